@@ -132,7 +132,7 @@ test-hard: test-state $(REPORT)
 	@$(GO_TEST) -json -p 1 -count 1 $(HARD_FLAGS) $(HARD_RUN) -exec "$(CURDIR)/bin/hwkvm --" $(HARD_PKGS) | $(REPORT) -allow '$(MAY_SKIP)'
 
 # test-hostile has a guest attack every device, on this machine's KVM and then on one of the hardware kind: two hours. The last lines have the
-# figures. Less: make test-hostile HOSTILE='-hostile-for 10m'.
+# figures. In RAM, or a pause waits for this machine's disk as well. Less: make test-hostile HOSTILE='-hostile-for 10m'.
 HOSTILE ?= -hostile-for 1h
 .PHONY: test-hostile
 test-hostile: check-go
@@ -140,7 +140,7 @@ test-hostile: check-go
 	@$(GO_BUILD) -o bin/hwkvm ./internal/test/hwkvm/cmd/hwkvm
 	@bin/hwkvm --prepare
 	@status=0; \
-	$(GO_TEST) -count 1 -timeout 24h -v -run '^TestAttack' ./internal/test/hostileguest -hostile-pause 50ms $(HOSTILE) || status=1; \
+	TMPDIR=/dev/shm $(GO_TEST) -count 1 -timeout 24h -v -run '^TestAttack' ./internal/test/hostileguest -hostile-pause 50ms $(HOSTILE) || status=1; \
 	$(GO_TEST) -count 1 -timeout 24h -v -run '^TestAttack' -exec "$(CURDIR)/bin/hwkvm --" ./internal/test/hostileguest $(HOSTILE) || status=1; \
 	exit $$status
 
@@ -199,7 +199,7 @@ life-proofs: test-state
 # example runs the program in examples/embed.
 .PHONY: example
 example: test-state
-	@go run ./examples/embed -state $(STATE) -drowse $(CURDIR)/bin/drowse
+	@go run ./examples/embed $(STATE) $(CURDIR)/bin/drowse
 
 # agentlife runs the program in examples/agentlife and prints what it does: some ten minutes where the guest's kernel is interpreted. SLACK is how long after its 15 s without use the workspace may take until
 # it is asleep: more on a busy machine.

@@ -24,8 +24,8 @@ type BootOptions struct {
 // fresh disk, and removes it. Sizes and numbers of CPUs are interleaved. The page cache is as the
 // boots before have left it.
 //
-// Stages: shell, devices, load and entry are the host's until the first KVM_RUN, as far as the machine times them, and
-// guest is the rest, until the agent's call: the kernel's start, the image's, and the agent's. run
+// Stages: prebuilt, devices, load and entry are the host's until the first KVM_RUN, as far as the machine times them,
+// and guest is the rest, until the agent's call: the kernel's start, the image's, and the agent's. run
 // is the whole call of Host.Create, which begins with the choice of the files to boot and with the start
 // of the process, and ends when the caller knows.
 func Boots(ctx context.Context, e Env, o BootOptions) (rows []Row, err error) {
@@ -76,7 +76,7 @@ func (s *series) boot(report control.Report, call time.Duration) error {
 	ns := func(ms float64) int64 { return int64(ms * perMs) }
 	errs := []error{s.total.RecordValue(ns(total)), into(s.stages, "run", int64(call))}
 	rest := total
-	for _, stage := range []vmm.Stage{vmm.StageShell, vmm.StageDevices, vmm.StageLoad, vmm.StageEntry} {
+	for _, stage := range []vmm.Stage{vmm.StagePrebuilt, vmm.StageDevices, vmm.StageLoad, vmm.StageEntry} {
 		took := report.Stages[stage.String()]
 		rest -= took
 		errs = append(errs, into(s.stages, stage.String(), ns(took)))

@@ -11,7 +11,7 @@ func TestBoot_reports_give_a_row_whose_stages_are_the_whole(t *testing.T) {
 	s := newSeries()
 	for range 3 {
 		report := control.Report{Stages: map[string]float64{
-			"boot": 2000, "create_vm": 7, "memory": 8, "shell": 1, "devices": 2, "load": 30, "entry": 4, "network": 50,
+			"boot": 2000, "create_vm": 7, "memory": 8, "prebuilt": 1, "devices": 2, "load": 30, "entry": 4, "network": 50,
 		}}
 		if err := s.boot(report, 2100*time.Millisecond); err != nil {
 			t.Fatal(err)
@@ -21,13 +21,13 @@ func TestBoot_reports_give_a_row_whose_stages_are_the_whole(t *testing.T) {
 	if r.Unit != "ms" || r.N != 3 || !near(r.P50, 2000) {
 		t.Errorf("%+v", r)
 	}
-	want := map[string]float64{"shell": 1, "devices": 2, "load": 30, "entry": 4, "guest": 1963, "run": 2100}
+	want := map[string]float64{"prebuilt": 1, "devices": 2, "load": 30, "entry": 4, "guest": 1963, "run": 2100}
 	for name, ms := range want {
 		if got := r.Stages[name]; !near(got, ms) {
 			t.Errorf("stage %s: %v, want %v", name, got, ms)
 		}
 	}
-	// Those of the shell go on in the background, and a boot has no network.
+	// Those of the prebuilt VM go on in the background, and a boot has no network.
 	if len(r.Stages) != len(want) {
 		t.Errorf("%v", r.Stages)
 	}

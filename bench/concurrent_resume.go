@@ -166,7 +166,7 @@ func (e Env) flock(ctx context.Context, n, mib int, start func(ctx context.Conte
 		name := fmt.Sprintf("%s-%d", first, i)
 		e.say("making VM %d of %d", i+1, n)
 		made = append(made, name)
-		if _, err := e.Store.With(e.Launcher).Restore(ctx, snap, sandbox.RestoreChanges{Name: name}); err != nil {
+		if _, err := e.Store.With(e.Launcher).Clone(ctx, snap, sandbox.CloneOptions{Name: name}); err != nil {
 			return nil, remove, err
 		}
 		if _, err := e.Store.Sandbox(name).Sleep(ctx, sandbox.SleepOptions{}); err != nil {

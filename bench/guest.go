@@ -32,7 +32,9 @@ func (e Env) boot(ctx context.Context, name string, mib int) error {
 func (e Env) bootSpec(ctx context.Context, spec sandbox.Spec) (control.Report, error) {
 	e.say("booting a guest of %d MiB", spec.MemoryMiB)
 	spec.Image, spec.Kernel = e.Image, e.Kernel
-	return e.Store.With(e.Launcher).Create(ctx, spec, nil)
+	var rep control.Report
+	_, err := e.Store.With(e.Launcher).Create(ctx, spec, sandbox.CreateOptions{Report: &rep})
+	return rep, err
 }
 
 // remove removes a VM, running or not, also when the context has ended.

@@ -492,7 +492,7 @@ func (a *attached) device() (string, error) {
 
 func (a *attached) attach(name string) (took, up time.Duration, err error) {
 	begin := time.Now()
-	l, err := link.Attach(link.Config{Agent: name, Interface: name, Root: a.root}, a.spec)
+	l, err := link.Attach(link.Config{Endpoint: name, Interface: name, Root: a.root}, a.spec)
 	took = time.Since(begin)
 	if err != nil {
 		return 0, 0, err
@@ -511,9 +511,9 @@ func (a *attached) close() error {
 	for _, d := range a.devices {
 		errs = append(errs, d.Close())
 	}
-	names, err := link.Agents(a.root)
+	names, err := link.Endpoints(a.root)
 	for _, name := range names {
-		errs = append(errs, link.Remove(link.Config{Agent: name, Interface: name, Root: a.root}))
+		errs = append(errs, link.Remove(link.Config{Endpoint: name, Interface: name, Root: a.root}))
 	}
 	return errors.Join(append(errs, err, link.Sweep(a.root), os.Remove(a.root))...)
 }

@@ -68,7 +68,8 @@ func TestPolicyAttach_leaves_nothing_behind(t *testing.T) {
 	t.Setenv(attachHelperEnv, "1")
 	// Of a benchmark that was killed; no process has such a number.
 	left := attachRootPrefix + "99999999"
-	if err := link.Remove(link.Config{Agent: "b0", Interface: "none0", Root: left}); err != nil { // mounts what is needed
+	// Remove mounts what is needed.
+	if err := link.Remove(link.Config{Endpoint: "b0", Interface: "none0", Root: left}); err != nil {
 		t.Fatal(err)
 	}
 	if err := os.MkdirAll(filepath.Join(left, "b0"), 0o700); err != nil {

@@ -11,8 +11,13 @@ import (
 	"github.com/drowse-vm/drowse/devices/virtq"
 )
 
-// SettleBytes bounds the work on a queue that the owner of a [Loop] does before a pause, of [virtq.Queue.Work].
-const SettleBytes = 8 << 20
+// What bounds the work on a queue that the owner of a [Loop] does before a pause.
+const (
+	// SettleBytes is of [virtq.Queue.Work].
+	SettleBytes = 8 << 20
+	// SettleTime is for requests that move few bytes and take long, such as those for connections.
+	SettleTime = 10 * time.Millisecond
+)
 
 // loopBatch is how many events a Loop takes from the kernel at once.
 const loopBatch = 64
@@ -56,8 +61,8 @@ type Loop struct {
 
 	// Of the loop's goroutine.
 	failed   bool
-	settling bool
-	obey     bool // look at what is wanted
+	settling time.Time // when Settle was called; zero outside of it
+	obey     bool      // look at what is wanted
 	events   [loopBatch]unix.EpollEvent
 }
 
@@ -131,8 +136,8 @@ func (l *Loop) Failed() bool { return l.failed }
 // Enough reports whether the work on a queue since a moment ([virtq.Queue.Work]) is enough for one turn, or for what is
 // done before a pause.
 func (l *Loop) Enough(q *Queue, since uint64) bool {
-	if l.settling {
-		return q.Work()-since >= SettleBytes
+	if !l.settling.IsZero() {
+		return q.Work()-since >= SettleBytes || time.Since(l.settling) > SettleTime
 	}
 	return q.Work()-since >= TurnBytes || l.Yield()
 }
@@ -244,8 +249,8 @@ func (l *Loop) rest() bool {
 
 // Settle does what comes before a pause. It is for the loop's goroutine, and for tests while that stands still.
 func (l *Loop) Settle() error {
-	l.settling = true
-	defer func() { l.settling = false }()
+	l.settling = time.Now()
+	defer func() { l.settling = time.Time{} }()
 	return l.looper.Settle()
 }
 

@@ -7,6 +7,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/drowse-vm/drowse/devices/virtq"
 	"golang.org/x/sys/unix"
 )
 
@@ -154,4 +155,35 @@ func TestLoopThatNeverStartedReleasesWhatItHas(t *testing.T) {
 		t.Fatal(err)
 	}
 	l.Stop()
+}
+
+// slowLooper does something slow before a pause, until that is enough.
+type slowLooper struct {
+	countingLooper
+	loop  *Loop
+	queue Queue
+	done  int
+}
+
+func (s *slowLooper) Settle() error {
+	for s.done = 0; s.done < 1000 && !s.loop.Enough(&s.queue, 0); s.done++ {
+		time.Sleep(SettleTime / 4)
+	}
+	return nil
+}
+
+func TestAttack_pause_ends_in_time_whatever_requests_cost_that_move_no_bytes(t *testing.T) {
+	l, err := NewLoop(Activation{Restored: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := &slowLooper{loop: l, queue: Queue{Queue: &virtq.Queue{}}}
+	defer l.release()
+	l.looper = s
+	if err := l.Settle(); err != nil {
+		t.Fatal(err)
+	}
+	if s.done == 0 || s.done > 5 {
+		t.Errorf("%d requests of a quarter of the time were done", s.done)
+	}
 }

@@ -357,7 +357,7 @@ func (c *Client) List(ctx context.Context) ([]Process, error) {
 // ErrNotFound or ErrNotRunning.
 func (c *Client) Kill(ctx context.Context, id string, signal int) error {
 	a := audit.Action{Kind: audit.KindSignal, Process: id, Number: signal}
-	return recorded(ctx, c, a, opKill, agentpb.AgentClient.Kill, &agentpb.KillRequest{Id: id, Signal: int32(signal)})
+	return done(ctx, c, a, opKill, agentpb.AgentClient.Kill, &agentpb.KillRequest{Id: id, Signal: int32(signal)})
 }
 
 // Forget makes the agent forget a detached process, killing it first when it
@@ -365,5 +365,5 @@ func (c *Client) Kill(ctx context.Context, id string, signal int) error {
 func (c *Client) Forget(ctx context.Context, id string) error {
 	const sigkill = 9
 	a := audit.Action{Kind: audit.KindSignal, Process: id, Number: sigkill}
-	return recorded(ctx, c, a, opKill, agentpb.AgentClient.Kill, &agentpb.KillRequest{Id: id, Signal: sigkill, Forget: true})
+	return done(ctx, c, a, opKill, agentpb.AgentClient.Kill, &agentpb.KillRequest{Id: id, Signal: sigkill, Forget: true})
 }

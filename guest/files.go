@@ -1,6 +1,7 @@
 package guest
 
 import (
+	"archive/tar"
 	"bufio"
 	"context"
 	"errors"
@@ -13,7 +14,6 @@ import (
 	"strings"
 	"time"
 
-	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 
 	"github.com/drowse-vm/drowse/guest/agentpb"
@@ -40,30 +40,8 @@ func fileInfo(f *agentpb.FileInfo) FileInfo {
 	}
 }
 
-// fileMode turns st_mode of inode(7) into Go's form.
-func fileMode(st uint32) fs.FileMode {
-	mode := fs.FileMode(st & 0o777)
-	for bit, m := range map[uint32]fs.FileMode{unix.S_ISUID: fs.ModeSetuid, unix.S_ISGID: fs.ModeSetgid, unix.S_ISVTX: fs.ModeSticky} {
-		if st&bit != 0 {
-			mode |= m
-		}
-	}
-	switch st & unix.S_IFMT {
-	case unix.S_IFDIR:
-		mode |= fs.ModeDir
-	case unix.S_IFLNK:
-		mode |= fs.ModeSymlink
-	case unix.S_IFIFO:
-		mode |= fs.ModeNamedPipe
-	case unix.S_IFSOCK:
-		mode |= fs.ModeSocket
-	case unix.S_IFBLK:
-		mode |= fs.ModeDevice
-	case unix.S_IFCHR:
-		mode |= fs.ModeDevice | fs.ModeCharDevice
-	}
-	return mode
-}
+// fileMode turns st_mode of inode(7), which tar has too, into Go's form.
+func fileMode(st uint32) fs.FileMode { return (&tar.Header{Mode: int64(st)}).FileInfo().Mode() }
 
 // Stat describes a file, or what a symbolic link points to. Paths in the guest
 // are absolute in this and all other calls.
@@ -120,26 +98,26 @@ func (c *Client) ReadDir(ctx context.Context, dir string) ([]FileInfo, error) {
 // are missing as well.
 func (c *Client) Mkdir(ctx context.Context, path string, perm fs.FileMode, parents bool) error {
 	a := audit.Action{Kind: audit.KindMkdir, Path: path}
-	return recorded(ctx, c, a, "make directory "+path, agentpb.AgentClient.Mkdir, &agentpb.MkdirRequest{Path: path, Mode: uint32(perm.Perm()), Parents: parents})
+	return done(ctx, c, a, "make directory "+path, agentpb.AgentClient.Mkdir, &agentpb.MkdirRequest{Path: path, Mode: uint32(perm.Perm()), Parents: parents})
 }
 
 // Remove removes a file or an empty directory, or with recursive a whole tree,
 // which need not exist.
 func (c *Client) Remove(ctx context.Context, path string, recursive bool) error {
 	a := audit.Action{Kind: audit.KindRemove, Path: path, Recursive: recursive}
-	return recorded(ctx, c, a, "remove "+path, agentpb.AgentClient.Remove, &agentpb.RemoveRequest{Path: path, Recursive: recursive})
+	return done(ctx, c, a, "remove "+path, agentpb.AgentClient.Remove, &agentpb.RemoveRequest{Path: path, Recursive: recursive})
 }
 
 // Rename renames a file or directory.
 func (c *Client) Rename(ctx context.Context, from, to string) error {
 	a := audit.Action{Kind: audit.KindRename, Path: from, To: to}
-	return recorded(ctx, c, a, "rename "+from, agentpb.AgentClient.Rename, &agentpb.RenameRequest{From: from, To: to})
+	return done(ctx, c, a, "rename "+from, agentpb.AgentClient.Rename, &agentpb.RenameRequest{From: from, To: to})
 }
 
 // Symlink makes a symbolic link at path.
 func (c *Client) Symlink(ctx context.Context, target, path string) error {
 	a := audit.Action{Kind: audit.KindSymlink, Path: path, To: target}
-	return recorded(ctx, c, a, "link "+path, agentpb.AgentClient.Symlink, &agentpb.SymlinkRequest{Target: target, Path: path})
+	return done(ctx, c, a, "link "+path, agentpb.AgentClient.Symlink, &agentpb.SymlinkRequest{Target: target, Path: path})
 }
 
 // Readlink reads a symbolic link.
@@ -170,7 +148,10 @@ func (c *Client) ReadFile(ctx context.Context, path string, w io.Writer, offset,
 	if length == 0 {
 		lw.left = -1
 	}
-	_, err = t.receiveTo(lw)
+	err = t.converse(true, func(rw io.ReadWriter) error {
+		_, err := io.CopyBuffer(lw, rw, make([]byte, agentpb.MaxChunk))
+		return err
+	})
 	return lw.written, t.fail(err)
 }
 
@@ -236,11 +217,13 @@ func (c *Client) WriteFile(ctx context.Context, path string, r io.Reader, o Writ
 		return err
 	}
 	defer t.close()
-	_, err = t.sendFrom(func(w io.Writer) error {
-		_, err := io.CopyBuffer(&counted{w: w, tell: func(n int64) { sent = n }}, struct{ io.Reader }{r}, make([]byte, agentpb.MaxChunk))
-		return err
-	})
-	return t.fail(err)
+	t.sent = func(n int64) { sent += n }
+	return t.fail(t.converse(false, func(rw io.ReadWriter) error {
+		if _, err := io.CopyBuffer(rw, struct{ io.Reader }{r}, make([]byte, agentpb.MaxChunk)); err != nil {
+			return err
+		}
+		return t.sendEnd()
+	}))
 }
 
 // CopyOptions bounds and shapes a copy of a tree.
@@ -282,44 +265,14 @@ func resumeError(o CopyOptions, err error) error {
 	return err
 }
 
-// tell notes how many bytes were moved, and passes that on.
+// tell counts the bytes that are moved, and passes their number on.
 func (o *CopyOptions) tell(moved *int64) func(int64) {
 	return func(n int64) {
-		*moved = n
+		*moved += n
 		if o.Progress != nil {
-			o.Progress(n)
+			o.Progress(*moved)
 		}
 	}
-}
-
-// counted passes on what is written and tells how much it was.
-type counted struct {
-	w     io.Writer
-	bytes int64
-	tell  func(int64)
-}
-
-func (c *counted) Write(p []byte) (int, error) {
-	n, err := c.w.Write(p)
-	c.bytes += int64(n)
-	if c.tell != nil {
-		c.tell(c.bytes)
-	}
-	return n, err
-}
-
-// countedReader passes on what is read and tells how much it was.
-type countedReader struct {
-	r     io.Reader
-	bytes int64
-	tell  func(int64)
-}
-
-func (c *countedReader) Read(p []byte) (int, error) {
-	n, err := c.r.Read(p)
-	c.bytes += int64(n)
-	c.tell(c.bytes)
-	return n, err
 }
 
 // CopyResult tells what was copied.
@@ -386,29 +339,22 @@ func (c *Client) CopyIn(ctx context.Context, src, dst string, o CopyOptions) (ou
 	}
 	defer t.close()
 	var res treetar.Result
-	if o.Resume {
-		_, err = t.converse(func(rw io.ReadWriter) error {
-			rw = struct {
-				io.Reader
-				io.Writer
-			}{rw, &counted{w: rw, tell: o.tell(&sent)}}
-			var err error
-			if res, err = treetar.PackResumed(t.ctx, rw, src, name); err != nil {
-				return err
+	t.sent = o.tell(&sent)
+	err = t.converse(o.Resume, func(rw io.ReadWriter) (err error) {
+		if o.Resume {
+			res, err = treetar.PackResumed(t.ctx, rw, src, name)
+		} else {
+			bw := bufio.NewWriterSize(rw, agentpb.MaxChunk)
+			if res, err = treetar.Pack(t.ctx, bw, src, name); err == nil {
+				err = bw.Flush()
 			}
-			return t.stream.Send(&agentpb.TransferRequest{Msg: &agentpb.TransferRequest_End{End: &agentpb.Empty{}}})
-		})
-		return copyResult(res), resumeError(o, t.fail(err))
-	}
-	_, err = t.sendFrom(func(w io.Writer) error {
-		bw := bufio.NewWriterSize(&counted{w: w, tell: o.tell(&sent)}, agentpb.MaxChunk)
-		var err error
-		if res, err = treetar.Pack(t.ctx, bw, src, name); err != nil {
-			return err
 		}
-		return bw.Flush()
+		if err == nil {
+			err = t.sendEnd()
+		}
+		return err
 	})
-	return copyResult(res), t.fail(err)
+	return copyResult(res), resumeError(o, t.fail(err))
 }
 
 // target decides where in the guest a copy goes: the directory, and the name
@@ -512,54 +458,23 @@ func (c *Client) copyOut(ctx context.Context, src string, root *os.Root, name, m
 		Limits:    treetar.Limits{Bytes: o.MaxBytes, Entries: o.MaxEntries},
 		KeepOwner: o.KeepOwner, KeepLinks: o.KeepLinks, OwnerWrites: o.OwnerWrites, Rename: name, Marker: marker,
 	}
-	if o.Resume {
-		var res treetar.Result
-		_, err = t.converse(func(rw io.ReadWriter) error {
-			rw = struct {
-				io.Reader
-				io.Writer
-			}{&countedReader{r: rw, tell: o.tell(&received)}, rw}
-			var err error
+	t.received = o.tell(&received)
+	var res treetar.Result
+	err = t.converse(true, func(rw io.ReadWriter) (err error) {
+		if o.Resume {
 			res, err = treetar.UnpackResumed(t.ctx, rw, root, to)
 			return err
-		})
-		return copyResult(res), resumeError(o, t.fail(err))
-	}
-	pr, pw := io.Pipe()
-	type outcome struct {
-		res treetar.Result
-		err error
-	}
-	unpacked := make(chan outcome, 1)
-	go func() {
-		res, err := treetar.Unpack(t.ctx, pr, root, to)
-		if err == nil {
+		}
+		if res, err = treetar.Unpack(t.ctx, rw, root, to); err == nil {
 			// Padding may follow the archive's end, but not without end.
-			_, err = io.Copy(&limitWriter{w: io.Discard, left: maxPadding}, pr)
+			_, err = io.Copy(&limitWriter{w: io.Discard, left: maxPadding}, rw)
 		}
-		pr.CloseWithError(err)
-		if err != nil {
-			t.cancel(err) // the guest may have nothing more to say
-		}
-		unpacked <- outcome{res, err}
-	}()
-	_, err = t.receiveTo(&counted{w: pw, tell: o.tell(&received)})
-	pw.CloseWithError(errOr(err, io.EOF))
-	got := <-unpacked
-	if got.err != nil && (err == nil || errors.Is(err, got.err) || errors.Is(context.Cause(t.ctx), got.err)) {
-		err = got.err
-	}
-	return copyResult(got.res), t.fail(err)
+		return err
+	})
+	return copyResult(res), resumeError(o, t.fail(err))
 }
 
 const maxPadding = 1 << 20 // bytes
-
-func errOr(err, other error) error {
-	if err != nil {
-		return err
-	}
-	return other
-}
 
 // transfer is one Transfer stream, seen from the host.
 type transfer struct {
@@ -570,7 +485,8 @@ type transfer struct {
 	parent context.Context
 	ctx    context.Context
 	cancel context.CancelCauseFunc
-	window flow.Window
+	// sent and received, when set, are told the bytes of each message of data.
+	sent, received func(int64)
 }
 
 func (c *Client) transfer(ctx context.Context, op string, first *agentpb.TransferRequest) (*transfer, error) {
@@ -610,174 +526,82 @@ func (t *transfer) fail(err error) error {
 	return fail(t.op, t.ch.conn.err(err))
 }
 
-// await takes what the guest sends, up to its done message, and gives its data, if there may be any, to data.
-func (t *transfer) await(data func([]byte) error) (*agentpb.TransferDone, error) {
-	for {
-		m, err := t.stream.Recv()
-		t.ch.conn.taken()
-		if err != nil {
-			return nil, err
-		}
-		switch m := m.Msg.(type) {
-		case *agentpb.TransferResponse_Done:
-			return m.Done, nil
-		case *agentpb.TransferResponse_Ack:
-			err = t.window.Ack(m.Ack)
-		case *agentpb.TransferResponse_Info:
-			if data == nil {
-				err = fmt.Errorf("%w: unexpected message %T", ErrProtocol, m)
-			}
-		case *agentpb.TransferResponse_Data:
-			switch {
-			case data == nil:
-				err = fmt.Errorf("%w: unexpected message %T", ErrProtocol, m)
-			case len(m.Data) > agentpb.MaxChunk:
-				err = fmt.Errorf("%w: %d bytes of data in one message", ErrProtocol, len(m.Data))
-			default:
-				err = data(m.Data)
-			}
-		default:
-			err = fmt.Errorf("%w: unexpected message %T", ErrProtocol, m)
-		}
-		if err != nil {
-			return nil, err
-		}
-	}
-}
-
-// consumed counts data as taken, and acknowledges it when that is due.
-func (t *transfer) consumed(acker *flow.Acker, data []byte) error {
-	n, due := acker.Consumed(len(data))
-	if !due {
-		return nil
-	}
-	return t.stream.Send(&agentpb.TransferRequest{Msg: &agentpb.TransferRequest_Ack{Ack: n}})
-}
-
-// receiveTo writes the data that the guest sends to w, up to its done message.
-// A slow w slows the guest down.
-func (t *transfer) receiveTo(w io.Writer) (*agentpb.TransferDone, error) {
-	var acker flow.Acker
-	return t.await(func(data []byte) error {
-		if _, err := w.Write(data); err != nil {
-			return err
-		}
-		return t.consumed(&acker, data)
+// converse has f send data, and receive data if it reads, from one goroutine, and waits for the guest to be done. What
+// f reads ends when the guest is. A slow f slows the guest down.
+func (t *transfer) converse(reads bool, f func(io.ReadWriter) error) error {
+	// What f has to say to a guest that is done finds nobody.
+	writing, stop := context.WithCancel(t.ctx)
+	defer stop()
+	p := flow.NewPipe(t.ctx, writing, t.send, func(n uint64) error {
+		return t.stream.Send(&agentpb.TransferRequest{Msg: &agentpb.TransferRequest_Ack{Ack: n}})
 	})
-}
-
-// sendFrom sends what produce writes, then the end message, and waits for the
-// guest to be done.
-func (t *transfer) sendFrom(produce func(io.Writer) error) (*agentpb.TransferDone, error) {
-	produced := make(chan error, 1)
-	go func() {
-		err := produce(dataWriter{t})
-		if err == nil {
-			err = t.stream.Send(&agentpb.TransferRequest{Msg: &agentpb.TransferRequest_End{End: &agentpb.Empty{}}})
-		}
-		if err != nil {
-			t.cancel(err) // what the guest has is not all: it must not commit
-		}
-		produced <- err
-	}()
-	done, err := t.await(nil)
-	cause := context.Cause(t.ctx)
-	t.cancel(nil)
-	perr := <-produced
-	switch {
-	case err == nil && perr != nil:
-		return nil, fmt.Errorf("%w: done before everything was sent", ErrProtocol)
-	case err != nil && cause != nil && errors.Is(err, context.Canceled):
-		return nil, cause
-	}
-	return done, err
-}
-
-// converse has f send and receive data at once, from one goroutine, and waits for the guest to be done.
-// What f reads ends when the guest is.
-func (t *transfer) converse(f func(io.ReadWriter) error) (*agentpb.TransferDone, error) {
-	d := &talk{dataWriter: dataWriter{t}, data: make(chan []byte, agentpb.Window), end: make(chan struct{})}
 	talked := make(chan error, 1)
 	go func() {
-		err := f(d)
+		err := f(p)
 		if err != nil {
-			t.cancel(err) // the guest may wait for more
+			t.cancel(err) // what the guest has is not all: it must not commit, nor wait for more
 		}
 		talked <- err
 	}()
-	done, err := t.await(func(data []byte) error {
-		select {
-		case d.data <- data:
-			return nil
-		default:
-			return fmt.Errorf("%w: more than %d data messages unacknowledged", ErrProtocol, agentpb.Window)
-		}
-	})
+	err := t.await(p, reads)
 	cause := context.Cause(t.ctx)
 	if err != nil {
 		t.cancel(err)
 	}
-	close(d.end)
+	stop()
+	p.End()
 	ferr := <-talked
 	switch {
+	case err == nil && cause == nil && errors.Is(ferr, context.Canceled):
+		return fmt.Errorf("%w: done before everything was sent", ErrProtocol)
 	case err == nil:
-		return done, ferr
+		return ferr
 	case cause != nil && errors.Is(err, context.Canceled):
-		return nil, cause
+		return cause
 	}
-	return nil, err
+	return err
 }
 
-// talk is both directions of a transfer.
-type talk struct {
-	dataWriter
-	data  chan []byte   // received and not yet read, within a window
-	end   chan struct{} // closed when no more comes
-	rest  []byte
-	acker flow.Acker
-}
-
-// Read returns data of the guest, io.EOF behind the last.
-func (d *talk) Read(p []byte) (int, error) {
-	for len(d.rest) == 0 {
-		select {
-		case d.rest = <-d.data:
-		case <-d.t.ctx.Done():
-			return 0, context.Cause(d.t.ctx)
-		case <-d.end:
-			select { // data that came before the end
-			case d.rest = <-d.data:
-			default:
-				return 0, io.EOF
-			}
+// await takes what the guest sends, up to its done message.
+func (t *transfer) await(p *flow.Pipe, reads bool) error {
+	for {
+		m, err := t.stream.Recv()
+		t.ch.conn.taken()
+		if err != nil {
+			return err
 		}
-		if err := d.t.consumed(&d.acker, d.rest); err != nil {
-			select {
-			case <-d.end: // nobody waits for it any more
-			default:
-				return 0, err
-			}
+		data, isData := m.Msg.(*agentpb.TransferResponse_Data)
+		_, isInfo := m.Msg.(*agentpb.TransferResponse_Info)
+		switch ack, isAck := m.Msg.(*agentpb.TransferResponse_Ack); {
+		case m.GetDone() != nil:
+			return nil
+		case isAck:
+			err = p.Ack(ack.Ack)
+		case isInfo && reads:
+		case !isData || !reads:
+			err = fmt.Errorf("%w: unexpected message %T", ErrProtocol, m.Msg)
+		case len(data.Data) > agentpb.MaxChunk:
+			err = fmt.Errorf("%w: %d bytes of data in one message", ErrProtocol, len(data.Data))
+		case !p.Put(data.Data):
+			err = fmt.Errorf("%w: more than %d data messages unacknowledged", ErrProtocol, agentpb.Window)
+		case t.received != nil:
+			t.received(int64(len(data.Data)))
+		}
+		if err != nil {
+			return err
 		}
 	}
-	n := copy(p, d.rest)
-	d.rest = d.rest[n:]
-	return n, nil
 }
 
-// dataWriter sends what is written to it as data messages.
-type dataWriter struct{ t *transfer }
-
-func (w dataWriter) Write(p []byte) (int, error) {
-	sent := 0
-	for sent < len(p) {
-		n := min(len(p)-sent, agentpb.MaxChunk)
-		if _, err := w.t.window.Acquire(w.t.ctx); err != nil {
-			return sent, err
-		}
-		if err := w.t.stream.Send(&agentpb.TransferRequest{Msg: &agentpb.TransferRequest_Data{Data: p[sent : sent+n]}}); err != nil {
-			return sent, err
-		}
-		sent += n
+func (t *transfer) send(data []byte) error {
+	err := t.stream.Send(&agentpb.TransferRequest{Msg: &agentpb.TransferRequest_Data{Data: data}})
+	if err == nil && t.sent != nil {
+		t.sent(int64(len(data)))
 	}
-	return sent, nil
+	return err
+}
+
+// sendEnd tells the guest that all was sent.
+func (t *transfer) sendEnd() error {
+	return t.stream.Send(&agentpb.TransferRequest{Msg: &agentpb.TransferRequest_End{End: &agentpb.Empty{}}})
 }

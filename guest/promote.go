@@ -156,36 +156,39 @@ func openStage(dir, name string) (_ *stage, err error) {
 
 // openHost opens dir/NAME, which nobody else may change, and makes it if need be.
 func (s *stage) openHost(d *os.Root) (err error) {
+	defer func() {
+		if err != nil {
+			err = fmt.Errorf("%w: %w", ErrPromoteDir, err)
+		}
+	}()
 	whole := filepath.Join(s.dir, s.name)
 	err = d.Mkdir(s.name, 0o755)
 	if err == nil {
 		err = syncDir(d)
-	} else if errors.Is(err, fs.ErrExist) {
-		err = nil
 	}
-	if err != nil {
-		return fmt.Errorf("%w: %w", ErrPromoteDir, err)
+	if err != nil && !errors.Is(err, fs.ErrExist) {
+		return err
 	}
 	fi, err := d.Lstat(s.name)
-	if err != nil {
-		return fmt.Errorf("%w: %w", ErrPromoteDir, err)
+	if err == nil && !fi.IsDir() {
+		err = fmt.Errorf("%s is no directory", whole)
 	}
-	if !fi.IsDir() {
-		return fmt.Errorf("%w: %s is no directory", ErrPromoteDir, whole)
+	if err != nil {
+		return err
 	}
 	if s.host, err = d.OpenRoot(s.name); err != nil {
-		return fmt.Errorf("%w: %w", ErrPromoteDir, err)
+		return err
 	}
 	if s.own, err = s.host.Open("."); err != nil {
-		return fmt.Errorf("%w: %w", ErrPromoteDir, err)
+		return err
 	}
 	var st unix.Stat_t
 	if err := unix.Fstat(int(s.own.Fd()), &st); err != nil {
-		return fmt.Errorf("%w: %s: %w", ErrPromoteDir, whole, err)
+		return fmt.Errorf("%s: %w", whole, err)
 	}
 	if int(st.Uid) != os.Geteuid() || st.Mode&0o022 != 0 {
-		return fmt.Errorf("%w: %s belongs to user %d and has mode %#o, so others could change what is in it: it has to belong to user %d, who alone may write to it",
-			ErrPromoteDir, whole, st.Uid, st.Mode&0o7777, os.Geteuid())
+		return fmt.Errorf("%s belongs to user %d and has mode %#o, so others could change what is in it: it has to belong to user %d, who alone may write to it",
+			whole, st.Uid, st.Mode&0o7777, os.Geteuid())
 	}
 	return nil
 }

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"sync"
 
+	"github.com/drowse-vm/drowse/guest/agentpb"
 	"github.com/drowse-vm/drowse/guest/audit"
 )
 
@@ -23,13 +24,19 @@ func (c *Client) record(ctx context.Context, op string, a audit.Action) (*audit.
 }
 
 // recorded is callOnce with a record of it.
-func recorded[Req, Resp any](ctx context.Context, c *Client, a audit.Action, op string, f method[Req, Resp], req Req) error {
+func recorded[Req, Resp any](ctx context.Context, c *Client, a audit.Action, op string, f method[Req, Resp], req Req) (resp Resp, err error) {
 	p, err := c.record(ctx, op, a)
 	if err != nil {
-		return err
+		return resp, err
 	}
-	_, err = callOnce(ctx, c, op, f, req)
+	resp, err = callOnce(ctx, c, op, f, req)
 	p.End(audit.Outcome{Error: text(err)})
+	return resp, err
+}
+
+// done is recorded for a call whose answer says nothing.
+func done[Req any](ctx context.Context, c *Client, a audit.Action, op string, f method[Req, *agentpb.Empty], req Req) error {
+	_, err := recorded(ctx, c, a, op, f, req)
 	return err
 }
 

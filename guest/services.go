@@ -150,12 +150,7 @@ func (c *Client) WaitService(ctx context.Context, name string) (ServiceState, er
 
 // onService does something with a service, and records it.
 func onService[Req any](ctx context.Context, c *Client, a audit.Action, op string, f method[Req, *agentpb.ServiceState], req Req) (ServiceState, error) {
-	p, err := c.record(ctx, op, a)
-	if err != nil {
-		return ServiceState{}, err
-	}
-	resp, err := callOnce(ctx, c, op, f, req)
-	p.End(audit.Outcome{Error: text(err)})
+	resp, err := recorded(ctx, c, a, op, f, req)
 	if err != nil {
 		return ServiceState{}, olderAgent(err)
 	}

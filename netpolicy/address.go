@@ -9,7 +9,7 @@ const (
 	classPublic  class = iota + 1
 	classPrivate       // and the other three are not opened by group any
 	classHost
-	classAgent
+	classEndpoint
 	classFloor class = 15
 )
 
@@ -63,10 +63,10 @@ func MayBePublic(p netip.Prefix) bool { return !inside(p, floor) && !inside(p, p
 
 // classes tells the class of addresses quickly.
 type classes struct {
-	floor  []netip.Prefix
-	host   map[netip.Addr]bool
-	agents []netip.Prefix
-	peers  map[netip.Addr]bool
+	floor     []netip.Prefix
+	host      map[netip.Addr]bool
+	endpoints []netip.Prefix
+	peers     map[netip.Addr]bool
 	// private are addresses that have to be named: those that are for everybody, and those on the host's links.
 	private []netip.Prefix
 }
@@ -78,8 +78,8 @@ func (c *classes) of(a netip.Addr) class {
 		return classFloor
 	case c.host[a]:
 		return classHost
-	case c.peers[a] || inside(one, c.agents):
-		return classAgent
+	case c.peers[a] || inside(one, c.endpoints):
+		return classEndpoint
 	case inside(one, c.private):
 		return classPrivate
 	}
@@ -90,7 +90,7 @@ func (c *classes) of(a netip.Addr) class {
 func (c *classes) boundaries() []netip.Prefix {
 	out := append([]netip.Prefix(nil), c.floor...)
 	out = append(out, c.private...)
-	out = append(out, c.agents...)
+	out = append(out, c.endpoints...)
 	for a := range c.host {
 		out = append(out, netip.PrefixFrom(a, a.BitLen()))
 	}

@@ -10,10 +10,10 @@ import (
 	"slices"
 )
 
-// ErrIdentity is an agent or an environment that a policy cannot be compiled for.
-var ErrIdentity = errors.New("invalid agent or environment")
+// ErrIdentity is an endpoint or an environment that a policy cannot be compiled for.
+var ErrIdentity = errors.New("invalid endpoint or environment")
 
-// Spec is a policy compiled for one agent: what the programs on its TAP device read.
+// Spec is a policy compiled for one endpoint: what the programs on its TAP device read.
 // It is plain data and does not change.
 type Spec struct {
 	rows  []row
@@ -38,11 +38,11 @@ func (s *Spec) RuleName(i int) string {
 	return s.names[i]
 }
 
-// Public says whether an address is public for the agent: not the floor's, the host's,
-// another agent's or private.
+// Public says whether an address is public for the endpoint: not the floor's, the host's,
+// another endpoint's or private.
 func (s *Spec) Public(a netip.Addr) bool { return a.IsValid() && s.class.of(a) == classPublic }
 
-// Identity is the agent's that it was compiled for.
+// Identity is the endpoint's that it was compiled for.
 func (s *Spec) Identity() Identity { return s.ident }
 
 // RuleNames are those of all rules of the table, by their number.
@@ -106,23 +106,23 @@ func (p *Policy) flatten(tlsPort uint16) (rules []flat, names []string) {
 func (id Identity) validate(env Environment) error {
 	switch {
 	case !id.Address4.Is4():
-		return fmt.Errorf("%w: the agent has no IPv4 address", ErrIdentity)
+		return fmt.Errorf("%w: the endpoint has no IPv4 address", ErrIdentity)
 	case id.Address6 != (netip.Addr{}) && (!id.Address6.Is6() || id.Address6.Is4In6() || id.Address6.Zone() != ""):
-		return fmt.Errorf("%w: %v is no IPv6 address that an agent can have", ErrIdentity, id.Address6)
+		return fmt.Errorf("%w: %v is no IPv6 address that an endpoint can have", ErrIdentity, id.Address6)
 	case len(env.OnLink) > MaxOnLink:
 		return fmt.Errorf("%w: %d ranges on the host's links: at most %d", ErrIdentity, len(env.OnLink), MaxOnLink)
-	case len(env.Host) > MaxHostAddresses || len(env.Agents) > MaxAgentRanges || len(env.Peers) > MaxPeers:
-		return fmt.Errorf("%w: %d addresses of the host, %d ranges of agents, %d agents: at most %d, %d and %d",
-			ErrIdentity, len(env.Host), len(env.Agents), len(env.Peers), MaxHostAddresses, MaxAgentRanges, MaxPeers)
+	case len(env.Host) > MaxHostAddresses || len(env.Endpoints) > MaxEndpointRanges || len(env.Peers) > MaxPeers:
+		return fmt.Errorf("%w: %d addresses of the host, %d ranges of endpoints, %d endpoints: at most %d, %d and %d",
+			ErrIdentity, len(env.Host), len(env.Endpoints), len(env.Peers), MaxHostAddresses, MaxEndpointRanges, MaxPeers)
 	}
 	for _, a := range []netip.Addr{id.Address4, id.Address6} {
 		if a.IsValid() && inside(netip.PrefixFrom(a, a.BitLen()), floor) {
-			return fmt.Errorf("%w: an agent cannot have the address %v", ErrIdentity, a)
+			return fmt.Errorf("%w: an endpoint cannot have the address %v", ErrIdentity, a)
 		}
 	}
-	for _, p := range env.Agents {
+	for _, p := range env.Endpoints {
 		if err := checkPrefix(p); err != nil {
-			return fmt.Errorf("%w: range of agents: %w", ErrIdentity, err)
+			return fmt.Errorf("%w: range of endpoints: %w", ErrIdentity, err)
 		}
 	}
 	for _, p := range env.OnLink {
@@ -133,10 +133,10 @@ func (id Identity) validate(env Environment) error {
 	tags := 0
 	for _, p := range env.Peers {
 		if !p.Address.IsValid() || p.Address.Is4In6() || p.Address.Zone() != "" {
-			return fmt.Errorf("%w: the address %v of an agent", ErrIdentity, p.Address)
+			return fmt.Errorf("%w: the address %v of an endpoint", ErrIdentity, p.Address)
 		}
 		if tags += len(p.Tags); tags > 16*MaxPeers {
-			return fmt.Errorf("%w: more than %d tags of agents", ErrIdentity, 16*MaxPeers)
+			return fmt.Errorf("%w: more than %d tags of endpoints", ErrIdentity, 16*MaxPeers)
 		}
 	}
 	for _, a := range env.Host {
@@ -161,7 +161,7 @@ func Compile(p *Policy, id Identity, env Environment) (*Spec, error) {
 	}
 	rules, names := p.flatten(env.TLSPort)
 	c := &compiler{rules: rules, classes: classes{
-		floor: append(slices.Clone(floor), TheWire.floor()...), agents: slices.Clone(env.Agents),
+		floor: append(slices.Clone(floor), TheWire.floor()...), endpoints: slices.Clone(env.Endpoints),
 		host: map[netip.Addr]bool{TheWire.Gateway4: true, TheWire.Gateway6: true}, peers: map[netip.Addr]bool{},
 		private: append(slices.Clone(private), env.OnLink...),
 	}, sets: map[bitset]uint32{}}
@@ -183,13 +183,8 @@ func Compile(p *Policy, id Identity, env Environment) (*Spec, error) {
 	if s.flows == 0 {
 		s.flows = DefaultFlows
 	}
-	named := false
-	for _, r := range rules {
-		named = named || len(r.Names) > 0
-	}
-
 	c.table = make([]row, 2) // the heads are filled in below
-	h := heads{names: named}
+	h := heads{names: slices.ContainsFunc(rules, func(r flat) bool { return len(r.Names) > 0 })}
 	var allow, reject bitset
 	for i, r := range rules {
 		switch r.Verdict {
@@ -311,7 +306,7 @@ type change struct {
 }
 
 // slots of a sweep: one for each class but the floor, and number 0 for ports.
-const slots = int(classAgent) + 1
+const slots = int(classEndpoint) + 1
 
 // ports is the tree of ports for TCP or UDP.
 func (c *compiler) ports(dir Direction, p Protocol) uint32 {
@@ -325,34 +320,38 @@ func (c *compiler) ports(dir Direction, p Protocol) uint32 {
 		if len(ranges) == 0 && r.Verdict != Allow {
 			ranges = []PortRange{AnyPort}
 		}
-		for _, pr := range ranges {
-			changes = append(changes, change{number{lo: uint64(pr.First)}, i, 1, 1})
-			changes = append(changes, change{number{lo: uint64(pr.Last) + 1}, i, -1, 1})
-		}
+		changes = append(changes, portChanges(i, ranges)...)
 	}
+	return c.ruleTree(changes, false)
+}
+
+// portChanges are where a rule begins and ends to match by some ports.
+func portChanges(rule int, ranges []PortRange) (changes []change) {
+	for _, r := range ranges {
+		changes = append(changes, change{number{lo: uint64(r.First)}, rule, 1, 1}, change{number{lo: uint64(r.Last) + 1}, rule, -1, 1})
+	}
+	return changes
+}
+
+// ruleTree is the tree of the sets of rules that match.
+func (c *compiler) ruleTree(changes []change, six bool) uint32 {
 	var leaves []leaf
 	sweep(len(c.rules), changes, func(at number, sets *[slots]bitset) {
 		leaves = append(leaves, leaf{at, c.set(sets[0])})
 	})
-	return c.tree(leaves, false)
+	return c.tree(leaves, six)
 }
 
 // checked is the tree of ports at which names of rules are checked; 0 if there are none.
 func (c *compiler) checked() uint32 {
 	var changes []change
 	for i := range c.rules {
-		for _, pr := range c.rules[i].checkedPorts() {
-			changes = append(changes, change{number{lo: uint64(pr.First)}, i, 1, 1}, change{number{lo: uint64(pr.Last) + 1}, i, -1, 1})
-		}
+		changes = append(changes, portChanges(i, c.rules[i].checkedPorts())...)
 	}
 	if len(changes) == 0 {
 		return 0
 	}
-	var leaves []leaf
-	sweep(len(c.rules), changes, func(at number, sets *[slots]bitset) {
-		leaves = append(leaves, leaf{at, c.set(sets[0])})
-	})
-	return c.tree(leaves, false)
+	return c.ruleTree(changes, false)
 }
 
 // TagHash is how the programs know a tag: never 0, which is none.
@@ -365,7 +364,7 @@ func TagHash(tag string) uint64 {
 func (c *compiler) tags() uint32 {
 	var changes []change
 	for i := range c.rules {
-		for _, tag := range c.rules[i].Agents {
+		for _, tag := range c.rules[i].Endpoints {
 			h := TagHash(tag)
 			changes = append(changes, change{number{hi: h}, i, 1, 1}, change{number{hi: h, lo: 1}, i, -1, 1})
 		}
@@ -373,11 +372,7 @@ func (c *compiler) tags() uint32 {
 	if len(changes) == 0 {
 		return 0
 	}
-	var leaves []leaf
-	sweep(len(c.rules), changes, func(at number, sets *[slots]bitset) {
-		leaves = append(leaves, leaf{at, c.set(sets[0])})
-	})
-	return c.tree(leaves, true)
+	return c.ruleTree(changes, true)
 }
 
 // sweep goes through numbers in order and tells, at 0 and wherever something changes,
@@ -409,11 +404,11 @@ func sweep(rules int, changes []change, emit func(number, *[slots]bitset)) {
 
 // Masks of classes.
 const (
-	maskPublic  = 1 << classPublic
-	maskPrivate = 1 << classPrivate
-	maskHost    = 1 << classHost
-	maskAgent   = 1 << classAgent
-	maskAll     = maskPublic | maskPrivate | maskHost | maskAgent
+	maskPublic   = 1 << classPublic
+	maskPrivate  = 1 << classPrivate
+	maskHost     = 1 << classHost
+	maskEndpoint = 1 << classEndpoint
+	maskAll      = maskPublic | maskPrivate | maskHost | maskEndpoint
 )
 
 // always is the classes of addresses that a rule matches without looking further.
@@ -421,7 +416,7 @@ func (r *flat) always() (mask uint8) {
 	if r.only != nil {
 		return 0
 	}
-	if r.Verdict != Allow && len(r.CIDRs)+len(r.Groups)+len(r.Names)+len(r.Agents) == 0 {
+	if r.Verdict != Allow && len(r.CIDRs)+len(r.Groups)+len(r.Names)+len(r.Endpoints) == 0 {
 		return maskAll
 	}
 	for _, g := range r.Groups {

@@ -1,4 +1,4 @@
-// Package netpolicy decides what the network may do to and for a VM (an agent). A policy
+// Package netpolicy decides what the network may do to and for a VM, whose end of the network is an endpoint. A policy
 // that names nothing denies everything, in both directions. This package is what a policy
 // and the records of its work are, on any system; package link enforces policies with eBPF
 // programs on TAP devices of Linux.
@@ -6,17 +6,17 @@
 // # The parts
 //
 // Policy is the model, read strictly from YAML or JSON by Parse. Compile is a pure
-// function from a policy, the agent's Identity and its Environment to a Spec: the rows
+// function from a policy, the endpoint's Identity and its Environment to a Spec: the rows
 // of the table that the programs read. A link.Link holds the programs of one TAP device
-// and swaps specs under them; package flow is the flow table and its log. Package refmodel decides the same from this text alone, by a
-// linear scan in Go; tests compare the two packet by packet. Package resolver is the DNS
+// and swaps specs under them; package flow is the flow table and its log. Package refmodel matches rules from this
+// text alone, by a linear scan in Go; tests compare the two packet by packet. Package resolver is the DNS
 // server that finds the addresses of the names in rules, and package tlsname checks that
 // connections which are opened for a name ask for it in TLS.
 //
 // # The wire
 //
 // Egress is what the guest sends, ingress what it gets. Every guest has the same MAC
-// and the same addresses (Wire); the programs replace them by the agent's own address
+// and the same addresses (Wire); the programs replace them by the endpoint's own address
 // on egress and put them back on ingress, checksums and the packets quoted in ICMP
 // errors included. The peer of a packet is the other side: its destination on egress,
 // its source on ingress. The port of a packet is its destination port.
@@ -35,13 +35,13 @@
 //     neighbour discovery (6), or is denied for this after check 11.
 //  6. ARP, ND: see below. What passes needs no rule, and is not translated.
 //  7. Truncated: a header is cut off by the end of the frame.
-//  8. IPv6Off: the packet is IPv6 and the agent has no IPv6 address.
+//  8. IPv6Off: the packet is IPv6 and the endpoint has no IPv6 address.
 //  9. IPHeader: version, header length, total length beyond the frame, bytes after the
 //     packet in frames longer than 60 bytes, TTL or hop limit of 0, IPv6 payload length 0.
 //  10. IPOptions, then Fragment: any option; any fragment, or the reserved bit. For
 //     IPv6: Fragment for a fragment header, ExtHeader for the other extension headers.
 //  11. Protocol: neither TCP, UDP nor ICMP (ICMPv6 on IPv6, not ICMP).
-//  12. SrcIP (egress), DstIP (ingress): the address is not the guest's, the agent's.
+//  12. SrcIP (egress), DstIP (ingress): the address is not the guest's, the endpoint's.
 //  13. L4Header: header cut off by the end of the packet; a port of 0; a UDP length
 //     other than that of the packet; a TCP data offset outside of the packet; TCP flags
 //     that cannot be (SYN with FIN or RST, FIN or nothing without ACK, FIN with RST).
@@ -52,7 +52,8 @@
 //  16. DHCP: UDP from or to port 67 or 68 (546 or 547 on IPv6).
 //  17. Floor: the peer is an address that no rule can open.
 //  18. ICMPType: neither echo, echo reply nor an error (3, 11, 12; ICMPv6: 1 to 4).
-//  19. SrcInterface (ingress), see below: the source is not the sender's own. Flows and rules, see below: Flow, Related,
+//  19. SrcInterface (ingress), see below: the source is not the sender's own. Flows and rules, see below: Flow,
+//     Related,
 //     NoFlow, TCPState, Rule, Default; TLSOff.
 //  20. Quota, PacketRate, BitRate, ConnRate: limits. A packet that exceeds one uses up
 //     none of them. ARP and ND count as well, but not for ConnRate.
@@ -89,7 +90,7 @@
 //	            2002::/16 (they carry IPv4 addresses), and all that is neither in 2000::/3
 //	            nor in fc00::/7
 //
-// then host (the gateway, and Environment.Host), agent (Environment.Agents and the
+// then host (the gateway, and Environment.Host), endpoint (Environment.Endpoints and the
 // addresses of Environment.Peers), private (10/8, 172.16/12, 192.168/16, 100.64/10,
 // 198.18/15, fc00::/7, and Environment.OnLink), and public, which is all the rest.
 //
@@ -97,13 +98,13 @@
 //
 // A source address says who sent a packet only if nobody else can have it. A packet to the guest from an address of
 // class host has to be made by the host; one that has come by any interface is denied (SrcInterface), also if the host
-// has translated its source, as it may do for containers. One from an address of class agent has to have come by the
-// device of the agent that has the address, in the same network namespace. An ICMP error about a flow with the host or
-// an agent has to be from one of these two. The kernel notes by which interface a packet came, and forwarding does not
-// change that; rp_filter has no part in it.
+// has translated its source, as it may do for containers. One from an address of class endpoint has to have come by the
+// device of the endpoint that has the address, in the same network namespace. An ICMP error about a flow with the host
+// or an endpoint has to be from one of these two. The kernel notes by which interface a packet came, and forwarding
+// does not change that; rp_filter has no part in it.
 //
-// What has waited at the gate for an agent to wake (link.GuardGate) is put on its device by the host. The gate lets in only
-// what the rules above would, and marks it with a number that the loader has chosen at random.
+// Packets to a sleeping endpoint wait at the packet waker (link.GuardWaker), and the host puts them on the endpoint's
+// device later. The packet waker takes only what the checks above let pass, and marks it with a random number.
 //
 // # Rules
 //
@@ -120,16 +121,16 @@
 //
 // An allow rule opens public addresses by group any or public, by CIDR and by name. It
 // opens private ones by group private, or by a CIDR that lies inside of a private range
-// (0.0.0.0/0 does not); those of the host by group host alone; other agents by one of
+// (0.0.0.0/0 does not); those of the host by group host alone; other endpoints by one of
 // their tags alone. The default opens public addresses alone. Deny and reject rules
-// match by any of them, and by agents' tags; they cannot have names, since an address
+// match by any of them, and by endpoints' tags; they cannot have names, since an address
 // that was never resolved would not match.
 //
-// An agent has the tags that it was attached with (link.Config), or those of the last link.Link.SetTags, for the rules of
-// others of the same host and version of drowse, from the time before its device is up until it is removed. Only one
-// that is there at the moment is matched.
+// An endpoint has the tags that it was attached with (link.Config), or those of the last link.Link.SetTags, for the
+// rules of others of the same host and version of drowse, from the time before its device is up until it is removed.
+// Only one that is there at the moment is matched.
 //
-// A name is matched by the addresses that the agent's resolver has given the guest for
+// A name is matched by the addresses that the endpoint's resolver has given the guest for
 // it, as long as they are pinned. "*.example.com" matches every name below
 // example.com but not example.com.
 //
@@ -150,7 +151,7 @@
 //
 // Such a flow has a port on the host (via): the guest's, or the first of port + 7919*i modulo 65536, i
 // up to 7 and 1 in the place of 0, that no other such flow which lives has, nor a flow of the host's
-// with TLSPort. What comes from TLSPort to the agent's address and that port is the peer's. What comes
+// with TLSPort. What comes from TLSPort to the endpoint's address and that port is the peer's. What comes
 // from the peer's own address, and ICMP errors about the flow, in both directions, are NoFlow. A new
 // SYN from TLSPort is TCPState. What the guest sends to the gateway's TLSPort is NoFlow if its port is
 // a flow's via; otherwise it is denied before all rules, if the policy has names that are checked.
@@ -166,9 +167,9 @@
 // that opened it. Only a packet that the rules allow opens one. Packets of a live flow pass in both directions without
 // rules, by Reason Flow. When the policy has been swapped since, the packet that opened the flow is judged again, by
 // its direction, peer and port, and by the names that its address was given for then, of those that rules had (up to
-// 2,048 different sets of names are remembered, in the agent's process); if it is not allowed any more, the flow is
-// gone. A flow with another agent is gone as well when another one, or none, has its address; when that one's tags have
-// changed, it is judged again in the same way.
+// 2,048 different sets of names are remembered, in the endpoint's process); if it is not allowed any more, the flow is
+// gone. A flow with another endpoint is gone as well when another one, or none, has its address; when that one's tags
+// have changed, it is judged again in the same way.
 //
 //   - TCP: a SYN without ACK is always judged by the rules and opens a flow in state
 //     opening; against the direction of a live flow that is established or closing it is
@@ -183,14 +184,14 @@
 //   - ICMP errors quote a packet that the receiver has sent. To pass (Related), the
 //     quoted packet must be IPv4 without options or IPv6 without extension headers, TCP,
 //     UDP or ICMP echo, no later fragment, must belong to a live flow, and have the
-//     agent's (guest's) address; else L4Header if it is too short, NoFlow in all other
+//     endpoint's (guest's) address; else L4Header if it is too short, NoFlow in all other
 //     cases. One from the guest has to go to the source of the quoted packet. It does not prolong the flow.
 //
 // Established TCP and answered UDP have a table of flows of their own, as large as the one of all others: no number of
 // flows that are opening, closing or without an answer takes their place. In each, the one that was used least recently
 // goes first.
 //
-// Flows belong to one agent's maps. A clone has new ones, and so inherits no flow.
+// Flows belong to one endpoint's maps. A clone has new ones, and so inherits no flow.
 //
 // What a flow has carried, when it was opened and by which rule, is in the flow table for those who
 // tell of it (flow.Log), and decides nothing. A flow that a new policy has cut stays
@@ -211,15 +212,15 @@
 // that is locked down for confidentiality refuses them, and Attach fails. Packets that do not come over the TAP
 // device, such as those of vsock, are not judged.
 //
-// # What agents share
+// # What endpoints share
 //
 // The kernel verifies the programs once for a host and version of drowse, which takes some hundred milliseconds, and
-// all agents share them. An agent has a small program of its own for each direction on its device: it says which slot
-// of the host's maps is the agent's, which of the two tables there is in force, and by what number (its claim) that one
-// has to call itself, and calls the program that is shared. Flows, pinned names, counters and events are in maps of the
-// agent's own, in its slot. One map has the tags and claims of all agents, by their addresses. Without the shared
-// program, a map or a table that says the same claim, nothing passes. The pins of what is shared only serve those who
-// come later: an agent's pins hold all that it needs.
+// all endpoints share them. An endpoint has a small program of its own for each direction on its device: it says which
+// slot of the host's maps is the endpoint's, which of the two tables there is in force, and by what number (its claim)
+// that one has to call itself, and calls the program that is shared. Flows, pinned names, counters and events are in
+// maps of the endpoint's own, in its slot. One map has the tags and claims of all endpoints, by their addresses.
+// Without the shared program, a map or a table that says the same claim, nothing passes. The pins of what is shared
+// only serve those who come later: an endpoint's pins hold all that it needs.
 //
 // # Reject
 //

@@ -19,7 +19,7 @@ func NameMatches(pattern, name string) bool {
 func (s *Spec) Naming(name string) (rules [MaxRules / 64]uint64, some bool) {
 	var b bitset
 	for i := range s.rules {
-		if meant(s.rules[i].Names, name) {
+		if matchesAny(s.rules[i].Names, name) {
 			b.add(i)
 			some = true
 		}
@@ -27,8 +27,8 @@ func (s *Spec) Naming(name string) (rules [MaxRules / 64]uint64, some bool) {
 	return b, some
 }
 
-// meant says whether one of some patterns means a name.
-func meant(patterns []string, name string) bool {
+// matchesAny says whether one of some patterns means a name.
+func matchesAny(patterns []string, name string) bool {
 	return slices.ContainsFunc(patterns, func(p string) bool { return NameMatches(p, name) })
 }
 
@@ -43,7 +43,7 @@ func (s *Spec) OpensName(peer netip.AddrPort, pinned []string, name string) (rul
 }
 
 // Opens asks the rules about a TCP connection to a public or private peer. Those to the
-// host and to other agents are not for it: it is the host that connects, and it would be taken
+// host and to other endpoints are not for it: it is the host that connects, and it would be taken
 // for itself there.
 func (s *Spec) Opens(peer netip.AddrPort, pinned []string, name string) (rule int, ok bool) {
 	k := s.class.of(peer.Addr())
@@ -83,6 +83,6 @@ func (r *flat) addresses(a netip.Addr, k class, private []netip.Prefix) bool {
 
 // named says whether a rule matches by its names.
 func (r *flat) named(port uint16, pinned []string, name string) bool {
-	means := func(n string) bool { return meant(r.Names, n) }
+	means := func(n string) bool { return matchesAny(r.Names, n) }
 	return slices.ContainsFunc(pinned, means) && (!contains(r.checkedPorts(), port) || name != "" && means(name))
 }

@@ -16,7 +16,7 @@ const (
 	MaxPortRanges = 4096    // of all rules
 	MaxNames      = 1024    // of all rules
 	MaxTags       = 1024    // of all rules
-	MaxOwnTags    = 8       // of an agent
+	MaxOwnTags    = 8       // of an endpoint
 	MaxPublished  = 64
 	MaxUpstreams  = 8
 	MaxRuleName   = 64 // bytes
@@ -79,7 +79,7 @@ const (
 	AnyProtocol Protocol = "any"
 )
 
-// Policy says what the network may do to and for one agent. The zero value denies all.
+// Policy says what the network may do to and for one endpoint. The zero value denies all.
 type Policy struct {
 	// Version of the format: 1. Absent is 1.
 	Version int `json:"version,omitempty" yaml:"version,omitempty"`
@@ -89,9 +89,9 @@ type Policy struct {
 	Rules []Rule `json:"rules" yaml:"rules"`
 	// Publish are ports of the guest that the host may reach.
 	Publish []Published `json:"publish,omitempty" yaml:"publish,omitempty"`
-	// DNS is the agent's resolver; nil is none.
+	// DNS is the endpoint's resolver; nil is none.
 	DNS *DNS `json:"dns,omitempty" yaml:"dns,omitempty"`
-	// Proxy is the agent's HTTP proxy; nil is none.
+	// Proxy is the endpoint's HTTP proxy; nil is none.
 	Proxy *Proxy `json:"proxy,omitempty" yaml:"proxy,omitempty"`
 	// Limits of rate. On egress, nil is DefaultPackets and DefaultConnections; all else is without a limit if it is
 	// nil.
@@ -115,11 +115,12 @@ type Rule struct {
 	Name      string    `json:"name,omitempty" yaml:"name,omitempty"`
 	Direction Direction `json:"direction" yaml:"direction"`
 	// Verdict; empty denies.
-	Verdict   Verdict     `json:"verdict" yaml:"verdict"`
-	CIDRs     []CIDR      `json:"cidrs" yaml:"cidrs"`
-	Groups    []Group     `json:"groups" yaml:"groups"`
-	Names     []string    `json:"names" yaml:"names"`
-	Agents    []string    `json:"agents" yaml:"agents"`
+	Verdict Verdict  `json:"verdict" yaml:"verdict"`
+	CIDRs   []CIDR   `json:"cidrs" yaml:"cidrs"`
+	Groups  []Group  `json:"groups" yaml:"groups"`
+	Names   []string `json:"names" yaml:"names"`
+	// Endpoints are tags of other endpoints. Policies have had this list as agents from the beginning.
+	Endpoints []string    `json:"agents" yaml:"agents"`
 	Protocols []Protocol  `json:"protocols" yaml:"protocols"`
 	Ports     []PortRange `json:"ports" yaml:"ports"`
 	// TLS are the ports at which Names have to be the server name of TLS too; CheckNowhere
@@ -199,7 +200,7 @@ type Published struct {
 	Protocol Protocol `json:"protocol" yaml:"protocol"`
 }
 
-// DNS is the resolver of an agent, at the gateway's address.
+// DNS is the resolver of an endpoint, at the gateway's address.
 type DNS struct {
 	// Upstreams are the servers that it asks, address and port.
 	Upstreams []netip.AddrPort `json:"upstreams" yaml:"upstreams"`
@@ -270,21 +271,15 @@ func (c *CIDR) UnmarshalText(text []byte) error {
 	if len(s) > 64 {
 		return fmt.Errorf("a CIDR of %d bytes: it has at most 64", len(s))
 	}
-	var p netip.Prefix
-	if strings.Contains(s, "/") {
-		var err error
-		if p, err = netip.ParsePrefix(s); err != nil {
-			return fmt.Errorf("CIDR %q is not like 192.0.2.0/24 or 2001:db8::/32", s)
-		}
-	} else {
-		a, err := netip.ParseAddr(s)
-		if err != nil {
-			return fmt.Errorf("CIDR %q is not like 192.0.2.0/24 or 2001:db8::/32", s)
-		}
+	p, err := netip.ParsePrefix(s)
+	if a, none := netip.ParseAddr(s); none == nil {
 		if a.Zone() != "" {
 			return fmt.Errorf("CIDR %q has a zone: leave it out", s)
 		}
-		p = netip.PrefixFrom(a, a.BitLen())
+		p, err = netip.PrefixFrom(a, a.BitLen()), nil
+	}
+	if err != nil {
+		return fmt.Errorf("CIDR %q is not like 192.0.2.0/24 or 2001:db8::/32", s)
 	}
 	if err := checkPrefix(p); err != nil {
 		return err

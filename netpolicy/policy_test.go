@@ -12,7 +12,7 @@ import (
 	. "github.com/drowse-vm/drowse/netpolicy"
 )
 
-var agent = Identity{Address4: netip.MustParseAddr("10.200.3.7"), Address6: netip.MustParseAddr("fd77::3:7")}
+var endpoint = Identity{Address4: netip.MustParseAddr("10.200.3.7"), Address6: netip.MustParseAddr("fd77::3:7")}
 
 func TestParse_errors_name_line_and_field(t *testing.T) {
 	tests := []struct{ text, want string }{
@@ -175,8 +175,8 @@ func TestSchema_has_the_fields_of_the_types(t *testing.T) {
 
 func TestCompile_identities_that_cannot_be(t *testing.T) {
 	for _, id := range []Identity{
-		{}, {Address4: agent.Address6}, {Address4: netip.MustParseAddr("127.0.0.1")}, {Address4: netip.MustParseAddr("169.254.169.254")},
-		{Address4: agent.Address4, Address6: agent.Address4}, {Address4: agent.Address4, Address6: netip.MustParseAddr("::1")}, {Address4: agent.Address4, Address6: netip.MustParseAddr("::ffff:1.2.3.4")},
+		{}, {Address4: endpoint.Address6}, {Address4: netip.MustParseAddr("127.0.0.1")}, {Address4: netip.MustParseAddr("169.254.169.254")},
+		{Address4: endpoint.Address4, Address6: endpoint.Address4}, {Address4: endpoint.Address4, Address6: netip.MustParseAddr("::1")}, {Address4: endpoint.Address4, Address6: netip.MustParseAddr("::ffff:1.2.3.4")},
 	} {
 		if _, err := Compile(&Policy{}, id, Environment{}); !errors.Is(err, ErrIdentity) {
 			t.Errorf("%+v: %v, want ErrIdentity", id, err)
@@ -207,7 +207,7 @@ func FuzzParse(f *testing.F) {
 		if a, b := fmt.Sprintf("%+v", *p), fmt.Sprintf("%+v", *q); len(p.Rules) != len(q.Rules) || p.Default != q.Default {
 			t.Fatalf("%s is not %s", a, b)
 		}
-		if _, err := Compile(p, agent, Environment{}); err != nil {
+		if _, err := Compile(p, endpoint, Environment{}); err != nil {
 			t.Fatal(err)
 		}
 	})
@@ -223,7 +223,7 @@ func TestHostAddresses_are_taken_by_the_compiler(t *testing.T) {
 			t.Errorf("%v belongs to the floor", a)
 		}
 	}
-	if _, err := Compile(&Policy{}, agent, Environment{Host: all}); err != nil {
+	if _, err := Compile(&Policy{}, endpoint, Environment{Host: all}); err != nil {
 		t.Error(err)
 	}
 }

@@ -7,10 +7,10 @@ import (
 	"strings"
 )
 
-// ProxyPort is the port of the gateway's IPv4 address at which an agent finds its proxy.
+// ProxyPort is the port of the gateway's IPv4 address at which an endpoint finds its proxy.
 const ProxyPort = 3128
 
-// Proxy is the HTTP proxy of an agent, at ProxyPort of its gateway. It opens nothing: what goes through
+// Proxy is the HTTP proxy of an endpoint, at ProxyPort of its gateway. It opens nothing: what goes through
 // it is judged by the rules. The zero value is none.
 type Proxy struct {
 	// Enabled switches it on.
@@ -19,10 +19,10 @@ type Proxy struct {
 	Inject []Injection `json:"inject,omitempty" yaml:"inject,omitempty"`
 }
 
-// Injection has the proxy put a secret into one header of requests over TLS, where the agent has
+// Injection has the proxy put a secret into one header of requests over TLS, where the endpoint has
 // written the secret's placeholder.
 type Injection struct {
-	// Secret is its name, and that of the variable in which programs of the agent find the placeholder.
+	// Secret is its name, and that of the variable in which programs in the guest find the placeholder.
 	Secret string `json:"secret" yaml:"secret"`
 	// Hosts are the names of servers that get it. Each has to be one of a rule's names. There are no patterns:
 	// whoever gets a name below another one would get the secret.
@@ -34,10 +34,10 @@ type Injection struct {
 	Prefix string `json:"prefix,omitempty" yaml:"prefix,omitempty"`
 }
 
-// ProxyOn says whether the agent has a proxy.
+// ProxyOn says whether the endpoint has a proxy.
 func (p *Policy) ProxyOn() bool { return p != nil && p.Proxy != nil && p.Proxy.Enabled }
 
-// Injects says whether the proxy has to do with a secret, so that the agent must not have it.
+// Injects says whether the proxy has to do with a secret, so that the endpoint must not have it.
 func (p *Policy) Injects(secret string) bool {
 	return p != nil && p.Proxy != nil && slices.ContainsFunc(p.Proxy.Inject, func(i Injection) bool { return i.Secret == secret })
 }
@@ -87,7 +87,7 @@ func (p *Policy) validateProxy() error {
 			return err
 		}
 		for k, h := range i.Hosts {
-			if !p.names(h) {
+			if !p.HasName(h) {
 				return fmt.Errorf("%s.hosts[%d]: %s: no rule has that name, so it cannot be reached: add it to the names of a rule that allows it", where, k, h)
 			}
 		}
@@ -105,11 +105,9 @@ func (p *Policy) validateProxy() error {
 	return nil
 }
 
-// names says whether a rule names a host.
-func (p *Policy) names(host string) bool {
-	return slices.ContainsFunc(p.Rules, func(r Rule) bool {
-		return slices.ContainsFunc(r.Names, func(pattern string) bool { return NameMatches(pattern, host) })
-	})
+// HasName says whether a rule has a name, in lower case and without a final dot.
+func (p *Policy) HasName(name string) bool {
+	return slices.ContainsFunc(p.Rules, func(r Rule) bool { return matchesAny(r.Names, name) })
 }
 
 const (
@@ -138,10 +136,8 @@ func (i *Injection) validate(where string) error {
 			return fmt.Errorf("%s.hosts[%d]: %w", where, k, err)
 		}
 	}
-	for k, pr := range i.Ports {
-		if pr.First == 0 || pr.First > pr.Last {
-			return fmt.Errorf("%s.ports[%d]: %d-%d is no range of ports: they are 1 to 65535", where, k, pr.First, pr.Last)
-		}
+	if err := validatePorts(where, i.Ports); err != nil {
+		return err
 	}
 	if i.Header == "" || len(i.Header) > MaxHeader || strings.Trim(i.Header, letters+digits+"!#$%&'*+-.^_`|~") != "" {
 		return fmt.Errorf("%s.header: %.80q is not the name of a header, such as Authorization (RFC 9110, 5.1), of at most %d bytes", where, i.Header, MaxHeader)

@@ -19,7 +19,7 @@ const (
 	ReasonRelated
 )
 
-// Reasons of denial. The numbers are those in bpf/agent.c.
+// Reasons of denial. The numbers are those in bpf/endpoint.c.
 const (
 	ReasonNoPolicy Reason = iota + 16
 	ReasonTruncated

@@ -102,7 +102,7 @@ type FlowInfo struct {
 	Name string `json:"name,omitempty"`
 	// ServerName is what the guest has asked for in TLS, if that was checked and it was a name.
 	ServerName string `json:"server_name,omitempty"`
-	// Guest is the agent's own address. GuestPort is the identifier for ICMP echo.
+	// Guest is the endpoint's own address. GuestPort is the identifier for ICMP echo.
 	Guest     netip.Addr `json:"guest"`
 	GuestPort uint16     `json:"guest_port"`
 	Verdict   Verdict    `json:"verdict"`
@@ -131,7 +131,7 @@ type FlowsLost struct {
 	Records uint64 `json:"records"`
 }
 
-// ResolverStats is what became of the queries to an agent's resolver.
+// ResolverStats is what became of the queries to an endpoint's resolver.
 type ResolverStats struct {
 	Answered uint64 `json:"answered"` // with addresses, or with the upstream's word that there are none
 	Refused  uint64 `json:"refused"`  // by the policy
@@ -149,13 +149,13 @@ type TLSStats struct {
 	Failed  uint64 `json:"failed"`  // there was no such flow, or the peer did not answer
 }
 
-// ProxyStats is what became of what an agent has asked its proxy for.
+// ProxyStats is what became of what an endpoint has asked its proxy for.
 type ProxyStats struct {
-	Open     uint64 `json:"open"`     // connections of the agent, now
+	Open     uint64 `json:"open"`     // connections of the endpoint, now
 	Requests uint64 `json:"requests"` // that were judged
 	Tunnels  uint64 `json:"tunnels"`  // that were opened
 	Injected uint64 `json:"injected"` // requests that were sent with a secret
 	Refused  uint64 `json:"refused"`  // by the policy, or for what they are
 	Busy     uint64 `json:"busy"`     // connections that were one too many
-	Cut      uint64 `json:"cut"`      // connections to peers, by another policy; and of the agent, since they were idle
+	Cut      uint64 `json:"cut"`      // connections to peers, by another policy; and of the endpoint, since they were idle
 }

@@ -6,7 +6,7 @@ import (
 	"net/netip"
 )
 
-// The table is an array of rows of one size, which bpf/agent.c reads:
+// The table is an array of rows of one size, which bpf/endpoint.c reads:
 //
 //	row 0      the identity: magic, generation, MACs and addresses, default verdicts, claim,
 //	           whether there are limits, names in rules, tags in rules, names that are
@@ -30,7 +30,7 @@ const (
 	fanout6 = 8
 	magic   = 0x31575244
 	genAt   = 4   // offset of the generation in row 0
-	claimAt = 116 // offset of the number of the slot's agent
+	claimAt = 116 // offset of the number of the slot's endpoint
 )
 
 type row [RowSize]byte

@@ -1,6 +1,7 @@
 package netpolicy
 
 import (
+	"cmp"
 	"fmt"
 	"net/netip"
 	"slices"
@@ -19,13 +20,8 @@ func (p *Policy) validate() error {
 	if p.Version != 0 && p.Version != 1 {
 		return fmt.Errorf("version %d: this program knows version 1", p.Version)
 	}
-	for _, d := range []struct {
-		where string
-		v     Verdict
-	}{{"default.egress", p.Default.Egress}, {"default.ingress", p.Default.Ingress}} {
-		if err := d.v.validate(d.where); err != nil {
-			return err
-		}
+	if err := cmp.Or(p.Default.Egress.validate("default.egress"), p.Default.Ingress.validate("default.ingress")); err != nil {
+		return err
 	}
 	if n := len(p.Rules) + p.implicit(); n > MaxRules {
 		return fmt.Errorf("rules: %d, with those of published ports and the resolver: at most %d", n, MaxRules)
@@ -39,7 +35,7 @@ func (p *Policy) validate() error {
 		total.cidrs += len(r.CIDRs)
 		total.ports += len(r.Ports) + len(r.TLS)
 		total.names += len(r.Names)
-		total.tags += len(r.Agents)
+		total.tags += len(r.Endpoints)
 	}
 	for _, l := range []struct {
 		what   string
@@ -56,7 +52,7 @@ func (p *Policy) validate() error {
 		return err
 	}
 	if total.names > 0 && p.DNS == nil {
-		return fmt.Errorf("rules: names are matched by what the agent's resolver finds: add dns with its upstreams")
+		return fmt.Errorf("rules: names are matched by what the endpoint's resolver finds: add dns with its upstreams")
 	}
 	if d := p.DNS; d != nil {
 		if len(d.Upstreams) > MaxUpstreams {
@@ -71,16 +67,8 @@ func (p *Policy) validate() error {
 			return fmt.Errorf("dns.queries_per_second: %d: 1 to 100000", d.QueriesPerSecond)
 		}
 	}
-	if err := p.validateProxy(); err != nil {
+	if err := cmp.Or(p.validateProxy(), p.Limits.Egress.validate("limits.egress"), p.Limits.Ingress.validate("limits.ingress")); err != nil {
 		return err
-	}
-	for _, d := range []struct {
-		where string
-		r     Rates
-	}{{"limits.egress", p.Limits.Egress}, {"limits.ingress", p.Limits.Ingress}} {
-		if err := d.r.validate(d.where); err != nil {
-			return err
-		}
 	}
 	if p.Flows != 0 && (p.Flows < MinFlows || p.Flows > MaxFlows) {
 		return fmt.Errorf("flows: %d: %d to %d, or 0 for %d", p.Flows, MinFlows, MaxFlows, DefaultFlows)
@@ -173,7 +161,7 @@ func (r *Rule) validate(where string) error {
 			return fmt.Errorf("%s.names[%d]: %w", where, i, err)
 		}
 	}
-	for i, t := range r.Agents {
+	for i, t := range r.Endpoints {
 		if err := checkTag(t); err != nil {
 			return fmt.Errorf("%s.agents[%d]: %w", where, i, err)
 		}
@@ -185,10 +173,8 @@ func (r *Rule) validate(where string) error {
 			return fmt.Errorf("%s.protocols[%d]: %.40q: tcp, udp, icmp or any", where, i, string(pr))
 		}
 	}
-	for i, pr := range r.Ports {
-		if pr.First == 0 || pr.First > pr.Last {
-			return fmt.Errorf("%s.ports[%d]: %d-%d is no range of ports: they are 1 to 65535", where, i, pr.First, pr.Last)
-		}
+	if err := validatePorts(where, r.Ports); err != nil {
+		return err
 	}
 	if len(r.TLS) > 0 && len(r.Names) == 0 {
 		return fmt.Errorf("%s.tls: it says where names are checked, and the rule has none", where)
@@ -204,26 +190,40 @@ func (r *Rule) validate(where string) error {
 	return nil
 }
 
+func validatePorts(where string, ranges []PortRange) error {
+	for i, r := range ranges {
+		if r.First == 0 || r.First > r.Last {
+			return fmt.Errorf("%s.ports[%d]: %d-%d is no range of ports: they are 1 to 65535", where, i, r.First, r.Last)
+		}
+	}
+	return nil
+}
+
 // checkName says whether a name is one that DNS can have (RFC 1035, 2.3.4), in lower
 // case and without a final dot, or "*." before one with at least two labels.
 func checkName(name string) error {
 	n, wild := strings.CutPrefix(name, "*.")
-	labels := strings.Split(n, ".")
-	bad := n == "" || len(n) > 253 || wild && len(labels) < 2
-	for _, l := range labels {
-		bad = bad || l == "" || len(l) > 63 || l[0] == '-' || l[len(l)-1] == '-' ||
-			strings.Trim(l, "abcdefghijklmnopqrstuvwxyz0123456789-_") != ""
-	}
-	if _, err := netip.ParseAddr(n); bad || err == nil {
+	if _, err := netip.ParseAddr(n); !ValidName(n) || wild && !strings.Contains(n, ".") || err == nil {
 		return fmt.Errorf("%.80q is not a name like example.com or *.example.com, in lower case", name)
 	}
 	return nil
 }
 
-// CheckTags says whether an agent can have these tags. Errors are of ErrPolicy.
+// ValidName says whether DNS can have a name (RFC 1035, 2.3.4), in lower case and without a final dot. IPv4 addresses
+// look like one.
+func ValidName(name string) bool {
+	for l := range strings.SplitSeq(name, ".") {
+		if l == "" || len(l) > 63 || l[0] == '-' || l[len(l)-1] == '-' || strings.Trim(l, "abcdefghijklmnopqrstuvwxyz0123456789-_") != "" {
+			return false
+		}
+	}
+	return len(name) <= 253
+}
+
+// CheckTags says whether an endpoint can have these tags. Errors are of ErrPolicy.
 func CheckTags(tags []string) error {
 	if len(tags) > MaxOwnTags {
-		return fmt.Errorf("%w: %d tags: an agent has at most %d", ErrPolicy, len(tags), MaxOwnTags)
+		return fmt.Errorf("%w: %d tags: an endpoint has at most %d", ErrPolicy, len(tags), MaxOwnTags)
 	}
 	for i, t := range tags {
 		if err := checkTag(t); err != nil {

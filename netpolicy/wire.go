@@ -31,30 +31,30 @@ func linkLocalOf(mac [6]byte) netip.Addr {
 	return netip.AddrFrom16(a)
 }
 
-// Identity is what distinguishes an agent on the network.
+// Identity is what distinguishes an endpoint on the network.
 type Identity struct {
-	// Address4 is the agent's own IPv4 address. It is required.
+	// Address4 is the endpoint's own IPv4 address. It is required.
 	Address4 netip.Addr
 	// Address6 is its own IPv6 address; without one there is no IPv6.
 	Address6 netip.Addr
 }
 
-// Peer is another agent.
+// Peer is another endpoint.
 type Peer struct {
 	Address netip.Addr
 	Tags    []string
 }
 
-// Environment is what the agent's surroundings are at the time of compilation.
+// Environment is what the endpoint's surroundings are at the time of compilation.
 type Environment struct {
 	// Host are addresses of the host, besides the gateway's; see HostAddresses. One
 	// that is left out counts as public or private.
 	Host []netip.Addr
 	// OnLink are the ranges in which the host has neighbours; see hostnet.OnLink. They count as private.
 	OnLink []netip.Prefix
-	// Agents are the ranges in which agents have their addresses.
-	Agents []netip.Prefix
-	// Peers are other agents, whose addresses need not lie in these ranges. Their tags are
+	// Endpoints are the ranges in which endpoints have their addresses.
+	Endpoints []netip.Prefix
+	// Peers are other endpoints, whose addresses need not lie in these ranges. Their tags are
 	// for those who explain a policy: the programs know the tags of those who are there,
 	// see link.Config.
 	Peers []Peer
@@ -67,19 +67,14 @@ type Environment struct {
 // of all interfaces in this network namespace, but for the ones that are the floor's or
 // a gateway's anyway.
 func HostAddresses() ([]netip.Addr, error) {
-	all, err := net.InterfaceAddrs()
+	all, err := InterfaceAddresses()
 	if err != nil {
-		return nil, fmt.Errorf("listing the host's addresses: %w", err)
+		return nil, err
 	}
 	var out []netip.Addr
-	for _, a := range all {
-		n, ok := a.(*net.IPNet)
-		if !ok {
-			continue
-		}
-		addr, ok := netip.AddrFromSlice(n.IP)
-		addr = addr.Unmap().WithZone("")
-		if !ok || addr == TheWire.Gateway4 || addr == TheWire.Gateway6 ||
+	for _, p := range all {
+		addr := p.Addr()
+		if addr == TheWire.Gateway4 || addr == TheWire.Gateway6 ||
 			inside(netip.PrefixFrom(addr, addr.BitLen()), floor) || slices.Contains(out, addr) {
 			continue
 		}
@@ -88,15 +83,35 @@ func HostAddresses() ([]netip.Addr, error) {
 	return out, nil
 }
 
-// MaxPeers, MaxOnLink, MaxHostAddresses and MaxAgentRanges bound the lists of an Environment. A host with more
+// InterfaceAddresses are the addresses of all interfaces in this network namespace, each with the length of its
+// network.
+func InterfaceAddresses() ([]netip.Prefix, error) {
+	all, err := net.InterfaceAddrs()
+	if err != nil {
+		return nil, fmt.Errorf("listing the host's addresses: %w", err)
+	}
+	var out []netip.Prefix
+	for _, a := range all {
+		if n, ok := a.(*net.IPNet); ok {
+			addr, _ := netip.AddrFromSlice(n.IP)
+			bits, _ := n.Mask.Size()
+			if p := netip.PrefixFrom(addr.Unmap(), bits); p.IsValid() {
+				out = append(out, p)
+			}
+		}
+	}
+	return out, nil
+}
+
+// MaxPeers, MaxOnLink, MaxHostAddresses and MaxEndpointRanges bound the lists of an Environment. A host with more
 // addresses can have no policy that opens anything: one that is left out would count as public.
 const (
-	MaxPeers         = 4096
-	MaxOnLink        = 512
-	MaxHostAddresses = 16384
-	MaxAgentRanges   = 256
+	MaxPeers          = 4096
+	MaxOnLink         = 512
+	MaxHostAddresses  = 16384
+	MaxEndpointRanges = 256
 )
 
-// MaxAgents is how many agents may have a network at once, on one host and with one
+// MaxEndpoints is how many endpoints may have a network at once, on one host and with one
 // version of the programs.
-const MaxAgents = 8192
+const MaxEndpoints = 8192

@@ -15,3 +15,11 @@ var (
 	ErrNotRunning = spec.ErrNotRunning
 	ErrRunning    = spec.ErrRunning
 )
+
+// What operations take and tell: see package spec.
+type (
+	SleepOptions    = spec.SleepOptions
+	SnapshotOptions = spec.SnapshotOptions
+	Stats           = spec.Stats
+	HostStats       = spec.HostStats
+)

@@ -257,11 +257,11 @@ func TestAttack_clone_that_begins_during_a_sweep_loses_its_layers(t *testing.T) 
 	s, l, r, snap := clonable(t)
 	ways := map[string]func(ctx context.Context, name string) error{
 		"restore": func(ctx context.Context, name string) error {
-			_, err := s.With(l).Restore(ctx, snap, RestoreChanges{Name: name})
+			_, err := s.With(l).Clone(ctx, snap, CloneOptions{Name: name})
 			return err
 		},
 		"run-from-disk": func(ctx context.Context, name string) error {
-			_, err := s.With(l).CreateFromDisk(ctx, Spec{Name: name, Kernel: "/dev/null"}, snap, nil)
+			_, err := s.With(l).Create(ctx, Spec{Name: name, Kernel: "/dev/null"}, CreateOptions{Disk: snap})
 			return err
 		},
 		"take-back": func(ctx context.Context, name string) error {
@@ -330,10 +330,10 @@ func TestAttack_snapshot_is_removed_while_it_is_restored(t *testing.T) {
 		var wg sync.WaitGroup
 		wg.Go(func() {
 			if i%2 == 0 {
-				_, made = s.With(l).Restore(t.Context(), id, RestoreChanges{Name: name})
+				_, made = s.With(l).Clone(t.Context(), id, CloneOptions{Name: name})
 				return
 			}
-			_, made = s.With(l).CreateFromDisk(t.Context(), Spec{Name: name, Kernel: "/dev/null"}, id, nil)
+			_, made = s.With(l).Create(t.Context(), Spec{Name: name, Kernel: "/dev/null"}, CreateOptions{Disk: id})
 		})
 		wg.Go(func() {
 			time.Sleep(time.Duration(i%12) * time.Millisecond)
@@ -381,7 +381,7 @@ func TestAttack_run_from_disk_loses_its_layers_to_the_removal_of_the_snapshot(t 
 		var made, gone error
 		var wg sync.WaitGroup
 		wg.Go(func() {
-			_, made = s.With(l).CreateFromDisk(t.Context(), spec.VM{Name: "d", Kernel: "/dev/null"}, snap, nil)
+			_, made = s.With(l).Create(t.Context(), spec.VM{Name: "d", Kernel: "/dev/null"}, CreateOptions{Disk: snap})
 		})
 		wg.Go(func() {
 			time.Sleep(time.Duration(i%10) * 500 * time.Microsecond)

@@ -30,32 +30,82 @@ import (
 	"github.com/drowse-vm/drowse/vmm"
 )
 
-// Create makes a sandbox and boots it, with metadata if that is not nil. It returns when the agent in the guest
-// answers. If the VM does not come up, nothing is left of it but its logs in the error.
-func (s *Host) Create(ctx context.Context, want Spec, label *state.Metadata) (control.Report, error) {
+// CreateOptions add to the Spec of a sandbox that is made. The zero value adds nothing.
+type CreateOptions struct {
+	// Metadata is the sandbox's from its first moment on; nil is none.
+	Metadata *spec.Metadata
+	// Disk is a snapshot, its id or how that begins, from whose disk the sandbox boots; empty is a new disk.
+	Disk string
+	// Report, if not nil, gets how the start went.
+	Report *control.Report
+}
+
+// Create makes a sandbox and boots it. It returns when the agent in the guest answers. If the VM does not come up,
+// nothing is left of it but its logs in the error. A name that is taken is ErrExists.
+func (s *Host) Create(ctx context.Context, want Spec, o CreateOptions) (*Sandbox, error) {
+	if o.Disk != "" {
+		return s.createFromDisk(ctx, want, o)
+	}
 	l := s.launcher
 	want, err := s.State.Complete(want)
 	if err != nil {
-		return control.Report{}, err
+		return nil, err
 	}
 	r := &state.Record{Version: state.RecordVersion, ID: spec.NewID(), Spec: want, Created: time.Now().UTC(), Phase: state.Starting, Maker: os.Getpid()}
-	if err := r.SetMetadata(label); err != nil {
-		return control.Report{}, err
+	if err := r.SetMetadata(o.Metadata); err != nil {
+		return nil, err
 	}
 	if err := errors.Join(s.State.FindVolumes(want.Volumes), s.findShares(want.Shares)); err != nil {
-		return control.Report{}, err
+		return nil, err
 	}
 	if r.Boot, err = s.resolve(ctx, l, want); err != nil {
-		return control.Report{}, err
+		return nil, err
 	}
-	return s.launchNew(ctx, l, r, "", nil)
+	return s.launchNew(ctx, l, r, "", nil, o.Report)
+}
+
+// creationPoll is how often GetOrCreate looks for what somebody else makes.
+const creationPoll = 20 * time.Millisecond
+
+// GetOrCreate is the sandbox of the Spec's name, which is made if there is none; of several callers that want it at
+// once one makes it, and all get it. One that is there is as it is, asleep or not, whatever want says; created says
+// which it was. One that is being made is waited for.
+func (s *Host) GetOrCreate(ctx context.Context, want Spec, o CreateOptions) (b *Sandbox, created bool, err error) {
+	if want.Name == "" {
+		return nil, false, fmt.Errorf("%w: no name is given to get the sandbox by", ErrSpec)
+	}
+	for {
+		r, err := s.State.Get(want.Name)
+		switch {
+		case err == nil && !r.Creating():
+			return s.Sandbox(want.Name), false, nil
+		case errors.Is(err, ErrNotFound):
+			if b, err = s.Create(ctx, want, o); !errors.Is(err, ErrExists) {
+				return b, err == nil, err
+			}
+		case err != nil:
+			return nil, false, err
+		}
+		select {
+		case <-ctx.Done():
+			return nil, false, fmt.Errorf("waiting for sandbox %s, which somebody else makes: %w", want.Name, context.Cause(ctx))
+		case <-time.After(creationPoll):
+		}
+	}
 }
 
 // launchNew makes the record and starts the VM; it leaves nothing when that fails. recorded, if not nil, is called when
-// there is a record.
-func (s *Host) launchNew(ctx context.Context, l pool.Launcher, r *state.Record, snapshotID string, recorded func() error) (control.Report, error) {
+// there is a record. to, if not nil, gets how the start went.
+func (s *Host) launchNew(ctx context.Context, l pool.Launcher, r *state.Record, snapshotID string, recorded func() error, to *control.Report) (*Sandbox, error) {
 	// What comes of another machine must not pass for it.
-	return s.launchNewWith(ctx, l, r, control.Order{Name: r.Spec.Name, Snapshot: snapshotID, NewIdentity: r.Parent != ""}, recorded)
+	rep, err := s.launchNewWith(ctx, l, r, control.Order{Name: r.Spec.Name, Snapshot: snapshotID, NewIdentity: r.Parent != ""}, recorded)
+	if to != nil {
+		*to = rep
+	}
+	if err != nil {
+		return nil, err
+	}
+	return s.Sandbox(r.Spec.Name), nil
 }
 
 // launchNewWith is launchNew as launchWith is launch.
@@ -407,9 +457,9 @@ func (s *Host) awaitRunning(ctx context.Context, name string) (control.Report, e
 	}
 }
 
-// RestoreChanges say in what a clone differs from the VM that the snapshot is of. The zero
-// value is a clone with a random name.
-type RestoreChanges struct {
+// CloneOptions say in what a clone differs from the VM that the snapshot is of. The zero value is a clone with a random
+// name.
+type CloneOptions struct {
 	// Name of the clone; empty is a random one.
 	Name string
 	// Policy is the clone's network policy; nil is that of the snapshot.
@@ -417,41 +467,51 @@ type RestoreChanges struct {
 	// Idle says when the clone goes to sleep by itself; nil is as for the VM that the snapshot is of.
 	Idle *spec.Idle
 	// Metadata is the clone's; nil is none, whatever the VM has that the snapshot is of.
-	Metadata *state.Metadata
+	Metadata *spec.Metadata
+	// Report, if not nil, gets how the start went.
+	Report *control.Report
 }
 
-// Restore makes a new sandbox from a snapshot: a clone. It has the memory, processes and files of the one that the
-// snapshot is of, and an identity of its own. Its network policy is the one that that had then.
-func (s *Host) Restore(ctx context.Context, snapshotID string, c RestoreChanges) (control.Report, error) {
+// Clone makes a new sandbox from a snapshot. It has the memory, processes and files of the one that the snapshot is of,
+// and an identity of its own. Its network policy is the one that that had then.
+func (s *Host) Clone(ctx context.Context, snapshotID string, o CloneOptions) (*Sandbox, error) {
 	l := s.launcher
 	// Nobody removes the snapshot or its layers before the record names them.
 	unlock, err := s.State.Share(ctx)
 	if err != nil {
-		return control.Report{}, fmt.Errorf("restoring snapshot %s: %w", snapshotID, err)
+		return nil, fmt.Errorf("restoring snapshot %s: %w", snapshotID, err)
 	}
 	unlock = sync.OnceValue(unlock)
 	defer func() { _ = unlock() }()
 	id, err := s.State.FindSnapshot(snapshotID)
 	if err != nil {
-		return control.Report{}, err
+		return nil, err
 	}
-	r, err := s.cloneRecord(ctx, l, id, c.Name)
+	r, err := s.cloneRecord(ctx, l, id, o.Name)
 	if err != nil {
-		return control.Report{}, err
+		return nil, err
 	}
-	if err := r.Spec.UsePolicy(c.Policy); err != nil {
-		return control.Report{}, err
+	if err := r.Spec.UsePolicy(o.Policy); err != nil {
+		return nil, err
 	}
-	if c.Idle != nil {
-		if err := c.Idle.Validate(); err != nil {
-			return control.Report{}, err
+	if o.Idle != nil {
+		if err := o.Idle.Validate(); err != nil {
+			return nil, err
 		}
-		r.Spec.Idle = *c.Idle
+		r.Spec.Idle = *o.Idle
 	}
-	if err := r.SetMetadata(c.Metadata); err != nil {
-		return control.Report{}, err
+	if err := r.SetMetadata(o.Metadata); err != nil {
+		return nil, err
 	}
-	return s.launchNew(ctx, l, r, id, unlock)
+	return s.launchNew(ctx, l, r, id, unlock, o.Report)
+}
+
+// Rewind takes a sandbox that does not run back to one of its own snapshots, in which it sleeps then: its memory, disk
+// and services are those of that time, its policy stays. What it leaves can be undone: state.Store.RestoreTo. One that
+// runs is ErrRunning.
+func (b *Sandbox) Rewind(ctx context.Context, snapshotID string) error {
+	_, err := b.host.State.RestoreTo(ctx, b.name, snapshotID)
+	return err
 }
 
 // cloneRecord is the record of a new VM that is made from a snapshot.
@@ -505,12 +565,6 @@ func (b *Sandbox) Info(ctx context.Context) (info control.Info, err error) {
 	s, name := b.host, b.name
 	err = control.Call(ctx, s.State, name, http.MethodGet, "/info", &info)
 	return info, err
-}
-
-// SleepOptions change a sleep. The zero value goes by the VM's Spec.
-type SleepOptions struct {
-	// Hooks is what holds instead of what the VM's Spec says.
-	Hooks spec.HookPolicy
 }
 
 // Sleep writes a running VM to a snapshot and returns when its process is gone. A VM that sleeps already is left alone,
@@ -611,17 +665,6 @@ func (s *Host) awaitUnlocked(ctx context.Context, name string) error {
 		case <-time.After(time.Millisecond):
 		}
 	}
-}
-
-// SnapshotOptions say what a snapshot of a running VM is like.
-type SnapshotOptions struct {
-	// Note is kept with it.
-	Note string
-	// Hooks is what holds instead of what the VM's Spec says.
-	Hooks spec.HookPolicy
-	// DiskOnly takes the disk without memory and vCPUs: the guest's file system is
-	// frozen for a moment, and the guest computes on meanwhile.
-	DiskOnly bool
 }
 
 // Snapshot writes a running VM to a snapshot that stays until it is removed, and lets it run on.

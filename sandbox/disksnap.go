@@ -9,7 +9,6 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/rootfs/disk"
-	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/spec"
@@ -17,33 +16,33 @@ import (
 	"github.com/drowse-vm/drowse/snapshot"
 )
 
-// CreateFromDisk is RunFromDisk for a sandbox that has metadata, if that is not nil, from its first moment on.
-func (s *Host) CreateFromDisk(ctx context.Context, spec Spec, prefix string, label *state.Metadata) (control.Report, error) {
+// createFromDisk is Create with the disk of a snapshot, which need not have a memory that can be read.
+func (s *Host) createFromDisk(ctx context.Context, want Spec, o CreateOptions) (*Sandbox, error) {
 	l := s.launcher
 	// Nobody removes the snapshot's layers before the record names them.
 	unlock, err := s.State.Share(ctx)
 	if err != nil {
-		return control.Report{}, fmt.Errorf("booting from the disk of snapshot %s: %w", prefix, err)
+		return nil, fmt.Errorf("booting from the disk of snapshot %s: %w", o.Disk, err)
 	}
 	unlock = sync.OnceValue(unlock)
 	defer func() { _ = unlock() }()
-	id, err := s.State.FindSnapshot(prefix)
+	id, err := s.State.FindSnapshot(o.Disk)
 	if err != nil {
-		return control.Report{}, err
+		return nil, err
 	}
 	// Its memory may be damaged: the disk is not.
 	m, err := snapshot.ReadManifest(s.State.SnapshotDir(id))
 	if err != nil {
-		return control.Report{}, err
+		return nil, err
 	}
-	r, err := s.recordFromDisk(ctx, l, spec, m)
+	r, err := s.recordFromDisk(ctx, l, want, m)
 	if err != nil {
-		return control.Report{}, fmt.Errorf("booting from the disk of snapshot %s: %w", id, err)
+		return nil, fmt.Errorf("booting from the disk of snapshot %s: %w", id, err)
 	}
-	if err := r.SetMetadata(label); err != nil {
-		return control.Report{}, err
+	if err := r.SetMetadata(o.Metadata); err != nil {
+		return nil, err
 	}
-	return s.launchNew(ctx, l, r, "", unlock)
+	return s.launchNew(ctx, l, r, "", unlock, o.Report)
 }
 
 func (s *Host) recordFromDisk(ctx context.Context, l pool.Launcher, want Spec, m *snapshot.Manifest) (*state.Record, error) {

@@ -185,7 +185,7 @@ func TestDiskSnapshotsOfABusyGuestAreCleanAndHaveAllThatWasAcknowledged(t *testi
 	}
 	last := all[snapshots-1]
 
-	if _, err := e.Store.With(e.Launcher).Restore(t.Context(), last.id, sandbox.RestoreChanges{Name: "r"}); !errors.Is(err, state.ErrDiskOnly) {
+	if _, err := e.Store.With(e.Launcher).Clone(t.Context(), last.id, sandbox.CloneOptions{Name: "r"}); !errors.Is(err, state.ErrDiskOnly) {
 		t.Errorf("restoring it: %v, want ErrDiskOnly", err)
 	}
 	if err := e.Store.State.VerifySnapshot(t.Context(), last.id); err != nil {
@@ -213,10 +213,10 @@ func TestDiskSnapshotsOfABusyGuestAreCleanAndHaveAllThatWasAcknowledged(t *testi
 	if got := checkDiskSnapshot(t, other, last.id); got < last.least {
 		t.Errorf("after export and import it has %d records of %d", got, last.least)
 	}
-	if _, err := other.Store.With(other.Launcher).CreateFromDisk(t.Context(), sandbox.Spec{Name: "n", DiskMiB: 128}, last.id, nil); !errors.Is(err, sandbox.ErrSpec) {
+	if _, err := other.Store.With(other.Launcher).Create(t.Context(), sandbox.Spec{Name: "n", DiskMiB: 128}, sandbox.CreateOptions{Disk: last.id}); !errors.Is(err, sandbox.ErrSpec) {
 		t.Errorf("another size of disk: %v, want ErrSpec", err)
 	}
-	if _, err := other.Store.With(other.Launcher).CreateFromDisk(t.Context(), sandbox.Spec{Name: "n"}, last.id, nil); err != nil {
+	if _, err := other.Store.With(other.Launcher).Create(t.Context(), sandbox.Spec{Name: "n"}, sandbox.CreateOptions{Disk: last.id}); err != nil {
 		t.Fatal(err)
 	}
 	if got, err := strconv.Atoi(other.Sh("n", "wc -l < /root/records")); err != nil || got < last.least {

@@ -25,10 +25,10 @@ func Example() {
 		Command: []string{"/usr/local/bin/drowse-vmm"},
 		Agent:   "/usr/local/bin/drowse-agent",
 	})
-	if _, err := host.Create(ctx, sandbox.Spec{Name: "worker", Image: "debian-python", MemoryMiB: 512}, nil); err != nil {
+	worker, err := host.Create(ctx, sandbox.Spec{Name: "worker", Image: "debian-python", MemoryMiB: 512}, sandbox.CreateOptions{})
+	if err != nil {
 		log.Fatal(err)
 	}
-	worker := host.Sandbox("worker")
 	hello := guest.Cmd{Argv: []string{"python3", "-c", "print('hello')"}, IO: guest.IO{Stdout: os.Stdout}}
 	if _, err := worker.Exec(ctx, hello); err != nil {
 		log.Fatal(err)

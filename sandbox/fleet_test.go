@@ -45,7 +45,7 @@ func sandboxesOfGuests(t *testing.T, e *guesttest.Env, snap string) {
 	fleettest.Conformance(t, fleettest.Subject{
 		Fleet: c,
 		Make: func(t *testing.T, spec sandbox.Spec, l state.Metadata) {
-			if _, err := e.Store.With(e.Launcher).Restore(t.Context(), snap, sandbox.RestoreChanges{Name: spec.Name, Metadata: &l}); err != nil {
+			if _, err := e.Store.With(e.Launcher).Clone(t.Context(), snap, sandbox.CloneOptions{Name: spec.Name, Metadata: &l}); err != nil {
 				t.Fatal(err)
 			}
 		},

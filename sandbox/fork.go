@@ -235,7 +235,9 @@ func (f *forker) sleeping(ctx context.Context) error {
 		if err := r.SetMetadata(f.labels[spec.Name]); err != nil {
 			return control.Report{}, err
 		}
-		return f.store.launchNew(ctx, f.launcher, r, f.parent.Snapshot, nil)
+		var rep control.Report
+		_, err = f.store.launchNew(ctx, f.launcher, r, f.parent.Snapshot, nil, &rep)
+		return rep, err
 	})
 }
 

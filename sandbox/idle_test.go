@@ -15,7 +15,7 @@ import (
 // idleVM has a VM that goes to sleep by itself: it is asleep when nobody uses it, and only then.
 func idleVM(t *testing.T, e *guesttest.Env, snap, said string) {
 	const seconds = 2
-	if _, err := e.Store.With(e.Launcher).Restore(t.Context(), snap, sandbox.RestoreChanges{Name: "i", Idle: &spec.Idle{SleepSeconds: seconds}}); err != nil {
+	if _, err := e.Store.With(e.Launcher).Clone(t.Context(), snap, sandbox.CloneOptions{Name: "i", Idle: &spec.Idle{SleepSeconds: seconds}}); err != nil {
 		t.Fatal(err)
 	}
 	// use is what a command does: a VM that sleeps is woken first.
@@ -58,7 +58,7 @@ func idleVM(t *testing.T, e *guesttest.Env, snap, said string) {
 	use().Close()
 	r = e.WaitPhase("i", state.Asleep, 5*time.Minute)
 	// A clone that does not fall asleep between two questions.
-	if _, err := e.Store.With(e.Launcher).Restore(t.Context(), r.Snapshot, sandbox.RestoreChanges{Name: "j", Idle: &spec.Idle{}}); err != nil {
+	if _, err := e.Store.With(e.Launcher).Clone(t.Context(), r.Snapshot, sandbox.CloneOptions{Name: "j", Idle: &spec.Idle{}}); err != nil {
 		t.Fatal(err)
 	}
 	if got := e.Sh("j", ask); got != said {

@@ -201,7 +201,7 @@ func standbys(e *guesttest.Env) (pids []int) {
 
 func clone(e *guesttest.Env, snap, name string) {
 	e.T.Helper()
-	if _, err := e.Store.With(e.Launcher).Restore(e.T.Context(), snap, sandbox.RestoreChanges{Name: name}); err != nil {
+	if _, err := e.Store.With(e.Launcher).Clone(e.T.Context(), snap, sandbox.CloneOptions{Name: name}); err != nil {
 		e.T.Fatal(err)
 	}
 }
@@ -289,7 +289,8 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 			}
 		}
 		again := func(name string) control.Report {
-			rep, err := e.Store.With(e.Launcher).Restore(t.Context(), snap, sandbox.RestoreChanges{Name: name})
+			var rep control.Report
+			_, err := e.Store.With(e.Launcher).Clone(t.Context(), snap, sandbox.CloneOptions{Name: name, Report: &rep})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -407,7 +408,8 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 		l := pool.Launcher()
 		l.Command = []string{"/bin/false"} // what the pool does not have
 		begin := time.Now().Round(0)
-		rep, err := e.Store.With(l).Restore(t.Context(), snap, sandbox.RestoreChanges{Name: "p"})
+		var rep control.Report
+		_, err = e.Store.With(l).Clone(t.Context(), snap, sandbox.CloneOptions{Name: "p", Report: &rep})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -430,7 +432,7 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		if _, err := e.Store.With(pool.Launcher()).Restore(t.Context(), snap, sandbox.RestoreChanges{Name: "q"}); err != nil {
+		if _, err := e.Store.With(pool.Launcher()).Clone(t.Context(), snap, sandbox.CloneOptions{Name: "q"}); err != nil {
 			t.Fatal(err)
 		}
 		// Another process has them from one that serves them.
@@ -450,7 +452,7 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 		}
 		l = e.Launcher
 		l.Supervised = true
-		if _, err := e.Store.With(l).Restore(t.Context(), snap, sandbox.RestoreChanges{Name: "r"}); err != nil {
+		if _, err := e.Store.With(l).Clone(t.Context(), snap, sandbox.CloneOptions{Name: "r"}); err != nil {
 			t.Fatal(err)
 		}
 		if r, err := e.Store.State.Get("r"); err != nil || !slices.Contains(ahead, r.PID) {

@@ -424,7 +424,7 @@ func (c *lifeClient) make(name string) error {
 		if err := c.remove(name); err != nil {
 			return err
 		}
-		_, err := c.store.With(c.l).Restore(ctx, c.Snapshot, sandbox.RestoreChanges{Name: name})
+		_, err := c.store.With(c.l).Clone(ctx, c.Snapshot, sandbox.CloneOptions{Name: name})
 		return err
 	})
 	if err != nil {

@@ -38,6 +38,7 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/hostnet"
 	"github.com/drowse-vm/drowse/netpolicy/link"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
@@ -611,7 +612,8 @@ func TestNetworkPolicyOfAGuest(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	clone, err := e.Store.With(e.Launcher).Restore(t.Context(), snap.Snapshot, sandbox.RestoreChanges{Name: "pol2"})
+	var clone control.Report
+	_, err = e.Store.With(e.Launcher).Clone(t.Context(), snap.Snapshot, sandbox.CloneOptions{Name: "pol2", Report: &clone})
 	if err != nil {
 		t.Fatal(err)
 	}

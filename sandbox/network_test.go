@@ -238,7 +238,7 @@ rules: [{direction: egress, verdict: allow, groups: [host], protocols: [tcp], po
 		t.Fatal(err)
 	}
 	e.WaitPhase("net", state.Crashed, time.Minute)
-	if names, err := link.Agents(""); err != nil || len(taps(t)) != before || slices.Contains(names, r.NetworkID) {
+	if names, err := link.Endpoints(""); err != nil || len(taps(t)) != before || slices.Contains(names, r.NetworkID) {
 		t.Errorf("killed, it has left %v of %v, %v", taps(t), names, err)
 	}
 }

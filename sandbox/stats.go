@@ -17,40 +17,6 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/control"
 )
 
-// Stats are what a running VM uses, as its guest and its host count it.
-type Stats struct {
-	Name string    `json:"name"`
-	Time time.Time `json:"time"`
-	Host HostStats `json:"host"`
-	// Guest is what the guest says; nil if it could not be asked, and Problem says why.
-	Guest   *guest.Stats `json:"guest,omitempty"`
-	Problem string       `json:"problem,omitempty"`
-}
-
-// HostStats are of a VM's process, since it began: at the VM's last boot, wake or fork, or
-// before that if it came from a Pool. Sizes are in bytes.
-type HostStats struct {
-	PID int `json:"pid"`
-	// AwakeMs is how long the process has been there.
-	AwakeMs float64 `json:"awake_ms"`
-	// CPUUserMs and CPUSystemMs are its processor time, that of its vCPUs included, in steps of
-	// 10: fields 14 and 15 of proc_pid_stat(5).
-	CPUUserMs   float64 `json:"cpu_user_ms"`
-	CPUSystemMs float64 `json:"cpu_system_ms"`
-	// MemoryPrivate is RAM that is its own alone, the guest's included, MemoryShared what it
-	// has in common with others, such as pages that forks share, and MemorySwapped what is
-	// in the swap: proc_pid_smaps(5).
-	MemoryPrivate uint64 `json:"memory_private"`
-	MemoryShared  uint64 `json:"memory_shared"`
-	MemorySwapped uint64 `json:"memory_swapped"`
-	// Faults and MiBTouched are those of a VM that came back from a snapshot: how often its
-	// guest had to wait for RAM, and how much of it has been loaded. 0 after a boot.
-	Faults     uint64  `json:"faults"`
-	MiBTouched float64 `json:"mib_touched"`
-	// Hung says that the guest loops with interrupts off.
-	Hung bool `json:"hung"`
-}
-
 // statsTime is how long a guest may take to answer for Stats.
 const statsTime = 30 * time.Second
 
@@ -124,12 +90,12 @@ func processStats(pid int) (HostStats, error) {
 		return h, err
 	}
 	h.AwakeMs = max(control.Milliseconds(time.Duration(up.Nano()))-ticks(start), 0)
-	err = h.addMemory(fmt.Sprintf("/proc/%d/smaps_rollup", pid))
+	err = addMemory(&h, fmt.Sprintf("/proc/%d/smaps_rollup", pid))
 	return h, err
 }
 
 // addMemory sums up the lines "Private_Dirty:  12 kB".
-func (h *HostStats) addMemory(path string) error {
+func addMemory(h *HostStats, path string) error {
 	file, err := os.Open(path)
 	if err != nil {
 		return err

@@ -63,7 +63,7 @@ func TestProcessStats_sum_up_memory(t *testing.T) {
 		t.Fatal(err)
 	}
 	var h HostStats
-	if err := h.addMemory(path); err != nil || h != (HostStats{MemoryPrivate: 44 << 10, MemoryShared: 3 << 10, MemorySwapped: 16 << 10}) {
+	if err := addMemory(&h, path); err != nil || h != (HostStats{MemoryPrivate: 44 << 10, MemoryShared: 3 << 10, MemorySwapped: 16 << 10}) {
 		t.Errorf("got %+v, %v", h, err)
 	}
 }

@@ -75,7 +75,7 @@ func TestRun_refuses_volumes_that_cannot_be(t *testing.T) {
 		"a parameter":        {[]spec.VolumeMount{{Name: "v", Path: "/a init=/bin/sh"}}, sandbox.ErrSpec},
 		"a long path":        {[]spec.VolumeMount{{Name: "v", Path: "/" + strings.Repeat("a", 100)}}, sandbox.ErrSpec},
 	} {
-		if _, err := s.With(pool.Launcher{}).Create(t.Context(), sandbox.Spec{Image: "none", Volumes: tt.mounts}, nil); !errors.Is(err, tt.want) {
+		if _, err := s.With(pool.Launcher{}).Create(t.Context(), sandbox.Spec{Image: "none", Volumes: tt.mounts}, sandbox.CreateOptions{}); !errors.Is(err, tt.want) {
 			t.Errorf("%s: %v, want %v", name, err, tt.want)
 		}
 	}
@@ -108,7 +108,7 @@ func TestVolumesLiveBeyondVMsAndNeverMeetMemoryOfAnotherTime(t *testing.T) {
 	wantInUse := func(what string) {
 		t.Helper()
 		for _, mounts := range [][]spec.VolumeMount{rw, ro} {
-			if _, err := e.Store.With(e.Launcher).Create(ctx, sandbox.Spec{Name: "x", Image: guesttest.ImageTag, Volumes: mounts}, nil); !errors.Is(err, volume.ErrInUse) {
+			if _, err := e.Store.With(e.Launcher).Create(ctx, sandbox.Spec{Name: "x", Image: guesttest.ImageTag, Volumes: mounts}, sandbox.CreateOptions{}); !errors.Is(err, volume.ErrInUse) {
 				t.Errorf("%s, another VM with it (read-only %v): %v, want ErrInUse", what, mounts[0].ReadOnly, err)
 			}
 		}
@@ -123,7 +123,7 @@ func TestVolumesLiveBeyondVMsAndNeverMeetMemoryOfAnotherTime(t *testing.T) {
 		}
 	}
 	restore := func(id, name string) error {
-		_, err := e.Store.With(e.Launcher).Restore(ctx, id, sandbox.RestoreChanges{Name: name})
+		_, err := e.Store.With(e.Launcher).Clone(ctx, id, sandbox.CloneOptions{Name: name})
 		return err
 	}
 
@@ -182,7 +182,7 @@ func TestVolumesLiveBeyondVMsAndNeverMeetMemoryOfAnotherTime(t *testing.T) {
 	if r, err := e.Store.State.Get("a"); err != nil || r.Phase != state.Crashed {
 		t.Errorf("the refused wake has made it %s (%v)", r.Phase, err)
 	}
-	if _, err := e.Store.With(e.Launcher).Create(ctx, sandbox.Spec{Name: "x", Image: guesttest.ImageTag, Volumes: ro}, nil); !errors.Is(err, volume.ErrDirty) {
+	if _, err := e.Store.With(e.Launcher).Create(ctx, sandbox.Spec{Name: "x", Image: guesttest.ImageTag, Volumes: ro}, sandbox.CreateOptions{}); !errors.Is(err, volume.ErrDirty) {
 		t.Errorf("reading a volume whose journal is full: %v, want ErrDirty", err)
 	}
 	if err := e.Store.Sandbox("a").Delete(ctx, sandbox.DeleteOptions{Force: true}); err != nil {

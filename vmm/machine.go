@@ -172,7 +172,7 @@ func (m *Machine) build() error {
 	for stage, d := range m.shell.took {
 		m.stages.set(stage, d)
 	}
-	m.stages.mark(StageShell)
+	m.stages.mark(StagePrebuilt)
 	m.vm = m.shell.vm
 	for _, v := range m.shell.vcpus {
 		begin, err := devices.NewEvent()

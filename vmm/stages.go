@@ -19,7 +19,7 @@ const (
 	// Of a saved machine, while its devices are put together.
 	StageKVMState
 
-	StageShell // what New has waited for it
+	StagePrebuilt // what New has waited for it
 	StageDevices
 	StageLoad   // kernel loaded
 	StageImport // saved state loaded
@@ -33,7 +33,7 @@ const (
 )
 
 var stageNames = [stageCount]string{
-	"create_vm", "memory", "irqchip", "vcpus", "kvm_state", "shell", "devices", "load", "import", "entry", "pause",
+	"create_vm", "memory", "irqchip", "vcpus", "kvm_state", "prebuilt", "devices", "load", "import", "entry", "pause",
 	"agent_reached", "agent_answer",
 }
 

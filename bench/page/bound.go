@@ -20,8 +20,9 @@ const (
 // kinds are those of the stages that benchmarks have. A name of a row before it makes it
 // that of this row alone.
 var kinds = map[string]kind{
-	// Of a restore. The first four are those of a shell, which is made in the background:
-	// what is waited for is the stage shell. The next goes on while devices are made, and what is waited for is import.
+	// Of a restore. The first four make the prebuilt VM in the background:
+	// what is waited for is the stage prebuilt. The next goes on while devices are made, and what is waited for is
+	// import.
 	"create_vm": beside, "memory": beside, "irqchip": beside, "vcpus": beside,
 	"kvm_state": beside,
 	"guest":     guest, "agent_reached": within, "agent_answer": within, "dial": guest, "attach": guest, "command": guest,

@@ -4,12 +4,10 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
 	"strconv"
 	"strings"
-	"text/tabwriter"
 	"time"
 	"unicode"
 	"unicode/utf8"
@@ -74,7 +72,7 @@ with -o json as a line of JSON each.`,
 					fmt.Fprintf(w, "%s was made from snapshot %s; what was done before is in the trail of the VM that that is of\n", is.Name, is.Snapshot)
 				}
 				var rows bytes.Buffer
-				t := tabwriter.NewWriter(&rows, 0, 8, 2, ' ', 0)
+				t := columns(&rows)
 				fmt.Fprintln(t, auditColumns)
 				for _, e := range entries {
 					fmt.Fprintln(t, auditRow(e))
@@ -111,10 +109,7 @@ func (a *app) followAudit(ctx context.Context, s *sandbox.Host, name string, o a
 		_, err := io.WriteString(a.stdout, text)
 		return err
 	})
-	if errors.Is(err, context.Canceled) {
-		return nil // by Ctrl-C
-	}
-	return err
+	return followed(true, err)
 }
 
 // sinceTime reads --since.

@@ -134,6 +134,16 @@ func (m *benches) print(r bench.Report) error {
 
 var errRuns = usageError{errors.New("--runs must be 1 or more, --warmup 0 or more, and lists must not be empty")}
 
+// measuring measures by options that are not bad for errRuns.
+func measuring[O any](m *benches, o *O, measure func(context.Context, bench.Env, O) ([]bench.Row, error), bad func() bool) func(context.Context) ([]bench.Row, error) {
+	return func(ctx context.Context) ([]bench.Row, error) {
+		if bad() {
+			return nil, errRuns
+		}
+		return measure(ctx, *m.env, *o)
+	}
+}
+
 func (m *benches) entry() *cobra.Command {
 	var o bench.ResumeEntryOptions
 	var pool []string
@@ -225,12 +235,7 @@ func (m *benches) ready() *cobra.Command {
 
 func (m *benches) snapshot() *cobra.Command {
 	var o bench.SnapshotOptions
-	cmd := m.command("snapshot_pause", "How long a running guest stands still for a snapshot, and what is written", func(ctx context.Context) ([]bench.Row, error) {
-		if o.N < 1 || o.Warmup < 0 || len(o.MemoryMiB) == 0 || len(o.DirtyMiB) == 0 {
-			return nil, errRuns
-		}
-		return bench.Snapshots(ctx, *m.env, o)
-	})
+	cmd := m.command("snapshot_pause", "How long a running guest stands still for a snapshot, and what is written", measuring(m, &o, bench.Snapshots, func() bool { return o.N < 1 || o.Warmup < 0 || len(o.MemoryMiB) == 0 || len(o.DirtyMiB) == 0 }))
 	cmd.Aliases = []string{"snapshot_bytes"}
 	f := cmd.Flags()
 	f.IntVar(&o.N, "runs", 20, "snapshots for each size and amount")
@@ -260,12 +265,7 @@ func (m *benches) delta() *cobra.Command {
 
 func (m *benches) depth() *cobra.Command {
 	var o bench.DepthOptions
-	cmd := m.command("restore_depth", "From the call that restores a VM to an agent that answers, by the length of the chain of deltas", func(ctx context.Context) ([]bench.Row, error) {
-		if o.N < 1 || o.Warmup < 0 || len(o.Depths) == 0 || o.MemoryMiB < 1 || o.Settle < 0 {
-			return nil, errRuns
-		}
-		return bench.RestoreDepth(ctx, *m.env, o)
-	})
+	cmd := m.command("restore_depth", "From the call that restores a VM to an agent that answers, by the length of the chain of deltas", measuring(m, &o, bench.RestoreDepth, func() bool { return o.N < 1 || o.Warmup < 0 || len(o.Depths) == 0 || o.MemoryMiB < 1 || o.Settle < 0 }))
 	f := cmd.Flags()
 	f.IntVar(&o.N, "runs", 20, "restores of each depth")
 	f.IntVar(&o.Warmup, "warmup", 2, "restores before that do not count")

@@ -15,12 +15,7 @@ import (
 
 func (m *benches) instruction() *cobra.Command {
 	var o bench.InstructionOptions
-	cmd := m.hostCommand("guest_instruction", "How long an instruction takes that a guest executes as its kernel does", func(ctx context.Context) ([]bench.Row, error) {
-		if o.N < 1 || o.Warmup < 0 {
-			return nil, errRuns
-		}
-		return bench.Instructions(ctx, *m.env, o)
-	})
+	cmd := m.hostCommand("guest_instruction", "How long an instruction takes that a guest executes as its kernel does", measuring(m, &o, bench.Instructions, func() bool { return o.N < 1 || o.Warmup < 0 }))
 	f := cmd.Flags()
 	f.IntVar(&o.N, "runs", 50, "runs for each mix of instructions")
 	f.IntVar(&o.Warmup, "warmup", 2, "runs before that do not count")
@@ -29,12 +24,7 @@ func (m *benches) instruction() *cobra.Command {
 
 func (m *benches) boot() *cobra.Command {
 	var o bench.BootOptions
-	cmd := m.command("boot", "From the beginning of a VM's process to the call of its agent", func(ctx context.Context) ([]bench.Row, error) {
-		if o.N < 1 || o.Warmup < 0 || len(o.MemoryMiB) == 0 || len(o.VCPUs) == 0 {
-			return nil, errRuns
-		}
-		return bench.Boots(ctx, *m.env, o)
-	})
+	cmd := m.command("boot", "From the beginning of a VM's process to the call of its agent", measuring(m, &o, bench.Boots, func() bool { return o.N < 1 || o.Warmup < 0 || len(o.MemoryMiB) == 0 || len(o.VCPUs) == 0 }))
 	f := cmd.Flags()
 	f.IntVar(&o.N, "runs", 10, "boots for each size and number of CPUs")
 	f.IntVar(&o.Warmup, "warmup", 1, "boots before that do not count")
@@ -45,12 +35,7 @@ func (m *benches) boot() *cobra.Command {
 
 func (m *benches) exec() *cobra.Command {
 	var o bench.ResumeExecOptions
-	cmd := m.command("resume_exec", "From the call that restores a VM to the output of a command in a shell that was there", func(ctx context.Context) ([]bench.Row, error) {
-		if o.N < 1 || o.Warmup < 0 || o.Depth < 0 || len(o.MemoryMiB) == 0 {
-			return nil, errRuns
-		}
-		return bench.ResumeExec(ctx, *m.env, o)
-	})
+	cmd := m.command("resume_exec", "From the call that restores a VM to the output of a command in a shell that was there", measuring(m, &o, bench.ResumeExec, func() bool { return o.N < 1 || o.Warmup < 0 || o.Depth < 0 || len(o.MemoryMiB) == 0 }))
 	f := cmd.Flags()
 	f.IntVar(&o.N, "runs", 100, "runs for each size")
 	f.IntVar(&o.Warmup, "warmup", 5, "runs before that do not count")
@@ -61,12 +46,7 @@ func (m *benches) exec() *cobra.Command {
 
 func (m *benches) sleep() *cobra.Command {
 	var o bench.SleepOptions
-	cmd := m.command("sleep", "From the call that puts a VM to sleep until its process is gone, and what is written", func(ctx context.Context) ([]bench.Row, error) {
-		if o.N < 1 || o.Warmup < 0 || len(o.MemoryMiB) == 0 || len(o.DirtyMiB) == 0 {
-			return nil, errRuns
-		}
-		return bench.Sleeps(ctx, *m.env, o)
-	})
+	cmd := m.command("sleep", "From the call that puts a VM to sleep until its process is gone, and what is written", measuring(m, &o, bench.Sleeps, func() bool { return o.N < 1 || o.Warmup < 0 || len(o.MemoryMiB) == 0 || len(o.DirtyMiB) == 0 }))
 	cmd.Aliases = []string{"sleep_bytes"}
 	f := cmd.Flags()
 	f.IntVar(&o.N, "runs", 20, "sleeps for each size and amount")
@@ -124,12 +104,7 @@ func (m *benches) density() *cobra.Command {
 
 func (m *benches) vsock() *cobra.Command {
 	var o bench.VsockOptions
-	cmd := m.command("vsock_rtt", "From a ping of the agent in a running guest to its answer", func(ctx context.Context) ([]bench.Row, error) {
-		if o.N < 1 || o.Warmup < 0 || o.MemoryMiB < 1 {
-			return nil, errRuns
-		}
-		return bench.VsockRTT(ctx, *m.env, o)
-	})
+	cmd := m.command("vsock_rtt", "From a ping of the agent in a running guest to its answer", measuring(m, &o, bench.VsockRTT, func() bool { return o.N < 1 || o.Warmup < 0 || o.MemoryMiB < 1 }))
 	f := cmd.Flags()
 	f.IntVar(&o.N, "runs", 1000, "pings")
 	f.IntVar(&o.Warmup, "warmup", 20, "pings before that do not count")
@@ -139,12 +114,9 @@ func (m *benches) vsock() *cobra.Command {
 
 func (m *benches) touch() *cobra.Command {
 	var o bench.WakeTouchOptions
-	cmd := m.command("wake_touch", "From a connection, or a packet, to a VM that sleeps until its answer", func(ctx context.Context) ([]bench.Row, error) {
-		if o.N < 1 || o.Warmup < 0 || o.MemoryMiB < 1 || o.Depth < 0 || o.Settle < 0 || o.Pool < 0 {
-			return nil, errRuns
-		}
-		return bench.WakeTouch(ctx, *m.env, o)
-	})
+	cmd := m.command("wake_touch", "From a connection, or a packet, to a VM that sleeps until its answer", measuring(m, &o, bench.WakeTouch, func() bool {
+		return o.N < 1 || o.Warmup < 0 || o.MemoryMiB < 1 || o.Depth < 0 || o.Settle < 0 || o.Pool < 0
+	}))
 	f := cmd.Flags()
 	f.IntVar(&o.N, "runs", 100, "wakes by each kind of touch; one that is not answered ends it with an error")
 	f.IntVar(&o.Warmup, "warmup", 5, "wakes before that do not count")

@@ -127,11 +127,7 @@ func (a *app) buildSteps(cmd *cobra.Command, f *stepFlags, from builder.Options)
 	if o.File, o.Context, err = f.readFile(cmd.Context()); err != nil {
 		return err
 	}
-	s, err := a.store()
-	if err != nil {
-		return err
-	}
-	l, err := a.launcher()
+	s, l, err := a.launching()
 	if err != nil {
 		return err
 	}

@@ -12,13 +12,13 @@ import (
 	"os"
 	"strconv"
 	"strings"
-	"text/tabwriter"
 	"time"
 
 	"github.com/spf13/cobra"
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/pool"
 )
 
@@ -61,11 +61,7 @@ func (a *app) demoCommand() *cobra.Command {
 		Use: "demo", Annotations: makesState,
 		Short: "Show the main job: boot, run a program, sleep, wake, and find everything as it was",
 		Args:  cobra.NoArgs,
-		RunE: func(cmd *cobra.Command, _ []string) error {
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
+		RunE: a.onHost(func(cmd *cobra.Command, _ []string, s *sandbox.Host) error {
 			l, err := a.launcher()
 			if err != nil {
 				return err
@@ -80,7 +76,7 @@ func (a *app) demoCommand() *cobra.Command {
 				return errors.New("the demo ran, and not everything came back as it was")
 			}
 			return err
-		},
+		}),
 	}
 	f := cmd.Flags()
 	f.StringVar(&spec.Image, "image", "debian-python", "an image with python3")
@@ -114,8 +110,8 @@ func (d *demo) run(ctx context.Context) error {
 	d.spec.Name = name
 	d.say("booting %s", name)
 	d.vms = append(d.vms, name)
-	rep, err := d.store.With(d.launcher).Create(ctx, d.spec, nil)
-	if err != nil {
+	var rep control.Report
+	if _, err := d.store.With(d.launcher).Create(ctx, d.spec, sandbox.CreateOptions{Report: &rep}); err != nil {
 		return err
 	}
 	d.stages(rep.Stages, "boot")
@@ -274,7 +270,7 @@ func (d *demo) clones(ctx context.Context, snapshot string) error {
 	for i := range seen {
 		name := fmt.Sprintf("demo-%d-%c", os.Getpid(), 'a'+i)
 		d.vms = append(d.vms, name)
-		if _, err := d.store.With(d.launcher).Restore(ctx, snapshot, sandbox.RestoreChanges{Name: name}); err != nil {
+		if _, err := d.store.With(d.launcher).Clone(ctx, snapshot, sandbox.CloneOptions{Name: name}); err != nil {
 			return err
 		}
 		c, err := d.store.Sandbox(name).Agent(ctx)
@@ -310,7 +306,7 @@ func (d *demo) cleanUp(ctx context.Context) error {
 }
 
 func (d *demo) text(w io.Writer) {
-	t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
+	t := columns(w)
 	r := d.result
 	for _, row := range []struct{ stage, meaning string }{
 		{"boot", "from nothing to an agent that answers"},

@@ -5,7 +5,6 @@ import (
 	"io"
 	"os"
 	"path/filepath"
-	"text/tabwriter"
 
 	"github.com/spf13/cobra"
 
@@ -53,7 +52,7 @@ func beside(name string) string {
 }
 
 func printReport(w io.Writer, r doctor.Report) {
-	t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
+	t := columns(w)
 	group := ""
 	for _, c := range r.Checks {
 		if c.Group != group {

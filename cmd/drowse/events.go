@@ -28,13 +28,10 @@ func (a *app) eventsCommand() *cobra.Command {
 		Long: `Say what has become of sandboxes, the oldest first: made, woken, put to sleep, forked, removed, and so
 on, by whom or what. With --follow it goes on until it is interrupted. With -o json each
 event is one line, whose "cursor" is what --since takes to go on after it. At most 16 MiB and 30 days are kept.`,
-		RunE: func(cmd *cobra.Command, _ []string) error {
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
+		RunE: a.onHost(func(cmd *cobra.Command, _ []string, s *sandbox.Host) error {
 			j := s.State.Events()
 			var from time.Time
+			var err error
 			if d, derr := lifetime.ParseDuration(since); derr == nil && since != "" && strings.ContainsAny(since, "smhd") {
 				from = time.Now().Add(-d)
 			} else if t, terr := time.Parse(time.RFC3339Nano, since); terr == nil {
@@ -60,7 +57,7 @@ event is one line, whose "cursor" is what --since takes to go on after it. At mo
 				return nil // interrupted, which is how this ends
 			}
 			return err
-		},
+		}),
 	}
 	f := cmd.Flags()
 	f.BoolVarP(&follow, "follow", "f", false, "go on with what happens")

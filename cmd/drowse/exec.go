@@ -69,11 +69,7 @@ User, working directory and variables are those that the VM's image says, where 
 say nothing else; an image from Debian packages or a directory says nothing, and then they
 are root, / and the least that a program needs.`,
 		Args: cobra.MinimumNArgs(2), ValidArgsFunction: a.completeVM,
-		RunE: func(cmd *cobra.Command, args []string) error {
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
+		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			c.Argv = args[1:]
 			if c.Argv[0] == "--" {
 				c.Argv = c.Argv[1:]
@@ -136,7 +132,7 @@ are root, / and the least that a program needs.`,
 				fmt.Fprintln(a.stderr, "drowse: "+st.NotStarted)
 			}
 			return execResult(st, err)
-		},
+		}),
 	}
 	f := cmd.Flags()
 	f.SetInterspersed(false)
@@ -166,15 +162,11 @@ func readEnv(path string, stdin io.Reader) (vars []string, err error) {
 	if path == "" {
 		return nil, nil
 	}
-	in := stdin
-	if path != "-" {
-		f, err := os.Open(path)
-		if err != nil {
-			return nil, fmt.Errorf("reading variables: %w", err)
-		}
-		defer f.Close()
-		in = f
+	in, err := input(path, stdin)
+	if err != nil {
+		return nil, fmt.Errorf("reading variables: %w", err)
 	}
+	defer in.Close()
 	text, err := readAtMost(in, maxEnvFile)
 	if err != nil {
 		return nil, fmt.Errorf("reading variables: %w", err)

@@ -37,11 +37,7 @@ sleeping. The names of the children are printed.`,
 				return err
 			}
 			o.Policy = p
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
-			l, err := a.launcher()
+			s, l, err := a.launching()
 			if err != nil {
 				return err
 			}

@@ -7,10 +7,10 @@ import (
 	"io"
 	"net"
 	"strings"
-	"sync"
 	"time"
 
 	"github.com/spf13/cobra"
+	"golang.org/x/sync/errgroup"
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/guest/forward"
@@ -109,8 +109,6 @@ func (a *app) forwardFailed(err error) { a.log.Warn("a connection was not carrie
 
 // forwards listens on the host.
 func (a *app) forwards(ctx context.Context, d *agentAccess, specs []forward.Spec, conns int, idle time.Duration) error {
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
 	listeners := make([]net.Listener, len(specs))
 	sockets := make([]net.PacketConn, len(specs))
 	defer func() {
@@ -152,7 +150,7 @@ func (a *app) forwards(ctx context.Context, d *agentAccess, specs []forward.Spec
 		})
 		return conn, err
 	}
-	return every(ctx, cancel, len(specs), func(i int) error {
+	return every(ctx, len(specs), func(ctx context.Context, i int) error {
 		if sockets[i] != nil {
 			f := &forward.Datagrams{
 				Conn: sockets[i], MaxSessions: min(conns, forward.DefaultMaxSessions), Idle: idle, Failed: a.forwardFailed,
@@ -178,33 +176,17 @@ func (a *app) forwards(ctx context.Context, d *agentAccess, specs []forward.Spec
 	})
 }
 
-// every runs f for 0 to n-1 at once until all have returned; the first error ends the
-// others.
-func every(ctx context.Context, cancel context.CancelFunc, n int, f func(i int) error) error {
-	var (
-		wg    sync.WaitGroup
-		once  sync.Once
-		first error
-	)
+// every runs f for 0 to n-1 at once until all have returned; the first error ends the others.
+func every(ctx context.Context, n int, f func(ctx context.Context, i int) error) error {
+	all, run := errgroup.WithContext(ctx)
 	for i := range n {
-		wg.Go(func() {
-			if err := f(i); err != nil {
-				once.Do(func() { first = err })
-				cancel()
-			}
-		})
+		all.Go(func() error { return f(run, i) })
 	}
-	wg.Wait()
-	if ctx.Err() != nil && first == nil {
-		return nil // interrupted, which is how this ends
-	}
-	return first
+	return all.Wait()
 }
 
 // reverseForwards listens in the guest.
 func (a *app) reverseForwards(ctx context.Context, d *agentAccess, specs []forward.Spec, conns int) error {
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
 	listeners := make([]*guest.Listener, len(specs))
 	defer func() {
 		for _, l := range listeners {
@@ -224,7 +206,7 @@ func (a *app) reverseForwards(ctx context.Context, d *agentAccess, specs []forwa
 	if err := a.printForwards(specs); err != nil {
 		return err
 	}
-	return every(ctx, cancel, len(specs), func(i int) error {
+	return every(ctx, len(specs), func(ctx context.Context, i int) error {
 		for {
 			l := listeners[i]
 			stop := context.AfterFunc(ctx, func() { l.Close() })

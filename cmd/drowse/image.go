@@ -9,7 +9,6 @@ import (
 	"os"
 	"slices"
 	"strings"
-	"text/tabwriter"
 
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
@@ -23,12 +22,9 @@ import (
 )
 
 func (a *app) imageCommand() *cobra.Command {
-	cmd := &cobra.Command{
+	return group(&cobra.Command{
 		Use: "image", Short: "Build, list, inspect, export and remove root file systems", Args: cobra.NoArgs,
-		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
-	}
-	cmd.AddCommand(a.imageBuildCommand(), a.imageListCommand(), a.imageInspectCommand(), a.imageExportCommand(), a.imageRemoveCommand(), a.imagePruneCommand())
-	return cmd
+	}, a.imageBuildCommand(), a.imageListCommand(), a.imageInspectCommand(), a.imageExportCommand(), a.imageRemoveCommand(), a.imagePruneCommand())
 }
 
 // imageInfo is an image in JSON: its record, and what only the moment knows.
@@ -174,30 +170,23 @@ func (a *app) images() (*image.Store, error) {
 func (a *app) imageListCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "ls", Short: "List images", Args: cobra.NoArgs,
-		RunE: func(*cobra.Command, []string) error {
-			s, err := a.images()
-			if err != nil {
-				return err
-			}
+		RunE: a.onImages(func(_ *cobra.Command, _ []string, s *image.Store) error {
 			list, listErr := s.List()
 			infos := []imageInfo{}
 			for _, i := range list {
 				infos = append(infos, infoOf(i))
 			}
-			err = a.print(infos, func(w io.Writer) {
-				t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
-				fmt.Fprintln(t, "TAGS\tID\tSOURCE\tPACKAGES\tSIZE\tCREATED")
-				for _, i := range list {
+			err := a.print(infos, func(w io.Writer) {
+				for t, i := range table(w, "TAGS\tID\tSOURCE\tPACKAGES\tSIZE\tCREATED", list) {
 					tags := strings.Join(i.Tags, ",")
 					if tags == "" {
 						tags = "-"
 					}
 					fmt.Fprintf(t, "%s\t%s\t%s\t%d\t%s\t%s\n", tags, i.ShortID(), i.Source, len(i.Packages), bytesText(i.Size), i.Created.Local().Format("2006-01-02 15:04"))
 				}
-				t.Flush()
 			})
 			return errors.Join(listErr, err)
-		},
+		}),
 	}
 }
 
@@ -208,11 +197,7 @@ func (a *app) imageRemoveCommand() *cobra.Command {
 		Long: `Remove images that no VM and no snapshot needs. REF is a tag, an id, or the beginning
 of an id. A tag of an image that has others is only taken away.`,
 		Args: cobra.MinimumNArgs(1), ValidArgsFunction: a.completeImage,
-		RunE: func(cmd *cobra.Command, args []string) error {
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
+		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			images, err := image.OpenStore(s.State.ImageDir())
 			if err != nil {
 				return err
@@ -242,7 +227,7 @@ of an id. A tag of an image that has others is only taken away.`,
 				}
 			})
 			return errors.Join(append(errs, perr)...)
-		},
+		}),
 	}
 }
 
@@ -250,23 +235,19 @@ func (a *app) imageInspectCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "inspect REF", Short: "Print what is known of an image: source, layers, digests, configuration",
 		Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeImage,
-		RunE: func(_ *cobra.Command, args []string) error {
-			s, err := a.images()
-			if err != nil {
-				return err
-			}
+		RunE: a.onImages(func(_ *cobra.Command, args []string, s *image.Store) error {
 			img, err := s.Find(args[0])
 			if err != nil {
 				return err
 			}
 			return a.print(infoOf(img), func(w io.Writer) { printImage(w, img) })
-		},
+		}),
 	}
 }
 
 // printImage prints an image for people. What somebody else has written is quoted.
 func printImage(w io.Writer, i *image.Image) {
-	t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
+	t := columns(w)
 	row := func(name, format string, args ...any) { fmt.Fprintf(t, name+"\t"+format+"\n", args...) }
 	list := func(name string, items []string) {
 		for _, s := range items {

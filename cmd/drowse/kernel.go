@@ -4,23 +4,19 @@ import (
 	"bytes"
 	"fmt"
 	"io"
-	"os"
 	"path/filepath"
 	"strings"
-	"text/tabwriter"
 
 	"github.com/spf13/cobra"
 
 	"github.com/drowse-vm/drowse/rootfs/kernel"
+	"github.com/drowse-vm/drowse/sandbox"
 )
 
 func (a *app) kernelCommand() *cobra.Command {
-	cmd := &cobra.Command{
+	return group(&cobra.Command{
 		Use: "kernel", Short: "Build, fetch, list and inspect guest kernels", Args: cobra.NoArgs,
-		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
-	}
-	cmd.AddCommand(a.kernelBuildCommand(), a.kernelFetchCommand(), a.kernelListCommand(), a.kernelInspectCommand())
-	return cmd
+	}, a.kernelBuildCommand(), a.kernelFetchCommand(), a.kernelListCommand(), a.kernelInspectCommand())
 }
 
 func downloads(stage string) bool { return stage == "download" }
@@ -88,15 +84,12 @@ func readOwnConfig(in io.Reader, path string) (string, error) {
 	if path == "" {
 		return "", nil
 	}
-	if path != "-" {
-		f, err := os.Open(path)
-		if err != nil {
-			return "", fmt.Errorf("reading the kernel's options: %w", err)
-		}
-		defer f.Close()
-		in = f
+	f, err := input(path, in)
+	if err != nil {
+		return "", fmt.Errorf("reading the kernel's options: %w", err)
 	}
-	text, err := io.ReadAll(io.LimitReader(in, maxOwnConfig+1))
+	defer f.Close()
+	text, err := io.ReadAll(io.LimitReader(f, maxOwnConfig+1))
 	switch {
 	case err != nil:
 		return "", fmt.Errorf("reading the kernel's options: %w", err)
@@ -124,18 +117,14 @@ others as well. "drowse kernel inspect" says which features want which.`,
 		Example: `  drowse kernel fetch
   drowse kernel fetch --module veth,bridge,br_netfilter,nft_compat`,
 		Args: cobra.NoArgs,
-		RunE: func(cmd *cobra.Command, _ []string) error {
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
+		RunE: a.onHost(func(cmd *cobra.Command, _ []string, s *sandbox.Host) error {
 			p := a.newProgress("kernel fetch", downloads)
 			k, err := kernel.Fetch(cmd.Context(), kernel.FetchOptions{
 				CacheDir: s.State.KernelDir(), Update: update, Newer: p.newer, UpdateIndex: index, ExtraModules: modules, Progress: p.report, Log: p.toolLog(a),
 			})
 			p.finish(err)
 			return a.printKernel(k, err)
-		},
+		}),
 	}
 	cmd.Flags().StringSliceVar(&modules, "module", nil, "further modules that are loaded when a VM boots, with what they depend on")
 	cmd.Flags().BoolVar(&update, "update", false, "fetch the newest kernel that apt knows, also if the cache has an older one")
@@ -153,27 +142,14 @@ func (a *app) printKernel(k *kernel.Kernel, err error) error {
 func (a *app) kernelListCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "ls", Short: "List the kernels that have been built and fetched", Args: cobra.NoArgs,
-		RunE: func(*cobra.Command, []string) error {
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
+		RunE: a.onHost(func(_ *cobra.Command, _ []string, s *sandbox.Host) error {
 			list, err := kernel.List(s.State.KernelDir())
-			if err != nil {
-				return err
-			}
-			if list == nil {
-				list = []*kernel.Kernel{}
-			}
-			return a.print(list, func(w io.Writer) {
-				t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
-				fmt.Fprintln(t, "ID\tKIND\tVERSION\tRUNS ON KVM\tSIZE\tCREATED")
-				for _, k := range list {
+			return a.answer(some(list), err, func(w io.Writer) {
+				for t, k := range table(w, "ID\tKIND\tVERSION\tRUNS ON KVM\tSIZE\tCREATED", list) {
 					fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\t%s\n", k.ID, kindText(k), k.Version, hostsText(k.Hosts()), bytesText(k.ImageSize), k.Created.Local().Format("2006-01-02 15:04"))
 				}
-				t.Flush()
 			})
-		},
+		}),
 	}
 }
 
@@ -194,11 +170,7 @@ on, and which features it has, by its configuration. KERNEL is an id of "drowse 
 the beginning of one, or "built" or "debian" for the newest of these. The kernel's file is
 read and compared with its digest.`,
 		Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeKernel,
-		RunE: func(cmd *cobra.Command, args []string) error {
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
+		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			k, err := kernel.Find(s.State.KernelDir(), args[0])
 			if err != nil {
 				return err
@@ -217,7 +189,7 @@ read and compared with its digest.`,
 				}
 			}
 			return a.print(info, func(w io.Writer) { printKernelInfo(w, info) })
-		},
+		}),
 	}
 }
 
@@ -237,7 +209,7 @@ func hostsText(hosts []kernel.Host) string {
 }
 
 func printKernelInfo(w io.Writer, k kernelInfo) {
-	t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
+	t := columns(w)
 	row := func(name, value string) { fmt.Fprintf(t, "%s\t%s\n", name, printable(value)) }
 	row("id", k.ID)
 	row("kind", kindText(k.Kernel))
@@ -262,16 +234,13 @@ func printKernelInfo(w io.Writer, k kernelInfo) {
 	}
 	t.Flush()
 	fmt.Fprintln(w)
-	t = tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
-	fmt.Fprintln(t, "FEATURE\tHAS\tFOR\tLACKS")
-	for _, f := range k.Features {
+	for t, f := range table(w, "FEATURE\tHAS\tFOR\tLACKS", k.Features) {
 		lacks := strings.Join(f.Lacks(), " ")
 		if m := f.Modules(); len(m) > 0 {
 			lacks = "--module " + strings.Join(m, ",")
 		}
 		fmt.Fprintf(t, "%s\t%s\t%s\t%s\n", f.Name, f.Has, f.Purpose, lacks)
 	}
-	t.Flush()
 }
 
 // completeKernel completes the id of a kernel.

@@ -14,16 +14,13 @@ import (
 )
 
 func (a *app) netCommand() *cobra.Command {
-	cmd := &cobra.Command{
+	return group(&cobra.Command{
 		Use: "net", Short: "Set up how packets of VMs leave this host", Args: cobra.NoArgs,
 		Long: `Set up how packets of VMs leave this host. What they may reach is said by each VM's
 policy, see "drowse policy". The range of VMs' addresses is 10.200.0.0/16 unless
 $DROWSE_AGENT_RANGE names another, and fd64:726f:7773:2::/64 unless
 $DROWSE_AGENT_RANGE6 does.`,
-		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
-	}
-	cmd.AddCommand(a.netSetupCommand(), a.netStatusCommand(), a.netRemoveCommand())
-	return cmd
+	}, a.netSetupCommand(), a.netStatusCommand(), a.netRemoveCommand())
 }
 
 func (a *app) netSetupCommand() *cobra.Command {
@@ -107,10 +104,7 @@ func (a *app) netRemoveCommand() *cobra.Command {
 // printNet prints what is set up.
 func (a *app) printNet(before func(io.Writer)) error {
 	s, err := hostnet.Look()
-	if err != nil {
-		return err
-	}
-	return a.print(s, func(w io.Writer) {
+	return a.answer(s, err, func(w io.Writer) {
 		if before != nil {
 			before(w)
 		}

@@ -13,6 +13,7 @@ import (
 
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
 	"github.com/drowse-vm/drowse/sandbox/control"
+	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
@@ -41,19 +42,14 @@ func (p *persistFlags) add(cmd *cobra.Command) {
 
 // given says whether any of the flags is.
 func (p *persistFlags) given(cmd *cobra.Command) bool {
-	for _, name := range []string{flagDrop, flagPromote, flagPersistMax, flagPersistAll} {
-		if cmd.Flags().Changed(name) {
-			return true
-		}
-	}
-	return false
+	return changed(cmd, flagDrop, flagPromote, flagPersistMax, flagPersistAll)
 }
 
 // over is what was said before with what the flags say.
 func (p *persistFlags) over(cmd *cobra.Command, before lifetime.Persist) (lifetime.Persist, error) {
 	out, set := before.Clone(), cmd.Flags().Changed
 	if p.all {
-		if set(flagDrop) || set(flagPromote) || set(flagPersistMax) {
+		if changed(cmd, flagDrop, flagPromote, flagPersistMax) {
 			return out, usageError{fmt.Errorf("--%s does not go with --%s, --%s and --%s", flagPersistAll, flagDrop, flagPromote, flagPersistMax)}
 		}
 		return lifetime.Persist{}, nil
@@ -114,20 +110,10 @@ func (a *app) promoteCommand() *cobra.Command {
 		Long: `Copy the files and directories that "drowse run --promote" and "drowse update --promote" name to
 the host now, while the sandbox runs, as is done before each sleep: to HOSTDIR/NAME/TIME, where they are
 whole or not at all. Nothing is dropped. One that sleeps has been promoted then.`,
-		RunE: func(cmd *cobra.Command, args []string) error {
-			fl, err := a.bareFleet()
-			if err != nil {
-				return err
-			}
+		RunE: a.onFleet(func(cmd *cobra.Command, args []string, fl *fleet.Fleet) error {
 			copies, err := fl.Promote(cmd.Context(), args[0])
-			if err != nil {
-				return err
-			}
-			if copies == nil {
-				copies = []control.Promoted{}
-			}
-			return a.print(wire.Promoted{Promoted: copies}, func(w io.Writer) { printPromoted(w, copies) })
-		},
+			return a.answer(wire.Promoted{Promoted: some(copies)}, err, func(w io.Writer) { printPromoted(w, copies) })
+		}),
 	}
 }
 

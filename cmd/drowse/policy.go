@@ -9,7 +9,6 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"text/tabwriter"
 
 	"github.com/spf13/cobra"
 
@@ -19,29 +18,20 @@ import (
 )
 
 func (a *app) policyCommand() *cobra.Command {
-	cmd := &cobra.Command{
+	return group(&cobra.Command{
 		Use:   "policy",
 		Short: "Check, explain, set and watch the network policies of VMs",
 		Args:  cobra.NoArgs,
-		RunE:  func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
-	}
-	cmd.AddCommand(a.policyCheckCommand(), a.policyExplainCommand(), a.policySchemaCommand(),
-		a.policySetCommand(), a.policyTagCommand(), a.policyShowCommand(), a.policyDiffCommand(), a.policyStatsCommand(), a.policyEventsCommand(),
-		a.policyFlowsCommand())
-	return cmd
+	}, a.policyCheckCommand(), a.policyExplainCommand(), a.policySchemaCommand(), a.policySetCommand(), a.policyTagCommand(), a.policyShowCommand(), a.policyDiffCommand(), a.policyStatsCommand(), a.policyEventsCommand(), a.policyFlowsCommand())
 }
 
 // readPolicy reads a policy file, or stdin for "-". What is wrong in it is a usage error.
 func readPolicy(path string) (*netpolicy.Policy, error) {
-	in := io.Reader(os.Stdin)
-	if path != "-" {
-		f, err := os.Open(path)
-		if err != nil {
-			return nil, fmt.Errorf("reading a policy: %w", err)
-		}
-		defer f.Close()
-		in = f
+	in, err := input(path, os.Stdin)
+	if err != nil {
+		return nil, fmt.Errorf("reading a policy: %w", err)
 	}
+	defer in.Close()
 	text, err := io.ReadAll(io.LimitReader(in, netpolicy.MaxFileBytes+1))
 	if err != nil {
 		return nil, fmt.Errorf("reading the policy %s: %w", path, err)
@@ -80,26 +70,14 @@ func (s *surroundings) parse() (id netpolicy.Identity, env netpolicy.Environment
 			return id, env, usageError{fmt.Errorf("--address6: %w", err)}
 		}
 	}
-	for _, h := range s.host {
-		addr, err := netip.ParseAddr(h)
-		if err != nil {
-			return id, env, usageError{fmt.Errorf("--host: %w", err)}
-		}
-		env.Host = append(env.Host, addr)
+	if env.Host, err = parsed(s.host, netip.ParseAddr); err != nil {
+		return id, env, usageError{fmt.Errorf("--host: %w", err)}
 	}
-	for _, r := range s.onLink {
-		p, err := netip.ParsePrefix(r)
-		if err != nil {
-			return id, env, usageError{fmt.Errorf("--on-link: %w", err)}
-		}
-		env.OnLink = append(env.OnLink, p)
+	if env.OnLink, err = parsed(s.onLink, netip.ParsePrefix); err != nil {
+		return id, env, usageError{fmt.Errorf("--on-link: %w", err)}
 	}
-	for _, r := range s.agents {
-		p, err := netip.ParsePrefix(r)
-		if err != nil {
-			return id, env, usageError{fmt.Errorf("--agents: %w", err)}
-		}
-		env.Agents = append(env.Agents, p)
+	if env.Endpoints, err = parsed(s.agents, netip.ParsePrefix); err != nil {
+		return id, env, usageError{fmt.Errorf("--agents: %w", err)}
 	}
 	for _, p := range s.peers {
 		addr, tags, _ := strings.Cut(p, "=")
@@ -190,7 +168,7 @@ func warnings(p *netpolicy.Policy) []string {
 			where += fmt.Sprintf(" (%s)", r.Name)
 		}
 		var missing []string
-		if len(r.CIDRs)+len(r.Groups)+len(r.Names)+len(r.Agents) == 0 {
+		if len(r.CIDRs)+len(r.Groups)+len(r.Names)+len(r.Endpoints) == 0 {
 			missing = append(missing, "peers (cidrs, groups, names or agents)")
 		}
 		if len(r.Protocols) == 0 {
@@ -299,7 +277,7 @@ func explain(p *netpolicy.Policy, id netpolicy.Identity, env netpolicy.Environme
 }
 
 func (e explanation) write(w io.Writer, p *netpolicy.Policy) {
-	t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
+	t := columns(w)
 	peer := e.Peer.String()
 	if e.Port != 0 {
 		peer = netip.AddrPortFrom(e.Peer, e.Port).String()

@@ -1,7 +1,6 @@
 package main
 
 import (
-	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -16,6 +15,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/sandbox"
 )
 
 func (a *app) policyFlowsCommand() *cobra.Command {
@@ -26,18 +26,13 @@ func (a *app) policyFlowsCommand() *cobra.Command {
 and those that are open. With --follow, go on with those that end, until the VM sleeps or
 ends, which ends all; those that are open are not printed before. With -o json, a JSON
 object on a line for each.`,
-		RunE: func(cmd *cobra.Command, args []string) error {
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
+		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			p := a.flowPrinter(follow)
-			err = s.Sandbox(args[0]).NetworkFlows(cmd.Context(), follow, p.print)
-			if err != nil && !(follow && errors.Is(err, context.Canceled)) { // by Ctrl-C
+			if err := followed(follow, s.Sandbox(args[0]).NetworkFlows(cmd.Context(), follow, p.print)); err != nil {
 				return err
 			}
 			return p.end()
-		},
+		}),
 	}
 	cmd.Flags().BoolVarP(&follow, "follow", "f", false, "go on with those that end")
 	return cmd
@@ -56,7 +51,7 @@ func (a *app) flowPrinter(follow bool) *flowPrinter {
 	if a.json() {
 		p.json = json.NewEncoder(a.stdout)
 	} else {
-		p.table = tabwriter.NewWriter(a.stdout, 0, 8, 2, ' ', 0)
+		p.table = columns(a.stdout)
 	}
 	return p
 }

@@ -8,13 +8,13 @@ import (
 	"fmt"
 	"io"
 	"strings"
-	"text/tabwriter"
 	"time"
 
 	"github.com/spf13/cobra"
 	"go.yaml.in/yaml/v3"
 
 	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -76,19 +76,12 @@ func (a *app) policyTagCommand() *cobra.Command {
 other VMs' policies (agents) name it by them. If the VM runs, they hold when the command
 returns: flows that the rules of others do not open by them are cut. A VM that sleeps or has
 stopped comes back with them. A tag that is there already, or is not, is no error.`,
-		RunE: func(cmd *cobra.Command, args []string) error {
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
+		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			ctx, cancel := context.WithTimeout(cmd.Context(), policyTimeout)
 			defer cancel()
 			res, err := s.Sandbox(args[0]).SetTags(ctx, add, remove)
-			if err != nil {
-				return err
-			}
-			return a.print(res, func(w io.Writer) { fmt.Fprintln(w, strings.Join(res.Tags, " ")) })
-		},
+			return a.answer(res, err, func(w io.Writer) { fmt.Fprintln(w, strings.Join(res.Tags, " ")) })
+		}),
 	}
 	cmd.Flags().StringArrayVar(&add, "add", nil, "a tag to add; may be given several times")
 	cmd.Flags().StringArrayVar(&remove, "remove", nil, "a tag to remove; may be given several times")
@@ -109,21 +102,14 @@ func (a *app) warnNetwork(name string, n *spec.NetworkInfo) {
 func (a *app) policyShowCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "show NAME", Short: "Print the network policy of a VM", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
-		RunE: func(_ *cobra.Command, args []string) error {
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
+		RunE: a.onHost(func(_ *cobra.Command, args []string, s *sandbox.Host) error {
 			p, err := s.Sandbox(args[0]).Policy()
 			if err != nil {
 				return err
 			}
 			text, err := policyText(p)
-			if err != nil {
-				return err
-			}
-			return a.print(p, func(w io.Writer) { fmt.Fprint(w, text) })
-		},
+			return a.answer(p, err, func(w io.Writer) { fmt.Fprint(w, text) })
+		}),
 	}
 }
 
@@ -287,17 +273,10 @@ func diffLines(a, b []string) []string {
 func (a *app) policyStatsCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "stats NAME", Short: "Say what has passed between a running VM and the network, and what has not", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
-		RunE: func(cmd *cobra.Command, args []string) error {
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
+		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			st, err := s.Sandbox(args[0]).NetworkStats(cmd.Context())
-			if err != nil {
-				return err
-			}
-			return a.print(st, func(w io.Writer) { writeStats(w, st) })
-		},
+			return a.answer(st, err, func(w io.Writer) { writeStats(w, st) })
+		}),
 	}
 }
 
@@ -325,12 +304,9 @@ func writeStats(w io.Writer, st spec.NetworkStats) {
 	if c := st.TLS; c != (netpolicy.TLSStats{}) {
 		fmt.Fprintf(w, "TLS names: %d connections passed, %d refused, %d cut, %d failed, %d open\n", c.Passed, c.Refused, c.Cut, c.Failed, c.Open)
 	}
-	t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
-	fmt.Fprintln(t, "DIRECTION\tVERDICT\tREASON\tPACKETS\tBYTES")
-	for _, c := range st.Counters {
+	for t, c := range table(w, "DIRECTION\tVERDICT\tREASON\tPACKETS\tBYTES", st.Counters) {
 		fmt.Fprintf(t, "%s\t%s\t%v\t%d\t%d\n", c.Direction, c.Verdict, c.Reason, c.Packets, c.Bytes)
 	}
-	t.Flush()
 }
 
 func (a *app) policyEventsCommand() *cobra.Command {
@@ -340,18 +316,10 @@ func (a *app) policyEventsCommand() *cobra.Command {
 		Long: `Print the last packets from and to a running VM that did not pass: one JSON object on
 a line for each, whatever -o says. The last 1024 are kept. With --follow, go on with those
 that come, until the VM sleeps or ends.`,
-		RunE: func(cmd *cobra.Command, args []string) error {
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
+		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			e := json.NewEncoder(a.stdout)
-			err = s.Sandbox(args[0]).NetworkEvents(cmd.Context(), follow, func(ev spec.NetEvent) error { return e.Encode(ev) })
-			if follow && errors.Is(err, context.Canceled) {
-				return nil // by Ctrl-C
-			}
-			return err
-		},
+			return followed(follow, s.Sandbox(args[0]).NetworkEvents(cmd.Context(), follow, func(ev spec.NetEvent) error { return e.Encode(ev) }))
+		}),
 	}
 	cmd.Flags().BoolVarP(&follow, "follow", "f", false, "go on with those that come")
 	return cmd

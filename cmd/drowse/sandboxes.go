@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"io"
 	"strings"
-	"text/tabwriter"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -78,12 +77,7 @@ func (l *metadataFlags) add(cmd *cobra.Command, ttl string) {
 
 // given says whether any of the flags is.
 func (l *metadataFlags) given(cmd *cobra.Command) bool {
-	for _, name := range []string{"class", "owner", "purpose", "ttl", "keep"} {
-		if cmd.Flags().Changed(name) {
-			return true
-		}
-	}
-	return l.persist.given(cmd)
+	return changed(cmd, "class", "owner", "purpose", "ttl", "keep") || l.persist.given(cmd)
 }
 
 // metadata makes metadata of the flags, but for what does not persist.
@@ -174,9 +168,7 @@ The JSON document has a page of them; "next" is what --after takes for the next 
 				a.log.Warn("the list may lack something", "cause", printable(p))
 			}
 			return a.print(listDoc{1, list}, func(w io.Writer) {
-				t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
-				fmt.Fprintln(t, "NAME\tSTATUS\tCLASS\tOWNER\tTAGS\tIMAGE\tMEMORY\tEXPIRES\tWAKES\tNOTE")
-				for _, s := range list.Sandboxes {
+				for t, s := range table(w, "NAME\tSTATUS\tCLASS\tOWNER\tTAGS\tIMAGE\tMEMORY\tEXPIRES\tWAKES\tNOTE", list.Sandboxes) {
 					expires := "-"
 					if !s.Expires.IsZero() {
 						expires = s.Expires.Local().Format("2006-01-02 15:04")
@@ -188,7 +180,6 @@ The JSON document has a page of them; "next" is what --after takes for the next 
 					fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\t%s\t%d MiB\t%s\t%s\t%s\n", s.Name, s.Status, s.Class, dash(s.Owner), dash(strings.Join(s.Tags, ",")),
 						s.Image, s.Memory, expires, wakes, printable(firstOf(s.Problem, s.Purpose)))
 				}
-				t.Flush()
 				if list.Next != "" {
 					fmt.Fprintf(a.stderr, "drowse: there are more: --after %s, or --all\n", list.Next)
 				}
@@ -279,9 +270,7 @@ func printHistory(w io.Writer, h fleet.History) {
 	}
 	fmt.Fprintln(w, line)
 	if len(h.Runs) > 0 {
-		t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
-		fmt.Fprintln(t, "\nBEGUN\tTOOK\tRESULT\tCPU\tIN\tOUT\tUSER\tCOMMAND")
-		for _, r := range h.Runs {
+		for t, r := range table(w, "\nBEGUN\tTOOK\tRESULT\tCPU\tIN\tOUT\tUSER\tCOMMAND", h.Runs) {
 			took, result := "-", r.State
 			if !r.Ended.IsZero() {
 				took = r.Ended.Sub(r.Begun).Round(time.Millisecond).String()
@@ -297,33 +286,22 @@ func printHistory(w io.Writer, h fleet.History) {
 			fmt.Fprintf(t, "%s\t%s\t%s\t%.3fs\t%s\t%s\t%s\t%s\n", r.Begun.Local().Format(historyTime), took, result, r.CPUSeconds,
 				bytesText(r.In), bytesText(r.Out), dash(printable(r.User)), printable(strings.Join(r.Command, " ")))
 		}
-		t.Flush()
 	}
 	if len(h.Sleeps) > 0 {
-		t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
-		fmt.Fprintln(t, "\nASLEEP\tAWAKE SINCE\tCPU\tNET IN\tNET OUT\tSTORED\tSNAPSHOT")
-		for _, s := range h.Sleeps {
+		for t, s := range table(w, "\nASLEEP\tAWAKE SINCE\tCPU\tNET IN\tNET OUT\tSTORED\tSNAPSHOT", h.Sleeps) {
 			fmt.Fprintf(t, "%s\t%s\t%.3fs\t%s\t%s\t%s\t%s\n", s.Asleep.Local().Format(historyTime), s.Awake.Local().Format(historyTime), s.CPUSeconds,
 				bytesText(int64(s.NetworkIn)), bytesText(int64(s.NetworkOut)), bytesText(s.Stored), s.Snapshot)
 		}
-		t.Flush()
 	}
 }
 
 func (a *app) renameCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "rename NAME NEWNAME", Short: "Give a sandbox that does not run another name", Args: cobra.ExactArgs(2), ValidArgsFunction: a.completeVM,
-		RunE: func(cmd *cobra.Command, args []string) error {
-			fl, err := a.bareFleet()
-			if err != nil {
-				return err
-			}
+		RunE: a.onFleet(func(cmd *cobra.Command, args []string, fl *fleet.Fleet) error {
 			s, err := fl.Rename(cmd.Context(), args[0], args[1])
-			if err != nil {
-				return err
-			}
-			return a.print(s, func(w io.Writer) { fmt.Fprintln(w, s.Name) })
-		},
+			return a.answer(s, err, func(w io.Writer) { fmt.Fprintln(w, s.Name) })
+		}),
 	}
 }
 
@@ -362,24 +340,12 @@ what was done since is left; with --rotate-every or --rotate-at only the first w
 			if c.Rotate, err = rotate.rotation(time.Now()); err != nil {
 				return usageError{err}
 			}
-			if set("class") {
-				c.Class = &want.Class
-			}
-			if set("owner") {
-				c.Owner = &want.Owner
-			}
-			if set("purpose") {
-				c.Purpose = &want.Purpose
-			}
-			if set("tag") || untag {
-				c.Tags = &want.Tags
-			}
-			if set("ttl") || never {
-				c.Expires = &want.Expires
-			}
-			if set("keep") {
-				c.Keep = &want.Keep
-			}
+			c.Class = ifSet(set("class"), &want.Class)
+			c.Owner = ifSet(set("owner"), &want.Owner)
+			c.Purpose = ifSet(set("purpose"), &want.Purpose)
+			c.Tags = ifSet(set("tag") || untag, &want.Tags)
+			c.Expires = ifSet(set("ttl") || never, &want.Expires)
+			c.Keep = ifSet(set("keep"), &want.Keep)
 			if l.persist.given(cmd) {
 				before, err := a.persistOf(args[0])
 				if err != nil {
@@ -423,17 +389,10 @@ what was done since is left; with --rotate-every or --rotate-at only the first w
 					c.Spec.Hooks = &is
 				}
 			}
-			if set("vcpus") {
-				c.Spec.VCPUs = &vcpus
-			}
-			if set("memory") {
-				c.Spec.MemoryMiB = &memory
-			}
+			c.Spec.VCPUs = ifSet(set("vcpus"), &vcpus)
+			c.Spec.MemoryMiB = ifSet(set("memory"), &memory)
 			s, err := fl.Update(cmd.Context(), args[0], c)
-			if err != nil {
-				return err
-			}
-			return a.print(s, func(w io.Writer) { fmt.Fprintln(w, s.Name) })
+			return a.answer(s, err, func(w io.Writer) { fmt.Fprintln(w, s.Name) })
 		},
 	}
 	l.add(cmd, "let it expire after this time from now on, as 12h or 7d")
@@ -513,16 +472,9 @@ func printPruned(w io.Writer, p fleet.Pruned) {
 func (a *app) snapshotTagCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "tag ID [TAG...]", Short: "Tag a snapshot, so that nothing prunes it; without tags, let it be pruned again", Args: cobra.MinimumNArgs(1),
-		RunE: func(cmd *cobra.Command, args []string) error {
-			fl, err := a.bareFleet()
-			if err != nil {
-				return err
-			}
+		RunE: a.onFleet(func(cmd *cobra.Command, args []string, fl *fleet.Fleet) error {
 			info, err := fl.TagSnapshot(cmd.Context(), args[0], args[1:])
-			if err != nil {
-				return err
-			}
-			return a.print(info, func(w io.Writer) { fmt.Fprintln(w, info.ID, strings.Join(info.Tags, " ")) })
-		},
+			return a.answer(info, err, func(w io.Writer) { fmt.Fprintln(w, info.ID, strings.Join(info.Tags, " ")) })
+		}),
 	}
 }

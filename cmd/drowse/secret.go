@@ -8,7 +8,6 @@ import (
 	"os"
 	"strconv"
 	"strings"
-	"text/tabwriter"
 
 	"github.com/spf13/cobra"
 
@@ -18,7 +17,7 @@ import (
 )
 
 func (a *app) secretCommand() *cobra.Command {
-	cmd := &cobra.Command{
+	return group(&cobra.Command{
 		Use: "secret", Short: "Hand secrets to a VM, which no snapshot of it has", Args: cobra.NoArgs,
 		Long: `Hand secrets to a VM. Programs in it find them as files in ` + guest.SecretsDir + `, and their
 values are in the memory of the VM's process only: neither in its record, nor on its disk,
@@ -26,10 +25,7 @@ nor in a snapshot of it. Those that the proxy of its network policy puts into re
 files: programs have a placeholder in a variable of that name (docs/guides/proxy.md). They go when the VM falls asleep or stops. When it is awake again,
 programs that open the files wait until the secrets have been handed in anew, for a minute
 at most. docs/guides/secrets.md says what is promised, and what cannot be.`,
-		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
-	}
-	cmd.AddCommand(a.secretSetCommand(), a.secretListCommand(), a.secretRemoveCommand())
-	return cmd
+	}, a.secretSetCommand(), a.secretListCommand(), a.secretRemoveCommand())
 }
 
 func (a *app) secretSetCommand() *cobra.Command {
@@ -65,10 +61,8 @@ func (a *app) secretSetCommand() *cobra.Command {
 			if err := a.wakeFor(cmd.Context(), s, args[0]); err != nil {
 				return err
 			}
-			if err := s.Sandbox(args[0]).SetSecrets(cmd.Context(), list...); err != nil {
-				return err
-			}
-			return a.print(map[string]any{"name": args[0], "set": secretNames(list)}, func(io.Writer) {})
+			err = s.Sandbox(args[0]).SetSecrets(cmd.Context(), list...)
+			return a.answer(map[string]any{"name": args[0], "set": secretNames(list)}, err, func(io.Writer) {})
 		},
 	}
 	f := cmd.Flags()
@@ -83,22 +77,10 @@ func (a *app) secretSetCommand() *cobra.Command {
 func (a *app) secretListCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "ls NAME", Short: "List the secrets of a VM, without values", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
-		RunE: func(cmd *cobra.Command, args []string) error {
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
+		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			list, err := s.Sandbox(args[0]).Secrets(cmd.Context())
-			if err != nil {
-				return err
-			}
-			if list == nil {
-				list = []spec.SecretState{}
-			}
-			return a.print(list, func(w io.Writer) {
-				t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
-				fmt.Fprintln(t, "SECRET\tVALUE\tMODE\tOWNER\tAFTER A WAKE")
-				for _, l := range list {
+			return a.answer(some(list), err, func(w io.Writer) {
+				for t, l := range table(w, "SECRET\tVALUE\tMODE\tOWNER\tAFTER A WAKE", list) {
 					value, after, m := "awaited", "gone", l.Mode
 					if l.Present {
 						value = bytesText(int64(l.Size))
@@ -115,25 +97,18 @@ func (a *app) secretListCommand() *cobra.Command {
 					}
 					fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\n", l.Name, value, mode, owner, after)
 				}
-				t.Flush()
 			})
-		},
+		}),
 	}
 }
 
 func (a *app) secretRemoveCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "rm NAME SECRET...", Short: "Take secrets away from a VM", Args: cobra.MinimumNArgs(2), ValidArgsFunction: a.completeVM,
-		RunE: func(cmd *cobra.Command, args []string) error {
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
-			if err := s.Sandbox(args[0]).RemoveSecrets(cmd.Context(), args[1:]...); err != nil {
-				return err
-			}
-			return a.print(map[string]any{"name": args[0], "removed": args[1:]}, func(io.Writer) {})
-		},
+		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
+			err := s.Sandbox(args[0]).RemoveSecrets(cmd.Context(), args[1:]...)
+			return a.answer(map[string]any{"name": args[0], "removed": args[1:]}, err, func(io.Writer) {})
+		}),
 	}
 }
 

@@ -51,11 +51,7 @@ Send traces of what it does to a collector that OTEL_EXPORTER_OTLP_ENDPOINT name
 
 VMs do not depend on it: when it ends, they run on, but connections that it carries end; with
 --on-exit sleep it puts all to sleep before. It goes on until it is interrupted.`,
-		RunE: func(cmd *cobra.Command, _ []string) error {
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
+		RunE: a.onHost(func(cmd *cobra.Command, _ []string, s *sandbox.Host) error {
 			l, err := a.launcher()
 			if err != nil {
 				return err
@@ -75,7 +71,7 @@ VMs do not depend on it: when it ends, they run on, but connections that it carr
 			}
 			o := supervisor.Options{Pool: processes, MaxConns: conns, Webhooks: webhooks, Log: a.log}
 			return a.serve(cmd.Context(), s, l, o, &web, &exit)
-		},
+		}),
 	}
 	cmd.Flags().IntVar(&processes, "pool", defaultPool, "processes that are ready, each with some 24 MiB of memory; 0 is none")
 	cmd.Flags().IntVar(&conns, "max-connections", supervisor.DefaultMaxConns, "connections, or senders of UDP, that are carried at once for one port")

@@ -7,7 +7,6 @@ import (
 	"io"
 	"strconv"
 	"strings"
-	"text/tabwriter"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -30,20 +29,13 @@ docs/guides/services.md has the rules.`,
 	do := func(use, short string, f func(context.Context, *sandbox.Host, string, string) (control.ServiceStatus, error)) *cobra.Command {
 		return &cobra.Command{
 			Use: use + " NAME SERVICE", Short: short, Args: cobra.ExactArgs(2), ValidArgsFunction: a.completeVM,
-			RunE: func(cmd *cobra.Command, args []string) error {
-				s, err := a.store()
-				if err != nil {
-					return err
-				}
+			RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 				if err := a.wakeFor(cmd.Context(), s, args[0]); err != nil {
 					return err
 				}
 				st, err := f(cmd.Context(), s, args[0], args[1])
-				if err != nil {
-					return err
-				}
-				return a.print(st, func(w io.Writer) { fmt.Fprintln(w, st.Name, st.State) })
-			},
+				return a.answer(st, err, func(w io.Writer) { fmt.Fprintln(w, st.Name, st.State) })
+			}),
 		}
 	}
 	cmd.AddCommand(
@@ -75,11 +67,7 @@ func (a *app) serviceSetCommand() *cobra.Command {
 has stopped when that boots. User, working directory and variables are those that the VM's
 image says, where the flags say nothing else.`,
 		Args: cobra.MinimumNArgs(3), ValidArgsFunction: a.completeVM,
-		RunE: func(cmd *cobra.Command, args []string) error {
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
+		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			want.Name, want.Argv = args[1], args[2:]
 			if want.Argv[0] == "--" {
 				want.Argv = want.Argv[1:]
@@ -107,11 +95,8 @@ image says, where the flags say nothing else.`,
 				}
 			}
 			st, err := s.Sandbox(args[0]).SetService(cmd.Context(), want)
-			if err != nil {
-				return err
-			}
-			return a.print(st, func(w io.Writer) { fmt.Fprintln(w, strings.TrimSpace(st.Name+" "+st.State)) })
-		},
+			return a.answer(st, err, func(w io.Writer) { fmt.Fprintln(w, strings.TrimSpace(st.Name+" "+st.State)) })
+		}),
 	}
 	f := cmd.Flags()
 	f.SetInterspersed(false)
@@ -174,11 +159,7 @@ func readinessOf(ready string, c spec.ServiceCheck, spec *spec.Service) error {
 func (a *app) serviceStatusCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "status NAME SERVICE", Short: "Say how a service is; a VM that sleeps is not woken", Args: cobra.ExactArgs(2), ValidArgsFunction: a.completeVM,
-		RunE: func(cmd *cobra.Command, args []string) error {
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
+		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			list, err := s.Sandbox(args[0]).Services(cmd.Context())
 			if err != nil {
 				return err
@@ -189,7 +170,7 @@ func (a *app) serviceStatusCommand() *cobra.Command {
 				}
 			}
 			return fmt.Errorf("%w: %s has no service %q: see `drowse service ls %s`", sandbox.ErrNotFound, args[0], args[1], args[0])
-		},
+		}),
 	}
 }
 
@@ -222,11 +203,7 @@ func (a *app) serviceWaitCommand() *cobra.Command {
 		Long: `Wait until a service is ready: until its check has passed since its start, or, without a check,
 until it runs. It fails at once for a service that has stopped, ended or failed. A VM that sleeps
 is woken, and does not go to sleep by itself meanwhile.`,
-		RunE: func(cmd *cobra.Command, args []string) error {
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
+		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			if err := a.wakeFor(cmd.Context(), s, args[0]); err != nil {
 				return err
 			}
@@ -243,7 +220,7 @@ is woken, and does not go to sleep by itself meanwhile.`,
 				return err
 			}
 			return a.print(st, func(w io.Writer) { fmt.Fprintln(w, serviceLine(st)) })
-		},
+		}),
 	}
 	cmd.Flags().DurationVar(&limit, "timeout", 0, "give up after this time; 0: never")
 	return cmd
@@ -252,22 +229,10 @@ is woken, and does not go to sleep by itself meanwhile.`,
 func (a *app) serviceListCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "ls NAME", Short: "List the services of a VM, and how they are; one that sleeps is not woken", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
-		RunE: func(cmd *cobra.Command, args []string) error {
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
+		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			list, err := s.Sandbox(args[0]).Services(cmd.Context())
-			if err != nil {
-				return err
-			}
-			if list == nil {
-				list = []control.ServiceStatus{}
-			}
-			return a.print(list, func(w io.Writer) {
-				t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
-				fmt.Fprintln(t, "SERVICE\tSTATE\tREADY\tPID\tRESTARTS\tSTARTED\tLAST EXIT\tCOMMAND")
-				for _, l := range list {
+			return a.answer(some(list), err, func(w io.Writer) {
+				for t, l := range table(w, "SERVICE\tSTATE\tREADY\tPID\tRESTARTS\tSTARTED\tLAST EXIT\tCOMMAND", list) {
 					state, ready, pid, started, exit := "-", "-", "-", "-", "-"
 					switch {
 					case l.Ready:
@@ -296,20 +261,15 @@ func (a *app) serviceListCommand() *cobra.Command {
 					}
 					fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%d\t%s\t%s\t%s\n", l.Name, state, ready, pid, l.Restarts, started, exit, strings.Join(words, " "))
 				}
-				t.Flush()
 			})
-		},
+		}),
 	}
 }
 
 func (a *app) serviceRemoveCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "rm NAME SERVICE...", Short: "Stop services and take them from a VM", Args: cobra.MinimumNArgs(2), ValidArgsFunction: a.completeVM,
-		RunE: func(cmd *cobra.Command, args []string) error {
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
+		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			r, err := s.State.Get(args[0])
 			if err != nil {
 				return err
@@ -325,7 +285,7 @@ func (a *app) serviceRemoveCommand() *cobra.Command {
 				}
 			}
 			return a.print(map[string]any{"name": args[0], "removed": args[1:]}, func(io.Writer) {})
-		},
+		}),
 	}
 }
 
@@ -333,20 +293,12 @@ func (a *app) serviceLogsCommand() *cobra.Command {
 	var follow, asIs bool
 	cmd := &cobra.Command{
 		Use: "logs NAME SERVICE", Short: "Print what a service has written", Long: logsRaw("Print what a service has written."), Args: cobra.ExactArgs(2), ValidArgsFunction: a.completeVM,
-		RunE: func(cmd *cobra.Command, args []string) error {
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
+		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			if err := a.wakeFor(cmd.Context(), s, args[0]); err != nil {
 				return err
 			}
 			if !a.json() {
-				err := s.Sandbox(args[0]).ServiceLog(cmd.Context(), args[1], a.logTo(asIs), follow)
-				if follow && errors.Is(err, context.Canceled) {
-					return nil // by Ctrl-C
-				}
-				return err
+				return followed(follow, s.Sandbox(args[0]).ServiceLog(cmd.Context(), args[1], a.logTo(asIs), follow))
 			}
 			if follow {
 				return usageError{errors.New("--follow has no end, and so no JSON document")}
@@ -356,7 +308,7 @@ func (a *app) serviceLogsCommand() *cobra.Command {
 				return err
 			}
 			return a.print(map[string]string{"name": args[0], "service": args[1], "log": text.String()}, nil)
-		},
+		}),
 	}
 	cmd.Flags().BoolVarP(&follow, "follow", "f", false, "go on with what comes")
 	rawFlag(cmd, &asIs)

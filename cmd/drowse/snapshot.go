@@ -3,13 +3,11 @@ package main
 import (
 	"bufio"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"os"
 	"strings"
-	"text/tabwriter"
 
 	"github.com/spf13/cobra"
 
@@ -29,22 +27,10 @@ func (a *app) snapshotCommand() *cobra.Command {
 		a.snapshotCreateCommand("create"),
 		&cobra.Command{
 			Use: "ls", Short: "List snapshots", Args: cobra.NoArgs,
-			RunE: func(*cobra.Command, []string) error {
-				s, err := a.store()
-				if err != nil {
-					return err
-				}
+			RunE: a.onHost(func(_ *cobra.Command, _ []string, s *sandbox.Host) error {
 				list, err := s.State.Snapshots()
-				if err != nil {
-					return err
-				}
-				if list == nil {
-					list = []state.SnapshotInfo{}
-				}
-				return a.print(list, func(w io.Writer) {
-					t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
-					fmt.Fprintln(t, "ID\tVM\tKIND\tCREATED\tRAM\tSTORED\tOWN\tDEPTH\tNOTE")
-					for _, i := range list {
+				return a.answer(some(list), err, func(w io.Writer) {
+					for t, i := range table(w, "ID\tVM\tKIND\tCREATED\tRAM\tSTORED\tOWN\tDEPTH\tNOTE", list) {
 						if i.Problem != "" {
 							i.Note = i.Problem
 						}
@@ -55,9 +41,8 @@ func (a *app) snapshotCommand() *cobra.Command {
 						fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\t%s\t%s\t%d\t%s\n", i.ID, i.VM, i.Kind, i.Created.Local().Format("2006-01-02 15:04:05"),
 							ram, bytesText(i.Stored), bytesText(i.Exclusive), i.Depth, i.Note)
 					}
-					t.Flush()
 				})
-			},
+			}),
 		},
 		a.snapshotTreeCommand(), a.snapshotInspectCommand(), a.snapshotCompactCommand(), a.snapshotExportCommand(), a.snapshotImportCommand(), a.snapshotTagCommand(), a.pruneCommand(),
 		a.snapshotVerb("verify", "Read all of a snapshot and check it", "ok", func(ctx context.Context, s *sandbox.Host, id string) error { return s.State.VerifySnapshot(ctx, id) }),
@@ -79,11 +64,7 @@ func (a *app) snapshotCreateCommand(use string) *cobra.Command {
 With --disk-only the snapshot has the disk and no memory: the guest writes out and
 freezes its file system for a moment, in which it computes on and only its writers
 wait. "drowse run --from-disk" boots a VM from it.`,
-		RunE: func(cmd *cobra.Command, args []string) error {
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
+		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			o.Hooks = spec.HookPolicy(hooks)
 			ctx, vms, err := a.watched(cmd.Context(), fleet.OfHost(s, pool.Launcher{}))
 			if err != nil {
@@ -95,7 +76,7 @@ wait. "drowse run --from-disk" boots a VM from it.`,
 			}
 			a.warnHooks(res.Name, res.Hooks)
 			return a.print(res, func(w io.Writer) { fmt.Fprintln(w, res.Snapshot) })
-		},
+		}),
 	}
 	cmd.Flags().StringVar(&o.Note, "note", "", "words to remember it by")
 	cmd.Flags().BoolVar(&o.DiskOnly, "disk-only", false, "only the disk, as a clean file system")
@@ -106,16 +87,10 @@ wait. "drowse run --from-disk" boots a VM from it.`,
 func (a *app) snapshotVerb(use, short, done string, do func(context.Context, *sandbox.Host, string) error) *cobra.Command {
 	return &cobra.Command{
 		Use: use + " ID", Short: short, Args: cobra.ExactArgs(1),
-		RunE: func(cmd *cobra.Command, args []string) error {
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
-			if err := do(cmd.Context(), s, args[0]); err != nil {
-				return err
-			}
-			return a.print(map[string]string{"snapshot": args[0], "result": done}, func(w io.Writer) { fmt.Fprintln(w, args[0], done) })
-		},
+		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
+			err := do(cmd.Context(), s, args[0])
+			return a.answer(map[string]string{"snapshot": args[0], "result": done}, err, func(w io.Writer) { fmt.Fprintln(w, args[0], done) })
+		}),
 	}
 }
 
@@ -156,48 +131,34 @@ func printTree(w io.Writer, nodes []*node, indent string) {
 func (a *app) snapshotTreeCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "tree", Short: "Show which snapshots were made from which", Args: cobra.NoArgs,
-		RunE: func(*cobra.Command, []string) error {
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
+		RunE: a.onHost(func(_ *cobra.Command, _ []string, s *sandbox.Host) error {
 			list, err := s.State.Snapshots()
 			if err != nil {
 				return err
 			}
 			roots := tree(list)
 			return a.print(roots, func(w io.Writer) { printTree(w, roots, "") })
-		},
+		}),
 	}
 }
 
 func (a *app) snapshotInspectCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "inspect ID", Short: "Say everything that is known of a snapshot, as JSON", Args: cobra.ExactArgs(1),
-		RunE: func(_ *cobra.Command, args []string) error {
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
+		RunE: a.onHost(func(_ *cobra.Command, args []string, s *sandbox.Host) error {
 			d, err := s.State.InspectSnapshot(args[0])
 			if err != nil {
 				return err
 			}
-			e := json.NewEncoder(a.stdout)
-			e.SetIndent("", "  ")
-			return e.Encode(d)
-		},
+			return printJSON(a.stdout, d)
+		}),
 	}
 }
 
 func (a *app) snapshotCompactCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "compact ID", Short: "Rewrite a snapshot so that it has only what it needs, and shares nothing", Args: cobra.ExactArgs(1),
-		RunE: func(cmd *cobra.Command, args []string) error {
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
+		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			before, after, err := s.State.CompactSnapshot(cmd.Context(), args[0])
 			if err != nil {
 				return err
@@ -205,7 +166,7 @@ func (a *app) snapshotCompactCommand() *cobra.Command {
 			return a.print(map[string]any{"snapshot": args[0], "own_bytes_before": before, "own_bytes": after}, func(w io.Writer) {
 				fmt.Fprintf(w, "%s: %s of its own before, %s now\n", args[0], bytesText(before), bytesText(after))
 			})
-		},
+		}),
 	}
 }
 
@@ -216,11 +177,7 @@ func (a *app) snapshotExportCommand() *cobra.Command {
 		Long: `Write a snapshot, with its disk, to one file (--to) or to stdout. "drowse snapshot
 import" makes it a snapshot again, in any store that has the image that the VM was booted
 from: the file has the image's id, which is the SHA-256 of its content, and not the image.`,
-		RunE: func(cmd *cobra.Command, args []string) (err error) {
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
+		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			if to == "-" {
 				if isTerminal(a.stdout) {
 					return usageError{errors.New("a snapshot is not for a terminal: name a file with --to, or use a pipe")}
@@ -229,11 +186,9 @@ from: the file has the image's id, which is the SHA-256 of its content, and not 
 			}
 			// Under its name there is never a part of it.
 			write := func(f *os.File) error { return s.State.ExportSnapshot(cmd.Context(), args[0], f) }
-			if err := osfile.Replace(to, 0o600, write); err != nil {
-				return err
-			}
-			return a.print(map[string]string{"snapshot": args[0], "file": to}, func(w io.Writer) { fmt.Fprintln(w, to) })
-		},
+			err := osfile.Replace(to, 0o600, write)
+			return a.answer(map[string]string{"snapshot": args[0], "file": to}, err, func(w io.Writer) { fmt.Fprintln(w, to) })
+		}),
 	}
 	cmd.Flags().StringVar(&to, "to", "-", "file to write, - for stdout")
 	return cmd
@@ -249,31 +204,20 @@ The file is taken for a stranger's: its memory, its disk and the kinds of its de
 come in, and nothing else. Network policy, tags, grants, hooks, services, the kernel's
 path and the like are dropped, and what was dropped is said. VMs that are made of it have
 no policy: give them one with "restore --policy". With --trust all is taken as it is.`,
-		RunE: func(cmd *cobra.Command, args []string) error {
-			s, err := a.store()
+		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
+			in, err := input(args[0], os.Stdin)
 			if err != nil {
-				return err
+				return fmt.Errorf("importing a snapshot: %w", err)
 			}
-			in := io.Reader(os.Stdin)
-			if args[0] != "-" {
-				f, err := os.Open(args[0])
-				if err != nil {
-					return fmt.Errorf("importing a snapshot: %w", err)
-				}
-				defer f.Close()
-				in = f
-			}
+			defer in.Close()
 			info, err := s.State.ImportSnapshotWith(cmd.Context(), bufio.NewReaderSize(in, 1<<20), o)
-			if err != nil {
-				return err
-			}
-			return a.print(info, func(w io.Writer) {
+			return a.answer(info, err, func(w io.Writer) {
 				fmt.Fprintln(w, info.ID)
 				if len(info.Dropped) > 0 {
 					fmt.Fprintf(a.stderr, "not taken over from the file: %s (--trust takes all)\n", strings.Join(info.Dropped, ", "))
 				}
 			})
-		},
+		}),
 	}
 	cmd.Flags().BoolVar(&o.Trust, "trust", false, "take over policy, tags, grants, kernel and all else that the file says of its VM")
 	return cmd
@@ -302,11 +246,15 @@ func (a *app) restoreCommand() *cobra.Command {
 			if err != nil {
 				return control.Report{}, err
 			}
-			c := sandbox.RestoreChanges{Name: name, Policy: p}
+			c := sandbox.CloneOptions{Name: name, Policy: p}
 			if cmd.Flags().Changed("sleep-after") || cmd.Flags().Changed("idle-cpu") {
 				c.Idle = &idle
 			}
-			return a.bringUp(ctx, traces.Restore, name, func() (control.Report, error) { return s.With(l).Restore(ctx, id, c) })
+			return a.bringUp(ctx, traces.Restore, name, func() (rep control.Report, err error) {
+				c.Report = &rep
+				_, err = s.With(l).Clone(ctx, id, c)
+				return rep, err
+			})
 		})
 	cmd.Use = "restore SNAPSHOT"
 	cmd.ValidArgsFunction = nil

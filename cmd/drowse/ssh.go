@@ -97,11 +97,7 @@ func (a *app) sshCommand() *cobra.Command {
 		Long: `Log in to a VM with the ssh of this host; one that sleeps is woken. Nothing in the VM
 is needed for it. For scp, sftp, rsync and options of ssh's, see ssh-config.`,
 		Args: cobra.MinimumNArgs(1), ValidArgsFunction: a.completeVM,
-		RunE: func(_ *cobra.Command, args []string) error {
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
+		RunE: a.onHost(func(_ *cobra.Command, args []string, s *sandbox.Host) error {
 			if _, err := s.State.Get(args[0]); err != nil {
 				return err
 			}
@@ -124,7 +120,7 @@ is needed for it. For scp, sftp, rsync and options of ssh's, see ssh-config.`,
 			// After "--" ssh takes nothing for an option of its own, the command included.
 			argv = append(argv, afterDashes(args[1:])...)
 			return fmt.Errorf("starting ssh: %w", syscall.Exec(path, argv, os.Environ()))
-		},
+		}),
 	}
 	f := cmd.Flags()
 	f.SetInterspersed(false)
@@ -150,11 +146,7 @@ func (a *app) sshConfigCommand() *cobra.Command {
     scp -F drowse.conf file drowse-dev:
     rsync -e "ssh -F drowse.conf" -a dir drowse-dev:`,
 		ValidArgsFunction: a.completeVM,
-		RunE: func(_ *cobra.Command, names []string) error {
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
+		RunE: a.onHost(func(_ *cobra.Command, names []string, s *sandbox.Host) error {
 			if len(names) == 0 {
 				all, err := s.State.List()
 				if err != nil {
@@ -187,7 +179,7 @@ func (a *app) sshConfigCommand() *cobra.Command {
 				hosts = append(hosts, h)
 			}
 			return a.print(hosts, func(w io.Writer) { fmt.Fprint(w, text.String()) })
-		},
+		}),
 	}
 }
 
@@ -196,11 +188,7 @@ func (a *app) sshProxyCommand() *cobra.Command {
 		Use:   "ssh-proxy NAME",
 		Short: "Speak the SSH protocol for a VM on stdin and stdout: the ProxyCommand of ssh-config",
 		Args:  cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
-		RunE: func(cmd *cobra.Command, args []string) error {
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
+		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			key, _, err := sshd.LoadHostKey(sshDir(s))
 			if err != nil {
 				return err
@@ -216,12 +204,8 @@ func (a *app) sshProxyCommand() *cobra.Command {
 				return err
 			}
 			server := &sshd.Server{HostKey: key, Env: env, Use: func(ctx context.Context, f func(*guest.Client) error) error { return d.use(ctx, f) }}
-			err = server.Serve(cmd.Context(), &stdio{in: polled(os.Stdin), out: polled(os.Stdout)})
-			if errors.Is(err, context.Canceled) {
-				return nil
-			}
-			return err
-		},
+			return followed(true, server.Serve(cmd.Context(), &stdio{in: polled(os.Stdin), out: polled(os.Stdout)}))
+		}),
 	}
 }
 

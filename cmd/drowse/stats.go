@@ -3,7 +3,6 @@ package main
 import (
 	"fmt"
 	"io"
-	"text/tabwriter"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -18,11 +17,7 @@ func (a *app) statsCommand() *cobra.Command {
 		Long: `Say what a running VM uses, as its guest and its host count it, since the guest's boot or the
 beginning of the VM's process. It is measured once, now: nothing in the guest runs for it
 before or after. A VM that sleeps is not woken.`,
-		RunE: func(cmd *cobra.Command, args []string) error {
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
+		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			st, err := s.Sandbox(args[0]).Stats(cmd.Context())
 			if err != nil {
 				return err
@@ -31,7 +26,7 @@ before or after. A VM that sleeps is not woken.`,
 				a.log.Warn("the guest could not be asked", "vm", st.Name, "problem", st.Problem)
 			}
 			return a.print(st, func(w io.Writer) { writeVMStats(w, st) })
-		},
+		}),
 	}
 }
 
@@ -70,28 +65,21 @@ func writeGuestStats(w io.Writer, g *guest.Stats) {
 		took(c.User), took(c.System), took(c.Idle), took(c.IOWait), took(c.IRQ), took(c.Steal))
 	fmt.Fprintf(w, "         memory %s, %s available, %s free, %s cached, %d major faults\n",
 		sizeText(m.Total), sizeText(m.Available), sizeText(m.Free), sizeText(m.Cached), g.MajorFaults)
-	t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
 	if len(g.FileSystems) > 0 {
-		fmt.Fprintln(t, "FILE SYSTEM\tTYPE\tSIZE\tUSED\tAVAILABLE\tINODES FREE")
-		for _, f := range g.FileSystems {
+		for t, f := range table(w, "FILE SYSTEM\tTYPE\tSIZE\tUSED\tAVAILABLE\tINODES FREE", g.FileSystems) {
 			fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\t%d\n", f.Path, f.Type, sizeText(f.Size), sizeText(f.Size-min(f.Free, f.Size)), sizeText(f.Available), f.InodesFree)
 		}
-		t.Flush()
 	}
 	if len(g.Disks) > 0 {
-		fmt.Fprintln(t, "DISK\tREADS\tREAD\tWRITES\tWRITTEN")
-		for _, d := range g.Disks {
+		for t, d := range table(w, "DISK\tREADS\tREAD\tWRITES\tWRITTEN", g.Disks) {
 			fmt.Fprintf(t, "%s\t%d\t%s\t%d\t%s\n", d.Name, d.Reads, sizeText(d.ReadBytes), d.Writes, sizeText(d.WrittenBytes))
 		}
-		t.Flush()
 	}
 	if len(g.Interfaces) > 0 {
-		fmt.Fprintln(t, "INTERFACE\tRECEIVED\tPACKETS\tERRORS\tDROPPED\tSENT\tPACKETS\tERRORS\tDROPPED")
-		for _, i := range g.Interfaces {
+		for t, i := range table(w, "INTERFACE\tRECEIVED\tPACKETS\tERRORS\tDROPPED\tSENT\tPACKETS\tERRORS\tDROPPED", g.Interfaces) {
 			fmt.Fprintf(t, "%s\t%s\t%d\t%d\t%d\t%s\t%d\t%d\t%d\n", i.Name,
 				sizeText(i.ReceivedBytes), i.ReceivedPackets, i.ReceivedErrors, i.ReceivedDropped,
 				sizeText(i.SentBytes), i.SentPackets, i.SentErrors, i.SentDropped)
 		}
-		t.Flush()
 	}
 }

@@ -40,10 +40,7 @@ due while there was no "drowse serve" fires once when there is one again; "drows
 			return err
 		}
 		s, err := f.Update(cmd.Context(), args[0], fleet.Changes{Wake: &t})
-		if err != nil {
-			return err
-		}
-		return a.print(s, func(w io.Writer) {
+		return a.answer(s, err, func(w io.Writer) {
 			if s.NextWake.IsZero() {
 				fmt.Fprintf(w, "%s is woken by no timer\n", s.Name)
 				return

@@ -3,7 +3,6 @@ package main
 import (
 	"fmt"
 	"io"
-	"text/tabwriter"
 
 	"github.com/spf13/cobra"
 
@@ -36,10 +35,7 @@ as much as root may in the sandboxes.`,
 				return err
 			}
 			token, err := t.Create(args[0], api.Scope(scope))
-			if err != nil {
-				return err
-			}
-			return a.print(map[string]string{"name": args[0], "scope": scope, "token": token}, func(w io.Writer) { fmt.Fprintln(w, token) })
+			return a.answer(map[string]string{"name": args[0], "scope": scope, "token": token}, err, func(w io.Writer) { fmt.Fprintln(w, token) })
 		},
 	}
 	create.Flags().StringVar(&scope, "scope", string(api.ScopeRead), "what it is good for: read or write")
@@ -63,12 +59,9 @@ as much as root may in the sandboxes.`,
 				rows = append(rows, row{t.Name, t.Scope})
 			}
 			return a.print(rows, func(w io.Writer) {
-				t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
-				fmt.Fprintln(t, "NAME\tSCOPE")
-				for _, r := range rows {
+				for t, r := range table(w, "NAME\tSCOPE", rows) {
 					fmt.Fprintf(t, "%s\t%s\n", r.Name, r.Scope)
 				}
-				t.Flush()
 			})
 		},
 	}
@@ -79,10 +72,8 @@ as much as root may in the sandboxes.`,
 			if err != nil {
 				return err
 			}
-			if err := t.Remove(args[0]); err != nil {
-				return err
-			}
-			return a.print(map[string]string{"removed": args[0]}, func(w io.Writer) { fmt.Fprintln(w, args[0]) })
+			err = t.Remove(args[0])
+			return a.answer(map[string]string{"removed": args[0]}, err, func(w io.Writer) { fmt.Fprintln(w, args[0]) })
 		},
 	}
 	cmd.AddCommand(create, list, remove)

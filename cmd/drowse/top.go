@@ -11,7 +11,6 @@ import (
 	"strconv"
 	"strings"
 	"sync"
-	"text/tabwriter"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -291,7 +290,7 @@ func (d topDoc) write(w io.Writer, rows int) {
 	if len(d.Sandboxes) == 0 {
 		return
 	}
-	t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
+	t := columns(w)
 	fmt.Fprintln(t, "NAME\tSTATUS\tCPU\tMEMORY\tIN/s\tOUT/s\tDENIED/s\tOWNER")
 	for _, r := range d.Sandboxes[:rows] {
 		fmt.Fprintf(t, "%s\t%s\t%.1f%%\t%s\t%s\t%s\t%.1f\t%s\n", r.Name, r.Status, 100*r.CPU, bytesText(r.Memory), bytesText(int64(r.In)), bytesText(int64(r.Out)),

@@ -7,7 +7,6 @@ import (
 	"io"
 	"os"
 	"strings"
-	"text/tabwriter"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -72,19 +71,11 @@ removed by nobody. "drowse prune" does that, and "drowse serve" every minute.`,
 			if err != nil {
 				return err
 			}
-			for _, v := range volumes {
-				m, err := spec.ParseVolumeMount(v)
-				if err != nil {
-					return err
-				}
-				want.Volumes = append(want.Volumes, m)
+			if want.Volumes, err = parsed(volumes, spec.ParseVolumeMount); err != nil {
+				return err
 			}
-			for _, v := range shares {
-				sh, err := spec.ParseShare(v)
-				if err != nil {
-					return err
-				}
-				want.Shares = append(want.Shares, sh)
+			if want.Shares, err = parsed(shares, spec.ParseShare); err != nil {
+				return err
 			}
 			if want.Policy, err = policyFrom(policy); err != nil {
 				return err
@@ -112,11 +103,7 @@ removed by nobody. "drowse prune" does that, and "drowse serve" every minute.`,
 				}
 				own = &l
 			}
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
-			l, err := a.launcher()
+			s, l, err := a.launching()
 			if err != nil {
 				return err
 			}
@@ -133,10 +120,9 @@ removed by nobody. "drowse prune" does that, and "drowse serve" every minute.`,
 			ctx, cancel := context.WithTimeout(cmd.Context(), limit)
 			defer cancel()
 			rep, err := a.bringUp(ctx, traces.Create, full.Name, func() (control.Report, error) {
-				if fromDisk != "" {
-					return s.With(l).CreateFromDisk(ctx, full, fromDisk, own)
-				}
-				return s.With(l).Create(ctx, full, own)
+				var rep control.Report
+				_, err := s.With(l).Create(ctx, full, sandbox.CreateOptions{Metadata: own, Disk: fromDisk, Report: &rep})
+				return rep, err
 			})
 			if err != nil {
 				return err
@@ -180,16 +166,11 @@ removed by nobody. "drowse prune" does that, and "drowse serve" every minute.`,
 func readConfig(path string, cmd *cobra.Command, flags sandbox.Spec, args []string) (sandbox.Spec, error) {
 	want := flags
 	if path != "" {
-		in := io.Reader(os.Stdin)
-		if path != "-" {
-			f, err := os.Open(path)
-			if err != nil {
-				return want, fmt.Errorf("opening the VM's config: %w", err)
-			}
-			defer f.Close()
-			in = f
+		in, err := input(path, os.Stdin)
+		if err != nil {
+			return want, fmt.Errorf("opening the VM's config: %w", err)
 		}
-		var err error
+		defer in.Close()
 		if want, err = spec.Parse(in); err != nil {
 			return want, err
 		}
@@ -241,11 +222,7 @@ func (a *app) vmCommand(use, short string, do func(context.Context, *sandbox.Hos
 	var secrets []string
 	cmd := &cobra.Command{
 		Use: use + " NAME", Short: short, Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
-		RunE: func(cmd *cobra.Command, args []string) error {
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
+		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			l, err := a.launcher()
 			if err != nil {
 				return err
@@ -262,7 +239,7 @@ func (a *app) vmCommand(use, short string, do func(context.Context, *sandbox.Hos
 				return err
 			}
 			return errors.Join(handIn(ctx, s, list, rep.Name), a.printReport(rep))
-		},
+		}),
 	}
 	cmd.Flags().DurationVar(&limit, "timeout", limit, "give up after this time")
 	secretFlag(cmd, &secrets, " (see `drowse secret`)")
@@ -364,11 +341,7 @@ func (a *app) stopCommand() *cobra.Command {
 	)
 	cmd := &cobra.Command{
 		Use: "stop NAME", Short: "Shut a VM down", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
-		RunE: func(cmd *cobra.Command, args []string) error {
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
+		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			ctx, cancel := context.WithTimeout(cmd.Context(), limit)
 			defer cancel()
 			stop := s.Sandbox(args[0]).Stop
@@ -382,7 +355,7 @@ func (a *app) stopCommand() *cobra.Command {
 				return err
 			}
 			return a.print(map[string]string{"name": args[0], "phase": string(state.Stopped)}, func(w io.Writer) { fmt.Fprintln(w, args[0]) })
-		},
+		}),
 	}
 	cmd.Flags().BoolVar(&kill, "kill", false, "at once, as if its power were cut")
 	cmd.Flags().DurationVar(&limit, "timeout", limit, "how long it may take")
@@ -424,11 +397,7 @@ func (a *app) psCommand() *cobra.Command {
 	var all bool
 	cmd := &cobra.Command{
 		Use: "ps", Short: "List VMs", Args: cobra.NoArgs,
-		RunE: func(cmd *cobra.Command, _ []string) error {
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
+		RunE: a.onHost(func(cmd *cobra.Command, _ []string, s *sandbox.Host) error {
 			records, listErr := s.State.List()
 			type row struct {
 				Name    string      `json:"name"`
@@ -474,16 +443,13 @@ func (a *app) psCommand() *cobra.Command {
 				}
 				rows = append(rows, out)
 			}
-			err = a.print(rows, func(w io.Writer) {
-				t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
-				fmt.Fprintln(t, "NAME\tPHASE\tIMAGE\tVCPUS\tMEMORY\tCREATED\tNOTE")
-				for _, r := range rows {
+			err := a.print(rows, func(w io.Writer) {
+				for t, r := range table(w, "NAME\tPHASE\tIMAGE\tVCPUS\tMEMORY\tCREATED\tNOTE", rows) {
 					fmt.Fprintf(t, "%s\t%s\t%s\t%d\t%d MiB\t%s\t%s\n", r.Name, r.Phase, r.Image, r.VCPUs, r.Memory, r.Created.Local().Format("2006-01-02 15:04"), r.Note)
 				}
-				t.Flush()
 			})
 			return errors.Join(listErr, err)
-		},
+		}),
 	}
 	cmd.Flags().BoolVarP(&all, "all", "a", false, "also those that have stopped")
 	return cmd
@@ -492,18 +458,14 @@ func (a *app) psCommand() *cobra.Command {
 func (a *app) inspectCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "inspect NAME", Short: "Print all that is known of a VM, as JSON", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
-		RunE: func(cmd *cobra.Command, args []string) error {
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
+		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			v, err := s.Sandbox(args[0]).Inspect(cmd.Context())
 			if err != nil {
 				return err
 			}
 			_, err = fmt.Fprintf(a.stdout, "%s\n", v)
 			return err
-		},
+		}),
 	}
 }
 
@@ -511,11 +473,7 @@ func (a *app) logsCommand() *cobra.Command {
 	var process, asIs bool
 	cmd := &cobra.Command{
 		Use: "logs NAME", Short: "Print what a VM has written to its console", Long: logsRaw("Print what a VM has written to its console."), Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
-		RunE: func(cmd *cobra.Command, args []string) error {
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
+		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			if _, err := s.State.Get(args[0]); err != nil {
 				return err
 			}
@@ -532,7 +490,7 @@ func (a *app) logsCommand() *cobra.Command {
 				text = append(text, data...)
 			}
 			return a.print(map[string]string{"name": args[0], "log": string(text)}, func(io.Writer) { _, _ = a.logTo(asIs).Write(text) })
-		},
+		}),
 	}
 	cmd.Flags().BoolVar(&process, "vmm", false, "print the log of the VM's process instead")
 	rawFlag(cmd, &asIs)

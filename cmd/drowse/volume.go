@@ -5,18 +5,18 @@ import (
 	"fmt"
 	"io"
 	"strconv"
-	"text/tabwriter"
 
 	"github.com/spf13/cobra"
 
 	"github.com/drowse-vm/drowse/rootfs/volume"
+	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 const defaultVolumeMiB = 1024
 
 func (a *app) volumeCommand() *cobra.Command {
-	cmd := &cobra.Command{
+	return group(&cobra.Command{
 		Use: "volume", Short: "Disks that live beyond the VMs that use them", Args: cobra.NoArgs,
 		Long: `Disks that live beyond the VMs that use them. "drowse run --volume NAME:/PATH" mounts
 one in a VM. One VM may write to a volume, or any number read it (NAME:/PATH:ro); a VM
@@ -24,21 +24,14 @@ that sleeps keeps its volumes.
 
 The content of a volume is not part of any snapshot. A VM that has slept goes on with
 a volume as it left it; a snapshot whose guest had it for writing cannot be cloned.`,
-		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
-	}
-	cmd.AddCommand(a.volumeCreateCommand(), a.volumeListCommand(), a.volumeInspectCommand(), a.volumeResizeCommand(), a.volumeRemoveCommand())
-	return cmd
+	}, a.volumeCreateCommand(), a.volumeListCommand(), a.volumeInspectCommand(), a.volumeResizeCommand(), a.volumeRemoveCommand())
 }
 
 func (a *app) volumeCreateCommand() *cobra.Command {
 	size := int64(defaultVolumeMiB)
 	cmd := &cobra.Command{
 		Use: "create NAME", Annotations: makesState, Short: "Make a volume with an empty ext4", Args: cobra.ExactArgs(1),
-		RunE: func(cmd *cobra.Command, args []string) error {
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
+		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			if size < 0 || size > volume.MaxSize>>20 {
 				size = 0 // which is refused, and cannot overflow
 			}
@@ -50,7 +43,7 @@ func (a *app) volumeCreateCommand() *cobra.Command {
 				return err
 			}
 			return a.print(r, func(w io.Writer) { fmt.Fprintln(w, r.Name) })
-		},
+		}),
 	}
 	cmd.Flags().Int64Var(&size, "size", size, "size in MiB; it takes what is written to it")
 	return cmd
@@ -59,11 +52,7 @@ func (a *app) volumeCreateCommand() *cobra.Command {
 func (a *app) volumeListCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "ls", Short: "List volumes", Args: cobra.NoArgs,
-		RunE: func(*cobra.Command, []string) error {
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
+		RunE: a.onHost(func(_ *cobra.Command, _ []string, s *sandbox.Host) error {
 			records, listErr := s.State.Volumes().List()
 			list := []*state.VolumeInfo{}
 			for _, r := range records {
@@ -74,16 +63,13 @@ func (a *app) volumeListCommand() *cobra.Command {
 				}
 				list = append(list, i)
 			}
-			err = a.print(list, func(w io.Writer) {
-				t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
-				fmt.Fprintln(t, "NAME\tSIZE\tSTORED\tCREATED\tVMS")
-				for _, i := range list {
+			err := a.print(list, func(w io.Writer) {
+				for t, i := range table(w, "NAME\tSIZE\tSTORED\tCREATED\tVMS", list) {
 					fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\n", i.Name, bytesText(i.Size), bytesText(i.Allocated), i.Created.Local().Format("2006-01-02 15:04"), volumeUsers(i))
 				}
-				t.Flush()
 			})
 			return errors.Join(listErr, err)
-		},
+		}),
 	}
 }
 
@@ -101,17 +87,13 @@ func volumeUsers(i *state.VolumeInfo) string {
 func (a *app) volumeInspectCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "inspect NAME", Short: "Print all that is known of a volume, as JSON", Args: cobra.ExactArgs(1),
-		RunE: func(_ *cobra.Command, args []string) error {
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
+		RunE: a.onHost(func(_ *cobra.Command, args []string, s *sandbox.Host) error {
 			i, err := s.State.InspectVolume(args[0])
 			if err != nil {
 				return err
 			}
 			return printJSON(a.stdout, i)
-		},
+		}),
 	}
 }
 
@@ -122,11 +104,7 @@ func (a *app) volumeResizeCommand() *cobra.Command {
 and none gets smaller. No VM may run or sleep with it. It is done in a copy, so there must be
 room for what the volume takes once more; whatever is killed meanwhile, the volume is as it
 was or has the new size.`,
-		RunE: func(cmd *cobra.Command, args []string) error {
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
+		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			mib, err := strconv.ParseInt(args[1], 10, 64)
 			if err != nil {
 				return usageError{fmt.Errorf("size %q: use a number of MiB", args[1])}
@@ -142,22 +120,16 @@ was or has the new size.`,
 				return err
 			}
 			return a.print(r, func(w io.Writer) { fmt.Fprintln(w, r.Name) })
-		},
+		}),
 	}
 }
 
 func (a *app) volumeRemoveCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "rm NAME", Short: "Delete a volume that no VM names", Args: cobra.ExactArgs(1),
-		RunE: func(cmd *cobra.Command, args []string) error {
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
-			if err := s.State.RemoveVolume(cmd.Context(), args[0]); err != nil {
-				return err
-			}
-			return a.print(map[string]string{"removed": args[0]}, func(w io.Writer) { fmt.Fprintln(w, args[0]) })
-		},
+		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
+			err := s.State.RemoveVolume(cmd.Context(), args[0])
+			return a.answer(map[string]string{"removed": args[0]}, err, func(w io.Writer) { fmt.Fprintln(w, args[0]) })
+		}),
 	}
 }

@@ -195,21 +195,8 @@ func strip(fd int) error {
 	return unix.Fchmod(fd, st.Mode&0o1777)
 }
 
-// adopt gives what was just made in a directory to the owner of the share, if it is still of
+// own gives what was just made in a directory to the owner of the share, if it is still of
 // that type, and makes a node of it.
-func (d *Device) adopt(parent *node, dir *file, name string, kind, mode uint32) (*node, *file, error) {
-	f, err := lookFrom(dir.fd, name)
-	if err != nil {
-		return nil, nil, err
-	}
-	n, err := d.own(parent, f, name, kind, mode)
-	if err != nil {
-		f.close()
-		return nil, nil, err
-	}
-	return n, f, nil
-}
-
 func (d *Device) own(parent *node, f *file, name string, kind, mode uint32) (*node, error) {
 	if f.kind() != kind {
 		return nil, unix.ESTALE // somebody was faster

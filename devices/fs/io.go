@@ -123,13 +123,7 @@ func (d *Device) read(r *request) error {
 	if err := w.Skip(outHeaderSize); err != nil {
 		return err
 	}
-	for {
-		again := w
-		if r.data, err = again.FillSome(h, int64(off), n); !errors.Is(err, unix.EINTR) {
-			break
-		}
-	}
-	if err != nil {
+	if r.data, err = w.FillSome(h, int64(off), n); err != nil {
 		r.data = 0
 		return err
 	}
@@ -155,13 +149,8 @@ func (d *Device) write(r *request) error {
 		if err := strip(h.fd); err != nil {
 			return err
 		}
-		for {
-			data := r.chain.Reader
-			if n, err = data.DrainSome(h, int64(off), int(size), writeFlags(how, flags)); !errors.Is(err, unix.EINTR) {
-				break
-			}
-		}
-		if err != nil {
+		data := r.chain.Reader
+		if n, err = data.DrainSome(h, int64(off), int(size), writeFlags(how, flags)); err != nil {
 			return err
 		}
 	}

@@ -275,12 +275,16 @@ func (d *Device) lookup(r *request) error {
 		return err
 	}
 	defer f.close()
+	return d.found(r, parent, f, name)
+}
+
+// found replies with a file that was found at a place.
+func (d *Device) found(r *request, parent *node, f *file, name string) error {
 	n, err := d.know(f.identity(), parent, name)
-	if err != nil {
-		return err
+	if err == nil {
+		r.out.entry(n, &f.Statx_t)
 	}
-	r.out.entry(n, &f.Statx_t)
-	return nil
+	return err
 }
 
 func (d *Device) getattr(r *request) error {
@@ -289,12 +293,7 @@ func (d *Device) getattr(r *request) error {
 		return unix.EINVAL
 	}
 	if h := d.handles[fh]; flags&getattrFH != 0 && h != nil && h.fd >= 0 && h.node.id == r.node {
-		f := file{fd: h.fd}
-		if err := f.stat(); err != nil {
-			return err
-		}
-		r.out.attrOut(&f.Statx_t)
-		return nil
+		return r.attr(&file{fd: h.fd})
 	}
 	_, f, err := d.find(r.node)
 	if err != nil {
@@ -350,11 +349,16 @@ func (d *Device) setattr(r *request) error {
 			return err
 		}
 	}
-	if err := f.stat(); err != nil {
-		return err
+	return r.attr(f)
+}
+
+// attr looks at a file and replies with its attributes.
+func (r *request) attr(f *file) error {
+	err := f.stat()
+	if err == nil {
+		r.out.attrOut(&f.Statx_t)
 	}
-	r.out.attrOut(&f.Statx_t)
-	return nil
+	return err
 }
 
 func when(valid, bit, now uint32, sec uint64, nano uint32) unix.Timespec {
@@ -408,13 +412,16 @@ func (d *Device) readlink(r *request) error {
 
 // made replies with what a request has made.
 func (d *Device) made(r *request, parent *node, dir *file, name string, kind, mode uint32) error {
-	n, f, err := d.adopt(parent, dir, name, kind, mode)
+	f, err := lookFrom(dir.fd, name)
 	if err != nil {
 		return err
 	}
-	f.close()
-	r.out.entry(n, &f.Statx_t)
-	return nil
+	defer f.close()
+	n, err := d.own(parent, f, name, kind, mode)
+	if err == nil {
+		r.out.entry(n, &f.Statx_t)
+	}
+	return err
 }
 
 func (d *Device) symlink(r *request) error {
@@ -589,12 +596,7 @@ func (d *Device) link(r *request) error {
 	if err := f.stat(); err != nil {
 		return err
 	}
-	n, err := d.know(f.identity(), parent, name)
-	if err != nil {
-		return err
-	}
-	r.out.entry(n, &f.Statx_t)
-	return nil
+	return d.found(r, parent, f, name)
 }
 
 func (d *Device) statfs(r *request) error {

@@ -279,9 +279,6 @@ func (e *engine) send(r *virtq.Reader) error {
 	}
 	// The header that was checked, not the one that the guest has by now. Nothing in the frame was looked at.
 	_, err = e.mem.WritevAfter(e.fd, e.header[:], e.txOut)
-	for errors.Is(err, unix.EINTR) {
-		_, err = e.mem.WritevAfter(e.fd, e.header[:], e.txOut)
-	}
 	switch {
 	case err == nil:
 		e.stats.framesFromGuest.Add(1)
@@ -420,9 +417,6 @@ func (e *engine) lack() (bool, error) {
 // is none.
 func (e *engine) receive() (bool, error) {
 	n, err := e.mem.Readv(e.fd, e.ranges)
-	for errors.Is(err, unix.EINTR) {
-		n, err = e.mem.Readv(e.fd, e.ranges)
-	}
 	switch {
 	case errors.Is(err, unix.EAGAIN), err == nil && n == 0:
 		e.readable = false

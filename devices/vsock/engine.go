@@ -161,15 +161,14 @@ func (e *engine) Settle() error {
 	begin := e.tx.Work()
 	err := e.drainTX(txSize)
 	// All connections together may hold 64 MiB for sockets that now take it.
-	taken := e.tx.Work() - begin
 	for _, c := range e.slots {
-		if taken >= devices.SettleBytes {
+		if e.loop.Enough(e.tx.Queue, begin) {
 			break
 		}
 		if c != nil && c.backlog.n > 0 {
 			before := c.backlog.n
 			e.flush(c)
-			taken += uint64(max(before-c.backlog.n, 0))
+			begin -= uint64(max(before-c.backlog.n, 0)) // counts as work
 		}
 	}
 	e.txDeadline = e.now
@@ -361,15 +360,9 @@ func (e *engine) expire() {
 			}
 			continue
 		}
-		switch {
-		case c.state == stateHandshake, c.state == stateRequested && c.say&sayRequest != 0:
-			// The guest has not heard of it.
-			e.stats.refused.Add(1)
-			e.drop(c)
-		case c.state == stateRequested:
-			e.stats.refused.Add(1)
-			e.abort(c)
-		default:
+		if c.state == stateHandshake || c.state == stateRequested {
+			e.refuse(c)
+		} else {
 			e.abort(c)
 		}
 	}

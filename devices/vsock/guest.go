@@ -98,14 +98,11 @@ func (e *engine) violation(c *conn) {
 
 // request connects the guest to a service of the host.
 func (e *engine) request(k key, h *header) {
-	fd, err := e.endpoint.connect(k.hostPort)
-	if err != nil {
-		e.stats.refused.Add(1)
-		e.sendReset(k, typeStream)
-		return
+	var c *conn
+	if fd, err := e.endpoint.connect(k.hostPort); err == nil {
+		// What the guest tells this process itself, as of its hooks, is no use of it.
+		c = e.newConn(fd, stateOpen, own(fd))
 	}
-	// What the guest tells this process itself, as of its hooks, is no use of it.
-	c := e.newConn(fd, stateOpen, own(fd))
 	if c == nil {
 		e.stats.refused.Add(1)
 		e.sendReset(k, typeStream)
@@ -121,8 +118,7 @@ func (e *engine) request(k key, h *header) {
 // accepted opens a connection that the host has asked for.
 func (e *engine) accepted(c *conn) {
 	if !e.greet(c) {
-		e.stats.refused.Add(1)
-		e.abort(c)
+		e.refuse(c)
 		return
 	}
 	e.stats.connections.Add(1)
@@ -159,9 +155,6 @@ func (e *engine) data(c *conn, r *virtq.Reader, h *header) error {
 			return err
 		}
 		written, err = e.mem.Writev(c.fd, e.ranges)
-		for errors.Is(err, unix.EINTR) {
-			written, err = e.mem.Writev(c.fd, e.ranges)
-		}
 		c.forwarded += uint32(written)
 		switch {
 		case err == nil, errors.Is(err, unix.EAGAIN):
@@ -457,9 +450,6 @@ func (e *engine) forward(c *conn) (bool, error) {
 		}
 	}
 	n, err := e.mem.Readv(c.fd, e.ranges)
-	for errors.Is(err, unix.EINTR) {
-		n, err = e.mem.Readv(c.fd, e.ranges)
-	}
 	used := 0
 	for left := n; left > 0; used++ {
 		k := min(left, e.space[used])

@@ -197,7 +197,7 @@ func (e *engine) ready(c *conn, events uint32) {
 		}
 	case stateRequested:
 		if c.hup {
-			e.withdraw(c)
+			e.refuse(c)
 		}
 	case stateOpen:
 		if c.eof {
@@ -226,8 +226,7 @@ func (e *engine) handshake(c *conn) {
 		c.readable = false
 		return
 	case err != nil, n == 0:
-		e.stats.refused.Add(1)
-		e.drop(c)
+		e.refuse(c)
 		return
 	}
 	line, _, complete := strings.Cut(string(e.line[:n]), "\n")
@@ -235,19 +234,11 @@ func (e *engine) handshake(c *conn) {
 	if !complete && n < maxLine && !c.hup {
 		return
 	}
-	if !complete || !ok {
-		e.stats.refused.Add(1)
-		e.drop(c)
-		return
+	if complete && ok {
+		_, err = unix.Read(c.fd, e.line[:len(line)+1])
 	}
-	if _, err := unix.Read(c.fd, e.line[:len(line)+1]); err != nil {
-		e.stats.refused.Add(1)
-		e.drop(c)
-		return
-	}
-	if c.hup {
-		e.stats.refused.Add(1)
-		e.drop(c)
+	if !complete || !ok || err != nil || c.hup {
+		e.refuse(c)
 		return
 	}
 	if idle && !c.own {
@@ -293,10 +284,10 @@ func (e *engine) freePort(guestPort uint32) uint32 {
 	}
 }
 
-// withdraw ends a connection whose client has gone before the guest answered.
-func (e *engine) withdraw(c *conn) {
+// refuse ends a connection that was not established. The guest gets a reset if it has heard of it.
+func (e *engine) refuse(c *conn) {
 	e.stats.refused.Add(1)
-	if c.say&sayRequest != 0 {
+	if c.state == stateHandshake || c.say&sayRequest != 0 {
 		e.drop(c)
 		return
 	}

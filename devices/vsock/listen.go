@@ -164,11 +164,11 @@ func (e *endpoint) clearStale() error {
 		return fmt.Errorf("vsock path %q: %w: something that is not a socket is there: remove it or use another path", e.path, ErrPath)
 	}
 	fd, err := connectUnix(e.address(""))
-	switch {
-	case err == nil:
+	if err == nil {
 		unix.Close(fd)
-		return fmt.Errorf("vsock path %q: %w: a process listens there: stop it or use another path", e.path, ErrInUse)
-	case errors.Is(err, unix.EAGAIN):
+	}
+	switch {
+	case err == nil, errors.Is(err, unix.EAGAIN):
 		return fmt.Errorf("vsock path %q: %w: a process listens there: stop it or use another path", e.path, ErrInUse)
 	case !errors.Is(err, unix.ECONNREFUSED):
 		return fmt.Errorf("finding out whether vsock path %q is stale: %w", e.path, err)

@@ -9,7 +9,9 @@ import (
 	"io/fs"
 	"net"
 	"os"
+	"slices"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -41,8 +43,8 @@ type forwards struct {
 	closed    bool
 	open      map[net.Conn]struct{} // the host's ends
 	listeners map[uint64]*forwardListener
-	last      uint64 // token given last
-	datagrams int    // connections of UDP
+	last      atomic.Uint64 // token given last
+	datagrams atomic.Int32  // connections of UDP
 	wg        sync.WaitGroup
 }
 
@@ -135,12 +137,7 @@ func (f *forwards) close() {
 }
 
 // token returns a number that no listener or connection of this agent had before.
-func (f *forwards) token() uint64 {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	f.last++
-	return f.last
-}
+func (f *forwards) token() uint64 { return f.last.Add(1) }
 
 // serve serves one connection of the host to its end.
 func (f *forwards) serve(ctx context.Context, c net.Conn) {
@@ -202,11 +199,11 @@ func (f *forwards) dial(ctx context.Context, c net.Conn, m agentpb.ForwardReques
 	switch m.Network {
 	case agentpb.TCP, agentpb.Unix:
 	case agentpb.UDP:
-		if !f.takeDatagrams() {
+		defer f.datagrams.Add(-1)
+		if f.datagrams.Add(1) > maxDatagramForwards {
 			_ = answer(c, agentpb.CodeLimit, fmt.Sprintf("%d sockets of UDP are open, the limit", maxDatagramForwards))
 			return
 		}
-		defer f.giveDatagrams()
 	default:
 		_ = answer(c, agentpb.CodeInvalid, m.Network.String()+" is not served")
 		return
@@ -226,23 +223,6 @@ func (f *forwards) dial(ctx context.Context, c net.Conn, m agentpb.ForwardReques
 		return
 	}
 	join(c, to, to.LocalAddr().String())
-}
-
-// takeDatagrams says whether there is room for one more socket of UDP, and takes it.
-func (f *forwards) takeDatagrams() bool {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	if f.datagrams >= maxDatagramForwards {
-		return false
-	}
-	f.datagrams++
-	return true
-}
-
-func (f *forwards) giveDatagrams() {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	f.datagrams--
 }
 
 // join tells the host that a socket is there, and carries its bytes.
@@ -412,10 +392,5 @@ func codeOf(err error) agentpb.ForwardCode {
 
 // exhausted says that a call may succeed once others have given back what they hold.
 func exhausted(err error) bool {
-	for _, errno := range []syscall.Errno{syscall.EMFILE, syscall.ENFILE, syscall.ENOMEM, syscall.ENOBUFS} {
-		if errors.Is(err, errno) {
-			return true
-		}
-	}
-	return false
+	return slices.ContainsFunc([]syscall.Errno{syscall.EMFILE, syscall.ENFILE, syscall.ENOMEM, syscall.ENOBUFS}, func(e syscall.Errno) bool { return errors.Is(err, e) })
 }

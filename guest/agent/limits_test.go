@@ -1,6 +1,8 @@
 package agent
 
 import (
+	"errors"
+	"io"
 	"net"
 	"testing"
 
@@ -29,17 +31,32 @@ func TestForwards_one_more_than_there_may_be_is_refused(t *testing.T) {
 	if code := f.add(more); code != agentpb.CodeOK {
 		t.Errorf("after one has ended: %v", code)
 	}
-	for i := range maxDatagramForwards {
-		if !f.takeDatagrams() {
-			t.Fatalf("socket %d of UDP is refused", i)
+	dialUDP := func() agentpb.ForwardCode {
+		host, guest := net.Pipe()
+		done := make(chan struct{})
+		go func() {
+			defer close(done)
+			f.dial(t.Context(), guest, agentpb.ForwardRequest{Network: agentpb.UDP}, "127.0.0.1:9")
+		}()
+		var b [agentpb.ForwardAnswerSize]byte
+		var a agentpb.ForwardAnswer
+		_, err := io.ReadFull(host, b[:])
+		if err = errors.Join(err, a.Decode(&b)); err != nil {
+			t.Fatal(err)
 		}
+		host.Close()
+		<-done
+		return a.Code
 	}
-	if f.takeDatagrams() {
-		t.Errorf("there are more than %d sockets of UDP", maxDatagramForwards)
+	f.datagrams.Store(maxDatagramForwards)
+	if code := dialUDP(); code != agentpb.CodeLimit {
+		t.Errorf("socket %d of UDP: %v, want the limit", maxDatagramForwards, code)
 	}
-	f.giveDatagrams()
-	if !f.takeDatagrams() {
-		t.Error("a socket of UDP that has ended leaves no room")
+	f.datagrams.Store(maxDatagramForwards - 1)
+	for range 2 { // the second finds the room that the first has left
+		if code := dialUDP(); code != agentpb.CodeOK {
+			t.Errorf("a socket of UDP for which there is room: %v", code)
+		}
 	}
 	f.close()
 }

@@ -151,11 +151,18 @@ func below(files fstest.MapFS, dir string) (names []string) {
 
 // Transfer implements agentpb.AgentService.
 func (a agent) Transfer(ctx context.Context, stream agentpb.Agent_TransferServer) error {
-	t, first, err := flow.Accept(ctx, stream)
+	first, err := stream.Recv()
 	if err != nil {
 		return err
 	}
-	defer t.End()
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	t := flow.NewPipe(ctx, ctx, func(data []byte) error {
+		return stream.Send(&agentpb.TransferResponse{Msg: &agentpb.TransferResponse_Data{Data: data}})
+	}, func(n uint64) error {
+		return stream.Send(&agentpb.TransferResponse{Msg: &agentpb.TransferResponse_Ack{Ack: n}})
+	})
+	go func() { cancel(receive(stream, t)) }()
 	var done *agentpb.TransferDone
 	switch m := first.Msg.(type) {
 	case *agentpb.TransferRequest_Read:
@@ -175,10 +182,36 @@ func (a agent) Transfer(ctx context.Context, stream agentpb.Agent_TransferServer
 	if err != nil {
 		return toStatus(err)
 	}
-	return t.Done(done)
+	return stream.Send(&agentpb.TransferResponse{Msg: &agentpb.TransferResponse_Done{Done: done}})
 }
 
-func (a agent) read(t *flow.Transfer, m *agentpb.ReadFile) (*agentpb.TransferDone, error) {
+// receive handles what the host sends in a transfer. It always returns an error.
+func receive(stream agentpb.Agent_TransferServer, t *flow.Pipe) error {
+	for ended := false; ; {
+		m, err := stream.Recv()
+		if err != nil {
+			return err
+		}
+		switch m := m.Msg.(type) {
+		case *agentpb.TransferRequest_Ack:
+			err = t.Ack(m.Ack)
+		case *agentpb.TransferRequest_Data:
+			if ended || !t.Put(m.Data) {
+				err = flow.ErrProtocol
+			}
+		case *agentpb.TransferRequest_End:
+			if !ended {
+				t.End()
+			}
+			ended = true
+		}
+		if err != nil {
+			return err
+		}
+	}
+}
+
+func (a agent) read(t *flow.Pipe, m *agentpb.ReadFile) (*agentpb.TransferDone, error) {
 	data, err := a.g.ReadFile(m.Path)
 	if err != nil {
 		return nil, err
@@ -195,7 +228,7 @@ func (a agent) read(t *flow.Transfer, m *agentpb.ReadFile) (*agentpb.TransferDon
 }
 
 // pack sends a file or a tree as a tar stream, whose names start with its own.
-func (a agent) pack(t *flow.Transfer, m *agentpb.Pack) (*agentpb.TransferDone, error) {
+func (a agent) pack(t *flow.Pipe, m *agentpb.Pack) (*agentpb.TransferDone, error) {
 	root, err := place(m.Path)
 	if err != nil {
 		return nil, err
@@ -242,7 +275,7 @@ func (a agent) pack(t *flow.Transfer, m *agentpb.Pack) (*agentpb.TransferDone, e
 }
 
 // unpack makes what a tar stream has. Other than directories and regular files is left out.
-func (a agent) unpack(t *flow.Transfer, m *agentpb.Unpack) (*agentpb.TransferDone, error) {
+func (a agent) unpack(t *flow.Pipe, m *agentpb.Unpack) (*agentpb.TransferDone, error) {
 	root, err := place(m.Path)
 	if err != nil {
 		return nil, err

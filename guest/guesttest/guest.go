@@ -8,7 +8,6 @@ import (
 	"io/fs"
 	"maps"
 	"path"
-	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -320,9 +319,12 @@ func (a agent) Exec(ctx context.Context, stream agentpb.Agent_ExecServer) error 
 		ctx, stop = context.WithTimeout(ctx, time.Duration(m.TimeoutNanos))
 		defer stop()
 	}
-	s := &session{ctx: ctx, stream: stream, in: make(chan []byte, agentpb.Window+1)}
+	s := &session{stream: stream}
+	s.Pipe = flow.NewPipe(ctx, ctx, s.send, func(n uint64) error {
+		return stream.Send(&agentpb.ExecResponse{Msg: &agentpb.ExecResponse_Ack{Ack: n}})
+	})
 	if m.NoStdin {
-		close(s.in)
+		s.End()
 	}
 	go func() { cancel(s.receive(m.NoStdin)) }()
 	env := m.Env
@@ -351,16 +353,13 @@ type signalled int32
 
 func (s signalled) Error() string { return fmt.Sprintf("signal %d", int32(s)) }
 
-// session is one Exec stream.
+// session is one Exec stream: standard input is read from it.
 type session struct {
-	ctx    context.Context
 	stream agentpb.Agent_ExecServer
-	in     chan []byte // of stdin, within a window; closed at its end
-	rest   []byte
-	acker  flow.Acker
+	*flow.Pipe
 
-	window flow.Window
-	mu     sync.Mutex // guards offset, and is held while output is sent
+	mu     sync.Mutex // held while output is sent; guards what follows
+	stderr bool
 	offset uint64
 }
 
@@ -373,50 +372,29 @@ func (s *session) receive(closed bool) error {
 		}
 		switch m := m.Msg.(type) {
 		case *agentpb.ExecRequest_Stdin:
-			if closed {
-				return flow.ErrProtocol
-			}
-			select {
-			case s.in <- m.Stdin:
-			default:
+			if closed || !s.Put(m.Stdin) {
 				return flow.ErrProtocol
 			}
 		case *agentpb.ExecRequest_StdinClose:
 			if !closed {
-				close(s.in)
+				s.End()
 				closed = true
 			}
 		case *agentpb.ExecRequest_Signal:
 			return signalled(m.Signal)
 		case *agentpb.ExecRequest_Ack:
-			if err := s.window.Ack(m.Ack); err != nil {
+			if err := s.Ack(m.Ack); err != nil {
 				return err
 			}
 		}
 	}
 }
 
-// Read reads standard input.
-func (s *session) Read(p []byte) (int, error) {
-	for len(s.rest) == 0 {
-		select {
-		case data, ok := <-s.in:
-			if !ok {
-				return 0, io.EOF
-			}
-			s.rest = data
-			if n, due := s.acker.Consumed(len(data)); due {
-				if err := s.stream.Send(&agentpb.ExecResponse{Msg: &agentpb.ExecResponse_Ack{Ack: n}}); err != nil {
-					return 0, err
-				}
-			}
-		case <-s.ctx.Done():
-			return 0, context.Cause(s.ctx)
-		}
-	}
-	n := copy(p, s.rest)
-	s.rest = s.rest[n:]
-	return n, nil
+// send sends output. The mutex is held.
+func (s *session) send(data []byte) error {
+	m := &agentpb.ExecOutput{Stderr: s.stderr, Offset: s.offset, Data: data}
+	s.offset += uint64(len(data))
+	return s.stream.Send(&agentpb.ExecResponse{Msg: &agentpb.ExecResponse_Output{Output: m}})
 }
 
 // output is standard output or error.
@@ -428,16 +406,6 @@ type output struct {
 func (o output) Write(p []byte) (n int, err error) {
 	o.s.mu.Lock()
 	defer o.s.mu.Unlock()
-	for part := range slices.Chunk(p, agentpb.MaxChunk) {
-		if _, err := o.s.window.Acquire(o.s.ctx); err != nil {
-			return n, err
-		}
-		m := &agentpb.ExecOutput{Stderr: o.stderr, Offset: o.s.offset, Data: part}
-		if err := o.s.stream.Send(&agentpb.ExecResponse{Msg: &agentpb.ExecResponse_Output{Output: m}}); err != nil {
-			return n, err
-		}
-		n += len(part)
-		o.s.offset += uint64(len(part))
-	}
-	return n, nil
+	o.s.stderr = o.stderr
+	return o.s.Pipe.Write(p)
 }

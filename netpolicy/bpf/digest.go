@@ -8,6 +8,6 @@ import (
 // Digest names the compiled objects: two builds have the same one if they have the same
 // programs and maps.
 func Digest() string {
-	sum := sha256.Sum256(_AgentBytes)
+	sum := sha256.Sum256(_EndpointBytes)
 	return hex.EncodeToString(sum[:16])
 }

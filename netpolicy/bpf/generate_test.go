@@ -25,7 +25,7 @@ func TestGenerate_makes_the_committed_objects(t *testing.T) {
 		t.Skipf("the objects are made with %s: run `scripts/deps bpf` on Debian bookworm (%s, %v)", compilerVersion, version, err)
 	}
 	dir := t.TempDir()
-	for _, name := range []string{"agent.c", "doc.go"} {
+	for _, name := range []string{"endpoint.c", "doc.go"} {
 		text, err := os.ReadFile(name)
 		if err != nil {
 			t.Fatal(err)
@@ -48,7 +48,7 @@ func TestGenerate_makes_the_committed_objects(t *testing.T) {
 	if out, err := cmd.CombinedOutput(); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
-	for _, name := range []string{"agent_x86_bpfel.go", "agent_x86_bpfel.o"} {
+	for _, name := range []string{"endpoint_x86_bpfel.go", "endpoint_x86_bpfel.o"} {
 		want, err := os.ReadFile(name)
 		if err != nil {
 			t.Fatal(err)
@@ -58,7 +58,7 @@ func TestGenerate_makes_the_committed_objects(t *testing.T) {
 			t.Fatal(err)
 		}
 		if !bytes.Equal(got, want) {
-			t.Errorf("%s is not what go generate makes of agent.c: run it and commit what it makes", name)
+			t.Errorf("%s is not what go generate makes of endpoint.c: run it and commit what it makes", name)
 		}
 	}
 }

@@ -16,7 +16,7 @@ const (
 )
 
 func TestPrograms_deepest_chain_of_calls_fits_the_stack_of_Linux_6_1(t *testing.T) {
-	spec, err := LoadAgent()
+	spec, err := LoadEndpoint()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -26,7 +26,7 @@ func TestPrograms_deepest_chain_of_calls_fits_the_stack_of_Linux_6_1(t *testing.
 		if depth > maxStack {
 			t.Errorf("%s: the deepest chain of calls has %d bytes of stack, more than %d", name, depth, maxStack)
 		}
-		if depth < maxStack/4 && name != "to_gate" { // which calls nothing
+		if depth < maxStack/4 && name != "to_waker" { // which calls nothing
 			t.Errorf("%s: the deepest chain of calls has %d bytes of stack: the calls were not followed", name, depth)
 		}
 	}

@@ -12,7 +12,7 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/bpf"
 )
 
-// ErrNoFlow is a connection that no flow of the agent belongs to any more.
+// ErrNoFlow is a connection that no flow of the endpoint belongs to any more.
 var ErrNoFlow = errors.New("there is no such flow")
 
 // Checked is a flow that the rules have opened for its name, which is to be checked: its
@@ -25,15 +25,15 @@ type Checked struct {
 	// in Event.
 	Rule       int
 	Generation uint32
-	// Opened is when it was opened, by Coarse, and Names the number of the names that it was opened for; 0 is none.
-	Opened uint64
-	Names  uint32
+	// Opened is when it was opened, by Coarse, and NameSet the number of the set of its peer's names then; 0 is none.
+	Opened  uint64
+	NameSet uint32
 
 	key   key
 	alias key // what the host knows it by
 }
 
-// Checked finds the flow that a connection from a port of the agent's address to the port where names are checked is
+// Checked finds the flow that a connection from a port of the endpoint's address to the port where names are checked is
 // of. It fails with ErrNoFlow if there is none that lives.
 func (t *Table) Checked(at netip.AddrPort, from uint16, now uint64) (c Checked, err error) {
 	c.alias = keyOf(at, from)
@@ -45,7 +45,7 @@ func (t *Table) Checked(at netip.AddrPort, from uint16, now uint64) (c Checked, 
 	if err != nil {
 		return c, err
 	}
-	c.Rule, c.Generation, c.Opened, c.Names = int(f.Rule), f.Gen, f.First, f.Names
+	c.Rule, c.Generation, c.Opened, c.NameSet = int(f.Rule), f.Gen, f.First, f.NameSet
 	if f.Rule == noRule {
 		c.Rule = -1
 	}
@@ -56,7 +56,7 @@ func (t *Table) Checked(at netip.AddrPort, from uint16, now uint64) (c Checked, 
 }
 
 // is says whether what is in the flow table is still the flow, and lives.
-func (c *Checked) is(f *bpf.AgentFlow, now uint64) bool {
+func (c *Checked) is(f *bpf.EndpointFlow, now uint64) bool {
 	return f.Via == c.alias.GuestPort && f.First == c.Opened && f.Cut == 0 && now < f.Seen+uint64(flowLife(f.State)+flowSlack)
 }
 
@@ -105,9 +105,9 @@ func (g *Log) note(c Checked, reason netpolicy.Reason, name string) {
 			return
 		}
 		t = g.begin(&c.key, f, g.now())
-		t.AgentFlow, t.look = *f, g.flows.looks
+		t.EndpointFlow, t.look = *f, g.flows.looks
 	} else if f, err := g.table.find(c.key); err == nil && t.same(f) {
-		t.AgentFlow = *f
+		t.EndpointFlow = *f
 	}
 	t.server = name
 	if reason == 0 || t.done {

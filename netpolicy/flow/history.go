@@ -13,32 +13,32 @@ const (
 	maxTables    = 8
 )
 
-// History has the names that addresses were given for, and those of rules: events and records of flows say both. The
-// zero value is empty.
+// History is the name history of an endpoint: which names its addresses had when, and its rules by generation. Events
+// and records of flows have both. The zero value is empty.
 type History struct {
 	mu     sync.Mutex // guards what follows
-	names  map[netip.Addr][]givenName
+	names  map[netip.Addr][]nameEntry
 	tables []ruleNames // the oldest first
 }
 
-// givenName is a name that the guest got an address for, and when.
-type givenName struct {
+// nameEntry is a name that the resolver has answered with an address, and when.
+type nameEntry struct {
 	name string
 	at   uint64 // on the coarse clock, which no packet is judged on before
 }
 
-// ruleNames is what a generation's rules are called.
+// ruleNames are the names of a generation's rules.
 type ruleNames struct {
 	gen   uint32
 	rules []string
 }
 
-// Given notes that the guest got an address for a name.
-func (h *History) Given(name string, a netip.Addr) {
+// AddName adds a name that the resolver has answered with an address.
+func (h *History) AddName(name string, a netip.Addr) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if h.names == nil {
-		h.names = map[netip.Addr][]givenName{}
+		h.names = map[netip.Addr][]nameEntry{}
 	}
 	list, ok := h.names[a]
 	if !ok && len(h.names) >= maxAddresses {
@@ -53,23 +53,23 @@ func (h *History) Given(name string, a netip.Addr) {
 	if len(list) >= maxNames {
 		list = slices.Delete(list, 0, 1)
 	}
-	h.names[a] = append(list, givenName{name, Coarse()})
+	h.names[a] = append(list, nameEntry{name, Coarse()})
 }
 
-// Name is the last name that an address was given for until a moment.
-func (h *History) Name(a netip.Addr, until uint64) string {
+// NameAt is the last name that an address had until a moment.
+func (h *History) NameAt(a netip.Addr, until uint64) string {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	for _, given := range slices.Backward(h.names[a]) {
-		if given.at <= until {
-			return given.name
+	for _, entry := range slices.Backward(h.names[a]) {
+		if entry.at <= until {
+			return entry.name
 		}
 	}
 	return ""
 }
 
-// Install notes what the rules of a generation are called.
-func (h *History) Install(gen uint32, rules []string) {
+// AddRules adds the names of a generation's rules.
+func (h *History) AddRules(gen uint32, rules []string) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if len(h.tables) >= maxTables {
@@ -78,8 +78,8 @@ func (h *History) Install(gen uint32, rules []string) {
 	h.tables = append(h.tables, ruleNames{gen, rules})
 }
 
-// Rule is what a rule of a generation is called; empty if it is none, or not known any more.
-func (h *History) Rule(gen uint32, rule int) string {
+// RuleName is the name of a generation's rule; empty if there is none, or it is not kept any more.
+func (h *History) RuleName(gen uint32, rule int) string {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	for _, x := range h.tables {

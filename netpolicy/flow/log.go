@@ -25,7 +25,7 @@ const (
 	MaxDeniedFlows = 512
 )
 
-// Log is the log of an agent's flows, since it was made. What has happened is noticed by a
+// Log is the log of an endpoint's flows, since it was made. What has happened is noticed by a
 // look at the flow table about once a second, and by the events that the log is given. Its methods
 // may be called from any goroutine.
 type Log struct {
@@ -49,9 +49,9 @@ type Log struct {
 	left    chan struct{} // closed when there are no readers
 }
 
-// NewLog begins a log of the flows of an agent at a moment, by a clock of the flow table. Run keeps it, and Denied has
-// to be called for each event of the agent. Flows that are open already belong to it, with what they have carried
-// before. It fails if the use of the network cannot be read.
+// NewLog begins a log of the flows of an endpoint at a moment, by a clock of the flow table. Run keeps it, and Denied
+// has to be called for each event of the endpoint. Flows that are open already belong to it, with what they have
+// carried before. It fails if the use of the network cannot be read.
 func NewLog(t *Table, id netpolicy.Identity, clock func() uint64, begun uint64) (*Log, error) {
 	opened, _, err := t.activity()
 	if err != nil {

@@ -14,20 +14,20 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/bpf"
 )
 
-// Table is the flow table of one agent, in the maps of the programs.
+// Table is the flow table of one endpoint, in the maps of the programs.
 type Table struct {
 	// Flows and Lasting are the maps; Lasting has the flows that are established or answered.
 	Flows, Lasting *ebpf.Map
-	// Usages has the use of the network by all agents: two entries from Slot*2 on, egress and ingress.
+	// Usages has the use of the network by all endpoints: two entries from Slot*2 on, egress and ingress.
 	Usages *ebpf.Map
 	Slot   uint32
-	// Names are those of addresses and rules.
-	Names *History
+	// History names addresses and rules.
+	History *History
 }
 
-type key = bpf.AgentFlowKey
+type key = bpf.EndpointFlowKey
 
-// The states of flows are those in bpf/agent.c.
+// The states of flows are those in bpf/endpoint.c.
 const (
 	stateOpening = iota + 1
 	stateEstablished
@@ -43,7 +43,7 @@ var stateNames = map[uint8]string{
 	stateBothWays: "answered", stateEcho: "echo",
 }
 
-// flowLife is how long a flow lives after a packet, as in bpf/agent.c.
+// flowLife is how long a flow lives after a packet, as in bpf/endpoint.c.
 func flowLife(state uint8) time.Duration {
 	switch state {
 	case stateOpening:
@@ -84,10 +84,10 @@ const noRule = 0xffff
 
 // activity is how many flows were ever opened, and when a packet has last passed.
 func (t *Table) activity() (opened, active uint64, err error) {
-	for d := range uint32(2) {
-		var u bpf.AgentUsage
-		if err := t.Usages.LookupWithFlags(t.Slot*2+d, &u, ebpf.LookupLock); err != nil {
-			return 0, 0, fmt.Errorf("reading the use of the network: %w", err)
+	for d := range netpolicy.Directions {
+		u, err := Usage(t.Usages, t.Slot, d)
+		if err != nil {
+			return 0, 0, err
 		}
 		opened += u.Opened
 		active = max(active, u.Active)
@@ -95,10 +95,18 @@ func (t *Table) activity() (opened, active uint64, err error) {
 	return opened, active, nil
 }
 
+// Usage reads the use of the network by an endpoint in a direction, by its number.
+func Usage(usages *ebpf.Map, slot uint32, direction int) (u bpf.EndpointUsage, err error) {
+	if err := usages.LookupWithFlags(slot*2+uint32(direction), &u, ebpf.LookupLock); err != nil {
+		return u, fmt.Errorf("reading the use of the network: %w", err)
+	}
+	return u, nil
+}
+
 // reader reads a flow table, some entries at a time: its buffers are used again.
 type reader struct {
 	keys   []key
-	values []bpf.AgentFlow
+	values []bpf.EndpointFlow
 }
 
 // Entries that are read at once. The kernel gives whole buckets of its hash table, as many as
@@ -110,15 +118,15 @@ const (
 
 // each calls fn for each flow. One that stays is given once; of those that come or go meanwhile
 // some are.
-func (r *reader) each(m *ebpf.Map, fn func(*key, *bpf.AgentFlow)) error {
+func (r *reader) each(m *ebpf.Map, fn func(*key, *bpf.EndpointFlow)) error {
 	if r.keys == nil {
-		r.keys, r.values = make([]key, flowBatch), make([]bpf.AgentFlow, flowBatch)
+		r.keys, r.values = make([]key, flowBatch), make([]bpf.EndpointFlow, flowBatch)
 	}
 	var cursor ebpf.MapBatchCursor
 	for {
 		n, err := m.BatchLookup(&cursor, r.keys, r.values, nil)
 		if errors.Is(err, unix.ENOSPC) && len(r.keys) < flowBatchMost {
-			r.keys, r.values = make([]key, 2*len(r.keys)), make([]bpf.AgentFlow, 2*len(r.values))
+			r.keys, r.values = make([]key, 2*len(r.keys)), make([]bpf.EndpointFlow, 2*len(r.values))
 			continue
 		}
 		if err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
@@ -135,8 +143,8 @@ func (r *reader) each(m *ebpf.Map, fn func(*key, *bpf.AgentFlow)) error {
 
 // behind is the key of the flow that an alias leads to.
 func (t *Table) behind(alias key) (key, error) {
-	var a bpf.AgentAlias
-	// As the programs look for it: see find in bpf/agent.c.
+	var a bpf.EndpointAlias
+	// As the programs look for it: see find in bpf/endpoint.c.
 	err := t.Lasting.Lookup(&alias, &a)
 	for _, m := range []*ebpf.Map{t.Flows, t.Lasting} {
 		if errors.Is(err, ebpf.ErrKeyNotExist) {
@@ -153,12 +161,12 @@ func (t *Table) behind(alias key) (key, error) {
 }
 
 // find looks for a flow by its key.
-func (t *Table) find(k key) (*bpf.AgentFlow, error) {
+func (t *Table) find(k key) (*bpf.EndpointFlow, error) {
 	// One that has ended may be in the other map still. The one that lasts is looked for twice: it may be moved
 	// meanwhile.
-	var last *bpf.AgentFlow
+	var last *bpf.EndpointFlow
 	for _, m := range []*ebpf.Map{t.Lasting, t.Flows, t.Lasting} {
-		var f bpf.AgentFlow
+		var f bpf.EndpointFlow
 		err := m.Lookup(&k, &f)
 		if err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
 			return nil, flowError(err)
@@ -190,14 +198,14 @@ func keyOf(peer netip.AddrPort, guestPort uint16) key {
 	return k
 }
 
-// NameSets adds the numbers of names that flows were opened for: see bpf.AgentFlow. It reads the flows that do not last
-// first and last, since these become others.
+// NameSets adds the numbers of names that flows were opened for: see bpf.EndpointFlow. It reads the flows that do not
+// last first and last, since these become others.
 func (t *Table) NameSets(used map[uint32]bool) error {
 	var r reader
 	for _, m := range []*ebpf.Map{t.Flows, t.Lasting, t.Flows} {
-		err := r.each(m, func(_ *key, f *bpf.AgentFlow) {
+		err := r.each(m, func(_ *key, f *bpf.EndpointFlow) {
 			if f.State != stateAlias {
-				used[f.Names] = true
+				used[f.NameSet] = true
 			}
 		})
 		if err != nil {

@@ -14,7 +14,7 @@ import (
 
 // trackedFlow is a flow of the table as it was when it was last looked at.
 type trackedFlow struct {
-	bpf.AgentFlow
+	bpf.EndpointFlow
 	begun time.Time // First
 	name  string
 	rule  string
@@ -64,7 +64,7 @@ func (g *Log) lookAtFlows(anyway bool) error {
 	}
 	f.looks++
 	live := 0
-	see := func(k *key, v *bpf.AgentFlow) {
+	see := func(k *key, v *bpf.EndpointFlow) {
 		if v.State == stateAlias {
 			return
 		}
@@ -86,9 +86,9 @@ func (g *Log) lookAtFlows(anyway bool) error {
 		if fresh {
 			t = g.begin(k, v, now)
 		} else if v.Gen != t.Gen || v.Rule != t.Rule {
-			t.rule = g.table.Names.Rule(v.Gen, int(v.Rule))
+			t.rule = g.table.History.RuleName(v.Gen, int(v.Rule))
 		}
-		t.AgentFlow, t.look = *v, f.looks
+		t.EndpointFlow, t.look = *v, f.looks
 		over := v.Cut != 0 || now >= v.Seen+uint64(flowLife(v.State)+flowSlack)
 		switch {
 		case t.done:
@@ -113,7 +113,7 @@ func (g *Log) lookAtFlows(anyway bool) error {
 		// It may have been moved to a map that had been read already.
 		if !t.done {
 			if v, err := g.table.find(k); err == nil && t.same(v) {
-				t.AgentFlow, t.look = *v, f.looks
+				t.EndpointFlow, t.look = *v, f.looks
 				live++
 				continue
 			}
@@ -134,13 +134,13 @@ func (g *Log) lookAtFlows(anyway bool) error {
 }
 
 // begin follows a flow that was not there before. The lock is held.
-func (g *Log) begin(k *key, v *bpf.AgentFlow, now uint64) *trackedFlow {
+func (g *Log) begin(k *key, v *bpf.EndpointFlow, now uint64) *trackedFlow {
 	if v.First >= g.flows.begun {
 		g.flows.known++
 	}
-	t := &trackedFlow{begun: wall(v.First, now), rule: g.table.Names.Rule(v.Gen, int(v.Rule))}
+	t := &trackedFlow{begun: wall(v.First, now), rule: g.table.History.RuleName(v.Gen, int(v.Rule))}
 	if v.Opener == 0 {
-		t.name = g.table.Names.Name(peerOf(k), v.First)
+		t.name = g.table.History.NameAt(peerOf(k), v.First)
 	}
 	g.flows.flows[*k] = t
 	return t
@@ -151,7 +151,7 @@ func wall(at, now uint64) time.Time { return time.Now().UTC().Add(time.Duration(
 
 // same says whether what is in the table is the flow that was there before. Clocks have ticks, so
 // one may be opened in the moment in which the one before it was.
-func (t *trackedFlow) same(v *bpf.AgentFlow) bool {
+func (t *trackedFlow) same(v *bpf.EndpointFlow) bool {
 	return v.First == t.First && v.Count[0].Packets >= t.Count[0].Packets && v.Count[1].Packets >= t.Count[1].Packets
 }
 
@@ -229,9 +229,9 @@ func (g *Log) Denied(e netpolicy.Event) {
 			g.lost.Denied++
 			return
 		}
-		d = &deniedFlow{first: at, last: at, begun: wall(at, g.now()), rule: g.table.Names.Rule(e.Generation, e.Rule)}
+		d = &deniedFlow{first: at, last: at, begun: wall(at, g.now()), rule: g.table.History.RuleName(e.Generation, e.Rule)}
 		if e.Direction == netpolicy.Egress {
-			d.name = g.table.Names.Name(e.Peer, at)
+			d.name = g.table.History.NameAt(e.Peer, at)
 		}
 		g.denied.flows[k] = d
 	}

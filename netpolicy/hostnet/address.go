@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"hash/fnv"
 	"io/fs"
-	"net"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -17,24 +16,24 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 )
 
-// RangeEnv names the range of agents' addresses on this host, as 10.200.0.0/16. All
-// processes with agents must have the same.
+// RangeEnv names the range of endpoints' addresses on this host, as 10.200.0.0/16. All
+// processes with endpoints must have the same.
 const RangeEnv = "DROWSE_AGENT_RANGE"
 
-// Range6Env names the range of agents' IPv6 addresses, as fd64:726f:7773:2::/64.
+// Range6Env names the range of endpoints' IPv6 addresses, as fd64:726f:7773:2::/64.
 const Range6Env = "DROWSE_AGENT_RANGE6"
 
 // DefaultDir is where addresses are taken. It has to be of this host and this boot.
 const DefaultDir = "/run/drowse/addresses"
 
-// DefaultRange is where agents have their addresses if nothing else is said.
+// DefaultRange is where endpoints have their addresses if nothing else is said.
 var DefaultRange = netip.MustParsePrefix("10.200.0.0/16")
 
 // DefaultRange6 is where they have their IPv6 addresses: unique local ones (RFC 4193),
 // since the host translates them.
 var DefaultRange6 = netip.MustParsePrefix("fd64:726f:7773:2::/64")
 
-// Bounds of a range's length: the larger has addresses for half a million agents.
+// Bounds of a range's length: the larger has addresses for half a million endpoints.
 const (
 	minRangeBits = 13
 	maxRangeBits = 30
@@ -42,11 +41,11 @@ const (
 
 // What can be wrong with addresses, for errors.Is.
 var (
-	ErrRange = errors.New("unusable range of agents' addresses")
-	ErrFull  = errors.New("all addresses of agents are taken")
+	ErrRange = errors.New("unusable range of endpoints' addresses")
+	ErrFull  = errors.New("all addresses of endpoints are taken")
 )
 
-// Range is the range of agents' addresses that $DROWSE_AGENT_RANGE names, or DefaultRange.
+// Range is the range of endpoints' addresses that $DROWSE_AGENT_RANGE names, or DefaultRange.
 func Range() (netip.Prefix, error) {
 	text := os.Getenv(RangeEnv)
 	if text == "" {
@@ -62,7 +61,7 @@ func Range() (netip.Prefix, error) {
 	return p, nil
 }
 
-// Range6 is the range of agents' IPv6 addresses that $DROWSE_AGENT_RANGE6 names, or
+// Range6 is the range of endpoints' IPv6 addresses that $DROWSE_AGENT_RANGE6 names, or
 // DefaultRange6.
 func Range6() (netip.Prefix, error) {
 	text := os.Getenv(Range6Env)
@@ -79,7 +78,7 @@ func Range6() (netip.Prefix, error) {
 	return p, nil
 }
 
-// checkRange6 says whether agents can have their IPv6 addresses in a range.
+// checkRange6 says whether endpoints can have their IPv6 addresses in a range.
 func checkRange6(p netip.Prefix) error {
 	wire := netip.PrefixFrom(netpolicy.TheWire.Gateway6, 64).Masked()
 	switch {
@@ -93,7 +92,7 @@ func checkRange6(p netip.Prefix) error {
 	return nil
 }
 
-// Address6 is the IPv6 address of an agent that has an IPv4 address: the range, and that
+// Address6 is the IPv6 address of an endpoint that has an IPv4 address: the range, and that
 // address in its last four bytes. So whoever holds the one has the other to itself, as long as
 // all of the host have one range. It fails with ErrRange if an interface of the host is in that range.
 func Address6(in netip.Prefix, own netip.Addr) (netip.Addr, error) {
@@ -108,14 +107,14 @@ func Address6(in netip.Prefix, own netip.Addr) (netip.Addr, error) {
 	return netip.AddrFrom16(b), nil
 }
 
-// usable are the ranges that agents may have their addresses in: private ones, which no
+// usable are the ranges that endpoints may have their addresses in: private ones, which no
 // host on the Internet has (RFC 1918, RFC 6598, RFC 2544).
 var usable = []netip.Prefix{
 	netip.MustParsePrefix("10.0.0.0/8"), netip.MustParsePrefix("172.16.0.0/12"), netip.MustParsePrefix("192.168.0.0/16"),
 	netip.MustParsePrefix("100.64.0.0/10"), netip.MustParsePrefix("198.18.0.0/15"),
 }
 
-// CheckRange says whether agents can have their addresses in a range.
+// CheckRange says whether endpoints can have their addresses in a range.
 func CheckRange(p netip.Prefix) error {
 	wire := netip.PrefixFrom(netpolicy.TheWire.Gateway4, 30).Masked()
 	switch {
@@ -134,7 +133,7 @@ func CheckRange(p netip.Prefix) error {
 	return fmt.Errorf("%w: %v: use a private one, as %v", ErrRange, p, DefaultRange)
 }
 
-// Address is an agent's, until Release or the end of the process.
+// Address is an endpoint's, until Release or the end of the process.
 type Address struct {
 	addr netip.Addr
 	path string
@@ -155,10 +154,10 @@ func (a *Address) Release() error {
 	return err
 }
 
-// Take takes an address of a range for an agent: the same as the last time, if nobody else
+// Take takes an address of a range for an endpoint: the same as the last time, if nobody else
 // has that by now. dir is where the host's addresses are taken; empty is DefaultDir.
 // It fails with ErrFull, or with ErrRange if an interface of the host is in that range.
-func Take(dir string, in netip.Prefix, agent string) (*Address, error) {
+func Take(dir string, in netip.Prefix, endpoint string) (*Address, error) {
 	if dir == "" {
 		dir = DefaultDir
 	}
@@ -173,7 +172,7 @@ func Take(dir string, in netip.Prefix, agent string) (*Address, error) {
 	}
 	n := choices(in)
 	for i := range n {
-		a, err := take(dir, choice(in, agent, i), agent)
+		a, err := take(dir, choice(in, endpoint, i), endpoint)
 		if a != nil || err != nil {
 			return a, err
 		}
@@ -181,17 +180,17 @@ func Take(dir string, in netip.Prefix, agent string) (*Address, error) {
 	return nil, fmt.Errorf("taking an address in %v: %w: name a larger range in $%s", in, ErrFull, RangeEnv)
 }
 
-// First is the address of a range that Take gives to an agent if nobody else has it.
-func First(in netip.Prefix, agent string) netip.Addr { return choice(in, agent, 0) }
+// First is the address of a range that Take gives to an endpoint if nobody else has it.
+func First(in netip.Prefix, endpoint string) netip.Addr { return choice(in, endpoint, 0) }
 
-// choices are how many addresses of a range agents can have: neither the first nor the last
+// choices are how many addresses of a range endpoints can have: neither the first nor the last
 // one, which mean the network and broadcast elsewhere.
 func choices(in netip.Prefix) uint32 { return uint32(1)<<(32-in.Bits()) - 2 }
 
-// choice is what is tried for an agent after i others.
-func choice(in netip.Prefix, agent string, i uint32) netip.Addr {
+// choice is what is tried for an endpoint after i others.
+func choice(in netip.Prefix, endpoint string, i uint32) netip.Addr {
 	h := fnv.New32a()
-	_, _ = h.Write([]byte(agent)) // never fails
+	_, _ = h.Write([]byte(endpoint)) // never fails
 	first := in.Addr().As4()
 	n := choices(in)
 	var b [4]byte
@@ -200,7 +199,7 @@ func choice(in netip.Prefix, agent string, i uint32) netip.Addr {
 }
 
 // take takes one address; nil if another process has it.
-func take(dir string, addr netip.Addr, agent string) (*Address, error) {
+func take(dir string, addr netip.Addr, endpoint string) (*Address, error) {
 	a := &Address{addr: addr, path: filepath.Join(dir, addr.String())}
 	f, err := osfile.TryOpenLocked(a.path, os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW, 0o600, osfile.Exclusive)
 	if errors.Is(err, osfile.ErrLocked) {
@@ -212,27 +211,18 @@ func take(dir string, addr netip.Addr, agent string) (*Address, error) {
 	a.file = f
 	// For people who look there. Not worth a failure.
 	_ = f.Truncate(0)
-	_, _ = fmt.Fprintf(f, "%s %d\n", agent, os.Getpid())
+	_, _ = fmt.Fprintf(f, "%s %d\n", endpoint, os.Getpid())
 	return a, nil
 }
 
 // clash refuses a range in which the host has a network of its own. env names the range.
 func clash(in netip.Prefix, env string) error {
-	all, err := net.InterfaceAddrs()
+	all, err := netpolicy.InterfaceAddresses()
 	if err != nil {
-		return fmt.Errorf("listing the host's addresses: %w", err)
+		return err
 	}
-	for _, a := range all {
-		n, ok := a.(*net.IPNet)
-		if !ok {
-			continue
-		}
-		addr, ok := netip.AddrFromSlice(n.IP)
-		ones, _ := n.Mask.Size()
-		if addr = addr.Unmap(); !ok || addr.Is4() != in.Addr().Is4() {
-			continue
-		}
-		if p := netip.PrefixFrom(addr, ones); in.Overlaps(p.Masked()) {
+	for _, p := range all {
+		if in.Overlaps(p.Masked()) {
 			return fmt.Errorf("%w: %v: the host has the address %v: name another range in $%s", ErrRange, in, p, env)
 		}
 	}

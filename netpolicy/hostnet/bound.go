@@ -16,22 +16,23 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 )
 
-// Names in nftables, and of the rules of one agent.
+// Names in nftables, and of the rules of one endpoint.
 const (
 	chainBound  = "connections"
 	boundPrefix = "drowse: connections of each of "
 	morePrefix  = "drowse: connections of "
 )
 
-// Connections is how many entries the host's connection tracking may have for an agent with a policy: as many as flows
-// are tracked by the programs, which forget the oldest where the host's tracking has to refuse the next. Entries of TCP
-// that are closed (TIME_WAIT, up to 2 minutes) do not count; the policy's limit of connections a second bounds them.
+// Connections is how many entries the host's connection tracking may have for an endpoint with a policy: as many as
+// flows are tracked by the programs, which forget the oldest where the host's tracking has to refuse the next. Entries
+// of TCP that are closed (TIME_WAIT, up to 2 minutes) do not count; the policy's limit of connections a second bounds
+// them.
 func Connections(p *netpolicy.Policy) int { return cmp.Or(p.Flows, netpolicy.DefaultFlows) }
 
-// Bound keeps an agent from filling the host's connection tracking: a packet is dropped that would be the first of a
-// connection when there are as many from its address. All agents of a range have the number that goes with
+// Bound keeps an endpoint from filling the host's connection tracking: a packet is dropped that would be the first of a
+// connection when there are as many from its address. All endpoints of a range have the number that goes with
 // netpolicy.DefaultFlows, and this one another if it is another. It is like Translate in what it does when it is called
-// again; what an agent that has gone had for itself is removed by the next one with its address.
+// again; what an endpoint that has gone had for itself is removed by the next one with its address.
 func Bound(in netip.Prefix, own netip.Addr, connections int) error {
 	return locked(func() error {
 		n, err := open(familyOf(in))
@@ -71,12 +72,12 @@ func Bound(in netip.Prefix, own netip.Addr, connections int) error {
 		if !usual && !has[words] {
 			changed = true
 			n.conn.AddChain(chain)
-			comment := userdata.AppendString(nil, userdata.TypeComment, words)
+			note := comment(words)
 			one := netip.PrefixFrom(own, own.BitLen())
 			// The last one that is inserted is the first.
-			n.conn.InsertRule(&nftables.Rule{Table: n.table, Chain: chain, UserData: comment, Exprs: append(n.family.opens(one), &expr.Verdict{Kind: expr.VerdictAccept})})
+			n.conn.InsertRule(&nftables.Rule{Table: n.table, Chain: chain, UserData: note, Exprs: append(n.family.opens(one), &expr.Verdict{Kind: expr.VerdictAccept})})
 			n.conn.InsertRule(&nftables.Rule{
-				Table: n.table, Chain: chain, UserData: comment,
+				Table: n.table, Chain: chain, UserData: note,
 				Exprs: append(n.family.opens(one), over(connections), &expr.Counter{}, &expr.Verdict{Kind: expr.VerdictDrop}),
 			})
 		}
@@ -87,7 +88,7 @@ func Bound(in netip.Prefix, own netip.Addr, connections int) error {
 	})
 }
 
-// boundEach adds the rule for all agents of a range: a set has those with connections, and their numbers.
+// boundEach adds the rule for all endpoints of a range: a set has those with connections, and their numbers.
 func (n *nft) boundEach(chain *nftables.Chain, in netip.Prefix, words string) error {
 	kind := nftables.TypeIPAddr
 	if n.family == ip6 {
@@ -95,13 +96,13 @@ func (n *nft) boundEach(chain *nftables.Chain, in netip.Prefix, words string) er
 	}
 	set := &nftables.Set{
 		Table: n.table, Name: "connections_" + strings.NewReplacer(".", "_", ":", "_", "/", "_").Replace(in.String()),
-		KeyType: kind, Dynamic: true, Size: netpolicy.MaxAgents,
+		KeyType: kind, Dynamic: true, Size: netpolicy.MaxEndpoints,
 	}
 	if err := n.conn.AddSet(set, nil); err != nil {
 		return fmt.Errorf("changing nftables: %w: %w", ErrNAT, err)
 	}
 	n.conn.AddRule(&nftables.Rule{
-		Table: n.table, Chain: chain, UserData: userdata.AppendString(nil, userdata.TypeComment, words),
+		Table: n.table, Chain: chain, UserData: comment(words),
 		Exprs: slices.Concat(n.family.opens(in), []expr.Any{
 			&expr.Payload{DestRegister: 1, Base: expr.PayloadBaseNetworkHeader, Offset: n.family.source, Len: n.family.length},
 			&expr.Dynset{

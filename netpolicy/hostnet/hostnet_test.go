@@ -109,7 +109,7 @@ func TestAddress6_has_the_address_of_IPv4_in_it(t *testing.T) {
 	}
 }
 
-func TestTake_gives_each_agent_another_address_until_none_is_left(t *testing.T) {
+func TestTake_gives_each_endpoint_another_address_until_none_is_left(t *testing.T) {
 	dir := t.TempDir()
 	const n = 6 // of a /29
 	got := make([]*Address, n)
@@ -117,7 +117,7 @@ func TestTake_gives_each_agent_another_address_until_none_is_left(t *testing.T) 
 	for i := range got {
 		wg.Go(func() {
 			var err error
-			if got[i], err = Take(dir, small, fmt.Sprint("agent", i)); err != nil {
+			if got[i], err = Take(dir, small, fmt.Sprint("endpoint", i)); err != nil {
 				t.Error(err)
 			}
 		})
@@ -129,7 +129,7 @@ func TestTake_gives_each_agent_another_address_until_none_is_left(t *testing.T) 
 	seen := map[netip.Addr]bool{}
 	for _, a := range got {
 		if seen[a.Addr()] || !small.Contains(a.Addr()) || a.Addr() == small.Addr() || a.Addr().String() == "10.213.7.7" {
-			t.Errorf("%v is taken twice, or not an agent's", a.Addr())
+			t.Errorf("%v is taken twice, or not an endpoint's", a.Addr())
 		}
 		seen[a.Addr()] = true
 	}
@@ -158,7 +158,7 @@ func TestTake_gives_each_agent_another_address_until_none_is_left(t *testing.T) 
 	}
 }
 
-func TestTake_same_agent_gets_the_same_address_again(t *testing.T) {
+func TestTake_same_endpoint_gets_the_same_address_again(t *testing.T) {
 	dir := t.TempDir()
 	var before netip.Addr
 	for range 3 {

@@ -21,11 +21,11 @@ import (
 	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
-// InterfacePrefix begins the names of agents' TAP devices.
+// InterfacePrefix begins the names of endpoints' TAP devices.
 const InterfacePrefix = "drowse"
 
-// InterfaceName is the name of the TAP device of an agent with this id of 32 hex digits. No other agent's is the same,
-// so that what tidies up after a killed process never means another one's.
+// InterfaceName is the name of the TAP device of an endpoint with this id of 32 hex digits. No other endpoint's is the
+// same, so that what tidies up after a killed process never means another one's.
 func InterfaceName(id string) string { return InterfacePrefix + id[:min(9, len(id))] }
 
 // Names in nftables. Nothing else uses the table.
@@ -75,7 +75,7 @@ type Status struct {
 	// Ranges are translated.
 	Ranges []string `json:"ranges"`
 	// Forwarding is net.ipv4.ip_forward. Guarded says that it was switched on by
-	// Forward, and is for agents alone.
+	// Forward, and is for endpoints alone.
 	Forwarding bool `json:"forwarding"`
 	Guarded    bool `json:"guarded"`
 	// Forwarding6 and Guarded6 are the same for net.ipv6.conf.all.forwarding and Forward6.
@@ -167,8 +167,8 @@ func (n *nft) flush() error {
 	return nil
 }
 
-// notAgents matches packets whose interface is not an agent's.
-func notAgents(key expr.MetaKey) []expr.Any {
+// notEndpoints matches packets whose interface is not an endpoint's.
+func notEndpoints(key expr.MetaKey) []expr.Any {
 	return []expr.Any{
 		&expr.Meta{Key: key, Register: 1},
 		// Less than a whole name compares its beginning.
@@ -178,8 +178,8 @@ func notAgents(key expr.MetaKey) []expr.Any {
 
 func rangeWords(in netip.Prefix) string { return rangePrefix + in.String() }
 
-// Translate has the host translate what agents in a range, of IPv4 or IPv6, send to other
-// interfaces than agents'. It changes nothing when that is so already, and may be called from
+// Translate has the host translate what endpoints in a range, of IPv4 or IPv6, send to other
+// interfaces than endpoints'. It changes nothing when that is so already, and may be called from
 // several processes at once.
 func Translate(in netip.Prefix) error {
 	check := CheckRange
@@ -189,28 +189,36 @@ func Translate(in netip.Prefix) error {
 	if err := check(in); err != nil {
 		return err
 	}
+	return once(in, rangeWords(in), expr.MetaKeyOIFNAME, &expr.Masq{}, &nftables.Chain{
+		Name: chainNAT, Type: nftables.ChainTypeNAT, Hooknum: nftables.ChainHookPostrouting, Priority: nftables.ChainPriorityNATSource,
+	})
+}
+
+// once adds a rule, if it is not there, for packets with a source in a range whose interface is not an endpoint's.
+func once(in netip.Prefix, words string, interfaces expr.MetaKey, does expr.Any, chain *nftables.Chain) error {
 	return locked(func() error {
 		n, err := open(familyOf(in))
 		if err != nil {
 			return err
 		}
-		have, err := n.comments(chainNAT)
-		if err != nil || slices.Contains(have, rangeWords(in)) {
+		have, err := n.comments(chain.Name)
+		if err != nil || slices.Contains(have, words) {
 			return err
 		}
-		n.conn.AddTable(n.table)
-		chain := n.conn.AddChain(&nftables.Chain{
-			Name: chainNAT, Table: n.table, Type: nftables.ChainTypeNAT,
-			Hooknum: nftables.ChainHookPostrouting, Priority: nftables.ChainPriorityNATSource,
-		})
-		exprs := append(n.family.from(in), notAgents(expr.MetaKeyOIFNAME)...)
-		n.conn.AddRule(&nftables.Rule{
-			Table: n.table, Chain: chain, Exprs: append(exprs, &expr.Counter{}, &expr.Masq{}),
-			UserData: userdata.AppendString(nil, userdata.TypeComment, rangeWords(in)),
-		})
-		return n.flush()
+		return n.add(chain, words, append(append(n.family.from(in), notEndpoints(interfaces)...), &expr.Counter{}, does))
 	})
 }
+
+// add adds a rule, with its chain and the table if these are not there.
+func (n *nft) add(chain *nftables.Chain, words string, exprs []expr.Any) error {
+	n.conn.AddTable(n.table)
+	chain.Table = n.table
+	n.conn.AddChain(chain)
+	n.conn.AddRule(&nftables.Rule{Table: n.table, Chain: chain, Exprs: exprs, UserData: comment(words)})
+	return n.flush()
+}
+
+func comment(words string) []byte { return userdata.AppendString(nil, userdata.TypeComment, words) }
 
 // from matches packets with a source in a range.
 func (f *family) from(in netip.Prefix) []expr.Any {
@@ -221,31 +229,12 @@ func (f *family) from(in netip.Prefix) []expr.Any {
 	}
 }
 
-// Own has the host drop packets with a source in a range of agents that have not come by an agent's interface. The
-// programs of agents do not take them for agents' either; this keeps them from the host itself. It is like Translate in
-// what it does when it is called again.
+// Own has the host drop packets with a source in a range of endpoints that have not come by an endpoint's interface.
+// The programs of endpoints do not take them for endpoints' either; this keeps them from the host itself. It is like
+// Translate in what it does when it is called again.
 func Own(in netip.Prefix) error {
-	return locked(func() error {
-		n, err := open(familyOf(in))
-		if err != nil {
-			return err
-		}
-		words := ownPrefix + in.String()
-		have, err := n.comments(chainSource)
-		if err != nil || slices.Contains(have, words) {
-			return err
-		}
-		n.conn.AddTable(n.table)
-		chain := n.conn.AddChain(&nftables.Chain{
-			Name: chainSource, Table: n.table, Type: nftables.ChainTypeFilter,
-			Hooknum: nftables.ChainHookPrerouting, Priority: nftables.ChainPriorityRaw,
-		})
-		exprs := append(n.family.from(in), notAgents(expr.MetaKeyIIFNAME)...)
-		n.conn.AddRule(&nftables.Rule{
-			Table: n.table, Chain: chain, Exprs: append(exprs, &expr.Counter{}, &expr.Verdict{Kind: expr.VerdictDrop}),
-			UserData: userdata.AppendString(nil, userdata.TypeComment, words),
-		})
-		return n.flush()
+	return once(in, ownPrefix+in.String(), expr.MetaKeyIIFNAME, &expr.Verdict{Kind: expr.VerdictDrop}, &nftables.Chain{
+		Name: chainSource, Type: nftables.ChainTypeFilter, Hooknum: nftables.ChainHookPrerouting, Priority: nftables.ChainPriorityRaw,
 	})
 }
 
@@ -273,7 +262,7 @@ func (f *family) setForwarding(value string) error {
 	return nil
 }
 
-// Forward has the host forward IPv4 packets, if it does not yet: those from and to agents'
+// Forward has the host forward IPv4 packets, if it does not yet: those from and to endpoints'
 // interfaces alone, since a rule drops all others first. It reports whether it has changed
 // something. Where forwarding was on already, it adds no rule.
 func Forward() (changed bool, err error) { return ip4.doForward() }
@@ -307,23 +296,17 @@ func (f *family) doForward() (changed bool, err error) {
 	return changed, err
 }
 
-// guard adds the rule that drops what is neither from nor to an agent.
+// guard adds the rule that drops what is neither from nor to an endpoint.
 func (n *nft) guard() error {
 	have, err := n.comments(chainGuard)
 	if err != nil || len(have) > 0 {
 		return err
 	}
-	n.conn.AddTable(n.table)
-	chain := n.conn.AddChain(&nftables.Chain{
-		Name: chainGuard, Table: n.table, Type: nftables.ChainTypeFilter,
-		Hooknum: nftables.ChainHookForward, Priority: nftables.ChainPriorityFilter,
-	})
-	exprs := append(notAgents(expr.MetaKeyIIFNAME), notAgents(expr.MetaKeyOIFNAME)...)
-	n.conn.AddRule(&nftables.Rule{
-		Table: n.table, Chain: chain, Exprs: append(exprs, &expr.Counter{}, &expr.Verdict{Kind: expr.VerdictDrop}),
-		UserData: userdata.AppendString(nil, userdata.TypeComment, guardWords),
-	})
-	return n.flush()
+	chain := &nftables.Chain{
+		Name: chainGuard, Type: nftables.ChainTypeFilter, Hooknum: nftables.ChainHookForward, Priority: nftables.ChainPriorityFilter,
+	}
+	exprs := append(notEndpoints(expr.MetaKeyIIFNAME), notEndpoints(expr.MetaKeyOIFNAME)...)
+	return n.add(chain, guardWords, append(exprs, &expr.Counter{}, &expr.Verdict{Kind: expr.VerdictDrop}))
 }
 
 // keepAdvertised has interfaces that take routes from routers go on with it. Which
@@ -350,9 +333,7 @@ func (n *nft) keepAdvertised() error {
 		}
 		names = append(names, e.Name())
 		if !slices.Contains(noted, e.Name()) {
-			n.conn.AddRule(&nftables.Rule{
-				Table: n.table, Chain: chain, Exprs: []expr.Any{&expr.Counter{}}, UserData: userdata.AppendString(nil, userdata.TypeComment, e.Name()),
-			})
+			n.conn.AddRule(&nftables.Rule{Table: n.table, Chain: chain, Exprs: []expr.Any{&expr.Counter{}}, UserData: comment(e.Name())})
 		}
 	}
 	if err := n.flush(); err != nil {

@@ -28,16 +28,14 @@ const onLinkTries = 5
 // this network namespace. Routes into tunnels (interfaces without broadcast) lead further, and are not among them,
 // unless the kernel has made them for an address. If there are more than MaxOnLink, they are made wider.
 func OnLink() ([]netip.Prefix, error) {
-	all, err := net.InterfaceAddrs()
+	all, err := netpolicy.InterfaceAddresses()
 	if err != nil {
-		return nil, fmt.Errorf("listing the ranges on the host's links: %w", err)
+		return nil, err
 	}
 	found := map[netip.Prefix]bool{}
-	for _, a := range all {
-		if n, ok := a.(*net.IPNet); ok {
-			if p, ok := neighbours(n); ok {
-				found[p] = true
-			}
+	for _, p := range all {
+		if p = p.Masked(); onLink(p) {
+			found[p] = true
 		}
 	}
 	broadcast := map[int]bool{} // by the index of an interface
@@ -89,14 +87,17 @@ func neighbours(n *net.IPNet) (netip.Prefix, bool) {
 		return netip.Prefix{}, false
 	}
 	a, ok := netip.AddrFromSlice(n.IP)
-	a = a.Unmap()
 	bits, _ := n.Mask.Size()
-	p, err := a.Prefix(bits)
+	p, err := a.Unmap().Prefix(bits)
+	return p, ok && err == nil && onLink(p)
+}
+
+func onLink(p netip.Prefix) bool {
 	least := minOnLink4
-	if a.Is6() {
+	if p.Addr().Is6() {
 		least = minOnLink6
 	}
-	return p, ok && err == nil && bits >= least && netpolicy.MayBePublic(p)
+	return p.Bits() >= least && netpolicy.MayBePublic(p)
 }
 
 // widen makes a list of ranges, of at most so many: with more, it makes them shorter and so less in number.

@@ -19,7 +19,7 @@ func TestAttack_host_address_beyond_the_256th_passes_as_public(t *testing.T) {
 	for a, b := netip.MustParseAddr("198.51.0.0"), netip.MustParseAddr("2001:db8:7::"); len(env.Host) < MaxHostAddresses; a, b = a.Next().Next(), b.Next().Next() {
 		env.Host = append(env.Host, a, b) // with gaps, so that each has its own place in the tree
 	}
-	s, err := Compile(p, agent, env)
+	s, err := Compile(p, endpoint, env)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -37,7 +37,7 @@ func TestAttack_host_address_beyond_the_256th_passes_as_public(t *testing.T) {
 			}
 		}
 	}
-	if s, err := Compile(p, agent, Environment{Host: append(env.Host, netip.MustParseAddr("203.0.113.1"))}); !errors.Is(err, ErrIdentity) {
+	if s, err := Compile(p, endpoint, Environment{Host: append(env.Host, netip.MustParseAddr("203.0.113.1"))}); !errors.Is(err, ErrIdentity) {
 		t.Errorf("one address too many: %v, %v", s, err)
 	}
 }

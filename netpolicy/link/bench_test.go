@@ -71,7 +71,7 @@ func BenchmarkPacket(b *testing.B) {
 	for _, n := range []int{1, 10, 100, 1000} {
 		p := manyRules(n)
 		p.Rules[n-1].Verdict = Deny
-		run(fmt.Sprintf("rules=%d/denied by the last", n), agent, p, sent(netip.MustParseAddr("20.1.77.9"), 6, tcp(4000, 443, syn)), Deny)
+		run(fmt.Sprintf("rules=%d/denied by the last", n), endpoint, p, sent(netip.MustParseAddr("20.1.77.9"), 6, tcp(4000, 443, syn)), Deny)
 		run(fmt.Sprintf("rules=%d/flow", n), same, manyRules(n), sent(netip.MustParseAddr("20.1.77.9"), 17, udp(4000, 443, make([]byte, 1000)...)), Allow)
 		run(fmt.Sprintf("rules=%d/opens a flow", n), same, manyRules(n), sent(netip.MustParseAddr("20.1.77.9"), 6, tcp(4000, 443, syn)), Allow)
 	}
@@ -86,7 +86,7 @@ func benchRun(p *ebpf.Program, f []byte, repeat int) (uint32, time.Duration, err
 func BenchmarkSwap(b *testing.B) {
 	e := newEngine(b, DefaultFlows)
 	for _, n := range []int{10, 1000} {
-		s, err := Compile(manyRules(n), agent, Environment{})
+		s, err := Compile(manyRules(n), endpoint, Environment{})
 		if err != nil {
 			b.Fatal(err)
 		}
@@ -104,7 +104,7 @@ func BenchmarkSwap(b *testing.B) {
 func BenchmarkTable(b *testing.B) {
 	e := newEngine(b, DefaultFlows)
 	for _, n := range []int{10, 1000} {
-		s, err := Compile(manyRules(n), agent, Environment{})
+		s, err := Compile(manyRules(n), endpoint, Environment{})
 		if err != nil {
 			b.Fatal(err)
 		}
@@ -123,7 +123,7 @@ func BenchmarkCompile(b *testing.B) {
 		p := manyRules(n)
 		b.Run(fmt.Sprintf("rules=%d", n), func(b *testing.B) {
 			for b.Loop() {
-				if _, err := Compile(p, agent, Environment{}); err != nil {
+				if _, err := Compile(p, endpoint, Environment{}); err != nil {
 					b.Fatal(err)
 				}
 			}
@@ -131,7 +131,7 @@ func BenchmarkCompile(b *testing.B) {
 	}
 }
 
-// BenchmarkLoad is what a new agent costs.
+// BenchmarkLoad is what a new endpoint costs.
 func BenchmarkLoad(b *testing.B) {
 	needRoot(b)
 	for b.Loop() {
@@ -153,7 +153,7 @@ func BenchmarkFlowLog_look(b *testing.B) {
 				b.Fatal(err)
 			}
 			defer e.Close()
-			s, err := Compile(&Policy{Default: Defaults{Egress: Allow}, Limits: Limits{Egress: Rates{Connections: &Rate{PerSecond: 1e6, Burst: 1e12}}}}, agent, Environment{})
+			s, err := Compile(&Policy{Default: Defaults{Egress: Allow}, Limits: Limits{Egress: Rates{Connections: &Rate{PerSecond: 1e6, Burst: 1e12}}}}, endpoint, Environment{})
 			if err != nil {
 				b.Fatal(err)
 			}

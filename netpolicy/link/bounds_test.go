@@ -62,7 +62,7 @@ func TestPolicy_one_more_than_each_limit_is_refused(t *testing.T) {
 		"tags of others": {MaxTags, func(n int) *Policy {
 			a := rule
 			for i := range n {
-				a.Agents = append(a.Agents, fmt.Sprint("tag", i))
+				a.Endpoints = append(a.Endpoints, fmt.Sprint("tag", i))
 			}
 			return &Policy{Rules: []Rule{a}}
 		}},
@@ -82,10 +82,10 @@ func TestPolicy_one_more_than_each_limit_is_refused(t *testing.T) {
 		}},
 		"flows": {MaxFlows, func(n int) *Policy { return &Policy{Flows: n} }},
 	} {
-		if _, err := Compile(c.make(c.most), agent, Environment{}); err != nil {
+		if _, err := Compile(c.make(c.most), endpoint, Environment{}); err != nil {
 			t.Errorf("%d %s: %v", c.most, name, err)
 		}
-		if _, err := Compile(c.make(c.most+1), agent, Environment{}); !errors.Is(err, ErrPolicy) {
+		if _, err := Compile(c.make(c.most+1), endpoint, Environment{}); !errors.Is(err, ErrPolicy) {
 			t.Errorf("%d %s: %v, want ErrPolicy", c.most+1, name, err)
 		}
 	}
@@ -93,10 +93,10 @@ func TestPolicy_one_more_than_each_limit_is_refused(t *testing.T) {
 	for i := range MaxPeers + 1 {
 		peers = append(peers, Peer{Address: netip.AddrFrom4([4]byte{10, 200, byte(i >> 8), byte(i)})})
 	}
-	if _, err := Compile(&Policy{}, agent, Environment{Peers: peers[:MaxPeers]}); err != nil {
+	if _, err := Compile(&Policy{}, endpoint, Environment{Peers: peers[:MaxPeers]}); err != nil {
 		t.Error(err)
 	}
-	if _, err := Compile(&Policy{}, agent, Environment{Peers: peers}); !errors.Is(err, ErrIdentity) {
-		t.Errorf("%d agents: %v, want ErrIdentity", len(peers), err)
+	if _, err := Compile(&Policy{}, endpoint, Environment{Peers: peers}); !errors.Is(err, ErrIdentity) {
+		t.Errorf("%d endpoints: %v, want ErrIdentity", len(peers), err)
 	}
 }

@@ -35,7 +35,7 @@ rules:
 		if err != nil {
 			t.Fatal(err)
 		}
-		l, err := Attach(Config{Agent: name, Interface: name, Root: root}, s)
+		l, err := Attach(Config{Endpoint: name, Interface: name, Root: root}, s)
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -98,8 +98,8 @@ func TestPrograms_crafted_frames_pass_only_where_the_policy_names_them(t *testin
 			t.Fatal(err)
 		}
 	}
-	// What is denied for the policy of the other test alone, or because agents are not there that are here, is crafted
-	// for nothing here.
+	// What is denied for the policy of the other test alone, or because endpoints are not there that are here, is
+	// crafted for nothing here.
 	broken := slices.DeleteFunc(hostileFrames(), func(h hostile) bool {
 		return h.reason == ReasonRule || h.reason == ReasonDefault || h.reason == ReasonSrcInterface
 	})

@@ -19,6 +19,7 @@ import (
 	. "github.com/drowse-vm/drowse/netpolicy"
 	. "github.com/drowse-vm/drowse/netpolicy/link"
 	"github.com/drowse-vm/drowse/netpolicy/refmodel"
+	"github.com/drowse-vm/drowse/netpolicy/refmodel/flowtest"
 )
 
 // How many packets and policies TestPrograms_agree_with_the_model compares. Long runs
@@ -98,8 +99,8 @@ var names = []string{"example.com", "*.example.com", "a.example.com", "b.a.examp
 func (r *random) makePolicy() {
 	r.addrs, r.ports, r.history, r.dirs = nil, nil, nil, nil
 	r.env = Environment{
-		Host:   []netip.Addr{netip.MustParseAddr("192.168.1.1"), netip.MustParseAddr("93.184.216.34"), netip.MustParseAddr("fd00::1"), netip.MustParseAddr("127.0.0.1")},
-		Agents: []netip.Prefix{netip.MustParsePrefix("10.200.0.0/16"), netip.MustParsePrefix("fd77::/64")},
+		Host:      []netip.Addr{netip.MustParseAddr("192.168.1.1"), netip.MustParseAddr("93.184.216.34"), netip.MustParseAddr("fd00::1"), netip.MustParseAddr("127.0.0.1")},
+		Endpoints: []netip.Prefix{netip.MustParsePrefix("10.200.0.0/16"), netip.MustParsePrefix("fd77::/64")},
 		Peers: []Peer{
 			{Address: netip.MustParseAddr("10.200.3.8"), Tags: []string{"db", "eu"}}, {Address: netip.MustParseAddr("fd77::3:8"), Tags: []string{"db"}},
 			{Address: netip.MustParseAddr("10.77.0.1"), Tags: []string{"eu"}},
@@ -173,7 +174,7 @@ func (r *random) makePolicy() {
 			}
 		}
 		if r.one(4) {
-			u.Agents = append(u.Agents, pick(r, "db", "eu", "none"))
+			u.Endpoints = append(u.Endpoints, pick(r, "db", "eu", "none"))
 		}
 		for range pick(r, 0, 1, 1, 1, 2) {
 			u.Protocols = append(u.Protocols, pick(r, TCP, UDP, ICMP, AnyProtocol))
@@ -241,7 +242,7 @@ func (r *random) payload() []byte {
 
 // answerTo makes a frame that belongs to one that passed before.
 func (r *random) answerTo(f []byte, d Direction) ([]byte, Direction) {
-	// f is as the receiver sees it: from the guest it has the agent's address, to
+	// f is as the receiver sees it: from the guest it has the endpoint's address, to
 	// the guest it has the guest's.
 	six := be.Uint16(f[12:]) == 0x86dd
 	var src, dst netip.Addr
@@ -521,7 +522,7 @@ func TestPrograms_agree_with_the_model_about_names(t *testing.T) {
 
 func compareWithModel(t *testing.T, r *random) map[string]int {
 	e := newEngine(t, MaxFlows)
-	var m *refmodel.Model
+	var m *flowtest.Model
 	now := uint64(1e15) // later than the kernel's clock, on which the engine forgets pins
 	each := max(1, *packetsFlag / *policiesFlag)
 	reasons := map[string]int{}
@@ -536,7 +537,7 @@ func compareWithModel(t *testing.T, r *random) map[string]int {
 			r.history, r.dirs = old.history, old.dirs
 			r.addrs = append(r.addrs, old.addrs[:min(len(old.addrs), 20)]...)
 		}
-		id := agent
+		id := endpoint
 		if r.one(8) {
 			id.Address6 = netip.Addr{}
 		}
@@ -544,7 +545,7 @@ func compareWithModel(t *testing.T, r *random) map[string]int {
 		if err != nil {
 			t.Fatalf("policy %d: %v", i, err)
 		}
-		// An agent is always there, so that flows with it are judged by the rules alone.
+		// An endpoint is always there, so that flows with it are judged by the rules alone.
 		peers := []Peer{{Address: netip.MustParseAddr("10.200.3.8")}, {Address: netip.MustParseAddr("fd77::3:8")}, {Address: netip.MustParseAddr("10.77.0.1")}}
 		if err := e.SetPeers(append(peers, r.env.Peers...)); err != nil {
 			t.Fatal(err)
@@ -553,7 +554,7 @@ func compareWithModel(t *testing.T, r *random) map[string]int {
 			t.Fatal(err)
 		}
 		if m == nil {
-			m = refmodel.New(r.policy, id, r.env)
+			m = flowtest.New(r.policy, id, r.env)
 		} else {
 			m.Swap(r.policy, id, r.env)
 		}
@@ -595,7 +596,14 @@ func compareWithModel(t *testing.T, r *random) map[string]int {
 			}
 			f, d, gso := r.frame()
 			by := r.way(f, d)
-			want := m.Judge(refmodel.Frame{Direction: d, Bytes: f, SegmentSize: gso, By: by}, int64(now))
+			frame := refmodel.Frame{Direction: d, Bytes: f, SegmentSize: gso, By: by}
+			want := m.Judge(frame, int64(now))
+			if d == Ingress && j%8 == 0 {
+				first := flowtest.New(r.policy, id, r.env).Judge(frame, int64(now)).Verdict == Allow
+				if opens := refmodel.New(r.policy, id, r.env).Opens(frame); opens != first {
+					t.Fatalf("policy %d, packet %d: opens: %v, and as the first packet: %v (%x)", i, j, opens, first, f)
+				}
+			}
 			ran, err := e.RunBy(d, f, gso, by)
 			if errors.Is(err, unix.EINVAL) && want.Reason == ReasonTruncated {
 				continue // BPF_PROG_RUN takes no frame whose IP header is cut off

@@ -25,7 +25,7 @@ var ErrKernel = errors.New("the kernel does not take the programs")
 // ErrPinsFull is that the resolver has pinned as many addresses as it may.
 var ErrPinsFull = errors.New("too many addresses are pinned")
 
-// maxPins is how many addresses the resolver may pin for one agent. The map has room
+// maxPins is how many addresses the resolver may pin for one endpoint. The map has room
 // for those of two generations.
 const maxPins = 4096
 
@@ -35,29 +35,30 @@ const maxNameSets = 2048
 // maxPinNames is how many names of one address are pinned at once.
 const maxPinNames = 64
 
-// engine is the state of one agent, in maps of its own, and its own programs, which call
+// engine is the state of one endpoint, in maps of its own, and its own programs, which call
 // those of the host. With no table they deny everything.
 type engine struct {
 	place  place
 	shared *programs
-	// The agent's own. The one element of current says which of its tables is in force.
+	// The endpoint's own. The one element of current says which of its tables is in force.
 	// Lasting has the flows that are established or answered, and flows the others.
 	flows, lasting, pinned, counts, events, current *ebpf.Map
 	entries                                         [2]*ebpf.Program // by direction
 
 	wg sync.WaitGroup // for writers into the slot, who take some time to end
-	// announced is closed when the maps of the agent are in its slot and their writers have ended; nil before announce.
+	// announced is closed when the maps of the endpoint are in its slot and their writers have ended; nil before
+	// announce.
 	announced chan struct{}
 	writers   chan struct{} // has as many elements as there are of those after the first
 
-	mu     sync.Mutex // guards what follows
-	gen    uint32
-	which  uint32   // the table that is in force
-	tables [2]table // the other one is spare, and may be none
-	spec   *netpolicy.Spec
-	pins   bool                             // there may be entries in the map of pins
-	names  map[netip.Addr]map[string]uint64 // name -> when it expires, on the kernel's clock
-	known  nameSets
+	mu       sync.Mutex // guards what follows
+	gen      uint32
+	which    uint32   // the table that is in force
+	tables   [2]table // the other one is spare, and may be none
+	spec     *netpolicy.Spec
+	pins     bool                             // there may be entries in the map of pins
+	names    map[netip.Addr]map[string]uint64 // name -> when it expires, on the kernel's clock
+	nameSets nameSets
 
 	history flow.History
 }
@@ -65,7 +66,7 @@ type engine struct {
 // eventBytes is the size of the ring of events: a second's worth of both directions, and as much again.
 const eventBytes = 32 << 10
 
-// ownMap is a map of an agent's own.
+// ownMap is a map of an endpoint's own.
 type ownMap struct {
 	name       string
 	kind       ebpf.MapType
@@ -75,7 +76,7 @@ type ownMap struct {
 }
 
 func flowsOf(entries int) ownMap {
-	return ownMap{pinFlows, ebpf.LRUHash, bpf.AgentFlowKey{}, bpf.AgentFlow{}, entries, 0}
+	return ownMap{pinFlows, ebpf.LRUHash, bpf.EndpointFlowKey{}, bpf.EndpointFlow{}, entries, 0}
 }
 
 func (m ownMap) make() (*ebpf.Map, error) {
@@ -85,12 +86,12 @@ func (m ownMap) make() (*ebpf.Map, error) {
 	}
 	out, err := ebpf.NewMap(spec)
 	if err != nil {
-		return nil, fmt.Errorf("making the map of an agent's %s: %w", m.name, err)
+		return nil, fmt.Errorf("making the map of an endpoint's %s: %w", m.name, err)
 	}
 	return out, nil
 }
 
-// newEngine makes the maps of an agent and puts them into its slot. It takes over the
+// newEngine makes the maps of an endpoint and puts them into its slot. It takes over the
 // programs, also if it fails. With a policy, start has to follow; without, everything is denied.
 func newEngine(p *programs, at place, flows int) (_ *engine, err error) {
 	e := &engine{place: at, shared: p, names: map[netip.Addr]map[string]uint64{}, writers: make(chan struct{}, maxWriters)}
@@ -105,8 +106,8 @@ func newEngine(p *programs, at place, flows int) (_ *engine, err error) {
 	}{
 		{&e.flows, flowsOf(flows)},
 		{&e.lasting, flowsOf(flows)},
-		{&e.pinned, ownMap{"pins", ebpf.Hash, bpf.AgentPinKey{}, bpf.AgentPin{}, 2 * (maxPins + maxNameSets), unix.BPF_F_NO_PREALLOC}},
-		{&e.counts, ownMap{"counters", ebpf.PerCPUArray, uint32(0), bpf.AgentCounter{}, runsAt + len(engine{}.tables), 0}},
+		{&e.pinned, ownMap{"pins", ebpf.Hash, bpf.EndpointPinKey{}, bpf.EndpointPin{}, 2 * (maxPins + maxNameSets), unix.BPF_F_NO_PREALLOC}},
+		{&e.counts, ownMap{"counters", ebpf.PerCPUArray, uint32(0), bpf.EndpointCounter{}, runsAt + len(engine{}.tables), 0}},
 		{&e.events, ownMap{"events", ebpf.RingBuf, nil, nil, eventBytes, 0}},
 		{&e.current, ownMap{"current", ebpf.Array, uint32(0), uint32(0), 1, 0}},
 	} {
@@ -125,16 +126,16 @@ func newEngine(p *programs, at place, flows int) (_ *engine, err error) {
 	return e, nil
 }
 
-// flowTable is the agent's table of flows.
+// flowTable is the endpoint's table of flows.
 func (e *engine) flowTable() *flow.Table {
-	return &flow.Table{Flows: e.flows, Lasting: e.lasting, Usages: e.shared.usages, Slot: e.place.slot, Names: &e.history}
+	return &flow.Table{Flows: e.flows, Lasting: e.lasting, Usages: e.shared.usages, Slot: e.place.slot, History: &e.history}
 }
 
 func (e *engine) close() error {
 	e.wg.Wait()
 	errs := []error{e.shared.close()}
-	for _, m := range []*ebpf.Map{e.flows, e.lasting, e.pinned, e.counts, e.events, e.current} {
-		errs = append(errs, m.Close())
+	for _, m := range e.maps() {
+		errs = append(errs, (*m).Close())
 	}
 	for i := range e.tables {
 		errs = append(errs, e.tables[i].close())
@@ -145,7 +146,7 @@ func (e *engine) close() error {
 	return errors.Join(errs...)
 }
 
-// announce puts the agent's maps into its slot. Without a table, every packet is denied.
+// announce puts the endpoint's maps into its slot. Without a table, every packet is denied.
 func (e *engine) announce() error {
 	p := e.shared
 	wait, err := publish([]slotMap{
@@ -164,8 +165,8 @@ func (e *engine) announce() error {
 	return nil
 }
 
-// start puts the agent's first table into its slot, after its maps if announce has not. Nothing is judged
-// before, so no packet is waited for. With keep, all that agents share stays open; otherwise only
+// start puts the endpoint's first table into its slot, after its maps if announce has not. Nothing is judged
+// before, so no packet is waited for. With keep, all that endpoints share stays open; otherwise only
 // what is needed from now on: the tables, and the use of limits.
 func (e *engine) start(s *netpolicy.Spec, keep bool) error {
 	e.mu.Lock()
@@ -188,7 +189,7 @@ func (e *engine) start(s *netpolicy.Spec, keep bool) error {
 		return errors.Join(err, t.close())
 	}
 	e.gen++
-	e.history.Install(e.gen, s.RuleNames())
+	e.history.AddRules(e.gen, s.RuleNames())
 	e.tables[e.which], e.spec = t, s
 	e.wg.Go(func() {
 		_ = wait()
@@ -200,7 +201,7 @@ func (e *engine) start(s *netpolicy.Spec, keep bool) error {
 	return nil
 }
 
-// track gives the agent other tables of flows, in which there are none, before start.
+// track gives the endpoint other tables of flows, in which there are none, before start.
 func (e *engine) track(flows int) (err error) {
 	brief, err := flowsOf(flows).make()
 	if err != nil {
@@ -230,7 +231,7 @@ func (e *engine) track(flows int) (err error) {
 func mapID(m *ebpf.Map) (ebpf.MapID, error) {
 	info, err := m.Info()
 	if err != nil {
-		return 0, fmt.Errorf("looking at an agent's map: %w", err)
+		return 0, fmt.Errorf("looking at an endpoint's map: %w", err)
 	}
 	id, _ := info.ID()
 	return id, nil
@@ -240,10 +241,10 @@ func mapID(m *ebpf.Map) (ebpf.MapID, error) {
 // beyond expire early.
 const pinSlots = 4
 
-// matching is which rules the names of an address match, and until when. Remember gives names a number.
-func matching(s *netpolicy.Spec, names map[string]uint64, remember func(names []string) uint32) (p bpf.AgentPin, ok bool) {
+// matching is which rules the names of an address match, and until when. nameSetID numbers a set of names.
+func matching(s *netpolicy.Spec, names map[string]uint64, nameSetID func(names []string) uint32) (p bpf.EndpointPin, ok bool) {
 	type ruleSet = [netpolicy.MaxRules / 64]uint64
-	sets, meant := map[uint64]ruleSet{}, map[uint64][]string{} // by time
+	sets, named := map[uint64]ruleSet{}, map[uint64][]string{} // by time
 	join := func(to *ruleSet, more ruleSet) {
 		for w, x := range more {
 			to[w] |= x
@@ -253,24 +254,24 @@ func matching(s *netpolicy.Spec, names map[string]uint64, remember func(names []
 		if rules, ok := s.Naming(name); ok {
 			join(&rules, sets[until])
 			sets[until] = rules
-			meant[until] = append(meant[until], name)
+			named[until] = append(named[until], name)
 		}
 	}
 	// The latest first; each slot has what the later ones have as well.
 	times := slices.SortedFunc(maps.Keys(sets), func(a, b uint64) int { return cmp.Compare(b, a) })
 	var all ruleSet
-	var those []string
+	var matched []string
 	for i, t := range times[:min(len(times), pinSlots)] {
 		join(&all, sets[t])
-		those = append(those, meant[t]...)
+		matched = append(matched, named[t]...)
 		at := min(len(times), pinSlots) - 1 - i
-		p.Expires[at], p.Set[at].W, p.Names[at] = t, all, remember(those)
+		p.Expires[at], p.Set[at].W, p.NameSets[at] = t, all, nameSetID(matched)
 	}
 	return p, len(times) > 0
 }
 
-func pinKey(a netip.Addr, gen uint32) bpf.AgentPinKey {
-	k := bpf.AgentPinKey{Gen: gen}
+func pinKey(a netip.Addr, gen uint32) bpf.EndpointPinKey {
+	k := bpf.EndpointPinKey{Gen: gen}
 	b := a.As16()
 	for i := range k.Addr {
 		k.Addr[i] = binary.NativeEndian.Uint32(b[4*i:])
@@ -280,29 +281,20 @@ func pinKey(a netip.Addr, gen uint32) bpf.AgentPinKey {
 
 // repin puts what the resolver has pinned into the map for the next generation.
 func (e *engine) repin(s *netpolicy.Spec) error {
-	now := flow.Now()
+	e.expire()
 	for a, names := range e.names {
-		for n, until := range names {
-			if until <= now {
-				delete(names, n)
-			}
-		}
-		if len(names) == 0 {
-			delete(e.names, a)
-			continue
-		}
 		if err := e.writePin(s, a, names); err != nil {
 			return err
 		}
 	}
 	// And what the names of flows mean now, though they may have expired.
-	for id, names := range e.known.names {
+	for id, names := range e.nameSets.names {
 		v, ok := matching(s, forever(names), func([]string) uint32 { return id })
 		if !ok {
 			continue
 		}
 		e.pins = true
-		if err := e.pinned.Put(bpf.AgentPinKey{Addr: [4]uint32{remembered, 0, 0, id}, Gen: e.gen}, &v); err != nil {
+		if err := e.pinned.Put(bpf.EndpointPinKey{Addr: [4]uint32{nameSetKey, 0, 0, id}, Gen: e.gen}, &v); err != nil {
 			return fmt.Errorf("writing the names of flows: %w", err)
 		}
 	}
@@ -310,7 +302,7 @@ func (e *engine) repin(s *netpolicy.Spec) error {
 }
 
 func (e *engine) writePin(s *netpolicy.Spec, a netip.Addr, names map[string]uint64) error {
-	v, ok := matching(s, names, e.remember)
+	v, ok := matching(s, names, e.nameSetID)
 	if !ok {
 		return nil
 	}
@@ -321,15 +313,15 @@ func (e *engine) writePin(s *netpolicy.Spec, a netip.Addr, names map[string]uint
 	return nil
 }
 
-// unpinOld removes the entries of generations that are gone. Most agents have none, and looking for them means a look
-// at each bucket of the map.
+// unpinOld removes the entries of generations that are gone. Most endpoints have none, and looking for them means a
+// look at each bucket of the map.
 func (e *engine) unpinOld() error {
 	if !e.pins {
 		return nil
 	}
-	var k bpf.AgentPinKey
-	var v bpf.AgentPin
-	var old []bpf.AgentPinKey
+	var k bpf.EndpointPinKey
+	var v bpf.EndpointPin
+	var old []bpf.EndpointPinKey
 	left := false
 	it := e.pinned.Iterate()
 	for it.Next(&k, &v) {
@@ -373,36 +365,27 @@ func (e *engine) pin(name string, a netip.Addr, until uint64) error {
 		makeRoom(names)
 	}
 	names[name] = max(names[name], until)
-	e.history.Given(name, a)
+	e.history.AddName(name, a)
 	return e.writePin(e.spec, a, names)
 }
 
 // makeRoom forgets names of an address whose time is up; if there is none, the one whose time is up first. A guest that
 // asks for more names has the latest of them.
 func makeRoom(names map[string]uint64) {
-	now, first := flow.Now(), ""
-	for n, until := range names {
-		if until <= now {
-			delete(names, n)
-		} else if first == "" || until < names[first] {
-			first = n
-		}
+	if dropExpired(names); len(names) >= maxPinNames {
+		delete(names, slices.MinFunc(slices.Collect(maps.Keys(names)), func(a, b string) int { return cmp.Compare(names[a], names[b]) }))
 	}
-	if len(names) >= maxPinNames {
-		delete(names, first)
-	}
+}
+
+func dropExpired(names map[string]uint64) {
+	now := flow.Now()
+	maps.DeleteFunc(names, func(_ string, until uint64) bool { return until <= now })
 }
 
 // expire forgets pins whose time is up.
 func (e *engine) expire() {
-	now := flow.Now()
 	for a, names := range e.names {
-		for n, until := range names {
-			if until <= now {
-				delete(names, n)
-			}
-		}
-		if len(names) == 0 {
+		if dropExpired(names); len(names) == 0 {
 			delete(e.names, a)
 			// If it is not there, it has been removed with an old policy.
 			_ = e.pinned.Delete(pinKey(a, e.gen))
@@ -416,7 +399,7 @@ func (e *engine) counters() ([]netpolicy.Counter, error) {
 	for d, dir := range netpolicy.Directions {
 		for v, verdict := range netpolicy.Verdicts {
 			for r := range netpolicy.Reasons {
-				var per []bpf.AgentCounter
+				var per []bpf.EndpointCounter
 				if err := e.counts.Lookup(uint32((d*len(netpolicy.Verdicts)+v)*netpolicy.Reasons+r), &per); err != nil {
 					return nil, fmt.Errorf("reading counters: %w", err)
 				}
@@ -435,13 +418,9 @@ func (e *engine) counters() ([]netpolicy.Counter, error) {
 }
 
 func (e *engine) usage(d netpolicy.Direction) (netpolicy.Usage, error) {
-	i := e.place.slot * 2
-	if d == netpolicy.Ingress {
-		i++
-	}
-	var u bpf.AgentUsage
-	if err := e.shared.usages.LookupWithFlags(i, &u, ebpf.LookupLock); err != nil {
-		return netpolicy.Usage{}, fmt.Errorf("reading the use of the network: %w", err)
+	u, err := flow.Usage(e.shared.usages, e.place.slot, code(d))
+	if err != nil {
+		return netpolicy.Usage{}, err
 	}
 	out := netpolicy.Usage{Bytes: u.Used, Idle: -1}
 	if u.Active != 0 {

@@ -9,8 +9,8 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 )
 
-// What an agent's own program knows of struct __sk_buff: its scratch space, of which
-// bpf/agent.c reads the first three words.
+// What an endpoint's own program knows of struct __sk_buff: its scratch space, of which
+// bpf/endpoint.c reads the first three words.
 const (
 	ctxSlot  = 48 // cb[0]
 	ctxClaim = 52 // cb[1]
@@ -21,16 +21,16 @@ const (
 const shot = 2
 
 const (
-	// runsAt is where the counters of runs are in an agent's map of counters, by its tables:
-	// begun, and ended 8 bytes behind. bpf/agent.c counts the latter.
+	// runsAt is where the counters of runs are in an endpoint's map of counters, by its tables:
+	// begun, and ended 8 bytes behind. bpf/endpoint.c counts the latter.
 	runsAt = 2 * 3 * netpolicy.Reasons
 	// noTable is what is said of a packet that met a swap each of beginTries times. It is denied.
 	noTable    = 2
 	beginTries = 4
 )
 
-// entry loads an agent's own program for one direction, the one that is on its device.
-// It says whose packet it is, and by which of the agent's two tables it is judged, and calls the program of the
+// entry loads an endpoint's own program for one direction, the one that is on its device.
+// It says whose packet it is, and by which of the endpoint's two tables it is judged, and calls the program of the
 // host, which does not return. If that is not there, the packet is dropped.
 //
 // Before it goes on with a table it counts a run by it, and looks once more whether that is the one in force: so
@@ -95,7 +95,7 @@ func (e *engine) pausedEntry(calls *ebpf.Map, dir int, before, pause asm.Instruc
 		Name: pinEntries[dir], Type: ebpf.SchedCLS, License: "GPL", Instructions: insns,
 	})
 	if err != nil {
-		return nil, fmt.Errorf("loading an agent's own program: %w", err)
+		return nil, fmt.Errorf("loading an endpoint's own program: %w", err)
 	}
 	return p, nil
 }

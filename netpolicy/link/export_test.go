@@ -78,7 +78,7 @@ func (e *Engine) PausedProgram(looks int32) (*ebpf.Program, error) {
 func (e *Engine) Names(a netip.Addr) int { return len(e.names[a]) }
 
 // NameSets is how many sets of names are remembered.
-func (e *Engine) NameSets() int { return len(e.known.names) }
+func (e *Engine) NameSets() int { return len(e.nameSets.names) }
 
 // Room is how many rows there is room for in both tables.
 func (e *Engine) Room() (rows [2]int) { return [2]int{e.tables[0].rows, e.tables[1].rows} }
@@ -174,8 +174,8 @@ func (e *Engine) Run(d netpolicy.Direction, frame []byte, gsoSize int) (Ran, err
 	case d == netpolicy.Ingress && len(frame) >= 54 && frame[12] == 0x86:
 		by = netip.AddrFrom16([16]byte(frame[22:38]))
 	}
-	var there bpf.AgentTagged
-	if e.shared.agents.Lookup(by.As16(), &there) != nil {
+	var there bpf.EndpointTagged
+	if e.shared.endpoints.Lookup(by.As16(), &there) != nil {
 		by = netip.Addr{}
 	}
 	return e.RunBy(d, frame, gsoSize, by)
@@ -200,7 +200,7 @@ func (e *Engine) RunBy(d netpolicy.Direction, frame []byte, gsoSize int, by neti
 	return r, nil
 }
 
-// SlotsUsed says whether a live agent has a slot of this version's programs.
+// SlotsUsed says whether a live endpoint has a slot of this version's programs.
 func SlotsUsed(root string) (bool, error) {
 	s, err := lockShared(root, digest())
 	if err != nil {
@@ -210,9 +210,9 @@ func SlotsUsed(root string) (bool, error) {
 	return s.used()
 }
 
-// TakeSlot makes an agent that has a slot and nothing else, beginning to look at one.
-func TakeSlot(root, agent string, first uint32) (uint32, error) {
-	if err := os.MkdirAll(filepath.Join(root, agent), bpffsMode); err != nil {
+// TakeSlot makes an endpoint that has a slot and nothing else, beginning to look at one.
+func TakeSlot(root, endpoint string, first uint32) (uint32, error) {
+	if err := os.MkdirAll(filepath.Join(root, endpoint), bpffsMode); err != nil {
 		return 0, err
 	}
 	s, err := lockShared(root, digest())
@@ -220,7 +220,7 @@ func TakeSlot(root, agent string, first uint32) (uint32, error) {
 		return 0, err
 	}
 	defer s.unlock()
-	at, err := s.takeFrom(agent, first)
+	at, err := s.takeFrom(endpoint, first)
 	return at.slot, err
 }
 
@@ -232,7 +232,7 @@ func (e *Engine) InstallFor(s *netpolicy.Spec, claim uint32) error {
 	return e.install(s)
 }
 
-// LoadShared opens the programs that agents share, or loads them; it says which they are.
+// LoadShared opens the programs that endpoints share, or loads them; it says which they are.
 func LoadShared(root string) (id uint32, loaded bool, err error) {
 	s, err := lockShared(root, digest())
 	if err != nil {
@@ -247,12 +247,12 @@ func LoadShared(root string) (id uint32, loaded bool, err error) {
 	return id, loaded, errors.Join(err, p.close())
 }
 
-// Occupy is an agent without a device that takes a slot, which must be free, and fills it.
-func Occupy(root, agent string, slot uint32, s *netpolicy.Spec) error {
-	if _, err := TakeSlot(root, agent, slot); err != nil {
+// Occupy is an endpoint without a device that takes a slot, which must be free, and fills it.
+func Occupy(root, endpoint string, slot uint32, s *netpolicy.Spec) error {
+	if _, err := TakeSlot(root, endpoint, slot); err != nil {
 		return err
 	}
-	at, err := placeOf(filepath.Join(root, agent))
+	at, err := placeOf(filepath.Join(root, endpoint))
 	if err != nil {
 		return err
 	}
@@ -275,7 +275,7 @@ func Occupy(root, agent string, slot uint32, s *netpolicy.Spec) error {
 	return errors.Join(e.start(s, false), e.close())
 }
 
-// SetPeers says which agents there are. Each address always has the same claim.
+// SetPeers says which endpoints there are. Each address always has the same claim.
 func (e *Engine) SetPeers(peers []netpolicy.Peer) error {
 	for _, p := range peers {
 		h := fnv.New32a()
@@ -297,13 +297,13 @@ func interfaceOf(a netip.Addr) uint32 {
 	return h.Sum32()>>1 | 1
 }
 
-// SetPeer says which agent has an address, and by what claim; 0 is none. The same one may have other tags.
+// SetPeer says which endpoint has an address, and by what claim; 0 is none. The same one may have other tags.
 func (e *Engine) SetPeer(p netpolicy.Peer, claim uint32) error {
 	if claim == 0 {
-		return e.shared.agents.Delete(p.Address.As16())
+		return e.shared.endpoints.Delete(p.Address.As16())
 	}
-	var before bpf.AgentTagged
-	if err := e.shared.agents.Lookup(p.Address.As16(), &before); err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
+	var before bpf.EndpointTagged
+	if err := e.shared.endpoints.Lookup(p.Address.As16(), &before); err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
 		return err
 	}
 	v := tagged(claim, 0, p.Tags)
@@ -317,7 +317,7 @@ func (e *Engine) SetPeer(p netpolicy.Peer, claim uint32) error {
 			v.Edition++
 		}
 	}
-	return e.shared.agents.Put(p.Address.As16(), &v)
+	return e.shared.endpoints.Put(p.Address.As16(), &v)
 }
 
 // FlowLog is a log on the clock that tests set, from now on.

@@ -459,7 +459,7 @@ func TestLink_flow_log_of_a_device(t *testing.T) {
 	ownNamespace(t)
 	tap := newTAP(t, "tap0")
 	l, _ := attach(t, "tap0", hostUDP)
-	g, err := l.FlowLog(agent)
+	g, err := l.FlowLog(endpoint)
 	if err != nil {
 		t.Fatal(err)
 	}

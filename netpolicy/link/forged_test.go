@@ -83,7 +83,7 @@ func sysctl(t *testing.T, name, value string) {
 // Whoever can send frames to the host says that they are from another VM, or from the host itself: from its network and
 // from a container, whatever rp_filter is.
 func TestAttack_forged_source_passes_as_a_VM_or_as_the_host(t *testing.T) {
-	env := Environment{Agents: []netip.Prefix{netip.MustParsePrefix("10.200.0.0/16"), netip.MustParsePrefix("fd77::/64")}}
+	env := Environment{Endpoints: []netip.Prefix{netip.MustParsePrefix("10.200.0.0/16"), netip.MustParsePrefix("fd77::/64")}}
 	web := Identity{Address4: netip.MustParseAddr("10.200.3.7"), Address6: netip.MustParseAddr("fd77::3:7")}
 	db := Identity{Address4: netip.MustParseAddr("10.200.3.8"), Address6: netip.MustParseAddr("fd77::3:8")}
 	const (
@@ -127,7 +127,7 @@ rules:
 					if err != nil {
 						t.Fatal(err)
 					}
-					l, err := Attach(Config{Agent: name, Interface: name, Root: root, Tags: tags}, s)
+					l, err := Attach(Config{Endpoint: name, Interface: name, Root: root, Tags: tags}, s)
 					if err != nil {
 						t.Fatal(err)
 					}
@@ -196,11 +196,11 @@ rules:
 }
 
 // A packet that has waited for its VM to wake is put on the device by the host: it is taken for another VM's only with
-// the mark of the gate, which has seen where it came by.
-func TestAttach_frame_of_the_gate_is_of_whom_it_says(t *testing.T) {
+// the mark of the packet waker, which has seen where it came by.
+func TestAttach_frame_of_the_packet_waker_is_of_whom_it_says(t *testing.T) {
 	ownNamespace(t)
 	root := testRoot(t)
-	env := Environment{Agents: []netip.Prefix{netip.MustParsePrefix("10.200.0.0/16")}}
+	env := Environment{Endpoints: []netip.Prefix{netip.MustParsePrefix("10.200.0.0/16")}}
 	up := func(name string, id Identity, policy string, tags ...string) (*tapWire, *Link) {
 		t.Helper()
 		tap := newTAP(t, name)
@@ -212,7 +212,7 @@ func TestAttach_frame_of_the_gate_is_of_whom_it_says(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		l, err := Attach(Config{Agent: name, Interface: name, Root: root, Tags: tags}, s)
+		l, err := Attach(Config{Endpoint: name, Interface: name, Root: root, Tags: tags}, s)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -226,7 +226,7 @@ func TestAttach_frame_of_the_gate_is_of_whom_it_says(t *testing.T) {
 		}
 		return tap, l
 	}
-	if _, err := GateMark(root); !errors.Is(err, os.ErrNotExist) {
+	if _, err := WakerMark(root); !errors.Is(err, os.ErrNotExist) {
 		t.Errorf("before there are programs: %v", err)
 	}
 	from, to := netip.MustParseAddr("10.200.3.7"), netip.MustParseAddr("10.200.3.8")
@@ -249,15 +249,15 @@ func TestAttach_frame_of_the_gate_is_of_whom_it_says(t *testing.T) {
 		}
 	}
 	send("of anybody on the host")
-	mark, err := GateMark(root)
+	mark, err := WakerMark(root)
 	if err != nil {
 		t.Fatal(err)
 	}
 	if err := unix.SetsockoptInt(sock, unix.SOL_SOCKET, unix.SO_MARK, int(mark)); err != nil {
 		t.Fatal(err)
 	}
-	send("of the gate")
-	if f := b.receive(0x0800, 17); string(f[42:]) != "of the gate" {
+	send("of the packet waker")
+	if f := b.receive(0x0800, 17); string(f[42:]) != "of the packet waker" {
 		t.Errorf("%q has come through", f[42:])
 	}
 	if n := count(t, lb, Ingress, ReasonSrcInterface); n != 1 {

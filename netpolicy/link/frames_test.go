@@ -11,11 +11,11 @@ import (
 // afterwards where a test wants it.
 
 var (
-	wire  = TheWire
-	own4  = netip.MustParseAddr("10.200.3.7")
-	own6  = netip.MustParseAddr("fd77::3:7")
-	agent = Identity{Address4: own4, Address6: own6}
-	be    = binary.BigEndian
+	wire     = TheWire
+	own4     = netip.MustParseAddr("10.200.3.7")
+	own6     = netip.MustParseAddr("fd77::3:7")
+	endpoint = Identity{Address4: own4, Address6: own6}
+	be       = binary.BigEndian
 )
 
 func ethernet(dst, src [6]byte, ethertype uint16, payload []byte) []byte {
@@ -120,7 +120,7 @@ func protoOf(a netip.Addr, proto byte) byte {
 	return proto
 }
 
-// sent is a frame from the guest to a peer, got is one from a peer to the agent, as the
+// sent is a frame from the guest to a peer, got is one from a peer to the endpoint, as the
 // host hands it to the TAP device.
 func sent(peer netip.Addr, proto byte, m []byte) []byte {
 	src := wire.Guest4

@@ -123,21 +123,21 @@ func hostileFrames() (out []hostile) {
 
 	// ARP.
 	for name, f := range map[string][]byte{
-		"claims the gateway's address": arp(2, wire.GuestMAC, wire.Gateway4, wire.Guest4),
-		"claims the agent's address":   arp(2, wire.GuestMAC, own4, wire.Gateway4),
-		"claims another address":       arp(1, wire.GuestMAC, peer4, wire.Gateway4),
-		"has another MAC":              arp(2, other, wire.Guest4, wire.Gateway4),
-		"has the gateway's MAC":        arp(2, wire.GatewayMAC, wire.Guest4, wire.Gateway4),
-		"asks for another address":     arp(1, wire.GuestMAC, wire.Guest4, peer4),
-		"asks for the agent's address": arp(1, wire.GuestMAC, wire.Guest4, own4),
-		"answers from nowhere":         arp(2, wire.GuestMAC, netip.IPv4Unspecified(), wire.Gateway4),
-		"is RARP":                      arp(3, wire.GuestMAC, wire.Guest4, wire.Gateway4),
-		"is InARP":                     arp(8, wire.GuestMAC, wire.Guest4, wire.Gateway4),
-		"is not Ethernet":              clone(arp(1, wire.GuestMAC, wire.Guest4, wire.Gateway4), func(b []byte) { b[1] = 6 }),
-		"is not IPv4":                  clone(arp(1, wire.GuestMAC, wire.Guest4, wire.Gateway4), func(b []byte) { b[2] = 0x86 }),
-		"has a long MAC":               clone(arp(1, wire.GuestMAC, wire.Guest4, wire.Gateway4), func(b []byte) { b[4] = 8 }),
-		"has a long address":           clone(arp(1, wire.GuestMAC, wire.Guest4, wire.Gateway4), func(b []byte) { b[5] = 16 }),
-		"has operation 256":            arp(256, wire.GuestMAC, wire.Guest4, wire.Gateway4),
+		"claims the gateway's address":    arp(2, wire.GuestMAC, wire.Gateway4, wire.Guest4),
+		"claims the endpoint's address":   arp(2, wire.GuestMAC, own4, wire.Gateway4),
+		"claims another address":          arp(1, wire.GuestMAC, peer4, wire.Gateway4),
+		"has another MAC":                 arp(2, other, wire.Guest4, wire.Gateway4),
+		"has the gateway's MAC":           arp(2, wire.GatewayMAC, wire.Guest4, wire.Gateway4),
+		"asks for another address":        arp(1, wire.GuestMAC, wire.Guest4, peer4),
+		"asks for the endpoint's address": arp(1, wire.GuestMAC, wire.Guest4, own4),
+		"answers from nowhere":            arp(2, wire.GuestMAC, netip.IPv4Unspecified(), wire.Gateway4),
+		"is RARP":                         arp(3, wire.GuestMAC, wire.Guest4, wire.Gateway4),
+		"is InARP":                        arp(8, wire.GuestMAC, wire.Guest4, wire.Gateway4),
+		"is not Ethernet":                 clone(arp(1, wire.GuestMAC, wire.Guest4, wire.Gateway4), func(b []byte) { b[1] = 6 }),
+		"is not IPv4":                     clone(arp(1, wire.GuestMAC, wire.Guest4, wire.Gateway4), func(b []byte) { b[2] = 0x86 }),
+		"has a long MAC":                  clone(arp(1, wire.GuestMAC, wire.Guest4, wire.Gateway4), func(b []byte) { b[4] = 8 }),
+		"has a long address":              clone(arp(1, wire.GuestMAC, wire.Guest4, wire.Gateway4), func(b []byte) { b[5] = 16 }),
+		"has operation 256":               arp(256, wire.GuestMAC, wire.Guest4, wire.Gateway4),
 	} {
 		add(Egress, ReasonARP, ethernet(broadcast, wire.GuestMAC, 0x0806, f), "ARP that %s", name)
 		add(Egress, ReasonARP, ethernet(wire.GatewayMAC, wire.GuestMAC, 0x0806, f), "ARP that %s, unicast", name)
@@ -370,8 +370,8 @@ func hostileFrames() (out []hostile) {
 			if a.Is6() && p.n == 1 {
 				m = echo(128, 7)
 			}
-			add(Egress, ReasonDefault, sent(a, p.n, m), "%s to the agent %s", p.name, s)
-			add(Ingress, ReasonSrcInterface, got(a, p.n, m), "%s from the agent %s, which is not there", p.name, s)
+			add(Egress, ReasonDefault, sent(a, p.n, m), "%s to the endpoint %s", p.name, s)
+			add(Ingress, ReasonSrcInterface, got(a, p.n, m), "%s from the endpoint %s, which is not there", p.name, s)
 		}
 	}
 	for _, a := range []netip.Addr{netip.MustParseAddr("198.51.100.66"), netip.MustParseAddr("2001:db8::66")} {

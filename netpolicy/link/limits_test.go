@@ -7,6 +7,7 @@ import (
 	. "github.com/drowse-vm/drowse/netpolicy"
 	. "github.com/drowse-vm/drowse/netpolicy/link"
 	"github.com/drowse-vm/drowse/netpolicy/refmodel"
+	"github.com/drowse-vm/drowse/netpolicy/refmodel/flowtest"
 )
 
 // Limits at rates that packets often exceed, and sometimes only just.
@@ -37,7 +38,7 @@ func TestPrograms_limits_agree_with_the_model(t *testing.T) {
 			n := r.Uint64N(2e6)
 			p.Quota.EgressBytes = &n
 		}
-		s, err := Compile(p, agent, Environment{})
+		s, err := Compile(p, endpoint, Environment{})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -47,7 +48,7 @@ func TestPrograms_limits_agree_with_the_model(t *testing.T) {
 		if err := e.ForgetState(); err != nil {
 			t.Fatal(err)
 		}
-		m := refmodel.New(p, agent, Environment{})
+		m := flowtest.New(p, endpoint, Environment{})
 		for i := range 1500 {
 			if r.IntN(4) == 0 {
 				now += r.Uint64N([]uint64{1e3, 1e5, 1e7, 1e9}[r.IntN(4)])

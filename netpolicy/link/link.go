@@ -23,35 +23,35 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/flow"
 )
 
-// What can be wrong with a link, for errors.Is. A missing interface or agent is
+// What can be wrong with a link, for errors.Is. A missing interface or endpoint is
 // os.ErrNotExist.
 var (
 	ErrUp   = errors.New("the interface is up")
-	ErrBusy = errors.New("another process has the agent's network")
+	ErrBusy = errors.New("another process has the endpoint's network")
 	ErrGone = errors.New("the programs are not on the interface")
-	ErrName = errors.New("unusable name of an agent")
+	ErrName = errors.New("unusable name of an endpoint")
 	ErrRoot = errors.New("the directory of pins is not safe")
 )
 
-// DefaultRoot is where agents have their pins: a directory each, with their maps and
+// DefaultRoot is where endpoints have their pins: a directory each, with their maps and
 // programs; and where the programs are that they share.
 const DefaultRoot = bpffs + "/drowse"
 
 const bpffs = "/sys/fs/bpf"
 
-// agentName has no dot: the BPF file system allows none.
-var agentName = regexp.MustCompile(`^[a-zA-Z0-9][a-zA-Z0-9_-]{0,62}$`)
+// endpointName has no dot: the BPF file system allows none.
+var endpointName = regexp.MustCompile(`^[a-zA-Z0-9][a-zA-Z0-9_-]{0,62}$`)
 
-// Config says which agent has which interface.
+// Config says which endpoint has which interface.
 type Config struct {
-	// Agent names the directory of pins: 1 to 63 letters, digits, _ and -.
-	Agent string
+	// Endpoint names the directory of pins: 1 to 63 letters, digits, _ and -.
+	Endpoint string
 	// Interface is the name of its TAP device, in this network namespace.
 	Interface string
-	// Root is the directory of all agents' pins, in a BPF file system; empty is
+	// Root is the directory of all endpoints' pins, in a BPF file system; empty is
 	// DefaultRoot.
 	Root string
-	// Tags are how rules of other agents on this host name this one. At most MaxOwnTags.
+	// Tags are how rules of other endpoints on this host name this one. At most MaxOwnTags.
 	Tags []string
 }
 
@@ -62,9 +62,9 @@ func (c Config) root() string {
 	return c.Root
 }
 
-func (c Config) dir() string { return filepath.Join(c.root(), c.Agent) }
+func (c Config) dir() string { return filepath.Join(c.root(), c.Endpoint) }
 
-// Link is the programs on an agent's TAP device. They stay there, with the last
+// Link is the programs on an endpoint's TAP device. They stay there, with the last
 // policy, when the process that made them ends in any way; Adopt takes them over, and
 // Remove takes them away. If the device vanishes, they do nothing more. Its methods may
 // be called from any goroutine, but for Close and Remove, which must be the last.
@@ -82,13 +82,13 @@ const (
 	bpffsMode    = 0o700
 )
 
-// pinEntries are the names of an agent's own programs, by direction.
+// pinEntries are the names of an endpoint's own programs, by direction.
 var pinEntries = [2]string{"from_guest", "to_guest"}
 
 // Attach puts programs with a policy on an interface, which has to be down: nothing may
 // pass before they are there. It gives the interface the gateway's MAC. What a dead process has left under the
-// agent's name is removed. If Attach fails, the interface stays down. The first call on
-// a host has the kernel verify the programs that all agents share.
+// endpoint's name is removed. If Attach fails, the interface stays down. The first call on
+// a host has the kernel verify the programs that all endpoints share.
 func Attach(cfg Config, spec *netpolicy.Spec) (*Link, error) {
 	if err := netpolicy.CheckTags(cfg.Tags); err != nil {
 		return nil, err
@@ -108,11 +108,10 @@ func openUsages(dir string) (*ebpf.Map, error) {
 	return m, nil
 }
 
-// own is what is pinned for an agent, by the names of the pins.
-func (e *engine) own(calls *ebpf.Map) map[string]pinnable {
-	return map[string]pinnable{
-		pinCalls: calls, pinFlows: e.flows, pinLasting: e.lasting, "pins": e.pinned, "counters": e.counts, "events": e.events,
-		"current": e.current, pinEntries[0]: e.entries[0], pinEntries[1]: e.entries[1],
+// maps are the endpoint's own maps, by the names of their pins.
+func (e *engine) maps() map[string]**ebpf.Map {
+	return map[string]**ebpf.Map{
+		pinFlows: &e.flows, pinLasting: &e.lasting, "pins": &e.pinned, "counters": &e.counts, "events": &e.events, "current": &e.current,
 	}
 }
 
@@ -123,8 +122,8 @@ type pinnable interface {
 
 // prepare checks the name, mounts the BPF file system and makes the root of pins.
 func prepare(cfg Config) error {
-	if !agentName.MatchString(cfg.Agent) {
-		return fmt.Errorf("%w: %.80q: 1 to 63 letters, digits, _ and -", ErrName, cfg.Agent)
+	if !endpointName.MatchString(cfg.Endpoint) {
+		return fmt.Errorf("%w: %.80q: 1 to 63 letters, digits, _ and -", ErrName, cfg.Endpoint)
 	}
 	return prepareRoot(cfg.root())
 }
@@ -136,11 +135,11 @@ func prepareRoot(root string) error {
 	if err := os.MkdirAll(root, bpffsMode); err != nil {
 		return fmt.Errorf("making the directory of pins: %w", err)
 	}
-	// Whoever can change it can exchange the programs of agents that are yet to come.
+	// Whoever can change it can exchange the programs of endpoints that are yet to come.
 	return ownedByUs(root)
 }
 
-// Preload has the kernel verify the programs that agents share, if nobody has since the host was started: the first
+// Preload has the kernel verify the programs that endpoints share, if nobody has since the host was started: the first
 // Attach takes most of a second otherwise. Empty is DefaultRoot. It may be called at any time.
 func Preload(root string) error {
 	root = Config{Root: root}.root()
@@ -192,7 +191,7 @@ func findInterface(name string) (netlink.Link, error) {
 	return nl, nil
 }
 
-// lockDir makes sure that one process at a time has an agent. The kernel gives the
+// lockDir makes sure that one process at a time has an endpoint. The kernel gives the
 // lock back when the process ends.
 func lockDir(dir string) (*os.File, error) {
 	f, err := osfile.TryOpenLocked(dir, os.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW, 0, osfile.Exclusive)
@@ -200,7 +199,7 @@ func lockDir(dir string) (*os.File, error) {
 		err = fmt.Errorf("%s: %w", dir, ErrBusy)
 	}
 	if err != nil {
-		return nil, fmt.Errorf("locking an agent's pins: %w", err)
+		return nil, fmt.Errorf("locking an endpoint's pins: %w", err)
 	}
 	return f, nil
 }
@@ -208,7 +207,7 @@ func lockDir(dir string) (*os.File, error) {
 func clearPins(dir string) error {
 	entries, err := os.ReadDir(dir)
 	if err != nil {
-		return fmt.Errorf("reading an agent's pins: %w", err)
+		return fmt.Errorf("reading an endpoint's pins: %w", err)
 	}
 	for _, e := range entries {
 		if err := os.Remove(filepath.Join(dir, e.Name())); err != nil && !errors.Is(err, os.ErrNotExist) {
@@ -223,21 +222,21 @@ func (e *engine) sides() map[uint32]*ebpf.Program {
 	return map[uint32]*ebpf.Program{netlink.HANDLE_MIN_INGRESS: e.entries[0], netlink.HANDLE_MIN_EGRESS: e.entries[1]}
 }
 
-// attach puts both programs on the interface, as filters of a clsact qdisc. They stay as
-// long as the interface does, whoever ends. TCX links would too, but to attach one the kernel waits until
-// all processors have passed through a quiet state, holding the lock of all its network
-// configuration: 20 ms for both, against less than 1 ms.
-func (l *Link) attach(nl netlink.Link) error {
+// addFilters puts programs on an interface, by the hooks of a clsact qdisc. They stay as long as the interface does,
+// whoever ends. TCX links would too, but to attach one the kernel waits until all processors have passed through a
+// quiet state, holding the lock of all its network configuration: 20 ms for both, against less than 1 ms.
+func addFilters(nl netlink.Link, programs map[uint32]*ebpf.Program) error {
+	index := nl.Attrs().Index
 	qdisc := &netlink.Clsact{QdiscAttrs: netlink.QdiscAttrs{
-		LinkIndex: l.index, Handle: netlink.MakeHandle(0xffff, 0), Parent: netlink.HANDLE_CLSACT,
+		LinkIndex: index, Handle: netlink.MakeHandle(0xffff, 0), Parent: netlink.HANDLE_CLSACT,
 	}}
 	if err := netlink.QdiscReplace(qdisc); err != nil {
 		return fmt.Errorf("adding a clsact qdisc to %q: %w", nl.Attrs().Name, err)
 	}
-	for parent, prog := range l.eng.sides() {
+	for parent, prog := range programs {
 		err := netlink.FilterReplace(&netlink.BpfFilter{
 			FilterAttrs: netlink.FilterAttrs{
-				LinkIndex: l.index, Parent: parent, Handle: filterHandle, Protocol: unix.ETH_P_ALL, Priority: filterPrio,
+				LinkIndex: index, Parent: parent, Handle: filterHandle, Protocol: unix.ETH_P_ALL, Priority: filterPrio,
 			},
 			Fd: prog.FD(), Name: filterName, DirectAction: true,
 		})
@@ -251,7 +250,7 @@ func (l *Link) attach(nl netlink.Link) error {
 // check says whether the programs are on the interface, both of them.
 func (l *Link) check() error {
 	gone := func(why string) error {
-		return fmt.Errorf("agent %s on %q: %w: %s", l.cfg.Agent, l.cfg.Interface, ErrGone, why)
+		return fmt.Errorf("endpoint %s on %q: %w: %s", l.cfg.Endpoint, l.cfg.Interface, ErrGone, why)
 	}
 	nl, err := netlink.LinkByIndex(l.index)
 	if err != nil {
@@ -260,7 +259,7 @@ func (l *Link) check() error {
 	for parent, prog := range l.eng.sides() {
 		info, err := prog.Info()
 		if err != nil {
-			return fmt.Errorf("looking at a program of agent %s: %w", l.cfg.Agent, err)
+			return fmt.Errorf("looking at a program of endpoint %s: %w", l.cfg.Endpoint, err)
 		}
 		id, _ := info.ID()
 		filters, err := netlink.FilterList(nl, parent)
@@ -302,12 +301,12 @@ func Adopt(cfg Config) (_ *Link, err error) {
 	}
 	l.index = nl.Attrs().Index
 	if l.eng, err = adoptEngine(cfg); err != nil {
-		return nil, fmt.Errorf("adopting agent %s: %w", cfg.Agent, err)
+		return nil, fmt.Errorf("adopting endpoint %s: %w", cfg.Endpoint, err)
 	}
 	return l, l.check()
 }
 
-// adoptEngine opens what is pinned for an agent.
+// adoptEngine opens what is pinned for an endpoint.
 func adoptEngine(cfg Config) (_ *engine, err error) {
 	at, err := placeOf(cfg.dir())
 	if err != nil {
@@ -322,9 +321,7 @@ func adoptEngine(cfg Config) (_ *engine, err error) {
 			err = errors.Join(err, e.close())
 		}
 	}()
-	for name, m := range map[string]**ebpf.Map{
-		pinFlows: &e.flows, pinLasting: &e.lasting, "pins": &e.pinned, "counters": &e.counts, "events": &e.events, "current": &e.current,
-	} {
+	for name, m := range e.maps() {
 		if *m, err = ebpf.LoadPinnedMap(filepath.Join(cfg.dir(), name), nil); err != nil {
 			return nil, err
 		}
@@ -347,7 +344,7 @@ func adoptEngine(cfg Config) (_ *engine, err error) {
 	return e, e.adoptTables()
 }
 
-// Up gives the interface the gateway's addresses, tells the host where the agent's
+// Up gives the interface the gateway's addresses, tells the host where the endpoint's
 // address is, and raises it.
 func (l *Link) Up(id netpolicy.Identity) error {
 	nl, err := netlink.LinkByIndex(l.index)
@@ -431,25 +428,25 @@ func ipNet(a netip.Addr, bits int) *net.IPNet {
 // stays.
 func (l *Link) Swap(s *netpolicy.Spec) error { return l.eng.install(s) }
 
-// SetTags changes by which tags the rules of other agents name this one. At most MaxOwnTags. When it returns, no packet
-// of another agent is judged by the old ones any more, and flows with this one are judged anew: those that its new tags
-// do not open are cut. It waits for the kernel, up to 100 ms. If it fails with ErrGone, other agents cannot be told:
-// the pins of what agents share were removed.
+// SetTags changes by which tags the rules of other endpoints name this one. At most MaxOwnTags. When it returns, no
+// packet of another endpoint is judged by the old ones any more, and flows with this one are judged anew: those that
+// its new tags do not open are cut. It waits for the kernel, up to 100 ms. If it fails with ErrGone, other endpoints
+// cannot be told: the pins of what endpoints share were removed.
 func (l *Link) SetTags(tags []string) error {
 	if err := netpolicy.CheckTags(tags); err != nil {
 		return err
 	}
 	s, err := lockShared(l.cfg.root(), l.eng.place.version)
 	if err != nil {
-		return fmt.Errorf("changing the tags of agent %s: %w", l.cfg.Agent, err)
+		return fmt.Errorf("changing the tags of endpoint %s: %w", l.cfg.Endpoint, err)
 	}
-	err = s.retag(l.cfg.Agent, l.eng.place.claim, tags)
+	err = s.retag(l.cfg.Endpoint, l.eng.place.claim, tags)
 	s.unlock()
 	if errors.Is(err, os.ErrNotExist) {
 		err = fmt.Errorf("%w: %w", ErrGone, err)
 	}
 	if err != nil {
-		return fmt.Errorf("changing the tags of agent %s: %w", l.cfg.Agent, err)
+		return fmt.Errorf("changing the tags of endpoint %s: %w", l.cfg.Endpoint, err)
 	}
 	return l.eng.settle()
 }
@@ -462,15 +459,15 @@ func (l *Link) Pin(name string, a netip.Addr, ttl time.Duration) error {
 }
 
 // Name is the last name that Pin was called with for an address; empty is none.
-func (l *Link) Name(a netip.Addr) string { return l.eng.history.Name(a.Unmap(), ^uint64(0)) }
+func (l *Link) Name(a netip.Addr) string { return l.eng.history.NameAt(a.Unmap(), ^uint64(0)) }
 
 // RuleName names a rule of a table by its generation, for events: its name, or its place. It
 // is empty for tables before the last few, and for those of a process before this one.
 func (l *Link) RuleName(generation uint32, rule int) string {
-	return l.eng.history.Rule(generation, rule)
+	return l.eng.history.RuleName(generation, rule)
 }
 
-// FlowLog begins a log of the agent's flows: see flow.NewLog.
+// FlowLog begins a log of the endpoint's flows: see flow.NewLog.
 func (l *Link) FlowLog(id netpolicy.Identity) (*flow.Log, error) {
 	return flow.NewLog(l.eng.flowTable(), id, flow.Now, flow.Coarse())
 }
@@ -509,7 +506,7 @@ func (l *Link) Events(ctx context.Context, fn func(netpolicy.Event)) error {
 	}
 }
 
-// sizes of an event as bpf/agent.c writes it.
+// sizes of an event as bpf/endpoint.c writes it.
 const eventSize = 48
 
 func decodeEvent(b []byte) (netpolicy.Event, bool) {
@@ -532,7 +529,7 @@ func decodeEvent(b []byte) (netpolicy.Event, bool) {
 	return e, true
 }
 
-// Close lets go of the agent; the programs stay where they are, with their policy.
+// Close lets go of the endpoint; the programs stay where they are, with their policy.
 func (l *Link) Close() error {
 	var errs []error
 	if l.eng != nil {
@@ -548,7 +545,7 @@ func (l *Link) Close() error {
 // Remove sets the interface down, if it is still there, takes the programs off it and
 // removes their pins. The Link is closed.
 func (l *Link) Remove() error {
-	return errors.Join(l.takeOff(), removeAgent(l.cfg), l.Close())
+	return errors.Join(l.takeOff(), removeEndpoint(l.cfg), l.Close())
 }
 
 func (l *Link) takeOff() error {
@@ -575,9 +572,9 @@ func (l *Link) takeOff() error {
 	return nil
 }
 
-// clearAgent gives back the slot of an agent whose programs are not on an interface that
+// clearEndpoint gives back the slot of an endpoint whose programs are not on an interface that
 // is up, and removes its pins. The slot's link is the last to go.
-func clearAgent(cfg Config) error {
+func clearEndpoint(cfg Config) error {
 	at, err := placeOf(cfg.dir())
 	if err == nil {
 		err = giveBack(cfg, at)
@@ -594,35 +591,34 @@ func giveBack(cfg Config, at place) error {
 		return err
 	}
 	defer s.unlock()
-	return s.release(cfg.Agent, at)
+	return s.release(cfg.Endpoint, at)
 }
 
-// removeAgent is clearAgent, and removes the agent's directory.
-func removeAgent(cfg Config) error {
-	if err := clearAgent(cfg); err != nil {
-		if errors.Is(err, os.ErrNotExist) {
-			return nil
-		}
-		return err
+// removeEndpoint is clearEndpoint, and removes the endpoint's directory.
+func removeEndpoint(cfg Config) error {
+	err := clearEndpoint(cfg)
+	if err == nil {
+		err = removePins(cfg.dir())
 	}
-	return removePins(cfg.dir())
+	if errors.Is(err, os.ErrNotExist) {
+		return nil
+	}
+	return err
 }
 
-// removePins removes a directory of pins.
+// removePins removes a directory of pins, if there is one.
 func removePins(dir string) error {
-	if err := clearPins(dir); err != nil {
-		if errors.Is(err, os.ErrNotExist) {
-			return nil
-		}
-		return err
+	err := clearPins(dir)
+	if err == nil {
+		err = os.Remove(dir)
 	}
-	if err := os.Remove(dir); err != nil && !errors.Is(err, os.ErrNotExist) {
-		return fmt.Errorf("removing an agent's pins: %w", err)
+	if err != nil && !errors.Is(err, os.ErrNotExist) {
+		return fmt.Errorf("removing an endpoint's pins: %w", err)
 	}
 	return nil
 }
 
-// Remove takes away what a process that has ended left under an agent's name: see
+// Remove takes away what a process that has ended left under an endpoint's name: see
 // Link.Remove. It is no error if there is nothing. It fails with ErrBusy if the process
 // is still there.
 func Remove(cfg Config) error {
@@ -648,25 +644,31 @@ func Remove(cfg Config) error {
 			return fmt.Errorf("setting %q down: %w", cfg.Interface, err)
 		}
 	}
-	return removeAgent(cfg)
+	return removeEndpoint(cfg)
 }
 
-// Agents lists the names under a root of pins; empty is DefaultRoot.
-func Agents(root string) ([]string, error) {
-	root = Config{Root: root}.root()
-	if err := ownedByUs(root); err != nil {
-		if errors.Is(err, fs.ErrNotExist) {
-			return nil, nil
-		}
-		return nil, fmt.Errorf("listing agents: %w", err)
+// readRoot reads a root of pins, which is empty if there is none.
+func readRoot(root string) ([]os.DirEntry, error) {
+	err := ownedByUs(root)
+	var entries []os.DirEntry
+	if err == nil {
+		entries, err = os.ReadDir(root)
 	}
-	entries, err := os.ReadDir(root)
+	if errors.Is(err, fs.ErrNotExist) {
+		err = nil
+	}
+	return entries, err
+}
+
+// Endpoints lists the names under a root of pins; empty is DefaultRoot.
+func Endpoints(root string) ([]string, error) {
+	entries, err := readRoot(Config{Root: root}.root())
 	if err != nil {
-		return nil, fmt.Errorf("listing agents: %w", err)
+		return nil, fmt.Errorf("listing endpoints: %w", err)
 	}
 	var out []string
 	for _, e := range entries {
-		if e.IsDir() && agentName.MatchString(e.Name()) {
+		if e.IsDir() && endpointName.MatchString(e.Name()) {
 			out = append(out, e.Name())
 		}
 	}

@@ -131,7 +131,7 @@ var roots atomic.Int32
 func testRoot(t *testing.T) string {
 	root := fmt.Sprintf("%s-test-%d-%d", DefaultRoot, os.Getpid(), roots.Add(1))
 	t.Cleanup(func() {
-		names, err := Agents(root)
+		names, err := Endpoints(root)
 		if err != nil || len(names) > 0 {
 			t.Errorf("left under %s: %v, %v", root, names, err)
 		}
@@ -151,7 +151,7 @@ func compile(t testing.TB, text string) *Spec {
 	if err != nil {
 		t.Fatal(err)
 	}
-	s, err := Compile(p, agent, Environment{Agents: []netip.Prefix{netip.MustParsePrefix("10.200.0.0/16"), netip.MustParsePrefix("fd77::/64")}})
+	s, err := Compile(p, endpoint, Environment{Endpoints: []netip.Prefix{netip.MustParsePrefix("10.200.0.0/16"), netip.MustParsePrefix("fd77::/64")}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -165,7 +165,7 @@ rules:
 
 func attach(t *testing.T, tap, policy string) (*Link, Config) {
 	t.Helper()
-	cfg := Config{Agent: "a1", Interface: tap, Root: testRoot(t)}
+	cfg := Config{Endpoint: "a1", Interface: tap, Root: testRoot(t)}
 	l, err := Attach(cfg, compile(t, policy))
 	if err != nil {
 		t.Fatal(err)
@@ -175,7 +175,7 @@ func attach(t *testing.T, tap, policy string) (*Link, Config) {
 			t.Error(err)
 		}
 	})
-	if err := l.Up(agent); err != nil {
+	if err := l.Up(endpoint); err != nil {
 		t.Fatal(err)
 	}
 	return l, cfg
@@ -642,7 +642,7 @@ func TestAttach_interface_that_is_up_gives_an_error(t *testing.T) {
 	if err := netlink.LinkSetUp(nl); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := Attach(Config{Agent: "a1", Interface: "tap0", Root: testRoot(t)}, compile(t, "")); !errors.Is(err, ErrUp) {
+	if _, err := Attach(Config{Endpoint: "a1", Interface: "tap0", Root: testRoot(t)}, compile(t, "")); !errors.Is(err, ErrUp) {
 		t.Errorf("%v, want ErrUp", err)
 	}
 }
@@ -651,11 +651,11 @@ func TestAttach_names_and_interfaces_that_are_not(t *testing.T) {
 	ownNamespace(t)
 	root := testRoot(t)
 	for _, name := range []string{"", ".", "..", "a/b", "a.b", "-a"} {
-		if _, err := Attach(Config{Agent: name, Interface: "lo", Root: root}, compile(t, "")); !errors.Is(err, ErrName) {
-			t.Errorf("agent %q: %v, want ErrName", name, err)
+		if _, err := Attach(Config{Endpoint: name, Interface: "lo", Root: root}, compile(t, "")); !errors.Is(err, ErrName) {
+			t.Errorf("endpoint %q: %v, want ErrName", name, err)
 		}
 	}
-	if _, err := Attach(Config{Agent: "a", Interface: "none", Root: root}, compile(t, "")); !errors.Is(err, os.ErrNotExist) {
+	if _, err := Attach(Config{Endpoint: "a", Interface: "none", Root: root}, compile(t, "")); !errors.Is(err, os.ErrNotExist) {
 		t.Errorf("%v, want os.ErrNotExist", err)
 	}
 }
@@ -681,18 +681,18 @@ func helper() int {
 	if err != nil {
 		return fail(err)
 	}
-	s, err := Compile(p, agent, Environment{})
+	s, err := Compile(p, endpoint, Environment{})
 	if err != nil {
 		return fail(err)
 	}
 	if os.Getenv(beginEnv) != "" {
 		fmt.Println("begin")
 	}
-	l, err := Attach(Config{Agent: "a1", Interface: "tap0", Root: os.Getenv(helperEnv)}, s)
+	l, err := Attach(Config{Endpoint: "a1", Interface: "tap0", Root: os.Getenv(helperEnv)}, s)
 	if err != nil {
 		return fail(err)
 	}
-	if err := l.Up(agent); err != nil {
+	if err := l.Up(endpoint); err != nil {
 		return fail(err)
 	}
 	fmt.Println("ready")
@@ -702,7 +702,7 @@ func helper() int {
 func TestLink_survives_the_death_of_its_process(t *testing.T) {
 	ownNamespace(t)
 	root := testRoot(t)
-	cfg := Config{Agent: "a1", Interface: "tap0", Root: root}
+	cfg := Config{Endpoint: "a1", Interface: "tap0", Root: root}
 	// It inherits this thread's namespace.
 	cmd := exec.Command("/proc/self/exe")
 	cmd.Env = append(os.Environ(), helperEnv+"="+root)
@@ -777,7 +777,7 @@ func TestLink_survives_the_death_of_its_process(t *testing.T) {
 func TestRemove_what_is_incomplete_or_without_its_interface(t *testing.T) {
 	ownNamespace(t)
 	root := testRoot(t)
-	cfg := Config{Agent: "a1", Interface: "tap0", Root: root}
+	cfg := Config{Endpoint: "a1", Interface: "tap0", Root: root}
 	tap, err := openTAP("tap0", false)
 	if err != nil {
 		t.Fatal(err)
@@ -804,11 +804,11 @@ func TestRemove_what_is_incomplete_or_without_its_interface(t *testing.T) {
 func TestLink_events_end_with_their_context_though_none_comes(t *testing.T) {
 	ownNamespace(t)
 	newTAP(t, "quiet0")
-	s, err := Compile(nil, agent, Environment{})
+	s, err := Compile(nil, endpoint, Environment{})
 	if err != nil {
 		t.Fatal(err)
 	}
-	l, err := Attach(Config{Agent: "quiet", Interface: "quiet0", Root: testRoot(t)}, s)
+	l, err := Attach(Config{Endpoint: "quiet", Interface: "quiet0", Root: testRoot(t)}, s)
 	if err != nil {
 		t.Fatal(err)
 	}

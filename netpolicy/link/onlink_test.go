@@ -118,7 +118,7 @@ func TestOnLink_more_ranges_than_there_may_be_are_made_wider(t *testing.T) {
 	if len(list) > MaxOnLink {
 		t.Fatalf("%d ranges", len(list))
 	}
-	s, err := Compile(&Policy{}, agent, Environment{OnLink: list})
+	s, err := Compile(&Policy{}, endpoint, Environment{OnLink: list})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -152,7 +152,7 @@ func TestAttack_public_does_not_open_the_neighbours_of_the_host(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		s, err := Compile(p, agent, env)
+		s, err := Compile(p, endpoint, env)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -168,7 +168,7 @@ func TestAttack_public_does_not_open_the_neighbours_of_the_host(t *testing.T) {
 			t.Fatal(err)
 		}
 		passed := ran.Verdict == Allow
-		m := refmodel.New(p, agent, env).Ask(refmodel.Question{Direction: Egress, Protocol: UDP, Peer: a, Port: 5000, Names: []string{"a.example"}})
+		m := refmodel.New(p, endpoint, env).Ask(refmodel.Question{Direction: Egress, Protocol: UDP, Peer: a, Port: 5000, Names: []string{"a.example"}})
 		// TCP, by what connects for a guest.
 		_, opens := s.Opens(netip.AddrPortFrom(a, 5000), []string{"a.example"}, "a.example")
 		if passed != (m.Verdict == Allow) || opens != passed || s.Public(a) != (m.Class == "public") {
@@ -211,7 +211,7 @@ func TestCompile_ranges_on_links_that_cannot_be(t *testing.T) {
 		"mapped":      {netip.MustParsePrefix("::ffff:1.2.3.4/128")},
 		"too many":    make([]netip.Prefix, MaxOnLink+1),
 	} {
-		if _, err := Compile(&Policy{}, agent, Environment{OnLink: list}); err == nil {
+		if _, err := Compile(&Policy{}, endpoint, Environment{OnLink: list}); err == nil {
 			t.Errorf("%s: no error", name)
 		}
 	}

@@ -14,19 +14,19 @@ rules: [{direction: egress, verdict: allow, names: [api.example.com, "*.example.
 dns: {upstreams: ["192.0.2.53:53"]}
 `
 
-// What is connected to on an agent's behalf is judged as the model judges the agent's own connections, but for the host
-// and other agents, which are never.
+// What is connected to on an endpoint's behalf is judged as the model judges the endpoint's own connections, but for
+// the host and other endpoints, which are never.
 func TestSpec_opens_beyond_the_host_what_the_model_opens(t *testing.T) {
 	r := &random{Rand: rand.New(rand.NewPCG(*seedFlag, 77))}
 	opened, closed := 0, 0
 	for range 400 {
 		r.names = r.one(2)
 		r.makePolicy()
-		s, err := Compile(r.policy, agent, r.env)
+		s, err := Compile(r.policy, endpoint, r.env)
 		if err != nil {
 			t.Fatal(err)
 		}
-		m := refmodel.New(r.policy, agent, r.env)
+		m := refmodel.New(r.policy, endpoint, r.env)
 		for range 60 {
 			peer := r.addr().Unmap()
 			if !peer.Is4() {

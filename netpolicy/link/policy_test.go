@@ -28,7 +28,7 @@ func TestPolicy_lists_left_out_never_allow(t *testing.T) {
 	never := func(t *testing.T, p *Policy) {
 		t.Helper()
 		for i, form := range roundTrips(t, p) {
-			m := refmodel.New(form, agent, Environment{})
+			m := refmodel.New(form, endpoint, Environment{})
 			for _, q := range questions {
 				if a := m.Ask(q); a.Verdict == Allow {
 					t.Errorf("form %d of the policy allows %+v by %s: %+v", i, q, a.Reason, form)
@@ -123,7 +123,7 @@ func TestPolicy_lists_left_out_never_allow(t *testing.T) {
 // compiledAllows asks the programs what a model answers from the policy.
 func compiledAllows(t *testing.T, p *Policy) (out []string) {
 	t.Helper()
-	s, err := Compile(p, agent, Environment{})
+	s, err := Compile(p, endpoint, Environment{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -230,7 +230,7 @@ func TestCompile_the_largest_policy_fits(t *testing.T) {
 		}
 		p.Rules = append(p.Rules, r)
 	}
-	s, err := Compile(p, agent, Environment{})
+	s, err := Compile(p, endpoint, Environment{})
 	if err != nil {
 		t.Fatal(err)
 	}

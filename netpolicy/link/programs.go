@@ -6,10 +6,10 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
-	"io/fs"
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -22,21 +22,21 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/bpf"
 )
 
-// ErrSlots is that a host has as many agents as it can.
-var ErrSlots = errors.New("there are too many agents")
+// ErrSlots is that a host has as many endpoints as it can.
+var ErrSlots = errors.New("there are too many endpoints")
 
-// Under the root of pins are the directories of agents and, for each version of the
-// programs, one that agents share. Its name is no agent's.
+// Under the root of pins are the directories of endpoints and, for each version of the
+// programs, one that endpoints share. Its name is no endpoint's.
 //
 //	_programs-DIGEST/ready      a link that is made last: all that follows is there. It says DIGEST/MARK, the mark of answers
-//	_programs-DIGEST/MAP        the maps in which programs find those of an agent
-//	_programs-DIGEST/slot-N     a link: the name of the agent that has slot N
-//	AGENT/slot                  a link: DIGEST/N/CLAIM
-//	AGENT/known-ADDRESS         a link: others know the agent by this address, 16 bytes in hexadecimal
+//	_programs-DIGEST/MAP        the maps in which programs find those of an endpoint
+//	_programs-DIGEST/slot-N     a link: the name of the endpoint that has slot N
+//	ENDPOINT/slot                  a link: DIGEST/N/CLAIM
+//	ENDPOINT/known-ADDRESS         a link: others know the endpoint by this address, 16 bytes in hexadecimal
 //
 // Whoever makes or looks for a slot locks the directory. The programs live as long as
-// anything refers to them, which every agent's own program does by the map of calls that is pinned
-// in the agent's directory as well; so removing the shared directory harms nobody who is
+// anything refers to them, which every endpoint's own program does by the map of calls that is pinned
+// in the endpoint's directory as well; so removing the shared directory harms nobody who is
 // there.
 const (
 	programsPrefix = "_programs-"
@@ -46,7 +46,7 @@ const (
 	pinCalls       = "calls"
 	pinPolicies    = "policies"
 	pinUsages      = "usages"
-	pinAgents      = "agents"
+	pinEndpoints   = "agents" // as in older versions, which are searched for it: see register
 	pinFlows       = "flows"
 	pinLasting     = "lasting"
 	knownPrefix    = "known-"
@@ -58,39 +58,35 @@ const layout = "4"
 
 func digest() string { return bpf.Digest() + layout }
 
-// programs are the maps of the programs that agents share, open. All but calls, usages and agents
+// programs are the maps of the programs that endpoints share, open. All but calls, usages and endpoints
 // are maps of maps, by slot.
 type programs struct {
-	calls, policies, usages, agents *ebpf.Map
-	flows, pins, counters, stream   *ebpf.Map
-	mark                            uint32 // of answers; known to who has loaded them alone
+	calls, policies, usages, endpoints *ebpf.Map
+	flows, pins, counters, stream      *ebpf.Map
+	mark                               uint32 // of answers; known to who has loaded them alone
 }
 
 func (p *programs) byName() map[string]**ebpf.Map {
 	return map[string]**ebpf.Map{
-		pinCalls: &p.calls, pinPolicies: &p.policies, pinUsages: &p.usages, pinAgents: &p.agents,
+		pinCalls: &p.calls, pinPolicies: &p.policies, pinUsages: &p.usages, pinEndpoints: &p.endpoints,
 		pinFlows: &p.flows, "pins": &p.pins, "counters": &p.counters, "events": &p.stream,
 	}
 }
 
-func (p *programs) close() error {
+func (p *programs) close() error { return p.closeBut() }
+
+// closeShared closes what an endpoint that has its slot does not need any more, and would only be
+// harmful in the wrong hands: with it, others' flows and events could be exchanged.
+func (p *programs) closeShared() error { return p.closeBut(pinPolicies, pinUsages) }
+
+// closeBut closes all maps but for some.
+func (p *programs) closeBut(names ...string) error {
 	var errs []error
-	for _, m := range p.byName() {
-		if *m != nil {
-			errs = append(errs, (*m).Close())
+	for name, m := range p.byName() {
+		if !slices.Contains(names, name) {
+			errs = append(errs, (*m).Close()) // of nil, it does nothing
 			*m = nil
 		}
-	}
-	return errors.Join(errs...)
-}
-
-// closeShared closes what an agent that has its slot does not need any more, and would only be
-// harmful in the wrong hands: with it, others' flows and events could be exchanged.
-func (p *programs) closeShared() error {
-	var errs []error
-	for _, m := range []**ebpf.Map{&p.calls, &p.agents, &p.flows, &p.pins, &p.counters, &p.stream} {
-		errs = append(errs, (*m).Close())
-		*m = nil
 	}
 	return errors.Join(errs...)
 }
@@ -101,7 +97,7 @@ var kernelTypes = btf.NewCache()
 // loadPrograms has the kernel verify and compile the programs, which takes up to half a second.
 // Under test their clock stands until it is set, with the variable that is returned.
 func loadPrograms(testing bool) (_ *programs, clock *ebpf.Variable, err error) {
-	spec, err := bpf.LoadAgent()
+	spec, err := bpf.LoadEndpoint()
 	if err != nil {
 		return nil, nil, fmt.Errorf("reading the eBPF objects: %w", err)
 	}
@@ -118,7 +114,7 @@ func loadPrograms(testing bool) (_ *programs, clock *ebpf.Variable, err error) {
 	if err := spec.Variables["answer_mark"].Set(mark); err != nil {
 		return nil, nil, fmt.Errorf("preparing the eBPF objects: %w", err)
 	}
-	var o bpf.AgentObjects
+	var o bpf.EndpointObjects
 	if err := spec.LoadAndAssign(&o, &ebpf.CollectionOptions{Cache: kernelTypes}); err != nil {
 		if errors.Is(err, os.ErrPermission) {
 			err = fmt.Errorf("%w: run as root, or with CAP_BPF, CAP_PERFMON and CAP_NET_ADMIN", err)
@@ -126,10 +122,10 @@ func loadPrograms(testing bool) (_ *programs, clock *ebpf.Variable, err error) {
 		return nil, nil, fmt.Errorf("loading the eBPF programs: %w: %w", ErrKernel, err)
 	}
 	p := &programs{
-		calls: o.Calls, policies: o.Policies, usages: o.Usages, agents: o.Agents,
+		calls: o.Calls, policies: o.Policies, usages: o.Usages, endpoints: o.Endpoints,
 		flows: o.Flows, pins: o.Pins, counters: o.Counters, stream: o.Events, mark: mark,
 	}
-	err = o.ToGate.Close() // GuardGate loads another one
+	err = o.ToWaker.Close() // GuardWaker loads another one
 	for i, prog := range []*ebpf.Program{o.FromGuest, o.ToGuest} {
 		err = errors.Join(err, p.calls.Put(uint32(i), prog), prog.Close())
 	}
@@ -148,7 +144,7 @@ func randomWord() (uint32, error) {
 	return binary.NativeEndian.Uint32(b[:]) | 1, nil
 }
 
-// shared is the directory of the programs that agents share, locked.
+// shared is the directory of the programs that endpoints share, locked.
 type shared struct {
 	root, digest string
 	dir          string
@@ -208,17 +204,17 @@ func (s *shared) unlock() { s.lock.Close() }
 // usable says whether an open map is of the kind that its name says: its pin may be what
 // somebody else has put there.
 func usable(name string, m *ebpf.Map) bool {
-	kind, entries, value := ebpf.ArrayOfMaps, uint32(netpolicy.MaxAgents), uint32(4)
+	kind, entries, value := ebpf.ArrayOfMaps, uint32(netpolicy.MaxEndpoints), uint32(4)
 	switch name {
 	case pinCalls:
 		kind, entries = ebpf.ProgramArray, uint32(len(netpolicy.Directions))
-	case pinAgents:
-		return m.Type() == ebpf.Hash && m.MaxEntries() == 2*netpolicy.MaxAgents && m.KeySize() == 16 &&
-			m.ValueSize() == uint32(binary.Size(bpf.AgentTagged{}))
+	case pinEndpoints:
+		return m.Type() == ebpf.Hash && m.MaxEntries() == 2*netpolicy.MaxEndpoints && m.KeySize() == 16 &&
+			m.ValueSize() == uint32(binary.Size(bpf.EndpointTagged{}))
 	case pinPolicies, pinFlows:
-		entries = 2 * netpolicy.MaxAgents
+		entries = 2 * netpolicy.MaxEndpoints
 	case pinUsages:
-		kind, entries, value = ebpf.Array, 2*netpolicy.MaxAgents, uint32(binary.Size(bpf.AgentUsage{}))
+		kind, entries, value = ebpf.Array, 2*netpolicy.MaxEndpoints, uint32(binary.Size(bpf.EndpointUsage{}))
 	}
 	if m.Type() != kind || m.MaxEntries() != entries || m.KeySize() != 4 || m.ValueSize() != value {
 		return false
@@ -259,7 +255,7 @@ func (s *shared) openOrLoad() (p *programs, loaded bool, err error) {
 	if err == nil || !errors.Is(err, os.ErrNotExist) {
 		return p, false, err
 	}
-	// Slots of agents whose programs are others go with what is removed; they are not
+	// Slots of endpoints whose programs are others go with what is removed; they are not
 	// given back again, since their claims are not known here.
 	if err := clearPins(s.dir); err != nil {
 		return nil, false, err
@@ -278,19 +274,19 @@ func (s *shared) openOrLoad() (p *programs, loaded bool, err error) {
 	return p, true, nil
 }
 
-// place is where the programs find an agent: its slot, and the number by which they know
-// that the slot is still the agent's.
+// place is where the programs find an endpoint: its slot, and the number by which they know
+// that the slot is still the endpoint's.
 type place struct {
 	version     string
 	slot, claim uint32
 }
 
-// table is where one of the agent's two tables is in the map of them.
+// table is where one of the endpoint's two tables is in the map of them.
 func (p place) table(which uint32) uint32 { return p.slot*2 + which }
 
 func (p place) String() string { return fmt.Sprintf("%s/%d/%d", p.version, p.slot, p.claim) }
 
-// placeOf reads what an agent's directory says.
+// placeOf reads what an endpoint's directory says.
 func placeOf(dir string) (p place, err error) {
 	text, err := os.Readlink(filepath.Join(dir, pinSlot))
 	if err != nil {
@@ -300,7 +296,7 @@ func placeOf(dir string) (p place, err error) {
 	if len(words) == 3 {
 		slot, err1 := strconv.ParseUint(words[1], 10, 32)
 		claim, err2 := strconv.ParseUint(words[2], 10, 32)
-		if errors.Join(err1, err2) == nil && slot < netpolicy.MaxAgents && agentName.MatchString(words[0]) {
+		if errors.Join(err1, err2) == nil && slot < netpolicy.MaxEndpoints && endpointName.MatchString(words[0]) {
 			return place{words[0], uint32(slot), uint32(claim)}, nil
 		}
 	}
@@ -311,25 +307,25 @@ func (s *shared) slotLink(slot uint32) string {
 	return filepath.Join(s.dir, slotPrefix+strconv.FormatUint(uint64(slot), 10))
 }
 
-// take gives an agent a slot, beginning anywhere. A slot whose agent does not say that
-// it has it is free. The agent's directory says so first: what is not in the shared one then
+// take gives an endpoint a slot, beginning anywhere. A slot whose endpoint does not say that
+// it has it is free. The endpoint's directory says so first: what is not in the shared one then
 // is taken by nobody.
-func (s *shared) take(agent string) (place, error) {
+func (s *shared) take(endpoint string) (place, error) {
 	first, err := randomWord()
 	if err != nil {
 		return place{}, err
 	}
-	return s.takeFrom(agent, first)
+	return s.takeFrom(endpoint, first)
 }
 
-func (s *shared) takeFrom(agent string, first uint32) (p place, err error) {
+func (s *shared) takeFrom(endpoint string, first uint32) (p place, err error) {
 	claim, err := randomWord()
 	if err != nil {
 		return p, err
 	}
-	dir := filepath.Join(s.root, agent)
-	for i := range uint32(netpolicy.MaxAgents) {
-		p = place{s.digest, (first + i) % netpolicy.MaxAgents, claim}
+	dir := filepath.Join(s.root, endpoint)
+	for i := range uint32(netpolicy.MaxEndpoints) {
+		p = place{s.digest, (first + i) % netpolicy.MaxEndpoints, claim}
 		owner, err := os.Readlink(s.slotLink(p.slot))
 		switch {
 		case errors.Is(err, os.ErrNotExist):
@@ -347,18 +343,18 @@ func (s *shared) takeFrom(agent string, first uint32) (p place, err error) {
 		if err := os.Symlink(p.String(), filepath.Join(dir, pinSlot)); err != nil {
 			return p, fmt.Errorf("taking a slot: %w", err)
 		}
-		if err := os.Symlink(agent, s.slotLink(p.slot)); err != nil {
+		if err := os.Symlink(endpoint, s.slotLink(p.slot)); err != nil {
 			return p, fmt.Errorf("taking a slot: %w", err)
 		}
 		return p, nil
 	}
-	return p, fmt.Errorf("taking a slot: %w: %d", ErrSlots, netpolicy.MaxAgents)
+	return p, fmt.Errorf("taking a slot: %w: %d", ErrSlots, netpolicy.MaxEndpoints)
 }
 
 // release gives a slot back, with the maps that are in it.
-func (s *shared) release(agent string, p place) error {
+func (s *shared) release(endpoint string, p place) error {
 	owner, err := os.Readlink(s.slotLink(p.slot))
-	if errors.Is(err, os.ErrNotExist) || err == nil && owner != agent {
+	if errors.Is(err, os.ErrNotExist) || err == nil && owner != endpoint {
 		return nil // it is another's by now
 	}
 	if err != nil {
@@ -366,7 +362,7 @@ func (s *shared) release(agent string, p place) error {
 	}
 	progs, err := s.open()
 	if err == nil {
-		err = errors.Join(s.forget(agent, p.claim), progs.empty(p.slot), progs.close())
+		err = errors.Join(s.unregister(endpoint, p.claim), progs.empty(p.slot), progs.close())
 	}
 	if err != nil && !errors.Is(err, os.ErrNotExist) {
 		return err
@@ -377,7 +373,7 @@ func (s *shared) release(agent string, p place) error {
 	return nil
 }
 
-// used says whether an agent has a slot.
+// used says whether an endpoint has a slot.
 func (s *shared) used() (bool, error) {
 	entries, err := os.ReadDir(s.dir)
 	if err != nil {
@@ -400,27 +396,18 @@ func (s *shared) used() (bool, error) {
 	return false, nil
 }
 
-// Sweep removes programs that no agent uses, of all versions. The next agent loads them
+// Sweep removes programs that no endpoint uses, of all versions. The next endpoint loads them
 // anew. Empty is DefaultRoot.
 func Sweep(root string) error { return unloadIdle(Config{Root: root}.root(), "") }
 
-// SweepOld removes those of other versions alone: an agent that comes after all others have gone, as the only VM of a
-// host that sleeps and wakes does, should not wait for the kernel to verify the programs once more. Empty is
+// SweepOld removes those of other versions alone: an endpoint that comes after all others have gone, as the only VM of
+// a host that sleeps and wakes does, should not wait for the kernel to verify the programs once more. Empty is
 // DefaultRoot.
 func SweepOld(root string) error { return unloadIdle(Config{Root: root}.root(), digest()) }
 
 // unloadIdle keeps those of one version.
 func unloadIdle(root, keep string) error {
-	if err := ownedByUs(root); err != nil {
-		if errors.Is(err, fs.ErrNotExist) {
-			return nil
-		}
-		return fmt.Errorf("listing programs: %w", err)
-	}
-	entries, err := os.ReadDir(root)
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil
-	}
+	entries, err := readRoot(root)
 	if err != nil {
 		return fmt.Errorf("listing programs: %w", err)
 	}
@@ -451,7 +438,7 @@ func unload(root, version string) error {
 	return removePins(s.dir)
 }
 
-// slotMap is a map of an agent's and the one in which the programs find it.
+// slotMap is a map of an endpoint's and the one in which the programs find it.
 type slotMap struct {
 	of   *ebpf.Map
 	slot uint32
@@ -487,12 +474,12 @@ func publish(maps []slotMap) (wait func() error, err error) {
 				break
 			}
 			if ended == len(maps) {
-				return nil, errors.New("an agent's map is not where it was put")
+				return nil, errors.New("an endpoint's map is not where it was put")
 			}
 			select {
 			case err := <-done:
 				if ended++; err != nil {
-					return nil, errors.Join(fmt.Errorf("storing an agent's maps: %w", err), wait())
+					return nil, errors.Join(fmt.Errorf("storing an endpoint's maps: %w", err), wait())
 				}
 			case <-time.After(publishPause):
 			}
@@ -531,25 +518,29 @@ func (p *programs) empty(slot uint32) error {
 	return nil
 }
 
-// tagged is an agent as the programs of others see it, but for its device.
-func tagged(claim, edition uint32, tags []string) bpf.AgentTagged {
-	v := bpf.AgentTagged{Claim: claim, Edition: edition}
+// tagged is an endpoint as the programs of others see it, but for its device.
+func tagged(claim, edition uint32, tags []string) bpf.EndpointTagged {
+	v := bpf.EndpointTagged{Claim: claim, Edition: edition}
 	for i, t := range tags {
 		v.Tag[i] = netpolicy.TagHash(t)
 	}
 	return v
 }
 
-// introduce tells other agents an agent's tags, before its device is up. Its directory says
-// first what forget has to take back. Others who have had its addresses are forgotten, in
-// programs of other versions as well: there, nobody knows this one, and a dead one's tags would count.
-func (s *shared) introduce(p *programs, agent string, id netpolicy.Identity, claim uint32, ifindex int, tags []string) error {
+// register puts an endpoint with its tags into the list of endpoints, before its device is up. Its directory says first
+// what unregister has to take back. Others who have had its addresses are unregistered in programs of other versions:
+// there, nobody knows this one, and a dead one's tags would count.
+func (s *shared) register(p *programs, endpoint string, id netpolicy.Identity, claim uint32, ifindex int, tags []string) (err error) {
+	defer func() {
+		if err != nil {
+			err = fmt.Errorf("registering endpoint %s: %w", endpoint, err)
+		}
+	}()
 	mine := tagged(claim, 0, tags)
-	cookie, err := netnsCookie()
-	if err != nil {
-		return fmt.Errorf("telling other agents of %s: %w", agent, err)
+	mine.Ifindex = uint32(ifindex)
+	if mine.Netns, err = netnsCookie(); err != nil {
+		return err
 	}
-	mine.Ifindex, mine.Netns = uint32(ifindex), cookie
 	var keys [][16]byte
 	for _, a := range []netip.Addr{id.Address4, id.Address6} {
 		if a.IsValid() {
@@ -557,26 +548,20 @@ func (s *shared) introduce(p *programs, agent string, id netpolicy.Identity, cla
 		}
 	}
 	others, err := filepath.Glob(programsDir(s.root, "*"))
-	if err != nil {
-		return fmt.Errorf("telling other agents of %s: %w", agent, err)
-	}
 	for _, dir := range others {
 		if dir != s.dir {
-			err = errors.Join(err, forgetIn(dir, keys, 0))
+			err = errors.Join(err, unregisterIn(dir, keys, 0))
 		}
 	}
 	for _, k := range keys {
 		if err == nil {
-			err = os.Symlink(agent, filepath.Join(s.root, agent, knownPrefix+hex.EncodeToString(k[:])))
+			err = os.Symlink(endpoint, filepath.Join(s.root, endpoint, knownPrefix+hex.EncodeToString(k[:])))
 		}
 		if err == nil {
-			err = p.agents.Put(k, &mine)
+			err = p.endpoints.Put(k, &mine)
 		}
 	}
-	if err != nil {
-		return fmt.Errorf("telling other agents of %s: %w", agent, err)
-	}
-	return nil
+	return err
 }
 
 // netnsCookie is the kernel's number of this thread's network namespace (socket(7), SO_NETNS_COOKIE): interfaces have
@@ -594,55 +579,55 @@ func netnsCookie() (uint64, error) {
 	return cookie, nil
 }
 
-// retag changes the tags by which others know an agent, all at one moment for each of its addresses.
-func (s *shared) retag(agent string, claim uint32, tags []string) error {
-	keys, err := s.known(agent)
+// retag changes the tags by which others know an endpoint, all at one moment for each of its addresses.
+func (s *shared) retag(endpoint string, claim uint32, tags []string) error {
+	keys, err := s.known(endpoint)
 	if err != nil {
 		return err
 	}
-	m, err := ebpf.LoadPinnedMap(filepath.Join(s.dir, pinAgents), nil)
-	if err == nil && !usable(pinAgents, m) {
+	m, err := ebpf.LoadPinnedMap(filepath.Join(s.dir, pinEndpoints), nil)
+	if err == nil && !usable(pinEndpoints, m) {
 		err = errors.Join(os.ErrNotExist, m.Close())
 	}
 	if err != nil {
-		return fmt.Errorf("opening the list of agents: %w", err)
+		return fmt.Errorf("opening the list of endpoints: %w", err)
 	}
 	defer m.Close()
 	// First all are looked at: nothing is changed if one is not there.
-	next := make([]bpf.AgentTagged, len(keys))
+	next := make([]bpf.EndpointTagged, len(keys))
 	for i, k := range keys {
-		var v bpf.AgentTagged
+		var v bpf.EndpointTagged
 		if err := m.Lookup(k, &v); err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
-			return fmt.Errorf("looking for agent %s: %w", agent, err)
+			return fmt.Errorf("looking for endpoint %s: %w", endpoint, err)
 		}
 		if v.Claim != claim {
-			return fmt.Errorf("%w: others do not know %s by its address any more", ErrGone, agent)
+			return fmt.Errorf("%w: others do not know %s by its address any more", ErrGone, endpoint)
 		}
 		next[i] = tagged(claim, v.Edition+1, tags)
 		next[i].Ifindex, next[i].Netns = v.Ifindex, v.Netns
 	}
 	for i, k := range keys {
 		if err := m.Update(k, &next[i], ebpf.UpdateExist); err != nil {
-			return fmt.Errorf("telling other agents of %s: %w", agent, err)
+			return err
 		}
 	}
 	return nil
 }
 
-// forget takes back what introduce has told of an agent.
-func (s *shared) forget(agent string, claim uint32) error {
-	keys, err := s.known(agent)
+// unregister takes back what register has done.
+func (s *shared) unregister(endpoint string, claim uint32) error {
+	keys, err := s.known(endpoint)
 	if err != nil {
 		return err
 	}
-	return forgetIn(s.dir, keys, claim)
+	return unregisterIn(s.dir, keys, claim)
 }
 
-// known are the addresses by which others know an agent.
-func (s *shared) known(agent string) (keys [][16]byte, err error) {
-	entries, err := os.ReadDir(filepath.Join(s.root, agent))
+// known are the addresses by which others know an endpoint.
+func (s *shared) known(endpoint string) (keys [][16]byte, err error) {
+	entries, err := os.ReadDir(filepath.Join(s.root, endpoint))
 	if err != nil {
-		return nil, fmt.Errorf("looking for an agent's addresses: %w", err)
+		return nil, fmt.Errorf("looking for an endpoint's addresses: %w", err)
 	}
 	for _, e := range entries {
 		if text, ok := strings.CutPrefix(e.Name(), knownPrefix); ok {
@@ -654,14 +639,14 @@ func (s *shared) known(agent string) (keys [][16]byte, err error) {
 	return keys, nil
 }
 
-// forgetIn takes agents away by their addresses, but not those of another claim than this; 0 is any.
-func forgetIn(dir string, keys [][16]byte, claim uint32) error {
-	m, err := ebpf.LoadPinnedMap(filepath.Join(dir, pinAgents), nil)
+// unregisterIn takes endpoints away by their addresses, but not those of another claim than this; 0 is any.
+func unregisterIn(dir string, keys [][16]byte, claim uint32) error {
+	m, err := ebpf.LoadPinnedMap(filepath.Join(dir, pinEndpoints), nil)
 	if errors.Is(err, os.ErrNotExist) {
 		return nil
 	}
 	if err != nil {
-		return fmt.Errorf("opening the list of agents: %w", err)
+		return fmt.Errorf("opening the list of endpoints: %w", err)
 	}
 	defer m.Close()
 	if m.KeySize() != 16 {
@@ -673,7 +658,7 @@ func forgetIn(dir string, keys [][16]byte, claim uint32) error {
 			err = m.Delete(k)
 		}
 		if err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
-			return fmt.Errorf("taking an agent from the list of agents: %w", err)
+			return fmt.Errorf("taking an endpoint from the list of endpoints: %w", err)
 		}
 	}
 	return nil

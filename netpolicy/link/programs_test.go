@@ -19,11 +19,11 @@ import (
 	. "github.com/drowse-vm/drowse/netpolicy/link"
 )
 
-// attachOne attaches an agent to a device of its own, without raising it.
+// attachOne attaches an endpoint to a device of its own, without raising it.
 func attachOne(t *testing.T, root, name string) (*Link, Config) {
 	t.Helper()
 	newTAP(t, name)
-	cfg := Config{Agent: name, Interface: name, Root: root}
+	cfg := Config{Endpoint: name, Interface: name, Root: root}
 	l, err := Attach(cfg, compile(t, hostUDP))
 	if err != nil {
 		t.Fatal(err)
@@ -31,7 +31,7 @@ func attachOne(t *testing.T, root, name string) (*Link, Config) {
 	return l, cfg
 }
 
-// programsOf is the directory of the programs that agents share, of which there is one.
+// programsOf is the directory of the programs that endpoints share, of which there is one.
 func programsOf(t *testing.T, root string) string {
 	t.Helper()
 	dirs, err := filepath.Glob(filepath.Join(root, "_programs-*"))
@@ -54,7 +54,7 @@ func programID(t *testing.T, calls string) (id uint32) {
 	return id
 }
 
-func TestAttach_second_agent_shares_the_programs_and_nothing_else(t *testing.T) {
+func TestAttach_second_endpoint_shares_the_programs_and_nothing_else(t *testing.T) {
 	ownNamespace(t)
 	root := testRoot(t)
 	a, _ := attachOne(t, root, "a1")
@@ -75,7 +75,7 @@ func TestAttach_second_agent_shares_the_programs_and_nothing_else(t *testing.T) 
 		t.Errorf("slots %v, want two", slots)
 	}
 	// A swap of one is none of the other's.
-	if err := a.Up(agent); err != nil {
+	if err := a.Up(endpoint); err != nil {
 		t.Fatal(err)
 	}
 	if err := b.Swap(compile(t, "")); err != nil {
@@ -93,7 +93,7 @@ func TestAttach_second_agent_shares_the_programs_and_nothing_else(t *testing.T) 
 	}
 }
 
-// The pins of the shared programs are only where new agents find them.
+// The pins of the shared programs are only where new endpoints find them.
 func TestLink_without_the_shared_pins_judges_as_before(t *testing.T) {
 	ownNamespace(t)
 	tap := newTAP(t, "tap0")
@@ -120,7 +120,7 @@ func TestLink_without_the_shared_pins_judges_as_before(t *testing.T) {
 	}
 	pass("swapped")
 	newTAP(t, "tap1")
-	m, err := Attach(Config{Agent: "a2", Interface: "tap1", Root: cfg.Root}, compile(t, ""))
+	m, err := Attach(Config{Endpoint: "a2", Interface: "tap1", Root: cfg.Root}, compile(t, ""))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -138,12 +138,12 @@ func TestLink_without_any_pin_and_process_denies(t *testing.T) {
 	ownNamespace(t)
 	root := testRoot(t)
 	tap := newTAP(t, "tap0")
-	cfg := Config{Agent: "a1", Interface: "tap0", Root: root}
+	cfg := Config{Endpoint: "a1", Interface: "tap0", Root: root}
 	l, err := Attach(cfg, compile(t, hostUDP))
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := l.Up(agent); err != nil {
+	if err := l.Up(endpoint); err != nil {
 		t.Fatal(err)
 	}
 	c := listenHost(t, "udp", "172.31.255.1:7")
@@ -204,7 +204,7 @@ func waiting(t *testing.T, c *net.UDPConn) bool {
 	return got
 }
 
-func TestAttach_slot_of_a_dead_agent_is_taken_and_not_mixed_up(t *testing.T) {
+func TestAttach_slot_of_a_dead_endpoint_is_taken_and_not_mixed_up(t *testing.T) {
 	ownNamespace(t)
 	root := testRoot(t)
 	a, _ := attachOne(t, root, "a1")
@@ -222,7 +222,7 @@ func TestAttach_slot_of_a_dead_agent_is_taken_and_not_mixed_up(t *testing.T) {
 		t.Fatal(err)
 	}
 	if used, err := SlotsUsed(root); err != nil || used {
-		t.Errorf("slots of dead agents count as used: %v, %v", used, err)
+		t.Errorf("slots of dead endpoints count as used: %v, %v", used, err)
 	}
 	var slotNumber uint32
 	fmt.Sscan(n, &slotNumber)
@@ -239,7 +239,7 @@ func TestAttach_slot_of_a_dead_agent_is_taken_and_not_mixed_up(t *testing.T) {
 		t.Errorf("slot %d was given twice: %v", other, err)
 	}
 	for _, name := range []string{"b1", "c1"} {
-		if err := Remove(Config{Agent: name, Interface: "none0", Root: root}); err != nil {
+		if err := Remove(Config{Endpoint: name, Interface: "none0", Root: root}); err != nil {
 			t.Error(err)
 		}
 	}
@@ -306,7 +306,7 @@ func TestAttach_incomplete_programs_are_loaded_again(t *testing.T) {
 	if err := c.Remove(); err != nil {
 		t.Fatal(err)
 	}
-	// Those of this version wait for the next agent, but for who wants all to go.
+	// Those of this version wait for the next endpoint, but for who wants all to go.
 	if err := os.Mkdir(old, 0o700); err != nil {
 		t.Fatal(err)
 	}
@@ -327,7 +327,7 @@ func TestAttach_incomplete_programs_are_loaded_again(t *testing.T) {
 	}
 }
 
-func TestPreload_agent_that_comes_next_finds_the_programs(t *testing.T) {
+func TestPreload_endpoint_that_comes_next_finds_the_programs(t *testing.T) {
 	ownNamespace(t)
 	root := testRoot(t)
 	for range 2 { // and a second time it changes nothing
@@ -338,7 +338,7 @@ func TestPreload_agent_that_comes_next_finds_the_programs(t *testing.T) {
 	first := programID(t, filepath.Join(programsOf(t, root), "calls"))
 	a, _ := attachOne(t, root, "a1")
 	if id := programID(t, filepath.Join(root, "a1", "calls")); id != first {
-		t.Errorf("the agent has program %d, and %d was loaded before it", id, first)
+		t.Errorf("the endpoint has program %d, and %d was loaded before it", id, first)
 	}
 	if err := a.Remove(); err != nil {
 		t.Fatal(err)
@@ -365,7 +365,7 @@ func TestAttach_root_that_others_can_write_to_gives_an_error(t *testing.T) {
 		t.Fatal(err)
 	}
 	newTAP(t, "tap0")
-	if _, err := Attach(Config{Agent: "a1", Interface: "tap0", Root: root}, compile(t, "")); err == nil {
+	if _, err := Attach(Config{Endpoint: "a1", Interface: "tap0", Root: root}, compile(t, "")); err == nil {
 		t.Error("a root that anybody can write to was taken")
 	}
 	if err := os.Chmod(root, 0o700); err != nil {
@@ -449,9 +449,9 @@ func TestLoadShared_pin_that_is_missing_or_wrong_gives_new_programs(t *testing.T
 		{"no counters", "counters", os.Remove},
 		{"no events", "events", os.Remove},
 		{"calls of nothing", "calls", other(ebpf.ProgramArray, 2, 4)},
-		{"tables that are none", "policies", other(ebpf.Array, 2*MaxAgents, 4)},
-		{"fewer tables", "policies", other(ebpf.ArrayOfMaps, MaxAgents, 4)},
-		{"use of fewer limits", "usages", other(ebpf.Array, MaxAgents, 64)},
+		{"tables that are none", "policies", other(ebpf.Array, 2*MaxEndpoints, 4)},
+		{"fewer tables", "policies", other(ebpf.ArrayOfMaps, MaxEndpoints, 4)},
+		{"use of fewer limits", "usages", other(ebpf.Array, MaxEndpoints, 64)},
 	}
 	for _, tt := range tests {
 		t.Run(tt.what, func(t *testing.T) {
@@ -477,14 +477,14 @@ func TestAttach_over_what_a_dead_process_has_not_finished(t *testing.T) {
 	tap := newTAP(t, "tap0")
 	c := listenHost(t, "udp", "0.0.0.0:7")
 	denied := listenHost(t, "udp", "0.0.0.0:8")
-	cfg := Config{Agent: "a1", Interface: "tap0", Root: root}
+	cfg := Config{Endpoint: "a1", Interface: "tap0", Root: root}
 	complete := []string{"slot", "calls", "flows", "lasting", "pins", "counters", "events", "current", "from_guest", "to_guest"}
 	for n := range complete {
 		l, err := Attach(cfg, compile(t, hostUDP))
 		if err != nil {
 			t.Fatal(err)
 		}
-		if err := l.Up(agent); err != nil {
+		if err := l.Up(endpoint); err != nil {
 			t.Fatal(err)
 		}
 		tap.send(sent(wire.Gateway4, 17, udp(5000, 8, 1)))
@@ -521,12 +521,12 @@ func TestAttach_over_what_a_dead_process_has_not_finished(t *testing.T) {
 	}
 }
 
-// At whatever moment a process is killed that attaches an agent, its device is down, or
+// At whatever moment a process is killed that attaches an endpoint, its device is down, or
 // behind the whole policy.
 func TestAttach_killed_at_any_moment_leaves_no_open_device(t *testing.T) {
 	ownNamespace(t)
 	root := testRoot(t)
-	cfg := Config{Agent: "a1", Interface: "tap0", Root: root}
+	cfg := Config{Endpoint: "a1", Interface: "tap0", Root: root}
 	t.Cleanup(func() {
 		if nl, err := netlink.LinkByName("tap0"); err == nil {
 			netlink.LinkDel(nl)
@@ -594,7 +594,7 @@ func TestAttach_killed_at_any_moment_leaves_no_open_device(t *testing.T) {
 	t.Log(states)
 }
 
-// Somebody removes the pins of an agent that lives, and another gets its slot.
+// Somebody removes the pins of an endpoint that lives, and another gets its slot.
 func TestLink_swap_after_its_slot_was_given_away_gives_an_error(t *testing.T) {
 	for swaps := range 3 { // so that either of its tables is in force, and the other one is there or not
 		t.Run(fmt.Sprintf("%d swaps before", swaps), func(t *testing.T) { swapAfterItsSlotWasGivenAway(t, swaps) })
@@ -605,12 +605,12 @@ func swapAfterItsSlotWasGivenAway(t *testing.T, swaps int) {
 	ownNamespace(t)
 	root := testRoot(t)
 	tap := newTAP(t, "tap0")
-	cfg := Config{Agent: "a1", Interface: "tap0", Root: root}
+	cfg := Config{Endpoint: "a1", Interface: "tap0", Root: root}
 	l, err := Attach(cfg, compile(t, hostUDP))
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := l.Up(agent); err != nil {
+	if err := l.Up(endpoint); err != nil {
 		t.Fatal(err)
 	}
 	for range swaps {
@@ -652,9 +652,9 @@ func swapAfterItsSlotWasGivenAway(t *testing.T, swaps int) {
 	}
 	// What is the other's has stayed.
 	if used, err := SlotsUsed(root); err != nil || !used {
-		t.Errorf("the slot's new agent has lost it: %v", err)
+		t.Errorf("the slot's new endpoint has lost it: %v", err)
 	}
-	if err := Remove(Config{Agent: "b1", Interface: "none0", Root: root}); err != nil {
+	if err := Remove(Config{Endpoint: "b1", Interface: "none0", Root: root}); err != nil {
 		t.Error(err)
 	}
 }
@@ -674,7 +674,7 @@ func TestAttach_leaves_programs_of_another_version_to_those_who_use_them(t *test
 	if err := os.Symlink("o1", filepath.Join(old, "slot-5")); err != nil {
 		t.Fatal(err)
 	}
-	// One whose first agent is about to come.
+	// One whose first endpoint is about to come.
 	lock, err := os.Open(filepath.Join(root, "_programs-locked"))
 	if err != nil {
 		t.Fatal(err)
@@ -692,9 +692,9 @@ func TestAttach_leaves_programs_of_another_version_to_those_who_use_them(t *test
 			t.Errorf("programs in use were removed: %v", err)
 		}
 	}
-	cfg := Config{Agent: "o1", Interface: "a1", Root: root}
+	cfg := Config{Endpoint: "o1", Interface: "a1", Root: root}
 	if _, err := Adopt(cfg); !errors.Is(err, ErrGone) {
-		t.Errorf("adopting an agent of another version: %v, want ErrGone", err)
+		t.Errorf("adopting an endpoint of another version: %v, want ErrGone", err)
 	}
 	if err := l.Remove(); err != nil {
 		t.Error(err)
@@ -738,9 +738,9 @@ func TestSweepAndRemove_root_of_somebody_else_gives_an_error(t *testing.T) {
 		t.Fatal(err)
 	}
 	for what, err := range map[string]error{
-		"Sweep":  Sweep(trap),
-		"Remove": Remove(Config{Agent: "a1", Interface: "none0", Root: trap}),
-		"Agents": func() error { _, err := Agents(trap); return err }(),
+		"Sweep":     Sweep(trap),
+		"Remove":    Remove(Config{Endpoint: "a1", Interface: "none0", Root: trap}),
+		"Endpoints": func() error { _, err := Endpoints(trap); return err }(),
 	} {
 		if !errors.Is(err, ErrRoot) {
 			t.Errorf("%s: %v, want ErrRoot", what, err)
@@ -753,8 +753,8 @@ func TestSweepAndRemove_root_of_somebody_else_gives_an_error(t *testing.T) {
 	if err := Sweep(trap); err != nil {
 		t.Error(err)
 	}
-	if err := Remove(Config{Agent: "a1", Interface: "none0", Root: trap}); err == nil {
-		t.Error("a link was taken for an agent's directory")
+	if err := Remove(Config{Endpoint: "a1", Interface: "none0", Root: trap}); err == nil {
+		t.Error("a link was taken for an endpoint's directory")
 	}
 	if _, err := os.Stat(precious); err != nil {
 		t.Error(err)

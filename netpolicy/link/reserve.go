@@ -38,7 +38,7 @@ func reserve(cfg Config, flows int) (_ *Reserved, err error) {
 	}
 	l := &Link{cfg: cfg, index: nl.Attrs().Index}
 	if err := os.MkdirAll(cfg.dir(), bpffsMode); err != nil {
-		return nil, fmt.Errorf("making the directory of an agent's pins: %w", err)
+		return nil, fmt.Errorf("making the directory of an endpoint's pins: %w", err)
 	}
 	if l.lock, err = lockDir(cfg.dir()); err != nil {
 		return nil, err
@@ -48,7 +48,7 @@ func reserve(cfg Config, flows int) (_ *Reserved, err error) {
 			err = errors.Join(err, l.Remove())
 		}
 	}()
-	if err := clearAgent(cfg); err != nil {
+	if err := clearEndpoint(cfg); err != nil {
 		return nil, err
 	}
 	if err := netlink.LinkSetHardwareAddr(nl, netpolicy.TheWire.GatewayMAC[:]); err != nil {
@@ -57,14 +57,14 @@ func reserve(cfg Config, flows int) (_ *Reserved, err error) {
 	if err := l.load(flows); err != nil {
 		return nil, err
 	}
-	if err := l.attach(nl); err != nil {
+	if err := addFilters(nl, l.eng.sides()); err != nil {
 		return nil, err
 	}
 	return &Reserved{link: l, flows: flows}, nil
 }
 
-// Attach puts a policy into force, and tells other agents of this one and its tags: see the function of that name. The
-// Link is the caller's. If it fails, what was reserved is gone, and the interface is down.
+// Attach puts a policy into force, and tells other endpoints of this one and its tags: see the function of that name.
+// The Link is the caller's. If it fails, what was reserved is gone, and the interface is down.
 func (r *Reserved) Attach(tags []string, spec *netpolicy.Spec) (_ *Link, err error) {
 	l := r.link
 	defer func() {
@@ -81,7 +81,7 @@ func (r *Reserved) Attach(tags []string, spec *netpolicy.Spec) (_ *Link, err err
 			return nil, err
 		}
 	}
-	if err := l.introduce(spec.Identity()); err != nil {
+	if err := l.register(spec.Identity()); err != nil {
 		return nil, err
 	}
 	return l, l.eng.start(spec, false)
@@ -103,13 +103,18 @@ func (l *Link) load(flows int) error {
 	// Pin would move the pin of one that is pinned.
 	calls, err := p.calls.Clone()
 	if err != nil {
-		return fmt.Errorf("pinning the programs for agent %s: %w", l.cfg.Agent, err)
+		return fmt.Errorf("pinning the programs for endpoint %s: %w", l.cfg.Endpoint, err)
 	}
 	defer calls.Close()
-	for name, x := range l.eng.own(calls) {
-		if err := l.pin(name, x); err != nil {
-			return err
-		}
+	err = l.pin(pinCalls, calls)
+	for name, m := range l.eng.maps() {
+		err = errors.Join(err, l.pin(name, *m))
+	}
+	for d, p := range l.eng.entries {
+		err = errors.Join(err, l.pin(pinEntries[d], p))
+	}
+	if err != nil {
+		return err
 	}
 	// The use of others' limits is nothing that this process should be able to change.
 	usages, err := openUsages(programsDir(l.cfg.root(), at.version))
@@ -123,7 +128,7 @@ func (l *Link) load(flows int) error {
 
 func (l *Link) pin(name string, x pinnable) error {
 	if err := x.Pin(filepath.Join(l.cfg.dir(), name)); err != nil {
-		return fmt.Errorf("pinning %s of agent %s: %w", name, l.cfg.Agent, err)
+		return fmt.Errorf("pinning %s of endpoint %s: %w", name, l.cfg.Endpoint, err)
 	}
 	return nil
 }
@@ -137,44 +142,44 @@ func (l *Link) place() (*programs, place, error) {
 	p, first, err := s.openOrLoad()
 	var at place
 	if err == nil {
-		if at, err = s.take(l.cfg.Agent); err != nil {
+		if at, err = s.take(l.cfg.Endpoint); err != nil {
 			err = errors.Join(err, p.close())
 		}
 	}
 	s.unlock()
 	if err == nil && first {
-		// What other versions of drowse have left, and nobody uses. If that fails, this agent
+		// What other versions of drowse have left, and nobody uses. If that fails, this endpoint
 		// is none the worse; Sweep tries again, and tells.
 		_ = unloadIdle(l.cfg.root(), digest())
 	}
 	return p, at, err
 }
 
-// introduce tells others of the agent.
-func (l *Link) introduce(id netpolicy.Identity) error {
+// register puts the endpoint into the list that others look in.
+func (l *Link) register(id netpolicy.Identity) error {
 	s, err := lockShared(l.cfg.root(), l.eng.place.version)
 	if err != nil {
 		return err
 	}
 	defer s.unlock()
 	owner, err := os.Readlink(s.slotLink(l.eng.place.slot))
-	if errors.Is(err, os.ErrNotExist) || err == nil && owner != l.cfg.Agent {
+	if errors.Is(err, os.ErrNotExist) || err == nil && owner != l.cfg.Endpoint {
 		err = fmt.Errorf("%w: its place is another's", ErrGone)
 	}
 	if err != nil {
-		return fmt.Errorf("attaching a policy for agent %s: %w", l.cfg.Agent, err)
+		return fmt.Errorf("attaching a policy for endpoint %s: %w", l.cfg.Endpoint, err)
 	}
-	return s.introduce(l.eng.shared, l.cfg.Agent, id, l.eng.place.claim, l.index, l.cfg.Tags)
+	return s.register(l.eng.shared, l.cfg.Endpoint, id, l.eng.place.claim, l.index, l.cfg.Tags)
 }
 
-// track gives the agent other tables of flows, in which there are none.
+// track gives the endpoint other tables of flows, in which there are none.
 func (l *Link) track(flows int) error {
 	if err := l.eng.track(flows); err != nil {
 		return err
 	}
 	for name, m := range map[string]*ebpf.Map{pinFlows: l.eng.flows, pinLasting: l.eng.lasting} {
 		if err := os.Remove(filepath.Join(l.cfg.dir(), name)); err != nil {
-			return fmt.Errorf("replacing the tables of flows of agent %s: %w", l.cfg.Agent, err)
+			return fmt.Errorf("replacing the tables of flows of endpoint %s: %w", l.cfg.Endpoint, err)
 		}
 		if err := l.pin(name, m); err != nil {
 			return err

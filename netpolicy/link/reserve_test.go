@@ -26,7 +26,7 @@ func TestReserved_denies_everything_and_then_what_its_policy_denies(t *testing.T
 	root := testRoot(t)
 	tap := newTAP(t, "tap0")
 	allowed, denied := listenHost(t, "udp", "0.0.0.0:7"), listenHost(t, "udp", "0.0.0.0:8")
-	r := reserve(t, Config{Agent: "a1", Interface: "tap0", Root: root})
+	r := reserve(t, Config{Endpoint: "a1", Interface: "tap0", Root: root})
 	// Nobody raises it before it has a policy; what if somebody does?
 	nl, err := netlink.LinkByName("tap0")
 	if err != nil {
@@ -51,7 +51,7 @@ func TestReserved_denies_everything_and_then_what_its_policy_denies(t *testing.T
 		t.Fatal(err)
 	}
 	defer remove(t, l)
-	if err := l.Up(agent); err != nil {
+	if err := l.Up(endpoint); err != nil {
 		t.Fatal(err)
 	}
 	tap.send(sent(wire.Gateway4, 17, udp(5000, 8, 1)))
@@ -69,12 +69,12 @@ func TestReserved_gets_the_table_of_flows_that_its_policy_asks_for(t *testing.T)
 	root := testRoot(t)
 	tap := newTAP(t, "tap0")
 	c := listenHost(t, "udp", "0.0.0.0:7")
-	cfg := Config{Agent: "a1", Interface: "tap0", Root: root}
+	cfg := Config{Endpoint: "a1", Interface: "tap0", Root: root}
 	l, err := reserve(t, cfg).Attach(nil, compile(t, hostUDP+"flows: 2048\n"))
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := l.Up(agent); err != nil {
+	if err := l.Up(endpoint); err != nil {
 		t.Fatal(err)
 	}
 	tap.send(sent(wire.Gateway4, 17, udp(5000, 7, 1)))
@@ -113,7 +113,7 @@ func TestReserved_of_a_dead_process_is_removed_like_a_link(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		cfg := Config{Agent: "a1", Interface: "tap0", Root: root}
+		cfg := Config{Endpoint: "a1", Interface: "tap0", Root: root}
 		r := reserve(t, cfg)
 		if err := Remove(cfg); !errors.Is(err, ErrBusy) {
 			t.Errorf("one of a process that is there: %v, want ErrBusy", err)
@@ -136,17 +136,17 @@ func TestReserved_of_a_dead_process_is_removed_like_a_link(t *testing.T) {
 
 func TestReserved_that_was_tidied_away_fails_and_the_device_can_be_used(t *testing.T) {
 	for name, spoil := range map[string]func(t *testing.T, root string) error{
-		"its pins":            func(t *testing.T, root string) error { return os.RemoveAll(filepath.Join(root, "a1")) },
-		"what agents share":   func(t *testing.T, root string) error { return os.RemoveAll(programsOf(t, root)) },
-		"that all is there":   func(t *testing.T, root string) error { return os.Remove(filepath.Join(programsOf(t, root), "ready")) },
-		"that it has a place": func(t *testing.T, root string) error { return removeAll(filepath.Join(programsOf(t, root), "slot-*")) },
+		"its pins":             func(t *testing.T, root string) error { return os.RemoveAll(filepath.Join(root, "a1")) },
+		"what endpoints share": func(t *testing.T, root string) error { return os.RemoveAll(programsOf(t, root)) },
+		"that all is there":    func(t *testing.T, root string) error { return os.Remove(filepath.Join(programsOf(t, root), "ready")) },
+		"that it has a place":  func(t *testing.T, root string) error { return removeAll(filepath.Join(programsOf(t, root), "slot-*")) },
 	} {
 		t.Run(name, func(t *testing.T) {
 			ownNamespace(t)
 			root := testRoot(t)
 			tap := newTAP(t, "tap0")
 			c := listenHost(t, "udp", "0.0.0.0:7")
-			cfg := Config{Agent: "a1", Interface: "tap0", Root: root}
+			cfg := Config{Endpoint: "a1", Interface: "tap0", Root: root}
 			r := reserve(t, cfg)
 			if err := spoil(t, root); err != nil {
 				t.Fatal(err)
@@ -164,7 +164,7 @@ func TestReserved_that_was_tidied_away_fails_and_the_device_can_be_used(t *testi
 				t.Fatal(err)
 			}
 			defer remove(t, l)
-			if err := l.Up(agent); err != nil {
+			if err := l.Up(endpoint); err != nil {
 				t.Fatal(err)
 			}
 			tap.send(sent(wire.Gateway4, 17, udp(5000, 7, 1)))

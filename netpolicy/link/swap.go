@@ -14,7 +14,7 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/bpf"
 )
 
-// An agent has room for two tables. One is in force, and nobody reads the other: a swap fills it, and then says
+// An endpoint has room for two tables. One is in force, and nobody reads the other: a swap fills it, and then says
 // with one write which is in force. Programs that have begun before count as runs of the old table (entry.go), so
 // it is known when the last of them has ended. See docs/adr/0038.
 
@@ -26,7 +26,8 @@ type table struct {
 	mem  []byte // the rows: the kernel's memory, shared with the programs
 }
 
-// tableFlags are those of the template in bpf/agent.c: tables differ in size, and are written to without system calls.
+// tableFlags are those of the template in bpf/endpoint.c: tables differ in size, and are written to without system
+// calls.
 const tableFlags = unix.BPF_F_INNER_MAP | unix.BPF_F_MMAPABLE
 
 // share maps the rows of a table. The kernel does so at once, for all pages, and they stay as long as they are mapped.
@@ -115,7 +116,7 @@ func (e *engine) swap(s *netpolicy.Spec, filled func()) error {
 	}
 	filled()
 	e.gen++
-	e.history.Install(e.gen, s.RuleNames())
+	e.history.AddRules(e.gen, s.RuleNames())
 	if err := e.repin(s); err != nil {
 		return err
 	}
@@ -138,7 +139,7 @@ func (e *engine) prepareSpare(s *netpolicy.Spec, spare uint32) error {
 	}
 	t := &e.tables[spare]
 	if t.fits(s.Rows()) {
-		// The last swap has waited for that; a process that was killed and whose agent was adopted may not have.
+		// The last swap has waited for that; a process that was killed and whose endpoint was adopted may not have.
 		if err := e.await(spare); err != nil {
 			return err
 		}
@@ -182,8 +183,8 @@ func (e *engine) clearSpare() error {
 	return nil
 }
 
-// owns says whether what is in the slot is still the agent's table, or nothing where it has none. If somebody has
-// removed the agent's pins, its slot may be another's, whose flows its packets would pass by.
+// owns says whether what is in the slot is still the endpoint's table, or nothing where it has none. If somebody has
+// removed the endpoint's pins, its slot may be another's, whose flows its packets would pass by.
 func (e *engine) owns(which uint32) error {
 	var there ebpf.MapID
 	err := e.shared.policies.Lookup(e.place.table(which), &there)
@@ -191,7 +192,7 @@ func (e *engine) owns(which uint32) error {
 		return fmt.Errorf("finding the table: %w", err)
 	}
 	if there != e.tables[which].id {
-		return fmt.Errorf("installing a policy: %w: the agent's pins were removed, and its slot is not its own any more", ErrGone)
+		return fmt.Errorf("installing a policy: %w: the endpoint's pins were removed, and its slot is not its own any more", ErrGone)
 	}
 	return nil
 }
@@ -231,7 +232,7 @@ func (e *engine) quiet(which uint32) (bool, error) {
 
 // runs is how many runs by a table have begun and ended.
 func (e *engine) runs(which uint32) (begun, ended uint64, err error) {
-	var per []bpf.AgentCounter
+	var per []bpf.EndpointCounter
 	if err := e.counts.Lookup(runsAt+which, &per); err != nil {
 		return 0, 0, fmt.Errorf("counting runs: %w", err)
 	}
@@ -242,7 +243,7 @@ func (e *engine) runs(which uint32) (begun, ended uint64, err error) {
 	return begun, ended, nil
 }
 
-// settle returns when all packets of all agents that are judged now have been.
+// settle returns when all packets of all endpoints that are judged now have been.
 func (e *engine) settle() error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -282,7 +283,7 @@ func (e *engine) adoptTables() error {
 	return e.unpinOld()
 }
 
-// adoptTable opens one. It fails with ErrGone if there is none of the agent's.
+// adoptTable opens one. It fails with ErrGone if there is none of the endpoint's.
 func (e *engine) adoptTable(which uint32) (gen uint32, err error) {
 	var t table
 	if err := e.shared.policies.Lookup(e.place.table(which), &t.id); err != nil {

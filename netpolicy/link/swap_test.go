@@ -212,7 +212,7 @@ func TestInstall_policies_of_many_sizes(t *testing.T) {
 		if i%2 == 1 {
 			p.Rules[n-1].Verdict, want = Deny, Deny
 		}
-		s, err := Compile(p, agent, Environment{})
+		s, err := Compile(p, endpoint, Environment{})
 		if err != nil {
 			t.Fatal(err)
 		}

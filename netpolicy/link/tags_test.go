@@ -22,8 +22,8 @@ rules:
   - {direction: ingress, verdict: allow, agents: [web], protocols: [tcp, udp, icmp], ports: [81]}
 `
 
-// What the rules say of another agent depends on which one has the address now.
-func TestPrograms_agents_that_come_and_go(t *testing.T) {
+// What the rules say of another endpoint depends on which one has the address now.
+func TestPrograms_endpoints_that_come_and_go(t *testing.T) {
 	for _, other := range []netip.Addr{netip.MustParseAddr("10.200.3.8"), netip.MustParseAddr("fd77::3:8")} {
 		proto, request, unreachable, guest := byte(1), byte(8), byte(3), wire.Guest4
 		if other.Is6() {
@@ -122,7 +122,7 @@ func TestPrograms_agents_that_come_and_go(t *testing.T) {
 
 // An open flow is not one of whoever gets the address, and a policy that is swapped in asks about the
 // one who has it.
-func TestPrograms_flow_with_an_agent_after_a_swap(t *testing.T) {
+func TestPrograms_flow_with_an_endpoint_after_a_swap(t *testing.T) {
 	other := netip.MustParseAddr("10.200.3.8")
 	for _, tt := range []struct {
 		what   string
@@ -131,9 +131,9 @@ func TestPrograms_flow_with_an_agent_after_a_swap(t *testing.T) {
 		policy string
 		passes bool
 	}{
-		{"the same agent and policy", 7, []string{"db"}, tagPolicy, true},
-		{"another agent", 8, []string{"db"}, tagPolicy, false},
-		{"no agent", 0, nil, tagPolicy, false},
+		{"the same endpoint and policy", 7, []string{"db"}, tagPolicy, true},
+		{"another endpoint", 8, []string{"db"}, tagPolicy, false},
+		{"no endpoint", 0, nil, tagPolicy, false},
 		{"a policy without the tag", 7, []string{"db"}, "", false},
 		{"a policy with another tag", 7, []string{"db"}, `rules: [{direction: egress, verdict: allow, agents: [x], protocols: [any], ports: [any]}]`, false},
 	} {
@@ -209,16 +209,16 @@ func know(t *testing.T, programs string) (known []string) {
 	return known
 }
 
-func TestAttach_agents_are_known_until_they_are_removed(t *testing.T) {
+func TestAttach_endpoints_are_known_until_they_are_removed(t *testing.T) {
 	ownNamespace(t)
 	root := testRoot(t)
-	if _, err := Attach(Config{Agent: "a1", Interface: "tap0", Root: root, Tags: []string{"a b"}}, compile(t, "")); !errors.Is(err, ErrPolicy) {
+	if _, err := Attach(Config{Endpoint: "a1", Interface: "tap0", Root: root, Tags: []string{"a b"}}, compile(t, "")); !errors.Is(err, ErrPolicy) {
 		t.Errorf("a tag that is none: %v", err)
 	}
 	attach := func(name string, tags ...string) (*Link, Config) {
 		t.Helper()
 		newTAP(t, name)
-		cfg := Config{Agent: name, Interface: name, Root: root, Tags: tags}
+		cfg := Config{Endpoint: name, Interface: name, Root: root, Tags: tags}
 		l, err := Attach(cfg, compile(t, ""))
 		if err != nil {
 			t.Fatal(err)
@@ -245,7 +245,7 @@ func TestAttach_agents_are_known_until_they_are_removed(t *testing.T) {
 	if err := errors.Join(m.Pin(filepath.Join(old, "agents")), m.Close()); err != nil {
 		t.Fatal(err)
 	}
-	// It is in use, so that the first agent does not sweep it away.
+	// It is in use, so that the first endpoint does not sweep it away.
 	if err := os.Mkdir(filepath.Join(root, "o1"), 0o700); err != nil {
 		t.Fatal(err)
 	}
@@ -262,7 +262,7 @@ func TestAttach_agents_are_known_until_they_are_removed(t *testing.T) {
 	if got := know(t, old); !slices.Equal(got, []string{stays.String()}) {
 		t.Errorf("programs of another version know %v, want only %v", got, stays)
 	}
-	// Its process ends, another agent gets its addresses, and then what it has left is removed.
+	// Its process ends, another endpoint gets its addresses, and then what it has left is removed.
 	if err := first.Close(); err != nil {
 		t.Fatal(err)
 	}
@@ -279,7 +279,7 @@ func TestAttach_agents_are_known_until_they_are_removed(t *testing.T) {
 	if got := know(t, programs); len(got) != 0 {
 		t.Errorf("known after all are gone: %v", got)
 	}
-	if err := Remove(Config{Agent: "o1", Interface: "none0", Root: root}); err != nil {
+	if err := Remove(Config{Endpoint: "o1", Interface: "none0", Root: root}); err != nil {
 		t.Error(err)
 	}
 }
@@ -294,14 +294,14 @@ func onlyOther(t *testing.T, root, old string) string {
 	return marks[0]
 }
 
-// Agents of one host, by the host's way from one device to the other.
-func TestLink_agents_reach_each_other_by_their_tags(t *testing.T) {
+// Endpoints of one host, by the host's way from one device to the other.
+func TestLink_endpoints_reach_each_other_by_their_tags(t *testing.T) {
 	ownNamespace(t)
 	if err := os.WriteFile("/proc/sys/net/ipv4/ip_forward", []byte("1\n"), 0o644); err != nil {
 		t.Fatal(err)
 	}
 	root := testRoot(t)
-	env := Environment{Agents: []netip.Prefix{netip.MustParsePrefix("10.200.0.0/16")}}
+	env := Environment{Endpoints: []netip.Prefix{netip.MustParsePrefix("10.200.0.0/16")}}
 	client, server := netip.MustParseAddr("10.200.3.7"), netip.MustParseAddr("10.200.3.8")
 	up := func(name string, a netip.Addr, policy string, tags ...string) *Link {
 		t.Helper()
@@ -313,7 +313,7 @@ func TestLink_agents_reach_each_other_by_their_tags(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		l, err := Attach(Config{Agent: name, Interface: name, Root: root, Tags: tags}, s)
+		l, err := Attach(Config{Endpoint: name, Interface: name, Root: root, Tags: tags}, s)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -373,13 +373,13 @@ func TestLink_agents_reach_each_other_by_their_tags(t *testing.T) {
 
 // Tags change while others send. What they open passes, what they do not open any more is cut, and what another tag
 // opens goes on.
-func TestLink_tags_of_an_agent_change_while_it_is_there(t *testing.T) {
+func TestLink_tags_of_an_endpoint_change_while_it_is_there(t *testing.T) {
 	ownNamespace(t)
 	if err := os.WriteFile("/proc/sys/net/ipv4/ip_forward", []byte("1\n"), 0o644); err != nil {
 		t.Fatal(err)
 	}
 	root := testRoot(t)
-	env := Environment{Agents: []netip.Prefix{netip.MustParsePrefix("10.200.0.0/16")}}
+	env := Environment{Endpoints: []netip.Prefix{netip.MustParsePrefix("10.200.0.0/16")}}
 	client, server := netip.MustParseAddr("10.200.3.7"), netip.MustParseAddr("10.200.3.8")
 	up := func(name string, a netip.Addr, policy string, tags ...string) (*Link, Config) {
 		t.Helper()
@@ -391,7 +391,7 @@ func TestLink_tags_of_an_agent_change_while_it_is_there(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		cfg := Config{Agent: name, Interface: name, Root: root, Tags: tags}
+		cfg := Config{Endpoint: name, Interface: name, Root: root, Tags: tags}
 		l, err := Attach(cfg, s)
 		if err != nil {
 			t.Fatal(err)
@@ -480,7 +480,7 @@ func TestLink_tags_of_one_whose_address_is_another_s_are_refused(t *testing.T) {
 	attach := func(name string) *Link {
 		t.Helper()
 		newTAP(t, name)
-		l, err := Attach(Config{Agent: name, Interface: name, Root: root}, compile(t, ""))
+		l, err := Attach(Config{Endpoint: name, Interface: name, Root: root}, compile(t, ""))
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -8,7 +8,7 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/flow"
 )
 
-// Checked finds the flow that a connection from a port of the agent's address to
+// Checked finds the flow that a connection from a port of the endpoint's address to
 // Environment.TLSPort is of. It fails with ErrNoFlow if there is none that lives.
 func (l *Link) Checked(port uint16) (flow.Checked, error) { return l.eng.checked(port, flow.Now()) }
 
@@ -45,7 +45,7 @@ func (e *engine) opensName(c flow.Checked, name string, now uint64) bool {
 	if c.Generation == e.gen {
 		at = c.Opened
 	}
-	names, ok := e.known.names[c.Names]
+	names, ok := e.nameSets.names[c.NameSet]
 	if !ok {
 		names = e.pinnedAt(c.Peer.Addr(), at)
 	}
@@ -53,10 +53,10 @@ func (e *engine) opensName(c flow.Checked, name string, now uint64) bool {
 	return ok
 }
 
-// Opens says whether the rules let the agent open a TCP connection over IPv4 to a peer that is neither
-// the host nor an agent, and which rule has decided, as in RuleName of the Spec; empty is none. Name
+// Opens says whether the rules let the endpoint open a TCP connection over IPv4 to a peer that is neither
+// the host nor an endpoint, and which rule has decided, as in RuleName of the Spec; empty is none. Name
 // is the server name in TLS that the connection is certain to have: see OpensName. It is for what connects
-// on the agent's behalf, and one question of the Spec that is installed.
+// on the endpoint's behalf, and one question of the Spec that is installed.
 func (l *Link) Opens(peer netip.AddrPort, name string) (rule string, ok bool) {
 	return l.eng.opens(peer, name, flow.Now())
 }

@@ -12,12 +12,12 @@ import (
 	"github.com/cilium/ebpf/asm"
 
 	"github.com/drowse-vm/drowse/netpolicy"
-	"github.com/drowse-vm/drowse/netpolicy/bpf"
+	"github.com/drowse-vm/drowse/netpolicy/flow"
 )
 
-// Trial is an agent without a device: its programs get frames one after another in the kernel (BPF_PROG_RUN), so that
-// what they cost can be measured. Its programs are its own, and nothing is pinned; or it is that of a Link. Its methods
-// may be called from any goroutine, but for Close, which must be the last.
+// Trial is an endpoint without a device: its programs get frames one after another in the kernel (BPF_PROG_RUN), so
+// that what they cost can be measured. Its programs are its own, and nothing is pinned; or it is that of a Link. Its
+// methods may be called from any goroutine, but for Close, which must be the last.
 type Trial struct {
 	eng   *engine
 	link  bool             // the engine is a Link's
@@ -57,19 +57,19 @@ func NewTrial(s *netpolicy.Spec) (_ *Trial, err error) {
 	return t, t.eng.start(s, true)
 }
 
-// Trial is a trial of an agent that has a device, beside all others of its host: what it is told of, and its swaps, are
-// the agent's own. It ends before the Link does.
+// Trial is a trial of an endpoint that has a device, beside all others of its host: what it is told of, and its swaps,
+// are the endpoint's own. It ends before the Link does.
 func (l *Link) Trial() (_ *Trial, err error) {
 	calls, err := ebpf.LoadPinnedMap(filepath.Join(l.cfg.dir(), pinCalls), nil)
 	if err != nil {
-		return nil, fmt.Errorf("finding the programs of agent %s: %w", l.cfg.Agent, err)
+		return nil, fmt.Errorf("finding the programs of endpoint %s: %w", l.cfg.Endpoint, err)
 	}
 	defer calls.Close()
 	l.eng.mu.Lock()
 	spec := l.eng.spec
 	l.eng.mu.Unlock()
 	if spec == nil {
-		return nil, fmt.Errorf("trying the programs of agent %s: it was adopted and has had no policy since", l.cfg.Agent)
+		return nil, fmt.Errorf("trying the programs of endpoint %s: it was adopted and has had no policy since", l.cfg.Endpoint)
 	}
 	t := &Trial{eng: l.eng, link: true}
 	if err := t.load(calls, spec.Identity()); err != nil {
@@ -97,7 +97,7 @@ func (t *Trial) load(calls *ebpf.Map, id netpolicy.Identity) (err error) {
 	return err
 }
 
-// pair is a program that goes on with the agent's after some instructions, and one that lets everything pass after
+// pair is a program that goes on with the endpoint's after some instructions, and one that lets everything pass after
 // them.
 func (t *Trial) pair(calls *ebpf.Map, dir int, before asm.Instructions) (judging, empty *ebpf.Program, err error) {
 	if judging, err = t.eng.entry(calls, dir, before...); err != nil {
@@ -118,21 +118,26 @@ var firstPorts = []byte{1, 0, 443 >> 8, 443 & 0xff}
 // otherPorts gives a frame the ports after the last ones: two more for the guest in little-endian order, and from there
 // on to the peer's. The guest's is never 0, and the peer's not for the first eight million frames.
 func otherPorts(ports *ebpf.Map) asm.Instructions {
-	return asm.Instructions{
-		asm.Mov.Reg(asm.R6, asm.R1),
+	return store(portsAt,
 		asm.LoadMapValue(asm.R7, ports.FD(), 0),
 		asm.LoadMem(asm.R8, asm.R7, 0, asm.Word),
 		asm.Add.Imm(asm.R8, 2),
 		asm.StoreMem(asm.R7, 0, asm.R8, asm.Word),
 		asm.StoreMem(asm.RFP, -4, asm.R8, asm.Word),
-		asm.Mov.Imm(asm.R2, portsAt),
+	)
+}
+
+// store writes into a frame the four bytes that some instructions put on the stack.
+func store(at int32, put ...asm.Instruction) asm.Instructions {
+	return slices.Concat(asm.Instructions{asm.Mov.Reg(asm.R6, asm.R1)}, put, asm.Instructions{
+		asm.Mov.Imm(asm.R2, at),
 		asm.Mov.Reg(asm.R3, asm.RFP),
 		asm.Add.Imm(asm.R3, -4),
 		asm.Mov.Imm(asm.R4, 4),
 		asm.Mov.Imm(asm.R5, 0),
 		asm.FnSkbStoreBytes.Call(),
 		asm.Mov.Reg(asm.R1, asm.R6),
-	}
+	})
 }
 
 // untranslated gives a frame the address again that it came with. The kernel runs a
@@ -143,17 +148,7 @@ func untranslated(dir int, id netpolicy.Identity) asm.Instructions {
 	if dir == 1 {
 		address = id.Address4
 	}
-	return asm.Instructions{
-		asm.Mov.Reg(asm.R6, asm.R1),
-		asm.StoreImm(asm.RFP, -4, int64(int32(binary.NativeEndian.Uint32(address.AsSlice()))), asm.Word),
-		asm.Mov.Imm(asm.R2, addressAt[dir]),
-		asm.Mov.Reg(asm.R3, asm.RFP),
-		asm.Add.Imm(asm.R3, -4),
-		asm.Mov.Imm(asm.R4, 4),
-		asm.Mov.Imm(asm.R5, 0),
-		asm.FnSkbStoreBytes.Call(),
-		asm.Mov.Reg(asm.R1, asm.R6),
-	}
+	return store(addressAt[dir], asm.StoreImm(asm.RFP, -4, int64(int32(binary.NativeEndian.Uint32(address.AsSlice()))), asm.Word))
 }
 
 // Close frees the programs.
@@ -211,11 +206,8 @@ func (t *Trial) EmptyFirst(frame []byte, times int) (each time.Duration, err err
 
 // opened is how many flows the guest has opened.
 func (t *Trial) opened() (uint64, error) {
-	var u bpf.AgentUsage
-	if err := t.eng.shared.usages.LookupWithFlags(t.eng.place.slot*2, &u, ebpf.LookupLock); err != nil {
-		return 0, fmt.Errorf("counting flows: %w", err)
-	}
-	return u.Opened, nil
+	u, err := flow.Usage(t.eng.shared.usages, t.eng.place.slot, 0)
+	return u.Opened, err
 }
 
 func benchmark(p *ebpf.Program, frame []byte, times int) (time.Duration, bool, error) {
@@ -229,13 +221,14 @@ func benchmark(p *ebpf.Program, frame []byte, times int) (time.Duration, bool, e
 // code is the number by which the programs know a direction.
 func code(d netpolicy.Direction) int { return max(0, slices.Index(netpolicy.Directions[:], d)) }
 
-// Memory is the kernel memory of what is the agent's own, in bytes, by its name: maps, the table, and programs. It is 0
-// where the kernel does not say. What agents share, the device, and what else the kernel keeps for it are not in it.
+// Memory is the kernel memory of what is the endpoint's own, in bytes, by its name: maps, the table, and programs. It
+// is 0 where the kernel does not say. What endpoints share, the device, and what else the kernel keeps for it are not
+// in it.
 func (l *Link) Memory() (map[string]uint64, error) {
 	e := l.eng
 	out := map[string]uint64{}
-	for name, m := range map[string]*ebpf.Map{"flows": e.flows, "lasting": e.lasting, "pins": e.pinned, "counters": e.counts, "events": e.events, "current": e.current} {
-		info, err := m.Info()
+	for name, m := range e.maps() {
+		info, err := (*m).Info()
 		if err != nil {
 			return nil, fmt.Errorf("looking at the map %s: %w", name, err)
 		}

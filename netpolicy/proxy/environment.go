@@ -9,7 +9,7 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 )
 
-// Where an agent finds what it has to trust. Both are in memory of the guest (/run), not on its disk.
+// Where a guest finds what it has to trust. Both are in its memory (/run), not on its disk.
 const (
 	// AuthorityFile has the proxy's certificate alone.
 	AuthorityFile = "/run/drowse/proxy-ca.pem"
@@ -17,9 +17,9 @@ const (
 	TrustFile = "/run/drowse/ca-certificates.pem"
 )
 
-// Environment is what programs of an agent need to know of their proxy, as KEY=VALUE: where it is and what not to ask
-// it for, files with certificates, and the placeholders of secrets. It is nil if the policy has no proxy. Others are
-// ranges of addresses that the proxy does not connect to.
+// Environment is what programs in a guest need to know of their proxy, as KEY=VALUE: where it is and what not to
+// ask it for, files with certificates, and the placeholders of secrets. It is nil if the policy has no proxy. Others
+// are ranges of addresses that the proxy does not connect to.
 func Environment(p *netpolicy.Policy, id *Identity, others ...netip.Prefix) ([]string, error) {
 	if !p.ProxyOn() {
 		return nil, nil

@@ -141,7 +141,7 @@ func (s *Server) inject(r *http.Request) *http.Response {
 		value, ok, changed := s.cfg.Secrets.Secret(i.Secret)
 		if wanted && !ok {
 			if value, ok = s.await(r.Context(), i.Secret, changed); !ok {
-				s.tell(Event{Reason: netpolicy.ReasonInject, Host: x.target.Host, Port: x.target.Port, Secret: i.Secret, Status: http.StatusServiceUnavailable})
+				s.report(Event{Reason: netpolicy.ReasonInject, Host: x.target.Host, Port: x.target.Port, Secret: i.Secret, Status: http.StatusServiceUnavailable})
 				return x.refusal(r, http.StatusServiceUnavailable, "the secret "+i.Secret+" is not there: it has to be handed in (`drowse secret set`)")
 			}
 		}
@@ -200,7 +200,7 @@ func (x *exchange) refusal(r *http.Request, status int, why string) *http.Respon
 	}
 }
 
-// answer makes what the agent gets of what a peer has answered.
+// answer makes what the endpoint gets of what a peer has answered.
 func (s *Server) answer(resp *http.Response, r *http.Request, err error) *http.Response {
 	x, ok := r.Context().Value(exchangeKey{}).(*exchange)
 	if !ok || x.own {
@@ -216,10 +216,7 @@ func (s *Server) answer(resp *http.Response, r *http.Request, err error) *http.R
 			err = errors.New("no answer")
 		}
 		status, reason := explain(err)
-		secret := strings.Join(x.injected, ",")
-		if reason != 0 || secret != "" {
-			s.fail(x.target, err, reason, status, secret)
-		}
+		s.fail(x.target, err, reason, status, strings.Join(x.injected, ","))
 		why := err.Error()
 		if m := newMask(x.values); m != nil {
 			// What a server has said may be in it, in quotation marks, in which a secret need not look as it is.
@@ -235,7 +232,7 @@ func (s *Server) answer(resp *http.Response, r *http.Request, err error) *http.R
 		if c := x.peer.Load(); c != nil {
 			e.Peer, e.Rule = c.peer, c.rule
 		}
-		s.tell(e)
+		s.report(e)
 	}
 	// A copy: trailers are put into the other one at its end.
 	out := *resp

@@ -30,8 +30,8 @@ const (
 	leafMargin = 24 * time.Hour
 )
 
-// Identity is what an agent believes its proxy by: an authority for certificates, and placeholders. All of it
-// follows from a key of the host's and the agent's lineage, so it is the same after a sleep, and in
+// Identity is what a guest trusts its proxy by: an authority for certificates, and placeholders. All of it
+// follows from a key of the host's and the endpoint's lineage, so it is the same after a sleep, and in
 // forks and clones, which have inherited both from memory. Its methods may be called from any goroutine.
 type Identity struct {
 	key     []byte
@@ -61,7 +61,7 @@ func NewIdentity(key []byte, lineage string) (*Identity, error) {
 	name := pkix.Name{CommonName: "drowse proxy of " + lineage[:min(12, len(lineage))], Organization: []string{"drowse"}}
 	template := &x509.Certificate{
 		SerialNumber: new(big.Int).SetBytes(serial), Subject: name,
-		// The same whenever it is made. It is of no use to anybody but this agent and this host.
+		// The same whenever it is made. It is of no use to anybody but this endpoint and this host.
 		NotBefore: time.Date(2020, 1, 1, 0, 0, 0, 0, time.UTC), NotAfter: time.Date(2120, 1, 1, 0, 0, 0, 0, time.UTC),
 		KeyUsage: x509.KeyUsageCertSign | x509.KeyUsageDigitalSignature, BasicConstraintsValid: true, IsCA: true, MaxPathLenZero: true,
 	}
@@ -98,7 +98,7 @@ func (id *Identity) authorityKey() (*ecdsa.PrivateKey, error) {
 	return nil, fmt.Errorf("deriving the authority of a proxy: no key in 8 tries: replace the host's key")
 }
 
-// Root is the certificate that the agent has to trust, as PEM. Two of one identity are equal but for the signature.
+// Root is the certificate that the endpoint has to trust, as PEM. Two of one identity are equal but for the signature.
 func (id *Identity) Root() []byte {
 	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: id.root.Raw})
 }
@@ -109,7 +109,7 @@ func (id *Identity) Fingerprint() string {
 	return hex.EncodeToString(sum[:16])
 }
 
-// Placeholder is what the agent has in the place of a secret.
+// Placeholder is what the endpoint has in the place of a secret.
 func (id *Identity) Placeholder(secret string) (string, error) {
 	b, err := id.derive("placeholder "+secret, 16)
 	if err != nil {

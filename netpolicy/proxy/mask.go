@@ -126,8 +126,6 @@ func maskHeader(h http.Header, secrets []string) {
 // visible says whether a secret may have a byte.
 func visible(c byte) bool { return ' ' <= c && c <= '~' }
 
-func stars(n int) string { return strings.Repeat("*", n) }
-
 // field is the prime 2^61-1.
 const field = 1<<61 - 1
 

@@ -369,3 +369,5 @@ func TestEnvironment(t *testing.T) {
 		t.Errorf("without a proxy: %q, %v", env, err)
 	}
 }
+
+func stars(n int) string { return strings.Repeat("*", n) }

@@ -49,13 +49,9 @@ func (c *peerConn) Close() error {
 	return c.TCPConn.Close()
 }
 
-// cut resets the connection. Whoever uses it closes it as well.
-func (c *peerConn) cut() {
-	_ = c.SetLinger(0)
-	_ = c.TCPConn.Close()
-}
+func (c *peerConn) cut() { cut(c.TCPConn) }
 
-// reach connects to a target, if the policy lets the agent. With secure, whoever uses the connection sees to it
+// reach connects to a target, if the policy lets the endpoint. With secure, whoever uses the connection sees to it
 // that its server name in TLS is the target's host where it is checked.
 func (s *Server) reach(ctx context.Context, t Target, secure bool) (*peerConn, error) {
 	ctx, cancel := context.WithTimeout(ctx, ConnectTimeout)
@@ -111,8 +107,8 @@ func (s *Server) keep(c *peerConn) bool {
 	return true
 }
 
-// rate is the policy's limit of connections that the agent opens, for those that are opened here: the programs
-// see only the agent's own. It is the generic cell rate algorithm, as there.
+// rate is the policy's limit of connections that the endpoint opens, for those that are opened here: the programs
+// see only the endpoint's own. It is the generic cell rate algorithm, as there.
 type rate struct{ at time.Time }
 
 func (s *Server) admit() bool {

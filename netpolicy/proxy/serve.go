@@ -21,7 +21,7 @@ func say(w http.ResponseWriter, status int, format string, args ...any) {
 	http.Error(w, "drowse proxy: "+fmt.Sprintf(format, args...), status)
 }
 
-// refuse is say for what the agent must not ask for.
+// refuse is say for what the endpoint must not ask for.
 func (s *Server) refuse(w http.ResponseWriter, status int, format string, args ...any) {
 	s.refused.Add(1)
 	say(w, status, format, args...)
@@ -50,7 +50,7 @@ func (s *Server) fits(w http.ResponseWriter, r *http.Request) bool {
 	return true
 }
 
-// serveProxy answers what the agent asks of its proxy.
+// serveProxy answers what the endpoint asks of its proxy.
 func (s *Server) serveProxy(w http.ResponseWriter, r *http.Request) {
 	if !s.fits(w, r) {
 		return
@@ -89,7 +89,7 @@ func (s *Server) serveEnded(w http.ResponseWriter, r *http.Request) {
 	// Of a target with a host, that is r.Host.
 	if asked, err := ParseTarget(r.Host, 443); err != nil || asked != t {
 		s.refuse(w, http.StatusMisdirectedRequest, "this tunnel is for %v, and the request for %.80q", t, r.Host)
-		s.tell(Event{Reason: netpolicy.ReasonProxy, Host: t.Host, Port: t.Port, Status: http.StatusMisdirectedRequest})
+		s.report(Event{Reason: netpolicy.ReasonProxy, Host: t.Host, Port: t.Port, Status: http.StatusMisdirectedRequest})
 		return
 	}
 	s.forward(w, r, t, "https")
@@ -154,11 +154,11 @@ func (s *Server) connect(w http.ResponseWriter, r *http.Request) {
 	defer cancel()
 	if reason, _ := tlsname.Tunnel(ctx, g.TCPConn, peer.TCPConn, early, name, s.cfg.HeaderTimeout); reason != 0 {
 		s.refused.Add(1)
-		s.tell(Event{Reason: reason, Host: t.Host, Port: t.Port, Peer: peer.peer, Rule: peer.rule})
+		s.report(Event{Reason: reason, Host: t.Host, Port: t.Port, Peer: peer.peer, Rule: peer.rule})
 	}
 }
 
-// fail counts and tells of a target that was not reached, if that is the policy's doing.
+// fail counts and reports a target that was not reached, if that is the policy's doing.
 func (s *Server) fail(t Target, err error, reason netpolicy.Reason, status int, secret string) {
 	if reason == 0 && secret == "" {
 		return
@@ -173,7 +173,7 @@ func (s *Server) fail(t Target, err error, reason netpolicy.Reason, status int, 
 	if errors.As(err, &p) {
 		e.Peer, e.Rule = p.peer, p.rule
 	}
-	s.tell(e)
+	s.report(e)
 }
 
 // end does the handshake of a tunnel that ends here, and hands it to those who answer requests in it.
@@ -183,7 +183,7 @@ func (s *Server) end(g *guestConn, t Target, early []byte) bool {
 		GetCertificate: func(h *tls.ClientHelloInfo) (*tls.Certificate, error) {
 			if !strings.EqualFold(h.ServerName, t.Host) {
 				s.refused.Add(1)
-				s.tell(Event{Reason: netpolicy.ReasonTLSName, Host: t.Host, Port: t.Port})
+				s.report(Event{Reason: netpolicy.ReasonTLSName, Host: t.Host, Port: t.Port})
 				return nil, fmt.Errorf("this tunnel is for %s", t.Host)
 			}
 			return s.cfg.Identity.certificate(t.Host, time.Now())

@@ -1,6 +1,7 @@
 package proxy
 
 import (
+	"cmp"
 	"context"
 	"crypto/x509"
 	"errors"
@@ -21,9 +22,9 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/tlsname"
 )
 
-// Bounds of a server, which is one agent's.
+// Bounds of a server, which is one endpoint's.
 const (
-	// MaxConnections of the agent are open at once; one more is reset. Each has one to a peer at most, and some
+	// MaxConnections of the endpoint are open at once; one more is reset. Each has one to a peer at most, and some
 	// 64 KiB of buffers.
 	MaxConnections = 128
 	// MaxHeaderBytes are those of a request's head; net/http adds 4 KiB. MaxHeaders are its fields.
@@ -49,10 +50,9 @@ const (
 	// It is long, so that a guest that is slow to read does not have a secret come in two parts.
 	HeldTimeout = 5 * time.Second
 
-	maxIdlePeers    = 16
-	idlePeer        = 30 * time.Second
-	sweepInterval   = 30 * time.Second
-	eventsPerSecond = 100
+	maxIdlePeers  = 16
+	idlePeer      = 30 * time.Second
+	sweepInterval = 30 * time.Second
 )
 
 // Sizes of a secret that can be put into a request, in bytes. A shorter one would be masked in places where it is
@@ -114,7 +114,7 @@ type Event struct {
 	Secret string
 	// Status is that of the answer; 0 if there was none.
 	Status int
-	// Suppressed events came before this one, and were not told of, since there were 100 of their kind in a second.
+	// Suppressed events came before this one, and were not reported: there were 100 of their kind in a second.
 	Suppressed uint32
 }
 
@@ -128,14 +128,14 @@ type Config struct {
 	Roots *x509.CertPool
 	// Dial connects to a peer; nil is tlsname.Dial.
 	Dial func(ctx context.Context, peer netip.AddrPort) (*net.TCPConn, error)
-	// Event is told of what has to be known. It is called from several goroutines. Nil is nobody.
+	// Event receives events. It is called from several goroutines. Nil is nobody.
 	Event func(Event)
 
 	// For tests; 0 is the constant of that name.
 	HeaderTimeout, IdleTimeout, SecretTimeout, heldTimeout, sweepInterval time.Duration
 }
 
-// Server is one agent's proxy. Its methods may be called from any goroutine.
+// Server is one endpoint's proxy. Its methods may be called from any goroutine.
 type Server struct {
 	cfg       Config
 	base      context.Context // ends with the server
@@ -149,32 +149,21 @@ type Server struct {
 
 	requests, tunnels, injected, refused, busy, cuts atomic.Uint64
 
-	mu     sync.Mutex // guards what follows
-	closed bool
-	guests map[*guestConn]struct{}
-	peers  map[*peerConn]struct{}
-	rate   rate
-	told   map[netpolicy.Reason]*told
-}
-
-type told struct {
-	second     int64
-	count      int
-	suppressed uint32
+	mu       sync.Mutex // guards what follows
+	closed   bool
+	guests   map[*guestConn]struct{}
+	peers    map[*peerConn]struct{}
+	rate     rate
+	reported map[netpolicy.Reason]*tlsname.EventLimit
 }
 
 // New makes a server, which refuses everything until it has a policy.
 func New(cfg Config) *Server {
-	def := func(d *time.Duration, v time.Duration) {
-		if *d == 0 {
-			*d = v
-		}
-	}
-	def(&cfg.HeaderTimeout, HeaderTimeout)
-	def(&cfg.IdleTimeout, IdleTimeout)
-	def(&cfg.SecretTimeout, SecretTimeout)
-	def(&cfg.heldTimeout, HeldTimeout)
-	def(&cfg.sweepInterval, sweepInterval)
+	cfg.HeaderTimeout = cmp.Or(cfg.HeaderTimeout, HeaderTimeout)
+	cfg.IdleTimeout = cmp.Or(cfg.IdleTimeout, IdleTimeout)
+	cfg.SecretTimeout = cmp.Or(cfg.SecretTimeout, SecretTimeout)
+	cfg.heldTimeout = cmp.Or(cfg.heldTimeout, HeldTimeout)
+	cfg.sweepInterval = cmp.Or(cfg.sweepInterval, sweepInterval)
 	if cfg.Dial == nil {
 		cfg.Dial = tlsname.Dial
 	}
@@ -182,7 +171,7 @@ func New(cfg Config) *Server {
 		cfg.Event = func(Event) {}
 	}
 	s := &Server{
-		cfg: cfg, guests: map[*guestConn]struct{}{}, peers: map[*peerConn]struct{}{}, told: map[netpolicy.Reason]*told{},
+		cfg: cfg, guests: map[*guestConn]struct{}{}, peers: map[*peerConn]struct{}{}, reported: map[netpolicy.Reason]*tlsname.EventLimit{},
 		handed: &queue{conns: make(chan net.Conn), done: make(chan struct{})},
 	}
 	s.base, s.cancel = context.WithCancel(context.Background())
@@ -192,7 +181,7 @@ func New(cfg Config) *Server {
 	return s
 }
 
-// Listen makes the socket of a server: netpolicy.ProxyPort of the gateway's address, on the agent's interface alone.
+// Listen makes the socket of a server: netpolicy.ProxyPort of the gateway's address, on the endpoint's interface alone.
 func Listen(ctx context.Context, device string) (*net.TCPListener, error) {
 	return tlsname.ListenAt(ctx, device, netpolicy.ProxyPort)
 }
@@ -344,7 +333,7 @@ func (s *Server) within(h http.HandlerFunc) http.Handler {
 	})
 }
 
-// listener admits connections of the agent.
+// listener admits connections of the endpoint.
 type listener struct {
 	*net.TCPListener
 	s *Server
@@ -373,7 +362,7 @@ func (l *listener) Accept() (net.Conn, error) {
 	}
 }
 
-// guestConn is a connection of the agent.
+// guestConn is a connection of the endpoint.
 type guestConn struct {
 	*net.TCPConn
 	s *Server
@@ -390,10 +379,12 @@ func (c *guestConn) Close() error {
 	return c.TCPConn.Close()
 }
 
-// cut resets the connection. Whoever uses it closes it as well.
-func (c *guestConn) cut() {
+func (c *guestConn) cut() { cut(c.TCPConn) }
+
+// cut resets a connection. Whoever uses it closes it as well.
+func cut(c *net.TCPConn) {
 	_ = c.SetLinger(0)
-	_ = c.TCPConn.Close()
+	_ = c.Close()
 }
 
 // ended is a connection whose TLS ends here.
@@ -439,7 +430,7 @@ func (q *queue) Close() error {
 // Addr implements [net.Listener].
 func (q *queue) Addr() net.Addr { return &net.TCPAddr{} }
 
-// sweep resets connections of the agent on which nothing passes.
+// sweep resets connections of the endpoint on which nothing passes.
 func (s *Server) sweep() {
 	tick := time.NewTicker(s.cfg.sweepInterval)
 	defer tick.Stop()
@@ -475,23 +466,16 @@ func quiet(c *net.TCPConn) (idle time.Duration) {
 	return idle
 }
 
-// tell tells of an event, unless there were too many of its kind.
-func (s *Server) tell(e Event) {
+// report reports an event, unless there were too many of its kind.
+func (s *Server) report(e Event) {
 	s.mu.Lock()
-	t := s.told[e.Reason]
-	if t == nil {
-		t = &told{}
-		s.told[e.Reason] = t
+	if s.reported[e.Reason] == nil {
+		s.reported[e.Reason] = &tlsname.EventLimit{}
 	}
-	if now := time.Now().Unix(); now != t.second {
-		t.second, t.count = now, 0
-	}
-	if t.count++; t.count > eventsPerSecond {
-		t.suppressed++
-		s.mu.Unlock()
-		return
-	}
-	e.Suppressed, t.suppressed = t.suppressed, 0
+	var ok bool
+	e.Suppressed, ok = s.reported[e.Reason].Take()
 	s.mu.Unlock()
-	s.cfg.Event(e)
+	if ok {
+		s.cfg.Event(e)
+	}
 }

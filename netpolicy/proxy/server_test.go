@@ -217,7 +217,7 @@ func (w *world) setPolicy(res *resolver.Resolver, text string) {
 	}
 	id := netpolicy.Identity{Address4: netip.MustParseAddr("10.200.0.7")}
 	env := netpolicy.Environment{
-		Host: []netip.Addr{netip.MustParseAddr("192.168.1.1"), netip.MustParseAddr("93.184.216.77")}, Agents: []netip.Prefix{netip.MustParsePrefix("10.200.0.0/16")},
+		Host: []netip.Addr{netip.MustParseAddr("192.168.1.1"), netip.MustParseAddr("93.184.216.77")}, Endpoints: []netip.Prefix{netip.MustParsePrefix("10.200.0.0/16")},
 		Peers: []netpolicy.Peer{{Address: netip.MustParseAddr("10.200.0.8"), Tags: []string{"db"}}}, TLSPort: 1,
 	}
 	spec, err := netpolicy.Compile(p, id, env)
@@ -555,31 +555,31 @@ func TestServer_refuses_what_the_policy_does_not_open(t *testing.T) {
 		url    string
 		status int
 	}{
-		"name of no rule":                   {"http://other.example.com/", 403},
-		"name at another port":              {"http://web.example.com:81/", 403},
-		"name that a rule denies":           {"http://never.example.com/", 403},
-		"name that leads inside":            {"http://inside.example.com/", 403},
-		"TLS port without TLS":              {"http://api.example.com:443/", 403},
-		"public address":                    {"http://93.184.216.60/", 403},
-		"metadata":                          {"http://169.254.169.254/latest/", 403},
-		"loopback":                          {"http://127.0.0.1/", 403},
-		"any address":                       {"http://0.0.0.0/", 403},
-		"private address":                   {"http://10.8.0.1/", 403},
-		"address of the host":               {"http://192.168.1.1/", 403},
-		"public address of the host":        {"http://93.184.216.77/", 403},
-		"the gateway":                       {"http://172.31.255.1/", 403},
-		"the proxy itself":                  {"http://172.31.255.1:3128/", 403},
-		"the agent's own address":           {"http://10.200.0.7/", 403},
-		"another agent, though by its tag":  {"http://10.200.0.8/", 403},
-		"multicast":                         {"http://224.0.0.1/", 403},
-		"loopback in one number":            {"http://2130706433/", 400},
-		"loopback in octal":                 {"http://0177.0.0.1/", 400},
-		"loopback in two numbers":           {"http://127.1/", 400},
-		"loopback over IPv6":                {"http://[::1]/", 400},
-		"loopback by a mapped address":      {"http://[::ffff:127.0.0.1]/", 400},
-		"name with a final dot":             {"http://web.example.com./", 400},
-		"name with a user":                  {"http://user@other.example.com/", 403},
-		"private address that is not there": {"http://10.9.0.1/", 502},
+		"name of no rule":                     {"http://other.example.com/", 403},
+		"name at another port":                {"http://web.example.com:81/", 403},
+		"name that a rule denies":             {"http://never.example.com/", 403},
+		"name that leads inside":              {"http://inside.example.com/", 403},
+		"TLS port without TLS":                {"http://api.example.com:443/", 403},
+		"public address":                      {"http://93.184.216.60/", 403},
+		"metadata":                            {"http://169.254.169.254/latest/", 403},
+		"loopback":                            {"http://127.0.0.1/", 403},
+		"any address":                         {"http://0.0.0.0/", 403},
+		"private address":                     {"http://10.8.0.1/", 403},
+		"address of the host":                 {"http://192.168.1.1/", 403},
+		"public address of the host":          {"http://93.184.216.77/", 403},
+		"the gateway":                         {"http://172.31.255.1/", 403},
+		"the proxy itself":                    {"http://172.31.255.1:3128/", 403},
+		"the endpoint's own address":          {"http://10.200.0.7/", 403},
+		"another endpoint, though by its tag": {"http://10.200.0.8/", 403},
+		"multicast":                           {"http://224.0.0.1/", 403},
+		"loopback in one number":              {"http://2130706433/", 400},
+		"loopback in octal":                   {"http://0177.0.0.1/", 400},
+		"loopback in two numbers":             {"http://127.1/", 400},
+		"loopback over IPv6":                  {"http://[::1]/", 400},
+		"loopback by a mapped address":        {"http://[::ffff:127.0.0.1]/", 400},
+		"name with a final dot":               {"http://web.example.com./", 400},
+		"name with a user":                    {"http://user@other.example.com/", 403},
+		"private address that is not there":   {"http://10.9.0.1/", 502},
 	} {
 		status, body, _ := w.get(c, x.url)
 		if status != x.status || !strings.Contains(body, "drowse proxy: ") && x.url != "http://user@other.example.com/" {
@@ -1135,7 +1135,7 @@ func TestServer_events_are_bounded(t *testing.T) {
 	}
 	wg.Wait()
 	seconds := int(time.Since(begin)/time.Second) + 2
-	if n := len(w.told()); n == 0 || n > seconds*eventsPerSecond {
+	if n := len(w.told()); n == 0 || n > seconds*100 {
 		t.Errorf("%d events in %d s", n, seconds)
 	}
 	if w.srv.Stats().Refused != 800 {

@@ -6,6 +6,8 @@ import (
 	"net/netip"
 	"strconv"
 	"strings"
+
+	"github.com/drowse-vm/drowse/netpolicy"
 )
 
 // ErrTarget is a host and port that a request cannot have.
@@ -54,17 +56,10 @@ func ParseTarget(s string, deflt uint16) (Target, error) {
 		t.Address = a
 		return t, nil
 	}
-	if len(t.Host) > 253 {
-		return bad("a name has at most 253 bytes")
+	if !netpolicy.ValidName(t.Host) {
+		return bad("neither a name of at most 253 bytes nor an IPv4 address")
 	}
-	last := ""
-	for label := range strings.SplitSeq(t.Host, ".") {
-		if label == "" || len(label) > 63 || label[0] == '-' || label[len(label)-1] == '-' ||
-			strings.Trim(label, "abcdefghijklmnopqrstuvwxyz0123456789-_") != "" {
-			return bad("neither a name nor an IPv4 address")
-		}
-		last = label
-	}
+	last := t.Host[strings.LastIndexByte(t.Host, '.')+1:]
 	if strings.Trim(last, "0123456789") == "" || strings.HasPrefix(last, "0x") && strings.Trim(last[2:], "0123456789abcdef") == "" {
 		return bad("a name does not end in a number: write an address as four decimal numbers")
 	}

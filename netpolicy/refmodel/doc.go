@@ -1,5 +1,5 @@
-// Package refmodel decides about packets as package netpolicy describes it, in plain Go
-// and without its tables: rules are tried one by one, flows are in a map. It is what the
-// eBPF programs are compared with, and what explains a policy to people. It follows the
-// text of netpolicy's package comment, and shares no code with the compiler.
+// Package refmodel decides about packets as package netpolicy describes it, in plain Go and without its tables: rules
+// are tried one by one. `drowse policy explain` and the packet waker ask it. It follows the text of netpolicy's package
+// comment and shares no code with the compiler, so tests compare the eBPF programs with it and with package flowtest,
+// which adds flows and limits.
 package refmodel

@@ -33,7 +33,7 @@ type Answer struct {
 	// Checked says that the flow is open for its name alone, and goes on only if its ClientHello has
 	// one that is allowed. With a Question that has that, Verdict and Reason say what comes of it.
 	Checked bool
-	// Class of the peer: floor, host, agent, private or public.
+	// Class of the peer: floor, host, agent (another endpoint), private or public.
 	Class string
 }
 
@@ -171,7 +171,7 @@ func port(r *netpolicy.Rule, q Question) bool {
 
 // addressed says whether a rule matches a peer without its names.
 func (m *Model) addressed(r *netpolicy.Rule, q Question, k kind) bool {
-	if len(r.CIDRs)+len(r.Groups)+len(r.Names)+len(r.Agents) == 0 {
+	if len(r.CIDRs)+len(r.Groups)+len(r.Names)+len(r.Endpoints) == 0 {
 		return left(r)
 	}
 	allow := r.Verdict == netpolicy.Allow
@@ -210,10 +210,10 @@ func (m *Model) addressed(r *netpolicy.Rule, q Question, k kind) bool {
 			}
 		}
 	}
-	if k == isAgent {
+	if k == isEndpoint {
 		for _, p := range m.env.Peers {
 			for _, tag := range p.Tags {
-				if p.Address == q.Peer && slices.Contains(r.Agents, tag) {
+				if p.Address == q.Peer && slices.Contains(r.Endpoints, tag) {
 					return true
 				}
 			}
@@ -225,7 +225,7 @@ func (m *Model) addressed(r *netpolicy.Rule, q Question, k kind) bool {
 // named says whether a rule matches a peer by its names.
 func (m *Model) named(r *netpolicy.Rule, q Question, k kind, by matching) bool {
 	has := func(name string) bool {
-		return slices.ContainsFunc(r.Names, func(pattern string) bool { return nameMatches(pattern, name) })
+		return slices.ContainsFunc(r.Names, func(pattern string) bool { return NameMatches(pattern, name) })
 	}
 	if k != isPublic || !slices.ContainsFunc(q.Names, has) {
 		return false
@@ -236,7 +236,8 @@ func (m *Model) named(r *netpolicy.Rule, q Question, k kind, by matching) bool {
 	return true
 }
 
-func nameMatches(pattern, name string) bool {
+// NameMatches says whether a pattern of a rule means a name.
+func NameMatches(pattern, name string) bool {
 	if suffix, ok := strings.CutPrefix(pattern, "*"); ok {
 		return strings.HasSuffix(name, suffix) && len(name) > len(suffix)
 	}

@@ -53,7 +53,7 @@ type Config struct {
 	Now func() time.Time
 }
 
-// Resolver is an agent's DNS server. Its methods may be called from any goroutine.
+// Resolver is an endpoint's DNS server. Its methods may be called from any goroutine.
 type Resolver struct {
 	cfg   Config
 	slots chan struct{}
@@ -147,7 +147,7 @@ func (r *Resolver) Answer(ctx context.Context, q *dns.Msg) *dns.Msg {
 	}
 	question := q.Question[0]
 	name, ok := normal(question.Name)
-	if policy == nil || !ok || question.Qclass != dns.ClassINET || !allowed(policy, name) {
+	if policy == nil || !ok || question.Qclass != dns.ClassINET || !policy.HasName(name) {
 		return r.refuse(q, dns.RcodeRefused)
 	}
 	switch question.Qtype {
@@ -310,20 +310,8 @@ func normal(fqdn string) (string, bool) {
 	return n, ok
 }
 
-// allowed says whether a rule names a name.
-func allowed(p *netpolicy.Policy, name string) bool {
-	for i := range p.Rules {
-		for _, pattern := range p.Rules[i].Names {
-			if netpolicy.NameMatches(pattern, name) {
-				return true
-			}
-		}
-	}
-	return false
-}
-
 // Listen makes the sockets of a resolver: port 53 of the gateway's address, on the
-// agent's interface alone, as all agents have the same gateway.
+// endpoint's interface alone, as all endpoints have the same gateway.
 func Listen(ctx context.Context, device string) (net.PacketConn, net.Listener, error) {
 	cfg := net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) error {
 		var inner error

@@ -78,7 +78,7 @@ func newResolver(t *testing.T, z *zone, six bool) (*Resolver, *pins) {
 	if six {
 		id.Address6 = netip.MustParseAddr("fd77::7")
 	}
-	s, err := netpolicy.Compile(p, id, netpolicy.Environment{Host: []netip.Addr{netip.MustParseAddr("93.184.216.99")}, Agents: []netip.Prefix{netip.MustParsePrefix("10.200.0.0/16")}})
+	s, err := netpolicy.Compile(p, id, netpolicy.Environment{Host: []netip.Addr{netip.MustParseAddr("93.184.216.99")}, Endpoints: []netip.Prefix{netip.MustParsePrefix("10.200.0.0/16")}})
 	if err != nil {
 		t.Fatal(err)
 	}

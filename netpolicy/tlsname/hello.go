@@ -5,6 +5,9 @@ import (
 	"errors"
 	"net/netip"
 	"strings"
+	"unicode"
+
+	"github.com/drowse-vm/drowse/netpolicy"
 )
 
 // What can be wrong with a ClientHello, for errors.Is. ErrShort is that there is more to come.
@@ -184,18 +187,12 @@ func serverName(msg []byte) (string, error) {
 // final dot) and no address. A last label of digits alone would be one to some resolvers.
 func normal(host string) (string, bool) {
 	// Lower case is another matter beyond ASCII: there are two capital K.
-	if host == "" || len(host) > 253 || strings.Trim(host, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.") != "" {
+	if strings.ContainsFunc(host, func(c rune) bool { return c > unicode.MaxASCII }) {
 		return "", false
 	}
 	n := strings.ToLower(host)
-	labels := strings.Split(n, ".")
-	for _, l := range labels {
-		if l == "" || len(l) > 63 || l[0] == '-' || l[len(l)-1] == '-' {
-			return "", false
-		}
-	}
-	last := labels[len(labels)-1]
-	if _, err := netip.ParseAddr(n); err == nil || strings.Trim(last, "0123456789") == "" {
+	last := n[strings.LastIndexByte(n, '.')+1:]
+	if _, err := netip.ParseAddr(n); err == nil || !netpolicy.ValidName(n) || strings.Trim(last, "0123456789") == "" {
 		return "", false
 	}
 	return n, true

@@ -34,7 +34,7 @@ const (
 	eventsPerSecond = 100
 )
 
-// Flows are the agent's: a link.Link.
+// Flows are the endpoint's: a link.Link.
 type Flows interface {
 	Checked(port uint16) (flow.Checked, error)
 	Lives(c flow.Checked) (bool, error)
@@ -58,7 +58,7 @@ type Config struct {
 	Flows Flows
 	// Dial connects to a peer; nil is Dial.
 	Dial func(ctx context.Context, peer netip.AddrPort) (*net.TCPConn, error)
-	// Refused is told of connections that are reset, and Named of the names of the others. They are called
+	// Refused gets connections that are reset, and Named the names of the others. They are called
 	// from several goroutines. Nil is nobody.
 	Refused func(Refusal)
 	Named   func(flow flow.Checked, name string)
@@ -73,11 +73,7 @@ type Server struct {
 	mu    sync.Mutex // guards what follows
 	open  map[*connection]bool
 	stats netpolicy.TLSStats
-	told  struct {
-		second     int64
-		count      int
-		suppressed uint32
-	}
+	limit EventLimit
 }
 
 // connection is one that the guest has opened.
@@ -117,7 +113,7 @@ func (s *Server) Stats() netpolicy.TLSStats {
 }
 
 // Listen makes the socket of a server: a port of the gateway's address that the kernel
-// chooses, on the agent's interface alone. The interface need not have the address yet.
+// chooses, on the endpoint's interface alone. The interface need not have the address yet.
 func Listen(ctx context.Context, device string) (*net.TCPListener, error) {
 	return ListenAt(ctx, device, 0)
 }
@@ -247,20 +243,33 @@ func (s *Server) count(f func(*netpolicy.TLSStats)) {
 	f(&s.stats)
 }
 
-// refuse tells of a connection that is reset.
+// EventLimit bounds the events of one kind: 100 in a second. The zero value is ready; its owner guards it.
+type EventLimit struct {
+	second     int64
+	count      int
+	suppressed uint32
+}
+
+// Take counts an event. If it may be reported, suppressed is how many before it were not.
+func (l *EventLimit) Take() (suppressed uint32, ok bool) {
+	if now := time.Now().Unix(); now != l.second {
+		l.second, l.count = now, 0
+	}
+	if l.count++; l.count > eventsPerSecond {
+		l.suppressed++
+		return 0, false
+	}
+	suppressed, l.suppressed = l.suppressed, 0
+	return suppressed, true
+}
+
+// refuse reports a connection that is reset.
 func (s *Server) refuse(x *connection, reason netpolicy.Reason, name string) {
 	r := Refusal{Flow: x.flow, Reason: reason, Name: name}
 	s.mu.Lock()
 	s.stats.Refused++
-	if now := time.Now().Unix(); now != s.told.second {
-		s.told.second, s.told.count = now, 0
-	}
-	if s.told.count++; s.told.count > eventsPerSecond {
-		s.told.suppressed++
-		r.Quiet = true
-	} else {
-		r.Suppressed, s.told.suppressed = s.told.suppressed, 0
-	}
+	suppressed, ok := s.limit.Take()
+	r.Suppressed, r.Quiet = suppressed, !ok
 	s.mu.Unlock()
 	s.cfg.Refused(r)
 }
@@ -454,8 +463,8 @@ func (s *Server) relay(x *connection, name string, buf []byte, n int) (netpolicy
 	if _, err := x.guest.Write(head); err != nil {
 		return 0, err
 	}
-	back := make(chan error, 1)
-	go func() { back <- pass(x.guest, x.peer) }()
+	ends := make(chan error, 2)
+	go func() { ends <- pass(x.guest, x.peer) }()
 	var reason netpolicy.Reason
 	var err error
 	if again {
@@ -464,29 +473,12 @@ func (s *Server) relay(x *connection, name string, buf []byte, n int) (netpolicy
 	if err == nil && len(buf) > 0 {
 		_, err = x.peer.Write(buf)
 	}
-	forth := make(chan error, 1)
 	if err == nil {
-		go func() { forth <- pass(x.peer, x.guest) }()
-	} else {
-		forth <- err
+		go func() { ends <- pass(x.peer, x.guest) }()
+		return 0, awaitEnds(ends, x.guest, x.peer)
 	}
-	// The first failure ends both.
-	for range 2 {
-		var failed error
-		select {
-		case failed = <-back:
-			back = nil
-		case failed = <-forth:
-			forth = nil
-		}
-		if failed != nil {
-			if err == nil {
-				err = failed
-			}
-			reset(x.guest)
-			reset(x.peer)
-		}
-	}
+	ends <- err
+	_ = awaitEnds(ends, x.guest, x.peer)
 	return reason, err
 }
 

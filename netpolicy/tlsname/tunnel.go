@@ -60,7 +60,11 @@ func exchange(client, peer *net.TCPConn, early []byte) error {
 	ends := make(chan error, 2)
 	go func() { ends <- pass(client, peer) }()
 	go func() { ends <- pass(peer, client) }()
-	var err error
+	return awaitEnds(ends, client, peer)
+}
+
+// awaitEnds waits for both directions. The first failure ends both, and is returned.
+func awaitEnds(ends <-chan error, client, peer *net.TCPConn) (err error) {
 	for range 2 {
 		if failed := <-ends; failed != nil && err == nil {
 			err = failed

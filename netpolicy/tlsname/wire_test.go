@@ -41,7 +41,7 @@ const waitMost = 60 * time.Second
 
 var own = netpolicy.Identity{Address4: netip.MustParseAddr("10.200.3.7")}
 
-// lab is a host with an agent's TAP device, its policy and its server, between two namespaces: the
+// lab is a host with an endpoint's TAP device, its policy and its server, between two namespaces: the
 // outside, and a guest, whose kernel is this one as well.
 type lab struct {
 	t                    *testing.T
@@ -138,7 +138,7 @@ func (l *lab) start(helloTimeout time.Duration) {
 	must(t, err)
 	l.port = uint16(ln.Addr().(*net.TCPAddr).Port)
 	root := fmt.Sprintf("%s-test-tlsname-%d", link.DefaultRoot, os.Getpid())
-	l.link, err = link.Attach(link.Config{Agent: "a1", Interface: "tap0", Root: root}, l.compile(labPolicy))
+	l.link, err = link.Attach(link.Config{Endpoint: "a1", Interface: "tap0", Root: root}, l.compile(labPolicy))
 	must(t, err)
 	t.Cleanup(func() {
 		if err := errors.Join(l.link.Remove(), link.Sweep(root), os.Remove(root)); err != nil {
@@ -214,7 +214,7 @@ func compile(policy string, port uint16) (*netpolicy.Spec, error) {
 	if err != nil {
 		return nil, err
 	}
-	return netpolicy.Compile(p, own, netpolicy.Environment{Agents: []netip.Prefix{netip.MustParsePrefix("10.200.0.0/16")}, TLSPort: port})
+	return netpolicy.Compile(p, own, netpolicy.Environment{Endpoints: []netip.Prefix{netip.MustParsePrefix("10.200.0.0/16")}, TLSPort: port})
 }
 
 // in does something in a namespace, on the test's own thread, which is the host's otherwise.
@@ -729,7 +729,7 @@ func init() {
 		if err != nil {
 			return err
 		}
-		link, err := link.Attach(link.Config{Agent: "a1", Interface: "tap0", Root: os.Getenv(tlsname.ChildEnv)}, spec)
+		link, err := link.Attach(link.Config{Endpoint: "a1", Interface: "tap0", Root: os.Getenv(tlsname.ChildEnv)}, spec)
 		if err != nil {
 			return err
 		}
@@ -763,7 +763,7 @@ func TestServer_killed_in_the_midst_lets_nothing_pass(t *testing.T) {
 	})
 	t.Cleanup(func() {
 		kill()
-		if err := errors.Join(link.Remove(link.Config{Agent: "a1", Interface: "tap0", Root: root}), link.Sweep(root), os.Remove(root)); err != nil {
+		if err := errors.Join(link.Remove(link.Config{Endpoint: "a1", Interface: "tap0", Root: root}), link.Sweep(root), os.Remove(root)); err != nil {
 			t.Error(err)
 		}
 	})

@@ -703,22 +703,15 @@ func hashFile(ctx context.Context, f *os.File, onRead func(done, total int64)) (
 	if err != nil {
 		return "", err
 	}
+	if onRead == nil {
+		onRead = func(int64, int64) {}
+	}
 	h := sha256.New()
+	told := artifact.CountingWriter(func(n int64) { onRead(n, st.Size()) })
 	src := artifact.NewReader(ctx, sparse.NewReader(f, st.Size()))
-	buf := make([]byte, sparse.BufBytes)
-	var done int64
-	for {
-		n, err := src.Read(buf)
-		h.Write(buf[:n])
-		if done += int64(n); onRead != nil {
-			onRead(done, st.Size())
-		}
-		if errors.Is(err, io.EOF) {
-			break
-		}
-		if err != nil {
-			return "", err
-		}
+	done, err := io.CopyBuffer(io.MultiWriter(h, told), src, make([]byte, sparse.BufBytes))
+	if err != nil {
+		return "", err
 	}
 	if done != st.Size() {
 		return "", fmt.Errorf("%w: read %d bytes of %d", ErrTruncated, done, st.Size())

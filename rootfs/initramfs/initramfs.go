@@ -9,7 +9,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"io/fs"
 	"os"
 	"path/filepath"
 	"strings"
@@ -38,7 +37,6 @@ const (
 	formatVersion = "drowse initramfs 1\n"
 
 	cacheFolder = "initramfs"
-	nameLength  = 32 // hexadecimal digits of the hash in a cache name
 )
 
 // dirs are the folders in the archive: mount points for the guest program.
@@ -78,29 +76,13 @@ func ensure(ctx context.Context, cacheDir string, spec Spec) (string, error) {
 	for _, f := range files {
 		fmt.Fprintf(h, "%q %d %s\n", f.name, f.size, f.sum)
 	}
-	path := filepath.Join(cacheDir, cacheFolder, hex.EncodeToString(h.Sum(nil))[:nameLength]+".cpio")
-	if path, err = filepath.Abs(path); err != nil {
-		return "", err
-	}
-	if _, err := os.Stat(path); err == nil {
-		return path, nil
-	} else if !errors.Is(err, fs.ErrNotExist) {
-		return "", err
-	}
-	if err := artifact.RequireStatic(spec.Init); err != nil {
-		return "", err
-	}
-	err = artifact.WriteFile(path, func(f *os.File) error {
+	return artifact.Made(cacheDir, cacheFolder, h.Sum(nil), ".cpio", spec.Init, func(f *os.File) error {
 		w := bufio.NewWriterSize(f, 1<<20)
 		if err := write(ctx, w, files); err != nil {
 			return err
 		}
 		return w.Flush()
 	})
-	if err != nil {
-		return "", err
-	}
-	return path, nil
 }
 
 // file is a regular file of the archive.

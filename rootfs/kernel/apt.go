@@ -10,6 +10,7 @@ import (
 	"regexp"
 	"strconv"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/drowse-vm/drowse/rootfs/internal/artifact"
@@ -36,7 +37,7 @@ type apt struct {
 	cacheDir  string
 	mayChange bool // may run apt-get update and apt-get install, which need root
 	log       io.Writer
-	progress  func(stage string, done, total int64)
+	report    func(stage string, done, total int64)
 
 	updated bool
 }
@@ -59,8 +60,7 @@ func (a *apt) candidate(ctx context.Context, name string) (aptPackage, error) {
 
 func (a *apt) lookup(ctx context.Context, name string) (aptPackage, error) {
 	out, err := a.command("looking up the Debian package "+name).run(ctx, "apt-cache", "show", "--no-all-versions", name)
-	var exit interface{ ExitCode() int }
-	if err != nil && errors.As(err, &exit) && ctx.Err() == nil {
+	if exited(ctx, err) {
 		return aptPackage{}, fmt.Errorf("%w: %s (bring apt's index up to date with: apt-get update; the package is part of Debian 12, bookworm)",
 			ErrNoPackage, name)
 	}
@@ -198,19 +198,14 @@ func (a *apt) downloadTo(ctx context.Context, p aptPackage, final string) error 
 
 // watchSize reports the growth of the files in dir until the function it returns is called.
 func (a *apt) watchSize(dir string, total int64) (stop func()) {
-	if a.progress == nil {
-		return func() {}
-	}
 	quit, done := make(chan struct{}), make(chan struct{})
 	go func() {
 		defer close(done)
-		tick := time.NewTicker(progressPoll)
-		defer tick.Stop()
 		for {
 			select {
 			case <-quit:
 				return
-			case <-tick.C:
+			case <-time.After(progressPoll):
 			}
 			var sum int64
 			entries, _ := os.ReadDir(dir)
@@ -219,23 +214,13 @@ func (a *apt) watchSize(dir string, total int64) (stop func()) {
 					sum += info.Size()
 				}
 			}
-			a.progress("download", min(sum, total), total)
+			a.report("download", min(sum, total), total)
 		}
 	}()
-	stopped := false
-	return func() {
-		if !stopped {
-			stopped = true
-			close(quit)
-			<-done
-		}
-	}
-}
-
-func (a *apt) report(stage string, done, total int64) {
-	if a.progress != nil {
-		a.progress(stage, done, total)
-	}
+	return sync.OnceFunc(func() {
+		close(quit)
+		<-done
+	})
 }
 
 func (a *apt) update(ctx context.Context) error {
@@ -261,14 +246,10 @@ func (a *apt) install(ctx context.Context, names []string) error {
 // installed returns the version in which the package is installed, or "" if it is not.
 func (a *apt) installed(ctx context.Context, name string) (string, error) {
 	out, err := a.command("asking for the installed version of "+name).run(ctx, "dpkg-query", "-W", "-f", "${db:Status-Status} ${Version}", name)
-	var exit interface{ ExitCode() int }
-	if err != nil && ctx.Err() == nil && errors.As(err, &exit) {
-		return "", nil // dpkg-query(1): 1 when no package of that name is known
-	}
-	if err != nil {
+	if err != nil && !exited(ctx, err) { // dpkg-query(1): 1 when no package of that name is known
 		return "", err
 	}
-	if version, ok := strings.CutPrefix(out, "installed "); ok {
+	if version, ok := strings.CutPrefix(out, "installed "); ok && err == nil {
 		return strings.TrimSpace(version), nil
 	}
 	return "", nil
@@ -277,8 +258,7 @@ func (a *apt) installed(ctx context.Context, name string) (string, error) {
 // intact reports whether the installed package's files are as they were when it was installed.
 func (a *apt) intact(ctx context.Context, name string) (bool, error) {
 	out, err := a.command("verifying the installed package "+name).run(ctx, "dpkg", "--verify", name)
-	var exit interface{ ExitCode() int }
-	if err != nil && (ctx.Err() != nil || !errors.As(err, &exit)) {
+	if err != nil && !exited(ctx, err) {
 		return false, err
 	}
 	return err == nil && strings.TrimSpace(out) == "", nil

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -121,6 +122,9 @@ func newBuilder(opts BuildOptions) (*builder, error) {
 		return nil, err
 	}
 	opts.CacheDir = dir
+	if opts.Progress == nil {
+		opts.Progress = func(string, int64, int64) {}
+	}
 	if opts.Jobs <= 0 {
 		opts.Jobs = runtime.NumCPU()
 	}
@@ -136,21 +140,15 @@ func newBuilder(opts BuildOptions) (*builder, error) {
 	}
 	return &builder{
 		opts:    opts,
-		apt:     apt{cacheDir: dir, mayChange: opts.InstallDeps, log: opts.Log, progress: opts.Progress},
+		apt:     apt{cacheDir: dir, mayChange: opts.InstallDeps, log: opts.Log, report: opts.Progress},
 		config:  config,
 		patches: p,
 		log:     opts.Log,
 	}, nil
 }
 
-func (b *builder) report(stage string, done, total int64) {
-	if b.opts.Progress != nil {
-		b.opts.Progress(stage, done, total)
-	}
-}
-
 func (b *builder) build(ctx context.Context) (*Kernel, error) {
-	b.report("check", 0, 0)
+	b.opts.Progress("check", 0, 0)
 	if !b.opts.Update {
 		k, err := b.cached(ctx)
 		if err != nil {
@@ -379,13 +377,8 @@ func sha256Of(s string) string {
 
 // hashInputs hashes names and values so that no two different maps give the same input to the hash.
 func hashInputs(inputs map[string]string) string {
-	names := make([]string, 0, len(inputs))
-	for n := range inputs {
-		names = append(names, n)
-	}
-	slices.Sort(names)
 	h := sha256.New()
-	for _, n := range names {
+	for _, n := range slices.Sorted(maps.Keys(inputs)) {
 		fmt.Fprintf(h, "%q=%q\n", n, inputs[n])
 	}
 	return hex.EncodeToString(h.Sum(nil))
@@ -417,14 +410,14 @@ func (b *builder) unpack(ctx context.Context, src source, work string) (string, 
 		if err != nil {
 			return "", err
 		}
-		b.report("unpack", 0, 0)
+		b.opts.Progress("unpack", 0, 0)
 		dir := filepath.Join(work, "deb")
 		if _, err := b.command("unpacking the package with the kernel's source", work).run(ctx, "dpkg-deb", "-x", deb, dir); err != nil {
 			return "", err
 		}
 		tarball = filepath.Join(dir, "usr/src", sourcePackage+".tar.xz")
 	}
-	b.report("unpack", 0, 0)
+	b.opts.Progress("unpack", 0, 0)
 	tree := filepath.Join(work, "linux")
 	if err := os.Mkdir(tree, 0o755); err != nil {
 		return "", err
@@ -452,7 +445,7 @@ func (b *builder) unpack(ctx context.Context, src source, work string) (string, 
 // applyPatches applies them without fuzz: a place that only resembles the one a patch was made for is not good enough.
 func (b *builder) applyPatches(ctx context.Context, tree string) error {
 	for i, p := range b.patches {
-		b.report("patch", int64(i), int64(len(b.patches)))
+		b.opts.Progress("patch", int64(i), int64(len(b.patches)))
 		c := b.command("applying "+p.name+" to the kernel's source, which may have changed too much for it", tree)
 		c.stdin = strings.NewReader(p.text)
 		if err := c.stream(ctx, nil, "patch", "-p1", "-F0", "--no-backup-if-mismatch", "-r", "-"); err != nil {
@@ -475,7 +468,7 @@ func makeArgs(tree string, target ...string) ([]string, error) {
 }
 
 func (b *builder) configure(ctx context.Context, tree string) error {
-	b.report("configure", 0, 0)
+	b.opts.Progress("configure", 0, 0)
 	path := filepath.Join(tree, ".config")
 	mk := func(target string) (string, error) {
 		args, err := makeArgs(tree, target)
@@ -511,12 +504,12 @@ var compileStep = regexp.MustCompile(`^  (CC|AS|AR|LD|HOSTCC|GEN|UPD) `)
 
 func (b *builder) compile(ctx context.Context, tree string) error {
 	var done int64
-	b.report("compile", 0, compileSteps)
+	b.opts.Progress("compile", 0, compileSteps)
 	c := b.command("compiling the kernel", tree)
 	c.onLine = func(line string) {
 		if compileStep.MatchString(line) {
 			done++
-			b.report("compile", done, max(done, compileSteps))
+			b.opts.Progress("compile", done, max(done, compileSteps))
 		}
 	}
 	args, err := makeArgs(tree, "-j"+strconv.Itoa(b.opts.Jobs), "vmlinux")
@@ -526,7 +519,7 @@ func (b *builder) compile(ctx context.Context, tree string) error {
 	if err := c.stream(ctx, nil, "make", args...); err != nil {
 		return err
 	}
-	b.report("compile", done, done)
+	b.opts.Progress("compile", done, done)
 	return nil
 }
 
@@ -535,7 +528,7 @@ var release = regexp.MustCompile(`^[0-9]+\.[0-9A-Za-z.+~-]{1,63}$`)
 
 // collect takes the results out of the tree and publishes them.
 func (b *builder) collect(ctx context.Context, tree string, inputs map[string]string, hash string) (*Kernel, error) {
-	b.report("publish", 0, 0)
+	b.opts.Progress("publish", 0, 0)
 	args, err := makeArgs(tree, "-s", "kernelrelease")
 	if err != nil {
 		return nil, err
@@ -562,11 +555,7 @@ func (b *builder) collect(ctx context.Context, tree string, inputs map[string]st
 		return nil, err
 	}
 	for from, to := range map[string]string{".config": k.Config, "System.map": k.SymbolMap} {
-		data, err := os.ReadFile(filepath.Join(tree, from))
-		if err != nil {
-			return nil, err
-		}
-		if err := os.WriteFile(filepath.Join(staging, to), data, 0o644); err != nil {
+		if err := copyFile(ctx, filepath.Join(staging, to), filepath.Join(tree, from)); err != nil {
 			return nil, err
 		}
 	}

@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"io/fs"
 	"slices"
-	"sort"
 	"strings"
 )
 
@@ -29,7 +28,6 @@ func patches() ([]patch, error) {
 	if err != nil {
 		return nil, err
 	}
-	sort.Strings(names)
 	var out []patch
 	for _, n := range names {
 		text, err := patchFiles.ReadFile(n)

@@ -3,10 +3,11 @@ package kernel
 import (
 	"errors"
 	"fmt"
-	"os"
 	"path/filepath"
 	"slices"
 	"strings"
+
+	"github.com/drowse-vm/drowse/rootfs/internal/artifact"
 )
 
 // Has tells whether a kernel has an option or a feature.
@@ -146,14 +147,7 @@ const maxConfig = 4 << 20
 
 // readConfig reads a kernel's configuration.
 func readConfig(path string) (kernelConfig, error) {
-	info, err := os.Stat(path)
-	if err != nil {
-		return nil, err
-	}
-	if info.Size() > maxConfig {
-		return nil, fmt.Errorf("%s has %d bytes, more than %d", path, info.Size(), maxConfig)
-	}
-	text, err := os.ReadFile(path)
+	text, err := artifact.ReadFile(path, maxConfig)
 	if err != nil {
 		return nil, err
 	}

@@ -1,6 +1,7 @@
 package kernel
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -9,6 +10,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"runtime"
+	"slices"
 	"strings"
 
 	"github.com/drowse-vm/drowse/rootfs/internal/artifact"
@@ -78,9 +80,13 @@ func fetch(ctx context.Context, opts FetchOptions) (*Kernel, error) {
 	if err != nil {
 		return nil, err
 	}
-	a := &apt{cacheDir: cacheDir, mayChange: opts.UpdateIndex, log: opts.Log, progress: opts.Progress}
+	if opts.Progress == nil {
+		opts.Progress = func(string, int64, int64) {}
+	}
+	a := &apt{cacheDir: cacheDir, mayChange: opts.UpdateIndex, log: opts.Log, report: opts.Progress}
 	a.report("check", 0, 0)
-	modules := strings.Join(append(append([]string{}, wantedModules...), opts.ExtraModules...), " ")
+	wanted := slices.Concat(wantedModules, opts.ExtraModules)
+	modules := strings.Join(wanted, " ")
 	if opts.Package == "" && !opts.Update {
 		if k, err := cachedCloud(cacheDir, modules); err != nil {
 			return nil, err
@@ -90,11 +96,7 @@ func fetch(ctx context.Context, opts FetchOptions) (*Kernel, error) {
 			return k, nil
 		}
 	}
-	name := opts.Package
-	if name == "" {
-		name = cloudPackage
-	}
-	p, err := resolveKernel(ctx, a.candidate, name)
+	p, err := resolveKernel(ctx, a.candidate, cmp.Or(opts.Package, cloudPackage))
 	if err != nil {
 		return nil, err
 	}
@@ -153,7 +155,7 @@ func fetch(ctx context.Context, opts FetchOptions) (*Kernel, error) {
 	if err != nil {
 		return nil, err
 	}
-	paths, err := set.order(append(append([]string{}, wantedModules...), opts.ExtraModules...), optionalModules)
+	paths, err := set.order(wanted, optionalModules)
 	if err != nil {
 		return nil, err
 	}
@@ -171,7 +173,7 @@ func fetch(ctx context.Context, opts FetchOptions) (*Kernel, error) {
 // Download returns the path of the Debian package that holds the kernel that the package of a name stands for. It is in
 // the cache, fetched by apt if need be, and compared with the hash in apt's signed index.
 func Download(ctx context.Context, cacheDir, name string) (string, error) {
-	a := &apt{cacheDir: cacheDir}
+	a := &apt{cacheDir: cacheDir, report: func(string, int64, int64) {}}
 	p, err := resolveKernel(ctx, a.candidate, name)
 	if err != nil {
 		return "", err

@@ -1,6 +1,7 @@
 package kernel
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -134,15 +135,7 @@ func openDir(dir string) (*Kernel, error) {
 	damaged := func(err error) error {
 		return fmt.Errorf("%w %s: %w (remove the folder %s and make the kernel again)", ErrDamaged, filepath.Base(dir), err, dir)
 	}
-	path := filepath.Join(dir, metadataFile)
-	info, err := os.Stat(path)
-	if err != nil {
-		return nil, damaged(err)
-	}
-	if info.Size() > maxMetadata {
-		return nil, damaged(fmt.Errorf("%s has %d bytes, more than %d", metadataFile, info.Size(), maxMetadata))
-	}
-	data, err := os.ReadFile(path)
+	data, err := artifact.ReadFile(filepath.Join(dir, metadataFile), maxMetadata)
 	if err != nil {
 		return nil, damaged(err)
 	}
@@ -216,10 +209,7 @@ func List(cacheDir string) ([]*Kernel, error) {
 		out = append(out, k)
 	}
 	slices.SortFunc(out, func(a, b *Kernel) int {
-		if c := b.Created.Compare(a.Created); c != 0 {
-			return c
-		}
-		return strings.Compare(a.ID, b.ID)
+		return cmp.Or(b.Created.Compare(a.Created), strings.Compare(a.ID, b.ID))
 	})
 	return out, nil
 }
@@ -294,10 +284,8 @@ func findNewest(cacheDir string, fits func(*Kernel) bool) (*Kernel, error) {
 	if err != nil {
 		return nil, err
 	}
-	for _, k := range all {
-		if fits(k) {
-			return k, nil
-		}
+	if i := slices.IndexFunc(all, fits); i >= 0 {
+		return all[i], nil
 	}
 	return nil, nil
 }

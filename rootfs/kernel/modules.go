@@ -6,10 +6,11 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
-	"os"
 	"path/filepath"
 	"slices"
 	"strings"
+
+	"github.com/drowse-vm/drowse/rootfs/internal/artifact"
 )
 
 const (
@@ -86,13 +87,7 @@ func readModules(dir string) (*moduleSet, error) {
 	if err != nil {
 		return nil, err
 	}
-	list := filepath.Join(dir, "modules.builtin")
-	if info, err := os.Stat(list); err != nil {
-		return nil, err
-	} else if info.Size() > maxBuiltinList {
-		return nil, fmt.Errorf("%s has %d bytes, more than %d", list, info.Size(), maxBuiltinList)
-	}
-	data, err := os.ReadFile(list)
+	data, err := artifact.ReadFile(filepath.Join(dir, "modules.builtin"), maxBuiltinList)
 	if err != nil {
 		return nil, err
 	}

@@ -13,6 +13,8 @@ import (
 	"strings"
 	"syscall"
 	"time"
+
+	"github.com/drowse-vm/drowse/rootfs/internal/artifact"
 )
 
 const (
@@ -80,7 +82,7 @@ func (c command) stream(ctx context.Context, stdout io.Writer, name string, args
 	cmd.Env = append(environment(), c.env...)
 	cmd.Stdin = c.stdin
 	// One writer for both, so that os/exec calls it from one goroutine at a time.
-	tail := &tailWriter{next: c.log, onLine: c.onLine}
+	tail := newTailWriter(c.log, c.onLine)
 	if stdout == nil {
 		cmd.Stdout, cmd.Stderr = tail, tail
 	} else {
@@ -112,6 +114,12 @@ func (c command) stream(ctx context.Context, stdout io.Writer, name string, args
 	}
 }
 
+// exited says that a program has run to its end and failed, by itself.
+func exited(ctx context.Context, err error) bool {
+	var exit *exec.ExitError
+	return ctx.Err() == nil && errors.As(err, &exit)
+}
+
 // environment returns what the programs see of this process's environment: not MAKEFLAGS, CC, ARCH, KCFLAGS and the
 // like, which would change what is built and are in no hash, nor the locale, since their messages are parsed.
 func environment() []string {
@@ -128,55 +136,33 @@ func environment() []string {
 
 // tailWriter keeps the last lines written to it, and hands everything on.
 type tailWriter struct {
-	next   io.Writer
-	onLine func(string)
-	lines  []string
-	part   []byte
+	artifact.LineWriter
+	log   io.Writer
+	lines []string
+}
+
+func newTailWriter(log io.Writer, onLine func(string)) *tailWriter {
+	t := &tailWriter{log: log}
+	t.LineWriter = artifact.LineWriter{Max: maxTailLine, Line: func(line string) {
+		if onLine != nil {
+			onLine(line)
+		}
+		if strings.TrimSpace(line) != "" {
+			t.lines = append(t.lines[max(0, len(t.lines)+1-tailLines):], line)
+		}
+	}}
+	return t
 }
 
 func (t *tailWriter) Write(p []byte) (int, error) {
-	if t.next != nil {
+	if t.log != nil {
 		// A log that cannot be written must not end a build that can.
-		_, _ = t.next.Write(p)
+		_, _ = t.log.Write(p)
 	}
-	n := len(p)
-	for len(p) > 0 {
-		i := bytes.IndexByte(p, '\n')
-		if i < 0 {
-			t.keep(p)
-			break
-		}
-		t.keep(p[:i])
-		t.endLine()
-		p = p[i+1:]
-	}
-	return n, nil
-}
-
-func (t *tailWriter) keep(p []byte) {
-	if room := maxTailLine - len(t.part); room > 0 {
-		t.part = append(t.part, p[:min(room, len(p))]...)
-	}
-}
-
-func (t *tailWriter) endLine() {
-	line := strings.TrimRight(string(t.part), "\r")
-	t.part = t.part[:0]
-	if t.onLine != nil {
-		t.onLine(line)
-	}
-	if strings.TrimSpace(line) == "" {
-		return
-	}
-	if len(t.lines) == tailLines {
-		t.lines = append(t.lines[:0], t.lines[1:]...)
-	}
-	t.lines = append(t.lines, line)
+	return t.LineWriter.Write(p)
 }
 
 func (t *tailWriter) last() []string {
-	if len(t.part) > 0 {
-		t.endLine()
-	}
+	t.Flush()
 	return t.lines
 }

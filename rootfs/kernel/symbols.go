@@ -79,10 +79,7 @@ func parseSymbols(r io.Reader) ([]symbol, error) {
 	// Of several names at one address the first in the map wins: sort stably and keep the first, but let an end of text
 	// stay one.
 	slices.SortStableFunc(syms, func(a, b symbol) int {
-		if c := cmp.Compare(a.addr, b.addr); c != 0 {
-			return c
-		}
-		return cmp.Compare(rank(a.name), rank(b.name))
+		return cmp.Or(cmp.Compare(a.addr, b.addr), cmp.Compare(rank(a.name), rank(b.name)))
 	})
 	return slices.CompactFunc(syms, func(a, b symbol) bool { return a.addr == b.addr }), nil
 }

@@ -7,7 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"io/fs"
 	"os"
 	"path/filepath"
 
@@ -31,7 +30,6 @@ const (
 	formatVersion = "drowse sysdisk 1\n"
 
 	cacheFolder = "sysdisk"
-	nameLength  = 32 // hexadecimal digits of the hash in a cache name
 )
 
 // Dirs are the empty folders in the image: mount points for the guest program.
@@ -64,23 +62,7 @@ func ensure(ctx context.Context, cacheDir, agentPath string) (string, error) {
 		return "", err
 	}
 	name := sha256.Sum256([]byte(formatVersion + sum))
-	path := filepath.Join(cacheDir, cacheFolder, hex.EncodeToString(name[:])[:nameLength]+".erofs")
-	if path, err = filepath.Abs(path); err != nil {
-		return "", err
-	}
-	if _, err := os.Stat(path); err == nil {
-		return path, nil
-	} else if !errors.Is(err, fs.ErrNotExist) {
-		return "", err
-	}
-	if err := artifact.RequireStatic(agentPath); err != nil {
-		return "", err
-	}
-	err = artifact.WriteFile(path, func(f *os.File) error { return write(ctx, f, agentPath, sum) })
-	if err != nil {
-		return "", err
-	}
-	return path, nil
+	return artifact.Made(cacheDir, cacheFolder, name[:], ".erofs", agentPath, func(f *os.File) error { return write(ctx, f, agentPath, sum) })
 }
 
 // write writes the image to f. Times are zero and the owner is root.

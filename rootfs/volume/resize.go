@@ -29,15 +29,8 @@ var ErrNoSpace = errors.New("no space for a copy of the volume")
 // copy is made, grown and synced; it takes the place of the file; the record gets the
 // new size. Whatever is killed or loses power in between, the volume is as before or has
 // the new size; Resize may then be called again.
-func (s *Store) Resize(ctx context.Context, name string, size int64, allow func(*Record) error) (*Record, error) {
-	r, err := s.resize(ctx, name, size, allow)
-	if err != nil {
-		return nil, fmt.Errorf("resizing volume %s: %w", name, err)
-	}
-	return r, nil
-}
-
-func (s *Store) resize(ctx context.Context, name string, size int64, allow func(*Record) error) (r *Record, err error) {
+func (s *Store) Resize(ctx context.Context, name string, size int64, allow func(*Record) error) (_ *Record, err error) {
+	defer failed("resizing", name, &err)
 	if err := errors.Join(checkName(name), checkSize(size)); err != nil {
 		return nil, err
 	}
@@ -172,13 +165,4 @@ func (s *Store) copyData(ctx context.Context, v *Volume, path string) (err error
 		off = end
 	}
 	return nil
-}
-
-// syncFile makes a file durable.
-func (s *Store) syncFile(path string) error {
-	f, err := s.fs.OpenFile(path, os.O_RDWR|unix.O_CLOEXEC, 0)
-	if err != nil {
-		return err
-	}
-	return errors.Join(f.Sync(), f.Close())
 }

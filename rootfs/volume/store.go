@@ -142,19 +142,9 @@ func newID() string {
 
 // Create makes a volume of size bytes, a multiple of 1 MiB, with an empty ext4. It
 // takes the space of what is written to it. After a crash it is there or not.
-func (s *Store) Create(ctx context.Context, name string, size int64) (*Record, error) {
-	r, err := s.create(ctx, name, size)
-	if err != nil {
-		return nil, fmt.Errorf("making volume %s: %w", name, err)
-	}
-	return r, nil
-}
-
-func (s *Store) create(ctx context.Context, name string, size int64) (r *Record, err error) {
-	if err := checkName(name); err != nil {
-		return nil, err
-	}
-	if err := checkSize(size); err != nil {
+func (s *Store) Create(ctx context.Context, name string, size int64) (_ *Record, err error) {
+	defer failed("making", name, &err)
+	if err := errors.Join(checkName(name), checkSize(size)); err != nil {
 		return nil, err
 	}
 	unlock, err := s.lock(ctx)
@@ -168,41 +158,48 @@ func (s *Store) create(ctx context.Context, name string, size int64) (r *Record,
 	} else if !errors.Is(err, fs.ErrNotExist) {
 		return nil, err
 	}
-	r = &Record{Version: Version, ID: newID(), Name: name, Size: size, Created: time.Now().UTC()}
+	r := &Record{Version: Version, ID: newID(), Name: name, Size: size, Created: time.Now().UTC()}
 	tmp := filepath.Join(s.dir, tempPrefix+r.ID)
 	if err := s.fs.Mkdir(tmp, 0o700); err != nil {
 		return nil, err
 	}
-	made := false
-	defer func() {
-		if !made {
-			_ = s.removeAll(tmp) // or the next one does
-		}
-	}()
-	if err := s.fill(ctx, tmp, r); err != nil {
+	err = s.fill(ctx, tmp, r)
+	if err == nil {
+		err = s.fs.Rename(tmp, dir)
+	}
+	if err != nil {
+		_ = s.removeAll(tmp) // or the next one does
 		return nil, err
 	}
-	if err := s.fs.Rename(tmp, dir); err != nil {
-		return nil, err
-	}
-	made = true
 	return r, s.fs.SyncDir(s.dir)
 }
 
 // fill makes the files of a volume, durably.
-func (s *Store) fill(ctx context.Context, dir string, r *Record) (err error) {
+func (s *Store) fill(ctx context.Context, dir string, r *Record) error {
 	path := filepath.Join(dir, dataName)
 	if err := s.format(ctx, path, r.Size); err != nil {
 		return err
 	}
+	if err := s.syncFile(path); err != nil {
+		return err
+	}
+	return writeRecord(s.fs, dir, r)
+}
+
+// syncFile makes a file durable.
+func (s *Store) syncFile(path string) error {
 	f, err := s.fs.OpenFile(path, os.O_RDWR|unix.O_CLOEXEC, 0)
 	if err != nil {
 		return err
 	}
-	if err := errors.Join(f.Sync(), f.Close()); err != nil {
-		return err
+	return errors.Join(f.Sync(), f.Close())
+}
+
+// failed, deferred, says what was done to which volume.
+func failed(doing, name string, err *error) {
+	if *err != nil {
+		*err = fmt.Errorf("%s volume %s: %w", doing, name, *err)
 	}
-	return writeRecord(s.fs, dir, r)
 }
 
 // Get returns the record of a volume.
@@ -264,14 +261,8 @@ func (s *Store) Allocated(name string) (int64, error) {
 
 // Remove deletes a volume that nobody has attached, unless allow, which is called
 // when nobody can attach it any more, says why not.
-func (s *Store) Remove(ctx context.Context, name string, allow func(*Record) error) error {
-	if err := s.remove(ctx, name, allow); err != nil {
-		return fmt.Errorf("removing volume %s: %w", name, err)
-	}
-	return nil
-}
-
-func (s *Store) remove(ctx context.Context, name string, allow func(*Record) error) (err error) {
+func (s *Store) Remove(ctx context.Context, name string, allow func(*Record) error) (err error) {
+	defer failed("removing", name, &err)
 	unlock, err := s.lock(ctx)
 	if err != nil {
 		return err

@@ -90,33 +90,22 @@ type Volume struct {
 // Attach opens a volume, for reading or for writing too. Its lock is held until
 // Close. allow, if not nil, is called when nobody else can take it, and may say why
 // not. A volume that cannot be read without being written to is ErrDirty.
-func (s *Store) Attach(name string, readOnly bool, allow func(*Record) error) (*Volume, error) {
+func (s *Store) Attach(name string, readOnly bool, allow func(*Record) error) (_ *Volume, err error) {
+	defer failed("attaching", name, &err)
 	v, err := s.attach(name, readOnly)
-	if err == nil {
-		err = v.admit(allow)
+	if err != nil {
+		return nil, err
+	}
+	if r := v.Record(); allow != nil {
+		err = allow(&r)
+	}
+	if err == nil && readOnly {
+		err = checkClean(v.data)
 	}
 	if err != nil {
-		return nil, fmt.Errorf("attaching volume %s: %w", name, err)
+		return nil, errors.Join(err, v.Close())
 	}
 	return v, nil
-}
-
-func (v *Volume) admit(allow func(*Record) error) (err error) {
-	defer func() {
-		if err != nil {
-			err = errors.Join(err, v.Close())
-		}
-	}()
-	if allow != nil {
-		r := v.Record()
-		if err := allow(&r); err != nil {
-			return err
-		}
-	}
-	if v.readOnly {
-		return checkClean(v.data)
-	}
-	return nil
 }
 
 func (s *Store) attach(name string, readOnly bool) (v *Volume, err error) {
@@ -231,15 +220,12 @@ func (v *Volume) Record() Record {
 // that it has slept with it, as this VM, and nobody has written to it since; for
 // reading, that nobody has written since generation. It fails with ErrStale.
 func (v *Volume) Check(id string, generation uint64, as Settled) error {
-	return v.Record().check(id, generation, v.readOnly, as)
+	r := v.Record()
+	return r.Check(id, generation, v.readOnly, as)
 }
 
 // Check is Volume.Check for a volume that is not attached.
 func (r *Record) Check(id string, generation uint64, readOnly bool, as Settled) error {
-	return r.check(id, generation, readOnly, as)
-}
-
-func (r Record) check(id string, generation uint64, readOnly bool, as Settled) error {
 	switch {
 	case r.ID != id:
 		return fmt.Errorf("%w: volume %s is another one of that name", ErrStale, r.Name)
@@ -253,6 +239,9 @@ func (r Record) check(id string, generation uint64, readOnly bool, as Settled) e
 
 // begin makes the record tell of writing, before the first byte.
 func (v *Volume) begin() error {
+	if v.written.Load() {
+		return nil
+	}
 	if v.readOnly {
 		return ErrReadOnly
 	}
@@ -312,10 +301,8 @@ func (v *Volume) ReadExtent(off, n int64) (f *os.File, fileOff, length int64, er
 
 // WriteExtent says where bytes are to be written.
 func (v *Volume) WriteExtent(off, n int64) (f *os.File, fileOff, length int64, err error) {
-	if !v.written.Load() {
-		if err := v.begin(); err != nil {
-			return nil, 0, 0, err
-		}
+	if err := v.begin(); err != nil {
+		return nil, 0, 0, err
 	}
 	return v.data.OS(), off, n, nil
 }
@@ -380,10 +367,8 @@ func (v *Volume) WriteZeroes(off, n int64, mayUnmap bool) error {
 var zeros [64 << 10]byte
 
 func (v *Volume) allocate(mode uint32, off, n int64) error {
-	if !v.written.Load() {
-		if err := v.begin(); err != nil {
-			return err
-		}
+	if err := v.begin(); err != nil {
+		return err
 	}
 	v.dirty.Store(true)
 	for {

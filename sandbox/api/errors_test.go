@@ -72,18 +72,18 @@ var sentinels = map[string]answered{
 	"control.ErrStopped":         {control.ErrStopped, "stopped", 409, ""},
 	"spec.ErrRecord":             {spec.ErrRecord, "record", 500, ""},
 	"spec.ErrInvalid":            {sandbox.ErrSpec, "invalid", 400, ""},
-	"state.ErrMetadata":          {state.ErrMetadata, "metadata", 400, ""},
-	"state.ErrExpired":           {state.ErrExpired, "expired", 409, ""},
+	"spec.ErrMetadata":           {state.ErrMetadata, "metadata", 400, ""},
+	"spec.ErrExpired":            {state.ErrExpired, "expired", 409, ""},
 	"spec.ErrHooks":              {spec.ErrHooks, "hooks", 409, ""},
-	"state.ErrHostHooks":         {state.ErrHostHooks, "host-hooks", 409, ""},
-	"control.ErrPromote":         {control.ErrPromote, "promote", 409, ""},
-	"control.ErrDrop":            {control.ErrDrop, "drop", 409, ""},
-	"control.ErrPersistLimit":    {control.ErrPersistLimit, "persist-limit", 409, ""},
+	"spec.ErrHostHooks":          {state.ErrHostHooks, "host-hooks", 409, ""},
+	"spec.ErrPromote":            {control.ErrPromote, "promote", 409, ""},
+	"spec.ErrDrop":               {control.ErrDrop, "drop", 409, ""},
+	"spec.ErrPersistLimit":       {control.ErrPersistLimit, "persist-limit", 409, ""},
 	"spec.ErrSecrets":            {spec.ErrSecrets, "secrets", 409, ""},
 	"spec.ErrShare":              {spec.ErrShare, "share-unusable", 409, ""},
-	"state.ErrDiskOnly":          {state.ErrDiskOnly, "disk-only", 409, ""},
-	"state.ErrForeignSnapshot":   {state.ErrForeignSnapshot, "foreign-snapshot", 409, ""},
-	"state.ErrSnapshotInUse":     {state.ErrSnapshotInUse, "snapshot-in-use", 409, ""},
+	"spec.ErrDiskOnly":           {state.ErrDiskOnly, "disk-only", 409, ""},
+	"spec.ErrForeignSnapshot":    {state.ErrForeignSnapshot, "foreign-snapshot", 409, ""},
+	"spec.ErrSnapshotInUse":      {state.ErrSnapshotInUse, "snapshot-in-use", 409, ""},
 	"sandbox.ErrNoEntrypoint":    never("a request that runs a command says which"),
 	"state.ErrImport":            never("the API imports nothing"),
 	"control.ErrCanceled":        never("who would get it does not wait any more"),
@@ -255,8 +255,10 @@ func exported(t *testing.T) (names []string) {
 					for i, id := range s.(*ast.ValueSpec).Names {
 						// Another name for one of another package is that one.
 						alias := false
-						if v := s.(*ast.ValueSpec); dir == "sandbox" && i < len(v.Values) {
-							_, alias = v.Values[i].(*ast.SelectorExpr)
+						if v := s.(*ast.ValueSpec); i < len(v.Values) {
+							if of, ok := v.Values[i].(*ast.SelectorExpr); ok {
+								alias = fmt.Sprint(of.X) == "spec"
+							}
 						}
 						if isErr.MatchString(id.Name) && !alias {
 							names = append(names, f.Name.Name+"."+id.Name)
@@ -283,13 +285,13 @@ func TestErrors_every_sentinel_has_a_status_a_code_and_a_remedy(t *testing.T) {
 		if want.never != "" {
 			continue
 		}
-		got := wire.ErrorOf(fleet.Fail("create", "a", fmt.Errorf("doing it: %w", want.err)))
+		got := api.ErrorOf(fleet.Fail("create", "a", fmt.Errorf("doing it: %w", want.err)))
 		if got.Code != want.code || api.StatusOf(got.Code) != want.status || got.Remedy == "" {
 			t.Errorf("%s: code %q, status %d, remedy %q; want %q, %d and a remedy", name, got.Code, api.StatusOf(got.Code), got.Remedy, want.code, want.status)
 		}
 	}
 	for _, full := range []error{unix.ENOSPC, unix.EDQUOT} {
-		if got := wire.ErrorOf(fleet.Fail("create", "a", &os.PathError{Op: "write", Path: "x", Err: full})); api.StatusOf(got.Code) != http.StatusInsufficientStorage || got.Remedy == "" {
+		if got := api.ErrorOf(fleet.Fail("create", "a", &os.PathError{Op: "write", Path: "x", Err: full})); api.StatusOf(got.Code) != http.StatusInsufficientStorage || got.Remedy == "" {
 			t.Errorf("%v: %+v", full, got)
 		}
 	}

@@ -141,7 +141,7 @@ func routes() []route {
 		{method: http.MethodDelete, path: "/v1/snapshots/{id}", scope: ScopeWrite, op: "remove snapshot", says: "Remove a snapshot that nothing needs.", gives: wire.Empty{}, serve: func(s *Server, r *request) (int, any, error) {
 			return ok(wire.Empty{}, s.o.VMs.RemoveSnapshot(r.Context(), r.PathValue("id")))
 		}},
-		{method: get, path: "/v1/images", scope: ScopeRead, op: "list images", says: "List images.", gives: wire.Images{}, serve: images},
+		{method: get, path: "/v1/images", scope: ScopeRead, op: "list images", says: "List images.", gives: imageList{}, serve: images},
 		{method: get, path: "/v1/version", scope: ScopeRead, op: "version", says: "Say what serves, and what the caller may do.", gives: wire.Is{}, serve: func(s *Server, r *request) (int, any, error) {
 			return ok(wire.Is{Version: s.o.Version, API: wire.Version, Scope: string(CallerOf(r.Context()).Scope)}, nil)
 		}},
@@ -422,12 +422,19 @@ func (s *Server) snapshots(want func(state.SnapshotInfo) bool) (wire.Snapshots, 
 	return out, err
 }
 
+// imageList is wire.Images with all that the records of images have.
+type imageList struct {
+	Version  int            `json:"version"`
+	Images   []*image.Image `json:"images"`
+	Problems []string       `json:"problems,omitempty"`
+}
+
 func images(s *Server, _ *request) (int, any, error) {
 	all, err := s.o.VMs.Images()
 	if err != nil && len(all) == 0 {
 		return 0, nil, err
 	}
-	out := wire.Images{Version: 1, Images: all}
+	out := imageList{Version: 1, Images: all}
 	if all == nil {
 		out.Images = []*image.Image{}
 	}

@@ -16,8 +16,10 @@ import (
 
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // Times that a request may take.
@@ -324,7 +326,7 @@ func (s *Server) write(w http.ResponseWriter, r *http.Request, status int, doc a
 
 // fail answers with an error.
 func (s *Server) fail(w http.ResponseWriter, r *http.Request, err error) {
-	e := wire.ErrorOf(err)
+	e := ErrorOf(err)
 	s.write(w, r, StatusOf(e.Code), wire.ErrorDoc{Error: e})
 }
 
@@ -336,7 +338,7 @@ func (s *Server) refuse(w http.ResponseWriter, r *http.Request, err error) {
 
 // Fail answers with an error as this package does, for mounted handlers.
 func Fail(w http.ResponseWriter, err error) {
-	e := wire.ErrorOf(err)
+	e := ErrorOf(err)
 	w.Header().Set("Content-Type", "application/json")
 	w.WriteHeader(StatusOf(e.Code))
 	_ = json.NewEncoder(w).Encode(wire.ErrorDoc{Error: e}) // the client has gone
@@ -394,4 +396,25 @@ func StatusOf(code fleet.Code) int {
 		return s
 	}
 	return http.StatusInternalServerError
+}
+
+// ErrorOf describes an error.
+func ErrorOf(err error) wire.Error {
+	out := wire.Error{Code: fleet.CodeOf(err), Message: err.Error()}
+	var fe *fleet.Error
+	if errors.As(err, &fe) {
+		out.Remedy, out.Op, out.Sandbox = fe.Remedy, fe.Op, fe.Sandbox
+	}
+	var he *spec.HooksError
+	var hhe *spec.HostHooksError
+	var re *control.ErrorReport
+	switch {
+	case errors.As(err, &he):
+		out.Hooks = he.Failures
+	case errors.As(err, &hhe):
+		out.HostHooks = hhe.Failures
+	case errors.As(err, &re):
+		out.Hooks, out.HostHooks = re.Hooks, re.HostHooks
+	}
+	return out
 }

@@ -126,7 +126,7 @@ func Image(ctx context.Context, s *sandbox.Host, l pool.Launcher, o Options) (_ 
 	if base != nil {
 		run = base.RunConfig
 	}
-	steps, config, err := file.Build(fileConfig(run), o.Args)
+	steps, config, err := file.Build(run, o.Args)
 	if err != nil {
 		return Result{}, err
 	}
@@ -165,7 +165,7 @@ func Image(ctx context.Context, s *sandbox.Host, l pool.Launcher, o Options) (_ 
 	if err := b.endVM(ctx); err != nil {
 		return b.result, err
 	}
-	b.result.Image, err = b.asm.Finish(ctx, runConfig(config), tag)
+	b.result.Image, err = b.asm.Finish(ctx, config, tag)
 	return b.result, err
 }
 
@@ -184,20 +184,6 @@ type build struct {
 	lock   *os.File
 	client *guest.Client
 	below  int // layers that it was booted with
-}
-
-func fileConfig(c image.RunConfig) drowsefile.Config {
-	return drowsefile.Config{
-		Entrypoint: c.Entrypoint, Cmd: c.Cmd, Env: c.Env, User: c.User, Workdir: c.Workdir,
-		StopSignal: c.StopSignal, Labels: c.Labels, Ports: c.ExposedPorts,
-	}
-}
-
-func runConfig(c drowsefile.Config) image.RunConfig {
-	return image.RunConfig{
-		Entrypoint: c.Entrypoint, Cmd: c.Cmd, Env: c.Env, User: c.User, Workdir: c.Workdir,
-		StopSignal: c.StopSignal, Labels: c.Labels, ExposedPorts: c.Ports,
-	}
 }
 
 // vmSpec is the VM of an image.
@@ -346,7 +332,7 @@ func (b *build) boot(ctx context.Context) error {
 	if b.o.Progress != nil {
 		b.o.Progress(StageBoot, 0, 0)
 	}
-	if _, err := b.s.With(b.l).Create(ctx, b.vmSpec(b.vm, img.ID), nil); err != nil {
+	if _, err := b.s.With(b.l).Create(ctx, b.vmSpec(b.vm, img.ID), sandbox.CreateOptions{}); err != nil {
 		return err
 	}
 	b.result.Boots++

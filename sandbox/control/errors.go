@@ -3,11 +3,11 @@ package control
 import (
 	"errors"
 	"fmt"
+	"slices"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/guest"
-	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/netpolicy/hostnet"
 	"github.com/drowse-vm/drowse/netpolicy/link"
 	"github.com/drowse-vm/drowse/rootfs/disk"
@@ -35,12 +35,14 @@ type ErrorReport struct {
 	HostHooks []state.HostHookFailure `json:"host_hooks,omitempty"`
 }
 
+type errorCode = struct {
+	Code string
+	Err  error
+}
+
 // codes are the errors that keep their identity on that way, the more specific
 // first.
-var codes = []struct {
-	code string
-	err  error
-}{
+var codes = slices.Concat([]errorCode{
 	{"no-kvm", kvm.ErrNoKVM},
 	{"no-permission", kvm.ErrNoPermission},
 	{"host-memory", vmm.ErrHostMemory},
@@ -53,30 +55,11 @@ var codes = []struct {
 	{"version", snapshot.ErrVersion},
 	{"foreign", vmm.ErrForeign},
 	{"disk-in-use", disk.ErrInUse},
-	{"exists", spec.ErrExists},
-	{"not-found", spec.ErrNotFound},
-	{"not-running", spec.ErrNotRunning},
-	{"running", spec.ErrRunning},
-	{"policy", netpolicy.ErrPolicy},
+}, spec.ErrorCodes, []errorCode{
 	{"policy-kernel", link.ErrKernel},
 	{"address-range", hostnet.ErrRange},
 	{"addresses-full", hostnet.ErrFull},
-	{"invalid", spec.ErrInvalid},
-	{"metadata", state.ErrMetadata},
-	{"expired", state.ErrExpired},
-	{"foreign-snapshot", state.ErrForeignSnapshot},
-	{"snapshot-in-use", state.ErrSnapshotInUse},
 	{"import", state.ErrImport},
-	{"record", spec.ErrRecord},
-	{"crashed", spec.ErrCrashed},
-	{"hooks", spec.ErrHooks},
-	{"host-hooks", state.ErrHostHooks},
-	{"promote", ErrPromote},
-	{"drop", ErrDrop},
-	{"persist-limit", ErrPersistLimit},
-	{"secrets", spec.ErrSecrets},
-	{"disk-only", state.ErrDiskOnly},
-	{"share-unusable", spec.ErrShare},
 	{"volume-not-found", volume.ErrNotFound},
 	{"volume-in-use", volume.ErrInUse},
 	{"volume-stale", volume.ErrStale},
@@ -120,13 +103,13 @@ var codes = []struct {
 	// So does what the host's disk says.
 	{"no-space", unix.ENOSPC},
 	{"no-space", unix.EDQUOT},
-}
+})
 
 // ReportError is the report of an error.
 func ReportError(err error) *ErrorReport {
 	for _, c := range codes {
-		if errors.Is(err, c.err) {
-			r := &ErrorReport{Code: c.code, Message: err.Error()}
+		if errors.Is(err, c.Err) {
+			r := &ErrorReport{Code: c.Code, Message: err.Error()}
 			var h *spec.HooksError
 			if errors.As(err, &h) {
 				r.Hooks = h.Failures
@@ -158,22 +141,18 @@ func ErrorCode(err error) string {
 // Unwrap returns the sentinel that the code stands for.
 func (e *ErrorReport) Unwrap() error {
 	for _, c := range codes {
-		if c.code == e.Code {
-			return c.err
+		if c.Code == e.Code {
+			return c.Err
 		}
 	}
 	return nil
 }
 
-// What does not persist over a sleep: docs/guides/persistence.md and ADR 0049.
-
+// What does not persist over a sleep: see package spec.
 var (
-	// ErrPromote says that a part of the guest could not be copied to the host.
-	ErrPromote = errors.New("not all that is to be promoted could be")
-	// ErrDrop says that a directory of the guest could not be emptied.
-	ErrDrop = errors.New("not all that is to be dropped could be")
-	// ErrPersistLimit says that a VM's disk has more data than may persist.
-	ErrPersistLimit = errors.New("the disk has more data than may persist")
+	ErrPromote      = spec.ErrPromote
+	ErrDrop         = spec.ErrDrop
+	ErrPersistLimit = spec.ErrPersistLimit
 )
 
 // PersistLimitError is an ErrPersistLimit with how much there is. The process of a VM tells others of the

@@ -55,7 +55,7 @@ func status(r *state.Record) records.Status {
 	case state.Running:
 		return records.Running
 	case state.Starting:
-		if len(r.Sleeps) == 0 && (r.Snapshot == "" || r.Snapshot == r.Parent) {
+		if r.Creating() {
 			return records.Creating
 		}
 		return records.Waiting

@@ -78,7 +78,9 @@ func (v hostVMs) Run(ctx context.Context, spec sandbox.Spec, m state.Metadata) (
 	if err != nil {
 		return control.Report{}, err
 	}
-	return v.host.With(l).Create(ctx, spec, &m)
+	var rep control.Report
+	_, err = v.host.With(l).Create(ctx, spec, sandbox.CreateOptions{Metadata: &m, Report: &rep})
+	return rep, err
 }
 
 func (v hostVMs) Start(ctx context.Context, name string) (control.Report, error) {

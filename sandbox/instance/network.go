@@ -229,7 +229,7 @@ func (n *Network) compile(p *netpolicy.Policy, host []netip.Addr, onLink []netip
 		p, host = &netpolicy.Policy{}, nil
 	}
 	return netpolicy.Compile(p, netpolicy.Identity{Address4: n.address.Addr(), Address6: n.own6},
-		netpolicy.Environment{Host: host, OnLink: onLink, Agents: []netip.Prefix{n.agents, n.agents6}, TLSPort: n.tlsPort})
+		netpolicy.Environment{Host: host, OnLink: onLink, Endpoints: []netip.Prefix{n.agents, n.agents6}, TLSPort: n.tlsPort})
 }
 
 // attach puts the policy on the device and raises it. If the policy has names that are checked,
@@ -298,7 +298,7 @@ func (n *Network) enforce(reserved *link.Reserved, spec *netpolicy.Spec, tags []
 		// It has stood for long, and somebody may have tidied it away.
 		n.log.Warn("the network that was made ahead is of no use: another is made", "error", err)
 	}
-	return link.Attach(link.Config{Agent: n.agent, Interface: n.tap.Name(), Tags: tags}, spec)
+	return link.Attach(link.Config{Endpoint: n.agent, Interface: n.tap.Name(), Tags: tags}, spec)
 }
 
 // settle6 has the host say nothing of its own on a device that is not up yet: it would only be
@@ -584,7 +584,7 @@ func opensOutside(p *netpolicy.Policy) bool {
 // opensAgents says whether a policy lets packets out to, or in from, other VMs.
 func opensAgents(p *netpolicy.Policy) bool {
 	return slices.ContainsFunc(p.Rules, func(r netpolicy.Rule) bool {
-		return r.Verdict == netpolicy.Allow && len(r.Protocols) > 0 && len(r.Agents) > 0
+		return r.Verdict == netpolicy.Allow && len(r.Protocols) > 0 && len(r.Endpoints) > 0
 	})
 }
 

@@ -214,7 +214,7 @@ func newPrebuiltNetwork() (_ *prebuiltNetwork, err error) {
 	if s.tap, err = tap.Create(tap.Config{Name: hostnet.InterfaceName(s.id), Down: true}); err != nil {
 		return nil, err
 	}
-	if s.link, err = link.Reserve(link.Config{Agent: s.id, Interface: s.tap.Name()}); err != nil {
+	if s.link, err = link.Reserve(link.Config{Endpoint: s.id, Interface: s.tap.Name()}); err != nil {
 		return nil, errors.Join(err, s.tap.Close())
 	}
 	return s, nil

@@ -52,7 +52,7 @@ func TestShells_have_links_to_the_host_for_shapes_with_a_network(t *testing.T) {
 	if err := s.Close(); err != nil {
 		t.Error(err)
 	}
-	names, err := link.Agents("")
+	names, err := link.Endpoints("")
 	if err != nil || !slices.Contains(names, taken.id) {
 		t.Errorf("the link that was taken has gone: %v, %v", names, err)
 	}

@@ -32,7 +32,7 @@ var buckets = []float64{0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5,
 // stages are those of a resume that have a histogram: a name that is not here would be a label that somebody else
 // chooses.
 var stages = map[string]bool{
-	"create_vm": true, "memory": true, "irqchip": true, "vcpus": true, "kvm_state": true, "shell": true, "devices": true, "load": true, "import": true, "entry": true,
+	"create_vm": true, "memory": true, "irqchip": true, "vcpus": true, "kvm_state": true, "prebuilt": true, "devices": true, "load": true, "import": true, "entry": true,
 	"agent_reached": true, "agent_answer": true, "resume_entry": true, "resume_ready": true, "network": true,
 }
 
@@ -86,10 +86,10 @@ func New(vms fleet.VMs, store Store, counters *supervisor.Counters, version stri
 	}
 	m.registry.MustRegister(
 		m.operations, m.stages, build, &files{vms: vms},
-		number("drowse_door_connections", "Connections to published TCP ports that are carried now.", func() float64 { return float64(counters.Connections.Load()) }),
-		count("drowse_door_refused_total", "Connections to published TCP ports that found no way to their VM.", counters.Refused.Load),
-		count("drowse_gate_packets_held_total", "Packets to sandboxes that sleep which were kept while these woke.", counters.Held.Load),
-		count("drowse_gate_packets_dropped_total", "Packets to sandboxes that sleep which were let go.", counters.Dropped.Load),
+		number("drowse_listener_connections", "Connections to published TCP ports that are carried now.", func() float64 { return float64(counters.Connections.Load()) }),
+		count("drowse_listener_refused_total", "Connections to published TCP ports that found no way to their VM.", counters.Refused.Load),
+		count("drowse_packet_waker_packets_held_total", "Packets to sandboxes that sleep which were kept while these woke.", counters.Held.Load),
+		count("drowse_packet_waker_packets_dropped_total", "Packets to sandboxes that sleep which were let go.", counters.Dropped.Load),
 		collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}),
 	)
 	m.registry.MustRegister(pool{counters})

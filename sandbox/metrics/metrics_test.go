@@ -69,7 +69,7 @@ func TestMetrics_say_what_was_done_and_what_is_there(t *testing.T) {
 		`drowse_operation_duration_seconds_count{operation="wake",outcome="not-found"} 1`,
 		`drowse_operation_duration_seconds_count{operation="sleep",outcome="ok"} 2`,
 		`drowse_resume_stage_duration_seconds_bucket{stage="resume_entry",le="0.025"} 1`, `drowse_resume_stage_duration_seconds_bucket{stage="resume_entry",le="0.01"} 0`,
-		`drowse_door_connections 3`, `drowse_door_refused_total 4`, `drowse_gate_packets_held_total 5`, `drowse_gate_packets_dropped_total 6`,
+		`drowse_listener_connections 3`, `drowse_listener_refused_total 4`, `drowse_packet_waker_packets_held_total 5`, `drowse_packet_waker_packets_dropped_total 6`,
 		`drowse_build_info{version="test"} 1`, `go_goroutines `, `process_open_fds `,
 	} {
 		if !strings.Contains(text, want) {

@@ -32,9 +32,8 @@ func Example() {
 	host, err := vms.Open(dir)
 	check(err)
 
-	_, err = host.Create(ctx, sandbox.Spec{Name: "agent", Image: sandboxtest.Image, Network: spec.NetworkTAP}, nil)
+	box, err := host.Create(ctx, sandbox.Spec{Name: "agent", Image: sandboxtest.Image, Network: spec.NetworkTAP}, sandbox.CreateOptions{})
 	check(err)
-	box := host.Sandbox("agent")
 	count := func(b *sandbox.Sandbox) {
 		c, err := b.Agent(ctx)
 		check(err)

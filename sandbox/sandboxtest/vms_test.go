@@ -42,10 +42,11 @@ func open(t *testing.T, v *sandboxtest.VMs) *sandbox.Host {
 func create(t *testing.T, h *sandbox.Host, s sandbox.Spec) *sandbox.Sandbox {
 	t.Helper()
 	s.Image = sandboxtest.Image
-	if _, err := h.Create(t.Context(), s, nil); err != nil {
+	b, err := h.Create(t.Context(), s, sandbox.CreateOptions{})
+	if err != nil {
 		t.Fatal(err)
 	}
-	return h.Sandbox(s.Name)
+	return b
 }
 
 func client(t *testing.T, b *sandbox.Sandbox) *guest.Client {
@@ -78,7 +79,7 @@ func TestVMs_do_what_a_fleet_promises(t *testing.T) {
 	fleettest.Conformance(t, fleettest.Subject{
 		Fleet: f, NoHistory: true, Spec: sandbox.Spec{Image: sandboxtest.Image},
 		Make: func(t *testing.T, spec sandbox.Spec, m state.Metadata) {
-			if _, err := h.Create(t.Context(), spec, &m); err != nil {
+			if _, err := h.Create(t.Context(), spec, sandbox.CreateOptions{Metadata: &m}); err != nil {
 				t.Fatal(err)
 			}
 		},
@@ -164,7 +165,7 @@ func TestSnapshots_have_memory_and_disk_or_the_disk_alone(t *testing.T) {
 		t.Fatal(err)
 	}
 	write("second")
-	if _, err := h.Restore(t.Context(), whole.Snapshot, sandbox.RestoreChanges{Name: "clone"}); err != nil {
+	if _, err := h.Clone(t.Context(), whole.Snapshot, sandbox.CloneOptions{Name: "clone"}); err != nil {
 		t.Fatal(err)
 	}
 	for _, name := range []string{"/tmp/m", "/d"} {
@@ -214,7 +215,7 @@ func TestOperations_that_fail_leave_the_VM_as_it_was(t *testing.T) {
 	}
 	want(t, h, "a", state.Asleep)
 	failing = "boot"
-	if _, err := h.Create(t.Context(), sandbox.Spec{Name: "b", Image: sandboxtest.Image}, nil); err == nil {
+	if _, err := h.Create(t.Context(), sandbox.Spec{Name: "b", Image: sandboxtest.Image}, sandbox.CreateOptions{}); err == nil {
 		t.Error("it has booted")
 	}
 	if _, err := h.State.Get("b"); !errors.Is(err, sandbox.ErrNotFound) {

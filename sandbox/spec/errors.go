@@ -6,6 +6,7 @@ import (
 	"strings"
 
 	"github.com/drowse-vm/drowse/guest/report"
+	"github.com/drowse-vm/drowse/netpolicy"
 )
 
 // ErrHooks says that hooks in the guest stand against a sleep or a snapshot.
@@ -39,6 +40,26 @@ var ErrSecrets = errors.New("secrets")
 // ErrShare says that the directory of a share cannot be shared.
 var ErrShare = errors.New("unusable share")
 
+// Of snapshots.
+var (
+	// ErrSnapshotInUse says that a VM may still need the snapshot.
+	ErrSnapshotInUse = errors.New("the snapshot is in use")
+	// ErrForeignSnapshot says that a VM cannot be taken back to the snapshot of another one.
+	ErrForeignSnapshot = errors.New("the snapshot is of another VM")
+	// ErrDiskOnly says that a snapshot has no memory, so that nothing can be restored from it as it was.
+	ErrDiskOnly = errors.New("the snapshot is of a disk only")
+)
+
+// Of what does not persist over a sleep: docs/guides/persistence.md and ADR 0049.
+var (
+	// ErrPromote says that a part of the guest could not be copied to the host.
+	ErrPromote = errors.New("not all that is to be promoted could be")
+	// ErrDrop says that a directory of the guest could not be emptied.
+	ErrDrop = errors.New("not all that is to be dropped could be")
+	// ErrPersistLimit says that a VM's disk has more data than may persist.
+	ErrPersistLimit = errors.New("the disk has more data than may persist")
+)
+
 // What a caller may want to tell apart.
 var (
 	ErrNotFound   = errors.New("no such VM")
@@ -49,3 +70,31 @@ var (
 	ErrRecord     = errors.New("unreadable VM record")
 	ErrServed     = errors.New("another process does that already")
 )
+
+// ErrorCodes are the words by which the errors of this package are told apart where errors travel as text, the more
+// specific first.
+var ErrorCodes = []struct {
+	Code string
+	Err  error
+}{
+	{"exists", ErrExists},
+	{"not-found", ErrNotFound},
+	{"not-running", ErrNotRunning},
+	{"running", ErrRunning},
+	{"policy", netpolicy.ErrPolicy},
+	{"invalid", ErrInvalid},
+	{"metadata", ErrMetadata},
+	{"expired", ErrExpired},
+	{"foreign-snapshot", ErrForeignSnapshot},
+	{"snapshot-in-use", ErrSnapshotInUse},
+	{"record", ErrRecord},
+	{"crashed", ErrCrashed},
+	{"hooks", ErrHooks},
+	{"host-hooks", ErrHostHooks},
+	{"promote", ErrPromote},
+	{"drop", ErrDrop},
+	{"persist-limit", ErrPersistLimit},
+	{"secrets", ErrSecrets},
+	{"disk-only", ErrDiskOnly},
+	{"share-unusable", ErrShare},
+}

@@ -158,3 +158,54 @@ func (r *SleepResult) Note(err error) {
 		r.Problem = err.Error()
 	}
 }
+
+// SleepOptions change a sleep. The zero value goes by the VM's Spec.
+type SleepOptions struct {
+	// Hooks is what holds instead of what the VM's Spec says.
+	Hooks HookPolicy
+}
+
+// SnapshotOptions say what a snapshot of a running VM is like.
+type SnapshotOptions struct {
+	// Note is kept with it.
+	Note string
+	// Hooks is what holds instead of what the VM's Spec says.
+	Hooks HookPolicy
+	// DiskOnly takes the disk without memory and vCPUs: the guest's file system is
+	// frozen for a moment, and the guest computes on meanwhile.
+	DiskOnly bool
+}
+
+// Stats are what a running VM uses, as its guest and its host count it.
+type Stats struct {
+	Name string    `json:"name"`
+	Time time.Time `json:"time"`
+	Host HostStats `json:"host"`
+	// Guest is what the guest says; nil if it could not be asked, and Problem says why.
+	Guest   *report.Stats `json:"guest,omitempty"`
+	Problem string        `json:"problem,omitempty"`
+}
+
+// HostStats are of a VM's process, since it began: at the VM's last boot, wake or fork, or
+// before that if it came from a Pool. Sizes are in bytes.
+type HostStats struct {
+	PID int `json:"pid"`
+	// AwakeMs is how long the process has been there.
+	AwakeMs float64 `json:"awake_ms"`
+	// CPUUserMs and CPUSystemMs are its processor time, that of its vCPUs included, in steps of
+	// 10: fields 14 and 15 of proc_pid_stat(5).
+	CPUUserMs   float64 `json:"cpu_user_ms"`
+	CPUSystemMs float64 `json:"cpu_system_ms"`
+	// MemoryPrivate is RAM that is its own alone, the guest's included, MemoryShared what it
+	// has in common with others, such as pages that forks share, and MemorySwapped what is
+	// in the swap: proc_pid_smaps(5).
+	MemoryPrivate uint64 `json:"memory_private"`
+	MemoryShared  uint64 `json:"memory_shared"`
+	MemorySwapped uint64 `json:"memory_swapped"`
+	// Faults and MiBTouched are those of a VM that came back from a snapshot: how often its
+	// guest had to wait for RAM, and how much of it has been loaded. 0 after a boot.
+	Faults     uint64  `json:"faults"`
+	MiBTouched float64 `json:"mib_touched"`
+	// Hung says that the guest loops with interrupts off.
+	Hung bool `json:"hung"`
+}

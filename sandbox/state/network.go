@@ -20,7 +20,7 @@ func removeLeftNetwork(r *Record) error {
 		return nil
 	}
 	id := cmp.Or(r.NetworkID, r.ID)
-	err := link.Remove(link.Config{Agent: id, Interface: hostnet.InterfaceName(id)})
+	err := link.Remove(link.Config{Endpoint: id, Interface: hostnet.InterfaceName(id)})
 	if os.Geteuid() != 0 && (errors.Is(err, fs.ErrPermission) || errors.Is(err, link.ErrRoot)) {
 		return nil // they are root's, and this VM's process was not
 	}
@@ -37,7 +37,7 @@ func SweepNetworks() error {
 	if os.Geteuid() != 0 {
 		return nil
 	}
-	names, err := link.Agents("")
+	names, err := link.Endpoints("")
 	if err != nil {
 		return err
 	}
@@ -49,7 +49,7 @@ func SweepNetworks() error {
 		if _, err := net.InterfaceByName(hostnet.InterfaceName(id)); err == nil {
 			continue
 		}
-		err := link.Remove(link.Config{Agent: id, Interface: hostnet.InterfaceName(id)})
+		err := link.Remove(link.Config{Endpoint: id, Interface: hostnet.InterfaceName(id)})
 		if err != nil && !errors.Is(err, link.ErrBusy) {
 			errs = append(errs, err)
 		}

@@ -18,7 +18,7 @@ import (
 )
 
 // ErrForeignSnapshot says that a snapshot is of another VM.
-var ErrForeignSnapshot = errors.New("the snapshot is of another VM")
+var ErrForeignSnapshot = spec.ErrForeignSnapshot
 
 // RestoreTo takes a VM back to one of its own snapshots: it sleeps in it then, with the memory, disk and services of
 // that time, and with its present policy. The VM must not run: ErrRunning. Doing it twice does nothing more. If it

@@ -24,7 +24,7 @@ import (
 const KindDisk = "disk"
 
 // ErrDiskOnly says that a snapshot has no memory to go on with.
-var ErrDiskOnly = errors.New("the snapshot is of a disk only")
+var ErrDiskOnly = spec.ErrDiskOnly
 
 // KindAbandoned marks one of the disk that a VM has left which was taken back to an earlier snapshot. SweepAbandoned
 // deletes it, or whoever removes it or its VM.
@@ -95,7 +95,7 @@ func (NoMemory) ReadPages(_ uint64, p []byte) error {
 type SnapshotInfo = spec.SnapshotInfo
 
 // ErrSnapshotInUse says that a VM may still need the snapshot.
-var ErrSnapshotInUse = errors.New("the snapshot is in use")
+var ErrSnapshotInUse = spec.ErrSnapshotInUse
 
 // Snapshots lists the snapshots of the store, also those that cannot be opened.
 func (s *Store) Snapshots() ([]SnapshotInfo, error) {

@@ -72,6 +72,11 @@ func (s *Store) Manifest(id string) (*snapshot.Manifest, error) {
 	return m, snap.Close()
 }
 
+// Creating says that a VM is being made: it has not come up yet, and has never slept.
+func (r *Record) Creating() bool {
+	return r.Phase == Starting && len(r.Sleeps) == 0 && (r.Snapshot == "" || r.Snapshot == r.Parent)
+}
+
 // SleptAfter says whether a VM has slept since an earlier look at its record.
 func (r *Record) SleptAfter(before *Record) bool {
 	n := len(r.Sleeps)

@@ -256,7 +256,7 @@ func (v *supervisor) look(ctx context.Context) error {
 			v.seen[name] = stamp
 		}
 		if err != nil {
-			// Doors that are open stay: the record will be whole again, or go.
+			// Listeners that are open stay: the record will be whole again, or go.
 			errs = append(errs, err)
 			continue
 		}

@@ -192,7 +192,7 @@ func (g *packetWaker) opens(vm guarded, p []byte, now time.Time) bool {
 			g.host, g.onLink, g.hostAt = host, onLink, now
 		}
 	}
-	env := netpolicy.Environment{Host: g.host, OnLink: g.onLink, Agents: []netip.Prefix{g.agents, g.agents6}}
+	env := netpolicy.Environment{Host: g.host, OnLink: g.onLink, Endpoints: []netip.Prefix{g.agents, g.agents6}}
 	for _, other := range g.byName {
 		if len(other.tags) == 0 || len(env.Peers) > netpolicy.MaxPeers-2 {
 			continue
@@ -203,12 +203,11 @@ func (g *packetWaker) opens(vm guarded, p []byte, now time.Time) bool {
 	}
 	m := refmodel.New(vm.policy, netpolicy.Identity{Address4: vm.address4, Address6: vm.address6}, env)
 	f := refmodel.Frame{Direction: netpolicy.Ingress, Bytes: frame(p)}
-	// Only what has come by that VM's own device has got here: see link.GuardGate.
+	// Only what has come by that VM's own device has got here: see link.GuardWaker.
 	if src, ok := packetFrom(p); ok && (g.agents.Contains(src) || g.agents6.Contains(src)) {
 		f.By = src
 	}
-	d := m.Judge(f, now.UnixNano())
-	return d.Verdict == netpolicy.Allow
+	return m.Opens(f)
 }
 
 // bring wakes a VM and gives it what is held for one of its addresses.

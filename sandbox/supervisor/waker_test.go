@@ -49,7 +49,7 @@ func syn(from, to string, port uint16, flags byte) []byte {
 
 const opening = 2 // SYN
 
-// stage is a gate with what it does to VMs noted.
+// stage is a packet waker with what it does to VMs noted.
 type stage struct {
 	*packetWaker
 	mu       sync.Mutex
@@ -119,7 +119,7 @@ const opensHTTP = `rules:
   - {direction: ingress, verdict: allow, agents: [friend], protocols: [tcp], ports: [90]}
 `
 
-func TestGate_wakes_for_what_the_policy_lets_in_alone(t *testing.T) {
+func TestWaker_wakes_for_what_the_policy_lets_in_alone(t *testing.T) {
 	for name, c := range map[string]struct {
 		packet []byte
 		want   string
@@ -155,7 +155,7 @@ func TestGate_wakes_for_what_the_policy_lets_in_alone(t *testing.T) {
 	}
 }
 
-func TestGate_several_packets_wake_once_and_come_in_order(t *testing.T) {
+func TestWaker_several_packets_wake_once_and_come_in_order(t *testing.T) {
 	s := newStage(t, opensHTTP)
 	for _, port := range []uint16{80, 81, 22, 82} {
 		s.packet(t.Context(), syn("93.184.216.34", "10.200.0.7", port, opening))
@@ -167,7 +167,7 @@ func TestGate_several_packets_wake_once_and_come_in_order(t *testing.T) {
 	}
 }
 
-func TestGate_holds_no_more_than_its_bounds(t *testing.T) {
+func TestWaker_holds_no_more_than_its_bounds(t *testing.T) {
 	for name, size := range map[string]int{"many": 40, "large": 60000} {
 		s := newStage(t, opensHTTP)
 		p := append(syn("93.184.216.34", "10.200.0.7", 80, opening), make([]byte, size-40)...)
@@ -185,7 +185,7 @@ func TestGate_holds_no_more_than_its_bounds(t *testing.T) {
 	}
 }
 
-func TestGate_flood_does_not_ask_the_model_without_end(t *testing.T) {
+func TestWaker_flood_does_not_ask_the_model_without_end(t *testing.T) {
 	s := newStage(t, opensHTTP)
 	for range 2 * maxJudged {
 		s.packet(t.Context(), syn("93.184.216.34", "10.200.0.7", 22, opening))
@@ -199,7 +199,7 @@ func TestGate_flood_does_not_ask_the_model_without_end(t *testing.T) {
 	}
 }
 
-func TestGate_VM_that_cannot_be_woken_is_left_alone_for_a_while(t *testing.T) {
+func TestWaker_VM_that_cannot_be_woken_is_left_alone_for_a_while(t *testing.T) {
 	for name, spoil := range map[string]func(s *stage) func(){
 		"fails": func(s *stage) func() { s.fails = errors.New("no disk"); return func() { s.fails = nil } },
 		"another address": func(s *stage) func() {
@@ -227,7 +227,7 @@ func TestGate_VM_that_cannot_be_woken_is_left_alone_for_a_while(t *testing.T) {
 	}
 }
 
-func TestGate_VM_that_is_not_guarded_any_more_gets_nothing(t *testing.T) {
+func TestWaker_VM_that_is_not_guarded_any_more_gets_nothing(t *testing.T) {
 	s := newStage(t, opensHTTP)
 	s.guard(map[string]guarded{})
 	s.packet(t.Context(), syn("93.184.216.34", "10.200.0.7", 80, opening))
@@ -237,7 +237,7 @@ func TestGate_VM_that_is_not_guarded_any_more_gets_nothing(t *testing.T) {
 	}
 }
 
-func TestGateDevice_has_packets_that_no_device_of_a_VM_takes(t *testing.T) {
+func TestWakerDevice_has_packets_that_no_device_of_a_VM_takes(t *testing.T) {
 	if os.Geteuid() != 0 {
 		if os.Getenv("CI") != "" {
 			t.Fatal("this needs root")
@@ -316,7 +316,7 @@ func TestGateDevice_has_packets_that_no_device_of_a_VM_takes(t *testing.T) {
 	}
 }
 
-func TestGateDevice_of_one_supervisor_too_many_is_refused(t *testing.T) {
+func TestWakerDevice_of_one_supervisor_too_many_is_refused(t *testing.T) {
 	if os.Geteuid() != 0 {
 		if os.Getenv("CI") != "" {
 			t.Fatal("this needs root")

@@ -77,7 +77,7 @@ func openWakerDevice(agents, agents6 netip.Prefix) (d *wakerDevice, err error) {
 			return nil, fmt.Errorf("giving %s the address %v: %w", tun.Name, a, err)
 		}
 	}
-	if err := link.GuardGate(d.link, agents, agents6); err != nil {
+	if err := link.GuardWaker(d.link, agents, agents6); err != nil {
 		return nil, err
 	}
 	if err := netlink.LinkSetUp(d.link); err != nil {
@@ -131,7 +131,7 @@ func (d *wakerDevice) send(device string, frame []byte) error {
 		return err
 	}
 	// Without the mark, what comes from another VM is not taken for its own: it is sent again by that one then.
-	if mark, err := link.GateMark(""); err == nil {
+	if mark, err := link.WakerMark(""); err == nil {
 		if err := unix.SetsockoptInt(d.out, unix.SOL_SOCKET, unix.SO_MARK, int(mark)); err != nil {
 			return fmt.Errorf("marking a packet that was held: %w", err)
 		}

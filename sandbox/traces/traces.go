@@ -219,7 +219,7 @@ func upAttributes(rep control.Report) []attribute.KeyValue {
 // of background and network go on beside them: how long they have taken is known, and not when they began, so they are
 // attributes.
 var (
-	inline     = []string{"shell", "devices", "load", "import", "entry"}
+	inline     = []string{"prebuilt", "devices", "load", "import", "entry"}
 	inGuest    = []string{"agent_reached", "agent_answer"}
 	background = []string{"create_vm", "memory", "irqchip", "vcpus", "kvm_state", "network"}
 )

@@ -96,7 +96,7 @@ func woken() control.Report {
 	return control.Report{
 		Name: "a", Begun: time.Now().UTC().Round(0), Faults: 12, MiBTouched: 1.5, FramesRead: 3, FramesCached: 4, Pooled: true,
 		Stages: map[string]float64{
-			"create_vm": 0.3, "shell": 0.5, "devices": 1, "import": 2, "entry": 0.5, "resume_entry": 5, "agent_reached": 6, "agent_answer": 1, "resume_ready": 13, "network": 9,
+			"create_vm": 0.3, "prebuilt": 0.5, "devices": 1, "import": 2, "entry": 0.5, "resume_entry": 5, "agent_reached": 6, "agent_answer": 1, "resume_ready": 13, "network": 9,
 		},
 	}
 }
@@ -122,7 +122,7 @@ func TestWake_has_a_span_with_the_stages_that_it_reports(t *testing.T) {
 		t.Fatal(err)
 	}
 	got := spans.GetSpans()
-	if is, want := tree(got), "drowse.wake>process drowse.wake>entry drowse.wake>import drowse.wake>devices drowse.wake>shell drowse.wake>agent_reached drowse.wake>agent_answer drowse.wake>report >drowse.wake"; is != want {
+	if is, want := tree(got), "drowse.wake>process drowse.wake>entry drowse.wake>import drowse.wake>devices drowse.wake>prebuilt drowse.wake>agent_reached drowse.wake>agent_answer drowse.wake>report >drowse.wake"; is != want {
 		t.Fatalf("spans %s, want %s", is, want)
 	}
 	op := got[len(got)-1]
@@ -139,7 +139,7 @@ func TestWake_has_a_span_with_the_stages_that_it_reports(t *testing.T) {
 		}
 	}
 	for name, want := range map[string][2]float64{
-		"shell": {1, 1.5}, "devices": {1.5, 2.5}, "import": {2.5, 4.5}, "entry": {4.5, 5}, "agent_reached": {5, 11}, "agent_answer": {11, 12},
+		"prebuilt": {1, 1.5}, "devices": {1.5, 2.5}, "import": {2.5, 4.5}, "entry": {4.5, 5}, "agent_reached": {5, 11}, "agent_answer": {11, 12},
 	} {
 		s := named(t, got, name)
 		if from, to := s.StartTime.Sub(rep.Begun), s.EndTime.Sub(rep.Begun); from != millis(want[0]) || to != millis(want[1]) {
@@ -186,7 +186,7 @@ func TestWake_that_finds_the_VM_awake_has_no_stages_of_an_earlier_one(t *testing
 func TestBoot_has_one_stage_until_the_agent_answers(t *testing.T) {
 	tr, spans := recorder()
 	vms := tr.Watch(said{VMs: fleettest.New(), rep: func() control.Report {
-		return slow(control.Report{Name: "vm-1", Begun: time.Now(), Stages: map[string]float64{"boot": 10, "shell": 1, "entry": 2}})()
+		return slow(control.Report{Name: "vm-1", Begun: time.Now(), Stages: map[string]float64{"boot": 10, "prebuilt": 1, "entry": 2}})()
 	}})
 	if _, err := vms.Run(t.Context(), sandbox.Spec{}, state.Metadata{}); err != nil {
 		t.Fatal(err)

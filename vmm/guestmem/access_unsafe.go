@@ -37,13 +37,19 @@ func setIovec(v *unix.Iovec, mem []byte, off, n uint64) {
 	v.Len = n
 }
 
+// vector makes a system call again that a signal has interrupted before it did anything.
 func vector(trap, fd uintptr, iov []unix.Iovec, off int64, flags int) (int, error) {
-	n, _, errno := unix.Syscall6(trap, fd, uintptr(unsafe.Pointer(unsafe.SliceData(iov))), uintptr(len(iov)),
-		uintptr(off), uintptr(off>>32), uintptr(flags))
-	if errno != 0 {
-		return 0, errno
+	for {
+		n, _, errno := unix.Syscall6(trap, fd, uintptr(unsafe.Pointer(unsafe.SliceData(iov))), uintptr(len(iov)),
+			uintptr(off), uintptr(off>>32), uintptr(flags))
+		switch errno {
+		case 0:
+			return int(n), nil
+		case unix.EINTR:
+		default:
+			return 0, errno
+		}
 	}
-	return int(n), nil
 }
 
 func preadv(fd int, iov []unix.Iovec, off int64) (int, error) {

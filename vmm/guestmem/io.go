@@ -82,8 +82,6 @@ func (m *Memory) transferAll(rs []Range, call func(iov []unix.Iovec, done int) (
 	for done := 0; done < total; {
 		n, err := m.transferOnce(nil, rest, func(iov []unix.Iovec) (int, error) { return call(iov, done) }, into)
 		switch {
-		case errors.Is(err, unix.EINTR):
-			continue
 		case err != nil:
 			return err
 		case n == 0:

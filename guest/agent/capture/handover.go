@@ -58,7 +58,7 @@ func (s *Standby) Handover(context.Context, *agentpb.HandoverRequest) (*agentpb.
 		m := &s.handover.message
 		err := m.Decode(&s.handover.raw)
 		if err == nil {
-			err = s.update(m)
+			err = s.update(m.WallNanos, m.Entropy[:], m.NewIdentity, m.Hostname)
 		}
 		clear(s.handover.raw[:])
 		clear(m.Entropy[:])
@@ -82,23 +82,26 @@ func (s *Standby) Handover(context.Context, *agentpb.HandoverRequest) (*agentpb.
 	}
 }
 
-// update does what a message says. The caller holds s.mu.
-func (s *Standby) update(m *agentpb.Handover) error {
+// update brings the machine up to date. No time leaves the clock alone, no entropy adds none. The caller holds s.mu.
+func (s *Standby) update(wallNanos int64, entropy []byte, newIdentity bool, hostname string) error {
 	s.woken()
-	// First, since the time that the message says was that of a moment ago.
-	if err := s.machine.SetClock(m.WallNanos); err != nil {
-		return err
+	// First, since the time that the host says was that of a moment ago.
+	if wallNanos != 0 {
+		if err := s.machine.SetClock(wallNanos); err != nil {
+			return err
+		}
 	}
-	if err := s.machine.AddEntropy(m.Entropy[:]); err != nil {
-		return err
+	if len(entropy) > 0 {
+		if err := s.machine.AddEntropy(entropy); err != nil {
+			return err
+		}
 	}
-	if !m.NewIdentity {
+	if !newIdentity {
 		return nil
 	}
-	id, err := s.machine.NewIdentity(m.Hostname)
-	if err != nil {
-		return err
+	id, err := s.machine.NewIdentity(hostname)
+	if err == nil {
+		s.bootID = id
 	}
-	s.bootID = id
-	return nil
+	return err
 }

@@ -85,9 +85,16 @@ func (s *Standby) Close() {
 
 // Resume implements agentpb.AgentService. It is the wake path.
 func (s *Standby) Resume(_ context.Context, m *agentpb.ResumeRequest) (*agentpb.ResumeResponse, error) {
-	out := &agentpb.ResumeResponse{}
-	if err := s.refresh(m, out); err != nil {
+	s.mu.Lock()
+	err := s.update(m.WallNanos, m.Entropy, m.NewIdentity, m.Hostname)
+	id := s.bootID
+	s.mu.Unlock()
+	if err != nil {
 		return nil, err
+	}
+	out := &agentpb.ResumeResponse{}
+	if m.NewIdentity {
+		out.BootId = id
 	}
 	// A guest without hooks spends no system call on them here. One that was
 	// captured while frozen must not stay so.
@@ -101,30 +108,6 @@ func (s *Standby) Resume(_ context.Context, m *agentpb.ResumeRequest) (*agentpb.
 // hooksState says whether hooks wait for their counterpart, and whether there may be any.
 func (s *Standby) hooksState() (waiting, present bool) {
 	return s.hooks.waiting.Load(), s.hookWatch == nil || s.hookWatch.present.Load()
-}
-
-func (s *Standby) refresh(m *agentpb.ResumeRequest, out *agentpb.ResumeResponse) error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.woken()
-	if m.WallNanos != 0 {
-		if err := s.machine.SetClock(m.WallNanos); err != nil {
-			return err
-		}
-	}
-	if len(m.Entropy) > 0 {
-		if err := s.machine.AddEntropy(m.Entropy); err != nil {
-			return err
-		}
-	}
-	if m.NewIdentity {
-		id, err := s.machine.NewIdentity(m.Hostname)
-		if err != nil {
-			return err
-		}
-		s.bootID, out.BootId = id, id
-	}
-	return nil
 }
 
 // SetClock implements agentpb.AgentService.

@@ -111,18 +111,20 @@ func (c *Config) set(key, value string) error {
 		}
 		c.TmpInRAM = true
 	case "volume":
-		v, err := parseVolume(value)
+		name, dir, readOnly, err := parseMount("SERIAL", value, maxSerial)
 		if err != nil {
 			return err
 		}
+		v := Volume{Serial: name, Dir: dir, ReadOnly: readOnly}
 		if c.Volumes = append(c.Volumes, v); len(c.Volumes) > maxVolumes {
 			return fmt.Errorf("more than %d volumes", maxVolumes)
 		}
 	case "share":
-		s, err := parseShare(value)
+		name, dir, readOnly, err := parseMount("TAG", value, maxTag)
 		if err != nil {
 			return err
 		}
+		s := Share{Tag: name, Dir: dir, ReadOnly: readOnly}
 		if c.Shares = append(c.Shares, s); len(c.Shares) > maxShares {
 			return fmt.Errorf("more than %d shares", maxShares)
 		}
@@ -134,45 +136,44 @@ func (c *Config) set(key, value string) error {
 	return nil
 }
 
-// parseVolume reads SERIAL,rw,DIR or SERIAL,ro,DIR.
-func parseVolume(value string) (Volume, error) {
-	serial, rest, _ := strings.Cut(value, ",")
+// parseMount reads NAME,rw,DIR or NAME,ro,DIR, where what says what the name is, of at most so many bytes.
+func parseMount(what, value string, most int) (name, dir string, readOnly bool, err error) {
+	name, rest, _ := strings.Cut(value, ",")
 	mode, dir, _ := strings.Cut(rest, ",")
-	if serial == "" || len(serial) > maxSerial || mode != "rw" && mode != "ro" || !filepath.IsAbs(dir) || filepath.Clean(dir) != dir || dir == "/" {
-		return Volume{}, fmt.Errorf("want SERIAL,rw,/DIR or SERIAL,ro,/DIR")
+	if name == "" || len(name) > most || mode != "rw" && mode != "ro" || !filepath.IsAbs(dir) || filepath.Clean(dir) != dir || dir == "/" {
+		err = fmt.Errorf("want %[1]s,rw,/DIR or %[1]s,ro,/DIR", what)
 	}
-	return Volume{Serial: serial, Dir: dir, ReadOnly: mode == "ro"}, nil
+	return name, dir, mode == "ro", err
 }
 
 // parseNet6 reads ADDRESS/BITS[,GATEWAY].
 func parseNet6(value string) (*Net, error) {
-	text, gateway, _ := strings.Cut(value, ",")
-	addr, err := netip.ParsePrefix(text)
-	if err != nil || !addr.Addr().Is6() || addr.Addr().Is4In6() {
-		return nil, fmt.Errorf("want an IPv6 address with its prefix length, as fd00::2/64")
+	addr, gateway, _ := strings.Cut(value, ",")
+	return parseAddr(addr, gateway, "an IPv6 address", "fd00::2/64", func(a netip.Addr) bool { return a.Is6() && !a.Is4In6() && a.Zone() == "" })
+}
+
+// parseAddr reads an address with its prefix length, and a gateway if there is one, of the family is.
+func parseAddr(addr, gateway, what, as string, is func(netip.Addr) bool) (*Net, error) {
+	prefix, err := netip.ParsePrefix(addr)
+	if err != nil || !is(prefix.Addr()) {
+		return nil, fmt.Errorf("want %s with its prefix length, as %s", what, as)
 	}
-	n := &Net{Addr: addr}
+	n := &Net{Addr: prefix}
 	if gateway != "" {
-		if n.Gateway, err = netip.ParseAddr(gateway); err != nil || !n.Gateway.Is6() || n.Gateway.Is4In6() || n.Gateway.Zone() != "" {
-			return nil, fmt.Errorf("gateway %q is not an IPv6 address", gateway)
+		if n.Gateway, err = netip.ParseAddr(gateway); err != nil || !is(n.Gateway) {
+			return nil, fmt.Errorf("gateway %q is not %s", gateway, what)
 		}
 	}
 	return n, nil
 }
 
 func parseNet(value string) (*Net, error) {
-	parts := strings.Split(value, ",")
-	addr, err := netip.ParsePrefix(parts[0])
-	if err != nil || !addr.Addr().Is4() {
-		return nil, fmt.Errorf("want an IPv4 address with its prefix length, as 10.0.0.2/24")
+	parts := append(strings.Split(value, ","), "")
+	n, err := parseAddr(parts[0], parts[1], "an IPv4 address", "10.0.0.2/24", netip.Addr.Is4)
+	if err != nil {
+		return nil, err
 	}
-	n := &Net{Addr: addr}
-	if len(parts) > 1 && parts[1] != "" {
-		if n.Gateway, err = netip.ParseAddr(parts[1]); err != nil || !n.Gateway.Is4() {
-			return nil, fmt.Errorf("gateway %q is not an IPv4 address", parts[1])
-		}
-	}
-	for _, s := range parts[min(2, len(parts)):] {
+	for _, s := range parts[min(2, len(parts)-1) : len(parts)-1] {
 		dns, err := netip.ParseAddr(s)
 		if err != nil {
 			return nil, fmt.Errorf("name server %q is not an IP address", s)

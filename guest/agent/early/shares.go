@@ -4,9 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"path/filepath"
 	"slices"
-	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -23,16 +21,6 @@ const (
 	maxShares = 16
 	maxTag    = 36 // bytes (virtio 1.2, 5.11.4)
 )
-
-// parseShare reads TAG,rw,DIR or TAG,ro,DIR.
-func parseShare(value string) (Share, error) {
-	tag, rest, _ := strings.Cut(value, ",")
-	mode, dir, _ := strings.Cut(rest, ",")
-	if tag == "" || len(tag) > maxTag || mode != "rw" && mode != "ro" || !filepath.IsAbs(dir) || filepath.Clean(dir) != dir || dir == "/" {
-		return Share{}, fmt.Errorf("want TAG,rw,/DIR or TAG,ro,/DIR")
-	}
-	return Share{Tag: tag, Dir: dir, ReadOnly: mode == "ro"}, nil
-}
 
 // mountShares mounts the shares that the command line names. One that cannot be mounted ends
 // the boot, as with a volume.

@@ -42,13 +42,12 @@ func checkPath(path string) error {
 
 // statFile describes one file.
 func statFile(path string, follow bool) (*agentpb.FileInfo, error) {
-	var st unix.Stat_t
-	var err error
+	stat := unix.Lstat
 	if follow {
-		err = unix.Stat(path, &st)
-	} else {
-		err = unix.Lstat(path, &st)
+		stat = unix.Stat
 	}
+	var st unix.Stat_t
+	err := stat(path, &st)
 	if err != nil {
 		return nil, &os.PathError{Op: "stat", Path: path, Err: err}
 	}

@@ -21,16 +21,32 @@ import (
 )
 
 // transfer is one Transfer stream.
-type transfer struct{ *flow.Transfer }
+type transfer struct {
+	stream     agentpb.Agent_TransferServer
+	ctx        context.Context
+	cancel     context.CancelCauseFunc
+	*flow.Pipe // to and from the host, at its end when the host has sent everything
+}
+
+// errEnded says that the host has sent all that it sends.
+var errEnded = errors.New("the session has ended")
 
 // Transfer implements agentpb.AgentService.
 func (f *Files) Transfer(ctx context.Context, stream agentpb.Agent_TransferServer) error {
-	of, first, err := flow.Accept(ctx, stream)
+	first, err := stream.Recv()
 	if err != nil {
 		return err
 	}
-	defer of.End()
-	t := transfer{of}
+	t := &transfer{stream: stream}
+	t.ctx, t.cancel = context.WithCancelCause(ctx)
+	t.Pipe = flow.NewPipe(t.ctx, t.ctx, func(data []byte) error {
+		return stream.Send(&agentpb.TransferResponse{Msg: &agentpb.TransferResponse_Data{Data: data}})
+	}, func(n uint64) error {
+		return stream.Send(&agentpb.TransferResponse{Msg: &agentpb.TransferResponse_Ack{Ack: n}})
+	})
+	defer t.cancel(errEnded)
+	go func() { t.cancel(t.receive()) }()
+
 	var done *agentpb.TransferDone
 	switch m := first.Msg.(type) {
 	case *agentpb.TransferRequest_Read:
@@ -49,16 +65,47 @@ func (f *Files) Transfer(ctx context.Context, stream agentpb.Agent_TransferServe
 		err = status.Error(codes.InvalidArgument, agentpb.NoTransfer)
 	}
 	if err != nil {
-		if cause := context.Cause(t.Context); cause != nil && errors.Is(err, context.Canceled) {
+		if cause := context.Cause(t.ctx); cause != nil && errors.Is(err, context.Canceled) {
 			return cause
 		}
 		return err
 	}
 	f.settle()
-	return t.Done(done)
+	return stream.Send(&agentpb.TransferResponse{Msg: &agentpb.TransferResponse_Done{Done: done}})
 }
 
-func (t transfer) readFile(m *agentpb.ReadFile) (*agentpb.TransferDone, error) {
+// receive handles what the host sends. It always returns an error.
+func (t *transfer) receive() error {
+	ended := false
+	for {
+		m, err := t.stream.Recv()
+		if err != nil {
+			if errors.Is(err, io.EOF) {
+				err = errEnded
+			}
+			return err
+		}
+		switch m := m.Msg.(type) {
+		case *agentpb.TransferRequest_Ack:
+			if err := t.Ack(m.Ack); err != nil {
+				return status.Error(codes.InvalidArgument, err.Error())
+			}
+		case *agentpb.TransferRequest_Data:
+			if !t.Put(m.Data) {
+				return status.Errorf(codes.ResourceExhausted, "more than %d data messages unacknowledged", agentpb.Window)
+			}
+		case *agentpb.TransferRequest_End:
+			if !ended {
+				ended = true
+				t.End()
+			}
+		default:
+			return status.Errorf(codes.InvalidArgument, "unexpected message %T in a transfer", m)
+		}
+	}
+}
+
+func (t *transfer) readFile(m *agentpb.ReadFile) (*agentpb.TransferDone, error) {
 	if err := checkPath(m.Path); err != nil {
 		return nil, err
 	}
@@ -82,7 +129,7 @@ func (t transfer) readFile(m *agentpb.ReadFile) (*agentpb.TransferDone, error) {
 			return nil, err
 		}
 	}
-	if err := t.Info(info); err != nil {
+	if err := t.stream.Send(&agentpb.TransferResponse{Msg: &agentpb.TransferResponse_Info{Info: info}}); err != nil {
 		return nil, err
 	}
 	var r io.Reader = f
@@ -95,7 +142,7 @@ func (t transfer) readFile(m *agentpb.ReadFile) (*agentpb.TransferDone, error) {
 
 const defaultFileMode = 0o644
 
-func (t transfer) writeFile(m *agentpb.WriteFile) (*agentpb.TransferDone, error) {
+func (t *transfer) writeFile(m *agentpb.WriteFile) (*agentpb.TransferDone, error) {
 	if err := checkPath(m.Path); err != nil {
 		return nil, err
 	}
@@ -160,21 +207,19 @@ func openForWrite(m *agentpb.WriteFile) (*os.File, error) {
 		return nil, err
 	}
 	if m.Offset > 0 {
-		if _, err := f.Seek(m.Offset, io.SeekStart); err != nil {
-			f.Close()
-			return nil, err
-		}
+		_, err = f.Seek(m.Offset, io.SeekStart)
 	}
-	if m.Mode != 0 { // whatever umask and an old file have
-		if err := f.Chmod(mode); err != nil {
-			f.Close()
-			return nil, err
-		}
+	if err == nil && m.Mode != 0 { // whatever umask and an old file have
+		err = f.Chmod(mode)
+	}
+	if err != nil {
+		f.Close()
+		return nil, err
 	}
 	return f, nil
 }
 
-func (t transfer) fill(f *os.File, m *agentpb.WriteFile) (int64, error) {
+func (t *transfer) fill(f *os.File, m *agentpb.WriteFile) (int64, error) {
 	n, err := io.CopyBuffer(struct{ io.Writer }{f}, struct{ io.Reader }{t}, make([]byte, agentpb.MaxChunk))
 	if err != nil {
 		return n, err
@@ -203,7 +248,7 @@ func commit(tmp, path string) error {
 	return dir.Sync()
 }
 
-func (t transfer) pack(m *agentpb.Pack, resume bool) (*agentpb.TransferDone, error) {
+func (t *transfer) pack(m *agentpb.Pack, resume bool) (*agentpb.TransferDone, error) {
 	if err := checkPath(m.Path); err != nil {
 		return nil, err
 	}
@@ -212,7 +257,7 @@ func (t transfer) pack(m *agentpb.Pack, resume bool) (*agentpb.TransferDone, err
 	if err != nil {
 		return nil, err
 	}
-	if err := t.Info(info); err != nil {
+	if err := t.stream.Send(&agentpb.TransferResponse{Msg: &agentpb.TransferResponse_Info{Info: info}}); err != nil {
 		return nil, err
 	}
 	name := filepath.Base(path)
@@ -225,18 +270,18 @@ func (t transfer) pack(m *agentpb.Pack, resume bool) (*agentpb.TransferDone, err
 		return nil, err
 	}
 	if resume {
-		res, err := treetar.PackResumed(t.Context, t, src, name)
+		res, err := treetar.PackResumed(t.ctx, t, src, name)
 		return &agentpb.TransferDone{Bytes: res.Bytes, Entries: res.Entries}, err
 	}
 	w := bufio.NewWriterSize(t, agentpb.MaxChunk)
-	res, err := treetar.Pack(t.Context, w, src, name)
+	res, err := treetar.Pack(t.ctx, w, src, name)
 	if err == nil {
 		err = w.Flush()
 	}
 	return &agentpb.TransferDone{Bytes: res.Bytes, Entries: res.Entries}, err
 }
 
-func (t transfer) unpack(m *agentpb.Unpack, resume bool) (*agentpb.TransferDone, error) {
+func (t *transfer) unpack(m *agentpb.Unpack, resume bool) (*agentpb.TransferDone, error) {
 	if err := checkPath(m.Path); err != nil {
 		return nil, err
 	}
@@ -264,7 +309,7 @@ func (t transfer) unpack(m *agentpb.Unpack, resume bool) (*agentpb.TransferDone,
 			return treetar.UnpackResumed(ctx, t, root, o)
 		}
 	}
-	res, err := unpack(t.Context, t, root, o)
+	res, err := unpack(t.ctx, t, root, o)
 	if err != nil {
 		return nil, fmt.Errorf("unpack into %s: %w", m.Path, err)
 	}

@@ -1,6 +1,7 @@
 package files
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -13,7 +14,6 @@ import (
 
 	"github.com/drowse-vm/drowse/guest/agent/fswatch"
 	"github.com/drowse-vm/drowse/guest/agentpb"
-	"github.com/drowse-vm/drowse/guest/internal/flow"
 )
 
 const (
@@ -132,7 +132,7 @@ func receiveAcks(ctx context.Context, stream agentpb.Agent_WatchServer, acks cha
 	for {
 		m, err := stream.Recv()
 		if err != nil {
-			return flow.ErrEnded
+			return errEnded
 		}
 		ack, ok := m.Msg.(*agentpb.WatchRequest_Ack)
 		if !ok {
@@ -141,7 +141,7 @@ func receiveAcks(ctx context.Context, stream agentpb.Agent_WatchServer, acks cha
 		select {
 		case acks <- ack.Ack:
 		case <-ctx.Done():
-			return flow.ErrEnded
+			return errEnded
 		}
 	}
 }
@@ -358,15 +358,7 @@ func (w *watch) detach(turn uint64) {
 func (w *watch) next(after uint64) (events []*agentpb.WatchEvent, wait <-chan struct{}, over bool) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	i, _ := slices.BinarySearchFunc(w.queue, after+1, func(e *agentpb.WatchEvent, n uint64) int {
-		switch {
-		case e.Number < n:
-			return -1
-		case e.Number > n:
-			return 1
-		}
-		return 0
-	})
+	i, _ := slices.BinarySearchFunc(w.queue, after+1, func(e *agentpb.WatchEvent, n uint64) int { return cmp.Compare(e.Number, n) })
 	size := 0
 	for _, e := range w.queue[i:] {
 		if size += watchSize(e); len(events) == agentpb.MaxWatchEvents || len(events) > 0 && size > agentpb.MaxMessage/4 {

@@ -146,6 +146,14 @@ func (o *Output) copyIn(off uint64, p []byte) int {
 	return copy(ringSlice(o.buf, off, len(p)), p)
 }
 
+// copyOut fills p with the bytes from offset off.
+func (o *Output) copyOut(off uint64, p []byte) (n int) {
+	for n < len(p) {
+		n += copy(p[n:], ringSlice(o.buf, off+uint64(n), len(p)-n))
+	}
+	return n
+}
+
 // put appends p, for which there is room. Precondition: o.mu is held.
 func (o *Output) put(stderr bool, p []byte) {
 	for len(p) > 0 {
@@ -207,10 +215,7 @@ func (o *Output) read(reader uint64, p []byte) (n int, stderr bool, offset uint6
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	want, stderr, offset, ended := o.nextRun(reader)
-	want = min(want, len(p))
-	for n < want {
-		n += copy(p[n:want], ringSlice(o.buf, offset+uint64(n), want-n))
-	}
+	n = o.copyOut(offset, p[:min(want, len(p))])
 	o.next += uint64(n)
 	if !o.keep {
 		o.release(o.next)
@@ -293,11 +298,7 @@ func (o *Output) Look(offset uint64, p []byte) (n int, at, end uint64) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	at = min(max(offset, o.start), o.end)
-	want := int(min(uint64(len(p)), o.end-at))
-	for n < want {
-		n += copy(p[n:want], ringSlice(o.buf, at+uint64(n), want-n))
-	}
-	return n, at, o.end
+	return o.copyOut(at, p[:min(uint64(len(p)), o.end-at)]), at, o.end
 }
 
 // WaitBehind waits until there is something behind an offset, which is the end, or ctx ends.

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -375,6 +376,13 @@ func (t *Table) forget(p *Process) {
 	}
 }
 
+// all returns the processes that have been started.
+func (t *Table) all() []*Process {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return slices.DeleteFunc(slices.Collect(maps.Values(t.byID)), func(p *Process) bool { return p == nil })
+}
+
 // get returns the process of that id.
 func (t *Table) get(id string) (*Process, error) {
 	t.mu.Lock()
@@ -557,17 +565,9 @@ func (t *Table) launch(p *Process, path string, env []string, m *agentpb.ExecSta
 	pumps := make([]*pump, len(files.outs))
 	for i, f := range files.outs {
 		pumps[i] = &pump{f: f, out: p.out, stderr: i == 1, drained: make(chan struct{})}
-		t.wg.Add(1)
-		go func() {
-			defer t.wg.Done()
-			pumps[i].run()
-		}()
+		t.wg.Go(pumps[i].run)
 	}
-	t.wg.Add(1)
-	go func() {
-		defer t.wg.Done()
-		t.await(p, pumps, ended)
-	}()
+	t.wg.Go(func() { t.await(p, pumps, ended) })
 	return nil
 }
 
@@ -705,14 +705,7 @@ func (t *Table) EndAll() {
 	t.closed = true
 	t.mu.Unlock()
 	t.starts.Wait()
-	t.mu.Lock()
-	all := make([]*Process, 0, len(t.byID))
-	for _, p := range t.byID {
-		if p != nil {
-			all = append(all, p)
-		}
-	}
-	t.mu.Unlock()
+	all := t.all()
 	for _, p := range all {
 		p.out.detach(dropped)
 		_ = t.reaper.signal(p.pid, syscall.SIGKILL)
@@ -736,21 +729,10 @@ var ErrStopping = status.Error(codes.Unavailable, "the machine is being stopped"
 
 // LastOutput is the end of what the process has printed, at most n bytes.
 func (p *Process) LastOutput(n int) string {
-	o := p.out
-	start, end := o.Bounds()
-	if end-start > uint64(n) {
-		start = end - uint64(n)
-	}
-	_, reader := o.attach(start)
-	buf := make([]byte, 0, n)
-	for len(buf) < n {
-		k, _, _, _ := o.read(reader, buf[len(buf):n])
-		if k == 0 {
-			break
-		}
-		buf = buf[:len(buf)+k]
-	}
-	return strings.ToValidUTF8(strings.TrimSpace(string(buf)), "?")
+	_, end := p.out.Bounds()
+	buf := make([]byte, n)
+	k, _, _ := p.out.Look(end-min(end, uint64(n)), buf)
+	return strings.ToValidUTF8(strings.TrimSpace(string(buf[:k])), "?")
 }
 
 // AwaitOutput waits until the output of a process that nobody attaches to begins with want. If it does not, the error

@@ -335,17 +335,9 @@ const maxListBytes = agentpb.MaxMessage / 2
 
 // List describes all processes.
 func (t *Table) List() *agentpb.ListResponse {
-	t.mu.Lock()
-	all := make([]*Process, 0, len(t.byID))
-	for _, p := range t.byID {
-		if p != nil {
-			all = append(all, p)
-		}
-	}
-	t.mu.Unlock()
 	out := &agentpb.ListResponse{}
 	size := 0
-	for _, p := range all {
+	for _, p := range t.all() {
 		i := p.info()
 		if size += 256 + len(i.Id) + argvBytes(i.Argv); size > maxListBytes {
 			i.Argv = nil // the processes are all there, if without their words

@@ -284,10 +284,8 @@ func (s *server) answer(r request) bool {
 }
 
 func find(table []agentpb.Secret, name string) *agentpb.Secret {
-	for i := range table {
-		if table[i].Name == name {
-			return &table[i]
-		}
+	if i := slices.IndexFunc(table, func(s agentpb.Secret) bool { return s.Name == name }); i >= 0 {
+		return &table[i]
 	}
 	return nil
 }

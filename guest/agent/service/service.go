@@ -3,6 +3,7 @@ package service
 import (
 	"context"
 	"fmt"
+	"maps"
 	"os"
 	"slices"
 	"strings"
@@ -242,12 +243,7 @@ func (a *Services) get(name string) (*daemon, error) {
 func (a *Services) list() []*daemon {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	var out []*daemon
-	for _, v := range a.byName {
-		out = append(out, v)
-	}
-	slices.SortFunc(out, func(v, w *daemon) int { return strings.Compare(v.name(), w.name()) })
-	return out
+	return slices.SortedFunc(maps.Values(a.byName), func(v, w *daemon) int { return strings.Compare(v.name(), w.name()) })
 }
 
 func (v *daemon) name() string {
@@ -304,13 +300,12 @@ func (v *daemon) begin(ctx context.Context) error {
 		a.mu.Unlock()
 		return proc.ErrStopping
 	}
-	a.wg.Add(1)
 	v.mu.Lock()
 	v.stop, v.ended = stop, ended
 	v.state, v.restarts, v.problem, v.checkRestarts, v.checkProblem = agentpb.ServiceRunning, 0, "", 0, ""
 	v.mu.Unlock()
+	a.wg.Go(func() { v.supervise(stop, ended, first) })
 	a.mu.Unlock()
-	go v.supervise(stop, ended, first)
 	<-first // whoever asked is told the process
 	return nil
 }
@@ -338,7 +333,6 @@ func (v *daemon) end(ctx context.Context) error {
 // supervise starts the program again and again, as the unit says. first is closed when it has
 // been started once, or could not be.
 func (v *daemon) supervise(stop, ended, first chan struct{}) {
-	defer v.all.wg.Done()
 	defer close(ended)
 	row := uint32(0) // restarts in a row
 	for {
@@ -545,13 +539,11 @@ func (q *eventQueue) put(e agentpb.ServiceEvent) {
 	q.waiting = append(q.waiting, e)
 	if !q.running {
 		q.running = true
-		q.wg.Add(1)
-		go q.run()
+		q.wg.Go(q.run)
 	}
 }
 
 func (q *eventQueue) run() {
-	defer q.wg.Done()
 	for {
 		q.mu.Lock()
 		if len(q.waiting) == 0 || q.closed {

@@ -156,23 +156,17 @@ func (s *server) handle(typ byte, id uint32, r *reader) error {
 			return s.stat(id, func(st *unix.Stat_t) error { return unix.Lstat(path, st) })
 		})
 	case typeFstat:
-		h, err := s.get(r)
-		if err != nil {
-			return err
-		}
-		return s.stat(id, func(st *unix.Stat_t) error { return unix.Fstat(int(h.f.Fd()), st) })
+		return s.onHandle(r, func(h *handle) error {
+			return s.stat(id, func(st *unix.Stat_t) error { return unix.Fstat(int(h.f.Fd()), st) })
+		})
 	case typeSetstat:
 		return onPath(r, func(path string) error { return setstat(path, r, true) })
 	case typeFsetstat:
-		h, err := s.get(r)
-		if err != nil {
-			return err
-		}
-		return fsetstat(h.f, r)
+		return s.onHandle(r, func(h *handle) error { return fsetstat(h.f, r) })
 	case typeOpendir:
-		return onPath(r, func(path string) error { return s.opendir(id, path) })
+		return onPath(r, func(path string) error { return s.add(id, path, unix.O_RDONLY|unix.O_DIRECTORY, 0, &handle{dir: true}) })
 	case typeReaddir:
-		return s.readdir(id, r)
+		return s.onHandle(r, func(h *handle) error { return s.readdir(id, h) })
 	case typeMkdir:
 		return onPath(r, func(path string) error { return mkdir(path, r) })
 	case typeRemove:
@@ -257,12 +251,31 @@ func (s *server) get(r *reader) (*handle, error) {
 	return h, nil
 }
 
-func (s *server) add(id uint32, h *handle) {
+// onHandle calls f with the file of a handle that it reads.
+func (s *server) onHandle(r *reader, f func(*handle) error) error {
+	h, err := s.get(r)
+	if err != nil {
+		return err
+	}
+	return f(h)
+}
+
+// add answers with a handle of a file that open(2) gives.
+func (s *server) add(id uint32, path string, flags int, mode uint32, h *handle) error {
+	if len(s.handles) >= maxHandles {
+		return errHandles
+	}
+	fd, err := unix.Open(path, flags|unix.O_CLOEXEC, mode)
+	if err != nil {
+		return err
+	}
+	h.f = os.NewFile(uintptr(fd), path)
 	s.last++
 	name := strconv.FormatUint(s.last, 10)
 	s.handles[name] = h
 	s.begin(typeHandle, id)
 	s.reply = appendString(s.reply, name)
+	return nil
 }
 
 var errHandles = fmt.Errorf("%d files are open, the limit", maxHandles)
@@ -273,15 +286,7 @@ func (s *server) open(id uint32, r *reader) error {
 	if r.bad || err != nil {
 		return errMessage
 	}
-	if len(s.handles) >= maxHandles {
-		return errHandles
-	}
-	fd, err := unix.Open(path, flags|unix.O_CLOEXEC|unix.O_NOCTTY, a.mode(0o666))
-	if err != nil {
-		return err
-	}
-	s.add(id, &handle{f: os.NewFile(uintptr(fd), path), app: pflags&openAppend != 0})
-	return nil
+	return s.add(id, path, flags|unix.O_NOCTTY, a.mode(0o666), &handle{app: pflags&openAppend != 0})
 }
 
 func (s *server) close(r *reader) error {
@@ -345,83 +350,52 @@ func setstat(path string, r *reader, follow bool) error {
 	flags := 0
 	if !follow {
 		flags = unix.AT_SYMLINK_NOFOLLOW
+		a.flags &^= attrSize
 	}
-	if a.flags&attrSize != 0 && follow {
-		if a.size > 1<<63-1 {
-			return unix.EINVAL
-		}
-		if err := unix.Truncate(path, int64(a.size)); err != nil {
-			return err
-		}
-	}
-	if a.flags&attrOwner != 0 {
-		if err := unix.Fchownat(unix.AT_FDCWD, path, int(a.uid), int(a.gid), flags); err != nil {
-			return err
-		}
-	}
-	// After the owner, whose change takes set-id bits away.
-	if a.flags&attrPermissions != 0 {
-		if err := unix.Fchmodat(unix.AT_FDCWD, path, a.permissions&0o7777, flags); err != nil {
-			return err
-		}
-	}
-	if a.flags&attrTimes != 0 {
-		ts := []unix.Timespec{{Sec: int64(a.atime)}, {Sec: int64(a.mtime)}}
-		if err := unix.UtimesNanoAt(unix.AT_FDCWD, path, ts, flags); err != nil {
-			return err
-		}
-	}
-	return nil
+	return a.set(
+		func(size int64) error { return unix.Truncate(path, size) },
+		func(uid, gid int) error { return unix.Fchownat(unix.AT_FDCWD, path, uid, gid, flags) },
+		func(mode uint32) error { return unix.Fchmodat(unix.AT_FDCWD, path, mode, flags) },
+		func(ts []unix.Timespec) error { return unix.UtimesNanoAt(unix.AT_FDCWD, path, ts, flags) })
 }
 
 // fsetstat changes an open file, whatever its name is by now.
 func fsetstat(f *os.File, r *reader) error {
-	a := r.attrs()
+	a, fd := r.attrs(), int(f.Fd())
 	if r.bad {
 		return errMessage
 	}
+	return a.set(f.Truncate,
+		func(uid, gid int) error { return unix.Fchown(fd, uid, gid) },
+		func(mode uint32) error { return unix.Fchmod(fd, mode) },
+		func(ts []unix.Timespec) error {
+			return unix.Futimes(fd, []unix.Timeval{{Sec: ts[0].Sec}, {Sec: ts[1].Sec}})
+		})
+}
+
+// set sets the attributes that there are.
+func (a attrs) set(size func(int64) error, owner func(uid, gid int) error, mode func(uint32) error, times func([]unix.Timespec) error) error {
+	var err error
 	if a.flags&attrSize != 0 {
 		if a.size > 1<<63-1 {
 			return unix.EINVAL
 		}
-		if err := f.Truncate(int64(a.size)); err != nil {
-			return err
-		}
+		err = size(int64(a.size))
 	}
-	fd := int(f.Fd())
-	if a.flags&attrOwner != 0 {
-		if err := unix.Fchown(fd, int(a.uid), int(a.gid)); err != nil {
-			return err
-		}
+	if err == nil && a.flags&attrOwner != 0 {
+		err = owner(int(a.uid), int(a.gid))
 	}
-	if a.flags&attrPermissions != 0 {
-		if err := unix.Fchmod(fd, a.permissions&0o7777); err != nil {
-			return err
-		}
+	// After the owner, whose change takes set-id bits away.
+	if err == nil && a.flags&attrPermissions != 0 {
+		err = mode(a.permissions & 0o7777)
 	}
-	if a.flags&attrTimes != 0 {
-		return unix.Futimes(fd, []unix.Timeval{{Sec: int64(a.atime)}, {Sec: int64(a.mtime)}})
+	if err == nil && a.flags&attrTimes != 0 {
+		err = times([]unix.Timespec{{Sec: int64(a.atime)}, {Sec: int64(a.mtime)}})
 	}
-	return nil
+	return err
 }
 
-func (s *server) opendir(id uint32, path string) error {
-	if len(s.handles) >= maxHandles {
-		return errHandles
-	}
-	fd, err := unix.Open(path, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
-	if err != nil {
-		return err
-	}
-	s.add(id, &handle{f: os.NewFile(uintptr(fd), path), dir: true})
-	return nil
-}
-
-func (s *server) readdir(id uint32, r *reader) error {
-	h, err := s.get(r)
-	if err != nil {
-		return err
-	}
+func (s *server) readdir(id uint32, h *handle) error {
 	if !h.dir {
 		return fmt.Errorf("%w: not a directory", errMessage)
 	}
@@ -508,11 +482,7 @@ func (s *server) extended(id uint32, r *reader) error {
 	case "hardlink@openssh.com":
 		return onPaths(r, unix.Link)
 	case "fsync@openssh.com":
-		h, err := s.get(r)
-		if err != nil {
-			return err
-		}
-		return h.f.Sync()
+		return s.onHandle(r, func(h *handle) error { return h.f.Sync() })
 	case "lsetstat@openssh.com":
 		return onPath(r, func(path string) error { return setstat(path, r, false) })
 	case "statvfs@openssh.com":
@@ -520,11 +490,9 @@ func (s *server) extended(id uint32, r *reader) error {
 			return s.statvfs(id, func(st *unix.Statfs_t) error { return unix.Statfs(path, st) })
 		})
 	case "fstatvfs@openssh.com":
-		h, err := s.get(r)
-		if err != nil {
-			return err
-		}
-		return s.statvfs(id, func(st *unix.Statfs_t) error { return unix.Fstatfs(int(h.f.Fd()), st) })
+		return s.onHandle(r, func(h *handle) error {
+			return s.statvfs(id, func(st *unix.Statfs_t) error { return unix.Fstatfs(int(h.f.Fd()), st) })
+		})
 	case "limits@openssh.com":
 		s.begin(typeExtendedReply, id)
 		for _, n := range []uint64{maxPacket, maxData, maxData, maxHandles} {

@@ -206,22 +206,8 @@ func longName(name string, st *unix.Stat_t) string {
 
 func lsMode(mode uint32) string {
 	b := []byte("?rwxrwxrwx")
-	switch mode & unix.S_IFMT {
-	case unix.S_IFREG:
-		b[0] = '-'
-	case unix.S_IFDIR:
-		b[0] = 'd'
-	case unix.S_IFLNK:
-		b[0] = 'l'
-	case unix.S_IFIFO:
-		b[0] = 'p'
-	case unix.S_IFSOCK:
-		b[0] = 's'
-	case unix.S_IFBLK:
-		b[0] = 'b'
-	case unix.S_IFCHR:
-		b[0] = 'c'
-	}
+	const kinds = "?pc?d?b?-?l?s???" // by the four bits of S_IFMT: inode(7)
+	b[0] = kinds[mode&unix.S_IFMT>>12]
 	for i := range 9 {
 		if mode&(1<<(8-i)) == 0 {
 			b[1+i] = '-'

@@ -7,6 +7,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
+	"slices"
 	"sync"
 
 	"github.com/drowse-vm/drowse/guest/agentpb"
@@ -86,4 +88,83 @@ func (a *Acker) Consumed(n int) (uint64, bool) {
 	a.told = a.consumed
 	a.bytes = 0
 	return a.consumed, true
+}
+
+// Pipe carries bytes both ways as data messages, within the windows of both ends. Write may be called while another
+// goroutine reads.
+type Pipe struct {
+	Window // of what is written
+
+	reading, writing context.Context
+	send             func(data []byte) error
+	ack              func(n uint64) error
+	data             chan []byte   // received and not yet read, within a window
+	end              chan struct{} // closed when no more comes
+	rest             []byte        // of the message being read
+	acker            Acker
+}
+
+// NewPipe makes a pipe whose reads and writes last as long as their contexts. send sends a data message, ack an
+// acknowledgement.
+func NewPipe(reading, writing context.Context, send func([]byte) error, ack func(uint64) error) *Pipe {
+	return &Pipe{reading: reading, writing: writing, send: send, ack: ack, data: make(chan []byte, agentpb.Window), end: make(chan struct{})}
+}
+
+// Put takes the data of a message that was received. It fails if the peer does not keep to its window.
+func (p *Pipe) Put(data []byte) bool {
+	select {
+	case p.data <- data:
+		return true
+	default:
+		return false
+	}
+}
+
+// End says, once, that no more is received.
+func (p *Pipe) End() { close(p.end) }
+
+// Read returns what is received, io.EOF behind the last.
+func (p *Pipe) Read(b []byte) (int, error) {
+	for len(p.rest) == 0 {
+		select {
+		case p.rest = <-p.data:
+		case <-p.reading.Done():
+			return 0, p.reading.Err()
+		case <-p.end:
+			select { // data that came before the end
+			case p.rest = <-p.data:
+			default:
+				return 0, io.EOF
+			}
+		}
+		n, due := p.acker.Consumed(len(p.rest))
+		if !due {
+			continue
+		}
+		if err := p.ack(n); err != nil {
+			select {
+			case <-p.end: // nobody waits for it any more
+			default:
+				return 0, err
+			}
+		}
+	}
+	n := copy(b, p.rest)
+	p.rest = p.rest[n:]
+	return n, nil
+}
+
+// Write sends b.
+func (p *Pipe) Write(b []byte) (int, error) {
+	sent := 0
+	for chunk := range slices.Chunk(b, agentpb.MaxChunk) {
+		if _, err := p.Acquire(p.writing); err != nil {
+			return sent, err
+		}
+		if err := p.send(chunk); err != nil {
+			return sent, err
+		}
+		sent += len(chunk)
+	}
+	return sent, nil
 }

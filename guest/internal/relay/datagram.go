@@ -6,6 +6,7 @@ import (
 	"errors"
 	"io"
 	"net"
+	"slices"
 	"syscall"
 )
 
@@ -55,12 +56,9 @@ func (d DatagramReader) Read(b *DatagramBuffer) (int, error) {
 
 // lost says of an error of a socket of UDP that only a datagram was lost, as the network may lose any.
 func lost(err error) bool {
-	for _, errno := range []syscall.Errno{syscall.ECONNREFUSED, syscall.EMSGSIZE, syscall.ENOBUFS, syscall.EHOSTUNREACH, syscall.ENETUNREACH, syscall.EPERM, syscall.EAGAIN} {
-		if errors.Is(err, errno) {
-			return true
-		}
-	}
-	return false
+	return slices.ContainsFunc([]syscall.Errno{
+		syscall.ECONNREFUSED, syscall.EMSGSIZE, syscall.ENOBUFS, syscall.EHOSTUNREACH, syscall.ENETUNREACH, syscall.EPERM, syscall.EAGAIN,
+	}, func(e syscall.Errno) bool { return errors.Is(err, e) })
 }
 
 // JoinDatagrams carries datagrams between a stream and a connected socket of UDP until the stream ends, and

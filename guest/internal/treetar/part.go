@@ -38,20 +38,19 @@ const (
 var ErrBusy = errors.New("another copy writes the same file")
 
 // partName is what an unfinished file is called in its directory: the same for each copy of it.
-func partName(base string) string {
-	sum := sha256.Sum256([]byte(base))
+func partName(base string) string { return hashedName(base) }
+
+func hashedName(of string) string {
+	sum := sha256.Sum256([]byte(of))
 	return partPrefix + hex.EncodeToString(sum[:])[:partDigits]
 }
 
 // Marker is the name of a file that a directory has at its top while a tree is copied into it, if
 // the copy has made it. base is the last element of the tree's path at its source.
-func Marker(base string) string {
-	sum := sha256.Sum256([]byte("tree\x00" + base))
-	return partPrefix + hex.EncodeToString(sum[:])[:partDigits]
-}
+func Marker(base string) string { return hashedName("tree\x00" + base) }
 
-// isPart says of a name's last element that it is one of an unfinished file, or a marker.
-func isPart(base string) bool {
+// Unfinished says of a name's last element that it is one of an unfinished file, or a marker, which no copy has.
+func Unfinished(base string) bool {
 	rest, ok := strings.CutPrefix(base, partPrefix)
 	if !ok || len(rest) != partDigits {
 		return false
@@ -59,9 +58,6 @@ func isPart(base string) bool {
 	_, err := hex.DecodeString(rest)
 	return err == nil
 }
-
-// Unfinished says of a name's last element that it is one of an unfinished file, which no copy has.
-func Unfinished(base string) bool { return isPart(base) }
 
 // part is an unfinished file. Until it is closed nobody else writes to it.
 type part struct {

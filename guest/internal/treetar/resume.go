@@ -506,18 +506,15 @@ func (u *unpacker) claim(name string, h *tar.Header) (*has, error) {
 	there := u.there[name]
 	delete(u.there, name)
 	text, ok := h.PAXRecords[paxOffset]
+	offset, err := strconv.ParseInt(text, 10, 64)
+	if ok && err == nil && there != nil && offset == there.there {
+		return there, nil
+	}
+	if there != nil && there.part != nil {
+		there.part.abandon(true)
+	}
 	if !ok {
-		if there != nil && there.part != nil {
-			there.part.abandon(true)
-		}
 		return nil, nil
 	}
-	offset, err := strconv.ParseInt(text, 10, 64)
-	if err != nil || there == nil || offset != there.there {
-		if there != nil && there.part != nil {
-			there.part.abandon(true)
-		}
-		return nil, fmt.Errorf("%w: content from %s on, of which that was not agreed", ErrFrames, clip(text))
-	}
-	return there, nil
+	return nil, fmt.Errorf("%w: content from %s on, of which that was not agreed", ErrFrames, clip(text))
 }

@@ -156,7 +156,7 @@ func TestResume_of_a_tree_sends_what_is_missing_in_more_than_one_batch(t *testin
 		t.Errorf("link to %q, %v", got, err)
 	}
 	err = filepath.WalkDir(dst, func(p string, d fs.DirEntry, err error) error {
-		if isPart(d.Name()) {
+		if Unfinished(d.Name()) {
 			t.Errorf("left behind: %s", p)
 		}
 		return err
@@ -220,7 +220,7 @@ func TestUnpack_that_is_cut_has_no_half_file_and_keeps_what_there_is_of_a_large_
 			size := int64(-1)
 			entries, _ := os.ReadDir(dst)
 			for _, e := range entries {
-				if isPart(e.Name()) {
+				if Unfinished(e.Name()) {
 					fi, err := e.Info()
 					if err != nil {
 						t.Fatal(err)

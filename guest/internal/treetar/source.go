@@ -63,7 +63,7 @@ func (s *source) walkFrom(ctx context.Context, rel string, f func(rel string, at
 		return s.goneIsNot(rel, err)
 	}
 	for _, name := range names {
-		if isPart(name) {
+		if Unfinished(name) {
 			continue
 		}
 		if err := s.walkFrom(ctx, path.Join(rel, name), f); err != nil {

@@ -292,7 +292,7 @@ func (u *unpacker) entry(h *tar.Header, r io.Reader) error {
 	if link, ok := u.behindLink(name); ok {
 		return fmt.Errorf("%w: %q is a link", ErrUnsafe, clip(link))
 	}
-	if isPart(path.Base(name)) {
+	if Unfinished(path.Base(name)) {
 		u.res.skip(clip(name))
 		return nil
 	}
@@ -647,7 +647,7 @@ func (u *unpacker) hardlink(name string, h *tar.Header) error {
 	if link, ok := u.behindLink(from); ok {
 		return fmt.Errorf("%w: %q is a link", ErrUnsafe, clip(link))
 	}
-	if _, ok := u.links[from]; ok || isPart(path.Base(from)) {
+	if _, ok := u.links[from]; ok || Unfinished(path.Base(from)) {
 		return fmt.Errorf("%w: a hard link to what is not a file", ErrUnsafe)
 	}
 	src, err := u.in.find(from)

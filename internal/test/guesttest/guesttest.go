@@ -188,8 +188,8 @@ func (e *Env) Run(spec sandbox.Spec) control.Report {
 		spec.Image = ImageTag
 	}
 	begin := time.Now()
-	rep, err := e.Store.With(e.Launcher).Create(e.T.Context(), spec, nil)
-	if err != nil {
+	var rep control.Report
+	if _, err := e.Store.With(e.Launcher).Create(e.T.Context(), spec, sandbox.CreateOptions{Report: &rep}); err != nil {
 		e.T.Fatal(err)
 	}
 	e.T.Logf("booted %s in %v", rep.Name, time.Since(begin).Round(time.Millisecond))

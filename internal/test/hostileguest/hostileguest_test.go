@@ -313,6 +313,9 @@ func (a *attack) pause() {
 		a.t.Fatalf("pausing: %v", err)
 	}
 	a.pauses, a.work = append(a.pauses, took), append(a.work, used)
+	if took > pauseGoal {
+		a.t.Logf("a pause took %v, and %v of processor time: %s", took, used, a.parts(took))
+	}
 	now, err := readControl(a.mem)
 	if err != nil {
 		a.t.Fatal(err)
@@ -342,6 +345,17 @@ func (a *attack) pause() {
 			a.t.Fatalf("resuming: %v", err)
 		}
 	}
+}
+
+// parts says what the last pause waited for, in milliseconds.
+func (a *attack) parts(took time.Duration) string {
+	var list []string
+	for _, name := range deviceNames {
+		d := time.Duration(a.w.figures[name].last.Load())
+		took -= d
+		list = append(list, fmt.Sprintf("%s %.1f", name, d.Seconds()*1000))
+	}
+	return fmt.Sprintf("%s, vCPUs %.1f ms", strings.Join(list, ", "), took.Seconds()*1000)
 }
 
 // restore saves the paused guest and goes on with it in a new machine.

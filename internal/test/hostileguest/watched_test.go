@@ -17,6 +17,7 @@ type figures struct {
 	interrupts atomic.Uint64
 	broken     atomic.Uint64 // times that it was given up because of its driver
 	longest    atomic.Int64  // pause of this device alone, in nanoseconds
+	last       atomic.Int64  // and its last one
 
 	mu     sync.Mutex
 	bad    uint64           // malformed chains of activations that are over
@@ -67,7 +68,9 @@ func (w *watched) Reset() error {
 func (w *watched) Pause(ctx context.Context) error {
 	begin := time.Now()
 	err := w.Device.(devices.Pauser).Pause(ctx)
-	w.longest.Store(max(w.longest.Load(), int64(time.Since(begin)))) // pauses come one at a time
+	took := int64(time.Since(begin))
+	w.last.Store(took)
+	w.longest.Store(max(w.longest.Load(), took)) // pauses come one at a time
 	return err
 }
 

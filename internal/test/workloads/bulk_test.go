@@ -84,7 +84,7 @@ func TestAgentOfAGuestCarriesInBulk(t *testing.T) {
 	size := *bulkMiB << 20
 	e.Run(sandbox.Spec{Name: bulkVM, MemoryMiB: 512, DiskMiB: int(*bulkMiB) + 4096})
 	res := e.Sleep(bulkVM)
-	if _, err := e.Store.With(e.Launcher).Restore(t.Context(), res.Snapshot, sandbox.RestoreChanges{Name: neighbour}); err != nil {
+	if _, err := e.Store.With(e.Launcher).Clone(t.Context(), res.Snapshot, sandbox.CloneOptions{Name: neighbour}); err != nil {
 		t.Fatal(err)
 	}
 	e.Wake(bulkVM)

@@ -2,7 +2,6 @@ package builder
 
 import (
 	"archive/tar"
-	"bytes"
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
@@ -90,9 +89,8 @@ func (a *Assembly) pick(ctx context.Context, c *CopyIn) (list []picked, dir bool
 		}
 	}
 	for _, f := range c.Inline {
-		h := sha256.New()
-		_, _ = io.WriteString(h, f.Text) // never fails
-		p.list = append(p.list, picked{base: f.Name, mode: 0o644, size: int64(len(f.Text)), text: f.Text, mtime: time.Unix(0, 0), sum: hex.EncodeToString(h.Sum(nil))})
+		sum := sha256.Sum256([]byte(f.Text))
+		p.list = append(p.list, picked{base: f.Name, mode: 0o644, size: int64(len(f.Text)), text: f.Text, mtime: time.Unix(0, 0), sum: hex.EncodeToString(sum[:])})
 	}
 	return p.list, c.DestDir || p.dirs || p.tops+len(c.Inline) > 1, nil
 }
@@ -477,7 +475,7 @@ func (w *copyWriter) add(f picked, to string) error {
 	}
 	n := &fstree.Inode{Mode: f.mode, UID: w.uid, GID: w.gid, Mtime: f.mtime, Size: f.size, Target: f.link}
 	if w.c.Mode >= 0 && f.mode.Type() != fs.ModeSymlink {
-		n.Mode = f.mode.Type() | unixMode(w.c.Mode)
+		n.Mode = f.mode.Type() | fstree.Mode(w.c.Mode&0o7777)
 	}
 	switch {
 	case f.size == 0:
@@ -488,11 +486,6 @@ func (w *copyWriter) add(f picked, to string) error {
 	}
 	w.entries = append(w.entries, layers.Entry{Path: strings.Join(parts, "/"), Inode: n})
 	return nil
-}
-
-// unixMode makes permissions with setuid, setgid and sticky of a number.
-func unixMode(m int64) fs.FileMode {
-	return (&tar.Header{Mode: m}).FileInfo().Mode() & (fs.ModePerm | fs.ModeSetuid | fs.ModeSetgid | fs.ModeSticky)
 }
 
 // archive adds what is in an archive, with its own owners and permissions.
@@ -599,56 +592,42 @@ func account(t *fstree.Tree, owner string) (uid, gid uint32, err error) {
 		return 0, 0, nil
 	}
 	user, group, hasGroup := strings.Cut(owner, ":")
-	bad := func(what, name, file string) error {
-		return fmt.Errorf("%w: owner %.100q: the %s %.100q is not in the image's /%s", image.ErrInvalidOption, owner, what, name, file)
-	}
-	id, numeric := strconv.ParseUint(user, 10, 32)
-	uid, gid = uint32(id), uint32(id)
-	if numeric != nil {
-		f, err := accountLine(t, "etc/passwd", user, 4)
-		if err != nil {
-			return 0, 0, err
-		}
-		if f == nil {
-			return 0, 0, bad("user", user, "etc/passwd")
-		}
-		u, err1 := strconv.ParseUint(f[2], 10, 32)
-		g, err2 := strconv.ParseUint(f[3], 10, 32)
-		if err1 != nil || err2 != nil {
-			return 0, 0, bad("user", user, "etc/passwd")
-		}
-		uid, gid = uint32(u), uint32(g)
-	}
-	if !hasGroup {
-		return uid, gid, nil
-	}
-	id, numeric = strconv.ParseUint(group, 10, 32)
-	if numeric != nil {
-		f, err := accountLine(t, "etc/group", group, 3)
-		if err != nil {
-			return 0, 0, err
-		}
-		if f == nil {
-			return 0, 0, bad("group", group, "etc/group")
-		}
-		if id, numeric = strconv.ParseUint(f[2], 10, 32); numeric != nil {
-			return 0, 0, bad("group", group, "etc/group")
+	ids, err := accountIDs(t, "user", user, "etc/passwd", 2)
+	if err == nil && hasGroup {
+		var g []uint32
+		if g, err = accountIDs(t, "group", group, "etc/group", 1); err == nil {
+			ids[1] = g[0]
 		}
 	}
-	return uid, uint32(id), nil
+	if err != nil {
+		return 0, 0, fmt.Errorf("owner %.100q: %w", owner, err)
+	}
+	return ids[0], ids[1], nil
 }
 
-// accountLine gives the fields of the line of a name; nil when there is none.
-func accountLine(t *fstree.Tree, file, name string, least int) ([]string, error) {
+// accountIDs gives so many numbers, from the third field on, of the line of a name; a number stands for itself.
+func accountIDs(t *fstree.Tree, what, name, file string, n int) ([]uint32, error) {
+	if id, err := strconv.ParseUint(name, 10, 32); err == nil {
+		return slices.Repeat([]uint32{uint32(id)}, n), nil
+	}
 	text, err := t.ReadText(file, maxStatusBytes)
 	if err != nil {
 		return nil, err
 	}
-	for line := range bytes.Lines([]byte(text)) {
-		f := strings.Split(strings.TrimSuffix(string(line), "\n"), ":")
-		if len(f) >= least && f[0] == name {
-			return f, nil
+	for line := range strings.Lines(text) {
+		f := strings.Split(strings.TrimSuffix(line, "\n"), ":")
+		if f[0] != name || len(f) < 2+n {
+			continue
 		}
+		ids := make([]uint32, n)
+		for i := range ids {
+			id, perr := strconv.ParseUint(f[2+i], 10, 32)
+			ids[i], err = uint32(id), errors.Join(err, perr)
+		}
+		if err == nil {
+			return ids, nil
+		}
+		break
 	}
-	return nil, nil
+	return nil, fmt.Errorf("%w: the %s %.100q is not in the image's /%s", image.ErrInvalidOption, what, name, file)
 }

@@ -150,32 +150,20 @@ func (d *dirReader) inode(p string, st *unix.Statx_t) (*fstree.Inode, error) {
 		return nil, fmt.Errorf("take %s into the image: its modification time %v is before 1970, which EROFS cannot hold; "+
 			"change it with touch", p, n.Mtime)
 	}
-	n.Mode = fs.FileMode(st.Mode & 0o777)
-	for bit, m := range map[uint16]fs.FileMode{unix.S_ISUID: fs.ModeSetuid, unix.S_ISGID: fs.ModeSetgid, unix.S_ISVTX: fs.ModeSticky} {
-		if st.Mode&bit != 0 {
-			n.Mode |= m
-		}
-	}
+	n.Mode = fstree.Mode(int64(st.Mode))
 	var err error
 	switch st.Mode & unix.S_IFMT {
 	case unix.S_IFREG:
 		if n.Size = int64(st.Size); n.Size > 0 {
 			n.Data = &hostContent{path: p, size: n.Size, mtime: n.Mtime, id: devIno{devOf(st), st.Ino}}
 		}
-	case unix.S_IFDIR:
-		n.Mode |= fs.ModeDir
+	case unix.S_IFDIR, unix.S_IFIFO:
 	case unix.S_IFLNK:
 		n.Mode = fs.ModeSymlink | 0o777
 		if n.Target, err = os.Readlink(p); err != nil {
 			return nil, vanished("read symlink", p, err)
 		}
-	case unix.S_IFIFO:
-		n.Mode |= fs.ModeNamedPipe
 	case unix.S_IFCHR, unix.S_IFBLK:
-		n.Mode |= fs.ModeDevice
-		if st.Mode&unix.S_IFMT == unix.S_IFCHR {
-			n.Mode |= fs.ModeCharDevice
-		}
 		if n.Rdev, err = fstree.EncodeDev(st.Rdev_major, st.Rdev_minor); err != nil {
 			return nil, fmt.Errorf("take %s into the image: %w", p, err)
 		}

@@ -63,10 +63,8 @@ func (b *buildOptions) openLayered(ctx context.Context, tmp string) (*oci.Source
 		return oci.OpenRegistry(ctx, s.Ref, b.PlainHTTP, b.platform, b.pause)
 	case KindOCI:
 		return oci.OpenLayout(s.Path, s.Ref, b.platform)
-	case KindDockerArchive:
-		return oci.OpenDockerArchive(ctx, a, s.Ref, b.platform)
 	}
-	return oci.OpenLayoutArchive(ctx, a, s.Ref, b.platform)
+	return oci.OpenArchive(ctx, a, s.Kind == KindDockerArchive, s.Ref, b.platform)
 }
 
 var errNoStdin = fmt.Errorf("%w: there is no standard input to read", image.ErrInvalidOption)

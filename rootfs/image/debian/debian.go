@@ -1,7 +1,6 @@
 package debian
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -306,7 +305,7 @@ type messages struct {
 	progress image.Progress
 
 	mu    sync.Mutex // guards what follows
-	part  []byte
+	lines artifact.LineWriter
 	tail  []string // the last lines
 	worse []string // the last lines that are errors
 }
@@ -332,22 +331,12 @@ func (m *messages) Write(p []byte) (int, error) {
 	if m.log != nil {
 		_, _ = m.log.Write(p) // a log that cannot be written must not end a build
 	}
-	for rest := p; len(rest) > 0; {
-		i := bytes.IndexAny(rest, "\r\n")
-		if i < 0 {
-			m.part = append(m.part, rest[:min(len(rest), maxMessageLine-len(m.part))]...)
-			break
-		}
-		m.part = append(m.part, rest[:min(i, maxMessageLine-len(m.part))]...)
-		m.line(strings.TrimSpace(string(m.part)))
-		m.part = m.part[:0]
-		rest = rest[i+1:]
-	}
-	return len(p), nil
+	m.lines.Max, m.lines.Line = maxMessageLine, m.line
+	return m.lines.Write(p)
 }
 
 func (m *messages) line(s string) {
-	if s == "" {
+	if s = strings.TrimSpace(s); s == "" {
 		return
 	}
 	m.tail = append(m.tail, s)

@@ -18,11 +18,12 @@ func TestMessagesKeepTheLastErrorsAndBoundLines(t *testing.T) {
 		fmt.Fprintf(m, ": error %d\r\n", i)
 	}
 	fmt.Fprint(m, strings.Repeat("z", 10*maxMessageLine))
-	if len(m.part) > maxMessageLine || len(m.tail) > maxMessageLines || len(m.worse) > maxMessageLines {
-		t.Errorf("it keeps %d bytes, %d and %d lines", len(m.part), len(m.tail), len(m.worse))
-	}
 	if !strings.HasSuffix(m.last(), "error 99") {
 		t.Errorf("last: %q", m.last())
+	}
+	fmt.Fprintln(m)
+	if n := len(m.tail[len(m.tail)-1]); n != maxMessageLine || len(m.tail) > maxMessageLines || len(m.worse) > maxMessageLines {
+		t.Errorf("it keeps %d bytes of a line, %d and %d lines", n, len(m.tail), len(m.worse))
 	}
 	if log.Len() < 10*maxMessageLine {
 		t.Errorf("the log has %d bytes only", log.Len())

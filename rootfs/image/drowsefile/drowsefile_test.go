@@ -5,12 +5,14 @@ import (
 	"reflect"
 	"strings"
 	"testing"
+
+	"github.com/drowse-vm/drowse/rootfs/image"
 )
 
-func build(text string, base Config, args map[string]string) ([]Step, Config, error) {
+func build(text string, base image.RunConfig, args map[string]string) ([]Step, image.RunConfig, error) {
 	f, err := Parse(text)
 	if err != nil {
-		return nil, Config{}, err
+		return nil, image.RunConfig{}, err
 	}
 	return f.Build(base, args)
 }
@@ -61,7 +63,7 @@ func TestWhatIsNotSupportedIsAnErrorWithLineAndInstruction(t *testing.T) {
 		"directory of an empty variable": {text: "FROM a\nWORKDIR $nobody", want: "names no directory"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			_, _, err := build(c.text, Config{}, c.args)
+			_, _, err := build(c.text, image.RunConfig{}, c.args)
 			if !errors.Is(err, ErrSyntax) || !strings.Contains(err.Error(), c.want) {
 				t.Errorf("error %v, it should match ErrSyntax and say %q", err, c.want)
 			}
@@ -100,7 +102,7 @@ func TestFromTakesArgumentsDeclaredBeforeIt(t *testing.T) {
 }
 
 func TestStepsSayAllThatIsDone(t *testing.T) {
-	base := Config{Env: []string{"PATH=/bin"}, User: "app", Workdir: "/srv", Cmd: []string{"old"}, Entrypoint: []string{"e"}}
+	base := image.RunConfig{Env: []string{"PATH=/bin"}, User: "app", Workdir: "/srv", Cmd: []string{"old"}, Entrypoint: []string{"e"}}
 	sh := ShellArgv
 	for name, c := range map[string]struct {
 		text string
@@ -182,7 +184,7 @@ func dump(steps []Step) (out []any) {
 }
 
 func TestTheConfigurationIsThatOfBaseAndInstructions(t *testing.T) {
-	base := Config{Env: []string{"A=1"}, Cmd: []string{"old"}, Labels: map[string]string{"x": "y"}, Ports: []string{"1/tcp"}}
+	base := image.RunConfig{Env: []string{"A=1"}, Cmd: []string{"old"}, Labels: map[string]string{"x": "y"}, ExposedPorts: []string{"1/tcp"}}
 	_, got, err := build(`FROM a
 ENV B ${A:+set} ${none:-default}
 LABEL x="1 2" z=$A
@@ -194,9 +196,9 @@ USER u:g
 	if err != nil {
 		t.Fatal(err)
 	}
-	want := Config{
+	want := image.RunConfig{
 		Entrypoint: []string{"/e"}, Env: []string{"A=1", "B=set default"}, User: "u:g", StopSignal: "SIGINT",
-		Labels: map[string]string{"x": "1 2", "z": "1"}, Ports: []string{"1/tcp", "53/udp", "80/tcp", "8000/tcp", "8001/tcp"},
+		Labels: map[string]string{"x": "1 2", "z": "1"}, ExposedPorts: []string{"1/tcp", "53/udp", "80/tcp", "8000/tcp", "8001/tcp"},
 	}
 	if !reflect.DeepEqual(got, want) {
 		t.Errorf("configuration %+v, want %+v", got, want)
@@ -264,7 +266,7 @@ func FuzzParse(f *testing.F) {
 			return
 		}
 		_, _, _ = file.From(nil)
-		steps, _, err := file.Build(Config{Env: []string{"A=1"}, Workdir: "/w"}, nil)
+		steps, _, err := file.Build(image.RunConfig{Env: []string{"A=1"}, Workdir: "/w"}, nil)
 		if err != nil {
 			if !errors.Is(err, ErrSyntax) {
 				t.Fatalf("error %v", err)

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"path"
 	"regexp"
+	"slices"
 	"strings"
 )
 
@@ -123,10 +124,5 @@ func (ig *Ignore) Match(p string) bool {
 
 // Exceptions says whether something below an ignored directory may be a part of the context all the same.
 func (ig *Ignore) Exceptions() bool {
-	for _, r := range ig.rules {
-		if r.keep {
-			return true
-		}
-	}
-	return false
+	return slices.ContainsFunc(ig.rules, func(r rule) bool { return r.keep })
 }

@@ -63,6 +63,14 @@ func (i *Instruction) fail(format string, args ...any) error {
 	return &Error{i.Line, i.Name, fmt.Sprintf(format, args...)}
 }
 
+// wrong is fail for an error that there may be.
+func (i *Instruction) wrong(err error) error {
+	if err == nil {
+		return nil
+	}
+	return i.fail("%v", err)
+}
+
 // File is a parsed file. Its first instruction other than ARG is FROM, and there is no other FROM.
 type File struct {
 	Instructions []Instruction

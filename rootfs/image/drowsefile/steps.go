@@ -8,17 +8,9 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-)
 
-// Config is what an image says about commands: the fields of image.RunConfig that instructions change.
-type Config struct {
-	Entrypoint, Cmd []string
-	Env             []string // KEY=VALUE, each key once
-	User, Workdir   string
-	StopSignal      string
-	Labels          map[string]string
-	Ports           []string // 80/tcp, sorted
-}
+	"github.com/drowse-vm/drowse/rootfs/image"
+)
 
 // Step is one thing to do. One of Run, Copy and Workdir is set.
 type Step struct {
@@ -69,10 +61,10 @@ func (f *File) From(args map[string]string) (string, int, error) {
 			}
 			continue
 		}
-		words, err := expandWords(i.Rest, b.get)
+		words, err := b.words(i)
 		switch {
 		case err != nil:
-			return "", 0, i.fail("%v", err)
+			return "", 0, err
 		case len(words) == 0 || words[0] == "":
 			return "", 0, i.fail("its variables are empty, so it names no image")
 		case len(words) > 1:
@@ -85,9 +77,9 @@ func (f *File) From(args map[string]string) (string, int, error) {
 
 // Build gives the steps and what the image says of commands in the end. base is what the base image says; args are the
 // values given for ARG instructions, each of which must be there. Errors match ErrSyntax.
-func (f *File) Build(base Config, args map[string]string) ([]Step, Config, error) {
+func (f *File) Build(base image.RunConfig, args map[string]string) ([]Step, image.RunConfig, error) {
 	b := &builder{args: args, declared: map[string]string{}, global: map[string]string{}, used: map[string]bool{}}
-	base.Env, base.Ports, base.Labels = slices.Clone(base.Env), slices.Clone(base.Ports), maps.Clone(base.Labels)
+	base.Env, base.ExposedPorts, base.Labels = slices.Clone(base.Env), slices.Clone(base.ExposedPorts), maps.Clone(base.Labels)
 	b.config = base
 	for n := range f.Instructions {
 		i := &f.Instructions[n]
@@ -96,12 +88,12 @@ func (f *File) Build(base Config, args map[string]string) ([]Step, Config, error
 			continue
 		}
 		if err := b.instruction(i); err != nil {
-			return nil, Config{}, err
+			return nil, image.RunConfig{}, err
 		}
 	}
 	for _, name := range slices.Sorted(maps.Keys(args)) {
 		if !b.used[name] {
-			return nil, Config{}, &Error{1, "", fmt.Sprintf("a value is given for the argument %s, which no ARG instruction names", quoted(name))}
+			return nil, image.RunConfig{}, &Error{1, "", fmt.Sprintf("a value is given for the argument %s, which no ARG instruction names", quoted(name))}
 		}
 	}
 	return b.steps, b.config, nil
@@ -113,7 +105,7 @@ type builder struct {
 	declared map[string]string // in force, with their values; those without a value are not here
 	used     map[string]bool
 	inStage  bool
-	config   Config
+	config   image.RunConfig // of which each variable is there once
 	cmdSet   bool
 	steps    []Step
 }
@@ -129,7 +121,7 @@ func (b *builder) get(name string) (string, bool) {
 	return v, ok
 }
 
-func (b *builder) instruction(i *Instruction) error {
+func (b *builder) instruction(i *Instruction) (err error) {
 	switch i.Name {
 	case "ARG":
 		return b.arg(i, b.inStage)
@@ -156,20 +148,11 @@ func (b *builder) instruction(i *Instruction) error {
 	case "WORKDIR":
 		return b.workdir(i)
 	case "USER":
-		user, err := b.one(i)
-		if err != nil {
-			return err
-		}
-		b.config.User = user
+		b.config.User, err = b.one(i)
 	case "STOPSIGNAL":
-		sig, err := b.one(i)
-		if err != nil {
-			return err
+		if b.config.StopSignal, err = b.one(i); err == nil && !signalRE.MatchString(b.config.StopSignal) {
+			err = i.fail("%s is no signal: use a name such as SIGTERM, or a number", quoted(b.config.StopSignal))
 		}
-		if !signalRE.MatchString(sig) {
-			return i.fail("%s is no signal: use a name such as SIGTERM, or a number", quoted(sig))
-		}
-		b.config.StopSignal = sig
 	case "ENTRYPOINT":
 		b.config.Entrypoint = command(i)
 		if !b.cmdSet {
@@ -180,7 +163,7 @@ func (b *builder) instruction(i *Instruction) error {
 	case "EXPOSE":
 		return b.expose(i)
 	}
-	return nil
+	return err
 }
 
 // bound holds the limit of what an image says.
@@ -216,23 +199,35 @@ func command(i *Instruction) []string {
 	return ShellArgv(i.Rest)
 }
 
+// words expands what follows an instruction.
+func (b *builder) words(i *Instruction) ([]string, error) {
+	words, err := expandWords(i.Rest, b.get)
+	return words, i.wrong(err)
+}
+
+// word expands a part of it as one word.
+func (b *builder) word(i *Instruction, s string) (string, error) {
+	v, err := expand(s, b.get)
+	return v, i.wrong(err)
+}
+
 // one expands what must be one word.
 func (b *builder) one(i *Instruction) (string, error) {
-	words, err := expandWords(i.Rest, b.get)
-	switch {
-	case err != nil:
-		return "", i.fail("%v", err)
-	case len(words) != 1 || words[0] == "":
-		return "", i.fail("%d words, where one must be", len(words))
+	words, err := b.words(i)
+	if err == nil && (len(words) != 1 || words[0] == "") {
+		err = i.fail("%d words, where one must be", len(words))
+	}
+	if err != nil {
+		return "", err
 	}
 	return words[0], nil
 }
 
 // arg declares arguments. Within the stage, one that was declared before FROM has that value.
 func (b *builder) arg(i *Instruction, stage bool) error {
-	words, err := expandWords(i.Rest, b.get)
+	words, err := b.words(i)
 	if err != nil {
-		return i.fail("%v", err)
+		return err
 	}
 	for _, w := range words {
 		name, value, has := strings.Cut(w, "=")
@@ -266,20 +261,20 @@ func (b *builder) pairs(i *Instruction, set func(k, v string) error) error {
 		if rest == "" {
 			return i.fail("%s has no value: use KEY=VALUE", quoted(key))
 		}
-		key, err := expand(key, b.get)
+		key, err := b.word(i, key)
 		if err != nil {
-			return i.fail("%v", err)
+			return err
 		}
-		value, err := expand(rest, b.get)
+		value, err := b.word(i, rest)
 		if err != nil {
-			return i.fail("%v", err)
+			return err
 		}
 		return set(key, value)
 	}
 	// All values are those before the instruction.
-	words, err := expandWords(i.Rest, b.get)
+	words, err := b.words(i)
 	if err != nil {
-		return i.fail("%v", err)
+		return err
 	}
 	for _, w := range words {
 		k, v, ok := strings.Cut(w, "=")
@@ -353,9 +348,9 @@ func (b *builder) inWorkdir(p string) string {
 }
 
 func (b *builder) workdir(i *Instruction) error {
-	dir, err := expand(i.Rest, b.get)
+	dir, err := b.word(i, i.Rest)
 	if err != nil {
-		return i.fail("%v", err)
+		return err
 	}
 	if dir == "" {
 		return i.fail("its variables are empty, so it names no directory")
@@ -445,9 +440,9 @@ func (c *Copy) source(i *Instruction, v string) error {
 }
 
 func (b *builder) expose(i *Instruction) error {
-	words, err := expandWords(i.Rest, b.get)
+	words, err := b.words(i)
 	if err != nil {
-		return i.fail("%v", err)
+		return err
 	}
 	for _, w := range words {
 		m := portRE.FindStringSubmatch(strings.ToLower(w))
@@ -466,14 +461,14 @@ func (b *builder) expose(i *Instruction) error {
 		if proto == "" {
 			proto = "tcp"
 		}
-		if err := b.bound(i, to-from+1+len(b.config.Ports)); err != nil {
+		if err := b.bound(i, to-from+1+len(b.config.ExposedPorts)); err != nil {
 			return err
 		}
 		for p := from; p <= to; p++ {
-			b.config.Ports = append(b.config.Ports, fmt.Sprintf("%d/%s", p, proto))
+			b.config.ExposedPorts = append(b.config.ExposedPorts, fmt.Sprintf("%d/%s", p, proto))
 		}
 	}
-	slices.Sort(b.config.Ports)
-	b.config.Ports = slices.Compact(b.config.Ports)
+	slices.Sort(b.config.ExposedPorts)
+	b.config.ExposedPorts = slices.Compact(b.config.ExposedPorts)
 	return nil
 }

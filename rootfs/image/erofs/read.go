@@ -50,12 +50,7 @@ func Read(ctx context.Context, f *os.File) (*fstree.Tree, error) {
 			return err
 		}
 		n := &fstree.Inode{UID: st.UID, GID: st.GID, Mtime: time.Unix(int64(st.Mtime), int64(st.MtimeNs)), Xattrs: UnixXattrs(st.Xattrs)}
-		n.Mode = info.Mode().Type() | fs.FileMode(perm&0o777)
-		for bit, mode := range map[int64]fs.FileMode{0o4000: fs.ModeSetuid, 0o2000: fs.ModeSetgid, 0o1000: fs.ModeSticky} {
-			if perm&bit != 0 {
-				n.Mode |= mode
-			}
-		}
+		n.Mode = info.Mode().Type() | fstree.Mode(perm)
 		switch info.Mode().Type() {
 		case 0:
 			n.Size = info.Size()

@@ -1,6 +1,7 @@
 package erofs
 
 import (
+	"cmp"
 	"strings"
 )
 
@@ -25,30 +26,21 @@ func KeepXattr(name string) bool {
 // erofsXattrs gives the attributes under the names that go-erofs maps to the right index. For the POSIX ACLs EROFS
 // wants an index and an empty rest of the name; go-erofs makes that of the name with a dot at its end.
 func erofsXattrs(in map[string]string) map[string]string {
-	if len(in) == 0 {
-		return nil
-	}
-	out := make(map[string]string, len(in))
-	for k, v := range in {
-		if k == ACLAccess || k == aclDefault {
-			k += "."
-		}
-		out[k] = v
-	}
-	return out
+	return renamed(in, map[string]string{ACLAccess: ACLAccess + ".", aclDefault: aclDefault + "."})
 }
 
 // UnixXattrs is the reverse of erofsXattrs.
 func UnixXattrs(in map[string]string) map[string]string {
+	return renamed(in, map[string]string{ACLAccess + ".": ACLAccess, aclDefault + ".": aclDefault})
+}
+
+func renamed(in, names map[string]string) map[string]string {
 	if len(in) == 0 {
 		return nil
 	}
 	out := make(map[string]string, len(in))
 	for k, v := range in {
-		if k == ACLAccess+"." || k == aclDefault+"." {
-			k = k[:len(k)-1]
-		}
-		out[k] = v
+		out[cmp.Or(names[k], k)] = v
 	}
 	return out
 }

@@ -1,6 +1,7 @@
 package fstree
 
 import (
+	"archive/tar"
 	"errors"
 	"fmt"
 	"io"
@@ -59,6 +60,9 @@ type Inode struct {
 	Children map[string]*Inode // of a directory
 	Nlink    uint32            // set by Tree.Finish
 }
+
+// Mode turns st_mode of inode(7), which tar has too, into Go's form.
+func Mode(st int64) fs.FileMode { return (&tar.Header{Mode: st}).FileInfo().Mode() }
 
 // IsDir says whether it is a directory.
 func (n *Inode) IsDir() bool { return n.Mode.IsDir() }
@@ -252,11 +256,9 @@ func (t *Tree) Remove(p string) bool {
 
 // RemoveIn takes out those entries of a directory that drop says. Nothing happens when the directory is not there.
 func (t *Tree) RemoveIn(dir string, drop func(name string, n *Inode) bool) {
-	d := t.Lookup(dir)
-	if d == nil {
-		return
+	if d := t.Lookup(dir); d != nil {
+		maps.DeleteFunc(d.Children, drop)
 	}
-	maps.DeleteFunc(d.Children, drop)
 }
 
 // Walk calls f for each name of the tree, parents first, siblings in byte order. Paths have no leading slash; the

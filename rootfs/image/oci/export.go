@@ -4,6 +4,7 @@ import (
 	"archive/tar"
 	"bufio"
 	"bytes"
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"encoding/json"
@@ -55,7 +56,7 @@ func Export(ctx context.Context, s *image.Store, img *image.Image, format Format
 	switch format {
 	case FormatEROFS:
 		src := artifact.NewReader(ctx, sparse.NewReader(f, img.Size))
-		told := progressWriter(func(n int64) { progress(n, img.Size) })
+		told := artifact.CountingWriter(func(n int64) { progress(n, img.Size) })
 		_, err = io.CopyBuffer(io.MultiWriter(w, told), src, make([]byte, sparse.BufBytes))
 	case FormatTar:
 		var t *fstree.Tree
@@ -116,14 +117,15 @@ func writeOCI(w io.Writer, img *image.Image, layer *layers.HashedWriter, diff st
 		_, err := io.Copy(tw, r)
 		return err
 	}
-	document := func(t types.MediaType, v any) (v1.Descriptor, error) {
+	// document puts a document under its name, or as the blob that its descriptor tells of.
+	document := func(name string, t types.MediaType, v any) (v1.Descriptor, error) {
 		b, err := json.Marshal(v)
 		if err != nil {
 			return v1.Descriptor{}, err
 		}
 		h, _, _ := v1.SHA256(bytes.NewReader(b)) // never fails
 		d := v1.Descriptor{MediaType: t, Digest: h, Size: int64(len(b))}
-		return d, put(blobName(d.Digest), d.Size, bytes.NewReader(b))
+		return d, put(cmp.Or(name, blobName(h)), d.Size, bytes.NewReader(b))
 	}
 	diffID, err := v1.NewHash(diff)
 	if err != nil {
@@ -137,8 +139,8 @@ func writeOCI(w io.Writer, img *image.Image, layer *layers.HashedWriter, diff st
 	if err := put("oci-layout", int64(len(version)), strings.NewReader(version)); err != nil {
 		return err
 	}
-	config, err := document(types.OCIConfigJSON, v1.ConfigFile{
-		OS: "linux", Architecture: exportArch(img),
+	config, err := document("", types.OCIConfigJSON, v1.ConfigFile{
+		OS: "linux", Architecture: cmp.Or(img.Architecture, runtime.GOARCH), // Debian's names are those of Go and OCI
 		RootFS: v1.RootFS{Type: "layers", DiffIDs: []v1.Hash{diffID}},
 		Config: configOf(img.RunConfig),
 	})
@@ -149,7 +151,7 @@ func writeOCI(w io.Writer, img *image.Image, layer *layers.HashedWriter, diff st
 	if err := put(blobName(d.Digest), d.Size, content); err != nil {
 		return err
 	}
-	manifest, err := document(types.OCIManifestSchema1, v1.Manifest{SchemaVersion: 2, MediaType: types.OCIManifestSchema1, Config: config, Layers: []v1.Descriptor{d}})
+	manifest, err := document("", types.OCIManifestSchema1, v1.Manifest{SchemaVersion: 2, MediaType: types.OCIManifestSchema1, Config: config, Layers: []v1.Descriptor{d}})
 	if err != nil {
 		return err
 	}
@@ -157,28 +159,14 @@ func writeOCI(w io.Writer, img *image.Image, layer *layers.HashedWriter, diff st
 		_, version, _ := strings.Cut(img.Tags[0], ":")
 		manifest.Annotations = map[string]string{refNameAnnotation: version}
 	}
-	index, err := json.Marshal(v1.IndexManifest{SchemaVersion: 2, MediaType: types.OCIImageIndex, Manifests: []v1.Descriptor{manifest}})
-	if err != nil {
-		return err
-	}
-	if err := put("index.json", int64(len(index)), bytes.NewReader(index)); err != nil {
+	index := v1.IndexManifest{SchemaVersion: 2, MediaType: types.OCIImageIndex, Manifests: []v1.Descriptor{manifest}}
+	if _, err := document("index.json", "", index); err != nil {
 		return err
 	}
 	// As `docker save` does: the same blobs once more, for readers of its own format.
-	docker, err := json.Marshal([]dockerManifest{{Config: blobName(config.Digest), RepoTags: img.Tags, Layers: []string{blobName(d.Digest)}}})
-	if err != nil {
-		return err
-	}
-	if err := put("manifest.json", int64(len(docker)), bytes.NewReader(docker)); err != nil {
+	docker := []dockerManifest{{Config: blobName(config.Digest), RepoTags: img.Tags, Layers: []string{blobName(d.Digest)}}}
+	if _, err := document("manifest.json", "", docker); err != nil {
 		return err
 	}
 	return tw.Close()
-}
-
-// exportArch is the architecture as Go and OCI name it; Debian's names for those that drowse runs are the same.
-func exportArch(img *image.Image) string {
-	if img.Architecture == "" {
-		return runtime.GOARCH
-	}
-	return img.Architecture
 }

@@ -354,7 +354,7 @@ type Archive struct {
 	Stdin    io.Reader // in place of File, if it is set
 	Tmp      string    // folder for what has to be unpacked
 	MaxBytes int64
-	OnRead   func(n int64) // may be nil; told the bytes unpacked so far
+	OnRead   func(n int64) // told the bytes unpacked so far
 }
 
 // openArchive opens an image archive for reading anywhere in it.
@@ -395,7 +395,7 @@ func spoolArchive(ctx context.Context, a Archive, r io.Reader) (members, error) 
 		return nil, err
 	}
 	w := sparse.NewWriter(f)
-	_, err = io.Copy(io.MultiWriter(layers.SpoolWriter(w), progressWriter(a.OnRead)), u)
+	_, err = io.Copy(io.MultiWriter(layers.SpoolWriter(w), artifact.CountingWriter(a.OnRead)), u)
 	if err == nil {
 		err = w.Finish()
 	}
@@ -407,18 +407,3 @@ func spoolArchive(ctx context.Context, a Archive, r io.Reader) (members, error) 
 	}
 	return openTarMembers(ctx, f)
 }
-
-// progressWriter tells how much was written to it altogether.
-func progressWriter(tell func(int64)) io.Writer {
-	var n int64
-	return writerFunc(func(p []byte) (int, error) {
-		if n += int64(len(p)); tell != nil {
-			tell(n)
-		}
-		return len(p), nil
-	})
-}
-
-type writerFunc func(p []byte) (int, error)
-
-func (f writerFunc) Write(p []byte) (int, error) { return f(p) }

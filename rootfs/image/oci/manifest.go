@@ -300,10 +300,10 @@ func runConfig(c v1.Config) (image.RunConfig, error) {
 // configOf is the configuration in the form of the OCI image specification.
 func configOf(c image.RunConfig) v1.Config {
 	out := v1.Config{Entrypoint: c.Entrypoint, Cmd: c.Cmd, Env: c.Env, User: c.User, WorkingDir: c.Workdir, StopSignal: c.StopSignal, Labels: c.Labels}
+	if len(c.ExposedPorts) > 0 {
+		out.ExposedPorts = map[string]struct{}{}
+	}
 	for _, p := range c.ExposedPorts {
-		if out.ExposedPorts == nil {
-			out.ExposedPorts = map[string]struct{}{}
-		}
 		out.ExposedPorts[p] = struct{}{}
 	}
 	return out

@@ -49,22 +49,17 @@ func OpenLayout(dir, ref string, want Platform) (*Source, error) {
 	return opened(files, loadLayout, ref, want)
 }
 
-// OpenLayoutArchive opens an image of an archive of such a directory.
-func OpenLayoutArchive(ctx context.Context, a Archive, ref string, want Platform) (*Source, error) {
+// OpenArchive opens an image of an archive of such a directory, or, of docker's, of one as `docker save` writes it,
+// whose ref is a tag, or "" for the only image.
+func OpenArchive(ctx context.Context, a Archive, docker bool, ref string, want Platform) (*Source, error) {
 	files, err := openArchive(ctx, a)
 	if err != nil {
 		return nil, err
+	}
+	if docker {
+		return opened(files, loadDockerArchive, ref, want)
 	}
 	return opened(files, loadLayout, ref, want)
-}
-
-// OpenDockerArchive opens an image of an archive as `docker save` writes it. ref is a tag, or "" for the only image.
-func OpenDockerArchive(ctx context.Context, a Archive, ref string, want Platform) (*Source, error) {
-	files, err := openArchive(ctx, a)
-	if err != nil {
-		return nil, err
-	}
-	return opened(files, loadDockerArchive, ref, want)
 }
 
 func opened(files members, load func(members, string, Platform) (*manifest, error), ref string, want Platform) (*Source, error) {

@@ -1,9 +1,11 @@
 package artifact
 
 import (
+	"bytes"
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
+	"errors"
 	"fmt"
 	"io"
 	"io/fs"
@@ -83,6 +85,25 @@ func WriteFile(path string, write func(f *os.File) error) error {
 	return osfile.Replace(path, fileMode, write)
 }
 
+// nameLength is how many hexadecimal digits of a hash are in the name of a Made file.
+const nameLength = 32
+
+// Made returns the absolute path of a file of the cache that is named by a hash of all that decides its content, and
+// makes it with write if it is not there. program is the first that a guest starts of it: see RequireStatic.
+func Made(cacheDir, folder string, hash []byte, ext, program string, write func(f *os.File) error) (string, error) {
+	path, err := filepath.Abs(filepath.Join(cacheDir, folder, hex.EncodeToString(hash)[:nameLength]+ext))
+	if err != nil {
+		return "", err
+	}
+	if _, err := os.Stat(path); !errors.Is(err, fs.ErrNotExist) {
+		return path, err
+	}
+	if err := RequireStatic(program); err != nil {
+		return "", err
+	}
+	return path, WriteFile(path, write)
+}
+
 // StagingDir makes an empty folder in dir, with a temporary name that holds key. A folder that an interrupted run has
 // left under the same key is removed first, so the caller must hold a lock that covers key.
 func StagingDir(dir, key string) (string, error) {
@@ -156,6 +177,52 @@ func (c *Reader) Read(p []byte) (int, error) {
 		c.Err = err
 	}
 	return n, err
+}
+
+// CountingWriter tells how many bytes have been written to it.
+func CountingWriter(tell func(total int64)) io.Writer { return &countingWriter{tell: tell} }
+
+type countingWriter struct {
+	n    int64
+	tell func(total int64)
+}
+
+func (c *countingWriter) Write(p []byte) (int, error) {
+	c.n += int64(len(p))
+	c.tell(c.n)
+	return len(p), nil
+}
+
+// LineWriter calls Line for each line that is written to it, of which it keeps the first Max bytes. A carriage return
+// ends a line too.
+type LineWriter struct {
+	Max  int
+	Line func(line string)
+	part []byte
+}
+
+// Write implements io.Writer.
+func (w *LineWriter) Write(p []byte) (int, error) {
+	for rest := p; len(rest) > 0; {
+		n := bytes.IndexAny(rest, "\r\n")
+		piece := rest
+		if n >= 0 {
+			piece = rest[:n]
+		}
+		w.part = append(w.part, piece[:min(len(piece), w.Max-len(w.part))]...)
+		if n < 0 {
+			break
+		}
+		w.Flush()
+		rest = rest[n+1:]
+	}
+	return len(p), nil
+}
+
+// Flush ends a line that has no end yet.
+func (w *LineWriter) Flush() {
+	w.Line(string(w.part))
+	w.part = w.part[:0]
 }
 
 // ReadFile reads a whole file of at most limit bytes.

@@ -6,6 +6,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 )
@@ -192,5 +193,22 @@ func TestRemoveRemainsLeavesWhatIsLockedOrUnknown(t *testing.T) {
 	want := []string{tempPrefix + "alive", tempPrefix + "unknown", "dead"}
 	if got := names(t, dir); !slices.Equal(got, want) {
 		t.Errorf("left %q, want %q", got, want)
+	}
+}
+
+func TestLineWriterGivesLinesCutToTheirBound(t *testing.T) {
+	var got []string
+	w := &LineWriter{Max: 4, Line: func(line string) { got = append(got, line) }}
+	for _, piece := range []string{"ab", "c\nde", "fghi", "j\r\nk", "", strings.Repeat("z", 100)} {
+		if n, err := w.Write([]byte(piece)); n != len(piece) || err != nil {
+			t.Fatalf("write of %q: %d, %v", piece, n, err)
+		}
+		if len(w.part) > w.Max {
+			t.Fatalf("%d bytes are kept of a line", len(w.part))
+		}
+	}
+	w.Flush()
+	if want := []string{"abc", "defg", "", "kzzz"}; !slices.Equal(got, want) {
+		t.Errorf("got %q, want %q", got, want)
 	}
 }

@@ -18,12 +18,10 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/netpolicy"
-	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
-	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/records"
-	"github.com/drowse-vm/drowse/sandbox/state"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // maxAnswer bounds an answer, in bytes.
@@ -208,8 +206,8 @@ func (c *Client) Wake(ctx context.Context, name string) (fleet.Sandbox, error) {
 }
 
 // Sleep is fleet.Fleet.Sleep.
-func (c *Client) Sleep(ctx context.Context, name string, o sandbox.SleepOptions) (control.SleepResult, error) {
-	return act[control.SleepResult](ctx, c, "sleep", name, wire.Sleep{Hooks: o.Hooks})
+func (c *Client) Sleep(ctx context.Context, name string, o spec.SleepOptions) (spec.SleepResult, error) {
+	return act[spec.SleepResult](ctx, c, "sleep", name, wire.Sleep{Hooks: o.Hooks})
 }
 
 // Stop is sandbox.Sandbox.Stop; the zero value of o gives it 30 s.
@@ -218,12 +216,12 @@ func (c *Client) Stop(ctx context.Context, name string, o wire.Stop) (fleet.Sand
 }
 
 // Snapshot is fleet.Fleet.Snapshot.
-func (c *Client) Snapshot(ctx context.Context, name string, o sandbox.SnapshotOptions) (control.SleepResult, error) {
-	return act[control.SleepResult](ctx, c, "snapshot", name, wire.Snapshot{Note: o.Note, Hooks: o.Hooks, DiskOnly: o.DiskOnly})
+func (c *Client) Snapshot(ctx context.Context, name string, o spec.SnapshotOptions) (spec.SleepResult, error) {
+	return act[spec.SleepResult](ctx, c, "snapshot", name, wire.Snapshot{Note: o.Note, Hooks: o.Hooks, DiskOnly: o.DiskOnly})
 }
 
 // Promote is fleet.Fleet.Promote.
-func (c *Client) Promote(ctx context.Context, name string) ([]control.Promoted, error) {
+func (c *Client) Promote(ctx context.Context, name string) ([]spec.Promoted, error) {
 	p, err := act[wire.Promoted](ctx, c, "promote", name, nil)
 	return p.Promoted, err
 }
@@ -265,7 +263,7 @@ func (c *Client) Update(ctx context.Context, name string, ch fleet.Changes) (s f
 }
 
 // Delete is fleet.Fleet.Delete.
-func (c *Client) Delete(ctx context.Context, name string) (f state.Freed, err error) {
+func (c *Client) Delete(ctx context.Context, name string) (f spec.Freed, err error) {
 	err = c.call(ctx, "delete", name, http.MethodDelete, one(name), nil, &f)
 	return f, err
 }
@@ -284,8 +282,8 @@ func (c *Client) History(ctx context.Context, name string, span records.Span) (f
 }
 
 // Stats is sandbox.Sandbox.Stats.
-func (c *Client) Stats(ctx context.Context, name string) (sandbox.Stats, error) {
-	return get[sandbox.Stats](ctx, c, "stats", name, one(name)+"/stats")
+func (c *Client) Stats(ctx context.Context, name string) (spec.Stats, error) {
+	return get[spec.Stats](ctx, c, "stats", name, one(name)+"/stats")
 }
 
 // Policy is sandbox.Sandbox.Policy.
@@ -294,7 +292,7 @@ func (c *Client) Policy(ctx context.Context, name string) (*netpolicy.Policy, er
 }
 
 // SetPolicy is sandbox.Sandbox.SetPolicy.
-func (c *Client) SetPolicy(ctx context.Context, name string, p *netpolicy.Policy) (res control.PolicyResult, err error) {
+func (c *Client) SetPolicy(ctx context.Context, name string, p *netpolicy.Policy) (res spec.PolicyResult, err error) {
 	err = c.call(ctx, "set policy", name, http.MethodPut, one(name)+"/policy", p, &res)
 	return res, err
 }
@@ -310,7 +308,7 @@ func (c *Client) Console(ctx context.Context, name string, n int) ([]byte, error
 }
 
 // Snapshots lists those of a sandbox, or all if the name is empty.
-func (c *Client) Snapshots(ctx context.Context, name string) ([]state.SnapshotInfo, error) {
+func (c *Client) Snapshots(ctx context.Context, name string) ([]spec.SnapshotInfo, error) {
 	path := "/v1/snapshots"
 	if name != "" {
 		path = one(name) + "/snapshots"
@@ -320,7 +318,7 @@ func (c *Client) Snapshots(ctx context.Context, name string) ([]state.SnapshotIn
 }
 
 // TagSnapshot is fleet.Fleet.TagSnapshot.
-func (c *Client) TagSnapshot(ctx context.Context, snapshot string, tags []string) (i state.SnapshotInfo, err error) {
+func (c *Client) TagSnapshot(ctx context.Context, snapshot string, tags []string) (i spec.SnapshotInfo, err error) {
 	if tags == nil {
 		tags = []string{}
 	}

@@ -8,15 +8,11 @@ import (
 	"fmt"
 	"time"
 
-	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/guest/report"
 	"github.com/drowse-vm/drowse/netpolicy"
-	"github.com/drowse-vm/drowse/rootfs/image"
-	"github.com/drowse-vm/drowse/sandbox"
-	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/spec"
-	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // Version is that of the API: the v1 of its paths. Fields are added, and never change their meaning.
@@ -69,45 +65,29 @@ type Error struct {
 	Op      string     `json:"op,omitempty"`
 	Sandbox string     `json:"sandbox,omitempty"`
 	// Hooks are those in the guest that have refused, with code "hooks".
-	Hooks []guest.HookFailure `json:"hooks,omitempty"`
+	Hooks []report.HookFailure `json:"hooks,omitempty"`
 	// HostHooks are those on the host that have refused, with code "host-hooks".
-	HostHooks []state.HostHookFailure `json:"host_hooks,omitempty"`
+	HostHooks []spec.HostHookFailure `json:"host_hooks,omitempty"`
 }
 
-// ErrorOf describes an error.
-func ErrorOf(err error) Error {
-	out := Error{Code: fleet.CodeOf(err), Message: err.Error()}
-	var fe *fleet.Error
-	if errors.As(err, &fe) {
-		out.Remedy, out.Op, out.Sandbox = fe.Remedy, fe.Op, fe.Sandbox
-	}
-	var he *spec.HooksError
-	var hhe *state.HostHooksError
-	var re *control.ErrorReport
-	switch {
-	case errors.As(err, &he):
-		out.Hooks = he.Failures
-	case errors.As(err, &hhe):
-		out.HostHooks = hhe.Failures
-	case errors.As(err, &re):
-		out.Hooks, out.HostHooks = re.Hooks, re.HostHooks
-	}
-	return out
-}
-
-// Err makes it an error again: a *fleet.Error that wraps what its code stands for, for errors.Is.
+// Err makes it an error again: a *fleet.Error that wraps the error of package spec that its code stands for, if there
+// is one.
 func (e Error) Err() error {
-	// The process of a VM tells its errors in the same way.
-	var cause error = &control.ErrorReport{Code: string(e.Code), Message: e.Message, Hooks: e.Hooks, HostHooks: e.HostHooks}
+	cause := errors.New(e.Message)
+	for _, c := range spec.ErrorCodes {
+		if c.Code == string(e.Code) {
+			cause = c.Err
+		}
+	}
 	switch e.Code {
 	case fleet.CodeTimeout:
 		cause = fmt.Errorf("%s: %w", e.Message, context.DeadlineExceeded)
 	case fleet.CodeCanceled:
 		cause = fmt.Errorf("%s: %w", e.Message, context.Canceled)
 	case "hooks":
-		cause = errors.Join(cause, &spec.HooksError{Failures: e.Hooks})
+		cause = &spec.HooksError{Failures: e.Hooks}
 	case "host-hooks":
-		cause = errors.Join(cause, &state.HostHooksError{Failures: e.HostHooks})
+		cause = &spec.HostHooksError{Failures: e.HostHooks}
 	}
 	return &fleet.Error{Op: e.Op, Sandbox: e.Sandbox, Code: e.Code, Remedy: e.Remedy, Err: texted{e.Message, cause}}
 }
@@ -138,8 +118,8 @@ type History struct {
 
 // Create is POST /v1/sandboxes.
 type Create struct {
-	Spec     sandbox.Spec   `json:"spec"`
-	Metadata state.Metadata `json:"metadata,omitzero"`
+	Spec     spec.VM       `json:"spec"`
+	Metadata spec.Metadata `json:"metadata,omitzero"`
 	// GetOrCreate returns the sandbox of that name as it is, if there is one.
 	GetOrCreate bool `json:"get_or_create,omitempty"`
 }
@@ -154,13 +134,13 @@ type Changes struct {
 	Expires  *time.Time     `json:"expires,omitempty"`
 	NoExpiry bool           `json:"no_expiry,omitempty"`
 	Keep     *lifetime.Keep `json:"keep,omitempty"`
-	// Wake is when it is woken: sandbox.Timer. NoWake takes its timer away, and does not go with Wake.
-	Wake   *state.Timer `json:"wake,omitempty"`
-	NoWake bool         `json:"no_wake,omitempty"`
-	// Rotate says at which wakes it begins anew, and from which snapshot: sandbox.Rotation. NoRotate takes that away,
+	// Wake is when it is woken: spec.Timer. NoWake takes its timer away, and does not go with Wake.
+	Wake   *spec.Timer `json:"wake,omitempty"`
+	NoWake bool        `json:"no_wake,omitempty"`
+	// Rotate says at which wakes it begins anew, and from which snapshot: spec.Rotation. NoRotate takes that away,
 	// and does not go with Rotate.
-	Rotate   *state.Rotation `json:"rotate,omitempty"`
-	NoRotate bool            `json:"no_rotate,omitempty"`
+	Rotate   *spec.Rotation `json:"rotate,omitempty"`
+	NoRotate bool           `json:"no_rotate,omitempty"`
 	// Persist says what of it does not persist over its sleeps, in place of all that was said before.
 	Persist *lifetime.Persist `json:"persist,omitempty"`
 	Reset   bool              `json:"reset,omitempty"`
@@ -181,10 +161,10 @@ func ChangesOf(c fleet.Changes) Changes {
 	if c.Expires != nil && c.Expires.IsZero() {
 		out.Expires, out.NoExpiry = nil, true
 	}
-	if c.Wake != nil && *c.Wake == (state.Timer{}) {
+	if c.Wake != nil && *c.Wake == (spec.Timer{}) {
 		out.Wake, out.NoWake = nil, true
 	}
-	if c.Rotate != nil && *c.Rotate == (state.Rotation{}) {
+	if c.Rotate != nil && *c.Rotate == (spec.Rotation{}) {
 		out.Rotate, out.NoRotate = nil, true
 	}
 	return out
@@ -198,25 +178,25 @@ func (c Changes) Fleet() (fleet.Changes, error) {
 	}
 	if c.NoExpiry {
 		if c.Expires != nil {
-			return out, fmt.Errorf("%w: both expires and no_expiry are given: give one of them", sandbox.ErrSpec)
+			return out, fmt.Errorf("%w: both expires and no_expiry are given: give one of them", spec.ErrInvalid)
 		}
 		out.Expires = &time.Time{}
 	}
 	switch {
 	case c.NoWake && c.Wake != nil:
-		return out, fmt.Errorf("%w: both wake and no_wake are given: give one of them", sandbox.ErrSpec)
+		return out, fmt.Errorf("%w: both wake and no_wake are given: give one of them", spec.ErrInvalid)
 	case c.NoWake:
-		out.Wake = &state.Timer{}
+		out.Wake = &spec.Timer{}
 	case c.Wake != nil && c.Wake.At.IsZero():
-		return out, fmt.Errorf("%w: wake has no at, the time of the first wake, as 2026-11-22T13:25:42Z: to take a timer away give no_wake", sandbox.ErrSpec)
+		return out, fmt.Errorf("%w: wake has no at, the time of the first wake, as 2026-11-22T13:25:42Z: to take a timer away give no_wake", spec.ErrInvalid)
 	}
 	switch {
 	case c.NoRotate && c.Rotate != nil:
-		return out, fmt.Errorf("%w: both rotate and no_rotate are given: give one of them", sandbox.ErrSpec)
+		return out, fmt.Errorf("%w: both rotate and no_rotate are given: give one of them", spec.ErrInvalid)
 	case c.NoRotate:
-		out.Rotate = &state.Rotation{}
+		out.Rotate = &spec.Rotation{}
 	case c.Rotate != nil && c.Rotate.To == "":
-		return out, fmt.Errorf("%w: rotate has no to, the snapshot to begin anew from: to take a rotation away give no_rotate", sandbox.ErrSpec)
+		return out, fmt.Errorf("%w: rotate has no to, the snapshot to begin anew from: to take a rotation away give no_rotate", spec.ErrInvalid)
 	}
 	return out, nil
 }
@@ -243,7 +223,7 @@ type Snapshot struct {
 
 // Promoted is the answer to POST /v1/sandboxes/NAME/promote, as `drowse promote -o json`.
 type Promoted struct {
-	Promoted []control.Promoted `json:"promoted"`
+	Promoted []spec.Promoted `json:"promoted"`
 }
 
 // Restore is POST /v1/sandboxes/NAME/restore.
@@ -309,8 +289,8 @@ type Executed struct {
 
 // Snapshots is GET /v1/snapshots and /v1/sandboxes/NAME/snapshots.
 type Snapshots struct {
-	Version   int                  `json:"version"`
-	Snapshots []state.SnapshotInfo `json:"snapshots"`
+	Version   int                 `json:"version"`
+	Snapshots []spec.SnapshotInfo `json:"snapshots"`
 }
 
 // Tags is POST /v1/snapshots/ID/tags: they take the place of those that it has.
@@ -325,10 +305,21 @@ type Flows struct {
 	Truncated bool `json:"truncated,omitempty"`
 }
 
+// Image is what a client needs of an image; the answer has all of its record.
+type Image struct {
+	ID           string    `json:"id"`
+	Tags         []string  `json:"tags"`
+	Source       string    `json:"source"`
+	Size         int64     `json:"size"`    // of the file system, in bytes
+	Content      int64     `json:"content"` // sum of the sizes of the files in it, in bytes
+	Created      time.Time `json:"created"`
+	Architecture string    `json:"architecture"`
+}
+
 // Images is GET /v1/images.
 type Images struct {
-	Version int            `json:"version"`
-	Images  []*image.Image `json:"images"`
+	Version int     `json:"version"`
+	Images  []Image `json:"images"`
 	// Problems are of images that cannot be read.
 	Problems []string `json:"problems,omitempty"`
 }

@@ -16,7 +16,6 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/records"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
-	"github.com/drowse-vm/drowse/snapshot"
 )
 
 // Fleet is what Conformance asks for: a fleet.Fleet, or a client of one in another process.
@@ -217,8 +216,8 @@ func Conformance(t *testing.T, s Subject) {
 			must(t, got, err, records.Asleep)
 		}
 		none := strings.Repeat("0", 32)
-		if _, err := f.Update(ctx, name, fleet.Changes{Rotate: &state.Rotation{To: none}}); !errors.Is(err, snapshot.ErrNotFound) {
-			t.Errorf("from a snapshot that is not there: %v, want ErrNotFound", err)
+		if _, err := f.Update(ctx, name, fleet.Changes{Rotate: &state.Rotation{To: none}}); fleet.CodeOf(err) != "snapshot-not-found" {
+			t.Errorf("from a snapshot that is not there: %v, want snapshot-not-found", err)
 		}
 	})
 	t.Run("one whose process was killed is crashed, and a wake takes it back to its last sleep", func(t *testing.T) {

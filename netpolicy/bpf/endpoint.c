@@ -2,15 +2,15 @@
 
 // SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-only
 
-// The programs on an agent's TAP device: from_guest sees what the guest sends, to_guest
+// The programs on an endpoint's TAP device: from_guest sees what the guest sends, to_guest
 // what it gets. What they do, in which order, is written in the comment of package
 // netpolicy; what the rows of the table are, in table.go there. Every lookup that fails
 // ends in a denial.
 //
-// The programs are loaded once for a host and serve all its agents. Each agent has a small
-// program of its own on its device (netpolicy/entry.go), which writes the agent's slot and
+// The programs are loaded once for a host and serve all its endpoints. Each endpoint has a small
+// program of its own on its device (netpolicy/entry.go), which writes the endpoint's slot and
 // claim, and which of its two tables is in force, into skb->cb and calls one of these. All that
-// belongs to an agent is in maps of its own, which are found by the slot; where there is none,
+// belongs to an endpoint is in maps of its own, which are found by the slot; where there is none,
 // nothing passes.
 //
 // Headers are copied, once, before they are looked at: out of the linear part of the skb
@@ -50,7 +50,7 @@ enum {
 	R_MAX = 64,
 };
 
-enum { CLASS_PUBLIC = 1, CLASS_PRIVATE, CLASS_HOST, CLASS_AGENT };
+enum { CLASS_PUBLIC = 1, CLASS_PRIVATE, CLASS_HOST, CLASS_ENDPOINT };
 
 #define MAGIC 0x31575244 // "DRW1"
 #define NO_RULE 0xffff
@@ -62,8 +62,8 @@ struct identity { // row 0
 	__u32 gen;
 	__u8 guest_mac[6];
 	__u8 gateway_mac[6];
-	__be32 guest4, gateway4, agent4;
-	__u32 guest6[4], gateway6[4], agent6[4];
+	__be32 guest4, gateway4, endpoint4;
+	__u32 guest6[4], gateway6[4], endpoint6[4];
 	__u32 guest_ll[4], gateway_ll[4];
 	__u8 has6;
 	__u8 fallback[2]; // the default verdicts
@@ -71,7 +71,7 @@ struct identity { // row 0
 	__u32 claim;	  // of the slot: whose table this is
 	__u8 limited[2];  // by direction: whether there are limits
 	__u8 names;	  // whether rules have names
-	__u8 tags;	  // whether rules have tags of agents
+	__u8 tags;	  // whether rules have tags of endpoints
 	__u8 checks;	  // whether names of rules are checked
 	__u8 pad;
 	__be16 tls_port; // of the gateway, where they are; 0 is nowhere
@@ -136,23 +136,23 @@ struct table {
 	__uint(value_size, sizeof(struct row));
 };
 
-#define SLOTS 8192 // agents of a host: netpolicy/programs.go has the same number
+#define SLOTS 8192 // endpoints of a host: netpolicy/programs.go has the same number
 
-// tagged is an agent as others see it. Its claim tells it from one that had its address before,
+// tagged is an endpoint as others see it. Its claim tells it from one that had its address before,
 // and its edition these tags from those that it had before.
 #define TAGS 8
 
 struct tagged {
 	__u32 claim;
 	__u32 edition;
-	// Its device, and the network namespace of that: no packet of the agent's comes to the host otherwise.
+	// Its device, and the network namespace of that: no packet of the endpoint's comes to the host otherwise.
 	__u64 netns;
 	__u32 ifindex;
 	__u32 pad;
 	__u64 tag[TAGS]; // hashes; 0 is none
 };
 
-// agents holds all agents of the host, by address. An agent is in it before its device is
+// endpoints holds all endpoints of the host, by address. An endpoint is in it before its device is
 // up, and until it is down.
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
@@ -160,9 +160,9 @@ struct {
 	__uint(map_flags, BPF_F_NO_PREALLOC);
 	__uint(key_size, 16);
 	__type(value, struct tagged);
-} agents SEC(".maps");
+} endpoints SEC(".maps");
 
-// policies holds the tables, of which each agent may have two: slot * 2 + which. It is read
+// policies holds the tables, of which each endpoint may have two: slot * 2 + which. It is read
 // once for each packet.
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY_OF_MAPS);
@@ -174,11 +174,11 @@ struct {
 // A pin is what the resolver has found. An entry counts for one generation of the
 // table only, so that it changes together with the table.
 struct pin_key {
-	__u32 addr[4]; // or REMEMBERED, 0, 0 and the number of a set of names, which no address that names open looks like
+	__u32 addr[4]; // or NAME_SET, 0, 0 and the number of a set of names: no public address looks like it
 	__u32 gen;
 };
 
-#define REMEMBERED 0xffffffff
+#define NAME_SET 0xffffffff
 
 // A pin says which rules match an address, and how that becomes less as names expire:
 // the first slot whose time is not up counts.
@@ -187,10 +187,10 @@ struct pin_key {
 struct pin {
 	__u64 expires[TIMES]; // ascending
 	struct bits set[TIMES];
-	__u32 names[TIMES]; // numbers of the sets of names that are meant; 0 is none that is remembered
+	__u32 name_sets[TIMES]; // numbers of sets of matching names; 0 is none
 };
 
-// The sizes of maps inside of others are those that the loader gives to each agent's.
+// The sizes of maps inside of others are those that the loader gives to each endpoint's.
 struct pin_map {
 	__uint(type, BPF_MAP_TYPE_HASH);
 	__uint(max_entries, 1);
@@ -226,15 +226,15 @@ struct flow {
 	__u64 first;	// when it was opened
 	struct counter count[2]; // by direction
 	__u32 gen;
-	__u32 claim; // of the peer, if it is an agent
+	__u32 claim; // of the peer, if it is an endpoint
 	__u16 rule;  // of the table gen; NO_RULE is the default
 	__u8 state;
 	__u8 opener; // direction
 	__u8 fin;    // bit for each direction
 	__u8 cut;    // it is not allowed any more, and only there for those who read the map
 	__be16 via;  // its name is checked: the guest's port on the host; else 0
-	__u32 edition; // of the peer's tags, if it is an agent
-	__u32 names;   // a number of those that the peer's address was given for when the flow was opened
+	__u32 edition; // of the peer's tags, if it is an endpoint
+	__u32 name_set; // the peer's names when the flow was opened: the number of their set; 0 is none
 	__u8 class;    // of the peer, by the table gen
 	__u8 pad[7];
 };
@@ -263,8 +263,8 @@ struct flow_map {
 	__uint(value_size, sizeof(struct flow));
 };
 
-// flows holds the flows, of which each agent has two maps: slot * 2 has those that are opening, closing or have had no
-// answer, and slot * 2 + 1 those that last, so that no number of the others takes their room.
+// flows holds the flows, of which each endpoint has two maps: slot * 2 has those that are opening, closing or have had
+// no answer, and slot * 2 + 1 those that last, so that no number of the others takes their room.
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY_OF_MAPS);
 	__uint(max_entries, 2 * SLOTS);
@@ -273,7 +273,7 @@ struct {
 } flows SEC(".maps");
 
 // usage of each direction that outlives a swap of the table. A map inside of another
-// cannot have a lock (before Linux 6.2), so all agents' are in one: slot * 2 + direction.
+// cannot have a lock (before Linux 6.2), so all endpoints' are in one: slot * 2 + direction.
 struct usage {
 	struct bpf_spin_lock lock;
 	__u32 suppressed; // events not sent
@@ -293,8 +293,8 @@ struct {
 } usages SEC(".maps");
 
 // counters by direction, verdict and reason: (direction * 3 + verdict) * R_MAX + reason. Behind
-// them are those of runs by each of the agent's tables: how many have begun (packets), which the
-// agent's own program counts, and how many have ended (bytes).
+// them are those of runs by each of the endpoint's tables: how many have begun (packets), which the
+// endpoint's own program counts, and how many have ended (bytes).
 #define RUNS (2 * 3 * R_MAX)
 
 struct counter_map {
@@ -337,7 +337,7 @@ struct {
 	__array(values, struct event_ring);
 } events SEC(".maps");
 
-// calls is where agents' own programs find these: by direction. The kernel empties it when
+// calls is where endpoints' own programs find these: by direction. The kernel empties it when
 // no process and no pin holds it any more; nothing passes then.
 struct {
 	__uint(type, BPF_MAP_TYPE_PROG_ARRAY);
@@ -368,9 +368,9 @@ __u64 test_now = 0;
 // random; nobody but the host can mark frames.
 const volatile __u32 answer_mark = 0;
 
-// Frames with this mark are of the gate: packets that have waited for the agent to wake, and whose sources to_gate has
-// checked.
-#define vouched_mark (~answer_mark)
+// Frames with this mark come from the packet waker: they waited for the endpoint to wake, and their sources to_waker
+// has checked.
+#define waker_mark (~answer_mark)
 
 // packet is what is known of one.
 struct packet {
@@ -383,8 +383,8 @@ struct packet {
 	__u32 l4, l4_len; // offset in the frame, bytes
 	__u32 bytes, segments;
 	__u32 set;
-	__u32 claim, edition; // of a peer that is an agent, which the rules have been asked about
-	__u32 names;	      // that the rules have been asked about
+	__u32 claim, edition; // of a peer that is an endpoint, which rules were matched with
+	__u32 name_set; // of the peer's names that rules were matched with
 	__u8 dir, proto, six, flags; // flags: of TCP, or the type of ICMP
 	__u8 verdict, opens, fin, next;
 	// Of an ICMP error: what it quotes.
@@ -393,8 +393,8 @@ struct packet {
 	__u8 summed; // what is known of the checksum, if it is from the guest
 	__u8 check;  // the rules open it for its name, which is to be checked
 	__u8 class;
-	__u8 vouched; // the gate has seen which interface it came by
-	__u8 again;   // the rules are asked again about a flow, by the names that it was opened for
+	__u8 from_waker; // the packet waker has checked by which interface it came
+	__u8 reevaluates; // a flow is judged anew, by the names that it was opened with
 	__be16 via;  // of its flow
 };
 
@@ -560,7 +560,7 @@ __noinline int first_unchecked(const struct set *a, const struct bits *d, const 
 	return NO_RULE;
 }
 
-// tag_search goes through an agent's tags. It is on the stack, of which there is little.
+// tag_search goes through an endpoint's tags. It is on the stack, of which there is little.
 struct tag_search {
 	void *table;
 	const struct tagged *t;
@@ -585,7 +585,7 @@ static long search_tag(__u32 i, struct tag_search *x)
 	return 0;
 }
 
-// first_tagged finds the first rule that matches an agent by one of its tags. With bpf_loop
+// first_tagged finds the first rule that matches an endpoint by one of its tags. With bpf_loop
 // the verifier looks at the search for one tag, not for all.
 static __noinline __u32 first_tagged(void *table, __u32 root, const struct tagged *t, const struct row *s)
 {
@@ -597,17 +597,18 @@ static __noinline __u32 first_tagged(void *table, __u32 root, const struct tagge
 	return x.rule;
 }
 
-// pinned finds what the resolver has found for a packet's peer, or what a flow's names mean now. It is apart for consult's stack.
+// pinned finds what the resolver has found for a packet's peer, or what a flow's names mean now. It is apart for
+// evaluate's stack.
 static __noinline struct pin *pinned(const struct row *r0, const struct packet *p)
 {
 	void *map = bpf_map_lookup_elem(&pins, &p->slot);
 	struct pin_key k = {};
 
-	if (p->again) {
-		if (!p->names)
+	if (p->reevaluates) {
+		if (!p->name_set)
 			return 0;
-		k.addr[0] = REMEMBERED;
-		k.addr[3] = p->names;
+		k.addr[0] = NAME_SET;
+		k.addr[3] = p->name_set;
 	} else {
 		k.addr[0] = p->peer[0];
 		k.addr[1] = p->peer[1];
@@ -618,7 +619,7 @@ static __noinline struct pin *pinned(const struct row *r0, const struct packet *
 	return map ? bpf_map_lookup_elem(map, &k) : 0;
 }
 
-// verdict_of is what a rule says, or the default if there is none. It is apart for consult's stack.
+// verdict_of is what a rule says, or the default if there is none. It is apart for evaluate's stack.
 static __noinline int verdict_of(void *table, const struct row *r0, __u32 dir, __u32 class, __u32 rule)
 {
 	dir &= 1;
@@ -640,10 +641,10 @@ static __noinline int verdict_of(void *table, const struct row *r0, __u32 dir, _
 	return r0->id.fallback[dir] == REJECT ? REJECT : DENY;
 }
 
-// consult asks the rules about a packet's peer, and returns a verdict. A rule that matches
+// evaluate matches rules with a packet's peer, and returns a verdict. A rule that matches
 // for its names alone, at a port where they are checked, does not match UDP; TCP that it
 // opens is checked, unless the rules allow it without.
-static __noinline int consult(void *table, const struct row *r0, struct packet *p, __u32 dir, __be16 port)
+static __noinline int evaluate(void *table, const struct row *r0, struct packet *p, __u32 dir, __be16 port)
 {
 	const struct row *r1 = row(table, 1), *a, *s;
 	const struct bits *d;
@@ -654,8 +655,8 @@ static __noinline int consult(void *table, const struct row *r0, struct packet *
 	p->claim = 0;
 	p->edition = 0;
 	p->check = 0;
-	if (!p->again)
-		p->names = 0;
+	if (!p->reevaluates)
+		p->name_set = 0;
 	if (!r1)
 		return DENY;
 	dir &= 1;
@@ -677,8 +678,8 @@ static __noinline int consult(void *table, const struct row *r0, struct packet *
 			for (int i = TIMES - 1; i >= 0; i--)
 				if (p->now < v->expires[i]) {
 					d = &v->set[i];
-					if (!p->again)
-						p->names = v->names[i];
+					if (!p->reevaluates)
+						p->name_set = v->name_sets[i];
 				}
 		}
 	}
@@ -698,8 +699,8 @@ static __noinline int consult(void *table, const struct row *r0, struct packet *
 				p->check = verdict_of(table, r0, dir, p->class, other) != ALLOW;
 		}
 	}
-	if (r0->id.tags && p->class == CLASS_AGENT) {
-		const struct tagged *t = bpf_map_lookup_elem(&agents, p->peer);
+	if (r0->id.tags && p->class == CLASS_ENDPOINT) {
+		const struct tagged *t = bpf_map_lookup_elem(&endpoints, p->peer);
 
 		if (t) {
 			__u32 other = first_tagged(table, r1->tab.tags, t, s);
@@ -871,7 +872,7 @@ static __always_inline int parse4(struct __sk_buff *skb, const struct identity *
 			return R_SRC_IP;
 	} else {
 		set4(p->peer, h.src);
-		if (h.dst != id->agent4)
+		if (h.dst != id->endpoint4)
 			return R_DST_IP;
 	}
 	return 0;
@@ -921,7 +922,7 @@ static __noinline int parse6(struct __sk_buff *skb, const struct identity *id, s
 	if (p->dir == EGRESS) {
 		if (!same6(h.src, id->guest6))
 			return R_SRC_IP;
-	} else if (!same6(h.dst, id->agent6)) {
+	} else if (!same6(h.dst, id->endpoint6)) {
 		return R_DST_IP;
 	}
 	return 0;
@@ -1142,25 +1143,26 @@ static __noinline int classify(void *table, struct packet *p, const __u32 *a)
 	p->set = v & 0xffffff;
 	if (p->class == 0)
 		return R_NO_POLICY;
-	return p->class > CLASS_AGENT ? R_FLOOR : 0;
+	return p->class > CLASS_ENDPOINT ? R_FLOOR : 0;
 }
 
-// strange says whether a packet to the guest has a source that is not its own: one of the host's addresses, and the host has not made
-// it; or that of another agent, and it has not come by that one's device. Who else can send packets to the host can put any source into
-// them, and the host's routes need not notice (rp_filter 0 and 2, and IPv6). The kernel sets ingress_ifindex when a device gives it a
-// packet, in each network namespace anew, and leaves it alone from there to here.
-static __noinline bool strange(struct __sk_buff *skb, const struct packet *p, const __u32 *peer, __u32 class)
+// spoofed says whether a packet to the guest has a source that is not its own: one of the host's addresses, and the
+// host has not made it; or that of another endpoint, and it has not come by that one's device. Who else can send
+// packets to the host can put any source into them, and the host's routes need not notice (rp_filter 0 and 2, and
+// IPv6). The kernel sets ingress_ifindex when a device gives it a packet, in each network namespace anew, and leaves it
+// alone from there to here.
+static __noinline bool spoofed(struct __sk_buff *skb, const struct packet *p, const __u32 *peer, __u32 class)
 {
 	struct sk_buff *kernel = (void *)skb;
 	const struct tagged *t;
 
-	if (p->dir == EGRESS || p->vouched)
+	if (p->dir == EGRESS || p->from_waker)
 		return false;
 	if (class == CLASS_HOST)
 		return skb->ingress_ifindex != 0;
-	if (class != CLASS_AGENT)
+	if (class != CLASS_ENDPOINT)
 		return false;
-	t = bpf_map_lookup_elem(&agents, peer);
+	t = bpf_map_lookup_elem(&endpoints, peer);
 	return !t || t->ifindex != skb->ingress_ifindex || t->netns != BPF_CORE_READ(kernel, dev, nd_net.net, net_cookie);
 }
 
@@ -1172,10 +1174,10 @@ static __always_inline struct flow *fresh(void *map, const struct packet *p, con
 	return f && !f->cut && p->now < f->seen + lifetime(f->state) ? f : 0;
 }
 
-// settled says whether a flow need not be judged anew: the table that has judged it is that
-// of now, and so are the agent that it is with and that one's tags. Rules open other agents by their tags alone,
+// is_current says whether a flow need not be judged anew: the table that has judged it is that
+// of now, and so are the endpoint that it is with and that one's tags. Rules open other endpoints by their tags alone,
 // so a flow with one has its claim.
-static __always_inline bool settled(const struct row *r0, const struct flow *f, const struct flow_key *k)
+static __always_inline bool is_current(const struct row *r0, const struct flow *f, const struct flow_key *k)
 {
 	const struct tagged *t;
 
@@ -1183,24 +1185,24 @@ static __always_inline bool settled(const struct row *r0, const struct flow *f, 
 		return false;
 	if (!f->claim)
 		return true;
-	t = bpf_map_lookup_elem(&agents, k->peer);
+	t = bpf_map_lookup_elem(&endpoints, k->peer);
 	return t && t->claim == f->claim && t->edition == f->edition;
 }
 
-// keep judges a flow anew after a swap, or when the tags of the agent that it is with have changed: the packet that opened it, whose peer has been
-// classified. A flow that is not allowed any more is gone, and so is one with an agent
-// that is not there any more, though another may have its address.
-static __always_inline bool keep(void *table, const struct row *r0, struct packet *p, struct flow *f, const struct flow_key *k)
+// reevaluate judges a flow anew after a swap, or when the tags of the endpoint that it is with have changed: the packet
+// that opened it, whose peer has been classified. A flow that is not allowed any more is gone, and so is one with an
+// endpoint that is not there any more, though another may have its address.
+static __always_inline bool reevaluate(void *table, const struct row *r0, struct packet *p, struct flow *f, const struct flow_key *k)
 {
 	__u8 opener = f->opener;
 	int verdict;
 	__u16 rule;
 
 	// Its address may not be given for its names any more, which only new flows need.
-	p->again = 1;
-	p->names = f->names;
-	verdict = consult(table, r0, p, opener, opener == EGRESS ? k->peer_port : k->guest_port);
-	p->again = 0;
+	p->reevaluates = 1;
+	p->name_set = f->name_set;
+	verdict = evaluate(table, r0, p, opener, opener == EGRESS ? k->peer_port : k->guest_port);
+	p->reevaluates = 0;
 	rule = p->rule;
 	p->rule = NO_RULE;
 	// A connection that has not ended on the host cannot be checked from its midst on, and one that
@@ -1217,7 +1219,7 @@ static __always_inline bool keep(void *table, const struct row *r0, struct packe
 	return true;
 }
 
-// flows_of finds a map of the agent's flows: of those that last (1) or not (0).
+// flows_of finds a map of the endpoint's flows: of those that last (1) or not (0).
 static __always_inline void *flows_of(const struct packet *p, __u32 lasting)
 {
 	__u32 i = p->slot * 2 + lasting;
@@ -1252,8 +1254,8 @@ static __always_inline struct flow *find(const struct packet *p, const struct fl
 	return f ? f : find_other(lasting, p, k);
 }
 
-// move puts a flow into the map that its new state belongs to, and with it what the host knows it by. It is there first and
-// gone from the other one then, so that it is always found.
+// move puts a flow into the map that its new state belongs to, and with it what the host knows it by. It is there first
+// and gone from the other one then, so that it is always found.
 static __noinline int move(const struct packet *p, __u32 lasting, const struct flow_key *k, const struct flow *f, const struct identity *id)
 {
 	void *from = flows_of(p, !lasting), *to = flows_of(p, lasting);
@@ -1376,7 +1378,7 @@ __noinline int quoted_flow(struct __sk_buff *skb, const struct identity *id, con
 			return R_NO_FLOW;
 		__builtin_memcpy(k->peer, src, 16);
 	} else {
-		if (p->six ? !same6(src, id->agent6) : src[3] != id->agent4)
+		if (p->six ? !same6(src, id->endpoint6) : src[3] != id->endpoint4)
 			return R_NO_FLOW;
 		__builtin_memcpy(k->peer, dst, 16);
 	}
@@ -1410,8 +1412,8 @@ static __noinline int check_error(struct __sk_buff *skb, void *table, const stru
 		err = classify(table, p, k->peer);
 		if (err)
 			return R_NO_FLOW;
-		// On the way to the host or another agent there is nobody but the host and that one.
-		if (skb->ingress_ifindex && strange(skb, p, k->peer, p->class))
+		// On the way to the host or another endpoint there is nobody but the host and that one.
+		if (skb->ingress_ifindex && spoofed(skb, p, k->peer, p->class))
 			return R_NO_FLOW;
 	}
 	__builtin_memcpy(p->quoted, p->peer, 16);
@@ -1422,7 +1424,7 @@ static __noinline int check_error(struct __sk_buff *skb, void *table, const stru
 	// The peer has no part in a connection that ends on the host.
 	if (f && (f->via || f->state == ALIAS))
 		f = 0;
-	err = f && (settled(r0, f, k) || keep(table, r0, p, f, k)) ? 0 : R_NO_FLOW;
+	err = f && (is_current(r0, f, k) || reevaluate(table, r0, p, f, k)) ? 0 : R_NO_FLOW;
 	p->proto = p->six ? IPPROTO_ICMPV6 : IPPROTO_ICMP; // not kept: the stack is short
 	__builtin_memcpy(p->peer, p->quoted, 16);
 	return err;
@@ -1526,7 +1528,7 @@ static __noinline int open_flow(const struct flow_key *k, const struct packet *p
 	__u32 dir = p->dir & 1, i = p->slot * 2 + dir;
 	struct flow n = {
 		.seen = p->now, .first = p->now, .gen = gen, .claim = p->claim, .rule = p->rule, .state = p->next, .opener = dir,
-		.via = p->via, .edition = p->edition, .names = p->names, .class = p->class,
+		.via = p->via, .edition = p->edition, .name_set = p->name_set, .class = p->class,
 	};
 	struct usage *s;
 	bool again = old && old->state == OPENING && old->opener == dir;
@@ -1644,7 +1646,7 @@ static __always_inline int decide(struct __sk_buff *skb, void *table, const stru
 		if (err < 0)
 			return -err;
 		if (err) {
-			if (strange(skb, p, p->peer, p->class))
+			if (spoofed(skb, p, p->peer, p->class))
 				return R_SRC_INTERFACE;
 			reason = check_error(skb, table, r0, p, &k);
 			if (reason)
@@ -1662,7 +1664,7 @@ static __always_inline int decide(struct __sk_buff *skb, void *table, const stru
 	if (f && f->state == ALIAS) {
 		if (p->dir == EGRESS)
 			return R_NO_FLOW;
-		if (strange(skb, p, p->peer, CLASS_HOST))
+		if (spoofed(skb, p, p->peer, CLASS_HOST))
 			return R_SRC_INTERFACE;
 		f = unalias(p, &k, f);
 		if (!f)
@@ -1673,18 +1675,18 @@ static __always_inline int decide(struct __sk_buff *skb, void *table, const stru
 			return R_NO_FLOW;
 		p->via = f->via;
 	}
-	// This table has been asked about the peer of a flow of its generation.
-	if (!f || !settled(r0, f, &k)) {
+	// A flow of this generation was judged by this table.
+	if (!f || !is_current(r0, f, &k)) {
 		if (!p->class) {
 			reason = classify(table, p, p->peer);
 			if (reason)
 				return reason;
 		}
-		if (!p->via && strange(skb, p, k.peer, p->class))
+		if (!p->via && spoofed(skb, p, k.peer, p->class))
 			return R_SRC_INTERFACE;
-		if (f && !keep(table, r0, p, f, &k))
+		if (f && !reevaluate(table, r0, p, f, &k))
 			f = 0;
-	} else if (f->class != CLASS_PUBLIC && !p->via && strange(skb, p, k.peer, f->class)) {
+	} else if (f->class != CLASS_PUBLIC && !p->via && spoofed(skb, p, k.peer, f->class)) {
 		return R_SRC_INTERFACE;
 	}
 	step = flow_step(p, f);
@@ -1701,7 +1703,7 @@ static __always_inline int decide(struct __sk_buff *skb, void *table, const stru
 			if (reason)
 				return reason;
 		}
-		verdict = consult(table, r0, p, p->dir, p->dir == EGRESS ? p->peer_port : p->guest_port);
+		verdict = evaluate(table, r0, p, p->dir, p->dir == EGRESS ? p->peer_port : p->guest_port);
 		reason = p->rule == NO_RULE ? R_DEFAULT : R_RULE;
 		if (verdict != ALLOW) {
 			p->verdict = verdict;
@@ -1797,8 +1799,8 @@ static __noinline int translate4(struct __sk_buff *skb, const struct packet *p, 
 	__u64 flags = 4 | BPF_F_PSEUDO_HDR;
 
 	at = ETH_HLEN + (p->dir == EGRESS ? 12 : 16);
-	old = p->dir == EGRESS ? id->guest4 : id->agent4;
-	new = p->dir == EGRESS ? id->agent4 : id->guest4;
+	old = p->dir == EGRESS ? id->guest4 : id->endpoint4;
+	new = p->dir == EGRESS ? id->endpoint4 : id->guest4;
 	if (old == new || quick4(skb, p, old, new))
 		return 0;
 	if (p->proto == IPPROTO_TCP) {
@@ -1830,8 +1832,8 @@ static __noinline int splice4(struct __sk_buff *skb, const struct packet *p, con
 	struct ends {
 		__be32 src, dst;
 		__be16 sport, dport;
-	} guest = { id->guest4, p->peer[3], p->guest_port, p->peer_port }, host = { id->agent4, id->gateway4, p->via, id->tls_port };
-	struct ends peer = { p->peer[3], id->guest4, p->peer_port, p->guest_port }, back = { id->gateway4, id->agent4, id->tls_port, p->via };
+	} guest = { id->guest4, p->peer[3], p->guest_port, p->peer_port }, host = { id->endpoint4, id->gateway4, p->via, id->tls_port };
+	struct ends peer = { p->peer[3], id->guest4, p->peer_port, p->guest_port }, back = { id->gateway4, id->endpoint4, id->tls_port, p->via };
 	struct ends *old = p->dir == EGRESS ? &guest : &back, *new = p->dir == EGRESS ? &host : &peer;
 	__u32 check = ETH_HLEN + 20 + 16, from, to;
 	__s64 diff = bpf_csum_diff((void *)old, 8, (void *)new, 8, 0);
@@ -1857,9 +1859,9 @@ __noinline int translate6(struct __sk_buff *skb, const struct packet *p, const s
 	at = ETH_HLEN + (p->dir == EGRESS ? 8 : 24);
 	if (p->dir == EGRESS) {
 		__builtin_memcpy(old, id->guest6, 16);
-		__builtin_memcpy(new, id->agent6, 16);
+		__builtin_memcpy(new, id->endpoint6, 16);
 	} else {
-		__builtin_memcpy(old, id->agent6, 16);
+		__builtin_memcpy(old, id->endpoint6, 16);
 		__builtin_memcpy(new, id->guest6, 16);
 	}
 	diff = bpf_csum_diff(old, 16, new, 16, 0);
@@ -1892,8 +1894,8 @@ static __always_inline void count(const struct packet *p, __u32 reason)
 	}
 }
 
-// tell sends an event of a packet that did not pass, and says whether there was time for one.
-__noinline int tell(struct __sk_buff *skb, const struct packet *p, __u32 reason, __u32 gen)
+// send_event sends an event of a packet that did not pass, and says whether there was time for one.
+__noinline int send_event(struct __sk_buff *skb, const struct packet *p, __u32 reason, __u32 gen)
 {
 	struct event *e;
 	struct usage *s;
@@ -1929,7 +1931,7 @@ __noinline int tell(struct __sk_buff *skb, const struct packet *p, __u32 reason,
 		return 1;
 	e = bpf_ringbuf_reserve(map, sizeof(*e), 0);
 	if (!e) {
-		// Whoever reads is too slow: this one is told of by number, too.
+		// The reader is too slow: this event is counted as suppressed, too.
 		bpf_spin_lock(&s->lock);
 		s->suppressed += suppressed + 1;
 		bpf_spin_unlock(&s->lock);
@@ -1984,8 +1986,9 @@ static __always_inline int turn(struct __sk_buff *skb, const struct identity *id
 	return bpf_skb_store_bytes(skb, 0, macs, sizeof(macs), 0);
 }
 
-// orphan says whether a packet of the guest's is of a TCP connection whose flow is not there any more: since the guest has slept, the flow table was full,
-// or a new policy has cut it. The guest is told, or its programs would wait for long.
+// orphan says whether a packet of the guest's is of a TCP connection whose flow is not there any more: since the guest
+// has slept, the flow table was full, or a new policy has cut it. The guest is told, or its programs would wait for
+// long.
 static __always_inline bool orphan(const struct packet *p, __u32 reason)
 {
 	return reason == R_NO_FLOW && p->proto == IPPROTO_TCP && !(p->flags & RST);
@@ -2122,7 +2125,7 @@ static __noinline int answer(struct __sk_buff *skb, const struct row *r0, struct
 	return bpf_redirect(skb->ifindex, 0);
 }
 
-// NO_TABLE is what an agent's own program says when it could not find out which table is in
+// NO_TABLE is what an endpoint's own program says when it could not find out which table is in
 // force, because tables were swapped again and again at that moment. It has counted no run then.
 #define NO_TABLE 2
 
@@ -2146,14 +2149,14 @@ static __always_inline int handle(struct __sk_buff *skb, __u8 dir)
 {
 	struct packet p = { .dir = dir, .rule = NO_RULE, .slot = skb->cb[0] };
 	__u32 claim = skb->cb[1], which = skb->cb[2], at = p.slot * 2 + which, reason = R_NO_POLICY;
-	int told = 0;
+	int event_sent = 0;
 	void *table = which < NO_TABLE ? bpf_map_lookup_elem(&policies, &at) : 0;
 	const struct row *r0 = 0;
 
 	p.segments = 1;
 	p.bytes = skb->len;
-	if (dir == INGRESS && answer_mark && skb->mark == vouched_mark) {
-		p.vouched = 1;
+	if (dir == INGRESS && answer_mark && skb->mark == waker_mark) {
+		p.from_waker = 1;
 		skb->mark = 0;
 	}
 	if (table)
@@ -2180,7 +2183,7 @@ static __always_inline int handle(struct __sk_buff *skb, __u8 dir)
 		p.verdict = DENY;
 	count(&p, reason);
 	if (p.verdict != ALLOW)
-		told = tell(skb, &p, reason, r0 ? r0->id.gen : 0);
+		event_sent = send_event(skb, &p, reason, r0 ? r0->id.gen : 0);
 	if (testing) {
 		skb->cb[2] = reason;
 		skb->cb[3] = p.verdict;
@@ -2188,7 +2191,7 @@ static __always_inline int handle(struct __sk_buff *skb, __u8 dir)
 	}
 	if (p.verdict == ALLOW)
 		return TC_ACT_OK;
-	if (dir == EGRESS && told && r0 && (p.verdict == REJECT || orphan(&p, reason)))
+	if (dir == EGRESS && event_sent && r0 && (p.verdict == REJECT || orphan(&p, reason)))
 		return answer(skb, r0, &p);
 	return TC_ACT_SHOT;
 }
@@ -2217,38 +2220,39 @@ int to_guest(struct __sk_buff *skb)
 	return action;
 }
 
-// The ranges in which agents have their addresses, for to_gate.
+// The ranges in which endpoints have their addresses, for to_waker.
 const volatile __be32 range4 = 0, mask4 = 0;
 const volatile __u32 range6[2] = {}; // a prefix of 64 bits
 
-// to_gate sees what comes to the gate, the device that the addresses of agents lead to which sleep (GuardGate). What is held there reaches the agent
-// as if the host had made it, so this is where it is known which interface it came by. A source of the host's, or of an
-// agent's, has to be the sender's own. The gate's device has no link layer.
+// to_waker sees what comes to the packet waker's device, to which the addresses of sleeping endpoints lead
+// (GuardWaker). What is held there reaches the endpoint as if the host had made it, so this is where it is known which
+// interface it came by. A source of the host's, or of an endpoint's, has to be the sender's own. The device has no link
+// layer.
 SEC("tc")
-int to_gate(struct __sk_buff *skb)
+int to_waker(struct __sk_buff *skb)
 {
 	struct bpf_fib_lookup back = { .ifindex = skb->ingress_ifindex };
-	bool agent;
+	bool endpoint;
 	long err;
 
 	if (skb->protocol == bpf_htons(ETH_P_IP)) {
 		back.family = 2; // AF_INET
 		if (bpf_skb_load_bytes(skb, 12, &back.ipv4_dst, 4))
 			return TC_ACT_SHOT;
-		agent = mask4 && (back.ipv4_dst & mask4) == range4;
+		endpoint = mask4 && (back.ipv4_dst & mask4) == range4;
 	} else if (skb->protocol == bpf_htons(ETH_P_IPV6)) {
 		back.family = 10; // AF_INET6
 		if (bpf_skb_load_bytes(skb, 8, back.ipv6_dst, 16))
 			return TC_ACT_SHOT;
-		agent = back.ipv6_dst[0] == range6[0] && back.ipv6_dst[1] == range6[1];
+		endpoint = back.ipv6_dst[0] == range6[0] && back.ipv6_dst[1] == range6[1];
 	} else {
 		return TC_ACT_SHOT;
 	}
 	if (!skb->ingress_ifindex)
-		return agent ? TC_ACT_SHOT : TC_ACT_OK;
+		return endpoint ? TC_ACT_SHOT : TC_ACT_OK;
 	err = bpf_fib_lookup(skb, &back, sizeof(back), 0);
-	// The way to an agent that is awake is its device; to one that sleeps, it is the gate.
-	if (agent)
+	// The way to an endpoint that is awake is its device; to one that sleeps, it is the packet waker's.
+	if (endpoint)
 		return err == BPF_FIB_LKUP_RET_SUCCESS && back.ifindex == skb->ingress_ifindex ? TC_ACT_OK : TC_ACT_SHOT;
 	// An address of the host's is not one that packets are forwarded to.
 	return err == BPF_FIB_LKUP_RET_NOT_FWDED || err == BPF_FIB_LKUP_RET_FWD_DISABLED || err < 0 ? TC_ACT_SHOT : TC_ACT_OK;

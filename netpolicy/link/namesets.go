@@ -13,11 +13,11 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/flow"
 )
 
-// A flow outlives what the resolver has said of its peer's address. So it has the number of the names that the address
-// was given for when it was opened, of those that the rules had, and a new policy is asked about these.
+// A flow outlives the name history of its peer's address. So it keeps the number of a set of names: those that the
+// address had when the flow was opened, as far as rules had them. A new policy judges the flow by that set.
 
-// remembered stands where a key of pins has an address: see bpf/agent.c.
-const remembered = ^uint32(0)
+// nameSetKey stands where a key of pins has an address: see bpf/endpoint.c.
+const nameSetKey = ^uint32(0)
 
 // nameSets are the sets of names that flows may have. The zero value is empty.
 type nameSets struct {
@@ -39,9 +39,9 @@ func forever(names []string) map[string]uint64 {
 	return all
 }
 
-// remember gives a set of names its number; 0 if there are too many. The lock is held.
-func (e *engine) remember(names []string) uint32 {
-	k := &e.known
+// nameSetID gives a set of names its number; 0 if there are too many. The lock is held.
+func (e *engine) nameSetID(names []string) uint32 {
+	k := &e.nameSets
 	sorted := slices.Sorted(slices.Values(names))
 	key := strings.Join(sorted, " ")
 	if id, ok := k.ids[key]; ok {
@@ -49,7 +49,7 @@ func (e *engine) remember(names []string) uint32 {
 	}
 	if len(k.names) >= maxNameSets {
 		if now := flow.Now(); k.full == 0 || now-k.full >= forgetEvery {
-			if err := e.forgetNames(); err != nil || len(k.names) >= maxNameSets {
+			if err := e.dropNameSets(); err != nil || len(k.names) >= maxNameSets {
 				k.full = now
 			}
 		}
@@ -74,15 +74,15 @@ func (e *engine) remember(names []string) uint32 {
 	return k.last
 }
 
-// forgetNames forgets the sets that no flow has, and that no address is given for now. The lock is held.
-func (e *engine) forgetNames() error {
+// dropNameSets drops the sets that no flow has, and that no address has now. The lock is held.
+func (e *engine) dropNameSets() error {
 	used := map[uint32]bool{}
-	var pk bpf.AgentPinKey
-	var pin bpf.AgentPin
+	var pk bpf.EndpointPinKey
+	var pin bpf.EndpointPin
 	pins := e.pinned.Iterate()
 	for pins.Next(&pk, &pin) {
-		if pk.Addr[0] != remembered && pk.Gen == e.gen {
-			for _, id := range pin.Names {
+		if pk.Addr[0] != nameSetKey && pk.Gen == e.gen {
+			for _, id := range pin.NameSets {
 				used[id] = true
 			}
 		}
@@ -94,7 +94,7 @@ func (e *engine) forgetNames() error {
 	if err := e.flowTable().NameSets(used); err != nil {
 		return fmt.Errorf("looking for names that are in use: %w", err)
 	}
-	maps.DeleteFunc(e.known.ids, func(_ string, id uint32) bool { return !used[id] })
-	maps.DeleteFunc(e.known.names, func(id uint32, _ []string) bool { return !used[id] })
+	maps.DeleteFunc(e.nameSets.ids, func(_ string, id uint32) bool { return !used[id] })
+	maps.DeleteFunc(e.nameSets.names, func(id uint32, _ []string) bool { return !used[id] })
 	return nil
 }

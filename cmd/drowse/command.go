@@ -1,0 +1,142 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"iter"
+	"os"
+	"text/tabwriter"
+
+	"github.com/spf13/cobra"
+
+	"github.com/drowse-vm/drowse/rootfs/image"
+	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/fleet"
+	"github.com/drowse-vm/drowse/sandbox/pool"
+)
+
+// runE is what cobra runs for a command.
+type runE = func(*cobra.Command, []string) error
+
+// opened is a command that opens something before all else it does.
+func opened[T any](open func() (T, error), do func(*cobra.Command, []string, T) error) runE {
+	return func(cmd *cobra.Command, args []string) error {
+		v, err := open()
+		if err != nil {
+			return err
+		}
+		return do(cmd, args, v)
+	}
+}
+
+// onHost is a command on the store of the state directory, onImages on its images, and onFleet on a fleet without
+// records.
+func (a *app) onHost(do func(*cobra.Command, []string, *sandbox.Host) error) runE {
+	return opened(a.store, do)
+}
+
+func (a *app) onImages(do func(*cobra.Command, []string, *image.Store) error) runE {
+	return opened(a.images, do)
+}
+
+func (a *app) onFleet(do func(*cobra.Command, []string, *fleet.Fleet) error) runE {
+	return opened(a.bareFleet, do)
+}
+
+// launching is the store with what starts VMs.
+func (a *app) launching() (*sandbox.Host, pool.Launcher, error) {
+	s, err := a.store()
+	if err != nil {
+		return nil, pool.Launcher{}, err
+	}
+	l, err := a.launcher()
+	return s, l, err
+}
+
+// followed is how a command ended that goes on until it is interrupted, if follow says that it does.
+func followed(follow bool, err error) error {
+	if follow && errors.Is(err, context.Canceled) {
+		return nil // by Ctrl-C
+	}
+	return err
+}
+
+// group is a command that only has others.
+func group(cmd *cobra.Command, of ...*cobra.Command) *cobra.Command {
+	cmd.RunE = func(cmd *cobra.Command, _ []string) error { return cmd.Help() }
+	cmd.AddCommand(of...)
+	return cmd
+}
+
+// changed says whether any of the flags was given.
+func changed(cmd *cobra.Command, flags ...string) bool {
+	for _, name := range flags {
+		if cmd.Flags().Changed(name) {
+			return true
+		}
+	}
+	return false
+}
+
+// ifSet is v if a flag was given, and nil otherwise.
+func ifSet[T any](set bool, v *T) *T {
+	if set {
+		return v
+	}
+	return nil
+}
+
+// answer prints v as print does, unless err says that there is none.
+func (a *app) answer(v any, err error, text func(w io.Writer)) error {
+	if err != nil {
+		return err
+	}
+	return a.print(v, text)
+}
+
+// some is a list that is [] in JSON if it is empty, and not null.
+func some[T any](list []T) []T {
+	if list == nil {
+		return []T{}
+	}
+	return list
+}
+
+// columns align what is written to them, with tabs between cells.
+func columns(w io.Writer) *tabwriter.Writer { return tabwriter.NewWriter(w, 0, 8, 2, ' ', 0) }
+
+// table writes a head, and gives the writer of each row.
+func table[T any](w io.Writer, head string, rows []T) iter.Seq2[io.Writer, T] {
+	return func(yield func(io.Writer, T) bool) {
+		t := columns(w)
+		defer t.Flush()
+		fmt.Fprintln(t, head)
+		for _, r := range rows {
+			if !yield(t, r) {
+				return
+			}
+		}
+	}
+}
+
+// input is a file, or stdin for "-".
+func input(path string, stdin io.Reader) (io.ReadCloser, error) {
+	if path == "-" {
+		return io.NopCloser(stdin), nil
+	}
+	return os.Open(path)
+}
+
+// parsed are all words as parse reads them.
+func parsed[T any](words []string, parse func(string) (T, error)) (all []T, err error) {
+	for _, w := range words {
+		v, err := parse(w)
+		if err != nil {
+			return nil, err
+		}
+		all = append(all, v)
+	}
+	return all, nil
+}
