@@ -12,7 +12,6 @@ import (
 	"strconv"
 	"strings"
 	"sync"
-	"syscall"
 	"time"
 
 	"github.com/drowse-vm/drowse/guest"
@@ -588,11 +587,11 @@ func (b *Sandbox) Sleep(ctx context.Context, o SleepOptions) (res control.SleepR
 		return res, fmt.Errorf("putting %s to sleep: %w: it is ephemeral, and ephemeral sandboxes leave nothing: remove it, or change its class with `drowse update %s --class resumable`", name, state.ErrMetadata, name)
 	}
 	begin := time.Now()
-	proc, err := os.FindProcess(r.PID) // a pidfd: it means this process for ever
+	proc, err := s.launcher.Find(r.PID) // a pidfd: it means this process for ever
 	if err != nil {
 		return res, fmt.Errorf("finding the process of VM %s: %w", name, err)
 	}
-	defer func() { _ = proc.Release() }() // it only gives back the pidfd
+	defer proc.Close()
 	if err := control.Call(ctx, s.State, name, http.MethodPost, "/sleep?hooks="+url.QueryEscape(string(o.Hooks)), &res); err != nil {
 		// It sleeps all the same if the answer was lost, or somebody else has put it to sleep.
 		now, gerr := s.State.Get(name)
@@ -640,28 +639,13 @@ func lastSleep(r *state.Record) control.SleepResult {
 }
 
 // awaitExit waits until a process, of whatever parent, has ended.
-func awaitExit(ctx context.Context, p *os.Process) error {
-	for {
-		if err := p.Signal(syscall.Signal(0)); errors.Is(err, os.ErrProcessDone) || zombie(p.Pid) {
-			return nil
-		}
-		select {
-		case <-ctx.Done():
+func awaitExit(ctx context.Context, p pool.Process) error {
+	for !p.Wait(10 * time.Millisecond) {
+		if ctx.Err() != nil {
 			return ctx.Err()
-		case <-time.After(time.Millisecond):
 		}
 	}
-}
-
-// zombie reports whether a process has ended and only its parent has not noticed.
-func zombie(pid int) bool {
-	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
-	if err != nil {
-		return errors.Is(err, os.ErrNotExist)
-	}
-	// The state follows the name, which is in parentheses (proc(5)).
-	_, rest, ok := strings.Cut(string(stat), ") ")
-	return ok && strings.HasPrefix(rest, "Z")
+	return nil
 }
 
 // awaitUnlocked waits until the process of a VM is gone.
@@ -791,11 +775,11 @@ func (s *Host) kill(ctx context.Context, name string) error {
 // become another process's; who holds the lock, with this number in the record before and
 // after, is the one.
 func (s *Host) killHolder(ctx context.Context, r *state.Record) (done bool, err error) {
-	proc, err := os.FindProcess(r.PID) // a pidfd: it means this process for ever
+	proc, err := s.launcher.Find(r.PID) // a pidfd: it means this process for ever
 	if err != nil {
 		return false, fmt.Errorf("finding the process of VM %s: %w", r.Spec.Name, err)
 	}
-	defer func() { _ = proc.Release() }() // it only gives back the pidfd
+	defer proc.Close()
 	l, err := s.State.LockSoon(ctx, r.Spec.Name)
 	if err == nil {
 		l.Release()
@@ -807,7 +791,7 @@ func (s *Host) killHolder(ctx context.Context, r *state.Record) (done bool, err 
 	if again, err := s.State.Load(r.Spec.Name); err != nil || again.PID != r.PID {
 		return false, err
 	}
-	if err := proc.Kill(); err != nil && !errors.Is(err, os.ErrProcessDone) {
+	if err := proc.Kill(); err != nil {
 		return false, fmt.Errorf("killing the process of VM %s: %w", r.Spec.Name, err)
 	}
 	return true, nil

@@ -12,6 +12,7 @@ import (
 	"io/fs"
 	"maps"
 	"os"
+	"path"
 	"path/filepath"
 	"regexp"
 	"slices"
@@ -92,7 +93,7 @@ func run(w io.Writer, root string) error {
 // isTestSupport tells by its path whether only tests use a package. Imports do not say so: nothing here imports what
 // only embedders use either.
 func isTestSupport(pkg string) bool {
-	return strings.HasPrefix(pkg, "internal/test/") || strings.HasSuffix(pkg, "test")
+	return strings.HasPrefix(pkg, "internal/test/") || strings.HasSuffix(pkg, "test") || strings.HasPrefix(path.Base(pkg), "fake")
 }
 
 // count counts the lines of one file.

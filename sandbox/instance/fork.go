@@ -208,7 +208,7 @@ func (in *Instance) restoreFork(ctx context.Context, snapshotDir string, o Resto
 	if note.Volumes != "" {
 		m.Labels = map[string]string{LabelVolumes: note.Volumes}
 	}
-	if err := in.checkVolumes(m); err != nil {
+	if err := in.parts.CheckVolumes(m); err != nil {
 		return fmt.Errorf("starting a fork: %w", err)
 	}
 	in.captured, in.forkBase = true, snapshotDir

@@ -452,7 +452,7 @@ func (in *Instance) open(dir string) (states []snapshot.Payload, err error) {
 		return nil, fmt.Errorf("restoring %s: %w: it is of a machine with %d vCPUs and %d MiB, this one has %d and %d",
 			dir, spec.ErrInvalid, m.VCPUs, m.RAM()>>20, in.parts.Spec.VCPUs, in.mem.Size()>>20)
 	}
-	if err := in.checkVolumes(m); err != nil {
+	if err := in.parts.CheckVolumes(m); err != nil {
 		return nil, fmt.Errorf("restoring %s: %w", dir, err)
 	}
 	in.base, in.captured = in.snap, true

@@ -41,9 +41,9 @@ type heldVolume struct {
 }
 
 // LabelVolumes writes into the labels of a snapshot which volumes its memory knows.
-func (in *Instance) LabelVolumes(labels map[string]string) error {
+func (p Parts) LabelVolumes(labels map[string]string) error {
 	var held []heldVolume
-	for _, v := range in.parts.Volumes {
+	for _, v := range p.Volumes {
 		r := v.Record()
 		held = append(held, heldVolume{r.Name, r.ID, r.Generation, v.ReadOnly()})
 	}
@@ -72,30 +72,30 @@ func HeldVolumes(m *snapshot.Manifest) (held []heldVolume, err error) {
 
 // SettleVolumes makes the volumes durable and notes that the memory in a snapshot goes
 // with them. The guest is paused.
-func (in *Instance) SettleVolumes(snapshotID string) error {
-	for _, v := range in.parts.Volumes {
-		if err := v.Settle(volume.Settled{Snapshot: snapshotID, VM: in.parts.VM}); err != nil {
+func (p Parts) SettleVolumes(snapshotID string) error {
+	for _, v := range p.Volumes {
+		if err := v.Settle(volume.Settled{Snapshot: snapshotID, VM: p.VM}); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// checkVolumes refuses to put memory together with volumes that it does not belong to.
-func (in *Instance) checkVolumes(m *snapshot.Manifest) error {
+// CheckVolumes refuses to put memory together with volumes that it does not belong to.
+func (p Parts) CheckVolumes(m *snapshot.Manifest) error {
 	held, err := HeldVolumes(m)
 	if err != nil {
 		return err
 	}
-	if len(held) != len(in.parts.Volumes) {
-		return fmt.Errorf("%w: its guest has %d volumes, and the VM %d", spec.ErrInvalid, len(held), len(in.parts.Volumes))
+	if len(held) != len(p.Volumes) {
+		return fmt.Errorf("%w: its guest has %d volumes, and the VM %d", spec.ErrInvalid, len(held), len(p.Volumes))
 	}
-	for i, v := range in.parts.Volumes {
+	for i, v := range p.Volumes {
 		h := held[i]
 		if h.ReadOnly != v.ReadOnly() || h.Name != v.Record().Name {
 			return fmt.Errorf("%w: its guest has volume %s, and the VM %s in its place", spec.ErrInvalid, h.Name, v.Record().Name)
 		}
-		if err := v.Check(h.ID, h.Generation, volume.Settled{Snapshot: m.ID, VM: in.parts.VM}); err != nil {
+		if err := v.Check(h.ID, h.Generation, volume.Settled{Snapshot: m.ID, VM: p.VM}); err != nil {
 			return Stale(h, m.ID, err)
 		}
 	}

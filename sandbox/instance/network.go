@@ -28,9 +28,6 @@ import (
 
 // Bytes is how many bytes its policy has let pass to the guest, and from it; none if that is not known.
 func (n *Network) Bytes() (in, out uint64) {
-	if n == nil {
-		return 0, 0
-	}
 	select {
 	case <-n.attached:
 	default:
@@ -53,9 +50,6 @@ func (n *Network) Bytes() (in, out uint64) {
 // LastPacket says how long ago a packet has passed, either way, if one ever has. An error counts as one that
 // has passed just now.
 func (n *Network) LastPacket() (ever bool, ago time.Duration) {
-	if n == nil {
-		return false, 0
-	}
 	select {
 	case <-n.attached:
 	default:
@@ -703,8 +697,10 @@ func (n *Network) Stats() (st spec.NetworkStats, err error) {
 	return st, errors.Join(errs[:]...)
 }
 
-// FlowLog has the flows, also those that have ended.
-func (n *Network) FlowLog() *flow.Log { return n.flows }
+// Flows gives what the log has of flows to f: see flow.Log.Records.
+func (n *Network) Flows(ctx context.Context, follow bool, f func([]netpolicy.FlowRecord) error) error {
+	return n.flows.Records(ctx, follow, f)
+}
 
 // RecentEvents are the last packets that did not pass, and, if follow is set, those to come, until stop is called. f is
 // nil if they are not to be followed.

@@ -22,15 +22,18 @@ type starting struct {
 	killed bool
 }
 
-func (p *starting) kill() {
+func (p *starting) Kill() error {
 	if !p.killed {
 		p.killed = true
 		p.report.Close()
 		close(p.ended)
 	}
+	return nil
 }
 
-func (p *starting) wait(atMost time.Duration) bool {
+func (p *starting) Close() error { return nil }
+
+func (p *starting) Wait(atMost time.Duration) bool {
 	limit := make(<-chan time.Time)
 	if atMost > 0 {
 		limit = time.After(atMost)
@@ -85,7 +88,7 @@ func TestLaunch_that_is_called_off_kills_only_what_nobody_else_can_use(t *testin
 			ctx, cancel := context.WithCancel(t.Context())
 			p := &starting{ended: make(chan struct{})}
 			did := make(chan struct{})
-			_, err = launchBy(ctx, s, control.Order{Name: "a", Shared: c.shared}, log, nil, func(_ control.Order, files []*os.File) (vmProcess, error) {
+			_, err = launchBy(ctx, s, control.Order{Name: "a", Shared: c.shared}, log, nil, func(_ control.Order, files []*os.File) (Process, error) {
 				n, err := unix.FcntlInt(files[1].Fd(), unix.F_DUPFD_CLOEXEC, 0)
 				if err != nil {
 					return nil, err

@@ -1,6 +1,7 @@
 package pool
 
 import (
+	"errors"
 	"fmt"
 	"os"
 	"os/exec"
@@ -14,17 +15,54 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/hostnet"
 	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/instance"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// vmProcess is the process of a VM, or one that is to become it, as whoever starts the VM has it.
-type vmProcess interface {
-	// kill ends it, if it has not ended yet.
-	kill()
-	// wait returns when it has ended, or says false after a time; 0 waits for as long as it takes.
-	wait(atMost time.Duration) bool
+// Process is the process of a VM, or one that is to become it, as whoever starts or ends the VM has it.
+type Process interface {
+	// Kill ends it, if it has not ended yet.
+	Kill() error
+	// Wait returns when it has ended, or says false after a time; 0 waits for as long as it takes.
+	Wait(atMost time.Duration) bool
+	// Close gives back what this process has of it. Its own life does not end by that.
+	Close() error
 }
 
-// child is a vmProcess that this process has started.
+// Processes are where VMs have their processes, in the place of the host's: package sandboxtest has them in memory.
+type Processes interface {
+	// Start starts one with an order. files are its log, where its control.Report goes, and what belongs to the order;
+	// they are the caller's.
+	Start(s *state.Store, ord control.Order, files []*os.File) (Process, error)
+	// Find is the one of that number, whether it has ended or not.
+	Find(pid int) (Process, error)
+}
+
+// Find is the process of a VM by the number in its record, whether it has ended or not. Close it.
+func (l Launcher) Find(pid int) (Process, error) {
+	if l.Processes != nil {
+		return l.Processes.Find(pid)
+	}
+	if pid == 0 { // the record has none
+		return gone{}, nil
+	}
+	fd, err := unix.PidfdOpen(pid, 0)
+	if errors.Is(err, unix.ESRCH) {
+		return gone{}, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("finding process %d: %w", pid, err)
+	}
+	return foreign{os.NewFile(uintptr(fd), "pidfd")}, nil
+}
+
+// gone is a Process that has ended.
+type gone struct{}
+
+func (gone) Kill() error             { return nil }
+func (gone) Wait(time.Duration) bool { return true }
+func (gone) Close() error            { return nil }
+
+// child is a Process that this process has started.
 type child struct {
 	proc   *os.Process
 	exited chan struct{} // closed when it has ended
@@ -48,9 +86,19 @@ func startChild(cmd *exec.Cmd, ended func()) (*child, error) {
 	return c, nil
 }
 
-func (c *child) kill() { _ = c.proc.Kill() }
+// Kill implements Process.
+func (c *child) Kill() error {
+	if err := c.proc.Kill(); !errors.Is(err, os.ErrProcessDone) {
+		return err
+	}
+	return nil
+}
 
-func (c *child) wait(atMost time.Duration) bool {
+// Close implements Process.
+func (c *child) Close() error { return nil }
+
+// Wait implements Process.
+func (c *child) Wait(atMost time.Duration) bool {
 	if atMost == 0 {
 		<-c.exited
 		return true
@@ -65,12 +113,22 @@ func (c *child) wait(atMost time.Duration) bool {
 	}
 }
 
-// foreign is a vmProcess that is a child of another one, by a pidfd (pidfd_open(2)).
+// foreign is a Process that is a child of another one, by a pidfd (pidfd_open(2)).
 type foreign struct{ pidfd *os.File }
 
-func (f foreign) kill() { _ = unix.PidfdSendSignal(int(f.pidfd.Fd()), unix.SIGKILL, nil, 0) }
+// Kill implements Process.
+func (f foreign) Kill() error {
+	if err := unix.PidfdSendSignal(int(f.pidfd.Fd()), unix.SIGKILL, nil, 0); !errors.Is(err, unix.ESRCH) {
+		return err
+	}
+	return nil
+}
 
-func (f foreign) wait(atMost time.Duration) bool {
+// Close implements Process.
+func (f foreign) Close() error { return f.pidfd.Close() }
+
+// Wait implements Process.
+func (f foreign) Wait(atMost time.Duration) bool {
 	until := time.Now().Add(atMost)
 	for {
 		ms := -1

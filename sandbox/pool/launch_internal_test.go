@@ -49,7 +49,7 @@ func TestProcessOfAVM_has_no_variables_of_traces(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		p.wait(0)
+		p.Wait(0)
 		check(t)
 	})
 	t.Run("one that stands by", func(t *testing.T) {

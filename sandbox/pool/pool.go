@@ -91,7 +91,7 @@ func (p *Pool) Stats() Stats {
 
 // standby is a process that waits for an order.
 type standby struct {
-	vmProcess
+	Process
 	conn  *net.UnixConn
 	said  *control.Tail // what it has said on its standard error
 	pid   int
@@ -362,7 +362,7 @@ func (p *Pool) make(ctx context.Context, shape spec.Shape) (*standby, error) {
 		return nil, fmt.Errorf("making a process for the pool: %w", err)
 	}
 	theirs.Close()
-	s.vmProcess, s.pid = child, child.proc.Pid
+	s.Process, s.pid = child, child.proc.Pid
 	stop := context.AfterFunc(ctx, func() { conn.Close() })
 	defer stop()
 	word := make([]byte, len(control.PoolReady)+1)
@@ -380,11 +380,11 @@ func (p *Pool) make(ctx context.Context, shape spec.Shape) (*standby, error) {
 // end ends a process that has no order.
 func (s *standby) end() {
 	s.conn.Close()
-	if s.wait(poolPatience) {
+	if s.Wait(poolPatience) {
 		return
 	}
-	s.kill()
-	s.wait(0)
+	_ = s.Kill()
+	s.Wait(0)
 }
 
 // poolPatience is how long a process has to end by itself.
@@ -394,20 +394,18 @@ const poolPatience = 10 * time.Second
 var errNoOrder = errors.New("it takes no order")
 
 // start gives it an order.
-func (s *standby) start(ord control.Order, files []*os.File) (vmProcess, error) {
+func (s *standby) start(ord control.Order, files []*os.File) (Process, error) {
 	if err := control.SendOrder(s.conn, ord, files...); err != nil {
-		s.kill()
+		_ = s.Kill()
 		return nil, fmt.Errorf("%w: %w", errNoOrder, err)
 	}
-	return s.vmProcess, nil
+	return s.Process, nil
 }
 
 // close gives back what this process has of it. Its own life does not end by that.
 func (s *standby) close() {
 	s.conn.Close()
-	if f, ok := s.vmProcess.(foreign); ok {
-		f.pidfd.Close()
-	}
+	s.Process.Close()
 }
 
 // took says whether a process that has ended has taken the order. Only then may anything

@@ -279,5 +279,5 @@ func askPool(c *net.UnixConn, req poolRequest) (*standby, error) {
 		files[1].Close()
 		return nil, err
 	}
-	return &standby{vmProcess: foreign{files[1]}, conn: conn, said: &control.Tail{}, pid: reply.PID, shape: req.Shape, what: req.Program}, nil
+	return &standby{Process: foreign{files[1]}, conn: conn, said: &control.Tail{}, pid: reply.PID, shape: req.Shape, what: req.Program}, nil
 }

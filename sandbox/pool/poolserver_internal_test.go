@@ -110,11 +110,11 @@ func TestServe_gives_a_process_to_a_launcher_of_the_same_program_alone(t *testin
 				t.Error("the only process was given twice")
 			}
 			// It is ours: it ends with our end of the socket.
-			if ready.wait(time.Millisecond) {
+			if ready.Wait(time.Millisecond) {
 				t.Error("it has ended")
 			}
 			ready.conn.Close()
-			if !ready.wait(time.Minute) {
+			if !ready.Wait(time.Minute) {
 				t.Error("it lives on")
 			}
 			ready.close()
@@ -135,8 +135,10 @@ func TestServe_has_the_next_process_made_when_the_VM_is_there(t *testing.T) {
 	if ready == nil {
 		t.Fatal("no process")
 	}
-	ready.kill()
-	if !ready.wait(time.Minute) {
+	if err := ready.Kill(); err != nil {
+		t.Error(err)
+	}
+	if !ready.Wait(time.Minute) {
 		t.Error("a process that was killed lives on")
 	}
 	ready.close()

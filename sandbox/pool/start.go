@@ -20,17 +20,17 @@ import (
 // canceled returns when a process has ended whose report nobody reads any more. One that has made its VM one that runs
 // before it noticed goes on: others may have been told, and use it. One that does not notice for a while has not, and
 // is killed.
-func canceled(s *state.Store, proc vmProcess, name string) {
+func canceled(s *state.Store, proc Process, name string) {
 	for end := time.Now().Add(cancelTime); time.Now().Before(end); {
-		if proc.wait(cancelPoll) {
+		if proc.Wait(cancelPoll) {
 			return
 		}
 		if r, err := s.Get(name); err == nil && r.Phase == state.Running {
 			return
 		}
 	}
-	proc.kill()
-	proc.wait(0)
+	_ = proc.Kill()
+	proc.Wait(0)
 }
 
 // How long a process has to notice, and how often it is looked.
@@ -52,6 +52,8 @@ type Launcher struct {
 	// Supervised takes such processes from another process that serves a pool for the store
 	// (Pool.Serve), if there is one and Pool is nil.
 	Supervised bool
+	// Processes, if not nil, are in the place of Command, Pool and Supervised.
+	Processes Processes
 	// Secrets, if not nil, is asked for the secrets of a VM that was woken or booted and
 	// waits for them: see Sandbox.SetSecrets. It may be called from several goroutines.
 	Secrets func(ctx context.Context, vm string, awaited []spec.SecretFile) ([]spec.Secret, error)
@@ -68,7 +70,7 @@ func Start(ctx context.Context, s *state.Store, l Launcher, shape spec.Shape, or
 	if err := s.EnsureAudit(ord.Name); err != nil {
 		return rep, fmt.Errorf("starting VM %s: %w", ord.Name, err)
 	}
-	if ord.Ahead() {
+	if ord.Ahead() && l.Processes == nil {
 		from, done := standbys(s, l)
 		defer done()
 		for ready := from(shape); ready != nil; ready = from(shape) {
@@ -82,7 +84,7 @@ func Start(ctx context.Context, s *state.Store, l Launcher, shape spec.Shape, or
 			}
 		}
 	}
-	return launchBy(ctx, s, ord, log, files, func(ord control.Order, files []*os.File) (vmProcess, error) {
+	return launchBy(ctx, s, ord, log, files, func(ord control.Order, files []*os.File) (Process, error) {
 		return startProcess(s, l, ord, files)
 	})
 }
@@ -90,7 +92,7 @@ func Start(ctx context.Context, s *state.Store, l Launcher, shape spec.Shape, or
 // launchBy gives an order to a process by start, which gets the files of the order: the log,
 // that for the report, and those that follow. It waits for the report.
 func launchBy(ctx context.Context, s *state.Store, ord control.Order, log *os.File, files []*os.File,
-	start func(control.Order, []*os.File) (vmProcess, error)) (rep control.Report, err error) {
+	start func(control.Order, []*os.File) (Process, error)) (rep control.Report, err error) {
 	name := ord.Name
 	r, w, err := os.Pipe()
 	if err != nil {
@@ -104,7 +106,7 @@ func launchBy(ctx context.Context, s *state.Store, ord control.Order, log *os.Fi
 	}
 	stop := context.AfterFunc(ctx, func() {
 		if !ord.Shared {
-			proc.kill()
+			_ = proc.Kill()
 		}
 		r.Close()
 	})
@@ -116,18 +118,21 @@ func launchBy(ctx context.Context, s *state.Store, ord control.Order, log *os.Fi
 		return rep, fmt.Errorf("starting VM %s: %w", name, ctx.Err())
 	case err != nil:
 		// What does not report as it should is not left to itself.
-		proc.kill()
-		proc.wait(0)
+		_ = proc.Kill()
+		proc.Wait(0)
 		return rep, fmt.Errorf("starting VM %s: %w: its log ends with: %s", name, spec.ErrCrashed, control.LastLine(s.ProcessLog(name)))
 	case rep.Error != nil:
-		proc.wait(0)
+		proc.Wait(0)
 		return rep, fmt.Errorf("starting VM %s: %w", name, rep.Error)
 	}
 	return rep, nil
 }
 
 // startProcess starts a process with an order. files begin with its log.
-func startProcess(s *state.Store, l Launcher, ord control.Order, files []*os.File) (vmProcess, error) {
+func startProcess(s *state.Store, l Launcher, ord control.Order, files []*os.File) (Process, error) {
+	if l.Processes != nil {
+		return l.Processes.Start(s, ord, files)
+	}
 	if len(l.Command) == 0 {
 		return nil, errors.New("no program is configured for it")
 	}

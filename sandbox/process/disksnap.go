@@ -57,7 +57,7 @@ func (p *process) diskSnapshot(ctx context.Context, note string, over spec.HookP
 	if note != "" {
 		labels[state.LabelNote] = note
 	}
-	if err := p.in.LabelVolumes(labels); err != nil {
+	if err := p.in.Parts().LabelVolumes(labels); err != nil {
 		return res, err
 	}
 	info, err := snapshot.Create(ctx, p.store.SnapshotDir(id), snapshot.Spec{

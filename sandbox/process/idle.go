@@ -168,6 +168,8 @@ func (p *process) uses() uses {
 		u.busy = true
 	}
 	u.cpu = processCPU()
-	u.packet, u.quiet = p.in.Network().LastPacket()
+	if n := p.in.Network(); n != nil {
+		u.packet, u.quiet = n.LastPacket()
+	}
 	return u
 }

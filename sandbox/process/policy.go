@@ -10,7 +10,6 @@ import (
 
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox/control"
-	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -76,7 +75,7 @@ func (p *process) handlePolicy(mux *http.ServeMux, handle func(string, func(*htt
 
 // watched is the network of which somebody asks for lines of JSON; nil, when that was answered, if
 // there is none.
-func (p *process) watched(w http.ResponseWriter) *instance.Network {
+func (p *process) watched(w http.ResponseWriter) Network {
 	if n := p.in.Network(); n != nil {
 		return n
 	}
@@ -99,7 +98,7 @@ func (p *process) serveFlows(w http.ResponseWriter, r *http.Request) {
 	}
 	out := http.NewResponseController(w)
 	begun := false
-	err := n.FlowLog().Records(r.Context(), r.URL.Query().Get("follow") == "true", func(recs []netpolicy.FlowRecord) error {
+	err := n.Flows(r.Context(), r.URL.Query().Get("follow") == "true", func(recs []netpolicy.FlowRecord) error {
 		if !begun {
 			w.Header().Set("Content-Type", "application/x-ndjson")
 			begun = true

@@ -35,7 +35,8 @@ type process struct {
 	store      *state.Store
 	log        *slog.Logger
 	prioritize func() (calm func())
-	in         *instance.Instance
+	machines   Machines
+	in         VM
 
 	// op is held by what changes the VM as a whole, and guards what follows.
 	op     sync.Mutex
@@ -84,23 +85,30 @@ type ServeOptions struct {
 	Log *slog.Logger
 	// Cause is on whose behalf it is started; empty is Library.
 	Cause events.Cause
+	// Hold, if not nil, is a socket: as long as its other end is open, somebody holds the VM awake.
+	Hold *os.File
+	// Wanted, if not nil, says whether somebody still waits for the report: if not, the VM does not become one that
+	// runs.
+	Wanted func() bool
+	// Machines, if not nil, are in the place of KVM's, and PID, if not 0, is what the record says in the place of the
+	// number of this process.
+	Machines Machines
+	PID      int
 
 	// urgent, if not nil, has the process go before others until what it returns is called.
 	prioritize func() (calm func())
-	// hold, if not nil, is a socket: as long as its other end is open, somebody holds the VM awake.
-	hold *os.File
 	// told, if not nil, ends when the process is told to end: the VM goes to sleep then.
 	told context.Context
-	// wanted, if not nil, says whether somebody still waits for the report: if not, the VM does not become one that
-	// runs.
-	wanted func() bool
 }
 
 // Serve is the life of a VM: it takes the VM's lock, boots or restores the guest,
 // answers on the control socket, and returns when the guest has ended or sleeps. The
 // record must exist. When ctx ends the VM is stopped as if its power were cut.
 func Serve(ctx context.Context, s *state.Store, name string, o ServeOptions) error {
-	p := &process{store: s, log: o.Log, prioritize: o.prioritize, ended: make(chan struct{}), cpuBefore: processCPU()}
+	p := &process{store: s, log: o.Log, prioritize: o.prioritize, machines: o.Machines, ended: make(chan struct{}), cpuBefore: processCPU()}
+	if p.machines == nil {
+		p.machines = kvmMachines{}
+	}
 	err := p.serve(ctx, name, o)
 	if err != nil {
 		o.Report(control.Report{Name: name, Error: control.ReportError(err)})
@@ -180,8 +188,8 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 	}
 	// Before the background is waited for, and after it was told to end.
 	defer unask()
-	if o.hold != nil {
-		if err := p.lockedBy(o.hold); err != nil {
+	if o.Hold != nil {
+		if err := p.lockedBy(o.Hold); err != nil {
 			return errors.Join(err, p.in.Close())
 		}
 	}
@@ -260,7 +268,7 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 		return err
 	}
 	r.Disk, r.Base = p.store.Relative(st), ""
-	r.Phase, r.PID, r.Maker, r.Exit, r.Problem = state.Starting, os.Getpid(), 0, nil, ""
+	r.Phase, r.PID, r.Maker, r.Exit, r.Problem = state.Starting, cmp.Or(o.PID, os.Getpid()), 0, nil, ""
 	r.Awake = time.Now().UTC()
 	if r.NetworkID = ""; r.Spec.Network == spec.NetworkTAP {
 		r.NetworkID = o.Shells.NextNetwork()
@@ -298,19 +306,21 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 	if parts.Volumes, err = p.store.AttachVolumes(r); err != nil {
 		return errors.Join(err, console.Close())
 	}
+	from := ""
 	switch {
 	case o.Fork != nil:
-		parts.RAM = o.Fork
-		p.in, err = instance.RestoreFork(ctx, parts, p.store.SnapshotDir(r.Parent), instance.RestoreOptions{NewIdentity: o.NewIdentity})
+		parts.RAM, from = o.Fork, p.store.SnapshotDir(r.Parent)
+	case o.Snapshot != "":
+		from = p.store.SnapshotDir(o.Snapshot)
+	}
+	p.in, err = p.machines.Start(ctx, parts, from, instance.RestoreOptions{NewIdentity: o.NewIdentity})
+	if o.Fork != nil {
 		err = errors.Join(err, o.Fork.Close())
-	case o.Snapshot == "":
-		if p.in, err = instance.Boot(ctx, parts); err == nil {
-			if err = p.booted(ctx, o); err != nil {
-				err = errors.Join(err, p.in.Close())
-			}
+	}
+	if err == nil && from == "" {
+		if err = p.booted(ctx, o); err != nil {
+			err = errors.Join(err, p.in.Close())
 		}
-	default:
-		p.in, err = instance.Restore(ctx, parts, p.store.SnapshotDir(o.Snapshot), instance.RestoreOptions{NewIdentity: o.NewIdentity})
 	}
 	if err != nil {
 		return errors.Join(err, console.Close())
@@ -323,7 +333,7 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 		return errors.Join(err, p.in.Close())
 	}
 	// From here on others may use it: see Store.canceled.
-	if o.wanted != nil && !o.wanted() {
+	if o.Wanted != nil && !o.Wanted() {
 		return errors.Join(fmt.Errorf("starting %s: %w", r.Spec.Name, control.ErrCanceled), p.in.Close())
 	}
 	r.Phase = state.Running
@@ -405,7 +415,7 @@ func (p *process) newTop(ctx context.Context, lower disk.Stack) (disk.Stack, err
 		return disk.Stack{}, err
 	}
 	if len(lower.Layers) == 0 {
-		return disk.FormatExt4(ctx, p.store.LayerDir(), path, int64(p.r.Spec.DiskMiB)<<20)
+		return p.machines.Format(ctx, p.store.LayerDir(), path, int64(p.r.Spec.DiskMiB)<<20)
 	}
 	return disk.Fork(path, lower, 0)
 }
@@ -499,7 +509,9 @@ func (p *process) sleepRecord(res control.SleepResult) state.SleepRecord {
 		Snapshot: res.Snapshot, Awake: p.r.Awake, Asleep: time.Now().UTC(),
 		Raw: res.BytesRaw, Stored: res.BytesStored, Shared: res.BytesShared, CPUSeconds: max(processCPU()-p.cpuBefore, 0).Seconds(),
 	}
-	s.NetworkIn, s.NetworkOut = p.in.Network().Bytes()
+	if n := p.in.Network(); n != nil {
+		s.NetworkIn, s.NetworkOut = n.Bytes()
+	}
 	return s
 }
 
@@ -521,7 +533,7 @@ func (p *process) capture(ctx context.Context, kind, note string, more ...func(*
 	if note != "" {
 		labels[state.LabelNote] = note
 	}
-	if err := p.in.LabelVolumes(labels); err != nil {
+	if err := p.in.Parts().LabelVolumes(labels); err != nil {
 		return nil, control.SleepResult{}, err
 	}
 	newTop, err := p.newLayer()
@@ -590,7 +602,7 @@ func (p *process) sleep(ctx context.Context, policy spec.HookPolicy, still func(
 		hooks.After(ctx)
 		return res, fmt.Errorf("putting %s to sleep: %w: it runs on", p.r.Spec.Name, err)
 	}
-	if err := p.in.SettleVolumes(c.ID); err != nil {
+	if err := p.in.Parts().SettleVolumes(c.ID); err != nil {
 		err = errors.Join(fmt.Errorf("putting %s to sleep: %w: it runs on", p.r.Spec.Name, err), p.in.Continue())
 		hooks.After(ctx)
 		return res, err

@@ -152,7 +152,7 @@ func obey(ctx, told context.Context, s *state.Store, ord control.Order, files []
 		defer ready()
 	}
 	return Serve(ctx, s, ord.Name, ServeOptions{
-		Snapshot: ord.Snapshot, NewIdentity: ord.NewIdentity, Fork: fork, Shells: shells, Log: log, Cause: ord.Cause, prioritize: prioritize, hold: hold, told: told, wanted: func() bool { return control.HasReader(report) },
+		Snapshot: ord.Snapshot, NewIdentity: ord.NewIdentity, Fork: fork, Shells: shells, Log: log, Cause: ord.Cause, prioritize: prioritize, Hold: hold, told: told, Wanted: func() bool { return control.HasReader(report) },
 		Report: func(r control.Report) {
 			if err := json.NewEncoder(report).Encode(r); err != nil {
 				log.Warn("nobody reads the report", "error", err)

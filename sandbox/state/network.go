@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
+	"io/fs"
 	"net"
 	"os"
 
@@ -20,6 +21,9 @@ func removeLeftNetwork(r *Record) error {
 	}
 	id := cmp.Or(r.NetworkID, r.ID)
 	err := link.Remove(link.Config{Endpoint: id, Interface: hostnet.InterfaceName(id)})
+	if os.Geteuid() != 0 && (errors.Is(err, fs.ErrPermission) || errors.Is(err, link.ErrRoot)) {
+		return nil // they are root's, and this VM's process was not
+	}
 	if err != nil && !errors.Is(err, link.ErrBusy) {
 		return fmt.Errorf("tidying up the network of VM %s: %w", r.Spec.Name, err)
 	}

@@ -143,7 +143,7 @@ func (s *Store) AttachVolumes(r *Record) (all []*volume.Volume, err error) {
 	return all, nil
 }
 
-// CheckVolumes is Instance.checkVolumes before there is one: without the locks it may
+// CheckVolumes is instance.Parts.CheckVolumes before there is one: without the locks it may
 // be wrong a moment later, but says so before anything is made.
 func (s *Store) CheckVolumes(r *Record, snapshotID string) error {
 	if len(r.Spec.Volumes) == 0 {

@@ -1,0 +1,75 @@
+package fakeguest
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"path"
+	"strconv"
+	"strings"
+	"time"
+)
+
+// Command is a program of a guest: it returns the exit code. When ctx ends it is killed, and is to return soon.
+type Command func(ctx context.Context, p *Process) int
+
+// Process is a command that runs.
+type Process struct {
+	Args           []string // its name first
+	Env            []string
+	Dir, User      string // as they were asked for; empty is / and root
+	Stdin          io.Reader
+	Stdout, Stderr io.Writer
+	Guest          *Guest
+}
+
+// fail says on standard error what is wrong.
+func (p *Process) fail(err error) int {
+	_, _ = fmt.Fprintf(p.Stderr, "%s: %v\n", p.Args[0], err)
+	return 1
+}
+
+// Builtin are the commands of each guest.
+var Builtin = map[string]Command{
+	"true":  func(context.Context, *Process) int { return 0 },
+	"false": func(context.Context, *Process) int { return 1 },
+	"echo": func(_ context.Context, p *Process) int {
+		if _, err := fmt.Fprintln(p.Stdout, strings.Join(p.Args[1:], " ")); err != nil {
+			return 1
+		}
+		return 0
+	},
+	"cat": func(_ context.Context, p *Process) int {
+		if len(p.Args) == 1 {
+			if _, err := io.Copy(p.Stdout, p.Stdin); err != nil {
+				return p.fail(err)
+			}
+		}
+		for _, name := range p.Args[1:] {
+			if !path.IsAbs(name) {
+				name = path.Join("/", p.Dir, name)
+			}
+			data, err := p.Guest.ReadFile(name)
+			if err == nil {
+				_, err = p.Stdout.Write(data)
+			}
+			if err != nil {
+				return p.fail(err)
+			}
+		}
+		return 0
+	},
+	"sleep": func(ctx context.Context, p *Process) int {
+		seconds, err := strconv.ParseFloat(p.Args[len(p.Args)-1], 64)
+		if err != nil || len(p.Args) != 2 {
+			return p.fail(errors.New("how many seconds?"))
+		}
+		select {
+		case <-time.After(time.Duration(seconds * float64(time.Second))):
+			return 0
+		case <-ctx.Done():
+			return 1
+		}
+	},
+}

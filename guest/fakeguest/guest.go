@@ -1,0 +1,411 @@
+package fakeguest
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"maps"
+	"path"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"testing/fstest"
+	"time"
+
+	"github.com/containerd/log"
+	"github.com/containerd/ttrpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/drowse-vm/drowse/guest/agentpb"
+	"github.com/drowse-vm/drowse/guest/internal/flow"
+)
+
+// Guest is a guest in memory. Its methods may be called from any goroutine; the fields must not change once it serves.
+type Guest struct {
+	// Commands are programs by the last element of their paths, besides those of Builtin.
+	Commands map[string]Command
+	// Changed, if not nil, is called with all files after a change of some, which fails with its error.
+	Changed func(fstest.MapFS) error
+	// Shutdown, if not nil, is called when the guest is told to shut down.
+	Shutdown func(reboot bool)
+
+	mu    sync.Mutex // guards files, whose contents are replaced and never changed
+	files fstest.MapFS
+	ids   int
+	begun time.Time
+}
+
+// New is a guest with files, by paths without the first slash. It has the directories that there usually are.
+func New(files fstest.MapFS) *Guest {
+	g := &Guest{files: maps.Clone(files), begun: time.Now()}
+	if g.files == nil {
+		g.files = fstest.MapFS{}
+	}
+	for _, dir := range []string{"etc", "home", "root", "run", "tmp", "var"} {
+		if g.files[dir] == nil {
+			g.files[dir] = &fstest.MapFile{Mode: fs.ModeDir | 0o755}
+		}
+	}
+	return g
+}
+
+// Serve serves the agent's protocol on ports until they are closed.
+func (g *Guest) Serve(p *Ports) error {
+	// ttrpc reports broken connections, which each sleep makes, to a global logger.
+	quiet.Do(func() { log.L.Logger.SetOutput(io.Discard) })
+	server, err := ttrpc.NewServer(ttrpc.WithUnaryServerInterceptor(interceptor))
+	if err != nil {
+		return fmt.Errorf("serving a guest in memory: %w", err)
+	}
+	agentpb.RegisterAgentService(server, agent{g: g})
+	defer server.Close()
+	return server.Serve(context.Background(), p.Port(agentpb.AgentPort))
+}
+
+var quiet sync.Once
+
+// Pause holds up all changes of files until resume is called, and returns the files.
+func (g *Guest) Pause() (files fstest.MapFS, resume func()) {
+	g.mu.Lock()
+	return maps.Clone(g.files), sync.OnceFunc(g.mu.Unlock)
+}
+
+// Files are the files as they are now, for package fs. Their contents must not be changed.
+func (g *Guest) Files() fstest.MapFS {
+	files, resume := g.Pause()
+	resume()
+	return files
+}
+
+// ReadFile is the content of a file.
+func (g *Guest) ReadFile(name string) ([]byte, error) {
+	at, err := place(name)
+	if err != nil {
+		return nil, err
+	}
+	return g.Files().ReadFile(at)
+}
+
+// WriteFile writes a file, and makes the directories above it.
+func (g *Guest) WriteFile(name string, data []byte) error {
+	return g.write(&agentpb.WriteFile{Path: name, Parents: true}, data)
+}
+
+func (g *Guest) write(m *agentpb.WriteFile, data []byte) error {
+	at, err := place(m.Path)
+	if err != nil {
+		return err
+	}
+	return g.change(func(files fstest.MapFS) error {
+		f := &fstest.MapFile{Mode: fs.FileMode(m.Mode & 0o777), ModTime: time.Now()}
+		if was := files[at]; was != nil && !was.Mode.IsDir() {
+			if f.Mode == 0 {
+				f.Mode = was.Mode
+			}
+			from := m.Offset
+			if m.Append {
+				from = int64(len(was.Data))
+			}
+			if from > 0 {
+				whole := make([]byte, max(int64(len(was.Data)), from+int64(len(data))))
+				copy(whole, was.Data)
+				copy(whole[from:], data)
+				data = whole
+			}
+		}
+		if f.Mode == 0 {
+			f.Mode = 0o644
+		}
+		if m.MtimeNanos != 0 {
+			f.ModTime = time.Unix(0, m.MtimeNanos)
+		}
+		f.Data = data
+		return put(files, at, f, m.Parents)
+	})
+}
+
+// change makes a change of files.
+func (g *Guest) change(f func(fstest.MapFS) error) error {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if err := f(g.files); err != nil {
+		return err
+	}
+	if g.Changed != nil {
+		return g.Changed(g.files)
+	}
+	return nil
+}
+
+// place is where in the files an absolute path leads.
+func place(name string) (string, error) {
+	if !path.IsAbs(name) || strings.ContainsRune(name, 0) {
+		return "", &fs.PathError{Op: "open", Path: name, Err: syscall.EINVAL}
+	}
+	if name = path.Clean(name)[1:]; name == "" {
+		name = "."
+	}
+	return name, nil
+}
+
+// put puts a file or directory at its place.
+func put(files fstest.MapFS, at string, f *fstest.MapFile, parents bool) error {
+	fail := func(err error) error { return &fs.PathError{Op: "create", Path: "/" + at, Err: err} }
+	if fi, err := files.Stat(at); err == nil && fi.IsDir() && !f.Mode.IsDir() {
+		return fail(syscall.EISDIR)
+	}
+	for dir := path.Dir(at); dir != "."; dir = path.Dir(dir) {
+		switch above := files[dir]; {
+		case above == nil && parents:
+			files[dir] = &fstest.MapFile{Mode: fs.ModeDir | 0o755, ModTime: time.Now()}
+		case above == nil:
+			return fail(fs.ErrNotExist)
+		case !above.Mode.IsDir():
+			return fail(syscall.ENOTDIR)
+		}
+	}
+	files[at] = f
+	return nil
+}
+
+// agent is a guest as agentpb.AgentService. What it does not have is nil.
+type agent struct {
+	agentpb.AgentService
+	g *Guest
+}
+
+// interceptor answers as an agent that is older does where there is no method, and gives errors the codes by which the
+// host tells them.
+func interceptor(ctx context.Context, u ttrpc.Unmarshaler, info *ttrpc.UnaryServerInfo, method ttrpc.Method) (answer any, err error) {
+	_, name, _ := strings.Cut(strings.TrimPrefix(info.FullMethod, "/"), "/")
+	switch name {
+	case "Ping", "Resume", "Stats", "SetClock", "AddEntropy", "Hooks", "Freeze", "Thaw", "List", "Stat", "ReadDir", "Mkdir", "Remove", "Rename",
+		"Shutdown", "Secrets":
+		answer, err = method(ctx, u)
+		return answer, toStatus(err)
+	}
+	return nil, status.Errorf(codes.Unimplemented, "a guest in memory has no %s", name)
+}
+
+func toStatus(err error) error {
+	if _, ok := status.FromError(err); ok {
+		return err // also nil
+	}
+	code := codes.Unknown
+	switch {
+	case errors.Is(err, fs.ErrNotExist), errors.Is(err, syscall.ENOTDIR):
+		code = codes.NotFound
+	case errors.Is(err, syscall.ENOTEMPTY), errors.Is(err, syscall.EISDIR):
+		code = codes.FailedPrecondition
+	case errors.Is(err, fs.ErrExist):
+		code = codes.AlreadyExists
+	case errors.Is(err, syscall.ENOSPC):
+		code = codes.ResourceExhausted
+	case errors.Is(err, syscall.EINVAL):
+		code = codes.InvalidArgument
+	}
+	return status.Error(code, err.Error())
+}
+
+func (a agent) Ping(context.Context, *agentpb.PingRequest) (*agentpb.PingResponse, error) {
+	return &agentpb.PingResponse{Version: "fakeguest", Pid: 1, UptimeNanos: int64(time.Since(a.g.begun)), WallNanos: time.Now().UnixNano()}, nil
+}
+
+func (a agent) Resume(_ context.Context, m *agentpb.ResumeRequest) (*agentpb.ResumeResponse, error) {
+	if m.NewIdentity {
+		return &agentpb.ResumeResponse{}, a.g.WriteFile("/etc/hostname", []byte(m.Hostname+"\n"))
+	}
+	return &agentpb.ResumeResponse{}, nil
+}
+
+func (a agent) Stats(context.Context, *agentpb.StatsRequest) (*agentpb.StatsResponse, error) {
+	used := uint64(0)
+	for _, f := range a.g.Files() {
+		used += uint64(len(f.Data))
+	}
+	const size = 1 << 30
+	return &agentpb.StatsResponse{
+		UptimeNanos: int64(time.Since(a.g.begun)), Cpu: &agentpb.CPUTimes{}, Cpus: 1, Tasks: 1,
+		Memory:      &agentpb.MemoryUse{Total: size, Free: size - used, Available: size - used},
+		FileSystems: []*agentpb.FileSystem{{Path: "/", Type: "memory", Size: size, Free: size - used, Available: size - used}},
+	}, nil
+}
+
+func (agent) SetClock(context.Context, *agentpb.SetClockRequest) (*agentpb.Empty, error) {
+	return &agentpb.Empty{}, nil
+}
+
+func (agent) AddEntropy(context.Context, *agentpb.AddEntropyRequest) (*agentpb.Empty, error) {
+	return &agentpb.Empty{}, nil
+}
+
+func (agent) Secrets(context.Context, *agentpb.SecretsRequest) (*agentpb.Empty, error) {
+	return &agentpb.Empty{}, nil
+}
+
+func (agent) Hooks(context.Context, *agentpb.HooksRequest) (*agentpb.HooksResponse, error) {
+	return &agentpb.HooksResponse{}, nil
+}
+
+func (agent) Freeze(context.Context, *agentpb.FreezeRequest) (*agentpb.FreezeResponse, error) {
+	return &agentpb.FreezeResponse{}, nil
+}
+
+func (agent) Thaw(context.Context, *agentpb.ThawRequest) (*agentpb.ThawResponse, error) {
+	return &agentpb.ThawResponse{}, nil
+}
+
+func (agent) List(context.Context, *agentpb.ListRequest) (*agentpb.ListResponse, error) {
+	return &agentpb.ListResponse{}, nil
+}
+
+func (a agent) Shutdown(_ context.Context, m *agentpb.ShutdownRequest) (*agentpb.Empty, error) {
+	if a.g.Shutdown != nil {
+		a.g.Shutdown(m.Reboot)
+	}
+	return &agentpb.Empty{}, nil
+}
+
+// Watch implements agentpb.AgentService.
+func (agent) Watch(context.Context, agentpb.Agent_WatchServer) error {
+	return status.Error(codes.Unimplemented, "a guest in memory watches no files")
+}
+
+// Exec implements agentpb.AgentService.
+func (a agent) Exec(ctx context.Context, stream agentpb.Agent_ExecServer) error {
+	first, err := stream.Recv()
+	if err != nil {
+		return err
+	}
+	m := first.GetStart()
+	if m == nil {
+		return status.Error(codes.NotFound, "a guest in memory has no commands to attach to")
+	}
+	argv := m.Argv
+	if m.Login {
+		argv = append([]string{"sh", "-c"}, argv...)
+	}
+	var run Command
+	if len(argv) > 0 {
+		if run = a.g.Commands[path.Base(argv[0])]; run == nil {
+			run = Builtin[path.Base(argv[0])]
+		}
+	}
+	exit := func(e *agentpb.ExecExit) error {
+		return stream.Send(&agentpb.ExecResponse{Msg: &agentpb.ExecResponse_Exit{Exit: e}})
+	}
+	if run == nil {
+		return exit(&agentpb.ExecExit{Code: 127, Error: fmt.Sprintf("a guest in memory has no command %q: see Guest.Commands", argv)})
+	}
+	a.g.mu.Lock()
+	a.g.ids++
+	id := a.g.ids
+	a.g.mu.Unlock()
+	if m.Id == "" {
+		m.Id = strconv.Itoa(id)
+	}
+	started := &agentpb.ExecStarted{Id: m.Id, Pid: int32(100 + id), Pty: m.Pty != nil}
+	if err := stream.Send(&agentpb.ExecResponse{Msg: &agentpb.ExecResponse_Started{Started: started}}); err != nil {
+		return err
+	}
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	if m.TimeoutNanos > 0 {
+		var stop context.CancelFunc
+		ctx, stop = context.WithTimeout(ctx, time.Duration(m.TimeoutNanos))
+		defer stop()
+	}
+	s := &session{stream: stream}
+	s.Pipe = flow.NewPipe(ctx, ctx, s.send, func(n uint64) error {
+		return stream.Send(&agentpb.ExecResponse{Msg: &agentpb.ExecResponse_Ack{Ack: n}})
+	})
+	if m.NoStdin {
+		s.End()
+	}
+	go func() { cancel(s.receive(m.NoStdin)) }()
+	env := m.Env
+	if !m.ReplaceEnv {
+		env = append([]string{"PATH=/bin", "HOME=/root"}, env...)
+	}
+	begin := time.Now()
+	code := run(ctx, &Process{
+		Args: argv, Env: env, Dir: m.Cwd, User: m.User, Guest: a.g,
+		Stdin: s, Stdout: output{s, false}, Stderr: output{s, true},
+	})
+	// The time that it took counts as processor time.
+	e := &agentpb.ExecExit{Code: int32(code), UserNanos: int64(time.Since(begin))}
+	var sig signalled
+	switch cause := context.Cause(ctx); {
+	case errors.As(cause, &sig):
+		e.Code, e.Signal = 128+int32(sig), int32(sig)
+	case errors.Is(cause, context.DeadlineExceeded):
+		e.Code, e.Signal, e.TimedOut = 128+int32(syscall.SIGKILL), int32(syscall.SIGKILL), true
+	}
+	return exit(e)
+}
+
+// signalled says that a command was sent a signal, which ends it.
+type signalled int32
+
+func (s signalled) Error() string { return fmt.Sprintf("signal %d", int32(s)) }
+
+// session is one Exec stream: standard input is read from it.
+type session struct {
+	stream agentpb.Agent_ExecServer
+	*flow.Pipe
+
+	mu     sync.Mutex // held while output is sent; guards what follows
+	stderr bool
+	offset uint64
+}
+
+// receive handles what the host sends, and returns why the command is to end.
+func (s *session) receive(closed bool) error {
+	for {
+		m, err := s.stream.Recv()
+		if err != nil {
+			return err
+		}
+		switch m := m.Msg.(type) {
+		case *agentpb.ExecRequest_Stdin:
+			if closed || !s.Put(m.Stdin) {
+				return flow.ErrProtocol
+			}
+		case *agentpb.ExecRequest_StdinClose:
+			if !closed {
+				s.End()
+				closed = true
+			}
+		case *agentpb.ExecRequest_Signal:
+			return signalled(m.Signal)
+		case *agentpb.ExecRequest_Ack:
+			if err := s.Ack(m.Ack); err != nil {
+				return err
+			}
+		}
+	}
+}
+
+// send sends output. The mutex is held.
+func (s *session) send(data []byte) error {
+	m := &agentpb.ExecOutput{Stderr: s.stderr, Offset: s.offset, Data: data}
+	s.offset += uint64(len(data))
+	return s.stream.Send(&agentpb.ExecResponse{Msg: &agentpb.ExecResponse_Output{Output: m}})
+}
+
+// output is standard output or error.
+type output struct {
+	s      *session
+	stderr bool
+}
+
+func (o output) Write(p []byte) (n int, err error) {
+	o.s.mu.Lock()
+	defer o.s.mu.Unlock()
+	o.s.stderr = o.stderr
+	return o.s.Pipe.Write(p)
+}

@@ -1,0 +1,134 @@
+package process
+
+import (
+	"context"
+	"io"
+	"time"
+
+	"github.com/drowse-vm/drowse/devices/secrets"
+	"github.com/drowse-vm/drowse/devices/vsock"
+	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/rootfs/disk"
+	"github.com/drowse-vm/drowse/sandbox/instance"
+	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/snapshot/pager"
+	"github.com/drowse-vm/drowse/vmm"
+)
+
+// Machines make the VMs of processes: those of package instance, or of sandboxtest.
+type Machines interface {
+	// Format makes the disk of a new VM, in the file path, of so many bytes.
+	Format(ctx context.Context, layers, path string, size int64) (disk.Stack, error)
+	// Start makes a VM that runs: from the image of a fork if the parts have one, from the snapshot in the directory if
+	// that is not empty, or by a boot. With the first the snapshot is that of the fork, which may not be there yet.
+	Start(ctx context.Context, p instance.Parts, snapshot string, o instance.RestoreOptions) (VM, error)
+}
+
+// VM is one VM in this process: instance.Instance says what the methods do.
+type VM interface {
+	Machine() Machine
+	// Network is nil without one.
+	Network() Network
+	Disk() *disk.Disk
+	Parts() instance.Parts
+	Agent(context.Context) (*guest.Client, error)
+
+	Begun() time.Time
+	Timing() (entry, ready time.Duration)
+	Faults() (stats pager.Stats, restored bool)
+	Connections() vsock.Stats
+	WakeFailures() []guest.HookFailure
+	SpaceProblem() string
+
+	WhileRunning(context.Context) (context.Context, context.CancelFunc)
+	Explain(context.Context, error) error
+	KeepRunning() (release func())
+	RunHooksBefore(context.Context, guest.HookEvent, spec.HookPolicy) (Hooks, error)
+	NewIdentity(context.Context) error
+	ServeSecrets(context.Context) error
+	ListenServices() error
+	TrustAuthority(ctx context.Context, root []byte) error
+
+	Capture(context.Context, instance.CaptureOptions) (*instance.Capture, error)
+	SealFrozen(ctx context.Context, newTop string, l guest.HookLimits, recorded func(disk.Stack) error) (disk.Stack, time.Duration,
+		[]guest.HookFailure, error)
+	Continue() error
+	Caches() bool
+	KeepPages(context.Context) error
+
+	CloseToo(io.Closer)
+	Close() error
+}
+
+// Machine is what a VM runs in: see vmm.Machine.
+type Machine interface {
+	Done() <-chan struct{}
+	Wait(context.Context) (vmm.Exit, error)
+	Fail(error)
+	Health() vmm.Health
+	Facts() vmm.HostFacts
+	Secrets() *secrets.Device
+	Stages() *vmm.Stages
+}
+
+// Network is the host's end of a VM's link: see instance.Network.
+type Network interface {
+	Info() *spec.NetworkInfo
+	Stats() (spec.NetworkStats, error)
+	Bytes() (in, out uint64)
+	LastPacket() (ever bool, ago time.Duration)
+	SetPolicy(*netpolicy.Policy) error
+	SetTags([]string) error
+	Warn(string)
+	RecentEvents(follow bool) (events []spec.NetEvent, f <-chan spec.NetEvent, stop func())
+	Flows(ctx context.Context, follow bool, f func([]netpolicy.FlowRecord) error) error
+	SetUp() time.Duration
+	Done() <-chan struct{}
+}
+
+// Hooks are those of the guest that were run before something: see Instance.RunHooksBefore.
+type Hooks interface {
+	After(context.Context)
+	Failed() []guest.HookFailure
+}
+
+// kvmMachines are those of package instance.
+type kvmMachines struct{}
+
+func (kvmMachines) Format(ctx context.Context, layers, path string, size int64) (disk.Stack, error) {
+	return disk.FormatExt4(ctx, layers, path, size)
+}
+
+func (kvmMachines) Start(ctx context.Context, p instance.Parts, snapshot string, o instance.RestoreOptions) (VM, error) {
+	var in *instance.Instance
+	var err error
+	switch {
+	case p.RAM != nil:
+		in, err = instance.RestoreFork(ctx, p, snapshot, o)
+	case snapshot != "":
+		in, err = instance.Restore(ctx, p, snapshot, o)
+	default:
+		in, err = instance.Boot(ctx, p)
+	}
+	if err != nil {
+		return nil, err
+	}
+	return kvmVM{in}, nil
+}
+
+// kvmVM is an Instance by interfaces.
+type kvmVM struct{ *instance.Instance }
+
+func (v kvmVM) Machine() Machine { return v.Instance.Machine() }
+
+func (v kvmVM) Network() Network {
+	if n := v.Instance.Network(); n != nil {
+		return n
+	}
+	return nil
+}
+
+func (v kvmVM) RunHooksBefore(ctx context.Context, e guest.HookEvent, over spec.HookPolicy) (Hooks, error) {
+	return v.Instance.RunHooksBefore(ctx, e, over)
+}
