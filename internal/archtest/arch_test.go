@@ -7,6 +7,7 @@ import (
 	"go/token"
 	"io/fs"
 	"os"
+	"os/exec"
 	"path"
 	"path/filepath"
 	"slices"
@@ -42,14 +43,14 @@ var rules = []rule{
 	{"sandbox/supervisor", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/spec", "sandbox/fleet", "sandbox/events", "netpolicy", "netpolicy/link", "netpolicy/hostnet", "netpolicy/refmodel"}},
 	// The lifecycle stands on top of VMs; what it keeps, and how long what lasts, knows nothing of them.
 	{"sandbox/fleet/...", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/spec", "sandbox/fleet", "sandbox/records", "sandbox/lifetime", "sandbox/events", "snapshot", "guest/audit"}},
-	{"sandbox/records", []string{"sandbox/lifetime"}},
+	{"sandbox/records", []string{"sandbox/lifetime", "sandbox/spec"}},
 	{"sandbox/metrics", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/spec", "sandbox/fleet/...", "sandbox/records", "sandbox/supervisor", "netpolicy/..."}},
 	// Embedders make spans with a provider of their own; only what sets one up by the environment has the SDK.
 	{"sandbox/traces/otlp", nil},
 	{"sandbox/traces", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/spec", "sandbox/fleet/...", "sandbox/events", "guest"}},
 	// The API is a way to a Fleet and its VMs; its client shares with it what goes over the wire.
-	{"sandbox/api/wire", []string{"sandbox/spec", "sandbox/fleet", "sandbox/lifetime", "netpolicy", "guest/report"}},
-	{"sandbox/api/client", []string{"sandbox/spec", "sandbox/api/wire", "sandbox/fleet", "sandbox/records", "netpolicy"}},
+	{"sandbox/api/wire", []string{"sandbox/spec", "sandbox/records", "sandbox/lifetime", "netpolicy", "guest/report"}},
+	{"sandbox/api/client", []string{"sandbox/spec", "sandbox/api/wire", "sandbox/records", "netpolicy"}},
 	// The page is files; its tests put it before an API.
 	{"sandbox/api/web/browsertest", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/spec", "sandbox/api/...", "sandbox/fleet/...", "sandbox/records", "netpolicy", "rootfs/image", "guest"}},
 	{"sandbox/api/web", nil},
@@ -326,6 +327,30 @@ func TestNoPackageAndNoDependencyIsADatabase(t *testing.T) {
 	}
 	if strings.Contains(string(mod), "sqlite") {
 		t.Error("go.mod requires SQLite")
+	}
+}
+
+// Programs on other systems use the HTTP API by the client, which the compiler for these has to accept, and which has
+// nothing of a VMM: only documents.
+func TestClientOfTheAPIIsForAllSystems(t *testing.T) {
+	const client = module + "/sandbox/api/client"
+	out, err := exec.Command("go", "list", "-deps", client).Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	documents := []string{"netpolicy", "guest/report", "guest/agentpb", "sandbox/lifetime", "sandbox/spec", "sandbox/records", "sandbox/api/wire", "sandbox/api/client"}
+	for _, name := range strings.Fields(string(out)) {
+		if own, ok := strings.CutPrefix(name, module+"/"); ok && !slices.Contains(documents, own) {
+			t.Errorf("it links %s", own)
+		}
+	}
+	for _, on := range []string{"darwin/arm64", "windows/amd64", "linux/arm64"} {
+		cmd := exec.Command("go", "build", client)
+		system, processor, _ := strings.Cut(on, "/")
+		cmd.Env = append(os.Environ(), "GOOS="+system, "GOARCH="+processor, "CGO_ENABLED=0")
+		if out, err := cmd.CombinedOutput(); err != nil {
+			t.Errorf("%s: %v\n%s", on, err, out)
+		}
 	}
 }
 

@@ -22,7 +22,7 @@ func TestCount_tells_code_comments_tests_and_generated_lines_apart(t *testing.T)
 
 func TestTestSupport_is_told_by_its_path(t *testing.T) {
 	for pkg, want := range map[string]bool{
-		"internal/test/hwkvm/cmd/hwkvm": true, "sandbox/fleet/fleettest": true, "internal/archtest": true,
+		"internal/test/hwkvm/cmd/hwkvm": true, "sandbox/fleet/fleettest": true, "internal/archtest": true, "guest/fakeguest": true,
 		"internal/testreport": false, "netpolicy/refmodel": false, "sandbox/api/client": false, ".": false,
 	} {
 		if got := isTestSupport(pkg); got != want {

@@ -10,15 +10,17 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/records"
 )
 
-// Code is what a caller may want to tell errors apart by. Codes are added, and never change their meaning.
-type Code string
+// What package records says of errors.
+type (
+	Code  = records.Code
+	Error = records.Error
+)
 
-// The codes that a Fleet gives by itself. Others are those of sandbox.ErrorCode, such as "not-found", "exists",
-// "running", "not-running", "expired", "metadata" and "invalid".
+// The codes that a Fleet gives by itself.
 const (
-	CodeCanceled Code = "canceled"
-	CodeTimeout  Code = "timeout"
-	CodeOther    Code = "error"
+	CodeCanceled = records.CodeCanceled
+	CodeTimeout  = records.CodeTimeout
+	CodeOther    = records.CodeOther
 )
 
 // remedies say what to do about an error of a code.
@@ -100,22 +102,6 @@ var remedies = map[Code]string{
 	CodeCanceled:         "try again: what had begun can be repeated",
 	CodeTimeout:          "try again with more time: what had begun can be repeated",
 }
-
-// Error is an error of a Fleet's. Its text is that of its cause.
-type Error struct {
-	// Op is what was being done: "create", "wake" and so on; Sandbox to which one, where that is known.
-	Op, Sandbox string
-	Code        Code
-	// Remedy is what can be done about it; empty if nobody knows.
-	Remedy string
-	Err    error
-}
-
-// Error is the text of the cause, which says what was being done.
-func (e *Error) Error() string { return e.Err.Error() }
-
-// Unwrap returns the cause.
-func (e *Error) Unwrap() error { return e.Err }
 
 // Fail makes an error of an operation that others do on the VMs of a Fleet; nil of nil, and what is an *Error already
 // stays as it is.

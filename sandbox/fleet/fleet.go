@@ -11,12 +11,19 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/records"
-	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// Sandbox is what is known of one.
-type Sandbox = records.Sandbox
+// What a Fleet takes and gives.
+type (
+	Sandbox = records.Sandbox
+	Request = records.Request
+	Changes = records.Changes
+	Child   = records.Child
+	List    = records.List
+	History = records.History
+	Pruned  = records.Pruned
+)
 
 // Fleet is a set of sandboxes. Its methods may be called from any goroutine, and those of several Fleets of the same
 // VMs from any process. What an operation has done is on disk when it returns. Each may be repeated when its outcome is
@@ -41,12 +48,6 @@ func New(vms VMs, o Options) *Fleet {
 		o.Now = time.Now
 	}
 	return &Fleet{vms: vms, now: o.Now}
-}
-
-// Request is a sandbox that is wanted.
-type Request struct {
-	Spec     sandbox.Spec
-	Metadata state.Metadata
 }
 
 // waitTime is between two looks at a sandbox that somebody else works on.
@@ -187,14 +188,6 @@ func (f *Fleet) Restore(ctx context.Context, name, snapshot string) (Sandbox, er
 	return s, fail("restore", name, err)
 }
 
-// Child is a fork that is wanted.
-type Child struct {
-	// Name is random if it is empty.
-	Name string
-	// Tags are added to those that it has from its parent's metadata, as it has all of that.
-	Tags []string
-}
-
 // Fork makes children of a sandbox. When it is repeated with the same names, and these are forks of the sandbox
 // already, they are returned as they are. When some are there and some not, the error is sandbox.ErrExists and nothing
 // is made.
@@ -265,26 +258,6 @@ func (f *Fleet) Rename(ctx context.Context, name, to string) (Sandbox, error) {
 	}
 	s, err := f.get(to)
 	return s, fail("rename", to, err)
-}
-
-// Changes of a sandbox; nil leaves a field as it is.
-type Changes struct {
-	Class          *lifetime.Class
-	Owner, Purpose *string
-	// Tags take the place of those of the metadata. Those of the network policy stay.
-	Tags *[]string
-	// Expires is when its time is over; the zero time is never.
-	Expires *time.Time
-	Keep    *lifetime.Keep
-	// Wake is when it is woken; the zero Timer is never.
-	Wake *state.Timer
-	// Rotate says at which wakes it begins anew; the zero Rotation is never.
-	Rotate *state.Rotation
-	// Persist says what of it does not persist over its sleeps, in place of all that was said before.
-	Persist *lifetime.Persist
-	// Reset begins with an empty metadata, for one that cannot be read.
-	Reset bool
-	Spec  spec.Changes
 }
 
 // Update changes a sandbox: first what is said of the VM (sandbox.Sandbox.SetSpec, which wants most only of one that

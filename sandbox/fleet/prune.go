@@ -12,30 +12,6 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// Pruned is what a pruning has done, or would do. Its JSON is that of `drowse prune -o json`.
-type Pruned struct {
-	// Freed is what was deleted: snapshots, layers, cached pages, and the files of sandboxes. With DryRun it is what
-	// the steps of Plan.Snapshots would free; what else would go is not known before.
-	state.Freed
-	// Plan is what the metadata say is to be done.
-	lifetime.Plan
-	DryRun bool `json:"dry_run,omitempty"`
-	// Abandoned are the disks that sandboxes have left which were taken back: Prune deletes them, Keep does not.
-	Abandoned []lifetime.Step `json:"abandoned,omitempty"`
-	// Histories is of how many removed sandboxes the history was deleted, since it was too old or there were too many.
-	Histories int64 `json:"histories"`
-	// Problems are steps that were not taken, and why: the next pruning tries again.
-	Problems []string `json:"problems,omitempty"`
-}
-
-func (p *Pruned) add(f state.Freed) {
-	p.Freed.Snapshots += f.Snapshots
-	p.Layers += f.Layers
-	p.CacheFiles += f.CacheFiles
-	p.Bytes += f.Bytes
-	p.Problems = append(p.Problems, f.Problems...)
-}
-
 // Prune does what metadata say is to be done by now: it puts expired sandboxes to sleep, removes those whose time is
 // over, and deletes sleeps that are not kept, disks that sandboxes have left which were taken back, and what nothing
 // needs. With dryRun it only says so. What one step fails with is a problem, and in no other's way.
@@ -122,7 +98,7 @@ func (f *Fleet) prune(ctx context.Context, dryRun, abandoned bool) (Pruned, erro
 			return p, err
 		}
 		freed, err := f.expire(ctx, step)
-		p.add(freed)
+		p.Add(freed)
 		problem(err)
 	}
 	p.Histories, err = f.vms.ForgetRemoved(f.now().Add(-state.HistoryTime))
@@ -133,7 +109,7 @@ func (f *Fleet) prune(ctx context.Context, dryRun, abandoned bool) (Pruned, erro
 		sweep = f.vms.SweepAbandoned
 	}
 	freed, err := sweep(ctx)
-	p.add(freed)
+	p.Add(freed)
 	if ctx.Err() != nil {
 		return p, ctx.Err()
 	}

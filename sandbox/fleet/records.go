@@ -118,13 +118,6 @@ func run(e audit.Entry) records.Run {
 	return r.Bounded()
 }
 
-// List is a page of sandboxes.
-type List struct {
-	records.Page
-	// Problems are of sandboxes that cannot be read.
-	Problems []string `json:"problems,omitempty"`
-}
-
 // List returns those that are there as their files say, in the order of their names. A Fleet remembers what it has
 // read, so keep one for several lists.
 func (f *Fleet) List(ctx context.Context, filter records.Filter) (List, error) {
@@ -135,7 +128,7 @@ func (f *Fleet) List(ctx context.Context, filter records.Filter) (List, error) {
 	if err != nil {
 		return List{}, fail("list", "", err)
 	}
-	out := List{records.PageOf(all, filter), problems}
+	out := List{Page: records.PageOf(all, filter), Problems: problems}
 	for i := range out.Sandboxes {
 		// The caller may change what it gets.
 		s := &out.Sandboxes[i]
@@ -149,15 +142,6 @@ func lines(err error) []string {
 		return nil
 	}
 	return strings.Split(err.Error(), "\n")
-}
-
-// History is what a sandbox has done, the newest first.
-type History struct {
-	Sandbox Sandbox         `json:"sandbox"`
-	Runs    []records.Run   `json:"runs"`
-	Sleeps  []records.Sleep `json:"sleeps"`
-	// Problems are what of it could not be read.
-	Problems []string `json:"problems,omitempty"`
 }
 
 // History returns what was run in a sandbox, as far as its audit trail goes back, and its last sleeps, which are

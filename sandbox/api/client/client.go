@@ -1,6 +1,6 @@
 // Package client asks a drowse server (package api) over HTTP for what package fleet does in a process of its own: the
-// methods have the same names, arguments and results, and errors are *fleet.Error that wrap the same sentinels, so that
-// errors.Is works across the wire.
+// methods have the same names, arguments and results. Errors are *records.Error with the same codes, and wrap the errors
+// of package spec, so that errors.Is finds these across the wire. It builds on all systems, and links no VMM.
 package client
 
 import (
@@ -19,7 +19,6 @@ import (
 
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
-	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/records"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
@@ -83,9 +82,25 @@ func (c *Client) Do(ctx context.Context, method, path string, body any) (*http.R
 	return resp, err
 }
 
+// fail makes an error of an operation of one that the server has not answered.
+func fail(op, name string, err error) error {
+	var have *records.Error
+	if err == nil || errors.As(err, &have) {
+		return err
+	}
+	e := &records.Error{Op: op, Sandbox: name, Code: records.CodeOther, Remedy: "see the cause, and whether the server runs", Err: err}
+	switch {
+	case errors.Is(err, context.DeadlineExceeded):
+		e.Code, e.Remedy = records.CodeTimeout, "try again with more time: what had begun can be repeated"
+	case errors.Is(err, context.Canceled):
+		e.Code, e.Remedy = records.CodeCanceled, "try again: what had begun can be repeated"
+	}
+	return e
+}
+
 // call asks for a document.
 func (c *Client) call(ctx context.Context, op, name, method, path string, body, out any) error {
-	return fleet.Fail(op, name, c.ask(ctx, method, path, body, out))
+	return fail(op, name, c.ask(ctx, method, path, body, out))
 }
 
 func (c *Client) ask(ctx context.Context, method, path string, body, out any) error {
@@ -133,16 +148,16 @@ func get[T any](ctx context.Context, c *Client, op, name, path string) (out T, e
 }
 
 // Create is fleet.Fleet.Create.
-func (c *Client) Create(ctx context.Context, r fleet.Request) (s fleet.Sandbox, err error) {
+func (c *Client) Create(ctx context.Context, r records.Request) (s records.Sandbox, err error) {
 	err = c.call(ctx, "create", r.Spec.Name, http.MethodPost, "/v1/sandboxes", wire.Create{Spec: r.Spec, Metadata: r.Metadata}, &s)
 	return s, err
 }
 
 // GetOrCreate is fleet.Fleet.GetOrCreate.
-func (c *Client) GetOrCreate(ctx context.Context, r fleet.Request) (s fleet.Sandbox, created bool, err error) {
+func (c *Client) GetOrCreate(ctx context.Context, r records.Request) (s records.Sandbox, created bool, err error) {
 	resp, err := c.Do(ctx, http.MethodPost, "/v1/sandboxes", wire.Create{Spec: r.Spec, Metadata: r.Metadata, GetOrCreate: true})
 	if err != nil {
-		return s, false, fleet.Fail("get or create", r.Spec.Name, err)
+		return s, false, fail("get or create", r.Spec.Name, err)
 	}
 	defer resp.Body.Close()
 	text, err := io.ReadAll(io.LimitReader(resp.Body, maxAnswer))
@@ -154,16 +169,16 @@ func (c *Client) GetOrCreate(ctx context.Context, r fleet.Request) (s fleet.Sand
 	} else if err == nil {
 		err = json.Unmarshal(text, &s)
 	}
-	return s, err == nil && resp.StatusCode == http.StatusCreated, fleet.Fail("get or create", r.Spec.Name, err)
+	return s, err == nil && resp.StatusCode == http.StatusCreated, fail("get or create", r.Spec.Name, err)
 }
 
 // Get is fleet.Fleet.Get.
-func (c *Client) Get(ctx context.Context, name string) (fleet.Sandbox, error) {
-	return get[fleet.Sandbox](ctx, c, "get", name, one(name))
+func (c *Client) Get(ctx context.Context, name string) (records.Sandbox, error) {
+	return get[records.Sandbox](ctx, c, "get", name, one(name))
 }
 
 // List is fleet.Fleet.List.
-func (c *Client) List(ctx context.Context, f records.Filter) (fleet.List, error) {
+func (c *Client) List(ctx context.Context, f records.Filter) (records.List, error) {
 	path := "/v1/sandboxes"
 	if q := query(f); len(q) > 0 {
 		path += "?" + q.Encode()
@@ -196,13 +211,13 @@ func query(f records.Filter) url.Values {
 }
 
 // Start is fleet.Fleet.Start.
-func (c *Client) Start(ctx context.Context, name string) (fleet.Sandbox, error) {
-	return act[fleet.Sandbox](ctx, c, "start", name, nil)
+func (c *Client) Start(ctx context.Context, name string) (records.Sandbox, error) {
+	return act[records.Sandbox](ctx, c, "start", name, nil)
 }
 
 // Wake is fleet.Fleet.Wake.
-func (c *Client) Wake(ctx context.Context, name string) (fleet.Sandbox, error) {
-	return act[fleet.Sandbox](ctx, c, "wake", name, nil)
+func (c *Client) Wake(ctx context.Context, name string) (records.Sandbox, error) {
+	return act[records.Sandbox](ctx, c, "wake", name, nil)
 }
 
 // Sleep is fleet.Fleet.Sleep.
@@ -211,8 +226,8 @@ func (c *Client) Sleep(ctx context.Context, name string, o spec.SleepOptions) (s
 }
 
 // Stop is sandbox.Sandbox.Stop; the zero value of o gives it 30 s.
-func (c *Client) Stop(ctx context.Context, name string, o wire.Stop) (fleet.Sandbox, error) {
-	return act[fleet.Sandbox](ctx, c, "stop", name, o)
+func (c *Client) Stop(ctx context.Context, name string, o wire.Stop) (records.Sandbox, error) {
+	return act[records.Sandbox](ctx, c, "stop", name, o)
 }
 
 // Snapshot is fleet.Fleet.Snapshot.
@@ -227,12 +242,12 @@ func (c *Client) Promote(ctx context.Context, name string) ([]spec.Promoted, err
 }
 
 // Restore is fleet.Fleet.Restore.
-func (c *Client) Restore(ctx context.Context, name, snapshot string) (fleet.Sandbox, error) {
-	return act[fleet.Sandbox](ctx, c, "restore", name, wire.Restore{Snapshot: snapshot})
+func (c *Client) Restore(ctx context.Context, name, snapshot string) (records.Sandbox, error) {
+	return act[records.Sandbox](ctx, c, "restore", name, wire.Restore{Snapshot: snapshot})
 }
 
 // Fork is fleet.Fleet.Fork.
-func (c *Client) Fork(ctx context.Context, name string, children []fleet.Child) ([]fleet.Sandbox, error) {
+func (c *Client) Fork(ctx context.Context, name string, children []records.Child) ([]records.Sandbox, error) {
 	b := wire.Fork{Children: []wire.Child{}}
 	for _, child := range children {
 		b.Children = append(b.Children, wire.Child{Name: child.Name, Tags: child.Tags})
@@ -242,13 +257,13 @@ func (c *Client) Fork(ctx context.Context, name string, children []fleet.Child) 
 }
 
 // Rename is fleet.Fleet.Rename.
-func (c *Client) Rename(ctx context.Context, name, to string) (fleet.Sandbox, error) {
-	return act[fleet.Sandbox](ctx, c, "rename", name, wire.Rename{To: to})
+func (c *Client) Rename(ctx context.Context, name, to string) (records.Sandbox, error) {
+	return act[records.Sandbox](ctx, c, "rename", name, wire.Rename{To: to})
 }
 
 // Extend is fleet.Fleet.Extend.
-func (c *Client) Extend(ctx context.Context, name string, until time.Time) (fleet.Sandbox, error) {
-	return act[fleet.Sandbox](ctx, c, "extend", name, wire.Extend{Until: until})
+func (c *Client) Extend(ctx context.Context, name string, until time.Time) (records.Sandbox, error) {
+	return act[records.Sandbox](ctx, c, "extend", name, wire.Extend{Until: until})
 }
 
 // Exec runs a command, and wakes the sandbox first if it sleeps. A command that fails is no error.
@@ -257,7 +272,7 @@ func (c *Client) Exec(ctx context.Context, name string, e wire.Exec) (wire.Execu
 }
 
 // Update is fleet.Fleet.Update.
-func (c *Client) Update(ctx context.Context, name string, ch fleet.Changes) (s fleet.Sandbox, err error) {
+func (c *Client) Update(ctx context.Context, name string, ch records.Changes) (s records.Sandbox, err error) {
 	err = c.call(ctx, "update", name, http.MethodPatch, one(name), wire.ChangesOf(ch), &s)
 	return s, err
 }
@@ -269,7 +284,7 @@ func (c *Client) Delete(ctx context.Context, name string) (f spec.Freed, err err
 }
 
 // History is fleet.Fleet.History.
-func (c *Client) History(ctx context.Context, name string, span records.Span) (fleet.History, error) {
+func (c *Client) History(ctx context.Context, name string, span records.Span) (records.History, error) {
 	q := url.Values{}
 	if span.Limit != 0 {
 		q.Set("limit", strconv.Itoa(span.Limit))
@@ -337,7 +352,7 @@ func (c *Client) Images(ctx context.Context) (wire.Images, error) {
 }
 
 // Prune is fleet.Fleet.Prune.
-func (c *Client) Prune(ctx context.Context, dryRun bool) (p fleet.Pruned, err error) {
+func (c *Client) Prune(ctx context.Context, dryRun bool) (p records.Pruned, err error) {
 	err = c.call(ctx, "prune", "", http.MethodPost, "/v1/prune", wire.Prune{DryRun: dryRun}, &p)
 	return p, err
 }

@@ -10,8 +10,8 @@ import (
 
 	"github.com/drowse-vm/drowse/guest/report"
 	"github.com/drowse-vm/drowse/netpolicy"
-	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/records"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -40,16 +40,16 @@ const (
 	MaxFlows = 1000
 )
 
-// Codes of errors that are the server's own. Others are those of fleet.Code.
+// Codes of errors that are the server's own. Others are those of records.Code.
 const (
-	CodeUnauthorized fleet.Code = "unauthorized" // no token, or none that is known
-	CodeForbidden    fleet.Code = "forbidden"    // a token that may not do this, or a request from somewhere else
-	CodeNoRoute      fleet.Code = "no-route"     // there is no such path
-	CodeMethod       fleet.Code = "method"       // the path has other methods
-	CodeTooLarge     fleet.Code = "too-large"    // the body has more than MaxBody bytes
-	CodeMediaType    fleet.Code = "media-type"   // the body is not application/json
-	CodeBusy         fleet.Code = "busy"         // too many requests at once
-	CodeTooMany      fleet.Code = "too-many"     // too many requests of this caller at once
+	CodeUnauthorized records.Code = "unauthorized" // no token, or none that is known
+	CodeForbidden    records.Code = "forbidden"    // a token that may not do this, or a request from somewhere else
+	CodeNoRoute      records.Code = "no-route"     // there is no such path
+	CodeMethod       records.Code = "method"       // the path has other methods
+	CodeTooLarge     records.Code = "too-large"    // the body has more than MaxBody bytes
+	CodeMediaType    records.Code = "media-type"   // the body is not application/json
+	CodeBusy         records.Code = "busy"         // too many requests at once
+	CodeTooMany      records.Code = "too-many"     // too many requests of this caller at once
 )
 
 // ErrorDoc is the answer to what failed.
@@ -57,20 +57,20 @@ type ErrorDoc struct {
 	Error Error `json:"error"`
 }
 
-// Error is what a fleet.Error has, on its way.
+// Error is what a records.Error has, on its way.
 type Error struct {
-	Code    fleet.Code `json:"code"`
-	Message string     `json:"message"`
-	Remedy  string     `json:"remedy,omitempty"`
-	Op      string     `json:"op,omitempty"`
-	Sandbox string     `json:"sandbox,omitempty"`
+	Code    records.Code `json:"code"`
+	Message string       `json:"message"`
+	Remedy  string       `json:"remedy,omitempty"`
+	Op      string       `json:"op,omitempty"`
+	Sandbox string       `json:"sandbox,omitempty"`
 	// Hooks are those in the guest that have refused, with code "hooks".
 	Hooks []report.HookFailure `json:"hooks,omitempty"`
 	// HostHooks are those on the host that have refused, with code "host-hooks".
 	HostHooks []spec.HostHookFailure `json:"host_hooks,omitempty"`
 }
 
-// Err makes it an error again: a *fleet.Error that wraps the error of package spec that its code stands for, if there
+// Err makes it an error again: a *records.Error that wraps the error of package spec that its code stands for, if there
 // is one.
 func (e Error) Err() error {
 	cause := errors.New(e.Message)
@@ -80,16 +80,16 @@ func (e Error) Err() error {
 		}
 	}
 	switch e.Code {
-	case fleet.CodeTimeout:
+	case records.CodeTimeout:
 		cause = fmt.Errorf("%s: %w", e.Message, context.DeadlineExceeded)
-	case fleet.CodeCanceled:
+	case records.CodeCanceled:
 		cause = fmt.Errorf("%s: %w", e.Message, context.Canceled)
 	case "hooks":
 		cause = &spec.HooksError{Failures: e.Hooks}
 	case "host-hooks":
 		cause = &spec.HostHooksError{Failures: e.HostHooks}
 	}
-	return &fleet.Error{Op: e.Op, Sandbox: e.Sandbox, Code: e.Code, Remedy: e.Remedy, Err: texted{e.Message, cause}}
+	return &records.Error{Op: e.Op, Sandbox: e.Sandbox, Code: e.Code, Remedy: e.Remedy, Err: texted{e.Message, cause}}
 }
 
 // texted is an error with the text that it had at the other end.
@@ -107,13 +107,13 @@ type Empty struct{}
 // List is GET /v1/sandboxes, as `drowse ls -o json`.
 type List struct {
 	Version int `json:"version"`
-	fleet.List
+	records.List
 }
 
 // History is GET /v1/sandboxes/NAME/history, as `drowse history -o json`.
 type History struct {
 	Version int `json:"version"`
-	fleet.History
+	records.History
 }
 
 // Create is POST /v1/sandboxes.
@@ -153,7 +153,7 @@ type Changes struct {
 }
 
 // ChangesOf are changes as they are sent.
-func ChangesOf(c fleet.Changes) Changes {
+func ChangesOf(c records.Changes) Changes {
 	out := Changes{
 		Class: c.Class, Owner: c.Owner, Purpose: c.Purpose, Tags: c.Tags, Expires: c.Expires, Keep: c.Keep, Wake: c.Wake, Rotate: c.Rotate, Persist: c.Persist, Reset: c.Reset,
 		Idle: c.Spec.Idle, Hooks: c.Spec.Hooks, VCPUs: c.Spec.VCPUs, MemoryMiB: c.Spec.MemoryMiB, Policy: c.Spec.Policy,
@@ -171,8 +171,8 @@ func ChangesOf(c fleet.Changes) Changes {
 }
 
 // Fleet are the changes as a Fleet takes them.
-func (c Changes) Fleet() (fleet.Changes, error) {
-	out := fleet.Changes{
+func (c Changes) Fleet() (records.Changes, error) {
+	out := records.Changes{
 		Class: c.Class, Owner: c.Owner, Purpose: c.Purpose, Tags: c.Tags, Expires: c.Expires, Keep: c.Keep, Wake: c.Wake, Rotate: c.Rotate, Persist: c.Persist, Reset: c.Reset,
 		Spec: spec.Changes{Idle: c.Idle, Hooks: c.Hooks, VCPUs: c.VCPUs, MemoryMiB: c.MemoryMiB, Policy: c.Policy},
 	}
@@ -245,7 +245,7 @@ type Child struct {
 
 // Forked is the answer to Fork.
 type Forked struct {
-	Sandboxes []fleet.Sandbox `json:"sandboxes"`
+	Sandboxes []records.Sandbox `json:"sandboxes"`
 }
 
 // Rename is POST /v1/sandboxes/NAME/rename.
