@@ -12,6 +12,7 @@ import (
 	"github.com/drowse-vm/drowse/internal/test/guesttest"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/control"
+	"github.com/drowse-vm/drowse/vmm"
 )
 
 // waitInfo waits until a running VM says what is wanted of it.
@@ -32,6 +33,9 @@ func waitInfo(e *guesttest.Env, name, what string, want func(control.Info) bool)
 }
 
 func TestAttack_full_host_disk_pauses_the_VM_which_sleeps_wakes_and_goes_on(t *testing.T) {
+	if vmm.SoftKVM() {
+		t.Skip("a guest whose kernel is interpreted writes too little in minutes: `make test-hard` runs this")
+	}
 	small, err := os.MkdirTemp("", "df") // short, since Unix sockets lie in it
 	if err != nil {
 		t.Fatal(err)
@@ -55,17 +59,16 @@ func TestAttack_full_host_disk_pauses_the_VM_which_sleeps_wakes_and_goes_on(t *t
 	if err != nil {
 		t.Fatal(err)
 	}
-	take := int64(st.Bavail)*st.Bsize - int64(st.Blocks)*st.Bsize/20 - 4<<20
+	take := int64(st.Bavail)*st.Bsize - int64(st.Blocks)*st.Bsize/20 - 20<<20
 	if err := unix.Fallocate(int(f.Fd()), 0, 0, take); err != nil {
 		t.Fatal(err)
 	}
 	f.Close()
 
-	// More than is left, and little enough for a kernel that is interpreted. The guest's own program must not see an
-	// error, ever.
+	// More than is left. The guest's own program must not see an error, ever.
 	wrote := make(chan string, 1)
 	go func() {
-		wrote <- e.Sh("full", "dd if=/dev/urandom of=/root/big bs=64k count=128 2>/tmp/dd; sync; echo $?; sha256sum </root/big")
+		wrote <- e.Sh("full", "dd if=/dev/urandom of=/root/big bs=64k count=512 2>/tmp/dd; sync; echo $?; sha256sum </root/big")
 	}()
 	waitInfo(e, "full", "paused", func(i control.Info) bool { return i.NoSpace && strings.Contains(i.Problem, "full") })
 
@@ -91,7 +94,7 @@ func TestAttack_full_host_disk_pauses_the_VM_which_sleeps_wakes_and_goes_on(t *t
 		t.Fatal(err)
 	}
 	f.Close()
-	e.Sh("full", "nohup sh -c 'dd if=/dev/zero bs=64k count=128 | tr \"\\0\" x >/root/more && sync && echo whole >/run/more' >/dev/null 2>&1 &")
+	e.Sh("full", "nohup sh -c 'dd if=/dev/zero bs=64k count=512 | tr \"\\0\" x >/root/more && sync && echo whole >/run/more' >/dev/null 2>&1 &")
 	waitInfo(e, "full", "paused", func(i control.Info) bool { return i.NoSpace })
 	e.Sleep("full")
 	e.Wake("full")
@@ -101,7 +104,7 @@ func TestAttack_full_host_disk_pauses_the_VM_which_sleeps_wakes_and_goes_on(t *t
 	}
 	waitInfo(e, "full", "at work again", func(i control.Info) bool { return !i.NoSpace })
 	got := e.Sh("full", "for i in 1 2 3 4 5 6 7 8 9 10; do [ -e /run/more ] && break; sleep 1; done; cat /run/more; wc -c </root/more; sha256sum </root/big; touch /root/writable && echo writable")
-	for _, want := range []string{"whole", "8388608", said[1], "writable"} {
+	for _, want := range []string{"whole", "33554432", said[1], "writable"} {
 		if !strings.Contains(got, want) {
 			t.Errorf("after all of it the guest says %q, which lacks %q", got, want)
 		}

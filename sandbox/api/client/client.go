@@ -1,6 +1,6 @@
 // Package client asks a drowse server (package api) over HTTP for what package fleet does in a process of its own: the
-// methods have the same names, arguments and results. Errors are *records.Error with the same codes, and wrap the errors
-// of package spec, so that errors.Is finds these across the wire. It builds on all systems, and links no VMM.
+// methods have the same names, arguments and results. Errors are *records.Error with the same codes, and wrap the
+// errors of package spec, so that errors.Is finds these across the wire. It builds on all systems, and links no VMM.
 package client
 
 import (
