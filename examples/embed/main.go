@@ -18,6 +18,9 @@ import (
 const rules = "rules: [{name: web, direction: egress, verdict: allow, cidrs: [192.0.2.0/24], protocols: [tcp], ports: [443]}]"
 
 func main() {
+	if len(os.Args) != 3 {
+		log.Fatal("usage: embed STATE-DIRECTORY DROWSE-PROGRAM")
+	}
 	if err := run(context.Background(), os.Args[1], os.Args[2]); err != nil {
 		log.Fatal(err)
 	}

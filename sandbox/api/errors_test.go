@@ -270,7 +270,7 @@ func TestErrors_every_sentinel_has_a_status_a_code_and_a_remedy(t *testing.T) {
 	names := exported(t)
 	for _, name := range names {
 		if _, ok := sentinels[name]; !ok {
-			t.Errorf("%s is not in the table: give it a code in sandbox/errors.go, a remedy in sandbox/fleet/errors.go and a status in sandbox/api/server.go, or say why it is in no answer", name)
+			t.Errorf("%s is not in the table: give it a code in sandbox/spec/errors.go or sandbox/control/errors.go, a remedy in sandbox/fleet/errors.go and a status in sandbox/api/server.go, or say why it is in no answer", name)
 		}
 	}
 	for name, want := range sentinels {
