@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/binary"
 	"errors"
+	"sync"
 	"testing"
 	"time"
 
@@ -61,6 +62,40 @@ func TestAttack_pause_comes_after_the_request_under_way_however_many_wait(t *tes
 	waitFor(t, func() bool {
 		return w.Pause(context.Background()) == nil && func() bool { defer w.Resume(); return done == 200 }()
 	})
+}
+
+// A guest resets a device while a queue does a request without an end, and a request of another queue waits for it.
+func TestAttack_reset_waits_for_a_queue_that_waits_for_another(t *testing.T) {
+	var mu sync.Mutex // as that of a device
+	entered, waiting := make(chan struct{}), make(chan struct{})
+	long, _ := newQueue(t, 1)
+	short, _ := newQueue(t, 1)
+	all := Workers{short.StartWorker(func() {
+		close(waiting)
+		mu.Lock()
+		defer mu.Unlock()
+	}), long.StartWorker(func() {
+		mu.Lock()
+		defer mu.Unlock()
+		close(entered)
+		for !long.Yield() {
+			time.Sleep(50 * time.Microsecond)
+		}
+	})}
+	long.Kick.Signal()
+	<-entered
+	short.Kick.Signal()
+	<-waiting
+	stopped := make(chan struct{})
+	go func() {
+		defer close(stopped)
+		all.Stop()
+	}()
+	select {
+	case <-stopped:
+	case <-time.After(time.Minute):
+		t.Fatal("the reset has not ended within a minute")
+	}
 }
 
 // A turn of a worker has a size in bytes as well as in requests.

@@ -50,9 +50,13 @@ func (w *Worker) Resume() {
 
 // Stop ends the worker and waits for it. handle must return soon.
 func (w *Worker) Stop() {
+	w.tellStop()
+	<-w.done
+}
+
+func (w *Worker) tellStop() {
 	w.set(func() { w.stopped = true })
 	w.event.Signal()
-	<-w.done
 }
 
 // Workers are those of a device that has several queues.
@@ -91,9 +95,13 @@ func (ws Workers) Resume() error {
 	return nil
 }
 
-// Stop ends all of them and waits for them.
+// Stop ends all of them and waits for them. All are told before the first is waited for: one may wait for another,
+// which stops what it does only if it has been told.
 func (ws Workers) Stop() {
 	for _, w := range ws {
-		w.Stop()
+		w.tellStop()
+	}
+	for _, w := range ws {
+		<-w.done
 	}
 }

@@ -382,16 +382,12 @@ func (m *Machine) Pause(ctx context.Context) error {
 		m.openGate()
 		return err
 	}
-	for i, t := range m.virtio {
-		if err := t.Pause(ctx); err != nil {
-			for _, t := range m.virtio[:i] {
-				if err := t.Resume(); err != nil {
-					m.finish(Exit{Reason: HostError, VCPU: -1, Detail: "resuming " + t.name + ": " + err.Error(), Err: err})
-				}
-			}
-			m.openGate()
-			return fmt.Errorf("pausing %s: %w", t.name, err)
+	if err := m.pauseDevices(ctx); err != nil {
+		if err := m.resumeDevices(); err != nil {
+			m.finish(Exit{Reason: HostError, VCPU: -1, Detail: err.Error(), Err: err})
 		}
+		m.openGate()
+		return err
 	}
 	m.stages.set(StagePause, time.Since(begin))
 	m.state = paused
@@ -450,6 +446,22 @@ func (m *Machine) Resume() error {
 	m.state = running
 	m.openGate()
 	return nil
+}
+
+// pauseDevices pauses all devices at once, since each may have something to finish first. Those that are paused when it
+// fails stay so.
+func (m *Machine) pauseDevices(ctx context.Context) error {
+	errs := make([]error, len(m.virtio))
+	var all sync.WaitGroup
+	for i, t := range m.virtio {
+		all.Go(func() {
+			if err := t.Pause(ctx); err != nil {
+				errs[i] = fmt.Errorf("pausing %s: %w", t.name, err)
+			}
+		})
+	}
+	all.Wait()
+	return errors.Join(errs...)
 }
 
 func (m *Machine) resumeDevices() error {

@@ -2,6 +2,7 @@ package fs
 
 import (
 	"errors"
+	"math"
 	"os"
 	"path/filepath"
 	"testing"
@@ -68,10 +69,11 @@ func TestAttack_pause_does_not_wait_for_allocations_and_fsync(t *testing.T) {
 	}
 	d.started = true
 	h := d.tree.open(d.root, fd, unix.O_RDWR, false)
-	allocate := func() error {
-		body := append(longs(h.id, 0, allocatePiece+4096), words(0, 0)...)
+	fallocate := func(at, length uint64, mode uint32) error {
+		body := append(longs(h.id, at, length), words(mode, 0)...)
 		return d.fallocate(&request{queue: q, body: parser{b: body}})
 	}
+	allocate := func() error { return fallocate(0, allocatePiece+4096, 0) }
 	fsync := func() error { return d.fsync(&request{queue: q, body: parser{b: append(longs(h.id), words(0, 0)...)}}) }
 	size := func() int64 {
 		var st unix.Stat_t
@@ -99,5 +101,15 @@ func TestAttack_pause_does_not_wait_for_allocations_and_fsync(t *testing.T) {
 	w.Resume()
 	if err := errors.Join(allocate(), fsync()); err != nil || size() != allocatePiece+4096 {
 		t.Errorf("after the pause: %v, the file has %d bytes", err, size())
+	}
+	// What has no blocks takes a system call for each piece: there is an end to them.
+	const free = unix.FALLOC_FL_PUNCH_HOLE | unix.FALLOC_FL_KEEP_SIZE
+	for length, want := range map[uint64]error{allocateEnd / 2: nil, allocateEnd + 1: unix.EFBIG, math.MaxInt64: unix.EFBIG} {
+		if err := fallocate(0, length, free); !errors.Is(err, want) {
+			t.Errorf("freeing %d bytes: %v, want %v", length, err, want)
+		}
+	}
+	if err := fallocate(allocateEnd, 1, 0); !errors.Is(err, unix.EFBIG) {
+		t.Errorf("allocating a byte beyond the end: %v, want EFBIG", err)
 	}
 }

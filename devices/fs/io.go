@@ -249,6 +249,9 @@ func (d *Device) fallocate(r *request) error {
 	if r.body.bad || off > math.MaxInt64 || n > math.MaxInt64-off || n == 0 {
 		return unix.EINVAL
 	}
+	if off+n > allocateEnd {
+		return unix.EFBIG
+	}
 	switch mode {
 	case 0, unix.FALLOC_FL_KEEP_SIZE, unix.FALLOC_FL_PUNCH_HOLE | unix.FALLOC_FL_KEEP_SIZE,
 		unix.FALLOC_FL_ZERO_RANGE, unix.FALLOC_FL_ZERO_RANGE | unix.FALLOC_FL_KEEP_SIZE:
@@ -277,6 +280,10 @@ func (d *Device) fallocate(r *request) error {
 	}
 	return nil
 }
+
+// allocateEnd is how far into a file that is: what has no blocks costs a system call for each piece as well. It is the
+// most that a file of ext4 can have.
+const allocateEnd = 16 << 40
 
 // allocatePiece is how many bytes of a file are allocated, freed or zeroed at once; a pause comes between them.
 const allocatePiece = 64 << 20
