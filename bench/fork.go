@@ -11,6 +11,7 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -111,7 +112,7 @@ func (e Env) forks(ctx context.Context, o ForkOptions, mib, used int) (rows []Ro
 	return []Row{pause.row("fork_pause", params), ready.row("fork_ready", params)}, nil
 }
 
-func (e Env) removeChildren(ctx context.Context, res sandbox.ForkResult) error {
+func (e Env) removeChildren(ctx context.Context, res control.ForkResult) error {
 	var errs []error
 	for _, c := range res.Children {
 		errs = append(errs, e.remove(ctx, c.Name))

@@ -21,5 +21,4 @@ type (
 	SleepOptions    = spec.SleepOptions
 	SnapshotOptions = spec.SnapshotOptions
 	Stats           = spec.Stats
-	HostStats       = spec.HostStats
 )

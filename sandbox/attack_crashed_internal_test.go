@@ -99,7 +99,7 @@ func TestAttack_automatic_wake_rolls_a_crashed_vm_back_to_its_last_sleep(t *test
 			return err
 		},
 		"connection, packet or timer": func(s *Host, l pool.Launcher) error {
-			_, hold, err := s.With(l).Sandbox("a").WakeWithLock(context.Background())
+			_, hold, err := s.With(l).Sandbox("a").wakeWithLock(context.Background())
 			if hold != nil {
 				hold.Release()
 			}

@@ -42,26 +42,37 @@ type CreateOptions struct {
 
 // Create makes a sandbox and boots it. It returns when the agent in the guest answers. If the VM does not come up,
 // nothing is left of it but its logs in the error. A name that is taken is ErrExists.
-func (s *Host) Create(ctx context.Context, want Spec, o CreateOptions) (*Sandbox, error) {
+func (s *Host) Create(ctx context.Context, want Spec, o CreateOptions) (b *Sandbox, err error) {
+	if o.Report == nil {
+		o.Report = &control.Report{}
+	}
+	ctx, ended := s.begin(ctx, control.OpCreate, want.Name)
+	defer func() { ended(control.Operation{Report: *o.Report, Err: err}) }()
 	if o.Disk != "" {
 		return s.createFromDisk(ctx, want, o)
 	}
-	l := s.launcher
-	want, err := s.State.Complete(want)
-	if err != nil {
+	if want, err = s.State.Complete(want); err != nil {
 		return nil, err
 	}
 	r := &state.Record{Version: state.RecordVersion, ID: spec.NewID(), Spec: want, Created: time.Now().UTC(), Phase: state.Starting, Maker: os.Getpid()}
-	if err := r.SetMetadata(o.Metadata); err != nil {
+	if err := setFirstMetadata(r, o.Metadata); err != nil {
 		return nil, err
 	}
 	if err := errors.Join(s.State.FindVolumes(want.Volumes), s.findShares(want.Shares)); err != nil {
 		return nil, err
 	}
-	if r.Boot, err = s.resolve(ctx, l, want); err != nil {
+	if r.Boot, err = s.resolve(ctx, want); err != nil {
 		return nil, err
 	}
-	return s.launchNew(ctx, l, r, "", nil, o.Report)
+	return s.launchNew(ctx, r, "", nil, o.Report)
+}
+
+// setFirstMetadata gives a sandbox that is to be made its metadata; nil is none.
+func setFirstMetadata(r *state.Record, m *spec.Metadata) error {
+	if m != nil && lifetime.Expired(m.Expires, time.Now()) {
+		return fmt.Errorf("%w: it would expire at %s, which is over", spec.ErrMetadata, m.Expires.Format(time.RFC3339))
+	}
+	return r.SetMetadata(m)
 }
 
 // creationPoll is how often GetOrCreate looks for what somebody else makes.
@@ -96,9 +107,9 @@ func (s *Host) GetOrCreate(ctx context.Context, want Spec, o CreateOptions) (b *
 
 // launchNew makes the record and starts the VM; it leaves nothing when that fails. recorded, if not nil, is called when
 // there is a record. to, if not nil, gets how the start went.
-func (s *Host) launchNew(ctx context.Context, l pool.Launcher, r *state.Record, snapshotID string, recorded func() error, to *control.Report) (*Sandbox, error) {
+func (s *Host) launchNew(ctx context.Context, r *state.Record, snapshotID string, recorded func() error, to *control.Report) (*Sandbox, error) {
 	// What comes of another machine must not pass for it.
-	rep, err := s.launchNewWith(ctx, l, r, control.Order{Name: r.Spec.Name, Snapshot: snapshotID, NewIdentity: r.Parent != ""}, recorded)
+	rep, err := s.launchNewWith(ctx, r, control.Order{Name: r.Spec.Name, Snapshot: snapshotID, NewIdentity: r.Parent != ""}, recorded)
 	if to != nil {
 		*to = rep
 	}
@@ -109,7 +120,7 @@ func (s *Host) launchNew(ctx context.Context, l pool.Launcher, r *state.Record, 
 }
 
 // launchNewWith is launchNew as launchWith is launch.
-func (s *Host) launchNewWith(ctx context.Context, l pool.Launcher, r *state.Record, ord control.Order, recorded func() error, files ...*os.File) (control.Report, error) {
+func (s *Host) launchNewWith(ctx context.Context, r *state.Record, ord control.Order, recorded func() error, files ...*os.File) (control.Report, error) {
 	lock, err := s.State.Create(r)
 	if err != nil {
 		return control.Report{}, err
@@ -120,7 +131,7 @@ func (s *Host) launchNewWith(ctx context.Context, l pool.Launcher, r *state.Reco
 			return control.Report{}, errors.Join(err, s.State.RemoveNew(context.WithoutCancel(ctx), r))
 		}
 	}
-	rep, err := s.launchWith(ctx, l, r.Spec.Shape(), ord, files...)
+	rep, err := s.launchWith(ctx, r.Spec.Shape(), ord, files...)
 	if err != nil {
 		// The console goes with the VM.
 		if line := control.LastLine(s.State.ConsoleLog(r.Spec.Name)); errors.Is(err, vmm.ErrEnded) && line != "" {
@@ -132,7 +143,7 @@ func (s *Host) launchNewWith(ctx context.Context, l pool.Launcher, r *state.Reco
 }
 
 // resolve finds what the spec names.
-func (s *Host) resolve(ctx context.Context, l pool.Launcher, spec Spec) (state.BootFiles, error) {
+func (s *Host) resolve(ctx context.Context, spec Spec) (state.BootFiles, error) {
 	images, err := image.OpenStore(s.State.ImageDir())
 	if err != nil {
 		return state.BootFiles{}, err
@@ -160,14 +171,14 @@ func (s *Host) resolve(ctx context.Context, l pool.Launcher, spec Spec) (state.B
 		}
 		b.Kernel, b.KernelID, kind = k.Image, k.ID, k.Kind
 		if kernel.DefaultRoot(kind) == kernel.Initramfs {
-			b.Initramfs, err = initramfs.Ensure(ctx, s.State.CacheDir(), initramfs.Spec{Init: l.Agent, Modules: k.Modules})
+			b.Initramfs, err = initramfs.Ensure(ctx, s.State.CacheDir(), initramfs.Spec{Init: s.launcher.Agent, Modules: k.Modules})
 			if err != nil {
 				return state.BootFiles{}, err
 			}
 		}
 	}
 	if b.Initramfs == "" {
-		if b.SystemDisk, err = sysdisk.Ensure(ctx, s.State.CacheDir(), l.Agent); err != nil {
+		if b.SystemDisk, err = sysdisk.Ensure(ctx, s.State.CacheDir(), s.launcher.Agent); err != nil {
 			return state.BootFiles{}, err
 		}
 	}
@@ -188,13 +199,13 @@ func (s *Host) resolve(ctx context.Context, l pool.Launcher, spec Spec) (state.B
 
 // resolveAgain finds the files of a VM from whose snapshot another one is made. The
 // guest has the image and the system disk in use, so they must be the very same.
-func (s *Host) resolveAgain(ctx context.Context, l pool.Launcher, old state.Record) (state.BootFiles, error) {
+func (s *Host) resolveAgain(ctx context.Context, old state.Record) (state.BootFiles, error) {
 	want := old.Spec
 	want.Image = old.Boot.ImageID
 	if old.Boot.KernelID != "" {
 		want.Kernel = old.Boot.KernelID
 	}
-	b, err := s.resolve(ctx, l, want)
+	b, err := s.resolve(ctx, want)
 	if err != nil {
 		return b, err
 	}
@@ -240,12 +251,18 @@ type StartOptions struct {
 	// was in its memory alone is given up. Nothing of the memory is read, so this is the way back from a snapshot that
 	// is damaged.
 	DiscardMemory bool
+	// Awake is all that is wanted: a VM that sleeps is woken (BringUp), and one that runs is left alone.
+	Awake bool
 }
 
 // Start boots a VM that has stopped or crashed, with its disk as it is.
-func (b *Sandbox) Start(ctx context.Context, o StartOptions) (control.Report, error) {
+func (b *Sandbox) Start(ctx context.Context, o StartOptions) (rep control.Report, err error) {
 	s, name := b.host, b.name
-	l := s.launcher
+	if o.Awake {
+		return b.startAwake(ctx)
+	}
+	ctx, ended := s.begin(ctx, control.OpStart, name)
+	defer func() { ended(control.Operation{Report: rep, Err: err}) }()
 	if o.DiscardMemory {
 		if err := s.discardMemory(ctx, name); err != nil {
 			return control.Report{}, err
@@ -266,10 +283,37 @@ func (b *Sandbox) Start(ctx context.Context, o StartOptions) (control.Report, er
 	case state.Asleep:
 		// Its memory is of no use if its volumes have moved on.
 		if !errors.Is(s.State.CheckVolumes(r, r.Snapshot), volume.ErrStale) {
-			return control.Report{}, fmt.Errorf("%w: %s is asleep: wake it with `drowse wake %s`", ErrNotRunning, name, name)
+			return control.Report{}, fmt.Errorf("%w: %s is asleep: wake it with Sandbox(%q).Wake", ErrNotRunning, name, name)
 		}
 	}
-	return s.launchWith(ctx, l, r.Spec.Shape(), control.Order{Name: r.Spec.Name, Shared: true})
+	return s.launchWith(ctx, r.Spec.Shape(), control.Order{Name: r.Spec.Name, Shared: true})
+}
+
+// startAwake is Start with Awake.
+func (b *Sandbox) startAwake(ctx context.Context) (rep control.Report, err error) {
+	for {
+		r, err := b.host.State.Get(b.name)
+		if err != nil {
+			return rep, err
+		}
+		if r.Phase == state.Stopped || r.Phase == state.Crashed {
+			rep, err = b.Start(ctx, StartOptions{})
+		} else {
+			rep, err = b.BringUp(ctx)
+		}
+		if !errors.Is(err, ErrRunning) && !errors.Is(err, ErrNotRunning) {
+			return rep, err
+		}
+		// It may have changed since it was looked at.
+		if now, gerr := b.host.State.Get(b.name); gerr != nil || now.Phase == r.Phase {
+			return rep, err
+		}
+		select {
+		case <-ctx.Done():
+			return rep, fmt.Errorf("starting %s: %w", b.name, context.Cause(ctx))
+		case <-time.After(creationPoll):
+		}
+	}
 }
 
 // discardMemory makes a VM that sleeps one that has stopped, with the disk that it slept with. Its snapshot is kept
@@ -287,7 +331,7 @@ func (s *Host) discardMemory(ctx context.Context, name string) error {
 	if err != nil || r.Phase != state.Asleep {
 		return err
 	}
-	r.Phase, r.Problem = state.Stopped, "its memory was discarded; `drowse start` boots it with its disk as it is"
+	r.Phase, r.Problem = state.Stopped, "its memory was discarded; Sandbox.Start boots it with its disk as it is"
 	return s.State.Save(r)
 }
 
@@ -295,7 +339,7 @@ func (s *Host) discardMemory(ctx context.Context, name string) error {
 func unreadable(name string, err error) error {
 	for _, e := range []error{snapshot.ErrCorrupt, snapshot.ErrIncomplete, snapshot.ErrNotFound, snapshot.ErrVersion, snapshot.ErrForeign, vmm.ErrForeign} {
 		if errors.Is(err, e) {
-			return fmt.Errorf("%w; its disk does not depend on its memory: `drowse start --discard-memory %s` boots it without what was in memory alone", err, name)
+			return fmt.Errorf("%w; its disk does not depend on its memory: Sandbox(%q).Start with DiscardMemory boots it without what was in memory alone", err, name)
 		}
 	}
 	return err
@@ -309,23 +353,23 @@ func unreadable(name string, err error) error {
 // ErrNotRunning if it has nothing to wake from, ErrExpired, and what can go wrong in a restore; then it sleeps on.
 func (b *Sandbox) Wake(ctx context.Context) (control.Report, error) {
 	s, name := b.host, b.name
-	l := s.launcher
-	return s.wake(ctx, l, name, nil, true)
+	return s.wake(ctx, name, nil, true)
 }
 
 // BringUp is Wake that never takes a VM back: one whose process was killed is booted with its disk as it is, as Start
 // does, so that nothing is lost that its guest had written out.
 func (b *Sandbox) BringUp(ctx context.Context) (control.Report, error) {
 	s, name := b.host, b.name
-	l := s.launcher
-	return s.wake(ctx, l, name, nil, false)
+	return s.wake(ctx, name, nil, false)
 }
 
 // wake is Wake, or BringUp if the VM is not to be taken back. hold, if not nil, is the socket by which the VM is held
 // awake from its first moment on, if this call wakes it.
-func (s *Host) wake(ctx context.Context, l pool.Launcher, name string, hold *os.File, back bool) (control.Report, error) {
+func (s *Host) wake(ctx context.Context, name string, hold *os.File, back bool) (rep control.Report, err error) {
+	ctx, ended := s.begin(ctx, control.OpWake, name)
+	defer func() { ended(control.Operation{Report: rep, Err: err}) }()
 	for {
-		rep, err := s.wakeOnce(ctx, l, name, hold, back)
+		rep, err = s.wakeOnce(ctx, name, hold, back)
 		if !errors.Is(err, state.ErrBetween) {
 			return rep, err
 		}
@@ -337,7 +381,7 @@ func (s *Host) wake(ctx context.Context, l pool.Launcher, name string, hold *os.
 	}
 }
 
-func (s *Host) wakeOnce(ctx context.Context, l pool.Launcher, name string, hold *os.File, back bool) (control.Report, error) {
+func (s *Host) wakeOnce(ctx context.Context, name string, hold *os.File, back bool) (control.Report, error) {
 	r, err := s.State.Get(name)
 	if err != nil {
 		return control.Report{}, err
@@ -353,14 +397,14 @@ func (s *Host) wakeOnce(ctx context.Context, l pool.Launcher, name string, hold 
 		return control.Report{}, err
 	}
 	if r.Phase == state.Crashed && !back {
-		return s.upOnce(ctx, l, r, "", hold)
+		return s.upOnce(ctx, r, "", hold)
 	}
 	if r.Snapshot == "" {
-		return control.Report{}, fmt.Errorf("%w: %s has not slept: boot it with `drowse start %s`", ErrNotRunning, name, name)
+		return control.Report{}, fmt.Errorf("%w: %s has not slept: boot it with Sandbox(%q).Start", ErrNotRunning, name, name)
 	}
 	if r.Phase == state.Stopped {
 		// It has ended by itself, with all that it wrote on its disk.
-		return control.Report{}, fmt.Errorf("%w: %s has stopped: boot it with `drowse start %s`; a clone as of its last sleep is `drowse restore %s`",
+		return control.Report{}, fmt.Errorf("%w: %s has stopped: boot it with Sandbox(%q).Start; a clone as of its last sleep is Host.Clone of %q",
 			ErrNotRunning, name, name, r.Snapshot)
 	}
 	if err := errors.Join(s.State.CheckVolumes(r, r.Snapshot), s.findShares(r.Spec.Shares)); err != nil {
@@ -374,12 +418,12 @@ func (s *Host) wakeOnce(ctx context.Context, l pool.Launcher, name string, hold 
 			return control.Report{}, err
 		}
 	}
-	return s.upOnce(ctx, l, r, r.Snapshot, hold)
+	return s.upOnce(ctx, r, r.Snapshot, hold)
 }
 
 // upOnce starts the process of a VM that has none: from a snapshot, or, if that is empty, from its disk. errBetween
 // says that it has one.
-func (s *Host) upOnce(ctx context.Context, l pool.Launcher, r *state.Record, snapshotID string, hold *os.File) (control.Report, error) {
+func (s *Host) upOnce(ctx context.Context, r *state.Record, snapshotID string, hold *os.File) (control.Report, error) {
 	// The process that has put it to sleep may be on its way out.
 	lock, err := s.State.Lock(r.Spec.Name)
 	if errors.Is(err, ErrRunning) {
@@ -394,7 +438,7 @@ func (s *Host) upOnce(ctx context.Context, l pool.Launcher, r *state.Record, sna
 	if hold != nil {
 		files = []*os.File{hold}
 	}
-	rep, err := s.launchWith(ctx, l, r.Spec.Shape(), ord, files...)
+	rep, err := s.launchWith(ctx, r.Spec.Shape(), ord, files...)
 	if errors.Is(err, ErrRunning) {
 		// Somebody else was faster.
 		return control.Report{}, state.ErrBetween
@@ -474,8 +518,12 @@ type CloneOptions struct {
 
 // Clone makes a new sandbox from a snapshot. It has the memory, processes and files of the one that the snapshot is of,
 // and an identity of its own. Its network policy is the one that that had then.
-func (s *Host) Clone(ctx context.Context, snapshotID string, o CloneOptions) (*Sandbox, error) {
-	l := s.launcher
+func (s *Host) Clone(ctx context.Context, snapshotID string, o CloneOptions) (b *Sandbox, err error) {
+	if o.Report == nil {
+		o.Report = &control.Report{}
+	}
+	ctx, ended := s.begin(ctx, control.OpRestore, o.Name)
+	defer func() { ended(control.Operation{Report: *o.Report, Err: err}) }()
 	// Nobody removes the snapshot or its layers before the record names them.
 	unlock, err := s.State.Share(ctx)
 	if err != nil {
@@ -487,7 +535,7 @@ func (s *Host) Clone(ctx context.Context, snapshotID string, o CloneOptions) (*S
 	if err != nil {
 		return nil, err
 	}
-	r, err := s.cloneRecord(ctx, l, id, o.Name)
+	r, err := s.cloneRecord(ctx, id, o.Name)
 	if err != nil {
 		return nil, err
 	}
@@ -500,10 +548,10 @@ func (s *Host) Clone(ctx context.Context, snapshotID string, o CloneOptions) (*S
 		}
 		r.Spec.Idle = *o.Idle
 	}
-	if err := r.SetMetadata(o.Metadata); err != nil {
+	if err := setFirstMetadata(r, o.Metadata); err != nil {
 		return nil, err
 	}
-	return s.launchNew(ctx, l, r, id, unlock, o.Report)
+	return s.launchNew(ctx, r, id, unlock, o.Report)
 }
 
 // Rewind takes a sandbox that does not run back to one of its own snapshots, in which it sleeps then: its memory, disk
@@ -515,20 +563,20 @@ func (b *Sandbox) Rewind(ctx context.Context, snapshotID string) error {
 }
 
 // cloneRecord is the record of a new VM that is made from a snapshot.
-func (s *Host) cloneRecord(ctx context.Context, l pool.Launcher, id, name string) (*state.Record, error) {
+func (s *Host) cloneRecord(ctx context.Context, id, name string) (*state.Record, error) {
 	m, err := s.State.Manifest(id)
 	if err != nil {
 		return nil, err
 	}
 	if state.DiskOnly(m) {
-		return nil, fmt.Errorf("restoring snapshot %s: %w: boot a VM from it with `drowse run --from-disk %.12s`", id, state.ErrDiskOnly, id)
+		return nil, fmt.Errorf("restoring snapshot %s: %w: boot a VM from it with Host.Create with Disk \"%.12s\"", id, state.ErrDiskOnly, id)
 	}
 	var old state.Record
 	if err := json.Unmarshal([]byte(m.Labels[state.LabelRecord]), &old); err != nil {
 		return nil, fmt.Errorf("snapshot %s: %w: it was not taken by this store: %w", id, spec.ErrRecord, err)
 	}
 	// What it says of files is not taken over: a snapshot may come from elsewhere.
-	boot, err := s.resolveAgain(ctx, l, old)
+	boot, err := s.resolveAgain(ctx, old)
 	if err != nil {
 		return nil, fmt.Errorf("snapshot %s: %w", id, err)
 	}
@@ -553,11 +601,11 @@ func (s *Host) cloneRecord(ctx context.Context, l pool.Launcher, id, name string
 
 // launchWith starts the process of a VM with an order, and with the files that belong to it after that for the report,
 // and waits for the report.
-func (s *Host) launchWith(ctx context.Context, l pool.Launcher, shape spec.Shape, ord control.Order, files ...*os.File) (rep control.Report, err error) {
-	if rep, err = pool.Start(ctx, s.State, l, shape, ord, files...); err != nil {
+func (s *Host) launchWith(ctx context.Context, shape spec.Shape, ord control.Order, files ...*os.File) (rep control.Report, err error) {
+	if rep, err = pool.Start(ctx, s.State, s.launcher, shape, ord, files...); err != nil {
 		return rep, err
 	}
-	return rep, s.handIn(ctx, l, ord.Name)
+	return rep, s.handIn(ctx, ord.Name)
 }
 
 // Info asks a running VM how it is.
@@ -573,6 +621,8 @@ func (b *Sandbox) Info(ctx context.Context) (info control.Info, err error) {
 // as deleting the sleep before, is in the result's Problem, and left to the next sweep.
 func (b *Sandbox) Sleep(ctx context.Context, o SleepOptions) (res control.SleepResult, err error) {
 	s, name := b.host, b.name
+	ctx, ended := s.begin(ctx, control.OpSleep, name)
+	defer func() { ended(control.Operation{Saved: res, Err: err}) }()
 	if err := o.Hooks.Validate(); err != nil {
 		return res, err
 	}
@@ -584,7 +634,7 @@ func (b *Sandbox) Sleep(ctx context.Context, o SleepOptions) (res control.SleepR
 		return lastSleep(r), nil
 	}
 	if l, err := s.State.Metadata(name); err == nil && l.Class == lifetime.Ephemeral {
-		return res, fmt.Errorf("putting %s to sleep: %w: it is ephemeral, and ephemeral sandboxes leave nothing: remove it, or change its class with `drowse update %s --class resumable`", name, state.ErrMetadata, name)
+		return res, fmt.Errorf("putting %s to sleep: %w: it is ephemeral, and ephemeral sandboxes leave nothing: remove it, or change its class: Fleet.Update of %q with Class", name, state.ErrMetadata, name)
 	}
 	begin := time.Now()
 	proc, err := s.launcher.Find(r.PID) // a pidfd: it means this process for ever
@@ -670,6 +720,8 @@ func (s *Host) awaitUnlocked(ctx context.Context, name string) error {
 // Snapshot writes a running VM to a snapshot that stays until it is removed, and lets it run on.
 func (b *Sandbox) Snapshot(ctx context.Context, o SnapshotOptions) (res control.SleepResult, err error) {
 	s, name := b.host, b.name
+	ctx, ended := s.begin(ctx, control.OpSnapshot, name)
+	defer func() { ended(control.Operation{Saved: res, Err: err}) }()
 	if err := o.Hooks.Validate(); err != nil {
 		return res, err
 	}

@@ -67,7 +67,7 @@ func (s *Host) runConfigOf(name string) (image.RunConfig, error) {
 	}
 	img, err := images.ByID(r.Boot.ImageID)
 	if err != nil {
-		return image.RunConfig{}, fmt.Errorf("asking the image of %s for user, directory and variables: %w; `drowse exec --no-image-config` does without them", name, err)
+		return image.RunConfig{}, fmt.Errorf("asking the image of %s for user, directory and variables: %w; a client of the agent (Connect) does without them", name, err)
 	}
 	// What the VM is told of its proxy replaces what the image says.
 	env, err := s.proxyEnvironment(r)

@@ -40,7 +40,7 @@ func TestAttack_damaged_memory_leaves_a_way_to_the_disk(t *testing.T) {
 			}
 			if _, err := snapshot.Open(h.SnapshotDir(r.Snapshot)); err == nil {
 				t.Fatal("its memory is not damaged")
-			} else if err := unreadable("vm", err); !strings.Contains(err.Error(), "drowse start --discard-memory vm") {
+			} else if err := unreadable("vm", err); !strings.Contains(err.Error(), `Sandbox("vm").Start with DiscardMemory`) {
 				t.Errorf("a wake says %v", err)
 			}
 			// All that has to do with the disk goes by the manifest.
@@ -59,7 +59,7 @@ func TestAttack_damaged_memory_leaves_a_way_to_the_disk(t *testing.T) {
 			}
 			agent := filepath.Join(t.TempDir(), "agent")
 			h.Write(agent, "a program")
-			if made, err := s.recordFromDisk(t.Context(), pool.Launcher{Agent: agent}, Spec{Name: "other", Kernel: "built"}, m); err != nil || !slices.Equal(made.Disk.Layers, r.Disk.Layers) {
+			if made, err := s.With(pool.Launcher{Agent: agent}).recordFromDisk(t.Context(), Spec{Name: "other", Kernel: "built"}, m); err != nil || !slices.Equal(made.Disk.Layers, r.Disk.Layers) {
 				t.Errorf("another VM of its disk is %+v (%v)", made, err)
 			}
 			// The start itself needs a guest. What it finds is a stopped VM with that disk, so `drowse start` goes on

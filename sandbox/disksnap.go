@@ -10,7 +10,6 @@ import (
 
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/sandbox/instance"
-	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/snapshot"
@@ -18,7 +17,6 @@ import (
 
 // createFromDisk is Create with the disk of a snapshot, which need not have a memory that can be read.
 func (s *Host) createFromDisk(ctx context.Context, want Spec, o CreateOptions) (*Sandbox, error) {
-	l := s.launcher
 	// Nobody removes the snapshot's layers before the record names them.
 	unlock, err := s.State.Share(ctx)
 	if err != nil {
@@ -35,17 +33,17 @@ func (s *Host) createFromDisk(ctx context.Context, want Spec, o CreateOptions) (
 	if err != nil {
 		return nil, err
 	}
-	r, err := s.recordFromDisk(ctx, l, want, m)
+	r, err := s.recordFromDisk(ctx, want, m)
 	if err != nil {
 		return nil, fmt.Errorf("booting from the disk of snapshot %s: %w", id, err)
 	}
-	if err := r.SetMetadata(o.Metadata); err != nil {
+	if err := setFirstMetadata(r, o.Metadata); err != nil {
 		return nil, err
 	}
-	return s.launchNew(ctx, l, r, "", unlock, o.Report)
+	return s.launchNew(ctx, r, "", unlock, o.Report)
 }
 
-func (s *Host) recordFromDisk(ctx context.Context, l pool.Launcher, want Spec, m *snapshot.Manifest) (*state.Record, error) {
+func (s *Host) recordFromDisk(ctx context.Context, want Spec, m *snapshot.Manifest) (*state.Record, error) {
 	var size uint64
 	for _, d := range m.Disks {
 		if d.Name == instance.DeviceDisk {
@@ -69,7 +67,7 @@ func (s *Host) recordFromDisk(ctx context.Context, l pool.Launcher, want Spec, m
 	if err := errors.Join(s.State.FindVolumes(want.Volumes), s.findShares(want.Shares)); err != nil {
 		return nil, err
 	}
-	boot, err := s.resolve(ctx, l, want)
+	boot, err := s.resolve(ctx, want)
 	if err != nil {
 		return nil, err
 	}

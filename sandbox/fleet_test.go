@@ -24,9 +24,9 @@ import (
 func sandboxesOfGuests(t *testing.T, e *guesttest.Env, snap string) {
 	begin := time.Now()
 	defer func() { t.Logf("it took %v", time.Since(begin).Round(time.Millisecond)) }()
-	f := fleet.New(fleet.OfHost(e.Store, e.Launcher), fleet.Options{})
+	f := fleet.New(e.Store, fleet.Options{})
 	// It is asked by its API, which promises the same.
-	c := overHTTP(t, e, f)
+	c := overHTTP(t, e)
 
 	in := func(t *testing.T) *guesttest.Env {
 		own := *e
@@ -84,21 +84,15 @@ func sandboxesOfGuests(t *testing.T, e *guesttest.Env, snap string) {
 	}
 }
 
-// overHTTP serves a Fleet of real VMs until the test ends.
-func overHTTP(t *testing.T, e *guesttest.Env, f *fleet.Fleet) *client.Client {
+// overHTTP serves real VMs until the test ends.
+func overHTTP(t *testing.T, e *guesttest.Env) *client.Client {
 	t.Helper()
 	path := filepath.Join(e.Store.State.Dir(), api.SocketFile)
 	l, err := api.ListenUnix(path)
 	if err != nil {
 		t.Fatal(err)
 	}
-	server := api.New(api.Options{
-		Fleet: f,
-		VMs: api.OfHost(e.Store, func(ctx context.Context, name string) error {
-			_, err := f.Wake(ctx, name)
-			return err
-		}),
-	})
+	server := api.New(api.Options{Host: e.Store.With(e.Launcher)})
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error, 1)
 	go func() { done <- server.Serve(ctx, l) }()

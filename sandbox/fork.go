@@ -14,7 +14,6 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/volume"
 	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/events"
-	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
@@ -49,22 +48,6 @@ type ForkChild struct {
 	Metadata *state.Metadata
 }
 
-// ForkResult says what a fork has done.
-type ForkResult struct {
-	Parent string `json:"parent"`
-	// Snapshot is that of the fork: what the children come back from.
-	Snapshot string           `json:"snapshot"`
-	Children []control.Report `json:"children"`
-	// Durable says that the snapshot is on disk, and Problem why not.
-	Durable bool   `json:"durable"`
-	Problem string `json:"problem,omitempty"`
-	// Pages of RAM that are not zeros are shared by the children.
-	Pages uint64 `json:"pages"`
-	// Stages are ahead, pause and fill (of the capture), ready (from the call until all
-	// children are), durable (until the snapshot is on disk).
-	Stages map[string]float64 `json:"stages_ms"`
-}
-
 // Fork makes children of a VM: they go on from its memory, processes and files of one
 // moment, each with random numbers, a clock and an identity of its own, which its agent
 // has acknowledged when Fork returns. A VM that runs is paused for some milliseconds, once
@@ -74,10 +57,11 @@ type ForkResult struct {
 // When Fork fails, the VM runs on or sleeps as it did, and no child is left. There is one
 // exception: if the VM's process dies after the children run, they go on, and Durable is
 // false.
-func (b *Sandbox) Fork(ctx context.Context, o ForkOptions) (res ForkResult, err error) {
+func (b *Sandbox) Fork(ctx context.Context, o ForkOptions) (res control.ForkResult, err error) {
 	s, name := b.host, b.name
-	l := s.launcher
 	begin := time.Now()
+	ctx, ended := s.begin(ctx, control.OpFork, name)
+	defer func() { ended(control.Operation{Fork: res, Err: err}) }()
 	if len(o.Children) > 0 {
 		o.Count = len(o.Children)
 	}
@@ -91,8 +75,8 @@ func (b *Sandbox) Fork(ctx context.Context, o ForkOptions) (res ForkResult, err 
 	if err != nil {
 		return res, err
 	}
-	f := &forker{store: s, launcher: l, parent: r, early: o.Early, asked: o.asked, policy: o.Policy != nil, begin: begin}
-	f.res = ForkResult{Parent: name, Children: make([]control.Report, o.Count), Stages: map[string]float64{}}
+	f := &forker{store: s, parent: r, early: o.Early, asked: o.asked, policy: o.Policy != nil, begin: begin}
+	f.res = control.ForkResult{Parent: name, Children: make([]control.Report, o.Count), Stages: map[string]float64{}}
 	if err := f.choose(o); err != nil {
 		return res, err
 	}
@@ -131,17 +115,16 @@ func (b *Sandbox) Fork(ctx context.Context, o ForkOptions) (res ForkResult, err 
 
 // forker is a fork under way, from outside of the VMs' processes.
 type forker struct {
-	store    *Host
-	launcher pool.Launcher
-	parent   *state.Record
-	specs    []Spec
-	policy   bool                       // the children have another policy than their parent
-	labels   map[string]*state.Metadata // by name
-	early    bool
-	asked    bool // by the guest
-	begin    time.Time
-	made     string // the snapshot that the VM's process makes for it
-	res      ForkResult
+	store  *Host
+	parent *state.Record
+	specs  []Spec
+	policy bool                       // the children have another policy than their parent
+	labels map[string]*state.Metadata // by name
+	early  bool
+	asked  bool // by the guest
+	begin  time.Time
+	made   string // the snapshot that the VM's process makes for it
+	res    control.ForkResult
 }
 
 // choose makes the specs of the children, and refuses what cannot be before anything is
@@ -187,7 +170,7 @@ func (f *forker) choose(o ForkOptions) error {
 			return err
 		}
 		if _, err := os.Stat(f.store.State.RecordPath(spec.Name)); err == nil {
-			return fmt.Errorf("%w: %s: choose another, or remove it with `drowse rm %s`", ErrExists, spec.Name, spec.Name)
+			return fmt.Errorf("%w: %s: choose another, or remove it with Sandbox(%q).Delete", ErrExists, spec.Name, spec.Name)
 		}
 		if _, twice := f.labels[spec.Name]; twice {
 			return fmt.Errorf("%w: two children are called %s", ErrSpec, spec.Name)
@@ -224,7 +207,7 @@ func (f *forker) sleeping(ctx context.Context) error {
 	}
 	f.res.Snapshot, f.res.Durable = f.parent.Snapshot, true
 	return f.startAll(ctx, func(ctx context.Context, spec Spec) (control.Report, error) {
-		r, err := f.store.cloneRecord(ctx, f.launcher, f.parent.Snapshot, spec.Name)
+		r, err := f.store.cloneRecord(ctx, f.parent.Snapshot, spec.Name)
 		if err != nil {
 			return control.Report{}, err
 		}
@@ -236,7 +219,7 @@ func (f *forker) sleeping(ctx context.Context) error {
 			return control.Report{}, err
 		}
 		var rep control.Report
-		_, err = f.store.launchNew(ctx, f.launcher, r, f.parent.Snapshot, nil, &rep)
+		_, err = f.store.launchNew(ctx, r, f.parent.Snapshot, nil, &rep)
 		return rep, err
 	})
 }
@@ -267,7 +250,7 @@ func (f *forker) running(ctx context.Context) error {
 		if err := r.SetMetadata(f.labels[want.Name]); err != nil {
 			return control.Report{}, err
 		}
-		return f.store.launchNewWith(ctx, f.launcher, r, control.Order{Name: want.Name, NewIdentity: true, Fork: true}, nil, c.Image)
+		return f.store.launchNewWith(ctx, r, control.Order{Name: want.Name, NewIdentity: true, Fork: true}, nil, c.Image)
 	})
 	if err == nil && f.early {
 		return nil

@@ -20,13 +20,14 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/internal/test/guesttest"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/snapshot"
 )
 
-func forks(e *guesttest.Env, parent string, o sandbox.ForkOptions) sandbox.ForkResult {
+func forks(e *guesttest.Env, parent string, o sandbox.ForkOptions) control.ForkResult {
 	e.T.Helper()
 	res, err := e.Store.With(e.Launcher).Sandbox(parent).Fork(e.T.Context(), o)
 	if err != nil {
@@ -94,7 +95,7 @@ func TestForksOfARunningVM(t *testing.T) {
 		}
 		return r.PID
 	}
-	var first sandbox.ForkResult
+	var first control.ForkResult
 	sub("three children go on from the same memory and differ in randomness and identity", func(t *testing.T, e *guesttest.Env) {
 		// A stream that is open in the parent all the while.
 		c := e.Agent("parent")

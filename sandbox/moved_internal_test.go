@@ -21,7 +21,7 @@ func TestAttack_state_directory_that_was_moved_has_its_boot_files(t *testing.T) 
 	agent := filepath.Join(t.TempDir(), "agent")
 	h.Write(agent, "a program")
 	l := pool.Launcher{Agent: agent}
-	now, err := s.resolve(t.Context(), l, Spec{Image: h.Image, Kernel: "built"})
+	now, err := s.With(l).resolve(t.Context(), Spec{Image: h.Image, Kernel: "built"})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -61,7 +61,7 @@ func TestAttack_state_directory_that_was_moved_has_its_boot_files(t *testing.T) 
 				}
 			}
 			// A clone is made of its snapshot's record.
-			if b, err := s.resolveAgain(t.Context(), l, *r); err != nil || b.SystemDisk != now.SystemDisk {
+			if b, err := s.With(l).resolveAgain(t.Context(), *r); err != nil || b.SystemDisk != now.SystemDisk {
 				t.Errorf("a clone of %q has the agent's disk %q (%v), want %q", name, b.SystemDisk, err, now.SystemDisk)
 			}
 			// One of the user's own is where it is.

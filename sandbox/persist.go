@@ -18,7 +18,7 @@ func (b *Sandbox) Promote(ctx context.Context) ([]control.Promoted, error) {
 		return nil, err
 	}
 	if len(l.Persist.Promote) == 0 {
-		return nil, fmt.Errorf("%w: nothing of %s is to be promoted: say what with `drowse update %s --promote PATH=HOSTDIR`", state.ErrMetadata, name, name)
+		return nil, fmt.Errorf("%w: nothing of %s is to be promoted: say what: Fleet.Update of %q with Persist.Promote", state.ErrMetadata, name, name)
 	}
 	r, err := s.State.Get(name)
 	if err != nil {

@@ -13,7 +13,6 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/guest/audit"
 	"github.com/drowse-vm/drowse/sandbox/control"
-	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
@@ -155,15 +154,15 @@ func (s *Host) dropSecrets(name string, names []string) error {
 
 // handIn asks the launcher's owner for the secrets that a VM waits for which has just been
 // brought back.
-func (s *Host) handIn(ctx context.Context, l pool.Launcher, name string) error {
-	if l.Secrets == nil {
+func (s *Host) handIn(ctx context.Context, name string) error {
+	if s.launcher.Secrets == nil {
 		return nil
 	}
 	r, err := s.State.Load(name)
 	if err != nil || len(r.Secrets) == 0 {
 		return err
 	}
-	list, err := l.Secrets(ctx, name, slices.Clone(r.Secrets))
+	list, err := s.launcher.Secrets(ctx, name, slices.Clone(r.Secrets))
 	if err == nil {
 		err = s.Sandbox(name).SetSecrets(ctx, list...)
 	}

@@ -9,7 +9,6 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/volume"
 	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/events"
-	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
@@ -18,7 +17,6 @@ import (
 // with it is told to the guest, and returned.
 func (b *Sandbox) ForkAsked(ctx context.Context) error {
 	s, name := b.host, b.name
-	l := s.launcher
 	ctx = events.WithCause(ctx, events.Guest)
 	id := ""
 	if err := s.State.SetSelf(ctx, name, func(l *state.Metadata) error {
@@ -31,7 +29,7 @@ func (b *Sandbox) ForkAsked(ctx context.Context) error {
 	}); err != nil || id == "" {
 		return err
 	}
-	child, err := s.forkAsked(ctx, l, name)
+	child, err := s.forkAsked(ctx, name)
 	// The guest hears of it also when whoever serves is about to end.
 	return errors.Join(err, s.State.SetSelf(context.WithoutCancel(ctx), name, func(l *state.Metadata) error {
 		if l.Asked.Fork.ID != id {
@@ -56,7 +54,7 @@ func whyNoFork(err error) string {
 	return "the fork was not made: the VM's owner finds why in what `drowse serve` writes"
 }
 
-func (s *Host) forkAsked(ctx context.Context, l pool.Launcher, name string) (child string, err error) {
+func (s *Host) forkAsked(ctx context.Context, name string) (child string, err error) {
 	r, err := s.State.Get(name)
 	if err != nil {
 		return "", err
@@ -74,7 +72,7 @@ func (s *Host) forkAsked(ctx context.Context, l pool.Launcher, name string) (chi
 	if n >= may {
 		return "", fmt.Errorf("%w: it has %d children that it has asked for, and may have %d at once", control.ErrSelfLimit, n, may)
 	}
-	res, err := s.With(l).Sandbox(name).Fork(ctx, ForkOptions{asked: true})
+	res, err := s.Sandbox(name).Fork(ctx, ForkOptions{asked: true})
 	if err != nil {
 		return "", err
 	}

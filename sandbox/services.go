@@ -39,7 +39,7 @@ func (b *Sandbox) WaitService(ctx context.Context, service string) (control.Serv
 		case g.Ready:
 			return out, nil
 		case g.State == guest.ServiceStopped || g.State == guest.ServiceEnded || g.State == guest.ServiceFailed:
-			return out, fmt.Errorf("%w: %s of %s has %s: see `drowse service logs %s %s`", control.ErrServiceNotReady, service, name, g.State, name, service)
+			return out, fmt.Errorf("%w: %s of %s has %s: see Sandbox(%q).ServiceLog of %q", control.ErrServiceNotReady, service, name, g.State, name, service)
 		}
 		// A guest that answers at once without an end must not be asked in a loop.
 		if time.Since(begun) < time.Second {
@@ -229,7 +229,7 @@ func (s *Host) changeServices(ctx context.Context, name, method, path string, bo
 			live = true
 			err = control.CallWith(ctx, s.State, name, method, path, body, control.Discard)
 		case state.Asleep:
-			return false, fmt.Errorf("%w: %s is asleep, and so are its services: wake it with `drowse wake %s`", ErrNotRunning, name, name)
+			return false, fmt.Errorf("%w: %s is asleep, and so are its services: wake it with Sandbox(%q).Wake", ErrNotRunning, name, name)
 		default:
 			live = false
 			err = s.changeRecord(name, change)

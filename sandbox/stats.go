@@ -15,6 +15,7 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox/control"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // statsTime is how long a guest may take to answer for Stats.
@@ -66,8 +67,8 @@ func (s *Host) guestStats(ctx context.Context, name string) (guest.Stats, error)
 }
 
 // processStats reads proc_pid_stat(5) and the sum of proc_pid_smaps(5).
-func processStats(pid int) (HostStats, error) {
-	h := HostStats{PID: pid}
+func processStats(pid int) (spec.HostStats, error) {
+	h := spec.HostStats{PID: pid}
 	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
 	if err != nil {
 		return h, err
@@ -95,7 +96,7 @@ func processStats(pid int) (HostStats, error) {
 }
 
 // addMemory sums up the lines "Private_Dirty:  12 kB".
-func addMemory(h *HostStats, path string) error {
+func addMemory(h *spec.HostStats, path string) error {
 	file, err := os.Open(path)
 	if err != nil {
 		return err

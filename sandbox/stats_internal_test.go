@@ -62,8 +62,8 @@ func TestProcessStats_sum_up_memory(t *testing.T) {
 	if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	var h HostStats
-	if err := addMemory(&h, path); err != nil || h != (HostStats{MemoryPrivate: 44 << 10, MemoryShared: 3 << 10, MemorySwapped: 16 << 10}) {
+	var h spec.HostStats
+	if err := addMemory(&h, path); err != nil || h != (spec.HostStats{MemoryPrivate: 44 << 10, MemoryShared: 3 << 10, MemorySwapped: 16 << 10}) {
 		t.Errorf("got %+v, %v", h, err)
 	}
 }

@@ -7,21 +7,31 @@ import (
 	"net"
 
 	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/sandbox/control"
 )
 
 // wakeTries bounds how often a VM is woken for one use that is put to sleep again in between.
 const wakeTries = 5
 
-// Connect connects to the agent of the guest, as Agent does, and wakes a VM that sleeps first: BringUp. Files of the
-// guest are read, written and copied by the client. Close it when done.
+// Connect connects to the agent of the guest, as Agent does, and wakes a VM that sleeps first: BringUp. Close the
+// client when done.
 func (b *Sandbox) Connect(ctx context.Context) (*guest.Client, error) {
+	return inUse(b, func() (*guest.Client, error) { return b.Agent(ctx) }, func() (*guest.Client, error) {
+		_, err := b.BringUp(ctx)
+		return nil, err
+	})
+}
+
+// inUse is what use gives of a VM that has to run. If it sleeps, wake wakes it first, and may give the same itself; use
+// is tried again if the VM was put to sleep in between.
+func inUse[T any](b *Sandbox, use, wake func() (*T, error)) (*T, error) {
 	for range wakeTries {
-		c, err := b.Agent(ctx)
+		v, err := use()
 		if !errors.Is(err, ErrNotRunning) {
-			return c, err
+			return v, err
 		}
-		if _, err := b.BringUp(ctx); err != nil {
-			return nil, err
+		if v, err = wake(); v != nil || err != nil {
+			return v, err
 		}
 	}
 	return nil, fmt.Errorf("%w: %s was put to sleep %d times as it was woken", ErrNotRunning, b.name, wakeTries)
@@ -29,7 +39,15 @@ func (b *Sandbox) Connect(ctx context.Context) (*guest.Client, error) {
 
 // Exec runs a command with the user, directory and variables of the image where it names none (see Command), and wakes
 // a VM that sleeps. A command that fails is a *guest.ExitError.
-func (b *Sandbox) Exec(ctx context.Context, cmd guest.Cmd) (*guest.ExitStatus, error) {
+func (b *Sandbox) Exec(ctx context.Context, cmd guest.Cmd) (st *guest.ExitStatus, err error) {
+	ctx, ended := b.host.begin(ctx, control.OpExec, b.name)
+	defer func() {
+		op := control.Operation{Exit: st, Err: err}
+		if _, failed := errors.AsType[*guest.ExitError](err); failed {
+			op.Err = nil // of the command's
+		}
+		ended(op)
+	}()
 	c, err := b.Connect(ctx)
 	if err != nil {
 		return nil, err
@@ -40,6 +58,9 @@ func (b *Sandbox) Exec(ctx context.Context, cmd guest.Cmd) (*guest.ExitStatus, e
 	}
 	return c.Exec(ctx, cmd)
 }
+
+// Files are the files of the guest. What is done with them wakes a VM that sleeps.
+func (b *Sandbox) Files() guest.Files { return guest.FilesBy(b.Connect) }
 
 // Dial connects to an address as the guest sees it, such as "tcp" and "127.0.0.1:8080", and wakes a VM that sleeps.
 // Closing the connection is all that is to be done.

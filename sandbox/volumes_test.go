@@ -118,7 +118,7 @@ func TestVolumesLiveBeyondVMsAndNeverMeetMemoryOfAnotherTime(t *testing.T) {
 	}
 	wantStale := func(what string, err error) {
 		t.Helper()
-		if !errors.Is(err, volume.ErrStale) || !strings.Contains(err.Error(), "drowse start") {
+		if !errors.Is(err, volume.ErrStale) || !strings.Contains(err.Error(), "Sandbox.Start") {
 			t.Errorf("%s: %v, want ErrStale with a remedy", what, err)
 		}
 	}

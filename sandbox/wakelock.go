@@ -76,11 +76,17 @@ func (b *Sandbox) WakeLock(ctx context.Context) (*WakeLock, error) {
 	return nil, err
 }
 
-// WakeWithLock is BringUp, with the VM held awake from its first moment on. If somebody else was about to wake it, or
-// it was awake, there is no lock: see AcquireWakeLock.
-func (b *Sandbox) WakeWithLock(ctx context.Context) (control.Report, *WakeLock, error) {
+// WakeWithLock is WakeLock that wakes a VM that sleeps first (BringUp), and holds it from its first moment on.
+func (b *Sandbox) WakeWithLock(ctx context.Context) (*WakeLock, error) {
+	return inUse(b, func() (*WakeLock, error) { return b.WakeLock(ctx) }, func() (*WakeLock, error) {
+		_, h, err := b.wakeWithLock(ctx)
+		return h, err
+	})
+}
+
+// wakeWithLock wakes a VM that sleeps. If somebody else was about to wake it, or it was awake, there is no lock.
+func (b *Sandbox) wakeWithLock(ctx context.Context) (control.Report, *WakeLock, error) {
 	s, name := b.host, b.name
-	l := s.launcher
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		return control.Report{}, nil, fmt.Errorf("waking %s: %w", name, err)
@@ -90,7 +96,7 @@ func (b *Sandbox) WakeWithLock(ctx context.Context) (control.Report, *WakeLock, 
 	if err != nil {
 		return control.Report{}, nil, errors.Join(fmt.Errorf("waking %s: %w", name, err), theirs.Close())
 	}
-	rep, err := s.wake(ctx, l, name, theirs, false)
+	rep, err := s.wake(ctx, name, theirs, false)
 	if err = errors.Join(err, theirs.Close()); err != nil {
 		return rep, nil, errors.Join(err, conn.Close())
 	}

@@ -44,7 +44,7 @@ func TestWakeHeld(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			s := sleeper(t, "a")
-			rep, h, err := s.With(pool.Launcher{Command: []string{"/bin/sh", "-c", tc.script, "sh"}}).Sandbox("a").WakeWithLock(t.Context())
+			rep, h, err := s.With(pool.Launcher{Command: []string{"/bin/sh", "-c", tc.script, "sh"}}).Sandbox("a").wakeWithLock(t.Context())
 			if err != nil || rep.Faults != 7 {
 				t.Fatalf("%+v, %v", rep, err)
 			}

@@ -83,7 +83,7 @@ func (m *Machine) describeInternalError(c *cpu) Exit {
 		if len(code) == 0 {
 			code = m.code(c, x.RIP)
 		}
-		x.Detail = fmt.Sprintf("KVM cannot emulate the instruction `%s` (% x) at %s: on a host without hardware virtualisation use the kernel of `drowse kernel build`, or switch the feature off on the guest's command line (clearcpuid=)",
+		x.Detail = fmt.Sprintf("KVM cannot emulate the instruction `%s` (% x) at %s: on a host without hardware virtualisation use the kernel of kernel.Build, or switch the feature off on the guest's command line (clearcpuid=)",
 			disassemble(code, x.RIP), code, m.location(x.RIP))
 	case kvm.InternalErrorSimulEx:
 		x.Detail = fmt.Sprintf("an exception came while another was being delivered, at %s", m.location(x.RIP))

@@ -127,7 +127,7 @@ func (a *app) buildSteps(cmd *cobra.Command, f *stepFlags, from builder.Options)
 	if o.File, o.Context, err = f.readFile(cmd.Context()); err != nil {
 		return err
 	}
-	s, l, err := a.launching()
+	s, err := a.launching(cmd.Context())
 	if err != nil {
 		return err
 	}
@@ -143,7 +143,7 @@ func (a *app) buildSteps(cmd *cobra.Command, f *stepFlags, from builder.Options)
 			fmt.Fprintln(p.log, "image build: cached")
 		}
 	}
-	res, err := build.Image(cmd.Context(), s, l, o)
+	res, err := build.Image(cmd.Context(), s, o)
 	lines.end()
 	p.finish(err)
 	switch {

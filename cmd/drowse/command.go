@@ -14,7 +14,6 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
-	"github.com/drowse-vm/drowse/sandbox/pool"
 )
 
 // runE is what cobra runs for a command.
@@ -31,8 +30,7 @@ func opened[T any](open func() (T, error), do func(*cobra.Command, []string, T) 
 	}
 }
 
-// onHost is a command on the store of the state directory, onImages on its images, and onFleet on a fleet without
-// records.
+// onHost is a command on the host of the state directory, onImages on its images, and onFleet on its sandboxes as rows.
 func (a *app) onHost(do func(*cobra.Command, []string, *sandbox.Host) error) runE {
 	return opened(a.store, do)
 }
@@ -45,14 +43,17 @@ func (a *app) onFleet(do func(*cobra.Command, []string, *fleet.Fleet) error) run
 	return opened(a.fleet, do)
 }
 
-// launching is the store with what starts VMs.
-func (a *app) launching() (*sandbox.Host, pool.Launcher, error) {
-	s, err := a.store()
+// launching is the host with what starts VMs, and traced.
+func (a *app) launching(ctx context.Context) (*sandbox.Host, error) {
+	h, err := a.store()
 	if err != nil {
-		return nil, pool.Launcher{}, err
+		return nil, err
 	}
 	l, err := a.launcher()
-	return s, l, err
+	if err != nil {
+		return nil, err
+	}
+	return a.traced(ctx, h.With(l))
 }
 
 // followed is how a command ended that goes on until it is interrupted, if follow says that it does.

@@ -18,9 +18,7 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/guest/audit"
 	"github.com/drowse-vm/drowse/sandbox"
-	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/state"
-	"github.com/drowse-vm/drowse/sandbox/traces"
 )
 
 // awake connects to the agent of a VM, and wakes it first if it sleeps.
@@ -36,12 +34,11 @@ func (a *app) awake(ctx context.Context, s *sandbox.Host, name string) (*guest.C
 	if r.Phase != state.Asleep && r.Phase != state.Starting && r.Phase != state.Running {
 		return nil, fmt.Errorf("%w: %s", err, r.Problem)
 	}
-	l, err := a.launcher()
-	if err != nil {
+	if s, err = a.launching(ctx); err != nil {
 		return nil, err
 	}
 	// It may crash at this moment, and is not taken back then.
-	rep, err := a.bringUp(ctx, traces.Wake, name, func() (control.Report, error) { return s.With(l).Sandbox(name).BringUp(ctx) })
+	rep, err := s.Sandbox(name).BringUp(ctx)
 	if err != nil {
 		return nil, err
 	}

@@ -10,7 +10,6 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/drowse-vm/drowse/sandbox"
-	"github.com/drowse-vm/drowse/sandbox/fleet"
 )
 
 func (a *app) forkCommand() *cobra.Command {
@@ -37,7 +36,7 @@ sleeping. The names of the children are printed.`,
 				return err
 			}
 			o.Policy = p
-			s, l, err := a.launching()
+			s, err := a.launching(cmd.Context())
 			if err != nil {
 				return err
 			}
@@ -48,11 +47,7 @@ sleeping. The names of the children are printed.`,
 			defer wipeSecrets(list)
 			ctx, cancel := context.WithTimeout(cmd.Context(), limit)
 			defer cancel()
-			traced, vms, err := a.watched(ctx, fleet.OfHost(s, l))
-			if err != nil {
-				return err
-			}
-			res, err := vms.Fork(traced, args[0], o)
+			res, err := s.Sandbox(args[0]).Fork(ctx, o)
 			if err != nil {
 				return err
 			}

@@ -87,7 +87,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 	case errors.As(err, &status):
 		return int(status)
 	}
-	fmt.Fprintln(stderr, "drowse: "+printable(err.Error()))
+	fmt.Fprintln(stderr, "drowse: "+said(err.Error()))
 	var usage usageError
 	if errors.As(err, &usage) || errors.Is(err, sandbox.ErrSpec) || errors.Is(err, state.ErrMetadata) {
 		return exitUsage
@@ -108,6 +108,18 @@ func printable(s string) string {
 		}
 		return r
 	}, s)
+}
+
+// said is a message of the library as it is printed here: in the words of commands, and printable.
+func said(s string) string { return printable(commands.In(s)) }
+
+// inCommands has errors and problems in the log in the words of commands.
+func inCommands(_ []string, a slog.Attr) slog.Attr {
+	switch a.Key {
+	case "error", "cause", "problem":
+		a.Value = slog.StringValue(commands.In(a.Value.String()))
+	}
+	return a
 }
 
 func (a *app) root() *cobra.Command {
@@ -132,7 +144,7 @@ func (a *app) root() *cobra.Command {
 			if a.verbose {
 				level = slog.LevelDebug
 			}
-			a.log = slog.New(slog.NewTextHandler(a.stderr, &slog.HandlerOptions{Level: level}))
+			a.log = slog.New(slog.NewTextHandler(a.stderr, &slog.HandlerOptions{Level: level, ReplaceAttr: inCommands}))
 			return nil
 		},
 	}

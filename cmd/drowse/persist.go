@@ -11,9 +11,9 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
 	"github.com/drowse-vm/drowse/sandbox/control"
-	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
@@ -110,8 +110,8 @@ func (a *app) promoteCommand() *cobra.Command {
 		Long: `Copy the files and directories that "drowse run --promote" and "drowse update --promote" name to
 the host now, while the sandbox runs, as is done before each sleep: to HOSTDIR/NAME/TIME, where they are
 whole or not at all. Nothing is dropped. One that sleeps has been promoted then.`,
-		RunE: a.onFleet(func(cmd *cobra.Command, args []string, fl *fleet.Fleet) error {
-			copies, err := fl.Promote(cmd.Context(), args[0])
+		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
+			copies, err := s.Sandbox(args[0]).Promote(cmd.Context())
 			return a.answer(wire.Promoted{Promoted: some(copies)}, err, func(w io.Writer) { printPromoted(w, copies) })
 		}),
 	}

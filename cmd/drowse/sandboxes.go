@@ -9,6 +9,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/records"
@@ -22,7 +23,7 @@ func (a *app) fleet() (*fleet.Fleet, error) {
 	if err != nil {
 		return nil, err
 	}
-	return fleet.New(fleet.OfHostLazily(s, a.launcher), fleet.Options{}), nil
+	return fleet.New(s, fleet.Options{}), nil
 }
 
 // metadataFlags say whose a sandbox is and how long it lasts.
@@ -81,7 +82,7 @@ func expiry(ttl string, now time.Time) (time.Time, error) {
 // listDoc is `drowse ls -o json`.
 type listDoc struct {
 	Version int `json:"version"`
-	fleet.List
+	records.List
 }
 
 func (a *app) lsCommand() *cobra.Command {
@@ -121,7 +122,7 @@ The JSON document has a page of them; "next" is what --after takes for the next 
 			list, err := fl.List(cmd.Context(), f)
 			for all && err == nil && list.Next != "" {
 				f.After = list.Next
-				var page fleet.List
+				var page records.List
 				if page, err = fl.List(cmd.Context(), f); err == nil {
 					list.Sandboxes = append(list.Sandboxes, page.Sandboxes...)
 					list.Next = page.Next
@@ -144,7 +145,7 @@ The JSON document has a page of them; "next" is what --after takes for the next 
 						wakes = s.NextWake.Local().Format("2006-01-02 15:04")
 					}
 					fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\t%s\t%d MiB\t%s\t%s\t%s\n", s.Name, s.Status, s.Class, dash(s.Owner), dash(strings.Join(s.Tags, ",")),
-						s.Image, s.Memory, expires, wakes, printable(firstOf(s.Problem, s.Purpose)))
+						s.Image, s.Memory, expires, wakes, said(firstOf(s.Problem, s.Purpose)))
 				}
 				if list.Next != "" {
 					fmt.Fprintf(a.stderr, "drowse: there are more: --after %s, or --all\n", list.Next)
@@ -182,7 +183,7 @@ func firstOf(texts ...string) string {
 // historyDoc is `drowse history -o json`.
 type historyDoc struct {
 	Version int `json:"version"`
-	fleet.History
+	records.History
 }
 
 func (a *app) historyCommand() *cobra.Command {
@@ -227,7 +228,7 @@ removed can be named as well, by its name or its id, for 30 days.`,
 
 const historyTime = "2006-01-02 15:04:05"
 
-func printHistory(w io.Writer, h fleet.History) {
+func printHistory(w io.Writer, h records.History) {
 	s := h.Sandbox
 	line := fmt.Sprintf("%s %s, %s", s.Name, s.ID, s.Status)
 	if !s.Removed.IsZero() {
@@ -264,8 +265,15 @@ func (a *app) renameCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "rename NAME NEWNAME", Short: "Give a sandbox that does not run another name", Args: cobra.ExactArgs(2), ValidArgsFunction: a.completeVM,
 		RunE: a.onFleet(func(cmd *cobra.Command, args []string, fl *fleet.Fleet) error {
-			s, err := fl.Rename(cmd.Context(), args[0], args[1])
-			return a.answer(s, err, func(w io.Writer) { fmt.Fprintln(w, s.Name) })
+			s, err := a.store()
+			if err != nil {
+				return err
+			}
+			if err := s.State.Rename(cmd.Context(), args[0], args[1]); err != nil {
+				return err
+			}
+			row, err := fl.Get(cmd.Context(), args[1])
+			return a.answer(row, err, func(w io.Writer) { fmt.Fprintln(w, row.Name) })
 		}),
 	}
 }
@@ -301,7 +309,7 @@ what was done since is left; with --rotate-every or --rotate-at only the first w
 			if err != nil {
 				return err
 			}
-			c := fleet.Changes{Reset: reset}
+			c := records.Changes{Reset: reset}
 			if c.Rotate, err = rotate.rotation(time.Now()); err != nil {
 				return usageError{err}
 			}
@@ -408,7 +416,7 @@ Snapshots that were asked for, and those with a tag, stay. "drowse serve" does s
 	return cmd
 }
 
-func printPruned(w io.Writer, p fleet.Pruned) {
+func printPruned(w io.Writer, p records.Pruned) {
 	would := ""
 	if p.DryRun {
 		would = "would be "
@@ -436,8 +444,8 @@ func printPruned(w io.Writer, p fleet.Pruned) {
 func (a *app) snapshotTagCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "tag ID [TAG...]", Short: "Tag a snapshot, so that nothing prunes it; without tags, let it be pruned again", Args: cobra.MinimumNArgs(1),
-		RunE: a.onFleet(func(cmd *cobra.Command, args []string, fl *fleet.Fleet) error {
-			info, err := fl.TagSnapshot(cmd.Context(), args[0], args[1:])
+		RunE: a.onHost(func(_ *cobra.Command, args []string, s *sandbox.Host) error {
+			info, err := s.State.TagSnapshot(args[0], args[1:])
 			return a.answer(info, err, func(w io.Writer) { fmt.Fprintln(w, info.ID, strings.Join(info.Tags, " ")) })
 		}),
 	}

@@ -12,11 +12,9 @@ import (
 
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api"
-	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/metrics"
 	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/supervisor"
-	"github.com/drowse-vm/drowse/sandbox/traces"
 )
 
 // defaultPool is how many processes "drowse serve" keeps ready.
@@ -92,29 +90,20 @@ func (a *app) serve(ctx context.Context, s *sandbox.Host, l pool.Launcher, o sup
 		return err
 	}
 	o.Counters = &supervisor.Counters{}
-	bare := fleet.OfHost(s, l)
-	figures := metrics.New(bare, metrics.OfHost(s), o.Counters, version())
+	figures := metrics.New(s, o.Counters, version())
 	spans, err := a.traces(ctx)
 	if err != nil {
 		return err
 	}
-	o.Woken = figures.Woken
+	s = s.With(l).WithObservers(figures.Observe)
 	if spans != nil {
-		o.Woken = func(ctx context.Context, w supervisor.Wake) {
-			figures.Woken(ctx, w)
-			spans.Up(ctx, traces.Wake, w.VM, w.Begun, w.Report, w.Err)
-		}
+		s = s.WithObservers(spans.Observe)
 	}
-	vms := spans.Watch(figures.Watch(bare))
 	works := goesRound(o.Counters, time.Now())
 	server := api.New(api.Options{
-		Fleet: fleet.New(vms, fleet.Options{}), Version: version(), Tokens: tokensOf(web.tokens, s), Hosts: web.hosts, Live: []api.Check{works}, Ready: readiness(s), Log: a.log,
+		Host: s, Version: version(), Tokens: tokensOf(web.tokens, s), Hosts: web.hosts, Live: []api.Check{works}, Ready: readiness(s), Log: a.log,
 		Mounts: append(mounts, api.Mount{Pattern: "GET /metrics", Scope: api.ScopeRead, Handler: figures.Handler()},
 			api.Mount{Pattern: "GET /v1/events", Scope: api.ScopeRead, Handler: eventsOver(s.State.Events()), Long: true}),
-		VMs: withSpans(spans, api.OfHost(s, func(ctx context.Context, name string) error {
-			_, err := vms.BringUp(ctx, name)
-			return err
-		})),
 		Context: traceContext(spans),
 	})
 	a.log.Info("serving", "state", s.State.Dir(), "pool", o.Pool)
@@ -132,7 +121,7 @@ func (a *app) serve(ctx context.Context, s *sandbox.Host, l pool.Launcher, o sup
 	a.notify(daemon.SdNotifyStopping)
 	if ctx.Err() != nil {
 		// It was told to end. Nothing wakes sandboxes any more that are put to sleep now.
-		err = errors.Join(err, exit.do(context.WithoutCancel(ctx), a.log, vms))
+		err = errors.Join(err, exit.do(context.WithoutCancel(ctx), a.log, s))
 	}
 	return err
 }

@@ -19,9 +19,10 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api"
 	"github.com/drowse-vm/drowse/sandbox/api/client"
-	"github.com/drowse-vm/drowse/sandbox/fleet/fleettest"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/records"
+	"github.com/drowse-vm/drowse/sandbox/sandboxtest"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
@@ -105,48 +106,54 @@ func TestServe_that_would_be_open_to_others_is_refused(t *testing.T) {
 }
 
 func TestExit_puts_all_that_run_to_sleep_and_says_which_do_not(t *testing.T) {
-	vms := fleettest.New()
+	refuses := false
+	h := (&sandboxtest.VMs{Fail: func(string, string) error {
+		if refuses {
+			return errors.New("no sleep is to be had")
+		}
+		return nil
+	}}).Host(t)
 	ctx := t.Context()
 	for name, class := range map[string]lifetime.Class{"a": "", "b": "", "c": lifetime.Ephemeral} {
-		if _, err := vms.Run(ctx, sandbox.Spec{Name: name, Image: "app"}, state.Metadata{Class: class}); err != nil {
+		if _, err := h.Create(ctx, sandbox.Spec{Name: name, Image: sandboxtest.Image}, sandbox.CreateOptions{Metadata: &spec.Metadata{Class: class}}); err != nil {
 			t.Fatal(err)
 		}
 	}
 	var text bytes.Buffer
 	log := slog.New(slog.NewTextHandler(&text, nil))
 	leave := exitFlags{on: exitLeave, limit: time.Minute}
-	if err := leave.do(ctx, log, vms); err != nil || text.Len() > 0 {
+	if err := leave.do(ctx, log, h); err != nil || text.Len() > 0 {
 		t.Errorf("leaving them: %v, %s", err, &text)
 	}
 	sleep := exitFlags{on: exitSleep, limit: time.Minute}
-	err := sleep.do(ctx, log, vms)
+	err := sleep.do(ctx, log, h)
 	if err == nil || !strings.Contains(err.Error(), "1 of 3") || !strings.Contains(text.String(), "vm=c") {
 		t.Errorf("got %v, %s", err, &text)
 	}
 	for name, want := range map[string]state.Phase{"a": state.Asleep, "b": state.Asleep, "c": state.Running} {
-		if r, err := vms.Get(name); err != nil || r.Phase != want {
+		if r, err := h.State.Get(name); err != nil || r.Phase != want {
 			t.Errorf("%s is %s, want %s", name, r.Phase, want)
 		}
 	}
-	vms.Fail = func(string, string) error { return errors.New("no sleep is to be had") }
-	if err := sleep.do(ctx, log, vms); err == nil {
+	refuses = true
+	if err := sleep.do(ctx, log, h); err == nil {
 		t.Error("nothing is said of what does not sleep")
 	}
 }
 
 func TestSleep_of_all_names_those_that_run_on(t *testing.T) {
-	vms := fleettest.New()
+	h := (&sandboxtest.VMs{}).Host(t)
 	for name, class := range map[string]lifetime.Class{"a": "", "b": "", "c": lifetime.Ephemeral} {
-		if _, err := vms.Run(t.Context(), sandbox.Spec{Name: name, Image: "app"}, state.Metadata{Class: class}); err != nil {
+		if _, err := h.Create(t.Context(), sandbox.Spec{Name: name, Image: sandboxtest.Image}, sandbox.CreateOptions{Metadata: &spec.Metadata{Class: class}}); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if _, err := vms.SleepWith(t.Context(), "b", sandbox.SleepOptions{}); err != nil {
+	if _, err := h.Sandbox("b").Sleep(t.Context(), sandbox.SleepOptions{}); err != nil {
 		t.Fatal(err)
 	}
 	var out bytes.Buffer
 	a := &app{stdout: &out, stderr: io.Discard, log: slog.New(slog.DiscardHandler), output: "json"}
-	err := a.sleepAll(t.Context(), vms, sandbox.SleepOptions{})
+	err := a.sleepAll(t.Context(), h, sandbox.SleepOptions{})
 	var got map[string][]string
 	if jerr := json.Unmarshal(out.Bytes(), &got); jerr != nil || err == nil || !strings.Contains(err.Error(), "1 of 2 VMs were not put to sleep and run on: c") {
 		t.Errorf("%v, %v: %s", jerr, err, &out)

@@ -11,7 +11,6 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/drowse-vm/drowse/sandbox"
-	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
@@ -47,13 +46,13 @@ func (f *exitFlags) check() error {
 
 // do puts all VMs that run to sleep, if that is wanted. The error says how many do not sleep; the log, which and why. A
 // VM whose sleep is called off by the time limit runs on, or sleeps a moment later: nothing of it is lost.
-func (f *exitFlags) do(ctx context.Context, log *slog.Logger, vms fleet.VMs) error {
+func (f *exitFlags) do(ctx context.Context, log *slog.Logger, h *sandbox.Host) error {
 	if f.on != exitSleep {
 		return nil
 	}
 	ctx, cancel := context.WithTimeout(ctx, f.limit)
 	defer cancel()
-	asleep, awake := sleepAll(ctx, log, vms, sandbox.SleepOptions{})
+	asleep, awake := sleepAll(ctx, log, h, sandbox.SleepOptions{})
 	log.Info("put to sleep", "asleep", len(asleep), "not", len(awake))
 	if len(awake) > 0 {
 		return fmt.Errorf("%d of %d VMs that ran were not put to sleep within %v: see the log for which", len(awake), len(awake)+len(asleep), f.limit)
@@ -63,9 +62,9 @@ func (f *exitFlags) do(ctx context.Context, log *slog.Logger, vms fleet.VMs) err
 
 // sleepAll puts all VMs that run to sleep, and names those that sleep now and those that run on, which the log says
 // more of.
-func sleepAll(ctx context.Context, log *slog.Logger, vms fleet.VMs, o sandbox.SleepOptions) (asleep, awake []string) {
+func sleepAll(ctx context.Context, log *slog.Logger, h *sandbox.Host, o sandbox.SleepOptions) (asleep, awake []string) {
 	asleep, awake = []string{}, []string{}
-	all, err := vms.List()
+	all, err := h.State.List()
 	if err != nil {
 		log.Warn("not all VMs can be looked at", "error", err)
 	}
@@ -81,7 +80,7 @@ func sleepAll(ctx context.Context, log *slog.Logger, vms fleet.VMs, o sandbox.Sl
 			var err error
 			select {
 			case room <- struct{}{}:
-				_, err = vms.SleepWith(ctx, name, o)
+				_, err = h.Sandbox(name).Sleep(ctx, o)
 				<-room
 			case <-ctx.Done():
 				err = ctx.Err()

@@ -14,11 +14,8 @@ import (
 	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/control"
-	"github.com/drowse-vm/drowse/sandbox/fleet"
-	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
-	"github.com/drowse-vm/drowse/sandbox/traces"
 )
 
 func (a *app) snapshotCommand() *cobra.Command {
@@ -32,7 +29,7 @@ func (a *app) snapshotCommand() *cobra.Command {
 				return a.answer(some(list), err, func(w io.Writer) {
 					for t, i := range table(w, "ID\tVM\tKIND\tCREATED\tRAM\tSTORED\tOWN\tDEPTH\tNOTE", list) {
 						if i.Problem != "" {
-							i.Note = i.Problem
+							i.Note = commands.In(i.Problem)
 						}
 						ram := bytesText(int64(i.RAM))
 						if i.RAM == 0 {
@@ -66,11 +63,11 @@ freezes its file system for a moment, in which it computes on and only its write
 wait. "drowse run --from-disk" boots a VM from it.`,
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			o.Hooks = spec.HookPolicy(hooks)
-			ctx, vms, err := a.watched(cmd.Context(), fleet.OfHost(s, pool.Launcher{}))
+			s, err := a.traced(cmd.Context(), s)
 			if err != nil {
 				return err
 			}
-			res, err := vms.SnapshotWith(ctx, args[0], o)
+			res, err := s.Sandbox(args[0]).Snapshot(cmd.Context(), o)
 			if err != nil {
 				return err
 			}
@@ -230,7 +227,7 @@ func (a *app) restoreCommand() *cobra.Command {
 		cmd                *cobra.Command
 	)
 	cmd = a.vmCommand("restore", "Make a new VM from a snapshot, as a clone with an identity of its own",
-		func(ctx context.Context, s *sandbox.Host, l pool.Launcher, id string) (control.Report, error) {
+		func(ctx context.Context, s *sandbox.Host, id string) (rep control.Report, err error) {
 			if into != "" {
 				for _, flag := range []string{"name", "policy", "sleep-after", "idle-cpu"} {
 					if cmd.Flags().Changed(flag) {
@@ -240,21 +237,18 @@ func (a *app) restoreCommand() *cobra.Command {
 				if _, err := s.State.RestoreTo(ctx, into, id); err != nil {
 					return control.Report{}, err
 				}
-				return a.wake(ctx, s, l, into)
+				return s.Sandbox(into).Wake(ctx)
 			}
 			p, err := policyFrom(policy)
 			if err != nil {
 				return control.Report{}, err
 			}
-			c := sandbox.CloneOptions{Name: name, Policy: p}
+			c := sandbox.CloneOptions{Name: name, Policy: p, Report: &rep}
 			if cmd.Flags().Changed("sleep-after") || cmd.Flags().Changed("idle-cpu") {
 				c.Idle = &idle
 			}
-			return a.bringUp(ctx, traces.Restore, name, func() (rep control.Report, err error) {
-				c.Report = &rep
-				_, err = s.With(l).Clone(ctx, id, c)
-				return rep, err
-			})
+			_, err = s.Clone(ctx, id, c)
+			return rep, err
 		})
 	cmd.Use = "restore SNAPSHOT"
 	cmd.ValidArgsFunction = nil

@@ -7,10 +7,11 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 func TestWriteVMStats_prints_what_there_is(t *testing.T) {
-	st := sandbox.Stats{Name: "vm", Host: sandbox.HostStats{PID: 42, AwakeMs: 90_000, CPUUserMs: 1500, MemoryPrivate: 3 << 20}}
+	st := sandbox.Stats{Name: "vm", Host: spec.HostStats{PID: 42, AwakeMs: 90_000, CPUUserMs: 1500, MemoryPrivate: 3 << 20}}
 	var b strings.Builder
 	writeVMStats(&b, st)
 	if got := b.String(); !strings.Contains(got, "pid 42, for 1m30s, processor 1.5s user") || !strings.Contains(got, "3.0 MiB private") || strings.Contains(got, "guest") || strings.Contains(got, "came back") {

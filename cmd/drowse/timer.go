@@ -8,8 +8,8 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/records"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
@@ -39,7 +39,7 @@ due while there was no "drowse serve" fires once when there is one again; "drows
 		if err != nil {
 			return err
 		}
-		s, err := f.Update(cmd.Context(), args[0], fleet.Changes{Wake: &t})
+		s, err := f.Update(cmd.Context(), args[0], records.Changes{Wake: &t})
 		return a.answer(s, err, func(w io.Writer) {
 			if s.NextWake.IsZero() {
 				fmt.Fprintf(w, "%s is woken by no timer\n", s.Name)

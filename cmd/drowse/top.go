@@ -18,9 +18,9 @@ import (
 
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
-	"github.com/drowse-vm/drowse/sandbox/metrics"
 	"github.com/drowse-vm/drowse/sandbox/records"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // Bounds of looking at VMs that run.
@@ -86,7 +86,9 @@ prints one table, and ends.`,
 			}
 			out, isFile := raw(a.stdout).(*os.File)
 			live := !once && !a.json() && isFile && term.IsTerminal(int(out.Fd()))
-			t := topper{vms: fleet.OfHostLazily(s, a.launcher), networks: metrics.OfHost(s), use: processUse, now: time.Now}
+			t := topper{fleet: fleet.New(s, fleet.Options{}), use: processUse, now: time.Now, record: s.State.Get, network: func(ctx context.Context, name string) (spec.NetworkStats, error) {
+				return s.Sandbox(name).NetworkStats(ctx)
+			}}
 			err = t.run(cmd.Context(), every, func(d topDoc) error {
 				rows := len(d.Sandboxes)
 				if live {
@@ -116,14 +118,12 @@ var errTopDone = errors.New("done")
 
 // topper looks at VMs.
 type topper struct {
-	vms      fleet.VMs
-	networks interface {
-		NetworkStats(ctx context.Context, name string) (spec.NetworkStats, error)
-	}
-	use func(pid int) (cpu time.Duration, memory int64, err error)
-	now func() time.Time
+	fleet   *fleet.Fleet
+	record  func(name string) (*state.Record, error)
+	network func(ctx context.Context, name string) (spec.NetworkStats, error)
+	use     func(pid int) (cpu time.Duration, memory int64, err error)
+	now     func() time.Time
 
-	fleet  *fleet.Fleet      // made by the first look
 	before map[string]topUse // by name
 }
 
@@ -153,9 +153,6 @@ func (t *topper) run(ctx context.Context, every time.Duration, do func(topDoc) e
 // look says what was used since the look before; nothing of those that were not there then.
 func (t *topper) look(ctx context.Context) (topDoc, error) {
 	d := topDoc{Version: 1, Counts: map[string]int{}, Sandboxes: []topRow{}}
-	if t.fleet == nil {
-		t.fleet = fleet.New(t.vms, fleet.Options{})
-	}
 	var live []records.Sandbox
 	for after := ""; ; {
 		page, err := t.fleet.List(ctx, records.Filter{After: after, Limit: records.MaxPage})
@@ -223,7 +220,7 @@ func (t *topper) look(ctx context.Context) (topDoc, error) {
 
 // one is what the process of a VM has used; false if there is none.
 func (t *topper) one(ctx context.Context, s records.Sandbox) (u topUse, ok bool) {
-	r, err := t.vms.Get(s.Name)
+	r, err := t.record(s.Name)
 	if err != nil || r.PID == 0 {
 		return u, false
 	}
@@ -236,7 +233,7 @@ func (t *topper) one(ctx context.Context, s records.Sandbox) (u topUse, ok bool)
 	}
 	ctx, cancel := context.WithTimeout(ctx, topAskTime)
 	defer cancel()
-	st, err := t.networks.NetworkStats(ctx, s.Name)
+	st, err := t.network(ctx, s.Name)
 	if err != nil {
 		return u, true
 	}

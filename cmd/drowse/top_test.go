@@ -11,7 +11,7 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
-	"github.com/drowse-vm/drowse/sandbox/fleet/fleettest"
+	"github.com/drowse-vm/drowse/sandbox/sandboxtest"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
@@ -19,7 +19,7 @@ import (
 // counted are networks that have let through 100 bytes more to the guest, and denied 10 packets more, at each look.
 type counted struct{ looks map[string]uint64 }
 
-func (c counted) NetworkStats(_ context.Context, name string) (spec.NetworkStats, error) {
+func (c counted) ask(_ context.Context, name string) (spec.NetworkStats, error) {
 	c.looks[name]++
 	n := c.looks[name]
 	return spec.NetworkStats{Counters: []netpolicy.Counter{
@@ -28,33 +28,30 @@ func (c counted) NetworkStats(_ context.Context, name string) (spec.NetworkStats
 	}}, nil
 }
 
-// numbered are VMs with processes of their own.
-type numbered struct {
-	fleet.VMs
-	pids map[string]int
-}
-
-func (n numbered) Get(name string) (*state.Record, error) {
-	r, err := n.VMs.Get(name)
-	if err == nil && r.PID != 0 {
-		r.PID = n.pids[name]
+// numbered are records of VMs with processes of their own.
+func numbered(h *sandbox.Host, pids map[string]int) func(string) (*state.Record, error) {
+	return func(name string) (*state.Record, error) {
+		r, err := h.State.Get(name)
+		if err == nil && r.PID != 0 {
+			r.PID = pids[name]
+		}
+		return r, err
 	}
-	return r, err
 }
 
 func TestTop_says_what_was_used_between_two_looks(t *testing.T) {
-	vms := fleettest.New()
+	h := (&sandboxtest.VMs{}).Host(t)
 	for name, network := range map[string]string{"quiet": spec.NetworkNone, "busy": spec.NetworkTAP, "asleep": spec.NetworkNone} {
-		if _, err := vms.Run(t.Context(), sandbox.Spec{Name: name, Image: "app", Network: network}, state.Metadata{}); err != nil {
+		if _, err := h.Create(t.Context(), sandbox.Spec{Name: name, Image: sandboxtest.Image, Network: network}, sandbox.CreateOptions{}); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if _, err := vms.SleepWith(t.Context(), "asleep", sandbox.SleepOptions{}); err != nil {
+	if _, err := h.Sandbox("asleep").Sleep(t.Context(), sandbox.SleepOptions{}); err != nil {
 		t.Fatal(err)
 	}
 	const busy = 100
 	looks, clock := 0, time.Unix(1000, 0)
-	top := topper{vms: numbered{vms, map[string]int{"busy": busy, "quiet": 101}}, networks: counted{map[string]uint64{}}, now: func() time.Time { return clock }}
+	top := topper{fleet: fleet.New(h, fleet.Options{}), record: numbered(h, map[string]int{"busy": busy, "quiet": 101}), network: counted{map[string]uint64{}}.ask, now: func() time.Time { return clock }}
 	top.use = func(pid int) (time.Duration, int64, error) {
 		if pid == busy {
 			return time.Duration(looks) * time.Second, 64 << 20, nil
@@ -91,7 +88,7 @@ func TestTop_says_what_was_used_between_two_looks(t *testing.T) {
 		t.Errorf("it prints %q", text)
 	}
 	// A process that is another one begins anew, and one that has gone is not there.
-	top.vms = numbered{vms, map[string]int{"busy": busy, "quiet": 102}}
+	top.record = numbered(h, map[string]int{"busy": busy, "quiet": 102})
 	top.use = func(pid int) (time.Duration, int64, error) {
 		if pid == busy {
 			return 0, 0, os.ErrNotExist

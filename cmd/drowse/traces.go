@@ -8,12 +8,8 @@ import (
 
 	"go.opentelemetry.io/otel"
 
-	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox"
-	"github.com/drowse-vm/drowse/sandbox/api"
 	"github.com/drowse-vm/drowse/sandbox/control"
-	"github.com/drowse-vm/drowse/sandbox/fleet"
-	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/traces"
 	"github.com/drowse-vm/drowse/sandbox/traces/otlp"
 )
@@ -53,34 +49,16 @@ func (a *app) endTraces(ctx context.Context) {
 	}
 }
 
-// watched are VMs whose operations are traced, if that is asked for: what a command does is a part of the trace that
-// the environment names.
-func (a *app) watched(ctx context.Context, vms fleet.VMs) (context.Context, fleet.VMs, error) {
+// traced is the host with its operations traced, if the environment asks for that: what a command does is a part of the
+// trace that the environment names.
+func (a *app) traced(ctx context.Context, h *sandbox.Host) (*sandbox.Host, error) {
 	t, err := a.traces(ctx)
 	if err != nil || t == nil {
-		return ctx, vms, err
+		return h, err
 	}
-	return otlp.FromEnvironment(ctx), t.Watch(vms), nil
-}
-
-// bringUp brings a VM up by up, which watched has no method for, and traces that.
-func (a *app) bringUp(ctx context.Context, span, name string, up func() (control.Report, error)) (control.Report, error) {
-	t, err := a.traces(ctx)
-	if err != nil {
-		return control.Report{}, err
-	}
-	if t == nil {
-		return up()
-	}
-	begin := time.Now()
-	rep, err := up()
-	t.Up(otlp.FromEnvironment(ctx), span, name, begin, rep, err)
-	return rep, err
-}
-
-// wake is Sandbox.Wake, traced.
-func (a *app) wake(ctx context.Context, s *sandbox.Host, l pool.Launcher, name string) (control.Report, error) {
-	return a.bringUp(ctx, traces.Wake, name, func() (control.Report, error) { return s.With(l).Sandbox(name).Wake(ctx) })
+	return h.WithObservers(func(ctx context.Context, kind control.OperationKind, name string) (context.Context, func(*control.Operation)) {
+		return t.Observe(otlp.FromEnvironment(ctx), kind, name)
+	}), nil
 }
 
 // traceContext is where a request of the API has the context of its trace.
@@ -89,23 +67,6 @@ func traceContext(t *traces.Traces) func(context.Context, http.Header) context.C
 		return nil
 	}
 	return otlp.FromHeader
-}
-
-// withSpans are VMs whose commands are traced.
-func withSpans(t *traces.Traces, vms api.VMs) api.VMs {
-	if t == nil {
-		return vms
-	}
-	return tracedVMs{vms, t.Exec(vms.Exec)}
-}
-
-type tracedVMs struct {
-	api.VMs
-	exec traces.ExecFunc
-}
-
-func (v tracedVMs) Exec(ctx context.Context, name string, c guest.Cmd) (*guest.ExitStatus, error) {
-	return v.exec(ctx, name, c)
 }
 
 // lostSpans says what goes wrong with the sending of spans: once, and then once a minute.

@@ -14,12 +14,9 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/control"
-	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
-	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
-	"github.com/drowse-vm/drowse/sandbox/traces"
 )
 
 const bootTimeout = 5 * time.Minute
@@ -103,7 +100,7 @@ removed by nobody. "drowse prune" does that, and "drowse serve" every minute.`,
 				}
 				own = &l
 			}
-			s, l, err := a.launching()
+			s, err := a.launching(cmd.Context())
 			if err != nil {
 				return err
 			}
@@ -119,12 +116,8 @@ removed by nobody. "drowse prune" does that, and "drowse serve" every minute.`,
 			}
 			ctx, cancel := context.WithTimeout(cmd.Context(), limit)
 			defer cancel()
-			rep, err := a.bringUp(ctx, traces.Create, full.Name, func() (control.Report, error) {
-				var rep control.Report
-				_, err := s.With(l).Create(ctx, full, sandbox.CreateOptions{Metadata: own, Disk: fromDisk, Report: &rep})
-				return rep, err
-			})
-			if err != nil {
+			var rep control.Report
+			if _, err := s.Create(ctx, full, sandbox.CreateOptions{Metadata: own, Disk: fromDisk, Report: &rep}); err != nil {
 				return err
 			}
 			if err := handIn(ctx, s, list, rep.Name); err != nil || !main.wanted() {
@@ -217,13 +210,13 @@ func (a *app) printReport(rep control.Report) error {
 }
 
 // vmCommand is a command on one VM that prints a report.
-func (a *app) vmCommand(use, short string, do func(context.Context, *sandbox.Host, pool.Launcher, string) (control.Report, error)) *cobra.Command {
+func (a *app) vmCommand(use, short string, do func(context.Context, *sandbox.Host, string) (control.Report, error)) *cobra.Command {
 	limit := bootTimeout
 	var secrets []string
 	cmd := &cobra.Command{
 		Use: use + " NAME", Short: short, Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
-		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
-			l, err := a.launcher()
+		RunE: func(cmd *cobra.Command, args []string) error {
+			s, err := a.launching(cmd.Context())
 			if err != nil {
 				return err
 			}
@@ -234,12 +227,12 @@ func (a *app) vmCommand(use, short string, do func(context.Context, *sandbox.Hos
 			defer wipeSecrets(list)
 			ctx, cancel := context.WithTimeout(cmd.Context(), limit)
 			defer cancel()
-			rep, err := do(ctx, s, l, args[0])
+			rep, err := do(ctx, s, args[0])
 			if err != nil {
 				return err
 			}
 			return errors.Join(handIn(ctx, s, list, rep.Name), a.printReport(rep))
-		}),
+		},
 	}
 	cmd.Flags().DurationVar(&limit, "timeout", limit, "give up after this time")
 	secretFlag(cmd, &secrets, " (see `drowse secret`)")
@@ -249,8 +242,8 @@ func (a *app) vmCommand(use, short string, do func(context.Context, *sandbox.Hos
 func (a *app) startCommand() *cobra.Command {
 	var o sandbox.StartOptions
 	cmd := a.vmCommand("start", "Boot a VM that has stopped or crashed, with its disk as it is",
-		func(ctx context.Context, s *sandbox.Host, l pool.Launcher, name string) (control.Report, error) {
-			rep, err := a.bringUp(ctx, traces.Start, name, func() (control.Report, error) { return s.With(l).Sandbox(name).Start(ctx, o) })
+		func(ctx context.Context, s *sandbox.Host, name string) (control.Report, error) {
+			rep, err := s.Sandbox(name).Start(ctx, o)
 			if err == nil && o.DiscardMemory {
 				a.log.Warn("the memory of its last sleep is given up: it has booted from the disk that it slept with", "vm", name)
 			}
@@ -262,8 +255,8 @@ func (a *app) startCommand() *cobra.Command {
 
 func (a *app) wakeCommand() *cobra.Command {
 	cmd := a.vmCommand("wake", "Bring a VM back from its sleep, now or by a timer: memory, processes, files",
-		func(ctx context.Context, s *sandbox.Host, l pool.Launcher, name string) (control.Report, error) {
-			return a.wake(ctx, s, l, name)
+		func(ctx context.Context, s *sandbox.Host, name string) (control.Report, error) {
+			return s.Sandbox(name).Wake(ctx)
 		})
 	a.timed(cmd)
 	return cmd
@@ -285,8 +278,8 @@ func (a *app) sleepCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			ctx, vms, err := a.watched(cmd.Context(), fleet.OfHost(s, pool.Launcher{}))
-			if err != nil {
+			ctx := cmd.Context()
+			if s, err = a.traced(ctx, s); err != nil {
 				return err
 			}
 			if limit > 0 {
@@ -296,9 +289,9 @@ func (a *app) sleepCommand() *cobra.Command {
 			}
 			o := sandbox.SleepOptions{Hooks: spec.HookPolicy(hooks)}
 			if all {
-				return a.sleepAll(ctx, vms, o)
+				return a.sleepAll(ctx, s, o)
 			}
-			res, err := vms.SleepWith(ctx, args[0], o)
+			res, err := s.Sandbox(args[0]).Sleep(ctx, o)
 			if err != nil {
 				return err
 			}
@@ -321,8 +314,8 @@ func (a *app) sleepCommand() *cobra.Command {
 }
 
 // sleepAll puts all VMs that run to sleep.
-func (a *app) sleepAll(ctx context.Context, vms fleet.VMs, o sandbox.SleepOptions) error {
-	asleep, awake := sleepAll(ctx, a.log, vms, o)
+func (a *app) sleepAll(ctx context.Context, h *sandbox.Host, o sandbox.SleepOptions) error {
+	asleep, awake := sleepAll(ctx, a.log, h, o)
 	err := a.print(map[string][]string{"asleep": asleep, "awake": awake}, func(w io.Writer) {
 		for _, name := range asleep {
 			fmt.Fprintln(w, name)
@@ -366,15 +359,12 @@ func (a *app) rmCommand() *cobra.Command {
 	var force bool
 	cmd := &cobra.Command{
 		Use: "rm NAME...", Short: "Delete VMs with their disks", Args: cobra.MinimumNArgs(1), ValidArgsFunction: a.completeVM,
-		RunE: func(cmd *cobra.Command, args []string) error {
-			f, err := a.fleet()
-			if err != nil {
-				return err
-			}
+		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			var errs []error
 			removed := []string{}
 			for _, name := range args {
-				freed, err := f.Remove(cmd.Context(), name, force)
+				var freed state.Freed
+				err := s.Sandbox(name).Delete(cmd.Context(), sandbox.DeleteOptions{Force: force, Freed: &freed})
 				for _, p := range freed.Problems {
 					a.log.Warn("removed, but not all could be done", "name", name, "cause", printable(p))
 				}
@@ -390,7 +380,7 @@ func (a *app) rmCommand() *cobra.Command {
 				}
 			})
 			return errors.Join(append(errs, perr)...)
-		},
+		}),
 	}
 	cmd.Flags().BoolVarP(&force, "force", "f", false, "also VMs that run")
 	return cmd
@@ -448,7 +438,7 @@ func (a *app) psCommand() *cobra.Command {
 			}
 			err := a.print(rows, func(w io.Writer) {
 				for t, r := range table(w, "NAME\tPHASE\tIMAGE\tVCPUS\tMEMORY\tCREATED\tNOTE", rows) {
-					fmt.Fprintf(t, "%s\t%s\t%s\t%d\t%d MiB\t%s\t%s\n", r.Name, r.Phase, r.Image, r.VCPUs, r.Memory, r.Created.Local().Format("2006-01-02 15:04"), r.Note)
+					fmt.Fprintf(t, "%s\t%s\t%s\t%d\t%d MiB\t%s\t%s\n", r.Name, r.Phase, r.Image, r.VCPUs, r.Memory, r.Created.Local().Format("2006-01-02 15:04"), said(r.Note))
 				}
 			})
 			return errors.Join(listErr, err)

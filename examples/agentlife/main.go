@@ -53,11 +53,13 @@ func (l *life) run(ctx context.Context) (err error) {
 			return err
 		}
 	}
-	if l.store, err = sandbox.Open(dir); err != nil {
+	host, err := sandbox.Open(dir)
+	if err != nil {
 		return err
 	}
 	l.launcher = pool.Launcher{Command: []string{l.program + "-vmm"}, Agent: l.program + "-agent"}
-	l.fleet = fleet.New(fleet.OfHost(l.store, l.launcher), fleet.Options{})
+	l.store = host.With(l.launcher)
+	l.fleet = fleet.New(l.store, fleet.Options{})
 	ended := l.supervise(ctx)
 	defer func() {
 		// Whatever went wrong, no VM stays behind.

@@ -104,22 +104,24 @@ func (l *life) make(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	want := fleet.Request{
-		Spec: sandbox.Spec{
-			Name: workspace, Image: l.image, MemoryMiB: 256, Network: spec.NetworkTAP, Policy: policy, Idle: spec.Idle{SleepSeconds: idleTime},
-		},
-		Metadata: state.Metadata{Class: lifetime.Resumable, Owner: "agentlife", Keep: lifetime.Keep{Expired: 1}},
+	want := sandbox.Spec{
+		Name: workspace, Image: l.image, MemoryMiB: 256, Network: spec.NetworkTAP, Policy: policy, Idle: spec.Idle{SleepSeconds: idleTime},
 	}
-	s, created, err := l.fleet.GetOrCreate(ctx, want)
+	o := sandbox.CreateOptions{Metadata: &spec.Metadata{Class: lifetime.Resumable, Owner: "agentlife", Keep: lifetime.Keep{Expired: 1}}}
+	_, created, err := l.store.GetOrCreate(ctx, want, o)
 	if err != nil {
 		return err
 	}
-	again, twice, err := l.fleet.GetOrCreate(ctx, want)
+	_, twice, err := l.store.GetOrCreate(ctx, want, o)
 	if err != nil {
 		return err
 	}
-	if !created || twice || again.ID != s.ID {
-		return fmt.Errorf("made %v and %v, as %s and %s", created, twice, s.ID, again.ID)
+	if !created || twice {
+		return fmt.Errorf("it was made: %v, and then again: %v", created, twice)
+	}
+	s, err := l.fleet.Get(ctx, workspace)
+	if err != nil {
+		return err
 	}
 	l.ids = append(l.ids, s.ID)
 	return nil
@@ -344,7 +346,7 @@ var changes = map[string]string{
 }
 
 func (l *life) forkThree(ctx context.Context) error {
-	snap, err := l.fleet.Snapshot(ctx, workspace, sandbox.SnapshotOptions{Note: "before the discount"})
+	snap, err := l.store.Sandbox(workspace).Snapshot(ctx, sandbox.SnapshotOptions{Note: "before the discount"})
 	if err != nil {
 		return err
 	}
@@ -359,7 +361,7 @@ func (l *life) forkThree(ctx context.Context) error {
 		o.Children = append(o.Children, sandbox.ForkChild{Name: name})
 	}
 	begin := time.Now()
-	res, err := l.store.With(l.launcher).Sandbox(workspace).Fork(ctx, o)
+	res, err := l.store.Sandbox(workspace).Fork(ctx, o)
 	if err != nil {
 		return err
 	}
@@ -417,12 +419,12 @@ func (l *life) promote(ctx context.Context) error {
 			others = append(others, name)
 		}
 	}
-	if err := takePlace(ctx, l.fleet, l.passes); err != nil {
+	if err := takePlace(ctx, l.store, l.passes); err != nil {
 		return err
 	}
 	// What the forks have written comes to the disk with their sleep.
 	for _, name := range others {
-		if _, err := l.fleet.Sleep(ctx, name, sandbox.SleepOptions{}); err != nil {
+		if _, err := l.store.Sandbox(name).Sleep(ctx, sandbox.SleepOptions{}); err != nil {
 			return err
 		}
 	}
@@ -442,8 +444,8 @@ func (l *life) promote(ctx context.Context) error {
 	}
 	var said int64
 	for _, name := range others {
-		freed, err := l.fleet.Delete(ctx, name)
-		if err != nil {
+		var freed state.Freed
+		if err := l.store.Sandbox(name).Delete(ctx, sandbox.DeleteOptions{Freed: &freed}); err != nil {
 			return err
 		}
 		said += freed.Bytes
@@ -472,37 +474,40 @@ func (l *life) promote(ctx context.Context) error {
 }
 
 // takePlace has a fork take the name of the workspace, which goes on under another.
-func takePlace(ctx context.Context, f *fleet.Fleet, fork string) error {
+func takePlace(ctx context.Context, h *sandbox.Host, fork string) error {
 	for _, name := range []string{workspace, fork} {
-		if _, err := f.Sleep(ctx, name, sandbox.SleepOptions{}); err != nil {
+		if _, err := h.Sandbox(name).Sleep(ctx, sandbox.SleepOptions{}); err != nil {
 			return err
 		}
 	}
-	if _, err := f.Rename(ctx, workspace, original); err != nil {
-		return err
+	for _, names := range [][2]string{{workspace, original}, {fork, workspace}} {
+		if err := h.State.Rename(ctx, names[0], names[1]); err != nil {
+			return err
+		}
 	}
-	s, err := f.Rename(ctx, fork, workspace)
-	if err == nil && (s.Name != workspace || s.Parent == "") {
-		err = fmt.Errorf("%s is a fork of %q", s.Name, s.Parent)
+	r, err := h.State.Get(workspace)
+	if err == nil && r.Fork == nil {
+		err = fmt.Errorf("%s is no fork", workspace)
 	}
 	return err
 }
 
 // back spoils the original, and takes it back to the snapshot before.
 func (l *life) back(ctx context.Context) error {
-	if _, err := l.fleet.Wake(ctx, original); err != nil {
+	was := l.store.Sandbox(original)
+	if _, err := was.Wake(ctx); err != nil {
 		return err
 	}
 	if _, err := l.sh(ctx, original, "rm -rf shop && sync"); err != nil {
 		return err
 	}
-	if _, err := l.fleet.Sleep(ctx, original, sandbox.SleepOptions{}); err != nil {
+	if _, err := was.Sleep(ctx, sandbox.SleepOptions{}); err != nil {
 		return err
 	}
-	if _, err := l.fleet.Restore(ctx, original, l.before); err != nil {
+	if err := was.Rewind(ctx, l.before); err != nil {
 		return err
 	}
-	if _, err := l.fleet.Wake(ctx, original); err != nil {
+	if _, err := was.Wake(ctx); err != nil {
 		return err
 	}
 	text, err := l.sh(ctx, original, "cat shop/app.py")
@@ -533,7 +538,7 @@ func expireAll(ctx context.Context, f *fleet.Fleet, now func() time.Time) (remov
 	}
 	soon := now().Add(time.Second).Truncate(time.Second)
 	for _, s := range all.Sandboxes {
-		if _, err := f.Update(ctx, s.Name, fleet.Changes{Expires: &soon}); err != nil {
+		if _, err := f.Update(ctx, s.Name, records.Changes{Expires: &soon}); err != nil {
 			return 0, err
 		}
 	}

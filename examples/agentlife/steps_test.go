@@ -9,43 +9,44 @@ import (
 
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
-	"github.com/drowse-vm/drowse/sandbox/fleet/fleettest"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/records"
-	"github.com/drowse-vm/drowse/sandbox/state"
+	"github.com/drowse-vm/drowse/sandbox/sandboxtest"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 // What needs no guest is done here with VMs in memory: a fork takes the place of the workspace, and all expires.
 func TestLife_without_guests_ends_with_the_fork_in_place_and_then_with_nothing(t *testing.T) {
-	vms := fleettest.New()
+	vms := &sandboxtest.VMs{}
+	h := vms.Host(t)
 	now := time.Now()
-	clock := func() time.Time { return now }
-	vms.Now = clock
-	f := fleet.New(vms, fleet.Options{Now: clock})
+	f := fleet.New(h, fleet.Options{Now: func() time.Time { return now }})
 	ctx := t.Context()
-	label := state.Metadata{Class: lifetime.Resumable, Keep: lifetime.Keep{Expired: 1}}
-	if _, _, err := f.GetOrCreate(ctx, fleet.Request{Spec: sandbox.Spec{Name: workspace, Image: "app"}, Metadata: label}); err != nil {
+	write := func(name, text string) {
+		t.Helper()
+		if err := vms.Guest(name).WriteFile("/root/text", []byte(text)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	o := sandbox.CreateOptions{Metadata: &spec.Metadata{Class: lifetime.Resumable, Keep: lifetime.Keep{Expired: 1}}}
+	if _, err := h.Create(ctx, sandbox.Spec{Name: workspace, Image: sandboxtest.Image}, o); err != nil {
 		t.Fatal(err)
 	}
-	if err := vms.Write(workspace, "as it was"); err != nil {
+	write(workspace, "as it was")
+	if _, err := h.Sandbox(workspace).Fork(ctx, sandbox.ForkOptions{Children: []sandbox.ForkChild{{Name: "fork"}, {Name: "other"}}}); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := f.Fork(ctx, workspace, []fleet.Child{{Name: "fork"}, {Name: "other"}}); err != nil {
-		t.Fatal(err)
-	}
-	if err := vms.Write("fork", "better"); err != nil {
-		t.Fatal(err)
-	}
-	if err := takePlace(ctx, f, "fork"); err != nil {
+	write("fork", "better")
+	if err := takePlace(ctx, h, "fork"); err != nil {
 		t.Fatal(err)
 	}
 	for name, want := range map[string]string{workspace: "better", original: "as it was"} {
-		if _, err := f.Wake(ctx, name); err != nil {
+		if _, err := h.Sandbox(name).Wake(ctx); err != nil {
 			t.Fatal(err)
 		}
-		if got, err := vms.Read(name); err != nil || got != want {
+		if got, err := vms.Guest(name).ReadFile("/root/text"); err != nil || string(got) != want {
 			t.Errorf("%s has %q (%v), want %q", name, got, err, want)
 		}
 	}

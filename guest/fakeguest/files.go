@@ -308,3 +308,41 @@ func (a agent) unpack(t *flow.Pipe, m *agentpb.Unpack) (*agentpb.TransferDone, e
 		done.Bytes, done.Entries = done.Bytes+int64(len(f.Data)), done.Entries+1
 	}
 }
+
+// Drop implements agentpb.AgentService.
+func (a agent) Drop(_ context.Context, m *agentpb.DropRequest) (*agentpb.DropResponse, error) {
+	r := &agentpb.DropResponse{}
+	if m.Look {
+		r.NowNanos = time.Now().UnixNano()
+	}
+	for _, p := range m.Paths {
+		at, err := place(p.Path)
+		if err != nil {
+			return nil, err
+		}
+		is := &agentpb.DroppedPath{State: agentpb.DropAbsent}
+		r.Paths = append(r.Paths, is)
+		err = a.g.change(func(files fstest.MapFS) error {
+			f, in := files[at], below(files, at)
+			switch {
+			case f != nil && !f.Mode.IsDir():
+				is.State = agentpb.DropFile
+			case len(in) > 0:
+				is.State = agentpb.DropDirectory
+			case f != nil:
+				is.State = agentpb.DropEmpty
+			}
+			for _, name := range in {
+				if !m.Look && (p.BeforeNanos == 0 || files[name].ModTime.UnixNano() < p.BeforeNanos) {
+					delete(files, name)
+					is.Entries++
+				}
+			}
+			return nil
+		})
+		if err != nil {
+			return nil, err
+		}
+	}
+	return r, nil
+}

@@ -184,7 +184,7 @@ func interceptor(ctx context.Context, u ttrpc.Unmarshaler, info *ttrpc.UnaryServ
 	_, name, _ := strings.Cut(strings.TrimPrefix(info.FullMethod, "/"), "/")
 	switch name {
 	case "Ping", "Resume", "Stats", "SetClock", "AddEntropy", "Hooks", "Freeze", "Thaw", "List", "Stat", "ReadDir", "Mkdir", "Remove", "Rename",
-		"Shutdown", "Secrets":
+		"Shutdown", "Secrets", "Drop":
 		answer, err = method(ctx, u)
 		return answer, toStatus(err)
 	}

@@ -142,7 +142,7 @@ func (s *Server) inject(r *http.Request) *http.Response {
 		if wanted && !ok {
 			if value, ok = s.await(r.Context(), i.Secret, changed); !ok {
 				s.report(Event{Reason: netpolicy.ReasonInject, Host: x.target.Host, Port: x.target.Port, Secret: i.Secret, Status: http.StatusServiceUnavailable})
-				return x.refusal(r, http.StatusServiceUnavailable, "the secret "+i.Secret+" is not there: it has to be handed in (`drowse secret set`)")
+				return x.refusal(r, http.StatusServiceUnavailable, "the secret "+i.Secret+" is not there: its owner has to hand it in")
 			}
 		}
 		if !ok {

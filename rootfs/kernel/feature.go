@@ -310,9 +310,9 @@ func Choose(cacheDir string, host Host, needs []string) (*Kernel, error) {
 		return nil, fmt.Errorf("%w: %s, which comes closest, lacks %s", ErrFeature, closest.ID, remedies(lacks, closest.Kind))
 	}
 	if len(all) > 0 {
-		return nil, fmt.Errorf("%w for this host: Debian's kernel does not run on a KVM without hardware virtualisation (make one with `drowse kernel build`)", ErrNotFound)
+		return nil, fmt.Errorf("%w for this host: Debian's kernel does not run on a KVM without hardware virtualisation (make one with kernel.Build)", ErrNotFound)
 	}
-	return nil, fmt.Errorf("%w: make one with `drowse kernel build`, or on hardware take Debian's with `drowse kernel fetch`", ErrNotFound)
+	return nil, fmt.Errorf("%w: make one with kernel.Build, or on hardware take Debian's with kernel.Fetch", ErrNotFound)
 }
 
 // remedies says what is missing in a kernel, and what puts it there.

@@ -154,7 +154,7 @@ func (s *Store) Create(ctx context.Context, name string, size int64) (_ *Record,
 	defer unlock()
 	dir := filepath.Join(s.dir, name)
 	if _, err := s.fs.Stat(dir); err == nil {
-		return nil, fmt.Errorf("%w: choose another, or remove it with `drowse volume rm %s`", ErrExists, name)
+		return nil, fmt.Errorf("%w: choose another, or remove it with Volumes().Remove of %q", ErrExists, name)
 	} else if !errors.Is(err, fs.ErrNotExist) {
 		return nil, err
 	}
@@ -209,7 +209,7 @@ func (s *Store) Get(name string) (*Record, error) {
 	}
 	r, err := readRecord(s.fs, filepath.Join(s.dir, name))
 	if errors.Is(err, ErrNotFound) {
-		return nil, fmt.Errorf("%w: %s: see `drowse volume ls`, or make it with `drowse volume create %s`", ErrNotFound, name, name)
+		return nil, fmt.Errorf("%w: %s: see Volumes().List, or make it with Volumes().Create of %q", ErrNotFound, name, name)
 	}
 	if err != nil {
 		return nil, err

@@ -128,7 +128,7 @@ func (s *Store) attachOnce(name string, readOnly bool) (*Volume, error) {
 	}
 	data, err := s.fs.OpenFile(filepath.Join(dir, dataName), flags|unix.O_CLOEXEC, 0)
 	if errors.Is(err, fs.ErrNotExist) {
-		return nil, fmt.Errorf("%w: see `drowse volume ls`", ErrNotFound)
+		return nil, fmt.Errorf("%w: see Volumes().List", ErrNotFound)
 	}
 	if err != nil {
 		return nil, err

@@ -8,116 +8,101 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"os"
 	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/google/jsonschema-go/jsonschema"
 	"go.uber.org/goleak"
 
-	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/guest/fakeguest"
 	"github.com/drowse-vm/drowse/netpolicy"
-	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api"
 	"github.com/drowse-vm/drowse/sandbox/api/client"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
-	"github.com/drowse-vm/drowse/sandbox/control"
-	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/fleet/fleettest"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/records"
+	"github.com/drowse-vm/drowse/sandbox/sandboxtest"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// machines are the VMs of a fleettest, with what that has no guest for.
+// machines are the VMs of a host in memory, with a command "run" in all guests.
 type machines struct {
-	*fleettest.VMs
-	mu     sync.Mutex
-	ran    []guest.Cmd
-	policy *netpolicy.Policy
-	exec   func(c guest.Cmd) (*guest.ExitStatus, error) // nil is "hello"
+	sandboxtest.VMs
+	host *sandbox.Host
+
+	mu     sync.Mutex // guards what follows
+	ran    []*fakeguest.Process
+	exec   fakeguest.Command           // what "run" does, if it is not nil
+	fails  func(op, name string) error // what starts and captures fail with, if it is not nil
+	starts map[string]int              // of VMs, by how they started
+	flows  []netpolicy.FlowRecord
 }
 
-func (m *machines) Stop(_ context.Context, name string, _ bool) error {
-	if _, err := m.Get(name); err != nil {
-		return err
-	}
-	m.End(name)
-	return nil
-}
-
-func (m *machines) Stats(_ context.Context, name string) (sandbox.Stats, error) {
-	r, err := m.Get(name)
-	if err != nil {
-		return sandbox.Stats{}, err
-	}
-	if r.Phase != state.Running {
-		return sandbox.Stats{}, sandbox.ErrNotRunning
-	}
-	return sandbox.Stats{Name: name, Time: time.Unix(1, 0).UTC(), Host: sandbox.HostStats{PID: 1, MemoryPrivate: 4096}, Guest: &guest.Stats{}}, nil
-}
-
-func (m *machines) Policy(name string) (*netpolicy.Policy, error) {
-	_, err := m.Get(name)
-	return m.policy, err
-}
-
-func (m *machines) SetPolicy(_ context.Context, name string, p *netpolicy.Policy) (control.PolicyResult, error) {
-	if _, err := m.Get(name); err != nil {
-		return control.PolicyResult{}, err
-	}
-	m.policy = p
-	return control.PolicyResult{Name: name, Live: true}, nil
-}
-
-func (m *machines) NetworkFlows(_ context.Context, name string, _ bool, fn func(netpolicy.FlowRecord) error) error {
-	if _, err := m.Get(name); err != nil {
-		return err
-	}
-	for range wire.MaxFlows + 1 {
-		if err := fn(netpolicy.FlowRecord{Type: netpolicy.RecordLost, FlowsLost: &netpolicy.FlowsLost{}}); err != nil {
-			return err
+func newMachines(t testing.TB) *machines {
+	t.Helper()
+	m := &machines{starts: map[string]int{}}
+	m.Commands = map[string]fakeguest.Command{"run": m.run}
+	m.Fail = func(op, name string) error {
+		m.mu.Lock()
+		m.starts[op]++
+		fails := m.fails
+		m.mu.Unlock()
+		if fails == nil {
+			return nil
 		}
+		return fails(op, name)
 	}
-	return nil
+	m.Flows = func(string) []netpolicy.FlowRecord {
+		m.mu.Lock()
+		defer m.mu.Unlock()
+		return m.flows
+	}
+	m.host = m.Host(t)
+	return m
 }
 
-func (m *machines) RemoveSnapshot(context.Context, string) error { return state.ErrSnapshotInUse }
-
-func (m *machines) Console(name string, n int64) ([]byte, error) {
-	_, err := m.Get(name)
-	text := "Linux version\n<script>\x1b[2J"
-	return []byte(text[max(0, len(text)-int(n)):]), err
-}
-
-func (m *machines) Exec(ctx context.Context, name string, c guest.Cmd) (*guest.ExitStatus, error) {
-	if _, err := m.Wake(ctx, name); err != nil {
-		return nil, err
-	}
+// run says hello with its input, and ends with 3.
+func (m *machines) run(ctx context.Context, p *fakeguest.Process) int {
 	m.mu.Lock()
-	m.ran = append(m.ran, c)
+	m.ran = append(m.ran, p)
+	do := m.exec
 	m.mu.Unlock()
-	if m.exec != nil {
-		return m.exec(c)
+	if do != nil {
+		return do(ctx, p)
 	}
-	stdin, err := io.ReadAll(c.Stdin)
-	if err != nil {
-		return nil, err
+	if _, err := io.WriteString(p.Stdout, "hello "); err != nil {
+		return 1
 	}
-	_, err = c.Stdout.Write(append([]byte("hello "), stdin...))
-	return &guest.ExitStatus{Code: 3}, err
+	if _, err := io.Copy(p.Stdout, p.Stdin); err != nil {
+		return 1
+	}
+	return 3
 }
 
-func (m *machines) Images() ([]*image.Image, error) {
-	return []*image.Image{{Version: 1, ID: "0123", Tags: []string{"app:latest"}}}, nil
+// set changes what is guarded.
+func (m *machines) set(change func()) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	change()
+}
+
+// started is how many VMs started like that.
+func (m *machines) started(op string) int {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.starts[op]
 }
 
 // served is a server and who asks it over its Unix socket.
@@ -134,11 +119,8 @@ type served struct {
 func serve(t *testing.T, change ...func(*api.Options)) *served {
 	t.Helper()
 	dir := t.TempDir()
-	s := &served{vms: &machines{VMs: fleettest.New(), policy: &netpolicy.Policy{}}, path: filepath.Join(dir, api.SocketFile)}
-	o := api.Options{
-		VMs: s.vms, Version: "test", Tokens: api.Tokens{Path: filepath.Join(dir, api.TokensFile)},
-		Fleet: fleet.New(s.vms, fleet.Options{}),
-	}
+	s := &served{vms: newMachines(t), path: filepath.Join(dir, api.SocketFile)}
+	o := api.Options{Host: s.vms.host, Version: "test", Tokens: api.Tokens{Path: filepath.Join(dir, api.TokensFile)}}
 	for _, c := range change {
 		c(&o)
 	}
@@ -278,23 +260,23 @@ func TestConformance_holds_over_HTTP(t *testing.T) {
 	s := serve(t)
 	fleettest.Conformance(t, fleettest.Subject{
 		Fleet: s.client,
-		Spec:  sandbox.Spec{Image: "app"},
-		Make: func(t *testing.T, spec sandbox.Spec, l state.Metadata) {
-			if _, err := s.client.Create(t.Context(), fleet.Request{Spec: spec, Metadata: l}); err != nil {
+		Spec:  sandbox.Spec{Image: sandboxtest.Image},
+		Make: func(t *testing.T, spec sandbox.Spec, l spec.Metadata) {
+			if _, err := s.client.Create(t.Context(), records.Request{Spec: spec, Metadata: l}); err != nil {
 				t.Fatal(err)
 			}
 		},
 		Write: func(t *testing.T, name, word string) {
-			if err := s.vms.Write(name, word); err != nil {
+			if err := s.vms.Guest(name).WriteFile("/run/word", []byte(word)); err != nil {
 				t.Fatal(err)
 			}
 		},
 		Read: func(t *testing.T, name string) string {
-			word, err := s.vms.Read(name)
+			word, err := s.vms.Guest(name).ReadFile("/run/word")
 			if err != nil {
 				t.Fatal(err)
 			}
-			return word
+			return string(word)
 		},
 		Kill: func(t *testing.T, name string) {
 			s.vms.Kill(name)
@@ -305,7 +287,7 @@ func TestConformance_holds_over_HTTP(t *testing.T) {
 // made makes a sandbox.
 func (s *served) made(t *testing.T, name string) {
 	t.Helper()
-	if _, err := s.client.Create(t.Context(), fleet.Request{Spec: sandbox.Spec{Name: name, Image: "app"}}); err != nil {
+	if _, err := s.client.Create(t.Context(), records.Request{Spec: sandbox.Spec{Name: name, Image: sandboxtest.Image, Network: spec.NetworkTAP}}); err != nil {
 		t.Fatal(err)
 	}
 }
@@ -313,13 +295,17 @@ func (s *served) made(t *testing.T, name string) {
 func TestPromote_and_sleep_say_what_was_copied(t *testing.T) {
 	s := serve(t)
 	s.made(t, "a")
-	persist := lifetime.Persist{Promote: []lifetime.Promotion{{Path: "/work/out", To: "/srv/artifacts"}}}
-	got, err := s.client.Update(t.Context(), "a", fleet.Changes{Persist: &persist})
+	artifacts := t.TempDir()
+	if err := s.vms.Guest("a").WriteFile("/work/out/x", []byte("x")); err != nil {
+		t.Fatal(err)
+	}
+	persist := lifetime.Persist{Promote: []lifetime.Promotion{{Path: "/work/out", To: artifacts}}}
+	got, err := s.client.Update(t.Context(), "a", records.Changes{Persist: &persist})
 	if err != nil || len(got.Persist.Promote) != 1 {
 		t.Fatalf("got %+v, %v", got, err)
 	}
 	copies, err := s.client.Promote(t.Context(), "a")
-	if err != nil || len(copies) != 1 || copies[0].Path != "/work/out" || !strings.HasPrefix(copies[0].At, "/srv/artifacts/a/") {
+	if err != nil || len(copies) != 1 || copies[0].Path != "/work/out" || !strings.HasPrefix(copies[0].At, artifacts+"/a/") {
 		t.Errorf("promoted %+v, %v", copies, err)
 	}
 	res, err := s.client.Sleep(t.Context(), "a", sandbox.SleepOptions{})
@@ -337,12 +323,12 @@ func TestExec_wakes_what_sleeps_and_gives_back_output_and_status(t *testing.T) {
 	if _, err := s.client.Sleep(t.Context(), "a", sandbox.SleepOptions{}); err != nil {
 		t.Fatal(err)
 	}
-	got, err := s.client.Exec(t.Context(), "a", wire.Exec{Command: []string{"cat", "-"}, User: "dev", Cwd: "/srv", Env: []string{"A=b"}, Stdin: []byte("\x00\xff"), TimeoutSeconds: 7})
+	got, err := s.client.Exec(t.Context(), "a", wire.Exec{Command: []string{"run", "-"}, User: "dev", Cwd: "/srv", Env: []string{"A=b"}, Stdin: []byte("\x00\xff"), TimeoutSeconds: 7})
 	if err != nil || string(got.Stdout) != "hello \x00\xff" || got.ExitCode != 3 || len(got.Stderr) != 0 {
 		t.Fatalf("got %+v, %v", got, err)
 	}
 	c := s.vms.ran[0]
-	if !slices.Equal(c.Argv, []string{"cat", "-"}) || c.User != "dev" || c.Dir != "/srv" || !slices.Equal(c.Env, []string{"A=b"}) || c.Timeout != 7*time.Second {
+	if !slices.Equal(c.Args, []string{"run", "-"}) || c.User != "dev" || c.Dir != "/srv" || !slices.Contains(c.Env, "A=b") {
 		t.Errorf("it ran %+v", c)
 	}
 	if is, err := s.client.Get(t.Context(), "a"); err != nil || is.Status != records.Running {
@@ -350,18 +336,29 @@ func TestExec_wakes_what_sleeps_and_gives_back_output_and_status(t *testing.T) {
 	}
 }
 
+func TestExec_is_ended_when_its_time_is_up(t *testing.T) {
+	s := serve(t)
+	s.made(t, "a")
+	got, err := s.client.Exec(t.Context(), "a", wire.Exec{Command: []string{"sleep", "3600"}, TimeoutSeconds: 1})
+	if err != nil || !got.TimedOut {
+		t.Errorf("got %+v, %v", got, err)
+	}
+}
+
 func TestExec_output_beyond_the_bound_is_cut_and_said(t *testing.T) {
 	s := serve(t)
 	s.made(t, "a")
-	s.vms.exec = func(c guest.Cmd) (*guest.ExitStatus, error) {
-		for range wire.MaxOutput/1000 + 2 {
-			if _, err := c.Stdout.Write(make([]byte, 1000)); err != nil {
-				return nil, err
+	s.vms.set(func() {
+		s.vms.exec = func(_ context.Context, p *fakeguest.Process) int {
+			for range wire.MaxOutput/1000 + 2 {
+				if _, err := p.Stdout.Write(make([]byte, 1000)); err != nil {
+					return 1
+				}
 			}
+			return 0
 		}
-		return &guest.ExitStatus{}, nil
-	}
-	got, err := s.client.Exec(t.Context(), "a", wire.Exec{Command: []string{"yes"}})
+	})
+	got, err := s.client.Exec(t.Context(), "a", wire.Exec{Command: []string{"run"}})
 	if err != nil || len(got.Stdout) != wire.MaxOutput || !got.Truncated {
 		t.Errorf("%d bytes, truncated: %v, %v", len(got.Stdout), got.Truncated, err)
 	}
@@ -373,11 +370,11 @@ func TestGets_never_wake(t *testing.T) {
 	if _, err := s.client.Sleep(t.Context(), "a", sandbox.SleepOptions{}); err != nil {
 		t.Fatal(err)
 	}
-	_, before := s.vms.Counts()
+	before := s.vms.started("restore")
 	ctx, c := t.Context(), s.client
 	for what, err := range map[string]error{
 		"get": second(c.Get(ctx, "a")), "list": second(c.List(ctx, records.Filter{})), "history": second(c.History(ctx, "a", records.Span{})),
-		"policy": second(c.Policy(ctx, "a")), "flows": second(c.Flows(ctx, "a")), "console": second(c.Console(ctx, "a", 10)),
+		"policy": second(c.Policy(ctx, "a")), "console": second(c.Console(ctx, "a", 10)),
 		"snapshots": second(c.Snapshots(ctx, "a")), "all snapshots": second(c.Snapshots(ctx, "")), "images": second(c.Images(ctx)),
 		"version": second(c.Version(ctx)), "ready": second(c.Ready(ctx)),
 	} {
@@ -385,10 +382,12 @@ func TestGets_never_wake(t *testing.T) {
 			t.Errorf("%s: %v", what, err)
 		}
 	}
-	if _, err := c.Stats(ctx, "a"); !errors.Is(err, sandbox.ErrNotRunning) {
-		t.Errorf("stats: %v, want ErrNotRunning", err)
+	for what, err := range map[string]error{"stats": second(c.Stats(ctx, "a")), "flows": second(c.Flows(ctx, "a"))} {
+		if !errors.Is(err, sandbox.ErrNotRunning) {
+			t.Errorf("%s: %v, want ErrNotRunning", what, err)
+		}
 	}
-	if _, after := s.vms.Counts(); after != before {
+	if after := s.vms.started("restore"); after != before {
 		t.Errorf("%d wakes", after-before)
 	}
 }
@@ -396,42 +395,61 @@ func TestGets_never_wake(t *testing.T) {
 func second[T any](_ T, err error) error { return err }
 
 func TestErrors_keep_code_remedy_and_identity_over_the_wire(t *testing.T) {
-	s := serve(t)
-	s.made(t, "a")
-	ctx, c := t.Context(), s.client
-	expired := time.Now().Add(-time.Hour)
-	s.vms.Fail = func(op, name string) error {
-		switch name {
-		case "full":
-			return spec.ErrHooks
-		case "refused":
-			return &state.HostHooksError{Failures: []state.HostHookFailure{{Name: "10-a", Event: "sleep", Problem: "exit status 3", Output: "not now"}}}
-		case "late":
-			return context.DeadlineExceeded
+	var late atomic.Bool
+	s := serve(t, func(o *api.Options) {
+		o.Context = func(ctx context.Context, _ http.Header) context.Context {
+			if late.Load() {
+				over, cancel := context.WithDeadline(ctx, time.Now())
+				t.Cleanup(cancel)
+				return over
+			}
+			return ctx
 		}
-		return nil
+	})
+	ctx, c := t.Context(), s.client
+	for _, name := range []string{"a", "full", "refused"} {
+		s.made(t, name)
 	}
+	full, err := c.Sleep(ctx, "full", sandbox.SleepOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	expired := time.Now().Add(-time.Hour)
+	s.vms.set(func() {
+		s.vms.fails = func(op, name string) error {
+			switch name {
+			case "full":
+				return spec.ErrHooks
+			case "refused":
+				return &spec.HostHooksError{Failures: []spec.HostHookFailure{{Name: "10-a", Event: "sleep", Problem: "exit status 3", Output: "not now"}}}
+			}
+			return nil
+		}
+	})
+	late.Store(true)
+	_, lateErr := c.Wake(ctx, "full")
+	late.Store(false)
 	for name, tc := range map[string]struct {
 		err  error
 		want error
-		code fleet.Code
+		code records.Code
 	}{
 		"not there":         {second(c.Get(ctx, "none")), sandbox.ErrNotFound, "not-found"},
-		"there already":     {second(c.Create(ctx, fleet.Request{Spec: sandbox.Spec{Name: "a", Image: "app"}})), sandbox.ErrExists, "exists"},
+		"there already":     {second(c.Create(ctx, records.Request{Spec: sandbox.Spec{Name: "a", Image: sandboxtest.Image}})), sandbox.ErrExists, "exists"},
 		"runs":              {second(c.Rename(ctx, "a", "b")), sandbox.ErrRunning, "running"},
-		"a bad name":        {second(c.Create(ctx, fleet.Request{Spec: sandbox.Spec{Name: "-", Image: "app"}})), sandbox.ErrSpec, "invalid"},
-		"expires before":    {second(c.Create(ctx, fleet.Request{Spec: sandbox.Spec{Name: "b", Image: "app"}, Metadata: state.Metadata{Expires: expired}})), state.ErrMetadata, "metadata"},
+		"a bad name":        {second(c.Create(ctx, records.Request{Spec: sandbox.Spec{Name: "-", Image: sandboxtest.Image}})), sandbox.ErrSpec, "invalid"},
+		"expires before":    {second(c.Create(ctx, records.Request{Spec: sandbox.Spec{Name: "b", Image: sandboxtest.Image}, Metadata: spec.Metadata{Expires: expired}})), spec.ErrMetadata, "metadata"},
 		"a bad filter":      {second(c.List(ctx, records.Filter{Class: "other"})), sandbox.ErrSpec, "invalid"},
 		"hooks":             {second(c.Wake(ctx, "full")), spec.ErrHooks, "hooks"},
-		"hooks on the host": {second(c.Sleep(ctx, "refused", sandbox.SleepOptions{})), state.ErrHostHooks, "host-hooks"},
-		"time":              {second(c.Wake(ctx, "late")), context.DeadlineExceeded, "timeout"},
-		"snapshot in use":   {c.RemoveSnapshot(ctx, "0123"), state.ErrSnapshotInUse, "snapshot-in-use"},
+		"hooks on the host": {second(c.Sleep(ctx, "refused", sandbox.SleepOptions{})), spec.ErrHostHooks, "host-hooks"},
+		"time":              {lateErr, context.DeadlineExceeded, "timeout"},
+		"snapshot in use":   {c.RemoveSnapshot(ctx, full.Snapshot), state.ErrSnapshotInUse, "snapshot-in-use"},
 		"no such snapshot":  {second(c.TagSnapshot(ctx, "0123", []string{"x"})), nil, "snapshot-not-found"},
 		"no command":        {second(c.Exec(ctx, "a", wire.Exec{})), sandbox.ErrSpec, "invalid"},
 		"an unlikely time":  {second(c.Exec(ctx, "a", wire.Exec{Command: []string{"x"}, TimeoutSeconds: -1})), sandbox.ErrSpec, "invalid"},
 		"extended to never": {second(c.Extend(ctx, "a", time.Time{})), sandbox.ErrSpec, "invalid"},
 	} {
-		var e *fleet.Error
+		var e *records.Error
 		if !errors.As(tc.err, &e) || e.Code != tc.code || e.Error() == "" || e.Op == "" {
 			t.Errorf("%s: got %#v, want code %s", name, tc.err, tc.code)
 			continue
@@ -442,7 +460,7 @@ func TestErrors_keep_code_remedy_and_identity_over_the_wire(t *testing.T) {
 		if e.Remedy == "" {
 			t.Errorf("%s: no remedy", name)
 		}
-		var hooks *state.HostHooksError
+		var hooks *spec.HostHooksError
 		if tc.code == "host-hooks" && (!errors.As(tc.err, &hooks) || len(hooks.Failures) != 1 || hooks.Failures[0].Output != "not now") {
 			t.Errorf("%s: without what they have said: %#v", name, tc.err)
 		}
@@ -457,7 +475,7 @@ func TestRequests_that_are_not_as_described_are_refused(t *testing.T) {
 		method, path, kind, body string
 		header                   [2]string
 		status                   int
-		code                     fleet.Code
+		code                     records.Code
 	}{
 		"an unknown field":          {method: "POST", path: "/v1/sandboxes/a/sleep", body: `{"hook":"skip"}`, status: 400, code: "invalid"},
 		"an unknown field deep":     {method: "POST", path: "/v1/sandboxes", body: `{"spec":{"title":"x"}}`, status: 400, code: "invalid"},
@@ -518,12 +536,12 @@ func TestUpdate_changes_what_is_said_and_nothing_else(t *testing.T) {
 	s.made(t, "a")
 	ctx := t.Context()
 	owner, class, until := "web", lifetime.Resumable, time.Now().Add(time.Hour).UTC().Truncate(time.Second)
-	got, err := s.client.Update(ctx, "a", fleet.Changes{Owner: &owner, Class: &class, Expires: &until})
+	got, err := s.client.Update(ctx, "a", records.Changes{Owner: &owner, Class: &class, Expires: &until})
 	if err != nil || got.Owner != owner || got.Class != class || !got.Expires.Equal(until) {
 		t.Fatalf("got %+v, %v", got, err)
 	}
 	never := time.Time{}
-	got, err = s.client.Update(ctx, "a", fleet.Changes{Expires: &never})
+	got, err = s.client.Update(ctx, "a", records.Changes{Expires: &never})
 	if err != nil || got.Owner != owner || !got.Expires.IsZero() {
 		t.Errorf("got %+v, %v", got, err)
 	}
@@ -533,32 +551,33 @@ func TestUpdate_sets_a_timer_leaves_it_alone_and_takes_it_away(t *testing.T) {
 	s := serve(t)
 	s.made(t, "a")
 	ctx := t.Context()
-	timer := state.Timer{At: time.Now().Add(time.Hour).UTC().Truncate(time.Second), Every: 86400}
-	label := func(want state.Timer) {
+	timer := spec.Timer{At: time.Now().Add(time.Hour).UTC().Truncate(time.Second), Every: 86400}
+	label := func(want spec.Timer) {
 		t.Helper()
-		if l, err := s.vms.Metadata("a"); err != nil || !l.Wake.At.Equal(want.At) || l.Wake.Every != want.Every {
+		if l, err := s.vms.host.State.Metadata("a"); err != nil || !l.Wake.At.Equal(want.At) || l.Wake.Every != want.Every {
 			t.Fatalf("the metadata has %+v, %v, want %+v", l.Wake, err, want)
 		}
 	}
-	got, err := s.client.Update(ctx, "a", fleet.Changes{Wake: &timer})
+	got, err := s.client.Update(ctx, "a", records.Changes{Wake: &timer})
 	if err != nil || !got.NextWake.Equal(timer.At) {
 		t.Fatalf("got %+v, %v", got, err)
 	}
 	label(timer)
 	owner := "web"
-	if got, err = s.client.Update(ctx, "a", fleet.Changes{Owner: &owner}); err != nil || !got.NextWake.Equal(timer.At) {
+	if got, err = s.client.Update(ctx, "a", records.Changes{Owner: &owner}); err != nil || !got.NextWake.Equal(timer.At) {
 		t.Fatalf("after another change: %+v, %v", got, err)
 	}
 	label(timer)
-	got, err = s.client.Update(ctx, "a", fleet.Changes{Wake: &state.Timer{}})
+	got, err = s.client.Update(ctx, "a", records.Changes{Wake: &spec.Timer{}})
 	if err != nil || !got.NextWake.IsZero() || got.Owner != owner {
 		t.Fatalf("got %+v, %v", got, err)
 	}
-	label(state.Timer{})
+	label(spec.Timer{})
 }
 
 func TestFlows_beyond_the_bound_are_left_out_and_said(t *testing.T) {
 	s := serve(t)
+	s.vms.flows = slices.Repeat([]netpolicy.FlowRecord{{Type: netpolicy.RecordLost, FlowsLost: &netpolicy.FlowsLost{}}}, wire.MaxFlows+1)
 	s.made(t, "a")
 	got, err := s.client.Flows(t.Context(), "a")
 	if err != nil || len(got.Flows) != wire.MaxFlows || !got.Truncated {
@@ -569,6 +588,9 @@ func TestFlows_beyond_the_bound_are_left_out_and_said(t *testing.T) {
 func TestConsole_is_never_taken_for_a_page(t *testing.T) {
 	s := serve(t)
 	s.made(t, "a")
+	if err := os.WriteFile(s.vms.host.State.ConsoleLog("a"), []byte("Linux version\n<script>\x1b[2J"), 0o600); err != nil {
+		t.Fatal(err)
+	}
 	resp, err := s.client.Do(t.Context(), http.MethodGet, "/v1/sandboxes/a/console", nil)
 	if err != nil {
 		t.Fatal(err)
@@ -615,7 +637,7 @@ func TestGetOrCreate_of_several_at_once_makes_one(t *testing.T) {
 	made := 0
 	for range 8 {
 		wg.Go(func() {
-			_, created, err := s.client.GetOrCreate(t.Context(), fleet.Request{Spec: sandbox.Spec{Name: "one", Image: "app"}})
+			_, created, err := s.client.GetOrCreate(t.Context(), records.Request{Spec: sandbox.Spec{Name: "one", Image: sandboxtest.Image}})
 			mu.Lock()
 			defer mu.Unlock()
 			if err != nil {
@@ -627,7 +649,7 @@ func TestGetOrCreate_of_several_at_once_makes_one(t *testing.T) {
 		})
 	}
 	wg.Wait()
-	if boots, _ := s.vms.Counts(); made != 1 || boots != 1 {
+	if boots := s.vms.started("boot"); made != 1 || boots != 1 {
 		t.Errorf("%d were told that they made it, %d boots", made, boots)
 	}
 }

@@ -7,6 +7,7 @@ import (
 	"path/filepath"
 	"testing"
 
+	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api"
 )
 
@@ -19,7 +20,7 @@ func TestContext_of_a_request_is_made_by_its_header_once_its_caller_is_known(t *
 	type key struct{}
 	made, seen := 0, ""
 	s := api.New(api.Options{
-		Tokens: tokens,
+		Host: &sandbox.Host{}, Tokens: tokens,
 		Context: func(ctx context.Context, h http.Header) context.Context {
 			made++
 			return context.WithValue(ctx, key{}, h.Get("Traceparent"))

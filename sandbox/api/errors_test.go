@@ -1,7 +1,6 @@
 package api_test
 
 import (
-	"context"
 	"encoding/json"
 	"fmt"
 	"go/ast"
@@ -46,7 +45,7 @@ import (
 // answered is what becomes of an error in an answer; never, why it gets into none, or only within another one.
 type answered struct {
 	err    error
-	code   fleet.Code
+	code   records.Code
 	status int
 	never  string
 }
@@ -303,18 +302,13 @@ func TestAttack_request_for_what_is_not_there_is_the_servers_fault(t *testing.T)
 	if err != nil {
 		t.Fatal(err)
 	}
-	vms := fleet.OfHost(store, pool.Launcher{Command: []string{"/bin/false"}, Agent: "/bin/true"})
 	s := serve(t, func(o *api.Options) {
-		o.VMs = api.OfHost(store, func(ctx context.Context, name string) error {
-			_, err := vms.Wake(ctx, name)
-			return err
-		})
-		o.Fleet = fleet.New(vms, fleet.Options{})
+		o.Host = store.With(pool.Launcher{Command: []string{"/bin/false"}, Agent: "/bin/true"})
 	})
 	for name, row := range map[string]struct {
 		method, path, body string
 		status             int
-		code               fleet.Code
+		code               records.Code
 	}{
 		"an image":                {"POST", "/v1/sandboxes", `{"spec":{"image":"none"}}`, 404, "image-not-found"},
 		"an image by its id":      {"POST", "/v1/sandboxes", `{"spec":{"image":"sha256:` + strings.Repeat("0", 64) + `"}}`, 404, "image-not-found"},

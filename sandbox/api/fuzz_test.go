@@ -13,12 +13,11 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
-	"github.com/drowse-vm/drowse/sandbox/fleet"
-	"github.com/drowse-vm/drowse/sandbox/fleet/fleettest"
+	"github.com/drowse-vm/drowse/sandbox/sandboxtest"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // FuzzRequests sends any body, query and name to any path, with a token that may do all. The answer is as the
@@ -42,7 +41,7 @@ func FuzzRequests(f *testing.F) {
 		f.Fatal(err)
 	}
 	for i, body := range []string{
-		``, `{}`, `{"spec":{"name":"b","image":"app","memory_mib":128},"metadata":{"class":"resumable","tags":["x"]},"get_or_create":true}`, `{"children":[{"name":"c","tags":["t"]}]}`,
+		``, `{}`, `{"spec":{"name":"b","image":"test","memory_mib":128},"metadata":{"class":"resumable","tags":["x"]},"get_or_create":true}`, `{"children":[{"name":"c","tags":["t"]}]}`,
 		`{"to":"b"}`, `{"until":"2100-01-01T00:00:00Z"}`, `{"command":["true"],"stdin":"eA==","timeout_seconds":1}`, `{"snapshot":"0123"}`, `{"version":1,"rules":[]}`,
 		`{"owner":"o","no_expiry":true,"wake":{"at":"2100-01-01T00:00:00Z","every_seconds":60},"persist":{"drop":["/tmp"]}}`, `{"hooks":"skip"}`, `{"timeout_seconds":1,"kill":true}`, `{"dry_run":true}`,
 	} {
@@ -52,18 +51,15 @@ func FuzzRequests(f *testing.F) {
 			}
 		}
 	}
+	m := newMachines(f)
 	f.Add(uint8(0), "..", "tag=a&tag=b&status=running", []byte(`{"a":`))
 	f.Fuzz(func(t *testing.T, path uint8, name, query string, body []byte) {
 		if len(body) > 16<<10 || len(name) > 256 || len(query) > 1024 {
 			return
 		}
-		vms := &machines{VMs: fleettest.New(), policy: &netpolicy.Policy{}}
-		fl := fleet.New(vms, fleet.Options{})
-		s := api.New(api.Options{VMs: vms, Tokens: tokens, Fleet: fl})
-		if _, err := fl.Create(t.Context(), fleet.Request{Spec: sandbox.Spec{Name: "a", Image: "app"}}); err != nil {
-			t.Fatal(err)
-		}
-		before := stateOf(t, vms)
+		s := api.New(api.Options{Host: m.host, Tokens: tokens})
+		onlyOne(t, m.host)
+		before := stateOf(t, m.host)
 		method, pattern, _ := strings.Cut(paths[int(path)%len(paths)], " ")
 		where := strings.NewReplacer("{name}", url.PathEscape(name), "{id}", url.PathEscape(name)).Replace(pattern)
 		req := httptest.NewRequestWithContext(t.Context(), method, "http://localhost/", bytes.NewReader(body))
@@ -90,30 +86,43 @@ func FuzzRequests(f *testing.F) {
 			t.Errorf("%s %s: %d is not as described: %v: %.300s", method, where, w.Code, err, w.Body)
 		}
 		if w.Code == http.StatusBadRequest || w.Code == http.StatusNotFound || method == http.MethodGet {
-			if after := stateOf(t, vms); after != before {
+			if after := stateOf(t, m.host); after != before {
 				t.Errorf("%s %s: %d, and sandboxes were\n%s\nand are\n%s", method, where, w.Code, before, after)
 			}
 		}
 	})
 }
 
-// stateOf is what there is of sandboxes.
-func stateOf(t *testing.T, vms *machines) string {
+// onlyOne leaves a host one sandbox, which runs, is called "a" and is as it was made.
+func onlyOne(t *testing.T, h *sandbox.Host) {
 	t.Helper()
-	all, err := vms.List()
+	all, err := h.List()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, b := range all {
+		if err := b.Delete(t.Context(), sandbox.DeleteOptions{Force: true}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if _, err := h.Create(t.Context(), sandbox.Spec{Name: "a", Image: sandboxtest.Image, Network: spec.NetworkTAP}, sandbox.CreateOptions{}); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// stateOf is what there is of sandboxes.
+func stateOf(t *testing.T, h *sandbox.Host) string {
+	t.Helper()
+	all, err := h.State.List()
 	if err != nil {
 		t.Fatal(err)
 	}
 	var out strings.Builder
 	for _, r := range all {
-		l, err := vms.Metadata(r.Spec.Name)
-		fmt.Fprintf(&out, "%s %s %s %s %+v %v\n", r.ID, r.Spec.Name, r.Phase, r.Snapshot, l, err)
+		l, err := h.State.Metadata(r.Spec.Name)
+		fmt.Fprintf(&out, "%s %s %s %s %+v %+v %v\n", r.ID, r.Spec.Name, r.Phase, r.Snapshot, r.Spec, l, err)
 	}
-	policy, err := json.Marshal(vms.policy)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return out.String() + string(policy)
+	return out.String()
 }
 
 // FuzzChanges reads any body as changes of a sandbox: what is taken says the same when it is sent on.

@@ -29,6 +29,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/records"
+	"github.com/drowse-vm/drowse/sandbox/sandboxtest"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
@@ -120,7 +121,7 @@ func TestTCP_callers_may_do_what_their_tokens_say_until_these_are_taken_away(t *
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error, 1)
 	// A server serves once.
-	tcp := api.New(api.Options{VMs: s.vms, Tokens: tokens, Fleet: fleet.New(s.vms, fleet.Options{}), Ready: []api.Check{{Name: "kvm", Do: func(context.Context) error { return errors.New("a secret path") }}}})
+	tcp := api.New(api.Options{Host: s.vms.host, Tokens: tokens, Ready: []api.Check{{Name: "kvm", Do: func(context.Context) error { return errors.New("a secret path") }}}})
 	go func() { done <- tcp.Serve(ctx, l) }()
 	defer func() {
 		cancel()
@@ -131,7 +132,7 @@ func TestTCP_callers_may_do_what_their_tokens_say_until_these_are_taken_away(t *
 	as := func(token string) *client.Client { return client.New(base, token, &http.Client{Transport: tr}) }
 	for name, tc := range map[string]struct {
 		token         string
-		reads, writes fleet.Code
+		reads, writes records.Code
 	}{
 		"a reader":      {read, "", wire.CodeForbidden},
 		"a writer":      {write, "", ""},
@@ -140,7 +141,7 @@ func TestTCP_callers_may_do_what_their_tokens_say_until_these_are_taken_away(t *
 		"a hash":        {fmt.Sprintf("%x", sha256.Sum256([]byte(write))), wire.CodeUnauthorized, wire.CodeUnauthorized},
 		"a long one":    {strings.Repeat("x", 4096), wire.CodeUnauthorized, wire.CodeUnauthorized},
 	} {
-		code := func(err error) fleet.Code {
+		code := func(err error) records.Code {
 			if err == nil {
 				return ""
 			}
@@ -156,18 +157,18 @@ func TestTCP_callers_may_do_what_their_tokens_say_until_these_are_taken_away(t *
 	if h, err := as("").Ready(ctx); err != nil || h.OK || h.Checks[0].Problem != "" {
 		t.Errorf("who has no token is told %+v, %v", h, err)
 	}
-	if _, err := as(write).Create(ctx, fleet.Request{Spec: sandbox.Spec{Name: "b", Image: "app", Kernel: "/etc/shadow"}}); fleet.CodeOf(err) != "invalid" {
+	if _, err := as(write).Create(ctx, records.Request{Spec: sandbox.Spec{Name: "b", Image: sandboxtest.Image, Kernel: "/etc/shadow"}}); fleet.CodeOf(err) != "invalid" {
 		t.Errorf("with a file of the host's for a kernel: %v", err)
 	}
 	shares := []spec.Share{{Source: "/etc", Path: "/mnt"}}
-	if _, err := as(write).Create(ctx, fleet.Request{Spec: sandbox.Spec{Name: "b", Image: "app", Shares: shares}}); fleet.CodeOf(err) != "invalid" {
+	if _, err := as(write).Create(ctx, records.Request{Spec: sandbox.Spec{Name: "b", Image: sandboxtest.Image, Shares: shares}}); fleet.CodeOf(err) != "invalid" {
 		t.Errorf("a directory of the host is shared over TCP: %v", err)
 	}
 	persist := lifetime.Persist{Promote: []lifetime.Promotion{{Path: "/work", To: "/etc"}}}
-	if _, err := as(write).Create(ctx, fleet.Request{Spec: sandbox.Spec{Name: "b", Image: "app"}, Metadata: state.Metadata{Persist: persist}}); fleet.CodeOf(err) != "invalid" {
+	if _, err := as(write).Create(ctx, records.Request{Spec: sandbox.Spec{Name: "b", Image: sandboxtest.Image}, Metadata: state.Metadata{Persist: persist}}); fleet.CodeOf(err) != "invalid" {
 		t.Errorf("one is made that promotes to a directory of the host over TCP: %v", err)
 	}
-	if _, err := as(write).Update(ctx, "a", fleet.Changes{Persist: &persist}); fleet.CodeOf(err) != "invalid" {
+	if _, err := as(write).Update(ctx, "a", records.Changes{Persist: &persist}); fleet.CodeOf(err) != "invalid" {
 		t.Errorf("a directory of the host is promoted to over TCP: %v", err)
 	}
 	if err := tokens.Remove("writer"); err != nil {

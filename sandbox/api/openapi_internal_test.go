@@ -18,6 +18,7 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
 )
 
@@ -186,7 +187,7 @@ func TestOpenAPI_has_every_route_and_every_path_of_it_is_routed(t *testing.T) {
 	if err := json.Unmarshal(openAPI, &d); err != nil {
 		t.Fatal(err)
 	}
-	s := New(Options{})
+	s := New(Options{Host: &sandbox.Host{}})
 	var described, routed []string
 	for path, methods := range d.Paths {
 		for method := range methods {

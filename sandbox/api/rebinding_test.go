@@ -10,7 +10,6 @@ import (
 	"testing"
 
 	"github.com/drowse-vm/drowse/sandbox/api"
-	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/records"
 )
 
@@ -29,7 +28,7 @@ func TestAttack_dns_rebinding_of_a_forwarded_socket(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	tcp := &served{vms: s.vms, server: api.New(api.Options{VMs: s.vms, Tokens: tokens, Hosts: []string{named}, Fleet: fleet.New(s.vms, fleet.Options{})})}
+	tcp := &served{vms: s.vms, server: api.New(api.Options{Host: s.vms.host, Tokens: tokens, Hosts: []string{named}})}
 	tcp.run(t, l)
 	const unix, both = 1, 3 // which listeners answer
 	rows := map[string]struct {

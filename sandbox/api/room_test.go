@@ -16,7 +16,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/guest/fakeguest"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api"
 	"github.com/drowse-vm/drowse/sandbox/api/client"
@@ -28,8 +28,7 @@ import (
 // overTCP serves the VMs of s over TCP as well, and gives clients by names of tokens, which it makes.
 func overTCP(t *testing.T, s *served, o api.Options) (address string, as func(name string) *client.Client) {
 	t.Helper()
-	o.VMs, o.Tokens = s.vms, api.Tokens{Path: filepath.Join(filepath.Dir(s.path), api.TokensFile)}
-	o.Fleet = fleet.New(s.vms, fleet.Options{})
+	o.Host, o.Tokens = s.vms.host, api.Tokens{Path: filepath.Join(filepath.Dir(s.path), api.TokensFile)}
 	if _, err := o.Tokens.Create("first", api.ScopeRead); err != nil {
 		t.Fatal(err) // there has to be one
 	}
@@ -76,15 +75,17 @@ func TestAttack_long_commands_take_health_and_short_requests_down(t *testing.T) 
 	s := serve(t)
 	s.made(t, "a")
 	begun, end := make(chan struct{}, api.MaxExecs), make(chan struct{})
-	s.vms.exec = func(guest.Cmd) (*guest.ExitStatus, error) {
-		begun <- struct{}{}
-		<-end
-		return &guest.ExitStatus{}, nil
-	}
+	s.vms.set(func() {
+		s.vms.exec = func(context.Context, *fakeguest.Process) int {
+			begun <- struct{}{}
+			<-end
+			return 0
+		}
+	})
 	_, as := overTCP(t, s, api.Options{})
 	greedy, other, third := as("greedy"), as("other"), as("third")
 	run := func(c *client.Client) error {
-		return second(c.Exec(t.Context(), "a", wire.Exec{Command: []string{"sleep", "3600"}, TimeoutSeconds: wire.MaxExecSeconds}))
+		return second(c.Exec(t.Context(), "a", wire.Exec{Command: []string{"run"}, TimeoutSeconds: wire.MaxExecSeconds}))
 	}
 	var wg sync.WaitGroup
 	fill := func(c *client.Client) {
@@ -122,12 +123,12 @@ func TestAttack_long_commands_take_health_and_short_requests_down(t *testing.T) 
 	}
 }
 
-func refused(t *testing.T, what string, err error, want fleet.Code) {
+func refused(t *testing.T, what string, err error, want records.Code) {
 	t.Helper()
-	var e *fleet.Error
+	var e *records.Error
 	if fleet.CodeOf(err) != want {
 		t.Errorf("%s: %v, want %s", what, err, want)
-	} else if e, _ = err.(*fleet.Error); e == nil || e.Remedy == "" {
+	} else if e, _ = err.(*records.Error); e == nil || e.Remedy == "" {
 		t.Errorf("%s: %#v has no remedy", what, err)
 	}
 }
@@ -137,6 +138,7 @@ func TestAttack_streams_and_slow_changes_take_short_requests_down(t *testing.T) 
 	end := make(chan struct{})
 	s := serve(t)
 	s.made(t, "a")
+	s.made(t, "b")
 	address, as := overTCP(t, s, api.Options{Mounts: []api.Mount{
 		{Pattern: "GET /stream", Scope: api.ScopeRead, Long: true, Handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 			streams.Add(1)
@@ -144,13 +146,15 @@ func TestAttack_streams_and_slow_changes_take_short_requests_down(t *testing.T) 
 		})},
 		{Pattern: "GET /page", Handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write(make([]byte, 64<<10)) })},
 	}})
-	s.vms.Fail = func(op, name string) error {
-		if op == "sleep" {
-			sleeps.Add(1)
-			<-end
+	s.vms.set(func() {
+		s.vms.fails = func(op, _ string) error {
+			if op == "capture" {
+				sleeps.Add(1)
+				<-end
+			}
+			return nil
 		}
-		return nil
-	}
+	})
 	var wg sync.WaitGroup
 	for i := range 2 {
 		c := as(fmt.Sprint("greedy", i))
@@ -170,7 +174,7 @@ func TestAttack_streams_and_slow_changes_take_short_requests_down(t *testing.T) 
 		}
 		for range api.MaxChanges/2 - 1 { // one is left for works
 			wg.Go(func() {
-				if _, err := c.Sleep(t.Context(), "a", sandbox.SleepOptions{}); err != nil {
+				if _, err := c.Sleep(t.Context(), "b", sandbox.SleepOptions{}); err != nil {
 					t.Error(err)
 				}
 			})
@@ -217,6 +221,7 @@ func TestAttack_streams_and_slow_changes_take_short_requests_down(t *testing.T) 
 func TestAttack_idle_connections_keep_others_out(t *testing.T) {
 	s := serve(t)
 	s.made(t, "a")
+	s.made(t, "b")
 	address, as := overTCP(t, s, api.Options{})
 	c := as("other")
 	var held []net.Conn
@@ -310,7 +315,7 @@ func TestRequests_beyond_the_bound_of_their_kind_are_refused(t *testing.T) {
 				begun <- struct{}{}
 				<-end
 			})
-			o := api.Options{Tokens: api.Tokens{Path: filepath.Join(t.TempDir(), api.TokensFile)}, Mounts: []api.Mount{x.mount}}
+			o := api.Options{Host: &sandbox.Host{}, Tokens: api.Tokens{Path: filepath.Join(t.TempDir(), api.TokensFile)}, Mounts: []api.Mount{x.mount}}
 			var tokens [3]string
 			for i := range tokens {
 				var err error
@@ -341,7 +346,7 @@ func TestRequests_beyond_the_bound_of_their_kind_are_refused(t *testing.T) {
 					<-begun
 				}
 			}
-			beyond := func(caller, status int, code fleet.Code) {
+			beyond := func(caller, status int, code records.Code) {
 				t.Helper()
 				answer := make(chan *httptest.ResponseRecorder, 1)
 				wg.Go(func() { answer <- get(caller) })

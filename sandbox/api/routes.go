@@ -3,6 +3,7 @@ package api
 import (
 	"context"
 	_ "embed"
+	"errors"
 	"fmt"
 	"net/http"
 	"reflect"
@@ -87,10 +88,16 @@ func (r *request) name() string { return r.PathValue("name") }
 // ok is how most end.
 func ok[T any](v T, err error) (int, any, error) { return http.StatusOK, v, err }
 
-// onFleet serves what a Fleet does.
+// onFleet serves what a Fleet does, and onSandbox what is done with one sandbox of the host.
 func onFleet[T any](do func(ctx context.Context, f *fleet.Fleet, r *request) (T, error)) func(*Server, *request) (int, any, error) {
 	return func(s *Server, r *request) (int, any, error) {
-		return ok(do(r.Context(), s.o.Fleet, r))
+		return ok(do(r.Context(), s.fleet, r))
+	}
+}
+
+func onSandbox[T any](do func(ctx context.Context, b *sandbox.Sandbox, r *request) (T, error)) func(*Server, *request) (int, any, error) {
+	return func(s *Server, r *request) (int, any, error) {
+		return ok(do(r.Context(), s.o.Host.Sandbox(r.name()), r))
 	}
 }
 
@@ -109,38 +116,41 @@ func routes() []route {
 			},
 			serve: onFleet(list),
 		},
-		{method: post, path: "/v1/sandboxes", scope: ScopeWrite, op: "create", says: "Make a sandbox and boot it.", takes: wire.Create{}, gives: fleet.Sandbox{}, needsBody: true, created: true, serve: create},
-		{method: get, path: onOne, scope: ScopeRead, op: "get", says: "Say what is known of a sandbox.", gives: fleet.Sandbox{}, serve: onFleet(func(ctx context.Context, f *fleet.Fleet, r *request) (fleet.Sandbox, error) {
+		{method: post, path: "/v1/sandboxes", scope: ScopeWrite, op: "create", says: "Make a sandbox and boot it.", takes: wire.Create{}, gives: records.Sandbox{}, needsBody: true, created: true, serve: create},
+		{method: get, path: onOne, scope: ScopeRead, op: "get", says: "Say what is known of a sandbox.", gives: records.Sandbox{}, serve: onFleet(func(ctx context.Context, f *fleet.Fleet, r *request) (records.Sandbox, error) {
 			return f.Get(ctx, r.name())
 		})},
-		{method: http.MethodPatch, path: onOne, scope: ScopeWrite, op: "update", says: "Change a sandbox: what is not there is left as it is.", takes: wire.Changes{}, gives: fleet.Sandbox{}, needsBody: true, serve: onFleet(func(ctx context.Context, f *fleet.Fleet, r *request) (fleet.Sandbox, error) {
+		{method: http.MethodPatch, path: onOne, scope: ScopeWrite, op: "update", says: "Change a sandbox: what is not there is left as it is.", takes: wire.Changes{}, gives: records.Sandbox{}, needsBody: true, serve: onFleet(func(ctx context.Context, f *fleet.Fleet, r *request) (records.Sandbox, error) {
 			c, err := r.body.(*wire.Changes).Fleet()
 			if err == nil {
 				err = mayPromote(r, c.Persist)
 			}
 			if err != nil {
-				return fleet.Sandbox{}, err
+				return records.Sandbox{}, err
 			}
 			return f.Update(ctx, r.name(), c)
 		})},
-		{method: http.MethodDelete, path: onOne, scope: ScopeWrite, op: "delete", says: "Remove a sandbox, also one that runs. One that is not there is left alone.", gives: state.Freed{}, serve: onFleet(func(ctx context.Context, f *fleet.Fleet, r *request) (state.Freed, error) {
-			return f.Delete(ctx, r.name())
+		{method: http.MethodDelete, path: onOne, scope: ScopeWrite, op: "delete", says: "Remove a sandbox, also one that runs. One that is not there is left alone.", gives: state.Freed{}, serve: onSandbox(func(ctx context.Context, b *sandbox.Sandbox, _ *request) (freed state.Freed, err error) {
+			if err = b.Delete(ctx, sandbox.DeleteOptions{Force: true, Freed: &freed}); errors.Is(err, sandbox.ErrNotFound) {
+				err = nil
+			}
+			return freed, err
 		})},
 	}, lifecycle(), reading(), []route{
 		{method: get, path: "/v1/snapshots", scope: ScopeRead, op: "list snapshots", says: "List all snapshots.", gives: wire.Snapshots{}, serve: func(s *Server, _ *request) (int, any, error) {
 			return ok(s.snapshots(func(state.SnapshotInfo) bool { return true }))
 		}},
-		{method: post, path: "/v1/snapshots/{id}/tags", scope: ScopeWrite, op: "tag snapshot", says: "Give a snapshot tags, in place of those that it has. While it has any, nothing prunes it.", takes: wire.Tags{}, gives: state.SnapshotInfo{}, needsBody: true, serve: onFleet(func(ctx context.Context, f *fleet.Fleet, r *request) (state.SnapshotInfo, error) {
-			return f.TagSnapshot(ctx, r.PathValue("id"), r.body.(*wire.Tags).Tags)
-		})},
+		{method: post, path: "/v1/snapshots/{id}/tags", scope: ScopeWrite, op: "tag snapshot", says: "Give a snapshot tags, in place of those that it has. While it has any, nothing prunes it.", takes: wire.Tags{}, gives: state.SnapshotInfo{}, needsBody: true, serve: func(s *Server, r *request) (int, any, error) {
+			return ok(s.o.Host.State.TagSnapshot(r.PathValue("id"), r.body.(*wire.Tags).Tags))
+		}},
 		{method: http.MethodDelete, path: "/v1/snapshots/{id}", scope: ScopeWrite, op: "remove snapshot", says: "Remove a snapshot that nothing needs.", gives: wire.Empty{}, serve: func(s *Server, r *request) (int, any, error) {
-			return ok(wire.Empty{}, s.o.VMs.RemoveSnapshot(r.Context(), r.PathValue("id")))
+			return ok(wire.Empty{}, s.o.Host.State.RemoveSnapshot(r.Context(), r.PathValue("id")))
 		}},
 		{method: get, path: "/v1/images", scope: ScopeRead, op: "list images", says: "List images.", gives: imageList{}, serve: images},
 		{method: get, path: "/v1/version", scope: ScopeRead, op: "version", says: "Say what serves, and what the caller may do.", gives: wire.Is{}, serve: func(s *Server, r *request) (int, any, error) {
 			return ok(wire.Is{Version: s.o.Version, API: wire.Version, Scope: string(CallerOf(r.Context()).Scope)}, nil)
 		}},
-		{method: post, path: "/v1/prune", scope: ScopeWrite, op: "prune", says: "Do what metadata say is to be done by now, or say what that would be.", takes: wire.Prune{}, gives: fleet.Pruned{}, serve: onFleet(func(ctx context.Context, f *fleet.Fleet, r *request) (fleet.Pruned, error) {
+		{method: post, path: "/v1/prune", scope: ScopeWrite, op: "prune", says: "Do what metadata say is to be done by now, or say what that would be.", takes: wire.Prune{}, gives: records.Pruned{}, serve: onFleet(func(ctx context.Context, f *fleet.Fleet, r *request) (records.Pruned, error) {
 			return f.Prune(ctx, r.body.(*wire.Prune).DryRun)
 		})},
 		{method: get, path: "/v1/openapi.json", op: "describe", says: "This description.", gives: map[string]any{}, serve: func(*Server, *request) (int, any, error) {
@@ -157,79 +167,95 @@ func routes() []route {
 
 // lifecycle are what brings a sandbox from one state into another.
 func lifecycle() []route {
-	type of = func(ctx context.Context, f *fleet.Fleet, r *request) (fleet.Sandbox, error)
-	act := func(verb, says string, takes any, do of) route {
-		return route{method: http.MethodPost, path: onOne + "/" + verb, scope: ScopeWrite, op: verb, says: says, takes: takes, gives: fleet.Sandbox{}, serve: onFleet(do)}
-	}
-	sure := func(rt route) route {
-		rt.needsBody = true
-		return rt
+	// act is a route that does something with a sandbox, and answers with what that is then.
+	act := func(verb, says string, takes any, do func(ctx context.Context, b *sandbox.Sandbox, r *request) error) route {
+		return route{
+			method: http.MethodPost, path: onOne + "/" + verb, scope: ScopeWrite, op: verb, says: says, takes: takes, gives: records.Sandbox{}, needsBody: takes != any(wire.Empty{}),
+			serve: func(s *Server, r *request) (int, any, error) {
+				if err := do(r.Context(), s.o.Host.Sandbox(r.name()), r); err != nil {
+					return 0, nil, err
+				}
+				return ok(s.fleet.Get(r.Context(), r.name()))
+			},
+		}
 	}
 	return []route{
-		act("start", "Bring a sandbox up, whatever it does: wake it or boot it. One that runs is left alone.", wire.Empty{}, func(ctx context.Context, f *fleet.Fleet, r *request) (fleet.Sandbox, error) {
-			return f.Start(ctx, r.name())
+		act("start", "Bring a sandbox up, whatever it does: wake it or boot it. One that runs is left alone.", wire.Empty{}, func(ctx context.Context, b *sandbox.Sandbox, _ *request) error {
+			_, err := b.Start(ctx, sandbox.StartOptions{Awake: true})
+			return err
 		}),
-		act("wake", "Bring a sandbox back from its sleep. One that runs is left alone.", wire.Empty{}, func(ctx context.Context, f *fleet.Fleet, r *request) (fleet.Sandbox, error) {
-			return f.Wake(ctx, r.name())
+		act("wake", "Bring a sandbox back from its sleep. One that runs is left alone.", wire.Empty{}, func(ctx context.Context, b *sandbox.Sandbox, _ *request) error {
+			_, err := b.Wake(ctx)
+			return err
 		}),
 		{
 			method: http.MethodPost, path: onOne + "/sleep", scope: ScopeWrite, op: "sleep", says: "Put a sandbox to sleep. Of one that sleeps it says what its last sleep has done.",
-			takes: wire.Sleep{}, gives: control.SleepResult{}, serve: onFleet(func(ctx context.Context, f *fleet.Fleet, r *request) (control.SleepResult, error) {
-				return f.Sleep(ctx, r.name(), sandbox.SleepOptions{Hooks: r.body.(*wire.Sleep).Hooks})
+			takes: wire.Sleep{}, gives: control.SleepResult{}, serve: onSandbox(func(ctx context.Context, b *sandbox.Sandbox, r *request) (control.SleepResult, error) {
+				return b.Sleep(ctx, sandbox.SleepOptions{Hooks: r.body.(*wire.Sleep).Hooks})
 			}),
 		},
 		{
 			method: http.MethodPost, path: onOne + "/stop", scope: ScopeWrite, op: "stop", says: "Shut a sandbox down. One that does not run is left alone.",
-			takes: wire.Stop{}, gives: fleet.Sandbox{}, serve: stop,
+			takes: wire.Stop{}, gives: records.Sandbox{}, serve: stop,
 		},
 		{
 			method: http.MethodPost, path: onOne + "/snapshot", scope: ScopeWrite, op: "snapshot", says: "Write a running sandbox to a snapshot that stays until it is removed.",
-			takes: wire.Snapshot{}, gives: control.SleepResult{}, serve: onFleet(func(ctx context.Context, f *fleet.Fleet, r *request) (control.SleepResult, error) {
-				b := r.body.(*wire.Snapshot)
-				return f.Snapshot(ctx, r.name(), sandbox.SnapshotOptions{Note: b.Note, Hooks: b.Hooks, DiskOnly: b.DiskOnly})
+			takes: wire.Snapshot{}, gives: control.SleepResult{}, serve: onSandbox(func(ctx context.Context, b *sandbox.Sandbox, r *request) (control.SleepResult, error) {
+				o := r.body.(*wire.Snapshot)
+				return b.Snapshot(ctx, sandbox.SnapshotOptions{Note: o.Note, Hooks: o.Hooks, DiskOnly: o.DiskOnly})
 			}),
 		},
 		{
 			method: http.MethodPost, path: onOne + "/promote", scope: ScopeWrite, op: "promote", says: "Copy what is to be promoted of a running sandbox to the host now.",
 			takes: wire.Empty{}, gives: wire.Promoted{}, limit: control.PromoteTime + writeTime,
-			serve: onFleet(func(ctx context.Context, f *fleet.Fleet, r *request) (wire.Promoted, error) {
-				copies, err := f.Promote(ctx, r.name())
+			serve: onSandbox(func(ctx context.Context, b *sandbox.Sandbox, _ *request) (wire.Promoted, error) {
+				copies, err := b.Promote(ctx)
 				if copies == nil {
 					copies = []control.Promoted{}
 				}
 				return wire.Promoted{Promoted: copies}, err
 			}),
 		},
-		sure(act("restore", "Take a sandbox that does not run back to one of its snapshots, in which it sleeps then.", wire.Restore{}, func(ctx context.Context, f *fleet.Fleet, r *request) (fleet.Sandbox, error) {
-			return f.Restore(ctx, r.name(), r.body.(*wire.Restore).Snapshot)
-		})),
+		act("restore", "Take a sandbox that does not run back to one of its snapshots, in which it sleeps then.", wire.Restore{}, func(ctx context.Context, b *sandbox.Sandbox, r *request) error {
+			return b.Rewind(ctx, r.body.(*wire.Restore).Snapshot)
+		}),
 		{
 			method: http.MethodPost, path: onOne + "/fork", scope: ScopeWrite, op: "fork", says: "Make children of a sandbox. Those of the same names that are there already are returned as they are.",
 			takes: wire.Fork{}, gives: wire.Forked{}, needsBody: true, serve: onFleet(func(ctx context.Context, f *fleet.Fleet, r *request) (wire.Forked, error) {
-				var children []fleet.Child
+				var children []records.Child
 				for _, c := range r.body.(*wire.Fork).Children {
-					children = append(children, fleet.Child{Name: c.Name, Tags: c.Tags})
+					children = append(children, records.Child{Name: c.Name, Tags: c.Tags})
 				}
 				made, err := f.Fork(ctx, r.name(), children)
 				return wire.Forked{Sandboxes: made}, err
 			}),
 		},
-		sure(act("rename", "Give a sandbox that does not run another name.", wire.Rename{}, func(ctx context.Context, f *fleet.Fleet, r *request) (fleet.Sandbox, error) {
-			return f.Rename(ctx, r.name(), r.body.(*wire.Rename).To)
-		})),
-		sure(act("extend", "Let a sandbox last until a time at least.", wire.Extend{}, func(ctx context.Context, f *fleet.Fleet, r *request) (fleet.Sandbox, error) {
-			until := r.body.(*wire.Extend).Until
-			if until.IsZero() {
-				return fleet.Sandbox{}, fmt.Errorf("%w: there is no until: give a time as 2026-11-22T13:25:42Z", sandbox.ErrSpec)
-			}
-			return f.Extend(ctx, r.name(), until)
-		})),
+		{
+			method: http.MethodPost, path: onOne + "/rename", scope: ScopeWrite, op: "rename", says: "Give a sandbox that does not run another name.",
+			takes: wire.Rename{}, gives: records.Sandbox{}, needsBody: true, serve: func(s *Server, r *request) (int, any, error) {
+				to := r.body.(*wire.Rename).To
+				if err := s.o.Host.State.Rename(r.Context(), r.name(), to); err != nil {
+					return 0, nil, err
+				}
+				return ok(s.fleet.Get(r.Context(), to))
+			},
+		},
+		{
+			method: http.MethodPost, path: onOne + "/extend", scope: ScopeWrite, op: "extend", says: "Let a sandbox last until a time at least.",
+			takes: wire.Extend{}, gives: records.Sandbox{}, needsBody: true, serve: onFleet(func(ctx context.Context, f *fleet.Fleet, r *request) (records.Sandbox, error) {
+				until := r.body.(*wire.Extend).Until
+				if until.IsZero() {
+					return records.Sandbox{}, fmt.Errorf("%w: there is no until: give a time as 2026-11-22T13:25:42Z", sandbox.ErrSpec)
+				}
+				return f.Extend(ctx, r.name(), until)
+			}),
+		},
 		{
 			method: http.MethodPost, path: onOne + "/exec", scope: ScopeWrite, op: "exec", says: "Run a command in a sandbox, and wake it first if it sleeps. A command that fails is no error.",
 			takes: wire.Exec{}, gives: wire.Executed{}, needsBody: true, limit: wire.MaxExecSeconds*time.Second + writeTime, room: roomExecs,
-			serve: func(s *Server, r *request) (int, any, error) {
-				return ok(execute(r.Context(), s.o.VMs, r.name(), r.body.(*wire.Exec)))
-			},
+			serve: onSandbox(func(ctx context.Context, b *sandbox.Sandbox, r *request) (wire.Executed, error) {
+				return execute(ctx, b, r.body.(*wire.Exec))
+			}),
 		},
 	}
 }
@@ -264,26 +290,26 @@ func reading() []route {
 			}),
 		},
 		{method: get, path: onOne + "/snapshots", scope: ScopeRead, op: "list snapshots", says: "List the snapshots of a sandbox.", gives: wire.Snapshots{}, serve: func(s *Server, r *request) (int, any, error) {
-			is, err := s.o.Fleet.Get(r.Context(), r.name())
+			is, err := s.fleet.Get(r.Context(), r.name())
 			if err != nil {
 				return 0, nil, err
 			}
 			return ok(s.snapshots(func(i state.SnapshotInfo) bool { return i.Owner == is.ID }))
 		}},
-		{method: get, path: onOne + "/stats", scope: ScopeRead, op: "stats", says: "Say what a running sandbox uses. One that sleeps is not woken.", gives: sandbox.Stats{}, serve: func(s *Server, r *request) (int, any, error) {
-			return ok(s.o.VMs.Stats(r.Context(), r.name()))
-		}},
-		{method: get, path: onOne + "/policy", scope: ScopeRead, op: "policy", says: "Give the network policy of a sandbox.", gives: netpolicy.Policy{}, serve: func(s *Server, r *request) (int, any, error) {
-			return ok(s.o.VMs.Policy(r.name()))
-		}},
-		{method: http.MethodPut, path: onOne + "/policy", scope: ScopeWrite, op: "set policy", says: "Replace the network policy of a sandbox. If it runs, the new one is in force when this is answered.", takes: netpolicy.Policy{}, gives: control.PolicyResult{}, needsBody: true, rawBody: true, serve: func(s *Server, r *request) (int, any, error) {
+		{method: get, path: onOne + "/stats", scope: ScopeRead, op: "stats", says: "Say what a running sandbox uses. One that sleeps is not woken.", gives: sandbox.Stats{}, serve: onSandbox(func(ctx context.Context, b *sandbox.Sandbox, _ *request) (sandbox.Stats, error) {
+			return b.Stats(ctx)
+		})},
+		{method: get, path: onOne + "/policy", scope: ScopeRead, op: "policy", says: "Give the network policy of a sandbox.", gives: netpolicy.Policy{}, serve: onSandbox(func(_ context.Context, b *sandbox.Sandbox, _ *request) (*netpolicy.Policy, error) {
+			return b.Policy()
+		})},
+		{method: http.MethodPut, path: onOne + "/policy", scope: ScopeWrite, op: "set policy", says: "Replace the network policy of a sandbox. If it runs, the new one is in force when this is answered.", takes: netpolicy.Policy{}, gives: control.PolicyResult{}, needsBody: true, rawBody: true, serve: onSandbox(func(ctx context.Context, b *sandbox.Sandbox, r *request) (control.PolicyResult, error) {
 			p, err := netpolicy.Parse(r.body.([]byte))
 			if err != nil {
-				return 0, nil, err
+				return control.PolicyResult{}, err
 			}
-			return ok(s.o.VMs.SetPolicy(r.Context(), r.name(), p))
-		}},
-		{method: get, path: onOne + "/flows", scope: ScopeRead, op: "flows", says: "List flows of a running sandbox, open ones and the last that have ended or were denied.", gives: wire.Flows{}, serve: flows},
+			return b.SetPolicy(ctx, p)
+		})},
+		{method: get, path: onOne + "/flows", scope: ScopeRead, op: "flows", says: "List flows of a running sandbox, open ones and the last that have ended or were denied.", gives: wire.Flows{}, serve: onSandbox(flows)},
 		{
 			method: get, path: onOne + "/console", scope: ScopeRead, op: "console", says: "Give the end of what a sandbox has written to its serial port.", kind: "application/octet-stream",
 			query: []param{{name: "tail", says: "at most so many bytes", integer: true}},
@@ -292,7 +318,7 @@ func reading() []route {
 				if err != nil {
 					return 0, nil, err
 				}
-				text, err := s.o.VMs.Console(r.name(), n)
+				text, err := console(s.o.Host, r.name(), n)
 				// The guest has written it: no browser is to make anything of it.
 				return http.StatusOK, rawText{"application/octet-stream", text}, err
 			},
@@ -336,7 +362,7 @@ func list(ctx context.Context, f *fleet.Fleet, r *request) (wire.List, error) {
 	}
 	l, err := f.List(ctx, filter)
 	if l.Sandboxes == nil {
-		l.Sandboxes = []fleet.Sandbox{}
+		l.Sandboxes = []records.Sandbox{}
 	}
 	return wire.List{Version: 1, List: l}, err
 }
@@ -354,16 +380,25 @@ func create(s *Server, r *request) (int, any, error) {
 	if err := mayPromote(r, &b.Metadata.Persist); err != nil {
 		return 0, nil, err
 	}
-	want := fleet.Request{Spec: b.Spec, Metadata: b.Metadata}
+	var (
+		is   *sandbox.Sandbox
+		made = true
+		err  error
+		o    = sandbox.CreateOptions{Metadata: &b.Metadata}
+	)
 	if b.GetOrCreate {
-		is, made, err := s.o.Fleet.GetOrCreate(r.Context(), want)
-		if made {
-			return http.StatusCreated, is, err
-		}
-		return ok(is, err)
+		is, made, err = s.o.Host.GetOrCreate(r.Context(), b.Spec, o)
+	} else {
+		is, err = s.o.Host.Create(r.Context(), b.Spec, o)
 	}
-	is, err := s.o.Fleet.Create(r.Context(), want)
-	return http.StatusCreated, is, err
+	if err != nil {
+		return 0, nil, err
+	}
+	row, err := s.fleet.Get(r.Context(), is.Name())
+	if !made {
+		return ok(row, err)
+	}
+	return http.StatusCreated, row, err
 }
 
 // mayPromote refuses directories of the host to those who have no right to its files.
@@ -385,14 +420,18 @@ func stop(s *Server, r *request) (int, any, error) {
 	}
 	ctx, cancel := context.WithTimeout(r.Context(), limit)
 	defer cancel()
-	if err := s.o.VMs.Stop(ctx, r.name(), b.Kill); err != nil {
+	end := s.o.Host.Sandbox(r.name()).Stop
+	if b.Kill {
+		end = s.o.Host.Sandbox(r.name()).Kill
+	}
+	if err := end(ctx); err != nil {
 		return 0, nil, err
 	}
-	return ok(s.o.Fleet.Get(r.Context(), r.name()))
+	return ok(s.fleet.Get(r.Context(), r.name()))
 }
 
 func (s *Server) snapshots(want func(state.SnapshotInfo) bool) (wire.Snapshots, error) {
-	all, err := s.o.VMs.Snapshots()
+	all, err := s.o.Host.State.Snapshots()
 	out := wire.Snapshots{Version: 1, Snapshots: []state.SnapshotInfo{}}
 	for _, i := range all {
 		if want(i) {
@@ -410,7 +449,11 @@ type imageList struct {
 }
 
 func images(s *Server, _ *request) (int, any, error) {
-	all, err := s.o.VMs.Images()
+	store, err := image.OpenStore(s.o.Host.State.ImageDir())
+	if err != nil {
+		return 0, nil, err
+	}
+	all, err := store.List()
 	if err != nil && len(all) == 0 {
 		return 0, nil, err
 	}
@@ -424,16 +467,16 @@ func images(s *Server, _ *request) (int, any, error) {
 	return ok(out, nil)
 }
 
-func flows(s *Server, r *request) (int, any, error) {
+func flows(ctx context.Context, b *sandbox.Sandbox, _ *request) (wire.Flows, error) {
 	out := wire.Flows{Flows: []netpolicy.FlowRecord{}}
-	err := s.o.VMs.NetworkFlows(r.Context(), r.name(), false, func(f netpolicy.FlowRecord) error {
+	err := b.NetworkFlows(ctx, false, func(f netpolicy.FlowRecord) error {
 		if len(out.Flows) == wire.MaxFlows {
 			out.Flows, out.Truncated = slices.Delete(out.Flows, 0, 1), true
 		}
 		out.Flows = append(out.Flows, f)
 		return nil
 	})
-	return ok(out, err)
+	return out, err
 }
 
 // checkTime bounds one check, and how long somebody waits for all of them.

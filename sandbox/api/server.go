@@ -19,6 +19,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
+	"github.com/drowse-vm/drowse/sandbox/records"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -32,9 +33,8 @@ const (
 
 // Options of New.
 type Options struct {
-	// Fleet is what requests work on, and VMs are those of it.
-	Fleet *fleet.Fleet
-	VMs   VMs
+	// Host is what requests work on, with what its VMs are started by and who observes that.
+	Host *sandbox.Host
 	// Version is the program's.
 	Version string
 	// Tokens are those of callers that do not come by the Unix socket.
@@ -72,6 +72,7 @@ type Mount struct {
 // Server answers requests. Make it with New.
 type Server struct {
 	o        Options
+	fleet    *fleet.Fleet
 	log      *slog.Logger
 	mux      *http.ServeMux
 	checking singleflight.Group // of checks of health, by path
@@ -80,7 +81,7 @@ type Server struct {
 
 // New makes a Server.
 func New(o Options) *Server {
-	s := &Server{o: o, log: o.Log, mux: http.NewServeMux(), draining: make(chan struct{})}
+	s := &Server{o: o, fleet: fleet.New(o.Host, fleet.Options{}), log: o.Log, mux: http.NewServeMux(), draining: make(chan struct{})}
 	if s.log == nil {
 		s.log = slog.New(slog.DiscardHandler)
 	}
@@ -343,12 +344,12 @@ func Fail(w http.ResponseWriter, err error) {
 }
 
 // own makes an error of the server's.
-func own(code fleet.Code, remedy, format string, args ...any) error {
-	return &fleet.Error{Op: "request", Code: code, Remedy: remedy, Err: fmt.Errorf(format, args...)}
+func own(code records.Code, remedy, format string, args ...any) error {
+	return &records.Error{Op: "request", Code: code, Remedy: remedy, Err: fmt.Errorf(format, args...)}
 }
 
 // statuses are those of HTTP for codes of errors. Those that are not here are the host's, and 500.
-var statuses = byCode(map[int][]fleet.Code{
+var statuses = byCode(map[int][]records.Code{
 	http.StatusBadRequest: {
 		"invalid", "metadata", "policy", "not-a-kernel", "no-room", "image-ambiguous", "guest-invalid",
 	},
@@ -372,14 +373,14 @@ var statuses = byCode(map[int][]fleet.Code{
 	// What the host, or the guest, has no room or no means for now.
 	http.StatusServiceUnavailable: {
 		"host-memory", "addresses-full", "address-range", "network-full", "network-nat", "network-pins", "policy-kernel", "no-kvm", "no-permission", "guest-full", "guest-unavailable",
-		fleet.CodeCanceled, wire.CodeBusy,
+		records.CodeCanceled, wire.CodeBusy,
 	},
-	http.StatusGatewayTimeout:      {fleet.CodeTimeout},
+	http.StatusGatewayTimeout:      {records.CodeTimeout},
 	http.StatusInsufficientStorage: {"no-space", "disk-no-space"},
 })
 
-func byCode(byStatus map[int][]fleet.Code) map[fleet.Code]int {
-	out := map[fleet.Code]int{}
+func byCode(byStatus map[int][]records.Code) map[records.Code]int {
+	out := map[records.Code]int{}
 	for status, codes := range byStatus {
 		for _, c := range codes {
 			out[c] = status
@@ -389,7 +390,7 @@ func byCode(byStatus map[int][]fleet.Code) map[fleet.Code]int {
 }
 
 // StatusOf is the status of HTTP that an error of a code has.
-func StatusOf(code fleet.Code) int {
+func StatusOf(code records.Code) int {
 	if s := statuses[code]; s != 0 {
 		return s
 	}
@@ -398,10 +399,10 @@ func StatusOf(code fleet.Code) int {
 
 // ErrorOf describes an error.
 func ErrorOf(err error) wire.Error {
-	out := wire.Error{Code: fleet.CodeOf(err), Message: err.Error()}
-	var fe *fleet.Error
+	out := wire.Error{Code: fleet.CodeOf(err), Message: requests.In(err.Error())}
+	var fe *records.Error
 	if errors.As(err, &fe) {
-		out.Remedy, out.Op, out.Sandbox = fe.Remedy, fe.Op, fe.Sandbox
+		out.Remedy, out.Op, out.Sandbox = requests.In(fe.Remedy), fe.Op, fe.Sandbox
 	}
 	var he *spec.HooksError
 	var hhe *spec.HostHooksError

@@ -7,13 +7,14 @@ import (
 	"path/filepath"
 	"testing"
 
+	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
 )
 
 func TestVersion_says_what_the_caller_may_do(t *testing.T) {
 	tokens := api.Tokens{Path: filepath.Join(t.TempDir(), api.TokensFile)}
-	server := api.New(api.Options{Tokens: tokens, Version: "test"})
+	server := api.New(api.Options{Host: &sandbox.Host{}, Tokens: tokens, Version: "test"})
 	for _, scope := range []api.Scope{api.ScopeRead, api.ScopeWrite} {
 		token, err := tokens.Create("a-"+string(scope), scope)
 		if err != nil {

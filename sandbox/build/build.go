@@ -17,7 +17,6 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image/builder"
 	"github.com/drowse-vm/drowse/rootfs/image/drowsefile"
 	"github.com/drowse-vm/drowse/sandbox"
-	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -97,7 +96,7 @@ const (
 //
 // Errors a caller may look for: drowsefile.ErrSyntax, *StepError, spec.ErrInvalid, fs.ErrNotExist for files of the
 // context, those of builder.Build for the base image and of Host.Create for the VM.
-func Image(ctx context.Context, s *sandbox.Host, l pool.Launcher, o Options) (_ Result, err error) {
+func Image(ctx context.Context, s *sandbox.Host, o Options) (_ Result, err error) {
 	tag, err := image.NormalizeTag(o.Tag)
 	if err != nil {
 		return Result{}, err
@@ -106,7 +105,7 @@ func Image(ctx context.Context, s *sandbox.Host, l pool.Launcher, o Options) (_ 
 	if err != nil {
 		return Result{}, err
 	}
-	b := &build{s: s, l: l, o: o}
+	b := &build{s: s, o: o}
 	if err := b.checkVM(); err != nil {
 		return Result{}, err
 	}
@@ -172,7 +171,6 @@ func Image(ctx context.Context, s *sandbox.Host, l pool.Launcher, o Options) (_ 
 // build is a build under way.
 type build struct {
 	s       *sandbox.Host
-	l       pool.Launcher
 	o       Options
 	asm     *builder.Assembly
 	context *os.Root
@@ -332,7 +330,7 @@ func (b *build) boot(ctx context.Context) error {
 	if b.o.Progress != nil {
 		b.o.Progress(StageBoot, 0, 0)
 	}
-	if _, err := b.s.With(b.l).Create(ctx, b.vmSpec(b.vm, img.ID), sandbox.CreateOptions{}); err != nil {
+	if _, err := b.s.Create(ctx, b.vmSpec(b.vm, img.ID), sandbox.CreateOptions{}); err != nil {
 		return err
 	}
 	b.result.Boots++

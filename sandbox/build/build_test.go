@@ -17,7 +17,6 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image/oci"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/build"
-	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -107,7 +106,7 @@ RUN echo "$GREETING by $(id -un) in $PWD" > said; ln said also; rm /etc/debian_v
 	o := opts("RUN echo begun; sleep 1000")
 	said := &endsAt{text: "begun", cancel: cancel}
 	o.Stdout = said
-	res, err := build.Image(ctx, e.Store, e.Launcher, o)
+	res, err := build.Image(ctx, e.Store.With(e.Launcher), o)
 	if !errors.Is(err, context.Canceled) || res.Boots != 1 || len(res.Steps) != 2 {
 		t.Fatalf("interrupted: %+v, %v", res, err)
 	}
@@ -118,7 +117,7 @@ RUN echo "$GREETING by $(id -un) in $PWD" > said; ln said also; rm /etc/debian_v
 	var stderr bytes.Buffer
 	o = opts(second + "USER nobody\nRUN echo wrong >&2; id -un >&2; exit 7")
 	o.Stderr = &stderr
-	res, err = build.Image(t.Context(), e.Store, e.Launcher, o)
+	res, err = build.Image(t.Context(), e.Store.With(e.Launcher), o)
 	var failed *build.StepError
 	if !errors.As(err, &failed) || failed.Status.Code != 7 || failed.Line != 9 || stderr.String() != "wrong\nnobody\n" {
 		t.Fatalf("failing: %+v, %v, it said %q", res, err, stderr.String())
@@ -128,7 +127,7 @@ RUN echo "$GREETING by $(id -un) in $PWD" > said; ln said also; rm /etc/debian_v
 	}
 	nothingLeft(t, e, images, len(list))
 
-	res, err = build.Image(t.Context(), e.Store, e.Launcher, opts(second+"COPY --chown=nobody hello .\nCMD [\"/srv/app/x\"]"))
+	res, err = build.Image(t.Context(), e.Store.With(e.Launcher), opts(second+"COPY --chown=nobody hello .\nCMD [\"/srv/app/x\"]"))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -136,7 +135,7 @@ RUN echo "$GREETING by $(id -un) in $PWD" > said; ln said also; rm /etc/debian_v
 		t.Errorf("with everything known: %+v", res)
 	}
 	nothingLeft(t, e, images, len(list)+1)
-	again, err := build.Image(t.Context(), e.Store, e.Launcher, opts(second+"COPY --chown=nobody hello .\nCMD [\"/srv/app/x\"]"))
+	again, err := build.Image(t.Context(), e.Store.With(e.Launcher), opts(second+"COPY --chown=nobody hello .\nCMD [\"/srv/app/x\"]"))
 	if err != nil || again.Image.ID != res.Image.ID || !again.Image.Cached {
 		t.Errorf("the same again: %+v (%v)", again, err)
 	}
@@ -209,13 +208,13 @@ func TestBuildThatCannotBeIsRefusedBeforeItBegins(t *testing.T) {
 		"volumes":             {build.Options{File: "FROM scratch", Tag: "t", VM: sandbox.Spec{Volumes: []spec.VolumeMount{{}}}}, "no volumes"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if _, err := build.Image(t.Context(), s, pool.Launcher{}, c.o); err == nil || !strings.Contains(err.Error(), c.want) {
+			if _, err := build.Image(t.Context(), s, c.o); err == nil || !strings.Contains(err.Error(), c.want) {
 				t.Errorf("error %v, it should say %q", err, c.want)
 			}
 		})
 	}
 	// No VM is needed where no command runs.
-	res, err := build.Image(t.Context(), s, pool.Launcher{}, build.Options{File: "FROM scratch\nCOPY <<E /etc/motd\nhi\nE\n", Tag: "t"})
+	res, err := build.Image(t.Context(), s, build.Options{File: "FROM scratch\nCOPY <<E /etc/motd\nhi\nE\n", Tag: "t"})
 	if err != nil || res.Boots != 0 || res.Image.Source != "steps:scratch" {
 		t.Errorf("%+v (%v)", res, err)
 	}

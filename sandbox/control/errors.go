@@ -164,7 +164,7 @@ type PersistLimitError struct {
 
 // Error is one line.
 func (e *PersistLimitError) Error() string {
-	return fmt.Sprintf("%v: %d bytes, and %d are allowed: remove files in it, or allow more with `drowse update %s --persist-max BYTES`",
+	return fmt.Sprintf("%v: %d bytes, and %d are allowed: remove files in it, or allow more: Fleet.Update of %q with Persist.MaxBytes",
 		ErrPersistLimit, e.Bytes, e.Max, e.Name)
 }
 

@@ -46,7 +46,7 @@ func ForProxy(s *spec.Secret, policy *netpolicy.Policy, there []secrets.State) e
 	s.Proxy = s.Proxy || policy.Injects(s.Name)
 	if i := slices.IndexFunc(there, func(t secrets.State) bool { return t.Name == s.Name }); i >= 0 {
 		if s.Proxy && !there[i].Hidden {
-			return fmt.Errorf("%w: the guest has %s as a file: take it away first (`drowse secret rm`), and let the proxy have a new one, since the guest may have kept that", spec.ErrSecrets, s.Name)
+			return fmt.Errorf("%w: the guest has %s as a file: take it away first (Sandbox.RemoveSecrets), and let the proxy have a new one, since the guest may have kept that", spec.ErrSecrets, s.Name)
 		}
 		s.Proxy = there[i].Hidden
 	}

@@ -1,7 +1,7 @@
-// Package fleet makes VMs into sandboxes that products are built on: whose they are, how long they last, what has been
-// done in them, and operations that may be repeated and called at once.
+// Package fleet has the sandboxes of a host as rows that products are built on: whose they are, how long they last,
+// what has been done in them. It lists them, tells their history, changes what is said of them, forks them so that it
+// may be repeated, and does what is due when their time is over. What else is done with a sandbox is package sandbox's.
 //
-// A [Fleet] works on [VMs]: those of a [sandbox.Store] by [OfHost], or those in memory of package fleettest, for tests
-// of programs that embed it and have no /dev/kvm. Lists and histories are read from the files of the store: see
+// Lists and histories are read from the files of the host: see
 // docs/adr/0041-lists-and-histories-are-read-from-the-files.md.
 package fleet

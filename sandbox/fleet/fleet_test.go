@@ -5,18 +5,23 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	"go.uber.org/goleak"
 
+	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/guest/fakeguest"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/fleet/fleettest"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/records"
+	"github.com/drowse-vm/drowse/sandbox/sandboxtest"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
@@ -41,60 +46,61 @@ func (c *clock) add(d time.Duration) {
 	c.at = c.at.Add(d)
 }
 
-// rig is a Fleet over VMs in memory, with a clock of its own.
-func rig(t *testing.T) (*fleet.Fleet, *fleettest.VMs, *clock) {
+// rig are the sandboxes of a host with VMs in memory. The Fleet's clock is one of its own, which begins now.
+func rig(t *testing.T) (fleettest.Sandboxes, *sandboxtest.VMs, *clock) {
 	t.Helper()
-	c := &clock{at: time.Date(2026, 11, 22, 12, 0, 0, 0, time.UTC)}
-	vms := fleettest.New()
-	vms.Now = c.now
-	return fleet.New(vms, fleet.Options{Now: c.now}), vms, c
+	c := &clock{at: time.Now()}
+	v := &sandboxtest.VMs{}
+	return fleettest.Of(v.Host(t), fleet.Options{Now: c.now}), v, c
 }
 
-func specOf(name string) sandbox.Spec { return sandbox.Spec{Name: name, Image: "debian"} }
+func specOf(name string) sandbox.Spec { return sandbox.Spec{Name: name, Image: sandboxtest.Image} }
 
-func create(t *testing.T, f *fleet.Fleet, name string, l state.Metadata) fleet.Sandbox {
+func create(t *testing.T, f fleettest.Sandboxes, name string, l state.Metadata) records.Sandbox {
 	t.Helper()
-	s, err := f.Create(t.Context(), fleet.Request{Spec: specOf(name), Metadata: l})
+	s, err := f.Create(t.Context(), records.Request{Spec: specOf(name), Metadata: l})
 	if err != nil {
 		t.Fatal(err)
 	}
 	return s
 }
 
-func TestConformanceOfVMsInMemory(t *testing.T) {
-	vms := fleettest.New()
-	f := fleet.New(vms, fleet.Options{})
-	fleettest.Conformance(t, fleettest.Subject{
-		Fleet: f, Spec: sandbox.Spec{Image: "debian"},
-		Make: func(t *testing.T, spec sandbox.Spec, l state.Metadata) {
-			if _, err := f.Create(t.Context(), fleet.Request{Spec: spec, Metadata: l}); err != nil {
-				t.Fatal(err)
-			}
-		},
-		Write: func(t *testing.T, name, word string) {
-			if err := vms.Write(name, word); err != nil {
-				t.Fatal(err)
-			}
-		},
-		Read: func(t *testing.T, name string) string {
-			word, err := vms.Read(name)
-			if err != nil {
-				t.Fatal(err)
-			}
-			return word
-		},
-		Kill: func(_ *testing.T, name string) { vms.Kill(name) },
-	})
+// write and read are of a file on the disk of a sandbox, kill ends its process, and run runs a command in it.
+func write(t *testing.T, v *sandboxtest.VMs, name, text string) {
+	t.Helper()
+	if err := v.Guest(name).WriteFile("/root/word", []byte(text)); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func read(t *testing.T, v *sandboxtest.VMs, name string) string {
+	t.Helper()
+	text, err := v.Guest(name).ReadFile("/root/word")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(text)
+}
+
+func run(t *testing.T, f fleettest.Sandboxes, name string, argv ...string) {
+	t.Helper()
+	var exit *guest.ExitError
+	if _, err := f.Host.Sandbox(name).Exec(t.Context(), guest.Cmd{Argv: argv}); err != nil && !errors.As(err, &exit) {
+		t.Fatal(err)
+	}
 }
 
 func TestOfManyWhoGetOrCreateOneMakesIt(t *testing.T) {
-	f, vms, _ := rig(t)
+	v := &sandboxtest.VMs{}
+	var boots atomic.Int32
+	v.Fail = func(string, string) error { boots.Add(1); return nil }
+	f := fleettest.Of(v.Host(t), fleet.Options{})
 	var wg sync.WaitGroup
 	var mu sync.Mutex
 	made, ids := 0, map[string]bool{}
 	for range 16 {
 		wg.Go(func() {
-			s, created, err := f.GetOrCreate(t.Context(), fleet.Request{Spec: specOf("one")})
+			s, created, err := f.GetOrCreate(t.Context(), records.Request{Spec: specOf("one")})
 			mu.Lock()
 			defer mu.Unlock()
 			if err != nil {
@@ -107,13 +113,21 @@ func TestOfManyWhoGetOrCreateOneMakesIt(t *testing.T) {
 		})
 	}
 	wg.Wait()
-	if boots, _ := vms.Counts(); made != 1 || len(ids) != 1 || boots != 1 {
-		t.Errorf("%d made it, %d booted, with ids %v", made, boots, ids)
+	if made != 1 || len(ids) != 1 || boots.Load() != 1 {
+		t.Errorf("%d made it, %d booted, with ids %v", made, boots.Load(), ids)
 	}
 }
 
 func TestManyWakesMakeOneVM(t *testing.T) {
-	f, vms, _ := rig(t)
+	v := &sandboxtest.VMs{}
+	var wakes atomic.Int32
+	v.Fail = func(op, _ string) error {
+		if op == "restore" {
+			wakes.Add(1)
+		}
+		return nil
+	}
+	f := fleettest.Of(v.Host(t), fleet.Options{})
 	create(t, f, "one", state.Metadata{})
 	if _, err := f.Sleep(t.Context(), "one", sandbox.SleepOptions{}); err != nil {
 		t.Fatal(err)
@@ -127,65 +141,67 @@ func TestManyWakesMakeOneVM(t *testing.T) {
 		})
 	}
 	wg.Wait()
-	if _, wakes := vms.Counts(); wakes != 1 {
-		t.Errorf("it was woken %d times", wakes)
+	if wakes.Load() != 1 {
+		t.Errorf("it was woken %d times", wakes.Load())
 	}
 }
 
 func TestErrorsHaveCodeCauseAndRemedy(t *testing.T) {
-	f, vms, c := rig(t)
-	create(t, f, "runs", state.Metadata{})
-	create(t, f, "short", state.Metadata{Class: lifetime.Ephemeral})
-	create(t, f, "sleeps", state.Metadata{Persist: lifetime.Persist{Promote: []lifetime.Promotion{{Path: "/out", To: "/srv"}}}})
 	full := errors.New("no space left on device")
-	vms.Fail = func(op, name string) error {
+	v := &sandboxtest.VMs{Fail: func(_, name string) error {
 		if name == "full" {
 			return full
 		}
 		return nil
-	}
+	}}
+	f := fleettest.Of(v.Host(t), fleet.Options{})
+	create(t, f, "runs", state.Metadata{})
+	create(t, f, "short", state.Metadata{Class: lifetime.Ephemeral})
+	create(t, f, "sleeps", state.Metadata{})
 	tests := map[string]struct {
 		do   func(context.Context) error
-		code fleet.Code
+		code records.Code
 		is   error
 	}{
 		"creating a name twice": {func(ctx context.Context) error {
-			_, err := f.Create(ctx, fleet.Request{Spec: specOf("runs")})
+			_, err := f.Create(ctx, records.Request{Spec: specOf("runs")})
 			return err
 		}, "exists", sandbox.ErrExists},
-		"creating without an image": {func(ctx context.Context) error { _, err := f.Create(ctx, fleet.Request{}); return err }, "invalid", sandbox.ErrSpec},
+		"creating without an image": {func(ctx context.Context) error { _, err := f.Create(ctx, records.Request{}); return err }, "invalid", sandbox.ErrSpec},
 		"creating what has expired": {func(ctx context.Context) error {
-			_, err := f.Create(ctx, fleet.Request{Spec: specOf("x"), Metadata: state.Metadata{Expires: c.now()}})
+			_, err := f.Create(ctx, records.Request{Spec: specOf("x"), Metadata: state.Metadata{Expires: time.Now().Add(-time.Hour)}})
 			return err
 		}, "metadata", state.ErrMetadata},
 		"creating an ephemeral one that idles": {func(ctx context.Context) error {
 			s := specOf("x")
 			s.Idle.SleepSeconds = 1
-			_, err := f.Create(ctx, fleet.Request{Spec: s, Metadata: state.Metadata{Class: lifetime.Ephemeral}})
+			_, err := f.Create(ctx, records.Request{Spec: s, Metadata: state.Metadata{Class: lifetime.Ephemeral}})
 			return err
 		}, "metadata", state.ErrMetadata},
 		"creating a class that is none": {func(ctx context.Context) error {
-			_, err := f.Create(ctx, fleet.Request{Spec: specOf("x"), Metadata: state.Metadata{Class: "eternal"}})
+			_, err := f.Create(ctx, records.Request{Spec: specOf("x"), Metadata: state.Metadata{Class: "eternal"}})
 			return err
 		}, "metadata", state.ErrMetadata},
 		"getting nobody": {func(ctx context.Context) error { _, err := f.Get(ctx, "nobody"); return err }, "not-found", sandbox.ErrNotFound},
 		"getting or creating without a name": {func(ctx context.Context) error {
-			_, _, err := f.GetOrCreate(ctx, fleet.Request{Spec: sandbox.Spec{Image: "debian"}})
+			_, _, err := f.GetOrCreate(ctx, records.Request{Spec: sandbox.Spec{Image: sandboxtest.Image}})
 			return err
 		}, "invalid", sandbox.ErrSpec},
 		"putting an ephemeral one to sleep": {func(ctx context.Context) error { _, err := f.Sleep(ctx, "short", sandbox.SleepOptions{}); return err }, "metadata", state.ErrMetadata},
-		"removing one that runs":            {func(ctx context.Context) error { _, err := f.Remove(ctx, "runs", false); return err }, "running", sandbox.ErrRunning},
 		"promoting of one that sleeps": {func(ctx context.Context) error {
 			if _, err := f.Sleep(ctx, "sleeps", sandbox.SleepOptions{}); err != nil {
+				return err
+			}
+			persist := lifetime.Persist{Promote: []lifetime.Promotion{{Path: "/out", To: "/srv"}}}
+			if _, err := f.Update(ctx, "sleeps", records.Changes{Persist: &persist}); err != nil {
 				return err
 			}
 			_, err := f.Promote(ctx, "sleeps")
 			return err
 		}, "not-running", sandbox.ErrNotRunning},
 		"promoting of nobody": {func(ctx context.Context) error { _, err := f.Promote(ctx, "nobody"); return err }, "not-found", sandbox.ErrNotFound},
-		"removing nobody":     {func(ctx context.Context) error { _, err := f.Remove(ctx, "nobody", true); return err }, "not-found", sandbox.ErrNotFound},
 		"changing one that runs": {func(ctx context.Context) error {
-			_, err := f.Update(ctx, "runs", fleet.Changes{Spec: spec.Changes{Idle: &spec.Idle{SleepSeconds: 5}}})
+			_, err := f.Update(ctx, "runs", records.Changes{Spec: spec.Changes{Idle: &spec.Idle{SleepSeconds: 5}}})
 			return err
 		}, "running", sandbox.ErrRunning},
 		"forking into no child": {func(ctx context.Context) error { _, err := f.Fork(ctx, "runs", nil); return err }, "invalid", sandbox.ErrSpec},
@@ -195,24 +211,24 @@ func TestErrorsHaveCodeCauseAndRemedy(t *testing.T) {
 			return err
 		}, "invalid", records.ErrInvalid},
 		"what fails below": {func(ctx context.Context) error {
-			_, err := f.Create(ctx, fleet.Request{Spec: specOf("full")})
+			_, err := f.Create(ctx, records.Request{Spec: specOf("full")})
 			return err
-		}, fleet.CodeOther, full},
+		}, records.CodeOther, nil},
 		"a call that was called off": {func(ctx context.Context) error {
 			ctx, stop := context.WithCancel(ctx)
 			stop()
 			_, err := f.Wake(ctx, "runs")
 			return err
-		}, fleet.CodeCanceled, context.Canceled},
+		}, records.CodeCanceled, context.Canceled},
 	}
 	for name, tt := range tests {
 		t.Run(name, func(t *testing.T) {
 			err := tt.do(t.Context())
-			var e *fleet.Error
+			var e *records.Error
 			if !errors.As(err, &e) {
 				t.Fatalf("got %v, which is no *Error", err)
 			}
-			if e.Code != tt.code || !errors.Is(err, tt.is) || e.Op == "" || (e.Remedy == "") != (e.Code == fleet.CodeOther) {
+			if e.Code != tt.code || tt.is != nil && !errors.Is(err, tt.is) || e.Op == "" || (e.Remedy == "") != (e.Code == records.CodeOther) {
 				t.Errorf("got %+v, want code %q and cause %v", e, tt.code, tt.is)
 			}
 		})
@@ -220,20 +236,20 @@ func TestErrorsHaveCodeCauseAndRemedy(t *testing.T) {
 }
 
 func TestPruneDoesWhatMetadataSays(t *testing.T) {
-	f, vms, c := rig(t)
+	f, _, c := rig(t)
 	in := func(d time.Duration) time.Time { return c.now().Add(d) }
 	create(t, f, "workspace", state.Metadata{Expires: in(time.Hour)})
 	create(t, f, "resumable", state.Metadata{Class: lifetime.Resumable, Expires: in(time.Hour), Keep: lifetime.Keep{Expired: 3600}})
 	create(t, f, "ephemeral", state.Metadata{Class: lifetime.Ephemeral, Expires: in(time.Hour)})
 	ended := create(t, f, "ended", state.Metadata{Class: lifetime.Ephemeral})
 	create(t, f, "lasting", state.Metadata{})
-	if err := vms.Ran("ended", 0, "true"); err != nil {
-		t.Fatal(err)
-	}
+	run(t, f, "ended", "true")
 	if _, err := f.History(t.Context(), "ended", records.Span{}); err != nil {
 		t.Fatal(err)
 	}
-	vms.End("ended")
+	if err := f.Host.Sandbox("ended").Stop(t.Context()); err != nil {
+		t.Fatal(err)
+	}
 	names := func() string {
 		list, err := f.List(t.Context(), records.Filter{})
 		if err != nil || len(list.Problems) != 0 {
@@ -245,7 +261,7 @@ func TestPruneDoesWhatMetadataSays(t *testing.T) {
 		}
 		return strings.Join(out, ", ")
 	}
-	prune := func(dry bool) fleet.Pruned {
+	prune := func(dry bool) records.Pruned {
 		p, err := f.Prune(t.Context(), dry)
 		if err != nil || len(p.Problems) != 0 {
 			t.Fatal(p.Problems, err)
@@ -278,24 +294,18 @@ func TestPruneDoesWhatMetadataSays(t *testing.T) {
 func TestAttack_crashed_sandbox_passes_for_one_that_sleeps(t *testing.T) {
 	f, vms, _ := rig(t)
 	create(t, f, "a", state.Metadata{})
-	written := func(text string) {
-		t.Helper()
-		if err := vms.Write("a", text); err != nil {
-			t.Fatal(err)
-		}
-	}
-	written("slept")
+	write(t, vms, "a", "slept")
 	if _, err := f.Sleep(t.Context(), "a", sandbox.SleepOptions{}); err != nil {
 		t.Fatal(err)
 	}
 	for _, up := range []func() error{
 		func() error { _, err := f.Start(t.Context(), "a"); return err },
-		func() error { _, err := vms.BringUp(t.Context(), "a"); return err },
+		func() error { _, err := f.Host.Sandbox("a").BringUp(t.Context()); return err },
 	} {
 		if _, err := f.Start(t.Context(), "a"); err != nil {
 			t.Fatal(err)
 		}
-		written("since")
+		write(t, vms, "a", "since")
 		vms.Kill("a")
 		if s, err := f.Get(t.Context(), "a"); err != nil || s.Status != records.Crashed || s.Problem == "" {
 			t.Errorf("it is %q, %q (%v)", s.Status, s.Problem, err)
@@ -307,8 +317,8 @@ func TestAttack_crashed_sandbox_passes_for_one_that_sleeps(t *testing.T) {
 		if err := up(); err != nil {
 			t.Fatal(err)
 		}
-		if got, err := vms.Read("a"); err != nil || got != "since" {
-			t.Errorf("it has %q (%v), and what was written is lost", got, err)
+		if got := read(t, vms, "a"); got != "since" {
+			t.Errorf("it has %q, and what was written is lost", got)
 		}
 	}
 }
@@ -328,7 +338,7 @@ func TestAttack_supervisor_prunes_the_disks_that_were_left(t *testing.T) {
 	}
 	left := func() (n int) {
 		t.Helper()
-		list, err := vms.Snapshots()
+		list, err := f.Host.State.Snapshots()
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -351,30 +361,31 @@ func TestAttack_supervisor_prunes_the_disks_that_were_left(t *testing.T) {
 }
 
 func TestRetentionKeepsTheLastTheYoungAndTheTagged(t *testing.T) {
-	f, vms, c := rig(t)
+	f, _, _ := rig(t)
 	create(t, f, "s", state.Metadata{Keep: lifetime.Keep{Last: 2, For: 3600}})
 	var slept []string
-	for range 6 {
+	for i := range 7 {
 		res, err := f.Sleep(t.Context(), "s", sandbox.SleepOptions{})
 		if err != nil {
 			t.Fatal(err)
 		}
 		slept = append(slept, res.Snapshot)
-		if len(slept) == 1 {
-			if _, err := f.TagSnapshot(t.Context(), res.Snapshot, []string{"release"}); err != nil {
+		if i == 0 {
+			if _, err := f.Host.State.TagSnapshot(res.Snapshot, []string{"release"}); err != nil {
 				t.Fatal(err)
 			}
 		}
-		if _, err := f.Wake(t.Context(), "s"); err != nil {
-			t.Fatal(err)
+		if i < 6 {
+			if _, err := f.Wake(t.Context(), "s"); err != nil {
+				t.Fatal(err)
+			}
 		}
-		c.add(25 * time.Minute)
-	}
-	if _, err := f.Sleep(t.Context(), "s", sandbox.SleepOptions{}); err != nil {
-		t.Fatal(err)
 	}
 	left := func() (out []int) {
-		infos, err := vms.Snapshots()
+		if _, err := f.Prune(t.Context(), false); err != nil {
+			t.Fatal(err)
+		}
+		infos, err := f.Host.State.Snapshots()
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -385,44 +396,38 @@ func TestRetentionKeepsTheLastTheYoungAndTheTagged(t *testing.T) {
 		}
 		return out
 	}
-	// The tagged one; two that are younger than an hour, one of which is among the last two.
-	if got := left(); !slices.Equal(got, []int{0, 4, 5}) {
-		t.Errorf("of the sleeps %v are left", got)
+	if got := left(); !slices.Equal(got, []int{0, 1, 2, 3, 4, 5, 6}) {
+		t.Errorf("of sleeps of the last hour %v are left", got)
 	}
-	c.add(24 * time.Hour)
-	if _, err := f.Prune(t.Context(), false); err != nil {
+	if _, err := f.Update(t.Context(), "s", records.Changes{Keep: &lifetime.Keep{Last: 2}}); err != nil {
 		t.Fatal(err)
 	}
-	if got := left(); !slices.Equal(got, []int{0, 5}) {
-		t.Errorf("a day later %v are left", got)
+	// The tagged one; two; and the one that it sleeps in.
+	if got := left(); !slices.Equal(got, []int{0, 5, 6}) {
+		t.Errorf("of those, with two to be kept, %v are left", got)
 	}
-	if _, err := f.TagSnapshot(t.Context(), slept[0], nil); err != nil {
+	if _, err := f.Host.State.TagSnapshot(slept[0], nil); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := f.Prune(t.Context(), false); err != nil {
-		t.Fatal(err)
-	}
-	if got := left(); !slices.Equal(got, []int{5}) {
+	if got := left(); !slices.Equal(got, []int{5, 6}) {
 		t.Errorf("without its tag %v are left", got)
 	}
 }
 
 func TestWhoExtendsBeforeThePruningKeepsIt(t *testing.T) {
-	f, vms, c := rig(t)
+	f, _, c := rig(t)
 	create(t, f, "s", state.Metadata{Class: lifetime.Ephemeral, Expires: c.now().Add(time.Hour)})
 	c.add(2 * time.Hour)
-	// The extension comes after the decision and before the step.
-	vms.Fail = func(op, _ string) error {
-		if op == "remove" {
-			t.Error("it is removed")
-		}
-		return nil
-	}
-	other := fleet.New(hook{vms, func() {
-		if _, err := f.Extend(t.Context(), "s", c.now().Add(time.Hour)); err != nil {
-			t.Error(err)
-		}
-	}}, fleet.Options{Now: c.now})
+	// The extension comes when the metadata was read, and before the step.
+	var extend sync.Once
+	other := fleet.New(f.Host, fleet.Options{Now: func() time.Time {
+		extend.Do(func() {
+			if _, err := f.Extend(t.Context(), "s", c.now().Add(time.Hour)); err != nil {
+				t.Error(err)
+			}
+		})
+		return c.now()
+	}})
 	p, err := other.Prune(t.Context(), false)
 	if err != nil || len(p.Remove) != 1 {
 		t.Errorf("pruned %+v (%v)", p, err)
@@ -432,29 +437,23 @@ func TestWhoExtendsBeforeThePruningKeepsIt(t *testing.T) {
 	}
 }
 
-// hook calls f before the first change of metadata.
-type hook struct {
-	fleet.VMs
-	f func()
-}
-
-func (h hook) SetMetadata(ctx context.Context, name string, change func(*state.Metadata, error) error) (state.Metadata, error) {
-	h.f()
-	return h.VMs.SetMetadata(ctx, name, change)
-}
-
 func TestHistoryHasWhatWasRunAndSlept(t *testing.T) {
-	f, vms, c := rig(t)
+	exit := func(_ context.Context, p *fakeguest.Process) int {
+		n, err := strconv.Atoi(p.Args[1])
+		if err != nil {
+			return 127
+		}
+		return n
+	}
+	v := &sandboxtest.VMs{Commands: map[string]fakeguest.Command{"exit": exit}}
+	f := fleettest.Of(v.Host(t), fleet.Options{})
 	create(t, f, "s", state.Metadata{Owner: "build"})
 	for i := range 5 {
-		if err := vms.Ran("s", i, "sh", "-c", fmt.Sprint("exit ", i)); err != nil {
-			t.Fatal(err)
-		}
-		c.add(time.Second)
+		run(t, f, "s", "exit", strconv.Itoa(i))
 	}
 	for range 2 { // twice is no more
 		h, err := f.History(t.Context(), "s", records.Span{Limit: 3})
-		if err != nil || len(h.Runs) != 3 || *h.Runs[0].Exit != 4 || h.Runs[0].CPUSeconds != 0.001 || h.Runs[0].Command[2] != "exit 4" {
+		if err != nil || len(h.Runs) != 3 || *h.Runs[0].Exit != 4 || h.Runs[0].Command[1] != "4" {
 			t.Fatalf("history %+v (%v)", h, err)
 		}
 		if h, err = f.History(t.Context(), "s", records.Span{Before: h.Runs[2].Begun}); err != nil || len(h.Runs) != 2 || *h.Runs[1].Exit != 0 {
@@ -462,9 +461,7 @@ func TestHistoryHasWhatWasRunAndSlept(t *testing.T) {
 		}
 	}
 	id := create(t, f, "t", state.Metadata{}).ID
-	if err := vms.Ran("t", 7, "false"); err != nil {
-		t.Fatal(err)
-	}
+	run(t, f, "t", "exit", "7")
 	if _, err := f.Delete(t.Context(), "t"); err != nil {
 		t.Fatal(err)
 	}
@@ -485,14 +482,14 @@ func TestHistoryHasWhatWasRunAndSlept(t *testing.T) {
 }
 
 func TestListOfAFleetThatHasReadBeforeIsThatOfANewOne(t *testing.T) {
-	vms := fleettest.New()
-	f, kept := fleet.New(vms, fleet.Options{}), fleet.New(vms, fleet.Options{})
+	f, vms, _ := rig(t)
+	kept := fleet.New(f.Host, fleet.Options{})
 	create(t, f, "a", state.Metadata{Owner: "build"})
 	gone := create(t, f, "gone", state.Metadata{})
 	same := func(what string) {
 		t.Helper()
 		got, err := kept.List(t.Context(), records.Filter{})
-		want, werr := fleet.New(vms, fleet.Options{}).List(t.Context(), records.Filter{})
+		want, werr := fleet.New(f.Host, fleet.Options{}).List(t.Context(), records.Filter{})
 		if err != nil || werr != nil || len(got.Problems) != 0 {
 			t.Fatal(err, werr, got.Problems)
 		}
@@ -520,7 +517,7 @@ func TestListOfAFleetThatHasReadBeforeIsThatOfANewOne(t *testing.T) {
 	create(t, f, "a", state.Metadata{})
 	same("when one was renamed and its name taken")
 	owner := "other"
-	if _, err := f.Update(t.Context(), "b", fleet.Changes{Owner: &owner}); err != nil {
+	if _, err := f.Update(t.Context(), "b", records.Changes{Owner: &owner}); err != nil {
 		t.Fatal(err)
 	}
 	same("when the metadata of one that sleeps was changed")
@@ -529,41 +526,6 @@ func TestListOfAFleetThatHasReadBeforeIsThatOfANewOne(t *testing.T) {
 	same("when nothing has changed")
 	if h, err := kept.History(t.Context(), gone.ID, records.Span{}); err != nil || h.Sandbox.Removed.IsZero() {
 		t.Errorf("what was replaced is %+v (%v)", h, err)
-	}
-}
-
-// reads counts how often the record of a VM is read.
-type reads struct {
-	fleet.VMs
-	n int
-}
-
-func (r *reads) Get(name string) (*state.Record, error) {
-	r.n++
-	return r.VMs.Get(name)
-}
-
-func TestListReadsNothingAgainThatSleepsAndHasNotChanged(t *testing.T) {
-	vms := &reads{VMs: fleettest.New()}
-	f := fleet.New(vms, fleet.Options{})
-	for _, name := range []string{"a", "b", "c"} {
-		create(t, f, name, state.Metadata{})
-	}
-	for _, name := range []string{"a", "b"} {
-		if _, err := f.Sleep(t.Context(), name, sandbox.SleepOptions{}); err != nil {
-			t.Fatal(err)
-		}
-	}
-	read := func() int {
-		before := vms.n
-		list, err := f.List(t.Context(), records.Filter{})
-		if err != nil || len(list.Sandboxes) != 3 {
-			t.Fatalf("the list has %+v (%v)", list, err)
-		}
-		return vms.n - before
-	}
-	if first, second := read(), read(); first != 3 || second != 1 {
-		t.Errorf("the first list reads %d records, the second %d: want 3, and then the one that runs", first, second)
 	}
 }
 

@@ -10,7 +10,6 @@ import (
 
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
-	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/records"
 )
 
@@ -43,7 +42,6 @@ func BenchmarkList(b *testing.B) {
 		}
 	}
 	time.Sleep(time.Second) // files that were just written are always read again
-	vms := fleet.OfHost(h, pool.Launcher{})
 	list := func(b *testing.B, f *fleet.Fleet) {
 		l, err := f.List(b.Context(), records.Filter{Owner: "build"})
 		if err != nil || len(l.Sandboxes) != records.DefaultPage || len(l.Problems) != 0 {
@@ -52,11 +50,11 @@ func BenchmarkList(b *testing.B) {
 	}
 	b.Run("new", func(b *testing.B) {
 		for b.Loop() {
-			list(b, fleet.New(vms, fleet.Options{}))
+			list(b, fleet.New(h, fleet.Options{}))
 		}
 	})
 	b.Run("read before", func(b *testing.B) {
-		f := fleet.New(vms, fleet.Options{})
+		f := fleet.New(h, fleet.Options{})
 		list(b, f)
 		for b.Loop() {
 			list(b, f)

@@ -9,26 +9,27 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/records"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // Prune does what metadata say is to be done by now: it puts expired sandboxes to sleep, removes those whose time is
 // over, and deletes sleeps that are not kept, disks that sandboxes have left which were taken back, and what nothing
 // needs. With dryRun it only says so. What one step fails with is a problem, and in no other's way.
-func (f *Fleet) Prune(ctx context.Context, dryRun bool) (Pruned, error) {
+func (f *Fleet) Prune(ctx context.Context, dryRun bool) (records.Pruned, error) {
 	p, err := f.prune(ctx, dryRun, true)
 	return p, fail("prune", "", err)
 }
 
 // Keep is Prune as it may be done without being asked for: the disks that sandboxes have left stay.
-func (f *Fleet) Keep(ctx context.Context) (Pruned, error) {
+func (f *Fleet) Keep(ctx context.Context) (records.Pruned, error) {
 	p, err := f.prune(ctx, false, false)
 	return p, fail("prune", "", err)
 }
 
 // Due says whether there is a sandbox to be put to sleep or removed by now, at less cost than Prune.
 func (f *Fleet) Due() (bool, error) {
-	all, err := f.vms.List()
+	all, err := f.state.List()
 	var sandboxes []lifetime.Sandbox
 	for _, r := range all {
 		sandboxes = append(sandboxes, f.lasts(r))
@@ -41,13 +42,13 @@ func (f *Fleet) Due() (bool, error) {
 	return due, fail("prune", "", err)
 }
 
-func (f *Fleet) prune(ctx context.Context, dryRun, abandoned bool) (Pruned, error) {
-	p := Pruned{DryRun: dryRun}
-	snapshots, err := f.vms.Snapshots()
+func (f *Fleet) prune(ctx context.Context, dryRun, abandoned bool) (records.Pruned, error) {
+	p := records.Pruned{DryRun: dryRun}
+	snapshots, err := f.state.Snapshots()
 	if err != nil {
 		return p, err
 	}
-	all, err := f.vms.List()
+	all, err := f.state.List()
 	whole := err == nil // else a sleep may be of a sandbox that cannot be read
 	p.Problems = append(p.Problems, lines(err)...)
 	var sandboxes []lifetime.Sandbox
@@ -81,7 +82,7 @@ func (f *Fleet) prune(ctx context.Context, dryRun, abandoned bool) (Pruned, erro
 	ctx = events.WithCause(ctx, events.Expiry)
 	for _, s := range sandboxes {
 		if f.untold(s) {
-			problem(f.vms.TellExpired(ctx, s.Name))
+			problem(f.state.TellExpired(ctx, s.Name))
 		}
 	}
 	for _, step := range p.Sleep {
@@ -89,7 +90,7 @@ func (f *Fleet) prune(ctx context.Context, dryRun, abandoned bool) (Pruned, erro
 			return p, err
 		}
 		if again := f.again(step); len(again.Sleep) > 0 {
-			_, err := f.vms.SleepWith(ctx, step.Name, sandbox.SleepOptions{})
+			_, err := f.host.Sandbox(step.Name).Sleep(ctx, sandbox.SleepOptions{})
 			problem(err)
 		}
 	}
@@ -101,12 +102,12 @@ func (f *Fleet) prune(ctx context.Context, dryRun, abandoned bool) (Pruned, erro
 		p.Add(freed)
 		problem(err)
 	}
-	p.Histories, err = f.vms.ForgetRemoved(f.now().Add(-state.HistoryTime))
+	p.Histories, err = f.state.ForgetRemoved(f.now().Add(-state.HistoryTime))
 	problem(err)
 	// It looks again by itself, with everything locked that it has to be sure of.
-	sweep := f.vms.Sweep
+	sweep := f.state.Sweep
 	if abandoned {
-		sweep = f.vms.SweepAbandoned
+		sweep = f.state.SweepAbandoned
 	}
 	freed, err := sweep(ctx)
 	p.Add(freed)
@@ -127,13 +128,13 @@ func (f *Fleet) untold(s lifetime.Sandbox) bool {
 	if s.Unknown || !lifetime.Expired(s.Expires, f.now()) {
 		return false
 	}
-	l, err := f.vms.Metadata(s.Name)
+	l, err := f.state.Metadata(s.Name)
 	return err == nil && lifetime.Expired(l.Expires, f.now()) && !l.ExpiryTold.Equal(l.Expires)
 }
 
 // lasts is what counts of a VM for how long it lasts.
 func (f *Fleet) lasts(r *state.Record) lifetime.Sandbox {
-	l, err := f.vms.Metadata(r.Spec.Name)
+	l, err := f.state.Metadata(r.Spec.Name)
 	return lasts(r, l, err)
 }
 
@@ -147,7 +148,7 @@ func lasts(r *state.Record, l state.Metadata, unreadable error) lifetime.Sandbox
 
 // again decides anew about the sandbox of a step.
 func (f *Fleet) again(step lifetime.Step) lifetime.Plan {
-	r, err := f.vms.Get(step.Name)
+	r, err := f.state.Get(step.Name)
 	if err != nil || r.ID != step.ID {
 		return lifetime.Plan{}
 	}
@@ -164,8 +165,8 @@ var (
 // expire removes a sandbox if that is still to be done. The metadata is locked meanwhile: whoever extends it does so
 // before, and then it stays, or finds it gone.
 func (f *Fleet) expire(ctx context.Context, step lifetime.Step) (freed state.Freed, err error) {
-	_, err = f.vms.SetMetadata(ctx, step.Name, func(l *state.Metadata, unreadable error) error {
-		r, err := f.vms.Get(step.Name)
+	_, err = f.state.SetMetadata(ctx, step.Name, func(l *state.Metadata, unreadable error) error {
+		r, err := f.state.Get(step.Name)
 		if err != nil {
 			return err
 		}
@@ -176,7 +177,7 @@ func (f *Fleet) expire(ctx context.Context, step lifetime.Step) (freed state.Fre
 		// Only an ephemeral one that has expired is removed while it runs. The others have been put to sleep, or were
 		// started again just now.
 		force := l.Class == lifetime.Ephemeral && plan.Remove[0].Why == lifetime.WhyExpired
-		if freed, err = f.vms.RemoveFreed(ctx, step.Name, force); err != nil {
+		if err = f.host.Sandbox(step.Name).Delete(ctx, sandbox.DeleteOptions{Force: force, Freed: &freed}); err != nil {
 			return err
 		}
 		return errGone

@@ -18,8 +18,8 @@ import (
 )
 
 // describe is the row of a VM.
-func describe(r *state.Record, l state.Metadata, unreadable error) Sandbox {
-	s := Sandbox{
+func describe(r *state.Record, l state.Metadata, unreadable error) records.Sandbox {
+	s := records.Sandbox{
 		ID: r.ID, Name: r.Spec.Name, Class: l.EffectiveClass(), Owner: l.Owner, Purpose: l.Purpose,
 		Tags:  slices.Compact(slices.Sorted(slices.Values(append(slices.Clone(l.Tags), r.Spec.Tags...)))),
 		Image: r.Spec.Image, ImageID: r.Boot.ImageID, Kernel: r.Boot.KernelID,
@@ -68,27 +68,27 @@ func status(r *state.Record) records.Status {
 // cached is a row with the stamp of the files that it was made of.
 type cached struct {
 	stamp string
-	row   Sandbox
+	row   records.Sandbox
 }
 
 // rows are those of all sandboxes, in the order of their names. The files of one that has not changed since the last
 // call, and has no process that might have died, are not read again. Problems are of sandboxes that cannot be read.
-func (f *Fleet) rows(ctx context.Context) (out []Sandbox, problems []string, err error) {
+func (f *Fleet) rows(ctx context.Context) (out []records.Sandbox, problems []string, err error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	stamps, err := f.vms.FileStamps()
+	stamps, err := f.state.FileStamps()
 	if err != nil {
 		return nil, nil, err
 	}
 	now := make(map[string]cached, len(stamps))
-	out = make([]Sandbox, 0, len(stamps))
+	out = make([]records.Sandbox, 0, len(stamps))
 	for _, name := range slices.Sorted(maps.Keys(stamps)) {
 		if err := ctx.Err(); err != nil {
 			return nil, nil, err
 		}
 		c, ok := f.cache[name]
 		if !ok || c.stamp == "" || c.stamp != stamps[name] || c.row.Status.Live() {
-			r, err := f.vms.Get(name)
+			r, err := f.state.Get(name)
 			if errors.Is(err, sandbox.ErrNotFound) {
 				continue
 			}
@@ -96,7 +96,7 @@ func (f *Fleet) rows(ctx context.Context) (out []Sandbox, problems []string, err
 				problems = append(problems, lines(err)...)
 				continue
 			}
-			m, merr := f.vms.Metadata(name)
+			m, merr := f.state.Metadata(name)
 			c = cached{stamps[name], describe(r, m, merr)}
 			if merr != nil || r.Fork != nil && r.Snapshot == "" { // its parent may be writing what it comes back from
 				c.stamp = ""
@@ -120,15 +120,15 @@ func run(e audit.Entry) records.Run {
 
 // List returns those that are there as their files say, in the order of their names. A Fleet remembers what it has
 // read, so keep one for several lists.
-func (f *Fleet) List(ctx context.Context, filter records.Filter) (List, error) {
+func (f *Fleet) List(ctx context.Context, filter records.Filter) (records.List, error) {
 	if err := filter.Check(); err != nil {
-		return List{}, fail("list", "", err)
+		return records.List{}, fail("list", "", err)
 	}
 	all, problems, err := f.rows(ctx)
 	if err != nil {
-		return List{}, fail("list", "", err)
+		return records.List{}, fail("list", "", err)
 	}
-	out := List{Page: records.PageOf(all, filter), Problems: problems}
+	out := records.List{Page: records.PageOf(all, filter), Problems: problems}
 	for i := range out.Sandboxes {
 		// The caller may change what it gets.
 		s := &out.Sandboxes[i]
@@ -147,12 +147,12 @@ func lines(err error) []string {
 // History returns what was run in a sandbox, as far as its audit trail goes back, and its last sleeps, which are
 // state.MaxSleeps at most. It can be named by its id as well. Of one that was removed it is what is left, for
 // state.HistoryTime.
-func (f *Fleet) History(ctx context.Context, name string, span records.Span) (History, error) {
+func (f *Fleet) History(ctx context.Context, name string, span records.Span) (records.History, error) {
 	h, err := f.history(ctx, name, span)
 	return h, fail("history", name, err)
 }
 
-func (f *Fleet) history(ctx context.Context, name string, span records.Span) (h History, err error) {
+func (f *Fleet) history(ctx context.Context, name string, span records.Span) (h records.History, err error) {
 	if err := span.Check(); err != nil {
 		return h, err
 	}
@@ -161,9 +161,9 @@ func (f *Fleet) history(ctx context.Context, name string, span records.Span) (h 
 	r, err := f.byNameOrID(ctx, name)
 	switch {
 	case err == nil:
-		m, merr := f.vms.Metadata(r.Spec.Name)
+		m, merr := f.state.Metadata(r.Spec.Name)
 		h.Sandbox = describe(r, m, merr)
-		is, err := f.vms.Audit(ctx, r.Spec.Name, audit.ReadOptions{}, func(e audit.Entry) error {
+		is, err := f.state.Audit(ctx, r.Spec.Name, audit.ReadOptions{}, func(e audit.Entry) error {
 			if state.IsRun(e) {
 				runs.Add(run(e))
 			}
@@ -177,7 +177,7 @@ func (f *Fleet) history(ctx context.Context, name string, span records.Span) (h 
 		}
 		h.Problems = lines(err)
 	case errors.Is(err, sandbox.ErrNotFound):
-		gone, err := f.vms.Removed(name)
+		gone, err := f.state.Removed(name)
 		if err != nil {
 			return h, err
 		}
@@ -201,7 +201,7 @@ func (f *Fleet) history(ctx context.Context, name string, span records.Span) (h 
 
 // byNameOrID returns the record of a sandbox that is there.
 func (f *Fleet) byNameOrID(ctx context.Context, name string) (*state.Record, error) {
-	r, err := f.vms.Get(name)
+	r, err := f.state.Get(name)
 	if !errors.Is(err, sandbox.ErrNotFound) || !state.IDPattern.MatchString(name) {
 		return r, err
 	}
@@ -211,7 +211,7 @@ func (f *Fleet) byNameOrID(ctx context.Context, name string) (*state.Record, err
 	}
 	for _, s := range all {
 		if s.ID == name {
-			return f.vms.Get(s.Name)
+			return f.state.Get(s.Name)
 		}
 	}
 	return nil, err

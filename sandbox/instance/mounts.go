@@ -104,7 +104,7 @@ func (p Parts) CheckVolumes(m *snapshot.Manifest) error {
 
 // Stale says what can be done instead.
 func Stale(h heldVolume, snapshotID string, err error) error {
-	remedy := fmt.Sprintf("boot instead, with `drowse start` or `drowse run --from-disk %.12s --volume %s:/PATH`", snapshotID, h.Name)
+	remedy := fmt.Sprintf("boot instead, with Sandbox.Start, or Host.Create with Disk \"%.12s\" and volume %s", snapshotID, h.Name)
 	if !h.ReadOnly {
 		remedy += "; clones need volumes that are attached read-only"
 	}

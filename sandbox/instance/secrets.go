@@ -71,7 +71,7 @@ func (in *Instance) standStill(ctx context.Context, limit time.Duration) (releas
 		release()
 		release = func() {}
 		if time.Now().After(deadline) {
-			return release, begin, fmt.Errorf("%w: the guest has read one, and does not say that its copy is wiped: take them away with `drowse secret rm`", spec.ErrSecrets)
+			return release, begin, fmt.Errorf("%w: the guest has read one, and does not say that its copy is wiped: take them away with Sandbox.RemoveSecrets", spec.ErrSecrets)
 		}
 		select {
 		case <-ctx.Done():

@@ -31,9 +31,7 @@ var (
 
 // disk are figures of what a store takes, as of the last look.
 type disk struct {
-	ask interface {
-		Usage(ctx context.Context) (state.Usage, error)
-	}
+	ask func(ctx context.Context) (state.Usage, error)
 	now func() time.Time
 
 	mu     sync.Mutex // guards what follows, and is held while it is looked
@@ -75,7 +73,7 @@ func (d *disk) Collect(ch chan<- prometheus.Metric) {
 func (d *disk) look() {
 	ctx, cancel := context.WithTimeout(context.Background(), weighTime)
 	defer cancel()
-	u, err := d.ask.Usage(ctx)
+	u, err := d.ask(ctx)
 	if d.failed = err != nil; !d.failed {
 		d.usage, d.known = u, true
 	}

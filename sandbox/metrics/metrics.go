@@ -43,28 +43,9 @@ type Metrics struct {
 	stages     *prometheus.HistogramVec
 }
 
-// Store is what is asked besides VMs: OfHost. Its methods may be called from several goroutines.
-type Store interface {
-	Networks
-	// Usage is what the store takes on disk.
-	Usage(ctx context.Context) (state.Usage, error)
-}
-
-// OfHost asks a host.
-func OfHost(h *sandbox.Host) Store { return hostStore{h.State, h} }
-
-type hostStore struct {
-	*state.Store
-	host *sandbox.Host
-}
-
-func (s hostStore) NetworkStats(ctx context.Context, name string) (spec.NetworkStats, error) {
-	return s.host.Sandbox(name).NetworkStats(ctx)
-}
-
-// New makes the metrics of a process that serves VMs. counters are those of its supervisor; store, if not nil, is asked
-// what it takes on disk, and what the networks of running VMs have done.
-func New(vms fleet.VMs, store Store, counters *supervisor.Counters, version string) *Metrics {
+// New makes the metrics of a process that serves a host, whose observer (Observe) they have to be. counters are those
+// of its supervisor.
+func New(h *sandbox.Host, counters *supervisor.Counters, version string) *Metrics {
 	m := &Metrics{
 		registry: prometheus.NewRegistry(),
 		operations: prometheus.NewHistogramVec(prometheus.HistogramOpts{
@@ -85,17 +66,16 @@ func New(vms fleet.VMs, store Store, counters *supervisor.Counters, version stri
 		return prometheus.NewCounterFunc(prometheus.CounterOpts{Name: name, Help: help}, func() float64 { return float64(f()) })
 	}
 	m.registry.MustRegister(
-		m.operations, m.stages, build, &files{vms: vms, fleet: fleet.New(vms, fleet.Options{})},
+		m.operations, m.stages, build, &files{store: h.State, fleet: fleet.New(h, fleet.Options{})},
 		number("drowse_listener_connections", "Connections to published TCP ports that are carried now.", func() float64 { return float64(counters.Connections.Load()) }),
 		count("drowse_listener_refused_total", "Connections to published TCP ports that found no way to their VM.", counters.Refused.Load),
 		count("drowse_packet_waker_packets_held_total", "Packets to sandboxes that sleep which were kept while these woke.", counters.Held.Load),
 		count("drowse_packet_waker_packets_dropped_total", "Packets to sandboxes that sleep which were let go.", counters.Dropped.Load),
 		collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}),
 	)
-	m.registry.MustRegister(pool{counters})
-	if store != nil {
-		m.registry.MustRegister(&network{vms: vms, ask: store}, &disk{ask: store, now: time.Now})
-	}
+	m.registry.MustRegister(pool{counters}, &disk{ask: h.State.Usage, now: time.Now}, &network{list: h.State.List, ask: func(ctx context.Context, name string) (spec.NetworkStats, error) {
+		return h.Sandbox(name).NetworkStats(ctx)
+	}})
 	return m
 }
 
@@ -105,108 +85,35 @@ func (m *Metrics) Handler() http.Handler {
 	return promhttp.HandlerFor(m.registry, promhttp.HandlerOpts{MaxRequestsInFlight: atOnce, Timeout: time.Minute})
 }
 
-// Woken notes a wake for a connection, a packet or a timer: supervisor.Options.Woken.
-func (m *Metrics) Woken(_ context.Context, w supervisor.Wake) {
-	if w.Err == nil && !w.Report.Begun.IsZero() && w.Report.Begun.Before(w.Begun.Round(0)) {
-		return // it was awake, or was being woken for somebody else
-	}
-	m.observe("wake", w.Took, w.Err)
-	if w.Err == nil {
-		m.woken(w.Report)
-	}
+// Observe notes what is done with sandboxes: a sandbox.Host's observer (control.Observer). What was done already is not
+// noted.
+func (m *Metrics) Observe(ctx context.Context, _ control.OperationKind, _ string) (context.Context, func(*control.Operation)) {
+	return ctx, m.note
 }
 
-// observe notes an operation that has ended.
-func (m *Metrics) observe(operation string, took time.Duration, err error) {
-	outcome := "ok"
-	if err != nil {
-		outcome = string(fleet.CodeOf(err)) // of a fixed set
+func (m *Metrics) note(op *control.Operation) {
+	if op.Joined() || op.Kind == control.OpExec { // the time of a command says nothing of this process
+		return
 	}
-	m.operations.WithLabelValues(operation, outcome).Observe(took.Seconds())
-}
-
-// woken notes the stages of a wake. One that ran already has none of its own.
-func (m *Metrics) woken(rep control.Report) {
-	for stage, ms := range rep.Stages {
-		if stages[stage] {
-			m.stages.WithLabelValues(stage).Observe(ms / 1000)
+	kind, outcome := op.Kind, "ok"
+	switch _, booted := op.Report.Stages["boot"]; {
+	case op.Err != nil:
+		outcome = string(fleet.CodeOf(op.Err)) // of a fixed set
+	case kind == control.OpWake && booted:
+		kind = control.OpStart // it had crashed
+	case kind == control.OpWake:
+		for stage, ms := range op.Report.Stages {
+			if stages[stage] {
+				m.stages.WithLabelValues(stage).Observe(ms / 1000)
+			}
 		}
 	}
-}
-
-// watched are VMs whose operations are noted.
-type watched struct {
-	fleet.VMs
-	m *Metrics
-}
-
-// Watch are the VMs with what is done to them noted.
-func (m *Metrics) Watch(vms fleet.VMs) fleet.VMs { return watched{vms, m} }
-
-func (w watched) Run(ctx context.Context, spec sandbox.Spec, label state.Metadata) (control.Report, error) {
-	begin := time.Now()
-	rep, err := w.VMs.Run(ctx, spec, label)
-	w.m.observe("create", time.Since(begin), err)
-	return rep, err
-}
-
-func (w watched) Start(ctx context.Context, name string) (control.Report, error) {
-	begin := time.Now()
-	rep, err := w.VMs.Start(ctx, name)
-	w.m.observe("start", time.Since(begin), err)
-	return rep, err
-}
-
-func (w watched) Wake(ctx context.Context, name string) (control.Report, error) {
-	return w.wake(ctx, name, w.VMs.Wake)
-}
-
-func (w watched) BringUp(ctx context.Context, name string) (control.Report, error) {
-	return w.wake(ctx, name, w.VMs.BringUp)
-}
-
-func (w watched) wake(ctx context.Context, name string, up func(context.Context, string) (control.Report, error)) (control.Report, error) {
-	r, gerr := w.Get(name)
-	begin := time.Now()
-	rep, err := up(ctx, name)
-	if err == nil && gerr == nil && (r.Phase == state.Running || r.Phase == state.Starting) {
-		return rep, nil // it was awake, and what is reported is of an earlier wake
-	}
-	if gerr == nil && r.Phase == state.Crashed {
-		w.m.observe("start", time.Since(begin), err)
-		return rep, err
-	}
-	w.m.observe("wake", time.Since(begin), err)
-	if err == nil {
-		w.m.woken(rep)
-	}
-	return rep, err
-}
-
-func (w watched) SleepWith(ctx context.Context, name string, o sandbox.SleepOptions) (control.SleepResult, error) {
-	begin := time.Now()
-	res, err := w.VMs.SleepWith(ctx, name, o)
-	w.m.observe("sleep", time.Since(begin), err)
-	return res, err
-}
-
-func (w watched) SnapshotWith(ctx context.Context, name string, o sandbox.SnapshotOptions) (control.SleepResult, error) {
-	begin := time.Now()
-	res, err := w.VMs.SnapshotWith(ctx, name, o)
-	w.m.observe("snapshot", time.Since(begin), err)
-	return res, err
-}
-
-func (w watched) Fork(ctx context.Context, name string, o sandbox.ForkOptions) (sandbox.ForkResult, error) {
-	begin := time.Now()
-	res, err := w.VMs.Fork(ctx, name, o)
-	w.m.observe("fork", time.Since(begin), err)
-	return res, err
+	m.operations.WithLabelValues(string(kind), outcome).Observe(op.Took.Seconds())
 }
 
 // files are the figures that are read from the files of the VMs, whoever has changed them.
 type files struct {
-	vms   fleet.VMs
+	store *state.Store
 	fleet *fleet.Fleet
 
 	mu        sync.Mutex // guards what follows, and is held while they are read
@@ -272,7 +179,7 @@ func (f *files) look() {
 			break
 		}
 	}
-	all, err := f.vms.Snapshots()
+	all, err := f.store.Snapshots()
 	f.failed = f.failed || err != nil
 	for _, s := range all {
 		kind := "other"

@@ -16,7 +16,7 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/control"
-	"github.com/drowse-vm/drowse/sandbox/fleet/fleettest"
+	"github.com/drowse-vm/drowse/sandbox/sandboxtest"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/sandbox/supervisor"
@@ -25,39 +25,39 @@ import (
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 func TestMetrics_say_what_was_done_and_what_is_there(t *testing.T) {
-	vms := fleettest.New()
+	h := (&sandboxtest.VMs{}).Host(t)
 	var c supervisor.Counters
 	c.Connections.Store(3)
 	c.Refused.Store(4)
 	c.Held.Store(5)
 	c.Dropped.Store(6)
-	m := New(vms, nil, &c, "test")
-	w := m.Watch(vms)
+	m := New(h, &c, "test")
+	h = h.WithObservers(m.Observe)
 	ctx := t.Context()
 	for _, name := range []string{"a", "b"} {
-		if _, err := w.Run(ctx, sandbox.Spec{Name: name, Image: "app"}, state.Metadata{}); err != nil {
+		if _, err := h.Create(ctx, sandbox.Spec{Name: name, Image: sandboxtest.Image}, sandbox.CreateOptions{}); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if _, err := w.SleepWith(ctx, "a", sandbox.SleepOptions{}); err != nil {
+	if _, err := h.Sandbox("a").Sleep(ctx, sandbox.SleepOptions{}); err != nil {
 		t.Fatal(err)
 	}
 	for range 2 { // the second one finds it awake
-		if _, err := w.Wake(ctx, "a"); err != nil {
+		if _, err := h.Sandbox("a").Wake(ctx); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if _, err := w.Wake(ctx, "none"); err == nil {
+	if _, err := h.Sandbox("none").Wake(ctx); err == nil {
 		t.Fatal("one that is not there woke")
 	}
-	if _, err := w.SleepWith(ctx, "b", sandbox.SleepOptions{}); err != nil {
+	if _, err := h.Sandbox("b").Sleep(ctx, sandbox.SleepOptions{}); err != nil {
 		t.Fatal(err)
 	}
 	begun := time.Now()
-	rep := control.Report{Begun: begun.Add(time.Millisecond), Stages: map[string]float64{"resume_entry": 21, "a_stage_of_the_guests": 1}}
-	m.Woken(ctx, supervisor.Wake{VM: "a", Begun: begun, Took: time.Second, Report: rep})
+	rep := control.Report{Begun: begun.Add(time.Millisecond), Stages: map[string]float64{"load": 21, "a_stage_of_the_guests": 1}}
+	m.note(&control.Operation{Kind: control.OpWake, Begun: begun, Took: time.Second, Report: rep})
 	rep.Begun = begun.Add(-time.Second) // the second one finds it awake
-	m.Woken(ctx, supervisor.Wake{VM: "a", Begun: begun, Took: time.Second, Report: rep})
+	m.note(&control.Operation{Kind: control.OpWake, Begun: begun, Took: time.Second, Report: rep})
 	rec := httptest.NewRecorder()
 	m.Handler().ServeHTTP(rec, httptest.NewRequest(http.MethodGet, "/metrics", nil))
 	text := rec.Body.String()
@@ -68,7 +68,7 @@ func TestMetrics_say_what_was_done_and_what_is_there(t *testing.T) {
 		`drowse_operation_duration_seconds_count{operation="wake",outcome="ok"} 2`,
 		`drowse_operation_duration_seconds_count{operation="wake",outcome="not-found"} 1`,
 		`drowse_operation_duration_seconds_count{operation="sleep",outcome="ok"} 2`,
-		`drowse_resume_stage_duration_seconds_bucket{stage="resume_entry",le="0.025"} 1`, `drowse_resume_stage_duration_seconds_bucket{stage="resume_entry",le="0.01"} 0`,
+		`drowse_resume_stage_duration_seconds_bucket{stage="load",le="0.025"} 1`, `drowse_resume_stage_duration_seconds_bucket{stage="load",le="0.01"} 0`,
 		`drowse_listener_connections 3`, `drowse_listener_refused_total 4`, `drowse_packet_waker_packets_held_total 5`, `drowse_packet_waker_packets_dropped_total 6`,
 		`drowse_build_info{version="test"} 1`, `go_goroutines `, `process_open_fds `,
 	} {
@@ -85,9 +85,12 @@ func TestMetrics_say_what_was_done_and_what_is_there(t *testing.T) {
 }
 
 func TestMetrics_have_names_and_help_as_Prometheus_wants_them(t *testing.T) {
-	m := New(networkedVMs(t), asked{}, &supervisor.Counters{}, "test")
-	m.observe("wake", time.Millisecond, nil)
-	m.woken(control.Report{Stages: map[string]float64{"resume_entry": 1}})
+	h := (&sandboxtest.VMs{}).Host(t)
+	if _, err := h.Create(t.Context(), sandbox.Spec{Name: "web", Image: sandboxtest.Image, Network: spec.NetworkTAP}, sandbox.CreateOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	m := New(h, &supervisor.Counters{}, "test")
+	m.note(&control.Operation{Kind: control.OpWake, Took: time.Millisecond, Report: control.Report{Stages: map[string]float64{"resume_entry": 1}}})
 	problems, err := testutil.GatherAndLint(m.registry)
 	if err != nil {
 		t.Fatal(err)
@@ -97,25 +100,8 @@ func TestMetrics_have_names_and_help_as_Prometheus_wants_them(t *testing.T) {
 	}
 }
 
-// networkedVMs are some with a network, of which one sleeps, and one without.
-func networkedVMs(t *testing.T) *fleettest.VMs {
-	t.Helper()
-	vms := fleettest.New()
-	for name, network := range map[string]string{"web": spec.NetworkTAP, "slow": spec.NetworkTAP, "asleep": spec.NetworkTAP, "alone": spec.NetworkNone} {
-		if _, err := vms.Run(t.Context(), sandbox.Spec{Name: name, Image: "app", Network: network}, state.Metadata{}); err != nil {
-			t.Fatal(err)
-		}
-	}
-	if _, err := vms.SleepWith(t.Context(), "asleep", sandbox.SleepOptions{}); err != nil {
-		t.Fatal(err)
-	}
-	return vms
-}
-
-// asked has figures of any VM but one, which does not answer.
-type asked struct{}
-
-func (asked) NetworkStats(_ context.Context, name string) (spec.NetworkStats, error) {
+// asked are figures of any VM but one, which does not answer.
+func asked(_ context.Context, name string) (spec.NetworkStats, error) {
 	if name == "slow" {
 		return spec.NetworkStats{}, errors.New("no answer")
 	}
@@ -126,7 +112,17 @@ func (asked) NetworkStats(_ context.Context, name string) (spec.NetworkStats, er
 }
 
 func TestMetrics_of_networks_are_those_of_VMs_that_run_and_have_one(t *testing.T) {
-	m := New(networkedVMs(t), asked{}, &supervisor.Counters{}, "test")
+	h := (&sandboxtest.VMs{}).Host(t)
+	for name, network := range map[string]string{"web": spec.NetworkTAP, "slow": spec.NetworkTAP, "asleep": spec.NetworkTAP, "alone": spec.NetworkNone} {
+		if _, err := h.Create(t.Context(), sandbox.Spec{Name: name, Image: sandboxtest.Image, Network: network}, sandbox.CreateOptions{}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if _, err := h.Sandbox("asleep").Sleep(t.Context(), sandbox.SleepOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	m := &Metrics{registry: prometheus.NewRegistry()}
+	m.registry.MustRegister(&network{list: h.State.List, ask: asked})
 	rec := httptest.NewRecorder()
 	m.Handler().ServeHTTP(rec, httptest.NewRequest(http.MethodGet, "/metrics", nil))
 	text := rec.Body.String()
@@ -150,14 +146,13 @@ func TestMetrics_of_networks_are_those_of_VMs_that_run_and_have_one(t *testing.T
 	}
 }
 
-// weighed is a store that counts how often it is looked at.
+// weighed counts how often it is looked at.
 type weighed struct {
-	asked
 	looks int
 	fails bool
 }
 
-func (w *weighed) Usage(context.Context) (state.Usage, error) {
+func (w *weighed) usage(context.Context) (state.Usage, error) {
 	w.looks++
 	if w.fails {
 		return state.Usage{Layers: 999}, errors.New("a directory cannot be read")
@@ -165,12 +160,10 @@ func (w *weighed) Usage(context.Context) (state.Usage, error) {
 	return state.Usage{Layers: 1, Snapshots: 2, Kept: 3, Images: 4, Pages: 5, Volumes: int64(100 * w.looks)}, nil
 }
 
-func (asked) Usage(context.Context) (state.Usage, error) { return state.Usage{}, nil }
-
 func TestMetrics_of_the_disk_are_read_once_a_minute_at_most_and_stay_when_they_cannot_be(t *testing.T) {
 	now := time.Unix(1000, 0)
 	store := &weighed{}
-	d := &disk{ask: store, now: func() time.Time { return now }}
+	d := &disk{ask: store.usage, now: func() time.Time { return now }}
 	registry := prometheus.NewRegistry()
 	registry.MustRegister(d)
 	scrape := func(want string) {
@@ -218,7 +211,7 @@ drowse_store_bytes{kind="volumes"} ` + volumes + "\n"
 }
 
 func TestMetrics_have_none_of_a_pool_that_is_not_there(t *testing.T) {
-	m := New(fleettest.New(), nil, &supervisor.Counters{}, "test")
+	m := New((&sandboxtest.VMs{}).Host(t), &supervisor.Counters{}, "test")
 	if n, err := testutil.GatherAndCount(m.registry, "drowse_pool_size", "drowse_pool_ready", "drowse_pool_taken_total", "drowse_pool_missed_total", "drowse_pool_failed_total"); n != 0 || err != nil {
 		t.Errorf("%d figures of no pool (%v)", n, err)
 	}

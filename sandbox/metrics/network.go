@@ -10,15 +10,9 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/drowse-vm/drowse/sandbox"
-	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
-
-// Networks says what the network of a running VM has done: sandbox.Sandbox.NetworkStats.
-type Networks interface {
-	NetworkStats(ctx context.Context, name string) (spec.NetworkStats, error)
-}
 
 // Bounds of asking VMs.
 const (
@@ -45,8 +39,8 @@ var (
 
 // network are the figures of VMs that run, which their processes are asked for.
 type network struct {
-	vms fleet.VMs
-	ask Networks
+	list func() ([]*state.Record, error)
+	ask  func(ctx context.Context, name string) (spec.NetworkStats, error)
 
 	mu      sync.Mutex // guards what follows, and is held while they are asked
 	at      time.Time
@@ -92,7 +86,7 @@ func (n *network) Collect(ch chan<- prometheus.Metric) {
 // look asks the VMs. The mutex is held.
 func (n *network) look() {
 	n.stats, n.leftOut = nil, 0
-	all, err := n.vms.List()
+	all, err := n.list()
 	if err != nil && len(all) == 0 {
 		return // drowse_files_readable says so
 	}
@@ -116,7 +110,7 @@ func (n *network) look() {
 			defer func() { <-slots }()
 			ctx, cancel := context.WithTimeout(context.Background(), askTime)
 			defer cancel()
-			s, err := n.ask.NetworkStats(ctx, name)
+			s, err := n.ask(ctx, name)
 			mu.Lock()
 			defer mu.Unlock()
 			switch {

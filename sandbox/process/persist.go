@@ -125,7 +125,7 @@ func (sh *shedding) drop(ctx context.Context, c *guest.Client, drops []string, s
 		return fmt.Errorf("%w: %w", control.ErrDrop, err)
 	}
 	if len(problems) > 0 {
-		return fmt.Errorf("%w: %s: see to it in the guest, or change what is dropped with `drowse update %s`", control.ErrDrop, strings.Join(problems, "; "), sh.p.r.Spec.Name)
+		return fmt.Errorf("%w: %s: see to it in the guest, or change what is dropped: Fleet.Update of %q with Persist.Drop", control.ErrDrop, strings.Join(problems, "; "), sh.p.r.Spec.Name)
 	}
 	if freed < control.TrimWorth && sh.within() == nil {
 		return nil

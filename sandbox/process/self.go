@@ -97,7 +97,7 @@ func (s *self) do(r guest.SelfRequest) (answer guest.SelfAnswer, then func()) {
 	defer func() { p.End(o) }()
 	switch {
 	case !s.allow.Allows(r.Do):
-		err = fmt.Errorf("this VM may not ask for %s: its owner allows it with `drowse run --allow-self`", r.Do)
+		err = fmt.Errorf("this VM may not ask for %s: its owner allows it by Spec.Self.Allow", r.Do)
 	case r.Do == guest.SelfSleep:
 		then = s.sleep
 	case r.Do == guest.SelfSnapshot:

@@ -68,8 +68,13 @@ func (n *network) RecentEvents(follow bool) (events []spec.NetEvent, f <-chan sp
 	return nil, f, func() {}
 }
 
-// Flows implements process.Network: there are none.
-func (n *network) Flows(ctx context.Context, follow bool, _ func([]netpolicy.FlowRecord) error) error {
+// Flows implements process.Network: they are those of VMs.Flows.
+func (n *network) Flows(ctx context.Context, follow bool, f func([]netpolicy.FlowRecord) error) error {
+	if flows := n.vm.vms.Flows; flows != nil {
+		if err := f(flows(n.vm.parts.Spec.Name)); err != nil {
+			return err
+		}
+	}
 	if follow {
 		select {
 		case <-ctx.Done():

@@ -12,11 +12,13 @@ import (
 	"path/filepath"
 	"slices"
 	"sync"
+	"testing"
 	"time"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/guest/fakeguest"
+	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/rootfs/image/fstree"
 	"github.com/drowse-vm/drowse/rootfs/kernel"
@@ -38,6 +40,8 @@ type VMs struct {
 	// Fail, if not nil, is asked before a VM does something: "boot", "restore", "fork" (what starts one), "capture" and
 	// "policy". Its error is that of the operation. It may be called from several goroutines.
 	Fail func(op, name string) error
+	// Flows, if not nil, are those of a VM with a network.
+	Flows func(name string) []netpolicy.FlowRecord
 
 	mu  sync.Mutex // guards all
 	all []*proc    // by number
@@ -54,6 +58,26 @@ func (v *VMs) Open(dir string) (*sandbox.Host, error) {
 		return nil, err
 	}
 	return h.With(l), nil
+}
+
+// Host is Open for a test, in a directory that goes with it: one with a short name, since Unix sockets lie in it.
+func (v *VMs) Host(t testing.TB) *sandbox.Host {
+	t.Helper()
+	dir, err := os.MkdirTemp("", "vms")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		v.Close()
+		if err := os.RemoveAll(dir); err != nil {
+			t.Error(err)
+		}
+	})
+	h, err := v.Open(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return h
 }
 
 // Launcher is for Host.With. It gives the host an image called Image and a kernel, unless they are there.

@@ -19,26 +19,6 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// open makes a host of VMs in memory, in a directory with a short name, since Unix sockets lie in it.
-func open(t *testing.T, v *sandboxtest.VMs) *sandbox.Host {
-	t.Helper()
-	dir, err := os.MkdirTemp("", "sbt")
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		v.Close()
-		if err := os.RemoveAll(dir); err != nil {
-			t.Error(err)
-		}
-	})
-	h, err := v.Open(dir)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return h
-}
-
 func create(t *testing.T, h *sandbox.Host, s sandbox.Spec) *sandbox.Sandbox {
 	t.Helper()
 	s.Image = sandboxtest.Image
@@ -70,14 +50,9 @@ func want(t *testing.T, h *sandbox.Host, name string, phase state.Phase) *state.
 
 func TestVMs_do_what_a_fleet_promises(t *testing.T) {
 	v := &sandboxtest.VMs{}
-	h := open(t, v)
-	l, err := v.Launcher(h)
-	if err != nil {
-		t.Fatal(err)
-	}
-	f := fleet.New(fleet.OfHost(h, l), fleet.Options{})
+	h := v.Host(t)
 	fleettest.Conformance(t, fleettest.Subject{
-		Fleet: f, Spec: sandbox.Spec{Image: sandboxtest.Image},
+		Fleet: fleettest.Of(h, fleet.Options{}), Spec: sandbox.Spec{Image: sandboxtest.Image},
 		Make: func(t *testing.T, spec sandbox.Spec, m state.Metadata) {
 			if _, err := h.Create(t.Context(), spec, sandbox.CreateOptions{Metadata: &m}); err != nil {
 				t.Fatal(err)
@@ -102,7 +77,7 @@ func TestVMs_do_what_a_fleet_promises(t *testing.T) {
 
 func TestKilled_VM_boots_with_its_disk_and_without_its_memory(t *testing.T) {
 	v := &sandboxtest.VMs{}
-	h := open(t, v)
+	h := v.Host(t)
 	b := create(t, h, sandbox.Spec{Name: "a", Network: spec.NetworkTAP})
 	for _, name := range []string{"/run/word", "/root/word"} {
 		if err := v.Guest("a").WriteFile(name, []byte("word")); err != nil {
@@ -129,7 +104,7 @@ func TestKilled_VM_boots_with_its_disk_and_without_its_memory(t *testing.T) {
 
 func TestVM_ends_as_it_is_told(t *testing.T) {
 	v := &sandboxtest.VMs{}
-	h := open(t, v)
+	h := v.Host(t)
 	for name, end := range map[string]func(*sandbox.Sandbox) error{
 		"powered-off": func(b *sandbox.Sandbox) error { return b.Stop(t.Context()) },
 		"host-error":  func(b *sandbox.Sandbox) error { return b.Kill(t.Context()) },
@@ -149,7 +124,7 @@ func TestVM_ends_as_it_is_told(t *testing.T) {
 
 func TestSnapshots_have_memory_and_disk_or_the_disk_alone(t *testing.T) {
 	v := &sandboxtest.VMs{}
-	h := open(t, v)
+	h := v.Host(t)
 	b := create(t, h, sandbox.Spec{Name: "a"})
 	write := func(word string) {
 		if err := errors.Join(v.Guest("a").WriteFile("/tmp/m", []byte(word)), v.Guest("a").WriteFile("/d", []byte(word))); err != nil {
@@ -191,7 +166,7 @@ func TestOperations_that_fail_leave_the_VM_as_it_was(t *testing.T) {
 		}
 		return nil
 	}}
-	h := open(t, v)
+	h := v.Host(t)
 	b := create(t, h, sandbox.Spec{Name: "a", Network: spec.NetworkTAP})
 	failing = "capture"
 	if _, err := b.Sleep(t.Context(), sandbox.SleepOptions{}); err == nil || !strings.Contains(err.Error(), broken.Error()) {
@@ -224,7 +199,7 @@ func TestOperations_that_fail_leave_the_VM_as_it_was(t *testing.T) {
 }
 
 func TestIdle_VM_goes_to_sleep_and_its_statistics_can_be_had_before(t *testing.T) {
-	h := open(t, &sandboxtest.VMs{})
+	h := (&sandboxtest.VMs{}).Host(t)
 	b := create(t, h, sandbox.Spec{Name: "a", Idle: spec.Idle{SleepSeconds: 1, CPUPercent: 100}})
 	st, err := b.Stats(t.Context())
 	if err != nil || st.Guest == nil || st.Guest.Memory.Total == 0 {
@@ -245,12 +220,12 @@ func TestIdle_VM_goes_to_sleep_and_its_statistics_can_be_had_before(t *testing.T
 }
 
 func TestVM_that_is_held_is_woken_stays_awake_and_sleeps_when_it_is_asked_to(t *testing.T) {
-	h := open(t, &sandboxtest.VMs{})
+	h := (&sandboxtest.VMs{}).Host(t)
 	b := create(t, h, sandbox.Spec{Name: "a", Idle: spec.Idle{SleepSeconds: 1, CPUPercent: 100}, Network: spec.NetworkTAP})
 	if _, err := b.Sleep(t.Context(), sandbox.SleepOptions{}); err != nil {
 		t.Fatal(err)
 	}
-	_, lock, err := b.WakeWithLock(t.Context())
+	lock, err := b.WakeWithLock(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -271,7 +246,7 @@ func TestVM_that_is_held_is_woken_stays_awake_and_sleeps_when_it_is_asked_to(t *
 }
 
 func TestSecrets_policies_and_tags_are_those_of_the_record_and_of_the_process(t *testing.T) {
-	h := open(t, &sandboxtest.VMs{})
+	h := (&sandboxtest.VMs{}).Host(t)
 	b := create(t, h, sandbox.Spec{Name: "a", Network: spec.NetworkTAP})
 	if err := b.SetSecrets(t.Context(), spec.Secret{SecretFile: spec.SecretFile{Name: "key"}, Value: []byte("value")}); err != nil {
 		t.Fatal(err)
@@ -302,7 +277,7 @@ func TestSecrets_policies_and_tags_are_those_of_the_record_and_of_the_process(t 
 
 func TestHost_without_a_launcher_uses_VMs_that_another_one_has_started(t *testing.T) {
 	v := &sandboxtest.VMs{}
-	h := open(t, v)
+	h := v.Host(t)
 	create(t, h, sandbox.Spec{Name: "a"})
 	other, err := sandbox.Open(h.State.Dir())
 	if err != nil {
@@ -321,7 +296,7 @@ func TestHost_without_a_launcher_uses_VMs_that_another_one_has_started(t *testin
 }
 
 func TestFiles_and_trees_are_copied_both_ways(t *testing.T) {
-	h := open(t, &sandboxtest.VMs{})
+	h := (&sandboxtest.VMs{}).Host(t)
 	c := client(t, create(t, h, sandbox.Spec{Name: "a"}))
 	src, dst := t.TempDir(), t.TempDir()
 	big := bytes.Repeat([]byte("0123456789abcdef"), 200_000) // more than a window
@@ -371,5 +346,40 @@ func TestFiles_and_trees_are_copied_both_ways(t *testing.T) {
 		if _, err := c.Exec(t.Context(), tc.cmd); !errors.As(err, &exit) || exit.Code != tc.code {
 			t.Errorf("%s: %v, want code %d", name, err, tc.code)
 		}
+	}
+}
+
+func TestFiles_of_a_VM_that_sleeps_wake_it(t *testing.T) {
+	v := &sandboxtest.VMs{}
+	h := v.Host(t)
+	b := create(t, h, sandbox.Spec{Name: "a"})
+	sleep := func() {
+		t.Helper()
+		if _, err := b.Sleep(t.Context(), sandbox.SleepOptions{}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	files := b.Files()
+	sleep()
+	if err := files.WriteFile(t.Context(), "/root/dir/word", strings.NewReader("word"), guest.WriteOptions{Parents: true}); err != nil {
+		t.Fatal(err)
+	}
+	want(t, h, "a", state.Running)
+	sleep()
+	var out bytes.Buffer
+	if n, err := files.ReadFile(t.Context(), "/root/dir/word", &out); err != nil || n != 4 || out.String() != "word" {
+		t.Errorf("read %d bytes, %q, %v", n, &out, err)
+	}
+	if err := files.Rename(t.Context(), "/root/dir/word", "/root/dir/other"); err != nil {
+		t.Error(err)
+	}
+	if list, err := files.ReadDir(t.Context(), "/root/dir"); err != nil || len(list) != 1 || list[0].Name != "other" {
+		t.Errorf("there is %+v, %v", list, err)
+	}
+	if err := files.Remove(t.Context(), "/root/dir", true); err != nil {
+		t.Error(err)
+	}
+	if _, err := files.Stat(t.Context(), "/root/dir"); !errors.Is(err, guest.ErrNotFound) {
+		t.Errorf("of what was removed: %v, want ErrNotFound", err)
 	}
 }

@@ -22,7 +22,7 @@ type Changes struct {
 func (s VM) Changed(c Changes, asleep bool) (VM, error) {
 	resized := c.VCPUs != nil && *c.VCPUs != s.VCPUs || c.MemoryMiB != nil && *c.MemoryMiB != s.MemoryMiB
 	if resized && asleep {
-		return s, fmt.Errorf("%w: its CPUs and memory are part of what it sleeps in: wake and stop it, change it, and boot it with `drowse start`", ErrInvalid)
+		return s, fmt.Errorf("%w: its CPUs and memory are part of what it sleeps in: wake and stop it, change it, and boot it with Sandbox.Start", ErrInvalid)
 	}
 	if c.VCPUs != nil {
 		s.VCPUs = *c.VCPUs

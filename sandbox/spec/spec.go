@@ -106,7 +106,7 @@ func Parse(r io.Reader) (VM, error) {
 	d := json.NewDecoder(io.LimitReader(r, maxSpec))
 	d.DisallowUnknownFields()
 	if err := d.Decode(&s); err != nil {
-		return s, fmt.Errorf("reading the VM's config: %w: %s: `drowse run --help` lists the fields", ErrInvalid, strings.TrimPrefix(err.Error(), "json: "))
+		return s, fmt.Errorf("reading the VM's config: %w: %s: the fields are those of spec.VM", ErrInvalid, strings.TrimPrefix(err.Error(), "json: "))
 	}
 	if _, err := d.Token(); !errors.Is(err, io.EOF) {
 		return s, fmt.Errorf("reading the VM's config: %w: there is more after the JSON object", ErrInvalid)
@@ -139,7 +139,7 @@ func (s VM) WithDefaults() (VM, error) {
 	case !ValidName(s.Hostname):
 		return bad("host name %q: use 1 to 40 lower-case letters, digits and inner hyphens", s.Hostname)
 	case s.Image == "":
-		return bad("no image: name one of `drowse image ls`, or build one with `drowse image build`")
+		return bad("no image: name an image of the store, or build one (builder.Build)")
 	case s.DiskMiB < MinDiskMiB || s.DiskMiB > MaxDiskMiB:
 		return bad("a disk of %d MiB: use %d to %d", s.DiskMiB, MinDiskMiB, MaxDiskMiB)
 	case s.Network != NetworkNone && s.Network != NetworkTAP:

@@ -124,7 +124,7 @@ func (m *mark) add(s *Store, r *Record, running bool) {
 		m.guess([]string{filepath.Join(s.VMDir(name), metadataFile)})
 		return
 	}
-	need(l.Rotate.To, "is what VM "+name+" begins anew from: see `drowse update --rotate-to`")
+	need(l.Rotate.To, "is what VM "+name+" begins anew from: see Rotate of its metadata")
 }
 
 // names says whether something may need a snapshot, and what for.

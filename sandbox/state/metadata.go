@@ -59,7 +59,7 @@ func (s *Store) Metadata(name string) (Metadata, error) {
 	}
 	root, err := os.OpenRoot(s.VMDir(name))
 	if errors.Is(err, fs.ErrNotExist) {
-		return Metadata{}, fmt.Errorf("%w: %s: see `drowse ps -a`", spec.ErrNotFound, name)
+		return Metadata{}, fmt.Errorf("%w: %s: see Host.List", spec.ErrNotFound, name)
 	}
 	if err != nil {
 		return Metadata{}, fmt.Errorf("reading the metadata of %s: %w", name, err)
@@ -83,7 +83,7 @@ func readMetadata(root *os.Root, name string) (Metadata, error) {
 	}
 	l, err := parseMetadata(data)
 	if err != nil {
-		return Metadata{}, fmt.Errorf("reading the metadata of %s: %w: write it anew with `drowse update %s --reset`", name, err, name)
+		return Metadata{}, fmt.Errorf("reading the metadata of %s: %w: write it anew: Fleet.Update of %q with Reset", name, err, name)
 	}
 	return l, nil
 }
@@ -121,7 +121,7 @@ func (s *Store) setMetadata(ctx context.Context, name string, change func(*Metad
 	// The directory itself, by whatever name: it may be renamed, and another one may get its name.
 	root, err := os.OpenRoot(s.VMDir(name))
 	if errors.Is(err, fs.ErrNotExist) {
-		return Metadata{}, fmt.Errorf("%w: %s: see `drowse ps -a`", spec.ErrNotFound, name)
+		return Metadata{}, fmt.Errorf("%w: %s: see Host.List", spec.ErrNotFound, name)
 	}
 	if err != nil {
 		return Metadata{}, fmt.Errorf("changing the metadata of %s: %w", name, err)

@@ -60,7 +60,7 @@ func (s *Store) Rename(ctx context.Context, name, to string) error {
 		r.NextName = ""
 		serr := s.Save(r)
 		if errors.Is(err, unix.EEXIST) {
-			err = fmt.Errorf("%w: %s: choose another name, or remove it with `drowse rm %s`", spec.ErrExists, to, to)
+			err = fmt.Errorf("%w: %s: choose another name, or remove it with Sandbox(%q).Delete", spec.ErrExists, to, to)
 		} else {
 			err = fmt.Errorf("renaming VM %s: %w", name, err)
 		}

@@ -80,9 +80,9 @@ func (s *Store) restoreTo(ctx context.Context, name, id string, note func(*Recor
 	}
 	switch {
 	case DiskOnly(m):
-		return nil, fmt.Errorf("taking %s back to snapshot %s: %w: boot a VM from it with `drowse run --from-disk %.12s`", name, id, ErrDiskOnly, id)
+		return nil, fmt.Errorf("taking %s back to snapshot %s: %w: boot a VM from it with Host.Create with Disk \"%.12s\"", name, id, ErrDiskOnly, id)
 	case m.Labels[labelOwner] != r.ID:
-		return nil, fmt.Errorf("taking %s back to snapshot %s: %w, %s: a VM of its own comes of it by `drowse restore %.12s`", name, id, ErrForeignSnapshot, m.Sandbox, id)
+		return nil, fmt.Errorf("taking %s back to snapshot %s: %w, %s: a VM of its own comes of it by Host.Clone of \"%.12s\"", name, id, ErrForeignSnapshot, m.Sandbox, id)
 	}
 	if err := s.CheckVolumes(r, id); err != nil {
 		return nil, fmt.Errorf("taking %s back to snapshot %s: %w", name, id, err)

@@ -31,11 +31,11 @@ func (s *Store) checkRotation(r *Record, rot *Rotation) error {
 	}
 	switch kind := m.Labels[labelKind]; {
 	case m.Labels[labelOwner] != r.ID:
-		return fail(ErrForeignSnapshot, "take one with `drowse snapshot "+r.Spec.Name+"`")
+		return fail(ErrForeignSnapshot, fmt.Sprintf("take one with Sandbox(%q).Snapshot", r.Spec.Name))
 	case DiskOnly(m):
 		return fail(ErrDiskOnly, "take one with memory")
 	case kind != KindSleep && kind != KindNamed:
-		return fail(ErrMetadata, "it is what a fork began with: take one with `drowse snapshot "+r.Spec.Name+"`")
+		return fail(ErrMetadata, fmt.Sprintf("it is what a fork began with: take one with Sandbox(%q).Snapshot", r.Spec.Name))
 	case slices.ContainsFunc(r.Spec.Volumes, func(v spec.VolumeMount) bool { return !v.ReadOnly }):
 		return fail(ErrMetadata, "it writes to a volume, which moves on, and no memory of an earlier time may meet it")
 	}
@@ -62,7 +62,7 @@ func (s *Store) RotateIfDue(ctx context.Context, r *Record, rot Rotation) (*Reco
 		case errors.Is(err, spec.ErrRunning):
 			return nil, ErrBetween
 		case err != nil:
-			return nil, fmt.Errorf("beginning anew, as `drowse update --rotate-to` has it: %w", err)
+			return nil, fmt.Errorf("beginning anew, as its metadata has it: %w", err)
 		}
 		if left != "" && r.Left != left {
 			// Or a guest that ends again and again would fill the host's disk. If it stays, pruning removes it.
@@ -88,7 +88,7 @@ func (s *Store) notRotated(name, id string) error {
 	if err != nil || l.Rotate.To == id || !l.Rotate.Due(time.Now()) {
 		return nil
 	}
-	return fmt.Errorf("%w: its next wake begins anew from snapshot %s: change that with `drowse update %s --no-rotate`", ErrMetadata, l.Rotate.To, name)
+	return fmt.Errorf("%w: its next wake begins anew from snapshot %s: change that: Fleet.Update of %q with Rotate", ErrMetadata, l.Rotate.To, name)
 }
 
 // Lasting is a VM's metadata if its time is not over: ErrExpired. A metadata that cannot be read is in nobody's way.
@@ -98,7 +98,7 @@ func (s *Store) Lasting(name string) (Metadata, error) {
 		return Metadata{}, nil //nolint:nilerr // what it says cannot be known, and the VM is its owner's
 	}
 	if lifetime.Expired(l.Expires, time.Now()) {
-		return l, fmt.Errorf("%w: %s, at %s: extend it with `drowse update %s --ttl TIME`", ErrExpired, name, l.Expires.Format(time.RFC3339), name)
+		return l, fmt.Errorf("%w: %s, at %s: extend it: Fleet.Update of %q with Expires", ErrExpired, name, l.Expires.Format(time.RFC3339), name)
 	}
 	return l, nil
 }

@@ -14,7 +14,7 @@ func FindService(list []spec.Service, name string) int {
 
 // NoService says that a VM has no service of that name.
 func NoService(vm, name string) error {
-	return fmt.Errorf("%w: %s has no service %q: see `drowse service ls %s`", spec.ErrNotFound, vm, name, vm)
+	return fmt.Errorf("%w: %s has no service %q: see Sandbox(%q).Services", spec.ErrNotFound, vm, name, vm)
 }
 
 // SetService adds a service, or puts it in the place of the one of its name.

@@ -42,7 +42,7 @@ func (s *Store) Abandon(ctx context.Context, r *Record, to *snapshot.Manifest) (
 		return "", nil
 	}
 	fail := func(err error) (string, error) {
-		return "", fmt.Errorf("keeping what %s has on its disk: %w: nothing has been changed: `drowse start %s` boots it with that disk", r.Spec.Name, err, r.Spec.Name)
+		return "", fmt.Errorf("keeping what %s has on its disk: %w: nothing has been changed: Sandbox(%q).Start boots it with that disk", r.Spec.Name, err, r.Spec.Name)
 	}
 	st, err := s.Absolute(r.Disk)
 	if err != nil {
@@ -174,7 +174,7 @@ func (s *Store) InspectSnapshot(prefix string) (*SnapshotDetails, error) {
 	d := &SnapshotDetails{SnapshotInfo: s.snapshotInfo(m), Manifest: m, UsedBy: []string{}}
 	snap, err := snapshot.Open(s.SnapshotDir(id))
 	if err != nil {
-		d.Problem = err.Error() + "; its disk does not depend on its memory: `drowse run --from-disk` boots a VM from it"
+		d.Problem = err.Error() + "; its disk does not depend on its memory: Host.Create with Disk boots a VM from it"
 	} else {
 		defer snap.Close()
 		for _, p := range snap.Payloads() {
@@ -220,7 +220,7 @@ func (s *Store) FindSnapshot(prefix string) (string, error) {
 	}
 	switch len(found) {
 	case 0:
-		return "", fmt.Errorf("snapshot %q: %w: see `drowse snapshot ls`", prefix, snapshot.ErrNotFound)
+		return "", fmt.Errorf("snapshot %q: %w: see Store.Snapshots", prefix, snapshot.ErrNotFound)
 	case 1:
 		return found[0], nil
 	}

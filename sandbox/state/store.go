@@ -478,7 +478,7 @@ func (s *Store) Load(name string) (*Record, error) {
 	}
 	data, err := os.ReadFile(s.RecordPath(name))
 	if errors.Is(err, fs.ErrNotExist) {
-		return nil, fmt.Errorf("%w: %s: see `drowse ps -a`", spec.ErrNotFound, name)
+		return nil, fmt.Errorf("%w: %s: see Host.List", spec.ErrNotFound, name)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("reading VM %s: %w", name, err)
@@ -549,9 +549,9 @@ func (s *Store) Tidy(r *Record) error {
 		if r.Fork != nil && r.Snapshot == r.Parent {
 			since = "the fork"
 		}
-		r.Problem += "; whatever uses it, and `drowse start`, boots it with its disk as it is; `drowse wake` brings it back as of " + since + ", and keeps that disk as a snapshot"
+		r.Problem += "; whatever uses it, and Sandbox.Start, boots it with its disk as it is; Sandbox.Wake brings it back as of " + since + ", and keeps that disk as a snapshot"
 	} else {
-		r.Problem += "; `drowse start` boots it again with its disk as it is"
+		r.Problem += "; Sandbox.Start boots it again with its disk as it is"
 	}
 	r.Phase, r.PID, r.Maker = Crashed, 0, 0
 	if err := s.adoptLayers(r); err != nil {
@@ -757,7 +757,7 @@ func (s *Store) Create(r *Record) (*VMLock, error) {
 		}
 		// A directory without a record is what a killed `drowse run` left.
 		if _, err := os.Stat(filepath.Join(dir, "vm.json")); err == nil {
-			return nil, fmt.Errorf("%w: %s: choose another, or remove it with `drowse rm %s`", spec.ErrExists, r.Spec.Name, r.Spec.Name)
+			return nil, fmt.Errorf("%w: %s: choose another, or remove it with Sandbox(%q).Delete", spec.ErrExists, r.Spec.Name, r.Spec.Name)
 		}
 	}
 	l, err := s.Lock(r.Spec.Name)
@@ -769,7 +769,7 @@ func (s *Store) Create(r *Record) (*VMLock, error) {
 	}
 	if _, err := os.Stat(filepath.Join(dir, "vm.json")); err == nil {
 		l.Release()
-		return nil, fmt.Errorf("%w: %s: choose another, or remove it with `drowse rm %s`", spec.ErrExists, r.Spec.Name, r.Spec.Name)
+		return nil, fmt.Errorf("%w: %s: choose another, or remove it with Sandbox(%q).Delete", spec.ErrExists, r.Spec.Name, r.Spec.Name)
 	}
 	// The record comes last: without one the directory can be used again.
 	if err = errors.Join(s.beginAudit(r), s.beginMetadata(r)); err == nil {
@@ -944,7 +944,7 @@ func (s *Store) removeFiles(ctx context.Context, name string) (freed Freed, gone
 	freed.Bytes += own
 	freed.Problems = append(problems, freed.Problems...)
 	if err != nil {
-		err = fmt.Errorf("VM %s is removed, but not all that only it needed: `drowse prune` tries that again: %w", name, err)
+		err = fmt.Errorf("VM %s is removed, but not all that only it needed: Fleet.Prune tries that again: %w", name, err)
 	}
 	return freed, true, err
 }

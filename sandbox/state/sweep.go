@@ -291,7 +291,7 @@ func (s *Store) SweepSlept(ctx context.Context, name string) error {
 		return ctx.Err() // another time
 	}
 	if err != nil {
-		err = fmt.Errorf("deleting sleeps that are not kept: %w: `drowse prune` tries that again", err)
+		err = fmt.Errorf("deleting sleeps that are not kept: %w: Fleet.Prune tries that again", err)
 	}
 	if len(pages) > 0 {
 		// What another snapshot has of these, its next wake does without.

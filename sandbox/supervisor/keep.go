@@ -21,7 +21,7 @@ func (v *supervisor) keep(ctx context.Context) <-chan struct{} {
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		k := keeper{v: v, fleet: fleet.New(fleet.OfHost(v.store, v.launcher), fleet.Options{})}
+		k := keeper{v: v, fleet: fleet.New(v.host, fleet.Options{})}
 		tick := time.NewTicker(cmp.Or(v.o.PruneEvery, DefaultPruneEvery))
 		defer tick.Stop()
 		for {
@@ -73,7 +73,7 @@ func (k *keeper) once(ctx context.Context, now time.Time) error {
 		return err
 	}
 	k.swept = now
-	if err := k.v.store.State.Events().Trim(); err != nil {
+	if err := k.v.host.State.Events().Trim(); err != nil {
 		log.Warn("old events stay", "error", err)
 	}
 	return nil

@@ -35,10 +35,6 @@ type Options struct {
 	PruneEvery time.Duration
 	// Webhooks are where it sends events; at most events.MaxWebhooks.
 	Webhooks []events.Webhook
-	// Woken, if not nil, is told of each wake of a VM for a connection, a packet or a timer when it has ended. On whose
-	// behalf it was says events.CauseOf(ctx). It may be called from several goroutines, and what it takes whoever has
-	// touched the VM waits for.
-	Woken func(ctx context.Context, w Wake)
 	// Counters, if not nil, are counted up.
 	Counters *Counters
 	// Log gets what it does and what goes wrong; nil discards it.
@@ -46,17 +42,6 @@ type Options struct {
 	// Touched, if it is not nil, is told of each connection, and of each packet to a VM's own address that woke it,
 	// when it was delivered. It is called from many goroutines, and what it takes whoever touched the VM waits for.
 	Touched func(Activation)
-}
-
-// Wake is one that has ended.
-type Wake struct {
-	// VM is its name, Begun when the wake began, by the host's clock, and Took how long it took.
-	VM    string
-	Begun time.Time
-	Took  time.Duration
-	// Report is what the VM's process says of it, if Err is nil.
-	Report control.Report
-	Err    error
 }
 
 // Activation is what became of a connection to a published port, or of a packet to the address of a VM that slept.
@@ -86,8 +71,6 @@ const lookEvery = 500 * time.Millisecond
 const settleTime = 100 * time.Millisecond
 
 const (
-	// wakeTries bounds how often a VM is woken for one connection that is put to sleep again in between.
-	wakeTries = 5
 	// wakeTime is how long a connection or packet is held for a VM that wakes.
 	wakeTime = time.Minute
 )
@@ -102,10 +85,9 @@ type port struct {
 
 // supervisor is a Run under way.
 type supervisor struct {
-	store    *sandbox.Host
-	launcher pool.Launcher
-	o        Options
-	log      *slog.Logger
+	host *sandbox.Host // with what starts VMs
+	o    Options
+	log  *slog.Logger
 
 	stamps noticed[map[string]time.Time]
 	seen   map[string]time.Time // stamps of the records that have been read
@@ -142,7 +124,7 @@ func Run(ctx context.Context, s *sandbox.Host, l pool.Launcher, o Options) (err 
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	v := &supervisor{
-		store: s, launcher: l, o: o, log: o.Log,
+		host: s.With(l), o: o, log: o.Log,
 		seen: map[string]time.Time{}, pids: map[string]int{}, want: map[string][]port{}, listeners: map[port]closer{}, refused: map[port]string{}, guarded: map[string]guarded{},
 	}
 	watch, err := newNotice(filepath.Join(s.State.Dir(), "vms"))
@@ -157,7 +139,7 @@ func Run(ctx context.Context, s *sandbox.Host, l pool.Launcher, o Options) (err 
 		if err != nil {
 			return err
 		}
-		v.launcher = p.Launcher()
+		v.host = s.With(p.Launcher())
 		o.Counters.pool.Store(p)
 		served := make(chan error, 1)
 		go func() {
@@ -184,7 +166,7 @@ func Run(ctx context.Context, s *sandbox.Host, l pool.Launcher, o Options) (err 
 			err = errors.Join(err, <-delivered)
 		}()
 	}
-	timed := newTimers(launchedVMs{s.State, s, v.wake, v.launcher, &noticed[map[string]string]{read: s.State.FileStamps, n: watch}}, v.log.Warn)
+	timed := newTimers(launchedVMs{s.State, v.host, &noticed[map[string]string]{read: s.State.FileStamps, n: watch}}, v.log.Warn)
 	timing := make(chan struct{})
 	go func() {
 		defer close(timing)
@@ -248,7 +230,7 @@ func (v *supervisor) look(ctx context.Context) error {
 		if v.seen[name].Equal(stamp) && !v.ended(name) {
 			continue
 		}
-		r, err := v.store.State.Get(name)
+		r, err := v.host.State.Get(name)
 		if errors.Is(err, sandbox.ErrNotFound) {
 			continue // removed just now
 		}
@@ -335,55 +317,25 @@ func (v *supervisor) open(ctx context.Context) {
 
 // awake sees to it that a VM is awake and stays so until the hold is released.
 func (v *supervisor) awake(ctx context.Context, name string) (*sandbox.WakeLock, *spec.NetworkInfo, error) {
-	for range wakeTries {
-		hold, err := v.store.Sandbox(name).WakeLock(ctx)
-		if errors.Is(err, sandbox.ErrNotRunning) {
-			if hold, err = v.wakeHeld(ctx, name); err != nil {
-				return nil, nil, err
-			}
-			if hold == nil {
-				continue // somebody else has woken it
-			}
+	hold, err := v.host.Sandbox(name).WakeWithLock(ctx)
+	if err != nil {
+		return nil, nil, err
+	}
+	n := hold.Network()
+	if n == nil { // the VM's process is one of an older drowse
+		var info control.Info
+		if info, err = v.host.Sandbox(name).Info(ctx); err == nil {
+			n = info.Network
 		}
-		if err != nil {
-			return nil, nil, err
-		}
-		if n := hold.Network(); n != nil && n.Address.IsValid() {
-			return hold, n, nil
-		}
-		info, err := v.store.Sandbox(name).Info(ctx)
-		switch {
-		case err != nil:
-		case info.Network == nil || !info.Network.Address.IsValid():
-			err = fmt.Errorf("VM %s has no network", name)
-		default:
-			return hold, info.Network, nil
-		}
+	}
+	if err == nil && (n == nil || !n.Address.IsValid()) {
+		err = fmt.Errorf("VM %s has no network", name)
+	}
+	if err != nil {
 		hold.Release()
-		if !errors.Is(err, sandbox.ErrNotRunning) {
-			return nil, nil, err
-		}
+		return nil, nil, err
 	}
-	return nil, nil, fmt.Errorf("%w: %s was put to sleep %d times as it was woken", sandbox.ErrNotRunning, name, wakeTries)
-}
-
-// wake wakes a VM and says so.
-func (v *supervisor) wake(ctx context.Context, name string) error {
-	hold, err := v.wakeHeld(ctx, name)
-	if hold != nil {
-		hold.Release()
-	}
-	return err
-}
-
-// wakeHeld is wake with a hold on the VM; nil if it was woken by somebody else.
-func (v *supervisor) wakeHeld(ctx context.Context, name string) (*sandbox.WakeLock, error) {
-	begin := time.Now()
-	rep, hold, err := v.store.With(v.launcher).Sandbox(name).WakeWithLock(ctx)
-	if v.o.Woken != nil {
-		v.o.Woken(ctx, Wake{VM: name, Begun: begin, Took: time.Since(begin), Report: rep, Err: err})
-	}
-	return hold, err
+	return hold, n, nil
 }
 
 // guardedOf is what the packet waker has to know of a VM, if a packet may wake it: if it sleeps, or is about to.

@@ -8,7 +8,6 @@ import (
 
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/events"
-	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
@@ -37,19 +36,20 @@ type timerVMs interface {
 
 type launchedVMs struct {
 	*state.Store
-	host     *sandbox.Host
-	up       func(ctx context.Context, name string) error
-	launcher pool.Launcher
-	stamps   *noticed[map[string]string]
+	host   *sandbox.Host
+	stamps *noticed[map[string]string]
 }
 
 // FileStamps are those of the store, which are read when something has changed.
 func (v launchedVMs) FileStamps() (map[string]string, error) { return v.stamps.get() }
 
-func (v launchedVMs) wake(ctx context.Context, name string) error { return v.up(ctx, name) }
+func (v launchedVMs) wake(ctx context.Context, name string) error {
+	_, err := v.host.Sandbox(name).BringUp(ctx)
+	return err
+}
 
 func (v launchedVMs) forkAsked(ctx context.Context, name string) error {
-	return v.host.With(v.launcher).Sandbox(name).ForkAsked(ctx)
+	return v.host.Sandbox(name).ForkAsked(ctx)
 }
 
 // timers wakes sandboxes at the times that their metadata say, and makes the forks that their guests have asked for,

@@ -10,27 +10,13 @@ import (
 	"go.opentelemetry.io/otel/trace"
 
 	"github.com/drowse-vm/drowse/guest"
-	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
-	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // Scope is the name of the instrumentation.
 const Scope = "github.com/drowse-vm/drowse/sandbox/traces"
-
-// Names of the spans of operations.
-const (
-	Create   = "drowse.create"
-	Start    = "drowse.start"
-	Wake     = "drowse.wake"
-	Restore  = "drowse.restore"
-	Sleep    = "drowse.sleep"
-	Snapshot = "drowse.snapshot"
-	Fork     = "drowse.fork"
-	Exec     = "drowse.exec"
-)
 
 // Keys of attributes. None of them has what a command, its environment or a secret says: operations have them in their
 // errors too, so of an error there is the code alone.
@@ -57,79 +43,48 @@ const (
 	keyErrorType    = attribute.Key("error.type")
 )
 
-// Traces makes spans. The nil *Traces makes none. Its methods may be called from any goroutine.
+// Traces makes spans. Its methods may be called from any goroutine.
 type Traces struct{ tracer trace.Tracer }
 
-// New makes spans with a provider, which the caller shuts down; nil makes none.
-func New(p trace.TracerProvider) *Traces {
-	if p == nil {
-		return nil
+// New makes spans with a provider, which the caller shuts down.
+func New(p trace.TracerProvider) *Traces { return &Traces{p.Tracer(Scope)} }
+
+// Observe makes a span of an operation, which is named after it: a sandbox.Host's observer (control.Observer). The
+// parent is that of the context. A wake that has found the VM awake, or being woken for somebody else, has the
+// attribute drowse.joined and no stages, and so has a sleep of one that slept. Of a command there is its sandbox and
+// how it has ended, and not what it is; a wake for it is a child.
+func (t *Traces) Observe(ctx context.Context, kind control.OperationKind, _ string) (context.Context, func(*control.Operation)) {
+	begin := time.Now()
+	ctx, s := t.tracer.Start(ctx, prefix+string(kind), trace.WithTimestamp(begin))
+	return ctx, func(op *control.Operation) {
+		o := &operation{t, ctx, s, begin, time.Now()}
+		defer s.End(trace.WithTimestamp(o.end))
+		if !s.IsRecording() {
+			return
+		}
+		s.SetAttributes(keySandbox.String(op.Sandbox), keyCause.String(string(events.CauseOf(ctx))))
+		switch {
+		case op.Err != nil:
+			code := string(fleet.CodeOf(op.Err)) // of a fixed set
+			s.SetAttributes(keyErrorType.String(code))
+			s.SetStatus(codes.Error, code)
+		case op.Kind == control.OpSleep, op.Kind == control.OpSnapshot:
+			o.saved(op)
+		case op.Kind == control.OpFork:
+			o.forked(op.Fork)
+		case op.Kind == control.OpExec:
+			o.executed(op.Exit)
+		case op.Joined():
+			s.SetAttributes(keyJoined.Bool(true))
+		default:
+			s.SetAttributes(upAttributes(op.Report)...)
+			o.up(ctx, op.Report, o.begin, o.end)
+		}
 	}
-	return &Traces{p.Tracer(Scope)}
 }
 
-// Watch are the VMs with a span made of each operation that brings one up, saves or forks it. The parent is that of the
-// context. Without a provider they are the VMs themselves.
-func (t *Traces) Watch(vms fleet.VMs) fleet.VMs {
-	if t == nil {
-		return vms
-	}
-	return watched{vms, t}
-}
-
-type watched struct {
-	fleet.VMs
-	t *Traces
-}
-
-func (w watched) Run(ctx context.Context, spec sandbox.Spec, label state.Metadata) (control.Report, error) {
-	begin := time.Now()
-	rep, err := w.VMs.Run(ctx, spec, label)
-	w.t.Up(ctx, Create, spec.Name, begin, rep, err)
-	return rep, err
-}
-
-func (w watched) Start(ctx context.Context, name string) (control.Report, error) {
-	begin := time.Now()
-	rep, err := w.VMs.Start(ctx, name)
-	w.t.Up(ctx, Start, name, begin, rep, err)
-	return rep, err
-}
-
-func (w watched) Wake(ctx context.Context, name string) (control.Report, error) {
-	begin := time.Now()
-	rep, err := w.VMs.Wake(ctx, name)
-	w.t.Up(ctx, Wake, name, begin, rep, err)
-	return rep, err
-}
-
-func (w watched) BringUp(ctx context.Context, name string) (control.Report, error) {
-	begin := time.Now()
-	rep, err := w.VMs.BringUp(ctx, name)
-	w.t.Up(ctx, Wake, name, begin, rep, err)
-	return rep, err
-}
-
-func (w watched) SleepWith(ctx context.Context, name string, o sandbox.SleepOptions) (control.SleepResult, error) {
-	begin := time.Now()
-	res, err := w.VMs.SleepWith(ctx, name, o)
-	w.t.saved(ctx, Sleep, name, begin, res, err)
-	return res, err
-}
-
-func (w watched) SnapshotWith(ctx context.Context, name string, o sandbox.SnapshotOptions) (control.SleepResult, error) {
-	begin := time.Now()
-	res, err := w.VMs.SnapshotWith(ctx, name, o)
-	w.t.saved(ctx, Snapshot, name, begin, res, err)
-	return res, err
-}
-
-func (w watched) Fork(ctx context.Context, name string, o sandbox.ForkOptions) (sandbox.ForkResult, error) {
-	begin := time.Now()
-	res, err := w.VMs.Fork(ctx, name, o)
-	w.t.forked(ctx, name, begin, res, err)
-	return res, err
-}
+// prefix is that of the names of spans of operations.
+const prefix = "drowse."
 
 // operation is a span under way, with what its children have to lie in.
 type operation struct {
@@ -138,30 +93,6 @@ type operation struct {
 	span       trace.Span
 	begin, end time.Time
 }
-
-// operation makes the span of one that has ended now. It is nil for one that is not recorded.
-func (t *Traces) operation(ctx context.Context, span, name string, begin time.Time, err error) *operation {
-	end := time.Now()
-	ctx, s := t.tracer.Start(ctx, span, trace.WithTimestamp(begin))
-	if !s.IsRecording() {
-		s.End(trace.WithTimestamp(end))
-		return nil
-	}
-	s.SetAttributes(keySandbox.String(name), keyCause.String(string(events.CauseOf(ctx))))
-	failed(s, err)
-	return &operation{t, ctx, s, begin, end}
-}
-
-// failed says why a span's operation has failed: by the code of the error, which is of a fixed set.
-func failed(s trace.Span, err error) {
-	if err != nil {
-		code := string(fleet.CodeOf(err))
-		s.SetAttributes(keyErrorType.String(code))
-		s.SetStatus(codes.Error, code)
-	}
-}
-
-func (o *operation) close() { o.span.End(trace.WithTimestamp(o.end)) }
 
 // stage makes a child. What the clocks of two processes or a clock that was set make of its times, it lies within the
 // operation.
@@ -180,32 +111,6 @@ func (o *operation) within(t time.Time) time.Time {
 		return o.end
 	}
 	return t
-}
-
-// Up makes the span of a VM that was brought up, Create, Start, Wake or Restore, and has ended now: for callers of
-// sandbox.Store, and for supervisor.Options.Woken. A wake that has found the VM awake, or being woken for somebody
-// else, has the attribute drowse.joined and no stages.
-func (t *Traces) Up(ctx context.Context, span, name string, begin time.Time, rep control.Report, err error) {
-	if t == nil {
-		return
-	}
-	if rep.Name != "" {
-		name = rep.Name // a random one
-	}
-	o := t.operation(ctx, span, name, begin, err)
-	if o == nil {
-		return
-	}
-	defer o.close()
-	if err != nil {
-		return
-	}
-	if !rep.Begun.IsZero() && rep.Begun.Before(begin.Round(0)) {
-		o.span.SetAttributes(keyJoined.Bool(true))
-		return
-	}
-	o.span.SetAttributes(upAttributes(rep)...)
-	o.up(o.ctx, rep, o.begin, o.end)
 }
 
 func upAttributes(rep control.Report) []attribute.KeyValue {
@@ -267,20 +172,13 @@ func (o *operation) up(ctx context.Context, rep control.Report, begin, end time.
 	o.stage(ctx, "report", ready, end)
 }
 
-// saved makes the span of a sleep or a snapshot.
-func (t *Traces) saved(ctx context.Context, span, name string, begin time.Time, res control.SleepResult, err error) {
-	o := t.operation(ctx, span, name, begin, err)
-	if o == nil {
-		return
-	}
-	defer o.close()
-	if err != nil {
-		return
-	}
+// saved completes the span of a sleep or a snapshot.
+func (o *operation) saved(op *control.Operation) {
+	res, begin := op.Saved, o.begin
 	o.span.SetAttributes(keySnapshot.String(res.Snapshot), keyPages.Int64(int64(res.PagesChanged)), keyFree.Int64(int64(res.PagesFree)),
 		keyRaw.Int64(int64(res.BytesRaw)), keyStored.Int64(res.BytesStored), keyShared.Int64(res.BytesShared))
-	if !res.Asleep.IsZero() && res.Asleep.Before(begin.Round(0)) {
-		o.span.SetAttributes(keyJoined.Bool(true)) // it slept already
+	if op.Joined() {
+		o.span.SetAttributes(keyJoined.Bool(true))
 		return
 	}
 	at := begin
@@ -301,16 +199,9 @@ func (t *Traces) saved(ctx context.Context, span, name string, begin time.Time, 
 	}
 }
 
-// forked makes the span of a fork, and one for each child.
-func (t *Traces) forked(ctx context.Context, name string, begin time.Time, res sandbox.ForkResult, err error) {
-	o := t.operation(ctx, Fork, name, begin, err)
-	if o == nil {
-		return
-	}
-	defer o.close()
-	if err != nil {
-		return
-	}
+// forked completes the span of a fork, and makes one for each child.
+func (o *operation) forked(res control.ForkResult) {
+	begin := o.begin
 	o.span.SetAttributes(keySnapshot.String(res.Snapshot), keyPages.Int64(int64(res.Pages)), keyChildren.Int(len(res.Children)), keyDurable.Bool(res.Durable))
 	at := begin
 	for _, name := range []string{"ahead", "pause", "fill"} {
@@ -334,30 +225,16 @@ func (t *Traces) forked(ctx context.Context, name string, begin time.Time, res s
 	}
 }
 
-// ExecFunc runs a command in a VM: api.VMs.Exec.
-type ExecFunc func(ctx context.Context, name string, c guest.Cmd) (*guest.ExitStatus, error)
-
-// Exec is exec with a span made of each command: of its sandbox and how it has ended, and not of what it is. A wake for
-// it is a child.
-func (t *Traces) Exec(exec ExecFunc) ExecFunc {
-	if t == nil {
-		return exec
+// executed completes the span of a command.
+func (o *operation) executed(st *guest.ExitStatus) {
+	if st == nil {
+		return
 	}
-	return func(ctx context.Context, name string, c guest.Cmd) (*guest.ExitStatus, error) {
-		ctx, s := t.tracer.Start(ctx, Exec)
-		defer s.End()
-		st, err := exec(ctx, name, c)
-		s.SetAttributes(keySandbox.String(name), keyCause.String(string(events.CauseOf(ctx))))
-		failed(s, err)
-		if st != nil {
-			s.SetAttributes(keyExit.Int(st.Code))
-			if st.Signal != 0 {
-				s.SetAttributes(keySignal.Int(st.Signal))
-			}
-			if st.TimedOut {
-				s.SetAttributes(keyTimedOut.Bool(true))
-			}
-		}
-		return st, err
+	o.span.SetAttributes(keyExit.Int(st.Code))
+	if st.Signal != 0 {
+		o.span.SetAttributes(keySignal.Int(st.Signal))
+	}
+	if st.TimedOut {
+		o.span.SetAttributes(keyTimedOut.Bool(true))
 	}
 }

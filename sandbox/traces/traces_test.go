@@ -1,8 +1,8 @@
 package traces
 
 import (
+	"cmp"
 	"context"
-	"errors"
 	"fmt"
 	"strings"
 	"testing"
@@ -17,41 +17,25 @@ import (
 	"go.uber.org/goleak"
 
 	"github.com/drowse-vm/drowse/guest"
-	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/events"
-	"github.com/drowse-vm/drowse/sandbox/fleet"
-	"github.com/drowse-vm/drowse/sandbox/fleet/fleettest"
-	"github.com/drowse-vm/drowse/sandbox/state"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// said are VMs in memory that report what real ones would.
-type said struct {
-	fleet.VMs
-	rep   func() control.Report
-	slept func() control.SleepResult
-	fork  func() sandbox.ForkResult
-	err   error
+// observe has an operation observed that gives what do returns.
+func observe(ctx context.Context, tr *Traces, kind control.OperationKind, do func(ctx context.Context) control.Operation) {
+	begun := time.Now()
+	ctx, ended := tr.Observe(ctx, kind, "a")
+	op := do(ctx)
+	op.Kind, op.Sandbox, op.Begun, op.Took = kind, cmp.Or(op.Report.Name, "a"), begun, time.Since(begun)
+	ended(&op)
 }
 
-func (s said) Wake(context.Context, string) (control.Report, error) { return s.rep(), s.err }
-
-func (s said) Run(context.Context, sandbox.Spec, state.Metadata) (control.Report, error) {
-	return s.rep(), s.err
-}
-
-func (s said) SleepWith(context.Context, string, sandbox.SleepOptions) (control.SleepResult, error) {
-	return s.slept(), s.err
-}
-
-func (s said) SnapshotWith(context.Context, string, sandbox.SnapshotOptions) (control.SleepResult, error) {
-	return s.slept(), s.err
-}
-
-func (s said) Fork(context.Context, string, sandbox.ForkOptions) (sandbox.ForkResult, error) {
-	return s.fork(), s.err
+// wake has a wake observed that reports what rep returns.
+func wake(ctx context.Context, tr *Traces, rep func() control.Report) {
+	observe(ctx, tr, control.OpWake, func(context.Context) control.Operation { return control.Operation{Report: rep()} })
 }
 
 func recorder() (*Traces, *tracetest.InMemoryExporter) {
@@ -112,15 +96,12 @@ func slow[T any](v T) func() T {
 func TestWake_has_a_span_with_the_stages_that_it_reports(t *testing.T) {
 	tr, spans := recorder()
 	var rep control.Report
-	vms := tr.Watch(said{VMs: fleettest.New(), rep: func() control.Report {
-		rep = woken()
-		return slow(rep)()
-	}})
 	parent := trace.NewSpanContext(trace.SpanContextConfig{TraceID: trace.TraceID{1}, SpanID: trace.SpanID{2}, TraceFlags: trace.FlagsSampled, Remote: true})
 	ctx := events.WithCause(trace.ContextWithSpanContext(t.Context(), parent), events.API)
-	if _, err := vms.Wake(ctx, "a"); err != nil {
-		t.Fatal(err)
-	}
+	wake(ctx, tr, func() control.Report {
+		rep = woken()
+		return slow(rep)()
+	})
 	got := spans.GetSpans()
 	if is, want := tree(got), "drowse.wake>process drowse.wake>entry drowse.wake>import drowse.wake>devices drowse.wake>prebuilt drowse.wake>agent_reached drowse.wake>agent_answer drowse.wake>report >drowse.wake"; is != want {
 		t.Fatalf("spans %s, want %s", is, want)
@@ -156,12 +137,9 @@ func TestStages_lie_within_their_operation_whatever_the_clocks_say(t *testing.T)
 	rep := woken()
 	rep.Begun = time.Now().Add(time.Hour) // another clock
 	rep.Stages["import"] = 1e7
-	vms := tr.Watch(said{VMs: fleettest.New(), rep: func() control.Report { return rep }})
-	if _, err := vms.Wake(t.Context(), "a"); err != nil {
-		t.Fatal(err)
-	}
+	wake(t.Context(), tr, func() control.Report { return rep })
 	got := spans.GetSpans()
-	op := named(t, got, Wake)
+	op := named(t, got, "drowse.wake")
 	for _, s := range got {
 		if s.StartTime.Before(op.StartTime) || s.EndTime.After(op.EndTime) || s.EndTime.Before(s.StartTime) {
 			t.Errorf("%s is from %v to %v, its operation from %v to %v", s.Name, s.StartTime, s.EndTime, op.StartTime, op.EndTime)
@@ -173,10 +151,7 @@ func TestWake_that_finds_the_VM_awake_has_no_stages_of_an_earlier_one(t *testing
 	tr, spans := recorder()
 	rep := woken()
 	rep.Begun = time.Now().Add(-time.Minute)
-	vms := tr.Watch(said{VMs: fleettest.New(), rep: func() control.Report { return rep }})
-	if _, err := vms.Wake(t.Context(), "a"); err != nil {
-		t.Fatal(err)
-	}
+	wake(t.Context(), tr, func() control.Report { return rep })
 	got := spans.GetSpans()
 	if len(got) != 1 || attributes(got[0])["drowse.joined"] != true {
 		t.Errorf("spans %s, %v", tree(got), got[0].Attributes)
@@ -185,38 +160,33 @@ func TestWake_that_finds_the_VM_awake_has_no_stages_of_an_earlier_one(t *testing
 
 func TestBoot_has_one_stage_until_the_agent_answers(t *testing.T) {
 	tr, spans := recorder()
-	vms := tr.Watch(said{VMs: fleettest.New(), rep: func() control.Report {
-		return slow(control.Report{Name: "vm-1", Begun: time.Now(), Stages: map[string]float64{"boot": 10, "prebuilt": 1, "entry": 2}})()
-	}})
-	if _, err := vms.Run(t.Context(), sandbox.Spec{}, state.Metadata{}); err != nil {
-		t.Fatal(err)
-	}
+	observe(t.Context(), tr, control.OpCreate, func(context.Context) control.Operation {
+		return control.Operation{Report: slow(control.Report{Name: "vm-1", Begun: time.Now(), Stages: map[string]float64{"boot": 10, "prebuilt": 1, "entry": 2}})()}
+	})
 	got := spans.GetSpans()
 	if is, want := tree(got), "drowse.create>process drowse.create>boot drowse.create>report >drowse.create"; is != want {
 		t.Errorf("spans %s, want %s", is, want)
 	}
-	if is := attributes(named(t, got, Create))["drowse.sandbox"]; is != "vm-1" {
+	if is := attributes(named(t, got, "drowse.create"))["drowse.sandbox"]; is != "vm-1" {
 		t.Errorf("it is of sandbox %v, and the name was random", is)
 	}
 }
 
 func TestSleep_and_snapshot_have_spans_with_bytes_and_pages(t *testing.T) {
 	tr, spans := recorder()
-	vms := tr.Watch(said{VMs: fleettest.New(), slept: func() control.SleepResult {
+	save := func(context.Context) control.Operation {
 		time.Sleep(20 * time.Millisecond)
-		return control.SleepResult{
+		return control.Operation{Saved: control.SleepResult{
 			Name: "a", Snapshot: "s", BytesRaw: 100, BytesStored: 10, BytesShared: 5, PagesChanged: 7, PagesFree: 2, Asleep: time.Now().Add(-5 * time.Millisecond),
 			Stages: map[string]float64{"hooks": 1, "pause": 2, "save": 3, "sleep": 7, "gone": 18},
-		}
-	}})
-	if _, err := vms.SleepWith(t.Context(), "a", sandbox.SleepOptions{}); err != nil {
-		t.Fatal(err)
+		}}
 	}
+	observe(t.Context(), tr, control.OpSleep, save)
 	got := spans.GetSpans()
 	if is, want := tree(got), "drowse.sleep>hooks drowse.sleep>pause drowse.sleep>save drowse.sleep>gone >drowse.sleep"; is != want {
 		t.Errorf("spans %s, want %s", is, want)
 	}
-	is := attributes(named(t, got, Sleep))
+	is := attributes(named(t, got, "drowse.sleep"))
 	for key, want := range map[attribute.Key]any{
 		"drowse.snapshot": "s", "drowse.pages": int64(7), "drowse.pages_free": int64(2), "drowse.bytes_raw": int64(100), "drowse.bytes_stored": int64(10), "drowse.bytes_shared": int64(5),
 	} {
@@ -225,34 +195,29 @@ func TestSleep_and_snapshot_have_spans_with_bytes_and_pages(t *testing.T) {
 		}
 	}
 	spans.Reset()
-	if _, err := vms.SnapshotWith(t.Context(), "a", sandbox.SnapshotOptions{Note: "a note of the user's"}); err != nil {
-		t.Fatal(err)
-	}
-	if got := spans.GetSpans(); got[len(got)-1].Name != Snapshot || strings.Contains(fmt.Sprint(got), "a note of the user's") {
+	observe(t.Context(), tr, control.OpSnapshot, save)
+	if got := spans.GetSpans(); got[len(got)-1].Name != "drowse.snapshot" {
 		t.Errorf("spans %v", got)
 	}
 }
 
 func TestFork_has_a_span_for_each_child_with_its_stages(t *testing.T) {
 	tr, spans := recorder()
-	vms := tr.Watch(said{VMs: fleettest.New(), fork: func() sandbox.ForkResult {
+	observe(t.Context(), tr, control.OpFork, func(context.Context) control.Operation {
 		a, b := woken(), woken()
 		b.Name = "b"
 		time.Sleep(20 * time.Millisecond)
-		return sandbox.ForkResult{
+		return control.Operation{Fork: control.ForkResult{
 			Parent: "p", Snapshot: "s", Durable: true, Pages: 9, Children: []control.Report{a, b},
 			Stages: map[string]float64{"ahead": 1, "pause": 1, "fill": 1, "ready": 15, "durable": 18, "save": 4},
-		}
-	}})
-	if _, err := vms.Fork(t.Context(), "p", sandbox.ForkOptions{}); err != nil {
-		t.Fatal(err)
-	}
+		}}
+	})
 	got := spans.GetSpans()
 	is := tree(got)
 	if !strings.HasPrefix(is, "drowse.fork>ahead drowse.fork>pause drowse.fork>fill drowse.fork>save drowse.fork>child child>process") || strings.Count(is, "drowse.fork>child") != 2 {
 		t.Errorf("spans %s", is)
 	}
-	if at := attributes(named(t, got, Fork)); at["drowse.children"] != int64(2) || at["drowse.pages"] != int64(9) {
+	if at := attributes(named(t, got, "drowse.fork")); at["drowse.children"] != int64(2) || at["drowse.pages"] != int64(9) {
 		t.Errorf("attributes %v", at)
 	}
 }
@@ -260,30 +225,20 @@ func TestFork_has_a_span_for_each_child_with_its_stages(t *testing.T) {
 func TestExec_has_a_span_that_does_not_say_what_was_run(t *testing.T) {
 	tr, spans := recorder()
 	const secret = "hunter2"
-	c := guest.Cmd{Argv: []string{"login", secret}, Env: []string{"TOKEN=" + secret}, Dir: "/" + secret, User: secret}
-	vms := tr.Watch(said{VMs: fleettest.New(), rep: woken})
-	exec := tr.Exec(func(ctx context.Context, name string, _ guest.Cmd) (*guest.ExitStatus, error) {
-		if _, err := vms.Wake(ctx, name); err != nil {
-			return nil, err
-		}
-		return &guest.ExitStatus{Code: 3}, nil
+	observe(t.Context(), tr, control.OpExec, func(ctx context.Context) control.Operation {
+		wake(ctx, tr, woken)
+		return control.Operation{Exit: &guest.ExitStatus{Code: 3}}
 	})
-	if _, err := exec(t.Context(), "a", c); err != nil {
-		t.Fatal(err)
-	}
 	got := spans.GetSpans()
 	if is := tree(got); !strings.Contains(is, "drowse.exec>drowse.wake") {
 		t.Errorf("the wake for a command is no child of it: %s", is)
 	}
-	if at := attributes(named(t, got, Exec)); at["drowse.exit_code"] != int64(3) || at["drowse.sandbox"] != "a" {
+	if at := attributes(named(t, got, "drowse.exec")); at["drowse.exit_code"] != int64(3) || at["drowse.sandbox"] != "a" {
 		t.Errorf("attributes %v", at)
 	}
-	failing := tr.Exec(func(context.Context, string, guest.Cmd) (*guest.ExitStatus, error) {
-		return nil, fmt.Errorf("starting login %s: %w", secret, sandbox.ErrNotRunning)
+	observe(t.Context(), tr, control.OpExec, func(context.Context) control.Operation {
+		return control.Operation{Err: fmt.Errorf("starting login %s: %w", secret, spec.ErrNotRunning)}
 	})
-	if _, err := failing(t.Context(), "a", c); err == nil {
-		t.Fatal("no error")
-	}
 	got = spans.GetSpans()
 	last := got[len(got)-1]
 	if last.Status.Code != codes.Error || last.Status.Description != "not-running" {
@@ -298,41 +253,28 @@ func TestExec_has_a_span_that_does_not_say_what_was_run(t *testing.T) {
 
 func TestOperation_that_fails_has_the_code_of_its_error(t *testing.T) {
 	tr, spans := recorder()
-	vms := tr.Watch(said{VMs: fleettest.New(), rep: woken, err: fmt.Errorf("reading /a/path: %w", state.ErrExpired)})
-	if _, err := vms.Wake(t.Context(), "a"); !errors.Is(err, state.ErrExpired) {
-		t.Fatal(err)
-	}
+	observe(t.Context(), tr, control.OpWake, func(context.Context) control.Operation {
+		return control.Operation{Err: fmt.Errorf("reading /a/path: %w", spec.ErrExpired)}
+	})
 	got := spans.GetSpans()
 	if len(got) != 1 || got[0].Status.Description != "expired" || attributes(got[0])["error.type"] != "expired" {
 		t.Errorf("spans %s, %v", tree(got), got[0].Status)
 	}
 }
 
-func TestTraces_without_a_provider_leave_VMs_and_commands_as_they_are(t *testing.T) {
-	tr := New(nil)
-	vms := fleettest.New()
-	if got := tr.Watch(vms); got != fleet.VMs(vms) {
-		t.Errorf("VMs became %T", got)
-	}
-	tr.Up(t.Context(), Wake, "a", time.Now(), woken(), nil)
-}
-
-// BenchmarkWake is a wake that takes no time: what is left is what traces add. "off" is VMs that are not wrapped.
+// BenchmarkWake is a wake that takes no time: what is left is what traces add.
 func BenchmarkWake(b *testing.B) {
 	rep := woken()
-	bare := said{VMs: fleettest.New(), rep: func() control.Report { rep.Begun = time.Now(); return rep }}
 	on := sdktrace.NewTracerProvider(sdktrace.WithSpanProcessor(discard{}))
 	for _, c := range []struct {
 		name string
 		p    trace.TracerProvider
-	}{{"off", nil}, {"noop", noop.NewTracerProvider()}, {"unsampled", sdktrace.NewTracerProvider(sdktrace.WithSampler(sdktrace.NeverSample()))}, {"on", on}} {
+	}{{"noop", noop.NewTracerProvider()}, {"unsampled", sdktrace.NewTracerProvider(sdktrace.WithSampler(sdktrace.NeverSample()))}, {"on", on}} {
 		b.Run(c.name, func(b *testing.B) {
-			vms := New(c.p).Watch(bare)
+			tr := New(c.p)
 			b.ReportAllocs()
 			for b.Loop() {
-				if _, err := vms.Wake(b.Context(), "a"); err != nil {
-					b.Fatal(err)
-				}
+				wake(b.Context(), tr, func() control.Report { rep.Begun = time.Now(); return rep })
 			}
 		})
 	}

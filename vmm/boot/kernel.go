@@ -41,7 +41,7 @@ type loaded struct {
 func loadKernel(mem *guestmem.Memory, path string) (loaded, error) {
 	f, err := os.Open(path)
 	if err != nil {
-		return loaded{}, fmt.Errorf("opening the kernel: %w: build one with `drowse kernel build` or name another", err)
+		return loaded{}, fmt.Errorf("opening the kernel: %w: build one with kernel.Build or name another", err)
 	}
 	defer f.Close()
 	st, err := f.Stat()

@@ -1,5 +1,5 @@
-// Package client asks a drowse server (package api) over HTTP for what package fleet does in a process of its own: the
-// methods have the same names, arguments and results. Errors are *records.Error with the same codes, and wrap the
+// Package client asks a drowse server (package api) over HTTP for what packages sandbox and fleet do in its process:
+// the methods have the same names, arguments and results. Errors are *records.Error with the same codes, and wrap the
 // errors of package spec, so that errors.Is finds these across the wire. It builds on all systems, and links no VMM.
 package client
 
@@ -147,13 +147,13 @@ func get[T any](ctx context.Context, c *Client, op, name, path string) (out T, e
 	return out, err
 }
 
-// Create is fleet.Fleet.Create.
+// Create is sandbox.Host.Create.
 func (c *Client) Create(ctx context.Context, r records.Request) (s records.Sandbox, err error) {
 	err = c.call(ctx, "create", r.Spec.Name, http.MethodPost, "/v1/sandboxes", wire.Create{Spec: r.Spec, Metadata: r.Metadata}, &s)
 	return s, err
 }
 
-// GetOrCreate is fleet.Fleet.GetOrCreate.
+// GetOrCreate is sandbox.Host.GetOrCreate.
 func (c *Client) GetOrCreate(ctx context.Context, r records.Request) (s records.Sandbox, created bool, err error) {
 	resp, err := c.Do(ctx, http.MethodPost, "/v1/sandboxes", wire.Create{Spec: r.Spec, Metadata: r.Metadata, GetOrCreate: true})
 	if err != nil {
@@ -210,17 +210,17 @@ func query(f records.Filter) url.Values {
 	return q
 }
 
-// Start is fleet.Fleet.Start.
+// Start is sandbox.Sandbox.Start with Awake.
 func (c *Client) Start(ctx context.Context, name string) (records.Sandbox, error) {
 	return act[records.Sandbox](ctx, c, "start", name, nil)
 }
 
-// Wake is fleet.Fleet.Wake.
+// Wake is sandbox.Sandbox.Wake.
 func (c *Client) Wake(ctx context.Context, name string) (records.Sandbox, error) {
 	return act[records.Sandbox](ctx, c, "wake", name, nil)
 }
 
-// Sleep is fleet.Fleet.Sleep.
+// Sleep is sandbox.Sandbox.Sleep.
 func (c *Client) Sleep(ctx context.Context, name string, o spec.SleepOptions) (spec.SleepResult, error) {
 	return act[spec.SleepResult](ctx, c, "sleep", name, wire.Sleep{Hooks: o.Hooks})
 }
@@ -230,18 +230,18 @@ func (c *Client) Stop(ctx context.Context, name string, o wire.Stop) (records.Sa
 	return act[records.Sandbox](ctx, c, "stop", name, o)
 }
 
-// Snapshot is fleet.Fleet.Snapshot.
+// Snapshot is sandbox.Sandbox.Snapshot.
 func (c *Client) Snapshot(ctx context.Context, name string, o spec.SnapshotOptions) (spec.SleepResult, error) {
 	return act[spec.SleepResult](ctx, c, "snapshot", name, wire.Snapshot{Note: o.Note, Hooks: o.Hooks, DiskOnly: o.DiskOnly})
 }
 
-// Promote is fleet.Fleet.Promote.
+// Promote is sandbox.Sandbox.Promote.
 func (c *Client) Promote(ctx context.Context, name string) ([]spec.Promoted, error) {
 	p, err := act[wire.Promoted](ctx, c, "promote", name, nil)
 	return p.Promoted, err
 }
 
-// Restore is fleet.Fleet.Restore.
+// Restore is sandbox.Sandbox.Rewind.
 func (c *Client) Restore(ctx context.Context, name, snapshot string) (records.Sandbox, error) {
 	return act[records.Sandbox](ctx, c, "restore", name, wire.Restore{Snapshot: snapshot})
 }
@@ -256,7 +256,7 @@ func (c *Client) Fork(ctx context.Context, name string, children []records.Child
 	return made.Sandboxes, err
 }
 
-// Rename is fleet.Fleet.Rename.
+// Rename is state.Store.Rename.
 func (c *Client) Rename(ctx context.Context, name, to string) (records.Sandbox, error) {
 	return act[records.Sandbox](ctx, c, "rename", name, wire.Rename{To: to})
 }
@@ -277,7 +277,7 @@ func (c *Client) Update(ctx context.Context, name string, ch records.Changes) (s
 	return s, err
 }
 
-// Delete is fleet.Fleet.Delete.
+// Delete is sandbox.Sandbox.Delete with Force, of one that may be gone already.
 func (c *Client) Delete(ctx context.Context, name string) (f spec.Freed, err error) {
 	err = c.call(ctx, "delete", name, http.MethodDelete, one(name), nil, &f)
 	return f, err
@@ -332,7 +332,7 @@ func (c *Client) Snapshots(ctx context.Context, name string) ([]spec.SnapshotInf
 	return l.Snapshots, err
 }
 
-// TagSnapshot is fleet.Fleet.TagSnapshot.
+// TagSnapshot is state.Store.TagSnapshot.
 func (c *Client) TagSnapshot(ctx context.Context, snapshot string, tags []string) (i spec.SnapshotInfo, err error) {
 	if tags == nil {
 		tags = []string{}

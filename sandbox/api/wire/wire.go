@@ -124,7 +124,7 @@ type Create struct {
 	GetOrCreate bool `json:"get_or_create,omitempty"`
 }
 
-// Changes is PATCH /v1/sandboxes/NAME: fleet.Changes. What is not there is left as it is.
+// Changes is PATCH /v1/sandboxes/NAME: records.Changes. What is not there is left as it is.
 type Changes struct {
 	Class   *lifetime.Class `json:"class,omitempty"`
 	Owner   *string         `json:"owner,omitempty"`
@@ -237,7 +237,7 @@ type Fork struct {
 	Children []Child `json:"children"`
 }
 
-// Child is fleet.Child.
+// Child is records.Child.
 type Child struct {
 	Name string   `json:"name,omitempty"`
 	Tags []string `json:"tags,omitempty"`

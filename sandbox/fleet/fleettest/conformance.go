@@ -18,23 +18,23 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// Fleet is what Conformance asks for: a fleet.Fleet, or a client of one in another process.
+// Fleet is what Conformance asks for: Sandboxes, or the client of a server in another process.
 type Fleet interface {
-	Get(ctx context.Context, name string) (fleet.Sandbox, error)
-	GetOrCreate(ctx context.Context, r fleet.Request) (s fleet.Sandbox, created bool, err error)
-	List(ctx context.Context, f records.Filter) (fleet.List, error)
-	History(ctx context.Context, name string, span records.Span) (fleet.History, error)
-	Start(ctx context.Context, name string) (fleet.Sandbox, error)
-	Wake(ctx context.Context, name string) (fleet.Sandbox, error)
+	Get(ctx context.Context, name string) (records.Sandbox, error)
+	GetOrCreate(ctx context.Context, r records.Request) (s records.Sandbox, created bool, err error)
+	List(ctx context.Context, f records.Filter) (records.List, error)
+	History(ctx context.Context, name string, span records.Span) (records.History, error)
+	Start(ctx context.Context, name string) (records.Sandbox, error)
+	Wake(ctx context.Context, name string) (records.Sandbox, error)
 	Sleep(ctx context.Context, name string, o sandbox.SleepOptions) (control.SleepResult, error)
 	Promote(ctx context.Context, name string) ([]control.Promoted, error)
-	Restore(ctx context.Context, name, snapshot string) (fleet.Sandbox, error)
-	Fork(ctx context.Context, name string, children []fleet.Child) ([]fleet.Sandbox, error)
-	Rename(ctx context.Context, name, to string) (fleet.Sandbox, error)
-	Update(ctx context.Context, name string, c fleet.Changes) (fleet.Sandbox, error)
-	Extend(ctx context.Context, name string, until time.Time) (fleet.Sandbox, error)
+	Restore(ctx context.Context, name, snapshot string) (records.Sandbox, error)
+	Fork(ctx context.Context, name string, children []records.Child) ([]records.Sandbox, error)
+	Rename(ctx context.Context, name, to string) (records.Sandbox, error)
+	Update(ctx context.Context, name string, c records.Changes) (records.Sandbox, error)
+	Extend(ctx context.Context, name string, until time.Time) (records.Sandbox, error)
 	Delete(ctx context.Context, name string) (state.Freed, error)
-	Prune(ctx context.Context, dryRun bool) (fleet.Pruned, error)
+	Prune(ctx context.Context, dryRun bool) (records.Pruned, error)
 }
 
 // Subject is what Conformance tests: a Fleet, and what its sandboxes are like from the inside.
@@ -51,12 +51,12 @@ type Subject struct {
 	Kill func(t *testing.T, name string)
 }
 
-// Conformance checks what package fleet promises of sandboxes, with names that begin with "conf". It uses few
-// operations that are expensive with real guests, and no time of its own.
+// Conformance checks what packages sandbox and fleet promise of sandboxes, with names that begin with "conf". It uses
+// few operations that are expensive with real guests, and no time of its own.
 func Conformance(t *testing.T, s Subject) {
 	t.Helper()
 	ctx, f := t.Context(), s.Fleet
-	must := func(t *testing.T, got fleet.Sandbox, err error, want records.Status) fleet.Sandbox {
+	must := func(t *testing.T, got records.Sandbox, err error, want records.Status) records.Sandbox {
 		t.Helper()
 		if err != nil {
 			t.Fatal(err)
@@ -96,7 +96,7 @@ func Conformance(t *testing.T, s Subject) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			there := slices.ContainsFunc(list.Sandboxes, func(s fleet.Sandbox) bool { return s.ID == got.ID })
+			there := slices.ContainsFunc(list.Sandboxes, func(s records.Sandbox) bool { return s.ID == got.ID })
 			if there != c.there {
 				t.Errorf("by %s: it is in the list: %v, want %v", c.of, there, c.there)
 			}
@@ -104,7 +104,7 @@ func Conformance(t *testing.T, s Subject) {
 	})
 	t.Run("one that is there is got and not made", func(t *testing.T) {
 		again := want
-		got, created, err := f.GetOrCreate(ctx, fleet.Request{Spec: again})
+		got, created, err := f.GetOrCreate(ctx, records.Request{Spec: again})
 		if err != nil || created || got.Name != name {
 			t.Errorf("got %+v, made: %v, %v", got, created, err)
 		}
@@ -135,7 +135,7 @@ func Conformance(t *testing.T, s Subject) {
 		errs := make([]error, 3)
 		for i := range errs {
 			wg.Go(func() {
-				var got fleet.Sandbox
+				var got records.Sandbox
 				if got, errs[i] = f.Wake(ctx, name); errs[i] == nil && got.Status != records.Running {
 					errs[i] = errors.New("it is " + string(got.Status))
 				}
@@ -174,7 +174,7 @@ func Conformance(t *testing.T, s Subject) {
 			}
 		}
 		none := lifetime.Keep{}
-		if _, err := f.Update(ctx, name, fleet.Changes{Keep: &none}); err != nil {
+		if _, err := f.Update(ctx, name, records.Changes{Keep: &none}); err != nil {
 			t.Fatal(err)
 		}
 		if _, err := f.Prune(ctx, false); err != nil {
@@ -197,7 +197,7 @@ func Conformance(t *testing.T, s Subject) {
 		}
 		rotate := func(rot state.Rotation) {
 			t.Helper()
-			if _, err := f.Update(ctx, name, fleet.Changes{Rotate: &rot}); err != nil {
+			if _, err := f.Update(ctx, name, records.Changes{Rotate: &rot}); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -214,7 +214,7 @@ func Conformance(t *testing.T, s Subject) {
 			must(t, got, err, records.Asleep)
 		}
 		none := strings.Repeat("0", 32)
-		if _, err := f.Update(ctx, name, fleet.Changes{Rotate: &state.Rotation{To: none}}); fleet.CodeOf(err) != "snapshot-not-found" {
+		if _, err := f.Update(ctx, name, records.Changes{Rotate: &state.Rotation{To: none}}); fleet.CodeOf(err) != "snapshot-not-found" {
 			t.Errorf("from a snapshot that is not there: %v, want snapshot-not-found", err)
 		}
 	})
@@ -234,7 +234,7 @@ func Conformance(t *testing.T, s Subject) {
 	})
 	t.Run("it does not sleep with more than may persist, and sleeps when that may", func(t *testing.T) {
 		little := lifetime.Persist{MaxBytes: 1}
-		got, err := f.Update(ctx, name, fleet.Changes{Persist: &little})
+		got, err := f.Update(ctx, name, records.Changes{Persist: &little})
 		if must(t, got, err, records.Running); got.Persist.MaxBytes != 1 {
 			t.Errorf("it is %+v", got)
 		}
@@ -242,7 +242,7 @@ func Conformance(t *testing.T, s Subject) {
 		if err != nil || len(list.Sandboxes) != 1 || list.Sandboxes[0].Persist.MaxBytes != 1 {
 			t.Errorf("the list says %+v (%v)", list, err)
 		}
-		var e *fleet.Error
+		var e *records.Error
 		// Without the guest, which would be asked to trim its disk first.
 		skip := sandbox.SleepOptions{Hooks: spec.HooksSkip}
 		if _, err := f.Sleep(ctx, name, skip); !errors.Is(err, control.ErrPersistLimit) || !errors.As(err, &e) || e.Code != "persist-limit" || e.Remedy == "" {
@@ -252,10 +252,10 @@ func Conformance(t *testing.T, s Subject) {
 			t.Errorf("after the refusal its memory says %q", got)
 		}
 		bad := lifetime.Persist{Drop: []string{"cache"}}
-		if _, err := f.Update(ctx, name, fleet.Changes{Persist: &bad}); !errors.Is(err, state.ErrMetadata) {
+		if _, err := f.Update(ctx, name, records.Changes{Persist: &bad}); !errors.Is(err, state.ErrMetadata) {
 			t.Errorf("a relative path to drop: got %v, want ErrMetadata", err)
 		}
-		got, err = f.Update(ctx, name, fleet.Changes{Persist: &lifetime.Persist{}})
+		got, err = f.Update(ctx, name, records.Changes{Persist: &lifetime.Persist{}})
 		if must(t, got, err, records.Running); !got.Persist.Empty() {
 			t.Errorf("it is %+v", got)
 		}
@@ -292,7 +292,7 @@ func Conformance(t *testing.T, s Subject) {
 		got, err := f.Wake(ctx, later)
 		must(t, got, err, records.Running)
 		over := time.Now().Add(-time.Hour)
-		if got, err = f.Update(ctx, later, fleet.Changes{Expires: &over}); err != nil {
+		if got, err = f.Update(ctx, later, records.Changes{Expires: &over}); err != nil {
 			t.Fatal(err)
 		}
 		must(t, got, err, records.Running)
@@ -302,11 +302,11 @@ func Conformance(t *testing.T, s Subject) {
 		}
 		got, err = f.Get(ctx, later)
 		must(t, got, err, records.Expired)
-		for _, wake := range []func() (fleet.Sandbox, error){
-			func() (fleet.Sandbox, error) { return f.Wake(ctx, later) },
-			func() (fleet.Sandbox, error) { return f.Start(ctx, later) },
+		for _, wake := range []func() (records.Sandbox, error){
+			func() (records.Sandbox, error) { return f.Wake(ctx, later) },
+			func() (records.Sandbox, error) { return f.Start(ctx, later) },
 		} {
-			var e *fleet.Error
+			var e *records.Error
 			if _, err := wake(); !errors.Is(err, state.ErrExpired) || !errors.As(err, &e) || e.Code != "expired" || e.Remedy == "" {
 				t.Errorf("got %v, want ErrExpired with code and remedy", err)
 			}
@@ -320,7 +320,7 @@ func Conformance(t *testing.T, s Subject) {
 		got, err = f.Start(ctx, later)
 		must(t, got, err, records.Running)
 	})
-	children := []fleet.Child{{Name: "conf-1", Tags: []string{"odd"}}, {Name: "conf-2"}}
+	children := []records.Child{{Name: "conf-1", Tags: []string{"odd"}}, {Name: "conf-2"}}
 	t.Run("children have its metadata, their names and tags, and its memory", func(t *testing.T) {
 		parent, err := f.Get(ctx, later)
 		if err != nil {
@@ -334,7 +334,7 @@ func Conformance(t *testing.T, s Subject) {
 		if err != nil || len(made) != 2 || len(again) != 2 || made[0].ID != again[0].ID || made[1].ID != again[1].ID {
 			t.Fatalf("made %+v, then %+v (%v)", made, again, err)
 		}
-		if _, err := f.Fork(ctx, later, []fleet.Child{{Name: "conf-1"}, {Name: "conf-3"}}); !errors.Is(err, sandbox.ErrExists) {
+		if _, err := f.Fork(ctx, later, []records.Child{{Name: "conf-1"}, {Name: "conf-3"}}); !errors.Is(err, sandbox.ErrExists) {
 			t.Errorf("with one that is there: got %v, want ErrExists", err)
 		}
 		for i, c := range made {

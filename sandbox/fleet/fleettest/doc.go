@@ -1,3 +1,2 @@
-// Package fleettest has VMs that are in memory, for tests of programs that embed package fleet and have no /dev/kvm,
-// and the tests that these and real VMs both have to pass.
+// Package fleettest has the tests that sandboxes of real VMs, of VMs in memory and over HTTP all have to pass.
 package fleettest

@@ -1,0 +1,93 @@
+package api
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"time"
+
+	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/api/wire"
+)
+
+// console is the end of what a VM has written to its serial port: at most n bytes.
+func console(h *sandbox.Host, name string, n int64) ([]byte, error) {
+	if _, err := h.Get(name); err != nil {
+		return nil, err
+	}
+	f, err := os.Open(h.State.ConsoleLog(name))
+	if errors.Is(err, os.ErrNotExist) {
+		return nil, nil // it has not begun
+	}
+	if err != nil {
+		return nil, fmt.Errorf("reading the console of %s: %w", name, err)
+	}
+	defer f.Close()
+	size, err := f.Seek(0, io.SeekEnd)
+	if err == nil {
+		_, err = f.Seek(max(0, size-n), io.SeekStart)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("reading the console of %s: %w", name, err)
+	}
+	text, err := io.ReadAll(io.LimitReader(f, n))
+	if err != nil {
+		return nil, fmt.Errorf("reading the console of %s: %w", name, err)
+	}
+	return text, nil
+}
+
+// limited keeps the first wire.MaxOutput bytes.
+type limited struct {
+	bytes.Buffer
+	cut bool
+}
+
+func (l *limited) Write(p []byte) (int, error) {
+	if room := wire.MaxOutput - l.Len(); len(p) > room {
+		l.cut = true
+		l.Buffer.Write(p[:room])
+		return len(p), nil
+	}
+	return l.Buffer.Write(p)
+}
+
+// execute runs a command and keeps what it says.
+func execute(ctx context.Context, b *sandbox.Sandbox, e *wire.Exec) (wire.Executed, error) {
+	if len(e.Command) == 0 || e.Command[0] == "" {
+		return wire.Executed{}, fmt.Errorf("%w: there is no command", sandbox.ErrSpec)
+	}
+	if len(e.Stdin) > wire.MaxStdin {
+		return wire.Executed{}, fmt.Errorf("%w: stdin of %d bytes: use %d at most, and copy a file for more", sandbox.ErrSpec, len(e.Stdin), wire.MaxStdin)
+	}
+	if e.TimeoutSeconds < 0 || e.TimeoutSeconds > wire.MaxExecSeconds {
+		return wire.Executed{}, fmt.Errorf("%w: timeout_seconds %d: use 1 to %d", sandbox.ErrSpec, e.TimeoutSeconds, wire.MaxExecSeconds)
+	}
+	limit := time.Duration(e.TimeoutSeconds) * time.Second
+	if limit == 0 {
+		limit = wire.DefaultExecSeconds * time.Second
+	}
+	var stdout, stderr limited
+	c := guest.Cmd{Argv: e.Command, User: e.User, Dir: e.Cwd, Env: e.Env, Timeout: limit}
+	c.Stdin, c.Stdout, c.Stderr = bytes.NewReader(e.Stdin), &stdout, &stderr
+	begin := time.Now()
+	st, err := b.Exec(ctx, c)
+	if _, failed := errors.AsType[*guest.ExitError](err); err != nil && !(failed && st != nil) {
+		return wire.Executed{}, err
+	}
+	out := wire.Executed{
+		ExitCode: st.Code, Signal: st.Signal, TimedOut: st.TimedOut, NotStarted: st.NotStarted, Truncated: stdout.cut || stderr.cut,
+		Stdout: stdout.Bytes(), Stderr: stderr.Bytes(), ElapsedMs: float64(time.Since(begin).Microseconds()) / 1000,
+	}
+	if out.Stdout == nil {
+		out.Stdout = []byte{}
+	}
+	if out.Stderr == nil {
+		out.Stderr = []byte{}
+	}
+	return out, nil
+}
