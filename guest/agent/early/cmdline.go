@@ -19,15 +19,8 @@ type Config struct {
 	Wait     time.Duration
 	TmpInRAM bool
 	Quiet    bool
-	Volumes  []Volume // in the order in which they are mounted
-	Shares   []Share  // the same; after the volumes
-}
-
-// Volume is a further disk with an ext4.
-type Volume struct {
-	Serial   string // of the block device
-	Dir      string // absolute
-	ReadOnly bool
+	Volumes  []Mount // in the order in which they are mounted
+	Shares   []Mount // the same; after the volumes
 }
 
 // Net is the static address of eth0.
@@ -42,8 +35,6 @@ const (
 	maxWait     = 600 // seconds
 	maxHostname = 64  // bytes, __NEW_UTS_LEN
 	maxDNS      = 3   // MAXNS of resolv.conf(5)
-	maxVolumes  = 16
-	maxSerial   = 20 // bytes, VIRTIO_BLK_ID_BYTES
 )
 
 // ParseCmdline reads the drowse.* words of a kernel command line. Other words
@@ -111,23 +102,9 @@ func (c *Config) set(key, value string) error {
 		}
 		c.TmpInRAM = true
 	case "volume":
-		name, dir, readOnly, err := parseMount("SERIAL", value, maxSerial)
-		if err != nil {
-			return err
-		}
-		v := Volume{Serial: name, Dir: dir, ReadOnly: readOnly}
-		if c.Volumes = append(c.Volumes, v); len(c.Volumes) > maxVolumes {
-			return fmt.Errorf("more than %d volumes", maxVolumes)
-		}
+		return addMount(&c.Volumes, "volumes", "SERIAL", maxSerial, value)
 	case "share":
-		name, dir, readOnly, err := parseMount("TAG", value, maxTag)
-		if err != nil {
-			return err
-		}
-		s := Share{Tag: name, Dir: dir, ReadOnly: readOnly}
-		if c.Shares = append(c.Shares, s); len(c.Shares) > maxShares {
-			return fmt.Errorf("more than %d shares", maxShares)
-		}
+		return addMount(&c.Shares, "shares", "TAG", maxTag, value)
 	case "quiet":
 		c.Quiet = true
 	default:
@@ -136,14 +113,18 @@ func (c *Config) set(key, value string) error {
 	return nil
 }
 
-// parseMount reads NAME,rw,DIR or NAME,ro,DIR, where what says what the name is, of at most so many bytes.
-func parseMount(what, value string, most int) (name, dir string, readOnly bool, err error) {
+// addMount reads NAME,rw,DIR or NAME,ro,DIR, where what says what the name is, of at most so many bytes.
+func addMount(to *[]Mount, kind, what string, most int, value string) error {
 	name, rest, _ := strings.Cut(value, ",")
 	mode, dir, _ := strings.Cut(rest, ",")
 	if name == "" || len(name) > most || mode != "rw" && mode != "ro" || !filepath.IsAbs(dir) || filepath.Clean(dir) != dir || dir == "/" {
-		err = fmt.Errorf("want %[1]s,rw,/DIR or %[1]s,ro,/DIR", what)
+		return fmt.Errorf("want %[1]s,rw,/DIR or %[1]s,ro,/DIR", what)
 	}
-	return name, dir, mode == "ro", err
+	if len(*to) == maxMounts {
+		return fmt.Errorf("more than %d %s", maxMounts, kind)
+	}
+	*to = append(*to, Mount{Name: name, Dir: dir, ReadOnly: mode == "ro"})
+	return nil
 }
 
 // parseNet6 reads ADDRESS/BITS[,GATEWAY].
