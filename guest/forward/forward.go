@@ -6,16 +6,13 @@ import (
 	"fmt"
 	"io/fs"
 	"net"
-	"os"
-	"path/filepath"
 	"sync"
 	"syscall"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/guest/internal/relay"
+	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
 // DefaultMaxConns is how many connections a Forward carries at once unless it says
@@ -155,47 +152,19 @@ func Join(ctx context.Context, a, b Conn) error {
 // before anybody can reach it, and is removed when the listener is closed; the error is
 // fs.ErrExist if there is something at its path.
 func Listen(ctx context.Context, a Address) (net.Listener, error) {
-	var lc net.ListenConfig
 	if a.Network != "unix" {
+		var lc net.ListenConfig
 		return lc.Listen(ctx, a.Network, a.Address)
 	}
-	dir, err := os.MkdirTemp(filepath.Dir(a.Address), ".fwd*") // 0700
+	l, err := osfile.ListenUnixNew(ctx, a.Address)
+	if errors.Is(err, fs.ErrExist) {
+		err = fmt.Errorf("%w: remove it if nobody listens there", err)
+	}
 	if err != nil {
 		return nil, fmt.Errorf("listen at unix:%s: %w", a.Address, err)
 	}
-	defer os.RemoveAll(dir)
-	tmp := filepath.Join(dir, "s")
-	l, err := lc.Listen(ctx, "unix", tmp)
-	if err != nil {
-		return nil, fmt.Errorf("listen at unix:%s: %w", a.Address, err)
-	}
-	l.(*net.UnixListener).SetUnlinkOnClose(false)
-	if err = os.Chmod(tmp, 0o600); err == nil {
-		err = unix.Renameat2(unix.AT_FDCWD, tmp, unix.AT_FDCWD, a.Address, unix.RENAME_NOREPLACE)
-	}
-	if err != nil {
-		l.Close()
-		if errors.Is(err, fs.ErrExist) {
-			err = fmt.Errorf("%w: remove it if nobody listens there", err)
-		}
-		return nil, fmt.Errorf("listen at unix:%s: %w", a.Address, err)
-	}
-	return &unixListener{Listener: l, path: a.Address}, nil
+	return l, nil
 }
-
-// unixListener removes its socket.
-type unixListener struct {
-	net.Listener
-	path string
-	once sync.Once
-}
-
-func (l *unixListener) Close() error {
-	l.once.Do(func() { os.Remove(l.path) })
-	return l.Listener.Close()
-}
-
-func (l *unixListener) Addr() net.Addr { return &net.UnixAddr{Net: "unix", Name: l.path} }
 
 // Dial connects to an address of the host.
 func Dial(ctx context.Context, a Address) (Conn, error) {
