@@ -2,7 +2,6 @@ package guest
 
 import (
 	"archive/tar"
-	"bufio"
 	"context"
 	"errors"
 	"fmt"
@@ -144,33 +143,21 @@ func (c *Client) ReadFile(ctx context.Context, path string, w io.Writer, offset,
 		return 0, err
 	}
 	defer t.close()
-	lw := &limitWriter{w: w, left: length}
-	if length == 0 {
-		lw.left = -1
-	}
-	err = t.converse(true, func(rw io.ReadWriter) error {
-		_, err := io.CopyBuffer(lw, rw, make([]byte, agentpb.MaxChunk))
+	err = t.converse(true, func(rw io.ReadWriter) (err error) {
+		r := io.Reader(rw)
+		if length != 0 {
+			r = io.LimitReader(rw, length)
+		}
+		n, err = io.CopyBuffer(struct{ io.Writer }{w}, r, make([]byte, agentpb.MaxChunk))
+		if err != nil || length == 0 {
+			return err
+		}
+		if more, _ := rw.Read(make([]byte, 1)); more > 0 {
+			err = fmt.Errorf("%w: more bytes than were asked for", ErrProtocol)
+		}
 		return err
 	})
-	return lw.written, t.fail(err)
-}
-
-// limitWriter refuses more than it was asked for; left -1 is no limit.
-type limitWriter struct {
-	w             io.Writer
-	left, written int64
-}
-
-func (l *limitWriter) Write(p []byte) (int, error) {
-	if l.left >= 0 {
-		if int64(len(p)) > l.left {
-			return 0, fmt.Errorf("%w: more bytes than were asked for", ErrProtocol)
-		}
-		l.left -= int64(len(p))
-	}
-	n, err := l.w.Write(p)
-	l.written += int64(n)
-	return n, err
+	return n, t.fail(err)
 }
 
 // WriteOptions says how WriteFile writes.
@@ -344,10 +331,7 @@ func (c *Client) CopyIn(ctx context.Context, src, dst string, o CopyOptions) (ou
 		if o.Resume {
 			res, err = treetar.PackResumed(t.ctx, rw, src, name)
 		} else {
-			bw := bufio.NewWriterSize(rw, agentpb.MaxChunk)
-			if res, err = treetar.Pack(t.ctx, bw, src, name); err == nil {
-				err = bw.Flush()
-			}
+			res, err = treetar.Pack(t.ctx, rw, src, name)
 		}
 		if err == nil {
 			err = t.sendEnd()
@@ -463,18 +447,13 @@ func (c *Client) copyOut(ctx context.Context, src string, root *os.Root, name, m
 	err = t.converse(true, func(rw io.ReadWriter) (err error) {
 		if o.Resume {
 			res, err = treetar.UnpackResumed(t.ctx, rw, root, to)
-			return err
-		}
-		if res, err = treetar.Unpack(t.ctx, rw, root, to); err == nil {
-			// Padding may follow the archive's end, but not without end.
-			_, err = io.Copy(&limitWriter{w: io.Discard, left: maxPadding}, rw)
+		} else {
+			res, err = treetar.Unpack(t.ctx, rw, root, to)
 		}
 		return err
 	})
 	return copyResult(res), resumeError(o, t.fail(err))
 }
-
-const maxPadding = 1 << 20 // bytes
 
 // transfer is one Transfer stream, seen from the host.
 type transfer struct {

@@ -340,18 +340,8 @@ func UnpackResumed(ctx context.Context, rw io.ReadWriter, root *os.Root, o Optio
 	u.rw = rw
 	a := &archiveReader{r: bufio.NewReaderSize(rw, archiveBuffer), offer: u.answer}
 	u.frames = a.r
-	res, err := u.unpack(a)
-	if err == nil {
-		// Padding may follow the archive's end, but not without end.
-		var n int64
-		if n, err = io.Copy(io.Discard, io.LimitReader(a, maxTail)); err == nil && n == maxTail {
-			err = fmt.Errorf("%w: more than %d bytes after the end", ErrFrames, maxTail)
-		}
-	}
-	return res, err
+	return u.unpack(a)
 }
-
-const maxTail = 1 << 20 // bytes
 
 // release lets go of what a batch held and was not used.
 func (u *unpacker) release() {
