@@ -54,11 +54,11 @@ type Config struct {
 // Server is the agent's service. Create it with New; Serve and Close may be
 // called from any goroutine.
 type Server struct {
-	cfg   Config
-	procs *proc.Table
-	rpc   *ttrpc.Server
+	cfg Config
+	rpc *ttrpc.Server
 
 	// Their methods are methods of agentpb.AgentService.
+	*proc.Table
 	*service.Services
 	*capture.Standby
 	*files.Files
@@ -98,7 +98,7 @@ func New(cfg Config) (*Server, error) {
 		return nil, fmt.Errorf("agent: %w", err)
 	}
 	procs := proc.NewTable(cfg.Init)
-	s := &Server{cfg: cfg, procs: procs, rpc: rpc, conns: make(map[*trackedConn]struct{})}
+	s := &Server{cfg: cfg, Table: procs, rpc: rpc, conns: make(map[*trackedConn]struct{})}
 	s.Services = service.New(procs, cfg.AliveInterval, cfg.ReportService)
 	s.Standby = capture.New(capture.Config{
 		Machine: cfg.Machine, Ports: cfg.Ports, HookDir: cfg.HookDir, Procs: procs, Woken: s.Services.Woken, Report: cfg.ReportHooks,
@@ -190,7 +190,7 @@ func (s *Server) Close() {
 	s.Files.Close()
 	s.Standby.Close()
 	s.Services.Retire(false)
-	s.procs.EndAll()
+	s.Table.EndAll()
 	s.Services.Retire(true)
 }
 

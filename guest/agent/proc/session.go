@@ -333,8 +333,8 @@ func cutArgv(argv []string) []string {
 // maxListBytes bounds a List answer, within what the host accepts.
 const maxListBytes = agentpb.MaxMessage / 2
 
-// List describes all processes.
-func (t *Table) List() *agentpb.ListResponse {
+// List implements agentpb.AgentService.
+func (t *Table) List(context.Context, *agentpb.ListRequest) (*agentpb.ListResponse, error) {
 	out := &agentpb.ListResponse{}
 	size := 0
 	for _, p := range t.all() {
@@ -344,7 +344,7 @@ func (t *Table) List() *agentpb.ListResponse {
 		}
 		out.Processes = append(out.Processes, i)
 	}
-	return out
+	return out, nil
 }
 
 func argvBytes(argv []string) int {
@@ -355,19 +355,19 @@ func argvBytes(argv []string) int {
 	return n
 }
 
-// Kill sends a signal to a process, or forgets it, or both.
-func (t *Table) Kill(m *agentpb.KillRequest) error {
+// Kill implements agentpb.AgentService: it sends a signal to a process, or forgets it, or both.
+func (t *Table) Kill(_ context.Context, m *agentpb.KillRequest) (*agentpb.Empty, error) {
 	p, err := t.get(m.Id)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	if m.Signal != 0 {
 		err := t.reaper.signal(p.pid, syscall.Signal(m.Signal))
 		if errors.Is(err, syscall.ESRCH) && !m.Forget {
-			return status.Errorf(codes.FailedPrecondition, "process %q has ended", m.Id)
+			return nil, status.Errorf(codes.FailedPrecondition, "process %q has ended", m.Id)
 		}
 		if err != nil && !errors.Is(err, syscall.ESRCH) {
-			return fmt.Errorf("signal process %q: %w", m.Id, err)
+			return nil, fmt.Errorf("signal process %q: %w", m.Id, err)
 		}
 	}
 	if m.Forget {
@@ -376,12 +376,12 @@ func (t *Table) Kill(m *agentpb.KillRequest) error {
 			t.forget(p)
 		default:
 			if m.Signal == 0 {
-				return status.Errorf(codes.FailedPrecondition, "process %q is running", m.Id)
+				return nil, status.Errorf(codes.FailedPrecondition, "process %q is running", m.Id)
 			}
 			p.mu.Lock()
 			p.forget = true
 			p.mu.Unlock()
 		}
 	}
-	return nil
+	return &agentpb.Empty{}, nil
 }
