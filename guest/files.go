@@ -457,52 +457,17 @@ func (c *Client) copyOut(ctx context.Context, src string, root *os.Root, name, m
 
 // transfer is one Transfer stream, seen from the host.
 type transfer struct {
-	op     string
-	c      *Client
-	ch     *channel
-	stream agentpb.Agent_TransferClient
-	parent context.Context
-	ctx    context.Context
-	cancel context.CancelCauseFunc
+	*stream[agentpb.TransferRequest, agentpb.TransferResponse]
 	// sent and received, when set, are told the bytes of each message of data.
 	sent, received func(int64)
 }
 
 func (c *Client) transfer(ctx context.Context, op string, first *agentpb.TransferRequest) (*transfer, error) {
-	ch, err := c.connect(ctx)
+	s, err := begin(ctx, c, op, agentpb.AgentClient.Transfer, first)
 	if err != nil {
 		return nil, err
 	}
-	t := &transfer{op: op, c: c, ch: ch, parent: ctx}
-	t.ctx, t.cancel = context.WithCancelCause(ctx)
-	ch.expect()
-	if t.stream, err = ch.agent.Transfer(t.ctx); err == nil {
-		err = t.stream.Send(first)
-	}
-	if err != nil {
-		t.close()
-		return nil, t.fail(err)
-	}
-	return t, nil
-}
-
-func (t *transfer) close() {
-	t.cancel(nil)
-	t.c.discard(t.ch)
-}
-
-// fail turns an error of the transfer into one of this package's.
-func (t *transfer) fail(err error) error {
-	if err == nil {
-		return nil
-	}
-	if t.parent.Err() != nil {
-		return fmt.Errorf("guest: %s: %w", t.op, t.parent.Err())
-	}
-	if errors.Is(err, io.EOF) {
-		err = ErrConnectionLost
-	}
-	return fail(t.op, t.ch.conn.err(err))
+	return &transfer{stream: s}, nil
 }
 
 // converse has f send data, and receive data if it reads, from one goroutine, and waits for the guest to be done. What
@@ -512,7 +477,7 @@ func (t *transfer) converse(reads bool, f func(io.ReadWriter) error) error {
 	writing, stop := context.WithCancel(t.ctx)
 	defer stop()
 	p := flow.NewPipe(t.ctx, writing, t.send, func(n uint64) error {
-		return t.stream.Send(&agentpb.TransferRequest{Msg: &agentpb.TransferRequest_Ack{Ack: n}})
+		return t.Send(&agentpb.TransferRequest{Msg: &agentpb.TransferRequest_Ack{Ack: n}})
 	})
 	talked := make(chan error, 1)
 	go func() {
@@ -544,8 +509,7 @@ func (t *transfer) converse(reads bool, f func(io.ReadWriter) error) error {
 // await takes what the guest sends, up to its done message.
 func (t *transfer) await(p *flow.Pipe, reads bool) error {
 	for {
-		m, err := t.stream.Recv()
-		t.ch.conn.taken()
+		m, err := t.Recv()
 		if err != nil {
 			return err
 		}
@@ -573,7 +537,7 @@ func (t *transfer) await(p *flow.Pipe, reads bool) error {
 }
 
 func (t *transfer) send(data []byte) error {
-	err := t.stream.Send(&agentpb.TransferRequest{Msg: &agentpb.TransferRequest_Data{Data: data}})
+	err := t.Send(&agentpb.TransferRequest{Msg: &agentpb.TransferRequest_Data{Data: data}})
 	if err == nil && t.sent != nil {
 		t.sent(int64(len(data)))
 	}
@@ -582,5 +546,5 @@ func (t *transfer) send(data []byte) error {
 
 // sendEnd tells the guest that all was sent.
 func (t *transfer) sendEnd() error {
-	return t.stream.Send(&agentpb.TransferRequest{Msg: &agentpb.TransferRequest_End{End: &agentpb.Empty{}}})
+	return t.Send(&agentpb.TransferRequest{Msg: &agentpb.TransferRequest_End{End: &agentpb.Empty{}}})
 }

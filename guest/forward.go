@@ -101,18 +101,15 @@ func (c *Client) forward(ctx context.Context, op, network, address string, m age
 	if err != nil {
 		return nil, "", err
 	}
-	if !c.adopt(conn) {
-		conn.Close()
-		return nil, "", fmt.Errorf("guest: the client is closed: %w", ErrConnectionLost)
-	}
 	defer func() {
-		c.disown(conn)
 		if err != nil {
 			conn.Close()
 		}
 	}()
-	stop := context.AfterFunc(ctx, func() { _ = conn.SetDeadline(time.Unix(1, 0)) })
+	interrupt := func() { _ = conn.SetDeadline(time.Unix(1, 0)) }
+	stop, closing := context.AfterFunc(ctx, interrupt), context.AfterFunc(c.closing, interrupt)
 	defer stop()
+	defer closing()
 	lost := func(err error) error {
 		if ctx.Err() != nil {
 			return fmt.Errorf("guest: %s %s %s: %w", op, network, address, ctx.Err())
@@ -139,31 +136,10 @@ func (c *Client) forward(ctx context.Context, op, network, address string, m age
 	if a.Code != agentpb.CodeOK {
 		return nil, "", &ForwardError{Op: op, Network: network, Address: address, Code: a.Code, Message: printable(string(buf))}
 	}
-	if !stop() {
-		return nil, "", lost(ctx.Err())
+	if !stop() || !closing() {
+		return nil, "", lost(net.ErrClosed)
 	}
 	return conn, string(buf), nil
-}
-
-// adopt makes Close close a connection that is being opened. It fails once the client is
-// closed.
-func (c *Client) adopt(conn net.Conn) bool {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if c.closed {
-		return false
-	}
-	if c.opening == nil {
-		c.opening = make(map[net.Conn]struct{})
-	}
-	c.opening[conn] = struct{}{}
-	return true
-}
-
-func (c *Client) disown(conn net.Conn) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	delete(c.opening, conn)
 }
 
 // Listener listens in the guest. It is a net.Listener whose connections are of type *Conn.

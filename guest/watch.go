@@ -3,9 +3,7 @@ package guest
 import (
 	"context"
 	"crypto/rand"
-	"errors"
 	"fmt"
-	"io"
 	"time"
 
 	"github.com/drowse-vm/drowse/guest/agentpb"
@@ -58,35 +56,19 @@ func NewWatch(paths []string, recursive bool) *Watch {
 //
 // The connection ends when the VM sleeps, with ErrConnectionLost: go on with the same Watch when it is awake.
 func (c *Client) Watch(ctx context.Context, w *Watch, ready func(), f func(WatchEvent) error) error {
-	op := "watch"
-	ch, err := c.connect(ctx)
+	const op = "watch"
+	first := &agentpb.WatchRequest{Msg: &agentpb.WatchRequest_Start{Start: &agentpb.WatchStart{
+		Paths: w.paths, Recursive: w.recursive, Id: w.id, After: w.last, AfterNanos: w.lastNanos,
+	}}}
+	s, err := begin(ctx, c, op, agentpb.AgentClient.Watch, first)
 	if err != nil {
-		return err
+		return olderAgent(err)
 	}
-	ctx, cancel := context.WithCancel(ctx)
-	defer c.discard(ch)
-	defer cancel()
-	failed := func(err error) error {
-		if ctx.Err() != nil {
-			return fmt.Errorf("guest: %s: %w", op, ctx.Err())
-		}
-		return olderAgent(fail(op, ch.conn.err(endIsLost(err))))
-	}
-	ch.expect()
-	stream, err := ch.agent.Watch(ctx)
-	if err == nil {
-		err = stream.Send(&agentpb.WatchRequest{Msg: &agentpb.WatchRequest_Start{Start: &agentpb.WatchStart{
-			Paths: w.paths, Recursive: w.recursive, Id: w.id, After: w.last, AfterNanos: w.lastNanos,
-		}}})
-	}
-	if err != nil {
-		return failed(err)
-	}
+	defer s.close()
 	for begun := false; ; {
-		m, err := stream.Recv()
-		ch.conn.taken()
+		m, err := s.Recv()
 		if err != nil {
-			return failed(err)
+			return olderAgent(s.fail(err))
 		}
 		if !begun {
 			begun = true
@@ -111,18 +93,10 @@ func (c *Client) Watch(ctx context.Context, w *Watch, ready func(), f func(Watch
 		if err := w.take(m.Events, f); err != nil {
 			return err
 		}
-		if err := stream.Send(&agentpb.WatchRequest{Msg: &agentpb.WatchRequest_Ack{Ack: w.last}}); err != nil {
-			return failed(err)
+		if err := s.Send(&agentpb.WatchRequest{Msg: &agentpb.WatchRequest_Ack{Ack: w.last}}); err != nil {
+			return s.fail(err)
 		}
 	}
-}
-
-// endIsLost is the error of a stream that ends before the call does.
-func endIsLost(err error) error {
-	if errors.Is(err, io.EOF) {
-		return ErrConnectionLost
-	}
-	return err
 }
 
 // take passes events on.
