@@ -238,21 +238,8 @@ func parseMounts(text []byte, out *agentpb.StatsResponse) {
 	})
 }
 
-// unescape undoes the octal escapes of spaces, tabs, line feeds and backslashes.
-func unescape(s string) string {
-	var b strings.Builder
-	for i := 0; i < len(s); i++ {
-		if s[i] == '\\' && i+3 < len(s) {
-			if n, err := strconv.ParseUint(s[i+1:i+4], 8, 8); err == nil {
-				b.WriteByte(byte(n))
-				i += 3
-				continue
-			}
-		}
-		b.WriteByte(s[i])
-	}
-	return b.String()
-}
+// unescape undoes the escapes of proc_pid_mounts(5), and of mountinfo.
+var unescape = strings.NewReplacer(`\040`, " ", `\011`, "\t", `\012`, "\n", `\043`, "#", `\134`, `\`).Replace
 
 // text32 is a name as it may be sent.
 func text32(s string) string {
