@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"io/fs"
 	"net"
 	"sync"
 	"syscall"
@@ -24,7 +23,7 @@ import (
 type Conn = relay.Stream
 
 // ForwardError is an answer of the agent's to Dial or Listen. It matches the errors of
-// package syscall for its code (ECONNREFUSED, EHOSTUNREACH, ETIMEDOUT, EADDRINUSE), and
+// package syscall for its code (ECONNREFUSED, EHOSTUNREACH, ETIMEDOUT, EADDRINUSE among them), and
 // fs.ErrNotExist and fs.ErrPermission.
 type ForwardError struct {
 	Op, Network, Address string
@@ -39,19 +38,10 @@ func (e *ForwardError) Error() string {
 
 // Is implements errors.Is.
 func (e *ForwardError) Is(target error) bool {
-	switch target {
-	case syscall.ECONNREFUSED:
-		return e.Code == agentpb.CodeRefused
-	case syscall.EHOSTUNREACH:
-		return e.Code == agentpb.CodeUnreachable
-	case syscall.ETIMEDOUT:
-		return e.Code == agentpb.CodeTimeout
-	case syscall.EADDRINUSE:
-		return e.Code == agentpb.CodeInUse
-	case fs.ErrNotExist:
-		return e.Code == agentpb.CodeNotFound
-	case fs.ErrPermission:
-		return e.Code == agentpb.CodeDenied
+	for _, f := range agentpb.ForwardErrors {
+		if f.Err == target {
+			return f.Code == e.Code
+		}
 	}
 	return false
 }

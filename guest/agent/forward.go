@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"io/fs"
 	"net"
 	"os"
 	"slices"
@@ -367,17 +366,12 @@ func codeOf(err error) agentpb.ForwardCode {
 		timeout interface{ Timeout() bool }
 		bad     *net.AddrError
 	)
+	for _, f := range agentpb.ForwardErrors {
+		if errors.Is(err, f.Err) {
+			return f.Code
+		}
+	}
 	switch {
-	case errors.Is(err, syscall.ECONNREFUSED):
-		return agentpb.CodeRefused
-	case errors.Is(err, syscall.EADDRINUSE):
-		return agentpb.CodeInUse
-	case errors.Is(err, fs.ErrNotExist):
-		return agentpb.CodeNotFound
-	case errors.Is(err, fs.ErrPermission):
-		return agentpb.CodeDenied
-	case errors.Is(err, syscall.EHOSTUNREACH), errors.Is(err, syscall.ENETUNREACH), errors.Is(err, syscall.EADDRNOTAVAIL):
-		return agentpb.CodeUnreachable
 	case exhausted(err), errors.Is(err, syscall.EAGAIN):
 		return agentpb.CodeLimit
 	case errors.As(err, &bad):
