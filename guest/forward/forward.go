@@ -22,9 +22,10 @@ const DefaultMaxConns = 256
 // Forward accepts connections and carries each to where Dial leads.
 type Forward struct {
 	// Accept waits for the next connection, and ends with net.ErrClosed.
-	Accept func() (Conn, error)
-	// Dial makes the counterpart of an accepted connection. Its context ends with Serve's.
-	Dial func(context.Context) (Conn, error)
+	Accept func() (net.Conn, error)
+	// Dial makes the counterpart of an accepted connection: of the two, one is a socket of the
+	// host and one a *guest.Conn. Its context ends with Serve's.
+	Dial func(context.Context) (net.Conn, error)
 	// MaxConns bounds the connections carried at once; those beyond it wait to be
 	// accepted. 0 is DefaultMaxConns.
 	MaxConns int
@@ -33,26 +34,13 @@ type Forward struct {
 	Failed func(error)
 }
 
-// Conn is one end of a carried connection: FromHost or FromGuest makes one. One of both
-// ends is the guest's.
-type Conn struct {
-	host  relay.Endpoint
-	guest *guest.Conn
-}
-
-// FromHost makes an end of a socket of the host.
-func FromHost(c net.Conn) Conn { return Conn{host: relay.Socket(c)} }
-
-// FromGuest makes an end of a connection of package guest.
-func FromGuest(c *guest.Conn) Conn { return Conn{guest: c} }
-
-func (c Conn) reset() {
-	switch {
-	case c.guest != nil:
-		_ = c.guest.Abort()
-	case c.host != nil:
-		_ = c.host.Reset()
+// reset breaks an end of a carried connection, as far as there is a way.
+func reset(c net.Conn) {
+	if g, ok := c.(*guest.Conn); ok {
+		_ = g.Abort()
+		return
 	}
+	_ = relay.Socket(c).Reset()
 }
 
 // Serve carries connections until Accept fails or ctx ends, which resets those that are
@@ -80,7 +68,9 @@ func (f *Forward) Serve(ctx context.Context) error {
 				// The connection waits in the kernel's queue until there are descriptors.
 				<-room
 				f.failed(err)
-				if !pause(ctx, acceptPause) {
+				select {
+				case <-time.After(acceptPause):
+				case <-ctx.Done():
 					return nil
 				}
 				continue
@@ -100,27 +90,16 @@ func (f *Forward) Serve(ctx context.Context) error {
 // acceptPause is how long a forward that is out of descriptors waits.
 const acceptPause = 100 * time.Millisecond
 
-func pause(ctx context.Context, d time.Duration) bool {
-	t := time.NewTimer(d)
-	defer t.Stop()
-	select {
-	case <-t.C:
-		return true
-	case <-ctx.Done():
-		return false
-	}
-}
-
 func (f *Forward) failed(err error) {
 	if f.Failed != nil {
 		f.Failed(err)
 	}
 }
 
-func (f *Forward) carry(ctx context.Context, a Conn) {
+func (f *Forward) carry(ctx context.Context, a net.Conn) {
 	b, err := f.Dial(ctx)
 	if err != nil {
-		a.reset()
+		reset(a)
 		f.failed(err)
 		return
 	}
@@ -133,18 +112,23 @@ var errEnds = errors.New("forward: one end of a connection is the host's and one
 
 // Join carries bytes between an end in the guest and one on the host until both
 // directions have ended, either is broken, or ctx ends, which resets both.
-func Join(ctx context.Context, a, b Conn) error {
-	if a.guest == nil {
+func Join(ctx context.Context, a, b net.Conn) error {
+	if _, ok := a.(*guest.Conn); !ok {
 		a, b = b, a
 	}
-	if a.guest == nil || b.host == nil {
-		a.reset()
-		b.reset()
+	inside, ok := a.(*guest.Conn)
+	if _, both := b.(*guest.Conn); !ok || both {
+		reset(a)
+		reset(b)
 		return errEnds
 	}
-	stop := context.AfterFunc(ctx, func() { a.reset(); b.reset() })
+	outside := relay.Socket(b)
+	stop := context.AfterFunc(ctx, func() {
+		_ = inside.Abort()
+		_ = outside.Reset()
+	})
 	defer stop()
-	_, _, err := relay.Join(a.guest, b.host)
+	_, _, err := relay.Join(inside, outside)
 	return err
 }
 
@@ -167,11 +151,7 @@ func Listen(ctx context.Context, a Address) (net.Listener, error) {
 }
 
 // Dial connects to an address of the host.
-func Dial(ctx context.Context, a Address) (Conn, error) {
+func Dial(ctx context.Context, a Address) (net.Conn, error) {
 	var d net.Dialer
-	c, err := d.DialContext(ctx, a.Network, a.Address)
-	if err != nil {
-		return Conn{}, err
-	}
-	return FromHost(c), nil
+	return d.DialContext(ctx, a.Network, a.Address)
 }
