@@ -55,7 +55,7 @@ func New(procs *proc.Table, alive time.Duration, report func(line string) error)
 	}
 	a := &Services{procs: procs, byName: make(map[string]*daemon), alive: alive}
 	if report != nil {
-		a.events = &eventQueue{report: report}
+		a.events = newEventQueue(report)
 	}
 	return a
 }
@@ -514,62 +514,50 @@ func (v *daemon) describe() *agentpb.ServiceState {
 }
 
 // eventQueue tells the host of events, one after the other, without holding up whom they
-// are of. It has a goroutine only while there are some.
+// are of.
 type eventQueue struct {
-	report func(line string) error
+	report  func(line string) error
+	waiting chan agentpb.ServiceEvent
+	lost    atomic.Uint64
+	closed  atomic.Bool
+	ended   chan struct{}
+}
 
-	mu      sync.Mutex
-	waiting []agentpb.ServiceEvent
-	lost    uint64
-	running bool
-	closed  bool
-	wg      sync.WaitGroup
+func newEventQueue(report func(line string) error) *eventQueue {
+	q := &eventQueue{report: report, waiting: make(chan agentpb.ServiceEvent, maxEvents), ended: make(chan struct{})}
+	go q.run()
+	return q
 }
 
 func (q *eventQueue) put(e agentpb.ServiceEvent) {
 	if q == nil {
 		return
 	}
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	if q.closed || len(q.waiting) >= maxEvents {
-		q.lost++
-		return
-	}
-	q.waiting = append(q.waiting, e)
-	if !q.running {
-		q.running = true
-		q.wg.Go(q.run)
+	select {
+	case q.waiting <- e:
+	default:
+		q.lost.Add(1)
 	}
 }
 
 func (q *eventQueue) run() {
-	for {
-		q.mu.Lock()
-		if len(q.waiting) == 0 || q.closed {
-			q.running = false
-			q.mu.Unlock()
-			return
+	defer close(q.ended)
+	for e := range q.waiting {
+		if q.closed.Load() {
+			continue
 		}
-		e := q.waiting[0]
-		q.waiting = q.waiting[1:]
-		e.Lost, q.lost = q.lost, 0
-		q.mu.Unlock()
+		e.Lost = q.lost.Swap(0)
 		if err := q.report(e.Line()); err != nil {
 			os.Stderr.WriteString("drowse-agent: " + err.Error() + "\n")
-			q.mu.Lock()
-			q.lost += e.Lost + 1
-			q.mu.Unlock()
+			q.lost.Add(e.Lost + 1)
 		}
 	}
 }
 
+// close ends it. Nothing may be put any more.
 func (q *eventQueue) close() {
-	if q == nil {
-		return
+	if q != nil && !q.closed.Swap(true) {
+		close(q.waiting)
+		<-q.ended
 	}
-	q.mu.Lock()
-	q.closed = true
-	q.mu.Unlock()
-	q.wg.Wait()
 }
