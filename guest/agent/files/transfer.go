@@ -76,7 +76,6 @@ func (f *Files) Transfer(ctx context.Context, stream agentpb.Agent_TransferServe
 
 // receive handles what the host sends. It always returns an error.
 func (t *transfer) receive() error {
-	ended := false
 	for {
 		m, err := t.stream.Recv()
 		if err != nil {
@@ -95,10 +94,7 @@ func (t *transfer) receive() error {
 				return status.Errorf(codes.ResourceExhausted, "more than %d data messages unacknowledged", agentpb.Window)
 			}
 		case *agentpb.TransferRequest_End:
-			if !ended {
-				ended = true
-				t.End()
-			}
+			t.End()
 		default:
 			return status.Errorf(codes.InvalidArgument, "unexpected message %T in a transfer", m)
 		}

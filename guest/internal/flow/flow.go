@@ -100,6 +100,7 @@ type Pipe struct {
 	ack              func(n uint64) error
 	data             chan []byte   // received and not yet read, within a window
 	end              chan struct{} // closed when no more comes
+	ended            sync.Once
 	rest             []byte        // of the message being read
 	acker            Acker
 }
@@ -120,33 +121,40 @@ func (p *Pipe) Put(data []byte) bool {
 	}
 }
 
-// End says, once, that no more is received.
-func (p *Pipe) End() { close(p.end) }
+// End says that no more is received.
+func (p *Pipe) End() { p.ended.Do(func() { close(p.end) }) }
 
-// Read returns what is received, io.EOF behind the last.
-func (p *Pipe) Read(b []byte) (int, error) {
-	for len(p.rest) == 0 {
-		select {
-		case p.rest = <-p.data:
-		case <-p.reading.Done():
-			return 0, p.reading.Err()
-		case <-p.end:
-			select { // data that came before the end
-			case p.rest = <-p.data:
-			default:
-				return 0, io.EOF
-			}
+// Next returns the data of the next message, io.EOF behind the last.
+func (p *Pipe) Next() (data []byte, err error) {
+	select {
+	case data = <-p.data:
+	case <-p.reading.Done():
+		return nil, p.reading.Err()
+	case <-p.end:
+		select { // data that came before the end
+		case data = <-p.data:
+		default:
+			return nil, io.EOF
 		}
-		n, due := p.acker.Consumed(len(p.rest))
-		if !due {
-			continue
-		}
+	}
+	if n, due := p.acker.Consumed(len(data)); due {
 		if err := p.ack(n); err != nil {
 			select {
 			case <-p.end: // nobody waits for it any more
 			default:
-				return 0, err
+				return nil, err
 			}
+		}
+	}
+	return data, nil
+}
+
+// Read returns what is received, io.EOF behind the last.
+func (p *Pipe) Read(b []byte) (int, error) {
+	for len(p.rest) == 0 {
+		var err error
+		if p.rest, err = p.Next(); err != nil {
+			return 0, err
 		}
 	}
 	n := copy(b, p.rest)
