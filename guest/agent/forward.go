@@ -71,20 +71,13 @@ func (s *Server) ServeForward(ctx context.Context, l net.Listener) error {
 		f.wg.Wait()
 	}()
 	for {
-		c, err := l.Accept()
-		if err != nil {
-			if ctx.Err() != nil || errors.Is(err, net.ErrClosed) || errors.Is(err, os.ErrClosed) {
-				return nil
-			}
-			if !exhausted(err) {
-				return err
-			}
-			// The connection waits in the kernel's queue.
-			select {
-			case <-time.After(acceptPause):
-			case <-ctx.Done():
-			}
-			continue
+		c, err := accept(l, ctx.Done())
+		switch {
+		case err == nil:
+		case ctx.Err() != nil || errors.Is(err, net.ErrClosed) || errors.Is(err, os.ErrClosed):
+			return nil
+		default:
+			return err
 		}
 		switch f.add(c) {
 		case agentpb.CodeOK:
@@ -98,6 +91,21 @@ func (s *Server) ServeForward(ctx context.Context, l net.Listener) error {
 			c.Close()
 		default:
 			c.Close()
+		}
+	}
+}
+
+// accept accepts a connection. While there are no descriptors or memory for it, it waits in the kernel's queue.
+func accept(l net.Listener, done <-chan struct{}) (net.Conn, error) {
+	for {
+		c, err := l.Accept()
+		if !exhausted(err) {
+			return c, err
+		}
+		select {
+		case <-time.After(acceptPause):
+		case <-done:
+			return nil, err
 		}
 	}
 }
@@ -285,16 +293,7 @@ func (l *forwardListener) announce(f *forwards, c net.Conn) {
 		case <-l.closed:
 			return
 		}
-		conn, err := l.Accept()
-		if exhausted(err) {
-			<-l.room
-			select {
-			case <-time.After(acceptPause):
-			case <-l.closed:
-				return
-			}
-			continue
-		}
+		conn, err := accept(l, l.closed)
 		if err != nil {
 			return
 		}
