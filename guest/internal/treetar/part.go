@@ -143,6 +143,21 @@ func (p *part) close() error {
 	return p.Close()
 }
 
+// sum is the SHA-256 of the first n bytes of the file of a name.
+func (b *beneath) sum(ctx context.Context, name string, n int64) (sum [sha256.Size]byte, err error) {
+	s, err := b.find(name)
+	if err != nil {
+		return sum, err
+	}
+	defer s.close()
+	f, err := s.open(os.O_RDONLY, 0)
+	if err != nil {
+		return sum, err
+	}
+	defer f.Close()
+	return hashPrefix(ctx, f, n)
+}
+
 // hashPrefix is the SHA-256 of the first n bytes of a file. It fails with io.ErrUnexpectedEOF if
 // there are fewer.
 func hashPrefix(ctx context.Context, f io.ReaderAt, n int64) (sum [sha256.Size]byte, err error) {
