@@ -135,7 +135,6 @@ func exitStatus(e *agentpb.ExecExit) *ExitStatus {
 type Session struct {
 	id     string
 	pid    int
-	pty    bool
 	stream *stream[agentpb.ExecRequest, agentpb.ExecResponse]
 	io     IO
 	record *audit.Pending
@@ -224,7 +223,7 @@ func (c *Client) session(ctx context.Context, s *Session, a audit.Action, op str
 		close(s.done)
 		return s, nil
 	}
-	s.id, s.pid, s.pty, s.offset = started.Id, int(started.Pid), started.Pty, started.Offset
+	s.id, s.pid, s.offset = started.Id, int(started.Pid), started.Offset
 	go s.run(op)
 	return s, nil
 }

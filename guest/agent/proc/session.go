@@ -313,20 +313,12 @@ func (t *Table) List(context.Context, *agentpb.ListRequest) (*agentpb.ListRespon
 	size := 0
 	for _, p := range t.all() {
 		i := p.info()
-		if size += 256 + len(i.Id) + argvBytes(i.Argv); size > maxListBytes {
+		if size += proto.Size(i); size > maxListBytes {
 			i.Argv = nil // the processes are all there, if without their words
 		}
 		out.Processes = append(out.Processes, i)
 	}
 	return out, nil
-}
-
-func argvBytes(argv []string) int {
-	n := 0
-	for _, a := range argv {
-		n += len(a) + 4
-	}
-	return n
 }
 
 // Kill implements agentpb.AgentService: it sends a signal to a process, or forgets it, or both.
