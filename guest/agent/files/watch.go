@@ -13,6 +13,7 @@ import (
 
 	"github.com/drowse-vm/drowse/guest/agent/fswatch"
 	"github.com/drowse-vm/drowse/guest/agentpb"
+	"github.com/drowse-vm/drowse/guest/internal/flow"
 )
 
 const (
@@ -58,7 +59,7 @@ type watch struct {
 	acked   uint64 // number of the last that was acknowledged, and when it was taken
 	ackedAt int64
 	lost    uint64        // events since then for which there was no room
-	changed chan struct{} // closed when there is something to tell; nil if nobody waits
+	changed flow.Bell     // there may be something to tell
 	over    bool          // no more comes
 	// takeOver ends the connection that is attached; nil for none. detached is since when there is none.
 	// turn counts connections.
@@ -230,7 +231,7 @@ func (w *watch) run() {
 		if w.expire != nil {
 			w.expire.Stop()
 		}
-		w.wake()
+		w.changed.Ring()
 		w.mu.Unlock()
 		w.all.mu.Lock()
 		if w.all.byID[w.id] == w {
@@ -264,7 +265,7 @@ func (w *watch) add(events []fswatch.Event) {
 		}
 		w.push(m)
 	}
-	w.wake()
+	w.changed.Ring()
 }
 
 func watchSize(m *agentpb.WatchEvent) int {
@@ -279,14 +280,6 @@ func (w *watch) push(m *agentpb.WatchEvent) {
 	w.bytes += watchSize(m)
 }
 
-// wake lets who waits look again. The lock is held.
-func (w *watch) wake() {
-	if w.changed != nil {
-		close(w.changed)
-		w.changed = nil
-	}
-}
-
 // ack takes the connection's word for what it has.
 func (w *watch) ack(turn, number uint64) error {
 	w.mu.Lock()
@@ -298,7 +291,7 @@ func (w *watch) ack(turn, number uint64) error {
 		return status.Errorf(codes.InvalidArgument, "event %d is acknowledged, and %d was the last", number, w.sent)
 	}
 	w.forget(number)
-	w.wake()
+	w.changed.Ring()
 	return nil
 }
 
@@ -360,10 +353,7 @@ func (w *watch) next(turn uint64) (events []*agentpb.WatchEvent, wait <-chan str
 	case len(w.queue) == 0 && w.over:
 		return nil, nil, errWatchOver
 	case len(w.queue) == 0 || w.queue[0].Number <= w.sent:
-		if w.changed == nil {
-			w.changed = make(chan struct{})
-		}
-		return nil, w.changed, nil
+		return nil, w.changed.Wait(), nil
 	}
 	size := 0
 	for _, e := range w.queue {

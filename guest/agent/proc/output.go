@@ -4,6 +4,8 @@ import (
 	"context"
 	"slices"
 	"sync"
+
+	"github.com/drowse-vm/drowse/guest/internal/flow"
 )
 
 // Output holds what a process has written and nobody has taken yet, both
@@ -25,7 +27,7 @@ type Output struct {
 	ended  bool   // no more writes will come
 	reader uint64 // who may read: the latest to attach
 
-	grown    chan struct{} // closed when there is more; nil if nobody waits for that
+	grown    flow.Bell     // there is more
 	readable chan struct{} // capacity 1: there is something new for the reader
 	writable sync.Cond     // on mu: there may be room, or the state has changed
 }
@@ -161,10 +163,7 @@ func (o *Output) put(stderr bool, p []byte) {
 		o.end += uint64(n)
 		p = p[n:]
 	}
-	if o.grown != nil {
-		close(o.grown)
-		o.grown = nil
-	}
+	o.grown.Ring()
 	if k := len(o.segs); k > 0 && o.segs[k-1].stderr == stderr {
 		o.segs[k-1].end = o.end
 	} else {
@@ -309,10 +308,7 @@ func (o *Output) WaitBehind(ctx context.Context, offset uint64) {
 			o.mu.Unlock()
 			return
 		}
-		if o.grown == nil {
-			o.grown = make(chan struct{})
-		}
-		grown := o.grown
+		grown := o.grown.Wait()
 		o.mu.Unlock()
 		select {
 		case <-grown:

@@ -440,16 +440,13 @@ func openFiles(m *agentpb.ExecStart, a account) (*childFiles, error) {
 		switch {
 		case i > 0:
 			c.ours[i], c.child[i], err = pipe()
-			if err == nil {
-				err = setNonblock(c.ours[i])
-			}
 		case m.NoStdin:
 			c.child[0], err = devNull()
 		default:
 			c.child[0], c.ours[0], err = pipe()
-			if err == nil {
-				err = setNonblock(c.ours[0])
-			}
+		}
+		if err == nil && c.ours[i] >= 0 {
+			err = setNonblock(c.ours[i])
 		}
 		if err != nil {
 			c.close()

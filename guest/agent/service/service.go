@@ -18,6 +18,7 @@ import (
 
 	"github.com/drowse-vm/drowse/guest/agent/proc"
 	"github.com/drowse-vm/drowse/guest/agentpb"
+	"github.com/drowse-vm/drowse/guest/internal/flow"
 )
 
 // Defaults and limits of services.
@@ -88,7 +89,7 @@ type daemon struct {
 	readyAt       time.Time
 	checkProblem  string
 	checkRestarts uint64
-	waiters       chan struct{} // closed when something has changed; nil: nobody waits
+	changed       flow.Bell // for who waits
 }
 
 // SetService implements agentpb.AgentService.
@@ -383,7 +384,7 @@ func (v *daemon) run(stop, first chan struct{}, row uint32) (wait time.Duration,
 	} else {
 		v.problem = agentpb.Cut(proc.Problem(err), agentpb.MaxServiceText)
 	}
-	v.wakeWaiters()
+	v.changed.Ring()
 	v.mu.Unlock()
 	if first != nil {
 		close(first)
@@ -399,7 +400,7 @@ func (v *daemon) run(stop, first chan struct{}, row uint32) (wait time.Duration,
 		v.mu.Lock()
 		v.p, v.exit, v.endedAt = nil, p.Exit(), time.Now()
 		v.ready, v.readyAt = false, time.Time{}
-		v.wakeWaiters()
+		v.changed.Ring()
 		v.mu.Unlock()
 		v.note(exitText(p.Exit()))
 		v.tell(agentpb.ServiceEvent{Event: agentpb.EventEnded, Exit: p.Exit().Code, Signal: p.Exit().Signal})
@@ -456,7 +457,7 @@ func (v *daemon) set(state string) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	v.state = state
-	v.wakeWaiters()
+	v.changed.Ring()
 }
 
 // over notes that it is not started again.
@@ -468,7 +469,7 @@ func (v *daemon) over(state, problem string) {
 		v.problem = problem
 	}
 	v.stop = nil
-	v.wakeWaiters()
+	v.changed.Ring()
 }
 
 // note writes a line of the agent's into the log.

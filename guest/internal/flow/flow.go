@@ -17,13 +17,32 @@ import (
 // ErrProtocol is returned when the peer breaks the rules of a stream.
 var ErrProtocol = errors.New("guest protocol violated")
 
+// Bell wakes all who wait for it. The zero value is ready; a lock of its owner's guards it.
+type Bell struct{ rung chan struct{} }
+
+// Wait returns what is closed when it is rung next.
+func (b *Bell) Wait() <-chan struct{} {
+	if b.rung == nil {
+		b.rung = make(chan struct{})
+	}
+	return b.rung
+}
+
+// Ring wakes them.
+func (b *Bell) Ring() {
+	if b.rung != nil {
+		close(b.rung)
+		b.rung = nil
+	}
+}
+
 // Window is the sender's half. The zero value is ready. All methods may be
 // called concurrently.
 type Window struct {
 	mu     sync.Mutex
-	sent   uint64        // messages sent
-	acked  uint64        // messages acknowledged, never above sent
-	opened chan struct{} // closed by the next acknowledgement; nil when nobody waits
+	sent   uint64 // messages sent
+	acked  uint64 // messages acknowledged, never above sent
+	opened Bell   // by an acknowledgement
 }
 
 // Acquire waits until one more message may be sent and counts it. It returns
@@ -37,10 +56,7 @@ func (w *Window) Acquire(ctx context.Context) (uint64, error) {
 			w.mu.Unlock()
 			return n, nil
 		}
-		if w.opened == nil {
-			w.opened = make(chan struct{})
-		}
-		opened := w.opened
+		opened := w.opened.Wait()
 		w.mu.Unlock()
 		select {
 		case <-opened:
@@ -58,10 +74,7 @@ func (w *Window) Ack(n uint64) error {
 		return fmt.Errorf("%w: acknowledgement of %d messages with %d sent and %d acknowledged", ErrProtocol, n, w.sent, w.acked)
 	}
 	w.acked = n
-	if w.opened != nil {
-		close(w.opened)
-		w.opened = nil
-	}
+	w.opened.Ring()
 	return nil
 }
 
