@@ -218,13 +218,6 @@ func (l *Listener) Close() error {
 	return err
 }
 
-// abandon ends the listener without a wait.
-func (l *Listener) abandon() {
-	l.cancel()
-	l.carried.last()
-	l.control.Close()
-}
-
 // Accept implements net.Listener.
 func (l *Listener) Accept() (net.Conn, error) {
 	c, err := l.AcceptGuest()
@@ -268,7 +261,9 @@ func (l *Listener) announced() (_ *announced, err error) {
 	var from string
 	if _, err = io.ReadFull(l.control, head[:]); err == nil {
 		if err := a.Decode(&head); err != nil {
-			l.abandon()
+			l.cancel()
+			l.carried.last()
+			l.control.Close()
 			return nil, fmt.Errorf("guest: accept %s %s: %w: %w", l.network, l.addr, ErrProtocol, err)
 		}
 		buf := make([]byte, a.Length)

@@ -65,30 +65,29 @@ func (c *Client) Watch(ctx context.Context, w *Watch, ready func(), f func(Watch
 		return olderAgent(err)
 	}
 	defer s.close()
-	for begun := false; ; {
-		m, err := s.Recv()
-		if err != nil {
-			return olderAgent(s.fail(err))
+	m, err := s.Recv()
+	if err != nil {
+		return olderAgent(s.fail(err))
+	}
+	if !m.Ready || len(m.Events) > 0 {
+		return fmt.Errorf("guest: %s: %w: it begins without saying so", op, ErrProtocol)
+	}
+	missed := w.begun && !m.Resumed
+	if !m.Resumed {
+		w.last, w.lastNanos = 0, 0
+	}
+	w.begun = true
+	if ready != nil {
+		ready()
+	}
+	if missed {
+		if err := f(WatchEvent{Kind: WatchOverflow, Time: time.Now(), Problem: "the watch was not there for a while, or the VM went back to an earlier snapshot: what happened meanwhile is not known"}); err != nil {
+			return err
 		}
-		if !begun {
-			begun = true
-			if !m.Ready || len(m.Events) > 0 {
-				return fmt.Errorf("guest: %s: %w: it begins without saying so", op, ErrProtocol)
-			}
-			missed := w.begun && !m.Resumed
-			if !m.Resumed {
-				w.last, w.lastNanos = 0, 0
-			}
-			w.begun = true
-			if ready != nil {
-				ready()
-			}
-			if missed {
-				if err := f(WatchEvent{Kind: WatchOverflow, Time: time.Now(), Problem: "the watch was not there for a while, or the VM went back to an earlier snapshot: what happened meanwhile is not known"}); err != nil {
-					return err
-				}
-			}
-			continue
+	}
+	for {
+		if m, err = s.Recv(); err != nil {
+			return s.fail(err)
 		}
 		if err := w.take(m.Events, f); err != nil {
 			return err

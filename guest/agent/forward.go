@@ -38,13 +38,13 @@ const (
 // forwards are the connections and listeners that the host has opened at the forward
 // port. The zero value is ready.
 type forwards struct {
-	mu        sync.Mutex
-	closed    bool
-	open      map[net.Conn]struct{} // the host's ends
+	connections // the host's ends
+	wg          sync.WaitGroup
+	last        atomic.Uint64 // token given last
+	datagrams   atomic.Int32  // connections of UDP
+
+	listenMu  sync.Mutex
 	listeners map[uint64]*forwardListener
-	last      atomic.Uint64 // token given last
-	datagrams atomic.Int32  // connections of UDP
-	wg        sync.WaitGroup
 }
 
 // forwardListener is a listener in the guest. It lives as long as its connection.
@@ -79,7 +79,7 @@ func (s *Server) ServeForward(ctx context.Context, l net.Listener) error {
 		default:
 			return err
 		}
-		switch f.add(c) {
+		switch f.add(c, maxForwards) {
 		case agentpb.CodeOK:
 			f.wg.Go(func() {
 				defer f.remove(c)
@@ -107,39 +107,6 @@ func accept(l net.Listener, done <-chan struct{}) (net.Conn, error) {
 		case <-done:
 			return nil, err
 		}
-	}
-}
-
-func (f *forwards) add(c net.Conn) agentpb.ForwardCode {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	switch {
-	case f.closed:
-		return agentpb.CodeFailed
-	case len(f.open) >= maxForwards:
-		return agentpb.CodeLimit
-	case f.open == nil:
-		f.open = make(map[net.Conn]struct{})
-		f.listeners = make(map[uint64]*forwardListener)
-	}
-	f.open[c] = struct{}{}
-	return agentpb.CodeOK
-}
-
-func (f *forwards) remove(c net.Conn) {
-	c.Close()
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	delete(f.open, c)
-}
-
-// close ends every connection, and with them the listeners.
-func (f *forwards) close() {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	f.closed = true
-	for c := range f.open {
-		c.Close()
 	}
 }
 
@@ -256,14 +223,17 @@ func (f *forwards) listen(ctx context.Context, c net.Conn, m agentpb.ForwardRequ
 	}
 	l := &forwardListener{Listener: inner, room: make(chan struct{}, maxPending), closed: make(chan struct{}), pending: make(map[uint64]net.Conn)}
 	token := f.token()
-	f.mu.Lock()
+	f.listenMu.Lock()
+	if f.listeners == nil {
+		f.listeners = make(map[uint64]*forwardListener)
+	}
 	f.listeners[token] = l
-	f.mu.Unlock()
+	f.listenMu.Unlock()
 	var wg sync.WaitGroup
 	defer func() {
-		f.mu.Lock()
+		f.listenMu.Lock()
 		delete(f.listeners, token)
-		f.mu.Unlock()
+		f.listenMu.Unlock()
 		l.end()
 		wg.Wait()
 	}()
@@ -344,9 +314,9 @@ func (l *forwardListener) end() {
 
 // accept hands a pending connection to the host.
 func (f *forwards) accept(c net.Conn, listener, token uint64) {
-	f.mu.Lock()
+	f.listenMu.Lock()
 	l := f.listeners[listener]
-	f.mu.Unlock()
+	f.listenMu.Unlock()
 	var conn net.Conn
 	if l != nil {
 		conn = l.take(token)
