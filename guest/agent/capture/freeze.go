@@ -53,7 +53,7 @@ func (s *Standby) Freeze(ctx context.Context, m *agentpb.FreezeRequest) (*agentp
 		s.after(context.WithoutCancel(ctx), limits, agentpb.HookThaw, agentpb.HookFreeze, started, &out.Failures)
 		return out, nil
 	}
-	if err := s.machine.Freeze(); err != nil {
+	if err := s.config.Machine.Freeze(); err != nil {
 		s.after(context.WithoutCancel(ctx), limits, agentpb.HookThaw, agentpb.HookFreeze, started, &out.Failures)
 		return nil, err
 	}
@@ -95,7 +95,7 @@ func (s *Standby) thawLate() {
 func (s *Standby) thaw(ctx context.Context, failures *[]*agentpb.HookFailure) error {
 	f := &s.freeze
 	f.timer.Stop()
-	err := s.machine.Thaw()
+	err := s.config.Machine.Thaw()
 	f.active.Store(false)
 	s.after(ctx, f.limits, agentpb.HookThaw, agentpb.HookFreeze, f.started, failures)
 	f.started = nil

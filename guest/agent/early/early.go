@@ -38,27 +38,23 @@ type Machine struct {
 // called once, by PID 1. An error says which step failed and why.
 func Start() (*Machine, error) {
 	m := &Machine{rw: -1, started: time.Now()}
-	if err := mountBase(); err != nil {
-		return m, err
+	for _, step := range []func() error{mountBase, m.configure, loadModules, m.mountRoot, switchRoot, m.settle} {
+		if err := step(); err != nil {
+			return m, err
+		}
 	}
+	return m, nil
+}
+
+// configure finds out what the machine is to be.
+func (m *Machine) configure() error {
 	openConsole()
 	line, err := readSmall("/proc/cmdline")
 	if err != nil {
-		return m, fmt.Errorf("read the kernel command line: %w", err)
+		return fmt.Errorf("read the kernel command line: %w", err)
 	}
-	if m.Config, err = ParseCmdline(line); err != nil {
-		return m, err
-	}
-	if err := loadModules(modDir); err != nil {
-		return m, err
-	}
-	if err := m.mountRoot(); err != nil {
-		return m, err
-	}
-	if err := switchRoot(); err != nil {
-		return m, err
-	}
-	return m, m.settle()
+	m.Config, err = ParseCmdline(line)
+	return err
 }
 
 // mountBase mounts what the first steps need.
@@ -107,10 +103,10 @@ func readSmall(path string) (string, error) {
 	return string(buf[:n]), nil
 }
 
-// loadModules loads the kernel modules that dir/order lists. Without that file
+// loadModules loads the kernel modules that modDir/order lists. Without that file
 // the kernel has what it needs built in.
-func loadModules(dir string) error {
-	order, err := os.ReadFile(dir + "/order")
+func loadModules() error {
+	order, err := os.ReadFile(modDir + "/order")
 	if errors.Is(err, os.ErrNotExist) {
 		return nil
 	}
@@ -118,7 +114,7 @@ func loadModules(dir string) error {
 		return fmt.Errorf("read the list of kernel modules: %w", err)
 	}
 	for name := range strings.FieldsSeq(string(order)) {
-		if err := loadModule(dir + "/" + name); err != nil {
+		if err := loadModule(modDir + "/" + name); err != nil {
 			return fmt.Errorf("load kernel module %s: %w", name, err)
 		}
 	}
