@@ -49,13 +49,12 @@ func (s *Standby) Freeze(ctx context.Context, m *agentpb.FreezeRequest) (*agentp
 		started, out.Refused = s.before(ctx, limits, agentpb.HookFreeze, &out.Failures)
 	}
 	// From here on the guest must go on even if the host has gone away.
-	if out.Refused {
-		s.after(context.WithoutCancel(ctx), limits, agentpb.HookThaw, agentpb.HookFreeze, started, &out.Failures)
-		return out, nil
+	if !out.Refused {
+		err = s.config.Machine.Freeze()
 	}
-	if err := s.config.Machine.Freeze(); err != nil {
+	if out.Refused || err != nil {
 		s.after(context.WithoutCancel(ctx), limits, agentpb.HookThaw, agentpb.HookFreeze, started, &out.Failures)
-		return nil, err
+		return out, err
 	}
 	f.started, f.limits, f.since = started, limits, time.Now()
 	f.active.Store(true)

@@ -280,16 +280,14 @@ func environment(m *agentpb.ExecStart, a account) []string {
 		}
 		env = append(env, "TERM="+term)
 	}
-next:
 	for _, kv := range m.Env {
 		key, _, _ := strings.Cut(kv, "=")
-		for i := range env {
-			if strings.HasPrefix(env[i], key) && len(env[i]) > len(key) && env[i][len(key)] == '=' {
-				env[i] = kv
-				continue next
-			}
+		key += "="
+		if i := slices.IndexFunc(env, func(have string) bool { return strings.HasPrefix(have, key) }); i >= 0 {
+			env[i] = kv
+		} else {
+			env = append(env, kv)
 		}
-		env = append(env, kv)
 	}
 	return env
 }

@@ -47,12 +47,8 @@ func checkCheck(c *agentpb.Check) error {
 	if c == nil {
 		return nil
 	}
-	if c.IntervalNanos == 0 {
-		c.IntervalNanos = int64(defaultCheckInterval)
-	}
-	if c.TimeoutNanos == 0 {
-		c.TimeoutNanos = int64(defaultCheckTimeout)
-	}
+	def(&c.IntervalNanos, defaultCheckInterval)
+	def(&c.TimeoutNanos, defaultCheckTimeout)
 	for _, d := range []int64{c.IntervalNanos, c.TimeoutNanos} {
 		if d < int64(minCheckTime) || d > int64(maxCheckTime) {
 			return bad("a time of %v: it is %v to %v", time.Duration(d), minCheckTime, maxCheckTime)

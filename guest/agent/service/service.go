@@ -179,11 +179,6 @@ func checkService(m *agentpb.Service) (*agentpb.Service, error) {
 		return nil, err
 	}
 	u := proto.CloneOf(m)
-	def := func(v *int64, d time.Duration) {
-		if *v == 0 {
-			*v = int64(d)
-		}
-	}
 	def(&u.BackoffNanos, defaultBackoff)
 	def(&u.MaxBackoffNanos, max(defaultMaxWait, time.Duration(u.BackoffNanos)))
 	def(&u.StopNanos, defaultStopTime)
@@ -206,6 +201,13 @@ func checkService(m *agentpb.Service) (*agentpb.Service, error) {
 		return bad("a log of %d bytes: it has %d to %d", u.LogLimit, agentpb.MinServiceLog, agentpb.MaxServiceLog)
 	}
 	return u, checkCheck(u.Check)
+}
+
+// def gives a time its default.
+func def(v *int64, d time.Duration) {
+	if *v == 0 {
+		*v = int64(d)
+	}
 }
 
 // startOf is what a service is as a command.
