@@ -220,8 +220,6 @@ type CopyOptions struct {
 	// Owner owns everything that is created in the guest; nil is root. It has
 	// no meaning for CopyOut, whose files belong to the caller.
 	Owner *Owner
-	// KeepOwner keeps the numbers of the owners instead.
-	KeepOwner bool
 	// KeepLinks has CopyOut create symbolic links that are absolute or lead
 	// out of the tree. They are left out otherwise: whoever opens one later
 	// would be led where the guest wants.
@@ -309,7 +307,7 @@ func (c *Client) CopyIn(ctx context.Context, src, dst string, o CopyOptions) (ou
 	}
 	defer func() { out.At = path.Join(dir, name) }()
 	owner := o.Owner
-	if owner == nil && !o.KeepOwner {
+	if owner == nil {
 		owner = &Owner{}
 	}
 	m := &agentpb.Unpack{Path: dir, Owner: owner.message(), MaxBytes: o.MaxBytes, MaxEntries: o.MaxEntries, Marker: treetar.Marker(base)}
@@ -440,7 +438,7 @@ func (c *Client) copyOut(ctx context.Context, src string, root *os.Root, name, m
 	defer t.close()
 	to := treetar.Options{
 		Limits:    treetar.Limits{Bytes: o.MaxBytes, Entries: o.MaxEntries},
-		KeepOwner: o.KeepOwner, KeepLinks: o.KeepLinks, OwnerWrites: o.OwnerWrites, Rename: name, Marker: marker,
+		KeepLinks: o.KeepLinks, OwnerWrites: o.OwnerWrites, Rename: name, Marker: marker,
 	}
 	t.received = o.tell(&received)
 	var res treetar.Result
