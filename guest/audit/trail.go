@@ -263,29 +263,25 @@ func ReadHead(path string) (Head, error) {
 
 // Ensure makes the trail of a VM, unless it is there. One that is damaged, as after a power
 // cut, or another VM's is put aside, with ".damaged" behind its name.
-func Ensure(ctx context.Context, path string, h Head) error {
+func Ensure(ctx context.Context, path string, h Head) (err error) {
+	defer func() {
+		if err != nil {
+			err = fmt.Errorf("making an audit trail: %w", err)
+		}
+	}()
 	h.Version, h.Part, h.Time = Version, 1, time.Now().UTC()
 	data, err := encode(h)
 	if err == nil && len(data) > maxHead {
 		err = fmt.Errorf("a first line of %d bytes, at most %d", len(data), maxHead)
 	}
-	if err != nil {
-		return fmt.Errorf("making an audit trail: %w", err)
-	}
-	for {
-		f, err := openLocked(ctx, path, os.O_RDWR|os.O_APPEND|os.O_CREATE)
-		if err != nil {
-			return fmt.Errorf("making an audit trail: %w", err)
-		}
-		done, err := ensure(f, path, h.VM, data)
-		f.Close()
-		if err != nil {
-			return fmt.Errorf("making an audit trail: %w", err)
-		}
-		if done {
-			return nil
+	for done := false; err == nil && !done; {
+		var f *os.File
+		if f, err = openLocked(ctx, path, os.O_RDWR|os.O_APPEND|os.O_CREATE); err == nil {
+			done, err = ensure(f, path, h.VM, data)
+			f.Close()
 		}
 	}
+	return err
 }
 
 // ensure is Ensure with the file that is there, locked.

@@ -39,16 +39,14 @@ const (
 var ErrBusy = errors.New("another copy writes the same file")
 
 // partName is what an unfinished file is called in its directory: the same for each copy of it.
-func partName(base string) string { return hashedName(base) }
-
-func hashedName(of string) string {
-	sum := sha256.Sum256([]byte(of))
+func partName(base string) string {
+	sum := sha256.Sum256([]byte(base))
 	return partPrefix + hex.EncodeToString(sum[:])[:partDigits]
 }
 
 // Marker is the name of a file that a directory has at its top while a tree is copied into it, if
 // the copy has made it. base is the last element of the tree's path at its source.
-func Marker(base string) string { return hashedName("tree\x00" + base) }
+func Marker(base string) string { return partName("tree\x00" + base) }
 
 // Unfinished says of a name's last element that it is one of an unfinished file, or a marker, which no copy has.
 func Unfinished(base string) bool {

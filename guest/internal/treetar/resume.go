@@ -169,7 +169,7 @@ func PackResumed(ctx context.Context, rw io.ReadWriter, src, name string) (Resul
 	defer from.close()
 	out := bufio.NewWriterSize(archiveWriter{rw}, archiveBuffer)
 	s := &sender{ctx: ctx, from: from, rw: rw, r: bufio.NewReader(rw), out: out, tw: tar.NewWriter(out)}
-	err = from.walk(ctx, func(rel string, _ *spot, fi fs.FileInfo) error {
+	err = from.walk(ctx, from.top, func(rel string, _ *spot, fi fs.FileInfo) error {
 		return s.add(&offered{rel: rel, name: from.rename(rel, name), fi: fi})
 	})
 	if err == nil {

@@ -105,7 +105,7 @@ func Pack(ctx context.Context, w io.Writer, src, name string) (Result, error) {
 	bw := bufio.NewWriterSize(w, packBuffer)
 	tw := tar.NewWriter(bw)
 	var res Result
-	err = from.walk(ctx, func(rel string, s *spot, fi fs.FileInfo) error {
+	err = from.walk(ctx, from.top, func(rel string, s *spot, fi fs.FileInfo) error {
 		return packOne(tw, s, fi, from.rename(rel, name), 0, nil, &res)
 	})
 	if err == nil {
