@@ -158,14 +158,13 @@ const maxNextID = 1 << 31
 // call makes a call that may be made twice without harm. A kept connection
 // that turns out to be dead, as all are after the guest was woken from a
 // snapshot, is replaced by a new one.
-func call[Req, Resp any](ctx context.Context, c *Client, op string, f method[Req, Resp], req Req) (Resp, error) {
+func call[Req, Resp any](ctx context.Context, c *Client, op string, f method[Req, Resp], req Req) (resp Resp, err error) {
 	for {
 		ch, used, err := c.take(ctx)
 		if err != nil {
-			var zero Resp
-			return zero, err
+			return resp, err
 		}
-		resp, err := on(ctx, c, ch, op, f, req)
+		resp, err = on(ctx, c, ch, op, f, req)
 		if used && ctx.Err() == nil && errors.Is(err, ErrConnectionLost) {
 			continue
 		}
@@ -175,11 +174,10 @@ func call[Req, Resp any](ctx context.Context, c *Client, op string, f method[Req
 
 // callOnce makes a call that must not be made twice: on a new connection,
 // since one that was kept may be dead.
-func callOnce[Req, Resp any](ctx context.Context, c *Client, op string, f method[Req, Resp], req Req) (Resp, error) {
+func callOnce[Req, Resp any](ctx context.Context, c *Client, op string, f method[Req, Resp], req Req) (resp Resp, err error) {
 	ch, err := c.connect(ctx)
 	if err != nil {
-		var zero Resp
-		return zero, err
+		return resp, err
 	}
 	return on(ctx, c, ch, op, f, req)
 }
