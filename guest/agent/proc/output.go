@@ -186,17 +186,11 @@ func (o *Output) drop(to uint64) {
 	o.segs = slices.Delete(o.segs, 0, i)
 }
 
-// peek returns what read would, without the bytes.
-func (o *Output) peek(reader uint64) (n int, stderr bool, offset uint64, ended bool) {
+// read copies the next bytes of one stream for the reader into p. n is 0 when
+// there are none now; ended then says that none will come.
+func (o *Output) read(reader uint64, p []byte) (n int, stderr bool, offset uint64, ended bool) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	return o.nextRun(reader)
-}
-
-// nextRun describes the next bytes of one stream for the reader. n is 0 when
-// there are none now; ended then says that none will come.
-// Precondition: o.mu is held.
-func (o *Output) nextRun(reader uint64) (n int, stderr bool, offset uint64, ended bool) {
 	if reader != o.reader || o.next == o.end {
 		return 0, false, o.next, o.ended && reader == o.reader
 	}
@@ -206,20 +200,14 @@ func (o *Output) nextRun(reader uint64) (n int, stderr bool, offset uint64, ende
 		}
 		return 1
 	})
-	return int(o.segs[i].end - o.next), o.segs[i].stderr, o.next, false
-}
-
-// read copies the next bytes of one stream for the reader into p.
-func (o *Output) read(reader uint64, p []byte) (n int, stderr bool, offset uint64, ended bool) {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	want, stderr, offset, ended := o.nextRun(reader)
-	n = o.copyOut(offset, p[:min(want, len(p))])
+	offset = o.next
+	n = o.copyOut(offset, p[:min(o.segs[i].end-offset, uint64(len(p)))])
+	stderr = o.segs[i].stderr
 	o.next += uint64(n)
 	if !o.keep {
 		o.release(o.next)
 	}
-	return n, stderr, offset, ended
+	return n, stderr, offset, false
 }
 
 // took tells that the reader has everything before the offset for good.

@@ -493,22 +493,21 @@ func setNonblock(fd int) error {
 func (c *childFiles) poll() error {
 	closeAll(&c.child)
 	var files [3]*poll.File
+	var err error
 	for i, fd := range c.ours {
-		if fd < 0 {
-			continue
+		if fd >= 0 && err == nil {
+			files[i], err = poll.New(fd, "stdio")
+			c.ours[i] = -1 // the file's now
 		}
-		f, err := poll.New(fd, "stdio")
-		c.ours[i] = -1 // the file's now
-		if err != nil {
-			closeAll(&c.ours)
-			for _, f := range files {
-				if f != nil {
-					f.Close()
-				}
+	}
+	if err != nil {
+		closeAll(&c.ours)
+		for _, f := range files {
+			if f != nil {
+				f.Close()
 			}
-			return err
 		}
-		files[i] = f
+		return err
 	}
 	c.input = files[0]
 	if c.outs = files[1:]; files[1] == nil {

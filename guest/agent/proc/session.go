@@ -148,9 +148,9 @@ func (s *session) detach() {
 
 // sendOutput sends what the process writes, then its exit.
 func (s *session) sendOutput() error {
-	buf := make([]byte, 0, firstRead)
+	buf := make([]byte, firstRead)
 	for {
-		n, _, _, ended := s.p.out.peek(s.reader)
+		n, stderr, offset, ended := s.p.out.read(s.reader, buf)
 		if n == 0 {
 			if ended {
 				break
@@ -166,16 +166,15 @@ func (s *session) sendOutput() error {
 		if err != nil {
 			return err
 		}
-		if n = min(n, agentpb.MaxChunk); n > cap(buf) {
-			buf = make([]byte, 0, agentpb.MaxChunk)
-		}
-		n, stderr, offset, _ := s.p.out.read(s.reader, buf[:min(cap(buf), agentpb.MaxChunk)])
 		s.ends[num%agentpb.Window] = offset + uint64(n)
 		err = s.stream.Send(&agentpb.ExecResponse{Msg: &agentpb.ExecResponse_Output{Output: &agentpb.ExecOutput{
 			Stderr: stderr, Offset: offset, Data: buf[:n],
 		}}})
 		if err != nil {
 			return err
+		}
+		if n == len(buf) && n < agentpb.MaxChunk {
+			buf = make([]byte, agentpb.MaxChunk)
 		}
 	}
 	select {
