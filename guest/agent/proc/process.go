@@ -355,13 +355,6 @@ func (t *Table) reserve(p *Process, id string) error {
 	return nil
 }
 
-// publish makes a started process known.
-func (t *Table) publish(p *Process) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	t.byID[p.id] = p
-}
-
 // forget removes p, which has ended.
 func (t *Table) forget(p *Process) {
 	t.mu.Lock()
@@ -548,7 +541,9 @@ func (t *Table) launch(p *Process, path string, env []string, m *agentpb.ExecSta
 	if p.pty {
 		p.master = files.input
 	}
-	t.publish(p)
+	t.mu.Lock()
+	t.byID[p.id] = p
+	t.mu.Unlock()
 	if m.TimeoutNanos > 0 {
 		p.timer = time.AfterFunc(time.Duration(m.TimeoutNanos), func() {
 			p.mu.Lock()

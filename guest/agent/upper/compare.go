@@ -177,16 +177,10 @@ func (c *comparison) at(v *View, p string) (n *node, below bool, err error) {
 		}
 		return &n, false, nil
 	}
-	for i := 0; ; {
-		k := strings.IndexByte(p[i:], '/')
-		if k < 0 {
-			break
-		}
-		i += k
-		if n, ok := v.nodes[p[:i]]; ok && (!n.dir() || n.opaque || n.redirect != "") {
+	for up := parent(p); up != ""; up = parent(up) {
+		if n, ok := v.nodes[up]; ok && (!n.dir() || n.opaque || n.redirect != "") {
 			return nil, false, nil
 		}
-		i++
 	}
 	n, err = c.lower(p)
 	return n, true, err
