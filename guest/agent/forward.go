@@ -188,22 +188,18 @@ func (f *forwards) dial(ctx context.Context, c net.Conn, m agentpb.ForwardReques
 		_ = answer(c, codeOf(err), err.Error())
 		return
 	}
-	if m.Network == agentpb.UDP {
-		if err := answer(c, agentpb.CodeOK, to.LocalAddr().String()); err != nil {
-			to.Close()
-			return
-		}
-		relay.JoinDatagrams(relay.NewStream(c), to)
-		return
-	}
-	join(c, to, to.LocalAddr().String())
+	join(c, to)
 }
 
-// join tells the host that a socket is there, and carries its bytes.
-func join(c, to net.Conn, text string) {
+// join tells the host that a socket is there, and carries its bytes or datagrams.
+func join(c, to net.Conn) {
 	end := relay.Socket(to)
-	if err := answer(c, agentpb.CodeOK, text); err != nil {
+	if err := answer(c, agentpb.CodeOK, to.LocalAddr().String()); err != nil {
 		_ = end.Reset()
+		return
+	}
+	if _, ok := to.(*net.UDPConn); ok {
+		relay.JoinDatagrams(relay.NewStream(c), to)
 		return
 	}
 	_, _, _ = relay.Join(relay.NewStream(c), end) // whoever has a socket sees how it ended
@@ -325,7 +321,7 @@ func (f *forwards) accept(c net.Conn, listener, token uint64) {
 		_ = answer(c, agentpb.CodeNotFound, "the connection is gone")
 		return
 	}
-	join(c, conn, conn.LocalAddr().String())
+	join(c, conn)
 }
 
 // codeOf says what kind of error a dial or a listen has ended with.

@@ -238,11 +238,12 @@ func checkDir(dir string) error {
 		return nil
 	}
 	var st unix.Stat_t
-	if err := unix.Stat(dir, &st); err != nil {
-		return status.Errorf(codes.InvalidArgument, "working directory %s: %v", dir, err)
+	err := unix.Stat(dir, &st)
+	if err == nil && st.Mode&unix.S_IFMT != unix.S_IFDIR {
+		err = unix.ENOTDIR
 	}
-	if st.Mode&unix.S_IFMT != unix.S_IFDIR {
-		return status.Errorf(codes.InvalidArgument, "working directory %s: %v", dir, unix.ENOTDIR)
+	if err != nil {
+		return status.Errorf(codes.InvalidArgument, "working directory %s: %v", dir, err)
 	}
 	return nil
 }
