@@ -96,6 +96,8 @@ func (f *Forward) failed(err error) {
 	}
 }
 
+// carry carries bytes between a connection and its counterpart until both directions have
+// ended, either is broken, or ctx ends, which resets both.
 func (f *Forward) carry(ctx context.Context, a net.Conn) {
 	b, err := f.Dial(ctx)
 	if err != nil {
@@ -103,16 +105,6 @@ func (f *Forward) carry(ctx context.Context, a net.Conn) {
 		f.failed(err)
 		return
 	}
-	if err := Join(ctx, a, b); errors.Is(err, errEnds) {
-		f.failed(err)
-	}
-}
-
-var errEnds = errors.New("forward: one end of a connection is the host's and one the guest's")
-
-// Join carries bytes between an end in the guest and one on the host until both
-// directions have ended, either is broken, or ctx ends, which resets both.
-func Join(ctx context.Context, a, b net.Conn) error {
 	if _, ok := a.(*guest.Conn); !ok {
 		a, b = b, a
 	}
@@ -120,7 +112,8 @@ func Join(ctx context.Context, a, b net.Conn) error {
 	if _, both := b.(*guest.Conn); !ok || both {
 		reset(a)
 		reset(b)
-		return errEnds
+		f.failed(errEnds)
+		return
 	}
 	outside := relay.Socket(b)
 	stop := context.AfterFunc(ctx, func() {
@@ -128,9 +121,10 @@ func Join(ctx context.Context, a, b net.Conn) error {
 		_ = outside.Reset()
 	})
 	defer stop()
-	_, _, err := relay.Join(inside, outside)
-	return err
+	_, _, _ = relay.Join(inside, outside) // whoever has an end of it sees how it ended
 }
+
+var errEnds = errors.New("forward: one end of a connection is the host's and one the guest's")
 
 // Listen listens at an address of the host. A Unix socket gets the permissions 0600
 // before anybody can reach it, and is removed when the listener is closed; the error is

@@ -353,7 +353,10 @@ func (v *daemon) supervise(stop, ended, first chan struct{}) {
 			v.tell(agentpb.ServiceEvent{Event: agentpb.EventGaveUp, Problem: fmt.Sprintf("it has ended %d times in a row", row)})
 			return
 		}
-		v.set(agentpb.ServiceWaiting)
+		v.mu.Lock()
+		v.state = agentpb.ServiceWaiting
+		v.changed.Ring()
+		v.mu.Unlock()
 		t := time.NewTimer(wait)
 		select {
 		case <-t.C:
@@ -453,13 +456,6 @@ func (v *daemon) current() *agentpb.Service {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	return v.unit
-}
-
-func (v *daemon) set(state string) {
-	v.mu.Lock()
-	defer v.mu.Unlock()
-	v.state = state
-	v.changed.Ring()
 }
 
 // over notes that it is not started again.
