@@ -58,9 +58,9 @@ type watch struct {
 	sent    uint64 // number of the last that the connection was told
 	acked   uint64 // number of the last that was acknowledged, and when it was taken
 	ackedAt int64
-	lost    uint64        // events since then for which there was no room
-	changed flow.Bell     // there may be something to tell
-	over    bool          // no more comes
+	lost    uint64    // events since then for which there was no room
+	changed flow.Bell // there may be something to tell
+	over    bool      // no more comes
 	// takeOver ends the connection that is attached; nil for none. detached is since when there is none.
 	// turn counts connections.
 	takeOver context.CancelCauseFunc

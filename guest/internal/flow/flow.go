@@ -114,7 +114,7 @@ type Pipe struct {
 	data             chan []byte   // received and not yet read, within a window
 	end              chan struct{} // closed when no more comes
 	ended            sync.Once
-	rest             []byte        // of the message being read
+	rest             []byte // of the message being read
 	acker            Acker
 }
 
