@@ -48,8 +48,8 @@ func (s *source) goneIsNot(rel string, err error) error {
 	return err
 }
 
-// walk calls f for a name, and all that is in it, but unfinished files of copies: in the order of names, a directory before what is
-// in it.
+// walk calls f for a name, and all that is in it, but unfinished files of copies: in the order of names, a directory
+// before what is in it.
 func (s *source) walk(ctx context.Context, rel string, f func(rel string, at *spot, fi fs.FileInfo) error) error {
 	if err := ctx.Err(); err != nil {
 		return err
