@@ -4,7 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"net"
+	"io"
+	"maps"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -28,12 +30,12 @@ const (
 type Client struct {
 	dial Dialer
 
-	mu     sync.Mutex
-	idle   []*channel
-	open   map[*channel]struct{}
-	closed bool
-	// opening are connections of the forward port before their answer.
-	opening map[net.Conn]struct{}
+	closing context.Context // ends with Close
+	end     context.CancelFunc
+
+	mu   sync.Mutex // held while closing ends
+	idle []*channel
+	open map[*channel]struct{}
 
 	trail atomic.Pointer[audit.Trail] // nil: nothing is recorded
 
@@ -53,6 +55,7 @@ type channel struct {
 // see WaitReady.
 func Dial(ctx context.Context, dial Dialer) (*Client, error) {
 	c := &Client{dial: dial, open: make(map[*channel]struct{})}
+	c.closing, c.end = context.WithCancel(context.Background())
 	ch, err := c.connect(ctx)
 	if err != nil {
 		return nil, err
@@ -66,15 +69,9 @@ func Dial(ctx context.Context, dial Dialer) (*Client, error) {
 // killed.
 func (c *Client) Close() error {
 	c.mu.Lock()
-	c.closed = true
+	c.end()
 	c.idle = nil
-	open := make([]*channel, 0, len(c.open))
-	for ch := range c.open {
-		open = append(open, ch)
-	}
-	for conn := range c.opening {
-		conn.Close()
-	}
+	open := slices.Collect(maps.Keys(c.open))
 	c.mu.Unlock()
 	for _, ch := range open {
 		c.discard(ch)
@@ -82,6 +79,9 @@ func (c *Client) Close() error {
 	c.endCarried()
 	return nil
 }
+
+// errClosed is the error of all that is begun, or waits to begin, when the client is closed.
+var errClosed = fmt.Errorf("guest: the client is closed: %w", ErrConnectionLost)
 
 // connect opens a connection.
 func (c *Client) connect(ctx context.Context) (*channel, error) {
@@ -96,14 +96,14 @@ func (c *Client) connect(ctx context.Context) (*channel, error) {
 	rpc := ttrpc.NewClient(fc)
 	ch := &channel{conn: fc, rpc: rpc, agent: agentpb.NewAgentClient(rpc), nextID: 1}
 	c.mu.Lock()
-	closed := c.closed
+	closed := c.closing.Err() != nil
 	if !closed {
 		c.open[ch] = struct{}{}
 	}
 	c.mu.Unlock()
 	if closed {
 		c.discard(ch)
-		return nil, fmt.Errorf("guest: the client is closed: %w", ErrConnectionLost)
+		return nil, errClosed
 	}
 	return ch, nil
 }
@@ -133,7 +133,7 @@ func (c *Client) take(ctx context.Context) (ch *channel, used bool, err error) {
 // release keeps a connection whose call is over for the next one.
 func (c *Client) release(ch *channel) {
 	c.mu.Lock()
-	keep := !c.closed && len(c.idle) < maxIdle
+	keep := c.closing.Err() == nil && len(c.idle) < maxIdle
 	if keep {
 		c.idle = append(c.idle, ch)
 	}
@@ -158,14 +158,13 @@ const maxNextID = 1 << 31
 // call makes a call that may be made twice without harm. A kept connection
 // that turns out to be dead, as all are after the guest was woken from a
 // snapshot, is replaced by a new one.
-func call[Req, Resp any](ctx context.Context, c *Client, op string, f method[Req, Resp], req Req) (Resp, error) {
+func call[Req, Resp any](ctx context.Context, c *Client, op string, f method[Req, Resp], req Req) (resp Resp, err error) {
 	for {
 		ch, used, err := c.take(ctx)
 		if err != nil {
-			var zero Resp
-			return zero, err
+			return resp, err
 		}
-		resp, err := on(ctx, c, ch, op, f, req)
+		resp, err = on(ctx, c, ch, op, f, req)
 		if used && ctx.Err() == nil && errors.Is(err, ErrConnectionLost) {
 			continue
 		}
@@ -175,11 +174,10 @@ func call[Req, Resp any](ctx context.Context, c *Client, op string, f method[Req
 
 // callOnce makes a call that must not be made twice: on a new connection,
 // since one that was kept may be dead.
-func callOnce[Req, Resp any](ctx context.Context, c *Client, op string, f method[Req, Resp], req Req) (Resp, error) {
+func callOnce[Req, Resp any](ctx context.Context, c *Client, op string, f method[Req, Resp], req Req) (resp Resp, err error) {
 	ch, err := c.connect(ctx)
 	if err != nil {
-		var zero Resp
-		return zero, err
+		return resp, err
 	}
 	return on(ctx, c, ch, op, f, req)
 }
@@ -206,6 +204,69 @@ func on[Req, Resp any](ctx context.Context, c *Client, ch *channel, op string, f
 		err = fmt.Errorf("guest: %s: %w", op, ctx.Err())
 	}
 	return resp, err
+}
+
+// stream is a call of messages both ways, which has a connection to itself.
+type stream[Req, Resp any] struct {
+	messages[Req, Resp]
+	c      *Client
+	ch     *channel
+	op     string
+	parent context.Context
+	ctx    context.Context // ends with the stream
+	cancel context.CancelCauseFunc
+}
+
+// messages are the two directions of a call.
+type messages[Req, Resp any] interface {
+	Send(*Req) error
+	Recv() (*Resp, error)
+}
+
+// begin makes such a call and sends its first message.
+func begin[Req, Resp any, S messages[Req, Resp]](ctx context.Context, c *Client, op string, f func(agentpb.AgentClient, context.Context) (S, error), first *Req) (*stream[Req, Resp], error) {
+	ch, err := c.connect(ctx)
+	if err != nil {
+		return nil, err
+	}
+	s := &stream[Req, Resp]{c: c, ch: ch, op: op, parent: ctx}
+	s.ctx, s.cancel = context.WithCancelCause(ctx)
+	ch.expect()
+	m, err := f(ch.agent, s.ctx)
+	if err == nil {
+		s.messages = m
+		err = m.Send(first)
+	}
+	if err != nil {
+		s.close()
+		return nil, s.fail(err)
+	}
+	return s, nil
+}
+
+// Recv takes the next message.
+func (s *stream[Req, Resp]) Recv() (*Resp, error) {
+	m, err := s.messages.Recv()
+	s.ch.conn.taken()
+	return m, err
+}
+
+func (s *stream[Req, Resp]) close() {
+	s.cancel(nil)
+	s.c.discard(s.ch)
+}
+
+// fail turns an error of the stream into one of this package's. It does not end before the call does.
+func (s *stream[Req, Resp]) fail(err error) error {
+	switch {
+	case err == nil:
+		return nil
+	case s.parent.Err() != nil:
+		return fmt.Errorf("guest: %s: %w", s.op, s.parent.Err())
+	case errors.Is(err, io.EOF):
+		err = ErrConnectionLost
+	}
+	return fail(s.op, s.ch.conn.err(err))
 }
 
 // Info is what the agent says of itself.

@@ -124,27 +124,21 @@ func WaitReady(ctx context.Context, l net.Listener) (Ready, error) {
 		c, err := l.Accept()
 		if err != nil {
 			if ctx.Err() != nil {
-				return Ready{}, fmt.Errorf("guest: wait for the agent: %w", ctx.Err())
+				err = ctx.Err()
 			}
 			return Ready{}, fmt.Errorf("guest: wait for the agent: %w", err)
 		}
-		r, err := readReady(c)
+		var line string
+		if err = c.SetDeadline(time.Now().Add(readyTimeout)); err == nil {
+			line, err = readLine(c, agentpb.MaxReadyLine)
+		}
 		c.Close()
-		if err == nil {
+		if err != nil {
+			continue
+		}
+		if r, err := agentpb.ParseReady(line); err == nil {
+			r.Version = printable(r.Version)
 			return r, nil
 		}
 	}
-}
-
-func readReady(c net.Conn) (Ready, error) {
-	if err := c.SetDeadline(time.Now().Add(readyTimeout)); err != nil {
-		return Ready{}, err
-	}
-	line, err := readLine(c, agentpb.MaxReadyLine)
-	if err != nil {
-		return Ready{}, err
-	}
-	r, err := agentpb.ParseReady(line)
-	r.Version = printable(r.Version)
-	return r, err
 }

@@ -127,15 +127,12 @@ func (c *Client) Drop(ctx context.Context, paths []DropPath, limit time.Duration
 
 // drop makes the call, and checks that it is about the paths that were asked for.
 func (c *Client) drop(ctx context.Context, m *agentpb.DropRequest) (*agentpb.DropResponse, error) {
-	limit := time.Duration(m.LimitNanos) + dropSlack
-	ctx, cancel := context.WithTimeoutCause(ctx, limit, fmt.Errorf("guest: %s: %w: no answer within %v", opDrop, ErrUnavailable, limit))
-	defer cancel()
-	r, err := callOnce(ctx, c, opDrop, agentpb.AgentClient.Drop, m)
+	r, err := callWithin(ctx, c, opDrop, time.Duration(m.LimitNanos)+dropSlack, agentpb.AgentClient.Drop, m)
 	if unknownCall(err) {
 		return nil, fmt.Errorf("guest: %s: %w", opDrop, ErrNoDrop)
 	}
 	if err != nil {
-		return nil, timeoutCause(ctx, err)
+		return nil, err
 	}
 	if len(r.Paths) != len(m.Paths) {
 		return nil, fmt.Errorf("guest: %s: %w: an answer about %d paths to a question about %d", opDrop, ErrProtocol, len(r.Paths), len(m.Paths))

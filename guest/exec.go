@@ -135,12 +135,7 @@ func exitStatus(e *agentpb.ExecExit) *ExitStatus {
 type Session struct {
 	id     string
 	pid    int
-	pty    bool
-	c      *Client
-	ch     *channel
-	stream agentpb.Agent_ExecClient
-	ctx    context.Context
-	cancel context.CancelCauseFunc
+	stream *stream[agentpb.ExecRequest, agentpb.ExecResponse]
 	io     IO
 	record *audit.Pending
 	detach bool
@@ -213,48 +208,30 @@ func (c *Client) session(ctx context.Context, s *Session, a audit.Action, op str
 			s.record.End(audit.Outcome{Error: text(err)})
 		}
 	}()
-	ch, err := c.connect(ctx)
-	if err != nil {
+	s.outq, s.done = make(chan *agentpb.ExecOutput, agentpb.Window), make(chan struct{})
+	if s.stream, err = begin(ctx, c, op, agentpb.AgentClient.Exec, first); err != nil {
 		return nil, err
 	}
-	s.c, s.ch = c, ch
-	s.outq, s.done = make(chan *agentpb.ExecOutput, agentpb.Window), make(chan struct{})
-	s.ctx, s.cancel = context.WithCancelCause(ctx)
-	ch.expect()
-	started, err := s.begin(first)
+	started, err := s.begun()
 	if err != nil {
-		err = fail(op, ch.conn.err(err))
-		if ctx.Err() != nil {
-			err = fmt.Errorf("guest: %s: %w", op, ctx.Err())
-		}
-		s.cancel(nil)
-		c.discard(ch)
-		return nil, err
+		s.stream.close()
+		return nil, s.stream.fail(err)
 	}
 	if started == nil {
-		s.cancel(nil)
-		c.discard(ch)
+		s.stream.close()
 		s.recordEnd()
 		close(s.done)
 		return s, nil
 	}
-	s.id, s.pid, s.pty, s.offset = started.Id, int(started.Pid), started.Pty, started.Offset
+	s.id, s.pid, s.offset = started.Id, int(started.Pid), started.Offset
 	go s.run(op)
 	return s, nil
 }
 
-// begin sends the first message and takes its answer. It returns nil, and has
+// begun takes the answer to the first message. It returns nil, and has
 // set the status, when the command could not be started.
-func (s *Session) begin(first *agentpb.ExecRequest) (*agentpb.ExecStarted, error) {
-	stream, err := s.ch.agent.Exec(s.ctx)
-	if err != nil {
-		return nil, err
-	}
-	s.stream = stream
-	if err := stream.Send(first); err != nil {
-		return nil, err
-	}
-	m, err := s.recv()
+func (s *Session) begun() (*agentpb.ExecStarted, error) {
+	m, err := s.stream.Recv()
 	if err != nil {
 		return nil, err
 	}
@@ -316,7 +293,7 @@ var errDetached = errors.New("detached")
 // Close ends the session without waiting for the command: a detached process
 // runs on, any other is killed. Wait returns ErrConnectionLost then.
 func (s *Session) Close() error {
-	s.cancel(errDetached)
+	s.stream.cancel(errDetached)
 	<-s.done
 	return nil
 }
@@ -339,22 +316,22 @@ func (s *Session) run(op string) {
 	status, err := s.receive()
 	close(s.outq)
 	if err != nil {
-		s.cancel(err)
+		s.stream.cancel(err)
 	}
 	delivered.Wait()
-	if cause := context.Cause(s.ctx); cause != nil {
+	if cause := context.Cause(s.stream.ctx); cause != nil {
 		err = cause
 	}
-	s.cancel(errDetached)
+	s.stream.cancel(errDetached)
 	resized.Wait()
-	s.c.discard(s.ch)
+	s.stream.close()
 	switch {
 	case errors.Is(err, errDetached):
 		s.err = fmt.Errorf("guest: %s: the session was closed: %w", op, ErrConnectionLost)
 	case errors.Is(err, context.Canceled), errors.Is(err, context.DeadlineExceeded):
 		s.err = fmt.Errorf("guest: %s: %w", op, err)
 	case err != nil:
-		s.err = fail(op, s.ch.conn.err(err))
+		s.err = s.stream.fail(err)
 	default:
 		s.status = status
 		if status.Code != 0 {
@@ -365,18 +342,11 @@ func (s *Session) run(op string) {
 	close(s.done)
 }
 
-// recv takes the next message.
-func (s *Session) recv() (*agentpb.ExecResponse, error) {
-	m, err := s.stream.Recv()
-	s.ch.conn.taken()
-	return m, err
-}
-
 // receive handles what the guest sends until the command's exit. It does not
 // wait for Stdout, so that acknowledgements of stdin get through.
 func (s *Session) receive() (*ExitStatus, error) {
 	for {
-		m, err := s.recv()
+		m, err := s.stream.Recv()
 		if err != nil {
 			if errors.Is(err, io.EOF) {
 				err = ErrConnectionLost
@@ -415,7 +385,7 @@ func (s *Session) deliver() {
 	var acker flow.Acker
 	failed := false
 	for out := range s.outq {
-		if failed || s.ctx.Err() != nil {
+		if failed || s.stream.ctx.Err() != nil {
 			continue
 		}
 		w := s.io.Stdout
@@ -424,7 +394,7 @@ func (s *Session) deliver() {
 		}
 		if w != nil {
 			if _, err := w.Write(out.Data); err != nil {
-				s.cancel(fmt.Errorf("write the command's output: %w", err))
+				s.stream.cancel(fmt.Errorf("write the command's output: %w", err))
 				failed = true
 				continue
 			}
@@ -450,7 +420,7 @@ func (s *Session) resizes() {
 			if s.Resize(size) != nil {
 				return
 			}
-		case <-s.ctx.Done():
+		case <-s.stream.ctx.Done():
 			return
 		}
 	}
@@ -466,7 +436,7 @@ func (s *Session) feed() {
 	for {
 		n, err := s.io.Stdin.Read(buf)
 		if n > 0 {
-			if _, aerr := s.stdin.Acquire(s.ctx); aerr != nil {
+			if _, aerr := s.stdin.Acquire(s.stream.ctx); aerr != nil {
 				return
 			}
 			if s.stream.Send(&agentpb.ExecRequest{Msg: &agentpb.ExecRequest_Stdin{Stdin: buf[:n]}}) != nil {
@@ -479,7 +449,7 @@ func (s *Session) feed() {
 			return
 		}
 		if err != nil {
-			s.cancel(fmt.Errorf("read the command's input: %w", err))
+			s.stream.cancel(fmt.Errorf("read the command's input: %w", err))
 			return
 		}
 	}

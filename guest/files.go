@@ -2,7 +2,6 @@ package guest
 
 import (
 	"archive/tar"
-	"bufio"
 	"context"
 	"errors"
 	"fmt"
@@ -144,33 +143,21 @@ func (c *Client) ReadFile(ctx context.Context, path string, w io.Writer, offset,
 		return 0, err
 	}
 	defer t.close()
-	lw := &limitWriter{w: w, left: length}
-	if length == 0 {
-		lw.left = -1
-	}
-	err = t.converse(true, func(rw io.ReadWriter) error {
-		_, err := io.CopyBuffer(lw, rw, make([]byte, agentpb.MaxChunk))
+	err = t.converse(true, func(rw io.ReadWriter) (err error) {
+		r := io.Reader(rw)
+		if length != 0 {
+			r = io.LimitReader(rw, length)
+		}
+		n, err = io.CopyBuffer(struct{ io.Writer }{w}, r, make([]byte, agentpb.MaxChunk))
+		if err != nil || length == 0 {
+			return err
+		}
+		if more, _ := rw.Read(make([]byte, 1)); more > 0 {
+			err = fmt.Errorf("%w: more bytes than were asked for", ErrProtocol)
+		}
 		return err
 	})
-	return lw.written, t.fail(err)
-}
-
-// limitWriter refuses more than it was asked for; left -1 is no limit.
-type limitWriter struct {
-	w             io.Writer
-	left, written int64
-}
-
-func (l *limitWriter) Write(p []byte) (int, error) {
-	if l.left >= 0 {
-		if int64(len(p)) > l.left {
-			return 0, fmt.Errorf("%w: more bytes than were asked for", ErrProtocol)
-		}
-		l.left -= int64(len(p))
-	}
-	n, err := l.w.Write(p)
-	l.written += int64(n)
-	return n, err
+	return n, t.fail(err)
 }
 
 // WriteOptions says how WriteFile writes.
@@ -233,8 +220,6 @@ type CopyOptions struct {
 	// Owner owns everything that is created in the guest; nil is root. It has
 	// no meaning for CopyOut, whose files belong to the caller.
 	Owner *Owner
-	// KeepOwner keeps the numbers of the owners instead.
-	KeepOwner bool
 	// KeepLinks has CopyOut create symbolic links that are absolute or lead
 	// out of the tree. They are left out otherwise: whoever opens one later
 	// would be led where the guest wants.
@@ -322,7 +307,7 @@ func (c *Client) CopyIn(ctx context.Context, src, dst string, o CopyOptions) (ou
 	}
 	defer func() { out.At = path.Join(dir, name) }()
 	owner := o.Owner
-	if owner == nil && !o.KeepOwner {
+	if owner == nil {
 		owner = &Owner{}
 	}
 	m := &agentpb.Unpack{Path: dir, Owner: owner.message(), MaxBytes: o.MaxBytes, MaxEntries: o.MaxEntries, Marker: treetar.Marker(base)}
@@ -344,10 +329,7 @@ func (c *Client) CopyIn(ctx context.Context, src, dst string, o CopyOptions) (ou
 		if o.Resume {
 			res, err = treetar.PackResumed(t.ctx, rw, src, name)
 		} else {
-			bw := bufio.NewWriterSize(rw, agentpb.MaxChunk)
-			if res, err = treetar.Pack(t.ctx, bw, src, name); err == nil {
-				err = bw.Flush()
-			}
+			res, err = treetar.Pack(t.ctx, rw, src, name)
 		}
 		if err == nil {
 			err = t.sendEnd()
@@ -456,74 +438,34 @@ func (c *Client) copyOut(ctx context.Context, src string, root *os.Root, name, m
 	defer t.close()
 	to := treetar.Options{
 		Limits:    treetar.Limits{Bytes: o.MaxBytes, Entries: o.MaxEntries},
-		KeepOwner: o.KeepOwner, KeepLinks: o.KeepLinks, OwnerWrites: o.OwnerWrites, Rename: name, Marker: marker,
+		KeepLinks: o.KeepLinks, OwnerWrites: o.OwnerWrites, Rename: name, Marker: marker,
 	}
 	t.received = o.tell(&received)
 	var res treetar.Result
 	err = t.converse(true, func(rw io.ReadWriter) (err error) {
 		if o.Resume {
 			res, err = treetar.UnpackResumed(t.ctx, rw, root, to)
-			return err
-		}
-		if res, err = treetar.Unpack(t.ctx, rw, root, to); err == nil {
-			// Padding may follow the archive's end, but not without end.
-			_, err = io.Copy(&limitWriter{w: io.Discard, left: maxPadding}, rw)
+		} else {
+			res, err = treetar.Unpack(t.ctx, rw, root, to)
 		}
 		return err
 	})
 	return copyResult(res), resumeError(o, t.fail(err))
 }
 
-const maxPadding = 1 << 20 // bytes
-
 // transfer is one Transfer stream, seen from the host.
 type transfer struct {
-	op     string
-	c      *Client
-	ch     *channel
-	stream agentpb.Agent_TransferClient
-	parent context.Context
-	ctx    context.Context
-	cancel context.CancelCauseFunc
+	*stream[agentpb.TransferRequest, agentpb.TransferResponse]
 	// sent and received, when set, are told the bytes of each message of data.
 	sent, received func(int64)
 }
 
 func (c *Client) transfer(ctx context.Context, op string, first *agentpb.TransferRequest) (*transfer, error) {
-	ch, err := c.connect(ctx)
+	s, err := begin(ctx, c, op, agentpb.AgentClient.Transfer, first)
 	if err != nil {
 		return nil, err
 	}
-	t := &transfer{op: op, c: c, ch: ch, parent: ctx}
-	t.ctx, t.cancel = context.WithCancelCause(ctx)
-	ch.expect()
-	if t.stream, err = ch.agent.Transfer(t.ctx); err == nil {
-		err = t.stream.Send(first)
-	}
-	if err != nil {
-		t.close()
-		return nil, t.fail(err)
-	}
-	return t, nil
-}
-
-func (t *transfer) close() {
-	t.cancel(nil)
-	t.c.discard(t.ch)
-}
-
-// fail turns an error of the transfer into one of this package's.
-func (t *transfer) fail(err error) error {
-	if err == nil {
-		return nil
-	}
-	if t.parent.Err() != nil {
-		return fmt.Errorf("guest: %s: %w", t.op, t.parent.Err())
-	}
-	if errors.Is(err, io.EOF) {
-		err = ErrConnectionLost
-	}
-	return fail(t.op, t.ch.conn.err(err))
+	return &transfer{stream: s}, nil
 }
 
 // converse has f send data, and receive data if it reads, from one goroutine, and waits for the guest to be done. What
@@ -533,7 +475,7 @@ func (t *transfer) converse(reads bool, f func(io.ReadWriter) error) error {
 	writing, stop := context.WithCancel(t.ctx)
 	defer stop()
 	p := flow.NewPipe(t.ctx, writing, t.send, func(n uint64) error {
-		return t.stream.Send(&agentpb.TransferRequest{Msg: &agentpb.TransferRequest_Ack{Ack: n}})
+		return t.Send(&agentpb.TransferRequest{Msg: &agentpb.TransferRequest_Ack{Ack: n}})
 	})
 	talked := make(chan error, 1)
 	go func() {
@@ -565,8 +507,7 @@ func (t *transfer) converse(reads bool, f func(io.ReadWriter) error) error {
 // await takes what the guest sends, up to its done message.
 func (t *transfer) await(p *flow.Pipe, reads bool) error {
 	for {
-		m, err := t.stream.Recv()
-		t.ch.conn.taken()
+		m, err := t.Recv()
 		if err != nil {
 			return err
 		}
@@ -594,7 +535,7 @@ func (t *transfer) await(p *flow.Pipe, reads bool) error {
 }
 
 func (t *transfer) send(data []byte) error {
-	err := t.stream.Send(&agentpb.TransferRequest{Msg: &agentpb.TransferRequest_Data{Data: data}})
+	err := t.Send(&agentpb.TransferRequest{Msg: &agentpb.TransferRequest_Data{Data: data}})
 	if err == nil && t.sent != nil {
 		t.sent(int64(len(data)))
 	}
@@ -603,5 +544,5 @@ func (t *transfer) send(data []byte) error {
 
 // sendEnd tells the guest that all was sent.
 func (t *transfer) sendEnd() error {
-	return t.stream.Send(&agentpb.TransferRequest{Msg: &agentpb.TransferRequest_End{End: &agentpb.Empty{}}})
+	return t.Send(&agentpb.TransferRequest{Msg: &agentpb.TransferRequest_End{End: &agentpb.Empty{}}})
 }

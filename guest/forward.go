@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"io/fs"
 	"net"
 	"sync"
 	"syscall"
@@ -24,7 +23,7 @@ import (
 type Conn = relay.Stream
 
 // ForwardError is an answer of the agent's to Dial or Listen. It matches the errors of
-// package syscall for its code (ECONNREFUSED, EHOSTUNREACH, ETIMEDOUT, EADDRINUSE), and
+// package syscall for its code (ECONNREFUSED, EHOSTUNREACH, ETIMEDOUT, EADDRINUSE among them), and
 // fs.ErrNotExist and fs.ErrPermission.
 type ForwardError struct {
 	Op, Network, Address string
@@ -39,19 +38,10 @@ func (e *ForwardError) Error() string {
 
 // Is implements errors.Is.
 func (e *ForwardError) Is(target error) bool {
-	switch target {
-	case syscall.ECONNREFUSED:
-		return e.Code == agentpb.CodeRefused
-	case syscall.EHOSTUNREACH:
-		return e.Code == agentpb.CodeUnreachable
-	case syscall.ETIMEDOUT:
-		return e.Code == agentpb.CodeTimeout
-	case syscall.EADDRINUSE:
-		return e.Code == agentpb.CodeInUse
-	case fs.ErrNotExist:
-		return e.Code == agentpb.CodeNotFound
-	case fs.ErrPermission:
-		return e.Code == agentpb.CodeDenied
+	for _, f := range agentpb.ForwardErrors {
+		if f.Err == target {
+			return f.Code == e.Code
+		}
 	}
 	return false
 }
@@ -101,18 +91,15 @@ func (c *Client) forward(ctx context.Context, op, network, address string, m age
 	if err != nil {
 		return nil, "", err
 	}
-	if !c.adopt(conn) {
-		conn.Close()
-		return nil, "", fmt.Errorf("guest: the client is closed: %w", ErrConnectionLost)
-	}
 	defer func() {
-		c.disown(conn)
 		if err != nil {
 			conn.Close()
 		}
 	}()
-	stop := context.AfterFunc(ctx, func() { _ = conn.SetDeadline(time.Unix(1, 0)) })
+	interrupt := func() { _ = conn.SetDeadline(time.Unix(1, 0)) }
+	stop, closing := context.AfterFunc(ctx, interrupt), context.AfterFunc(c.closing, interrupt)
 	defer stop()
+	defer closing()
 	lost := func(err error) error {
 		if ctx.Err() != nil {
 			return fmt.Errorf("guest: %s %s %s: %w", op, network, address, ctx.Err())
@@ -139,31 +126,10 @@ func (c *Client) forward(ctx context.Context, op, network, address string, m age
 	if a.Code != agentpb.CodeOK {
 		return nil, "", &ForwardError{Op: op, Network: network, Address: address, Code: a.Code, Message: printable(string(buf))}
 	}
-	if !stop() {
-		return nil, "", lost(ctx.Err())
+	if !stop() || !closing() {
+		return nil, "", lost(net.ErrClosed)
 	}
 	return conn, string(buf), nil
-}
-
-// adopt makes Close close a connection that is being opened. It fails once the client is
-// closed.
-func (c *Client) adopt(conn net.Conn) bool {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if c.closed {
-		return false
-	}
-	if c.opening == nil {
-		c.opening = make(map[net.Conn]struct{})
-	}
-	c.opening[conn] = struct{}{}
-	return true
-}
-
-func (c *Client) disown(conn net.Conn) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	delete(c.opening, conn)
 }
 
 // Listener listens in the guest. It is a net.Listener whose connections are of type *Conn.
@@ -252,13 +218,6 @@ func (l *Listener) Close() error {
 	return err
 }
 
-// abandon ends the listener without a wait.
-func (l *Listener) abandon() {
-	l.cancel()
-	l.carried.last()
-	l.control.Close()
-}
-
 // Accept implements net.Listener.
 func (l *Listener) Accept() (net.Conn, error) {
 	c, err := l.AcceptGuest()
@@ -302,7 +261,9 @@ func (l *Listener) announced() (_ *announced, err error) {
 	var from string
 	if _, err = io.ReadFull(l.control, head[:]); err == nil {
 		if err := a.Decode(&head); err != nil {
-			l.abandon()
+			l.cancel()
+			l.carried.last()
+			l.control.Close()
 			return nil, fmt.Errorf("guest: accept %s %s: %w: %w", l.network, l.addr, ErrProtocol, err)
 		}
 		buf := make([]byte, a.Length)

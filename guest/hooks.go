@@ -61,25 +61,17 @@ type Hooked struct {
 // an error; its hooks may run all the same.
 func (c *Client) Hooks(ctx context.Context, event HookEvent, l HookLimits) (Hooked, error) {
 	// A refusal has its counterparts to run as well.
-	ctx, cancel := context.WithTimeoutCause(ctx, 2*l.All+hookSlack, fmt.Errorf("guest: hooks: %w: no answer within %v", ErrUnavailable, 2*l.All+hookSlack))
-	defer cancel()
-	resp, err := callOnce(ctx, c, opHooks, agentpb.AgentClient.Hooks, &agentpb.HooksRequest{
+	resp, err := callWithin(ctx, c, "run hooks", 2*l.All+hookSlack, agentpb.AgentClient.Hooks, &agentpb.HooksRequest{
 		Event: string(event), EachNanos: int64(l.Each), AllNanos: int64(l.All), IgnoreFailures: l.IgnoreFailures,
 	})
 	if unknownCall(err) {
 		return Hooked{}, nil
 	}
 	if err != nil {
-		return Hooked{}, timeoutCause(ctx, err)
+		return Hooked{}, err
 	}
 	return Hooked{Ran: int(resp.Ran), Refused: resp.Refused, Failures: hookFailures(resp.Failures)}, nil
 }
-
-const (
-	opHooks  = "run hooks"
-	opFreeze = "freeze the disk"
-	opThaw   = "thaw the disk"
-)
 
 // unknownCall says that the agent is older than the call.
 func unknownCall(err error) bool {
@@ -87,12 +79,15 @@ func unknownCall(err error) bool {
 	return errors.As(err, &re) && re.Code == codes.Unimplemented
 }
 
-// timeoutCause says which time was up.
-func timeoutCause(ctx context.Context, err error) error {
+// callWithin is callOnce of a guest that has to answer within a time.
+func callWithin[Req, Resp any](ctx context.Context, c *Client, op string, limit time.Duration, f method[Req, Resp], req Req) (Resp, error) {
+	ctx, cancel := context.WithTimeoutCause(ctx, limit, fmt.Errorf("guest: %s: %w: no answer within %v", op, ErrUnavailable, limit))
+	defer cancel()
+	resp, err := callOnce(ctx, c, op, f, req)
 	if cause := context.Cause(ctx); errors.Is(err, context.DeadlineExceeded) && errors.Is(cause, ErrUnavailable) {
-		return cause
+		err = cause
 	}
-	return err
+	return resp, err
 }
 
 func hookFailures(in []*agentpb.HookFailure) []HookFailure {
@@ -117,13 +112,11 @@ var ErrFrozenTooLong = errors.New("the guest's disk did not stay frozen")
 // itself after limit, at most 1 min, whatever becomes of the host. Hooks are run
 // before it (HookFreeze); with Refused nothing is frozen.
 func (c *Client) Freeze(ctx context.Context, limit time.Duration, l HookLimits) (Hooked, error) {
-	ctx, cancel := context.WithTimeoutCause(ctx, 2*l.All+limit+hookSlack, fmt.Errorf("guest: freeze: %w: no answer within %v", ErrUnavailable, 2*l.All+limit+hookSlack))
-	defer cancel()
-	resp, err := callOnce(ctx, c, opFreeze, agentpb.AgentClient.Freeze, &agentpb.FreezeRequest{
+	resp, err := callWithin(ctx, c, "freeze the disk", 2*l.All+limit+hookSlack, agentpb.AgentClient.Freeze, &agentpb.FreezeRequest{
 		LimitNanos: int64(limit), EachNanos: int64(l.Each), AllNanos: int64(l.All), IgnoreFailures: l.IgnoreFailures, SkipHooks: l.Skip,
 	})
 	if err != nil {
-		return Hooked{}, timeoutCause(ctx, err)
+		return Hooked{}, err
 	}
 	return Hooked{Refused: resp.Refused, Failures: hookFailures(resp.Failures)}, nil
 }
@@ -137,11 +130,9 @@ type Thawed struct {
 // Thaw ends a Freeze. It fails with ErrFrozenTooLong if the guest went on before:
 // then what was done in between was not done to a frozen disk.
 func (c *Client) Thaw(ctx context.Context, l HookLimits) (Thawed, error) {
-	ctx, cancel := context.WithTimeoutCause(ctx, l.All+hookSlack, fmt.Errorf("guest: thaw: %w: no answer within %v", ErrUnavailable, l.All+hookSlack))
-	defer cancel()
-	resp, err := callOnce(ctx, c, opThaw, agentpb.AgentClient.Thaw, &agentpb.ThawRequest{})
+	resp, err := callWithin(ctx, c, "thaw the disk", l.All+hookSlack, agentpb.AgentClient.Thaw, &agentpb.ThawRequest{})
 	if err != nil {
-		return Thawed{}, timeoutCause(ctx, err)
+		return Thawed{}, err
 	}
 	if resp.Expired {
 		return Thawed{}, fmt.Errorf("guest: thaw: %w", ErrFrozenTooLong)
@@ -164,7 +155,21 @@ const (
 // for the host is known before that end is. One connection is served at a time, for
 // 5 s at most, so a guest can hold up only itself.
 func ServeHooks(l net.Listener, known func(present bool)) {
-	serveEach(l, hooksTimeout, func(c net.Conn) { serveHooks(c, known) })
+	serveLines(l, maxHooksLine, func(line string) (ok bool) {
+		if ok = line == "hooks 0" || line == "hooks 1"; ok {
+			known(line == "hooks 1")
+		}
+		return ok
+	})
+}
+
+// serveLines calls f with the line of each connection, and answers if it is one that f knows.
+func serveLines(l net.Listener, most int, f func(line string) (ok bool)) {
+	serveEach(l, hooksTimeout, func(c net.Conn) {
+		if line, err := readLine(c, most); err == nil && f(line) {
+			_, _ = c.Write([]byte{'\n'})
+		}
+	})
 }
 
 const acceptPause = 100 * time.Millisecond
@@ -185,13 +190,4 @@ func serveEach(l net.Listener, limit time.Duration, serve func(net.Conn)) {
 		}
 		c.Close()
 	}
-}
-
-func serveHooks(c net.Conn, known func(present bool)) {
-	line, err := readLine(c, maxHooksLine)
-	if err != nil || line != "hooks 0" && line != "hooks 1" {
-		return
-	}
-	known(line == "hooks 1")
-	_, _ = c.Write([]byte{'\n'})
 }

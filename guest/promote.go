@@ -3,7 +3,6 @@ package guest
 import (
 	"context"
 	"crypto/rand"
-	"encoding/hex"
 	"errors"
 	"fmt"
 	"io"
@@ -217,45 +216,42 @@ func (s *stage) tidy() error {
 
 // removeLeft removes a copy that nobody works on.
 func (s *stage) removeLeft(part string) error {
+	f, err := s.take(part)
+	if f == nil || err != nil {
+		return err
+	}
+	return errors.Join(s.host.RemoveAll(part), f.Close())
+}
+
+// take opens and locks the directory of a copy that is not whole; nil if it is gone, or somebody else works on it.
+func (s *stage) take(part string) (*os.File, error) {
 	f, err := s.host.Open(part)
 	if errors.Is(err, fs.ErrNotExist) {
-		return nil
+		return nil, nil
 	}
 	if err != nil {
-		return err
+		return nil, err
 	}
-	defer f.Close()
 	err = osfile.TryLock(f, osfile.Exclusive)
+	if err == nil {
+		return f, nil
+	}
+	f.Close()
 	if errors.Is(err, osfile.ErrLocked) {
-		return nil
+		err = nil
 	}
-	if err != nil {
-		return err
-	}
-	return s.host.RemoveAll(part)
+	return nil, err
 }
 
 // begin makes the directory of a copy that is not whole, and locks it. It is not done if somebody was faster to remove
 // it.
 func (s *stage) begin() (done bool, err error) {
-	var random [8]byte
-	_, _ = rand.Read(random[:]) // never fails
-	part := partCopy + hex.EncodeToString(random[:])
+	part := partCopy + rand.Text()
 	if err := s.host.Mkdir(part, 0o700); err != nil {
 		return false, err
 	}
-	f, err := s.host.Open(part)
-	if errors.Is(err, fs.ErrNotExist) {
-		return false, nil
-	}
-	if err != nil {
-		return false, err
-	}
-	if err := osfile.TryLock(f, osfile.Exclusive); err != nil {
-		f.Close()
-		if errors.Is(err, osfile.ErrLocked) {
-			return false, nil
-		}
+	f, err := s.take(part)
+	if f == nil || err != nil {
 		return false, err
 	}
 	at, aerr := s.host.Lstat(part)

@@ -167,11 +167,8 @@ func (c *Client) carriedTo(ctx context.Context, network, address string) (*carri
 		k.begin()
 		return k, nil
 	}
-	c.mu.Lock()
-	closed := c.closed
-	c.mu.Unlock()
-	if closed {
-		return nil, fmt.Errorf("guest: the client is closed: %w", ErrConnectionLost)
+	if c.closing.Err() != nil {
+		return nil, errClosed
 	}
 	if len(c.carried) >= maxCarried {
 		for key, k := range c.carried {

@@ -27,9 +27,6 @@ const (
 	SelfFork     = agentpb.SelfFork
 )
 
-// SelfWords are all of them.
-func SelfWords() []string { return agentpb.SelfWords() }
-
 // SelfPath is where the host listens for what a guest asks for, given the path of the Unix socket that
 // stands for the vsock device.
 func SelfPath(path string) string { return path + "_" + strconv.Itoa(agentpb.SelfPort) }

@@ -237,21 +237,15 @@ func ServicesPath(path string) string { return path + "_" + strconv.Itoa(agentpb
 // One connection is served at a time, for 5 s at most, so a guest can hold up only itself.
 // What is no event is not heard.
 func ServeServices(l net.Listener, f func(ServiceEvent)) {
-	serveEach(l, hooksTimeout, func(c net.Conn) { serveEvent(c, f) })
-}
-
-func serveEvent(c net.Conn, f func(ServiceEvent)) {
-	line, err := readLine(c, agentpb.MaxServiceEvent)
-	if err != nil {
-		return
-	}
-	e, err := agentpb.ParseServiceEvent(line)
-	if err != nil {
-		return
-	}
-	f(ServiceEvent{
-		Name: shortened(e.Name, agentpb.MaxServiceName), Event: e.Event, Exit: int(e.Exit), Signal: int(e.Signal),
-		Restarts: e.Restarts, Lost: e.Lost, Problem: shortened(e.Problem, agentpb.MaxServiceText),
+	serveLines(l, agentpb.MaxServiceEvent, func(line string) (ok bool) {
+		e, err := agentpb.ParseServiceEvent(line)
+		if err != nil {
+			return false
+		}
+		f(ServiceEvent{
+			Name: shortened(e.Name, agentpb.MaxServiceName), Event: e.Event, Exit: int(e.Exit), Signal: int(e.Signal),
+			Restarts: e.Restarts, Lost: e.Lost, Problem: shortened(e.Problem, agentpb.MaxServiceText),
+		})
+		return true
 	})
-	_, _ = c.Write([]byte{'\n'})
 }

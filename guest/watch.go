@@ -3,9 +3,7 @@ package guest
 import (
 	"context"
 	"crypto/rand"
-	"errors"
 	"fmt"
-	"io"
 	"time"
 
 	"github.com/drowse-vm/drowse/guest/agentpb"
@@ -58,71 +56,46 @@ func NewWatch(paths []string, recursive bool) *Watch {
 //
 // The connection ends when the VM sleeps, with ErrConnectionLost: go on with the same Watch when it is awake.
 func (c *Client) Watch(ctx context.Context, w *Watch, ready func(), f func(WatchEvent) error) error {
-	op := "watch"
-	ch, err := c.connect(ctx)
+	const op = "watch"
+	first := &agentpb.WatchRequest{Msg: &agentpb.WatchRequest_Start{Start: &agentpb.WatchStart{
+		Paths: w.paths, Recursive: w.recursive, Id: w.id, After: w.last, AfterNanos: w.lastNanos,
+	}}}
+	s, err := begin(ctx, c, op, agentpb.AgentClient.Watch, first)
 	if err != nil {
-		return err
+		return olderAgent(err)
 	}
-	ctx, cancel := context.WithCancel(ctx)
-	defer c.discard(ch)
-	defer cancel()
-	failed := func(err error) error {
-		if ctx.Err() != nil {
-			return fmt.Errorf("guest: %s: %w", op, ctx.Err())
-		}
-		return olderAgent(fail(op, ch.conn.err(endIsLost(err))))
-	}
-	ch.expect()
-	stream, err := ch.agent.Watch(ctx)
-	if err == nil {
-		err = stream.Send(&agentpb.WatchRequest{Msg: &agentpb.WatchRequest_Start{Start: &agentpb.WatchStart{
-			Paths: w.paths, Recursive: w.recursive, Id: w.id, After: w.last, AfterNanos: w.lastNanos,
-		}}})
-	}
+	defer s.close()
+	m, err := s.Recv()
 	if err != nil {
-		return failed(err)
+		return olderAgent(s.fail(err))
 	}
-	for begun := false; ; {
-		m, err := stream.Recv()
-		ch.conn.taken()
-		if err != nil {
-			return failed(err)
+	if !m.Ready || len(m.Events) > 0 {
+		return fmt.Errorf("guest: %s: %w: it begins without saying so", op, ErrProtocol)
+	}
+	missed := w.begun && !m.Resumed
+	if !m.Resumed {
+		w.last, w.lastNanos = 0, 0
+	}
+	w.begun = true
+	if ready != nil {
+		ready()
+	}
+	if missed {
+		if err := f(WatchEvent{Kind: WatchOverflow, Time: time.Now(), Problem: "the watch was not there for a while, or the VM went back to an earlier snapshot: what happened meanwhile is not known"}); err != nil {
+			return err
 		}
-		if !begun {
-			begun = true
-			if !m.Ready || len(m.Events) > 0 {
-				return fmt.Errorf("guest: %s: %w: it begins without saying so", op, ErrProtocol)
-			}
-			missed := w.begun && !m.Resumed
-			if !m.Resumed {
-				w.last, w.lastNanos = 0, 0
-			}
-			w.begun = true
-			if ready != nil {
-				ready()
-			}
-			if missed {
-				if err := f(WatchEvent{Kind: WatchOverflow, Time: time.Now(), Problem: "the watch was not there for a while, or the VM went back to an earlier snapshot: what happened meanwhile is not known"}); err != nil {
-					return err
-				}
-			}
-			continue
+	}
+	for {
+		if m, err = s.Recv(); err != nil {
+			return s.fail(err)
 		}
 		if err := w.take(m.Events, f); err != nil {
 			return err
 		}
-		if err := stream.Send(&agentpb.WatchRequest{Msg: &agentpb.WatchRequest_Ack{Ack: w.last}}); err != nil {
-			return failed(err)
+		if err := s.Send(&agentpb.WatchRequest{Msg: &agentpb.WatchRequest_Ack{Ack: w.last}}); err != nil {
+			return s.fail(err)
 		}
 	}
-}
-
-// endIsLost is the error of a stream that ends before the call does.
-func endIsLost(err error) error {
-	if errors.Is(err, io.EOF) {
-		return ErrConnectionLost
-	}
-	return err
 }
 
 // take passes events on.

@@ -162,15 +162,8 @@ func (a *app) forwards(ctx context.Context, d *agentAccess, specs []forward.Spec
 		stop := context.AfterFunc(ctx, func() { l.Close() })
 		defer stop()
 		f := &forward.Forward{
-			MaxConns: conns, Failed: a.forwardFailed,
-			Accept: func() (forward.Conn, error) {
-				c, err := l.Accept()
-				return forward.FromHost(c), err
-			},
-			Dial: func(ctx context.Context) (forward.Conn, error) {
-				g, err := dial(ctx, specs[i].Dial)
-				return forward.FromGuest(g), err
-			},
+			MaxConns: conns, Failed: a.forwardFailed, Accept: l.Accept,
+			Dial: func(ctx context.Context) (net.Conn, error) { return dial(ctx, specs[i].Dial) },
 		}
 		return f.Serve(ctx)
 	})
@@ -211,12 +204,8 @@ func (a *app) reverseForwards(ctx context.Context, d *agentAccess, specs []forwa
 			l := listeners[i]
 			stop := context.AfterFunc(ctx, func() { l.Close() })
 			f := &forward.Forward{
-				MaxConns: conns, Failed: a.forwardFailed,
-				Accept: func() (forward.Conn, error) {
-					c, err := l.AcceptGuest()
-					return forward.FromGuest(c), err
-				},
-				Dial: func(ctx context.Context) (forward.Conn, error) { return forward.Dial(ctx, specs[i].Dial) },
+				MaxConns: conns, Failed: a.forwardFailed, Accept: l.Accept,
+				Dial: func(ctx context.Context) (net.Conn, error) { return forward.Dial(ctx, specs[i].Dial) },
 			}
 			err := f.Serve(ctx)
 			stop()

@@ -104,15 +104,13 @@ func (r *diskRecord) compare(ctx context.Context) (upper.Difference, error) {
 
 // changesMessage is a difference as it is sent, and how many changes found no room.
 func changesMessage(d upper.Difference) (m *agentpb.DiskChanges, left int) {
-	m = &agentpb.DiskChanges{Partial: d.Partial}
+	m = &agentpb.DiskChanges{Changes: d.Changes, Partial: d.Partial}
 	total := 0
 	for i, c := range d.Changes {
 		if total += len(c.Path) + len(c.From); total > agentpb.MaxChangesBytes {
+			m.Changes = d.Changes[:i]
 			return m, len(d.Changes) - i
 		}
-		m.Changes = append(m.Changes, &agentpb.DiskChange{
-			Op: uint32(c.Op), Path: []byte(c.Path), From: []byte(c.From), Mode: c.Mode, Before: c.Before, Uid: c.UID, Gid: c.GID, Size: c.Size,
-		})
 	}
 	return m, 0
 }

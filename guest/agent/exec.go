@@ -19,29 +19,16 @@ func (s *Server) Exec(ctx context.Context, stream agentpb.Agent_ExecServer) (err
 	switch m := first.Msg.(type) {
 	case *agentpb.ExecRequest_Start:
 		if !m.Start.Changes {
-			return s.procs.Run(ctx, stream, m.Start, nil)
+			return s.Table.Run(ctx, stream, m.Start, nil)
 		}
 		r, err := s.recordDisk(ctx, m.Start)
 		if err != nil {
 			return err
 		}
 		defer r.close()
-		return s.procs.Run(ctx, stream, m.Start, r.since)
+		return s.Table.Run(ctx, stream, m.Start, r.since)
 	case *agentpb.ExecRequest_Attach:
-		return s.procs.Attach(ctx, stream, m.Attach)
+		return s.Table.Attach(ctx, stream, m.Attach)
 	}
 	return status.Error(codes.InvalidArgument, "the first message must start a process or attach to one")
-}
-
-// List implements agentpb.AgentService.
-func (s *Server) List(context.Context, *agentpb.ListRequest) (*agentpb.ListResponse, error) {
-	return s.procs.List(), nil
-}
-
-// Kill implements agentpb.AgentService.
-func (s *Server) Kill(_ context.Context, m *agentpb.KillRequest) (*agentpb.Empty, error) {
-	if err := s.procs.Kill(m); err != nil {
-		return nil, err
-	}
-	return &agentpb.Empty{}, nil
 }

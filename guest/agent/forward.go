@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"io/fs"
 	"net"
 	"os"
 	"slices"
@@ -39,13 +38,13 @@ const (
 // forwards are the connections and listeners that the host has opened at the forward
 // port. The zero value is ready.
 type forwards struct {
-	mu        sync.Mutex
-	closed    bool
-	open      map[net.Conn]struct{} // the host's ends
+	connections // the host's ends
+	wg          sync.WaitGroup
+	last        atomic.Uint64 // token given last
+	datagrams   atomic.Int32  // connections of UDP
+
+	listenMu  sync.Mutex
 	listeners map[uint64]*forwardListener
-	last      atomic.Uint64 // token given last
-	datagrams atomic.Int32  // connections of UDP
-	wg        sync.WaitGroup
 }
 
 // forwardListener is a listener in the guest. It lives as long as its connection.
@@ -72,22 +71,15 @@ func (s *Server) ServeForward(ctx context.Context, l net.Listener) error {
 		f.wg.Wait()
 	}()
 	for {
-		c, err := l.Accept()
-		if err != nil {
-			if ctx.Err() != nil || errors.Is(err, net.ErrClosed) || errors.Is(err, os.ErrClosed) {
-				return nil
-			}
-			if !exhausted(err) {
-				return err
-			}
-			// The connection waits in the kernel's queue.
-			select {
-			case <-time.After(acceptPause):
-			case <-ctx.Done():
-			}
-			continue
+		c, err := accept(l, ctx.Done())
+		switch {
+		case err == nil:
+		case ctx.Err() != nil || errors.Is(err, net.ErrClosed) || errors.Is(err, os.ErrClosed):
+			return nil
+		default:
+			return err
 		}
-		switch f.add(c) {
+		switch f.add(c, maxForwards) {
 		case agentpb.CodeOK:
 			f.wg.Go(func() {
 				defer f.remove(c)
@@ -103,36 +95,18 @@ func (s *Server) ServeForward(ctx context.Context, l net.Listener) error {
 	}
 }
 
-func (f *forwards) add(c net.Conn) agentpb.ForwardCode {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	switch {
-	case f.closed:
-		return agentpb.CodeFailed
-	case len(f.open) >= maxForwards:
-		return agentpb.CodeLimit
-	case f.open == nil:
-		f.open = make(map[net.Conn]struct{})
-		f.listeners = make(map[uint64]*forwardListener)
-	}
-	f.open[c] = struct{}{}
-	return agentpb.CodeOK
-}
-
-func (f *forwards) remove(c net.Conn) {
-	c.Close()
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	delete(f.open, c)
-}
-
-// close ends every connection, and with them the listeners.
-func (f *forwards) close() {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	f.closed = true
-	for c := range f.open {
-		c.Close()
+// accept accepts a connection. While there are no descriptors or memory for it, it waits in the kernel's queue.
+func accept(l net.Listener, done <-chan struct{}) (net.Conn, error) {
+	for {
+		c, err := l.Accept()
+		if !exhausted(err) {
+			return c, err
+		}
+		select {
+		case <-time.After(acceptPause):
+		case <-done:
+			return nil, err
+		}
 	}
 }
 
@@ -214,22 +188,18 @@ func (f *forwards) dial(ctx context.Context, c net.Conn, m agentpb.ForwardReques
 		_ = answer(c, codeOf(err), err.Error())
 		return
 	}
-	if m.Network == agentpb.UDP {
-		if err := answer(c, agentpb.CodeOK, to.LocalAddr().String()); err != nil {
-			to.Close()
-			return
-		}
-		relay.JoinDatagrams(relay.NewStream(c), to)
-		return
-	}
-	join(c, to, to.LocalAddr().String())
+	join(c, to)
 }
 
-// join tells the host that a socket is there, and carries its bytes.
-func join(c, to net.Conn, text string) {
+// join tells the host that a socket is there, and carries its bytes or datagrams.
+func join(c, to net.Conn) {
 	end := relay.Socket(to)
-	if err := answer(c, agentpb.CodeOK, text); err != nil {
+	if err := answer(c, agentpb.CodeOK, to.LocalAddr().String()); err != nil {
 		_ = end.Reset()
+		return
+	}
+	if _, ok := to.(*net.UDPConn); ok {
+		relay.JoinDatagrams(relay.NewStream(c), to)
 		return
 	}
 	_, _, _ = relay.Join(relay.NewStream(c), end) // whoever has a socket sees how it ended
@@ -249,14 +219,17 @@ func (f *forwards) listen(ctx context.Context, c net.Conn, m agentpb.ForwardRequ
 	}
 	l := &forwardListener{Listener: inner, room: make(chan struct{}, maxPending), closed: make(chan struct{}), pending: make(map[uint64]net.Conn)}
 	token := f.token()
-	f.mu.Lock()
+	f.listenMu.Lock()
+	if f.listeners == nil {
+		f.listeners = make(map[uint64]*forwardListener)
+	}
 	f.listeners[token] = l
-	f.mu.Unlock()
+	f.listenMu.Unlock()
 	var wg sync.WaitGroup
 	defer func() {
-		f.mu.Lock()
+		f.listenMu.Lock()
 		delete(f.listeners, token)
-		f.mu.Unlock()
+		f.listenMu.Unlock()
 		l.end()
 		wg.Wait()
 	}()
@@ -286,16 +259,7 @@ func (l *forwardListener) announce(f *forwards, c net.Conn) {
 		case <-l.closed:
 			return
 		}
-		conn, err := l.Accept()
-		if exhausted(err) {
-			<-l.room
-			select {
-			case <-time.After(acceptPause):
-			case <-l.closed:
-				return
-			}
-			continue
-		}
+		conn, err := accept(l, l.closed)
 		if err != nil {
 			return
 		}
@@ -346,9 +310,9 @@ func (l *forwardListener) end() {
 
 // accept hands a pending connection to the host.
 func (f *forwards) accept(c net.Conn, listener, token uint64) {
-	f.mu.Lock()
+	f.listenMu.Lock()
 	l := f.listeners[listener]
-	f.mu.Unlock()
+	f.listenMu.Unlock()
 	var conn net.Conn
 	if l != nil {
 		conn = l.take(token)
@@ -357,7 +321,7 @@ func (f *forwards) accept(c net.Conn, listener, token uint64) {
 		_ = answer(c, agentpb.CodeNotFound, "the connection is gone")
 		return
 	}
-	join(c, conn, conn.LocalAddr().String())
+	join(c, conn)
 }
 
 // codeOf says what kind of error a dial or a listen has ended with.
@@ -367,17 +331,12 @@ func codeOf(err error) agentpb.ForwardCode {
 		timeout interface{ Timeout() bool }
 		bad     *net.AddrError
 	)
+	for _, f := range agentpb.ForwardErrors {
+		if errors.Is(err, f.Err) {
+			return f.Code
+		}
+	}
 	switch {
-	case errors.Is(err, syscall.ECONNREFUSED):
-		return agentpb.CodeRefused
-	case errors.Is(err, syscall.EADDRINUSE):
-		return agentpb.CodeInUse
-	case errors.Is(err, fs.ErrNotExist):
-		return agentpb.CodeNotFound
-	case errors.Is(err, fs.ErrPermission):
-		return agentpb.CodeDenied
-	case errors.Is(err, syscall.EHOSTUNREACH), errors.Is(err, syscall.ENETUNREACH), errors.Is(err, syscall.EADDRNOTAVAIL):
-		return agentpb.CodeUnreachable
 	case exhausted(err), errors.Is(err, syscall.EAGAIN):
 		return agentpb.CodeLimit
 	case errors.As(err, &bad):

@@ -98,7 +98,7 @@ func initReap(fail func(error) int) int {
 	}
 	var all []*proc.Process
 	for i := range 30 {
-		p, err := s.procs.Start(&agentpb.ExecStart{
+		p, err := s.Table.Start(&agentpb.ExecStart{
 			Argv: []string{"/bin/sh", "-c", fmt.Sprintf("(sleep 0.05; exit 9) & (true) & exit %d", i)}, NoStdin: true,
 		})
 		if err != nil {
@@ -164,7 +164,7 @@ func initStop(fail func(error) int) int {
 		"trap '' TERM; echo up; while :; do sleep 0.01; done",
 		"kill -STOP $$",
 	} {
-		p, err := s.procs.Start(&agentpb.ExecStart{Argv: []string{"/bin/sh", "-c", script}, NoStdin: true, Detach: true})
+		p, err := s.Table.Start(&agentpb.ExecStart{Argv: []string{"/bin/sh", "-c", script}, NoStdin: true, Detach: true})
 		if err != nil {
 			return fail(err)
 		}

@@ -18,17 +18,17 @@ func TestForwards_one_more_than_there_may_be_is_refused(t *testing.T) {
 		if first == nil {
 			first = c
 		}
-		if code := f.add(c); code != agentpb.CodeOK {
+		if code := f.add(c, maxForwards); code != agentpb.CodeOK {
 			t.Fatalf("connection %d: %v", i, code)
 		}
 	}
 	more, other := net.Pipe()
 	defer other.Close()
-	if code := f.add(more); code != agentpb.CodeLimit {
+	if code := f.add(more, maxForwards); code != agentpb.CodeLimit {
 		t.Errorf("connection %d: %v, want the limit", maxForwards, code)
 	}
-	f.remove(first)
-	if code := f.add(more); code != agentpb.CodeOK {
+	_ = f.remove(first)
+	if code := f.add(more, maxForwards); code != agentpb.CodeOK {
 		t.Errorf("after one has ended: %v", code)
 	}
 	dialUDP := func() agentpb.ForwardCode {

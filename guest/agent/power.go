@@ -39,7 +39,7 @@ func (s *Server) Stop(reboot bool, grace time.Duration) {
 		}
 		s.Services.Retire(false)
 		if s.cfg.Init {
-			s.procs.EndMachine(grace)
+			s.Table.EndMachine(grace)
 		}
 		if err := s.cfg.Machine.Power(reboot); err != nil {
 			os.Stderr.WriteString("drowse-agent: cannot stop the machine: " + err.Error() + "\n")

@@ -36,7 +36,7 @@ func (s *Server) Secrets(ctx context.Context, _ *agentpb.SecretsRequest) (*agent
 			return &agentpb.Empty{}, ctx.Err()
 		}
 	}
-	p, err := s.procs.StartWith(&agentpb.ExecStart{Argv: []string{"drowse-agent", agentpb.SubsystemSecrets}}, proc.StartOptions{Path: proc.Self})
+	p, err := s.Table.StartWith(&agentpb.ExecStart{Argv: []string{"drowse-agent", agentpb.SubsystemSecrets}}, proc.StartOptions{Path: proc.Self})
 	if err != nil {
 		return nil, err
 	}
@@ -45,7 +45,7 @@ func (s *Server) Secrets(ctx context.Context, _ *agentpb.SecretsRequest) (*agent
 		err = errNotServed
 	}
 	if err != nil {
-		_ = s.procs.Signal(p, syscall.SIGKILL)
+		_ = s.Table.Signal(p, syscall.SIGKILL)
 		return nil, status.Errorf(codes.FailedPrecondition, "serve secrets: %v: %s", err, said)
 	}
 	p.KeepNewest()

@@ -40,7 +40,11 @@ func AskHost(r agentpb.SelfRequest) (a agentpb.SelfAnswer, err error) {
 	}
 	var f *os.File
 	for try := 1; ; try++ {
-		if f, err = dialHost(agentpb.SelfPort); err == nil {
+		err = again(1, func() (err error) {
+			f, err = dialHost(agentpb.SelfPort, hostTimeoutSeconds)
+			return err
+		})
+		if err == nil {
 			break
 		}
 		if !errors.Is(err, unix.ECONNRESET) || try == selfTries {
@@ -68,30 +72,14 @@ func AskHost(r agentpb.SelfRequest) (a agentpb.SelfAnswer, err error) {
 	return a, nil
 }
 
-// dialHost connects to a vsock port of the host. The file blocks.
-func dialHost(port uint32) (*os.File, error) {
-	fd, err := unix.Socket(unix.AF_VSOCK, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
-	if err != nil {
-		return nil, os.NewSyscallError("socket", err)
-	}
-	err = again(1, func() error { return unix.Connect(fd, &unix.SockaddrVM{CID: unix.VMADDR_CID_HOST, Port: port}) })
-	if err != nil {
-		unix.Close(fd)
-		return nil, os.NewSyscallError("connect", err)
-	}
-	return os.NewFile(uintptr(fd), "vsock"), nil
-}
-
 // LinkSelf puts a link to this program at SelfProgram.
 func LinkSelf() error {
 	if err := os.MkdirAll(filepath.Dir(SelfProgram), 0o755); err != nil {
 		return err
 	}
-	err := os.Symlink("/proc/"+strconv.Itoa(os.Getpid())+"/exe", SelfProgram)
-	if errors.Is(err, os.ErrExist) { // of an agent before this one
-		if err = os.Remove(SelfProgram); err == nil {
-			err = os.Symlink("/proc/"+strconv.Itoa(os.Getpid())+"/exe", SelfProgram)
-		}
+	// One of an agent before this one may be there.
+	if err := os.Remove(SelfProgram); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return err
 	}
-	return err
+	return os.Symlink("/proc/"+strconv.Itoa(os.Getpid())+"/exe", SelfProgram)
 }

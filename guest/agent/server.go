@@ -54,11 +54,11 @@ type Config struct {
 // Server is the agent's service. Create it with New; Serve and Close may be
 // called from any goroutine.
 type Server struct {
-	cfg   Config
-	procs *proc.Table
-	rpc   *ttrpc.Server
+	cfg Config
+	rpc *ttrpc.Server
 
 	// Their methods are methods of agentpb.AgentService.
+	*proc.Table
 	*service.Services
 	*capture.Standby
 	*files.Files
@@ -68,10 +68,7 @@ type Server struct {
 	records  atomic.Int32 // commands whose changes are recorded
 
 	stopping sync.Once
-
-	mu     sync.Mutex
-	conns  map[*trackedConn]struct{}
-	closed bool
+	conns    connections
 }
 
 var _ agentpb.AgentService = (*Server)(nil)
@@ -98,7 +95,7 @@ func New(cfg Config) (*Server, error) {
 		return nil, fmt.Errorf("agent: %w", err)
 	}
 	procs := proc.NewTable(cfg.Init)
-	s := &Server{cfg: cfg, procs: procs, rpc: rpc, conns: make(map[*trackedConn]struct{})}
+	s := &Server{cfg: cfg, Table: procs, rpc: rpc}
 	s.Services = service.New(procs, cfg.AliveInterval, cfg.ReportService)
 	s.Standby = capture.New(capture.Config{
 		Machine: cfg.Machine, Ports: cfg.Ports, HookDir: cfg.HookDir, Procs: procs, Woken: s.Services.Woken, Report: cfg.ReportHooks,
@@ -175,22 +172,15 @@ func (s *Server) Serve(ctx context.Context, l net.Listener) error {
 
 // Close stops serving and ends every process.
 func (s *Server) Close() {
-	s.mu.Lock()
-	if s.closed {
-		s.mu.Unlock()
+	if !s.conns.close() {
 		return
 	}
-	s.closed = true
-	for c := range s.conns {
-		c.Conn.Close()
-	}
-	s.mu.Unlock()
 	s.rpc.Close()
 	s.forwards.close()
 	s.Files.Close()
 	s.Standby.Close()
 	s.Services.Retire(false)
-	s.procs.EndAll()
+	s.Table.EndAll()
 	s.Services.Retire(true)
 }
 
@@ -210,15 +200,8 @@ func (l *trackedListener) Accept() (net.Conn, error) {
 		if err != nil {
 			return nil, err
 		}
-		t := &trackedConn{Conn: c, s: l.s}
-		l.s.mu.Lock()
-		ok := !l.s.closed && len(l.s.conns) < maxConnections
-		if ok {
-			l.s.conns[t] = struct{}{}
-		}
-		l.s.mu.Unlock()
-		if ok {
-			return t, nil
+		if l.s.conns.add(c, maxConnections) == agentpb.CodeOK {
+			return &trackedConn{Conn: c, s: l.s}, nil
 		}
 		c.Close()
 	}
@@ -239,11 +222,49 @@ func (c *trackedConn) Read(p []byte) (int, error) {
 	return n, err
 }
 
-func (c *trackedConn) Close() error {
-	c.s.mu.Lock()
-	delete(c.s.conns, c)
-	c.s.mu.Unlock()
-	return c.Conn.Close()
+func (c *trackedConn) Close() error { return c.s.conns.remove(c.Conn) }
+
+// connections are those that are served. The zero value is ready.
+type connections struct {
+	mu     sync.Mutex
+	closed bool
+	open   map[net.Conn]struct{}
+}
+
+// add takes one in: CodeLimit if there are so many, CodeFailed if all have been closed.
+func (s *connections) add(c net.Conn, most int) agentpb.ForwardCode {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	switch {
+	case s.closed:
+		return agentpb.CodeFailed
+	case len(s.open) >= most:
+		return agentpb.CodeLimit
+	case s.open == nil:
+		s.open = make(map[net.Conn]struct{})
+	}
+	s.open[c] = struct{}{}
+	return agentpb.CodeOK
+}
+
+// remove closes one.
+func (s *connections) remove(c net.Conn) error {
+	s.mu.Lock()
+	delete(s.open, c)
+	s.mu.Unlock()
+	return c.Close()
+}
+
+// close closes all, and says whether it is the first to.
+func (s *connections) close() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	first := !s.closed
+	s.closed = true
+	for c := range s.open {
+		c.Close()
+	}
+	return first
 }
 
 // Transfer implements agentpb.AgentService.

@@ -154,26 +154,24 @@ func hundredths(s string) uint32 {
 // parseMemory reads proc_meminfo(5), in KiB.
 func parseMemory(text []byte, out *agentpb.StatsResponse) {
 	m := &agentpb.MemoryUse{}
-	to := map[string]*uint64{
+	const kib = 1 << 10
+	keyed(text, kib, map[string]*uint64{
 		"MemTotal:": &m.Total, "MemFree:": &m.Free, "MemAvailable:": &m.Available, "Buffers:": &m.Buffers, "Cached:": &m.Cached,
 		"Shmem:": &m.Shared, "SReclaimable:": &m.SlabReclaimable, "SwapTotal:": &m.SwapTotal, "SwapFree:": &m.SwapFree,
-	}
-	each(text, 2, func(f []string) {
-		if p := to[f[0]]; p != nil {
-			*p = at(f, 1) << 10
-		}
 	})
 	out.Memory = m
 }
 
 // parseVMStat reads proc_vmstat(5). oom_kill is there since Linux 4.13.
 func parseVMStat(text []byte, out *agentpb.StatsResponse) {
+	keyed(text, 1, map[string]*uint64{"oom_kill": &out.OomKills, "pgmajfault": &out.MajorFaults})
+}
+
+// keyed reads lines of a key and a number, in some unit.
+func keyed(text []byte, unit uint64, to map[string]*uint64) {
 	each(text, 2, func(f []string) {
-		switch f[0] {
-		case "oom_kill":
-			out.OomKills = at(f, 1)
-		case "pgmajfault":
-			out.MajorFaults = at(f, 1)
+		if p := to[f[0]]; p != nil {
+			*p = at(f, 1) * unit
 		}
 	})
 }
@@ -238,21 +236,8 @@ func parseMounts(text []byte, out *agentpb.StatsResponse) {
 	})
 }
 
-// unescape undoes the octal escapes of spaces, tabs, line feeds and backslashes.
-func unescape(s string) string {
-	var b strings.Builder
-	for i := 0; i < len(s); i++ {
-		if s[i] == '\\' && i+3 < len(s) {
-			if n, err := strconv.ParseUint(s[i+1:i+4], 8, 8); err == nil {
-				b.WriteByte(byte(n))
-				i += 3
-				continue
-			}
-		}
-		b.WriteByte(s[i])
-	}
-	return b.String()
-}
+// unescape undoes the escapes of proc_pid_mounts(5), and of mountinfo.
+var unescape = strings.NewReplacer(`\040`, " ", `\011`, "\t", `\012`, "\n", `\043`, "#", `\134`, `\`).Replace
 
 // text32 is a name as it may be sent.
 func text32(s string) string {

@@ -3,8 +3,8 @@ package agent
 import (
 	"errors"
 	"fmt"
-	"io"
 	"net"
+	"os"
 	"strconv"
 	"syscall"
 
@@ -125,36 +125,44 @@ func again(tries int, f func() error) error {
 	}
 }
 
-// tellHost sends a line to a port of the host and, if answer is set, waits until
-// that has answered.
-func tellHost(port uint32, line string, answer bool) error {
+// dialHost connects to a vsock port of the host, within some seconds, unless it is interrupted: another try takes
+// another socket. The file blocks.
+func dialHost(port uint32, seconds int64) (*os.File, error) {
 	fd, err := unix.Socket(unix.AF_VSOCK, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
-		return fmt.Errorf("tell the host: %w", err)
-	}
-	defer unix.Close(fd)
-	tv := unix.Timeval{Sec: readyTimeoutSeconds}
-	if answer {
-		tv.Sec = hostTimeoutSeconds
+		return nil, os.NewSyscallError("socket", err)
 	}
 	// SO_VM_SOCKETS_CONNECT_TIMEOUT of linux/vm_sockets.h.
-	_ = unix.SetsockoptTimeval(fd, unix.AF_VSOCK, unix.SO_VM_SOCKETS_CONNECT_TIMEOUT, &tv)
+	_ = unix.SetsockoptTimeval(fd, unix.AF_VSOCK, unix.SO_VM_SOCKETS_CONNECT_TIMEOUT, &unix.Timeval{Sec: seconds})
 	if err := unix.Connect(fd, &unix.SockaddrVM{CID: unix.VMADDR_CID_HOST, Port: port}); err != nil {
-		if errors.Is(err, unix.ECONNRESET) || errors.Is(err, unix.ECONNREFUSED) ||
-			errors.Is(err, unix.ENODEV) || errors.Is(err, unix.ENETUNREACH) {
-			return nil
-		}
-		return fmt.Errorf("tell vsock port %d of the host: %w", port, err)
+		unix.Close(fd)
+		return nil, os.NewSyscallError("connect", err)
 	}
-	if n, err := unix.Write(fd, []byte(line)); err != nil {
-		return fmt.Errorf("tell the host: %w", err)
-	} else if n != len(line) {
-		return fmt.Errorf("tell the host: %w", io.ErrShortWrite)
-	}
+	return os.NewFile(uintptr(fd), "vsock"), nil
+}
+
+// tellHost sends a line to a port of the host and, if answer is set, waits until
+// that has answered with a byte.
+func tellHost(port uint32, line string, answer bool) error {
+	limit := int64(readyTimeoutSeconds)
 	if answer {
-		if err := awaitAnswer(fd); err != nil {
-			return fmt.Errorf("tell vsock port %d of the host: %w", port, err)
+		limit = hostTimeoutSeconds
+	}
+	f, err := dialHost(port, limit)
+	if errors.Is(err, unix.ECONNRESET) || errors.Is(err, unix.ECONNREFUSED) || errors.Is(err, unix.ENODEV) || errors.Is(err, unix.ENETUNREACH) {
+		return nil
+	}
+	if err == nil {
+		defer f.Close()
+		_, err = f.WriteString(line)
+	}
+	if err == nil && answer {
+		if err = unix.SetsockoptTimeval(int(f.Fd()), unix.SOL_SOCKET, unix.SO_RCVTIMEO, &unix.Timeval{Sec: limit}); err == nil {
+			_, err = f.Read(make([]byte, 1)) // its end is none
 		}
+	}
+	if err != nil {
+		return fmt.Errorf("tell vsock port %d of the host: %w", port, err)
 	}
 	return nil
 }
@@ -173,25 +181,6 @@ func ReportHooks(port uint32, present bool) error {
 // answer.
 const hostTimeoutSeconds = 5
 
-// awaitAnswer waits for one byte.
-func awaitAnswer(fd int) error {
-	tv := unix.Timeval{Sec: hostTimeoutSeconds}
-	if err := unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &tv); err != nil {
-		return err
-	}
-	var b [1]byte
-	for {
-		n, err := unix.Read(fd, b[:])
-		if errors.Is(err, unix.EINTR) {
-			continue
-		}
-		if err == nil && n == 0 {
-			return errors.New("the host has not answered")
-		}
-		return err
-	}
-}
-
 // reportTries is how often the host is told of an event that it does not take: the connection
 // may have been cut by a wake.
 const reportTries = 3
@@ -202,9 +191,6 @@ func ReportService(port uint32, line string) error {
 	var err error
 	for range reportTries {
 		if err = again(1, func() error { return tellHost(port, line, true) }); err == nil {
-			return nil
-		}
-		if errors.Is(err, unix.ENODEV) {
 			break
 		}
 	}

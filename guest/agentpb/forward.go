@@ -4,6 +4,8 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"io/fs"
+	"syscall"
 )
 
 // The protocol of the forward port, at which the host opens connections that end at a
@@ -104,6 +106,16 @@ const (
 	CodeLimit       ForwardCode = 8 // too many connections
 	CodeFailed      ForwardCode = 9 // anything else
 )
+
+// ForwardErrors are the codes of errors of the system: how the agent tells them, and what its host takes them for.
+var ForwardErrors = []struct {
+	Err  error
+	Code ForwardCode
+}{
+	{syscall.ECONNREFUSED, CodeRefused}, {syscall.EADDRINUSE, CodeInUse}, {syscall.ETIMEDOUT, CodeTimeout},
+	{fs.ErrNotExist, CodeNotFound}, {fs.ErrPermission, CodeDenied},
+	{syscall.EHOSTUNREACH, CodeUnreachable}, {syscall.ENETUNREACH, CodeUnreachable}, {syscall.EADDRNOTAVAIL, CodeUnreachable},
+}
 
 // ErrForward says that bytes are not a message of the forward port.
 var ErrForward = errors.New("not a message of the forward port")

@@ -81,11 +81,12 @@ type Trailer struct {
 // where it follows once more for each that ends later. f's error ends it and is returned.
 // Other errors are ErrNone or ErrDamaged, if there is no trail to read, and the context's.
 func Read(ctx context.Context, path string, o ReadOptions, f func(Entry) error) (Trailer, error) {
-	r := &reader{path: path}
-	defer r.close()
-	if err := r.open(); err != nil {
+	parts, err := openParts(path, 0)
+	if err != nil {
 		return Trailer{}, err
 	}
+	r := &reader{path: path, parts: parts}
+	defer r.close()
 	is := Trailer{Head: r.parts[len(r.parts)-1].head, First: r.parts[0].head.Part}
 	j := &joiner{ends: map[string]line{}, used: map[string]bool{}, open: map[string]Entry{}, gone: map[string]bool{}}
 	// First all ends, then the actions in their order, with their ends.
@@ -235,13 +236,6 @@ func (r *reader) close() {
 	}
 }
 
-// open opens the files that are there.
-func (r *reader) open() error {
-	found, err := openParts(r.path, 0)
-	r.parts = found
-	return err
-}
-
 // openParts opens the files whose number is above the given one, the oldest first. They are
 // looked for beginning with the newest, since files are renamed towards the older ones.
 func openParts(path string, after int) (parts []*part, err error) {
@@ -292,9 +286,7 @@ func openPart(path string) (*part, error) {
 func (r *reader) advance(f func(*line) error) error {
 	for {
 		for _, p := range r.parts {
-			n, err := p.lines(p.read, -1, f)
-			p.read += n
-			if err != nil {
+			if err := p.advance(f); err != nil {
 				return err
 			}
 		}
@@ -313,13 +305,19 @@ func (r *reader) advance(f func(*line) error) error {
 			}
 			return err
 		}
-		n, err := last.lines(last.read, -1, f)
-		last.read += n
+		err = last.advance(f)
 		r.parts = append(r.parts, more...)
 		if err != nil || len(more) == 0 {
 			return err
 		}
 	}
+}
+
+// advance reads what has come since.
+func (p *part) advance(f func(*line) error) error {
+	n, err := p.lines(p.read, 1<<63-1, f)
+	p.read += n
+	return err
 }
 
 // again reads once more what has been read.
@@ -336,12 +334,9 @@ func (r *reader) again(f func(*line) error) error {
 	return nil
 }
 
-// lines calls f for the whole lines from an offset to another, -1 is the end of the file,
+// lines calls f for the whole lines from an offset to another, or to the end of the file,
 // and returns how many bytes they had.
 func (p *part) lines(from, to int64, f func(*line) error) (read int64, err error) {
-	if to < 0 {
-		to = 1<<63 - 1
-	}
 	b := bufio.NewReaderSize(io.NewSectionReader(p.f, from, to-from), 64<<10)
 	for {
 		text, n, err := readLine(b)

@@ -52,9 +52,8 @@ type Trail struct {
 	path string
 	max  int64 // of a file
 
-	mu   sync.Mutex // held while a line is written; guards what follows
-	head []byte     // the first line of the file that was written to last
-	vm   string     // the VM whose trail it is, once known
+	mu sync.Mutex // held while a line is written; guards what follows
+	vm string     // the VM whose trail it is, once known
 }
 
 // Open returns the trail at a path. It need not be there yet.
@@ -147,11 +146,15 @@ func (t *Trail) addTo(f *os.File, data []byte) (full bool, err error) {
 		return false, err
 	}
 	size := st.Size()
-	head, err := t.check(f)
+	head, raw, err := readHead(f)
+	if err == nil && t.vm != "" && head.VM != t.vm {
+		err = errOther
+	}
 	if err != nil {
 		return false, err
 	}
-	if size > int64(len(t.head)) && size+int64(len(data)) > t.max {
+	t.vm = head.VM
+	if size > int64(len(raw)) && size+int64(len(data)) > t.max {
 		return true, t.turn(f, head)
 	}
 	// A line that a power cut has left without its end stays one of its own.
@@ -166,26 +169,6 @@ func (t *Trail) addTo(f *os.File, data []byte) (full bool, err error) {
 		return false, errors.Join(fmt.Errorf("%w: make room, or see to the file system of the state directory", err), f.Truncate(size))
 	}
 	return false, nil
-}
-
-// check reads the first line of a file, which must be of the same VM as before.
-func (t *Trail) check(f *os.File) (Head, error) {
-	var h Head
-	if len(t.head) > 0 {
-		same := make([]byte, len(t.head))
-		if _, err := f.ReadAt(same, 0); err == nil && bytes.Equal(same, t.head) {
-			return h, json.Unmarshal(same, &h)
-		}
-	}
-	h, raw, err := readHead(f)
-	if err != nil {
-		return h, err
-	}
-	if t.vm != "" && h.VM != t.vm {
-		return h, errOther
-	}
-	t.vm, t.head = h.VM, raw
-	return h, nil
 }
 
 // turn puts a new file in the place of one that is full and locked. There is a file at the
@@ -268,43 +251,37 @@ func readHead(f io.ReaderAt) (h Head, raw []byte, err error) {
 
 // ReadHead says whose trail is at a path. The error is ErrNone or ErrDamaged.
 func ReadHead(path string) (Head, error) {
-	f, err := os.Open(path)
+	p, err := openPart(path)
 	if errors.Is(err, fs.ErrNotExist) {
-		return Head{}, ErrNone
+		err = ErrNone
 	}
 	if err != nil {
 		return Head{}, err
 	}
-	defer f.Close()
-	h, _, err := readHead(f)
-	return h, err
+	return p.head, p.f.Close()
 }
 
 // Ensure makes the trail of a VM, unless it is there. One that is damaged, as after a power
 // cut, or another VM's is put aside, with ".damaged" behind its name.
-func Ensure(ctx context.Context, path string, h Head) error {
+func Ensure(ctx context.Context, path string, h Head) (err error) {
+	defer func() {
+		if err != nil {
+			err = fmt.Errorf("making an audit trail: %w", err)
+		}
+	}()
 	h.Version, h.Part, h.Time = Version, 1, time.Now().UTC()
 	data, err := encode(h)
 	if err == nil && len(data) > maxHead {
 		err = fmt.Errorf("a first line of %d bytes, at most %d", len(data), maxHead)
 	}
-	if err != nil {
-		return fmt.Errorf("making an audit trail: %w", err)
-	}
-	for {
-		f, err := openLocked(ctx, path, os.O_RDWR|os.O_APPEND|os.O_CREATE)
-		if err != nil {
-			return fmt.Errorf("making an audit trail: %w", err)
-		}
-		done, err := ensure(f, path, h.VM, data)
-		f.Close()
-		if err != nil {
-			return fmt.Errorf("making an audit trail: %w", err)
-		}
-		if done {
-			return nil
+	for done := false; err == nil && !done; {
+		var f *os.File
+		if f, err = openLocked(ctx, path, os.O_RDWR|os.O_APPEND|os.O_CREATE); err == nil {
+			done, err = ensure(f, path, h.VM, data)
+			f.Close()
 		}
 	}
+	return err
 }
 
 // ensure is Ensure with the file that is there, locked.

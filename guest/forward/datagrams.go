@@ -1,9 +1,11 @@
 package forward
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"sync"
 	"sync/atomic"
@@ -43,20 +45,54 @@ type Datagrams struct {
 	Failed func(error)
 }
 
-// session is one sender.
+// session is one sender: its end of what relay.JoinDatagrams joins.
 type session struct {
-	from  net.Addr
-	queue chan []byte
-	last  atomic.Int64 // Unix time of the last datagram, in nanoseconds
+	socket net.PacketConn
+	from   net.Addr
+	idle   time.Duration
+	queue  chan []byte
+	last   atomic.Int64 // Unix time of the last datagram, in nanoseconds
+	closed chan struct{}
+	once   sync.Once
 }
 
 func (s *session) touch() { s.last.Store(time.Now().UnixNano()) }
+
+// Read takes the next datagram. It ends when nothing has come for long, or gone back.
+func (s *session) Read(b []byte) (int, error) {
+	for left := s.idle; left > 0; left = s.idle - time.Since(time.Unix(0, s.last.Load())) {
+		select {
+		case p := <-s.queue:
+			return copy(b, p), nil
+		case <-time.After(left):
+		case <-s.closed:
+			return 0, net.ErrClosed
+		}
+	}
+	return 0, io.EOF
+}
+
+// Write sends an answer, or it is lost.
+func (s *session) Write(b []byte) (int, error) {
+	s.touch()
+	_, _ = s.socket.WriteTo(b, s.from)
+	return len(b), nil
+}
+
+func (s *session) Close() error {
+	s.once.Do(func() { close(s.closed) })
+	return nil
+}
 
 // Serve carries datagrams until ctx ends or the socket fails.
 func (d *Datagrams) Serve(ctx context.Context) error {
 	limit := d.MaxSessions
 	if limit == 0 {
 		limit = DefaultMaxSessions
+	}
+	idle := d.Idle
+	if idle == 0 {
+		idle = DefaultSessionIdle
 	}
 	ctx, cancel := context.WithCancel(ctx)
 	stop := context.AfterFunc(ctx, func() { d.Conn.Close() })
@@ -72,9 +108,9 @@ func (d *Datagrams) Serve(ctx context.Context) error {
 		wg.Wait()
 	}()
 	full := false
-	buf := new(relay.DatagramBuffer)
+	buf := make([]byte, relay.MaxDatagram)
 	for {
-		n, from, err := d.Conn.ReadFrom(buf.Room())
+		n, from, err := d.Conn.ReadFrom(buf)
 		if err != nil {
 			if ctx.Err() != nil || errors.Is(err, net.ErrClosed) {
 				return nil
@@ -86,7 +122,7 @@ func (d *Datagrams) Serve(ctx context.Context) error {
 		s := open[key]
 		if s == nil && len(open) < limit {
 			full = false
-			s = &session{from: from, queue: make(chan []byte, maxWaiting)}
+			s = &session{socket: d.Conn, from: from, idle: idle, queue: make(chan []byte, maxWaiting), closed: make(chan struct{})}
 			open[key] = s
 			wg.Go(func() {
 				d.carry(ctx, s)
@@ -105,7 +141,7 @@ func (d *Datagrams) Serve(ctx context.Context) error {
 		}
 		s.touch()
 		select {
-		case s.queue <- append([]byte(nil), buf.Room()[:n]...):
+		case s.queue <- bytes.Clone(buf[:n]):
 		default: // lost
 		}
 	}
@@ -126,48 +162,7 @@ func (d *Datagrams) carry(ctx context.Context, s *session) {
 		}
 		return
 	}
-	ended := make(chan struct{})
-	go func() {
-		defer close(ended)
-		r, buf := relay.NewDatagramReader(c), new(relay.DatagramBuffer)
-		for {
-			n, err := r.Read(buf)
-			if err != nil {
-				return
-			}
-			s.touch()
-			_, _ = d.Conn.WriteTo(buf.Room()[:n], s.from) // or it is lost
-		}
-	}()
-	defer func() {
-		_ = c.Abort()
-		<-ended
-	}()
 	stop := context.AfterFunc(ctx, func() { _ = c.Abort() })
 	defer stop()
-	idle := d.Idle
-	if idle == 0 {
-		idle = DefaultSessionIdle
-	}
-	timer := time.NewTimer(idle)
-	defer timer.Stop()
-	buf := new(relay.DatagramBuffer)
-	for {
-		select {
-		case p := <-s.queue:
-			if buf.WriteTo(c, copy(buf.Room(), p)) != nil {
-				return
-			}
-		case <-timer.C:
-			left := idle - time.Since(time.Unix(0, s.last.Load()))
-			if left <= 0 {
-				return
-			}
-			timer.Reset(left)
-		case <-ended:
-			return
-		case <-ctx.Done():
-			return
-		}
-	}
+	relay.JoinDatagrams(c, s)
 }

@@ -6,16 +6,13 @@ import (
 	"fmt"
 	"io/fs"
 	"net"
-	"os"
-	"path/filepath"
 	"sync"
 	"syscall"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/guest/internal/relay"
+	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
 // DefaultMaxConns is how many connections a Forward carries at once unless it says
@@ -25,9 +22,10 @@ const DefaultMaxConns = 256
 // Forward accepts connections and carries each to where Dial leads.
 type Forward struct {
 	// Accept waits for the next connection, and ends with net.ErrClosed.
-	Accept func() (Conn, error)
-	// Dial makes the counterpart of an accepted connection. Its context ends with Serve's.
-	Dial func(context.Context) (Conn, error)
+	Accept func() (net.Conn, error)
+	// Dial makes the counterpart of an accepted connection: of the two, one is a socket of the
+	// host and one a *guest.Conn. Its context ends with Serve's.
+	Dial func(context.Context) (net.Conn, error)
 	// MaxConns bounds the connections carried at once; those beyond it wait to be
 	// accepted. 0 is DefaultMaxConns.
 	MaxConns int
@@ -36,26 +34,13 @@ type Forward struct {
 	Failed func(error)
 }
 
-// Conn is one end of a carried connection: FromHost or FromGuest makes one. One of both
-// ends is the guest's.
-type Conn struct {
-	host  relay.Endpoint
-	guest *guest.Conn
-}
-
-// FromHost makes an end of a socket of the host.
-func FromHost(c net.Conn) Conn { return Conn{host: relay.Socket(c)} }
-
-// FromGuest makes an end of a connection of package guest.
-func FromGuest(c *guest.Conn) Conn { return Conn{guest: c} }
-
-func (c Conn) reset() {
-	switch {
-	case c.guest != nil:
-		_ = c.guest.Abort()
-	case c.host != nil:
-		_ = c.host.Reset()
+// reset breaks an end of a carried connection, as far as there is a way.
+func reset(c net.Conn) {
+	if g, ok := c.(*guest.Conn); ok {
+		_ = g.Abort()
+		return
 	}
+	_ = relay.Socket(c).Reset()
 }
 
 // Serve carries connections until Accept fails or ctx ends, which resets those that are
@@ -83,7 +68,9 @@ func (f *Forward) Serve(ctx context.Context) error {
 				// The connection waits in the kernel's queue until there are descriptors.
 				<-room
 				f.failed(err)
-				if !pause(ctx, acceptPause) {
+				select {
+				case <-time.After(acceptPause):
+				case <-ctx.Done():
 					return nil
 				}
 				continue
@@ -103,106 +90,62 @@ func (f *Forward) Serve(ctx context.Context) error {
 // acceptPause is how long a forward that is out of descriptors waits.
 const acceptPause = 100 * time.Millisecond
 
-func pause(ctx context.Context, d time.Duration) bool {
-	t := time.NewTimer(d)
-	defer t.Stop()
-	select {
-	case <-t.C:
-		return true
-	case <-ctx.Done():
-		return false
-	}
-}
-
 func (f *Forward) failed(err error) {
 	if f.Failed != nil {
 		f.Failed(err)
 	}
 }
 
-func (f *Forward) carry(ctx context.Context, a Conn) {
+// carry carries bytes between a connection and its counterpart until both directions have
+// ended, either is broken, or ctx ends, which resets both.
+func (f *Forward) carry(ctx context.Context, a net.Conn) {
 	b, err := f.Dial(ctx)
 	if err != nil {
-		a.reset()
+		reset(a)
 		f.failed(err)
 		return
 	}
-	if err := Join(ctx, a, b); errors.Is(err, errEnds) {
-		f.failed(err)
+	if _, ok := a.(*guest.Conn); !ok {
+		a, b = b, a
 	}
+	inside, ok := a.(*guest.Conn)
+	if _, both := b.(*guest.Conn); !ok || both {
+		reset(a)
+		reset(b)
+		f.failed(errEnds)
+		return
+	}
+	outside := relay.Socket(b)
+	stop := context.AfterFunc(ctx, func() {
+		_ = inside.Abort()
+		_ = outside.Reset()
+	})
+	defer stop()
+	_, _, _ = relay.Join(inside, outside) // whoever has an end of it sees how it ended
 }
 
 var errEnds = errors.New("forward: one end of a connection is the host's and one the guest's")
-
-// Join carries bytes between an end in the guest and one on the host until both
-// directions have ended, either is broken, or ctx ends, which resets both.
-func Join(ctx context.Context, a, b Conn) error {
-	if a.guest == nil {
-		a, b = b, a
-	}
-	if a.guest == nil || b.host == nil {
-		a.reset()
-		b.reset()
-		return errEnds
-	}
-	stop := context.AfterFunc(ctx, func() { a.reset(); b.reset() })
-	defer stop()
-	_, _, err := relay.Join(a.guest, b.host)
-	return err
-}
 
 // Listen listens at an address of the host. A Unix socket gets the permissions 0600
 // before anybody can reach it, and is removed when the listener is closed; the error is
 // fs.ErrExist if there is something at its path.
 func Listen(ctx context.Context, a Address) (net.Listener, error) {
-	var lc net.ListenConfig
 	if a.Network != "unix" {
+		var lc net.ListenConfig
 		return lc.Listen(ctx, a.Network, a.Address)
 	}
-	dir, err := os.MkdirTemp(filepath.Dir(a.Address), ".fwd*") // 0700
+	l, err := osfile.ListenUnixNew(ctx, a.Address)
+	if errors.Is(err, fs.ErrExist) {
+		err = fmt.Errorf("%w: remove it if nobody listens there", err)
+	}
 	if err != nil {
 		return nil, fmt.Errorf("listen at unix:%s: %w", a.Address, err)
 	}
-	defer os.RemoveAll(dir)
-	tmp := filepath.Join(dir, "s")
-	l, err := lc.Listen(ctx, "unix", tmp)
-	if err != nil {
-		return nil, fmt.Errorf("listen at unix:%s: %w", a.Address, err)
-	}
-	l.(*net.UnixListener).SetUnlinkOnClose(false)
-	if err = os.Chmod(tmp, 0o600); err == nil {
-		err = unix.Renameat2(unix.AT_FDCWD, tmp, unix.AT_FDCWD, a.Address, unix.RENAME_NOREPLACE)
-	}
-	if err != nil {
-		l.Close()
-		if errors.Is(err, fs.ErrExist) {
-			err = fmt.Errorf("%w: remove it if nobody listens there", err)
-		}
-		return nil, fmt.Errorf("listen at unix:%s: %w", a.Address, err)
-	}
-	return &unixListener{Listener: l, path: a.Address}, nil
+	return l, nil
 }
-
-// unixListener removes its socket.
-type unixListener struct {
-	net.Listener
-	path string
-	once sync.Once
-}
-
-func (l *unixListener) Close() error {
-	l.once.Do(func() { os.Remove(l.path) })
-	return l.Listener.Close()
-}
-
-func (l *unixListener) Addr() net.Addr { return &net.UnixAddr{Net: "unix", Name: l.path} }
 
 // Dial connects to an address of the host.
-func Dial(ctx context.Context, a Address) (Conn, error) {
+func Dial(ctx context.Context, a Address) (net.Conn, error) {
 	var d net.Dialer
-	c, err := d.DialContext(ctx, a.Network, a.Address)
-	if err != nil {
-		return Conn{}, err
-	}
-	return FromHost(c), nil
+	return d.DialContext(ctx, a.Network, a.Address)
 }

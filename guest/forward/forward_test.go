@@ -98,14 +98,8 @@ func serve(t *testing.T, l net.Listener, c *guest.Client, to forward.Address, li
 	ctx, cancel := context.WithCancel(context.Background())
 	f := &forward.Forward{
 		MaxConns: limit,
-		Accept: func() (forward.Conn, error) {
-			c, err := l.Accept()
-			return forward.FromHost(c), err
-		},
-		Dial: func(ctx context.Context) (forward.Conn, error) {
-			conn, err := c.Dial(ctx, to.Network, to.Address)
-			return forward.FromGuest(conn), err
-		},
+		Accept:   l.Accept,
+		Dial:     func(ctx context.Context) (net.Conn, error) { return c.Dial(ctx, to.Network, to.Address) },
 	}
 	done := make(chan error, 1)
 	go func() { done <- f.Serve(ctx) }()

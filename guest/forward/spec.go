@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"regexp"
 	"strconv"
 	"strings"
 
@@ -50,117 +51,63 @@ func Parse(s string) (Spec, error) {
 		return parse(s)
 	}
 	spec, err := parse(inner)
-	if err == nil && (spec.Listen.Network != "tcp" || spec.Dial.Network != "tcp") {
+	if err != nil {
+		return Spec{}, err
+	}
+	if spec.Listen.Network != "tcp" || spec.Dial.Network != "tcp" {
 		return Spec{}, fmt.Errorf("%q: UDP has no Unix sockets: %w", s, ErrSpec)
 	}
 	spec.Listen.Network, spec.Dial.Network = "udp", "udp"
-	if err != nil {
-		spec = Spec{}
-	}
-	return spec, err
+	return spec, nil
 }
 
-func parse(s string) (Spec, error) {
-	fail := func(why string) (Spec, error) { return Spec{}, fmt.Errorf("%q: %s: %w", s, why, ErrSpec) }
-	parts, err := split(s)
+// hostPart is a name, an IPv4 address, or an IPv6 address in brackets.
+const hostPart = `(\[[^\]]*\]|[^:\[\]]+)`
+
+// form is what parse reads: the path, or the host and the port of either side.
+var form = regexp.MustCompile(`^(?:unix:([^:]*)|(?:` + hostPart + `:)??(\d+)):(?:unix:([^:]*)|(?:` + hostPart + `:)?(\d+))$`)
+
+func parse(s string) (spec Spec, err error) {
+	m := form.FindStringSubmatch(s)
+	if m == nil {
+		return Spec{}, fmt.Errorf("%q: %w", s, ErrSpec)
+	}
+	if spec.Listen, err = address(m[1], m[2], m[3], 0); err == nil {
+		spec.Dial, err = address(m[4], m[5], m[6], 1)
+	}
 	if err != nil {
-		return fail(err.Error())
-	}
-	var spec Spec
-	// One side is taken from the front, and what remains is the other.
-	rest, ok := cutUnix(parts, &spec.Listen)
-	if !ok {
-		n := len(parts)
-		tail := 1 // parts of the other side
-		if n >= 2 && parts[n-2] == "unix" {
-			tail = 2
-		} else if n == 4 || n == 3 && isNumber(parts[0]) {
-			tail = 2
-		}
-		if n-tail < 1 || n-tail > 2 {
-			return fail("too few or too many parts")
-		}
-		if spec.Listen, err = tcp(parts[:n-tail], 0); err != nil {
-			return fail(err.Error())
-		}
-		rest = parts[n-tail:]
-	}
-	if end, ok := cutUnix(rest, &spec.Dial); ok {
-		rest = end
-	} else if len(rest) > 0 && len(rest) <= 2 {
-		if spec.Dial, err = tcp(rest, 1); err != nil {
-			return fail(err.Error())
-		}
-		rest = nil
-	}
-	if len(rest) != 0 || spec.Dial.Network == "" {
-		return fail("too few or too many parts")
-	}
-	for _, a := range []Address{spec.Listen, spec.Dial} {
-		if a.Network == "unix" && (!strings.HasPrefix(a.Address, "/") || len(a.Address) > maxUnixPath || strings.ContainsRune(a.Address, 0)) {
-			return fail(fmt.Sprintf("the path of a Unix socket is absolute and has at most %d bytes", maxUnixPath))
-		}
-		if len(a.Address) > agentpb.MaxForwardAddress {
-			return fail("an address is too long")
-		}
+		return Spec{}, fmt.Errorf("%q: %w: %w", s, err, ErrSpec)
 	}
 	return spec, nil
 }
 
-// split cuts at colons outside of brackets, and takes the brackets off.
-func split(s string) ([]string, error) {
-	var parts []string
-	for {
-		if strings.HasPrefix(s, "[") {
-			host, rest, ok := strings.Cut(s[1:], "]")
-			if !ok || net.ParseIP(host) == nil {
-				return nil, errors.New("brackets are for an IPv6 address")
-			}
-			parts = append(parts, host)
-			if rest == "" {
-				return parts, nil
-			}
-			if rest[0] != ':' {
-				return nil, errors.New("a colon is missing")
-			}
-			s = rest[1:]
-			continue
+// address makes one of a path, if there is no port, or of a port and a host. The port is at least a number.
+func address(path, host, port string, least uint64) (Address, error) {
+	if port == "" {
+		if !strings.HasPrefix(path, "/") || len(path) > maxUnixPath || strings.ContainsRune(path, 0) {
+			return Address{}, fmt.Errorf("the path of a Unix socket is absolute and has at most %d bytes", maxUnixPath)
 		}
-		part, rest, more := strings.Cut(s, ":")
-		parts = append(parts, part)
-		if !more {
-			return parts, nil
-		}
-		s = rest
-	}
-}
-
-// cutUnix takes "unix", PATH from the front.
-func cutUnix(parts []string, a *Address) ([]string, bool) {
-	if len(parts) < 2 || parts[0] != "unix" {
-		return parts, false
-	}
-	*a = Address{"unix", parts[1]}
-	return parts[2:], true
-}
-
-func isNumber(s string) bool {
-	_, err := strconv.ParseUint(s, 10, 64)
-	return err == nil
-}
-
-// tcp makes an address of [HOST, ]PORT.
-func tcp(parts []string, least uint64) (Address, error) {
-	host, port := loopback, parts[len(parts)-1]
-	if len(parts) == 2 {
-		host = parts[0]
+		return Address{"unix", path}, nil
 	}
 	n, err := strconv.ParseUint(port, 10, 16)
 	if err != nil || n < least {
 		return Address{}, fmt.Errorf("port %q is not one of %d to 65535", port, least)
 	}
-	if host == "" || strings.ContainsAny(host, " \t\r\n\x00/") {
+	if inner, ok := strings.CutPrefix(host, "["); ok {
+		host = strings.TrimSuffix(inner, "]")
+		if net.ParseIP(host) == nil {
+			return Address{}, errors.New("brackets are for an IPv6 address")
+		}
+	}
+	if host == "" {
+		host = loopback
+	}
+	if strings.ContainsAny(host, " \t\r\n\x00/") {
 		return Address{}, fmt.Errorf("%q is no host", host)
 	}
-	return Address{"tcp", net.JoinHostPort(host, strconv.FormatUint(n, 10))}, nil
+	a := Address{"tcp", net.JoinHostPort(host, strconv.FormatUint(n, 10))}
+	if len(a.Address) > agentpb.MaxForwardAddress {
+		return Address{}, errors.New("an address is too long")
+	}
+	return a, nil
 }

@@ -100,7 +100,7 @@ func (s *session) request(r *ssh.Request) bool {
 		if s.pty == nil || ssh.Unmarshal(r.Payload, &m) != nil {
 			return false
 		}
-		s.resize(terminalSize(m.Rows, m.Cols))
+		s.resize(guest.Size{Rows: int(m.Rows), Cols: int(m.Cols)})
 		return true
 	case "signal":
 		var m struct{ Name string }
@@ -124,11 +124,6 @@ func (s *session) request(r *ssh.Request) bool {
 	return false
 }
 
-func terminalSize(rows, cols uint32) guest.Size {
-	const limit = 1<<16 - 1
-	return guest.Size{Rows: int(min(rows, limit)), Cols: int(min(cols, limit))}
-}
-
 func (s *session) requestPty(payload []byte) bool {
 	var m struct {
 		Term                      string
@@ -139,7 +134,7 @@ func (s *session) requestPty(payload []byte) bool {
 	if s.started || ssh.Unmarshal(payload, &m) != nil || len(m.Term) > maxTerm || strings.Contains(m.Term, "\x00") || len(m.Modes) > maxModes {
 		return false
 	}
-	s.pty = &guest.Pty{Term: m.Term, Size: terminalSize(m.Rows, m.Cols), Modes: []byte(m.Modes)}
+	s.pty = &guest.Pty{Term: m.Term, Size: guest.Size{Rows: int(m.Rows), Cols: int(m.Cols)}, Modes: []byte(m.Modes)}
 	return true
 }
 

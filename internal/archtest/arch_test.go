@@ -106,12 +106,11 @@ var rules = []rule{
 	{"guest/agent/poll", nil},
 	{"guest/agent/machine", []string{"guest/agent/early", "guest/agentpb"}},
 	{"guest/agent/proc", []string{"guest/agent/poll", "guest/agentpb", "guest/internal/flow"}},
-	{"guest/agent/service", []string{"guest/agent/proc", "guest/agentpb"}},
+	{"guest/agent/service", []string{"guest/agent/proc", "guest/agentpb", "guest/internal/flow"}},
 	{"guest/agent/capture", []string{"guest/agent/proc", "guest/agent/machine", "guest/agent/poll", "guest/agentpb"}},
-	{"guest/agent/files", []string{"guest/agent/fswatch", "guest/agentpb", "guest/internal/..."}},
+	{"guest/agent/files", []string{"guest/agent/fswatch", "guest/agentpb", "guest/internal/...", "internal/osfile"}},
 	// The agent's program has what it needs in a guest, and no more.
 	{"guest/agent/...", []string{"guest/..."}},
-	{"guest/internal/...", []string{"guest/..."}},
 	{"guest/...", []string{"guest/...", "internal/osfile"}},
 
 	{"internal/doctor", []string{"vmm", "vmm/kvm", "vmm/boot", "snapshot/pager", "rootfs/...", "sandbox/hosthooks"}},

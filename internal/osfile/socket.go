@@ -3,6 +3,8 @@ package osfile
 import (
 	"context"
 	"errors"
+	"fmt"
+	"io/fs"
 	"net"
 	"os"
 	"syscall"
@@ -15,6 +17,11 @@ func ListenUnix(path string) (net.Listener, error) {
 	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
 		return nil, err
 	}
+	return ListenUnixNew(context.Background(), path)
+}
+
+// ListenUnixNew is ListenUnix, but fails with fs.ErrExist if there is something at path.
+func ListenUnixNew(ctx context.Context, path string) (net.Listener, error) {
 	// A socket's file has its mode (net/unix/af_unix.c, unix_bind_bsd), so there is no moment at which others may use
 	// it, and the umask is that of the whole process.
 	private := func(_, _ string, c syscall.RawConn) error {
@@ -22,5 +29,9 @@ func ListenUnix(path string) (net.Listener, error) {
 		err := c.Control(func(fd uintptr) { changed = unix.Fchmod(int(fd), 0o600) })
 		return errors.Join(err, changed)
 	}
-	return (&net.ListenConfig{Control: private}).Listen(context.Background(), "unix", path)
+	l, err := (&net.ListenConfig{Control: private}).Listen(ctx, "unix", path)
+	if errors.Is(err, unix.EADDRINUSE) {
+		err = fmt.Errorf("%w: %w", fs.ErrExist, err)
+	}
+	return l, err
 }

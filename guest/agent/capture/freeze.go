@@ -49,13 +49,12 @@ func (s *Standby) Freeze(ctx context.Context, m *agentpb.FreezeRequest) (*agentp
 		started, out.Refused = s.before(ctx, limits, agentpb.HookFreeze, &out.Failures)
 	}
 	// From here on the guest must go on even if the host has gone away.
-	if out.Refused {
-		s.after(context.WithoutCancel(ctx), limits, agentpb.HookThaw, agentpb.HookFreeze, started, &out.Failures)
-		return out, nil
+	if !out.Refused {
+		err = s.config.Machine.Freeze()
 	}
-	if err := s.machine.Freeze(); err != nil {
+	if out.Refused || err != nil {
 		s.after(context.WithoutCancel(ctx), limits, agentpb.HookThaw, agentpb.HookFreeze, started, &out.Failures)
-		return nil, err
+		return out, err
 	}
 	f.started, f.limits, f.since = started, limits, time.Now()
 	f.active.Store(true)
@@ -95,7 +94,7 @@ func (s *Standby) thawLate() {
 func (s *Standby) thaw(ctx context.Context, failures *[]*agentpb.HookFailure) error {
 	f := &s.freeze
 	f.timer.Stop()
-	err := s.machine.Thaw()
+	err := s.config.Machine.Thaw()
 	f.active.Store(false)
 	s.after(ctx, f.limits, agentpb.HookThaw, agentpb.HookFreeze, f.started, failures)
 	f.started = nil

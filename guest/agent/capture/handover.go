@@ -41,7 +41,7 @@ func (s *Standby) Handover(context.Context, *agentpb.HandoverRequest) (*agentpb.
 	// Ports that a restored machine does not let us have make a general protection fault:
 	// an error of this call, not the end of the machine's init.
 	defer debug.SetPanicOnFault(debug.SetPanicOnFault(true))
-	p := s.ports
+	p := s.config.Ports
 	if err := p.Open(); err != nil {
 		return nil, fmt.Errorf("open the handover ports: %w", err)
 	}
@@ -84,22 +84,22 @@ func (s *Standby) Handover(context.Context, *agentpb.HandoverRequest) (*agentpb.
 
 // update brings the machine up to date. No time leaves the clock alone, no entropy adds none. The caller holds s.mu.
 func (s *Standby) update(wallNanos int64, entropy []byte, newIdentity bool, hostname string) error {
-	s.woken()
+	s.config.Woken()
 	// First, since the time that the host says was that of a moment ago.
 	if wallNanos != 0 {
-		if err := s.machine.SetClock(wallNanos); err != nil {
+		if err := s.config.Machine.SetClock(wallNanos); err != nil {
 			return err
 		}
 	}
 	if len(entropy) > 0 {
-		if err := s.machine.AddEntropy(entropy); err != nil {
+		if err := s.config.Machine.AddEntropy(entropy); err != nil {
 			return err
 		}
 	}
 	if !newIdentity {
 		return nil
 	}
-	id, err := s.machine.NewIdentity(hostname)
+	id, err := s.config.Machine.NewIdentity(hostname)
 	if err == nil {
 		s.bootID = id
 	}

@@ -106,9 +106,9 @@ func newHookLimits(each, all int64, ignore bool) (hookLimits, error) {
 // before runs the hooks for an event that something is about to happen. It
 // returns those that were started, and whether one has refused.
 func (s *Standby) before(ctx context.Context, l hookLimits, event string, failures *[]*agentpb.HookFailure) (started []string, refused bool) {
-	names, err := hookNames(s.hookDir)
+	names, err := hookNames(s.config.HookDir)
 	if err != nil {
-		*failures = append(*failures, &agentpb.HookFailure{Name: s.hookDir, Event: event, Problem: err.Error()})
+		*failures = append(*failures, &agentpb.HookFailure{Name: s.config.HookDir, Event: event, Problem: err.Error()})
 		if !l.ignore {
 			return nil, true
 		}
@@ -194,8 +194,8 @@ func (s *Standby) runHook(ctx context.Context, limit time.Duration, name string,
 	if err := ctx.Err(); err != nil {
 		return fail("not run: " + hookEnd(err)), false
 	}
-	argv := append([]string{filepath.Join(s.hookDir, name)}, args...)
-	p, err := s.procs.Start(&agentpb.ExecStart{Argv: argv, NoStdin: true})
+	argv := append([]string{filepath.Join(s.config.HookDir, name)}, args...)
+	p, err := s.config.Procs.Start(&agentpb.ExecStart{Argv: argv, NoStdin: true})
 	if err != nil {
 		return fail(err.Error()), false
 	}
@@ -207,7 +207,7 @@ func (s *Standby) runHook(ctx context.Context, limit time.Duration, name string,
 	case <-p.Done():
 	case <-ctx.Done():
 		killed = hookEnd(context.Cause(ctx)) + ": killed"
-		_ = s.procs.Signal(p, syscall.SIGKILL)
+		_ = s.config.Procs.Signal(p, syscall.SIGKILL)
 		t := time.NewTimer(killTime)
 		defer t.Stop()
 		select {

@@ -131,16 +131,16 @@ func (w *hookWatch) refresh(fd int) error {
 		if err != nil {
 			return err
 		}
-		if w.wd >= 0 && w.wd != wd {
-			_, _ = unix.InotifyRmWatch(fd, uint32(w.wd)) // it may be gone by itself
+		was := w.wd
+		if w.wd = wd; was >= 0 && was != wd {
+			_, _ = unix.InotifyRmWatch(fd, uint32(was)) // it may be gone by itself
 		}
-		w.wd = wd
 		if at == w.dir {
 			present = notEmpty(w.dir)
 			break
 		}
-		// It may have appeared before the watch did.
-		if _, err := os.Stat(filepath.Join(at, firstBelow(at, w.dir))); err != nil {
+		// What is nearer may have appeared before the watch did, but not before one that was there already.
+		if was == wd {
 			break
 		}
 	}
@@ -166,14 +166,6 @@ func nearest(fd int, dir string) (at string, wd int, err error) {
 			return at, -1, fmt.Errorf("watch %s: %w", at, err)
 		}
 	}
-}
-
-// firstBelow is the first element of the path from a directory to one below it.
-func firstBelow(at, dir string) string {
-	for filepath.Dir(dir) != at {
-		dir = filepath.Dir(dir)
-	}
-	return filepath.Base(dir)
 }
 
 func notEmpty(dir string) bool {

@@ -25,11 +25,7 @@ type Config struct {
 
 // Standby has the machine ready to be captured, and brings it up to date when it has been restored.
 type Standby struct {
-	machine machine.Machine
-	ports   Ports
-	hookDir string
-	procs   *proc.Table
-	woken   func()
+	config Config
 
 	mu     sync.Mutex // serialises what changes the machine
 	bootID string     // the latest identity; "" is the kernel's own
@@ -46,7 +42,7 @@ type Standby struct {
 
 // New makes one, which watches for hooks if there is somebody to tell.
 func New(c Config) *Standby {
-	s := &Standby{machine: c.Machine, ports: c.Ports, hookDir: c.HookDir, procs: c.Procs, woken: c.Woken}
+	s := &Standby{config: c}
 	if c.Report != nil {
 		// Without it there would be hooks that nobody runs.
 		var err error
@@ -71,7 +67,7 @@ func (s *Standby) BootID() string {
 func (s *Standby) Trim() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.machine.Trim()
+	return s.config.Machine.Trim()
 }
 
 // Settle tells the host whether there are hooks, if what has been done by now has changed that.
@@ -114,12 +110,12 @@ func (s *Standby) hooksState() (waiting, present bool) {
 func (s *Standby) SetClock(_ context.Context, m *agentpb.SetClockRequest) (*agentpb.Empty, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return &agentpb.Empty{}, s.machine.SetClock(m.WallNanos)
+	return &agentpb.Empty{}, s.config.Machine.SetClock(m.WallNanos)
 }
 
 // AddEntropy implements agentpb.AgentService.
 func (s *Standby) AddEntropy(_ context.Context, m *agentpb.AddEntropyRequest) (*agentpb.Empty, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return &agentpb.Empty{}, s.machine.AddEntropy(m.Entropy)
+	return &agentpb.Empty{}, s.config.Machine.AddEntropy(m.Entropy)
 }

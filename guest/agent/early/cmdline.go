@@ -19,15 +19,8 @@ type Config struct {
 	Wait     time.Duration
 	TmpInRAM bool
 	Quiet    bool
-	Volumes  []Volume // in the order in which they are mounted
-	Shares   []Share  // the same; after the volumes
-}
-
-// Volume is a further disk with an ext4.
-type Volume struct {
-	Serial   string // of the block device
-	Dir      string // absolute
-	ReadOnly bool
+	Volumes  []Mount // in the order in which they are mounted
+	Shares   []Mount // the same; after the volumes
 }
 
 // Net is the static address of eth0.
@@ -42,8 +35,6 @@ const (
 	maxWait     = 600 // seconds
 	maxHostname = 64  // bytes, __NEW_UTS_LEN
 	maxDNS      = 3   // MAXNS of resolv.conf(5)
-	maxVolumes  = 16
-	maxSerial   = 20 // bytes, VIRTIO_BLK_ID_BYTES
 )
 
 // ParseCmdline reads the drowse.* words of a kernel command line. Other words
@@ -71,7 +62,7 @@ func ParseCmdline(line string) (Config, error) {
 	return c, nil
 }
 
-func (c *Config) set(key, value string) error {
+func (c *Config) set(key, value string) (err error) {
 	switch key {
 	case "image", "rw":
 		if !filepath.IsAbs(value) {
@@ -88,17 +79,11 @@ func (c *Config) set(key, value string) error {
 		}
 		c.Hostname = value
 	case "ip":
-		n, err := parseNet(value)
-		if err != nil {
-			return err
-		}
-		c.Net = n
+		c.Net, err = parseNet(value, "an IPv4 address", "10.0.0.2/24", maxDNS, netip.Addr.Is4)
 	case "ip6":
-		n, err := parseNet6(value)
-		if err != nil {
-			return err
-		}
-		c.Net6 = n
+		c.Net6, err = parseNet(value, "an IPv6 address", "fd00::2/64", 0, func(a netip.Addr) bool {
+			return a.Is6() && !a.Is4In6() && a.Zone() == ""
+		})
 	case "wait":
 		s, err := strconv.Atoi(value)
 		if err != nil || s < 0 || s > maxWait {
@@ -111,75 +96,52 @@ func (c *Config) set(key, value string) error {
 		}
 		c.TmpInRAM = true
 	case "volume":
-		name, dir, readOnly, err := parseMount("SERIAL", value, maxSerial)
-		if err != nil {
-			return err
-		}
-		v := Volume{Serial: name, Dir: dir, ReadOnly: readOnly}
-		if c.Volumes = append(c.Volumes, v); len(c.Volumes) > maxVolumes {
-			return fmt.Errorf("more than %d volumes", maxVolumes)
-		}
+		return addMount(&c.Volumes, "volumes", "SERIAL", maxSerial, value)
 	case "share":
-		name, dir, readOnly, err := parseMount("TAG", value, maxTag)
-		if err != nil {
-			return err
-		}
-		s := Share{Tag: name, Dir: dir, ReadOnly: readOnly}
-		if c.Shares = append(c.Shares, s); len(c.Shares) > maxShares {
-			return fmt.Errorf("more than %d shares", maxShares)
-		}
+		return addMount(&c.Shares, "shares", "TAG", maxTag, value)
 	case "quiet":
 		c.Quiet = true
 	default:
 		return fmt.Errorf("not a word that this agent knows")
 	}
-	return nil
+	return err
 }
 
-// parseMount reads NAME,rw,DIR or NAME,ro,DIR, where what says what the name is, of at most so many bytes.
-func parseMount(what, value string, most int) (name, dir string, readOnly bool, err error) {
+// addMount reads NAME,rw,DIR or NAME,ro,DIR, where what says what the name is, of at most so many bytes.
+func addMount(to *[]Mount, kind, what string, most int, value string) error {
 	name, rest, _ := strings.Cut(value, ",")
 	mode, dir, _ := strings.Cut(rest, ",")
 	if name == "" || len(name) > most || mode != "rw" && mode != "ro" || !filepath.IsAbs(dir) || filepath.Clean(dir) != dir || dir == "/" {
-		err = fmt.Errorf("want %[1]s,rw,/DIR or %[1]s,ro,/DIR", what)
+		return fmt.Errorf("want %[1]s,rw,/DIR or %[1]s,ro,/DIR", what)
 	}
-	return name, dir, mode == "ro", err
+	if len(*to) == maxMounts {
+		return fmt.Errorf("more than %d %s", maxMounts, kind)
+	}
+	*to = append(*to, Mount{Name: name, Dir: dir, ReadOnly: mode == "ro"})
+	return nil
 }
 
-// parseNet6 reads ADDRESS/BITS[,GATEWAY].
-func parseNet6(value string) (*Net, error) {
-	addr, gateway, _ := strings.Cut(value, ",")
-	return parseAddr(addr, gateway, "an IPv6 address", "fd00::2/64", func(a netip.Addr) bool { return a.Is6() && !a.Is4In6() && a.Zone() == "" })
-}
-
-// parseAddr reads an address with its prefix length, and a gateway if there is one, of the family is.
-func parseAddr(addr, gateway, what, as string, is func(netip.Addr) bool) (*Net, error) {
-	prefix, err := netip.ParsePrefix(addr)
+// parseNet reads ADDRESS/BITS[,GATEWAY[,DNS...]], with addresses of the family is, and so many name servers at most.
+func parseNet(value, what, as string, servers int, is func(netip.Addr) bool) (*Net, error) {
+	parts := strings.Split(value, ",")
+	prefix, err := netip.ParsePrefix(parts[0])
 	if err != nil || !is(prefix.Addr()) {
 		return nil, fmt.Errorf("want %s with its prefix length, as %s", what, as)
 	}
 	n := &Net{Addr: prefix}
-	if gateway != "" {
-		if n.Gateway, err = netip.ParseAddr(gateway); err != nil || !is(n.Gateway) {
-			return nil, fmt.Errorf("gateway %q is not %s", gateway, what)
-		}
-	}
-	return n, nil
-}
-
-func parseNet(value string) (*Net, error) {
-	parts := append(strings.Split(value, ","), "")
-	n, err := parseAddr(parts[0], parts[1], "an IPv4 address", "10.0.0.2/24", netip.Addr.Is4)
-	if err != nil {
-		return nil, err
-	}
-	for _, s := range parts[min(2, len(parts)-1) : len(parts)-1] {
-		dns, err := netip.ParseAddr(s)
-		if err != nil {
+	for i, s := range parts[1:] {
+		switch a, err := netip.ParseAddr(s); {
+		case i == 0 && s == "": // none
+		case i == 0 && (err != nil || !is(a)):
+			return nil, fmt.Errorf("gateway %q is not %s", s, what)
+		case i == 0:
+			n.Gateway = a
+		case i > servers:
+			return nil, fmt.Errorf("more than %d name servers behind the gateway", servers)
+		case err != nil:
 			return nil, fmt.Errorf("name server %q is not an IP address", s)
-		}
-		if n.DNS = append(n.DNS, dns); len(n.DNS) > maxDNS {
-			return nil, fmt.Errorf("more than %d name servers", maxDNS)
+		default:
+			n.DNS = append(n.DNS, a)
 		}
 	}
 	return n, nil

@@ -79,7 +79,7 @@ func TestParseCmdline_reads_volumes_in_their_order(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	want := []Volume{{Serial: "vol-1", Dir: "/data"}, {Serial: "vol-2", Dir: "/srv/a,b", ReadOnly: true}}
+	want := []Mount{{Name: "vol-1", Dir: "/data"}, {Name: "vol-2", Dir: "/srv/a,b", ReadOnly: true}}
 	if !slices.Equal(c.Volumes, want) {
 		t.Errorf("got %+v, want %+v", c.Volumes, want)
 	}
@@ -105,7 +105,7 @@ func TestFindSerial_goes_by_the_serial_number(t *testing.T) {
 
 func TestParseCmdline_reads_shares_in_their_order(t *testing.T) {
 	c, err := ParseCmdline("drowse.image=/dev/vdb drowse.share=share-0,rw,/data drowse.share=share-1,ro,/srv/a")
-	want := []Share{{Tag: "share-0", Dir: "/data"}, {Tag: "share-1", Dir: "/srv/a", ReadOnly: true}}
+	want := []Mount{{Name: "share-0", Dir: "/data"}, {Name: "share-1", Dir: "/srv/a", ReadOnly: true}}
 	if err != nil || !slices.Equal(c.Shares, want) {
 		t.Errorf("%+v, %v; want %+v", c.Shares, err, want)
 	}

@@ -38,27 +38,23 @@ type Machine struct {
 // called once, by PID 1. An error says which step failed and why.
 func Start() (*Machine, error) {
 	m := &Machine{rw: -1, started: time.Now()}
-	if err := mountBase(); err != nil {
-		return m, err
+	for _, step := range []func() error{mountBase, m.configure, loadModules, m.mountRoot, switchRoot, m.settle} {
+		if err := step(); err != nil {
+			return m, err
+		}
 	}
+	return m, nil
+}
+
+// configure finds out what the machine is to be.
+func (m *Machine) configure() error {
 	openConsole()
 	line, err := readSmall("/proc/cmdline")
 	if err != nil {
-		return m, fmt.Errorf("read the kernel command line: %w", err)
+		return fmt.Errorf("read the kernel command line: %w", err)
 	}
-	if m.Config, err = ParseCmdline(line); err != nil {
-		return m, err
-	}
-	if err := loadModules(modDir); err != nil {
-		return m, err
-	}
-	if err := m.mountRoot(); err != nil {
-		return m, err
-	}
-	if err := switchRoot(); err != nil {
-		return m, err
-	}
-	return m, m.settle()
+	m.Config, err = ParseCmdline(line)
+	return err
 }
 
 // mountBase mounts what the first steps need.
@@ -107,10 +103,10 @@ func readSmall(path string) (string, error) {
 	return string(buf[:n]), nil
 }
 
-// loadModules loads the kernel modules that dir/order lists. Without that file
+// loadModules loads the kernel modules that modDir/order lists. Without that file
 // the kernel has what it needs built in.
-func loadModules(dir string) error {
-	order, err := os.ReadFile(dir + "/order")
+func loadModules() error {
+	order, err := os.ReadFile(modDir + "/order")
 	if errors.Is(err, os.ErrNotExist) {
 		return nil
 	}
@@ -118,7 +114,7 @@ func loadModules(dir string) error {
 		return fmt.Errorf("read the list of kernel modules: %w", err)
 	}
 	for name := range strings.FieldsSeq(string(order)) {
-		if err := loadModule(dir + "/" + name); err != nil {
+		if err := loadModule(modDir + "/" + name); err != nil {
 			return fmt.Errorf("load kernel module %s: %w", name, err)
 		}
 	}
@@ -146,7 +142,7 @@ func (m *Machine) mountRoot() error {
 			return fmt.Errorf("make %s: %w", dir, err)
 		}
 	}
-	if err := mountDisk(m.Config.Image, imageDir, "erofs", unix.MS_RDONLY, deadline); err != nil {
+	if err := mountDevice(m.Config.Image, imageDir, "erofs", unix.MS_RDONLY, deadline); err != nil {
 		return fmt.Errorf("mount the image %s (is it an EROFS image?): %w", m.Config.Image, err)
 	}
 	if m.Config.RW == "" {
@@ -154,7 +150,7 @@ func (m *Machine) mountRoot() error {
 			return fmt.Errorf("mount a tmpfs for the writable layer: %w", err)
 		}
 	} else {
-		if err := mountDisk(m.Config.RW, rwDir, "ext4", unix.MS_NOATIME, deadline); err != nil {
+		if err := mountDevice(m.Config.RW, rwDir, "ext4", unix.MS_NOATIME, deadline); err != nil {
 			return fmt.Errorf("mount the writable disk %s (is it formatted as ext4?): %w", m.Config.RW, err)
 		}
 		// Out of reach of paths after the switch of roots; kept for the end.
@@ -182,32 +178,40 @@ const (
 	lastPoll  = 50 * time.Millisecond
 )
 
-// mountDisk mounts a block device, waiting for it to appear. The attempt is
-// the test: a device that is there costs one system call.
-func mountDisk(dev, dir, fstype string, flags uintptr, deadline time.Time) error {
+// await calls f until it says that there is nothing to wait for, or the time is up.
+func await(deadline time.Time, f func() (again bool, err error)) error {
 	for wait := firstPoll; ; wait = min(2*wait, lastPoll) {
-		err := unix.Mount(dev, dir, fstype, flags, "")
-		if err != unix.ENOENT && err != unix.ENXIO {
+		if again, err := f(); !again || !time.Now().Before(deadline) {
 			return err
-		}
-		if !time.Now().Before(deadline) {
-			return fmt.Errorf("the device did not appear: %w", err)
 		}
 		time.Sleep(wait)
 	}
+}
+
+// mountDevice mounts a device, waiting for it to appear. The attempt is the test: a device
+// that is there costs one system call. The tag of a share that is not found yet is EINVAL.
+func mountDevice(dev, dir, fstype string, flags uintptr, deadline time.Time) error {
+	missing := false
+	err := await(deadline, func() (bool, error) {
+		err := unix.Mount(dev, dir, fstype, flags, "")
+		missing = err == unix.ENOENT || err == unix.ENXIO || err == unix.EINVAL && fstype == virtiofs
+		return missing, err
+	})
+	switch {
+	case missing:
+		return fmt.Errorf("the device did not appear: %w", err)
+	case err == unix.ENODEV:
+		return fmt.Errorf("the kernel has no %s: %w", fstype, err)
+	}
+	return err
 }
 
 // switchRoot makes the overlay the root of everything, in the manner of
 // switch_root(8), and frees the initramfs when there was one.
 func switchRoot() error {
 	for _, dir := range []string{"/dev", "/proc"} {
-		err := unix.Mount(dir, newRoot+dir, "", unix.MS_MOVE, "")
-		if errors.Is(err, unix.ENOENT) {
-			if err = unix.Mkdir(newRoot+dir, 0o755); err == nil {
-				err = unix.Mount(dir, newRoot+dir, "", unix.MS_MOVE, "")
-			}
-		}
-		if err != nil {
+		p := mountPoint{source: dir, dir: newRoot + dir, flags: unix.MS_MOVE}
+		if err := p.mount(); err != nil {
 			return fmt.Errorf("move %s to the new root: %w", dir, err)
 		}
 	}
@@ -267,7 +271,7 @@ func (p *mountPoint) mount() error {
 		}
 	}
 	if err != nil && !p.optional {
-		return fmt.Errorf("mount %s on %s: %w", p.fstype, p.dir, err)
+		return fmt.Errorf("mount %s on %s: %w", p.source, p.dir, err)
 	}
 	return nil
 }
@@ -309,10 +313,7 @@ func (m *Machine) settle() error {
 			return fmt.Errorf("set the hostname: %w", err)
 		}
 	}
-	if err := m.mountVolumes(); err != nil {
-		return err
-	}
-	if err := m.mountShares(); err != nil {
+	if err := m.mountOthers(); err != nil {
 		return err
 	}
 	if err := network(m.Config.Net, m.Config.Net6); err != nil {
@@ -360,8 +361,7 @@ func (m *Machine) Announce(version string) {
 // that their journals are clean. Call it when all other processes have ended.
 func (m *Machine) ReadOnly() {
 	unix.Sync()
-	m.unmountShares()
-	m.unmountVolumes()
+	m.unmountOthers()
 	_ = unix.Mount("", "/", "", unix.MS_REMOUNT|unix.MS_RDONLY, "")
 	if m.rw >= 0 {
 		_ = unix.Mount("", m.Writable(), "", unix.MS_REMOUNT|unix.MS_RDONLY|unix.MS_NOATIME, "")

@@ -8,6 +8,7 @@ import (
 	"os"
 	"path"
 	"path/filepath"
+	"slices"
 	"strings"
 	"time"
 
@@ -115,51 +116,45 @@ type dropper struct {
 func (d *dropper) run(look bool) error {
 	p := d.path
 	at, err := openat2(unix.AT_FDCWD, p.Path, unix.O_PATH|unix.O_NOFOLLOW, noLinks)
-	switch {
-	case errors.Is(err, unix.ENOENT):
-		d.out.State = agentpb.DropAbsent
-		return nil
-	case errors.Is(err, unix.ELOOP):
-		d.out.State = agentpb.DropLink
-		return nil
-	case errors.Is(err, unix.ENOTDIR):
-		d.out.State = agentpb.DropOther
-		return nil
-	case err != nil:
-		return fmt.Errorf("open %s: %w", p.Path, err)
-	}
-	var st unix.Stat_t
-	err = unix.Fstat(at, &st)
-	unix.Close(at)
 	if err != nil {
+		switch {
+		case errors.Is(err, unix.ENOENT):
+			d.out.State = agentpb.DropAbsent
+		case errors.Is(err, unix.ELOOP):
+			d.out.State = agentpb.DropLink
+		case errors.Is(err, unix.ENOTDIR):
+			d.out.State = agentpb.DropOther
+		default:
+			return fmt.Errorf("open %s: %w", p.Path, err)
+		}
+		return nil
+	}
+	defer unix.Close(at)
+	var st unix.Stat_t
+	if err := unix.Fstat(at, &st); err != nil {
 		return fmt.Errorf("stat %s: %w", p.Path, err)
 	}
 	switch st.Mode & unix.S_IFMT {
 	case unix.S_IFDIR:
+		d.out.State, d.out.Device, d.out.Inode = agentpb.DropDirectory, st.Dev, st.Ino
+		if p.Inode != 0 && (st.Ino != p.Inode || st.Dev != p.Device) {
+			d.out.State = agentpb.DropReplaced
+		}
 	case unix.S_IFREG:
 		d.out.State = agentpb.DropFile
-		return nil
 	case unix.S_IFLNK:
 		d.out.State = agentpb.DropLink
-		return nil
 	default:
 		d.out.State = agentpb.DropOther
+	}
+	if d.out.State != agentpb.DropDirectory {
 		return nil
 	}
-	dir, err := openDir(unix.AT_FDCWD, p.Path, noLinks)
+	dir, err := openDir(at, ".", noLinks)
 	if err != nil {
 		return fmt.Errorf("open %s: %w", p.Path, err)
 	}
 	defer dir.Close()
-	if err := unix.Fstat(int(dir.Fd()), &st); err != nil {
-		return fmt.Errorf("stat %s: %w", p.Path, err)
-	}
-	d.out.Device, d.out.Inode = st.Dev, st.Ino
-	if p.Inode != 0 && (st.Ino != p.Inode || st.Dev != p.Device) {
-		d.out.State = agentpb.DropReplaced
-		return nil
-	}
-	d.out.State = agentpb.DropDirectory
 	if look {
 		if _, err := dir.Readdirnames(1); errors.Is(err, io.EOF) {
 			d.out.State = agentpb.DropEmpty
@@ -289,15 +284,7 @@ func (d *dropper) copied(fd int, name string, mode uint32) bool {
 			return false
 		}
 		to := string(b[:n])
-		if filepath.IsAbs(to) {
-			return false
-		}
-		for elem := range strings.SplitSeq(to, "/") {
-			if elem == ".." {
-				return false
-			}
-		}
-		return true
+		return !filepath.IsAbs(to) && !slices.Contains(strings.Split(to, "/"), "..")
 	}
 	return false
 }

@@ -114,58 +114,56 @@ func (f *Files) ReadDir(_ context.Context, m *agentpb.ReadDirRequest) (*agentpb.
 
 const defaultDirMode = 0o755
 
-// Mkdir implements agentpb.AgentService.
-func (f *Files) Mkdir(_ context.Context, m *agentpb.MkdirRequest) (*agentpb.Empty, error) {
+// change changes something about paths.
+func (f *Files) change(do func() error, paths ...string) (*agentpb.Empty, error) {
 	defer f.settle()
-	if err := checkPath(m.Path); err != nil {
-		return nil, err
-	}
-	mode := os.FileMode(m.Mode & 0o777)
-	if mode == 0 {
-		mode = defaultDirMode
-	}
-	if m.Parents {
-		return &agentpb.Empty{}, os.MkdirAll(m.Path, mode)
-	}
-	return &agentpb.Empty{}, os.Mkdir(m.Path, mode)
-}
-
-// Remove implements agentpb.AgentService.
-func (f *Files) Remove(_ context.Context, m *agentpb.RemoveRequest) (*agentpb.Empty, error) {
-	defer f.settle()
-	if err := checkPath(m.Path); err != nil {
-		return nil, err
-	}
-	if !m.Recursive {
-		return &agentpb.Empty{}, os.Remove(m.Path)
-	}
-	if filepath.Clean(m.Path) == "/" {
-		return nil, status.Error(codes.InvalidArgument, "the root directory is not removed")
-	}
-	return &agentpb.Empty{}, os.RemoveAll(m.Path)
-}
-
-// Rename implements agentpb.AgentService.
-func (f *Files) Rename(_ context.Context, m *agentpb.RenameRequest) (*agentpb.Empty, error) {
-	defer f.settle()
-	for _, p := range []string{m.From, m.To} {
+	for _, p := range paths {
 		if err := checkPath(p); err != nil {
 			return nil, err
 		}
 	}
-	return &agentpb.Empty{}, os.Rename(m.From, m.To)
+	return &agentpb.Empty{}, do()
+}
+
+// Mkdir implements agentpb.AgentService.
+func (f *Files) Mkdir(_ context.Context, m *agentpb.MkdirRequest) (*agentpb.Empty, error) {
+	mode := os.FileMode(m.Mode & 0o777)
+	if mode == 0 {
+		mode = defaultDirMode
+	}
+	mkdir := os.Mkdir
+	if m.Parents {
+		mkdir = os.MkdirAll
+	}
+	return f.change(func() error { return mkdir(m.Path, mode) }, m.Path)
+}
+
+// Remove implements agentpb.AgentService.
+func (f *Files) Remove(_ context.Context, m *agentpb.RemoveRequest) (*agentpb.Empty, error) {
+	return f.change(func() error {
+		switch {
+		case !m.Recursive:
+			return os.Remove(m.Path)
+		case filepath.Clean(m.Path) == "/":
+			return status.Error(codes.InvalidArgument, "the root directory is not removed")
+		}
+		return os.RemoveAll(m.Path)
+	}, m.Path)
+}
+
+// Rename implements agentpb.AgentService.
+func (f *Files) Rename(_ context.Context, m *agentpb.RenameRequest) (*agentpb.Empty, error) {
+	return f.change(func() error { return os.Rename(m.From, m.To) }, m.From, m.To)
 }
 
 // Symlink implements agentpb.AgentService.
 func (f *Files) Symlink(_ context.Context, m *agentpb.SymlinkRequest) (*agentpb.Empty, error) {
-	defer f.settle()
-	if err := checkPath(m.Path); err != nil {
-		return nil, err
-	}
-	if m.Target == "" || len(m.Target) > agentpb.MaxPath || strings.IndexByte(m.Target, 0) >= 0 {
-		return nil, status.Errorf(codes.InvalidArgument, "a link cannot point to %q", m.Target)
-	}
-	return &agentpb.Empty{}, os.Symlink(m.Target, m.Path)
+	return f.change(func() error {
+		if m.Target == "" || len(m.Target) > agentpb.MaxPath || strings.IndexByte(m.Target, 0) >= 0 {
+			return status.Errorf(codes.InvalidArgument, "a link cannot point to %q", m.Target)
+		}
+		return os.Symlink(m.Target, m.Path)
+	}, m.Path)
 }
 
 // Readlink implements agentpb.AgentService.

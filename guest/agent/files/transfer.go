@@ -1,7 +1,6 @@
 package files
 
 import (
-	"bufio"
 	"context"
 	"errors"
 	"fmt"
@@ -18,6 +17,7 @@ import (
 	"github.com/drowse-vm/drowse/guest/agentpb"
 	"github.com/drowse-vm/drowse/guest/internal/flow"
 	"github.com/drowse-vm/drowse/guest/internal/treetar"
+	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
 // transfer is one Transfer stream.
@@ -76,7 +76,6 @@ func (f *Files) Transfer(ctx context.Context, stream agentpb.Agent_TransferServe
 
 // receive handles what the host sends. It always returns an error.
 func (t *transfer) receive() error {
-	ended := false
 	for {
 		m, err := t.stream.Recv()
 		if err != nil {
@@ -95,10 +94,7 @@ func (t *transfer) receive() error {
 				return status.Errorf(codes.ResourceExhausted, "more than %d data messages unacknowledged", agentpb.Window)
 			}
 		case *agentpb.TransferRequest_End:
-			if !ended {
-				ended = true
-				t.End()
-			}
+			t.End()
 		default:
 			return status.Errorf(codes.InvalidArgument, "unexpected message %T in a transfer", m)
 		}
@@ -154,21 +150,23 @@ func (t *transfer) writeFile(m *agentpb.WriteFile) (*agentpb.TransferDone, error
 			return nil, err
 		}
 	}
-	f, err := openForWrite(m)
-	if err != nil {
-		return nil, err
+	mode := os.FileMode(m.Mode & 0o777)
+	if mode == 0 {
+		mode = defaultFileMode
 	}
-	n, err := t.fill(f, m)
-	if cerr := f.Close(); err == nil {
-		err = cerr
+	var n int64
+	fill := func(f *os.File) (err error) {
+		n, err = io.CopyBuffer(struct{ io.Writer }{f}, struct{ io.Reader }{t}, make([]byte, agentpb.MaxChunk))
+		if err == nil && m.Owner != nil {
+			err = f.Chown(int(m.Owner.Uid), int(m.Owner.Gid))
+		}
+		return err
 	}
+	var err error
 	if m.Atomic {
-		if err == nil {
-			err = commit(f.Name(), m.Path)
-		}
-		if err != nil {
-			os.Remove(f.Name())
-		}
+		err = osfile.Replace(m.Path, mode, fill)
+	} else {
+		err = writeInPlace(m, mode, fill)
 	}
 	if err == nil && m.MtimeNanos != 0 {
 		mtime := time.Unix(0, m.MtimeNanos)
@@ -177,24 +175,8 @@ func (t *transfer) writeFile(m *agentpb.WriteFile) (*agentpb.TransferDone, error
 	return &agentpb.TransferDone{Bytes: n, Entries: 1}, err
 }
 
-// openForWrite opens the file itself, or a temporary one beside it.
-func openForWrite(m *agentpb.WriteFile) (*os.File, error) {
-	mode := os.FileMode(m.Mode & 0o777)
-	if mode == 0 {
-		mode = defaultFileMode
-	}
-	if m.Atomic {
-		f, err := os.CreateTemp(filepath.Dir(m.Path), ".drowse-*")
-		if err != nil {
-			return nil, err
-		}
-		if err := f.Chmod(mode); err != nil {
-			f.Close()
-			os.Remove(f.Name())
-			return nil, err
-		}
-		return f, nil
-	}
+// writeInPlace has a file filled that keeps its name meanwhile.
+func writeInPlace(m *agentpb.WriteFile, mode os.FileMode, fill func(*os.File) error) error {
 	flags := os.O_WRONLY | os.O_CREATE
 	switch {
 	case m.Append:
@@ -204,7 +186,7 @@ func openForWrite(m *agentpb.WriteFile) (*os.File, error) {
 	}
 	f, err := os.OpenFile(m.Path, flags, mode)
 	if err != nil {
-		return nil, err
+		return err
 	}
 	if m.Offset > 0 {
 		_, err = f.Seek(m.Offset, io.SeekStart)
@@ -212,40 +194,13 @@ func openForWrite(m *agentpb.WriteFile) (*os.File, error) {
 	if err == nil && m.Mode != 0 { // whatever umask and an old file have
 		err = f.Chmod(mode)
 	}
-	if err != nil {
-		f.Close()
-		return nil, err
+	if err == nil {
+		err = fill(f)
 	}
-	return f, nil
-}
-
-func (t *transfer) fill(f *os.File, m *agentpb.WriteFile) (int64, error) {
-	n, err := io.CopyBuffer(struct{ io.Writer }{f}, struct{ io.Reader }{t}, make([]byte, agentpb.MaxChunk))
-	if err != nil {
-		return n, err
+	if cerr := f.Close(); err == nil {
+		err = cerr
 	}
-	if m.Owner != nil {
-		if err := f.Chown(int(m.Owner.Uid), int(m.Owner.Gid)); err != nil {
-			return n, err
-		}
-	}
-	if m.Atomic {
-		return n, f.Sync()
-	}
-	return n, nil
-}
-
-// commit puts a complete temporary file in its place and makes that last.
-func commit(tmp, path string) error {
-	if err := os.Rename(tmp, path); err != nil {
-		return err
-	}
-	dir, err := os.Open(filepath.Dir(path))
-	if err != nil {
-		return err
-	}
-	defer dir.Close()
-	return dir.Sync()
+	return err
 }
 
 func (t *transfer) pack(m *agentpb.Pack, resume bool) (*agentpb.TransferDone, error) {
@@ -269,14 +224,11 @@ func (t *transfer) pack(m *agentpb.Pack, resume bool) (*agentpb.TransferDone, er
 	if err != nil {
 		return nil, err
 	}
+	var res treetar.Result
 	if resume {
-		res, err := treetar.PackResumed(t.ctx, t, src, name)
-		return &agentpb.TransferDone{Bytes: res.Bytes, Entries: res.Entries}, err
-	}
-	w := bufio.NewWriterSize(t, agentpb.MaxChunk)
-	res, err := treetar.Pack(t.ctx, w, src, name)
-	if err == nil {
-		err = w.Flush()
+		res, err = treetar.PackResumed(t.ctx, t, src, name)
+	} else {
+		res, err = treetar.Pack(t.ctx, t, src, name)
 	}
 	return &agentpb.TransferDone{Bytes: res.Bytes, Entries: res.Entries}, err
 }
@@ -303,19 +255,14 @@ func (t *transfer) unpack(m *agentpb.Unpack, resume bool) (*agentpb.TransferDone
 	if m.Owner != nil {
 		o.Owner = &treetar.Owner{UID: int(m.Owner.Uid), GID: int(m.Owner.Gid)}
 	}
-	unpack := treetar.Unpack
+	var res treetar.Result
 	if resume {
-		unpack = func(ctx context.Context, _ io.Reader, root *os.Root, o treetar.Options) (treetar.Result, error) {
-			return treetar.UnpackResumed(ctx, t, root, o)
-		}
+		res, err = treetar.UnpackResumed(t.ctx, t, root, o)
+	} else {
+		res, err = treetar.Unpack(t.ctx, t, root, o)
 	}
-	res, err := unpack(t.ctx, t, root, o)
 	if err != nil {
 		return nil, fmt.Errorf("unpack into %s: %w", m.Path, err)
-	}
-	// The end of the archive may come before the end of the stream.
-	if _, err := io.Copy(io.Discard, struct{ io.Reader }{t}); err != nil {
-		return nil, err
 	}
 	return &agentpb.TransferDone{Bytes: res.Bytes, Entries: res.Entries}, nil
 }

@@ -1,7 +1,6 @@
 package files
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -14,6 +13,7 @@ import (
 
 	"github.com/drowse-vm/drowse/guest/agent/fswatch"
 	"github.com/drowse-vm/drowse/guest/agentpb"
+	"github.com/drowse-vm/drowse/guest/internal/flow"
 )
 
 const (
@@ -50,18 +50,17 @@ type watch struct {
 	paths     []string
 	recursive bool
 	w         *fswatch.Watcher
-	stop      chan struct{}
-	stopOnce  sync.Once
 
 	mu      sync.Mutex
 	queue   []*agentpb.WatchEvent // not acknowledged
 	bytes   int
 	last    uint64 // number of the newest
+	sent    uint64 // number of the last that the connection was told
 	acked   uint64 // number of the last that was acknowledged, and when it was taken
 	ackedAt int64
-	lost    uint64        // events since then for which there was no room
-	changed chan struct{} // closed when there is something to tell; nil if nobody waits
-	over    bool          // no more comes
+	lost    uint64    // events since then for which there was no room
+	changed flow.Bell // there may be something to tell
+	over    bool      // no more comes
 	// takeOver ends the connection that is attached; nil for none. detached is since when there is none.
 	// turn counts connections.
 	takeOver context.CancelCauseFunc
@@ -94,22 +93,20 @@ func (f *Files) Watch(ctx context.Context, stream agentpb.Agent_WatchServer) err
 	}
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	turn, ok := w.attach(cancel)
-	if !ok {
-		return errWatchOver
-	}
-	defer w.detach(turn)
 	after := uint64(0)
 	if resumed {
 		after = m.Start.After
 	}
-	w.ack(after)
-	acks := make(chan uint64, 1)
-	go func() { cancel(receiveAcks(ctx, stream, acks)) }()
+	turn, ok := w.attach(cancel, after)
+	if !ok {
+		return errWatchOver
+	}
+	defer w.detach(turn)
+	go func() { cancel(w.receive(stream, turn)) }()
 	if err := stream.Send(&agentpb.WatchResponse{Ready: true, Resumed: resumed}); err != nil {
 		return err
 	}
-	return w.serve(ctx, stream, acks, after)
+	return w.serve(ctx, stream, turn)
 }
 
 func checkWatch(m *agentpb.WatchStart) error {
@@ -127,8 +124,8 @@ func checkWatch(m *agentpb.WatchStart) error {
 	return nil
 }
 
-// receiveAcks takes what the host says of its progress. It always returns an error.
-func receiveAcks(ctx context.Context, stream agentpb.Agent_WatchServer, acks chan<- uint64) error {
+// receive takes what the host says of its progress. It always returns an error.
+func (w *watch) receive(stream agentpb.Agent_WatchServer, turn uint64) error {
 	for {
 		m, err := stream.Recv()
 		if err != nil {
@@ -138,10 +135,8 @@ func receiveAcks(ctx context.Context, stream agentpb.Agent_WatchServer, acks cha
 		if !ok {
 			return status.Errorf(codes.InvalidArgument, "unexpected message %T in a watch", m.Msg)
 		}
-		select {
-		case acks <- ack.Ack:
-		case <-ctx.Done():
-			return errEnded
+		if err := w.ack(turn, ack.Ack); err != nil {
+			return err
 		}
 	}
 }
@@ -161,7 +156,7 @@ func (a *watches) get(m *agentpb.WatchStart) (w *watch, resumed bool, err error)
 			return w, true, nil
 		}
 		delete(a.byID, m.Id)
-		w.end()
+		w.w.Close()
 	}
 	if len(a.byID) >= maxWatches && !a.dropOldest() {
 		return nil, false, status.Errorf(codes.ResourceExhausted, "%d watches are open, the limit", maxWatches)
@@ -173,7 +168,7 @@ func (a *watches) get(m *agentpb.WatchStart) (w *watch, resumed bool, err error)
 		}
 		return nil, false, err
 	}
-	w = &watch{all: a, id: m.Id, paths: m.Paths, recursive: m.Recursive, w: fw, stop: make(chan struct{}), detached: time.Now()}
+	w = &watch{all: a, id: m.Id, paths: m.Paths, recursive: m.Recursive, w: fw, detached: time.Now()}
 	if a.byID == nil {
 		a.byID = make(map[string]*watch)
 	}
@@ -212,7 +207,7 @@ func (a *watches) dropOldest() bool {
 		return false
 	}
 	delete(a.byID, oldest.id)
-	oldest.end()
+	oldest.w.Close()
 	return true
 }
 
@@ -221,7 +216,7 @@ func (a *watches) close() {
 	a.mu.Lock()
 	a.closed = true
 	for _, w := range a.byID {
-		w.end()
+		w.w.Close()
 	}
 	a.mu.Unlock()
 	a.wg.Wait()
@@ -236,7 +231,7 @@ func (w *watch) run() {
 		if w.expire != nil {
 			w.expire.Stop()
 		}
-		w.wake()
+		w.changed.Ring()
 		w.mu.Unlock()
 		w.all.mu.Lock()
 		if w.all.byID[w.id] == w {
@@ -250,19 +245,8 @@ func (w *watch) run() {
 			return
 		}
 		w.add(events)
-		select {
-		case <-time.After(watchGather):
-		case <-w.stop:
-			return
-		}
+		time.Sleep(watchGather)
 	}
-}
-
-func (w *watch) end() {
-	w.stopOnce.Do(func() {
-		close(w.stop)
-		w.w.Close()
-	})
 }
 
 // add queues events.
@@ -281,7 +265,7 @@ func (w *watch) add(events []fswatch.Event) {
 		}
 		w.push(m)
 	}
-	w.wake()
+	w.changed.Ring()
 }
 
 func watchSize(m *agentpb.WatchEvent) int {
@@ -296,18 +280,23 @@ func (w *watch) push(m *agentpb.WatchEvent) {
 	w.bytes += watchSize(m)
 }
 
-// wake lets who waits look again. The lock is held.
-func (w *watch) wake() {
-	if w.changed != nil {
-		close(w.changed)
-		w.changed = nil
-	}
-}
-
-// ack forgets events up to a number, and tells of those for which there was no room.
-func (w *watch) ack(number uint64) {
+// ack takes the connection's word for what it has.
+func (w *watch) ack(turn, number uint64) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
+	if turn != w.turn {
+		return errTakenOver
+	}
+	if number > w.sent {
+		return status.Errorf(codes.InvalidArgument, "event %d is acknowledged, and %d was the last", number, w.sent)
+	}
+	w.forget(number)
+	w.changed.Ring()
+	return nil
+}
+
+// forget forgets events up to a number, and tells of those for which there was no room. The lock is held.
+func (w *watch) forget(number uint64) {
 	n := 0
 	for n < len(w.queue) && w.queue[n].Number <= number {
 		w.acked, w.ackedAt = w.queue[n].Number, w.queue[n].WallNanos
@@ -321,12 +310,11 @@ func (w *watch) ack(number uint64) {
 			Problem: fmt.Sprintf("%d events were lost: they came faster than they were taken, or while nobody was there to take them", w.lost),
 		})
 		w.lost = 0
-		w.wake()
 	}
 }
 
-// attach has a connection take the place of the one before.
-func (w *watch) attach(takeOver context.CancelCauseFunc) (turn uint64, ok bool) {
+// attach has a connection, which has the events up to a number, take the place of the one before.
+func (w *watch) attach(takeOver context.CancelCauseFunc, has uint64) (turn uint64, ok bool) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.over {
@@ -338,7 +326,8 @@ func (w *watch) attach(takeOver context.CancelCauseFunc) (turn uint64, ok bool) 
 	if w.expire != nil {
 		w.expire.Stop()
 	}
-	w.takeOver = takeOver
+	w.takeOver, w.sent = takeOver, has
+	w.forget(has)
 	w.turn++
 	return w.turn, true
 }
@@ -351,54 +340,44 @@ func (w *watch) detach(turn uint64) {
 		return
 	}
 	w.takeOver, w.detached = nil, time.Now()
-	w.expire = time.AfterFunc(watchStays, w.end)
+	w.expire = time.AfterFunc(watchStays, func() { w.w.Close() })
 }
 
-// next returns the events after a number, as many as a message carries, or what to wait for.
-func (w *watch) next(after uint64) (events []*agentpb.WatchEvent, wait <-chan struct{}, over bool) {
+// next returns events for the connection, as many as a message carries, once it has those before; or what to wait for.
+func (w *watch) next(turn uint64) (events []*agentpb.WatchEvent, wait <-chan struct{}, err error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	i, _ := slices.BinarySearchFunc(w.queue, after+1, func(e *agentpb.WatchEvent, n uint64) int { return cmp.Compare(e.Number, n) })
+	switch {
+	case turn != w.turn:
+		return nil, nil, errTakenOver
+	case len(w.queue) == 0 && w.over:
+		return nil, nil, errWatchOver
+	case len(w.queue) == 0 || w.queue[0].Number <= w.sent:
+		return nil, w.changed.Wait(), nil
+	}
 	size := 0
-	for _, e := range w.queue[i:] {
+	for _, e := range w.queue {
 		if size += watchSize(e); len(events) == agentpb.MaxWatchEvents || len(events) > 0 && size > agentpb.MaxMessage/4 {
 			break
 		}
 		events = append(events, e)
+		w.sent = e.Number
 	}
-	if len(events) == 0 && !w.over {
-		if w.changed == nil {
-			w.changed = make(chan struct{})
-		}
-		return nil, w.changed, false
-	}
-	return events, nil, w.over
+	return events, nil, nil
 }
 
-// serve tells events until the connection ends: some, and the next when these are acknowledged.
-func (w *watch) serve(ctx context.Context, stream agentpb.Agent_WatchServer, acks <-chan uint64, sent uint64) error {
+// serve tells events until the connection ends.
+func (w *watch) serve(ctx context.Context, stream agentpb.Agent_WatchServer, turn uint64) error {
 	for {
-		events, wait, over := w.next(sent)
-		if len(events) > 0 {
-			if err := stream.Send(&agentpb.WatchResponse{Events: events}); err != nil {
-				return err
-			}
-			sent = events[len(events)-1].Number
-			for acked := uint64(0); acked < sent; {
-				select {
-				case acked = <-acks:
-					if acked > sent {
-						return status.Errorf(codes.InvalidArgument, "event %d is acknowledged, and %d was the last", acked, sent)
-					}
-					w.ack(acked)
-				case <-ctx.Done():
-					return context.Cause(ctx)
-				}
-			}
-			continue
+		events, wait, err := w.next(turn)
+		if err == nil && len(events) > 0 {
+			err = stream.Send(&agentpb.WatchResponse{Events: events})
 		}
-		if over {
-			return errWatchOver
+		if err != nil {
+			return err
+		}
+		if wait == nil {
+			continue
 		}
 		select {
 		case <-wait:

@@ -28,7 +28,7 @@ func TestWatches_one_more_than_there_may_be_is_refused(t *testing.T) {
 		_, cancel := context.WithCancelCause(t.Context())
 		defer cancel(nil)
 		var ok bool
-		if turn, ok = w.attach(cancel); !ok {
+		if turn, ok = w.attach(cancel, 0); !ok {
 			t.Fatalf("watch %d has ended", i)
 		}
 		last = w

@@ -97,7 +97,12 @@ func New(paths []string, recursive bool) (*Watcher, error) {
 	if err := w.open(); err != nil {
 		return nil, err
 	}
-	err := w.watchAll()
+	var err error
+	for _, p := range w.paths {
+		if err == nil {
+			err = w.watch(p)
+		}
+	}
 	if err == nil && w.limited {
 		err = fmt.Errorf("%w: more than %d below what was named, or than fs.inotify.max_user_watches: name those that matter", ErrLimit, MaxDirs)
 	}
@@ -123,24 +128,17 @@ func (w *Watcher) open() error {
 	return nil
 }
 
-// watchAll watches what was named.
-func (w *Watcher) watchAll() error {
-	for _, p := range w.paths {
-		fi, err := os.Stat(p)
-		if err != nil {
-			return fmt.Errorf("watch: %w", err)
-		}
-		if fi.IsDir() {
-			if err := w.addTree(p, true, false); err != nil {
-				return err
-			}
-			continue
-		}
-		if _, err := w.add(filepath.Dir(p), false, filepath.Base(p)); err != nil {
-			return err
-		}
+// watch watches a file or directory that was named.
+func (w *Watcher) watch(path string) error {
+	fi, err := os.Stat(path)
+	if err != nil {
+		return fmt.Errorf("watch: %w", err)
 	}
-	return nil
+	if fi.IsDir() {
+		return w.addTree(path, true, false)
+	}
+	_, err = w.add(filepath.Dir(path), false, filepath.Base(path))
+	return err
 }
 
 // add watches a directory, for all that is in it if only is "".
@@ -320,12 +318,9 @@ func (w *Watcher) again() {
 	// The numbers of those that are made now are new ones (inotify(7)).
 	clear(w.moved)
 	w.order = nil
-	paths := w.paths
-	defer func() { w.paths = paths }()
-	for i := range paths {
-		w.paths = paths[i : i+1]
-		if err := w.watchAll(); err != nil {
-			w.tell(Event{Kind: Overflow, Path: paths[i], Problem: "it is not watched any more: " + err.Error()})
+	for _, p := range w.paths {
+		if err := w.watch(p); err != nil {
+			w.tell(Event{Kind: Overflow, Path: p, Problem: "it is not watched any more: " + err.Error()})
 		}
 	}
 }

@@ -4,6 +4,8 @@ import (
 	"context"
 	"slices"
 	"sync"
+
+	"github.com/drowse-vm/drowse/guest/internal/flow"
 )
 
 // Output holds what a process has written and nobody has taken yet, both
@@ -25,7 +27,7 @@ type Output struct {
 	ended  bool   // no more writes will come
 	reader uint64 // who may read: the latest to attach
 
-	grown    chan struct{} // closed when there is more; nil if nobody waits for that
+	grown    flow.Bell     // there is more
 	readable chan struct{} // capacity 1: there is something new for the reader
 	writable sync.Cond     // on mu: there may be room, or the state has changed
 }
@@ -161,10 +163,7 @@ func (o *Output) put(stderr bool, p []byte) {
 		o.end += uint64(n)
 		p = p[n:]
 	}
-	if o.grown != nil {
-		close(o.grown)
-		o.grown = nil
-	}
+	o.grown.Ring()
 	if k := len(o.segs); k > 0 && o.segs[k-1].stderr == stderr {
 		o.segs[k-1].end = o.end
 	} else {
@@ -187,17 +186,11 @@ func (o *Output) drop(to uint64) {
 	o.segs = slices.Delete(o.segs, 0, i)
 }
 
-// peek returns what read would, without the bytes.
-func (o *Output) peek(reader uint64) (n int, stderr bool, offset uint64, ended bool) {
+// read copies the next bytes of one stream for the reader into p. n is 0 when
+// there are none now; ended then says that none will come.
+func (o *Output) read(reader uint64, p []byte) (n int, stderr bool, offset uint64, ended bool) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	return o.nextRun(reader)
-}
-
-// nextRun describes the next bytes of one stream for the reader. n is 0 when
-// there are none now; ended then says that none will come.
-// Precondition: o.mu is held.
-func (o *Output) nextRun(reader uint64) (n int, stderr bool, offset uint64, ended bool) {
 	if reader != o.reader || o.next == o.end {
 		return 0, false, o.next, o.ended && reader == o.reader
 	}
@@ -207,20 +200,14 @@ func (o *Output) nextRun(reader uint64) (n int, stderr bool, offset uint64, ende
 		}
 		return 1
 	})
-	return int(o.segs[i].end - o.next), o.segs[i].stderr, o.next, false
-}
-
-// read copies the next bytes of one stream for the reader into p.
-func (o *Output) read(reader uint64, p []byte) (n int, stderr bool, offset uint64, ended bool) {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	want, stderr, offset, ended := o.nextRun(reader)
-	n = o.copyOut(offset, p[:min(want, len(p))])
+	offset = o.next
+	n = o.copyOut(offset, p[:min(o.segs[i].end-offset, uint64(len(p)))])
+	stderr = o.segs[i].stderr
 	o.next += uint64(n)
 	if !o.keep {
 		o.release(o.next)
 	}
-	return n, stderr, offset, ended
+	return n, stderr, offset, false
 }
 
 // took tells that the reader has everything before the offset for good.
@@ -309,10 +296,7 @@ func (o *Output) WaitBehind(ctx context.Context, offset uint64) {
 			o.mu.Unlock()
 			return
 		}
-		if o.grown == nil {
-			o.grown = make(chan struct{})
-		}
-		grown := o.grown
+		grown := o.grown.Wait()
 		o.mu.Unlock()
 		select {
 		case <-grown:

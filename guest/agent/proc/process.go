@@ -238,11 +238,12 @@ func checkDir(dir string) error {
 		return nil
 	}
 	var st unix.Stat_t
-	if err := unix.Stat(dir, &st); err != nil {
-		return status.Errorf(codes.InvalidArgument, "working directory %s: %v", dir, err)
+	err := unix.Stat(dir, &st)
+	if err == nil && st.Mode&unix.S_IFMT != unix.S_IFDIR {
+		err = unix.ENOTDIR
 	}
-	if st.Mode&unix.S_IFMT != unix.S_IFDIR {
-		return status.Errorf(codes.InvalidArgument, "working directory %s: %v", dir, unix.ENOTDIR)
+	if err != nil {
+		return status.Errorf(codes.InvalidArgument, "working directory %s: %v", dir, err)
 	}
 	return nil
 }
@@ -280,16 +281,14 @@ func environment(m *agentpb.ExecStart, a account) []string {
 		}
 		env = append(env, "TERM="+term)
 	}
-next:
 	for _, kv := range m.Env {
 		key, _, _ := strings.Cut(kv, "=")
-		for i := range env {
-			if strings.HasPrefix(env[i], key) && len(env[i]) > len(key) && env[i][len(key)] == '=' {
-				env[i] = kv
-				continue next
-			}
+		key += "="
+		if i := slices.IndexFunc(env, func(have string) bool { return strings.HasPrefix(have, key) }); i >= 0 {
+			env[i] = kv
+		} else {
+			env = append(env, kv)
 		}
-		env = append(env, kv)
 	}
 	return env
 }
@@ -355,13 +354,6 @@ func (t *Table) reserve(p *Process, id string) error {
 	t.byID[id] = nil
 	t.starts.Add(1)
 	return nil
-}
-
-// publish makes a started process known.
-func (t *Table) publish(p *Process) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	t.byID[p.id] = p
 }
 
 // forget removes p, which has ended.
@@ -440,16 +432,13 @@ func openFiles(m *agentpb.ExecStart, a account) (*childFiles, error) {
 		switch {
 		case i > 0:
 			c.ours[i], c.child[i], err = pipe()
-			if err == nil {
-				err = setNonblock(c.ours[i])
-			}
 		case m.NoStdin:
 			c.child[0], err = devNull()
 		default:
 			c.child[0], c.ours[0], err = pipe()
-			if err == nil {
-				err = setNonblock(c.ours[0])
-			}
+		}
+		if err == nil && c.ours[i] >= 0 {
+			err = setNonblock(c.ours[i])
 		}
 		if err != nil {
 			c.close()
@@ -498,22 +487,21 @@ func setNonblock(fd int) error {
 func (c *childFiles) poll() error {
 	closeAll(&c.child)
 	var files [3]*poll.File
+	var err error
 	for i, fd := range c.ours {
-		if fd < 0 {
-			continue
+		if fd >= 0 && err == nil {
+			files[i], err = poll.New(fd, "stdio")
+			c.ours[i] = -1 // the file's now
 		}
-		f, err := poll.New(fd, "stdio")
-		c.ours[i] = -1 // the file's now
-		if err != nil {
-			closeAll(&c.ours)
-			for _, f := range files {
-				if f != nil {
-					f.Close()
-				}
+	}
+	if err != nil {
+		closeAll(&c.ours)
+		for _, f := range files {
+			if f != nil {
+				f.Close()
 			}
-			return err
 		}
-		files[i] = f
+		return err
 	}
 	c.input = files[0]
 	if c.outs = files[1:]; files[1] == nil {
@@ -554,7 +542,9 @@ func (t *Table) launch(p *Process, path string, env []string, m *agentpb.ExecSta
 	if p.pty {
 		p.master = files.input
 	}
-	t.publish(p)
+	t.mu.Lock()
+	t.byID[p.id] = p
+	t.mu.Unlock()
 	if m.TimeoutNanos > 0 {
 		p.timer = time.AfterFunc(time.Duration(m.TimeoutNanos), func() {
 			p.mu.Lock()

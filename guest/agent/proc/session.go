@@ -29,12 +29,10 @@ type session struct {
 	// changes says what the process has changed; nil: nobody asks.
 	changes func(context.Context) *agentpb.DiskChanges
 
-	window flow.Window
+	pipe *flow.Pipe // of stdin, and the window of the output
 	// ends[n%Window] is the output offset after the n-th message. It is written
 	// before the message is sent and read after it was acknowledged.
 	ends [agentpb.Window]uint64
-
-	input chan []byte // stdin not yet written, a window of it and a nil, which closes stdin
 }
 
 var (
@@ -72,8 +70,11 @@ func (t *Table) Attach(ctx context.Context, stream agentpb.Agent_ExecServer, m *
 // serve attaches the stream to p until the process ends, the connection does,
 // or another one attaches.
 func (t *Table) serve(ctx context.Context, stream agentpb.Agent_ExecServer, p *Process, offset uint64, changes func(context.Context) *agentpb.DiskChanges) error {
-	s := &session{t: t, changes: changes, p: p, stream: stream, input: make(chan []byte, agentpb.Window+1)}
+	s := &session{t: t, changes: changes, p: p, stream: stream}
 	s.ctx, s.cancel = context.WithCancelCause(ctx)
+	s.pipe = flow.NewPipe(s.ctx, s.ctx, nil, func(n uint64) error {
+		return stream.Send(&agentpb.ExecResponse{Msg: &agentpb.ExecResponse_Ack{Ack: n}})
+	})
 	start := s.attach(offset)
 	defer s.detach()
 	err := stream.Send(&agentpb.ExecResponse{Msg: &agentpb.ExecResponse_Started{Started: &agentpb.ExecStarted{
@@ -147,9 +148,9 @@ func (s *session) detach() {
 
 // sendOutput sends what the process writes, then its exit.
 func (s *session) sendOutput() error {
-	buf := make([]byte, 0, firstRead)
+	buf := make([]byte, firstRead)
 	for {
-		n, _, _, ended := s.p.out.peek(s.reader)
+		n, stderr, offset, ended := s.p.out.read(s.reader, buf)
 		if n == 0 {
 			if ended {
 				break
@@ -161,20 +162,19 @@ func (s *session) sendOutput() error {
 				return s.ctx.Err()
 			}
 		}
-		num, err := s.window.Acquire(s.ctx)
+		num, err := s.pipe.Acquire(s.ctx)
 		if err != nil {
 			return err
 		}
-		if n = min(n, agentpb.MaxChunk); n > cap(buf) {
-			buf = make([]byte, 0, agentpb.MaxChunk)
-		}
-		n, stderr, offset, _ := s.p.out.read(s.reader, buf[:min(cap(buf), agentpb.MaxChunk)])
 		s.ends[num%agentpb.Window] = offset + uint64(n)
 		err = s.stream.Send(&agentpb.ExecResponse{Msg: &agentpb.ExecResponse_Output{Output: &agentpb.ExecOutput{
 			Stderr: stderr, Offset: offset, Data: buf[:n],
 		}}})
 		if err != nil {
 			return err
+		}
+		if n == len(buf) && n < agentpb.MaxChunk {
+			buf = make([]byte, agentpb.MaxChunk)
 		}
 	}
 	select {
@@ -207,23 +207,18 @@ func (s *session) receive() error {
 		}
 		switch m := m.Msg.(type) {
 		case *agentpb.ExecRequest_Ack:
-			if err := s.window.Ack(m.Ack); err != nil {
+			if err := s.pipe.Ack(m.Ack); err != nil {
 				return status.Error(codes.InvalidArgument, err.Error())
 			}
 			if m.Ack > 0 && s.p.detach {
 				s.p.out.took(s.reader, s.ends[m.Ack%agentpb.Window])
 			}
 		case *agentpb.ExecRequest_Stdin:
-			if len(m.Stdin) == 0 {
-				continue
-			}
-			if err := s.queueInput(m.Stdin); err != nil {
-				return err
+			if len(m.Stdin) > 0 && !s.pipe.Put(m.Stdin) {
+				return status.Errorf(codes.ResourceExhausted, "more than %d stdin messages unacknowledged", agentpb.Window)
 			}
 		case *agentpb.ExecRequest_StdinClose:
-			if err := s.queueInput(nil); err != nil {
-				return err
-			}
+			s.pipe.End()
 		case *agentpb.ExecRequest_Resize:
 			s.p.resize(m.Resize)
 		case *agentpb.ExecRequest_Signal:
@@ -235,38 +230,16 @@ func (s *session) receive() error {
 	}
 }
 
-// queueInput hands one message to writeInput. It never waits: a host that
-// keeps to its window finds room.
-func (s *session) queueInput(p []byte) error {
-	select {
-	case s.input <- p:
-		return nil
-	default:
-		return status.Errorf(codes.ResourceExhausted, "more than %d stdin messages unacknowledged", agentpb.Window)
-	}
-}
-
-// writeInput writes stdin to the process, acknowledging what is written.
+// writeInput writes stdin to the process, and closes it at its end.
 // Input for a process that does not take it is thrown away.
 func (s *session) writeInput() {
-	var acker flow.Acker
 	for {
-		var data []byte
-		select {
-		case data = <-s.input:
-		case <-s.ctx.Done():
+		data, err := s.pipe.Next()
+		if err != nil && !errors.Is(err, io.EOF) {
 			return
 		}
-		if !s.p.WriteInput(s.ctx, data) {
+		if !s.p.WriteInput(s.ctx, data) || err != nil {
 			return
-		}
-		if data == nil {
-			continue
-		}
-		if n, due := acker.Consumed(len(data)); due {
-			if s.stream.Send(&agentpb.ExecResponse{Msg: &agentpb.ExecResponse_Ack{Ack: n}}) != nil {
-				return
-			}
 		}
 	}
 }
@@ -333,41 +306,33 @@ func cutArgv(argv []string) []string {
 // maxListBytes bounds a List answer, within what the host accepts.
 const maxListBytes = agentpb.MaxMessage / 2
 
-// List describes all processes.
-func (t *Table) List() *agentpb.ListResponse {
+// List implements agentpb.AgentService.
+func (t *Table) List(context.Context, *agentpb.ListRequest) (*agentpb.ListResponse, error) {
 	out := &agentpb.ListResponse{}
 	size := 0
 	for _, p := range t.all() {
 		i := p.info()
-		if size += 256 + len(i.Id) + argvBytes(i.Argv); size > maxListBytes {
+		if size += proto.Size(i); size > maxListBytes {
 			i.Argv = nil // the processes are all there, if without their words
 		}
 		out.Processes = append(out.Processes, i)
 	}
-	return out
+	return out, nil
 }
 
-func argvBytes(argv []string) int {
-	n := 0
-	for _, a := range argv {
-		n += len(a) + 4
-	}
-	return n
-}
-
-// Kill sends a signal to a process, or forgets it, or both.
-func (t *Table) Kill(m *agentpb.KillRequest) error {
+// Kill implements agentpb.AgentService: it sends a signal to a process, or forgets it, or both.
+func (t *Table) Kill(_ context.Context, m *agentpb.KillRequest) (*agentpb.Empty, error) {
 	p, err := t.get(m.Id)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	if m.Signal != 0 {
 		err := t.reaper.signal(p.pid, syscall.Signal(m.Signal))
 		if errors.Is(err, syscall.ESRCH) && !m.Forget {
-			return status.Errorf(codes.FailedPrecondition, "process %q has ended", m.Id)
+			return nil, status.Errorf(codes.FailedPrecondition, "process %q has ended", m.Id)
 		}
 		if err != nil && !errors.Is(err, syscall.ESRCH) {
-			return fmt.Errorf("signal process %q: %w", m.Id, err)
+			return nil, fmt.Errorf("signal process %q: %w", m.Id, err)
 		}
 	}
 	if m.Forget {
@@ -376,12 +341,12 @@ func (t *Table) Kill(m *agentpb.KillRequest) error {
 			t.forget(p)
 		default:
 			if m.Signal == 0 {
-				return status.Errorf(codes.FailedPrecondition, "process %q is running", m.Id)
+				return nil, status.Errorf(codes.FailedPrecondition, "process %q is running", m.Id)
 			}
 			p.mu.Lock()
 			p.forget = true
 			p.mu.Unlock()
 		}
 	}
-	return nil
+	return &agentpb.Empty{}, nil
 }

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 )
@@ -48,22 +49,11 @@ func lookupUser(path, user string) (account, error) {
 	id, idErr := strconv.ParseUint(user, 10, 32)
 	a := account{uid: uint32(id), gid: 0, name: user, home: "/", shell: "/bin/sh"}
 	found := false
-	err := eachLine(path, func(line string) bool {
-		f := strings.Split(line, ":")
-		if len(f) < 7 {
-			return true
+	err := eachEntry(path, 7, 2, func(f []string, ids []uint32) bool {
+		if f[0] == user || idErr == nil && ids[0] == uint32(id) {
+			a, found = account{uid: ids[0], gid: ids[1], name: f[0], home: f[5], shell: f[6]}, true
 		}
-		uid, err1 := strconv.ParseUint(f[2], 10, 32)
-		gid, err2 := strconv.ParseUint(f[3], 10, 32)
-		if err1 != nil || err2 != nil {
-			return true
-		}
-		if f[0] == user || idErr == nil && uid == id {
-			a = account{uid: uint32(uid), gid: uint32(gid), name: f[0], home: f[5], shell: f[6]}
-			found = true
-			return false
-		}
-		return true
+		return !found
 	})
 	if err != nil && !os.IsNotExist(err) {
 		return account{}, fmt.Errorf("look up user %q: %w", user, err)
@@ -82,28 +72,16 @@ func lookupUser(path, user string) (account, error) {
 func lookupGroups(path string, a *account, group string, asked bool) error {
 	id, idErr := strconv.ParseUint(group, 10, 32)
 	found := false
-	err := eachLine(path, func(line string) bool {
-		f := strings.Split(line, ":")
-		if len(f) < 4 {
-			return true
-		}
-		gid, err := strconv.ParseUint(f[2], 10, 32)
-		if err != nil {
-			return true
-		}
-		if asked {
-			if f[0] == group || idErr == nil && gid == id {
-				a.gid, found = uint32(gid), true
-				return false
+	err := eachEntry(path, 4, 1, func(f []string, ids []uint32) bool {
+		switch {
+		case !asked:
+			if len(a.groups) < maxGroups && slices.Contains(strings.Split(f[3], ","), a.name) {
+				a.groups = append(a.groups, ids[0])
 			}
-			return true
+		case f[0] == group || idErr == nil && ids[0] == uint32(id):
+			a.gid, found = ids[0], true
 		}
-		for _, member := range strings.Split(f[3], ",") {
-			if member == a.name && len(a.groups) < maxGroups {
-				a.groups = append(a.groups, uint32(gid))
-			}
-		}
-		return true
+		return !found
 	})
 	if err != nil && !os.IsNotExist(err) {
 		return fmt.Errorf("look up the groups of %q: %w", a.name, err)
@@ -117,21 +95,30 @@ func lookupGroups(path string, a *account, group string, asked bool) error {
 	return nil
 }
 
-// eachLine calls f for each line of the file until f returns false. Comments
-// and empty lines are left out.
-func eachLine(path string, f func(string) bool) error {
+// eachEntry calls f for each entry of passwd(5) or group(5) that has so many fields, and so many numbers from the third
+// on, until f returns false. Comments and what else is none are left out.
+func eachEntry(path string, fields, numbers int, f func(fields []string, ids []uint32) bool) error {
 	file, err := os.Open(path)
 	if err != nil {
 		return err
 	}
 	defer file.Close()
 	sc := bufio.NewScanner(io.LimitReader(file, maxAccountFile))
+next:
 	for sc.Scan() {
-		line := sc.Text()
-		if line == "" || line[0] == '#' {
+		entry := strings.Split(sc.Text(), ":")
+		if len(entry) < fields || strings.HasPrefix(entry[0], "#") {
 			continue
 		}
-		if !f(line) {
+		var ids []uint32
+		for _, text := range entry[2 : 2+numbers] {
+			id, err := strconv.ParseUint(text, 10, 32)
+			if err != nil {
+				continue next
+			}
+			ids = append(ids, uint32(id))
+		}
+		if !f(entry, ids) {
 			return nil
 		}
 	}

@@ -63,18 +63,15 @@ func parse(b []byte) (r request, ok bool) {
 	}, true
 }
 
-func (r request) u32(off int) uint32 {
-	if off+4 > len(r.body) {
-		return 0
-	}
-	return binary.LittleEndian.Uint32(r.body[off:])
-}
+func (r request) u32(off int) uint32 { return binary.LittleEndian.Uint32(r.field(off, 4)) }
+func (r request) u64(off int) uint64 { return binary.LittleEndian.Uint64(r.field(off, 8)) }
 
-func (r request) u64(off int) uint64 {
-	if off+8 > len(r.body) {
-		return 0
+// field is so many bytes of the body, zeros if it has none there.
+func (r request) field(off, n int) []byte {
+	if off+n > len(r.body) {
+		return make([]byte, n)
 	}
-	return binary.LittleEndian.Uint64(r.body[off:])
+	return r.body[off:]
 }
 
 // putHeader writes struct fuse_out_header for a message of n bytes.

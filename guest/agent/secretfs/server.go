@@ -242,32 +242,28 @@ func (s *server) answer(r request) bool {
 		s.reply(r, nil, unix.EIO)
 		return true
 	}
-	if r.op == opStatfs {
-		s.reply(r, appendStatfs(s.out, len(table)), 0)
-		return true
-	}
-	if r.op == opReaddir {
-		s.readdir(r, table)
-		return true
-	}
-	if r.op == opLookup {
-		s.lookup(r, table)
-		return true
-	}
-	if r.node == rootNode {
-		if r.op == opGetattr {
-			s.reply(r, appendAttrOut(s.out, rootNode, nil), 0)
-		} else {
-			s.reply(r, nil, unix.EISDIR)
-		}
-		return true
-	}
 	n := s.nodes[r.node]
-	if n == nil {
+	switch {
+	case r.op == opStatfs:
+		s.reply(r, appendStatfs(s.out, len(table)), 0)
+	case r.op == opReaddir:
+		s.readdir(r, table)
+	case r.op == opLookup:
+		s.lookup(r, table)
+	case r.node == rootNode && r.op == opGetattr:
+		s.reply(r, appendAttrOut(s.out, rootNode, nil), 0)
+	case r.node == rootNode:
+		s.reply(r, nil, unix.EISDIR)
+	case n == nil:
 		s.reply(r, nil, unix.ESTALE)
-		return true
+	default:
+		return s.answerFile(r, find(table, n.name))
 	}
-	sec := find(table, n.name)
+	return true
+}
+
+// answerFile is answer for what is asked of a file; sec is nil if it is gone.
+func (s *server) answerFile(r request, sec *agentpb.Secret) bool {
 	switch {
 	case sec == nil:
 		s.reply(r, nil, unix.ENOENT)

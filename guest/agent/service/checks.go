@@ -11,6 +11,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"syscall"
 	"time"
 
@@ -46,12 +47,8 @@ func checkCheck(c *agentpb.Check) error {
 	if c == nil {
 		return nil
 	}
-	if c.IntervalNanos == 0 {
-		c.IntervalNanos = int64(defaultCheckInterval)
-	}
-	if c.TimeoutNanos == 0 {
-		c.TimeoutNanos = int64(defaultCheckTimeout)
-	}
+	def(&c.IntervalNanos, defaultCheckInterval)
+	def(&c.TimeoutNanos, defaultCheckTimeout)
 	for _, d := range []int64{c.IntervalNanos, c.TimeoutNanos} {
 		if d < int64(minCheckTime) || d > int64(maxCheckTime) {
 			return bad("a time of %v: it is %v to %v", time.Duration(d), minCheckTime, maxCheckTime)
@@ -237,49 +234,40 @@ func (v *daemon) checked(err error) {
 			v.ready, v.readyAt = true, time.Now()
 		}
 	}
-	v.wakeWaiters()
+	v.changed.Ring()
 }
 
 // supervised waits for the end of a service's process, which it ends if a check says so; failed says that.
 func (v *daemon) supervised(u *agentpb.Service, p *proc.Process, stop chan struct{}) (failed bool) {
 	ctx, cancel := context.WithCancel(context.Background())
+	var checks sync.WaitGroup
+	defer checks.Wait()
 	defer cancel()
 	verdict := make(chan string, 1)
 	if u.Check != nil {
-		v.all.wg.Go(func() { verdict <- v.watchOver(ctx, u) })
-	} else {
-		verdict <- ""
+		checks.Go(func() {
+			if why := v.watchOver(ctx, u); why != "" {
+				verdict <- why
+			}
+		})
 	}
-	for {
-		select {
-		case <-stop:
-			cancel()
-			v.terminate(p)
-			if verdict != nil {
-				<-verdict
-			}
-			return false
-		case <-p.Done():
-			cancel()
-			if verdict != nil {
-				<-verdict
-			}
-			return false
-		case why := <-verdict:
-			verdict = nil
-			if why == "" {
-				continue
-			}
-			why = agentpb.Cut(why, agentpb.MaxServiceText)
-			v.mu.Lock()
-			v.checkRestarts++
-			v.problem = why
-			v.mu.Unlock()
-			v.note("is ended: " + why)
-			v.tell(agentpb.ServiceEvent{Event: agentpb.EventUnhealthy, Problem: why})
-			v.signalEnd(p, u)
-			return true
-		}
+	select {
+	case <-stop:
+		cancel()
+		v.terminate(p)
+		return false
+	case <-p.Done():
+		return false
+	case why := <-verdict:
+		why = agentpb.Cut(why, agentpb.MaxServiceText)
+		v.mu.Lock()
+		v.checkRestarts++
+		v.problem = why
+		v.mu.Unlock()
+		v.note("is ended: " + why)
+		v.tell(agentpb.ServiceEvent{Event: agentpb.EventUnhealthy, Problem: why})
+		v.signalEnd(p, u)
+		return true
 	}
 }
 
@@ -289,14 +277,6 @@ func (v *daemon) signalEnd(p *proc.Process, u *agentpb.Service) {
 	t := time.AfterFunc(time.Duration(u.StopNanos), func() { _ = v.all.procs.Signal(p, syscall.SIGKILL) })
 	defer t.Stop()
 	<-p.Done()
-}
-
-// wakeWaiters has who waits for the service look again. The caller holds v.mu.
-func (v *daemon) wakeWaiters() {
-	if v.waiters != nil {
-		close(v.waiters)
-		v.waiters = nil
-	}
 }
 
 // WaitService implements agentpb.AgentService.
@@ -309,10 +289,7 @@ func (a *Services) WaitService(ctx context.Context, m *agentpb.WaitServiceReques
 	defer cancel()
 	for {
 		v.mu.Lock()
-		if v.waiters == nil {
-			v.waiters = make(chan struct{})
-		}
-		next := v.waiters
+		next := v.changed.Wait()
 		over := v.ready || v.state == agentpb.ServiceStopped || v.state == agentpb.ServiceEnded || v.state == agentpb.ServiceFailed
 		v.mu.Unlock()
 		if over {

@@ -18,6 +18,7 @@ import (
 
 	"github.com/drowse-vm/drowse/guest/agent/proc"
 	"github.com/drowse-vm/drowse/guest/agentpb"
+	"github.com/drowse-vm/drowse/guest/internal/flow"
 )
 
 // Defaults and limits of services.
@@ -55,7 +56,7 @@ func New(procs *proc.Table, alive time.Duration, report func(line string) error)
 	}
 	a := &Services{procs: procs, byName: make(map[string]*daemon), alive: alive}
 	if report != nil {
-		a.events = &eventQueue{report: report}
+		a.events = newEventQueue(report)
 	}
 	return a
 }
@@ -88,7 +89,7 @@ type daemon struct {
 	readyAt       time.Time
 	checkProblem  string
 	checkRestarts uint64
-	waiters       chan struct{} // closed when something has changed; nil: nobody waits
+	changed       flow.Bell // for who waits
 }
 
 // SetService implements agentpb.AgentService.
@@ -178,11 +179,6 @@ func checkService(m *agentpb.Service) (*agentpb.Service, error) {
 		return nil, err
 	}
 	u := proto.CloneOf(m)
-	def := func(v *int64, d time.Duration) {
-		if *v == 0 {
-			*v = int64(d)
-		}
-	}
 	def(&u.BackoffNanos, defaultBackoff)
 	def(&u.MaxBackoffNanos, max(defaultMaxWait, time.Duration(u.BackoffNanos)))
 	def(&u.StopNanos, defaultStopTime)
@@ -205,6 +201,13 @@ func checkService(m *agentpb.Service) (*agentpb.Service, error) {
 		return bad("a log of %d bytes: it has %d to %d", u.LogLimit, agentpb.MinServiceLog, agentpb.MaxServiceLog)
 	}
 	return u, checkCheck(u.Check)
+}
+
+// def gives a time its default.
+func def(v *int64, d time.Duration) {
+	if *v == 0 {
+		*v = int64(d)
+	}
 }
 
 // startOf is what a service is as a command.
@@ -350,7 +353,10 @@ func (v *daemon) supervise(stop, ended, first chan struct{}) {
 			v.tell(agentpb.ServiceEvent{Event: agentpb.EventGaveUp, Problem: fmt.Sprintf("it has ended %d times in a row", row)})
 			return
 		}
-		v.set(agentpb.ServiceWaiting)
+		v.mu.Lock()
+		v.state = agentpb.ServiceWaiting
+		v.changed.Ring()
+		v.mu.Unlock()
 		t := time.NewTimer(wait)
 		select {
 		case <-t.C:
@@ -383,7 +389,7 @@ func (v *daemon) run(stop, first chan struct{}, row uint32) (wait time.Duration,
 	} else {
 		v.problem = agentpb.Cut(proc.Problem(err), agentpb.MaxServiceText)
 	}
-	v.wakeWaiters()
+	v.changed.Ring()
 	v.mu.Unlock()
 	if first != nil {
 		close(first)
@@ -399,7 +405,7 @@ func (v *daemon) run(stop, first chan struct{}, row uint32) (wait time.Duration,
 		v.mu.Lock()
 		v.p, v.exit, v.endedAt = nil, p.Exit(), time.Now()
 		v.ready, v.readyAt = false, time.Time{}
-		v.wakeWaiters()
+		v.changed.Ring()
 		v.mu.Unlock()
 		v.note(exitText(p.Exit()))
 		v.tell(agentpb.ServiceEvent{Event: agentpb.EventEnded, Exit: p.Exit().Code, Signal: p.Exit().Signal})
@@ -452,13 +458,6 @@ func (v *daemon) current() *agentpb.Service {
 	return v.unit
 }
 
-func (v *daemon) set(state string) {
-	v.mu.Lock()
-	defer v.mu.Unlock()
-	v.state = state
-	v.wakeWaiters()
-}
-
 // over notes that it is not started again.
 func (v *daemon) over(state, problem string) {
 	v.mu.Lock()
@@ -468,7 +467,7 @@ func (v *daemon) over(state, problem string) {
 		v.problem = problem
 	}
 	v.stop = nil
-	v.wakeWaiters()
+	v.changed.Ring()
 }
 
 // note writes a line of the agent's into the log.
@@ -514,62 +513,50 @@ func (v *daemon) describe() *agentpb.ServiceState {
 }
 
 // eventQueue tells the host of events, one after the other, without holding up whom they
-// are of. It has a goroutine only while there are some.
+// are of.
 type eventQueue struct {
-	report func(line string) error
+	report  func(line string) error
+	waiting chan agentpb.ServiceEvent
+	lost    atomic.Uint64
+	closed  atomic.Bool
+	ended   chan struct{}
+}
 
-	mu      sync.Mutex
-	waiting []agentpb.ServiceEvent
-	lost    uint64
-	running bool
-	closed  bool
-	wg      sync.WaitGroup
+func newEventQueue(report func(line string) error) *eventQueue {
+	q := &eventQueue{report: report, waiting: make(chan agentpb.ServiceEvent, maxEvents), ended: make(chan struct{})}
+	go q.run()
+	return q
 }
 
 func (q *eventQueue) put(e agentpb.ServiceEvent) {
 	if q == nil {
 		return
 	}
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	if q.closed || len(q.waiting) >= maxEvents {
-		q.lost++
-		return
-	}
-	q.waiting = append(q.waiting, e)
-	if !q.running {
-		q.running = true
-		q.wg.Go(q.run)
+	select {
+	case q.waiting <- e:
+	default:
+		q.lost.Add(1)
 	}
 }
 
 func (q *eventQueue) run() {
-	for {
-		q.mu.Lock()
-		if len(q.waiting) == 0 || q.closed {
-			q.running = false
-			q.mu.Unlock()
-			return
+	defer close(q.ended)
+	for e := range q.waiting {
+		if q.closed.Load() {
+			continue
 		}
-		e := q.waiting[0]
-		q.waiting = q.waiting[1:]
-		e.Lost, q.lost = q.lost, 0
-		q.mu.Unlock()
+		e.Lost = q.lost.Swap(0)
 		if err := q.report(e.Line()); err != nil {
 			os.Stderr.WriteString("drowse-agent: " + err.Error() + "\n")
-			q.mu.Lock()
-			q.lost += e.Lost + 1
-			q.mu.Unlock()
+			q.lost.Add(e.Lost + 1)
 		}
 	}
 }
 
+// close ends it. Nothing may be put any more.
 func (q *eventQueue) close() {
-	if q == nil {
-		return
+	if q != nil && !q.closed.Swap(true) {
+		close(q.waiting)
+		<-q.ended
 	}
-	q.mu.Lock()
-	q.closed = true
-	q.mu.Unlock()
-	q.wg.Wait()
 }

@@ -330,14 +330,12 @@ func (s *server) write(r *reader) error {
 	if err != nil || r.bad || offset > 1<<63-1 {
 		return errMessage
 	}
-	if h.app {
-		_, err = h.f.Write(data)
-		return err
+	if !h.app {
+		if _, err = h.f.WriteAt(data, int64(offset)); !errors.Is(err, unix.ESPIPE) {
+			return err
+		}
 	}
-	_, err = h.f.WriteAt(data, int64(offset))
-	if errors.Is(err, unix.ESPIPE) {
-		_, err = h.f.Write(data)
-	}
+	_, err = h.f.Write(data)
 	return err
 }
 

@@ -13,35 +13,10 @@ import (
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
 
-// Op is what has become of a path.
-type Op uint8
-
-// The ops.
-const (
-	Added   Op = agentpb.ChangeAdded
-	Changed Op = agentpb.ChangeChanged
-	Removed Op = agentpb.ChangeRemoved // with all below it, which is not told by itself
-)
-
-// Change is what has become of one path.
-type Change struct {
-	Op   Op
-	Path string // absolute; any bytes but zero
-	// Mode is st_mode, kind and permissions; UID, GID and Size (bytes) as lstat says. Of Removed they are as before.
-	Mode     uint32
-	UID, GID uint32
-	Size     int64
-	// Before is the mode as it was, of Changed.
-	Before uint32
-	// From is where a directory was that has been moved here as a whole, if the overlay does that: what it contains is
-	// not told.
-	From string
-}
-
 // Difference is what Compare finds.
 type Difference struct {
-	Changes []Change // in the order of a walk
-	More    int      // changes behind these
+	Changes []*agentpb.DiskChange // in the order of a walk
+	More    int                   // changes behind these
 	// Until is how far both views go; "" is to the end.
 	Until string
 	// Partial says what is not known, "" if nothing.
@@ -66,12 +41,12 @@ func (t *Tree) Compare(ctx context.Context, before, now *View, after string, lim
 	}
 	d := Difference{Until: c.until}
 	for _, p := range c.paths {
-		ch, ok, err := c.one(p)
+		ch, err := c.one(p)
 		if err != nil {
 			return Difference{}, fmt.Errorf("compare the disk: %w", err)
 		}
 		switch {
-		case !ok:
+		case ch == nil:
 		case len(d.Changes) < limit:
 			d.Changes = append(d.Changes, ch)
 		default:
@@ -202,64 +177,56 @@ func (c *comparison) at(v *View, p string) (n *node, below bool, err error) {
 		}
 		return &n, false, nil
 	}
-	for i := 0; ; {
-		k := strings.IndexByte(p[i:], '/')
-		if k < 0 {
-			break
-		}
-		i += k
-		if n, ok := v.nodes[p[:i]]; ok && (!n.dir() || n.opaque || n.redirect != "") {
+	for up := parent(p); up != ""; up = parent(up) {
+		if n, ok := v.nodes[up]; ok && (!n.dir() || n.opaque || n.redirect != "") {
 			return nil, false, nil
 		}
-		i++
 	}
 	n, err = c.lower(p)
 	return n, true, err
 }
 
-// one says what has become of a path.
-func (c *comparison) one(p string) (ch Change, ok bool, err error) {
+// one says what has become of a path; nil is nothing.
+func (c *comparison) one(p string) (*agentpb.DiskChange, error) {
 	if err := c.ctx.Err(); err != nil {
-		return ch, false, err
+		return nil, err
 	}
 	was, wasBelow, err := c.at(c.before, p)
 	if err != nil {
-		return ch, false, err
+		return nil, err
 	}
 	is, isBelow, err := c.at(c.now, p)
 	if err != nil {
-		return ch, false, err
+		return nil, err
 	}
-	ch.Path = "/" + p
 	switch {
 	case was == nil && is == nil, wasBelow && isBelow:
-		return ch, false, nil
+		return nil, nil
 	case is == nil:
 		if up := parent(p); up != "" {
 			d, _, err := c.at(c.now, up)
 			if err != nil || d == nil || !d.dir() {
-				return ch, false, err // told of what is above
+				return nil, err // told of what is above
 			}
 		}
-		ch.Op = Removed
-		ch.describe(was)
-		return ch, true, nil
-	case was == nil:
-		ch.Op = Added
-	case was.same(is, wasBelow || isBelow):
-		return ch, false, nil
-	default:
-		ch.Op, ch.Before = Changed, was.mode
+		return was.change(agentpb.ChangeRemoved, p), nil
+	case was != nil && was.same(is, wasBelow || isBelow):
+		return nil, nil
 	}
-	ch.describe(is)
+	ch := is.change(agentpb.ChangeAdded, p)
+	if was != nil {
+		ch.Op, ch.Before = agentpb.ChangeChanged, was.mode
+	}
 	if is.redirect != "" {
 		// Documentation/filesystems/overlayfs.rst, "Redirecting directories": from the root, or beside what it is now.
-		if ch.From = is.redirect; !strings.HasPrefix(ch.From, "/") {
-			ch.From = "/" + join(parent(p), ch.From)
+		from := is.redirect
+		if !strings.HasPrefix(from, "/") {
+			from = "/" + join(parent(p), from)
 		}
+		ch.From = []byte(from)
 		c.part = "a directory of the image was moved: what it contains is not told by itself"
 	}
-	return ch, true, nil
+	return ch, nil
 }
 
 // same says whether nothing has become of a path. copied: one of the two is the image's.
@@ -273,9 +240,11 @@ func (n *node) same(o *node, copied bool) bool {
 	return !copied && n.ino == o.ino && n.size == o.size && n.rdev == o.rdev && n.mtime == o.mtime && n.ctime == o.ctime
 }
 
-func (ch *Change) describe(n *node) {
-	ch.Mode, ch.UID, ch.GID = n.mode, n.uid, n.gid
+// change describes what has become of a path where the node is, or was.
+func (n *node) change(op uint32, p string) *agentpb.DiskChange {
+	ch := &agentpb.DiskChange{Op: op, Path: []byte("/" + p), Mode: n.mode, Uid: n.uid, Gid: n.gid}
 	if n.mode&unix.S_IFMT == unix.S_IFREG || n.mode&unix.S_IFMT == unix.S_IFLNK {
 		ch.Size = n.size
 	}
+	return ch
 }

@@ -58,9 +58,6 @@ type View struct {
 // Untouched is the view of a disk to which nothing was written.
 func Untouched() *View { return &View{done: true} }
 
-// Done says that the walk has come to its end.
-func (v *View) Done() bool { return v.done }
-
 // Last is how far the walk has come, "" if it is done.
 func (v *View) Last() string { return v.last }
 

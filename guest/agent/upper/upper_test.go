@@ -92,11 +92,11 @@ func (o *overlay) look(b Budget) *View {
 	return v
 }
 
-func text(changes []Change) (out []string) {
+func text(changes []*agentpb.DiskChange) (out []string) {
 	for _, c := range changes {
-		line := string(" +~-"[c.Op]) + c.Path
-		if c.From != "" {
-			line += " from " + c.From
+		line := string(" +~-"[c.Op]) + string(c.Path)
+		if len(c.From) > 0 {
+			line += " from " + string(c.From)
 		}
 		out = append(out, line)
 	}
@@ -226,7 +226,7 @@ func TestCompareTellsADirectoryOfTheImageThatWasMovedAsAWhole(t *testing.T) {
 		t.Errorf("got %q (partial: %q), want %q, and that something is not told", got, d.Partial, want)
 	}
 	for _, c := range d.Changes {
-		if c.Path == "/f" && c.Size != int64(len("image")) {
+		if string(c.Path) == "/f" && c.Size != int64(len("image")) {
 			t.Errorf("a file of attributes alone has %d bytes", c.Size)
 		}
 	}

@@ -17,13 +17,32 @@ import (
 // ErrProtocol is returned when the peer breaks the rules of a stream.
 var ErrProtocol = errors.New("guest protocol violated")
 
+// Bell wakes all who wait for it. The zero value is ready; a lock of its owner's guards it.
+type Bell struct{ rung chan struct{} }
+
+// Wait returns what is closed when it is rung next.
+func (b *Bell) Wait() <-chan struct{} {
+	if b.rung == nil {
+		b.rung = make(chan struct{})
+	}
+	return b.rung
+}
+
+// Ring wakes them.
+func (b *Bell) Ring() {
+	if b.rung != nil {
+		close(b.rung)
+		b.rung = nil
+	}
+}
+
 // Window is the sender's half. The zero value is ready. All methods may be
 // called concurrently.
 type Window struct {
 	mu     sync.Mutex
-	sent   uint64        // messages sent
-	acked  uint64        // messages acknowledged, never above sent
-	opened chan struct{} // closed by the next acknowledgement; nil when nobody waits
+	sent   uint64 // messages sent
+	acked  uint64 // messages acknowledged, never above sent
+	opened Bell   // by an acknowledgement
 }
 
 // Acquire waits until one more message may be sent and counts it. It returns
@@ -37,10 +56,7 @@ func (w *Window) Acquire(ctx context.Context) (uint64, error) {
 			w.mu.Unlock()
 			return n, nil
 		}
-		if w.opened == nil {
-			w.opened = make(chan struct{})
-		}
-		opened := w.opened
+		opened := w.opened.Wait()
 		w.mu.Unlock()
 		select {
 		case <-opened:
@@ -58,10 +74,7 @@ func (w *Window) Ack(n uint64) error {
 		return fmt.Errorf("%w: acknowledgement of %d messages with %d sent and %d acknowledged", ErrProtocol, n, w.sent, w.acked)
 	}
 	w.acked = n
-	if w.opened != nil {
-		close(w.opened)
-		w.opened = nil
-	}
+	w.opened.Ring()
 	return nil
 }
 
@@ -100,7 +113,8 @@ type Pipe struct {
 	ack              func(n uint64) error
 	data             chan []byte   // received and not yet read, within a window
 	end              chan struct{} // closed when no more comes
-	rest             []byte        // of the message being read
+	ended            sync.Once
+	rest             []byte // of the message being read
 	acker            Acker
 }
 
@@ -120,33 +134,40 @@ func (p *Pipe) Put(data []byte) bool {
 	}
 }
 
-// End says, once, that no more is received.
-func (p *Pipe) End() { close(p.end) }
+// End says that no more is received.
+func (p *Pipe) End() { p.ended.Do(func() { close(p.end) }) }
 
-// Read returns what is received, io.EOF behind the last.
-func (p *Pipe) Read(b []byte) (int, error) {
-	for len(p.rest) == 0 {
-		select {
-		case p.rest = <-p.data:
-		case <-p.reading.Done():
-			return 0, p.reading.Err()
-		case <-p.end:
-			select { // data that came before the end
-			case p.rest = <-p.data:
-			default:
-				return 0, io.EOF
-			}
+// Next returns the data of the next message, io.EOF behind the last.
+func (p *Pipe) Next() (data []byte, err error) {
+	select {
+	case data = <-p.data:
+	case <-p.reading.Done():
+		return nil, p.reading.Err()
+	case <-p.end:
+		select { // data that came before the end
+		case data = <-p.data:
+		default:
+			return nil, io.EOF
 		}
-		n, due := p.acker.Consumed(len(p.rest))
-		if !due {
-			continue
-		}
+	}
+	if n, due := p.acker.Consumed(len(data)); due {
 		if err := p.ack(n); err != nil {
 			select {
 			case <-p.end: // nobody waits for it any more
 			default:
-				return 0, err
+				return nil, err
 			}
+		}
+	}
+	return data, nil
+}
+
+// Read returns what is received, io.EOF behind the last.
+func (p *Pipe) Read(b []byte) (int, error) {
+	for len(p.rest) == 0 {
+		var err error
+		if p.rest, err = p.Next(); err != nil {
+			return 0, err
 		}
 	}
 	n := copy(b, p.rest)

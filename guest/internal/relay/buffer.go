@@ -5,6 +5,8 @@ import (
 	"os"
 	"sync"
 	"syscall"
+
+	"github.com/drowse-vm/drowse/guest/agent/poll"
 )
 
 // BufferSize is how many bytes are moved at a time.
@@ -51,7 +53,7 @@ func rawReadWait(rc syscall.RawConn) (buf *buffer, n int, err error) {
 	var errno syscall.Errno
 	err = rc.Read(func(fd uintptr) bool {
 		buf = buffers.Get().(*buffer)
-		n, errno = rawRead(fd, buf[headSize:])
+		n, errno = poll.ReadAgain(fd, buf[headSize:])
 		if errno == syscall.EAGAIN {
 			buffers.Put(buf)
 			buf = nil

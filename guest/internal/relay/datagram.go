@@ -5,7 +5,6 @@ import (
 	"encoding/binary"
 	"errors"
 	"io"
-	"net"
 	"slices"
 	"syscall"
 )
@@ -13,45 +12,33 @@ import (
 // MaxDatagram is the most that a datagram carries, in bytes. UDP has room for less.
 const MaxDatagram = 1<<16 - 1
 
+// buffered is how many bytes of a stream are read at once: some datagrams of usual size.
+const buffered = 4 << 10
+
 // lengthSize is what stands before each datagram in a stream: its length, big-endian, in bytes.
 const lengthSize = 2
 
-// DatagramBuffer is room for a datagram and what stands before it in a stream.
-type DatagramBuffer [lengthSize + MaxDatagram]byte
+// datagram is room for one and what stands before it in a stream.
+type datagram [lengthSize + MaxDatagram]byte
 
-// Room is where the datagram goes.
-func (b *DatagramBuffer) Room() []byte { return b[lengthSize:] }
+// room is where the datagram goes.
+func (b *datagram) room() []byte { return b[lengthSize:] }
 
-// WriteTo writes the first n bytes of Room to a stream as one datagram.
-func (b *DatagramBuffer) WriteTo(s io.Writer, n int) error {
+// writeTo writes the first n bytes of the room to a stream as one datagram.
+func (b *datagram) writeTo(s io.Writer, n int) error {
 	binary.BigEndian.PutUint16(b[:], uint16(n))
 	_, err := s.Write(b[:lengthSize+n])
 	return err
 }
 
-// DatagramReader takes datagrams out of a stream.
-type DatagramReader struct{ r *bufio.Reader }
-
-// NewDatagramReader reads from a stream that nobody else reads from.
-func NewDatagramReader(s io.Reader) DatagramReader {
-	const buffered = 4 << 10 // bytes: some datagrams of usual size
-	return DatagramReader{bufio.NewReaderSize(s, buffered)}
-}
-
-// Read reads the next one into b, and returns its length: 0 is one without content.
-func (d DatagramReader) Read(b *DatagramBuffer) (int, error) {
-	var head [lengthSize]byte
-	if _, err := io.ReadFull(d.r, head[:]); err != nil {
+// readFrom reads the next one of a stream, and returns its length: 0 is one without content.
+func (b *datagram) readFrom(s io.Reader) (int, error) {
+	if _, err := io.ReadFull(s, b[:lengthSize]); err != nil {
 		return 0, err
 	}
-	n := int(binary.BigEndian.Uint16(head[:]))
-	if _, err := io.ReadFull(d.r, b.Room()[:n]); err != nil {
-		if errors.Is(err, io.EOF) {
-			err = io.ErrUnexpectedEOF
-		}
-		return 0, err
-	}
-	return n, nil
+	n := int(binary.BigEndian.Uint16(b[:]))
+	_, err := io.ReadFull(s, b.room()[:n])
+	return n, err
 }
 
 // lost says of an error of a socket of UDP that only a datagram was lost, as the network may lose any.
@@ -61,31 +48,31 @@ func lost(err error) bool {
 	}, func(e syscall.Errno) bool { return errors.Is(err, e) })
 }
 
-// JoinDatagrams carries datagrams between a stream and a connected socket of UDP until the stream ends, and
-// closes both. What the socket does not take is lost.
-func JoinDatagrams(s *Stream, c net.Conn) {
+// JoinDatagrams carries datagrams between a stream and a connected socket of UDP, or what is like one, until either
+// ends, and closes both. What the socket does not take is lost.
+func JoinDatagrams(s *Stream, c io.ReadWriteCloser) {
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
 		defer c.Close()
-		r, buf := NewDatagramReader(s), new(DatagramBuffer)
+		r, buf := bufio.NewReaderSize(s, buffered), new(datagram)
 		for {
-			n, err := r.Read(buf)
+			n, err := buf.readFrom(r)
 			if err != nil {
 				return
 			}
-			if _, err := c.Write(buf.Room()[:n]); err != nil && !lost(err) {
+			if _, err := c.Write(buf.room()[:n]); err != nil && !lost(err) {
 				return
 			}
 		}
 	}()
-	buf := new(DatagramBuffer)
+	buf := new(datagram)
 	for {
-		n, err := c.Read(buf.Room())
+		n, err := c.Read(buf.room())
 		if lost(err) {
 			continue // one such error for each datagram that nobody took
 		}
-		if err != nil || buf.WriteTo(s, n) != nil {
+		if err != nil || buf.writeTo(s, n) != nil {
 			break
 		}
 	}

@@ -112,9 +112,7 @@ func (j *join) outward(n *int64) {
 		err = rerr
 	}
 	if err == nil {
-		j.mu.Lock()
-		err = j.unwritable
-		j.mu.Unlock()
+		err = j.refusal()
 	}
 	if err == nil {
 		err = j.stream.CloseWrite()
@@ -135,10 +133,7 @@ func (j *join) inward(n *int64) {
 	if err := j.endpoint.CloseWrite(); err != nil {
 		j.refused(err)
 	}
-	j.mu.Lock()
-	whole := j.unwritable == nil
-	j.mu.Unlock()
-	if whole {
+	if j.refusal() == nil {
 		j.ended(&j.in)
 	}
 	j.stream.awaitGone()
@@ -148,6 +143,13 @@ func (j *join) inward(n *int64) {
 	if early {
 		j.fail(ErrCut)
 	}
+}
+
+// refusal is why the endpoint takes no more, nil if it does.
+func (j *join) refusal() error {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	return j.unwritable
 }
 
 // refused notes that the endpoint takes no more. That breaks the pair at once if the
@@ -174,10 +176,7 @@ type sink struct {
 // Write implements io.Writer. It does not fail: the stream is read to its end, so that it
 // is seen when it is cut.
 func (s sink) Write(p []byte) (int, error) {
-	s.mu.Lock()
-	dropped := s.unwritable != nil
-	s.mu.Unlock()
-	if !dropped {
+	if s.refusal() == nil {
 		n, err := s.endpoint.Write(p)
 		*s.n += int64(n)
 		if err != nil {

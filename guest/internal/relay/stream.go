@@ -43,10 +43,9 @@ type Stream struct {
 
 	readMu sync.Mutex // held by the reader
 	in     parser
-	// buf[from:to] are bytes of the connection that were read and not parsed. Read has it;
-	// WriteTo uses the pool.
-	buf      []byte
-	from, to int
+	// raw are bytes of the connection that were read and not parsed, and data those that
+	// were and are not given yet: parts of buf, which Read has; WriteTo uses the pool.
+	buf, raw, data []byte
 
 	writeMu sync.Mutex // held by the writer
 	ended   atomic.Bool
@@ -111,38 +110,28 @@ func (s *Stream) Read(p []byte) (int, error) {
 	if s.buf == nil {
 		s.buf = make([]byte, headSize+BufferSize)
 	}
-	for {
-		for s.from < s.to && !s.in.ended {
-			// No more than the caller has room for.
-			var limit int
-			if s.in.left > 0 {
-				limit = min(s.to, s.from+len(p))
-			} else {
-				limit = min(s.to, s.from+headSize-s.in.have)
-			}
-			data, used, err := s.in.next(s.buf[s.from:limit])
-			s.from += used
+	for len(s.data) == 0 {
+		if len(s.raw) > 0 {
+			data, used, err := s.in.next(s.raw)
 			if err != nil {
 				return 0, s.broken(err)
 			}
-			if len(data) > 0 {
-				s.received.Add(int64(len(data)))
-				return copy(p, data), nil
-			}
+			s.data, s.raw = data, s.raw[used:]
+			continue
 		}
 		if s.in.ended {
-			if s.from < s.to {
-				_, _, err := s.in.next(s.buf[s.from:s.to])
-				return 0, s.broken(err)
-			}
 			return 0, io.EOF
 		}
 		n, err := s.conn.Read(s.buf)
-		s.from, s.to = 0, n
+		s.raw = s.buf[:n]
 		if n == 0 && err != nil {
 			return 0, s.cut(err)
 		}
 	}
+	n := copy(p, s.data)
+	s.data = s.data[n:]
+	s.received.Add(int64(n))
+	return n, nil
 }
 
 // cut is the error of a connection that broke off.
@@ -166,6 +155,12 @@ func (s *Stream) broken(err error) error {
 func (s *Stream) WriteTo(w io.Writer) (written int64, err error) {
 	s.readMu.Lock()
 	defer s.readMu.Unlock()
+	give := func(data []byte) error {
+		s.received.Add(int64(len(data)))
+		n, err := w.Write(data)
+		written += int64(n)
+		return err
+	}
 	parse := func(p []byte) error {
 		for len(p) > 0 {
 			data, used, err := s.in.next(p)
@@ -174,29 +169,24 @@ func (s *Stream) WriteTo(w io.Writer) (written int64, err error) {
 			}
 			p = p[used:]
 			if len(data) > 0 {
-				s.received.Add(int64(len(data)))
-				n, err := w.Write(data)
-				written += int64(n)
-				if err != nil {
+				if err := give(data); err != nil {
 					return err
 				}
 			}
-			if s.in.ended {
-				if len(p) > 0 {
-					_, _, err := s.in.next(p)
-					return s.broken(err)
-				}
-				return errEnd
-			}
+		}
+		if s.in.ended {
+			return errEnd
 		}
 		return nil
 	}
-	err = parse(s.buf[s.from:s.to])
-	if err == nil && s.in.ended {
-		err = errEnd
+	if len(s.data) > 0 {
+		err = give(s.data)
 	}
 	if err == nil {
-		s.buf, s.from, s.to = nil, 0, 0
+		err = parse(s.raw)
+	}
+	if err == nil {
+		s.buf, s.raw, s.data = nil, nil, nil
 		var rerr error
 		rerr, err = chunks(s.conn, func(buf *buffer, n int) error { return parse(buf[headSize : headSize+n]) })
 		if err == nil {

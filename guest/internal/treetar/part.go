@@ -14,6 +14,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
 // A file is written under another name beside its own and gets that when it is whole. What was
@@ -29,7 +31,6 @@ const (
 	// partWait is how long a copy waits for another one that writes the same file: the end of one that
 	// was cut may come late.
 	partWait = 30 * time.Second
-	partPoll = 50 * time.Millisecond
 	// maxPartTries bounds how often an unfinished file may come and go while it is being opened.
 	maxPartTries = 1000
 )
@@ -38,16 +39,14 @@ const (
 var ErrBusy = errors.New("another copy writes the same file")
 
 // partName is what an unfinished file is called in its directory: the same for each copy of it.
-func partName(base string) string { return hashedName(base) }
-
-func hashedName(of string) string {
-	sum := sha256.Sum256([]byte(of))
+func partName(base string) string {
+	sum := sha256.Sum256([]byte(base))
 	return partPrefix + hex.EncodeToString(sum[:])[:partDigits]
 }
 
 // Marker is the name of a file that a directory has at its top while a tree is copied into it, if
 // the copy has made it. base is the last element of the tree's path at its source.
-func Marker(base string) string { return hashedName("tree\x00" + base) }
+func Marker(base string) string { return partName("tree\x00" + base) }
 
 // Unfinished says of a name's last element that it is one of an unfinished file, or a marker, which no copy has.
 func Unfinished(base string) bool {
@@ -75,7 +74,8 @@ func openPart(ctx context.Context, to *spot, create bool) (*part, error) {
 	if create {
 		flags |= os.O_CREATE
 	}
-	deadline := time.Now().Add(partWait)
+	ctx, cancel := context.WithTimeoutCause(ctx, partWait, ErrBusy)
+	defer cancel()
 	for range maxPartTries {
 		if st, err := at.stat(); err == nil && !isFile(&st) {
 			return nil, fmt.Errorf("%s is not a file: %w", at.base, fs.ErrExist)
@@ -84,25 +84,14 @@ func openPart(ctx context.Context, to *spot, create bool) (*part, error) {
 		if err != nil {
 			return nil, err
 		}
-		locked, err := tryLock(f)
-		if err == nil && locked && isAt(f, at) {
+		if err := osfile.Lock(ctx, f, osfile.Exclusive); err != nil {
+			f.Close()
+			return nil, err
+		}
+		if isAt(f, at) {
 			return &part{File: f, at: at, to: to, kept: true}, nil
 		}
-		f.Close()
-		if err != nil {
-			return nil, fmt.Errorf("lock %s: %w", at.base, err)
-		}
-		if locked {
-			continue // whoever had it has finished it, or removed it
-		}
-		if time.Now().After(deadline) {
-			return nil, fmt.Errorf("%w: %s", ErrBusy, at.base)
-		}
-		select {
-		case <-time.After(partPoll):
-		case <-ctx.Done():
-			return nil, ctx.Err()
-		}
+		f.Close() // whoever had it has finished it, or removed it
 	}
 	return nil, fmt.Errorf("%w: %s comes and goes", ErrBusy, at.base)
 }
@@ -117,23 +106,6 @@ func newPart(to *spot) (*part, error) {
 		return nil, err
 	}
 	return &part{File: f, at: at, to: to}, nil
-}
-
-// tryLock locks a file (flock(2)), if nobody else has.
-// The agent's program has it, and does without internal/osfile.
-func tryLock(f *os.File) (ok bool, err error) {
-	rc, err := f.SyscallConn()
-	if err != nil {
-		return false, err
-	}
-	var lerr error
-	if err := rc.Control(func(fd uintptr) { lerr = unix.Flock(int(fd), unix.LOCK_EX|unix.LOCK_NB) }); err != nil {
-		return false, err
-	}
-	if errors.Is(lerr, unix.EWOULDBLOCK) {
-		return false, nil
-	}
-	return lerr == nil, lerr
 }
 
 // isAt says that an open file still has a name.
@@ -167,6 +139,21 @@ func (p *part) abandon(cut bool) {
 func (p *part) close() error {
 	p.to.close()
 	return p.Close()
+}
+
+// sum is the SHA-256 of the first n bytes of the file of a name.
+func (b *beneath) sum(ctx context.Context, name string, n int64) (sum [sha256.Size]byte, err error) {
+	s, err := b.find(name)
+	if err != nil {
+		return sum, err
+	}
+	defer s.close()
+	f, err := s.open(os.O_RDONLY, 0)
+	if err != nil {
+		return sum, err
+	}
+	defer f.Close()
+	return hashPrefix(ctx, f, n)
 }
 
 // hashPrefix is the SHA-256 of the first n bytes of a file. It fails with io.ErrUnexpectedEOF if

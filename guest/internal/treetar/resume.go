@@ -3,6 +3,7 @@ package treetar
 import (
 	"archive/tar"
 	"bufio"
+	"bytes"
 	"context"
 	"crypto/sha256"
 	"crypto/subtle"
@@ -168,7 +169,7 @@ func PackResumed(ctx context.Context, rw io.ReadWriter, src, name string) (Resul
 	defer from.close()
 	out := bufio.NewWriterSize(archiveWriter{rw}, archiveBuffer)
 	s := &sender{ctx: ctx, from: from, rw: rw, r: bufio.NewReader(rw), out: out, tw: tar.NewWriter(out)}
-	err = from.walk(ctx, func(rel string, _ *spot, fi fs.FileInfo) error {
+	err = from.walk(ctx, from.top, func(rel string, _ *spot, fi fs.FileInfo) error {
 		return s.add(&offered{rel: rel, name: from.rename(rel, name), fi: fi})
 	})
 	if err == nil {
@@ -270,9 +271,14 @@ func (s *sender) negotiate() error {
 		if n == 0 {
 			continue
 		}
-		sum, err := s.sum(o, int64(n))
+		// Zeros, which nothing has, stand for what is not there any more: packing it says what is wrong, if it
+		// still matters then.
+		sum, err := s.from.sum(s.ctx, o.rel, int64(n))
 		if err != nil {
-			return err
+			sum = [sha256.Size]byte{}
+		}
+		if s.ctx.Err() != nil {
+			return s.ctx.Err()
 		}
 		o.there = int64(n)
 		some, sums = append(some, o), append(sums, sum[:]...)
@@ -301,25 +307,6 @@ func (s *sender) negotiate() error {
 	return nil
 }
 
-// sum is that of the beginning of a file, or zero, which nothing has, if that is not there any more.
-func (s *sender) sum(o *offered, n int64) (none [sha256.Size]byte, err error) {
-	at, err := s.from.find(o.rel)
-	if err != nil {
-		return none, nil // packing it says what is wrong, if it still matters then
-	}
-	defer at.close()
-	f, err := at.open(os.O_RDONLY, 0)
-	if err != nil {
-		return none, nil
-	}
-	defer f.Close()
-	sum, err := hashPrefix(s.ctx, f, n)
-	if errors.Is(err, io.ErrUnexpectedEOF) {
-		return none, nil
-	}
-	return sum, err
-}
-
 // has is a file of a batch, at its receiver: bytes that are there.
 type has struct {
 	there int64
@@ -340,18 +327,8 @@ func UnpackResumed(ctx context.Context, rw io.ReadWriter, root *os.Root, o Optio
 	u.rw = rw
 	a := &archiveReader{r: bufio.NewReaderSize(rw, archiveBuffer), offer: u.answer}
 	u.frames = a.r
-	res, err := u.unpack(a)
-	if err == nil {
-		// Padding may follow the archive's end, but not without end.
-		var n int64
-		if n, err = io.Copy(io.Discard, io.LimitReader(a, maxTail)); err == nil && n == maxTail {
-			err = fmt.Errorf("%w: more than %d bytes after the end", ErrFrames, maxTail)
-		}
-	}
-	return res, err
+	return u.unpack(a)
 }
-
-const maxTail = 1 << 20 // bytes
 
 // release lets go of what a batch held and was not used.
 func (u *unpacker) release() {
@@ -440,28 +417,17 @@ func (u *unpacker) compare(some []*has, names []string) error {
 	return writeFrame(u.rw, frameSame, same)
 }
 
-// sum is that of what is there. A file that is gone has one that nothing else has.
+// sum is that of what is there. A file that is gone has one that nothing else has: the other end has zeros for what it
+// does not have.
 func (u *unpacker) sum(h *has, name string) (sum [sha256.Size]byte, err error) {
 	if h.part != nil {
 		return hashPrefix(u.ctx, h.part, h.there)
 	}
-	s, err := u.in.find(name)
-	if err == nil {
-		defer s.close()
-		var f *os.File
-		if f, err = s.open(os.O_RDONLY, 0); err == nil {
-			defer f.Close()
-			sum, err = hashPrefix(u.ctx, f, h.there)
-		}
+	sum, err = u.in.sum(u.ctx, name, h.there)
+	if err != nil {
+		copy(sum[:], bytes.Repeat([]byte{0xff}, sha256.Size))
 	}
-	if u.ctx.Err() == nil && err != nil {
-		// The other end has zeros for what it does not have.
-		for i := range sum {
-			sum[i] = 0xff
-		}
-		return sum, nil
-	}
-	return sum, err
+	return sum, u.ctx.Err()
 }
 
 // find looks for what there is of a file.

@@ -279,7 +279,7 @@ func TestUnfinishedFile_of_two_copies_at_once_is_written_by_one(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	ctx, cancel := context.WithTimeout(t.Context(), 3*partPoll)
+	ctx, cancel := context.WithTimeout(t.Context(), 150*time.Millisecond)
 	defer cancel()
 	waiting := spot()
 	defer waiting.close()

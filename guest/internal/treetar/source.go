@@ -48,13 +48,9 @@ func (s *source) goneIsNot(rel string, err error) error {
 	return err
 }
 
-// walk calls f for all that there is but unfinished files of copies: in the order of names, a directory before what is
-// in it.
-func (s *source) walk(ctx context.Context, f func(rel string, at *spot, fi fs.FileInfo) error) error {
-	return s.walkFrom(ctx, s.top, f)
-}
-
-func (s *source) walkFrom(ctx context.Context, rel string, f func(rel string, at *spot, fi fs.FileInfo) error) error {
+// walk calls f for a name, and all that is in it, but unfinished files of copies: in the order of names, a directory
+// before what is in it.
+func (s *source) walk(ctx context.Context, rel string, f func(rel string, at *spot, fi fs.FileInfo) error) error {
 	if err := ctx.Err(); err != nil {
 		return err
 	}
@@ -66,7 +62,7 @@ func (s *source) walkFrom(ctx context.Context, rel string, f func(rel string, at
 		if Unfinished(name) {
 			continue
 		}
-		if err := s.walkFrom(ctx, path.Join(rel, name), f); err != nil {
+		if err := s.walk(ctx, path.Join(rel, name), f); err != nil {
 			return err
 		}
 	}

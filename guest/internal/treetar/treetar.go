@@ -6,6 +6,7 @@ package treetar
 
 import (
 	"archive/tar"
+	"bufio"
 	"context"
 	"errors"
 	"fmt"
@@ -37,6 +38,8 @@ const (
 	MaxDepth       = 256  // elements of a name
 	MaxName        = 4095 // bytes of a name or link target
 	maxSkipped     = 100  // names kept of what was left out
+	packBuffer     = 32 << 10
+	maxTail        = 1 << 20 // bytes after the end of an archive
 )
 
 // Errors of Unpack that a caller may want to tell apart.
@@ -99,13 +102,17 @@ func Pack(ctx context.Context, w io.Writer, src, name string) (Result, error) {
 		return Result{}, fmt.Errorf("pack %s: %w", src, err)
 	}
 	defer from.close()
-	tw := tar.NewWriter(w)
+	bw := bufio.NewWriterSize(w, packBuffer)
+	tw := tar.NewWriter(bw)
 	var res Result
-	err = from.walk(ctx, func(rel string, s *spot, fi fs.FileInfo) error {
+	err = from.walk(ctx, from.top, func(rel string, s *spot, fi fs.FileInfo) error {
 		return packOne(tw, s, fi, from.rename(rel, name), 0, nil, &res)
 	})
 	if err == nil {
 		err = tw.Close()
+	}
+	if err == nil {
+		err = bw.Flush()
 	}
 	if err != nil {
 		return res, fmt.Errorf("pack %s: %w", src, err)
@@ -188,7 +195,7 @@ func packFile(tw *tar.Writer, s *spot, name string, offset int64, was fs.FileInf
 // exist are replaced, by renaming: a file has its name only when it is whole. Directories are
 // merged. No link is followed, whether of the archive or of what is there: an entry below one is
 // ErrUnsafe. Symbolic links are made when all else is there. It stops at the first entry that is unsafe or
-// beyond a limit; what was created before stays. Of a large file whose copy is cut there is an
+// beyond a limit; what was created before stays. It reads r to its end. Of a large file whose copy is cut there is an
 // unfinished one beside it, for UnpackResumed.
 func Unpack(ctx context.Context, r io.Reader, root *os.Root, o Options) (Result, error) {
 	u, err := newUnpacker(ctx, root, o)
@@ -242,7 +249,15 @@ func (u *unpacker) unpack(r io.Reader) (Result, error) {
 			return u.res, fmt.Errorf("unpack %q: %w", clip(h.Name), err)
 		}
 	}
-	return u.res, u.finish()
+	if err := u.finish(); err != nil {
+		return u.res, err
+	}
+	// Padding may follow the archive's end, but not without end.
+	n, err := io.Copy(io.Discard, io.LimitReader(r, maxTail))
+	if err == nil && n == maxTail {
+		err = fmt.Errorf("%w: %d bytes after the end of the archive", ErrLimit, maxTail)
+	}
+	return u.res, err
 }
 
 // clip bounds a name in an error message.

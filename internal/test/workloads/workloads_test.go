@@ -419,20 +419,8 @@ func (w *work) carry(port int, to string) {
 		}
 	}
 	f := forward.Forward{
-		Accept: func() (forward.Conn, error) {
-			conn, err := l.AcceptGuest()
-			if err != nil {
-				return forward.Conn{}, err
-			}
-			return forward.FromGuest(conn), nil
-		},
-		Dial: func(ctx context.Context) (forward.Conn, error) {
-			conn, err := (&net.Dialer{}).DialContext(ctx, "tcp", to)
-			if err != nil {
-				return forward.Conn{}, err
-			}
-			return forward.FromHost(conn), nil
-		},
+		Accept: l.Accept,
+		Dial:   func(ctx context.Context) (net.Conn, error) { return (&net.Dialer{}).DialContext(ctx, "tcp", to) },
 	}
 	ctx, stop := context.WithCancel(context.Background())
 	var wg sync.WaitGroup
