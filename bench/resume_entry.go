@@ -15,7 +15,6 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/process"
-	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
@@ -272,14 +271,10 @@ func (v *sleeper) restore(ctx context.Context, dir string, way variant, counts b
 		p.PageCache = ""
 	}
 	if way.pool {
-		p.Shells, err = instance.NewPrebuilt(map[spec.Shape]int{{MemoryMiB: p.Spec.MemoryMiB, VCPUs: p.Spec.VCPUs}: 1})
-		if err != nil {
+		if p.Shell, err = instance.NewPrebuilt(p.Spec.Shape().Machine()); err != nil {
 			return err
 		}
-		defer func() { err = errors.Join(err, p.Shells.Close()) }()
-		if err := p.Shells.Fill(); err != nil {
-			return err
-		}
+		defer func() { err = errors.Join(err, p.Shell.Close()) }()
 	}
 	// As in a process of the VM's own.
 	process.PrepareProcess()
@@ -324,7 +319,7 @@ func (v *sleeper) restore(ctx context.Context, dir string, way variant, counts b
 	if !counts {
 		return nil
 	}
-	errs := []error{s.total.RecordValue(int64(total)), s.pages.RecordValue(int64(faults.PagesCopied))}
+	errs := []error{s.total.RecordValue(int64(total)), s.pages.RecordValue(int64(faults.PagesCopied.Load()))}
 	var known time.Duration
 	for stage, d := range stages {
 		errs = append(errs, into(s.stages, stage.String(), int64(d)))
@@ -335,11 +330,11 @@ func (v *sleeper) restore(ctx context.Context, dir string, way variant, counts b
 	errs = append(errs,
 		into(s.stages, "other", int64(max(entry-known, 0))),
 		into(s.stages, "guest", int64(guest)),
-		into(s.faults, "read", int64(faults.ReadFaults)),
-		into(s.faults, "write", int64(faults.WriteFaults)),
-		into(s.faults, "ensured", int64(faults.Ensured)),
-		into(s.faults, "frames_read", int64(faults.Frames)),
-		into(s.faults, "frames_cached", int64(faults.FramesCached)))
+		into(s.faults, "read", int64(faults.ReadFaults.Load())),
+		into(s.faults, "write", int64(faults.WriteFaults.Load())),
+		into(s.faults, "ensured", int64(faults.Ensured.Load())),
+		into(s.faults, "frames_read", int64(faults.Frames.Load())),
+		into(s.faults, "frames_cached", int64(faults.FramesCached.Load())))
 	for stage, d := range after {
 		errs = append(errs, into(s.stages, stage, int64(d)))
 	}

@@ -5,7 +5,6 @@ import (
 	"errors"
 
 	"github.com/drowse-vm/drowse/sandbox"
-	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -67,7 +66,7 @@ func (e Env) sleeps(ctx context.Context, o SleepOptions, mib int) (rows []Row, e
 	return rows, nil
 }
 
-func (e Env) sleepAndWake(ctx context.Context, name string) (control.SleepResult, error) {
+func (e Env) sleepAndWake(ctx context.Context, name string) (spec.SleepResult, error) {
 	res, err := e.Store.Sandbox(name).Sleep(ctx, sandbox.SleepOptions{})
 	if err != nil {
 		return res, err

@@ -14,7 +14,6 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox"
-	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/process"
 	"github.com/drowse-vm/drowse/sandbox/spec"
@@ -273,7 +272,7 @@ type chain struct {
 	last  string
 }
 
-func (c *chain) next(ctx context.Context) (control.SleepResult, error) {
+func (c *chain) next(ctx context.Context) (spec.SleepResult, error) {
 	res, err := c.store.Sandbox(c.vm).Snapshot(ctx, sandbox.SnapshotOptions{})
 	if err != nil {
 		return res, err

@@ -114,10 +114,10 @@ func newRigs(t testing.TB) []*rig {
 	nic, err := net.New(mem, sink{pair[0]}, net.Config{MAC: net.MAC{2, 0, 0, 0, 0, 1}})
 	must(err)
 	b := blk.New(file, blk.Options{OnError: func(err error) { disk.failed.Store(&err) }})
-	disk.dev, disk.work = b, func() uint64 { s := b.Stats(); return s.ReadBytes + s.WrittenBytes }
+	disk.dev, disk.work = b, func() uint64 { s := b.Stats(); return s.ReadBytes.Load() + s.WrittenBytes.Load() }
 	rigs := []*rig{
 		disk,
-		{dev: nic, good: 1, work: func() uint64 { return nic.Stats().BytesFromGuest }},
+		{dev: nic, good: 1, work: func() uint64 { return nic.Stats().FramesFromGuest.Load() }},
 		{dev: balloon.New(gone, balloon.Options{}), good: 0},
 		{dev: rng.New(rng.Options{Source: zeros{}}), good: 0},
 	}

@@ -15,6 +15,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/pool"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
@@ -111,8 +112,8 @@ func TestAttack_automatic_wake_rolls_a_crashed_vm_back_to_its_last_sleep(t *test
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			noGrace(t)
 			s, l, r, sleep, started := crashed(t)
+			s.State.Grace = 0
 			if err := up(s, l); err != nil {
 				t.Fatal(err)
 			}
@@ -159,8 +160,8 @@ func TestAttack_taking_a_crashed_vm_back_deletes_what_it_had_written(t *testing.
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			noGrace(t)
 			s, l, r, sleep, _ := crashed(t)
+			s.State.Grace = 0
 			if err := back(s, l, sleep); err != nil {
 				t.Fatal(err)
 			}
@@ -221,9 +222,9 @@ func TestAttack_removed_vm_leaves_the_disks_that_it_had_left(t *testing.T) {
 }
 
 func TestAttack_guest_that_ends_again_and_again_under_a_rotation_fills_the_disk(t *testing.T) {
-	noGrace(t)
 	s, _, r, sleep, _ := crashed(t)
-	if _, err := s.State.SetMetadata(t.Context(), "a", func(l *state.Metadata, _ error) error { l.Rotate = state.Rotation{To: sleep}; return nil }); err != nil {
+	s.State.Grace = 0
+	if _, err := s.State.SetMetadata(t.Context(), "a", func(l *spec.Metadata, _ error) error { l.Rotate = spec.Rotation{To: sleep}; return nil }); err != nil {
 		t.Fatal(err)
 	}
 	for word := range byte(4) {
@@ -238,7 +239,7 @@ func TestAttack_guest_that_ends_again_and_again_under_a_rotation_fills_the_disk(
 				t.Fatal(err)
 			}
 		}
-		if _, err := s.State.RotateIfDue(events.WithCause(t.Context(), events.Packet), before, state.Rotation{To: sleep}); err != nil {
+		if _, err := s.State.RotateIfDue(events.WithCause(t.Context(), events.Packet), before, spec.Rotation{To: sleep}); err != nil {
 			t.Fatal(err)
 		}
 		if ids := abandonedOf(t, s); len(ids) != 1 {

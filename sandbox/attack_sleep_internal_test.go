@@ -162,12 +162,12 @@ func TestAttack_sleep_deletes_what_somebody_still_comes_back_from(t *testing.T) 
 			}
 		},
 		"its metadata": func(t *testing.T, s *Host, _ string) {
-			if _, err := s.State.SetMetadata(t.Context(), "a", func(l *state.Metadata, _ error) error { l.Keep = lifetime.Keep{Last: 2}; return nil }); err != nil {
+			if _, err := s.State.SetMetadata(t.Context(), "a", func(l *spec.Metadata, _ error) error { l.Keep = lifetime.Keep{Last: 2}; return nil }); err != nil {
 				t.Fatal(err)
 			}
 		},
 		"its rotation": func(t *testing.T, s *Host, old string) {
-			if _, err := s.State.SetMetadata(t.Context(), "a", func(l *state.Metadata, _ error) error { l.Rotate = state.Rotation{To: old}; return nil }); err != nil {
+			if _, err := s.State.SetMetadata(t.Context(), "a", func(l *spec.Metadata, _ error) error { l.Rotate = spec.Rotation{To: old}; return nil }); err != nil {
 				t.Fatal(err)
 			}
 		},
@@ -316,8 +316,8 @@ func TestAttack_clone_that_begins_during_a_sweep_loses_its_layers(t *testing.T) 
 }
 
 func TestAttack_snapshot_is_removed_while_it_is_restored(t *testing.T) {
-	noGrace(t)
 	s, l, r, snap := clonable(t)
+	s.State.Grace = 0
 	keep := diskSnapshotOf(t, s, r, state.KindNamed) // its layers are wanted again and again
 	if err := snapshot.Remove(s.State.SnapshotDir(snap)); err != nil {
 		t.Fatal(err)
@@ -361,7 +361,7 @@ func TestAttack_snapshot_is_removed_while_it_is_restored(t *testing.T) {
 		}
 		if gone == nil {
 			removed++
-		} else if !errors.Is(gone, state.ErrSnapshotInUse) {
+		} else if !errors.Is(gone, spec.ErrSnapshotInUse) {
 			t.Fatalf("%d: the removal: %v", i, gone)
 		}
 	}
@@ -375,9 +375,9 @@ func TestAttack_snapshot_is_removed_while_it_is_restored(t *testing.T) {
 }
 
 func TestAttack_run_from_disk_loses_its_layers_to_the_removal_of_the_snapshot(t *testing.T) {
-	noGrace(t)
 	for i := range 20 {
 		s, l, r, snap := clonable(t)
+		s.State.Grace = 0
 		var made, gone error
 		var wg sync.WaitGroup
 		wg.Go(func() {

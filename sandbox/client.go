@@ -5,11 +5,8 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"net/http"
-	"net/url"
 	"os"
 	"path/filepath"
-	"strconv"
 	"strings"
 	"sync"
 	"time"
@@ -97,10 +94,8 @@ func (s *Host) GetOrCreate(ctx context.Context, want Spec, o CreateOptions) (b *
 		case err != nil:
 			return nil, false, err
 		}
-		select {
-		case <-ctx.Done():
+		if rest(ctx, creationPoll) != nil {
 			return nil, false, fmt.Errorf("waiting for sandbox %s, which somebody else makes: %w", want.Name, context.Cause(ctx))
-		case <-time.After(creationPoll):
 		}
 	}
 }
@@ -373,10 +368,8 @@ func (s *Host) wake(ctx context.Context, name string, hold *os.File, back bool) 
 		if !errors.Is(err, state.ErrBetween) {
 			return rep, err
 		}
-		select {
-		case <-ctx.Done():
-			return control.Report{}, fmt.Errorf("waking %s: %w: %w", name, err, ctx.Err())
-		case <-time.After(2 * time.Millisecond):
+		if werr := rest(ctx, 2*time.Millisecond); werr != nil {
+			return control.Report{}, fmt.Errorf("waking %s: %w: %w", name, err, werr)
 		}
 	}
 }
@@ -493,10 +486,8 @@ func (s *Host) awaitRunning(ctx context.Context, name string) (control.Report, e
 		default:
 			return control.Report{}, fmt.Errorf("%w: %s is %s", ErrNotRunning, name, r.Phase)
 		}
-		select {
-		case <-ctx.Done():
-			return control.Report{}, ctx.Err()
-		case <-time.After(5 * time.Millisecond):
+		if err := rest(ctx, changePoll); err != nil {
+			return control.Report{}, err
 		}
 	}
 }
@@ -569,7 +560,7 @@ func (s *Host) cloneRecord(ctx context.Context, id, name string) (*state.Record,
 		return nil, err
 	}
 	if state.DiskOnly(m) {
-		return nil, fmt.Errorf("restoring snapshot %s: %w: boot a VM from it with Host.Create with Disk \"%.12s\"", id, state.ErrDiskOnly, id)
+		return nil, fmt.Errorf("restoring snapshot %s: %w: boot a VM from it with Host.Create with Disk \"%.12s\"", id, spec.ErrDiskOnly, id)
 	}
 	var old state.Record
 	if err := json.Unmarshal([]byte(m.Labels[state.LabelRecord]), &old); err != nil {
@@ -611,7 +602,7 @@ func (s *Host) launchWith(ctx context.Context, shape spec.Shape, ord control.Ord
 // Info asks a running VM how it is.
 func (b *Sandbox) Info(ctx context.Context) (info control.Info, err error) {
 	s, name := b.host, b.name
-	err = control.Call(ctx, s.State, name, http.MethodGet, "/info", &info)
+	err = control.Get(ctx, s.State, name, "/info", &info)
 	return info, err
 }
 
@@ -619,7 +610,7 @@ func (b *Sandbox) Info(ctx context.Context) (info control.Info, err error) {
 // and what its last sleep has done is returned; one that is being started is waited for. If it cannot be saved, or
 // hooks in the guest refuse (spec.ErrHooks), it runs on. Once it sleeps there is no error: what else could not be done,
 // as deleting the sleep before, is in the result's Problem, and left to the next sweep.
-func (b *Sandbox) Sleep(ctx context.Context, o SleepOptions) (res control.SleepResult, err error) {
+func (b *Sandbox) Sleep(ctx context.Context, o SleepOptions) (res spec.SleepResult, err error) {
 	s, name := b.host, b.name
 	ctx, ended := s.begin(ctx, control.OpSleep, name)
 	defer func() { ended(control.Operation{Saved: res, Err: err}) }()
@@ -634,7 +625,7 @@ func (b *Sandbox) Sleep(ctx context.Context, o SleepOptions) (res control.SleepR
 		return lastSleep(r), nil
 	}
 	if l, err := s.State.Metadata(name); err == nil && l.Class == lifetime.Ephemeral {
-		return res, fmt.Errorf("putting %s to sleep: %w: it is ephemeral, and ephemeral sandboxes leave nothing: remove it, or change its class: Fleet.Update of %q with Class", name, state.ErrMetadata, name)
+		return res, fmt.Errorf("putting %s to sleep: %w: it is ephemeral, and ephemeral sandboxes leave nothing: remove it, or change its class: Fleet.Update of %q with Class", name, spec.ErrMetadata, name)
 	}
 	begin := time.Now()
 	proc, err := s.launcher.Find(r.PID) // a pidfd: it means this process for ever
@@ -642,7 +633,7 @@ func (b *Sandbox) Sleep(ctx context.Context, o SleepOptions) (res control.SleepR
 		return res, fmt.Errorf("finding the process of VM %s: %w", name, err)
 	}
 	defer proc.Close()
-	if err := control.Call(ctx, s.State, name, http.MethodPost, "/sleep?hooks="+url.QueryEscape(string(o.Hooks)), &res); err != nil {
+	if err := control.Do(ctx, s.State, name, "sleep", o, &res); err != nil {
 		// It sleeps all the same if the answer was lost, or somebody else has put it to sleep.
 		now, gerr := s.State.Get(name)
 		if gerr != nil || !now.SleptAfter(r) {
@@ -669,17 +660,15 @@ func (s *Host) awaitStarted(ctx context.Context, name string) (*state.Record, er
 		if err != nil || r.Phase != state.Starting {
 			return r, err
 		}
-		select {
-		case <-ctx.Done():
-			return nil, fmt.Errorf("waiting for VM %s to start: %w", name, ctx.Err())
-		case <-time.After(5 * time.Millisecond):
+		if err := rest(ctx, changePoll); err != nil {
+			return nil, fmt.Errorf("waiting for VM %s to start: %w", name, err)
 		}
 	}
 }
 
 // lastSleep is what the last sleep of a VM that sleeps has done.
-func lastSleep(r *state.Record) control.SleepResult {
-	res := control.SleepResult{Name: r.Spec.Name, Snapshot: r.Snapshot, Stages: map[string]float64{}}
+func lastSleep(r *state.Record) spec.SleepResult {
+	res := spec.SleepResult{Name: r.Spec.Name, Snapshot: r.Snapshot, Stages: map[string]float64{}}
 	for _, sl := range r.Sleeps {
 		if sl.Snapshot == r.Snapshot {
 			control.Take(&res, sl)
@@ -709,24 +698,21 @@ func (s *Host) awaitUnlocked(ctx context.Context, name string) error {
 		if !errors.Is(err, ErrRunning) {
 			return err
 		}
-		select {
-		case <-ctx.Done():
-			return fmt.Errorf("waiting for the process of VM %s to end: %w", name, ctx.Err())
-		case <-time.After(time.Millisecond):
+		if err := rest(ctx, time.Millisecond); err != nil {
+			return fmt.Errorf("waiting for the process of VM %s to end: %w", name, err)
 		}
 	}
 }
 
 // Snapshot writes a running VM to a snapshot that stays until it is removed, and lets it run on.
-func (b *Sandbox) Snapshot(ctx context.Context, o SnapshotOptions) (res control.SleepResult, err error) {
+func (b *Sandbox) Snapshot(ctx context.Context, o SnapshotOptions) (res spec.SleepResult, err error) {
 	s, name := b.host, b.name
 	ctx, ended := s.begin(ctx, control.OpSnapshot, name)
 	defer func() { ended(control.Operation{Saved: res, Err: err}) }()
 	if err := o.Hooks.Validate(); err != nil {
 		return res, err
 	}
-	q := url.Values{"note": {o.Note}, "hooks": {string(o.Hooks)}, "disk-only": {strconv.FormatBool(o.DiskOnly)}}
-	err = control.Call(ctx, s.State, name, http.MethodPost, "/snapshot?"+q.Encode(), &res)
+	err = control.Do(ctx, s.State, name, "snapshot", o, &res)
 	return res, err
 }
 
@@ -755,7 +741,7 @@ func (b *Sandbox) Stop(ctx context.Context) error {
 			return err
 		}
 		// For the event alone, so a failure is in nobody's way.
-		_ = control.Call(ctx, b.host.State, b.name, http.MethodPost, "/ending", &struct{}{})
+		_ = control.Do(ctx, b.host.State, b.name, "ending", struct{}{}, nil)
 		err = c.Shutdown(ctx, guest.Shutdown{})
 		c.Close()
 		if err != nil {
@@ -768,7 +754,7 @@ func (b *Sandbox) Stop(ctx context.Context) error {
 // Kill ends a VM at once, as if its power were cut. One that does not run is left alone.
 func (b *Sandbox) Kill(ctx context.Context) error {
 	return b.end(ctx, func() error {
-		if err := control.Call(ctx, b.host.State, b.name, http.MethodPost, "/kill", &struct{}{}); err != nil {
+		if err := control.Do(ctx, b.host.State, b.name, "kill", struct{}{}, nil); err != nil {
 			// It does not answer, or is not that far yet.
 			if kerr := b.host.kill(ctx, b.name); kerr != nil {
 				return errors.Join(err, kerr)
@@ -815,10 +801,8 @@ func (s *Host) kill(ctx context.Context, name string) error {
 		if done || err != nil {
 			return err
 		}
-		select {
-		case <-ctx.Done():
-			return fmt.Errorf("killing the process of VM %s: %w", name, ctx.Err())
-		case <-time.After(time.Millisecond):
+		if err := rest(ctx, time.Millisecond); err != nil {
+			return fmt.Errorf("killing the process of VM %s: %w", name, err)
 		}
 	}
 }
@@ -872,7 +856,7 @@ type DeleteOptions struct {
 	// Force deletes either: one that runs is killed first.
 	Force bool
 	// Freed, if not nil, gets what was freed.
-	Freed *state.Freed
+	Freed *spec.Freed
 }
 
 // Delete deletes a sandbox with its disk and the snapshots of its sleeps: state.Store.Remove.

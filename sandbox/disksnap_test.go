@@ -185,7 +185,7 @@ func TestDiskSnapshotsOfABusyGuestAreCleanAndHaveAllThatWasAcknowledged(t *testi
 	}
 	last := all[snapshots-1]
 
-	if _, err := e.Store.With(e.Launcher).Clone(t.Context(), last.id, sandbox.CloneOptions{Name: "r"}); !errors.Is(err, state.ErrDiskOnly) {
+	if _, err := e.Store.With(e.Launcher).Clone(t.Context(), last.id, sandbox.CloneOptions{Name: "r"}); !errors.Is(err, spec.ErrDiskOnly) {
 		t.Errorf("restoring it: %v, want ErrDiskOnly", err)
 	}
 	if err := e.Store.State.VerifySnapshot(t.Context(), last.id); err != nil {
@@ -207,7 +207,7 @@ func TestDiskSnapshotsOfABusyGuestAreCleanAndHaveAllThatWasAcknowledged(t *testi
 		t.Fatal(err)
 	}
 	other := guesttest.New(t)
-	if _, err := other.Store.State.ImportSnapshot(t.Context(), &file); err != nil {
+	if _, err := other.Store.State.ImportSnapshot(t.Context(), &file, state.ImportOptions{}); err != nil {
 		t.Fatal(err)
 	}
 	if got := checkDiskSnapshot(t, other, last.id); got < last.least {

@@ -17,6 +17,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/fleet/fleettest"
 	"github.com/drowse-vm/drowse/sandbox/records"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
@@ -35,7 +36,7 @@ func sandboxesOfGuests(t *testing.T, e *guesttest.Env, snap string) {
 	}
 	fleettest.Conformance(t, fleettest.Subject{
 		Fleet: c,
-		Make: func(t *testing.T, spec sandbox.Spec, l state.Metadata) {
+		Make: func(t *testing.T, spec sandbox.Spec, l spec.Metadata) {
 			if _, err := e.Store.With(e.Launcher).Clone(t.Context(), snap, sandbox.CloneOptions{Name: spec.Name, Metadata: &l}); err != nil {
 				t.Fatal(err)
 			}

@@ -45,7 +45,7 @@ type ForkChild struct {
 	// Name is random if it is empty.
 	Name string
 	// Metadata is the child's; nil is that of the VM.
-	Metadata *state.Metadata
+	Metadata *spec.Metadata
 }
 
 // Fork makes children of a VM: they go on from its memory, processes and files of one
@@ -118,8 +118,8 @@ type forker struct {
 	store  *Host
 	parent *state.Record
 	specs  []Spec
-	policy bool                       // the children have another policy than their parent
-	labels map[string]*state.Metadata // by name
+	policy bool                      // the children have another policy than their parent
+	labels map[string]*spec.Metadata // by name
 	early  bool
 	asked  bool // by the guest
 	begin  time.Time
@@ -135,7 +135,7 @@ func (f *forker) choose(o ForkOptions) error {
 		return err
 	}
 	own = own.ForChild()
-	f.labels = make(map[string]*state.Metadata, o.Count)
+	f.labels = make(map[string]*spec.Metadata, o.Count)
 	for i := range o.Count {
 		spec := f.parent.Spec
 		spec.Hostname = ""

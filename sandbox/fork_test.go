@@ -194,7 +194,7 @@ func TestForksOfARunningVM(t *testing.T) {
 		if d.Kind != "fork" || d.VM != "parent" || len(d.UsedBy) != 3 {
 			t.Errorf("the snapshot of the fork is of kind %s of %s, used by %v", d.Kind, d.VM, d.UsedBy)
 		}
-		if err := e.Store.State.RemoveSnapshot(t.Context(), first.Snapshot); !errors.Is(err, state.ErrSnapshotInUse) {
+		if err := e.Store.State.RemoveSnapshot(t.Context(), first.Snapshot); !errors.Is(err, spec.ErrSnapshotInUse) {
 			t.Errorf("removing it: got %v, want ErrSnapshotInUse", err)
 		}
 	})
@@ -354,7 +354,8 @@ func TestForksOfARunningVM(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if _, err := fmt.Fprintf(conn, "POST /fork?id=%032x HTTP/1.1\r\nHost: vm\r\n\r\n", 1); err != nil {
+		order := fmt.Sprintf(`{"id":"%032x"}`, 1)
+		if _, err := fmt.Fprintf(conn, "POST /orders/fork HTTP/1.1\r\nHost: vm\r\nContent-Length: %d\r\n\r\n%s", len(order), order); err != nil {
 			t.Fatal(err)
 		}
 		if err := conn.Close(); err != nil {

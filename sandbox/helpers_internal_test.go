@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/sandbox/state/statetest"
 )
@@ -14,7 +15,7 @@ func tempStore(t *testing.T) *Host {
 	return &Host{State: statetest.TempStore(t)}
 }
 
-func withMetadata(t *testing.T, s *Host, name string, phase state.Phase, m *state.Metadata) *state.Record {
+func withMetadata(t *testing.T, s *Host, name string, phase state.Phase, m *spec.Metadata) *state.Record {
 	t.Helper()
 	return statetest.WithMetadata(t, s.State, name, phase, m)
 }
@@ -47,10 +48,4 @@ func wantTold(t *testing.T, s *Host, want ...events.Type) events.Event {
 func told(t *testing.T, s *Host) ([]events.Type, events.Event) {
 	t.Helper()
 	return statetest.Told(t, s.State)
-}
-
-// noGrace has sweeps delete what is of today.
-func noGrace(t *testing.T) {
-	t.Helper()
-	t.Cleanup(state.SetGraceTime(0))
 }

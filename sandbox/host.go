@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/sandbox/control"
+	"github.com/drowse-vm/drowse/sandbox/hosthooks"
 	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
@@ -38,7 +39,7 @@ func (h *Host) With(l pool.Launcher) *Host {
 }
 
 // WithHostHooks is the host with hooks of the embedding program: state.Store.WithHostHooks.
-func (h *Host) WithHostHooks(list ...state.HostHook) *Host {
+func (h *Host) WithHostHooks(list ...hosthooks.Func) *Host {
 	with := *h
 	with.State = h.State.WithHostHooks(list...)
 	return &with

@@ -113,7 +113,7 @@ func (h onHost) refuses(vm string) {
 	}
 	_, err := h.e.Store.Sandbox(vm).Sleep(h.e.T.Context(), sandbox.SleepOptions{})
 	var there *control.ErrorReport
-	if !errors.Is(err, state.ErrHostHooks) || errors.Is(err, spec.ErrHooks) || !errors.As(err, &there) || len(there.HostHooks) != 1 || there.HostHooks[0].Output != "not now" {
+	if !errors.Is(err, spec.ErrHostHooks) || errors.Is(err, spec.ErrHooks) || !errors.As(err, &there) || len(there.HostHooks) != 1 || there.HostHooks[0].Output != "not now" {
 		h.e.T.Errorf("a hook of the host that fails: %v, want ErrHostHooks with its words", err)
 	}
 	if r, err := h.e.Store.State.Get(vm); err != nil || r.Phase != state.Running {

@@ -245,7 +245,7 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 		damaged := bytes.Clone(file.Bytes())
 		damaged[len(damaged)/2] ^= 1
 		for name, stream := range map[string][]byte{"damaged": damaged, "cut off": file.Bytes()[:file.Len()-1]} {
-			if _, err := other.Store.State.ImportSnapshot(t.Context(), bytes.NewReader(stream)); !errors.Is(err, snapshot.ErrCorrupt) && !errors.Is(err, snapshot.ErrIncomplete) {
+			if _, err := other.Store.State.ImportSnapshot(t.Context(), bytes.NewReader(stream), state.ImportOptions{}); !errors.Is(err, snapshot.ErrCorrupt) && !errors.Is(err, snapshot.ErrIncomplete) {
 				t.Errorf("%s: got %v, want a typed error", name, err)
 			}
 			for _, dir := range []string{"snapshots", "layers"} {
@@ -254,11 +254,11 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 				}
 			}
 		}
-		info, err := other.Store.State.ImportSnapshot(t.Context(), bytes.NewReader(file.Bytes()))
+		info, err := other.Store.State.ImportSnapshot(t.Context(), bytes.NewReader(file.Bytes()), state.ImportOptions{})
 		if err != nil {
 			t.Fatal(err)
 		}
-		if _, err := other.Store.State.ImportSnapshot(t.Context(), bytes.NewReader(file.Bytes())); !errors.Is(err, snapshot.ErrExists) {
+		if _, err := other.Store.State.ImportSnapshot(t.Context(), bytes.NewReader(file.Bytes()), state.ImportOptions{}); !errors.Is(err, snapshot.ErrExists) {
 			t.Errorf("a second time: got %v, want ErrExists", err)
 		}
 		// It was one of a sleep, and nothing here sleeps in it.

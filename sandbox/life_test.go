@@ -614,7 +614,7 @@ func (v *life) nothingLeft(snap string) {
 		}
 	}
 	// What killed processes have left is of this minute.
-	defer state.SetGraceTime(0)()
+	v.Store.State.Grace = 0
 	freed, err := v.Store.State.Sweep(t.Context())
 	if err != nil {
 		t.Error(err)

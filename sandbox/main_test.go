@@ -5,7 +5,7 @@ import (
 	"testing"
 
 	"github.com/drowse-vm/drowse/internal/test/guesttest"
-	"github.com/drowse-vm/drowse/sandbox/state"
+	"github.com/drowse-vm/drowse/sandbox/hosthooks"
 )
 
 func TestMain(m *testing.M) {
@@ -13,6 +13,6 @@ func TestMain(m *testing.M) {
 		guesttest.EndWithTest()
 		os.Exit(lifeProcess(os.Args[2], os.Args[3]))
 	}
-	guesttest.Process.HostHooks = []state.HostHook{{Name: "notes", Run: noteInProcess}}
+	guesttest.Process.HostHooks = []hosthooks.Func{{Name: "notes", Run: noteInProcess}}
 	guesttest.Main(m)
 }

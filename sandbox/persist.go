@@ -6,19 +6,19 @@ import (
 
 	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/events"
-	"github.com/drowse-vm/drowse/sandbox/state"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // Promote copies what the metadata of a running VM names to the host now: guest.Client.Promote. The VM runs on, and
 // what its programs write meanwhile is in the copies or not. One that sleeps is ErrNotRunning.
-func (b *Sandbox) Promote(ctx context.Context) ([]control.Promoted, error) {
+func (b *Sandbox) Promote(ctx context.Context) ([]spec.Promoted, error) {
 	s, name := b.host, b.name
 	l, err := s.State.Metadata(name)
 	if err != nil {
 		return nil, err
 	}
 	if len(l.Persist.Promote) == 0 {
-		return nil, fmt.Errorf("%w: nothing of %s is to be promoted: say what: Fleet.Update of %q with Persist.Promote", state.ErrMetadata, name, name)
+		return nil, fmt.Errorf("%w: nothing of %s is to be promoted: say what: Fleet.Update of %q with Persist.Promote", spec.ErrMetadata, name, name)
 	}
 	r, err := s.State.Get(name)
 	if err != nil {

@@ -13,16 +13,16 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/internal/test/guesttest"
 	"github.com/drowse-vm/drowse/sandbox"
-	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // setPersist says what does not persist of a VM.
 func setPersist(e *guesttest.Env, vm string, p lifetime.Persist) {
 	e.T.Helper()
-	if _, err := e.Store.State.SetMetadata(e.T.Context(), vm, func(l *state.Metadata, _ error) error {
+	if _, err := e.Store.State.SetMetadata(e.T.Context(), vm, func(l *spec.Metadata, _ error) error {
 		l.Persist = p
 		return nil
 	}); err != nil {
@@ -74,7 +74,7 @@ func (p *persistence) begin(name string) {
 }
 
 // slept looks at what that sleep has done.
-func (p *persistence) slept(res control.SleepResult) {
+func (p *persistence) slept(res spec.SleepResult) {
 	t := p.e.T
 	t.Helper()
 	did := res.Persist
@@ -136,7 +136,7 @@ func (p *persistence) refused(name string) {
 	before := filesBelow(t, p.host)
 	setPersist(p.e, name, p.nowhere())
 	_, err := p.e.Store.Sandbox(name).Sleep(t.Context(), sandbox.SleepOptions{})
-	if !errors.Is(err, control.ErrPromote) || !strings.Contains(err.Error(), p.host+"/none") {
+	if !errors.Is(err, spec.ErrPromote) || !strings.Contains(err.Error(), p.host+"/none") {
 		t.Errorf("without a directory to promote to: %v, want ErrPromote", err)
 	}
 	wantNotes(p.e, name, "10-a sleep", "20-b sleep", "20-b wake sleep", "10-a wake sleep")
@@ -150,7 +150,7 @@ func (p *persistence) refused(name string) {
 }
 
 // ignored looks at a sleep of a VM for which that was to be ignored.
-func (p *persistence) ignored(res control.SleepResult) {
+func (p *persistence) ignored(res spec.SleepResult) {
 	p.e.T.Helper()
 	if did := res.Persist; did == nil || len(did.Problems) != 1 || len(did.Promoted) != 0 || did.DiskBytes <= 0 || len(did.Dropped) != 1 || did.Dropped[0].Path != "/root/cache" {
 		p.e.T.Errorf("ignoring that it cannot be promoted: %+v", did)

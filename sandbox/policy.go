@@ -7,10 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"net/http"
 	"strconv"
-	"syscall"
-	"time"
 
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox/control"
@@ -40,7 +37,7 @@ func (b *Sandbox) Policy() (*netpolicy.Policy, error) {
 // force. When it returns, no packet is judged by the old policy any more, and flows that
 // the new one would not open are cut. The size of the flow table stays until the VM is
 // brought back from a sleep or a stop. If it fails, the old policy holds.
-func (b *Sandbox) SetPolicy(ctx context.Context, p *netpolicy.Policy) (res control.PolicyResult, err error) {
+func (b *Sandbox) SetPolicy(ctx context.Context, p *netpolicy.Policy) (res spec.PolicyResult, err error) {
 	s, name := b.host, b.name
 	if p == nil {
 		p = &netpolicy.Policy{}
@@ -55,66 +52,25 @@ func (b *Sandbox) SetPolicy(ctx context.Context, p *netpolicy.Policy) (res contr
 	if len(text) > netpolicy.MaxFileBytes {
 		return res, fmt.Errorf("%w: it has %d bytes as JSON, at most %d are possible", netpolicy.ErrPolicy, len(text), netpolicy.MaxFileBytes)
 	}
-	for {
-		r, err := s.State.Get(name)
-		if err != nil {
-			return res, err
-		}
+	r, err := b.change(ctx, "setting the network policy of", func() error {
+		return control.Do(ctx, s.State, name, "policy", p, &res)
+	}, func(r *state.Record) error {
 		if r.Spec.Network != spec.NetworkTAP {
-			return res, control.NoNetwork(name)
+			return control.NoNetwork(name)
 		}
-		if r.Phase == state.Running {
-			err = control.CallWith(ctx, s.State, name, http.MethodPut, "/policy", text, func(body io.Reader) error {
-				return json.NewDecoder(io.LimitReader(body, 1<<20)).Decode(&res)
-			})
-		} else {
-			res = control.PolicyResult{Name: name}
-			err = s.storePolicy(name, p)
-		}
-		if !passing(err) {
-			if err == nil {
-				s.State.Tell(s.State.Event(ctx, r, events.PolicyChanged))
-			}
-			return res, err
-		}
-		select {
-		case <-ctx.Done():
-			return res, errors.Join(fmt.Errorf("setting the network policy of %s: %w", name, ctx.Err()), err)
-		case <-time.After(5 * time.Millisecond):
-		}
+		r.Spec.Policy, res = p, spec.PolicyResult{Name: name}
+		return nil
+	})
+	if err == nil {
+		s.State.Tell(s.State.Event(ctx, r, events.PolicyChanged))
 	}
-}
-
-// passing says whether an error means that a VM has gone to sleep, been woken or ended in
-// between, or is about to, so that what does no harm twice is to be tried again.
-func passing(err error) bool {
-	for _, e := range []error{ErrNotRunning, ErrRunning, io.EOF, io.ErrUnexpectedEOF, syscall.ECONNRESET, syscall.EPIPE} {
-		if errors.Is(err, e) {
-			return true
-		}
-	}
-	return false
-}
-
-// storePolicy sets the policy of a VM that has no process.
-func (s *Host) storePolicy(name string, p *netpolicy.Policy) error {
-	l, err := s.State.Lock(name)
-	if err != nil {
-		return err
-	}
-	defer l.Release()
-	r, err := s.State.Load(name)
-	if err != nil {
-		return err
-	}
-	r.Spec.Policy = p
-	return s.State.Save(r)
+	return res, err
 }
 
 // NetworkStats asks a running VM what its network has done.
 func (b *Sandbox) NetworkStats(ctx context.Context) (st spec.NetworkStats, err error) {
 	s, name := b.host, b.name
-	err = control.Call(ctx, s.State, name, http.MethodGet, "/policy/stats", &st)
+	err = control.Get(ctx, s.State, name, "/policy/stats", &st)
 	return st, err
 }
 
@@ -138,7 +94,7 @@ func (b *Sandbox) NetworkFlows(ctx context.Context, follow bool, fn func(netpoli
 // watch calls fn for each line of JSON of a VM's process.
 func watch[T any](ctx context.Context, s *Host, name, path string, follow bool, fn func(T) error) error {
 	var stop error
-	err := control.CallWith(ctx, s.State, name, http.MethodGet, path+"?follow="+strconv.FormatBool(follow), nil, func(body io.Reader) error {
+	err := control.Read(ctx, s.State, name, path+"?follow="+strconv.FormatBool(follow), func(body io.Reader) error {
 		lines := bufio.NewScanner(body)
 		lines.Buffer(make([]byte, 0, 4096), control.MaxEventLine)
 		for lines.Scan() {

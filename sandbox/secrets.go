@@ -2,13 +2,8 @@ package sandbox
 
 import (
 	"context"
-	"encoding/json"
-	"errors"
 	"fmt"
-	"net/http"
-	"net/url"
 	"slices"
-	"time"
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/guest/audit"
@@ -42,13 +37,8 @@ func (b *Sandbox) SetSecrets(ctx context.Context, list ...spec.Secret) error {
 	if r.Phase != state.Running {
 		return fmt.Errorf("%w: %s is %s: secrets are in the memory of a VM's process: wake or start it first", ErrNotRunning, name, r.Phase)
 	}
-	body, err := json.Marshal(list)
-	if err != nil {
-		return err
-	}
-	defer clear(body)
 	return s.recordSecrets(ctx, name, audit.KindSecretSet, secretNames(list), func() error {
-		return control.CallWith(ctx, s.State, name, http.MethodPut, "/secrets", body, control.Discard)
+		return control.Do(ctx, s.State, name, "secrets", list, nil)
 	})
 }
 
@@ -65,25 +55,10 @@ func secretNames(list []spec.Secret) []string {
 func (b *Sandbox) RemoveSecrets(ctx context.Context, names ...string) error {
 	s, name := b.host, b.name
 	return s.recordSecrets(ctx, name, audit.KindSecretRemove, names, func() error {
-		for {
-			r, err := s.State.Get(name)
-			if err != nil {
-				return err
-			}
-			if r.Phase == state.Running {
-				err = control.CallWith(ctx, s.State, name, http.MethodDelete, "/secrets?"+url.Values{"name": names}.Encode(), nil, control.Discard)
-			} else {
-				err = s.dropSecrets(name, names)
-			}
-			if !passing(err) {
-				return err
-			}
-			select {
-			case <-ctx.Done():
-				return errors.Join(fmt.Errorf("removing secrets of %s: %w", name, ctx.Err()), err)
-			case <-time.After(5 * time.Millisecond):
-			}
-		}
+		_, err := b.change(ctx, "removing secrets of", func() error {
+			return control.Do(ctx, s.State, name, "remove-secrets", names, nil)
+		}, func(r *state.Record) error { return dropSecrets(r, names) })
+		return err
 	})
 }
 
@@ -97,7 +72,7 @@ func (b *Sandbox) Secrets(ctx context.Context) ([]spec.SecretState, error) {
 	}
 	var out []spec.SecretState
 	if r.Phase == state.Running {
-		err = control.Call(ctx, s.State, name, http.MethodGet, "/secrets", &out)
+		err = control.Get(ctx, s.State, name, "/secrets", &out)
 		return out, err
 	}
 	for _, f := range r.Secrets {
@@ -132,24 +107,15 @@ func (s *Host) recordSecrets(ctx context.Context, name string, kind audit.Kind, 
 }
 
 // dropSecrets makes a VM without a process wait for fewer secrets.
-func (s *Host) dropSecrets(name string, names []string) error {
-	l, err := s.State.Lock(name)
-	if err != nil {
-		return err
-	}
-	defer l.Release()
-	r, err := s.State.Load(name)
-	if err != nil {
-		return err
-	}
+func dropSecrets(r *state.Record, names []string) error {
 	for _, n := range names {
 		i := slices.IndexFunc(r.Secrets, func(f spec.SecretFile) bool { return f.Name == n })
 		if i < 0 {
-			return fmt.Errorf("%w: %s has no secret %q", ErrNotFound, name, n)
+			return fmt.Errorf("%w: %s has no secret %q", ErrNotFound, r.Spec.Name, n)
 		}
 		r.Secrets = slices.Delete(r.Secrets, i, i+1)
 	}
-	return s.State.Save(r)
+	return nil
 }
 
 // handIn asks the launcher's owner for the secrets that a VM waits for which has just been

@@ -9,6 +9,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/volume"
 	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
@@ -19,7 +20,7 @@ func (b *Sandbox) ForkAsked(ctx context.Context) error {
 	s, name := b.host, b.name
 	ctx = events.WithCause(ctx, events.Guest)
 	id := ""
-	if err := s.State.SetSelf(ctx, name, func(l *state.Metadata) error {
+	if err := s.State.SetSelf(ctx, name, func(l *spec.Metadata) error {
 		if !l.Asked.Fork.Wanted(time.Now()) {
 			return state.ErrNothingToTell
 		}
@@ -31,7 +32,7 @@ func (b *Sandbox) ForkAsked(ctx context.Context) error {
 	}
 	child, err := s.forkAsked(ctx, name)
 	// The guest hears of it also when whoever serves is about to end.
-	return errors.Join(err, s.State.SetSelf(context.WithoutCancel(ctx), name, func(l *state.Metadata) error {
+	return errors.Join(err, s.State.SetSelf(context.WithoutCancel(ctx), name, func(l *spec.Metadata) error {
 		if l.Asked.Fork.ID != id {
 			return state.ErrNothingToTell
 		}

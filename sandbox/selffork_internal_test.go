@@ -18,15 +18,15 @@ func TestExpired_is_neither_woken_nor_booted(t *testing.T) {
 	s := tempStore(t)
 	for _, phase := range []state.Phase{state.Asleep, state.Stopped, state.Crashed} {
 		name := string(phase)
-		r := withMetadata(t, s, name, phase, &state.Metadata{Expires: time.Now().Add(-time.Second)})
+		r := withMetadata(t, s, name, phase, &spec.Metadata{Expires: time.Now().Add(-time.Second)})
 		r.Snapshot = snapshotOf(t, s, r, state.KindSleep, time.Now())
 		if err := s.State.Save(r); err != nil {
 			t.Fatal(err)
 		}
-		if _, err := s.With(pool.Launcher{}).Sandbox(name).Wake(t.Context()); !errors.Is(err, state.ErrExpired) {
+		if _, err := s.With(pool.Launcher{}).Sandbox(name).Wake(t.Context()); !errors.Is(err, spec.ErrExpired) {
 			t.Errorf("waking one that is %s: got %v, want ErrExpired", phase, err)
 		}
-		if _, err := s.With(pool.Launcher{}).Sandbox(name).Start(t.Context(), StartOptions{}); !errors.Is(err, state.ErrExpired) {
+		if _, err := s.With(pool.Launcher{}).Sandbox(name).Start(t.Context(), StartOptions{}); !errors.Is(err, spec.ErrExpired) {
 			t.Errorf("booting one that is %s: got %v, want ErrExpired", phase, err)
 		}
 	}
@@ -62,9 +62,9 @@ func quickForks(t *testing.T) {
 	t.Cleanup(func() { spec.SelfForkBegin, state.SelfForkTime, state.SelfForkPoll = begin, all, poll })
 }
 
-func askedFork(t *testing.T, s *Host, change func(*state.AskedFork)) {
+func askedFork(t *testing.T, s *Host, change func(*spec.AskedFork)) {
 	t.Helper()
-	if _, err := s.State.SetMetadata(t.Context(), "a", func(l *state.Metadata, _ error) error { change(&l.Asked.Fork); return nil }); err != nil {
+	if _, err := s.State.SetMetadata(t.Context(), "a", func(l *spec.Metadata, _ error) error { change(&l.Asked.Fork); return nil }); err != nil {
 		t.Error(err)
 	}
 }
@@ -72,20 +72,20 @@ func askedFork(t *testing.T, s *Host, change func(*state.AskedFork)) {
 func TestSelfFork_waits_for_whoever_makes_it(t *testing.T) {
 	quickForks(t)
 	for name, c := range map[string]struct {
-		make func(*state.AskedFork) // once it is asked for; nil is nobody
+		make func(*spec.AskedFork) // once it is asked for; nil is nobody
 		want string
 		err  error
 	}{
-		"made":            {make: func(a *state.AskedFork) { a.Begun, a.Child = true, "child" }, want: "child"},
-		"refused":         {make: func(a *state.AskedFork) { a.Begun, a.Error = true, "no more" }, err: errors.New("no more")},
+		"made":            {make: func(a *spec.AskedFork) { a.Begun, a.Child = true, "child" }, want: "child"},
+		"refused":         {make: func(a *spec.AskedFork) { a.Begun, a.Error = true, "no more" }, err: errors.New("no more")},
 		"nobody":          {err: state.ErrNoForker},
-		"begun, no end":   {make: func(a *state.AskedFork) { a.Begun = true }, err: errors.New("longer than")},
-		"written anew":    {make: func(a *state.AskedFork) { *a = state.AskedFork{} }, err: errors.New("anew")},
-		"of another call": {make: func(a *state.AskedFork) { a.ID, a.Child = "other", "others" }, err: errors.New("anew")},
+		"begun, no end":   {make: func(a *spec.AskedFork) { a.Begun = true }, err: errors.New("longer than")},
+		"written anew":    {make: func(a *spec.AskedFork) { *a = spec.AskedFork{} }, err: errors.New("anew")},
+		"of another call": {make: func(a *spec.AskedFork) { a.ID, a.Child = "other", "others" }, err: errors.New("anew")},
 	} {
 		t.Run(name, func(t *testing.T) {
 			s := tempStore(t)
-			withMetadata(t, s, "a", state.Stopped, &state.Metadata{Owner: "team"})
+			withMetadata(t, s, "a", state.Stopped, &spec.Metadata{Owner: "team"})
 			ctx, cancel := context.WithCancel(t.Context())
 			served := make(chan struct{})
 			go func() {
@@ -104,7 +104,7 @@ func TestSelfFork_waits_for_whoever_makes_it(t *testing.T) {
 			if child != c.want || (err == nil) != (c.err == nil) || err != nil && !errors.Is(err, c.err) && !strings.Contains(err.Error(), c.err.Error()) {
 				t.Errorf("%q, %v", child, err)
 			}
-			if l := metadataOf(t, s, "a"); l.Asked.Fork != (state.AskedFork{}) && l.Asked.Fork.ID != "other" || l.Owner != "team" {
+			if l := metadataOf(t, s, "a"); l.Asked.Fork != (spec.AskedFork{}) && l.Asked.Fork.ID != "other" || l.Owner != "team" {
 				t.Errorf("it leaves %+v", l)
 			}
 		})
@@ -127,7 +127,7 @@ func TestSelfFork_is_taken_back_when_the_VM_ends(t *testing.T) {
 	if err := <-ended; !errors.Is(err, context.Canceled) {
 		t.Errorf("it has ended with %v", err)
 	}
-	if a := metadataOf(t, s, "a").Asked.Fork; a != (state.AskedFork{}) {
+	if a := metadataOf(t, s, "a").Asked.Fork; a != (spec.AskedFork{}) {
 		t.Errorf("it leaves %+v", a)
 	}
 }
@@ -136,10 +136,10 @@ func TestForkAsked_makes_only_what_somebody_waits_for(t *testing.T) {
 	s := tempStore(t)
 	withMetadata(t, s, "a", state.Stopped, nil)
 	now := time.Now()
-	for name, a := range map[string]state.AskedFork{
+	for name, a := range map[string]spec.AskedFork{
 		"nothing": {}, "begun": {ID: "1", At: now, Begun: true}, "past": {ID: "1", At: now.Add(-time.Hour)}, "to come": {ID: "1", At: now.Add(time.Hour)},
 	} {
-		askedFork(t, s, func(f *state.AskedFork) { *f = a })
+		askedFork(t, s, func(f *spec.AskedFork) { *f = a })
 		if err := s.With(pool.Launcher{}).Sandbox("a").ForkAsked(t.Context()); err != nil {
 			t.Errorf("%s: %v", name, err)
 		}
@@ -151,9 +151,9 @@ func TestForkAsked_makes_only_what_somebody_waits_for(t *testing.T) {
 
 func TestForkAsked_tells_the_guest_why_not_and_nothing_of_the_host(t *testing.T) {
 	s := tempStore(t)
-	ask := func() (state.AskedFork, error) {
+	ask := func() (spec.AskedFork, error) {
 		t.Helper()
-		askedFork(t, s, func(a *state.AskedFork) { *a = state.AskedFork{ID: spec.NewID(), At: time.Now()} })
+		askedFork(t, s, func(a *spec.AskedFork) { *a = spec.AskedFork{ID: spec.NewID(), At: time.Now()} })
 		err := s.With(pool.Launcher{}).Sandbox("a").ForkAsked(t.Context())
 		return metadataOf(t, s, "a").Asked.Fork, err
 	}
@@ -202,7 +202,7 @@ func TestForkAsked_tells_the_guest_why_not_and_nothing_of_the_host(t *testing.T)
 func TestForks_that_a_guest_asks_for_cannot_ask_themselves_and_take_no_request_along(t *testing.T) {
 	s := tempStore(t)
 	wake := time.Now().Add(time.Hour)
-	withMetadata(t, s, "a", state.Stopped, &state.Metadata{Owner: "team", Wake: state.Timer{At: wake}, Asked: state.Asked{Wake: wake, Expires: wake, From: wake, Fork: state.AskedFork{ID: "1", At: time.Now()}}})
+	withMetadata(t, s, "a", state.Stopped, &spec.Metadata{Owner: "team", Wake: spec.Timer{At: wake}, Asked: spec.Asked{Wake: wake, Expires: wake, From: wake, Fork: spec.AskedFork{ID: "1", At: time.Now()}}})
 	r, err := s.State.Get("a")
 	if err != nil {
 		t.Fatal(err)
@@ -213,12 +213,12 @@ func TestForks_that_a_guest_asks_for_cannot_ask_themselves_and_take_no_request_a
 		if err := f.choose(ForkOptions{Count: 1}); err != nil {
 			t.Fatal(err)
 		}
-		spec := f.specs[0]
-		if got := spec.Self.Forks() > 0; got == asked || !spec.Self.Allows(guest.SelfHold) {
-			t.Errorf("asked for by the guest %v: a child may ask for %v", asked, spec.Self.Allow)
+		child := f.specs[0]
+		if got := child.Self.Forks() > 0; got == asked || !child.Self.Allows(guest.SelfHold) {
+			t.Errorf("asked for by the guest %v: a child may ask for %v", asked, child.Self.Allow)
 		}
-		l := f.labels[spec.Name]
-		if l == nil || l.Asked.Fork != (state.AskedFork{}) || !l.Asked.Wake.IsZero() || l.Wake != (state.Timer{}) || !l.Asked.From.Equal(wake) || l.Owner != "team" {
+		l := f.labels[child.Name]
+		if l == nil || l.Asked.Fork != (spec.AskedFork{}) || !l.Asked.Wake.IsZero() || l.Wake != (spec.Timer{}) || !l.Asked.From.Equal(wake) || l.Owner != "team" {
 			t.Errorf("the child's metadata is %+v", l)
 		}
 	}

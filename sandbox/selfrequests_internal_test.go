@@ -12,7 +12,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-func metadataOf(t *testing.T, s *Host, name string) state.Metadata {
+func metadataOf(t *testing.T, s *Host, name string) spec.Metadata {
 	t.Helper()
 	l, err := s.State.Metadata(name)
 	if err != nil {
@@ -23,7 +23,7 @@ func metadataOf(t *testing.T, s *Host, name string) state.Metadata {
 
 func TestSelfWake_sets_changes_and_takes_back_the_guests_timer_and_never_the_owners(t *testing.T) {
 	s := tempStore(t)
-	withMetadata(t, s, "a", state.Stopped, &state.Metadata{Owner: "team"})
+	withMetadata(t, s, "a", state.Stopped, &spec.Metadata{Owner: "team"})
 	soon, later := time.Now().Add(time.Hour).UTC().Truncate(time.Millisecond), time.Now().Add(2*time.Hour).UTC().Truncate(time.Millisecond)
 	for _, at := range []time.Time{later, soon, {}, soon} {
 		if err := s.State.SelfWake(t.Context(), "a", at); err != nil {
@@ -36,11 +36,11 @@ func TestSelfWake_sets_changes_and_takes_back_the_guests_timer_and_never_the_own
 	if e := wantTold(t, s, events.Updated, events.Updated, events.Updated, events.Updated); e.Cause != events.Guest {
 		t.Fatalf("%+v", e)
 	}
-	if err := s.State.SelfWake(t.Context(), "a", time.Now().Add(-time.Second)); !errors.Is(err, state.ErrMetadata) {
+	if err := s.State.SelfWake(t.Context(), "a", time.Now().Add(-time.Second)); !errors.Is(err, spec.ErrMetadata) {
 		t.Fatalf("a time that is over: %v", err)
 	}
-	for name, owners := range map[string]state.Timer{"once": {At: later}, "at the guest's time, again and again": {At: soon, Every: 3600}} {
-		if _, err := s.State.SetMetadata(t.Context(), "a", func(l *state.Metadata, _ error) error { l.Wake = owners; return nil }); err != nil {
+	for name, owners := range map[string]spec.Timer{"once": {At: later}, "at the guest's time, again and again": {At: soon, Every: 3600}} {
+		if _, err := s.State.SetMetadata(t.Context(), "a", func(l *spec.Metadata, _ error) error { l.Wake = owners; return nil }); err != nil {
 			t.Fatal(err)
 		}
 		for _, at := range []time.Time{soon.Add(time.Minute), {}} {
@@ -56,8 +56,8 @@ func TestSelfWake_sets_changes_and_takes_back_the_guests_timer_and_never_the_own
 
 func TestSelfWake_that_is_of_no_use_to_an_ephemeral_sandbox_is_refused(t *testing.T) {
 	s := tempStore(t)
-	withMetadata(t, s, "a", state.Stopped, &state.Metadata{Class: lifetime.Ephemeral})
-	if err := s.State.SelfWake(t.Context(), "a", time.Now().Add(time.Hour)); !errors.Is(err, state.ErrMetadata) {
+	withMetadata(t, s, "a", state.Stopped, &spec.Metadata{Class: lifetime.Ephemeral})
+	if err := s.State.SelfWake(t.Context(), "a", time.Now().Add(time.Hour)); !errors.Is(err, spec.ErrMetadata) {
 		t.Fatal(err)
 	}
 }
@@ -66,7 +66,7 @@ func TestSelfExtend_is_bounded_in_all_by_what_the_owner_has_set(t *testing.T) {
 	s := tempStore(t)
 	may := spec.Self{Allow: []string{"extend=2h"}}
 	own := time.Now().Add(time.Hour).UTC().Truncate(time.Second)
-	withMetadata(t, s, "a", state.Stopped, &state.Metadata{Expires: own})
+	withMetadata(t, s, "a", state.Stopped, &spec.Metadata{Expires: own})
 	hours := func(n int) int { return n * 3600 }
 	if got, err := s.State.SelfExtend(t.Context(), "a", may, 60); err != nil || !got.Equal(own) {
 		t.Fatalf("it was shortened: %v, %v", got, err)
@@ -88,7 +88,7 @@ func TestSelfExtend_is_bounded_in_all_by_what_the_owner_has_set(t *testing.T) {
 	}
 	// The owner has set another time: it counts from there.
 	own = own.Add(24 * time.Hour)
-	if _, err := s.State.SetMetadata(t.Context(), "a", func(l *state.Metadata, _ error) error { l.Expires = own; return nil }); err != nil {
+	if _, err := s.State.SetMetadata(t.Context(), "a", func(l *spec.Metadata, _ error) error { l.Expires = own; return nil }); err != nil {
 		t.Fatal(err)
 	}
 	if got, err := s.State.SelfExtend(t.Context(), "a", may, hours(26)); err != nil || !got.After(own) {
@@ -98,8 +98,8 @@ func TestSelfExtend_is_bounded_in_all_by_what_the_owner_has_set(t *testing.T) {
 	if got, err := s.State.SelfExtend(t.Context(), "ever", may, hours(1)); err != nil || !got.IsZero() {
 		t.Fatalf("one that lasts for ever: %v, %v", got, err)
 	}
-	withMetadata(t, s, "over", state.Stopped, &state.Metadata{Expires: time.Now().Add(-time.Minute)})
-	if _, err := s.State.SelfExtend(t.Context(), "over", may, 60); !errors.Is(err, state.ErrExpired) {
+	withMetadata(t, s, "over", state.Stopped, &spec.Metadata{Expires: time.Now().Add(-time.Minute)})
+	if _, err := s.State.SelfExtend(t.Context(), "over", may, 60); !errors.Is(err, spec.ErrExpired) {
 		t.Fatalf("one that has expired: %v", err)
 	}
 }

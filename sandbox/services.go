@@ -2,12 +2,9 @@ package sandbox
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
-	"net/http"
-	"net/url"
 	"slices"
 	"strings"
 	"time"
@@ -43,10 +40,8 @@ func (b *Sandbox) WaitService(ctx context.Context, service string) (control.Serv
 		}
 		// A guest that answers at once without an end must not be asked in a loop.
 		if time.Since(begun) < time.Second {
-			select {
-			case <-time.After(time.Second):
-			case <-ctx.Done():
-				return out, fmt.Errorf("waiting for service %s of %s: %w", service, name, ctx.Err())
+			if err := rest(ctx, time.Second); err != nil {
+				return out, fmt.Errorf("waiting for service %s of %s: %w", service, name, err)
 			}
 		}
 	}
@@ -57,15 +52,10 @@ func (b *Sandbox) WaitService(ctx context.Context, service string) (control.Serv
 // it boots. One that sleeps is ErrNotRunning: wake it first. It is in the VM's record before
 // the guest is told.
 func (b *Sandbox) SetService(ctx context.Context, spec spec.Service) (control.ServiceStatus, error) {
-	s, name := b.host, b.name
 	if err := spec.Validate(); err != nil {
 		return control.ServiceStatus{}, err
 	}
-	body, err := json.Marshal(spec)
-	if err != nil {
-		return control.ServiceStatus{}, err
-	}
-	live, err := s.changeServices(ctx, name, http.MethodPut, "/services", body, func(r *state.Record) error { return r.SetService(spec) })
+	live, err := b.changeServices(ctx, "service", spec, func(r *state.Record) error { return r.SetService(spec) })
 	if err != nil || !live {
 		return control.ServiceStatus{Service: spec}, err
 	}
@@ -93,7 +83,7 @@ func (b *Sandbox) RemoveService(ctx context.Context, service string) error {
 			return err
 		}
 	}
-	_, err = s.changeServices(ctx, name, http.MethodDelete, "/services?name="+url.QueryEscape(service), nil, func(r *state.Record) error { return r.DropService(service) })
+	_, err = b.changeServices(ctx, "remove-service", service, func(r *state.Record) error { return r.DropService(service) })
 	return err
 }
 
@@ -216,48 +206,15 @@ func (b *Sandbox) ServiceLog(ctx context.Context, service string, w io.Writer, f
 	}
 }
 
-// changeServices changes the services in a VM's record: by its process if it runs. live says
-// that it does.
-func (s *Host) changeServices(ctx context.Context, name, method, path string, body []byte, change func(*state.Record) error) (live bool, err error) {
-	for {
-		r, err := s.State.Get(name)
-		if err != nil {
-			return false, err
+// changeServices changes the services of a VM by an order to its process, if it has one: then live is true.
+func (b *Sandbox) changeServices(ctx context.Context, order string, in any, change func(*state.Record) error) (live bool, err error) {
+	r, err := b.change(ctx, "changing the services of", func() error {
+		return control.Do(ctx, b.host.State, b.name, order, in, nil)
+	}, func(r *state.Record) error {
+		if r.Phase == state.Asleep {
+			return fmt.Errorf("%w: %s is asleep, and so are its services: wake it with Sandbox(%q).Wake", ErrNotRunning, b.name, b.name)
 		}
-		switch r.Phase {
-		case state.Running:
-			live = true
-			err = control.CallWith(ctx, s.State, name, method, path, body, control.Discard)
-		case state.Asleep:
-			return false, fmt.Errorf("%w: %s is asleep, and so are its services: wake it with Sandbox(%q).Wake", ErrNotRunning, name, name)
-		default:
-			live = false
-			err = s.changeRecord(name, change)
-		}
-		if !passing(err) {
-			return live, err
-		}
-		select {
-		case <-ctx.Done():
-			return false, errors.Join(fmt.Errorf("changing the services of %s: %w", name, ctx.Err()), err)
-		case <-time.After(5 * time.Millisecond):
-		}
-	}
-}
-
-// changeRecord changes the record of a VM without a process.
-func (s *Host) changeRecord(name string, change func(*state.Record) error) error {
-	l, err := s.State.Lock(name)
-	if err != nil {
-		return err
-	}
-	defer l.Release()
-	r, err := s.State.Load(name)
-	if err != nil {
-		return err
-	}
-	if err := change(r); err != nil {
-		return err
-	}
-	return s.State.Save(r)
+		return change(r)
+	})
+	return err == nil && r.Phase == state.Running, err
 }

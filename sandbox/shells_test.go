@@ -13,7 +13,7 @@ import (
 func TestShells_of_an_impossible_shape_are_refused(t *testing.T) {
 	t.Parallel()
 	for _, shape := range []spec.Shape{{}, {MemoryMiB: 256}, {VCPUs: 1}, {MemoryMiB: 1 << 30, VCPUs: 1}} {
-		if _, err := instance.NewPrebuilt(map[spec.Shape]int{shape: 1}); !errors.Is(err, sandbox.ErrSpec) {
+		if _, err := instance.NewPrebuilt(shape); !errors.Is(err, sandbox.ErrSpec) {
 			t.Errorf("%+v: got %v, want ErrSpec", shape, err)
 		}
 	}
@@ -31,29 +31,20 @@ func TestShells_that_nobody_takes_are_given_back(t *testing.T) {
 		return len(fds)
 	}
 	before := open()
-	s, err := instance.NewPrebuilt(map[spec.Shape]int{{MemoryMiB: 128, VCPUs: 2}: 2, {MemoryMiB: 256, VCPUs: 1}: 1})
+	s, err := instance.NewPrebuilt(spec.Shape{MemoryMiB: 128, VCPUs: 2})
 	if err != nil {
 		t.Fatal(err)
 	}
+	// It has a descriptor of KVM, one of the VM and one for each vCPU, and lines and doorbells of seven devices.
+	if got, want := open()-before, 2+2+7+13; got != want {
+		t.Errorf("there are %d more descriptors, want %d", got, want)
+	}
 	for range 2 { // the second time there is nothing to do
-		if err := s.Fill(); err != nil {
+		if err := s.Close(); err != nil {
 			t.Fatal(err)
 		}
 	}
-	// Each has a descriptor of KVM, one of the VM and one for each vCPU, and lines and doorbells of seven devices.
-	if got, want := open()-before, 2*(2+2)+1*(2+1)+3*(7+13); got != want {
-		t.Errorf("there are %d more descriptors, want %d", got, want)
-	}
-	if err := s.Close(); err != nil {
-		t.Fatal(err)
-	}
 	if left := open() - before; left != 0 {
 		t.Errorf("%d descriptors are left", left)
-	}
-	if err := s.Fill(); err != nil {
-		t.Errorf("filling after Close: %v", err)
-	}
-	if left := open() - before; left != 0 {
-		t.Errorf("%d descriptors came after Close", left)
 	}
 }

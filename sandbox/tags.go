@@ -2,12 +2,6 @@ package sandbox
 
 import (
 	"context"
-	"encoding/json"
-	"errors"
-	"fmt"
-	"io"
-	"net/http"
-	"time"
 
 	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/events"
@@ -26,52 +20,20 @@ func (b *Sandbox) SetTags(ctx context.Context, add, remove []string) (res contro
 	if err := c.Validate(); err != nil {
 		return res, err
 	}
-	text, err := json.Marshal(c)
-	if err != nil {
-		return res, err
-	}
-	for {
-		r, err := s.State.Get(name)
-		if err != nil {
-			return res, err
-		}
+	r, err := b.change(ctx, "changing the tags of", func() error {
+		return control.Do(ctx, s.State, name, "tags", c, &res)
+	}, func(r *state.Record) error {
 		if r.Spec.Network != spec.NetworkTAP {
-			return res, control.NoNetworkTags(name)
+			return control.NoNetworkTags(name)
 		}
-		if r.Phase == state.Running {
-			err = control.CallWith(ctx, s.State, name, http.MethodPatch, "/tags", text, func(body io.Reader) error {
-				return json.NewDecoder(io.LimitReader(body, 1<<20)).Decode(&res)
-			})
-		} else {
-			res, err = s.storeTags(name, c)
+		if err := r.Spec.UseTags(c); err != nil {
+			return err
 		}
-		if !passing(err) {
-			if err == nil {
-				s.State.Tell(s.State.Event(ctx, r, events.Updated))
-			}
-			return res, err
-		}
-		select {
-		case <-ctx.Done():
-			return res, errors.Join(fmt.Errorf("changing the tags of %s: %w", name, ctx.Err()), err)
-		case <-time.After(5 * time.Millisecond):
-		}
+		res = control.TagsOf(r, false)
+		return nil
+	})
+	if err == nil {
+		s.State.Tell(s.State.Event(ctx, r, events.Updated))
 	}
-}
-
-// storeTags changes the tags of a VM that has no process.
-func (s *Host) storeTags(name string, c spec.TagChange) (control.TagsResult, error) {
-	l, err := s.State.Lock(name)
-	if err != nil {
-		return control.TagsResult{}, err
-	}
-	defer l.Release()
-	r, err := s.State.Load(name)
-	if err != nil {
-		return control.TagsResult{}, err
-	}
-	if err := r.Spec.UseTags(c); err != nil {
-		return control.TagsResult{}, err
-	}
-	return control.TagsOf(r, false), s.State.Save(r)
+	return res, err
 }

@@ -66,7 +66,7 @@ func TestAttack_host_that_shuts_down_takes_the_memory_of_vms_that_run(t *testing
 		running(name)
 	}
 	putHook(e, "refuses", "10-no", "exit 1")
-	ephemeral := state.Metadata{Class: lifetime.Ephemeral}
+	ephemeral := spec.Metadata{Class: lifetime.Ephemeral}
 	if _, err := e.Store.With(e.Launcher).Clone(t.Context(), snap, sandbox.CloneOptions{Name: "ephemeral", Metadata: &ephemeral}); err != nil {
 		t.Fatal(err)
 	}

@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"net/http"
 	"os"
 	"sync"
 	"time"
@@ -44,7 +43,7 @@ func (b *Sandbox) WakeLock(ctx context.Context) (*WakeLock, error) {
 	go func() {
 		defer close(h.ended)
 		defer over()
-		err = control.CallWith(held, s.State, name, http.MethodGet, "/hold", nil, func(body io.Reader) error {
+		err = control.Read(held, s.State, name, "/hold", func(body io.Reader) error {
 			answer := bufio.NewReaderSize(body, control.MaxHoldLine)
 			line, err := answer.ReadSlice('\n')
 			if err != nil {

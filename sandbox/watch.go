@@ -105,10 +105,8 @@ func (b *Sandbox) Watch(ctx context.Context, o WatchOptions, f func(guest.WatchE
 			return err
 		}
 		// A process that has just ended may look as if it ran.
-		select {
-		case <-time.After(awakePoll / 10):
-		case <-ctx.Done():
-			return ctx.Err()
+		if err := rest(ctx, awakePoll/10); err != nil {
+			return err
 		}
 	}
 }

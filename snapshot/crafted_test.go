@@ -252,7 +252,7 @@ func TestVerifyFindsAWrongAccount(t *testing.T) {
 			c := craft(t)
 			tc.spoil(c.m)
 			c.seal(t, false)
-			if err := Verify(context.Background(), c.dir, nil); !errors.Is(err, ErrCorrupt) {
+			if err := Verify(context.Background(), c.dir); !errors.Is(err, ErrCorrupt) {
 				t.Errorf("got %v, want ErrCorrupt", err)
 			}
 		})

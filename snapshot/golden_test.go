@@ -126,7 +126,7 @@ func TestGoldenSnapshotsOpenAndHaveTheirPages(t *testing.T) {
 			if got := hashes(t, dir); !bytes.Equal(got, want) {
 				t.Errorf("the pages are\n%s\nand not\n%s", got, want)
 			}
-			if err := Verify(context.Background(), dir, nil); err != nil {
+			if err := Verify(context.Background(), dir); err != nil {
 				t.Error(err)
 			}
 			m := open(t, dir).Manifest()

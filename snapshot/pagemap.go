@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"slices"
 
 	"golang.org/x/sys/unix"
 
@@ -19,11 +18,15 @@ import (
 type Pagemap struct {
 	f    *os.File
 	scan bool
-	// buf has the entries of pages from the one at bufHVA on. It is dropped when
-	// somebody begins again at the beginning.
-	buf    []byte
-	bufHVA uintptr
+	// What one call has returned, in the one way and in the other.
+	regions [scanRegions]pageRegion
+	entries []byte
+	// runs are those of NextData between from and upto that nobody has gone past.
+	runs       []pageRun
+	from, upto uint64
 }
+
+type pageRun struct{ first, end uint64 }
 
 // Bits of an entry of /proc/pid/pagemap, see proc_pid_pagemap(5).
 const (
@@ -46,71 +49,92 @@ func OpenPagemap() (*Pagemap, error) {
 func (p *Pagemap) Close() error { return p.f.Close() }
 
 // NextData returns the first run [first, end) of committed pages at or after
-// page, in the linear numbering of slots; first == end if there is none. Asking
-// from page 0 on makes sure that the answers are not older than that.
+// page, in the linear numbering of slots; first == end if there is none. The run may
+// end early. Many are asked for at once; asking from page 0 on makes sure that the
+// answers are not older than that.
 func (p *Pagemap) NextData(slots []guestmem.Slot, page uint64) (first, end uint64, err error) {
-	if page == 0 {
-		p.buf = p.buf[:0]
+	if page == 0 || page < p.from || page > p.upto {
+		p.runs, p.upto = p.runs[:0], page
 	}
-	for _, s := range slots {
-		base, n := s.Offset/guestmem.PageSize, s.Size/guestmem.PageSize
-		if page >= base+n {
-			continue
+	for p.from = page; ; {
+		for len(p.runs) > 0 && p.runs[0].end <= page {
+			p.runs = p.runs[1:]
 		}
-		from := max(page, base) - base
-		lo, hi, err := p.next(s.HVA, from, n)
-		if err != nil {
-			return 0, 0, fmt.Errorf("asking which guest pages are in use: %w", err)
+		if len(p.runs) > 0 {
+			return max(page, p.runs[0].first), p.runs[0].end, nil
 		}
-		if lo < hi {
-			return base + lo, base + hi, nil
+		if more, err := p.goOn(slots); err != nil || !more {
+			return page, page, err
 		}
 	}
-	return page, page, nil
 }
 
-// next looks at pages from to n of the mapping at hva.
-func (p *Pagemap) next(hva uintptr, from, n uint64) (lo, hi uint64, err error) {
-	if p.scan {
-		start, end, err := pagemapScan(p.f.Fd(), hva+uintptr(from)*guestmem.PageSize, hva+uintptr(n)*guestmem.PageSize)
-		if err == nil {
-			return uint64(start-hva) / guestmem.PageSize, uint64(end-hva) / guestmem.PageSize, nil
+// goOn looks at some pages from upto on, and says whether there are any.
+func (p *Pagemap) goOn(slots []guestmem.Slot) (bool, error) {
+	for _, s := range slots {
+		base, n := s.Offset/guestmem.PageSize, s.Size/guestmem.PageSize
+		if p.upto >= base+n {
+			continue
 		}
-		if !errors.Is(err, unix.ENOTTY) && !errors.Is(err, unix.EINVAL) {
-			return 0, 0, os.NewSyscallError("ioctl(PAGEMAP_SCAN)", err)
+		at := max(p.upto, base)
+		seen, err := p.look(s.HVA+uintptr(at-base)*guestmem.PageSize, base+n-at, func(lo, hi uint64) {
+			if k := len(p.runs); k > 0 && p.runs[k-1].end == at+lo {
+				p.runs[k-1].end = at + hi
+			} else {
+				p.runs = append(p.runs, pageRun{at + lo, at + hi})
+			}
+		})
+		p.upto = at + seen
+		return true, err
+	}
+	return false, nil
+}
+
+// Scan calls found with runs of committed pages among the n at hva, counted from there.
+func (p *Pagemap) Scan(hva uintptr, n uint64, found func(lo, hi uint64)) error {
+	for at := uint64(0); at < n; {
+		seen, err := p.look(hva+uintptr(at)*guestmem.PageSize, n-at, func(lo, hi uint64) { found(at+lo, at+hi) })
+		if err != nil {
+			return err
+		}
+		at += seen
+	}
+	return nil
+}
+
+// look is Scan for the first of the pages. It returns how many it has seen, one at least.
+func (p *Pagemap) look(hva uintptr, n uint64, found func(lo, hi uint64)) (seen uint64, err error) {
+	page := func(at uint64) uint64 { return (at - uint64(hva)) / guestmem.PageSize }
+	if p.scan {
+		k, end, err := pagemapScan(p.f.Fd(), hva, hva+uintptr(n)*guestmem.PageSize, &p.regions)
+		switch {
+		case err == nil:
+			for _, r := range p.regions[:k] {
+				found(page(r.start), page(r.end))
+			}
+			if k < len(p.regions) {
+				return n, nil
+			}
+			return page(end), nil
+		case !errors.Is(err, unix.ENOTTY) && !errors.Is(err, unix.EINVAL):
+			return 0, fmt.Errorf("asking which guest pages are in use: %w", os.NewSyscallError("ioctl(PAGEMAP_SCAN)", err))
 		}
 		p.scan = false
 	}
-	found := false
-	for at := from; at < n; at++ {
-		e, err := p.entry(hva+uintptr(at)*guestmem.PageSize, n-at)
-		if err != nil {
-			return 0, 0, err
-		}
-		used := e&(pagemapPresent|pagemapSwapped) != 0
-		switch {
-		case used && !found:
-			lo, found = at, true
-		case !used && found:
-			return lo, at, nil
+	if p.entries == nil {
+		p.entries = make([]byte, pagemapBatch*pagemapEntry)
+	}
+	b := p.entries[:min(n, pagemapBatch)*pagemapEntry]
+	for again := true; again; again = errors.Is(err, unix.EINTR) {
+		_, err = p.f.ReadAt(b, int64(uint64(hva)/guestmem.PageSize*pagemapEntry))
+	}
+	if err != nil {
+		return 0, fmt.Errorf("asking which guest pages are in use: %w", err)
+	}
+	for ; len(b) > 0; b, seen = b[pagemapEntry:], seen+1 {
+		if binary.LittleEndian.Uint64(b)&(pagemapPresent|pagemapSwapped) != 0 {
+			found(seen, seen+1)
 		}
 	}
-	if !found {
-		return n, n, nil
-	}
-	return lo, n, nil
-}
-
-// entry returns the entry of the page at hva, which has n-1 more behind it.
-func (p *Pagemap) entry(hva uintptr, n uint64) (uint64, error) {
-	i := uint64(hva-p.bufHVA) / guestmem.PageSize * pagemapEntry
-	if hva < p.bufHVA || i >= uint64(len(p.buf)) {
-		p.buf = slices.Grow(p.buf[:0], pagemapBatch*pagemapEntry)[:min(n, pagemapBatch)*pagemapEntry]
-		if _, err := p.f.ReadAt(p.buf, int64(uint64(hva)/guestmem.PageSize*pagemapEntry)); err != nil {
-			p.buf = p.buf[:0]
-			return 0, err
-		}
-		p.bufHVA, i = hva, 0
-	}
-	return binary.LittleEndian.Uint64(p.buf[i:]), nil
+	return seen, nil
 }

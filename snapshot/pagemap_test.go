@@ -13,6 +13,41 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
+// TestMoreRunsThanOneCallReturns has runs of one page at every other place.
+func TestMoreRunsThanOneCallReturns(t *testing.T) {
+	mem := testMemory(t, 64<<20)
+	for _, s := range mem.Slots() {
+		if _, _, errno := unix.Syscall(unix.SYS_MADVISE, s.HVA, uintptr(s.Size), unix.MADV_NOHUGEPAGE); errno != 0 && errno != unix.EINVAL {
+			t.Fatal(errno)
+		}
+	}
+	var want []uint64
+	for page := uint64(3); page < mem.Size()/guestmem.PageSize; page += 2 {
+		want = append(want, page)
+		writePage(t, mem, page, []byte{1})
+	}
+	for _, scan := range []bool{true, false} {
+		pm, err := OpenPagemap()
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer pm.Close()
+		pm.scan = scan && hasPagemapScan(t, mem)
+		for range 2 { // from the beginning again
+			if got := usedPages(t, pm, mem); !slices.Equal(got, want) {
+				t.Errorf("scan %t: %d pages are in use, want %d", scan, len(got), len(want))
+			}
+		}
+		// Backwards, and far ahead.
+		for _, page := range []uint64{9000, 8000, 8001, 8001, 12000, 3, 4} {
+			first, end, err := pm.NextData(mem.Slots(), page)
+			if err != nil || first != page|1 || end <= first {
+				t.Errorf("scan %t: after page %d: %d to %d, %v", scan, page, first, end, err)
+			}
+		}
+	}
+}
+
 // usedPages lists the pages that the kernel has committed.
 func usedPages(t *testing.T, pm *Pagemap, mem *guestmem.Memory) []uint64 {
 	t.Helper()
@@ -90,6 +125,19 @@ func TestThePagemapKnowsWhatWasTouched(t *testing.T) {
 			pm.scan = tc.scan
 			if got := usedPages(t, pm, mem); !slices.Equal(got, tc.want) {
 				t.Errorf("pages %v are in use, want %v", got, tc.want)
+			}
+			var scanned []uint64
+			for _, s := range mem.Slots() {
+				if err := pm.Scan(s.HVA, s.Size/guestmem.PageSize, func(lo, hi uint64) {
+					for page := lo; page < hi; page++ {
+						scanned = append(scanned, s.Offset/guestmem.PageSize+page)
+					}
+				}); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if !slices.Equal(scanned, tc.want) {
+				t.Errorf("a scan finds pages %v, want %v", scanned, tc.want)
 			}
 			if pm.scan != tc.scan {
 				t.Error("it was asked in another way")

@@ -15,42 +15,39 @@ type scanArg struct {
 	inverted, mask, anyOf, returned uint64
 }
 
-type pageRegion struct{ start, end, categories uint64 }
+type pageRegion struct{ start, end, _ uint64 }
 
 const (
 	ioctlPagemapScan = 0xc0606610 // _IOWR('f', 16, struct pm_scan_arg)
 	pageIsPresent    = 1 << 3
 	pageIsSwapped    = 1 << 4
 	pageIsPFNZero    = 1 << 5
+	// scanRegions is how many runs one call returns.
+	scanRegions = 256
 )
 
-// pagemapScan returns the first run of pages in [start, end) that are present
-// or swapped out, and not the kernel's page of zeros; end, end if there is none.
-func pagemapScan(fd, start, end uintptr) (lo, hi uintptr, err error) {
-	if start >= end {
-		return end, end, nil
-	}
-	// The kernel writes to region through a number in arg, which the collector
+// pagemapScan puts runs of pages in [start, end) into regions that are present
+// or swapped out, and not the kernel's page of zeros. It returns how many there are, and,
+// if they have no room for more, where it has stopped.
+func pagemapScan(fd, start, end uintptr, regions *[scanRegions]pageRegion) (n int, at uint64, err error) {
+	// The kernel writes to regions through a number in arg, which the collector
 	// and the growing of stacks know nothing of.
-	region := new(pageRegion)
 	var pin runtime.Pinner
-	pin.Pin(region)
+	pin.Pin(regions)
 	defer pin.Unpin()
 	arg := &scanArg{
 		size: uint64(unsafe.Sizeof(scanArg{})), start: uint64(start), end: uint64(end),
-		vec: uint64(uintptr(unsafe.Pointer(region))), vecLen: 1,
+		vec: uint64(uintptr(unsafe.Pointer(regions))), vecLen: scanRegions,
 		inverted: pageIsPFNZero, mask: pageIsPFNZero, anyOf: pageIsPresent | pageIsSwapped, returned: pageIsPFNZero,
 	}
 	for {
 		n, _, errno := unix.Syscall(unix.SYS_IOCTL, fd, ioctlPagemapScan, uintptr(unsafe.Pointer(arg)))
-		switch {
-		case errno == unix.EINTR:
-			continue
-		case errno != 0:
+		switch errno {
+		case 0:
+			return int(n), arg.walkEnd, nil
+		case unix.EINTR:
+		default:
 			return 0, 0, errno
-		case n == 0:
-			return end, end, nil
 		}
-		return uintptr(region.start), uintptr(region.end), nil
 	}
 }

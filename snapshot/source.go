@@ -46,9 +46,6 @@ type GuestSource struct {
 	pagemap *Pagemap
 	// backed are the pages that an image has content for; nil without one.
 	backed *guestmem.PageSet
-	// The last answer of pagemap to a question from page `from` on.
-	from, first, end uint64
-	asked            bool
 }
 
 // NewGuestSource returns a source for mem. Close it when done.
@@ -79,21 +76,12 @@ func (g *GuestSource) Slots() []Slot { return LayoutOf(g.mem) }
 // zeros, and so are those that it maps to its page of zeros, unless they are in the
 // image that RAM is mapped from.
 func (g *GuestSource) NextData(page uint64) (first, end uint64, err error) {
-	if g.backed == nil {
-		return g.pagemap.NextData(g.slots, page)
+	first, end, err = g.pagemap.NextData(g.slots, page)
+	if err != nil || g.backed == nil {
+		return first, end, err
 	}
-	if !g.asked || page == 0 || page < g.from || page >= g.end && g.first < g.end {
-		if g.first, g.end, err = g.pagemap.NextData(g.slots, page); err != nil {
-			return 0, 0, err
-		}
-		g.from, g.asked = page, true
-	}
-	first, end = g.backed.Next(page)
-	if lo := max(g.first, page); g.first < g.end && (first == end || lo < first) {
-		return lo, g.end, nil
-	}
-	if first == end {
-		return page, page, nil
+	if lo, hi := g.backed.Next(page); lo < hi && (first == end || lo <= first) {
+		return lo, hi, nil
 	}
 	return first, end, nil
 }

@@ -15,23 +15,19 @@ const MaxVerifiers = 32
 // Verify opens the snapshot in dir, reads every leaf and every frame of it and
 // checks them, decompression included, with a goroutine for each processor. It
 // fails like Open, with the first error that it meets (a *CorruptError says
-// which file and where), or with the context's. If progress is not nil, it is
-// called now and then, never twice at once, with the bytes of frames checked so
-// far and the bytes that there are.
-func Verify(ctx context.Context, dir string, progress func(done, total uint64)) error {
+// which file and where), or with the context's.
+func Verify(ctx context.Context, dir string) error {
 	s, err := Open(dir)
 	if err != nil {
 		return err
 	}
 	defer s.Close()
-	return s.verify(ctx, progress)
+	return s.Verify(ctx)
 }
 
 // Verify is the function of the same name for a snapshot that is open.
-func (s *Snapshot) Verify(ctx context.Context) error { return s.verify(ctx, nil) }
-
-func (s *Snapshot) verify(ctx context.Context, progress func(done, total uint64)) error {
-	if err := s.verifyMemory(ctx, progress); err != nil {
+func (s *Snapshot) Verify(ctx context.Context) error {
+	if err := s.verifyMemory(ctx); err != nil {
 		return fmt.Errorf("verifying snapshot %s: %w", s.dir, err)
 	}
 	return nil
@@ -39,20 +35,17 @@ func (s *Snapshot) verify(ctx context.Context, progress func(done, total uint64)
 
 // verifier is what the goroutines of a verification share.
 type verifier struct {
-	m        *Memory
-	next     atomic.Int64
-	total    uint64
-	progress func(done, total uint64)
+	m    *Memory
+	next atomic.Int64
 
-	mu    sync.Mutex // guards what follows
+	mu    sync.Mutex // guards tally
 	tally *tally
-	done  uint64
 }
 
-func (s *Snapshot) verifyMemory(ctx context.Context, progress func(done, total uint64)) error {
+func (s *Snapshot) verifyMemory(ctx context.Context) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	v := &verifier{m: s.memory, total: s.manifest.Stats.StoredBytes, progress: progress, tally: newTally()}
+	v := &verifier{m: s.memory, tally: newTally()}
 	var wg sync.WaitGroup
 	for range min(runtime.GOMAXPROCS(0), MaxVerifiers, s.memory.Chunks()) {
 		wg.Go(func() {
@@ -88,7 +81,6 @@ func (v *verifier) run(ctx context.Context) error {
 		if !ok {
 			continue
 		}
-		var stored uint64
 		for i := range l.frames {
 			if ctx.Err() != nil {
 				return nil // the cause is known
@@ -96,15 +88,10 @@ func (v *verifier) run(ctx context.Context) error {
 			if _, err := v.m.ReadFrame(&l.frames[i], d); err != nil {
 				return err
 			}
-			stored += uint64(l.frames[i].stored)
 		}
 		r := v.m.ref(c)
 		v.mu.Lock()
 		v.tally.add(&l, r.file, r.length())
-		v.done += stored
-		if v.progress != nil {
-			v.progress(v.done, v.total)
-		}
 		v.mu.Unlock()
 	}
 }

@@ -160,29 +160,37 @@ func hostTSC() (khz uint64, scales bool, err error) {
 	if known {
 		return khz, scales, nil
 	}
+	err = withVCPU(func(sys *kvm.System, c *kvm.VCPU) error {
+		khz, _ = c.TSCKHz() // 0 on a host whose own is unstable
+		scales = sys.Check(kvm.CapTSCControl) > 0
+		noteTSC(khz, scales)
+		return nil
+	})
+	return khz, scales, err
+}
+
+// withVCPU makes a VM with one vCPU, by which ask finds out what this host's KVM is like.
+func withVCPU(ask func(*kvm.System, *kvm.VCPU) error) error {
 	sys, err := kvm.Open()
 	if err != nil {
-		return 0, false, err
+		return err
 	}
 	defer sys.Close()
 	vm, err := sys.CreateVM()
 	if err != nil {
-		return 0, false, err
+		return err
 	}
 	defer vm.Close()
 	// vCPUs want their LAPIC.
 	if err := vm.CreateIRQChip(); err != nil {
-		return 0, false, err
+		return err
 	}
 	c, err := vm.CreateVCPU(0)
 	if err != nil {
-		return 0, false, err
+		return err
 	}
 	defer c.Close()
-	khz, _ = c.TSCKHz() // 0 on a host whose own is unstable
-	scales = sys.Check(kvm.CapTSCControl) > 0
-	noteTSC(khz, scales)
-	return khz, scales, nil
+	return ask(sys, c)
 }
 
 // kvmCPUID is what this host's KVM can give a guest, less what nothing would save; it stays as
@@ -287,25 +295,10 @@ const (
 // SoftKVM reports whether this host's KVM has no hardware virtualisation under it, so
 // that guest kernel code is interpreted. If that cannot be found out, it says no.
 var SoftKVM = sync.OnceValue(func() bool {
-	sys, err := kvm.Open()
-	if err != nil {
-		return false
-	}
-	defer sys.Close()
-	vm, err := sys.CreateVM()
-	if err != nil {
-		return false
-	}
-	defer vm.Close()
-	// vCPUs want their LAPIC.
-	if vm.CreateIRQChip() != nil {
-		return false
-	}
-	c, err := vm.CreateVCPU(0)
-	if err != nil {
-		return false
-	}
-	defer c.Close()
-	msrs, err := c.MSRs([]uint32{softKVMMSR})
+	var msrs []kvm.MSR
+	err := withVCPU(func(_ *kvm.System, c *kvm.VCPU) (err error) {
+		msrs, err = c.MSRs([]uint32{softKVMMSR})
+		return err
+	})
 	return err == nil && len(msrs) == 1 && msrs[0].Value == softKVMSignature
 })

@@ -1,6 +1,9 @@
 package vmm
 
-import "github.com/drowse-vm/drowse/vmm/guestmem"
+import (
+	"github.com/drowse-vm/drowse/devices"
+	"github.com/drowse-vm/drowse/vmm/guestmem"
+)
 
 // FirstPages are the pages of RAM that starting the restored machine takes before its guest runs: disks look at their
 // queues. They are linear page numbers, as package guestmem counts them. It is for loading them early: they may be too
@@ -18,7 +21,7 @@ func (m *Machine) FirstPages() []uint64 {
 		}
 	}
 	for _, t := range m.virtio {
-		if t.Device().ID() != blockDevice {
+		if t.Device().ID() != devices.IDBlock {
 			continue
 		}
 		for _, q := range t.Layouts() {

@@ -13,7 +13,7 @@ import (
 // asDisk is a device that says it is a disk.
 type asDisk struct{ *rng.Device }
 
-func (asDisk) ID() devices.ID { return blockDevice }
+func (asDisk) ID() devices.ID { return devices.IDBlock }
 
 func TestFirstPagesAreThoseOfDisks(t *testing.T) {
 	const beyond = guestmem.GPA(1) << 40

@@ -23,11 +23,8 @@ import (
 	"github.com/drowse-vm/drowse/vmm/kvm"
 )
 
-// Interrupt lines, and where the I/O ports are that the boot tables describe.
+// Interrupt lines of virtio devices.
 const (
-	serialPort     = 0x3f8
-	serialPorts    = 8
-	serialGSI      = 4
 	firstDeviceGSI = 5
 	lastDeviceGSI  = boot.IOAPICPins - 1
 )
@@ -192,19 +189,17 @@ func (m *Machine) buildDevices() (err error) {
 	if m.serialIRQ, err = devices.NewEvent(); err != nil {
 		return err
 	}
-	if err := m.vm.IRQFD(m.serialIRQ.FD(), serialGSI); err != nil {
+	if err := m.vm.IRQFD(m.serialIRQ.FD(), serial.IRQ); err != nil {
 		return err
 	}
 	m.serial = serial.New(m.cfg.Console, m.serialIRQ.Signal)
 	m.handover = handover.New(m.handoverEvent)
 	m.secrets = secrets.New()
 	if err := errors.Join(
-		m.pioBus.Add(serialPort, serialPorts, m.serial),
+		m.pioBus.Add(serial.Port, serial.Ports, m.serial),
 		m.handover.AddTo(&m.pioBus),
 		m.secrets.AddTo(&m.pioBus),
-		reset.NewI8042(m.powerEvent).AddTo(&m.pioBus),
-		reset.NewPower(m.powerEvent).AddTo(&m.pioBus),
-		reset.NewPVPanic(m.powerEvent).AddTo(&m.pioBus),
+		reset.AddTo(&m.pioBus, m.powerEvent),
 	); err != nil {
 		return err
 	}
@@ -280,7 +275,7 @@ func (m *Machine) Boot(o BootOptions) error {
 	c := boot.Config{
 		Kernel: o.Kernel, Initramfs: o.Initramfs, Cmdline: o.Cmdline, Seed: o.Seed, VCPUs: len(m.cpus),
 		Hardware: boot.Hardware{
-			SerialPort: serialPort, SerialGSI: serialGSI,
+			SerialPort: serial.Port, SerialGSI: serial.IRQ,
 			ResetPort: reset.ResetPort, ResetValue: reset.ResetValue,
 			SleepPort: reset.SleepControlPort, PvpanicPort: reset.PVPanicPort,
 		},

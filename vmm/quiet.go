@@ -6,6 +6,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/drowse-vm/drowse/devices"
 	"github.com/drowse-vm/drowse/vmm/kvm"
 )
 
@@ -40,7 +41,7 @@ type quiet struct {
 }
 
 // mayWait says that a device has nothing to do while the machine is quiet.
-func (m *Machine) mayWait(t *transport) bool { return m.quiet.on && t.Device().ID() != blockDevice }
+func (m *Machine) mayWait(t *transport) bool { return m.quiet.on && t.Device().ID() != devices.IDBlock }
 
 // beQuiet keeps the interrupts of devices back. Those of timers have been put off
 // as the vCPUs were restored.
@@ -51,9 +52,6 @@ func (m *Machine) beQuiet() {
 		}
 	}
 }
-
-// blockDevice is the type of block devices (virtio 1.2, 5).
-const blockDevice = 2
 
 // limitQuiet is called when the guest starts.
 func (m *Machine) limitQuiet() {

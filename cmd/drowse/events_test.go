@@ -12,7 +12,7 @@ import (
 
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/events"
-	"github.com/drowse-vm/drowse/sandbox/state"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 func TestEventsCommand(t *testing.T) {
@@ -86,13 +86,13 @@ func TestTimerFlags(t *testing.T) {
 	for name, c := range map[string]struct {
 		at, in, every string
 		never         bool
-		want          state.Timer
+		want          spec.Timer
 		bad           bool
 	}{
-		"in ten minutes":        {in: "10m", want: state.Timer{At: now.Add(10 * time.Minute)}},
-		"at a time":             {at: "2026-02-01T00:00:00Z", want: state.Timer{At: time.Date(2026, 2, 1, 0, 0, 0, 0, time.UTC)}},
-		"every day":             {every: "24h", want: state.Timer{At: now.Add(24 * time.Hour), Every: 86400}},
-		"every day, soon first": {in: "1m", every: "1d", want: state.Timer{At: now.Add(time.Minute), Every: 86400}},
+		"in ten minutes":        {in: "10m", want: spec.Timer{At: now.Add(10 * time.Minute)}},
+		"at a time":             {at: "2026-02-01T00:00:00Z", want: spec.Timer{At: time.Date(2026, 2, 1, 0, 0, 0, 0, time.UTC)}},
+		"every day":             {every: "24h", want: spec.Timer{At: now.Add(24 * time.Hour), Every: 86400}},
+		"every day, soon first": {in: "1m", every: "1d", want: spec.Timer{At: now.Add(time.Minute), Every: 86400}},
 		"never":                 {never: true},
 		"at and in":             {at: "2026-02-01T00:00:00Z", in: "1m", bad: true},
 		"never, but in":         {in: "1m", never: true, bad: true},

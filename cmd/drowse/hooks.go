@@ -4,7 +4,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/drowse-vm/drowse/guest"
-	"github.com/drowse-vm/drowse/sandbox/state"
+	"github.com/drowse-vm/drowse/guest/report"
 )
 
 // hooksFlag adds the flag of commands that run hooks in the guest first.
@@ -20,8 +20,8 @@ func (a *app) warnHooks(vm string, failures []guest.HookFailure) {
 }
 
 // warnHostHooks tells of hooks on the host that have failed, each in one line.
-func (a *app) warnHostHooks(vm string, failures []state.HostHookFailure) {
+func (a *app) warnHostHooks(vm string, failures []report.HookFailure) {
 	for _, f := range failures {
-		a.log.Warn("hook on the host failed", "vm", vm, "hook", f.Name, "event", f.Event, "problem", f.Problem, "output", f.Output)
+		a.log.Warn("hook on the host failed", "vm", vm, "hook", f.Name, "event", string(f.Event), "problem", f.Problem, "output", f.Output)
 	}
 }

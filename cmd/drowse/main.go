@@ -24,7 +24,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/pool"
-	"github.com/drowse-vm/drowse/sandbox/state"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/traces"
 )
 
@@ -89,7 +89,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 	}
 	fmt.Fprintln(stderr, "drowse: "+said(err.Error()))
 	var usage usageError
-	if errors.As(err, &usage) || errors.Is(err, sandbox.ErrSpec) || errors.Is(err, state.ErrMetadata) {
+	if errors.As(err, &usage) || errors.Is(err, sandbox.ErrSpec) || errors.Is(err, spec.ErrMetadata) {
 		return exitUsage
 	}
 	var ex execError

@@ -13,9 +13,8 @@ import (
 
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
-	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
-	"github.com/drowse-vm/drowse/sandbox/state"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // persistFlags say what of a sandbox does not persist over its sleeps.
@@ -117,7 +116,7 @@ whole or not at all. Nothing is dropped. One that sleeps has been promoted then.
 	}
 }
 
-func printPromoted(w io.Writer, copies []control.Promoted) {
+func printPromoted(w io.Writer, copies []spec.Promoted) {
 	for _, c := range copies {
 		skipped := ""
 		if c.SkippedCount > 0 {
@@ -128,7 +127,7 @@ func printPromoted(w io.Writer, copies []control.Promoted) {
 }
 
 // printPersisted says what a sleep has done about what does not persist.
-func printPersisted(w io.Writer, p *control.Persisted) {
+func printPersisted(w io.Writer, p *spec.Persisted) {
 	if p == nil {
 		return
 	}
@@ -143,7 +142,7 @@ func printPersisted(w io.Writer, p *control.Persisted) {
 }
 
 // warnPersisted tells of what has failed and was ignored.
-func (a *app) warnPersisted(vm string, p *control.Persisted) {
+func (a *app) warnPersisted(vm string, p *spec.Persisted) {
 	if p == nil {
 		return
 	}
@@ -159,7 +158,7 @@ func (a *app) persistOf(name string) (lifetime.Persist, error) {
 		return lifetime.Persist{}, err
 	}
 	l, err := s.State.Metadata(name)
-	if errors.Is(err, state.ErrMetadata) {
+	if errors.Is(err, spec.ErrMetadata) {
 		return lifetime.Persist{}, nil // it cannot be read, which is said by whoever changes it
 	}
 	return l.Persist, err

@@ -6,7 +6,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/drowse-vm/drowse/sandbox/state"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // rotateFlags say at which wakes a sandbox begins anew.
@@ -24,20 +24,20 @@ func (r *rotateFlags) add(cmd *cobra.Command) {
 }
 
 // rotation is what the flags say; nil is nothing.
-func (r *rotateFlags) rotation(now time.Time) (*state.Rotation, error) {
+func (r *rotateFlags) rotation(now time.Time) (*spec.Rotation, error) {
 	timed := r.at != "" || r.every != ""
 	switch {
 	case r.never && (r.to != "" || timed):
 		return nil, errors.New("--no-rotate does not go with --rotate-to, --rotate-every and --rotate-at")
 	case r.never:
-		return &state.Rotation{}, nil
+		return &spec.Rotation{}, nil
 	case r.to == "" && timed:
 		return nil, errors.New("--rotate-every and --rotate-at go with --rotate-to, the snapshot to begin anew from")
 	case r.to == "":
 		return nil, nil //nolint:nilnil // no change is no error
 	case !timed:
-		return &state.Rotation{To: r.to}, nil
+		return &spec.Rotation{To: r.to}, nil
 	}
 	t, err := timerOf(now, timerFlags{at: r.at, every: r.every, names: [3]string{"--rotate-at", "", "--rotate-every"}})
-	return &state.Rotation{To: r.to, At: t.At, Every: t.Every}, err
+	return &spec.Rotation{To: r.to, At: t.At, Every: t.Every}, err
 }

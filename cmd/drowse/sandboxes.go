@@ -14,7 +14,6 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/records"
 	"github.com/drowse-vm/drowse/sandbox/spec"
-	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // fleet is the sandboxes of the state directory.
@@ -49,8 +48,8 @@ func (l *metadataFlags) given(cmd *cobra.Command) bool {
 }
 
 // metadata makes metadata of the flags, but for what does not persist.
-func (l *metadataFlags) label(now time.Time) (state.Metadata, error) {
-	out := state.Metadata{Class: lifetime.Class(l.class), Owner: l.owner, Purpose: l.purpose, Tags: l.tags}
+func (l *metadataFlags) label(now time.Time) (spec.Metadata, error) {
+	out := spec.Metadata{Class: lifetime.Class(l.class), Owner: l.owner, Purpose: l.purpose, Tags: l.tags}
 	var err error
 	if out.Keep, err = lifetime.ParseKeep(l.keep); err != nil {
 		return out, usageError{err}

@@ -93,12 +93,12 @@ func (a *app) snapshotVerb(use, short, done string, do func(context.Context, *sa
 
 // node is a snapshot with those that were made from it.
 type node struct {
-	state.SnapshotInfo
+	spec.SnapshotInfo
 	Children []*node `json:"children"`
 }
 
 // tree arranges snapshots by their bases; one whose base is gone is a root.
-func tree(list []state.SnapshotInfo) []*node {
+func tree(list []spec.SnapshotInfo) []*node {
 	nodes := map[string]*node{}
 	for _, i := range list {
 		nodes[i.ID] = &node{SnapshotInfo: i, Children: []*node{}}
@@ -207,7 +207,7 @@ no policy: give them one with "restore --policy". With --trust all is taken as i
 				return fmt.Errorf("importing a snapshot: %w", err)
 			}
 			defer in.Close()
-			info, err := s.State.ImportSnapshotWith(cmd.Context(), bufio.NewReaderSize(in, 1<<20), o)
+			info, err := s.State.ImportSnapshot(cmd.Context(), bufio.NewReaderSize(in, 1<<20), o)
 			return a.answer(info, err, func(w io.Writer) {
 				fmt.Fprintln(w, info.ID)
 				if len(info.Dropped) > 0 {

@@ -11,7 +11,6 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/records"
 	"github.com/drowse-vm/drowse/sandbox/spec"
-	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // timed has "drowse wake" set a timer instead, if its flags say so.
@@ -56,7 +55,7 @@ due while there was no "drowse serve" fires once when there is one again; "drows
 }
 
 // timer is what the flags say.
-func timer(now time.Time, at, in, every string, never bool) (t state.Timer, err error) {
+func timer(now time.Time, at, in, every string, never bool) (t spec.Timer, err error) {
 	if never {
 		if at != "" || in != "" || every != "" {
 			err = errors.New("--no-timer does not go with --at, --in and --every")
@@ -75,7 +74,7 @@ type timerFlags struct {
 	names         [3]string
 }
 
-func timerOf(now time.Time, f timerFlags) (t state.Timer, err error) {
+func timerOf(now time.Time, f timerFlags) (t spec.Timer, err error) {
 	first := f.in
 	if f.every != "" {
 		d, err := lifetime.ParseDuration(f.every)

@@ -89,7 +89,7 @@ removed by nobody. "drowse prune" does that, and "drowse serve" every minute.`,
 			} else {
 				label.tags = tags
 			}
-			var own *state.Metadata
+			var own *spec.Metadata
 			if label.given(cmd) || len(label.tags) > 0 {
 				l, err := label.label(time.Now())
 				if err != nil {
@@ -363,7 +363,7 @@ func (a *app) rmCommand() *cobra.Command {
 			var errs []error
 			removed := []string{}
 			for _, name := range args {
-				var freed state.Freed
+				var freed spec.Freed
 				err := s.Sandbox(name).Delete(cmd.Context(), sandbox.DeleteOptions{Force: force, Freed: &freed})
 				for _, p := range freed.Problems {
 					a.log.Warn("removed, but not all could be done", "name", name, "cause", printable(p))

@@ -36,7 +36,6 @@ var commands = records.NewWords([][2]string{
 	{`Volumes\(\)\.Remove of "([^"]+)"`, "`drowse volume rm $1`"},
 	{`Store\.ProcessLog\b`, "`drowse logs --vmm`"},
 	{`Store\.ConsoleLog\b`, "`drowse logs`"},
-	{`Spec\.Self\.Allow\b`, "`drowse run --allow-self`"},
 	{`the fields are those of spec\.VM`, "`drowse run --help` lists the fields"},
 	{`an image of the store, or build one \(builder\.Build\)`, "an image of `drowse image ls`, or build one with `drowse image build`"},
 	{`image\.List\b`, "`drowse image ls`"},

@@ -3,7 +3,6 @@ package balloon
 import (
 	"context"
 	"encoding/binary"
-	"sync"
 	"sync/atomic"
 
 	"github.com/drowse-vm/drowse/devices"
@@ -22,7 +21,8 @@ const PageSize = 4096
 // is done so far.
 const MaxPages = 64 << 10
 
-// Feature bits (virtio 1.2, 5.5.3).
+// Feature bits (virtio 1.2, 5.5.3). Nobody asks the guest for statistics: that feature is offered since guests in
+// snapshots of older versions have accepted it.
 const (
 	featureStats        uint64 = 1 << 1
 	featureDeflateOnOOM uint64 = 1 << 2
@@ -36,7 +36,6 @@ const (
 	queueInflate = 0
 	queueDeflate = 1
 	queueFirst   = 2 // statistics or reporting
-	queues       = 4
 )
 
 // Offsets in the configuration space (virtio 1.2, 5.5.4).
@@ -62,66 +61,39 @@ type Options struct {
 
 // Stats says what the balloon has done.
 type Stats struct {
-	// Target and Actual are what the host wants and what the guest says it
-	// has given, in bytes.
-	Target, Actual uint64
 	// Inflated and Reported bytes were given back to the host: pages of the
 	// balloon, and those that were only free at the time. A page counts each
 	// time.
-	Inflated, Reported uint64
+	Inflated, Reported atomic.Uint64
 	// BadPages are those that the guest named but that are not RAM, or were
 	// too many for one request.
-	BadPages uint64
+	BadPages atomic.Uint64
 	// HostErrors is how often the host failed to take pages.
-	HostErrors uint64
+	HostErrors atomic.Uint64
 }
 
 // Device is a virtio balloon.
 type Device struct {
 	memory  Discarder
 	onError func(error)
+	stats   Stats
 
-	target, actual                           atomic.Uint32 // pages
-	inflated, reported, badPages, hostErrors atomic.Uint64
-	wantStats                                atomic.Bool
+	// target and actual are how many pages the host wants, which is none but in snapshots of older versions, and how
+	// many the guest says it has given.
+	target, actual uint32
+	statistics     statistics
 
 	// Between Activate and Reset.
 	workers devices.Workers
 	pages   pageList         // the inflate worker's own
 	ranges  []guestmem.Range // the reporting worker's own
-
-	mu        sync.Mutex // guards what follows
-	irq       devices.Interrupt
-	stats     *statsQueue // nil without the feature
-	statsKick *devices.Event
-	guest     GuestStats
-	restored  *uint16 // a statistics buffer that Import has found
 }
 
 // New makes an empty balloon in the given memory.
 func New(memory Discarder, o Options) *Device { return &Device{memory: memory, onError: o.OnError} }
 
-// SetTarget asks the guest to do without n bytes of its memory, rounded down to
-// pages. It answers in its own time, or not at all.
-func (d *Device) SetTarget(n uint64) {
-	d.target.Store(uint32(min(n/PageSize, 1<<32-1)))
-	d.mu.Lock()
-	irq := d.irq
-	d.mu.Unlock()
-	if irq != nil {
-		irq.Config()
-	}
-}
-
 // Stats may be called at any time.
-func (d *Device) Stats() Stats {
-	return Stats{
-		Target:   uint64(d.target.Load()) * PageSize,
-		Actual:   uint64(d.actual.Load()) * PageSize,
-		Inflated: d.inflated.Load(), Reported: d.reported.Load(),
-		BadPages: d.badPages.Load(), HostErrors: d.hostErrors.Load(),
-	}
-}
+func (d *Device) Stats() *Stats { return &d.stats }
 
 // ID implements [devices.Device].
 func (d *Device) ID() devices.ID { return devices.IDBalloon }
@@ -137,8 +109,8 @@ func (d *Device) QueueSizes() []uint16 {
 // ReadConfig implements [devices.Device].
 func (d *Device) ReadConfig(off uint32, p []byte) {
 	var c [configSize]byte
-	binary.LittleEndian.PutUint32(c[configTarget:], d.target.Load())
-	binary.LittleEndian.PutUint32(c[configActual:], d.actual.Load())
+	binary.LittleEndian.PutUint32(c[configTarget:], d.target)
+	binary.LittleEndian.PutUint32(c[configActual:], d.actual)
 	devices.ReadConfig(c[:], off, p)
 }
 
@@ -146,30 +118,18 @@ func (d *Device) ReadConfig(off uint32, p []byte) {
 // balloon has.
 func (d *Device) WriteConfig(off uint32, p []byte) {
 	if off == configActual && len(p) == 4 {
-		d.actual.Store(binary.LittleEndian.Uint32(p))
+		d.actual = binary.LittleEndian.Uint32(p)
 	}
 }
 
 // Activate implements [devices.Device].
 func (d *Device) Activate(a devices.Activation) error {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	d.irq = a.Interrupt
 	d.serve(a, queueInflate, d.inflate)
 	d.serve(a, queueDeflate, d.deflate)
 	next := queueFirst
 	if a.Features&featureStats != 0 {
-		if q := a.Queues[next]; q != nil {
-			d.stats = &statsQueue{d: d, queue: q, irq: a.Interrupt}
-			if d.restored != nil {
-				d.stats.head, d.stats.held = *d.restored, true
-			}
-			d.statsKick = q.Kick
-			d.workers = append(d.workers, q.StartWorker(d.stats.serve))
-		}
-		next++
+		next++ // the driver's buffer stays where it is
 	}
-	d.restored = nil
 	if a.Features&featureReporting != 0 {
 		d.serve(a, next, d.report)
 	}
@@ -187,11 +147,7 @@ func (d *Device) serve(a devices.Activation, i int, handle func(*devices.Queue, 
 func (d *Device) Reset() error {
 	d.workers.Stop()
 	d.workers = nil
-	d.actual.Store(0)
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	d.irq, d.stats, d.statsKick, d.restored = nil, nil, nil, nil
-	d.guest = GuestStats{}
+	d.actual, d.statistics = 0, statistics{}
 	return nil
 }
 

@@ -31,7 +31,7 @@ type pageList struct {
 func (d *Device) inflate(q *devices.Queue, c *virtq.Chain) error {
 	count := c.Reader.Remaining() / 4
 	if count > MaxPages {
-		d.badPages.Add(uint64(count - MaxPages))
+		d.stats.BadPages.Add(uint64(count - MaxPages))
 		count = MaxPages
 	}
 	for count > 0 {
@@ -54,7 +54,7 @@ func (d *Device) inflate(q *devices.Queue, c *virtq.Chain) error {
 			}
 			first, last := uint64(numbers[0]), uint64(numbers[run-1])
 			if d.discard(guestmem.GPA(first*PageSize), (last-first+1)*PageSize, run) {
-				d.inflated.Add((last - first + 1) * PageSize)
+				d.stats.Inflated.Add((last - first + 1) * PageSize)
 			}
 			numbers = numbers[run:]
 		}
@@ -83,7 +83,7 @@ func (d *Device) report(q *devices.Queue, c *virtq.Chain) error {
 			}
 			n := min(end-at, reportPiece-at%reportPiece)
 			if d.discard(at, uint64(n), 1) {
-				d.reported.Add(uint64(n))
+				d.stats.Reported.Add(uint64(n))
 			}
 			at += n
 		}
@@ -99,9 +99,9 @@ func (d *Device) discard(gpa guestmem.GPA, n uint64, pages int) bool {
 	case err == nil:
 		return true
 	case errors.Is(err, guestmem.ErrRange):
-		d.badPages.Add(uint64(pages))
+		d.stats.BadPages.Add(uint64(pages))
 	default:
-		if d.hostErrors.Add(1) == 1 && d.onError != nil {
+		if d.stats.HostErrors.Add(1) == 1 && d.onError != nil {
 			d.onError(fmt.Errorf("giving %d bytes of guest memory at %#x back to the host: %w", n, gpa, err))
 		}
 	}

@@ -14,26 +14,23 @@ const (
 	stateVersion = 1
 )
 
+// statistics is what older versions have saved of a queue that this one leaves alone. It is kept as it is.
+type statistics struct {
+	wanted, held bool
+	head         uint16
+	values       [8]uint64
+}
+
 // Export implements [devices.Stateful].
 func (d *Device) Export() (devices.Payload, error) {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	var head uint16
-	held := false
-	switch {
-	case d.stats != nil && d.stats.held:
-		head, held = d.stats.head, true
-	case d.restored != nil:
-		head, held = *d.restored, true
-	}
 	var e devices.Encoder
-	e.Uint32(d.target.Load())
-	e.Uint32(d.actual.Load())
-	e.Bool(d.wantStats.Load())
-	e.Bool(held)
-	e.Uint16(head)
-	for _, f := range d.guest.fields() {
-		e.Uint64(*f)
+	e.Uint32(d.target)
+	e.Uint32(d.actual)
+	e.Bool(d.statistics.wanted)
+	e.Bool(d.statistics.held)
+	e.Uint16(d.statistics.head)
+	for _, v := range d.statistics.values {
+		e.Uint64(v)
 	}
 	return e.Payload(stateKind, stateVersion), nil
 }
@@ -42,29 +39,19 @@ func (d *Device) Export() (devices.Payload, error) {
 func (d *Device) Import(p devices.Payload) error {
 	dec := p.Decode(stateKind, stateVersion)
 	target, actual := dec.Uint32(), dec.Uint32()
-	want, held, head := dec.Bool(), dec.Bool(), dec.Uint16()
-	var guest GuestStats
-	for _, f := range guest.fields() {
-		*f = dec.Uint64()
+	s := statistics{wanted: dec.Bool(), held: dec.Bool(), head: dec.Uint16()}
+	for i := range s.values {
+		s.values[i] = dec.Uint64()
 	}
-	if held && head >= QueueSize {
-		dec.Fail(fmt.Sprintf("buffer %d is held in a queue of %d", head, QueueSize))
+	if s.held && s.head >= QueueSize {
+		dec.Fail(fmt.Sprintf("buffer %d is held in a queue of %d", s.head, QueueSize))
 	}
-	if !held && head != 0 {
-		dec.Fail(fmt.Sprintf("buffer %d is named, and none is held", head))
+	if !s.held && s.head != 0 {
+		dec.Fail(fmt.Sprintf("buffer %d is named, and none is held", s.head))
 	}
 	if err := dec.Finish(); err != nil {
 		return err
 	}
-	d.target.Store(target)
-	d.actual.Store(actual)
-	d.wantStats.Store(want)
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	d.guest = guest
-	d.restored = nil
-	if held {
-		d.restored = &head
-	}
+	d.target, d.actual, d.statistics = target, actual, s
 	return nil
 }

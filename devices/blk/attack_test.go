@@ -158,7 +158,7 @@ func TestAttack_requests_of_four_gibibytes_over_the_same_memory_fail_at_once(t *
 			if err := d.Mem().Read(status, got[:]); err != nil || got[0] != statusIOError {
 				t.Errorf("the status is %d, %v", got[0], err)
 			}
-			if s := w.dev.Stats(); s.Refused != QueueSize || s.ReadBytes+s.WrittenBytes != 0 {
+			if s := w.dev.Stats(); s.Refused.Load() != QueueSize || s.ReadBytes.Load()+s.WrittenBytes.Load() != 0 {
 				t.Errorf("%+v", s)
 			}
 		})
@@ -234,7 +234,7 @@ func TestAttack_pause_does_not_wait_for_a_flush(t *testing.T) {
 	if err := d.Transport().Resume(); err != nil {
 		t.Fatal(err)
 	}
-	if status, _ := r.Wait(); status[0] != statusOK || w.flushes.Load() != 2 || w.dev.Stats().Flushes != 1 {
+	if status, _ := r.Wait(); status[0] != statusOK || w.flushes.Load() != 2 || w.dev.Stats().Flushes.Load() != 1 {
 		t.Errorf("status %d after %d flushes, %+v", status[0], w.flushes.Load(), w.dev.Stats())
 	}
 }

@@ -81,7 +81,7 @@ func TestReadsAndWritesAllocateNothing(t *testing.T) {
 		if n := testing.AllocsPerRun(100, func() { s.request(t) }); n != 0 {
 			t.Errorf("%s: %v allocations", name, n)
 		}
-		if s.queue.Broken() != nil || kind == typeIn && s.Stats().Reads != 101 || kind == typeOut && s.Stats().Writes != 101 {
+		if s.queue.Broken() != nil || kind == typeIn && s.Stats().Reads.Load() != 101 || kind == typeOut && s.Stats().Writes.Load() != 101 {
 			t.Errorf("%s: %+v, %v", name, s.Stats(), s.queue.Broken())
 		}
 	}

@@ -71,17 +71,11 @@ type Options struct {
 
 // Stats counts the requests that were done, and those that were not.
 type Stats struct {
-	Reads, Writes, Flushes, Discards uint64
-	ReadBytes, WrittenBytes          uint64
+	Reads, Writes, Flushes  atomic.Uint64
+	ReadBytes, WrittenBytes atomic.Uint64
 	// Refused requests broke a rule of the protocol; HostErrors failed on the
 	// host.
-	Refused, HostErrors uint64
-}
-
-type counters struct {
-	reads, writes, flushes, discards atomic.Uint64
-	readBytes, writtenBytes          atomic.Uint64
-	refused, hostErrors              atomic.Uint64
+	Refused, HostErrors atomic.Uint64
 }
 
 // Device is a virtio block device. Its requests are done one after the other on
@@ -95,7 +89,7 @@ type Device struct {
 	space    func(int64) error
 	onFull   func(error)
 	config   [configSize]byte
-	counters counters
+	stats    Stats
 
 	// Between Activate and Reset; the worker alone uses what follows it.
 	workers devices.Workers
@@ -205,12 +199,5 @@ func (d *Device) Pause(ctx context.Context) error { return d.workers.Pause(ctx) 
 // Resume implements [devices.Pauser].
 func (d *Device) Resume() error { return d.workers.Resume() }
 
-// Stats may be called at any time.
-func (d *Device) Stats() Stats {
-	c := &d.counters
-	return Stats{
-		Reads: c.reads.Load(), Writes: c.writes.Load(), Flushes: c.flushes.Load(), Discards: c.discards.Load(),
-		ReadBytes: c.readBytes.Load(), WrittenBytes: c.writtenBytes.Load(),
-		Refused: c.refused.Load(), HostErrors: c.hostErrors.Load(),
-	}
-}
+// Stats are the counts, which go on.
+func (d *Device) Stats() *Stats { return &d.stats }

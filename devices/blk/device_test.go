@@ -239,10 +239,8 @@ func TestRequests(t *testing.T) {
 }
 
 func TestRequestsWithoutHeaderOrStatusAreGivenBack(t *testing.T) {
-	var stats func() Stats
 	mem := devicetest.NewMemory(t)
 	dev := New(newFile(t, diskSize, false), Options{})
-	stats = dev.Stats
 	d := devicetest.NewDriver(t, dev, mem)
 	d.Start(devicetest.AllFeatures)
 	if _, used := d.Queue(0).Do([][]byte{header(typeOut, 0), make([]byte, SectorSize)}); used != 0 {
@@ -254,7 +252,7 @@ func TestRequestsWithoutHeaderOrStatusAreGivenBack(t *testing.T) {
 	if data, _ := d.Queue(0).Do(nil, SectorSize, 1); data[SectorSize] != statusIOError {
 		t.Errorf("no header: status %d", data[SectorSize])
 	}
-	if n := stats().Refused; n != 3 {
+	if n := dev.Stats().Refused.Load(); n != 3 {
 		t.Errorf("%d refused, want 3", n)
 	}
 }
@@ -379,7 +377,7 @@ func TestHostErrorsReachTheGuestEachTimeAndTheOwnerOnce(t *testing.T) {
 		t.Errorf("the owner was told %v", kinds)
 	}
 	var n uint64
-	d.WithDevice(func(dev devices.Device) { n = dev.(*Device).Stats().HostErrors })
+	d.WithDevice(func(dev devices.Device) { n = dev.(*Device).Stats().HostErrors.Load() })
 	if n != 27 {
 		t.Errorf("%d host errors counted, want 27", n)
 	}

@@ -77,7 +77,7 @@ func TestAttack_full_host_disk_does_not_reach_the_guest_as_an_IO_error(t *testin
 				t.Errorf("the one behind it has status %d, or does not see what was written", data[4096])
 			}
 			d.WithDevice(func(dev devices.Device) {
-				if s := dev.(*Device).Stats(); s.HostErrors != 0 || s.Refused != 0 {
+				if s := dev.(*Device).Stats(); s.HostErrors.Load() != 0 || s.Refused.Load() != 0 {
 					t.Errorf("%+v", s)
 				}
 			})

@@ -55,7 +55,7 @@ var (
 func (d *Device) handle(c *virtq.Chain) error {
 	data := c.Writer.Remaining() - statusSize
 	if data < 0 {
-		d.counters.refused.Add(1)
+		d.stats.Refused.Add(1)
 		return nil
 	}
 	err := d.request(c, data)
@@ -69,10 +69,10 @@ func (d *Device) handle(c *virtq.Chain) error {
 	case errors.Is(err, devices.ErrAgain):
 		return err
 	case errors.Is(err, errUnsupported):
-		d.counters.refused.Add(1)
+		d.stats.Refused.Add(1)
 		status[0] = statusUnsupported
 	case errors.Is(err, errRefused), errors.Is(err, virtq.ErrDriver):
-		d.counters.refused.Add(1)
+		d.stats.Refused.Add(1)
 		status[0] = statusIOError
 	default:
 		d.hostError(err)
@@ -119,7 +119,7 @@ func (d *Device) request(c *virtq.Chain, data int) error {
 		if err := d.flush.Do(d.queue, d.backend.Flush); err != nil {
 			return err
 		}
-		d.counters.flushes.Add(1)
+		d.stats.Flushes.Add(1)
 		return nil
 	case typeGetID:
 		if reads {
@@ -185,8 +185,8 @@ func (d *Device) read(c *virtq.Chain, sector uint64, n int) error {
 		}
 		off, left = off+length, left-length
 	}
-	d.counters.reads.Add(1)
-	d.counters.readBytes.Add(uint64(n))
+	d.stats.Reads.Add(1)
+	d.stats.ReadBytes.Add(uint64(n))
 	return nil
 }
 
@@ -217,8 +217,8 @@ func (d *Device) write(c *virtq.Chain, sector uint64, n int) error {
 		}
 		off, left = off+length, left-length
 	}
-	d.counters.writes.Add(1)
-	d.counters.writtenBytes.Add(uint64(n))
+	d.stats.Writes.Add(1)
+	d.stats.WrittenBytes.Add(uint64(n))
 	if d.accepted&featureFlush == 0 {
 		// A driver that cannot flush relies on a write being durable when
 		// it is done (virtio 1.2, 5.2.6.2).
@@ -264,7 +264,6 @@ func (d *Device) ranges(c *virtq.Chain, feature uint64, writes bool, limit, flag
 			off, left = off+n, left-n
 		}
 	}
-	d.counters.discards.Add(1)
 	return nil
 }
 
@@ -295,7 +294,7 @@ func (d *Device) zero(off, n int64, flags uint32) error {
 // hostError counts an error of the host's and reports it if it is the first of
 // its kind. Kinds are error numbers, so there is an end to them.
 func (d *Device) hostError(err error) {
-	d.counters.hostErrors.Add(1)
+	d.stats.HostErrors.Add(1)
 	var kind syscall.Errno // zero for all that have none
 	errors.As(err, &kind)
 	d.mu.Lock()

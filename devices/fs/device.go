@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"os"
 	"sync"
-	"sync/atomic"
 	"syscall"
 
 	"golang.org/x/sys/unix"
@@ -98,23 +97,13 @@ type Options struct {
 	OnError func(error)
 }
 
-// Stats counts the requests that were done, and those that were not.
-type Stats struct {
-	Requests, ReadBytes, WrittenBytes uint64
-	// Refused requests broke a rule of the protocol.
-	Refused uint64
-}
-
-type counters struct{ requests, readBytes, writtenBytes, refused atomic.Uint64 }
-
 // Device is a virtio file system device. Its requests are done one after the other, on a
 // goroutine for each of its queues.
 type Device struct {
-	dir      *Dir
-	tag      string
-	onError  func(error)
-	config   [configSize]byte
-	counters counters
+	dir     *Dir
+	tag     string
+	onError func(error)
+	config  [configSize]byte
 
 	// Between Activate and Reset.
 	workers devices.Workers
@@ -180,9 +169,3 @@ func (d *Device) Pause(ctx context.Context) error { return d.workers.Pause(ctx) 
 
 // Resume implements [devices.Pauser].
 func (d *Device) Resume() error { return d.workers.Resume() }
-
-// Stats may be called at any time.
-func (d *Device) Stats() Stats {
-	c := &d.counters
-	return Stats{Requests: c.requests.Load(), ReadBytes: c.readBytes.Load(), WrittenBytes: c.writtenBytes.Load(), Refused: c.refused.Load()}
-}

@@ -12,9 +12,6 @@ import (
 
 func (d *Device) open(r *request) error {
 	flags := r.body.u32()
-	if r.body.bad {
-		return unix.EINVAL
-	}
 	access := flags & unix.O_ACCMODE
 	switch {
 	case access == unix.O_ACCMODE:
@@ -101,7 +98,7 @@ func (d *Device) openExisting(parent *node, dir *file, name string, flags uint32
 
 func (d *Device) read(r *request) error {
 	fh, off, size := r.body.u64(), r.body.u64(), r.body.u32()
-	if r.body.bad || off > math.MaxInt64 {
+	if off > math.MaxInt64 {
 		return unix.EINVAL
 	}
 	h, err := d.handleFD(fh, false)
@@ -127,14 +124,13 @@ func (d *Device) read(r *request) error {
 		r.data = 0
 		return err
 	}
-	d.counters.readBytes.Add(uint64(r.data))
 	return nil
 }
 
 func (d *Device) write(r *request) error {
 	fh, off, size, how := r.body.u64(), r.body.u64(), r.body.u32(), r.body.u32()
 	_, flags, _ := r.body.u64(), r.body.u32(), r.body.u32()
-	if r.body.bad || off > math.MaxInt64-MaxTransfer || size > MaxTransfer || int(size) != r.chain.Reader.Remaining() {
+	if off > math.MaxInt64-MaxTransfer || size > MaxTransfer || int(size) != r.chain.Reader.Remaining() {
 		return unix.EINVAL
 	}
 	h, err := d.handleFD(fh, false)
@@ -154,7 +150,6 @@ func (d *Device) write(r *request) error {
 			return err
 		}
 	}
-	d.counters.writtenBytes.Add(uint64(n))
 	r.out.u32(uint32(n))
 	r.out.u32(0)
 	return nil
@@ -202,9 +197,6 @@ func (d *Device) fsyncdir(r *request) error { return d.sync(r, true) }
 
 func (d *Device) sync(r *request, dir bool) error {
 	fh, flags := r.body.u64(), r.body.u32()
-	if r.body.bad {
-		return unix.EINVAL
-	}
 	h, err := d.handleFD(fh, dir)
 	if err != nil || !d.dir.writable {
 		return err
@@ -229,7 +221,7 @@ func (d *Device) sync(r *request, dir bool) error {
 
 func (d *Device) lseek(r *request) error {
 	fh, off, whence := r.body.u64(), r.body.u64(), r.body.u32()
-	if r.body.bad || off > math.MaxInt64 || whence != unix.SEEK_DATA && whence != unix.SEEK_HOLE {
+	if off > math.MaxInt64 || whence != unix.SEEK_DATA && whence != unix.SEEK_HOLE {
 		return unix.EINVAL
 	}
 	h, err := d.handleFD(fh, false)
@@ -246,7 +238,7 @@ func (d *Device) lseek(r *request) error {
 
 func (d *Device) fallocate(r *request) error {
 	fh, off, n, mode := r.body.u64(), r.body.u64(), r.body.u64(), r.body.u32()
-	if r.body.bad || off > math.MaxInt64 || n > math.MaxInt64-off || n == 0 {
+	if off > math.MaxInt64 || n > math.MaxInt64-off || n == 0 {
 		return unix.EINVAL
 	}
 	if off+n > allocateEnd {
@@ -317,7 +309,7 @@ const (
 // and as fit.
 func (d *Device) readdir(r *request) error {
 	fh, off, size := r.body.u64(), r.body.u64(), r.body.u32()
-	if r.body.bad || off > math.MaxInt64 {
+	if off > math.MaxInt64 {
 		return unix.EINVAL
 	}
 	h, err := d.handleFD(fh, true)

@@ -29,9 +29,10 @@ type request struct {
 // operation does a request.
 type operation struct {
 	do func(*Device, *request) error
-	// out is how many bytes the reply has at least, after its header: a request without
-	// room for them is refused before anything is done.
-	out int
+	// in is how many bytes it has at least, after its header, but for names, and out how many
+	// the reply has: a request without them, or without room for them, is refused before
+	// anything is done.
+	in, out int
 	// changes says that it is not for shares that are read-only.
 	changes bool
 }
@@ -39,34 +40,34 @@ type operation struct {
 // operations are all that there are; others are answered with ENOSYS, after which Linux
 // does without them.
 var operations = map[uint32]operation{
-	opLookup:     {(*Device).lookup, entrySize, false},
-	opGetattr:    {(*Device).getattr, attrOutSize, false},
-	opSetattr:    {(*Device).setattr, attrOutSize, true},
-	opReadlink:   {(*Device).readlink, 1, false},
-	opSymlink:    {(*Device).symlink, entrySize, true},
-	opMknod:      {(*Device).mknod, entrySize, true},
-	opMkdir:      {(*Device).mkdir, entrySize, true},
-	opUnlink:     {(*Device).unlink, 0, true},
-	opRmdir:      {(*Device).rmdir, 0, true},
-	opRename:     {(*Device).rename, 0, true},
-	opRename2:    {(*Device).rename, 0, true},
-	opLink:       {(*Device).link, entrySize, true},
-	opOpen:       {(*Device).open, openOutSize, false},
-	opCreate:     {(*Device).create, entrySize + openOutSize, true},
-	opRead:       {(*Device).read, 0, false},
-	opWrite:      {(*Device).write, 8, true},
-	opFlush:      {(*Device).flush, 0, false},
-	opRelease:    {(*Device).release, 0, false},
-	opFsync:      {(*Device).fsync, 0, false},
-	opStatfs:     {(*Device).statfs, statfsOutSize, false},
-	opOpendir:    {(*Device).opendir, openOutSize, false},
-	opReaddir:    {(*Device).readdir, 0, false},
-	opReleasedir: {(*Device).releasedir, 0, false},
-	opFsyncdir:   {(*Device).fsyncdir, 0, false},
-	opInit:       {(*Device).init, initOutSize, false},
-	opDestroy:    {(*Device).destroy, 0, false},
-	opLseek:      {(*Device).lseek, 8, false},
-	opFallocate:  {(*Device).fallocate, 0, true},
+	opLookup:     {(*Device).lookup, 0, entrySize, false},
+	opGetattr:    {(*Device).getattr, 16, attrOutSize, false},
+	opSetattr:    {(*Device).setattr, 88, attrOutSize, true},
+	opReadlink:   {(*Device).readlink, 0, 1, false},
+	opSymlink:    {(*Device).symlink, 0, entrySize, true},
+	opMknod:      {(*Device).mknod, 0, entrySize, true},
+	opMkdir:      {(*Device).mkdir, 0, entrySize, true},
+	opUnlink:     {(*Device).unlink, 0, 0, true},
+	opRmdir:      {(*Device).rmdir, 0, 0, true},
+	opRename:     {(*Device).rename, 0, 0, true},
+	opRename2:    {(*Device).rename, 0, 0, true},
+	opLink:       {(*Device).link, 0, entrySize, true},
+	opOpen:       {(*Device).open, 4, openOutSize, false},
+	opCreate:     {(*Device).create, 0, entrySize + openOutSize, true},
+	opRead:       {(*Device).read, 20, 0, false},
+	opWrite:      {(*Device).write, writeInSize, 8, true},
+	opFlush:      {(*Device).flush, 0, 0, false},
+	opRelease:    {(*Device).release, 0, 0, false},
+	opFsync:      {(*Device).fsync, 12, 0, false},
+	opStatfs:     {(*Device).statfs, 0, statfsOutSize, false},
+	opOpendir:    {(*Device).opendir, 0, openOutSize, false},
+	opReaddir:    {(*Device).readdir, 20, 0, false},
+	opReleasedir: {(*Device).releasedir, 0, 0, false},
+	opFsyncdir:   {(*Device).fsyncdir, 12, 0, false},
+	opInit:       {(*Device).init, 16, initOutSize, false},
+	opDestroy:    {(*Device).destroy, 0, 0, false},
+	opLseek:      {(*Device).lseek, 20, 8, false},
+	opFallocate:  {(*Device).fallocate, 28, 0, true},
 }
 
 // handle does one request. Whatever is wrong with it, the guest gets an error number, unless
@@ -77,7 +78,6 @@ func (d *Device) handle(q *devices.Queue, c *virtq.Chain) error {
 	var header [inHeaderSize]byte
 	size := c.Reader.Remaining()
 	if size < inHeaderSize {
-		d.counters.refused.Add(1)
 		return nil
 	}
 	if err := c.Reader.ReadFull(header[:]); err != nil {
@@ -95,7 +95,6 @@ func (d *Device) handle(q *devices.Queue, c *virtq.Chain) error {
 		return nil
 	}
 	if r.room < 0 {
-		d.counters.refused.Add(1)
 		return nil
 	}
 	head := c.Writer
@@ -110,13 +109,10 @@ func (d *Device) handle(q *devices.Queue, c *virtq.Chain) error {
 		if done != nil {
 			err = d.errno(&r, done)
 		}
-	} else {
-		d.counters.refused.Add(1)
 	}
 	if err != 0 {
 		r.out.b, r.data = r.out.b[:0], 0
 	}
-	d.counters.requests.Add(1)
 	var reply [outHeaderSize]byte
 	le.PutUint32(reply[:], uint32(outHeaderSize+len(r.out.b)+r.data))
 	le.PutUint32(reply[4:], -uint32(err))
@@ -152,7 +148,7 @@ func (d *Device) do(r *request) error {
 	if r.op == opWrite {
 		n = min(n, writeInSize) // the data stay where they are
 	}
-	if n > maxBody {
+	if n < o.in || n > maxBody {
 		return unix.EINVAL
 	}
 	if err := r.chain.Reader.ReadFull(d.body[:n]); err != nil {
@@ -172,10 +168,6 @@ func (d *Device) errno(r *request, err error) syscall.Errno {
 		no = unix.EIO
 	}
 	switch no {
-	case unix.EINVAL:
-		if r.body.bad {
-			d.counters.refused.Add(1)
-		}
 	case unix.EIO, unix.ENOSPC, unix.EDQUOT, unix.EMFILE, unix.ENFILE, unix.ENOMEM, unix.ENODEV, unix.ENXIO:
 		// There is nothing to seek to beyond the end of a file.
 		ofGuest := errors.Is(err, errTooMany) || r.op == opLseek && no == unix.ENXIO
@@ -192,7 +184,6 @@ func (d *Device) forgetAll(r *request) error {
 	var b [forgetOneSize]byte
 	in := &r.chain.Reader
 	if in.Remaining() < 8 || r.op == opForget && in.Remaining() != 8 {
-		d.counters.refused.Add(1)
 		return nil
 	}
 	if err := in.ReadFull(b[:8]); err != nil {
@@ -216,9 +207,6 @@ func (d *Device) forgetAll(r *request) error {
 
 func (d *Device) init(r *request) error {
 	major, minor, readahead, flags := r.body.u32(), r.body.u32(), r.body.u32(), r.body.u32()
-	if r.body.bad {
-		return unix.EINVAL
-	}
 	if major < protoMajor || major == protoMajor && minor < protoMinor {
 		return unix.EPROTO
 	}
@@ -289,9 +277,6 @@ func (d *Device) found(r *request, parent *node, f *file, name string) error {
 
 func (d *Device) getattr(r *request) error {
 	flags, _, fh := r.body.u32(), r.body.u32(), r.body.u64()
-	if r.body.bad {
-		return unix.EINVAL
-	}
 	if h := d.handles[fh]; flags&getattrFH != 0 && h != nil && h.fd >= 0 && h.node.id == r.node {
 		return r.attr(&file{fd: h.fd})
 	}
@@ -310,7 +295,7 @@ func (d *Device) setattr(r *request) error {
 	atime, mtime, _ := b.u64(), b.u64(), b.u64()
 	atimeNano, mtimeNano, _, mode := b.u32(), b.u32(), b.u32(), b.u32()
 	_, uid, gid, _ := b.u32(), b.u32(), b.u32(), b.u32()
-	if b.bad || size > math.MaxInt64 {
+	if size > math.MaxInt64 {
 		return unix.EINVAL
 	}
 	_, f, err := d.find(r.node)

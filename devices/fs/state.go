@@ -2,6 +2,7 @@ package fs
 
 import (
 	"fmt"
+	"maps"
 	"slices"
 
 	"golang.org/x/sys/unix"
@@ -30,7 +31,7 @@ func (d *Device) Export() (devices.Payload, error) {
 	e.Uint64(d.nextNode)
 	e.Uint64(d.nextHandle)
 	e.Uint32(uint32(len(d.nodes) - 1))
-	for _, id := range sorted(d.nodes) {
+	for _, id := range slices.Sorted(maps.Keys(d.nodes)) {
 		n := d.nodes[id]
 		if n == d.root {
 			continue
@@ -47,7 +48,7 @@ func (d *Device) Export() (devices.Payload, error) {
 		e.Uint64(n.lookups)
 	}
 	e.Uint32(uint32(len(d.handles)))
-	for _, id := range sorted(d.handles) {
+	for _, id := range slices.Sorted(maps.Keys(d.handles)) {
 		h := d.handles[id]
 		e.Uint64(id)
 		e.Uint64(h.node.id)
@@ -55,15 +56,6 @@ func (d *Device) Export() (devices.Payload, error) {
 		e.Bool(h.dir)
 	}
 	return e.Payload(stateKind, stateVersion), nil
-}
-
-func sorted[T any](m map[uint64]T) []uint64 {
-	ids := make([]uint64, 0, len(m))
-	for id := range m {
-		ids = append(ids, id)
-	}
-	slices.Sort(ids)
-	return ids
 }
 
 // Import implements [devices.Stateful]. It refuses a state of a share with another tag, or that

@@ -80,7 +80,7 @@ func TestAttack_turn_with_a_full_queue_ends_when_a_pause_is_wanted(t *testing.T)
 	e := n.dev.engine
 	e.txReady = true
 	must(t, e.turn())
-	if got := n.dev.Stats().FramesFromGuest; got != 0 {
+	if got := n.dev.Stats().FramesFromGuest.Load(); got != 0 {
 		t.Errorf("%d frames were sent in a turn while a pause was wanted", got)
 	}
 	begin := e.tx.Work()

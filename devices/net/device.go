@@ -8,10 +8,11 @@ import (
 	"sync"
 	"sync/atomic"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/drowse-vm/drowse/devices"
 	"github.com/drowse-vm/drowse/devices/virtq"
 	"github.com/drowse-vm/drowse/vmm/guestmem"
-	"golang.org/x/sys/unix"
 )
 
 // Virtqueues of the device without VIRTIO_NET_F_MQ (virtio 1.2, 5.1.2).
@@ -93,7 +94,7 @@ type Device struct {
 	mem     *guestmem.Memory
 	backend Backend
 	config  Config
-	stats   counters
+	stats   Stats
 	link    atomic.Bool
 	held    atomic.Bool
 

@@ -165,7 +165,7 @@ func TestFramesGoBothWays(t *testing.T) {
 		}
 	}
 	st := n.dev.Stats()
-	if st.FramesToGuest != 3 || st.FramesFromGuest != 3 || st.BytesToGuest != 2574 || st.BytesFromGuest != 2574 {
+	if st.FramesToGuest.Load() != 3 || st.FramesFromGuest.Load() != 3 {
 		t.Errorf("%+v", st)
 	}
 }
@@ -200,7 +200,7 @@ func TestFrameWithoutMergedBuffersNeedsABufferOfItsOwn(t *testing.T) {
 	small := n.post(HeaderSize, 488)
 	big := n.post(HeaderSize, 1514) // what virtio asks for, and no byte more
 	n.w.send(t, frame(1, 1000))
-	until(t, "the frame to be dropped", func() bool { return n.dev.Stats().TooLong == 1 })
+	until(t, "the frame to be dropped", func() bool { return n.dev.Stats().TooLong.Load() == 1 })
 	n.w.send(t, frame(2, 400))
 	if data, used := small.Wait(); used != HeaderSize+400 || serialOf(data[HeaderSize:]) != 2 {
 		t.Fatalf("%d bytes", used)
@@ -228,7 +228,7 @@ func TestFewBuffersDelayButDoNotFreezeReception(t *testing.T) {
 	}
 	r := n.post(1600)
 	n.w.send(t, frame(1, 30000))
-	until(t, "the frame to be dropped", func() bool { return n.dev.Stats().TooLong == 1 })
+	until(t, "the frame to be dropped", func() bool { return n.dev.Stats().TooLong.Load() == 1 })
 	n.w.send(t, frame(7, 200))
 	if data, _ := r.Wait(); serialOf(data[HeaderSize:]) != 7 {
 		t.Error("the frame after it differs")
@@ -265,7 +265,7 @@ func TestFramesThatHaveComeReachTheGuestBeforeThePause(t *testing.T) {
 	r, err := n.Queue(queueRX).Add(nil, 1600)
 	must(t, err)
 	must(t, n.dev.Pause(t.Context()))
-	if got := n.dev.Stats().FramesToGuest; got != 1 {
+	if got := n.dev.Stats().FramesToGuest.Load(); got != 1 {
 		t.Errorf("%d frames reached the guest by the end of the pause, want 1", got)
 	}
 	must(t, n.dev.Resume())
@@ -281,7 +281,7 @@ func TestFullBackendDelaysAndDoesNotFreeze(t *testing.T) {
 	for i := range frames {
 		rs = append(rs, n.transmit(nil, frame(i, 60000)))
 	}
-	until(t, "the backend to be full", func() bool { return n.dev.Stats().Waits > 0 })
+	until(t, "the backend to be full", func() bool { return n.dev.Stats().Waits.Load() > 0 })
 	// The other direction works.
 	r := n.post(1600)
 	n.w.send(t, frame(5, 100))
@@ -343,7 +343,7 @@ func TestHeaderLiesAreDroppedAndCounted(t *testing.T) {
 		if tc.ok && (!bytes.Equal(got, frame(9, tc.size)) || !bytes.Equal(h, tc.header)) || !tc.ok && got != nil {
 			t.Errorf("%s: %d bytes came through", tc.name, len(got))
 		}
-		if st := n.dev.Stats(); (st.Malformed == 0) != tc.ok {
+		if st := n.dev.Stats(); (st.Malformed.Load() == 0) != tc.ok {
 			t.Errorf("%s: %+v", tc.name, st)
 		}
 	}
@@ -351,7 +351,7 @@ func TestHeaderLiesAreDroppedAndCounted(t *testing.T) {
 	for _, size := range []int{1, HeaderSize - 1, HeaderSize, HeaderSize + minFrame - 1} {
 		n.Queue(queueTX).Do([][]byte{make([]byte, size)})
 	}
-	if st := n.dev.Stats(); st.Malformed != 4 {
+	if st := n.dev.Stats(); st.Malformed.Load() != 4 {
 		t.Errorf("short packets: %+v", st)
 	}
 }
@@ -367,7 +367,7 @@ func TestShortFramesOfTheHostAreDroppedAndCounted(t *testing.T) {
 	if data, _ := r.Wait(); serialOf(data[HeaderSize:]) != 3 {
 		t.Error("another frame came")
 	}
-	if st := n.dev.Stats(); st.TooShort != 3 {
+	if st := n.dev.Stats(); st.TooShort.Load() != 3 {
 		t.Errorf("%+v", st)
 	}
 }
@@ -430,7 +430,7 @@ func TestLinkThatGoesDownDropsFramesOfTheGuestAndKeepsThoseForIt(t *testing.T) {
 		t.Error("the frame differs")
 	}
 	until(t, "the second interrupt", func() bool { return n.ConfigChanges() == 2 })
-	if st := n.dev.Stats(); st.LinkDown != 1 || status() != statusLinkUp {
+	if st := n.dev.Stats(); st.LinkDown.Load() != 1 || status() != statusLinkUp {
 		t.Errorf("%+v, status %d", st, status())
 	}
 }
@@ -448,7 +448,7 @@ func TestCloneKeepsItsLinkDownUntilTold(t *testing.T) {
 	r := n.post(1600)
 	n.transmit(nil, frame(1, 100)).Wait()
 	time.Sleep(2 * time.Millisecond)
-	if clone.Link() || clone.Stats().LinkDown != 1 || n.Queue(queueRX).InFlight() != 1 {
+	if clone.Link() || clone.Stats().LinkDown.Load() != 1 || n.Queue(queueRX).InFlight() != 1 {
 		t.Error("the clone's link is not down")
 	}
 	clone.SetLink(true)

@@ -40,7 +40,7 @@ type held struct {
 type engine struct {
 	dev      *Device
 	mem      *guestmem.Memory
-	stats    *counters
+	stats    *Stats
 	features uint64
 	rx, tx   *devices.Queue
 	irq      devices.Interrupt
@@ -259,18 +259,18 @@ func (e *engine) pumpTX(limit int) error {
 func (e *engine) send(r *virtq.Reader) error {
 	total := r.Remaining()
 	if total < HeaderSize+minFrame || total > HeaderSize+maxFrame {
-		e.stats.malformed.Add(1)
+		e.stats.Malformed.Add(1)
 		return nil
 	}
 	if err := r.ReadFull(e.header[:]); err != nil {
 		return err
 	}
 	if !valid(&e.header, total-HeaderSize, e.features) {
-		e.stats.malformed.Add(1)
+		e.stats.Malformed.Add(1)
 		return nil
 	}
 	if !e.dev.link.Load() {
-		e.stats.linkDown.Add(1)
+		e.stats.LinkDown.Add(1)
 		return nil
 	}
 	var err error
@@ -281,15 +281,14 @@ func (e *engine) send(r *virtq.Reader) error {
 	_, err = e.mem.WritevAfter(e.fd, e.header[:], e.txOut)
 	switch {
 	case err == nil:
-		e.stats.framesFromGuest.Add(1)
-		e.stats.bytesFromGuest.Add(uint64(total - HeaderSize))
+		e.stats.FramesFromGuest.Add(1)
 	case errors.Is(err, unix.EAGAIN):
 		e.blocked = true
 		e.retryAt = time.Now().Add(txRetry)
-		e.stats.waits.Add(1)
+		e.stats.Waits.Add(1)
 		return devices.ErrLater
 	case ofFrame(err):
-		e.stats.refused.Add(1)
+		e.stats.Refused.Add(1)
 	default:
 		return &BackendError{"sending a frame", err}
 	}
@@ -356,7 +355,6 @@ func (e *engine) fill() error {
 		h.size = w.Remaining()
 		if h.size < HeaderSize {
 			// Not even the header of a frame would fit (virtio 1.2, 5.1.6.3.1).
-			e.stats.shortBuffers.Add(1)
 			if e.heldCount > 0 {
 				// Those before it come first.
 				e.rx.Unpop(&h.chain)
@@ -424,11 +422,11 @@ func (e *engine) receive() (bool, error) {
 	case err != nil:
 		return false, &BackendError{"receiving a frame", err}
 	case n < HeaderSize+minFrame:
-		e.stats.tooShort.Add(1)
+		e.stats.TooShort.Add(1)
 		return true, nil
 	case n >= e.room && e.room < e.ordinary:
 		// Perhaps cut off: the kernel does not say.
-		e.stats.tooLong.Add(1)
+		e.stats.TooLong.Add(1)
 		return true, nil
 	}
 	count := 0
@@ -459,7 +457,6 @@ func (e *engine) receive() (bool, error) {
 		e.heldCount--
 	}
 	e.ranges = e.ranges[:copy(e.ranges, e.ranges[ranges:])]
-	e.stats.framesToGuest.Add(1)
-	e.stats.bytesToGuest.Add(uint64(n - HeaderSize))
+	e.stats.FramesToGuest.Add(1)
 	return true, nil
 }

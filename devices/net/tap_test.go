@@ -132,7 +132,7 @@ func TestUDPCrossesATAPBothWays(t *testing.T) {
 			if err != nil || !bytes.Equal(buf[:n], payload) || from.String() != "10.9.0.2:4000" {
 				t.Errorf("the host got %q from %v, %v", buf[:n], from, err)
 			}
-			if st := dev.Stats(); st.Refused != 0 || st.Malformed != 0 {
+			if st := dev.Stats(); st.Refused.Load() != 0 || st.Malformed.Load() != 0 {
 				t.Errorf("%+v", st)
 			}
 		})
@@ -176,7 +176,7 @@ func TestFramesThatTheKernelRefusesAreCounted(t *testing.T) {
 	}
 	h, f := udp(9, []byte("nobody hears"))
 	d.Queue(queueTX).Do([][]byte{h, f})
-	if st := dev.Stats(); st.Refused != 1 || st.FramesFromGuest != 0 {
+	if st := dev.Stats(); st.Refused.Load() != 1 || st.FramesFromGuest.Load() != 0 {
 		t.Errorf("%+v", st)
 	}
 }

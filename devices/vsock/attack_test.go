@@ -79,7 +79,7 @@ func TestAttack_turn_with_a_full_queue_ends_when_a_pause_is_wanted(t *testing.T)
 		t.Errorf("%d bytes of packets were taken for the pause", n)
 	}
 	must(t, g.dev.Resume())
-	g.wait("all packets to be taken", func() bool { return g.dev.Stats().PacketsFromGuest == packets })
+	g.wait("all packets to be taken", func() bool { return g.dev.Stats().PacketsFromGuest.Load() == packets })
 }
 
 // What the device holds for sockets that take it only now is written in bounded amounts while a pause is wanted: all
@@ -101,7 +101,7 @@ func TestAttack_pause_does_not_wait_for_all_that_waits_for_sockets(t *testing.T)
 		e.register(c, key{guestPort: uint32(i), hostPort: 1})
 		e.takeBuffer(c)
 		c.received, c.backlog.n = smallBuffer, smallBuffer
-		e.stats.buffered.Add(smallBuffer)
+		e.stats.Buffered.Add(smallBuffer)
 		e.block(c)
 		hosts = append(hosts, pair[1])
 		total += smallBuffer

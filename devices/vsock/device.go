@@ -56,7 +56,7 @@ type Config struct {
 // goroutine.
 type Device struct {
 	mem   *guestmem.Memory
-	stats counters
+	stats Stats
 
 	mu       sync.Mutex // guards what follows
 	cid      uint64

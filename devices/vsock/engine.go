@@ -3,10 +3,11 @@ package vsock
 import (
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/drowse-vm/drowse/devices"
 	"github.com/drowse-vm/drowse/devices/virtq"
 	"github.com/drowse-vm/drowse/vmm/guestmem"
-	"golang.org/x/sys/unix"
 )
 
 // How patient the device is with the guest. Where guest kernel code is interpreted, and
@@ -67,7 +68,7 @@ type reset struct {
 // to the goroutine of its loop, or to whoever has paused that.
 type engine struct {
 	mem      *guestmem.Memory
-	stats    *counters
+	stats    *Stats
 	endpoint *endpoint
 	cid      uint64
 	rx, tx   *queue

@@ -74,7 +74,7 @@ func (e *engine) check() error {
 	if e.resetsCount > maxResets {
 		bad("%d resets", e.resetsCount)
 	}
-	if got := e.stats.buffered.Load(); got != uint64(buffered) {
+	if got := e.stats.Buffered.Load(); got != uint64(buffered) {
 		bad("%d bytes buffered, counted %d", buffered, got)
 	}
 	return errors.Join(errs...)
@@ -171,7 +171,7 @@ func FuzzPackets(f *testing.F) {
 		must(t, err)
 		must(t, g.dev.Reset())
 		must(t, g.dev.Import(p))
-		if n := g.dev.Stats().Buffered; n != 0 {
+		if n := g.dev.Stats().Buffered.Load(); n != 0 {
 			t.Fatalf("%d bytes buffered by a device that was reset", n)
 		}
 		must(t, g.dev.Close())

@@ -3,8 +3,9 @@ package vsock
 import (
 	"errors"
 
-	"github.com/drowse-vm/drowse/devices/virtq"
 	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/devices/virtq"
 )
 
 // This file is about the guest's side: what its packets do, and how packets get
@@ -19,10 +20,10 @@ func (e *engine) drainTX(limit int) error {
 
 // packet handles one packet. Only errors of the host come back.
 func (e *engine) packet(r *virtq.Reader) error {
-	e.stats.packetsFromGuest.Add(1)
+	e.stats.PacketsFromGuest.Add(1)
 	if err := r.ReadFull(e.raw[:]); err != nil {
 		if errors.Is(err, virtq.ErrDriver) {
-			e.stats.violations.Add(1)
+			e.stats.Violations.Add(1)
 			return nil
 		}
 		return err
@@ -30,14 +31,14 @@ func (e *engine) packet(r *virtq.Reader) error {
 	var h header
 	h.decode(&e.raw)
 	if h.srcCID != e.cid || h.dstCID != HostCID {
-		e.stats.ignored.Add(1)
+		e.stats.Ignored.Add(1)
 		return nil
 	}
 	k := key{guestPort: h.srcPort, hostPort: h.dstPort}
 	if h.typ != typeStream {
 		// A packet of unknown type is answered with a reset (virtio 1.2,
 		// 5.10.6.4).
-		e.stats.violations.Add(1)
+		e.stats.Violations.Add(1)
 		if h.op != opReset {
 			e.sendReset(k, h.typ)
 		}
@@ -92,7 +93,7 @@ func (e *engine) packet(r *virtq.Reader) error {
 
 // violation resets a connection on which the guest breaks the protocol.
 func (e *engine) violation(c *conn) {
-	e.stats.violations.Add(1)
+	e.stats.Violations.Add(1)
 	e.abort(c)
 }
 
@@ -104,11 +105,9 @@ func (e *engine) request(k key, h *header) {
 		c = e.newConn(fd, stateOpen, own(fd))
 	}
 	if c == nil {
-		e.stats.refused.Add(1)
 		e.sendReset(k, typeStream)
 		return
 	}
-	e.stats.connections.Add(1)
 	e.register(c, k)
 	c.peerAlloc, c.peerForwarded = h.bufAlloc, h.fwdCnt
 	c.say |= sayResponse
@@ -121,7 +120,6 @@ func (e *engine) accepted(c *conn) {
 		e.refuse(c)
 		return
 	}
-	e.stats.connections.Add(1)
 	c.state = stateOpen
 	e.setDeadline(c, 0)
 	// What the client has said early waits in the socket.
@@ -140,7 +138,6 @@ func (e *engine) data(c *conn, r *virtq.Reader, h *header) error {
 		e.violation(c)
 		return nil
 	}
-	e.stats.bytesFromGuest.Add(uint64(n))
 	c.received += n
 	if c.fd < 0 || c.toTell&shutdownReceive != 0 {
 		// Sent before the guest knew that nobody reads any more.
@@ -178,7 +175,7 @@ func (e *engine) data(c *conn, r *virtq.Reader, h *header) error {
 		if err := c.backlog.fill(r, rest); err != nil {
 			return err
 		}
-		e.stats.buffered.Add(uint64(rest))
+		e.stats.Buffered.Add(uint64(rest))
 		e.block(c)
 		return nil
 	}
@@ -230,9 +227,6 @@ func (e *engine) guestShutdown(c *conn, flags uint32) {
 
 // guestReset: the connection is over for the guest.
 func (e *engine) guestReset(c *conn) {
-	if c.state == stateRequested {
-		e.stats.refused.Add(1)
-	}
 	if c.backlog.n == 0 || c.fd < 0 {
 		e.drop(c)
 		return
@@ -247,8 +241,7 @@ func (e *engine) guestReset(c *conn) {
 // sendReset queues a reset for a connection that is not ours, or no longer.
 func (e *engine) sendReset(k key, typ uint16) {
 	if e.resetsCount == len(e.resets) {
-		e.stats.droppedResets.Add(1)
-		return
+		return // too many wait already
 	}
 	e.resets[(e.resetsFrom+e.resetsCount)%len(e.resets)] = reset{k, typ}
 	e.resetsCount++
@@ -355,7 +348,7 @@ func (e *engine) popRX(c *virtq.Chain) (bool, error) {
 		if c.Writer.Remaining() > headerSize {
 			return true, nil
 		}
-		e.stats.shortBuffers.Add(1)
+		e.stats.ShortBuffers.Add(1)
 		if err := e.rx.Push(c.Head(), 0); err != nil {
 			return false, err
 		}
@@ -499,8 +492,7 @@ func (e *engine) pushData(c *conn, i, n int) error {
 	if _, err := w.Write(e.out[:]); err != nil {
 		return err
 	}
-	e.stats.packetsToGuest.Add(1)
-	e.stats.bytesToGuest.Add(uint64(n))
+	e.stats.PacketsToGuest.Add(1)
 	return e.rx.Push(e.rxChain[i].Head(), headerSize+uint32(n))
 }
 
@@ -532,6 +524,6 @@ func (e *engine) send(h *header) error {
 	if _, err := w.Write(e.out[:]); err != nil {
 		return err
 	}
-	e.stats.packetsToGuest.Add(1)
+	e.stats.PacketsToGuest.Add(1)
 	return e.rx.Push(e.rxChain[0].Head(), headerSize)
 }

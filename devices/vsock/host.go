@@ -44,12 +44,9 @@ func (e *engine) accept() {
 			e.acceptAfter = e.now + int64(acceptPause)
 			return
 		}
-		c := e.newConn(fd, stateHandshake, own(fd))
-		if c == nil {
-			e.stats.refused.Add(1)
-			continue
+		if c := e.newConn(fd, stateHandshake, own(fd)); c != nil {
+			e.setDeadline(c, handshakeTimeout)
 		}
-		e.setDeadline(c, handshakeTimeout)
 	}
 }
 
@@ -85,8 +82,8 @@ func (e *engine) newConn(fd int, s connState, own bool) *conn {
 	e.slots[slot] = c
 	e.open++
 	if !own {
-		e.stats.open.Add(1)
-		e.stats.uses.Add(1)
+		e.stats.Open.Add(1)
+		e.stats.Uses.Add(1)
 	}
 	return c
 }
@@ -116,7 +113,7 @@ func (e *engine) closeHost(c *conn) {
 // discard forgets what the client has not read. The guest gets its credit back.
 func (e *engine) discard(c *conn) {
 	c.forwarded += uint32(c.backlog.n)
-	e.stats.buffered.Add(-uint64(c.backlog.n))
+	e.stats.Buffered.Add(-uint64(c.backlog.n))
 	c.backlog.n = 0
 	e.releaseBuffer(c)
 }
@@ -163,7 +160,7 @@ func (e *engine) drop(c *conn) {
 	e.freeSlots = append(e.freeSlots, c.slot)
 	e.open--
 	if !c.own {
-		e.stats.open.Add(^uint64(0))
+		e.stats.Open.Add(^uint64(0))
 	}
 	if c.alloc == largeBuffer {
 		e.large--
@@ -243,8 +240,8 @@ func (e *engine) handshake(c *conn) {
 	}
 	if idle && !c.own {
 		c.own = true
-		e.stats.open.Add(^uint64(0))
-		e.stats.uses.Add(^uint64(0))
+		e.stats.Open.Add(^uint64(0))
+		e.stats.Uses.Add(^uint64(0))
 	}
 	e.register(c, key{guestPort: port, hostPort: e.freePort(port)})
 	c.state = stateRequested
@@ -286,7 +283,6 @@ func (e *engine) freePort(guestPort uint32) uint32 {
 
 // refuse ends a connection that was not established. The guest gets a reset if it has heard of it.
 func (e *engine) refuse(c *conn) {
-	e.stats.refused.Add(1)
 	if c.state == stateHandshake || c.say&sayRequest != 0 {
 		e.drop(c)
 		return
@@ -339,7 +335,7 @@ func (e *engine) tellShutdown(c *conn, flags uint32) {
 func (e *engine) flush(c *conn) {
 	n, err := c.backlog.flush(c.fd)
 	c.forwarded += uint32(n)
-	e.stats.buffered.Add(-uint64(n))
+	e.stats.Buffered.Add(-uint64(n))
 	if err != nil && !errors.Is(err, unix.EAGAIN) {
 		e.unwritable(c)
 		return

@@ -10,9 +10,10 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/drowse-vm/drowse/devices/virtq"
 	"github.com/drowse-vm/drowse/vmm/guestmem"
-	"golang.org/x/sys/unix"
 )
 
 func TestHeaderLies(t *testing.T) {
@@ -58,8 +59,8 @@ func TestHeaderLies(t *testing.T) {
 					t.Fatalf("read %q", got[:n])
 				}
 			}
-			if st := g.dev.Stats(); st.Violations != tc.violations || st.Ignored != tc.ignored {
-				t.Errorf("%d violations, %d ignored; want %d, %d", st.Violations, st.Ignored, tc.violations, tc.ignored)
+			if st := g.dev.Stats(); st.Violations.Load() != tc.violations || st.Ignored.Load() != tc.ignored {
+				t.Errorf("%d violations, %d ignored; want %d, %d", st.Violations.Load(), st.Ignored.Load(), tc.violations, tc.ignored)
 			}
 		})
 	}
@@ -115,7 +116,7 @@ func TestDataAfterItsEndIsAViolation(t *testing.T) {
 	s.send(opShutdown, shutdownSend)
 	s.write([]byte("x"))
 	g.receive(opReset)
-	if v := g.dev.Stats().Violations; v != 1 {
+	if v := g.dev.Stats().Violations.Load(); v != 1 {
 		t.Errorf("%d violations", v)
 	}
 }
@@ -130,7 +131,7 @@ func TestShortPacketsAndBuffersAreCountedAndSkipped(t *testing.T) {
 	g.dial(80)
 	g.wait("three chains to come back", func() bool {
 		st := g.dev.Stats()
-		return st.Violations == 1 && st.ShortBuffers == 2
+		return st.Violations.Load() == 1 && st.ShortBuffers.Load() == 2
 	})
 	for range 2 {
 		if _, n, ok := g.rx.reap(); !ok || n != 0 {
@@ -194,13 +195,13 @@ func TestGuestThatIgnoresCreditIsReset(t *testing.T) {
 	chunk := make([]byte, 65536)
 	for range 100 {
 		s.write(chunk)
-		if g.dev.Stats().Violations > 0 {
+		if g.dev.Stats().Violations.Load() > 0 {
 			break
 		}
 	}
 	g.receiveAfterCredit(opReset)
 	st := g.dev.Stats()
-	if st.Violations != 1 || st.Buffered > largeBuffer {
+	if st.Violations.Load() != 1 || st.Buffered.Load() > largeBuffer {
 		t.Errorf("%+v", st)
 	}
 	if n, err := io.Copy(io.Discard, c); err != nil || n == 0 || n > 1<<20 {
@@ -227,11 +228,11 @@ func TestClientThatDoesNotReadStallsItsOwnConnectionOnly(t *testing.T) {
 			}
 		}
 	}
-	if st := g.dev.Stats(); st.Buffered == 0 || st.Buffered > largeBuffer {
-		t.Errorf("%d bytes buffered", st.Buffered)
+	if st := g.dev.Stats(); st.Buffered.Load() == 0 || st.Buffered.Load() > largeBuffer {
+		t.Errorf("%d bytes buffered", st.Buffered.Load())
 	}
 	readFull(t, slow, data)
-	g.wait("the buffer to be empty", func() bool { return g.dev.Stats().Buffered == 0 })
+	g.wait("the buffer to be empty", func() bool { return g.dev.Stats().Buffered.Load() == 0 })
 	// All credit is back.
 	s1.send(opCreditRequest, 0)
 	g.wait("full credit", func() bool {
@@ -363,7 +364,7 @@ func TestCreditIsNotAdvertisedMoreOftenThanHalfABuffer(t *testing.T) {
 func TestRequestAndReplyTakeNoExtraPacketsAndOneInterruptEach(t *testing.T) {
 	g := newGuest(t, 64)
 	c, s := g.connect(80)
-	before, interrupts := g.dev.Stats(), g.count()
+	before, interrupts := g.dev.Stats().PacketsToGuest.Load(), g.count()
 	const rounds = 100
 	for range rounds {
 		c.Write([]byte("request"))
@@ -371,8 +372,7 @@ func TestRequestAndReplyTakeNoExtraPacketsAndOneInterruptEach(t *testing.T) {
 		s.write([]byte("reply"))
 		readFull(t, c, []byte("reply"))
 	}
-	st := g.dev.Stats()
-	if n := st.PacketsToGuest - before.PacketsToGuest; n != rounds {
+	if n := g.dev.Stats().PacketsToGuest.Load() - before; n != rounds {
 		t.Errorf("%d packets to the guest for %d requests", n, rounds)
 	}
 	// A transmitted buffer may come back with an interrupt of its own when the
@@ -403,7 +403,7 @@ func TestStormsOfPacketsLeaveNothingBehind(t *testing.T) {
 				}
 			}
 			g.tx.kick.Signal()
-			g.wait("all packets to be taken", func() bool { return g.dev.Stats().PacketsFromGuest == 3*maxResets })
+			g.wait("all packets to be taken", func() bool { return g.dev.Stats().PacketsFromGuest.Load() == 3*maxResets })
 			if n := g.paused(func(e *engine) bool { return e.resetsCount <= maxResets && len(e.conns) == 0 }); !n {
 				t.Error("connections or resets beyond their limit")
 			}
@@ -438,7 +438,7 @@ func TestCreditRequestStormOnOneConnectionIsAnsweredAtMostOncePerBuffer(t *testi
 		g.put(packet{header: s.header(opCreditRequest)})
 		g.tx.kick.Signal()
 	}
-	g.wait("all packets", func() bool { return g.dev.Stats().PacketsFromGuest >= 1001 })
+	g.wait("all packets", func() bool { return g.dev.Stats().PacketsFromGuest.Load() >= 1001 })
 	if !g.paused(func(e *engine) bool { return e.resetsCount == 0 && e.open == 1 }) {
 		t.Error("something was queued")
 	}

@@ -173,7 +173,7 @@ func (e *engine) transportReset() (bool, error) {
 		return false, err
 	}
 	if c.Writer.Remaining() < eventSize {
-		e.stats.shortBuffers.Add(1)
+		e.stats.ShortBuffers.Add(1)
 		return false, e.event.Push(c.Head(), 0)
 	}
 	var event [eventSize]byte

@@ -98,13 +98,13 @@ func TestUsesAreConnectionsOfOtherProcessesThatDoNotSayThatTheyAreIdle(t *testin
 		t.Run(tc.name, func(t *testing.T) {
 			g := newGuest(t, 16)
 			end := tc.open(g)
-			if st := g.dev.Stats(); st.Open != tc.want || st.Uses != tc.want {
-				t.Errorf("open %d, ever %d, want %d", st.Open, st.Uses, tc.want)
+			if st := g.dev.Stats(); st.Open.Load() != tc.want || st.Uses.Load() != tc.want {
+				t.Errorf("open %d, ever %d, want %d", st.Open.Load(), st.Uses.Load(), tc.want)
 			}
 			end()
-			g.wait("the connection is gone", func() bool { return g.dev.Stats().Open == 0 })
-			if st := g.dev.Stats(); st.Uses != tc.want {
-				t.Errorf("%d uses afterwards, want %d", st.Uses, tc.want)
+			g.wait("the connection is gone", func() bool { return g.dev.Stats().Open.Load() == 0 })
+			if st := g.dev.Stats(); st.Uses.Load() != tc.want {
+				t.Errorf("%d uses afterwards, want %d", st.Uses.Load(), tc.want)
 			}
 		})
 	}

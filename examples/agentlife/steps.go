@@ -444,7 +444,7 @@ func (l *life) promote(ctx context.Context) error {
 	}
 	var said int64
 	for _, name := range others {
-		var freed state.Freed
+		var freed spec.Freed
 		if err := l.store.Sandbox(name).Delete(ctx, sandbox.DeleteOptions{Freed: &freed}); err != nil {
 			return err
 		}

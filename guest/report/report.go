@@ -4,14 +4,17 @@ package report
 
 import "fmt"
 
-// HookEvent is what hooks in the guest are run for, and their first argument: package guest has the events.
+// HookEvent is what hooks are run for, and their first argument: packages guest and hosthooks have the events.
 type HookEvent string
 
-// HookFailure is one hook that did not do what it should. All of it is what the guest says, cut and made printable.
+// HookFailure is one hook, in the guest or on the host, that did not do what it should. All of one in the guest is what
+// the guest says, cut and made printable.
 type HookFailure struct {
-	Name    string    `json:"name"` // at most 255 bytes, and more for what had to be quoted
+	// Name is its file's, or the one that its program has given it; "*" is all. Of a guest it has at most 255 bytes, and
+	// more for what had to be quoted.
+	Name    string    `json:"name"`
 	Event   HookEvent `json:"event"`
-	Problem string    `json:"problem"`          // at most 256 bytes
+	Problem string    `json:"problem"`          // at most 256 bytes of a guest, and 1 KiB of the host
 	Output  string    `json:"output,omitempty"` // the end of what it printed, at most 1 KiB
 }
 

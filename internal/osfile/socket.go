@@ -35,3 +35,20 @@ func ListenUnixNew(ctx context.Context, path string) (net.Listener, error) {
 	}
 	return l, err
 }
+
+// PeerUser is the user of the process that has connected (SO_PEERCRED, unix(7)).
+func PeerUser(c *net.UnixConn) (uint32, error) {
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return 0, err
+	}
+	var cred *unix.Ucred
+	var cerr error
+	if err := raw.Control(func(fd uintptr) { cred, cerr = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED) }); err != nil {
+		return 0, err
+	}
+	if cerr != nil {
+		return 0, os.NewSyscallError("getsockopt", cerr)
+	}
+	return cred.Uid, nil
+}

@@ -26,7 +26,7 @@ func WriteFileIn(fsys FS, path string, data []byte, perm fs.FileMode) error {
 	if err != nil {
 		return err
 	}
-	return put(fsys, temp, path)
+	return Put(fsys, temp, path)
 }
 
 // Replace is WriteFile with what write writes.
@@ -35,7 +35,7 @@ func Replace(path string, perm fs.FileMode, write func(f *os.File) error) error 
 	if err != nil {
 		return err
 	}
-	return put(OS, temp, path)
+	return Put(OS, temp, path)
 }
 
 // WriteNew is WriteFile, but fails with fs.ErrExist, and changes nothing, if there is a file.
@@ -78,8 +78,8 @@ func writeTemp(fsys FS, path string, perm fs.FileMode, write func(File) error) (
 	return temp, nil
 }
 
-// put gives what writeTemp has written its name.
-func put(fsys FS, temp, path string) error {
+// Put gives what WriteTemp has written its name, durably.
+func Put(fsys FS, temp, path string) error {
 	if err := fsys.Rename(temp, path); err != nil {
 		return errors.Join(err, fsys.Remove(temp))
 	}

@@ -22,6 +22,7 @@ import (
 	"go.uber.org/goleak"
 
 	"github.com/drowse-vm/drowse/guest/fakeguest"
+	"github.com/drowse-vm/drowse/guest/report"
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api"
@@ -32,7 +33,6 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/records"
 	"github.com/drowse-vm/drowse/sandbox/sandboxtest"
 	"github.com/drowse-vm/drowse/sandbox/spec"
-	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -421,7 +421,7 @@ func TestErrors_keep_code_remedy_and_identity_over_the_wire(t *testing.T) {
 			case "full":
 				return spec.ErrHooks
 			case "refused":
-				return &spec.HostHooksError{Failures: []spec.HostHookFailure{{Name: "10-a", Event: "sleep", Problem: "exit status 3", Output: "not now"}}}
+				return &spec.HostHooksError{Failures: []report.HookFailure{{Name: "10-a", Event: "sleep", Problem: "exit status 3", Output: "not now"}}}
 			}
 			return nil
 		}
@@ -443,7 +443,7 @@ func TestErrors_keep_code_remedy_and_identity_over_the_wire(t *testing.T) {
 		"hooks":             {second(c.Wake(ctx, "full")), spec.ErrHooks, "hooks"},
 		"hooks on the host": {second(c.Sleep(ctx, "refused", sandbox.SleepOptions{})), spec.ErrHostHooks, "host-hooks"},
 		"time":              {lateErr, context.DeadlineExceeded, "timeout"},
-		"snapshot in use":   {c.RemoveSnapshot(ctx, full.Snapshot), state.ErrSnapshotInUse, "snapshot-in-use"},
+		"snapshot in use":   {c.RemoveSnapshot(ctx, full.Snapshot), spec.ErrSnapshotInUse, "snapshot-in-use"},
 		"no such snapshot":  {second(c.TagSnapshot(ctx, "0123", []string{"x"})), nil, "snapshot-not-found"},
 		"no command":        {second(c.Exec(ctx, "a", wire.Exec{})), sandbox.ErrSpec, "invalid"},
 		"an unlikely time":  {second(c.Exec(ctx, "a", wire.Exec{Command: []string{"x"}, TimeoutSeconds: -1})), sandbox.ErrSpec, "invalid"},

@@ -13,8 +13,7 @@ import (
 	"slices"
 	"strings"
 
-	"golang.org/x/sys/unix"
-
+	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
 )
 
@@ -43,25 +42,8 @@ func connContext(ctx context.Context, c net.Conn) context.Context {
 	if !ok {
 		return ctx
 	}
-	uid, err := peerOf(u)
+	uid, err := osfile.PeerUser(u)
 	return context.WithValue(ctx, peerKey{}, peer{uid, err})
-}
-
-// peerOf is the user of the process that has connected (SO_PEERCRED, unix(7)).
-func peerOf(c *net.UnixConn) (uint32, error) {
-	raw, err := c.SyscallConn()
-	if err != nil {
-		return 0, err
-	}
-	var cred *unix.Ucred
-	var cerr error
-	if err := raw.Control(func(fd uintptr) { cred, cerr = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED) }); err != nil {
-		return 0, err
-	}
-	if cerr != nil {
-		return 0, os.NewSyscallError("getsockopt", cerr)
-	}
-	return cred.Uid, nil
 }
 
 // caller is who sends a request. An error says why nobody is known.

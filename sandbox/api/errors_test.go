@@ -35,7 +35,6 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/records"
 	"github.com/drowse-vm/drowse/sandbox/spec"
-	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/vmm"
 	"github.com/drowse-vm/drowse/vmm/boot"
@@ -71,18 +70,18 @@ var sentinels = map[string]answered{
 	"control.ErrStopped":         {control.ErrStopped, "stopped", 409, ""},
 	"spec.ErrRecord":             {spec.ErrRecord, "record", 500, ""},
 	"spec.ErrInvalid":            {sandbox.ErrSpec, "invalid", 400, ""},
-	"spec.ErrMetadata":           {state.ErrMetadata, "metadata", 400, ""},
-	"spec.ErrExpired":            {state.ErrExpired, "expired", 409, ""},
+	"spec.ErrMetadata":           {spec.ErrMetadata, "metadata", 400, ""},
+	"spec.ErrExpired":            {spec.ErrExpired, "expired", 409, ""},
 	"spec.ErrHooks":              {spec.ErrHooks, "hooks", 409, ""},
-	"spec.ErrHostHooks":          {state.ErrHostHooks, "host-hooks", 409, ""},
-	"spec.ErrPromote":            {control.ErrPromote, "promote", 409, ""},
-	"spec.ErrDrop":               {control.ErrDrop, "drop", 409, ""},
-	"spec.ErrPersistLimit":       {control.ErrPersistLimit, "persist-limit", 409, ""},
+	"spec.ErrHostHooks":          {spec.ErrHostHooks, "host-hooks", 409, ""},
+	"spec.ErrPromote":            {spec.ErrPromote, "promote", 409, ""},
+	"spec.ErrDrop":               {spec.ErrDrop, "drop", 409, ""},
+	"spec.ErrPersistLimit":       {spec.ErrPersistLimit, "persist-limit", 409, ""},
 	"spec.ErrSecrets":            {spec.ErrSecrets, "secrets", 409, ""},
 	"spec.ErrShare":              {spec.ErrShare, "share-unusable", 409, ""},
-	"spec.ErrDiskOnly":           {state.ErrDiskOnly, "disk-only", 409, ""},
-	"spec.ErrForeignSnapshot":    {state.ErrForeignSnapshot, "foreign-snapshot", 409, ""},
-	"spec.ErrSnapshotInUse":      {state.ErrSnapshotInUse, "snapshot-in-use", 409, ""},
+	"spec.ErrDiskOnly":           {spec.ErrDiskOnly, "disk-only", 409, ""},
+	"spec.ErrForeignSnapshot":    {spec.ErrForeignSnapshot, "foreign-snapshot", 409, ""},
+	"spec.ErrSnapshotInUse":      {spec.ErrSnapshotInUse, "snapshot-in-use", 409, ""},
 	"sandbox.ErrNoEntrypoint":    never("a request that runs a command says which"),
 	"state.ErrImport":            never("the API imports nothing"),
 	"control.ErrCanceled":        never("who would get it does not wait any more"),

@@ -31,7 +31,6 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/records"
 	"github.com/drowse-vm/drowse/sandbox/sandboxtest"
 	"github.com/drowse-vm/drowse/sandbox/spec"
-	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // certificate makes one for localhost that signs itself.
@@ -165,7 +164,7 @@ func TestTCP_callers_may_do_what_their_tokens_say_until_these_are_taken_away(t *
 		t.Errorf("a directory of the host is shared over TCP: %v", err)
 	}
 	persist := lifetime.Persist{Promote: []lifetime.Promotion{{Path: "/work", To: "/etc"}}}
-	if _, err := as(write).Create(ctx, records.Request{Spec: sandbox.Spec{Name: "b", Image: sandboxtest.Image}, Metadata: state.Metadata{Persist: persist}}); fleet.CodeOf(err) != "invalid" {
+	if _, err := as(write).Create(ctx, records.Request{Spec: sandbox.Spec{Name: "b", Image: sandboxtest.Image}, Metadata: spec.Metadata{Persist: persist}}); fleet.CodeOf(err) != "invalid" {
 		t.Errorf("one is made that promotes to a directory of the host over TCP: %v", err)
 	}
 	if _, err := as(write).Update(ctx, "a", records.Changes{Persist: &persist}); fleet.CodeOf(err) != "invalid" {

@@ -20,7 +20,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/records"
-	"github.com/drowse-vm/drowse/sandbox/state"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // openAPI is the description of the API. A test makes it from the routes and the types of their bodies: `go test
@@ -130,7 +130,7 @@ func routes() []route {
 			}
 			return f.Update(ctx, r.name(), c)
 		})},
-		{method: http.MethodDelete, path: onOne, scope: ScopeWrite, op: "delete", says: "Remove a sandbox, also one that runs. One that is not there is left alone.", gives: state.Freed{}, serve: onSandbox(func(ctx context.Context, b *sandbox.Sandbox, _ *request) (freed state.Freed, err error) {
+		{method: http.MethodDelete, path: onOne, scope: ScopeWrite, op: "delete", says: "Remove a sandbox, also one that runs. One that is not there is left alone.", gives: spec.Freed{}, serve: onSandbox(func(ctx context.Context, b *sandbox.Sandbox, _ *request) (freed spec.Freed, err error) {
 			if err = b.Delete(ctx, sandbox.DeleteOptions{Force: true, Freed: &freed}); errors.Is(err, sandbox.ErrNotFound) {
 				err = nil
 			}
@@ -138,9 +138,9 @@ func routes() []route {
 		})},
 	}, lifecycle(), reading(), []route{
 		{method: get, path: "/v1/snapshots", scope: ScopeRead, op: "list snapshots", says: "List all snapshots.", gives: wire.Snapshots{}, serve: func(s *Server, _ *request) (int, any, error) {
-			return ok(s.snapshots(func(state.SnapshotInfo) bool { return true }))
+			return ok(s.snapshots(func(spec.SnapshotInfo) bool { return true }))
 		}},
-		{method: post, path: "/v1/snapshots/{id}/tags", scope: ScopeWrite, op: "tag snapshot", says: "Give a snapshot tags, in place of those that it has. While it has any, nothing prunes it.", takes: wire.Tags{}, gives: state.SnapshotInfo{}, needsBody: true, serve: func(s *Server, r *request) (int, any, error) {
+		{method: post, path: "/v1/snapshots/{id}/tags", scope: ScopeWrite, op: "tag snapshot", says: "Give a snapshot tags, in place of those that it has. While it has any, nothing prunes it.", takes: wire.Tags{}, gives: spec.SnapshotInfo{}, needsBody: true, serve: func(s *Server, r *request) (int, any, error) {
 			return ok(s.o.Host.State.TagSnapshot(r.PathValue("id"), r.body.(*wire.Tags).Tags))
 		}},
 		{method: http.MethodDelete, path: "/v1/snapshots/{id}", scope: ScopeWrite, op: "remove snapshot", says: "Remove a snapshot that nothing needs.", gives: wire.Empty{}, serve: func(s *Server, r *request) (int, any, error) {
@@ -190,7 +190,7 @@ func lifecycle() []route {
 		}),
 		{
 			method: http.MethodPost, path: onOne + "/sleep", scope: ScopeWrite, op: "sleep", says: "Put a sandbox to sleep. Of one that sleeps it says what its last sleep has done.",
-			takes: wire.Sleep{}, gives: control.SleepResult{}, serve: onSandbox(func(ctx context.Context, b *sandbox.Sandbox, r *request) (control.SleepResult, error) {
+			takes: wire.Sleep{}, gives: spec.SleepResult{}, serve: onSandbox(func(ctx context.Context, b *sandbox.Sandbox, r *request) (spec.SleepResult, error) {
 				return b.Sleep(ctx, sandbox.SleepOptions{Hooks: r.body.(*wire.Sleep).Hooks})
 			}),
 		},
@@ -200,7 +200,7 @@ func lifecycle() []route {
 		},
 		{
 			method: http.MethodPost, path: onOne + "/snapshot", scope: ScopeWrite, op: "snapshot", says: "Write a running sandbox to a snapshot that stays until it is removed.",
-			takes: wire.Snapshot{}, gives: control.SleepResult{}, serve: onSandbox(func(ctx context.Context, b *sandbox.Sandbox, r *request) (control.SleepResult, error) {
+			takes: wire.Snapshot{}, gives: spec.SleepResult{}, serve: onSandbox(func(ctx context.Context, b *sandbox.Sandbox, r *request) (spec.SleepResult, error) {
 				o := r.body.(*wire.Snapshot)
 				return b.Snapshot(ctx, sandbox.SnapshotOptions{Note: o.Note, Hooks: o.Hooks, DiskOnly: o.DiskOnly})
 			}),
@@ -211,7 +211,7 @@ func lifecycle() []route {
 			serve: onSandbox(func(ctx context.Context, b *sandbox.Sandbox, _ *request) (wire.Promoted, error) {
 				copies, err := b.Promote(ctx)
 				if copies == nil {
-					copies = []control.Promoted{}
+					copies = []spec.Promoted{}
 				}
 				return wire.Promoted{Promoted: copies}, err
 			}),
@@ -294,7 +294,7 @@ func reading() []route {
 			if err != nil {
 				return 0, nil, err
 			}
-			return ok(s.snapshots(func(i state.SnapshotInfo) bool { return i.Owner == is.ID }))
+			return ok(s.snapshots(func(i spec.SnapshotInfo) bool { return i.Owner == is.ID }))
 		}},
 		{method: get, path: onOne + "/stats", scope: ScopeRead, op: "stats", says: "Say what a running sandbox uses. One that sleeps is not woken.", gives: sandbox.Stats{}, serve: onSandbox(func(ctx context.Context, b *sandbox.Sandbox, _ *request) (sandbox.Stats, error) {
 			return b.Stats(ctx)
@@ -302,10 +302,10 @@ func reading() []route {
 		{method: get, path: onOne + "/policy", scope: ScopeRead, op: "policy", says: "Give the network policy of a sandbox.", gives: netpolicy.Policy{}, serve: onSandbox(func(_ context.Context, b *sandbox.Sandbox, _ *request) (*netpolicy.Policy, error) {
 			return b.Policy()
 		})},
-		{method: http.MethodPut, path: onOne + "/policy", scope: ScopeWrite, op: "set policy", says: "Replace the network policy of a sandbox. If it runs, the new one is in force when this is answered.", takes: netpolicy.Policy{}, gives: control.PolicyResult{}, needsBody: true, rawBody: true, serve: onSandbox(func(ctx context.Context, b *sandbox.Sandbox, r *request) (control.PolicyResult, error) {
+		{method: http.MethodPut, path: onOne + "/policy", scope: ScopeWrite, op: "set policy", says: "Replace the network policy of a sandbox. If it runs, the new one is in force when this is answered.", takes: netpolicy.Policy{}, gives: spec.PolicyResult{}, needsBody: true, rawBody: true, serve: onSandbox(func(ctx context.Context, b *sandbox.Sandbox, r *request) (spec.PolicyResult, error) {
 			p, err := netpolicy.Parse(r.body.([]byte))
 			if err != nil {
-				return control.PolicyResult{}, err
+				return spec.PolicyResult{}, err
 			}
 			return b.SetPolicy(ctx, p)
 		})},
@@ -430,9 +430,9 @@ func stop(s *Server, r *request) (int, any, error) {
 	return ok(s.fleet.Get(r.Context(), r.name()))
 }
 
-func (s *Server) snapshots(want func(state.SnapshotInfo) bool) (wire.Snapshots, error) {
+func (s *Server) snapshots(want func(spec.SnapshotInfo) bool) (wire.Snapshots, error) {
 	all, err := s.o.Host.State.Snapshots()
-	out := wire.Snapshots{Version: 1, Snapshots: []state.SnapshotInfo{}}
+	out := wire.Snapshots{Version: 1, Snapshots: []spec.SnapshotInfo{}}
 	for _, i := range all {
 		if want(i) {
 			out.Snapshots = append(out.Snapshots, i)

@@ -17,21 +17,50 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// Call asks a VM's process for something.
-func Call(ctx context.Context, s *state.Store, name, method, path string, out any) error {
-	return CallWith(ctx, s, name, method, path, nil, func(body io.Reader) error {
-		return json.NewDecoder(io.LimitReader(body, 16<<20)).Decode(out)
-	})
+// Orders is where a VM's process takes orders: POST Orders+NAME with JSON. Versions before that have taken them
+// elsewhere, and so refuse these, and these processes refuse theirs.
+const Orders = "/orders/"
+
+const (
+	// maxAnswer bounds an answer, in bytes.
+	maxAnswer = 16 << 20
+	// MaxEventLine bounds one event as JSON, in bytes.
+	MaxEventLine = 64 << 10
+)
+
+// Do gives a VM's process an order, with what it needs, and gets its answer unless out is nil.
+func Do(ctx context.Context, s *state.Store, name, order string, in, out any) error {
+	body, err := json.Marshal(in)
+	if err != nil {
+		return fmt.Errorf("asking the process of VM %s: %w", name, err)
+	}
+	defer clear(body) // it may have secrets
+	return call(ctx, s, name, http.MethodPost, Orders+order, body, into(out))
 }
 
-// CallWith is call with a body, and with what reads the answer.
-func CallWith(ctx context.Context, s *state.Store, name, method, path string, send []byte, read func(io.Reader) error) error {
+// Get asks a VM's process for something.
+func Get(ctx context.Context, s *state.Store, name, path string, out any) error {
+	return Read(ctx, s, name, path, into(out))
+}
+
+// Read is Get with what reads the answer.
+func Read(ctx context.Context, s *state.Store, name, path string, read func(io.Reader) error) error {
+	return call(ctx, s, name, http.MethodGet, path, nil, read)
+}
+
+func into(out any) func(io.Reader) error {
+	return func(body io.Reader) error {
+		if out == nil {
+			return nil
+		}
+		return json.NewDecoder(io.LimitReader(body, maxAnswer)).Decode(out)
+	}
+}
+
+func call(ctx context.Context, s *state.Store, name, method, path string, send []byte, read func(io.Reader) error) error {
 	r, err := s.Get(name)
 	if err != nil {
 		return err
-	}
-	if r.Phase == state.Starting {
-		return fmt.Errorf("%w: %s is starting", spec.ErrNotRunning, name)
 	}
 	if r.Phase != state.Running {
 		return fmt.Errorf("%w: %s is %s", spec.ErrNotRunning, name, r.Phase)
@@ -62,8 +91,8 @@ func CallWith(ctx context.Context, s *state.Store, name, method, path string, se
 	defer resp.Body.Close()
 	if resp.StatusCode != http.StatusOK {
 		var e ErrorReport
-		if err := json.NewDecoder(io.LimitReader(resp.Body, 16<<20)).Decode(&e); err != nil || e.Message == "" {
-			return fmt.Errorf("asking the process of VM %s: it answered %s", name, resp.Status)
+		if err := json.NewDecoder(io.LimitReader(resp.Body, maxAnswer)).Decode(&e); err != nil || e.Message == "" {
+			return fmt.Errorf("asking the process of VM %s: %w", name, unexpected(resp, path))
 		}
 		return &e
 	}
@@ -71,6 +100,14 @@ func CallWith(ctx context.Context, s *state.Store, name, method, path string, se
 		return fmt.Errorf("asking the process of VM %s: %w", name, err)
 	}
 	return nil
+}
+
+// unexpected is the error of a process that does not understand what it is asked at path.
+func unexpected(resp *http.Response, path string) error {
+	if resp.StatusCode == http.StatusNotFound || resp.StatusCode == http.StatusMethodNotAllowed {
+		return fmt.Errorf("it is of another version of drowse, and does not know %s: put the VM to sleep by a SIGTERM to it (`drowse inspect` says its pid), and wake the VM", path)
+	}
+	return fmt.Errorf("it answered %s", resp.Status)
 }
 
 // causeHeader tells the process of a VM on whose behalf it is asked for something.
@@ -84,6 +121,3 @@ func WithCause(r *http.Request) context.Context {
 	}
 	return ctx
 }
-
-// Discard reads an answer that says nothing.
-func Discard(io.Reader) error { return nil }

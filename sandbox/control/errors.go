@@ -32,7 +32,7 @@ type ErrorReport struct {
 	// Hooks are those in the guest that have refused, with code "hooks".
 	Hooks []guest.HookFailure `json:"hooks,omitempty"`
 	// HostHooks are those on the host that have refused, with code "host-hooks".
-	HostHooks []state.HostHookFailure `json:"host_hooks,omitempty"`
+	HostHooks []guest.HookFailure `json:"host_hooks,omitempty"`
 }
 
 type errorCode = struct {
@@ -114,7 +114,7 @@ func ReportError(err error) *ErrorReport {
 			if errors.As(err, &h) {
 				r.Hooks = h.Failures
 			}
-			var hh *state.HostHooksError
+			var hh *spec.HostHooksError
 			if errors.As(err, &hh) {
 				r.HostHooks = hh.Failures
 			}
@@ -148,13 +148,6 @@ func (e *ErrorReport) Unwrap() error {
 	return nil
 }
 
-// What does not persist over a sleep: see package spec.
-var (
-	ErrPromote      = spec.ErrPromote
-	ErrDrop         = spec.ErrDrop
-	ErrPersistLimit = spec.ErrPersistLimit
-)
-
 // PersistLimitError is an ErrPersistLimit with how much there is. The process of a VM tells others of the
 // ErrPersistLimit alone.
 type PersistLimitError struct {
@@ -165,11 +158,11 @@ type PersistLimitError struct {
 // Error is one line.
 func (e *PersistLimitError) Error() string {
 	return fmt.Sprintf("%v: %d bytes, and %d are allowed: remove files in it, or allow more: Fleet.Update of %q with Persist.MaxBytes",
-		ErrPersistLimit, e.Bytes, e.Max, e.Name)
+		spec.ErrPersistLimit, e.Bytes, e.Max, e.Name)
 }
 
 // Unwrap makes it an ErrPersistLimit.
-func (e *PersistLimitError) Unwrap() error { return ErrPersistLimit }
+func (e *PersistLimitError) Unwrap() error { return spec.ErrPersistLimit }
 
 // ErrStopped is why a VM ends whose process is told to.
 var ErrStopped = errors.New("stopped from outside")

@@ -15,7 +15,7 @@ import (
 	"github.com/drowse-vm/drowse/snapshot"
 )
 
-// parentSays is a VM's process that answers POST /fork with what says.
+// parentSays is a VM's process that answers the order of a fork with what says.
 func parentSays(t *testing.T, says func(c *net.UnixConn)) *state.Store {
 	t.Helper()
 	dir, err := os.MkdirTemp("", "df")
@@ -42,7 +42,7 @@ func parentSays(t *testing.T, says func(c *net.UnixConn)) *state.Store {
 		}
 		defer conn.Close()
 		buf := make([]byte, 4096)
-		if _, err := conn.Read(buf); err != nil || !strings.HasPrefix(string(buf), "POST /fork?id=") {
+		if _, err := conn.Read(buf); err != nil || !strings.HasPrefix(string(buf), "POST /orders/fork ") {
 			t.Errorf("the request is %q (%v)", buf, err)
 		}
 		if _, err := io.WriteString(conn, "HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"); err != nil {
@@ -80,7 +80,7 @@ func TestAForkGetsTheImageAndThenTheOutcome(t *testing.T) {
 		then func(c *net.UnixConn)
 		want error
 	}{
-		{"committed", func(c *net.UnixConn) { send(t, c, ForkLine{Result: &SleepResult{Snapshot: id}}, nil) }, nil},
+		{"committed", func(c *net.UnixConn) { send(t, c, ForkLine{Result: &spec.SleepResult{Snapshot: id}}, nil) }, nil},
 		{"failed", func(c *net.UnixConn) {
 			send(t, c, ForkLine{Error: ReportError(snapshot.ErrNoSpace)}, nil)
 		}, snapshot.ErrNoSpace},

@@ -9,7 +9,6 @@ import (
 	"io"
 	"net"
 	"net/http"
-	"net/url"
 	"os"
 
 	"golang.org/x/sys/unix"
@@ -84,8 +83,11 @@ func DialFork(ctx context.Context, s *state.Store, name, id, note string) (c *Fo
 	}()
 	stop := context.AfterFunc(ctx, func() { c.conn.Close() })
 	defer stop()
-	q := url.Values{"id": {id}, "note": {note}}
-	if _, err := fmt.Fprintf(c.conn, "POST /fork?%s HTTP/1.1\r\nHost: vm\r\n\r\n", q.Encode()); err != nil {
+	order, err := json.Marshal(ForkOrder{id, note})
+	if err == nil {
+		_, err = fmt.Fprintf(c.conn, "POST %sfork HTTP/1.1\r\nHost: vm\r\nContent-Length: %d\r\n\r\n%s", Orders, len(order), order)
+	}
+	if err != nil {
 		return c, fmt.Errorf("asking the process of VM %s: %w", name, errors.Join(ctx.Err(), err))
 	}
 	r := &rights{conn: c.conn}
@@ -94,7 +96,7 @@ func DialFork(ctx context.Context, s *state.Store, name, id, note string) (c *Fo
 	if err == nil {
 		c.resp = resp
 		if resp.StatusCode != http.StatusOK {
-			err = fmt.Errorf("it answered %s", resp.Status)
+			err = unexpected(resp, Orders+"fork")
 		}
 	}
 	if err == nil {
@@ -124,17 +126,17 @@ func (c *ForkConn) line() (l ForkLine, err error) {
 }
 
 // Wait returns when the snapshot is on disk, or will never be.
-func (c *ForkConn) Wait(ctx context.Context) (SleepResult, error) {
+func (c *ForkConn) Wait(ctx context.Context) (spec.SleepResult, error) {
 	stop := context.AfterFunc(ctx, func() { c.Abort() })
 	defer stop()
 	l, err := c.line()
 	switch {
 	case err != nil:
-		return SleepResult{}, err
+		return spec.SleepResult{}, err
 	case l.Error != nil:
-		return SleepResult{}, errors.Join(l.Error, ctx.Err())
+		return spec.SleepResult{}, errors.Join(l.Error, ctx.Err())
 	case l.Result == nil:
-		return SleepResult{}, fmt.Errorf("%w: it has sent no result", ErrForkEnded)
+		return spec.SleepResult{}, fmt.Errorf("%w: it has sent no result", ErrForkEnded)
 	}
 	return *l.Result, nil
 }

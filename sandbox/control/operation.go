@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // OperationKind is what an operation does with a sandbox.
@@ -34,7 +35,7 @@ type Operation struct {
 	// What it gave: a Report of create, start, wake and restore, what was Saved of sleep and snapshot, the Fork, and how
 	// the command of exec has ended, nil if that is not known.
 	Report Report
-	Saved  SleepResult
+	Saved  spec.SleepResult
 	Fork   ForkResult
 	Exit   *guest.ExitStatus
 }

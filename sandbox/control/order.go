@@ -7,7 +7,6 @@ import (
 	"io"
 	"net"
 	"os"
-	"strconv"
 
 	"golang.org/x/sys/unix"
 
@@ -176,32 +175,17 @@ func (o Order) Ahead() bool { return o.Snapshot != "" || o.Fork }
 
 // Args are the order as arguments of a process.
 func (o Order) Args(dir string) []string {
-	args := []string{"--state", dir, "--name", o.Name}
-	if o.Snapshot != "" {
-		args = append(args, "--snapshot", o.Snapshot)
-	}
-	if o.NewIdentity {
-		args = append(args, "--new-identity")
-	}
-	if o.Fork {
-		args = append(args, "--fork")
-	}
-	if o.Hold {
-		args = append(args, "--hold")
-	}
-	if o.Cause != "" {
-		args = append(args, "--cause", string(o.Cause))
-	}
-	return args
+	return arguments(dir, "--order", o)
+}
+
+func arguments(dir, flag string, v any) []string {
+	text, _ := json.Marshal(v) // plain data
+	return []string{"--state", dir, flag, string(text)}
 }
 
 // StandbyArgs are the arguments of a process that waits for an order.
 func StandbyArgs(dir string, s spec.Shape) []string {
-	args := []string{"--state", dir, "--standby", "--memory", strconv.Itoa(s.MemoryMiB), "--vcpus", strconv.Itoa(s.VCPUs)}
-	if s.Network {
-		args = append(args, "--net")
-	}
-	return args
+	return arguments(dir, "--standby", s)
 }
 
 // GoMaxProcsEnv is read by the Go runtime.

@@ -9,6 +9,7 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // Times that the guest has before a sleep.
@@ -24,26 +25,26 @@ const (
 )
 
 // Promote copies what is to be promoted, and returns what directories that are dropped, too, were before.
-func Promote(ctx context.Context, c *guest.Client, name string, spec lifetime.Persist) ([]Promoted, map[string]guest.Seen, error) {
-	if len(spec.Promote) == 0 {
+func Promote(ctx context.Context, c *guest.Client, name string, persist lifetime.Persist) ([]spec.Promoted, map[string]guest.Seen, error) {
+	if len(persist.Promote) == 0 {
 		return nil, nil, nil
 	}
 	ctx, cancel := context.WithTimeoutCause(ctx, PromoteTime, fmt.Errorf("not done within %v", PromoteTime))
 	defer cancel()
 	var items []guest.Promotion
 	var paths []string
-	for _, m := range spec.Promote {
+	for _, m := range persist.Promote {
 		items = append(items, guest.Promotion{Path: m.Path, Dir: m.To})
 		paths = append(paths, m.Path)
 	}
-	for _, d := range spec.Drop {
-		if spec.Promoted(d) {
+	for _, d := range persist.Drop {
+		if persist.Promoted(d) {
 			paths = append(paths, d)
 		}
 	}
 	looked, err := c.Look(ctx, paths)
 	if err != nil {
-		return nil, nil, fmt.Errorf("%w: %w", ErrPromote, err)
+		return nil, nil, fmt.Errorf("%w: %w", spec.ErrPromote, err)
 	}
 	seen := map[string]guest.Seen{}
 	for i, p := range paths {
@@ -54,12 +55,12 @@ func Promote(ctx context.Context, c *guest.Client, name string, spec lifetime.Pe
 		if errors.Is(ctx.Err(), context.DeadlineExceeded) {
 			err = errors.Join(context.Cause(ctx), err)
 		}
-		return nil, seen, fmt.Errorf("%w: %w", ErrPromote, err)
+		return nil, seen, fmt.Errorf("%w: %w", spec.ErrPromote, err)
 	}
 	return copies, seen, nil
 }
 
 // PromotedDetails are those of the event.
-func PromotedDetails(m Promoted) events.Details {
+func PromotedDetails(m spec.Promoted) events.Details {
 	return events.Details{Path: m.At, Bytes: m.Bytes}
 }

@@ -9,15 +9,6 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// What package spec says of results.
-type (
-	Promoted     = spec.Promoted
-	Persisted    = spec.Persisted
-	Dropped      = spec.Dropped
-	PolicyResult = spec.PolicyResult
-	SleepResult  = spec.SleepResult
-)
-
 // NoNetwork says that a VM has none.
 func NoNetwork(name string) error {
 	return fmt.Errorf("%w: %s has no network, and so no policy: VMs get one with --net %s", spec.ErrInvalid, name, spec.NetworkTAP)
@@ -51,7 +42,7 @@ type Report struct {
 func Milliseconds(d time.Duration) float64 { return float64(d.Microseconds()) / 1000 }
 
 // Take adds what the record of a sleep says to its result.
-func Take(r *SleepResult, s state.SleepRecord) {
+func Take(r *spec.SleepResult, s state.SleepRecord) {
 	r.BytesRaw, r.BytesStored, r.BytesShared = s.Raw, s.Stored, s.Shared
 	r.Awake, r.Asleep, r.CPUSeconds, r.NetworkIn, r.NetworkOut = s.Awake, s.Asleep, s.CPUSeconds, s.NetworkIn, s.NetworkOut
 }

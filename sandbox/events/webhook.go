@@ -93,19 +93,10 @@ func Sign(secret []byte, timestamp string, body []byte) string {
 // ReadSecret reads a webhook's secret from a file that only its owner may read. A line's end after it does not belong
 // to it.
 func ReadSecret(path string) ([]byte, error) {
-	f, err := os.Open(path)
-	if err != nil {
-		return nil, fmt.Errorf("reading a webhook's secret: %w", err)
+	data, err := osfile.ReadPrivate(path, MaxSecret+3)
+	if errors.Is(err, osfile.ErrShared) {
+		err = fmt.Errorf("%w: %w: use chmod 600", ErrInvalid, err)
 	}
-	defer f.Close()
-	st, err := f.Stat()
-	if err != nil {
-		return nil, fmt.Errorf("reading a webhook's secret: %w", err)
-	}
-	if st.Mode().Perm()&0o077 != 0 {
-		return nil, fmt.Errorf("reading a webhook's secret: %w: others may read %s: use chmod 600", ErrInvalid, path)
-	}
-	data, err := io.ReadAll(io.LimitReader(f, MaxSecret+3))
 	if err != nil {
 		return nil, fmt.Errorf("reading a webhook's secret: %w", err)
 	}

@@ -9,6 +9,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/records"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
@@ -132,12 +133,12 @@ func (f *Fleet) update(ctx context.Context, name string, c records.Changes) (rec
 	if c.Spec.Idle != nil {
 		idle = c.Spec.Idle.SleepSeconds
 	}
-	change := func(l *state.Metadata, unreadable error) error {
+	change := func(l *spec.Metadata, unreadable error) error {
 		if unreadable != nil && !c.Reset {
 			return unreadable
 		}
 		if c.Reset {
-			*l = state.Metadata{}
+			*l = spec.Metadata{}
 		}
 		set(&l.Class, c.Class)
 		set(&l.Owner, c.Owner)
@@ -151,7 +152,7 @@ func (f *Fleet) update(ctx context.Context, name string, c records.Changes) (rec
 			l.Persist = c.Persist.Clone()
 		}
 		if l.Class == lifetime.Ephemeral && (idle > 0 || r.Phase == state.Asleep) {
-			return fmt.Errorf("%w: an ephemeral sandbox does not sleep: wake it and take its idle time away first, or use another class", state.ErrMetadata)
+			return fmt.Errorf("%w: an ephemeral sandbox does not sleep: wake it and take its idle time away first, or use another class", spec.ErrMetadata)
 		}
 		return nil
 	}
@@ -164,7 +165,7 @@ func (f *Fleet) update(ctx context.Context, name string, c records.Changes) (rec
 		return records.Sandbox{}, err
 	}
 	if l.Class == lifetime.Ephemeral && c.Spec.Idle != nil && c.Spec.Idle.SleepSeconds > 0 {
-		return records.Sandbox{}, fmt.Errorf("%w: an ephemeral sandbox does not sleep", state.ErrMetadata)
+		return records.Sandbox{}, fmt.Errorf("%w: an ephemeral sandbox does not sleep", spec.ErrMetadata)
 	}
 	if err := f.host.Sandbox(name).SetSpec(ctx, c.Spec); err != nil {
 		return records.Sandbox{}, err
@@ -183,7 +184,7 @@ func set[T any](to, from *T) {
 
 // Extend lets a sandbox last until a time at least: one that lasts longer, or for ever, is left as it is.
 func (f *Fleet) Extend(ctx context.Context, name string, until time.Time) (records.Sandbox, error) {
-	_, err := f.state.SetMetadata(ctx, name, func(l *state.Metadata, unreadable error) error {
+	_, err := f.state.SetMetadata(ctx, name, func(l *spec.Metadata, unreadable error) error {
 		if unreadable != nil {
 			return unreadable
 		}

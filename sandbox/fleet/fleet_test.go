@@ -56,7 +56,7 @@ func rig(t *testing.T) (fleettest.Sandboxes, *sandboxtest.VMs, *clock) {
 
 func specOf(name string) sandbox.Spec { return sandbox.Spec{Name: name, Image: sandboxtest.Image} }
 
-func create(t *testing.T, f fleettest.Sandboxes, name string, l state.Metadata) records.Sandbox {
+func create(t *testing.T, f fleettest.Sandboxes, name string, l spec.Metadata) records.Sandbox {
 	t.Helper()
 	s, err := f.Create(t.Context(), records.Request{Spec: specOf(name), Metadata: l})
 	if err != nil {
@@ -128,7 +128,7 @@ func TestManyWakesMakeOneVM(t *testing.T) {
 		return nil
 	}
 	f := fleettest.Of(v.Host(t), fleet.Options{})
-	create(t, f, "one", state.Metadata{})
+	create(t, f, "one", spec.Metadata{})
 	if _, err := f.Sleep(t.Context(), "one", sandbox.SleepOptions{}); err != nil {
 		t.Fatal(err)
 	}
@@ -155,9 +155,9 @@ func TestErrorsHaveCodeCauseAndRemedy(t *testing.T) {
 		return nil
 	}}
 	f := fleettest.Of(v.Host(t), fleet.Options{})
-	create(t, f, "runs", state.Metadata{})
-	create(t, f, "short", state.Metadata{Class: lifetime.Ephemeral})
-	create(t, f, "sleeps", state.Metadata{})
+	create(t, f, "runs", spec.Metadata{})
+	create(t, f, "short", spec.Metadata{Class: lifetime.Ephemeral})
+	create(t, f, "sleeps", spec.Metadata{})
 	tests := map[string]struct {
 		do   func(context.Context) error
 		code records.Code
@@ -169,25 +169,25 @@ func TestErrorsHaveCodeCauseAndRemedy(t *testing.T) {
 		}, "exists", sandbox.ErrExists},
 		"creating without an image": {func(ctx context.Context) error { _, err := f.Create(ctx, records.Request{}); return err }, "invalid", sandbox.ErrSpec},
 		"creating what has expired": {func(ctx context.Context) error {
-			_, err := f.Create(ctx, records.Request{Spec: specOf("x"), Metadata: state.Metadata{Expires: time.Now().Add(-time.Hour)}})
+			_, err := f.Create(ctx, records.Request{Spec: specOf("x"), Metadata: spec.Metadata{Expires: time.Now().Add(-time.Hour)}})
 			return err
-		}, "metadata", state.ErrMetadata},
+		}, "metadata", spec.ErrMetadata},
 		"creating an ephemeral one that idles": {func(ctx context.Context) error {
 			s := specOf("x")
 			s.Idle.SleepSeconds = 1
-			_, err := f.Create(ctx, records.Request{Spec: s, Metadata: state.Metadata{Class: lifetime.Ephemeral}})
+			_, err := f.Create(ctx, records.Request{Spec: s, Metadata: spec.Metadata{Class: lifetime.Ephemeral}})
 			return err
-		}, "metadata", state.ErrMetadata},
+		}, "metadata", spec.ErrMetadata},
 		"creating a class that is none": {func(ctx context.Context) error {
-			_, err := f.Create(ctx, records.Request{Spec: specOf("x"), Metadata: state.Metadata{Class: "eternal"}})
+			_, err := f.Create(ctx, records.Request{Spec: specOf("x"), Metadata: spec.Metadata{Class: "eternal"}})
 			return err
-		}, "metadata", state.ErrMetadata},
+		}, "metadata", spec.ErrMetadata},
 		"getting nobody": {func(ctx context.Context) error { _, err := f.Get(ctx, "nobody"); return err }, "not-found", sandbox.ErrNotFound},
 		"getting or creating without a name": {func(ctx context.Context) error {
 			_, _, err := f.GetOrCreate(ctx, records.Request{Spec: sandbox.Spec{Image: sandboxtest.Image}})
 			return err
 		}, "invalid", sandbox.ErrSpec},
-		"putting an ephemeral one to sleep": {func(ctx context.Context) error { _, err := f.Sleep(ctx, "short", sandbox.SleepOptions{}); return err }, "metadata", state.ErrMetadata},
+		"putting an ephemeral one to sleep": {func(ctx context.Context) error { _, err := f.Sleep(ctx, "short", sandbox.SleepOptions{}); return err }, "metadata", spec.ErrMetadata},
 		"promoting of one that sleeps": {func(ctx context.Context) error {
 			if _, err := f.Sleep(ctx, "sleeps", sandbox.SleepOptions{}); err != nil {
 				return err
@@ -238,11 +238,11 @@ func TestErrorsHaveCodeCauseAndRemedy(t *testing.T) {
 func TestPruneDoesWhatMetadataSays(t *testing.T) {
 	f, _, c := rig(t)
 	in := func(d time.Duration) time.Time { return c.now().Add(d) }
-	create(t, f, "workspace", state.Metadata{Expires: in(time.Hour)})
-	create(t, f, "resumable", state.Metadata{Class: lifetime.Resumable, Expires: in(time.Hour), Keep: lifetime.Keep{Expired: 3600}})
-	create(t, f, "ephemeral", state.Metadata{Class: lifetime.Ephemeral, Expires: in(time.Hour)})
-	ended := create(t, f, "ended", state.Metadata{Class: lifetime.Ephemeral})
-	create(t, f, "lasting", state.Metadata{})
+	create(t, f, "workspace", spec.Metadata{Expires: in(time.Hour)})
+	create(t, f, "resumable", spec.Metadata{Class: lifetime.Resumable, Expires: in(time.Hour), Keep: lifetime.Keep{Expired: 3600}})
+	create(t, f, "ephemeral", spec.Metadata{Class: lifetime.Ephemeral, Expires: in(time.Hour)})
+	ended := create(t, f, "ended", spec.Metadata{Class: lifetime.Ephemeral})
+	create(t, f, "lasting", spec.Metadata{})
 	run(t, f, "ended", "true")
 	if _, err := f.History(t.Context(), "ended", records.Span{}); err != nil {
 		t.Fatal(err)
@@ -293,7 +293,7 @@ func TestPruneDoesWhatMetadataSays(t *testing.T) {
 
 func TestAttack_crashed_sandbox_passes_for_one_that_sleeps(t *testing.T) {
 	f, vms, _ := rig(t)
-	create(t, f, "a", state.Metadata{})
+	create(t, f, "a", spec.Metadata{})
 	write(t, vms, "a", "slept")
 	if _, err := f.Sleep(t.Context(), "a", sandbox.SleepOptions{}); err != nil {
 		t.Fatal(err)
@@ -325,7 +325,7 @@ func TestAttack_crashed_sandbox_passes_for_one_that_sleeps(t *testing.T) {
 
 func TestAttack_supervisor_prunes_the_disks_that_were_left(t *testing.T) {
 	f, vms, _ := rig(t)
-	create(t, f, "a", state.Metadata{})
+	create(t, f, "a", spec.Metadata{})
 	if _, err := f.Sleep(t.Context(), "a", sandbox.SleepOptions{}); err != nil {
 		t.Fatal(err)
 	}
@@ -362,7 +362,7 @@ func TestAttack_supervisor_prunes_the_disks_that_were_left(t *testing.T) {
 
 func TestRetentionKeepsTheLastTheYoungAndTheTagged(t *testing.T) {
 	f, _, _ := rig(t)
-	create(t, f, "s", state.Metadata{Keep: lifetime.Keep{Last: 2, For: 3600}})
+	create(t, f, "s", spec.Metadata{Keep: lifetime.Keep{Last: 2, For: 3600}})
 	var slept []string
 	for i := range 7 {
 		res, err := f.Sleep(t.Context(), "s", sandbox.SleepOptions{})
@@ -390,7 +390,7 @@ func TestRetentionKeepsTheLastTheYoungAndTheTagged(t *testing.T) {
 			t.Fatal(err)
 		}
 		for i, id := range slept {
-			if slices.ContainsFunc(infos, func(s state.SnapshotInfo) bool { return s.ID == id }) {
+			if slices.ContainsFunc(infos, func(s spec.SnapshotInfo) bool { return s.ID == id }) {
 				out = append(out, i)
 			}
 		}
@@ -416,7 +416,7 @@ func TestRetentionKeepsTheLastTheYoungAndTheTagged(t *testing.T) {
 
 func TestWhoExtendsBeforeThePruningKeepsIt(t *testing.T) {
 	f, _, c := rig(t)
-	create(t, f, "s", state.Metadata{Class: lifetime.Ephemeral, Expires: c.now().Add(time.Hour)})
+	create(t, f, "s", spec.Metadata{Class: lifetime.Ephemeral, Expires: c.now().Add(time.Hour)})
 	c.add(2 * time.Hour)
 	// The extension comes when the metadata was read, and before the step.
 	var extend sync.Once
@@ -447,7 +447,7 @@ func TestHistoryHasWhatWasRunAndSlept(t *testing.T) {
 	}
 	v := &sandboxtest.VMs{Commands: map[string]fakeguest.Command{"exit": exit}}
 	f := fleettest.Of(v.Host(t), fleet.Options{})
-	create(t, f, "s", state.Metadata{Owner: "build"})
+	create(t, f, "s", spec.Metadata{Owner: "build"})
 	for i := range 5 {
 		run(t, f, "s", "exit", strconv.Itoa(i))
 	}
@@ -460,12 +460,12 @@ func TestHistoryHasWhatWasRunAndSlept(t *testing.T) {
 			t.Fatalf("the next page: %+v (%v)", h, err)
 		}
 	}
-	id := create(t, f, "t", state.Metadata{}).ID
+	id := create(t, f, "t", spec.Metadata{}).ID
 	run(t, f, "t", "exit", "7")
 	if _, err := f.Delete(t.Context(), "t"); err != nil {
 		t.Fatal(err)
 	}
-	create(t, f, "t", state.Metadata{})
+	create(t, f, "t", spec.Metadata{})
 	if h, err := f.History(t.Context(), "t", records.Span{}); err != nil || len(h.Runs) != 0 || h.Sandbox.ID == id {
 		t.Errorf("the new one has a history of %+v (%v)", h, err)
 	}
@@ -484,8 +484,8 @@ func TestHistoryHasWhatWasRunAndSlept(t *testing.T) {
 func TestListOfAFleetThatHasReadBeforeIsThatOfANewOne(t *testing.T) {
 	f, vms, _ := rig(t)
 	kept := fleet.New(f.Host, fleet.Options{})
-	create(t, f, "a", state.Metadata{Owner: "build"})
-	gone := create(t, f, "gone", state.Metadata{})
+	create(t, f, "a", spec.Metadata{Owner: "build"})
+	gone := create(t, f, "gone", spec.Metadata{})
 	same := func(what string) {
 		t.Helper()
 		got, err := kept.List(t.Context(), records.Filter{})
@@ -506,7 +506,7 @@ func TestListOfAFleetThatHasReadBeforeIsThatOfANewOne(t *testing.T) {
 	if _, err := f.Delete(t.Context(), "gone"); err != nil {
 		t.Fatal(err)
 	}
-	create(t, f, "gone", state.Metadata{Owner: "tests", Tags: []string{"a"}})
+	create(t, f, "gone", spec.Metadata{Owner: "tests", Tags: []string{"a"}})
 	same("when one was replaced")
 	if _, err := f.Sleep(t.Context(), "a", sandbox.SleepOptions{}); err != nil {
 		t.Fatal(err)
@@ -514,7 +514,7 @@ func TestListOfAFleetThatHasReadBeforeIsThatOfANewOne(t *testing.T) {
 	if _, err := f.Rename(t.Context(), "a", "b"); err != nil {
 		t.Fatal(err)
 	}
-	create(t, f, "a", state.Metadata{})
+	create(t, f, "a", spec.Metadata{})
 	same("when one was renamed and its name taken")
 	owner := "other"
 	if _, err := f.Update(t.Context(), "b", records.Changes{Owner: &owner}); err != nil {
@@ -532,7 +532,7 @@ func TestListOfAFleetThatHasReadBeforeIsThatOfANewOne(t *testing.T) {
 func TestPagesTogetherAreTheList(t *testing.T) {
 	f, _, _ := rig(t)
 	for i := range 25 {
-		create(t, f, fmt.Sprintf("s%02d", i), state.Metadata{Owner: []string{"build", "tests"}[i%2]})
+		create(t, f, fmt.Sprintf("s%02d", i), spec.Metadata{Owner: []string{"build", "tests"}[i%2]})
 	}
 	var names []string
 	filter := records.Filter{Owner: "build", Limit: 4}

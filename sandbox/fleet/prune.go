@@ -10,6 +10,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/records"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
@@ -138,7 +139,7 @@ func (f *Fleet) lasts(r *state.Record) lifetime.Sandbox {
 	return lasts(r, l, err)
 }
 
-func lasts(r *state.Record, l state.Metadata, unreadable error) lifetime.Sandbox {
+func lasts(r *state.Record, l spec.Metadata, unreadable error) lifetime.Sandbox {
 	return lifetime.Sandbox{
 		ID: r.ID, Name: r.Spec.Name, Class: l.EffectiveClass(), Keep: l.Keep, Expires: l.Expires,
 		Running: r.Phase == state.Running || r.Phase == state.Starting, Ended: r.Phase == state.Stopped || r.Phase == state.Crashed,
@@ -164,8 +165,8 @@ var (
 
 // expire removes a sandbox if that is still to be done. The metadata is locked meanwhile: whoever extends it does so
 // before, and then it stays, or finds it gone.
-func (f *Fleet) expire(ctx context.Context, step lifetime.Step) (freed state.Freed, err error) {
-	_, err = f.state.SetMetadata(ctx, step.Name, func(l *state.Metadata, unreadable error) error {
+func (f *Fleet) expire(ctx context.Context, step lifetime.Step) (freed spec.Freed, err error) {
+	_, err = f.state.SetMetadata(ctx, step.Name, func(l *spec.Metadata, unreadable error) error {
 		r, err := f.state.Get(step.Name)
 		if err != nil {
 			return err

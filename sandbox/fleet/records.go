@@ -14,11 +14,12 @@ import (
 	"github.com/drowse-vm/drowse/guest/audit"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/records"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // describe is the row of a VM.
-func describe(r *state.Record, l state.Metadata, unreadable error) records.Sandbox {
+func describe(r *state.Record, l spec.Metadata, unreadable error) records.Sandbox {
 	s := records.Sandbox{
 		ID: r.ID, Name: r.Spec.Name, Class: l.EffectiveClass(), Owner: l.Owner, Purpose: l.Purpose,
 		Tags:  slices.Compact(slices.Sorted(slices.Values(append(slices.Clone(l.Tags), r.Spec.Tags...)))),

@@ -18,6 +18,7 @@ import (
 	"go.uber.org/goleak"
 	"golang.org/x/sys/unix"
 
+	"github.com/drowse-vm/drowse/guest/report"
 	"github.com/drowse-vm/drowse/sandbox/events"
 )
 
@@ -366,7 +367,7 @@ func TestFunctions(t *testing.T) {
 			_, failures := h.Before(t.Context(), events.Event{Type: events.Sleeping, Sandbox: "box"}, false)
 			switch {
 			case c.problem == "" && len(failures) == 0:
-			case len(failures) != 1 || failures[0] != Failure{Name: "f", Event: Sleep, Problem: c.problem}:
+			case len(failures) != 1 || failures[0] != report.HookFailure{Name: "f", Event: Sleep, Problem: c.problem}:
 				t.Fatalf("%+v, want %q", failures, c.problem)
 			}
 		})

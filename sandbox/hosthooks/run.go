@@ -11,12 +11,9 @@ import (
 	"time"
 	"unicode"
 
+	"github.com/drowse-vm/drowse/guest/report"
 	"github.com/drowse-vm/drowse/sandbox/events"
-	"github.com/drowse-vm/drowse/sandbox/spec"
 )
-
-// Failure is a hook that has not done what it should.
-type Failure = spec.HostHookFailure
 
 // Words by which hooks are told what they are run for: their only argument.
 const (
@@ -111,24 +108,24 @@ func Find(d Dir, funcs []Func) (Hooks, error) {
 
 // Before runs the hooks for something that is about to be. The first failure ends it, unless ignore is set. It returns
 // those that were started, which are to be told if it is not, and what has failed.
-func (h Hooks) Before(ctx context.Context, e events.Event, ignore bool) (started Hooks, failures []Failure) {
+func (h Hooks) Before(ctx context.Context, e events.Event, ignore bool) (started Hooks, failures []report.HookFailure) {
 	return h.tell(ctx, e, func() bool { return !ignore })
 }
 
 // After runs the hooks for something that has been, all of them, whatever fails.
-func (h Hooks) After(ctx context.Context, e events.Event) []Failure {
+func (h Hooks) After(ctx context.Context, e events.Event) []report.HookFailure {
 	_, failures := h.tell(ctx, e, func() bool { return false })
 	return failures
 }
 
-func (h Hooks) tell(ctx context.Context, e events.Event, stop func() bool) (started Hooks, failures []Failure) {
+func (h Hooks) tell(ctx context.Context, e events.Event, stop func() bool) (started Hooks, failures []report.HookFailure) {
 	started = Hooks{each: h.each, limit: h.limit}
 	if h.None() {
 		return started, nil
 	}
 	word := Word(e.Type)
 	fail := func(name, problem, output string) {
-		failures = append(failures, Failure{Name: name, Event: word, Problem: line(problem, maxProblem), Output: line(output, MaxOutput)})
+		failures = append(failures, report.HookFailure{Name: name, Event: report.HookEvent(word), Problem: line(problem, maxProblem), Output: line(output, MaxOutput)})
 	}
 	input, err := json.Marshal(e)
 	if err != nil {

@@ -22,46 +22,34 @@ const maxFrozen = time.Minute
 // have one more layer.
 func (in *Instance) SealFrozen(ctx context.Context, newTop string, l guest.HookLimits, recorded func(disk.Stack) error) (
 	sealed disk.Stack, frozen time.Duration, failures []guest.HookFailure, err error) {
-	ctx, cancel := in.WhileRunning(ctx)
-	defer cancel()
-	c, err := in.Agent(ctx)
-	if err != nil {
-		return sealed, 0, nil, in.Explain(ctx, err)
-	}
-	defer c.Close()
-	if err := in.disk.Prepare(newTop); err != nil {
-		return sealed, 0, nil, err
-	}
-	hooked, err := c.Freeze(ctx, maxFrozen, l)
-	if err != nil {
-		return sealed, 0, nil, in.Explain(ctx, err)
-	}
-	failures = hooked.Failures
-	if hooked.Refused {
-		return sealed, 0, failures, &spec.HooksError{Failures: failures}
-	}
-	sealed = in.disk.Stack()
-	_, err = in.disk.SealThen(ctx, newTop, recorded)
-	thawed, terr := c.Thaw(ctx, l)
-	failures = append(failures, thawed.Failures...)
-	if err := errors.Join(err, terr); err != nil {
-		return sealed, 0, failures, in.Explain(ctx, err)
-	}
-	return sealed, thawed.Frozen, failures, nil
+	err = in.ask(ctx, func(ctx context.Context, c *guest.Client) error {
+		if err := in.disk.Prepare(newTop); err != nil {
+			return err
+		}
+		hooked, err := c.Freeze(ctx, maxFrozen, l)
+		if err != nil {
+			return err
+		}
+		failures = hooked.Failures
+		if hooked.Refused {
+			return &spec.HooksError{Failures: failures}
+		}
+		sealed = in.disk.Stack()
+		_, err = in.disk.SealThen(ctx, newTop, recorded)
+		thawed, terr := c.Thaw(ctx, l)
+		failures, frozen = append(failures, thawed.Failures...), thawed.Frozen
+		return errors.Join(err, terr)
+	})
+	return sealed, frozen, failures, err
 }
 
 // NewIdentity makes a guest that has booted from the disk of another one a machine of its
 // own: its machine id, of which the disk has the other one's.
 func (in *Instance) NewIdentity(ctx context.Context) error {
-	ctx, cancel := in.WhileRunning(ctx)
-	defer cancel()
-	c, err := in.Agent(ctx)
-	if err != nil {
-		return in.Explain(ctx, err)
-	}
-	defer c.Close()
-	if _, err := c.Resume(ctx, guest.Resume{NewIdentity: true, Hostname: in.parts.Spec.Hostname}); err != nil {
-		return in.Explain(ctx, fmt.Errorf("giving the guest an identity of its own: %w", err))
-	}
-	return nil
+	return in.ask(ctx, func(ctx context.Context, c *guest.Client) error {
+		if _, err := c.Resume(ctx, guest.Resume{NewIdentity: true, Hostname: in.parts.Spec.Hostname}); err != nil {
+			return fmt.Errorf("giving the guest an identity of its own: %w", err)
+		}
+		return nil
+	})
 }

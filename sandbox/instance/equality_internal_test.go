@@ -540,8 +540,9 @@ func (h *history) wake(i *instant) *testMachine {
 	h.saw.waking++
 	m := h.adopt(in, i.ram, i.depth)
 	m.woken = true
-	hits, _ := in.CachedFrames()
-	h.saw.cachedFrames += int(hits)
+	if in.cached != nil {
+		h.saw.cachedFrames += int(in.cached.Stats().Hits)
+	}
 	return m
 }
 

@@ -49,20 +49,12 @@ func (in *Instance) listenHooks() error {
 }
 
 // runHooks runs the guest's hooks for one event.
-func (in *Instance) runHooks(ctx context.Context, event guest.HookEvent, l guest.HookLimits) (guest.Hooked, error) {
-	ctx, cancel := in.WhileRunning(ctx)
-	defer cancel()
-	c, err := in.Agent(ctx)
-	if err != nil {
-		return guest.Hooked{}, in.Explain(ctx, err)
-	}
-	// Before the guest is paused, so that no connection is in what is saved of it.
-	defer c.Close()
-	res, err := c.Hooks(ctx, event, l)
-	if err != nil {
-		return res, in.Explain(ctx, err)
-	}
-	return res, nil
+func (in *Instance) runHooks(ctx context.Context, event guest.HookEvent, l guest.HookLimits) (res guest.Hooked, err error) {
+	err = in.ask(ctx, func(ctx context.Context, c *guest.Client) (err error) {
+		res, err = c.Hooks(ctx, event, l)
+		return err
+	})
+	return res, err
 }
 
 // RunHooksBefore runs the hooks for a sleep or a snapshot. If they refuse, they have been told

@@ -68,8 +68,8 @@ type Parts struct {
 	ProxyIdentity func() (*proxy.Identity, error)
 	// ServiceEvent, if not nil, is called with what the guest says of its services, one at a time.
 	ServiceEvent func(guest.ServiceEvent)
-	// Shells, if not nil, are prebuilt VMs, which may have a part of the VM that was made ahead.
-	Shells *Prebuilt
+	// Shell, if not nil, may have a part of the VM that was made ahead.
+	Shell *Prebuilt
 	// PageCache is a directory with pages of snapshots that were restored before, as
 	// KeepPages leaves them there; empty for none. See package pagecache.
 	PageCache string
@@ -124,7 +124,6 @@ type Instance struct {
 	forkBase string
 	// structPages says where the guest's kernel marks free pages; nil if it does not.
 	structPages *freepages.Map
-	balloon     *balloon.Device
 	net         *virtionet.Device // nil without a network, as network is
 	network     *Network
 	vsock       *vsock.Device
@@ -151,8 +150,7 @@ func begin(p Parts) (in *Instance, err error) {
 		in.closers = append(in.closers, v)
 	}
 	if p.RAM == nil {
-		if sh, ok := p.Shells.take(p.Spec.Shape()); ok {
-			in.mem, in.shell = sh.mem, sh.vm
+		if in.mem, in.shell = p.Shell.take(p.Spec.Shape()); in.mem != nil {
 			return in, nil
 		}
 	}
@@ -202,8 +200,7 @@ func (in *Instance) assemble(net netStart) (err error) {
 	in.vsock = vs
 	add(deviceVsock, vs)
 	add(deviceRNG, rng.New(rng.Options{}))
-	in.balloon = balloon.New(in.mem, balloon.Options{OnError: in.deviceError(deviceBalloon)})
-	add(deviceBalloon, in.balloon)
+	add(deviceBalloon, balloon.New(in.mem, balloon.Options{OnError: in.deviceError(deviceBalloon)}))
 
 	if p.Spec.Network == spec.NetworkTAP {
 		if in.net, err = in.connect(net); err != nil {
@@ -336,6 +333,22 @@ func (in *Instance) boot(ctx context.Context) error {
 	}
 	in.ready = time.Since(in.started)
 	in.locateFreePages(report)
+	return nil
+}
+
+// ask asks the agent in the guest by f, as long as the machine runs. The connection is closed then, so that it is not
+// in what is saved of a guest that is paused next.
+func (in *Instance) ask(ctx context.Context, f func(context.Context, *guest.Client) error) error {
+	ctx, cancel := in.WhileRunning(ctx)
+	defer cancel()
+	c, err := in.Agent(ctx)
+	if err == nil {
+		defer c.Close()
+		err = f(ctx, c)
+	}
+	if err != nil {
+		return in.Explain(ctx, err)
+	}
 	return nil
 }
 
@@ -607,8 +620,11 @@ func (in *Instance) WakeFailures() []guest.HookFailure { return in.hookFailures 
 // CloseToo has something closed with the instance.
 func (in *Instance) CloseToo(c io.Closer) { in.closers = append(in.closers, c) }
 
-// Connections count those of the guest over vsock.
-func (in *Instance) Connections() vsock.Stats { return in.vsock.Stats() }
+// Connections are how many over vsock are open, and how many there ever were: see vsock.Stats.
+func (in *Instance) Connections() (open, ever uint64) {
+	st := in.vsock.Stats()
+	return st.Open.Load(), st.Uses.Load()
+}
 
 // Machine is the VM below.
 func (in *Instance) Machine() *vmm.Machine { return in.machine }
@@ -623,9 +639,9 @@ func (in *Instance) Timing() (entry, ready time.Duration) {
 }
 
 // Faults are what the pager has done so far; false if the VM was not restored.
-func (in *Instance) Faults() (pager.Stats, bool) {
+func (in *Instance) Faults() (*pager.Stats, bool) {
 	if in.pager == nil {
-		return pager.Stats{}, false
+		return &pager.Stats{}, false
 	}
 	return in.pager.Stats(), true
 }

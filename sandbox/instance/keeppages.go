@@ -34,13 +34,3 @@ func (in *Instance) KeepPages(ctx context.Context) error {
 
 // Caches says whether pages that were decompressed are kept for other wakes.
 func (in *Instance) Caches() bool { return in.cached != nil }
-
-// CachedFrames says how many frames of the snapshot came out of Parts.PageCache, and how many
-// were not there.
-func (in *Instance) CachedFrames() (hits, misses uint64) {
-	if in.cached == nil {
-		return 0, 0
-	}
-	s := in.cached.Stats()
-	return s.Hits, s.Misses
-}

@@ -185,7 +185,7 @@ func newNetwork(p Parts, secrets proxy.Secrets, log *slog.Logger) (n *Network, e
 	if n.onLink, err = hostnet.OnLink(); err != nil {
 		return nil, err
 	}
-	ahead, aerr := p.Shells.network()
+	ahead, aerr := p.Shell.network()
 	if aerr != nil {
 		log.Warn("the VM's network was not made ahead", "error", aerr)
 	}
@@ -337,13 +337,8 @@ func (n *Network) Close() error {
 	n.cancel()
 	n.mu.Lock()
 	n.closed = true
-	if n.stopProxy != nil {
-		n.stopProxy()
-	}
-	if n.stopDNS != nil {
-		n.stopDNS()
-		n.stopDNS = nil
-	}
+	n.policy = &netpolicy.Policy{}
+	n.stopUnused()
 	n.mu.Unlock()
 	n.wg.Wait()
 	if n.flows != nil {
@@ -412,6 +407,7 @@ func (n *Network) SetPolicy(p *netpolicy.Policy) error {
 func (n *Network) stopUnused() {
 	if !n.policy.ProxyOn() && n.stopProxy != nil {
 		n.stopProxy()
+		n.proxy, n.stopProxy = nil, nil
 	}
 	if n.policy.DNS == nil && n.stopDNS != nil {
 		n.stopDNS()
@@ -471,19 +467,24 @@ func (n *Network) listenDNS() error {
 	if err != nil {
 		return fmt.Errorf("%w: is there a name server of the host's on all addresses?", err)
 	}
+	n.stopDNS = n.serve("the VM's resolver has failed: names are not found any more", func(ctx context.Context) error { return n.dns.Serve(ctx, pc, ln) })
+	return nil
+}
+
+// serve does something in the background until the network ends, or stop is called, which waits for it.
+func (n *Network) serve(failed string, do func(context.Context) error) (stop func()) {
 	ctx, cancel := context.WithCancel(n.ctx)
 	ended := make(chan struct{})
 	go func() {
 		defer close(ended)
-		if err := n.dns.Serve(ctx, pc, ln); err != nil {
-			n.log.Error("the VM's resolver has failed: names are not found any more", "error", err)
+		if err := do(ctx); err != nil {
+			n.log.Error(failed, "error", err)
 		}
 	}()
-	n.stopDNS = func() {
+	return func() {
 		cancel()
 		<-ended
 	}
-	return nil
 }
 
 // listenTLS has a socket for connections whose names are checked, if a policy has such names and there is

@@ -13,13 +13,6 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// prebuilt is what of a VM can be made before anything is known of it but its shape: RAM,
-// and what KVM has.
-type prebuilt struct {
-	mem *guestmem.Memory
-	vm  *vmm.Prebuilt
-}
-
 // queuesAhead are the numbers of queues of the devices that VMs have first: three disks, vsock, rng, balloon and
 // network, see Instance.assemble. Where a VM has others, it takes longer to put together and nothing else.
 var queuesAhead = []int{1, 1, 1, 3, 1, 4, 2}
@@ -29,174 +22,97 @@ func newShell(mem *guestmem.Memory, vcpus int, tracked bool) (*vmm.Prebuilt, err
 	return vmm.NewPrebuilt(vmm.PrebuiltConfig{VCPUs: vcpus, Memory: mem, TrackDirty: tracked, Queues: queuesAhead})
 }
 
-func (s prebuilt) close() error { return errors.Join(s.vm.Close(), s.mem.Close()) }
-
-// Prebuilt are made ahead of the VMs that will need them, so that a restore finds the part of it done that takes KVM
-// longest, and its link to the host if it has one. An empty one takes no memory of the guest's and some 100 KiB of
+// Prebuilt is what of a VM can be made before anything is known of it but its shape: RAM, what KVM has, which takes
+// longest, and the link to the host if it has one. An empty VM takes no memory of the guest's and some 100 KiB of
 // KVM's, and 10 bytes for each page of RAM where KVM shadows the guest's page tables; a link takes some 850 KiB of the
-// kernel's. The methods may be called from any goroutine.
+// kernel's. The methods may be called from any goroutine; a nil one has nothing.
 type Prebuilt struct {
-	want  map[spec.Shape]int // without networks
-	links int                // how many networks are wanted
+	shape spec.Shape // without a network
 
-	mu       sync.Mutex
-	ready    map[spec.Shape][]prebuilt
-	networks []*prebuiltNetwork
-	// failure is why a network could not be made: a VM that needs one makes it itself.
+	mu sync.Mutex // guards what follows
+	// mem and vm are nil once they were taken, and so is link.
+	mem  *guestmem.Memory
+	vm   *vmm.Prebuilt
+	link *prebuiltNetwork
+	// failure is why there is no link: a VM that needs one makes it itself.
 	failure error
-	closed  bool
-	// filling serialises Fill.
-	filling sync.Mutex
 }
 
-// NewPrebuilt keeps so many shells of each shape, once Fill has made them.
-func NewPrebuilt(want map[spec.Shape]int) (*Prebuilt, error) {
-	out := &Prebuilt{want: map[spec.Shape]int{}, ready: map[spec.Shape][]prebuilt{}}
-	for s, n := range want {
-		if err := s.Validate(); err != nil {
-			return nil, err
-		}
-		out.want[s.Machine()] += n
-		if s.Network {
-			out.links += n
-		}
+// NewPrebuilt makes it, and returns when it is there. It is no error that the link cannot be made.
+func NewPrebuilt(shape spec.Shape) (s *Prebuilt, err error) {
+	if err := shape.Validate(); err != nil {
+		return nil, err
 	}
-	return out, nil
-}
-
-// Fill makes the shells that are missing, and returns when they are there. Nothing else
-// does: the caller knows when a processor has time for it. It is no error that a network cannot be made.
-func (s *Prebuilt) Fill() error {
-	s.filling.Lock()
-	defer s.filling.Unlock()
-	for shape, n := range s.want {
-		for s.missing(shape, n) {
-			if err := s.add(shape); err != nil {
-				return fmt.Errorf("making a machine of %d MiB with %d vCPUs ahead: %w", shape.MemoryMiB, shape.VCPUs, err)
-			}
-		}
+	s = &Prebuilt{shape: shape.Machine()}
+	s.mem, err = guestmem.New(spec.VM{MemoryMiB: shape.MemoryMiB}.Memory())
+	if err == nil {
+		s.vm, err = newShell(s.mem, shape.VCPUs, trackDirty())
 	}
-	s.link()
-	return nil
-}
-
-// link makes the networks that are missing.
-func (s *Prebuilt) link() {
-	for {
-		s.mu.Lock()
-		enough := s.closed || len(s.networks) >= s.links
-		s.mu.Unlock()
-		if enough {
-			return
-		}
-		n, err := newPrebuiltNetwork()
-		s.mu.Lock()
-		s.failure = err
-		if err == nil && !s.closed {
-			s.networks = append(s.networks, n)
-			n = nil
-		}
-		s.mu.Unlock()
-		if n != nil {
-			err = errors.Join(err, n.close())
-		}
-		if err != nil {
-			return
-		}
+	if err == nil {
+		err = s.vm.Wait()
 	}
+	if err != nil {
+		err = fmt.Errorf("making a machine of %d MiB with %d vCPUs ahead: %w", shape.MemoryMiB, shape.VCPUs, err)
+		return nil, errors.Join(err, s.Close())
+	}
+	if shape.Network {
+		s.link, s.failure = newPrebuiltNetwork()
+	}
+	return s, nil
 }
 
-// NextNetwork is the id of the network that network returns next; empty if there is none.
+// NextNetwork is the id of the network that network returns; empty if there is none.
 func (s *Prebuilt) NextNetwork() string {
 	if s == nil {
 		return ""
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if len(s.networks) == 0 {
+	if s.link == nil {
 		return ""
 	}
-	return s.networks[len(s.networks)-1].id
+	return s.link.id
 }
 
-// network returns a network, or nil; and why there is none if one could not be made.
-func (s *Prebuilt) network() (*prebuiltNetwork, error) {
+// network returns the network, or nil; and why there is none if it could not be made.
+func (s *Prebuilt) network() (n *prebuiltNetwork, err error) {
 	if s == nil {
 		return nil, nil
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if len(s.networks) == 0 {
-		return nil, s.failure
-	}
-	last := len(s.networks) - 1
-	n := s.networks[last]
-	s.networks = s.networks[:last]
-	return n, nil
+	n, s.link = s.link, nil
+	return n, s.failure
 }
 
-func (s *Prebuilt) missing(shape spec.Shape, n int) bool {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return !s.closed && len(s.ready[shape]) < n
-}
-
-func (s *Prebuilt) add(shape spec.Shape) error {
-	mem, err := guestmem.New(spec.VM{MemoryMiB: shape.MemoryMiB}.Memory())
-	if err != nil {
-		return err
-	}
-	vm, err := newShell(mem, shape.VCPUs, trackDirty())
-	if err != nil {
-		return errors.Join(err, mem.Close())
-	}
-	sh := prebuilt{mem: mem, vm: vm}
-	if err := sh.vm.Wait(); err != nil {
-		return errors.Join(err, sh.close())
-	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.closed {
-		return sh.close()
-	}
-	s.ready[shape] = append(s.ready[shape], sh)
-	return nil
-}
-
-// take returns a shell if there is one; nil has none.
-func (s *Prebuilt) take(shape spec.Shape) (prebuilt, bool) {
+// take returns RAM, and what KVM has, for a VM of a shape; nil if that is not there.
+func (s *Prebuilt) take(shape spec.Shape) (mem *guestmem.Memory, vm *vmm.Prebuilt) {
 	if s == nil {
-		return prebuilt{}, false
+		return nil, nil
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	shape = shape.Machine()
-	all := s.ready[shape]
-	if len(all) == 0 {
-		return prebuilt{}, false
+	if shape.Machine() == s.shape {
+		mem, s.mem, vm, s.vm = s.mem, nil, s.vm, nil
 	}
-	last := all[len(all)-1]
-	all[len(all)-1] = prebuilt{}
-	s.ready[shape] = all[:len(all)-1]
-	return last, true
+	return mem, vm
 }
 
-// Close gives back the shells that nobody has taken. VMs that have taken one keep it.
+// Close gives back what nobody has taken.
 func (s *Prebuilt) Close() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.closed = true
 	var errs []error
-	for _, all := range s.ready {
-		for _, sh := range all {
-			errs = append(errs, sh.close())
-		}
+	if s.vm != nil {
+		errs = append(errs, s.vm.Close())
 	}
-	clear(s.ready)
-	for _, n := range s.networks {
-		errs = append(errs, n.close())
+	if s.mem != nil {
+		errs = append(errs, s.mem.Close())
 	}
-	s.networks = nil
+	if s.link != nil {
+		errs = append(errs, s.link.close())
+	}
+	s.vm, s.mem, s.link = nil, nil, nil
 	return errors.Join(errs...)
 }
 

@@ -75,20 +75,8 @@ func (n *Network) listenProxy() error {
 		return fmt.Errorf("%w: is there a server of the host's on port %d of all addresses?", err, netpolicy.ProxyPort)
 	}
 	server := proxy.New(proxy.Config{Identity: id, Rules: n.link, Names: n.dns, Secrets: n.secrets, Roots: roots, Event: n.proxied})
-	ctx, cancel := context.WithCancel(n.ctx)
-	ended := make(chan struct{})
-	go func() {
-		defer close(ended)
-		if err := server.Serve(ctx, ln); err != nil {
-			n.log.Error("the VM's proxy has failed", "error", err)
-		}
-	}()
 	n.proxy = server
-	n.stopProxy = func() {
-		cancel()
-		<-ended
-		n.proxy, n.stopProxy = nil, nil
-	}
+	n.stopProxy = n.serve("the VM's proxy has failed", func(ctx context.Context) error { return server.Serve(ctx, ln) })
 	return nil
 }
 
@@ -121,31 +109,26 @@ const maxGuestTrust = 4 << 20
 func (in *Instance) TrustAuthority(ctx context.Context, root []byte) error {
 	ctx, cancel := context.WithTimeout(ctx, trustLimit)
 	defer cancel()
-	ctx, stop := in.WhileRunning(ctx)
-	defer stop()
-	c, err := in.Agent(ctx)
-	if err != nil {
-		return in.Explain(ctx, err)
-	}
-	defer c.Close()
-	var all bytes.Buffer
-	if f, err := c.Stat(ctx, guestTrust); err == nil && f.Mode.IsRegular() && f.Size > 0 && f.Size <= maxGuestTrust {
-		if _, err := c.ReadFile(ctx, guestTrust, &all, 0, f.Size); err != nil {
+	return in.ask(ctx, func(ctx context.Context, c *guest.Client) error {
+		var all bytes.Buffer
+		if f, err := c.Stat(ctx, guestTrust); err == nil && f.Mode.IsRegular() && f.Size > 0 && f.Size <= maxGuestTrust {
+			if _, err := c.ReadFile(ctx, guestTrust, &all, 0, f.Size); err != nil {
+				return err
+			}
+			all.WriteByte('\n')
+		} else if err != nil && !errors.Is(err, guest.ErrNotFound) {
 			return err
 		}
-		all.WriteByte('\n')
-	} else if err != nil && !errors.Is(err, guest.ErrNotFound) {
-		return err
-	}
-	all.Write(root)
-	for _, f := range []struct {
-		path string
-		text []byte
-	}{{proxy.AuthorityFile, root}, {proxy.TrustFile, all.Bytes()}} {
-		o := guest.WriteOptions{Perm: 0o644, Atomic: true, Parents: true}
-		if err := c.WriteFile(ctx, f.path, bytes.NewReader(f.text), o); err != nil {
-			return err
+		all.Write(root)
+		for _, f := range []struct {
+			path string
+			text []byte
+		}{{proxy.AuthorityFile, root}, {proxy.TrustFile, all.Bytes()}} {
+			o := guest.WriteOptions{Perm: 0o644, Atomic: true, Parents: true}
+			if err := c.WriteFile(ctx, f.path, bytes.NewReader(f.text), o); err != nil {
+				return err
+			}
 		}
-	}
-	return nil
+		return nil
+	})
 }

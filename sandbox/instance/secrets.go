@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/devices/secrets"
+	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -24,17 +25,12 @@ const serveSecretsLimit = 5 * time.Minute
 func (in *Instance) ServeSecrets(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, serveSecretsLimit)
 	defer cancel()
-	ctx, stop := in.WhileRunning(ctx)
-	defer stop()
-	c, err := in.Agent(ctx)
-	if err != nil {
-		return in.Explain(ctx, err)
-	}
-	defer c.Close()
-	if err := c.ServeSecrets(ctx); err != nil {
-		return fmt.Errorf("%w: %w", spec.ErrSecrets, in.Explain(ctx, err))
-	}
-	return nil
+	return in.ask(ctx, func(ctx context.Context, c *guest.Client) error {
+		if err := c.ServeSecrets(ctx); err != nil {
+			return fmt.Errorf("%w: %w", spec.ErrSecrets, err)
+		}
+		return nil
+	})
 }
 
 // awaitSecrets tells the guest which secrets will come.

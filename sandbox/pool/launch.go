@@ -155,51 +155,34 @@ func vmEnvironment() []string {
 }
 
 // program is what a process that stands by is of, as far as it matters to a VM: a process
-// of another version of drowse, or from elsewhere on the host, is not to become that of a VM.
-type program struct {
-	// Device, Inode, Size and Modified are the file's that is executed.
-	Device   uint64 `json:"device"`
-	Inode    uint64 `json:"inode"`
-	Size     int64  `json:"size"`
-	Modified int64  `json:"modified"`
-	// Args are its first arguments.
-	Args []string `json:"args"`
-	// Environment is what the variables say that the process of a VM reads.
-	Environment []string `json:"environment"`
-	// Namespaces are those that it is in (namespaces(7)).
-	Namespaces []string `json:"namespaces"`
-}
-
-func (p program) equal(q program) bool {
-	return p.Device == q.Device && p.Inode == q.Inode && p.Size == q.Size && p.Modified == q.Modified &&
-		slices.Equal(p.Args, q.Args) && slices.Equal(p.Environment, q.Environment) && slices.Equal(p.Namespaces, q.Namespaces)
-}
+// of another version of drowse, or from elsewhere on the host, is not to become that of a VM. It says which file is
+// executed, with which first arguments and values of the variables that the process of a VM reads, and in which
+// namespaces (namespaces(7)).
+type program string
 
 // programOf says what a process is that this one starts by l now.
 func programOf(l Launcher) (program, error) {
 	if len(l.Command) == 0 {
-		return program{}, fmt.Errorf("no program is configured for the process of a VM")
+		return "", fmt.Errorf("no program is configured for the process of a VM")
 	}
 	path, err := exec.LookPath(l.Command[0])
 	if err != nil {
-		return program{}, err
+		return "", err
 	}
 	var st unix.Stat_t
 	if err := unix.Stat(path, &st); err != nil {
-		return program{}, fmt.Errorf("%s: %w", path, err)
+		return "", fmt.Errorf("%s: %w", path, err)
 	}
-	p := program{
-		Device: st.Dev, Inode: st.Ino, Size: st.Size, Modified: st.Mtim.Nano(), Args: l.Command[1:],
-	}
+	p := fmt.Sprintf("%d %d %d %d %q", st.Dev, st.Ino, st.Size, st.Mtim.Nano(), l.Command[1:])
 	for _, name := range []string{hostnet.RangeEnv, hostnet.Range6Env, instance.ProxyRootsEnv, instance.NoDirtyLogEnv, control.NoPageCacheEnv, control.GoMaxProcsEnv} {
-		p.Environment = append(p.Environment, os.Getenv(name))
+		p += fmt.Sprintf(" %q", os.Getenv(name))
 	}
 	for _, kind := range []string{"mnt", "net", "pid", "user", "cgroup", "ipc", "uts"} {
 		ns, err := os.Readlink("/proc/self/ns/" + kind)
 		if err != nil {
-			return program{}, err
+			return "", err
 		}
-		p.Namespaces = append(p.Namespaces, ns)
+		p += " " + ns
 	}
-	return p, nil
+	return program(p), nil
 }

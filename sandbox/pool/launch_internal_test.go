@@ -65,14 +65,15 @@ func TestProcessOfAVM_has_no_variables_of_traces(t *testing.T) {
 func TestPool_counts_what_was_taken_missed_and_failed(t *testing.T) {
 	p := &Pool{o: Options{Processes: 3}}
 	shape := spec.Shape{MemoryMiB: 256, VCPUs: 1}
-	p.ready = []*standby{{shape: shape}, {shape: shape, what: program{Size: 7}}}
+	p.ready = []*standby{{shape: shape}, {shape: shape, what: "of size 7"}}
 	for n := range 3 {
 		if got := p.pop(shape); (got != nil) != (n < 2) {
 			t.Fatalf("of two that stood by the one at %d is %v", n, got)
 		}
 	}
 	p.ready = []*standby{{shape: shape}}
-	if p.popIf(shape, &program{Size: 8}) != nil {
+	other := program("of size 8")
+	if p.popIf(shape, &other) != nil {
 		t.Fatal("one of another program was taken")
 	}
 	if got, want := p.Stats(), (Stats{Size: 3, Ready: 1, Taken: 2, Missed: 2}); got != want {

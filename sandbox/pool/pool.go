@@ -445,7 +445,7 @@ func (p *Pool) popIf(shape spec.Shape, of *program) *standby {
 	// The one that has waited least: what it needs is most likely to be in caches.
 	found, fits := -1, false
 	for i, s := range slices.Backward(p.ready) {
-		if of != nil && !s.what.equal(*of) {
+		if of != nil && s.what != *of {
 			continue
 		}
 		if s.shape == shape {

@@ -146,32 +146,27 @@ func (p *Pool) answer(c *net.UnixConn, req poolRequest) error {
 			p.dropOld()
 		}
 	}
-	if ready == nil {
-		text, err := json.Marshal(reply)
+	var files []byte
+	if ready != nil {
+		// Whoever has asked has it now; closing the last copy of its socket ends it.
+		defer ready.conn.Close()
+		pidfd, err := unix.PidfdOpen(ready.pid, 0)
+		if err != nil {
+			return fmt.Errorf("process %d: %w", ready.pid, err)
+		}
+		defer unix.Close(pidfd)
+		sock, err := ready.conn.File()
 		if err != nil {
 			return err
 		}
-		_, err = c.Write(text)
-		return err
+		defer sock.Close()
+		reply.PID, files = ready.pid, unix.UnixRights(int(sock.Fd()), pidfd)
 	}
-	// Whoever has asked has it now; closing the last copy of its socket ends it.
-	defer ready.conn.Close()
-	pidfd, err := unix.PidfdOpen(ready.pid, 0)
-	if err != nil {
-		return fmt.Errorf("process %d: %w", ready.pid, err)
-	}
-	defer unix.Close(pidfd)
-	sock, err := ready.conn.File()
-	if err != nil {
-		return err
-	}
-	defer sock.Close()
-	reply.PID = ready.pid
 	text, err := json.Marshal(reply)
 	if err != nil {
 		return err
 	}
-	_, _, err = c.WriteMsgUnix(text, unix.UnixRights(int(sock.Fd()), pidfd), nil)
+	_, _, err = c.WriteMsgUnix(text, files, nil)
 	return err
 }
 
@@ -184,7 +179,7 @@ func (p *Pool) dropOld() {
 	p.mu.Lock()
 	var old []*standby
 	p.ready = slices.DeleteFunc(p.ready, func(s *standby) bool {
-		if s.what.equal(now) {
+		if s.what == now {
 			return false
 		}
 		old = append(old, s)
@@ -201,22 +196,11 @@ func (p *Pool) dropOld() {
 
 // checkPeer refuses other users than this one and root.
 func checkPeer(c *net.UnixConn) error {
-	raw, err := c.SyscallConn()
-	if err != nil {
-		return err
+	user, err := osfile.PeerUser(c)
+	if err == nil && user != 0 && int(user) != os.Geteuid() {
+		err = fmt.Errorf("user %d is not to have processes of this pool", user)
 	}
-	var cred *unix.Ucred
-	var cerr error
-	if err := raw.Control(func(fd uintptr) { cred, cerr = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED) }); err != nil {
-		return err
-	}
-	if cerr != nil {
-		return cerr
-	}
-	if cred.Uid != 0 && int(cred.Uid) != os.Geteuid() {
-		return fmt.Errorf("user %d is not to have processes of this pool", cred.Uid)
-	}
-	return nil
+	return err
 }
 
 // standbys says where processes come from that were started ahead, for one VM that is being started

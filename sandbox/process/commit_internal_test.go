@@ -90,7 +90,7 @@ func beginVM(s *state.Store) (*process, *disk.Disk, error) {
 		return nil, nil, err
 	}
 	r.Phase = state.Running
-	if err := s.SaveBy(s.ReplaceFile, r)(); err != nil {
+	if err := s.SaveBy(s.ReplaceFile, r); err != nil {
 		return nil, nil, err
 	}
 	d, err := disk.Open(st, disk.Options{})

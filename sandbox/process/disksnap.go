@@ -15,18 +15,13 @@ import (
 )
 
 // diskSnapshot takes a snapshot of the disk.
-func (p *process) diskSnapshot(ctx context.Context, note string, over spec.HookPolicy) (res control.SleepResult, err error) {
-	p.op.Lock()
-	defer p.op.Unlock()
-	if err := p.alive(); err != nil {
-		return control.SleepResult{}, err
+func (p *process) diskSnapshot(ctx context.Context, note string, over spec.HookPolicy) (res spec.SleepResult, err error) {
+	end, err := p.begin()
+	if err != nil {
+		return res, err
 	}
-	defer p.in.KeepRunning()()
-	defer func() {
-		if err != nil {
-			err = fmt.Errorf("taking a snapshot of the disk of %s: %w: it runs on", p.r.Spec.Name, err)
-		}
-	}()
+	defer end()
+	defer runsOn("taking a snapshot of the disk of "+p.r.Spec.Name, &err)
 	defer p.shortenDisk()
 	begin := time.Now()
 	policy := p.r.Spec.Hooks.Effective(over)
@@ -42,7 +37,7 @@ func (p *process) diskSnapshot(ctx context.Context, note string, over spec.HookP
 		return res, err
 	}
 	st, frozen, failures, err := p.in.SealFrozen(ctx, newTop, limits, p.sealed)
-	res = control.SleepResult{Name: p.r.Spec.Name, Snapshot: id, Hooks: failures, Stages: map[string]float64{"frozen": control.Milliseconds(frozen)}}
+	res = spec.SleepResult{Name: p.r.Spec.Name, Snapshot: id, Hooks: failures, Stages: map[string]float64{"frozen": control.Milliseconds(frozen)}}
 	if err != nil {
 		p.tellRefusal(ctx, err)
 		return res, err

@@ -2,30 +2,34 @@ package process
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"net"
 	"net/http"
 	"os"
-	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/instance"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // errForkGivenUp: who wanted the fork has gone, or said so.
 var errForkGivenUp = errors.New("whoever wanted the fork has given it up")
 
-// serveFork answers POST /fork. The request becomes a plain connection, since a
+// serveFork answers a control.ForkOrder. The request becomes a plain connection, since a
 // descriptor is to go over it.
 func (p *process) serveFork(w http.ResponseWriter, req *http.Request) {
-	q := req.URL.Query()
-	id, note := q.Get("id"), q.Get("note")
+	var o control.ForkOrder
+	if err := json.NewDecoder(io.LimitReader(req.Body, control.MaxOrder)).Decode(&o); err != nil || !state.IDPattern.MatchString(o.ID) {
+		http.Error(w, "no order of a fork", http.StatusBadRequest)
+		return
+	}
 	conn, rw, err := http.NewResponseController(w).Hijack()
 	if err != nil {
 		http.Error(w, err.Error(), http.StatusInternalServerError)
@@ -34,7 +38,7 @@ func (p *process) serveFork(w http.ResponseWriter, req *http.Request) {
 	defer conn.Close()
 	_ = conn.SetDeadline(time.Time{})
 	uc, ok := conn.(*net.UnixConn)
-	if !ok || !state.IDPattern.MatchString(id) {
+	if !ok {
 		_, _ = io.WriteString(conn, "HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
 		return
 	}
@@ -52,7 +56,7 @@ func (p *process) serveFork(w http.ResponseWriter, req *http.Request) {
 			cancel(errForkGivenUp)
 		}
 	}()
-	res, err := p.fork(ctx, id, note, func(image *os.File, l control.ForkLine) error {
+	res, err := p.fork(ctx, o.ID, o.Note, func(image *os.File, l control.ForkLine) error {
 		delivered.Store(true)
 		return control.SendLine(uc, l, image)
 	})
@@ -67,23 +71,20 @@ func (p *process) serveFork(w http.ResponseWriter, req *http.Request) {
 
 // fork makes an image for children and lets the VM run on; then it writes the snapshot
 // that they come back from.
-func (p *process) fork(ctx context.Context, id, note string, deliver func(*os.File, control.ForkLine) error) (control.SleepResult, error) {
-	p.op.Lock()
-	defer p.op.Unlock()
-	if err := p.alive(); err != nil {
-		return control.SleepResult{}, err
+func (p *process) fork(ctx context.Context, id, note string, deliver func(*os.File, control.ForkLine) error) (spec.SleepResult, error) {
+	end, err := p.begin()
+	if err != nil {
+		return spec.SleepResult{}, err
 	}
-	defer p.in.KeepRunning()()
+	defer end()
 	defer p.shortenDisk()
 	// Children find themselves between these hooks and their counterparts.
 	hooks, err := p.in.RunHooksBefore(ctx, guest.HookSnapshot, "")
 	if err != nil {
-		return control.SleepResult{}, fmt.Errorf("forking: %w: %s runs on", err, p.r.Spec.Name)
+		return spec.SleepResult{}, fmt.Errorf("forking: %w: %s runs on", err, p.r.Spec.Name)
 	}
-	var after sync.WaitGroup
-	_, res, err := p.capture(ctx, state.KindFork, note, func(o *instance.CaptureOptions) {
+	res, err := p.captureLive(ctx, hooks, state.KindFork, note, func(o *instance.CaptureOptions) {
 		o.ID, o.Dir = id, p.store.SnapshotDir(id)
-		o.Resumed = func() { after.Go(func() { hooks.After(context.WithoutCancel(ctx)) }) }
 		o.Fork = func(image *os.File, c *instance.Capture) error {
 			return deliver(image, control.ForkLine{
 				Layers: o.Names(c.Disk), Pages: c.Shareable,
@@ -91,9 +92,6 @@ func (p *process) fork(ctx context.Context, id, note string, deliver func(*os.Fi
 			})
 		}
 	})
-	after.Wait()
-	hooks.After(context.WithoutCancel(ctx)) // if it did not get that far
-	res.Hooks = hooks.Failed()
 	if err != nil {
 		if cause := context.Cause(ctx); cause != nil {
 			err = errors.Join(cause, err)

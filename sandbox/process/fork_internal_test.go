@@ -7,13 +7,15 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"github.com/drowse-vm/drowse/sandbox/control"
 )
 
 func TestABadRequestForAForkIsRefused(t *testing.T) {
-	for _, id := range []string{"", "../../x", strings.Repeat("G", 32)} {
+	for _, order := range []string{"", `{"id":""}`, `{"id":"../../x"}`, `{"id":"` + strings.Repeat("G", 32) + `"}`} {
 		p := &process{}
 		mux := http.NewServeMux()
-		mux.HandleFunc("POST /fork", p.serveFork)
+		mux.HandleFunc("POST "+control.Orders+"fork", p.serveFork)
 		path := filepath.Join(t.TempDir(), "s")
 		l, err := net.Listen("unix", path)
 		if err != nil {
@@ -28,13 +30,13 @@ func TestABadRequestForAForkIsRefused(t *testing.T) {
 			},
 			DisableKeepAlives: true,
 		}}
-		resp, err := client.Post("http://vm/fork?id="+id, "", nil)
+		resp, err := client.Post("http://vm"+control.Orders+"fork", "", strings.NewReader(order))
 		if err != nil {
 			t.Fatal(err)
 		}
 		resp.Body.Close()
 		if resp.StatusCode != http.StatusBadRequest {
-			t.Errorf("id %q: %s", id, resp.Status)
+			t.Errorf("order %q: %s", order, resp.Status)
 		}
 		if err := srv.Close(); err != nil {
 			t.Error(err)

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"time"
 
+	"github.com/drowse-vm/drowse/guest/report"
 	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/hosthooks"
@@ -39,7 +40,7 @@ type hostRun struct {
 	p        *process
 	event    events.Event
 	started  hosthooks.Hooks
-	failures []state.HostHookFailure
+	failures []report.HookFailure
 }
 
 // hostBefore runs the hooks of the host before a sleep, after those for the VM's beginning. If they refuse, those that
@@ -62,20 +63,20 @@ func (p *process) hostBefore(ctx context.Context, over spec.HookPolicy) (*hostRu
 		h.failures = append(h.failures, state.NoneRun(h.event.Type, err))
 	}
 	if err == nil || policy == spec.HooksIgnore {
-		var failures []state.HostHookFailure
+		var failures []report.HookFailure
 		h.started, failures = hooks.Before(ctx, h.event, policy == spec.HooksIgnore)
 		h.failures = append(h.failures, failures...)
 	}
 	if len(h.failures) > 0 && policy != spec.HooksIgnore {
-		h.settle(ctx, state.ErrHostHooks)
-		return nil, &state.HostHooksError{Failures: h.failures}
+		h.settle(ctx, spec.ErrHostHooks)
+		return nil, &spec.HostHooksError{Failures: h.failures}
 	}
 	return h, nil
 }
 
 // settle tells the hooks that were started if the sleep has not come about, and why: by a code, since the words may be
 // the guest's. It tells of all that have failed, and returns them.
-func (h *hostRun) settle(ctx context.Context, err error) []state.HostHookFailure {
+func (h *hostRun) settle(ctx context.Context, err error) []report.HookFailure {
 	if err != nil && !h.started.None() {
 		e := h.event
 		e.Type, e.Time, e.Details.Reason = events.SleepFailed, time.Now().UTC(), whyAwake(err)

@@ -52,20 +52,20 @@ func TestHostHooks_are_told_of_removals_and_expiries_by_who_carries_them_out(t *
 	var got []events.Event
 	ended, end := context.WithCancel(t.Context())
 	end()
-	withFunc := s.WithHostHooks(state.HostHook{Name: "f", Run: func(ctx context.Context, e events.Event) error {
+	withFunc := s.WithHostHooks(hosthooks.Func{Name: "f", Run: func(ctx context.Context, e events.Event) error {
 		if types, last := statetest.Told(t, s); last.ID != e.ID || last.Cursor != e.Cursor || types[len(types)-1] != e.Type {
 			t.Errorf("told of %+v, and the journal ends with %+v", e, last)
 		}
 		// Whoever has asked for it has gone, and the metadata is not locked.
 		if e.Type == events.Expired {
-			if _, err := s.SetMetadata(ctx, e.Sandbox, func(l *state.Metadata, _ error) error { l.Owner = "other"; return nil }); err != nil {
+			if _, err := s.SetMetadata(ctx, e.Sandbox, func(l *spec.Metadata, _ error) error { l.Owner = "other"; return nil }); err != nil {
 				t.Error(err)
 			}
 		}
 		got = append(got, e)
 		return ctx.Err()
 	}})
-	statetest.WithMetadata(t, s, "a", state.Stopped, &state.Metadata{Owner: "team", Expires: time.Now().Add(-time.Hour)})
+	statetest.WithMetadata(t, s, "a", state.Stopped, &spec.Metadata{Owner: "team", Expires: time.Now().Add(-time.Hour)})
 	for range 2 {
 		if err := withFunc.TellExpired(t.Context(), "a"); err != nil {
 			t.Fatal(err)
@@ -85,7 +85,7 @@ func TestHostHooks_are_told_of_removals_and_expiries_by_who_carries_them_out(t *
 
 func TestHostHooks_that_fail_afterwards_are_events_and_stand_against_nothing(t *testing.T) {
 	s := statetest.TempStore(t)
-	statetest.WithMetadata(t, s, "a", state.Stopped, &state.Metadata{Owner: "team"})
+	statetest.WithMetadata(t, s, "a", state.Stopped, &spec.Metadata{Owner: "team"})
 	putHostHook(t, s, "a", "echo a secret; exit 1")
 	if _, err := s.Remove(t.Context(), "a", false); err != nil {
 		t.Fatal(err)
@@ -156,12 +156,12 @@ func TestHostHooks_before_a_sleep(t *testing.T) {
 			p := begunProcess(t, s, "a", c.spec)
 			h, err := p.hostBefore(t.Context(), c.over)
 			if c.fails != "" {
-				var he *state.HostHooksError
-				if !errors.Is(err, state.ErrHostHooks) || !errors.As(err, &he) || !strings.Contains(err.Error(), c.fails) {
+				var he *spec.HostHooksError
+				if !errors.Is(err, spec.ErrHostHooks) || !errors.As(err, &he) || !strings.Contains(err.Error(), c.fails) {
 					t.Fatalf("got %v, want ErrHostHooks with %q", err, c.fails)
 				}
 				var there *control.ErrorReport
-				if rep := error(control.ReportError(err)); !errors.Is(rep, state.ErrHostHooks) || !errors.As(rep, &there) || len(there.HostHooks) != len(he.Failures) {
+				if rep := error(control.ReportError(err)); !errors.Is(rep, spec.ErrHostHooks) || !errors.As(rep, &there) || len(there.HostHooks) != len(he.Failures) {
 					t.Errorf("it arrives as %+v", rep)
 				}
 			} else if err != nil {
@@ -190,7 +190,7 @@ func TestHostHooks_are_told_when_the_sleep_has_not_come_about(t *testing.T) {
 		t.Run(why, func(t *testing.T) {
 			s := statetest.TempStore(t)
 			var got []events.Event
-			s = s.WithHostHooks(state.HostHook{Name: "f", Run: func(_ context.Context, e events.Event) error { got = append(got, e); return nil }})
+			s = s.WithHostHooks(hosthooks.Func{Name: "f", Run: func(_ context.Context, e events.Event) error { got = append(got, e); return nil }})
 			p := begunProcess(t, s, "a", "")
 			h, herr := p.hostBefore(events.WithCause(t.Context(), events.Idle), "")
 			if herr != nil {
@@ -225,7 +225,7 @@ func TestHostHooks_of_a_beginning_are_not_waited_for_but_by_a_sleep(t *testing.T
 			var mu sync.Mutex
 			var got []string
 			begun, goOn := make(chan struct{}), make(chan struct{})
-			s = s.WithHostHooks(state.HostHook{Name: "f", Run: func(_ context.Context, e events.Event) error {
+			s = s.WithHostHooks(hosthooks.Func{Name: "f", Run: func(_ context.Context, e events.Event) error {
 				if e.Type == typ {
 					close(begun)
 					<-goOn
@@ -274,7 +274,7 @@ func TestHostHooks_do_not_depend_on_the_journal(t *testing.T) {
 		t.Fatal(err)
 	}
 	var got events.Event
-	s = s.WithHostHooks(state.HostHook{Name: "f", Run: func(_ context.Context, e events.Event) error { got = e; return nil }})
+	s = s.WithHostHooks(hosthooks.Func{Name: "f", Run: func(_ context.Context, e events.Event) error { got = e; return nil }})
 	p := begunProcess(t, s, "a", "")
 	p.welcomed.Add(1)
 	p.tellThen(events.CLI, events.Woken, events.Details{}, p.welcome)

@@ -159,9 +159,9 @@ func (p *process) stillUnused(w *idleWatch, looked time.Time) error {
 
 // uses says how the VM is used. The one who is about to change it as a whole does not count.
 func (p *process) uses() uses {
-	st := p.in.Connections()
+	open, made := p.in.Connections()
 	held, ever := p.holders.count()
-	u := uses{open: st.Open + held, made: st.Uses + ever}
+	u := uses{open: open + held, made: made + ever}
 	if p.op.TryLock() {
 		p.op.Unlock()
 	} else {

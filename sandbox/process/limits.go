@@ -1,6 +1,8 @@
 package process
 
 import (
+	"time"
+
 	"github.com/drowse-vm/drowse/devices/secrets"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/vmm"
@@ -18,3 +20,25 @@ var (
 	_ = [1]int{}[spec.MaxSecretName-secrets.MaxName]
 	_ = [1]int{}[spec.MaxSecret-secrets.MaxValue]
 )
+
+// allowance bounds what a guest can have this process do: a burst in a row, and then once each time. The zero value is
+// a whole burst.
+type allowance struct {
+	left  int
+	since time.Time // left has grown; zero before the first
+}
+
+// take says whether it may be done now.
+func (a *allowance) take(now time.Time, burst int, every time.Duration) bool {
+	if a.since.IsZero() {
+		a.left, a.since = burst, now
+	}
+	if n := int(min(now.Sub(a.since)/every, time.Duration(burst))); n > 0 {
+		a.left, a.since = min(a.left+n, burst), now
+	}
+	if a.left == 0 {
+		return false
+	}
+	a.left--
+	return true
+}

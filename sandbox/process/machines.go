@@ -6,7 +6,6 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/devices/secrets"
-	"github.com/drowse-vm/drowse/devices/vsock"
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/rootfs/disk"
@@ -36,8 +35,8 @@ type VM interface {
 
 	Begun() time.Time
 	Timing() (entry, ready time.Duration)
-	Faults() (stats pager.Stats, restored bool)
-	Connections() vsock.Stats
+	Faults() (stats *pager.Stats, restored bool)
+	Connections() (open, ever uint64)
 	WakeFailures() []guest.HookFailure
 	SpaceProblem() string
 

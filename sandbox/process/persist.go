@@ -19,7 +19,7 @@ type shedding struct {
 	p      *process
 	spec   lifetime.Persist
 	ignore bool
-	out    control.Persisted
+	out    spec.Persisted
 }
 
 // shed promotes and drops what the metadata says. If it fails, nothing has been dropped that was not promoted.
@@ -52,15 +52,15 @@ func (p *process) shed(ctx context.Context, over spec.HookPolicy) (*shedding, er
 // ask has the guest do its part.
 func (sh *shedding) ask(ctx context.Context) error {
 	if err := sh.p.store.EnsureAudit(sh.p.r.Spec.Name); err != nil {
-		return fmt.Errorf("%w: %w", control.ErrPromote, err)
+		return fmt.Errorf("%w: %w", spec.ErrPromote, err)
 	}
 	c, err := sh.p.in.Agent(ctx)
 	if err != nil {
 		switch {
 		case len(sh.spec.Promote) > 0:
-			return sh.failed(fmt.Errorf("%w: %w", control.ErrPromote, err))
+			return sh.failed(fmt.Errorf("%w: %w", spec.ErrPromote, err))
 		case len(sh.spec.Drop) > 0:
-			return sh.failed(fmt.Errorf("%w: %w", control.ErrDrop, err))
+			return sh.failed(fmt.Errorf("%w: %w", spec.ErrDrop, err))
 		}
 		return nil // the limit does not depend on it
 	}
@@ -112,7 +112,7 @@ func (sh *shedding) drop(ctx context.Context, c *guest.Client, drops []string, s
 		freed += min(d.Bytes, control.TrimWorth)
 		switch d.State {
 		case guest.DropDirectory, guest.DropReplaced:
-			sh.out.Dropped = append(sh.out.Dropped, control.Dropped{Path: drops[i], Entries: d.Entries, Bytes: d.Bytes, Kept: d.Kept, Mounts: d.Mounts})
+			sh.out.Dropped = append(sh.out.Dropped, spec.Dropped{Path: drops[i], Entries: d.Entries, Bytes: d.Bytes, Kept: d.Kept, Mounts: d.Mounts})
 		case guest.DropAbsent:
 		default:
 			problems = append(problems, drops[i]+" is no directory, or a symbolic link leads to it")
@@ -122,10 +122,10 @@ func (sh *shedding) drop(ctx context.Context, c *guest.Client, drops []string, s
 		}
 	}
 	if err != nil {
-		return fmt.Errorf("%w: %w", control.ErrDrop, err)
+		return fmt.Errorf("%w: %w", spec.ErrDrop, err)
 	}
 	if len(problems) > 0 {
-		return fmt.Errorf("%w: %s: see to it in the guest, or change what is dropped: Fleet.Update of %q with Persist.Drop", control.ErrDrop, strings.Join(problems, "; "), sh.p.r.Spec.Name)
+		return fmt.Errorf("%w: %s: see to it in the guest, or change what is dropped: Fleet.Update of %q with Persist.Drop", spec.ErrDrop, strings.Join(problems, "; "), sh.p.r.Spec.Name)
 	}
 	if freed < control.TrimWorth && sh.within() == nil {
 		return nil
@@ -165,7 +165,7 @@ func (sh *shedding) still(also func() error) func() error {
 }
 
 // result is what the sleep says of it.
-func (sh *shedding) result() *control.Persisted {
+func (sh *shedding) result() *spec.Persisted {
 	if sh == nil {
 		return nil
 	}
@@ -188,7 +188,7 @@ func (p *process) tellShed(ctx context.Context, sh *shedding, failed error) {
 
 // tellLimit tells of a sleep that the limit has refused.
 func (p *process) tellLimit(ctx context.Context, err error) {
-	if errors.Is(err, control.ErrPersistLimit) {
+	if errors.Is(err, spec.ErrPersistLimit) {
 		p.tell(ctx, events.PersistFailed, events.Details{Problem: err.Error()})
 	}
 }

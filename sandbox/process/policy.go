@@ -4,8 +4,6 @@ import (
 	"bytes"
 	"encoding/json"
 	"errors"
-	"fmt"
-	"io"
 	"net/http"
 
 	"github.com/drowse-vm/drowse/netpolicy"
@@ -14,27 +12,24 @@ import (
 )
 
 // setPolicy is SetPolicy in the VM's process.
-func (p *process) setPolicy(policy *netpolicy.Policy) (control.PolicyResult, error) {
-	p.op.Lock()
-	defer p.op.Unlock()
-	if err := p.alive(); err != nil {
-		return control.PolicyResult{}, err
+func (p *process) setPolicy(policy *netpolicy.Policy) (spec.PolicyResult, error) {
+	end, err := p.begin()
+	if err != nil {
+		return spec.PolicyResult{}, err
 	}
-	defer p.in.KeepRunning()()
+	defer end()
 	n := p.in.Network()
 	if n == nil {
-		return control.PolicyResult{}, control.NoNetwork(p.r.Spec.Name)
+		return spec.PolicyResult{}, control.NoNetwork(p.r.Spec.Name)
 	}
 	old := p.r.Spec.Policy
-	p.r.Spec.Policy = policy
 	// First what lasts: a process that is killed in between comes back with the new one.
-	if err := p.store.Save(p.r); err != nil {
-		p.r.Spec.Policy = old
-		return control.PolicyResult{}, err
+	if err := p.save(func() error { p.r.Spec.Policy = policy; return nil }); err != nil {
+		return spec.PolicyResult{}, err
 	}
 	if err := n.SetPolicy(policy); err != nil {
 		p.r.Spec.Policy = old
-		return control.PolicyResult{}, errors.Join(err, p.store.Save(p.r))
+		return spec.PolicyResult{}, errors.Join(err, p.store.Save(p.r))
 	}
 	if before := p.r.TrustedCA; policy.ProxyOn() {
 		if p.trustProxy(p.lasting); p.r.TrustedCA != before {
@@ -44,7 +39,7 @@ func (p *process) setPolicy(policy *netpolicy.Policy) (control.PolicyResult, err
 			}
 		}
 	}
-	return control.PolicyResult{Name: p.r.Spec.Name, Live: true, Network: n.Info()}, nil
+	return spec.PolicyResult{Name: p.r.Spec.Name, Live: true, Network: n.Info()}, nil
 }
 
 func (p *process) networkStats() (st spec.NetworkStats, err error) {
@@ -55,39 +50,14 @@ func (p *process) networkStats() (st spec.NetworkStats, err error) {
 	return n.Stats()
 }
 
-// handlePolicy answers for the network policy on the control socket.
-func (p *process) handlePolicy(mux *http.ServeMux, handle func(string, func(*http.Request) (any, error), func())) {
-	handle("PUT /policy", func(r *http.Request) (any, error) {
-		text, err := io.ReadAll(io.LimitReader(r.Body, netpolicy.MaxFileBytes+1))
-		if err != nil {
-			return nil, fmt.Errorf("reading a network policy: %w", err)
-		}
-		policy, err := netpolicy.Parse(text)
-		if err != nil {
-			return nil, err
-		}
-		return p.setPolicy(policy)
-	}, nil)
-	handle("GET /policy/stats", func(*http.Request) (any, error) { return p.networkStats() }, nil)
-	mux.HandleFunc("GET /policy/events", p.serveEvents)
-	mux.HandleFunc("GET /policy/flows", p.serveFlows)
-}
-
 // watched is the network of which somebody asks for lines of JSON; nil, when that was answered, if
 // there is none.
 func (p *process) watched(w http.ResponseWriter) Network {
 	if n := p.in.Network(); n != nil {
 		return n
 	}
-	failed(w, control.NoNetwork(p.r.Spec.Name))
+	writeError(w, control.NoNetwork(p.r.Spec.Name))
 	return nil
-}
-
-// failed answers with an error.
-func failed(w http.ResponseWriter, err error) {
-	w.Header().Set("Content-Type", "application/json")
-	w.WriteHeader(http.StatusInternalServerError)
-	_ = json.NewEncoder(w).Encode(control.ReportError(err))
 }
 
 // serveFlows writes records of flows as lines of JSON.
@@ -114,7 +84,7 @@ func (p *process) serveFlows(w http.ResponseWriter, r *http.Request) {
 	switch {
 	case err == nil || r.Context().Err() != nil:
 	case !begun:
-		failed(w, err)
+		writeError(w, err)
 	default:
 		p.log.Warn("telling of the network's flows", "error", err)
 	}

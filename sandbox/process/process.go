@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"net/http"
 	"os"
@@ -19,6 +20,7 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/internal/osfile"
+	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/netpolicy/proxy"
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/rootfs/kernel"
@@ -76,9 +78,8 @@ type ServeOptions struct {
 	NewIdentity bool
 	// Fork, if not nil, is the image that a child is made of. Serve closes it.
 	Fork *os.File
-	// Shells, if not nil, are prebuilt VMs, which may have a part of the VM. Those that it does not need are
-	// closed.
-	Shells *instance.Prebuilt
+	// Shell, if not nil, may have a part of the VM that was made ahead. What the VM does not need is closed.
+	Shell *instance.Prebuilt
 	// Report is called once, when the guest is ready or cannot be.
 	Report func(control.Report)
 	// Log gets the process's log.
@@ -203,8 +204,8 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 	p.tellThen(cmp.Or(o.Cause, events.Library), begun, details, p.welcome)
 	p.tellHooks(events.WithCause(ctx, cmp.Or(o.Cause, events.Library)), p.in.WakeFailures())
 	unlock()
-	if o.Shells != nil {
-		if err := o.Shells.Close(); err != nil {
+	if o.Shell != nil {
+		if err := o.Shell.Close(); err != nil {
 			p.log.Warn("closing what was made ahead and is not needed", "error", err)
 		}
 	}
@@ -271,7 +272,7 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 	r.Phase, r.PID, r.Maker, r.Exit, r.Problem = state.Starting, cmp.Or(o.PID, os.Getpid()), 0, nil, ""
 	r.Awake = time.Now().UTC()
 	if r.NetworkID = ""; r.Spec.Network == spec.NetworkTAP {
-		r.NetworkID = o.Shells.NextNetwork()
+		r.NetworkID = o.Shell.NextNetwork()
 	}
 	// A wake does not wait for the disk: until the record says that the VM is awake, its lock does, and after a loss of
 	// power it is asleep as of the snapshot that it comes back from anyway. Whoever has asked for it is answered when
@@ -301,7 +302,7 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 		return err
 	}
 	parts := Parts(p.store, r, st)
-	parts.Console, parts.Log, parts.Shells = console, p.log, o.Shells
+	parts.Console, parts.Log, parts.Shell = console, p.log, o.Shell
 	parts.ServiceEvent = p.serviceEvents()
 	if parts.Volumes, err = p.store.AttachVolumes(r); err != nil {
 		return errors.Join(err, console.Close())
@@ -344,7 +345,7 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 		p.replaced, ahead.Before = ahead.Before, nil
 		return nil
 	}
-	if err := p.store.SaveBy(p.store.ReplaceFile, r)(); err != nil {
+	if err := p.store.SaveBy(p.store.ReplaceFile, r); err != nil {
 		return errors.Join(err, p.in.Close())
 	}
 	return nil
@@ -446,8 +447,8 @@ func (p *process) report() control.Report {
 	}
 	if f, restored := p.in.Faults(); restored || p.in.Parts().RAM != nil {
 		rep.Stages["resume_entry"], rep.Stages["resume_ready"] = control.Milliseconds(entry), control.Milliseconds(ready)
-		rep.Faults, rep.MiBTouched = f.ReadFaults+f.WriteFaults, f.MiBTouched()
-		rep.FramesRead, rep.FramesCached = f.Frames, f.FramesCached
+		rep.Faults, rep.MiBTouched = f.ReadFaults.Load()+f.WriteFaults.Load(), f.MiBTouched()
+		rep.FramesRead, rep.FramesCached = f.Frames.Load(), f.FramesCached.Load()
 	} else {
 		rep.Stages["boot"] = control.Milliseconds(ready)
 	}
@@ -504,7 +505,7 @@ func (p *process) ends(c events.Cause) { p.ending.CompareAndSwap(nil, &c) }
 const answerTime = 5 * time.Second
 
 // sleepRecord says what the VM has used until now, when it goes to sleep.
-func (p *process) sleepRecord(res control.SleepResult) state.SleepRecord {
+func (p *process) sleepRecord(res spec.SleepResult) state.SleepRecord {
 	s := state.SleepRecord{
 		Snapshot: res.Snapshot, Awake: p.r.Awake, Asleep: time.Now().UTC(),
 		Raw: res.BytesRaw, Stored: res.BytesStored, Shared: res.BytesShared, CPUSeconds: max(processCPU()-p.cpuBefore, 0).Seconds(),
@@ -524,21 +525,21 @@ func processCPU() time.Duration {
 	return time.Duration(ru.Utime.Nano() + ru.Stime.Nano())
 }
 
-func (p *process) capture(ctx context.Context, kind, note string, more ...func(*instance.CaptureOptions)) (*instance.Capture, control.SleepResult, error) {
+func (p *process) capture(ctx context.Context, kind, note string, more ...func(*instance.CaptureOptions)) (*instance.Capture, spec.SleepResult, error) {
 	id := spec.NewID()
 	labels, err := p.r.Labels(kind)
 	if err != nil {
-		return nil, control.SleepResult{}, err
+		return nil, spec.SleepResult{}, err
 	}
 	if note != "" {
 		labels[state.LabelNote] = note
 	}
 	if err := p.in.Parts().LabelVolumes(labels); err != nil {
-		return nil, control.SleepResult{}, err
+		return nil, spec.SleepResult{}, err
 	}
 	newTop, err := p.newLayer()
 	if err != nil {
-		return nil, control.SleepResult{}, err
+		return nil, spec.SleepResult{}, err
 	}
 	o := instance.CaptureOptions{
 		Dir: p.store.SnapshotDir(id), ID: id, Live: kind != state.KindSleep, NewTop: newTop, Labels: labels,
@@ -551,70 +552,100 @@ func (p *process) capture(ctx context.Context, kind, note string, more ...func(*
 	}
 	c, err := p.in.Capture(ctx, o)
 	if err != nil {
-		return nil, control.SleepResult{}, err
+		return nil, spec.SleepResult{}, err
 	}
-	res := control.SleepResult{
+	res := spec.SleepResult{
 		Name: p.r.Spec.Name, Snapshot: o.ID, BytesRaw: c.Raw, BytesStored: c.Stored,
 		BytesShared: c.Shared, PagesChanged: c.Changed, PagesFree: c.Free,
 		Stages: map[string]float64{"pause": control.Milliseconds(c.Pause), "save": control.Milliseconds(c.Save)},
 	}
 	if f, ok := p.in.Faults(); ok {
-		res.Faults, res.MiBTouched = f.ReadFaults+f.WriteFaults, f.MiBTouched()
+		res.Faults, res.MiBTouched = f.ReadFaults.Load()+f.WriteFaults.Load(), f.MiBTouched()
 	}
 	return c, res, nil
 }
 
+// begin begins something with the VM as a whole, which has to be there, and goes on running until end is called.
+func (p *process) begin() (end func(), err error) {
+	p.op.Lock()
+	if err := p.alive(); err != nil {
+		p.op.Unlock()
+		return nil, err
+	}
+	release := p.in.KeepRunning()
+	return func() { release(); p.op.Unlock() }, nil
+}
+
+// save changes the record by change, and writes it. If either fails, the record is as before. p.op is held.
+func (p *process) save(change func() error) error {
+	before := *p.r
+	err := change()
+	if err == nil {
+		err = p.store.Save(p.r)
+	}
+	if err != nil {
+		*p.r = before
+	}
+	return err
+}
+
+// runsOn says of an error, if it is one, what could not be done with the VM.
+func runsOn(doing string, err *error) {
+	if *err != nil {
+		*err = fmt.Errorf("%s: %w: it runs on", doing, *err)
+	}
+}
+
 // sleep writes the VM to a snapshot and ends the process. When anything fails, still included, the
 // VM runs on. still, if not nil, is called when the guest stands still.
-func (p *process) sleep(ctx context.Context, policy spec.HookPolicy, still func() error) (res control.SleepResult, err error) {
-	p.op.Lock()
-	defer p.op.Unlock()
+func (p *process) sleep(ctx context.Context, policy spec.HookPolicy, still func() error) (res spec.SleepResult, err error) {
+	end, err := p.begin()
+	if err != nil {
+		return res, err
+	}
+	defer end()
 	p.falling.Store(true)
 	defer p.falling.Store(false)
-	if err := p.alive(); err != nil {
-		return control.SleepResult{}, err
-	}
-	defer p.in.KeepRunning()()
+	defer runsOn("putting "+p.r.Spec.Name+" to sleep", &err)
 	begin := time.Now()
 	host, err := p.hostBefore(ctx, policy)
 	if err != nil {
-		return control.SleepResult{}, fmt.Errorf("putting %s to sleep: %w: it runs on", p.r.Spec.Name, err)
+		return res, err
 	}
 	defer func() { res.HostHooks = host.settle(ctx, err) }()
 	hooks, err := p.in.RunHooksBefore(ctx, guest.HookSleep, policy)
 	if err != nil {
 		p.tellRefusal(ctx, err)
-		return control.SleepResult{}, fmt.Errorf("putting %s to sleep: %w: it runs on", p.r.Spec.Name, err)
+		return res, err
 	}
+	defer func() {
+		if err != nil {
+			hooks.After(ctx)
+		}
+	}()
 	hooked := time.Since(begin)
 	shed, err := p.shed(ctx, policy)
 	if err != nil {
-		hooks.After(ctx)
-		return control.SleepResult{Hooks: hooks.Failed(), Persist: shed.result()}, fmt.Errorf("putting %s to sleep: %w: it runs on", p.r.Spec.Name, err)
+		return res, err
 	}
 	if still == nil {
 		p.holders.dismiss(control.DismissTime)
 	}
 	c, res, err := p.capture(ctx, state.KindSleep, "", func(o *instance.CaptureOptions) { o.Still = shed.still(still) })
-	res.Hooks, res.Persist = hooks.Failed(), shed.result()
 	if err != nil {
 		p.tellLimit(ctx, err)
-		hooks.After(ctx)
-		return res, fmt.Errorf("putting %s to sleep: %w: it runs on", p.r.Spec.Name, err)
-	}
-	if err := p.in.Parts().SettleVolumes(c.ID); err != nil {
-		err = errors.Join(fmt.Errorf("putting %s to sleep: %w: it runs on", p.r.Spec.Name, err), p.in.Continue())
-		hooks.After(ctx)
 		return res, err
+	}
+	res.Hooks, res.Persist = hooks.Failed(), shed.result()
+	if err := p.in.Parts().SettleVolumes(c.ID); err != nil {
+		return res, errors.Join(err, p.in.Continue())
 	}
 	// From here on the snapshot is what counts.
 	top := p.r.Disk.Layers[len(p.r.Disk.Layers)-1]
 	slept := p.sleepRecord(res)
 	control.Take(&res, slept)
 	if err := p.fallAsleep(c.ID, c.Disk, slept); err != nil {
-		err = errors.Join(fmt.Errorf("putting %s to sleep: %w: it runs on", p.r.Spec.Name, err), p.in.Continue())
-		hooks.After(ctx)
-		return res, err
+		return res, errors.Join(err, p.in.Continue())
 	}
 	p.asleep = true
 	p.tell(ctx, events.Slept, events.Details{Snapshot: c.ID, Bytes: res.BytesStored, Milliseconds: res.Stages["pause"]})
@@ -632,45 +663,48 @@ func (p *process) sleep(ctx context.Context, policy spec.HookPolicy, still func(
 
 // fallAsleep has the record say that the VM sleeps in a snapshot. If that fails, the record is as before.
 func (p *process) fallAsleep(snapshot string, st disk.Stack, slept state.SleepRecord) error {
-	awake := *p.r
-	p.r.Phase, p.r.PID, p.r.Snapshot, p.r.Previous = state.Asleep, 0, snapshot, ""
-	p.r.Disk = p.store.Relative(st)
-	p.r.Sleeps = append(slices.Clone(p.r.Sleeps[max(len(p.r.Sleeps)-state.MaxSleeps+1, 0):]), slept)
-	err := p.store.Save(p.r)
-	if err != nil {
-		*p.r = awake
-	}
-	return err
+	return p.save(func() error {
+		p.r.Phase, p.r.PID, p.r.Snapshot, p.r.Previous = state.Asleep, 0, snapshot, ""
+		p.r.Disk = p.store.Relative(st)
+		p.r.Sleeps = append(slices.Clone(p.r.Sleeps[max(len(p.r.Sleeps)-state.MaxSleeps+1, 0):]), slept)
+		return nil
+	})
 }
 
 // snapshot writes the VM to a snapshot and lets it run on.
-func (p *process) snapshot(ctx context.Context, note string, policy spec.HookPolicy) (control.SleepResult, error) {
-	p.op.Lock()
-	defer p.op.Unlock()
-	if err := p.alive(); err != nil {
-		return control.SleepResult{}, err
+func (p *process) snapshot(ctx context.Context, note string, policy spec.HookPolicy) (res spec.SleepResult, err error) {
+	end, err := p.begin()
+	if err != nil {
+		return res, err
 	}
-	defer p.in.KeepRunning()()
+	defer end()
+	defer runsOn("taking a snapshot of "+p.r.Spec.Name, &err)
 	hooks, err := p.in.RunHooksBefore(ctx, guest.HookSnapshot, policy)
 	if err != nil {
 		p.tellRefusal(ctx, err)
-		return control.SleepResult{}, fmt.Errorf("taking a snapshot of %s: %w: it runs on", p.r.Spec.Name, err)
+		return res, err
 	}
 	defer p.shortenDisk()
-	// The guest's programs need not stand still until all is written.
-	var after sync.WaitGroup
-	_, res, err := p.capture(ctx, state.KindNamed, note, func(o *instance.CaptureOptions) {
-		o.Resumed = func() { after.Go(func() { hooks.After(ctx) }) }
-	})
-	after.Wait()
-	hooks.After(ctx) // if it did not get that far
-	res.Hooks = hooks.Failed()
+	res, err = p.captureLive(ctx, hooks, state.KindNamed, note)
 	if err != nil {
-		return res, fmt.Errorf("taking a snapshot of %s: %w: it runs on", p.r.Spec.Name, err)
+		return res, err
 	}
 	p.tell(ctx, events.Snapshotted, events.Details{Snapshot: res.Snapshot, Bytes: res.BytesStored, Milliseconds: res.Stages["pause"]})
 	p.tellHooks(ctx, res.Hooks)
 	return res, nil
+}
+
+// captureLive captures a VM that runs on, whose hooks are told as soon as it does.
+func (p *process) captureLive(ctx context.Context, hooks Hooks, kind, note string, more ...func(*instance.CaptureOptions)) (spec.SleepResult, error) {
+	// The guest's programs need not stand still until all is written.
+	var after sync.WaitGroup
+	_, res, err := p.capture(ctx, kind, note, append(more, func(o *instance.CaptureOptions) {
+		o.Resumed = func() { after.Go(func() { hooks.After(context.WithoutCancel(ctx)) }) }
+	})...)
+	after.Wait()
+	hooks.After(context.WithoutCancel(ctx)) // if it did not get that far
+	res.Hooks = hooks.Failed()
+	return res, err
 }
 
 func (p *process) alive() error {
@@ -714,58 +748,95 @@ func (p *process) listen(srv *http.Server) error {
 // control makes what answers on the control socket, once the VM is there.
 func (p *process) control() *http.Server {
 	mux := http.NewServeMux()
-	handle := func(pattern string, f func(*http.Request) (any, error), after func()) {
-		mux.HandleFunc(pattern, func(w http.ResponseWriter, req *http.Request) {
-			v, err := f(req)
-			if err != nil {
-				writeError(w, err)
-				return
-			}
-			w.Header().Set("Content-Type", "application/json")
-			_ = json.NewEncoder(w).Encode(v)
-			if after != nil {
-				_ = http.NewResponseController(w).Flush()
-				after()
-			}
-		})
-	}
-	handle("GET /info", func(*http.Request) (any, error) { return p.info(), nil }, nil)
-	// A sleep goes on if the one who asked for it goes away.
-	handle("POST /sleep", func(r *http.Request) (any, error) {
-		policy := spec.HookPolicy(r.URL.Query().Get("hooks"))
-		if err := policy.Validate(); err != nil {
-			return nil, err
-		}
-		return p.sleep(control.WithCause(r), policy, nil)
-	}, p.end)
-	handle("POST /snapshot", func(r *http.Request) (any, error) {
-		q := r.URL.Query()
-		policy := spec.HookPolicy(q.Get("hooks"))
-		if err := policy.Validate(); err != nil {
-			return nil, err
-		}
-		if q.Get("disk-only") == "true" {
-			return p.diskSnapshot(control.WithCause(r), q.Get("note"), policy)
-		}
-		return p.snapshot(control.WithCause(r), q.Get("note"), policy)
-	}, nil)
-	mux.HandleFunc("POST /fork", p.serveFork)
+	answer(mux, "GET /info", func(*http.Request) (any, error) { return p.info(), nil })
+	answer(mux, "GET /policy/stats", func(*http.Request) (any, error) { return p.networkStats() })
+	answer(mux, "GET /secrets", func(*http.Request) (any, error) { return p.listSecrets(), nil })
+	mux.HandleFunc("GET /policy/events", p.serveEvents)
+	mux.HandleFunc("GET /policy/flows", p.serveFlows)
 	mux.HandleFunc("GET /hold", p.serveWakeLock)
-	p.handlePolicy(mux, handle)
-	p.handleTags(handle)
-	p.handleSecrets(handle)
-	p.handleServices(handle)
+	mux.HandleFunc("POST "+control.Orders+"fork", p.serveFork)
+	// A sleep goes on if the one who asked for it goes away.
+	take(mux, "sleep", control.MaxOrder, func(ctx context.Context, o spec.SleepOptions) (any, error) {
+		if err := o.Hooks.Validate(); err != nil {
+			return nil, err
+		}
+		return p.sleep(ctx, o.Hooks, nil)
+	}, p.end)
+	take(mux, "snapshot", control.MaxOrder, func(ctx context.Context, o spec.SnapshotOptions) (any, error) {
+		if err := o.Hooks.Validate(); err != nil {
+			return nil, err
+		}
+		if o.DiskOnly {
+			return p.diskSnapshot(ctx, o.Note, o.Hooks)
+		}
+		return p.snapshot(ctx, o.Note, o.Hooks)
+	})
+	take(mux, "policy", netpolicy.MaxFileBytes+1, func(_ context.Context, text json.RawMessage) (any, error) {
+		policy, err := netpolicy.Parse(text)
+		if err != nil {
+			return nil, err
+		}
+		return p.setPolicy(policy)
+	})
+	take(mux, "tags", control.MaxOrder, func(_ context.Context, c spec.TagChange) (any, error) { return p.setTags(c) })
+	take(mux, "secrets", control.MaxSecretsBody, func(ctx context.Context, list []spec.Secret) (any, error) {
+		defer func() {
+			for _, l := range list {
+				clear(l.Value)
+			}
+		}()
+		return nil, p.setSecrets(ctx, list)
+	})
+	take(mux, "remove-secrets", control.MaxOrder, func(_ context.Context, names []string) (any, error) {
+		return nil, p.removeSecrets(names)
+	})
+	take(mux, "service", 4*spec.MaxServicesBytes, func(_ context.Context, want spec.Service) (any, error) {
+		return nil, p.changeServices(func() error { return p.r.SetService(want) })
+	})
+	take(mux, "remove-service", control.MaxOrder, func(_ context.Context, name string) (any, error) {
+		return nil, p.changeServices(func() error { return p.r.DropService(name) })
+	})
 	// Whoever has the guest shut down says so first.
-	handle("POST /ending", func(r *http.Request) (any, error) {
-		p.ends(events.CauseOf(control.WithCause(r)))
-		return struct{}{}, nil
-	}, nil)
-	handle("POST /kill", func(r *http.Request) (any, error) {
-		p.ends(events.CauseOf(control.WithCause(r)))
+	take(mux, "ending", control.MaxOrder, func(ctx context.Context, _ struct{}) (any, error) {
+		p.ends(events.CauseOf(ctx))
+		return nil, nil
+	})
+	take(mux, "kill", control.MaxOrder, func(ctx context.Context, _ struct{}) (any, error) {
+		p.ends(events.CauseOf(ctx))
 		p.in.Machine().Fail(control.ErrStopped)
-		return struct{}{}, nil
-	}, nil)
+		return nil, nil
+	})
 	return &http.Server{Handler: mux, ReadHeaderTimeout: 10 * time.Second, MaxHeaderBytes: 16 << 10}
+}
+
+// answer answers requests with what f returns, as JSON. after is called then, unless that is an error.
+func answer(mux *http.ServeMux, pattern string, f func(*http.Request) (any, error), after ...func()) {
+	mux.HandleFunc(pattern, func(w http.ResponseWriter, req *http.Request) {
+		v, err := f(req)
+		if err != nil {
+			writeError(w, err)
+			return
+		}
+		w.Header().Set("Content-Type", "application/json")
+		_ = json.NewEncoder(w).Encode(v)
+		for _, then := range after {
+			_ = http.NewResponseController(w).Flush()
+			then()
+		}
+	})
+}
+
+// take is answer for an order: a T as JSON, of at most limit bytes.
+func take[T any](mux *http.ServeMux, order string, limit int64, do func(context.Context, T) (any, error), after ...func()) {
+	answer(mux, "POST "+control.Orders+order, func(r *http.Request) (any, error) {
+		var o T
+		d := json.NewDecoder(io.LimitReader(r.Body, limit))
+		d.DisallowUnknownFields()
+		if err := d.Decode(&o); err != nil {
+			return nil, fmt.Errorf("reading what is asked for: %w: %w", spec.ErrInvalid, err)
+		}
+		return do(control.WithCause(r), o)
+	}, after...)
 }
 
 // writeError answers a request with what is wrong.

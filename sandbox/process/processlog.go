@@ -36,9 +36,8 @@ type processLog struct {
 	// turned is called with the new file when the log has begun anew.
 	turned func(*os.File) error
 
-	left  int
-	since time.Time
-	lost  uint64
+	rate allowance
+	lost uint64
 }
 
 func newProcessLog(path string, limit int64, turned func(*os.File) error) (*processLog, error) {
@@ -46,7 +45,7 @@ func newProcessLog(path string, limit int64, turned func(*os.File) error) (*proc
 	if err != nil {
 		return nil, err
 	}
-	return &processLog{ring: r, now: time.Now, turned: turned, left: logBurst, since: time.Now()}, nil
+	return &processLog{ring: r, now: time.Now, turned: turned}, nil
 }
 
 // Write writes one message, unless there have been too many. It fails only where files fail, and may be called from any
@@ -55,14 +54,10 @@ func (l *processLog) Write(p []byte) (int, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	now := l.now()
-	if n := int(min(now.Sub(l.since)/logEvery, logBurst)); n > 0 {
-		l.left, l.since = min(l.left+n, logBurst), now
-	}
-	if l.left == 0 {
+	if !l.rate.take(now, logBurst, logEvery) {
 		l.lost++
 		return len(p), nil
 	}
-	l.left--
 	if l.lost > 0 {
 		line := fmt.Sprintf("time=%s level=WARN msg=\"messages before this one were left out\" number=%d\n", now.Format(time.RFC3339), l.lost)
 		if err := l.put([]byte(line)); err != nil {

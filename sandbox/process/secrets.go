@@ -2,10 +2,7 @@ package process
 
 import (
 	"context"
-	"encoding/json"
 	"fmt"
-	"io"
-	"net/http"
 	"slices"
 
 	"github.com/drowse-vm/drowse/devices/secrets"
@@ -14,34 +11,12 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-func (p *process) handleSecrets(handle func(string, func(*http.Request) (any, error), func())) {
-	handle("PUT /secrets", func(r *http.Request) (any, error) {
-		var list []spec.Secret
-		d := json.NewDecoder(io.LimitReader(r.Body, control.MaxSecretsBody))
-		d.DisallowUnknownFields()
-		if err := d.Decode(&list); err != nil {
-			return nil, fmt.Errorf("reading secrets: %w: %w", spec.ErrSecrets, err)
-		}
-		defer func() {
-			for _, l := range list {
-				clear(l.Value)
-			}
-		}()
-		return struct{}{}, p.setSecrets(context.WithoutCancel(r.Context()), list)
-	}, nil)
-	handle("DELETE /secrets", func(r *http.Request) (any, error) {
-		return struct{}{}, p.removeSecrets(r.URL.Query()["name"])
-	}, nil)
-	handle("GET /secrets", func(*http.Request) (any, error) { return p.listSecrets(), nil }, nil)
-}
-
 func (p *process) setSecrets(ctx context.Context, list []spec.Secret) (err error) {
-	p.op.Lock()
-	defer p.op.Unlock()
-	if err := p.alive(); err != nil {
+	end, err := p.begin()
+	if err != nil {
 		return err
 	}
-	defer p.in.KeepRunning()()
+	defer end()
 	dev := p.in.Machine().Secrets()
 	before := dev.List()
 	defer func() {
@@ -73,38 +48,33 @@ func (p *process) setSecrets(ctx context.Context, list []spec.Secret) (err error
 			return err
 		}
 	}
-	old := p.r.Secrets
-	if slices.Equal(old, names) {
+	return p.awaitSecrets(names)
+}
+
+// awaitSecrets has the VM wait for these after a wake or a boot.
+func (p *process) awaitSecrets(names []spec.SecretFile) error {
+	if slices.Equal(p.r.Secrets, names) {
 		return nil
 	}
-	p.r.Secrets = names
-	if err := p.store.Save(p.r); err != nil {
-		p.r.Secrets = old
-		return err
-	}
-	return nil
+	return p.save(func() error { p.r.Secrets = names; return nil })
 }
 
 func (p *process) removeSecrets(names []string) error {
-	p.op.Lock()
-	defer p.op.Unlock()
-	if err := p.alive(); err != nil {
+	end, err := p.begin()
+	if err != nil {
 		return err
 	}
+	defer end()
 	dev := p.in.Machine().Secrets()
-	old, kept := p.r.Secrets, slices.Clone(p.r.Secrets)
+	kept := slices.Clone(p.r.Secrets)
 	for _, n := range names {
 		if !slices.ContainsFunc(dev.List(), func(s secrets.State) bool { return s.Name == n }) {
 			return fmt.Errorf("%w: %s has no secret %q", spec.ErrNotFound, p.r.Spec.Name, n)
 		}
 		kept = slices.DeleteFunc(kept, func(f spec.SecretFile) bool { return f.Name == n })
 	}
-	if !slices.Equal(old, kept) {
-		p.r.Secrets = kept
-		if err := p.store.Save(p.r); err != nil {
-			p.r.Secrets = old
-			return err
-		}
+	if err := p.awaitSecrets(kept); err != nil {
+		return err
 	}
 	for _, n := range names {
 		dev.Remove(n)

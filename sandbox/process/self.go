@@ -44,9 +44,8 @@ type self struct {
 	fork     func() (child string, err error)
 	holders  *wakeLocks
 
-	mu    sync.Mutex // guards what follows
-	left  int
-	since time.Time
+	mu   sync.Mutex // guards what follows
+	rate allowance
 	// release ends the hold; nil if there is none. held is which one it is.
 	release func()
 	held    uint64
@@ -97,7 +96,7 @@ func (s *self) do(r guest.SelfRequest) (answer guest.SelfAnswer, then func()) {
 	defer func() { p.End(o) }()
 	switch {
 	case !s.allow.Allows(r.Do):
-		err = fmt.Errorf("this VM may not ask for %s: its owner allows it by Spec.Self.Allow", r.Do)
+		err = fmt.Errorf("this VM may not ask for %s: its owner allows it with `drowse run --allow-self`", r.Do)
 	case r.Do == guest.SelfSleep:
 		then = s.sleep
 	case r.Do == guest.SelfSnapshot:
@@ -138,18 +137,7 @@ func selfArgv(r guest.SelfRequest) []string {
 func (s *self) take() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	now := s.now()
-	if s.since.IsZero() {
-		s.left, s.since = selfBurst, now
-	}
-	if n := int(min(now.Sub(s.since)/selfEvery, selfBurst)); n > 0 {
-		s.left, s.since = min(s.left+n, selfBurst), now
-	}
-	if s.left == 0 {
-		return false
-	}
-	s.left--
-	return true
+	return s.rate.take(s.now(), selfBurst, selfEvery)
 }
 
 // hold keeps the VM awake for some seconds from now on, in the place of a hold before; 0 ends that. A sleep that

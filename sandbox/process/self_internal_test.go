@@ -234,7 +234,7 @@ func TestTagSnapshot_one_more_than_there_may_be_is_refused(t *testing.T) {
 	for i := range state.MaxSnapshotTags + 1 {
 		tags = append(tags, fmt.Sprint("t", i))
 	}
-	if _, err := s.TagSnapshot(id, tags); !errors.Is(err, state.ErrMetadata) {
+	if _, err := s.TagSnapshot(id, tags); !errors.Is(err, spec.ErrMetadata) {
 		t.Errorf("%d tags: %v, want ErrMetadata", len(tags), err)
 	}
 	if i, err := s.TagSnapshot(id, tags[:state.MaxSnapshotTags]); err != nil || len(i.Tags) != state.MaxSnapshotTags {

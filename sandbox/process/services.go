@@ -2,10 +2,7 @@ package process
 
 import (
 	"context"
-	"encoding/json"
 	"fmt"
-	"io"
-	"net/http"
 	"strings"
 	"sync"
 	"time"
@@ -13,46 +10,20 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/guest/audit"
 	"github.com/drowse-vm/drowse/sandbox/control"
-	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// The rest is in the VM's process.
-
-func (p *process) handleServices(handle func(string, func(*http.Request) (any, error), func())) {
-	change := func(f func(*state.Record) error) (any, error) {
-		p.op.Lock()
-		defer p.op.Unlock()
-		if err := p.alive(); err != nil {
-			return nil, err
-		}
-		defer p.in.KeepRunning()()
-		if err := p.in.ListenServices(); err != nil {
-			return nil, err
-		}
-		before := p.r.Spec.Services
-		err := f(p.r)
-		if err == nil {
-			err = p.store.Save(p.r)
-		}
-		if err != nil {
-			p.r.Spec.Services = before
-		}
-		return struct{}{}, err
+// changeServices changes the services in the record, and hears from the guest what becomes of them.
+func (p *process) changeServices(change func() error) error {
+	end, err := p.begin()
+	if err != nil {
+		return err
 	}
-	handle("PUT /services", func(r *http.Request) (any, error) {
-		var want spec.Service
-		d := json.NewDecoder(io.LimitReader(r.Body, 4*spec.MaxServicesBytes))
-		d.DisallowUnknownFields()
-		if err := d.Decode(&want); err != nil {
-			return nil, fmt.Errorf("reading a service: %w: %w", spec.ErrInvalid, err)
-		}
-		return change(func(r *state.Record) error { return r.SetService(want) })
-	}, nil)
-	handle("DELETE /services", func(r *http.Request) (any, error) {
-		name := r.URL.Query().Get("name")
-		return change(func(r *state.Record) error { return r.DropService(name) })
-	}, nil)
+	defer end()
+	if err := p.in.ListenServices(); err != nil {
+		return err
+	}
+	return p.save(change)
 }
 
 // startServices starts the services of a guest that has booted. What fails does not keep the
@@ -82,10 +53,9 @@ type serviceTrail struct {
 	known func(name string) bool
 	now   func() time.Time
 
-	mu    sync.Mutex // guards what follows
-	left  int
-	since time.Time
-	lost  uint64
+	mu   sync.Mutex // guards what follows
+	rate allowance
+	lost uint64
 }
 
 // Events in a row that are recorded, and how long it takes until one more is.
@@ -101,18 +71,10 @@ func (t *serviceTrail) record(e guest.ServiceEvent) {
 		return
 	}
 	t.lost += min(e.Lost, 1<<32)
-	now := t.now()
-	if t.since.IsZero() {
-		t.left, t.since = serviceEvents, now
-	}
-	if n := int(min(now.Sub(t.since)/serviceEvery, serviceEvents)); n > 0 {
-		t.left, t.since = min(t.left+n, serviceEvents), now
-	}
-	if t.left == 0 {
+	if !t.rate.take(t.now(), serviceEvents, serviceEvery) {
 		t.lost++
 		return
 	}
-	t.left--
 	a := audit.Action{Kind: audit.KindServiceExit, Process: e.Name}
 	o := audit.Outcome{Error: e.Problem}
 	switch e.Event {

@@ -1,11 +1,7 @@
 package process
 
 import (
-	"encoding/json"
 	"errors"
-	"fmt"
-	"io"
-	"net/http"
 
 	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/spec"
@@ -13,11 +9,11 @@ import (
 
 // setTags is SetTags in the VM's process.
 func (p *process) setTags(c spec.TagChange) (control.TagsResult, error) {
-	p.op.Lock()
-	defer p.op.Unlock()
-	if err := p.alive(); err != nil {
+	end, err := p.begin()
+	if err != nil {
 		return control.TagsResult{}, err
 	}
+	defer end()
 	n := p.in.Network()
 	if n == nil {
 		return control.TagsResult{}, control.NoNetworkTags(p.r.Spec.Name)
@@ -26,12 +22,8 @@ func (p *process) setTags(c spec.TagChange) (control.TagsResult, error) {
 		return control.TagsResult{}, err
 	}
 	old := p.r.Spec.Tags
-	if err := p.r.Spec.UseTags(c); err != nil {
-		return control.TagsResult{}, err
-	}
 	// First what lasts: a process that is killed in between comes back with the new ones.
-	if err := p.store.Save(p.r); err != nil {
-		p.r.Spec.Tags = old
+	if err := p.save(func() error { return p.r.Spec.UseTags(c) }); err != nil {
 		return control.TagsResult{}, err
 	}
 	if err := n.SetTags(p.r.Spec.Tags); err != nil {
@@ -39,15 +31,4 @@ func (p *process) setTags(c spec.TagChange) (control.TagsResult, error) {
 		return control.TagsResult{}, errors.Join(err, n.SetTags(old), p.store.Save(p.r))
 	}
 	return control.TagsOf(p.r, true), nil
-}
-
-// handleTags answers for tags on the control socket.
-func (p *process) handleTags(handle func(string, func(*http.Request) (any, error), func())) {
-	handle("PATCH /tags", func(r *http.Request) (any, error) {
-		var c spec.TagChange
-		if err := json.NewDecoder(io.LimitReader(r.Body, 64<<10)).Decode(&c); err != nil {
-			return nil, fmt.Errorf("reading a change of tags: %w", err)
-		}
-		return p.setTags(c)
-	}, nil)
 }

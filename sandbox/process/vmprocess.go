@@ -20,6 +20,7 @@ import (
 
 	"github.com/drowse-vm/drowse/rootfs/kernel"
 	"github.com/drowse-vm/drowse/sandbox/control"
+	"github.com/drowse-vm/drowse/sandbox/hosthooks"
 	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
@@ -76,7 +77,7 @@ func ServeProcess(ctx context.Context, args []string) error {
 type ProcessOptions struct {
 	// HostHooks are called when the VM has been created or woken, after that was reported, and before it sleeps: see
 	// Host.WithHostHooks.
-	HostHooks []state.HostHook
+	HostHooks []hosthooks.Func
 }
 
 // ServeProcessWith is ServeProcess with options. They are to be the same in all processes of the program, since one
@@ -97,16 +98,11 @@ func ServeProcessWith(ctx context.Context, args []string, o ProcessOptions) erro
 	f := flag.NewFlagSet("the process of a VM", flag.ContinueOnError)
 	f.SetOutput(io.Discard) // the error says it
 	f.StringVar(&dir, "state", "", "the store's directory")
-	f.StringVar(&ord.Name, "name", "", "the VM")
-	f.StringVar(&ord.Snapshot, "snapshot", "", "restore this snapshot instead of booting")
-	f.BoolVar(&ord.NewIdentity, "new-identity", false, "make the guest a machine of its own")
-	f.BoolVar(&ord.Fork, "fork", false, "be a child whose RAM is on a file descriptor")
-	f.BoolVar(&ord.Hold, "hold", false, "stay awake until a socket that is a file descriptor is closed")
-	f.StringVar((*string)(&ord.Cause), "cause", "", "on whose behalf")
-	f.BoolVar(&standby, "standby", false, "wait for an order on a socket")
-	f.IntVar(&shape.MemoryMiB, "memory", 0, "RAM in MiB to prepare for")
-	f.IntVar(&shape.VCPUs, "vcpus", 0, "vCPUs to prepare for")
-	f.BoolVar(&shape.Network, "net", false, "prepare for a link to the host")
+	f.Func("order", "a control.Order, as JSON", func(text string) error { return json.Unmarshal([]byte(text), &ord) })
+	f.Func("standby", "prepare for VMs of this spec.Shape, as JSON, and wait for an order on a socket", func(text string) error {
+		standby = true
+		return json.Unmarshal([]byte(text), &shape)
+	})
 	if err := f.Parse(args); err != nil {
 		return fmt.Errorf("the arguments of a VM's process: %w", err)
 	}
@@ -129,7 +125,7 @@ func ServeProcessWith(ctx context.Context, args []string, o ProcessOptions) erro
 }
 
 // obey carries out an order. When told ends the VM goes to sleep. files begin with that for the report.
-func obey(ctx, told context.Context, s *state.Store, ord control.Order, files []*os.File, shells *instance.Prebuilt) error {
+func obey(ctx, told context.Context, s *state.Store, ord control.Order, files []*os.File, shell *instance.Prebuilt) error {
 	report := files[0]
 	var fork, hold *os.File
 	switch {
@@ -152,7 +148,7 @@ func obey(ctx, told context.Context, s *state.Store, ord control.Order, files []
 		defer ready()
 	}
 	return Serve(ctx, s, ord.Name, ServeOptions{
-		Snapshot: ord.Snapshot, NewIdentity: ord.NewIdentity, Fork: fork, Shells: shells, Log: log, Cause: ord.Cause, prioritize: prioritize, Hold: hold, told: told, Wanted: func() bool { return control.HasReader(report) },
+		Snapshot: ord.Snapshot, NewIdentity: ord.NewIdentity, Fork: fork, Shell: shell, Log: log, Cause: ord.Cause, prioritize: prioritize, Hold: hold, told: told, Wanted: func() bool { return control.HasReader(report) },
 		Report: func(r control.Report) {
 			if err := json.NewEncoder(report).Encode(r); err != nil {
 				log.Warn("nobody reads the report", "error", err)
@@ -166,14 +162,11 @@ func obey(ctx, told context.Context, s *state.Store, ord control.Order, files []
 // standBy prepares for a VM, says so, and waits for the order. Without one it ends when
 // the other end of the socket is closed, or told ends.
 func standBy(ctx, told context.Context, s *state.Store, shape spec.Shape) (err error) {
-	shells, err := instance.NewPrebuilt(map[spec.Shape]int{shape: 1})
+	shell, err := instance.NewPrebuilt(shape)
 	if err != nil {
 		return err
 	}
-	defer func() { err = errors.Join(err, shells.Close()) }()
-	if err := shells.Fill(); err != nil {
-		return err
-	}
+	defer func() { err = errors.Join(err, shell.Close()) }()
 	// What a restore would otherwise do for the first time.
 	_, _ = kernel.List(s.KernelDir())
 	_ = warmUp()                                            // if it fails, so does the wake, and says why
@@ -207,5 +200,5 @@ func standBy(ctx, told context.Context, s *state.Store, shape spec.Shape) (err e
 		return fmt.Errorf("opening the log of VM %s: %w", ord.Name, err)
 	}
 	files[0].Close()
-	return obey(ctx, told, s, ord, files[1:], shells)
+	return obey(ctx, told, s, ord, files[1:], shell)
 }

@@ -18,7 +18,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/devices/secrets"
-	"github.com/drowse-vm/drowse/devices/vsock"
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/guest/agentpb"
 	"github.com/drowse-vm/drowse/guest/fakeguest"
@@ -301,7 +300,7 @@ func (v *vm) Stages() *vmm.Stages             { return &v.stages }
 func (v *vm) Disk() *disk.Disk                { return v.disk }
 func (v *vm) Parts() instance.Parts           { return v.parts }
 func (v *vm) Begun() time.Time                { return v.begun }
-func (v *vm) Faults() (pager.Stats, bool)     { return pager.Stats{}, v.restored }
+func (v *vm) Faults() (*pager.Stats, bool)    { return &pager.Stats{}, v.restored }
 func (v *vm) SpaceProblem() string            { return "" }
 func (v *vm) KeepRunning() (release func())   { return func() {} }
 func (v *vm) Caches() bool                    { return false }
@@ -324,10 +323,7 @@ func (v *vm) Network() process.Network {
 func (v *vm) Timing() (entry, ready time.Duration) { return v.ready, v.ready }
 
 // Connections implements process.VM.
-func (v *vm) Connections() vsock.Stats {
-	open, ever := v.ports.Uses()
-	return vsock.Stats{Open: open, Uses: ever}
-}
+func (v *vm) Connections() (open, ever uint64) { return v.ports.Uses() }
 
 // Agent implements process.VM.
 func (v *vm) Agent(ctx context.Context) (*guest.Client, error) {

@@ -53,7 +53,7 @@ func TestVMs_do_what_a_fleet_promises(t *testing.T) {
 	h := v.Host(t)
 	fleettest.Conformance(t, fleettest.Subject{
 		Fleet: fleettest.Of(h, fleet.Options{}), Spec: sandbox.Spec{Image: sandboxtest.Image},
-		Make: func(t *testing.T, spec sandbox.Spec, m state.Metadata) {
+		Make: func(t *testing.T, spec sandbox.Spec, m spec.Metadata) {
 			if _, err := h.Create(t.Context(), spec, sandbox.CreateOptions{Metadata: &m}); err != nil {
 				t.Fatal(err)
 			}

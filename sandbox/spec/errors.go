@@ -17,22 +17,38 @@ type HooksError struct{ Failures []report.HookFailure }
 
 // Error is one line.
 func (e *HooksError) Error() string {
-	var b strings.Builder
-	for i, f := range e.Failures {
-		if i == 3 {
-			fmt.Fprintf(&b, "; and %d more", len(e.Failures)-i)
-			break
-		}
-		if i > 0 {
-			b.WriteString("; ")
-		}
-		b.WriteString(f.String())
-	}
-	return fmt.Sprintf("%v: %s: see to them in the guest, or use --hooks %s", ErrHooks, b.String(), HooksIgnore)
+	return fmt.Sprintf("%v: %s: see to them in the guest, or use --hooks %s", ErrHooks, firstOf(e.Failures), HooksIgnore)
 }
 
 // Unwrap makes it an ErrHooks.
 func (e *HooksError) Unwrap() error { return ErrHooks }
+
+// ErrHostHooks says that hooks on the host stand against a sleep.
+var ErrHostHooks = errors.New("hooks on the host have refused")
+
+// HostHooksError is an ErrHostHooks with the hooks that have failed.
+type HostHooksError struct{ Failures []report.HookFailure }
+
+// Error is one line.
+func (e *HostHooksError) Error() string {
+	return fmt.Sprintf("%v: %s: see to them, or use --hooks %s", ErrHostHooks, firstOf(e.Failures), HooksIgnore)
+}
+
+// Unwrap makes it an ErrHostHooks.
+func (e *HostHooksError) Unwrap() error { return ErrHostHooks }
+
+// firstOf are the first failures, on one line.
+func firstOf(failures []report.HookFailure) string {
+	var all []string
+	for i, f := range failures {
+		if i == 3 {
+			all = append(all, fmt.Sprintf("and %d more", len(failures)-i))
+			break
+		}
+		all = append(all, f.String())
+	}
+	return strings.Join(all, "; ")
+}
 
 // ErrSecrets says that a VM cannot have a secret, or cannot be captured because of one.
 var ErrSecrets = errors.New("secrets")

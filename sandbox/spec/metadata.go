@@ -88,14 +88,10 @@ func (l Metadata) Check() error {
 		}
 		return nil
 	}
-	if err := l.EffectiveClass().Check(); err != nil {
-		return fmt.Errorf("%w: %w", ErrMetadata, err)
-	}
-	if err := l.Keep.Check(); err != nil {
-		return fmt.Errorf("%w: %w", ErrMetadata, err)
-	}
-	if err := l.Persist.Check(); err != nil {
-		return fmt.Errorf("%w: %w", ErrMetadata, err)
+	for _, err := range []error{l.EffectiveClass().Check(), l.Keep.Check(), l.Persist.Check()} {
+		if err != nil {
+			return fmt.Errorf("%w: %w", ErrMetadata, err)
+		}
 	}
 	if err := errors.Join(text("owner", l.Owner, MaxMetadataOwner), text("purpose", l.Purpose, MaxMetadataPurpose)); err != nil {
 		return err

@@ -1,9 +1,6 @@
 package spec
 
 import (
-	"errors"
-	"fmt"
-	"strings"
 	"time"
 
 	"github.com/drowse-vm/drowse/guest/report"
@@ -45,47 +42,6 @@ type Freed struct {
 	// Problems are of histories, and in nobody's way: one that a removal could not keep, or a sweep could not delete.
 	Problems []string `json:"problems,omitempty"`
 }
-
-// HostHookFailure is one hook that has not done what it should.
-type HostHookFailure struct {
-	// Name is its file's, or the one that its program has given it; "*" is all.
-	Name string `json:"name"`
-	// Event is what it was run for: a word such as Sleep.
-	Event   string `json:"event"`
-	Problem string `json:"problem"`          // at most 1 KiB
-	Output  string `json:"output,omitempty"` // the end of what it printed, at most 1 KiB
-}
-
-// String is one line.
-func (f HostHookFailure) String() string {
-	s := fmt.Sprintf("hook %s, %s: %s", f.Name, f.Event, f.Problem)
-	if f.Output != "" {
-		s += ": " + f.Output
-	}
-	return s
-}
-
-// ErrHostHooks says that hooks on the host stand against a sleep.
-var ErrHostHooks = errors.New("hooks on the host have refused")
-
-// HostHooksError is an ErrHostHooks with the hooks that have failed.
-type HostHooksError struct{ Failures []HostHookFailure }
-
-// Error is one line.
-func (e *HostHooksError) Error() string {
-	var all []string
-	for i, f := range e.Failures {
-		if i == 3 {
-			all = append(all, fmt.Sprintf("and %d more", len(e.Failures)-i))
-			break
-		}
-		all = append(all, f.String())
-	}
-	return fmt.Sprintf("%v: %s: see to them, or use --hooks %s", ErrHostHooks, strings.Join(all, "; "), HooksIgnore)
-}
-
-// Unwrap makes it an ErrHostHooks.
-func (e *HostHooksError) Unwrap() error { return ErrHostHooks }
 
 // Promoted is a copy of a part of a VM on the host.
 type Promoted = report.Promoted
@@ -147,7 +103,7 @@ type SleepResult struct {
 	// afterwards.
 	Hooks []report.HookFailure `json:"hooks,omitempty"`
 	// HostHooks are those on the host that have failed before a sleep and were ignored.
-	HostHooks []HostHookFailure `json:"host_hooks,omitempty"`
+	HostHooks []report.HookFailure `json:"host_hooks,omitempty"`
 	// Persist is what was done about what does not persist; nil if all does.
 	Persist *Persisted `json:"persist,omitempty"`
 	// Problem is what could not be done after a sleep. The VM sleeps all the same.
@@ -164,18 +120,18 @@ func (r *SleepResult) Note(err error) {
 // SleepOptions change a sleep. The zero value goes by the VM's Spec.
 type SleepOptions struct {
 	// Hooks is what holds instead of what the VM's Spec says.
-	Hooks HookPolicy
+	Hooks HookPolicy `json:"hooks,omitempty"`
 }
 
 // SnapshotOptions say what a snapshot of a running VM is like.
 type SnapshotOptions struct {
 	// Note is kept with it.
-	Note string
+	Note string `json:"note,omitempty"`
 	// Hooks is what holds instead of what the VM's Spec says.
-	Hooks HookPolicy
+	Hooks HookPolicy `json:"hooks,omitempty"`
 	// DiskOnly takes the disk without memory and vCPUs: the guest's file system is
 	// frozen for a moment, and the guest computes on meanwhile.
-	DiskOnly bool
+	DiskOnly bool `json:"disk_only,omitempty"`
 }
 
 // Stats are what a running VM uses, as its guest and its host count it.

@@ -46,26 +46,27 @@ func (s Self) Validate() error {
 	return nil
 }
 
+// amount is what follows a word that is allowed, and whether it is.
+func (s Self) amount(word string) (amount string, allowed bool) {
+	for _, entry := range s.Allow {
+		if what, amount, _ := strings.Cut(entry, "="); what == word {
+			return amount, true
+		}
+	}
+	return "", false
+}
+
 // Allows says whether a guest may ask for something.
 func (s Self) Allows(what string) bool {
-	return slices.ContainsFunc(s.Allow, func(entry string) bool {
-		word, _, _ := strings.Cut(entry, "=")
-		return word == what
-	})
+	_, allowed := s.amount(what)
+	return allowed
 }
 
 // Extension is by how much the guest may put its expiry off in all.
 func (s Self) Extension() time.Duration {
-	for _, entry := range s.Allow {
-		if amount, is := strings.CutPrefix(entry, agentpb.SelfExtend+"="); is {
-			d, err := lifetime.ParseDuration(amount)
-			if err != nil {
-				return 0 // check has refused it
-			}
-			return d
-		}
-	}
-	return 0
+	amount, _ := s.amount(agentpb.SelfExtend)
+	d, _ := lifetime.ParseDuration(amount) // 0 of one that is not allowed
+	return d
 }
 
 // MaxSelfForks is how many children at once a guest may be allowed to ask for.
@@ -82,16 +83,9 @@ func parseSelfForks(amount string) (int, error) {
 
 // Forks is how many children that it has asked for a guest may have at once.
 func (s Self) Forks() int {
-	for _, entry := range s.Allow {
-		if amount, is := strings.CutPrefix(entry, agentpb.SelfFork+"="); is {
-			n, err := parseSelfForks(amount)
-			if err != nil {
-				return 0 // check has refused it
-			}
-			return n
-		}
-	}
-	return 0
+	amount, _ := s.amount(agentpb.SelfFork)
+	n, _ := parseSelfForks(amount) // 0 of one that is not allowed
+	return n
 }
 
 // Childless is what a child may ask for that its parent has asked for: no forks, or they would multiply.

@@ -18,12 +18,6 @@ import (
 	"github.com/drowse-vm/drowse/snapshot"
 )
 
-// noGrace has sweeps delete what is of today.
-func noGrace(t *testing.T) {
-	t.Helper()
-	t.Cleanup(SetGraceTime(0))
-}
-
 // diskSnapshotOf is a snapshot without memory that has the disk of a VM.
 func diskSnapshotOf(t *testing.T, s *Store, r *Record, kind string) string {
 	t.Helper()
@@ -51,8 +45,8 @@ func wantLayers(t *testing.T, s *Store, want bool, layers ...string) {
 }
 
 func TestAttack_sweep_takes_a_named_snapshot_that_lacks_a_memory_file_for_gone(t *testing.T) {
-	noGrace(t)
 	s := tempStore(t)
+	s.Grace = 0
 	r := sleepingVM(t, s, "a", 3)
 	id := diskSnapshotOf(t, s, r, KindNamed)
 	if err := os.Remove(filepath.Join(s.SnapshotDir(id), snapshot.MemoryName)); err != nil {
@@ -92,8 +86,8 @@ func TestAttack_image_is_removed_under_an_incomplete_or_disk_only_snapshot(t *te
 
 // The record of one VM is a pipe, so that the sweep waits there in the midst of reading records.
 func TestAttack_layer_moves_from_a_record_to_a_new_snapshot_while_the_sweep_reads(t *testing.T) {
-	noGrace(t)
 	s := tempStore(t)
+	s.Grace = 0
 	b := sleepingVM(t, s, "b", 2)
 	// A layer of a VM that is gone, as that of a clone is.
 	gone := sleepingVM(t, s, "gone", 1)
@@ -175,8 +169,8 @@ func openPipe(path string, swept chan error) (*os.File, error) {
 }
 
 func TestAttack_fork_snapshot_is_swept_before_its_child_has_seen_it(t *testing.T) {
-	noGrace(t)
 	s := tempStore(t)
+	s.Grace = 0
 	parent := sleepingVM(t, s, "p", 1)
 	id := diskSnapshotOf(t, s, parent, KindFork)
 	// As it is in the instant between reading the child's record and finding the snapshot.
@@ -198,8 +192,8 @@ func TestAttack_fork_snapshot_is_swept_before_its_child_has_seen_it(t *testing.T
 }
 
 func TestAttack_sleep_between_the_records_and_the_snapshots_of_a_sweep(t *testing.T) {
-	noGrace(t)
 	s := tempStore(t)
+	s.Grace = 0
 	r := sleepingVM(t, s, "a", 1)
 	r.Snapshot = diskSnapshotOf(t, s, r, KindSleep)
 	if err := s.Save(r); err != nil {
@@ -219,7 +213,6 @@ func TestAttack_sleep_between_the_records_and_the_snapshots_of_a_sweep(t *testin
 }
 
 func TestAttack_unreadable_record_stops_all_collection(t *testing.T) {
-	noGrace(t)
 	for name, damage := range map[string]func(text []byte) []byte{
 		"of a newer version":        func(b []byte) []byte { return bytes.Replace(b, []byte(`"version": 1`), []byte(`"version": 9`), 1) },
 		"with a field of a newer":   func(b []byte) []byte { return bytes.Replace(b, []byte(`{`), []byte(`{"soul":true,`), 1) },
@@ -228,6 +221,7 @@ func TestAttack_unreadable_record_stops_all_collection(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			s := tempStore(t)
+			s.Grace = 0
 			below := sleepingVM(t, s, "below", 1)
 			r := sleepingVM(t, s, "a", 1)
 			sleep := diskSnapshotOf(t, s, r, KindSleep)
@@ -305,8 +299,8 @@ func TestAttack_young_files_are_swept_before_somebody_names_them(t *testing.T) {
 }
 
 func TestAttack_layer_that_somebody_has_open_is_swept(t *testing.T) {
-	noGrace(t)
 	s := tempStore(t)
+	s.Grace = 0
 	r := sleepingVM(t, s, "a", 1)
 	st, err := s.Absolute(r.Disk)
 	if err != nil {

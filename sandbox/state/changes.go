@@ -25,28 +25,59 @@ func (s *Store) Complete(want spec.VM) (spec.VM, error) {
 	return want, s.CheckPaths(want.Name)
 }
 
-// ChangeSpec changes a VM that does not run in all but its policy: spec.ErrRunning. What is refused has changed
-// nothing.
-func (s *Store) ChangeSpec(ctx context.Context, name string, c spec.Changes) error {
-	r, err := s.Get(name)
-	if err != nil {
-		return err
-	}
-	running := fmt.Errorf("changing %s: %w: put it to sleep or stop it first; this holds from its next wake or boot on", name, spec.ErrRunning)
-	if r.Phase == Running || r.Phase == Starting {
-		return running
-	}
-	l, err := s.LockSoon(ctx, name)
-	if errors.Is(err, spec.ErrRunning) {
-		return running
-	}
+// Change changes the record of a VM that has no process: spec.ErrRunning.
+func (s *Store) Change(name string, change func(*Record) error) error {
+	l, err := s.Lock(name)
 	if err != nil {
 		return err
 	}
 	defer l.Release()
-	if r, err = s.Load(name); err != nil {
+	r, err := s.Load(name)
+	if err != nil {
 		return err
 	}
+	if err := change(r); err != nil {
+		return err
+	}
+	return s.Save(r)
+}
+
+// atRest locks a VM that does not run, and returns its record; running if it does.
+func (s *Store) atRest(ctx context.Context, name string, running error) (*Record, *VMLock, error) {
+	r, err := s.Get(name)
+	if err != nil {
+		return nil, nil, err
+	}
+	if r.Phase == Running || r.Phase == Starting {
+		return nil, nil, running
+	}
+	l, err := s.LockSoon(ctx, name)
+	if errors.Is(err, spec.ErrRunning) {
+		return nil, nil, running
+	}
+	if err != nil {
+		return nil, nil, err
+	}
+	r, err = s.Load(name)
+	if err == nil && (r.Phase == Running || r.Phase == Starting) {
+		err = running
+	}
+	if err != nil {
+		l.Release()
+		return nil, nil, err
+	}
+	return r, l, nil
+}
+
+// ChangeSpec changes a VM that does not run in all but its policy: spec.ErrRunning. What is refused has changed
+// nothing.
+func (s *Store) ChangeSpec(ctx context.Context, name string, c spec.Changes) error {
+	running := fmt.Errorf("changing %s: %w: put it to sleep or stop it first; this holds from its next wake or boot on", name, spec.ErrRunning)
+	r, l, err := s.atRest(ctx, name, running)
+	if err != nil {
+		return err
+	}
+	defer l.Release()
 	want, err := r.Spec.Changed(c, r.Phase == Asleep)
 	if err == nil {
 		want, err = s.Complete(want)

@@ -81,7 +81,7 @@ func FuzzMetadataFile(f *testing.F) {
 	f.Fuzz(func(t *testing.T, data []byte) {
 		l, err := parseMetadata(data)
 		if err != nil {
-			if !errors.Is(err, ErrMetadata) {
+			if !errors.Is(err, spec.ErrMetadata) {
 				t.Fatal(err)
 			}
 			return

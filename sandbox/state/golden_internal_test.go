@@ -54,8 +54,8 @@ func goldenRecord(t *testing.T) *Record {
 	}
 }
 
-func goldenMetadata() Metadata {
-	return Metadata{
+func goldenMetadata() spec.Metadata {
+	return spec.Metadata{
 		Class: lifetime.Resumable, Owner: "build", Purpose: "nightly", Tags: []string{"ci", "web"}, Expires: goldenTime.Add(24 * time.Hour).Truncate(time.Second),
 		Keep: lifetime.Keep{Last: 5},
 	}
@@ -75,7 +75,7 @@ func writeGolden(t *testing.T, dir string) {
 		t.Fatal(err)
 	}
 	l.Release()
-	if _, err := s.SetMetadata(t.Context(), "golden", func(l *Metadata, _ error) error { *l = goldenMetadata(); return nil }); err != nil {
+	if _, err := s.SetMetadata(t.Context(), "golden", func(l *spec.Metadata, _ error) error { *l = goldenMetadata(); return nil }); err != nil {
 		t.Fatal(err)
 	}
 	write := func(path string, doc any) {
@@ -157,7 +157,7 @@ func TestGoldenStatesOfEveryVersionOpen(t *testing.T) {
 				t.Errorf("the volume is %+v (%v)", v, err)
 			}
 			// It is not only read: what changes it works, and it is still whole then.
-			if _, err := s.SetMetadata(t.Context(), "golden", func(l *Metadata, _ error) error { l.Owner = "other"; return nil }); err != nil {
+			if _, err := s.SetMetadata(t.Context(), "golden", func(l *spec.Metadata, _ error) error { l.Owner = "other"; return nil }); err != nil {
 				t.Error(err)
 			}
 			if err := s.Rename(t.Context(), "golden", "later"); err != nil {

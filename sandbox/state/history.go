@@ -38,8 +38,8 @@ type Removed struct {
 	Version int       `json:"version"`
 	Time    time.Time `json:"removed"`
 	// Record is its last one, without its services, which may have secrets in their environment.
-	Record   *Record  `json:"record"`
-	Metadata Metadata `json:"metadata"`
+	Record   *Record       `json:"record"`
+	Metadata spec.Metadata `json:"metadata"`
 	// Runs are the commands and login shells of its audit trail, in the order in which they began.
 	Runs []audit.Entry `json:"runs"`
 }
@@ -140,7 +140,7 @@ func (s *Store) keepHistory(ctx context.Context, r *Record) (err error) {
 	return errors.Join(errs...)
 }
 
-func (s *Store) writeHistory(ctx context.Context, r *Record, m Metadata) error {
+func (s *Store) writeHistory(ctx context.Context, r *Record, m spec.Metadata) error {
 	left := *r
 	left.Spec.Services = nil
 	gone := Removed{Version: removedVersion, Time: time.Now().UTC(), Record: &left, Metadata: m, Runs: []audit.Entry{}}
@@ -224,7 +224,7 @@ func (s *Store) sweepRemoved() (err error) {
 		}
 	}
 	in(s.removedDir(), func(name, path string) error {
-		if !strings.HasPrefix(name, osfile.TempPrefix) || young(path) {
+		if !strings.HasPrefix(name, osfile.TempPrefix) || s.young(path) {
 			return nil
 		}
 		return os.RemoveAll(path)
@@ -246,7 +246,7 @@ func (s *Store) removeUnrecorded(name string) error {
 		_, err := os.Lstat(s.RecordPath(name))
 		return errors.Is(err, fs.ErrNotExist)
 	}
-	if !spec.ValidName(name) || !gone() || young(s.VMDir(name)) {
+	if !spec.ValidName(name) || !gone() || s.young(s.VMDir(name)) {
 		return nil
 	}
 	l, err := s.Lock(name)

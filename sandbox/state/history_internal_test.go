@@ -20,7 +20,7 @@ import (
 )
 
 // ranVM is a VM in which a command was run that has ended, and one that has not.
-func ranVM(t *testing.T, s *Store, name string, m Metadata) *Record {
+func ranVM(t *testing.T, s *Store, name string, m spec.Metadata) *Record {
 	t.Helper()
 	r := &Record{
 		Version: RecordVersion, ID: spec.NewID(), Spec: spec.VM{Name: name, Services: []spec.Service{{Name: "web", Env: []string{"KEY=secret"}}}},
@@ -63,12 +63,12 @@ func TestRemovedVMLeavesItsHistoryAndAnEphemeralOneNothing(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	first := ranVM(t, s, "a", Metadata{Owner: "build"})
+	first := ranVM(t, s, "a", spec.Metadata{Owner: "build"})
 	if err := s.remove(t.Context(), "a", false); err != nil {
 		t.Fatal(err)
 	}
-	second := ranVM(t, s, "a", Metadata{})
-	short := ranVM(t, s, "short", Metadata{Class: lifetime.Ephemeral})
+	second := ranVM(t, s, "a", spec.Metadata{})
+	short := ranVM(t, s, "short", spec.Metadata{Class: lifetime.Ephemeral})
 	for _, name := range []string{"a", "short"} {
 		if freed, err := s.Remove(t.Context(), name, false); err != nil || len(freed.Problems) != 0 {
 			t.Fatal(freed, err)
@@ -116,7 +116,7 @@ func TestRemovalThatIsRepeatedAfterItWasCutShortKeepsOneHistory(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	r := ranVM(t, s, "a", Metadata{})
+	r := ranVM(t, s, "a", spec.Metadata{})
 	if err := s.keepHistory(t.Context(), r); err != nil { // and then it was killed
 		t.Fatal(err)
 	}
@@ -126,11 +126,11 @@ func TestRemovalThatIsRepeatedAfterItWasCutShortKeepsOneHistory(t *testing.T) {
 	if got, err := s.Removed("a"); err != nil || len(got.Runs) != 2 || len(histories1(t, s)) != 1 {
 		t.Errorf("it leaves %+v (%v), in %q", got, err, histories1(t, s))
 	}
-	r = ranVM(t, s, "b", Metadata{})
+	r = ranVM(t, s, "b", spec.Metadata{})
 	if err := s.keepHistory(t.Context(), r); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := s.SetMetadata(t.Context(), "b", func(m *Metadata, _ error) error { m.Class = lifetime.Ephemeral; return nil }); err != nil {
+	if _, err := s.SetMetadata(t.Context(), "b", func(m *spec.Metadata, _ error) error { m.Class = lifetime.Ephemeral; return nil }); err != nil {
 		t.Fatal(err)
 	}
 	if err := s.remove(t.Context(), "b", false); err != nil {
@@ -155,7 +155,7 @@ func TestHistoryThatCannotBeKeptDoesNotKeepTheVM(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			r := ranVM(t, s, "a", Metadata{})
+			r := ranVM(t, s, "a", spec.Metadata{})
 			if err := spoil(s, r); err != nil {
 				t.Fatal(err)
 			}
@@ -175,7 +175,7 @@ func TestHistoryThatIsDamagedOrNewerIsAnError(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	ranVM(t, s, "a", Metadata{})
+	ranVM(t, s, "a", spec.Metadata{})
 	if err := s.remove(t.Context(), "a", false); err != nil {
 		t.Fatal(err)
 	}
@@ -245,8 +245,8 @@ func TestSweepDeletesWhatRemovalsAndEarlierVersionsHaveLeft(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	ranVM(t, s, "there", Metadata{})
-	ranVM(t, s, "held", Metadata{})
+	ranVM(t, s, "there", spec.Metadata{})
+	ranVM(t, s, "held", spec.Metadata{})
 	l, err := s.Lock("held")
 	if err != nil {
 		t.Fatal(err)
@@ -311,7 +311,7 @@ func TestRemovalThatIsKilledLeavesAWholeVMOrAWholeHistory(t *testing.T) {
 		}
 		for i := range 1 << 20 {
 			name := fmt.Sprint("v", i)
-			r := ranVM(t, s, name, Metadata{})
+			r := ranVM(t, s, name, spec.Metadata{})
 			fmt.Println("made", name, r.ID)
 			if freed, err := s.Remove(t.Context(), name, false); err != nil || len(freed.Problems) != 0 {
 				t.Fatal(freed, err)
@@ -372,7 +372,7 @@ func TestHistoryIsAsFormatSays(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	r := ranVM(t, s, "a-b", Metadata{})
+	r := ranVM(t, s, "a-b", spec.Metadata{})
 	if err := s.remove(t.Context(), "a-b", false); err != nil {
 		t.Fatal(err)
 	}

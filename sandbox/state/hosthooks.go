@@ -5,34 +5,17 @@ import (
 	"log/slog"
 	"slices"
 
+	"github.com/drowse-vm/drowse/guest/report"
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/hosthooks"
-	"github.com/drowse-vm/drowse/sandbox/spec"
 )
-
-// HostHook is a hook on the host that is a function of the program, beside the executables in hooks.d of the store.
-type HostHook = hosthooks.Func
-
-// What package spec says of hooks on the host.
-type (
-	HostHookFailure = spec.HostHookFailure
-	HostHooksError  = spec.HostHooksError
-)
-
-// ErrHostHooks says that hooks on the host stand against a sleep.
-var ErrHostHooks = spec.ErrHostHooks
 
 // WithHostHooks is the store with hooks that are functions of this program, in place of those that it had. They are
 // called before the executables in hooks.d, by whichever process does what they are told of: this one for forks,
 // expiries and removals that it carries out itself. A VM's own process is told when it is created, sleeps and wakes,
 // also by itself: a program that wants these gives its functions to ServeProcessWith as well, and they are called in
 // that process.
-func (s *Store) WithHostHooks(hooks ...HostHook) *Store {
-	return s.withHooks(hooks)
-}
-
-// withHooks is a copy of the store with these functions as hooks.
-func (s *Store) withHooks(hooks []HostHook) *Store {
+func (s *Store) WithHostHooks(hooks ...hosthooks.Func) *Store {
 	other := *s
 	other.hostHooks = slices.Clone(hooks)
 	return &other
@@ -63,18 +46,18 @@ func (s *Store) HooksAfter(ctx context.Context, e events.Event, log *slog.Logger
 }
 
 // NoneRun is the failure of all hooks in hooks.d.
-func NoneRun(t events.Type, err error) HostHookFailure {
-	return HostHookFailure{Name: "*", Event: hosthooks.Word(t), Problem: err.Error()}
+func NoneRun(t events.Type, err error) report.HookFailure {
+	return report.HookFailure{Name: "*", Event: report.HookEvent(hosthooks.Word(t)), Problem: err.Error()}
 }
 
 // HostHooksFailed logs failures, and makes events of them: without what the hooks have printed.
-func HostHooksFailed(e events.Event, failures []HostHookFailure, log *slog.Logger) (out []events.Event) {
+func HostHooksFailed(e events.Event, failures []report.HookFailure, log *slog.Logger) (out []events.Event) {
 	for _, f := range failures {
 		log.Warn("hook on the host", "sandbox", e.Sandbox, "problem", f.String())
 		if len(out) < MaxHooksTold {
 			out = append(out, events.Event{
 				Type: events.HostHookFailed, Cause: e.Cause, Sandbox: e.Sandbox, SandboxID: e.SandboxID, Owner: e.Owner, Tags: e.Tags,
-				Details: events.Details{Hook: f.Name, Event: f.Event, Problem: f.Problem},
+				Details: events.Details{Hook: f.Name, Event: string(f.Event), Problem: f.Problem},
 			})
 		}
 	}

@@ -1,13 +1,11 @@
 package state
 
 import (
+	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
-	"os"
-	"path/filepath"
-
-	"github.com/drowse-vm/drowse/snapshot"
+	"maps"
+	"slices"
 )
 
 // ImageUsers names the VMs and snapshots that need an image, given by its full id:
@@ -28,30 +26,25 @@ func (s *Store) ImageUsers(id string) ([]string, error) {
 			needed[id] = true
 		}
 	}
-	entries, err := os.ReadDir(filepath.Join(s.dir, "snapshots"))
+	have := manifests{}
+	_, unread, err := s.readManifests(context.Background(), have)
 	if err != nil {
 		return nil, fmt.Errorf("asking who uses image %.12s: %w", id, err)
 	}
-	for _, e := range entries {
-		if snapshot.IsTemp(e.Name()) {
-			continue
-		}
-		m, err := snapshot.ReadManifest(s.SnapshotDir(e.Name()))
-		if errors.Is(err, snapshot.ErrNotFound) {
-			continue
-		}
-		if err != nil {
-			return nil, fmt.Errorf("asking who uses image %.12s: snapshot %s: %w", id, e.Name(), err)
-		}
-		if kind := m.Labels[labelKind]; (kind == KindSleep || kind == KindFork) && !needed[e.Name()] && !s.kept(e.Name()) {
+	for snap, err := range unread {
+		return nil, fmt.Errorf("asking who uses image %.12s: snapshot %s: %w", id, snap, err)
+	}
+	for _, snap := range slices.Sorted(maps.Keys(have)) {
+		labels := have[snap].Labels
+		if kind := labels[labelKind]; (kind == KindSleep || kind == KindFork) && !needed[snap] && !s.kept(snap) {
 			continue // nothing needs it: a sweep deletes it
 		}
 		var r Record
-		if err := json.Unmarshal([]byte(m.Labels[LabelRecord]), &r); err != nil {
-			return nil, fmt.Errorf("asking who uses image %.12s: snapshot %s: its record: %w", id, e.Name(), err)
+		if err := json.Unmarshal([]byte(labels[LabelRecord]), &r); err != nil {
+			return nil, fmt.Errorf("asking who uses image %.12s: snapshot %s: its record: %w", id, snap, err)
 		}
 		if r.Boot.ImageID == id {
-			users = append(users, "snapshot "+e.Name())
+			users = append(users, "snapshot "+snap)
 		}
 	}
 	return users, nil

@@ -280,14 +280,14 @@ func (m *mark) unneeded(s *Store, have manifests, before map[string]bool, now Ex
 		switch man.Labels[labelKind] {
 		case KindSleep:
 			// A metadata decides over those of a VM that is there, whatever their age.
-			tagged := named || !known(owner) && !now.snapshot(id, owner) && young(s.SnapshotDir(id))
+			tagged := named || !known(owner) && !now.snapshot(id, owner) && s.young(s.SnapshotDir(id))
 			sleeps = append(sleeps, lifetime.Sleep{ID: id, Owner: owner, Created: time.Unix(0, man.CreatedUnixNano), Tagged: tagged})
 		case KindAbandoned:
 			if !named && (now.abandoned || slices.Contains(now.Owners, owner)) {
 				drop = append(drop, id)
 			}
 		case KindFork:
-			if !named && (now.snapshot(id, owner) || !young(s.SnapshotDir(id))) {
+			if !named && (now.snapshot(id, owner) || !s.young(s.SnapshotDir(id))) {
 				drop = append(drop, id)
 			}
 		}
@@ -299,21 +299,13 @@ func (m *mark) unneeded(s *Store, have manifests, before map[string]bool, now Ex
 }
 
 // graceTime is how old a file is before a sweep deletes it that nothing names, unless it belongs to what is removed
-// just then. Whatever makes files without telling the store in time has that long. A variable, so that tests need not
-// wait.
-var graceTime = 10 * time.Minute
-
-// SetGraceTime is for tests: sweeps delete what is older than d, until what it returns is called.
-func SetGraceTime(d time.Duration) (restore func()) {
-	old := graceTime
-	graceTime = d
-	return func() { graceTime = old }
-}
+// just then. Whatever makes files without telling the store in time has that long.
+const graceTime = 10 * time.Minute
 
 // young says whether a file has changed so recently that it stays. So does one that cannot be looked at.
-func young(path string) bool {
+func (s *Store) young(path string) bool {
 	st, err := os.Lstat(path)
-	return err != nil || time.Since(st.ModTime()) < graceTime
+	return err != nil || time.Since(st.ModTime()) < s.Grace
 }
 
 // Exempt is what a sweep need not leave alone for a while: it belongs to what is being removed. If something else names

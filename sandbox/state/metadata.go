@@ -30,76 +30,71 @@ const (
 	metadataLock = "sandbox.lock"
 )
 
-// What package spec says of metadata.
-type (
-	Metadata  = spec.Metadata
-	Timer     = spec.Timer
-	Rotation  = spec.Rotation
-	Asked     = spec.Asked
-	AskedFork = spec.AskedFork
-)
-
-// Its errors.
-var (
-	ErrMetadata = spec.ErrMetadata
-	ErrExpired  = spec.ErrExpired
-)
-
 // metadataDoc is the file.
 type metadataDoc struct {
 	Version int `json:"version"`
-	Metadata
+	spec.Metadata
 }
 
 // Metadata returns a sandbox's metadata. One that cannot be read is ErrMetadata: nothing is removed then for what it
 // says.
-func (s *Store) Metadata(name string) (Metadata, error) {
+func (s *Store) Metadata(name string) (spec.Metadata, error) {
 	if !spec.ValidName(name) {
-		return Metadata{}, fmt.Errorf("%w: %q is not the name of a VM", spec.ErrNotFound, name)
+		return spec.Metadata{}, fmt.Errorf("%w: %q is not the name of a VM", spec.ErrNotFound, name)
 	}
-	root, err := os.OpenRoot(s.VMDir(name))
-	if errors.Is(err, fs.ErrNotExist) {
-		return Metadata{}, fmt.Errorf("%w: %s: see Host.List", spec.ErrNotFound, name)
-	}
+	root, err := s.openMetadata(name, "reading")
 	if err != nil {
-		return Metadata{}, fmt.Errorf("reading the metadata of %s: %w", name, err)
+		return spec.Metadata{}, err
 	}
 	defer root.Close()
 	return readMetadata(root, name)
 }
 
-func readMetadata(root *os.Root, name string) (Metadata, error) {
-	f, err := root.Open(metadataFile)
+// openMetadata opens the directory of a sandbox itself, by whatever name: it may be renamed, and another one may get
+// its name.
+func (s *Store) openMetadata(name, doing string) (*os.Root, error) {
+	root, err := os.OpenRoot(s.VMDir(name))
 	if errors.Is(err, fs.ErrNotExist) {
-		return Metadata{}, nil
+		return nil, fmt.Errorf("%w: %s: see Host.List", spec.ErrNotFound, name)
 	}
 	if err != nil {
-		return Metadata{}, fmt.Errorf("reading the metadata of %s: %w", name, err)
+		return nil, fmt.Errorf("%s the metadata of %s: %w", doing, name, err)
+	}
+	return root, nil
+}
+
+func readMetadata(root *os.Root, name string) (spec.Metadata, error) {
+	f, err := root.Open(metadataFile)
+	if errors.Is(err, fs.ErrNotExist) {
+		return spec.Metadata{}, nil
+	}
+	if err != nil {
+		return spec.Metadata{}, fmt.Errorf("reading the metadata of %s: %w", name, err)
 	}
 	defer f.Close()
 	data, err := io.ReadAll(io.LimitReader(f, maxMetadata+1))
 	if err != nil {
-		return Metadata{}, fmt.Errorf("reading the metadata of %s: %w", name, err)
+		return spec.Metadata{}, fmt.Errorf("reading the metadata of %s: %w", name, err)
 	}
 	l, err := parseMetadata(data)
 	if err != nil {
-		return Metadata{}, fmt.Errorf("reading the metadata of %s: %w: write it anew: Fleet.Update of %q with Reset", name, err, name)
+		return spec.Metadata{}, fmt.Errorf("reading the metadata of %s: %w: write it anew: Fleet.Update of %q with Reset", name, err, name)
 	}
 	return l, nil
 }
 
-func parseMetadata(data []byte) (Metadata, error) {
+func parseMetadata(data []byte) (spec.Metadata, error) {
 	if len(data) > maxMetadata {
-		return Metadata{}, fmt.Errorf("%w: it has more than %d bytes", ErrMetadata, maxMetadata)
+		return spec.Metadata{}, fmt.Errorf("%w: it has more than %d bytes", spec.ErrMetadata, maxMetadata)
 	}
 	var doc metadataDoc
 	d := json.NewDecoder(strings.NewReader(string(data)))
 	d.DisallowUnknownFields()
 	if err := d.Decode(&doc); err != nil {
-		return Metadata{}, fmt.Errorf("%w: %w: it was written by another version, or is damaged", ErrMetadata, err)
+		return spec.Metadata{}, fmt.Errorf("%w: %w: it was written by another version, or is damaged", spec.ErrMetadata, err)
 	}
 	if doc.Version != metadataVersion {
-		return Metadata{}, fmt.Errorf("%w: version %d, this build reads %d", ErrMetadata, doc.Version, metadataVersion)
+		return spec.Metadata{}, fmt.Errorf("%w: version %d, this build reads %d", spec.ErrMetadata, doc.Version, metadataVersion)
 	}
 	return doc.Metadata, doc.Check()
 }
@@ -108,34 +103,32 @@ func parseMetadata(data []byte) (Metadata, error) {
 // nothing and is returned. A metadata that cannot be read is given as the zero Metadata, with its error. Changes by
 // several processes come one after another, and each is on disk when SetMetadata returns. The sandbox may run, and may
 // be renamed meanwhile.
-func (s *Store) SetMetadata(ctx context.Context, name string, change func(l *Metadata, unreadable error) error) (Metadata, error) {
-	return s.setMetadata(ctx, name, change, func(r *Record, before, l Metadata, unreadable error) { s.tellMetadata(ctx, r, before, l, unreadable) })
+func (s *Store) SetMetadata(ctx context.Context, name string, change func(l *spec.Metadata, unreadable error) error) (spec.Metadata, error) {
+	return s.setMetadata(ctx, name, change, func(r *Record, before, l spec.Metadata, unreadable error) {
+		s.tellMetadata(ctx, r, before, l, unreadable)
+	})
 }
 
 // setMetadata is SetMetadata that calls told, with the metadata locked, when it is changed.
-func (s *Store) setMetadata(ctx context.Context, name string, change func(*Metadata, error) error, told func(r *Record, before, l Metadata, unreadable error)) (Metadata, error) {
+func (s *Store) setMetadata(ctx context.Context, name string, change func(*spec.Metadata, error) error, told func(r *Record, before, l spec.Metadata, unreadable error)) (spec.Metadata, error) {
 	r, err := s.Load(name)
 	if err != nil {
-		return Metadata{}, err
+		return spec.Metadata{}, err
 	}
-	// The directory itself, by whatever name: it may be renamed, and another one may get its name.
-	root, err := os.OpenRoot(s.VMDir(name))
-	if errors.Is(err, fs.ErrNotExist) {
-		return Metadata{}, fmt.Errorf("%w: %s: see Host.List", spec.ErrNotFound, name)
-	}
+	root, err := s.openMetadata(name, "changing")
 	if err != nil {
-		return Metadata{}, fmt.Errorf("changing the metadata of %s: %w", name, err)
+		return spec.Metadata{}, err
 	}
 	defer root.Close()
 	unlock, err := lockMetadata(ctx, root)
 	if err != nil {
-		return Metadata{}, fmt.Errorf("changing the metadata of %s: %w", name, err)
+		return spec.Metadata{}, fmt.Errorf("changing the metadata of %s: %w", name, err)
 	}
 	defer unlock()
 	l, rerr := readMetadata(root, name)
 	before := l
 	if err := change(&l, rerr); err != nil {
-		return Metadata{}, err
+		return spec.Metadata{}, err
 	}
 	l.Tags = slices.Compact(slices.Sorted(slices.Values(l.Tags)))
 	l.Expires = l.Expires.UTC().Truncate(time.Second)
@@ -145,22 +138,22 @@ func (s *Store) setMetadata(ctx context.Context, name string, change func(*Metad
 		// A sweep either sees what is kept now, or is over.
 		release, err := s.Share(ctx)
 		if err != nil {
-			return Metadata{}, err
+			return spec.Metadata{}, err
 		}
 		defer func() { _ = release() }()
 		if err := s.checkRotation(r, &l.Rotate); err != nil {
-			return Metadata{}, err
+			return spec.Metadata{}, err
 		}
 	}
 	if err := l.Check(); err != nil {
-		return Metadata{}, err
+		return spec.Metadata{}, err
 	}
 	err = writeMetadata(root, l)
 	if errors.Is(err, fs.ErrNotExist) {
-		return Metadata{}, fmt.Errorf("changing the metadata of %s: %w: it has just been removed", name, spec.ErrNotFound)
+		return spec.Metadata{}, fmt.Errorf("changing the metadata of %s: %w: it has just been removed", name, spec.ErrNotFound)
 	}
 	if err != nil {
-		return Metadata{}, fmt.Errorf("changing the metadata of %s: %w", name, err)
+		return spec.Metadata{}, fmt.Errorf("changing the metadata of %s: %w", name, err)
 	}
 	told(r, before, l, rerr)
 	return l, nil
@@ -170,13 +163,13 @@ func (s *Store) setMetadata(ctx context.Context, name string, change func(*Metad
 // others.
 func (s *Store) TellExpired(ctx context.Context, name string) error {
 	var e events.Event
-	_, err := s.setMetadata(ctx, name, func(l *Metadata, unreadable error) error {
+	_, err := s.setMetadata(ctx, name, func(l *spec.Metadata, unreadable error) error {
 		if unreadable != nil || !lifetime.Expired(l.Expires, time.Now()) || l.ExpiryTold.Equal(l.Expires) {
 			return ErrNothingToTell
 		}
 		l.ExpiryTold = l.Expires.UTC().Truncate(time.Second) // as the other is kept
 		return nil
-	}, func(r *Record, _, l Metadata, _ error) {
+	}, func(r *Record, _, l spec.Metadata, _ error) {
 		e = s.Event(events.WithCause(ctx, events.Expiry), r, events.Expired)
 		e.Details.Expires = l.Expires
 	})
@@ -199,7 +192,7 @@ func nothing(err error) error {
 var ErrNothingToTell = errors.New("there is nothing to tell of")
 
 // tellMetadata tells of a changed metadata.
-func (s *Store) tellMetadata(ctx context.Context, r *Record, before, l Metadata, unreadable error) {
+func (s *Store) tellMetadata(ctx context.Context, r *Record, before, l spec.Metadata, unreadable error) {
 	before.Asked = l.Asked // who has asked for it is no change of what it says
 	if unreadable == nil && before.Equal(l) {
 		return
@@ -229,7 +222,7 @@ func lockMetadata(ctx context.Context, root *os.Root) (unlock func(), err error)
 }
 
 // writeMetadata writes as osfile.WriteFile does, but by the open directory: its VM may get another name meanwhile.
-func writeMetadata(root *os.Root, l Metadata) error {
+func writeMetadata(root *os.Root, l spec.Metadata) error {
 	data, err := json.MarshalIndent(metadataDoc{metadataVersion, l}, "", "  ")
 	if err != nil {
 		return err
@@ -275,22 +268,22 @@ func (s *Store) beginMetadata(r *Record) error {
 }
 
 // SetMetadata gives a VM that is yet to be made its metadata.
-func (r *Record) SetMetadata(l *Metadata) error {
+func (r *Record) SetMetadata(l *spec.Metadata) error {
 	if l == nil {
 		return nil
 	}
 	own := *l
 	own.Tags, own.Persist = slices.Compact(slices.Sorted(slices.Values(l.Tags))), l.Persist.Clone()
-	own.Expires, own.ExpiryTold, own.Asked = l.Expires.UTC().Truncate(time.Second), time.Time{}, Asked{}
+	own.Expires, own.ExpiryTold, own.Asked = l.Expires.UTC().Truncate(time.Second), time.Time{}, spec.Asked{}
 	own.Wake.At = l.Wake.At.UTC().Truncate(time.Millisecond)
-	if own.Rotate != (Rotation{}) {
-		return fmt.Errorf("%w: it has no snapshot yet to begin anew from: update it once it has one", ErrMetadata)
+	if own.Rotate != (spec.Rotation{}) {
+		return fmt.Errorf("%w: it has no snapshot yet to begin anew from: update it once it has one", spec.ErrMetadata)
 	}
 	if err := own.Check(); err != nil {
 		return err
 	}
 	if own.Class == lifetime.Ephemeral && r.Spec.Idle.SleepSeconds > 0 {
-		return fmt.Errorf("%w: an ephemeral sandbox does not sleep: give it a time of expiry instead of an idle time, or another class", ErrMetadata)
+		return fmt.Errorf("%w: an ephemeral sandbox does not sleep: give it a time of expiry instead of an idle time, or another class", spec.ErrMetadata)
 	}
 	r.metadata = &own
 	return nil
@@ -324,10 +317,10 @@ var (
 const selfMetadataTime = 10 * time.Second
 
 // SetSelf changes metadata for its guest.
-func (s *Store) SetSelf(ctx context.Context, name string, change func(*Metadata) error) error {
+func (s *Store) SetSelf(ctx context.Context, name string, change func(*spec.Metadata) error) error {
 	ctx, cancel := context.WithTimeout(events.WithCause(ctx, events.Guest), selfMetadataTime)
 	defer cancel()
-	_, err := s.SetMetadata(ctx, name, func(l *Metadata, unreadable error) error {
+	_, err := s.SetMetadata(ctx, name, func(l *spec.Metadata, unreadable error) error {
 		if unreadable != nil {
 			return unreadable
 		}

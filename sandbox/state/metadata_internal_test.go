@@ -40,7 +40,7 @@ func tempStore(t *testing.T) *Store {
 }
 
 // withMetadata is a VM without a process.
-func withMetadata(t *testing.T, s *Store, name string, phase Phase, l *Metadata) *Record {
+func withMetadata(t *testing.T, s *Store, name string, phase Phase, l *spec.Metadata) *Record {
 	t.Helper()
 	r := &Record{Version: RecordVersion, ID: spec.NewID(), Spec: spec.VM{Name: name}, Phase: phase, metadata: l}
 	lock, err := s.Create(r)
@@ -74,8 +74,8 @@ func TestLabel_is_kept_as_it_was_given_and_bounded(t *testing.T) {
 	if l, err := s.Metadata("a"); err != nil || l.EffectiveClass() != lifetime.Workspace || l.Owner != "" {
 		t.Errorf("without one: %+v, %v", l, err)
 	}
-	want := Metadata{Class: lifetime.Resumable, Owner: "build", Purpose: "ünit tests", Tags: []string{"b", "a", "b"}, Expires: time.Unix(1e9, 5), Keep: lifetime.Keep{Last: 3, For: 60}}
-	got, err := s.SetMetadata(t.Context(), "a", func(l *Metadata, _ error) error { *l = want; return nil })
+	want := spec.Metadata{Class: lifetime.Resumable, Owner: "build", Purpose: "ünit tests", Tags: []string{"b", "a", "b"}, Expires: time.Unix(1e9, 5), Keep: lifetime.Keep{Last: 3, For: 60}}
+	got, err := s.SetMetadata(t.Context(), "a", func(l *spec.Metadata, _ error) error { *l = want; return nil })
 	if err != nil || !slices.Equal(got.Tags, []string{"a", "b"}) || !got.Expires.Equal(time.Unix(1e9, 0)) {
 		t.Fatalf("%+v, %v", got, err)
 	}
@@ -83,7 +83,7 @@ func TestLabel_is_kept_as_it_was_given_and_bounded(t *testing.T) {
 	if err != nil || fmt.Sprint(again) != fmt.Sprint(got) {
 		t.Errorf("%+v, %v, want %+v", again, err, got)
 	}
-	for name, bad := range map[string]Metadata{
+	for name, bad := range map[string]spec.Metadata{
 		"class":                {Class: "eternal"},
 		"owner too long":       {Owner: strings.Repeat("x", spec.MaxMetadataOwner+1)},
 		"owner in two lines":   {Owner: "a\nb"},
@@ -102,14 +102,14 @@ func TestLabel_is_kept_as_it_was_given_and_bounded(t *testing.T) {
 				bad.Tags[i] += fmt.Sprint(i)
 			}
 		}
-		if _, err := s.SetMetadata(t.Context(), "a", func(l *Metadata, _ error) error { *l = bad; return nil }); !errors.Is(err, ErrMetadata) {
+		if _, err := s.SetMetadata(t.Context(), "a", func(l *spec.Metadata, _ error) error { *l = bad; return nil }); !errors.Is(err, spec.ErrMetadata) {
 			t.Errorf("%s: got %v, want ErrMetadata", name, err)
 		}
 	}
 	if now, err := s.Metadata("a"); err != nil || fmt.Sprint(now) != fmt.Sprint(again) {
 		t.Errorf("what was refused has changed it: %+v, %v", now, err)
 	}
-	if _, err := s.SetMetadata(t.Context(), "nobody", func(*Metadata, error) error { return nil }); !errors.Is(err, spec.ErrNotFound) {
+	if _, err := s.SetMetadata(t.Context(), "nobody", func(*spec.Metadata, error) error { return nil }); !errors.Is(err, spec.ErrNotFound) {
 		t.Errorf("nobody's: %v, want ErrNotFound", err)
 	}
 }
@@ -119,14 +119,14 @@ func TestLabel_that_is_as_large_as_it_may_be_can_be_read_again(t *testing.T) {
 	withMetadata(t, s, "a", Stopped, nil)
 	// Each of them takes six bytes in JSON.
 	wide := func(n int) string { return strings.Repeat("<", n) }
-	want := Metadata{Owner: wide(spec.MaxMetadataOwner), Purpose: wide(spec.MaxMetadataPurpose), Persist: lifetime.Persist{
+	want := spec.Metadata{Owner: wide(spec.MaxMetadataOwner), Purpose: wide(spec.MaxMetadataPurpose), Persist: lifetime.Persist{
 		Drop:    []string{"/" + wide(lifetime.MaxPersistPath-1), "/a" + wide(lifetime.MaxPersistPath-2)},
 		Promote: []lifetime.Promotion{{Path: "/" + wide(lifetime.MaxPersistPath-1), To: "/" + wide(lifetime.MaxPersistPath-1)}},
 	}}
 	for i := range spec.MaxMetadataTags {
 		want.Tags = append(want.Tags, wide(spec.MaxMetadataTag-2)+fmt.Sprintf("%02d", i))
 	}
-	got, err := s.SetMetadata(t.Context(), "a", func(l *Metadata, _ error) error { *l = want; return nil })
+	got, err := s.SetMetadata(t.Context(), "a", func(l *spec.Metadata, _ error) error { *l = want; return nil })
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -136,12 +136,12 @@ func TestLabel_that_is_as_large_as_it_may_be_can_be_read_again(t *testing.T) {
 }
 
 func TestLabel_of_a_child_has_what_does_not_persist_and_shares_nothing_with_its_parents(t *testing.T) {
-	l := Metadata{Wake: Timer{At: time.Unix(1e9, 0)}, Persist: lifetime.Persist{Drop: []string{"/a"}, Promote: []lifetime.Promotion{{Path: "/b", To: "/c"}}, MaxBytes: 7}}
-	if l.Empty() != false || (Metadata{Persist: lifetime.Persist{MaxBytes: 1}}).Empty() {
+	l := spec.Metadata{Wake: spec.Timer{At: time.Unix(1e9, 0)}, Persist: lifetime.Persist{Drop: []string{"/a"}, Promote: []lifetime.Promotion{{Path: "/b", To: "/c"}}, MaxBytes: 7}}
+	if l.Empty() != false || (spec.Metadata{Persist: lifetime.Persist{MaxBytes: 1}}).Empty() {
 		t.Error("metadata that says what does not persist counts as none")
 	}
 	c := l.ForChild()
-	if c.Wake != (Timer{}) || c.Persist.MaxBytes != 7 || !slices.Equal(c.Persist.Drop, l.Persist.Drop) || !slices.Equal(c.Persist.Promote, l.Persist.Promote) {
+	if c.Wake != (spec.Timer{}) || c.Persist.MaxBytes != 7 || !slices.Equal(c.Persist.Drop, l.Persist.Drop) || !slices.Equal(c.Persist.Promote, l.Persist.Promote) {
 		t.Errorf("the child's says %+v", c)
 	}
 	c.Persist.Drop[0], c.Persist.Promote[0].To = "/x", "/x"
@@ -157,12 +157,12 @@ func TestLabel_that_is_damaged_removes_nothing_and_is_in_nobodys_way(t *testing.
 	} {
 		t.Run(name, func(t *testing.T) {
 			s := tempStore(t)
-			r := withMetadata(t, s, "a", Asleep, &Metadata{Class: lifetime.Ephemeral, Expires: time.Unix(1, 0)})
+			r := withMetadata(t, s, "a", Asleep, &spec.Metadata{Class: lifetime.Ephemeral, Expires: time.Unix(1, 0)})
 			old := snapshotOf(t, s, r, KindSleep, time.Unix(1, 0))
 			if err := os.WriteFile(filepath.Join(s.VMDir("a"), metadataFile), []byte(text), 0o600); err != nil {
 				t.Fatal(err)
 			}
-			if _, err := s.Metadata("a"); !errors.Is(err, ErrMetadata) || !strings.Contains(err.Error(), "--reset") {
+			if _, err := s.Metadata("a"); !errors.Is(err, spec.ErrMetadata) || !strings.Contains(err.Error(), "with Reset") {
 				t.Errorf("got %v, want ErrMetadata with the remedy", err)
 			}
 			if _, err := s.Lasting("a"); err != nil {
@@ -175,7 +175,11 @@ func TestLabel_that_is_damaged_removes_nothing_and_is_in_nobodys_way(t *testing.
 				t.Error("its sleep is gone")
 			}
 			told := false
-			if _, err := s.SetMetadata(t.Context(), "a", func(l *Metadata, unreadable error) error { told = unreadable != nil; *l = Metadata{}; return nil }); err != nil || !told {
+			if _, err := s.SetMetadata(t.Context(), "a", func(l *spec.Metadata, unreadable error) error {
+				told = unreadable != nil
+				*l = spec.Metadata{}
+				return nil
+			}); err != nil || !told {
 				t.Errorf("it cannot be written anew: %v", err)
 			}
 			if l, err := s.Metadata("a"); err != nil || l.Class != "" {
@@ -187,7 +191,7 @@ func TestLabel_that_is_damaged_removes_nothing_and_is_in_nobodys_way(t *testing.
 
 func TestLabel_of_a_killed_command_is_not_the_next_ones(t *testing.T) {
 	s := tempStore(t)
-	withMetadata(t, s, "a", Stopped, &Metadata{Owner: "build", Class: lifetime.Ephemeral})
+	withMetadata(t, s, "a", Stopped, &spec.Metadata{Owner: "build", Class: lifetime.Ephemeral})
 	if err := os.Remove(s.RecordPath("a")); err != nil {
 		t.Fatal(err)
 	}
@@ -203,7 +207,7 @@ func TestSetLabel_by_many_loses_no_change(t *testing.T) {
 	var wg sync.WaitGroup
 	for i := range spec.MaxMetadataTags {
 		wg.Go(func() {
-			if _, err := s.SetMetadata(t.Context(), "a", func(l *Metadata, _ error) error { l.Tags = append(l.Tags, fmt.Sprint("t", i)); return nil }); err != nil {
+			if _, err := s.SetMetadata(t.Context(), "a", func(l *spec.Metadata, _ error) error { l.Tags = append(l.Tags, fmt.Sprint("t", i)); return nil }); err != nil {
 				t.Error(err)
 			}
 		})
@@ -228,7 +232,7 @@ func TestHelperWritesMetadata(t *testing.T) {
 		t.Fatal(err)
 	}
 	for {
-		l, err := s.SetMetadata(context.Background(), "a", func(l *Metadata, unreadable error) error { l.Keep.For++; return unreadable })
+		l, err := s.SetMetadata(context.Background(), "a", func(l *spec.Metadata, unreadable error) error { l.Keep.For++; return unreadable })
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -306,7 +310,7 @@ func TestRename_that_is_cut_off_anywhere_leaves_one_of_both_names(t *testing.T) 
 	} {
 		t.Run(cut, func(t *testing.T) {
 			s := tempStore(t)
-			before := withMetadata(t, s, "a", Stopped, &Metadata{Owner: "build"})
+			before := withMetadata(t, s, "a", Stopped, &spec.Metadata{Owner: "build"})
 			step(t, s, before)
 			list, err := s.List()
 			if err != nil || len(list) != 1 || list[0].ID != before.ID {
@@ -366,12 +370,12 @@ func TestRename_is_refused(t *testing.T) {
 func TestSweep_keeps_the_sleeps_that_a_label_keeps(t *testing.T) {
 	now := time.Now()
 	for name, tt := range map[string]struct {
-		label *Metadata
+		label *spec.Metadata
 		want  []int // of sleeps that are 0, 1, 2, 3 hours old, the first of which it comes back from
 	}{
 		"without metadata the one it comes back from": {nil, []int{0}},
-		"the last two":                  {&Metadata{Keep: lifetime.Keep{Last: 2}}, []int{0, 1}},
-		"those of two hours and a half": {&Metadata{Keep: lifetime.Keep{For: 9000}}, []int{0, 1, 2}},
+		"the last two":                  {&spec.Metadata{Keep: lifetime.Keep{Last: 2}}, []int{0, 1}},
+		"those of two hours and a half": {&spec.Metadata{Keep: lifetime.Keep{For: 9000}}, []int{0, 1, 2}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			s := tempStore(t)
@@ -439,17 +443,17 @@ func TestRestoreTo_keeps_what_it_leaves_until_the_next_sleep(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if err := s.RemoveSnapshot(t.Context(), left); !errors.Is(err, ErrSnapshotInUse) {
+	if err := s.RemoveSnapshot(t.Context(), left); !errors.Is(err, spec.ErrSnapshotInUse) {
 		t.Errorf("removing what it has left: %v, want ErrSnapshotInUse", err)
 	}
 	if got, err := s.RestoreTo(t.Context(), "a", left); err != nil || got.Snapshot != left {
 		t.Errorf("going back to it: %+v, %v", got, err)
 	}
 	other := withMetadata(t, s, "b", Asleep, nil)
-	if _, err := s.RestoreTo(t.Context(), "a", snapshotOf(t, s, other, KindNamed, time.Now())); !errors.Is(err, ErrForeignSnapshot) {
+	if _, err := s.RestoreTo(t.Context(), "a", snapshotOf(t, s, other, KindNamed, time.Now())); !errors.Is(err, spec.ErrForeignSnapshot) {
 		t.Errorf("to another VM's: %v, want ErrForeignSnapshot", err)
 	}
-	if _, err := s.RestoreTo(t.Context(), "a", snapshotOf(t, s, r, KindDisk, time.Now())); !errors.Is(err, ErrDiskOnly) {
+	if _, err := s.RestoreTo(t.Context(), "a", snapshotOf(t, s, r, KindDisk, time.Now())); !errors.Is(err, spec.ErrDiskOnly) {
 		t.Errorf("to one of the disk: %v, want ErrDiskOnly", err)
 	}
 }
@@ -495,7 +499,7 @@ func FuzzParseMetadata(f *testing.F) {
 			if err := l.Check(); err != nil {
 				t.Fatalf("%q is read as %+v, which is refused: %v", data, l, err)
 			}
-		} else if !errors.Is(err, ErrMetadata) {
+		} else if !errors.Is(err, spec.ErrMetadata) {
 			t.Fatal(err)
 		}
 	})
@@ -508,7 +512,7 @@ func BenchmarkMetadata(b *testing.B) {
 	if err != nil {
 		b.Fatal(err)
 	}
-	r := &Record{Version: RecordVersion, ID: spec.NewID(), Spec: spec.VM{Name: "a"}, Phase: Stopped, metadata: &Metadata{Owner: "build"}}
+	r := &Record{Version: RecordVersion, ID: spec.NewID(), Spec: spec.VM{Name: "a"}, Phase: Stopped, metadata: &spec.Metadata{Owner: "build"}}
 	lock, err := s.Create(r)
 	if err != nil {
 		b.Fatal(err)

@@ -4,9 +4,7 @@ import (
 	"crypto/rand"
 	"errors"
 	"fmt"
-	"io"
 	"io/fs"
-	"os"
 	"path/filepath"
 
 	"github.com/drowse-vm/drowse/internal/osfile"
@@ -35,22 +33,12 @@ func (s *Store) ProxyKey() ([]byte, error) {
 }
 
 func readProxyKey(path string) ([]byte, error) {
-	f, err := os.Open(path)
-	if err != nil {
-		return nil, fmt.Errorf("reading the key of proxies: %w", err)
-	}
-	defer f.Close()
-	key, err := io.ReadAll(io.LimitReader(f, proxy.KeyBytes+1))
-	if err != nil {
-		return nil, fmt.Errorf("reading the key of proxies: %w", err)
-	}
-	st, err := f.Stat()
-	if err != nil {
-		return nil, fmt.Errorf("reading the key of proxies: %w", err)
-	}
+	key, err := osfile.ReadPrivate(path, proxy.KeyBytes+1)
 	switch {
-	case st.Mode().Perm()&0o077 != 0:
-		return nil, fmt.Errorf("%w: %s can be read by others (mode %#o): remove it, and start VMs with a proxy anew", spec.ErrRecord, path, st.Mode().Perm())
+	case errors.Is(err, osfile.ErrShared):
+		return nil, fmt.Errorf("%w: %w: remove it, and start VMs with a proxy anew", spec.ErrRecord, err)
+	case err != nil:
+		return nil, fmt.Errorf("reading the key of proxies: %w", err)
 	case len(key) != proxy.KeyBytes:
 		return nil, fmt.Errorf("%w: %s has not %d bytes: remove it, and start VMs with a proxy anew", spec.ErrRecord, path, proxy.KeyBytes)
 	}

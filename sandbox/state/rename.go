@@ -23,7 +23,12 @@ func (s *Store) Rename(ctx context.Context, name, to string) error {
 	if err := s.CheckPaths(to); err != nil {
 		return err
 	}
-	r, err := s.Get(name)
+	if name == to {
+		_, err := s.Get(name)
+		return err
+	}
+	running := fmt.Errorf("%w: %s: put it to sleep or stop it before it gets another name", spec.ErrRunning, name)
+	r, l, err := s.atRest(ctx, name, running)
 	if errors.Is(err, spec.ErrNotFound) {
 		if there, terr := s.Load(to); terr == nil && there.Former == name {
 			return nil
@@ -32,24 +37,7 @@ func (s *Store) Rename(ctx context.Context, name, to string) error {
 	if err != nil {
 		return err
 	}
-	if name == to {
-		return nil
-	}
-	running := fmt.Errorf("%w: %s: put it to sleep or stop it before it gets another name", spec.ErrRunning, name)
-	if r.Phase == Running || r.Phase == Starting {
-		return running
-	}
-	l, err := s.LockSoon(ctx, name)
-	if errors.Is(err, spec.ErrRunning) {
-		return running
-	}
-	if err != nil {
-		return err
-	}
 	defer l.Release() // the lock is on the file, by whatever name
-	if r, err = s.Load(name); err != nil {
-		return err
-	}
 	// The record says first that the directory may have either name: see load.
 	r.NextName = to
 	if err := s.Save(r); err != nil {

@@ -3,22 +3,18 @@ package state
 import (
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
-	"io/fs"
 	"os"
 	"slices"
 	"strings"
 	"unicode"
 	"unicode/utf8"
 
+	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
-
-// ErrForeignSnapshot says that a snapshot is of another VM.
-var ErrForeignSnapshot = spec.ErrForeignSnapshot
 
 // RestoreTo takes a VM back to one of its own snapshots: it sleeps in it then, with the memory, disk and services of
 // that time, and with its present policy. The VM must not run: ErrRunning. Doing it twice does nothing more. If it
@@ -39,34 +35,21 @@ func (s *Store) RestoreTo(ctx context.Context, name, snapshotID string) (*Record
 
 // restoreTo is RestoreTo with the whole id of a snapshot. note is called for the record before it is written.
 func (s *Store) restoreTo(ctx context.Context, name, id string, note func(*Record)) (*Record, error) {
-	r, err := s.Get(name)
-	if err != nil {
-		return nil, err
-	}
-	running := fmt.Errorf("taking %s back to snapshot %s: %w: put it to sleep first", name, id, spec.ErrRunning)
-	if r.Phase == Running || r.Phase == Starting {
-		return nil, running
+	fail := func(err error) (*Record, error) {
+		return nil, fmt.Errorf("taking %s back to snapshot %s: %w", name, id, err)
 	}
 	// Nobody removes the snapshot before the record names it.
 	unlock, err := s.Share(ctx)
 	if err != nil {
-		return nil, fmt.Errorf("taking %s back to snapshot %s: %w", name, id, err)
+		return fail(err)
 	}
 	defer func() { _ = unlock() }()
-	l, err := s.LockSoon(ctx, name)
-	if errors.Is(err, spec.ErrRunning) {
-		return nil, running
-	}
+	_, running := fail(fmt.Errorf("%w: put it to sleep first", spec.ErrRunning))
+	r, l, err := s.atRest(ctx, name, running)
 	if err != nil {
 		return nil, err
 	}
 	defer l.Release()
-	if r, err = s.Load(name); err != nil {
-		return nil, err
-	}
-	if r.Phase == Running || r.Phase == Starting {
-		return nil, running
-	}
 	if r.Phase == Asleep && r.Snapshot == id {
 		before := r.Rotated
 		if note(r); r.Rotated.Equal(before) {
@@ -80,17 +63,17 @@ func (s *Store) restoreTo(ctx context.Context, name, id string, note func(*Recor
 	}
 	switch {
 	case DiskOnly(m):
-		return nil, fmt.Errorf("taking %s back to snapshot %s: %w: boot a VM from it with Host.Create with Disk \"%.12s\"", name, id, ErrDiskOnly, id)
+		return fail(fmt.Errorf("%w: boot a VM from it with Host.Create with Disk \"%.12s\"", spec.ErrDiskOnly, id))
 	case m.Labels[labelOwner] != r.ID:
-		return nil, fmt.Errorf("taking %s back to snapshot %s: %w, %s: a VM of its own comes of it by Host.Clone of \"%.12s\"", name, id, ErrForeignSnapshot, m.Sandbox, id)
+		return fail(fmt.Errorf("%w, %s: a VM of its own comes of it by Host.Clone of \"%.12s\"", spec.ErrForeignSnapshot, m.Sandbox, id))
 	}
 	if err := s.CheckVolumes(r, id); err != nil {
-		return nil, fmt.Errorf("taking %s back to snapshot %s: %w", name, id, err)
+		return fail(err)
 	}
 	if r.Phase == Asleep {
 		r.Previous = r.Snapshot
 	} else if left, err := s.Abandon(ctx, r, m); err != nil {
-		return nil, fmt.Errorf("taking %s back to snapshot %s: %w", name, id, err)
+		return fail(err)
 	} else if left != "" && events.CauseOf(ctx) == events.Rotation {
 		r.Left = left
 	}
@@ -120,39 +103,39 @@ type keptDoc struct {
 
 // TagSnapshot gives a snapshot tags, in place of those that it has. While it has any, or was imported, nothing but
 // RemoveSnapshot deletes it. No tags take the mark away. At most MaxSnapshotTags words of spec.MaxMetadataTag bytes.
-func (s *Store) TagSnapshot(prefix string, tags []string) (SnapshotInfo, error) {
+func (s *Store) TagSnapshot(prefix string, tags []string) (spec.SnapshotInfo, error) {
 	id, err := s.FindSnapshot(prefix)
 	if err != nil {
-		return SnapshotInfo{}, err
+		return spec.SnapshotInfo{}, err
 	}
 	if len(tags) > MaxSnapshotTags {
-		return SnapshotInfo{}, fmt.Errorf("%w: %d tags of a snapshot: use %d at most", ErrMetadata, len(tags), MaxSnapshotTags)
+		return spec.SnapshotInfo{}, fmt.Errorf("%w: %d tags of a snapshot: use %d at most", spec.ErrMetadata, len(tags), MaxSnapshotTags)
 	}
 	for _, t := range tags {
 		if t == "" || len(t) > spec.MaxMetadataTag || !utf8.ValidString(t) || strings.ContainsAny(t, ", ") || strings.ContainsFunc(t, func(r rune) bool { return !unicode.IsPrint(r) }) {
-			return SnapshotInfo{}, fmt.Errorf("%w: tag %q: use a word of 1 to %d bytes without spaces and commas", ErrMetadata, t, spec.MaxMetadataTag)
+			return spec.SnapshotInfo{}, fmt.Errorf("%w: tag %q: use a word of 1 to %d bytes without spaces and commas", spec.ErrMetadata, t, spec.MaxMetadataTag)
 		}
 	}
 	// A sweep either sees the tags, or is over.
 	unlock, err := s.Share(context.Background())
 	if err != nil {
-		return SnapshotInfo{}, err
+		return spec.SnapshotInfo{}, err
 	}
 	defer func() { _ = unlock() }()
 	m, err := s.Manifest(id)
 	if err != nil {
-		return SnapshotInfo{}, err
+		return spec.SnapshotInfo{}, err
 	}
 	if len(tags) == 0 {
 		err = s.unkeep(id)
 	} else if err = s.keep(id); err == nil {
 		var data []byte
 		if data, err = json.Marshal(keptDoc{1, slices.Compact(slices.Sorted(slices.Values(tags)))}); err == nil {
-			err = s.writeFileAtomic(s.keptPath(id), append(data, '\n'))
+			err = osfile.WriteFileIn(s.FS, s.keptPath(id), append(data, '\n'), 0o600)
 		}
 	}
 	if err != nil {
-		return SnapshotInfo{}, fmt.Errorf("tagging snapshot %s: %w", id, err)
+		return spec.SnapshotInfo{}, fmt.Errorf("tagging snapshot %s: %w", id, err)
 	}
 	return s.snapshotInfo(m), nil
 }
@@ -160,9 +143,6 @@ func (s *Store) TagSnapshot(prefix string, tags []string) (SnapshotInfo, error) 
 // snapshotTags are those of a snapshot. A file that cannot be read keeps the snapshot all the same.
 func (s *Store) snapshotTags(id string) []string {
 	f, err := os.Open(s.keptPath(id))
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil
-	}
 	if err != nil {
 		return nil
 	}

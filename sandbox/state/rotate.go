@@ -14,7 +14,7 @@ import (
 
 // checkRotation refuses a rotation that no wake of a VM could do, and completes the id of its snapshot. Whoever calls
 // it keeps sweeps out until the metadata is written: one sees it then, or is over.
-func (s *Store) checkRotation(r *Record, rot *Rotation) error {
+func (s *Store) checkRotation(r *Record, rot *spec.Rotation) error {
 	if rot.To == "" {
 		return rot.Check()
 	}
@@ -31,13 +31,13 @@ func (s *Store) checkRotation(r *Record, rot *Rotation) error {
 	}
 	switch kind := m.Labels[labelKind]; {
 	case m.Labels[labelOwner] != r.ID:
-		return fail(ErrForeignSnapshot, fmt.Sprintf("take one with Sandbox(%q).Snapshot", r.Spec.Name))
+		return fail(spec.ErrForeignSnapshot, fmt.Sprintf("take one with Sandbox(%q).Snapshot", r.Spec.Name))
 	case DiskOnly(m):
-		return fail(ErrDiskOnly, "take one with memory")
+		return fail(spec.ErrDiskOnly, "take one with memory")
 	case kind != KindSleep && kind != KindNamed:
-		return fail(ErrMetadata, fmt.Sprintf("it is what a fork began with: take one with Sandbox(%q).Snapshot", r.Spec.Name))
+		return fail(spec.ErrMetadata, fmt.Sprintf("it is what a fork began with: take one with Sandbox(%q).Snapshot", r.Spec.Name))
 	case slices.ContainsFunc(r.Spec.Volumes, func(v spec.VolumeMount) bool { return !v.ReadOnly }):
-		return fail(ErrMetadata, "it writes to a volume, which moves on, and no memory of an earlier time may meet it")
+		return fail(spec.ErrMetadata, "it writes to a volume, which moves on, and no memory of an earlier time may meet it")
 	}
 	rot.To = id
 	return nil
@@ -46,7 +46,7 @@ func (s *Store) checkRotation(r *Record, rot *Rotation) error {
 // RotateIfDue takes a VM that is to be woken back to the snapshot of its rotation, if it is time. Killed at any
 // instant, it either has done that or not: that it has is in the record, so the next wake does not do it a second time.
 // It returns errBetween if the VM has changed meanwhile.
-func (s *Store) RotateIfDue(ctx context.Context, r *Record, rot Rotation) (*Record, error) {
+func (s *Store) RotateIfDue(ctx context.Context, r *Record, rot spec.Rotation) (*Record, error) {
 	if !rot.Due(time.Now()) {
 		return r, nil
 	}
@@ -72,13 +72,13 @@ func (s *Store) RotateIfDue(ctx context.Context, r *Record, rot Rotation) (*Reco
 	if always {
 		return r, nil
 	}
-	_, err := s.setMetadata(ctx, name, func(l *Metadata, unreadable error) error {
+	_, err := s.setMetadata(ctx, name, func(l *spec.Metadata, unreadable error) error {
 		if unreadable != nil || l.Rotate != rot {
 			return ErrNothingToTell
 		}
 		l.Rotate = rot.After(time.Now())
 		return nil
-	}, func(*Record, Metadata, Metadata, error) {})
+	}, func(*Record, spec.Metadata, spec.Metadata, error) {})
 	return r, nothing(err)
 }
 
@@ -88,17 +88,17 @@ func (s *Store) notRotated(name, id string) error {
 	if err != nil || l.Rotate.To == id || !l.Rotate.Due(time.Now()) {
 		return nil
 	}
-	return fmt.Errorf("%w: its next wake begins anew from snapshot %s: change that: Fleet.Update of %q with Rotate", ErrMetadata, l.Rotate.To, name)
+	return fmt.Errorf("%w: its next wake begins anew from snapshot %s: change that: Fleet.Update of %q with Rotate", spec.ErrMetadata, l.Rotate.To, name)
 }
 
-// Lasting is a VM's metadata if its time is not over: ErrExpired. A metadata that cannot be read is in nobody's way.
-func (s *Store) Lasting(name string) (Metadata, error) {
+// Lasting is a VM's metadata if its time is not over: spec.ErrExpired. What cannot be read is in nobody's way.
+func (s *Store) Lasting(name string) (spec.Metadata, error) {
 	l, err := s.Metadata(name)
 	if err != nil {
-		return Metadata{}, nil //nolint:nilerr // what it says cannot be known, and the VM is its owner's
+		return spec.Metadata{}, nil //nolint:nilerr // what it says cannot be known, and the VM is its owner's
 	}
 	if lifetime.Expired(l.Expires, time.Now()) {
-		return l, fmt.Errorf("%w: %s, at %s: extend it: Fleet.Update of %q with Expires", ErrExpired, name, l.Expires.Format(time.RFC3339), name)
+		return l, fmt.Errorf("%w: %s, at %s: extend it: Fleet.Update of %q with Expires", spec.ErrExpired, name, l.Expires.Format(time.RFC3339), name)
 	}
 	return l, nil
 }

@@ -50,9 +50,9 @@ func wakes(t *testing.T, s *Store, asleep string) (string, error) {
 	return r.Snapshot, nil
 }
 
-func setRotation(t *testing.T, s *Store, rot Rotation) (Metadata, error) {
+func setRotation(t *testing.T, s *Store, rot spec.Rotation) (spec.Metadata, error) {
 	t.Helper()
-	return s.SetMetadata(t.Context(), "a", func(l *Metadata, _ error) error { l.Rotate = rot; return nil })
+	return s.SetMetadata(t.Context(), "a", func(l *spec.Metadata, _ error) error { l.Rotate = rot; return nil })
 }
 
 func TestRotate_begins_each_wake_anew(t *testing.T) {
@@ -61,7 +61,7 @@ func TestRotate_begins_each_wake_anew(t *testing.T) {
 	if got, err := wakes(t, s, ""); err != nil || got != last {
 		t.Errorf("without a rotation it wakes from %s, %v", got, err)
 	}
-	l, err := setRotation(t, s, Rotation{To: good[:8]})
+	l, err := setRotation(t, s, spec.Rotation{To: good[:8]})
 	if err != nil || l.Rotate.To != good {
 		t.Fatalf("%+v, %v, want the whole id", l.Rotate, err)
 	}
@@ -77,13 +77,13 @@ func TestRotate_begins_each_wake_anew(t *testing.T) {
 			t.Errorf("it wakes from %s, %v, want %s", got, err, good)
 		}
 	}
-	if _, err := s.RestoreTo(t.Context(), "a", last); !errors.Is(err, ErrMetadata) || !strings.Contains(err.Error(), "--no-rotate") {
+	if _, err := s.RestoreTo(t.Context(), "a", last); !errors.Is(err, spec.ErrMetadata) || !strings.Contains(err.Error(), "with Rotate") {
 		t.Errorf("taking it back to where no wake leaves it: %v", err)
 	}
-	if err := s.RemoveSnapshot(t.Context(), good); !errors.Is(err, ErrSnapshotInUse) {
+	if err := s.RemoveSnapshot(t.Context(), good); !errors.Is(err, spec.ErrSnapshotInUse) {
 		t.Errorf("removing what it begins anew from: %v, want ErrSnapshotInUse", err)
 	}
-	if _, err := setRotation(t, s, Rotation{}); err != nil {
+	if _, err := setRotation(t, s, spec.Rotation{}); err != nil {
 		t.Fatal(err)
 	}
 	if r, err := s.RestoreTo(t.Context(), "a", last); err != nil || r.Snapshot != last {
@@ -98,13 +98,13 @@ func TestRotate_begins_anew_once_for_each_time(t *testing.T) {
 	s := tempStore(t)
 	good, last := rotating(t, s)
 	at := time.Now().Add(-90 * time.Minute).UTC().Truncate(time.Millisecond)
-	if _, err := setRotation(t, s, Rotation{To: good, At: time.Now().Add(time.Hour)}); err != nil {
+	if _, err := setRotation(t, s, spec.Rotation{To: good, At: time.Now().Add(time.Hour)}); err != nil {
 		t.Fatal(err)
 	}
 	if got, err := wakes(t, s, ""); err != nil || got != last {
 		t.Errorf("before the time it wakes from %s, %v", got, err)
 	}
-	if _, err := setRotation(t, s, Rotation{To: good, At: at, Every: 3600}); err != nil {
+	if _, err := setRotation(t, s, spec.Rotation{To: good, At: at, Every: 3600}); err != nil {
 		t.Fatal(err)
 	}
 	if got, err := wakes(t, s, ""); err != nil || got != good {
@@ -118,7 +118,7 @@ func TestRotate_begins_anew_once_for_each_time(t *testing.T) {
 		t.Errorf("the wake after that is from %s, %v", got, err)
 	}
 	// Once, and it is over.
-	if _, err := setRotation(t, s, Rotation{To: good, At: at}); err != nil {
+	if _, err := setRotation(t, s, spec.Rotation{To: good, At: at}); err != nil {
 		t.Fatal(err)
 	}
 	r, err := s.Load("a")
@@ -132,7 +132,7 @@ func TestRotate_begins_anew_once_for_each_time(t *testing.T) {
 	if got, err := wakes(t, s, last); err != nil || got != good {
 		t.Errorf("at the time it wakes from %s, %v", got, err)
 	}
-	if l, err := s.Metadata("a"); err != nil || l.Rotate != (Rotation{}) {
+	if l, err := s.Metadata("a"); err != nil || l.Rotate != (spec.Rotation{}) {
 		t.Errorf("left is %+v, %v", l.Rotate, err)
 	}
 }
@@ -145,7 +145,7 @@ func TestRotate_that_was_killed_half_way_is_not_done_twice(t *testing.T) {
 			s := tempStore(t)
 			good, last := rotating(t, s)
 			at := time.Now().Add(-time.Minute).UTC().Truncate(time.Millisecond)
-			if _, err := setRotation(t, s, Rotation{To: good, At: at, Every: every}); err != nil {
+			if _, err := setRotation(t, s, spec.Rotation{To: good, At: at, Every: every}); err != nil {
 				t.Fatal(err)
 			}
 			r, err := s.restoreTo(t.Context(), "a", good, func(r *Record) { r.Rotated = at })
@@ -156,7 +156,7 @@ func TestRotate_that_was_killed_half_way_is_not_done_twice(t *testing.T) {
 				t.Errorf("it wakes from %s, %v, want what it slept in since", got, err)
 			}
 			l, err := s.Metadata("a")
-			if want := at.Add(time.Hour); err != nil || every > 0 && !l.Rotate.At.Equal(want) || every == 0 && l.Rotate != (Rotation{}) {
+			if want := at.Add(time.Hour); err != nil || every > 0 && !l.Rotate.At.Equal(want) || every == 0 && l.Rotate != (spec.Rotation{}) {
 				t.Errorf("left is %+v, %v", l.Rotate, err)
 			}
 		})
@@ -171,43 +171,43 @@ func TestSetLabel_refuses_a_rotation_that_no_wake_could_do(t *testing.T) {
 		t.Fatal(err)
 	}
 	other := withMetadata(t, s, "b", Asleep, nil)
-	if _, err := setRotation(t, s, Rotation{To: good}); err != nil {
+	if _, err := setRotation(t, s, spec.Rotation{To: good}); err != nil {
 		t.Fatal(err)
 	}
 	for name, tt := range map[string]struct {
-		rot  Rotation
+		rot  spec.Rotation
 		want error
 	}{
-		"no such snapshot":        {Rotation{To: "beef"}, snapshot.ErrNotFound},
-		"another VM's":            {Rotation{To: snapshotOf(t, s, other, KindNamed, time.Now())}, ErrForeignSnapshot},
-		"one of the disk":         {Rotation{To: snapshotOf(t, s, r, KindDisk, time.Now())}, ErrDiskOnly},
-		"one that a fork made":    {Rotation{To: snapshotOf(t, s, r, KindFork, time.Now())}, ErrMetadata},
-		"no snapshot, but a time": {Rotation{At: time.Now()}, ErrMetadata},
-		"an id without end":       {Rotation{To: strings.Repeat("a", 65)}, snapshot.ErrNotFound},
-		"no time, but a period":   {Rotation{To: good, Every: 60}, ErrMetadata},
-		"a negative period":       {Rotation{To: good, At: time.Now(), Every: -1}, ErrMetadata},
+		"no such snapshot":        {spec.Rotation{To: "beef"}, snapshot.ErrNotFound},
+		"another VM's":            {spec.Rotation{To: snapshotOf(t, s, other, KindNamed, time.Now())}, spec.ErrForeignSnapshot},
+		"one of the disk":         {spec.Rotation{To: snapshotOf(t, s, r, KindDisk, time.Now())}, spec.ErrDiskOnly},
+		"one that a fork made":    {spec.Rotation{To: snapshotOf(t, s, r, KindFork, time.Now())}, spec.ErrMetadata},
+		"no snapshot, but a time": {spec.Rotation{At: time.Now()}, spec.ErrMetadata},
+		"an id without end":       {spec.Rotation{To: strings.Repeat("a", 65)}, snapshot.ErrNotFound},
+		"no time, but a period":   {spec.Rotation{To: good, Every: 60}, spec.ErrMetadata},
+		"a negative period":       {spec.Rotation{To: good, At: time.Now(), Every: -1}, spec.ErrMetadata},
 	} {
 		if _, err := setRotation(t, s, tt.rot); !errors.Is(err, tt.want) {
 			t.Errorf("%s: %v, want %v", name, err, tt.want)
 		}
 	}
-	if l, err := s.Metadata("a"); err != nil || l.Rotate != (Rotation{To: good}) {
+	if l, err := s.Metadata("a"); err != nil || l.Rotate != (spec.Rotation{To: good}) {
 		t.Errorf("what was refused has changed it: %+v, %v", l.Rotate, err)
 	}
 	r.Spec.Volumes = []spec.VolumeMount{{Name: "v", Path: "/data"}}
 	if err := s.Save(r); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := setRotation(t, s, Rotation{}); err != nil {
+	if _, err := setRotation(t, s, spec.Rotation{}); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := setRotation(t, s, Rotation{To: good}); !errors.Is(err, ErrMetadata) {
+	if _, err := setRotation(t, s, spec.Rotation{To: good}); !errors.Is(err, spec.ErrMetadata) {
 		t.Errorf("one that writes to a volume: %v, want ErrMetadata", err)
 	}
-	if err := (&Record{}).SetMetadata(&Metadata{Rotate: Rotation{To: good}}); !errors.Is(err, ErrMetadata) {
+	if err := (&Record{}).SetMetadata(&spec.Metadata{Rotate: spec.Rotation{To: good}}); !errors.Is(err, spec.ErrMetadata) {
 		t.Errorf("one that is yet to be made: %v, want ErrMetadata", err)
 	}
-	if (Metadata{Rotate: Rotation{To: good}}).ForChild().Rotate != (Rotation{}) {
+	if (spec.Metadata{Rotate: spec.Rotation{To: good}}).ForChild().Rotate != (spec.Rotation{}) {
 		t.Error("a fork begins anew from its parent's snapshot")
 	}
 }
@@ -220,7 +220,7 @@ func TestSweep_keeps_what_a_rotation_names(t *testing.T) {
 		t.Fatal(err)
 	}
 	old := snapshotOf(t, s, r, KindSleep, time.Unix(1, 0))
-	if _, err := setRotation(t, s, Rotation{To: old}); err != nil {
+	if _, err := setRotation(t, s, spec.Rotation{To: old}); err != nil {
 		t.Fatal(err)
 	}
 	for _, want := range []bool{true, false} {
@@ -233,7 +233,7 @@ func TestSweep_keeps_what_a_rotation_names(t *testing.T) {
 		if _, err := s.FindSnapshot(last); err != nil {
 			t.Error(err)
 		}
-		if _, err := setRotation(t, s, Rotation{}); err != nil {
+		if _, err := setRotation(t, s, spec.Rotation{}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -242,7 +242,7 @@ func TestSweep_keeps_what_a_rotation_names(t *testing.T) {
 func TestRotate_is_told_of(t *testing.T) {
 	s := tempStore(t)
 	good, _ := rotating(t, s)
-	if _, err := setRotation(t, s, Rotation{To: good}); err != nil {
+	if _, err := setRotation(t, s, spec.Rotation{To: good}); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := wakes(t, s, ""); err != nil {

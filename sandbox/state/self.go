@@ -16,8 +16,8 @@ var ErrNoForker = errors.New("nobody makes it: `drowse serve` makes the forks th
 // SelfFork asks for a fork of a VM, for its guest, and waits until it is made. It returns the child's name.
 func (s *Store) SelfFork(ctx context.Context, name string) (child string, err error) {
 	id := spec.NewID()
-	if err := s.SetSelf(ctx, name, func(l *Metadata) error {
-		l.Asked.Fork = AskedFork{ID: id, At: time.Now().UTC()}
+	if err := s.SetSelf(ctx, name, func(l *spec.Metadata) error {
+		l.Asked.Fork = spec.AskedFork{ID: id, At: time.Now().UTC()}
 		return nil
 	}); err != nil {
 		return "", err
@@ -60,14 +60,14 @@ var errForkBegun = errors.New("somebody has begun with it")
 
 // forgetFork takes a request back; one that somebody has begun with only if that is said.
 func (s *Store) forgetFork(ctx context.Context, name, id string, begun bool) error {
-	return s.SetSelf(ctx, name, func(l *Metadata) error {
+	return s.SetSelf(ctx, name, func(l *spec.Metadata) error {
 		switch {
 		case l.Asked.Fork.ID != id:
 			return ErrNothingToTell
 		case l.Asked.Fork.Begun && !begun:
 			return errForkBegun
 		}
-		l.Asked.Fork = AskedFork{}
+		l.Asked.Fork = spec.AskedFork{}
 		return nil
 	})
 }
@@ -83,19 +83,19 @@ var (
 // before.
 func (s *Store) SelfWake(ctx context.Context, name string, at time.Time) error {
 	at = at.UTC().Truncate(time.Millisecond) // as it is kept
-	return s.SetSelf(ctx, name, func(l *Metadata) error {
+	return s.SetSelf(ctx, name, func(l *spec.Metadata) error {
 		switch {
-		case l.Wake != Timer{} && (l.Wake.Every != 0 || !l.Wake.At.Equal(l.Asked.Wake)):
+		case l.Wake != spec.Timer{} && (l.Wake.Every != 0 || !l.Wake.At.Equal(l.Asked.Wake)):
 			return fmt.Errorf("%w: at %s", ErrOwnersTimer, l.Wake.At.Format(time.RFC3339))
 		case at.IsZero():
-			l.Wake, l.Asked.Wake = Timer{}, time.Time{}
+			l.Wake, l.Asked.Wake = spec.Timer{}, time.Time{}
 			return nil
 		case l.Class == lifetime.Ephemeral:
-			return fmt.Errorf("%w: an ephemeral sandbox does not sleep, so nothing wakes it", ErrMetadata)
+			return fmt.Errorf("%w: an ephemeral sandbox does not sleep, so nothing wakes it", spec.ErrMetadata)
 		case !at.After(time.Now()):
-			return fmt.Errorf("%w: it asks to be woken at %s, which is over by the host's clock", ErrMetadata, at.Format(time.RFC3339))
+			return fmt.Errorf("%w: it asks to be woken at %s, which is over by the host's clock", spec.ErrMetadata, at.Format(time.RFC3339))
 		}
-		l.Wake, l.Asked.Wake = Timer{At: at}, at
+		l.Wake, l.Asked.Wake = spec.Timer{At: at}, at
 		return nil
 	})
 }
@@ -106,7 +106,7 @@ func (s *Store) SelfExtend(ctx context.Context, name string, may spec.Self, seco
 	if seconds > lifetime.MaxSeconds {
 		return time.Time{}, fmt.Errorf("%w: by %d s: use at most %d", ErrExtension, seconds, lifetime.MaxSeconds)
 	}
-	err = s.SetSelf(ctx, name, func(l *Metadata) error {
+	err = s.SetSelf(ctx, name, func(l *spec.Metadata) error {
 		now := time.Now()
 		until := now.Add(time.Duration(seconds) * time.Second).UTC().Truncate(time.Second)
 		expires = l.Expires
@@ -114,7 +114,7 @@ func (s *Store) SelfExtend(ctx context.Context, name string, may spec.Self, seco
 			return ErrNothingToTell
 		}
 		if lifetime.Expired(l.Expires, now) {
-			return fmt.Errorf("%w: at %s: only its owner can extend it", ErrExpired, l.Expires.Format(time.RFC3339))
+			return fmt.Errorf("%w: at %s: only its owner can extend it", spec.ErrExpired, l.Expires.Format(time.RFC3339))
 		}
 		from := l.Expires
 		if l.Asked.Expires.Equal(l.Expires) {

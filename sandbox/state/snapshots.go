@@ -23,9 +23,6 @@ import (
 // KindDisk marks such a snapshot.
 const KindDisk = "disk"
 
-// ErrDiskOnly says that a snapshot has no memory to go on with.
-var ErrDiskOnly = spec.ErrDiskOnly
-
 // KindAbandoned marks one of the disk that a VM has left which was taken back to an earlier snapshot. SweepAbandoned
 // deletes it, or whoever removes it or its VM.
 const KindAbandoned = "abandoned"
@@ -91,19 +88,13 @@ func (NoMemory) ReadPages(_ uint64, p []byte) error {
 	return nil
 }
 
-// SnapshotInfo is what is told of a snapshot.
-type SnapshotInfo = spec.SnapshotInfo
-
-// ErrSnapshotInUse says that a VM may still need the snapshot.
-var ErrSnapshotInUse = spec.ErrSnapshotInUse
-
 // Snapshots lists the snapshots of the store, also those that cannot be opened.
-func (s *Store) Snapshots() ([]SnapshotInfo, error) {
+func (s *Store) Snapshots() ([]spec.SnapshotInfo, error) {
 	entries, err := os.ReadDir(filepath.Join(s.dir, "snapshots"))
 	if err != nil {
 		return nil, fmt.Errorf("listing snapshots: %w", err)
 	}
-	var out []SnapshotInfo
+	var out []spec.SnapshotInfo
 	for _, e := range entries {
 		if snapshot.IsTemp(e.Name()) {
 			continue
@@ -122,8 +113,8 @@ func (s *Store) Snapshots() ([]SnapshotInfo, error) {
 }
 
 // damagedInfo is what is known of a snapshot whose memory cannot be had.
-func (s *Store) damagedInfo(id string, problem error) SnapshotInfo {
-	i := SnapshotInfo{ID: id}
+func (s *Store) damagedInfo(id string, problem error) spec.SnapshotInfo {
+	i := spec.SnapshotInfo{ID: id}
 	if m, err := snapshot.ReadManifest(s.SnapshotDir(id)); err == nil {
 		i = s.snapshotInfo(m)
 	}
@@ -131,8 +122,8 @@ func (s *Store) damagedInfo(id string, problem error) SnapshotInfo {
 	return i
 }
 
-func (s *Store) snapshotInfo(m *snapshot.Manifest) SnapshotInfo {
-	i := SnapshotInfo{
+func (s *Store) snapshotInfo(m *snapshot.Manifest) spec.SnapshotInfo {
+	i := spec.SnapshotInfo{
 		ID: m.ID, VM: m.Sandbox, Kind: m.Labels[labelKind], Note: m.Labels[LabelNote],
 		Created: time.Unix(0, m.CreatedUnixNano).UTC(), RAM: m.RAM(), Base: m.Base, Depth: int(m.Depth),
 		Owner: m.Labels[labelOwner], Tags: s.snapshotTags(m.ID), Kept: s.kept(m.ID),
@@ -146,7 +137,7 @@ func (s *Store) snapshotInfo(m *snapshot.Manifest) SnapshotInfo {
 
 // SnapshotDetails is everything that is known of a snapshot, its parts included.
 type SnapshotDetails struct {
-	SnapshotInfo
+	spec.SnapshotInfo
 	Manifest *snapshot.Manifest `json:"manifest"`
 	States   []StateInfo        `json:"states"`
 	// UsedBy are the VMs that come back from it.
@@ -244,7 +235,7 @@ func (s *Store) VerifySnapshot(ctx context.Context, prefix string) error {
 	if err != nil {
 		return err
 	}
-	if err := snapshot.Verify(ctx, s.SnapshotDir(id), nil); err != nil {
+	if err := snapshot.Verify(ctx, s.SnapshotDir(id)); err != nil {
 		return err
 	}
 	st, err := s.SnapshotDisk(id)
@@ -272,7 +263,7 @@ func (s *Store) RemoveSnapshot(ctx context.Context, prefix string) error {
 			return err
 		}
 		if why, named := m.names(id); named {
-			return fmt.Errorf("%w: snapshot %s %s", ErrSnapshotInUse, id, why)
+			return fmt.Errorf("%w: snapshot %s %s", spec.ErrSnapshotInUse, id, why)
 		}
 		// One that cannot be read goes as well; what it needed then goes when it has its age.
 		if m, err := snapshot.ReadManifest(s.SnapshotDir(id)); err == nil {
@@ -282,7 +273,7 @@ func (s *Store) RemoveSnapshot(ctx context.Context, prefix string) error {
 		return errors.Join(err, s.unkeep(id))
 	})
 	if errors.Is(err, ErrStoreBusy) {
-		err = fmt.Errorf("%w: VMs or snapshots are being made of others: %w", ErrSnapshotInUse, err)
+		err = fmt.Errorf("%w: VMs or snapshots are being made of others: %w", spec.ErrSnapshotInUse, err)
 	}
 	if free != nil {
 		err = errors.Join(err, free())

@@ -21,6 +21,7 @@ import (
 	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/hosthooks"
 	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/snapshot"
@@ -162,9 +163,10 @@ func (r *Record) Inherit(from *Record) {
 type Store struct {
 	dir string
 	// hostHooks are not changed.
-	hostHooks []HostHook
-	// fs is where records are written, for tests of what fails.
-	FS osfile.FS
+	hostHooks []hosthooks.Func
+	// FS is where records are written, for tests of what fails, and Grace is graceTime, for tests that do not wait.
+	FS    osfile.FS
+	Grace time.Duration
 }
 
 // OpenStore opens or makes a store. dir is made absolute.
@@ -178,7 +180,7 @@ func OpenStore(dir string) (*Store, error) {
 			return nil, fmt.Errorf("opening the state directory: %w: name another with --state or $DROWSE_STATE", err)
 		}
 	}
-	return &Store{dir: dir, FS: osfile.OS}, nil
+	return &Store{dir: dir, FS: osfile.OS, Grace: graceTime}, nil
 }
 
 // Dir is the store's directory.
@@ -297,7 +299,7 @@ type Record struct {
 	NextName string `json:"next_name,omitempty"`
 
 	// metadata is what a VM that is yet to be made gets.
-	metadata *Metadata
+	metadata *spec.Metadata
 }
 
 // SleepRecord says what a sleep has done.
@@ -340,31 +342,12 @@ type ExitRecord struct {
 	Time   time.Time `json:"time"`
 }
 
-// writeFileAtomic replaces a file so that, after a crash at any instant, the old or
-// the new content is there.
-func (s *Store) writeFileAtomic(path string, data []byte) error {
-	if err := s.ReplaceFile(path, data); err != nil {
-		return err
-	}
-	return s.FS.SyncDir(filepath.Dir(path))
-}
-
-// ReplaceFile is writeFileAtomic, but that after a loss of power the file may be the one from before.
+// ReplaceFile is osfile.WriteFile, but that after a loss of power the file may be the one from before.
 func (s *Store) ReplaceFile(path string, data []byte) error {
-	temp, err := s.writeTemp(path, data)
+	temp, err := osfile.WriteTemp(s.FS, path, data, 0o600)
 	if err != nil {
 		return err
 	}
-	return s.putInPlace(temp, path)
-}
-
-// writeTemp writes, safely, what is to take the place of a file.
-func (s *Store) writeTemp(path string, data []byte) (temp string, err error) {
-	return osfile.WriteTemp(s.FS, path, data, 0o600)
-}
-
-// putInPlace gives what writeTemp has written its name.
-func (s *Store) putInPlace(temp, path string) error {
 	if err := s.FS.Rename(temp, path); err != nil {
 		return errors.Join(err, s.FS.Remove(temp))
 	}
@@ -386,7 +369,7 @@ func (s *Store) Ahead(r *Record) (*AheadRecord, error) {
 	data, err := EncodeRecord(r)
 	a := &AheadRecord{path: s.RecordPath(r.Spec.Name), data: data}
 	if err == nil {
-		a.temp, err = s.writeTemp(a.path, a.data)
+		a.temp, err = osfile.WriteTemp(s.FS, a.path, a.data, 0o600)
 	}
 	if err == nil {
 		a.Before, err = os.Open(a.path)
@@ -434,7 +417,9 @@ func EncodeRecord(r *Record) ([]byte, error) {
 }
 
 // Save writes a record, safely. The lock of its VM must be held.
-func (s *Store) Save(r *Record) error { return s.SaveBy(s.writeFileAtomic, r)() }
+func (s *Store) Save(r *Record) error {
+	return s.SaveBy(func(path string, data []byte) error { return osfile.WriteFileIn(s.FS, path, data, 0o600) }, r)
+}
 
 // SaveOver is save for a record that names a layer of a disk, at path top, which may not be durable yet: it is made so
 // before the record is. Both are written at once, since a wake may wait for it.
@@ -442,33 +427,27 @@ func (s *Store) SaveOver(r *Record, top string) error {
 	synced := make(chan error, 1)
 	go func() { synced <- disk.Sync(top) }()
 	return s.SaveBy(func(path string, data []byte) error {
-		temp, err := s.writeTemp(path, data)
+		temp, err := osfile.WriteTemp(s.FS, path, data, 0o600)
 		if serr := <-synced; err == nil && serr != nil {
 			err = errors.Join(serr, s.FS.Remove(temp))
 		}
 		if err == nil {
-			err = s.putInPlace(temp, path)
+			err = osfile.Put(s.FS, temp, path)
 		}
-		if err != nil {
-			return err
-		}
-		return s.FS.SyncDir(filepath.Dir(path))
-	}, r)()
+		return err
+	}, r)
 }
 
-// SaveBy makes of a record, as it is now, what writes it to its file.
-func (s *Store) SaveBy(write func(path string, data []byte) error, r *Record) func() error {
+// SaveBy writes a record to its file by write.
+func (s *Store) SaveBy(write func(path string, data []byte) error, r *Record) error {
 	data, err := EncodeRecord(r)
-	name := r.Spec.Name
-	return func() error {
-		if err == nil {
-			err = write(s.RecordPath(name), data)
-		}
-		if err != nil {
-			return fmt.Errorf("saving VM %s: %w", name, err)
-		}
-		return nil
+	if err == nil {
+		err = write(s.RecordPath(r.Spec.Name), data)
 	}
+	if err != nil {
+		return fmt.Errorf("saving VM %s: %w", r.Spec.Name, err)
+	}
+	return nil
 }
 
 // Load reads a record as it stands in its file.
@@ -643,22 +622,6 @@ func (s *Store) List() ([]*Record, error) {
 		}
 	}
 	return out, errors.Join(errs...)
-}
-
-// Stamps say of each VM when its record was last written, at little cost: whoever follows what becomes of VMs need
-// read only the records that have changed.
-func (s *Store) Stamps() (map[string]time.Time, error) {
-	entries, err := os.ReadDir(filepath.Join(s.dir, "vms"))
-	if err != nil {
-		return nil, fmt.Errorf("listing VMs: %w", err)
-	}
-	out := make(map[string]time.Time, len(entries))
-	for _, e := range entries {
-		if st, err := os.Stat(s.RecordPath(e.Name())); err == nil {
-			out[e.Name()] = st.ModTime()
-		}
-	}
-	return out, nil
 }
 
 // FileStamps say of each VM what its record and its metadata are, without reading them: a stamp that has not changed
@@ -874,15 +837,15 @@ func (s *Store) RemoveNew(ctx context.Context, r *Record) error {
 // waited for. Its history stays for HistoryTime, unless it is ephemeral: see Store.Removed. If that cannot be kept, the
 // VM is removed all the same, and Freed.Problems says so. The VM may be gone although there is an error: then what only
 // it needed is not all deleted, which the next sweep does, and sandbox.removed is told with what was freed by then.
-func (s *Store) Remove(ctx context.Context, name string, force bool) (Freed, error) {
+func (s *Store) Remove(ctx context.Context, name string, force bool) (spec.Freed, error) {
 	r, err := s.Get(name)
 	e := events.Event{Type: events.Removed, Sandbox: name, Cause: events.CauseOf(ctx)}
 	switch {
 	case errors.Is(err, spec.ErrRecord) && force:
 	case err != nil:
-		return Freed{}, err
+		return spec.Freed{}, err
 	case !force && (r.Phase == Running || r.Phase == Starting):
-		return Freed{}, fmt.Errorf("%w: %s: put it to sleep, stop it, or use --force", spec.ErrRunning, name)
+		return spec.Freed{}, fmt.Errorf("%w: %s: put it to sleep, stop it, or use --force", spec.ErrRunning, name)
 	default:
 		// Its metadata goes with it.
 		e = s.Event(ctx, r, events.Removed)
@@ -898,7 +861,7 @@ func (s *Store) Remove(ctx context.Context, name string, force bool) (Freed, err
 // removeFiles deletes a VM that is not running, and what only it needed. It says what it has freed, and whether the VM
 // is gone. It may be gone with an error: what only it needed is deleted after it, and what of that is left the next
 // sweep deletes.
-func (s *Store) removeFiles(ctx context.Context, name string) (freed Freed, gone bool, err error) {
+func (s *Store) removeFiles(ctx context.Context, name string) (freed spec.Freed, gone bool, err error) {
 	l, err := s.lockWithin(ctx, name, removePatience)
 	if err != nil {
 		return freed, false, err

@@ -208,7 +208,7 @@ func (h *host) forged(id string, layers map[string]string) []byte {
 // take imports a stream that is accepted.
 func (h *host) take(stream []byte, o ImportOptions) (ImportResult, *snapshot.Manifest) {
 	h.t.Helper()
-	res, err := h.ImportSnapshotWith(h.t.Context(), bytes.NewReader(stream), o)
+	res, err := h.ImportSnapshot(h.t.Context(), bytes.NewReader(stream), o)
 	if err != nil {
 		h.t.Fatal(err)
 	}
@@ -401,7 +401,7 @@ func TestAttack_import_gets_no_layer_of_a_local_VM_by_its_name(t *testing.T) {
 				}
 			}()
 			stream := from.forged(id, layers)
-			res, err := to.ImportSnapshot(t.Context(), bytes.NewReader(stream))
+			res, err := to.ImportSnapshot(t.Context(), bytes.NewReader(stream), ImportOptions{})
 			if err != nil {
 				if to.IsThere(id) {
 					t.Error("it is there all the same")
@@ -489,7 +489,7 @@ func TestAttack_import_is_not_given_volumes_and_shares_by_name(t *testing.T) {
 				}
 			})
 			to := from.another()
-			_, err := to.ImportSnapshot(t.Context(), bytes.NewReader(from.forged(id, map[string]string{r.Disk.Layers[0]: r.Disk.Layers[0]})))
+			_, err := to.ImportSnapshot(t.Context(), bytes.NewReader(from.forged(id, map[string]string{r.Disk.Layers[0]: r.Disk.Layers[0]})), ImportOptions{})
 			if !errors.Is(err, tt.want) {
 				t.Errorf("got %v, want %v", err, tt.want)
 			}
@@ -520,7 +520,7 @@ func TestAttack_import_does_not_become_what_a_local_VM_comes_back_from(t *testin
 				t.Fatal(err)
 			}
 			l.Release()
-			if _, err := to.ImportSnapshot(t.Context(), bytes.NewReader(stream)); !errors.Is(err, ErrImport) {
+			if _, err := to.ImportSnapshot(t.Context(), bytes.NewReader(stream), ImportOptions{}); !errors.Is(err, ErrImport) {
 				t.Errorf("got %v, want ErrImport", err)
 			}
 			if to.IsThere(id) {
@@ -593,7 +593,7 @@ func TestAttack_import_succeeds_only_if_a_restore_has_all_that_it_needs(t *testi
 		t.Run(name, func(t *testing.T) {
 			to := from.another()
 			tt.change(to)
-			res, err := to.ImportSnapshot(t.Context(), bytes.NewReader(tt.stream))
+			res, err := to.ImportSnapshot(t.Context(), bytes.NewReader(tt.stream), ImportOptions{})
 			if !errors.Is(err, tt.want) || err != nil && !strings.Contains(err.Error(), tt.says) {
 				t.Fatalf("got %v, want %v that says %q", err, tt.want, tt.says)
 			}
@@ -654,7 +654,7 @@ func TestAttack_import_refuses_layers_that_are_too_large_or_not_sealed(t *testin
 			}
 			id := h.Snapshot(h.Record("x", layer), KindNamed, nil)
 			to := h.another()
-			if _, err := to.ImportSnapshot(t.Context(), bytes.NewReader(h.forged(id, map[string]string{layer: layer}))); !errors.Is(err, tt.want) {
+			if _, err := to.ImportSnapshot(t.Context(), bytes.NewReader(h.forged(id, map[string]string{layer: layer})), ImportOptions{}); !errors.Is(err, tt.want) {
 				t.Errorf("got %v, want %v", err, tt.want)
 			}
 			left, err := os.ReadDir(to.LayerDir())

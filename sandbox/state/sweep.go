@@ -34,9 +34,6 @@ func Lightest(sizes []int64, window int) (first int) {
 	return first
 }
 
-// Freed is what was deleted.
-type Freed = spec.Freed
-
 // templateOwner begins the names of the empty file systems, which are small and
 // needed again.
 const templateOwner = "ext4"
@@ -58,11 +55,11 @@ const (
 // interrupted commands have left. It never deletes a snapshot that was asked for by name. A record or a snapshot that
 // cannot be read is an error, what it may need is kept, and the rest is deleted all the same. While a snapshot is being
 // imported or a VM is being forked it does nothing. ctx ends it.
-func (s *Store) Sweep(ctx context.Context) (Freed, error) { return s.SweepExcept(ctx, Exempt{}) }
+func (s *Store) Sweep(ctx context.Context) (spec.Freed, error) { return s.SweepExcept(ctx, Exempt{}) }
 
 // SweepAbandoned is Sweep that deletes the disks as well that VMs have left which were taken back, but for those with
 // tags.
-func (s *Store) SweepAbandoned(ctx context.Context) (Freed, error) {
+func (s *Store) SweepAbandoned(ctx context.Context) (spec.Freed, error) {
 	return s.SweepExcept(ctx, Exempt{abandoned: true})
 }
 
@@ -70,7 +67,7 @@ func (s *Store) SweepAbandoned(ctx context.Context) (Freed, error) {
 const sweepPatience = 5 * time.Second
 
 // SweepExcept is Sweep that does not leave alone what has just been given up.
-func (s *Store) SweepExcept(ctx context.Context, now Exempt) (freed Freed, err error) {
+func (s *Store) SweepExcept(ctx context.Context, now Exempt) (freed spec.Freed, err error) {
 	defer func() {
 		if err != nil {
 			err = fmt.Errorf("tidying up: %w", err)
@@ -136,7 +133,7 @@ func (s *Store) alone(ctx context.Context, f func() error) error {
 
 // takeAway takes the names of what nobody needs away, which is quick; free deletes it. It is called alone. m is nil if
 // nothing could be found out.
-func (s *Store) takeAway(ctx context.Context, have manifests, now Exempt, freed *Freed) (m *mark, free func(), err error) {
+func (s *Store) takeAway(ctx context.Context, have manifests, now Exempt, freed *spec.Freed) (m *mark, free func(), err error) {
 	var later []func()
 	free = func() {
 		for _, f := range later {
@@ -186,7 +183,7 @@ func (s *Store) takeAway(ctx context.Context, have manifests, now Exempt, freed 
 			continue
 		}
 		path := filepath.Join(s.LayerDir(), name)
-		if !now.layer(name) && young(path) {
+		if !now.layer(name) && s.young(path) {
 			continue
 		}
 		n, err := s.removeLayer(m, owner, path)

@@ -5,19 +5,20 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // TimerFired sets a sandbox's timer to its next time, and tells that it has fired, and of a problem if there was one.
 // It does nothing if the timer is another one by now.
-func (s *Store) TimerFired(ctx context.Context, name string, fired Timer, problem error) error {
+func (s *Store) TimerFired(ctx context.Context, name string, fired spec.Timer, problem error) error {
 	ctx = events.WithCause(ctx, events.Timer)
-	_, err := s.setMetadata(ctx, name, func(l *Metadata, unreadable error) error {
+	_, err := s.setMetadata(ctx, name, func(l *spec.Metadata, unreadable error) error {
 		if unreadable != nil || !l.Wake.At.Equal(fired.At) || l.Wake.Every != fired.Every {
 			return ErrNothingToTell
 		}
 		l.Wake = l.Wake.After(time.Now())
 		return nil
-	}, func(r *Record, _, _ Metadata, _ error) {
+	}, func(r *Record, _, _ spec.Metadata, _ error) {
 		e := s.Event(ctx, r, events.TimerFired)
 		if problem != nil {
 			e.Details.Problem = problem.Error()

@@ -81,7 +81,10 @@ func (s *Store) systemDiskOf(m *snapshot.Manifest) (string, error) {
 	return s.BootPath(r.Boot.SystemDisk), nil
 }
 
-// ImportOptions change an import. The zero value is ImportSnapshot.
+// ErrImport says that an exported snapshot cannot be made one of this store.
+var ErrImport = errors.New("the snapshot cannot be imported")
+
+// ImportOptions change an import. The zero value trusts nobody.
 type ImportOptions struct {
 	// Trust takes all that the stream says of its VM: network policy, tags, what its guest may ask the host for, the
 	// path of its kernel, directories of the host that it shares, volumes by name, and whose snapshot it is.
@@ -90,7 +93,7 @@ type ImportOptions struct {
 
 // ImportResult is an imported snapshot.
 type ImportResult struct {
-	SnapshotInfo
+	spec.SnapshotInfo
 	// Dropped names what the stream said of its VM and this store does not take from a stranger.
 	Dropped []string `json:"dropped"`
 }
@@ -106,15 +109,7 @@ type ImportResult struct {
 // It is refused at once if this host or this store lacks what the snapshot needs: the error wraps vmm.ErrForeign,
 // image.ErrNotFound, kernel.ErrNotFound or ErrImport, and says what to do. Nothing is left then, nor when the stream is
 // damaged.
-func (s *Store) ImportSnapshot(ctx context.Context, r io.Reader) (ImportResult, error) {
-	return s.ImportSnapshotWith(ctx, r, ImportOptions{})
-}
-
-// ErrImport says that an exported snapshot cannot be made one of this store.
-var ErrImport = errors.New("the snapshot cannot be imported")
-
-// ImportSnapshotWith is ImportSnapshot with options.
-func (s *Store) ImportSnapshotWith(ctx context.Context, r io.Reader, o ImportOptions) (res ImportResult, err error) {
+func (s *Store) ImportSnapshot(ctx context.Context, r io.Reader, o ImportOptions) (res ImportResult, err error) {
 	// What is being imported belongs to nobody until all is there.
 	unlock, err := s.Share(ctx)
 	if err != nil {

@@ -50,7 +50,7 @@ func TestAProcessThatIsKilledIsToldOfOnce(t *testing.T) {
 		t.Fatal(err)
 	}
 	v := &supervisor{
-		host: s, stamps: noticed[map[string]time.Time]{read: s.State.Stamps}, log: slog.New(slog.DiscardHandler), seen: map[string]time.Time{}, pids: map[string]int{}, want: map[string][]port{},
+		host: s, stamps: noticed[map[string]string]{read: s.State.FileStamps}, log: slog.New(slog.DiscardHandler), seen: map[string]string{}, pids: map[string]int{}, want: map[string][]port{},
 		listeners: map[port]closer{}, refused: map[port]string{}, guarded: map[string]guarded{},
 	}
 	crashes := func() (n int) {

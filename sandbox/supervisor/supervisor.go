@@ -89,9 +89,9 @@ type supervisor struct {
 	o    Options
 	log  *slog.Logger
 
-	stamps noticed[map[string]time.Time]
-	seen   map[string]time.Time // stamps of the records that have been read
-	pids   map[string]int       // processes of the VMs that ran then
+	stamps noticed[map[string]string]
+	seen   map[string]string // stamps of the records that have been read
+	pids   map[string]int    // processes of the VMs that ran then
 	// want are the ports that VMs publish, listeners those that are listened at, and refused why one is not.
 	want      map[string][]port
 	listeners map[port]closer
@@ -125,7 +125,7 @@ func Run(ctx context.Context, s *sandbox.Host, l pool.Launcher, o Options) (err 
 	defer cancel(nil)
 	v := &supervisor{
 		host: s.With(l), o: o, log: o.Log,
-		seen: map[string]time.Time{}, pids: map[string]int{}, want: map[string][]port{}, listeners: map[port]closer{}, refused: map[port]string{}, guarded: map[string]guarded{},
+		seen: map[string]string{}, pids: map[string]int{}, want: map[string][]port{}, listeners: map[port]closer{}, refused: map[port]string{}, guarded: map[string]guarded{},
 	}
 	watch, err := newNotice(filepath.Join(s.State.Dir(), "vms"))
 	if err != nil {
@@ -133,7 +133,7 @@ func Run(ctx context.Context, s *sandbox.Host, l pool.Launcher, o Options) (err 
 	} else {
 		defer watch.close()
 	}
-	v.stamps = noticed[map[string]time.Time]{read: s.State.Stamps, n: watch}
+	v.stamps = noticed[map[string]string]{read: s.State.FileStamps, n: watch}
 	if o.Pool > 0 {
 		p, err := pool.New(s.State, l, pool.Options{Processes: o.Pool, Follow: true, Log: o.Log})
 		if err != nil {
@@ -227,16 +227,14 @@ func (v *supervisor) look(ctx context.Context) error {
 	}
 	var errs []error
 	for name, stamp := range stamps {
-		if v.seen[name].Equal(stamp) && !v.ended(name) {
+		if stamp != "" && v.seen[name] == stamp && !v.ended(name) {
 			continue
 		}
 		r, err := v.host.State.Get(name)
 		if errors.Is(err, sandbox.ErrNotFound) {
 			continue // removed just now
 		}
-		if time.Since(stamp) > settleTime {
-			v.seen[name] = stamp
-		}
+		v.seen[name] = stamp
 		if err != nil {
 			// Listeners that are open stay: the record will be whole again, or go.
 			errs = append(errs, err)

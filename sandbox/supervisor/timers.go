@@ -8,6 +8,7 @@ import (
 
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
@@ -27,8 +28,8 @@ const (
 // timerVMs are what timers work on: sandbox.Store, with what its VMs are started by.
 type timerVMs interface {
 	FileStamps() (map[string]string, error)
-	Metadata(name string) (state.Metadata, error)
-	TimerFired(ctx context.Context, name string, fired state.Timer, problem error) error
+	Metadata(name string) (spec.Metadata, error)
+	TimerFired(ctx context.Context, name string, fired spec.Timer, problem error) error
 	wake(ctx context.Context, name string) error
 	// forkAsked makes the fork that a guest has asked for.
 	forkAsked(ctx context.Context, name string) error
@@ -66,8 +67,8 @@ type timers struct {
 
 type timerMetadata struct {
 	stamp string
-	timer state.Timer
-	fork  state.AskedFork
+	timer spec.Timer
+	fork  spec.AskedFork
 }
 
 func newTimers(vms timerVMs, log func(string, ...any)) *timers {
@@ -159,7 +160,7 @@ func (t *timers) fork(ctx context.Context, name string) {
 
 // fire wakes a sandbox, and then says that it has: whoever is killed in between wakes it once more, which does nothing
 // if it runs.
-func (t *timers) fire(ctx context.Context, name string, timer state.Timer) {
+func (t *timers) fire(ctx context.Context, name string, timer spec.Timer) {
 	if l, err := t.vms.Metadata(name); err != nil || !l.Wake.At.Equal(timer.At) || l.Wake.Every != timer.Every {
 		return // it was changed since it was read, or has fired
 	}
@@ -195,7 +196,7 @@ func (t *timers) fire(ctx context.Context, name string, timer state.Timer) {
 
 // final says whether it is of no use to try a wake again.
 func final(err error) bool {
-	for _, e := range []error{state.ErrExpired, sandbox.ErrNotRunning, sandbox.ErrNotFound} {
+	for _, e := range []error{spec.ErrExpired, sandbox.ErrNotRunning, sandbox.ErrNotFound} {
 		if errors.Is(err, e) {
 			return true
 		}

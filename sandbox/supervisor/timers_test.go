@@ -11,18 +11,18 @@ import (
 
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/events"
-	"github.com/drowse-vm/drowse/sandbox/state"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // fakeVMs have timers and can be woken.
 type fakeVMs struct {
 	mu     sync.Mutex
-	labels map[string]state.Timer
+	labels map[string]spec.Timer
 	wakes  []string
 	fired  map[string][]error
 	fail   func(name string, n int) error
 	causes []events.Cause
-	asked  map[string]state.AskedFork
+	asked  map[string]spec.AskedFork
 	forks  []string
 }
 
@@ -46,21 +46,21 @@ func (v *fakeVMs) FileStamps() (map[string]string, error) {
 	return out, nil
 }
 
-func (v *fakeVMs) Metadata(name string) (state.Metadata, error) {
+func (v *fakeVMs) Metadata(name string) (spec.Metadata, error) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	t, ok := v.labels[name]
 	if !ok {
-		return state.Metadata{}, sandbox.ErrNotFound
+		return spec.Metadata{}, sandbox.ErrNotFound
 	}
-	return state.Metadata{Wake: t, Asked: state.Asked{Fork: v.asked[name]}}, nil
+	return spec.Metadata{Wake: t, Asked: spec.Asked{Fork: v.asked[name]}}, nil
 }
 
-func (v *fakeVMs) TimerFired(_ context.Context, name string, fired state.Timer, problem error) error {
+func (v *fakeVMs) TimerFired(_ context.Context, name string, fired spec.Timer, problem error) error {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	if v.labels[name] == fired {
-		v.labels[name] = state.Timer{}
+		v.labels[name] = spec.Timer{}
 	}
 	v.fired[name] = append(v.fired[name], problem)
 	return nil
@@ -91,8 +91,8 @@ func quiet(string, ...any) {}
 func TestForksThatGuestsHaveAskedForAreMadeOnceAndNoneOfThosePast(t *testing.T) {
 	now := time.Now()
 	v := &fakeVMs{
-		labels: map[string]state.Timer{"none": {}, "wanted": {}, "begun": {}, "past": {}, "to come": {}},
-		asked: map[string]state.AskedFork{
+		labels: map[string]spec.Timer{"none": {}, "wanted": {}, "begun": {}, "past": {}, "to come": {}},
+		asked: map[string]spec.AskedFork{
 			"wanted": {ID: "1", At: now.Add(-time.Second)}, "begun": {ID: "2", At: now, Begun: true},
 			"past": {ID: "3", At: now.Add(-time.Minute)}, "to come": {ID: "4", At: now.Add(time.Hour)},
 		},
@@ -108,7 +108,7 @@ func TestForksThatGuestsHaveAskedForAreMadeOnceAndNoneOfThosePast(t *testing.T) 
 
 func TestTimersThatAreDueFireOnceAndOthersDoNot(t *testing.T) {
 	now := time.Now()
-	v := &fakeVMs{fired: map[string][]error{}, labels: map[string]state.Timer{
+	v := &fakeVMs{fired: map[string][]error{}, labels: map[string]spec.Timer{
 		"none": {}, "later": {At: now.Add(time.Hour)}, "now": {At: now}, "missed": {At: now.Add(-24 * time.Hour)},
 	}}
 	ts := newTimers(v, quiet)
@@ -128,7 +128,7 @@ func TestTimersThatAreDueFireOnceAndOthersDoNot(t *testing.T) {
 func TestATimerThatFailsIsTriedAgainAndOneThatCannotWorkIsNot(t *testing.T) {
 	now := time.Now()
 	busy := errors.New("out of memory")
-	v := &fakeVMs{fired: map[string][]error{}, labels: map[string]state.Timer{"a": {At: now}}}
+	v := &fakeVMs{fired: map[string][]error{}, labels: map[string]spec.Timer{"a": {At: now}}}
 	v.fail = func(_ string, n int) error {
 		if n < 2 {
 			return busy
@@ -139,8 +139,8 @@ func TestATimerThatFailsIsTriedAgainAndOneThatCannotWorkIsNot(t *testing.T) {
 	if len(v.wakes) != 2 || v.fired["a"][0] != nil {
 		t.Fatalf("woken %v, fired %v", v.wakes, v.fired)
 	}
-	for _, never := range []error{state.ErrExpired, sandbox.ErrNotRunning} {
-		v := &fakeVMs{fired: map[string][]error{}, labels: map[string]state.Timer{"a": {At: now}}}
+	for _, never := range []error{spec.ErrExpired, sandbox.ErrNotRunning} {
+		v := &fakeVMs{fired: map[string][]error{}, labels: map[string]spec.Timer{"a": {At: now}}}
 		v.fail = func(string, int) error { return never }
 		v.look(t, newTimers(v, quiet), now)
 		if len(v.wakes) != 1 || !errors.Is(v.fired["a"][0], never) {
@@ -151,8 +151,8 @@ func TestATimerThatFailsIsTriedAgainAndOneThatCannotWorkIsNot(t *testing.T) {
 
 func TestATimerThatWasChangedSinceItWasReadDoesNotFire(t *testing.T) {
 	now := time.Now()
-	v := &fakeVMs{fired: map[string][]error{}, labels: map[string]state.Timer{"a": {At: now.Add(time.Hour)}}}
-	newTimers(v, quiet).fire(t.Context(), "a", state.Timer{At: now})
+	v := &fakeVMs{fired: map[string][]error{}, labels: map[string]spec.Timer{"a": {At: now.Add(time.Hour)}}}
+	newTimers(v, quiet).fire(t.Context(), "a", spec.Timer{At: now})
 	if len(v.wakes) != 0 {
 		t.Fatal("it was woken")
 	}
@@ -161,7 +161,7 @@ func TestATimerThatWasChangedSinceItWasReadDoesNotFire(t *testing.T) {
 func TestTheEndOfASupervisorLeavesATimerToTheNextOne(t *testing.T) {
 	now := time.Now()
 	ctx, cancel := context.WithCancel(t.Context())
-	v := &fakeVMs{fired: map[string][]error{}, labels: map[string]state.Timer{"a": {At: now}}}
+	v := &fakeVMs{fired: map[string][]error{}, labels: map[string]spec.Timer{"a": {At: now}}}
 	v.fail = func(string, int) error { cancel(); return context.Canceled }
 	newTimers(v, quiet).run(ctx)
 	if len(v.fired["a"]) != 0 || !v.labels["a"].At.Equal(now) {
@@ -182,9 +182,9 @@ func (v heldVMs) wake(ctx context.Context, name string) error {
 
 func TestTimersBeyondTheBoundWaitUntilOneHasWokenItsSandbox(t *testing.T) {
 	now := time.Now()
-	v := heldVMs{&fakeVMs{fired: map[string][]error{}, labels: map[string]state.Timer{}}, make(chan struct{})}
+	v := heldVMs{&fakeVMs{fired: map[string][]error{}, labels: map[string]spec.Timer{}}, make(chan struct{})}
 	for i := range maxTimers + 1 {
-		v.labels[strconv.Itoa(i)] = state.Timer{At: now}
+		v.labels[strconv.Itoa(i)] = spec.Timer{At: now}
 	}
 	ts := newTimers(v, quiet)
 	for range 2 {

@@ -176,7 +176,7 @@ func TestSleep_and_snapshot_have_spans_with_bytes_and_pages(t *testing.T) {
 	tr, spans := recorder()
 	save := func(context.Context) control.Operation {
 		time.Sleep(20 * time.Millisecond)
-		return control.Operation{Saved: control.SleepResult{
+		return control.Operation{Saved: spec.SleepResult{
 			Name: "a", Snapshot: "s", BytesRaw: 100, BytesStored: 10, BytesShared: 5, PagesChanged: 7, PagesFree: 2, Asleep: time.Now().Add(-5 * time.Millisecond),
 			Stages: map[string]float64{"hooks": 1, "pause": 2, "save": 3, "sleep": 7, "gone": 18},
 		}}

@@ -75,7 +75,7 @@ func BenchmarkNew(b *testing.B) {
 }
 
 // BenchmarkFault is one page of each frame, touched by a system call, or by Go
-// code through Ensure. Stats.Resolve leaves out the waking of the thread.
+// code through Ensure.
 func BenchmarkFault(b *testing.B) {
 	dir := benchSnapshot(b, 256<<20)
 	s := openSnapshot(b, dir)
@@ -126,9 +126,6 @@ func BenchmarkFault(b *testing.B) {
 				}
 			}
 			b.StopTimer()
-			r := p.Stats().Resolve
-			b.ReportMetric(float64(r.P50.Nanoseconds()), "ns-resolve-p50")
-			b.ReportMetric(float64(r.P99.Nanoseconds()), "ns-resolve-p99")
 			p.Close()
 		})
 	}
@@ -162,7 +159,7 @@ func BenchmarkLoad(b *testing.B) {
 			b.Fatal(err)
 		}
 		b.StopTimer()
-		b.SetBytes(int64(p.Stats().PagesCopied * pageSize))
+		b.SetBytes(int64(p.Stats().PagesCopied.Load() * pageSize))
 		p.Close()
 		mem.Close()
 		b.StartTimer()

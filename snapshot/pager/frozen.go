@@ -74,8 +74,6 @@ type Frozen struct {
 
 // FreezeStats say what a Frozen has done so far.
 type FreezeStats struct {
-	// Pages is how many pages may be something else than zeros.
-	Pages uint64
 	// Protected is set if they were write-protected, not copied.
 	Protected bool
 	// Saved is how many pages the guest or the VMM overwrote before they were
@@ -319,13 +317,7 @@ func (f *Frozen) Release(first, end uint64) {
 
 // Stats returns what has happened so far.
 func (f *Frozen) Stats() FreezeStats {
-	f.life.RLock()
-	defer f.life.RUnlock()
-	s := FreezeStats{Protected: f.active.Load(), Saved: f.saved.Load(), Waited: f.waited.Load()}
-	if f.taken {
-		s.Pages = f.data.Len()
-	}
-	return s
+	return FreezeStats{Protected: f.active.Load(), Saved: f.saved.Load(), Waited: f.waited.Load()}
 }
 
 // Close lifts all protection and gives everything back, read or not. It may be called

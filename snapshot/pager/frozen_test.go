@@ -350,32 +350,6 @@ func TestFrozenRefusesWhatIsOutOfOrder(t *testing.T) {
 	}
 }
 
-// Kernels without PAGEMAP_SCAN must see the same.
-func TestBothWaysOfAskingForUsedPagesAgree(t *testing.T) {
-	c := newFrozenCase(t, lazy)
-	fast, err := inUse(c.mem.Slots(), c.set)
-	if err != nil {
-		t.Fatal(err)
-	}
-	slow, err := scanAll(c.mem.Slots(), c.set, true)
-	if err != nil {
-		t.Fatal(err)
-	}
-	zero := make([]byte, pageSize)
-	for page := range c.set.Pages() {
-		if fast.Has(page) && !slow.Has(page) {
-			t.Errorf("page %d is found in one way only", page)
-		}
-		// The page map alone does not tell the page of zeros.
-		if slow.Has(page) && !fast.Has(page) && !bytes.Equal(c.image[page*pageSize:][:pageSize], zero) {
-			t.Errorf("page %d has content and is not found", page)
-		}
-	}
-	if fast.Len() == 0 {
-		t.Error("nothing is in use")
-	}
-}
-
 // A capture that is given up in the midst of it, by whoever does so first.
 func TestCloseInTheMidstOfReadingAndWriting(t *testing.T) {
 	for _, o := range []FreezeOptions{{Expect: 4400}, {CopyBytes: MinCopyBytes}} {

@@ -218,7 +218,7 @@ func TestAGuestReadsAndWritesMissingPages(t *testing.T) {
 				t.Error("the page that the guest touched has wrong bytes")
 			}
 			st := p.Stats()
-			t.Logf("%d read faults, %d write faults, %d ensured", st.ReadFaults, st.WriteFaults, st.Ensured)
+			t.Logf("%d read faults, %d write faults, %d ensured", st.ReadFaults.Load(), st.WriteFaults.Load(), st.Ensured.Load())
 		}
 	})
 }

@@ -124,7 +124,7 @@ type Pager struct {
 
 	workers sync.Pool
 	record  record
-	count   counters
+	stats   Stats
 }
 
 type span struct{ start, end uint64 }
@@ -525,7 +525,6 @@ func (p *Pager) Ensure(gpa guestmem.GPA, n uint64) error {
 }
 
 func (p *Pager) ensurePage(page uint64) error {
-	began := time.Now()
 	w, err := p.getWorker()
 	if err != nil {
 		return p.fail(err)
@@ -545,7 +544,6 @@ func (p *Pager) ensurePage(page uint64) error {
 	if c.isZeroed(i) {
 		if err = w.fill.zero(p.hva(page), pageSize); err == nil {
 			c.setPresent(i, 1)
-			p.count.zeroed.Add(1)
 		}
 	} else {
 		p.record.add(page)
@@ -557,8 +555,7 @@ func (p *Pager) ensurePage(page uint64) error {
 		}
 		return p.fail(err)
 	}
-	p.count.ensured.Add(1)
-	p.count.latency.add(time.Since(began))
+	p.stats.Ensured.Add(1)
 	return nil
 }
 
@@ -608,12 +605,11 @@ func (p *Pager) fill(c *chunk, page uint64, w *worker) error {
 func (p *Pager) readFrame(f *snapshot.Frame, w *worker) ([]byte, error) {
 	if p.opts.Cache != nil {
 		if raw, ok := p.opts.Cache.Read(f, w.dec.Buffer()); ok && len(raw) == f.Pages()*pageSize {
-			p.count.cached.Add(1)
+			p.stats.FramesCached.Add(1)
 			return raw, nil
 		}
 	}
-	p.count.frames.Add(1)
-	p.count.bytesRead.Add(uint64(f.StoredBytes()))
+	p.stats.Frames.Add(1)
 	return p.snap.ReadFrame(f, w.dec)
 }
 
@@ -636,7 +632,7 @@ func (p *Pager) install(c *chunk, base uint64, frame int, raw []byte, w *worker)
 			n++
 		}
 		// Counted first: those who wait run on before the system call returns.
-		p.count.copied.Add(uint64(n))
+		p.stats.PagesCopied.Add(uint64(n))
 		if err := w.fill.copy(p.hva(base+uint64(i)), raw[slot*pageSize:(slot+n)*pageSize]); err != nil {
 			return err
 		}
@@ -666,7 +662,6 @@ func (p *Pager) installZeros(c *chunk, page uint64, w *worker) error {
 	for hi < at&^(zeroRun-1)+zeroRun && fits(hi) {
 		hi++
 	}
-	p.count.zeroed.Add(uint64(hi - lo))
 	if err := w.fill.zero(p.hva(page)-uintptr(at-lo)*pageSize, uint64(hi-lo)*pageSize); err != nil {
 		return err
 	}

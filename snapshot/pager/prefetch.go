@@ -77,7 +77,7 @@ func (p *Pager) prefetch(page uint64, w *worker) error {
 	if p.Err() != nil || !c.missing(i) {
 		return nil
 	}
-	p.count.prefetched.Add(1)
+	p.stats.Prefetched.Add(1)
 	if stored {
 		return p.install(c, page-uint64(i), frame, raw, w)
 	}

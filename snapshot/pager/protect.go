@@ -8,7 +8,6 @@ import (
 	"slices"
 	"sync"
 	"sync/atomic"
-	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -160,7 +159,7 @@ func (p *Pager) registerProtection() ([]guestmem.Slot, error) {
 }
 
 // fault takes a message of the kernel when there is no pager to do so.
-func (g *protection) fault(b []byte, _ time.Time) {
+func (g *protection) fault(b []byte) {
 	hva := uintptr(binary.LittleEndian.Uint64(b[messageAddress:]))
 	for _, s := range g.f.slots {
 		if uint64(hva-s.HVA) < s.Size && !g.f.written((s.Offset+uint64(hva-s.HVA))/pageSize) {

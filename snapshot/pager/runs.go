@@ -4,8 +4,36 @@ import (
 	"iter"
 	"slices"
 
+	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
+
+// scanGap is the largest gap between pages of interest over which a scan goes on: looking at a page costs a hundredth
+// of a call.
+const scanGap = 64
+
+// inUse returns those pages of set that the host has committed and that, as far as it tells, it does
+// not map to its page of zeros. It touches none. The others are zeros, or missing.
+func inUse(slots []guestmem.Slot, set *guestmem.PageSet) (*guestmem.PageSet, error) {
+	pm, err := snapshot.OpenPagemap()
+	if err != nil {
+		return nil, err
+	}
+	defer pm.Close()
+	out := guestmem.NewPageSet(set.Pages())
+	for first, end := range near(set, scanGap) {
+		err := pieces(slots, first, end, func(hva uintptr, page, n uint64) error {
+			return pm.Scan(hva, n, func(lo, hi uint64) { out.Add(page+lo, page+hi) })
+		})
+		if err != nil {
+			return nil, err
+		}
+	}
+	for i, w := range set.Words() {
+		out.Words()[i] &= w
+	}
+	return out, nil
+}
 
 // near yields runs of pages that begin and end with pages of the set and have no gap
 // of more than gap pages in them.

@@ -4,7 +4,6 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -20,24 +19,23 @@ func (p *Pager) serve() {
 		w = &worker{fill: filler{fd: p.uffd}}
 	}
 	defer p.putWorker(w)
-	if err := readFaults(p.uffd, p.stopFD, func(b []byte, began time.Time) { p.fault(b, w, began) }); err != nil {
+	if err := readFaults(p.uffd, p.stopFD, func(b []byte) { p.fault(b, w) }); err != nil {
 		_ = p.fail(err) // Err has it
 	}
 }
 
 // readFaults hands on the messages of page faults until something can be read from
 // stopFD.
-func readFaults(uffd, stopFD int, each func(message []byte, began time.Time)) error {
+func readFaults(uffd, stopFD int, each func(message []byte)) error {
 	fds := []unix.PollFd{{Fd: int32(uffd), Events: unix.POLLIN}, {Fd: int32(stopFD), Events: unix.POLLIN}}
 	var buf [messages * messageSize]byte
 	for {
 		n, err := unix.Read(uffd, buf[:])
 		switch {
 		case err == nil:
-			began := time.Now()
 			for b := buf[:n]; len(b) >= messageSize; b = b[messageSize:] {
 				if b[0] == eventPagefault {
-					each(b, began)
+					each(b)
 				}
 			}
 			continue
@@ -56,7 +54,7 @@ func readFaults(uffd, stopFD int, each func(message []byte, began time.Time)) er
 }
 
 // fault answers one message of the kernel.
-func (p *Pager) fault(b []byte, w *worker, began time.Time) {
+func (p *Pager) fault(b []byte, w *worker) {
 	flags := binary.LittleEndian.Uint64(b[messageFlags:])
 	page, ok := p.pageAt(uintptr(binary.LittleEndian.Uint64(b[messageAddress:])))
 	if !ok {
@@ -69,15 +67,13 @@ func (p *Pager) fault(b []byte, w *worker, began time.Time) {
 		return
 	}
 	if flags&flagWrite != 0 {
-		p.count.writes.Add(1)
+		p.stats.WriteFaults.Add(1)
 	} else {
-		p.count.reads.Add(1)
+		p.stats.ReadFaults.Add(1)
 	}
 	if err := p.resolve(page, w); err != nil {
 		p.refuse(page, w, err)
-		return
 	}
-	p.count.latency.add(time.Since(began))
 }
 
 // resolve makes a page that somebody waits for appear.
@@ -89,10 +85,8 @@ func (p *Pager) resolve(page uint64, w *worker) error {
 	switch {
 	case c.isPresent(i):
 		// Somebody was faster. Filling it has woken all who waited.
-		p.count.late.Add(1)
 		return nil
 	case c.isZeroed(i):
-		p.count.zeroed.Add(1)
 		return w.fill.zero(p.hva(page), pageSize)
 	}
 	if err := p.Err(); err != nil {

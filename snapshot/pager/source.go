@@ -10,12 +10,10 @@ import (
 // and its devices must be paused while it is in use, or, as for Image.CopyRunning,
 // what they write from then on must be read again; Load may go on.
 type Source struct {
-	p       *Pager
+	p *Pager
+	// pagemap gives answers that may be old, which are right while the guest is paused: what Load fills meanwhile is
+	// stored.
 	pagemap *snapshot.Pagemap
-	// The last answer of pagemap to a question from page `from` on. It stays
-	// right while the guest is paused: what Load fills meanwhile is stored.
-	from, first, end uint64
-	asked            bool
 }
 
 // Source returns a source. Close it when done, before the pager.
@@ -37,27 +35,17 @@ func (s *Source) Slots() []snapshot.Slot { return snapshot.LayoutOf(s.p.mem) }
 // host has committed, and in those that the snapshot has content for, whether it
 // is there already or not: Load may fill them between two questions.
 func (s *Source) NextData(page uint64) (first, end uint64, err error) {
-	if !s.asked || page == 0 || page < s.from || page >= s.end && s.first < s.end {
-		if s.first, s.end, err = s.pagemap.NextData(s.p.slots, page); err != nil {
-			return 0, 0, err
-		}
-		s.from, s.asked = page, true
+	if first, end, err = s.pagemap.NextData(s.p.slots, page); err != nil {
+		return 0, 0, err
 	}
-	first, end = max(s.first, page), s.end
-	none := s.first == s.end
 	lo, hi, err := s.nextStored(page)
-	switch {
+	switch none := first == end; {
 	case err != nil:
 		return 0, 0, err
-	case lo == hi && none:
-		return page, page, nil
-	case lo == hi:
-		return first, end, nil
-	case none || lo < first:
-		if !none {
-			hi = min(hi, first)
-		}
+	case lo < hi && none:
 		return lo, hi, nil
+	case lo < hi && lo < first:
+		return lo, min(hi, first), nil
 	}
 	return first, end, nil
 }

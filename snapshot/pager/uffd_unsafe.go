@@ -247,3 +247,6 @@ func revoke(hva uintptr, n uint64) error {
 	}
 	return nil
 }
+
+// address is that of the first byte of b, for the kernel.
+func address(b []byte) uintptr { return uintptr(unsafe.Pointer(unsafe.SliceData(b))) }

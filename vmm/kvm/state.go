@@ -173,11 +173,7 @@ func (c *VCPU) importRecords(rec [tagCount][]byte, quiet uint64, off *PutOff) er
 	if len(rec[tagXSave]) > len(c.xsave) {
 		return fmt.Errorf("KVM_SET_XSAVE: %w: %d bytes, this host takes %d", ErrState, len(rec[tagXSave]), len(c.xsave))
 	}
-	cpuid, err := decodeCPUID(rec[tagCPUID])
-	if err != nil {
-		return err
-	}
-	if err := c.SetCPUID(cpuid); err != nil {
+	if err := c.SetCPUID(decodeCPUID(rec[tagCPUID])); err != nil {
 		return err
 	}
 	if b := rec[tagTSCKHz]; b != nil {
@@ -186,11 +182,8 @@ func (c *VCPU) importRecords(rec [tagCount][]byte, quiet uint64, off *PutOff) er
 		}
 	}
 	if b := rec[tagXCRs]; b != nil {
-		if err := load(&c.xcrs, b); err != nil {
-			return fmt.Errorf("KVM_SET_XCRS: %w", err)
-		}
-		if err := gokvm.SetXCRS(uintptr(c.fd), &c.xcrs); err != nil {
-			return fmt.Errorf("KVM_SET_XCRS: %w", err)
+		if err := set("KVM_SET_XCRS", c.fd, &c.xcrs, b, gokvm.SetXCRS); err != nil {
+			return err
 		}
 	}
 	clear(c.xsave)
@@ -207,29 +200,25 @@ func (c *VCPU) importRecords(rec [tagCount][]byte, quiet uint64, off *PutOff) er
 	if err := c.importMSRs(rec[tagMSRs], quiet, off); err != nil {
 		return err
 	}
-	regs := new(Regs)
-	if err := load(regs, rec[tagRegs]); err != nil {
-		return fmt.Errorf("KVM_SET_REGS: %w", err)
-	}
-	if err := c.SetRegs(regs); err != nil {
+	if err := set("KVM_SET_REGS", c.fd, new(Regs), rec[tagRegs], gokvm.SetRegs); err != nil {
 		return err
 	}
-	if err := load(&c.debug, rec[tagDebug]); err != nil {
-		return fmt.Errorf("KVM_SET_DEBUGREGS: %w", err)
+	if err := set("KVM_SET_DEBUGREGS", c.fd, &c.debug, rec[tagDebug], gokvm.SetDebugRegs); err != nil {
+		return err
 	}
-	if err := gokvm.SetDebugRegs(uintptr(c.fd), &c.debug); err != nil {
-		return fmt.Errorf("KVM_SET_DEBUGREGS: %w", err)
-	}
-	if err := load(&c.events, rec[tagEvents]); err != nil {
-		return fmt.Errorf("KVM_SET_VCPU_EVENTS: %w", err)
-	}
-	if err := gokvm.SetVCPUEvents(uintptr(c.fd), &c.events); err != nil {
-		return fmt.Errorf("KVM_SET_VCPU_EVENTS: %w", err)
-	}
-	if len(rec[tagMPState]) != 4 {
-		return fmt.Errorf("KVM_SET_MP_STATE: %w", ErrState)
+	if err := set("KVM_SET_VCPU_EVENTS", c.fd, &c.events, rec[tagEvents], gokvm.SetVCPUEvents); err != nil {
+		return err
 	}
 	return c.SetMPState(binary.LittleEndian.Uint32(rec[tagMPState]))
+}
+
+// set gives KVM what p has, in v, which is memory for it.
+func set[T any](call string, fd int, v *T, p []byte, do func(uintptr, *T) error) error {
+	err := load(v, p)
+	if err == nil {
+		err = do(uintptr(fd), v)
+	}
+	return wrap(call, err)
 }
 
 // checkRecord says whether a record has a possible size, so that nothing is loaded of a state that cannot be loaded
@@ -299,11 +288,7 @@ func complete(rec [tagCount][]byte) error {
 			return fmt.Errorf("%w: record %d is missing", ErrState, tag)
 		}
 	}
-	cpuid, err := decodeCPUID(rec[tagCPUID])
-	if err != nil {
-		return err
-	}
-	if rec[tagXCRs] == nil && offersXSave(cpuid) {
+	if rec[tagXCRs] == nil && offersXSave(decodeCPUID(rec[tagCPUID])) {
 		return fmt.Errorf("%w: it has XSAVE and no XCR0", ErrState)
 	}
 	return nil
@@ -328,7 +313,7 @@ func SavedCPUID(p []byte) ([]CPUIDEntry, error) {
 	if err != nil {
 		return nil, fmt.Errorf("state of a vCPU: %w", err)
 	}
-	return decodeCPUID(rec[tagCPUID])
+	return decodeCPUID(rec[tagCPUID]), nil
 }
 
 // offersXSave says whether CPUID shows XSAVE (SDM volume 2, CPUID, leaf 1), so that a guest may have registers that are
@@ -343,16 +328,14 @@ func offersXSave(cpuid []CPUIDEntry) bool {
 	return false
 }
 
-func decodeCPUID(b []byte) ([]CPUIDEntry, error) {
+// decodeCPUID reads a record, whose size checkRecord has found possible, as do sortMSRs and importTSCKHz.
+func decodeCPUID(b []byte) []CPUIDEntry {
 	size := sizeOf[CPUIDEntry]()
-	if len(b)%size != 0 || len(b)/size > maxCPUIDEntries {
-		return nil, fmt.Errorf("CPUID of a vCPU: %w: %d bytes", ErrState, len(b))
-	}
 	entries := make([]CPUIDEntry, len(b)/size)
 	for i := range entries {
 		copy(bytesOf(&entries[i]), b[i*size:])
 	}
-	return entries, nil
+	return entries
 }
 
 // tscTolerance is how far two TSC rates may be apart, in parts per million, and
@@ -366,9 +349,6 @@ func SameTSCRate(want, have uint64) bool {
 }
 
 func (c *VCPU) importTSCKHz(b []byte) error {
-	if len(b) != 8 {
-		return fmt.Errorf("TSC frequency: %w", ErrState)
-	}
 	want := binary.LittleEndian.Uint64(b)
 	have, err := c.TSCKHz()
 	if err != nil || want == have {
@@ -385,10 +365,7 @@ func (c *VCPU) importTSCKHz(b []byte) error {
 
 func (c *VCPU) importSregs(b2, b []byte) error {
 	if b2 != nil {
-		if err := load(&c.sregs2, b2); err != nil {
-			return fmt.Errorf("KVM_SET_SREGS2: %w", err)
-		}
-		if err := gokvm.SetSRegs2(uintptr(c.fd), &c.sregs2); err == nil {
+		if set("KVM_SET_SREGS2", c.fd, &c.sregs2, b2, gokvm.SetSRegs2) == nil {
 			return nil
 		}
 	}
@@ -428,11 +405,8 @@ func (c *VCPU) putOff(deadline *MSR, quiet uint64) (PutOff, error) {
 
 // sortMSRs takes saved MSRs apart: those that are loaded first, the deadline of the LAPIC's timer, and those of the
 // paravirtual clock.
-func sortMSRs(b []byte) (msrs []MSR, deadline *MSR, clock []MSR, err error) {
+func sortMSRs(b []byte) (msrs []MSR, deadline *MSR, clock []MSR) {
 	size := sizeOf[MSR]()
-	if len(b)%size != 0 || len(b)/size > maxMSRs {
-		return nil, nil, nil, fmt.Errorf("MSRs of a vCPU: %w: %d bytes", ErrState, len(b))
-	}
 	msrs = make([]MSR, 0, len(b)/size)
 	for ; len(b) > 0; b = b[size:] {
 		var m MSR
@@ -446,14 +420,11 @@ func sortMSRs(b []byte) (msrs []MSR, deadline *MSR, clock []MSR, err error) {
 			msrs = append(msrs, m)
 		}
 	}
-	return msrs, deadline, clock, nil
+	return msrs, deadline, clock
 }
 
 func (c *VCPU) importMSRs(b []byte, quiet uint64, off *PutOff) error {
-	msrs, deadline, clock, err := sortMSRs(b)
-	if err != nil {
-		return err
-	}
+	msrs, deadline, clock := sortMSRs(b)
 	c.clock = clock
 	refused, err := c.setMSRs(msrs)
 	if err != nil {

@@ -270,10 +270,7 @@ func (c *VCPU) LAPIC(p []byte) ([]byte, error) {
 
 // SetLAPIC loads them (api.rst 4.58).
 func (c *VCPU) SetLAPIC(p []byte) error {
-	if err := load(&c.lapic, p); err != nil {
-		return fmt.Errorf("KVM_SET_LAPIC: %w", err)
-	}
-	return wrap("KVM_SET_LAPIC", gokvm.SetLocalAPIC(uintptr(c.fd), &c.lapic))
+	return set("KVM_SET_LAPIC", c.fd, &c.lapic, p, gokvm.SetLocalAPIC)
 }
 
 // Translate finds the guest physical address behind a guest virtual one (api.rst 4.15).

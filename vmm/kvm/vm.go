@@ -150,10 +150,7 @@ func (v *VM) PIT(p []byte) ([]byte, error) {
 
 // SetPIT loads what PIT has returned (api.rst 4.72).
 func (v *VM) SetPIT(p []byte) error {
-	if err := load(&v.pit, p); err != nil {
-		return fmt.Errorf("KVM_SET_PIT2: %w", err)
-	}
-	return wrap("KVM_SET_PIT2", gokvm.SetPIT2(uintptr(v.fd), &v.pit))
+	return set("KVM_SET_PIT2", v.fd, &v.pit, p, gokvm.SetPIT2)
 }
 
 // Clock returns the guest's kvmclock in nanoseconds (api.rst 4.29).

@@ -18,6 +18,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/process"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/vmm"
 )
@@ -207,7 +208,7 @@ func (e *Env) took(what string) func() {
 }
 
 // Sleep puts a VM to sleep.
-func (e *Env) Sleep(name string) control.SleepResult {
+func (e *Env) Sleep(name string) spec.SleepResult {
 	e.T.Helper()
 	defer e.took("sleep of " + name)()
 	res, err := e.Store.Sandbox(name).Sleep(e.T.Context(), sandbox.SleepOptions{})

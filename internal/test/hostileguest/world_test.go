@@ -283,11 +283,10 @@ func (w *world) emptyShare() {
 // machine is one life of the guest, or a part of it between two restores.
 type machine struct {
 	*vmm.Machine
-	vsock   *vsock.Device
-	balloon *balloon.Device
-	net     *net.Device
-	blk     *blk.Device
-	fs      *fs.Device
+	vsock *vsock.Device
+	net   *net.Device
+	blk   *blk.Device
+	fs    *fs.Device
 }
 
 // newMachine makes one around mem, which stays the caller's.
@@ -305,7 +304,6 @@ func (w *world) newMachine(mem *guestmem.Memory) (m *machine, err error) {
 		}
 	}
 	m.blk = blk.New(w.disk, blk.Options{Serial: nameDisk, OnError: onError(nameDisk)})
-	m.balloon = balloon.New(mem, balloon.Options{OnError: onError(nameBalloon)})
 	m.fs = fs.New(w.share, nameShare, fs.Options{OnError: onError(nameShare)})
 	if m.vsock, err = vsock.New(mem, vsock.Config{CID: 3, Path: w.socket()}); err != nil {
 		return nil, errors.Join(err, shell.Close())
@@ -318,7 +316,7 @@ func (w *world) newMachine(mem *guestmem.Memory) (m *machine, err error) {
 		nameDisk:    m.blk,
 		nameVsock:   m.vsock,
 		nameRNG:     rng.New(rng.Options{Source: source{&w.entropy}}),
-		nameBalloon: m.balloon,
+		nameBalloon: balloon.New(mem, balloon.Options{OnError: onError(nameBalloon)}),
 		nameNet:     m.net,
 		nameShare:   m.fs,
 		nameMirror:  fs.New(w.mirror, nameMirror, fs.Options{OnError: onError(nameMirror)}),
@@ -344,27 +342,23 @@ func (m *machine) close() error {
 
 // use does from outside what a host does with a VM, while the guest attacks.
 func (m *machine) use(w *world, r *rand.Rand) {
-	switch r.IntN(7) {
+	switch r.IntN(5) {
 	case 0:
-		m.balloon.SetTarget(uint64(r.IntN(ramSize)))
-	case 1:
-		m.balloon.RequestStats()
-	case 2:
 		m.net.SetLink(r.IntN(4) > 0)
-	case 3:
+	case 1:
 		for range 16 {
 			_, _ = w.wire.Write(make([]byte, 1+r.IntN(1400))) // the guest does not answer
 		}
-	case 4:
+	case 2:
 		w.dial(r)
-	case 5:
+	case 3:
 		name := fmt.Sprint("secret", r.IntN(4))
 		if r.IntN(2) == 0 {
 			m.Secrets().Remove(name)
 		} else if err := m.Secrets().Set(secrets.Secret{Name: name, Mode: 0o400}, make([]byte, r.IntN(2000))); err != nil {
 			w.hostError("secrets", err)
 		}
-	case 6:
+	case 4:
 		w.emptyShare()
 	}
 }

@@ -67,7 +67,7 @@ type Error struct {
 	// Hooks are those in the guest that have refused, with code "hooks".
 	Hooks []report.HookFailure `json:"hooks,omitempty"`
 	// HostHooks are those on the host that have refused, with code "host-hooks".
-	HostHooks []spec.HostHookFailure `json:"host_hooks,omitempty"`
+	HostHooks []report.HookFailure `json:"host_hooks,omitempty"`
 }
 
 // Err makes it an error again: a *records.Error that wraps the error of package spec that its code stands for, if there

@@ -10,12 +10,10 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/sandbox"
-	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/records"
 	"github.com/drowse-vm/drowse/sandbox/spec"
-	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // Fleet is what Conformance asks for: Sandboxes, or the client of a server in another process.
@@ -26,14 +24,14 @@ type Fleet interface {
 	History(ctx context.Context, name string, span records.Span) (records.History, error)
 	Start(ctx context.Context, name string) (records.Sandbox, error)
 	Wake(ctx context.Context, name string) (records.Sandbox, error)
-	Sleep(ctx context.Context, name string, o sandbox.SleepOptions) (control.SleepResult, error)
-	Promote(ctx context.Context, name string) ([]control.Promoted, error)
+	Sleep(ctx context.Context, name string, o sandbox.SleepOptions) (spec.SleepResult, error)
+	Promote(ctx context.Context, name string) ([]spec.Promoted, error)
 	Restore(ctx context.Context, name, snapshot string) (records.Sandbox, error)
 	Fork(ctx context.Context, name string, children []records.Child) ([]records.Sandbox, error)
 	Rename(ctx context.Context, name, to string) (records.Sandbox, error)
 	Update(ctx context.Context, name string, c records.Changes) (records.Sandbox, error)
 	Extend(ctx context.Context, name string, until time.Time) (records.Sandbox, error)
-	Delete(ctx context.Context, name string) (state.Freed, error)
+	Delete(ctx context.Context, name string) (spec.Freed, error)
 	Prune(ctx context.Context, dryRun bool) (records.Pruned, error)
 }
 
@@ -43,7 +41,7 @@ type Subject struct {
 	// Spec is what a sandbox is made of.
 	Spec sandbox.Spec
 	// Make makes a sandbox that runs, if Fleet.Create would take too long.
-	Make func(t *testing.T, spec sandbox.Spec, l state.Metadata)
+	Make func(t *testing.T, spec sandbox.Spec, l spec.Metadata)
 	// Write keeps a word in the memory of a sandbox that runs, and Read returns it.
 	Write func(t *testing.T, name, word string)
 	Read  func(t *testing.T, name string) string
@@ -69,7 +67,7 @@ func Conformance(t *testing.T, s Subject) {
 	const name, later = "conf", "conf-later"
 	want := s.Spec
 	want.Name = name
-	label := state.Metadata{Class: lifetime.Resumable, Owner: "build", Purpose: "conformance", Tags: []string{"b", "a", "b"}, Keep: lifetime.Keep{Last: 3}}
+	label := spec.Metadata{Class: lifetime.Resumable, Owner: "build", Purpose: "conformance", Tags: []string{"b", "a", "b"}, Keep: lifetime.Keep{Last: 3}}
 
 	t.Run("what is made is found by name, owner, tag and status", func(t *testing.T) {
 		s.Make(t, want, label)
@@ -195,13 +193,13 @@ func Conformance(t *testing.T, s Subject) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		rotate := func(rot state.Rotation) {
+		rotate := func(rot spec.Rotation) {
 			t.Helper()
 			if _, err := f.Update(ctx, name, records.Changes{Rotate: &rot}); err != nil {
 				t.Fatal(err)
 			}
 		}
-		for _, rot := range []state.Rotation{{To: first}, {To: first, At: time.Now().Add(-time.Hour)}} {
+		for _, rot := range []spec.Rotation{{To: first}, {To: first, At: time.Now().Add(-time.Hour)}} {
 			rotate(rot)
 			got, err := f.Wake(ctx, name)
 			must(t, got, err, records.Running)
@@ -209,12 +207,12 @@ func Conformance(t *testing.T, s Subject) {
 				t.Errorf("%+v: its memory says %q", rot, got)
 			}
 			s.Kill(t, name)
-			rotate(state.Rotation{})
+			rotate(spec.Rotation{})
 			got, err = f.Restore(ctx, name, left.Snapshot)
 			must(t, got, err, records.Asleep)
 		}
 		none := strings.Repeat("0", 32)
-		if _, err := f.Update(ctx, name, records.Changes{Rotate: &state.Rotation{To: none}}); fleet.CodeOf(err) != "snapshot-not-found" {
+		if _, err := f.Update(ctx, name, records.Changes{Rotate: &spec.Rotation{To: none}}); fleet.CodeOf(err) != "snapshot-not-found" {
 			t.Errorf("from a snapshot that is not there: %v, want snapshot-not-found", err)
 		}
 	})
@@ -245,21 +243,21 @@ func Conformance(t *testing.T, s Subject) {
 		var e *records.Error
 		// Without the guest, which would be asked to trim its disk first.
 		skip := sandbox.SleepOptions{Hooks: spec.HooksSkip}
-		if _, err := f.Sleep(ctx, name, skip); !errors.Is(err, control.ErrPersistLimit) || !errors.As(err, &e) || e.Code != "persist-limit" || e.Remedy == "" {
+		if _, err := f.Sleep(ctx, name, skip); !errors.Is(err, spec.ErrPersistLimit) || !errors.As(err, &e) || e.Code != "persist-limit" || e.Remedy == "" {
 			t.Errorf("got %v, want ErrPersistLimit with code and remedy", err)
 		}
 		if got := s.Read(t, name); got != "second" {
 			t.Errorf("after the refusal its memory says %q", got)
 		}
 		bad := lifetime.Persist{Drop: []string{"cache"}}
-		if _, err := f.Update(ctx, name, records.Changes{Persist: &bad}); !errors.Is(err, state.ErrMetadata) {
+		if _, err := f.Update(ctx, name, records.Changes{Persist: &bad}); !errors.Is(err, spec.ErrMetadata) {
 			t.Errorf("a relative path to drop: got %v, want ErrMetadata", err)
 		}
 		got, err = f.Update(ctx, name, records.Changes{Persist: &lifetime.Persist{}})
 		if must(t, got, err, records.Running); !got.Persist.Empty() {
 			t.Errorf("it is %+v", got)
 		}
-		if _, err := f.Promote(ctx, name); !errors.Is(err, state.ErrMetadata) {
+		if _, err := f.Promote(ctx, name); !errors.Is(err, spec.ErrMetadata) {
 			t.Errorf("promoting nothing: got %v, want ErrMetadata", err)
 		}
 	})
@@ -307,7 +305,7 @@ func Conformance(t *testing.T, s Subject) {
 			func() (records.Sandbox, error) { return f.Start(ctx, later) },
 		} {
 			var e *records.Error
-			if _, err := wake(); !errors.Is(err, state.ErrExpired) || !errors.As(err, &e) || e.Code != "expired" || e.Remedy == "" {
+			if _, err := wake(); !errors.Is(err, spec.ErrExpired) || !errors.As(err, &e) || e.Code != "expired" || e.Remedy == "" {
 				t.Errorf("got %v, want ErrExpired with code and remedy", err)
 			}
 		}

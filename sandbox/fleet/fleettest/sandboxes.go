@@ -5,10 +5,9 @@ import (
 	"errors"
 
 	"github.com/drowse-vm/drowse/sandbox"
-	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/records"
-	"github.com/drowse-vm/drowse/sandbox/state"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // Sandboxes are those of a host, with what is done with one answered by its row, as a server of it does: Fleet.
@@ -57,13 +56,13 @@ func (s Sandboxes) Wake(ctx context.Context, name string) (records.Sandbox, erro
 }
 
 // Sleep implements Fleet.
-func (s Sandboxes) Sleep(ctx context.Context, name string, o sandbox.SleepOptions) (control.SleepResult, error) {
+func (s Sandboxes) Sleep(ctx context.Context, name string, o sandbox.SleepOptions) (spec.SleepResult, error) {
 	res, err := s.Host.Sandbox(name).Sleep(ctx, o)
 	return res, fleet.Fail("sleep", name, err)
 }
 
 // Promote implements Fleet.
-func (s Sandboxes) Promote(ctx context.Context, name string) ([]control.Promoted, error) {
+func (s Sandboxes) Promote(ctx context.Context, name string) ([]spec.Promoted, error) {
 	copies, err := s.Host.Sandbox(name).Promote(ctx)
 	return copies, fleet.Fail("promote", name, err)
 }
@@ -82,7 +81,7 @@ func (s Sandboxes) Rename(ctx context.Context, name, to string) (records.Sandbox
 }
 
 // Delete implements Fleet: one that is gone already is no error.
-func (s Sandboxes) Delete(ctx context.Context, name string) (freed state.Freed, err error) {
+func (s Sandboxes) Delete(ctx context.Context, name string) (freed spec.Freed, err error) {
 	err = s.Host.Sandbox(name).Delete(ctx, sandbox.DeleteOptions{Force: true, Freed: &freed})
 	if errors.Is(err, sandbox.ErrNotFound) {
 		err = nil

@@ -44,7 +44,7 @@ func TempStore(t *testing.T) *state.Store {
 }
 
 // WithMetadata is a VM without a process.
-func WithMetadata(t *testing.T, s *state.Store, name string, phase state.Phase, l *state.Metadata) *state.Record {
+func WithMetadata(t *testing.T, s *state.Store, name string, phase state.Phase, l *spec.Metadata) *state.Record {
 	t.Helper()
 	r := &state.Record{Version: state.RecordVersion, ID: spec.NewID(), Spec: spec.VM{Name: name}, Phase: phase}
 	if err := r.SetMetadata(l); err != nil {
@@ -55,9 +55,9 @@ func WithMetadata(t *testing.T, s *state.Store, name string, phase state.Phase, 
 		t.Fatal(err)
 	}
 	lock.Release()
-	if l != nil && l.Asked != (state.Asked{}) {
+	if l != nil && l.Asked != (spec.Asked{}) {
 		// New VMs have not asked for anything.
-		if err := s.SetSelf(t.Context(), name, func(m *state.Metadata) error { m.Asked = l.Asked; return nil }); err != nil {
+		if err := s.SetSelf(t.Context(), name, func(m *spec.Metadata) error { m.Asked = l.Asked; return nil }); err != nil {
 			t.Fatal(err)
 		}
 	}
