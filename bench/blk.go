@@ -10,16 +10,6 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// BlkOptions say how blk is measured.
-type BlkOptions struct {
-	// N is the number of runs for each row, after Warmup that do not count.
-	N, Warmup int
-	// MemoryMiB is the size of guest RAM, and FileMiB that of the file.
-	MemoryMiB, FileMiB int
-	// Requests is how many are made at random in a run.
-	Requests int
-}
-
 // blkBlock and blkPage are the sizes of a request, in bytes: of one in sequence, and of
 // one at random.
 const blkBlock, blkPage = 1 << 20, 4096
@@ -71,9 +61,9 @@ while True:
 // Each run is one value. A write's run ends with fdatasync(2). The host's page cache is as
 // the runs before have left it, so reads measure the way to it, not a drive. Of a rate,
 // the 99th percentile is one of the best runs.
-func Blk(ctx context.Context, e Env, o BlkOptions) (rows []Row, err error) {
+func Blk(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 	name := vmName()
-	if err := e.started(ctx, name, o.MemoryMiB, "blk.py", blkProgram); err != nil {
+	if err := e.started(ctx, name, o.mib(), "blk.py", blkProgram); err != nil {
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, e.remove(ctx, name)) }()
@@ -114,7 +104,7 @@ func Blk(ctx context.Context, e Env, o BlkOptions) (rows []Row, err error) {
 	}
 	for _, k := range kinds {
 		r := k.rate.row(k.name, map[string]any{
-			"memory_mib": o.MemoryMiB, "vcpus": spec.DefaultVCPUs, "file_mib": o.FileMiB, "block_bytes": k.block, "requests": k.each,
+			"memory_mib": o.mib(), "vcpus": spec.DefaultVCPUs, "file_mib": o.FileMiB, "block_bytes": k.block, "requests": k.each,
 			"queue_depth": 1, "direct": true, "host_cache": "warm",
 		})
 		r.figures(k.rate.total, k.unit, scale)

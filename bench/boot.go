@@ -10,15 +10,6 @@ import (
 	"github.com/drowse-vm/drowse/vmm"
 )
 
-// BootOptions say how boot is measured.
-type BootOptions struct {
-	// N is the number of boots for each row, after Warmup that do not count.
-	N, Warmup int
-	// MemoryMiB are the sizes of guest RAM to compare, and VCPUs the numbers of CPUs. Each
-	// size is measured with each number.
-	MemoryMiB, VCPUs []int
-}
-
 // Boots measures the boot of a VM: from the moment at which its process begins to make it until the
 // agent in the guest has called. Each run boots a VM of its own from the kernel and the image, with a
 // fresh disk, and removes it. Sizes and numbers of CPUs are interleaved. The page cache is as the
@@ -28,7 +19,7 @@ type BootOptions struct {
 // and guest is the rest, until the agent's call: the kernel's start, the image's, and the agent's. run
 // is the whole call of Host.Create, which begins with the choice of the files to boot and with the start
 // of the process, and ends when the caller knows.
-func Boots(ctx context.Context, e Env, o BootOptions) (rows []Row, err error) {
+func Boots(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 	type shape struct{ mib, vcpus int }
 	var shapes []shape
 	for _, mib := range o.MemoryMiB {

@@ -14,18 +14,6 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// DensityOptions say how density is measured.
-type DensityOptions struct {
-	// Asleep is how many VMs there are, and Awake how many of them are woken: up to
-	// Asleep and MaxAtOnce.
-	Asleep, Awake int
-	// MemoryMiB is the size of each one's RAM.
-	MemoryMiB int
-	// Settle is how long the woken are left alone before they are looked at, and Idle
-	// how long their processor time is counted then.
-	Settle, Idle time.Duration
-}
-
 // quietProgram is a live interpreter that has loaded something and waits for nothing.
 const quietProgram = `
 import json, random, signal, socket
@@ -41,12 +29,12 @@ signal.pause()
 // to itself, in MiB, with its proportional share of what several have (pss) and that of all
 // together (pss_total) as stages. density_cpu is the processor time of its process, guest
 // included, in percent of a CPU, with all together (total) as a stage.
-func Density(ctx context.Context, e Env, o DensityOptions) (rows []Row, err error) {
+func Density(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 	before, err := allocated(e.Store.State.Dir())
 	if err != nil {
 		return nil, err
 	}
-	names, remove, err := e.flock(ctx, o.Asleep, o.MemoryMiB, func(ctx context.Context, name string) error {
+	names, remove, err := e.flock(ctx, o.Asleep, o.mib(), func(ctx context.Context, name string) error {
 		return e.startLive(ctx, name, "quiet.py", quietProgram)
 	})
 	defer func() { err = errors.Join(err, remove()) }()
@@ -57,7 +45,7 @@ func Density(ctx context.Context, e Env, o DensityOptions) (rows []Row, err erro
 	if err != nil {
 		return nil, err
 	}
-	params := map[string]any{"memory_mib": o.MemoryMiB, "vcpus": spec.DefaultVCPUs, "vms": o.Asleep}
+	params := map[string]any{"memory_mib": o.mib(), "vcpus": spec.DefaultVCPUs, "vms": o.Asleep}
 	asleep := newSeries()
 	processes := 0
 	for _, name := range names {
@@ -86,7 +74,7 @@ func Density(ctx context.Context, e Env, o DensityOptions) (rows []Row, err erro
 }
 
 // idle wakes VMs and measures them as they idle.
-func (e Env) idle(ctx context.Context, names []string, o DensityOptions) ([]Row, error) {
+func (e Env) idle(ctx context.Context, names []string, o Options) ([]Row, error) {
 	e.say("waking %d VMs", len(names))
 	if _, err := e.wakeAtOnce(ctx, names, nil); err != nil {
 		return nil, err
@@ -132,7 +120,7 @@ func (e Env) idle(ctx context.Context, names []string, o DensityOptions) ([]Row,
 			return nil, err
 		}
 	}
-	params := map[string]any{"memory_mib": o.MemoryMiB, "vcpus": spec.DefaultVCPUs, "vms": len(names), "settle_s": o.Settle.Seconds(), "idle_s": o.Idle.Seconds()}
+	params := map[string]any{"memory_mib": o.mib(), "vcpus": spec.DefaultVCPUs, "vms": len(names), "settle_s": o.Settle.Seconds(), "idle_s": o.Idle.Seconds()}
 	memory := awake.mib("density_awake", params)
 	memory.Stages = medians(awake.stages, mibBytes)
 	memory.Stages["pss_total"] = float64(pss) / mibBytes

@@ -14,20 +14,6 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// ForkOptions say how fork_pause and fork_ready are measured.
-type ForkOptions struct {
-	// N is the number of forks for each row, after Warmup that do not count.
-	N, Warmup int
-	// MemoryMiB are the sizes of guest RAM, and UsedMiB how much of it a program in the
-	// guest has in use. What does not fit into half of RAM is left out.
-	MemoryMiB, UsedMiB []int
-	// Count is how many children each fork makes.
-	Count int
-	// Busy keeps the program writing to random pages of it while the guest is forked.
-	// Otherwise it waits.
-	Busy bool
-}
-
 // user is a program in the guest that has memory in use. A quarter of each page is random,
 // so that a page compresses to about that. If it is told so, it writes to it for ever.
 const user = `
@@ -47,7 +33,7 @@ while True:
 // Forks measures forks of a running guest: how long it stands still (fork_pause), and how
 // long it takes from the call until the agents of all children have answered (fork_ready).
 // After each, the children are removed.
-func Forks(ctx context.Context, e Env, o ForkOptions) (rows []Row, err error) {
+func Forks(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 	for _, mib := range o.MemoryMiB {
 		for _, used := range o.UsedMiB {
 			if used > mib/2 {
@@ -63,7 +49,7 @@ func Forks(ctx context.Context, e Env, o ForkOptions) (rows []Row, err error) {
 	return rows, nil
 }
 
-func (e Env) forks(ctx context.Context, o ForkOptions, mib, used int) (rows []Row, err error) {
+func (e Env) forks(ctx context.Context, o Options, mib, used int) (rows []Row, err error) {
 	name := vmName(mib)
 	if err := e.boot(ctx, name, mib); err != nil {
 		return nil, err
@@ -146,13 +132,6 @@ func (e Env) python(ctx context.Context, name, program string, args ...string) (
 	return c, nil
 }
 
-// ForkDensityOptions say how fork_density is measured.
-type ForkDensityOptions struct {
-	// Forks is how many children are made at once, up to sandbox.MaxForks.
-	Forks     int
-	MemoryMiB int
-}
-
 // idler is a live interpreter that has loaded something and waits.
 const idler = `
 import json, random, signal, socket
@@ -166,9 +145,9 @@ signal.pause()
 // what of that is the guest's (guest), the proportional share of a process with what all
 // have in common (pss), and for all together pss_total, and image, the memory that the
 // children share. The children are idle, as their agents have just answered.
-func ForkDensity(ctx context.Context, e Env, o ForkDensityOptions) (rows []Row, err error) {
+func ForkDensity(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 	name := vmName()
-	if err := e.boot(ctx, name, o.MemoryMiB); err != nil {
+	if err := e.boot(ctx, name, o.mib()); err != nil {
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, e.remove(ctx, name)) }()
@@ -177,8 +156,8 @@ func ForkDensity(ctx context.Context, e Env, o ForkDensityOptions) (rows []Row, 
 		return nil, err
 	}
 	defer c.Close()
-	e.say("making %d children", o.Forks)
-	res, err := e.Store.With(e.Launcher).Sandbox(name).Fork(ctx, sandbox.ForkOptions{Count: o.Forks, Name: name + "-f"})
+	e.say("making %d children", o.Count)
+	res, err := e.Store.With(e.Launcher).Sandbox(name).Fork(ctx, sandbox.ForkOptions{Count: o.Count, Name: name + "-f"})
 	if err != nil {
 		return nil, err
 	}
@@ -200,7 +179,7 @@ func ForkDensity(ctx context.Context, e Env, o ForkDensityOptions) (rows []Row, 
 		}
 	}
 	row := s.mib("fork_density", map[string]any{
-		"forks": o.Forks, "memory_mib": o.MemoryMiB, "vcpus": spec.DefaultVCPUs,
+		"forks": o.Count, "memory_mib": o.mib(), "vcpus": spec.DefaultVCPUs,
 		"pause_ms": res.Stages["pause"], "ready_ms": res.Stages["ready"],
 	})
 	row.Stages = medians(s.stages, mibBytes)

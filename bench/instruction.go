@@ -16,12 +16,6 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// InstructionOptions say how guest_instruction is measured.
-type InstructionOptions struct {
-	// N is the number of runs for each row, after Warmup that do not count.
-	N, Warmup int
-}
-
 // The program that is measured: where it lies, what RAM there is, and where in it are its data and
 // the end of its stack.
 const (
@@ -111,7 +105,7 @@ func kernelOf(code []byte) ([]byte, error) {
 // itself off, divided by the number of its instructions. mix is what the loop does. A
 // KVM without virtualisation hardware interprets them (faults: emulated, how many KVM says it
 // has interpreted), and what a guest's kernel does there costs so much.
-func Instructions(ctx context.Context, e Env, o InstructionOptions) (rows []Row, err error) {
+func Instructions(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 	dir, err := runsDir()
 	if err != nil {
 		return nil, err

@@ -314,11 +314,11 @@ func TestConcurrent_round_gives_first_last_and_ratio(t *testing.T) {
 	}
 }
 
-func TestConcurrentOptions_rounds(t *testing.T) {
+func TestOptions_rounds(t *testing.T) {
 	for _, c := range []struct{ wakes, atOnce, want int }{
 		{100, 1, 100}, {100, 4, 25}, {100, 20, 5}, {101, 20, 6}, {100, 256, 5}, {2, 1, 2}, {2, 20, 2}, {1, 1, 1},
 	} {
-		if got := (ConcurrentOptions{N: c.wakes}).rounds(c.atOnce); got != c.want {
+		if got := (Options{N: c.wakes}).rounds(c.atOnce); got != c.want {
 			t.Errorf("%d wakes, %d at once: %d rounds, want %d", c.wakes, c.atOnce, got, c.want)
 		}
 	}

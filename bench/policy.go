@@ -107,21 +107,12 @@ func policyFrame(proto byte, d netpolicy.Direction) []byte {
 	return f
 }
 
-// PolicyPacketOptions say how policy_packet is measured.
-type PolicyPacketOptions struct {
-	// N is the number of runs for each row, after Warmup that do not count; Packets are judged in
-	// each, and a run is their average.
-	N, Warmup, Packets int
-	// Rules are numbers of rules of a policy, 1 to MaxRules.
-	Rules []int
-}
-
 // PolicyPacket measures the time in which the programs judge and translate a packet that the guest sends, or gets, in
 // the kernel and without a device (BPF_PROG_RUN): one of a flow that is known, an answer of that flow, one that the
 // rules judge and that opens a flow which is there already (a SYN that is sent again), and one that opens a flow that
 // was not there, in a flow table that is full. Stage "empty" is the same of an empty program, in turn with it; it is in
 // the figures.
-func PolicyPacket(ctx context.Context, e Env, o PolicyPacketOptions) ([]Row, error) {
+func PolicyPacket(ctx context.Context, e Env, o Options) ([]Row, error) {
 	var rows []Row
 	for _, rules := range o.Rules {
 		spec, err := rulesOf(rules)
@@ -141,7 +132,7 @@ func PolicyPacket(ctx context.Context, e Env, o PolicyPacketOptions) ([]Row, err
 	return rows, nil
 }
 
-func policyPacket(ctx context.Context, spec *netpolicy.Spec, o PolicyPacketOptions, flow string, params map[string]any) (_ Row, err error) {
+func policyPacket(ctx context.Context, spec *netpolicy.Spec, o Options, flow string, params map[string]any) (_ Row, err error) {
 	t, err := link.NewTrial(spec)
 	if err != nil {
 		return Row{}, err
@@ -203,17 +194,6 @@ func policyRun(t *link.Trial, flow string, direction netpolicy.Direction, frame 
 	return empty, each, err
 }
 
-// PolicySwapOptions say how policy_swap is measured.
-type PolicySwapOptions struct {
-	// N is the number of swaps for each row, after Warmup that do not count.
-	N, Warmup int
-	// Rules are numbers of rules of a policy, 1 to MaxRules.
-	Rules []int
-	// Agents are numbers of other agents of the host that have a policy on a device meanwhile, of othersRules rules
-	// each.
-	Agents []int
-}
-
 // othersRules are the rules of agents beside the one that is measured.
 const othersRules = 10
 
@@ -243,7 +223,7 @@ func swapSpecs(n int) (specs [2]*netpolicy.Spec, err error) {
 // measured is one of them, in a network namespace of their own. Stages: "compile" comes before it; "table" is what goes
 // by until the new table is filled, "wait" the rest; "cpu" is how long the thread that swaps had a processor meanwhile,
 // of which param cpu_p99_ms is the 99th percentile. Param packets is how many were judged meanwhile.
-func PolicySwap(ctx context.Context, e Env, o PolicySwapOptions) (rows []Row, err error) {
+func PolicySwap(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 	for _, agents := range o.Agents {
 		err := inNamespace(func() error {
 			some, err := policySwaps(ctx, e, agents, o)
@@ -258,7 +238,7 @@ func PolicySwap(ctx context.Context, e Env, o PolicySwapOptions) (rows []Row, er
 }
 
 // policySwaps measures beside so many other agents.
-func policySwaps(ctx context.Context, e Env, agents int, o PolicySwapOptions) (rows []Row, err error) {
+func policySwaps(ctx context.Context, e Env, agents int, o Options) (rows []Row, err error) {
 	spec, err := rulesOf(othersRules)
 	if err != nil {
 		return nil, err
@@ -309,7 +289,7 @@ func threadTime() (time.Duration, error) {
 }
 
 // policySwap is one row. The calling goroutine has a thread of its own.
-func policySwap(ctx context.Context, trial func() (*link.Trial, error), rules int, o PolicySwapOptions) (_ Row, err error) {
+func policySwap(ctx context.Context, trial func() (*link.Trial, error), rules int, o Options) (_ Row, err error) {
 	specs, err := swapSpecs(rules)
 	if err != nil {
 		return Row{}, err
@@ -402,18 +382,6 @@ func policySwap(ctx context.Context, trial func() (*link.Trial, error), rules in
 	return s.row("policy_swap", map[string]any{"rules": rules, "packets": judged, "cpu_p99_ms": cpu}), nil
 }
 
-// PolicyAttachOptions say how policy_attach is measured.
-type PolicyAttachOptions struct {
-	// Agents is how many there are at once.
-	Agents int
-	// Processes is how many of further agents are attached by a new process each, which is what VMs do; 0 is none.
-	Processes int
-	// Rules of each policy, 1 to MaxRules.
-	Rules int
-	// Helper is the command of such a process; it calls PolicyAttachHelper with what follows.
-	Helper []string
-}
-
 // attachRoot is where the agents of a benchmark have their pins.
 func attachRoot() string { return attachRootPrefix + strconv.Itoa(os.Getpid()) }
 
@@ -442,7 +410,7 @@ func sweepAttachRoots() error {
 // policy_attach, of which param total_ms is how long all took, those of the first, which loads the programs, and of
 // others in processes of their own, by param process; and policy_attach_memory, in KiB: what the kernel says that the
 // agent's maps and programs take (param measured_kib is how much less memory the host had per agent, device included).
-func PolicyAttach(ctx context.Context, e Env, o PolicyAttachOptions) (rows []Row, err error) {
+func PolicyAttach(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 	err = inNamespace(func() error {
 		if err := sweepAttachRoots(); err != nil {
 			return fmt.Errorf("removing what a killed benchmark has left: %w", err)
@@ -518,8 +486,8 @@ func (a *attached) close() error {
 	return errors.Join(append(errs, err, link.Sweep(a.root), os.Remove(a.root))...)
 }
 
-func policyAttach(ctx context.Context, e Env, o PolicyAttachOptions) (rows []Row, err error) {
-	spec, err := rulesOf(o.Rules)
+func policyAttach(ctx context.Context, e Env, o Options) (rows []Row, err error) {
+	spec, err := rulesOf(o.Rules[0])
 	if err != nil {
 		return nil, err
 	}
@@ -532,12 +500,12 @@ func policyAttach(ctx context.Context, e Env, o PolicyAttachOptions) (rows []Row
 	record := func(s *series, took, up time.Duration) error {
 		return errors.Join(s.total.RecordValue(int64(took+up)), into(s.stages, "attach", int64(took)), into(s.stages, "up", int64(up)))
 	}
-	for i := range o.Agents + 1 {
+	for i := range o.Agents[0] + 1 {
 		if err := ctx.Err(); err != nil {
 			return nil, err
 		}
 		if i%100 == 0 {
-			e.say("policy_attach: agent %d of %d", i, o.Agents)
+			e.say("policy_attach: agent %d of %d", i, o.Agents[0])
 		}
 		name, err := a.device()
 		if err != nil {
@@ -571,7 +539,7 @@ func policyAttach(ctx context.Context, e Env, o PolicyAttachOptions) (rows []Row
 		}
 	}
 	params := func(process string) map[string]any {
-		return map[string]any{"rules": o.Rules, "process": process, "agents": o.Agents}
+		return map[string]any{"rules": o.Rules[0], "process": process, "agents": o.Agents[0]}
 	}
 	rows = append(rows, first.row("policy_attach", params("first")))
 	row := each.row("policy_attach", params("same"))
@@ -582,7 +550,7 @@ func policyAttach(ctx context.Context, e Env, o PolicyAttachOptions) (rows []Row
 	}
 	row = Row{Name: "policy_attach_memory", Params: params("same"), Stages: medians(memory.stages, 1024), Faults: map[string]float64{}}
 	row.figures(memory.total, "KiB", 1024)
-	row.Params["measured_kib"] = (int64(before) - int64(after)) / int64(o.Agents)
+	row.Params["measured_kib"] = (int64(before) - int64(after)) / int64(o.Agents[0])
 	return append(rows, row), nil
 }
 
@@ -614,12 +582,12 @@ func available() uint64 {
 }
 
 // attachElsewhere has a new process attach an agent, which stays when it has ended.
-func attachElsewhere(ctx context.Context, a *attached, o PolicyAttachOptions) (took, up time.Duration, err error) {
+func attachElsewhere(ctx context.Context, a *attached, o Options) (took, up time.Duration, err error) {
 	name, err := a.device()
 	if err != nil {
 		return 0, 0, err
 	}
-	argv := append(o.Helper[1:len(o.Helper):len(o.Helper)], a.root, name, strconv.Itoa(o.Rules))
+	argv := append(o.Helper[1:len(o.Helper):len(o.Helper)], a.root, name, strconv.Itoa(o.Rules[0]))
 	cmd := exec.CommandContext(ctx, o.Helper[0], argv...)
 	var stdout, stderr bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &stdout, &stderr

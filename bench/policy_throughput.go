@@ -20,20 +20,6 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// PolicyThroughputOptions say how policy_throughput is measured.
-type PolicyThroughputOptions struct {
-	// N is the number of runs for each row, after Warmup that do not count.
-	N, Warmup int
-	// Links are what to measure, out of ThroughputLinks.
-	Links []string
-	// MemoryMiB is the size of guest RAM.
-	MemoryMiB int
-	// Rules are numbers of rules of a policy, 1 to MaxRules.
-	Rules []int
-	// Send is how long a sender sends in a run, up to MaxSend.
-	Send time.Duration
-}
-
 // ThroughputLinks are what a policy can be on: the TAP device of a guest, or one end of a pair of Ethernet devices
 // (veth(4)) of which the other one stands for a guest.
 var ThroughputLinks = []string{linkTAP, linkVeth}
@@ -106,7 +92,7 @@ const policyNone, policyRules = "none", "rules"
 //
 // faults are medians of what the policy's programs have counted in a run: packets and bytes by direction, and packets
 // that they have denied.
-func PolicyThroughput(ctx context.Context, e Env, o PolicyThroughputOptions) (rows []Row, err error) {
+func PolicyThroughput(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 	// The VM's process, which this thread starts, is in the namespace too.
 	err = inNamespace(func() error {
 		for _, link := range o.Links {
@@ -152,9 +138,9 @@ type farEnd interface {
 }
 
 // tapThroughput measures a guest.
-func (e Env) tapThroughput(ctx context.Context, o PolicyThroughputOptions) (rows []Row, err error) {
+func (e Env) tapThroughput(ctx context.Context, o Options) (rows []Row, err error) {
 	name := vmName()
-	report, err := e.bootSpec(ctx, sandbox.Spec{Name: name, MemoryMiB: o.MemoryMiB, Network: spec.NetworkTAP, Policy: policyOf(1, netpolicy.Host)})
+	report, err := e.bootSpec(ctx, sandbox.Spec{Name: name, MemoryMiB: o.mib(), Network: spec.NetworkTAP, Policy: policyOf(1, netpolicy.Host)})
 	if err != nil {
 		return nil, err
 	}
@@ -169,11 +155,11 @@ func (e Env) tapThroughput(ctx context.Context, o PolicyThroughputOptions) (rows
 	if err != nil {
 		return nil, err
 	}
-	return all.rows(map[string]any{"link": linkTAP, "memory_mib": o.MemoryMiB, "vcpus": spec.DefaultVCPUs, "seconds": o.Send.Seconds()}), nil
+	return all.rows(map[string]any{"link": linkTAP, "memory_mib": o.mib(), "vcpus": spec.DefaultVCPUs, "seconds": o.Send.Seconds()}), nil
 }
 
 // throughputsOf measures all rounds of a link, whose programs are on a device.
-func (e Env) throughputsOf(ctx context.Context, far farEnd, device string, o PolicyThroughputOptions) (all *throughputs, err error) {
+func (e Env) throughputsOf(ctx context.Context, far farEnd, device string, o Options) (all *throughputs, err error) {
 	programs, err := programsOn(device)
 	if err != nil {
 		return nil, err

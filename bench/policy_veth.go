@@ -23,7 +23,7 @@ type vethEnd struct {
 }
 
 // vethThroughput measures a pair of devices.
-func (e Env) vethThroughput(ctx context.Context, o PolicyThroughputOptions) (rows []Row, err error) {
+func (e Env) vethThroughput(ctx context.Context, o Options) (rows []Row, err error) {
 	v, err := newVethEnd()
 	if err != nil {
 		return nil, err

@@ -37,17 +37,6 @@ func (e Env) say(format string, args ...any) {
 	}
 }
 
-// ResumeEntryOptions say how resume_entry is measured.
-type ResumeEntryOptions struct {
-	// N is the number of runs for each size, after Warmup that do not count.
-	N, Warmup int
-	// MemoryMiB are the sizes of guest RAM to compare.
-	MemoryMiB []int
-	// Pools are whether a restore finds what KVM has of a VM made ahead, to measure in
-	// turn; none is no.
-	Pools []bool
-}
-
 // sleeper is a VM that sleeps, to be restored again and again.
 type sleeper struct {
 	record *state.Record
@@ -62,7 +51,7 @@ type sleeper struct {
 // devices and pager are made from nothing, in this process, and so are KVM's VM and vCPUs, unless they come from a
 // pool. The guest does not get to run. The page cache is warm. Sizes are interleaved, so that what else the machine
 // does hits all alike.
-func ResumeEntry(ctx context.Context, e Env, o ResumeEntryOptions) ([]Row, error) {
+func ResumeEntry(ctx context.Context, e Env, o Options) ([]Row, error) {
 	r := resumes{name: "resume_entry", n: o.N, warmup: o.Warmup, sizes: o.MemoryMiB, options: instance.RestoreOptions{EntryOnly: true}, pools: o.Pools}
 	return r.measure(ctx, e, e.sleeper)
 }

@@ -9,24 +9,15 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// SleepOptions say how sleep is measured.
-type SleepOptions struct {
-	// N is the number of sleeps for each row, after Warmup that do not count.
-	N, Warmup int
-	// MemoryMiB are the sizes of guest RAM, and DirtyMiB how much the guest changes
-	// before each sleep. What does not fit into half of RAM is left out.
-	MemoryMiB, DirtyMiB []int
-}
-
 // Sleeps measures sleeps: the time from the call of Sandbox.Sleep until the VM's process has
 // ended (sleep), of which the guest stands still for stage pause and its memory is written
 // in stage save; and what is written (sleep_bytes, in MiB). Each is a delta of the one
 // before. Amounts are interleaved.
-func Sleeps(ctx context.Context, e Env, o SleepOptions) ([]Row, error) {
+func Sleeps(ctx context.Context, e Env, o Options) ([]Row, error) {
 	return ofSizes(o.MemoryMiB, func(mib int) ([]Row, error) { return e.sleeps(ctx, o, mib) })
 }
 
-func (e Env) sleeps(ctx context.Context, o SleepOptions, mib int) (rows []Row, err error) {
+func (e Env) sleeps(ctx context.Context, o Options, mib int) (rows []Row, err error) {
 	name := vmName(mib)
 	amounts, err := e.dirtied(ctx, name, mib, o.DirtyMiB)
 	if err != nil {

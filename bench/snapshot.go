@@ -20,15 +20,6 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// SnapshotOptions say how snapshot_pause and snapshot_bytes are measured.
-type SnapshotOptions struct {
-	// N is the number of snapshots for each row, after Warmup that do not count.
-	N, Warmup int
-	// MemoryMiB are the sizes of guest RAM, and DirtyMiB how much the guest changes
-	// before each snapshot. What does not fit into half of RAM is left out.
-	MemoryMiB, DirtyMiB []int
-}
-
 // dirtier is a program in the guest that changes a byte in each of as many pages as it is
 // told. A quarter of each page is random, so that a page compresses to about that.
 const dirtier = `
@@ -64,11 +55,11 @@ const programPort = 5001
 // Snapshots measures named snapshots of a running guest that has just changed some of its
 // memory: how long it stands still (snapshot_pause), and how much is written
 // (snapshot_bytes, in MiB). Each is a delta of the one before. Amounts are interleaved.
-func Snapshots(ctx context.Context, e Env, o SnapshotOptions) ([]Row, error) {
+func Snapshots(ctx context.Context, e Env, o Options) ([]Row, error) {
 	return ofSizes(o.MemoryMiB, func(mib int) ([]Row, error) { return e.snapshots(ctx, o, mib) })
 }
 
-func (e Env) snapshots(ctx context.Context, o SnapshotOptions, mib int) (rows []Row, err error) {
+func (e Env) snapshots(ctx context.Context, o Options, mib int) (rows []Row, err error) {
 	name := vmName(mib)
 	amounts, err := e.dirtied(ctx, name, mib, o.DirtyMiB)
 	if err != nil {
@@ -165,22 +156,6 @@ func command(ctx context.Context, c net.Conn, what string) (string, error) {
 	return strings.TrimSuffix(line, "\n"), nil
 }
 
-// DeltaOptions say how delta_bytes is measured.
-type DeltaOptions struct {
-	// N is the number of deltas for each row.
-	N int
-	// MemoryMiB is the size of guest RAM.
-	MemoryMiB int
-	// Idle is how long the guest has nothing to do, for the first row.
-	Idle time.Duration
-	// WrittenMiB is how much it writes to files for the second, and LeftMiB how much of
-	// that it leaves there.
-	WrittenMiB, LeftMiB int
-	// Settle is how long it then has until the snapshot: what is free is reported to
-	// the host some seconds later.
-	Settle time.Duration
-}
-
 // installer is a program in the guest that writes files and deletes most of them, as the
 // installation of a package does: what it keeps, and all else. Of what it writes nothing
 // can be compressed within 64 KiB.
@@ -213,9 +188,9 @@ while True:
 // Deltas measures what a snapshot of a running guest writes of its memory, in MiB, when the
 // guest has been idle since the one before (work is idle), and when it has written files and
 // deleted most of them (work is install).
-func Deltas(ctx context.Context, e Env, o DeltaOptions) (rows []Row, err error) {
+func Deltas(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 	name := vmName()
-	if err := e.started(ctx, name, o.MemoryMiB, "installer.py", installer); err != nil {
+	if err := e.started(ctx, name, o.mib(), "installer.py", installer); err != nil {
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, e.remove(ctx, name)) }()
@@ -260,7 +235,7 @@ func Deltas(ctx context.Context, e Env, o DeltaOptions) (rows []Row, err error) 
 		}
 	}
 	for k, w := range works {
-		params := map[string]any{"memory_mib": o.MemoryMiB, "work": w.name, "written_mib": w.written, "left_mib": w.left, "seconds": w.settle.Seconds()}
+		params := map[string]any{"memory_mib": o.mib(), "work": w.name, "written_mib": w.written, "left_mib": w.left, "seconds": w.settle.Seconds()}
 		rows = append(rows, all[k].mib("delta_bytes", params))
 	}
 	return rows, nil
@@ -301,18 +276,6 @@ func (s *series) mib(name string, params map[string]any) Row {
 	return r
 }
 
-// DepthOptions say how restore_depth is measured.
-type DepthOptions struct {
-	// N is the number of restores of each depth, after Warmup that do not count.
-	N, Warmup int
-	// Depths are the lengths of the chains to compare: 0 is a full snapshot.
-	Depths    []int
-	MemoryMiB int
-	// Settle is how long the guest has after its boot until the first snapshot: what it
-	// does in its first minutes is no part of a restore.
-	Settle time.Duration
-}
-
 // chainOf makes a chain of snapshots of a VM, of which it keeps the last, at the given depth.
 func (e Env) chainOf(ctx context.Context, name string, depth int) (id string, err error) {
 	line := chain{store: e.Store, vm: name}
@@ -339,9 +302,9 @@ func (e Env) chainOf(ctx context.Context, name string, depth int) (id string, er
 // answers, clock and random numbers renewed, for snapshots at the ends of chains of deltas.
 // The guest does what an idle one does between two of them. Each depth has a chain of its
 // own, of the same guest. Depths are interleaved.
-func RestoreDepth(ctx context.Context, e Env, o DepthOptions) (rows []Row, err error) {
+func RestoreDepth(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 	name := vmName()
-	if err := e.boot(ctx, name, o.MemoryMiB); err != nil {
+	if err := e.boot(ctx, name, o.mib()); err != nil {
 		return nil, err
 	}
 	keep := map[int]string{}
@@ -403,7 +366,7 @@ func RestoreDepth(ctx context.Context, e Env, o DepthOptions) (rows []Row, err e
 		}
 	}
 	for _, d := range o.Depths {
-		rows = append(rows, all[d].row("restore_depth", map[string]any{"depth": d, "memory_mib": o.MemoryMiB, "cache": "warm", "pool": false}))
+		rows = append(rows, all[d].row("restore_depth", map[string]any{"depth": d, "memory_mib": o.mib(), "cache": "warm", "pool": false}))
 	}
 	return rows, nil
 }

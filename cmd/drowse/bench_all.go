@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
-	"maps"
 	"os"
 	"path"
 	"slices"
@@ -20,41 +19,10 @@ import (
 	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
-// quick are options that make each benchmark short, to see whether it works.
-var quick = map[string]map[string]string{
-	"guest_instruction": {"runs": "3", "warmup": "0"},
-	"boot":              {"runs": "1", "warmup": "0"},
-	"resume_entry":      {"runs": "3", "warmup": "1", "memory": "256"},
-	"resume_ready":      {"runs": "3", "warmup": "1", "memory": "256", "depth": "1", "used-percent": "5"},
-	"resume_exec":       {"runs": "3", "warmup": "1", "memory": "256", "depth": "1"},
-	"sleep":             {"runs": "3", "warmup": "0", "memory": "256", "dirty": "0,1"},
-	"snapshot_pause":    {"runs": "3", "warmup": "0", "memory": "256", "dirty": "0,1"},
-	"delta_bytes":       {"runs": "1", "memory": "256", "written": "2", "left": "1", "settle": "1s"},
-	"restore_depth":     {"runs": "3", "warmup": "0", "settle": "0s", "depths": "1,4"},
-	"fork_pause":        {"runs": "3", "warmup": "0", "memory": "256", "used": "0"},
-	"fork_density":      {"forks": "2", "memory": "256"},
-	"density":           {"asleep": "3", "awake": "2", "memory": "256", "settle": "1s", "idle": "2s"},
-	"concurrent_resume": {"runs": "2", "warmup": "0", "at-once": "1,2", "memory": "256"},
-	"wake_touch":        {"runs": "3", "warmup": "1", "memory": "256", "depth": "1"},
-	"vsock_rtt":         {"runs": "10", "warmup": "2", "memory": "256"},
-	"blk":               {"runs": "2", "warmup": "0", "memory": "256", "file": "2", "requests": "10"},
-	"policy_packet":     {"runs": "3", "warmup": "0", "packets": "1000", "rules": "1,1000"},
-	"policy_swap":       {"runs": "3", "warmup": "0", "rules": "10", "agents": "0,2"},
-	"policy_attach":     {"agents": "3", "processes": "1"},
-	"policy_throughput": {"runs": "1", "warmup": "0", "rules": "1,1000", "send": "1s"},
-}
-
-// usualMinutes are about what benchmarks take with their defaults on a KVM that interprets
-// the guest's kernel: they only weigh what is left against what is done.
-var usualMinutes = map[string]float64{
-	"guest_instruction": 0.2, "boot": 5, "resume_entry": 4, "resume_ready": 20, "resume_exec": 4, "sleep": 4, "snapshot_pause": 8, "delta_bytes": 8, "restore_depth": 12, "fork_pause": 6,
-	"fork_density": 3, "density": 6, "concurrent_resume": 8, "wake_touch": 6, "vsock_rtt": 1, "blk": 5, "policy_packet": 1, "policy_swap": 1, "policy_attach": 1, "policy_throughput": 16,
-}
-
 // weight is what a benchmark takes in proportion to others.
 func (o *allOptions) weight(b *benchmark) float64 {
-	if w := usualMinutes[b.Name()]; w > 0 && !o.quick {
-		return w
+	if b.minutes > 0 && !o.quick {
+		return b.minutes
 	}
 	return 1
 }
@@ -140,8 +108,8 @@ func (m *benches) runAll(ctx context.Context, o *allOptions) error {
 
 // choose sets the options of the benchmarks that are to be run, in their order.
 func (m *benches) choose(o *allOptions) (chosen []*benchmark, err error) {
-	if o.runs < 0 {
-		return nil, errRuns
+	if err := within("runs", o.runs, 0, 0); err != nil {
+		return nil, usageError{err}
 	}
 	for _, b := range m.all {
 		only, err := m.matches(b, o.only)
@@ -202,7 +170,10 @@ func (o *allOptions) set(b *benchmark) error {
 		options["peer"], options["memory"], options["used-percent"] = strings.Join(bench.Peers, ","), "128,512", "25"
 	}
 	if o.quick {
-		maps.Copy(options, quick[b.Name()])
+		for option := range strings.FieldsSeq(b.quick) {
+			flag, value, _ := strings.Cut(option, "=")
+			options[flag] = value
+		}
 	}
 	if o.runs > 0 && b.Flags().Lookup("runs") != nil {
 		options["runs"] = strconv.Itoa(o.runs)
@@ -212,7 +183,7 @@ func (o *allOptions) set(b *benchmark) error {
 			return fmt.Errorf("%s: --%s %s: %w", b.Name(), flag, value, err)
 		}
 	}
-	return nil
+	return b.check()
 }
 
 // before is what the report to go on with has, nothing if there is none.
