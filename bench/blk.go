@@ -72,17 +72,13 @@ func Blk(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 	kinds := []struct {
 		name, how   string
 		block, each int
-		unit        string
-		count       float64 // of the unit, in a run
 		rate        *series
 	}{
-		{"blk_seq_write", "seqwrite", blkBlock, o.FileMiB, "MiB/s", float64(o.FileMiB), newSeries()},
-		{"blk_seq_read", "seqread", blkBlock, o.FileMiB, "MiB/s", float64(o.FileMiB), newSeries()},
-		{"blk_rand_write", "randwrite", blkPage, o.Requests, "IOPS", float64(o.Requests), newSeries()},
-		{"blk_rand_read", "randread", blkPage, o.Requests, "IOPS", float64(o.Requests), newSeries()},
+		{"blk_seq_write", "seqwrite", blkBlock, o.FileMiB, newSeries(inRate)},
+		{"blk_seq_read", "seqread", blkBlock, o.FileMiB, newSeries(inRate)},
+		{"blk_rand_write", "randwrite", blkPage, o.Requests, newSeries(inIOPS)},
+		{"blk_rand_read", "randread", blkPage, o.Requests, newSeries(inIOPS)},
 	}
-	// Rates are recorded in thousandths.
-	const scale = 1000
 	for i := range o.Warmup + o.N {
 		e.say("blk: run %d of %d", i, o.Warmup+o.N)
 		for _, k := range kinds {
@@ -94,21 +90,16 @@ func Blk(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 			if err != nil || ns <= 0 {
 				return nil, fmt.Errorf("%s: the program in the guest says %q", k.name, answer)
 			}
-			if i < o.Warmup {
-				continue
-			}
-			if err := k.rate.total.RecordValue(max(1, int64(math.Round(k.count/float64(ns)*1e9*scale)))); err != nil {
-				return nil, fmt.Errorf("%s: %w", k.name, err)
+			if i >= o.Warmup {
+				k.rate.add(max(1, int64(math.Round(float64(k.each)/float64(ns)*1e9*thousandths))))
 			}
 		}
 	}
 	for _, k := range kinds {
-		r := k.rate.row(k.name, map[string]any{
+		rows = append(rows, k.rate.row(k.name, map[string]any{
 			"memory_mib": o.mib(), "vcpus": spec.DefaultVCPUs, "file_mib": o.FileMiB, "block_bytes": k.block, "requests": k.each,
 			"queue_depth": 1, "direct": true, "host_cache": "warm",
-		})
-		r.figures(k.rate.total, k.unit, scale)
-		rows = append(rows, r)
+		}))
 	}
 	return rows, nil
 }

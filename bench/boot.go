@@ -45,7 +45,7 @@ func Boots(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 				continue
 			}
 			if all[s] == nil {
-				all[s] = newSeries()
+				all[s] = newSeries(inMs)
 			}
 			if err := all[s].boot(report, took); err != nil {
 				return nil, err
@@ -64,13 +64,14 @@ func (s *series) boot(report control.Report, call time.Duration) error {
 	if !ok || total <= 0 {
 		return errors.New("the VM's process does not say how long the boot took")
 	}
-	ns := func(ms float64) int64 { return int64(ms * perMs) }
-	errs := []error{s.total.RecordValue(ns(total)), into(s.stages, "run", int64(call))}
+	s.add(ns(total))
+	s.stage("run", int64(call))
 	rest := total
 	for _, stage := range []vmm.Stage{vmm.StagePrebuilt, vmm.StageDevices, vmm.StageLoad, vmm.StageEntry} {
 		took := report.Stages[stage.String()]
 		rest -= took
-		errs = append(errs, into(s.stages, stage.String(), ns(took)))
+		s.stage(stage.String(), ns(took))
 	}
-	return errors.Join(append(errs, into(s.stages, "guest", ns(max(0, rest))))...)
+	s.stage("guest", ns(max(0, rest)))
+	return nil
 }

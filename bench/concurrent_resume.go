@@ -51,7 +51,7 @@ func ConcurrentResume(ctx context.Context, e Env, o Options) (rows []Row, err er
 	for _, n := range o.AtOnce {
 		for _, pool := range orOne(o.Pools, false) {
 			w := way{n, pool}
-			ways, all[w] = append(ways, w), &concurrent{wakes: newSeries(), ratio: newSeries()}
+			ways, all[w] = append(ways, w), &concurrent{wakes: newSeries(inMs), ratio: newSeries(inRatio)}
 		}
 	}
 	for i := range o.Warmup + o.rounds(slices.Min(o.AtOnce)) {
@@ -65,15 +65,13 @@ func ConcurrentResume(ctx context.Context, e Env, o Options) (rows []Row, err er
 				return nil, err
 			}
 			if i >= o.Warmup {
-				if err := all[w].record(wakes); err != nil {
-					return nil, err
-				}
+				all[w].record(wakes)
 			}
 		}
 	}
 	for _, w := range ways {
 		params := map[string]any{"at_once": w.n, "memory_mib": o.mib(), "vcpus": spec.DefaultVCPUs, "cpus": runtime.NumCPU(), "cache": "warm", "pool": w.pool, "awake_s": o.StayAwake.Seconds()}
-		rows = append(rows, all[w].wakes.row("concurrent_resume", params), all[w].ratio.ratioRow("concurrent_resume_ratio", params))
+		rows = append(rows, all[w].wakes.row("concurrent_resume", params), all[w].ratio.row("concurrent_resume_ratio", params))
 	}
 	return rows, nil
 }
@@ -216,38 +214,21 @@ func cpuTime(pid int) (time.Duration, error) {
 type concurrent struct{ wakes, ratio *series }
 
 // record adds a round.
-func (c *concurrent) record(wakes []oneWake) error {
-	var errs []error
+func (c *concurrent) record(wakes []oneWake) {
 	var cpu time.Duration
 	for _, w := range wakes {
 		cpu += w.cpu
-		errs = append(errs, c.wakes.total.RecordValue(int64(w.took)), into(c.wakes.stages, "cpu", int64(w.cpu)))
+		c.wakes.add(int64(w.took))
+		c.wakes.stage("cpu", int64(w.cpu))
 	}
 	last := wakes[len(wakes)-1].took
-	errs = append(errs,
-		into(c.wakes.stages, "first", int64(wakes[0].took)),
-		into(c.wakes.stages, "median", int64(wakes[(len(wakes)-1)/2].took)),
-		into(c.wakes.stages, "last", int64(last)))
+	c.wakes.stage("first", int64(wakes[0].took))
+	c.wakes.stage("median", int64(wakes[(len(wakes)-1)/2].took))
+	c.wakes.stage("last", int64(last))
 	// The time that all processors need for the work of all, if they share it evenly. n
 	// wakes have no use for more than n processors, unless one wake has several threads:
 	// then this is the lower bound.
 	if ideal := float64(cpu) / float64(runtime.NumCPU()); ideal > 0 {
-		errs = append(errs, c.ratio.ratio(float64(last), ideal))
+		c.ratio.portion(float64(last), ideal)
 	}
-	return errors.Join(errs...)
-}
-
-// Ratios are recorded in thousandths.
-const ratioScale = 1000
-
-// ratio records a / b.
-func (s *series) ratio(a, b float64) error {
-	return s.total.RecordValue(max(1, int64(a/b*ratioScale)))
-}
-
-// ratioRow is a row of a series of ratios.
-func (s *series) ratioRow(name string, params map[string]any) Row {
-	r := s.row(name, params)
-	r.figures(s.total, "x", ratioScale)
-	return r
 }

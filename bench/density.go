@@ -46,7 +46,7 @@ func Density(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 		return nil, err
 	}
 	params := map[string]any{"memory_mib": o.mib(), "vcpus": spec.DefaultVCPUs, "vms": o.Asleep}
-	asleep := newSeries()
+	asleep := newSeries(inMiB)
 	processes := 0
 	for _, name := range names {
 		pids, err := holders(filepath.Dir(e.Store.State.VsockPath(name)))
@@ -62,11 +62,9 @@ func Density(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 			processes++
 			total += m.pss
 		}
-		if err := asleep.total.RecordValue(total); err != nil {
-			return nil, err
-		}
+		asleep.add(total)
 	}
-	row := asleep.mib("density_asleep", params)
+	row := asleep.row("density_asleep", params)
 	row.Stages = map[string]float64{"processes": float64(processes), "disk": float64(after-before) / mibBytes / float64(len(names))}
 	rows = append(rows, row)
 	more, err := e.idle(ctx, names[:o.Awake], o)
@@ -100,7 +98,7 @@ func (e Env) idle(ctx context.Context, names []string, o Options) ([]Row, error)
 		return nil, err
 	}
 	took := time.Since(start)
-	awake, cpu := newSeries(), newSeries()
+	awake, cpu := newSeries(inMiB), newSeries(inPercent)
 	var pss int64
 	var busy time.Duration
 	for i, pid := range pids {
@@ -114,24 +112,17 @@ func (e Env) idle(ctx context.Context, names []string, o Options) ([]Row, error)
 			return nil, err
 		}
 		pss += m.pss
-		err = errors.Join(cpu.total.RecordValue(int64((now-used[i])*percentScale*100/took)),
-			awake.total.RecordValue(m.private), into(awake.stages, "pss", m.pss))
-		if err != nil {
-			return nil, err
-		}
+		cpu.add(int64((now - used[i]) * thousandths * 100 / took))
+		awake.add(m.private)
+		awake.stage("pss", m.pss)
 	}
 	params := map[string]any{"memory_mib": o.mib(), "vcpus": spec.DefaultVCPUs, "vms": len(names), "settle_s": o.Settle.Seconds(), "idle_s": o.Idle.Seconds()}
-	memory := awake.mib("density_awake", params)
-	memory.Stages = medians(awake.stages, mibBytes)
+	memory := awake.row("density_awake", params)
 	memory.Stages["pss_total"] = float64(pss) / mibBytes
 	load := cpu.row("density_cpu", params)
-	load.figures(cpu.total, "%", percentScale)
 	load.Stages = map[string]float64{"total": float64(busy) / float64(took) * 100}
 	return []Row{memory, load}, nil
 }
-
-// Percents are recorded in thousandths.
-const percentScale = 1000
 
 // allocated is what all files of a tree take on disk, in bytes, those of several names once.
 func allocated(dir string) (total int64, err error) {

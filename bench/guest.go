@@ -87,10 +87,10 @@ func ofSizes(sizes []int, measure func(mib int) ([]Row, error)) (rows []Row, err
 }
 
 // perAmount is a series for each amount of memory.
-func perAmount(amounts []int) map[int]*series {
+func perAmount(amounts []int, u unit) map[int]*series {
 	all := map[int]*series{}
 	for _, d := range amounts {
-		all[d] = newSeries()
+		all[d] = newSeries(u)
 	}
 	return all
 }

@@ -32,6 +32,9 @@ const (
 	loopRegisters    = 6  // of a turn without memory
 )
 
+// inPico is recorded in picoseconds: an instruction takes less than a nanosecond.
+var inPico = unit{"ns", thousandths}
+
 // turn is what a loop does in each turn, with its number of instructions.
 type turn struct {
 	mix          string
@@ -112,7 +115,7 @@ func Instructions(ctx context.Context, e Env, o Options) (rows []Row, err error)
 	}
 	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
 	for _, t := range turns {
-		s := newSeries()
+		s := newSeries(inPico)
 		count := uint32(loopFirst)
 		for i := 0; i < o.Warmup+o.N; {
 			took, emulated, err := t.run(ctx, filepath.Join(dir, "kernel"), count)
@@ -121,20 +124,16 @@ func Instructions(ctx context.Context, e Env, o Options) (rows []Row, err error)
 			}
 			if took < loopLeast && count < loopMost/loopGrowth {
 				count *= loopGrowth
-				s, i = newSeries(), 0
+				s, i = newSeries(inPico), 0
 				continue
 			}
 			if i++; i <= o.Warmup {
 				continue
 			}
-			const pico = 1000
-			err = errors.Join(s.total.RecordValue(max(1, took.Nanoseconds()*pico/(int64(count)*t.instructions))), into(s.faults, "emulated", emulated))
-			if err != nil {
-				return nil, err
-			}
+			s.add(max(1, took.Nanoseconds()*thousandths/(int64(count)*t.instructions)))
+			s.fault("emulated", emulated)
 		}
-		row := Row{Name: "guest_instruction", Params: map[string]any{"mix": t.mix}, Stages: map[string]float64{}, Faults: medians(s.faults, 1)}
-		row.figures(s.total, "ns", 1000)
+		row := s.row("guest_instruction", map[string]any{"mix": t.mix})
 		e.say("guest_instruction: %s: %.3g ns", t.mix, row.P50)
 		rows = append(rows, row)
 	}

@@ -52,7 +52,7 @@ type beside struct {
 // preparePeer boots a guest of a peer and saves it. It fails only when the context has
 // ended: a peer that cannot be measured says why in its row.
 func (e Env) preparePeer(ctx context.Context, name string, mib, usedMiB int) (*beside, error) {
-	b := &beside{name: name, mib: mib, runs: newSeries(), whole: newSeries(), bare: newSeries()}
+	b := &beside{name: name, mib: mib, runs: newSeries(inMs), whole: newSeries(inRatio), bare: newSeries(inRatio)}
 	var err error
 	switch name {
 	case peerQEMU:
@@ -96,15 +96,13 @@ func (b *beside) resume(ctx context.Context, counts bool, drowse time.Duration) 
 	if !counts {
 		return nil
 	}
-	errs := []error{
-		b.runs.total.RecordValue(int64(total)),
-		b.whole.ratio(float64(total), float64(drowse)),
-		b.bare.ratio(float64(total-stages["process"]), float64(drowse)),
-	}
+	b.runs.add(int64(total))
+	b.whole.portion(float64(total), float64(drowse))
+	b.bare.portion(float64(total-stages["process"]), float64(drowse))
 	for name, d := range stages {
-		errs = append(errs, into(b.runs.stages, name, int64(d)))
+		b.runs.stage(name, int64(d))
 	}
-	return errors.Join(errs...)
+	return nil
 }
 
 // rows are the peer's figures, and its ratio to drowse.
@@ -118,7 +116,7 @@ func (b *beside) rows(name string) []Row {
 		if used, ok := b.peer.params()[paramUsed]; ok {
 			p[paramUsed] = used
 		}
-		return s.ratioRow(name+"_ratio", p)
+		return s.row(name+"_ratio", p)
 	}
 	rows := []Row{ratio(b.whole, "counted"), ratio(b.bare, "not counted")}
 	maps.Copy(params, b.peer.params())

@@ -225,7 +225,7 @@ func saveFake(t *testing.T, how string, uffd bool) (*beside, error) {
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	defer cancel()
-	return &beside{name: name, mib: 128, peer: f, runs: newSeries(), whole: newSeries(), bare: newSeries()}, f.save(ctx)
+	return &beside{name: name, mib: 128, peer: f, runs: newSeries(inMs), whole: newSeries(inRatio), bare: newSeries(inRatio)}, f.save(ctx)
 }
 
 func TestFirecracker_is_resumed_from_its_snapshot(t *testing.T) {

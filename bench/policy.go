@@ -150,7 +150,7 @@ func policyPacket(ctx context.Context, spec *netpolicy.Spec, o Options, flow str
 		direction = netpolicy.Ingress
 		frame = policyFrame(frameUDP, direction)
 	}
-	s := newSeries()
+	s := newSeries(inNs)
 	for i := range o.Warmup + o.N {
 		if err := ctx.Err(); err != nil {
 			return Row{}, err
@@ -162,14 +162,11 @@ func policyPacket(ctx context.Context, spec *netpolicy.Spec, o Options, flow str
 		if i < o.Warmup {
 			continue
 		}
-		err = errors.Join(s.total.RecordValue(int64(each)), into(s.stages, "empty", int64(empty)), into(s.stages, "judged", int64(max(0, each-empty))))
-		if err != nil {
-			return Row{}, err
-		}
+		s.add(int64(each))
+		s.stage("empty", int64(empty))
+		s.stage("judged", int64(max(0, each-empty)))
 	}
-	row := Row{Name: "policy_packet", Params: params, Stages: medians(s.stages, 1), Faults: map[string]float64{}}
-	row.figures(s.total, "ns", 1)
-	return row, nil
+	return s.row("policy_packet", params), nil
 }
 
 // policyRun has packets of one kind judged, and as many by an empty program.
@@ -327,14 +324,15 @@ func policySwap(ctx context.Context, trial func() (*link.Trial, error), rules in
 	// A SYN, so that no flow remembers what a policy has said before.
 	probe := policyFrame(frameTCP, netpolicy.Egress)
 	binary.BigEndian.PutUint16(probe[14+20+2:], probePort)
-	s, running := newSeries(), newSeries()
-	for i := range o.Warmup + o.N {
-		if err = ctx.Err(); err != nil {
-			break
+	s, running := newSeries(inMs), newSeries(inMs)
+	once := func(i int) error {
+		if err := ctx.Err(); err != nil {
+			return err
 		}
 		begin := time.Now()
-		if specs, err = swapSpecs(rules); err != nil {
-			break
+		specs, err := swapSpecs(rules)
+		if err != nil {
+			return err
 		}
 		compiled := time.Since(begin) / time.Duration(len(specs))
 		next := (i + 1) % len(specs)
@@ -344,32 +342,36 @@ func policySwap(ctx context.Context, trial func() (*link.Trial, error), rules in
 		default:
 		}
 		<-beat
-		var made, before, after time.Duration
-		if before, err = threadTime(); err != nil {
-			break
+		before, err := threadTime()
+		if err != nil {
+			return err
 		}
 		begin = time.Now()
-		if made, err = t.Swap(specs[next]); err != nil {
-			break
+		made, err := t.Swap(specs[next])
+		if err != nil {
+			return err
 		}
 		took := time.Since(begin)
-		if after, err = threadTime(); err != nil {
-			break
+		after, err := threadTime()
+		if err != nil {
+			return err
 		}
-		var passed bool
-		if _, passed, err = t.Judge(netpolicy.Egress, probe, 1); err == nil && passed != (next == 0) {
+		_, passed, err := t.Judge(netpolicy.Egress, probe, 1)
+		if err == nil && passed != (next == 0) {
 			err = errors.New("the first packet after a swap was judged by the policy before it")
 		}
-		if err != nil {
-			break
+		if err != nil || i < o.Warmup {
+			return err
 		}
-		if i < o.Warmup {
-			continue
+		s.add(int64(took))
+		for stage, d := range map[string]time.Duration{"compile": compiled, "table": made, "wait": took - made, "cpu": after - before} {
+			s.stage(stage, int64(d))
 		}
-		err = errors.Join(s.total.RecordValue(int64(took)), into(s.stages, "compile", int64(compiled)),
-			into(s.stages, "table", int64(made)), into(s.stages, "wait", int64(took-made)), into(s.stages, "cpu", int64(after-before)),
-			running.total.RecordValue(int64(after-before)))
-		if err != nil {
+		running.add(int64(after - before))
+		return nil
+	}
+	for i := range o.Warmup + o.N {
+		if err = once(i); err != nil {
 			break
 		}
 	}
@@ -493,12 +495,14 @@ func policyAttach(ctx context.Context, e Env, o Options) (rows []Row, err error)
 	}
 	a := &attached{root: attachRoot(), spec: spec}
 	defer func() { err = errors.Join(err, a.close()) }()
-	first, each, own := newSeries(), newSeries(), newSeries()
-	memory := newSeries()
+	first, each, own := newSeries(inMs), newSeries(inMs), newSeries(inMs)
+	memory := newSeries(inKiB)
 	var before, after uint64
 	var total time.Duration
-	record := func(s *series, took, up time.Duration) error {
-		return errors.Join(s.total.RecordValue(int64(took+up)), into(s.stages, "attach", int64(took)), into(s.stages, "up", int64(up)))
+	record := func(s *series, took, up time.Duration) {
+		s.add(int64(took + up))
+		s.stage("attach", int64(took))
+		s.stage("up", int64(up))
 	}
 	for i := range o.Agents[0] + 1 {
 		if err := ctx.Err(); err != nil {
@@ -521,9 +525,7 @@ func policyAttach(ctx context.Context, e Env, o Options) (rows []Row, err error)
 		} else {
 			total += took + up
 		}
-		if err := record(s, took, up); err != nil {
-			return nil, err
-		}
+		record(s, took, up)
 		if err := recordMemory(memory, a.links[i]); err != nil {
 			return nil, err
 		}
@@ -534,9 +536,7 @@ func policyAttach(ctx context.Context, e Env, o Options) (rows []Row, err error)
 		if err != nil {
 			return nil, err
 		}
-		if err := record(own, took, up); err != nil {
-			return nil, err
-		}
+		record(own, took, up)
 	}
 	params := func(process string) map[string]any {
 		return map[string]any{"rules": o.Rules[0], "process": process, "agents": o.Agents[0]}
@@ -548,8 +548,7 @@ func policyAttach(ctx context.Context, e Env, o Options) (rows []Row, err error)
 	if o.Processes > 0 {
 		rows = append(rows, own.row("policy_attach", params("own")))
 	}
-	row = Row{Name: "policy_attach_memory", Params: params("same"), Stages: medians(memory.stages, 1024), Faults: map[string]float64{}}
-	row.figures(memory.total, "KiB", 1024)
+	row = memory.row("policy_attach_memory", params("same"))
 	row.Params["measured_kib"] = (int64(before) - int64(after)) / int64(o.Agents[0])
 	return append(rows, row), nil
 }
@@ -562,11 +561,10 @@ func recordMemory(s *series, l *link.Link) error {
 	var sum uint64
 	for name, n := range parts {
 		sum += n
-		if err := into(s.stages, name, int64(n)); err != nil {
-			return err
-		}
+		s.stage(name, int64(n))
 	}
-	return s.total.RecordValue(int64(sum))
+	s.add(int64(sum))
+	return nil
 }
 
 // available is the host's free memory and what it could free at once, in KiB; 0 if it does not say.

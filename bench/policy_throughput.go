@@ -178,11 +178,8 @@ func (e Env) throughputsOf(ctx context.Context, far farEnd, device string, o Opt
 				return nil, fmt.Errorf("%s, %d rules: %w", w.direction, w.rules, err)
 			}
 		}
-		if i < o.Warmup {
-			continue
-		}
-		if err := all.record(round); err != nil {
-			return nil, err
+		if i >= o.Warmup {
+			all.record(round)
 		}
 	}
 	return all, nil
@@ -403,28 +400,23 @@ type throughputs struct {
 func newThroughputs(rules []int) *throughputs {
 	t := &throughputs{ways: waysOf(rules), rate: map[flowWay]*series{}, ratios: map[flowWay]*series{}}
 	for _, w := range t.ways {
-		t.rate[w], t.ratios[w] = newSeries(), newSeries()
+		t.rate[w], t.ratios[w] = newSeries(inRate), newSeries(inRatio)
 	}
 	return t
 }
 
-// Rates are recorded in thousandths.
-const rateScale = 1000
-
 // record adds a round.
-func (t *throughputs) record(round map[flowWay]passed) error {
-	var errs []error
+func (t *throughputs) record(round map[flowWay]passed) {
 	for _, w := range t.ways {
 		p := round[w]
-		errs = append(errs, t.rate[w].total.RecordValue(max(1, int64(math.Round(p.rate()*rateScale)))))
+		t.rate[w].add(max(1, int64(math.Round(p.rate()*thousandths))))
 		for name, n := range p.counts {
-			errs = append(errs, into(t.rate[w].faults, name, max(0, n)))
+			t.rate[w].fault(name, max(0, n))
 		}
 		if w.rules != noPolicy {
-			errs = append(errs, t.ratios[w].ratio(p.rate(), round[flowWay{w.direction, noPolicy}].rate()))
+			t.ratios[w].portion(p.rate(), round[flowWay{w.direction, noPolicy}].rate())
 		}
 	}
-	return errors.Join(errs...)
 }
 
 // rows are those of all ways, with parameters that all have.
@@ -438,13 +430,11 @@ func (t *throughputs) rows(common map[string]any) (rows []Row) {
 		return p
 	}
 	for _, w := range t.ways {
-		r := t.rate[w].row("policy_throughput", params(w))
-		r.figures(t.rate[w].total, "MiB/s", rateScale)
-		rows = append(rows, r)
+		rows = append(rows, t.rate[w].row("policy_throughput", params(w)))
 	}
 	for _, w := range t.ways {
 		if w.rules != noPolicy {
-			rows = append(rows, t.ratios[w].ratioRow("policy_throughput_ratio", params(w)))
+			rows = append(rows, t.ratios[w].row("policy_throughput_ratio", params(w)))
 		}
 	}
 	return rows

@@ -206,7 +206,7 @@ func (v *sleeper) of(way variant) *series {
 		v.series = map[variant]*series{}
 	}
 	if v.series[way] == nil {
-		v.series[way] = newSeries()
+		v.series[way] = newSeries(inMs)
 	}
 	return v.series[way]
 }
@@ -313,29 +313,29 @@ func (v *sleeper) restore(ctx context.Context, dir string, way variant, counts b
 	if !counts {
 		return nil
 	}
-	errs := []error{s.total.RecordValue(int64(total)), s.pages.RecordValue(int64(faults.PagesCopied))}
+	s.add(int64(total))
+	s.touched(int64(faults.PagesCopied))
 	var known time.Duration
 	for stage, d := range stages {
-		errs = append(errs, into(s.stages, stage.String(), int64(d)))
+		s.stage(stage.String(), int64(d))
 		if !stage.InGuest() && !stage.Background() {
 			known += d
 		}
 	}
-	errs = append(errs,
-		into(s.stages, "other", int64(max(entry-known, 0))),
-		into(s.stages, "guest", int64(guest)),
-		into(s.faults, "read", int64(faults.ReadFaults)),
-		into(s.faults, "write", int64(faults.WriteFaults)),
-		into(s.faults, "ensured", int64(faults.Ensured)),
-		into(s.faults, "frames_read", int64(faults.Frames)),
-		into(s.faults, "frames_cached", int64(faults.FramesCached)))
+	s.stage("other", int64(max(entry-known, 0)))
+	s.stage("guest", int64(guest))
+	s.fault("read", int64(faults.ReadFaults))
+	s.fault("write", int64(faults.WriteFaults))
+	s.fault("ensured", int64(faults.Ensured))
+	s.fault("frames_read", int64(faults.Frames))
+	s.fault("frames_cached", int64(faults.FramesCached))
 	for stage, d := range after {
-		errs = append(errs, into(s.stages, stage, int64(d)))
+		s.stage(stage, int64(d))
 	}
 	for name, kind := range map[string]string{"exits": "exits", "pf_taken": "kvm_pages", "insn_emulation": "emulated"} {
 		if n, ok := kvm[name]; ok {
-			errs = append(errs, into(s.faults, kind, int64(n)))
+			s.fault(kind, int64(n))
 		}
 	}
-	return errors.Join(errs...)
+	return nil
 }

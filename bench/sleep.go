@@ -24,7 +24,7 @@ func (e Env) sleeps(ctx context.Context, o Options, mib int) (rows []Row, err er
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, e.remove(ctx, name)) }()
-	gone, stored := perAmount(amounts), perAmount(amounts)
+	gone, stored := perAmount(amounts, inMs), perAmount(amounts, inMiB)
 	// The first of all is no delta.
 	if _, err := e.sleepAndWake(ctx, name); err != nil {
 		return nil, err
@@ -43,17 +43,15 @@ func (e Env) sleeps(ctx context.Context, o Options, mib int) (rows []Row, err er
 				continue
 			}
 			g, b := gone[d], stored[d]
-			err = errors.Join(g.total.RecordValue(int64(res.Stages["gone"]*perMs)), b.total.RecordValue(max(1, res.BytesStored)),
-				into(g.stages, "pause", int64(res.Stages["pause"]*perMs)), into(g.stages, "save", int64(res.Stages["save"]*perMs)),
-				into(b.faults, "pages_changed", int64(res.PagesChanged)))
-			if err != nil {
-				return nil, err
-			}
+			g.add(ns(res.Stages["gone"]))
+			g.stagesOf(res.Stages, "pause", "save")
+			b.add(max(1, res.BytesStored))
+			b.fault("pages_changed", int64(res.PagesChanged))
 		}
 	}
 	for _, d := range amounts {
 		params := map[string]any{"memory_mib": mib, "dirty_mib": d, "vcpus": spec.DefaultVCPUs}
-		rows = append(rows, gone[d].row("sleep", params), stored[d].mib("sleep_bytes", params))
+		rows = append(rows, gone[d].row("sleep", params), stored[d].row("sleep_bytes", params))
 	}
 	return rows, nil
 }

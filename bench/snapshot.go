@@ -66,7 +66,7 @@ func (e Env) snapshots(ctx context.Context, o Options, mib int) (rows []Row, err
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, e.remove(ctx, name)) }()
-	stood, stored := perAmount(amounts), perAmount(amounts)
+	stood, stored := perAmount(amounts, inMs), perAmount(amounts, inMiB)
 	line := chain{store: e.Store, vm: name}
 	defer func() { err = errors.Join(err, line.end(context.WithoutCancel(ctx))) }()
 	for i := -1; i < o.Warmup+o.N; i++ {
@@ -83,23 +83,24 @@ func (e Env) snapshots(ctx context.Context, o Options, mib int) (rows []Row, err
 			if i < o.Warmup {
 				continue
 			}
-			p, b := stood[d], stored[d]
-			err = errors.Join(p.total.RecordValue(int64(res.Stages["pause"]*perMs)), b.total.RecordValue(max(1, res.BytesStored)),
-				into(p.stages, "save", int64(res.Stages["save"]*perMs)), into(b.faults, "pages_changed", int64(res.PagesChanged)),
-				into(b.faults, "pages_free", int64(res.PagesFree)))
-			if err != nil {
-				return nil, err
-			}
+			stood[d].add(ns(res.Stages["pause"]))
+			stood[d].stagesOf(res.Stages, "save")
+			stored[d].stored(res)
 		}
 	}
 	for _, d := range amounts {
 		params := map[string]any{"memory_mib": mib, "dirty_mib": d, "vcpus": spec.DefaultVCPUs}
-		rows = append(rows, stood[d].row("snapshot_pause", params), stored[d].mib("snapshot_bytes", params))
+		rows = append(rows, stood[d].row("snapshot_pause", params), stored[d].row("snapshot_bytes", params))
 	}
 	return rows, nil
 }
 
-const mibBytes = 1 << 20
+// stored records what a snapshot has written.
+func (s *series) stored(res control.SleepResult) {
+	s.add(max(1, res.BytesStored))
+	s.fault("pages_changed", int64(res.PagesChanged))
+	s.fault("pages_free", int64(res.PagesFree))
+}
 
 // dirty lets the guest change memory, and returns when that is done.
 func (e Env) dirty(ctx context.Context, name string, mib int) error {
@@ -204,7 +205,7 @@ func Deltas(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 		{"idle", 0, 0, o.Idle},
 		{"install", o.WrittenMiB, o.LeftMiB, o.Settle},
 	}
-	all := []*series{newSeries(), newSeries()}
+	all := []*series{newSeries(inMiB), newSeries(inMiB)}
 	for i := range o.N {
 		for k, w := range works {
 			e.say("delta_bytes: %s, %d of %d", w.name, i+1, o.N)
@@ -227,16 +228,12 @@ func Deltas(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 			if err != nil {
 				return nil, err
 			}
-			err = errors.Join(all[k].total.RecordValue(max(1, res.BytesStored)), into(all[k].faults, "pages_changed", int64(res.PagesChanged)),
-				into(all[k].faults, "pages_free", int64(res.PagesFree)))
-			if err != nil {
-				return nil, err
-			}
+			all[k].stored(res)
 		}
 	}
 	for k, w := range works {
 		params := map[string]any{"memory_mib": o.mib(), "work": w.name, "written_mib": w.written, "left_mib": w.left, "seconds": w.settle.Seconds()}
-		rows = append(rows, all[k].mib("delta_bytes", params))
+		rows = append(rows, all[k].row("delta_bytes", params))
 	}
 	return rows, nil
 }
@@ -267,13 +264,6 @@ func (c *chain) end(ctx context.Context) error {
 		return nil
 	}
 	return c.store.State.RemoveSnapshot(ctx, c.last)
-}
-
-// mib is the series of bytes as MiB. It has no stages.
-func (s *series) mib(name string, params map[string]any) Row {
-	r := s.row(name, params)
-	r.figures(s.total, "MiB", mibBytes)
-	return r
 }
 
 // chainOf makes a chain of snapshots of a VM, of which it keeps the last, at the given depth.
@@ -349,7 +339,7 @@ func RestoreDepth(ctx context.Context, e Env, o Options) (rows []Row, err error)
 		if err != nil {
 			return nil, err
 		}
-		all[d] = newSeries()
+		all[d] = newSeries(inMs)
 		vms[d] = &sleeper{record: r, parts: process.Parts(e.Store.State, r, st), snap: e.Store.State.SnapshotDir(keep[d]), series: map[variant]*series{{cache: cacheWarm}: all[d]}}
 	}
 	dir, err := runsDir()

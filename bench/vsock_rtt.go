@@ -24,7 +24,7 @@ func VsockRTT(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 		return nil, err
 	}
 	defer c.Close()
-	s := newSeries()
+	s := newSeries(inMs)
 	for i := range o.Warmup + o.N {
 		if i%100 == 0 {
 			e.say("vsock_rtt: run %d of %d", i, o.Warmup+o.N)
@@ -34,11 +34,8 @@ func VsockRTT(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 			return nil, err
 		}
 		took := time.Since(begin)
-		if i < o.Warmup {
-			continue
-		}
-		if err := s.total.RecordValue(int64(took)); err != nil {
-			return nil, err
+		if i >= o.Warmup {
+			s.add(int64(took))
 		}
 	}
 	return []Row{s.row("vsock_rtt", map[string]any{"memory_mib": o.mib(), "vcpus": spec.DefaultVCPUs})}, nil

@@ -126,7 +126,7 @@ var touchKinds = []string{supervisor.TouchConnection, supervisor.TouchPacket}
 // touches are what one kind of touch has taken.
 type touches struct{ touch, awake, added, whole *series }
 
-func newTouches() *touches { return &touches{newSeries(), newSeries(), newSeries(), newSeries()} }
+func newTouches() *touches { return &touches{newSeries(inMs), newSeries(inMs), newSeries(inMs), newSeries(inMs)} }
 
 // wakeTouch is a VM that sleeps and is touched.
 type wakeTouch struct {
@@ -263,15 +263,14 @@ func (w *wakeTouch) once(ctx context.Context, by string, counts bool, t *touches
 	if by == supervisor.TouchPacket {
 		added += deliver
 	}
-	record := func(s *series, d time.Duration) error { return s.total.RecordValue(int64(max(d, 1))) }
-	errs := []error{record(t.touch, total), record(t.awake, awake), record(t.added, added), record(t.whole, total-awake-resume)}
+	for s, d := range map[*series]time.Duration{t.touch: total, t.awake: awake, t.added: added, t.whole: total - awake - resume} {
+		s.add(int64(max(d, 1)))
+	}
 	for stage, d := range map[string]time.Duration{"come": come, "resume_ready": resume, "around": around, "deliver": deliver, "answer": end.Sub(touch.Delivered)} {
-		errs = append(errs, into(t.touch.stages, stage, int64(max(d, 0))))
+		t.touch.stage(stage, int64(max(d, 0)))
 	}
-	for stage, ms := range info.Report.Stages {
-		if stage == "network" {
-			errs = append(errs, into(t.added.stages, stage, int64(ms*perMs)))
-		}
+	if ms, ok := info.Report.Stages["network"]; ok {
+		t.added.stage("network", ns(ms))
 	}
-	return errors.Join(errs...)
+	return nil
 }
