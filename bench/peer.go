@@ -53,20 +53,13 @@ type beside struct {
 // ended: a peer that cannot be measured says why in its row.
 func (e Env) preparePeer(ctx context.Context, name string, mib, usedMiB int) (*beside, error) {
 	b := &beside{name: name, mib: mib, runs: newSeries(inMs), whole: newSeries(inRatio), bare: newSeries(inRatio)}
+	e.say("booting a guest of %d MiB in %s", mib, name)
 	var err error
 	switch name {
 	case peerQEMU:
-		e.say("booting a guest of %d MiB in QEMU", mib)
-		var q *qemu
-		if q, err = e.newQEMU(ctx, mib, usedMiB); err == nil {
-			b.peer = q
-		}
+		b.peer, err = e.newQEMU(ctx, mib, usedMiB)
 	case peerFirecracker, peerFirecrackerUffd:
-		e.say("booting a guest of %d MiB in Firecracker", mib)
-		var f *firecracker
-		if f, err = e.newFirecracker(ctx, mib, usedMiB, name == peerFirecrackerUffd); err == nil {
-			b.peer = f
-		}
+		b.peer, err = e.newFirecracker(ctx, mib, usedMiB, name == peerFirecrackerUffd)
 	default:
 		err = fmt.Errorf("no such peer: %s", name)
 	}

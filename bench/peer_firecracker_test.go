@@ -215,10 +215,10 @@ func saveFake(t *testing.T, how string, uffd bool) (*beside, error) {
 	if err := os.WriteFile(filepath.Join(dir, firecrackerProgram), []byte(script), 0o755); err != nil {
 		t.Fatal(err)
 	}
-	f := &firecracker{
-		dir: t.TempDir(), path: filepath.Join(dir, firecrackerProgram), mib: 128, usedMiB: 7, kernel: "/kernel/vmlinux", initrd: self,
-		cmdline: "console=ttyS0" + fcWords(7), uffd: uffd,
-	}
+	f := &firecracker{peerGuest{
+		monitor: "Firecracker", dir: t.TempDir(), path: filepath.Join(dir, firecrackerProgram), mib: 128, usedMiB: 7, kernel: "/kernel/vmlinux", initrd: self,
+		cmdline: "console=ttyS0" + fcWords(7),
+	}, uffd}
 	name := peerFirecracker
 	if uffd {
 		name = peerFirecrackerUffd

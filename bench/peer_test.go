@@ -166,7 +166,7 @@ func fakeQEMU(t *testing.T, script string) (e Env, kernel string) {
 
 func TestQEMU_that_ends_at_once_gives_its_words(t *testing.T) {
 	_, kernel := fakeQEMU(t, "echo cannot do that >&2; exit 3")
-	q := &qemu{dir: t.TempDir(), path: qemuProgram, cpu: "host", mib: 256, kernel: kernel}
+	q := &qemu{peerGuest{monitor: "QEMU", dir: t.TempDir(), path: qemuProgram, mib: 256, kernel: kernel}, "host"}
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	defer cancel()
 	err := q.save(ctx)
@@ -180,7 +180,7 @@ func TestQEMU_that_ends_at_once_gives_its_words(t *testing.T) {
 
 func TestQEMU_that_never_talks_is_ended_with_the_context(t *testing.T) {
 	_, kernel := fakeQEMU(t, "exec sleep 1000")
-	q := &qemu{dir: t.TempDir(), path: qemuProgram, cpu: "host", mib: 256, kernel: kernel}
+	q := &qemu{peerGuest{monitor: "QEMU", dir: t.TempDir(), path: qemuProgram, mib: 256, kernel: kernel}, "host"}
 	ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
 	defer cancel()
 	if err := q.save(ctx); !errors.Is(err, os.ErrDeadlineExceeded) {
