@@ -82,23 +82,11 @@ func buildArgs(list []string) (map[string]string, error) {
 
 // readFile reads the build file, and says which directory is the context.
 func (f *stepFlags) readFile(ctx context.Context) (text, dir string, err error) {
-	in, dir := io.Reader(&patientReader{ctx, os.Stdin}), f.context
-	if f.file != "-" {
-		file, err := os.Open(f.file)
-		if err != nil {
-			return "", "", fmt.Errorf("opening the build file: %w", err)
-		}
-		defer file.Close()
-		in = file
-		if dir == "" {
-			dir = filepath.Dir(f.file)
-		}
+	if dir = f.context; dir == "" && f.file != "-" {
+		dir = filepath.Dir(f.file)
 	}
-	data, err := io.ReadAll(io.LimitReader(in, drowsefile.MaxFile+1))
-	if err != nil {
-		return "", "", fmt.Errorf("reading the build file: %w", err)
-	}
-	return string(data), dir, nil
+	data, err := readInput("the build file", f.file, &patientReader{ctx, os.Stdin}, drowsefile.MaxFile)
+	return string(data), dir, err
 }
 
 // builtOfSteps is an image made of steps, in JSON.

@@ -129,6 +129,20 @@ func input(path string, stdin io.Reader) (io.ReadCloser, error) {
 	return os.Open(path)
 }
 
+// readInput reads a file, or stdin for "-", up to a byte more than limit. what says what it has.
+func readInput(what, path string, stdin io.Reader, limit int64) ([]byte, error) {
+	in, err := input(path, stdin)
+	if err != nil {
+		return nil, fmt.Errorf("reading %s: %w", what, err)
+	}
+	defer in.Close()
+	text, err := io.ReadAll(io.LimitReader(in, limit+1))
+	if err != nil {
+		return nil, fmt.Errorf("reading %s: %w", what, err)
+	}
+	return text, nil
+}
+
 // parsed are all words as parse reads them.
 func parsed[T any](words []string, parse func(string) (T, error)) (all []T, err error) {
 	for _, w := range words {

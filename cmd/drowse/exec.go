@@ -162,14 +162,12 @@ func readEnv(path string, stdin io.Reader) (vars []string, err error) {
 	if path == "" {
 		return nil, nil
 	}
-	in, err := input(path, stdin)
-	if err != nil {
-		return nil, fmt.Errorf("reading variables: %w", err)
+	text, err := readInput("variables", path, stdin, maxEnvFile)
+	if err == nil && len(text) > maxEnvFile {
+		err = fmt.Errorf("reading variables: there are more than %d bytes", maxEnvFile)
 	}
-	defer in.Close()
-	text, err := readAtMost(in, maxEnvFile)
 	if err != nil {
-		return nil, fmt.Errorf("reading variables: %w", err)
+		return nil, err
 	}
 	for i, line := range strings.Split(string(text), "\n") {
 		line = strings.TrimSuffix(line, "\r")

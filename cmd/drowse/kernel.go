@@ -84,15 +84,10 @@ func readOwnConfig(in io.Reader, path string) (string, error) {
 	if path == "" {
 		return "", nil
 	}
-	f, err := input(path, in)
-	if err != nil {
-		return "", fmt.Errorf("reading the kernel's options: %w", err)
-	}
-	defer f.Close()
-	text, err := io.ReadAll(io.LimitReader(f, maxOwnConfig+1))
+	text, err := readInput("the kernel's options", path, in, maxOwnConfig)
 	switch {
 	case err != nil:
-		return "", fmt.Errorf("reading the kernel's options: %w", err)
+		return "", err
 	case len(text) > maxOwnConfig:
 		return "", usageError{fmt.Errorf("--config %s: more than %d bytes", path, maxOwnConfig)}
 	case len(bytes.TrimSpace(text)) == 0:

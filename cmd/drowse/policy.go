@@ -27,14 +27,9 @@ func (a *app) policyCommand() *cobra.Command {
 
 // readPolicy reads a policy file, or stdin for "-". What is wrong in it is a usage error.
 func readPolicy(path string) (*netpolicy.Policy, error) {
-	in, err := input(path, os.Stdin)
+	text, err := readInput("a policy", path, os.Stdin, netpolicy.MaxFileBytes)
 	if err != nil {
-		return nil, fmt.Errorf("reading a policy: %w", err)
-	}
-	defer in.Close()
-	text, err := io.ReadAll(io.LimitReader(in, netpolicy.MaxFileBytes+1))
-	if err != nil {
-		return nil, fmt.Errorf("reading the policy %s: %w", path, err)
+		return nil, err
 	}
 	p, err := netpolicy.Parse(text)
 	if err != nil {
