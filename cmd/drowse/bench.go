@@ -21,7 +21,7 @@ import (
 func (a *app) benchCommand() *cobra.Command {
 	var e bench.Env
 	cmd := group(&cobra.Command{
-		Use: "bench", Short: "Measure what drowse promises", Args: cobra.NoArgs,
+		Use: "bench", Short: "Measure what drowse promises",
 		Long: `Measure what drowse promises. Stdout gets a table, with -o json one document, and with
 -o benchstat the runs in the format of Go's benchmarks, which benchstat compares.`,
 	})

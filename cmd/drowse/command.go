@@ -1,13 +1,15 @@
 package main
 
 import (
+	"cmp"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
-	"iter"
 	"os"
 	"text/tabwriter"
+	"time"
 
 	"github.com/spf13/cobra"
 
@@ -65,6 +67,7 @@ func followed(follow bool, err error) error {
 
 // group is a command that only has others.
 func group(cmd *cobra.Command, of ...*cobra.Command) *cobra.Command {
+	cmd.Args = cobra.NoArgs // or what is no command would be taken for help
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error { return cmd.Help() }
 	cmd.AddCommand(of...)
 	return cmd
@@ -107,19 +110,50 @@ func some[T any](list []T) []T {
 // columns align what is written to them, with tabs between cells.
 func columns(w io.Writer) *tabwriter.Writer { return tabwriter.NewWriter(w, 0, 8, 2, ' ', 0) }
 
-// table writes a head, and gives the writer of each row.
-func table[T any](w io.Writer, head string, rows []T) iter.Seq2[io.Writer, T] {
-	return func(yield func(io.Writer, T) bool) {
-		t := columns(w)
-		defer t.Flush()
-		fmt.Fprintln(t, head)
-		for _, r := range rows {
-			if !yield(t, r) {
-				return
+// table writes a head, and cells for each of a list.
+func table[T any](w io.Writer, head string, list []T, cells func(T) []any) {
+	t := columns(w)
+	defer t.Flush()
+	fmt.Fprintln(t, head)
+	for _, v := range list {
+		for i, c := range cells(v) {
+			if i > 0 {
+				fmt.Fprint(t, "\t")
 			}
+			fmt.Fprint(t, c)
 		}
+		fmt.Fprintln(t)
 	}
 }
+
+// tableIfAny is a table unless the list is empty.
+func tableIfAny[T any](w io.Writer, head string, list []T, cells func(T) []any) {
+	if len(list) > 0 {
+		table(w, head, list, cells)
+	}
+}
+
+// answerList prints a list, as a table that has a head and cells for each, unless err says that there is none.
+func answerList[T any](a *app, list []T, err error, head string, cells func(T) []any) error {
+	return a.answer(some(list), err, func(w io.Writer) { table(w, head, list, cells) })
+}
+
+// line prints one of many things that come: as a line of JSON, or its text.
+func (a *app) line(v any, text string) error {
+	if !a.json() {
+		_, err := fmt.Fprintln(a.stdout, text)
+		return err
+	}
+	e := json.NewEncoder(a.stdout)
+	e.SetEscapeHTML(false)
+	return e.Encode(v)
+}
+
+// dayMinute is a time for people, to the minute, and daySecond to the second.
+const dayMinute, daySecond = "2006-01-02 15:04", time.DateTime
+
+// dash stands for what is empty in a table.
+func dash(s string) string { return cmp.Or(s, "-") }
 
 // input is a file, or stdin for "-".
 func input(path string, stdin io.Reader) (io.ReadCloser, error) {

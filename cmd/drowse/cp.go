@@ -34,17 +34,13 @@ cut, and --resume goes on there: both ends compare what there is by SHA-256 firs
 command does the same by itself when the VM has slept and is awake again within --retry; it does
 not wake it for that.`,
 		Args: cobra.ExactArgs(2),
-		RunE: func(cmd *cobra.Command, args []string) error {
+		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			src, dst := splitVM(args[0]), splitVM(args[1])
 			if (src.vm == "") == (dst.vm == "") {
 				return usageError{errors.New("exactly one of SRC and DST must be NAME:PATH")}
 			}
 			if retry < 0 {
 				return usageError{fmt.Errorf("--retry %v is negative", retry)}
-			}
-			s, err := a.store()
-			if err != nil {
-				return err
 			}
 			done := func(error) {}
 			if hasWidth(a.stderr) {
@@ -75,7 +71,7 @@ not wake it for that.`,
 				return err
 			}
 			return a.print(res, func(io.Writer) {})
-		},
+		}),
 	}
 	f := cmd.Flags()
 	f.BoolVar(&o.Resume, "resume", false, "go on with a copy that was cut: compare what is there, and copy the rest")

@@ -14,6 +14,7 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/guest/forward"
+	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
@@ -40,7 +41,7 @@ datagrams of UDP: each sender has a socket in the VM until nothing has come for 
 A connection to a VM that sleeps wakes it. When it falls asleep, open connections are reset.
 With --reverse, the VM listens again once something has woken it.`,
 		Args: cobra.MinimumNArgs(2), ValidArgsFunction: a.completeVM,
-		RunE: func(cmd *cobra.Command, args []string) error {
+		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			var specs []forward.Spec
 			for _, arg := range args[1:] {
 				if udp && !strings.HasPrefix(arg, "udp:") {
@@ -64,10 +65,6 @@ With --reverse, the VM listens again once something has woken it.`,
 			if conns < 1 {
 				return usageError{errors.New("--max-connections must be at least 1")}
 			}
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
 			if _, err := s.State.Get(args[0]); err != nil {
 				return err
 			}
@@ -77,7 +74,7 @@ With --reverse, the VM listens again once something has woken it.`,
 				return a.reverseForwards(cmd.Context(), d, specs, conns)
 			}
 			return a.forwards(cmd.Context(), d, specs, conns, idle)
-		},
+		}),
 	}
 	f := cmd.Flags()
 	f.BoolVarP(&reverse, "reverse", "R", false, "listen in the VM and connect from the host")

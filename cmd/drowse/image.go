@@ -23,7 +23,7 @@ import (
 
 func (a *app) imageCommand() *cobra.Command {
 	return group(&cobra.Command{
-		Use: "image", Short: "Build, list, inspect, export and remove root file systems", Args: cobra.NoArgs,
+		Use: "image", Short: "Build, list, inspect, export and remove root file systems",
 	}, a.imageBuildCommand(), a.imageListCommand(), a.imageInspectCommand(), a.imageExportCommand(), a.imageRemoveCommand(), a.imagePruneCommand())
 }
 
@@ -172,20 +172,13 @@ func (a *app) imageListCommand() *cobra.Command {
 		Use: "ls", Short: "List images", Args: cobra.NoArgs,
 		RunE: a.onImages(func(_ *cobra.Command, _ []string, s *image.Store) error {
 			list, listErr := s.List()
-			infos := []imageInfo{}
+			var infos []imageInfo
 			for _, i := range list {
 				infos = append(infos, infoOf(i))
 			}
-			err := a.print(infos, func(w io.Writer) {
-				for t, i := range table(w, "TAGS\tID\tSOURCE\tPACKAGES\tSIZE\tCREATED", list) {
-					tags := strings.Join(i.Tags, ",")
-					if tags == "" {
-						tags = "-"
-					}
-					fmt.Fprintf(t, "%s\t%s\t%s\t%d\t%s\t%s\n", tags, i.ShortID(), i.Source, len(i.Packages), bytesText(i.Size), i.Created.Local().Format("2006-01-02 15:04"))
-				}
-			})
-			return errors.Join(listErr, err)
+			return errors.Join(listErr, answerList(a, infos, nil, "TAGS\tID\tSOURCE\tPACKAGES\tSIZE\tCREATED", func(i imageInfo) []any {
+				return []any{dash(strings.Join(i.Tags, ",")), i.ShortID(), i.Source, len(i.Packages), bytesText(i.Size), i.Created.Local().Format(dayMinute)}
+			}))
 		}),
 	}
 }
@@ -258,7 +251,7 @@ func printImage(w io.Writer, i *image.Image) {
 	row("id", "%s", i.ID)
 	row("tags", "%s", strings.Join(i.Tags, " "))
 	row("source", "%s", i.Source)
-	row("created", "%s", i.Created.Local().Format("2006-01-02 15:04"))
+	row("created", "%s", i.Created.Local().Format(dayMinute))
 	row("architecture", "%q", i.Architecture)
 	row("size", "%s (%s of files)", bytesText(i.Size), bytesText(i.Content))
 	row("inodes", "%d", i.Inodes)
@@ -320,13 +313,9 @@ func (a *app) imageExportCommand() *cobra.Command {
 
 The same image gives the same bytes.`,
 		Args: cobra.ExactArgs(2), ValidArgsFunction: a.completeImage,
-		RunE: func(cmd *cobra.Command, args []string) error {
+		RunE: a.onImages(func(cmd *cobra.Command, args []string, s *image.Store) error {
 			if args[1] == "-" && a.json() {
 				return usageError{errors.New("stdout cannot have both the image and a JSON document: name a file")}
-			}
-			s, err := a.images()
-			if err != nil {
-				return err
 			}
 			img, err := s.Find(args[0])
 			if err != nil {
@@ -359,7 +348,7 @@ The same image gives the same bytes.`,
 				Size   int64  `json:"size"`
 			}{img.ID, format, args[1], st.Size()}
 			return a.print(out, func(w io.Writer) { fmt.Fprintf(w, "%s %s\n", args[1], bytesText(st.Size())) })
-		},
+		}),
 	}
 	cmd.Flags().StringVar(&format, "format", string(oci.FormatEROFS), "erofs, tar or oci-archive")
 	return cmd
@@ -369,11 +358,7 @@ func (a *app) imagePruneCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "prune", Short: "Remove downloaded layers and results of steps that belong to no image, and what builds that died left",
 		Args: cobra.NoArgs,
-		RunE: func(cmd *cobra.Command, _ []string) error {
-			vms, err := a.store()
-			if err != nil {
-				return err
-			}
+		RunE: a.onHost(func(cmd *cobra.Command, _ []string, vms *sandbox.Host) error {
 			if err := build.Sweep(cmd.Context(), vms); err != nil {
 				return err
 			}
@@ -412,7 +397,7 @@ func (a *app) imagePruneCommand() *cobra.Command {
 			return a.print(out, func(w io.Writer) {
 				fmt.Fprintf(w, "%d layers, %d results of steps (%s) and %d unfinished builds removed\n", out.Layers, out.Steps, bytesText(out.Bytes), out.Builds)
 			})
-		},
+		}),
 	}
 }
 

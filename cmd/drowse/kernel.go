@@ -15,7 +15,7 @@ import (
 
 func (a *app) kernelCommand() *cobra.Command {
 	return group(&cobra.Command{
-		Use: "kernel", Short: "Build, fetch, list and inspect guest kernels", Args: cobra.NoArgs,
+		Use: "kernel", Short: "Build, fetch, list and inspect guest kernels",
 	}, a.kernelBuildCommand(), a.kernelFetchCommand(), a.kernelListCommand(), a.kernelInspectCommand())
 }
 
@@ -139,10 +139,8 @@ func (a *app) kernelListCommand() *cobra.Command {
 		Use: "ls", Short: "List the kernels that have been built and fetched", Args: cobra.NoArgs,
 		RunE: a.onHost(func(_ *cobra.Command, _ []string, s *sandbox.Host) error {
 			list, err := kernel.List(s.State.KernelDir())
-			return a.answer(some(list), err, func(w io.Writer) {
-				for t, k := range table(w, "ID\tKIND\tVERSION\tRUNS ON KVM\tSIZE\tCREATED", list) {
-					fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\t%s\n", k.ID, kindText(k), k.Version, hostsText(k.Hosts()), bytesText(k.ImageSize), k.Created.Local().Format("2006-01-02 15:04"))
-				}
+			return answerList(a, list, err, "ID\tKIND\tVERSION\tRUNS ON KVM\tSIZE\tCREATED", func(k *kernel.Kernel) []any {
+				return []any{k.ID, kindText(k), k.Version, hostsText(k.Hosts()), bytesText(k.ImageSize), k.Created.Local().Format(dayMinute)}
 			})
 		}),
 	}
@@ -219,7 +217,7 @@ func printKernelInfo(w io.Writer, k kernelInfo) {
 		}
 	}
 	row("inputs", k.InputsHash)
-	row("created", k.Created.Local().Format("2006-01-02 15:04"))
+	row("created", k.Created.Local().Format(dayMinute))
 	var modules []string
 	for _, m := range k.Modules {
 		modules = append(modules, strings.TrimSuffix(filepath.Base(m), ".ko"))
@@ -229,13 +227,13 @@ func printKernelInfo(w io.Writer, k kernelInfo) {
 	}
 	t.Flush()
 	fmt.Fprintln(w)
-	for t, f := range table(w, "FEATURE\tHAS\tFOR\tLACKS", k.Features) {
+	table(w, "FEATURE\tHAS\tFOR\tLACKS", k.Features, func(f kernel.Feature) []any {
 		lacks := strings.Join(f.Lacks(), " ")
 		if m := f.Modules(); len(m) > 0 {
 			lacks = "--module " + strings.Join(m, ",")
 		}
-		fmt.Fprintf(t, "%s\t%s\t%s\t%s\n", f.Name, f.Has, f.Purpose, lacks)
-	}
+		return []any{f.Name, f.Has, f.Purpose, lacks}
+	})
 }
 
 // completeKernel completes the id of a kernel.

@@ -15,7 +15,7 @@ import (
 
 func (a *app) netCommand() *cobra.Command {
 	return group(&cobra.Command{
-		Use: "net", Short: "Set up how packets of VMs leave this host", Args: cobra.NoArgs,
+		Use: "net", Short: "Set up how packets of VMs leave this host",
 		Long: `Set up how packets of VMs leave this host. What they may reach is said by each VM's
 policy, see "drowse policy". The range of VMs' addresses is 10.200.0.0/16 unless
 $DROWSE_AGENT_RANGE names another, and fd64:726f:7773:2::/64 unless

@@ -21,7 +21,6 @@ func (a *app) policyCommand() *cobra.Command {
 	return group(&cobra.Command{
 		Use:   "policy",
 		Short: "Check, explain, set and watch the network policies of VMs",
-		Args:  cobra.NoArgs,
 	}, a.policyCheckCommand(), a.policyExplainCommand(), a.policySchemaCommand(), a.policySetCommand(), a.policyTagCommand(), a.policyShowCommand(), a.policyDiffCommand(), a.policyStatsCommand(), a.policyEventsCommand(), a.policyFlowsCommand())
 }
 

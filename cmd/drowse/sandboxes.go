@@ -163,22 +163,6 @@ The JSON document has a page of them; "next" is what --after takes for the next 
 	return cmd
 }
 
-func dash(s string) string {
-	if s == "" {
-		return "-"
-	}
-	return s
-}
-
-func firstOf(texts ...string) string {
-	for _, s := range texts {
-		if s != "" {
-			return s
-		}
-	}
-	return ""
-}
-
 // historyDoc is `drowse history -o json`.
 type historyDoc struct {
 	Version int `json:"version"`
@@ -225,39 +209,37 @@ removed can be named as well, by its name or its id, for 30 days.`,
 	return cmd
 }
 
-const historyTime = "2006-01-02 15:04:05"
-
 func printHistory(w io.Writer, h fleet.History) {
 	s := h.Sandbox
 	line := fmt.Sprintf("%s %s, %s", s.Name, s.ID, s.Status)
 	if !s.Removed.IsZero() {
-		line = fmt.Sprintf("%s %s, removed at %s", s.Name, s.ID, s.Removed.Local().Format(historyTime))
+		line = fmt.Sprintf("%s %s, removed at %s", s.Name, s.ID, s.Removed.Local().Format(daySecond))
 	}
 	fmt.Fprintln(w, line)
-	if len(h.Runs) > 0 {
-		for t, r := range table(w, "\nBEGUN\tTOOK\tRESULT\tCPU\tIN\tOUT\tUSER\tCOMMAND", h.Runs) {
-			took, result := "-", r.State
-			if !r.Ended.IsZero() {
-				took = r.Ended.Sub(r.Begun).Round(time.Millisecond).String()
-			}
-			switch {
-			case r.Signal != 0:
-				result = fmt.Sprintf("signal %d", r.Signal)
-			case r.Exit != nil:
-				result = fmt.Sprintf("exit %d", *r.Exit)
-			case r.Error != "":
-				result = "failed"
-			}
-			fmt.Fprintf(t, "%s\t%s\t%s\t%.3fs\t%s\t%s\t%s\t%s\n", r.Begun.Local().Format(historyTime), took, result, r.CPUSeconds,
-				bytesText(r.In), bytesText(r.Out), dash(printable(r.User)), printable(strings.Join(r.Command, " ")))
+	tableIfAny(w, "\nBEGUN\tTOOK\tRESULT\tCPU\tIN\tOUT\tUSER\tCOMMAND", h.Runs, func(r records.Run) []any {
+		took, result := "-", r.State
+		if !r.Ended.IsZero() {
+			took = r.Ended.Sub(r.Begun).Round(time.Millisecond).String()
 		}
-	}
-	if len(h.Sleeps) > 0 {
-		for t, s := range table(w, "\nASLEEP\tAWAKE SINCE\tCPU\tNET IN\tNET OUT\tSTORED\tSNAPSHOT", h.Sleeps) {
-			fmt.Fprintf(t, "%s\t%s\t%.3fs\t%s\t%s\t%s\t%s\n", s.Asleep.Local().Format(historyTime), s.Awake.Local().Format(historyTime), s.CPUSeconds,
-				bytesText(int64(s.NetworkIn)), bytesText(int64(s.NetworkOut)), bytesText(s.Stored), s.Snapshot)
+		switch {
+		case r.Signal != 0:
+			result = fmt.Sprintf("signal %d", r.Signal)
+		case r.Exit != nil:
+			result = fmt.Sprintf("exit %d", *r.Exit)
+		case r.Error != "":
+			result = "failed"
 		}
-	}
+		return []any{
+			r.Begun.Local().Format(daySecond), took, result, fmt.Sprintf("%.3fs", r.CPUSeconds),
+			bytesText(r.In), bytesText(r.Out), dash(printable(r.User)), printable(strings.Join(r.Command, " ")),
+		}
+	})
+	tableIfAny(w, "\nASLEEP\tAWAKE SINCE\tCPU\tNET IN\tNET OUT\tSTORED\tSNAPSHOT", h.Sleeps, func(s records.Sleep) []any {
+		return []any{
+			s.Asleep.Local().Format(daySecond), s.Awake.Local().Format(daySecond), fmt.Sprintf("%.3fs", s.CPUSeconds),
+			bytesText(int64(s.NetworkIn)), bytesText(int64(s.NetworkOut)), bytesText(s.Stored), s.Snapshot,
+		}
+	})
 }
 
 func (a *app) renameCommand() *cobra.Command {

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -18,7 +19,7 @@ import (
 
 func (a *app) secretCommand() *cobra.Command {
 	return group(&cobra.Command{
-		Use: "secret", Short: "Hand secrets to a VM, which no snapshot of it has", Args: cobra.NoArgs,
+		Use: "secret", Short: "Hand secrets to a VM, which no snapshot of it has",
 		Long: `Hand secrets to a VM. Programs in it find them as files in ` + guest.SecretsDir + `, and their
 values are in the memory of the VM's process only: neither in its record, nor on its disk,
 nor in a snapshot of it. Those that the proxy of its network policy puts into requests are no
@@ -38,7 +39,7 @@ func (a *app) secretSetCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "set NAME SECRET=@FILE|SECRET=-...", Short: "Hand secrets to a VM, and wake it if it sleeps",
 		Args: cobra.MinimumNArgs(2), ValidArgsFunction: a.completeVM,
-		RunE: func(cmd *cobra.Command, args []string) error {
+		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			m, err := strconv.ParseUint(mode, 8, 16)
 			if err != nil || m == 0 || m > 0o777 {
 				return usageError{fmt.Errorf("--mode %q: use permissions in octal, 0001 to 0777", mode)}
@@ -54,16 +55,12 @@ func (a *app) secretSetCommand() *cobra.Command {
 					list[i].Mode, list[i].UID, list[i].GID = uint16(m), uid, gid
 				}
 			}
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
 			if err := a.wakeFor(cmd.Context(), s, args[0]); err != nil {
 				return err
 			}
 			err = s.Sandbox(args[0]).SetSecrets(cmd.Context(), list...)
 			return a.answer(map[string]any{"name": args[0], "set": secretNames(list)}, err, func(io.Writer) {})
-		},
+		}),
 	}
 	f := cmd.Flags()
 	f.StringVar(&mode, "mode", strconv.FormatUint(spec.DefaultSecretMode, 8), "permissions of the files, in octal")
@@ -79,24 +76,19 @@ func (a *app) secretListCommand() *cobra.Command {
 		Use: "ls NAME", Short: "List the secrets of a VM, without values", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			list, err := s.Sandbox(args[0]).Secrets(cmd.Context())
-			return a.answer(some(list), err, func(w io.Writer) {
-				for t, l := range table(w, "SECRET\tVALUE\tMODE\tOWNER\tAFTER A WAKE", list) {
-					value, after, m := "awaited", "gone", l.Mode
-					if l.Present {
-						value = bytesText(int64(l.Size))
-					}
-					if l.Kept {
-						after = "awaited"
-					}
-					if m == 0 {
-						m = spec.DefaultSecretMode
-					}
-					mode, owner := fmt.Sprintf("%04o", m), fmt.Sprintf("%d:%d", l.UID, l.GID)
-					if l.Proxy {
-						mode, owner = "proxy", "-"
-					}
-					fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\n", l.Name, value, mode, owner, after)
+			return answerList(a, list, err, "SECRET\tVALUE\tMODE\tOWNER\tAFTER A WAKE", func(l spec.SecretState) []any {
+				value, after := "awaited", "gone"
+				if l.Present {
+					value = bytesText(int64(l.Size))
 				}
+				if l.Kept {
+					after = "awaited"
+				}
+				mode, owner := fmt.Sprintf("%04o", cmp.Or(l.Mode, spec.DefaultSecretMode)), fmt.Sprintf("%d:%d", l.UID, l.GID)
+				if l.Proxy {
+					mode, owner = "proxy", "-"
+				}
+				return []any{l.Name, value, mode, owner, after}
 			})
 		}),
 	}

@@ -231,36 +231,31 @@ func (a *app) serviceListCommand() *cobra.Command {
 		Use: "ls NAME", Short: "List the services of a VM, and how they are; one that sleeps is not woken", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			list, err := s.Sandbox(args[0]).Services(cmd.Context())
-			return a.answer(some(list), err, func(w io.Writer) {
-				for t, l := range table(w, "SERVICE\tSTATE\tREADY\tPID\tRESTARTS\tSTARTED\tLAST EXIT\tCOMMAND", list) {
-					state, ready, pid, started, exit := "-", "-", "-", "-", "-"
-					switch {
-					case l.Ready:
-						ready = "yes"
-					case l.State == guest.ServiceRunning:
-						ready = "no"
-					}
-					if l.State != "" {
-						state = l.State
-					}
-					if l.PID != 0 {
-						pid = strconv.Itoa(l.PID)
-					}
-					if l.Started != nil {
-						started = l.Started.Local().Format(time.DateTime)
-					}
-					if l.ExitCode != nil {
-						exit = strconv.Itoa(*l.ExitCode)
-					}
-					var words []string
-					for _, word := range l.Argv {
-						words = append(words, auditWord(word))
-					}
-					if l.Problem != "" {
-						words = append(words, ": "+printable(l.Problem))
-					}
-					fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%d\t%s\t%s\t%s\n", l.Name, state, ready, pid, l.Restarts, started, exit, strings.Join(words, " "))
+			return answerList(a, list, err, "SERVICE\tSTATE\tREADY\tPID\tRESTARTS\tSTARTED\tLAST EXIT\tCOMMAND", func(l control.ServiceStatus) []any {
+				ready, pid, started, exit := "-", "-", "-", "-"
+				switch {
+				case l.Ready:
+					ready = yes
+				case l.State == guest.ServiceRunning:
+					ready = no
 				}
+				if l.PID != 0 {
+					pid = strconv.Itoa(l.PID)
+				}
+				if l.Started != nil {
+					started = l.Started.Local().Format(daySecond)
+				}
+				if l.ExitCode != nil {
+					exit = strconv.Itoa(*l.ExitCode)
+				}
+				var words []string
+				for _, word := range l.Argv {
+					words = append(words, auditWord(word))
+				}
+				if l.Problem != "" {
+					words = append(words, ": "+printable(l.Problem))
+				}
+				return []any{l.Name, dash(l.State), ready, pid, l.Restarts, started, exit, strings.Join(words, " ")}
 			})
 		}),
 	}

@@ -2,6 +2,7 @@ package main
 
 import (
 	"bufio"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -29,18 +30,12 @@ func (a *app) snapshotCommand() *cobra.Command {
 			Use: "ls", Short: "List snapshots", Args: cobra.NoArgs,
 			RunE: a.onHost(func(_ *cobra.Command, _ []string, s *sandbox.Host) error {
 				list, err := s.State.Snapshots()
-				return a.answer(some(list), err, func(w io.Writer) {
-					for t, i := range table(w, "ID\tVM\tKIND\tCREATED\tRAM\tSTORED\tOWN\tDEPTH\tNOTE", list) {
-						if i.Problem != "" {
-							i.Note = i.Problem
-						}
-						ram := bytesText(int64(i.RAM))
-						if i.RAM == 0 {
-							ram = "-"
-						}
-						fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\t%s\t%s\t%d\t%s\n", i.ID, i.VM, i.Kind, i.Created.Local().Format("2006-01-02 15:04:05"),
-							ram, bytesText(i.Stored), bytesText(i.Exclusive), i.Depth, i.Note)
+				return answerList(a, list, err, "ID\tVM\tKIND\tCREATED\tRAM\tSTORED\tOWN\tDEPTH\tNOTE", func(i state.SnapshotInfo) []any {
+					ram := "-"
+					if i.RAM != 0 {
+						ram = bytesText(int64(i.RAM))
 					}
+					return []any{i.ID, i.VM, i.Kind, i.Created.Local().Format(daySecond), ram, bytesText(i.Stored), bytesText(i.Exclusive), i.Depth, cmp.Or(i.Problem, i.Note)}
 				})
 			}),
 		},
@@ -123,7 +118,7 @@ func printTree(w io.Writer, nodes []*node, indent string) {
 		if n == len(nodes)-1 {
 			branch, below = "└─ ", "   "
 		}
-		fmt.Fprintf(w, "%s%s%s  %s  %s  %s own  %s\n", indent, branch, at.ID, at.VM, at.Created.Local().Format("2006-01-02 15:04:05"), bytesText(at.Exclusive), at.Note)
+		fmt.Fprintf(w, "%s%s%s  %s  %s  %s own  %s\n", indent, branch, at.ID, at.VM, at.Created.Local().Format(daySecond), bytesText(at.Exclusive), at.Note)
 		printTree(w, at.Children, indent+below)
 	}
 }

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io"
 	"strconv"
+	"strings"
 
 	"github.com/spf13/cobra"
 
@@ -17,7 +18,7 @@ const defaultVolumeMiB = 1024
 
 func (a *app) volumeCommand() *cobra.Command {
 	return group(&cobra.Command{
-		Use: "volume", Short: "Disks that live beyond the VMs that use them", Args: cobra.NoArgs,
+		Use: "volume", Short: "Disks that live beyond the VMs that use them",
 		Long: `Disks that live beyond the VMs that use them. "drowse run --volume NAME:/PATH" mounts
 one in a VM. One VM may write to a volume, or any number read it (NAME:/PATH:ro); a VM
 that sleeps keeps its volumes.
@@ -54,7 +55,7 @@ func (a *app) volumeListCommand() *cobra.Command {
 		Use: "ls", Short: "List volumes", Args: cobra.NoArgs,
 		RunE: a.onHost(func(_ *cobra.Command, _ []string, s *sandbox.Host) error {
 			records, listErr := s.State.Volumes().List()
-			list := []*state.VolumeInfo{}
+			var list []*state.VolumeInfo
 			for _, r := range records {
 				i, err := s.State.InspectVolume(r.Name)
 				if err != nil {
@@ -63,25 +64,19 @@ func (a *app) volumeListCommand() *cobra.Command {
 				}
 				list = append(list, i)
 			}
-			err := a.print(list, func(w io.Writer) {
-				for t, i := range table(w, "NAME\tSIZE\tSTORED\tCREATED\tVMS", list) {
-					fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\n", i.Name, bytesText(i.Size), bytesText(i.Allocated), i.Created.Local().Format("2006-01-02 15:04"), volumeUsers(i))
-				}
-			})
-			return errors.Join(listErr, err)
+			return errors.Join(listErr, answerList(a, list, nil, "NAME\tSIZE\tSTORED\tCREATED\tVMS", func(i *state.VolumeInfo) []any {
+				return []any{i.Name, bytesText(i.Size), bytesText(i.Allocated), i.Created.Local().Format(dayMinute), volumeUsers(i)}
+			}))
 		}),
 	}
 }
 
 func volumeUsers(i *state.VolumeInfo) string {
-	text := ""
-	for n, u := range i.UsedBy {
-		if n > 0 {
-			text += ", "
-		}
-		text += fmt.Sprintf("%s (%s)", u.VM, u.Phase)
+	var users []string
+	for _, u := range i.UsedBy {
+		users = append(users, fmt.Sprintf("%s (%s)", u.VM, u.Phase))
 	}
-	return text
+	return strings.Join(users, ", ")
 }
 
 func (a *app) volumeInspectCommand() *cobra.Command {

@@ -1,7 +1,6 @@
 package main
 
 import (
-	"encoding/json"
 	"fmt"
 	"path"
 	"strconv"
@@ -35,17 +34,13 @@ sleeps is woken at the beginning, and not again: watching goes on when it is awa
 Watching is no use of the VM, which goes to sleep by itself when nobody else uses it, unless
 --keep-awake is given.`,
 		Args: cobra.MinimumNArgs(2), ValidArgsFunction: a.completeVM,
-		RunE: func(cmd *cobra.Command, args []string) error {
+		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			for _, p := range args[1:] {
 				if !path.IsAbs(p) {
 					return usageError{fmt.Errorf("%q is not an absolute path in the VM", p)}
 				}
 			}
 			o.Paths = args[1:]
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
 			c, err := a.awake(cmd.Context(), s, args[0])
 			if err != nil {
 				return err
@@ -57,7 +52,7 @@ Watching is no use of the VM, which goes to sleep by itself when nobody else use
 				return nil // interrupted, which is how this ends
 			}
 			return err
-		},
+		}),
 	}
 	f := cmd.Flags()
 	f.BoolVarP(&o.Recursive, "recursive", "r", false, "what lies below directories as well, on the same file system")
@@ -67,11 +62,6 @@ Watching is no use of the VM, which goes to sleep by itself when nobody else use
 
 // printEvent prints one event on a line of its own.
 func (a *app) printEvent(e guest.WatchEvent) error {
-	if a.json() {
-		return json.NewEncoder(a.stdout).Encode(watchDoc{
-			Time: e.Time.UTC(), Event: e.Kind, Path: e.Path, From: e.From, Dir: e.Dir, Problem: e.Problem,
-		})
-	}
 	name := func(p string) string {
 		if printable(p) != p || path.Clean(p) != p {
 			return strconv.Quote(p)
@@ -91,6 +81,5 @@ func (a *app) printEvent(e guest.WatchEvent) error {
 	if e.Problem != "" {
 		line += "  " + printable(e.Problem)
 	}
-	_, err := fmt.Fprintln(a.stdout, line)
-	return err
+	return a.line(watchDoc{Time: e.Time.UTC(), Event: e.Kind, Path: e.Path, From: e.From, Dir: e.Dir, Problem: e.Problem}, line)
 }
