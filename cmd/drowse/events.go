@@ -128,13 +128,11 @@ func (w *webhookFlags) add(cmd *cobra.Command) {
 	f := cmd.Flags()
 	f.StringVar(&w.url, "webhook", "", "send events to this address (see \"drowse events\")")
 	f.StringVar(&w.secretFile, "webhook-secret-file", "", "file with what deliveries to --webhook are signed by; only its owner may read it")
+	cmd.MarkFlagsRequiredTogether("webhook", "webhook-secret-file")
 	f.StringVar(&w.file, "webhooks", "", "JSON file with more of them: [{\"url\":..., \"secret_file\":..., \"types\":[...], \"owner\":...}]")
 }
 
 func (w *webhookFlags) hooks() (out []events.Webhook, err error) {
-	if (w.url == "") != (w.secretFile == "") {
-		return nil, usageError{errors.New("--webhook and --webhook-secret-file go together")}
-	}
 	if w.file != "" {
 		if out, err = events.ReadWebhooks(w.file); err != nil {
 			return nil, err

@@ -127,6 +127,9 @@ func (a *app) root() *cobra.Command {
 			if formats := outputFormats(cmd); !slices.Contains(formats, a.output) {
 				return usageError{fmt.Errorf("output format %q: use %s", a.output, strings.Join(formats, " or "))}
 			}
+			if err := cmd.ValidateFlagGroups(); err != nil { // which cobra does later, as no usage error
+				return usageError{fmt.Errorf("%w: see `%s --help`", err, cmd.CommandPath())}
+			}
 			_, a.mayMake = cmd.Annotations[stateAnnotation]
 			level := slog.LevelInfo
 			if a.verbose {
