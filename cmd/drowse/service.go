@@ -68,10 +68,7 @@ has stopped when that boots. User, working directory and variables are those tha
 image says, where the flags say nothing else.`,
 		Args: cobra.MinimumNArgs(3), ValidArgsFunction: a.completeVM,
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
-			want.Name, want.Argv = args[1], args[2:]
-			if want.Argv[0] == "--" {
-				want.Argv = want.Argv[1:]
-			}
+			want.Name, want.Argv = args[1], afterDashes(args[2:])
 			if err := readinessOf(ready, check, &want); err != nil {
 				return usageError{err}
 			}
