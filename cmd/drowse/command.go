@@ -47,6 +47,15 @@ func (a *app) onFleet(do func(*cobra.Command, []string, *fleet.Fleet) error) run
 	return opened(a.fleet, do)
 }
 
+// completions are what a shell completes a word to, of what is opened.
+func completions[T any](open func() (T, error), words func(T) []string) ([]string, cobra.ShellCompDirective) {
+	v, err := open()
+	if err != nil {
+		return nil, cobra.ShellCompDirectiveError
+	}
+	return words(v), cobra.ShellCompDirectiveNoFileComp
+}
+
 // launching is the store with what starts VMs.
 func (a *app) launching() (*sandbox.Host, pool.Launcher, error) {
 	s, err := a.store()

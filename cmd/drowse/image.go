@@ -248,6 +248,11 @@ func printImage(w io.Writer, i *image.Image) {
 			name = ""
 		}
 	}
+	known := func(name, format, value string) {
+		if value != "" {
+			row(name, format, value)
+		}
+	}
 	row("id", "%s", i.ID)
 	row("tags", "%s", strings.Join(i.Tags, " "))
 	row("source", "%s", i.Source)
@@ -256,12 +261,8 @@ func printImage(w io.Writer, i *image.Image) {
 	row("size", "%s (%s of files)", bytesText(i.Size), bytesText(i.Content))
 	row("inodes", "%d", i.Inodes)
 	row("packages", "%d", len(i.Packages))
-	if i.Manifest != "" {
-		row("manifest", "%s", i.Manifest)
-	}
-	if i.Config != "" {
-		row("configuration", "%s", i.Config)
-	}
+	known("manifest", "%s", i.Manifest)
+	known("configuration", "%s", i.Config)
 	name := "layers"
 	for _, l := range i.Layers {
 		digest, size := l.Digest, "size not said"
@@ -277,21 +278,13 @@ func printImage(w io.Writer, i *image.Image) {
 	list("entrypoint", i.Entrypoint)
 	list("cmd", i.Cmd)
 	list("env", i.Env)
-	if i.User != "" {
-		row("user", "%q", i.User)
-	}
-	if i.Workdir != "" {
-		row("working directory", "%q", i.Workdir)
-	}
-	if i.StopSignal != "" {
-		row("stop signal", "%q", i.StopSignal)
-	}
+	known("user", "%q", i.User)
+	known("working directory", "%q", i.Workdir)
+	known("stop signal", "%q", i.StopSignal)
 	if len(i.ExposedPorts) > 0 {
 		row("ports", "%q", i.ExposedPorts)
 	}
-	if i.Base != "" {
-		row("base", "%s", i.Base)
-	}
+	known("base", "%s", i.Base)
 	name = "labels"
 	for _, k := range slices.Sorted(maps.Keys(i.Labels)) {
 		row(name, "%q = %q", k, i.Labels[k])
@@ -420,14 +413,11 @@ func removeImage(ctx context.Context, s *sandbox.Host, images *image.Store, ref 
 }
 
 func (a *app) completeImage(*cobra.Command, []string, string) ([]string, cobra.ShellCompDirective) {
-	s, err := a.images()
-	if err != nil {
-		return nil, cobra.ShellCompDirectiveError
-	}
-	list, _ := s.List() // those that can be read
-	var names []string
-	for _, i := range list {
-		names = append(names, i.Tags...)
-	}
-	return names, cobra.ShellCompDirectiveNoFileComp
+	return completions(a.images, func(s *image.Store) (names []string) {
+		list, _ := s.List() // those that can be read
+		for _, i := range list {
+			names = append(names, i.Tags...)
+		}
+		return names
+	})
 }

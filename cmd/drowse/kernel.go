@@ -238,13 +238,12 @@ func printKernelInfo(w io.Writer, k kernelInfo) {
 
 // completeKernel completes the id of a kernel.
 func (a *app) completeKernel(*cobra.Command, []string, string) ([]string, cobra.ShellCompDirective) {
-	out := []string{string(kernel.Built), string(kernel.Debian)}
-	if s, err := a.store(); err == nil {
-		if list, err := kernel.List(s.State.KernelDir()); err == nil {
-			for _, k := range list {
-				out = append(out, k.ID)
-			}
+	return completions(a.store, func(s *sandbox.Host) []string {
+		ids := []string{string(kernel.Built), string(kernel.Debian)}
+		list, _ := kernel.List(s.State.KernelDir()) // those that can be read
+		for _, k := range list {
+			ids = append(ids, k.ID)
 		}
-	}
-	return out, cobra.ShellCompDirectiveNoFileComp
+		return ids
+	})
 }

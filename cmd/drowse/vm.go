@@ -438,17 +438,14 @@ func (a *app) logsCommand() *cobra.Command {
 	return cmd
 }
 
-func (a *app) completeVM(cmd *cobra.Command, _ []string, _ string) ([]string, cobra.ShellCompDirective) {
-	s, err := a.store()
-	if err != nil {
-		return nil, cobra.ShellCompDirectiveError
-	}
-	records, _ := s.State.List()
-	var names []string
-	for _, r := range records {
-		names = append(names, r.Spec.Name+"\t"+string(r.Phase))
-	}
-	return names, cobra.ShellCompDirectiveNoFileComp
+func (a *app) completeVM(*cobra.Command, []string, string) ([]string, cobra.ShellCompDirective) {
+	return completions(a.store, func(s *sandbox.Host) (names []string) {
+		records, _ := s.State.List() // those that can be read
+		for _, r := range records {
+			names = append(names, r.Spec.Name+"\t"+string(r.Phase))
+		}
+		return names
+	})
 }
 
 // bytesText is a size for people.

@@ -33,21 +33,28 @@ func (a *app) volumeCreateCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "create NAME", Annotations: makesState, Short: "Make a volume with an empty ext4", Args: cobra.ExactArgs(1),
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
-			if size < 0 || size > volume.MaxSize>>20 {
-				size = 0 // which is refused, and cannot overflow
-			}
-			r, err := s.State.Volumes().Create(cmd.Context(), args[0], size<<20)
-			if errors.Is(err, volume.ErrName) || errors.Is(err, volume.ErrSize) {
-				return usageError{err}
-			}
-			if err != nil {
-				return err
-			}
-			return a.print(r, func(w io.Writer) { fmt.Fprintln(w, r.Name) })
+			r, err := s.State.Volumes().Create(cmd.Context(), args[0], volumeBytes(size))
+			return a.answerVolume(r, err)
 		}),
 	}
 	cmd.Flags().Int64Var(&size, "size", size, "size in MiB; it takes what is written to it")
 	return cmd
+}
+
+// volumeBytes is a size in bytes; one that cannot be is 0, which is refused.
+func volumeBytes(mib int64) int64 {
+	if mib < 0 || mib > volume.MaxSize>>20 {
+		return 0
+	}
+	return mib << 20
+}
+
+// answerVolume prints a volume that was made or changed.
+func (a *app) answerVolume(r *volume.Record, err error) error {
+	if errors.Is(err, volume.ErrName) || errors.Is(err, volume.ErrSize) {
+		err = usageError{err}
+	}
+	return a.answer(r, err, func(w io.Writer) { fmt.Fprintln(w, r.Name) })
 }
 
 func (a *app) volumeListCommand() *cobra.Command {
@@ -104,17 +111,8 @@ was or has the new size.`,
 			if err != nil {
 				return usageError{fmt.Errorf("size %q: use a number of MiB", args[1])}
 			}
-			if mib < 0 || mib > volume.MaxSize>>20 {
-				mib = 0 // which is refused, and cannot overflow
-			}
-			r, err := s.State.ResizeVolume(cmd.Context(), args[0], mib<<20)
-			if errors.Is(err, volume.ErrName) || errors.Is(err, volume.ErrSize) {
-				return usageError{err}
-			}
-			if err != nil {
-				return err
-			}
-			return a.print(r, func(w io.Writer) { fmt.Fprintln(w, r.Name) })
+			r, err := s.State.ResizeVolume(cmd.Context(), args[0], volumeBytes(mib))
+			return a.answerVolume(r, err)
 		}),
 	}
 }
