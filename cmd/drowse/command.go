@@ -39,6 +39,16 @@ func (a *app) onHost(do func(*cobra.Command, []string, *sandbox.Host) error) run
 	return opened(a.store, do)
 }
 
+// onAwake is a command on the VM that its first argument names, and wakes that if it sleeps.
+func (a *app) onAwake(do func(*cobra.Command, []string, *sandbox.Sandbox) error) runE {
+	return a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
+		if err := a.wakeFor(cmd.Context(), s, args[0]); err != nil {
+			return err
+		}
+		return do(cmd, args, s.Sandbox(args[0]))
+	})
+}
+
 func (a *app) onImages(do func(*cobra.Command, []string, *image.Store) error) runE {
 	return opened(a.images, do)
 }
