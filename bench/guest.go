@@ -86,15 +86,6 @@ func ofSizes(sizes []int, measure func(mib int) ([]Row, error)) (rows []Row, err
 	return rows, nil
 }
 
-// perAmount is a series for each amount of memory.
-func perAmount(amounts []int, u unit) map[int]*series {
-	all := map[int]*series{}
-	for _, d := range amounts {
-		all[d] = newSeries(u)
-	}
-	return all
-}
-
 // pause waits.
 func pause(ctx context.Context, d time.Duration) error {
 	select {

@@ -53,7 +53,9 @@ type sleeper struct {
 // does hits all alike.
 func ResumeEntry(ctx context.Context, e Env, o Options) ([]Row, error) {
 	r := resumes{name: "resume_entry", n: o.N, warmup: o.Warmup, sizes: o.MemoryMiB, options: instance.RestoreOptions{EntryOnly: true}, pools: o.Pools}
-	return r.measure(ctx, e, e.sleeper)
+	return r.measure(ctx, e, func(ctx context.Context, mib int) (*sleeper, error) {
+		return e.sleeperWith(ctx, mib, 0, func(context.Context, string) error { return nil })
+	})
 }
 
 // resumes are restores of VMs of several sizes of RAM, in MiB.
@@ -123,25 +125,8 @@ func (r resumes) measure(ctx context.Context, e Env, sleep func(context.Context,
 			}
 		}
 	}
-	dir, err := runsDir()
-	if err != nil {
+	if err := r.inTurn(ctx, e, vms, peers); err != nil {
 		return nil, err
-	}
-	defer os.RemoveAll(dir)
-	for i := range r.warmup + r.n {
-		if i%10 == 0 {
-			e.say("%s: run %d of %d", r.name, i, r.warmup+r.n)
-		}
-		for k, v := range vms {
-			if err := r.run(ctx, v, dir, i >= r.warmup); err != nil {
-				return nil, err
-			}
-			for _, b := range peers[k] {
-				if err := b.resume(ctx, i >= r.warmup, v.last); err != nil {
-					return nil, err
-				}
-			}
-		}
 	}
 	for k, v := range vms {
 		for _, way := range r.variants() {
@@ -159,6 +144,31 @@ func (r resumes) measure(ctx context.Context, e Env, sleep func(context.Context,
 		}
 	}
 	return rows, nil
+}
+
+// inTurn restores each VM, and then its peers, if there are any, as often as is said.
+func (r resumes) inTurn(ctx context.Context, e Env, vms []*sleeper, peers [][]*beside) error {
+	dir, err := runsDir()
+	if err != nil {
+		return err
+	}
+	defer os.RemoveAll(dir)
+	for i := range r.warmup + r.n {
+		if i%10 == 0 {
+			e.say("%s: run %d of %d", r.name, i, r.warmup+r.n)
+		}
+		for k, v := range vms {
+			if err := r.run(ctx, v, dir, i >= r.warmup); err != nil {
+				return err
+			}
+			for _, b := range peers[k] {
+				if err := b.resume(ctx, i >= r.warmup, v.last); err != nil {
+					return err
+				}
+			}
+		}
+	}
+	return nil
 }
 
 func (r resumes) variants() (all []variant) {
@@ -209,16 +219,6 @@ func (v *sleeper) of(way variant) *series {
 		v.series[way] = newSeries(inMs)
 	}
 	return v.series[way]
-}
-
-// sleeper boots a VM and puts it to sleep.
-func (e Env) sleeper(ctx context.Context, mib int) (*sleeper, error) {
-	name := vmName(mib)
-	if err := e.boot(ctx, name, mib); err != nil {
-		return nil, err
-	}
-	v := &sleeper{record: &state.Record{Spec: sandbox.Spec{Name: name}}}
-	return v, e.sleep(ctx, v)
 }
 
 // sleep puts a VM to sleep and takes down what it is restored from.

@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"io"
 	"net"
-	"os"
 	"slices"
 	"strings"
 	"time"
@@ -15,9 +14,7 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/control"
-	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/process"
-	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // dirtier is a program in the guest that changes a byte in each of as many pages as it is
@@ -56,43 +53,14 @@ const programPort = 5001
 // memory: how long it stands still (snapshot_pause), and how much is written
 // (snapshot_bytes, in MiB). Each is a delta of the one before. Amounts are interleaved.
 func Snapshots(ctx context.Context, e Env, o Options) ([]Row, error) {
-	return ofSizes(o.MemoryMiB, func(mib int) ([]Row, error) { return e.snapshots(ctx, o, mib) })
-}
-
-func (e Env) snapshots(ctx context.Context, o Options, mib int) (rows []Row, err error) {
-	name := vmName(mib)
-	amounts, err := e.dirtied(ctx, name, mib, o.DirtyMiB)
-	if err != nil {
-		return nil, err
-	}
-	defer func() { err = errors.Join(err, e.remove(ctx, name)) }()
-	stood, stored := perAmount(amounts, inMs), perAmount(amounts, inMiB)
-	line := chain{store: e.Store, vm: name}
-	defer func() { err = errors.Join(err, line.end(context.WithoutCancel(ctx))) }()
-	for i := -1; i < o.Warmup+o.N; i++ {
-		e.say("snapshot: round %d of %d", i+1, o.Warmup+o.N)
-		for _, d := range amounts {
-			if err := e.dirty(ctx, name, d); err != nil {
-				return nil, err
-			}
-			res, err := line.next(ctx)
-			if err != nil {
-				return nil, err
-			}
-			// The first of all is no delta.
-			if i < o.Warmup {
-				continue
-			}
-			stood[d].add(ns(res.Stages["pause"]))
-			stood[d].stagesOf(res.Stages, "save")
-			stored[d].stored(res)
-		}
-	}
-	for _, d := range amounts {
-		params := map[string]any{"memory_mib": mib, "dirty_mib": d, "vcpus": spec.DefaultVCPUs}
-		rows = append(rows, stood[d].row("snapshot_pause", params), stored[d].row("snapshot_bytes", params))
-	}
-	return rows, nil
+	return ofSizes(o.MemoryMiB, func(mib int) (rows []Row, err error) {
+		line := chain{store: e.Store}
+		defer func() { err = errors.Join(err, line.end(context.WithoutCancel(ctx))) }()
+		return e.written(ctx, o, mib, "snapshot_pause", "snapshot_bytes", line.next, func(s *series, res control.SleepResult) {
+			s.add(ns(res.Stages["pause"]))
+			s.stagesOf(res.Stages, "save")
+		})
+	})
 }
 
 // stored records what a snapshot has written.
@@ -195,7 +163,7 @@ func Deltas(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, e.remove(ctx, name)) }()
-	line := chain{store: e.Store, vm: name}
+	line := chain{store: e.Store}
 	defer func() { err = errors.Join(err, line.end(context.WithoutCancel(ctx))) }()
 	works := []struct {
 		name          string
@@ -213,7 +181,7 @@ func Deltas(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 			if err := e.tell(ctx, name, "0 0"); err != nil {
 				return nil, err
 			}
-			if _, err := line.next(ctx); err != nil {
+			if _, err := line.next(ctx, name); err != nil {
 				return nil, err
 			}
 			if w.written > 0 {
@@ -224,7 +192,7 @@ func Deltas(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 			if err := pause(ctx, w.settle); err != nil {
 				return nil, err
 			}
-			res, err := line.next(ctx)
+			res, err := line.next(ctx, name)
 			if err != nil {
 				return nil, err
 			}
@@ -241,12 +209,11 @@ func Deltas(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 // chain takes named snapshots of a VM, each a delta of the one before, and keeps the last.
 type chain struct {
 	store *sandbox.Host
-	vm    string
 	last  string
 }
 
-func (c *chain) next(ctx context.Context) (control.SleepResult, error) {
-	res, err := c.store.Sandbox(c.vm).Snapshot(ctx, sandbox.SnapshotOptions{})
+func (c *chain) next(ctx context.Context, vm string) (control.SleepResult, error) {
+	res, err := c.store.Sandbox(vm).Snapshot(ctx, sandbox.SnapshotOptions{})
 	if err != nil {
 		return res, err
 	}
@@ -268,9 +235,9 @@ func (c *chain) end(ctx context.Context) error {
 
 // chainOf makes a chain of snapshots of a VM, of which it keeps the last, at the given depth.
 func (e Env) chainOf(ctx context.Context, name string, depth int) (id string, err error) {
-	line := chain{store: e.Store, vm: name}
+	line := chain{store: e.Store}
 	// A snapshot whose base is gone is a full one.
-	if _, err := line.next(ctx); err != nil {
+	if _, err := line.next(ctx, name); err != nil {
 		return "", err
 	}
 	if err := line.end(ctx); err != nil {
@@ -281,7 +248,7 @@ func (e Env) chainOf(ctx context.Context, name string, depth int) (id string, er
 		if d%50 == 0 {
 			e.say("restore_depth: snapshot %d of %d", d, depth)
 		}
-		if _, err := line.next(ctx); err != nil {
+		if _, err := line.next(ctx, name); err != nil {
 			return "", errors.Join(err, line.end(context.WithoutCancel(ctx)))
 		}
 	}
@@ -321,13 +288,12 @@ func RestoreDepth(ctx context.Context, e Env, o Options) (rows []Row, err error)
 	if err := e.Store.Sandbox(name).Kill(ctx); err != nil {
 		return nil, err
 	}
-	all := map[int]*series{}
-	vms := map[int]*sleeper{}
-	r, err := e.Store.State.Get(name)
+	vms := make([]*sleeper, len(o.Depths))
+	record, err := e.Store.State.Get(name)
 	if err != nil {
 		return nil, err
 	}
-	for _, d := range o.Depths {
+	for i, d := range o.Depths {
 		info, err := e.Store.State.InspectSnapshot(keep[d])
 		if err != nil {
 			return nil, err
@@ -339,24 +305,14 @@ func RestoreDepth(ctx context.Context, e Env, o Options) (rows []Row, err error)
 		if err != nil {
 			return nil, err
 		}
-		all[d] = newSeries(inMs)
-		vms[d] = &sleeper{record: r, parts: process.Parts(e.Store.State, r, st), snap: e.Store.State.SnapshotDir(keep[d]), series: map[variant]*series{{cache: cacheWarm}: all[d]}}
+		vms[i] = &sleeper{record: record, parts: process.Parts(e.Store.State, record, st), snap: e.Store.State.SnapshotDir(keep[d])}
 	}
-	dir, err := runsDir()
-	if err != nil {
+	r := resumes{name: "restore_depth", n: o.N, warmup: o.Warmup}
+	if err := r.inTurn(ctx, e, vms, make([][]*beside, len(vms))); err != nil {
 		return nil, err
 	}
-	defer os.RemoveAll(dir)
-	for i := range o.Warmup + o.N {
-		e.say("restore_depth: run %d of %d", i, o.Warmup+o.N)
-		for _, d := range o.Depths {
-			if err := vms[d].restore(ctx, dir, variant{cache: cacheWarm}, i >= o.Warmup, instance.RestoreOptions{}, nil); err != nil {
-				return nil, err
-			}
-		}
-	}
-	for _, d := range o.Depths {
-		rows = append(rows, all[d].row("restore_depth", map[string]any{"depth": d, "memory_mib": o.mib(), "cache": "warm", "pool": false}))
+	for i, d := range o.Depths {
+		rows = append(rows, vms[i].of(variant{cache: cacheWarm}).row("restore_depth", map[string]any{"depth": d, "memory_mib": o.mib(), "cache": "warm", "pool": false}))
 	}
 	return rows, nil
 }

@@ -24,8 +24,8 @@ and those that are open. With --follow, go on with those that end, until the VM 
 ends, which ends all; those that are open are not printed before. With -o json, a JSON
 object on a line for each.`,
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
-			return a.printFlows(follow, func(print func(netpolicy.FlowRecord) error) error {
-				return s.Sandbox(args[0]).NetworkFlows(cmd.Context(), follow, print)
+			return a.printFlows(follow, func(each func(netpolicy.FlowRecord) error) error {
+				return s.Sandbox(args[0]).NetworkFlows(cmd.Context(), follow, each)
 			})
 		}),
 	}
@@ -34,7 +34,7 @@ object on a line for each.`,
 }
 
 // printFlows prints records as they come: in columns as wide as they have to be, if all are there at once.
-func (a *app) printFlows(follow bool, flows func(print func(netpolicy.FlowRecord) error) error) error {
+func (a *app) printFlows(follow bool, flows func(each func(netpolicy.FlowRecord) error) error) error {
 	t := columns(a.stdout) // which writes nothing before Flush
 	fmt.Fprintln(t, "FIRST\tLASTED\tEND\tVERDICT\tRULE\tPROTOCOL\tFROM\tTO\tNAME\tSENT\tRECEIVED")
 	err := flows(func(r netpolicy.FlowRecord) error {

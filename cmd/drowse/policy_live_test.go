@@ -101,9 +101,9 @@ func TestFlowPrinter(t *testing.T) {
 		{"json", true, []string{`"end":"closed"`, `"direction":"ingress"`, `"denied":2`, `"type":"of a later version"`}},
 	} {
 		var out strings.Builder
-		err := (&app{output: tt.format, stdout: &out}).printFlows(tt.follow, func(print func(netpolicy.FlowRecord) error) (err error) {
+		err := (&app{output: tt.format, stdout: &out}).printFlows(tt.follow, func(each func(netpolicy.FlowRecord) error) (err error) {
 			for _, r := range records {
-				err = errors.Join(err, print(r))
+				err = errors.Join(err, each(r))
 			}
 			return err
 		})
