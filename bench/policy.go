@@ -222,14 +222,11 @@ func swapSpecs(n int) (specs [2]*netpolicy.Spec, err error) {
 // of which param cpu_p99_ms is the 99th percentile. Param packets is how many were judged meanwhile.
 func PolicySwap(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 	for _, agents := range o.Agents {
-		err := inNamespace(func() error {
-			some, err := policySwaps(ctx, e, agents, o)
-			rows = append(rows, some...)
-			return err
-		})
+		some, err := inNamespace(func() ([]Row, error) { return policySwaps(ctx, e, agents, o) })
 		if err != nil {
 			return nil, err
 		}
+		rows = append(rows, some...)
 	}
 	return rows, nil
 }
@@ -242,10 +239,10 @@ func policySwaps(ctx context.Context, e Env, agents int, o Options) (rows []Row,
 	}
 	trial := func() (*link.Trial, error) { return link.NewTrial(spec) }
 	if agents > 0 {
-		if err := sweepAttachRoots(); err != nil {
-			return nil, fmt.Errorf("removing what a killed benchmark has left: %w", err)
+		a, err := newAttached(spec)
+		if err != nil {
+			return nil, err
 		}
-		a := &attached{root: attachRoot(), spec: spec}
 		defer func() { err = errors.Join(err, a.close()) }()
 		for i := range agents + 1 {
 			if err := ctx.Err(); err != nil {
@@ -412,20 +409,12 @@ func sweepAttachRoots() error {
 // policy_attach, of which param total_ms is how long all took, those of the first, which loads the programs, and of
 // others in processes of their own, by param process; and policy_attach_memory, in KiB: what the kernel says that the
 // agent's maps and programs take (param measured_kib is how much less memory the host had per agent, device included).
-func PolicyAttach(ctx context.Context, e Env, o Options) (rows []Row, err error) {
-	err = inNamespace(func() error {
-		if err := sweepAttachRoots(); err != nil {
-			return fmt.Errorf("removing what a killed benchmark has left: %w", err)
-		}
-		var err error
-		rows, err = policyAttach(ctx, e, o)
-		return err
-	})
-	return rows, err
+func PolicyAttach(ctx context.Context, e Env, o Options) ([]Row, error) {
+	return inNamespace(func() ([]Row, error) { return policyAttach(ctx, e, o) })
 }
 
 // inNamespace runs f on a thread of its own, in a network namespace of its own.
-func inNamespace(f func() error) (err error) {
+func inNamespace(f func() ([]Row, error)) (rows []Row, err error) {
 	done := make(chan struct{})
 	// The namespace is the thread's, which ends with its goroutine.
 	go func() {
@@ -435,10 +424,10 @@ func inNamespace(f func() error) (err error) {
 			err = fmt.Errorf("making a network namespace: %w: run as root", err)
 			return
 		}
-		err = f()
+		rows, err = f()
 	}()
 	<-done
-	return err
+	return rows, err
 }
 
 // attached are agents with their devices.
@@ -447,6 +436,14 @@ type attached struct {
 	spec    *netpolicy.Spec
 	links   []*link.Link
 	devices []*tap.Device
+}
+
+// newAttached are none yet, after what a benchmark has left that was killed is gone.
+func newAttached(spec *netpolicy.Spec) (*attached, error) {
+	if err := sweepAttachRoots(); err != nil {
+		return nil, fmt.Errorf("removing what a killed benchmark has left: %w", err)
+	}
+	return &attached{root: attachRoot(), spec: spec}, nil
 }
 
 // device makes the device of the next agent.
@@ -493,7 +490,10 @@ func policyAttach(ctx context.Context, e Env, o Options) (rows []Row, err error)
 	if err != nil {
 		return nil, err
 	}
-	a := &attached{root: attachRoot(), spec: spec}
+	a, err := newAttached(spec)
+	if err != nil {
+		return nil, err
+	}
 	defer func() { err = errors.Join(err, a.close()) }()
 	first, each, own := newSeries(inMs), newSeries(inMs), newSeries(inMs)
 	memory := newSeries(inKiB)

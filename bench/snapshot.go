@@ -20,7 +20,7 @@ import (
 // dirtier is a program in the guest that changes a byte in each of as many pages as it is
 // told. A quarter of each page is random, so that a page compresses to about that.
 const dirtier = `
-import mmap, os, socket
+import mmap, os
 PAGE, MIB = 4096, 1 << 20
 BLOCK = os.urandom(65536)
 memory = []
@@ -33,21 +33,13 @@ def more():
         r = (len(memory) + at // PAGE) * 1024 % (len(BLOCK) - 1024)
         part[at : at + 1024] = BLOCK[r : r + 1024]
     memory.append(part)
-server = socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)
-server.bind((socket.VMADDR_CID_ANY, 5001))
-server.listen(1)
-while True:
-    c, _ = server.accept()
-    with c:
-        mib = int(c.recv(32))
-        while len(memory) < mib:
-            more()
-        for part in memory[:mib]:
-            part[0:MIB:PAGE] = os.urandom(1) * (MIB // PAGE)
-        c.send(b'done\n')
-`
-
-const programPort = 5001
+def answer(mib):
+    while len(memory) < int(mib):
+        more()
+    for part in memory[:int(mib)]:
+        part[0:MIB:PAGE] = os.urandom(1) * (MIB // PAGE)
+    return 'done'
+` + answering
 
 // Snapshots measures named snapshots of a running guest that has just changed some of its
 // memory: how long it stands still (snapshot_pause), and how much is written
@@ -129,30 +121,25 @@ func command(ctx context.Context, c net.Conn, what string) (string, error) {
 // installation of a package does: what it keeps, and all else. Of what it writes nothing
 // can be compressed within 64 KiB.
 const installer = `
-import os, shutil, socket
+import os, shutil
 BLOCK = os.urandom(65536)
-server = socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)
-server.bind((socket.VMADDR_CID_ANY, 5001))
-server.listen(1)
 turn = 0
 def write(name, mib):
     with open(name, 'wb') as f:
         for i in range(mib * 16):
             f.write(b'%16d' % (turn << 32 | i) + BLOCK[16:])
-while True:
-    c, _ = server.accept()
-    with c:
-        mib, left = map(int, c.recv(32).split())
-        if mib:
-            turn += 1
-            os.makedirs('/root/cache')
-            for i in range(mib - left):
-                write('/root/cache/%d' % i, 1)
-            write('/root/left-%d' % turn, left)
-            shutil.rmtree('/root/cache')
-            os.sync()
-        c.send(b'done\n')
-`
+def answer(mib, left):
+    global turn
+    if int(mib):
+        turn += 1
+        os.makedirs('/root/cache')
+        for i in range(int(mib) - int(left)):
+            write('/root/cache/%d' % i, 1)
+        write('/root/left-%d' % turn, int(left))
+        shutil.rmtree('/root/cache')
+        os.sync()
+    return 'done'
+` + answering
 
 // Deltas measures what a snapshot of a running guest writes of its memory, in MiB, when the
 // guest has been idle since the one before (work is idle), and when it has written files and

@@ -111,16 +111,16 @@ func (m *benches) choose(o *allOptions) (chosen []*benchmark, err error) {
 	if err := within("runs", o.runs, 0, 0); err != nil {
 		return nil, usageError{err}
 	}
+	only, err := m.match(o.only)
+	if err != nil {
+		return nil, err
+	}
+	skip, err := m.match(o.skip)
+	if err != nil {
+		return nil, err
+	}
 	for _, b := range m.all {
-		only, err := m.matches(b, o.only)
-		if err != nil {
-			return nil, err
-		}
-		skip, err := m.matches(b, o.skip)
-		if err != nil {
-			return nil, err
-		}
-		if len(o.only) > 0 && !only || skip {
+		if len(o.only) > 0 && !only[b] || skip[b] {
 			continue
 		}
 		if err := o.set(b); err != nil {
@@ -134,28 +134,26 @@ func (m *benches) choose(o *allOptions) (chosen []*benchmark, err error) {
 	return chosen, nil
 }
 
-// matches is whether a benchmark has a name that one of the patterns is for. A pattern that
-// is for no benchmark is a usage error.
-func (m *benches) matches(b *benchmark, patterns []string) (bool, error) {
-	found := false
+// match are the benchmarks with a name that one of the patterns is for. A pattern that is for none is a usage error.
+func (m *benches) match(patterns []string) (map[*benchmark]bool, error) {
+	found := map[*benchmark]bool{}
 	for _, p := range patterns {
 		known := false
-		for _, other := range m.all {
-			for _, name := range append([]string{other.Name()}, other.Aliases...) {
+		var names []string
+		for _, b := range m.all {
+			names = append(names, b.Name())
+			for _, name := range append([]string{b.Name()}, b.Aliases...) {
 				ok, err := path.Match(p, name)
 				if err != nil {
-					return false, usageError{fmt.Errorf("pattern %q: %w", p, err)}
+					return nil, usageError{fmt.Errorf("pattern %q: %w", p, err)}
 				}
-				known = known || ok
-				found = found || ok && other == b
+				if ok {
+					known, found[b] = true, true
+				}
 			}
 		}
 		if !known {
-			var names []string
-			for _, b := range m.all {
-				names = append(names, b.Name())
-			}
-			return false, usageError{fmt.Errorf("no benchmark is called %q: there are %s", p, strings.Join(names, ", "))}
+			return nil, usageError{fmt.Errorf("no benchmark is called %q: there are %s", p, strings.Join(names, ", "))}
 		}
 	}
 	return found, nil

@@ -67,10 +67,7 @@ not wake it for that.`,
 				return res, err
 			})
 			done(err)
-			if err != nil {
-				return err
-			}
-			return a.print(res, func(io.Writer) {})
+			return a.answer(res, err, func(io.Writer) {})
 		}),
 	}
 	f := cmd.Flags()

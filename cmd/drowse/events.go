@@ -108,13 +108,11 @@ func eventsOver(j *events.Journal) http.Handler {
 		// Who follows ends with the server.
 		ctx, cancel := context.WithCancel(r.Context())
 		defer cancel()
-		ended := make(chan struct{})
-		defer close(ended)
 		go func() {
 			select {
 			case <-api.Draining(ctx):
 				cancel()
-			case <-ended:
+			case <-ctx.Done():
 			}
 		}()
 		h.ServeHTTP(w, r.WithContext(ctx))

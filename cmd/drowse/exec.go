@@ -222,7 +222,7 @@ func (a *app) execute(ctx context.Context, client *guest.Client, c guest.Cmd, e 
 	if e.interA {
 		c.Stdin = os.Stdin
 	}
-	restore, err := a.terminal(ctx, e.tty, &c)
+	restore, err := a.terminal(e.tty, &c)
 	if err != nil {
 		return err
 	}
@@ -251,7 +251,7 @@ func (l *limited) Write(p []byte) (int, error) {
 
 // terminal puts the local terminal into raw mode and passes on its size, if the
 // command gets one. The returned function undoes it.
-func (a *app) terminal(ctx context.Context, tty bool, c *guest.Cmd) (restore func(), err error) {
+func (a *app) terminal(tty bool, c *guest.Cmd) (restore func(), err error) {
 	if !tty {
 		return func() {}, nil
 	}
@@ -273,25 +273,18 @@ func (a *app) terminal(ctx context.Context, tty bool, c *guest.Cmd) (restore fun
 	signal.Notify(winch, syscall.SIGWINCH)
 	done := make(chan struct{})
 	go func() {
-		for {
-			select {
-			case <-winch:
-				if cols, rows, err := term.GetSize(out); err == nil {
-					select {
-					case sizes <- guest.Size{Rows: rows, Cols: cols}:
-					case <-done:
-						return
-					}
+		for range winch {
+			if cols, rows, err := term.GetSize(out); err == nil {
+				select {
+				case sizes <- guest.Size{Rows: rows, Cols: cols}:
+				case <-done:
 				}
-			case <-done:
-				return
-			case <-ctx.Done():
-				return
 			}
 		}
 	}()
 	return func() {
-		signal.Stop(winch)
+		signal.Stop(winch) // which sends nothing more
+		close(winch)
 		close(done)
 		_ = term.Restore(in, old)
 	}, nil

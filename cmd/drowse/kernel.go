@@ -63,7 +63,7 @@ images that need what it has; the others keep the usual one. docs/reference/KERN
 				Progress: p.report, Log: p.toolLog(a),
 			})
 			p.finish(err)
-			return a.printKernel(k, err)
+			return a.answerKernel(k, err)
 		},
 	}
 	f := cmd.Flags()
@@ -118,7 +118,7 @@ others as well. "drowse kernel inspect" says which features want which.`,
 				CacheDir: s.State.KernelDir(), Update: update, Newer: p.newer, UpdateIndex: index, ExtraModules: modules, Progress: p.report, Log: p.toolLog(a),
 			})
 			p.finish(err)
-			return a.printKernel(k, err)
+			return a.answerKernel(k, err)
 		}),
 	}
 	cmd.Flags().StringSliceVar(&modules, "module", nil, "further modules that are loaded when a VM boots, with what they depend on")
@@ -127,11 +127,8 @@ others as well. "drowse kernel inspect" says which features want which.`,
 	return cmd
 }
 
-func (a *app) printKernel(k *kernel.Kernel, err error) error {
-	if err != nil {
-		return err
-	}
-	return a.print(k, func(w io.Writer) { fmt.Fprintln(w, k.ID) })
+func (a *app) answerKernel(k *kernel.Kernel, err error) error {
+	return a.answer(k, err, func(w io.Writer) { fmt.Fprintln(w, k.ID) })
 }
 
 func (a *app) kernelListCommand() *cobra.Command {

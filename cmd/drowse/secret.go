@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -189,39 +190,41 @@ func (a *app) wakeFor(ctx context.Context, s *sandbox.Host, name string) error {
 	return c.Close()
 }
 
-// handIn gives secrets to VMs that run. Those that a VM has or waits for stay as they are
-// but for the value.
+// handIn gives secrets to VMs that run.
 func handIn(ctx context.Context, s *sandbox.Host, list []spec.Secret, names ...string) error {
 	for _, name := range names {
-		if len(list) == 0 {
-			break
-		}
-		there, err := s.Sandbox(name).Secrets(ctx)
-		if err != nil {
-			return err
-		}
-		own, _ := asTheyAre(list, there, false)
-		if err := s.Sandbox(name).SetSecrets(ctx, own...); err != nil {
+		if _, err := give(ctx, s.Sandbox(name), list, false); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
+// give gives secrets to a VM that runs. Those that it has or waits for stay as they are but for the value. It returns
+// the names of the others, which are transient or not.
+func give(ctx context.Context, b *sandbox.Sandbox, list []spec.Secret, transient bool) (others []string, err error) {
+	if len(list) == 0 {
+		return nil, nil
+	}
+	there, err := b.Secrets(ctx)
+	if err != nil {
+		return nil, err
+	}
+	own, others := asTheyAre(list, there, transient)
+	return others, b.SetSecrets(ctx, own...)
+}
+
 // asTheyAre gives secrets the looks that those of the same names have. It returns the names
 // of the others as well, which are transient or not.
 func asTheyAre(list []spec.Secret, there []spec.SecretState, transient bool) (out []spec.Secret, others []string) {
-next:
 	for _, l := range list {
-		l.Transient = transient
-		for _, t := range there {
-			if t.Name == l.Name {
-				l.SecretFile, l.Transient = t.SecretFile, !t.Kept
-				out = append(out, l)
-				continue next
-			}
+		if i := slices.IndexFunc(there, func(t spec.SecretState) bool { return t.Name == l.Name }); i >= 0 {
+			l.SecretFile, l.Transient = there[i].SecretFile, !there[i].Kept
+		} else {
+			l.Transient = transient
+			others = append(others, l.Name)
 		}
-		out, others = append(out, l), append(others, l.Name)
+		out = append(out, l)
 	}
 	return out, others
 }
@@ -229,21 +232,11 @@ next:
 // lendSecrets gives secrets to a VM that runs for the time of a command. Those that the VM
 // has already get the new value, and stay.
 func lendSecrets(ctx context.Context, s *sandbox.Host, name string, list []spec.Secret) (back func(), err error) {
-	if len(list) == 0 {
-		return func() {}, nil
-	}
-	there, err := s.Sandbox(name).Secrets(ctx)
-	if err != nil {
-		return nil, err
-	}
-	own, lent := asTheyAre(list, there, true)
-	if err := s.Sandbox(name).SetSecrets(ctx, own...); err != nil {
-		return nil, err
-	}
+	lent, err := give(ctx, s.Sandbox(name), list, true)
 	return func() {
 		for _, n := range lent {
 			// Each by itself. One that is gone went with a sleep meanwhile, or its VM has ended.
 			_ = s.Sandbox(name).RemoveSecrets(context.WithoutCancel(ctx), n)
 		}
-	}, nil
+	}, err
 }

@@ -128,11 +128,8 @@ func (a *app) snapshotTreeCommand() *cobra.Command {
 		Use: "tree", Short: "Show which snapshots were made from which", Args: cobra.NoArgs,
 		RunE: a.onHost(func(_ *cobra.Command, _ []string, s *sandbox.Host) error {
 			list, err := s.State.Snapshots()
-			if err != nil {
-				return err
-			}
 			roots := tree(list)
-			return a.print(roots, func(w io.Writer) { printTree(w, roots, "") })
+			return a.answer(roots, err, func(w io.Writer) { printTree(w, roots, "") })
 		}),
 	}
 }
@@ -155,10 +152,7 @@ func (a *app) snapshotCompactCommand() *cobra.Command {
 		Use: "compact ID", Short: "Rewrite a snapshot so that it has only what it needs, and shares nothing", Args: cobra.ExactArgs(1),
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			before, after, err := s.State.CompactSnapshot(cmd.Context(), args[0])
-			if err != nil {
-				return err
-			}
-			return a.print(map[string]any{"snapshot": args[0], "own_bytes_before": before, "own_bytes": after}, func(w io.Writer) {
+			return a.answer(map[string]any{"snapshot": args[0], "own_bytes_before": before, "own_bytes": after}, err, func(w io.Writer) {
 				fmt.Fprintf(w, "%s: %s of its own before, %s now\n", args[0], bytesText(before), bytesText(after))
 			})
 		}),
