@@ -238,10 +238,8 @@ func (q *qemu) save(ctx context.Context) (err error) {
 		case "failed", "cancelled":
 			return fmt.Errorf("QEMU's migration to a file has %s: %.500q", m.Status, m.Desc)
 		}
-		select {
-		case <-ctx.Done():
-			return fmt.Errorf("waiting for QEMU's migration to a file: %w", ctx.Err())
-		case <-time.After(20 * time.Millisecond):
+		if err := pause(ctx, 20*time.Millisecond); err != nil {
+			return fmt.Errorf("waiting for QEMU's migration to a file: %w", err)
 		}
 	}
 }

@@ -60,10 +60,8 @@ func (e Env) startLive(ctx context.Context, name, file, program string, args ...
 		if err == nil || !errors.Is(err, fs.ErrNotExist) {
 			return err
 		}
-		select {
-		case <-ctx.Done():
-			return fmt.Errorf("waiting for the program in the guest to begin: %w", ctx.Err())
-		case <-time.After(500 * time.Millisecond):
+		if err := pause(ctx, 500*time.Millisecond); err != nil {
+			return fmt.Errorf("waiting for the program in the guest to begin: %w", err)
 		}
 	}
 }

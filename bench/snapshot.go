@@ -87,10 +87,8 @@ func (e Env) ask(ctx context.Context, name, what string) (string, error) {
 		c, err := guest.UnixDialer(e.Store.State.VsockPath(name))(ctx, programPort)
 		if err != nil {
 			// It may not be listening yet.
-			select {
-			case <-ctx.Done():
+			if pause(ctx, 100*time.Millisecond) != nil {
 				return "", fmt.Errorf("reaching the program in the guest: %w", err)
-			case <-time.After(100 * time.Millisecond):
 			}
 			continue
 		}

@@ -1,7 +1,6 @@
 package main
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -119,7 +118,7 @@ func (a *app) buildSteps(cmd *cobra.Command, f *stepFlags, from builder.Options)
 	if err != nil {
 		return err
 	}
-	p := a.newProgress("image build", func(stage string) bool { return countsBytes(stage) || stage == build.StageCapture })
+	p := a.newProgress("image build")
 	lines := &lineWriter{w: p.log}
 	o.Progress, o.Stdout, o.Stderr, o.From.Log = p.report, lines, lines, p.toolLog(a)
 	o.Begin = func(n, of int, step drowsefile.Step) {
@@ -165,26 +164,18 @@ const maxLine = 8 << 10
 func (l *lineWriter) Write(p []byte) (int, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	for rest := p; len(rest) > 0; {
-		n := bytes.IndexAny(rest, "\r\n")
-		piece := rest
-		if n >= 0 {
-			piece = rest[:n]
-		}
-		piece = piece[:min(len(piece), maxLine-len(l.buf))]
-		l.buf = append(l.buf, piece...)
-		l.returned = l.returned && len(piece) == 0
-		rest = rest[len(piece):]
+	for _, c := range p {
 		switch {
-		case len(rest) > 0 && (rest[0] == '\n' || rest[0] == '\r'):
-			if rest[0] == '\n' && !l.returned || len(l.buf) > 0 {
+		case len(l.buf) == 0 && (c == '\r' || c == '\n' && l.returned): // an end of what has ended
+		case c == '\r' || c == '\n':
+			l.flush()
+		default:
+			if len(l.buf) == maxLine {
 				l.flush()
 			}
-			l.returned = rest[0] == '\r'
-			rest = rest[1:]
-		case len(l.buf) == maxLine:
-			l.flush()
+			l.buf = append(l.buf, c)
 		}
+		l.returned = c == '\r'
 	}
 	return len(p), nil
 }

@@ -44,14 +44,14 @@ not wake it for that.`,
 			}
 			done := func(error) {}
 			if hasWidth(a.stderr) {
-				p := a.newProgress("cp", func(string) bool { return true })
+				p := a.newProgress("cp")
 				total := int64(0)
 				if src.vm == "" {
 					total = treeSize(src.path)
 				}
-				o.Progress, done = func(n int64) { p.report("copy", n, max(total, n)) }, p.finish
+				o.Progress, done = func(n int64) { p.report(stageCopy, n, max(total, n)) }, p.finish
 				if total == 0 {
-					o.Progress = func(n int64) { p.report("copy", n, 0) }
+					o.Progress = func(n int64) { p.report(stageCopy, n, 0) }
 				}
 			}
 			res, err := a.copyOn(cmd.Context(), s, src.vm+dst.vm, retry, func(c *guest.Client, again bool) (res guest.CopyResult, err error) {

@@ -36,15 +36,6 @@ type imageInfo struct {
 
 func infoOf(i *image.Image) imageInfo { return imageInfo{i, i.Path(), i.Cached} }
 
-// countsBytes says of a stage of an image's build that its progress is in bytes.
-func countsBytes(stage string) bool {
-	switch stage {
-	case image.StageDownload, image.StageRead, image.StageWrite, image.StageHash:
-		return true
-	}
-	return false
-}
-
 // maxImageMiB is what an EROFS of 32-bit block numbers can hold.
 const maxImageMiB = 16 << 20
 
@@ -128,7 +119,7 @@ stderr. docs/guides/images.md says what else of a Dockerfile is known.`,
 			if err != nil {
 				return err
 			}
-			p := a.newProgress("image build", countsBytes)
+			p := a.newProgress("image build")
 			o.Store, o.Progress, o.Log, o.Stdin = s, p.report, p.toolLog(a), &patientReader{cmd.Context(), os.Stdin}
 			img, err := builder.Build(cmd.Context(), o)
 			p.finish(err)
@@ -314,9 +305,9 @@ The same image gives the same bytes.`,
 			if err != nil {
 				return err
 			}
-			p := a.newProgress("image export", func(string) bool { return true })
+			p := a.newProgress("image export")
 			write := func(w io.Writer) error {
-				return oci.Export(cmd.Context(), s, img, oci.Format(format), w, func(done, total int64) { p.report("write", done, total) })
+				return oci.Export(cmd.Context(), s, img, oci.Format(format), w, func(done, total int64) { p.report(image.StageWrite, done, total) })
 			}
 			if args[1] == "-" {
 				err = write(a.stdout)

@@ -19,8 +19,6 @@ func (a *app) kernelCommand() *cobra.Command {
 	}, a.kernelBuildCommand(), a.kernelFetchCommand(), a.kernelListCommand(), a.kernelInspectCommand())
 }
 
-func downloads(stage string) bool { return stage == "download" }
-
 func (a *app) kernelBuildCommand() *cobra.Command {
 	var (
 		jobs    int
@@ -56,7 +54,7 @@ images that need what it has; the others keep the usual one. docs/reference/KERN
 			if err != nil {
 				return err
 			}
-			p := a.newProgress("kernel build", downloads)
+			p := a.newProgress("kernel build")
 			k, err := kernel.Build(cmd.Context(), kernel.BuildOptions{
 				CacheDir: s.State.KernelDir(), SharedDir: shared, Jobs: jobs, InstallDeps: install, SourceTarball: tarball, Config: own,
 				Update: update, Newer: p.newer,
@@ -113,7 +111,7 @@ others as well. "drowse kernel inspect" says which features want which.`,
   drowse kernel fetch --module veth,bridge,br_netfilter,nft_compat`,
 		Args: cobra.NoArgs,
 		RunE: a.onHost(func(cmd *cobra.Command, _ []string, s *sandbox.Host) error {
-			p := a.newProgress("kernel fetch", downloads)
+			p := a.newProgress("kernel fetch")
 			k, err := kernel.Fetch(cmd.Context(), kernel.FetchOptions{
 				CacheDir: s.State.KernelDir(), Update: update, Newer: p.newer, UpdateIndex: index, ExtraModules: modules, Progress: p.report, Log: p.toolLog(a),
 			})

@@ -82,7 +82,7 @@ func TestWrongCommandLines(t *testing.T) {
 		{"run x --keep last=-1", exitUsage, "use 0 to 1000"},
 		{"run x --class ephemeral --tag a,b", exitUsage, "without spaces and commas"},
 		{"snapshot tag 0123 x", exitFailed, "drowse snapshot ls"},
-		{"restore 0123 --in x --name y", exitUsage, "--name goes with a new one"},
+		{"restore 0123 --in x --name y", exitUsage, "[in name]"},
 		{"prune extra", exitUsage, "drowse prune --help"},
 		{"run x --sleep-after soon", exitUsage, `"soon" is no duration`},
 		{"run x --sleep-after 1500ms", exitUsage, "whole seconds"},
@@ -298,7 +298,7 @@ func TestImageLifeCycle(t *testing.T) {
 func TestProgressOffTerminalsIsALineForEachStage(t *testing.T) {
 	var out strings.Builder
 	a := &app{stderr: &out}
-	p := a.newProgress("work", func(string) bool { return true })
+	p := a.newProgress("work")
 	p.report("read", 0, 0)
 	p.report("read", 10, 100)
 	p.report("write", 1, 2)

@@ -221,11 +221,6 @@ func (a *app) restoreCommand() *cobra.Command {
 	cmd = a.vmCommand("restore", "Make a new VM from a snapshot, as a clone with an identity of its own",
 		func(ctx context.Context, s *sandbox.Host, l pool.Launcher, id string) (control.Report, error) {
 			if into != "" {
-				for _, flag := range []string{"name", "policy", "sleep-after", "idle-cpu"} {
-					if cmd.Flags().Changed(flag) {
-						return control.Report{}, usageError{fmt.Errorf("--in takes a sandbox back as it was: --%s goes with a new one", flag)}
-					}
-				}
 				if _, err := s.State.RestoreTo(ctx, into, id); err != nil {
 					return control.Report{}, err
 				}
@@ -251,5 +246,8 @@ func (a *app) restoreCommand() *cobra.Command {
 	cmd.Flags().StringVar(&into, "in", "", "make no new VM: take this one, which must not run, back to its snapshot, and wake it")
 	policyFlag(cmd, &policy, "that of the snapshot")
 	idleFlags(cmd, &idle, "as for the VM of the snapshot")
+	for _, flag := range []string{"name", "policy", "sleep-after", "idle-cpu"} {
+		cmd.MarkFlagsMutuallyExclusive("in", flag)
+	}
 	return cmd
 }

@@ -33,21 +33,19 @@ sleeps is woken at the beginning, and not again: watching goes on when it is awa
 
 Watching is no use of the VM, which goes to sleep by itself when nobody else uses it, unless
 --keep-awake is given.`,
-		Args: cobra.MinimumNArgs(2), ValidArgsFunction: a.completeVM,
-		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
+		ValidArgsFunction: a.completeVM,
+		Args: cobra.MatchAll(cobra.MinimumNArgs(2), func(_ *cobra.Command, args []string) error {
 			for _, p := range args[1:] {
 				if !path.IsAbs(p) {
-					return usageError{fmt.Errorf("%q is not an absolute path in the VM", p)}
+					return fmt.Errorf("%q is not an absolute path in the VM", p)
 				}
 			}
+			return nil
+		}),
+		RunE: a.onAwake(func(cmd *cobra.Command, args []string, b *sandbox.Sandbox) error {
 			o.Paths = args[1:]
-			c, err := a.awake(cmd.Context(), s, args[0])
-			if err != nil {
-				return err
-			}
-			c.Close()
 			o.Ready = func() { a.log.Debug("watching", "vm", args[0]) }
-			err = s.Sandbox(args[0]).Watch(cmd.Context(), o, a.printEvent)
+			err := b.Watch(cmd.Context(), o, a.printEvent)
 			if cmd.Context().Err() != nil {
 				return nil // interrupted, which is how this ends
 			}
