@@ -22,12 +22,12 @@ import (
 func Boots(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 	type shape struct{ mib, vcpus int }
 	var shapes []shape
+	all := map[shape]*series{}
 	for _, mib := range o.MemoryMiB {
 		for _, n := range o.VCPUs {
-			shapes = append(shapes, shape{mib, n})
+			shapes, all[shape{mib, n}] = append(shapes, shape{mib, n}), newSeries(inMs)
 		}
 	}
-	all := map[shape]*series{}
 	for i := range o.Warmup + o.N {
 		for k, s := range shapes {
 			e.say("boot: run %d of %d, %d vCPUs", i, o.Warmup+o.N, s.vcpus)
@@ -43,9 +43,6 @@ func Boots(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 			}
 			if i < o.Warmup {
 				continue
-			}
-			if all[s] == nil {
-				all[s] = newSeries(inMs)
 			}
 			if err := all[s].boot(report, took); err != nil {
 				return nil, err

@@ -7,6 +7,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"time"
@@ -160,7 +161,6 @@ func holders(dir string) (pids []int, err error) {
 	if err != nil {
 		return nil, err
 	}
-	seen := map[int]bool{}
 	for _, link := range links {
 		// A process or descriptor that has gone has nothing open.
 		to, err := os.Readlink(link)
@@ -171,8 +171,7 @@ func holders(dir string) (pids []int, err error) {
 		if _, err := fmt.Sscanf(link, "/proc/%d/fd/%d", &pid, &fd); err != nil {
 			return nil, fmt.Errorf("looking who has %s open: %w", dir, err)
 		}
-		if !seen[pid] {
-			seen[pid] = true
+		if !slices.Contains(pids, pid) {
 			pids = append(pids, pid)
 		}
 	}

@@ -323,13 +323,8 @@ func buckets(h *hdrhistogram.Histogram, scale float64) [][2]float64 {
 			all = append(all, [2]float64{float64(min(bar.To, highest)) / scale, float64(bar.Count)})
 		}
 	}
-	each := (len(all) + MaxBuckets - 1) / MaxBuckets
-	if each < 2 {
-		return all
-	}
 	var out [][2]float64
-	for ; len(all) > 0; all = all[min(each, len(all)):] {
-		some := all[:min(each, len(all))]
+	for some := range slices.Chunk(all, max(1, (len(all)+MaxBuckets-1)/MaxBuckets)) {
 		count := 0.0
 		for _, b := range some {
 			count += b[1]

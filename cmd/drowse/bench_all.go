@@ -85,14 +85,14 @@ func (m *benches) runAll(ctx context.Context, o *allOptions) error {
 	if err := m.prepare(slices.ContainsFunc(toRun, func(b *benchmark) bool { return !b.onHost })); err != nil {
 		return err
 	}
-	e := estimate{weight: o.weight, left: toRun, begin: time.Now()}
+	begin := time.Now()
 	var errs []error
-	for _, b := range toRun {
+	for i, b := range toRun {
 		if err := ctx.Err(); err != nil {
 			errs = append(errs, fmt.Errorf("interrupted before %s: %w", b.Name(), err))
 			break
 		}
-		m.app.log.Info(e.next(time.Now()))
+		m.app.log.Info(o.estimate(toRun, i, time.Since(begin)))
 		rows, err := m.run(ctx, b)
 		if err != nil {
 			errs = append(errs, err)
@@ -219,33 +219,22 @@ func (o *allOptions) save(r bench.Report) error {
 	return osfile.WriteFile(o.out, doc.Bytes(), 0o644)
 }
 
-// estimate says how far a run of all is, and about how long it is still to take.
-type estimate struct {
-	weight func(*benchmark) float64
-	left   []*benchmark
-	begin  time.Time
-
-	count int     // of those that were begun
-	done  float64 // the weight of those that have ended
-}
-
-// next says which benchmark begins. It is called for each, when it begins.
-func (e *estimate) next(now time.Time) string {
-	if e.count > 0 {
-		e.done += e.weight(e.left[0])
-		e.left = e.left[1:]
-	}
-	e.count++
-	total := e.count + len(e.left) - 1
-	text := fmt.Sprintf("measuring %s, %d of %d", e.left[0].Name(), e.count, total)
-	if e.done == 0 {
+// estimate says which of the benchmarks begins, and about how long it and the rest are still to take if those before it
+// took so long.
+func (o *allOptions) estimate(all []*benchmark, at int, took time.Duration) string {
+	text := fmt.Sprintf("measuring %s, %d of %d", all[at].Name(), at+1, len(all))
+	if at == 0 {
 		return text
 	}
-	took, rest := now.Sub(e.begin), 0.0
-	for _, b := range e.left {
-		rest += e.weight(b)
+	done, rest := 0.0, 0.0
+	for i, b := range all {
+		if i < at {
+			done += o.weight(b)
+		} else {
+			rest += o.weight(b)
+		}
 	}
-	return fmt.Sprintf("%s, after %s; about %s are left", text, roughly(took), roughly(time.Duration(float64(took)*rest/e.done)))
+	return fmt.Sprintf("%s, after %s; about %s are left", text, roughly(took), roughly(time.Duration(float64(took)*rest/done)))
 }
 
 // roughly is a duration as people say it.

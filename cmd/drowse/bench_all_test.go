@@ -265,9 +265,7 @@ func TestEstimate_says_how_far_and_about_how_long(t *testing.T) {
 		f.all[i].minutes = minutes
 	}
 	o := allOptions{}
-	begin := time.Now()
-	e := estimate{weight: o.weight, left: f.all, begin: begin}
-	for _, tt := range []struct {
+	for i, tt := range []struct {
 		after time.Duration
 		want  string
 	}{
@@ -277,7 +275,7 @@ func TestEstimate_says_how_far_and_about_how_long(t *testing.T) {
 		{3*time.Minute + 30*time.Second, "measuring blk, 3 of 4, after 4m; about 3m are left"},
 		{6 * time.Minute, "measuring other, 4 of 4, after 6m; about 30s are left"},
 	} {
-		if got := e.next(begin.Add(tt.after)); got != tt.want {
+		if got := o.estimate(f.all, i, tt.after); got != tt.want {
 			t.Errorf("after %v: %q, want %q", tt.after, got, tt.want)
 		}
 	}

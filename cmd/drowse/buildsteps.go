@@ -140,10 +140,7 @@ func (a *app) buildSteps(cmd *cobra.Command, f *stepFlags, from builder.Options)
 		return err
 	}
 	out := builtOfSteps{imageInfo: infoOf(res.Image)}
-	if out.Build.Steps = res.Steps; res.Steps == nil {
-		out.Build.Steps = []build.Step{}
-	}
-	out.Build.Boots = res.Boots
+	out.Build.Steps, out.Build.Boots = some(res.Steps), res.Boots
 	return a.print(out, func(w io.Writer) { fmt.Fprintln(w, strings.Join(res.Image.Tags, " "), res.Image.ShortID()) })
 }
 

@@ -200,10 +200,7 @@ of an id. A tag of an image that has others is only taken away.`,
 					errs = append(errs, err)
 					continue
 				}
-				if r.Untagged == nil {
-					r.Untagged = []string{}
-				}
-				rows = append(rows, row{ref, r.ID, r.Untagged, r.Deleted})
+				rows = append(rows, row{ref, r.ID, some(r.Untagged), r.Deleted})
 			}
 			perr := a.print(map[string][]row{"removed": rows}, func(w io.Writer) {
 				for _, r := range rows {

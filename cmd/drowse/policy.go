@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"io"
@@ -120,7 +121,7 @@ stdin. The exit status is 2 if it is not valid; the message names line and field
 					r.Allows++
 				}
 			}
-			r.Default.Egress, r.Default.Ingress = orDeny(r.Default.Egress), orDeny(r.Default.Ingress)
+			r.Default.Egress, r.Default.Ingress = cmp.Or(r.Default.Egress, netpolicy.Deny), cmp.Or(r.Default.Ingress, netpolicy.Deny)
 			return a.print(r, func(w io.Writer) {
 				fmt.Fprintf(w, "valid: %d rules, of which %d allow; by default egress is %s and ingress %s\n", r.Rules, r.Allows, verb(r.Default.Egress), verb(r.Default.Ingress))
 				for _, warning := range r.Warnings {
@@ -140,13 +141,6 @@ type checkReport struct {
 	Default    netpolicy.Defaults `json:"default"`
 	TableBytes int                `json:"table_bytes"`
 	Warnings   []string           `json:"warnings"`
-}
-
-func orDeny(v netpolicy.Verdict) netpolicy.Verdict {
-	if v == "" {
-		return netpolicy.Deny
-	}
-	return v
 }
 
 func verb(v netpolicy.Verdict) string {

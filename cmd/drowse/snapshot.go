@@ -139,10 +139,7 @@ func (a *app) snapshotInspectCommand() *cobra.Command {
 		Use: "inspect ID", Short: "Say everything that is known of a snapshot, as JSON", Args: cobra.ExactArgs(1),
 		RunE: a.onHost(func(_ *cobra.Command, args []string, s *sandbox.Host) error {
 			d, err := s.State.InspectSnapshot(args[0])
-			if err != nil {
-				return err
-			}
-			return printJSON(a.stdout, d)
+			return a.answer(d, err, func(w io.Writer) { _ = printJSON(w, d) })
 		}),
 	}
 }

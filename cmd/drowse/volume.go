@@ -91,10 +91,7 @@ func (a *app) volumeInspectCommand() *cobra.Command {
 		Use: "inspect NAME", Short: "Print all that is known of a volume, as JSON", Args: cobra.ExactArgs(1),
 		RunE: a.onHost(func(_ *cobra.Command, args []string, s *sandbox.Host) error {
 			i, err := s.State.InspectVolume(args[0])
-			if err != nil {
-				return err
-			}
-			return printJSON(a.stdout, i)
+			return a.answer(i, err, func(w io.Writer) { _ = printJSON(w, i) })
 		}),
 	}
 }

@@ -9,32 +9,18 @@ import (
 	"runtime"
 )
 
-// Options says what to look at. The zero value looks at the running host.
+// Options says what to look at.
 type Options struct {
 	// StateDir is the state directory; it need not exist.
 	StateDir string
 	// Agent is the path where the guest's agent should be, and VMM that of the program of a VM's process.
 	Agent, VMM string
-	// KernelDir and ImageDir are the stores of the packages of these names; empty
-	// means StateDir.
-	KernelDir, ImageDir string
-
-	root string // where the checks look for /proc, /sys and /dev; tests replace it
 }
 
 // Examine looks the host over. It fails only when ctx ends; whatever cannot be found
 // out is in the report as such.
 func Examine(ctx context.Context, o Options) (Report, error) {
-	if o.root == "" {
-		o.root = "/"
-	}
-	if o.KernelDir == "" {
-		o.KernelDir = o.StateDir
-	}
-	if o.ImageDir == "" {
-		o.ImageDir = o.StateDir
-	}
-	h := host{root: o.root}
+	h := host{root: "/"}
 	var r Report
 	for _, subject := range []struct {
 		name string
@@ -60,7 +46,7 @@ func Examine(ctx context.Context, o Options) (Report, error) {
 	return r, nil
 }
 
-// host is where facts are read.
+// host is where facts are read: what is below root are /proc, /sys and /dev.
 type host struct{ root string }
 
 func (h host) path(name string) string { return filepath.Join(h.root, name) }

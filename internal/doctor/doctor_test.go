@@ -242,7 +242,7 @@ func TestAgentAndProgramOfAVMAreRequired(t *testing.T) {
 	}
 	for path, want := range map[string]Status{file: OK, file + "2": Missing, filepath.Dir(file): Missing, "": Unknown} {
 		var g group
-		stores(&g, Options{Agent: path, VMM: path, KernelDir: t.TempDir(), ImageDir: t.TempDir()})
+		stores(&g, Options{Agent: path, VMM: path, StateDir: t.TempDir()})
 		for _, name := range []string{"agent", "vmm"} {
 			if c := find(t, g.checks, name); c.Status != want || !c.Required {
 				t.Errorf("%s %q: check %+v, want %s, required", name, path, c, want)

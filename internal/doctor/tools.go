@@ -85,8 +85,8 @@ func stores(g *group, o Options) {
 			g.require(program.name, OK, fmt.Sprintf("%s, %s", program.path, bytesText(uint64(st.Size()))), "")
 		}
 	}
-	storedKernels(g, o.KernelDir)
-	storedImages(g, o.ImageDir)
+	storedKernels(g, o.StateDir)
+	storedImages(g, o.StateDir)
 }
 
 func storedKernels(g *group, dir string) {
