@@ -141,7 +141,10 @@ func (a *app) psCommand() *cobra.Command {
 					errs = append(errs, err)
 				}
 				if err == nil && (all || r.Phase != state.Stopped) {
-					rows = append(rows, vmRow{b.Name, r.Phase, b.Image, b.VCPUs, b.Memory, r.PID, b.Created, vmNote(cmd.Context(), s, r), b.Parent, b.Generation})
+					rows = append(rows, vmRow{
+						Name: b.Name, Phase: r.Phase, Image: b.Image, VCPUs: b.VCPUs, Memory: b.Memory, PID: r.PID, Created: b.Created,
+						Note: vmNote(cmd.Context(), s, r), Parent: b.Parent, Generation: b.Generation,
+					})
 				}
 			}
 			err = answerList(a, rows, nil, "NAME\tPHASE\tIMAGE\tVCPUS\tMEMORY\tCREATED\tNOTE", func(r vmRow) []any {
