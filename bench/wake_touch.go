@@ -126,7 +126,9 @@ var touchKinds = []string{supervisor.TouchConnection, supervisor.TouchPacket}
 // touches are what one kind of touch has taken.
 type touches struct{ touch, awake, added, whole *series }
 
-func newTouches() *touches { return &touches{newSeries(inMs), newSeries(inMs), newSeries(inMs), newSeries(inMs)} }
+func newTouches() *touches {
+	return &touches{newSeries(inMs), newSeries(inMs), newSeries(inMs), newSeries(inMs)}
+}
 
 // wakeTouch is a VM that sleeps and is touched.
 type wakeTouch struct {
