@@ -10,16 +10,6 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// BlkOptions say how blk is measured.
-type BlkOptions struct {
-	// N is the number of runs for each row, after Warmup that do not count.
-	N, Warmup int
-	// MemoryMiB is the size of guest RAM, and FileMiB that of the file.
-	MemoryMiB, FileMiB int
-	// Requests is how many are made at random in a run.
-	Requests int
-}
-
 // blkBlock and blkPage are the sizes of a request, in bytes: of one in sequence, and of
 // one at random.
 const blkBlock, blkPage = 1 << 20, 4096
@@ -27,9 +17,10 @@ const blkBlock, blkPage = 1 << 20, 4096
 // blkProgram is a program in the guest that reads and writes a file by O_DIRECT, one
 // request after another, and says how many nanoseconds that took by its own clock.
 const blkProgram = `
-import mmap, os, random, socket, time
+import mmap, os, random, time
 PATH = '/root/blk.dat'
-def run(how, size, count, total):
+def answer(how, *sizes):
+    size, count, total = map(int, sizes)
     # A mapping is aligned, as O_DIRECT wants it. Its content is random: nothing has a
     # chance to store it in less.
     buf = mmap.mmap(-1, size)
@@ -51,19 +42,8 @@ def run(how, size, count, total):
     os.close(fd)
     if done != len(places) * size:
         raise OSError('%d bytes of %d' % (done, len(places) * size))
-    return took
-server = socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)
-server.bind((socket.VMADDR_CID_ANY, 5001))
-server.listen(1)
-while True:
-    c, _ = server.accept()
-    with c:
-        how, *sizes = c.recv(64).split()
-        try:
-            c.send(b'%d\n' % run(how.decode(), *map(int, sizes)))
-        except OSError as e:
-            c.send(b'error: %s\n' % str(e).encode())
-`
+    return str(took)
+` + answering
 
 // Blk measures the disk that a guest writes to, by O_DIRECT and with one request at a
 // time, through the guest's file systems: blk_seq_read and blk_seq_write in MiB/s with
@@ -71,9 +51,9 @@ while True:
 // Each run is one value. A write's run ends with fdatasync(2). The host's page cache is as
 // the runs before have left it, so reads measure the way to it, not a drive. Of a rate,
 // the 99th percentile is one of the best runs.
-func Blk(ctx context.Context, e Env, o BlkOptions) (rows []Row, err error) {
+func Blk(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 	name := vmName()
-	if err := e.started(ctx, name, o.MemoryMiB, "blk.py", blkProgram); err != nil {
+	if err := e.started(ctx, name, o.mib(), "blk.py", blkProgram); err != nil {
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, e.remove(ctx, name)) }()
@@ -82,17 +62,13 @@ func Blk(ctx context.Context, e Env, o BlkOptions) (rows []Row, err error) {
 	kinds := []struct {
 		name, how   string
 		block, each int
-		unit        string
-		count       float64 // of the unit, in a run
 		rate        *series
 	}{
-		{"blk_seq_write", "seqwrite", blkBlock, o.FileMiB, "MiB/s", float64(o.FileMiB), newSeries()},
-		{"blk_seq_read", "seqread", blkBlock, o.FileMiB, "MiB/s", float64(o.FileMiB), newSeries()},
-		{"blk_rand_write", "randwrite", blkPage, o.Requests, "IOPS", float64(o.Requests), newSeries()},
-		{"blk_rand_read", "randread", blkPage, o.Requests, "IOPS", float64(o.Requests), newSeries()},
+		{"blk_seq_write", "seqwrite", blkBlock, o.FileMiB, newSeries(inRate)},
+		{"blk_seq_read", "seqread", blkBlock, o.FileMiB, newSeries(inRate)},
+		{"blk_rand_write", "randwrite", blkPage, o.Requests, newSeries(inIOPS)},
+		{"blk_rand_read", "randread", blkPage, o.Requests, newSeries(inIOPS)},
 	}
-	// Rates are recorded in thousandths.
-	const scale = 1000
 	for i := range o.Warmup + o.N {
 		e.say("blk: run %d of %d", i, o.Warmup+o.N)
 		for _, k := range kinds {
@@ -104,21 +80,16 @@ func Blk(ctx context.Context, e Env, o BlkOptions) (rows []Row, err error) {
 			if err != nil || ns <= 0 {
 				return nil, fmt.Errorf("%s: the program in the guest says %q", k.name, answer)
 			}
-			if i < o.Warmup {
-				continue
-			}
-			if err := k.rate.total.RecordValue(max(1, int64(math.Round(k.count/float64(ns)*1e9*scale)))); err != nil {
-				return nil, fmt.Errorf("%s: %w", k.name, err)
+			if i >= o.Warmup {
+				k.rate.add(max(1, int64(math.Round(float64(k.each)/float64(ns)*1e9*thousandths))))
 			}
 		}
 	}
 	for _, k := range kinds {
-		r := k.rate.row(k.name, map[string]any{
-			"memory_mib": o.MemoryMiB, "vcpus": spec.DefaultVCPUs, "file_mib": o.FileMiB, "block_bytes": k.block, "requests": k.each,
+		rows = append(rows, k.rate.row(k.name, map[string]any{
+			"memory_mib": o.mib(), "vcpus": spec.DefaultVCPUs, "file_mib": o.FileMiB, "block_bytes": k.block, "requests": k.each,
 			"queue_depth": 1, "direct": true, "host_cache": "warm",
-		})
-		r.figures(k.rate.total, k.unit, scale)
-		rows = append(rows, r)
+		}))
 	}
 	return rows, nil
 }

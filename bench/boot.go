@@ -10,15 +10,6 @@ import (
 	"github.com/drowse-vm/drowse/vmm"
 )
 
-// BootOptions say how boot is measured.
-type BootOptions struct {
-	// N is the number of boots for each row, after Warmup that do not count.
-	N, Warmup int
-	// MemoryMiB are the sizes of guest RAM to compare, and VCPUs the numbers of CPUs. Each
-	// size is measured with each number.
-	MemoryMiB, VCPUs []int
-}
-
 // Boots measures the boot of a VM: from the moment at which its process begins to make it until the
 // agent in the guest has called. Each run boots a VM of its own from the kernel and the image, with a
 // fresh disk, and removes it. Sizes and numbers of CPUs are interleaved. The page cache is as the
@@ -28,15 +19,15 @@ type BootOptions struct {
 // and guest is the rest, until the agent's call: the kernel's start, the image's, and the agent's. run
 // is the whole call of Host.Create, which begins with the choice of the files to boot and with the start
 // of the process, and ends when the caller knows.
-func Boots(ctx context.Context, e Env, o BootOptions) (rows []Row, err error) {
+func Boots(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 	type shape struct{ mib, vcpus int }
 	var shapes []shape
+	all := map[shape]*series{}
 	for _, mib := range o.MemoryMiB {
 		for _, n := range o.VCPUs {
-			shapes = append(shapes, shape{mib, n})
+			shapes, all[shape{mib, n}] = append(shapes, shape{mib, n}), newSeries(inMs)
 		}
 	}
-	all := map[shape]*series{}
 	for i := range o.Warmup + o.N {
 		for k, s := range shapes {
 			e.say("boot: run %d of %d, %d vCPUs", i, o.Warmup+o.N, s.vcpus)
@@ -52,9 +43,6 @@ func Boots(ctx context.Context, e Env, o BootOptions) (rows []Row, err error) {
 			}
 			if i < o.Warmup {
 				continue
-			}
-			if all[s] == nil {
-				all[s] = newSeries()
 			}
 			if err := all[s].boot(report, took); err != nil {
 				return nil, err
@@ -73,13 +61,14 @@ func (s *series) boot(report control.Report, call time.Duration) error {
 	if !ok || total <= 0 {
 		return errors.New("the VM's process does not say how long the boot took")
 	}
-	ns := func(ms float64) int64 { return int64(ms * perMs) }
-	errs := []error{s.total.RecordValue(ns(total)), into(s.stages, "run", int64(call))}
+	s.add(ns(total))
+	s.stage("run", int64(call))
 	rest := total
 	for _, stage := range []vmm.Stage{vmm.StagePrebuilt, vmm.StageDevices, vmm.StageLoad, vmm.StageEntry} {
 		took := report.Stages[stage.String()]
 		rest -= took
-		errs = append(errs, into(s.stages, stage.String(), ns(took)))
+		s.stage(stage.String(), ns(took))
 	}
-	return errors.Join(append(errs, into(s.stages, "guest", ns(max(0, rest))))...)
+	s.stage("guest", ns(max(0, rest)))
+	return nil
 }

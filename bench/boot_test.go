@@ -8,7 +8,7 @@ import (
 )
 
 func TestBoot_reports_give_a_row_whose_stages_are_the_whole(t *testing.T) {
-	s := newSeries()
+	s := newSeries(inMs)
 	for range 3 {
 		report := control.Report{Stages: map[string]float64{
 			"boot": 2000, "create_vm": 7, "memory": 8, "prebuilt": 1, "devices": 2, "load": 30, "entry": 4, "network": 50,
@@ -38,7 +38,7 @@ func near(got, want float64) bool { return got >= want*0.998 && got <= want*1.00
 
 func TestBoot_report_without_a_boot_gives_error(t *testing.T) {
 	for name, stages := range map[string]map[string]float64{"no stages": nil, "of a restore": {"resume_ready": 12}, "no time": {"boot": 0}} {
-		s := newSeries()
+		s := newSeries(inMs)
 		if err := s.boot(control.Report{Stages: stages}, time.Second); err == nil || s.total.TotalCount() != 0 {
 			t.Errorf("%s: %v, %d runs", name, err, s.total.TotalCount())
 		}

@@ -17,24 +17,6 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// ConcurrentOptions say how concurrent_resume is measured.
-type ConcurrentOptions struct {
-	// N is the number of wakes for each row, in rounds of as many as are woken at once. There
-	// are at least minRounds of them, or N if that is less. Warmup rounds before them do not
-	// count.
-	N, Warmup int
-	// AtOnce are how many VMs are woken at once in a round.
-	AtOnce []int
-	// MemoryMiB is the size of each one's RAM.
-	MemoryMiB int
-	// Awake is how long the VMs of a round stay awake before they sleep again: after three
-	// seconds they have kept the pages that they had to decompress.
-	Awake time.Duration
-	// Pools are whether the processes of the VMs are there ahead, to measure in turn;
-	// none is no.
-	Pools []bool
-}
-
 // MaxAtOnce bounds how many VMs are woken at once.
 const MaxAtOnce = 256
 
@@ -43,7 +25,7 @@ const MaxAtOnce = 256
 const minRounds = 5
 
 // rounds are those that count for n VMs at once.
-func (o ConcurrentOptions) rounds(n int) int { return max((o.N+n-1)/n, min(o.N, minRounds)) }
+func (o Options) rounds(n int) int { return max((o.N+n-1)/n, min(o.N, minRounds)) }
 
 // ConcurrentResume measures VMs that are woken at the same moment, each in a process of
 // its own: concurrent_resume is the time from that moment until one is awake, over all of
@@ -53,9 +35,9 @@ func (o ConcurrentOptions) rounds(n int) int { return max((o.N+n-1)/n, min(o.N, 
 // the last of a round with what the machine could do at best if wakes needed nothing but
 // processors: last / (n * cpu / CPUs). A live python3 is in each. The page cache is warm.
 // Numbers are interleaved.
-func ConcurrentResume(ctx context.Context, e Env, o ConcurrentOptions) (rows []Row, err error) {
+func ConcurrentResume(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 	most := slices.Max(o.AtOnce)
-	names, remove, err := e.flock(ctx, most, o.MemoryMiB, e.startBusy)
+	names, remove, err := e.flock(ctx, most, o.mib(), e.startBusy)
 	defer func() { err = errors.Join(err, remove()) }()
 	if err != nil {
 		return nil, err
@@ -69,7 +51,7 @@ func ConcurrentResume(ctx context.Context, e Env, o ConcurrentOptions) (rows []R
 	for _, n := range o.AtOnce {
 		for _, pool := range orOne(o.Pools, false) {
 			w := way{n, pool}
-			ways, all[w] = append(ways, w), &concurrent{wakes: newSeries(), ratio: newSeries()}
+			ways, all[w] = append(ways, w), &concurrent{wakes: newSeries(inMs), ratio: newSeries(inRatio)}
 		}
 	}
 	for i := range o.Warmup + o.rounds(slices.Min(o.AtOnce)) {
@@ -83,25 +65,23 @@ func ConcurrentResume(ctx context.Context, e Env, o ConcurrentOptions) (rows []R
 				return nil, err
 			}
 			if i >= o.Warmup {
-				if err := all[w].record(wakes); err != nil {
-					return nil, err
-				}
+				all[w].record(wakes)
 			}
 		}
 	}
 	for _, w := range ways {
-		params := map[string]any{"at_once": w.n, "memory_mib": o.MemoryMiB, "vcpus": spec.DefaultVCPUs, "cpus": runtime.NumCPU(), "cache": "warm", "pool": w.pool, "awake_s": o.Awake.Seconds()}
-		rows = append(rows, all[w].wakes.row("concurrent_resume", params), all[w].ratio.ratioRow("concurrent_resume_ratio", params))
+		params := map[string]any{"at_once": w.n, "memory_mib": o.mib(), "vcpus": spec.DefaultVCPUs, "cpus": runtime.NumCPU(), "cache": "warm", "pool": w.pool, "awake_s": o.StayAwake.Seconds()}
+		rows = append(rows, all[w].wakes.row("concurrent_resume", params), all[w].ratio.row("concurrent_resume_ratio", params))
 	}
 	return rows, nil
 }
 
 // round wakes VMs, with a pool or without, and puts them to sleep again.
-func (e Env) round(ctx context.Context, names []string, pooled bool, o ConcurrentOptions) (wakes []oneWake, err error) {
+func (e Env) round(ctx context.Context, names []string, pooled bool, o Options) (wakes []oneWake, err error) {
 	before := map[int]time.Duration{}
 	if pooled {
 		pool, err := pool.New(e.Store.State, e.Launcher, pool.Options{
-			Processes: len(names), Shapes: []spec.Shape{{MemoryMiB: o.MemoryMiB, VCPUs: spec.DefaultVCPUs}},
+			Processes: len(names), Shapes: []spec.Shape{{MemoryMiB: o.mib(), VCPUs: spec.DefaultVCPUs}},
 		})
 		if err != nil {
 			return nil, err
@@ -123,7 +103,7 @@ func (e Env) round(ctx context.Context, names []string, pooled bool, o Concurren
 	last := wakes[len(wakes)-1]
 	e.say("concurrent_resume: %s was the last, after %v: stages in ms %v, %d faults",
 		last.report.Name, last.took.Round(time.Microsecond), last.report.Stages, last.report.Faults)
-	if err := pause(ctx, o.Awake); err != nil {
+	if err := pause(ctx, o.StayAwake); err != nil {
 		return nil, err
 	}
 	for _, name := range names {
@@ -234,38 +214,21 @@ func cpuTime(pid int) (time.Duration, error) {
 type concurrent struct{ wakes, ratio *series }
 
 // record adds a round.
-func (c *concurrent) record(wakes []oneWake) error {
-	var errs []error
+func (c *concurrent) record(wakes []oneWake) {
 	var cpu time.Duration
 	for _, w := range wakes {
 		cpu += w.cpu
-		errs = append(errs, c.wakes.total.RecordValue(int64(w.took)), into(c.wakes.stages, "cpu", int64(w.cpu)))
+		c.wakes.add(int64(w.took))
+		c.wakes.stage("cpu", int64(w.cpu))
 	}
 	last := wakes[len(wakes)-1].took
-	errs = append(errs,
-		into(c.wakes.stages, "first", int64(wakes[0].took)),
-		into(c.wakes.stages, "median", int64(wakes[(len(wakes)-1)/2].took)),
-		into(c.wakes.stages, "last", int64(last)))
+	c.wakes.stage("first", int64(wakes[0].took))
+	c.wakes.stage("median", int64(wakes[(len(wakes)-1)/2].took))
+	c.wakes.stage("last", int64(last))
 	// The time that all processors need for the work of all, if they share it evenly. n
 	// wakes have no use for more than n processors, unless one wake has several threads:
 	// then this is the lower bound.
 	if ideal := float64(cpu) / float64(runtime.NumCPU()); ideal > 0 {
-		errs = append(errs, c.ratio.ratio(float64(last), ideal))
+		c.ratio.portion(float64(last), ideal)
 	}
-	return errors.Join(errs...)
-}
-
-// Ratios are recorded in thousandths.
-const ratioScale = 1000
-
-// ratio records a / b.
-func (s *series) ratio(a, b float64) error {
-	return s.total.RecordValue(max(1, int64(a/b*ratioScale)))
-}
-
-// ratioRow is a row of a series of ratios.
-func (s *series) ratioRow(name string, params map[string]any) Row {
-	r := s.row(name, params)
-	r.figures(s.total, "x", ratioScale)
-	return r
 }

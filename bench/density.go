@@ -7,24 +7,13 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"time"
 
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
-
-// DensityOptions say how density is measured.
-type DensityOptions struct {
-	// Asleep is how many VMs there are, and Awake how many of them are woken: up to
-	// Asleep and MaxAtOnce.
-	Asleep, Awake int
-	// MemoryMiB is the size of each one's RAM.
-	MemoryMiB int
-	// Settle is how long the woken are left alone before they are looked at, and Idle
-	// how long their processor time is counted then.
-	Settle, Idle time.Duration
-}
 
 // quietProgram is a live interpreter that has loaded something and waits for nothing.
 const quietProgram = `
@@ -41,12 +30,12 @@ signal.pause()
 // to itself, in MiB, with its proportional share of what several have (pss) and that of all
 // together (pss_total) as stages. density_cpu is the processor time of its process, guest
 // included, in percent of a CPU, with all together (total) as a stage.
-func Density(ctx context.Context, e Env, o DensityOptions) (rows []Row, err error) {
+func Density(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 	before, err := allocated(e.Store.State.Dir())
 	if err != nil {
 		return nil, err
 	}
-	names, remove, err := e.flock(ctx, o.Asleep, o.MemoryMiB, func(ctx context.Context, name string) error {
+	names, remove, err := e.flock(ctx, o.Asleep, o.mib(), func(ctx context.Context, name string) error {
 		return e.startLive(ctx, name, "quiet.py", quietProgram)
 	})
 	defer func() { err = errors.Join(err, remove()) }()
@@ -57,8 +46,8 @@ func Density(ctx context.Context, e Env, o DensityOptions) (rows []Row, err erro
 	if err != nil {
 		return nil, err
 	}
-	params := map[string]any{"memory_mib": o.MemoryMiB, "vcpus": spec.DefaultVCPUs, "vms": o.Asleep}
-	asleep := newSeries()
+	params := map[string]any{"memory_mib": o.mib(), "vcpus": spec.DefaultVCPUs, "vms": o.Asleep}
+	asleep := newSeries(inMiB)
 	processes := 0
 	for _, name := range names {
 		pids, err := holders(filepath.Dir(e.Store.State.VsockPath(name)))
@@ -74,11 +63,9 @@ func Density(ctx context.Context, e Env, o DensityOptions) (rows []Row, err erro
 			processes++
 			total += m.pss
 		}
-		if err := asleep.total.RecordValue(total); err != nil {
-			return nil, err
-		}
+		asleep.add(total)
 	}
-	row := asleep.mib("density_asleep", params)
+	row := asleep.row("density_asleep", params)
 	row.Stages = map[string]float64{"processes": float64(processes), "disk": float64(after-before) / mibBytes / float64(len(names))}
 	rows = append(rows, row)
 	more, err := e.idle(ctx, names[:o.Awake], o)
@@ -86,7 +73,7 @@ func Density(ctx context.Context, e Env, o DensityOptions) (rows []Row, err erro
 }
 
 // idle wakes VMs and measures them as they idle.
-func (e Env) idle(ctx context.Context, names []string, o DensityOptions) ([]Row, error) {
+func (e Env) idle(ctx context.Context, names []string, o Options) ([]Row, error) {
 	e.say("waking %d VMs", len(names))
 	if _, err := e.wakeAtOnce(ctx, names, nil); err != nil {
 		return nil, err
@@ -112,7 +99,7 @@ func (e Env) idle(ctx context.Context, names []string, o DensityOptions) ([]Row,
 		return nil, err
 	}
 	took := time.Since(start)
-	awake, cpu := newSeries(), newSeries()
+	awake, cpu := newSeries(inMiB), newSeries(inPercent)
 	var pss int64
 	var busy time.Duration
 	for i, pid := range pids {
@@ -126,24 +113,17 @@ func (e Env) idle(ctx context.Context, names []string, o DensityOptions) ([]Row,
 			return nil, err
 		}
 		pss += m.pss
-		err = errors.Join(cpu.total.RecordValue(int64((now-used[i])*percentScale*100/took)),
-			awake.total.RecordValue(m.private), into(awake.stages, "pss", m.pss))
-		if err != nil {
-			return nil, err
-		}
+		cpu.add(int64((now - used[i]) * thousandths * 100 / took))
+		awake.add(m.private)
+		awake.stage("pss", m.pss)
 	}
-	params := map[string]any{"memory_mib": o.MemoryMiB, "vcpus": spec.DefaultVCPUs, "vms": len(names), "settle_s": o.Settle.Seconds(), "idle_s": o.Idle.Seconds()}
-	memory := awake.mib("density_awake", params)
-	memory.Stages = medians(awake.stages, mibBytes)
+	params := map[string]any{"memory_mib": o.mib(), "vcpus": spec.DefaultVCPUs, "vms": len(names), "settle_s": o.Settle.Seconds(), "idle_s": o.Idle.Seconds()}
+	memory := awake.row("density_awake", params)
 	memory.Stages["pss_total"] = float64(pss) / mibBytes
 	load := cpu.row("density_cpu", params)
-	load.figures(cpu.total, "%", percentScale)
 	load.Stages = map[string]float64{"total": float64(busy) / float64(took) * 100}
 	return []Row{memory, load}, nil
 }
-
-// Percents are recorded in thousandths.
-const percentScale = 1000
 
 // allocated is what all files of a tree take on disk, in bytes, those of several names once.
 func allocated(dir string) (total int64, err error) {
@@ -181,7 +161,6 @@ func holders(dir string) (pids []int, err error) {
 	if err != nil {
 		return nil, err
 	}
-	seen := map[int]bool{}
 	for _, link := range links {
 		// A process or descriptor that has gone has nothing open.
 		to, err := os.Readlink(link)
@@ -192,8 +171,7 @@ func holders(dir string) (pids []int, err error) {
 		if _, err := fmt.Sscanf(link, "/proc/%d/fd/%d", &pid, &fd); err != nil {
 			return nil, fmt.Errorf("looking who has %s open: %w", dir, err)
 		}
-		if !seen[pid] {
-			seen[pid] = true
+		if !slices.Contains(pids, pid) {
 			pids = append(pids, pid)
 		}
 	}

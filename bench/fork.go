@@ -9,25 +9,10 @@ import (
 	"strconv"
 	"strings"
 
-	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
-
-// ForkOptions say how fork_pause and fork_ready are measured.
-type ForkOptions struct {
-	// N is the number of forks for each row, after Warmup that do not count.
-	N, Warmup int
-	// MemoryMiB are the sizes of guest RAM, and UsedMiB how much of it a program in the
-	// guest has in use. What does not fit into half of RAM is left out.
-	MemoryMiB, UsedMiB []int
-	// Count is how many children each fork makes.
-	Count int
-	// Busy keeps the program writing to random pages of it while the guest is forked.
-	// Otherwise it waits.
-	Busy bool
-}
 
 // user is a program in the guest that has memory in use. A quarter of each page is random,
 // so that a page compresses to about that. If it is told so, it writes to it for ever.
@@ -38,7 +23,7 @@ pages = int(sys.argv[1]) * 256
 memory = bytearray(pages * PAGE)
 for at in range(0, pages * PAGE, PAGE):
     memory[at:at + PAGE // 4] = random.randbytes(PAGE // 4)
-print('ready', flush=True)
+open('` + busyFile + `', 'w').close()
 if pages == 0 or sys.argv[2] != 'busy':
     signal.pause()
 while True:
@@ -48,7 +33,7 @@ while True:
 // Forks measures forks of a running guest: how long it stands still (fork_pause), and how
 // long it takes from the call until the agents of all children have answered (fork_ready).
 // After each, the children are removed.
-func Forks(ctx context.Context, e Env, o ForkOptions) (rows []Row, err error) {
+func Forks(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 	for _, mib := range o.MemoryMiB {
 		for _, used := range o.UsedMiB {
 			if used > mib/2 {
@@ -64,7 +49,7 @@ func Forks(ctx context.Context, e Env, o ForkOptions) (rows []Row, err error) {
 	return rows, nil
 }
 
-func (e Env) forks(ctx context.Context, o ForkOptions, mib, used int) (rows []Row, err error) {
+func (e Env) forks(ctx context.Context, o Options, mib, used int) (rows []Row, err error) {
 	name := vmName(mib)
 	if err := e.boot(ctx, name, mib); err != nil {
 		return nil, err
@@ -75,12 +60,10 @@ func (e Env) forks(ctx context.Context, o ForkOptions, mib, used int) (rows []Ro
 		mode = "busy"
 	}
 	e.say("filling %d MiB of the guest's memory", used)
-	c, err := e.python(ctx, name, user, strconv.Itoa(used), mode)
-	if err != nil {
+	if err := e.startLive(ctx, name, "user.py", user, strconv.Itoa(used), mode); err != nil {
 		return nil, err
 	}
-	defer c.Close()
-	pause, ready := newSeries(), newSeries()
+	pause, ready := newSeries(inMs), newSeries(inMs)
 	for i := range o.Warmup + o.N {
 		e.say("fork: %d MiB in use, run %d of %d", used, i, o.Warmup+o.N)
 		res, err := e.Store.With(e.Launcher).Sandbox(name).Fork(ctx, sandbox.ForkOptions{Count: o.Count, Name: fmt.Sprintf("%s-f%d", name, i)})
@@ -93,19 +76,13 @@ func (e Env) forks(ctx context.Context, o ForkOptions, mib, used int) (rows []Ro
 		if i < o.Warmup {
 			continue
 		}
-		errs := []error{
-			pause.total.RecordValue(int64(res.Stages["pause"] * perMs)),
-			ready.total.RecordValue(int64(res.Stages["ready"] * perMs)),
-			pause.pages.RecordValue(int64(res.Pages)), ready.pages.RecordValue(int64(res.Pages)),
-		}
-		for _, stage := range []string{"ahead", "pause", "fill", "save", "durable"} {
-			errs = append(errs, into(ready.stages, stage, int64(res.Stages[stage]*perMs)))
-		}
+		pause.add(ns(res.Stages["pause"]))
+		ready.add(ns(res.Stages["ready"]))
+		pause.touched(int64(res.Pages))
+		ready.touched(int64(res.Pages))
+		ready.stagesOf(res.Stages, "ahead", "pause", "fill", "save", "durable")
 		if len(res.Children) == 1 {
-			errs = append(errs, into(ready.stages, "child", int64(res.Children[0].Stages["resume_ready"]*perMs)))
-		}
-		if err := errors.Join(errs...); err != nil {
-			return nil, err
+			ready.stage("child", ns(res.Children[0].Stages["resume_ready"]))
 		}
 	}
 	params := map[string]any{"memory_mib": mib, paramUsed: used, "count": o.Count, "busy": o.Busy, "vcpus": spec.DefaultVCPUs}
@@ -120,71 +97,27 @@ func (e Env) removeChildren(ctx context.Context, res control.ForkResult) error {
 	return errors.Join(errs...)
 }
 
-// python starts a program in the guest, and returns when it has written a line.
-func (e Env) python(ctx context.Context, name, program string, args ...string) (*guest.Client, error) {
-	c, err := guest.Dial(ctx, guest.UnixDialer(e.Store.State.VsockPath(name)))
-	if err != nil {
-		return nil, err
-	}
-	err = c.WriteFile(ctx, "/root/program.py", strings.NewReader(program), guest.WriteOptions{})
-	if err != nil {
-		return nil, errors.Join(err, c.Close())
-	}
-	r, w, err := os.Pipe()
-	if err != nil {
-		return nil, errors.Join(err, c.Close())
-	}
-	defer r.Close()
-	cmd := guest.Cmd{Argv: append([]string{"python3", "-S", "-E", "/root/program.py"}, args...)}
-	cmd.Stdout = w
-	go func() {
-		_, _ = c.Exec(ctx, cmd) // until the VM ends, or the client is closed
-		w.Close()
-	}()
-	if line, err := bufio.NewReader(r).ReadString('\n'); err != nil {
-		return nil, errors.Join(fmt.Errorf("the program in the guest says %q: %w", line, err), c.Close())
-	}
-	return c, nil
-}
-
-// ForkDensityOptions say how fork_density is measured.
-type ForkDensityOptions struct {
-	// Forks is how many children are made at once, up to sandbox.MaxForks.
-	Forks     int
-	MemoryMiB int
-}
-
-// idler is a live interpreter that has loaded something and waits.
-const idler = `
-import json, random, signal, socket
-table = {str(n): random.random() for n in range(20000)}
-print('ready', flush=True)
-signal.pause()
-`
-
 // ForkDensity measures what memory the forks of a guest take in which an interpreter is live:
 // fork_density is that which a child's process has to itself, in MiB, and its stages are
 // what of that is the guest's (guest), the proportional share of a process with what all
 // have in common (pss), and for all together pss_total, and image, the memory that the
 // children share. The children are idle, as their agents have just answered.
-func ForkDensity(ctx context.Context, e Env, o ForkDensityOptions) (rows []Row, err error) {
+func ForkDensity(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 	name := vmName()
-	if err := e.boot(ctx, name, o.MemoryMiB); err != nil {
+	if err := e.boot(ctx, name, o.mib()); err != nil {
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, e.remove(ctx, name)) }()
-	c, err := e.python(ctx, name, idler)
-	if err != nil {
+	if err := e.startLive(ctx, name, "quiet.py", quietProgram); err != nil {
 		return nil, err
 	}
-	defer c.Close()
-	e.say("making %d children", o.Forks)
-	res, err := e.Store.With(e.Launcher).Sandbox(name).Fork(ctx, sandbox.ForkOptions{Count: o.Forks, Name: name + "-f"})
+	e.say("making %d children", o.Count)
+	res, err := e.Store.With(e.Launcher).Sandbox(name).Fork(ctx, sandbox.ForkOptions{Count: o.Count, Name: name + "-f"})
 	if err != nil {
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, e.removeChildren(ctx, res)) }()
-	s := newSeries()
+	s := newSeries(inMiB)
 	total := int64(0)
 	for _, child := range res.Children {
 		r, err := e.Store.State.Get(child.Name)
@@ -196,15 +129,14 @@ func ForkDensity(ctx context.Context, e Env, o ForkDensityOptions) (rows []Row, 
 			return nil, err
 		}
 		total += m.pss
-		if err := errors.Join(s.total.RecordValue(max(m.private, 1)), into(s.stages, "guest", m.guest), into(s.stages, "pss", m.pss)); err != nil {
-			return nil, err
-		}
+		s.add(max(m.private, 1))
+		s.stage("guest", m.guest)
+		s.stage("pss", m.pss)
 	}
-	row := s.mib("fork_density", map[string]any{
-		"forks": o.Forks, "memory_mib": o.MemoryMiB, "vcpus": spec.DefaultVCPUs,
+	row := s.row("fork_density", map[string]any{
+		"forks": o.Count, "memory_mib": o.mib(), "vcpus": spec.DefaultVCPUs,
 		"pause_ms": res.Stages["pause"], "ready_ms": res.Stages["ready"],
 	})
-	row.Stages = medians(s.stages, mibBytes)
 	row.Stages["pss_total"] = float64(total) / mibBytes
 	row.Stages["image"] = float64(res.Pages) / 256
 	return []Row{row}, nil

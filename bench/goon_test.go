@@ -3,6 +3,7 @@ package bench
 import (
 	"encoding/json"
 	"errors"
+	"math"
 	"slices"
 	"strings"
 	"testing"
@@ -107,6 +108,16 @@ func TestBy_rows_of_a_command_count_unless_it_failed(t *testing.T) {
 	}
 	if names(r.Rows) != names(before) {
 		t.Error("Without has changed the report")
+	}
+}
+
+func TestRun_value_out_of_bounds_gives_error_and_the_row(t *testing.T) {
+	s := newSeries(inMs)
+	s.add(7 * perMs)
+	s.stage("whole", math.MaxInt64)
+	rows, err := Run("drowse bench x", func() ([]Row, error) { return []Row{s.row("x", nil)}, nil })
+	if err == nil || !strings.Contains(err.Error(), "recording a run") || len(rows) != 1 || rows[0].N != 1 {
+		t.Errorf("%+v, %v", rows, err)
 	}
 }
 

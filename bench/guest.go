@@ -54,6 +54,25 @@ func (e Env) started(ctx context.Context, name string, mib int, file, program st
 	return nil
 }
 
+// answering is the end of a python3 program in a guest that answers each line of words by its function answer, at
+// programPort of its vsock. What it cannot do it says.
+const answering = `
+import socket
+server = socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)
+server.bind((socket.VMADDR_CID_ANY, 5001))
+server.listen(1)
+while True:
+    c, _ = server.accept()
+    with c:
+        try:
+            said = answer(*c.recv(128).decode().split())
+        except OSError as e:
+            said = 'error: %s' % e
+        c.send(said.encode() + b'\n')
+`
+
+const programPort = 5001
+
 // dirtied starts a VM in which dirtier has changed memory once, by each of the amounts in
 // MiB that are no more than half of its RAM. Those are returned. After an error nothing is
 // left of it; otherwise the caller removes it.
@@ -84,15 +103,6 @@ func ofSizes(sizes []int, measure func(mib int) ([]Row, error)) (rows []Row, err
 		rows = append(rows, some...)
 	}
 	return rows, nil
-}
-
-// perAmount is a series for each amount of memory.
-func perAmount(amounts []int) map[int]*series {
-	all := map[int]*series{}
-	for _, d := range amounts {
-		all[d] = newSeries()
-	}
-	return all
 }
 
 // pause waits.

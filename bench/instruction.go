@@ -16,12 +16,6 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// InstructionOptions say how guest_instruction is measured.
-type InstructionOptions struct {
-	// N is the number of runs for each row, after Warmup that do not count.
-	N, Warmup int
-}
-
 // The program that is measured: where it lies, what RAM there is, and where in it are its data and
 // the end of its stack.
 const (
@@ -37,6 +31,9 @@ const (
 	loopInstructions = 13 // of a turn of loopMixed
 	loopRegisters    = 6  // of a turn without memory
 )
+
+// inPico is recorded in picoseconds: an instruction takes less than a nanosecond.
+var inPico = unit{"ns", thousandths}
 
 // turn is what a loop does in each turn, with its number of instructions.
 type turn struct {
@@ -111,14 +108,14 @@ func kernelOf(code []byte) ([]byte, error) {
 // itself off, divided by the number of its instructions. mix is what the loop does. A
 // KVM without virtualisation hardware interprets them (faults: emulated, how many KVM says it
 // has interpreted), and what a guest's kernel does there costs so much.
-func Instructions(ctx context.Context, e Env, o InstructionOptions) (rows []Row, err error) {
+func Instructions(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 	dir, err := runsDir()
 	if err != nil {
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
 	for _, t := range turns {
-		s := newSeries()
+		s := newSeries(inPico)
 		count := uint32(loopFirst)
 		for i := 0; i < o.Warmup+o.N; {
 			took, emulated, err := t.run(ctx, filepath.Join(dir, "kernel"), count)
@@ -127,20 +124,16 @@ func Instructions(ctx context.Context, e Env, o InstructionOptions) (rows []Row,
 			}
 			if took < loopLeast && count < loopMost/loopGrowth {
 				count *= loopGrowth
-				s, i = newSeries(), 0
+				s, i = newSeries(inPico), 0
 				continue
 			}
 			if i++; i <= o.Warmup {
 				continue
 			}
-			const pico = 1000
-			err = errors.Join(s.total.RecordValue(max(1, took.Nanoseconds()*pico/(int64(count)*t.instructions))), into(s.faults, "emulated", emulated))
-			if err != nil {
-				return nil, err
-			}
+			s.add(max(1, took.Nanoseconds()*thousandths/(int64(count)*t.instructions)))
+			s.fault("emulated", emulated)
 		}
-		row := Row{Name: "guest_instruction", Params: map[string]any{"mix": t.mix}, Stages: map[string]float64{}, Faults: medians(s.faults, 1)}
-		row.figures(s.total, "ns", 1000)
+		row := s.row("guest_instruction", map[string]any{"mix": t.mix})
 		e.say("guest_instruction: %s: %.3g ns", t.mix, row.P50)
 		rows = append(rows, row)
 	}

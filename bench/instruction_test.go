@@ -65,7 +65,7 @@ func TestInstructions_gives_a_row_for_each_mix(t *testing.T) {
 		t.Skip(err)
 	}
 	sys.Close()
-	rows, err := Instructions(t.Context(), Env{}, InstructionOptions{N: 2, Warmup: 1})
+	rows, err := Instructions(t.Context(), Env{}, Options{N: 2, Warmup: 1})
 	if err != nil {
 		t.Fatal(err)
 	}

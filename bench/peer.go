@@ -52,21 +52,14 @@ type beside struct {
 // preparePeer boots a guest of a peer and saves it. It fails only when the context has
 // ended: a peer that cannot be measured says why in its row.
 func (e Env) preparePeer(ctx context.Context, name string, mib, usedMiB int) (*beside, error) {
-	b := &beside{name: name, mib: mib, runs: newSeries(), whole: newSeries(), bare: newSeries()}
+	b := &beside{name: name, mib: mib, runs: newSeries(inMs), whole: newSeries(inRatio), bare: newSeries(inRatio)}
+	e.say("booting a guest of %d MiB in %s", mib, name)
 	var err error
 	switch name {
 	case peerQEMU:
-		e.say("booting a guest of %d MiB in QEMU", mib)
-		var q *qemu
-		if q, err = e.newQEMU(ctx, mib, usedMiB); err == nil {
-			b.peer = q
-		}
+		b.peer, err = e.newQEMU(ctx, mib, usedMiB)
 	case peerFirecracker, peerFirecrackerUffd:
-		e.say("booting a guest of %d MiB in Firecracker", mib)
-		var f *firecracker
-		if f, err = e.newFirecracker(ctx, mib, usedMiB, name == peerFirecrackerUffd); err == nil {
-			b.peer = f
-		}
+		b.peer, err = e.newFirecracker(ctx, mib, usedMiB, name == peerFirecrackerUffd)
 	default:
 		err = fmt.Errorf("no such peer: %s", name)
 	}
@@ -96,15 +89,13 @@ func (b *beside) resume(ctx context.Context, counts bool, drowse time.Duration) 
 	if !counts {
 		return nil
 	}
-	errs := []error{
-		b.runs.total.RecordValue(int64(total)),
-		b.whole.ratio(float64(total), float64(drowse)),
-		b.bare.ratio(float64(total-stages["process"]), float64(drowse)),
-	}
+	b.runs.add(int64(total))
+	b.whole.portion(float64(total), float64(drowse))
+	b.bare.portion(float64(total-stages["process"]), float64(drowse))
 	for name, d := range stages {
-		errs = append(errs, into(b.runs.stages, name, int64(d)))
+		b.runs.stage(name, int64(d))
 	}
-	return errors.Join(errs...)
+	return nil
 }
 
 // rows are the peer's figures, and its ratio to drowse.
@@ -118,7 +109,7 @@ func (b *beside) rows(name string) []Row {
 		if used, ok := b.peer.params()[paramUsed]; ok {
 			p[paramUsed] = used
 		}
-		return s.ratioRow(name+"_ratio", p)
+		return s.row(name+"_ratio", p)
 	}
 	rows := []Row{ratio(b.whole, "counted"), ratio(b.bare, "not counted")}
 	maps.Copy(params, b.peer.params())

@@ -1,6 +1,7 @@
 package bench
 
 import (
+	"context"
 	"encoding/binary"
 	"encoding/json"
 	"errors"
@@ -18,6 +19,8 @@ type fcHandler struct {
 	listener *net.UnixListener
 	memory   []byte // a mapping of the file
 	stop     [2]int // a pipe: closing the second end ends the handler
+	closing  context.Context
+	cancel   context.CancelFunc // ends the wait for Firecracker
 	done     sync.WaitGroup
 
 	mu  sync.Mutex
@@ -44,6 +47,7 @@ const (
 // serveFaults listens at a socket for the one Firecracker that is given a guest's memory.
 func serveFaults(socket, memory string) (_ *fcHandler, err error) {
 	h := &fcHandler{stop: [2]int{-1, -1}}
+	h.closing, h.cancel = context.WithCancel(context.Background())
 	defer func() {
 		if err != nil {
 			err = errors.Join(fmt.Errorf("serving page faults: %w", err), h.close())
@@ -86,6 +90,7 @@ func (h *fcHandler) failed() error {
 
 // close ends the handler, and releases what it has.
 func (h *fcHandler) close() (err error) {
+	h.cancel()
 	if h.listener != nil {
 		err = h.listener.Close()
 	}
@@ -113,25 +118,8 @@ func (h *fcHandler) serve() error {
 	}
 	defer c.Close()
 	// Whoever closes the handler does not wait for Firecracker to say something.
-	read := make(chan struct{})
-	var stopped sync.WaitGroup
-	stopped.Go(func() {
-		fds := []unix.PollFd{{Fd: int32(h.stop[0])}}
-		for {
-			select {
-			case <-read:
-				return
-			default:
-			}
-			if _, err := unix.Poll(fds, 10); fds[0].Revents != 0 || err != nil && !errors.Is(err, unix.EINTR) {
-				c.Close()
-				return
-			}
-		}
-	})
+	defer context.AfterFunc(h.closing, func() { c.Close() })()
 	uffd, regions, err := readRegions(c)
-	close(read)
-	stopped.Wait()
 	if err != nil {
 		return err
 	}

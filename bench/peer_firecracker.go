@@ -11,11 +11,8 @@ import (
 	"net"
 	"net/http"
 	"os"
-	"os/exec"
 	"path/filepath"
-	"strconv"
 	"strings"
-	"sync"
 	"syscall"
 	"time"
 
@@ -44,38 +41,20 @@ const (
 
 // firecracker is a guest of Firecracker with a snapshot.
 type firecracker struct {
-	dir     string
-	path    string // of the program
-	version string
-	mib     int
-	usedMiB int
-	kernel  string
-	initrd  string
-	cmdline string
-	uffd    bool // memory comes from a handler in this process, by userfaultfd; else it is a mapping of the file
-	runs    int
+	peerGuest
+	uffd bool // memory comes from a handler in this process, by userfaultfd; else it is a mapping of the file
 }
 
-func (f *firecracker) state() string  { return filepath.Join(f.dir, "state") }
 func (f *firecracker) memory() string { return filepath.Join(f.dir, "memory") }
 
 // newFirecracker boots a guest and takes a snapshot of it. The guest is that of newQEMU, and talks by vsock.
-func (e Env) newFirecracker(ctx context.Context, mib, usedMiB int, uffd bool) (_ *firecracker, err error) {
-	f := &firecracker{mib: mib, usedMiB: usedMiB, uffd: uffd}
-	if f.path, err = exec.LookPath(firecrackerProgram); err != nil {
-		return nil, err
-	}
-	if f.kernel, f.cmdline, err = e.peerKernel(); err != nil {
-		return nil, err
-	}
-	f.cmdline += fcWords(usedMiB)
-	if f.dir, err = os.MkdirTemp("", "drowse-peer-"); err != nil {
-		return nil, fmt.Errorf("making a directory for Firecracker: %w", err)
-	}
-	if f.initrd, err = e.peerInitramfs(ctx, f.dir); err == nil {
-		err = f.save(ctx)
-	}
+func (e Env) newFirecracker(ctx context.Context, mib, usedMiB int, uffd bool) (peer, error) {
+	g, err := e.newPeerGuest(ctx, "Firecracker", firecrackerProgram, mib, usedMiB, fcWords(usedMiB))
 	if err != nil {
+		return nil, err
+	}
+	f := &firecracker{peerGuest: g, uffd: uffd}
+	if err := f.save(ctx); err != nil {
 		return nil, errors.Join(err, f.close())
 	}
 	return f, nil
@@ -88,13 +67,8 @@ func fcWords(usedMiB int) string {
 	return fmt.Sprintf(" init_on_free=1 reboot=k panic=1 rdinit=/init --used %d --vsock %d", usedMiB, fcPort)
 }
 
-func (f *firecracker) close() error { return os.RemoveAll(f.dir) }
-
 func (f *firecracker) params() map[string]any {
-	return map[string]any{
-		"peer_version": f.version, "peer_backend": f.backend(), "vcpus": spec.DefaultVCPUs,
-		"guest": "initramfs", paramUsed: f.usedMiB, "cache": "warm",
-	}
+	return f.with(map[string]any{"peer_backend": f.backend()})
 }
 
 // backend is what Firecracker calls the origin of a restored guest's memory.
@@ -118,40 +92,21 @@ func (f *firecracker) stateMiB() float64 {
 	return float64(n) / mibBytes
 }
 
-// fcRun is a process of Firecracker.
+// fcRun is a process of Firecracker. It talks when its API takes connections.
 type fcRun struct {
-	f       *firecracker
-	dir     string
-	begin   time.Time
-	process time.Duration // until its API takes connections
+	*peerProcess
 	api     *http.Client
-	conn    net.Conn // to the guest's process
 	handler *fcHandler
-
-	cmd     *exec.Cmd
-	ended   chan struct{}
-	endOnce sync.Once
-
-	mu   sync.Mutex
-	said []byte // guarded by mu: the end of what it and the guest's console say
-}
-
-// Write keeps the end of what is said.
-func (r *fcRun) Write(p []byte) (int, error) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	r.said = append(r.said, p...)
-	r.said = r.said[max(0, len(r.said)-maxConsole):]
-	return len(p), nil
 }
 
 // start starts Firecracker, and returns when its API is there.
 func (f *firecracker) start(ctx context.Context, handle bool) (_ *fcRun, err error) {
-	f.runs++
-	r := &fcRun{f: f, dir: filepath.Join(f.dir, strconv.Itoa(f.runs)), ended: make(chan struct{})}
-	if err := os.Mkdir(r.dir, 0o700); err != nil {
-		return nil, fmt.Errorf("making a directory for Firecracker: %w", err)
+	p, err := f.process("--api-sock", fcAPI, "--id", "drowse-bench")
+	if err != nil {
+		return nil, err
 	}
+	p.cmd.Dir = p.dir
+	r := &fcRun{peerProcess: p}
 	if handle {
 		if r.handler, err = serveFaults(filepath.Join(r.dir, fcUffd), f.memory()); err != nil {
 			return nil, errors.Join(err, os.RemoveAll(r.dir))
@@ -163,21 +118,12 @@ func (f *firecracker) start(ctx context.Context, handle bool) (_ *fcRun, err err
 			return d.DialContext(ctx, "unix", filepath.Join(r.dir, fcAPI))
 		},
 	}}
-	r.cmd = exec.Command(f.path, "--api-sock", fcAPI, "--id", "drowse-bench")
-	r.cmd.Dir = r.dir
-	r.cmd.Stdout, r.cmd.Stderr = r, r
-	r.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true} // an interrupt is for this process
-	r.begin = time.Now()
-	if err := r.cmd.Start(); err != nil {
+	if err := r.peerProcess.start(); err != nil {
 		if r.handler != nil {
 			err = errors.Join(err, r.handler.close())
 		}
-		return nil, errors.Join(fmt.Errorf("starting Firecracker: %w", err), os.RemoveAll(r.dir))
+		return nil, err
 	}
-	go func() {
-		_ = r.cmd.Wait() // how it ended is in the ProcessState
-		close(r.ended)
-	}()
 	err = r.until(ctx, "its API", func() error {
 		c, err := net.Dial("unix", filepath.Join(r.dir, fcAPI))
 		if err == nil {
@@ -282,55 +228,15 @@ func (r *fcRun) connect(ctx context.Context) error {
 	})
 }
 
-// ask sends a byte to the guest and wants it back.
-func (r *fcRun) ask(ctx context.Context, b byte) error {
-	defer context.AfterFunc(ctx, func() { _ = r.conn.SetDeadline(time.Unix(1, 0)) })()
-	got := []byte{b}
-	_, err := r.conn.Write(got)
-	if err == nil {
-		_, err = io.ReadFull(r.conn, got)
-	}
-	if err != nil {
-		return fmt.Errorf("asking the guest: %w", errors.Join(err, ctx.Err()))
-	}
-	if got[0] != b {
-		return fmt.Errorf("the guest says %q, not %q", got[0], b)
-	}
-	return nil
-}
-
-// explain adds what Firecracker and its guest say, if that is why.
-func (r *fcRun) explain(err error) error {
-	select {
-	case <-r.ended:
-		err = fmt.Errorf("%w: Firecracker has ended: %s", err, r.cmd.ProcessState)
-	case <-time.After(time.Second):
-	}
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if len(r.said) > 0 {
-		err = fmt.Errorf("%w: it and its guest end with %q", err, r.said)
-	}
-	return err
-}
-
 // close kills Firecracker and returns when it and the handler are gone.
-func (r *fcRun) close() (err error) {
-	r.endOnce.Do(func() {
-		if kerr := r.cmd.Process.Kill(); kerr != nil && !errors.Is(kerr, os.ErrProcessDone) {
-			err = fmt.Errorf("ending Firecracker: %w", kerr)
-		}
-		<-r.ended
+func (r *fcRun) close() error {
+	return r.end(func() error {
 		r.api.CloseIdleConnections()
-		if r.conn != nil {
-			r.conn.Close()
-		}
 		if r.handler != nil {
-			err = errors.Join(err, r.handler.close())
+			return r.handler.close()
 		}
-		err = errors.Join(err, os.RemoveAll(r.dir))
+		return nil
 	})
-	return err
 }
 
 // save boots the guest and takes a snapshot of it.
@@ -413,6 +319,5 @@ func (f *firecracker) resume(ctx context.Context) (total time.Duration, stages m
 			return 0, nil, err
 		}
 	}
-	stages = map[string]time.Duration{"process": r.process, "load": loaded.Sub(r.begin) - r.process, "answer": now.Sub(loaded)}
-	return now.Sub(r.begin), stages, nil
+	return now.Sub(r.begin), r.stages(loaded, now), nil
 }

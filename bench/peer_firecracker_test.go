@@ -215,17 +215,17 @@ func saveFake(t *testing.T, how string, uffd bool) (*beside, error) {
 	if err := os.WriteFile(filepath.Join(dir, firecrackerProgram), []byte(script), 0o755); err != nil {
 		t.Fatal(err)
 	}
-	f := &firecracker{
-		dir: t.TempDir(), path: filepath.Join(dir, firecrackerProgram), mib: 128, usedMiB: 7, kernel: "/kernel/vmlinux", initrd: self,
-		cmdline: "console=ttyS0" + fcWords(7), uffd: uffd,
-	}
+	f := &firecracker{peerGuest{
+		monitor: "Firecracker", dir: t.TempDir(), path: filepath.Join(dir, firecrackerProgram), mib: 128, usedMiB: 7, kernel: "/kernel/vmlinux", initrd: self,
+		cmdline: "console=ttyS0" + fcWords(7),
+	}, uffd}
 	name := peerFirecracker
 	if uffd {
 		name = peerFirecrackerUffd
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	defer cancel()
-	return &beside{name: name, mib: 128, peer: f, runs: newSeries(), whole: newSeries(), bare: newSeries()}, f.save(ctx)
+	return &beside{name: name, mib: 128, peer: f, runs: newSeries(inMs), whole: newSeries(inRatio), bare: newSeries(inRatio)}, f.save(ctx)
 }
 
 func TestFirecracker_is_resumed_from_its_snapshot(t *testing.T) {

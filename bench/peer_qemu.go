@@ -9,13 +9,8 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strconv"
-	"strings"
-	"sync"
-	"syscall"
 	"time"
 
-	"github.com/drowse-vm/drowse/rootfs/initramfs"
-	"github.com/drowse-vm/drowse/rootfs/kernel"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/vmm"
 )
@@ -26,12 +21,6 @@ const (
 	// interrupts need the old devices. Without option ROMs qboot starts the kernel by
 	// its PVH entry (Xen, docs/misc/pvh.pandoc).
 	qemuMachine = "microvm,accel=kvm,pic=on,pit=on,rtc=on,isa-serial=on,x-option-roms=off"
-
-	// peerBoot bounds the boot of a guest, and peerAnswer a resume.
-	peerBoot   = 15 * time.Minute
-	peerAnswer = 5 * time.Minute
-	// maxConsole bounds what is said of a guest's console.
-	maxConsole = 2000
 )
 
 // qemuCPUs are the models to try, in order: that of the host, and the same without the
@@ -47,40 +36,24 @@ func qemuCPUs() []string {
 
 // qemu is a guest of QEMU whose state was migrated to a file.
 type qemu struct {
-	dir     string
-	path    string // of the program
-	cpu     string
-	version string
-	mib     int
-	usedMiB int
-	kernel  string
-	initrd  string
-	cmdline string
-	runs    int
+	peerGuest
+	cpu string
 }
 
-func (q *qemu) state() string   { return filepath.Join(q.dir, "state") }
 func (q *qemu) console() string { return filepath.Join(q.dir, "console") }
 
-// newQEMU boots a guest and migrates it to a file. The guest has drowse's own kernel and
-// command line, and the program of Env.PeerGuest as its first process.
-func (e Env) newQEMU(ctx context.Context, mib, usedMiB int) (_ *qemu, err error) {
-	q := &qemu{mib: mib, usedMiB: usedMiB}
-	if q.path, err = exec.LookPath(qemuProgram); err != nil {
-		return nil, fmt.Errorf("%w: install it (on Debian, the package qemu-system-x86)", err)
-	}
-	if q.kernel, q.cmdline, err = e.peerKernel(); err != nil {
-		return nil, err
-	}
+// newQEMU boots a guest and migrates it to a file.
+func (e Env) newQEMU(ctx context.Context, mib, usedMiB int) (peer, error) {
 	// QEMU saves all pages that are not zeros. Without init_on_free those of the unpacked
 	// initramfs would be among them, which no user of QEMU would have there.
-	q.cmdline += " init_on_free=1 rdinit=/init -- --used " + strconv.Itoa(usedMiB)
-	if q.dir, err = os.MkdirTemp("", "drowse-peer-"); err != nil {
-		return nil, fmt.Errorf("making a directory for QEMU: %w", err)
+	g, err := e.newPeerGuest(ctx, "QEMU", qemuProgram, mib, usedMiB, " init_on_free=1 rdinit=/init -- --used "+strconv.Itoa(usedMiB))
+	if errors.Is(err, exec.ErrNotFound) {
+		err = fmt.Errorf("%w: install it (on Debian, the package qemu-system-x86)", err)
 	}
-	if q.initrd, err = e.peerInitramfs(ctx, q.dir); err != nil {
-		return nil, errors.Join(err, q.close())
+	if err != nil {
+		return nil, err
 	}
+	q := &qemu{peerGuest: g}
 	var tried []error
 	for _, q.cpu = range qemuCPUs() {
 		err := q.save(ctx)
@@ -95,52 +68,8 @@ func (e Env) newQEMU(ctx context.Context, mib, usedMiB int) (_ *qemu, err error)
 	return nil, errors.Join(errors.Join(tried...), q.close())
 }
 
-// peerKernel is the kernel of drowse's own guests, and what its command line has on this host.
-func (e Env) peerKernel() (image, params string, err error) {
-	host := kernel.Hardware
-	if vmm.SoftKVM() {
-		host = kernel.Soft
-	}
-	image = e.Kernel
-	if !strings.Contains(e.Kernel, "/") {
-		name := e.Kernel
-		if name == "" {
-			name = string(kernel.Built)
-		}
-		k, err := kernel.Find(e.Store.State.KernelDir(), name)
-		if err != nil {
-			return "", "", err
-		}
-		if k.Kind != kernel.Built {
-			return "", "", fmt.Errorf("kernel %s needs modules: other monitors are measured with built kernels", k.ID)
-		}
-		image = k.Image
-	}
-	p, err := kernel.DefaultParams(kernel.Built, host)
-	if err != nil {
-		return "", "", err
-	}
-	return image, p.String(), nil
-}
-
-// PeerReady is what the program of Env.PeerGuest writes once, when its memory is filled.
-const PeerReady = 'R'
-
-// peerInitramfs has the program of peers' guests as its first.
-func (e Env) peerInitramfs(ctx context.Context, dir string) (string, error) {
-	if _, err := os.Stat(e.PeerGuest); err != nil {
-		return "", fmt.Errorf("finding the program for guests of other monitors: %w: build it with `make build`, and put it beside drowse", err)
-	}
-	return initramfs.Ensure(ctx, dir, initramfs.Spec{Init: e.PeerGuest})
-}
-
-func (q *qemu) close() error { return os.RemoveAll(q.dir) }
-
 func (q *qemu) params() map[string]any {
-	return map[string]any{
-		"peer_version": q.version, "peer_machine": qemuMachine, "peer_cpu": q.cpu, "vcpus": spec.DefaultVCPUs,
-		"guest": "initramfs", paramUsed: q.usedMiB, "cache": "warm",
-	}
+	return q.with(map[string]any{"peer_machine": qemuMachine, "peer_cpu": q.cpu})
 }
 
 // stateMiB is the size of the file. It has little but pages that are not all zeros.
@@ -152,37 +81,24 @@ func (q *qemu) stateMiB() float64 {
 	return float64(info.Size()) / mibBytes
 }
 
-// qemuRun is a process of QEMU.
+// qemuRun is a process of QEMU. It talks when it has connected to its first socket, and conn is the guest's
+// virtio-serial port.
 type qemuRun struct {
-	q       *qemu
-	dir     string // for its sockets
-	begin   time.Time
-	process time.Duration // until it connects to its first socket
-	port    *net.UnixConn // the guest's virtio-serial port
-	qmp     *qmp
-
-	mu      sync.Mutex
-	stderr  []byte // guarded by mu
-	cmd     *exec.Cmd
-	ended   chan struct{}
-	endOnce sync.Once
-}
-
-// Write keeps the beginning of what QEMU says.
-func (r *qemuRun) Write(p []byte) (int, error) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	r.stderr = append(r.stderr, p[:min(len(p), max(0, maxConsole-len(r.stderr)))]...)
-	return len(p), nil
+	*peerProcess
+	q   *qemu
+	qmp *qmp
 }
 
 // start starts QEMU, from a state if it is not nil, and returns when it talks.
 func (q *qemu) start(ctx context.Context, state *os.File) (_ *qemuRun, err error) {
-	q.runs++
-	r := &qemuRun{q: q, dir: filepath.Join(q.dir, strconv.Itoa(q.runs)), ended: make(chan struct{})}
-	if err := os.Mkdir(r.dir, 0o700); err != nil {
-		return nil, fmt.Errorf("making a directory for QEMU: %w", err)
+	p, err := q.process(
+		"-nodefaults", "-no-user-config", "-display", "none", "-no-reboot",
+		"-machine", qemuMachine, "-cpu", q.cpu, "-smp", strconv.Itoa(spec.DefaultVCPUs), "-m", strconv.Itoa(q.mib),
+		"-chardev", "file,id=console,path="+q.console(), "-serial", "chardev:console")
+	if err != nil {
+		return nil, err
 	}
+	r := &qemuRun{peerProcess: p, q: q}
 	// QEMU connects to sockets that are there before it: nobody has to look whether it
 	// listens yet, and the guest's port is connected from the beginning.
 	var sockets []*net.UnixListener
@@ -191,11 +107,6 @@ func (q *qemu) start(ctx context.Context, state *os.File) (_ *qemuRun, err error
 			l.Close()
 		}
 	}()
-	args := []string{
-		"-nodefaults", "-no-user-config", "-display", "none", "-no-reboot",
-		"-machine", qemuMachine, "-cpu", q.cpu, "-smp", strconv.Itoa(spec.DefaultVCPUs), "-m", strconv.Itoa(q.mib),
-		"-chardev", "file,id=console,path=" + q.console(), "-serial", "chardev:console",
-	}
 	for _, name := range []string{"qmp", "port"} {
 		path := filepath.Join(r.dir, name)
 		l, err := net.ListenUnix("unix", &net.UnixAddr{Name: path, Net: "unix"})
@@ -203,10 +114,9 @@ func (q *qemu) start(ctx context.Context, state *os.File) (_ *qemuRun, err error
 			return nil, errors.Join(fmt.Errorf("listening for QEMU: %w", err), os.RemoveAll(r.dir))
 		}
 		sockets = append(sockets, l)
-		args = append(args, "-chardev", "socket,id="+name+",path="+path)
+		r.cmd.Args = append(r.cmd.Args, "-chardev", "socket,id="+name+",path="+path)
 	}
-	args = append(args, "-mon", "chardev=qmp,mode=control", "-device", "virtio-serial-device", "-device", "virtserialport,chardev=port,name=drowse")
-	r.cmd = exec.Command(q.path, args...)
+	r.cmd.Args = append(r.cmd.Args, "-mon", "chardev=qmp,mode=control", "-device", "virtio-serial-device", "-device", "virtserialport,chardev=port,name=drowse")
 	if state != nil {
 		// Neither kernel nor initramfs: both are in the state.
 		r.cmd.ExtraFiles = []*os.File{state}
@@ -214,18 +124,9 @@ func (q *qemu) start(ctx context.Context, state *os.File) (_ *qemuRun, err error
 	} else {
 		r.cmd.Args = append(r.cmd.Args, "-kernel", q.kernel, "-initrd", q.initrd, "-append", q.cmdline)
 	}
-	r.cmd.Stderr = r
-	// A group of its own: an interrupt at the terminal is for this process, which then
-	// ends QEMU.
-	r.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
-	r.begin = time.Now()
-	if err := r.cmd.Start(); err != nil {
-		return nil, errors.Join(fmt.Errorf("starting QEMU: %w", err), os.RemoveAll(r.dir))
+	if err := r.peerProcess.start(); err != nil {
+		return nil, err
 	}
-	go func() {
-		_ = r.cmd.Wait() // how it ended is in the ProcessState
-		close(r.ended)
-	}()
 	defer func() {
 		if err != nil {
 			err = errors.Join(r.explain(err), r.close())
@@ -243,7 +144,7 @@ func (q *qemu) start(ctx context.Context, state *os.File) (_ *qemuRun, err error
 			r.process = time.Since(r.begin)
 		}
 	}
-	r.port = conns[1]
+	r.conn = conns[1]
 	r.qmp, err = newQMP(ctx, conns[0])
 	return r, err
 }
@@ -266,19 +167,9 @@ func (r *qemuRun) accept(ctx context.Context, l *net.UnixListener) (*net.UnixCon
 	return c, nil
 }
 
-// explain adds what QEMU and the console of its guest say, if that is why.
+// explain adds the guest's console too.
 func (r *qemuRun) explain(err error) error {
-	// It may be about to end.
-	select {
-	case <-r.ended:
-		err = fmt.Errorf("%w: QEMU has ended: %s", err, r.cmd.ProcessState)
-	case <-time.After(time.Second):
-	}
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if len(r.stderr) > 0 {
-		err = fmt.Errorf("%w: it says %q", err, r.stderr)
-	}
+	err = r.peerProcess.explain(err)
 	if text, rerr := os.ReadFile(r.q.console()); rerr == nil && len(text) > 0 {
 		err = fmt.Errorf("%w: the guest's console ends with %q", err, text[max(0, len(text)-maxConsole):])
 	}
@@ -286,42 +177,13 @@ func (r *qemuRun) explain(err error) error {
 }
 
 // close kills QEMU and returns when it is gone.
-func (r *qemuRun) close() (err error) {
-	r.endOnce.Do(func() {
-		if kerr := r.cmd.Process.Kill(); kerr != nil && !errors.Is(kerr, os.ErrProcessDone) {
-			err = fmt.Errorf("ending QEMU: %w", kerr)
-		}
-		<-r.ended
+func (r *qemuRun) close() error {
+	return r.end(func() error {
 		if r.qmp != nil {
 			r.qmp.Close()
 		}
-		if r.port != nil {
-			r.port.Close()
-		}
-		err = errors.Join(err, os.RemoveAll(r.dir))
+		return nil
 	})
-	return err
-}
-
-// expect waits for a byte of the guest.
-func (r *qemuRun) expect(ctx context.Context, want byte) error {
-	defer context.AfterFunc(ctx, func() { _ = r.port.SetReadDeadline(time.Unix(1, 0)) })()
-	var b [1]byte
-	if _, err := r.port.Read(b[:]); err != nil {
-		return fmt.Errorf("waiting for the guest: %w", errors.Join(err, ctx.Err()))
-	}
-	if b[0] != want {
-		return fmt.Errorf("the guest says %q, not %q", b[0], want)
-	}
-	return nil
-}
-
-// ask sends a byte to the guest and wants it back.
-func (r *qemuRun) ask(ctx context.Context, b byte) error {
-	if _, err := r.port.Write([]byte{b}); err != nil {
-		return fmt.Errorf("sending a byte to the guest: %w", err)
-	}
-	return r.expect(ctx, b)
 }
 
 // save boots the guest, and migrates it to the file while it runs, so that it goes on by
@@ -376,10 +238,8 @@ func (q *qemu) save(ctx context.Context) (err error) {
 		case "failed", "cancelled":
 			return fmt.Errorf("QEMU's migration to a file has %s: %.500q", m.Status, m.Desc)
 		}
-		select {
-		case <-ctx.Done():
-			return fmt.Errorf("waiting for QEMU's migration to a file: %w", ctx.Err())
-		case <-time.After(20 * time.Millisecond):
+		if err := pause(ctx, 20*time.Millisecond); err != nil {
+			return fmt.Errorf("waiting for QEMU's migration to a file: %w", err)
 		}
 	}
 }
@@ -401,11 +261,9 @@ func (q *qemu) resume(ctx context.Context) (total time.Duration, stages map[stri
 		return 0, nil, errors.Join(r.explain(err), r.close())
 	}
 	now := time.Now()
-	total = now.Sub(r.begin)
 	loaded := now
 	if at := r.qmp.event("RESUME"); !at.IsZero() && at.Before(now) {
 		loaded = at
 	}
-	stages = map[string]time.Duration{"process": r.process, "load": loaded.Sub(r.begin) - r.process, "answer": now.Sub(loaded)}
-	return total, stages, r.close()
+	return now.Sub(r.begin), r.stages(loaded, now), r.close()
 }

@@ -166,7 +166,7 @@ func fakeQEMU(t *testing.T, script string) (e Env, kernel string) {
 
 func TestQEMU_that_ends_at_once_gives_its_words(t *testing.T) {
 	_, kernel := fakeQEMU(t, "echo cannot do that >&2; exit 3")
-	q := &qemu{dir: t.TempDir(), path: qemuProgram, cpu: "host", mib: 256, kernel: kernel}
+	q := &qemu{peerGuest{monitor: "QEMU", dir: t.TempDir(), path: qemuProgram, mib: 256, kernel: kernel}, "host"}
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	defer cancel()
 	err := q.save(ctx)
@@ -180,7 +180,7 @@ func TestQEMU_that_ends_at_once_gives_its_words(t *testing.T) {
 
 func TestQEMU_that_never_talks_is_ended_with_the_context(t *testing.T) {
 	_, kernel := fakeQEMU(t, "exec sleep 1000")
-	q := &qemu{dir: t.TempDir(), path: qemuProgram, cpu: "host", mib: 256, kernel: kernel}
+	q := &qemu{peerGuest{monitor: "QEMU", dir: t.TempDir(), path: qemuProgram, mib: 256, kernel: kernel}, "host"}
 	ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
 	defer cancel()
 	if err := q.save(ctx); !errors.Is(err, os.ErrDeadlineExceeded) {
@@ -207,7 +207,7 @@ func (f *fakePeer) resume(context.Context) (time.Duration, map[string]time.Durat
 }
 
 func TestBeside_runs_give_ratios_of_pairs(t *testing.T) {
-	b := &beside{name: "qemu", mib: 256, runs: newSeries(), whole: newSeries(), bare: newSeries()}
+	b := &beside{name: "qemu", mib: 256, runs: newSeries(inMs), whole: newSeries(inRatio), bare: newSeries(inRatio)}
 	b.peer = &fakePeer{times: []time.Duration{time.Hour, 20 * time.Millisecond, 40 * time.Millisecond, 90 * time.Millisecond}}
 	for i, drowse := range []time.Duration{1, 10 * time.Millisecond, 10 * time.Millisecond, 30 * time.Millisecond} {
 		if err := b.resume(t.Context(), i > 0, drowse); err != nil {
@@ -235,7 +235,7 @@ func TestBeside_runs_give_ratios_of_pairs(t *testing.T) {
 }
 
 func TestBeside_peer_that_fails_gives_row_that_says_why(t *testing.T) {
-	b := &beside{name: "qemu", mib: 256, runs: newSeries(), whole: newSeries(), bare: newSeries()}
+	b := &beside{name: "qemu", mib: 256, runs: newSeries(inMs), whole: newSeries(inRatio), bare: newSeries(inRatio)}
 	b.peer = &fakePeer{times: []time.Duration{time.Second}, err: errors.New("it broke")}
 	for range 3 {
 		if err := b.resume(t.Context(), true, time.Second); err != nil {
@@ -298,11 +298,9 @@ func TestCPUTime_own_process_gives_what_it_has_used(t *testing.T) {
 }
 
 func TestConcurrent_round_gives_first_last_and_ratio(t *testing.T) {
-	c := &concurrent{wakes: newSeries(), ratio: newSeries()}
+	c := &concurrent{wakes: newSeries(inMs), ratio: newSeries(inRatio)}
 	ms := time.Millisecond
-	if err := c.record([]oneWake{{took: 10 * ms, cpu: 4 * ms}, {took: 20 * ms, cpu: 4 * ms}, {took: 30 * ms, cpu: 4 * ms}}); err != nil {
-		t.Fatal(err)
-	}
+	c.record([]oneWake{{took: 10 * ms, cpu: 4 * ms}, {took: 20 * ms, cpu: 4 * ms}, {took: 30 * ms, cpu: 4 * ms}})
 	r := c.wakes.row("concurrent_resume", nil)
 	for stage, want := range map[string]float64{"first": 10, "median": 20, "last": 30, "cpu": 4} {
 		if got := r.Stages[stage]; got < want*0.998 || got > want*1.002 {
@@ -314,11 +312,11 @@ func TestConcurrent_round_gives_first_last_and_ratio(t *testing.T) {
 	}
 }
 
-func TestConcurrentOptions_rounds(t *testing.T) {
+func TestOptions_rounds(t *testing.T) {
 	for _, c := range []struct{ wakes, atOnce, want int }{
 		{100, 1, 100}, {100, 4, 25}, {100, 20, 5}, {101, 20, 6}, {100, 256, 5}, {2, 1, 2}, {2, 20, 2}, {1, 1, 1},
 	} {
-		if got := (ConcurrentOptions{N: c.wakes}).rounds(c.atOnce); got != c.want {
+		if got := (Options{N: c.wakes}).rounds(c.atOnce); got != c.want {
 			t.Errorf("%d wakes, %d at once: %d rounds, want %d", c.wakes, c.atOnce, got, c.want)
 		}
 	}

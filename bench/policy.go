@@ -107,21 +107,12 @@ func policyFrame(proto byte, d netpolicy.Direction) []byte {
 	return f
 }
 
-// PolicyPacketOptions say how policy_packet is measured.
-type PolicyPacketOptions struct {
-	// N is the number of runs for each row, after Warmup that do not count; Packets are judged in
-	// each, and a run is their average.
-	N, Warmup, Packets int
-	// Rules are numbers of rules of a policy, 1 to MaxRules.
-	Rules []int
-}
-
 // PolicyPacket measures the time in which the programs judge and translate a packet that the guest sends, or gets, in
 // the kernel and without a device (BPF_PROG_RUN): one of a flow that is known, an answer of that flow, one that the
 // rules judge and that opens a flow which is there already (a SYN that is sent again), and one that opens a flow that
 // was not there, in a flow table that is full. Stage "empty" is the same of an empty program, in turn with it; it is in
 // the figures.
-func PolicyPacket(ctx context.Context, e Env, o PolicyPacketOptions) ([]Row, error) {
+func PolicyPacket(ctx context.Context, e Env, o Options) ([]Row, error) {
 	var rows []Row
 	for _, rules := range o.Rules {
 		spec, err := rulesOf(rules)
@@ -141,7 +132,7 @@ func PolicyPacket(ctx context.Context, e Env, o PolicyPacketOptions) ([]Row, err
 	return rows, nil
 }
 
-func policyPacket(ctx context.Context, spec *netpolicy.Spec, o PolicyPacketOptions, flow string, params map[string]any) (_ Row, err error) {
+func policyPacket(ctx context.Context, spec *netpolicy.Spec, o Options, flow string, params map[string]any) (_ Row, err error) {
 	t, err := link.NewTrial(spec)
 	if err != nil {
 		return Row{}, err
@@ -159,7 +150,7 @@ func policyPacket(ctx context.Context, spec *netpolicy.Spec, o PolicyPacketOptio
 		direction = netpolicy.Ingress
 		frame = policyFrame(frameUDP, direction)
 	}
-	s := newSeries()
+	s := newSeries(inNs)
 	for i := range o.Warmup + o.N {
 		if err := ctx.Err(); err != nil {
 			return Row{}, err
@@ -171,14 +162,11 @@ func policyPacket(ctx context.Context, spec *netpolicy.Spec, o PolicyPacketOptio
 		if i < o.Warmup {
 			continue
 		}
-		err = errors.Join(s.total.RecordValue(int64(each)), into(s.stages, "empty", int64(empty)), into(s.stages, "judged", int64(max(0, each-empty))))
-		if err != nil {
-			return Row{}, err
-		}
+		s.add(int64(each))
+		s.stage("empty", int64(empty))
+		s.stage("judged", int64(max(0, each-empty)))
 	}
-	row := Row{Name: "policy_packet", Params: params, Stages: medians(s.stages, 1), Faults: map[string]float64{}}
-	row.figures(s.total, "ns", 1)
-	return row, nil
+	return s.row("policy_packet", params), nil
 }
 
 // policyRun has packets of one kind judged, and as many by an empty program.
@@ -201,17 +189,6 @@ func policyRun(t *link.Trial, flow string, direction netpolicy.Direction, frame 
 		err = errors.New("the programs have denied a packet that the policy allows")
 	}
 	return empty, each, err
-}
-
-// PolicySwapOptions say how policy_swap is measured.
-type PolicySwapOptions struct {
-	// N is the number of swaps for each row, after Warmup that do not count.
-	N, Warmup int
-	// Rules are numbers of rules of a policy, 1 to MaxRules.
-	Rules []int
-	// Agents are numbers of other agents of the host that have a policy on a device meanwhile, of othersRules rules
-	// each.
-	Agents []int
 }
 
 // othersRules are the rules of agents beside the one that is measured.
@@ -243,32 +220,29 @@ func swapSpecs(n int) (specs [2]*netpolicy.Spec, err error) {
 // measured is one of them, in a network namespace of their own. Stages: "compile" comes before it; "table" is what goes
 // by until the new table is filled, "wait" the rest; "cpu" is how long the thread that swaps had a processor meanwhile,
 // of which param cpu_p99_ms is the 99th percentile. Param packets is how many were judged meanwhile.
-func PolicySwap(ctx context.Context, e Env, o PolicySwapOptions) (rows []Row, err error) {
+func PolicySwap(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 	for _, agents := range o.Agents {
-		err := inNamespace(func() error {
-			some, err := policySwaps(ctx, e, agents, o)
-			rows = append(rows, some...)
-			return err
-		})
+		some, err := inNamespace(func() ([]Row, error) { return policySwaps(ctx, e, agents, o) })
 		if err != nil {
 			return nil, err
 		}
+		rows = append(rows, some...)
 	}
 	return rows, nil
 }
 
 // policySwaps measures beside so many other agents.
-func policySwaps(ctx context.Context, e Env, agents int, o PolicySwapOptions) (rows []Row, err error) {
+func policySwaps(ctx context.Context, e Env, agents int, o Options) (rows []Row, err error) {
 	spec, err := rulesOf(othersRules)
 	if err != nil {
 		return nil, err
 	}
 	trial := func() (*link.Trial, error) { return link.NewTrial(spec) }
 	if agents > 0 {
-		if err := sweepAttachRoots(); err != nil {
-			return nil, fmt.Errorf("removing what a killed benchmark has left: %w", err)
+		a, err := newAttached(spec)
+		if err != nil {
+			return nil, err
 		}
-		a := &attached{root: attachRoot(), spec: spec}
 		defer func() { err = errors.Join(err, a.close()) }()
 		for i := range agents + 1 {
 			if err := ctx.Err(); err != nil {
@@ -309,7 +283,7 @@ func threadTime() (time.Duration, error) {
 }
 
 // policySwap is one row. The calling goroutine has a thread of its own.
-func policySwap(ctx context.Context, trial func() (*link.Trial, error), rules int, o PolicySwapOptions) (_ Row, err error) {
+func policySwap(ctx context.Context, trial func() (*link.Trial, error), rules int, o Options) (_ Row, err error) {
 	specs, err := swapSpecs(rules)
 	if err != nil {
 		return Row{}, err
@@ -347,14 +321,15 @@ func policySwap(ctx context.Context, trial func() (*link.Trial, error), rules in
 	// A SYN, so that no flow remembers what a policy has said before.
 	probe := policyFrame(frameTCP, netpolicy.Egress)
 	binary.BigEndian.PutUint16(probe[14+20+2:], probePort)
-	s, running := newSeries(), newSeries()
-	for i := range o.Warmup + o.N {
-		if err = ctx.Err(); err != nil {
-			break
+	s, running := newSeries(inMs), newSeries(inMs)
+	once := func(i int) error {
+		if err := ctx.Err(); err != nil {
+			return err
 		}
 		begin := time.Now()
-		if specs, err = swapSpecs(rules); err != nil {
-			break
+		specs, err := swapSpecs(rules)
+		if err != nil {
+			return err
 		}
 		compiled := time.Since(begin) / time.Duration(len(specs))
 		next := (i + 1) % len(specs)
@@ -364,32 +339,36 @@ func policySwap(ctx context.Context, trial func() (*link.Trial, error), rules in
 		default:
 		}
 		<-beat
-		var made, before, after time.Duration
-		if before, err = threadTime(); err != nil {
-			break
+		before, err := threadTime()
+		if err != nil {
+			return err
 		}
 		begin = time.Now()
-		if made, err = t.Swap(specs[next]); err != nil {
-			break
+		made, err := t.Swap(specs[next])
+		if err != nil {
+			return err
 		}
 		took := time.Since(begin)
-		if after, err = threadTime(); err != nil {
-			break
+		after, err := threadTime()
+		if err != nil {
+			return err
 		}
-		var passed bool
-		if _, passed, err = t.Judge(netpolicy.Egress, probe, 1); err == nil && passed != (next == 0) {
+		_, passed, err := t.Judge(netpolicy.Egress, probe, 1)
+		if err == nil && passed != (next == 0) {
 			err = errors.New("the first packet after a swap was judged by the policy before it")
 		}
-		if err != nil {
-			break
+		if err != nil || i < o.Warmup {
+			return err
 		}
-		if i < o.Warmup {
-			continue
+		s.add(int64(took))
+		for stage, d := range map[string]time.Duration{"compile": compiled, "table": made, "wait": took - made, "cpu": after - before} {
+			s.stage(stage, int64(d))
 		}
-		err = errors.Join(s.total.RecordValue(int64(took)), into(s.stages, "compile", int64(compiled)),
-			into(s.stages, "table", int64(made)), into(s.stages, "wait", int64(took-made)), into(s.stages, "cpu", int64(after-before)),
-			running.total.RecordValue(int64(after-before)))
-		if err != nil {
+		running.add(int64(after - before))
+		return nil
+	}
+	for i := range o.Warmup + o.N {
+		if err = once(i); err != nil {
 			break
 		}
 	}
@@ -400,18 +379,6 @@ func policySwap(ctx context.Context, trial func() (*link.Trial, error), rules in
 	}
 	cpu := float64(running.total.ValueAtQuantile(99)) / perMs
 	return s.row("policy_swap", map[string]any{"rules": rules, "packets": judged, "cpu_p99_ms": cpu}), nil
-}
-
-// PolicyAttachOptions say how policy_attach is measured.
-type PolicyAttachOptions struct {
-	// Agents is how many there are at once.
-	Agents int
-	// Processes is how many of further agents are attached by a new process each, which is what VMs do; 0 is none.
-	Processes int
-	// Rules of each policy, 1 to MaxRules.
-	Rules int
-	// Helper is the command of such a process; it calls PolicyAttachHelper with what follows.
-	Helper []string
 }
 
 // attachRoot is where the agents of a benchmark have their pins.
@@ -442,20 +409,12 @@ func sweepAttachRoots() error {
 // policy_attach, of which param total_ms is how long all took, those of the first, which loads the programs, and of
 // others in processes of their own, by param process; and policy_attach_memory, in KiB: what the kernel says that the
 // agent's maps and programs take (param measured_kib is how much less memory the host had per agent, device included).
-func PolicyAttach(ctx context.Context, e Env, o PolicyAttachOptions) (rows []Row, err error) {
-	err = inNamespace(func() error {
-		if err := sweepAttachRoots(); err != nil {
-			return fmt.Errorf("removing what a killed benchmark has left: %w", err)
-		}
-		var err error
-		rows, err = policyAttach(ctx, e, o)
-		return err
-	})
-	return rows, err
+func PolicyAttach(ctx context.Context, e Env, o Options) ([]Row, error) {
+	return inNamespace(func() ([]Row, error) { return policyAttach(ctx, e, o) })
 }
 
 // inNamespace runs f on a thread of its own, in a network namespace of its own.
-func inNamespace(f func() error) (err error) {
+func inNamespace(f func() ([]Row, error)) (rows []Row, err error) {
 	done := make(chan struct{})
 	// The namespace is the thread's, which ends with its goroutine.
 	go func() {
@@ -465,10 +424,10 @@ func inNamespace(f func() error) (err error) {
 			err = fmt.Errorf("making a network namespace: %w: run as root", err)
 			return
 		}
-		err = f()
+		rows, err = f()
 	}()
 	<-done
-	return err
+	return rows, err
 }
 
 // attached are agents with their devices.
@@ -477,6 +436,14 @@ type attached struct {
 	spec    *netpolicy.Spec
 	links   []*link.Link
 	devices []*tap.Device
+}
+
+// newAttached are none yet, after what a benchmark has left that was killed is gone.
+func newAttached(spec *netpolicy.Spec) (*attached, error) {
+	if err := sweepAttachRoots(); err != nil {
+		return nil, fmt.Errorf("removing what a killed benchmark has left: %w", err)
+	}
+	return &attached{root: attachRoot(), spec: spec}, nil
 }
 
 // device makes the device of the next agent.
@@ -518,26 +485,31 @@ func (a *attached) close() error {
 	return errors.Join(append(errs, err, link.Sweep(a.root), os.Remove(a.root))...)
 }
 
-func policyAttach(ctx context.Context, e Env, o PolicyAttachOptions) (rows []Row, err error) {
-	spec, err := rulesOf(o.Rules)
+func policyAttach(ctx context.Context, e Env, o Options) (rows []Row, err error) {
+	spec, err := rulesOf(o.Rules[0])
 	if err != nil {
 		return nil, err
 	}
-	a := &attached{root: attachRoot(), spec: spec}
+	a, err := newAttached(spec)
+	if err != nil {
+		return nil, err
+	}
 	defer func() { err = errors.Join(err, a.close()) }()
-	first, each, own := newSeries(), newSeries(), newSeries()
-	memory := newSeries()
+	first, each, own := newSeries(inMs), newSeries(inMs), newSeries(inMs)
+	memory := newSeries(inKiB)
 	var before, after uint64
 	var total time.Duration
-	record := func(s *series, took, up time.Duration) error {
-		return errors.Join(s.total.RecordValue(int64(took+up)), into(s.stages, "attach", int64(took)), into(s.stages, "up", int64(up)))
+	record := func(s *series, took, up time.Duration) {
+		s.add(int64(took + up))
+		s.stage("attach", int64(took))
+		s.stage("up", int64(up))
 	}
-	for i := range o.Agents + 1 {
+	for i := range o.Agents[0] + 1 {
 		if err := ctx.Err(); err != nil {
 			return nil, err
 		}
 		if i%100 == 0 {
-			e.say("policy_attach: agent %d of %d", i, o.Agents)
+			e.say("policy_attach: agent %d of %d", i, o.Agents[0])
 		}
 		name, err := a.device()
 		if err != nil {
@@ -553,9 +525,7 @@ func policyAttach(ctx context.Context, e Env, o PolicyAttachOptions) (rows []Row
 		} else {
 			total += took + up
 		}
-		if err := record(s, took, up); err != nil {
-			return nil, err
-		}
+		record(s, took, up)
 		if err := recordMemory(memory, a.links[i]); err != nil {
 			return nil, err
 		}
@@ -566,12 +536,10 @@ func policyAttach(ctx context.Context, e Env, o PolicyAttachOptions) (rows []Row
 		if err != nil {
 			return nil, err
 		}
-		if err := record(own, took, up); err != nil {
-			return nil, err
-		}
+		record(own, took, up)
 	}
 	params := func(process string) map[string]any {
-		return map[string]any{"rules": o.Rules, "process": process, "agents": o.Agents}
+		return map[string]any{"rules": o.Rules[0], "process": process, "agents": o.Agents[0]}
 	}
 	rows = append(rows, first.row("policy_attach", params("first")))
 	row := each.row("policy_attach", params("same"))
@@ -580,9 +548,8 @@ func policyAttach(ctx context.Context, e Env, o PolicyAttachOptions) (rows []Row
 	if o.Processes > 0 {
 		rows = append(rows, own.row("policy_attach", params("own")))
 	}
-	row = Row{Name: "policy_attach_memory", Params: params("same"), Stages: medians(memory.stages, 1024), Faults: map[string]float64{}}
-	row.figures(memory.total, "KiB", 1024)
-	row.Params["measured_kib"] = (int64(before) - int64(after)) / int64(o.Agents)
+	row = memory.row("policy_attach_memory", params("same"))
+	row.Params["measured_kib"] = (int64(before) - int64(after)) / int64(o.Agents[0])
 	return append(rows, row), nil
 }
 
@@ -594,11 +561,10 @@ func recordMemory(s *series, l *link.Link) error {
 	var sum uint64
 	for name, n := range parts {
 		sum += n
-		if err := into(s.stages, name, int64(n)); err != nil {
-			return err
-		}
+		s.stage(name, int64(n))
 	}
-	return s.total.RecordValue(int64(sum))
+	s.add(int64(sum))
+	return nil
 }
 
 // available is the host's free memory and what it could free at once, in KiB; 0 if it does not say.
@@ -614,12 +580,12 @@ func available() uint64 {
 }
 
 // attachElsewhere has a new process attach an agent, which stays when it has ended.
-func attachElsewhere(ctx context.Context, a *attached, o PolicyAttachOptions) (took, up time.Duration, err error) {
+func attachElsewhere(ctx context.Context, a *attached, o Options) (took, up time.Duration, err error) {
 	name, err := a.device()
 	if err != nil {
 		return 0, 0, err
 	}
-	argv := append(o.Helper[1:len(o.Helper):len(o.Helper)], a.root, name, strconv.Itoa(o.Rules))
+	argv := append(o.Helper[1:len(o.Helper):len(o.Helper)], a.root, name, strconv.Itoa(o.Rules[0]))
 	cmd := exec.CommandContext(ctx, o.Helper[0], argv...)
 	var stdout, stderr bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &stdout, &stderr

@@ -17,7 +17,7 @@ func needRoot(t *testing.T) {
 
 func TestPolicyPacket_gives_a_row_for_each_policy_and_flow(t *testing.T) {
 	needRoot(t)
-	rows, err := PolicyPacket(t.Context(), Env{}, PolicyPacketOptions{N: 2, Packets: 100, Rules: []int{1, MaxRules}})
+	rows, err := PolicyPacket(t.Context(), Env{}, Options{N: 2, Packets: 100, Rules: []int{1, MaxRules}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -41,7 +41,7 @@ func TestPolicyPacket_gives_a_row_for_each_policy_and_flow(t *testing.T) {
 
 func TestPolicySwap_counts_the_packets_that_were_judged_meanwhile(t *testing.T) {
 	needRoot(t)
-	rows, err := PolicySwap(t.Context(), Env{}, PolicySwapOptions{N: 2, Warmup: 1, Rules: []int{10}, Agents: []int{0, 2}})
+	rows, err := PolicySwap(t.Context(), Env{}, Options{N: 2, Warmup: 1, Rules: []int{10}, Agents: []int{0, 2}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -75,7 +75,7 @@ func TestPolicyAttach_leaves_nothing_behind(t *testing.T) {
 	if err := os.MkdirAll(filepath.Join(left, "b0"), 0o700); err != nil {
 		t.Fatal(err)
 	}
-	rows, err := PolicyAttach(t.Context(), Env{}, PolicyAttachOptions{Agents: 2, Processes: 1, Rules: 10, Helper: []string{self}})
+	rows, err := PolicyAttach(t.Context(), Env{}, Options{Agents: []int{2}, Processes: 1, Rules: []int{10}, Helper: []string{self}})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -20,20 +20,6 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// PolicyThroughputOptions say how policy_throughput is measured.
-type PolicyThroughputOptions struct {
-	// N is the number of runs for each row, after Warmup that do not count.
-	N, Warmup int
-	// Links are what to measure, out of ThroughputLinks.
-	Links []string
-	// MemoryMiB is the size of guest RAM.
-	MemoryMiB int
-	// Rules are numbers of rules of a policy, 1 to MaxRules.
-	Rules []int
-	// Send is how long a sender sends in a run, up to MaxSend.
-	Send time.Duration
-}
-
 // ThroughputLinks are what a policy can be on: the TAP device of a guest, or one end of a pair of Ethernet devices
 // (veth(4)) of which the other one stands for a guest.
 var ThroughputLinks = []string{linkTAP, linkVeth}
@@ -49,11 +35,11 @@ const MaxSend = time.Minute
 const throughputProgram = `
 import socket, time
 BLOCK = bytearray(64 << 10)
-def run(how, host, port, ms):
+def answer(how, host, port, ms):
     with socket.socket() as s:
-        s.connect((host, port))
+        s.connect((host, int(port)))
         begin = time.monotonic_ns()
-        end = begin + ms * 1000000
+        end = begin + int(ms) * 1000000
         n = 0
         if how == 'egress':
             while time.monotonic_ns() < end:
@@ -67,19 +53,8 @@ def run(how, host, port, ms):
                 if not got:
                     break
                 n += got
-        return n, time.monotonic_ns() - begin
-server = socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)
-server.bind((socket.VMADDR_CID_ANY, 5001))
-server.listen(1)
-while True:
-    c, _ = server.accept()
-    with c:
-        how, host, port, ms = c.recv(128).decode().split()
-        try:
-            c.send(b'%d %d\n' % run(how, host, int(port), int(ms)))
-        except OSError as e:
-            c.send(b'error: %s\n' % str(e).encode())
-`
+        return '%d %d' % (n, time.monotonic_ns() - begin)
+` + answering
 
 // throughputBlock is what an end writes or reads at once at the most, in bytes, as the program in the guest does.
 const throughputBlock = 64 << 10
@@ -106,9 +81,9 @@ const policyNone, policyRules = "none", "rules"
 //
 // faults are medians of what the policy's programs have counted in a run: packets and bytes by direction, and packets
 // that they have denied.
-func PolicyThroughput(ctx context.Context, e Env, o PolicyThroughputOptions) (rows []Row, err error) {
+func PolicyThroughput(ctx context.Context, e Env, o Options) ([]Row, error) {
 	// The VM's process, which this thread starts, is in the namespace too.
-	err = inNamespace(func() error {
+	return inNamespace(func() (rows []Row, err error) {
 		for _, link := range o.Links {
 			measure := e.tapThroughput
 			if link == linkVeth {
@@ -116,13 +91,12 @@ func PolicyThroughput(ctx context.Context, e Env, o PolicyThroughputOptions) (ro
 			}
 			some, err := measure(ctx, o)
 			if err != nil {
-				return err
+				return nil, err
 			}
 			rows = append(rows, some...)
 		}
-		return nil
+		return rows, nil
 	})
-	return rows, err
 }
 
 // flowWay is what is measured: a direction, and the number of rules or noPolicy.
@@ -152,9 +126,9 @@ type farEnd interface {
 }
 
 // tapThroughput measures a guest.
-func (e Env) tapThroughput(ctx context.Context, o PolicyThroughputOptions) (rows []Row, err error) {
+func (e Env) tapThroughput(ctx context.Context, o Options) (rows []Row, err error) {
 	name := vmName()
-	report, err := e.bootSpec(ctx, sandbox.Spec{Name: name, MemoryMiB: o.MemoryMiB, Network: spec.NetworkTAP, Policy: policyOf(1, netpolicy.Host)})
+	report, err := e.bootSpec(ctx, sandbox.Spec{Name: name, MemoryMiB: o.mib(), Network: spec.NetworkTAP, Policy: policyOf(1, netpolicy.Host)})
 	if err != nil {
 		return nil, err
 	}
@@ -169,11 +143,11 @@ func (e Env) tapThroughput(ctx context.Context, o PolicyThroughputOptions) (rows
 	if err != nil {
 		return nil, err
 	}
-	return all.rows(map[string]any{"link": linkTAP, "memory_mib": o.MemoryMiB, "vcpus": spec.DefaultVCPUs, "seconds": o.Send.Seconds()}), nil
+	return all.rows(map[string]any{"link": linkTAP, "memory_mib": o.mib(), "vcpus": spec.DefaultVCPUs, "seconds": o.Send.Seconds()}), nil
 }
 
 // throughputsOf measures all rounds of a link, whose programs are on a device.
-func (e Env) throughputsOf(ctx context.Context, far farEnd, device string, o PolicyThroughputOptions) (all *throughputs, err error) {
+func (e Env) throughputsOf(ctx context.Context, far farEnd, device string, o Options) (all *throughputs, err error) {
 	programs, err := programsOn(device)
 	if err != nil {
 		return nil, err
@@ -192,11 +166,8 @@ func (e Env) throughputsOf(ctx context.Context, far farEnd, device string, o Pol
 				return nil, fmt.Errorf("%s, %d rules: %w", w.direction, w.rules, err)
 			}
 		}
-		if i < o.Warmup {
-			continue
-		}
-		if err := all.record(round); err != nil {
-			return nil, err
+		if i >= o.Warmup {
+			all.record(round)
 		}
 	}
 	return all, nil
@@ -417,28 +388,23 @@ type throughputs struct {
 func newThroughputs(rules []int) *throughputs {
 	t := &throughputs{ways: waysOf(rules), rate: map[flowWay]*series{}, ratios: map[flowWay]*series{}}
 	for _, w := range t.ways {
-		t.rate[w], t.ratios[w] = newSeries(), newSeries()
+		t.rate[w], t.ratios[w] = newSeries(inRate), newSeries(inRatio)
 	}
 	return t
 }
 
-// Rates are recorded in thousandths.
-const rateScale = 1000
-
 // record adds a round.
-func (t *throughputs) record(round map[flowWay]passed) error {
-	var errs []error
+func (t *throughputs) record(round map[flowWay]passed) {
 	for _, w := range t.ways {
 		p := round[w]
-		errs = append(errs, t.rate[w].total.RecordValue(max(1, int64(math.Round(p.rate()*rateScale)))))
+		t.rate[w].add(max(1, int64(math.Round(p.rate()*thousandths))))
 		for name, n := range p.counts {
-			errs = append(errs, into(t.rate[w].faults, name, max(0, n)))
+			t.rate[w].fault(name, max(0, n))
 		}
 		if w.rules != noPolicy {
-			errs = append(errs, t.ratios[w].ratio(p.rate(), round[flowWay{w.direction, noPolicy}].rate()))
+			t.ratios[w].portion(p.rate(), round[flowWay{w.direction, noPolicy}].rate())
 		}
 	}
-	return errors.Join(errs...)
 }
 
 // rows are those of all ways, with parameters that all have.
@@ -452,13 +418,11 @@ func (t *throughputs) rows(common map[string]any) (rows []Row) {
 		return p
 	}
 	for _, w := range t.ways {
-		r := t.rate[w].row("policy_throughput", params(w))
-		r.figures(t.rate[w].total, "MiB/s", rateScale)
-		rows = append(rows, r)
+		rows = append(rows, t.rate[w].row("policy_throughput", params(w)))
 	}
 	for _, w := range t.ways {
 		if w.rules != noPolicy {
-			rows = append(rows, t.ratios[w].ratioRow("policy_throughput_ratio", params(w)))
+			rows = append(rows, t.ratios[w].row("policy_throughput_ratio", params(w)))
 		}
 	}
 	return rows

@@ -23,7 +23,7 @@ type vethEnd struct {
 }
 
 // vethThroughput measures a pair of devices.
-func (e Env) vethThroughput(ctx context.Context, o PolicyThroughputOptions) (rows []Row, err error) {
+func (e Env) vethThroughput(ctx context.Context, o Options) (rows []Row, err error) {
 	v, err := newVethEnd()
 	if err != nil {
 		return nil, err
@@ -41,9 +41,6 @@ const vethName, vethPeer = "veth0", "eth0"
 
 // newVethEnd makes the devices, with a policy of one rule. The thread must be in a network namespace of its own.
 func newVethEnd() (_ *vethEnd, err error) {
-	if err := sweepAttachRoots(); err != nil {
-		return nil, fmt.Errorf("removing what a killed benchmark has left: %w", err)
-	}
 	v := &vethEnd{here: netns.None(), there: netns.None()}
 	defer func() {
 		if err != nil {
@@ -66,8 +63,11 @@ func newVethEnd() (_ *vethEnd, err error) {
 	if err := netlink.LinkAdd(pair); err != nil {
 		return nil, fmt.Errorf("making a pair of devices: %w", err)
 	}
-	v.agent = &attached{root: attachRoot()}
-	if v.agent.spec, err = vethSpec(1); err != nil {
+	spec, err := vethSpec(1)
+	if err != nil {
+		return nil, err
+	}
+	if v.agent, err = newAttached(spec); err != nil {
 		return nil, err
 	}
 	if _, _, err := v.agent.attach(vethName); err != nil {

@@ -2,6 +2,7 @@ package bench
 
 import (
 	"bufio"
+	"errors"
 	"fmt"
 	"io"
 	"maps"
@@ -65,6 +66,8 @@ type Row struct {
 	Command string    `json:"command,omitempty"`
 	Began   time.Time `json:"began,omitzero"`
 	Load    float64   `json:"load1,omitempty"`
+
+	err error // of a run whose value was out of bounds
 }
 
 // Machine says where a number was measured.
@@ -123,6 +126,7 @@ func Run(command string, measure func() ([]Row, error)) ([]Row, error) {
 	rows, err := measure()
 	for i := range rows {
 		rows[i].Command, rows[i].Began, rows[i].Load = command, began, load
+		err = errors.Join(err, rows[i].err)
 	}
 	return rows, err
 }
@@ -204,37 +208,84 @@ func sorted(params map[string]any) string {
 	return strings.Join(words, " ")
 }
 
-// series collects what the runs of one row have measured.
-type series struct {
-	total  *hdrhistogram.Histogram
-	stages map[string]*hdrhistogram.Histogram
-	faults map[string]*hdrhistogram.Histogram
-	pages  *hdrhistogram.Histogram
-}
-
-// Bounds of what is recorded: 1 to 10^12, nanoseconds or counts, to three digits.
-func histogram() *hdrhistogram.Histogram { return hdrhistogram.New(1, 1_000_000_000_000, 3) }
-
-func newSeries() *series {
-	return &series{
-		total: histogram(), pages: histogram(),
-		stages: map[string]*hdrhistogram.Histogram{}, faults: map[string]*hdrhistogram.Histogram{},
-	}
-}
-
-func into(m map[string]*hdrhistogram.Histogram, key string, v int64) error {
-	h := m[key]
-	if h == nil {
-		h = histogram()
-		m[key] = h
-	}
-	return h.RecordValue(v)
+// unit is that of a row, and how many of what is recorded make one: times are recorded in nanoseconds, memory in bytes,
+// and what else is no whole number in thousandths.
+type unit struct {
+	name  string
+	scale float64
 }
 
 const (
 	perMs       = 1e6
 	pagesPerMiB = 256
+	mibBytes    = 1 << 20
+	thousandths = 1000
 )
+
+var (
+	inMs      = unit{"ms", perMs}
+	inNs      = unit{"ns", 1}
+	inMiB     = unit{"MiB", mibBytes}
+	inKiB     = unit{"KiB", 1 << 10}
+	inRate    = unit{"MiB/s", thousandths}
+	inIOPS    = unit{"IOPS", thousandths}
+	inPercent = unit{"%", thousandths}
+	inRatio   = unit{"x", thousandths}
+)
+
+// series collects what the runs of one row have measured. A value that is out of bounds is an error of the row.
+type series struct {
+	unit
+	total  *hdrhistogram.Histogram
+	stages map[string]*hdrhistogram.Histogram
+	faults map[string]*hdrhistogram.Histogram
+	pages  *hdrhistogram.Histogram
+	err    error
+}
+
+// Bounds of what is recorded: 1 to 10^12, nanoseconds or counts, to three digits.
+func histogram() *hdrhistogram.Histogram { return hdrhistogram.New(1, 1_000_000_000_000, 3) }
+
+func newSeries(u unit) *series {
+	return &series{
+		unit: u, total: histogram(), pages: histogram(),
+		stages: map[string]*hdrhistogram.Histogram{}, faults: map[string]*hdrhistogram.Histogram{},
+	}
+}
+
+func (s *series) record(h *hdrhistogram.Histogram, v int64) {
+	if err := h.RecordValue(v); err != nil && s.err == nil {
+		s.err = fmt.Errorf("recording a run: %w", err)
+	}
+}
+
+// add records what a run has measured, touched the pages that it has used.
+func (s *series) add(v int64)         { s.record(s.total, v) }
+func (s *series) touched(pages int64) { s.record(s.pages, pages) }
+
+// stage records a part of a run in what it measures, and fault how often something came in it.
+func (s *series) stage(name string, v int64) { s.into(s.stages, name, v) }
+func (s *series) fault(name string, n int64) { s.into(s.faults, name, n) }
+
+// stagesOf records parts of a run that a VM's process has told of, in milliseconds.
+func (s *series) stagesOf(all map[string]float64, names ...string) {
+	for _, name := range names {
+		s.stage(name, ns(all[name]))
+	}
+}
+
+// portion records a / b, of which thousandths count.
+func (s *series) portion(a, b float64) { s.add(max(1, int64(a/b*thousandths))) }
+
+func (s *series) into(m map[string]*hdrhistogram.Histogram, key string, v int64) {
+	if m[key] == nil {
+		m[key] = histogram()
+	}
+	s.record(m[key], v)
+}
+
+// ns are milliseconds in nanoseconds.
+func ns(ms float64) int64 { return int64(ms * perMs) }
 
 func medians(m map[string]*hdrhistogram.Histogram, scale float64) map[string]float64 {
 	out := map[string]float64{}
@@ -244,26 +295,19 @@ func medians(m map[string]*hdrhistogram.Histogram, scale float64) map[string]flo
 	return out
 }
 
-// row is the series as milliseconds.
+// row is the series in its unit.
 func (s *series) row(name string, params map[string]any) Row {
+	h := s.total
+	q := func(p float64) float64 { return float64(h.ValueAtQuantile(p)) / s.scale }
 	r := Row{
-		Name: name, Params: params, Stages: medians(s.stages, perMs), Faults: medians(s.faults, 1),
-		MiBTouched: float64(s.pages.ValueAtQuantile(50)) / pagesPerMiB,
+		Name: name, Params: params, Unit: s.name, N: h.TotalCount(), P50: q(50), P90: q(90), P99: q(99), Histogram: buckets(h, s.scale),
+		Stages: medians(s.stages, s.scale), Faults: medians(s.faults, 1), MiBTouched: float64(s.pages.ValueAtQuantile(50)) / pagesPerMiB, err: s.err,
 	}
-	r.figures(s.total, "ms", perMs)
-	return r
-}
-
-// figures are those of what was recorded, of which scale make one of the unit.
-func (r *Row) figures(h *hdrhistogram.Histogram, unit string, scale float64) {
-	q := func(p float64) float64 { return float64(h.ValueAtQuantile(p)) / scale }
-	r.Unit, r.N, r.P50, r.P90, r.P99 = unit, h.TotalCount(), q(50), q(90), q(99)
-	r.Histogram = buckets(h, scale)
-	r.P50Low, r.P50High = 0, 0
 	if k := rankOfMedian(r.N); k > 0 {
 		n := float64(r.N)
 		r.P50Low, r.P50High = q(100*float64(k)/n), q(100*float64(r.N+1-k)/n)
 	}
+	return r
 }
 
 // MaxBuckets bounds the pairs of a row's histogram.
@@ -279,13 +323,8 @@ func buckets(h *hdrhistogram.Histogram, scale float64) [][2]float64 {
 			all = append(all, [2]float64{float64(min(bar.To, highest)) / scale, float64(bar.Count)})
 		}
 	}
-	each := (len(all) + MaxBuckets - 1) / MaxBuckets
-	if each < 2 {
-		return all
-	}
 	var out [][2]float64
-	for ; len(all) > 0; all = all[min(each, len(all)):] {
-		some := all[:min(each, len(all))]
+	for some := range slices.Chunk(all, max(1, (len(all)+MaxBuckets-1)/MaxBuckets)) {
 		count := 0.0
 		for _, b := range some {
 			count += b[1]

@@ -21,7 +21,7 @@ func TestRankOfMedian_runs_give_rank_of_95_percent(t *testing.T) {
 }
 
 func TestRow_runs_give_percentiles_bounds_and_histogram(t *testing.T) {
-	s := newSeries()
+	s := newSeries(inMs)
 	for ms := range int64(20) {
 		if err := s.total.RecordValue((ms + 1) * perMs); err != nil {
 			t.Fatal(err)
@@ -48,11 +48,11 @@ func TestRow_runs_give_percentiles_bounds_and_histogram(t *testing.T) {
 			t.Errorf("%v came %v times", b[0], b[1])
 		}
 	}
-	mib := newSeries()
+	mib := newSeries(inMiB)
 	if err := mib.total.RecordValue(3 << 20); err != nil {
 		t.Fatal(err)
 	}
-	m := mib.mib("bytes", nil)
+	m := mib.row("bytes", nil)
 	near("MiB", m.P50, 3)
 	if m.Unit != "MiB" || m.P50Low != 0 {
 		t.Errorf("%+v", m)
@@ -85,7 +85,7 @@ func TestBuckets_many_values_give_bounded_pairs_of_all_runs(t *testing.T) {
 }
 
 func TestReport_goes_to_text_and_page(t *testing.T) {
-	s := newSeries()
+	s := newSeries(inMs)
 	for range 10 {
 		if err := s.total.RecordValue(7 * perMs); err != nil {
 			t.Fatal(err)

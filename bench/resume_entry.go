@@ -36,17 +36,6 @@ func (e Env) say(format string, args ...any) {
 	}
 }
 
-// ResumeEntryOptions say how resume_entry is measured.
-type ResumeEntryOptions struct {
-	// N is the number of runs for each size, after Warmup that do not count.
-	N, Warmup int
-	// MemoryMiB are the sizes of guest RAM to compare.
-	MemoryMiB []int
-	// Pools are whether a restore finds what KVM has of a VM made ahead, to measure in
-	// turn; none is no.
-	Pools []bool
-}
-
 // sleeper is a VM that sleeps, to be restored again and again.
 type sleeper struct {
 	record *state.Record
@@ -61,9 +50,11 @@ type sleeper struct {
 // devices and pager are made from nothing, in this process, and so are KVM's VM and vCPUs, unless they come from a
 // pool. The guest does not get to run. The page cache is warm. Sizes are interleaved, so that what else the machine
 // does hits all alike.
-func ResumeEntry(ctx context.Context, e Env, o ResumeEntryOptions) ([]Row, error) {
+func ResumeEntry(ctx context.Context, e Env, o Options) ([]Row, error) {
 	r := resumes{name: "resume_entry", n: o.N, warmup: o.Warmup, sizes: o.MemoryMiB, options: instance.RestoreOptions{EntryOnly: true}, pools: o.Pools}
-	return r.measure(ctx, e, e.sleeper)
+	return r.measure(ctx, e, func(ctx context.Context, mib int) (*sleeper, error) {
+		return e.sleeperWith(ctx, mib, 0, func(context.Context, string) error { return nil })
+	})
 }
 
 // resumes are restores of VMs of several sizes of RAM, in MiB.
@@ -133,25 +124,8 @@ func (r resumes) measure(ctx context.Context, e Env, sleep func(context.Context,
 			}
 		}
 	}
-	dir, err := runsDir()
-	if err != nil {
+	if err := r.inTurn(ctx, e, vms, peers); err != nil {
 		return nil, err
-	}
-	defer os.RemoveAll(dir)
-	for i := range r.warmup + r.n {
-		if i%10 == 0 {
-			e.say("%s: run %d of %d", r.name, i, r.warmup+r.n)
-		}
-		for k, v := range vms {
-			if err := r.run(ctx, v, dir, i >= r.warmup); err != nil {
-				return nil, err
-			}
-			for _, b := range peers[k] {
-				if err := b.resume(ctx, i >= r.warmup, v.last); err != nil {
-					return nil, err
-				}
-			}
-		}
 	}
 	for k, v := range vms {
 		for _, way := range r.variants() {
@@ -169,6 +143,31 @@ func (r resumes) measure(ctx context.Context, e Env, sleep func(context.Context,
 		}
 	}
 	return rows, nil
+}
+
+// inTurn restores each VM, and then its peers, if there are any, as often as is said.
+func (r resumes) inTurn(ctx context.Context, e Env, vms []*sleeper, peers [][]*beside) error {
+	dir, err := runsDir()
+	if err != nil {
+		return err
+	}
+	defer os.RemoveAll(dir)
+	for i := range r.warmup + r.n {
+		if i%10 == 0 {
+			e.say("%s: run %d of %d", r.name, i, r.warmup+r.n)
+		}
+		for k, v := range vms {
+			if err := r.run(ctx, v, dir, i >= r.warmup); err != nil {
+				return err
+			}
+			for _, b := range peers[k] {
+				if err := b.resume(ctx, i >= r.warmup, v.last); err != nil {
+					return err
+				}
+			}
+		}
+	}
+	return nil
 }
 
 func (r resumes) variants() (all []variant) {
@@ -216,19 +215,9 @@ func (v *sleeper) of(way variant) *series {
 		v.series = map[variant]*series{}
 	}
 	if v.series[way] == nil {
-		v.series[way] = newSeries()
+		v.series[way] = newSeries(inMs)
 	}
 	return v.series[way]
-}
-
-// sleeper boots a VM and puts it to sleep.
-func (e Env) sleeper(ctx context.Context, mib int) (*sleeper, error) {
-	name := vmName(mib)
-	if err := e.boot(ctx, name, mib); err != nil {
-		return nil, err
-	}
-	v := &sleeper{record: &state.Record{Spec: sandbox.Spec{Name: name}}}
-	return v, e.sleep(ctx, v)
 }
 
 // sleep puts a VM to sleep and takes down what it is restored from.
@@ -319,29 +308,29 @@ func (v *sleeper) restore(ctx context.Context, dir string, way variant, counts b
 	if !counts {
 		return nil
 	}
-	errs := []error{s.total.RecordValue(int64(total)), s.pages.RecordValue(int64(faults.PagesCopied.Load()))}
+	s.add(int64(total))
+	s.touched(int64(faults.PagesCopied.Load()))
 	var known time.Duration
 	for stage, d := range stages {
-		errs = append(errs, into(s.stages, stage.String(), int64(d)))
+		s.stage(stage.String(), int64(d))
 		if !stage.InGuest() && !stage.Background() {
 			known += d
 		}
 	}
-	errs = append(errs,
-		into(s.stages, "other", int64(max(entry-known, 0))),
-		into(s.stages, "guest", int64(guest)),
-		into(s.faults, "read", int64(faults.ReadFaults.Load())),
-		into(s.faults, "write", int64(faults.WriteFaults.Load())),
-		into(s.faults, "ensured", int64(faults.Ensured.Load())),
-		into(s.faults, "frames_read", int64(faults.Frames.Load())),
-		into(s.faults, "frames_cached", int64(faults.FramesCached.Load())))
+	s.stage("other", int64(max(entry-known, 0)))
+	s.stage("guest", int64(guest))
+	s.fault("read", int64(faults.ReadFaults.Load()))
+	s.fault("write", int64(faults.WriteFaults.Load()))
+	s.fault("ensured", int64(faults.Ensured.Load()))
+	s.fault("frames_read", int64(faults.Frames.Load()))
+	s.fault("frames_cached", int64(faults.FramesCached.Load()))
 	for stage, d := range after {
-		errs = append(errs, into(s.stages, stage, int64(d)))
+		s.stage(stage, int64(d))
 	}
 	for name, kind := range map[string]string{"exits": "exits", "pf_taken": "kvm_pages", "insn_emulation": "emulated"} {
 		if n, ok := kvm[name]; ok {
-			errs = append(errs, into(s.faults, kind, int64(n)))
+			s.fault(kind, int64(n))
 		}
 	}
-	return errors.Join(errs...)
+	return nil
 }

@@ -14,16 +14,6 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/instance"
 )
 
-// ResumeExecOptions say how resume_exec is measured.
-type ResumeExecOptions struct {
-	// N is the number of resumes of each size, after Warmup that do not count.
-	N, Warmup int
-	// MemoryMiB are the sizes of guest RAM to compare.
-	MemoryMiB []int
-	// Depth is as in ResumeReadyOptions.
-	Depth int
-}
-
 // shellID is the name of the shell that lives in the snapshot.
 const shellID = "bench-shell"
 
@@ -35,7 +25,7 @@ const execTimeout = 5 * time.Minute
 // shell that was there before the VM slept, at its terminal: first the agent answers as for resume_ready, then the host
 // connects to it (stage dial) and attaches to the shell (stage attach), then it types a command that the shell does
 // itself, and has its output (stage command). Nothing is forked in the guest. All else is as for resume_ready.
-func ResumeExec(ctx context.Context, e Env, o ResumeExecOptions) ([]Row, error) {
+func ResumeExec(ctx context.Context, e Env, o Options) ([]Row, error) {
 	r := resumes{
 		name: "resume_exec", n: o.N, warmup: o.Warmup, sizes: o.MemoryMiB,
 		params: map[string]any{"depth": o.Depth, "session": "pty"}, then: execInShell,

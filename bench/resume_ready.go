@@ -14,35 +14,6 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// ResumeReadyOptions say how resume_ready is measured.
-type ResumeReadyOptions struct {
-	// N is the number of resumes of each size, after Warmup that do not count.
-	N, Warmup int
-	// MemoryMiB are the sizes of guest RAM to compare.
-	MemoryMiB []int
-	// Depth is how often each VM has slept and been woken before: its snapshot is that
-	// many deltas away from a full one.
-	Depth int
-	// Peers are other monitors to measure in turn with drowse, out of the list Peers.
-	// One that cannot be measured here has a row that says why.
-	Peers []string
-	// PeerUsedMiB is how much memory a process in a peer's guest has in use.
-	PeerUsedMiB int
-	// UsedPercent is the part of RAM that a program has in use, in drowse's guest and in those of peers alike, besides
-	// what they need without it; a quarter of each page is random.
-	UsedPercent int
-	// Caches are the states of the page cache to measure in turn, out of the list Caches;
-	// none is warm alone. Peers are measured once in each turn, with theirs warm, and
-	// compared with the first of these.
-	Caches []string
-	// Pools is as in ResumeEntryOptions.
-	Pools []bool
-	// PageCaches are whether a restore finds pages that one before has decompressed, to
-	// measure in turn. A restore of each kind that does not count comes first, so Warmup
-	// must be 2 or more to have them all: see package pagecache.
-	PageCaches []bool
-}
-
 // busy is a program in the guest that is awake now and then. It leaves a file when it has
 // made what it lives with.
 const busy = `
@@ -89,10 +60,8 @@ func (e Env) startLive(ctx context.Context, name, file, program string, args ...
 		if err == nil || !errors.Is(err, fs.ErrNotExist) {
 			return err
 		}
-		select {
-		case <-ctx.Done():
-			return fmt.Errorf("waiting for the program in the guest to begin: %w", ctx.Err())
-		case <-time.After(500 * time.Millisecond):
+		if err := pause(ctx, 500*time.Millisecond); err != nil {
+			return fmt.Errorf("waiting for the program in the guest to begin: %w", err)
 		}
 	}
 }
@@ -108,7 +77,7 @@ func (e Env) startLive(ctx context.Context, name, file, program string, args ...
 // row is resume_ready with parameter peer, and resume_ready_ratio is its time divided by
 // that of drowse's run before, once as measured and once without the start of its process,
 // since drowse restores in this one.
-func ResumeReady(ctx context.Context, e Env, o ResumeReadyOptions) ([]Row, error) {
+func ResumeReady(ctx context.Context, e Env, o Options) ([]Row, error) {
 	used := func(mib int) int { return mib * o.UsedPercent / 100 }
 	r := resumes{
 		name: "resume_ready", n: o.N, warmup: o.Warmup, sizes: o.MemoryMiB, params: map[string]any{"depth": o.Depth},

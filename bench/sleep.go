@@ -8,60 +8,54 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// SleepOptions say how sleep is measured.
-type SleepOptions struct {
-	// N is the number of sleeps for each row, after Warmup that do not count.
-	N, Warmup int
-	// MemoryMiB are the sizes of guest RAM, and DirtyMiB how much the guest changes
-	// before each sleep. What does not fit into half of RAM is left out.
-	MemoryMiB, DirtyMiB []int
-}
-
 // Sleeps measures sleeps: the time from the call of Sandbox.Sleep until the VM's process has
 // ended (sleep), of which the guest stands still for stage pause and its memory is written
 // in stage save; and what is written (sleep_bytes, in MiB). Each is a delta of the one
 // before. Amounts are interleaved.
-func Sleeps(ctx context.Context, e Env, o SleepOptions) ([]Row, error) {
-	return ofSizes(o.MemoryMiB, func(mib int) ([]Row, error) { return e.sleeps(ctx, o, mib) })
+func Sleeps(ctx context.Context, e Env, o Options) ([]Row, error) {
+	return ofSizes(o.MemoryMiB, func(mib int) ([]Row, error) {
+		return e.written(ctx, o, mib, "sleep", "sleep_bytes", e.sleepAndWake, func(s *series, res spec.SleepResult) {
+			s.add(ns(res.Stages["gone"]))
+			s.stagesOf(res.Stages, "pause", "save")
+		})
+	})
 }
 
-func (e Env) sleeps(ctx context.Context, o SleepOptions, mib int) (rows []Row, err error) {
+// written measures how a guest is written that has just changed some of its memory, by amounts in turn: what, of which
+// record knows the times, and bytes, which is how much is written. Each is a delta of the one before, but for those of
+// the first round, which does not count.
+func (e Env) written(ctx context.Context, o Options, mib int, what, bytes string, write func(context.Context, string) (spec.SleepResult, error),
+	record func(*series, spec.SleepResult),
+) (rows []Row, err error) {
 	name := vmName(mib)
 	amounts, err := e.dirtied(ctx, name, mib, o.DirtyMiB)
 	if err != nil {
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, e.remove(ctx, name)) }()
-	gone, stored := perAmount(amounts), perAmount(amounts)
-	// The first of all is no delta.
-	if _, err := e.sleepAndWake(ctx, name); err != nil {
-		return nil, err
+	times, stored := map[int]*series{}, map[int]*series{}
+	for _, d := range amounts {
+		times[d], stored[d] = newSeries(inMs), newSeries(inMiB)
 	}
-	for i := range o.Warmup + o.N {
-		e.say("sleep: round %d of %d", i, o.Warmup+o.N)
+	for i := -1; i < o.Warmup+o.N; i++ {
+		e.say("%s: round %d of %d", what, i+1, o.Warmup+o.N)
 		for _, d := range amounts {
 			if err := e.dirty(ctx, name, d); err != nil {
 				return nil, err
 			}
-			res, err := e.sleepAndWake(ctx, name)
+			res, err := write(ctx, name)
 			if err != nil {
 				return nil, err
 			}
-			if i < o.Warmup {
-				continue
-			}
-			g, b := gone[d], stored[d]
-			err = errors.Join(g.total.RecordValue(int64(res.Stages["gone"]*perMs)), b.total.RecordValue(max(1, res.BytesStored)),
-				into(g.stages, "pause", int64(res.Stages["pause"]*perMs)), into(g.stages, "save", int64(res.Stages["save"]*perMs)),
-				into(b.faults, "pages_changed", int64(res.PagesChanged)))
-			if err != nil {
-				return nil, err
+			if i >= o.Warmup {
+				record(times[d], res)
+				stored[d].stored(res)
 			}
 		}
 	}
 	for _, d := range amounts {
 		params := map[string]any{"memory_mib": mib, "dirty_mib": d, "vcpus": spec.DefaultVCPUs}
-		rows = append(rows, gone[d].row("sleep", params), stored[d].mib("sleep_bytes", params))
+		rows = append(rows, times[d].row(what, params), stored[d].row(bytes, params))
 	}
 	return rows, nil
 }

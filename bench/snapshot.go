@@ -7,31 +7,20 @@ import (
 	"fmt"
 	"io"
 	"net"
-	"os"
 	"slices"
 	"strings"
 	"time"
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox"
-	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/process"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// SnapshotOptions say how snapshot_pause and snapshot_bytes are measured.
-type SnapshotOptions struct {
-	// N is the number of snapshots for each row, after Warmup that do not count.
-	N, Warmup int
-	// MemoryMiB are the sizes of guest RAM, and DirtyMiB how much the guest changes
-	// before each snapshot. What does not fit into half of RAM is left out.
-	MemoryMiB, DirtyMiB []int
-}
-
 // dirtier is a program in the guest that changes a byte in each of as many pages as it is
 // told. A quarter of each page is random, so that a page compresses to about that.
 const dirtier = `
-import mmap, os, socket
+import mmap, os
 PAGE, MIB = 4096, 1 << 20
 BLOCK = os.urandom(65536)
 memory = []
@@ -44,70 +33,34 @@ def more():
         r = (len(memory) + at // PAGE) * 1024 % (len(BLOCK) - 1024)
         part[at : at + 1024] = BLOCK[r : r + 1024]
     memory.append(part)
-server = socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)
-server.bind((socket.VMADDR_CID_ANY, 5001))
-server.listen(1)
-while True:
-    c, _ = server.accept()
-    with c:
-        mib = int(c.recv(32))
-        while len(memory) < mib:
-            more()
-        for part in memory[:mib]:
-            part[0:MIB:PAGE] = os.urandom(1) * (MIB // PAGE)
-        c.send(b'done\n')
-`
-
-const programPort = 5001
+def answer(mib):
+    while len(memory) < int(mib):
+        more()
+    for part in memory[:int(mib)]:
+        part[0:MIB:PAGE] = os.urandom(1) * (MIB // PAGE)
+    return 'done'
+` + answering
 
 // Snapshots measures named snapshots of a running guest that has just changed some of its
 // memory: how long it stands still (snapshot_pause), and how much is written
 // (snapshot_bytes, in MiB). Each is a delta of the one before. Amounts are interleaved.
-func Snapshots(ctx context.Context, e Env, o SnapshotOptions) ([]Row, error) {
-	return ofSizes(o.MemoryMiB, func(mib int) ([]Row, error) { return e.snapshots(ctx, o, mib) })
+func Snapshots(ctx context.Context, e Env, o Options) ([]Row, error) {
+	return ofSizes(o.MemoryMiB, func(mib int) (rows []Row, err error) {
+		line := chain{store: e.Store}
+		defer func() { err = errors.Join(err, line.end(context.WithoutCancel(ctx))) }()
+		return e.written(ctx, o, mib, "snapshot_pause", "snapshot_bytes", line.next, func(s *series, res spec.SleepResult) {
+			s.add(ns(res.Stages["pause"]))
+			s.stagesOf(res.Stages, "save")
+		})
+	})
 }
 
-func (e Env) snapshots(ctx context.Context, o SnapshotOptions, mib int) (rows []Row, err error) {
-	name := vmName(mib)
-	amounts, err := e.dirtied(ctx, name, mib, o.DirtyMiB)
-	if err != nil {
-		return nil, err
-	}
-	defer func() { err = errors.Join(err, e.remove(ctx, name)) }()
-	stood, stored := perAmount(amounts), perAmount(amounts)
-	line := chain{store: e.Store, vm: name}
-	defer func() { err = errors.Join(err, line.end(context.WithoutCancel(ctx))) }()
-	for i := -1; i < o.Warmup+o.N; i++ {
-		e.say("snapshot: round %d of %d", i+1, o.Warmup+o.N)
-		for _, d := range amounts {
-			if err := e.dirty(ctx, name, d); err != nil {
-				return nil, err
-			}
-			res, err := line.next(ctx)
-			if err != nil {
-				return nil, err
-			}
-			// The first of all is no delta.
-			if i < o.Warmup {
-				continue
-			}
-			p, b := stood[d], stored[d]
-			err = errors.Join(p.total.RecordValue(int64(res.Stages["pause"]*perMs)), b.total.RecordValue(max(1, res.BytesStored)),
-				into(p.stages, "save", int64(res.Stages["save"]*perMs)), into(b.faults, "pages_changed", int64(res.PagesChanged)),
-				into(b.faults, "pages_free", int64(res.PagesFree)))
-			if err != nil {
-				return nil, err
-			}
-		}
-	}
-	for _, d := range amounts {
-		params := map[string]any{"memory_mib": mib, "dirty_mib": d, "vcpus": spec.DefaultVCPUs}
-		rows = append(rows, stood[d].row("snapshot_pause", params), stored[d].mib("snapshot_bytes", params))
-	}
-	return rows, nil
+// stored records what a snapshot has written.
+func (s *series) stored(res spec.SleepResult) {
+	s.add(max(1, res.BytesStored))
+	s.fault("pages_changed", int64(res.PagesChanged))
+	s.fault("pages_free", int64(res.PagesFree))
 }
-
-const mibBytes = 1 << 20
 
 // dirty lets the guest change memory, and returns when that is done.
 func (e Env) dirty(ctx context.Context, name string, mib int) error {
@@ -134,10 +87,8 @@ func (e Env) ask(ctx context.Context, name, what string) (string, error) {
 		c, err := guest.UnixDialer(e.Store.State.VsockPath(name))(ctx, programPort)
 		if err != nil {
 			// It may not be listening yet.
-			select {
-			case <-ctx.Done():
+			if pause(ctx, 100*time.Millisecond) != nil {
 				return "", fmt.Errorf("reaching the program in the guest: %w", err)
-			case <-time.After(100 * time.Millisecond):
 			}
 			continue
 		}
@@ -164,61 +115,40 @@ func command(ctx context.Context, c net.Conn, what string) (string, error) {
 	return strings.TrimSuffix(line, "\n"), nil
 }
 
-// DeltaOptions say how delta_bytes is measured.
-type DeltaOptions struct {
-	// N is the number of deltas for each row.
-	N int
-	// MemoryMiB is the size of guest RAM.
-	MemoryMiB int
-	// Idle is how long the guest has nothing to do, for the first row.
-	Idle time.Duration
-	// WrittenMiB is how much it writes to files for the second, and LeftMiB how much of
-	// that it leaves there.
-	WrittenMiB, LeftMiB int
-	// Settle is how long it then has until the snapshot: what is free is reported to
-	// the host some seconds later.
-	Settle time.Duration
-}
-
 // installer is a program in the guest that writes files and deletes most of them, as the
 // installation of a package does: what it keeps, and all else. Of what it writes nothing
 // can be compressed within 64 KiB.
 const installer = `
-import os, shutil, socket
+import os, shutil
 BLOCK = os.urandom(65536)
-server = socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)
-server.bind((socket.VMADDR_CID_ANY, 5001))
-server.listen(1)
 turn = 0
 def write(name, mib):
     with open(name, 'wb') as f:
         for i in range(mib * 16):
             f.write(b'%16d' % (turn << 32 | i) + BLOCK[16:])
-while True:
-    c, _ = server.accept()
-    with c:
-        mib, left = map(int, c.recv(32).split())
-        if mib:
-            turn += 1
-            os.makedirs('/root/cache')
-            for i in range(mib - left):
-                write('/root/cache/%d' % i, 1)
-            write('/root/left-%d' % turn, left)
-            shutil.rmtree('/root/cache')
-            os.sync()
-        c.send(b'done\n')
-`
+def answer(mib, left):
+    global turn
+    if int(mib):
+        turn += 1
+        os.makedirs('/root/cache')
+        for i in range(int(mib) - int(left)):
+            write('/root/cache/%d' % i, 1)
+        write('/root/left-%d' % turn, int(left))
+        shutil.rmtree('/root/cache')
+        os.sync()
+    return 'done'
+` + answering
 
 // Deltas measures what a snapshot of a running guest writes of its memory, in MiB, when the
 // guest has been idle since the one before (work is idle), and when it has written files and
 // deleted most of them (work is install).
-func Deltas(ctx context.Context, e Env, o DeltaOptions) (rows []Row, err error) {
+func Deltas(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 	name := vmName()
-	if err := e.started(ctx, name, o.MemoryMiB, "installer.py", installer); err != nil {
+	if err := e.started(ctx, name, o.mib(), "installer.py", installer); err != nil {
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, e.remove(ctx, name)) }()
-	line := chain{store: e.Store, vm: name}
+	line := chain{store: e.Store}
 	defer func() { err = errors.Join(err, line.end(context.WithoutCancel(ctx))) }()
 	works := []struct {
 		name          string
@@ -228,7 +158,7 @@ func Deltas(ctx context.Context, e Env, o DeltaOptions) (rows []Row, err error) 
 		{"idle", 0, 0, o.Idle},
 		{"install", o.WrittenMiB, o.LeftMiB, o.Settle},
 	}
-	all := []*series{newSeries(), newSeries()}
+	all := []*series{newSeries(inMiB), newSeries(inMiB)}
 	for i := range o.N {
 		for k, w := range works {
 			e.say("delta_bytes: %s, %d of %d", w.name, i+1, o.N)
@@ -236,7 +166,7 @@ func Deltas(ctx context.Context, e Env, o DeltaOptions) (rows []Row, err error) 
 			if err := e.tell(ctx, name, "0 0"); err != nil {
 				return nil, err
 			}
-			if _, err := line.next(ctx); err != nil {
+			if _, err := line.next(ctx, name); err != nil {
 				return nil, err
 			}
 			if w.written > 0 {
@@ -247,20 +177,16 @@ func Deltas(ctx context.Context, e Env, o DeltaOptions) (rows []Row, err error) 
 			if err := pause(ctx, w.settle); err != nil {
 				return nil, err
 			}
-			res, err := line.next(ctx)
+			res, err := line.next(ctx, name)
 			if err != nil {
 				return nil, err
 			}
-			err = errors.Join(all[k].total.RecordValue(max(1, res.BytesStored)), into(all[k].faults, "pages_changed", int64(res.PagesChanged)),
-				into(all[k].faults, "pages_free", int64(res.PagesFree)))
-			if err != nil {
-				return nil, err
-			}
+			all[k].stored(res)
 		}
 	}
 	for k, w := range works {
-		params := map[string]any{"memory_mib": o.MemoryMiB, "work": w.name, "written_mib": w.written, "left_mib": w.left, "seconds": w.settle.Seconds()}
-		rows = append(rows, all[k].mib("delta_bytes", params))
+		params := map[string]any{"memory_mib": o.mib(), "work": w.name, "written_mib": w.written, "left_mib": w.left, "seconds": w.settle.Seconds()}
+		rows = append(rows, all[k].row("delta_bytes", params))
 	}
 	return rows, nil
 }
@@ -268,12 +194,11 @@ func Deltas(ctx context.Context, e Env, o DeltaOptions) (rows []Row, err error) 
 // chain takes named snapshots of a VM, each a delta of the one before, and keeps the last.
 type chain struct {
 	store *sandbox.Host
-	vm    string
 	last  string
 }
 
-func (c *chain) next(ctx context.Context) (spec.SleepResult, error) {
-	res, err := c.store.Sandbox(c.vm).Snapshot(ctx, sandbox.SnapshotOptions{})
+func (c *chain) next(ctx context.Context, vm string) (spec.SleepResult, error) {
+	res, err := c.store.Sandbox(vm).Snapshot(ctx, sandbox.SnapshotOptions{})
 	if err != nil {
 		return res, err
 	}
@@ -293,30 +218,11 @@ func (c *chain) end(ctx context.Context) error {
 	return c.store.State.RemoveSnapshot(ctx, c.last)
 }
 
-// mib is the series of bytes as MiB. It has no stages.
-func (s *series) mib(name string, params map[string]any) Row {
-	r := s.row(name, params)
-	r.figures(s.total, "MiB", mibBytes)
-	return r
-}
-
-// DepthOptions say how restore_depth is measured.
-type DepthOptions struct {
-	// N is the number of restores of each depth, after Warmup that do not count.
-	N, Warmup int
-	// Depths are the lengths of the chains to compare: 0 is a full snapshot.
-	Depths    []int
-	MemoryMiB int
-	// Settle is how long the guest has after its boot until the first snapshot: what it
-	// does in its first minutes is no part of a restore.
-	Settle time.Duration
-}
-
 // chainOf makes a chain of snapshots of a VM, of which it keeps the last, at the given depth.
 func (e Env) chainOf(ctx context.Context, name string, depth int) (id string, err error) {
-	line := chain{store: e.Store, vm: name}
+	line := chain{store: e.Store}
 	// A snapshot whose base is gone is a full one.
-	if _, err := line.next(ctx); err != nil {
+	if _, err := line.next(ctx, name); err != nil {
 		return "", err
 	}
 	if err := line.end(ctx); err != nil {
@@ -327,7 +233,7 @@ func (e Env) chainOf(ctx context.Context, name string, depth int) (id string, er
 		if d%50 == 0 {
 			e.say("restore_depth: snapshot %d of %d", d, depth)
 		}
-		if _, err := line.next(ctx); err != nil {
+		if _, err := line.next(ctx, name); err != nil {
 			return "", errors.Join(err, line.end(context.WithoutCancel(ctx)))
 		}
 	}
@@ -338,9 +244,9 @@ func (e Env) chainOf(ctx context.Context, name string, depth int) (id string, er
 // answers, clock and random numbers renewed, for snapshots at the ends of chains of deltas.
 // The guest does what an idle one does between two of them. Each depth has a chain of its
 // own, of the same guest. Depths are interleaved.
-func RestoreDepth(ctx context.Context, e Env, o DepthOptions) (rows []Row, err error) {
+func RestoreDepth(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 	name := vmName()
-	if err := e.boot(ctx, name, o.MemoryMiB); err != nil {
+	if err := e.boot(ctx, name, o.mib()); err != nil {
 		return nil, err
 	}
 	keep := map[int]string{}
@@ -367,13 +273,12 @@ func RestoreDepth(ctx context.Context, e Env, o DepthOptions) (rows []Row, err e
 	if err := e.Store.Sandbox(name).Kill(ctx); err != nil {
 		return nil, err
 	}
-	all := map[int]*series{}
-	vms := map[int]*sleeper{}
-	r, err := e.Store.State.Get(name)
+	vms := make([]*sleeper, len(o.Depths))
+	record, err := e.Store.State.Get(name)
 	if err != nil {
 		return nil, err
 	}
-	for _, d := range o.Depths {
+	for i, d := range o.Depths {
 		info, err := e.Store.State.InspectSnapshot(keep[d])
 		if err != nil {
 			return nil, err
@@ -385,24 +290,14 @@ func RestoreDepth(ctx context.Context, e Env, o DepthOptions) (rows []Row, err e
 		if err != nil {
 			return nil, err
 		}
-		all[d] = newSeries()
-		vms[d] = &sleeper{record: r, parts: process.Parts(e.Store.State, r, st), snap: e.Store.State.SnapshotDir(keep[d]), series: map[variant]*series{{cache: cacheWarm}: all[d]}}
+		vms[i] = &sleeper{record: record, parts: process.Parts(e.Store.State, record, st), snap: e.Store.State.SnapshotDir(keep[d])}
 	}
-	dir, err := runsDir()
-	if err != nil {
+	r := resumes{name: "restore_depth", n: o.N, warmup: o.Warmup}
+	if err := r.inTurn(ctx, e, vms, make([][]*beside, len(vms))); err != nil {
 		return nil, err
 	}
-	defer os.RemoveAll(dir)
-	for i := range o.Warmup + o.N {
-		e.say("restore_depth: run %d of %d", i, o.Warmup+o.N)
-		for _, d := range o.Depths {
-			if err := vms[d].restore(ctx, dir, variant{cache: cacheWarm}, i >= o.Warmup, instance.RestoreOptions{}, nil); err != nil {
-				return nil, err
-			}
-		}
-	}
-	for _, d := range o.Depths {
-		rows = append(rows, all[d].row("restore_depth", map[string]any{"depth": d, "memory_mib": o.MemoryMiB, "cache": "warm", "pool": false}))
+	for i, d := range o.Depths {
+		rows = append(rows, vms[i].of(variant{cache: cacheWarm}).row("restore_depth", map[string]any{"depth": d, "memory_mib": o.mib(), "cache": "warm", "pool": false}))
 	}
 	return rows, nil
 }

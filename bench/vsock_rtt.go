@@ -9,20 +9,12 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// VsockOptions say how vsock_rtt is measured.
-type VsockOptions struct {
-	// N is the number of pings, after Warmup that do not count.
-	N, Warmup int
-	// MemoryMiB is the size of guest RAM.
-	MemoryMiB int
-}
-
 // VsockRTT measures the time from a ping of the agent in a running guest to its answer,
 // over a connection of the virtio socket that is open: through the Unix socket of the VM's
 // process, one after another.
-func VsockRTT(ctx context.Context, e Env, o VsockOptions) (rows []Row, err error) {
+func VsockRTT(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 	name := vmName()
-	if err := e.boot(ctx, name, o.MemoryMiB); err != nil {
+	if err := e.boot(ctx, name, o.mib()); err != nil {
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, e.remove(ctx, name)) }()
@@ -32,7 +24,7 @@ func VsockRTT(ctx context.Context, e Env, o VsockOptions) (rows []Row, err error
 		return nil, err
 	}
 	defer c.Close()
-	s := newSeries()
+	s := newSeries(inMs)
 	for i := range o.Warmup + o.N {
 		if i%100 == 0 {
 			e.say("vsock_rtt: run %d of %d", i, o.Warmup+o.N)
@@ -42,12 +34,9 @@ func VsockRTT(ctx context.Context, e Env, o VsockOptions) (rows []Row, err error
 			return nil, err
 		}
 		took := time.Since(begin)
-		if i < o.Warmup {
-			continue
-		}
-		if err := s.total.RecordValue(int64(took)); err != nil {
-			return nil, err
+		if i >= o.Warmup {
+			s.add(int64(took))
 		}
 	}
-	return []Row{s.row("vsock_rtt", map[string]any{"memory_mib": o.MemoryMiB, "vcpus": spec.DefaultVCPUs})}, nil
+	return []Row{s.row("vsock_rtt", map[string]any{"memory_mib": o.mib(), "vcpus": spec.DefaultVCPUs})}, nil
 }

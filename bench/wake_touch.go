@@ -17,20 +17,6 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/supervisor"
 )
 
-// WakeTouchOptions say how wake_touch is measured.
-type WakeTouchOptions struct {
-	// N is the number of wakes by each kind of touch, after Warmup that do not count.
-	N, Warmup int
-	// MemoryMiB is the size of guest RAM.
-	MemoryMiB int
-	// Depth is as in ResumeReadyOptions.
-	Depth int
-	// Settle is how long a VM sleeps before it is touched: the supervisor has a process ready again by then.
-	Settle time.Duration
-	// Pool is how many processes the supervisor keeps ready, as for drowse serve.
-	Pool int
-}
-
 // echo answers each line of a connection, and each datagram, with itself.
 const echo = `
 import select, socket
@@ -72,7 +58,7 @@ const touchTime = time.Minute
 //     handshake of the guest's kernel, and is part of wake_touch_awake as well.
 //   - wake_touch_whole, wake_touch less resume_ready and less wake_touch_awake of the same run: besides what the host adds it has the pages
 //     that the guest faults in to answer.
-func WakeTouch(ctx context.Context, e Env, o WakeTouchOptions) (rows []Row, err error) {
+func WakeTouch(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 	name := vmName()
 	at, err := freePort()
 	if err != nil {
@@ -82,7 +68,7 @@ func WakeTouch(ctx context.Context, e Env, o WakeTouchOptions) (rows []Row, err 
 	if err != nil {
 		return nil, err
 	}
-	if _, err := e.bootSpec(ctx, sandbox.Spec{Name: name, MemoryMiB: o.MemoryMiB, Network: spec.NetworkTAP, Policy: policy}); err != nil {
+	if _, err := e.bootSpec(ctx, sandbox.Spec{Name: name, MemoryMiB: o.mib(), Network: spec.NetworkTAP, Policy: policy}); err != nil {
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, e.remove(ctx, name)) }()
@@ -98,7 +84,7 @@ func WakeTouch(ctx context.Context, e Env, o WakeTouchOptions) (rows []Row, err 
 	serving, stop := context.WithCancel(ctx)
 	ended := make(chan error, 1)
 	go func() {
-		ended <- supervisor.Run(serving, e.Store, e.Launcher, supervisor.Options{Pool: o.Pool, PruneEvery: -1, Touched: func(t supervisor.Activation) {
+		ended <- supervisor.Run(serving, e.Store, e.Launcher, supervisor.Options{Pool: o.Processes, PruneEvery: -1, Touched: func(t supervisor.Activation) {
 			select {
 			case touched <- t:
 			case <-serving.Done():
@@ -128,7 +114,7 @@ func WakeTouch(ctx context.Context, e Env, o WakeTouchOptions) (rows []Row, err 
 		}
 	}
 	for _, by := range touchKinds {
-		params := map[string]any{"touch": by, "memory_mib": o.MemoryMiB, "vcpus": spec.DefaultVCPUs, "depth": o.Depth, "pool": o.Pool > 0}
+		params := map[string]any{"touch": by, "memory_mib": o.mib(), "vcpus": spec.DefaultVCPUs, "depth": o.Depth, "pool": o.Processes > 0}
 		rows = append(rows, all[by].touch.row("wake_touch", params), all[by].awake.row("wake_touch_awake", params),
 			all[by].added.row("wake_touch_added", params), all[by].whole.row("wake_touch_whole", params))
 	}
@@ -140,12 +126,14 @@ var touchKinds = []string{supervisor.TouchConnection, supervisor.TouchPacket}
 // touches are what one kind of touch has taken.
 type touches struct{ touch, awake, added, whole *series }
 
-func newTouches() *touches { return &touches{newSeries(), newSeries(), newSeries(), newSeries()} }
+func newTouches() *touches {
+	return &touches{newSeries(inMs), newSeries(inMs), newSeries(inMs), newSeries(inMs)}
+}
 
 // wakeTouch is a VM that sleeps and is touched.
 type wakeTouch struct {
 	Env
-	o       WakeTouchOptions
+	o       Options
 	name    string
 	at      netip.AddrPort
 	own     netip.Addr
@@ -277,15 +265,14 @@ func (w *wakeTouch) once(ctx context.Context, by string, counts bool, t *touches
 	if by == supervisor.TouchPacket {
 		added += deliver
 	}
-	record := func(s *series, d time.Duration) error { return s.total.RecordValue(int64(max(d, 1))) }
-	errs := []error{record(t.touch, total), record(t.awake, awake), record(t.added, added), record(t.whole, total-awake-resume)}
+	for s, d := range map[*series]time.Duration{t.touch: total, t.awake: awake, t.added: added, t.whole: total - awake - resume} {
+		s.add(int64(max(d, 1)))
+	}
 	for stage, d := range map[string]time.Duration{"come": come, "resume_ready": resume, "around": around, "deliver": deliver, "answer": end.Sub(touch.Delivered)} {
-		errs = append(errs, into(t.touch.stages, stage, int64(max(d, 0))))
+		t.touch.stage(stage, int64(max(d, 0)))
 	}
-	for stage, ms := range info.Report.Stages {
-		if stage == "network" {
-			errs = append(errs, into(t.added.stages, stage, int64(ms*perMs)))
-		}
+	if ms, ok := info.Report.Stages["network"]; ok {
+		t.added.stage("network", ns(ms))
 	}
-	return errors.Join(errs...)
+	return nil
 }

@@ -3,7 +3,6 @@ package main
 import (
 	"bytes"
 	"context"
-	"encoding/json"
 	"fmt"
 	"io"
 	"strconv"
@@ -36,15 +35,11 @@ trail proves, and what not.
 
 With --follow, each is printed as it begins and again as it ends, until the VM is removed;
 with -o json as a line of JSON each.`,
-		RunE: func(cmd *cobra.Command, args []string) error {
+		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			o := audit.ReadOptions{Follow: follow}
 			var err error
 			if o.Since, err = sinceTime(since, time.Now()); err != nil {
 				return usageError{err}
-			}
-			s, err := a.store()
-			if err != nil {
-				return err
 			}
 			if follow {
 				return a.followAudit(cmd.Context(), s, args[0], o, paths)
@@ -87,7 +82,7 @@ with -o json as a line of JSON each.`,
 					}
 				}
 			})
-		},
+		}),
 	}
 	cmd.Flags().BoolVarP(&follow, "follow", "f", false, "go on with what comes")
 	cmd.Flags().BoolVar(&paths, "changes", false, "name the paths that have changed, of commands that were run with `drowse exec --changes`")
@@ -96,18 +91,12 @@ with -o json as a line of JSON each.`,
 }
 
 func (a *app) followAudit(ctx context.Context, s *sandbox.Host, name string, o audit.ReadOptions, paths bool) error {
-	e := json.NewEncoder(a.stdout)
-	e.SetEscapeHTML(false)
-	_, err := s.State.Audit(ctx, name, o, func(entry audit.Entry) error {
-		if a.json() {
-			return e.Encode(entry)
-		}
-		text := auditRow(entry) + "\n"
+	_, err := s.State.Audit(ctx, name, o, func(e audit.Entry) error {
+		text := auditRow(e) + "\n"
 		if paths {
-			text += auditChanges(entry)
+			text += auditChanges(e)
 		}
-		_, err := io.WriteString(a.stdout, text)
-		return err
+		return a.line(e, strings.TrimSuffix(text, "\n"))
 	})
 	return followed(true, err)
 }

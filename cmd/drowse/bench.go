@@ -2,11 +2,13 @@ package main
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -17,22 +19,20 @@ import (
 )
 
 func (a *app) benchCommand() *cobra.Command {
-	cmd := &cobra.Command{
-		Use: "bench", Short: "Measure what drowse promises", Args: cobra.NoArgs,
+	var e bench.Env
+	cmd := group(&cobra.Command{
+		Use: "bench", Short: "Measure what drowse promises",
 		Long: `Measure what drowse promises. Stdout gets a table, with -o json one document, and with
 -o benchstat the runs in the format of Go's benchmarks, which benchstat compares.`,
-		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
-	}
-	var e bench.Env
+	})
 	f := cmd.PersistentFlags()
 	f.StringVar(&e.Image, "image", "debian-python", "image of the guest")
 	f.StringVar(&e.Kernel, "kernel", "", "kernel of the guest, as for run")
 	m := &benches{app: a, env: &e}
-	cmd.AddCommand(
-		m.instruction(), m.boot(), m.entry(), m.ready(), m.exec(), m.sleep(), m.snapshot(), m.delta(), m.depth(), m.fork(), m.forkDensity(), m.density(),
-		m.concurrent(), m.touch(), m.vsock(), m.blk(), m.policyPacket(), m.policySwap(), m.policyAttach(), m.policyThroughput(),
-	)
-	// It knows those above.
+	m.suite()
+	for _, b := range m.all {
+		cmd.AddCommand(b.Command)
+	}
 	cmd.AddCommand(m.everything(), a.benchReport(), a.benchAttach())
 	return cmd
 }
@@ -44,44 +44,155 @@ type benches struct {
 	all []*benchmark
 }
 
-// benchmark is a command that measures. measure returns a usage error for options that make
-// no sense.
+// measure is a benchmark of package bench.
+type measure func(context.Context, bench.Env, bench.Options) ([]bench.Row, error)
+
+// benchmark is a command that measures.
 type benchmark struct {
 	*cobra.Command
-	measure func(context.Context) ([]bench.Row, error)
+	measure measure
+	bench.Options
+	// checks find options that make no sense, each by a usage error.
+	checks []func() error
 	// onHost says that it needs no guests, and so neither a store nor an agent.
 	onHost bool
+	// minutes are about what it takes with its defaults on a KVM that interprets the guest's kernel: they only weigh what
+	// is left against what is done. quick are options that make it short, to see whether it works.
+	minutes float64
+	quick   string
 }
 
-// command is a command that measures, with its own name.
-func (m *benches) command(use, short string, measure func(context.Context) ([]bench.Row, error)) *cobra.Command {
-	b := &benchmark{measure: measure, Command: &cobra.Command{Use: use, Short: short, Args: cobra.NoArgs, Annotations: asBenchstat}}
-	b.RunE = func(cmd *cobra.Command, _ []string) error {
-		if err := m.prepare(!b.onHost); err != nil {
-			return err
-		}
-		report := bench.NewReport(nil)
-		rows, err := m.run(cmd.Context(), b)
-		if err != nil {
-			return err
-		}
-		report.Add(rows...)
-		return m.print(report)
+// add adds a command that measures, with its own name and aliases.
+func (m *benches) add(names, short string, minutes float64, quick string, measure measure) *benchmark {
+	words := strings.Fields(names)
+	b := &benchmark{measure: measure, minutes: minutes, quick: quick}
+	b.Command = &cobra.Command{
+		Use: words[0], Aliases: words[1:], Short: short, Args: cobra.NoArgs, Annotations: asBenchstat,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if err := b.check(); err != nil {
+				return err
+			}
+			if err := m.prepare(!b.onHost); err != nil {
+				return err
+			}
+			report := bench.NewReport(nil)
+			rows, err := m.run(cmd.Context(), b)
+			if err != nil {
+				return err
+			}
+			report.Add(rows...)
+			return m.print(report)
+		},
 	}
 	m.all = append(m.all, b)
-	return b.Command
+	return b
 }
 
-// hostCommand is a command that measures without guests.
-func (m *benches) hostCommand(use, short string, measure func(context.Context) ([]bench.Row, error)) *cobra.Command {
-	cmd := m.command(use, short, measure)
-	m.all[len(m.all)-1].onHost = true
-	return cmd
+// check finds options that make no sense.
+func (b *benchmark) check() error {
+	for _, check := range b.checks {
+		if err := check(); err != nil {
+			return usageError{err}
+		}
+	}
+	return nil
+}
+
+func (b *benchmark) checked(check func() error) { b.checks = append(b.checks, check) }
+
+// within refuses the value of a flag that is out of bounds; most is 0 where there is no upper one.
+func within[T int | time.Duration](name string, v, least, most T) error {
+	switch {
+	case most == 0 && v < least:
+		return fmt.Errorf("--%s %v: use %v or more", name, v, least)
+	case most != 0 && (v < least || v > most):
+		return fmt.Errorf("--%s %v: use %v to %v", name, v, least, most)
+	}
+	return nil
+}
+
+// number is a flag for a number.
+func (b *benchmark) number(to *int, name string, value, least, most int, help string) {
+	b.Flags().IntVar(to, name, value, help)
+	b.checked(func() error { return within(name, *to, least, most) })
+}
+
+// numbers is a flag for a list of numbers, at least one.
+func (b *benchmark) numbers(to *[]int, name string, values []int, least, most int, help string) {
+	b.Flags().IntSliceVar(to, name, values, help)
+	b.checked(func() error {
+		for _, v := range *to {
+			if err := within(name, v, least, most); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+}
+
+// duration is a flag for a time.
+func (b *benchmark) duration(to *time.Duration, name string, value, least, most time.Duration, help string) {
+	b.Flags().DurationVar(to, name, value, help)
+	b.checked(func() error { return within(name, *to, least, most) })
+}
+
+// words is a flag for some words of a list: at least one, if it has values.
+func (b *benchmark) words(to *[]string, name string, values, list []string, help string) {
+	b.Flags().StringSliceVar(to, name, values, help)
+	b.checked(func() error {
+		for _, w := range *to {
+			if !slices.Contains(list, w) {
+				return fmt.Errorf("--%s %q: there are %s", name, w, strings.Join(list, ", "))
+			}
+		}
+		if len(*to) == 0 && len(values) > 0 {
+			return fmt.Errorf("--%s: name at least one of %s", name, strings.Join(list, ", "))
+		}
+		return nil
+	})
+}
+
+// Values of a flag that takes no, yes, or both.
+const no, yes = "no", "yes"
+
+// noYes is a flag that takes no, yes, or both.
+func (b *benchmark) noYes(to *[]bool, name, help string, values ...string) {
+	var given []string
+	b.words(&given, name, values, []string{no, yes}, help)
+	b.checked(func() error {
+		*to = nil
+		for _, w := range given {
+			*to = append(*to, w == yes)
+		}
+		return nil
+	})
+}
+
+// runs are the flags for the number of runs, which are called so.
+func (b *benchmark) runs(n int, each string, warmup int, called string) {
+	b.number(&b.N, "runs", n, 1, 0, each)
+	b.number(&b.Warmup, "warmup", warmup, 0, 0, called+" before that do not count")
+}
+
+// sizes is the flag for sizes of RAM to compare.
+func (b *benchmark) sizes(mib ...int) {
+	b.numbers(&b.MemoryMiB, "memory", mib, 1, 0, "sizes of RAM in MiB")
+}
+
+// size is the flag for the size of RAM of all guests.
+func (b *benchmark) size(mib int, help string) {
+	b.MemoryMiB = []int{mib}
+	b.number(&b.MemoryMiB[0], "memory", mib, 1, 0, help)
+}
+
+// depth is the flag for how often VMs have slept before.
+func (b *benchmark) depth(of string) {
+	b.number(&b.Depth, "depth", 10, 0, 0, "how often "+of+" has slept and been woken before")
 }
 
 // run measures. What was measured before an error is returned with it.
 func (m *benches) run(ctx context.Context, b *benchmark) ([]bench.Row, error) {
-	rows, err := bench.Run(b.line(), func() ([]bench.Row, error) { return b.measure(ctx) })
+	rows, err := bench.Run(b.line(), func() ([]bench.Row, error) { return b.measure(ctx, *m.env, b.Options) })
 	if err != nil {
 		err = fmt.Errorf("measuring %s: %w", b.Name(), err)
 	}
@@ -132,145 +243,20 @@ func (m *benches) print(r bench.Report) error {
 	return m.app.print(r, func(w io.Writer) { r.Text(w) })
 }
 
-var errRuns = usageError{errors.New("--runs must be 1 or more, --warmup 0 or more, and lists must not be empty")}
-
-// measuring measures by options that are not bad for errRuns.
-func measuring[O any](m *benches, o *O, measure func(context.Context, bench.Env, O) ([]bench.Row, error), bad func() bool) func(context.Context) ([]bench.Row, error) {
-	return func(ctx context.Context) ([]bench.Row, error) {
-		if bad() {
-			return nil, errRuns
-		}
-		return measure(ctx, *m.env, *o)
-	}
-}
-
-func (m *benches) entry() *cobra.Command {
-	var o bench.ResumeEntryOptions
-	var pool []string
-	cmd := m.command("resume_entry", "From the call that restores a VM to its first KVM_RUN", func(ctx context.Context) ([]bench.Row, error) {
-		if o.N < 1 || o.Warmup < 0 || len(o.MemoryMiB) == 0 {
-			return nil, errRuns
-		}
-		var err error
-		if o.Pools, err = pools(pool); err != nil {
-			return nil, err
-		}
-		return bench.ResumeEntry(ctx, *m.env, o)
-	})
-	f := cmd.Flags()
-	f.IntVar(&o.N, "runs", 100, "runs for each size")
-	f.IntVar(&o.Warmup, "warmup", 5, "runs before that do not count")
-	f.IntSliceVar(&o.MemoryMiB, "memory", []int{256, 4096, 8192}, "sizes of RAM in MiB")
-	f.StringSliceVar(&pool, "pool", []string{poolNo, poolYes}, poolHelp)
-	return cmd
-}
-
-// Whether what can be is made ahead: what KVM has of a VM, and its process if it has one of its own.
-const (
-	poolNo, poolYes = "no", "yes"
-	poolHelp        = "whether what can be is made ahead: no, yes, or both"
-)
-
-func pools(words []string) (all []bool, err error) { return noYes("pool", words) }
-
-// noYes is the value of a flag that takes no, yes, or both.
-func noYes(name string, words []string) (all []bool, err error) {
-	for _, w := range words {
-		if w != poolNo && w != poolYes {
-			return nil, usageError{fmt.Errorf("--%s %q: use %s or %s", name, w, poolNo, poolYes)}
-		}
-		all = append(all, w == poolYes)
-	}
-	if len(all) == 0 {
-		return nil, errRuns
-	}
-	return all, nil
-}
-
-func (m *benches) ready() *cobra.Command {
-	var o bench.ResumeReadyOptions
-	var pool, pages []string
-	cmd := m.command("resume_ready", "From the call that restores a VM to its agent's answer", func(ctx context.Context) ([]bench.Row, error) {
-		if o.N < 1 || o.Warmup < 0 || o.Depth < 0 || len(o.MemoryMiB) == 0 {
-			return nil, errRuns
-		}
-		for _, p := range o.Peers {
-			if !slices.Contains(bench.Peers, p) {
-				return nil, usageError{fmt.Errorf("--peer %q: there are %s", p, strings.Join(bench.Peers, ", "))}
+// benchAttach is a process of policy_attach.
+func (a *app) benchAttach() *cobra.Command {
+	return &cobra.Command{
+		Use: "attach ROOT DEVICE RULES", Short: "Be a process that attaches one policy", Hidden: true, Args: cobra.ExactArgs(3),
+		RunE: func(_ *cobra.Command, args []string) error {
+			rules, err := strconv.Atoi(args[2])
+			if err = errors.Join(err, within("rules", rules, 1, bench.MaxRules)); err != nil {
+				return usageError{err}
 			}
-		}
-		for _, c := range o.Caches {
-			if !slices.Contains(bench.Caches, c) {
-				return nil, usageError{fmt.Errorf("--cache %q: there are %s", c, strings.Join(bench.Caches, ", "))}
+			times, err := bench.PolicyAttachHelper(args[0], args[1], rules)
+			if err != nil {
+				return err
 			}
-		}
-		if o.PeerUsedMiB < 0 || len(o.Peers) > 0 && o.PeerUsedMiB > slices.Min(o.MemoryMiB)/2 {
-			return nil, usageError{errors.New("--peer-used must be 0 or more, and at most half of --memory")}
-		}
-		if o.UsedPercent < 0 || o.UsedPercent > 50 {
-			return nil, usageError{errors.New("--used-percent must be 0 to 50")}
-		}
-		var err error
-		if o.Pools, err = pools(pool); err != nil {
-			return nil, err
-		}
-		if o.PageCaches, err = noYes("page-cache", pages); err != nil {
-			return nil, err
-		}
-		return bench.ResumeReady(ctx, *m.env, o)
-	})
-	f := cmd.Flags()
-	f.IntVar(&o.N, "runs", 100, "runs for each size")
-	f.IntVar(&o.Warmup, "warmup", 5, "runs before that do not count")
-	f.IntVar(&o.Depth, "depth", 10, "how often each VM has slept and been woken before")
-	f.IntSliceVar(&o.MemoryMiB, "memory", []int{512}, "sizes of RAM in MiB")
-	f.StringSliceVar(&o.Caches, "cache", bench.Caches, "states of the page cache: warm, cold, or both")
-	f.StringSliceVar(&pool, "pool", []string{poolNo}, poolHelp)
-	f.StringSliceVar(&pages, "page-cache", []string{poolNo}, "whether a restore finds pages that one before has decompressed: no, yes, or both")
-	f.StringSliceVar(&o.Peers, "peer", nil, "other monitors to measure in turn with drowse: "+strings.Join(bench.Peers, ", "))
-	f.IntVar(&o.UsedPercent, "used-percent", 0, "part of RAM that a program has in use, in all guests, besides what they need without it")
-	f.IntVar(&o.PeerUsedMiB, "peer-used", bench.DefaultPeerUsedMiB, "memory that a process in a peer's guest has in use, in MiB")
-	return cmd
-}
-
-func (m *benches) snapshot() *cobra.Command {
-	var o bench.SnapshotOptions
-	cmd := m.command("snapshot_pause", "How long a running guest stands still for a snapshot, and what is written", measuring(m, &o, bench.Snapshots, func() bool { return o.N < 1 || o.Warmup < 0 || len(o.MemoryMiB) == 0 || len(o.DirtyMiB) == 0 }))
-	cmd.Aliases = []string{"snapshot_bytes"}
-	f := cmd.Flags()
-	f.IntVar(&o.N, "runs", 20, "snapshots for each size and amount")
-	f.IntVar(&o.Warmup, "warmup", 2, "snapshots before that do not count")
-	f.IntSliceVar(&o.MemoryMiB, "memory", []int{512, 4096}, "sizes of RAM in MiB")
-	f.IntSliceVar(&o.DirtyMiB, "dirty", []int{0, 16, 64, 256}, "how much the guest changes before each snapshot, in MiB, up to half of RAM")
-	return cmd
-}
-
-func (m *benches) delta() *cobra.Command {
-	var o bench.DeltaOptions
-	cmd := m.command("delta_bytes", "What a snapshot writes after an idle second, and after files have come and gone", func(ctx context.Context) ([]bench.Row, error) {
-		if o.N < 1 || o.MemoryMiB < 1 || o.Idle < 0 || o.Settle < 0 || o.LeftMiB < 0 || o.WrittenMiB < o.LeftMiB {
-			return nil, usageError{errors.New("--runs and --memory must be 1 or more, times 0 or more, and --left at most --written")}
-		}
-		return bench.Deltas(ctx, *m.env, o)
-	})
-	f := cmd.Flags()
-	f.IntVar(&o.N, "runs", 5, "snapshots of each kind")
-	f.IntVar(&o.MemoryMiB, "memory", 512, "RAM in MiB")
-	f.DurationVar(&o.Idle, "idle", time.Second, "how long the guest is idle")
-	f.IntVar(&o.WrittenMiB, "written", 100, "how much it writes to files, in MiB")
-	f.IntVar(&o.LeftMiB, "left", 5, "how much of that it leaves there, in MiB")
-	f.DurationVar(&o.Settle, "settle", 10*time.Second, "how long it has then until the snapshot")
-	return cmd
-}
-
-func (m *benches) depth() *cobra.Command {
-	var o bench.DepthOptions
-	cmd := m.command("restore_depth", "From the call that restores a VM to an agent that answers, by the length of the chain of deltas", measuring(m, &o, bench.RestoreDepth, func() bool { return o.N < 1 || o.Warmup < 0 || len(o.Depths) == 0 || o.MemoryMiB < 1 || o.Settle < 0 }))
-	f := cmd.Flags()
-	f.IntVar(&o.N, "runs", 20, "restores of each depth")
-	f.IntVar(&o.Warmup, "warmup", 2, "restores before that do not count")
-	f.IntVar(&o.MemoryMiB, "memory", 256, "RAM in MiB")
-	f.DurationVar(&o.Settle, "settle", 2*time.Minute, "how long the guest has after its boot")
-	f.IntSliceVar(&o.Depths, "depths", []int{1, 10, 100, 1000}, "lengths of the chain to restore from")
-	return cmd
+			return json.NewEncoder(a.stdout).Encode(times)
+		},
+	}
 }

@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
-	"maps"
 	"os"
 	"path"
 	"slices"
@@ -20,41 +19,10 @@ import (
 	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
-// quick are options that make each benchmark short, to see whether it works.
-var quick = map[string]map[string]string{
-	"guest_instruction": {"runs": "3", "warmup": "0"},
-	"boot":              {"runs": "1", "warmup": "0"},
-	"resume_entry":      {"runs": "3", "warmup": "1", "memory": "256"},
-	"resume_ready":      {"runs": "3", "warmup": "1", "memory": "256", "depth": "1", "used-percent": "5"},
-	"resume_exec":       {"runs": "3", "warmup": "1", "memory": "256", "depth": "1"},
-	"sleep":             {"runs": "3", "warmup": "0", "memory": "256", "dirty": "0,1"},
-	"snapshot_pause":    {"runs": "3", "warmup": "0", "memory": "256", "dirty": "0,1"},
-	"delta_bytes":       {"runs": "1", "memory": "256", "written": "2", "left": "1", "settle": "1s"},
-	"restore_depth":     {"runs": "3", "warmup": "0", "settle": "0s", "depths": "1,4"},
-	"fork_pause":        {"runs": "3", "warmup": "0", "memory": "256", "used": "0"},
-	"fork_density":      {"forks": "2", "memory": "256"},
-	"density":           {"asleep": "3", "awake": "2", "memory": "256", "settle": "1s", "idle": "2s"},
-	"concurrent_resume": {"runs": "2", "warmup": "0", "at-once": "1,2", "memory": "256"},
-	"wake_touch":        {"runs": "3", "warmup": "1", "memory": "256", "depth": "1"},
-	"vsock_rtt":         {"runs": "10", "warmup": "2", "memory": "256"},
-	"blk":               {"runs": "2", "warmup": "0", "memory": "256", "file": "2", "requests": "10"},
-	"policy_packet":     {"runs": "3", "warmup": "0", "packets": "1000", "rules": "1,1000"},
-	"policy_swap":       {"runs": "3", "warmup": "0", "rules": "10", "agents": "0,2"},
-	"policy_attach":     {"agents": "3", "processes": "1"},
-	"policy_throughput": {"runs": "1", "warmup": "0", "rules": "1,1000", "send": "1s"},
-}
-
-// usualMinutes are about what benchmarks take with their defaults on a KVM that interprets
-// the guest's kernel: they only weigh what is left against what is done.
-var usualMinutes = map[string]float64{
-	"guest_instruction": 0.2, "boot": 5, "resume_entry": 4, "resume_ready": 20, "resume_exec": 4, "sleep": 4, "snapshot_pause": 8, "delta_bytes": 8, "restore_depth": 12, "fork_pause": 6,
-	"fork_density": 3, "density": 6, "concurrent_resume": 8, "wake_touch": 6, "vsock_rtt": 1, "blk": 5, "policy_packet": 1, "policy_swap": 1, "policy_attach": 1, "policy_throughput": 16,
-}
-
 // weight is what a benchmark takes in proportion to others.
 func (o *allOptions) weight(b *benchmark) float64 {
-	if w := usualMinutes[b.Name()]; w > 0 && !o.quick {
-		return w
+	if b.minutes > 0 && !o.quick {
+		return b.minutes
 	}
 	return 1
 }
@@ -117,14 +85,14 @@ func (m *benches) runAll(ctx context.Context, o *allOptions) error {
 	if err := m.prepare(slices.ContainsFunc(toRun, func(b *benchmark) bool { return !b.onHost })); err != nil {
 		return err
 	}
-	e := estimate{weight: o.weight, left: toRun, begin: time.Now()}
+	begin := time.Now()
 	var errs []error
-	for _, b := range toRun {
+	for i, b := range toRun {
 		if err := ctx.Err(); err != nil {
 			errs = append(errs, fmt.Errorf("interrupted before %s: %w", b.Name(), err))
 			break
 		}
-		m.app.log.Info(e.next(time.Now()))
+		m.app.log.Info(o.estimate(toRun, i, time.Since(begin)))
 		rows, err := m.run(ctx, b)
 		if err != nil {
 			errs = append(errs, err)
@@ -140,19 +108,19 @@ func (m *benches) runAll(ctx context.Context, o *allOptions) error {
 
 // choose sets the options of the benchmarks that are to be run, in their order.
 func (m *benches) choose(o *allOptions) (chosen []*benchmark, err error) {
-	if o.runs < 0 {
-		return nil, errRuns
+	if err := within("runs", o.runs, 0, 0); err != nil {
+		return nil, usageError{err}
+	}
+	only, err := m.match(o.only)
+	if err != nil {
+		return nil, err
+	}
+	skip, err := m.match(o.skip)
+	if err != nil {
+		return nil, err
 	}
 	for _, b := range m.all {
-		only, err := m.matches(b, o.only)
-		if err != nil {
-			return nil, err
-		}
-		skip, err := m.matches(b, o.skip)
-		if err != nil {
-			return nil, err
-		}
-		if len(o.only) > 0 && !only || skip {
+		if len(o.only) > 0 && !only[b] || skip[b] {
 			continue
 		}
 		if err := o.set(b); err != nil {
@@ -166,28 +134,26 @@ func (m *benches) choose(o *allOptions) (chosen []*benchmark, err error) {
 	return chosen, nil
 }
 
-// matches is whether a benchmark has a name that one of the patterns is for. A pattern that
-// is for no benchmark is a usage error.
-func (m *benches) matches(b *benchmark, patterns []string) (bool, error) {
-	found := false
+// match are the benchmarks with a name that one of the patterns is for. A pattern that is for none is a usage error.
+func (m *benches) match(patterns []string) (map[*benchmark]bool, error) {
+	found := map[*benchmark]bool{}
 	for _, p := range patterns {
 		known := false
-		for _, other := range m.all {
-			for _, name := range append([]string{other.Name()}, other.Aliases...) {
+		var names []string
+		for _, b := range m.all {
+			names = append(names, b.Name())
+			for _, name := range append([]string{b.Name()}, b.Aliases...) {
 				ok, err := path.Match(p, name)
 				if err != nil {
-					return false, usageError{fmt.Errorf("pattern %q: %w", p, err)}
+					return nil, usageError{fmt.Errorf("pattern %q: %w", p, err)}
 				}
-				known = known || ok
-				found = found || ok && other == b
+				if ok {
+					known, found[b] = true, true
+				}
 			}
 		}
 		if !known {
-			var names []string
-			for _, b := range m.all {
-				names = append(names, b.Name())
-			}
-			return false, usageError{fmt.Errorf("no benchmark is called %q: there are %s", p, strings.Join(names, ", "))}
+			return nil, usageError{fmt.Errorf("no benchmark is called %q: there are %s", p, strings.Join(names, ", "))}
 		}
 	}
 	return found, nil
@@ -202,7 +168,10 @@ func (o *allOptions) set(b *benchmark) error {
 		options["peer"], options["memory"], options["used-percent"] = strings.Join(bench.Peers, ","), "128,512", "25"
 	}
 	if o.quick {
-		maps.Copy(options, quick[b.Name()])
+		for option := range strings.FieldsSeq(b.quick) {
+			flag, value, _ := strings.Cut(option, "=")
+			options[flag] = value
+		}
 	}
 	if o.runs > 0 && b.Flags().Lookup("runs") != nil {
 		options["runs"] = strconv.Itoa(o.runs)
@@ -212,7 +181,7 @@ func (o *allOptions) set(b *benchmark) error {
 			return fmt.Errorf("%s: --%s %s: %w", b.Name(), flag, value, err)
 		}
 	}
-	return nil
+	return b.check()
 }
 
 // before is what the report to go on with has, nothing if there is none.
@@ -250,33 +219,22 @@ func (o *allOptions) save(r bench.Report) error {
 	return osfile.WriteFile(o.out, doc.Bytes(), 0o644)
 }
 
-// estimate says how far a run of all is, and about how long it is still to take.
-type estimate struct {
-	weight func(*benchmark) float64
-	left   []*benchmark
-	begin  time.Time
-
-	count int     // of those that were begun
-	done  float64 // the weight of those that have ended
-}
-
-// next says which benchmark begins. It is called for each, when it begins.
-func (e *estimate) next(now time.Time) string {
-	if e.count > 0 {
-		e.done += e.weight(e.left[0])
-		e.left = e.left[1:]
-	}
-	e.count++
-	total := e.count + len(e.left) - 1
-	text := fmt.Sprintf("measuring %s, %d of %d", e.left[0].Name(), e.count, total)
-	if e.done == 0 {
+// estimate says which of the benchmarks begins, and about how long it and the rest are still to take if those before it
+// took so long.
+func (o *allOptions) estimate(all []*benchmark, at int, took time.Duration) string {
+	text := fmt.Sprintf("measuring %s, %d of %d", all[at].Name(), at+1, len(all))
+	if at == 0 {
 		return text
 	}
-	took, rest := now.Sub(e.begin), 0.0
-	for _, b := range e.left {
-		rest += e.weight(b)
+	done, rest := 0.0, 0.0
+	for i, b := range all {
+		if i < at {
+			done += o.weight(b)
+		} else {
+			rest += o.weight(b)
+		}
 	}
-	return fmt.Sprintf("%s, after %s; about %s are left", text, roughly(took), roughly(time.Duration(float64(took)*rest/e.done)))
+	return fmt.Sprintf("%s, after %s; about %s are left", text, roughly(took), roughly(time.Duration(float64(took)*rest/done)))
 }
 
 // roughly is a duration as people say it.

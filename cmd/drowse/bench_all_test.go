@@ -37,15 +37,15 @@ func newFakes(t *testing.T, names ...string) *fakes {
 	f.env = &bench.Env{}
 	for _, name := range names {
 		f.runs[name] = new(int)
-		c := f.hostCommand(name, "", func(context.Context) ([]bench.Row, error) {
+		b := f.add(name+" "+name+"_bytes", "", 0, "", func(context.Context, bench.Env, bench.Options) ([]bench.Row, error) {
 			f.began = append(f.began, name)
 			rows := []bench.Row{{Name: name, Params: map[string]any{"runs": *f.runs[name]}, Unit: "ms", N: int64(*f.runs[name]), P50: 1}}
 			f.then(name)
 			return rows, f.fails[name]
 		})
-		c.Aliases = []string{name + "_bytes"}
+		b.onHost = true
 		if name != "uncounted" {
-			c.Flags().IntVar(f.runs[name], "runs", 20, "")
+			b.Flags().IntVar(f.runs[name], "runs", 20, "")
 		}
 	}
 	return f
@@ -261,10 +261,11 @@ func TestBenchAll_resume_of_what_cannot_be_gone_on_with_gives_error_and_measures
 
 func TestEstimate_says_how_far_and_about_how_long(t *testing.T) {
 	f := newFakes(t, "density", "vsock_rtt", "blk", "other")
+	for i, minutes := range []float64{6, 1, 5, 0} {
+		f.all[i].minutes = minutes
+	}
 	o := allOptions{}
-	begin := time.Now()
-	e := estimate{weight: o.weight, left: f.all, begin: begin}
-	for _, tt := range []struct {
+	for i, tt := range []struct {
 		after time.Duration
 		want  string
 	}{
@@ -274,7 +275,7 @@ func TestEstimate_says_how_far_and_about_how_long(t *testing.T) {
 		{3*time.Minute + 30*time.Second, "measuring blk, 3 of 4, after 4m; about 3m are left"},
 		{6 * time.Minute, "measuring other, 4 of 4, after 6m; about 30s are left"},
 	} {
-		if got := e.next(begin.Add(tt.after)); got != tt.want {
+		if got := o.estimate(f.all, i, tt.after); got != tt.want {
 			t.Errorf("after %v: %q, want %q", tt.after, got, tt.want)
 		}
 	}

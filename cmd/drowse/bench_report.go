@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
-	"io"
 	"os"
 	"path/filepath"
 
@@ -54,17 +53,22 @@ func (a *app) report(names []string) ([]byte, error) {
 	var p page.Page
 	var out bytes.Buffer
 	for _, name := range names {
-		err := withInput(name, func(called string, r io.Reader) error {
-			if a.output != benchstat {
-				return p.Add(called, r)
-			}
-			report, err := bench.ReadReport(r)
-			if err != nil {
-				return fmt.Errorf("%s: %w", called, err)
-			}
-			return report.Benchstat(&out)
-		})
+		in, err := input(name, os.Stdin)
 		if err != nil {
+			return nil, fmt.Errorf("reading a report: %w", err)
+		}
+		called := filepath.Base(name)
+		if name == "-" {
+			called = "stdin"
+		}
+		if a.output != benchstat {
+			err = p.Add(called, in)
+		} else if report, rerr := bench.ReadReport(in); rerr != nil {
+			err = fmt.Errorf("%s: %w", called, rerr)
+		} else {
+			err = report.Benchstat(&out)
+		}
+		if err = errors.Join(err, in.Close()); err != nil {
 			return nil, fmt.Errorf("reading a report: %w", err)
 		}
 	}
@@ -73,17 +77,4 @@ func (a *app) report(names []string) ([]byte, error) {
 	}
 	err := p.HTML(&out)
 	return out.Bytes(), err
-}
-
-// withInput reads a file, or stdin for "-". called is its name without directories.
-func withInput(name string, read func(called string, r io.Reader) error) error {
-	if name == "-" {
-		return read("stdin", os.Stdin)
-	}
-	f, err := os.Open(name)
-	if err != nil {
-		return err
-	}
-	defer f.Close()
-	return read(filepath.Base(name), f)
 }

@@ -5,8 +5,6 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
-
-	"github.com/spf13/cobra"
 )
 
 func TestBenchReport_files_give_one_page(t *testing.T) {
@@ -66,29 +64,38 @@ func TestBenchReport_what_is_no_report_gives_error_and_no_file(t *testing.T) {
 }
 
 func TestBenchAll_quick_has_valid_options_for_each(t *testing.T) {
-	a := &app{}
-	m := &benches{app: a}
-	seen := 0
-	for _, c := range []*cobra.Command{
-		m.instruction(), m.boot(), m.entry(), m.ready(), m.exec(), m.sleep(), m.snapshot(), m.delta(), m.depth(), m.fork(), m.forkDensity(), m.density(), m.concurrent(), m.touch(), m.vsock(), m.blk(),
-		m.policyPacket(), m.policySwap(), m.policyAttach(), m.policyThroughput(),
-	} {
-		options, ok := quick[c.Name()]
-		if !ok {
-			t.Errorf("nothing makes %s quick", c.Name())
+	m := &benches{app: &app{}}
+	m.suite()
+	names := map[string]bool{}
+	for _, b := range m.all {
+		names[b.Name()] = true
+		if b.quick == "" || b.minutes <= 0 {
+			t.Errorf("nothing makes %s quick, or says how long it takes", b.Name())
 		}
-		seen++
-		for flag, value := range options {
-			if err := c.Flags().Set(flag, value); err != nil {
-				t.Errorf("%s: %v", c.Name(), err)
-			}
+		if err := b.check(); err != nil {
+			t.Errorf("%s with its defaults: %v", b.Name(), err)
 		}
-	}
-	if seen != len(quick) || seen != len(m.all) || seen != len(usualMinutes) {
-		t.Errorf("%d benchmarks of %d, %d quick ones, %d weights", seen, len(m.all), len(quick), len(usualMinutes))
+		if err := (&allOptions{quick: true}).set(b); err != nil {
+			t.Error(err)
+		}
 	}
 	// All that there are, and what is none.
-	if got := len((&app{}).benchCommand().Commands()); got != seen+3 {
-		t.Errorf("bench has %d commands, want %d", got, seen+4)
+	if got := len((&app{}).benchCommand().Commands()); got != len(names)+3 || len(names) != 20 {
+		t.Errorf("bench has %d commands, and there are %d benchmarks", got, len(names))
+	}
+}
+
+func TestBench_options_out_of_bounds_are_named(t *testing.T) {
+	for line, want := range map[string]string{
+		"boot --warmup -1": "--warmup -1: use 0 or more", "resume_entry --memory 256,0": "--memory 0: use 1 or more", "resume_entry --pool maybe": `--pool "maybe": there are no, yes`,
+		"resume_ready --peer bochs": `--peer "bochs": there are qemu`, "resume_ready --peer qemu --peer-used 300": "--peer-used must be at most half", "resume_ready --used-percent 51": "use 0 to 50",
+		"delta_bytes --written 1 --left 2": "--left must be at most --written", "fork_density --forks 0": "--forks 0: use 1 to", "density --asleep 2 --awake 3": "no more than --asleep 2",
+		"density --idle 10ms": "--idle 10ms: use 1s or more", "policy_swap --agents 5000": "--agents 5000: use 0 to 4096", "policy_attach --rules 0": "--rules 0: use 1 to",
+		"all --runs -1": "--runs -1: use 0 or more", "blk --requests 2000000": "use 1 to 1048576",
+	} {
+		code, stdout, stderr := drowse(t, t.TempDir(), append([]string{"bench"}, strings.Fields(line)...)...)
+		if code != exitUsage || stdout != "" || !strings.Contains(stderr, want) || strings.Count(stderr, "\n") != 1 {
+			t.Errorf("%s: exit status %d, stdout %q, stderr %q, want %q", line, code, stdout, stderr, want)
+		}
 	}
 }

@@ -1,7 +1,6 @@
 package main
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -82,23 +81,11 @@ func buildArgs(list []string) (map[string]string, error) {
 
 // readFile reads the build file, and says which directory is the context.
 func (f *stepFlags) readFile(ctx context.Context) (text, dir string, err error) {
-	in, dir := io.Reader(&patientReader{ctx, os.Stdin}), f.context
-	if f.file != "-" {
-		file, err := os.Open(f.file)
-		if err != nil {
-			return "", "", fmt.Errorf("opening the build file: %w", err)
-		}
-		defer file.Close()
-		in = file
-		if dir == "" {
-			dir = filepath.Dir(f.file)
-		}
+	if dir = f.context; dir == "" && f.file != "-" {
+		dir = filepath.Dir(f.file)
 	}
-	data, err := io.ReadAll(io.LimitReader(in, drowsefile.MaxFile+1))
-	if err != nil {
-		return "", "", fmt.Errorf("reading the build file: %w", err)
-	}
-	return string(data), dir, nil
+	data, err := readInput("the build file", f.file, &patientReader{ctx, os.Stdin}, drowsefile.MaxFile)
+	return string(data), dir, err
 }
 
 // builtOfSteps is an image made of steps, in JSON.
@@ -131,7 +118,7 @@ func (a *app) buildSteps(cmd *cobra.Command, f *stepFlags, from builder.Options)
 	if err != nil {
 		return err
 	}
-	p := a.newProgress("image build", func(stage string) bool { return countsBytes(stage) || stage == build.StageCapture })
+	p := a.newProgress("image build")
 	lines := &lineWriter{w: p.log}
 	o.Progress, o.Stdout, o.Stderr, o.From.Log = p.report, lines, lines, p.toolLog(a)
 	o.Begin = func(n, of int, step drowsefile.Step) {
@@ -153,10 +140,7 @@ func (a *app) buildSteps(cmd *cobra.Command, f *stepFlags, from builder.Options)
 		return err
 	}
 	out := builtOfSteps{imageInfo: infoOf(res.Image)}
-	if out.Build.Steps = res.Steps; res.Steps == nil {
-		out.Build.Steps = []build.Step{}
-	}
-	out.Build.Boots = res.Boots
+	out.Build.Steps, out.Build.Boots = some(res.Steps), res.Boots
 	return a.print(out, func(w io.Writer) { fmt.Fprintln(w, strings.Join(res.Image.Tags, " "), res.Image.ShortID()) })
 }
 
@@ -177,26 +161,18 @@ const maxLine = 8 << 10
 func (l *lineWriter) Write(p []byte) (int, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	for rest := p; len(rest) > 0; {
-		n := bytes.IndexAny(rest, "\r\n")
-		piece := rest
-		if n >= 0 {
-			piece = rest[:n]
-		}
-		piece = piece[:min(len(piece), maxLine-len(l.buf))]
-		l.buf = append(l.buf, piece...)
-		l.returned = l.returned && len(piece) == 0
-		rest = rest[len(piece):]
+	for _, c := range p {
 		switch {
-		case len(rest) > 0 && (rest[0] == '\n' || rest[0] == '\r'):
-			if rest[0] == '\n' && !l.returned || len(l.buf) > 0 {
+		case len(l.buf) == 0 && (c == '\r' || c == '\n' && l.returned): // an end of what has ended
+		case c == '\r' || c == '\n':
+			l.flush()
+		default:
+			if len(l.buf) == maxLine {
 				l.flush()
 			}
-			l.returned = rest[0] == '\r'
-			rest = rest[1:]
-		case len(l.buf) == maxLine:
-			l.flush()
+			l.buf = append(l.buf, c)
 		}
+		l.returned = c == '\r'
 	}
 	return len(p), nil
 }

@@ -1,13 +1,15 @@
 package main
 
 import (
+	"cmp"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
-	"iter"
 	"os"
 	"text/tabwriter"
+	"time"
 
 	"github.com/spf13/cobra"
 
@@ -35,12 +37,31 @@ func (a *app) onHost(do func(*cobra.Command, []string, *sandbox.Host) error) run
 	return opened(a.store, do)
 }
 
+// onAwake is a command on the VM that its first argument names, and wakes that if it sleeps.
+func (a *app) onAwake(do func(*cobra.Command, []string, *sandbox.Sandbox) error) runE {
+	return a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
+		if err := a.wakeFor(cmd.Context(), s, args[0]); err != nil {
+			return err
+		}
+		return do(cmd, args, s.Sandbox(args[0]))
+	})
+}
+
 func (a *app) onImages(do func(*cobra.Command, []string, *image.Store) error) runE {
 	return opened(a.images, do)
 }
 
 func (a *app) onFleet(do func(*cobra.Command, []string, *fleet.Fleet) error) runE {
 	return opened(a.fleet, do)
+}
+
+// completions are what a shell completes a word to, of what is opened.
+func completions[T any](open func() (T, error), words func(T) []string) ([]string, cobra.ShellCompDirective) {
+	v, err := open()
+	if err != nil {
+		return nil, cobra.ShellCompDirectiveError
+	}
+	return words(v), cobra.ShellCompDirectiveNoFileComp
 }
 
 // launching is the host with what starts VMs, and traced.
@@ -66,6 +87,7 @@ func followed(follow bool, err error) error {
 
 // group is a command that only has others.
 func group(cmd *cobra.Command, of ...*cobra.Command) *cobra.Command {
+	cmd.Args = cobra.NoArgs // or what is no command would be taken for help
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error { return cmd.Help() }
 	cmd.AddCommand(of...)
 	return cmd
@@ -108,19 +130,50 @@ func some[T any](list []T) []T {
 // columns align what is written to them, with tabs between cells.
 func columns(w io.Writer) *tabwriter.Writer { return tabwriter.NewWriter(w, 0, 8, 2, ' ', 0) }
 
-// table writes a head, and gives the writer of each row.
-func table[T any](w io.Writer, head string, rows []T) iter.Seq2[io.Writer, T] {
-	return func(yield func(io.Writer, T) bool) {
-		t := columns(w)
-		defer t.Flush()
-		fmt.Fprintln(t, head)
-		for _, r := range rows {
-			if !yield(t, r) {
-				return
+// table writes a head, and cells for each of a list.
+func table[T any](w io.Writer, head string, list []T, cells func(T) []any) {
+	t := columns(w)
+	defer t.Flush()
+	fmt.Fprintln(t, head)
+	for _, v := range list {
+		for i, c := range cells(v) {
+			if i > 0 {
+				fmt.Fprint(t, "\t")
 			}
+			fmt.Fprint(t, c)
 		}
+		fmt.Fprintln(t)
 	}
 }
+
+// tableIfAny is a table unless the list is empty.
+func tableIfAny[T any](w io.Writer, head string, list []T, cells func(T) []any) {
+	if len(list) > 0 {
+		table(w, head, list, cells)
+	}
+}
+
+// answerList prints a list, as a table that has a head and cells for each, unless err says that there is none.
+func answerList[T any](a *app, list []T, err error, head string, cells func(T) []any) error {
+	return a.answer(some(list), err, func(w io.Writer) { table(w, head, list, cells) })
+}
+
+// line prints one of many things that come: as a line of JSON, or its text.
+func (a *app) line(v any, text string) error {
+	if !a.json() {
+		_, err := fmt.Fprintln(a.stdout, text)
+		return err
+	}
+	e := json.NewEncoder(a.stdout)
+	e.SetEscapeHTML(false)
+	return e.Encode(v)
+}
+
+// dayMinute is a time for people, to the minute, and daySecond to the second.
+const dayMinute, daySecond = "2006-01-02 15:04", time.DateTime
+
+// dash stands for what is empty in a table.
+func dash(s string) string { return cmp.Or(s, "-") }
 
 // input is a file, or stdin for "-".
 func input(path string, stdin io.Reader) (io.ReadCloser, error) {
@@ -128,6 +181,20 @@ func input(path string, stdin io.Reader) (io.ReadCloser, error) {
 		return io.NopCloser(stdin), nil
 	}
 	return os.Open(path)
+}
+
+// readInput reads a file, or stdin for "-", up to a byte more than limit. what says what it has.
+func readInput(what, path string, stdin io.Reader, limit int64) ([]byte, error) {
+	in, err := input(path, stdin)
+	if err != nil {
+		return nil, fmt.Errorf("reading %s: %w", what, err)
+	}
+	defer in.Close()
+	text, err := io.ReadAll(io.LimitReader(in, limit+1))
+	if err != nil {
+		return nil, fmt.Errorf("reading %s: %w", what, err)
+	}
+	return text, nil
 }
 
 // parsed are all words as parse reads them.

@@ -34,7 +34,7 @@ cut, and --resume goes on there: both ends compare what there is by SHA-256 firs
 command does the same by itself when the VM has slept and is awake again within --retry; it does
 not wake it for that.`,
 		Args: cobra.ExactArgs(2),
-		RunE: func(cmd *cobra.Command, args []string) error {
+		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			src, dst := splitVM(args[0]), splitVM(args[1])
 			if (src.vm == "") == (dst.vm == "") {
 				return usageError{errors.New("exactly one of SRC and DST must be NAME:PATH")}
@@ -42,20 +42,16 @@ not wake it for that.`,
 			if retry < 0 {
 				return usageError{fmt.Errorf("--retry %v is negative", retry)}
 			}
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
 			done := func(error) {}
 			if hasWidth(a.stderr) {
-				p := a.newProgress("cp", func(string) bool { return true })
+				p := a.newProgress("cp")
 				total := int64(0)
 				if src.vm == "" {
 					total = treeSize(src.path)
 				}
-				o.Progress, done = func(n int64) { p.report("copy", n, max(total, n)) }, p.finish
+				o.Progress, done = func(n int64) { p.report(stageCopy, n, max(total, n)) }, p.finish
 				if total == 0 {
-					o.Progress = func(n int64) { p.report("copy", n, 0) }
+					o.Progress = func(n int64) { p.report(stageCopy, n, 0) }
 				}
 			}
 			res, err := a.copyOn(cmd.Context(), s, src.vm+dst.vm, retry, func(c *guest.Client, again bool) (res guest.CopyResult, err error) {
@@ -71,11 +67,8 @@ not wake it for that.`,
 				return res, err
 			})
 			done(err)
-			if err != nil {
-				return err
-			}
-			return a.print(res, func(io.Writer) {})
-		},
+			return a.answer(res, err, func(io.Writer) {})
+		}),
 	}
 	f := cmd.Flags()
 	f.BoolVar(&o.Resume, "resume", false, "go on with a copy that was cut: compare what is there, and copy the rest")

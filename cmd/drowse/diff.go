@@ -1,7 +1,6 @@
 package main
 
 import (
-	"encoding/json"
 	"fmt"
 	"io/fs"
 
@@ -9,6 +8,7 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/guest/audit"
+	"github.com/drowse-vm/drowse/sandbox"
 )
 
 // defaultDiffLimit is how many paths `drowse diff` tells of, and maxDiffLimit how many it may be asked for.
@@ -45,33 +45,23 @@ A VM that sleeps is woken. With -o json each is a line, and the last line has "e
 It looks at all that was ever written to the disk, and at no contents: a file that was opened
 for writing counts as changed. Volumes and what is in memory alone (/proc, /run, /dev/shm)
 are no part of it.`,
-		RunE: func(cmd *cobra.Command, args []string) error {
+		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			if limit < 1 || limit > maxDiffLimit {
 				return usageError{fmt.Errorf("--limit %d: use 1 to %d", limit, maxDiffLimit)}
-			}
-			s, err := a.store()
-			if err != nil {
-				return err
 			}
 			c, err := a.awake(cmd.Context(), s, args[0])
 			if err != nil {
 				return err
 			}
 			defer c.Close()
-			e := json.NewEncoder(a.stdout)
-			e.SetEscapeHTML(false)
 			end, err := c.Changes(cmd.Context(), limit, func(ch guest.Change) error {
-				if a.json() {
-					return e.Encode(diffLine(ch))
-				}
-				_, err := fmt.Fprintln(a.stdout, diffText(ch))
-				return err
+				return a.line(diffLine(ch), diffText(ch))
 			})
 			if err != nil {
 				return err
 			}
 			if a.json() {
-				return e.Encode(diffDoc{End: true, Paths: end.Told, More: end.More, Partial: end.Partial})
+				return a.line(diffDoc{End: true, Paths: end.Told, More: end.More, Partial: end.Partial}, "")
 			}
 			if end.More {
 				fmt.Fprintf(a.stderr, "drowse: there are more than %d paths: see --limit\n", end.Told)
@@ -80,7 +70,7 @@ are no part of it.`,
 				fmt.Fprintln(a.stderr, "drowse: not all is known: "+printable(end.Partial))
 			}
 			return nil
-		},
+		}),
 	}
 	cmd.Flags().IntVar(&limit, "limit", limit, "tell of so many paths at most")
 	return cmd

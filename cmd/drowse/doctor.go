@@ -3,8 +3,6 @@ package main
 import (
 	"fmt"
 	"io"
-	"os"
-	"path/filepath"
 
 	"github.com/spf13/cobra"
 
@@ -32,23 +30,6 @@ and what follows if not. Nothing is changed. The exit status is 0 if VMs can run
 			return nil
 		},
 	}
-}
-
-// agentPath is where launcher looks for the guest's agent.
-func agentPath() string {
-	if p := os.Getenv("DROWSE_AGENT"); p != "" {
-		return p
-	}
-	return beside(agentName)
-}
-
-// beside is where a file beside this program is.
-func beside(name string) string {
-	self, err := os.Executable()
-	if err != nil {
-		return ""
-	}
-	return filepath.Join(filepath.Dir(self), name)
 }
 
 func printReport(w io.Writer, r doctor.Report) {

@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"net/http"
@@ -52,11 +51,7 @@ event is one line, whose "cursor" is what --since takes to go on after it. At mo
 				_, err = j.Read(cmd.Context(), o, give)
 				return err
 			}
-			err = j.Follow(cmd.Context(), o, give)
-			if cmd.Context().Err() != nil && errors.Is(err, context.Canceled) {
-				return nil // interrupted, which is how this ends
-			}
-			return err
+			return followed(true, j.Follow(cmd.Context(), o, give))
 		}),
 	}
 	f := cmd.Flags()
@@ -71,9 +66,6 @@ event is one line, whose "cursor" is what --since takes to go on after it. At mo
 
 // printSandboxEvent prints one event on a line of its own.
 func (a *app) printSandboxEvent(e events.Event) error {
-	if a.json() {
-		return json.NewEncoder(a.stdout).Encode(e)
-	}
 	words := []string{e.Time.Local().Format("2006-01-02 15:04:05.000"), fmt.Sprintf("%-22s", e.Type), dash(e.Sandbox), "by " + dash(string(e.Cause))}
 	d := e.Details
 	add := func(what, value string) {
@@ -92,7 +84,7 @@ func (a *app) printSandboxEvent(e events.Event) error {
 		add("took", fmt.Sprintf("%.1f ms", d.Milliseconds))
 	}
 	if !d.Expires.IsZero() {
-		add("expires", d.Expires.Local().Format(historyTime))
+		add("expires", d.Expires.Local().Format(daySecond))
 	}
 	add("hook", d.Hook)
 	add("at", d.Event)
@@ -101,8 +93,7 @@ func (a *app) printSandboxEvent(e events.Event) error {
 	if e.Type == events.Lost {
 		words = append(words, fmt.Sprintf("events after %d were deleted before they were read", d.After))
 	}
-	_, err := fmt.Fprintln(a.stdout, printable(strings.ReplaceAll(strings.Join(words, "  "), "\n", " ")))
-	return err
+	return a.line(e, printable(strings.ReplaceAll(strings.Join(words, "  "), "\n", " ")))
 }
 
 // eventsOver answers GET /v1/events.
@@ -117,13 +108,11 @@ func eventsOver(j *events.Journal) http.Handler {
 		// Who follows ends with the server.
 		ctx, cancel := context.WithCancel(r.Context())
 		defer cancel()
-		ended := make(chan struct{})
-		defer close(ended)
 		go func() {
 			select {
 			case <-api.Draining(ctx):
 				cancel()
-			case <-ended:
+			case <-ctx.Done():
 			}
 		}()
 		h.ServeHTTP(w, r.WithContext(ctx))
@@ -137,13 +126,11 @@ func (w *webhookFlags) add(cmd *cobra.Command) {
 	f := cmd.Flags()
 	f.StringVar(&w.url, "webhook", "", "send events to this address (see \"drowse events\")")
 	f.StringVar(&w.secretFile, "webhook-secret-file", "", "file with what deliveries to --webhook are signed by; only its owner may read it")
+	cmd.MarkFlagsRequiredTogether("webhook", "webhook-secret-file")
 	f.StringVar(&w.file, "webhooks", "", "JSON file with more of them: [{\"url\":..., \"secret_file\":..., \"types\":[...], \"owner\":...}]")
 }
 
 func (w *webhookFlags) hooks() (out []events.Webhook, err error) {
-	if (w.url == "") != (w.secretFile == "") {
-		return nil, usageError{errors.New("--webhook and --webhook-secret-file go together")}
-	}
 	if w.file != "" {
 		if out, err = events.ReadWebhooks(w.file); err != nil {
 			return nil, err

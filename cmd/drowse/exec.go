@@ -46,14 +46,38 @@ func (a *app) awake(ctx context.Context, s *sandbox.Host, name string) (*guest.C
 	return s.Sandbox(name).Agent(ctx)
 }
 
+// execFlags say how a command is run in a guest.
+type execFlags struct {
+	cmd                   guest.Cmd
+	tty, interA, noConfig bool
+}
+
+// add adds the flags; of says what else there is that has a user and a working directory.
+func (e *execFlags) add(cmd *cobra.Command, of string) {
+	f := cmd.Flags()
+	f.BoolVarP(&e.interA, "interactive", "i", false, "pass stdin on to the command")
+	f.BoolVarP(&e.tty, "tty", "t", false, "give the command a terminal")
+	f.StringArrayVarP(&e.cmd.Env, "env", "e", nil, "set a variable"+of+", KEY=VALUE")
+	f.StringVarP(&e.cmd.Dir, "workdir", "w", "", "working directory"+of+" (default: the image's, else /)")
+	f.StringVarP(&e.cmd.User, "user", "u", "", "user"+of+", or user:group (default: the image's, else root)")
+	f.BoolVar(&e.noConfig, "no-image-config", false, "take no user, working directory and variables from the VM's image")
+}
+
+// complete completes a command by what the VM's image says, or by what it has to know of the VM's proxy alone.
+func (e *execFlags) complete(b *sandbox.Sandbox, c guest.Cmd) (guest.Cmd, error) {
+	if !e.noConfig {
+		return b.Command(c)
+	}
+	env, err := b.ProxyEnvironment()
+	c.Env = slices.Concat(env, c.Env)
+	return c, err
+}
+
 func (a *app) execCommand() *cobra.Command {
 	var (
-		c           guest.Cmd
-		tty, interA bool
-		noConfig    bool
-		timeout     time.Duration
-		secrets     []string
-		envFile     string
+		e       execFlags
+		secrets []string
+		envFile string
 	)
 	cmd := &cobra.Command{
 		Use:   "exec [flags] NAME COMMAND [ARG...]",
@@ -67,15 +91,12 @@ say nothing else; an image from Debian packages or a directory says nothing, and
 are root, / and the least that a program needs.`,
 		Args: cobra.MinimumNArgs(2), ValidArgsFunction: a.completeVM,
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
-			c.Argv = args[1:]
-			if c.Argv[0] == "--" {
-				c.Argv = c.Argv[1:]
-			}
-			if len(c.Argv) == 0 {
+			c := e.cmd
+			if c.Argv = afterDashes(args[1:]); len(c.Argv) == 0 {
 				return usageError{errors.New("no command: see `drowse exec --help`")}
 			}
 			stdins := 0
-			for _, is := range []bool{interA, envFile == "-", slices.ContainsFunc(secrets, func(s string) bool { return strings.HasSuffix(s, "=-") })} {
+			for _, is := range []bool{e.interA, envFile == "-", slices.ContainsFunc(secrets, func(s string) bool { return strings.HasSuffix(s, "=-") })} {
 				if is {
 					stdins++
 				}
@@ -98,59 +119,25 @@ are root, / and the least that a program needs.`,
 				return err
 			}
 			defer client.Close()
-			c.Timeout = timeout
 			back, err := lendSecrets(cmd.Context(), s, args[0], list)
 			if err != nil {
 				return err
 			}
 			defer back()
-			if noConfig {
-				c, err = bareCommand(s, args[0], c)
-			} else {
-				c, err = s.Sandbox(args[0]).Command(c)
-			}
-			if err != nil {
+			if c, err = e.complete(s.Sandbox(args[0]), c); err != nil {
 				return err
 			}
-			if a.json() {
-				return a.execJSON(cmd.Context(), client, c)
-			}
-			c.Stdout, c.Stderr = raw(a.stdout), raw(a.stderr)
-			if interA {
-				c.Stdin = os.Stdin
-			}
-			restore, err := a.terminal(cmd.Context(), tty, &c)
-			if err != nil {
-				return err
-			}
-			st, err := client.Exec(cmd.Context(), c)
-			restore()
-			if st != nil && st.NotStarted != "" {
-				fmt.Fprintln(a.stderr, "drowse: "+st.NotStarted)
-			}
-			return execResult(st, err)
+			return a.execute(cmd.Context(), client, c, &e, func(doc execDoc) any { return doc })
 		}),
 	}
 	f := cmd.Flags()
 	f.SetInterspersed(false)
-	f.BoolVarP(&interA, "interactive", "i", false, "pass stdin on")
-	f.BoolVarP(&tty, "tty", "t", false, "give the command a terminal")
-	f.StringArrayVarP(&c.Env, "env", "e", nil, "set a variable, KEY=VALUE")
+	e.add(cmd, "")
 	f.StringVar(&envFile, "env-file", "", "set variables from a file with lines KEY=VALUE, or - for stdin; -e comes after it")
-	f.StringVarP(&c.Dir, "workdir", "w", "", "working directory (default: the image's, else /)")
-	f.StringVarP(&c.User, "user", "u", "", "user, or user:group (default: the image's, else root)")
-	f.BoolVar(&noConfig, "no-image-config", false, "take no user, working directory and variables from the VM's image")
-	f.BoolVar(&c.Changes, "changes", false, "record in the audit trail which paths of the disk have changed meanwhile: see `drowse audit --changes`")
-	f.DurationVar(&timeout, "timeout", 0, "kill the command after this time")
+	f.BoolVar(&e.cmd.Changes, "changes", false, "record in the audit trail which paths of the disk have changed meanwhile: see `drowse audit --changes`")
+	f.DurationVar(&e.cmd.Timeout, "timeout", 0, "kill the command after this time")
 	secretFlag(cmd, &secrets, " for the time of the command, as a file in "+guest.SecretsDir)
 	return cmd
-}
-
-// bareCommand completes a command by what it has to know of the VM's proxy alone.
-func bareCommand(s *sandbox.Host, name string, c guest.Cmd) (guest.Cmd, error) {
-	env, err := s.Sandbox(name).ProxyEnvironment()
-	c.Env = slices.Concat(env, c.Env)
-	return c, err
 }
 
 // readEnv reads variables from a file: a line each, with empty ones and those that begin with
@@ -159,14 +146,12 @@ func readEnv(path string, stdin io.Reader) (vars []string, err error) {
 	if path == "" {
 		return nil, nil
 	}
-	in, err := input(path, stdin)
-	if err != nil {
-		return nil, fmt.Errorf("reading variables: %w", err)
+	text, err := readInput("variables", path, stdin, maxEnvFile)
+	if err == nil && len(text) > maxEnvFile {
+		err = fmt.Errorf("reading variables: there are more than %d bytes", maxEnvFile)
 	}
-	defer in.Close()
-	text, err := readAtMost(in, maxEnvFile)
 	if err != nil {
-		return nil, fmt.Errorf("reading variables: %w", err)
+		return nil, err
 	}
 	for i, line := range strings.Split(string(text), "\n") {
 		line = strings.TrimSuffix(line, "\r")
@@ -213,25 +198,35 @@ type execDoc struct {
 	Changes   *audit.Changes `json:"changes,omitempty"`
 }
 
-// execDocument runs a command. Without a status there is no document.
-func execDocument(ctx context.Context, client *guest.Client, c guest.Cmd) (execDoc, *guest.ExitStatus, error) {
-	var stdout, stderr limited
-	c.Stdout, c.Stderr = &stdout, &stderr
-	begin := time.Now()
-	st, err := client.Exec(ctx, c)
-	if st == nil {
-		return execDoc{}, nil, err
+// execute runs a command at this terminal, or into the document that document makes of its end.
+func (a *app) execute(ctx context.Context, client *guest.Client, c guest.Cmd, e *execFlags, document func(execDoc) any) error {
+	if a.json() {
+		var stdout, stderr limited
+		c.Stdout, c.Stderr = &stdout, &stderr
+		begin := time.Now()
+		st, err := client.Exec(ctx, c)
+		if st == nil {
+			return err
+		}
+		took := float64(time.Since(begin).Microseconds()) / 1000
+		doc := execDoc{st.Code, st.Signal, st.TimedOut, stdout.String(), stderr.String(), stdout.cut || stderr.cut, took, st.Changes}
+		if err := printJSON(a.stdout, document(doc)); err != nil {
+			return err
+		}
+		return execResult(st, err)
 	}
-	return execDoc{st.Code, st.Signal, st.TimedOut, stdout.String(), stderr.String(), stdout.cut || stderr.cut, float64(time.Since(begin).Microseconds()) / 1000, st.Changes}, st, err
-}
-
-func (a *app) execJSON(ctx context.Context, client *guest.Client, c guest.Cmd) error {
-	doc, st, err := execDocument(ctx, client, c)
-	if st == nil {
+	c.Stdout, c.Stderr = raw(a.stdout), raw(a.stderr)
+	if e.interA {
+		c.Stdin = os.Stdin
+	}
+	restore, err := a.terminal(e.tty, &c)
+	if err != nil {
 		return err
 	}
-	if perr := printJSON(a.stdout, doc); perr != nil {
-		return perr
+	st, err := client.Exec(ctx, c)
+	restore()
+	if st != nil && st.NotStarted != "" {
+		fmt.Fprintln(a.stderr, "drowse: "+st.NotStarted)
 	}
 	return execResult(st, err)
 }
@@ -253,7 +248,7 @@ func (l *limited) Write(p []byte) (int, error) {
 
 // terminal puts the local terminal into raw mode and passes on its size, if the
 // command gets one. The returned function undoes it.
-func (a *app) terminal(ctx context.Context, tty bool, c *guest.Cmd) (restore func(), err error) {
+func (a *app) terminal(tty bool, c *guest.Cmd) (restore func(), err error) {
 	if !tty {
 		return func() {}, nil
 	}
@@ -275,25 +270,18 @@ func (a *app) terminal(ctx context.Context, tty bool, c *guest.Cmd) (restore fun
 	signal.Notify(winch, syscall.SIGWINCH)
 	done := make(chan struct{})
 	go func() {
-		for {
-			select {
-			case <-winch:
-				if cols, rows, err := term.GetSize(out); err == nil {
-					select {
-					case sizes <- guest.Size{Rows: rows, Cols: cols}:
-					case <-done:
-						return
-					}
+		for range winch {
+			if cols, rows, err := term.GetSize(out); err == nil {
+				select {
+				case sizes <- guest.Size{Rows: rows, Cols: cols}:
+				case <-done:
 				}
-			case <-done:
-				return
-			case <-ctx.Done():
-				return
 			}
 		}
 	}()
 	return func() {
-		signal.Stop(winch)
+		signal.Stop(winch) // which sends nothing more
+		close(winch)
 		close(done)
 		_ = term.Restore(in, old)
 	}, nil

@@ -14,6 +14,7 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/guest/forward"
+	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
@@ -40,7 +41,7 @@ datagrams of UDP: each sender has a socket in the VM until nothing has come for 
 A connection to a VM that sleeps wakes it. When it falls asleep, open connections are reset.
 With --reverse, the VM listens again once something has woken it.`,
 		Args: cobra.MinimumNArgs(2), ValidArgsFunction: a.completeVM,
-		RunE: func(cmd *cobra.Command, args []string) error {
+		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			var specs []forward.Spec
 			for _, arg := range args[1:] {
 				if udp && !strings.HasPrefix(arg, "udp:") {
@@ -64,10 +65,6 @@ With --reverse, the VM listens again once something has woken it.`,
 			if conns < 1 {
 				return usageError{errors.New("--max-connections must be at least 1")}
 			}
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
 			if _, err := s.State.Get(args[0]); err != nil {
 				return err
 			}
@@ -77,7 +74,7 @@ With --reverse, the VM listens again once something has woken it.`,
 				return a.reverseForwards(cmd.Context(), d, specs, conns)
 			}
 			return a.forwards(cmd.Context(), d, specs, conns, idle)
-		},
+		}),
 	}
 	f := cmd.Flags()
 	f.BoolVarP(&reverse, "reverse", "R", false, "listen in the VM and connect from the host")
@@ -107,41 +104,23 @@ func (a *app) printForwards(specs []forward.Spec) error {
 
 func (a *app) forwardFailed(err error) { a.log.Warn("a connection was not carried", "error", err) }
 
-// forwards listens on the host.
-func (a *app) forwards(ctx context.Context, d *agentAccess, specs []forward.Spec, conns int, idle time.Duration) error {
-	listeners := make([]net.Listener, len(specs))
-	sockets := make([]net.PacketConn, len(specs))
-	defer func() {
-		for i, l := range listeners {
-			if l != nil {
-				l.Close()
-			}
-			if sockets[i] != nil {
-				sockets[i].Close()
-			}
-		}
-	}()
-	for i := range specs {
-		if specs[i].Listen.Network == "udp" {
-			var lc net.ListenConfig
-			c, err := lc.ListenPacket(ctx, "udp", specs[i].Listen.Address)
-			if err != nil {
-				return err
-			}
-			sockets[i] = c
-			specs[i].Listen.Address = c.LocalAddr().String()
-			continue
-		}
-		l, err := forward.Listen(ctx, specs[i].Listen)
-		if err != nil {
-			return err
-		}
-		listeners[i] = l
-		specs[i].Listen.Address = l.Addr().String()
-	}
+// serving serves one forward.
+type serving func(context.Context) error
+
+// carry says what is forwarded, and serves all until each has ended; the first error ends the others.
+func (a *app) carry(ctx context.Context, specs []forward.Spec, all []serving) error {
 	if err := a.printForwards(specs); err != nil {
 		return err
 	}
+	group, run := errgroup.WithContext(ctx)
+	for _, serve := range all {
+		group.Go(func() error { return serve(run) })
+	}
+	return group.Wait()
+}
+
+// forwards listens on the host.
+func (a *app) forwards(ctx context.Context, d *agentAccess, specs []forward.Spec, conns int, idle time.Duration) error {
 	dial := func(ctx context.Context, at forward.Address) (conn *guest.Conn, err error) {
 		err = d.use(ctx, func(c *guest.Client) error {
 			var err error
@@ -150,80 +129,79 @@ func (a *app) forwards(ctx context.Context, d *agentAccess, specs []forward.Spec
 		})
 		return conn, err
 	}
-	return every(ctx, len(specs), func(ctx context.Context, i int) error {
-		if sockets[i] != nil {
-			f := &forward.Datagrams{
-				Conn: sockets[i], MaxSessions: min(conns, forward.DefaultMaxSessions), Idle: idle, Failed: a.forwardFailed,
-				Dial: func(ctx context.Context) (*guest.Conn, error) { return dial(ctx, specs[i].Dial) },
+	var all []serving
+	for i := range specs {
+		at, to := &specs[i].Listen, specs[i].Dial
+		if at.Network == "udp" {
+			var lc net.ListenConfig
+			c, err := lc.ListenPacket(ctx, "udp", at.Address)
+			if err != nil {
+				return err
 			}
-			return f.Serve(ctx)
+			defer c.Close()
+			at.Address = c.LocalAddr().String()
+			f := &forward.Datagrams{
+				Conn: c, MaxSessions: min(conns, forward.DefaultMaxSessions), Idle: idle, Failed: a.forwardFailed,
+				Dial: func(ctx context.Context) (*guest.Conn, error) { return dial(ctx, to) },
+			}
+			all = append(all, f.Serve)
+			continue
 		}
-		l := listeners[i]
-		stop := context.AfterFunc(ctx, func() { l.Close() })
-		defer stop()
+		l, err := forward.Listen(ctx, *at)
+		if err != nil {
+			return err
+		}
+		defer l.Close()
+		at.Address = l.Addr().String()
 		f := &forward.Forward{
 			MaxConns: conns, Failed: a.forwardFailed, Accept: l.Accept,
-			Dial: func(ctx context.Context) (net.Conn, error) { return dial(ctx, specs[i].Dial) },
+			Dial: func(ctx context.Context) (net.Conn, error) { return dial(ctx, to) },
 		}
-		return f.Serve(ctx)
-	})
-}
-
-// every runs f for 0 to n-1 at once until all have returned; the first error ends the others.
-func every(ctx context.Context, n int, f func(ctx context.Context, i int) error) error {
-	all, run := errgroup.WithContext(ctx)
-	for i := range n {
-		all.Go(func() error { return f(run, i) })
+		all = append(all, func(ctx context.Context) error {
+			defer context.AfterFunc(ctx, func() { l.Close() })()
+			return f.Serve(ctx)
+		})
 	}
-	return all.Wait()
+	return a.carry(ctx, specs, all)
 }
 
 // reverseForwards listens in the guest.
 func (a *app) reverseForwards(ctx context.Context, d *agentAccess, specs []forward.Spec, conns int) error {
-	listeners := make([]*guest.Listener, len(specs))
-	defer func() {
-		for _, l := range listeners {
-			if l != nil {
-				l.Close()
-			}
-		}
-	}()
+	var all []serving
 	for i := range specs {
-		l, err := listenInGuest(ctx, d, specs[i].Listen)
+		at, to := specs[i].Listen, specs[i].Dial
+		l, err := listenInGuest(ctx, d, at)
 		if err != nil {
 			return err
 		}
-		listeners[i] = l
+		defer l.Close()
 		specs[i].Listen.Address = l.Addr().String()
-	}
-	if err := a.printForwards(specs); err != nil {
-		return err
-	}
-	return every(ctx, len(specs), func(ctx context.Context, i int) error {
-		for {
-			l := listeners[i]
-			stop := context.AfterFunc(ctx, func() { l.Close() })
-			f := &forward.Forward{
-				MaxConns: conns, Failed: a.forwardFailed, Accept: l.Accept,
-				Dial: func(ctx context.Context) (net.Conn, error) { return forward.Dial(ctx, specs[i].Dial) },
-			}
-			err := f.Serve(ctx)
-			stop()
-			l.Close()
-			if ctx.Err() != nil || !errors.Is(err, guest.ErrConnectionLost) && !errors.Is(err, guest.ErrUnavailable) {
-				return err
-			}
-			// The VM sleeps, or the agent is new. What has nobody connected must not
-			// wake it.
-			if l, err = a.listenAgain(ctx, d, specs[i].Listen); err != nil {
-				if ctx.Err() != nil {
-					return nil
+		at = specs[i].Listen
+		all = append(all, func(ctx context.Context) error {
+			for l := l; ; {
+				stop := context.AfterFunc(ctx, func() { l.Close() })
+				f := &forward.Forward{
+					MaxConns: conns, Failed: a.forwardFailed, Accept: l.Accept,
+					Dial: func(ctx context.Context) (net.Conn, error) { return forward.Dial(ctx, to) },
 				}
-				return err
+				err := f.Serve(ctx)
+				stop()
+				l.Close()
+				if ctx.Err() != nil || !errors.Is(err, guest.ErrConnectionLost) && !errors.Is(err, guest.ErrUnavailable) {
+					return err
+				}
+				// The VM sleeps, or the agent is new. What has nobody connected must not
+				// wake it.
+				if l, err = a.listenAgain(ctx, d, at); err != nil {
+					if ctx.Err() != nil {
+						return nil
+					}
+					return err
+				}
 			}
-			listeners[i] = l
-		}
-	})
+		})
+	}
+	return a.carry(ctx, specs, all)
 }
 
 func listenInGuest(ctx context.Context, d *agentAccess, at forward.Address) (l *guest.Listener, err error) {

@@ -23,7 +23,7 @@ import (
 
 func (a *app) imageCommand() *cobra.Command {
 	return group(&cobra.Command{
-		Use: "image", Short: "Build, list, inspect, export and remove root file systems", Args: cobra.NoArgs,
+		Use: "image", Short: "Build, list, inspect, export and remove root file systems",
 	}, a.imageBuildCommand(), a.imageListCommand(), a.imageInspectCommand(), a.imageExportCommand(), a.imageRemoveCommand(), a.imagePruneCommand())
 }
 
@@ -35,15 +35,6 @@ type imageInfo struct {
 }
 
 func infoOf(i *image.Image) imageInfo { return imageInfo{i, i.Path(), i.Cached} }
-
-// countsBytes says of a stage of an image's build that its progress is in bytes.
-func countsBytes(stage string) bool {
-	switch stage {
-	case image.StageDownload, image.StageRead, image.StageWrite, image.StageHash:
-		return true
-	}
-	return false
-}
 
 // maxImageMiB is what an EROFS of 32-bit block numbers can hold.
 const maxImageMiB = 16 << 20
@@ -128,7 +119,7 @@ stderr. docs/guides/images.md says what else of a Dockerfile is known.`,
 			if err != nil {
 				return err
 			}
-			p := a.newProgress("image build", countsBytes)
+			p := a.newProgress("image build")
 			o.Store, o.Progress, o.Log, o.Stdin = s, p.report, p.toolLog(a), &patientReader{cmd.Context(), os.Stdin}
 			img, err := builder.Build(cmd.Context(), o)
 			p.finish(err)
@@ -172,20 +163,13 @@ func (a *app) imageListCommand() *cobra.Command {
 		Use: "ls", Short: "List images", Args: cobra.NoArgs,
 		RunE: a.onImages(func(_ *cobra.Command, _ []string, s *image.Store) error {
 			list, listErr := s.List()
-			infos := []imageInfo{}
+			var infos []imageInfo
 			for _, i := range list {
 				infos = append(infos, infoOf(i))
 			}
-			err := a.print(infos, func(w io.Writer) {
-				for t, i := range table(w, "TAGS\tID\tSOURCE\tPACKAGES\tSIZE\tCREATED", list) {
-					tags := strings.Join(i.Tags, ",")
-					if tags == "" {
-						tags = "-"
-					}
-					fmt.Fprintf(t, "%s\t%s\t%s\t%d\t%s\t%s\n", tags, i.ShortID(), i.Source, len(i.Packages), bytesText(i.Size), i.Created.Local().Format("2006-01-02 15:04"))
-				}
-			})
-			return errors.Join(listErr, err)
+			return errors.Join(listErr, answerList(a, infos, nil, "TAGS\tID\tSOURCE\tPACKAGES\tSIZE\tCREATED", func(i imageInfo) []any {
+				return []any{dash(strings.Join(i.Tags, ",")), i.ShortID(), i.Source, len(i.Packages), bytesText(i.Size), i.Created.Local().Format(dayMinute)}
+			}))
 		}),
 	}
 }
@@ -216,10 +200,7 @@ of an id. A tag of an image that has others is only taken away.`,
 					errs = append(errs, err)
 					continue
 				}
-				if r.Untagged == nil {
-					r.Untagged = []string{}
-				}
-				rows = append(rows, row{ref, r.ID, r.Untagged, r.Deleted})
+				rows = append(rows, row{ref, r.ID, some(r.Untagged), r.Deleted})
 			}
 			perr := a.print(map[string][]row{"removed": rows}, func(w io.Writer) {
 				for _, r := range rows {
@@ -255,20 +236,21 @@ func printImage(w io.Writer, i *image.Image) {
 			name = ""
 		}
 	}
+	known := func(name, format, value string) {
+		if value != "" {
+			row(name, format, value)
+		}
+	}
 	row("id", "%s", i.ID)
 	row("tags", "%s", strings.Join(i.Tags, " "))
 	row("source", "%s", i.Source)
-	row("created", "%s", i.Created.Local().Format("2006-01-02 15:04"))
+	row("created", "%s", i.Created.Local().Format(dayMinute))
 	row("architecture", "%q", i.Architecture)
 	row("size", "%s (%s of files)", bytesText(i.Size), bytesText(i.Content))
 	row("inodes", "%d", i.Inodes)
 	row("packages", "%d", len(i.Packages))
-	if i.Manifest != "" {
-		row("manifest", "%s", i.Manifest)
-	}
-	if i.Config != "" {
-		row("configuration", "%s", i.Config)
-	}
+	known("manifest", "%s", i.Manifest)
+	known("configuration", "%s", i.Config)
 	name := "layers"
 	for _, l := range i.Layers {
 		digest, size := l.Digest, "size not said"
@@ -284,21 +266,13 @@ func printImage(w io.Writer, i *image.Image) {
 	list("entrypoint", i.Entrypoint)
 	list("cmd", i.Cmd)
 	list("env", i.Env)
-	if i.User != "" {
-		row("user", "%q", i.User)
-	}
-	if i.Workdir != "" {
-		row("working directory", "%q", i.Workdir)
-	}
-	if i.StopSignal != "" {
-		row("stop signal", "%q", i.StopSignal)
-	}
+	known("user", "%q", i.User)
+	known("working directory", "%q", i.Workdir)
+	known("stop signal", "%q", i.StopSignal)
 	if len(i.ExposedPorts) > 0 {
 		row("ports", "%q", i.ExposedPorts)
 	}
-	if i.Base != "" {
-		row("base", "%s", i.Base)
-	}
+	known("base", "%s", i.Base)
 	name = "labels"
 	for _, k := range slices.Sorted(maps.Keys(i.Labels)) {
 		row(name, "%q = %q", k, i.Labels[k])
@@ -320,21 +294,17 @@ func (a *app) imageExportCommand() *cobra.Command {
 
 The same image gives the same bytes.`,
 		Args: cobra.ExactArgs(2), ValidArgsFunction: a.completeImage,
-		RunE: func(cmd *cobra.Command, args []string) error {
+		RunE: a.onImages(func(cmd *cobra.Command, args []string, s *image.Store) error {
 			if args[1] == "-" && a.json() {
 				return usageError{errors.New("stdout cannot have both the image and a JSON document: name a file")}
-			}
-			s, err := a.images()
-			if err != nil {
-				return err
 			}
 			img, err := s.Find(args[0])
 			if err != nil {
 				return err
 			}
-			p := a.newProgress("image export", func(string) bool { return true })
+			p := a.newProgress("image export")
 			write := func(w io.Writer) error {
-				return oci.Export(cmd.Context(), s, img, oci.Format(format), w, func(done, total int64) { p.report("write", done, total) })
+				return oci.Export(cmd.Context(), s, img, oci.Format(format), w, func(done, total int64) { p.report(image.StageWrite, done, total) })
 			}
 			if args[1] == "-" {
 				err = write(a.stdout)
@@ -359,7 +329,7 @@ The same image gives the same bytes.`,
 				Size   int64  `json:"size"`
 			}{img.ID, format, args[1], st.Size()}
 			return a.print(out, func(w io.Writer) { fmt.Fprintf(w, "%s %s\n", args[1], bytesText(st.Size())) })
-		},
+		}),
 	}
 	cmd.Flags().StringVar(&format, "format", string(oci.FormatEROFS), "erofs, tar or oci-archive")
 	return cmd
@@ -369,11 +339,7 @@ func (a *app) imagePruneCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "prune", Short: "Remove downloaded layers and results of steps that belong to no image, and what builds that died left",
 		Args: cobra.NoArgs,
-		RunE: func(cmd *cobra.Command, _ []string) error {
-			vms, err := a.store()
-			if err != nil {
-				return err
-			}
+		RunE: a.onHost(func(cmd *cobra.Command, _ []string, vms *sandbox.Host) error {
 			if err := build.Sweep(cmd.Context(), vms); err != nil {
 				return err
 			}
@@ -412,7 +378,7 @@ func (a *app) imagePruneCommand() *cobra.Command {
 			return a.print(out, func(w io.Writer) {
 				fmt.Fprintf(w, "%d layers, %d results of steps (%s) and %d unfinished builds removed\n", out.Layers, out.Steps, bytesText(out.Bytes), out.Builds)
 			})
-		},
+		}),
 	}
 }
 
@@ -435,14 +401,11 @@ func removeImage(ctx context.Context, s *sandbox.Host, images *image.Store, ref 
 }
 
 func (a *app) completeImage(*cobra.Command, []string, string) ([]string, cobra.ShellCompDirective) {
-	s, err := a.images()
-	if err != nil {
-		return nil, cobra.ShellCompDirectiveError
-	}
-	list, _ := s.List() // those that can be read
-	var names []string
-	for _, i := range list {
-		names = append(names, i.Tags...)
-	}
-	return names, cobra.ShellCompDirectiveNoFileComp
+	return completions(a.images, func(s *image.Store) (names []string) {
+		list, _ := s.List() // those that can be read
+		for _, i := range list {
+			names = append(names, i.Tags...)
+		}
+		return names
+	})
 }

@@ -15,11 +15,9 @@ import (
 
 func (a *app) kernelCommand() *cobra.Command {
 	return group(&cobra.Command{
-		Use: "kernel", Short: "Build, fetch, list and inspect guest kernels", Args: cobra.NoArgs,
+		Use: "kernel", Short: "Build, fetch, list and inspect guest kernels",
 	}, a.kernelBuildCommand(), a.kernelFetchCommand(), a.kernelListCommand(), a.kernelInspectCommand())
 }
-
-func downloads(stage string) bool { return stage == "download" }
 
 func (a *app) kernelBuildCommand() *cobra.Command {
 	var (
@@ -56,14 +54,14 @@ images that need what it has; the others keep the usual one. docs/reference/KERN
 			if err != nil {
 				return err
 			}
-			p := a.newProgress("kernel build", downloads)
+			p := a.newProgress("kernel build")
 			k, err := kernel.Build(cmd.Context(), kernel.BuildOptions{
 				CacheDir: s.State.KernelDir(), SharedDir: shared, Jobs: jobs, InstallDeps: install, SourceTarball: tarball, Config: own,
 				Update: update, Newer: p.newer,
 				Progress: p.report, Log: p.toolLog(a),
 			})
 			p.finish(err)
-			return a.printKernel(k, err)
+			return a.answerKernel(k, err)
 		},
 	}
 	f := cmd.Flags()
@@ -84,15 +82,10 @@ func readOwnConfig(in io.Reader, path string) (string, error) {
 	if path == "" {
 		return "", nil
 	}
-	f, err := input(path, in)
-	if err != nil {
-		return "", fmt.Errorf("reading the kernel's options: %w", err)
-	}
-	defer f.Close()
-	text, err := io.ReadAll(io.LimitReader(f, maxOwnConfig+1))
+	text, err := readInput("the kernel's options", path, in, maxOwnConfig)
 	switch {
 	case err != nil:
-		return "", fmt.Errorf("reading the kernel's options: %w", err)
+		return "", err
 	case len(text) > maxOwnConfig:
 		return "", usageError{fmt.Errorf("--config %s: more than %d bytes", path, maxOwnConfig)}
 	case len(bytes.TrimSpace(text)) == 0:
@@ -118,12 +111,12 @@ others as well. "drowse kernel inspect" says which features want which.`,
   drowse kernel fetch --module veth,bridge,br_netfilter,nft_compat`,
 		Args: cobra.NoArgs,
 		RunE: a.onHost(func(cmd *cobra.Command, _ []string, s *sandbox.Host) error {
-			p := a.newProgress("kernel fetch", downloads)
+			p := a.newProgress("kernel fetch")
 			k, err := kernel.Fetch(cmd.Context(), kernel.FetchOptions{
 				CacheDir: s.State.KernelDir(), Update: update, Newer: p.newer, UpdateIndex: index, ExtraModules: modules, Progress: p.report, Log: p.toolLog(a),
 			})
 			p.finish(err)
-			return a.printKernel(k, err)
+			return a.answerKernel(k, err)
 		}),
 	}
 	cmd.Flags().StringSliceVar(&modules, "module", nil, "further modules that are loaded when a VM boots, with what they depend on")
@@ -132,11 +125,8 @@ others as well. "drowse kernel inspect" says which features want which.`,
 	return cmd
 }
 
-func (a *app) printKernel(k *kernel.Kernel, err error) error {
-	if err != nil {
-		return err
-	}
-	return a.print(k, func(w io.Writer) { fmt.Fprintln(w, k.ID) })
+func (a *app) answerKernel(k *kernel.Kernel, err error) error {
+	return a.answer(k, err, func(w io.Writer) { fmt.Fprintln(w, k.ID) })
 }
 
 func (a *app) kernelListCommand() *cobra.Command {
@@ -144,10 +134,8 @@ func (a *app) kernelListCommand() *cobra.Command {
 		Use: "ls", Short: "List the kernels that have been built and fetched", Args: cobra.NoArgs,
 		RunE: a.onHost(func(_ *cobra.Command, _ []string, s *sandbox.Host) error {
 			list, err := kernel.List(s.State.KernelDir())
-			return a.answer(some(list), err, func(w io.Writer) {
-				for t, k := range table(w, "ID\tKIND\tVERSION\tRUNS ON KVM\tSIZE\tCREATED", list) {
-					fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\t%s\n", k.ID, kindText(k), k.Version, hostsText(k.Hosts()), bytesText(k.ImageSize), k.Created.Local().Format("2006-01-02 15:04"))
-				}
+			return answerList(a, list, err, "ID\tKIND\tVERSION\tRUNS ON KVM\tSIZE\tCREATED", func(k *kernel.Kernel) []any {
+				return []any{k.ID, kindText(k), k.Version, hostsText(k.Hosts()), bytesText(k.ImageSize), k.Created.Local().Format(dayMinute)}
 			})
 		}),
 	}
@@ -224,7 +212,7 @@ func printKernelInfo(w io.Writer, k kernelInfo) {
 		}
 	}
 	row("inputs", k.InputsHash)
-	row("created", k.Created.Local().Format("2006-01-02 15:04"))
+	row("created", k.Created.Local().Format(dayMinute))
 	var modules []string
 	for _, m := range k.Modules {
 		modules = append(modules, strings.TrimSuffix(filepath.Base(m), ".ko"))
@@ -234,24 +222,23 @@ func printKernelInfo(w io.Writer, k kernelInfo) {
 	}
 	t.Flush()
 	fmt.Fprintln(w)
-	for t, f := range table(w, "FEATURE\tHAS\tFOR\tLACKS", k.Features) {
+	table(w, "FEATURE\tHAS\tFOR\tLACKS", k.Features, func(f kernel.Feature) []any {
 		lacks := strings.Join(f.Lacks(), " ")
 		if m := f.Modules(); len(m) > 0 {
 			lacks = "--module " + strings.Join(m, ",")
 		}
-		fmt.Fprintf(t, "%s\t%s\t%s\t%s\n", f.Name, f.Has, f.Purpose, lacks)
-	}
+		return []any{f.Name, f.Has, f.Purpose, lacks}
+	})
 }
 
 // completeKernel completes the id of a kernel.
 func (a *app) completeKernel(*cobra.Command, []string, string) ([]string, cobra.ShellCompDirective) {
-	out := []string{string(kernel.Built), string(kernel.Debian)}
-	if s, err := a.store(); err == nil {
-		if list, err := kernel.List(s.State.KernelDir()); err == nil {
-			for _, k := range list {
-				out = append(out, k.ID)
-			}
+	return completions(a.store, func(s *sandbox.Host) []string {
+		ids := []string{string(kernel.Built), string(kernel.Debian)}
+		list, _ := kernel.List(s.State.KernelDir()) // those that can be read
+		for _, k := range list {
+			ids = append(ids, k.ID)
 		}
-	}
-	return out, cobra.ShellCompDirectiveNoFileComp
+		return ids
+	})
 }

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -123,10 +124,7 @@ func inCommands(_ []string, a slog.Attr) slog.Attr {
 }
 
 func (a *app) root() *cobra.Command {
-	state := os.Getenv("DROWSE_STATE")
-	if state == "" {
-		state = defaultState
-	}
+	state := cmp.Or(os.Getenv("DROWSE_STATE"), defaultState)
 	root := &cobra.Command{
 		Use:           "drowse",
 		Short:         "Sandboxes that sleep: real Linux VMs that cost only disk when idle and wake in milliseconds",
@@ -138,6 +136,9 @@ func (a *app) root() *cobra.Command {
 		PersistentPreRunE: func(cmd *cobra.Command, _ []string) error {
 			if formats := outputFormats(cmd); !slices.Contains(formats, a.output) {
 				return usageError{fmt.Errorf("output format %q: use %s", a.output, strings.Join(formats, " or "))}
+			}
+			if err := cmd.ValidateFlagGroups(); err != nil { // which cobra does later, as no usage error
+				return usageError{fmt.Errorf("%w: see `%s --help`", err, cmd.CommandPath())}
 			}
 			_, a.mayMake = cmd.Annotations[stateAnnotation]
 			level := slog.LevelInfo
@@ -232,11 +233,7 @@ const (
 
 // vmmCommand is the program of a VM's process. Tests, which are one program, have their own.
 var vmmCommand = func() ([]string, error) {
-	self, err := os.Executable()
-	if err != nil {
-		return nil, fmt.Errorf("finding this program: %w", err)
-	}
-	vmm := filepath.Join(filepath.Dir(self), vmmName)
+	vmm := beside(vmmName)
 	if _, err := os.Stat(vmm); err != nil {
 		return nil, fmt.Errorf("finding the program of a VM's process: %w: build it with `make build`, and put it beside drowse", err)
 	}
@@ -245,22 +242,24 @@ var vmmCommand = func() ([]string, error) {
 
 // launcher says how VMs get their processes.
 func (a *app) launcher() (pool.Launcher, error) {
-	self, err := os.Executable()
-	if err != nil {
-		return pool.Launcher{}, fmt.Errorf("finding this program: %w", err)
-	}
-	agent := os.Getenv("DROWSE_AGENT")
-	if agent == "" {
-		agent = filepath.Join(filepath.Dir(self), agentName)
-	}
+	agent := agentPath()
 	if _, err := os.Stat(agent); err != nil {
 		return pool.Launcher{}, fmt.Errorf("finding the guest's agent: %w: build it with `make build`, put it beside drowse, or name it in $DROWSE_AGENT", err)
 	}
 	vmm, err := vmmCommand()
+	return pool.Launcher{Command: vmm, Agent: agent, Supervised: true}, err
+}
+
+// agentPath is where the guest's agent is.
+func agentPath() string { return cmp.Or(os.Getenv("DROWSE_AGENT"), beside(agentName)) }
+
+// beside is where a file beside this program is; its bare name if it is not known where this is.
+func beside(name string) string {
+	self, err := os.Executable()
 	if err != nil {
-		return pool.Launcher{}, err
+		return name
 	}
-	return pool.Launcher{Command: vmm, Agent: agent, Supervised: true}, nil
+	return filepath.Join(filepath.Dir(self), name)
 }
 
 func isTerminal(w io.Writer) bool {

@@ -58,14 +58,16 @@ func TestWrongCommandLines(t *testing.T) {
 		{"ls --class eternal", exitUsage, "ephemeral, resumable or workspace"},
 		{"ls --limit 1001", exitUsage, "use 1 to 1000"},
 		{"ls --limit 0", exitUsage, "use 1 to 1000"},
-		{"ls --all --after x", exitUsage, "--all does not go with"},
+		{"ls --all --after x", exitUsage, "[all after]"},
+		{"policy tag x", exitUsage, "[add remove]"},
 		{"history nobody", exitFailed, "nobody"},
 		{"history nobody --before noon", exitUsage, "2026-11-22T13:25:42Z"},
 		{"history nobody --limit 0", exitUsage, "use 1 to 1000"},
 		{"rename nobody somebody", exitFailed, "nobody"},
 		{"rename nobody", exitUsage, "drowse rename --help"},
 		{"update nobody --owner x", exitFailed, "nobody"},
-		{"update nobody --ttl 1h --no-expiry", exitUsage, "--no-expiry"},
+		{"update nobody --ttl 1h --no-expiry", exitUsage, "[ttl no-expiry]"},
+		{"update nobody --tag x --no-tags", exitUsage, "[tag no-tags]"},
 		{"update nobody --ttl 0", exitUsage, "at least a second"},
 		{"update nobody --drop /a", exitFailed, "nobody"},
 		{"update nobody --persist-max 3m", exitUsage, "512MiB"},
@@ -80,7 +82,7 @@ func TestWrongCommandLines(t *testing.T) {
 		{"run x --keep last=-1", exitUsage, "use 0 to 1000"},
 		{"run x --class ephemeral --tag a,b", exitUsage, "without spaces and commas"},
 		{"snapshot tag 0123 x", exitFailed, "drowse snapshot ls"},
-		{"restore 0123 --in x --name y", exitUsage, "--name goes with a new one"},
+		{"restore 0123 --in x --name y", exitUsage, "[in name]"},
 		{"prune extra", exitUsage, "drowse prune --help"},
 		{"run x --sleep-after soon", exitUsage, `"soon" is no duration`},
 		{"run x --sleep-after 1500ms", exitUsage, "whole seconds"},
@@ -130,10 +132,10 @@ func TestWrongCommandLines(t *testing.T) {
 		{"volume rm x", exitFailed, "drowse volume ls"},
 		{"bench bogus", exitUsage, "drowse bench --help"},
 		{"bench concurrent_resume --at-once 0", exitUsage, "1 to 256"},
-		{"bench boot --warmup -1", exitUsage, "--runs"},
+		{"bench boot --warmup -1", exitUsage, "--warmup"},
 		{"bench vsock_rtt --runs 0", exitUsage, "--runs"},
 		{"bench blk --file 0", exitUsage, "--file"},
-		{"bench resume_exec --depth -1", exitUsage, "--runs"},
+		{"bench resume_exec --depth -1", exitUsage, "--depth"},
 		{"bench policy_throughput --rules 0", exitUsage, "--rules"},
 		{"bench policy_throughput --link wire", exitUsage, "tap, veth"},
 		{"bench policy_throughput --send 1h", exitUsage, "--send"},
@@ -296,7 +298,7 @@ func TestImageLifeCycle(t *testing.T) {
 func TestProgressOffTerminalsIsALineForEachStage(t *testing.T) {
 	var out strings.Builder
 	a := &app{stderr: &out}
-	p := a.newProgress("work", func(string) bool { return true })
+	p := a.newProgress("work")
 	p.report("read", 0, 0)
 	p.report("read", 10, 100)
 	p.report("write", 1, 2)

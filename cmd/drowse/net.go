@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"io"
@@ -15,7 +16,7 @@ import (
 
 func (a *app) netCommand() *cobra.Command {
 	return group(&cobra.Command{
-		Use: "net", Short: "Set up how packets of VMs leave this host", Args: cobra.NoArgs,
+		Use: "net", Short: "Set up how packets of VMs leave this host",
 		Long: `Set up how packets of VMs leave this host. What they may reach is said by each VM's
 policy, see "drowse policy". The range of VMs' addresses is 10.200.0.0/16 unless
 $DROWSE_AGENT_RANGE names another, and fd64:726f:7773:2::/64 unless
@@ -42,39 +43,38 @@ With --forward6, do the same for IPv6: translate, and switch on
 net.ipv6.conf.all.forwarding. Interfaces that take routes from routers (accept_ra 1) go
 on with it (accept_ra 2), which a host that forwards would not do by itself.`,
 		RunE: func(*cobra.Command, []string) error {
-			in, err := hostnet.Range()
-			if err != nil {
-				return usageError{err}
-			}
-			if err := errors.Join(hostnet.Own(in), hostnet.Bound(in, netip.Addr{}, netpolicy.DefaultFlows), hostnet.Translate(in)); err != nil {
-				return err
-			}
-			changed, changed6 := false, false
-			if forward {
-				if changed, err = hostnet.Forward(); err != nil {
-					return err
+			var switched []string
+			for _, v := range []struct {
+				addresses         func() (netip.Prefix, error)
+				forward           func() (changed bool, err error)
+				translates, turns bool
+				setting           string
+			}{
+				{hostnet.Range, hostnet.Forward, true, forward, "net.ipv4.ip_forward"},
+				{hostnet.Range6, hostnet.Forward6, forward6, forward6, "net.ipv6.conf.all.forwarding"},
+			} {
+				if !v.translates {
+					continue
 				}
-			}
-			if forward6 {
-				in6, err := hostnet.Range6()
+				in, err := v.addresses()
 				if err != nil {
 					return usageError{err}
 				}
-				if err := errors.Join(hostnet.Own(in6), hostnet.Bound(in6, netip.Addr{}, netpolicy.DefaultFlows), hostnet.Translate(in6)); err != nil {
+				if err := errors.Join(hostnet.Own(in), hostnet.Bound(in, netip.Addr{}, netpolicy.DefaultFlows), hostnet.Translate(in)); err != nil {
 					return err
 				}
-				if changed6, err = hostnet.Forward6(); err != nil {
+				if !v.turns {
+					continue
+				}
+				changed, err := v.forward()
+				if err != nil {
 					return err
+				}
+				if changed {
+					switched = append(switched, v.setting)
 				}
 			}
-			return a.printNet(func(w io.Writer) {
-				if changed {
-					fmt.Fprintln(w, "switched on net.ipv4.ip_forward, for VMs alone")
-				}
-				if changed6 {
-					fmt.Fprintln(w, "switched on net.ipv6.conf.all.forwarding, for VMs alone")
-				}
-			})
+			return a.printNet(switched...)
 		},
 	}
 	cmd.Flags().BoolVar(&forward, "forward", false, "switch on net.ipv4.ip_forward if it is off")
@@ -85,7 +85,7 @@ on with it (accept_ra 2), which a host that forwards would not do by itself.`,
 func (a *app) netStatusCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "status", Short: "Say what is set up", Args: cobra.NoArgs,
-		RunE: func(*cobra.Command, []string) error { return a.printNet(nil) },
+		RunE: func(*cobra.Command, []string) error { return a.printNet() },
 	}
 }
 
@@ -96,22 +96,19 @@ func (a *app) netRemoveCommand() *cobra.Command {
 			if err := hostnet.Remove(); err != nil {
 				return err
 			}
-			return a.printNet(nil)
+			return a.printNet()
 		},
 	}
 }
 
-// printNet prints what is set up.
-func (a *app) printNet(before func(io.Writer)) error {
+// printNet prints what is set up, after the settings that were switched on.
+func (a *app) printNet(switched ...string) error {
 	s, err := hostnet.Look()
 	return a.answer(s, err, func(w io.Writer) {
-		if before != nil {
-			before(w)
+		for _, setting := range switched {
+			fmt.Fprintf(w, "switched on %s, for VMs alone\n", setting)
 		}
-		ranges := strings.Join(s.Ranges, ", ")
-		if ranges == "" {
-			ranges = "nothing"
-		}
+		ranges := cmp.Or(strings.Join(s.Ranges, ", "), "nothing")
 		words := func(on, guarded bool) string {
 			switch {
 			case on && guarded:

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"io"
@@ -21,20 +22,14 @@ func (a *app) policyCommand() *cobra.Command {
 	return group(&cobra.Command{
 		Use:   "policy",
 		Short: "Check, explain, set and watch the network policies of VMs",
-		Args:  cobra.NoArgs,
 	}, a.policyCheckCommand(), a.policyExplainCommand(), a.policySchemaCommand(), a.policySetCommand(), a.policyTagCommand(), a.policyShowCommand(), a.policyDiffCommand(), a.policyStatsCommand(), a.policyEventsCommand(), a.policyFlowsCommand())
 }
 
 // readPolicy reads a policy file, or stdin for "-". What is wrong in it is a usage error.
 func readPolicy(path string) (*netpolicy.Policy, error) {
-	in, err := input(path, os.Stdin)
+	text, err := readInput("a policy", path, os.Stdin, netpolicy.MaxFileBytes)
 	if err != nil {
-		return nil, fmt.Errorf("reading a policy: %w", err)
-	}
-	defer in.Close()
-	text, err := io.ReadAll(io.LimitReader(in, netpolicy.MaxFileBytes+1))
-	if err != nil {
-		return nil, fmt.Errorf("reading the policy %s: %w", path, err)
+		return nil, err
 	}
 	p, err := netpolicy.Parse(text)
 	if err != nil {
@@ -126,7 +121,7 @@ stdin. The exit status is 2 if it is not valid; the message names line and field
 					r.Allows++
 				}
 			}
-			r.Default.Egress, r.Default.Ingress = orDeny(r.Default.Egress), orDeny(r.Default.Ingress)
+			r.Default.Egress, r.Default.Ingress = cmp.Or(r.Default.Egress, netpolicy.Deny), cmp.Or(r.Default.Ingress, netpolicy.Deny)
 			return a.print(r, func(w io.Writer) {
 				fmt.Fprintf(w, "valid: %d rules, of which %d allow; by default egress is %s and ingress %s\n", r.Rules, r.Allows, verb(r.Default.Egress), verb(r.Default.Ingress))
 				for _, warning := range r.Warnings {
@@ -146,13 +141,6 @@ type checkReport struct {
 	Default    netpolicy.Defaults `json:"default"`
 	TableBytes int                `json:"table_bytes"`
 	Warnings   []string           `json:"warnings"`
-}
-
-func orDeny(v netpolicy.Verdict) netpolicy.Verdict {
-	if v == "" {
-		return netpolicy.Deny
-	}
-	return v
 }
 
 func verb(v netpolicy.Verdict) string {

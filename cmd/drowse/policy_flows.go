@@ -1,15 +1,12 @@
 package main
 
 import (
-	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
 	"net"
 	"net/netip"
 	"strconv"
 	"strings"
-	"text/tabwriter"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -27,61 +24,32 @@ and those that are open. With --follow, go on with those that end, until the VM 
 ends, which ends all; those that are open are not printed before. With -o json, a JSON
 object on a line for each.`,
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
-			p := a.flowPrinter(follow)
-			if err := followed(follow, s.Sandbox(args[0]).NetworkFlows(cmd.Context(), follow, p.print)); err != nil {
-				return err
-			}
-			return p.end()
+			return a.printFlows(follow, func(each func(netpolicy.FlowRecord) error) error {
+				return s.Sandbox(args[0]).NetworkFlows(cmd.Context(), follow, each)
+			})
 		}),
 	}
 	cmd.Flags().BoolVarP(&follow, "follow", "f", false, "go on with those that end")
 	return cmd
 }
 
-// flowPrinter prints records: in columns as wide as they have to be, if all are there at once.
-type flowPrinter struct {
-	json   *json.Encoder // nil for columns
-	table  *tabwriter.Writer
-	follow bool
-	begun  bool
-}
-
-func (a *app) flowPrinter(follow bool) *flowPrinter {
-	p := &flowPrinter{follow: follow}
-	if a.json() {
-		p.json = json.NewEncoder(a.stdout)
-	} else {
-		p.table = columns(a.stdout)
+// printFlows prints records as they come: in columns as wide as they have to be, if all are there at once.
+func (a *app) printFlows(follow bool, flows func(each func(netpolicy.FlowRecord) error) error) error {
+	t := columns(a.stdout) // which writes nothing before Flush
+	fmt.Fprintln(t, "FIRST\tLASTED\tEND\tVERDICT\tRULE\tPROTOCOL\tFROM\tTO\tNAME\tSENT\tRECEIVED")
+	err := flows(func(r netpolicy.FlowRecord) error {
+		if a.json() {
+			return a.line(r, "")
+		}
+		if err := writeFlow(t, r); err != nil || !follow {
+			return err
+		}
+		return t.Flush() // a line is out when its record is there
+	})
+	if err = followed(follow, err); err != nil || a.json() {
+		return err
 	}
-	return p
-}
-
-// head begins the table, even if there are no records.
-func (p *flowPrinter) head() {
-	if !p.begun && p.json == nil {
-		fmt.Fprintln(p.table, "FIRST\tLASTED\tEND\tVERDICT\tRULE\tPROTOCOL\tFROM\tTO\tNAME\tSENT\tRECEIVED")
-	}
-	p.begun = true
-}
-
-func (p *flowPrinter) print(r netpolicy.FlowRecord) error {
-	if p.json != nil {
-		return p.json.Encode(r)
-	}
-	p.head()
-	err := writeFlow(p.table, r)
-	if p.follow {
-		err = errors.Join(err, p.table.Flush()) // a line is out when its record is there
-	}
-	return err
-}
-
-func (p *flowPrinter) end() error {
-	if p.json != nil {
-		return nil
-	}
-	p.head()
-	return p.table.Flush()
+	return t.Flush()
 }
 
 func writeFlow(w io.Writer, r netpolicy.FlowRecord) error {

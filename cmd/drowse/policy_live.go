@@ -41,12 +41,8 @@ func (a *app) policySetCommand() *cobra.Command {
 packets are judged by the new policy when the command returns, and flows that it would
 not open are cut; no packet passes without a policy in between. A VM that sleeps or has
 stopped comes back with it.`,
-		RunE: func(cmd *cobra.Command, args []string) error {
+		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			p, err := readPolicy(args[1])
-			if err != nil {
-				return err
-			}
-			s, err := a.store()
 			if err != nil {
 				return err
 			}
@@ -64,7 +60,7 @@ stopped comes back with it.`,
 					fmt.Fprintln(w, res.Name, "will have the new policy when it runs")
 				}
 			})
-		},
+		}),
 	}
 }
 
@@ -164,12 +160,8 @@ func (a *app) policyDiffCommand() *cobra.Command {
 		Use: "diff NAME FILE", Short: "Compare the network policy of a VM with a file", Args: cobra.ExactArgs(2), ValidArgsFunction: a.completeVM,
 		Long: `Compare the network policy of a VM with a file, - for stdin: lines that "policy set"
 would remove begin with -, those that it would add with +.`,
-		RunE: func(_ *cobra.Command, args []string) error {
+		RunE: a.onHost(func(_ *cobra.Command, args []string, s *sandbox.Host) error {
 			p, err := readPolicy(args[1])
-			if err != nil {
-				return err
-			}
-			s, err := a.store()
 			if err != nil {
 				return err
 			}
@@ -191,7 +183,7 @@ would remove begin with -, those that it would add with +.`,
 					fmt.Fprintln(w, l)
 				}
 			})
-		},
+		}),
 	}
 }
 
@@ -304,9 +296,9 @@ func writeStats(w io.Writer, st spec.NetworkStats) {
 	if c := st.TLS; c != (netpolicy.TLSStats{}) {
 		fmt.Fprintf(w, "TLS names: %d connections passed, %d refused, %d cut, %d failed, %d open\n", c.Passed, c.Refused, c.Cut, c.Failed, c.Open)
 	}
-	for t, c := range table(w, "DIRECTION\tVERDICT\tREASON\tPACKETS\tBYTES", st.Counters) {
-		fmt.Fprintf(t, "%s\t%s\t%v\t%d\t%d\n", c.Direction, c.Verdict, c.Reason, c.Packets, c.Bytes)
-	}
+	table(w, "DIRECTION\tVERDICT\tREASON\tPACKETS\tBYTES", st.Counters, func(c netpolicy.Counter) []any {
+		return []any{c.Direction, c.Verdict, c.Reason, c.Packets, c.Bytes}
+	})
 }
 
 func (a *app) policyEventsCommand() *cobra.Command {

@@ -2,6 +2,7 @@ package main
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 	"net/netip"
 	"os"
@@ -100,13 +101,13 @@ func TestFlowPrinter(t *testing.T) {
 		{"json", true, []string{`"end":"closed"`, `"direction":"ingress"`, `"denied":2`, `"type":"of a later version"`}},
 	} {
 		var out strings.Builder
-		p := (&app{output: tt.format, stdout: &out}).flowPrinter(tt.follow)
-		for _, r := range records {
-			if err := p.print(r); err != nil {
-				t.Fatal(err)
+		err := (&app{output: tt.format, stdout: &out}).printFlows(tt.follow, func(each func(netpolicy.FlowRecord) error) (err error) {
+			for _, r := range records {
+				err = errors.Join(err, each(r))
 			}
-		}
-		if err := p.end(); err != nil {
+			return err
+		})
+		if err != nil {
 			t.Fatal(err)
 		}
 		lines := strings.Split(strings.TrimSuffix(out.String(), "\n"), "\n")

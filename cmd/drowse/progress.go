@@ -4,20 +4,23 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"slices"
 	"sync"
 
 	"github.com/vbauerster/mpb/v8"
 	"github.com/vbauerster/mpb/v8/decor"
 	"golang.org/x/term"
+
+	"github.com/drowse-vm/drowse/rootfs/image"
+	"github.com/drowse-vm/drowse/sandbox/build"
 )
 
 // progress shows the stages of long work on stderr: as bars when that is a terminal,
 // else as one line for each stage. Its methods may be called from any goroutine.
 type progress struct {
-	what  string            // what is being done: "kernel build"
-	bytes func(string) bool // says of a stage that it counts bytes
-	log   io.Writer         // lines between the bars, or of stages
-	bars  *mpb.Progress     // nil when stderr is no terminal
+	what string        // what is being done: "kernel build"
+	log  io.Writer     // lines between the bars, or of stages
+	bars *mpb.Progress // nil when stderr is no terminal
 
 	mu    sync.Mutex // guards the rest
 	stage string
@@ -26,9 +29,14 @@ type progress struct {
 	ended bool
 }
 
+// stageCopy is that of a copy, and inBytes are all stages that count bytes: others count something else, or nothing.
+const stageCopy = "copy"
+
+var inBytes = []string{image.StageDownload, image.StageRead, image.StageWrite, image.StageHash, build.StageCapture, stageCopy}
+
 // newProgress begins to show work. finish must be called.
-func (a *app) newProgress(what string, bytes func(stage string) bool) *progress {
-	p := &progress{what: what, bytes: bytes, log: a.stderr}
+func (a *app) newProgress(what string) *progress {
+	p := &progress{what: what, log: a.stderr}
 	if hasWidth(a.stderr) {
 		p.bars = mpb.New(mpb.WithOutput(raw(a.stderr)))
 		p.log = &screen{w: p.bars}
@@ -92,11 +100,11 @@ func (p *progress) begin(total int64) {
 	p.total = total
 	name := decor.Name(printable(p.what+": "+p.stage), decor.WCSyncSpaceR)
 	count := decor.CountersNoUnit("%d / %d", decor.WCSyncSpace)
-	known := total > 0
+	known, bytes := total > 0, slices.Contains(inBytes, p.stage)
 	switch {
-	case p.bytes(p.stage) && known:
+	case bytes && known:
 		count = decor.CountersKibiByte("% .1f / % .1f", decor.WCSyncSpace)
-	case p.bytes(p.stage):
+	case bytes:
 		count = decor.CurrentKibiByte("% .1f", decor.WCSyncSpace)
 	case !known:
 		count = decor.Name("")

@@ -38,6 +38,6 @@ func (r *rotateFlags) rotation(now time.Time) (*spec.Rotation, error) {
 	case !timed:
 		return &spec.Rotation{To: r.to}, nil
 	}
-	t, err := timerOf(now, timerFlags{at: r.at, every: r.every, names: [3]string{"--rotate-at", "", "--rotate-every"}})
+	t, err := timerOf(now, "--rotate-", r.at, "", r.every)
 	return &spec.Rotation{To: r.to, At: t.At, Every: t.Every}, err
 }

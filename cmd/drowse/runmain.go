@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"os"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -17,10 +16,8 @@ import (
 
 // mainFlags say what runs in a VM once it has booted.
 type mainFlags struct {
-	cmd                guest.Cmd
-	entrypoint, detach bool
-	remove, interA     bool
-	tty, noConfig      bool
+	execFlags
+	entrypoint, detach, remove bool
 }
 
 // mainID is the name of a detached command of "run" in its guest.
@@ -36,12 +33,7 @@ func (m *mainFlags) add(cmd *cobra.Command) {
 	f.BoolVar(&m.entrypoint, "entrypoint", false, "run the image's entrypoint, with COMMAND or else the image's own command as its arguments")
 	f.BoolVarP(&m.detach, "detach", "d", false, "do not wait for the command; it goes on as the process \""+mainID+"\"")
 	f.BoolVar(&m.remove, "rm", false, "remove the VM when the command has ended")
-	f.BoolVarP(&m.interA, "interactive", "i", false, "pass stdin on to the command")
-	f.BoolVarP(&m.tty, "tty", "t", false, "give the command a terminal")
-	f.StringArrayVarP(&m.cmd.Env, "env", "e", nil, "set a variable of the command, KEY=VALUE")
-	f.StringVarP(&m.cmd.Dir, "workdir", "w", "", "working directory of the command (default: the image's, else /)")
-	f.StringVarP(&m.cmd.User, "user", "u", "", "user of the command, or user:group (default: the image's, else root)")
-	f.BoolVar(&m.noConfig, "no-image-config", false, "take no user, working directory and variables from the image")
+	m.execFlags.add(cmd, " of the command")
 }
 
 // wanted says whether a command is to run.
@@ -108,13 +100,10 @@ func (a *app) runMain(ctx context.Context, s *sandbox.Host, rep control.Report, 
 	}
 	defer client.Close()
 	c := m.cmd
-	switch {
-	case m.entrypoint:
+	if m.entrypoint {
 		c, err = s.Sandbox(rep.Name).Entrypoint(c)
-	case !m.noConfig:
-		c, err = s.Sandbox(rep.Name).Command(c)
-	default:
-		c, err = bareCommand(s, rep.Name, c)
+	} else {
+		c, err = m.complete(s.Sandbox(rep.Name), c)
 	}
 	if err != nil {
 		return execError{err}
@@ -124,41 +113,18 @@ func (a *app) runMain(ctx context.Context, s *sandbox.Host, rep control.Report, 
 	}
 	a.warnHooks(rep.Name, rep.Hooks)
 	a.warnNetwork(rep.Name, rep.Network)
-	if a.json() {
-		doc, st, err := execDocument(ctx, client, c)
-		if st == nil {
-			return execError{err}
-		}
-		out := struct {
+	err = a.execute(ctx, client, c, &m.execFlags, func(doc execDoc) any {
+		return struct {
 			control.Report
 			Command execDoc `json:"command"`
 		}{rep, doc}
-		if err := printJSON(a.stdout, out); err != nil {
-			return err
-		}
-		return execResult(st, err)
-	}
-	c.Stdout, c.Stderr = raw(a.stdout), raw(a.stderr)
-	if m.interA {
-		c.Stdin = os.Stdin
-	}
-	restore, err := a.terminal(ctx, m.tty, &c)
-	if err != nil {
-		return execError{err}
-	}
-	st, err := client.Exec(ctx, c)
-	restore()
-	if st != nil && st.NotStarted != "" {
-		fmt.Fprintln(a.stderr, "drowse: "+st.NotStarted)
-	}
-	if !m.remove {
+	})
+	if !m.remove && !a.json() {
 		fmt.Fprintf(a.stderr, "drowse: VM %s goes on\n", rep.Name)
 	}
-	if err = execResult(st, err); err != nil {
-		var status statusError
-		if !errors.As(err, &status) {
-			err = execError{err}
-		}
+	var status statusError
+	if err != nil && !errors.As(err, &status) {
+		err = execError{err}
 	}
 	return err
 }

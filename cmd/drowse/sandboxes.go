@@ -78,107 +78,6 @@ func expiry(ttl string, now time.Time) (time.Time, error) {
 	return now.Add(d + time.Second - 1).Truncate(time.Second), nil
 }
 
-// listDoc is `drowse ls -o json`.
-type listDoc struct {
-	Version int `json:"version"`
-	records.List
-}
-
-func (a *app) lsCommand() *cobra.Command {
-	var (
-		f        records.Filter
-		class    string
-		statuses []string
-		all      bool
-	)
-	cmd := &cobra.Command{
-		Use: "ls", Short: "List sandboxes by owner, tag, class and status", Args: cobra.NoArgs,
-		Long: `List sandboxes: those of an owner, with all of some tags, of a class, or with one of some
-statuses: creating, running, waiting, asleep, stopped, failed, expired.
-
-The JSON document has a page of them; "next" is what --after takes for the next page.`,
-		RunE: func(cmd *cobra.Command, _ []string) error {
-			f.Class = lifetime.Class(class)
-			for _, s := range statuses {
-				f.Statuses = append(f.Statuses, records.Status(s))
-			}
-			if all && (cmd.Flags().Changed("limit") || f.After != "") {
-				return usageError{errors.New("--all does not go with --limit and --after")}
-			}
-			if f.Limit < 0 || cmd.Flags().Changed("limit") && f.Limit == 0 {
-				return usageError{fmt.Errorf("--limit %d: use 1 to %d", f.Limit, records.MaxPage)}
-			}
-			if err := f.Check(); err != nil {
-				return usageError{err}
-			}
-			fl, err := a.fleet()
-			if err != nil {
-				return err
-			}
-			if all {
-				f.Limit = records.MaxPage
-			}
-			list, err := fl.List(cmd.Context(), f)
-			for all && err == nil && list.Next != "" {
-				f.After = list.Next
-				var page records.List
-				if page, err = fl.List(cmd.Context(), f); err == nil {
-					list.Sandboxes = append(list.Sandboxes, page.Sandboxes...)
-					list.Next = page.Next
-				}
-			}
-			if err != nil {
-				return err
-			}
-			for _, p := range list.Problems {
-				a.log.Warn("the list may lack something", "cause", printable(p))
-			}
-			return a.print(listDoc{1, list}, func(w io.Writer) {
-				for t, s := range table(w, "NAME\tSTATUS\tCLASS\tOWNER\tTAGS\tIMAGE\tMEMORY\tEXPIRES\tWAKES\tNOTE", list.Sandboxes) {
-					expires := "-"
-					if !s.Expires.IsZero() {
-						expires = s.Expires.Local().Format("2006-01-02 15:04")
-					}
-					wakes := "-"
-					if !s.NextWake.IsZero() {
-						wakes = s.NextWake.Local().Format("2006-01-02 15:04")
-					}
-					fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\t%s\t%d MiB\t%s\t%s\t%s\n", s.Name, s.Status, s.Class, dash(s.Owner), dash(strings.Join(s.Tags, ",")),
-						s.Image, s.Memory, expires, wakes, said(firstOf(s.Problem, s.Purpose)))
-				}
-				if list.Next != "" {
-					fmt.Fprintf(a.stderr, "drowse: there are more: --after %s, or --all\n", list.Next)
-				}
-			})
-		},
-	}
-	fl := cmd.Flags()
-	fl.StringVar(&f.Owner, "owner", "", "only those of this owner")
-	fl.StringArrayVar(&f.Tags, "tag", nil, "only those with this tag; may be given several times")
-	fl.StringArrayVar(&statuses, "status", nil, "only those with this status; may be given several times")
-	fl.StringVar(&class, "class", "", "only those of this class")
-	fl.IntVar(&f.Limit, "limit", 0, fmt.Sprintf("at most so many, up to %d (default %d)", records.MaxPage, records.DefaultPage))
-	fl.StringVar(&f.After, "after", "", "only those with names after this one")
-	fl.BoolVar(&all, "all", false, "all pages")
-	return cmd
-}
-
-func dash(s string) string {
-	if s == "" {
-		return "-"
-	}
-	return s
-}
-
-func firstOf(texts ...string) string {
-	for _, s := range texts {
-		if s != "" {
-			return s
-		}
-	}
-	return ""
-}
-
 // historyDoc is `drowse history -o json`.
 type historyDoc struct {
 	Version int `json:"version"`
@@ -225,39 +124,37 @@ removed can be named as well, by its name or its id, for 30 days.`,
 	return cmd
 }
 
-const historyTime = "2006-01-02 15:04:05"
-
 func printHistory(w io.Writer, h records.History) {
 	s := h.Sandbox
 	line := fmt.Sprintf("%s %s, %s", s.Name, s.ID, s.Status)
 	if !s.Removed.IsZero() {
-		line = fmt.Sprintf("%s %s, removed at %s", s.Name, s.ID, s.Removed.Local().Format(historyTime))
+		line = fmt.Sprintf("%s %s, removed at %s", s.Name, s.ID, s.Removed.Local().Format(daySecond))
 	}
 	fmt.Fprintln(w, line)
-	if len(h.Runs) > 0 {
-		for t, r := range table(w, "\nBEGUN\tTOOK\tRESULT\tCPU\tIN\tOUT\tUSER\tCOMMAND", h.Runs) {
-			took, result := "-", r.State
-			if !r.Ended.IsZero() {
-				took = r.Ended.Sub(r.Begun).Round(time.Millisecond).String()
-			}
-			switch {
-			case r.Signal != 0:
-				result = fmt.Sprintf("signal %d", r.Signal)
-			case r.Exit != nil:
-				result = fmt.Sprintf("exit %d", *r.Exit)
-			case r.Error != "":
-				result = "failed"
-			}
-			fmt.Fprintf(t, "%s\t%s\t%s\t%.3fs\t%s\t%s\t%s\t%s\n", r.Begun.Local().Format(historyTime), took, result, r.CPUSeconds,
-				bytesText(r.In), bytesText(r.Out), dash(printable(r.User)), printable(strings.Join(r.Command, " ")))
+	tableIfAny(w, "\nBEGUN\tTOOK\tRESULT\tCPU\tIN\tOUT\tUSER\tCOMMAND", h.Runs, func(r records.Run) []any {
+		took, result := "-", r.State
+		if !r.Ended.IsZero() {
+			took = r.Ended.Sub(r.Begun).Round(time.Millisecond).String()
 		}
-	}
-	if len(h.Sleeps) > 0 {
-		for t, s := range table(w, "\nASLEEP\tAWAKE SINCE\tCPU\tNET IN\tNET OUT\tSTORED\tSNAPSHOT", h.Sleeps) {
-			fmt.Fprintf(t, "%s\t%s\t%.3fs\t%s\t%s\t%s\t%s\n", s.Asleep.Local().Format(historyTime), s.Awake.Local().Format(historyTime), s.CPUSeconds,
-				bytesText(int64(s.NetworkIn)), bytesText(int64(s.NetworkOut)), bytesText(s.Stored), s.Snapshot)
+		switch {
+		case r.Signal != 0:
+			result = fmt.Sprintf("signal %d", r.Signal)
+		case r.Exit != nil:
+			result = fmt.Sprintf("exit %d", *r.Exit)
+		case r.Error != "":
+			result = "failed"
 		}
-	}
+		return []any{
+			r.Begun.Local().Format(daySecond), took, result, fmt.Sprintf("%.3fs", r.CPUSeconds),
+			bytesText(r.In), bytesText(r.Out), dash(printable(r.User)), printable(strings.Join(r.Command, " ")),
+		}
+	})
+	tableIfAny(w, "\nASLEEP\tAWAKE SINCE\tCPU\tNET IN\tNET OUT\tSTORED\tSNAPSHOT", h.Sleeps, func(s records.Sleep) []any {
+		return []any{
+			s.Asleep.Local().Format(daySecond), s.Awake.Local().Format(daySecond), fmt.Sprintf("%.3fs", s.CPUSeconds),
+			bytesText(int64(s.NetworkIn)), bytesText(int64(s.NetworkOut)), bytesText(s.Stored), s.Snapshot,
+		}
+	})
 }
 
 func (a *app) renameCommand() *cobra.Command {
@@ -298,12 +195,6 @@ With --rotate-to each wake begins anew from that snapshot of the sandbox, with t
 what was done since is left; with --rotate-every or --rotate-at only the first wake after each such time.`,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			set := cmd.Flags().Changed
-			if set("ttl") && never {
-				return usageError{errors.New("--ttl does not go with --no-expiry")}
-			}
-			if set("tag") && untag {
-				return usageError{errors.New("--tag does not go with --no-tags")}
-			}
 			want, err := l.label(time.Now())
 			if err != nil {
 				return err
@@ -380,6 +271,8 @@ what was done since is left; with --rotate-every or --rotate-at only the first w
 	policyFlag(cmd, &policy, "as it is")
 	idleFlags(cmd, &idle, "as it is")
 	rotate.add(cmd)
+	cmd.MarkFlagsMutuallyExclusive("ttl", "no-expiry")
+	cmd.MarkFlagsMutuallyExclusive("tag", "no-tags")
 	return cmd
 }
 

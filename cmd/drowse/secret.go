@@ -1,11 +1,13 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"io"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -18,7 +20,7 @@ import (
 
 func (a *app) secretCommand() *cobra.Command {
 	return group(&cobra.Command{
-		Use: "secret", Short: "Hand secrets to a VM, which no snapshot of it has", Args: cobra.NoArgs,
+		Use: "secret", Short: "Hand secrets to a VM, which no snapshot of it has",
 		Long: `Hand secrets to a VM. Programs in it find them as files in ` + guest.SecretsDir + `, and their
 values are in the memory of the VM's process only: neither in its record, nor on its disk,
 nor in a snapshot of it. Those that the proxy of its network policy puts into requests are no
@@ -38,7 +40,7 @@ func (a *app) secretSetCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "set NAME SECRET=@FILE|SECRET=-...", Short: "Hand secrets to a VM, and wake it if it sleeps",
 		Args: cobra.MinimumNArgs(2), ValidArgsFunction: a.completeVM,
-		RunE: func(cmd *cobra.Command, args []string) error {
+		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			m, err := strconv.ParseUint(mode, 8, 16)
 			if err != nil || m == 0 || m > 0o777 {
 				return usageError{fmt.Errorf("--mode %q: use permissions in octal, 0001 to 0777", mode)}
@@ -54,16 +56,12 @@ func (a *app) secretSetCommand() *cobra.Command {
 					list[i].Mode, list[i].UID, list[i].GID = uint16(m), uid, gid
 				}
 			}
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
 			if err := a.wakeFor(cmd.Context(), s, args[0]); err != nil {
 				return err
 			}
 			err = s.Sandbox(args[0]).SetSecrets(cmd.Context(), list...)
 			return a.answer(map[string]any{"name": args[0], "set": secretNames(list)}, err, func(io.Writer) {})
-		},
+		}),
 	}
 	f := cmd.Flags()
 	f.StringVar(&mode, "mode", strconv.FormatUint(spec.DefaultSecretMode, 8), "permissions of the files, in octal")
@@ -79,24 +77,19 @@ func (a *app) secretListCommand() *cobra.Command {
 		Use: "ls NAME", Short: "List the secrets of a VM, without values", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			list, err := s.Sandbox(args[0]).Secrets(cmd.Context())
-			return a.answer(some(list), err, func(w io.Writer) {
-				for t, l := range table(w, "SECRET\tVALUE\tMODE\tOWNER\tAFTER A WAKE", list) {
-					value, after, m := "awaited", "gone", l.Mode
-					if l.Present {
-						value = bytesText(int64(l.Size))
-					}
-					if l.Kept {
-						after = "awaited"
-					}
-					if m == 0 {
-						m = spec.DefaultSecretMode
-					}
-					mode, owner := fmt.Sprintf("%04o", m), fmt.Sprintf("%d:%d", l.UID, l.GID)
-					if l.Proxy {
-						mode, owner = "proxy", "-"
-					}
-					fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\n", l.Name, value, mode, owner, after)
+			return answerList(a, list, err, "SECRET\tVALUE\tMODE\tOWNER\tAFTER A WAKE", func(l spec.SecretState) []any {
+				value, after := "awaited", "gone"
+				if l.Present {
+					value = bytesText(int64(l.Size))
 				}
+				if l.Kept {
+					after = "awaited"
+				}
+				mode, owner := fmt.Sprintf("%04o", cmp.Or(l.Mode, spec.DefaultSecretMode)), fmt.Sprintf("%d:%d", l.UID, l.GID)
+				if l.Proxy {
+					mode, owner = "proxy", "-"
+				}
+				return []any{l.Name, value, mode, owner, after}
 			})
 		}),
 	}
@@ -197,39 +190,41 @@ func (a *app) wakeFor(ctx context.Context, s *sandbox.Host, name string) error {
 	return c.Close()
 }
 
-// handIn gives secrets to VMs that run. Those that a VM has or waits for stay as they are
-// but for the value.
+// handIn gives secrets to VMs that run.
 func handIn(ctx context.Context, s *sandbox.Host, list []spec.Secret, names ...string) error {
 	for _, name := range names {
-		if len(list) == 0 {
-			break
-		}
-		there, err := s.Sandbox(name).Secrets(ctx)
-		if err != nil {
-			return err
-		}
-		own, _ := asTheyAre(list, there, false)
-		if err := s.Sandbox(name).SetSecrets(ctx, own...); err != nil {
+		if _, err := give(ctx, s.Sandbox(name), list, false); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
+// give gives secrets to a VM that runs. Those that it has or waits for stay as they are but for the value. It returns
+// the names of the others, which are transient or not.
+func give(ctx context.Context, b *sandbox.Sandbox, list []spec.Secret, transient bool) (others []string, err error) {
+	if len(list) == 0 {
+		return nil, nil
+	}
+	there, err := b.Secrets(ctx)
+	if err != nil {
+		return nil, err
+	}
+	own, others := asTheyAre(list, there, transient)
+	return others, b.SetSecrets(ctx, own...)
+}
+
 // asTheyAre gives secrets the looks that those of the same names have. It returns the names
 // of the others as well, which are transient or not.
 func asTheyAre(list []spec.Secret, there []spec.SecretState, transient bool) (out []spec.Secret, others []string) {
-next:
 	for _, l := range list {
-		l.Transient = transient
-		for _, t := range there {
-			if t.Name == l.Name {
-				l.SecretFile, l.Transient = t.SecretFile, !t.Kept
-				out = append(out, l)
-				continue next
-			}
+		if i := slices.IndexFunc(there, func(t spec.SecretState) bool { return t.Name == l.Name }); i >= 0 {
+			l.SecretFile, l.Transient = there[i].SecretFile, !there[i].Kept
+		} else {
+			l.Transient = transient
+			others = append(others, l.Name)
 		}
-		out, others = append(out, l), append(others, l.Name)
+		out = append(out, l)
 	}
 	return out, others
 }
@@ -237,21 +232,11 @@ next:
 // lendSecrets gives secrets to a VM that runs for the time of a command. Those that the VM
 // has already get the new value, and stay.
 func lendSecrets(ctx context.Context, s *sandbox.Host, name string, list []spec.Secret) (back func(), err error) {
-	if len(list) == 0 {
-		return func() {}, nil
-	}
-	there, err := s.Sandbox(name).Secrets(ctx)
-	if err != nil {
-		return nil, err
-	}
-	own, lent := asTheyAre(list, there, true)
-	if err := s.Sandbox(name).SetSecrets(ctx, own...); err != nil {
-		return nil, err
-	}
+	lent, err := give(ctx, s.Sandbox(name), list, true)
 	return func() {
 		for _, n := range lent {
 			// Each by itself. One that is gone went with a sleep meanwhile, or its VM has ended.
 			_ = s.Sandbox(name).RemoveSecrets(context.WithoutCancel(ctx), n)
 		}
-	}, nil
+	}, err
 }

@@ -19,39 +19,42 @@ import (
 )
 
 func (a *app) serviceCommand() *cobra.Command {
-	cmd := &cobra.Command{
-		Use: "service", Short: "Keep programs running in a VM", Args: cobra.NoArgs,
-		Long: `Keep programs running in a VM: its agent starts them when the VM boots, and starts them
-again when they end. They sleep and wake with the VM like everything else in its memory.
-docs/guides/services.md has the rules.`,
-		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
-	}
-	do := func(use, short string, f func(context.Context, *sandbox.Host, string, string) (control.ServiceStatus, error)) *cobra.Command {
+	type order = func(*sandbox.Sandbox, context.Context, string) (control.ServiceStatus, error)
+	do := func(use, short string, f order) *cobra.Command {
 		return &cobra.Command{
 			Use: use + " NAME SERVICE", Short: short, Args: cobra.ExactArgs(2), ValidArgsFunction: a.completeVM,
-			RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
-				if err := a.wakeFor(cmd.Context(), s, args[0]); err != nil {
-					return err
-				}
-				st, err := f(cmd.Context(), s, args[0], args[1])
+			RunE: a.onAwake(func(cmd *cobra.Command, args []string, b *sandbox.Sandbox) error {
+				st, err := f(b, cmd.Context(), args[1])
 				return a.answer(st, err, func(w io.Writer) { fmt.Fprintln(w, st.Name, st.State) })
 			}),
 		}
 	}
-	cmd.AddCommand(
+	start := func(again bool) order {
+		return func(b *sandbox.Sandbox, ctx context.Context, name string) (control.ServiceStatus, error) {
+			return b.StartService(ctx, name, again)
+		}
+	}
+	return group(&cobra.Command{
+		Use: "service", Short: "Keep programs running in a VM",
+		Long: `Keep programs running in a VM: its agent starts them when the VM boots, and starts them
+again when they end. They sleep and wake with the VM like everything else in its memory.
+docs/guides/services.md has the rules.`,
+	},
 		a.serviceSetCommand(), a.serviceListCommand(),
-		do("start", "Start a service that does not run", func(ctx context.Context, s *sandbox.Host, vm, name string) (control.ServiceStatus, error) {
-			return s.Sandbox(vm).StartService(ctx, name, false)
-		}),
-		do("restart", "End a service and start it again", func(ctx context.Context, s *sandbox.Host, vm, name string) (control.ServiceStatus, error) {
-			return s.Sandbox(vm).StartService(ctx, name, true)
-		}),
-		do("stop", "Stop a service until it is started or the VM boots", func(ctx context.Context, s *sandbox.Host, vm, name string) (control.ServiceStatus, error) {
-			return s.Sandbox(vm).StopService(ctx, name)
-		}),
+		do("start", "Start a service that does not run", start(false)),
+		do("restart", "End a service and start it again", start(true)),
+		do("stop", "Stop a service until it is started or the VM boots", (*sandbox.Sandbox).StopService),
 		a.serviceRemoveCommand(), a.serviceLogsCommand(), a.serviceStatusCommand(), a.serviceWaitCommand(),
 	)
-	return cmd
+}
+
+// wakeAsleep wakes a VM that sleeps, and leaves one alone that has stopped.
+func (a *app) wakeAsleep(ctx context.Context, s *sandbox.Host, name string) error {
+	r, err := s.State.Get(name)
+	if err != nil || r.Phase != state.Asleep {
+		return err
+	}
+	return a.wakeFor(ctx, s, name)
 }
 
 func (a *app) serviceSetCommand() *cobra.Command {
@@ -68,10 +71,7 @@ has stopped when that boots. User, working directory and variables are those tha
 image says, where the flags say nothing else.`,
 		Args: cobra.MinimumNArgs(3), ValidArgsFunction: a.completeVM,
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
-			want.Name, want.Argv = args[1], args[2:]
-			if want.Argv[0] == "--" {
-				want.Argv = want.Argv[1:]
-			}
+			want.Name, want.Argv = args[1], afterDashes(args[2:])
 			if err := readinessOf(ready, check, &want); err != nil {
 				return usageError{err}
 			}
@@ -85,14 +85,8 @@ image says, where the flags say nothing else.`,
 				}
 				want.Env, want.Dir, want.User = c.Env, c.Dir, c.User
 			}
-			r, err := s.State.Get(args[0])
-			if err != nil {
+			if err := a.wakeAsleep(cmd.Context(), s, args[0]); err != nil {
 				return err
-			}
-			if r.Phase == state.Asleep {
-				if err := a.wakeFor(cmd.Context(), s, args[0]); err != nil {
-					return err
-				}
 			}
 			st, err := s.Sandbox(args[0]).SetService(cmd.Context(), want)
 			return a.answer(st, err, func(w io.Writer) { fmt.Fprintln(w, strings.TrimSpace(st.Name+" "+st.State)) })
@@ -203,16 +197,13 @@ func (a *app) serviceWaitCommand() *cobra.Command {
 		Long: `Wait until a service is ready: until its check has passed since its start, or, without a check,
 until it runs. It fails at once for a service that has stopped, ended or failed. A VM that sleeps
 is woken, and does not go to sleep by itself meanwhile.`,
-		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
-			if err := a.wakeFor(cmd.Context(), s, args[0]); err != nil {
-				return err
-			}
+		RunE: a.onAwake(func(cmd *cobra.Command, args []string, b *sandbox.Sandbox) error {
 			ctx, cancel := cmd.Context(), func() {}
 			if limit > 0 {
 				ctx, cancel = context.WithTimeout(ctx, limit)
 			}
 			defer cancel()
-			st, err := s.Sandbox(args[0]).WaitService(ctx, args[1])
+			st, err := b.WaitService(ctx, args[1])
 			if err != nil {
 				if st.CheckProblem != "" {
 					err = fmt.Errorf("%w (its check: %s)", err, printable(st.CheckProblem))
@@ -231,36 +222,31 @@ func (a *app) serviceListCommand() *cobra.Command {
 		Use: "ls NAME", Short: "List the services of a VM, and how they are; one that sleeps is not woken", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			list, err := s.Sandbox(args[0]).Services(cmd.Context())
-			return a.answer(some(list), err, func(w io.Writer) {
-				for t, l := range table(w, "SERVICE\tSTATE\tREADY\tPID\tRESTARTS\tSTARTED\tLAST EXIT\tCOMMAND", list) {
-					state, ready, pid, started, exit := "-", "-", "-", "-", "-"
-					switch {
-					case l.Ready:
-						ready = "yes"
-					case l.State == guest.ServiceRunning:
-						ready = "no"
-					}
-					if l.State != "" {
-						state = l.State
-					}
-					if l.PID != 0 {
-						pid = strconv.Itoa(l.PID)
-					}
-					if l.Started != nil {
-						started = l.Started.Local().Format(time.DateTime)
-					}
-					if l.ExitCode != nil {
-						exit = strconv.Itoa(*l.ExitCode)
-					}
-					var words []string
-					for _, word := range l.Argv {
-						words = append(words, auditWord(word))
-					}
-					if l.Problem != "" {
-						words = append(words, ": "+printable(l.Problem))
-					}
-					fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%d\t%s\t%s\t%s\n", l.Name, state, ready, pid, l.Restarts, started, exit, strings.Join(words, " "))
+			return answerList(a, list, err, "SERVICE\tSTATE\tREADY\tPID\tRESTARTS\tSTARTED\tLAST EXIT\tCOMMAND", func(l control.ServiceStatus) []any {
+				ready, pid, started, exit := "-", "-", "-", "-"
+				switch {
+				case l.Ready:
+					ready = yes
+				case l.State == guest.ServiceRunning:
+					ready = no
 				}
+				if l.PID != 0 {
+					pid = strconv.Itoa(l.PID)
+				}
+				if l.Started != nil {
+					started = l.Started.Local().Format(daySecond)
+				}
+				if l.ExitCode != nil {
+					exit = strconv.Itoa(*l.ExitCode)
+				}
+				var words []string
+				for _, word := range l.Argv {
+					words = append(words, auditWord(word))
+				}
+				if l.Problem != "" {
+					words = append(words, ": "+printable(l.Problem))
+				}
+				return []any{l.Name, dash(l.State), ready, pid, l.Restarts, started, exit, strings.Join(words, " ")}
 			})
 		}),
 	}
@@ -270,14 +256,8 @@ func (a *app) serviceRemoveCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "rm NAME SERVICE...", Short: "Stop services and take them from a VM", Args: cobra.MinimumNArgs(2), ValidArgsFunction: a.completeVM,
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
-			r, err := s.State.Get(args[0])
-			if err != nil {
+			if err := a.wakeAsleep(cmd.Context(), s, args[0]); err != nil {
 				return err
-			}
-			if r.Phase == state.Asleep {
-				if err := a.wakeFor(cmd.Context(), s, args[0]); err != nil {
-					return err
-				}
 			}
 			for _, name := range args[1:] {
 				if err := s.Sandbox(args[0]).RemoveService(cmd.Context(), name); err != nil {
@@ -293,18 +273,15 @@ func (a *app) serviceLogsCommand() *cobra.Command {
 	var follow, asIs bool
 	cmd := &cobra.Command{
 		Use: "logs NAME SERVICE", Short: "Print what a service has written", Long: logsRaw("Print what a service has written."), Args: cobra.ExactArgs(2), ValidArgsFunction: a.completeVM,
-		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
-			if err := a.wakeFor(cmd.Context(), s, args[0]); err != nil {
-				return err
-			}
+		RunE: a.onAwake(func(cmd *cobra.Command, args []string, b *sandbox.Sandbox) error {
 			if !a.json() {
-				return followed(follow, s.Sandbox(args[0]).ServiceLog(cmd.Context(), args[1], a.logTo(asIs), follow))
+				return followed(follow, b.ServiceLog(cmd.Context(), args[1], a.logTo(asIs), follow))
 			}
 			if follow {
 				return usageError{errors.New("--follow has no end, and so no JSON document")}
 			}
 			var text strings.Builder
-			if err := s.Sandbox(args[0]).ServiceLog(cmd.Context(), args[1], &text, false); err != nil {
+			if err := b.ServiceLog(cmd.Context(), args[1], &text, false); err != nil {
 				return err
 			}
 			return a.print(map[string]string{"name": args[0], "service": args[1], "log": text.String()}, nil)

@@ -2,6 +2,7 @@ package main
 
 import (
 	"bufio"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -26,18 +27,12 @@ func (a *app) snapshotCommand() *cobra.Command {
 			Use: "ls", Short: "List snapshots", Args: cobra.NoArgs,
 			RunE: a.onHost(func(_ *cobra.Command, _ []string, s *sandbox.Host) error {
 				list, err := s.State.Snapshots()
-				return a.answer(some(list), err, func(w io.Writer) {
-					for t, i := range table(w, "ID\tVM\tKIND\tCREATED\tRAM\tSTORED\tOWN\tDEPTH\tNOTE", list) {
-						if i.Problem != "" {
-							i.Note = commands.In(i.Problem)
-						}
-						ram := bytesText(int64(i.RAM))
-						if i.RAM == 0 {
-							ram = "-"
-						}
-						fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\t%s\t%s\t%d\t%s\n", i.ID, i.VM, i.Kind, i.Created.Local().Format("2006-01-02 15:04:05"),
-							ram, bytesText(i.Stored), bytesText(i.Exclusive), i.Depth, i.Note)
+				return answerList(a, list, err, "ID\tVM\tKIND\tCREATED\tRAM\tSTORED\tOWN\tDEPTH\tNOTE", func(i spec.SnapshotInfo) []any {
+					ram := "-"
+					if i.RAM != 0 {
+						ram = bytesText(int64(i.RAM))
 					}
+					return []any{i.ID, i.VM, i.Kind, i.Created.Local().Format(daySecond), ram, bytesText(i.Stored), bytesText(i.Exclusive), i.Depth, cmp.Or(commands.In(i.Problem), i.Note)}
 				})
 			}),
 		},
@@ -120,7 +115,7 @@ func printTree(w io.Writer, nodes []*node, indent string) {
 		if n == len(nodes)-1 {
 			branch, below = "└─ ", "   "
 		}
-		fmt.Fprintf(w, "%s%s%s  %s  %s  %s own  %s\n", indent, branch, at.ID, at.VM, at.Created.Local().Format("2006-01-02 15:04:05"), bytesText(at.Exclusive), at.Note)
+		fmt.Fprintf(w, "%s%s%s  %s  %s  %s own  %s\n", indent, branch, at.ID, at.VM, at.Created.Local().Format(daySecond), bytesText(at.Exclusive), at.Note)
 		printTree(w, at.Children, indent+below)
 	}
 }
@@ -130,11 +125,8 @@ func (a *app) snapshotTreeCommand() *cobra.Command {
 		Use: "tree", Short: "Show which snapshots were made from which", Args: cobra.NoArgs,
 		RunE: a.onHost(func(_ *cobra.Command, _ []string, s *sandbox.Host) error {
 			list, err := s.State.Snapshots()
-			if err != nil {
-				return err
-			}
 			roots := tree(list)
-			return a.print(roots, func(w io.Writer) { printTree(w, roots, "") })
+			return a.answer(roots, err, func(w io.Writer) { printTree(w, roots, "") })
 		}),
 	}
 }
@@ -144,10 +136,7 @@ func (a *app) snapshotInspectCommand() *cobra.Command {
 		Use: "inspect ID", Short: "Say everything that is known of a snapshot, as JSON", Args: cobra.ExactArgs(1),
 		RunE: a.onHost(func(_ *cobra.Command, args []string, s *sandbox.Host) error {
 			d, err := s.State.InspectSnapshot(args[0])
-			if err != nil {
-				return err
-			}
-			return printJSON(a.stdout, d)
+			return a.answer(d, err, func(w io.Writer) { _ = printJSON(w, d) })
 		}),
 	}
 }
@@ -157,10 +146,7 @@ func (a *app) snapshotCompactCommand() *cobra.Command {
 		Use: "compact ID", Short: "Rewrite a snapshot so that it has only what it needs, and shares nothing", Args: cobra.ExactArgs(1),
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			before, after, err := s.State.CompactSnapshot(cmd.Context(), args[0])
-			if err != nil {
-				return err
-			}
-			return a.print(map[string]any{"snapshot": args[0], "own_bytes_before": before, "own_bytes": after}, func(w io.Writer) {
+			return a.answer(map[string]any{"snapshot": args[0], "own_bytes_before": before, "own_bytes": after}, err, func(w io.Writer) {
 				fmt.Fprintf(w, "%s: %s of its own before, %s now\n", args[0], bytesText(before), bytesText(after))
 			})
 		}),
@@ -229,11 +215,6 @@ func (a *app) restoreCommand() *cobra.Command {
 	cmd = a.vmCommand("restore", "Make a new VM from a snapshot, as a clone with an identity of its own",
 		func(ctx context.Context, s *sandbox.Host, id string) (rep control.Report, err error) {
 			if into != "" {
-				for _, flag := range []string{"name", "policy", "sleep-after", "idle-cpu"} {
-					if cmd.Flags().Changed(flag) {
-						return control.Report{}, usageError{fmt.Errorf("--in takes a sandbox back as it was: --%s goes with a new one", flag)}
-					}
-				}
 				if _, err := s.State.RestoreTo(ctx, into, id); err != nil {
 					return control.Report{}, err
 				}
@@ -256,5 +237,8 @@ func (a *app) restoreCommand() *cobra.Command {
 	cmd.Flags().StringVar(&into, "in", "", "make no new VM: take this one, which must not run, back to its snapshot, and wake it")
 	policyFlag(cmd, &policy, "that of the snapshot")
 	idleFlags(cmd, &idle, "as for the VM of the snapshot")
+	for _, flag := range []string{"name", "policy", "sleep-after", "idle-cpu"} {
+		cmd.MarkFlagsMutuallyExclusive("in", flag)
+	}
 	return cmd
 }

@@ -65,21 +65,16 @@ func writeGuestStats(w io.Writer, g *guest.Stats) {
 		took(c.User), took(c.System), took(c.Idle), took(c.IOWait), took(c.IRQ), took(c.Steal))
 	fmt.Fprintf(w, "         memory %s, %s available, %s free, %s cached, %d major faults\n",
 		sizeText(m.Total), sizeText(m.Available), sizeText(m.Free), sizeText(m.Cached), g.MajorFaults)
-	if len(g.FileSystems) > 0 {
-		for t, f := range table(w, "FILE SYSTEM\tTYPE\tSIZE\tUSED\tAVAILABLE\tINODES FREE", g.FileSystems) {
-			fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\t%d\n", f.Path, f.Type, sizeText(f.Size), sizeText(f.Size-min(f.Free, f.Size)), sizeText(f.Available), f.InodesFree)
+	tableIfAny(w, "FILE SYSTEM\tTYPE\tSIZE\tUSED\tAVAILABLE\tINODES FREE", g.FileSystems, func(f guest.FileSystem) []any {
+		return []any{f.Path, f.Type, sizeText(f.Size), sizeText(f.Size - min(f.Free, f.Size)), sizeText(f.Available), f.InodesFree}
+	})
+	tableIfAny(w, "DISK\tREADS\tREAD\tWRITES\tWRITTEN", g.Disks, func(d guest.Disk) []any {
+		return []any{d.Name, d.Reads, sizeText(d.ReadBytes), d.Writes, sizeText(d.WrittenBytes)}
+	})
+	tableIfAny(w, "INTERFACE\tRECEIVED\tPACKETS\tERRORS\tDROPPED\tSENT\tPACKETS\tERRORS\tDROPPED", g.Interfaces, func(i guest.Interface) []any {
+		return []any{
+			i.Name, sizeText(i.ReceivedBytes), i.ReceivedPackets, i.ReceivedErrors, i.ReceivedDropped,
+			sizeText(i.SentBytes), i.SentPackets, i.SentErrors, i.SentDropped,
 		}
-	}
-	if len(g.Disks) > 0 {
-		for t, d := range table(w, "DISK\tREADS\tREAD\tWRITES\tWRITTEN", g.Disks) {
-			fmt.Fprintf(t, "%s\t%d\t%s\t%d\t%s\n", d.Name, d.Reads, sizeText(d.ReadBytes), d.Writes, sizeText(d.WrittenBytes))
-		}
-	}
-	if len(g.Interfaces) > 0 {
-		for t, i := range table(w, "INTERFACE\tRECEIVED\tPACKETS\tERRORS\tDROPPED\tSENT\tPACKETS\tERRORS\tDROPPED", g.Interfaces) {
-			fmt.Fprintf(t, "%s\t%s\t%d\t%d\t%d\t%s\t%d\t%d\t%d\n", i.Name,
-				sizeText(i.ReceivedBytes), i.ReceivedPackets, i.ReceivedErrors, i.ReceivedDropped,
-				sizeText(i.SentBytes), i.SentPackets, i.SentErrors, i.SentDropped)
-		}
-	}
+	})
 }

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"io"
@@ -65,38 +66,31 @@ func timer(now time.Time, at, in, every string, never bool) (t spec.Timer, err e
 	if at != "" && in != "" {
 		return t, errors.New("--at does not go with --in")
 	}
-	return timerOf(now, timerFlags{at, in, every, [3]string{"--at", "--in", "--every"}})
+	return timerOf(now, "--", at, in, every)
 }
 
-// timerFlags are a time, a time from now on, and one after which it comes again, and what these flags are called.
-type timerFlags struct {
-	at, in, every string
-	names         [3]string
-}
-
-func timerOf(now time.Time, f timerFlags) (t spec.Timer, err error) {
-	first := f.in
-	if f.every != "" {
-		d, err := lifetime.ParseDuration(f.every)
+// timerOf is a timer of a time, a time from now on, and one after which it comes again, whose flags begin with prefix.
+func timerOf(now time.Time, prefix, at, in, every string) (t spec.Timer, err error) {
+	first := in
+	if every != "" {
+		d, err := lifetime.ParseDuration(every)
 		if err != nil {
-			return t, fmt.Errorf("%s: %w", f.names[2], err)
+			return t, fmt.Errorf("%severy: %w", prefix, err)
 		}
 		if t.Every = int64(d / time.Second); t.Every < spec.MinTimer {
-			return t, fmt.Errorf("%s %s: use %d s or more", f.names[2], f.every, spec.MinTimer)
+			return t, fmt.Errorf("%severy %s: use %d s or more", prefix, every, spec.MinTimer)
 		}
-		if f.in == "" {
-			first = f.every
-		}
+		first = cmp.Or(in, every)
 	}
-	if f.at != "" {
-		if t.At, err = time.Parse(time.RFC3339Nano, f.at); err != nil {
-			return t, fmt.Errorf("%s %q: use a time as 2026-11-22T13:25:42Z", f.names[0], f.at)
+	if at != "" {
+		if t.At, err = time.Parse(time.RFC3339Nano, at); err != nil {
+			return t, fmt.Errorf("%sat %q: use a time as 2026-11-22T13:25:42Z", prefix, at)
 		}
 		return t, nil
 	}
 	d, err := lifetime.ParseDuration(first)
 	if err != nil {
-		return t, fmt.Errorf("%s: %w", f.names[1], err)
+		return t, fmt.Errorf("%sin: %w", prefix, err)
 	}
 	t.At = now.Add(d)
 	return t, nil

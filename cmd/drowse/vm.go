@@ -386,68 +386,6 @@ func (a *app) rmCommand() *cobra.Command {
 	return cmd
 }
 
-func (a *app) psCommand() *cobra.Command {
-	var all bool
-	cmd := &cobra.Command{
-		Use: "ps", Short: "List VMs", Args: cobra.NoArgs,
-		RunE: a.onHost(func(cmd *cobra.Command, _ []string, s *sandbox.Host) error {
-			records, listErr := s.State.List()
-			type row struct {
-				Name    string      `json:"name"`
-				Phase   state.Phase `json:"phase"`
-				Image   string      `json:"image"`
-				VCPUs   int         `json:"vcpus"`
-				Memory  int         `json:"memory_mib"`
-				PID     int         `json:"pid,omitempty"`
-				Created time.Time   `json:"created"`
-				Note    string      `json:"note,omitempty"`
-				// Parent is the VM that it is a fork of, and Generation how many
-				// forks lie between it and a VM that is none.
-				Parent     string `json:"parent,omitempty"`
-				Generation int    `json:"generation,omitempty"`
-			}
-			rows := []row{}
-			for _, r := range records {
-				if !all && r.Phase == state.Stopped {
-					continue
-				}
-				out := row{
-					Name: r.Spec.Name, Phase: r.Phase, Image: r.Spec.Image, VCPUs: r.Spec.VCPUs, Memory: r.Spec.MemoryMiB,
-					PID: r.PID, Created: r.Created, Note: r.Problem,
-				}
-				if r.Fork != nil {
-					out.Parent, out.Generation = r.Fork.Parent, r.Fork.Generation
-				}
-				if r.Phase == state.Running {
-					ctx, cancel := context.WithTimeout(cmd.Context(), 2*time.Second)
-					info, err := s.Sandbox(r.Spec.Name).Info(ctx)
-					cancel()
-					switch {
-					case err != nil:
-						out.Note = err.Error()
-					case info.Hung:
-						out.Note = "hung: " + info.Problem
-					case info.NoSpace:
-						out.Note = info.Problem
-					}
-				}
-				if r.Exit != nil {
-					out.Note = r.Exit.Reason
-				}
-				rows = append(rows, out)
-			}
-			err := a.print(rows, func(w io.Writer) {
-				for t, r := range table(w, "NAME\tPHASE\tIMAGE\tVCPUS\tMEMORY\tCREATED\tNOTE", rows) {
-					fmt.Fprintf(t, "%s\t%s\t%s\t%d\t%d MiB\t%s\t%s\n", r.Name, r.Phase, r.Image, r.VCPUs, r.Memory, r.Created.Local().Format("2006-01-02 15:04"), said(r.Note))
-				}
-			})
-			return errors.Join(listErr, err)
-		}),
-	}
-	cmd.Flags().BoolVarP(&all, "all", "a", false, "also those that have stopped")
-	return cmd
-}
-
 func (a *app) inspectCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "inspect NAME", Short: "Print all that is known of a VM, as JSON", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
@@ -490,17 +428,14 @@ func (a *app) logsCommand() *cobra.Command {
 	return cmd
 }
 
-func (a *app) completeVM(cmd *cobra.Command, _ []string, _ string) ([]string, cobra.ShellCompDirective) {
-	s, err := a.store()
-	if err != nil {
-		return nil, cobra.ShellCompDirectiveError
-	}
-	records, _ := s.State.List()
-	var names []string
-	for _, r := range records {
-		names = append(names, r.Spec.Name+"\t"+string(r.Phase))
-	}
-	return names, cobra.ShellCompDirectiveNoFileComp
+func (a *app) completeVM(*cobra.Command, []string, string) ([]string, cobra.ShellCompDirective) {
+	return completions(a.store, func(s *sandbox.Host) (names []string) {
+		records, _ := s.State.List() // those that can be read
+		for _, r := range records {
+			names = append(names, r.Spec.Name+"\t"+string(r.Phase))
+		}
+		return names
+	})
 }
 
 // bytesText is a size for people.

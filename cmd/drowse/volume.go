@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io"
 	"strconv"
+	"strings"
 
 	"github.com/spf13/cobra"
 
@@ -17,7 +18,7 @@ const defaultVolumeMiB = 1024
 
 func (a *app) volumeCommand() *cobra.Command {
 	return group(&cobra.Command{
-		Use: "volume", Short: "Disks that live beyond the VMs that use them", Args: cobra.NoArgs,
+		Use: "volume", Short: "Disks that live beyond the VMs that use them",
 		Long: `Disks that live beyond the VMs that use them. "drowse run --volume NAME:/PATH" mounts
 one in a VM. One VM may write to a volume, or any number read it (NAME:/PATH:ro); a VM
 that sleeps keeps its volumes.
@@ -32,21 +33,28 @@ func (a *app) volumeCreateCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "create NAME", Annotations: makesState, Short: "Make a volume with an empty ext4", Args: cobra.ExactArgs(1),
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
-			if size < 0 || size > volume.MaxSize>>20 {
-				size = 0 // which is refused, and cannot overflow
-			}
-			r, err := s.State.Volumes().Create(cmd.Context(), args[0], size<<20)
-			if errors.Is(err, volume.ErrName) || errors.Is(err, volume.ErrSize) {
-				return usageError{err}
-			}
-			if err != nil {
-				return err
-			}
-			return a.print(r, func(w io.Writer) { fmt.Fprintln(w, r.Name) })
+			r, err := s.State.Volumes().Create(cmd.Context(), args[0], volumeBytes(size))
+			return a.answerVolume(r, err)
 		}),
 	}
 	cmd.Flags().Int64Var(&size, "size", size, "size in MiB; it takes what is written to it")
 	return cmd
+}
+
+// volumeBytes is a size in bytes; one that cannot be is 0, which is refused.
+func volumeBytes(mib int64) int64 {
+	if mib < 0 || mib > volume.MaxSize>>20 {
+		return 0
+	}
+	return mib << 20
+}
+
+// answerVolume prints a volume that was made or changed.
+func (a *app) answerVolume(r *volume.Record, err error) error {
+	if errors.Is(err, volume.ErrName) || errors.Is(err, volume.ErrSize) {
+		err = usageError{err}
+	}
+	return a.answer(r, err, func(w io.Writer) { fmt.Fprintln(w, r.Name) })
 }
 
 func (a *app) volumeListCommand() *cobra.Command {
@@ -54,7 +62,7 @@ func (a *app) volumeListCommand() *cobra.Command {
 		Use: "ls", Short: "List volumes", Args: cobra.NoArgs,
 		RunE: a.onHost(func(_ *cobra.Command, _ []string, s *sandbox.Host) error {
 			records, listErr := s.State.Volumes().List()
-			list := []*state.VolumeInfo{}
+			var list []*state.VolumeInfo
 			for _, r := range records {
 				i, err := s.State.InspectVolume(r.Name)
 				if err != nil {
@@ -63,25 +71,19 @@ func (a *app) volumeListCommand() *cobra.Command {
 				}
 				list = append(list, i)
 			}
-			err := a.print(list, func(w io.Writer) {
-				for t, i := range table(w, "NAME\tSIZE\tSTORED\tCREATED\tVMS", list) {
-					fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\n", i.Name, bytesText(i.Size), bytesText(i.Allocated), i.Created.Local().Format("2006-01-02 15:04"), volumeUsers(i))
-				}
-			})
-			return errors.Join(listErr, err)
+			return errors.Join(listErr, answerList(a, list, nil, "NAME\tSIZE\tSTORED\tCREATED\tVMS", func(i *state.VolumeInfo) []any {
+				return []any{i.Name, bytesText(i.Size), bytesText(i.Allocated), i.Created.Local().Format(dayMinute), volumeUsers(i)}
+			}))
 		}),
 	}
 }
 
 func volumeUsers(i *state.VolumeInfo) string {
-	text := ""
-	for n, u := range i.UsedBy {
-		if n > 0 {
-			text += ", "
-		}
-		text += fmt.Sprintf("%s (%s)", u.VM, u.Phase)
+	var users []string
+	for _, u := range i.UsedBy {
+		users = append(users, fmt.Sprintf("%s (%s)", u.VM, u.Phase))
 	}
-	return text
+	return strings.Join(users, ", ")
 }
 
 func (a *app) volumeInspectCommand() *cobra.Command {
@@ -89,10 +91,7 @@ func (a *app) volumeInspectCommand() *cobra.Command {
 		Use: "inspect NAME", Short: "Print all that is known of a volume, as JSON", Args: cobra.ExactArgs(1),
 		RunE: a.onHost(func(_ *cobra.Command, args []string, s *sandbox.Host) error {
 			i, err := s.State.InspectVolume(args[0])
-			if err != nil {
-				return err
-			}
-			return printJSON(a.stdout, i)
+			return a.answer(i, err, func(w io.Writer) { _ = printJSON(w, i) })
 		}),
 	}
 }
@@ -109,17 +108,8 @@ was or has the new size.`,
 			if err != nil {
 				return usageError{fmt.Errorf("size %q: use a number of MiB", args[1])}
 			}
-			if mib < 0 || mib > volume.MaxSize>>20 {
-				mib = 0 // which is refused, and cannot overflow
-			}
-			r, err := s.State.ResizeVolume(cmd.Context(), args[0], mib<<20)
-			if errors.Is(err, volume.ErrName) || errors.Is(err, volume.ErrSize) {
-				return usageError{err}
-			}
-			if err != nil {
-				return err
-			}
-			return a.print(r, func(w io.Writer) { fmt.Fprintln(w, r.Name) })
+			r, err := s.State.ResizeVolume(cmd.Context(), args[0], volumeBytes(mib))
+			return a.answerVolume(r, err)
 		}),
 	}
 }

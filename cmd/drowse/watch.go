@@ -1,7 +1,6 @@
 package main
 
 import (
-	"encoding/json"
 	"fmt"
 	"path"
 	"strconv"
@@ -34,30 +33,24 @@ sleeps is woken at the beginning, and not again: watching goes on when it is awa
 
 Watching is no use of the VM, which goes to sleep by itself when nobody else uses it, unless
 --keep-awake is given.`,
-		Args: cobra.MinimumNArgs(2), ValidArgsFunction: a.completeVM,
-		RunE: func(cmd *cobra.Command, args []string) error {
+		ValidArgsFunction: a.completeVM,
+		Args: cobra.MatchAll(cobra.MinimumNArgs(2), func(_ *cobra.Command, args []string) error {
 			for _, p := range args[1:] {
 				if !path.IsAbs(p) {
-					return usageError{fmt.Errorf("%q is not an absolute path in the VM", p)}
+					return fmt.Errorf("%q is not an absolute path in the VM", p)
 				}
 			}
+			return nil
+		}),
+		RunE: a.onAwake(func(cmd *cobra.Command, args []string, b *sandbox.Sandbox) error {
 			o.Paths = args[1:]
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
-			c, err := a.awake(cmd.Context(), s, args[0])
-			if err != nil {
-				return err
-			}
-			c.Close()
 			o.Ready = func() { a.log.Debug("watching", "vm", args[0]) }
-			err = s.Sandbox(args[0]).Watch(cmd.Context(), o, a.printEvent)
+			err := b.Watch(cmd.Context(), o, a.printEvent)
 			if cmd.Context().Err() != nil {
 				return nil // interrupted, which is how this ends
 			}
 			return err
-		},
+		}),
 	}
 	f := cmd.Flags()
 	f.BoolVarP(&o.Recursive, "recursive", "r", false, "what lies below directories as well, on the same file system")
@@ -67,11 +60,6 @@ Watching is no use of the VM, which goes to sleep by itself when nobody else use
 
 // printEvent prints one event on a line of its own.
 func (a *app) printEvent(e guest.WatchEvent) error {
-	if a.json() {
-		return json.NewEncoder(a.stdout).Encode(watchDoc{
-			Time: e.Time.UTC(), Event: e.Kind, Path: e.Path, From: e.From, Dir: e.Dir, Problem: e.Problem,
-		})
-	}
 	name := func(p string) string {
 		if printable(p) != p || path.Clean(p) != p {
 			return strconv.Quote(p)
@@ -91,6 +79,5 @@ func (a *app) printEvent(e guest.WatchEvent) error {
 	if e.Problem != "" {
 		line += "  " + printable(e.Problem)
 	}
-	_, err := fmt.Fprintln(a.stdout, line)
-	return err
+	return a.line(watchDoc{Time: e.Time.UTC(), Event: e.Kind, Path: e.Path, From: e.From, Dir: e.Dir, Problem: e.Problem}, line)
 }

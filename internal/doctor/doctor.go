@@ -3,58 +3,50 @@ package doctor
 import (
 	"context"
 	"fmt"
+	"io"
 	"os"
 	"path/filepath"
 	"runtime"
 )
 
-// Options says what to look at. The zero value looks at the running host.
+// Options says what to look at.
 type Options struct {
 	// StateDir is the state directory; it need not exist.
 	StateDir string
 	// Agent is the path where the guest's agent should be, and VMM that of the program of a VM's process.
 	Agent, VMM string
-	// KernelDir and ImageDir are the stores of the packages of these names; empty
-	// means StateDir.
-	KernelDir, ImageDir string
-
-	root string // where the checks look for /proc, /sys and /dev; tests replace it
 }
 
 // Examine looks the host over. It fails only when ctx ends; whatever cannot be found
 // out is in the report as such.
 func Examine(ctx context.Context, o Options) (Report, error) {
-	if o.root == "" {
-		o.root = "/"
-	}
-	if o.KernelDir == "" {
-		o.KernelDir = o.StateDir
-	}
-	if o.ImageDir == "" {
-		o.ImageDir = o.StateDir
-	}
-	h := host{root: o.root}
+	h := host{root: "/"}
 	var r Report
-	for _, look := range []func() []Check{
-		func() []Check { var c []Check; r.KVM, c = h.kvm(); return c },
-		h.userfaultfd,
-		h.memory,
-		h.system,
-		h.network,
-		func() []Check { return h.state(o.StateDir) },
-		h.tools,
-		func() []Check { return stores(o) },
+	for _, subject := range []struct {
+		name string
+		look func(*group)
+	}{
+		{"kvm", func(g *group) { r.KVM = h.kvm(g) }},
+		{"userfaultfd", h.userfaultfd},
+		{"memory", h.memory},
+		{"system", h.system},
+		{"network", h.network},
+		{"state", func(g *group) { h.state(g, o.StateDir) }},
+		{"tools", h.tools},
+		{"stores", func(g *group) { stores(g, o) }},
 	} {
 		if err := ctx.Err(); err != nil {
 			return Report{}, fmt.Errorf("examining the host: %w", err)
 		}
-		r.Checks = append(r.Checks, look()...)
+		g := &group{name: subject.name}
+		subject.look(g)
+		r.Checks = append(r.Checks, g.checks...)
 	}
 	r.CanRun = canRun(r.Checks)
 	return r, nil
 }
 
-// host is where facts are read.
+// host is where facts are read: what is below root are /proc, /sys and /dev.
 type host struct{ root string }
 
 func (h host) path(name string) string { return filepath.Join(h.root, name) }
@@ -69,23 +61,11 @@ func (h host) read(name string) string {
 		return ""
 	}
 	defer f.Close()
-	b := make([]byte, maxFact)
-	n := 0
-	for n < len(b) {
-		k, err := f.Read(b[n:])
-		n += k
-		if err != nil || k == 0 {
-			break
-		}
-	}
-	return string(b[:n])
+	b, _ := io.ReadAll(io.LimitReader(f, maxFact))
+	return string(b)
 }
 
 // architecture is amd64 or nothing runs.
 func (h host) architecture(g *group) {
-	s, d := OK, runtime.GOOS+"/"+runtime.GOARCH
-	if runtime.GOARCH != "amd64" {
-		s = Missing
-	}
-	g.require("architecture", s, d, "drowse runs on x86-64 only")
+	g.require("architecture", unless(runtime.GOARCH != "amd64", Missing), runtime.GOOS+"/"+runtime.GOARCH, "drowse runs on x86-64 only")
 }

@@ -118,14 +118,15 @@ func TestKVMOfHostsWithoutIt(t *testing.T) {
 	}
 	for _, tt := range tests {
 		t.Run(tt.name, func(t *testing.T) {
-			k, checks := fake(t, tt.files).kvm()
+			var g group
+			k := fake(t, tt.files).kvm(&g)
 			if k.Kind != tt.want {
 				t.Errorf("kind %s, want %s", k.Kind, tt.want)
 			}
-			if c := find(t, checks, "kvm"); c.Status != Missing || !c.Required {
+			if c := find(t, g.checks, "kvm"); c.Status != Missing || !c.Required {
 				t.Errorf("check %+v, want that it is required and missing", c)
 			}
-			if canRun(checks) {
+			if canRun(g.checks) {
 				t.Error("VMs can run, it says")
 			}
 		})
@@ -181,7 +182,10 @@ func TestMemoryAndSystemFacts(t *testing.T) {
 	for _, tt := range tests {
 		t.Run(tt.name, func(t *testing.T) {
 			h := fake(t, tt.files)
-			c := find(t, append(h.memory(), h.system()...), tt.check)
+			var g group
+			h.memory(&g)
+			h.system(&g)
+			c := find(t, g.checks, tt.check)
 			if c.Status != tt.want || !strings.Contains(c.Detail, tt.says) {
 				t.Errorf("check %+v, want %s and %q", c, tt.want, tt.says)
 			}
@@ -221,7 +225,9 @@ func TestStateDirectory(t *testing.T) {
 	}
 	for _, tt := range tests {
 		t.Run(tt.name, func(t *testing.T) {
-			c := find(t, host{root: "/"}.state(tt.dir), tt.check)
+			var g group
+			host{root: "/"}.state(&g, tt.dir)
+			c := find(t, g.checks, tt.check)
 			if c.Status != tt.want || !strings.Contains(c.Detail, tt.says) {
 				t.Errorf("check %+v, want %s and %q", c, tt.want, tt.says)
 			}
@@ -235,9 +241,10 @@ func TestAgentAndProgramOfAVMAreRequired(t *testing.T) {
 		t.Fatal(err)
 	}
 	for path, want := range map[string]Status{file: OK, file + "2": Missing, filepath.Dir(file): Missing, "": Unknown} {
-		checks := stores(Options{Agent: path, VMM: path, KernelDir: t.TempDir(), ImageDir: t.TempDir()})
+		var g group
+		stores(&g, Options{Agent: path, VMM: path, StateDir: t.TempDir()})
 		for _, name := range []string{"agent", "vmm"} {
-			if c := find(t, checks, name); c.Status != want || !c.Required {
+			if c := find(t, g.checks, name); c.Status != want || !c.Required {
 				t.Errorf("%s %q: check %+v, want %s, required", name, path, c, want)
 			}
 		}

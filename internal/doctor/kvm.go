@@ -24,8 +24,7 @@ const (
 	memslots = 2
 )
 
-func (h host) kvm() (KVM, []Check) {
-	g := &group{name: "kvm"}
+func (h host) kvm(g *group) KVM {
 	h.architecture(g)
 	sys, err := kvm.OpenPath(h.path("dev/kvm"))
 	if err != nil {
@@ -37,20 +36,20 @@ func (h host) kvm() (KVM, []Check) {
 		}
 		k.VendorModule = h.vendorModule()
 		g.require("kvm", Missing, oneLine(err.Error()), "no VM can run")
-		return k, g.checks
+		return k
 	}
 	defer sys.Close()
 	k := KVM{VendorModule: h.vendorModule()}
 	vm := h.create(sys, &k, g)
 	if vm == nil {
 		k.Kind = Broken
-		return k, g.checks
+		return k
 	}
 	defer vm.Close()
 	h.kind(&k, g)
 	capabilities(vm, g)
 	h.largePages(k, g)
-	return k, g.checks
+	return k
 }
 
 // create makes a few VMs, keeps the last and says how long they took.
@@ -79,24 +78,20 @@ func (h host) create(sys *kvm.System, k *KVM, g *group) *kvm.VM {
 	middle, worst := times[len(times)/2], times[len(times)-1]
 	ms := func(d time.Duration) float64 { return float64(d.Microseconds()) / 1000 }
 	k.CreateVMMs, k.CreateVMMaxMs = ms(middle), ms(worst)
-	s := OK
-	if middle > slowCreate {
-		s = Degraded
-	}
-	g.require("create_vm", s, fmt.Sprintf("%.2f ms, at worst %.2f ms, of %d", ms(middle), ms(worst), len(times)),
+	g.require("create_vm", unless(middle > slowCreate, Degraded), fmt.Sprintf("%.2f ms, at worst %.2f ms, of %d", ms(middle), ms(worst), len(times)),
 		"each start and wake takes that much longer: see nx_huge_pages, and whether a cgroup with a CPU limit holds up the start of kernel threads")
 	return vm
 }
 
 // kind finds out what is under KVM.
 func (h host) kind(k *KVM, g *group) {
-	info := h.cpuinfo()
+	flags := h.cpuFlags()
 	switch {
 	case vmm.SoftKVM():
 		k.Kind = Soft
-	case k.VendorModule == "kvm_intel" || k.VendorModule == "" && info.flags["vmx"]:
+	case k.VendorModule == "kvm_intel" || k.VendorModule == "" && flags["vmx"]:
 		k.Kind = HardwareVMX
-	case k.VendorModule == "kvm_amd" || k.VendorModule == "" && info.flags["svm"]:
+	case k.VendorModule == "kvm_amd" || k.VendorModule == "" && flags["svm"]:
 		k.Kind = HardwareSVM
 	default:
 		k.Kind = Hardware
@@ -111,11 +106,11 @@ func (h host) kind(k *KVM, g *group) {
 				"AVX registers are not kept for guest programs, which Go, glibc and OpenSSL are told and others (V8, the JVM) cannot be")
 		return
 	}
-	if info.flags != nil {
-		nested := info.flags["hypervisor"]
+	nested := flags["hypervisor"]
+	if flags != nil {
 		k.Nested = &nested
 	}
-	if k.Nested != nil && *k.Nested {
+	if nested {
 		g.require("kvm", OK, detail+", nested: this host is a virtual machine", "")
 		g.add("nested", Degraded, "the CPU says that a hypervisor is under this host", "exits and page faults of guests cost several times what they do on bare metal")
 		return
@@ -135,11 +130,10 @@ func (h host) vendorModule() string {
 	for _, f := range found {
 		names = append(names, filepath.Base(f))
 	}
-	known := func(n string) bool { return strings.HasPrefix(n, "kvm_") }
-	names = slices.DeleteFunc(names, func(n string) bool { return !known(n) })
+	names = slices.DeleteFunc(names, func(n string) bool { return !strings.HasPrefix(n, "kvm_") })
 	if len(names) == 2 && slices.Contains(names, "kvm_intel") && slices.Contains(names, "kvm_amd") {
 		// A kernel with both built in.
-		if h.cpuinfo().flags["svm"] {
+		if h.cpuFlags()["svm"] {
 			return "kvm_amd"
 		}
 		return "kvm_intel"
@@ -150,62 +144,60 @@ func (h host) vendorModule() string {
 	return ""
 }
 
-type cpuinfo struct{ flags map[string]bool }
-
-// cpuinfo reads the flags of the first CPU, nil if they cannot be read.
-func (h host) cpuinfo() cpuinfo {
+// cpuFlags are those of the first CPU, nil if they cannot be read.
+func (h host) cpuFlags() map[string]bool {
 	for line := range strings.Lines(h.read("proc/cpuinfo")) {
 		key, value, ok := strings.Cut(line, ":")
 		if !ok || strings.TrimSpace(key) != "flags" {
 			continue
 		}
-		c := cpuinfo{flags: map[string]bool{}}
+		flags := map[string]bool{}
 		for f := range strings.FieldsSeq(value) {
-			c.flags[f] = true
+			flags[f] = true
 		}
-		return c
+		return flags
 	}
-	return cpuinfo{}
+	return nil
 }
 
 // capability is one of KVM's that drowse uses.
 type capability struct {
 	name     string
 	cap      kvm.Capability
-	want     int // the least value, or the bits, that will do
-	bits     bool
 	required bool
 	lack     string // what follows if it is not there
+	want     int    // the least value, or the bits, that will do; 0 is 1
+	bits     bool
 }
 
 const noVM = "no VM can run: a newer kernel is needed"
 
 // capabilityList is what packages vmm and vmm/kvm use, in the order of its use.
 var capabilityList = []capability{
-	{name: "user_memory", cap: kvm.CapUserMemory, want: 1, required: true, lack: noVM},
-	{name: "set_tss_addr", cap: kvm.CapSetTSSAddr, want: 1, required: true, lack: noVM},
-	{name: "set_identity_map_addr", cap: kvm.CapSetIdentityMapAddr, want: 1, required: true, lack: noVM},
-	{name: "irqchip", cap: kvm.CapIRQChip, want: 1, required: true, lack: noVM},
-	{name: "pit2", cap: kvm.CapPIT2, want: 1, required: true, lack: noVM},
-	{name: "irqfd", cap: kvm.CapIRQFD, want: 1, required: true, lack: "no device can interrupt a guest: no VM can run"},
-	{name: "ioeventfd", cap: kvm.CapIOEventFD, want: 1, required: true, lack: "no device can be kicked by a guest: no VM can run"},
-	{name: "ext_cpuid", cap: kvm.CapExtCPUID, want: 1, required: true, lack: noVM},
-	{name: "immediate_exit", cap: kvm.CapImmediateExit, want: 1, required: true, lack: "a VM cannot be paused without a race: no VM can run (Linux 4.13 has it)"},
+	{name: "user_memory", cap: kvm.CapUserMemory, required: true, lack: noVM},
+	{name: "set_tss_addr", cap: kvm.CapSetTSSAddr, required: true, lack: noVM},
+	{name: "set_identity_map_addr", cap: kvm.CapSetIdentityMapAddr, required: true, lack: noVM},
+	{name: "irqchip", cap: kvm.CapIRQChip, required: true, lack: noVM},
+	{name: "pit2", cap: kvm.CapPIT2, required: true, lack: noVM},
+	{name: "irqfd", cap: kvm.CapIRQFD, required: true, lack: "no device can interrupt a guest: no VM can run"},
+	{name: "ioeventfd", cap: kvm.CapIOEventFD, required: true, lack: "no device can be kicked by a guest: no VM can run"},
+	{name: "ext_cpuid", cap: kvm.CapExtCPUID, required: true, lack: noVM},
+	{name: "immediate_exit", cap: kvm.CapImmediateExit, required: true, lack: "a VM cannot be paused without a race: no VM can run (Linux 4.13 has it)"},
 	{name: "nr_memslots", cap: kvm.CapNrMemslots, want: memslots, required: true, lack: noVM},
 	{name: "max_vcpus", cap: kvm.CapMaxVCPUs, want: boot.MaxVCPUs, lack: fmt.Sprintf("VMs get fewer than %d vCPUs", boot.MaxVCPUs)},
-	{name: "mp_state", cap: kvm.CapMPState, want: 1, lack: noSleep},
-	{name: "vcpu_events", cap: kvm.CapVCPUEvents, want: 1, lack: noSleep},
-	{name: "debugregs", cap: kvm.CapDebugRegs, want: 1, lack: noSleep},
-	{name: "xsave", cap: kvm.CapXSave, want: 1, lack: noSleep},
-	{name: "pit_state2", cap: kvm.CapPITState2, want: 1, lack: noSleep},
-	{name: "adjust_clock", cap: kvm.CapAdjustClock, want: 1, lack: noSleep},
-	{name: "xcrs", cap: kvm.CapXCRs, want: 1, lack: "the XCR0 register is not in snapshots; a CPU without AVX needs none"},
-	{name: "xsave2", cap: kvm.CapXSave2, want: 1, lack: "vector state beyond 4 KiB (AMX) is not saved, and not offered to guests"},
-	{name: "sregs2", cap: kvm.CapSregs2, want: 1, lack: "page-directory pointers of 32-bit PAE guests are read anew from memory on wake; 64-bit guests do not notice"},
-	{name: "kvmclock_ctrl", cap: kvm.CapKVMClockCtrl, want: 1, lack: "guests that were paused for long may report a soft lockup when they go on"},
-	{name: "tsc_deadline", cap: kvm.CapTSCDeadlineTimer, want: 1, lack: "guest timers use the slower one-shot LAPIC timer"},
-	{name: "get_tsc_khz", cap: kvm.CapGetTSCKHz, want: 1, lack: "snapshots do not say how fast their TSC ran: woken on a CPU of another speed, the clock of the guest is wrong"},
-	{name: "tsc_control", cap: kvm.CapTSCControl, want: 1, lack: "snapshots from hosts whose TSC runs at another rate cannot be woken here; those of this host can"},
+	{name: "mp_state", cap: kvm.CapMPState, lack: noSleep},
+	{name: "vcpu_events", cap: kvm.CapVCPUEvents, lack: noSleep},
+	{name: "debugregs", cap: kvm.CapDebugRegs, lack: noSleep},
+	{name: "xsave", cap: kvm.CapXSave, lack: noSleep},
+	{name: "pit_state2", cap: kvm.CapPITState2, lack: noSleep},
+	{name: "adjust_clock", cap: kvm.CapAdjustClock, lack: noSleep},
+	{name: "xcrs", cap: kvm.CapXCRs, lack: "the XCR0 register is not in snapshots; a CPU without AVX needs none"},
+	{name: "xsave2", cap: kvm.CapXSave2, lack: "vector state beyond 4 KiB (AMX) is not saved, and not offered to guests"},
+	{name: "sregs2", cap: kvm.CapSregs2, lack: "page-directory pointers of 32-bit PAE guests are read anew from memory on wake; 64-bit guests do not notice"},
+	{name: "kvmclock_ctrl", cap: kvm.CapKVMClockCtrl, lack: "guests that were paused for long may report a soft lockup when they go on"},
+	{name: "tsc_deadline", cap: kvm.CapTSCDeadlineTimer, lack: "guest timers use the slower one-shot LAPIC timer"},
+	{name: "get_tsc_khz", cap: kvm.CapGetTSCKHz, lack: "snapshots do not say how fast their TSC ran: woken on a CPU of another speed, the clock of the guest is wrong"},
+	{name: "tsc_control", cap: kvm.CapTSCControl, lack: "snapshots from hosts whose TSC runs at another rate cannot be woken here; those of this host can"},
 	{name: "manual_dirty_log", cap: kvm.CapManualDirtyLog, want: kvm.DirtyLogManualProtect | kvm.DirtyLogInitiallySet, bits: true,
 		lack: "not needed by full snapshots; deltas would protect all of RAM at once, which lengthens the pause"},
 }
@@ -214,20 +206,14 @@ const noSleep = "VMs run but cannot be put to sleep: a newer kernel is needed"
 
 func capabilities(vm *kvm.VM, g *group) {
 	for _, c := range capabilityList {
-		have := vm.Check(c.cap)
-		there := have >= c.want
-		if c.bits {
-			there = have&c.want == c.want
-		}
+		have, want := vm.Check(c.cap), max(c.want, 1)
 		s := OK
 		switch {
-		case have == 0 && !there:
+		case c.bits && have&want == want, !c.bits && have >= want:
+		case have == 0, c.required: // too little of it is none
 			s = Missing
-		case !there:
+		default:
 			s = Degraded
-		}
-		if c.required && s == Degraded {
-			s = Missing // too little of it
 		}
 		g.put(Check{Name: "cap_" + c.name, Status: s, Detail: fmt.Sprintf("KVM_CHECK_EXTENSION(%d) = %d", int(c.cap), have), Consequence: c.lack, Required: c.required})
 	}

@@ -98,6 +98,14 @@ func (g *group) put(c Check) {
 	g.checks = append(g.checks, c)
 }
 
+// unless is OK, or what a status is if something is wrong.
+func unless(wrong bool, s Status) Status {
+	if wrong {
+		return s
+	}
+	return OK
+}
+
 // bytesText is a size for people.
 func bytesText(n uint64) string {
 	switch {

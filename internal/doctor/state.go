@@ -39,24 +39,24 @@ var fileSystems = map[int64]string{
 }
 
 // state looks at the state directory, or where it will be made.
-func (h host) state(dir string) []Check {
-	g := &group{name: "state"}
+func (h host) state(g *group, dir string) {
+	const lack = "VMs cannot be kept: name another directory with --state or $DROWSE_STATE"
 	dir, err := filepath.Abs(dir)
 	if err != nil {
 		g.require("state_dir", Unknown, oneLine(err.Error()), "")
-		return g.checks
+		return
 	}
 	at, err := existing(dir)
 	if err != nil {
-		g.require("state_dir", Missing, oneLine(err.Error()), "VMs cannot be kept: name another directory with --state or $DROWSE_STATE")
-		return g.checks
+		g.require("state_dir", Missing, oneLine(err.Error()), lack)
+		return
 	}
 	detail := dir
 	if at != dir {
 		detail += " (not there yet, will be made below " + at + ")"
 	}
 	if err := unix.Access(at, unix.W_OK|unix.X_OK); err != nil {
-		g.require("state_dir", Missing, detail+": "+err.Error(), "VMs cannot be kept: name another directory with --state or $DROWSE_STATE")
+		g.require("state_dir", Missing, detail+": "+err.Error(), lack)
 	} else {
 		g.require("state_dir", OK, detail, "")
 	}
@@ -69,7 +69,6 @@ func (h host) state(dir string) []Check {
 	space(g, at)
 	features(g, at)
 	hooks(g, dir)
-	return g.checks
 }
 
 // hooks looks at the hooks of the host as whoever runs them does.
@@ -116,11 +115,7 @@ func space(g *group, dir string) {
 	if name == "" {
 		name = fmt.Sprintf("type %#x", st.Type)
 	}
-	if name == "tmpfs" {
-		g.add("file_system", Degraded, name, "sleeping VMs cost memory instead of disk space, and are gone after a reboot")
-	} else {
-		g.add("file_system", OK, name, "")
-	}
+	g.add("file_system", unless(name == "tmpfs", Degraded), name, "sleeping VMs cost memory instead of disk space, and are gone after a reboot")
 	free := st.Bavail * uint64(st.Bsize)
 	if free < lowSpace {
 		g.add("space", Degraded, bytesText(free)+" free", "building kernels and images may fail, and a VM that cannot be saved stays awake: free space, or run `drowse prune`")
@@ -150,16 +145,13 @@ func nameless(dir string) (*os.File, error) {
 func features(g *group, dir string) {
 	const noHoles = "discarded blocks and zeros in disks keep their space"
 	f, err := nameless(dir)
+	if err == nil {
+		defer f.Close()
+		_, err = f.Write(make([]byte, tryBytes))
+	}
 	if err != nil {
 		for _, name := range []string{"punch_hole", "holes", "reflink"} {
-			g.add(name, Unknown, "no file can be made in "+dir+": "+oneLine(err.Error()), "")
-		}
-		return
-	}
-	defer f.Close()
-	if _, err := f.Write(make([]byte, tryBytes)); err != nil {
-		for _, name := range []string{"punch_hole", "holes", "reflink"} {
-			g.add(name, Unknown, "writing a file: "+oneLine(err.Error()), "")
+			g.add(name, Unknown, "no file can be written in "+dir+": "+oneLine(err.Error()), "")
 		}
 		return
 	}

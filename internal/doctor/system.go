@@ -21,17 +21,16 @@ var uffdFeatures = []string{
 	"WP_ASYNC", "MOVE",
 }
 
-func (h host) userfaultfd() []Check {
-	g := &group{name: "userfaultfd"}
+func (h host) userfaultfd(g *group) {
 	const cannotWake = "VMs run and sleep here, but cannot be woken"
 	have, err := pager.Features()
 	switch {
 	case errors.Is(err, pager.ErrNotPermitted), errors.Is(err, pager.ErrNotSupported):
 		g.add("userfaultfd", Missing, oneLine(err.Error()), cannotWake)
-		return g.checks
+		return
 	case err != nil:
 		g.add("userfaultfd", Unknown, oneLine(err.Error()), cannotWake+" unless this was chance")
-		return g.checks
+		return
 	}
 	way := "by userfaultfd(2)"
 	if f, err := os.OpenFile(h.path("dev/userfaultfd"), os.O_RDWR, 0); err == nil {
@@ -47,13 +46,11 @@ func (h host) userfaultfd() []Check {
 			lacking = append(lacking, name)
 		}
 	}
-	detail, s := fmt.Sprintf("%d: %s", bits.OnesCount64(have), strings.Join(there, " ")), OK
+	detail := fmt.Sprintf("%d: %s", bits.OnesCount64(have), strings.Join(there, " "))
 	if len(lacking) > 0 {
 		detail += "; not there: " + strings.Join(lacking, " ")
-		s = Degraded
 	}
-	g.add("userfaultfd_features", s, detail, "none: lazy restore takes missing-page faults of anonymous memory, which need no feature")
-	return g.checks
+	g.add("userfaultfd_features", unless(len(lacking) > 0, Degraded), detail, "none: lazy restore takes missing-page faults of anonymous memory, which need no feature")
 }
 
 // meminfo reads a field of /proc/meminfo, in bytes or, for counts, as it is.
@@ -79,16 +76,12 @@ func (h host) meminfo() map[string]uint64 {
 // lowMemory is when there is hardly room for one VM of the default size.
 const lowMemory = 768 << 20
 
-func (h host) memory() []Check {
-	g := &group{name: "memory"}
+func (h host) memory(g *group) {
 	m := h.meminfo()
-	switch free, ok := m["MemAvailable"]; {
-	case !ok:
+	if free, ok := m["MemAvailable"]; ok {
+		g.add("memory", unless(free < lowMemory, Degraded), bytesText(free)+" available of "+bytesText(m["MemTotal"]), "a VM may be killed for want of memory: put others to sleep")
+	} else {
 		g.add("memory", Unknown, "/proc/meminfo cannot be read", "mount /proc")
-	case free < lowMemory:
-		g.add("memory", Degraded, bytesText(free)+" available of "+bytesText(m["MemTotal"]), "a VM may be killed for want of memory: put others to sleep")
-	default:
-		g.add("memory", OK, bytesText(free)+" available of "+bytesText(m["MemTotal"]), "")
 	}
 	switch strings.TrimSpace(h.read("proc/sys/vm/overcommit_memory")) {
 	case "2":
@@ -119,7 +112,6 @@ func (h host) memory() []Check {
 	} else {
 		g.add("pagemap", OK, "/proc/self/pagemap is there: untouched pages of guests are not read when they sleep", "")
 	}
-	return g.checks
 }
 
 // selected returns the [chosen] one of the words in a file of sysfs.
@@ -132,19 +124,14 @@ func selected(text string) string {
 	return word
 }
 
-func (h host) system() []Check {
-	g := &group{name: "system"}
+func (h host) system(g *group) {
 	var u unix.Utsname
 	if err := unix.Uname(&u); err != nil {
 		g.add("kernel", Unknown, oneLine(err.Error()), "")
 	} else {
 		release := unix.ByteSliceToString(u.Release[:])
 		major, minor := version(release)
-		if s := OK; major > 0 && (major < 5 || major == 5 && minor < 10) {
-			g.add("kernel", Degraded, release, "drowse is tested with Linux 6.1 and later")
-		} else {
-			g.add("kernel", s, release, "")
-		}
+		g.add("kernel", unless(major > 0 && (major < 5 || major == 5 && minor < 10), Degraded), release, "drowse is tested with Linux 6.1 and later")
 	}
 	g.add("cpus", OK, fmt.Sprintf("%d for this process", runtime.NumCPU()), "")
 	if os.Geteuid() == 0 {
@@ -153,21 +140,13 @@ func (h host) system() []Check {
 		g.add("root", Degraded, fmt.Sprintf("user id %d", os.Geteuid()),
 			"images from Debian packages, links to the host's network and --install-deps need root; VMs need only access to /dev/kvm and userfaultfd")
 	}
-	g.put(h.cgroup())
-	g.put(h.clock())
-	return g.checks
+	h.cgroup(g)
+	h.clock(g)
 }
 
 // version reads the first two numbers of a kernel's release; 0, 0 if there are none.
 func version(release string) (major, minor int) {
-	a, rest, _ := strings.Cut(release, ".")
-	b := rest
-	if i := strings.IndexFunc(rest, func(r rune) bool { return r < '0' || r > '9' }); i >= 0 {
-		b = rest[:i]
-	}
-	major, err1 := strconv.Atoi(a)
-	minor, err2 := strconv.Atoi(b)
-	if err1 != nil || err2 != nil {
+	if _, err := fmt.Sscanf(release, "%d.%d", &major, &minor); err != nil {
 		return 0, 0
 	}
 	return major, minor
@@ -184,32 +163,28 @@ func (h host) mounts(fstype string) []string {
 	return out
 }
 
-func (h host) cgroup() Check {
+func (h host) cgroup(g *group) {
 	v1, v2 := h.mounts("cgroup"), h.mounts("cgroup2")
-	c := Check{Name: "cgroup", Status: OK}
-	switch {
-	case len(v1) == 0 && len(v2) == 0:
-		c.Status, c.Detail = Missing, "no cgroup file system is mounted"
-		c.Consequence = "VMs run without limits on their memory and CPU time but those of the guest"
-	case len(v2) == 0:
-		c.Detail = fmt.Sprintf("version 1, %d hierarchies", len(v1))
-	case len(v1) == 0:
-		c.Detail = "version 2 at " + v2[0]
-	default:
-		c.Detail = fmt.Sprintf("version 1, %d hierarchies, and version 2 at %s", len(v1), v2[0])
+	var found []string
+	if len(v1) > 0 {
+		found = append(found, fmt.Sprintf("version 1, %d hierarchies", len(v1)))
 	}
-	return c
+	if len(v2) > 0 {
+		found = append(found, "version 2 at "+v2[0])
+	}
+	if found == nil {
+		g.add("cgroup", Missing, "no cgroup file system is mounted", "VMs run without limits on their memory and CPU time but those of the guest")
+		return
+	}
+	g.add("cgroup", OK, strings.Join(found, ", and "), "")
 }
 
-func (h host) clock() Check {
+func (h host) clock(g *group) {
 	source := strings.TrimSpace(h.read("sys/devices/system/clocksource/clocksource0/current_clocksource"))
-	c := Check{Name: "clock", Status: OK, Detail: "clock source " + source}
-	switch source {
-	case "tsc", "kvm-clock":
-	case "":
-		c.Status, c.Detail = Unknown, "this kernel does not show its clock source"
-	default:
-		c.Status, c.Consequence = Degraded, "guests cannot read their time from the TSC without an exit: clock reads are slow, and times of stages are coarse"
+	if source == "" {
+		g.add("clock", Unknown, "this kernel does not show its clock source", "")
+		return
 	}
-	return c
+	g.add("clock", unless(source != "tsc" && source != "kvm-clock", Degraded), "clock source "+source,
+		"guests cannot read their time from the TSC without an exit: clock reads are slow, and times of stages are coarse")
 }

@@ -43,8 +43,7 @@ func (h host) find(name string) (string, bool) {
 	return "", false
 }
 
-func (h host) tools() []Check {
-	g := &group{name: "tools"}
+func (h host) tools(g *group) {
 	one := func(name, program, pkg, consequence string) {
 		if p, ok := h.find(program); ok {
 			g.add(name, OK, p, "")
@@ -67,12 +66,10 @@ func (h host) tools() []Check {
 			"`drowse kernel build` needs --install-deps, or: apt-get install "+strings.Join(pkgs, " "))
 	}
 	one("qemu", "qemu-system-x86_64", "qemu-system-x86", "none for VMs: only drowse's own tests use it, for a KVM of the hardware kind")
-	return g.checks
 }
 
 // stores looks at what VMs are made from.
-func stores(o Options) []Check {
-	g := &group{name: "stores"}
+func stores(g *group, o Options) {
 	for _, program := range []struct{ name, path, remedy string }{
 		{"agent", o.Agent, "build it with `make build`, put it beside drowse, or name it in $DROWSE_AGENT"},
 		{"vmm", o.VMM, "build it with `make build`, and put it beside drowse"},
@@ -88,9 +85,8 @@ func stores(o Options) []Check {
 			g.require(program.name, OK, fmt.Sprintf("%s, %s", program.path, bytesText(uint64(st.Size()))), "")
 		}
 	}
-	storedKernels(g, o.KernelDir)
-	storedImages(g, o.ImageDir)
-	return g.checks
+	storedKernels(g, o.StateDir)
+	storedImages(g, o.StateDir)
 }
 
 func storedKernels(g *group, dir string) {

@@ -1,0 +1,178 @@
+package main
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/records"
+	"github.com/drowse-vm/drowse/sandbox/state"
+)
+
+// listed are the sandboxes of a page, or of all pages.
+func (a *app) listed(ctx context.Context, f records.Filter, all bool) (list records.List, err error) {
+	fl, err := a.fleet()
+	if err != nil {
+		return list, err
+	}
+	if all {
+		f.Limit = records.MaxPage
+	}
+	list, err = fl.List(ctx, f)
+	for all && err == nil && list.Next != "" {
+		f.After = list.Next
+		var page records.List
+		if page, err = fl.List(ctx, f); err == nil {
+			list.Sandboxes = append(list.Sandboxes, page.Sandboxes...)
+			list.Next = page.Next
+		}
+	}
+	return list, err
+}
+
+// listDoc is `drowse ls -o json`.
+type listDoc struct {
+	Version int `json:"version"`
+	records.List
+}
+
+func (a *app) lsCommand() *cobra.Command {
+	var (
+		f        records.Filter
+		statuses []string
+		all      bool
+	)
+	cmd := &cobra.Command{
+		Use: "ls", Short: "List sandboxes by owner, tag, class and status", Args: cobra.NoArgs,
+		Long: `List sandboxes: those of an owner, with all of some tags, of a class, or with one of some
+statuses: creating, running, waiting, asleep, stopped, failed, expired.
+
+The JSON document has a page of them; "next" is what --after takes for the next page.`,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			for _, s := range statuses {
+				f.Statuses = append(f.Statuses, records.Status(s))
+			}
+			if cmd.Flags().Changed("limit") && f.Limit < 1 {
+				return usageError{fmt.Errorf("--limit %d: use 1 to %d", f.Limit, records.MaxPage)}
+			}
+			if err := f.Check(); err != nil {
+				return usageError{err}
+			}
+			list, err := a.listed(cmd.Context(), f, all)
+			if err != nil {
+				return err
+			}
+			for _, p := range list.Problems {
+				a.log.Warn("the list may lack something", "cause", printable(p))
+			}
+			at := func(t time.Time) string {
+				if t.IsZero() {
+					return "-"
+				}
+				return t.Local().Format(dayMinute)
+			}
+			return a.print(listDoc{1, list}, func(w io.Writer) {
+				table(w, "NAME\tSTATUS\tCLASS\tOWNER\tTAGS\tIMAGE\tMEMORY\tEXPIRES\tWAKES\tNOTE", list.Sandboxes, func(s records.Sandbox) []any {
+					return []any{
+						s.Name, s.Status, s.Class, dash(s.Owner), dash(strings.Join(s.Tags, ",")), s.Image, fmt.Sprintf("%d MiB", s.Memory),
+						at(s.Expires), at(s.NextWake), said(cmp.Or(s.Problem, s.Purpose)),
+					}
+				})
+				if list.Next != "" {
+					fmt.Fprintf(a.stderr, "drowse: there are more: --after %s, or --all\n", list.Next)
+				}
+			})
+		},
+	}
+	fl := cmd.Flags()
+	fl.StringVar(&f.Owner, "owner", "", "only those of this owner")
+	fl.StringArrayVar(&f.Tags, "tag", nil, "only those with this tag; may be given several times")
+	fl.StringArrayVar(&statuses, "status", nil, "only those with this status; may be given several times")
+	fl.StringVar((*string)(&f.Class), "class", "", "only those of this class")
+	fl.IntVar(&f.Limit, "limit", 0, fmt.Sprintf("at most so many, up to %d (default %d)", records.MaxPage, records.DefaultPage))
+	fl.StringVar(&f.After, "after", "", "only those with names after this one")
+	fl.BoolVar(&all, "all", false, "all pages")
+	cmd.MarkFlagsMutuallyExclusive("all", "limit")
+	cmd.MarkFlagsMutuallyExclusive("all", "after")
+	return cmd
+}
+
+// vmRow is a sandbox in `drowse ps -o json`: what is known of its VM.
+type vmRow struct {
+	Name    string      `json:"name"`
+	Phase   state.Phase `json:"phase"`
+	Image   string      `json:"image"`
+	VCPUs   int         `json:"vcpus"`
+	Memory  int         `json:"memory_mib"`
+	PID     int         `json:"pid,omitempty"`
+	Created time.Time   `json:"created"`
+	Note    string      `json:"note,omitempty"`
+	// Parent is the VM that it is a fork of, and Generation how many
+	// forks lie between it and a VM that is none.
+	Parent     string `json:"parent,omitempty"`
+	Generation int    `json:"generation,omitempty"`
+}
+
+func (a *app) psCommand() *cobra.Command {
+	var all bool
+	cmd := &cobra.Command{
+		Use: "ps", Short: "List VMs", Args: cobra.NoArgs,
+		RunE: a.onHost(func(cmd *cobra.Command, _ []string, s *sandbox.Host) error {
+			list, err := a.listed(cmd.Context(), records.Filter{}, true)
+			if err != nil {
+				return err
+			}
+			var errs []error
+			for _, p := range list.Problems {
+				errs = append(errs, errors.New(p))
+			}
+			var rows []vmRow
+			for _, b := range list.Sandboxes {
+				r, err := s.State.Get(b.Name)
+				if err != nil && !errors.Is(err, sandbox.ErrNotFound) {
+					errs = append(errs, err)
+				}
+				if err == nil && (all || r.Phase != state.Stopped) {
+					rows = append(rows, vmRow{
+						Name: b.Name, Phase: r.Phase, Image: b.Image, VCPUs: b.VCPUs, Memory: b.Memory, PID: r.PID, Created: b.Created,
+						Note: vmNote(cmd.Context(), s, r), Parent: b.Parent, Generation: b.Generation,
+					})
+				}
+			}
+			err = answerList(a, rows, nil, "NAME\tPHASE\tIMAGE\tVCPUS\tMEMORY\tCREATED\tNOTE", func(r vmRow) []any {
+				return []any{r.Name, r.Phase, r.Image, r.VCPUs, fmt.Sprintf("%d MiB", r.Memory), r.Created.Local().Format(dayMinute), said(r.Note)}
+			})
+			return errors.Join(append(errs, err)...)
+		}),
+	}
+	cmd.Flags().BoolVarP(&all, "all", "a", false, "also those that have stopped")
+	return cmd
+}
+
+// vmNote says why a VM is as it is, which the process of one that runs is asked for.
+func vmNote(ctx context.Context, s *sandbox.Host, r *state.Record) string {
+	if r.Exit != nil {
+		return r.Exit.Reason
+	}
+	if r.Phase != state.Running {
+		return r.Problem
+	}
+	ctx, cancel := context.WithTimeout(ctx, 2*time.Second)
+	defer cancel()
+	switch info, err := s.Sandbox(r.Spec.Name).Info(ctx); {
+	case err != nil:
+		return err.Error()
+	case info.Hung:
+		return "hung: " + info.Problem
+	case info.NoSpace:
+		return info.Problem
+	}
+	return r.Problem
+}
