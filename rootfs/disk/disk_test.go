@@ -273,9 +273,7 @@ func TestSealThenKeepsWritesOutUntilTheNewLayerIsRemembered(t *testing.T) {
 			_, err := d.WriteAt(fillBlock(7, BlockSize), 0)
 			wrote <- err
 		}()
-		d.gate.mu.Lock()
-		defer d.gate.mu.Unlock()
-		if !d.gate.alone {
+		if d.gate.places.TryAcquire(1) {
 			t.Error("the gate is open for writes before the layer is remembered")
 		}
 		wantBytes(t, d, 0, make([]byte, BlockSize)) // reading goes on

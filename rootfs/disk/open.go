@@ -144,7 +144,7 @@ func (e env) open(s Stack, o Options) (d *Disk, err error) {
 	if len(s.Layers) == 0 && !o.ReadOnly {
 		return nil, fmt.Errorf("open disk: %w: it has no layer to write to", ErrReadOnly)
 	}
-	d = &Disk{env: e, readOnly: o.ReadOnly}
+	d = &Disk{env: e, readOnly: o.ReadOnly, gate: newGate()}
 	var ls []*layer
 	defer func() {
 		if err != nil {
