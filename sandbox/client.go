@@ -159,7 +159,7 @@ func (s *Host) resolve(ctx context.Context, l pool.Launcher, spec Spec) (state.B
 			return state.BootFiles{}, err
 		}
 		b.Kernel, b.KernelID, kind = k.Image, k.ID, k.Kind
-		if kernel.DefaultRoot(kind) == kernel.Initramfs {
+		if kind == kernel.Debian { // its drivers are modules
 			b.Initramfs, err = initramfs.Ensure(ctx, s.State.CacheDir(), initramfs.Spec{Init: l.Agent, Modules: k.Modules})
 			if err != nil {
 				return state.BootFiles{}, err
@@ -175,11 +175,7 @@ func (s *Host) resolve(ctx context.Context, l pool.Launcher, spec Spec) (state.B
 	if err != nil {
 		return state.BootFiles{}, err
 	}
-	root, err := kernel.RootParams(kernel.DefaultRoot(kind))
-	if err != nil {
-		return state.BootFiles{}, err
-	}
-	b.Cmdline = params.String() + " " + root.String()
+	b.Cmdline = params + " " + kernel.RootParams(kind)
 	for _, path := range []*string{&b.Kernel, &b.Initramfs, &b.SystemDisk, &b.Image} {
 		*path = s.State.InStore(*path)
 	}
