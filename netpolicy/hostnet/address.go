@@ -1,6 +1,7 @@
 package hostnet
 
 import (
+	"cmp"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -138,9 +139,7 @@ func (a *Address) Release() error {
 // has that by now. dir is where the host's addresses are taken; empty is DefaultDir.
 // It fails with ErrFull, or with ErrRange if an interface of the host is in that range.
 func Take(dir string, in netip.Prefix, endpoint string) (*Address, error) {
-	if dir == "" {
-		dir = DefaultDir
-	}
+	dir = cmp.Or(dir, DefaultDir)
 	if err := CheckRange(in); err != nil {
 		return nil, err
 	}
@@ -212,9 +211,7 @@ func clash(in netip.Prefix, env string) error {
 // Sweep removes the files of addresses that killed processes had. They are free without
 // that. dir is as for Take.
 func Sweep(dir string) error {
-	if dir == "" {
-		dir = DefaultDir
-	}
+	dir = cmp.Or(dir, DefaultDir)
 	entries, err := os.ReadDir(dir)
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil

@@ -1,6 +1,7 @@
 package disk
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -51,9 +52,7 @@ func (e env) fork(path string, lower Stack, size int64) (Stack, error) {
 	if h.state != StateSealed && h.state != StateFrozen {
 		return Stack{}, fmt.Errorf("fork: %w: %s is %v; seal it first", ErrInUse, lower.Top(), h.state)
 	}
-	if size == 0 {
-		size = h.size
-	}
+	size = cmp.Or(size, h.size)
 	if size < h.size {
 		return Stack{}, fmt.Errorf("fork: %w: %d bytes are less than the %d below", ErrSize, size, h.size)
 	}
