@@ -21,7 +21,7 @@ const (
 // snapshot, which are those of all its bases too, its images and the layers of its disk.
 // What another process has mapped stays.
 func (v *sleeper) evict() error {
-	files := append([]string{v.parts.Image, v.parts.SystemDisk, v.parts.Disk.Base}, v.parts.Disk.Layers...)
+	files := append([]string{v.parts.Image, v.parts.SystemDisk}, v.parts.Disk.Layers...)
 	err := filepath.WalkDir(v.snap, func(path string, d fs.DirEntry, err error) error {
 		if err == nil && d.Type().IsRegular() {
 			files = append(files, path)

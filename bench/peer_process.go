@@ -84,11 +84,8 @@ func (e Env) peerKernel() (image, params string, err error) {
 		}
 		image = k.Image
 	}
-	p, err := kernel.DefaultParams(kernel.Built, host)
-	if err != nil {
-		return "", "", err
-	}
-	return image, p.String(), nil
+	params, err = kernel.DefaultParams(kernel.Built, host)
+	return image, params, err
 }
 
 // PeerReady is what the program of Env.PeerGuest writes once, when its memory is filled.

@@ -57,9 +57,13 @@ func inside(p netip.Prefix, list []netip.Prefix) bool {
 	return false
 }
 
+// AllPrivate says whether all addresses of a prefix are ones that no host on the Internet has (RFC 1918, RFC 6598,
+// RFC 2544, RFC 4193).
+func AllPrivate(p netip.Prefix) bool { return inside(p, private) }
+
 // MayBePublic says whether an address of a prefix may be public: the prefix is not wholly among those that are always
 // denied, or private on every host.
-func MayBePublic(p netip.Prefix) bool { return !inside(p, floor) && !inside(p, private) }
+func MayBePublic(p netip.Prefix) bool { return !inside(p, floor) && !AllPrivate(p) }
 
 // classes tells the class of addresses quickly.
 type classes struct {

@@ -1,6 +1,7 @@
 package netpolicy
 
 import (
+	"cmp"
 	"crypto/sha256"
 	"encoding/binary"
 	"errors"
@@ -94,11 +95,7 @@ func (p *Policy) flatten(tlsPort uint16) (rules []flat, names []string) {
 	}
 	for i, r := range p.Rules {
 		rules = append(rules, flat{Rule: r})
-		name := r.Name
-		if name == "" {
-			name = fmt.Sprintf("rules[%d]", i)
-		}
-		names = append(names, name)
+		names = append(names, cmp.Or(r.Name, fmt.Sprintf("rules[%d]", i)))
 	}
 	return rules, names
 }
@@ -177,11 +174,8 @@ func Compile(p *Policy, id Identity, env Environment) (*Spec, error) {
 		c.classes.peers[peer.Address] = true
 	}
 	s := &Spec{
-		names: names, flows: p.Flows, ident: id, class: &c.classes, rules: rules, deflt: p.Default,
+		names: names, flows: cmp.Or(p.Flows, DefaultFlows), ident: id, class: &c.classes, rules: rules, deflt: p.Default,
 		tlsPort: env.TLSPort,
-	}
-	if s.flows == 0 {
-		s.flows = DefaultFlows
 	}
 	c.table = make([]row, 2) // the heads are filled in below
 	h := heads{names: slices.ContainsFunc(rules, func(r flat) bool { return len(r.Names) > 0 })}
@@ -222,10 +216,7 @@ func limitOf(r *Rate, least uint64) limit {
 	if r == nil {
 		return limit{}
 	}
-	burst := r.Burst
-	if burst == 0 {
-		burst = max(r.PerSecond/10, least)
-	}
+	burst := cmp.Or(r.Burst, max(r.PerSecond/10, least))
 	mult := uint64(1e9) << 20 / r.PerSecond
 	hi, lo := bits.Mul64(burst, mult)
 	const longest = 1 << 60

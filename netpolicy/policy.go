@@ -1,6 +1,7 @@
 package netpolicy
 
 import (
+	"cmp"
 	"encoding"
 	"fmt"
 	"net/netip"
@@ -223,12 +224,8 @@ var (
 
 // orDefault are the limits of egress that are in force.
 func (r Rates) orDefault() Rates {
-	if r.Packets == nil {
-		r.Packets = &DefaultPackets
-	}
-	if r.Connections == nil {
-		r.Connections = &DefaultConnections
-	}
+	r.Packets = cmp.Or(r.Packets, &DefaultPackets)
+	r.Connections = cmp.Or(r.Connections, &DefaultConnections)
 	return r
 }
 

@@ -38,18 +38,13 @@ type row [RowSize]byte
 // Rows is how many rows the table has.
 func (s *Spec) Rows() int { return len(s.rows) }
 
-// Fill writes the table, and says in it which it is and whose: see Head.
+// Fill writes the table, and says in it which it is and whose.
 func (s *Spec) Fill(mem []byte, generation, claim uint32) {
 	for i := range s.rows {
 		copy(mem[i*RowSize:], s.rows[i][:])
 	}
 	binary.LittleEndian.PutUint32(mem[genAt:], generation)
 	binary.LittleEndian.PutUint32(mem[claimAt:], claim)
-}
-
-// Head is what the first row of a table says.
-func Head(row [RowSize]byte) (generation, claim uint32) {
-	return binary.LittleEndian.Uint32(row[genAt:]), binary.LittleEndian.Uint32(row[claimAt:])
 }
 
 // number is an address or a port.

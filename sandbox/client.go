@@ -165,7 +165,7 @@ func (s *Host) resolve(ctx context.Context, spec Spec) (state.BootFiles, error) 
 			return state.BootFiles{}, err
 		}
 		b.Kernel, b.KernelID, kind = k.Image, k.ID, k.Kind
-		if kernel.DefaultRoot(kind) == kernel.Initramfs {
+		if kind == kernel.Debian { // its drivers are modules
 			b.Initramfs, err = initramfs.Ensure(ctx, s.State.CacheDir(), initramfs.Spec{Init: s.launcher.Agent, Modules: k.Modules})
 			if err != nil {
 				return state.BootFiles{}, err
@@ -181,11 +181,7 @@ func (s *Host) resolve(ctx context.Context, spec Spec) (state.BootFiles, error) 
 	if err != nil {
 		return state.BootFiles{}, err
 	}
-	root, err := kernel.RootParams(kernel.DefaultRoot(kind))
-	if err != nil {
-		return state.BootFiles{}, err
-	}
-	b.Cmdline = params.String() + " " + root.String()
+	b.Cmdline = params + " " + kernel.RootParams(kind)
 	for _, path := range []*string{&b.Kernel, &b.Initramfs, &b.SystemDisk, &b.Image} {
 		*path = s.State.InStore(*path)
 	}

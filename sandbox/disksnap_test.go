@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -79,6 +80,29 @@ func tool(t *testing.T, name string, args ...string) string {
 	return string(out)
 }
 
+// rawCopy makes a raw file with the content of a disk, holes where it has no data.
+func rawCopy(t *testing.T, d *disk.Disk, path string) {
+	t.Helper()
+	f, err := os.Create(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	if err := f.Truncate(d.Size()); err != nil {
+		t.Fatal(err)
+	}
+	for off := int64(0); off < d.Size(); {
+		from, at, n, err := d.ReadExtent(off, min(64<<20, d.Size()-off))
+		if err == nil && from != nil {
+			_, err = io.Copy(io.NewOffsetWriter(f, off), io.NewSectionReader(from, at, n))
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		off += n
+	}
+}
+
 // checkDiskSnapshot checks that the file system in a snapshot is clean without its journal,
 // and returns how many whole records are in it.
 func checkDiskSnapshot(t *testing.T, e *guesttest.Env, id string) int {
@@ -93,9 +117,7 @@ func checkDiskSnapshot(t *testing.T, e *guesttest.Env, id string) int {
 	}
 	defer d.Close()
 	raw := filepath.Join(t.TempDir(), "raw")
-	if err := d.Clone(t.Context(), raw); err != nil {
-		t.Fatal(err)
-	}
+	rawCopy(t, d, raw)
 	defer os.Remove(raw)
 	if out := tool(t, "dumpe2fs", "-h", raw); strings.Contains(out, "needs_recovery") || !strings.Contains(out, "has_journal") {
 		t.Errorf("snapshot %s: the journal has something to replay:\n%s", id, out)

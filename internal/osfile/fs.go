@@ -116,6 +116,23 @@ func (f osFile) control(op string, call func(fd int) error) error {
 	return nil
 }
 
+// NextData is where the first data of a file from off on begins and ends (lseek(2), SEEK_DATA and SEEK_HOLE), neither
+// beyond end; both are end if only a hole is left. Where the file system does not know holes, all is data.
+func NextData(f *os.File, off, end int64) (data, hole int64) {
+	data, err := f.Seek(off, unix.SEEK_DATA)
+	switch {
+	case errors.Is(err, unix.ENXIO):
+		return end, end
+	case err != nil:
+		return off, end
+	}
+	hole, err = f.Seek(data, unix.SEEK_HOLE)
+	if err != nil || hole <= data {
+		hole = end
+	}
+	return min(data, end), min(hole, end)
+}
+
 // CopyRange copies n bytes between two files: in the kernel, with reflinks where the file system has
 // them, if both are files of [OS], otherwise through buf, which must not be empty. A source that ends
 // early is io.ErrUnexpectedEOF.

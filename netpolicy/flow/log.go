@@ -36,9 +36,9 @@ type Log struct {
 
 	mu      sync.Mutex // guards what follows
 	flows   tracker
-	denied  deniedTracker
-	lost    netpolicy.FlowsLost // not written yet
-	since   time.Time           // of lost
+	denied  map[deniedKey]*deniedFlow // of late
+	lost    netpolicy.FlowsLost       // not written yet
+	since   time.Time                 // of lost
 	seq     uint64
 	passed  recordRing
 	others  recordRing
@@ -60,7 +60,7 @@ func NewLog(t *Table, id netpolicy.Identity, clock func() uint64, begun uint64) 
 	return &Log{
 		table: t, guest: id.Address4, six: id.Address6, now: clock, more: make(chan struct{}), since: time.Now().UTC(),
 		flows:  tracker{flows: map[key]*trackedFlow{}, begun: begun, known: opened},
-		denied: deniedTracker{flows: map[deniedKey]*deniedFlow{}},
+		denied: map[deniedKey]*deniedFlow{},
 		passed: recordRing{most: MaxRecords}, others: recordRing{most: MaxDeniedRecords},
 	}, nil
 }
@@ -104,7 +104,7 @@ func (g *Log) Look() error { return g.look(true) }
 func (g *Log) Size() (flows, denied, records int) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	return len(g.flows.flows), len(g.denied.flows), len(g.passed.recs) + len(g.others.recs)
+	return len(g.flows.flows), len(g.denied), len(g.passed.recs) + len(g.others.recs)
 }
 
 // look notices what has happened. It looks at the flow table only if it has to, or always with anyway.
@@ -162,7 +162,7 @@ func (g *Log) close(err error) {
 	}
 	g.ended, g.failure = true, err
 	clear(g.flows.flows)
-	clear(g.denied.flows)
+	clear(g.denied)
 	close(g.more)
 }
 
@@ -351,7 +351,7 @@ func (g *Log) open() []record {
 			out = append(out, g.record(k, t, netpolicy.FlowOpen))
 		}
 	}
-	for k, d := range g.denied.flows {
+	for k, d := range g.denied {
 		out = append(out, g.deniedRecord(k, d, netpolicy.FlowOpen))
 	}
 	sortByFirst(out)

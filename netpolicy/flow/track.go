@@ -198,11 +198,6 @@ type deniedFlow struct {
 	count       netpolicy.Count
 }
 
-// deniedTracker has the flows that were denied of late.
-type deniedTracker struct {
-	flows map[deniedKey]*deniedFlow
-}
-
 // A denied flow is written when nothing more of it came for deniedQuiet, or after deniedMost;
 // what comes then is another record.
 const (
@@ -223,9 +218,9 @@ func (g *Log) Denied(e netpolicy.Event) {
 	}
 	k := deniedKey{e.Peer, e.PeerPort, e.GuestPort, e.Protocol, e.Direction, e.Verdict, e.Reason, e.Generation, e.Rule}
 	at := uint64(e.Uptime)
-	d := g.denied.flows[k]
+	d := g.denied[k]
 	if d == nil {
-		if len(g.denied.flows) >= MaxDeniedFlows {
+		if len(g.denied) >= MaxDeniedFlows {
 			g.lost.Denied++
 			return
 		}
@@ -233,7 +228,7 @@ func (g *Log) Denied(e netpolicy.Event) {
 		if e.Direction == netpolicy.Egress {
 			d.name = g.table.History.NameAt(e.Peer, at)
 		}
-		g.denied.flows[k] = d
+		g.denied[k] = d
 	}
 	d.last = max(d.last, at)
 	d.count.Packets++
@@ -243,12 +238,12 @@ func (g *Log) Denied(e netpolicy.Event) {
 // lookAtDenied writes what was denied and is not any more. The lock is held.
 func (g *Log) lookAtDenied() {
 	now := g.now()
-	for k, d := range g.denied.flows {
+	for k, d := range g.denied {
 		if now < d.last+uint64(deniedQuiet) && now < d.first+uint64(deniedMost) {
 			continue
 		}
 		g.write(g.deniedRecord(k, d, netpolicy.FlowDenied))
-		delete(g.denied.flows, k)
+		delete(g.denied, k)
 	}
 }
 

@@ -1,6 +1,7 @@
 package hostnet
 
 import (
+	"cmp"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -46,34 +47,24 @@ var (
 )
 
 // Range is the range of endpoints' addresses that $DROWSE_AGENT_RANGE names, or DefaultRange.
-func Range() (netip.Prefix, error) {
-	text := os.Getenv(RangeEnv)
-	if text == "" {
-		return DefaultRange, nil
-	}
-	p, err := netip.ParsePrefix(text)
-	if err != nil {
-		return p, fmt.Errorf("$%s: %w: %.40q is not like 10.200.0.0/16", RangeEnv, ErrRange, text)
-	}
-	if err := CheckRange(p); err != nil {
-		return p, fmt.Errorf("$%s: %w", RangeEnv, err)
-	}
-	return p, nil
-}
+func Range() (netip.Prefix, error) { return named(RangeEnv, DefaultRange, CheckRange) }
 
 // Range6 is the range of endpoints' IPv6 addresses that $DROWSE_AGENT_RANGE6 names, or
 // DefaultRange6.
-func Range6() (netip.Prefix, error) {
-	text := os.Getenv(Range6Env)
+func Range6() (netip.Prefix, error) { return named(Range6Env, DefaultRange6, checkRange6) }
+
+// named is the range that a variable of the environment names.
+func named(env string, usual netip.Prefix, check func(netip.Prefix) error) (netip.Prefix, error) {
+	text := os.Getenv(env)
 	if text == "" {
-		return DefaultRange6, nil
+		return usual, nil
 	}
 	p, err := netip.ParsePrefix(text)
 	if err != nil {
-		return p, fmt.Errorf("$%s: %w: %.60q is not like %v", Range6Env, ErrRange, text, DefaultRange6)
+		return p, fmt.Errorf("$%s: %w: %.60q is not like %v", env, ErrRange, text, usual)
 	}
-	if err := checkRange6(p); err != nil {
-		return p, fmt.Errorf("$%s: %w", Range6Env, err)
+	if err := check(p); err != nil {
+		return p, fmt.Errorf("$%s: %w", env, err)
 	}
 	return p, nil
 }
@@ -82,7 +73,7 @@ func Range6() (netip.Prefix, error) {
 func checkRange6(p netip.Prefix) error {
 	wire := netip.PrefixFrom(netpolicy.TheWire.Gateway6, 64).Masked()
 	switch {
-	case !p.IsValid() || !p.Addr().Is6() || p.Addr().Is4In6() || p != p.Masked() || p.Bits() != 64 || !netip.MustParsePrefix("fc00::/7").Contains(p.Addr()):
+	case !p.IsValid() || !p.Addr().Is6() || p.Addr().Is4In6() || p != p.Masked() || p.Bits() != 64 || !netpolicy.AllPrivate(p):
 		return fmt.Errorf("%w: %v: use an IPv6 prefix of 64 bits of unique local addresses, as %v", ErrRange, p, DefaultRange6)
 	case p.Overlaps(wire):
 		return fmt.Errorf("%w: %v: every guest has %v for itself", ErrRange, p, wire)
@@ -107,13 +98,6 @@ func Address6(in netip.Prefix, own netip.Addr) (netip.Addr, error) {
 	return netip.AddrFrom16(b), nil
 }
 
-// usable are the ranges that endpoints may have their addresses in: private ones, which no
-// host on the Internet has (RFC 1918, RFC 6598, RFC 2544).
-var usable = []netip.Prefix{
-	netip.MustParsePrefix("10.0.0.0/8"), netip.MustParsePrefix("172.16.0.0/12"), netip.MustParsePrefix("192.168.0.0/16"),
-	netip.MustParsePrefix("100.64.0.0/10"), netip.MustParsePrefix("198.18.0.0/15"),
-}
-
 // CheckRange says whether endpoints can have their addresses in a range.
 func CheckRange(p netip.Prefix) error {
 	wire := netip.PrefixFrom(netpolicy.TheWire.Gateway4, 30).Masked()
@@ -124,13 +108,10 @@ func CheckRange(p netip.Prefix) error {
 		return fmt.Errorf("%w: %v: every guest has %v for itself", ErrRange, p, wire)
 	case p.Contains(netip.AddrFrom4([4]byte{100, 100, 100, 200})):
 		return fmt.Errorf("%w: %v: 100.100.100.200 is a metadata service's", ErrRange, p)
+	case !netpolicy.AllPrivate(p):
+		return fmt.Errorf("%w: %v: use a private one, as %v", ErrRange, p, DefaultRange)
 	}
-	for _, u := range usable {
-		if u.Contains(p.Addr()) && u.Bits() <= p.Bits() {
-			return nil
-		}
-	}
-	return fmt.Errorf("%w: %v: use a private one, as %v", ErrRange, p, DefaultRange)
+	return nil
 }
 
 // Address is an endpoint's, until Release or the end of the process.
@@ -158,9 +139,7 @@ func (a *Address) Release() error {
 // has that by now. dir is where the host's addresses are taken; empty is DefaultDir.
 // It fails with ErrFull, or with ErrRange if an interface of the host is in that range.
 func Take(dir string, in netip.Prefix, endpoint string) (*Address, error) {
-	if dir == "" {
-		dir = DefaultDir
-	}
+	dir = cmp.Or(dir, DefaultDir)
 	if err := CheckRange(in); err != nil {
 		return nil, err
 	}
@@ -232,9 +211,7 @@ func clash(in netip.Prefix, env string) error {
 // Sweep removes the files of addresses that killed processes had. They are free without
 // that. dir is as for Take.
 func Sweep(dir string) error {
-	if dir == "" {
-		dir = DefaultDir
-	}
+	dir = cmp.Or(dir, DefaultDir)
 	entries, err := os.ReadDir(dir)
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil

@@ -115,30 +115,25 @@ func open(f *family) (*nft, error) {
 
 // find returns the table, or nil if there is none.
 func (n *nft) find() (*nftables.Table, error) {
-	all, err := n.conn.ListTablesOfFamily(n.family.table)
+	t, err := n.conn.ListTableOfFamily(tableName, n.family.table)
+	if errors.Is(err, unix.ENOENT) {
+		return nil, nil
+	}
 	if err != nil {
-		return nil, fmt.Errorf("listing tables of nftables: %w: %w", ErrNAT, err)
+		return nil, fmt.Errorf("looking for a table of nftables: %w: %w", ErrNAT, err)
 	}
-	for _, t := range all {
-		if t.Name == tableName {
-			return t, nil
-		}
-	}
-	return nil, nil
+	return t, nil
 }
 
 // comments are those of a chain's rules; none if there is no such chain.
 func (n *nft) comments(chain string) ([]string, error) {
 	rules, err := n.rules(chain)
-	if rules == nil || err != nil {
-		return nil, err
-	}
-	out := []string{}
+	var out []string
 	for _, r := range rules {
 		text, _ := userdata.GetString(r.UserData, userdata.TypeComment)
 		out = append(out, text)
 	}
-	return out, nil
+	return out, err
 }
 
 // rules are those of a chain; none if there is no such chain.

@@ -76,7 +76,7 @@ type ownMap struct {
 }
 
 func flowsOf(entries int) ownMap {
-	return ownMap{pinFlows, ebpf.LRUHash, bpf.EndpointFlowKey{}, bpf.EndpointFlow{}, entries, 0}
+	return ownMap{"flows", ebpf.LRUHash, bpf.EndpointFlowKey{}, bpf.EndpointFlow{}, entries, 0}
 }
 
 func (m ownMap) make() (*ebpf.Map, error) {
@@ -135,7 +135,7 @@ func (e *engine) close() error {
 	e.wg.Wait()
 	errs := []error{e.shared.close()}
 	for _, m := range e.maps() {
-		errs = append(errs, (*m).Close())
+		errs = append(errs, m.Close()) // of nil, it does nothing
 	}
 	for i := range e.tables {
 		errs = append(errs, e.tables[i].close())

@@ -92,7 +92,7 @@ func (e *engine) pausedEntry(calls *ebpf.Map, dir int, before, pause asm.Instruc
 	insns = append(insns, judge...)
 	insns = append(insns, asm.Mov.Imm(asm.R0, shot).WithSymbol("drop"), asm.Return())
 	p, err := ebpf.NewProgram(&ebpf.ProgramSpec{
-		Name: pinEntries[dir], Type: ebpf.SchedCLS, License: "GPL", Instructions: insns,
+		Name: entryNames[dir], Type: ebpf.SchedCLS, License: "GPL", Instructions: insns,
 	})
 	if err != nil {
 		return nil, fmt.Errorf("loading an endpoint's own program: %w", err)

@@ -11,6 +11,7 @@ import (
 
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/asm"
+	"github.com/vishvananda/netlink"
 
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/netpolicy/bpf"
@@ -337,6 +338,50 @@ func (e *Engine) OpensName(via uint16, name string) (ok bool, first uint64, err 
 
 // Generation is that of the table that is installed.
 func (e *Engine) Generation() uint32 { return e.gen }
+
+// Flows is the table of flows that do not last.
+func (l *Link) Flows() *ebpf.Map { return l.eng.flows }
+
+// CountersOn reads the counters of the programs on a device, whoever has put them there. There has to be one for each
+// direction.
+func CountersOn(device string) (out []netpolicy.Counter, err error) {
+	nl, err := netlink.LinkByName(device)
+	if err != nil {
+		return nil, err
+	}
+	for _, hook := range []uint32{netlink.HANDLE_MIN_INGRESS, netlink.HANDLE_MIN_EGRESS} {
+		filters, err := netlink.FilterList(nl, hook)
+		if err != nil {
+			return nil, err
+		}
+		if len(filters) != 1 {
+			return nil, fmt.Errorf("%d filters at hook %#x of %s", len(filters), hook, device)
+		}
+		p, err := ebpf.NewProgramFromID(ebpf.ProgramID(filters[0].(*netlink.BpfFilter).Id))
+		if err != nil {
+			return nil, err
+		}
+		defer p.Close()
+		info, err := p.Info()
+		if err != nil {
+			return nil, err
+		}
+		ids, _ := info.MapIDs()
+		for _, id := range ids {
+			m, err := ebpf.NewMapFromID(id)
+			if err != nil {
+				return nil, err
+			}
+			defer m.Close()
+			if m.Type() == ebpf.PerCPUArray {
+				if out, err = (&engine{counts: m}).counters(); err != nil {
+					return nil, err
+				}
+			}
+		}
+	}
+	return out, nil
+}
 
 // Abandon is what the end of its process does to a Reserved, but for the device.
 func (r *Reserved) Abandon() error { return r.link.Close() }

@@ -64,10 +64,9 @@ func (c Config) root() string {
 
 func (c Config) dir() string { return filepath.Join(c.root(), c.Endpoint) }
 
-// Link is the programs on an endpoint's TAP device. They stay there, with the last
-// policy, when the process that made them ends in any way; Adopt takes them over, and
-// Remove takes them away. If the device vanishes, they do nothing more. Its methods may
-// be called from any goroutine, but for Close and Remove, which must be the last.
+// Link is the programs on an endpoint's TAP device. They stay there, with the last policy, when the process that made
+// them ends in any way; the function Remove takes them away then. If the device vanishes, they do nothing more. Its
+// methods may be called from any goroutine, but for Close and Remove, which must be the last.
 type Link struct {
 	cfg   Config
 	index int
@@ -82,8 +81,8 @@ const (
 	bpffsMode    = 0o700
 )
 
-// pinEntries are the names of an endpoint's own programs, by direction.
-var pinEntries = [2]string{"from_guest", "to_guest"}
+// entryNames are the names of an endpoint's own programs, by direction.
+var entryNames = [2]string{"from_guest", "to_guest"}
 
 // Attach puts programs with a policy on an interface, which has to be down: nothing may
 // pass before they are there. It gives the interface the gateway's MAC. What a dead process has left under the
@@ -108,26 +107,22 @@ func openUsages(dir string) (*ebpf.Map, error) {
 	return m, nil
 }
 
-// maps are the endpoint's own maps, by the names of their pins.
-func (e *engine) maps() map[string]**ebpf.Map {
-	return map[string]**ebpf.Map{
-		pinFlows: &e.flows, pinLasting: &e.lasting, "pins": &e.pinned, "counters": &e.counts, "events": &e.events, "current": &e.current,
+// maps are the endpoint's own maps, by name.
+func (e *engine) maps() map[string]*ebpf.Map {
+	return map[string]*ebpf.Map{
+		"flows": e.flows, "lasting": e.lasting, "pins": e.pinned, "counters": e.counts, "events": e.events, "current": e.current,
 	}
 }
 
-// pinnable is a map or a program.
-type pinnable interface {
-	Pin(string) error
-}
-
-// prepare checks the name, mounts the BPF file system and makes the root of pins.
-func prepare(cfg Config) error {
-	if !endpointName.MatchString(cfg.Endpoint) {
-		return fmt.Errorf("%w: %.80q: 1 to 63 letters, digits, _ and -", ErrName, cfg.Endpoint)
+// checkName says whether an endpoint can have its name.
+func (c Config) checkName() error {
+	if !endpointName.MatchString(c.Endpoint) {
+		return fmt.Errorf("%w: %.80q: 1 to 63 letters, digits, _ and -", ErrName, c.Endpoint)
 	}
-	return prepareRoot(cfg.root())
+	return nil
 }
 
+// prepareRoot mounts the BPF file system and makes the root of pins.
 func prepareRoot(root string) error {
 	if err := mountBPFFS(); err != nil {
 		return err
@@ -191,10 +186,13 @@ func findInterface(name string) (netlink.Link, error) {
 	return nl, nil
 }
 
+// lockFlags are those of a directory that is opened to lock it.
+const lockFlags = os.O_RDONLY | unix.O_DIRECTORY | unix.O_NOFOLLOW
+
 // lockDir makes sure that one process at a time has an endpoint. The kernel gives the
 // lock back when the process ends.
 func lockDir(dir string) (*os.File, error) {
-	f, err := osfile.TryOpenLocked(dir, os.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW, 0, osfile.Exclusive)
+	f, err := osfile.TryOpenLocked(dir, lockFlags, 0, osfile.Exclusive)
 	if errors.Is(err, osfile.ErrLocked) {
 		err = fmt.Errorf("%s: %w", dir, ErrBusy)
 	}
@@ -276,72 +274,6 @@ func (l *Link) check() error {
 		}
 	}
 	return nil
-}
-
-// Adopt takes over what another process, which has ended, has left. The flows, the use
-// of limits and the counters go on; what the resolver had pinned counts until the next
-// Swap. It fails with os.ErrNotExist when there is nothing of that name, with ErrBusy
-// when its process is still there, with ErrGone when the interface is gone.
-func Adopt(cfg Config) (_ *Link, err error) {
-	if err := prepare(cfg); err != nil {
-		return nil, err
-	}
-	l := &Link{cfg: cfg}
-	if l.lock, err = lockDir(cfg.dir()); err != nil {
-		return nil, err
-	}
-	defer func() {
-		if err != nil {
-			err = errors.Join(err, l.Close())
-		}
-	}()
-	nl, err := findInterface(cfg.Interface)
-	if err != nil {
-		return nil, err
-	}
-	l.index = nl.Attrs().Index
-	if l.eng, err = adoptEngine(cfg); err != nil {
-		return nil, fmt.Errorf("adopting endpoint %s: %w", cfg.Endpoint, err)
-	}
-	return l, l.check()
-}
-
-// adoptEngine opens what is pinned for an endpoint.
-func adoptEngine(cfg Config) (_ *engine, err error) {
-	at, err := placeOf(cfg.dir())
-	if err != nil {
-		return nil, err
-	}
-	if at.version != digest() {
-		return nil, fmt.Errorf("%w: it is of another version of drowse", ErrGone)
-	}
-	e := &engine{place: at, shared: &programs{}, names: map[netip.Addr]map[string]uint64{}, writers: make(chan struct{}, maxWriters)}
-	defer func() {
-		if err != nil {
-			err = errors.Join(err, e.close())
-		}
-	}()
-	for name, m := range e.maps() {
-		if *m, err = ebpf.LoadPinnedMap(filepath.Join(cfg.dir(), name), nil); err != nil {
-			return nil, err
-		}
-	}
-	for d, name := range pinEntries {
-		if e.entries[d], err = ebpf.LoadPinnedProgram(filepath.Join(cfg.dir(), name), nil); err != nil {
-			return nil, err
-		}
-	}
-	dir := programsDir(cfg.root(), at.version)
-	if e.shared.policies, err = ebpf.LoadPinnedMap(filepath.Join(dir, pinPolicies), nil); err != nil {
-		if errors.Is(err, os.ErrNotExist) {
-			err = fmt.Errorf("%w: nobody can find their policies any more", ErrGone)
-		}
-		return nil, err
-	}
-	if e.shared.usages, err = openUsages(dir); err != nil {
-		return nil, err
-	}
-	return e, e.adoptTables()
 }
 
 // Up gives the interface the gateway's addresses, tells the host where the endpoint's
@@ -461,8 +393,8 @@ func (l *Link) Pin(name string, a netip.Addr, ttl time.Duration) error {
 // Name is the last name that Pin was called with for an address; empty is none.
 func (l *Link) Name(a netip.Addr) string { return l.eng.history.NameAt(a.Unmap(), ^uint64(0)) }
 
-// RuleName names a rule of a table by its generation, for events: its name, or its place. It
-// is empty for tables before the last few, and for those of a process before this one.
+// RuleName names a rule of a table by its generation, for events: its name, or its place. It is empty for tables before
+// the last few.
 func (l *Link) RuleName(generation uint32, rule int) string {
 	return l.eng.history.RuleName(generation, rule)
 }
@@ -553,18 +485,24 @@ func (l *Link) takeOff() error {
 	if err != nil {
 		return nil // it has taken them with it
 	}
+	return takeOff(nl)
+}
+
+// takeOff sets an interface down, and takes the programs off it that addFilters has put there.
+func takeOff(nl netlink.Link) error {
+	name := nl.Attrs().Name
 	if err := netlink.LinkSetDown(nl); err != nil {
-		return fmt.Errorf("setting %q down: %w", l.cfg.Interface, err)
+		return fmt.Errorf("setting %q down: %w", name, err)
 	}
 	for _, parent := range []uint32{netlink.HANDLE_MIN_INGRESS, netlink.HANDLE_MIN_EGRESS} {
 		filters, err := netlink.FilterList(nl, parent)
 		if err != nil {
-			return fmt.Errorf("listing the filters of %q: %w", l.cfg.Interface, err)
+			return fmt.Errorf("listing the filters of %q: %w", name, err)
 		}
 		for _, f := range filters {
 			if b, ok := f.(*netlink.BpfFilter); ok && b.Handle == filterHandle && b.Priority == filterPrio {
 				if err := netlink.FilterDel(f); err != nil {
-					return fmt.Errorf("removing a filter of %q: %w", l.cfg.Interface, err)
+					return fmt.Errorf("removing a filter of %q: %w", name, err)
 				}
 			}
 		}
@@ -618,20 +556,17 @@ func removePins(dir string) error {
 	return nil
 }
 
-// Remove takes away what a process that has ended left under an endpoint's name: see
-// Link.Remove. It is no error if there is nothing. It fails with ErrBusy if the process
-// is still there.
+// Remove takes away what a process that has ended left under an endpoint's name, whole or not: see Link.Remove. It is
+// no error if there is nothing. It fails with ErrBusy if the process is still there.
 func Remove(cfg Config) error {
-	l, err := Adopt(cfg)
-	switch {
-	case err == nil:
-		return l.Remove()
-	case errors.Is(err, ErrBusy), errors.Is(err, ErrName), errors.Is(err, ErrRoot):
-		return err
+	err := cfg.checkName()
+	if err == nil {
+		err = ownedByUs(cfg.root())
 	}
-	// Incomplete, or without its interface. What may still be attached is taken off
-	// an interface that is down.
-	lock, err := lockDir(cfg.dir())
+	var lock *os.File
+	if err == nil {
+		lock, err = lockDir(cfg.dir())
+	}
 	if errors.Is(err, os.ErrNotExist) {
 		return nil
 	}
@@ -640,8 +575,8 @@ func Remove(cfg Config) error {
 	}
 	defer lock.Close()
 	if nl, err := findInterface(cfg.Interface); err == nil {
-		if err := netlink.LinkSetDown(nl); err != nil {
-			return fmt.Errorf("setting %q down: %w", cfg.Interface, err)
+		if err := takeOff(nl); err != nil {
+			return err
 		}
 	}
 	return removeEndpoint(cfg)

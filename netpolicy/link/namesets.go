@@ -59,12 +59,6 @@ func (e *engine) nameSetID(names []string) uint32 {
 	}
 	if k.ids == nil {
 		k.ids, k.names = map[string]uint32{}, map[uint32][]string{}
-		// Anywhere: flows of a process before this one may have numbers of its.
-		first, err := randomWord()
-		if err != nil {
-			return 0
-		}
-		k.last = first
 	}
 	k.last++
 	if k.last == 0 {

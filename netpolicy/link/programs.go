@@ -1,6 +1,7 @@
 package link
 
 import (
+	"context"
 	"crypto/rand"
 	"encoding/binary"
 	"encoding/hex"
@@ -18,6 +19,7 @@ import (
 	"github.com/cilium/ebpf/btf"
 	"golang.org/x/sys/unix"
 
+	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/netpolicy/bpf"
 )
@@ -48,7 +50,6 @@ const (
 	pinUsages      = "usages"
 	pinEndpoints   = "agents" // as in older versions, which are searched for it: see register
 	pinFlows       = "flows"
-	pinLasting     = "lasting"
 	knownPrefix    = "known-"
 )
 
@@ -151,52 +152,33 @@ type shared struct {
 	lock         *os.File
 }
 
-// How long to wait for others who make or give back slots, and how long between looks.
-const (
-	lockWithin = 30 * time.Second
-	lockPause  = time.Millisecond
-)
+// lockWithin is how long to wait for others who make or give back slots.
+const lockWithin = 30 * time.Second
 
 func programsDir(root, digest string) string { return filepath.Join(root, programsPrefix+digest) }
 
 // lockShared locks the directory of a version of the programs. It is made if there is
 // none, but for those of another version: os.ErrNotExist. It waits for others.
 func lockShared(root, version string) (*shared, error) {
-	for end := time.Now().Add(lockWithin); ; time.Sleep(lockPause) {
+	dir := programsDir(root, version)
+	ctx, cancel := context.WithTimeoutCause(context.Background(), lockWithin, fmt.Errorf("%w after %v", ErrBusy, lockWithin))
+	defer cancel()
+	for {
 		if version == digest() {
-			if err := os.MkdirAll(programsDir(root, version), bpffsMode); err != nil {
+			if err := os.MkdirAll(dir, bpffsMode); err != nil {
 				return nil, fmt.Errorf("making the directory of the programs: %w", err)
 			}
 		}
-		s, err := tryShared(root, version)
+		lock, err := osfile.OpenLocked(ctx, dir, lockFlags, 0, osfile.Exclusive)
 		switch {
 		case err == nil:
-			return s, nil
-		case errors.Is(err, ErrBusy), errors.Is(err, os.ErrNotExist) && version == digest():
-			if time.Now().After(end) {
-				return nil, fmt.Errorf("waiting for others who attach policies: %w after %v", err, lockWithin)
-			}
+			return &shared{root, version, dir, lock}, nil
+		case errors.Is(err, os.ErrNotExist) && version == digest() && ctx.Err() == nil:
+			// Someone has removed it before it was locked.
 		default:
-			return nil, err
+			return nil, fmt.Errorf("waiting for others who attach policies: %w", err)
 		}
 	}
-}
-
-// tryShared locks a directory that is there, or says ErrBusy.
-func tryShared(root, version string) (*shared, error) {
-	s := &shared{root: root, digest: version, dir: programsDir(root, version)}
-	var err error
-	if s.lock, err = lockDir(s.dir); err != nil {
-		return nil, err
-	}
-	// Someone may have removed it before it was locked.
-	if there, err := os.Lstat(s.dir); err == nil {
-		if own, err := s.lock.Stat(); err == nil && os.SameFile(there, own) {
-			return s, nil
-		}
-	}
-	s.unlock()
-	return nil, &os.PathError{Op: "lock", Path: s.dir, Err: os.ErrNotExist}
 }
 
 func (s *shared) unlock() { s.lock.Close() }
@@ -326,16 +308,14 @@ func (s *shared) takeFrom(endpoint string, first uint32) (p place, err error) {
 	dir := filepath.Join(s.root, endpoint)
 	for i := range uint32(netpolicy.MaxEndpoints) {
 		p = place{s.digest, (first + i) % netpolicy.MaxEndpoints, claim}
-		owner, err := os.Readlink(s.slotLink(p.slot))
+		owned, err := s.owned(s.slotLink(p.slot), p.slot)
 		switch {
 		case errors.Is(err, os.ErrNotExist):
 		case err != nil:
-			return p, fmt.Errorf("looking for a slot: %w", err)
+			return p, err
+		case owned:
+			continue
 		default:
-			has, err := placeOf(filepath.Join(s.root, owner))
-			if err == nil && has.version == s.digest && has.slot == p.slot {
-				continue
-			}
 			if err := os.Remove(s.slotLink(p.slot)); err != nil {
 				return p, fmt.Errorf("taking a slot: %w", err)
 			}
@@ -373,6 +353,16 @@ func (s *shared) release(endpoint string, p place) error {
 	return nil
 }
 
+// owned says whether the endpoint that a slot's link names says that it has the slot.
+func (s *shared) owned(link string, slot uint32) (bool, error) {
+	owner, err := os.Readlink(link)
+	if err != nil {
+		return false, fmt.Errorf("looking for a slot: %w", err)
+	}
+	has, err := placeOf(filepath.Join(s.root, owner))
+	return err == nil && has.version == s.digest && has.slot == slot, nil
+}
+
 // used says whether an endpoint has a slot.
 func (s *shared) used() (bool, error) {
 	entries, err := os.ReadDir(s.dir)
@@ -380,17 +370,13 @@ func (s *shared) used() (bool, error) {
 		return false, fmt.Errorf("looking for slots: %w", err)
 	}
 	for _, e := range entries {
-		n, ok := strings.CutPrefix(e.Name(), slotPrefix)
-		if !ok {
+		text, ok := strings.CutPrefix(e.Name(), slotPrefix)
+		slot, err := strconv.ParseUint(text, 10, 32)
+		if !ok || err != nil {
 			continue
 		}
-		owner, err := os.Readlink(filepath.Join(s.dir, e.Name()))
-		if err != nil {
-			return false, fmt.Errorf("looking for slots: %w", err)
-		}
-		has, err := placeOf(filepath.Join(s.root, owner))
-		if err == nil && has.version == s.digest && strconv.FormatUint(uint64(has.slot), 10) == n {
-			return true, nil
+		if owned, err := s.owned(filepath.Join(s.dir, e.Name()), uint32(slot)); owned || err != nil {
+			return owned, err
 		}
 	}
 	return false, nil
@@ -423,13 +409,15 @@ func unloadIdle(root, keep string) error {
 }
 
 func unload(root, version string) error {
-	s, err := tryShared(root, version)
+	dir := programsDir(root, version)
+	lock, err := lockDir(dir)
 	if errors.Is(err, os.ErrNotExist) || errors.Is(err, ErrBusy) {
 		return nil // whoever has locked it uses it, or removes it
 	}
 	if err != nil {
 		return err
 	}
+	s := &shared{root, version, dir, lock}
 	defer s.unlock()
 	used, err := s.used()
 	if err != nil || used {

@@ -7,7 +7,6 @@ import (
 	"os"
 	"path/filepath"
 
-	"github.com/cilium/ebpf"
 	"github.com/vishvananda/netlink"
 
 	"github.com/drowse-vm/drowse/netpolicy"
@@ -26,7 +25,10 @@ type Reserved struct {
 func Reserve(cfg Config) (*Reserved, error) { return reserve(cfg, netpolicy.DefaultFlows) }
 
 func reserve(cfg Config, flows int) (_ *Reserved, err error) {
-	if err := prepare(cfg); err != nil {
+	if err := cfg.checkName(); err != nil {
+		return nil, err
+	}
+	if err := prepareRoot(cfg.root()); err != nil {
 		return nil, err
 	}
 	nl, err := findInterface(cfg.Interface)
@@ -77,7 +79,7 @@ func (r *Reserved) Attach(tags []string, spec *netpolicy.Spec) (_ *Link, err err
 	}
 	l.cfg.Tags = tags
 	if spec.Flows() != r.flows {
-		if err := l.track(spec.Flows()); err != nil {
+		if err := l.eng.track(spec.Flows()); err != nil {
 			return nil, err
 		}
 	}
@@ -90,7 +92,7 @@ func (r *Reserved) Attach(tags []string, spec *netpolicy.Spec) (_ *Link, err err
 // Remove takes everything away, as Link.Remove does.
 func (r *Reserved) Remove() error { return r.link.Remove() }
 
-// load takes a slot of the host's programs, makes its maps and pins what has to outlive the process.
+// load takes a slot of the host's programs, makes its maps and pins what it needs of the host.
 func (l *Link) load(flows int) error {
 	p, at, err := l.place()
 	if err != nil {
@@ -102,19 +104,12 @@ func (l *Link) load(flows int) error {
 	// The map of calls is pinned for its own sake: the kernel empties it when nobody has it.
 	// Pin would move the pin of one that is pinned.
 	calls, err := p.calls.Clone()
+	if err == nil {
+		defer calls.Close()
+		err = calls.Pin(filepath.Join(l.cfg.dir(), pinCalls))
+	}
 	if err != nil {
 		return fmt.Errorf("pinning the programs for endpoint %s: %w", l.cfg.Endpoint, err)
-	}
-	defer calls.Close()
-	err = l.pin(pinCalls, calls)
-	for name, m := range l.eng.maps() {
-		err = errors.Join(err, l.pin(name, *m))
-	}
-	for d, p := range l.eng.entries {
-		err = errors.Join(err, l.pin(pinEntries[d], p))
-	}
-	if err != nil {
-		return err
 	}
 	// The use of others' limits is nothing that this process should be able to change.
 	usages, err := openUsages(programsDir(l.cfg.root(), at.version))
@@ -124,13 +119,6 @@ func (l *Link) load(flows int) error {
 	err = p.usages.Close()
 	p.usages = usages
 	return errors.Join(err, l.eng.announce())
-}
-
-func (l *Link) pin(name string, x pinnable) error {
-	if err := x.Pin(filepath.Join(l.cfg.dir(), name)); err != nil {
-		return fmt.Errorf("pinning %s of endpoint %s: %w", name, l.cfg.Endpoint, err)
-	}
-	return nil
 }
 
 // place takes a slot.
@@ -170,20 +158,4 @@ func (l *Link) register(id netpolicy.Identity) error {
 		return fmt.Errorf("attaching a policy for endpoint %s: %w", l.cfg.Endpoint, err)
 	}
 	return s.register(l.eng.shared, l.cfg.Endpoint, id, l.eng.place.claim, l.index, l.cfg.Tags)
-}
-
-// track gives the endpoint other tables of flows, in which there are none.
-func (l *Link) track(flows int) error {
-	if err := l.eng.track(flows); err != nil {
-		return err
-	}
-	for name, m := range map[string]*ebpf.Map{pinFlows: l.eng.flows, pinLasting: l.eng.lasting} {
-		if err := os.Remove(filepath.Join(l.cfg.dir(), name)); err != nil {
-			return fmt.Errorf("replacing the tables of flows of endpoint %s: %w", l.cfg.Endpoint, err)
-		}
-		if err := l.pin(name, m); err != nil {
-			return err
-		}
-	}
-	return nil
 }

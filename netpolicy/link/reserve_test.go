@@ -6,7 +6,6 @@ import (
 	"path/filepath"
 	"testing"
 
-	"github.com/cilium/ebpf"
 	"github.com/vishvananda/netlink"
 
 	. "github.com/drowse-vm/drowse/netpolicy/link"
@@ -82,11 +81,7 @@ func TestReserved_gets_the_table_of_flows_that_its_policy_asks_for(t *testing.T)
 	if err != nil {
 		t.Fatal(err)
 	}
-	m, err := ebpf.LoadPinnedMap(filepath.Join(root, "a1", "flows"), nil)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer m.Close()
+	m := l.Flows()
 	key := make([]byte, m.KeySize())
 	if err := m.NextKey(nil, &key); err != nil || m.MaxEntries() != 2048 {
 		t.Errorf("the table has room for %d flows, and the first is %x, %v", m.MaxEntries(), key, err)
@@ -96,12 +91,6 @@ func TestReserved_gets_the_table_of_flows_that_its_policy_asks_for(t *testing.T)
 		t.Fatal(err)
 	}
 	tap.receive(0x0800, 17)
-	if err := l.Close(); err != nil {
-		t.Fatal(err)
-	}
-	if l, err = Adopt(cfg); err != nil {
-		t.Fatal(err)
-	}
 	remove(t, l)
 }
 

@@ -139,7 +139,7 @@ func (e *engine) prepareSpare(s *netpolicy.Spec, spare uint32) error {
 	}
 	t := &e.tables[spare]
 	if t.fits(s.Rows()) {
-		// The last swap has waited for that; a process that was killed and whose endpoint was adopted may not have.
+		// The last swap has waited for that, unless it failed.
 		if err := e.await(spare); err != nil {
 			return err
 		}
@@ -259,58 +259,4 @@ func (e *engine) grace() error {
 		return fmt.Errorf("waiting for packets to be judged: %w", err)
 	}
 	return nil
-}
-
-// adoptTables opens the tables that another process has left.
-func (e *engine) adoptTables() error {
-	if err := e.current.Lookup(uint32(0), &e.which); err != nil {
-		return fmt.Errorf("finding the table: %w", err)
-	}
-	if e.which >= uint32(len(e.tables)) {
-		return fmt.Errorf("%w: there is no table %d", ErrGone, e.which)
-	}
-	gen, err := e.adoptTable(e.which)
-	if err != nil {
-		return err
-	}
-	e.gen = gen
-	// The other one may be half of a policy, or none.
-	if _, err := e.adoptTable(1 - e.which); err != nil && !errors.Is(err, ErrGone) {
-		return err
-	}
-	// What was pinned for a policy that did not come into force would count for the next one of its generation.
-	e.pins = true
-	return e.unpinOld()
-}
-
-// adoptTable opens one. It fails with ErrGone if there is none of the endpoint's.
-func (e *engine) adoptTable(which uint32) (gen uint32, err error) {
-	var t table
-	if err := e.shared.policies.Lookup(e.place.table(which), &t.id); err != nil {
-		if errors.Is(err, ebpf.ErrKeyNotExist) {
-			err = ErrGone
-		}
-		return 0, fmt.Errorf("finding the table: %w", err)
-	}
-	if t.m, err = ebpf.NewMapFromID(t.id); err != nil {
-		return 0, fmt.Errorf("opening the table: %w", err)
-	}
-	t.rows = int(t.m.MaxEntries())
-	var head [netpolicy.RowSize]byte
-	err = t.m.Lookup(uint32(0), &head)
-	if err != nil {
-		err = fmt.Errorf("reading the table: %w", err)
-	}
-	gen, claim := netpolicy.Head(head)
-	if err == nil && claim != e.place.claim {
-		err = fmt.Errorf("%w: its slot is another's", ErrGone)
-	}
-	if err == nil {
-		err = t.share()
-	}
-	if err != nil {
-		return 0, errors.Join(err, t.close())
-	}
-	e.tables[which] = t
-	return gen, nil
 }

@@ -381,7 +381,7 @@ func TestLink_tags_of_an_endpoint_change_while_it_is_there(t *testing.T) {
 	root := testRoot(t)
 	env := Environment{Endpoints: []netip.Prefix{netip.MustParsePrefix("10.200.0.0/16")}}
 	client, server := netip.MustParseAddr("10.200.3.7"), netip.MustParseAddr("10.200.3.8")
-	up := func(name string, a netip.Addr, policy string, tags ...string) (*Link, Config) {
+	up := func(name string, a netip.Addr, policy string, tags ...string) *Link {
 		t.Helper()
 		p, err := Parse([]byte(policy))
 		if err != nil {
@@ -399,11 +399,11 @@ func TestLink_tags_of_an_endpoint_change_while_it_is_there(t *testing.T) {
 		if err := l.Up(s.Identity()); err != nil {
 			t.Fatal(err)
 		}
-		return l, cfg
+		return l
 	}
 	a, b := newTAP(t, "tapa"), newTAP(t, "tapb")
-	la, _ := up("tapa", client, `rules: [{direction: egress, verdict: allow, agents: [db, cache], protocols: [udp], ports: [5432]}]`, "web")
-	lb, cfg := up("tapb", server, `rules: [{direction: ingress, verdict: allow, agents: [web], protocols: [udp], ports: [5432]}]`)
+	la := up("tapa", client, `rules: [{direction: egress, verdict: allow, agents: [db, cache], protocols: [udp], ports: [5432]}]`, "web")
+	lb := up("tapb", server, `rules: [{direction: ingress, verdict: allow, agents: [web], protocols: [udp], ports: [5432]}]`)
 	passes := func(port uint16, want bool) {
 		t.Helper()
 		n := count(t, la, Egress, ReasonDefault)
@@ -443,14 +443,6 @@ func TestLink_tags_of_an_endpoint_change_while_it_is_there(t *testing.T) {
 		t.Errorf("the answer of a flow that was cut: %s", counters(la))
 	}
 
-	// The next process changes them as well.
-	if err := lb.Close(); err != nil {
-		t.Fatal(err)
-	}
-	lb, err := Adopt(cfg)
-	if err != nil {
-		t.Fatal(err)
-	}
 	set(lb, "db")
 	passes(5001, true)
 	for what, tags := range map[string][]string{"one that is none": {"a b"}, "too many": {"1", "2", "3", "4", "5", "6", "7", "8", "9"}} {

@@ -68,9 +68,6 @@ func (l *Link) Trial() (_ *Trial, err error) {
 	l.eng.mu.Lock()
 	spec := l.eng.spec
 	l.eng.mu.Unlock()
-	if spec == nil {
-		return nil, fmt.Errorf("trying the programs of endpoint %s: it was adopted and has had no policy since", l.cfg.Endpoint)
-	}
 	t := &Trial{eng: l.eng, link: true}
 	if err := t.load(calls, spec.Identity()); err != nil {
 		return nil, errors.Join(err, t.Close())
@@ -228,7 +225,7 @@ func (l *Link) Memory() (map[string]uint64, error) {
 	e := l.eng
 	out := map[string]uint64{}
 	for name, m := range e.maps() {
-		info, err := (*m).Info()
+		info, err := m.Info()
 		if err != nil {
 			return nil, fmt.Errorf("looking at the map %s: %w", name, err)
 		}

@@ -34,7 +34,4 @@
 // has both a length and chunks, the chunks count, and the connection ends with it. Fields that are for one
 // connection are not passed on, nor are trailers. There is no HTTP/2 and no upgrade to another protocol. What
 // a client may use is in the constants of this package; nothing is logged for what it does.
-//
-// Forwarding itself is done by goproxy. It was made for clients that one trusts, so it gets requests that
-// are known to be good, and neither tunnels nor certificates: see ADR 0037.
 package proxy

@@ -1,12 +1,11 @@
 package proxy
 
 import (
-	"bytes"
 	"context"
 	"crypto/tls"
-	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"net/http"
 	"net/http/httptrace"
 	"net/textproto"
@@ -16,8 +15,6 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
-
-	"github.com/elazarl/goproxy"
 
 	"github.com/drowse-vm/drowse/netpolicy"
 )
@@ -32,35 +29,10 @@ type exchange struct {
 	values   []string
 	// mask is for the answer's body; nil if its host may know nothing.
 	mask *mask
-	// own says that the answer is the proxy's.
-	own bool
-	// length is that of the answer's body, or -1; broken says that it was not all there.
+	// length is that of the answer's body, or -1.
 	length int64
-	broken bool
 	// last says that the connection ends with it.
 	last bool
-}
-
-type exchangeKey struct{}
-
-// nobody is a log that nobody reads.
-type nobody struct{}
-
-func (nobody) Printf(string, ...any) {}
-
-// newForwarder makes what passes requests on. It gets no others than forward gives it: to hosts that have been
-// parsed, without fields that are for one connection.
-func (s *Server) newForwarder() *goproxy.ProxyHttpServer {
-	// Not by goproxy's constructor, which asks the environment for other proxies.
-	f := &goproxy.ProxyHttpServer{
-		Logger: nobody{}, Tr: s.transport, KeepAcceptEncoding: true,
-		NonproxyHandler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { say(w, http.StatusBadRequest, "no target") }),
-	}
-	f.OnRequest().DoFunc(func(r *http.Request, _ *goproxy.ProxyCtx) (*http.Request, *http.Response) { return r, s.inject(r) })
-	f.OnResponse().DoFunc(func(resp *http.Response, ctx *goproxy.ProxyCtx) *http.Response {
-		return s.answer(resp, ctx.Req, ctx.Error)
-	})
-	return f
 }
 
 // oneConnection are fields that are not passed on (RFC 9110, 7.6.1), besides those that Connection names.
@@ -86,7 +58,7 @@ func strip(h http.Header) {
 // forward passes a request on to a target.
 func (s *Server) forward(w http.ResponseWriter, r *http.Request, t Target, scheme string) {
 	x := &exchange{target: t, secure: scheme == "https", length: -1, last: len(r.TransferEncoding) > 0}
-	ctx, cancel := context.WithTimeout(context.WithValue(r.Context(), exchangeKey{}, x), RequestTimeout)
+	ctx, cancel := context.WithTimeout(r.Context(), RequestTimeout)
 	defer cancel()
 	out := r.Clone(httptrace.WithClientTrace(ctx, &httptrace.ClientTrace{GotConn: func(i httptrace.GotConnInfo) {
 		c := i.Conn
@@ -109,8 +81,15 @@ func (s *Server) forward(w http.ResponseWriter, r *http.Request, t Target, schem
 	}
 	a := &answerer{ResponseWriter: w, x: x, patience: s.cfg.heldTimeout}
 	defer a.end()
-	s.forwarder.ServeHTTP(a, out)
-	if x.broken {
+	resp := s.inject(x, out)
+	if resp == nil {
+		got, err := s.transport.RoundTrip(out)
+		resp = s.answer(x, got, err)
+	}
+	defer resp.Body.Close()
+	maps.Copy(a.Header(), resp.Header)
+	a.WriteHeader(resp.StatusCode)
+	if _, err := io.Copy(a, resp.Body); err != nil {
 		// What has been sent so far must not look whole.
 		panic(http.ErrAbortHandler)
 	}
@@ -118,14 +97,13 @@ func (s *Server) forward(w http.ResponseWriter, r *http.Request, t Target, schem
 }
 
 // inject puts secrets where their placeholders are, or answers the request itself.
-func (s *Server) inject(r *http.Request) *http.Response {
-	x, ok := r.Context().Value(exchangeKey{}).(*exchange)
-	if !ok || !x.secure {
+func (s *Server) inject(x *exchange, r *http.Request) *http.Response {
+	if !x.secure {
 		return nil
 	}
 	p := s.policy.Load()
 	if !meets(p, x.target) {
-		return x.refusal(r, http.StatusMisdirectedRequest, "the network policy has no secrets for "+x.target.String()+" any more: connect anew")
+		return x.refusal(http.StatusMisdirectedRequest, "the network policy has no secrets for "+x.target.String()+" any more: connect anew")
 	}
 	for k := range p.Proxy.Inject {
 		i := &p.Proxy.Inject[k]
@@ -134,7 +112,7 @@ func (s *Server) inject(r *http.Request) *http.Response {
 		}
 		placeholder, err := s.cfg.Identity.Placeholder(i.Secret)
 		if err != nil {
-			return x.refusal(r, http.StatusInternalServerError, err.Error())
+			return x.refusal(http.StatusInternalServerError, err.Error())
 		}
 		values := r.Header[textproto.CanonicalMIMEHeaderKey(i.Header)]
 		wanted := slices.Contains(values, i.Prefix+placeholder)
@@ -142,14 +120,14 @@ func (s *Server) inject(r *http.Request) *http.Response {
 		if wanted && !ok {
 			if value, ok = s.await(r.Context(), i.Secret, changed); !ok {
 				s.report(Event{Reason: netpolicy.ReasonInject, Host: x.target.Host, Port: x.target.Port, Secret: i.Secret, Status: http.StatusServiceUnavailable})
-				return x.refusal(r, http.StatusServiceUnavailable, "the secret "+i.Secret+" is not there: its owner has to hand it in")
+				return x.refusal(http.StatusServiceUnavailable, "the secret "+i.Secret+" is not there: its owner has to hand it in")
 			}
 		}
 		if !ok {
 			continue
 		}
 		if CheckSecret([]byte(value)) != nil {
-			return x.refusal(r, http.StatusServiceUnavailable, "the secret "+i.Secret+" cannot be put into a request")
+			return x.refusal(http.StatusServiceUnavailable, "the secret "+i.Secret+" cannot be put into a request")
 		}
 		if !slices.Contains(x.values, value) {
 			x.values = append(x.values, value)
@@ -189,32 +167,24 @@ func (s *Server) await(ctx context.Context, name string, changed <-chan struct{}
 }
 
 // refusal is an answer of the proxy's.
-func (x *exchange) refusal(r *http.Request, status int, why string) *http.Response {
-	x.own, x.last = true, true
+func (x *exchange) refusal(status int, why string) *http.Response {
+	x.last = true
 	body := "drowse proxy: " + why + "\n"
 	x.length = int64(len(body))
 	return &http.Response{
-		StatusCode: status, Proto: "HTTP/1.1", ProtoMajor: 1, ProtoMinor: 1, Request: r,
+		StatusCode: status, Body: io.NopCloser(strings.NewReader(body)),
 		Header: http.Header{"Content-Type": {"text/plain; charset=utf-8"}, "X-Content-Type-Options": {"nosniff"}},
-		Body:   io.NopCloser(bytes.NewReader([]byte(body))), ContentLength: x.length,
 	}
 }
 
 // answer makes what the endpoint gets of what a peer has answered.
-func (s *Server) answer(resp *http.Response, r *http.Request, err error) *http.Response {
-	x, ok := r.Context().Value(exchangeKey{}).(*exchange)
-	if !ok || x.own {
-		return resp
-	}
+func (s *Server) answer(x *exchange, resp *http.Response, err error) *http.Response {
 	if resp != nil && resp.StatusCode < http.StatusOK {
 		// Nobody has asked for another protocol.
 		resp.Body.Close()
 		resp, err = nil, fmt.Errorf("%v has answered with status %d", x.target, resp.StatusCode)
 	}
 	if resp == nil {
-		if err == nil {
-			err = errors.New("no answer")
-		}
 		status, reason := explain(err)
 		s.fail(x.target, err, reason, status, strings.Join(x.injected, ","))
 		why := err.Error()
@@ -224,7 +194,7 @@ func (s *Server) answer(resp *http.Response, r *http.Request, err error) *http.R
 				why = "its answer is not HTTP, or broke off"
 			}
 		}
-		return x.refusal(r, status, fmt.Sprintf("asking %v: %s", x.target, why))
+		return x.refusal(status, fmt.Sprintf("asking %v: %s", x.target, why))
 	}
 	for _, name := range x.injected {
 		s.injected.Add(1)
@@ -234,36 +204,14 @@ func (s *Server) answer(resp *http.Response, r *http.Request, err error) *http.R
 		}
 		s.report(e)
 	}
-	// A copy: trailers are put into the other one at its end.
-	out := *resp
-	out.Header, out.Trailer = resp.Header.Clone(), nil
-	strip(out.Header)
-	maskHeader(out.Header, x.values)
-	if resp.Body == nil || resp.Body == http.NoBody {
-		return &out
+	strip(resp.Header)
+	maskHeader(resp.Header, x.values)
+	if resp.Body == http.NoBody {
+		return resp // which may be to HEAD, and has its length in a field
 	}
-	x.length = resp.ContentLength
-	if resp.Uncompressed {
-		x.length = -1
-	}
-	x.mask = newMask(x.values)
-	out.Body = &watched{resp.Body, x}
-	return &out
-}
-
-// watched notes a body that does not come to its end.
-type watched struct {
-	io.ReadCloser
-	x *exchange
-}
-
-// Read implements [io.Reader].
-func (b *watched) Read(p []byte) (int, error) {
-	n, err := b.ReadCloser.Read(p)
-	if err != nil && !errors.Is(err, io.EOF) {
-		b.x.broken = true
-	}
-	return n, err
+	resp.Header.Del("Content-Length") // said by the answerer
+	x.length, x.mask = resp.ContentLength, newMask(x.values)
+	return resp
 }
 
 // answerer writes an answer, with secrets masked. It gives the body the length that it has, and one whose length is not
@@ -336,23 +284,14 @@ func (a *answerer) giveRest() {
 	}
 }
 
-// give writes, and flushes what has no length.
+// give writes, and flushes what has no length or is a stream of events.
 func (a *answerer) give(p []byte) error {
 	if len(p) == 0 {
 		return nil
 	}
 	_, err := a.ResponseWriter.Write(p)
-	if err == nil && a.x.length < 0 {
-		a.flush()
+	if err == nil && (a.x.length < 0 || strings.HasPrefix(a.Header().Get("Content-Type"), "text/event-stream")) {
+		_ = http.NewResponseController(a.ResponseWriter).Flush()
 	}
 	return err
 }
-
-// Flush implements [http.Flusher].
-func (a *answerer) Flush() {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	a.flush()
-}
-
-func (a *answerer) flush() { _ = http.NewResponseController(a.ResponseWriter).Flush() }

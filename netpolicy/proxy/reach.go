@@ -1,6 +1,7 @@
 package proxy
 
 import (
+	"cmp"
 	"context"
 	"crypto/tls"
 	"errors"
@@ -118,10 +119,7 @@ func (s *Server) admit() bool {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	burst := limit.Burst
-	if burst == 0 {
-		burst = max(limit.PerSecond/10, 32)
-	}
+	burst := cmp.Or(limit.Burst, max(limit.PerSecond/10, 32))
 	each := time.Second / time.Duration(limit.PerSecond)
 	now := time.Now()
 	next := now

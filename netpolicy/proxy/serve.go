@@ -200,7 +200,11 @@ func (s *Server) end(g *guestConn, t Target, early []byte) bool {
 	g.ends, g.target = true, t
 	gone := !meets(s.policy.Load(), t) // SetPolicy has come before, or finds it
 	s.mu.Unlock()
-	return !gone && s.handed.put(&ended{c, t})
+	if gone {
+		return false
+	}
+	s.hand(&ended{c, t})
+	return true
 }
 
 // replay is a connection of which something has been read already.

@@ -15,7 +15,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/elazarl/goproxy"
 	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/netpolicy"
@@ -140,9 +139,8 @@ type Server struct {
 	cfg       Config
 	base      context.Context // ends with the server
 	cancel    context.CancelFunc
-	forwarder *goproxy.ProxyHttpServer
 	transport *http.Transport
-	handed    *queue // connections whose TLS ends here
+	inner     *http.Server // of connections whose TLS ends here
 	policy    atomic.Pointer[netpolicy.Policy]
 	handlers  sync.WaitGroup
 	serving   sync.WaitGroup
@@ -172,12 +170,11 @@ func New(cfg Config) *Server {
 	}
 	s := &Server{
 		cfg: cfg, guests: map[*guestConn]struct{}{}, peers: map[*peerConn]struct{}{}, reported: map[netpolicy.Reason]*tlsname.EventLimit{},
-		handed: &queue{conns: make(chan net.Conn), done: make(chan struct{})},
 	}
 	s.base, s.cancel = context.WithCancel(context.Background())
 	s.policy.Store(&netpolicy.Policy{})
 	s.transport = s.newTransport()
-	s.forwarder = s.newForwarder()
+	s.inner = s.server(s.serveEnded)
 	return s
 }
 
@@ -243,55 +240,50 @@ func meets(p *netpolicy.Policy, t Target) bool {
 // Serve answers until the context ends; then it closes everything, and returns nil. It may be called once.
 func (s *Server) Serve(ctx context.Context, ln *net.TCPListener) error {
 	defer s.cancel()
-	quiet := log.New(io.Discard, "", 0) // a guest could fill a log
-	server := func(h http.HandlerFunc) *http.Server {
-		p := new(http.Protocols)
-		p.SetHTTP1(true)
-		return &http.Server{
-			Handler: s.within(h), ErrorLog: quiet, Protocols: p, ReadHeaderTimeout: s.cfg.HeaderTimeout, IdleTimeout: KeepTimeout,
-			MaxHeaderBytes: MaxHeaderBytes, DisableGeneralOptionsHandler: true,
-			BaseContext: func(net.Listener) context.Context { return s.base },
-			// Serve waits for those who serve connections, which net/http does not.
-			ConnState: func(_ net.Conn, is http.ConnState) {
-				switch is {
-				case http.StateNew:
-					s.serving.Add(1)
-				case http.StateHijacked, http.StateClosed:
-					s.serving.Done()
-				}
-			},
-			ConnContext: func(ctx context.Context, c net.Conn) context.Context {
-				if e, ok := c.(*ended); ok {
-					return context.WithValue(ctx, targetKey{}, e.target)
-				}
-				return ctx
-			},
-		}
-	}
-	outer, inner := server(s.serveProxy), server(s.serveEnded)
-	errs := make(chan error, 2)
-	go func() { errs <- outer.Serve(&listener{ln, s}) }()
-	go func() { errs <- inner.Serve(s.handed) }()
+	outer := s.server(s.serveProxy)
+	stop := context.AfterFunc(ctx, func() {
+		s.close()
+		_ = outer.Close() // said below
+	})
+	defer stop()
 	s.handlers.Go(s.sweep)
-	var err error
-	left := 2
-	select {
-	case <-ctx.Done():
-	case err = <-errs:
-		left--
-	}
+	err := outer.Serve(&listener{ln, s})
 	s.close()
-	err = errors.Join(unlessClosed(err), unlessClosed(outer.Close()), unlessClosed(inner.Close()))
-	for range left {
-		err = errors.Join(err, unlessClosed(<-errs))
-	}
+	err = errors.Join(unlessClosed(err), unlessClosed(outer.Close()), unlessClosed(s.inner.Close()))
 	s.transport.CloseIdleConnections()
+	s.handlers.Wait() // first: they hand on connections
 	s.serving.Wait()
-	s.handlers.Wait()
 	if err != nil {
 		return fmt.Errorf("serving a VM's proxy: %w", err)
 	}
 	return nil
+}
+
+// server makes what answers requests of connections.
+func (s *Server) server(h http.HandlerFunc) *http.Server {
+	p := new(http.Protocols)
+	p.SetHTTP1(true)
+	quiet := log.New(io.Discard, "", 0) // a guest could fill a log
+	return &http.Server{
+		Handler: s.within(h), ErrorLog: quiet, Protocols: p, ReadHeaderTimeout: s.cfg.HeaderTimeout, IdleTimeout: KeepTimeout,
+		MaxHeaderBytes: MaxHeaderBytes, DisableGeneralOptionsHandler: true,
+		BaseContext: func(net.Listener) context.Context { return s.base },
+		// Serve waits for those who serve connections, which net/http does not.
+		ConnState: func(_ net.Conn, is http.ConnState) {
+			switch is {
+			case http.StateNew:
+				s.serving.Add(1)
+			case http.StateHijacked, http.StateClosed:
+				s.serving.Done()
+			}
+		},
+		ConnContext: func(ctx context.Context, c net.Conn) context.Context {
+			if e, ok := c.(*ended); ok {
+				return context.WithValue(ctx, targetKey{}, e.target)
+			}
+			return ctx
+		},
+	}
 }
 
 func unlessClosed(err error) error {
@@ -304,7 +296,6 @@ func unlessClosed(err error) error {
 // close resets all connections. There are no more after it.
 func (s *Server) close() {
 	s.cancel()
-	s.handed.Close()
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.closed = true
@@ -395,40 +386,36 @@ type ended struct {
 
 type targetKey struct{}
 
-// queue is a listener of connections that have come already.
-type queue struct {
-	conns chan net.Conn
-	once  sync.Once
-	done  chan struct{}
+// hand has the requests of a connection answered that has come already.
+func (s *Server) hand(c net.Conn) {
+	one := make(handed, 1)
+	one <- c
+	_ = s.inner.Serve(one) // it returns as soon as it has the connection
 }
 
-func (q *queue) put(c net.Conn) bool {
-	select {
-	case q.conns <- c:
-		return true
-	case <-q.done:
-		return false
-	}
-}
+// handed is a listener of one connection.
+type handed chan net.Conn
 
 // Accept implements [net.Listener].
-func (q *queue) Accept() (net.Conn, error) {
+func (h handed) Accept() (net.Conn, error) {
 	select {
-	case c := <-q.conns:
+	case c := <-h:
 		return c, nil
-	case <-q.done:
+	default:
 		return nil, net.ErrClosed
 	}
 }
 
-// Close implements [net.Listener].
-func (q *queue) Close() error {
-	q.once.Do(func() { close(q.done) })
+// Close implements [net.Listener]. It closes a connection that was not accepted.
+func (h handed) Close() error {
+	if c, err := h.Accept(); err == nil {
+		return c.Close()
+	}
 	return nil
 }
 
 // Addr implements [net.Listener].
-func (q *queue) Addr() net.Addr { return &net.TCPAddr{} }
+func (h handed) Addr() net.Addr { return &net.TCPAddr{} }
 
 // sweep resets connections of the endpoint on which nothing passes.
 func (s *Server) sweep() {

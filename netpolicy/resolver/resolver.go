@@ -1,6 +1,7 @@
 package resolver
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -110,10 +111,7 @@ func (r *Resolver) admit() (*netpolicy.Policy, *netpolicy.Spec, bool) {
 	if r.policy == nil || r.spec == nil || r.policy.DNS == nil {
 		return nil, nil, true
 	}
-	rate := float64(r.policy.DNS.QueriesPerSecond)
-	if rate == 0 {
-		rate = defaultRate
-	}
+	rate := float64(cmp.Or(r.policy.DNS.QueriesPerSecond, defaultRate))
 	now := r.cfg.Now()
 	if r.filled.IsZero() {
 		r.tokens = 2 * rate

@@ -7,6 +7,8 @@ import (
 	"strings"
 	"unicode"
 
+	"golang.org/x/crypto/cryptobyte"
+
 	"github.com/drowse-vm/drowse/netpolicy"
 )
 
@@ -97,64 +99,27 @@ func handshake(b []byte) (msg []byte, n int, err error) {
 	}
 }
 
-// reader takes fields off a message. After a failure it has nothing more.
-type reader struct {
-	b  []byte
-	ok bool
-}
-
-func (r *reader) take(n int) []byte {
-	if !r.ok || n > len(r.b) {
-		r.b, r.ok = nil, false
-		return nil
-	}
-	out := r.b[:n]
-	r.b = r.b[n:]
-	return out
-}
-
-func (r *reader) uint(bytes int) (v int) {
-	for _, x := range r.take(bytes) {
-		v = v<<8 | int(x)
-	}
-	return v
-}
-
-// vector takes one with its length before it, of at least least and at most most bytes.
-func (r *reader) vector(lengthBytes, least, most int) []byte {
-	n := r.uint(lengthBytes)
-	if n < least || n > most {
-		r.b, r.ok = nil, false
-		return nil
-	}
-	return r.take(n)
-}
-
-func (r *reader) done() bool { return r.ok && len(r.b) == 0 }
-
 func serverName(msg []byte) (string, error) {
-	r := &reader{msg, true}
-	version := r.uint(2)
-	r.take(randomBytes)
-	r.vector(1, 0, 32) // session id
-	suites := r.vector(2, 2, 1<<16-2)
-	r.vector(1, 1, 255) // compression
-	if !r.ok || version < 0x0301 || version > 0x0303 || len(suites)%2 != 0 {
+	s := cryptobyte.String(msg)
+	var version uint16
+	var session, suites, compression, exts cryptobyte.String
+	if !s.ReadUint16(&version) || !s.Skip(randomBytes) || !s.ReadUint8LengthPrefixed(&session) ||
+		!s.ReadUint16LengthPrefixed(&suites) || !s.ReadUint8LengthPrefixed(&compression) ||
+		version < 0x0301 || version > 0x0303 || len(session) > 32 || suites.Empty() || len(suites)%2 != 0 || compression.Empty() {
 		return "", ErrHello
 	}
-	if len(r.b) == 0 {
+	if s.Empty() {
 		return "", ErrNoName // TLS 1.2 and before may have no extensions
 	}
-	exts := &reader{r.vector(2, 0, 1<<16-1), true}
-	if !r.done() {
+	if !s.ReadUint16LengthPrefixed(&exts) || !s.Empty() {
 		return "", ErrHello
 	}
-	seen := map[int]bool{}
+	seen := map[uint16]bool{}
 	name, named, hidden := "", false, false
-	for len(exts.b) > 0 {
-		typ := exts.uint(2)
-		body := exts.vector(2, 0, 1<<16-1)
-		if !exts.ok || seen[typ] {
+	for !exts.Empty() {
+		var typ uint16
+		var body, list, host cryptobyte.String
+		if !exts.ReadUint16(&typ) || !exts.ReadUint16LengthPrefixed(&body) || seen[typ] {
 			return "", ErrHello
 		}
 		seen[typ] = true
@@ -162,14 +127,12 @@ func serverName(msg []byte) (string, error) {
 		case extECH, extESNI:
 			hidden = true
 		case extServerName:
-			list := &reader{body, true}
-			entries := &reader{list.vector(2, 1, 1<<16-1), true}
-			kind := entries.uint(1)
-			host := string(entries.vector(2, 1, 255))
-			if !list.done() || !entries.done() || kind != nameTypeHost {
+			var kind uint8
+			if !body.ReadUint16LengthPrefixed(&list) || !body.Empty() ||
+				!list.ReadUint8(&kind) || kind != nameTypeHost || !list.ReadUint16LengthPrefixed(&host) || !list.Empty() {
 				return "", ErrHello
 			}
-			if name, named = normal(host); !named {
+			if name, named = normal(string(host)); !named {
 				return "", ErrHello
 			}
 		}

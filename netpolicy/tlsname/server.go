@@ -1,6 +1,7 @@
 package tlsname
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -97,9 +98,7 @@ func New(cfg Config) *Server {
 	if cfg.Named == nil {
 		cfg.Named = func(flow.Checked, string) {}
 	}
-	if cfg.HelloTimeout == 0 {
-		cfg.HelloTimeout = HelloTimeout
-	}
+	cfg.HelloTimeout = cmp.Or(cfg.HelloTimeout, HelloTimeout)
 	return &Server{cfg: cfg, open: map[*connection]bool{}}
 }
 

@@ -22,46 +22,38 @@ const (
 	stripeCount   = 64
 )
 
-// Stack names the files of a disk, bottom first: an optional raw base that is only read, and layers.
-// It is all that a snapshot has to remember of a disk.
+// Stack names the layers of a disk, bottom first. It is all that a snapshot has to remember of a disk.
 type Stack struct {
-	Base   string   `json:"base,omitempty"`
 	Layers []string `json:"layers,omitempty"`
 }
 
-// Top is the path of the uppermost layer, or of the base if there is no layer.
+// Top is the path of the uppermost layer; empty if there is none.
 func (s Stack) Top() string {
 	if len(s.Layers) == 0 {
-		return s.Base
+		return ""
 	}
 	return s.Layers[len(s.Layers)-1]
 }
 
 // With is the stack with one more layer on top. The receiver is not changed.
 func (s Stack) With(top string) Stack {
-	return Stack{Base: s.Base, Layers: append(append([]string(nil), s.Layers...), top)}
+	return Stack{Layers: append(append([]string(nil), s.Layers...), top)}
 }
 
 // LayerInfo describes one layer.
 type LayerInfo struct {
-	ID        ID     `json:"id"`
-	Parent    ID     `json:"parent"`
-	Merged    ID     `json:"merged,omitzero"` // what it was made of by squashing, or what an older version has merged into it, or was merging
-	Path      string `json:"path"`
-	State     string `json:"state"`             // "base", "open", "frozen", "sealed" or "merging"
-	OnBase    bool   `json:"on_base,omitempty"` // the parent is a raw base, and Parent its fingerprint
-	Size      int64  `json:"size"`              // of the disk, bytes
-	Data      int64  `json:"data_bytes"`        // that the layer supplies
-	Zero      int64  `json:"zero_bytes"`        // that the layer makes zero
-	Allocated int64  `json:"allocated_bytes"`   // on the host, with map and table
+	ID     ID
+	Parent ID
+	Merged ID // what it was made of by squashing, or what an older version has merged into it, or was merging
+	Path   string
+	State  string // "open", "frozen", "sealed" or "merging"
+	Size   int64  // of the disk, bytes
 }
 
 // Options change how a stack is opened. The zero value is right for a VM's disk.
 type Options struct {
-	// ReadOnly opens every layer for reading only; the top may be sealed or even a lone base.
+	// ReadOnly opens every layer for reading only; the top may be sealed.
 	ReadOnly bool
-	// BootID is the host's boot id (a UUID) where /proc is out of reach, as in a jail.
-	BootID string
 }
 
 // Disk is an open stack. It is safe for concurrent use; reads and writes of different blocks do not
@@ -108,17 +100,7 @@ type Disk struct {
 // (ErrInUse). If a process was killed while it had the top open, what it wrote is kept; if the host
 // went down since, what was not flushed is dropped block by block. Opening reads every layer's header
 // and table, so its time grows with the number of layers and of their runs, not with data.
-func Open(s Stack, o Options) (*Disk, error) {
-	e := hostEnv()
-	if o.BootID != "" {
-		id, err := parseBootID(o.BootID)
-		if err != nil {
-			return nil, err
-		}
-		e.boot = id
-	}
-	return e.open(s, o)
-}
+func Open(s Stack, o Options) (*Disk, error) { return hostEnv().open(s, o) }
 
 // all is the layers as of now, bottom first.
 func (d *Disk) all() []*layer {
@@ -143,9 +125,6 @@ func (d *Disk) ReadOnly() bool { return d.readOnly }
 // Stack names the files that make up the disk now.
 func (d *Disk) Stack() Stack {
 	var s Stack
-	if ls := d.all(); len(ls) > 0 && ls[0].base {
-		s.Base = ls[0].path
-	}
 	if names := d.names.Load(); names != nil {
 		for _, n := range *names {
 			s.Layers = append(s.Layers, n.path)
@@ -167,9 +146,7 @@ func (d *Disk) named(ls ...*layer) {
 		names = slices.Clone(*p)
 	}
 	for _, l := range ls {
-		if !l.base {
-			names = append(names, layerName{l.path, l.hdr.id, l.hdr.parent})
-		}
+		names = append(names, layerName{l.path, l.hdr.id, l.hdr.parent})
 	}
 	d.names.Store(&names)
 }
@@ -209,10 +186,7 @@ func (d *Disk) resolve(off, n int64) (l *layer, fileOff, length int64, err error
 		return nil, 0, length, nil
 	}
 	l = d.all()[s-1]
-	if off >= l.limit { // the last block of a base that ends inside it
-		return nil, 0, length, nil
-	}
-	return l, l.data + off, min(length, l.limit-off), nil
+	return l, l.data + off, length, nil
 }
 
 // WriteExtent resolves where the first bytes of [off, off+n) are to be written: length of them,
@@ -347,23 +321,20 @@ func (d *Disk) copyUp(b int64) error {
 	}
 	var buf [BlockSize]byte
 	off := b * BlockSize
-	for i := int64(0); i < BlockSize; {
-		l, fileOff, n, err := d.resolve(off+i, BlockSize-i)
-		if err != nil {
-			return err
+	l, fileOff, _, err := d.resolve(off, BlockSize)
+	if err != nil {
+		return err
+	}
+	if l != nil {
+		if _, err := l.f.ReadAt(buf[:], fileOff); err != nil {
+			return ioError("copy a block up from "+l.path, err)
 		}
-		if l != nil {
-			if _, err := l.f.ReadAt(buf[i:i+n], fileOff); err != nil {
-				return ioError("copy a block up from "+l.path, err)
-			}
-		}
-		i += n
 	}
 	if _, err := top.f.WriteAt(buf[:], top.data+off); err != nil {
 		return ioError("copy a block up to "+top.path, err)
 	}
 	d.dirty.Store(true)
-	_, err := d.commit(b, b+1)
+	_, err = d.commit(b, b+1)
 	done = err == nil
 	return err
 }
@@ -765,12 +736,5 @@ func (d *Disk) closeFiles() error {
 
 // info describes the layer.
 func (l *layer) info() LayerInfo {
-	i := LayerInfo{
-		ID: l.hdr.id, Parent: l.hdr.parent, Path: l.path, State: l.hdr.state.String(), Size: l.hdr.size,
-		OnBase: l.hdr.flags&flagParentIsBase != 0, Merged: l.hdr.merge,
-	}
-	if l.base {
-		i.State = "base"
-	}
-	return i
+	return LayerInfo{ID: l.hdr.id, Parent: l.hdr.parent, Merged: l.hdr.merge, Path: l.path, State: l.hdr.state.String(), Size: l.hdr.size}
 }

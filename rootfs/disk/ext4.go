@@ -2,6 +2,7 @@ package disk
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"crypto/rand"
 	"encoding/hex"
@@ -83,15 +84,7 @@ func FormatExt4(ctx context.Context, cacheDir, path string, size int64) (Stack, 
 
 // Ext4Template makes the template of FormatExt4 for a size, unless it exists, and names it.
 func Ext4Template(ctx context.Context, cacheDir string, size int64) (Stack, error) {
-	if size == 0 {
-		size = DefaultExt4Size
-	}
-	if err := checkSize(size); err != nil {
-		return Stack{}, fmt.Errorf("format ext4: %w", err)
-	}
-	if size < MinExt4Size {
-		return Stack{}, fmt.Errorf("format ext4: %w: %d bytes; the least is %d", ErrSize, size, int64(MinExt4Size))
-	}
+	size = cmp.Or(size, DefaultExt4Size)
 	// Templates of different hosts differ, and a disk that has been brought from
 	// another host brings its own: so each has a name of its own.
 	prefix := filepath.Join(cacheDir, fmt.Sprintf("ext4-%d-%d-", templateRevision, size))

@@ -45,14 +45,14 @@ func TestFormatExt4MakesACleanFileSystemWithLabelAndZeroedInodeTables(t *testing
 		if d.Size() != size {
 			t.Fatalf("size is %d, want %d", d.Size(), size)
 		}
-		infos, err := d.Stats()
+		infos, err := d.stats()
 		must(t, err)
 		if a := infos[0].Allocated; a > mib {
 			t.Errorf("template of %d bytes takes %d bytes on the host, want less than 1 MiB", size, a)
 		}
 		t.Logf("%d MiB: template holds %d KiB, takes %d KiB on the host; new disk takes %d KiB", size/mib, infos[0].Data>>10, infos[0].Allocated>>10, infos[1].Allocated>>10)
 		raw := filepath.Join(dir, "raw")
-		must(t, d.Clone(t.Context(), raw))
+		rawCopy(t, d, raw)
 		if out, err := exec.Command(fsck, "-fn", raw).CombinedOutput(); err != nil {
 			t.Errorf("e2fsck: %v\n%s", err, out)
 		}
@@ -167,7 +167,7 @@ func TestFormattedDiskMountsInAKernelAndStaysClean(t *testing.T) {
 	must(t, err)
 	d := mustOpen(t, s)
 	raw, mnt := filepath.Join(dir, "raw"), filepath.Join(dir, "mnt")
-	must(t, d.Clone(t.Context(), raw))
+	rawCopy(t, d, raw)
 	must(t, os.Mkdir(mnt, 0o755))
 	if out, err := exec.Command("mount", "-t", "ext4", "-o", "loop", raw, mnt).CombinedOutput(); err != nil {
 		t.Fatalf("mount: %v\n%s", err, out)
@@ -186,9 +186,9 @@ func TestFormattedDiskMountsInAKernelAndStaysClean(t *testing.T) {
 	ro, err := Open(after, Options{ReadOnly: true})
 	must(t, err)
 	defer func() { must(t, ro.Close()) }()
-	infos, err := ro.Stats()
+	infos, err := ro.stats()
 	must(t, err)
-	before, err := d.Stats()
+	before, err := d.stats()
 	must(t, err)
 	grown := infos[0].Data - before[0].Data
 	t.Logf("mounting, writing 1 MiB and unmounting added %d KiB", grown>>10)

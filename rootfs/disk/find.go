@@ -10,7 +10,7 @@ import (
 
 // Find describes every layer that lies in the directories, by reading their headers. Files that are
 // no layers, damaged or in use for writing are left out, so it is meant for a store whose disks are
-// at rest. Data, Zero and Allocated are not filled in.
+// at rest.
 func Find(dirs ...string) ([]LayerInfo, error) { return hostEnv().find(dirs...) }
 
 func (e env) find(dirs ...string) (infos []LayerInfo, err error) {
@@ -40,8 +40,8 @@ func (e env) find(dirs ...string) (infos []LayerInfo, err error) {
 	return infos, nil
 }
 
-// Inspect describes the layer at path by its header alone: Data, Zero and Allocated are not filled in. One that is in
-// use for writing is ErrInUse. The error of a file that is not there wraps fs.ErrNotExist.
+// Inspect describes the layer at path by its header. One that is in use for writing is ErrInUse. The error of a file
+// that is not there wraps fs.ErrNotExist.
 func Inspect(path string) (LayerInfo, error) {
 	l, err := hostEnv().openLayer(path, os.O_RDONLY, osfile.Shared)
 	if err != nil {
@@ -68,7 +68,7 @@ func Continues(path string, s Stack) (bool, error) {
 			return false, err
 		}
 	}
-	return ids[0].parent == ids[1].id && ids[0].flags&flagParentIsBase == 0, nil
+	return ids[0].parent == ids[1].id, nil
 }
 
 // Sync makes the file of a layer durable, and its name: a stack that is recorded durably must not name one that is not.

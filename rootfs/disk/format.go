@@ -36,7 +36,7 @@ const (
 
 var crcTable = crc32.MakeTable(crc32.Castagnoli)
 
-// ID names a layer: 16 random bytes. For a raw base it is the fingerprint of its content.
+// ID names a layer: 16 random bytes.
 type ID [16]byte
 
 // String is 32 hexadecimal digits.
@@ -87,10 +87,9 @@ func (s State) String() string {
 }
 
 const (
-	flagParentIsBase = 1 << 0 // the parent is a raw file, not a layer
-	flagSyncFailed   = 1 << 1 // an fsync failed: pending blocks must not be believed
-	flagSinking      = 1 << 2 // being merged into the layer below: that one relies on this file
-	knownFlags       = flagParentIsBase | flagSyncFailed | flagSinking
+	flagSyncFailed = 1 << 1 // an fsync failed: pending blocks must not be believed
+	flagSinking    = 1 << 2 // being merged into the layer below: that one relies on this file
+	knownFlags     = flagSyncFailed | flagSinking
 )
 
 // Block states in the map of a layer, one byte a block.
@@ -196,8 +195,6 @@ func (h *header) check() error {
 		return fmt.Errorf("%w: layer %v is its own parent", ErrCorrupt, h.id)
 	case h.flags&^knownFlags != 0:
 		return fmt.Errorf("%w: unknown flags %#x", ErrVersion, h.flags&^knownFlags)
-	case h.flags&flagParentIsBase != 0 && h.parent == ID{}:
-		return fmt.Errorf("%w: a raw base without fingerprint", ErrCorrupt)
 	}
 	switch h.state {
 	case StateOpen, StateFrozen:

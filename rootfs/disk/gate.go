@@ -3,109 +3,73 @@ package disk
 import (
 	"context"
 	"errors"
-	"sync"
+	"math"
+	"sync/atomic"
+
+	"golang.org/x/sync/semaphore"
 )
+
+// everybody is the weight of whoever is alone in a gate.
+const everybody = math.MaxInt64
 
 // gate lets any number of writers in together, or one goroutine alone. It differs from sync.RWMutex
 // in that waiting to be alone can be cancelled, that being alone can turn into being one of many, and
 // that leaving too often is an error rather than a panic.
 type gate struct {
-	mu     sync.Mutex
-	inside int
-	alone  bool // someone is alone, or waits to be
-	closed bool
-	wake   chan struct{} // closed at the next change; nil if nobody waits
+	places *semaphore.Weighted // whoever waits to be alone keeps those out who come later
+	inside atomic.Int64
+	closed atomic.Bool
 }
 
 var errNotInside = errors.New("Wrote without a WriteExtent before it")
 
-// wait blocks until something changes. Precondition: g.mu is held; it is held again on return.
-func (g *gate) wait(ctx context.Context) error {
-	if g.wake == nil {
-		g.wake = make(chan struct{})
-	}
-	ch := g.wake
-	g.mu.Unlock()
-	defer g.mu.Lock()
-	select {
-	case <-ch:
-		return nil
-	case <-ctx.Done():
-		return ctx.Err()
-	}
-}
+func newGate() gate { return gate{places: semaphore.NewWeighted(everybody)} }
 
-func (g *gate) changed() {
-	if g.wake != nil {
-		close(g.wake)
-		g.wake = nil
+// take waits for places, of which a closed gate has none.
+func (g *gate) take(ctx context.Context, places int64) error {
+	if err := g.places.Acquire(ctx, places); err != nil {
+		return err
 	}
+	if g.closed.Load() {
+		g.places.Release(places)
+		return ErrClosed
+	}
+	return nil
 }
 
 func (g *gate) enter() error {
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	for g.alone && !g.closed {
-		_ = g.wait(context.Background()) // cannot be cancelled: whoever is alone is short
+	err := g.take(context.Background(), 1) // cannot be cancelled: whoever is alone is short
+	if err == nil {
+		g.inside.Add(1)
 	}
-	if g.closed {
-		return ErrClosed
-	}
-	g.inside++
-	return nil
+	return err
 }
 
 func (g *gate) leave() error {
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	if g.inside == 0 {
-		return errNotInside
+	for n := g.inside.Load(); n > 0; n = g.inside.Load() {
+		if g.inside.CompareAndSwap(n, n-1) {
+			g.places.Release(1)
+			return nil
+		}
 	}
-	g.inside--
-	if g.inside == 0 {
-		g.changed()
-	}
-	return nil
+	return errNotInside
 }
 
 // enterAlone waits until nobody is inside, and keeps others out meanwhile.
-func (g *gate) enterAlone(ctx context.Context) error {
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	for g.alone && !g.closed {
-		if err := g.wait(ctx); err != nil {
-			return err
-		}
-	}
-	if g.closed {
-		return ErrClosed
-	}
-	g.alone = true
-	for g.inside > 0 {
-		if err := g.wait(ctx); err != nil {
-			g.alone = false
-			g.changed()
-			return err
-		}
-	}
-	return nil
-}
+func (g *gate) enterAlone(ctx context.Context) error { return g.take(ctx, everybody) }
 
 // leaveAlone lets others in again; stay makes the caller one of many in the same step.
 func (g *gate) leaveAlone(stay bool) {
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	g.alone = false
 	if stay {
-		g.inside++
+		g.inside.Add(1)
+		g.places.Release(everybody - 1)
+		return
 	}
-	g.changed()
+	g.places.Release(everybody)
 }
 
 // close makes every later enter fail. Precondition: the caller is alone.
 func (g *gate) close() {
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	g.closed, g.alone = true, false
-	g.changed()
+	g.closed.Store(true)
+	g.places.Release(everybody)
 }

@@ -1,7 +1,6 @@
 package disk
 
 import (
-	"bytes"
 	"encoding/hex"
 	"errors"
 	"fmt"
@@ -12,8 +11,6 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
-
-	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/internal/osfile"
 )
@@ -27,20 +24,13 @@ type env struct {
 // hostBoot reads the id of this boot (random(4)). Where there is no /proc it stays unknown, and what
 // an earlier process did not flush then counts as lost.
 var hostBoot = sync.OnceValue(func() (id [bootIDSize]byte) {
-	p, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
-	if err == nil {
-		id, _ = parseBootID(string(bytes.TrimSpace(p)))
+	text, _ := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	p, err := hex.DecodeString(strings.ReplaceAll(strings.TrimSpace(string(text)), "-", ""))
+	if err == nil && len(p) == len(id) {
+		id = [bootIDSize]byte(p)
 	}
 	return id
 })
-
-func parseBootID(s string) (id [bootIDSize]byte, err error) {
-	p, err := hex.DecodeString(strings.ReplaceAll(s, "-", ""))
-	if err != nil || len(p) != len(id) {
-		return id, fmt.Errorf("boot id %q: want a UUID as in /proc/sys/kernel/random/boot_id", s)
-	}
-	return [bootIDSize]byte(p), nil
-}
 
 func hostEnv() env { return env{fs: osfile.OS, boot: hostBoot()} }
 
@@ -50,8 +40,6 @@ type layer struct {
 	f     osfile.File
 	os    *os.File
 	data  int64 // file offset of block 0
-	limit int64 // bytes of the disk that the layer can hold data for
-	base  bool  // a raw file; hdr holds only size and id
 	hdr   header
 	fresh bool // its name in the directory may not be durable yet
 }
@@ -86,7 +74,7 @@ func (e env) openLayer(path string, flag int, lock osfile.LockMode) (l *layer, e
 	if err := l.readHeader(); err != nil {
 		return nil, err
 	}
-	l.data, l.limit = l.hdr.dataOffset(), l.hdr.size
+	l.data = l.hdr.dataOffset()
 	return l, nil
 }
 
@@ -148,7 +136,7 @@ func (e env) create(path string, h header, durable bool) (l *layer, err error) {
 	if err != nil {
 		return nil, ioError("create layer", err)
 	}
-	l = &layer{path: path, f: f, os: f.OS(), hdr: h, data: h.dataOffset(), limit: h.size, fresh: true}
+	l = &layer{path: path, f: f, os: f.OS(), hdr: h, data: h.dataOffset(), fresh: true}
 	defer func() {
 		if err != nil {
 			_ = f.Close() // the first error is the one to report
@@ -258,7 +246,7 @@ func (l *layer) mapRuns(each func(run)) error {
 	buf := make([]byte, 64<<10)
 	end := int64(mapOffset) + l.hdr.blocks()
 	for off := int64(mapOffset); off < end; {
-		off = max(off, nextData(l.os, off, end))
+		off, _ = osfile.NextData(l.os, off, end)
 		p := buf[:min(int64(len(buf)), end-off)]
 		if len(p) == 0 {
 			break
@@ -272,27 +260,6 @@ func (l *layer) mapRuns(each func(run)) error {
 		off += int64(len(p))
 	}
 	return nil
-}
-
-// nextData is the offset of the first byte from off that may not be in a hole, at most end.
-func nextData(f *os.File, off, end int64) int64 {
-	d, err := unix.Seek(int(f.Fd()), off, unix.SEEK_DATA)
-	switch {
-	case errors.Is(err, unix.ENXIO): // only a hole up to the end of the file
-		return end
-	case err != nil: // the file system does not know holes
-		return off
-	}
-	return min(d, end)
-}
-
-// nextHole is the offset of the first hole from off, at most end.
-func nextHole(f *os.File, off, end int64) int64 {
-	h, err := unix.Seek(int(f.Fd()), off, unix.SEEK_HOLE)
-	if err != nil || h <= off {
-		return end
-	}
-	return min(h, end)
 }
 
 // statePage holds a page of each block state, so that writing a run of the map allocates nothing.

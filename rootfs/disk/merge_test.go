@@ -83,7 +83,7 @@ func (e env) mergeInto(ctx context.Context, low, up *layer) error {
 	if low.hdr.flags&flagSinking != 0 {
 		return fmt.Errorf("%w: of %s into the layer below it, %v", ErrMerging, low.path, low.hdr.parent)
 	}
-	if up.hdr.parent != low.hdr.id || up.hdr.flags&flagParentIsBase != 0 {
+	if up.hdr.parent != low.hdr.id {
 		return fmt.Errorf("%w: upper needs %v, lower is %v", ErrMissingParent, up.hdr.parent, low.hdr.id)
 	}
 	if up.hdr.size != low.hdr.size {

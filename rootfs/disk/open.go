@@ -1,16 +1,12 @@
 package disk
 
 import (
-	"crypto/sha256"
-	"encoding/binary"
+	"cmp"
 	"errors"
 	"fmt"
-	"io"
 	"io/fs"
 	"os"
 	"slices"
-
-	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/internal/osfile"
 )
@@ -19,12 +15,6 @@ import (
 // It is durable when Create returns.
 func Create(path string, size int64) (Stack, error) {
 	return hostEnv().createDisk(path, Stack{}, header{size: size}, true)
-}
-
-// CreateFrom makes a writable layer over a raw base, which is from then on only read and must not
-// change. If the base's length is no multiple of BlockSize, the disk is longer by some zeros.
-func CreateFrom(path, base string) (Stack, error) {
-	return hostEnv().createFrom(path, base)
 }
 
 // Fork makes a new open top in the file path over a stack whose uppermost layer is frozen or sealed,
@@ -44,21 +34,9 @@ func (e env) createDisk(path string, lower Stack, h header, durable bool) (Stack
 	return lower.With(path), l.close()
 }
 
-func (e env) createFrom(path, base string) (Stack, error) {
-	b, err := e.openBase(base)
-	if err != nil {
-		return Stack{}, err
-	}
-	h := header{size: b.hdr.size, parent: b.hdr.id, flags: flagParentIsBase}
-	if err := b.close(); err != nil {
-		return Stack{}, err
-	}
-	return e.createDisk(path, Stack{Base: base}, h, true)
-}
-
 func (e env) fork(path string, lower Stack, size int64) (Stack, error) {
 	if len(lower.Layers) == 0 {
-		return Stack{}, fmt.Errorf("fork: %w: the stack has no layer; use CreateFrom for a raw base", ErrMissingParent)
+		return Stack{}, fmt.Errorf("fork: %w: the stack has no layer", ErrMissingParent)
 	}
 	if len(lower.Layers)+1 >= MaxLayers {
 		return Stack{}, fmt.Errorf("fork: %w: %d", ErrTooManyLayers, len(lower.Layers))
@@ -74,64 +52,11 @@ func (e env) fork(path string, lower Stack, size int64) (Stack, error) {
 	if h.state != StateSealed && h.state != StateFrozen {
 		return Stack{}, fmt.Errorf("fork: %w: %s is %v; seal it first", ErrInUse, lower.Top(), h.state)
 	}
-	if size == 0 {
-		size = h.size
-	}
+	size = cmp.Or(size, h.size)
 	if size < h.size {
 		return Stack{}, fmt.Errorf("fork: %w: %d bytes are less than the %d below", ErrSize, size, h.size)
 	}
 	return e.createDisk(path, lower, header{size: size, parent: h.id}, false)
-}
-
-// openBase opens a raw file as the lowest, read-only layer.
-func (e env) openBase(path string) (l *layer, err error) {
-	f, err := e.fs.OpenFile(path, os.O_RDONLY, 0)
-	if err != nil {
-		if errors.Is(err, fs.ErrNotExist) {
-			return nil, fmt.Errorf("open base: %w: %w", ErrMissingParent, err)
-		}
-		return nil, ioError("open base", err)
-	}
-	l = &layer{path: path, f: f, os: f.OS(), base: true}
-	defer func() {
-		if err != nil {
-			_ = f.Close() // the first error is the one to report
-		}
-	}()
-	if err := l.flock(osfile.Shared); err != nil {
-		return nil, err
-	}
-	st, err := f.Stat()
-	if err != nil {
-		return nil, ioError("open base", err)
-	}
-	l.limit = st.Size()
-	l.hdr.size = (l.limit + BlockSize - 1) / BlockSize * BlockSize
-	if err := checkSize(l.hdr.size); err != nil {
-		return nil, fmt.Errorf("open base %s: %w", path, err)
-	}
-	l.hdr.id, err = l.fingerprint()
-	return l, err
-}
-
-// fingerprint recognises a raw base: by its length and by 16 blocks spread over it, the first and the
-// last among them. It is there to catch a mix-up, not an attack.
-func (l *layer) fingerprint() (id ID, err error) {
-	const samples = 16
-	h := sha256.New()
-	var buf [BlockSize]byte
-	binary.LittleEndian.PutUint64(buf[:8], uint64(l.limit))
-	h.Write(buf[:8])
-	last := l.hdr.blocks() - 1
-	for i := range int64(samples) {
-		n, err := l.f.ReadAt(buf[:], (last/(samples-1)*i+last%(samples-1)*i/(samples-1))*BlockSize)
-		if err != nil && !errors.Is(err, io.EOF) {
-			return id, ioError("read base", err)
-		}
-		h.Write(buf[:n])
-	}
-	copy(id[:], h.Sum(nil))
-	return id, nil
 }
 
 func (e env) open(s Stack, o Options) (d *Disk, err error) {
@@ -141,10 +66,10 @@ func (e env) open(s Stack, o Options) (d *Disk, err error) {
 	if len(slices.Compact(slices.Clone(s.Layers))) != len(s.Layers) {
 		return nil, fmt.Errorf("open disk: %w: a file is twice in the stack", ErrMissingParent)
 	}
-	if len(s.Layers) == 0 && !o.ReadOnly {
-		return nil, fmt.Errorf("open disk: %w: it has no layer to write to", ErrReadOnly)
+	if len(s.Layers) == 0 {
+		return nil, fmt.Errorf("open disk: %w: the stack is empty", ErrMissingParent)
 	}
-	d = &Disk{env: e, readOnly: o.ReadOnly}
+	d = &Disk{env: e, readOnly: o.ReadOnly, gate: newGate()}
 	var ls []*layer
 	defer func() {
 		if err != nil {
@@ -153,13 +78,6 @@ func (e env) open(s Stack, o Options) (d *Disk, err error) {
 			}
 		}
 	}()
-	if s.Base != "" {
-		l, err := e.openBase(s.Base)
-		if err != nil {
-			return nil, err
-		}
-		ls = append(ls, l)
-	}
 	var missing error // a layer that is not there; harmless if it was merged into the next one
 	for i, path := range s.Layers {
 		last := i == len(s.Layers)-1
@@ -185,9 +103,6 @@ func (e env) open(s Stack, o Options) (d *Disk, err error) {
 	}
 	if err := checkChain(ls); err != nil {
 		return nil, errors.Join(err, missing)
-	}
-	if len(ls) == 0 {
-		return nil, fmt.Errorf("open disk: %w: the stack is empty", ErrMissingParent)
 	}
 	d.size = ls[len(ls)-1].hdr.size
 	d.index = newIndex(d.size / BlockSize)
@@ -254,17 +169,10 @@ func (e env) openInStack(path string, top, readOnly bool) (*layer, error) {
 // checkChain holds neighbouring layers against each other.
 func checkChain(ls []*layer) error {
 	for i, l := range ls {
-		if l.base {
-			continue
-		}
-		onBase := l.hdr.flags&flagParentIsBase != 0
 		var want ID
 		below := "nothing"
 		if i > 0 {
 			want, below = ls[i-1].hdr.id, ls[i-1].path
-			if ls[i-1].base != onBase {
-				return fmt.Errorf("%s: %w: %s lies below, want %v", l.path, ErrMissingParent, below, l.hdr.parent)
-			}
 			if ls[i-1].hdr.size > l.hdr.size {
 				return fmt.Errorf("%s: %w: smaller than %s below it", l.path, ErrCorrupt, below)
 			}
@@ -281,10 +189,6 @@ func checkChain(ls []*layer) error {
 
 // load enters a layer's runs into the index.
 func (d *Disk) load(l *layer, s source) error {
-	if l.base {
-		d.index.set(0, l.hdr.blocks(), s)
-		return nil
-	}
 	counts := d.env.pendingCounts(&l.hdr)
 	return l.runs(func(r run) {
 		switch settled(r.state, counts) {
@@ -346,40 +250,6 @@ func Verify(s Stack) error {
 	return d.Close()
 }
 
-// Stats describes every layer of the disk, bottom first, a raw base included. It reads the tables and
-// maps, and waits for a flush under way.
-func (d *Disk) Stats() ([]LayerInfo, error) {
-	d.flushMu.Lock()
-	defer d.flushMu.Unlock()
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	if d.closed.Load() {
-		return nil, ErrClosed
-	}
-	var infos []LayerInfo
-	for _, l := range d.all() {
-		i := l.info()
-		var err error
-		if i.Allocated, err = allocated(l.os); err != nil {
-			return nil, ioError("stat "+l.path, err)
-		}
-		if l.base {
-			i.Data = l.limit
-		} else if err := l.runs(func(r run) {
-			switch settled(r.state, d.env.pendingCounts(&l.hdr)) {
-			case blockData:
-				i.Data += r.count * BlockSize
-			case blockZero:
-				i.Zero += r.count * BlockSize
-			}
-		}); err != nil {
-			return nil, err
-		}
-		infos = append(infos, i)
-	}
-	return infos, nil
-}
-
 // Data is how many bytes of the disk have data, each block once in whichever layer it is: what was written and neither
 // overwritten with zeros by the block nor discarded since. A write under way may count or not. It reads the index in
 // memory, 2 bytes a block at most.
@@ -392,13 +262,4 @@ func (d *Disk) Data() int64 {
 		return nil
 	})
 	return blocks * BlockSize
-}
-
-// allocated is the space that a file takes on the host, in bytes.
-func allocated(f *os.File) (int64, error) {
-	var st unix.Stat_t
-	if err := unix.Fstat(int(f.Fd()), &st); err != nil {
-		return 0, err
-	}
-	return st.Blocks * 512, nil
 }

@@ -9,7 +9,7 @@ import (
 	"io"
 	"os"
 
-	"golang.org/x/sys/unix"
+	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
 // A packed layer is what Pack writes of a sealed layer's file, which is mostly holes:
@@ -69,21 +69,14 @@ func findExtents(f *os.File) (*packed, error) {
 	}
 	p := &packed{size: fi.Size()}
 	for off := int64(0); off < p.size; {
-		data, err := unix.Seek(int(f.Fd()), off, unix.SEEK_DATA)
-		if errors.Is(err, unix.ENXIO) {
+		data, hole := osfile.NextData(f, off, p.size)
+		if data == hole {
 			break
-		}
-		if err != nil {
-			return nil, ioError("seek data", err)
-		}
-		hole, err := unix.Seek(int(f.Fd()), data, unix.SEEK_HOLE)
-		if err != nil {
-			return nil, ioError("seek hole", err)
 		}
 		if len(p.extents) == maxPackExtents {
 			return nil, fmt.Errorf("packing %s: it has more than %d extents: copy it", f.Name(), maxPackExtents)
 		}
-		p.extents = append(p.extents, extentOf{data, min(hole, p.size) - data})
+		p.extents = append(p.extents, extentOf{data, hole - data})
 		off = hole
 	}
 	return p, nil

@@ -12,9 +12,9 @@ import (
 	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
-// squashSuffix ends the name of the file that Squash writes to until it is whole. One that a crash
-// has left may be deleted.
-const squashSuffix = ".part"
+// partSuffix ends the name of the file that a sealed layer is written to until it is whole. One that a crash has left
+// may be deleted.
+const partSuffix = ".part"
 
 // Squash writes the content of layers that are neighbours in a stack, lowest first, to one new layer in the file path:
 // it can take the place of all of them in that stack, and in any other that has them in this order. They stay as they
@@ -30,12 +30,9 @@ func Squash(ctx context.Context, layers []string, path string) error {
 	return nil
 }
 
-func (e env) squash(ctx context.Context, paths []string, path string) (err error) {
+func (e env) squash(ctx context.Context, paths []string, path string) error {
 	if len(paths) < 2 {
 		return fmt.Errorf("%w: there are none to join", ErrMissingParent)
-	}
-	if _, err := e.fs.Stat(path); err == nil {
-		return ioError("create layer", &fs.PathError{Op: "create", Path: path, Err: fs.ErrExist})
 	}
 	var ls []*layer
 	defer func() {
@@ -59,21 +56,34 @@ func (e env) squash(ctx context.Context, paths []string, path string) (err error
 			continue
 		}
 		below := ls[i-1]
-		if l.hdr.parent != below.hdr.id || l.hdr.flags&flagParentIsBase != 0 {
+		if l.hdr.parent != below.hdr.id {
 			return fmt.Errorf("%w: %s needs %v, %s is %v", ErrMissingParent, p, l.hdr.parent, below.path, below.hdr.id)
 		}
 		if below.hdr.size > l.hdr.size {
 			return fmt.Errorf("%s: %w: smaller than %s below it", p, ErrCorrupt, below.path)
 		}
 	}
-	bottom, top := ls[0], ls[len(ls)-1]
-	part := path + squashSuffix
+	x, err := indexOf(ls)
+	if err != nil {
+		return err
+	}
+	top := ls[len(ls)-1].hdr
+	return e.writeSealed(ctx, path, header{
+		size: top.size, id: top.id, parent: ls[0].hdr.parent, state: StateSealed, merge: ls[len(ls)-2].hdr.id,
+	}, ls, x)
+}
+
+// writeSealed makes a sealed layer with the blocks of others, as an index of them has it. It appears under its name
+// only when it is whole and durable.
+func (e env) writeSealed(ctx context.Context, path string, h header, from []*layer, x *index) (err error) {
+	if _, err := e.fs.Stat(path); err == nil {
+		return ioError("create layer", &fs.PathError{Op: "create", Path: path, Err: fs.ErrExist})
+	}
+	part := path + partSuffix
 	if err := e.fs.Remove(part); err != nil && !errors.Is(err, fs.ErrNotExist) { // of a process that died
 		return ioError("create layer", err)
 	}
-	out, err := e.create(part, header{
-		size: top.hdr.size, id: top.hdr.id, parent: bottom.hdr.parent, flags: bottom.hdr.flags & flagParentIsBase, state: StateFrozen,
-	}, false)
+	out, err := e.create(part, header{size: h.size, id: h.id, parent: h.parent, state: StateFrozen}, false)
 	if err != nil {
 		return err
 	}
@@ -86,16 +96,10 @@ func (e env) squash(ctx context.Context, paths []string, path string) (err error
 			_ = e.fs.Remove(part)
 		}
 	}()
-	x, err := indexOf(ls)
-	if err != nil {
+	if err := out.copyFrom(ctx, from, x); err != nil {
 		return err
 	}
-	if err := out.copyFrom(ctx, ls, x); err != nil {
-		return err
-	}
-	h := out.hdr
-	h.state, h.merge = StateSealed, ls[len(ls)-2].hdr.id
-	if h.tableOff, h.tableLen, h.tableCRC, err = out.writeTable(squashedRuns(x, len(ls), bottom.hdr.parent == ID{}), h.endOfData()); err != nil {
+	if h.tableOff, h.tableLen, h.tableCRC, err = out.writeTable(squashedRuns(x, len(from), h.parent == ID{}), h.endOfData()); err != nil {
 		return err
 	}
 	if err := out.f.Datasync(); err != nil { // data and table: neither counts before the header says so

@@ -76,35 +76,22 @@ func (a *apt) lookup(ctx context.Context, name string) (aptPackage, error) {
 
 // parseStanza reads the first stanza of a Debian control file (deb-control(5)), as apt-cache show prints it.
 func parseStanza(text string) (aptPackage, error) {
-	text, _, _ = strings.Cut(strings.TrimLeft(text, "\n"), "\n\n")
 	var p aptPackage
-	for line := range strings.Lines(text) {
-		if line[0] == ' ' || line[0] == '\t' { // goes on with the field before
-			continue
-		}
-		key, value, ok := strings.Cut(strings.TrimRight(line, "\n"), ":")
-		if !ok {
+	for f := range artifact.Stanzas(text, "package", "version", "architecture", "sha256", "depends", "size", "") {
+		if line, ok := f[""]; ok {
 			return aptPackage{}, fmt.Errorf("not a field of a package: %q", line)
 		}
-		value = strings.TrimSpace(value)
-		switch key {
-		case "Package":
-			p.name = value
-		case "Version":
-			p.version = value
-		case "Architecture":
-			p.arch = value
-		case "SHA256":
-			p.sha256 = strings.ToLower(value)
-		case "Depends":
-			p.depends = value
-		case "Size":
-			n, err := strconv.ParseInt(value, 10, 64)
+		p = aptPackage{
+			name: f["package"], version: f["version"], arch: f["architecture"], sha256: strings.ToLower(f["sha256"]), depends: f["depends"],
+		}
+		if size, ok := f["size"]; ok {
+			n, err := strconv.ParseInt(size, 10, 64)
 			if err != nil || n < 0 {
-				return aptPackage{}, fmt.Errorf("size %q of the package", value)
+				return aptPackage{}, fmt.Errorf("size %q of the package", size)
 			}
 			p.size = n
 		}
+		break
 	}
 	// They become parts of file names and of command lines.
 	if !packageName.MatchString(p.name) || !packageVersion.MatchString(p.version) {

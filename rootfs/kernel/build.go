@@ -173,24 +173,19 @@ func (b *builder) build(ctx context.Context) (*Kernel, error) {
 	if err != nil {
 		return nil, err
 	}
-	hash := hashInputs(inputs)
-
-	// Without the lock first: a finished kernel needs no writable cache.
-	if k, err := findInputs(b.opts.CacheDir, Built, hash); err != nil {
-		return nil, err
-	} else if k != nil {
+	hash, made := hashInputs(inputs), false
+	k, err := once(ctx, b.opts.CacheDir, Built, hash, func() (*Kernel, error) {
+		made = true
+		return b.make(ctx, src, inputs, hash)
+	})
+	if k != nil && !made {
 		b.offer(ctx, k)
-		return k, nil
 	}
-	unlock, err := lockKernel(ctx, b.opts.CacheDir, Built, hash)
-	if err != nil {
-		return nil, err
-	}
-	defer unlock()
-	if k, err := findInputs(b.opts.CacheDir, Built, hash); k != nil || err != nil {
-		return k, err
-	}
+	return k, err
+}
 
+// make takes the kernel from the shared folder, or builds it and shares it.
+func (b *builder) make(ctx context.Context, src source, inputs map[string]string, hash string) (*Kernel, error) {
 	logFile, err := b.openLog(hash)
 	if err != nil {
 		return nil, err

@@ -46,15 +46,7 @@ func (b *builder) cached(ctx context.Context) (*Kernel, error) {
 	if shared == nil || err != nil {
 		return nil, ctx.Err() // a shared folder that cannot be read is none
 	}
-	unlock, err := lockKernel(ctx, b.opts.CacheDir, Built, shared.InputsHash)
-	if err != nil {
-		return nil, err
-	}
-	defer unlock()
-	if k, err := findInputs(b.opts.CacheDir, Built, shared.InputsHash); k != nil || err != nil {
-		return k, err
-	}
-	return b.takeShared(ctx, shared.InputsHash)
+	return once(ctx, b.opts.CacheDir, Built, shared.InputsHash, func() (*Kernel, error) { return b.takeShared(ctx, shared.InputsHash) })
 }
 
 // cloudKernel matches the name of a package that cloudPackage depends on.

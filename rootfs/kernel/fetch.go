@@ -1,7 +1,6 @@
 package kernel
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -24,16 +23,11 @@ type FetchOptions struct {
 	// CacheDir is the folder for kernels and downloads. A fetched kernel takes 110 MiB, its package 26 MiB.
 	CacheDir string
 
-	// Package is the Debian package to take; "" means linux-image-cloud-amd64, the stock kernel for virtual machines. A
-	// package that only depends on a kernel stands for that kernel.
-	Package string
-
 	// ExtraModules are names of modules for Kernel.Modules besides those that every guest needs. Dependencies come by
 	// themselves.
 	ExtraModules []string
 
-	// Update has Fetch return the version that apt would install now. Without it a kernel in the cache is used, if no
-	// Package is named.
+	// Update has Fetch return the version that apt would install now. Without it a kernel in the cache is used.
 	Update bool
 
 	// Newer, if set, is called with the version that apt knows when an older one in the cache is used.
@@ -54,9 +48,9 @@ type FetchOptions struct {
 // realKernel matches the name of a package that holds a kernel, not only a dependency on one.
 var realKernel = regexp.MustCompile(`^linux-image-[0-9]`)
 
-// Fetch returns Debian's kernel, unmodified, from the cache if it is there; FetchOptions.Update says in which version.
-// It is downloaded by apt, compared with the hash in apt's signed index, and unpacked in the cache; nothing is
-// installed on the host.
+// Fetch returns Debian's stock kernel for virtual machines, unmodified, from the cache if it is there;
+// FetchOptions.Update says in which version. It is downloaded by apt, compared with the hash in apt's signed index,
+// and unpacked in the cache; nothing is installed on the host.
 //
 // Any number of calls and processes may fetch at once. When ctx ends, the programs are stopped and the error wraps
 // ctx's; an interrupted Fetch leaves nothing that is taken for a result. The error wraps ErrNoPackage if apt does not
@@ -87,7 +81,7 @@ func fetch(ctx context.Context, opts FetchOptions) (*Kernel, error) {
 	a.report("check", 0, 0)
 	wanted := slices.Concat(wantedModules, opts.ExtraModules)
 	modules := strings.Join(wanted, " ")
-	if opts.Package == "" && !opts.Update {
+	if !opts.Update {
 		if k, err := cachedCloud(cacheDir, modules); err != nil {
 			return nil, err
 		} else if k != nil {
@@ -96,7 +90,7 @@ func fetch(ctx context.Context, opts FetchOptions) (*Kernel, error) {
 			return k, nil
 		}
 	}
-	p, err := resolveKernel(ctx, a.candidate, cmp.Or(opts.Package, cloudPackage))
+	p, err := resolveKernel(ctx, a.candidate, cloudPackage)
 	if err != nil {
 		return nil, err
 	}
@@ -106,18 +100,11 @@ func fetch(ctx context.Context, opts FetchOptions) (*Kernel, error) {
 		"modules": modules,
 	}
 	hash := hashInputs(inputs)
-	if k, err := findInputs(cacheDir, Debian, hash); k != nil || err != nil {
-		return k, err
-	}
-	unlock, err := lockKernel(ctx, cacheDir, Debian, hash)
-	if err != nil {
-		return nil, err
-	}
-	defer unlock()
-	if k, err := findInputs(cacheDir, Debian, hash); k != nil || err != nil {
-		return k, err
-	}
+	return once(ctx, cacheDir, Debian, hash, func() (*Kernel, error) { return a.take(ctx, p, wanted, inputs, hash) })
+}
 
+// take puts the kernel of a package into the cache.
+func (a *apt) take(ctx context.Context, p aptPackage, wanted []string, inputs map[string]string, hash string) (*Kernel, error) {
 	deb, err := a.download(ctx, p)
 	if err != nil {
 		return nil, err
@@ -132,7 +119,7 @@ func fetch(ctx context.Context, opts FetchOptions) (*Kernel, error) {
 		Image: "boot/vmlinuz-" + version, Config: "boot/config-" + version, ModulesDir: "lib/modules/" + version,
 		InputsHash: hash, Inputs: inputs,
 	}
-	staging, err := artifact.StagingDir(filepath.Join(cacheDir, kernelsDir), k.ID)
+	staging, err := artifact.StagingDir(filepath.Join(a.cacheDir, kernelsDir), k.ID)
 	if err != nil {
 		return nil, err
 	}
@@ -167,7 +154,7 @@ func fetch(ctx context.Context, opts FetchOptions) (*Kernel, error) {
 		k.Modules = append(k.Modules, rel)
 	}
 	a.report("publish", 0, 0)
-	return k.publish(ctx, cacheDir, staging)
+	return k.publish(ctx, a.cacheDir, staging)
 }
 
 // Download returns the path of the Debian package that holds the kernel that the package of a name stands for. It is in

@@ -193,8 +193,7 @@ func TestFileGoneFromArchiveIsTriedAgainAfterUpdateOnlyIfAllowed(t *testing.T) {
 func TestFetchRefusesPackageThatIsNoKernel(t *testing.T) {
 	dir, opts := fakeArchive(t)
 	writeTree(t, dir, map[string]string{"apt/bash": stanza("bash", "base-files", strings.Repeat("0", 64))})
-	opts.Package = "bash"
-	if _, err := Fetch(t.Context(), opts); !errors.Is(err, ErrUnsupported) {
+	if _, err := Download(t.Context(), opts.CacheDir, "bash"); !errors.Is(err, ErrUnsupported) {
 		t.Errorf("got %v", err)
 	}
 }

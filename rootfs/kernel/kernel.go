@@ -308,6 +308,24 @@ func lockKernel(ctx context.Context, cacheDir string, kind Kind, hash string) (u
 	return artifact.Lock(ctx, lockOf(kind, hash[:idHashLength]))
 }
 
+// once returns the kernel of this kind and inputs: the one of the cache, or the one that fresh makes. Whoever wants the
+// same waits for it.
+func once(ctx context.Context, cacheDir string, kind Kind, hash string, fresh func() (*Kernel, error)) (*Kernel, error) {
+	// Without the lock first: a finished kernel needs no writable cache.
+	if k, err := findInputs(cacheDir, kind, hash); k != nil || err != nil {
+		return k, err
+	}
+	unlock, err := lockKernel(ctx, cacheDir, kind, hash)
+	if err != nil {
+		return nil, err
+	}
+	defer unlock()
+	if k, err := findInputs(cacheDir, kind, hash); k != nil || err != nil {
+		return k, err
+	}
+	return fresh()
+}
+
 // symbolCache keeps the parsed symbol map. It is shared by copies of a Kernel only if made before the copy; that costs
 // time, not correctness.
 type symbolCache struct {

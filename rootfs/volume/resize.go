@@ -142,27 +142,15 @@ func (s *Store) copyData(ctx context.Context, v *Volume, path string) (err error
 		return err
 	}
 	buf := make([]byte, 1<<20)
-	fd := int(v.data.OS().Fd())
 	for off := int64(0); off < v.size; {
 		if err := ctx.Err(); err != nil {
 			return err
 		}
-		data, err := unix.Seek(fd, off, unix.SEEK_DATA)
-		if errors.Is(err, unix.ENXIO) {
-			return nil // a hole up to the end
-		}
-		if err != nil {
-			data = off // the file system does not know holes
-		}
-		end, err := unix.Seek(fd, data, unix.SEEK_HOLE)
-		if err != nil || end <= data {
-			end = v.size
-		}
-		end = min(end, data+copyStep, v.size)
-		if err := osfile.CopyRange(f, data, v.data, data, end-data, buf); err != nil {
+		data, end := osfile.NextData(v.data.OS(), off, v.size)
+		off = min(end, data+copyStep)
+		if err := osfile.CopyRange(f, data, v.data, data, off-data, buf); err != nil {
 			return err
 		}
-		off = end
 	}
 	return nil
 }

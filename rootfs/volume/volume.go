@@ -371,11 +371,7 @@ func (v *Volume) allocate(mode uint32, off, n int64) error {
 		return err
 	}
 	v.dirty.Store(true)
-	for {
-		if err := v.data.Fallocate(mode, off, n); !errors.Is(err, unix.EINTR) {
-			return err
-		}
-	}
+	return v.data.Fallocate(mode, off, n)
 }
 
 func readRecord(fsys osfile.FS, dir string) (*Record, error) {

@@ -757,7 +757,7 @@ func (r *Record) NewLayer() string {
 func (s *Store) Absolute(st disk.Stack) (disk.Stack, error) {
 	var out disk.Stack
 	for _, l := range st.Layers {
-		if l != filepath.Base(l) || l == "." || l == ".." || st.Base != "" {
+		if l != filepath.Base(l) || l == "." || l == ".." {
 			return out, fmt.Errorf("%w: disk layer %q is not in the store", spec.ErrRecord, l)
 		}
 		out.Layers = append(out.Layers, filepath.Join(s.LayerDir(), l))

@@ -1,6 +1,7 @@
 package builder
 
 import (
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
@@ -112,11 +113,7 @@ func checkOptions(o Options) (*buildOptions, error) {
 	if _, err := debian.ParseMirrors(o.Mirrors, b.source.Suite); err != nil {
 		return nil, err
 	}
-	tag := o.Tag
-	if tag == "" {
-		tag = defaultTag(b.source, o.Include)
-	}
-	if b.tag, err = image.NormalizeTag(tag); err != nil {
+	if b.tag, err = image.NormalizeTag(cmp.Or(o.Tag, defaultTag(b.source, o.Include))); err != nil {
 		return nil, err
 	}
 	if o.MaxAge < 0 || o.MaxBytes < 0 {
@@ -125,15 +122,9 @@ func checkOptions(o Options) (*buildOptions, error) {
 	if o.MaxFiles < 0 || o.MaxFiles > fstree.MaxInodes {
 		return nil, fmt.Errorf("%w: MaxFiles %d is not between 0 and %d", image.ErrInvalidOption, o.MaxFiles, fstree.MaxInodes)
 	}
-	if b.MaxFiles == 0 {
-		b.MaxFiles = DefaultMaxFiles
-	}
-	if b.MaxAge == 0 {
-		b.MaxAge = DefaultMaxAge
-	}
-	if b.MaxBytes == 0 {
-		b.MaxBytes = DefaultMaxBytes
-	}
+	b.MaxFiles = cmp.Or(b.MaxFiles, DefaultMaxFiles)
+	b.MaxAge = cmp.Or(b.MaxAge, DefaultMaxAge)
+	b.MaxBytes = cmp.Or(b.MaxBytes, DefaultMaxBytes)
 	var mu sync.Mutex
 	b.progress = func(stage string, done, total int64) {
 		if o.Progress != nil {

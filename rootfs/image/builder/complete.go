@@ -8,6 +8,7 @@ import (
 
 	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/rootfs/image/fstree"
+	"github.com/drowse-vm/drowse/rootfs/internal/artifact"
 )
 
 // addVMFiles adds what a VM needs. Mount points and files that a directory source has already stay as they are, except
@@ -73,51 +74,18 @@ func describePackages(t *fstree.Tree, img *image.Image) error {
 }
 
 // parseDpkgStatus gives the installed packages of a dpkg status file, in its order.
-func parseDpkgStatus(text string) ([]image.Package, error) {
-	var (
-		out    []image.Package
-		cur    image.Package
-		status string
-		total  int
-	)
-	flush := func() error {
-		p := cur
-		installed := status == "install ok installed" || status == "hold ok installed"
-		cur, status = image.Package{}, ""
-		if !installed {
-			return nil
-		}
-		total += len(p.Name) + len(p.Version) + len(p.Architecture)
-		if len(out) >= maxInstalled || total > maxInstalledText {
-			return fmt.Errorf("%w: its dpkg database names more than %d packages, or has more than %d bytes of names", image.ErrTooLarge, maxInstalled, maxInstalledText)
-		}
-		// Not as pieces of the text, which would stay.
-		out = append(out, image.Package{Name: strings.Clone(p.Name), Version: strings.Clone(p.Version), Architecture: strings.Clone(p.Architecture)})
-		return nil
-	}
-	for line := range strings.Lines(text) {
-		line = strings.TrimSuffix(line, "\n")
-		if strings.TrimSpace(line) == "" {
-			if err := flush(); err != nil {
-				return nil, err
-			}
+func parseDpkgStatus(text string) (out []image.Package, err error) {
+	total := 0
+	for f := range artifact.Stanzas(text, "package", "status", "version", "architecture") {
+		if s := f["status"]; s != "install ok installed" && s != "hold ok installed" {
 			continue
 		}
-		k, v, ok := strings.Cut(line, ":")
-		if !ok || line[0] == ' ' || line[0] == '\t' || line[0] == '#' {
-			continue // a further line of a field, or a comment
+		p := image.Package{Name: f["package"], Version: f["version"], Architecture: f["architecture"]}
+		total += len(p.Name) + len(p.Version) + len(p.Architecture)
+		if len(out) >= maxInstalled || total > maxInstalledText {
+			return nil, fmt.Errorf("%w: its dpkg database names more than %d packages, or has more than %d bytes of names", image.ErrTooLarge, maxInstalled, maxInstalledText)
 		}
-		v = strings.TrimSpace(v)
-		switch strings.ToLower(strings.TrimSpace(k)) {
-		case "package":
-			cur.Name = v
-		case "version":
-			cur.Version = v
-		case "architecture":
-			cur.Architecture = v
-		case "status":
-			status = v
-		}
+		out = append(out, p)
 	}
-	return out, flush()
+	return out, nil
 }

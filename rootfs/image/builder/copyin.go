@@ -111,50 +111,20 @@ func (p *picker) matches(pattern string) ([]string, error) {
 	if !strings.ContainsAny(pattern, `*?[\`) {
 		return []string{pattern}, nil
 	}
-	found := []string{"."}
-	for _, part := range strings.Split(pattern, "/") {
-		var next []string
-		for _, dir := range found {
-			entries, err := p.readDir(dir)
-			if err != nil {
-				continue // not a directory: nothing below it fits
-			}
-			for _, e := range entries {
-				ok, err := path.Match(part, e.Name())
-				if err != nil {
-					return nil, fmt.Errorf("%w: the pattern: %w", image.ErrInvalidOption, err)
-				}
-				if name := path.Join(dir, e.Name()); ok && (!p.ignored(name) || p.c.Deep) {
-					next = append(next, name)
-				}
-			}
-		}
-		if found = next; len(found) > maxContextFiles {
-			return nil, layers.TooManyFiles(maxContextFiles)
-		}
+	found, err := fs.Glob(p.c.Context.FS(), pattern)
+	if err != nil {
+		return nil, fmt.Errorf("%w: the pattern: %w", image.ErrInvalidOption, err)
+	}
+	if len(found) > maxContextFiles {
+		return nil, layers.TooManyFiles(maxContextFiles)
 	}
 	return slices.DeleteFunc(found, func(name string) bool {
+		if !p.c.Deep || !p.ignored(name) {
+			return p.ignored(name)
+		}
 		st, err := p.c.Context.Lstat(name)
-		return err == nil && !st.IsDir() && p.ignored(name)
+		return err == nil && !st.IsDir()
 	}), nil
-}
-
-func (p *picker) readDir(name string) ([]fs.DirEntry, error) {
-	d, err := p.c.Context.Open(name)
-	if err != nil {
-		return nil, err
-	}
-	defer func() { _ = d.Close() }() // only read
-	st, err := d.Stat()
-	if err != nil {
-		return nil, err
-	}
-	if !st.IsDir() {
-		return nil, &fs.PathError{Op: "read", Path: name, Err: errors.New("it is no directory")}
-	}
-	entries, err := d.ReadDir(-1)
-	slices.SortFunc(entries, func(a, b fs.DirEntry) int { return strings.Compare(a.Name(), b.Name()) })
-	return entries, err
 }
 
 // source takes what a COPY names. A symlink there stands for what it leads to.
@@ -182,7 +152,7 @@ func (p *picker) below(dir, as string, depth int) error {
 	if depth > maxContextDepth {
 		return fmt.Errorf("%w: more than %d directories above each other", image.ErrTooLarge, maxContextDepth)
 	}
-	entries, err := p.readDir(dir)
+	entries, err := fs.ReadDir(p.c.Context.FS(), dir)
 	if err != nil {
 		return err
 	}

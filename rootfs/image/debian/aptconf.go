@@ -97,53 +97,23 @@ func parseListSources(text string) []aptSource {
 // parseDeb822Sources reads the stanzas of a .sources file.
 func parseDeb822Sources(text string) []aptSource {
 	var out []aptSource
-	for _, st := range parseStanzas(text) {
+	options := []string{"trusted", "check-valid-until", "check-date"}
+	names := append([]string{"enabled", "types", "uris", "suites", "components", "signed-by"}, options...)
+	for st := range artifact.Stanzas(text, names...) {
 		if strings.EqualFold(st["enabled"], "no") || !slices.Contains(strings.Fields(st["types"]), "deb") {
 			continue
 		}
 		var opts []string
-		for _, k := range []string{"trusted", "check-valid-until", "check-date"} {
+		for _, k := range options {
 			if v := st[k]; v != "" {
-				opts = append(opts, k+"="+strings.TrimSpace(v))
+				opts = append(opts, k+"="+v)
 			}
 		}
 		for _, u := range strings.Fields(st["uris"]) {
 			for _, suite := range strings.Fields(st["suites"]) {
 				out = append(out, aptSource{uri: u, suite: suite, components: strings.Fields(st["components"]),
-					signedBy: strings.TrimSpace(st["signed-by"]), options: opts})
+					signedBy: st["signed-by"], options: opts})
 			}
-		}
-	}
-	return out
-}
-
-// parseStanzas reads a file in Debian's control format (deb822(5)): field names in lower case. Continuation lines are
-// joined with newlines.
-func parseStanzas(text string) []map[string]string {
-	var out []map[string]string
-	var cur map[string]string
-	var field string
-	for line := range strings.Lines(text) {
-		line = strings.TrimSuffix(line, "\n")
-		switch {
-		case strings.HasPrefix(line, "#"):
-		case strings.TrimSpace(line) == "":
-			cur, field = nil, ""
-		case line[0] == ' ' || line[0] == '\t':
-			if cur != nil && field != "" {
-				cur[field] += "\n" + strings.TrimSpace(line)
-			}
-		default:
-			k, v, ok := strings.Cut(line, ":")
-			if !ok {
-				continue
-			}
-			if cur == nil {
-				cur = map[string]string{}
-				out = append(out, cur)
-			}
-			field = strings.ToLower(strings.TrimSpace(k))
-			cur[field] = strings.TrimSpace(v)
 		}
 	}
 	return out

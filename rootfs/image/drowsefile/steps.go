@@ -1,6 +1,7 @@
 package drowsefile
 
 import (
+	"cmp"
 	"fmt"
 	"maps"
 	"path"
@@ -450,22 +451,15 @@ func (b *builder) expose(i *Instruction) error {
 			return i.fail("%s is no port: use a number with /tcp, /udp or /sctp if need be", quoted(w))
 		}
 		from, _ := strconv.Atoi(m[1]) // of at most five digits
-		to := from
-		if m[2] != "" {
-			to, _ = strconv.Atoi(m[2])
-		}
+		to, _ := strconv.Atoi(cmp.Or(m[2], m[1]))
 		if from < 1 || to < from || to > 65535 {
 			return i.fail("%s is not between 1 and 65535", quoted(w))
-		}
-		proto := m[3]
-		if proto == "" {
-			proto = "tcp"
 		}
 		if err := b.bound(i, to-from+1+len(b.config.ExposedPorts)); err != nil {
 			return err
 		}
 		for p := from; p <= to; p++ {
-			b.config.ExposedPorts = append(b.config.ExposedPorts, fmt.Sprintf("%d/%s", p, proto))
+			b.config.ExposedPorts = append(b.config.ExposedPorts, fmt.Sprintf("%d/%s", p, cmp.Or(m[3], "tcp")))
 		}
 	}
 	slices.Sort(b.config.ExposedPorts)

@@ -2,7 +2,6 @@ package erofs
 
 import (
 	"context"
-	"encoding/binary"
 	"fmt"
 	"io"
 	"io/fs"
@@ -12,7 +11,6 @@ import (
 	"github.com/erofs/go-erofs"
 
 	"github.com/drowse-vm/drowse/rootfs/image/fstree"
-	"github.com/drowse-vm/drowse/rootfs/image/sparse"
 )
 
 // Read makes a tree of an image file. Contents stay in the file, which must be open as long as the tree is used.
@@ -20,10 +18,6 @@ func Read(ctx context.Context, f *os.File) (*fstree.Tree, error) {
 	img, err := erofs.Open(f)
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrCorrupt, err)
-	}
-	modes, err := NewModeReader(f)
-	if err != nil {
-		return nil, err
 	}
 	t := fstree.New()
 	seen := map[int64]*fstree.Inode{}
@@ -45,12 +39,8 @@ func Read(ctx context.Context, f *os.File) (*fstree.Tree, error) {
 		if n := seen[st.Ino]; n != nil && !info.IsDir() {
 			return t.Add(p, n)
 		}
-		perm, err := modes.Mode(st.Ino)
-		if err != nil {
-			return err
-		}
 		n := &fstree.Inode{UID: st.UID, GID: st.GID, Mtime: time.Unix(int64(st.Mtime), int64(st.MtimeNs)), Xattrs: UnixXattrs(st.Xattrs)}
-		n.Mode = info.Mode().Type() | fstree.Mode(perm)
+		n.Mode = info.Mode().Type() | st.Mode&^fs.ModeType // of info it lacks setuid, setgid and sticky
 		switch info.Mode().Type() {
 		case 0:
 			n.Size = info.Size()
@@ -81,27 +71,3 @@ type erofsContent struct {
 }
 
 func (c erofsContent) Open() (io.ReadCloser, error) { return c.img.Open(c.p) }
-
-// ModeReader gives permissions with setuid, setgid and sticky, which go-erofs does not tell.
-type ModeReader struct {
-	f    *os.File
-	meta int64
-}
-
-// NewModeReader reads from an image file, which stays open as long as the reader is used.
-func NewModeReader(f *os.File) (*ModeReader, error) {
-	var b [4]byte
-	if _, err := f.ReadAt(b[:], superOffset+sbMetaBlock); err != nil {
-		return nil, err
-	}
-	return &ModeReader{f, int64(binary.LittleEndian.Uint32(b[:])) * sparse.BlockSize}, nil
-}
-
-// Mode gives the lower 12 bits of the mode of an inode, by its number.
-func (m *ModeReader) Mode(nid int64) (int64, error) {
-	var b [2]byte
-	if _, err := m.f.ReadAt(b[:], m.meta+nid*nidUnit+4); err != nil {
-		return 0, err
-	}
-	return int64(binary.LittleEndian.Uint16(b[:]) & 0o7777), nil
-}

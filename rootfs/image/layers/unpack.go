@@ -4,6 +4,7 @@ import (
 	"bufio"
 	"bytes"
 	"compress/bzip2"
+	"context"
 	"crypto/sha256"
 	"crypto/sha512"
 	"errors"
@@ -18,6 +19,7 @@ import (
 	"github.com/mikelolasagasti/xz"
 
 	"github.com/drowse-vm/drowse/rootfs/image"
+	"github.com/drowse-vm/drowse/rootfs/internal/artifact"
 )
 
 // Limits of decompression.
@@ -41,7 +43,7 @@ var (
 // Unpacked is what a stream gives that may be compressed, which its first bytes tell. Its errors are ErrBadArchive and
 // ErrTooLarge; those of the stream below are passed on as they are.
 type Unpacked struct {
-	src     *countedReader
+	src     *artifact.Reader
 	r       io.Reader
 	close   func()
 	Packed  bool  // it is compressed
@@ -53,7 +55,7 @@ type Unpacked struct {
 // Unpack looks at the beginning of a stream. all says that xz and bzip2 are wanted too: layers are never compressed by
 // these. most bounds what comes out, in bytes. Close frees memory, and leaves r open.
 func Unpack(r io.Reader, all bool, most int64) (*Unpacked, error) {
-	src := &countedReader{r: r}
+	src := artifact.NewReader(context.Background(), r)
 	b := bufio.NewReaderSize(src, 64<<10)
 	head, err := b.Peek(6)
 	if err != nil && !errors.Is(err, io.EOF) {
@@ -88,8 +90,8 @@ func Unpack(r io.Reader, all bool, most int64) (*Unpacked, error) {
 }
 
 func (u *Unpacked) failed(what string, err error) error {
-	if u.src.err != nil {
-		return u.src.err
+	if u.src.Err != nil {
+		return u.src.Err
 	}
 	if !u.Packed {
 		return err
@@ -107,12 +109,12 @@ func (u *Unpacked) Read(p []byte) (int, error) {
 	switch {
 	case u.out > u.max:
 		err = fmt.Errorf("%w: it unpacks to more than %d bytes; raise MaxBytes (--max-size) to take it", image.ErrTooLarge, u.max)
-	case u.Packed && u.out > freeBytes && u.out/maxExpansion > u.src.n:
+	case u.Packed && u.out > freeBytes && u.out/maxExpansion > u.src.N:
 		err = fmt.Errorf("%w: it expands to more than %d times its size; unpack it first if it is what it should be", image.ErrTooLarge, maxExpansion)
 	case err != nil && !errors.Is(err, io.EOF):
 		err = u.failed("damaged", err)
-	case errors.Is(err, io.EOF) && u.src.err != nil:
-		err = u.src.err
+	case errors.Is(err, io.EOF) && u.src.Err != nil:
+		err = u.src.Err
 	}
 	u.failure = err
 	return n, err
@@ -122,22 +124,6 @@ func (u *Unpacked) Read(p []byte) (int, error) {
 func (u *Unpacked) Close() error {
 	u.close()
 	return nil
-}
-
-// countedReader counts what it gives, and remembers the error of the reader below.
-type countedReader struct {
-	r   io.Reader
-	n   int64
-	err error // not io.EOF
-}
-
-func (c *countedReader) Read(p []byte) (int, error) {
-	n, err := c.r.Read(p)
-	c.n += int64(n)
-	if err != nil && err != io.EOF {
-		c.err = err
-	}
-	return n, err
 }
 
 // digestRE is of the digests that the OCI image specification registers.

@@ -248,7 +248,7 @@ func chooseNamed(list []v1.Descriptor, ref string, want v1.Platform) (v1.Descrip
 		return d, err
 	}
 	for _, other := range found {
-		if other.Digest != d.Digest && (other.Platform == nil || fits(*other.Platform, want)) {
+		if other.Digest != d.Digest && (other.Platform == nil || other.Platform.Satisfies(want)) {
 			return d, fmt.Errorf("%w: it has several; name one of %q, or @DIGEST, behind the path", image.ErrNoSource, names)
 		}
 	}

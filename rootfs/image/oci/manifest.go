@@ -85,19 +85,6 @@ func ParsePlatform(s string) (v1.Platform, error) {
 	return p, nil
 }
 
-func platformText(p v1.Platform) string {
-	s := p.OS + "/" + p.Architecture
-	if p.Variant != "" {
-		s += "/" + p.Variant
-	}
-	return s
-}
-
-// fits says that an image for have runs where want is asked for.
-func fits(have, want v1.Platform) bool {
-	return have.OS == want.OS && have.Architecture == want.Architecture && (want.Variant == "" || have.Variant == want.Variant)
-}
-
 // parseJSON reads one JSON document.
 func parseJSON(what string, b []byte, v any) error {
 	d := json.NewDecoder(bytes.NewReader(b))
@@ -169,10 +156,10 @@ func choose(list []v1.Descriptor, want v1.Platform) (v1.Descriptor, error) {
 		case d.Annotations["vnd.docker.reference.type"] != "": // attestations of BuildKit's
 		case d.Platform == nil || d.Platform.OS == "" && d.Platform.Architecture == "":
 			silent = append(silent, d)
-		case fits(*d.Platform, want):
+		case d.Platform.Satisfies(want):
 			return d, nil
 		default:
-			have = append(have, platformText(*d.Platform))
+			have = append(have, d.Platform.String())
 		}
 	}
 	if len(silent) == 1 && len(have) == 0 {
@@ -181,7 +168,7 @@ func choose(list []v1.Descriptor, want v1.Platform) (v1.Descriptor, error) {
 	if len(have) > 20 {
 		have = append(have[:20], "...")
 	}
-	return v1.Descriptor{}, fmt.Errorf("%w: it is not there for %s, only for %q; choose with --platform", image.ErrNoPlatform, platformText(want), have)
+	return v1.Descriptor{}, fmt.Errorf("%w: it is not there for %s, only for %q; choose with --platform", image.ErrNoPlatform, want, have)
 }
 
 // parseManifest reads a manifest.
@@ -273,8 +260,8 @@ func parseConfig(b []byte, want v1.Platform) (*manifest, []v1.Hash, error) {
 	}
 	have := v1.Platform{OS: c.OS, Architecture: c.Architecture, Variant: c.Variant}
 	// The variant of a configuration is often left out.
-	if !fits(have, v1.Platform{OS: want.OS, Architecture: want.Architecture}) {
-		return nil, nil, fmt.Errorf("%w: it is for %.100q, not for %s; choose with --platform", image.ErrNoPlatform, platformText(have), platformText(want))
+	if !have.Satisfies(v1.Platform{OS: want.OS, Architecture: want.Architecture}) {
+		return nil, nil, fmt.Errorf("%w: it is for %.100q, not for %s; choose with --platform", image.ErrNoPlatform, have, want)
 	}
 	if c.RootFS.Type != "layers" {
 		return nil, nil, fmt.Errorf("%w: its root filesystem is of type %.100q, known is \"layers\"", image.ErrBadManifest, c.RootFS.Type)
@@ -286,7 +273,7 @@ func parseConfig(b []byte, want v1.Platform) (*manifest, []v1.Hash, error) {
 	if err != nil {
 		return nil, nil, err
 	}
-	return &manifest{platform: platformText(have), arch: c.Architecture, run: run}, c.RootFS.DiffIDs, nil
+	return &manifest{platform: have.String(), arch: c.Architecture, run: run}, c.RootFS.DiffIDs, nil
 }
 
 // runConfig takes over what a configuration says.

@@ -156,10 +156,12 @@ func HashFile(ctx context.Context, path string) (sum string, size int64, err err
 	return hex.EncodeToString(h.Sum(nil)), size, nil
 }
 
-// Reader fails with the cause once its context has ended, and remembers the error of the reader below.
+// Reader fails with the cause once its context has ended. It counts what it gives, and remembers the error of the
+// reader below.
 type Reader struct {
 	ctx context.Context
 	r   io.Reader
+	N   int64
 	Err error // not io.EOF
 }
 
@@ -173,6 +175,7 @@ func (c *Reader) Read(p []byte) (int, error) {
 		return 0, err
 	}
 	n, err := c.r.Read(p)
+	c.N += int64(n)
 	if err != nil && err != io.EOF {
 		c.Err = err
 	}
