@@ -245,7 +245,7 @@ func TestWorkerResumeRunsItOnceWithoutASignal(t *testing.T) {
 
 func waitFor(t testing.TB, f func() bool) {
 	t.Helper()
-	for deadline := time.Now().Add(20 * time.Second); !f(); time.Sleep(50 * time.Microsecond) {
+	for deadline := time.Now().Add(60 * time.Second); !f(); time.Sleep(50 * time.Microsecond) {
 		if time.Now().After(deadline) {
 			t.Fatal("it does not happen")
 		}

@@ -54,7 +54,7 @@ func newCountingLoop(t *testing.T, paused bool) (*Loop, *countingLooper) {
 
 func eventually(t *testing.T, what string, f func() bool) {
 	t.Helper()
-	for deadline := time.Now().Add(5 * time.Second); !f(); time.Sleep(100 * time.Microsecond) {
+	for deadline := time.Now().Add(60 * time.Second); !f(); time.Sleep(100 * time.Microsecond) {
 		if time.Now().After(deadline) {
 			t.Fatalf("%s did not happen", what)
 		}

@@ -462,7 +462,7 @@ func (w *watched) String() string {
 
 func (w *watched) wait(t *testing.T, text string) {
 	t.Helper()
-	timeout := time.After(10 * time.Second)
+	timeout := time.After(60 * time.Second)
 	for !strings.Contains(w.String(), text) {
 		select {
 		case <-w.more:
@@ -517,7 +517,7 @@ func TestExec_a_background_child_neither_holds_up_the_exit_nor_is_killed(t *test
 	if out.String() != "early\n" {
 		t.Errorf("output %q", &out)
 	}
-	for end := time.Now().Add(10 * time.Second); ; time.Sleep(20 * time.Millisecond) {
+	for end := time.Now().Add(60 * time.Second); ; time.Sleep(20 * time.Millisecond) {
 		if b, _ := os.ReadFile(dir + "/late"); string(b) == "still here\n" {
 			break
 		}

@@ -15,6 +15,7 @@ import (
 
 	"go.uber.org/goleak"
 
+	"github.com/drowse-vm/drowse/internal/test/racetest"
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
@@ -125,14 +126,18 @@ func crashChild(parent string) error {
 	}
 }
 
-var kills = flag.Int("snapshot.kills", 20, "how often to kill a process that writes snapshots")
+var kills = flag.Int("snapshot.kills", 0, "how often to kill a process that writes snapshots; 0: 20, or 4 with -short or -race")
 
 // SIGKILL at any moment leaves every snapshot whole or not there, and Clean
 // removes the rest.
 func TestAKilledWriterLeavesEverySnapshotWholeOrNotThere(t *testing.T) {
 	parent := t.TempDir()
+	n := *kills
+	if n == 0 {
+		n = racetest.Cases(20, 4)
+	}
 	checked, stale := 0, 0
-	for i := range *kills {
+	for i := range n {
 		cmd := exec.Command(os.Args[0])
 		cmd.Env = append(os.Environ(), crashEnv+"="+parent)
 		cmd.Stderr = os.Stderr
@@ -174,7 +179,7 @@ func TestAKilledWriterLeavesEverySnapshotWholeOrNotThere(t *testing.T) {
 			t.Fatalf("%v is left after Clean (%v)", left, err)
 		}
 	}
-	t.Logf("%d kills, %d snapshots checked, %d unfinished removed", *kills, checked, stale)
+	t.Logf("%d kills, %d snapshots checked, %d unfinished removed", n, checked, stale)
 	if checked == 0 {
 		t.Error("there never was a snapshot")
 	}

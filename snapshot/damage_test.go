@@ -15,6 +15,7 @@ import (
 
 	"github.com/klauspost/compress/zstd"
 
+	"github.com/drowse-vm/drowse/internal/test/racetest"
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
@@ -257,11 +258,7 @@ func flipEveryBit(t *testing.T, dir, name string, want *ram, need []bool) (spare
 		t.Fatal(err)
 	}
 	defer d.Release()
-	step := 1
-	if testing.Short() {
-		step = 17
-	}
-	for i := 0; i < len(data)*8; i += step {
+	for i := 0; i < len(data)*8; i += racetest.Cases(1, 17) {
 		bad := data[i/8] ^ 1<<(i%8)
 		if _, err := f.WriteAt([]byte{bad}, int64(i/8)); err != nil {
 			t.Fatal(err)
@@ -343,17 +340,14 @@ func truncateEverywhere(t *testing.T, dir, name string) {
 	}
 }
 
-var corruptions = flag.Int("snapshot.corruptions", 0, "how many random corruptions of a larger snapshot to try; 0: 20,000, or 2,000 with -short or -race")
+var corruptions = flag.Int("snapshot.corruptions", 0, "how many random corruptions of a larger snapshot to try; 0: 20,000, or 1,000 with -short or -race")
 
 // Random damage of every kind to a larger chain: runs of bytes that are
 // overwritten, moved, swapped or zeroed, sectors that are lost.
 func TestRandomDamageNeverGivesWrongPages(t *testing.T) {
 	n := *corruptions
 	if n == 0 {
-		n = 20000
-		if testing.Short() || raceEnabled {
-			n = 2000
-		}
+		n = racetest.Cases(20_000, 1000)
 	}
 	rnd := rand.New(rand.NewPCG(12, 12))
 	r := newRAM(Slot{Size: 1200 * guestmem.PageSize})

@@ -18,6 +18,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/drowse-vm/drowse/internal/test/racetest"
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
@@ -249,10 +250,7 @@ var chainSeeds = flag.Int("snapshot.chains", 0, "how many random chains of snaps
 func TestEverySnapshotOfAChainHasTheRAMOfItsInstant(t *testing.T) {
 	n := *chainSeeds
 	if n == 0 {
-		n = 1000
-		if testing.Short() || raceEnabled {
-			n = 100
-		}
+		n = racetest.Cases(1000, 50)
 	}
 	parent := fastDir(t)
 	for seed := range n {
@@ -471,10 +469,7 @@ const writeFactor = 3.0
 // A long chain writes only a small factor more than the deltas themselves, has
 // few files, and is whole at its end.
 func TestAThousandDeltasWriteLittleMoreThanTheirOwnBytes(t *testing.T) {
-	depth, limits := 1000, []int{deltaFiles}
-	if testing.Short() || raceEnabled {
-		depth = 200
-	}
+	depth, limits := racetest.Cases(1000, 200), []int{deltaFiles}
 	// 256 pages, for deltas of 1 MiB, take minutes.
 	pages := uint64(32)
 	if n := os.Getenv("DROWSE_TEST_DELTA_PAGES"); n != "" {

@@ -7,7 +7,6 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"github.com/drowse-vm/drowse/vmm/guestmem"
 	"io"
 	"math/rand/v2"
 	"os"
@@ -15,6 +14,9 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/internal/test/racetest"
+	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
 // shelf is a Placer that keeps files in memory.
@@ -207,10 +209,7 @@ func TestADamagedExportIsRefusedAndNothingIsLeft(t *testing.T) {
 			t.Fatalf("%s: %d extra files are left", what, place.open)
 		}
 	}
-	step := 31
-	if testing.Short() || raceEnabled {
-		step = 101
-	}
+	step := racetest.Cases(31, 101)
 	for n := 0; n < len(stream); n += step {
 		try(stream[:n], fmt.Sprintf("cut to %d bytes of %d", n, len(stream)), ErrIncomplete)
 	}

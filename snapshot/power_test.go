@@ -17,6 +17,7 @@ import (
 
 	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/internal/test/faultfs"
+	"github.com/drowse-vm/drowse/internal/test/racetest"
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
@@ -236,7 +237,7 @@ func (h *history) check(dir string) error {
 	return r.compare(filepath.Join(dir, "next"))
 }
 
-var powerSeeds = flag.Int("snapshot.powercuts", 1000, "how many losses of power to simulate")
+var powerSeeds = flag.Int("snapshot.powercuts", 0, "how many losses of power to simulate; 0: 1,000, or 100 with -short or -race")
 
 // What was not synced when the power failed is there, or not, or in part, in any
 // order: every snapshot that Create had said is there is whole, and any other is
@@ -249,8 +250,12 @@ func TestALossOfPowerLeavesEverySnapshotWholeOrNotThere(t *testing.T) {
 	total := counted.Calls()
 	// Each history is cut once and crashes a few times.
 	const each = 10
+	n := *powerSeeds
+	if n == 0 {
+		n = racetest.Cases(1000, 100)
+	}
 	scratch := fastDir(t)
-	for i := range *powerSeeds / each {
+	for i := range n / each {
 		seed := uint64(i)
 		h, sim := simHistory(t, seed)
 		sim.CutAfter(rand.New(rand.NewPCG(seed, 3)).IntN(total + 5))
@@ -276,7 +281,7 @@ func TestALossOfPowerLeavesEverySnapshotWholeOrNotThere(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	t.Logf("%d crashes of histories with %d calls", *powerSeeds/each*each, total)
+	t.Logf("%d crashes of histories with %d calls", n/each*each, total)
 }
 
 func simHistory(t *testing.T, seed uint64) (*history, *faultfs.Sim) {

@@ -140,7 +140,7 @@ func (n nic) transmit(header, frame []byte) *devicetest.Request {
 // until fails the test unless f comes true.
 func until(t testing.TB, what string, f func() bool) {
 	t.Helper()
-	for deadline := time.Now().Add(10 * time.Second); !f(); time.Sleep(time.Millisecond) {
+	for deadline := time.Now().Add(60 * time.Second); !f(); time.Sleep(time.Millisecond) {
 		if time.Now().After(deadline) {
 			t.Fatalf("%s did not happen", what)
 		}
@@ -151,7 +151,7 @@ func TestFramesGoBothWays(t *testing.T) {
 	n := start(t, Config{}, devicetest.AllFeatures)
 	for _, size := range []int{60, 1000, 1514} {
 		n.transmit(nil, frame(size, size)).Wait()
-		if _, got := n.w.receive(t, time.Second); !bytes.Equal(got, frame(size, size)) {
+		if _, got := n.w.receive(t, 10*time.Second); !bytes.Equal(got, frame(size, size)) {
 			t.Fatalf("frame of %d bytes from the guest: got %d bytes", size, len(got))
 		}
 		r := n.post(100, 1600)
@@ -215,16 +215,19 @@ func TestFrameWithoutMergedBuffersNeedsABufferOfItsOwn(t *testing.T) {
 func TestFewBuffersDelayButDoNotFreezeReception(t *testing.T) {
 	// Segments of 64 KiB could come, and the guest never has room for one.
 	n := start(t, Config{}, devicetest.AllFeatures)
-	began := time.Now()
+	fastest := time.Hour
 	for i := range 100 {
+		began := time.Now()
 		r := n.post(1600)
 		n.w.send(t, frame(i, 200))
 		if data, _ := r.Wait(); serialOf(data[HeaderSize:]) != uint32(i) {
 			t.Fatalf("frame %d differs", i)
 		}
+		fastest = min(fastest, time.Since(began))
 	}
-	if d := time.Since(began); d > 100*rxPatience {
-		t.Errorf("100 frames took %v: each has waited", d)
+	// On a machine that is busy many take longer, but not all.
+	if fastest >= rxPatience {
+		t.Errorf("the fastest of 100 frames took %v: each has waited", fastest)
 	}
 	r := n.post(1600)
 	n.w.send(t, frame(1, 30000))
@@ -243,7 +246,7 @@ func TestFramesWaitWhileTheGuestHasNoBuffers(t *testing.T) {
 	// The other direction works.
 	for i := range 10 {
 		n.transmit(nil, frame(i, 100)).Wait()
-		if _, got := n.w.receive(t, time.Second); serialOf(got) != uint32(i) {
+		if _, got := n.w.receive(t, 10*time.Second); serialOf(got) != uint32(i) {
 			t.Fatalf("frame %d did not come", i)
 		}
 	}
@@ -260,7 +263,7 @@ func TestFramesThatHaveComeReachTheGuestBeforeThePause(t *testing.T) {
 	// Without a buffer the device waits for a kick, which does not come: so it is the pause that takes the frame.
 	for i := range 2 {
 		n.transmit(nil, frame(i, 100)).Wait() // so a whole turn has found none
-		n.w.receive(t, time.Second)
+		n.w.receive(t, 10*time.Second)
 	}
 	r, err := n.Queue(queueRX).Add(nil, 1600)
 	must(t, err)
@@ -287,7 +290,7 @@ func TestFullBackendDelaysAndDoesNotFreeze(t *testing.T) {
 	n.w.send(t, frame(5, 100))
 	r.Wait()
 	for i := range frames {
-		if _, got := n.w.receive(t, time.Second); !bytes.Equal(got, frame(i, 60000)) {
+		if _, got := n.w.receive(t, 10*time.Second); !bytes.Equal(got, frame(i, 60000)) {
 			t.Fatalf("frame %d: %d bytes", i, len(got))
 		}
 	}
@@ -339,7 +342,7 @@ func TestHeaderLiesAreDroppedAndCounted(t *testing.T) {
 	} {
 		n := start(t, Config{}, tc.features)
 		n.transmit(tc.header, frame(9, tc.size)).Wait()
-		h, got := n.w.receive(t, map[bool]time.Duration{true: time.Second, false: 2 * time.Millisecond}[tc.ok])
+		h, got := n.w.receive(t, map[bool]time.Duration{true: 10 * time.Second, false: 2 * time.Millisecond}[tc.ok])
 		if tc.ok && (!bytes.Equal(got, frame(9, tc.size)) || !bytes.Equal(h, tc.header)) || !tc.ok && got != nil {
 			t.Errorf("%s: %d bytes came through", tc.name, len(got))
 		}

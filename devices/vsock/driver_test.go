@@ -269,7 +269,7 @@ func (g *guest) postEvents(n int) {
 // wait waits until f is true, woken by interrupts.
 func (g *guest) wait(what string, f func() bool) {
 	g.t.Helper()
-	deadline := time.After(10 * time.Second)
+	deadline := time.After(60 * time.Second)
 	for !f() {
 		select {
 		case <-g.wake:

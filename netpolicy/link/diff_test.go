@@ -496,6 +496,10 @@ func sharedEngine(t testing.TB) *Engine {
 	if oneEngine == nil {
 		t.Fatal("the programs could not be loaded")
 	}
+	// Others have set the clock meanwhile.
+	if err := oneEngine.SetTime(0); err != nil {
+		t.Fatal(err)
+	}
 	return oneEngine
 }
 

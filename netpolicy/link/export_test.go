@@ -8,6 +8,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"sync"
 
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/asm"
@@ -25,19 +26,91 @@ type Engine struct {
 	now   uint64
 }
 
+// testPrograms are the programs with a clock that tests set. They are loaded once, since the kernel's verifier takes
+// about a second of processor time for them, and each engine has a slot of its own, as the endpoints of a host have.
+var testPrograms struct {
+	mu     sync.Mutex // guards what follows
+	loaded *programs
+	clock  *ebpf.Variable
+	slots  uint32 // that were given away
+}
+
+// CloseTestPrograms closes what engines have shared.
+func CloseTestPrograms() error {
+	t := &testPrograms
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.loaded == nil {
+		return nil
+	}
+	err := t.loaded.close()
+	t.loaded = nil
+	return err
+}
+
+// shareTestPrograms gives an engine descriptors of its own, and a slot. Nobody is known to the programs, and their
+// clock stands at 0.
+func shareTestPrograms() (p *programs, clock *ebpf.Variable, slot uint32, err error) {
+	t := &testPrograms
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.loaded == nil {
+		if t.loaded, t.clock, err = loadPrograms(true); err != nil {
+			return nil, nil, 0, err
+		}
+	}
+	p = &programs{mark: t.loaded.mark}
+	from := t.loaded.byName()
+	for name, to := range p.byName() {
+		if *to, err = (*from[name]).Clone(); err != nil {
+			return nil, nil, 0, errors.Join(err, p.close())
+		}
+	}
+	var known [][16]byte
+	var address [16]byte
+	var value bpf.EndpointTagged
+	it := p.endpoints.Iterate()
+	for it.Next(&address, &value) {
+		known = append(known, address)
+	}
+	err = errors.Join(it.Err(), t.clock.Set(uint64(0)))
+	for _, address := range known {
+		err = errors.Join(err, p.endpoints.Delete(address))
+	}
+	if err != nil {
+		return nil, nil, 0, errors.Join(err, p.close())
+	}
+	t.slots++
+	return p, t.clock, t.slots % netpolicy.MaxEndpoints, nil
+}
+
+// NewEngine makes an engine by the clock of tests, or with programs of its own by that of the kernel.
 func NewEngine(flows int, testing bool) (*Engine, error) {
-	p, clock, err := loadPrograms(testing)
+	slot := uint32(5)
+	var p *programs
+	var clock *ebpf.Variable
+	var err error
+	if testing {
+		p, clock, slot, err = shareTestPrograms()
+	} else {
+		p, clock, err = loadPrograms(false)
+	}
 	if err != nil {
 		return nil, err
 	}
-	e, err := newEngine(p, place{digest(), 5, 77}, flows)
+	e, err := newEngine(p, place{digest(), slot, 77}, flows)
 	if err != nil {
 		return nil, err
 	}
 	return &Engine{engine: e, clock: clock}, nil
 }
 
-func (e *Engine) Close() error { return e.close() }
+// Close empties the engine's slot as well.
+func (e *Engine) Close() error {
+	e.wg.Wait() // for those who still write into the slot
+	return errors.Join(e.shared.empty(e.place.slot), e.close())
+}
+
 func (e *Engine) SetTime(now uint64) error {
 	e.now = now
 	return e.clock.Set(now)

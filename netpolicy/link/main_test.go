@@ -6,6 +6,8 @@ import (
 	"testing"
 
 	"go.uber.org/goleak"
+
+	. "github.com/drowse-vm/drowse/netpolicy/link"
 )
 
 func TestMain(m *testing.M) {
@@ -16,6 +18,10 @@ func TestMain(m *testing.M) {
 	code := m.Run()
 	if oneEngine != nil {
 		oneEngine.Close()
+	}
+	if err := CloseTestPrograms(); err != nil && code == 0 {
+		fmt.Fprintln(os.Stderr, err)
+		code = 1
 	}
 	if err := goleak.Find(); err != nil && code == 0 {
 		fmt.Fprintln(os.Stderr, err)

@@ -17,6 +17,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/drowse-vm/drowse/internal/test/racetest"
 )
 
 // rankSum says by how many standard deviations the ranks of two samples differ from those of samples of one
@@ -268,10 +270,7 @@ func TestAttack_beginnings_of_a_secret_that_a_server_says_are_not_told_from_othe
 	s := newSpy(w)
 	type try struct{ way, length, secret int }
 	var tries []try
-	times := 20
-	if raceEnabled || testing.Short() {
-		times = 1
-	}
+	times := racetest.Cases(20, 1)
 	for way := range ways {
 		for length := 1; length < len(guessed); length++ {
 			for range max(1, times/ways[way].less) {

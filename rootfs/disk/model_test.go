@@ -15,10 +15,11 @@ import (
 
 	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/internal/test/faultfs"
+	"github.com/drowse-vm/drowse/internal/test/racetest"
 )
 
 var (
-	powerLossSeeds = flag.Int("disk.powerloss-seeds", 150, "how many seeds of the power-loss test to run")
+	powerLossSeeds = flag.Int("disk.powerloss-seeds", 0, "how many seeds of the power-loss test to run; 0: 150, or 15 with -short or -race")
 	modelSeeds     = flag.Int("disk.model-seeds", 15, "how many seeds of the random workload test to run")
 	killRounds     = flag.Int("disk.kill-rounds", 25, "how many times the SIGKILL test kills its child")
 	firstSeed      = flag.Uint64("disk.first-seed", 1, "the first seed of the seeded tests")
@@ -450,7 +451,11 @@ func (w *world) openAfterCrash() error {
 }
 
 func TestPowerLossKeepsWhatWasFlushedAndEverySnapshot(t *testing.T) {
-	for i := range *powerLossSeeds {
+	n := *powerLossSeeds
+	if n == 0 {
+		n = racetest.Cases(150, 15)
+	}
+	for i := range n {
 		seed := *firstSeed + uint64(i)
 		t.Run(fmt.Sprintf("seed %d", seed), func(t *testing.T) {
 			w := newWorld(t, env{}, "", seed)

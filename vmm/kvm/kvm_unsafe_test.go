@@ -404,7 +404,7 @@ func TestKicksAndInterruptsBypassUserSpace(t *testing.T) {
 		t.Fatal(err)
 	}
 	// The interrupt request shows in the IRR of the first PIC.
-	deadline := time.Now().Add(5 * time.Second)
+	deadline := time.Now().Add(60 * time.Second)
 	for {
 		pic, err := g.vm.IRQChip(ChipPICMaster, nil)
 		if err != nil {

@@ -7,7 +7,7 @@
 // uses the devices from its own side, and looks at what it costs: the time from pause to stillness, memory, files,
 // goroutines, log.
 //
-//	go test ./internal/test/hostileguest -v                       # 20 seconds
+//	go test ./internal/test/hostileguest -v                       # 10 seconds
 //	make test-hostile                                        # an hour on each kind of KVM
 //	make test-hostile HOSTILE='-hostile-for 10m -hostile-seed 7'
 //

@@ -27,7 +27,7 @@ import (
 const guestFile = "guest/guest.elf"
 
 var (
-	hostileFor   = flag.Duration("hostile-for", 20*time.Second, "how long the hostile guest attacks; on a busy machine longer, until it has reached everything")
+	hostileFor   = flag.Duration("hostile-for", 10*time.Second, "how long the hostile guest attacks; on a busy machine longer, until it has reached everything")
 	hostileSeed  = flag.Uint64("hostile-seed", 0, "seed of its random numbers; 0 takes one from the time")
 	hostilePause = flag.Duration("hostile-pause", 0, "processor time that 99 of 100 pauses may take, on a calm machine; 0 is what a busy one keeps to whose processors are emulated")
 )

@@ -12,6 +12,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/drowse-vm/drowse/internal/test/racetest"
 	"github.com/drowse-vm/drowse/rootfs/image/imagetest"
 )
 
@@ -246,10 +247,7 @@ func generate(t *testing.T, seed uint64, files, layers int) [][]byte {
 
 func TestLayers_of_many_files_become_what_the_specification_says(t *testing.T) {
 	const layers = 5
-	files := 50_000
-	if raceEnabled {
-		files = 10_000
-	}
+	files := racetest.Cases(50_000, 10_000)
 	streams := generate(t, 7, files, layers)
 	want := reference{}
 	for _, l := range streams {

@@ -1,5 +1,0 @@
-//go:build !race
-
-package builder
-
-const raceEnabled = false
