@@ -139,11 +139,11 @@ func TestChooseTakesTheHostAndTheImageIntoAccount(t *testing.T) {
 
 func TestChooseWithoutAKernelThatCouldRunSaysWhatToDo(t *testing.T) {
 	cache := t.TempDir()
-	if _, err := Choose(cache, Hardware, nil); !errors.Is(err, ErrNotFound) || !strings.Contains(err.Error(), "drowse kernel build") {
+	if _, err := Choose(cache, Hardware, nil); !errors.Is(err, ErrNotFound) || !strings.Contains(err.Error(), "kernel.Build") {
 		t.Errorf("an empty cache: %v", err)
 	}
 	put(t, cache, Debian, "aaaa")
-	if _, err := Choose(cache, Soft, nil); !errors.Is(err, ErrNotFound) || !strings.Contains(err.Error(), "drowse kernel build") {
+	if _, err := Choose(cache, Soft, nil); !errors.Is(err, ErrNotFound) || !strings.Contains(err.Error(), "kernel.Build") {
 		t.Errorf("only Debian's on a soft KVM: %v", err)
 	}
 	own := putConfig(t, cache, Built, "bbbb", "CONFIG_A=y\n", true)
