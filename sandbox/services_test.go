@@ -105,6 +105,8 @@ func TestServicesOfAGuest(t *testing.T) {
 		t.Errorf("removing it twice: %v, want ErrNotFound", err)
 	}
 
+	// A guest that is killed takes with it what it has not told.
+	trailHas(e, "sv", map[string]int{"service-start keep": 2, "service-exit keep": 1, "service-stop keep": 1})
 	if err := e.Store.Sandbox("sv").Kill(t.Context()); err != nil {
 		t.Fatal(err)
 	}
@@ -122,33 +124,38 @@ func TestServicesOfAGuest(t *testing.T) {
 	}
 
 	// The trail has a start for each run, and an end for each that has ended.
-	want := map[string]int{
+	trailHas(e, "sv", map[string]int{
 		"service-start keep": 3, "service-exit keep": 1, "service-stop keep": 1,
 		"service-start crash": 2, "service-exit crash": 3, // two, and that it was given up
 		"service-start late": 1,
-	}
+	})
+}
+
+// trailHas waits until the trail of a VM has so many entries of each kind and service, and fails if it has more.
+func trailHas(e *guesttest.Env, vm string, want map[string]int) {
+	e.T.Helper()
 	for deadline := time.Now().Add(10 * time.Minute); ; time.Sleep(50 * time.Millisecond) {
 		got := map[string]int{}
-		if _, err := e.Store.State.Audit(t.Context(), "sv", audit.ReadOptions{}, func(en audit.Entry) error {
+		if _, err := e.Store.State.Audit(e.T.Context(), vm, audit.ReadOptions{}, func(en audit.Entry) error {
 			if en.Process != "" {
 				got[string(en.Kind)+" "+en.Process]++
 			}
 			return nil
 		}); err != nil {
-			t.Fatal(err)
+			e.T.Fatal(err)
 		}
 		missing := false
 		for what, n := range want {
 			missing = missing || got[what] < n
 			if got[what] > n {
-				t.Fatalf("the trail has %v, want %v", got, want)
+				e.T.Fatalf("the trail has %v, want %v", got, want)
 			}
 		}
 		if !missing {
-			break
+			return
 		}
 		if time.Now().After(deadline) {
-			t.Fatalf("the trail has %v, want %v", got, want)
+			e.T.Fatalf("the trail has %v, want %v", got, want)
 		}
 	}
 }
