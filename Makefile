@@ -37,8 +37,8 @@ export DROWSE_TEST_CYCLES ?= 10
 HARD_PKGS ?= ./sandbox/...
 # Which of their tests: that of many sleeps takes too long there.
 HARD_RUN ?= -run 'TestSleepAndWake|TestWithClones'
-TEST_FLAGS ?= -timeout 35m
-HARD_FLAGS ?= -timeout 25m -parallel 1
+TEST_FLAGS ?= -timeout 3h
+HARD_FLAGS ?= -timeout 3h -parallel 1
 
 GOLANGCI := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
 

@@ -74,7 +74,9 @@ func (w *told) until(t *testing.T, kind, path string) {
 // and wakes, and all three go on.
 func workThatASleepCuts(t *testing.T, e *guesttest.Env, name string) {
 	ctx, cancel := context.WithCancel(t.Context())
-	e.Sh(name, "mkdir -p /root/watched")
+	if err := e.Agent(name).Mkdir(ctx, "/root/watched", 0, true); err != nil {
+		t.Fatal(err)
+	}
 	events := &told{more: make(chan struct{}, 1)}
 	watched := make(chan error, 1)
 	ready := make(chan struct{}, 2)
@@ -108,10 +110,10 @@ func workThatASleepCuts(t *testing.T, e *guesttest.Env, name string) {
 	if *agentCopies {
 		copyThatASleepCuts(t, e, name)
 	} else {
-		e.Sh(name, "echo before > /root/watched/before")
+		e.Write(name, "before", "/root/watched/before")
 		e.Sleep(name)
 		e.Wake(name)
-		e.Sh(name, "echo after > /root/watched/data")
+		e.Write(name, "after", "/root/watched/data")
 	}
 	if _, err := s.Wait(); !errors.Is(err, guest.ErrConnectionLost) {
 		t.Errorf("the terminal that the sleep cuts: %v", err)
@@ -248,22 +250,26 @@ func guestForksItself(t *testing.T, e *guesttest.Env, name string) {
 	wait := func(name, path string) string {
 		t.Helper()
 		for end := time.Now().Add(5 * time.Minute); ; time.Sleep(200 * time.Millisecond) {
-			if got := e.Sh(name, "cat "+path+" || true"); got != "" || time.Now().After(end) {
+			got := ""
+			if e.Exists(name, path) {
+				got = e.Read(name, path)
+			}
+			if got != "" || time.Now().After(end) {
 				return got
 			}
 		}
 	}
-	if again, why := wait(name, "/run/again"), e.Sh(name, "cat /run/why"); again != "1" || !strings.Contains(why, control.ErrSelfLimit.Error()) {
+	if again, why := wait(name, "/run/again"), e.Read(name, "/run/why"); again != "1" || !strings.Contains(why, control.ErrSelfLimit.Error()) {
 		t.Errorf("asking again has ended with %q: %s", again, why)
 	}
 	stop()
 	if errs := <-served; len(errs) != 1 || !errors.Is(errs[0], control.ErrSelfLimit) {
 		t.Errorf("serving two requests: %v", errs)
 	}
-	if got := e.Sh(name, "cat /run/forked"); got != "0" {
+	if got := e.Read(name, "/run/forked"); got != "0" {
 		t.Fatalf("asking has ended with %q", got)
 	}
-	child, err := e.Store.State.Get(e.Sh(name, "cat /run/child"))
+	child, err := e.Store.State.Get(e.Read(name, "/run/child"))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -14,7 +14,7 @@ import (
 
 // idleVM has a VM that goes to sleep by itself: it is asleep when nobody uses it, and only then.
 func idleVM(t *testing.T, e *guesttest.Env, snap, said string) {
-	const seconds = 2
+	const seconds = 1
 	if _, err := e.Store.With(e.Launcher).Clone(t.Context(), snap, sandbox.CloneOptions{Name: "i", Idle: &spec.Idle{SleepSeconds: seconds}}); err != nil {
 		t.Fatal(err)
 	}
@@ -61,7 +61,7 @@ func idleVM(t *testing.T, e *guesttest.Env, snap, said string) {
 	if _, err := e.Store.With(e.Launcher).Clone(t.Context(), r.Snapshot, sandbox.CloneOptions{Name: "j", Idle: &spec.Idle{}}); err != nil {
 		t.Fatal(err)
 	}
-	if got := e.Sh("j", ask); got != said {
+	if got := ask(e, "j"); got != said {
 		t.Errorf("the keeper says %q after a sleep of its own accord, want %q", got, said)
 	}
 	for _, name := range []string{"i", "j"} {

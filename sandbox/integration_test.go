@@ -3,7 +3,6 @@ package sandbox_test
 import (
 	"bytes"
 	"context"
-	"crypto/sha256"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -31,34 +30,54 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// keeper holds a random value in memory and tells it with its pid.
-const keeper = `
-import os, random
-value = random.SystemRandom().getrandbits(64)
-while True:
-    open('/run/ask').read()
-    with open('/run/answer', 'w') as f:
-        f.write('%d %x\n' % (os.getpid(), value))
-`
-
-const ask = "echo > /run/ask; cat /run/answer"
+// keeper holds a random value in memory and tells it with its pid. It is a shell that starts nothing: a process costs a
+// guest whose kernel is interpreted seconds.
+const keeper = `read value </proc/sys/kernel/random/uuid
+while read question </run/ask; do echo $$ $value >/run/answer; done`
 
 // keep starts the keeper in a VM and returns what it says.
 func keep(e *guesttest.Env, name string) string {
 	e.T.Helper()
-	c := e.Agent(name)
-	if err := c.WriteFile(e.T.Context(), "/root/keeper.py", strings.NewReader(keeper), guest.WriteOptions{}); err != nil {
-		e.T.Fatal(err)
-	}
-	e.Sh(name, "mkfifo /run/ask /run/answer")
-	p, err := c.Start(e.T.Context(), guest.Cmd{Argv: []string{"python3", "-S", "-E", "/root/keeper.py"}, Detach: true})
+	e.Do(name, "mkfifo", "/run/ask", "/run/answer")
+	p, err := e.Agent(name).Start(e.T.Context(), guest.Cmd{Argv: []string{"/bin/sh", "-c", keeper}, Detach: true})
 	if err != nil {
 		e.T.Fatal(err)
 	}
 	if err := p.Close(); err != nil {
 		e.T.Fatal(err)
 	}
-	return e.Sh(name, ask)
+	return ask(e, name)
+}
+
+// ask asks the keeper of a VM, or another program that has taken its place.
+func ask(e *guesttest.Env, name string) string {
+	e.T.Helper()
+	return order(e, name, "", "/run/ask", "/run/answer")
+}
+
+// order gives a program of a VM a line by one named pipe, and returns what comes back by the other.
+func order(e *guesttest.Env, name, line, to, from string) string {
+	e.T.Helper()
+	e.Write(name, line, to)
+	return e.Read(name, from)
+}
+
+// askAndRead asks the keeper, and reads files as well.
+func askAndRead(e *guesttest.Env, name string, paths ...string) string {
+	e.T.Helper()
+	return ask(e, name) + "\n" + e.Read(name, paths...)
+}
+
+const hostname = "/proc/sys/kernel/hostname"
+
+// identity is what must differ between any two VMs.
+func identity(e *guesttest.Env, name string) []string {
+	e.T.Helper()
+	var random bytes.Buffer
+	if _, err := e.Agent(name).ReadFile(e.T.Context(), "/dev/urandom", &random, 0, 16); err != nil {
+		e.T.Fatal(err)
+	}
+	return append(strings.Split(e.Read(name, "/proc/sys/kernel/random/uuid", "/proc/sys/kernel/random/boot_id", hostname), "\n"), random.String())
 }
 
 // The main job, with every kernel that this host can run, on one CPU and on two.
@@ -69,10 +88,17 @@ func TestSleepAndWakeKeepProcessesMemoryAndFiles(t *testing.T) {
 		for _, vcpus := range []int{1, 2} {
 			t.Run(fmt.Sprintf("%s kernel, %d vCPUs", kernel, vcpus), func(t *testing.T) {
 				e := guesttest.New(t)
-				e.Run(sandbox.Spec{Name: "main", Kernel: kernel, VCPUs: vcpus, MemoryMiB: 256})
+				given := spec.Service{Name: "given", Argv: []string{"/bin/sleep", "1000000"}}
+				e.Run(sandbox.Spec{Name: "main", Kernel: kernel, VCPUs: vcpus, MemoryMiB: 256, Services: []spec.Service{given}})
 				// Secrets need FUSE, which is a module of Debian's kernel.
-				if got := e.Sh("main", "nproc; grep -cw fuse /proc/filesystems"); got != fmt.Sprintf("%d\n1", vcpus) {
-					t.Errorf("CPUs, and whether FUSE is there: %q, want %d and 1", got, vcpus)
+				cpus := map[int]string{1: "0", 2: "0-1"}[vcpus]
+				if got := e.Read("main", "/sys/devices/system/cpu/online", "/proc/filesystems"); !strings.HasPrefix(got, cpus+"\n") || !slices.Contains(strings.Fields(got), "fuse") {
+					t.Errorf("CPUs, and file systems: %q, want %s and fuse", got, cpus)
+				}
+				// A service that a VM is made with starts when it boots.
+				started := service(e, "main", "given", "running")
+				if started.PID == 0 || started.Restarts != 0 {
+					t.Errorf("after the boot the service is %+v", started)
 				}
 				registersAreSaved(e, "main")
 				before := keep(e, "main")
@@ -81,21 +107,27 @@ func TestSleepAndWakeKeepProcessesMemoryAndFiles(t *testing.T) {
 				if err := e.Agent("main").WriteFile(t.Context(), "/root/data", bytes.NewReader(data), guest.WriteOptions{}); err != nil {
 					t.Fatal(err)
 				}
-				if got := e.Sh("main", "sha256sum < /root/data"); got != fmt.Sprintf("%x  -", sha256.Sum256(data)) {
-					t.Fatal("the file has not arrived as it was sent")
+				sameFile := func(when string) {
+					t.Helper()
+					var back bytes.Buffer
+					if _, err := e.Agent("main").ReadFile(t.Context(), "/root/data", &back, 0, 0); err != nil || !bytes.Equal(back.Bytes(), data) {
+						t.Errorf("%s the file is another one (%v)", when, err)
+					}
 				}
+				sameFile("before the sleep")
 				r, err := e.Store.State.Get("main")
 				if err != nil {
 					t.Fatal(err)
 				}
 				const passing = 2 << 20
-				e.Sh("main", fmt.Sprintf("head -c %d /dev/zero > /dev/shm/passing && rm /dev/shm/passing", passing))
+				e.Sh("main", fmt.Sprintf("exec head -c %d /dev/zero > /dev/shm/passing", passing))
+				e.Remove("main", "/dev/shm/passing")
 				res := e.Sleep("main")
 				// What is left of the file is not the only thing that is free.
 				if least := uint64(passing / guestmem.PageSize / 2); res.PagesFree < least || res.PagesFree >= res.PagesChanged {
 					t.Errorf("of %d pages that have changed %d are left out since they are free; at least %d are", res.PagesChanged, res.PagesFree, least)
 				}
-				for deadline := time.Now().Add(10 * time.Second); ; time.Sleep(time.Millisecond) {
+				for deadline := time.Now().Add(time.Minute); ; time.Sleep(time.Millisecond) {
 					// This test is its parent, which has to notice its end.
 					if _, err := os.Stat(fmt.Sprintf("/proc/%d", r.PID)); errors.Is(err, fs.ErrNotExist) {
 						break
@@ -120,15 +152,12 @@ func TestSleepAndWakeKeepProcessesMemoryAndFiles(t *testing.T) {
 				if off := time.Since(info.Wall).Abs(); off > 5*time.Second {
 					t.Errorf("the guest's clock is off by %v", off)
 				}
-				if after := e.Sh("main", ask); after != before {
+				if after := ask(e, "main"); after != before {
 					t.Errorf("the process said %q before the sleep and %q after it", before, after)
 				}
-				var back bytes.Buffer
-				if _, err := e.Agent("main").ReadFile(t.Context(), "/root/data", &back, 0, 0); err != nil {
-					t.Fatal(err)
-				}
-				if sha256.Sum256(back.Bytes()) != sha256.Sum256(data) {
-					t.Error("the file has changed")
+				sameFile("after the wake")
+				if s := service(e, "main", "given", "running"); s.PID != started.PID {
+					t.Errorf("after the wake the service is %+v, before the sleep %+v", s, started)
 				}
 			})
 		}
@@ -140,36 +169,64 @@ func TestSleepAndWakeKeepProcessesMemoryAndFiles(t *testing.T) {
 // saves those of x87 and SSE only.
 func registersAreSaved(e *guesttest.Env, name string) {
 	e.T.Helper()
-	if e.Sh(name, "grep -c '^flags.* xsave' /proc/cpuinfo || :") != "0" {
-		return
+	for line := range strings.Lines(e.Read(name, "/proc/cpuinfo")) {
+		if fields := strings.Fields(line); len(fields) > 0 && fields[0] == "flags" && slices.ContainsFunc(fields, func(f string) bool { return strings.HasPrefix(f, "xsave") }) {
+			return
+		}
 	}
 	// The C library's view of leaf 1 ECX and leaf 7 EBX: what the CPU says to a
 	// program, and what it makes of that.
-	say := e.Sh(name, "/lib64/ld-linux-x86-64.so.2 --list-diagnostics | sed -n 's/^x86.cpu_features.features.0x[01]..\\(cpuid\\|active\\).0x[12].=//p'")
-	var v [8]uint32
-	if n, err := fmt.Sscanf(say, "0x%x\n0x%x\n0x%x\n0x%x\n0x%x\n0x%x\n0x%x\n0x%x", &v[0], &v[1], &v[2], &v[3], &v[4], &v[5], &v[6], &v[7]); err != nil {
-		e.T.Fatalf("the C library says %q: %d values, %v", say, n, err)
+	say := map[string]uint64{}
+	for line := range strings.Lines(e.Do(name, "/lib64/ld-linux-x86-64.so.2", "--list-diagnostics")) {
+		if what, value, ok := strings.Cut(strings.TrimSpace(line), "="); ok && strings.HasPrefix(what, "x86.cpu_features.features[") {
+			n, err := strconv.ParseUint(value, 0, 32)
+			if err != nil {
+				e.T.Fatalf("the C library says %q: %v", line, err)
+			}
+			say[strings.TrimPrefix(what, "x86.cpu_features.features")] = n
+		}
 	}
-	cpuid1c, active1c, active7b := v[1], v[3], v[6]
+	// Leaf 1 is the first element and leaf 7 the second; of their registers EBX is 1 and ECX 2.
+	const cpuidLeaf1ECX, activeLeaf1ECX, activeLeaf7EBX = "[0x0].cpuid[0x2]", "[0x0].active[0x2]", "[0x1].active[0x1]"
+	for _, what := range []string{cpuidLeaf1ECX, activeLeaf1ECX, activeLeaf7EBX} {
+		if _, ok := say[what]; !ok {
+			e.T.Fatalf("the C library does not say %s: %v", what, say)
+		}
+	}
+	cpuid1c, active1c, active7b := say[cpuidLeaf1ECX], say[activeLeaf1ECX], say[activeLeaf7EBX]
 	const osxsave, avx, avx2, avx512f = 1 << 27, 1 << 28, 1 << 5, 1 << 16
 	if cpuid1c&osxsave == 0 {
 		return // no program uses AVX then
 	}
 	if active1c&avx != 0 || active7b&(avx2|avx512f) != 0 {
-		e.T.Errorf("the C library uses AVX: %q", say)
+		e.T.Errorf("the C library uses AVX: %v", say)
 	}
-	if env := e.Sh(name, "tr '\\0' '\\n' < /proc/1/environ; env"); strings.Count(env, "GODEBUG=cpu.avx=off") != 2 {
+	if env := e.Read(name, "/proc/1/environ") + e.Do(name, "env"); strings.Count(env, "GODEBUG=cpu.avx=off") != 2 {
 		e.T.Errorf("Go programs may use AVX: their environment is %q", env)
 	}
 }
 
-// base is a VM that sleeps with a keeper in it; tests make clones of its snapshot.
+// booted is a VM that sleeps with a keeper in it.
+var booted = guesttest.Booted{
+	Spec: sandbox.Spec{
+		Name: "base", DiskMiB: 256, Self: spec.Self{Allow: []string{guest.SelfSleep, guest.SelfSnapshot, guest.SelfHold, guest.SelfFork + "=1"}},
+		Hooks: spec.Hooks{TimeoutSeconds: spec.MaxHookSeconds, AllSeconds: spec.MaxHookSeconds},
+	},
+	Prepare: func(e *guesttest.Env) { bootedSays = keep(e, "base") },
+}
+
+// bootedSays is what its keeper says, once there is a copy of it.
+var bootedSays string
+
+// base is a store with that VM; tests make clones of its snapshot.
 func base(t *testing.T) (e *guesttest.Env, snap, said string) {
 	t.Helper()
-	e = guesttest.New(t)
-	e.Run(sandbox.Spec{Name: "base", Self: spec.Self{Allow: []string{guest.SelfSleep, guest.SelfSnapshot, guest.SelfHold, guest.SelfFork + "=1"}}})
-	said = keep(e, "base")
-	return e, e.Sleep("base").Snapshot, said
+	e = booted.New(t)
+	r, err := e.Store.State.Get("base")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return e, r.Snapshot, bootedSays
 }
 
 // standbys are the processes that stand by for VMs of a store, and are none's yet.
@@ -218,21 +275,17 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 		})
 	}
 	sub("two clones differ in randomness and identity, and go on from the same memory", func(t *testing.T, e *guesttest.Env) {
-		var seen []string
+		var seen [][]string
 		for _, name := range []string{"a", "b"} {
 			clone(e, snap, name)
-			if got := e.Sh(name, ask); got != said {
+			if got := ask(e, name); got != said {
 				t.Errorf("the keeper says %q in the clone, %q in the original", got, said)
 			}
-			seen = append(seen, e.Sh(name, "od -An -tx1 -N16 /dev/urandom; cat /proc/sys/kernel/random/uuid /proc/sys/kernel/random/boot_id; hostname"))
+			seen = append(seen, identity(e, name))
 		}
-		a, b := strings.Split(seen[0], "\n"), strings.Split(seen[1], "\n")
-		if len(a) != 4 || len(b) != 4 {
-			t.Fatalf("the clones answered %q", seen)
-		}
-		for i := range a {
-			if a[i] == b[i] {
-				t.Errorf("both clones have %q", a[i])
+		for i, a := range seen[0] {
+			if a == seen[1][i] {
+				t.Errorf("both clones have %q", a)
 			}
 		}
 	})
@@ -269,7 +322,7 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 			t.Fatal(err)
 		}
 		clone(other, info.ID, "there")
-		if got := other.Sh("there", ask); got != said {
+		if got := ask(other, "there"); got != said {
 			t.Errorf("the keeper says %q there, %q here", got, said)
 		}
 	})
@@ -294,7 +347,7 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if got := e.Sh(name, ask); got != said {
+			if got := ask(e, name); got != said {
 				t.Errorf("the keeper says %q in the clone, %q in the original", got, said)
 			}
 			if err := e.Store.Sandbox(name).Kill(t.Context()); err != nil {
@@ -368,11 +421,11 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		e.Sh("d", "echo lost > /root/after")
+		e.Write("d", "lost", "/root/after")
 		if err := unix.Kill(r.PID, unix.SIGKILL); err != nil {
 			t.Fatal(err)
 		}
-		r = e.WaitPhase("d", state.Crashed, 10*time.Second)
+		r = e.WaitPhase("d", state.Crashed, time.Minute)
 		if r.Problem == "" {
 			t.Error("the record does not say what has happened")
 		}
@@ -386,10 +439,10 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 			}
 		}
 		e.Wake("d")
-		if got := e.Sh("d", ask); got != said {
+		if got := ask(e, "d"); got != said {
 			t.Errorf("after the crash the keeper says %q, want %q", got, said)
 		}
-		if out := e.Sh("d", "ls /root"); strings.Contains(out, "after") {
+		if e.Exists("d", "/root/after") {
 			t.Error("a file that was written after the snapshot is there")
 		}
 	})
@@ -469,7 +522,7 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 			t.Errorf("processes %v stand by after the pool's end", left)
 		}
 		for _, name := range []string{"p", "q", "r"} {
-			if got := e.Sh(name, ask); got != said {
+			if got := ask(e, name); got != said {
 				t.Errorf("the keeper says %q in VM %s, want %q", got, name, said)
 			}
 			if err := e.Store.Sandbox(name).Delete(t.Context(), sandbox.DeleteOptions{Force: true}); err != nil {
@@ -478,7 +531,7 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 		}
 	})
 	sub("a snapshot of a running VM lets it run on", func(t *testing.T, e *guesttest.Env) {
-		e.Sh("d", "echo kept > /root/kept")
+		e.Write("d", "kept", "/root/kept")
 		res, err := e.Store.Sandbox("d").Snapshot(t.Context(), sandbox.SnapshotOptions{Note: "a note"})
 		if err != nil {
 			t.Fatal(err)
@@ -486,12 +539,12 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 		if res.BytesShared == 0 || res.BytesStored > 16<<20 {
 			t.Errorf("%d bytes stored and %d shared: it is no delta", res.BytesStored, res.BytesShared)
 		}
-		e.Sh("d", "echo later > /root/later")
+		e.Write("d", "later", "/root/later")
 		clone(e, res.Snapshot, "e")
-		if got := e.Sh("e", "cat /root/kept; ls /root/later 2>&1 | grep -c 'No such'"); got != "kept\n1" {
-			t.Errorf("the clone has %q", got)
+		if got := e.Read("e", "/root/kept"); got != "kept" || e.Exists("e", "/root/later") {
+			t.Errorf("the clone has %q, or what was written later", got)
 		}
-		if got := e.Sh("d", "cat /root/later"); got != "later" {
+		if got := e.Read("d", "/root/later"); got != "later" {
 			t.Errorf("the source has %q", got)
 		}
 		if err := e.Store.Sandbox("e").Delete(t.Context(), sandbox.DeleteOptions{Force: true}); err != nil {
@@ -517,12 +570,12 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 		if derr != nil || len(left) != 0 {
 			t.Errorf("the failed sleep has left %v (%v)", left, derr)
 		}
-		if got := e.Sh("d", ask+"; cat /root/later"); got != said+"\nlater" {
+		if got := askAndRead(e, "d", "/root/later"); got != said+"\nlater" {
 			t.Errorf("the VM says %q", got)
 		}
 		e.Sleep("d")
 		e.Wake("d")
-		if got := e.Sh("d", ask+"; cat /root/later"); got != said+"\nlater" {
+		if got := askAndRead(e, "d", "/root/later"); got != said+"\nlater" {
 			t.Errorf("after the sleep that worked it says %q", got)
 		}
 	})
@@ -538,7 +591,7 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 		if err := errors.Join(<-errs, <-errs); err != nil {
 			t.Error(err)
 		}
-		if got := e.Sh("d", ask); got != said {
+		if got := ask(e, "d"); got != said {
 			t.Errorf("the keeper says %q", got)
 		}
 	})
@@ -563,7 +616,7 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 				t.Errorf("called off after %v: it is %s as process %d, and was woken as process %d (%v, %v)", after, r.Phase, r.PID, woken.PID, err, werr)
 			}
 		}
-		if got := e.Sh("d", ask); got != said {
+		if got := ask(e, "d"); got != said {
 			t.Errorf("the keeper says %q", got)
 		}
 	})
@@ -601,7 +654,7 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 			}
 		}
 		e.Wake("d")
-		if got := e.Sh("d", ask); got != said {
+		if got := ask(e, "d"); got != said {
 			t.Errorf("after the repair the keeper says %q", got)
 		}
 	})

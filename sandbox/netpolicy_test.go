@@ -44,8 +44,9 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// prober does in a guest what it is told, line by line, and says what came of it. What is
-// sent to a server comes back.
+// prober does in a guest what it is told, line by line, and says what came of it. What is sent to a server comes back.
+// Each line begins with a number, and so does its answer. It is started once, and then sleeps, wakes and is cloned with
+// its guest.
 const prober = `
 import errno, socket, sys
 held = {}
@@ -55,7 +56,7 @@ def connect(w):
     s.connect((w[0], int(w[1])))
     return s
 for line in sys.stdin:
-    w = line.split()
+    number, *w = line.split()
     try:
         if w[0] == 'tcp':
             s = connect(w[1:])
@@ -82,7 +83,7 @@ for line in sys.stdin:
         r = 'timeout'
     except OSError as e:
         r = errno.errorcode.get(e.errno, str(e))
-    print(r, flush=True)
+    print(number, r, flush=True)
 `
 
 // Times that a guest waits for an answer, in seconds: where none is to come, and where one is.
@@ -299,12 +300,33 @@ func (o *outside) nameServer(at string, zone map[string]string) {
 
 // probe is a prober in a guest.
 type probe struct {
-	t   *testing.T
-	in  *io.PipeWriter
-	out *bufio.Reader
+	t      *testing.T
+	in     *io.PipeWriter
+	out    *bufio.Reader
+	number int
 }
 
+const proberID = "prober"
+
+// startProbe starts the prober in a guest.
 func startProbe(t *testing.T, e *guesttest.Env, name string) *probe {
+	t.Helper()
+	return probeBy(t, e, name, func(ctx context.Context, c *guest.Client, streams guest.IO) (*guest.Session, error) {
+		return c.Start(ctx, guest.Cmd{Argv: []string{"python3", "-S", "-E", "/root/prober.py"}, Detach: true, ID: proberID, IO: streams})
+	})
+}
+
+// after is the same prober after a sleep, or in a clone.
+func (p *probe) after(e *guesttest.Env, name string) *probe {
+	p.t.Helper()
+	again := probeBy(p.t, e, name, func(ctx context.Context, c *guest.Client, streams guest.IO) (*guest.Session, error) {
+		return c.Attach(ctx, proberID, 0, streams)
+	})
+	again.number = p.number
+	return again
+}
+
+func probeBy(t *testing.T, e *guesttest.Env, name string, begin func(context.Context, *guest.Client, guest.IO) (*guest.Session, error)) *probe {
 	t.Helper()
 	c, err := e.Store.Sandbox(name).Agent(t.Context())
 	if err != nil {
@@ -312,39 +334,45 @@ func startProbe(t *testing.T, e *guesttest.Env, name string) *probe {
 	}
 	inR, inW := io.Pipe()
 	outR, outW := io.Pipe()
-	cmd := guest.Cmd{Argv: []string{"python3", "-S", "-E", "/root/prober.py"}}
-	cmd.Stdin, cmd.Stdout = inR, outW
+	s, err := begin(t.Context(), c, guest.IO{Stdin: inR, Stdout: outW})
+	if err != nil {
+		t.Fatal(err)
+	}
 	ended := make(chan struct{})
-	ctx, cancel := context.WithCancel(context.Background())
 	go func() {
 		defer close(ended)
-		_, err := c.Exec(ctx, cmd)
+		_, err := s.Wait()
 		outW.CloseWithError(fmt.Errorf("the prober has ended: %w", errors.Join(err, io.EOF)))
 	}()
 	t.Cleanup(func() {
-		cancel()
+		outR.Close() // or the session would wait until what has come is read
+		s.Close()
 		inW.Close()
-		outR.Close()
 		<-ended
 		c.Close()
 	})
-	return &probe{t, inW, bufio.NewReader(outR)}
+	return &probe{t: t, in: inW, out: bufio.NewReader(outR)}
 }
 
 // ask has the guest do something, and returns what comes of it.
 func (p *probe) ask(what string) string {
 	p.t.Helper()
 	begin := time.Now()
-	if _, err := io.WriteString(p.in, what+"\n"); err != nil {
+	p.number++
+	if _, err := fmt.Fprintln(p.in, p.number, what); err != nil {
 		p.t.Fatal(err)
 	}
-	got, err := p.out.ReadString('\n')
-	if err != nil {
-		p.t.Fatalf("%s: %v", what, err)
+	for {
+		line, err := p.out.ReadString('\n')
+		if err != nil {
+			p.t.Fatalf("%s: %v", what, err)
+		}
+		// Whoever comes later is told the answers of before once more.
+		if got, ok := strings.CutPrefix(strings.TrimSpace(line), fmt.Sprint(p.number)+" "); ok {
+			p.t.Logf("%s: %s (%v)", what, got, time.Since(begin).Round(time.Millisecond))
+			return got
+		}
 	}
-	got = strings.TrimSpace(got)
-	p.t.Logf("%s: %s (%v)", what, got, time.Since(begin).Round(time.Millisecond))
-	return got
 }
 
 func (p *probe) expect(what, want string) {
@@ -600,7 +628,7 @@ func TestNetworkPolicyOfAGuest(t *testing.T) {
 		t.Errorf("the host forwards, and yet: %v", rep.Network.Warnings)
 	}
 	own, own6 = rep.Network.Address, rep.Network.Address6
-	p = startProbe(t, e, "pol")
+	p = p.after(e, "pol")
 	p.expect("tcp 93.184.216.34 80 "+forSure, "ping")
 	p.expect("tcp 93.184.216.34 81 "+inVain, "timeout")
 	p.expect("tcp 2001:db8:1::34 80 "+forSure, "ping")
@@ -620,7 +648,7 @@ func TestNetworkPolicyOfAGuest(t *testing.T) {
 	if clone.Network.Address == own || clone.Network.Address6 == own6 || !clone.Network.Address6.IsValid() || clone.Network.TAP == rep.Network.TAP {
 		t.Errorf("the clone has %+v, its source %+v", clone.Network, rep.Network)
 	}
-	p2 := startProbe(t, e, "pol2")
+	p2 := p.after(e, "pol2")
 	p2.expect("tcp 93.184.216.34 80 "+forSure, "ping")
 	p2.expect("tcp 93.184.216.34 81 "+inVain, "timeout")
 	event(t, e, "pol2", "a denied packet of the clone", func(ev spec.NetEvent) bool { return ev.PeerPort == 81 && ev.Guest == clone.Network.Address })

@@ -109,7 +109,7 @@ func TestNetworkOfAGuestLeadsToTheHostAndGoesWithItsProcess(t *testing.T) {
 rules: [{direction: egress, verdict: allow, groups: [host], protocols: [tcp], ports: [any]}]
 `)
 	rep := e.Run(sandbox.Spec{Name: "net", Network: spec.NetworkTAP, Policy: policy})
-	e.Sh("net", "mkfifo /run/order /run/answer")
+	e.Do("net", "mkfifo", "/run/order", "/run/answer")
 	p, err := e.Agent("net").Start(t.Context(), guest.Cmd{Argv: []string{"python3", "-S", "-E", "-c", sender}, Detach: true})
 	if err != nil {
 		t.Fatal(err)
@@ -117,7 +117,7 @@ rules: [{direction: egress, verdict: allow, groups: [host], protocols: [tcp], po
 	p.Close()
 	send := func(name string, port uint16, word string, size, seconds int) string {
 		t.Helper()
-		return e.Sh(name, fmt.Sprintf("echo %d %s %d %d > /run/order; cat /run/answer", port, word, size, seconds))
+		return order(e, name, fmt.Sprintf("%d %s %d %d", port, word, size, seconds), "/run/order", "/run/answer")
 	}
 	exchange := func(name, word, device string) {
 		t.Helper()

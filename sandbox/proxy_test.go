@@ -55,9 +55,6 @@ while True:
         f.write('%d %s\n' % (os.getpid(), out))
 `
 
-// call has caller ask.
-const call = "echo > /run/call; cat /run/called"
-
 // apiServer answers by TLS, and notes the keys that it is asked with.
 type apiServer struct {
 	roots string // a file with the certificate of its authority
@@ -119,7 +116,8 @@ func startCaller(t *testing.T, e *guesttest.Env, vm string) (holder string) {
 	if err := c.WriteFile(t.Context(), "/root/caller.py", strings.NewReader(caller), guest.WriteOptions{}); err != nil {
 		t.Fatal(err)
 	}
-	cmd, err := e.Store.Sandbox(vm).Command(guest.Cmd{Argv: []string{"/bin/sh", "-c", "mkfifo /run/call /run/called; exec python3 -S /root/caller.py"}, Detach: true})
+	e.Do(vm, "mkfifo", "/run/call", "/run/called")
+	cmd, err := e.Store.Sandbox(vm).Command(guest.Cmd{Argv: []string{"python3", "-S", "/root/caller.py"}, Detach: true})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -156,7 +154,10 @@ func keysOfAGuest(t *testing.T, e *guesttest.Env, vm, holder string, api *apiSer
 	asked := 0
 	works := func(when string) (pid string) {
 		t.Helper()
-		said := e.Sh(vm, "test ! -e /run/secrets/API_KEY && "+call)
+		if e.Exists(vm, "/run/secrets/API_KEY") {
+			t.Fatalf("%s: the key is a file in the guest", when)
+		}
+		said := order(e, vm, "", "/run/call", "/run/called")
 		asked++
 		if got := api.got(); len(got) != asked || got[asked-1] != "Bearer "+key {
 			t.Fatalf("%s: the server has got %q, want the key for the %dth time; the program says %q", when, got, asked, said)

@@ -62,7 +62,15 @@ func publishedPortWakes(t *testing.T, e *guesttest.Env, name string) {
 	if err := agent.WriteFile(t.Context(), "/root/counter.py", strings.NewReader(counter), guest.WriteOptions{}); err != nil {
 		t.Fatal(err)
 	}
-	e.Sh(name, "python3 -S -E /root/counter.py > /root/counter.log 2>&1 & until grep -q listens /root/counter.log; do sleep 1; done")
+	listens := newScreen()
+	p, err := agent.Start(t.Context(), guest.Cmd{Argv: []string{"python3", "-S", "-E", "/root/counter.py"}, Detach: true, IO: guest.IO{Stdout: listens}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	listens.until(t, "listens\n")
+	if err := p.Close(); err != nil {
+		t.Fatal(err)
+	}
 
 	ctx, stop := context.WithCancel(t.Context())
 	ended := make(chan error, 1)

@@ -31,7 +31,7 @@ const user = `
 import os
 control = open('/root/control', 'rb').read()
 while True:
-    open('/run/ask').read()
+    open('/run/user.ask').read()
     b = bytearray(4096)
     h = 7
     try:
@@ -43,7 +43,7 @@ while True:
             b[i] = 0
     except OSError as e:
         h = e.strerror
-    with open('/run/answer', 'w') as f:
+    with open('/run/user.answer', 'w') as f:
         f.write('%d %s\n' % (os.getpid(), h))
 `
 
@@ -153,19 +153,22 @@ func inFile(path, text string) (n int, err error) {
 	}
 }
 
-// One boot serves all.
 func TestSecretsAreInNoSnapshot(t *testing.T) {
 	t.Parallel()
-	e := guesttest.New(t)
-	e.Run(sandbox.Spec{Name: "sec"})
+	e, snapshotOfBase, _ := base(t)
+	clone(e, snapshotOfBase, "sec")
+	ask := func(e *guesttest.Env, vm string) string {
+		t.Helper()
+		return order(e, vm, "", "/run/user.ask", "/run/user.answer")
+	}
 	control := randomText(t, "control-")
 	c := e.Agent("sec")
 	for path, text := range map[string]string{"/root/control": strings.Repeat(control+"\n", 200), "/root/user.py": user} {
-		if err := c.WriteFile(t.Context(), path, strings.NewReader(text), guest.WriteOptions{}); err != nil {
+		if err := c.WriteFile(t.Context(), path, strings.NewReader(text), guest.WriteOptions{Atomic: true}); err != nil {
 			t.Fatal(err)
 		}
 	}
-	e.Sh("sec", "mkfifo /run/ask /run/answer; sync")
+	e.Do("sec", "mkfifo", "/run/user.ask", "/run/user.answer")
 	secret := randomText(t, "secret-")
 	set := func(vm, value string) {
 		t.Helper()
@@ -182,7 +185,7 @@ func TestSecretsAreInNoSnapshot(t *testing.T) {
 	if err := p.Close(); err != nil {
 		t.Fatal(err)
 	}
-	first := e.Sh("sec", ask)
+	first := ask(e, "sec")
 	if !strings.HasSuffix(first, " "+number(secret)) {
 		t.Fatalf("the program says %q of its secret, want %s", first, number(secret))
 	}
@@ -206,22 +209,22 @@ func TestSecretsAreInNoSnapshot(t *testing.T) {
 	}
 	search("a snapshot of the running VM", snap.Snapshot)
 	clone(e, snap.Snapshot, "c")
-	if got := e.Sh("c", ask); !strings.HasSuffix(got, " No such file or directory") {
+	if got := ask(e, "c"); !strings.HasSuffix(got, " No such file or directory") {
 		t.Errorf("a clone says %q of the secret", got)
 	}
 	if list, err := e.Store.Sandbox("c").Secrets(t.Context()); err != nil || len(list) != 0 {
 		t.Errorf("a clone has %v, %v", list, err)
 	}
 	forks(e, "sec", sandbox.ForkOptions{Count: 1, Name: "f"})
-	if got := e.Sh("f", ask); !strings.HasSuffix(got, " No such file or directory") {
+	if got := ask(e, "f"); !strings.HasSuffix(got, " No such file or directory") {
 		t.Errorf("a fork says %q of the secret", got)
 	}
 	// It can have one of its own.
 	set("f", "other")
-	if got := e.Sh("f", ask); !strings.HasSuffix(got, " "+number("other")) {
+	if got := ask(e, "f"); !strings.HasSuffix(got, " "+number("other")) {
 		t.Errorf("a fork with a secret of its own says %q", got)
 	}
-	if got := e.Sh("sec", ask); got != first {
+	if got := ask(e, "sec"); got != first {
 		t.Errorf("after the fork the program says %q, before %q", got, first)
 	}
 
@@ -241,7 +244,10 @@ func TestSecretsAreInNoSnapshot(t *testing.T) {
 	said := make(chan string, 1)
 	go func() {
 		var out bytes.Buffer
-		_, err := asking.Exec(t.Context(), guest.Cmd{Argv: []string{"/bin/sh", "-c", ask}, IO: guest.IO{Stdout: &out}})
+		err := asking.WriteFile(t.Context(), "/run/user.ask", strings.NewReader("\n"), guest.WriteOptions{})
+		if err == nil {
+			_, err = asking.ReadFile(t.Context(), "/run/user.answer", &out, 0, 0)
+		}
 		if err != nil {
 			out.WriteString(err.Error())
 		}
@@ -264,7 +270,7 @@ func TestSecretsAreInNoSnapshot(t *testing.T) {
 	if _, err := e.Store.With(l).Sandbox("sec").Wake(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	if got := e.Sh("sec", ask); got != first {
+	if got := ask(e, "sec"); got != first {
 		t.Errorf("after the second wake the program says %q, before %q", got, first)
 	}
 	if err := e.Store.Sandbox("sec").RemoveSecrets(t.Context(), "token"); err != nil {
@@ -273,7 +279,7 @@ func TestSecretsAreInNoSnapshot(t *testing.T) {
 	if err := e.Store.Sandbox("sec").RemoveSecrets(t.Context(), "token"); !errors.Is(err, sandbox.ErrNotFound) {
 		t.Errorf("removing it twice: %v, want ErrNotFound", err)
 	}
-	if got := e.Sh("sec", ask); !strings.HasSuffix(got, " No such file or directory") {
+	if got := ask(e, "sec"); !strings.HasSuffix(got, " No such file or directory") {
 		t.Errorf("the program says %q of a secret that was removed", got)
 	}
 

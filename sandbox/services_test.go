@@ -37,22 +37,25 @@ func service(e *guesttest.Env, vm, name, state string) control.ServiceStatus {
 	}
 }
 
-// Two boots of one VM.
+// A VM that was woken, and a boot of it.
 func TestServicesOfAGuest(t *testing.T) {
 	t.Parallel()
-	e := guesttest.New(t)
+	e, snap, _ := base(t)
 	// Ready when it has begun; a file that is there needs no process to look for.
 	keep := spec.Service{
 		Name: "keep", Argv: []string{"/bin/sh", "-c", "echo begins; : > /root/ready; exec sleep 1000000"},
 		Check: &spec.ServiceCheck{File: "/root/ready", AliveFailures: 1},
 	}
-	e.Run(sandbox.Spec{Name: "sv", Services: []spec.Service{keep}})
+	clone(e, snap, "sv")
+	if _, err := e.Store.Sandbox("sv").SetService(t.Context(), keep); err != nil {
+		t.Fatal(err)
+	}
 	first := service(e, "sv", "keep", "running")
 	if st, err := e.Store.Sandbox("sv").WaitService(t.Context(), "keep"); err != nil || !st.Ready || st.PID != first.PID {
 		t.Errorf("waited for, it is %+v, %v", st, err)
 	}
 	if first.PID == 0 || first.Restarts != 0 {
-		t.Errorf("after the boot it is %+v", first)
+		t.Errorf("begun, it is %+v", first)
 	}
 
 	crash := spec.Service{Name: "crash", Argv: []string{"/bin/false"}, Restart: guest.RestartOnFailure, MaxRestarts: 1}

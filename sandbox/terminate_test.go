@@ -103,7 +103,7 @@ func TestAttack_host_that_shuts_down_takes_the_memory_of_vms_that_run(t *testing
 			continue
 		}
 		e.Wake(name)
-		if got := e.Sh(name, ask); got != said {
+		if got := ask(e, name); got != said {
 			t.Errorf("after the host has come back the keeper in %s says %q, want %q", name, got, said)
 		}
 		if err := e.Store.Sandbox(name).Delete(t.Context(), sandbox.DeleteOptions{Force: true}); err != nil {

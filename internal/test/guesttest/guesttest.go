@@ -2,7 +2,9 @@ package guesttest
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"io/fs"
 	"log/slog"
 	"os"
 	"os/exec"
@@ -41,8 +43,10 @@ func Main(m *testing.M) {
 	}
 	os.Setenv(processEnv, strconv.Itoa(os.Getpid()))
 	code := m.Run()
-	if agentDir != "" {
-		os.RemoveAll(agentDir)
+	for _, dir := range append(bootedDirs, agentDir) {
+		if dir != "" {
+			os.RemoveAll(dir)
+		}
 	}
 	os.Exit(code)
 }
@@ -229,6 +233,80 @@ func (e *Env) Wake(name string) control.Report {
 	return rep
 }
 
+// Read returns what is in files of a VM, each without the line feed at its end, with one between two of them. It takes
+// no process in the guest: one costs a guest whose kernel is interpreted seconds.
+func (e *Env) Read(name string, paths ...string) string {
+	e.T.Helper()
+	defer e.took(name + ": reading " + strings.Join(paths, ", "))()
+	c := e.brief(name)
+	defer c.Close()
+	var texts []string
+	for _, path := range paths {
+		var b strings.Builder
+		if _, err := c.ReadFile(e.T.Context(), path, &b, 0, 0); err != nil {
+			e.T.Fatal(err)
+		}
+		texts = append(texts, strings.TrimSuffix(b.String(), "\n"))
+	}
+	return strings.Join(texts, "\n")
+}
+
+// Write puts a line into each of some files of a VM, without a process either.
+func (e *Env) Write(name, line string, paths ...string) {
+	e.T.Helper()
+	e.write(name, line, guest.WriteOptions{}, paths)
+}
+
+// WriteDurably is Write to new files that the guest has on its disk, and not in its cache alone, when this returns.
+func (e *Env) WriteDurably(name, line string, paths ...string) {
+	e.T.Helper()
+	e.write(name, line, guest.WriteOptions{Atomic: true}, paths)
+}
+
+func (e *Env) write(name, line string, o guest.WriteOptions, paths []string) {
+	e.T.Helper()
+	defer e.took(name + ": writing " + strings.Join(paths, ", "))()
+	c := e.brief(name)
+	defer c.Close()
+	for _, path := range paths {
+		if err := c.WriteFile(e.T.Context(), path, strings.NewReader(line+"\n"), o); err != nil {
+			e.T.Fatal(err)
+		}
+	}
+}
+
+// Remove removes a file of a VM.
+func (e *Env) Remove(name, path string) {
+	e.T.Helper()
+	c := e.brief(name)
+	defer c.Close()
+	if err := c.Remove(e.T.Context(), path, false); err != nil {
+		e.T.Fatal(err)
+	}
+}
+
+// Exists says whether a VM has a file.
+func (e *Env) Exists(name, path string) bool {
+	e.T.Helper()
+	c := e.brief(name)
+	defer c.Close()
+	_, err := c.Lstat(e.T.Context(), path)
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		e.T.Fatal(err)
+	}
+	return err == nil
+}
+
+// brief is a connection to an agent that is not left open: a VM that falls asleep by itself waits for one.
+func (e *Env) brief(name string) *guest.Client {
+	e.T.Helper()
+	c, err := e.Store.Sandbox(name).Agent(e.T.Context())
+	if err != nil {
+		e.T.Fatal(err)
+	}
+	return c
+}
+
 // Agent connects to the agent of a VM until the test ends.
 func (e *Env) Agent(name string) *guest.Client {
 	e.T.Helper()
@@ -243,17 +321,20 @@ func (e *Env) Agent(name string) *guest.Client {
 // Sh runs a shell command in a VM and returns its output.
 func (e *Env) Sh(name, script string) string {
 	e.T.Helper()
-	defer e.took(name + ": " + script)()
-	c, err := e.Store.Sandbox(name).Agent(e.T.Context())
-	if err != nil {
-		e.T.Fatal(err)
-	}
+	return e.Do(name, "/bin/sh", "-c", script)
+}
+
+// Do runs a program in a VM and returns its output.
+func (e *Env) Do(name string, argv ...string) string {
+	e.T.Helper()
+	defer e.took(name + ": " + argv[len(argv)-1])()
+	c := e.brief(name)
 	defer c.Close()
 	var out, errs strings.Builder
-	cmd := guest.Cmd{Argv: []string{"/bin/sh", "-c", script}}
+	cmd := guest.Cmd{Argv: argv}
 	cmd.Stdout, cmd.Stderr = &out, &errs
 	if _, err := c.Exec(e.T.Context(), cmd); err != nil {
-		e.T.Fatalf("%s: %v: %s", script, err, errs.String())
+		e.T.Fatalf("%q: %v: %s", argv, err, errs.String())
 	}
 	return strings.TrimSpace(out.String())
 }
