@@ -26,8 +26,13 @@ type backend struct {
 	// each.
 	answer []byte
 
-	mu  sync.Mutex        // guards what follows, and answer
-	got map[string][]byte // by the peer, all that its connections have brought
+	// The listeners of servers and of tunnels are made once: a port that somebody listened at is not free for a client
+	// until its last connection has been closed for a minute, and a minute of inputs would use up all of them.
+	servers, tunnels net.Listener
+
+	mu    sync.Mutex        // guards what follows, and answer
+	peers map[string]string // by the address of the proxy's end of a connection
+	got   map[string][]byte // by the peer, all that its connections have brought
 	// open are the connections that are served now, and idle is told when there are none.
 	open int
 	idle *sync.Cond
@@ -38,7 +43,7 @@ func newBackend(f *testing.F) *backend {
 	w := newWorld(f, func(c *Config) {
 		c.HeaderTimeout, c.SecretTimeout = 200*time.Millisecond, 10*time.Millisecond
 	})
-	b := &backend{w: w, got: map[string][]byte{}}
+	b := &backend{w: w, got: map[string][]byte{}, peers: map[string]string{}}
 	b.idle = sync.NewCond(&b.mu)
 	w.srv.transport.DialTLSContext = func(ctx context.Context, _, addr string) (net.Conn, error) {
 		t, err := ParseTarget(addr, 0)
@@ -49,32 +54,58 @@ func newBackend(f *testing.F) *backend {
 	}
 	w.srv.transport.DisableKeepAlives = true // so that an input ends with what it has opened
 	w.srv.cfg.Dial = func(ctx context.Context, peer netip.AddrPort) (*net.TCPConn, error) {
-		ln, err := net.ListenTCP("tcp4", &net.TCPAddr{IP: net.IPv4(127, 0, 0, 1)})
-		if err != nil {
-			return nil, err
-		}
-		defer ln.Close()
 		b.mu.Lock()
-		b.open++
-		b.mu.Unlock()
-		go func() {
-			if c, err := ln.Accept(); err == nil {
-				b.serve(c, peer.String())
-			}
-			b.mu.Lock()
-			defer b.mu.Unlock()
-			if b.open--; b.open == 0 {
-				b.idle.Broadcast()
-			}
-		}()
+		defer b.mu.Unlock()
 		var d net.Dialer
-		c, err := d.DialContext(ctx, "tcp4", ln.Addr().String())
+		c, err := d.DialContext(ctx, "tcp4", b.servers.Addr().String())
 		if err != nil {
 			return nil, err
 		}
+		b.peers[c.LocalAddr().String()] = peer.String()
+		b.open++
 		return c.(*net.TCPConn), nil
 	}
+	for _, ln := range []*net.Listener{&b.servers, &b.tunnels} {
+		var err error
+		if *ln, err = net.Listen("tcp4", "127.0.0.1:0"); err != nil {
+			f.Fatal(err)
+		}
+	}
+	accepting := make(chan struct{})
+	go func() {
+		defer close(accepting)
+		for {
+			c, err := b.servers.Accept()
+			if err != nil {
+				return
+			}
+			go b.accepted(c)
+		}
+	}()
+	f.Cleanup(func() {
+		_, _ = b.servers.Close(), b.tunnels.Close()
+		<-accepting
+	})
 	return b
+}
+
+// accepted serves a connection, unless the proxy has given it up while it was made.
+func (b *backend) accepted(c net.Conn) {
+	b.mu.Lock()
+	from := c.RemoteAddr().String()
+	peer, ok := b.peers[from]
+	delete(b.peers, from)
+	b.mu.Unlock()
+	if !ok {
+		c.Close()
+		return
+	}
+	b.serve(c, peer)
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.open--; b.open == 0 {
+		b.idle.Broadcast()
+	}
 }
 
 // serve answers one connection. It notes what has come until an answer was sent, or the connection has ended.
@@ -122,15 +153,11 @@ func (b *backend) run(t *testing.T, data []byte, inner bool) (answer []byte, got
 	b.mu.Unlock()
 	var c net.Conn
 	if inner {
-		ln, err := net.Listen("tcp4", "127.0.0.1:0")
-		if err != nil {
+		var err error
+		if c, err = net.Dial("tcp4", b.tunnels.Addr().String()); err != nil {
 			t.Fatal(err)
 		}
-		if c, err = net.Dial("tcp4", ln.Addr().String()); err != nil {
-			t.Fatal(err)
-		}
-		is, err := ln.Accept()
-		ln.Close()
+		is, err := b.tunnels.Accept()
 		if err != nil {
 			t.Fatal(err)
 		}
