@@ -260,10 +260,10 @@ func (v *sleeper) restore(ctx context.Context, dir string, way variant, counts b
 		p.PageCache = ""
 	}
 	if way.pool {
-		if p.Shell, err = instance.NewPrebuilt(p.Spec.Shape().Machine()); err != nil {
+		if p.Prebuilt, err = instance.NewPrebuilt(p.Spec.Shape().Machine()); err != nil {
 			return err
 		}
-		defer func() { err = errors.Join(err, p.Shell.Close()) }()
+		defer func() { err = errors.Join(err, p.Prebuilt.Close()) }()
 	}
 	// As in a process of the VM's own.
 	process.PrepareProcess()

@@ -422,7 +422,7 @@ func (s *Host) upOnce(ctx context.Context, r *state.Record, snapshotID string, h
 		return control.Report{}, err
 	}
 	lock.Release()
-	ord := control.Order{Name: r.Spec.Name, Snapshot: snapshotID, Hold: hold != nil, Shared: true}
+	ord := control.Order{Name: r.Spec.Name, Snapshot: snapshotID, WakeLock: hold != nil, Shared: true}
 	var files []*os.File
 	if hold != nil {
 		files = []*os.File{hold}

@@ -58,7 +58,7 @@ func taps(t *testing.T) (names []string) {
 		t.Fatal(err)
 	}
 	for _, i := range all {
-		if strings.HasPrefix(i.Name, "drowse") && !strings.HasPrefix(i.Name, "drowse-gate") {
+		if strings.HasPrefix(i.Name, "drowse") && !strings.HasPrefix(i.Name, "drowse-waker") {
 			names = append(names, i.Name)
 		}
 	}

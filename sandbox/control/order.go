@@ -159,9 +159,8 @@ type Order struct {
 	NewIdentity bool `json:"new_identity,omitempty"`
 	// Fork says that it is made of an image.
 	Fork bool `json:"fork,omitempty"`
-	// Hold says that whoever has given the order holds the VM awake, and has one end of a socket for that. No fork has
-	// it.
-	Hold bool `json:"hold,omitempty"`
+	// WakeLock says that the one who gives the order holds the VM awake, by one end of a socket. No fork has it.
+	WakeLock bool `json:"wake_lock,omitempty"`
 	// Shared says that the VM is there already, so that others may wait for it as well; whoever gives the order alone
 	// knows.
 	Shared bool `json:"-"`
@@ -193,4 +192,4 @@ const GoMaxProcsEnv = "GOMAXPROCS"
 
 // Third says whether an order has a file besides the log and that for the report: the image of a fork, or the socket of
 // a hold.
-func (o Order) Third() bool { return o.Fork || o.Hold }
+func (o Order) Third() bool { return o.Fork || o.WakeLock }

@@ -68,8 +68,8 @@ type Parts struct {
 	ProxyIdentity func() (*proxy.Identity, error)
 	// ServiceEvent, if not nil, is called with what the guest says of its services, one at a time.
 	ServiceEvent func(guest.ServiceEvent)
-	// Shell, if not nil, may have a part of the VM that was made ahead.
-	Shell *Prebuilt
+	// Prebuilt, if not nil, may have a part of the VM that was made ahead.
+	Prebuilt *Prebuilt
 	// PageCache is a directory with pages of snapshots that were restored before, as
 	// KeepPages leaves them there; empty for none. See package pagecache.
 	PageCache string
@@ -99,11 +99,11 @@ const (
 // Instance is one VM in this process. Its methods may be called from any goroutine,
 // but for Close, which must be the last.
 type Instance struct {
-	parts   Parts
-	log     *slog.Logger
-	mem     *guestmem.Memory
-	shell   *vmm.Prebuilt
-	machine *vmm.Machine
+	parts    Parts
+	log      *slog.Logger
+	mem      *guestmem.Memory
+	prebuilt *vmm.Prebuilt
+	machine  *vmm.Machine
 	// assembled is closed when there is a machine, or will be none.
 	assembled chan struct{}
 	disk      *disk.Disk
@@ -150,12 +150,12 @@ func begin(p Parts) (in *Instance, err error) {
 		in.closers = append(in.closers, v)
 	}
 	if p.RAM == nil {
-		if in.mem, in.shell = p.Shell.take(p.Spec.Shape()); in.mem != nil {
+		if in.mem, in.prebuilt = p.Prebuilt.take(p.Spec.Shape()); in.mem != nil {
 			return in, nil
 		}
 	}
 	if in.mem, err = p.memory(); err == nil {
-		in.shell, err = newShell(in.mem, p.Spec.VCPUs, in.tracked)
+		in.prebuilt, err = newPrebuiltVM(in.mem, p.Spec.VCPUs, in.tracked)
 	}
 	if err != nil {
 		return nil, errors.Join(err, in.Close())
@@ -220,7 +220,7 @@ func (in *Instance) assemble(net netStart) (err error) {
 		in.closers = append(in.closers, dir)
 		add(shareTag(i), fs.New(dir, shareTag(i), fs.Options{OnError: in.deviceError(shareTag(i))}))
 	}
-	in.machine, err = vmm.New(in.shell, vmm.Config{Devices: devs, Console: p.Console, Symbolize: p.Symbolize, Log: in.log})
+	in.machine, err = vmm.New(in.prebuilt, vmm.Config{Devices: devs, Console: p.Console, Symbolize: p.Symbolize, Log: in.log})
 	if err != nil {
 		return err
 	}
@@ -428,7 +428,7 @@ func (in *Instance) restore(ctx context.Context, dir string, o RestoreOptions) e
 // putTogether makes a machine with its devices and the state that open returns. The devices are made beside the state,
 // on another thread: that takes less time, so that nobody waits for a thread to wake up.
 func (in *Instance) putTogether(net netStart, open func() ([]snapshot.Payload, error)) error {
-	ready := in.shell.Ready()
+	ready := in.prebuilt.Ready()
 	opened := make(chan struct{})
 	assembled := make(chan error, 1)
 	go func() {
@@ -446,7 +446,7 @@ func (in *Instance) putTogether(net netStart, open func() ([]snapshot.Payload, e
 	}
 	states := fromPayloads(payloads)
 	if err == nil {
-		err = in.shell.Load(states)
+		err = in.prebuilt.Load(states)
 	}
 	if err := errors.Join(err, <-assembled); err != nil {
 		return err
@@ -947,8 +947,8 @@ func (in *Instance) Close() error {
 	// The machine first: its vCPUs may be waiting for the pager.
 	if in.machine != nil {
 		errs = append(errs, in.machine.Close())
-	} else if in.shell != nil {
-		errs = append(errs, in.shell.Close())
+	} else if in.prebuilt != nil {
+		errs = append(errs, in.prebuilt.Close())
 	}
 	if in.pager != nil {
 		errs = append(errs, in.pager.Close())

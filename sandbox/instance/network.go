@@ -185,7 +185,7 @@ func newNetwork(p Parts, secrets proxy.Secrets, log *slog.Logger) (n *Network, e
 	if n.onLink, err = hostnet.OnLink(); err != nil {
 		return nil, err
 	}
-	ahead, aerr := p.Shell.network()
+	ahead, aerr := p.Prebuilt.network()
 	if aerr != nil {
 		log.Warn("the VM's network was not made ahead", "error", aerr)
 	}

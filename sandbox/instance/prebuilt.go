@@ -17,8 +17,8 @@ import (
 // network, see Instance.assemble. Where a VM has others, it takes longer to put together and nothing else.
 var queuesAhead = []int{1, 1, 1, 3, 1, 4, 2}
 
-// newShell has KVM prepare for a VM with this RAM in the background.
-func newShell(mem *guestmem.Memory, vcpus int, tracked bool) (*vmm.Prebuilt, error) {
+// newPrebuiltVM has KVM prepare for a VM with this RAM in the background.
+func newPrebuiltVM(mem *guestmem.Memory, vcpus int, tracked bool) (*vmm.Prebuilt, error) {
 	return vmm.NewPrebuilt(vmm.PrebuiltConfig{VCPUs: vcpus, Memory: mem, TrackDirty: tracked, Queues: queuesAhead})
 }
 
@@ -46,7 +46,7 @@ func NewPrebuilt(shape spec.Shape) (s *Prebuilt, err error) {
 	s = &Prebuilt{shape: shape.Machine()}
 	s.mem, err = guestmem.New(spec.VM{MemoryMiB: shape.MemoryMiB}.Memory())
 	if err == nil {
-		s.vm, err = newShell(s.mem, shape.VCPUs, trackDirty())
+		s.vm, err = newPrebuiltVM(s.mem, shape.VCPUs, trackDirty())
 	}
 	if err == nil {
 		err = s.vm.Wait()

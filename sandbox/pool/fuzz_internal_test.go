@@ -79,7 +79,7 @@ const maxFuzzed = control.MaxOrder + 1024
 // FuzzPoolOrder gives a process that stands by any message for an order: it is one with as many files as it says, or
 // all files are closed.
 func FuzzPoolOrder(f *testing.F) {
-	for _, ord := range []control.Order{{Name: "a"}, {Name: "a", Snapshot: "0123", Hold: true}, {Name: "a", Fork: true, NewIdentity: true, Cause: "cli"}} {
+	for _, ord := range []control.Order{{Name: "a"}, {Name: "a", Snapshot: "0123", WakeLock: true}, {Name: "a", Fork: true, NewIdentity: true, Cause: "cli"}} {
 		text, err := json.Marshal(ord)
 		if err != nil {
 			f.Fatal(err)
@@ -103,7 +103,7 @@ func FuzzPoolOrder(f *testing.F) {
 		}
 		if err == nil {
 			want := 2
-			if ord.Fork || ord.Hold {
+			if ord.Fork || ord.WakeLock {
 				want = 3
 			}
 			if len(files) != want || n != want || len(text) > control.MaxOrder {

@@ -57,7 +57,7 @@ type process struct {
 
 	// cpuBefore is processor time that the process had used before it was the VM's.
 	cpuBefore time.Duration
-	// teller writes events; nil before the VM is there.
+	// events writes events; nil before the VM is there.
 	events *state.EventWriter
 	// welcomed is until hooks of the host have been told that the VM is there.
 	welcomed sync.WaitGroup
@@ -78,16 +78,16 @@ type ServeOptions struct {
 	NewIdentity bool
 	// Fork, if not nil, is the image that a child is made of. Serve closes it.
 	Fork *os.File
-	// Shell, if not nil, may have a part of the VM that was made ahead. What the VM does not need is closed.
-	Shell *instance.Prebuilt
+	// Prebuilt, if not nil, may have a part of the VM that was made ahead. What the VM does not need is closed.
+	Prebuilt *instance.Prebuilt
 	// Report is called once, when the guest is ready or cannot be.
 	Report func(control.Report)
 	// Log gets the process's log.
 	Log *slog.Logger
 	// Cause is on whose behalf it is started; empty is Library.
 	Cause events.Cause
-	// Hold, if not nil, is a socket: as long as its other end is open, somebody holds the VM awake.
-	Hold *os.File
+	// WakeLock, if not nil, is a socket: as long as its other end is open, somebody holds the VM awake.
+	WakeLock *os.File
 	// Wanted, if not nil, says whether somebody still waits for the report: if not, the VM does not become one that
 	// runs.
 	Wanted func() bool
@@ -98,8 +98,8 @@ type ServeOptions struct {
 
 	// urgent, if not nil, has the process go before others until what it returns is called.
 	prioritize func() (calm func())
-	// told, if not nil, ends when the process is told to end: the VM goes to sleep then.
-	told context.Context
+	// terminated, if not nil, ends when the process is told to end: the VM goes to sleep then.
+	terminated context.Context
 }
 
 // Serve is the life of a VM: it takes the VM's lock, boots or restores the guest,
@@ -189,8 +189,8 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 	}
 	// Before the background is waited for, and after it was told to end.
 	defer unask()
-	if o.Hold != nil {
-		if err := p.lockedBy(o.Hold); err != nil {
+	if o.WakeLock != nil {
+		if err := p.lockedBy(o.WakeLock); err != nil {
 			return errors.Join(err, p.in.Close())
 		}
 	}
@@ -204,16 +204,16 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 	p.tellThen(cmp.Or(o.Cause, events.Library), begun, details, p.welcome)
 	p.tellHooks(events.WithCause(ctx, cmp.Or(o.Cause, events.Library)), p.in.WakeFailures())
 	unlock()
-	if o.Shell != nil {
-		if err := o.Shell.Close(); err != nil {
+	if o.Prebuilt != nil {
+		if err := o.Prebuilt.Close(); err != nil {
 			p.log.Warn("closing what was made ahead and is not needed", "error", err)
 		}
 	}
 	if p.r.Spec.Idle.SleepSeconds > 0 {
 		p.background.Go(func() { p.sleepWhenIdle(lasting) })
 	}
-	if o.told != nil {
-		p.background.Go(func() { p.sleepOnTerminate(lasting, o.told) })
+	if o.terminated != nil {
+		p.background.Go(func() { p.sleepOnTerminate(lasting, o.terminated) })
 	}
 	// A VM that has come back is left alone unless it is urgent.
 	if len(p.r.Disk.Layers) > 2*maxStack {
@@ -272,7 +272,7 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 	r.Phase, r.PID, r.Maker, r.Exit, r.Problem = state.Starting, cmp.Or(o.PID, os.Getpid()), 0, nil, ""
 	r.Awake = time.Now().UTC()
 	if r.NetworkID = ""; r.Spec.Network == spec.NetworkTAP {
-		r.NetworkID = o.Shell.NextNetwork()
+		r.NetworkID = o.Prebuilt.NextNetwork()
 	}
 	// A wake does not wait for the disk: until the record says that the VM is awake, its lock does, and after a loss of
 	// power it is asleep as of the snapshot that it comes back from anyway. Whoever has asked for it is answered when
@@ -302,7 +302,7 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 		return err
 	}
 	parts := Parts(p.store, r, st)
-	parts.Console, parts.Log, parts.Shell = console, p.log, o.Shell
+	parts.Console, parts.Log, parts.Prebuilt = console, p.log, o.Prebuilt
 	parts.ServiceEvent = p.serviceEvents()
 	if parts.Volumes, err = p.store.AttachVolumes(r); err != nil {
 		return errors.Join(err, console.Close())

@@ -19,11 +19,11 @@ const toldHooks = 20 * time.Second
 // sleepOnTerminate puts the VM to sleep when its process is told to end (SIGTERM), as each process is when the host
 // shuts down or the session ends in which the VM was started. Hooks that refuse, or take too long, do not keep it
 // awake: it would be killed. An ephemeral VM ends.
-func (p *process) sleepOnTerminate(ctx, told context.Context) {
+func (p *process) sleepOnTerminate(ctx, terminated context.Context) {
 	select {
 	case <-ctx.Done():
 		return
-	case <-told.Done():
+	case <-terminated.Done():
 	}
 	if l, err := p.store.Metadata(p.r.Spec.Name); err == nil && l.Class == lifetime.Ephemeral {
 		p.log.Info("told to end")

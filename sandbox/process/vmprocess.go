@@ -83,7 +83,7 @@ type ProcessOptions struct {
 // ServeProcessWith is ServeProcess with options. They are to be the same in all processes of the program, since one
 // that stands by may become that of any VM.
 func ServeProcessWith(ctx context.Context, args []string, o ProcessOptions) error {
-	told, stop := signal.NotifyContext(context.Background(), unix.SIGTERM)
+	terminated, stop := signal.NotifyContext(context.Background(), unix.SIGTERM)
 	defer stop()
 	PrepareProcess()
 	if err := unix.CloseRange(control.ReportFD, math.MaxUint32, unix.CLOSE_RANGE_CLOEXEC); err != nil {
@@ -115,25 +115,25 @@ func ServeProcessWith(ctx context.Context, args []string, o ProcessOptions) erro
 	}
 	s = s.WithHostHooks(o.HostHooks...)
 	if standby {
-		return standBy(ctx, told, s, shape)
+		return standBy(ctx, terminated, s, shape)
 	}
 	files := []*os.File{os.NewFile(control.ReportFD, "report")}
 	if ord.Third() {
 		files = append(files, os.NewFile(control.ThirdFD, "fork or hold"))
 	}
-	return obey(ctx, told, s, ord, files, nil)
+	return obey(ctx, terminated, s, ord, files, nil)
 }
 
 // obey carries out an order. When told ends the VM goes to sleep. files begin with that for the report.
-func obey(ctx, told context.Context, s *state.Store, ord control.Order, files []*os.File, shell *instance.Prebuilt) error {
+func obey(ctx, terminated context.Context, s *state.Store, ord control.Order, files []*os.File, prebuilt *instance.Prebuilt) error {
 	report := files[0]
 	var fork, hold *os.File
 	switch {
-	case ord.Fork && ord.Hold:
+	case ord.Fork && ord.WakeLock:
 		return errors.New("an order of a fork that is held: there is no such")
 	case ord.Fork:
 		fork = files[1]
-	case ord.Hold:
+	case ord.WakeLock:
 		hold = files[1]
 	}
 	out, err := boundLog(s, ord.Name)
@@ -148,7 +148,7 @@ func obey(ctx, told context.Context, s *state.Store, ord control.Order, files []
 		defer ready()
 	}
 	return Serve(ctx, s, ord.Name, ServeOptions{
-		Snapshot: ord.Snapshot, NewIdentity: ord.NewIdentity, Fork: fork, Shell: shell, Log: log, Cause: ord.Cause, prioritize: prioritize, Hold: hold, told: told, Wanted: func() bool { return control.HasReader(report) },
+		Snapshot: ord.Snapshot, NewIdentity: ord.NewIdentity, Fork: fork, Prebuilt: prebuilt, Log: log, Cause: ord.Cause, prioritize: prioritize, WakeLock: hold, terminated: terminated, Wanted: func() bool { return control.HasReader(report) },
 		Report: func(r control.Report) {
 			if err := json.NewEncoder(report).Encode(r); err != nil {
 				log.Warn("nobody reads the report", "error", err)
@@ -161,12 +161,12 @@ func obey(ctx, told context.Context, s *state.Store, ord control.Order, files []
 
 // standBy prepares for a VM, says so, and waits for the order. Without one it ends when
 // the other end of the socket is closed, or told ends.
-func standBy(ctx, told context.Context, s *state.Store, shape spec.Shape) (err error) {
-	shell, err := instance.NewPrebuilt(shape)
+func standBy(ctx, terminated context.Context, s *state.Store, shape spec.Shape) (err error) {
+	prebuilt, err := instance.NewPrebuilt(shape)
 	if err != nil {
 		return err
 	}
-	defer func() { err = errors.Join(err, shell.Close()) }()
+	defer func() { err = errors.Join(err, prebuilt.Close()) }()
 	// What a restore would otherwise do for the first time.
 	_, _ = kernel.List(s.KernelDir())
 	_ = warmUp()                                            // if it fails, so does the wake, and says why
@@ -179,7 +179,7 @@ func standBy(ctx, told context.Context, s *state.Store, shape spec.Shape) (err e
 		return err
 	}
 	defer conn.Close()
-	for _, c := range []context.Context{ctx, told} {
+	for _, c := range []context.Context{ctx, terminated} {
 		defer context.AfterFunc(c, func() { conn.Close() })()
 	}
 	if _, err := conn.Write([]byte(control.PoolReady)); err != nil {
@@ -189,7 +189,7 @@ func standBy(ctx, told context.Context, s *state.Store, shape spec.Shape) (err e
 	if err == nil {
 		_, err = conn.Write([]byte(control.PoolTaken))
 	}
-	if errors.Is(err, io.EOF) || err != nil && (ctx.Err() != nil || told.Err() != nil) {
+	if errors.Is(err, io.EOF) || err != nil && (ctx.Err() != nil || terminated.Err() != nil) {
 		return nil
 	}
 	if err != nil {
@@ -200,5 +200,5 @@ func standBy(ctx, told context.Context, s *state.Store, shape spec.Shape) (err e
 		return fmt.Errorf("opening the log of VM %s: %w", ord.Name, err)
 	}
 	files[0].Close()
-	return obey(ctx, told, s, ord, files[1:], shell)
+	return obey(ctx, terminated, s, ord, files[1:], prebuilt)
 }

@@ -24,7 +24,7 @@ func warmUp() error {
 	r := &state.Record{
 		Version: state.RecordVersion, ID: spec.NewID(), Created: now, Phase: state.Asleep, Exit: &state.ExitRecord{}, Fork: &state.Origin{}, Awake: now, Rotated: now,
 		Sleeps: []state.SleepRecord{{Asleep: now}},
-		Spec:   spec.VM{Name: "rehearsal", Network: spec.NetworkTAP, Policy: policy, Hooks: spec.Hooks{}, Idle: spec.Idle{SleepSeconds: 1}},
+		Spec:   spec.VM{Name: "warm-up", Network: spec.NetworkTAP, Policy: policy, Hooks: spec.Hooks{}, Idle: spec.Idle{SleepSeconds: 1}},
 	}
 	data, err := state.EncodeRecord(r)
 	if err != nil {
@@ -45,10 +45,10 @@ func warmUp() error {
 	if err := p.control().Close(); err != nil {
 		return err
 	}
-	p.log.Info("rehearsal", "address", netip.IPv4Unspecified(), "begun", now)
+	p.log.Info("warm-up", "address", netip.IPv4Unspecified(), "begun", now)
 	if _, err := netpolicy.Compile(read.Spec.Policy, netpolicy.Identity{Address4: netpolicy.TheWire.Guest4}, netpolicy.Environment{}); err != nil {
 		return err
 	}
-	report := control.Report{Name: "rehearsal", Begun: now, Stages: map[string]float64{"resume_ready": 1}, Network: &spec.NetworkInfo{Address: netpolicy.TheWire.Guest4}}
+	report := control.Report{Name: "warm-up", Begun: now, Stages: map[string]float64{"resume_ready": 1}, Network: &spec.NetworkInfo{Address: netpolicy.TheWire.Guest4}}
 	return json.NewEncoder(io.Discard).Encode(report)
 }

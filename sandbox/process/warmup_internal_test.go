@@ -4,7 +4,7 @@ import (
 	"testing"
 )
 
-func TestRehearse_does_all_of_it(t *testing.T) {
+func TestWarmUp_does_all_of_it(t *testing.T) {
 	t.Parallel()
 	if err := warmUp(); err != nil {
 		t.Error(err)

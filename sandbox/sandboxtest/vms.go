@@ -197,8 +197,8 @@ func (v *VMs) serve(ctx context.Context, p *proc, s *state.Store, pid int, ord c
 	switch {
 	case ord.Fork:
 		o.Fork = files[2]
-	case ord.Hold:
-		o.Hold = files[2]
+	case ord.WakeLock:
+		o.WakeLock = files[2]
 	}
 	var once sync.Once
 	o.Report = func(r control.Report) {

@@ -177,7 +177,7 @@ func TestEvents_tell_of_an_expiry_once_for_each_time(t *testing.T) {
 	wantTold(t, s, events.Expired, events.Extended, events.Expired)
 }
 
-func TestTeller_writes_in_order_and_nothing_after_its_end(t *testing.T) {
+func TestEventWriter_writes_in_order_and_nothing_after_its_end(t *testing.T) {
 	s := tempStore(t)
 	tl := s.NewEventWriter(slog.New(slog.DiscardHandler))
 	tl.Put(events.Event{Type: events.Woken, Sandbox: "a"})

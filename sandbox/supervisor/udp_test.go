@@ -114,8 +114,8 @@ func (v *vm) wake(ctx context.Context) (held, netip.AddrPort, error) {
 	return &holdOf{v: v, asleep: v.asleep}, v.guest, nil
 }
 
-// newHatch listens for a VM's port. The VM is awake already if it sleeps not.
-func newHatch(t *testing.T, listen string, v *vm, sleeps bool) *udpListener {
+// newTestListener listens for a VM's port. The VM is awake already if it sleeps not.
+func newTestListener(t *testing.T, listen string, v *vm, sleeps bool) *udpListener {
 	t.Helper()
 	v.awake, v.asleep = make(chan struct{}), make(chan struct{})
 	if !sleeps {
@@ -142,7 +142,7 @@ func newHatch(t *testing.T, listen string, v *vm, sleeps bool) *udpListener {
 
 func (h *udpListener) address() netip.AddrPort { return h.conn.LocalAddr().(*net.UDPAddr).AddrPort() }
 
-// client sends to a hatch, at an address of its own if it listens at all.
+// client sends to a listener, at an address of its own if it listens at all.
 func client(t *testing.T, h *udpListener, to netip.Addr) *net.UDPConn {
 	t.Helper()
 	if !to.IsValid() {
@@ -201,7 +201,7 @@ func (h *udpListener) holding() (n int) {
 func TestHatch_datagrams_wait_for_the_VM_and_come_in_their_order(t *testing.T) {
 	g := listenGuest(t, "127.0.0.1:0")
 	v := &vm{guest: g.at}
-	h := newHatch(t, "127.0.0.1:0", v, true)
+	h := newTestListener(t, "127.0.0.1:0", v, true)
 	c := client(t, h, netip.Addr{})
 	for _, text := range []string{"one", "two", ""} {
 		send(t, c, text)
@@ -242,7 +242,7 @@ func TestHatch_what_is_held_has_bounds(t *testing.T) {
 		"more bytes":                        {3, maxDatagram, maxHeld, maxHeldBytes / maxDatagram},
 	} {
 		t.Run(name, func(t *testing.T) {
-			h := newHatch(t, "127.0.0.1:0", v, true)
+			h := newTestListener(t, "127.0.0.1:0", v, true)
 			dropped := 0
 			for i := range tt.n {
 				for s := range tt.senders {
@@ -266,7 +266,7 @@ func TestHatch_what_is_held_has_bounds(t *testing.T) {
 func TestHatch_what_has_waited_too_long_is_dropped(t *testing.T) {
 	g := listenGuest(t, "127.0.0.1:0")
 	v := &vm{guest: g.at}
-	h := newHatch(t, "127.0.0.1:0", v, true)
+	h := newTestListener(t, "127.0.0.1:0", v, true)
 	c := client(t, h, netip.Addr{})
 	send(t, c, "old")
 	send(t, c, "new")
@@ -287,7 +287,7 @@ func TestHatch_what_has_waited_too_long_is_dropped(t *testing.T) {
 func TestHatch_a_sleep_ends_the_session_and_the_next_datagram_wakes(t *testing.T) {
 	g := listenGuest(t, "127.0.0.1:0")
 	v := &vm{guest: g.at}
-	h := newHatch(t, "127.0.0.1:0", v, false)
+	h := newTestListener(t, "127.0.0.1:0", v, false)
 	c := client(t, h, netip.Addr{})
 	send(t, c, "one")
 	receive(t, c, "re one")
@@ -304,7 +304,7 @@ func TestHatch_a_sleep_ends_the_session_and_the_next_datagram_wakes(t *testing.T
 func TestHatch_a_datagram_at_the_moment_of_a_sleep_wakes(t *testing.T) {
 	g := listenGuest(t, "127.0.0.1:0")
 	v := &vm{guest: g.at}
-	h := newHatch(t, "127.0.0.1:0", v, false)
+	h := newTestListener(t, "127.0.0.1:0", v, false)
 	closed := client(t, h, netip.Addr{})
 	closed.Close()
 	c := client(t, h, netip.Addr{})
@@ -320,7 +320,7 @@ func TestHatch_a_datagram_at_the_moment_of_a_sleep_wakes(t *testing.T) {
 func TestHatch_a_session_without_datagrams_ends(t *testing.T) {
 	g := listenGuest(t, "127.0.0.1:0")
 	v := &vm{guest: g.at}
-	h := newHatch(t, "127.0.0.1:0", v, false)
+	h := newTestListener(t, "127.0.0.1:0", v, false)
 	h.mu.Lock()
 	h.answered = 0
 	h.mu.Unlock()
@@ -338,12 +338,12 @@ func TestHatch_a_session_without_datagrams_ends(t *testing.T) {
 
 func TestHatch_a_VM_that_does_not_wake_is_left_alone_for_a_while(t *testing.T) {
 	v := &vm{guest: netip.MustParseAddrPort("127.0.0.1:9"), err: errors.New("it is broken")}
-	h := newHatch(t, "127.0.0.1:0", v, false)
+	h := newTestListener(t, "127.0.0.1:0", v, false)
 	for i, tt := range []struct {
 		last  time.Duration // since the last refusal
 		wakes int32
 	}{{0, 1}, {-time.Hour, 1}, {refusalTime + time.Second, 2}} {
-		h.refused = time.Now().Add(-tt.last) // nobody else has the gate
+		h.refused = time.Now().Add(-tt.last) // nobody else has the waker
 		if _, _, err := h.turn(t.Context()); !errors.Is(err, v.err) || v.wakes.Load() != tt.wakes {
 			t.Errorf("turn %d: %v, tried %d times, want %d", i, err, v.wakes.Load(), tt.wakes)
 		}
@@ -360,7 +360,7 @@ func TestHatch_a_guest_that_does_not_listen_yet_is_asked_again(t *testing.T) {
 	at := g.at
 	g.Close()
 	v := &vm{guest: at}
-	h := newHatch(t, "127.0.0.1:0", v, false)
+	h := newTestListener(t, "127.0.0.1:0", v, false)
 	c := client(t, h, netip.Addr{})
 	send(t, c, "nobody is there")
 	until(t, h, "delivered", func() bool { return len(h.sessions) == 1 && h.holding() == 0 })
@@ -386,7 +386,7 @@ func TestHatch_a_guest_that_does_not_listen_yet_is_asked_again(t *testing.T) {
 func TestHatch_too_large_a_datagram_is_dropped_and_not_cut(t *testing.T) {
 	g := listenGuest(t, "127.0.0.1:0")
 	v := &vm{guest: g.at}
-	h := newHatch(t, "127.0.0.1:0", v, false)
+	h := newTestListener(t, "127.0.0.1:0", v, false)
 	c := client(t, h, netip.Addr{})
 	send(t, c, string(make([]byte, maxDatagram+1)))
 	largest := string(bytes.Repeat([]byte("x"), maxDatagram-len("re ")))
@@ -403,7 +403,7 @@ func TestHatch_answers_come_from_the_address_that_was_asked(t *testing.T) {
 	} {
 		t.Run(listen, func(t *testing.T) {
 			g := listenGuest(t, "127.0.0.1:0")
-			h := newHatch(t, listen, &vm{guest: g.at}, false)
+			h := newTestListener(t, listen, &vm{guest: g.at}, false)
 			for _, a := range to {
 				// A connected socket gets nothing from another address.
 				c := client(t, h, netip.MustParseAddr(a))

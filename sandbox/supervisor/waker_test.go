@@ -327,7 +327,7 @@ func TestWakerDevice_of_one_supervisor_too_many_is_refused(t *testing.T) {
 	if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
 		t.Fatal(err)
 	}
-	name := func(i int) string { return fmt.Sprintf("%s-gate%d", hostnet.InterfacePrefix, i) }
+	name := func(i int) string { return fmt.Sprintf("%s-waker%d", hostnet.InterfacePrefix, i) }
 	for i := 0; i < maxWakers-2; i += 2 { // others', which the kernel makes sooner in pairs
 		pair := &netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: name(i)}, PeerName: name(i + 1)}
 		if err := netlink.LinkAdd(pair); err != nil {
@@ -356,7 +356,7 @@ func TestWakerDevice_of_one_supervisor_too_many_is_refused(t *testing.T) {
 }
 
 // A VM that wakes may sleep again before the supervisor looks once more, and a packet that comes then has to find the
-// gate.
+// waker.
 func TestGuardedOf_is_whatever_may_be_asleep_when_it_is_looked_again(t *testing.T) {
 	v := &supervisor{}
 	for name, tt := range map[string]struct {
@@ -377,7 +377,7 @@ func TestGuardedOf_is_whatever_may_be_asleep_when_it_is_looked_again(t *testing.
 	}
 }
 
-// A machine of the host's network says that it is another VM, or the host: its packets do not reach the gate, which
+// A machine of the host's network says that it is another VM, or the host: its packets do not reach the waker, which
 // would give them to the VM as if they were from there.
 func TestAttack_forged_source_wakes_a_VM(t *testing.T) {
 	if os.Geteuid() != 0 {

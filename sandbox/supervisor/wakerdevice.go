@@ -30,13 +30,13 @@ type wakerDevice struct {
 	out    int // a socket for frames; to close one takes the kernel 10 ms and more, in which a packet would wait
 }
 
-// openWakerDevice makes the device. It has the gateway's addresses, so that a connection of the host's has the same
+// openWakerDevice makes the device. It has the wakerway's addresses, so that a connection of the host's has the same
 // address before and after the VM has woken.
 func openWakerDevice(agents, agents6 netip.Prefix) (d *wakerDevice, err error) {
 	var tun *netlink.Tuntap
 	for i := range maxWakers {
 		tun = &netlink.Tuntap{
-			LinkAttrs: netlink.LinkAttrs{Name: fmt.Sprintf("%s-gate%d", hostnet.InterfacePrefix, i)},
+			LinkAttrs: netlink.LinkAttrs{Name: fmt.Sprintf("%s-waker%d", hostnet.InterfacePrefix, i)},
 			Mode:      netlink.TUNTAP_MODE_TUN, Flags: netlink.TUNTAP_NO_PI | netlink.TUNTAP_TUN_EXCL, NonPersist: true, Queues: 1,
 		}
 		if _, nerr := net.InterfaceByName(tun.Name); nerr == nil {
