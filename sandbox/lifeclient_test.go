@@ -19,6 +19,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/drowse-vm/drowse/internal/test/guesttest"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/supervisor"
@@ -60,7 +61,7 @@ func lifeProcess(dir, role string) int {
 		if err != nil {
 			return err
 		}
-		l := pool.Launcher{Command: []string{self, "vmm"}, Agent: run.Agent}
+		l := pool.Launcher{Command: guesttest.VMCommand(self), Agent: run.Agent}
 		ctx, stop := signal.NotifyContext(context.Background(), unix.SIGTERM)
 		defer stop()
 		if role == "serve" {

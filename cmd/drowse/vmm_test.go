@@ -1,11 +1,15 @@
 package main
 
-import "os"
+import (
+	"os"
+
+	"github.com/drowse-vm/drowse/internal/test/guesttest"
+)
 
 // The program of these tests is drowse and the process of a VM as well: see guesttest.Main.
 func init() {
 	vmmCommand = func() ([]string, error) {
 		self, err := os.Executable()
-		return []string{self, "vmm"}, err
+		return guesttest.VMCommand(self), err
 	}
 }

@@ -5,8 +5,6 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
-	"slices"
-	"strings"
 	"syscall"
 	"time"
 
@@ -145,19 +143,27 @@ func (f foreign) Wait(atMost time.Duration) bool {
 	}
 }
 
-// vmEnvironment is the environment of a VM's process: this one's without what says where traces of operations go, to
-// whom and with which keys. Whoever asks for an operation makes its trace, and not the process of a guest.
+// vmVariables are what the process of a VM gets of this one's environment: what it and the Go runtime read. Anything
+// else, such as keys for a cloud, would be within reach of a guest that breaks out of its VM.
+var vmVariables = []string{
+	hostnet.RangeEnv, hostnet.Range6Env, instance.ProxyRootsEnv, instance.NoDirtyLogEnv, control.NoPageCacheEnv, control.GoMaxProcsEnv,
+	"PATH", "TMPDIR", "TZ", "SSL_CERT_FILE", "SSL_CERT_DIR", "GODEBUG", "GOGC", "GOMEMLIMIT", "GOTRACEBACK",
+}
+
+// vmEnvironment is the environment of a VM's process.
 func vmEnvironment() []string {
-	return slices.DeleteFunc(os.Environ(), func(v string) bool {
-		name, _, _ := strings.Cut(v, "=")
-		return strings.HasPrefix(name, "OTEL_") || name == "TRACEPARENT" || name == "TRACESTATE" || name == "BAGGAGE"
-	})
+	env := []string{} // not nil, which would be all of this process's
+	for _, name := range vmVariables {
+		if v, ok := os.LookupEnv(name); ok {
+			env = append(env, name+"="+v)
+		}
+	}
+	return env
 }
 
 // program is what a process that stands by is of, as far as it matters to a VM: a process
 // of another version of drowse, or from elsewhere on the host, is not to become that of a VM. It says which file is
-// executed, with which first arguments and values of the variables that the process of a VM reads, and in which
-// namespaces (namespaces(7)).
+// executed, with which first arguments and environment, and in which namespaces (namespaces(7)).
 type program string
 
 // programOf says what a process is that this one starts by l now.
@@ -174,8 +180,8 @@ func programOf(l Launcher) (program, error) {
 		return "", fmt.Errorf("%s: %w", path, err)
 	}
 	p := fmt.Sprintf("%d %d %d %d %q", st.Dev, st.Ino, st.Size, st.Mtim.Nano(), l.Command[1:])
-	for _, name := range []string{hostnet.RangeEnv, hostnet.Range6Env, instance.ProxyRootsEnv, instance.NoDirtyLogEnv, control.NoPageCacheEnv, control.GoMaxProcsEnv} {
-		p += fmt.Sprintf(" %q", os.Getenv(name))
+	for _, v := range vmEnvironment() {
+		p += fmt.Sprintf(" %q", v)
 	}
 	for _, kind := range []string{"mnt", "net", "pid", "user", "cgroup", "ipc", "uts"} {
 		ns, err := os.Readlink("/proc/self/ns/" + kind)

@@ -43,7 +43,7 @@ var (
 // Launcher says how a Store starts the processes of VMs.
 type Launcher struct {
 	// Command is the program with its first arguments; it is called with more after
-	// them, and must give those to ServeProcess.
+	// them, and must give those to ServeProcess. Its environment has only what a VM's process reads of this one's.
 	Command []string
 	// Agent is the path of the guest's agent, a static program.
 	Agent string

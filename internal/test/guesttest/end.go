@@ -17,8 +17,10 @@ const endedStatus = 3
 // EndWithTest ends this process when that of the test has ended that it belongs to, in whatever way. A parent's death
 // is no sign of that: a VM's process has a session of its own, and tests kill processes that start VMs. Main calls it;
 // a test binary that is started as something else calls it first.
-func EndWithTest() {
-	pid, err := strconv.Atoi(os.Getenv(processEnv))
+func EndWithTest() { endWith(os.Getenv(processEnv)) }
+
+func endWith(process string) {
+	pid, err := strconv.Atoi(process)
 	if err != nil {
 		return // a test that was started by hand
 	}

@@ -37,10 +37,11 @@ const ImageTag = "debian-python"
 // Main runs the tests, or is the process of a VM when the test binary was started as
 // one. A package's TestMain calls it.
 func Main(m *testing.M) {
-	EndWithTest()
-	if len(os.Args) > 1 && os.Args[1] == "vmm" {
-		os.Exit(serve(os.Args[2:]))
+	if len(os.Args) > 2 && os.Args[1] == vmmArg {
+		endWith(os.Args[2])
+		os.Exit(serve(os.Args[3:]))
 	}
+	EndWithTest()
 	os.Setenv(processEnv, strconv.Itoa(os.Getpid()))
 	code := m.Run()
 	for _, dir := range append(bootedDirs, agentDir) {
@@ -50,6 +51,12 @@ func Main(m *testing.M) {
 	}
 	os.Exit(code)
 }
+
+// vmmArg makes a test binary the process of a VM. It is followed by the PID of the test's process.
+const vmmArg = "vmm"
+
+// VMCommand is the pool.Launcher.Command by which a test's binary, self, is the process of a VM.
+func VMCommand(self string) []string { return []string{self, vmmArg, os.Getenv(processEnv)} }
 
 // Process are the options of the processes of VMs. They are set before Main is called.
 var Process process.ProcessOptions
@@ -113,7 +120,7 @@ func New(t testing.TB) *Env {
 	if err != nil {
 		t.Fatal(err)
 	}
-	e := &Env{T: t, Store: s, Launcher: pool.Launcher{Command: []string{executable(t), "vmm"}, Agent: agent(t)}}
+	e := &Env{T: t, Store: s, Launcher: pool.Launcher{Command: VMCommand(executable(t)), Agent: agent(t)}}
 	t.Cleanup(func() {
 		e.cleanUp()
 		if err := os.RemoveAll(dir); err != nil {
