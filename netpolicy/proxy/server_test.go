@@ -521,7 +521,7 @@ func TestServer_secret_that_is_not_there_is_waited_for(t *testing.T) {
 	c := w.client()
 	holder := "Authorization: Bearer " + w.placeholder("API_KEY")
 	status, body, _ := w.get(c, "https://api.example.com/", holder)
-	if status != http.StatusServiceUnavailable || !strings.Contains(body, "drowse secret set") || w.got() != "" {
+	if status != http.StatusServiceUnavailable || !strings.Contains(body, "its owner has to hand it in") || w.got() != "" {
 		t.Errorf("%d %q, the server has got %q", status, body, w.got())
 	}
 	if e := w.told(); len(e) != 1 || e[0].Sent || e[0].Secret != "API_KEY" || e[0].Status != http.StatusServiceUnavailable {
