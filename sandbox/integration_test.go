@@ -289,6 +289,35 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 			}
 		}
 	})
+	sub("the kernel learns of a clone and of a way back in time, and not of a wake", func(t *testing.T, e *guesttest.Env) {
+		// It says so when it has found another VM generation ID.
+		until := func(want int) {
+			t.Helper()
+			got := -1
+			for end := time.Now().Add(2 * time.Minute); got < want && time.Now().Before(end); time.Sleep(100 * time.Millisecond) {
+				got = strings.Count(e.Do("learns", "dmesg"), "crng reseeded due to virtual machine fork")
+			}
+			if got != want {
+				t.Errorf("it has learned of %d clones or ways back, want %d", got, want)
+			}
+		}
+		clone(e, snap, "learns")
+		until(1)
+		box := e.Store.With(e.Launcher).Sandbox("learns")
+		taken, err := box.Snapshot(t.Context(), sandbox.SnapshotOptions{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		e.Sleep("learns")
+		e.Wake("learns")
+		until(1)
+		e.Sleep("learns")
+		if err := box.Rewind(t.Context(), taken.Snapshot); err != nil {
+			t.Fatal(err)
+		}
+		e.Wake("learns")
+		until(2)
+	})
 	sub("an exported snapshot comes to life in another store", func(t *testing.T, e *guesttest.Env) {
 		var file bytes.Buffer
 		if err := e.Store.State.ExportSnapshot(t.Context(), snap, &file); err != nil {

@@ -98,6 +98,8 @@ type Machine struct {
 	secrets   *secrets.Device
 	quiet     quiet
 	virtio    []*transport
+	// generation says that the guest has a VM generation ID.
+	generation bool
 
 	gate   gate
 	ending atomic.Bool
@@ -280,6 +282,9 @@ func (m *Machine) Boot(o BootOptions) error {
 			SleepPort: reset.SleepControlPort, PvpanicPort: reset.PVPanicPort,
 		},
 	}
+	if m.generation = !o.NoACPI; m.generation {
+		c.Hardware.GenerationID, c.Hardware.EventGSI = boot.GenerationIDAddr, generationGSI
+	}
 	for _, t := range m.virtio {
 		d := boot.VirtioMMIO{Base: t.base, Size: mmio.WindowSize, GSI: t.gsi}
 		c.Devices = append(c.Devices, d)
@@ -288,6 +293,9 @@ func (m *Machine) Boot(o BootOptions) error {
 		}
 	}
 	entry, err := boot.Load(m.mem, c)
+	if err == nil && m.generation {
+		err = m.newGeneration()
+	}
 	if err != nil {
 		return err
 	}

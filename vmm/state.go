@@ -75,6 +75,9 @@ func (m *Machine) Export() ([]State, error) {
 		return nil, fmt.Errorf("saving the handover ports: %w", err)
 	}
 	out = append(out, State{Name: "handover", Payload: p})
+	if m.generation {
+		out = append(out, m.exportGeneration())
+	}
 	for _, t := range m.virtio {
 		p, err := t.Export()
 		if err != nil {
@@ -342,6 +345,12 @@ func (m *Machine) importDevices(parts savedParts) error {
 			return err
 		}
 		if err := m.handover.Import(p); err != nil {
+			return err
+		}
+	}
+	if p, ok := parts[generationName]; ok {
+		delete(parts, generationName)
+		if err := m.importGeneration(p); err != nil {
 			return err
 		}
 	}

@@ -394,6 +394,9 @@ func (e *EndedError) Unwrap() error { return vmm.ErrEnded }
 type RestoreOptions struct {
 	// NewIdentity makes it a machine of its own: host name, machine id, boot id.
 	NewIdentity bool
+	// Again says that a machine has run on from this state before, which this one goes back to. A machine of its own
+	// finds itself a clone anyway.
+	Again bool
 	// EntryOnly returns when the first vCPU has entered the guest, without a word
 	// to the agent: for measurements. The guest has old random numbers and an old
 	// clock, so it must not be used for anything.
@@ -508,6 +511,11 @@ func (in *Instance) goOn(ctx context.Context, o RestoreOptions) error {
 			return err
 		}
 		return in.machine.WaitEntry(ctx)
+	}
+	if o.NewIdentity || o.Again {
+		if err := in.machine.NewGeneration(); err != nil {
+			return err
+		}
 	}
 	// Before the agent says how it is now.
 	if err := in.listenHooks(); err != nil {

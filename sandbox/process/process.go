@@ -271,6 +271,9 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 	r.Disk, r.Base = p.store.Relative(st), ""
 	r.Phase, r.PID, r.Maker, r.Exit, r.Problem = state.Starting, cmp.Or(o.PID, os.Getpid()), 0, nil, ""
 	r.Awake = time.Now().UTC()
+	// A second wake from a snapshot goes back in time.
+	again := o.Snapshot != "" && r.Resumed == o.Snapshot
+	r.Resumed = o.Snapshot
 	if r.NetworkID = ""; r.Spec.Network == spec.NetworkTAP {
 		r.NetworkID = o.Prebuilt.NextNetwork()
 	}
@@ -314,7 +317,7 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 	case o.Snapshot != "":
 		from = p.store.SnapshotDir(o.Snapshot)
 	}
-	p.in, err = p.machines.Start(ctx, parts, from, instance.RestoreOptions{NewIdentity: o.NewIdentity})
+	p.in, err = p.machines.Start(ctx, parts, from, instance.RestoreOptions{NewIdentity: o.NewIdentity, Again: again})
 	if o.Fork != nil {
 		err = errors.Join(err, o.Fork.Close())
 	}

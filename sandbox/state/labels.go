@@ -22,7 +22,7 @@ const (
 func (r *Record) Labels(kind string) (map[string]string, error) {
 	bare := *r
 	bare.Spec.Policy, bare.Secrets, bare.Sleeps = nil, nil, nil
-	bare.Previous, bare.Left, bare.Former, bare.NextName, bare.Rotated = "", "", "", "", time.Time{}
+	bare.Resumed, bare.Previous, bare.Left, bare.Former, bare.NextName, bare.Rotated = "", "", "", "", "", time.Time{}
 	record, err := json.Marshal(&bare)
 	if err != nil {
 		return nil, err

@@ -77,7 +77,7 @@ func (s *Store) restoreTo(ctx context.Context, name, id string, note func(*Recor
 	} else if left != "" && events.CauseOf(ctx) == events.Rotation {
 		r.Left = left
 	}
-	r.Snapshot = id
+	r.Snapshot, r.Resumed = id, id
 	r.GoBack(m)
 	note(r)
 	if err := s.Save(r); err != nil {

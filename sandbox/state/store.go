@@ -262,6 +262,9 @@ type Record struct {
 	NextLayer int `json:"next_layer"`
 	// Snapshot is the last one that it can be brought back from, or empty.
 	Snapshot string `json:"snapshot,omitempty"`
+	// Resumed is the snapshot from which it has run on last, or to which it was taken back: a wake from it is one into
+	// the past.
+	Resumed string `json:"resumed,omitempty"`
 	// NetworkID is what the VM's link to the host was last called by, if not by ID: it was made before the VM was
 	// known.
 	NetworkID string `json:"network_id,omitempty"`

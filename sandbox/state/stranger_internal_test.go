@@ -313,7 +313,7 @@ func TestAttack_import_decides_about_every_field_of_a_record(t *testing.T) {
 			"Version": kept, "Spec": kept, "Boot": kept,
 			"ID": dropped, "Created": dropped, "Phase": dropped, "PID": dropped, "Maker": dropped, "Disk": dropped, "NextLayer": dropped,
 			"Snapshot": dropped, "NetworkID": dropped, "Exit": dropped, "Problem": dropped, "Parent": dropped, "Fork": dropped, "Base": dropped,
-			"Lineage": dropped, "TrustedCA": dropped, "Secrets": dropped, "Previous": dropped, "Left": dropped, "Rotated": dropped, "Awake": dropped,
+			"Lineage": dropped, "TrustedCA": dropped, "Secrets": dropped, "Resumed": dropped, "Previous": dropped, "Left": dropped, "Rotated": dropped, "Awake": dropped,
 			"Sleeps": dropped, "Former": dropped, "NextName": dropped, "metadata": dropped,
 		}},
 		{reflect.TypeFor[spec.VM](), func(r *Record) any { return r.Spec }, map[string]string{

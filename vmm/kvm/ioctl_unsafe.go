@@ -16,6 +16,7 @@ const (
 	nrGetSupportedCPUID  = 0x05
 	nrGetDirtyLog        = 0x42
 	nrSetIdentityMapAddr = 0x48
+	nrIRQLine            = 0x61
 	nrIRQFD              = 0x76
 	nrIOEventFD          = 0x79
 	nrRun                = 0x80
@@ -165,6 +166,18 @@ type irqfdArg struct {
 func irqfd(vm, fd int, gsi uint32) error {
 	arg := &irqfdArg{fd: uint32(fd), gsi: gsi}
 	_, err := ioctlPtr(vm, gokvm.IIOW(nrIRQFD, unsafe.Sizeof(*arg)), unsafe.Pointer(arg))
+	return err
+}
+
+// irqLevel is struct kvm_irq_level.
+type irqLevel struct{ irq, level uint32 }
+
+func irqLine(vm int, gsi uint32, high bool) error {
+	arg := &irqLevel{irq: gsi}
+	if high {
+		arg.level = 1
+	}
+	_, err := ioctlPtr(vm, gokvm.IIOW(nrIRQLine, unsafe.Sizeof(*arg)), unsafe.Pointer(arg))
 	return err
 }
 

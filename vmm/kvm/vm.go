@@ -76,6 +76,15 @@ func (v *VM) IRQFD(fd int, gsi uint32) error {
 	return nil
 }
 
+// IRQLine sets the level of an interrupt line (api.rst 4.25). The interrupt controllers have seen it when IRQLine
+// returns, so that a vCPU that is started then finds it.
+func (v *VM) IRQLine(gsi uint32, high bool) error {
+	if err := irqLine(v.fd, gsi, high); err != nil {
+		return fmt.Errorf("KVM_IRQ_LINE for GSI %d: %w", gsi, err)
+	}
+	return nil
+}
+
 // IOEventFD makes a 32-bit guest write of value to the MMIO address signal the
 // eventfd, without leaving the kernel (api.rst 4.59).
 func (v *VM) IOEventFD(fd int, addr uint64, value uint32) error {
