@@ -147,15 +147,24 @@ func New(shell *Prebuilt, cfg Config) (*Machine, error) {
 	return m, nil
 }
 
+// HostMemory is how many bytes of memory the host has in all.
+func HostMemory() (uint64, error) {
+	var si unix.Sysinfo_t
+	if err := unix.Sysinfo(&si); err != nil {
+		return 0, fmt.Errorf("asking for the host's memory: %w", err)
+	}
+	return si.Totalram * uint64(si.Unit), nil
+}
+
 // CheckHostMemory fails with ErrHostMemory when a guest of size bytes of RAM is
 // more than the host has in all. A host may well run guests that together have
 // more, as long as they do not use it.
 func CheckHostMemory(size uint64) error {
-	var si unix.Sysinfo_t
-	if err := unix.Sysinfo(&si); err != nil {
-		return fmt.Errorf("asking for the host's memory: %w", err)
+	total, err := HostMemory()
+	if err != nil {
+		return err
 	}
-	if total := si.Totalram * uint64(si.Unit); size > total {
+	if size > total {
 		return fmt.Errorf("a guest of %d MiB: %w: it has %d MiB: give the guest less", size>>20, ErrHostMemory, total>>20)
 	}
 	return nil

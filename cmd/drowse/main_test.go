@@ -83,6 +83,8 @@ func TestWrongCommandLines(t *testing.T) {
 		{"run x --class ephemeral --tag a,b", exitUsage, "without spaces and commas"},
 		{"snapshot tag 0123 x", exitFailed, "drowse snapshot ls"},
 		{"restore 0123 --in x --name y", exitUsage, "[in name]"},
+		{"limits --memory-overcommit 0", exitUsage, "0.1 to 1000"},
+		{"limits --wake-reserve 91", exitUsage, "0 to 90"},
 		{"prune extra", exitUsage, "drowse prune --help"},
 		{"run x --sleep-after soon", exitUsage, `"soon" is no duration`},
 		{"run x --sleep-after 1500ms", exitUsage, "whole seconds"},

@@ -30,6 +30,7 @@ var commands = records.NewWords([][2]string{
 	{`Fleet\.Update of "([^"]+)" with Persist\.Drop`, "`drowse update $1`"},
 	{`Fleet\.List\b`, "`drowse ls`"},
 	{`Fleet\.Prune\b`, "`drowse prune`"},
+	{`Limits\.Write\b`, "`drowse limits`"},
 	{`Store\.Snapshots\b`, "`drowse snapshot ls`"},
 	{`Store\.Volumes\b|Volumes\(\)\.List\b`, "`drowse volume ls`"},
 	{`Volumes\(\)\.Create of "([^"]+)"`, "`drowse volume create $1`"},

@@ -64,10 +64,11 @@ var rules = []rule{
 	// A VM in memory, below its process.
 	{"sandbox/sandboxtest", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/spec", "sandbox/process", "sandbox/instance", "vmm", "devices/secrets", "devices/vsock", "snapshot", "snapshot/pager", "netpolicy", "rootfs/disk", "rootfs/image", "rootfs/image/fstree", "rootfs/kernel", "guest", "guest/agentpb", "guest/fakeguest"}},
 	// The process of a VM; who starts it; what the two say to each other.
-	{"sandbox/process", []string{"sandbox/control", "sandbox/instance", "sandbox/spec", "sandbox/state/...", "sandbox/lifetime", "sandbox/events", "sandbox/hosthooks", "vmm/...", "devices/secrets", "devices/vsock", "snapshot", "snapshot/pager", "netpolicy", "netpolicy/hostnet", "netpolicy/proxy", "rootfs/...", "guest", "guest/audit", "internal/osfile", "guest/report"}},
+	{"sandbox/process", []string{"sandbox/control", "sandbox/limits", "sandbox/instance", "sandbox/spec", "sandbox/state/...", "sandbox/lifetime", "sandbox/events", "sandbox/hosthooks", "vmm/...", "devices/secrets", "devices/vsock", "snapshot", "snapshot/pager", "netpolicy", "netpolicy/hostnet", "netpolicy/proxy", "rootfs/...", "guest", "guest/audit", "internal/osfile", "guest/report"}},
 	{"sandbox/pool", []string{"sandbox/control", "sandbox/instance", "sandbox/spec", "sandbox/state/...", "sandbox/events", "netpolicy/hostnet", "rootfs/image", "guest", "internal/osfile"}},
 	{"sandbox/control", []string{"sandbox/spec", "sandbox/state/...", "sandbox/lifetime", "sandbox/events", "vmm", "vmm/kvm", "vmm/boot", "snapshot", "netpolicy", "netpolicy/link", "netpolicy/hostnet", "netpolicy/proxy", "rootfs/...", "guest", "devices/secrets"}},
 	{"sandbox/state/...", []string{"sandbox/state", "sandbox/spec", "sandbox/instance", "sandbox/lifetime", "sandbox/events", "sandbox/hosthooks", "vmm", "vmm/guestmem", "snapshot", "snapshot/pagecache", "netpolicy", "netpolicy/link", "netpolicy/hostnet", "netpolicy/proxy", "rootfs/...", "guest", "guest/audit", "internal/osfile", "guest/report"}},
+	{"sandbox/limits", []string{"vmm", "internal/osfile"}},
 	{"sandbox/events", []string{"internal/osfile"}},
 	{"sandbox/hosthooks", []string{"sandbox/events", "sandbox/spec", "guest/report"}},
 	// netpolicy/resolver, tlsname, proxy and hostnet: a VM's process serves its names, checks those in TLS, is its

@@ -10,6 +10,7 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/sandbox/instance"
+	"github.com/drowse-vm/drowse/sandbox/limits"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/snapshot/pager"
 	"github.com/drowse-vm/drowse/vmm"
@@ -17,6 +18,9 @@ import (
 
 // Machines make the VMs of processes: those of package instance, or of sandboxtest.
 type Machines interface {
+	// Admit waits for room in the host's memory for a VM of so many MiB that wakes or boots, and takes it until release:
+	// see limits.AdmitMemory.
+	Admit(ctx context.Context, dir string, mib int, wake bool) (release func() error, err error)
 	// Format makes the disk of a new VM, in the file path, of so many bytes.
 	Format(ctx context.Context, layers, path string, size int64) (disk.Stack, error)
 	// Start makes a VM that runs: from the image of a fork if the parts have one, from the snapshot in the directory if
@@ -94,6 +98,10 @@ type Hooks interface {
 
 // kvmMachines are those of package instance.
 type kvmMachines struct{}
+
+func (kvmMachines) Admit(ctx context.Context, dir string, mib int, wake bool) (func() error, error) {
+	return limits.AdmitMemory(ctx, dir, mib, wake)
+}
 
 func (kvmMachines) Format(ctx context.Context, layers, path string, size int64) (disk.Stack, error) {
 	return disk.FormatExt4(ctx, layers, path, size)

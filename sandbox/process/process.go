@@ -130,16 +130,18 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 		return err
 	}
 	if err := p.r.Spec.ValidatePolicy(); err != nil {
-		// Somebody has changed the record. Nothing of the VM has been touched.
-		if p.r.Phase == state.Starting {
-			p.r.Phase, p.r.PID, p.r.Problem = state.Stopped, 0, "it did not start: "+err.Error()
-			err = errors.Join(err, p.store.Save(p.r))
-		}
-		return err
+		// Somebody has changed the record.
+		return p.notStarted(err)
 	}
 	if err := p.stillMeant(o); err != nil {
 		return err
 	}
+	// A VM that has to wait for memory is as it was meanwhile.
+	release, err := p.admit(ctx, o)
+	if err != nil {
+		return p.notStarted(err)
+	}
+	defer func() { err = errors.Join(err, release()) }()
 	before := *p.r
 	// While the guest takes its time.
 	made := make(chan *http.Server, 1)
@@ -221,6 +223,43 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 	}
 	p.keepPages()
 	return p.wait(ctx)
+}
+
+// notStarted is err, why nothing of the VM has been touched. The record of one that was only just being made says so.
+func (p *process) notStarted(err error) error {
+	if p.r.Phase == state.Starting {
+		p.r.Phase, p.r.PID, p.r.Problem = state.Stopped, 0, "it did not start: "+err.Error()
+		err = errors.Join(err, p.store.Save(p.r))
+	}
+	return err
+}
+
+// wantedPoll is how often a VM that waits for memory looks whether it is still wanted.
+const wantedPoll = 100 * time.Millisecond
+
+// admit waits for room in the host's memory.
+func (p *process) admit(ctx context.Context, o ServeOptions) (release func() error, err error) {
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	if o.Wanted != nil {
+		go func() {
+			for {
+				select {
+				case <-ctx.Done():
+					return
+				case <-time.After(wantedPoll):
+					if !o.Wanted() {
+						cancel(control.ErrCanceled)
+					}
+				}
+			}
+		}()
+	}
+	release, err = p.machines.Admit(ctx, p.store.Dir(), p.r.Spec.MemoryMiB, o.Snapshot != "" && p.r.Phase == state.Asleep)
+	if err != nil {
+		return nil, fmt.Errorf("starting %s: %w", p.r.Spec.Name, err)
+	}
+	return release, nil
 }
 
 // stillMeant refuses an order that was given before others woke the VM, or booted it, and it slept or ended again: what

@@ -37,6 +37,11 @@ type machines struct {
 	p *proc
 }
 
+// Admit implements process.Machines: guests take no memory here.
+func (machines) Admit(context.Context, string, int, bool) (func() error, error) {
+	return func() error { return nil }, nil
+}
+
 // Format implements process.Machines: the disk is empty.
 func (machines) Format(_ context.Context, _, path string, size int64) (disk.Stack, error) {
 	return disk.Create(path, size)
