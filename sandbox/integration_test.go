@@ -317,6 +317,9 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 		}
 		e.Wake("learns")
 		until(2)
+		if err := e.Store.State.RemoveSnapshot(t.Context(), taken.Snapshot); err != nil {
+			t.Error(err)
+		}
 	})
 	sub("an exported snapshot comes to life in another store", func(t *testing.T, e *guesttest.Env) {
 		var file bytes.Buffer

@@ -55,7 +55,7 @@ func (s *Server) recordDisk(ctx context.Context, m *agentpb.ExecStart) (*diskRec
 	if err == nil {
 		// So that what the command does has a later time than what was seen.
 		select {
-		case <-time.After(2 * upper.Tick):
+		case <-time.After(2 * upper.Tick()):
 		case <-ctx.Done():
 			err = ctx.Err()
 		}

@@ -28,7 +28,7 @@ const (
 	maxDropPasses = 8
 	// dropNames is how many names of a directory are read at once.
 	dropNames = 256
-	// coarseWait bounds the wait for the clock that files have their times from, which ticks each 1 to 10 ms.
+	// coarseWait bounds the wait for the clock that files have their times from, which ticks each 1 to 40 ms.
 	coarseWait = time.Second
 )
 

@@ -7,6 +7,7 @@ import (
 	"io/fs"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -240,6 +241,14 @@ func parent(p string) string {
 	return ""
 }
 
-// Tick is the longest that a kernel takes between two times of change that it gives (CONFIG_HZ=100): a file that is
-// looked at and written to within one may look the same. Let one pass between a walk and what is to be told from it.
-const Tick = 10 * time.Millisecond
+// Tick is the longest that this kernel takes between two times of change that it gives, 1/CONFIG_HZ (clock_getres(2)): a
+// file that is looked at and written to within one may look the same. Let one pass between a walk and what is to be told
+// from it.
+var Tick = sync.OnceValue(func() time.Duration {
+	const longest = 40 * time.Millisecond // of the kernels that drowse builds
+	var res unix.Timespec
+	if err := unix.ClockGetres(unix.CLOCK_REALTIME_COARSE, &res); err != nil {
+		return longest
+	}
+	return time.Duration(res.Nano())
+})

@@ -88,7 +88,7 @@ func (o *overlay) look(b Budget) *View {
 	v, err := o.tree.Look(o.t.Context(), "", b)
 	o.do(err)
 	// Times of change are those of the kernel's tick.
-	time.Sleep(2 * Tick)
+	time.Sleep(2 * Tick())
 	return v
 }
 
