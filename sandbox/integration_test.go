@@ -317,7 +317,7 @@ func TestWithClonesOfOneSnapshot(t *testing.T) {
 		}
 		e.Wake("learns")
 		until(2)
-		if err := e.Store.State.RemoveSnapshot(t.Context(), taken.Snapshot); err != nil {
+		if err := errors.Join(box.Delete(t.Context(), sandbox.DeleteOptions{Force: true}), e.Store.State.RemoveSnapshot(t.Context(), taken.Snapshot)); err != nil {
 			t.Error(err)
 		}
 	})
