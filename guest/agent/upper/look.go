@@ -241,9 +241,9 @@ func parent(p string) string {
 	return ""
 }
 
-// Tick is the longest that this kernel takes between two times of change that it gives, 1/CONFIG_HZ (clock_getres(2)): a
-// file that is looked at and written to within one may look the same. Let one pass between a walk and what is to be told
-// from it.
+// Tick is the longest that this kernel takes between two times of change that it gives, 1/CONFIG_HZ (clock_getres(2)).
+// A file that is looked at and written to within one may look the same. Let one pass between a walk and what is to be
+// told from it.
 var Tick = sync.OnceValue(func() time.Duration {
 	const longest = 40 * time.Millisecond // of the kernels that drowse builds
 	var res unix.Timespec
