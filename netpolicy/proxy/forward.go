@@ -57,6 +57,8 @@ func strip(h http.Header) {
 
 // forward passes a request on to a target.
 func (s *Server) forward(w http.ResponseWriter, r *http.Request, t Target, scheme string) {
+	// A server may answer before it has all of a request. Without this net/http would take the rest of that for itself.
+	_ = http.NewResponseController(w).EnableFullDuplex()
 	x := &exchange{target: t, secure: scheme == "https", length: -1, last: len(r.TransferEncoding) > 0}
 	ctx, cancel := context.WithTimeout(r.Context(), RequestTimeout)
 	defer cancel()
@@ -89,6 +91,10 @@ func (s *Server) forward(w http.ResponseWriter, r *http.Request, t Target, schem
 	defer resp.Body.Close()
 	maps.Copy(a.Header(), resp.Header)
 	a.WriteHeader(resp.StatusCode)
+	if x.length < 0 && resp.Body != http.NoBody {
+		// Its beginning may be all that comes for a while.
+		_ = http.NewResponseController(w).Flush()
+	}
 	if _, err := io.Copy(a, resp.Body); err != nil {
 		// What has been sent so far must not look whole.
 		panic(http.ErrAbortHandler)

@@ -1173,6 +1173,51 @@ func TestServer_streams(t *testing.T) {
 	}
 }
 
+// Requests of sizes on both sides of what net/http reads ahead, 256 KiB.
+func TestServer_request_that_is_answered_before_its_end_arrives_whole(t *testing.T) {
+	const first = 64 << 10 // more than clients keep back
+	w := newWorld(t)
+	s := httptest.NewUnstartedServer(http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) {
+		c := http.NewResponseController(rw)
+		_ = c.EnableFullDuplex()
+		_, _ = io.ReadFull(r.Body, make([]byte, first/2))
+		rw.WriteHeader(http.StatusOK)
+		_ = c.Flush()
+		n, err := io.Copy(io.Discard, r.Body)
+		fmt.Fprintf(rw, "%d %v", n, err)
+	}))
+	s.TLS = &tls.Config{Certificates: []tls.Certificate{w.certificate("api.example.com")}}
+	s.StartTLS()
+	defer s.Close()
+	w.mu.Lock()
+	w.routes[apiAddr+":443"] = s.Listener.Addr().String()
+	w.mu.Unlock()
+	for _, size := range []int{100 << 10, 1 << 20} {
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute) // it hangs without the rest
+		defer cancel()
+		body, rest := io.Pipe()
+		r, err := http.NewRequestWithContext(ctx, http.MethodPost, "https://api.example.com/", body)
+		if err != nil {
+			t.Fatal(err)
+		}
+		r.ContentLength = int64(size)
+		go rest.Write(make([]byte, first))
+		resp, err := w.client().Do(r)
+		if err != nil {
+			t.Fatalf("%d bytes: %v", size, err)
+		}
+		if _, err := rest.Write(make([]byte, size-first)); err != nil {
+			t.Errorf("%d bytes: %v", size, err)
+		}
+		rest.Close()
+		got, err := io.ReadAll(resp.Body)
+		if want := fmt.Sprintf("%d <nil>", size-first/2); err != nil || string(got) != want {
+			t.Errorf("%d bytes: after the first ones the server has got %q (%v), want %q", size, got, err, want)
+		}
+		resp.Body.Close()
+	}
+}
+
 type zeros struct{}
 
 func (zeros) Read(p []byte) (int, error) {

@@ -125,7 +125,9 @@ func ListenAt(ctx context.Context, device string, port uint16) (*net.TCPListener
 		Control: func(_, _ string, c syscall.RawConn) error {
 			var inner error
 			err := c.Control(func(fd uintptr) {
-				inner = errors.Join(unix.BindToDevice(int(fd), device), unix.SetsockoptInt(int(fd), unix.SOL_IP, unix.IP_FREEBIND, 1))
+				inner = errors.Join(unix.BindToDevice(int(fd), device), unix.SetsockoptInt(int(fd), unix.SOL_IP, unix.IP_FREEBIND, 1),
+					// Inherited by its connections, so that they are unfinished from their first moment on.
+					unix.SetsockoptLinger(int(fd), unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1}))
 			})
 			return errors.Join(err, inner)
 		},
@@ -204,7 +206,6 @@ func passing(err error) bool {
 
 // admit finds out whose connection it is, and has a place for it; or resets it.
 func (s *Server) admit(ctx context.Context, c *net.TCPConn) (*connection, context.Context) {
-	unfinished(c)
 	from, _ := netip.ParseAddrPort(c.RemoteAddr().String())
 	flow, err := s.cfg.Flows.Checked(from.Port())
 	if err != nil {
