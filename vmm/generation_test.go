@@ -9,6 +9,7 @@ import (
 	"github.com/drowse-vm/drowse/devices"
 	"github.com/drowse-vm/drowse/devices/rng"
 	"github.com/drowse-vm/drowse/vmm/boot"
+	"github.com/drowse-vm/drowse/vmm/guestmem"
 	"github.com/drowse-vm/drowse/vmm/kvm"
 )
 
@@ -62,8 +63,19 @@ func TestGenerationID_changes_and_is_notified_before_the_first_instruction_only_
 }
 
 func TestGenerationID_of_a_guest_without_one_is_left_alone(t *testing.T) {
-	_, states := saved(t)
+	a, states := saved(t)
 	b := newMachine(t, testConfig{VCPUs: 2, Devices: []Device{{Name: "rng", Device: rng.New(rng.Options{})}}})
+	// All that the guest runs on, but for its ID.
+	page := make([]byte, 1<<20)
+	for gpa := guestmem.GPA(1 << 20); gpa < 64<<20; gpa += 1 << 20 {
+		if err := errors.Join(a.Memory().Read(gpa, page), b.Memory().Write(gpa, page)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	low := page[:boot.GenerationIDAddr]
+	if err := errors.Join(a.Memory().Read(0, low), b.Memory().Write(0, low)); err != nil {
+		t.Fatal(err)
+	}
 	if err := b.Import(without(states, generationName)); err != nil {
 		t.Fatal(err)
 	}
