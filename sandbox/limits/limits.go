@@ -35,7 +35,7 @@ const (
 // ErrLimits says that limits cannot be like that.
 var ErrLimits = errors.New("impossible limits")
 
-// Default has a store that has none of its own.
+// Default holds for a store without a file of limits.
 var Default = Limits{MemoryOvercommit: 4, WakeReservePercent: 10, MemoryWaitSeconds: 30}
 
 const limitsFile = "limits.json"

@@ -66,8 +66,8 @@ func AdmitMemory(ctx context.Context, dir string, mib int, wake bool) (release f
 			err = errors.Join(err, l.f.Close())
 		}
 	}()
-	full := fmt.Errorf("%w: awake VMs have %d MiB at most, and no room came in %d s: put some to sleep, or raise the limits with Limits.Write",
-		vmm.ErrHostMemory, capacity, limits.MemoryWaitSeconds)
+	full := fmt.Errorf("%w: awake VMs have %d MiB at most, the host needs %d available, and no room came in %d s: put some to sleep, or raise the limits with Limits.Write",
+		vmm.ErrHostMemory, capacity, memoryFloor>>20, limits.MemoryWaitSeconds)
 	wait, cancel := context.WithTimeoutCause(ctx, time.Duration(limits.MemoryWaitSeconds)*time.Second, full)
 	defer cancel()
 	if err := l.await(wait, func() (bool, error) { return l.lock(queue, 1) }); err != nil {
@@ -118,14 +118,11 @@ func openLedger(dir string) (*ledger, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &ledger{f: f, fd: int(f.Fd())}, nil
+	return &ledger{f}, nil
 }
 
 // ledger is an open file of the ledger; its locks are this one's.
-type ledger struct {
-	f  *os.File
-	fd int
-}
+type ledger struct{ f *os.File }
 
 // await calls try until it says true.
 func (l *ledger) await(ctx context.Context, try func() (bool, error)) error {
@@ -202,7 +199,7 @@ func (l *ledger) unlock(at, n int64) error {
 
 func (l *ledger) control(cmd int, lock *unix.Flock_t) error {
 	for {
-		err := unix.FcntlFlock(uintptr(l.fd), cmd, lock)
+		err := unix.FcntlFlock(l.f.Fd(), cmd, lock)
 		if errors.Is(err, unix.EINTR) {
 			continue
 		}

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"slices"
 	"syscall"
 	"time"
 
@@ -143,17 +144,19 @@ func (f foreign) Wait(atMost time.Duration) bool {
 	}
 }
 
-// vmVariables are what the process of a VM gets of this one's environment: what it and the Go runtime read. Anything
-// else, such as keys for a cloud, would be within reach of a guest that breaks out of its VM.
-var vmVariables = []string{
-	hostnet.RangeEnv, hostnet.Range6Env, instance.ProxyRootsEnv, instance.NoDirtyLogEnv, control.NoPageCacheEnv, control.GoMaxProcsEnv,
-	"PATH", "TMPDIR", "TZ", "SSL_CERT_FILE", "SSL_CERT_DIR", "GODEBUG", "GOGC", "GOMEMLIMIT", "GOTRACEBACK",
-}
+// The process of a VM gets these variables of this one's environment: those that decide how its VM is, and others that
+// it and the Go runtime read. Any more, such as keys for a cloud, would be within reach of a guest that breaks out.
+var (
+	vmVariables = []string{
+		hostnet.RangeEnv, hostnet.Range6Env, instance.ProxyRootsEnv, instance.NoDirtyLogEnv, control.NoPageCacheEnv, control.GoMaxProcsEnv,
+	}
+	otherVariables = []string{"PATH", "TMPDIR", "TZ", "SSL_CERT_FILE", "SSL_CERT_DIR", "GODEBUG", "GOGC", "GOMEMLIMIT", "GOTRACEBACK"}
+)
 
 // vmEnvironment is the environment of a VM's process.
 func vmEnvironment() []string {
 	env := []string{} // not nil, which would be all of this process's
-	for _, name := range vmVariables {
+	for _, name := range slices.Concat(vmVariables, otherVariables) {
 		if v, ok := os.LookupEnv(name); ok {
 			env = append(env, name+"="+v)
 		}
@@ -163,7 +166,7 @@ func vmEnvironment() []string {
 
 // program is what a process that stands by is of, as far as it matters to a VM: a process
 // of another version of drowse, or from elsewhere on the host, is not to become that of a VM. It says which file is
-// executed, with which first arguments and environment, and in which namespaces (namespaces(7)).
+// executed, with which first arguments and vmVariables, and in which namespaces (namespaces(7)).
 type program string
 
 // programOf says what a process is that this one starts by l now.
@@ -180,8 +183,8 @@ func programOf(l Launcher) (program, error) {
 		return "", fmt.Errorf("%s: %w", path, err)
 	}
 	p := fmt.Sprintf("%d %d %d %d %q", st.Dev, st.Ino, st.Size, st.Mtim.Nano(), l.Command[1:])
-	for _, v := range vmEnvironment() {
-		p += fmt.Sprintf(" %q", v)
+	for _, name := range vmVariables {
+		p += fmt.Sprintf(" %q", os.Getenv(name))
 	}
 	for _, kind := range []string{"mnt", "net", "pid", "user", "cgroup", "ipc", "uts"} {
 		ns, err := os.Readlink("/proc/self/ns/" + kind)

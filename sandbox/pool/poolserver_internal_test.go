@@ -81,6 +81,7 @@ func TestServe_gives_a_process_to_a_launcher_of_the_same_program_alone(t *testin
 		"other file":            {launcher: Launcher{Command: append([]string{"/bin/cat"}, same.Command[1:]...)}},
 		"other range":           {launcher: same, prepare: func(t *testing.T) { t.Setenv("DROWSE_AGENT_RANGE", "10.9.0.0/16") }},
 		"other GOMAXPROCS":      {launcher: same, prepare: func(t *testing.T) { t.Setenv("GOMAXPROCS", "3") }},
+		"other PATH":            {launcher: same, prepare: func(t *testing.T) { t.Setenv("PATH", os.Getenv("PATH")+":/nowhere") }, given: true},
 		"a variable of another": {launcher: same, prepare: func(t *testing.T) { t.Setenv("DROWSE_STATE", "/x") }, given: true},
 	} {
 		t.Run(name, func(t *testing.T) {
