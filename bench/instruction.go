@@ -154,11 +154,11 @@ func (t turn) run(ctx context.Context, path string, count uint32) (took time.Dur
 		return 0, 0, err
 	}
 	defer func() { err = errors.Join(err, mem.Close()) }()
-	shell, err := vmm.NewPrebuilt(vmm.PrebuiltConfig{VCPUs: 1, Memory: mem})
+	prebuilt, err := vmm.NewPrebuilt(vmm.PrebuiltConfig{VCPUs: 1, Memory: mem})
 	if err != nil {
 		return 0, 0, err
 	}
-	m, err := vmm.New(shell, vmm.Config{})
+	m, err := vmm.New(prebuilt, vmm.Config{})
 	if err != nil {
 		return 0, 0, err
 	}

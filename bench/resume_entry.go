@@ -72,7 +72,7 @@ type resumes struct {
 	// caches are the states of the page cache to measure in turn, out of Caches; none is
 	// warm alone.
 	caches []string
-	// pools are whether there is a pool of shells, to measure in turn; none is no.
+	// pools are whether there is a pool of prebuilt VMs, to measure in turn; none is no.
 	pools []bool
 	// pages are whether restores find pages that one before has decompressed, to measure in
 	// turn; none is no, and says nothing of it in the rows.

@@ -84,7 +84,7 @@ func WakeTouch(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 	serving, stop := context.WithCancel(ctx)
 	ended := make(chan error, 1)
 	go func() {
-		ended <- supervisor.Run(serving, e.Store, e.Launcher, supervisor.Options{Pool: o.Processes, PruneEvery: -1, Touched: func(t supervisor.Activation) {
+		ended <- supervisor.Run(serving, e.Store, e.Launcher, supervisor.Options{Pool: o.Processes, PruneEvery: -1, Activated: func(t supervisor.Activation) {
 			select {
 			case touched <- t:
 			case <-serving.Done():
@@ -121,7 +121,7 @@ func WakeTouch(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 	return rows, nil
 }
 
-var touchKinds = []string{supervisor.TouchConnection, supervisor.TouchPacket}
+var touchKinds = []string{supervisor.ByConnection, supervisor.ByPacket}
 
 // touches are what one kind of touch has taken.
 type touches struct{ touch, awake, added, whole *series }
@@ -160,7 +160,7 @@ func (w *wakeTouch) ready(ctx context.Context) error {
 	}
 	w.own = info.Network.Address
 	for until := time.Now().Add(touchTime); ; {
-		_, _, err := w.exchange(ctx, supervisor.TouchConnection)
+		_, _, err := w.exchange(ctx, supervisor.ByConnection)
 		if err == nil || !errors.Is(err, syscall.ECONNREFUSED) || time.Now().After(until) {
 			w.drain()
 			return err
@@ -187,7 +187,7 @@ func (w *wakeTouch) exchange(ctx context.Context, by string) (begin, end time.Ti
 	ctx, cancel := context.WithTimeout(ctx, touchTime)
 	defer cancel()
 	network, to, line := "tcp4", w.at, "touch\n"
-	if by == supervisor.TouchPacket {
+	if by == supervisor.ByPacket {
 		network, to = "udp4", netip.AddrPortFrom(w.own, echoUDP)
 	}
 	begin = time.Now()
@@ -262,7 +262,7 @@ func (w *wakeTouch) once(ctx context.Context, by string, counts bool, t *touches
 	total, awake := end.Sub(begin), answered.Sub(again)
 	come, around, deliver := touch.Came.Sub(begin), touch.Awake.Sub(touch.Came)-resume, touch.Delivered.Sub(touch.Awake)
 	added := come + around
-	if by == supervisor.TouchPacket {
+	if by == supervisor.ByPacket {
 		added += deliver
 	}
 	for s, d := range map[*series]time.Duration{t.touch: total, t.awake: awake, t.added: added, t.whole: total - awake - resume} {

@@ -37,7 +37,7 @@ func (m *Machine) TakeDirty() (*guestmem.PageSet, error) {
 	m.life.Lock()
 	defer m.life.Unlock()
 	switch {
-	case !m.shell.cfg.TrackDirty:
+	case !m.prebuilt.cfg.TrackDirty:
 		return nil, fmt.Errorf("asking which pages have changed: %w: set Config.TrackDirty", ErrNotTracked)
 	case m.state != paused:
 		return nil, fmt.Errorf("asking which pages have changed: %w", ErrNotPaused)
@@ -54,7 +54,7 @@ func (m *Machine) TakeDirtyRunning() (*guestmem.PageSet, error) {
 	m.life.Lock()
 	defer m.life.Unlock()
 	switch {
-	case !m.shell.cfg.TrackDirty:
+	case !m.prebuilt.cfg.TrackDirty:
 		return nil, fmt.Errorf("asking which pages have changed: %w: set Config.TrackDirty", ErrNotTracked)
 	case m.state == closed:
 		return nil, fmt.Errorf("asking which pages have changed: %w", ErrEnded)
@@ -99,7 +99,7 @@ func (m *Machine) CountDirty() (uint64, error) {
 	m.life.Lock()
 	defer m.life.Unlock()
 	switch {
-	case !m.shell.cfg.TrackDirty:
+	case !m.prebuilt.cfg.TrackDirty:
 		return 0, fmt.Errorf("counting changed pages: %w: set Config.TrackDirty", ErrNotTracked)
 	case m.state == closed:
 		return 0, fmt.Errorf("counting changed pages: %w", ErrEnded)

@@ -37,7 +37,7 @@ func fork(t *testing.T, m *Machine, mode scribbleMode, ahead bool, o pager.Freez
 	}
 	states, err = m.Export()
 	set := guestmem.NewPageSet(m.Memory().Size() / guestmem.PageSize)
-	if m.shell.cfg.TrackDirty {
+	if m.prebuilt.cfg.TrackDirty {
 		dirty, derr := m.TakeDirty()
 		err = errors.Join(err, derr)
 		set = dirty

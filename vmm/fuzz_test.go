@@ -130,7 +130,7 @@ func TestAttack_saved_machine_with_a_damaged_last_part_is_refused_before_KVM_is_
 	}
 	last := &states[len(states)-1].Payload
 	last.Data = last.Data[:len(last.Data)-1]
-	// A shell without a VM: whatever is given to KVM panics.
+	// A prebuilt VM without KVM: whatever is given to KVM panics.
 	s := &Prebuilt{vcpus: make([]*kvm.VCPU, 1), cpuid: make([][]kvm.CPUIDEntry, 1)}
 	if err := s.load(states); !errors.Is(err, kvm.ErrState) {
 		t.Errorf("got %v, want ErrState", err)

@@ -31,20 +31,20 @@ func without(states []State, name string) []State {
 	return slices.DeleteFunc(slices.Clone(states), func(s State) bool { return s.Name == name })
 }
 
-// loadBeside makes a machine while its shell is given a saved state.
+// loadBeside makes a machine while its prebuilt VM is given a saved state.
 func loadBeside(t *testing.T, mem *guestmem.Memory, states []State) (m *Machine, loading, making error) {
 	t.Helper()
-	shell, err := NewPrebuilt(PrebuiltConfig{VCPUs: 2, Memory: mem})
+	prebuilt, err := NewPrebuilt(PrebuiltConfig{VCPUs: 2, Memory: mem})
 	if err != nil {
 		t.Fatal(err)
 	}
 	made := make(chan error, 1)
 	go func() {
 		var err error
-		m, err = New(shell, Config{Devices: []Device{{Name: "rng", Device: rng.New(rng.Options{})}}})
+		m, err = New(prebuilt, Config{Devices: []Device{{Name: "rng", Device: rng.New(rng.Options{})}}})
 		made <- err
 	}()
-	loading = shell.Load(states)
+	loading = prebuilt.Load(states)
 	return m, loading, <-made
 }
 
@@ -116,7 +116,7 @@ func TestLoadRefusesWhatItCannotTakeAndTheMachineCanBeClosed(t *testing.T) {
 	}
 }
 
-func TestShellTakesOneState(t *testing.T) {
+func TestPrebuiltVMTakesOneState(t *testing.T) {
 	_, states := saved(t)
 	mem, err := guestmem.New(64 << 20)
 	if err != nil {

@@ -44,7 +44,7 @@ type Device struct {
 	Device devices.Device
 }
 
-// Config says what a machine has besides its shell.
+// Config says what a machine has besides its prebuilt VM.
 type Config struct {
 	// Devices are at most MaxDevices, in the order in which the guest finds
 	// them. The machine resets them when it is closed; it does not close what
@@ -83,12 +83,12 @@ type transport struct {
 
 // Machine is one VM. Its methods may be called from any goroutine.
 type Machine struct {
-	cfg   Config
-	log   *slog.Logger
-	shell *Prebuilt
-	vm    *kvm.VM
-	mem   *guestmem.Memory
-	cpus  []*cpu
+	cfg      Config
+	log      *slog.Logger
+	prebuilt *Prebuilt
+	vm       *kvm.VM
+	mem      *guestmem.Memory
+	cpus     []*cpu
 
 	mmioBus   devices.Bus
 	pioBus    devices.Bus
@@ -127,11 +127,10 @@ const (
 	closed
 )
 
-// New makes a machine of a shell, waiting for it if need be, with devices and nothing to
-// run. The shell is the machine's from then on, and closed if New fails. The host commits
-// memory only as it is used.
-func New(shell *Prebuilt, cfg Config) (*Machine, error) {
-	m := &Machine{cfg: cfg, log: cfg.Log, shell: shell, mem: shell.cfg.Memory, ended: make(chan struct{}), watchInterval: defaultWatchInterval}
+// New makes a machine of a prebuilt VM, waiting for it if need be, with devices and nothing to run. The prebuilt VM is
+// the machine's from then on, and closed if New fails. The host commits memory only as it is used.
+func New(prebuilt *Prebuilt, cfg Config) (*Machine, error) {
+	m := &Machine{cfg: cfg, log: cfg.Log, prebuilt: prebuilt, mem: prebuilt.cfg.Memory, ended: make(chan struct{}), watchInterval: defaultWatchInterval}
 	if m.log == nil {
 		m.log = slog.New(slog.DiscardHandler)
 	}
@@ -174,15 +173,15 @@ func (m *Machine) build() error {
 	if len(m.cfg.Devices) > MaxDevices {
 		return fmt.Errorf("%w: %d devices, at most %d", ErrConfig, len(m.cfg.Devices), MaxDevices)
 	}
-	if err := m.shell.Wait(); err != nil {
+	if err := m.prebuilt.Wait(); err != nil {
 		return err
 	}
-	for stage, d := range m.shell.took {
+	for stage, d := range m.prebuilt.took {
 		m.stages.set(stage, d)
 	}
 	m.stages.mark(StagePrebuilt)
-	m.vm = m.shell.vm
-	for _, v := range m.shell.vcpus {
+	m.vm = m.prebuilt.vm
+	for _, v := range m.prebuilt.vcpus {
 		begin, err := devices.NewEvent()
 		if err != nil {
 			return err
@@ -215,7 +214,7 @@ func (m *Machine) buildDevices() (err error) {
 		return err
 	}
 	for i, d := range m.cfg.Devices {
-		w, err := m.shell.takeWires(i, min(len(d.Device.QueueSizes()), mmio.MaxQueues))
+		w, err := m.prebuilt.takeWires(i, min(len(d.Device.QueueSizes()), mmio.MaxQueues))
 		if err != nil {
 			return fmt.Errorf("device %s: %w", d.Name, err)
 		}
@@ -280,7 +279,7 @@ type BootOptions struct {
 func (m *Machine) Boot(o BootOptions) error {
 	m.life.Lock()
 	defer m.life.Unlock()
-	if m.state != empty || !m.shell.empty() {
+	if m.state != empty || !m.prebuilt.empty() {
 		return fmt.Errorf("booting: %w: the machine already has something to run", ErrConfig)
 	}
 	c := boot.Config{
@@ -309,7 +308,7 @@ func (m *Machine) Boot(o BootOptions) error {
 		return err
 	}
 	for i, c := range m.cpus {
-		if err := c.kvm.SetCPUID(m.shell.cpuid[i]); err != nil {
+		if err := c.kvm.SetCPUID(m.prebuilt.cpuid[i]); err != nil {
 			return err
 		}
 		if err := c.resetState(); err != nil {
@@ -603,6 +602,6 @@ func (m *Machine) release() error {
 	if m.serialIRQ != nil {
 		errs = append(errs, m.serialIRQ.Close())
 	}
-	errs = append(errs, m.shell.Close())
+	errs = append(errs, m.prebuilt.Close())
 	return errors.Join(errs...)
 }

@@ -75,11 +75,11 @@ type testConfig struct {
 func (c testConfig) with(mem *guestmem.Memory) (*Machine, error) {
 	// The first place has too many or just as many doorbells for most devices, the second none, and others are not
 	// known ahead.
-	shell, err := NewPrebuilt(PrebuiltConfig{VCPUs: max(c.VCPUs, 1), Memory: mem, TrackDirty: c.TrackDirty, Queues: []int{2, 0}})
+	prebuilt, err := NewPrebuilt(PrebuiltConfig{VCPUs: max(c.VCPUs, 1), Memory: mem, TrackDirty: c.TrackDirty, Queues: []int{2, 0}})
 	if err != nil {
 		return nil, err
 	}
-	return New(shell, Config{Devices: c.Devices, Symbolize: c.Symbolize})
+	return New(prebuilt, Config{Devices: c.Devices, Symbolize: c.Symbolize})
 }
 
 // newMachine makes a machine that is closed with the test.

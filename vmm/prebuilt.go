@@ -17,7 +17,7 @@ type PrebuiltConfig struct {
 	// VCPUs is 1 to boot.MaxVCPUs.
 	VCPUs int
 	// Memory is the guest's RAM. It stays the caller's, who closes it after the
-	// shell or the machine: devices and a pager are made with it before.
+	// prebuilt VM or the machine: devices and a pager are made with it before.
 	Memory *guestmem.Memory
 	// TrackDirty keeps a log of changed pages, for Machine.TakeDirty. The guest pays
 	// for it: the first write to each page after TakeDirty leaves it for KVM, and
@@ -54,7 +54,7 @@ type Prebuilt struct {
 	// loading is held by Load and Close, and guards what follows.
 	loading sync.Mutex
 	closed  bool
-	// begun says that a saved machine has begun to be loaded, and loaded what of it is in the shell, nil if that has
+	// begun says that a saved machine has begun to be loaded, and loaded what of it is in the prebuilt VM, nil if that has
 	// failed.
 	begun  bool
 	loaded *loadedState
@@ -79,16 +79,16 @@ func NewPrebuilt(cfg PrebuiltConfig) (*Prebuilt, error) {
 	return s, nil
 }
 
-// Wait returns when the shell is complete, or why it cannot be had.
+// Wait returns when the prebuilt VM is complete, or why it cannot be had.
 func (s *Prebuilt) Wait() error {
 	s.done.Wait()
 	return s.err
 }
 
-// Ready says whether the shell is complete, so that Wait returns at once.
+// Ready says whether the prebuilt VM is complete, so that Wait returns at once.
 func (s *Prebuilt) Ready() bool { return s.ready.Load() }
 
-// Close gives the shell back.
+// Close gives the prebuilt VM back.
 func (s *Prebuilt) Close() error {
 	s.done.Wait()
 	s.loading.Lock()

@@ -18,7 +18,7 @@ func openFiles(t *testing.T) int {
 	return len(fds)
 }
 
-func TestShellThatNobodyTakesIsGivenBack(t *testing.T) {
+func TestPrebuiltVMThatNobodyTakesIsGivenBack(t *testing.T) {
 	needKVM(t)
 	mem, err := guestmem.New(64 << 20)
 	if err != nil {
@@ -36,7 +36,7 @@ func TestShellThatNobodyTakesIsGivenBack(t *testing.T) {
 				t.Error(err)
 			}
 			if len(s.vcpus) != 2 {
-				t.Errorf("a complete shell has %d vCPUs, want 2", len(s.vcpus))
+				t.Errorf("a complete prebuilt VM has %d vCPUs, want 2", len(s.vcpus))
 			}
 		}
 		if err := errors.Join(s.Close(), s.Close()); err != nil {
@@ -94,7 +94,7 @@ func TestWiresOfAPlaceFitItsDevice(t *testing.T) {
 	}
 }
 
-func TestShellOfAMachineThatCannotBeIsGivenBack(t *testing.T) {
+func TestPrebuiltVMOfAMachineThatCannotBeIsGivenBack(t *testing.T) {
 	needKVM(t)
 	mem, err := guestmem.New(64 << 20)
 	if err != nil {

@@ -11,7 +11,7 @@ type Stage int
 
 // The steps that are timed, in the order in which they occur.
 const (
-	// Of a shell, which is made in the background.
+	// Of a prebuilt VM, which is made in the background.
 	StageCreateVM Stage = iota
 	StageMemory
 	StageIRQChip

@@ -43,7 +43,7 @@ func (m *Machine) Export() ([]State, error) {
 		out = append(out, State{Name: name, Payload: devices.Payload{Kind: kind, Version: stateVersion, Data: data}})
 	}
 	for _, c := range m.cpus {
-		data, err := c.kvm.Export(nil, m.shell.cpuid[c.kvm.ID()], m.shell.msrIndex)
+		data, err := c.kvm.Export(nil, m.prebuilt.cpuid[c.kvm.ID()], m.prebuilt.msrIndex)
 		if err != nil {
 			return nil, fmt.Errorf("saving vCPU %d: %w", c.kvm.ID(), err)
 		}
@@ -91,7 +91,7 @@ func (m *Machine) Export() ([]State, error) {
 // Facts says what the guest depends on of this host. It asks KVM nothing, which would
 // have to wait for a vCPU that is in the guest to leave it: for ever, if that is idle.
 func (m *Machine) Facts() HostFacts {
-	return hostFacts(m.shell.cpuid[0], m.shell.tscKHz)
+	return hostFacts(m.prebuilt.cpuid[0], m.prebuilt.tscKHz)
 }
 
 // savedParts are the parts of a saved machine that nothing has taken yet.
@@ -125,7 +125,7 @@ func (parts savedParts) data(name, kind string) ([]byte, error) {
 	return p.Data, p.Check(kind, stateVersion)
 }
 
-// loadedState is what a shell has taken of a saved machine.
+// loadedState is what a prebuilt VM has taken of a saved machine.
 type loadedState struct {
 	// rest is for the devices.
 	rest savedParts
@@ -135,10 +135,10 @@ type loadedState struct {
 	took   time.Duration
 }
 
-// Load gives an empty shell that part of a saved machine which KVM has: its interrupt controllers, timers, clock and
-// vCPUs. What is left is for Machine.Import. It waits for the shell, and may run while New makes a machine of it and
-// devices are made; the machine must not do anything before Load has returned. RAM must have its content before, or a
-// pager that has it. After an error the shell can only be closed.
+// Load gives an empty prebuilt VM that part of a saved machine which KVM has: its interrupt controllers, timers, clock
+// and vCPUs. What is left is for Machine.Import. It waits for the prebuilt VM, and may run while New makes a machine of
+// it and devices are made; the machine must not do anything before Load has returned. RAM must have its content before,
+// or a pager that has it. After an error the prebuilt VM can only be closed.
 func (s *Prebuilt) Load(states []State) error {
 	if err := s.Wait(); err != nil {
 		return err
@@ -306,7 +306,7 @@ func restoreClock(v *kvm.VCPU) error {
 	return nil
 }
 
-// Import loads a saved machine into an empty one: all of states, unless the shell has been given its part of them
+// Import loads a saved machine into an empty one: all of states, unless the prebuilt VM has been given its part of them
 // before. RAM must have been given its content, or a pager that has it. Every part must be known, used and there
 // exactly once; otherwise Import fails with devices.ErrPayload or kvm.ErrState, and the machine can only be closed.
 func (m *Machine) Import(states []State) error {
@@ -315,7 +315,7 @@ func (m *Machine) Import(states []State) error {
 	if m.state != empty {
 		return fmt.Errorf("restoring: %w: the machine already has something to run", ErrConfig)
 	}
-	saved, err := m.shell.saved(states)
+	saved, err := m.prebuilt.saved(states)
 	if err != nil {
 		return err
 	}

@@ -13,7 +13,7 @@ import (
 
 // wires are what goes between KVM and the device in one place: the line by which it interrupts, and the doorbell of
 // each of its queues, by which it is told that there is something in it. KVM takes 5 microseconds and more for each, so
-// a shell has them ready.
+// a prebuilt VM has them ready.
 type wires struct {
 	irq   *devices.Event
 	kicks []*devices.Event
@@ -88,8 +88,8 @@ func (s *Prebuilt) layAhead() error {
 }
 
 // takeWires are those of a place for a device with so many queues. What is missing is laid now, and what the device has
-// no use for goes with the shell: nobody hears a doorbell of a queue that is not there, as nobody heeds a write to its
-// register.
+// no use for goes with the prebuilt VM: nobody hears a doorbell of a queue that is not there, as nobody heeds a write
+// to its register.
 func (s *Prebuilt) takeWires(place, queues int) (w wires, err error) {
 	if place < len(s.wires) {
 		w, s.wires[place] = s.wires[place], wires{}

@@ -11,7 +11,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-func TestShells_have_links_to_the_host_for_shapes_with_a_network(t *testing.T) {
+func TestPrebuiltVMs_have_links_to_the_host_for_shapes_with_a_network(t *testing.T) {
 	t.Parallel()
 	if _, err := os.Stat("/dev/kvm"); err != nil || os.Geteuid() != 0 {
 		t.Skipf("this host cannot run VMs with a network: %v, user %d", err, os.Geteuid())
@@ -64,7 +64,7 @@ func TestShells_have_links_to_the_host_for_shapes_with_a_network(t *testing.T) {
 	}
 }
 
-func TestShells_none_have_no_link(t *testing.T) {
+func TestPrebuiltVMs_none_have_no_link(t *testing.T) {
 	t.Parallel()
 	var s *Prebuilt
 	if n, err := s.network(); n != nil || err != nil || s.NextNetwork() != "" {

@@ -20,7 +20,7 @@ func TestLaunch_takes_another_process_only_where_nobody_has_the_order(t *testing
 		"it ends at once":                     {"exit 1", true},
 		"it ends with the order on its way":   {"sleep 0.1; exit 1", true},
 		"it ends after it has read the order": {"dd bs=65536 count=1 <&3 >/dev/null 2>&1; exit 1", true},
-		// It says so before: the report is lost as soon as a shell has read the order.
+		// It says so before: the report is lost as soon as a prebuilt VM has read the order.
 		"it ends after it has taken the order": {"printf taken >&3; dd bs=65536 count=1 <&3 >/dev/null 2>&1; exit 1", false},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -39,25 +39,25 @@ type Options struct {
 	Counters *Counters
 	// Log gets what it does and what goes wrong; nil discards it.
 	Log *slog.Logger
-	// Touched, if it is not nil, is told of each connection, and of each packet to a VM's own address that woke it,
-	// when it was delivered. It is called from many goroutines, and what it takes whoever touched the VM waits for.
-	Touched func(Activation)
+	// Activated, if it is not nil, is told of each connection, and of each packet to a VM's own address that woke it,
+	// when it was delivered. It is called from many goroutines, and what it takes whoever activated the VM waits for.
+	Activated func(Activation)
 }
 
 // Activation is what became of a connection to a published port, or of a packet to the address of a VM that slept.
 type Activation struct {
 	VM string
-	// By is TouchConnection or TouchPacket.
+	// By is ByConnection or ByPacket.
 	By string
 	// Came is when the supervisor had it, Awake when the VM was awake and held so, and Delivered when the guest had
 	// accepted the connection, or its device the packet.
 	Came, Awake, Delivered time.Time
 }
 
-// What a VM is touched by.
+// What activates a VM.
 const (
-	TouchConnection = "connection"
-	TouchPacket     = "packet"
+	ByConnection = "connection"
+	ByPacket     = "packet"
 )
 
 // DefaultMaxConns is how many connections are carried at once for one published port.
@@ -385,7 +385,7 @@ func (v *supervisor) openPacketWaker(ctx context.Context) error {
 			return fmt.Errorf("packets wake no VM: %w", err)
 		}
 		v.device = d
-		g := &packetWaker{log: v.log, counters: v.o.Counters, touched: v.o.Touched, send: d.send, now: time.Now, resting: map[netip.Addr]*resting{}, agents: agents, agents6: agents6}
+		g := &packetWaker{log: v.log, counters: v.o.Counters, activated: v.o.Activated, send: d.send, now: time.Now, resting: map[netip.Addr]*resting{}, agents: agents, agents6: agents6}
 		g.wake = func(ctx context.Context, name string) (hold, *spec.NetworkInfo, error) {
 			h, info, err := v.awake(events.WithCause(ctx, events.Packet), name)
 			if err != nil {

@@ -120,9 +120,9 @@ func (e *publishedPort) failed(what string, from fmt.Stringer, err error) {
 func (d *tcpListener) carry(c *net.TCPConn) error {
 	ctx, cancel := context.WithTimeout(d.ctx, wakeTime)
 	defer cancel()
-	touch := Activation{VM: d.port.vm, By: TouchConnection, Came: time.Now()}
+	activation := Activation{VM: d.port.vm, By: ByConnection, Came: time.Now()}
 	hold, info, err := d.v.awake(events.WithCause(ctx, events.Connection), d.port.vm)
-	touch.Awake = time.Now()
+	activation.Awake = time.Now()
 	if err != nil {
 		reset(c)
 		return err
@@ -134,9 +134,9 @@ func (d *tcpListener) carry(c *net.TCPConn) error {
 		reset(c)
 		return err
 	}
-	if d.v.o.Touched != nil {
-		touch.Delivered = time.Now()
-		d.v.o.Touched(touch)
+	if d.v.o.Activated != nil {
+		activation.Delivered = time.Now()
+		d.v.o.Activated(activation)
 	}
 	guest := g.(*net.TCPConn)
 	// When the VM sleeps or ends, or the listener is closed, there is nobody at the other end.

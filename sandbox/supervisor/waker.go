@@ -28,8 +28,8 @@ type packetWaker struct {
 	log *slog.Logger
 	// counters are those of the supervisor; nil, in tests, counts nothing.
 	counters *Counters
-	// touched is Options.Touched.
-	touched func(Activation)
+	// activated is Options.Activated.
+	activated func(Activation)
 	// wake sees to it that a VM is awake, and stays so until the hold is released.
 	wake func(ctx context.Context, name string) (hold, *spec.NetworkInfo, error)
 	// send puts a frame on a VM's device.
@@ -214,9 +214,9 @@ func (g *packetWaker) opens(vm guarded, p []byte, now time.Time) bool {
 func (g *packetWaker) bring(ctx context.Context, name string, addr netip.Addr, r *resting) {
 	ctx, cancel := context.WithTimeout(ctx, wakeTime)
 	defer cancel()
-	touch := Activation{VM: name, By: TouchPacket, Came: g.now()}
+	activation := Activation{VM: name, By: ByPacket, Came: g.now()}
 	h, info, err := g.wake(ctx, name)
-	touch.Awake = g.now()
+	activation.Awake = g.now()
 	if err == nil {
 		defer h.Release()
 		if info.Address != addr && info.Address6 != addr {
@@ -244,9 +244,9 @@ func (g *packetWaker) bring(ctx context.Context, name string, addr netip.Addr, r
 				break
 			}
 		}
-		if err == nil && g.touched != nil && touch.Delivered.IsZero() {
-			touch.Delivered = g.now()
-			g.touched(touch)
+		if err == nil && g.activated != nil && activation.Delivered.IsZero() {
+			activation.Delivered = g.now()
+			g.activated(activation)
 		}
 	}
 	if err != nil && ctx.Err() == nil {

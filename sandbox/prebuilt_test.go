@@ -10,7 +10,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-func TestShells_of_an_impossible_shape_are_refused(t *testing.T) {
+func TestPrebuiltVMs_of_an_impossible_shape_are_refused(t *testing.T) {
 	t.Parallel()
 	for _, shape := range []spec.Shape{{}, {MemoryMiB: 256}, {VCPUs: 1}, {MemoryMiB: 1 << 30, VCPUs: 1}} {
 		if _, err := instance.NewPrebuilt(shape); !errors.Is(err, sandbox.ErrSpec) {
@@ -19,7 +19,7 @@ func TestShells_of_an_impossible_shape_are_refused(t *testing.T) {
 	}
 }
 
-func TestShells_that_nobody_takes_are_given_back(t *testing.T) {
+func TestPrebuiltVMs_that_nobody_takes_are_given_back(t *testing.T) {
 	if _, err := os.Stat("/dev/kvm"); err != nil {
 		t.Skipf("this host cannot run VMs: %v", err)
 	}
