@@ -28,13 +28,19 @@ func fromEnv(name string, def int) int {
 	return def
 }
 
-// worker writes blocks to disk and reads earlier ones back, counts, and serves an
-// endless stream on a vsock port, all from one loop that the sleeps interrupt anywhere.
+// worker writes blocks to disk and reads earlier ones back, counts, serves an endless stream on a vsock port, and looks
+// whether monotonic time goes back, all from one loop that the sleeps interrupt anywhere.
 const worker = `
-import hashlib, os, random, select, socket
+import hashlib, os, random, select, socket, time
 SIZE, BLOCKS = 4096, 1024
 def block(i):
     return hashlib.sha256(b'%d' % i).digest() * (SIZE // 32)
+last, back = time.monotonic_ns(), 0
+def look():
+    global last, back
+    now = time.monotonic_ns()
+    back += now < last
+    last = now
 f = os.open('/root/blocks', os.O_RDWR | os.O_CREAT)
 server = socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)
 server.bind((socket.VMADDR_CID_ANY, 5000))
@@ -50,14 +56,19 @@ def drop(fd):
 while True:
     count += 1
     i = count % BLOCKS
+    look()
     os.pwrite(f, block(count), i * SIZE)
+    look()
     written[i] = count
     j = random.choice(list(written))
     if os.pread(f, SIZE, j * SIZE) != block(written[j]):
         bad += 1
+    look()
     if count % 32 == 0:
         os.fsync(f)
+        look()
     for fd, event in poll.poll(10):
+        look()
         s = sockets[fd]
         if s is server:
             c, _ = server.accept()
@@ -70,7 +81,7 @@ while True:
             elif event & select.POLLIN:
                 word, _, arg = s.recv(64).decode().partition(' ')
                 if word == 'status':
-                    s.send(b'%d %d %d\n' % (os.getpid(), count, bad))
+                    s.send(b'%d %d %d %d\n' % (os.getpid(), count, bad, back))
                 elif word == 'stream':
                     s.setblocking(False)
                     streams[fd] = int(arg)
@@ -166,7 +177,7 @@ func TestManySleepsOfABusyGuestLoseNothing(t *testing.T) {
 		t.Fatalf("connecting to the worker: %v", err)
 		return nil
 	}
-	status := func() (pid, count, bad int) {
+	status := func() (pid, count, bad, back int) {
 		t.Helper()
 		conn := dial("status")
 		defer conn.Close()
@@ -175,14 +186,14 @@ func TestManySleepsOfABusyGuestLoseNothing(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if _, err := fmt.Sscan(line, &pid, &count, &bad); err != nil {
+		if _, err := fmt.Sscan(line, &pid, &count, &bad, &back); err != nil {
 			t.Fatal(err)
 		}
-		return pid, count, bad
+		return pid, count, bad, back
 	}
 	const enough = 64 << 10
 	s := &stream{}
-	pid0, last, _ := status()
+	pid0, last, _, _ := status()
 	begin := time.Now()
 	for i := range *cycles {
 		conn := dial(fmt.Sprintf("stream %d", s.at))
@@ -201,9 +212,10 @@ func TestManySleepsOfABusyGuestLoseNothing(t *testing.T) {
 		}
 		conn.Close()
 		e.Wake(busy)
-		pid, count, bad := status()
-		if pid != pid0 || count < last || bad != 0 {
-			t.Fatalf("cycle %d: the worker with pid %d counted to %d; now pid %d has counted to %d and found %d bad blocks", i, pid0, last, pid, count, bad)
+		pid, count, bad, back := status()
+		if pid != pid0 || count < last || bad != 0 || back != 0 {
+			t.Fatalf("cycle %d: the worker with pid %d counted to %d; now pid %d has counted to %d, found %d bad blocks, and saw time go back %d times",
+				i, pid0, last, pid, count, bad, back)
 		}
 		last = count
 		if i%10 == 9 {

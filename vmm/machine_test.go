@@ -52,6 +52,9 @@ func program(t testing.TB, code ...byte) string {
 
 func needKVM(t *testing.T) {
 	t.Helper()
+	if testing.Short() {
+		t.Skip("runs a guest: not in short mode")
+	}
 	sys, err := kvm.Open()
 	if err == nil {
 		sys.Close()

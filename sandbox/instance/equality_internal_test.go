@@ -46,10 +46,10 @@ var (
 )
 
 const (
-	equalityDefault = 24
+	equalityDefault = 14
 	// Of so many seeds two have a long chain.
 	equalityDeepEvery = 100
-	equalityDeep      = 64
+	equalityDeep      = 32
 )
 
 // writingGuest writes to pages for ever, and has a disk write to pages. It is in its own
@@ -238,6 +238,9 @@ func TestEveryPageOfARestoredMachineEqualsThatOfTheCapturedOne(t *testing.T) {
 
 func needMachines(t *testing.T) {
 	t.Helper()
+	if testing.Short() {
+		t.Skip("runs a guest: not in short mode")
+	}
 	sys, err := kvm.Open()
 	if err == nil {
 		sys.Close()

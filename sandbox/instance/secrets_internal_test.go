@@ -17,6 +17,9 @@ import (
 // loopingInstance runs a guest that loops, without an agent.
 func loopingInstance(t *testing.T) *Instance {
 	t.Helper()
+	if testing.Short() {
+		t.Skip("runs a guest: not in short mode")
+	}
 	if _, err := os.Stat("/dev/kvm"); err != nil {
 		t.Skipf("this host cannot run VMs: %v", err)
 	}

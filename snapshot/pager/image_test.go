@@ -85,7 +85,7 @@ func TestAnImageOfChangingRAMIsRAMAtTheMomentOfTheFreeze(t *testing.T) {
 					t.Fatal(err)
 				}
 				defer child.Close()
-				got := make([]byte, frozenSize)
+				got := offHeap(t, frozenSize)
 				if err := child.Read(0, got); err != nil {
 					t.Fatal(err)
 				}

@@ -118,6 +118,9 @@ func eachMode(t *testing.T, f func(t *testing.T, m guestMode)) {
 
 func newTinyGuest(t *testing.T, mem *guestmem.Memory, mode guestMode, code []byte) *tinyGuest {
 	t.Helper()
+	if testing.Short() {
+		t.Skip("runs a guest: not in short mode")
+	}
 	must := func(fd int, err error) int {
 		t.Helper()
 		if err != nil {

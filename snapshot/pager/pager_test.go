@@ -3,6 +3,7 @@ package pager
 import (
 	"bytes"
 	"context"
+	"encoding/binary"
 	"errors"
 	"math/rand/v2"
 	"os"
@@ -36,8 +37,10 @@ func content(page uint64, p []byte) {
 		return
 	}
 	r := rand.New(rand.NewPCG(page, 1))
-	for i := range p {
-		if page%3 == 0 || i%16 == 0 {
+	for i := 0; i < len(p); i += 8 {
+		if page%3 == 0 {
+			binary.LittleEndian.PutUint64(p[i:], r.Uint64())
+		} else if i%16 == 0 {
 			p[i] = byte(r.Uint32())
 		}
 	}

@@ -148,6 +148,9 @@ type usage struct {
 }
 
 func TestAttack_hostile_guest_drives_every_device_and_the_host_stays_calm(t *testing.T) {
+	if testing.Short() {
+		t.Skip("runs a guest: not in short mode")
+	}
 	sys, err := kvm.Open()
 	if err != nil {
 		if !errors.Is(err, kvm.ErrNoKVM) {
