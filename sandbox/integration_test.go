@@ -140,7 +140,9 @@ func TestSleepAndWakeKeepProcessesMemoryAndFiles(t *testing.T) {
 				if err := e.Store.State.VerifySnapshot(t.Context(), res.Snapshot); err != nil {
 					t.Error(err)
 				}
+				onlyItsUsers(t, e.Store.State.Dir())
 				rep := e.Wake("main")
+				onlyItsUsers(t, e.Store.State.Dir())
 				t.Logf("woken: %v, %d faults, %.1f MiB touched", rep.Stages, rep.Faults, rep.MiBTouched)
 				if rep.Stages[vmm.StageAgentAnswer.String()] == 0 {
 					t.Error("the agent was not there when the guest came back: it was asked over vsock")
@@ -161,6 +163,25 @@ func TestSleepAndWakeKeepProcessesMemoryAndFiles(t *testing.T) {
 				}
 			})
 		}
+	}
+}
+
+// onlyItsUsers checks that a state directory, and all that is in it, is open to its user alone: but for the folder in
+// which images are made, which the tools that make them pass as another user.
+func onlyItsUsers(t *testing.T, dir string) {
+	t.Helper()
+	err := filepath.WalkDir(dir, func(path string, d fs.DirEntry, err error) error {
+		if err != nil || d.Type()&fs.ModeSymlink != 0 || path == filepath.Join(dir, "tmp") {
+			return err
+		}
+		info, err := d.Info()
+		if err == nil && info.Mode()&0o077 != 0 {
+			t.Errorf("%s has the mode %v", path, info.Mode())
+		}
+		return err
+	})
+	if err != nil {
+		t.Error(err)
 	}
 }
 

@@ -91,10 +91,10 @@ func Ext4Template(ctx context.Context, cacheDir string, size int64) (Stack, erro
 	if s, ok, err := existing(prefix); ok || err != nil {
 		return s, err
 	}
-	if err := os.MkdirAll(cacheDir, 0o755); err != nil {
+	if err := os.MkdirAll(cacheDir, 0o700); err != nil {
 		return Stack{}, fmt.Errorf("format ext4: %w", err)
 	}
-	lock, err := osfile.OpenLocked(ctx, filepath.Join(cacheDir, templateLock), os.O_RDWR|os.O_CREATE, 0o644, osfile.Exclusive)
+	lock, err := osfile.OpenLocked(ctx, filepath.Join(cacheDir, templateLock), os.O_RDWR|os.O_CREATE, 0o600, osfile.Exclusive)
 	if err != nil {
 		return Stack{}, fmt.Errorf("format ext4: %w", err)
 	}

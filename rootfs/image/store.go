@@ -123,8 +123,8 @@ func OpenStore(dir string) (*Store, error) {
 	if err != nil {
 		return nil, fmt.Errorf("open the image store: %w", err)
 	}
-	for _, d := range []string{abs, filepath.Join(abs, imagesDir), filepath.Join(abs, tmpDir), filepath.Join(abs, locksDir)} {
-		if err := os.MkdirAll(d, 0o755); err != nil {
+	for d, perm := range map[string]os.FileMode{imagesDir: 0o755, tmpDir: 0o755, locksDir: 0o700} {
+		if err := errors.Join(os.MkdirAll(abs, 0o755), os.MkdirAll(filepath.Join(abs, d), perm)); err != nil {
 			return nil, fmt.Errorf("open the image store: %w; give a directory that you may write", err)
 		}
 	}

@@ -213,7 +213,7 @@ func (im *importing) Place(name string, size int64) (snapshot.Placement, error) 
 		return nil, fmt.Errorf("a system disk of %d bytes: %w: at most %d are possible", size, snapshot.ErrForeign, maxSystemDisk)
 	case name == systemFile:
 		dir = im.store.systemDir()
-		if err := os.MkdirAll(dir, 0o755); err != nil {
+		if err := os.MkdirAll(dir, 0o700); err != nil {
 			return nil, err
 		}
 	case !layerName.MatchString(name):

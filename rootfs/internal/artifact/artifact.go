@@ -27,6 +27,10 @@ const (
 
 	dirMode  = 0o755
 	fileMode = 0o644
+
+	// Whoever may open a lock's file may hold the lock.
+	lockDirMode  = 0o700
+	lockFileMode = 0o600
 )
 
 // IsTemp reports whether name, the last element of a path, is that of an unfinished file or folder.
@@ -38,10 +42,10 @@ const lockFlags = os.O_RDWR | os.O_CREATE
 // Lock takes the exclusive lock of the file at path, which is made if need be, and waits for it as long as ctx lasts.
 // The lock is held against other goroutines and other processes alike, and ends with the process.
 func Lock(ctx context.Context, path string) (unlock func(), err error) {
-	if err := os.MkdirAll(filepath.Dir(path), dirMode); err != nil {
+	if err := os.MkdirAll(filepath.Dir(path), lockDirMode); err != nil {
 		return nil, fmt.Errorf("lock: %w", err)
 	}
-	f, err := osfile.OpenLocked(ctx, path, lockFlags, fileMode, osfile.Exclusive)
+	f, err := osfile.OpenLocked(ctx, path, lockFlags, lockFileMode, osfile.Exclusive)
 	if err != nil {
 		return nil, err
 	}
@@ -64,10 +68,10 @@ func RemoveRemains(dir string, lockPath func(key string) string) {
 		if path == "" {
 			continue
 		}
-		if os.MkdirAll(filepath.Dir(path), dirMode) != nil {
+		if os.MkdirAll(filepath.Dir(path), lockDirMode) != nil {
 			continue
 		}
-		if f, err := osfile.TryOpenLocked(path, lockFlags, fileMode, osfile.Exclusive); err == nil {
+		if f, err := osfile.TryOpenLocked(path, lockFlags, lockFileMode, osfile.Exclusive); err == nil {
 			_ = os.RemoveAll(filepath.Join(dir, e.Name()))
 			f.Close()
 		}
