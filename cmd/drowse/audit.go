@@ -24,17 +24,17 @@ func (a *app) auditCommand() *cobra.Command {
 		paths  bool
 	)
 	cmd := &cobra.Command{
-		Use: "audit NAME", Short: "Say who has run what in a VM, and how it ended", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
-		Long: `Say what was done in a VM through its agent, by drowse and all programs that use its library:
-commands, sessions, copies, forwarded connections. A VM that sleeps is not woken.
+		Use: "audit NAME", Short: "Show the audit trail of a VM: who ran what, and how it ended", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
+		Long: `Show what drowse, and programs that use its library, did in a VM through its agent: commands,
+sessions, copies, forwarded connections. A sleeping VM is not woken.
 
-The result is an exit code or signal, "running", "detached" for a process that was left to
-itself, or "unknown" where whoever has asked for it was killed before its end. Values of
-environment variables, standard input and output are not kept. docs/guides/audit.md says what the
-trail proves, and what not.
+The result is an exit code or signal, "running", "detached" for a process that was left
+running, or "unknown" if the program that asked was killed before the end. The trail has no
+values of environment variables, and neither input nor output. docs/guides/audit.md says what
+it proves.
 
-With --follow, each is printed as it begins and again as it ends, until the VM is removed;
-with -o json as a line of JSON each.`,
+--follow prints each entry as it begins and again as it ends, until the VM is removed. With
+-o json each entry is one line.`,
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			o := audit.ReadOptions{Follow: follow}
 			var err error
@@ -84,9 +84,9 @@ with -o json as a line of JSON each.`,
 			})
 		}),
 	}
-	cmd.Flags().BoolVarP(&follow, "follow", "f", false, "go on with what comes")
-	cmd.Flags().BoolVar(&paths, "changes", false, "name the paths that have changed, of commands that were run with `drowse exec --changes`")
-	cmd.Flags().StringVar(&since, "since", "", "leave out what was over before: a time (RFC 3339), or how long ago (10m, 24h)")
+	cmd.Flags().BoolVarP(&follow, "follow", "f", false, "print new entries as they come")
+	cmd.Flags().BoolVar(&paths, "changes", false, "list the changed paths of commands that ran with \"drowse exec --changes\"")
+	cmd.Flags().StringVar(&since, "since", "", "omit entries that ended before this time (RFC 3339) or this long ago (10m, 24h)")
 	return cmd
 }
 

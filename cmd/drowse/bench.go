@@ -22,8 +22,8 @@ func (a *app) benchCommand() *cobra.Command {
 	var e bench.Env
 	cmd := group(&cobra.Command{
 		Use: "bench", Short: "Measure what drowse promises",
-		Long: `Measure what drowse promises. Stdout gets a table, with -o json one document, and with
--o benchstat the runs in the format of Go's benchmarks, which benchstat compares.`,
+		Long: `Measure what drowse promises. The output is a table, with -o json one document, and with
+-o benchstat the runs in the format of Go benchmarks, for benchstat.`,
 	})
 	f := cmd.PersistentFlags()
 	f.StringVar(&e.Image, "image", "debian-python", "image of the guest")

@@ -40,23 +40,24 @@ func (m *benches) everything() *cobra.Command {
 	var o allOptions
 	cmd := &cobra.Command{
 		Use: "all", Short: "Run all benchmarks, one after another", Args: cobra.NoArgs, Annotations: asBenchstat,
-		Long: `Run all benchmarks, one after another, each as its own command would without options,
-and resume_ready beside all other monitors, with a quarter of 128 and of 512 MiB in use. That takes hours. One that fails does not end the others: what was measured is printed,
-the failure is a row that says why, and the exit status is 1. An interrupt ends the benchmark that runs, and
-what was measured before it is printed likewise.
+		Long: `Run all benchmarks, one after another, each with its default options, and resume_ready beside
+all other monitors, with a quarter of 128 and of 512 MiB in use. This takes hours.
 
---only and --skip choose by name, with * and ? as in the shell. With --out, a file has all that was measured
-so far, whatever becomes of this process; it is JSON. --resume goes on with such a file: what a benchmark has measured with
-the same options, and without failing, is taken from it. The file must be of this machine and build.`,
+If a benchmark fails, the others still run. Its row says why, and the exit status is 1. An
+interrupt ends the current benchmark; the results before it are printed.
+
+--only and --skip choose by name, with * and ? as in a shell. --out keeps a JSON file of all
+results so far. --resume takes results from such a file, if they had the same options and did
+not fail. The file must come from this machine and build.`,
 		RunE: func(cmd *cobra.Command, _ []string) error { return m.runAll(cmd.Context(), &o) },
 	}
 	f := cmd.Flags()
-	f.BoolVar(&o.quick, "quick", false, "few runs and small guests, to see whether all of them work; the figures mean nothing")
-	f.IntVar(&o.runs, "runs", 0, "runs of each benchmark that has --runs, instead of its own number")
-	f.StringSliceVar(&o.only, "only", nil, "names of benchmarks to run, or patterns of them")
-	f.StringSliceVar(&o.skip, "skip", nil, "names of benchmarks not to run, or patterns of them")
-	f.StringVar(&o.out, "out", "", "file to write the report to, as JSON, after each benchmark")
-	f.StringVar(&o.resume, "resume", "", "report to go on with; it may be that of --out, and is not there before the first run then")
+	f.BoolVar(&o.quick, "quick", false, "few runs and small guests, to check that all benchmarks work; ignore the figures")
+	f.IntVar(&o.runs, "runs", 0, "number of runs of each benchmark that has --runs")
+	f.StringSliceVar(&o.only, "only", nil, "benchmarks to run, by name or pattern")
+	f.StringSliceVar(&o.skip, "skip", nil, "benchmarks to skip, by name or pattern")
+	f.StringVar(&o.out, "out", "", "file for the report, as JSON, written after each benchmark")
+	f.StringVar(&o.resume, "resume", "", "report to continue; may be the same file as --out, even if that does not exist yet")
 	return cmd
 }
 

@@ -17,15 +17,14 @@ import (
 func (a *app) benchReport() *cobra.Command {
 	var out string
 	cmd := &cobra.Command{
-		Use: "report [FILE.json ...]", Annotations: asBenchstat, Short: "Make one HTML page of what benchmarks have printed with -o json",
-		Long: `Make one HTML page of what benchmarks have printed with -o json.
+		Use: "report [FILE.json ...]", Annotations: asBenchstat, Short: "Make one HTML page of benchmark results",
+		Long: `Make one HTML page of the results that benchmarks printed with -o json.
 
-Reads files, or stdin if there are none or for "-". The page goes to stdout, or to the
-file that --out names. It needs no network and has no scripts: distributions, stages,
-latency by size of RAM and by depth of the chain, other monitors side by side, the
-machines and commits, which goals are met and what holds a number back, and all rows as a table.
+It reads files, or stdin without arguments or for "-". The page has no scripts and needs no
+network. It shows distributions, stages, latency by RAM size and by chain depth, other monitors
+side by side, machines and commits, the goals that are met, what limits a number, and all rows.
 
-With -o benchstat it writes the runs in the format of Go's benchmarks instead.`,
+With -o benchstat it writes the runs in the format of Go benchmarks instead.`,
 		RunE: func(_ *cobra.Command, args []string) error {
 			if a.json() {
 				return usageError{errors.New("bench report writes HTML: its input is the JSON")}
@@ -44,7 +43,7 @@ With -o benchstat it writes the runs in the format of Go's benchmarks instead.`,
 			return osfile.WriteFile(out, doc, 0o644)
 		},
 	}
-	cmd.Flags().StringVar(&out, "out", "", "file to write to, instead of stdout")
+	cmd.Flags().StringVar(&out, "out", "", "output file, instead of stdout")
 	return cmd
 }
 

@@ -36,14 +36,14 @@ var (
 func (f *stepFlags) add(cmd *cobra.Command) {
 	fl := cmd.Flags()
 	fl.StringVarP(&f.file, "file", "f", "", "build file with the steps, - for stdin")
-	fl.StringVar(&f.context, "context", "", "with --file: directory that COPY and ADD take files from (default: that of the file)")
-	fl.StringArrayVar(&f.args, "build-arg", nil, "with --file: NAME=VALUE of an ARG, or NAME for the value that this program's environment has; repeatable")
-	fl.IntVar(&f.vm.MemoryMiB, "memory", 0, "with --file: RAM of the VM that commands run in, in MiB (default 512)")
-	fl.IntVar(&f.vm.VCPUs, "vcpus", 0, fmt.Sprintf("with --file: its CPUs (default %d)", spec.DefaultVCPUs))
-	fl.IntVar(&f.vm.DiskMiB, "disk", 0, fmt.Sprintf("with --file: size of its disk in MiB (default %d)", spec.DefaultDiskMiB))
-	fl.StringVar(&f.vm.Kernel, "kernel", "", "with --file: its kernel, as in drowse run")
-	fl.StringVar(&f.vm.Cmdline, "cmdline", "", "with --file: more kernel parameters")
-	fl.StringVar(&f.vm.Network, "net", "", "with --file: none, or tap: a link to the host, behind a policy (default none)")
+	fl.StringVar(&f.context, "context", "", "with --file: source directory of COPY and ADD (default: the directory of the file)")
+	fl.StringArrayVar(&f.args, "build-arg", nil, "with --file: NAME=VALUE of an ARG, or NAME to take the value from the environment; repeatable")
+	fl.IntVar(&f.vm.MemoryMiB, "memory", 0, "with --file: RAM of the build VM, in MiB (default 512)")
+	fl.IntVar(&f.vm.VCPUs, "vcpus", 0, fmt.Sprintf("with --file: CPUs of the build VM (default %d)", spec.DefaultVCPUs))
+	fl.IntVar(&f.vm.DiskMiB, "disk", 0, fmt.Sprintf("with --file: disk size of the build VM, in MiB (default %d)", spec.DefaultDiskMiB))
+	fl.StringVar(&f.vm.Kernel, "kernel", "", "with --file: kernel of the build VM, as for run")
+	fl.StringVar(&f.vm.Cmdline, "cmdline", "", "with --file: additional kernel parameters")
+	fl.StringVar(&f.vm.Network, "net", "", "with --file: network of the build VM: none, or tap, behind a policy (default none)")
 	policyFlag(cmd, &f.policy, "everything is denied")
 }
 

@@ -26,13 +26,14 @@ func (a *app) cpCommand() *cobra.Command {
 	)
 	cmd := &cobra.Command{
 		Use:   "cp [flags] SRC DST",
-		Short: "Copy files and trees between the host and a VM; one side is NAME:PATH",
-		Long: `Copy files and trees between the host and a VM; one side is NAME:PATH.
+		Short: "Copy files and directories between the host and a VM",
+		Long: `Copy files and directories between the host and a VM. One side is NAME:PATH. A sleeping VM is
+woken.
 
-A file has its name only when it is whole. What there is of a large one stays when the copy is
-cut, and --resume goes on there: both ends compare what there is by SHA-256 first. The
-command does the same by itself when the VM has slept and is awake again within --retry; it does
-not wake it for that.`,
+A file gets its name only when it is complete. If a copy is interrupted, the partial file stays,
+and --resume continues it after both ends have compared what is there by SHA-256. If the VM
+falls asleep during a copy and wakes within --retry, the command continues by itself. It does
+not wake the VM for that.`,
 		Args: cobra.ExactArgs(2),
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			src, dst := splitVM(args[0]), splitVM(args[1])
@@ -71,8 +72,8 @@ not wake it for that.`,
 		}),
 	}
 	f := cmd.Flags()
-	f.BoolVar(&o.Resume, "resume", false, "go on with a copy that was cut: compare what is there, and copy the rest")
-	f.DurationVar(&retry, "retry", time.Minute, "how long to wait, each time the copy is cut, for the VM to be awake again; 0 does not go on")
+	f.BoolVar(&o.Resume, "resume", false, "continue an interrupted copy: compare what is there and copy the rest")
+	f.DurationVar(&retry, "retry", time.Minute, "how long to wait for the VM to be awake again after an interruption; 0 gives up at once")
 	return cmd
 }
 

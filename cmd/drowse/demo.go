@@ -59,7 +59,7 @@ func (a *app) demoCommand() *cobra.Command {
 	var spec sandbox.Spec
 	cmd := &cobra.Command{
 		Use: "demo", Annotations: makesState,
-		Short: "Show the main job: boot, run a program, sleep, wake, and find everything as it was",
+		Short: "Boot a VM, run a program, sleep, wake, and check that nothing has changed",
 		Args:  cobra.NoArgs,
 		RunE: a.onHost(func(cmd *cobra.Command, _ []string, s *sandbox.Host) error {
 			l, err := a.launcher()
@@ -79,7 +79,7 @@ func (a *app) demoCommand() *cobra.Command {
 		}),
 	}
 	f := cmd.Flags()
-	f.StringVar(&spec.Image, "image", "debian-python", "an image with python3")
+	f.StringVar(&spec.Image, "image", "debian-python", "image of the guest; it needs python3")
 	f.StringVar(&spec.Kernel, "kernel", "", "kernel of the guest, as for run")
 	f.IntVar(&spec.VCPUs, "vcpus", 0, "number of CPUs")
 	f.IntVar(&spec.MemoryMiB, "memory", 0, "RAM in MiB")

@@ -37,14 +37,13 @@ type diffDoc struct {
 func (a *app) diffCommand() *cobra.Command {
 	limit := defaultDiffLimit
 	cmd := &cobra.Command{
-		Use: "diff NAME", Short: "List what differs between a VM's disk and its image; one that sleeps is woken", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
+		Use: "diff NAME", Short: "List what differs between a VM's disk and its image", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
 		Long: `List what differs between a VM's disk and its image: added (+), changed (~) and removed (-)
-paths, with kind, mode, owner and size. What was removed is told without what was below it.
-A VM that sleeps is woken. With -o json each is a line, and the last line has "end".
+paths, with type, mode, owner and size. A removed directory is one line. A sleeping VM is
+woken. With -o json each path is one line, and the last line has "end".
 
-It looks at all that was ever written to the disk, and at no contents: a file that was opened
-for writing counts as changed. Volumes and what is in memory alone (/proc, /run, /dev/shm)
-are no part of it.`,
+drowse does not compare contents: a file that was opened for writing counts as changed. Volumes
+and file systems in memory (/proc, /run, /dev/shm) are not included.`,
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			if limit < 1 || limit > maxDiffLimit {
 				return usageError{fmt.Errorf("--limit %d: use 1 to %d", limit, maxDiffLimit)}
@@ -72,7 +71,7 @@ are no part of it.`,
 			return nil
 		}),
 	}
-	cmd.Flags().IntVar(&limit, "limit", limit, "tell of so many paths at most")
+	cmd.Flags().IntVar(&limit, "limit", limit, "list at most this many paths")
 	return cmd
 }
 

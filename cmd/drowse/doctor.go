@@ -12,9 +12,9 @@ import (
 func (a *app) doctorCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:   "doctor",
-		Short: "Say which KVM this host has, and what of all that drowse uses is there",
-		Long: `Say which KVM this host has, and for everything that drowse uses, whether it is there
-and what follows if not. Nothing is changed. The exit status is 0 if VMs can run, else 1.`,
+		Short: "Check this host: its KVM, and everything else that drowse uses",
+		Long: `Check which kind of KVM this host has, whether everything that drowse uses is there, and what
+follows if it is not. Nothing is changed. The exit status is 0 if VMs can run, else 1.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			r, err := doctor.Examine(cmd.Context(), doctor.Options{StateDir: a.state, Agent: agentPath(), VMM: beside(vmmName)})

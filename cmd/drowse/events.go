@@ -23,10 +23,10 @@ func (a *app) eventsCommand() *cobra.Command {
 		o      events.ReadOptions
 	)
 	cmd := &cobra.Command{
-		Use: "events", Short: "Say what has become of sandboxes, and, with --follow, what becomes of them", Args: cobra.NoArgs,
-		Long: `Say what has become of sandboxes, the oldest first: made, woken, put to sleep, forked, removed, and so
-on, by whom or what. With --follow it goes on until it is interrupted. With -o json each
-event is one line, whose "cursor" is what --since takes to go on after it. At most 16 MiB and 30 days are kept.`,
+		Use: "events", Short: "Show the events of sandboxes: created, woken, put to sleep, removed and more", Args: cobra.NoArgs,
+		Long: `Show the events of sandboxes, the oldest first: created, woken, put to sleep, forked, removed and
+so on, each with its cause. --follow continues until it is interrupted. With -o json each event
+is one line; --since takes its "cursor". drowse keeps 16 MiB and 30 days of events at most.`,
 		RunE: a.onHost(func(cmd *cobra.Command, _ []string, s *sandbox.Host) error {
 			j := s.State.Events()
 			var from time.Time
@@ -55,12 +55,12 @@ event is one line, whose "cursor" is what --since takes to go on after it. At mo
 		}),
 	}
 	f := cmd.Flags()
-	f.BoolVarP(&follow, "follow", "f", false, "go on with what happens")
-	f.StringVar(&since, "since", "", "only what comes after a cursor, \"now\", a time, or a time ago as 10m")
-	f.StringSliceVar(&o.Filter.Types, "type", nil, "only of these types, as sandbox.woken or policy.*")
-	f.StringVar(&o.Filter.Sandbox, "sandbox", "", "only of the sandbox with this name or id")
-	f.StringVar(&o.Filter.Owner, "owner", "", "only of sandboxes of this owner")
-	f.StringArrayVar(&o.Filter.Tags, "tag", nil, "only of sandboxes with this tag; may be given several times")
+	f.BoolVarP(&follow, "follow", "f", false, "print new events as they happen")
+	f.StringVar(&since, "since", "", "only events after this cursor, time, \"now\", or this long ago, such as 10m")
+	f.StringSliceVar(&o.Filter.Types, "type", nil, "only events of these types, such as sandbox.woken or policy.*")
+	f.StringVar(&o.Filter.Sandbox, "sandbox", "", "only events of the sandbox with this name or id")
+	f.StringVar(&o.Filter.Owner, "owner", "", "only events of sandboxes of this owner")
+	f.StringArrayVar(&o.Filter.Tags, "tag", nil, "only events of sandboxes with this tag; repeatable")
 	return cmd
 }
 
@@ -125,9 +125,9 @@ type webhookFlags struct{ url, secretFile, file string }
 func (w *webhookFlags) add(cmd *cobra.Command) {
 	f := cmd.Flags()
 	f.StringVar(&w.url, "webhook", "", "send events to this address (see \"drowse events\")")
-	f.StringVar(&w.secretFile, "webhook-secret-file", "", "file with what deliveries to --webhook are signed by; only its owner may read it")
+	f.StringVar(&w.secretFile, "webhook-secret-file", "", "file with the secret that signs deliveries to --webhook; only its owner may have access to it")
 	cmd.MarkFlagsRequiredTogether("webhook", "webhook-secret-file")
-	f.StringVar(&w.file, "webhooks", "", "JSON file with more of them: [{\"url\":..., \"secret_file\":..., \"types\":[...], \"owner\":...}]")
+	f.StringVar(&w.file, "webhooks", "", "JSON file with more webhooks: [{\"url\":..., \"secret_file\":..., \"types\":[...], \"owner\":...}]")
 }
 
 func (w *webhookFlags) hooks() (out []events.Webhook, err error) {

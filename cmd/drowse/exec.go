@@ -55,12 +55,12 @@ type execFlags struct {
 // add adds the flags; of says what else there is that has a user and a working directory.
 func (e *execFlags) add(cmd *cobra.Command, of string) {
 	f := cmd.Flags()
-	f.BoolVarP(&e.interA, "interactive", "i", false, "pass stdin on to the command")
-	f.BoolVarP(&e.tty, "tty", "t", false, "give the command a terminal")
+	f.BoolVarP(&e.interA, "interactive", "i", false, "connect stdin to the command")
+	f.BoolVarP(&e.tty, "tty", "t", false, "run the command in a terminal")
 	f.StringArrayVarP(&e.cmd.Env, "env", "e", nil, "set a variable"+of+", KEY=VALUE")
 	f.StringVarP(&e.cmd.Dir, "workdir", "w", "", "working directory"+of+" (default: the image's, else /)")
 	f.StringVarP(&e.cmd.User, "user", "u", "", "user"+of+", or user:group (default: the image's, else root)")
-	f.BoolVar(&e.noConfig, "no-image-config", false, "take no user, working directory and variables from the VM's image")
+	f.BoolVar(&e.noConfig, "no-image-config", false, "ignore user, working directory and variables of the VM's image")
 }
 
 // complete completes a command by what the VM's image says, or by what it has to know of the VM's proxy alone.
@@ -81,14 +81,15 @@ func (a *app) execCommand() *cobra.Command {
 	)
 	cmd := &cobra.Command{
 		Use:   "exec [flags] NAME COMMAND [ARG...]",
-		Short: "Run a command in a VM; one that sleeps is woken",
-		Long: `Run a command in a VM; one that sleeps is woken. The exit status is the command's;
-125 when drowse itself failed, 124 when --timeout was up, 126 and 127 when the command
-could not be started, 128 and the signal's number when a signal ended it.
+		Short: "Run a command in a VM",
+		Long: `Run a command in a VM. A sleeping VM is woken.
 
-User, working directory and variables are those that the VM's image says, where the flags
-say nothing else; an image from Debian packages or a directory says nothing, and then they
-are root, / and the least that a program needs.`,
+The exit status is that of the command; 128 plus the signal's number if a signal ended it; 124
+after --timeout; 126 or 127 if the command could not be started; 125 if drowse itself failed.
+
+User, working directory and variables come from the VM's image unless flags set them. An image
+of Debian packages or of a directory has none of these: commands run as root in / with a
+minimal environment.`,
 		Args: cobra.MinimumNArgs(2), ValidArgsFunction: a.completeVM,
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			c := e.cmd
@@ -133,10 +134,10 @@ are root, / and the least that a program needs.`,
 	f := cmd.Flags()
 	f.SetInterspersed(false)
 	e.add(cmd, "")
-	f.StringVar(&envFile, "env-file", "", "set variables from a file with lines KEY=VALUE, or - for stdin; -e comes after it")
-	f.BoolVar(&e.cmd.Changes, "changes", false, "record in the audit trail which paths of the disk have changed meanwhile: see `drowse audit --changes`")
+	f.StringVar(&envFile, "env-file", "", "set variables from a file with lines KEY=VALUE, - for stdin; -e overrides them")
+	f.BoolVar(&e.cmd.Changes, "changes", false, "record in the audit trail which paths of the disk change meanwhile; see \"drowse audit --changes\"")
 	f.DurationVar(&e.cmd.Timeout, "timeout", 0, "kill the command after this time")
-	secretFlag(cmd, &secrets, " for the time of the command, as a file in "+guest.SecretsDir)
+	secretFlag(cmd, &secrets, " for the duration of the command, as a file in "+guest.SecretsDir)
 	return cmd
 }
 

@@ -19,13 +19,13 @@ func (a *app) forkCommand() *cobra.Command {
 	limit := bootTimeout
 	cmd := &cobra.Command{
 		Use:   "fork NAME",
-		Short: "Make children of a VM, which runs on: they share its memory and disk until they write",
-		Long: `Make children of a VM. Each goes on from the VM's memory, processes and files of
-one moment, with random numbers, a clock, a host name and ids of its own.
+		Short: "Make children of a VM that share its memory and disk until they write",
+		Long: `Make children of a VM. Each continues from the same moment of the VM, with its memory, processes
+and files, and with its own random numbers, clock, host name and ids.
 
-A VM that runs is paused for some milliseconds, once for all children, and does not
-notice; the children share its memory until they write to it. A VM that sleeps goes on
-sleeping. The names of the children are printed.`,
+A running VM is paused for some milliseconds, once for all children, and runs on. The children
+share its memory until they write to it. A sleeping VM goes on sleeping. The command prints the
+names of the children.`,
 		Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if o.Count < 1 || o.Count > sandbox.MaxForks {
@@ -68,10 +68,10 @@ sleeping. The names of the children are printed.`,
 	}
 	f := cmd.Flags()
 	f.IntVar(&o.Count, "count", 1, fmt.Sprintf("number of children, up to %d", sandbox.MaxForks))
-	f.StringVar(&o.Name, "name", "", "name of the child; of several, what their names begin with (default: random ones)")
-	f.BoolVar(&o.Early, "early", false, "do not wait for the snapshot that the children come back from if they are killed")
+	f.StringVar(&o.Name, "name", "", "name of the child, or the prefix of the names of several (default: random)")
+	f.BoolVar(&o.Early, "early", false, "do not wait until the snapshot of the children is on disk")
 	policyFlag(cmd, &policy, "that of the VM")
-	secretFlag(cmd, &secrets, " to each child, which has none of the VM's")
+	secretFlag(cmd, &secrets, " to each child; children do not get those of the VM")
 	f.DurationVar(&limit, "timeout", limit, "give up after this time")
 	return cmd
 }

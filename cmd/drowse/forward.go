@@ -30,16 +30,15 @@ func (a *app) portForwardCommand() *cobra.Command {
 	)
 	cmd := &cobra.Command{
 		Use:   "port-forward [--reverse] NAME [udp:][BIND:]PORT:[HOST:]PORT...",
-		Short: "Carry connections between ports of the host and ports in a VM",
-		Long: `Carry connections between ports of the host and ports in a VM, until the command is
-interrupted. The host listens at the first port, and each connection to it is made again from
-within the VM to the second one; with --reverse the VM listens and the host connects. Both
-sides are at 127.0.0.1 unless another address is named; unix:PATH stands for a Unix socket, on
-either side. Port 0 listens at a free port. udp: before a forward, or --udp for all, carries
-datagrams of UDP: each sender has a socket in the VM until nothing has come for --udp-idle.
+		Short: "Forward ports between the host and a VM",
+		Long: `Forward ports between the host and a VM until the command is interrupted. The host listens on
+the first port; for each connection to it, the agent connects to the second port in the VM. With
+--reverse the VM listens and the host connects. Addresses are 127.0.0.1 by default. unix:PATH is
+a Unix socket, on either side. Port 0 is a free port. The prefix udp:, or --udp for all forwards,
+carries UDP: each sender has a socket in the VM until nothing comes for --udp-idle.
 
-A connection to a VM that sleeps wakes it. When it falls asleep, open connections are reset.
-With --reverse, the VM listens again once something has woken it.`,
+A connection wakes a sleeping VM. Open connections are reset when the VM falls asleep. With
+--reverse, the VM listens again as soon as something else wakes it.`,
 		Args: cobra.MinimumNArgs(2), ValidArgsFunction: a.completeVM,
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			var specs []forward.Spec
@@ -78,9 +77,9 @@ With --reverse, the VM listens again once something has woken it.`,
 	}
 	f := cmd.Flags()
 	f.BoolVarP(&reverse, "reverse", "R", false, "listen in the VM and connect from the host")
-	f.BoolVarP(&udp, "udp", "u", false, "carry datagrams of UDP")
-	f.DurationVar(&idle, "udp-idle", forward.DefaultSessionIdle, "how long a sender of UDP keeps its socket in the VM without a datagram")
-	f.IntVar(&conns, "max-connections", forward.DefaultMaxConns, "connections carried at once by each forward; more wait")
+	f.BoolVarP(&udp, "udp", "u", false, "forward UDP")
+	f.DurationVar(&idle, "udp-idle", forward.DefaultSessionIdle, "how long a UDP sender keeps its socket in the VM without a datagram")
+	f.IntVar(&conns, "max-connections", forward.DefaultMaxConns, "simultaneous connections of each forward; more have to wait")
 	return cmd
 }
 

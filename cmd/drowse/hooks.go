@@ -9,7 +9,7 @@ import (
 
 // hooksFlag adds the flag of commands that run hooks in the guest first.
 func hooksFlag(cmd *cobra.Command, hooks *string) {
-	cmd.Flags().StringVar(hooks, "hooks", "", "hooks in the guest, and before a sleep on the host: require, ignore their failures, or skip them (default: as the VM was made)")
+	cmd.Flags().StringVar(hooks, "hooks", "", "failures of hooks in the guest, and on the host before a sleep: require success, ignore failures, or skip hooks (default: as the VM was created)")
 }
 
 // warnHooks tells of hooks that have failed, each in one line.

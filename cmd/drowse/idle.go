@@ -11,8 +11,8 @@ import (
 
 // idleFlags add the flags that say when a VM goes to sleep by itself. def is what holds without them.
 func idleFlags(cmd *cobra.Command, idle *spec.Idle, def string) {
-	cmd.Flags().Var((*wholeSeconds)(&idle.SleepSeconds), "sleep-after", "put it to sleep when nobody has used it for so long, as 15s or 10m; 0 is never (default "+def+")")
-	cmd.Flags().IntVar(&idle.CPUPercent, "idle-cpu", 0, fmt.Sprintf("percent of a CPU up to which it counts as unused (default %d)", spec.DefaultIdleCPUPercent))
+	cmd.Flags().Var((*wholeSeconds)(&idle.SleepSeconds), "sleep-after", "sleep after this time without use, such as 15s or 10m; 0 is never (default "+def+")")
+	cmd.Flags().IntVar(&idle.CPUPercent, "idle-cpu", 0, fmt.Sprintf("percent of a CPU up to which the VM counts as unused (default %d)", spec.DefaultIdleCPUPercent))
 }
 
 // wholeSeconds is a flag: a duration of whole seconds.

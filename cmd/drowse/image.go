@@ -71,30 +71,28 @@ func (a *app) imageBuildCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "build --from SOURCE | --file FILE --tag NAME", Annotations: makesState,
 		Short: "Make an image from Debian packages, a container image, a tar file, a directory or steps",
-		Long: `Make an image from Debian packages, a container image, a tar file or a directory,
-or of the steps of a build file. SOURCE is one of
+		Long: `Make an image from Debian packages, a container image, a tar file, a directory, or the steps of
+a build file. SOURCE is one of
 
   debian:SUITE                 a minimal Debian, such as debian:bookworm, with the packages
                                of --include
-  docker://REFERENCE           an image of a registry; docker's credentials are used
-  docker-archive:FILE[:NAME]   what docker save has written
+  docker://REFERENCE           an image in a registry, with docker's credentials
+  docker-archive:FILE[:NAME]   a file of docker save
   oci:PATH[:NAME]              a directory with an OCI image layout
-  oci-archive:FILE[:NAME]      a tar archive of one
+  oci-archive:FILE[:NAME]      a tar archive of such a directory
   tar:FILE                     a tar archive of a whole root file system
   dir:PATH                     a directory tree of this host
 
-FILE may be -, the standard input, and compressed. NAME, or @DIGEST in place of :NAME,
-chooses one of several images.
+FILE may be compressed; - is stdin. :NAME or @DIGEST chooses one of several images.
 
-An image of the same Debian source that is younger than --max-age is used instead of
-building a new one; a container image is built anew when it has changed.
+An image of the same Debian source is reused up to --max-age. A container image is built again
+when it has changed.
 
 With --file, FILE has steps in the syntax of a Dockerfile: FROM (an image of
 "drowse image ls", a SOURCE, or scratch), RUN, COPY, ADD, ENV, ARG, WORKDIR, USER,
-ENTRYPOINT, CMD, LABEL, EXPOSE, STOPSIGNAL. Commands run in a VM that is gone afterwards,
-without a network unless --net and --policy give it one. Steps that were done before on
-the same files are not done again, unless --no-cache says so. What commands print goes to
-stderr. docs/guides/images.md says what else of a Dockerfile is known.`,
+ENTRYPOINT, CMD, LABEL, EXPOSE, STOPSIGNAL. Commands run in a temporary VM, without a network
+unless --net and --policy give it one. Their output goes to stderr. Steps are cached, unless
+--no-cache is given. docs/guides/images.md has the details.`,
 		Example: `  drowse image build --from debian:bookworm --include python3,git --tag dev
   drowse image build --from docker://ghcr.io/me/app:v1
   docker save app | drowse image build --from docker-archive:- --tag app
@@ -134,17 +132,17 @@ stderr. docs/guides/images.md says what else of a Dockerfile is known.`,
 	}
 	steps.add(cmd)
 	f := cmd.Flags()
-	f.StringVar(&o.From, "from", "", "what to make it from: see above")
-	f.StringSliceVar(&o.Include, "include", nil, "Debian packages to put in, separated by commas; repeatable")
-	f.StringVarP(&o.Tag, "tag", "t", "", "NAME or NAME:VERSION (default: made from the source, such as debian-python:latest)")
-	f.BoolVar(&o.NoCache, "no-cache", false, "build anew in any case")
-	f.DurationVar(&o.MaxAge, "max-age", builder.DefaultMaxAge, "use an image of the same source up to this age")
-	f.BoolVar(&o.NoDocs, "no-docs", false, "leave out documentation, manual and info pages")
-	f.StringArrayVar(&o.Mirrors, "mirror", nil, "Debian archive, or line as in sources.list, to use instead of the host's; repeatable")
-	f.StringVar(&o.Platform, "platform", "", "of a container image for several: OS/ARCH (default: linux and this host's architecture)")
+	f.StringVar(&o.From, "from", "", "source of the image, see above")
+	f.StringSliceVar(&o.Include, "include", nil, "additional Debian packages, separated by commas; repeatable")
+	f.StringVarP(&o.Tag, "tag", "t", "", "NAME or NAME:VERSION (default: derived from the source, such as debian-python:latest)")
+	f.BoolVar(&o.NoCache, "no-cache", false, "build again even if there is an image")
+	f.DurationVar(&o.MaxAge, "max-age", builder.DefaultMaxAge, "reuse an image of the same source up to this age")
+	f.BoolVar(&o.NoDocs, "no-docs", false, "omit documentation, manual and info pages")
+	f.StringArrayVar(&o.Mirrors, "mirror", nil, "Debian archive, or sources.list line, to use instead of the host's; repeatable")
+	f.StringVar(&o.Platform, "platform", "", "OS/ARCH of a multi-platform container image (default: linux and this host's architecture)")
 	f.BoolVar(&o.PlainHTTP, "plain-http", false, "talk to the registry without TLS")
-	f.IntVar(&o.MaxFiles, "max-files", builder.DefaultMaxFiles, "refuse archives with more entries than this; each takes up to 2 KiB of memory")
-	f.IntVar(&maxMiB, "max-size", builder.DefaultMaxBytes>>20, "refuse sources with more MiB of files than this")
+	f.IntVar(&o.MaxFiles, "max-files", builder.DefaultMaxFiles, "refuse archives with more entries; each takes up to 2 KiB of memory")
+	f.IntVar(&maxMiB, "max-size", builder.DefaultMaxBytes>>20, "refuse sources with more MiB of files")
 	f.BoolVar(&o.InstallDeps, "install-deps", false, "install missing build tools with apt-get")
 	return cmd
 }
@@ -177,9 +175,9 @@ func (a *app) imageListCommand() *cobra.Command {
 func (a *app) imageRemoveCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:   "rm REF...",
-		Short: "Remove images that no VM and no snapshot needs",
-		Long: `Remove images that no VM and no snapshot needs. REF is a tag, an id, or the beginning
-of an id. A tag of an image that has others is only taken away.`,
+		Short: "Remove images that no VM or snapshot needs",
+		Long: `Remove images that no VM or snapshot needs. REF is a tag, an id, or the beginning of an id. If
+the image has other tags, only the given tag is removed.`,
 		Args: cobra.MinimumNArgs(1), ValidArgsFunction: a.completeImage,
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			images, err := image.OpenStore(s.State.ImageDir())
@@ -214,7 +212,7 @@ of an id. A tag of an image that has others is only taken away.`,
 
 func (a *app) imageInspectCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "inspect REF", Short: "Print what is known of an image: source, layers, digests, configuration",
+		Use: "inspect REF", Short: "Show an image: source, layers, digests, configuration",
 		Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeImage,
 		RunE: a.onImages(func(_ *cobra.Command, args []string, s *image.Store) error {
 			img, err := s.Find(args[0])
@@ -284,13 +282,13 @@ func printImage(w io.Writer, i *image.Image) {
 func (a *app) imageExportCommand() *cobra.Command {
 	var format string
 	cmd := &cobra.Command{
-		Use: "export REF FILE", Short: "Write an image to a file, or to stdout",
-		Long: `Write an image to a file, or to stdout when FILE is -. The formats are
+		Use: "export REF FILE", Short: "Export an image to a file or stdout",
+		Long: `Export an image to a file; - is stdout. The formats are
 
   erofs         the image as it is (the default)
   tar           its files as a tar archive
-  oci-archive   a container image of one layer with its configuration, by the OCI
-                image specification, and in the form that docker load reads
+  oci-archive   an OCI container image of one layer with its configuration, which
+                docker load reads as well
 
 The same image gives the same bytes.`,
 		Args: cobra.ExactArgs(2), ValidArgsFunction: a.completeImage,
@@ -337,7 +335,7 @@ The same image gives the same bytes.`,
 
 func (a *app) imagePruneCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "prune", Short: "Remove downloaded layers and results of steps that belong to no image, and what builds that died left",
+		Use: "prune", Short: "Remove downloads and cached build steps that no image needs, and remains of killed builds",
 		Args: cobra.NoArgs,
 		RunE: a.onHost(func(cmd *cobra.Command, _ []string, vms *sandbox.Host) error {
 			if err := build.Sweep(cmd.Context(), vms); err != nil {

@@ -31,13 +31,13 @@ func (a *app) kernelBuildCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "build", Annotations: makesState,
 		Short: "Build the small guest kernel from Debian's kernel source",
-		Long: `Build the small guest kernel from Debian's kernel source, or find it in the cache if it
-has one with the patches and options of this program. It runs on every kind of KVM. With
---update, the cache's is used only if Debian's source and the compiler are the same too.
+		Long: `Build the small guest kernel from Debian's kernel source, unless the cache has one with this
+program's patches and options. It runs on every kind of KVM. With --update, the cached kernel
+must also be of Debian's newest source and of the same compiler.
 
-With --config, FILE has options in the form of a kernel's .config, which take the place of
-those that drowse sets. Such a kernel is used by VMs that name it (run --kernel ID) and by
-images that need what it has; the others keep the usual one. docs/reference/KERNELS.md says more.`,
+--config takes a file with kernel options in .config format, which override those of drowse. VMs
+that name such a kernel (run --kernel ID) and images that need its features use it; others keep
+the usual one. See docs/reference/KERNELS.md.`,
 		Example: `  drowse kernel build --install-deps
   apt-get update && drowse kernel build --update
   echo CONFIG_VXLAN=y | drowse kernel build --config -`,
@@ -65,12 +65,12 @@ images that need what it has; the others keep the usual one. docs/reference/KERN
 		},
 	}
 	f := cmd.Flags()
-	f.IntVarP(&jobs, "jobs", "j", 0, "compilers that run at once (default: one on each CPU)")
+	f.IntVarP(&jobs, "jobs", "j", 0, "parallel compilers (default: one for each CPU)")
 	f.BoolVar(&install, "install-deps", false, "install missing build tools with apt-get, as root")
-	f.BoolVar(&update, "update", false, "build from the newest source that apt knows, also if the cache has a kernel of an older one")
-	f.StringVar(&tarball, "source", "", "linux-*.tar.xz to build from instead of Debian's package")
-	f.StringVar(&config, "config", "", "file with further options of the kernel, or -")
-	f.StringVar(&shared, "share", "", "directory through which other state directories get the kernel, or have it already")
+	f.BoolVar(&update, "update", false, "build from the newest source that apt knows, even if the cache has an older kernel")
+	f.StringVar(&tarball, "source", "", "linux-*.tar.xz to use instead of Debian's package")
+	f.StringVar(&config, "config", "", "file with additional kernel options, - for stdin")
+	f.StringVar(&shared, "share", "", "directory that shares kernels between state directories")
 	return cmd
 }
 
@@ -103,10 +103,10 @@ func (a *app) kernelFetchCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "fetch", Annotations: makesState,
 		Short: "Fetch Debian's stock cloud kernel, which runs on hardware KVM",
-		Long: `Fetch Debian's stock cloud kernel, which runs on KVM with VMX or SVM, or find it in the
-cache. With --update, the cache's is used only if apt knows no newer one. The kernel's
-drivers are modules: those that a VM needs are loaded when it boots, and with --module
-others as well. "drowse kernel inspect" says which features want which.`,
+		Long: `Fetch Debian's stock cloud kernel, unless the cache has it. It runs on KVM with VMX or SVM. With
+--update, the cached kernel must be the newest that apt knows. Its drivers are modules: a VM
+loads those that it needs at boot, and those of --module. "drowse kernel inspect" lists the
+modules of each feature.`,
 		Example: `  drowse kernel fetch
   drowse kernel fetch --module veth,bridge,br_netfilter,nft_compat`,
 		Args: cobra.NoArgs,
@@ -119,9 +119,9 @@ others as well. "drowse kernel inspect" says which features want which.`,
 			return a.answerKernel(k, err)
 		}),
 	}
-	cmd.Flags().StringSliceVar(&modules, "module", nil, "further modules that are loaded when a VM boots, with what they depend on")
-	cmd.Flags().BoolVar(&update, "update", false, "fetch the newest kernel that apt knows, also if the cache has an older one")
-	cmd.Flags().BoolVar(&index, "update-index", false, "run apt-get update, as root, if apt does not know the kernel or its file is gone")
+	cmd.Flags().StringSliceVar(&modules, "module", nil, "additional modules to load at boot, with their dependencies")
+	cmd.Flags().BoolVar(&update, "update", false, "fetch the newest kernel that apt knows, even if the cache has an older one")
+	cmd.Flags().BoolVar(&index, "update-index", false, "run apt-get update, as root, if apt does not know the kernel or its file is missing")
 	return cmd
 }
 
@@ -131,7 +131,7 @@ func (a *app) answerKernel(k *kernel.Kernel, err error) error {
 
 func (a *app) kernelListCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "ls", Short: "List the kernels that have been built and fetched", Args: cobra.NoArgs,
+		Use: "ls", Short: "List kernels", Args: cobra.NoArgs,
 		RunE: a.onHost(func(_ *cobra.Command, _ []string, s *sandbox.Host) error {
 			list, err := kernel.List(s.State.KernelDir())
 			return answerList(a, list, err, "ID\tKIND\tVERSION\tRUNS ON KVM\tSIZE\tCREATED", func(k *kernel.Kernel) []any {
@@ -152,11 +152,10 @@ type kernelInfo struct {
 
 func (a *app) kernelInspectCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "inspect KERNEL", Short: "Print what is known of a kernel: version, digests, source, hosts, features",
-		Long: `Print what is known of a kernel: version, digests, source, the kinds of KVM that it runs
-on, and which features it has, by its configuration. KERNEL is an id of "drowse kernel ls",
-the beginning of one, or "built" or "debian" for the newest of these. The kernel's file is
-read and compared with its digest.`,
+		Use: "inspect KERNEL", Short: "Show a kernel: version, digests, source, hosts, features",
+		Long: `Show a kernel: version, digests, source, the kinds of KVM that it runs on, and the features of its
+configuration. KERNEL is an id of "drowse kernel ls", the beginning of one, or "built" or
+"debian" for the newest of its kind. The kernel's file is checked against its digest.`,
 		Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeKernel,
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			k, err := kernel.Find(s.State.KernelDir(), args[0])

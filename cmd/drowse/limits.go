@@ -13,9 +13,9 @@ import (
 func (a *app) limitsCommand() *cobra.Command {
 	var l limits.Limits
 	cmd := &cobra.Command{
-		Use: "limits", Short: "Say or set what all awake sandboxes together may have of the host", Args: cobra.NoArgs,
-		Long: `Say what all awake sandboxes together may have of the host, or set it with flags.
-A start that finds no room waits, and fails when none has come in time.`,
+		Use: "limits", Short: "Show or set how much of the host all awake sandboxes may use", Args: cobra.NoArgs,
+		Long: `Show how much of the host all awake sandboxes together may use, or set it with flags. A start
+that finds no room waits, and fails if none becomes free in time.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			s, err := a.store()
 			if err != nil {
@@ -59,8 +59,8 @@ A start that finds no room waits, and fails when none has come in time.`,
 		},
 	}
 	d, f := limits.Default, cmd.Flags()
-	f.Float64Var(&l.MemoryOvercommit, "memory-overcommit", d.MemoryOvercommit, "how many times the host's memory their RAM may add up to")
-	f.IntVar(&l.WakeReservePercent, "wake-reserve", d.WakeReservePercent, "percent of that for those that wake")
-	f.IntVar(&l.MemoryWaitSeconds, "memory-wait", d.MemoryWaitSeconds, "seconds that a start waits for room")
+	f.Float64Var(&l.MemoryOvercommit, "memory-overcommit", d.MemoryOvercommit, "limit of their RAM together, as a multiple of the host's memory")
+	f.IntVar(&l.WakeReservePercent, "wake-reserve", d.WakeReservePercent, "percent of that reserved for wakes")
+	f.IntVar(&l.MemoryWaitSeconds, "memory-wait", d.MemoryWaitSeconds, "seconds that a start waits for free memory")
 	return cmd
 }

@@ -51,10 +51,10 @@ func (a *app) lsCommand() *cobra.Command {
 	)
 	cmd := &cobra.Command{
 		Use: "ls", Short: "List sandboxes by owner, tag, class and status", Args: cobra.NoArgs,
-		Long: `List sandboxes: those of an owner, with all of some tags, of a class, or with one of some
-statuses: creating, running, waiting, asleep, stopped, failed, expired.
+		Long: `List sandboxes, by owner, class, tags (all of those given) and status (one of those given):
+creating, running, waiting, asleep, stopped, crashed, expired.
 
-The JSON document has a page of them; "next" is what --after takes for the next page.`,
+The JSON document is one page; pass its "next" to --after for the next page.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			for _, s := range statuses {
 				f.Statuses = append(f.Statuses, records.Status(s))
@@ -92,12 +92,12 @@ The JSON document has a page of them; "next" is what --after takes for the next 
 		},
 	}
 	fl := cmd.Flags()
-	fl.StringVar(&f.Owner, "owner", "", "only those of this owner")
-	fl.StringArrayVar(&f.Tags, "tag", nil, "only those with this tag; may be given several times")
-	fl.StringArrayVar(&statuses, "status", nil, "only those with this status; may be given several times")
-	fl.StringVar((*string)(&f.Class), "class", "", "only those of this class")
-	fl.IntVar(&f.Limit, "limit", 0, fmt.Sprintf("at most so many, up to %d (default %d)", records.MaxPage, records.DefaultPage))
-	fl.StringVar(&f.After, "after", "", "only those with names after this one")
+	fl.StringVar(&f.Owner, "owner", "", "only sandboxes of this owner")
+	fl.StringArrayVar(&f.Tags, "tag", nil, "only sandboxes with this tag; repeatable")
+	fl.StringArrayVar(&statuses, "status", nil, "only sandboxes with this status; repeatable")
+	fl.StringVar((*string)(&f.Class), "class", "", "only sandboxes of this class")
+	fl.IntVar(&f.Limit, "limit", 0, fmt.Sprintf("size of a page, up to %d (default %d)", records.MaxPage, records.DefaultPage))
+	fl.StringVar(&f.After, "after", "", "only sandboxes with names after this one")
 	fl.BoolVar(&all, "all", false, "all pages")
 	cmd.MarkFlagsMutuallyExclusive("all", "limit")
 	cmd.MarkFlagsMutuallyExclusive("all", "after")
@@ -123,7 +123,7 @@ type vmRow struct {
 func (a *app) psCommand() *cobra.Command {
 	var all bool
 	cmd := &cobra.Command{
-		Use: "ps", Short: "List VMs", Args: cobra.NoArgs,
+		Use: "ps", Short: "List VMs with their processes and memory", Args: cobra.NoArgs,
 		RunE: a.onHost(func(cmd *cobra.Command, _ []string, s *sandbox.Host) error {
 			list, err := a.listed(cmd.Context(), records.Filter{}, true)
 			if err != nil {
@@ -152,7 +152,7 @@ func (a *app) psCommand() *cobra.Command {
 			return errors.Join(append(errs, err)...)
 		}),
 	}
-	cmd.Flags().BoolVarP(&all, "all", "a", false, "also those that have stopped")
+	cmd.Flags().BoolVarP(&all, "all", "a", false, "include stopped VMs")
 	return cmd
 }
 

@@ -127,7 +127,7 @@ func (a *app) root() *cobra.Command {
 	state := cmp.Or(os.Getenv("DROWSE_STATE"), defaultState)
 	root := &cobra.Command{
 		Use:           "drowse",
-		Short:         "Sandboxes that sleep: real Linux VMs that cost only disk when idle and wake in milliseconds",
+		Short:         "Sandboxes that sleep: Linux VMs that occupy only disk when idle and wake in milliseconds",
 		SilenceUsage:  true,
 		SilenceErrors: true,
 		Version:       version(),
@@ -152,7 +152,7 @@ func (a *app) root() *cobra.Command {
 	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return usageError{err} })
 	f := root.PersistentFlags()
 	f.StringVar(&a.state, "state", state, "directory for VMs, images, kernels and snapshots ($DROWSE_STATE)")
-	f.StringVarP(&a.output, "output", "o", "text", "what stdout gets: text, or one json document")
+	f.StringVarP(&a.output, "output", "o", "text", "format of stdout: text, or json (one document)")
 	f.BoolVarP(&a.verbose, "verbose", "v", false, "log more to stderr")
 	root.AddCommand(
 		a.doctorCommand(), a.kernelCommand(), a.imageCommand(),

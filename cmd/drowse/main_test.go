@@ -11,6 +11,10 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"unicode/utf8"
+
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 )
 
 // drowse runs a command line with a state directory.
@@ -189,6 +193,27 @@ func TestEmptyListsAreListsInJSON(t *testing.T) {
 			}
 		})
 	}
+}
+
+func TestHelp_fits_a_terminal_and_has_one_word_for_the_value_of_a_flag(t *testing.T) {
+	var check func(c *cobra.Command)
+	check = func(c *cobra.Command) {
+		for line := range strings.Lines(c.Short + "\n" + c.Long) {
+			if n := utf8.RuneCountInString(strings.TrimSuffix(line, "\n")); n > 100 {
+				t.Errorf("%s: a line of its help has %d columns: %s", c.CommandPath(), n, line)
+			}
+		}
+		c.LocalFlags().VisitAll(func(f *pflag.Flag) {
+			// What is in backquotes names the value.
+			if name, _ := pflag.UnquoteUsage(f); strings.Contains(name, " ") {
+				t.Errorf("%s --%s: its value is called %q", c.CommandPath(), f.Name, name)
+			}
+		})
+		for _, sub := range c.Commands() {
+			check(sub)
+		}
+	}
+	check((&app{}).root())
 }
 
 func TestCompletionScripts(t *testing.T) {

@@ -16,32 +16,29 @@ import (
 
 func (a *app) netCommand() *cobra.Command {
 	return group(&cobra.Command{
-		Use: "net", Short: "Set up how packets of VMs leave this host",
-		Long: `Set up how packets of VMs leave this host. What they may reach is said by each VM's
-policy, see "drowse policy". The range of VMs' addresses is 10.200.0.0/16 unless
-$DROWSE_AGENT_RANGE names another, and fd64:726f:7773:2::/64 unless
-$DROWSE_AGENT_RANGE6 does.`,
+		Use: "net", Short: "Set up the host's network for VMs",
+		Long: `Set up how packets of VMs leave this host. What a VM may reach is in its policy, see "drowse
+policy". VMs have addresses in 10.200.0.0/16 ($DROWSE_AGENT_RANGE) and fd64:726f:7773:2::/64
+($DROWSE_AGENT_RANGE6).`,
 	}, a.netSetupCommand(), a.netStatusCommand(), a.netRemoveCommand())
 }
 
 func (a *app) netSetupCommand() *cobra.Command {
 	var forward, forward6 bool
 	cmd := &cobra.Command{
-		Use: "setup", Short: "Translate the VMs' addresses into the host's, in a table of nftables of its own", Args: cobra.NoArgs,
-		Long: `Translate the VMs' addresses into the host's, in the table "ip drowse" of nftables. A
-VM whose policy allows addresses beyond the host does so by itself when it starts, and
-in "ip6 drowse" if it has IPv6. It also has the host drop packets with a VM's address as
-their source that come by another device than a VM's, and bounds how many connections
-of each VM are tracked. Doing it again changes nothing.
+		Use: "setup", Short: "Translate the VMs' addresses into the host's, in a table of nftables", Args: cobra.NoArgs,
+		Long: `Translate the VMs' addresses into the host's, in the nftables tables "ip drowse" and, for IPv6,
+"ip6 drowse". A VM whose policy allows addresses beyond the host does this by itself when it
+starts. The tables also drop packets with a VM's source address that arrive at another device,
+and limit the tracked connections of each VM. Repeating the command changes nothing.
 
-With --forward, switch on net.ipv4.ip_forward if it is off. It lets a host route packets
-between all its interfaces; a rule is added first that drops those that are neither from
-nor to a VM. "drowse net remove" switches it off again. Where it was on already, nothing
-is added, and a firewall of the host's decides on its own.
+--forward switches on net.ipv4.ip_forward if it is off. This lets a host route packets between
+all its interfaces, so drowse first adds a rule that drops those that are neither from nor to a
+VM. "drowse net remove" switches it off again. If it was on already, drowse adds nothing and
+leaves the decision to the host's firewall.
 
-With --forward6, do the same for IPv6: translate, and switch on
-net.ipv6.conf.all.forwarding. Interfaces that take routes from routers (accept_ra 1) go
-on with it (accept_ra 2), which a host that forwards would not do by itself.`,
+--forward6 does the same for IPv6 and net.ipv6.conf.all.forwarding. Interfaces that accept router
+advertisements (accept_ra 1) keep doing so (accept_ra 2).`,
 		RunE: func(*cobra.Command, []string) error {
 			var switched []string
 			for _, v := range []struct {
@@ -84,14 +81,14 @@ on with it (accept_ra 2), which a host that forwards would not do by itself.`,
 
 func (a *app) netStatusCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "status", Short: "Say what is set up", Args: cobra.NoArgs,
+		Use: "status", Short: "Show what is set up", Args: cobra.NoArgs,
 		RunE: func(*cobra.Command, []string) error { return a.printNet() },
 	}
 }
 
 func (a *app) netRemoveCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "remove", Short: "Remove the tables, and switch forwarding off if setup has switched it on", Args: cobra.NoArgs,
+		Use: "remove", Short: "Remove the tables, and switch forwarding off if setup switched it on", Args: cobra.NoArgs,
 		RunE: func(*cobra.Command, []string) error {
 			if err := hostnet.Remove(); err != nil {
 				return err

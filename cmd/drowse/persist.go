@@ -34,8 +34,8 @@ const (
 
 func (p *persistFlags) add(cmd *cobra.Command) {
 	f := cmd.Flags()
-	f.StringArrayVar(&p.drop, flagDrop, nil, "directory in the guest that is emptied before each sleep; may be given several times")
-	f.StringArrayVar(&p.promote, flagPromote, nil, "PATH=HOSTDIR: file or directory in the guest that is copied to HOSTDIR/NAME/TIME before each sleep; may be given several times")
+	f.StringArrayVar(&p.drop, flagDrop, nil, "directory in the guest to empty before each sleep; repeatable")
+	f.StringArrayVar(&p.promote, flagPromote, nil, "PATH=HOSTDIR: copy this file or directory of the guest to HOSTDIR/NAME/TIME before each sleep; repeatable")
 	f.Var(&p.max, flagPersistMax, "refuse to sleep with more data than this on the writable disk, as 512MiB or 2GiB; 0 is no limit")
 }
 
@@ -105,10 +105,10 @@ func (*byteSize) Type() string { return "bytes" }
 
 func (a *app) promoteCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "promote NAME", Short: "Copy what is to be promoted of a sandbox to the host now", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
-		Long: `Copy the files and directories that "drowse run --promote" and "drowse update --promote" name to
-the host now, while the sandbox runs, as is done before each sleep: to HOSTDIR/NAME/TIME, where they are
-whole or not at all. Nothing is dropped. One that sleeps has been promoted then.`,
+		Use: "promote NAME", Short: "Copy the promoted files of a sandbox to the host now", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
+		Long: `Copy the files and directories of --promote ("drowse run", "drowse update") to HOSTDIR/NAME/TIME
+now, as before each sleep. A copy is complete or absent. Nothing is dropped. The sandbox must
+run; a sleeping one was promoted before it fell asleep.`,
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			copies, err := s.Sandbox(args[0]).Promote(cmd.Context())
 			return a.answer(wire.Promoted{Promoted: some(copies)}, err, func(w io.Writer) { printPromoted(w, copies) })

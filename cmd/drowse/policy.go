@@ -49,9 +49,9 @@ type surroundings struct {
 func (s *surroundings) flags(cmd *cobra.Command) {
 	f := cmd.Flags()
 	f.StringVar(&s.address, "address", "10.200.0.2", "the VM's own IPv4 address")
-	f.StringVar(&s.address6, "address6", "", "the VM's own IPv6 address; without one there is no IPv6")
+	f.StringVar(&s.address6, "address6", "", "the VM's own IPv6 address (default: no IPv6)")
 	f.StringSliceVar(&s.host, "host", nil, "addresses of the host")
-	f.StringSliceVar(&s.onLink, "on-link", nil, "ranges in which the host has neighbours, which count as private")
+	f.StringSliceVar(&s.onLink, "on-link", nil, "ranges with neighbours of the host, which count as private")
 	f.StringSliceVar(&s.agents, "agents", []string{hostnet.DefaultRange.String(), hostnet.DefaultRange6.String()}, "ranges of the VMs' addresses")
 	f.StringArrayVar(&s.peers, "peer", nil, "another VM, as ADDRESS=TAG,TAG...")
 }
@@ -102,9 +102,9 @@ func (a *app) policyCheckCommand() *cobra.Command {
 	var s surroundings
 	cmd := &cobra.Command{
 		Use:   "check FILE",
-		Short: "Say whether a policy file is valid, and what it opens",
-		Long: `Say whether a policy file, YAML or JSON, is valid, and what it opens. FILE may be - for
-stdin. The exit status is 2 if it is not valid; the message names line and field.`,
+		Short: "Check a policy file, and show what it opens",
+		Long: `Check a policy file (YAML or JSON, - for stdin), and show what it opens. If it is not valid, the
+exit status is 2, and the message names line and field.`,
 		Args: cobra.ExactArgs(1),
 		RunE: func(_ *cobra.Command, args []string) error {
 			p, err := readPolicy(args[0])
@@ -187,13 +187,13 @@ func (a *app) policyExplainCommand() *cobra.Command {
 	var names []string
 	cmd := &cobra.Command{
 		Use:   "explain FILE --packet 'DIRECTION PROTOCOL PEER[:PORT]'",
-		Short: "Say what a policy does with a packet, and why",
-		Long: `Say what a policy does with a packet that opens a flow, and why. DIRECTION is egress,
-from the VM, or ingress, to it. PROTOCOL is tcp, udp or icmp. PEER is the address on the
-other side, in brackets if it is IPv6 with a port. PORT is the destination port.
+		Short: "Explain what a policy does with a packet",
+		Long: `Explain what a policy does with a packet that opens a flow. DIRECTION is egress (from the VM) or
+ingress (to it). PROTOCOL is tcp, udp or icmp. PEER is the address of the other side, in
+brackets if it is IPv6 with a port. PORT is the destination port.
 
-Where names are checked in TLS, the answer says so; --server-name says what a connection
-with that name gets, which may be empty for none.`,
+The answer says where names are checked in TLS. --server-name shows what a connection with that
+name gets; an empty one stands for a connection without a name.`,
 		Example: `  drowse policy explain web.yaml --packet 'egress tcp 93.184.216.34:443'
   drowse policy explain web.yaml --packet 'egress tcp [2606:4700::1111]:443' --address6 fd00::2
   drowse policy explain web.yaml --packet 'egress tcp 151.101.0.223:443' --name pypi.org`,
@@ -219,8 +219,8 @@ with that name gets, which may be empty for none.`,
 		},
 	}
 	cmd.Flags().StringVar(&packet, "packet", "", "the packet: direction, protocol, peer and port")
-	cmd.Flags().StringSliceVar(&names, "name", nil, "names that the resolver has given the peer's address for")
-	cmd.Flags().StringVar(&serverName, "server-name", "", "the server name in the connection's TLS")
+	cmd.Flags().StringSliceVar(&names, "name", nil, "names that the resolver resolved to the peer's address")
+	cmd.Flags().StringVar(&serverName, "server-name", "", "server name in the TLS of the connection")
 	s.flags(cmd)
 	return cmd
 }

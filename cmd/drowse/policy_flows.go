@@ -19,17 +19,16 @@ func (a *app) policyFlowsCommand() *cobra.Command {
 	var follow bool
 	cmd := &cobra.Command{
 		Use: "flows NAME", Short: "Print the flows of a running VM", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
-		Long: `Print the flows of a running VM that have ended or were denied, as far as they are kept,
-and those that are open. With --follow, go on with those that end, until the VM sleeps or
-ends, which ends all; those that are open are not printed before. With -o json, a JSON
-object on a line for each.`,
+		Long: `Print the recent flows of a running VM: ended, denied and open ones. With --follow, print ended and
+denied flows as they come, until the VM sleeps or ends, which ends all flows; open ones are not
+printed. With -o json each flow is one line.`,
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			return a.printFlows(follow, func(each func(netpolicy.FlowRecord) error) error {
 				return s.Sandbox(args[0]).NetworkFlows(cmd.Context(), follow, each)
 			})
 		}),
 	}
-	cmd.Flags().BoolVarP(&follow, "follow", "f", false, "go on with those that end")
+	cmd.Flags().BoolVarP(&follow, "follow", "f", false, "print flows as they end")
 	return cmd
 }
 

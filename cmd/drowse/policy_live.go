@@ -37,10 +37,9 @@ func policyFrom(path string) (*netpolicy.Policy, error) {
 func (a *app) policySetCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "set NAME FILE", Short: "Replace the network policy of a VM", Args: cobra.ExactArgs(2), ValidArgsFunction: a.completeVM,
-		Long: `Replace the network policy of a VM, for good. FILE may be - for stdin. If the VM runs,
-packets are judged by the new policy when the command returns, and flows that it would
-not open are cut; no packet passes without a policy in between. A VM that sleeps or has
-stopped comes back with it.`,
+		Long: `Replace the network policy of a VM permanently. FILE may be - for stdin. If the VM runs, the new
+policy is in force when the command returns, and cuts flows that it would not open. No packet
+passes without a policy meanwhile. A VM that does not run starts with it.`,
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			p, err := readPolicy(args[1])
 			if err != nil {
@@ -68,10 +67,10 @@ func (a *app) policyTagCommand() *cobra.Command {
 	var add, remove []string
 	cmd := &cobra.Command{
 		Use: "tag NAME", Short: "Change the tags of a VM", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
-		Long: `Add tags to those of a VM, or remove some, for good, and print those that it has. Rules of
-other VMs' policies (agents) name it by them. If the VM runs, they hold when the command
-returns: flows that the rules of others do not open by them are cut. A VM that sleeps or has
-stopped comes back with them. A tag that is there already, or is not, is no error.`,
+		Long: `Add or remove tags of a VM permanently, and print its tags. Policies of other VMs (agents) name it
+by them. If the VM runs, the tags are in force when the command returns, and cut flows that
+policies of others no longer open. A VM that does not run starts with them. It is no error to
+add a tag twice, or to remove one that is not there.`,
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			ctx, cancel := context.WithTimeout(cmd.Context(), policyTimeout)
 			defer cancel()
@@ -79,8 +78,8 @@ stopped comes back with them. A tag that is there already, or is not, is no erro
 			return a.answer(res, err, func(w io.Writer) { fmt.Fprintln(w, strings.Join(res.Tags, " ")) })
 		}),
 	}
-	cmd.Flags().StringArrayVar(&add, "add", nil, "a tag to add; may be given several times")
-	cmd.Flags().StringArrayVar(&remove, "remove", nil, "a tag to remove; may be given several times")
+	cmd.Flags().StringArrayVar(&add, "add", nil, "tag to add; repeatable")
+	cmd.Flags().StringArrayVar(&remove, "remove", nil, "tag to remove; repeatable")
 	cmd.MarkFlagsOneRequired("add", "remove")
 	return cmd
 }
@@ -158,8 +157,8 @@ func prune(n *yaml.Node) bool {
 func (a *app) policyDiffCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "diff NAME FILE", Short: "Compare the network policy of a VM with a file", Args: cobra.ExactArgs(2), ValidArgsFunction: a.completeVM,
-		Long: `Compare the network policy of a VM with a file, - for stdin: lines that "policy set"
-would remove begin with -, those that it would add with +.`,
+		Long: `Compare the network policy of a VM with a file (- for stdin). Lines that "policy set" would remove
+begin with -, lines that it would add with +.`,
 		RunE: a.onHost(func(_ *cobra.Command, args []string, s *sandbox.Host) error {
 			p, err := readPolicy(args[1])
 			if err != nil {
@@ -264,7 +263,7 @@ func diffLines(a, b []string) []string {
 
 func (a *app) policyStatsCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "stats NAME", Short: "Say what has passed between a running VM and the network, and what has not", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
+		Use: "stats NAME", Short: "Show what passed between a running VM and the network, and what did not", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			st, err := s.Sandbox(args[0]).NetworkStats(cmd.Context())
 			return a.answer(st, err, func(w io.Writer) { writeStats(w, st) })
@@ -304,15 +303,14 @@ func writeStats(w io.Writer, st spec.NetworkStats) {
 func (a *app) policyEventsCommand() *cobra.Command {
 	var follow bool
 	cmd := &cobra.Command{
-		Use: "events NAME", Short: "Print the packets of a running VM that did not pass, a line of JSON for each", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
-		Long: `Print the last packets from and to a running VM that did not pass: one JSON object on
-a line for each, whatever -o says. The last 1024 are kept. With --follow, go on with those
-that come, until the VM sleeps or ends.`,
+		Use: "events NAME", Short: "Print packets of a running VM that were not let through", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
+		Long: `Print the last 1024 packets from and to a running VM that were not let through, as one line of
+JSON each, whatever -o says. With --follow, print new ones until the VM sleeps or ends.`,
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			e := json.NewEncoder(a.stdout)
 			return followed(follow, s.Sandbox(args[0]).NetworkEvents(cmd.Context(), follow, func(ev spec.NetEvent) error { return e.Encode(ev) }))
 		}),
 	}
-	cmd.Flags().BoolVarP(&follow, "follow", "f", false, "go on with those that come")
+	cmd.Flags().BoolVarP(&follow, "follow", "f", false, "print new packets as they come")
 	return cmd
 }

@@ -30,9 +30,9 @@ func (e execError) Unwrap() error { return e.error }
 
 func (m *mainFlags) add(cmd *cobra.Command) {
 	f := cmd.Flags()
-	f.BoolVar(&m.entrypoint, "entrypoint", false, "run the image's entrypoint, with COMMAND or else the image's own command as its arguments")
-	f.BoolVarP(&m.detach, "detach", "d", false, "do not wait for the command; it goes on as the process \""+mainID+"\"")
-	f.BoolVar(&m.remove, "rm", false, "remove the VM when the command has ended")
+	f.BoolVar(&m.entrypoint, "entrypoint", false, "run the image's entrypoint with COMMAND, or the image's own command, as its arguments")
+	f.BoolVarP(&m.detach, "detach", "d", false, "do not wait for the command; it runs on as the process \""+mainID+"\"")
+	f.BoolVar(&m.remove, "rm", false, "remove the VM when the command ends")
 	m.execFlags.add(cmd, " of the command")
 }
 

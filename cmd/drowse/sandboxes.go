@@ -34,12 +34,12 @@ type metadataFlags struct {
 
 func (l *metadataFlags) add(cmd *cobra.Command, ttl string) {
 	f := cmd.Flags()
-	f.StringVar(&l.class, "class", "", "ephemeral, resumable or workspace: what becomes of it at its end (default workspace)")
-	f.StringVar(&l.owner, "owner", "", "whose it is, to find it by")
-	f.StringVar(&l.purpose, "purpose", "", "what it is for, in words")
+	f.StringVar(&l.class, "class", "", "what happens at its end: ephemeral, resumable or workspace (default workspace)")
+	f.StringVar(&l.owner, "owner", "", "owner, to find it by")
+	f.StringVar(&l.purpose, "purpose", "", "description")
 	f.StringVar(&l.ttl, "ttl", "", ttl)
 	l.persist.add(cmd)
-	f.StringVar(&l.keep, "keep", "", "which of its sleeps are kept, and for how long it is itself when it has expired: last=N,for=TIME,expired=TIME")
+	f.StringVar(&l.keep, "keep", "", "which sleeps to keep, and how long to keep the sandbox after it has expired: last=N,for=TIME,expired=TIME")
 }
 
 // given says whether any of the flags is.
@@ -90,10 +90,10 @@ func (a *app) historyCommand() *cobra.Command {
 		before string
 	)
 	cmd := &cobra.Command{
-		Use: "history NAME", Short: "Say what was run in a sandbox and when it slept, the newest first", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
-		Long: `Say what was run in a sandbox and when it slept, the newest first: commands with their
-times, exit status, processor time and bytes, and sleeps with what they took. One that was
-removed can be named as well, by its name or its id, for 30 days.`,
+		Use: "history NAME", Short: "Show the history of a sandbox: its commands and sleeps", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
+		Long: `Show the history of a sandbox, the newest first: commands with times, exit status, processor time
+and bytes, and sleeps with their costs. A removed sandbox has a history for 30 days, by its name
+or id.`,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if before != "" {
 				at, err := time.Parse(time.RFC3339Nano, before)
@@ -119,8 +119,8 @@ removed can be named as well, by its name or its id, for 30 days.`,
 			return a.print(historyDoc{1, h}, func(w io.Writer) { printHistory(w, h) })
 		},
 	}
-	cmd.Flags().IntVar(&span.Limit, "limit", records.DefaultPage, "at most so many commands, and so many sleeps")
-	cmd.Flags().StringVar(&before, "before", "", "only what was before this time")
+	cmd.Flags().IntVar(&span.Limit, "limit", records.DefaultPage, "at most this many commands and this many sleeps")
+	cmd.Flags().StringVar(&before, "before", "", "only what happened before this time")
 	return cmd
 }
 
@@ -159,7 +159,7 @@ func printHistory(w io.Writer, h records.History) {
 
 func (a *app) renameCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "rename NAME NEWNAME", Short: "Give a sandbox that does not run another name", Args: cobra.ExactArgs(2), ValidArgsFunction: a.completeVM,
+		Use: "rename NAME NEWNAME", Short: "Rename a sandbox that does not run", Args: cobra.ExactArgs(2), ValidArgsFunction: a.completeVM,
 		RunE: a.onFleet(func(cmd *cobra.Command, args []string, fl *fleet.Fleet) error {
 			s, err := a.store()
 			if err != nil {
@@ -185,14 +185,14 @@ func (a *app) updateCommand() *cobra.Command {
 		rotate        rotateFlags
 	)
 	cmd := &cobra.Command{
-		Use: "update NAME", Short: "Change whose a sandbox is, how long it lasts, and what it is at its next wake", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
-		Long: `Change a sandbox. Owner, purpose, class, tags, time to live, what is kept, what does not persist and the network
-policy can be changed whether it runs or not, and hold at once. Hooks and the time after which it sleeps
-want one that does not run, and hold from its next wake; CPUs and memory want one that has
-stopped, and hold from its next boot.
+		Use: "update NAME", Short: "Change a sandbox: owner, lifetime, policy, size and more", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
+		Long: `Change a sandbox. Owner, purpose, class, tags, expiry, retention, persistence and network policy
+take effect at once, whether it runs or not. Hooks and idle time can be changed while it does
+not run, and take effect at its next wake; CPUs and memory while it is stopped, for its next boot.
 
-With --rotate-to each wake begins anew from that snapshot of the sandbox, with the memory and disk of that time, and
-what was done since is left; with --rotate-every or --rotate-at only the first wake after each such time.`,
+With --rotate-to each wake begins anew from that snapshot of the sandbox, with its memory and
+disk, and leaves what was done since. With --rotate-every or --rotate-at only the first wake
+after each such time does.`,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			set := cmd.Flags().Changed
 			want, err := l.label(time.Now())
@@ -260,14 +260,14 @@ what was done since is left; with --rotate-every or --rotate-at only the first w
 	}
 	l.add(cmd, "let it expire after this time from now on, as 12h or 7d")
 	f := cmd.Flags()
-	f.StringArrayVar(&l.tags, "tag", nil, "tags in place of those that it has, but for those of its network policy; may be given several times")
-	f.BoolVar(&untag, "no-tags", false, "take its tags away, but for those of its network policy")
-	f.BoolVar(&l.persist.all, flagPersistAll, false, "let all of it persist again: nothing is dropped and promoted, and there is no limit")
-	f.BoolVar(&never, "no-expiry", false, "let it never expire")
-	f.BoolVar(&reset, "reset", false, "forget class, owner, purpose, tags, expiry and what is kept, also if they cannot be read, before they are set")
+	f.StringArrayVar(&l.tags, "tag", nil, "replace its tags, except those of its network policy; repeatable")
+	f.BoolVar(&untag, "no-tags", false, "remove its tags, except those of its network policy")
+	f.BoolVar(&l.persist.all, flagPersistAll, false, "let everything persist: drop and promote nothing, without a limit")
+	f.BoolVar(&never, "no-expiry", false, "let the sandbox never expire")
+	f.BoolVar(&reset, "reset", false, "first clear class, owner, purpose, tags, expiry and retention, even if they cannot be read")
 	f.IntVar(&vcpus, "vcpus", 0, "number of CPUs, 1 to 8")
 	f.IntVar(&memory, "memory", 0, "RAM in MiB, 64 to 16384")
-	f.StringVar(&hooks, "hooks", "", "hooks in the guest, and before a sleep on the host: require, ignore or skip")
+	f.StringVar(&hooks, "hooks", "", "hooks in the guest, and on the host before a sleep: require, ignore or skip")
 	policyFlag(cmd, &policy, "as it is")
 	idleFlags(cmd, &idle, "as it is")
 	rotate.add(cmd)
@@ -279,10 +279,10 @@ what was done since is left; with --rotate-every or --rotate-at only the first w
 func (a *app) pruneCommand() *cobra.Command {
 	var dry bool
 	cmd := &cobra.Command{
-		Use: "prune", Short: "Remove what has expired, and delete sleep snapshots, disk layers and cached pages that nothing keeps", Args: cobra.NoArgs,
-		Long: `Put sandboxes to sleep that have expired, remove those whose time is over (see "drowse run
---class"), and delete sleep snapshots, disk layers and cached pages that nothing keeps.
-Snapshots that were asked for, and those with a tag, stay. "drowse serve" does so every minute.`,
+		Use: "prune", Short: "Remove expired sandboxes, and delete sleeps, disk layers and cached pages that nothing needs", Args: cobra.NoArgs,
+		Long: `Put expired sandboxes to sleep or remove them, as their class says (see "drowse run --class"), and
+delete sleeps, disk layers and cached pages that nothing needs. Snapshots of "drowse snapshot"
+and those with tags stay. "drowse serve" does this every minute.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			fl, err := a.fleet()
 			if err != nil {
@@ -304,7 +304,7 @@ Snapshots that were asked for, and those with a tag, stay. "drowse serve" does s
 			return nil
 		},
 	}
-	cmd.Flags().BoolVar(&dry, "dry-run", false, "only say what would be put to sleep and removed, and which sleeps deleted")
+	cmd.Flags().BoolVar(&dry, "dry-run", false, "only report what would be put to sleep, removed and deleted")
 	return cmd
 }
 
@@ -335,7 +335,7 @@ func printPruned(w io.Writer, p records.Pruned) {
 
 func (a *app) snapshotTagCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "tag ID [TAG...]", Short: "Tag a snapshot, so that nothing prunes it; without tags, let it be pruned again", Args: cobra.MinimumNArgs(1),
+		Use: "tag ID [TAG...]", Short: "Set the tags of a snapshot; nothing prunes one with tags", Args: cobra.MinimumNArgs(1),
 		RunE: a.onHost(func(_ *cobra.Command, args []string, s *sandbox.Host) error {
 			info, err := s.State.TagSnapshot(args[0], args[1:])
 			return a.answer(info, err, func(w io.Writer) { fmt.Fprintln(w, info.ID, strings.Join(info.Tags, " ")) })

@@ -92,13 +92,13 @@ func (a *app) logTo(asIs bool) io.Writer {
 }
 
 func rawFlag(cmd *cobra.Command, asIs *bool) {
-	cmd.Flags().BoolVar(asIs, "raw", false, "pass on what drives a terminal, too")
+	cmd.Flags().BoolVar(asIs, "raw", false, "do not replace control characters")
 }
 
 // logsRaw is the long help of a command that prints what a guest has written.
 func logsRaw(what string) string {
 	return what + `
 
-On a terminal, control characters and what is no text are replaced by U+FFFD, since the guest
-chooses them. With --raw, and if stdout is no terminal, bytes come as they are.`
+On a terminal, control characters and invalid text are replaced by U+FFFD, since the guest chooses
+them. With --raw, or if stdout is no terminal, bytes are unchanged.`
 }

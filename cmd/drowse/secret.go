@@ -20,13 +20,14 @@ import (
 
 func (a *app) secretCommand() *cobra.Command {
 	return group(&cobra.Command{
-		Use: "secret", Short: "Hand secrets to a VM, which no snapshot of it has",
-		Long: `Hand secrets to a VM. Programs in it find them as files in ` + guest.SecretsDir + `, and their
-values are in the memory of the VM's process only: neither in its record, nor on its disk,
-nor in a snapshot of it. Those that the proxy of its network policy puts into requests are no
-files: programs have a placeholder in a variable of that name (docs/guides/proxy.md). They go when the VM falls asleep or stops. When it is awake again,
-programs that open the files wait until the secrets have been handed in anew, for a minute
-at most. docs/guides/secrets.md says what is promised, and what cannot be.`,
+		Use: "secret", Short: "Give a VM secrets that are in none of its snapshots",
+		Long: `Give a VM secrets. Programs in it find them as files in ` + guest.SecretsDir + `. The values are only in
+the memory of the VM's process: not in its record, on its disk or in a snapshot. For secrets that
+the proxy of the network policy puts into requests there are no files: programs have a
+placeholder in a variable of that name (docs/guides/proxy.md).
+
+Secrets are gone when the VM falls asleep or stops. After that, programs that open the files wait
+until the secrets are set again, for a minute at most. docs/guides/secrets.md has the details.`,
 	}, a.secretSetCommand(), a.secretListCommand(), a.secretRemoveCommand())
 }
 
@@ -38,7 +39,7 @@ func (a *app) secretSetCommand() *cobra.Command {
 		proxy    bool
 	)
 	cmd := &cobra.Command{
-		Use: "set NAME SECRET=@FILE|SECRET=-...", Short: "Hand secrets to a VM, and wake it if it sleeps",
+		Use: "set NAME SECRET=@FILE|SECRET=-...", Short: "Give secrets to a VM; a sleeping one is woken",
 		Args: cobra.MinimumNArgs(2), ValidArgsFunction: a.completeVM,
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			m, err := strconv.ParseUint(mode, 8, 16)
@@ -65,10 +66,10 @@ func (a *app) secretSetCommand() *cobra.Command {
 	}
 	f := cmd.Flags()
 	f.StringVar(&mode, "mode", strconv.FormatUint(spec.DefaultSecretMode, 8), "permissions of the files, in octal")
-	f.Uint32Var(&uid, "uid", 0, "their owner, in numbers")
-	f.Uint32Var(&gid, "gid", 0, "their group, in numbers")
-	f.BoolVar(&proxy, "proxy", false, "for the VM's proxy, and not for the VM: no file; so are those that its network policy names")
-	f.BoolVar(&once, "once", false, "do not wait for them after a sleep or stop")
+	f.Uint32Var(&uid, "uid", 0, "numeric owner of the files")
+	f.Uint32Var(&gid, "gid", 0, "numeric group of the files")
+	f.BoolVar(&proxy, "proxy", false, "for the VM's proxy only, without a file; always so for secrets that the network policy names")
+	f.BoolVar(&once, "once", false, "do not wait for the secrets after a sleep or stop")
 	return cmd
 }
 
@@ -97,7 +98,7 @@ func (a *app) secretListCommand() *cobra.Command {
 
 func (a *app) secretRemoveCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "rm NAME SECRET...", Short: "Take secrets away from a VM", Args: cobra.MinimumNArgs(2), ValidArgsFunction: a.completeVM,
+		Use: "rm NAME SECRET...", Short: "Remove secrets from a VM", Args: cobra.MinimumNArgs(2), ValidArgsFunction: a.completeVM,
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			err := s.Sandbox(args[0]).RemoveSecrets(cmd.Context(), args[1:]...)
 			return a.answer(map[string]any{"name": args[0], "removed": args[1:]}, err, func(io.Writer) {})
@@ -107,7 +108,7 @@ func (a *app) secretRemoveCommand() *cobra.Command {
 
 // secretFlag adds --secret to a command.
 func secretFlag(cmd *cobra.Command, to *[]string, more string) {
-	cmd.Flags().StringArrayVar(to, "secret", nil, "NAME=@FILE, or NAME=- for stdin: hand a secret in"+more+"; may be given several times")
+	cmd.Flags().StringArrayVar(to, "secret", nil, "NAME=@FILE, or NAME=- for stdin: give a secret"+more+"; repeatable")
 }
 
 // readSecrets reads NAME=@FILE and NAME=-. There are no other ways: a command line can be

@@ -28,27 +28,21 @@ func (a *app) serveCommand() *cobra.Command {
 		hooks            webhookFlags
 	)
 	cmd := &cobra.Command{
-		Use: "serve", Annotations: makesState, Short: "Wake VMs for connections, and keep processes ready for those that wake", Args: cobra.NoArgs,
-		Long: `Keep processes ready in which VMs wake, with what KVM has of a VM, so that a wake, a
-restore or a fork need not start one. They are made for VMs of the sizes that were
-started last. Commands with the same --state find them, and do without when there are none.
+		Use: "serve", Annotations: makesState, Short: "Run the supervisor: activation, timers, expiry, HTTP API, webhooks", Args: cobra.NoArgs,
+		Long: `Run the supervisor until it is interrupted. VMs do not depend on it: they run on when it ends, but
+connections that it carries end. With --on-exit sleep it puts all VMs to sleep first. It
 
-Listen at the addresses where policies publish ports of VMs ("publish", see "drowse
-policy"). A connection, or a datagram, wakes a VM that sleeps, waits until it is there, and
-keeps it awake; with UDP, until a minute after the last datagram. A packet to the address of
-a VM that sleeps wakes it if its policy would let it in.
-
-Send events to webhooks, in their order, each until it is taken; where it is, it goes on
-when it is started again.
-
-Answer requests of the HTTP API at the Unix socket ` + "`api.sock`" + ` of the state directory, to root and
-to the user that it runs as, and with --listen over TCP, to callers with a token. See docs/guides/api.md.
-There is a page for browsers at the same address: docs/guides/web.md.
-
-Send traces of what it does to a collector that OTEL_EXPORTER_OTLP_ENDPOINT names: docs/guides/monitoring.md.
-
-VMs do not depend on it: when it ends, they run on, but connections that it carries end; with
---on-exit sleep it puts all to sleep before. It goes on until it is interrupted.`,
+- keeps processes with prebuilt VMs of the sizes that were started last, for wakes, restores and
+  forks by all commands with the same --state;
+- listens on the ports that policies publish ("publish", see "drowse policy"). A connection or
+  datagram wakes a sleeping VM, waits for it and keeps it awake; UDP, for a minute after the last
+  datagram. A packet to the address of a sleeping VM wakes it if its policy would let it in;
+- carries out timers, and removes what has expired;
+- sends events to webhooks, in order, each until it is accepted, also across restarts;
+- serves the HTTP API on the Unix socket ` + "`api.sock`" + ` of the state directory, to root and its own user,
+  and with --listen over TCP, to callers with a token (docs/guides/api.md), with a web page
+  (docs/guides/web.md);
+- sends traces to the collector of OTEL_EXPORTER_OTLP_ENDPOINT (docs/guides/monitoring.md).`,
 		RunE: a.onHost(func(cmd *cobra.Command, _ []string, s *sandbox.Host) error {
 			l, err := a.launcher()
 			if err != nil {
@@ -71,8 +65,8 @@ VMs do not depend on it: when it ends, they run on, but connections that it carr
 			return a.serve(cmd.Context(), s, l, o, &web, &exit)
 		}),
 	}
-	cmd.Flags().IntVar(&processes, "pool", defaultPool, "processes that are ready, each with some 24 MiB of memory; 0 is none")
-	cmd.Flags().IntVar(&conns, "max-connections", supervisor.DefaultMaxConns, "connections, or senders of UDP, that are carried at once for one port")
+	cmd.Flags().IntVar(&processes, "pool", defaultPool, "processes to keep ready, each with some 17 MiB of memory; 0 is none")
+	cmd.Flags().IntVar(&conns, "max-connections", supervisor.DefaultMaxConns, "simultaneous connections, or UDP senders, of one port")
 	web.add(cmd)
 	exit.add(cmd)
 	hooks.add(cmd)

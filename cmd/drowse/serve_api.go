@@ -27,13 +27,13 @@ type apiFlags struct {
 
 func (f *apiFlags) add(cmd *cobra.Command) {
 	fl := cmd.Flags()
-	fl.BoolVar(&f.off, "no-api", false, "serve no HTTP API, neither at "+api.SocketFile+" in the state directory nor elsewhere")
-	fl.StringVar(&f.tcp.Address, "listen", "", "serve the HTTP API at this HOST:PORT as well, to callers with a token")
-	fl.StringVar(&f.tokens, "token-file", "", "file with tokens (default "+api.TokensFile+" in the state directory; see `drowse token`)")
+	fl.BoolVar(&f.off, "no-api", false, "do not serve the HTTP API, not even on "+api.SocketFile+" in the state directory")
+	fl.StringVar(&f.tcp.Address, "listen", "", "also serve the HTTP API on this HOST:PORT, to callers with a token")
+	fl.StringVar(&f.tokens, "token-file", "", "file with tokens (default "+api.TokensFile+" in the state directory; see \"drowse token\")")
 	fl.StringVar(&f.tcp.Cert, "tls-cert", "", "certificate for --listen, PEM")
 	fl.StringVar(&f.tcp.Key, "tls-key", "", "key of the certificate, PEM")
-	fl.BoolVar(&f.tcp.Plain, "no-tls", false, "let --listen be without TLS at an address that others reach, since something else encrypts")
-	fl.StringArrayVar(&f.hosts, "host", nil, "name by which callers ask for this server, besides addresses and localhost; may be given several times")
+	fl.BoolVar(&f.tcp.Plain, "no-tls", false, "allow --listen without TLS on an address that others reach, because something else encrypts")
+	fl.StringArrayVar(&f.hosts, "host", nil, "host name of this server, besides addresses and localhost; repeatable")
 }
 
 func (f *apiFlags) check() error {

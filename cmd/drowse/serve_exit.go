@@ -30,8 +30,8 @@ type exitFlags struct {
 }
 
 func (f *exitFlags) add(cmd *cobra.Command) {
-	cmd.Flags().StringVar(&f.on, "on-exit", exitLeave, "what becomes of VMs that run when it is told to end: leave, or sleep")
-	cmd.Flags().DurationVar(&f.limit, "exit-timeout", time.Minute, "how long putting all to sleep may take; those that are not by then run on")
+	cmd.Flags().StringVar(&f.on, "on-exit", exitLeave, "what to do with running VMs at the end: leave or sleep")
+	cmd.Flags().DurationVar(&f.limit, "exit-timeout", time.Minute, "time limit of putting all VMs to sleep; those that are late run on")
 }
 
 func (f *exitFlags) check() error {

@@ -36,14 +36,13 @@ func (a *app) serviceCommand() *cobra.Command {
 	}
 	return group(&cobra.Command{
 		Use: "service", Short: "Keep programs running in a VM",
-		Long: `Keep programs running in a VM: its agent starts them when the VM boots, and starts them
-again when they end. They sleep and wake with the VM like everything else in its memory.
-docs/guides/services.md has the rules.`,
+		Long: `Keep programs running in a VM. The agent starts them when the VM boots and restarts them when they
+end. They sleep and wake with the VM. See docs/guides/services.md.`,
 	},
 		a.serviceSetCommand(), a.serviceListCommand(),
-		do("start", "Start a service that does not run", start(false)),
-		do("restart", "End a service and start it again", start(true)),
-		do("stop", "Stop a service until it is started or the VM boots", (*sandbox.Sandbox).StopService),
+		do("start", "Start a service", start(false)),
+		do("restart", "Restart a service", start(true)),
+		do("stop", "Stop a service until it is started again or the VM boots", (*sandbox.Sandbox).StopService),
 		a.serviceRemoveCommand(), a.serviceLogsCommand(), a.serviceStatusCommand(), a.serviceWaitCommand(),
 	)
 }
@@ -65,10 +64,10 @@ func (a *app) serviceSetCommand() *cobra.Command {
 		check    spec.ServiceCheck
 	)
 	cmd := &cobra.Command{
-		Use: "set [flags] NAME SERVICE COMMAND [ARG...]", Short: "Give a VM a service, or change it, and start it",
-		Long: `Give a VM a service, or change it. In a VM that runs or sleeps it is started, in one that
-has stopped when that boots. User, working directory and variables are those that the VM's
-image says, where the flags say nothing else.`,
+		Use: "set [flags] NAME SERVICE COMMAND [ARG...]", Short: "Add or change a service of a VM, and start it",
+		Long: `Add or change a service of a VM. It starts at once in a running or sleeping VM, and at the next
+boot of a stopped one. User, working directory and variables come from the VM's image unless
+flags set them.`,
 		Args: cobra.MinimumNArgs(3), ValidArgsFunction: a.completeVM,
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			want.Name, want.Argv = args[1], afterDashes(args[2:])
@@ -94,22 +93,22 @@ image says, where the flags say nothing else.`,
 	}
 	f := cmd.Flags()
 	f.SetInterspersed(false)
-	f.StringArrayVarP(&want.Env, "env", "e", nil, "set a variable, KEY=VALUE; it is kept in the VM's record (see `drowse secret`)")
+	f.StringArrayVarP(&want.Env, "env", "e", nil, "set a variable, KEY=VALUE; the VM's record has it (for secrets see \"drowse secret\")")
 	f.StringVarP(&want.Dir, "workdir", "w", "", "working directory (default: the image's, else /)")
 	f.StringVarP(&want.User, "user", "u", "", "user, or user:group (default: the image's, else root)")
 	f.BoolVar(&noConfig, "no-image-config", false, "take no user, working directory and variables from the VM's image")
-	f.StringVar(&want.Restart, "restart", guest.RestartAlways, "when it is started again: always, on-failure or never")
-	f.IntVar(&want.BackoffSeconds, "backoff", 1, "seconds before the first restart in a row; doubled for each")
-	f.IntVar(&want.MaxBackoffSeconds, "max-backoff", 60, "seconds at most; a run of this length ends the row")
-	f.IntVar(&want.MaxRestarts, "max-restarts", spec.DefaultMaxRestarts, "restarts in a row before it is given up; -1: no limit")
-	f.IntVar(&want.StopSignal, "stop-signal", 15, "number of the signal that stops it")
-	f.IntVar(&want.StopSeconds, "stop-timeout", 10, "seconds after which it is killed then")
-	f.StringVar(&ready, "ready", "", "how it is seen to be ready: tcp:PORT, http:URL, unix:PATH, file:PATH or exec:COMMAND (default: it is once it runs)")
-	f.IntVar(&check.IntervalSeconds, "ready-interval", 1, "seconds between two checks; once it is ready 10 at least")
+	f.StringVar(&want.Restart, "restart", guest.RestartAlways, "when to restart it: always, on-failure or never")
+	f.IntVar(&want.BackoffSeconds, "backoff", 1, "seconds before the first restart in a row; doubles with each")
+	f.IntVar(&want.MaxBackoffSeconds, "max-backoff", 60, "maximum of these seconds; a run of this length ends the row")
+	f.IntVar(&want.MaxRestarts, "max-restarts", spec.DefaultMaxRestarts, "restarts in a row before it counts as failed; -1: no limit")
+	f.IntVar(&want.StopSignal, "stop-signal", 15, "number of the stop signal")
+	f.IntVar(&want.StopSeconds, "stop-timeout", 10, "seconds from the stop signal to SIGKILL")
+	f.StringVar(&ready, "ready", "", "readiness check: tcp:PORT, http:URL, unix:PATH, file:PATH or exec:COMMAND (default: ready when it runs)")
+	f.IntVar(&check.IntervalSeconds, "ready-interval", 1, "seconds between two checks; at least 10 once it is ready")
 	f.IntVar(&check.TimeoutSeconds, "ready-timeout", 5, "seconds for one check")
-	f.IntVar(&check.StartSeconds, "ready-within", 0, "seconds after which it is ended and started again if it is not ready; 0: never")
-	f.IntVar(&check.AliveFailures, "alive", 0, "go on checking, and end it and start it again after so many failures in a row; 0: do not")
-	f.IntVar(&want.LogKiB, "log", 256, "KiB of its newest output that are kept in the guest")
+	f.IntVar(&check.StartSeconds, "ready-within", 0, "restart it if it is not ready after so many seconds; 0: never")
+	f.IntVar(&check.AliveFailures, "alive", 0, "keep checking, and restart it after so many failures in a row; 0: do not")
+	f.IntVar(&want.LogKiB, "log", 256, "KiB of its newest output to keep in the guest")
 	return cmd
 }
 
@@ -152,7 +151,7 @@ func readinessOf(ready string, c spec.ServiceCheck, spec *spec.Service) error {
 // serviceStatusCommand says how one service is. A VM that sleeps is not woken.
 func (a *app) serviceStatusCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "status NAME SERVICE", Short: "Say how a service is; a VM that sleeps is not woken", Args: cobra.ExactArgs(2), ValidArgsFunction: a.completeVM,
+		Use: "status NAME SERVICE", Short: "Show the status of a service; a sleeping VM is not woken", Args: cobra.ExactArgs(2), ValidArgsFunction: a.completeVM,
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			list, err := s.Sandbox(args[0]).Services(cmd.Context())
 			if err != nil {
@@ -193,10 +192,10 @@ func serviceLine(l control.ServiceStatus) string {
 func (a *app) serviceWaitCommand() *cobra.Command {
 	var limit time.Duration
 	cmd := &cobra.Command{
-		Use: "wait NAME SERVICE", Short: "Wait until a service is ready; a VM that sleeps is woken", Args: cobra.ExactArgs(2), ValidArgsFunction: a.completeVM,
-		Long: `Wait until a service is ready: until its check has passed since its start, or, without a check,
-until it runs. It fails at once for a service that has stopped, ended or failed. A VM that sleeps
-is woken, and does not go to sleep by itself meanwhile.`,
+		Use: "wait NAME SERVICE", Short: "Wait until a service is ready; a sleeping VM is woken", Args: cobra.ExactArgs(2), ValidArgsFunction: a.completeVM,
+		Long: `Wait until a service is ready: its check has passed since its start, or, without a check, it runs.
+The command fails at once for a service that has stopped, ended or failed. A sleeping VM is
+woken and stays awake meanwhile.`,
 		RunE: a.onAwake(func(cmd *cobra.Command, args []string, b *sandbox.Sandbox) error {
 			ctx, cancel := cmd.Context(), func() {}
 			if limit > 0 {
@@ -219,7 +218,7 @@ is woken, and does not go to sleep by itself meanwhile.`,
 
 func (a *app) serviceListCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "ls NAME", Short: "List the services of a VM, and how they are; one that sleeps is not woken", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
+		Use: "ls NAME", Short: "List the services of a VM; a sleeping one is not woken", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			list, err := s.Sandbox(args[0]).Services(cmd.Context())
 			return answerList(a, list, err, "SERVICE\tSTATE\tREADY\tPID\tRESTARTS\tSTARTED\tLAST EXIT\tCOMMAND", func(l control.ServiceStatus) []any {
@@ -254,7 +253,7 @@ func (a *app) serviceListCommand() *cobra.Command {
 
 func (a *app) serviceRemoveCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "rm NAME SERVICE...", Short: "Stop services and take them from a VM", Args: cobra.MinimumNArgs(2), ValidArgsFunction: a.completeVM,
+		Use: "rm NAME SERVICE...", Short: "Stop and remove services of a VM", Args: cobra.MinimumNArgs(2), ValidArgsFunction: a.completeVM,
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			if err := a.wakeAsleep(cmd.Context(), s, args[0]); err != nil {
 				return err
@@ -272,7 +271,7 @@ func (a *app) serviceRemoveCommand() *cobra.Command {
 func (a *app) serviceLogsCommand() *cobra.Command {
 	var follow, asIs bool
 	cmd := &cobra.Command{
-		Use: "logs NAME SERVICE", Short: "Print what a service has written", Long: logsRaw("Print what a service has written."), Args: cobra.ExactArgs(2), ValidArgsFunction: a.completeVM,
+		Use: "logs NAME SERVICE", Short: "Print the output of a service", Long: logsRaw("Print the output of a service."), Args: cobra.ExactArgs(2), ValidArgsFunction: a.completeVM,
 		RunE: a.onAwake(func(cmd *cobra.Command, args []string, b *sandbox.Sandbox) error {
 			if !a.json() {
 				return followed(follow, b.ServiceLog(cmd.Context(), args[1], a.logTo(asIs), follow))
@@ -287,7 +286,7 @@ func (a *app) serviceLogsCommand() *cobra.Command {
 			return a.print(map[string]string{"name": args[0], "service": args[1], "log": text.String()}, nil)
 		}),
 	}
-	cmd.Flags().BoolVarP(&follow, "follow", "f", false, "go on with what comes")
+	cmd.Flags().BoolVarP(&follow, "follow", "f", false, "print new output as it comes")
 	rawFlag(cmd, &asIs)
 	return cmd
 }

@@ -50,12 +50,11 @@ func (a *app) snapshotCreateCommand(use string) *cobra.Command {
 		hooks string
 	)
 	cmd := &cobra.Command{
-		Use: use + " NAME", Short: "Write a running VM to a snapshot and let it run on", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
-		Long: `Write a running VM to a snapshot and let it run on.
+		Use: use + " NAME", Short: "Take a snapshot of a running VM, which runs on", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
+		Long: `Take a snapshot of a running VM, which runs on.
 
-With --disk-only the snapshot has the disk and no memory: the guest writes out and
-freezes its file system for a moment, in which it computes on and only its writers
-wait. "drowse run --from-disk" boots a VM from it.`,
+With --disk-only the snapshot has the disk without memory. The guest freezes its file system for
+a moment; only programs that write have to wait. "drowse run --from-disk" boots a VM from it.`,
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			o.Hooks = spec.HookPolicy(hooks)
 			s, err := a.traced(cmd.Context(), s)
@@ -70,8 +69,8 @@ wait. "drowse run --from-disk" boots a VM from it.`,
 			return a.print(res, func(w io.Writer) { fmt.Fprintln(w, res.Snapshot) })
 		}),
 	}
-	cmd.Flags().StringVar(&o.Note, "note", "", "words to remember it by")
-	cmd.Flags().BoolVar(&o.DiskOnly, "disk-only", false, "only the disk, as a clean file system")
+	cmd.Flags().StringVar(&o.Note, "note", "", "description")
+	cmd.Flags().BoolVar(&o.DiskOnly, "disk-only", false, "only the disk, with a clean file system")
 	hooksFlag(cmd, &hooks)
 	return cmd
 }
@@ -133,7 +132,7 @@ func (a *app) snapshotTreeCommand() *cobra.Command {
 
 func (a *app) snapshotInspectCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "inspect ID", Short: "Say everything that is known of a snapshot, as JSON", Args: cobra.ExactArgs(1),
+		Use: "inspect ID", Short: "Show a snapshot, as JSON", Args: cobra.ExactArgs(1),
 		RunE: a.onHost(func(_ *cobra.Command, args []string, s *sandbox.Host) error {
 			d, err := s.State.InspectSnapshot(args[0])
 			return a.answer(d, err, func(w io.Writer) { _ = printJSON(w, d) })
@@ -143,7 +142,7 @@ func (a *app) snapshotInspectCommand() *cobra.Command {
 
 func (a *app) snapshotCompactCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "compact ID", Short: "Rewrite a snapshot so that it has only what it needs, and shares nothing", Args: cobra.ExactArgs(1),
+		Use: "compact ID", Short: "Rewrite a snapshot without unneeded data, sharing nothing with others", Args: cobra.ExactArgs(1),
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			before, after, err := s.State.CompactSnapshot(cmd.Context(), args[0])
 			return a.answer(map[string]any{"snapshot": args[0], "own_bytes_before": before, "own_bytes": after}, err, func(w io.Writer) {
@@ -156,10 +155,10 @@ func (a *app) snapshotCompactCommand() *cobra.Command {
 func (a *app) snapshotExportCommand() *cobra.Command {
 	var to string
 	cmd := &cobra.Command{
-		Use: "export ID", Short: "Write a snapshot, with its disk, to one file", Args: cobra.ExactArgs(1),
-		Long: `Write a snapshot, with its disk, to one file (--to) or to stdout. "drowse snapshot
-import" makes it a snapshot again, in any store that has the image that the VM was booted
-from: the file has the image's id, which is the SHA-256 of its content, and not the image.`,
+		Use: "export ID", Short: "Export a snapshot with its disk to one file", Args: cobra.ExactArgs(1),
+		Long: `Export a snapshot with its disk to one file (--to) or to stdout. "drowse snapshot import" reads it
+in any store that has the VM's image: the file has the image's id, the SHA-256 of its content,
+but not the image.`,
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			if to == "-" {
 				if isTerminal(a.stdout) {
@@ -173,20 +172,20 @@ from: the file has the image's id, which is the SHA-256 of its content, and not 
 			return a.answer(map[string]string{"snapshot": args[0], "file": to}, err, func(w io.Writer) { fmt.Fprintln(w, to) })
 		}),
 	}
-	cmd.Flags().StringVar(&to, "to", "-", "file to write, - for stdout")
+	cmd.Flags().StringVar(&to, "to", "-", "output file, - for stdout")
 	return cmd
 }
 
 func (a *app) snapshotImportCommand() *cobra.Command {
 	var o state.ImportOptions
 	cmd := &cobra.Command{
-		Use: "import FILE", Annotations: makesState, Short: "Take a snapshot from a file of \"snapshot export\", - for stdin", Args: cobra.ExactArgs(1),
-		Long: `Take a snapshot from a file of "snapshot export", - for stdin.
+		Use: "import FILE", Annotations: makesState, Short: "Import a snapshot from a file of \"snapshot export\", - for stdin", Args: cobra.ExactArgs(1),
+		Long: `Import a snapshot from a file of "snapshot export", - for stdin.
 
-The file is taken for a stranger's: its memory, its disk and the kinds of its devices
-come in, and nothing else. Network policy, tags, grants, hooks, services, the kernel's
-path and the like are dropped, and what was dropped is said. VMs that are made of it have
-no policy: give them one with "restore --policy". With --trust all is taken as it is.`,
+drowse does not trust the file. It imports memory, disk and devices, and nothing else. It drops
+network policy, tags, grants, hooks, services, the kernel's path and the like, and reports what
+it dropped. VMs made from the snapshot have no policy: set one with "restore --policy". --trust
+imports everything.`,
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			in, err := input(args[0], os.Stdin)
 			if err != nil {
@@ -202,7 +201,7 @@ no policy: give them one with "restore --policy". With --trust all is taken as i
 			})
 		}),
 	}
-	cmd.Flags().BoolVar(&o.Trust, "trust", false, "take over policy, tags, grants, kernel and all else that the file says of its VM")
+	cmd.Flags().BoolVar(&o.Trust, "trust", false, "also import policy, tags, grants, kernel and everything else about the VM")
 	return cmd
 }
 
@@ -233,8 +232,8 @@ func (a *app) restoreCommand() *cobra.Command {
 		})
 	cmd.Use = "restore SNAPSHOT"
 	cmd.ValidArgsFunction = nil
-	cmd.Flags().StringVar(&name, "name", "", "name of the new VM (default: a random one)")
-	cmd.Flags().StringVar(&into, "in", "", "make no new VM: take this one, which must not run, back to its snapshot, and wake it")
+	cmd.Flags().StringVar(&name, "name", "", "name of the new VM (default: random)")
+	cmd.Flags().StringVar(&into, "in", "", "do not make a new VM: take this one back to its snapshot and wake it; it must not run")
 	policyFlag(cmd, &policy, "that of the snapshot")
 	idleFlags(cmd, &idle, "as for the VM of the snapshot")
 	for _, flag := range []string{"name", "policy", "sleep-after", "idle-cpu"} {

@@ -93,9 +93,9 @@ func (a *app) sshCommand() *cobra.Command {
 	var user string
 	cmd := &cobra.Command{
 		Use:   "ssh [-l USER] NAME [-- COMMAND [ARG...]]",
-		Short: "Log in to a VM with the ssh of this host; one that sleeps is woken",
-		Long: `Log in to a VM with the ssh of this host; one that sleeps is woken. Nothing in the VM
-is needed for it. For scp, sftp, rsync and options of ssh's, see ssh-config.`,
+		Short: "Log in to a VM with OpenSSH",
+		Long: `Log in to a VM with the ssh client of this host. A sleeping VM is woken. The VM needs no SSH
+server. For scp, sftp, rsync and options of ssh, see ssh-config.`,
 		Args: cobra.MinimumNArgs(1), ValidArgsFunction: a.completeVM,
 		RunE: a.onHost(func(_ *cobra.Command, args []string, s *sandbox.Host) error {
 			if _, err := s.State.Get(args[0]); err != nil {
@@ -138,9 +138,9 @@ func afterDashes(args []string) []string {
 func (a *app) sshConfigCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:   "ssh-config [NAME...]",
-		Short: "Print a configuration by which OpenSSH's clients reach VMs",
-		Long: `Print a configuration by which OpenSSH's clients reach VMs, all or those named, as
-"drowse-NAME". Append it to ~/.ssh/config, or write it to a file and use that:
+		Short: "Print an OpenSSH client configuration for VMs",
+		Long: `Print an OpenSSH client configuration for all VMs, or those named, with the host names
+"drowse-NAME". Append it to ~/.ssh/config, or use it as a file:
 
     drowse ssh-config > drowse.conf
     scp -F drowse.conf file drowse-dev:
@@ -186,7 +186,7 @@ func (a *app) sshConfigCommand() *cobra.Command {
 func (a *app) sshProxyCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:   "ssh-proxy NAME",
-		Short: "Speak the SSH protocol for a VM on stdin and stdout: the ProxyCommand of ssh-config",
+		Short: "Serve SSH for a VM on stdin and stdout: the ProxyCommand of ssh-config",
 		Args:  cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			key, _, err := sshd.LoadHostKey(sshDir(s))

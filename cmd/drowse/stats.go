@@ -13,10 +13,10 @@ import (
 
 func (a *app) statsCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "stats NAME", Short: "Say what a running VM uses: processor, memory, disk, network", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
-		Long: `Say what a running VM uses, as its guest and its host count it, since the guest's boot or the
-beginning of the VM's process. It is measured once, now: nothing in the guest runs for it
-before or after. A VM that sleeps is not woken.`,
+		Use: "stats NAME", Short: "Show what a running VM uses: processor, memory, disk, network", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
+		Long: `Show what a running VM uses, as guest and host count it, since the guest booted or the VM's
+process began. drowse measures once, now; nothing in the guest runs for it before or after. A
+sleeping VM is not woken.`,
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			st, err := s.Sandbox(args[0]).Stats(cmd.Context())
 			if err != nil {

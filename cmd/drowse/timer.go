@@ -21,9 +21,11 @@ func (a *app) timed(cmd *cobra.Command) {
 		never         bool
 	)
 	now := cmd.RunE
-	cmd.Long = `Bring a VM back from its sleep. With --at, --in or --every nothing is woken now: a timer is set, in
-place of the one that it has, which "drowse serve" carries out to within a second. One that was
-due while there was no "drowse serve" fires once when there is one again; "drowse ls" has the next time.`
+	cmd.Long = `Wake a sleeping VM: memory, processes and files are as they were.
+
+With --at, --in or --every the VM is not woken now. The command sets a timer, in place of an
+earlier one, and "drowse serve" wakes the VM within a second of its time. A timer that was due
+while no "drowse serve" ran fires once when one runs again. "drowse ls" shows the next time.`
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
 		if at == "" && in == "" && every == "" && !never {
 			return now(cmd, args)
@@ -49,10 +51,10 @@ due while there was no "drowse serve" fires once when there is one again; "drows
 		})
 	}
 	f := cmd.Flags()
-	f.StringVar(&at, "at", "", "set a timer for this time, as 2026-11-22T13:25:42Z")
-	f.StringVar(&in, "in", "", "set a timer for this time from now on, as 10m or 7d")
-	f.StringVar(&every, "every", "", "set a timer that fires again and again after this time, as 24h; first at --at or --in, or after this time")
-	f.BoolVar(&never, "no-timer", false, "take its timer away")
+	f.StringVar(&at, "at", "", "set a timer for this time, such as 2026-11-22T13:25:42Z")
+	f.StringVar(&in, "in", "", "set a timer this long from now, such as 10m or 7d")
+	f.StringVar(&every, "every", "", "set a timer that fires again after each period of this time, such as 24h; first at --at or --in, else after one period")
+	f.BoolVar(&never, "no-timer", false, "remove the timer")
 }
 
 // timer is what the flags say.

@@ -21,20 +21,19 @@ func (a *app) tokenCommand() *cobra.Command {
 		}, do)
 	}
 	create := &cobra.Command{
-		Use: "create NAME", Annotations: makesState, Short: "Make a token and print it, once", Args: cobra.ExactArgs(1),
-		Long: `Make a token and print it. It is not kept: the file has its hash. Whoever has it may use
-the HTTP API over TCP, from now on: to read, or with --scope write to do everything, which is
-as much as root may in the sandboxes.`,
+		Use: "create NAME", Annotations: makesState, Short: "Create a token and print it once", Args: cobra.ExactArgs(1),
+		Long: `Create a token and print it. drowse keeps only its hash. The token gives access to the HTTP API
+over TCP: to read, or with --scope write to do everything, which includes root in the sandboxes.`,
 		RunE: onTokens(func(_ *cobra.Command, args []string, t api.Tokens) error {
 			token, err := t.Create(args[0], api.Scope(scope))
 			return a.answer(map[string]string{"name": args[0], "scope": scope, "token": token}, err, func(w io.Writer) { fmt.Fprintln(w, token) })
 		}),
 	}
-	create.Flags().StringVar(&scope, "scope", string(api.ScopeRead), "what it is good for: read or write")
-	cmd := group(&cobra.Command{Use: "token", Short: "Make and take away tokens of the HTTP API"},
+	create.Flags().StringVar(&scope, "scope", string(api.ScopeRead), "what the token allows: read or write")
+	cmd := group(&cobra.Command{Use: "token", Short: "Manage tokens of the HTTP API"},
 		create,
 		&cobra.Command{
-			Use: "ls", Short: "List names and scopes of tokens", Args: cobra.NoArgs,
+			Use: "ls", Short: "List the names and scopes of tokens", Args: cobra.NoArgs,
 			RunE: onTokens(func(_ *cobra.Command, _ []string, t api.Tokens) error {
 				type row struct {
 					Name  string    `json:"name"`
@@ -49,7 +48,7 @@ as much as root may in the sandboxes.`,
 			}),
 		},
 		&cobra.Command{
-			Use: "rm NAME", Short: "Take a token away: it is of no use from then on", Args: cobra.ExactArgs(1),
+			Use: "rm NAME", Short: "Remove a token, which is invalid from then on", Args: cobra.ExactArgs(1),
 			RunE: onTokens(func(_ *cobra.Command, args []string, t api.Tokens) error {
 				return a.answer(map[string]string{"removed": args[0]}, t.Remove(args[0]), func(w io.Writer) { fmt.Fprintln(w, args[0]) })
 			}),

@@ -70,12 +70,11 @@ func (a *app) topCommand() *cobra.Command {
 	var every time.Duration
 	var once bool
 	cmd := &cobra.Command{
-		Use: "top", Short: "Say what sandboxes that run use, again and again", Args: cobra.NoArgs,
-		Long: `Say how many sandboxes there are in which status, and what those that run have used since the
-look before: processor and memory of their processes, and what passed their network
-policies. The greediest come first. It looks from the host alone: guests are not asked, so it
-keeps none awake. With --once, with -o json, and if stdout is no terminal, it looks twice,
-prints one table, and ends.`,
+		Use: "top", Short: "Show what running sandboxes use, updated periodically", Args: cobra.NoArgs,
+		Long: `Show the number of sandboxes in each status, and what running ones used since the last update:
+processor and memory of their processes, and network traffic. Those that use most come first.
+drowse looks from the host only, so this keeps no VM awake. With --once or -o json, or if stdout
+is no terminal, it measures one interval, prints one table and ends.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if every < minTop {
 				return usageError{fmt.Errorf("--every %v: use %v or more", every, minTop)}
@@ -109,7 +108,7 @@ prints one table, and ends.`,
 			return err
 		},
 	}
-	cmd.Flags().DurationVar(&every, "every", 2*time.Second, "time between two looks")
+	cmd.Flags().DurationVar(&every, "every", 2*time.Second, "update interval")
 	cmd.Flags().BoolVar(&once, "once", false, "print one table and end")
 	return cmd
 }

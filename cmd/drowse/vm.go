@@ -37,27 +37,26 @@ func (a *app) runCommand() *cobra.Command {
 	)
 	cmd := &cobra.Command{
 		Use: "run [flags] [IMAGE] [-- COMMAND [ARG...]]", Annotations: makesState,
-		Short: "Make a VM from an image and boot it, and run a command in it",
-		Long: `Make a VM from an image and boot it. It runs in a process of its own and goes on
-when this command has ended. The VM's name is printed.
+		Short: "Make a VM from an image, boot it, and run a command in it",
+		Long: `Make a VM from an image and boot it. It runs in its own process, which outlives this command. The
+command prints the VM's name.
 
-With COMMAND, that is run in the VM once it is up, with user, working directory and
-variables of the image where flags say nothing else, and its exit status is that of
-drowse, as with "drowse exec"; the VM goes on unless --rm is given. With --entrypoint the
-command is what the image says: its entrypoint, with COMMAND in place of its own
-arguments. With --detach the command is started and not waited for.
+COMMAND runs in the VM once it is up, with user, working directory and variables of the image
+unless flags set them. Its exit status is that of drowse, as with "drowse exec". The VM runs on
+unless --rm is given. --entrypoint runs the image's entrypoint, with COMMAND as its arguments.
+--detach does not wait for the command.
 
 A config file (--config) is a JSON object with the fields name, image, kernel, vcpus,
 memory_mib, disk_mib, hostname, network, ipv6, policy, tags, cmdline, no_acpi, hooks, idle,
-volumes, shares, services; flags override it.
+volumes, shares, services. Flags override it.
 
-With --net tap the VM has a network, behind its policy (--policy). Without one, everything
-is denied, both ways.
+With --net tap the VM has a network behind its policy (--policy). Without a policy everything is
+denied, in both directions.
 
-The class says what becomes of it at its end. An ephemeral one is removed, with all that
-tells of it, when it has ended or expired (--ttl). A resumable one is put to sleep when it
-has expired, and removed a day later (--keep expired=TIME). A workspace is put to sleep, and
-removed by nobody. "drowse prune" does that, and "drowse serve" every minute.`,
+The class decides what happens at the end. An ephemeral VM is removed with everything about it
+when it ends or expires (--ttl). A resumable VM is put to sleep when it expires, and removed a day
+later (--keep expired=TIME). A workspace is put to sleep and never removed. "drowse prune" does
+this, and "drowse serve" every minute.`,
 		Example: `  drowse run app --name a
   drowse run app --class resumable --owner build --ttl 12h --sleep-after 10m --keep last=5
   drowse run --rm app -- python3 -c 'print(1)'
@@ -126,30 +125,30 @@ removed by nobody. "drowse prune" does that, and "drowse serve" every minute.`,
 			return a.runMain(cmd.Context(), s, rep, &main)
 		},
 	}
-	secretFlag(cmd, &secrets, " once it runs (see `drowse secret`)")
+	secretFlag(cmd, &secrets, " once it runs (see \"drowse secret\")")
 	main.add(cmd)
 	f := cmd.Flags()
-	f.StringVar(&want.Name, "name", "", "name of the VM (default: a random one)")
+	f.StringVar(&want.Name, "name", "", "name of the VM (default: random)")
 	f.StringVar(&want.Kernel, "kernel", "", "built, debian, an id of \"drowse kernel ls\", or a path")
 	f.IntVar(&want.VCPUs, "vcpus", 0, fmt.Sprintf("number of CPUs, 1 to 8 (default %d)", spec.DefaultVCPUs))
 	f.IntVar(&want.MemoryMiB, "memory", 0, fmt.Sprintf("RAM in MiB, 64 to 16384 (default %d)", spec.DefaultMemoryMiB))
 	f.IntVar(&want.DiskMiB, "disk", 0, fmt.Sprintf("size of the writable disk in MiB (default %d)", spec.DefaultDiskMiB))
 	f.StringVar(&want.Hostname, "hostname", "", "host name in the guest (default: the VM's name)")
-	f.StringVar(&want.Network, "net", "", "none, or tap: a link to the host, behind a policy (default none)")
-	f.BoolVar(&want.IPv6, "ipv6", false, "with --net tap: an IPv6 address too, and a way out by it")
+	f.StringVar(&want.Network, "net", "", "network: none, or tap, behind a policy (default none)")
+	f.BoolVar(&want.IPv6, "ipv6", false, "with --net tap: IPv6 as well")
 	policyFlag(cmd, &policy, "everything is denied")
-	label.add(cmd, "let it expire after this time, as 12h or 7d (default: never)")
-	f.StringArrayVar(&tags, "tag", nil, "to find it by; with a network also how rules of other VMs' policies (agents) name it; may be given several times")
-	f.StringVar(&want.Cmdline, "cmdline", "", "more kernel parameters")
-	f.StringVar((*string)(&want.Hooks.Policy), "hooks", "", "hooks in the guest, and before a sleep on the host: require, ignore or skip (default require)")
-	f.IntVar(&want.Hooks.TimeoutSeconds, "hook-timeout", 0, fmt.Sprintf("seconds for one hook (default %d)", spec.DefaultHookSeconds))
-	f.IntVar(&want.Hooks.AllSeconds, "hooks-timeout", 0, fmt.Sprintf("seconds for all hooks of one event (default %d)", spec.DefaultAllSeconds))
-	f.BoolVar(&want.NoACPI, "no-acpi", false, "name devices on the kernel's command line, for kernels without ACPI")
+	label.add(cmd, "let it expire after this time, such as 12h or 7d (default: never)")
+	f.StringArrayVar(&tags, "tag", nil, "tag, to find it by; with a network, also for policies of other VMs (agents); repeatable")
+	f.StringVar(&want.Cmdline, "cmdline", "", "additional kernel parameters")
+	f.StringVar((*string)(&want.Hooks.Policy), "hooks", "", "hooks in the guest, and on the host before a sleep: require, ignore or skip (default require)")
+	f.IntVar(&want.Hooks.TimeoutSeconds, "hook-timeout", 0, fmt.Sprintf("time limit of one hook, in seconds (default %d)", spec.DefaultHookSeconds))
+	f.IntVar(&want.Hooks.AllSeconds, "hooks-timeout", 0, fmt.Sprintf("time limit of all hooks of one event, in seconds (default %d)", spec.DefaultAllSeconds))
+	f.BoolVar(&want.NoACPI, "no-acpi", false, "describe devices on the kernel's command line, for kernels without ACPI")
 	idleFlags(cmd, &want.Idle, "never")
-	f.StringSliceVar(&want.Self.Allow, "allow-self", nil, "what programs in it may ask the host for about itself: "+strings.Join([]string{guest.SelfSleep, guest.SelfSnapshot, guest.SelfHold, guest.SelfWake, guest.SelfExtend}, ", ")+"=TIME (in all, as 24h), "+guest.SelfFork+"=N (children at once; default nothing)")
-	f.StringArrayVar(&volumes, "volume", nil, "NAME:/PATH[:ro]: mount a volume; may be given several times")
-	f.StringArrayVar(&shares, "share", nil, "HOSTDIR:/PATH[:rw]: mount a directory of the host, read-only unless rw is said; may be given several times")
-	f.StringVar(&fromDisk, "from-disk", "", "boot from a copy of the disk in this snapshot, and the image below it")
+	f.StringSliceVar(&want.Self.Allow, "allow-self", nil, "what its programs may ask the host to do with it: "+strings.Join([]string{guest.SelfSleep, guest.SelfSnapshot, guest.SelfHold, guest.SelfWake, guest.SelfExtend}, ", ")+"=TIME (in total, such as 24h), "+guest.SelfFork+"=N (simultaneous children; default: nothing)")
+	f.StringArrayVar(&volumes, "volume", nil, "NAME:/PATH[:ro]: mount a volume; repeatable")
+	f.StringArrayVar(&shares, "share", nil, "HOSTDIR:/PATH[:rw]: mount a directory of the host, read-only by default; repeatable")
+	f.StringVar(&fromDisk, "from-disk", "", "boot from a copy of the disk of this snapshot, with its image")
 	f.StringVar(&config, "config", "", "JSON file that describes the VM, - for stdin")
 	f.DurationVar(&limit, "timeout", bootTimeout, "give up after this time")
 	return cmd
@@ -235,13 +234,13 @@ func (a *app) vmCommand(use, short string, do func(context.Context, *sandbox.Hos
 		},
 	}
 	cmd.Flags().DurationVar(&limit, "timeout", limit, "give up after this time")
-	secretFlag(cmd, &secrets, " (see `drowse secret`)")
+	secretFlag(cmd, &secrets, " (see \"drowse secret\")")
 	return cmd
 }
 
 func (a *app) startCommand() *cobra.Command {
 	var o sandbox.StartOptions
-	cmd := a.vmCommand("start", "Boot a VM that has stopped or crashed, with its disk as it is",
+	cmd := a.vmCommand("start", "Boot a stopped or crashed VM with its disk as it is",
 		func(ctx context.Context, s *sandbox.Host, name string) (control.Report, error) {
 			rep, err := s.Sandbox(name).Start(ctx, o)
 			if err == nil && o.DiscardMemory {
@@ -249,12 +248,12 @@ func (a *app) startCommand() *cobra.Command {
 			}
 			return rep, err
 		})
-	cmd.Flags().BoolVar(&o.DiscardMemory, "discard-memory", false, "also if it sleeps: boot the disk that it slept with, and give up what was in its memory alone")
+	cmd.Flags().BoolVar(&o.DiscardMemory, "discard-memory", false, "also boot a sleeping VM, from the disk that it slept with; its memory is lost")
 	return cmd
 }
 
 func (a *app) wakeCommand() *cobra.Command {
-	cmd := a.vmCommand("wake", "Bring a VM back from its sleep, now or by a timer: memory, processes, files",
+	cmd := a.vmCommand("wake", "Wake a sleeping VM, now or by a timer",
 		func(ctx context.Context, s *sandbox.Host, name string) (control.Report, error) {
 			return s.Sandbox(name).Wake(ctx)
 		})
@@ -269,7 +268,7 @@ func (a *app) sleepCommand() *cobra.Command {
 		limit time.Duration
 	)
 	cmd := &cobra.Command{
-		Use: "sleep NAME | --all", Short: "Write a VM to disk and end its process", Args: cobra.MaximumNArgs(1), ValidArgsFunction: a.completeVM,
+		Use: "sleep NAME | --all", Short: "Put a VM to sleep: write it to disk and end its process", Args: cobra.MaximumNArgs(1), ValidArgsFunction: a.completeVM,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if all == (len(args) == 1) {
 				return usageError{errors.New("name a VM, or give --all")}
@@ -308,8 +307,8 @@ func (a *app) sleepCommand() *cobra.Command {
 		},
 	}
 	hooksFlag(cmd, &hooks)
-	cmd.Flags().BoolVar(&all, "all", false, "all VMs that run, as before the host shuts down")
-	cmd.Flags().DurationVar(&limit, "timeout", 0, "give up after this time; a VM that does not sleep by then runs on")
+	cmd.Flags().BoolVar(&all, "all", false, "all running VMs, as before a shutdown of the host")
+	cmd.Flags().DurationVar(&limit, "timeout", 0, "give up after this time; a VM that is not asleep by then runs on")
 	return cmd
 }
 
@@ -350,8 +349,8 @@ func (a *app) stopCommand() *cobra.Command {
 			return a.print(map[string]string{"name": args[0], "phase": string(state.Stopped)}, func(w io.Writer) { fmt.Fprintln(w, args[0]) })
 		}),
 	}
-	cmd.Flags().BoolVar(&kill, "kill", false, "at once, as if its power were cut")
-	cmd.Flags().DurationVar(&limit, "timeout", limit, "how long it may take")
+	cmd.Flags().BoolVar(&kill, "kill", false, "end the VM at once, as if its power were cut")
+	cmd.Flags().DurationVar(&limit, "timeout", limit, "time limit")
 	return cmd
 }
 
@@ -382,13 +381,13 @@ func (a *app) rmCommand() *cobra.Command {
 			return errors.Join(append(errs, perr)...)
 		}),
 	}
-	cmd.Flags().BoolVarP(&force, "force", "f", false, "also VMs that run")
+	cmd.Flags().BoolVarP(&force, "force", "f", false, "also delete running VMs")
 	return cmd
 }
 
 func (a *app) inspectCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "inspect NAME", Short: "Print all that is known of a VM, as JSON", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
+		Use: "inspect NAME", Short: "Show a VM, as JSON", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			v, err := s.Sandbox(args[0]).Inspect(cmd.Context())
 			if err != nil {
@@ -403,7 +402,7 @@ func (a *app) inspectCommand() *cobra.Command {
 func (a *app) logsCommand() *cobra.Command {
 	var process, asIs bool
 	cmd := &cobra.Command{
-		Use: "logs NAME", Short: "Print what a VM has written to its console", Long: logsRaw("Print what a VM has written to its console."), Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
+		Use: "logs NAME", Short: "Print the console output of a VM", Long: logsRaw("Print the console output of a VM."), Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			if _, err := s.State.Get(args[0]); err != nil {
 				return err

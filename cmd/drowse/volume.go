@@ -18,26 +18,26 @@ const defaultVolumeMiB = 1024
 
 func (a *app) volumeCommand() *cobra.Command {
 	return group(&cobra.Command{
-		Use: "volume", Short: "Disks that live beyond the VMs that use them",
-		Long: `Disks that live beyond the VMs that use them. "drowse run --volume NAME:/PATH" mounts
-one in a VM. One VM may write to a volume, or any number read it (NAME:/PATH:ro); a VM
-that sleeps keeps its volumes.
+		Use: "volume", Short: "Manage volumes: disks that outlive the VMs that use them",
+		Long: `Manage volumes: disks that outlive the VMs that use them. "drowse run --volume NAME:/PATH" mounts
+a volume in a VM. One VM may write to it, or any number may read it (NAME:/PATH:ro). A sleeping
+VM keeps its volumes.
 
-The content of a volume is not part of any snapshot. A VM that has slept goes on with
-a volume as it left it; a snapshot whose guest had it for writing cannot be cloned.`,
+No snapshot has the content of a volume. A woken VM finds its volumes as it left them. A snapshot
+of a VM that could write to a volume cannot be cloned.`,
 	}, a.volumeCreateCommand(), a.volumeListCommand(), a.volumeInspectCommand(), a.volumeResizeCommand(), a.volumeRemoveCommand())
 }
 
 func (a *app) volumeCreateCommand() *cobra.Command {
 	size := int64(defaultVolumeMiB)
 	cmd := &cobra.Command{
-		Use: "create NAME", Annotations: makesState, Short: "Make a volume with an empty ext4", Args: cobra.ExactArgs(1),
+		Use: "create NAME", Annotations: makesState, Short: "Make a volume with an empty ext4 file system", Args: cobra.ExactArgs(1),
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			r, err := s.State.Volumes().Create(cmd.Context(), args[0], volumeBytes(size))
 			return a.answerVolume(r, err)
 		}),
 	}
-	cmd.Flags().Int64Var(&size, "size", size, "size in MiB; it takes what is written to it")
+	cmd.Flags().Int64Var(&size, "size", size, "size in MiB; it occupies what is written to it")
 	return cmd
 }
 
@@ -88,7 +88,7 @@ func volumeUsers(i *state.VolumeInfo) string {
 
 func (a *app) volumeInspectCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "inspect NAME", Short: "Print all that is known of a volume, as JSON", Args: cobra.ExactArgs(1),
+		Use: "inspect NAME", Short: "Show a volume, as JSON", Args: cobra.ExactArgs(1),
 		RunE: a.onHost(func(_ *cobra.Command, args []string, s *sandbox.Host) error {
 			i, err := s.State.InspectVolume(args[0])
 			return a.answer(i, err, func(w io.Writer) { _ = printJSON(w, i) })
@@ -98,11 +98,10 @@ func (a *app) volumeInspectCommand() *cobra.Command {
 
 func (a *app) volumeResizeCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "resize NAME SIZE", Short: "Make a volume that no VM runs or sleeps with larger", Args: cobra.ExactArgs(2),
-		Long: `Make a volume and its file system larger: SIZE in MiB. A volume of that size stays as it is,
-and none gets smaller. No VM may run or sleep with it. It is done in a copy, so there must be
-room for what the volume takes once more; whatever is killed meanwhile, the volume is as it
-was or has the new size.`,
+		Use: "resize NAME SIZE", Short: "Enlarge a volume that no running or sleeping VM uses", Args: cobra.ExactArgs(2),
+		Long: `Enlarge a volume and its file system to SIZE, in MiB. Volumes do not shrink. No running or sleeping
+VM may use the volume. drowse works on a copy, so there must be room for the volume's data once
+more. If anything is killed meanwhile, the volume has its old or its new size.`,
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			mib, err := strconv.ParseInt(args[1], 10, 64)
 			if err != nil {
@@ -116,7 +115,7 @@ was or has the new size.`,
 
 func (a *app) volumeRemoveCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "rm NAME", Short: "Delete a volume that no VM names", Args: cobra.ExactArgs(1),
+		Use: "rm NAME", Short: "Delete a volume that no VM uses", Args: cobra.ExactArgs(1),
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			err := s.State.RemoveVolume(cmd.Context(), args[0])
 			return a.answer(map[string]string{"removed": args[0]}, err, func(w io.Writer) { fmt.Fprintln(w, args[0]) })

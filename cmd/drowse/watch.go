@@ -26,13 +26,12 @@ func (a *app) watchCommand() *cobra.Command {
 	var o sandbox.WatchOptions
 	cmd := &cobra.Command{
 		Use:   "watch NAME PATH...",
-		Short: "Tell of changes of files in a VM as they happen; one that sleeps is woken first",
-		Long: `Tell of changes of files in a VM, until it is interrupted: created, written, attributes, removed,
-renamed, and overflow, which says what is not known. With -o json each is one line. A VM that
-sleeps is woken at the beginning, and not again: watching goes on when it is awake.
+		Short: "Report changes of files in a VM as they happen",
+		Long: `Report changes of files in a VM until interrupted: created, written, attributes, removed, renamed,
+and overflow, which says where changes may be missing. With -o json each change is one line. A
+sleeping VM is woken at the beginning only; watching continues whenever it is awake.
 
-Watching is no use of the VM, which goes to sleep by itself when nobody else uses it, unless
---keep-awake is given.`,
+Watching does not count as use of the VM, which may fall asleep, unless --keep-awake is given.`,
 		ValidArgsFunction: a.completeVM,
 		Args: cobra.MatchAll(cobra.MinimumNArgs(2), func(_ *cobra.Command, args []string) error {
 			for _, p := range args[1:] {
@@ -53,8 +52,8 @@ Watching is no use of the VM, which goes to sleep by itself when nobody else use
 		}),
 	}
 	f := cmd.Flags()
-	f.BoolVarP(&o.Recursive, "recursive", "r", false, "what lies below directories as well, on the same file system")
-	f.BoolVar(&o.Use, "keep-awake", false, "count as use of the VM: it does not go to sleep by itself meanwhile")
+	f.BoolVarP(&o.Recursive, "recursive", "r", false, "also watch subdirectories on the same file system")
+	f.BoolVar(&o.Use, "keep-awake", false, "count as use of the VM, so that it stays awake")
 	return cmd
 }
 

@@ -1,6 +1,7 @@
 package api_test
 
 import (
+	"bufio"
 	"context"
 	"crypto/ecdsa"
 	"crypto/elliptic"
@@ -22,6 +23,8 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api"
 	"github.com/drowse-vm/drowse/sandbox/api/client"
@@ -31,6 +34,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/records"
 	"github.com/drowse-vm/drowse/sandbox/sandboxtest"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state/statetest"
 )
 
 // certificate makes one for localhost that signs itself.
@@ -94,6 +98,23 @@ func TestTCP_is_refused_without_tokens_and_without_TLS_where_others_reach_it(t *
 		if (err == nil) != tc.ok || err != nil && !errors.Is(err, api.ErrListen) {
 			t.Errorf("%s: %v", name, err)
 		}
+	}
+}
+
+func TestUnixSocket_refuses_another_user(t *testing.T) {
+	s := serve(t)
+	c := statetest.DialAs(t, 65534, unix.SOCK_STREAM, s.path)
+	if _, err := io.WriteString(c, "GET /v1/sandboxes HTTP/1.1\r\nHost: drowse\r\n\r\n"); err != nil {
+		t.Fatal(err)
+	}
+	res, err := http.ReadResponse(bufio.NewReader(c), nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer res.Body.Close()
+	text, err := io.ReadAll(res.Body)
+	if err != nil || res.StatusCode != http.StatusForbidden || !strings.Contains(string(text), "user 65534 may not use this socket") {
+		t.Errorf("another user gets %s %s, %v", res.Status, text, err)
 	}
 }
 

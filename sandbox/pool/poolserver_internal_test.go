@@ -2,6 +2,7 @@ package pool
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"net"
@@ -16,6 +17,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
+	"github.com/drowse-vm/drowse/sandbox/state/statetest"
 )
 
 // standsBy is a program whose processes stand by, and report that they have been started
@@ -68,6 +70,24 @@ func eventually(t *testing.T, what string, is func() bool) {
 }
 
 func oneShape() []spec.Shape { return []spec.Shape{{MemoryMiB: 256, VCPUs: 1}} }
+
+func TestServe_gives_another_user_nothing(t *testing.T) {
+	s := statetest.TempStore(t)
+	servePool(t, s, shellLauncher(standsBy), Options{Processes: 1, Shapes: oneShape()})
+	c := statetest.DialAs(t, 65534, unix.SOCK_SEQPACKET, s.PoolSocket())
+	what, err := programOf(shellLauncher(standsBy))
+	if err != nil {
+		t.Fatal(err)
+	}
+	request, err := json.Marshal(poolRequest{Version: poolVersion, Program: what, Shape: oneShape()[0]})
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, _ = c.Write(request) // it may be refused before
+	if n, err := c.Read(make([]byte, 4096)); n != 0 {
+		t.Errorf("another user is answered with %d bytes, %v", n, err)
+	}
+}
 
 func TestServe_gives_a_process_to_a_launcher_of_the_same_program_alone(t *testing.T) {
 	same := shellLauncher(standsBy)

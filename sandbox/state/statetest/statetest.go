@@ -5,12 +5,16 @@ import (
 	"bytes"
 	"encoding/json"
 	"errors"
+	"net"
 	"os"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strings"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/rootfs/image"
@@ -41,6 +45,45 @@ func TempStore(t *testing.T) *state.Store {
 		t.Fatal(err)
 	}
 	return s
+}
+
+// DialAs connects to a Unix socket as another user, whom the modes of its file and of the folders above do not keep out.
+// The kind is that of a socket, such as unix.SOCK_STREAM.
+func DialAs(t *testing.T, uid, kind int, path string) *net.UnixConn {
+	t.Helper()
+	if os.Geteuid() != 0 {
+		t.Skip("becoming another user needs root")
+	}
+	for p := path; p != filepath.Clean(os.TempDir()) && p != "/"; p = filepath.Dir(p) {
+		if err := os.Chmod(p, 0o777); err != nil {
+			t.Fatal(err)
+		}
+	}
+	fd, connected := -1, make(chan error)
+	go func() {
+		// The thread is the other user's from now on, and ends with this goroutine.
+		runtime.LockOSThread()
+		connected <- func() (err error) {
+			if _, _, no := unix.RawSyscall(unix.SYS_SETRESUID, uintptr(uid), uintptr(uid), uintptr(uid)); no != 0 {
+				return no
+			}
+			if fd, err = unix.Socket(unix.AF_UNIX, kind|unix.SOCK_CLOEXEC, 0); err != nil {
+				return err
+			}
+			return unix.Connect(fd, &unix.SockaddrUnix{Name: path})
+		}()
+	}()
+	err := <-connected
+	f := os.NewFile(uintptr(fd), path)
+	if err != nil {
+		t.Fatal(errors.Join(err, f.Close()))
+	}
+	c, err := net.FileConn(f)
+	if err := errors.Join(err, f.Close()); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { c.Close() })
+	return c.(*net.UnixConn)
 }
 
 // WithMetadata is a VM without a process.
