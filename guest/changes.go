@@ -11,45 +11,45 @@ import (
 	"github.com/drowse-vm/drowse/guest/audit"
 )
 
-// ChangeOp is what has become of a path.
+// ChangeOp says what happened to a path.
 type ChangeOp string
 
-// The ops.
+// Values of ChangeOp.
 const (
 	PathAdded   ChangeOp = "added"
 	PathChanged ChangeOp = "changed"
-	PathRemoved ChangeOp = "removed" // with all that was below it
+	PathRemoved ChangeOp = "removed" // with everything below it
 )
 
-// Change is a path of the guest's disk that differs, as the guest says.
+// Change is one changed path on the guest's disk, as the guest reports it.
 type Change struct {
 	Op ChangeOp
-	// Path is absolute and clean. It may have any bytes but zero: quote it before it is printed.
+	// Path is absolute and clean. It may contain any byte but zero: quote it before printing.
 	Path string
-	// Mode is kind and permissions; of what was removed, as it was. Before is the mode as it was, of PathChanged.
+	// Mode is kind and permissions, the former ones for PathRemoved. Before is the former mode, of PathChanged.
 	Mode, Before fs.FileMode
 	UID, GID     uint32
 	Size         int64 // bytes, of regular files and symbolic links
-	// From is where a directory is in the image that was moved as a whole; what it contains is not told then.
+	// From is the path in the image of a directory that was moved as a whole. Its contents are then not reported.
 	From string
 }
 
-// ChangesEnd is how far Client.Changes has come.
+// ChangesEnd says how far Client.Changes got.
 type ChangesEnd struct {
 	Told int
-	// More says that there are more than were asked for.
+	// More reports that there are more changes than the limit.
 	More bool
-	// Partial says what is not known; "" if nothing.
+	// Partial says which changes are unknown; "" if none are.
 	Partial string
 }
 
 // maxChangePages bounds the answers of one Client.Changes.
 const maxChangePages = 1 << 16
 
-// Changes tells f what differs between the guest's root and its image, up to limit paths, each directory before what is
-// in it and siblings by the bytes of their names. It asks for parts, so what changes meanwhile is told as it was or as
-// it is. Its cost in the guest is one or two system calls for each file that was written since the image was made, and
-// its memory on the host that of a part. Other mounts (/proc, /run, /dev/shm, volumes) are no part of it.
+// Changes calls f for each path that differs between the guest's root and its image, up to limit paths: a directory
+// before its contents, siblings in the byte order of their names. The answer comes in parts, so f may see a path
+// that changes meanwhile as it was or is. The guest makes one or two system calls for each file written since the
+// image was made; the host holds one part. Other mounts (/proc, /run, /dev/shm, volumes) are not included.
 func (c *Client) Changes(ctx context.Context, limit int, f func(Change) error) (ChangesEnd, error) {
 	const op = "changes of the disk"
 	var end ChangesEnd
@@ -88,7 +88,7 @@ func (c *Client) Changes(ctx context.Context, limit int, f func(Change) error) (
 	return end, fmt.Errorf("guest: %s: %w: more than %d answers", op, ErrProtocol, maxChangePages)
 }
 
-// changes checks what a guest says: a list of paths in order, behind the given one.
+// changes checks the guest's answer: a list of paths in order, all after the given one.
 func changes(m *agentpb.DiskChanges, after string) ([]Change, error) {
 	if len(m.GetChanges()) > agentpb.MaxChanges {
 		return nil, fmt.Errorf("%w: %d changes in one message", ErrProtocol, len(m.Changes))
@@ -122,13 +122,13 @@ var changeOps = map[uint32]ChangeOp{
 	agentpb.ChangeAdded: PathAdded, agentpb.ChangeChanged: PathChanged, agentpb.ChangeRemoved: PathRemoved,
 }
 
-// cleanPath says whether it is an absolute path of a file, in its shortest form.
+// cleanPath reports whether p is the absolute path of a file, in its shortest form.
 func cleanPath(p string) bool {
 	return len(p) > 1 && len(p) <= agentpb.MaxPath+1 && p[0] == '/' && path.Clean(p) == p && strings.IndexByte(p, 0) < 0
 }
 
-// recordOfChanges is what a guest says a command has changed, as it is recorded. Nil from one that was asked is that it
-// does not say.
+// recordOfChanges turns the guest's report on a command's changes into its form in the audit trail. A nil message
+// from a guest that was asked means that it did not report.
 func recordOfChanges(m *agentpb.DiskChanges) *audit.Changes {
 	if m == nil {
 		return &audit.Changes{Partial: "the guest did not say: the command was not started, or its agent is older than that"}

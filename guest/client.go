@@ -17,10 +17,10 @@ import (
 	"github.com/drowse-vm/drowse/guest/audit"
 )
 
-// maxIdle is how many connections a Client keeps for its next calls.
+// maxIdle is how many idle connections a Client keeps for later calls.
 const maxIdle = 2
 
-// Names of calls in errors that RemoteError.Is looks at.
+// Names of calls that RemoteError.Is looks at.
 const (
 	opKill   = "kill"
 	opAttach = "attach"
@@ -30,10 +30,10 @@ const (
 type Client struct {
 	dial Dialer
 
-	closing context.Context // ends with Close
+	closing context.Context // done after Close
 	end     context.CancelFunc
 
-	mu   sync.Mutex // held while closing ends
+	mu   sync.Mutex // guards idle and open; held while closing ends
 	idle []*channel
 	open map[*channel]struct{}
 
@@ -43,16 +43,15 @@ type Client struct {
 	carried   map[string]*carried // by network and address
 }
 
-// channel is one connection; one call at a time is made on it.
+// channel is one connection. It carries one call at a time.
 type channel struct {
 	conn   *frameConn
 	rpc    *ttrpc.Client
 	agent  agentpb.AgentClient
-	nextID uint32 // stream id of the next call, as ttrpc counts
+	nextID uint32 // stream id of the next call; ttrpc counts in twos
 }
 
-// Dial connects to the agent. It does not wait for a guest that is starting:
-// see WaitReady.
+// Dial connects to the agent. It does not wait for a guest that is starting: see WaitReady.
 func Dial(ctx context.Context, dial Dialer) (*Client, error) {
 	c := &Client{dial: dial, open: make(map[*channel]struct{})}
 	c.closing, c.end = context.WithCancel(context.Background())
@@ -64,9 +63,8 @@ func Dial(ctx context.Context, dial Dialer) (*Client, error) {
 	return c, nil
 }
 
-// Close closes every connection but those that Dial and Accept have given away. Calls
-// that are under way fail with ErrConnectionLost, and commands that are not detached are
-// killed.
+// Close closes every connection except those that Client.Dial and Listener.Accept have returned. Calls that are
+// under way fail with ErrConnectionLost. The agent kills commands that are not detached.
 func (c *Client) Close() error {
 	c.mu.Lock()
 	c.end()
@@ -80,7 +78,7 @@ func (c *Client) Close() error {
 	return nil
 }
 
-// errClosed is the error of all that is begun, or waits to begin, when the client is closed.
+// errClosed is the error of every call that starts, or waits to start, after Close.
 var errClosed = fmt.Errorf("guest: the client is closed: %w", ErrConnectionLost)
 
 // connect opens a connection.
@@ -108,14 +106,14 @@ func (c *Client) connect(ctx context.Context) (*channel, error) {
 	return ch, nil
 }
 
-// expect allows the guest to answer the call that comes next.
+// expect lets the guest answer the next call.
 func (ch *channel) expect() {
 	ch.conn.pending.Store(0)
 	ch.conn.expected.Store(ch.nextID)
 	ch.nextID += 2
 }
 
-// take returns a connection for one call, and whether it was used before.
+// take returns a connection for one call, and whether an earlier call has used it.
 func (c *Client) take(ctx context.Context) (ch *channel, used bool, err error) {
 	c.mu.Lock()
 	if n := len(c.idle); n > 0 {
@@ -130,7 +128,7 @@ func (c *Client) take(ctx context.Context) (ch *channel, used bool, err error) {
 	return ch, false, err
 }
 
-// release keeps a connection whose call is over for the next one.
+// release keeps a connection, whose call is over, for the next call.
 func (c *Client) release(ch *channel) {
 	c.mu.Lock()
 	keep := c.closing.Err() == nil && len(c.idle) < maxIdle
@@ -143,7 +141,7 @@ func (c *Client) release(ch *channel) {
 	}
 }
 
-// discard closes a connection and waits until nothing of it is left.
+// discard closes a connection and waits until its ttrpc client has ended.
 func (c *Client) discard(ch *channel) {
 	c.mu.Lock()
 	delete(c.open, ch)
@@ -152,12 +150,11 @@ func (c *Client) discard(ch *channel) {
 	_ = ch.rpc.UserOnCloseWait(context.Background())
 }
 
-// maxNextID is when a connection is replaced, before its stream ids run out.
+// maxNextID is where a connection is replaced, before its stream ids run out.
 const maxNextID = 1 << 31
 
-// call makes a call that may be made twice without harm. A kept connection
-// that turns out to be dead, as all are after the guest was woken from a
-// snapshot, is replaced by a new one.
+// call makes a call that is safe to repeat. It replaces a kept connection that turns out to be dead. All of them are
+// after the guest has woken from a snapshot.
 func call[Req, Resp any](ctx context.Context, c *Client, op string, f method[Req, Resp], req Req) (resp Resp, err error) {
 	for {
 		ch, used, err := c.take(ctx)
@@ -172,8 +169,7 @@ func call[Req, Resp any](ctx context.Context, c *Client, op string, f method[Req
 	}
 }
 
-// callOnce makes a call that must not be made twice: on a new connection,
-// since one that was kept may be dead.
+// callOnce makes a call that must not be repeated. It uses a new connection, since a kept one may be dead.
 func callOnce[Req, Resp any](ctx context.Context, c *Client, op string, f method[Req, Resp], req Req) (resp Resp, err error) {
 	ch, err := c.connect(ctx)
 	if err != nil {
@@ -182,10 +178,10 @@ func callOnce[Req, Resp any](ctx context.Context, c *Client, op string, f method
 	return on(ctx, c, ch, op, f, req)
 }
 
-// method is a call of the agent's.
+// method is a method of the agent's client.
 type method[Req, Resp any] func(agentpb.AgentClient, context.Context, Req) (Resp, error)
 
-// on makes a call on a connection and decides what becomes of that.
+// on makes a call on a connection, then keeps or discards the connection.
 func on[Req, Resp any](ctx context.Context, c *Client, ch *channel, op string, f method[Req, Resp], req Req) (Resp, error) {
 	ch.expect()
 	resp, err := f(ch.agent, ctx, req)
@@ -206,14 +202,14 @@ func on[Req, Resp any](ctx context.Context, c *Client, ch *channel, op string, f
 	return resp, err
 }
 
-// stream is a call of messages both ways, which has a connection to itself.
+// stream is a call with messages both ways. It has a connection to itself.
 type stream[Req, Resp any] struct {
 	messages[Req, Resp]
 	c      *Client
 	ch     *channel
 	op     string
 	parent context.Context
-	ctx    context.Context // ends with the stream
+	ctx    context.Context // done when the stream is closed
 	cancel context.CancelCauseFunc
 }
 
@@ -223,7 +219,7 @@ type messages[Req, Resp any] interface {
 	Recv() (*Resp, error)
 }
 
-// begin makes such a call and sends its first message.
+// begin opens a stream and sends its first message.
 func begin[Req, Resp any, S messages[Req, Resp]](ctx context.Context, c *Client, op string, f func(agentpb.AgentClient, context.Context) (S, error), first *Req) (*stream[Req, Resp], error) {
 	ch, err := c.connect(ctx)
 	if err != nil {
@@ -244,7 +240,7 @@ func begin[Req, Resp any, S messages[Req, Resp]](ctx context.Context, c *Client,
 	return s, nil
 }
 
-// Recv takes the next message.
+// Recv receives the next message.
 func (s *stream[Req, Resp]) Recv() (*Resp, error) {
 	m, err := s.messages.Recv()
 	s.ch.conn.taken()
@@ -256,7 +252,7 @@ func (s *stream[Req, Resp]) close() {
 	s.c.discard(s.ch)
 }
 
-// fail turns an error of the stream into one of this package's. It does not end before the call does.
+// fail turns an error of the stream into one of this package's.
 func (s *stream[Req, Resp]) fail(err error) error {
 	switch {
 	case err == nil:
@@ -269,7 +265,7 @@ func (s *stream[Req, Resp]) fail(err error) error {
 	return fail(s.op, s.ch.conn.err(err))
 }
 
-// Info is what the agent says of itself.
+// Info is what the agent says about itself.
 type Info struct {
 	Version string
 	BootID  string
@@ -278,7 +274,7 @@ type Info struct {
 	Wall    time.Time
 }
 
-// Ping asks the agent for a sign of life.
+// Ping asks the agent for its Info.
 func (c *Client) Ping(ctx context.Context) (Info, error) {
 	r, err := call(ctx, c, "ping", agentpb.AgentClient.Ping, &agentpb.PingRequest{})
 	if err != nil {
@@ -290,12 +286,11 @@ func (c *Client) Ping(ctx context.Context) (Info, error) {
 	}, nil
 }
 
-// Resume says how a guest that was just restored is brought up to date.
+// Resume says how to bring a guest that was just restored up to date.
 type Resume struct {
 	Wall    time.Time // zero leaves the clock alone
 	Entropy []byte    // 32 to 512 bytes; 32 to 64 cost the guest least. None adds none.
-	// NewIdentity is for a clone: a new boot id and machine id, and the
-	// hostname when it is set.
+	// NewIdentity is for a clone: it gets a new boot id and machine id, and Hostname if that is not empty.
 	NewIdentity bool
 	Hostname    string
 }
@@ -303,15 +298,14 @@ type Resume struct {
 // Resumed is the agent's answer.
 type Resumed struct {
 	BootID string // with NewIdentity
-	// HooksWait says that hooks ran in the guest before its snapshot was taken:
-	// call Hooks with HookWake or HookClone.
+	// HooksWait reports that hooks ran in the guest before its snapshot was taken: call Hooks with HookWake or
+	// HookClone.
 	HooksWait bool
-	// Hooks says that there are hooks in the guest, or may be.
+	// Hooks reports that the guest has hooks, or may have some.
 	Hooks bool
 }
 
-// Resume brings a restored guest up to date. When it returns without error,
-// the guest has the clock and the entropy that it was given.
+// Resume brings a restored guest up to date. When it returns nil, the guest has the given clock and entropy.
 func (c *Client) Resume(ctx context.Context, r Resume) (Resumed, error) {
 	req := &agentpb.ResumeRequest{Entropy: r.Entropy, NewIdentity: r.NewIdentity, Hostname: r.Hostname}
 	if !r.Wall.IsZero() {
@@ -324,9 +318,9 @@ func (c *Client) Resume(ctx context.Context, r Resume) (Resumed, error) {
 	return Resumed{BootID: printable(resp.BootId), HooksWait: resp.HooksWait, Hooks: resp.Hooks}, nil
 }
 
-// Handover asks the agent to stand by at the handover ports while the guest is captured
-// (package devices/handover). It returns when the agent has been told to go on. It takes the
-// connection that Dial has made: call it first.
+// Handover asks the agent to stand by at the handover ports while the VMM captures the guest (package
+// devices/handover). It returns when the agent has been told to go on. It uses the connection that Dial has made:
+// call it first.
 func (c *Client) Handover(ctx context.Context) error {
 	ch, _, err := c.take(ctx)
 	if err != nil {
@@ -336,11 +330,10 @@ func (c *Client) Handover(ctx context.Context) error {
 	return err
 }
 
-// HandoverEntropy is how many random bytes Resume.Handover wants.
+// HandoverEntropy is how many random bytes Resume.Handover needs.
 const HandoverEntropy = agentpb.HandoverEntropy
 
-// Handover encodes what a restored guest is told at the handover ports. The entropy must
-// be 64 bytes.
+// Handover encodes the message to a restored guest at the handover ports. The entropy must be 64 bytes.
 func (r Resume) Handover() ([]byte, error) {
 	m := agentpb.Handover{WallNanos: r.Wall.UnixNano(), NewIdentity: r.NewIdentity, Hostname: r.Hostname}
 	if len(r.Entropy) != len(m.Entropy) {
@@ -360,45 +353,44 @@ func (c *Client) SetClock(ctx context.Context, wall time.Time) error {
 	return err
 }
 
-// AddEntropy mixes 32 to 512 bytes into the guest's random number generator
-// and has it reseed.
+// AddEntropy mixes 32 to 512 bytes into the guest's random number generator and makes it reseed.
 func (c *Client) AddEntropy(ctx context.Context, p []byte) error {
 	_, err := call(ctx, c, "add entropy", agentpb.AgentClient.AddEntropy, &agentpb.AddEntropyRequest{Entropy: p})
 	return err
 }
 
-// Shutdown says how a guest is stopped.
+// Shutdown says how to stop a guest.
 type Shutdown struct {
 	Reboot bool
-	// Grace is how long processes have to comply with SIGTERM; 0 is 2 s.
+	// Grace is how long processes have to act on SIGTERM; 0 is 2 s.
 	Grace time.Duration
 }
 
-// Shutdown asks the guest to stop and returns when it has begun to. The guest
-// decides whether it does: watch the VM, and stop it by force in the end.
+// Shutdown asks the guest to stop and returns when it has begun to. The guest may not obey: watch the VM, and stop
+// it by force in the end.
 func (c *Client) Shutdown(ctx context.Context, s Shutdown) error {
 	_, err := callOnce(ctx, c, "shut down", agentpb.AgentClient.Shutdown, &agentpb.ShutdownRequest{Reboot: s.Reboot, GraceNanos: int64(s.Grace)})
 	if errors.Is(err, ErrConnectionLost) {
-		return nil // it was faster than its answer
+		return nil // the guest stopped before it could answer
 	}
 	return err
 }
 
-// Process is what the agent says of one process that it has started.
+// Process is what the agent says about a process that it has started.
 type Process struct {
 	ID       string
 	PID      int
-	Argv     []string // cut to 4 KiB
+	Argv     []string // at most 4 KiB
 	Detached bool
 	Attached bool // a connection is attached
 	Pty      bool
 	Started  time.Time
 	Exit     *ExitStatus // nil while it runs
-	// OutputStart and OutputEnd are the offsets of the output that is kept.
+	// OutputStart and OutputEnd are the offsets of the kept output.
 	OutputStart, OutputEnd uint64
 }
 
-// List returns the processes that the agent has started and still knows.
+// List returns the processes that the agent has started and has not forgotten.
 func (c *Client) List(ctx context.Context) ([]Process, error) {
 	resp, err := call(ctx, c, "list processes", agentpb.AgentClient.List, &agentpb.ListRequest{})
 	if err != nil {
@@ -414,15 +406,13 @@ func (c *Client) List(ctx context.Context) ([]Process, error) {
 	return out, nil
 }
 
-// Kill sends a signal to the process group of a process. It fails with
-// ErrNotFound or ErrNotRunning.
+// Kill sends a signal to a process's group. It fails with ErrNotFound or ErrNotRunning.
 func (c *Client) Kill(ctx context.Context, id string, signal int) error {
 	a := audit.Action{Kind: audit.KindSignal, Process: id, Number: signal}
 	return done(ctx, c, a, opKill, agentpb.AgentClient.Kill, &agentpb.KillRequest{Id: id, Signal: int32(signal)})
 }
 
-// Forget makes the agent forget a detached process, killing it first when it
-// still runs.
+// Forget makes the agent forget a detached process. The agent kills it first if it still runs.
 func (c *Client) Forget(ctx context.Context, id string) error {
 	const sigkill = 9
 	a := audit.Action{Kind: audit.KindSignal, Process: id, Number: sigkill}

@@ -11,21 +11,19 @@ import (
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
 
-// frameConn checks what the guest sends before ttrpc sees it: the size and the
-// kind of every frame, and that it belongs to the call that is under way. So a
-// guest can neither make the host allocate at will, nor fill its memory or its
-// log with messages that nobody waits for.
+// frameConn checks what the guest sends before ttrpc sees it: the size and the kind of every frame, and that it
+// belongs to the call that is under way. So a guest cannot make the host allocate at will, or fill its memory or log
+// with unexpected messages.
 //
-// The header of a frame has ten bytes: length and stream id, both 32 bits and
-// big-endian, type and flags.
+// A frame's header has ten bytes: length and stream id, both 32 bits and big-endian, then type and flags.
 type frameConn struct {
 	net.Conn
 
-	// expected is the stream id that the guest may send on; 0 is none.
+	// expected is the stream id that the guest may use; 0 is none.
 	expected atomic.Uint32
-	fault    atomic.Pointer[error] // why the guest lost the connection
+	fault    atomic.Pointer[error] // why this side closed the connection
 
-	// pending counts messages that were let through and not yet taken.
+	// pending counts messages that were passed to ttrpc and not yet taken from it.
 	pending atomic.Int32
 
 	header [frameHeader]byte
@@ -41,12 +39,12 @@ const (
 	frameData     = 3
 	frameClosed   = 1 // flag: the last message of its stream
 
-	// maxPending is below the 64 messages that ttrpc keeps for a stream, and
-	// above a window of data with the other messages that may go with it.
+	// maxPending is below the 64 messages that ttrpc buffers for a stream, and above a window of data plus the other
+	// messages that may come with it.
 	maxPending = agentpb.Window + 16
 )
 
-// Read hands on bytes of frames that have been checked.
+// Read returns bytes of frames that have been checked.
 func (c *frameConn) Read(p []byte) (int, error) {
 	if len(p) == 0 {
 		return 0, nil
@@ -85,8 +83,8 @@ func (c *frameConn) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// lost is the error of a connection that ended in the midst of a message. ttrpc takes the
-// end of one for what it is only between two.
+// lost is the error of a connection that ended within a message. ttrpc takes io.EOF for an ordinary end, which it is
+// only between two messages.
 func lost(err error) error {
 	if errors.Is(err, io.EOF) {
 		err = io.ErrUnexpectedEOF
@@ -94,8 +92,7 @@ func lost(err error) error {
 	return fmt.Errorf("%w: %w", ErrConnectionLost, err)
 }
 
-// check decides about the frame whose header has been read: its length, and
-// whether it is to be dropped.
+// check decides on the frame whose header was read. It returns the frame's length, and whether to drop the frame.
 func (c *frameConn) check() (length uint32, drop bool, err error) {
 	length = binary.BigEndian.Uint32(c.header[0:])
 	id := binary.BigEndian.Uint32(c.header[4:])
@@ -107,7 +104,7 @@ func (c *frameConn) check() (length uint32, drop bool, err error) {
 	case kind != frameResponse && kind != frameData:
 		return 0, false, fmt.Errorf("%w: a message of type %d", ErrProtocol, kind)
 	case id != 0 && id == c.ended && id != expected && kind == frameResponse && c.late < maxPending:
-		// ttrpc answers what was sent to a stream before its end was known.
+		// ttrpc answers what was sent to a stream before the sender knew of its end.
 		c.late++
 		return length, true, nil
 	case id == 0 || id != expected:
@@ -123,10 +120,10 @@ func (c *frameConn) check() (length uint32, drop bool, err error) {
 	return length, false, nil
 }
 
-// taken tells that a message was taken from ttrpc.
+// taken notes that a message was taken from ttrpc.
 func (c *frameConn) taken() { c.pending.Add(-1) }
 
-// err returns why the connection was taken from the guest, or err.
+// err returns why this side closed the connection, if it did, else err.
 func (c *frameConn) err(err error) error {
 	if f := c.fault.Load(); f != nil && err != nil {
 		return *f

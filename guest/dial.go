@@ -14,21 +14,19 @@ import (
 	"github.com/drowse-vm/drowse/guest/audit"
 )
 
-// Dialer opens a connection to a vsock port of the guest.
+// Dialer opens a connection to a vsock port in the guest.
 type Dialer func(ctx context.Context, port uint32) (net.Conn, error)
 
 // maxHandshake bounds the line that answers CONNECT: "OK 4294967295\n".
 const maxHandshake = 32
 
-// UnixDialer dials a guest by the Unix socket that stands for its vsock
-// device: it sends "CONNECT <port>\n" and expects "OK <port>\n". The guest is
-// not up, or does not listen, when the socket closes instead; the error is
-// ErrUnavailable then. Clients that dial so record what they do in the audit trail
-// beside the socket, if there is one: see package audit.
+// UnixDialer dials a guest through the Unix socket of its vsock device. It sends "CONNECT <port>\n" and expects "OK
+// <port>\n". If the socket closes instead, the guest is not up or does not listen, and the error is ErrUnavailable.
+// Clients that use it record their actions in the audit trail beside the socket, if there is one: see package audit.
 func UnixDialer(path string) Dialer { return unixDialer(path, "") }
 
-// IdleDialer is UnixDialer for connections that are no use of the VM: they do not keep it from going
-// to sleep when nobody uses it.
+// IdleDialer is UnixDialer for connections that do not count as use of the VM: they do not keep an idle VM from
+// going to sleep.
 func IdleDialer(path string) Dialer { return unixDialer(path, " idle") }
 
 func unixDialer(path, suffix string) Dialer {
@@ -54,7 +52,7 @@ func unixDialer(path, suffix string) Dialer {
 	}
 }
 
-// vsockConn is a connection that knows where it is recorded what is done by it.
+// vsockConn is a connection with the audit trail for what is done over it.
 type vsockConn struct {
 	*net.UnixConn
 	trail *audit.Trail
@@ -87,7 +85,7 @@ func unreachable(ctx context.Context, port uint32, err error) error {
 	return fmt.Errorf("guest: vsock port %d: %w: %w", port, ErrUnavailable, err)
 }
 
-// readLine reads a line byte by byte, since what follows it is not ours.
+// readLine reads a line byte by byte: what follows the line belongs to the caller.
 func readLine(r io.Reader, limit int) (string, error) {
 	var b [1]byte
 	var line []byte
@@ -103,20 +101,19 @@ func readLine(r io.Reader, limit int) (string, error) {
 	return "", fmt.Errorf("%w: a line of more than %d bytes", ErrProtocol, limit)
 }
 
-// ReadyPath is where the host listens for the agent's report, given the path
-// of the Unix socket that stands for the vsock device.
+// ReadyPath returns the path of the host's socket for the agent's report. path is the Unix socket of the vsock
+// device.
 func ReadyPath(path string) string {
 	return path + "_" + strconv.Itoa(agentpb.ReadyPort)
 }
 
 const readyTimeout = 5 * time.Second
 
-// Ready is what the agent reports when it serves.
+// Ready is the agent's report that it serves.
 type Ready = agentpb.Ready
 
-// WaitReady waits on a listener at ReadyPath for the agent to report that it
-// serves, and returns the report. It does not close the listener, except when
-// ctx ends first. Whatever else connects is ignored.
+// WaitReady waits on a listener at ReadyPath until the agent reports that it serves, and returns the report. It
+// closes the listener only if ctx ends first. It ignores connections that send anything else.
 func WaitReady(ctx context.Context, l net.Listener) (Ready, error) {
 	stop := context.AfterFunc(ctx, func() { l.Close() })
 	defer stop()

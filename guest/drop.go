@@ -16,56 +16,56 @@ const (
 	MaxDropTime  = agentpb.MaxDropTime
 )
 
-// ErrNoDrop says that the guest's agent is too old to drop anything.
+// ErrNoDrop says that the guest's agent is too old for Drop.
 var ErrNoDrop = errors.New("the agent in the guest is too old to drop files: boot the VM anew with this agent")
 
-// DropPath is a directory of the guest whose contents go: an absolute, clean path, and not the root.
+// DropPath is a directory of the guest to empty: an absolute, clean path other than the root.
 type DropPath struct {
 	Path string
-	// Seen, if not nil, is what Look has found of the path. Then only goes what a copy made since then has whole: what
-	// has changed since, devices, pipes, sockets, and links that may lead out of the tree stay.
+	// Seen, if not nil, is Look's result for the path. Drop then removes only what a copy made since then has whole.
+	// It keeps whatever has changed since, devices, pipes, sockets, and links that may lead out of the tree.
 	Seen *Seen
 }
 
-// DropState is what a path is.
+// DropState says what a path is.
 type DropState string
 
-// The states. Nothing is removed but from a DropDirectory.
+// Values of DropState. Drop removes entries only from a DropDirectory.
 const (
 	DropAbsent    DropState = agentpb.DropAbsent
-	DropEmpty     DropState = agentpb.DropEmpty // a directory with nothing in it; only of Look
+	DropEmpty     DropState = agentpb.DropEmpty // a directory with nothing in it; only from Look
 	DropDirectory DropState = agentpb.DropDirectory
 	DropFile      DropState = agentpb.DropFile
 	DropOther     DropState = agentpb.DropOther
 	DropLink      DropState = agentpb.DropLink     // it, or a directory above it, is a symbolic link
-	DropReplaced  DropState = agentpb.DropReplaced // it is another directory than Look has found
+	DropReplaced  DropState = agentpb.DropReplaced // not the directory that Look found
 )
 
-// Seen is what a path was at some time, as the guest says.
+// Seen is what a path was when Look ran, as the guest reports it.
 type Seen struct {
 	State         DropState
 	at            int64
 	device, inode uint64
 }
 
-// Dropped is what has become of a path, as the guest says.
+// Dropped is what Drop did to a path, as the guest reports it.
 type Dropped struct {
 	State DropState
-	// Entries are files, links and directories that were removed, and Bytes what they had on the guest's disk, as far
-	// as no other name has them.
+	// Entries counts the files, links and directories that were removed. Bytes is the space on the guest's disk that
+	// they alone used: entries that have further names do not count.
 	Entries, Bytes uint64
-	// Kept are entries that stay for what DropPath.Seen says, and Mounts those on which something is mounted.
+	// Kept counts entries that DropPath.Seen made Drop keep, and Mounts those that something is mounted on.
 	Kept, Mounts uint64
-	// Problem is why not all could be removed, printable; empty if all could.
+	// Problem says, in printable text, why some entries could not be removed; empty if all could.
 	Problem string
 }
 
 const opDrop = "drop files"
 
-// dropSlack is how much longer than its limit the agent may take to answer.
+// dropSlack is how long after its time limit the agent may still answer.
 const dropSlack = 30 * time.Second
 
-// Look finds out what paths are, and notes the time: for DropPath.Seen. It changes nothing.
+// Look finds out what paths are and notes the time, for DropPath.Seen. It changes nothing.
 func (c *Client) Look(ctx context.Context, paths []string) ([]Seen, error) {
 	m := &agentpb.DropRequest{Look: true, LimitNanos: int64(time.Minute)}
 	for _, p := range paths {
@@ -88,12 +88,11 @@ func (c *Client) Look(ctx context.Context, paths []string) ([]Seen, error) {
 	return out, nil
 }
 
-// Drop removes what is in directories of the guest, which stay themselves, and returns what has become of each. It
-// follows no symbolic links, also not above a path, and leaves alone what is mounted below. Files that are open, or
-// mapped, go on without a name. What could not be removed is no error of Drop. limit is the time for all of it, at most
-// MaxDropTime. With trim the guest writes out what is dirty afterwards, and tells its disk what it does not use any
-// more; if that fails, what has become of the paths is returned with the error. In the audit trail it is a removal of
-// each path with all below it.
+// Drop empties directories of the guest, which themselves stay, and returns the result for each. It follows no
+// symbolic links, not even above a path, and skips what is mounted below. Open or mapped files live on without a
+// name. An entry that could not be removed is not an error of Drop. limit is the time for all paths, at most
+// MaxDropTime. With trim the guest then writes out dirty data and trims unused blocks on its disk; if that fails,
+// Drop returns the results together with the error. The audit trail records a recursive removal of each path.
 func (c *Client) Drop(ctx context.Context, paths []DropPath, limit time.Duration, trim bool) (_ []Dropped, err error) {
 	m := &agentpb.DropRequest{LimitNanos: int64(limit), Trim: trim}
 	for _, p := range paths {
@@ -125,7 +124,7 @@ func (c *Client) Drop(ctx context.Context, paths []DropPath, limit time.Duration
 	return out, nil
 }
 
-// drop makes the call, and checks that it is about the paths that were asked for.
+// drop makes the call, and checks that the answer is about the paths that were asked for.
 func (c *Client) drop(ctx context.Context, m *agentpb.DropRequest) (*agentpb.DropResponse, error) {
 	r, err := callWithin(ctx, c, opDrop, time.Duration(m.LimitNanos)+dropSlack, agentpb.AgentClient.Drop, m)
 	if unknownCall(err) {
@@ -140,7 +139,7 @@ func (c *Client) drop(ctx context.Context, m *agentpb.DropRequest) (*agentpb.Dro
 	return r, nil
 }
 
-// dropState is a state that there is; any other word of a guest's is DropOther.
+// dropState returns the state that a guest names, or DropOther for an unknown word.
 func dropState(s string) DropState {
 	switch d := DropState(s); d {
 	case DropAbsent, DropEmpty, DropDirectory, DropFile, DropLink, DropReplaced:

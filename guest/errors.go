@@ -15,10 +15,9 @@ import (
 	"github.com/drowse-vm/drowse/guest/internal/treetar"
 )
 
-// Errors that callers may want to tell apart, by errors.Is.
+// Errors that callers can tell apart with errors.Is.
 var (
-	// ErrNotFound: the process is not known to the agent. A missing file is
-	// fs.ErrNotExist as well.
+	// ErrNotFound: the agent does not know the process. For a missing file the error is also fs.ErrNotExist.
 	ErrNotFound = errors.New("not found in the guest")
 	// ErrNotRunning: the process has ended.
 	ErrNotRunning = errors.New("not running any more")
@@ -33,13 +32,13 @@ var (
 	ErrProtocol = flow.ErrProtocol
 	// ErrLimit: what the guest sent exceeds a limit of the call.
 	ErrLimit = treetar.ErrLimit
-	// ErrUnsafe: the guest named a file outside of the tree that was asked for.
+	// ErrUnsafe: the guest named a file outside the requested tree.
 	ErrUnsafe = treetar.ErrUnsafe
-	// ErrInvalid: the agent does not take what it was asked for, as a command of a user that the guest does not have.
+	// ErrInvalid: the agent rejects the request, such as a command for a user that the guest does not have.
 	ErrInvalid = errors.New("the agent in the guest does not take what it is asked for")
-	// ErrFull: the agent has as much as it takes on at once.
+	// ErrFull: the agent has reached its limit on concurrent work.
 	ErrFull = errors.New("the agent in the guest has no room for more")
-	// ErrRemote: the agent has answered with an error, whichever.
+	// ErrRemote: the agent answered with an error of any kind.
 	ErrRemote = errors.New("the agent in the guest has failed")
 )
 
@@ -48,7 +47,7 @@ var (
 type RemoteError struct {
 	Op      string // the call
 	Code    codes.Code
-	Message string // the agent's words, cut to 4 KiB; quote it before it is printed
+	Message string // the agent's words, cut to 4 KiB; quote them before printing
 }
 
 // Error implements error.
@@ -83,8 +82,7 @@ func (e *RemoteError) Is(target error) bool {
 
 const maxErrorText = 4 << 10 // bytes
 
-// printable makes a guest's words fit for a terminal or a log line: no control
-// characters, no forged line.
+// printable makes a guest's text safe for a terminal or a log line: no control characters, no forged line.
 func printable(s string) string {
 	if len(s) > maxErrorText {
 		s = s[:maxErrorText] + "..."

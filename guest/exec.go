@@ -16,53 +16,49 @@ import (
 
 // Cmd is a command to run in the guest.
 type Cmd struct {
-	// Argv is the command and its arguments. A command without a slash is
-	// looked for in the PATH of its environment.
+	// Argv is the command and its arguments. A command without a slash is searched for in the PATH of its
+	// environment.
 	Argv []string
-	// Env adds variables (KEY=VALUE) to PATH, HOME, USER, LOGNAME and SHELL of
-	// the user, or is all there is with ReplaceEnv.
+	// Env adds variables (KEY=VALUE) to the user's PATH, HOME, USER, LOGNAME and SHELL. With ReplaceEnv it is the
+	// whole environment.
 	Env        []string
 	ReplaceEnv bool
 	// Dir is the working directory, absolute; "" is "/".
 	Dir string
 	// User is "name" or "uid", with ":group" or ":gid" if need be; "" is root.
 	User string
-	// Pty, when set, gives the command a terminal. Its output, stderr
-	// included, goes to Stdout then.
+	// Pty, if not nil, gives the command a terminal. All its output, including stderr, then goes to Stdout.
 	Pty *Pty
-	// Timeout, when positive, is after how long in the guest's time, which
-	// stands still while it sleeps, the process group is killed.
+	// Timeout, if positive, is after how long the process group is killed, in the guest's time, which stands still
+	// while the guest sleeps.
 	Timeout time.Duration
-	// Detach lets the process outlive its connection. It is known by ID then,
-	// or by one that the agent chooses, and its last OutputLimit bytes of
-	// output (0: 256 KiB, at most 16 MiB) are kept for Attach.
+	// Detach lets the process outlive its connection. Its name is ID, or one that the agent chooses if ID is empty.
+	// The agent keeps the last OutputLimit bytes of output for Attach (0: 256 KiB, at most 16 MiB).
 	Detach      bool
 	ID          string
 	OutputLimit int
-	// Login runs the user's login shell instead: as one that reads its profile when Argv
-	// is empty, else with -c and the single element of Argv. Without Dir it begins in the
-	// user's home directory, if that exists.
+	// Login runs the user's login shell: as one that reads its profile if Argv is empty, else with -c and the single
+	// element of Argv. Without Dir the shell starts in the user's home directory, if that exists.
 	Login bool
-	// Changes asks which paths of the guest's disk have changed between beginning and end of the command, which
-	// ExitStatus and the audit trail have then. Not with Detach. The guest looks at all that was ever written to its
-	// disk, before and after.
+	// Changes asks which paths on the guest's disk change while the command runs. ExitStatus and the audit trail
+	// then list them. It cannot be used with Detach. The guest scans all that was ever written to its disk, before
+	// and after the command.
 	Changes bool
-	// Subsystem runs a program of the agent's own instead: SubsystemSFTP or SubsystemLayer.
+	// Subsystem runs one of the agent's own programs instead: SubsystemSFTP or SubsystemLayer.
 	Subsystem string
 
 	IO
 }
 
-// IO is where the streams of a command go. A writer that blocks stalls the
-// command, and the end of its session, and nothing else.
+// IO has the streams of a command. A writer that blocks stalls the command and the end of its session, and nothing
+// else.
 type IO struct {
-	// Stdin is read to its end, which closes the command's stdin. Nil is an
-	// empty stdin. When the command ends first, Stdin is not waited for: a
-	// Read that is under way then ends in its own time.
+	// Stdin is read to its end, which closes the command's stdin. Nil is an empty stdin. When the command ends
+	// first, the session does not wait for Stdin: a Read that is under way then ends in its own time.
 	Stdin io.Reader
-	// Stdout and Stderr are written to by one goroutine. Nil discards.
+	// Stdout and Stderr are written by one goroutine. Nil discards the output.
 	Stdout, Stderr io.Writer
-	// Resize gives new sizes of the terminal.
+	// Resize delivers new sizes of the terminal.
 	Resize <-chan Size
 }
 
@@ -70,41 +66,39 @@ type IO struct {
 type Pty struct {
 	Size
 	Term string // TERM; "" is xterm
-	// Modes are encoded as in RFC 4254, section 8; at most 1 KiB. None are the kernel's.
+	// Modes are encoded as in RFC 4254, section 8; at most 1 KiB. If empty, the kernel's defaults apply.
 	Modes []byte
 }
 
-// SubsystemSFTP speaks version 3 of the SSH file transfer protocol on its stdin and
-// stdout, with the rights of Cmd.User.
+// SubsystemSFTP speaks version 3 of the SSH file transfer protocol on its stdin and stdout, with the rights of
+// Cmd.User.
 const SubsystemSFTP = agentpb.SubsystemSFTP
 
-// SubsystemLayer ends all processes of the guest but the agent, empties what is in memory
-// alone (/run, /dev/shm, further mounts), and writes to its stdout what has been written to
-// the VM's disk: a layer by the OCI image specification, as a tar stream.
+// SubsystemLayer ends all processes of the guest except the agent, and drops what exists only in memory (/run,
+// /dev/shm, further mounts). It writes all changes on the VM's disk to its stdout: a layer by the OCI image
+// specification, as a tar stream.
 const SubsystemLayer = agentpb.SubsystemLayer
 
-// Size is the size of a terminal in characters, each below 65536. Zero by
-// zero leaves it alone.
+// Size is the size of a terminal in characters, each below 65536. Zero by zero leaves the terminal's size alone.
 type Size struct{ Rows, Cols int }
 
-// ExitStatus is how a command ended.
+// ExitStatus says how a command ended.
 type ExitStatus struct {
-	// Code is the exit code as a shell gives it: 128 + Signal when a signal
-	// ended the command, 127 when it was not found, 126 when it is not
-	// executable.
+	// Code is the exit code in a shell's terms: 128 + Signal if a signal ended the command, 127 if it was not found,
+	// 126 if it is not executable.
 	Code       int
-	Signal     int // 0: it exited
+	Signal     int // 0: it ended by exiting
 	CoreDumped bool
 	TimedOut   bool
 	User, Sys  time.Duration // CPU time
 	MaxRSS     int64         // bytes
-	// NotStarted is why the command could not be started; "" when it was.
+	// NotStarted says why the command could not be started; "" if it was.
 	NotStarted string
-	// Changes is what has changed on the disk meanwhile, by this command or another, if Cmd.Changes has asked for it.
+	// Changes lists what changed on the disk meanwhile, by this command or another, if Cmd.Changes is set.
 	Changes *audit.Changes
 }
 
-// String says it in words.
+// String describes the status in words.
 func (e ExitStatus) String() string {
 	switch {
 	case e.NotStarted != "":
@@ -139,7 +133,7 @@ type Session struct {
 	io     IO
 	record *audit.Pending
 	detach bool
-	// changes: they were asked for.
+	// changes reports that the caller asked for changes.
 	changes bool
 
 	in, out atomic.Int64 // bytes of stdin, and of both outputs
@@ -154,9 +148,8 @@ type Session struct {
 	offset uint64
 }
 
-// Exec runs a command to its end. The error is an *ExitError when the command
-// ended other than with exit code 0; the status is given then as well. When
-// ctx ends, the command is killed, unless it is detached.
+// Exec runs a command to its end. The error is an *ExitError if the command ended other than with exit code 0; the
+// status is returned then as well. When ctx ends, the agent kills the command unless it is detached.
 func (c *Client) Exec(ctx context.Context, cmd Cmd) (*ExitStatus, error) {
 	s, err := c.Start(ctx, cmd)
 	if err != nil {
@@ -165,9 +158,8 @@ func (c *Client) Exec(ctx context.Context, cmd Cmd) (*ExitStatus, error) {
 	return s.Wait()
 }
 
-// Start starts a command. Its context governs the session, not only the start.
-// A command that cannot be started for want of its file is no error here: it
-// ends at once, with code 126 or 127.
+// Start starts a command. ctx governs the whole session, not only the start. A command whose file is missing or not
+// executable is not an error of Start: its session ends at once, with code 126 or 127.
 func (c *Client) Start(ctx context.Context, cmd Cmd) (*Session, error) {
 	start := &agentpb.ExecStart{
 		Argv: cmd.Argv, Env: cmd.Env, ReplaceEnv: cmd.ReplaceEnv, Cwd: cmd.Dir, User: cmd.User,
@@ -183,10 +175,9 @@ func (c *Client) Start(ctx context.Context, cmd Cmd) (*Session, error) {
 	return c.session(ctx, s, cmd.action(), "exec", &agentpb.ExecRequest{Msg: &agentpb.ExecRequest_Start{Start: start}})
 }
 
-// Attach connects to a detached process and takes the place of whoever is
-// connected to it. Output is given from offset on, or from the oldest byte
-// that is kept: Session.Offset tells. A process that has ended gives its last
-// output and its status. The error is ErrNotFound when there is none of that ID.
+// Attach connects to a detached process and takes over from any session that is connected to it. Output begins at
+// offset, or at the oldest byte that the agent keeps: see Session.Offset. A process that has ended delivers its last
+// output and its status. The error is ErrNotFound if no process has that ID.
 func (c *Client) Attach(ctx context.Context, id string, offset uint64, streams IO) (*Session, error) {
 	m := &agentpb.ExecRequest{Msg: &agentpb.ExecRequest_Attach{Attach: &agentpb.ExecAttach{Id: id, Offset: offset}}}
 	s := &Session{io: streams, offset: offset}
@@ -228,8 +219,8 @@ func (c *Client) session(ctx context.Context, s *Session, a audit.Action, op str
 	return s, nil
 }
 
-// begun takes the answer to the first message. It returns nil, and has
-// set the status, when the command could not be started.
+// begun reads the answer to the first message. If the command could not be started, it sets the status and returns
+// nil.
 func (s *Session) begun() (*agentpb.ExecStarted, error) {
 	m, err := s.stream.Recv()
 	if err != nil {
@@ -255,11 +246,11 @@ func (s *Session) begun() (*agentpb.ExecStarted, error) {
 // ID is the name of the process, for Attach and Kill.
 func (s *Session) ID() string { return s.id }
 
-// PID is the process's id in the guest, 0 when it could not be started.
+// PID is the process's id in the guest; 0 if the process could not be started.
 func (s *Session) PID() int { return s.pid }
 
-// Offset is where in the command's output the session is: after the last byte
-// that was written to Stdout or Stderr. It is what to Attach with.
+// Offset is the session's position in the command's output: after the last byte that was written to Stdout or
+// Stderr. Pass it to Attach.
 func (s *Session) Offset() uint64 {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -269,9 +260,8 @@ func (s *Session) Offset() uint64 {
 // Done is closed when the session is over.
 func (s *Session) Done() <-chan struct{} { return s.done }
 
-// Wait waits for the end of the command and of its output. The error is an
-// *ExitError for a status other than 0, ErrConnectionLost or ErrTakenOver for
-// a session that ended before its command, the context's, or that of a writer.
+// Wait waits for the end of the command and of its output. The error is an *ExitError for a status other than 0,
+// ErrConnectionLost or ErrTakenOver if the session ended before its command, the context's error, or a writer's.
 func (s *Session) Wait() (*ExitStatus, error) {
 	<-s.done
 	return s.status, s.err
@@ -287,11 +277,11 @@ func (s *Session) Resize(size Size) error {
 	return s.send(&agentpb.ExecRequest{Msg: &agentpb.ExecRequest_Resize{Resize: size.message()}})
 }
 
-// errDetached ends a session on request.
+// errDetached ends a session that the caller closes.
 var errDetached = errors.New("detached")
 
-// Close ends the session without waiting for the command: a detached process
-// runs on, any other is killed. Wait returns ErrConnectionLost then.
+// Close ends the session without waiting for the command. A detached process runs on; any other is killed. Wait then
+// returns ErrConnectionLost.
 func (s *Session) Close() error {
 	s.stream.cancel(errDetached)
 	<-s.done
@@ -342,8 +332,8 @@ func (s *Session) run(op string) {
 	close(s.done)
 }
 
-// receive handles what the guest sends until the command's exit. It does not
-// wait for Stdout, so that acknowledgements of stdin get through.
+// receive handles the guest's messages until the command's exit. It does not wait for Stdout, so that
+// acknowledgements of stdin get through.
 func (s *Session) receive() (*ExitStatus, error) {
 	for {
 		m, err := s.stream.Recv()
@@ -380,7 +370,7 @@ func (s *Session) receive() (*ExitStatus, error) {
 	}
 }
 
-// deliver writes output to where it goes and acknowledges it.
+// deliver writes output to Stdout and Stderr, and acknowledges it.
 func (s *Session) deliver() {
 	var acker flow.Acker
 	failed := false
@@ -409,7 +399,7 @@ func (s *Session) deliver() {
 	}
 }
 
-// resizes passes on the sizes that the caller gives.
+// resizes forwards the caller's new sizes.
 func (s *Session) resizes() {
 	for {
 		select {
@@ -426,8 +416,7 @@ func (s *Session) resizes() {
 	}
 }
 
-// feed sends Stdin. It is not waited for, since nothing ends a Read that is
-// under way.
+// feed sends Stdin. The session does not wait for it, since nothing can end a Read that is under way.
 func (s *Session) feed() {
 	if s.io.Stdin == nil {
 		return

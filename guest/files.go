@@ -21,9 +21,9 @@ import (
 	"github.com/drowse-vm/drowse/guest/internal/treetar"
 )
 
-// FileInfo is what the guest says of a file.
+// FileInfo is what the guest says about a file.
 type FileInfo struct {
-	Name    string // one element; checked to be one in the answers of ReadDir
+	Name    string // one path element; ReadDir checks that
 	Size    int64
 	Mode    fs.FileMode
 	UID     int
@@ -39,11 +39,11 @@ func fileInfo(f *agentpb.FileInfo) FileInfo {
 	}
 }
 
-// fileMode turns st_mode of inode(7), which tar has too, into Go's form.
+// fileMode turns st_mode of inode(7), which tar uses too, into Go's form.
 func fileMode(st uint32) fs.FileMode { return (&tar.Header{Mode: int64(st)}).FileInfo().Mode() }
 
-// Stat describes a file, or what a symbolic link points to. Paths in the guest
-// are absolute in this and all other calls.
+// Stat describes a file, or the target of a symbolic link. Paths in the guest are absolute in this and all other
+// calls.
 func (c *Client) Stat(ctx context.Context, path string) (FileInfo, error) {
 	return c.stat(ctx, path, true)
 }
@@ -61,8 +61,7 @@ func (c *Client) stat(ctx context.Context, path string, follow bool) (FileInfo, 
 	return fileInfo(f), nil
 }
 
-// MaxDirEntries is how many entries ReadDir returns at most; a directory with
-// more is an error, ErrLimit.
+// MaxDirEntries is the most entries that ReadDir returns. For a larger directory it fails with ErrLimit.
 const MaxDirEntries = 1 << 16
 
 // ReadDir lists a directory, sorted by name.
@@ -93,15 +92,13 @@ func (c *Client) ReadDir(ctx context.Context, dir string) ([]FileInfo, error) {
 	}
 }
 
-// Mkdir makes a directory, with perm 0 as 0755, and with parents those that
-// are missing as well.
+// Mkdir makes a directory; perm 0 means 0755. With parents it makes missing parents as well.
 func (c *Client) Mkdir(ctx context.Context, path string, perm fs.FileMode, parents bool) error {
 	a := audit.Action{Kind: audit.KindMkdir, Path: path}
 	return done(ctx, c, a, "make directory "+path, agentpb.AgentClient.Mkdir, &agentpb.MkdirRequest{Path: path, Mode: uint32(perm.Perm()), Parents: parents})
 }
 
-// Remove removes a file or an empty directory, or with recursive a whole tree,
-// which need not exist.
+// Remove removes a file or an empty directory. With recursive it removes a whole tree, which need not exist.
 func (c *Client) Remove(ctx context.Context, path string, recursive bool) error {
 	a := audit.Action{Kind: audit.KindRemove, Path: path, Recursive: recursive}
 	return done(ctx, c, a, "remove "+path, agentpb.AgentClient.Remove, &agentpb.RemoveRequest{Path: path, Recursive: recursive})
@@ -128,9 +125,8 @@ func (c *Client) Readlink(ctx context.Context, path string) (string, error) {
 	return r.Target, nil
 }
 
-// ReadFile copies length bytes of a file from offset on to w, or all there is
-// when length is 0. It returns how many there were. The guest decides how
-// much it sends: bound w, or give a length, which is held to.
+// ReadFile copies length bytes of a file, from offset on, to w; length 0 means up to the end. It returns how many
+// bytes it copied. The guest decides how much it sends: bound w, or give a length, which ReadFile enforces.
 func (c *Client) ReadFile(ctx context.Context, path string, w io.Writer, offset, length int64) (n int64, err error) {
 	p, err := c.record(ctx, "read "+path, audit.Action{Kind: audit.KindRead, Path: path})
 	if err != nil {
@@ -160,16 +156,16 @@ func (c *Client) ReadFile(ctx context.Context, path string, w io.Writer, offset,
 	return n, t.fail(err)
 }
 
-// WriteOptions says how WriteFile writes.
+// WriteOptions says how WriteFile writes a file.
 type WriteOptions struct {
-	Perm    fs.FileMode // of a new file, and of any when not 0; 0 is 0644
-	Owner   *Owner      // nil: root, or the owner of the file that exists
+	Perm    fs.FileMode // of a new file, and of an existing one unless 0; 0 is 0644
+	Owner   *Owner      // nil: root, or the owner of the existing file
 	ModTime time.Time   // zero: now
-	// Atomic writes a temporary file and renames it: readers see the old file
-	// or the whole new one, after a crash as well.
+	// Atomic writes a temporary file and renames it: readers see the old file or the whole new one, even after a
+	// crash.
 	Atomic  bool
 	Parents bool // make missing directories
-	// Offset writes there without truncating; Append writes at the end.
+	// Offset is where to write without truncating. Append writes at the end.
 	Offset int64
 	Append bool
 }
@@ -184,7 +180,7 @@ func (o *Owner) message() *agentpb.Owner {
 	return &agentpb.Owner{Uid: uint32(o.UID), Gid: uint32(o.GID)}
 }
 
-// WriteFile writes what it reads from r to a file of the guest.
+// WriteFile writes all data from r to a file in the guest.
 func (c *Client) WriteFile(ctx context.Context, path string, r io.Reader, o WriteOptions) (err error) {
 	p, err := c.record(ctx, "write "+path, audit.Action{Kind: audit.KindWrite, Path: path})
 	if err != nil {
@@ -217,29 +213,26 @@ func (c *Client) WriteFile(ctx context.Context, path string, r io.Reader, o Writ
 type CopyOptions struct {
 	MaxBytes   int64 // 0: 64 GiB
 	MaxEntries int64 // 0: 1048576
-	// Owner owns everything that is created in the guest; nil is root. It has
-	// no meaning for CopyOut, whose files belong to the caller.
+	// Owner owns everything that CopyIn creates in the guest; nil is root. CopyOut ignores it: its files belong to
+	// the caller.
 	Owner *Owner
-	// KeepLinks has CopyOut create symbolic links that are absolute or lead
-	// out of the tree. They are left out otherwise: whoever opens one later
-	// would be led where the guest wants.
+	// KeepLinks makes CopyOut create symbolic links that are absolute or lead out of the tree. It skips them
+	// otherwise: opening one would lead to a place of the guest's choice.
 	KeepLinks bool
-	// OwnerWrites has CopyOut take from all but the owner of a file the right to write to it.
+	// OwnerWrites makes CopyOut take the write permission from all but the owner of a file.
 	OwnerWrites bool
-	// Progress, when set, is called as bytes of the tree are moved, with their number so
-	// far: contents, names and what else describes files. It is called by one goroutine
-	// at a time, often, and holds up the copy.
+	// Progress, if not nil, is called with the number of bytes moved so far: contents, names and other metadata. One
+	// goroutine at a time calls it, often, and the copy waits for it.
 	Progress func(bytes int64)
-	// Resume goes on with a copy that was cut. Files that are there are not moved again if both ends
-	// find that they have the same SHA-256, nor is the beginning of an unfinished file; both read them for
-	// that. Whether the destination is the copy or the directory that it is in is decided as
-	// the copy that was cut has decided it. An agent that is older fails with ErrNoResume.
+	// Resume continues a copy that was cut. Both ends read what the destination already has, and do not move a file
+	// again if they find the same SHA-256, nor the beginning of an unfinished file. Whether the destination is the
+	// copy or the directory above it stays as in the cut copy. With an older agent the copy fails with ErrNoResume.
 	Resume bool
-	// Exact says that the destination is the name of the copy even if it exists as a directory.
+	// Exact says that the destination is the name of the copy even if it is an existing directory.
 	Exact bool
 }
 
-// ErrNoResume says that the guest's agent is too old to go on with a copy.
+// ErrNoResume says that the guest's agent is too old to resume a copy.
 var ErrNoResume = errors.New("the agent in the guest cannot go on with a copy that was cut: copy anew, or boot the VM anew with this agent")
 
 func resumeError(o CopyOptions, err error) error {
@@ -250,7 +243,7 @@ func resumeError(o CopyOptions, err error) error {
 	return err
 }
 
-// tell counts the bytes that are moved, and passes their number on.
+// tell returns a function that adds up the moved bytes and reports the total to Progress.
 func (o *CopyOptions) tell(moved *int64) func(int64) {
 	return func(n int64) {
 		*moved += n
@@ -260,17 +253,17 @@ func (o *CopyOptions) tell(moved *int64) func(int64) {
 	}
 }
 
-// CopyResult tells what was copied.
+// CopyResult says what was copied.
 type CopyResult struct {
 	Entries, Bytes int64
-	// Kept are bytes of content that were there already, of a copy that was resumed. Bytes does not have
+	// Kept is how many bytes of content were already there, for a copy that was resumed. Bytes does not include
 	// them.
 	Kept int64
-	// At is the name of the copy, known as soon as it has begun, and given when it fails as well: with
-	// CopyOptions.Exact it stands for the same copy again.
+	// At is the name of the copy. It is set as soon as the copy has begun, even if it fails: with CopyOptions.Exact
+	// it names the same copy again.
 	At string
-	// Skipped are the names of what was left out, the first 100 of SkippedCount:
-	// devices, pipes, sockets, and for CopyOut links out of the tree.
+	// Skipped are the first 100 names of SkippedCount that were left out: devices, pipes, sockets, and for CopyOut
+	// links out of the tree.
 	Skipped      []string
 	SkippedCount int64
 }
@@ -283,10 +276,10 @@ func copyResult(r treetar.Result) CopyResult {
 	return out
 }
 
-// CopyIn copies a file or directory of the host into the guest. As with cp(1),
-// dst is a directory to copy into when it exists as one, and the name of the
-// copy otherwise; its parent must exist. A file has its name only when it is whole: until then it has another one
-// beside it, and what there is of one of 1 MiB or more stays when the copy is cut.
+// CopyIn copies a file or directory of the host into the guest. As with cp(1), dst is the directory to copy into if
+// it is an existing directory, else the name of the copy; its parent must exist. A file gets its name only when it
+// is whole. Until then it has another name beside it, and an unfinished file of 1 MiB or more stays if the copy is
+// cut.
 func (c *Client) CopyIn(ctx context.Context, src, dst string, o CopyOptions) (out CopyResult, err error) {
 	if src, err = filepath.Abs(src); err != nil {
 		return CopyResult{}, fmt.Errorf("guest: copy %s: %w", src, err)
@@ -339,8 +332,7 @@ func (c *Client) CopyIn(ctx context.Context, src, dst string, o CopyOptions) (ou
 	return copyResult(res), resumeError(o, t.fail(err))
 }
 
-// target decides where in the guest a copy goes: the directory, and the name
-// that the copy has in it.
+// target decides where in the guest a copy goes: the directory, and the copy's name in it.
 func (c *Client) target(ctx context.Context, dst, base string, o CopyOptions) (dir, name string, err error) {
 	if o.Exact {
 		dir, name = path.Split(path.Clean(dst))
@@ -348,7 +340,7 @@ func (c *Client) target(ctx context.Context, dst, base string, o CopyOptions) (d
 	}
 	fi, err := c.Stat(ctx, dst)
 	if err == nil && fi.Mode.IsDir() && o.Resume {
-		// It may be what the copy that was cut has made.
+		// dst may be what the cut copy has made.
 		_, merr := c.Lstat(ctx, path.Join(dst, treetar.Marker(base)))
 		if merr == nil {
 			dir, name = path.Split(path.Clean(dst))
@@ -375,12 +367,12 @@ func (c *Client) target(ctx context.Context, dst, base string, o CopyOptions) (d
 	return dir, name, nil
 }
 
-// CopyOut copies a file or directory of the guest to the host. As with cp(1), dst is a directory to copy into when it
-// exists as one, and the name of the copy otherwise. The copy has one name there, the last element of src or of dst.
-// Whatever the guest sends, nothing is created or changed on the host but what has that name, and an unfinished file
-// beside it if the copy of one file is cut: no link is followed, and an entry whose name leads through one is
-// ErrUnsafe. Links are made when all else is there, and lead nowhere but to what is in the copy, unless KeepLinks is
-// set. What has the name already is kept: directories are merged, and files and links of the same names replaced.
+// CopyOut copies a file or directory of the guest to the host. As with cp(1), dst is the directory to copy into if
+// it is an existing directory, else the name of the copy. The copy has one name there, the last element of src or of
+// dst. The guest can create or change only what has that name, and an unfinished file beside it if the copy of a
+// single file is cut. CopyOut follows no link: an entry whose name leads through one is ErrUnsafe. It makes links
+// last, and only those that stay in the copy unless KeepLinks is set. Existing content is kept: directories are
+// merged, and files and links of the same names replaced.
 func (c *Client) CopyOut(ctx context.Context, src, dst string, o CopyOptions) (out CopyResult, err error) {
 	dir, name := filepath.Split(filepath.Clean(dst))
 	if dir == "" {
@@ -392,7 +384,7 @@ func (c *Client) CopyOut(ctx context.Context, src, dst string, o CopyOptions) (o
 	}
 	marker := treetar.Marker(base)
 	if fi, err := os.Stat(dst); err == nil && fi.IsDir() && !o.Exact {
-		// With the marker it is what the copy that was cut has made.
+		// With the marker, dst is what the cut copy has made.
 		if _, err := os.Lstat(filepath.Join(dst, marker)); !o.Resume || err != nil {
 			dir, name = dst, base
 		}
@@ -411,15 +403,14 @@ func (c *Client) CopyOut(ctx context.Context, src, dst string, o CopyOptions) (o
 	return out, err
 }
 
-// CopyOutTo is CopyOut into an open directory of the host, in which the copy is called name. at is what the audit trail
-// calls it.
+// CopyOutTo is CopyOut into an open directory of the host. The copy is called name in it, and at in the audit trail.
 func (c *Client) CopyOutTo(ctx context.Context, src string, root *os.Root, name, at string, o CopyOptions) (CopyResult, error) {
 	out, err := c.copyOut(ctx, src, root, name, treetar.Marker(name), at, o)
 	out.At = at
 	return out, err
 }
 
-// copyOut copies to a name in a directory.
+// copyOut copies src to name in the directory root.
 func (c *Client) copyOut(ctx context.Context, src string, root *os.Root, name, marker, at string, o CopyOptions) (out CopyResult, err error) {
 	p, err := c.record(ctx, "copy from "+src, audit.Action{Kind: audit.KindCopyOut, Path: src, HostPath: at})
 	if err != nil {
@@ -453,10 +444,10 @@ func (c *Client) copyOut(ctx context.Context, src string, root *os.Root, name, m
 	return copyResult(res), resumeError(o, t.fail(err))
 }
 
-// transfer is one Transfer stream, seen from the host.
+// transfer is the host's end of one Transfer stream.
 type transfer struct {
 	*stream[agentpb.TransferRequest, agentpb.TransferResponse]
-	// sent and received, when set, are told the bytes of each message of data.
+	// sent and received, if not nil, get the number of bytes of each data message.
 	sent, received func(int64)
 }
 
@@ -468,10 +459,10 @@ func (c *Client) transfer(ctx context.Context, op string, first *agentpb.Transfe
 	return &transfer{stream: s}, nil
 }
 
-// converse has f send data, and receive data if it reads, from one goroutine, and waits for the guest to be done. What
-// f reads ends when the guest is. A slow f slows the guest down.
+// converse runs f, which sends data and, if reads, receives data, in one goroutine. It waits until the guest is
+// done; what f reads then ends. A slow f slows the guest down.
 func (t *transfer) converse(reads bool, f func(io.ReadWriter) error) error {
-	// What f has to say to a guest that is done finds nobody.
+	// A guest that is done does not read what f still writes.
 	writing, stop := context.WithCancel(t.ctx)
 	defer stop()
 	p := flow.NewPipe(t.ctx, writing, t.send, func(n uint64) error {
@@ -481,7 +472,7 @@ func (t *transfer) converse(reads bool, f func(io.ReadWriter) error) error {
 	go func() {
 		err := f(p)
 		if err != nil {
-			t.cancel(err) // what the guest has is not all: it must not commit, nor wait for more
+			t.cancel(err) // the guest has only a part: it must not commit, nor wait for more
 		}
 		talked <- err
 	}()
@@ -504,7 +495,7 @@ func (t *transfer) converse(reads bool, f func(io.ReadWriter) error) error {
 	return err
 }
 
-// await takes what the guest sends, up to its done message.
+// await handles the guest's messages up to the done message.
 func (t *transfer) await(p *flow.Pipe, reads bool) error {
 	for {
 		m, err := t.Recv()
@@ -542,7 +533,7 @@ func (t *transfer) send(data []byte) error {
 	return err
 }
 
-// sendEnd tells the guest that all was sent.
+// sendEnd tells the guest that all data was sent.
 func (t *transfer) sendEnd() error {
 	return t.Send(&agentpb.TransferRequest{Msg: &agentpb.TransferRequest_End{End: &agentpb.Empty{}}})
 }

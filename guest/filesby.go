@@ -7,16 +7,16 @@ import (
 	"io/fs"
 )
 
-// Files are the files of a guest, to which each call connects anew: see the methods of Client of the same names. Its
-// methods may be called from any goroutine.
+// Files gives access to a guest's files over a new connection for each call: see the methods of Client with the same
+// names. Its methods may be called from any goroutine.
 type Files struct {
 	connect func(ctx context.Context) (*Client, error)
 }
 
-// FilesBy are the files of the guest that connect connects to.
+// FilesBy returns the files of the guest that connect connects to.
 func FilesBy(connect func(ctx context.Context) (*Client, error)) Files { return Files{connect} }
 
-// do does something with a client.
+// do calls do with a new client, and closes the client.
 func (f Files) do(ctx context.Context, do func(*Client) error) error {
 	c, err := f.connect(ctx)
 	if err != nil {
@@ -25,7 +25,7 @@ func (f Files) do(ctx context.Context, do func(*Client) error) error {
 	return errors.Join(do(c), c.Close())
 }
 
-// Stat describes what a path leads to.
+// Stat describes a file, or the target of a symbolic link.
 func (f Files) Stat(ctx context.Context, path string) (fi FileInfo, err error) {
 	err = f.do(ctx, func(c *Client) error { fi, err = c.Stat(ctx, path); return err })
 	return fi, err
@@ -37,7 +37,7 @@ func (f Files) ReadDir(ctx context.Context, dir string) (list []FileInfo, err er
 	return list, err
 }
 
-// ReadFile writes the content of a file to w. The guest decides how much that is: bound w.
+// ReadFile writes the content of a file to w. The guest decides how much it sends: bound w.
 func (f Files) ReadFile(ctx context.Context, path string, w io.Writer) (n int64, err error) {
 	err = f.do(ctx, func(c *Client) error { n, err = c.ReadFile(ctx, path, w, 0, 0); return err })
 	return n, err

@@ -16,19 +16,17 @@ import (
 	"github.com/drowse-vm/drowse/guest/internal/relay"
 )
 
-// Conn is a connection to a socket in the guest. Read gives io.EOF only where the peer has
-// ended its direction, and an error that is syscall.ECONNRESET where the connection was
-// reset or cut, as all are when the VM sleeps. CloseWrite ends one direction, Close both,
-// Abort resets the peer. See relay.Stream for the rest.
+// Conn is a connection to a socket in the guest. Read returns io.EOF only when the peer has ended its direction. If
+// the connection was reset or cut, the error is syscall.ECONNRESET; when the VM sleeps all connections are cut.
+// CloseWrite ends one direction, Close both, and Abort resets the peer. See relay.Stream for the rest.
 type Conn = relay.Stream
 
-// ForwardError is an answer of the agent's to Dial or Listen. It matches the errors of
-// package syscall for its code (ECONNREFUSED, EHOSTUNREACH, ETIMEDOUT, EADDRINUSE among them), and
-// fs.ErrNotExist and fs.ErrPermission.
+// ForwardError is the agent's answer to a Dial or Listen that failed. It matches the errors of package syscall for
+// its code (ECONNREFUSED, EHOSTUNREACH, ETIMEDOUT, EADDRINUSE among them), and fs.ErrNotExist and fs.ErrPermission.
 type ForwardError struct {
 	Op, Network, Address string
 	Code                 agentpb.ForwardCode
-	Message              string // the agent's words, fit to be printed
+	Message              string // the agent's words, made printable
 }
 
 // Error implements error.
@@ -52,10 +50,10 @@ type guestAddr struct{ network, address string }
 func (a guestAddr) Network() string { return a.network }
 func (a guestAddr) String() string  { return a.address }
 
-// Dial connects to a socket from within the guest, by the agent, which has root's rights
-// there. The network is "tcp", with an address "host:port" whose host is looked up in the
-// guest, "unix", with a path, or "udp", whose datagrams have their length before them (2 bytes): package
-// forward carries them. The error is a *ForwardError if the guest could not do it.
+// Dial connects to a socket from within the guest. The agent does it, with root's rights there. The network is
+// "tcp", with an address "host:port" whose host the guest looks up; "unix", with a path; or "udp", whose datagrams
+// follow their length (2 bytes): package forward carries them. The error is a *ForwardError if the guest could not
+// connect.
 func (c *Client) Dial(ctx context.Context, network, address string) (*Conn, error) {
 	m := agentpb.ForwardRequest{Op: agentpb.OpDial, Length: len(address)}
 	if deadline, ok := ctx.Deadline(); ok {
@@ -76,8 +74,7 @@ func (c *Client) Dial(ctx context.Context, network, address string) (*Conn, erro
 	return s, nil
 }
 
-// forward makes a request at the forward port and returns the connection for what
-// follows, with the text of the answer.
+// forward makes a request at the forward port. It returns the connection for what follows, and the answer's text.
 func (c *Client) forward(ctx context.Context, op, network, address string, m agentpb.ForwardRequest, payload []byte) (_ net.Conn, text string, err error) {
 	n, ok := agentpb.ParseNetwork(network)
 	if !ok {
@@ -145,28 +142,27 @@ type Listener struct {
 	cancel context.CancelFunc
 
 	mu   sync.Mutex // held by Accept while it reads
-	held *announced // a connection that there was no descriptor for
+	held *announced // announced, but not taken over for want of a descriptor
 
 	closing   sync.Once
 	closeTime time.Duration // maxCloseTime
 }
 
-// announced is a connection that waits in the agent.
+// announced is a connection that waits in the agent to be accepted.
 type announced struct {
 	token []byte
 	from  string
 }
 
-// maxAcceptTime bounds the take-over of one connection.
+// maxAcceptTime bounds the time to take over one connection.
 const maxAcceptTime = 30 * time.Second
 
-// maxCloseTime bounds the wait for the agent's word that a listener is gone.
+// maxCloseTime bounds the wait for the agent to confirm that a listener has ended.
 const maxCloseTime = 2 * time.Second
 
-// Listen listens at an address in the guest, by the agent, which has root's rights there:
-// "tcp" with "host:port", where port 0 lets the guest choose, or "unix" with a path. The
-// listener is gone when the VM sleeps: Accept fails then, with ErrConnectionLost. At most
-// 64 connections wait in the agent to be accepted.
+// Listen listens at an address in the guest: "tcp" with "host:port", where port 0 lets the guest choose, or "unix"
+// with a path. The agent does it, with root's rights there. The listener ends when the VM sleeps: Accept then fails
+// with ErrConnectionLost. At most 64 connections wait in the agent to be accepted.
 func (c *Client) Listen(ctx context.Context, network, address string) (_ *Listener, err error) {
 	m := agentpb.ForwardRequest{Op: agentpb.OpListen, Length: len(address)}
 	p, err := c.record(ctx, "listen "+network+" "+address, audit.Action{Kind: audit.KindListen, Network: network, Address: address})
@@ -192,20 +188,19 @@ func (c *Client) Listen(ctx context.Context, network, address string) (_ *Listen
 	return l, nil
 }
 
-// Addr is the address in the guest.
+// Addr returns the listener's address in the guest.
 func (l *Listener) Addr() net.Addr { return l.addr }
 
-// Close ends the listener in the guest, and its address is free there when Close returns: an
-// agent that is there says so. One that says nothing, for it is stopped or hostile, is waited for
-// for two seconds and then left; it finds the connection closed. Connections that were accepted
-// live on, those that wait are reset.
+// Close ends the listener in the guest. Once the agent has confirmed that, the address is free there. If the agent
+// does not answer, because it is stopped or hostile, Close returns after two seconds; the agent then finds its
+// connection closed. Accepted connections live on; waiting ones are reset.
 func (l *Listener) Close() error {
 	var err error
 	l.closing.Do(func() {
 		l.cancel()
 		l.carried.last()
-		// Whatever the host says on this connection asks the agent to end the listener, and to
-		// close the connection after that. An Accept that waits reads the end as well.
+		// Any byte from the host asks the agent to end the listener and then close the connection. An Accept that
+		// waits reads that end as well.
 		if l.control.SetDeadline(time.Now().Add(l.closeTime)) == nil {
 			if _, err := l.control.Write([]byte{agentpb.EndListener}); err == nil {
 				l.mu.Lock()
@@ -227,9 +222,9 @@ func (l *Listener) Accept() (net.Conn, error) {
 	return c, nil
 }
 
-// AcceptGuest waits for a connection in the guest and takes it over. One that is gone by
-// then, or that the agent does not hand over in time, is passed over. The error for want of
-// descriptors, syscall.EMFILE or ENFILE, leaves the connection waiting.
+// AcceptGuest waits for a connection in the guest and takes it over. It skips one that has ended by then, or that
+// the agent does not hand over in time. If it fails for want of descriptors, with syscall.EMFILE or ENFILE, the
+// connection keeps waiting.
 func (l *Listener) AcceptGuest() (*Conn, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -250,7 +245,7 @@ func (l *Listener) AcceptGuest() (*Conn, error) {
 			l.held = next
 			return nil, err
 		}
-		// If it is the listener that is lost, its connection says so.
+		// If the listener itself is lost, reading its connection fails next.
 	}
 }
 
@@ -282,7 +277,7 @@ func (l *Listener) announced() (_ *announced, err error) {
 	return &announced{binary.BigEndian.AppendUint64(nil, a.Token), from}, nil
 }
 
-// take takes a connection over.
+// take takes over a connection that the agent has announced.
 func (l *Listener) take(token []byte, from string) (*Conn, error) {
 	ctx, cancel := context.WithTimeout(l.ctx, maxAcceptTime)
 	defer cancel()

@@ -14,53 +14,51 @@ import (
 	"github.com/drowse-vm/drowse/guest/report"
 )
 
-// HookEvent is what hooks in the guest are run for, and their first argument.
+// HookEvent is the event that hooks in the guest run for. It is their first argument.
 type HookEvent = report.HookEvent
 
-// The events. Those of one line belong together: a hook that was started for the
-// first is run for one of the others afterwards.
+// The events. Those of one line belong together: a hook that was started for the first later runs for one of the
+// others.
 const (
 	HookSleep    HookEvent = agentpb.HookSleep    // then HookWake or HookClone
-	HookSnapshot HookEvent = agentpb.HookSnapshot // then HookWake in the VM, HookClone in others made of it
-	HookWake     HookEvent = agentpb.HookWake     // the same machine goes on
+	HookSnapshot HookEvent = agentpb.HookSnapshot // then HookWake in the VM, HookClone in VMs made from the snapshot
+	HookWake     HookEvent = agentpb.HookWake     // the same machine continues
 	HookClone    HookEvent = agentpb.HookClone    // this is a copy of it
 	HookFreeze   HookEvent = agentpb.HookFreeze   // then HookThaw
 	HookThaw     HookEvent = agentpb.HookThaw
 )
 
-// HookFailure is one hook that did not do what it should.
+// HookFailure is a hook that failed.
 type HookFailure = report.HookFailure
 
-// HookLimits say how long hooks may take, each of them and all together: more
-// than 0 and at most 5 min.
+// HookLimits says how long hooks may take, each of them and all together: more than 0 and at most 5 min.
 type HookLimits struct {
 	Each, All time.Duration
-	// IgnoreFailures goes on after a hook that has failed.
+	// IgnoreFailures continues after a hook that fails.
 	IgnoreFailures bool
 	// Skip makes Freeze run no hooks.
 	Skip bool
 }
 
-// hookSlack is how much longer than its hooks the agent may take to answer: it
-// starts and ends processes, in a guest that may be slow.
+// hookSlack is how much longer than its hooks the agent may take to answer: it starts and ends processes, in a guest
+// that may be slow.
 const hookSlack = 15 * time.Second
 
-// Hooked is what hooks have done.
+// Hooked is the result of running hooks.
 type Hooked struct {
 	Ran int // how many were started
-	// Refused says that a hook has failed before the event, which then must not
-	// be. Those that had run were told to go on (HookWake).
+	// Refused reports that a hook failed before the event, which then must not happen. The hooks that had already
+	// run then ran for HookWake, or after a Freeze for HookThaw.
 	Refused  bool
 	Failures []HookFailure // at most 128
 }
 
-// Hooks runs the guest's hooks (/etc/drowse/hooks.d) for an event, and waits for
-// them. HookSleep and HookSnapshot run all in the order of their names; HookWake
-// and HookClone run those that have been started before in reverse. A guest
-// whose agent knows no hooks has none. A guest that does not answer in time is
-// an error; its hooks may run all the same.
+// Hooks runs the guest's hooks (/etc/drowse/hooks.d) for an event, and waits for them. For HookSleep and
+// HookSnapshot it runs all hooks in the order of their names; for HookWake and HookClone, in reverse, those that
+// were started before. An agent too old for hooks runs none. A guest that does not answer in time is an error, but
+// its hooks may still run.
 func (c *Client) Hooks(ctx context.Context, event HookEvent, l HookLimits) (Hooked, error) {
-	// A refusal has its counterparts to run as well.
+	// After a refusal the agent also runs the counterparts.
 	resp, err := callWithin(ctx, c, "run hooks", 2*l.All+hookSlack, agentpb.AgentClient.Hooks, &agentpb.HooksRequest{
 		Event: string(event), EachNanos: int64(l.Each), AllNanos: int64(l.All), IgnoreFailures: l.IgnoreFailures,
 	})
@@ -73,13 +71,13 @@ func (c *Client) Hooks(ctx context.Context, event HookEvent, l HookLimits) (Hook
 	return Hooked{Ran: int(resp.Ran), Refused: resp.Refused, Failures: hookFailures(resp.Failures)}, nil
 }
 
-// unknownCall says that the agent is older than the call.
+// unknownCall reports whether the agent is too old to know the call.
 func unknownCall(err error) bool {
 	var re *RemoteError
 	return errors.As(err, &re) && re.Code == codes.Unimplemented
 }
 
-// callWithin is callOnce of a guest that has to answer within a time.
+// callWithin is callOnce with a time limit for the guest's answer.
 func callWithin[Req, Resp any](ctx context.Context, c *Client, op string, limit time.Duration, f method[Req, Resp], req Req) (Resp, error) {
 	ctx, cancel := context.WithTimeoutCause(ctx, limit, fmt.Errorf("guest: %s: %w: no answer within %v", op, ErrUnavailable, limit))
 	defer cancel()
@@ -101,16 +99,15 @@ func hookFailures(in []*agentpb.HookFailure) []HookFailure {
 	return out
 }
 
-// shortened is a guest's text of at most n bytes, made printable.
+// shortened returns at most n bytes of a guest's text, made printable.
 func shortened(s string, n int) string { return printable(s[:min(len(s), n)]) }
 
-// ErrFrozenTooLong says that the guest went on before it was told to.
+// ErrFrozenTooLong says that the guest thawed its disk before Thaw.
 var ErrFrozenTooLong = errors.New("the guest's disk did not stay frozen")
 
-// Freeze has the guest write out all that its writable disk should have, and
-// holds up all writers to it until Thaw; reading goes on. The guest goes on by
-// itself after limit, at most 1 min, whatever becomes of the host. Hooks are run
-// before it (HookFreeze); with Refused nothing is frozen.
+// Freeze makes the guest write out all data of its writable disk, and blocks all writers to it until Thaw; reading
+// continues. The guest thaws by itself after limit, at most 1 min, even if the host is gone. HookFreeze hooks run
+// first; if Hooked.Refused is set, the disk is not frozen.
 func (c *Client) Freeze(ctx context.Context, limit time.Duration, l HookLimits) (Hooked, error) {
 	resp, err := callWithin(ctx, c, "freeze the disk", 2*l.All+limit+hookSlack, agentpb.AgentClient.Freeze, &agentpb.FreezeRequest{
 		LimitNanos: int64(limit), EachNanos: int64(l.Each), AllNanos: int64(l.All), IgnoreFailures: l.IgnoreFailures, SkipHooks: l.Skip,
@@ -121,14 +118,14 @@ func (c *Client) Freeze(ctx context.Context, limit time.Duration, l HookLimits) 
 	return Hooked{Refused: resp.Refused, Failures: hookFailures(resp.Failures)}, nil
 }
 
-// Thawed is what a thaw has found.
+// Thawed is the result of Thaw.
 type Thawed struct {
-	Frozen   time.Duration // as the guest's clock has it
+	Frozen   time.Duration // by the guest's clock
 	Failures []HookFailure // of HookThaw
 }
 
-// Thaw ends a Freeze. It fails with ErrFrozenTooLong if the guest went on before:
-// then what was done in between was not done to a frozen disk.
+// Thaw ends a Freeze. It fails with ErrFrozenTooLong if the guest thawed before: work done in between did not see a
+// frozen disk.
 func (c *Client) Thaw(ctx context.Context, l HookLimits) (Thawed, error) {
 	resp, err := callWithin(ctx, c, "thaw the disk", l.All+hookSlack, agentpb.AgentClient.Thaw, &agentpb.ThawRequest{})
 	if err != nil {
@@ -140,9 +137,8 @@ func (c *Client) Thaw(ctx context.Context, l HookLimits) (Thawed, error) {
 	return Thawed{Frozen: time.Duration(max(resp.FrozenNanos, 0)), Failures: hookFailures(resp.Failures)}, nil
 }
 
-// HooksPath is where the host listens for the agent's word that hooks have
-// appeared or are gone, given the path of the Unix socket that stands for the
-// vsock device.
+// HooksPath returns the path of the host's socket at which the agent reports that hooks have appeared or are gone.
+// path is the Unix socket of the vsock device.
 func HooksPath(path string) string { return path + "_" + strconv.Itoa(agentpb.HooksPort) }
 
 const (
@@ -150,10 +146,9 @@ const (
 	hooksTimeout = 5 * time.Second
 )
 
-// ServeHooks calls known whenever the agent says whether there are hooks in the
-// guest, until the listener is closed. A change made by a command that has ended
-// for the host is known before that end is. One connection is served at a time, for
-// 5 s at most, so a guest can hold up only itself.
+// ServeHooks calls known whenever the agent reports whether the guest has hooks, until the listener is closed. The
+// report of a change that a command made arrives before the host learns of the command's end. ServeHooks serves one
+// connection at a time, for 5 s at most, so a guest can hold up only itself.
 func ServeHooks(l net.Listener, known func(present bool)) {
 	serveLines(l, maxHooksLine, func(line string) (ok bool) {
 		if ok = line == "hooks 0" || line == "hooks 1"; ok {
@@ -163,7 +158,7 @@ func ServeHooks(l net.Listener, known func(present bool)) {
 	})
 }
 
-// serveLines calls f with the line of each connection, and answers if it is one that f knows.
+// serveLines calls f with the line of each connection, and answers if f accepts it.
 func serveLines(l net.Listener, most int, f func(line string) (ok bool)) {
 	serveEach(l, hooksTimeout, func(c net.Conn) {
 		if line, err := readLine(c, most); err == nil && f(line) {

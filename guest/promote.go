@@ -21,37 +21,37 @@ import (
 
 // Limits of a promotion.
 const (
-	// MaxPromoteBytes and MaxPromoteEntries bound what one call of Promote copies, all paths together.
+	// MaxPromoteBytes and MaxPromoteEntries bound what one call of Promote copies, for all paths together.
 	MaxPromoteBytes   = 16 << 30
 	MaxPromoteEntries = 1 << 18
-	// MaxPromoteCopies is how many copies a directory NAME has at most: one more is refused.
+	// MaxPromoteCopies is the most copies in a directory NAME. Promote refuses to add one more.
 	MaxPromoteCopies = 1000
-	// maxPromoteTries bounds how often a name is tried that somebody else has.
+	// maxPromoteTries bounds how often to retry with a name that is already taken or removed.
 	maxPromoteTries = 16
-	// partCopy begins the names of copies that are not whole.
+	// partCopy is the prefix of the names of incomplete copies.
 	partCopy = ".part-"
-	// copyTime is what a copy is called: names sort by time.
+	// copyTime is the time format of a copy's name: names sort by time.
 	copyTime = "20060102T150405.000000000Z"
 )
 
 var (
-	// ErrPromoteDir says that the host's directory is none to copy to.
+	// ErrPromoteDir says that Promote cannot copy to the host's directory.
 	ErrPromoteDir = errors.New("the directory of the host cannot be promoted to")
-	// ErrNotPromotable says that what is to be promoted is neither a file nor a directory.
+	// ErrNotPromotable says that the path to promote is neither a file nor a directory.
 	ErrNotPromotable = errors.New("only files and directories are promoted, and not by way of a symbolic link")
 )
 
-// Promotion is what is copied to the host: Path, a file or directory of the guest, to Dir/NAME/TIME/Path, where Dir is
-// a directory of the host that exists.
+// Promotion names what to copy to the host: Path, a file or directory of the guest. It goes to Dir/NAME/TIME/Path,
+// where Dir is an existing directory of the host.
 type Promotion struct{ Path, Dir string }
 
-// Promoted is a copy that was made.
+// Promoted describes a copy that was made.
 type Promoted = report.Promoted
 
-// Promote copies files and directories of the guest to the host, below directories of the name. What Look has found of
-// them is seen, in the same order; those that are absent or empty are left out. All copies are made, and on disk,
-// before the first gets its name: each Dir/NAME/TIME is whole or not there, also after a crash or a loss of power. The
-// guest, which may be hostile, decides what is in it and no more: no devices, no links out of the tree, no setuid bits,
+// Promote copies files and directories of the guest to the host, to Dir/NAME/TIME for the given name. seen is Look's
+// result for the items, in the same order; Promote skips those that are absent or empty. It makes all copies and
+// syncs them before it names the first: each Dir/NAME/TIME is whole or not there, even after a crash or a power
+// loss. The guest may be hostile. It decides only the content: no devices, no links out of the tree, no setuid bits,
 // nothing that others may write to, and no more than MaxPromoteBytes and MaxPromoteEntries.
 func (c *Client) Promote(ctx context.Context, name string, items []Promotion, seen []Seen) (copies []Promoted, err error) {
 	stages := map[string]*stage{}
@@ -107,16 +107,16 @@ func (c *Client) Promote(ctx context.Context, name string, items []Promotion, se
 	return copies, nil
 }
 
-// stage is a copy on its way into a directory of the host. Its lock says that somebody works on it.
+// stage is a copy on its way into a directory of the host. Its lock tells others that it is in use.
 type stage struct {
 	dir  string   // of the host
 	host *os.Root // dir/NAME
-	own  *os.File // the same
+	own  *os.File // host as an open file
 	name string
-	part string // what it is called in host until it is whole
+	part string // its name in host until it is whole; then empty
 	root *os.Root
 	lock *os.File
-	at   string // the whole copy; empty before
+	at   string // path of the whole copy; empty until then
 }
 
 // openStage begins a copy in a directory of the host.
@@ -153,7 +153,7 @@ func openStage(dir, name string) (_ *stage, err error) {
 	return nil, fmt.Errorf("%w: %s: others remove what is begun in it", ErrPromoteDir, filepath.Join(dir, name))
 }
 
-// openHost opens dir/NAME, which nobody else may change, and makes it if need be.
+// openHost opens dir/NAME, which only this user may change, and makes it if need be.
 func (s *stage) openHost(d *os.Root) (err error) {
 	defer func() {
 		if err != nil {
@@ -192,7 +192,7 @@ func (s *stage) openHost(d *os.Root) (err error) {
 	return nil
 }
 
-// tidy removes what was left behind by those that were killed, and refuses a directory with too many copies.
+// tidy removes incomplete copies of killed processes. It refuses a directory with too many copies.
 func (s *stage) tidy() error {
 	names, err := s.own.Readdirnames(2 * MaxPromoteCopies)
 	if err != nil && !errors.Is(err, io.EOF) {
@@ -214,7 +214,7 @@ func (s *stage) tidy() error {
 	return nil
 }
 
-// removeLeft removes a copy that nobody works on.
+// removeLeft removes an incomplete copy that no process has locked.
 func (s *stage) removeLeft(part string) error {
 	f, err := s.take(part)
 	if f == nil || err != nil {
@@ -223,7 +223,8 @@ func (s *stage) removeLeft(part string) error {
 	return errors.Join(s.host.RemoveAll(part), f.Close())
 }
 
-// take opens and locks the directory of a copy that is not whole; nil if it is gone, or somebody else works on it.
+// take opens and locks the directory of an incomplete copy. It returns nil if that is gone, or another process has
+// it.
 func (s *stage) take(part string) (*os.File, error) {
 	f, err := s.host.Open(part)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -243,8 +244,8 @@ func (s *stage) take(part string) (*os.File, error) {
 	return nil, err
 }
 
-// begin makes the directory of a copy that is not whole, and locks it. It is not done if somebody was faster to remove
-// it.
+// begin makes and locks the directory of an incomplete copy. done is false if another process has removed it before
+// it was locked.
 func (s *stage) begin() (done bool, err error) {
 	part := partCopy + rand.Text()
 	if err := s.host.Mkdir(part, 0o700); err != nil {
@@ -265,7 +266,7 @@ func (s *stage) begin() (done bool, err error) {
 	return true, err
 }
 
-// copy copies a path of the guest to where it is called the same.
+// copy copies a path of the guest to the same path in the stage.
 func (s *stage) copy(ctx context.Context, c *Client, from string, o CopyOptions) (CopyResult, error) {
 	dir, base := path.Split(strings.TrimPrefix(from, "/"))
 	to := s.root
@@ -280,7 +281,7 @@ func (s *stage) copy(ctx context.Context, c *Client, from string, o CopyOptions)
 		defer below.Close()
 		to = below
 	}
-	// What it will be called there is not known before it is whole.
+	// The final name is not known until the copy is whole.
 	res, err := c.CopyOutTo(ctx, from, to, base, filepath.Join(s.dir, s.name), o)
 	if err != nil {
 		return res, err
@@ -291,8 +292,8 @@ func (s *stage) copy(ctx context.Context, c *Client, from string, o CopyOptions)
 	return res, nil
 }
 
-// mkdirAll makes the directories of a path that are missing. A link on the way, which a copy before may have made, is
-// an error.
+// mkdirAll makes the missing directories of a path. A link on the way, which an earlier copy may have made, is an
+// error.
 func (s *stage) mkdirAll(dir string) error {
 	at := ""
 	for elem := range strings.SplitSeq(dir, "/") {
@@ -312,7 +313,7 @@ func (s *stage) mkdirAll(dir string) error {
 	return nil
 }
 
-// sync has the copy on disk.
+// sync writes the copy to disk.
 func (s *stage) sync() error {
 	if err := s.lock.Chmod(0o755); err != nil {
 		return err
@@ -323,7 +324,7 @@ func (s *stage) sync() error {
 	return nil
 }
 
-// commit gives the copy its name.
+// commit gives the copy its final name.
 func (s *stage) commit() error {
 	host := int(s.own.Fd())
 	for range maxPromoteTries {
@@ -341,7 +342,7 @@ func (s *stage) commit() error {
 	return fmt.Errorf("naming it: %w", fs.ErrExist)
 }
 
-// close removes what is not whole.
+// close removes an incomplete copy and closes the stage.
 func (s *stage) close() (err error) {
 	if s.root != nil {
 		err = s.root.Close()
@@ -361,7 +362,7 @@ func (s *stage) close() (err error) {
 	return err
 }
 
-// syncDir is osfile.SyncDir by a directory that is open, whatever its path has become.
+// syncDir is osfile.SyncDir for an open directory, whatever its path now leads to.
 func syncDir(root *os.Root) error {
 	d, err := root.Open(".")
 	if err != nil {

@@ -10,11 +10,11 @@ import (
 	"github.com/drowse-vm/drowse/guest/audit"
 )
 
-// ErrNotRecorded: something was not done, since it cannot be recorded in the audit trail.
+// ErrNotRecorded: an action was not done because the audit trail could not record it.
 var ErrNotRecorded = audit.ErrTrail
 
-// record notes in the trail, if there is one, that something is about to be done. If that
-// fails it must not be.
+// record notes in the trail, if there is one, that an action is about to start. If record fails, the caller must not
+// start the action.
 func (c *Client) record(ctx context.Context, op string, a audit.Action) (*audit.Pending, error) {
 	p, err := c.trail.Load().Begin(ctx, a)
 	if err != nil {
@@ -23,7 +23,7 @@ func (c *Client) record(ctx context.Context, op string, a audit.Action) (*audit.
 	return p, nil
 }
 
-// recorded is callOnce with a record of it.
+// recorded is callOnce with an entry in the trail.
 func recorded[Req, Resp any](ctx context.Context, c *Client, a audit.Action, op string, f method[Req, Resp], req Req) (resp Resp, err error) {
 	p, err := c.record(ctx, op, a)
 	if err != nil {
@@ -34,7 +34,7 @@ func recorded[Req, Resp any](ctx context.Context, c *Client, a audit.Action, op 
 	return resp, err
 }
 
-// done is recorded for a call whose answer says nothing.
+// done is recorded for a call with an empty answer.
 func done[Req any](ctx context.Context, c *Client, a audit.Action, op string, f method[Req, *agentpb.Empty], req Req) error {
 	_, err := recorded(ctx, c, a, op, f, req)
 	return err
@@ -47,12 +47,12 @@ func text(err error) string {
 	return err.Error()
 }
 
-// recordEnd notes the end of a session, whose status and error are known.
+// recordEnd records the end of a session whose status and error are set.
 func (s *Session) recordEnd() {
 	o := audit.Outcome{BytesIn: s.in.Load(), BytesOut: s.out.Load()}
 	if st := s.status; st != nil {
 		o.Exit, o.ExitSignal, o.TimedOut, o.Error = &st.Code, st.Signal, st.TimedOut, st.NotStarted
-		// A guest may say anything; time does not run backwards.
+		// A guest may report negative times.
 		o.Changes = st.Changes
 		o.CPUMs = float64(max(st.User, 0).Microseconds()+max(st.Sys, 0).Microseconds()) / 1000
 	}
@@ -66,7 +66,7 @@ func (s *Session) recordEnd() {
 	s.record.End(o)
 }
 
-// action is what a command is in a trail.
+// action returns the command as the trail records it.
 func (cmd *Cmd) action() audit.Action {
 	a := audit.Action{
 		Kind: audit.KindExec, Argv: cmd.Argv, User: cmd.User, Dir: cmd.Dir,
@@ -89,25 +89,25 @@ func (cmd *Cmd) action() audit.Action {
 	return a
 }
 
-// carried is the record of connections that belong together: those to one address, or from
-// one listener. It ends when no more can come and all are gone.
+// carried is the record of connections that belong together: those to one address, or from one listener. It ends
+// when no more can come and all are closed.
 type carried struct {
 	record *audit.Pending
 
 	mu   sync.Mutex // guards what follows
-	open int        // connections that are there or being made
+	open int        // connections that are open or being made
 	done bool       // no more can come
 	o    audit.Outcome
 }
 
-// begin says that a connection is being made.
+// begin counts a connection that is being made.
 func (k *carried) begin() {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	k.open++
 }
 
-// made says whether it was, and watches it.
+// made notes that the connection was made, and watches for its end, or that it failed.
 func (k *carried) made(conn *Conn, err error) {
 	if err != nil {
 		k.over(func(o *audit.Outcome) { o.Error = text(err) })
@@ -129,7 +129,7 @@ func (k *carried) over(count func(*audit.Outcome)) {
 	k.end()
 }
 
-// last says that no more connections come.
+// last notes that no more connections come.
 func (k *carried) last() {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -137,28 +137,28 @@ func (k *carried) last() {
 	k.end()
 }
 
-// end ends the record if all is over. The caller holds mu.
+// end ends the record if no connection is left and none can come. The caller holds mu.
 func (k *carried) end() {
 	if !k.done || k.open > 0 {
 		return
 	}
 	if k.o.Connections > 0 {
-		k.o.Error = "" // of one that failed among others
+		k.o.Error = "" // one connection failed, but others were made
 	}
 	k.record.End(k.o)
 }
 
-// idle says that there is no connection.
+// idle reports whether no connection is open or being made.
 func (k *carried) idle() bool {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	return k.open == 0
 }
 
-// maxCarried is how many addresses without connections a client keeps the records of open.
+// maxCarried is how many records of addresses a client keeps before it ends the idle ones.
 const maxCarried = 256
 
-// carriedTo returns the record of connections to an address, of which one more is made.
+// carriedTo returns the record of connections to an address, and counts one more connection.
 func (c *Client) carriedTo(ctx context.Context, network, address string) (*carried, error) {
 	c.carriedMu.Lock()
 	defer c.carriedMu.Unlock()
@@ -190,8 +190,8 @@ func (c *Client) carriedTo(ctx context.Context, network, address string) (*carri
 	return k, nil
 }
 
-// endCarried ends the records of connections when the client is closed. Those that were given
-// away are waited for.
+// endCarried ends the records of connections when the client is closed. A record with open connections ends with the
+// last of them.
 func (c *Client) endCarried() {
 	c.carriedMu.Lock()
 	defer c.carriedMu.Unlock()

@@ -11,13 +11,13 @@ import (
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
 
-// SelfRequest is what a guest asks for about its own VM.
+// SelfRequest is a guest's request about its own VM.
 type SelfRequest = agentpb.SelfRequest
 
-// SelfAnswer is what it is told.
+// SelfAnswer is the host's answer.
 type SelfAnswer = agentpb.SelfAnswer
 
-// What a guest may ask for.
+// Requests that a guest may make.
 const (
 	SelfSleep    = agentpb.SelfSleep
 	SelfSnapshot = agentpb.SelfSnapshot
@@ -27,21 +27,20 @@ const (
 	SelfFork     = agentpb.SelfFork
 )
 
-// SelfPath is where the host listens for what a guest asks for, given the path of the Unix socket that
-// stands for the vsock device.
+// SelfPath returns the path of the host's socket for a guest's requests. path is the Unix socket of the vsock
+// device.
 func SelfPath(path string) string { return path + "_" + strconv.Itoa(agentpb.SelfPort) }
 
 const (
-	// selfTimeout bounds the reading of a request, the writing of an answer, and the wait for the guest to
-	// have taken it.
+	// selfTimeout bounds reading a request, writing an answer, and waiting until the guest has read it.
 	selfTimeout = 5 * time.Second
-	// maxSelfLeft bounds what a guest may still say after its request, in bytes.
+	// maxSelfLeft bounds what a guest may still send after its request, in bytes.
 	maxSelfLeft = 1 << 10
 )
 
-// ServeSelf answers requests of the guest, until the listener is closed. do does what is asked for, and may
-// return what is to be done when the guest has had its answer. One connection is served at a time, so a
-// guest can hold up only itself. What is no request is answered with what is wrong with it.
+// ServeSelf answers requests of the guest, until the listener is closed. do carries out a request. It may return a
+// function then, which runs once the guest has its answer. ServeSelf serves one connection at a time, so a guest can
+// hold up only itself. It answers a malformed request with an error.
 func ServeSelf(l net.Listener, do func(SelfRequest) (answer SelfAnswer, then func())) {
 	serveEach(l, selfTimeout, func(c net.Conn) {
 		then := serveSelf(c, do)
@@ -64,13 +63,13 @@ func serveSelf(c net.Conn, do func(SelfRequest) (SelfAnswer, func())) (then func
 	} else {
 		a, then = do(r)
 	}
-	a.Error = a.Error[:min(len(a.Error), agentpb.MaxSelfAnswer/8)] // JSON may make six of one byte
+	a.Error = a.Error[:min(len(a.Error), agentpb.MaxSelfAnswer/8)] // JSON may need six bytes for one
 	text, err := json.Marshal(a)
 	if err != nil || c.SetDeadline(time.Now().Add(selfTimeout)) != nil {
 		return then
 	}
 	if _, err := c.Write(append(text, '\n')); err == nil {
-		// Its end says that the guest has the answer: a sleep would take it away.
+		// The guest's end of the connection confirms the answer, which a sleep would lose.
 		_, _ = io.CopyN(io.Discard, c, maxSelfLeft)
 	}
 	return then

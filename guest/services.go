@@ -11,7 +11,7 @@ import (
 	"github.com/drowse-vm/drowse/guest/audit"
 )
 
-// When a service that has ended is started again.
+// When the agent restarts a service that has ended.
 const (
 	RestartNever     = agentpb.RestartNever
 	RestartOnFailure = agentpb.RestartOnFailure
@@ -26,47 +26,46 @@ const (
 	MaxServiceLog  = agentpb.MaxServiceLog
 )
 
-// Service is a program that the agent starts, and starts again when it ends. It has no
-// standard input.
+// Service is a program that the agent starts, and restarts when it ends. It has no standard input.
 type Service struct {
 	Name string
 	Argv []string
-	Env  []string // KEY=VALUE, over the least that a program needs
+	Env  []string // KEY=VALUE, added to a minimal environment
 	Dir  string   // "" is "/"
 	User string   // as in Cmd
 	// Restart is RestartNever, RestartOnFailure or RestartAlways.
 	Restart string
-	// Backoff is before the first restart in a row, and is doubled for each up to MaxBackoff;
-	// a run of that length ends the row. 0 is 1 s, and 1 min. At most 1 h.
+	// Backoff is the delay before the first restart in a row. It doubles for each further one, up to MaxBackoff; a
+	// run of MaxBackoff's length ends the row. The defaults for 0 are 1 s and 1 min. At most 1 h.
 	Backoff, MaxBackoff time.Duration
-	// MaxRestarts is how many there are in a row; 0 is no limit.
+	// MaxRestarts bounds the restarts in a row; 0 is no limit.
 	MaxRestarts uint32
-	// StopSignal is sent to the process group to stop it; 0 is SIGTERM. After StopTime, at
-	// most 5 min, 0 is 10 s, it is killed.
+	// StopSignal is sent to the process group to stop it; 0 is SIGTERM. After StopTime the group is killed: at most
+	// 5 min; 0 is 10 s.
 	StopSignal int
 	StopTime   time.Duration
-	// LogBytes of its newest output are kept: 4 KiB to 1 MiB; 0 is 256 KiB.
+	// LogBytes is how much of the newest output the agent keeps: 4 KiB to 1 MiB; 0 is 256 KiB.
 	LogBytes int
-	// Check says how it is seen that it is ready; nil: it is once it runs.
+	// Check says how to find out that the service is ready. If nil, it is ready once it runs.
 	Check *ServiceCheck
 }
 
-// ServiceCheck is how it is seen that a service is ready, and goes on working. It is made in the guest.
+// ServiceCheck says how the agent checks, in the guest, that a service is ready and keeps working.
 type ServiceCheck struct {
-	// Kind is CheckTCP (Address is a loopback address with a port), CheckHTTP (a URL of http at one, whose answer has a
-	// status of 200 to 399), CheckUnix (the path of a socket), CheckFile (a path that is there) or CheckExec (Argv ends
-	// with status 0).
+	// Kind is CheckTCP (Address is a loopback address with a port), CheckHTTP (an http URL at such an address that
+	// must answer with a status of 200 to 399), CheckUnix (the path of a socket), CheckFile (a path that must exist)
+	// or CheckExec (Argv must end with status 0).
 	Kind    string
 	Address string
 	Argv    []string
-	// Interval is between two checks, 0 is 1 s; once ready it is 10 s at least. Timeout is of one, 0 is 5 s. 100 ms to
-	// 10 min each.
+	// Interval is the time between two checks; 0 is 1 s; once the service is ready, at least 10 s. Timeout is for
+	// one check; 0 is 5 s. Both are 100 ms to 10 min.
 	Interval, Timeout time.Duration
-	// Start is how long it may take until it is ready, at most 1 h; then it is ended, and started again as after a
-	// failure. 0 is for ever.
+	// Start is how long the service may take to become ready, at most 1 h. After that the agent ends it and restarts
+	// it as after a failure. 0 is no limit.
 	Start time.Duration
-	// Alive is after how many failures in a row one that was ready is ended and started again, at most 1000; 0: it is
-	// not checked then.
+	// Alive is after how many failures in a row the agent ends and restarts a service that was ready, at most 1000.
+	// With 0 it does not check a service that is ready.
 	Alive uint32
 }
 
@@ -79,7 +78,7 @@ const (
 	CheckFile = agentpb.CheckFile
 )
 
-// States of services, see ServiceState.
+// States of services: see ServiceState.
 const (
 	ServiceRunning = agentpb.ServiceRunning
 	ServiceStopped = agentpb.ServiceStopped
@@ -97,30 +96,30 @@ func (c *ServiceCheck) message() *agentpb.Check {
 	}
 }
 
-// ServiceState is what the agent says of a service.
+// ServiceState is what the agent says about a service.
 type ServiceState struct {
 	Name string
-	// State is "running", "waiting" (to be started again), "stopping", "stopped", "ended" (by
-	// itself, and not to be started again) or "failed".
+	// State is "running", "waiting" (for a restart), "stopping", "stopped", "ended" (by itself, without a restart)
+	// or "failed".
 	State    string
 	PID      int
-	Started  time.Time // the last time; zero if it never was
-	Restarts uint64    // by the agent, since it was started or set
+	Started  time.Time // most recently; zero if it never was
+	Restarts uint64    // by the agent, since the service was started or set
 	Exit     *ExitStatus
-	Ended    time.Time // of the run that Exit is of
+	Ended    time.Time // end of the run that Exit describes
 	Problem  string
-	// LogStart and LogEnd are the offsets of the output that is kept.
+	// LogStart and LogEnd are the offsets of the kept output.
 	LogStart, LogEnd uint64
-	// Ready: it runs, and its check has passed since its start, at ReadyAt by the guest's clock. CheckProblem is why
-	// the last check has failed, and CheckRestarts how often it was ended for that.
+	// Ready reports that the service runs and its check has passed since its start, at ReadyAt by the guest's clock.
+	// CheckProblem says why the last check failed, and CheckRestarts how often the agent ended the service for that.
 	Ready         bool
 	ReadyAt       time.Time
 	CheckProblem  string
 	CheckRestarts uint64
 }
 
-// SetService makes a service known to the agent, in the place of one of that name, and with
-// start starts it. One that runs is ended first if it was another, or with restart.
+// SetService defines a service in the agent, replacing one with the same name, and with start starts it. The agent
+// first ends a running service if its definition differs, or with restart.
 func (c *Client) SetService(ctx context.Context, s Service, start, restart bool) (ServiceState, error) {
 	a := audit.Action{Kind: audit.KindServiceSet, Process: s.Name, Argv: s.Argv, User: s.User, Dir: s.Dir}
 	req := &agentpb.SetServiceRequest{Start: start, Restart: restart, Service: &agentpb.Service{
@@ -131,15 +130,15 @@ func (c *Client) SetService(ctx context.Context, s Service, start, restart bool)
 	return onService(ctx, c, a, "set service "+s.Name, agentpb.AgentClient.SetService, req)
 }
 
-// StopService ends a service, which is not started again, and with forget makes the agent
-// forget it. It waits until it has ended. It fails with ErrNotFound if there is none.
+// StopService ends a service without a restart, and waits for its end. With forget the agent also forgets it. The
+// error is ErrNotFound if there is no such service.
 func (c *Client) StopService(ctx context.Context, name string, forget bool) (ServiceState, error) {
 	a := audit.Action{Kind: audit.KindServiceStop, Process: name}
 	return onService(ctx, c, a, "stop service "+name, agentpb.AgentClient.StopService, &agentpb.StopServiceRequest{Name: name, Forget: forget})
 }
 
-// WaitService waits until a service is ready, or is not going to be by itself since it has stopped, ended or failed, or
-// for some 30 s.
+// WaitService waits until a service is ready, or cannot become ready by itself because it has stopped, ended or
+// failed, or until about 30 s are over.
 func (c *Client) WaitService(ctx context.Context, name string) (ServiceState, error) {
 	resp, err := call(ctx, c, "wait for service "+name, agentpb.AgentClient.WaitService, &agentpb.WaitServiceRequest{Name: name})
 	if err != nil {
@@ -148,7 +147,7 @@ func (c *Client) WaitService(ctx context.Context, name string) (ServiceState, er
 	return serviceState(resp), nil
 }
 
-// onService does something with a service, and records it.
+// onService makes a call about a service, and records it.
 func onService[Req any](ctx context.Context, c *Client, a audit.Action, op string, f method[Req, *agentpb.ServiceState], req Req) (ServiceState, error) {
 	resp, err := recorded(ctx, c, a, op, f, req)
 	if err != nil {
@@ -157,8 +156,7 @@ func onService[Req any](ctx context.Context, c *Client, a audit.Action, op strin
 	return serviceState(resp), nil
 }
 
-// Services returns the services that the agent knows, in the order of their names. One that
-// knows none, since it is older, has none.
+// Services returns the agent's services in the order of their names; none if the agent is too old for services.
 func (c *Client) Services(ctx context.Context) ([]ServiceState, error) {
 	resp, err := call(ctx, c, "list services", agentpb.AgentClient.ListServices, &agentpb.ListServicesRequest{})
 	if unknownCall(err) {
@@ -193,9 +191,9 @@ func serviceState(s *agentpb.ServiceState) ServiceState {
 	return out
 }
 
-// ServiceLog returns output of a service from an offset on, at most 32 KiB, with the offset
-// that it begins at, which is a later one if older output has been dropped, and the end of
-// all that there is. With wait it waits for some time if the offset is the end.
+// ServiceLog returns output of a service from an offset on, at most 32 KiB. at is where data begins: later than
+// offset if the agent has dropped older output. end is the end of all output. With wait it waits for a time if
+// offset is the end.
 func (c *Client) ServiceLog(ctx context.Context, name string, offset uint64, wait bool) (data []byte, at, end uint64, err error) {
 	resp, err := call(ctx, c, "log of service "+name, agentpb.AgentClient.ServiceLog, &agentpb.ServiceLogRequest{Name: name, Offset: offset, Wait: wait})
 	if err != nil {
@@ -207,14 +205,14 @@ func (c *Client) ServiceLog(ctx context.Context, name string, offset uint64, wai
 	return resp.Data, resp.Offset, resp.End, nil
 }
 
-// ServiceEvent is what the agent tells of a service by itself. Texts are cut and printable.
+// ServiceEvent is an event of a service that the agent reports. Texts are cut and printable.
 type ServiceEvent struct {
 	Name  string
 	Event string // EventStarted, EventEnded, EventFailed or EventGaveUp
-	// Exit and Signal are those of EventEnded.
+	// Exit and Signal are for EventEnded.
 	Exit, Signal int
 	Restarts     uint64
-	Lost         uint64 // events before this one that could not be told
+	Lost         uint64 // events before this one that were not delivered
 	Problem      string
 }
 
@@ -226,16 +224,15 @@ const (
 	EventGaveUp  = agentpb.EventGaveUp // too many restarts in a row
 
 	EventReady     = agentpb.EventReady     // its check has passed for the first time since its start
-	EventUnhealthy = agentpb.EventUnhealthy // it is ended since its check has failed
+	EventUnhealthy = agentpb.EventUnhealthy // the agent ends it because its check failed
 )
 
-// ServicesPath is where the host listens for events of services, given the path of the Unix
-// socket that stands for the vsock device.
+// ServicesPath returns the path of the host's socket for events of services. path is the Unix socket of the vsock
+// device.
 func ServicesPath(path string) string { return path + "_" + strconv.Itoa(agentpb.ServicesPort) }
 
-// ServeServices calls f for each event that the agent tells, until the listener is closed.
-// One connection is served at a time, for 5 s at most, so a guest can hold up only itself.
-// What is no event is not heard.
+// ServeServices calls f for each event that the agent reports, until the listener is closed. It serves one
+// connection at a time, for 5 s at most, so a guest can hold up only itself. It ignores lines that are not events.
 func ServeServices(l net.Listener, f func(ServiceEvent)) {
 	serveLines(l, agentpb.MaxServiceEvent, func(line string) (ok bool) {
 		e, err := agentpb.ParseServiceEvent(line)

@@ -10,10 +10,10 @@ import (
 	"github.com/drowse-vm/drowse/guest/report"
 )
 
-// ErrNoStats: the agent is older than Stats.
+// ErrNoStats: the agent is too old for Stats.
 var ErrNoStats = errors.New("the agent in the guest does not know this call: start the VM anew, with an agent of this version")
 
-// What a guest's kernel has counted.
+// Counters of a guest's kernel.
 type (
 	Stats      = report.Stats
 	CPUTimes   = report.CPUTimes
@@ -23,7 +23,7 @@ type (
 	Disk       = report.Disk
 )
 
-// Stats measures the guest once. The guest does nothing for it before or after.
+// Stats measures the guest once. The guest does no work for it before or after.
 func (c *Client) Stats(ctx context.Context) (Stats, error) {
 	r, err := call(ctx, c, "stats", agentpb.AgentClient.Stats, &agentpb.StatsRequest{})
 	if unknownCall(err) {
@@ -67,5 +67,5 @@ func (c *Client) Stats(ctx context.Context) (Stats, error) {
 	return out, nil
 }
 
-// firstItems are those of a guest's list that may be there.
+// firstItems returns as many items of a guest's list as the protocol allows.
 func firstItems[T any](in []T) []T { return in[:min(len(in), agentpb.MaxStatsItems)] }

@@ -9,31 +9,31 @@ import (
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
 
-// Kinds of WatchEvents. A file that is moved in from where nobody watches is created, and one that is
-// moved out is removed.
+// Kinds of WatchEvents. A file that is moved in from an unwatched place is created; one that is moved out is
+// removed.
 const (
 	WatchCreated    = "created"
 	WatchWritten    = "written"
 	WatchAttributes = "attributes" // mode, owner, times, links, extended attributes
 	WatchRemoved    = "removed"
 	WatchRenamed    = "renamed"
-	WatchOverflow   = "overflow" // something is not known: Problem says what
+	WatchOverflow   = "overflow" // events are missing: see Problem
 )
 
-// WatchEvent is one change of a file or directory of the guest's. Its texts are what the guest says: quote
-// them before they are printed.
+// WatchEvent is one change of a file or directory in the guest. Its texts are the guest's: quote them before
+// printing.
 type WatchEvent struct {
 	Kind    string
 	Path    string
 	From    string // of WatchRenamed: the name before
 	Dir     bool
-	Time    time.Time // by the guest's clock, when its agent has taken it
+	Time    time.Time // by the guest's clock, when its agent received the event
 	Problem string
 }
 
-// Watch is what is watched, and how far that has been told. It is for one Client.Watch at a time, and may be
-// given to one after the other, of different clients: the guest goes on gathering events when a
-// connection ends, for 10 min of its time and up to 4096.
+// Watch describes what to watch, and how far its events were delivered. Only one Client.Watch may use it at a time,
+// but others, of different clients, may follow: after a connection ends, the guest keeps gathering up to 4096
+// events, for 10 min of its time.
 type Watch struct {
 	paths     []string
 	recursive bool
@@ -43,18 +43,19 @@ type Watch struct {
 	lastNanos int64
 }
 
-// NewWatch describes a watch of 1 to 64 files and directories, and with recursive of what lies below these,
-// or comes to, on the same file system: 8192 directories at most.
+// NewWatch describes a watch of 1 to 64 files and directories. With recursive it includes everything below them, now
+// or later, on the same file system: 8192 directories at most.
 func NewWatch(paths []string, recursive bool) *Watch {
 	return &Watch{paths: paths, recursive: recursive, id: "watch-" + rand.Text()}
 }
 
-// Watch tells f of changes of files, in their order, until ctx ends or f fails. ready, if not nil, is called when all
-// that happens from then on is told. Several changes of one kind in a row may be one event, and what is found in a
-// directory that is new may be told twice. What could not be told, since there was too much of it or the watch was not
-// there, is told as WatchOverflow: nothing is left out in silence.
+// Watch calls f for changes of files, in their order, until ctx ends or f fails. It calls ready, if not nil, once it
+// reports all changes that happen from then on. Several changes of one kind in a row may be one event, and f may get
+// the content of a new directory twice. If events are missing, because there were too many or the watch was
+// interrupted, f gets a WatchOverflow: no event is lost silently.
 //
-// The connection ends when the VM sleeps, with ErrConnectionLost: go on with the same Watch when it is awake.
+// The connection ends with ErrConnectionLost when the VM sleeps: call Watch again with the same Watch when it is
+// awake.
 func (c *Client) Watch(ctx context.Context, w *Watch, ready func(), f func(WatchEvent) error) error {
 	const op = "watch"
 	first := &agentpb.WatchRequest{Msg: &agentpb.WatchRequest_Start{Start: &agentpb.WatchStart{
@@ -98,7 +99,7 @@ func (c *Client) Watch(ctx context.Context, w *Watch, ready func(), f func(Watch
 	}
 }
 
-// take passes events on.
+// take passes events to f.
 func (w *Watch) take(events []*agentpb.WatchEvent, f func(WatchEvent) error) error {
 	if len(events) == 0 || len(events) > agentpb.MaxWatchEvents {
 		return fmt.Errorf("guest: watch: %w: %d events in one message", ErrProtocol, len(events))
