@@ -48,11 +48,11 @@ type Promotion struct{ Path, Dir string }
 // Promoted describes a copy that was made.
 type Promoted = report.Promoted
 
-// Promote copies files and directories of the guest to the host, to Dir/NAME/TIME for the given name. seen is Look's
-// result for the items, in the same order; Promote skips those that are absent or empty. It makes all copies and
-// syncs them before it names the first: each Dir/NAME/TIME is whole or not there, even after a crash or a power
-// loss. The guest may be hostile. It decides only the content: no devices, no links out of the tree, no setuid bits,
-// nothing that others may write to, and no more than MaxPromoteBytes and MaxPromoteEntries.
+// Promote copies files and directories of the guest to Dir/NAME/TIME on the host, NAME being name. seen is Look's
+// result for the items, in the same order; Promote skips absent and empty ones. It syncs all copies before it names
+// the first: each Dir/NAME/TIME is whole or not there, even after a crash or a power loss. The guest may be hostile,
+// and decides only the content: no devices, no links out of the tree, no setuid bits, nothing that others may write
+// to, no more than MaxPromoteBytes and MaxPromoteEntries.
 func (c *Client) Promote(ctx context.Context, name string, items []Promotion, seen []Seen) (copies []Promoted, err error) {
 	stages := map[string]*stage{}
 	var order []*stage

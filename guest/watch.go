@@ -54,8 +54,7 @@ func NewWatch(paths []string, recursive bool) *Watch {
 // the content of a new directory twice. If events are missing, because there were too many or the watch was
 // interrupted, f gets a WatchOverflow: no event is lost silently.
 //
-// The connection ends with ErrConnectionLost when the VM sleeps: call Watch again with the same Watch when it is
-// awake.
+// The connection ends with ErrConnectionLost when the VM sleeps: after its wake call Watch with the same Watch.
 func (c *Client) Watch(ctx context.Context, w *Watch, ready func(), f func(WatchEvent) error) error {
 	const op = "watch"
 	first := &agentpb.WatchRequest{Msg: &agentpb.WatchRequest_Start{Start: &agentpb.WatchStart{

@@ -1,6 +1,6 @@
 package agentpb
 
-// Bounds of what is told of changes on a disk: in one answer, and in the exit of a command.
+// Bounds of reported changes on a disk: in one answer, and in the exit of a command.
 const (
 	MaxChanges      = 512
 	MaxChangesBytes = 64 << 10 // of paths
@@ -13,8 +13,8 @@ const (
 	ChangeRemoved = 3
 )
 
-// ComparePaths orders paths as a walk goes that takes a directory before what is in it, and siblings by the bytes of
-// their names: a slash is before all other bytes that a name may have.
+// ComparePaths orders paths like a walk that visits a directory before its contents, and siblings by the bytes of
+// their names: a slash sorts before all other bytes that a name may have.
 func ComparePaths(a, b string) int {
 	for i := range min(len(a), len(b)) {
 		x, y := a[i], b[i]

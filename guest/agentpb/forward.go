@@ -8,10 +8,10 @@ import (
 	"syscall"
 )
 
-// The protocol of the forward port, at which the host opens connections that end at a
-// socket in the guest. The host sends one request, the agent one answer. After an answer
-// of CodeOK the connection carries the bytes of the socket, in the frames of package
-// guest/internal/relay; after that to a listen request, announcements (Announcement).
+// The protocol of the forward port, where the host opens connections that end at a socket in the guest. The host
+// sends one request, the agent one answer. After an answer of CodeOK to OpDial or OpAccept the connection carries
+// the bytes of the socket, in the frames of package guest/internal/relay; after CodeOK to OpListen, announcements
+// (Announcement).
 //
 // All numbers are big-endian. A request is
 //
@@ -40,9 +40,9 @@ const (
 	MaxForwardAddress = 512
 	MaxForwardText    = 1024
 
-	// EndListener is what the host writes on the connection of a listener to end it. The agent
-	// closes the connection once the listener is gone. Any other byte means the same, and so
-	// does the end of the connection, of which the host learns nothing back.
+	// EndListener is what the host writes on the connection of a listener to end it. The agent closes the connection
+	// once the listener is closed. Any other byte means the same. So does the end of the connection, but then the
+	// host gets no confirmation.
 	EndListener = 'E'
 )
 
@@ -62,17 +62,17 @@ const (
 // Network is the kind of socket in the guest.
 type Network uint8
 
-// Networks. A datagram of UDP has its length before it in the stream, 2 bytes; for OpDial only.
+// Networks. A UDP datagram follows its length in the stream, 2 bytes. UDP is for OpDial only.
 const (
 	TCP  Network = 1
 	Unix Network = 2
 	UDP  Network = 3
 )
 
-// networkNames are the names that package net has for them.
+// networkNames are package net's names of the networks.
 var networkNames = [...]string{TCP: "tcp", Unix: "unix", UDP: "udp"}
 
-// String is the name that package net has for the network.
+// String returns package net's name of the network.
 func (n Network) String() string {
 	if int(n) < len(networkNames) && networkNames[n] != "" {
 		return networkNames[n]
@@ -80,7 +80,7 @@ func (n Network) String() string {
 	return fmt.Sprintf("network %d", uint8(n))
 }
 
-// ParseNetwork returns the network of that name: "tcp", "unix" or "udp".
+// ParseNetwork returns the network with that name: "tcp", "unix" or "udp".
 func ParseNetwork(name string) (Network, bool) {
 	for n, s := range networkNames {
 		if s != "" && s == name {
@@ -96,18 +96,18 @@ type ForwardCode uint8
 // Codes of answers.
 const (
 	CodeOK          ForwardCode = 0
-	CodeInvalid     ForwardCode = 1 // the request is not one
-	CodeRefused     ForwardCode = 2 // nobody listens there
+	CodeInvalid     ForwardCode = 1 // malformed request
+	CodeRefused     ForwardCode = 2 // no listener there
 	CodeUnreachable ForwardCode = 3 // no route, or no such host
 	CodeTimeout     ForwardCode = 4
 	CodeNotFound    ForwardCode = 5 // no such Unix socket, or the announced connection is gone
 	CodeDenied      ForwardCode = 6
-	CodeInUse       ForwardCode = 7 // somebody listens there already
+	CodeInUse       ForwardCode = 7 // the address is in use
 	CodeLimit       ForwardCode = 8 // too many connections
 	CodeFailed      ForwardCode = 9 // anything else
 )
 
-// ForwardErrors are the codes of errors of the system: how the agent tells them, and what its host takes them for.
+// ForwardErrors maps errors of the system to codes: the agent encodes them so, and the host decodes them so.
 var ForwardErrors = []struct {
 	Err  error
 	Code ForwardCode
@@ -125,7 +125,7 @@ type ForwardRequest struct {
 	Op        ForwardOp
 	Network   Network
 	Length    int    // of the payload, in bytes
-	TimeoutMs uint32 // for OpDial; 0 is the agent's own
+	TimeoutMs uint32 // for OpDial; 0 is the agent's default
 }
 
 // Encode writes the head.
@@ -182,9 +182,9 @@ func (a *ForwardAnswer) Decode(b *[ForwardAnswerSize]byte) error {
 	return nil
 }
 
-// Announcement is the head of what the agent says on the connection of a listener when
-// somebody has connected: the token of the connection, for OpAccept, and the length of
-// the address that it comes from, which follows, at most MaxForwardAddress bytes.
+// Announcement is the head of what the agent sends on the connection of a listener when a client has connected: the
+// token of the connection, for OpAccept, and the length of the client's address, at most MaxForwardAddress bytes,
+// which follows.
 type Announcement struct {
 	Token  uint64
 	Length int

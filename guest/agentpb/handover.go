@@ -6,8 +6,8 @@ import (
 	"fmt"
 )
 
-// The registers of the handover device, at which the agent meets the VMM: see package
-// devices/handover of the host's side, which has the same.
+// The registers of the handover device, through which the agent talks to the VMM. Package devices/handover, the
+// host's side, has the same values.
 const (
 	HandoverPort  = 0x620
 	HandoverPorts = 3
@@ -28,9 +28,9 @@ const (
 
 // Sizes in bytes.
 const (
-	// HandoverEntropy is what a message brings.
+	// HandoverEntropy is how many random bytes a message carries.
 	HandoverEntropy = 64
-	// HandoverSize is that of an encoded message.
+	// HandoverSize is the size of an encoded message.
 	HandoverSize = handoverHeader + HandoverEntropy + MaxHostname
 
 	handoverHeader = 16
@@ -39,13 +39,11 @@ const (
 // ErrHandover says that bytes are not a message.
 var ErrHandover = errors.New("not a handover message")
 
-// Handover is the message that brings a restored guest up to date: what ResumeRequest
-// is, without the ways of an RPC.
+// Handover is the message that brings a restored guest up to date: a ResumeRequest that needs no RPC.
 type Handover struct {
 	WallNanos int64 // Unix time
 	Entropy   [HandoverEntropy]byte
-	// NewIdentity is for a clone: it gets a boot id, a machine id and, if that is not
-	// empty, a host name of its own.
+	// NewIdentity is for a clone: it gets a new boot id and machine id, and Hostname if that is not empty.
 	NewIdentity bool
 	Hostname    string
 }

@@ -5,27 +5,26 @@ import "time"
 const (
 	// AgentPort is the vsock port on which the agent listens.
 	AgentPort = 1024
-	// ReadyPort is the vsock port of the host (CID 2) that the agent dials
-	// once, when it listens. It sends one line, see Ready.
+	// ReadyPort is the vsock port of the host (CID 2) that the agent dials once, when it listens. It sends one line:
+	// see Ready.
 	ReadyPort = 1023
-	// HooksPort is the vsock port of the host that the agent dials when hooks
-	// have appeared or are gone. It sends "hooks 1\n" or "hooks 0\n", and waits
-	// for one byte.
+	// HooksPort is the vsock port of the host that the agent dials when hooks have appeared or are gone. It sends
+	// "hooks 1\n" or "hooks 0\n", and waits for one byte.
 	HooksPort = 1022
 
-	// MaxChunk is the most data, in bytes, that one stream message carries.
+	// MaxChunk bounds the data in one stream message, in bytes.
 	MaxChunk = 32 << 10
-	// Window is how many data messages of one direction of a stream may be
-	// unacknowledged. It is half of what ttrpc buffers for a stream.
+	// Window is how many data messages in one direction of a stream may be unacknowledged. It is half of what ttrpc
+	// buffers for a stream.
 	Window = 32
-	// AckEvery is after how many data messages a receiver acknowledges.
+	// AckEvery is the number of data messages after which a receiver acknowledges.
 	AckEvery = 8
 	// MaxMessage bounds every ttrpc message that the host accepts, in bytes.
 	MaxMessage = 512 << 10
 
-	// MinEntropy is the least of one entropy delivery, in bytes.
+	// MinEntropy is the minimum size of one entropy delivery, in bytes.
 	MinEntropy = 32
-	// NoTransfer is what an agent says of a transfer that it does not know.
+	// NoTransfer is the agent's error for a kind of transfer that it does not know.
 	NoTransfer = "the first message must say what to transfer"
 
 	// MaxPath is Linux's PATH_MAX without its terminating zero byte.
@@ -34,34 +33,33 @@ const (
 	MaxID = 64
 	// MaxHostname is the kernel's limit (__NEW_UTS_LEN), in bytes.
 	MaxHostname = 64
-	// MaxWatchPaths bounds the files and directories that one watch names, and MaxWatchEvents the
-	// events of one message.
+	// MaxWatchPaths bounds the files and directories that one watch names, and MaxWatchEvents the events in one
+	// message.
 	MaxWatchPaths  = 64
 	MaxWatchEvents = 128
-	// MaxDropPaths bounds the paths of one Drop, MaxDropTime the time that it may be given, and MaxDropProblem what it
-	// says of a failure, in bytes.
+	// MaxDropPaths bounds the paths of one Drop, MaxDropTime its time limit, and MaxDropProblem the description of a
+	// failure, in bytes.
 	MaxDropPaths   = 64
 	MaxDropTime    = 10 * time.Minute
 	MaxDropProblem = 512
-	// MaxDirEntries is how many entries one ReadDir answer holds.
+	// MaxDirEntries is the most entries in one ReadDir answer.
 	MaxDirEntries = 256
-	// DefaultOutputLimit and MaxOutputLimit bound the output kept for a
-	// detached process, in bytes.
+	// DefaultOutputLimit and MaxOutputLimit bound the output kept for a detached process, in bytes.
 	DefaultOutputLimit = 256 << 10
 	MaxOutputLimit     = 16 << 20
 
-	// MaxTerminalModes bounds the encoded modes of a terminal, in bytes. There are 256
-	// opcodes, of 5 bytes with their argument.
+	// MaxTerminalModes bounds the encoded modes of a terminal, in bytes. There are 256 opcodes, each 5 bytes long
+	// with its argument.
 	MaxTerminalModes = 1 << 10
 
-	// MaxStatsItems bounds the file systems, interfaces and disks in an answer to Stats,
-	// each; MaxStatsPath and MaxStatsName their texts, in bytes.
+	// MaxStatsItems bounds each list (file systems, interfaces, disks) in an answer to Stats; MaxStatsPath and
+	// MaxStatsName bound their texts, in bytes.
 	MaxStatsItems = 64
 	MaxStatsPath  = 255
 	MaxStatsName  = 32
 
-	// MaxHookFailures bounds the failures in one answer: those of 64 hooks and
-	// of their counterparts. The others are bounds in bytes.
+	// MaxHookFailures bounds the failures in one answer: those of 64 hooks and their counterparts. The other bounds
+	// are in bytes.
 	MaxHookFailures = 128
 	MaxHookName     = 255
 	MaxHookProblem  = 256
@@ -89,9 +87,9 @@ const (
 	DropReplaced  = "replaced"
 )
 
-// SubsystemSFTP is the program of the agent's for file transfer.
+// SubsystemSFTP is the agent's own program for file transfer.
 const SubsystemSFTP = "sftp"
 
-// SubsystemLayer ends all other processes and writes what the machine has written as a layer of
-// an image.
+// SubsystemLayer is the agent's own program that ends all other processes and writes the machine's changes as an
+// image layer.
 const SubsystemLayer = "layer"

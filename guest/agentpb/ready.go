@@ -6,12 +6,11 @@ import (
 	"strings"
 )
 
-// Ready is what the agent reports once, at ReadyPort, when it listens.
+// Ready is the agent's report, sent once to ReadyPort, that it listens.
 type Ready struct {
 	Version string
-	// VMCoreInfo is the physical address of the kernel's note on itself, and
-	// VMCoreInfoSize its size in bytes, as /sys/kernel/vmcoreinfo has them; both are
-	// 0 if there is none, or if the host is not to make use of it.
+	// VMCoreInfo is the physical address of the kernel's vmcoreinfo note, and VMCoreInfoSize its size in bytes, as
+	// in /sys/kernel/vmcoreinfo. Both are 0 if there is none, or if the host must not use it.
 	VMCoreInfo, VMCoreInfoSize uint64
 }
 
@@ -26,8 +25,8 @@ const (
 	vmcoreinfoWord = " vmcoreinfo="
 )
 
-// Line is the report as it is sent: "ready VERSION", or "ready VERSION
-// vmcoreinfo=ADDRESS+SIZE" with hexadecimal numbers, and a newline.
+// Line returns the report in its wire form: "ready VERSION", or "ready VERSION vmcoreinfo=ADDRESS+SIZE" with
+// hexadecimal numbers, and a newline.
 func (r Ready) Line() string {
 	line := readyWord + r.Version
 	if r.VMCoreInfoSize > 0 {
@@ -36,7 +35,7 @@ func (r Ready) Line() string {
 	return line + "\n"
 }
 
-// ParseReady reads a report, without its newline.
+// ParseReady parses a report without its newline.
 func ParseReady(line string) (r Ready, err error) {
 	rest, ok := strings.CutPrefix(line, readyWord)
 	if !ok {

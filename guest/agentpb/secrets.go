@@ -6,8 +6,8 @@ import (
 	"fmt"
 )
 
-// The registers of the device that has the VM's secrets: see package devices/secrets of
-// the host's side, which has the same.
+// The registers of the device that holds the VM's secrets. Package devices/secrets, the host's side, has the same
+// values.
 const (
 	SecretsPort  = 0x640
 	SecretsPorts = 16
@@ -17,7 +17,7 @@ const (
 	SecretsData   = 8
 	SecretsWiped  = 12
 
-	// SecretsTable is what is chosen to read the table.
+	// SecretsTable is what to select to read the table.
 	SecretsTable = 0
 )
 
@@ -35,10 +35,10 @@ const (
 	secretIsAwaited = ^uint32(0)
 )
 
-// SecretsDir is where a guest finds them.
+// SecretsDir is the directory in a guest where programs find its secrets.
 const SecretsDir = "/run/secrets"
 
-// SubsystemSecrets is the program of the agent's that serves secrets as files.
+// SubsystemSecrets is the agent's own program that serves secrets as files.
 const SubsystemSecrets = "secrets"
 
 // ErrSecretsTable says that bytes are not a table of secrets.
@@ -47,14 +47,14 @@ var ErrSecretsTable = errors.New("not a table of secrets")
 // Secret is an entry of the table.
 type Secret struct {
 	ID       uint32
-	Size     uint32 // bytes; 0 if it is awaited
-	Awaited  bool   // its value is not there yet
+	Size     uint32 // bytes; 0 if awaited
+	Awaited  bool   // it has no value yet
 	UID, GID uint32
 	Mode     uint16 // permissions
 	Name     string
 }
 
-// DecodeSecrets reads the table.
+// DecodeSecrets parses the table.
 func DecodeSecrets(b []byte) ([]Secret, error) {
 	if len(b) < 2 || b[0] != secretsVersion || b[1] > MaxSecrets {
 		return nil, fmt.Errorf("%w: it begins with % x", ErrSecretsTable, b[:min(len(b), 2)])

@@ -11,21 +11,21 @@ import (
 	"unicode/utf8"
 )
 
-// SelfPort is the vsock port of the host at which a guest may ask for something about its own VM, if its
-// owner has allowed that. It sends one line, see SelfRequest, and gets one, see SelfAnswer.
+// SelfPort is the vsock port of the host where a guest makes requests about its own VM, if the owner has allowed
+// that. The guest sends one line (SelfRequest) and gets one line back (SelfAnswer).
 const SelfPort = 1020
 
-// What a guest may ask for.
+// Requests that a guest may make.
 const (
-	SelfSleep    = "sleep"    // to be put to sleep
-	SelfSnapshot = "snapshot" // a named snapshot, while it runs on
-	SelfHold     = "hold"     // not to be put to sleep for want of use, for some time
-	SelfWake     = "wake"     // to be woken at a time
-	SelfExtend   = "extend"   // to last for some time yet
-	SelfFork     = "fork"     // a child that goes on from this moment
+	SelfSleep    = "sleep"    // put the VM to sleep
+	SelfSnapshot = "snapshot" // make a named snapshot while the VM runs on
+	SelfHold     = "hold"     // do not put the idle VM to sleep, for some time
+	SelfWake     = "wake"     // wake the VM at a time
+	SelfExtend   = "extend"   // extend the VM's time
+	SelfFork     = "fork"     // make a child that continues from this moment
 )
 
-// SelfWords are all of them.
+// SelfWords returns all requests.
 func SelfWords() []string {
 	return []string{SelfSleep, SelfSnapshot, SelfHold, SelfWake, SelfExtend, SelfFork}
 }
@@ -37,33 +37,33 @@ const (
 	MaxSelfNote    = 256
 )
 
-// SelfRequest is what a guest asks for: a line of JSON. There is no way to name another VM.
+// SelfRequest is a guest's request: a line of JSON. It cannot name another VM.
 type SelfRequest struct {
 	Do string `json:"do"`
-	// Note is kept with the snapshot, at most 256 bytes.
+	// Note is stored with the snapshot, at most 256 bytes.
 	Note string `json:"note,omitempty"`
-	// Seconds is how long SelfHold holds, where 0 ends one, and how long SelfExtend lets it last from now on.
+	// Seconds is how long SelfHold holds (0 ends a hold), or how long from now SelfExtend lets the VM last.
 	Seconds int `json:"seconds,omitempty"`
-	// At is when SelfWake wakes it; the zero time takes back what was asked for before.
+	// At is when SelfWake wakes the VM; the zero time cancels an earlier request.
 	At time.Time `json:"at,omitzero"`
 }
 
-// SelfAnswer is what the host says to that. That a VM is about to sleep is said before it does.
+// SelfAnswer is the host's answer to a SelfRequest. If the VM is about to sleep, it gets the answer first.
 type SelfAnswer struct {
 	OK       bool   `json:"ok"`
 	Error    string `json:"error,omitempty"`
 	Snapshot string `json:"snapshot,omitempty"`
 	Seconds  int    `json:"seconds,omitempty"`
-	// Expires is when the VM's time is over, after SelfExtend; without it it lasts for ever.
+	// Expires is when the VM's time ends, after SelfExtend; zero is never.
 	Expires time.Time `json:"expires,omitzero"`
 	// Child is the name of the VM that SelfFork has made.
 	Child string `json:"child,omitempty"`
 }
 
-// ErrSelf says that a line is no request.
+// ErrSelf says that a line is not a valid request.
 var ErrSelf = errors.New("not a request that a guest may make")
 
-// ParseSelfRequest reads a line, without its newline.
+// ParseSelfRequest parses and checks a line without its newline.
 func ParseSelfRequest(line []byte) (r SelfRequest, err error) {
 	if len(line) > MaxSelfRequest || !utf8.Valid(line) {
 		return SelfRequest{}, fmt.Errorf("%w: %d bytes", ErrSelf, len(line))

@@ -9,8 +9,8 @@ import (
 	"unicode/utf8"
 )
 
-// ServicesPort is the vsock port of the host that the agent dials when a service has started
-// or ended. It sends one line, see ServiceEvent, and waits for one byte.
+// ServicesPort is the vsock port of the host that the agent dials when a service has an event. It sends one line
+// (ServiceEvent) and waits for one byte.
 const ServicesPort = 1021
 
 // Bounds of services.
@@ -24,7 +24,7 @@ const (
 	DefaultServiceLog = 256 << 10
 )
 
-// When a service that has ended is started again.
+// When the agent restarts a service that has ended.
 const (
 	RestartNever     = "never"
 	RestartOnFailure = "on-failure"
@@ -34,14 +34,14 @@ const (
 // States of a service.
 const (
 	ServiceRunning  = "running"
-	ServiceWaiting  = "waiting"  // to be started again
-	ServiceStopping = "stopping" // it has been told to end
-	ServiceStopped  = "stopped"  // it was told to end, or has not been started
-	ServiceEnded    = "ended"    // by itself, and is not started again
-	ServiceFailed   = "failed"   // it cannot be started, or has ended too often
+	ServiceWaiting  = "waiting"  // for a restart
+	ServiceStopping = "stopping" // told to end
+	ServiceStopped  = "stopped"  // was told to end, or has not been started
+	ServiceEnded    = "ended"    // ended by itself, without a restart
+	ServiceFailed   = "failed"   // cannot be started, or has ended too often
 )
 
-// What a ServiceEvent says.
+// Values of ServiceEvent.Event.
 const (
 	EventStarted = "started"
 	EventEnded   = "ended"
@@ -49,7 +49,7 @@ const (
 	EventGaveUp  = "gave-up" // too many restarts in a row
 
 	EventReady     = "ready"     // its check has passed for the first time since its start
-	EventUnhealthy = "unhealthy" // it is ended since its check has failed
+	EventUnhealthy = "unhealthy" // the agent ends it because its check failed
 )
 
 // Kinds of checks.
@@ -61,17 +61,16 @@ const (
 	CheckFile = "file"
 )
 
-// ServiceEvent is what the agent tells of a service: a line of JSON.
+// ServiceEvent is the agent's report about a service: a line of JSON.
 type ServiceEvent struct {
 	Name  string `json:"name"`
 	Event string `json:"event"`
-	// Exit is the exit code as a shell gives it, and Signal the signal that ended it, for
-	// EventEnded.
+	// Exit is the exit code in a shell's terms, and Signal the signal that ended the service, for EventEnded.
 	Exit   int32 `json:"exit,omitempty"`
 	Signal int32 `json:"signal,omitempty"`
-	// Restarts is how often the agent has started it again, since it was set.
+	// Restarts is how often the agent has restarted the service since it was set.
 	Restarts uint64 `json:"restarts,omitempty"`
-	// Lost is how many events before this one could not be told.
+	// Lost is how many events before this one were not delivered.
 	Lost    uint64 `json:"lost,omitempty"`
 	Problem string `json:"problem,omitempty"`
 }
@@ -79,13 +78,13 @@ type ServiceEvent struct {
 // ErrServiceEvent says that a line is not an event.
 var ErrServiceEvent = errors.New("not an event of a service")
 
-// Line is the event as it is sent, with a newline.
+// Line returns the event in its wire form, with a newline.
 func (e ServiceEvent) Line() string {
-	b, _ := json.Marshal(e) // of strings and numbers, which cannot fail
+	b, _ := json.Marshal(e) // cannot fail for strings and numbers
 	return string(b) + "\n"
 }
 
-// ParseServiceEvent reads a line, without its newline.
+// ParseServiceEvent parses a line without its newline.
 func ParseServiceEvent(line string) (e ServiceEvent, err error) {
 	if err := json.Unmarshal([]byte(line), &e); err != nil {
 		return e, fmt.Errorf("%w: %w", ErrServiceEvent, err)
@@ -101,7 +100,7 @@ func ParseServiceEvent(line string) (e ServiceEvent, err error) {
 	return e, nil
 }
 
-// Loopback takes HOST:PORT of the machine itself: packets of a check are no use of its network.
+// Loopback checks a HOST:PORT, which must be on the guest itself: a check must not count as use of the VM's network.
 func Loopback(s string) (string, error) {
 	host, port, err := net.SplitHostPort(s)
 	if err != nil {

@@ -10,15 +10,15 @@ import (
 	"unicode/utf8"
 )
 
-// Kind is what is done in a guest.
+// Kind says what is done in a guest.
 type Kind string
 
-// The kinds.
+// Values of Kind.
 const (
 	KindExec    Kind = "exec"     // a command
 	KindShell   Kind = "shell"    // a login shell without a command
-	KindAttach  Kind = "attach"   // a session with a process that was there before
-	KindSFTP    Kind = "sftp"     // a session of the file transfer protocol; its files are not told
+	KindAttach  Kind = "attach"   // a session with an existing process
+	KindSFTP    Kind = "sftp"     // a session of the file transfer protocol; its files are not recorded
 	KindCopyIn  Kind = "copy-in"  // a file or tree into the guest
 	KindCopyOut Kind = "copy-out" // a file or tree out of the guest
 	KindRead    Kind = "read"     // of a file's content
@@ -30,22 +30,23 @@ const (
 	KindSignal  Kind = "signal"  // to a process, or to forget one
 	KindForward Kind = "forward" // connections to one address in or beyond the guest
 	KindListen  Kind = "listen"  // connections that come out of the guest
-	// A secret of the VM, by the path of its file; its value is in no trail.
+	// A secret of the VM, by the path of its file. No trail has its value.
 	KindSecretSet    Kind = "secret-set"
 	KindSecretRemove Kind = "secret-remove"
-	// A service of the VM: what users do with it, and what becomes of it by itself.
+	// A service of the VM: what users do with it, and its own starts and exits.
 	KindServiceSet   Kind = "service-set"
 	KindServiceStop  Kind = "service-stop"
 	KindServiceStart Kind = "service-start"
 	KindServiceExit  Kind = "service-exit"
-	// Its check has passed for the first time since its start; or has failed, and it is ended for that.
+	// A service's check passed for the first time since its start, or failed, and the agent ends the service for
+	// that.
 	KindServiceReady     Kind = "service-ready"
 	KindServiceUnhealthy Kind = "service-unhealthy"
-	// What the guest has asked its own host for.
+	// A guest's request about its own VM.
 	KindSelf Kind = "self"
 )
 
-// Bounds of what is recorded of one action, in bytes. What is longer is cut.
+// Bounds of the record of one action, in bytes. Longer values are cut.
 const (
 	maxArgv  = 32 << 10 // all arguments together
 	maxText  = 4 << 10  // a path, a name or an address
@@ -53,79 +54,76 @@ const (
 	maxArgs  = 4096 // arguments, not bytes
 )
 
-// Action is something that is about to be done in a guest. What an action does not have is
-// empty.
+// Action is what is about to be done in a guest. Fields that do not apply are empty.
 type Action struct {
 	Kind Kind `json:"kind"`
-	// Via is what asked for it, if it was not the program itself: "ssh".
+	// Via is the client that asked for the action, if it was not the program itself: "ssh".
 	Via string `json:"via,omitempty"`
-	// Argv is the command with its arguments, at most 32 KiB together. If they had more,
-	// ArgvSHA256 is the hash of all of them, each followed by a zero byte.
+	// Argv is the command with its arguments, at most 32 KiB together. If they were longer, ArgvSHA256 is the hash
+	// of all of them, each followed by a zero byte.
 	Argv       []string `json:"argv,omitempty"`
 	ArgvSHA256 string   `json:"argv_sha256,omitempty"`
-	// Login says that the user's login shell was given the command.
+	// Login reports that the command went to the user's login shell.
 	Login bool `json:"login,omitempty"`
 	// User is "name" or "uid", with ":group" if one was named.
 	User string `json:"user,omitempty"`
-	// Dir is the working directory. It is empty for a login shell that begins in the
-	// user's home directory.
+	// Dir is the working directory. It is empty for a login shell that starts in the user's home directory.
 	Dir    string `json:"dir,omitempty"`
 	Pty    bool   `json:"pty,omitempty"`
 	Detach bool   `json:"detach,omitempty"`
 	// Process is the agent's name for the process that an attachment or a signal is about.
 	Process string `json:"process,omitempty"`
-	// Number is that of a signal.
+	// Number is the number of a signal.
 	Number int `json:"number,omitempty"`
-	// Path is in the guest, and To where it is renamed to, or what a link leads to.
+	// Path is a path in the guest. To is the new name of a renamed path, or the target of a link.
 	Path string `json:"path,omitempty"`
 	To   string `json:"to,omitempty"`
 	// HostPath is the other end of a copy.
 	HostPath string `json:"host_path,omitempty"`
-	// Recursive removes all that is below Path.
+	// Recursive reports that everything below Path is removed.
 	Recursive bool `json:"recursive,omitempty"`
-	// Network and Address are where connections are made or accepted in the guest.
+	// Network and Address say where in the guest connections are made or accepted.
 	Network string `json:"network,omitempty"`
 	Address string `json:"address,omitempty"`
 }
 
-// Outcome is how an action has ended, as the host sees it. Exit codes are the guest's word.
+// Outcome says how an action ended, as the host sees it. Exit codes are the guest's claims.
 type Outcome struct {
-	// Exit is the exit code as a shell gives it; nil if it is not known, and Error says
-	// why.
+	// Exit is the exit code in a shell's terms; nil if unknown: Error then says why.
 	Exit *int `json:"exit,omitempty"`
 	// ExitSignal is the signal that ended the command.
 	ExitSignal int  `json:"exit_signal,omitempty"`
 	TimedOut   bool `json:"timed_out,omitempty"`
 	// Started is the agent's name for a detached process.
 	Started string `json:"started,omitempty"`
-	// Connections that were carried.
+	// Connections counts the connections that were carried.
 	Connections int64 `json:"connections,omitempty"`
-	// BytesIn went into the guest, BytesOut came out of it: standard input and output,
-	// contents of files, or what connections carried.
+	// BytesIn went into the guest, BytesOut came out of it: standard input and output, contents of files, or
+	// connection data.
 	BytesIn  int64 `json:"bytes_in"`
 	BytesOut int64 `json:"bytes_out"`
-	// Changes is what has changed on the guest's disk between its beginning and its end, if that was asked for.
+	// Changes lists what changed on the guest's disk while the command ran, if Cmd.Changes of package guest was set.
 	Changes *Changes `json:"changes,omitempty"`
-	// CPUMs is processor time of the command, in milliseconds, as the guest says.
+	// CPUMs is the command's processor time in milliseconds, as the guest reports it.
 	CPUMs float64 `json:"cpu_ms,omitempty"`
-	// Error is why it has failed, or ended early.
+	// Error says why the action failed, or ended early.
 	Error string `json:"error,omitempty"`
 }
 
-// Changes are paths of a guest's disk that have changed while a command ran, by it or by another process, as the guest
-// says. Paths are as PathText writes them.
+// Changes lists paths on a guest's disk that changed while a command ran, through it or another process, as the
+// guest reports them. PathText has written the paths.
 type Changes struct {
 	Added   []string `json:"added,omitempty"`
-	Changed []string `json:"changed,omitempty"` // files that were written to, replaced or opened for writing; modes and owners
-	Removed []string `json:"removed,omitempty"` // with what was below them
-	// More were left out: at most 512 are told, of 64 KiB together.
+	Changed []string `json:"changed,omitempty"` // contents written, replaced or opened for writing; modes and owners
+	Removed []string `json:"removed,omitempty"` // with everything below them
+	// More counts the changes that were left out: the limits are 512 paths and 64 KiB.
 	More uint64 `json:"more,omitempty"`
-	// Partial says what is not known.
+	// Partial says which changes are unknown.
 	Partial string `json:"partial,omitempty"`
 }
 
-// PathText is a path as it is recorded: itself, or quoted as Go does it, with a quotation mark at its beginning, if it
-// is not UTF-8.
+// PathText returns a path in its recorded form: unchanged if it is UTF-8, else quoted by Go's rules, with a leading
+// quotation mark.
 func PathText(p string) string {
 	if !utf8.ValidString(p) {
 		return strconv.Quote(p)
@@ -133,10 +131,10 @@ func PathText(p string) string {
 	return p
 }
 
-// Bounds of Changes, of which its writer may rely on nobody.
+// Bounds of Changes. The writer of the trail checks them itself.
 const (
 	maxChanges      = 512
-	maxChangesBytes = 160 << 10 // of which JSON may make six times as much: see maxLine
+	maxChangesBytes = 160 << 10 // JSON may make six times as much of them: see maxLine
 )
 
 func (c *Changes) bounded() *Changes {
@@ -158,7 +156,7 @@ func (c *Changes) bounded() *Changes {
 	return out
 }
 
-// bounded returns the action as it is recorded.
+// bounded returns the action in its recorded form.
 func (a Action) bounded() Action {
 	a.Argv, a.ArgvSHA256 = boundedArgv(a.Argv)
 	for _, s := range []*string{&a.Via, &a.User, &a.Dir, &a.Process, &a.Path, &a.To, &a.HostPath, &a.Network, &a.Address} {
@@ -189,7 +187,7 @@ func boundedArgv(argv []string) ([]string, string) {
 	return out, hex.EncodeToString(h.Sum(nil))
 }
 
-// cut keeps the first n bytes or a few less, without half of a character.
+// cut returns about the first n bytes of s, never splitting a character.
 func cut(s string, n int) string {
 	if len(s) <= n {
 		return s
@@ -210,8 +208,7 @@ func (o Outcome) bounded() Outcome {
 // viaKey is the context key of Via.
 type viaKey struct{}
 
-// WithVia returns a context with which things are done for something that has asked for
-// them: what Action.Via says then.
+// WithVia returns a context that sets Action.Via for the actions done with it.
 func WithVia(ctx context.Context, via string) context.Context {
 	return context.WithValue(ctx, viaKey{}, via)
 }
@@ -225,21 +222,21 @@ func via(ctx context.Context) string {
 type Head struct {
 	// Version of the format: Version.
 	Version int `json:"drowse_audit"`
-	// VM is the VM's id, and Name what it was called.
+	// VM is the VM's id, and Name its name when the file was begun.
 	VM   string `json:"vm"`
 	Name string `json:"name"`
 	// Part numbers the files, from 1.
 	Part int `json:"part"`
 	// Time is when the file was begun.
 	Time time.Time `json:"time"`
-	// Parent is the VM that this one is a fork of, and Snapshot what it was made of.
-	// What was done in either is in their trails.
+	// Parent is the VM that this one is a fork of, and Snapshot what it was made from. Their own trails have what
+	// was done in them.
 	Parent   string `json:"parent,omitempty"`
 	ParentID string `json:"parent_id,omitempty"`
 	Snapshot string `json:"snapshot,omitempty"`
 }
 
-// Version is that of the format of a trail.
+// Version is the version of the trail's format.
 const Version = 1
 
 // line is any other line of a file.
@@ -250,7 +247,7 @@ type line struct {
 	*Action
 	By *Process `json:"by,omitempty"`
 	*Outcome
-	// Elapsed is by the monotonic clock: the other one may have been set meanwhile.
+	// Elapsed is from the monotonic clock: the wall clock may have been set meanwhile.
 	Elapsed float64 `json:"elapsed_ms,omitempty"`
 }
 

@@ -9,28 +9,28 @@ import (
 	"sync"
 )
 
-// Process is who has asked for something: the process that uses package guest, as it and
-// the kernel of its host say.
+// Process is the process that asked for an action, as it and the kernel of its host describe it: the user of package
+// guest.
 type Process struct {
 	PID int `json:"pid"`
-	// UID and GID are the effective ones.
+	// UID and GID are the effective ids.
 	UID int `json:"uid"`
 	GID int `json:"gid"`
-	// LoginUID is who has logged in to the session, whatever was done by su or sudo since;
-	// nil where the host does not keep it (proc_pid_loginuid(5)).
+	// LoginUID is the user who logged in to the session, regardless of su or sudo since; nil if the host does not
+	// record it (proc_pid_loginuid(5)).
 	LoginUID *uint32 `json:"login_uid,omitempty"`
 	// Comm is the name of the program, at most 15 bytes.
 	Comm string `json:"comm"`
-	// PPID and Parent are the process that has started it.
+	// PPID and Parent are the id and name of the parent process.
 	PPID   int    `json:"ppid"`
 	Parent string `json:"parent,omitempty"`
-	// Start is when it was started, in clock ticks since the host's boot, and Boot which
-	// boot that was. They tell it from others that get its number.
+	// Start is when the process started, in clock ticks since the host's boot, and Boot the id of that boot. They
+	// tell the process apart from others with the same PID.
 	Start uint64 `json:"start"`
 	Boot  string `json:"boot"`
 }
 
-// self is this process. It is asked for once: the parent may end.
+// self returns this process. It is computed once, since the parent may end.
 var self = sync.OnceValue(func() Process {
 	p := Process{PID: os.Getpid(), UID: os.Geteuid(), GID: os.Getegid(), PPID: os.Getppid(), Boot: bootID()}
 	p.Comm, p.Start, _ = processStat(p.PID)
@@ -53,15 +53,15 @@ func bootID() string {
 	return string(bytes.TrimSpace(b))
 }
 
-// processStat reads a process's name and when it was started, in clock ticks since the boot:
-// fields 2 and 22 of proc_pid_stat(5).
+// processStat reads a process's name and its start, in clock ticks since the boot: fields 2 and 22 of
+// proc_pid_stat(5).
 func processStat(pid int) (comm string, start uint64, err error) {
 	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
 	if err != nil {
 		return "", 0, err
 	}
 	s := string(b)
-	// The name is in parentheses, and may have some in it.
+	// The name is in parentheses, and may itself contain some.
 	from, to := strings.IndexByte(s, '('), strings.LastIndexByte(s, ')')
 	if from < 0 || to < from {
 		return "", 0, fmt.Errorf("/proc/%d/stat: no name", pid)
@@ -75,8 +75,8 @@ func processStat(pid int) (comm string, start uint64, err error) {
 	return s[from+1 : to], start, err
 }
 
-// lives says that the process is there. It takes one in another PID namespace for gone, or
-// for whoever has its number there if that was started in the same clock tick.
+// lives reports whether the process still runs. It takes a process in another PID namespace for gone, or for the one
+// with its PID here if both started in the same clock tick.
 func (p Process) lives(boot string) bool {
 	if p.PID <= 0 || p.Boot != boot || boot == "" {
 		return false

@@ -12,17 +12,17 @@ import (
 	"time"
 )
 
-// Status says what is known of an action.
+// Status says what is known about an action.
 type Status string
 
 // The values of Status.
 const (
-	// Running: it has not ended, and who has begun it is there.
+	// Running: it has not ended, and the process that began it still runs.
 	Running Status = "running"
 	Ended   Status = "ended"
-	// Unknown: who has begun it is gone and has not said how it ended.
+	// Unknown: the process that began it is gone and did not record how it ended.
 	Unknown Status = "unknown"
-	// Damaged: there is a line that cannot be read. The entry has nothing else.
+	// Damaged: a line cannot be read. The entry has no other field.
 	Damaged Status = "damaged"
 )
 
@@ -30,18 +30,18 @@ const (
 type Entry struct {
 	ID     string `json:"id,omitempty"`
 	Status Status `json:"status"`
-	// Begin and End are by the host's clock; zero where not known.
+	// Begin and End are by the host's clock; zero if unknown.
 	Begin time.Time `json:"begin,omitzero"`
 	End   time.Time `json:"end,omitzero"`
-	// Elapsed is in milliseconds, by a clock that nobody sets.
+	// Elapsed is in milliseconds, by the monotonic clock.
 	Elapsed float64 `json:"elapsed_ms,omitempty"`
 	Action
-	// By is who has asked for it.
+	// By is the process that asked for the action.
 	By      *Process `json:"by,omitempty"`
 	Outcome *Outcome `json:"outcome,omitempty"`
 }
 
-// since says whether the action may have been under way at a time or after it.
+// since reports whether the action may have been under way at t or later.
 func (e Entry) since(t time.Time) bool {
 	if t.IsZero() || e.Status == Running || e.Status == Damaged {
 		return true
@@ -49,37 +49,35 @@ func (e Entry) since(t time.Time) bool {
 	return !e.Begin.Before(t) || !e.End.Before(t)
 }
 
-// ReadOptions say what is read of a trail.
+// ReadOptions says what to read of a trail.
 type ReadOptions struct {
-	// Since leaves out what was over before, and what began before and has no known end.
+	// Since leaves out actions that ended before it, and those that began before it and have no known end.
 	Since time.Time
-	// Follow goes on with what comes, until the context ends or the trail is gone. An
-	// action that has been given without an end is given again with it.
+	// Follow keeps reading new lines, until the context ends or the trail is gone. An action that was delivered
+	// without an end is delivered again with it.
 	Follow bool
-	// Poll is how often the files are looked at; 0 is 250 ms.
+	// Poll is how often to look at the files; 0 is 250 ms.
 	Poll time.Duration
 }
 
 const (
 	defaultPoll = 250 * time.Millisecond
-	// maxLine bounds a line: all of an Action's texts, of which JSON may make six times as
-	// much.
+	// maxLine bounds a line: all texts of an Action, each six times as long in JSON.
 	maxLine = 1 << 20
-	// maxOpen bounds the actions whose end is waited for while a trail is followed.
+	// maxOpen bounds the actions without an end that Read remembers while it follows a trail.
 	maxOpen = 1 << 16
 )
 
-// Trailer says what a trail is.
+// Trailer describes a trail.
 type Trailer struct {
 	Head
-	// First is the number of the oldest file that is left. What was recorded in those
-	// before it is gone.
+	// First is the number of the oldest file that is left. Older files, and what they recorded, are gone.
 	First int `json:"first_part"`
 }
 
-// Read calls f for the actions of the trail at a path, in the order in which they began, and
-// where it follows once more for each that ends later. f's error ends it and is returned.
-// Other errors are ErrNone or ErrDamaged, if there is no trail to read, and the context's.
+// Read calls f for the actions of the trail at a path, in the order in which they began. With Follow it calls f
+// again for each that ends later. An error of f ends the reading, and Read returns it. Its other errors are ErrNone
+// or ErrDamaged, if there is no readable trail, and the context's.
 func Read(ctx context.Context, path string, o ReadOptions, f func(Entry) error) (Trailer, error) {
 	parts, err := openParts(path, 0)
 	if err != nil {
@@ -89,7 +87,7 @@ func Read(ctx context.Context, path string, o ReadOptions, f func(Entry) error) 
 	defer r.close()
 	is := Trailer{Head: r.parts[len(r.parts)-1].head, First: r.parts[0].head.Part}
 	j := &joiner{ends: map[string]line{}, used: map[string]bool{}, open: map[string]Entry{}, gone: map[string]bool{}}
-	// First all ends, then the actions in their order, with their ends.
+	// Read all ends first, then the actions in their order, with their ends.
 	begun := map[string]Process{}
 	collect := func(l *line) error {
 		if l != nil && l.Type == typeBegin {
@@ -108,7 +106,7 @@ func Read(ctx context.Context, path string, o ReadOptions, f func(Entry) error) 
 	for id, by := range begun {
 		j.gone[id] = !by.lives(boot)
 	}
-	// Whoever is gone has written all that it will.
+	// A process that was gone by now has written all its lines.
 	if err := r.advance(collect); err != nil {
 		return is, err
 	}
@@ -158,15 +156,15 @@ func Read(ctx context.Context, path string, o ReadOptions, f func(Entry) error) 
 	}
 }
 
-// joiner puts the beginnings and ends of actions together.
+// joiner matches the beginnings and ends of actions.
 type joiner struct {
-	ends map[string]line  // found ahead, and not yet put to their beginnings
-	used map[string]bool  // ids of ends that were, and whose lines are still to come
-	gone map[string]bool  // ids whose process is gone
-	open map[string]Entry // given without an end
+	ends map[string]line  // read ahead, and not yet matched
+	used map[string]bool  // ids of matched ends whose lines are still to come
+	gone map[string]bool  // ids of actions whose process is gone
+	open map[string]Entry // delivered without an end
 }
 
-// join makes an entry of a line. The end of one that has been given whole is none.
+// join makes an entry of a line. ok is false for the end of an action that was already delivered whole.
 func (j *joiner) join(l *line) (e Entry, ok bool) {
 	switch {
 	case l == nil:
@@ -187,7 +185,7 @@ func (j *joiner) join(l *line) (e Entry, ok bool) {
 		delete(j.used, l.ID)
 		return e, false
 	}
-	// Without a beginning here, that is in a file that is gone.
+	// An end without a beginning here: the beginning was in a file that is gone.
 	e = j.open[l.ID]
 	delete(j.open, l.ID)
 	delete(j.ends, l.ID)
@@ -200,10 +198,10 @@ func (l *line) end(e *Entry) {
 	e.ID, e.Status, e.End, e.Elapsed, e.Outcome = l.ID, Ended, l.Time, l.Elapsed, l.Outcome
 }
 
-// deadEvery is after how many looks at the trail whoever has begun something is looked for.
+// deadEvery is after how many looks at the trail joiner checks which processes are gone.
 const deadEvery = 20
 
-// dead are the ids whose process is gone, every now and then.
+// dead returns, at every deadEvery-th look, the ids of open actions whose process is gone.
 func (j *joiner) dead(look int, boot string) (ids []string) {
 	if look%deadEvery != 0 {
 		return nil
@@ -221,13 +219,13 @@ func (j *joiner) dead(look int, boot string) (ids []string) {
 type part struct {
 	f    *os.File
 	head Head
-	read int64 // how far it has been read; always the end of a line
+	read int64 // offset up to which it was read; always the end of a line
 }
 
-// reader reads the files of a trail, the oldest first, as they grow and are replaced.
+// reader reads the files of a trail, the oldest first, while they grow and are replaced.
 type reader struct {
 	path  string
-	parts []*part // the last one is the one that is written to, or was
+	parts []*part // oldest first; writers append to the last, or did
 }
 
 func (r *reader) close() {
@@ -236,8 +234,8 @@ func (r *reader) close() {
 	}
 }
 
-// openParts opens the files whose number is above the given one, the oldest first. They are
-// looked for beginning with the newest, since files are renamed towards the older ones.
+// openParts opens the files whose number is above after, and returns them oldest first. It looks for the newest
+// first, since files are renamed towards older names.
 func openParts(path string, after int) (parts []*part, err error) {
 	seen := map[int]bool{}
 	for n := 0; n <= KeptFiles; n++ {
@@ -282,7 +280,7 @@ func openPart(path string) (*part, error) {
 	return &part{f: f, head: h, read: int64(len(raw))}, nil
 }
 
-// advance reads what has come since, in all files. A line that cannot be read is nil.
+// advance reads new lines in all files. It passes nil for a line that it cannot read.
 func (r *reader) advance(f func(*line) error) error {
 	for {
 		for _, p := range r.parts {
@@ -294,7 +292,7 @@ func (r *reader) advance(f func(*line) error) error {
 		if isAt(last.f, r.path) {
 			return nil
 		}
-		// Nothing is added any more to one that has been replaced.
+		// No process appends to a file any more once it has been replaced.
 		more, err := openParts(r.path, last.head.Part)
 		if err == nil && len(more) > 0 && more[0].head.VM != last.head.VM {
 			err = ErrNone
@@ -313,14 +311,14 @@ func (r *reader) advance(f func(*line) error) error {
 	}
 }
 
-// advance reads what has come since.
+// advance reads new lines of the file.
 func (p *part) advance(f func(*line) error) error {
 	n, err := p.lines(p.read, 1<<63-1, f)
 	p.read += n
 	return err
 }
 
-// again reads once more what has been read.
+// again rereads the lines that were already read.
 func (r *reader) again(f func(*line) error) error {
 	for _, p := range r.parts {
 		_, raw, err := readHead(p.f)
@@ -334,8 +332,8 @@ func (r *reader) again(f func(*line) error) error {
 	return nil
 }
 
-// lines calls f for the whole lines from an offset to another, or to the end of the file,
-// and returns how many bytes they had.
+// lines calls f for the whole lines between two offsets, or up to the end of the file, and returns their length in
+// bytes.
 func (p *part) lines(from, to int64, f func(*line) error) (read int64, err error) {
 	b := bufio.NewReaderSize(io.NewSectionReader(p.f, from, to-from), 64<<10)
 	for {
@@ -348,7 +346,7 @@ func (p *part) lines(from, to int64, f func(*line) error) (read int64, err error
 		}
 		read += int64(n)
 		if n == 1 {
-			continue // what sets a line apart from one that has no end
+			continue // separates a line from an incomplete one before it
 		}
 		if err := f(parseLine(text)); err != nil {
 			return read, err
@@ -356,7 +354,7 @@ func (p *part) lines(from, to int64, f func(*line) error) (read int64, err error
 	}
 }
 
-// readLine reads a line of n bytes; text is nil if it is too long.
+// readLine reads a line and returns its length n; text is nil if it is too long.
 func readLine(b *bufio.Reader) (text []byte, n int, err error) {
 	for {
 		piece, err := b.ReadSlice('\n')
@@ -372,7 +370,7 @@ func readLine(b *bufio.Reader) (text []byte, n int, err error) {
 	}
 }
 
-// parseLine returns nil for what is no line of a trail.
+// parseLine returns nil if the text is not a line of a trail.
 func parseLine(text []byte) *line {
 	var l line
 	if json.Unmarshal(text, &l) != nil || l.ID == "" || len(l.ID) > 64 {

@@ -21,28 +21,27 @@ import (
 	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
-// Bounds of a trail on disk: this many bytes for each file, the one that is written to and
-// KeptFiles older ones.
+// Bounds of a trail on disk: the size of a file in bytes, and the number of older files beside the current one.
 const (
 	MaxFile   = 16 << 20
 	KeptFiles = 3
 )
 
-// Errors that callers may want to tell apart.
+// Errors that callers can tell apart.
 var (
-	// ErrTrail: an action was not recorded, and therefore not done.
+	// ErrTrail: an action could not be recorded, and therefore was not done.
 	ErrTrail = errors.New("it cannot be recorded in the audit trail")
 	// ErrNone: there is no trail.
 	ErrNone = errors.New("there is no audit trail")
-	// ErrDamaged: what there is does not begin as a trail does.
+	// ErrDamaged: the file does not begin with the head of a trail.
 	ErrDamaged = errors.New("the audit trail is damaged")
 )
 
-// errOther: the trail is another VM's by now.
+// errOther: the trail now belongs to another VM.
 var errOther = errors.New("the audit trail is that of another VM")
 
-// Path is where the trail of a guest is, given the path of the Unix socket that stands for
-// its vsock device. Older files are called so with ".1" to ".3" behind.
+// Path returns the path of a guest's trail, given the path of the Unix socket that stands for its vsock device.
+// Older files have ".1" to ".3" appended.
 func Path(socket string) string { return filepath.Join(filepath.Dir(socket), "audit.jsonl") }
 
 func older(path string, n int) string { return path + "." + strconv.Itoa(n) }
@@ -56,10 +55,10 @@ type Trail struct {
 	vm string     // the VM whose trail it is, once known
 }
 
-// Open returns the trail at a path. It need not be there yet.
+// Open returns the trail at a path, which need not exist yet.
 func Open(path string) *Trail { return &Trail{path: path, max: MaxFile} }
 
-// Pending is an action that has begun. Nil is one that is not recorded.
+// Pending is an action that has begun. A nil Pending records nothing.
 type Pending struct {
 	trail *Trail
 	id    string
@@ -67,9 +66,8 @@ type Pending struct {
 	once  sync.Once
 }
 
-// Begin records that an action begins. It returns nil where there is no trail. The error is
-// ErrTrail, or the context's: then nothing may be done. It writes one line and does not wait
-// for the disk.
+// Begin records that an action begins. It returns nil if there is no trail. If it fails, with ErrTrail or the
+// context's error, the caller must not start the action. It writes one line and does not wait for the disk.
 func (t *Trail) Begin(ctx context.Context, a Action) (*Pending, error) {
 	if t == nil {
 		return nil, nil
@@ -94,8 +92,8 @@ func (t *Trail) Begin(ctx context.Context, a Action) (*Pending, error) {
 	return p, nil
 }
 
-// End records how the action has ended; only the first call counts. What cannot be recorded
-// leaves the action without an end, which readers are told.
+// End records how the action ended; only the first call counts. If that fails, the action stays without an end, and
+// readers see so.
 func (p *Pending) End(o Outcome) {
 	if p == nil {
 		return
@@ -108,7 +106,7 @@ func (p *Pending) End(o Outcome) {
 	})
 }
 
-// encode makes a line of a value.
+// encode returns v as a line of JSON.
 func encode(v any) ([]byte, error) {
 	var b bytes.Buffer
 	e := json.NewEncoder(&b)
@@ -117,7 +115,7 @@ func encode(v any) ([]byte, error) {
 	return b.Bytes(), err
 }
 
-// add appends a line, to a new file if the one there is is full.
+// add appends a line, to a new file if the current one is full.
 func (t *Trail) add(ctx context.Context, l line) error {
 	data, err := encode(l)
 	if err != nil {
@@ -138,8 +136,7 @@ func (t *Trail) add(ctx context.Context, l line) error {
 	}
 }
 
-// addTo appends a line to a file that is locked. It makes another file if this one is full,
-// and says so.
+// addTo appends a line to a locked file. If the file is full, it starts a new one instead and returns true.
 func (t *Trail) addTo(f *os.File, data []byte) (full bool, err error) {
 	st, err := f.Stat()
 	if err != nil {
@@ -157,7 +154,7 @@ func (t *Trail) addTo(f *os.File, data []byte) (full bool, err error) {
 	if size > int64(len(raw)) && size+int64(len(data)) > t.max {
 		return true, t.turn(f, head)
 	}
-	// A line that a power cut has left without its end stays one of its own.
+	// An incomplete line, left by a power cut, stays on a line of its own.
 	var last [1]byte
 	if _, err := f.ReadAt(last[:], size-1); err != nil {
 		return false, err
@@ -171,8 +168,7 @@ func (t *Trail) addTo(f *os.File, data []byte) (full bool, err error) {
 	return false, nil
 }
 
-// turn puts a new file in the place of one that is full and locked. There is a file at the
-// path at every moment, and after a crash at any.
+// turn replaces a full, locked file by a new one. There is a file at the path at any moment, even after a crash.
 func (t *Trail) turn(f *os.File, h Head) error {
 	h.Part, h.Time = h.Part+1, time.Now().UTC()
 	data, err := encode(h)
@@ -188,7 +184,7 @@ func (t *Trail) turn(f *os.File, h Head) error {
 			return err
 		}
 	}
-	// It is still there if a crash has left one file with both names: rename(2).
+	// That name still exists if a crash has left one file with both names: rename(2).
 	if err := os.Remove(older(t.path, 1)); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
@@ -198,13 +194,13 @@ func (t *Trail) turn(f *os.File, h Head) error {
 	return os.Rename(next, t.path)
 }
 
-// lockPatience is how long others may hold the lock, which they do for the time of a write.
+// lockPatience is how long to wait for the lock. Others hold it only for a write.
 const lockPatience = 10 * time.Second
 
 var errHeld = fmt.Errorf("another process has held it for %v: see who has it open", lockPatience)
 
-// openLocked opens the file at a path and takes its lock, which its closing gives back. The
-// file is still the one at that path.
+// openLocked opens the file at a path and locks it. Closing the file unlocks it. The file is still the one at that
+// path.
 func openLocked(ctx context.Context, path string, flags int) (*os.File, error) {
 	ctx, cancel := context.WithTimeoutCause(ctx, lockPatience, errHeld)
 	defer cancel()
@@ -215,7 +211,7 @@ func openLocked(ctx context.Context, path string, flags int) (*os.File, error) {
 	return f, err
 }
 
-// isAt says whether a file is the one at a path.
+// isAt reports whether an open file is the one at a path.
 func isAt(f *os.File, path string) bool {
 	a, err := f.Stat()
 	if err != nil {
@@ -249,7 +245,7 @@ func readHead(f io.ReaderAt) (h Head, raw []byte, err error) {
 	return h, raw, nil
 }
 
-// ReadHead says whose trail is at a path. The error is ErrNone or ErrDamaged.
+// ReadHead returns the head of the trail at a path, which names its VM. The error is ErrNone or ErrDamaged.
 func ReadHead(path string) (Head, error) {
 	p, err := openPart(path)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -261,8 +257,8 @@ func ReadHead(path string) (Head, error) {
 	return p.head, p.f.Close()
 }
 
-// Ensure makes the trail of a VM, unless it is there. One that is damaged, as after a power
-// cut, or another VM's is put aside, with ".damaged" behind its name.
+// Ensure makes the trail of a VM, unless it exists. It renames a trail that is damaged, as after a power cut, or
+// another VM's, appending ".damaged".
 func Ensure(ctx context.Context, path string, h Head) (err error) {
 	defer func() {
 		if err != nil {
@@ -284,7 +280,7 @@ func Ensure(ctx context.Context, path string, h Head) (err error) {
 	return err
 }
 
-// ensure is Ensure with the file that is there, locked.
+// ensure is Ensure for an existing, locked file.
 func ensure(f *os.File, path, vm string, head []byte) (done bool, err error) {
 	st, err := f.Stat()
 	if err != nil {
