@@ -223,8 +223,7 @@ func (s *stage) removeLeft(part string) error {
 	return errors.Join(s.host.RemoveAll(part), f.Close())
 }
 
-// take opens and locks the directory of an incomplete copy. It returns nil if that is gone, or another process has
-// it.
+// take opens and locks an incomplete copy's directory. It returns nil if that is gone or another process has it.
 func (s *stage) take(part string) (*os.File, error) {
 	f, err := s.host.Open(part)
 	if errors.Is(err, fs.ErrNotExist) {

@@ -11,14 +11,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// openNoFollow keeps a file that was replaced by a link or a pipe from being
-// followed or waited for.
+// openNoFollow keeps an open from following a link, or waiting for a pipe, that has replaced a file.
 const openNoFollow = unix.O_NOFOLLOW | unix.O_NONBLOCK
 
-// beneath is a directory that is changed on the inside only. Every change is one call on a directory's
-// descriptor and a name of one element, which does not follow a link, and the descriptor was reached
-// from this directory without a link, a "..", or a magic link (openat2(2)). So a name means what it
-// says, whatever links are in the tree, who made them, and when.
+// beneath is a directory of which only the inside changes. Every change is one call with a directory's descriptor
+// and a name of one element, and follows no link. The descriptor was reached from this directory without a link, a
+// "..", or a magic link (openat2(2)). So a name means what it says, whatever links are in the tree, who made them,
+// and when.
 type beneath struct{ top *os.File }
 
 func openBeneath(root *os.Root) (*beneath, error) {
@@ -32,7 +31,7 @@ func (b *beneath) close() {
 	}
 }
 
-// spot is a name in an open directory: where something is, or may come to be.
+// spot is a name in an open directory, where a file exists or may be created.
 type spot struct {
 	dir  *os.File // O_PATH
 	base string   // one element
@@ -40,13 +39,13 @@ type spot struct {
 
 func (s *spot) close() { s.dir.Close() }
 
-// beside is another name in the same directory. It is open for as long as this one is.
+// beside returns another name in the same directory. It stays open for as long as this spot.
 func (s *spot) beside(base string) *spot { return &spot{dir: s.dir, base: base} }
 
-// find opens the directory of a clean name. Its error is fs.ErrNotExist if there is none.
+// find opens the directory of a clean name. The error is fs.ErrNotExist if there is none.
 func (b *beneath) find(name string) (*spot, error) { return b.spot(name, false) }
 
-// reach is find, and makes the directories that are missing.
+// reach is find, but makes missing directories.
 func (b *beneath) reach(name string) (*spot, error) { return b.spot(name, true) }
 
 func (b *beneath) spot(name string, create bool) (*spot, error) {
@@ -57,7 +56,7 @@ func (b *beneath) spot(name string, create bool) (*spot, error) {
 	return &spot{dir: dir, base: path.Base(name)}, nil
 }
 
-// dir opens a directory by a clean name. What it recurses into is at most MaxDepth deep.
+// dir opens a directory by a clean name. It recurses at most MaxDepth deep.
 func (b *beneath) dir(name string, create bool) (*os.File, error) {
 	d, err := openDir(b.top, name, unix.O_PATH)
 	if !create || !errors.Is(err, fs.ErrNotExist) || name == "." {
@@ -74,7 +73,7 @@ func (b *beneath) dir(name string, create bool) (*os.File, error) {
 	return openDir(parent, path.Base(name), unix.O_PATH)
 }
 
-// openDir opens a directory beneath another one.
+// openDir opens the directory name beneath at.
 func openDir(at *os.File, name string, flags uint64) (*os.File, error) {
 	how := unix.OpenHow{
 		Flags:   flags | unix.O_DIRECTORY | unix.O_CLOEXEC,
@@ -103,13 +102,13 @@ func (s *spot) fail(op string, err error) error {
 	return &fs.PathError{Op: op, Path: clip(s.base), Err: err}
 }
 
-// stat describes what is there, not what a link leads to.
+// stat describes the file at the spot, without following a link.
 func (s *spot) stat() (st unix.Stat_t, err error) {
 	err = unix.Fstatat(s.fd(), s.base, &st, unix.AT_SYMLINK_NOFOLLOW)
 	return st, s.fail("fstatat", err)
 }
 
-// lstat is stat for those who want to know more.
+// lstat is stat with an fs.FileInfo as its result.
 func (s *spot) lstat() (fs.FileInfo, error) {
 	f, err := s.open(unix.O_PATH, 0)
 	if err != nil {
@@ -119,7 +118,7 @@ func (s *spot) lstat() (fs.FileInfo, error) {
 	return f.Stat()
 }
 
-// readlink is where a symbolic link leads.
+// readlink returns the target of a symbolic link.
 func (s *spot) readlink() (string, error) {
 	b := make([]byte, unix.PathMax)
 	n, err := unix.Readlinkat(s.fd(), s.base, b)
@@ -129,7 +128,7 @@ func (s *spot) readlink() (string, error) {
 	return string(b[:n]), nil
 }
 
-// open opens a file: a link is refused, and a pipe is not waited for.
+// open opens a file. It refuses a link, and does not wait for a pipe.
 func (s *spot) open(flags int, perm uint32) (*os.File, error) {
 	for {
 		fd, err := unix.Openat(s.fd(), s.base, flags|openNoFollow|unix.O_CLOEXEC, perm)
@@ -143,24 +142,24 @@ func (s *spot) open(flags int, perm uint32) (*os.File, error) {
 	}
 }
 
-// openDir opens the directory that is there, for reading.
+// openDir opens the directory at the spot for reading.
 func (s *spot) openDir() (*os.File, error) { return openDir(s.dir, s.base, unix.O_RDONLY) }
 
 func (s *spot) mkdir(perm uint32) error { return s.fail("mkdirat", unix.Mkdirat(s.fd(), s.base, perm)) }
 
-// remove removes what is not a directory.
+// remove removes a file that is not a directory.
 func (s *spot) remove() error { return s.fail("unlinkat", unix.Unlinkat(s.fd(), s.base, 0)) }
 
 func (s *spot) symlink(target string) error {
 	return s.fail("symlinkat", unix.Symlinkat(target, s.fd(), s.base))
 }
 
-// link gives a file another name.
+// link makes the spot another name of the file at from.
 func (s *spot) link(from *spot) error {
 	return s.fail("linkat", unix.Linkat(from.fd(), from.base, s.fd(), s.base, 0))
 }
 
-// rename gives what is there the name of another spot.
+// rename moves the file at the spot to another spot.
 func (s *spot) rename(to *spot) error {
 	return s.fail("renameat", unix.Renameat(s.fd(), s.base, to.fd(), to.base))
 }
@@ -169,7 +168,7 @@ func (s *spot) chown(uid, gid int) error {
 	return s.fail("fchownat", unix.Fchownat(s.fd(), s.base, uid, gid, unix.AT_SYMLINK_NOFOLLOW))
 }
 
-// setTime sets the time of the last change, and not that of the last access.
+// setTime sets the modification time, and leaves the access time alone.
 func (s *spot) setTime(t time.Time) error {
 	ts := []unix.Timespec{{Nsec: unix.UTIME_OMIT}, {Nsec: unix.UTIME_OMIT}}
 	if !t.IsZero() {

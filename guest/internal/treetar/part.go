@@ -18,18 +18,17 @@ import (
 	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
-// A file is written under another name beside its own and gets that when it is whole. What was
-// written of a large one stays when its copy is cut, so that another copy can go on with it.
+// A file is written under another name beside its own, and renamed when it is whole. If the copy is cut, the
+// unfinished part of a large file stays, so that another copy can continue it.
 const (
-	// partPrefix begins the names of unfinished files. Files of such names are never copied.
+	// partPrefix is the prefix of the names of unfinished files. Files with such names are never copied.
 	partPrefix = ".drowse-part-"
-	// partDigits is how long the rest of such a name is: hexadecimal.
+	// partDigits is the length of the rest of such a name: hexadecimal digits.
 	partDigits = 24
 
-	// KeepPart is how much of a file there must be, in bytes, for that to stay when its copy is cut.
+	// KeepPart is the least size, in bytes, of an unfinished file that stays when its copy is cut.
 	KeepPart = 1 << 20
-	// partWait is how long a copy waits for another one that writes the same file: the end of one that
-	// was cut may come late.
+	// partWait is how long a copy waits for another one that writes the same file: a cut copy may end late.
 	partWait = 30 * time.Second
 	// maxPartTries bounds how often an unfinished file may come and go while it is being opened.
 	maxPartTries = 1000
@@ -38,17 +37,18 @@ const (
 // ErrBusy says that another copy writes the same file.
 var ErrBusy = errors.New("another copy writes the same file")
 
-// partName is what an unfinished file is called in its directory: the same for each copy of it.
+// partName returns the name of an unfinished file in its directory, which is the same for each copy of it.
 func partName(base string) string {
 	sum := sha256.Sum256([]byte(base))
 	return partPrefix + hex.EncodeToString(sum[:])[:partDigits]
 }
 
-// Marker is the name of a file that a directory has at its top while a tree is copied into it, if
-// the copy has made it. base is the last element of the tree's path at its source.
+// Marker returns the name of a file at the top of a tree that a copy has made, while it is incomplete. base is the
+// last element of the tree's path at its source.
 func Marker(base string) string { return partName("tree\x00" + base) }
 
-// Unfinished says of a name's last element that it is one of an unfinished file, or a marker, which no copy has.
+// Unfinished reports whether base, the last element of a name, is that of an unfinished file or a marker. No copy
+// contains them.
 func Unfinished(base string) bool {
 	rest, ok := strings.CutPrefix(base, partPrefix)
 	if !ok || len(rest) != partDigits {
@@ -58,16 +58,16 @@ func Unfinished(base string) bool {
 	return err == nil
 }
 
-// part is an unfinished file. Until it is closed nobody else writes to it.
+// part is an unfinished file. No other copy writes to it until it is closed.
 type part struct {
 	*os.File
-	at   *spot // its own, open until it is closed
-	to   *spot // that of the whole file
-	kept bool  // it may stay, since it has the name that other copies look for
+	at   *spot // the part's name; open until it is closed
+	to   *spot // the whole file's name
+	kept bool  // it may stay, since other copies look for its name
 }
 
-// openPart opens the unfinished file of a large one, alone, and takes over the spot unless it fails. With
-// create it is made if need be; without it fails with fs.ErrNotExist if there is none.
+// openPart opens and locks the unfinished file of a large one. It takes over the spot unless it fails. With create
+// it makes a missing file; without, the error is then fs.ErrNotExist.
 func openPart(ctx context.Context, to *spot, create bool) (*part, error) {
 	at := to.beside(partName(to.base))
 	flags := os.O_RDWR
@@ -91,12 +91,12 @@ func openPart(ctx context.Context, to *spot, create bool) (*part, error) {
 		if isAt(f, at) {
 			return &part{File: f, at: at, to: to, kept: true}, nil
 		}
-		f.Close() // whoever had it has finished it, or removed it
+		f.Close() // the copy that held it has finished or removed it
 	}
 	return nil, fmt.Errorf("%w: %s comes and goes", ErrBusy, at.base)
 }
 
-// newPart makes an unfinished file that does not stay, and takes over the spot unless it fails.
+// newPart makes an unfinished file that does not stay. It takes over the spot unless it fails.
 func newPart(to *spot) (*part, error) {
 	var random [partDigits / 2]byte
 	_, _ = rand.Read(random[:]) // never fails
@@ -108,7 +108,7 @@ func newPart(to *spot) (*part, error) {
 	return &part{File: f, at: at, to: to}, nil
 }
 
-// isAt says that an open file still has a name.
+// isAt reports whether an open file still has the name at.
 func isAt(f *os.File, at *spot) bool {
 	there, err := at.stat()
 	if err != nil {
@@ -128,7 +128,7 @@ func (p *part) commit() error {
 	return errors.Join(err, p.close())
 }
 
-// abandon closes the file. It stays if the copy was cut and there is enough of it.
+// abandon closes the file. The file stays if the copy was cut and the file is large enough.
 func (p *part) abandon(cut bool) {
 	if fi, err := p.Stat(); !cut || !p.kept || err != nil || fi.Size() < KeepPart {
 		_ = p.at.remove()
@@ -141,7 +141,7 @@ func (p *part) close() error {
 	return p.Close()
 }
 
-// sum is the SHA-256 of the first n bytes of the file of a name.
+// sum returns the SHA-256 of a file's first n bytes.
 func (b *beneath) sum(ctx context.Context, name string, n int64) (sum [sha256.Size]byte, err error) {
 	s, err := b.find(name)
 	if err != nil {
@@ -156,8 +156,7 @@ func (b *beneath) sum(ctx context.Context, name string, n int64) (sum [sha256.Si
 	return hashPrefix(ctx, f, n)
 }
 
-// hashPrefix is the SHA-256 of the first n bytes of a file. It fails with io.ErrUnexpectedEOF if
-// there are fewer.
+// hashPrefix returns the SHA-256 of a file's first n bytes. The error is io.ErrUnexpectedEOF if it has fewer.
 func hashPrefix(ctx context.Context, f io.ReaderAt, n int64) (sum [sha256.Size]byte, err error) {
 	h := sha256.New()
 	got, err := io.Copy(h, &ctxReader{ctx: ctx, r: io.NewSectionReader(f, 0, n)})

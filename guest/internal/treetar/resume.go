@@ -16,8 +16,7 @@ import (
 	"strconv"
 )
 
-// A copy that goes on where another one was cut: both ends talk, in frames, before files are sent.
-// For each batch of files
+// To continue a copy that was cut, both ends exchange frames before files are sent. For each batch of files
 //
 //	the sender    offers names and sizes,
 //	the receiver  answers how many bytes of each it has: of a file that is whole and of that size, or
@@ -25,34 +24,33 @@ import (
 //	the sender    sends the SHA-256 of that many bytes of its files, and
 //	the receiver  says which are those that it has.
 //
-// Then the sender sends the batch as entries of the archive: those of files that the receiver has
-// begin behind what is there, as a record of the header says. So nothing is taken for the same
-// that was not compared by both.
+// Then the sender sends the batch as entries of the archive. For a file that the receiver has begun, the entry has
+// only the rest, and a record of the header says so. So the copy keeps only content that both ends have compared.
 const (
 	frameArchive = 'A' // bytes of the archive
 	frameOffer   = 'O' // for each file: length of the name, name, size
-	frameHave    = 'H' // for each file: how many bytes of it are there
-	frameSums    = 'S' // for each file of which there are any: SHA-256
-	frameSame    = 'M' // a byte for each of those: 1 if it is the same
+	frameHave    = 'H' // for each file: how many bytes the receiver has
+	frameSums    = 'S' // for each file with some bytes: SHA-256
+	frameSame    = 'M' // for each of those: a byte, 1 if it is the same
 
 	frameHeader = 5 // kind, and length in 32 bits, big-endian
 
-	// maxFrame bounds what a frame carries, in bytes.
+	// maxFrame bounds the payload of a frame, in bytes.
 	maxFrame = 64 << 10
-	// archiveChunk is how much of the archive a frame carries: one message of the agent's protocol
-	// with its header. The buffer before it holds several, so that what is copied is not cut askew.
+	// archiveChunk is how much of the archive a frame carries: with its header, one message of the agent's protocol.
+	// The buffer in front of it holds several chunks, so that copies are not cut at odd places.
 	archiveChunk  = 32<<10 - frameHeader
 	archiveBuffer = 4 * archiveChunk
-	// maxBatch and maxBatchNames bound the entries that are offered at once, and their names in bytes.
+	// maxBatch and maxBatchNames bound the entries in one offer, and their names in bytes.
 	maxBatch      = 256
 	maxBatchNames = 32 << 10
 
-	// paxOffset is the record of a header (vendor's, see pax(1)) that says where the content begins:
-	// so many bytes are there.
+	// paxOffset is the header record (a vendor's, see pax(1)) with the offset of the content: the receiver has the
+	// bytes before it.
 	paxOffset = "DROWSE.offset"
 )
 
-// ErrFrames says that the other end breaks the rules of a copy that is resumed.
+// ErrFrames says that the other end broke the rules of a resumed copy.
 var ErrFrames = errors.New("the frames of a resumed copy are not as they should be")
 
 // writeFrame writes a frame in one piece.
@@ -77,7 +75,7 @@ func readHeader(r io.Reader) (kind byte, length int, err error) {
 	return head[0], int(n), nil
 }
 
-// readFrame reads a frame of a kind.
+// readFrame reads a frame, which must be of the kind want.
 func readFrame(r io.Reader, want byte) ([]byte, error) {
 	kind, n, err := readHeader(r)
 	if err != nil {
@@ -91,7 +89,7 @@ func readFrame(r io.Reader, want byte) ([]byte, error) {
 	return b, notEnd(err)
 }
 
-// notEnd is the error of a stream that ends where more is due.
+// notEnd turns an end of the stream in the middle of data into io.ErrUnexpectedEOF.
 func notEnd(err error) error {
 	if errors.Is(err, io.EOF) {
 		return io.ErrUnexpectedEOF
@@ -99,7 +97,7 @@ func notEnd(err error) error {
 	return err
 }
 
-// archiveWriter writes the archive as frames.
+// archiveWriter writes the archive in frames.
 type archiveWriter struct{ w io.Writer }
 
 func (a archiveWriter) Write(p []byte) (int, error) {
@@ -114,10 +112,10 @@ func (a archiveWriter) Write(p []byte) (int, error) {
 	return sent, nil
 }
 
-// archiveReader reads the archive out of frames, and answers offers on the way.
+// archiveReader reads the archive from frames, and answers offers in between.
 type archiveReader struct {
 	r     io.Reader
-	left  int // of the frame
+	left  int // bytes left in the frame
 	offer func(payload []byte) error
 }
 
@@ -150,17 +148,16 @@ func (a *archiveReader) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// offered is an entry of a batch, at its sender.
+// offered is the sender's view of a file in a batch.
 type offered struct {
-	rel, name string      // at its source, and in the archive
-	fi        fs.FileInfo // as it was when it was offered
+	rel, name string      // path at the source, and in the archive
+	fi        fs.FileInfo // when it was offered
 	there     int64       // bytes that the receiver has
 }
 
 func (o *offered) file() bool { return o.fi.Mode().IsRegular() && o.fi.Size() > 0 }
 
-// PackResumed is Pack for a receiver that may have some of the tree: see UnpackResumed, to which
-// rw must lead.
+// PackResumed is Pack for a receiver that may have a part of the tree. UnpackResumed must be at the other end of rw.
 func PackResumed(ctx context.Context, rw io.ReadWriter, src, name string) (Result, error) {
 	from, err := openSource(src)
 	if err != nil {
@@ -192,11 +189,11 @@ type sender struct {
 	from  *source
 	rw    io.ReadWriter
 	r     io.Reader
-	out   *bufio.Writer // of the archive
+	out   *bufio.Writer // buffers the archive
 	tw    *tar.Writer
 	res   Result
 	batch []*offered
-	names int // bytes of the batch's
+	names int // bytes of the names in the batch
 }
 
 func (s *sender) add(o *offered) error {
@@ -208,7 +205,7 @@ func (s *sender) add(o *offered) error {
 	return s.send()
 }
 
-// send offers the batch and sends what the receiver does not have.
+// send offers the batch, and sends what the receiver does not have.
 func (s *sender) send() error {
 	if err := s.negotiate(); err != nil {
 		return err
@@ -271,8 +268,8 @@ func (s *sender) negotiate() error {
 		if n == 0 {
 			continue
 		}
-		// Zeros, which nothing has, stand for what is not there any more: packing it says what is wrong, if it
-		// still matters then.
+		// Zeros, the hash of no file, stand for a file that is gone. Packing it reports the error, if it still
+		// matters then.
 		sum, err := s.from.sum(s.ctx, o.rel, int64(n))
 		if err != nil {
 			sum = [sha256.Size]byte{}
@@ -307,17 +304,16 @@ func (s *sender) negotiate() error {
 	return nil
 }
 
-// has is a file of a batch, at its receiver: bytes that are there.
+// has is the receiver's view of a file in a batch: how many bytes it has.
 type has struct {
 	there int64
 	part  *part // nil: the file is whole and has its name
 }
 
-// maxHeld bounds the unfinished files that are held open for a batch.
+// maxHeld bounds the unfinished files that stay open for a batch.
 const maxHeld = 16
 
-// UnpackResumed is Unpack for a tree of which some may be there, from PackResumed at the other end
-// of rw.
+// UnpackResumed is Unpack for a tree that may be there in part. PackResumed must be at the other end of rw.
 func UnpackResumed(ctx context.Context, rw io.ReadWriter, root *os.Root, o Options) (Result, error) {
 	u, err := newUnpacker(ctx, root, o)
 	if err != nil {
@@ -330,7 +326,7 @@ func UnpackResumed(ctx context.Context, rw io.ReadWriter, root *os.Root, o Optio
 	return u.unpack(a)
 }
 
-// release lets go of what a batch held and was not used.
+// release gives up the files of a batch that no entry has used.
 func (u *unpacker) release() {
 	for _, h := range u.there {
 		if h.part != nil {
@@ -342,7 +338,7 @@ func (u *unpacker) release() {
 
 // answer answers an offer.
 func (u *unpacker) answer(offer []byte) error {
-	u.release() // of the batch before
+	u.release() // the batch before
 	u.there = make(map[string]*has)
 	var have []byte
 	var some []*has
@@ -386,7 +382,7 @@ func (u *unpacker) answer(offer []byte) error {
 	return u.compare(some, names)
 }
 
-// compare takes the sums of what is there, and says which are right.
+// compare checks the sender's sums of what is here, and answers which are right.
 func (u *unpacker) compare(some []*has, names []string) error {
 	own := make([]byte, 0, len(some)*sha256.Size)
 	for i, h := range some {
@@ -409,7 +405,7 @@ func (u *unpacker) compare(some []*has, names []string) error {
 		same[i] = byte(subtle.ConstantTimeCompare(sums[at:at+sha256.Size], own[at:at+sha256.Size]))
 		if same[i] != 1 {
 			if h.part != nil {
-				h.part.abandon(true) // it is begun anew
+				h.part.abandon(true) // the copy starts it anew
 			}
 			delete(u.there, names[i])
 		}
@@ -417,8 +413,8 @@ func (u *unpacker) compare(some []*has, names []string) error {
 	return writeFrame(u.rw, frameSame, same)
 }
 
-// sum is that of what is there. A file that is gone has one that nothing else has: the other end has zeros for what it
-// does not have.
+// sum returns the hash of what is here. A file that is gone gets a hash unlike any other: the sender uses zeros for
+// what it does not have.
 func (u *unpacker) sum(h *has, name string) (sum [sha256.Size]byte, err error) {
 	if h.part != nil {
 		return hashPrefix(u.ctx, h.part, h.there)
@@ -430,7 +426,7 @@ func (u *unpacker) sum(h *has, name string) (sum [sha256.Size]byte, err error) {
 	return sum, u.ctx.Err()
 }
 
-// find looks for what there is of a file.
+// find looks up how much of a file is here.
 func (u *unpacker) find(name string, whole int64) *has {
 	if whole == 0 {
 		return &has{}
@@ -456,18 +452,18 @@ func (u *unpacker) find(name string, whole int64) *has {
 	p, err := openPart(u.ctx, s, false)
 	if err != nil {
 		s.close()
-		return &has{} // writing it says what is wrong, if it is still so then
+		return &has{} // writing the file reports the error, if it persists
 	}
 	fi, err := p.Stat()
 	if err != nil || fi.Size() == 0 {
 		p.abandon(true)
 		return &has{}
 	}
-	// One that is longer was of another file.
+	// A longer file belongs to another version.
 	return &has{there: min(fi.Size(), whole), part: p}
 }
 
-// claim takes what there is of a file that an entry is about: nil for nothing.
+// claim takes what is here of the file of an entry; nil for nothing.
 func (u *unpacker) claim(name string, h *tar.Header) (*has, error) {
 	there := u.there[name]
 	delete(u.there, name)

@@ -12,11 +12,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// source is what is packed: a directory, or something in one. Others may change it meanwhile: what is
-// packed is in it all the same, since no link is followed.
+// source is the tree to pack: a directory, or a file in one. Even if others change it meanwhile, Pack reads only
+// what is in it, since it follows no link.
 type source struct {
 	*beneath
-	top string // what it is called there: "." for a directory
+	top string // name of the tree in the directory: "." for the directory itself
 }
 
 func openSource(src string) (*source, error) {
@@ -32,7 +32,7 @@ func openSource(src string) (*source, error) {
 	return &source{&beneath{f}, top}, err
 }
 
-// rename is what something is called in an archive that calls the whole name.
+// rename returns the name of rel in an archive in which the whole tree is called name.
 func (s *source) rename(rel, name string) string {
 	if rel == s.top {
 		return name
@@ -40,7 +40,7 @@ func (s *source) rename(rel, name string) string {
 	return path.Join(name, rel)
 }
 
-// goneIsNot takes it for no error that something is gone since its directory was read.
+// goneIsNot returns nil for the error of a file that has vanished since its directory was read.
 func (s *source) goneIsNot(rel string, err error) error {
 	if rel != s.top && errors.Is(err, fs.ErrNotExist) {
 		return nil
@@ -48,8 +48,8 @@ func (s *source) goneIsNot(rel string, err error) error {
 	return err
 }
 
-// walk calls f for a name, and all that is in it, but unfinished files of copies: in the order of names, a directory
-// before what is in it.
+// walk calls f for rel and everything below it, except unfinished files of copies: in the order of names, a
+// directory before its contents.
 func (s *source) walk(ctx context.Context, rel string, f func(rel string, at *spot, fi fs.FileInfo) error) error {
 	if err := ctx.Err(); err != nil {
 		return err
@@ -69,7 +69,7 @@ func (s *source) walk(ctx context.Context, rel string, f func(rel string, at *sp
 	return nil
 }
 
-// visit calls f for one thing, and returns the names in it if it is a directory.
+// visit calls f for rel. If rel is a directory, visit returns the names in it.
 func (s *source) visit(rel string, f func(rel string, at *spot, fi fs.FileInfo) error) ([]string, error) {
 	at, err := s.find(rel)
 	if err != nil {

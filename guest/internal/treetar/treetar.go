@@ -1,7 +1,6 @@
-// Package treetar turns a file tree into a tar stream and back, for copies
-// between host and guest. What it unpacks may come from an enemy: everything
-// it creates lies beneath the directory it was given, within limits, and has the
-// name that the archive gives it there: no link leads anywhere else on the way.
+// Package treetar turns a file tree into a tar stream and back, for copies between host and guest. The stream may
+// come from an attacker: everything that Unpack creates lies beneath the given directory, within limits, and has the
+// name that the archive gives it there. No link redirects it elsewhere.
 package treetar
 
 import (
@@ -27,7 +26,7 @@ import (
 type Limits struct {
 	Bytes   int64 // content of all files
 	Entries int64
-	Names   int64 // bytes of the names of directories and links, with their targets, which are kept until the end
+	Names   int64 // bytes of the names and targets of directories and links, which Unpack keeps until the end
 }
 
 // Defaults of Limits, and limits that are fixed.
@@ -37,12 +36,12 @@ const (
 	DefaultNames   = 64 << 20
 	MaxDepth       = 256  // elements of a name
 	MaxName        = 4095 // bytes of a name or link target
-	maxSkipped     = 100  // names kept of what was left out
+	maxSkipped     = 100  // names that Result.Skipped keeps
 	packBuffer     = 32 << 10
-	maxTail        = 1 << 20 // bytes after the end of an archive
+	maxTail        = 1 << 20 // bytes that may follow the end of an archive
 )
 
-// Errors of Unpack that a caller may want to tell apart.
+// Errors of Unpack that callers can tell apart.
 var (
 	ErrLimit  = errors.New("the tree exceeds a limit")
 	ErrUnsafe = errors.New("the archive names a file outside of its tree, or by way of a link")
@@ -51,22 +50,21 @@ var (
 // Options says how Unpack treats entries.
 type Options struct {
 	Limits
-	// Owner, when set, owns everything; otherwise, with KeepOwner, the
-	// archive's numbers do, and without it whoever unpacks.
+	// Owner, if not nil, owns everything. Otherwise the archive's ids do with KeepOwner, and the unpacking user
+	// without it.
 	Owner     *Owner
 	KeepOwner bool
 	// KeepSetID keeps set-user-id and set-group-id bits.
 	KeepSetID bool
-	// KeepLinks keeps symbolic links that are absolute or lead out of the tree.
-	// They are left out otherwise.
+	// KeepLinks keeps symbolic links that are absolute or lead out of the tree. Unpack skips them otherwise.
 	KeepLinks bool
-	// OwnerWrites takes from all but the owner the right to write.
+	// OwnerWrites takes the write permission from all but the owner.
 	OwnerWrites bool
-	// Rename, when set, replaces the first element of every name: nothing in the directory has changed
-	// then but what has that name. Of one file whose copy is cut there may be an unfinished one beside it.
+	// Rename, if not empty, replaces the first element of every name. Unpack then changes only what has that name,
+	// and leaves an unfinished file beside it if the copy of a single file is cut.
 	Rename string
-	// Marker, when set, is the name of a file that the tree's top has, if that is a directory and was
-	// made, until all of it is there.
+	// Marker, if not empty, is the name of a file at the top of the tree, while the tree is incomplete, if that is a
+	// directory that Unpack has made.
 	Marker string
 }
 
@@ -77,12 +75,11 @@ type Owner struct{ UID, GID int }
 type Result struct {
 	Entries int64
 	Bytes   int64
-	// Kept are bytes of content that were there already, which Bytes does not count.
+	// Kept is how many bytes of content were already there. Bytes does not count them.
 	Kept int64
-	// Skipped are the first 100 names that were left out: devices, sockets,
-	// pipes, and links out of the tree.
+	// Skipped are the first 100 names that were left out: devices, sockets, pipes, and links out of the tree.
 	Skipped []string
-	// SkippedCount is how many there were.
+	// SkippedCount is how many names were left out.
 	SkippedCount int64
 }
 
@@ -93,9 +90,9 @@ func (r *Result) skip(name string) {
 	}
 }
 
-// Pack writes the tree at src, a file or directory, as a tar stream. Names start with name. Devices, pipes and sockets
-// are left out, as are unfinished files of copies. Whoever changes the tree meanwhile, as a guest that shares it may,
-// cannot have it pack what is elsewhere: no link in it is followed.
+// Pack writes the tree at src, a file or directory, as a tar stream. Names start with name. Pack skips devices,
+// pipes, sockets, and unfinished files of copies. Someone who changes the tree meanwhile, such as a guest that
+// shares it, cannot make Pack read outside the tree: it follows no link.
 func Pack(ctx context.Context, w io.Writer, src, name string) (Result, error) {
 	from, err := openSource(src)
 	if err != nil {
@@ -120,7 +117,7 @@ func Pack(ctx context.Context, w io.Writer, src, name string) (Result, error) {
 	return res, nil
 }
 
-// packOne packs an entry, of a file without the bytes before the offset unless it is not as it was.
+// packOne packs an entry. It leaves out a file's bytes before offset, unless the file has changed since was.
 func packOne(tw *tar.Writer, s *spot, fi fs.FileInfo, name string, offset int64, was fs.FileInfo, res *Result) error {
 	link := ""
 	switch fi.Mode().Type() {
@@ -174,7 +171,7 @@ func packFile(tw *tar.Writer, s *spot, name string, offset int64, was fs.FileInf
 		return nil
 	}
 	if offset > 0 && (!os.SameFile(fi, was) || fi.Size() != was.Size() || !fi.ModTime().Equal(was.ModTime())) {
-		offset = 0 // what was compared is not there any more
+		offset = 0 // the file is no longer the one that was compared
 	}
 	if err := writeHeader(tw, fi, "", name, offset, res); err != nil {
 		return err
@@ -191,12 +188,11 @@ func packFile(tw *tar.Writer, s *spot, name string, offset int64, was fs.FileInf
 	return nil
 }
 
-// Unpack reads a tar stream and creates its tree beneath root. Files that
-// exist are replaced, by renaming: a file has its name only when it is whole. Directories are
-// merged. No link is followed, whether of the archive or of what is there: an entry below one is
-// ErrUnsafe. Symbolic links are made when all else is there. It stops at the first entry that is unsafe or
-// beyond a limit; what was created before stays. It reads r to its end. Of a large file whose copy is cut there is an
-// unfinished one beside it, for UnpackResumed.
+// Unpack reads a tar stream and creates its tree beneath root. It replaces existing files by renaming: a file has
+// its name only when it is whole. It merges directories. It follows no link, from the archive or in the directory:
+// an entry below one is ErrUnsafe. It makes symbolic links last. It stops at the first entry that is unsafe or
+// exceeds a limit; earlier ones stay. It reads r to its end. If the copy of a large file is cut, an unfinished file
+// stays beside it, for UnpackResumed.
 func Unpack(ctx context.Context, r io.Reader, root *os.Root, o Options) (Result, error) {
 	u, err := newUnpacker(ctx, root, o)
 	if err != nil {
@@ -223,7 +219,7 @@ func newUnpacker(ctx context.Context, root *os.Root, o Options) (*unpacker, erro
 	return &unpacker{ctx: ctx, in: in, o: o, links: make(map[string]link)}, nil
 }
 
-// close lets go of the tree, and of what a batch held and was not used.
+// close gives up the tree, and the files of a batch that no entry has used.
 func (u *unpacker) close() {
 	u.release()
 	u.in.close()
@@ -252,7 +248,7 @@ func (u *unpacker) unpack(r io.Reader) (Result, error) {
 	if err := u.finish(); err != nil {
 		return u.res, err
 	}
-	// Padding may follow the archive's end, but not without end.
+	// Padding may follow the archive's end, but only a limited amount.
 	n, err := io.Copy(io.Discard, io.LimitReader(r, maxTail))
 	if err == nil && n == maxTail {
 		err = fmt.Errorf("%w: %d bytes after the end of the archive", ErrLimit, maxTail)
@@ -275,13 +271,13 @@ type unpacker struct {
 	o     Options
 	res   Result
 	dirs  []dirMeta       // directories whose mode and time are set at the end
-	links map[string]link // symbolic links that are made at the end, by name
-	held  int64           // bytes of both
-	mark  string          // the marker, if there is one
+	links map[string]link // symbolic links to make at the end, by name
+	held  int64           // bytes of the names and targets in both
+	mark  string          // path of the marker, if there is one
 
 	// For a copy that is resumed.
 	rw       io.ReadWriter // to the sender
-	frames   io.Reader     // what comes from it
+	frames   io.Reader     // from the sender
 	there    map[string]*has
 	compared int64 // bytes so far
 }
@@ -292,7 +288,7 @@ type dirMeta struct {
 	mtime time.Time
 }
 
-// link is a symbolic link that is to be made.
+// link is a symbolic link to make at the end.
 type link struct {
 	target   string
 	owned    bool
@@ -326,8 +322,7 @@ func (u *unpacker) entry(h *tar.Header, r io.Reader) error {
 	}
 }
 
-// cleanName returns the entry's name beneath the root, or an error when it has
-// none there.
+// cleanName returns the entry's name beneath the root, or an error if it would lie elsewhere.
 func cleanName(name, rename string) (string, error) {
 	if len(name) > MaxName || strings.IndexByte(name, 0) >= 0 {
 		return "", fmt.Errorf("%w: a name of %d bytes", ErrUnsafe, len(name))
@@ -346,7 +341,7 @@ func cleanName(name, rename string) (string, error) {
 	return clean, nil
 }
 
-// behindLink says which of the links that are to be made a name leads through.
+// behindLink reports whether a name leads through one of the links to make at the end, and which.
 func (u *unpacker) behindLink(name string) (link string, ok bool) {
 	if len(u.links) == 0 {
 		return "", false
@@ -359,7 +354,7 @@ func (u *unpacker) behindLink(name string) (link string, ok bool) {
 	return "", false
 }
 
-// hold counts bytes that are kept until the end.
+// hold counts bytes of names, which u keeps until the end.
 func (u *unpacker) hold(n int) error {
 	if u.held += int64(n); u.held > u.o.Names {
 		return fmt.Errorf("%w: directories and links with names of more than %d bytes", ErrLimit, u.o.Names)
@@ -367,7 +362,7 @@ func (u *unpacker) hold(n int) error {
 	return nil
 }
 
-// vacate opens the spot of a new file, makes missing parents, and fails if its name is a directory's.
+// vacate opens the spot of a new file and makes missing parents. It fails if a directory has the name.
 func (u *unpacker) vacate(name string) (s *spot, taken bool, err error) {
 	s, err = u.in.reach(name)
 	if err != nil {
@@ -387,8 +382,8 @@ func (u *unpacker) vacate(name string) (s *spot, taken bool, err error) {
 	return s, true, nil
 }
 
-// replace makes way for what is not a file: it removes what has its name, unless that
-// is a directory, and creates missing parents.
+// replace makes room for something other than a file. It removes what has the name, unless that is a directory, and
+// makes missing parents.
 func (u *unpacker) replace(name string) (*spot, error) {
 	s, taken, err := u.vacate(name)
 	if err == nil && taken {
@@ -470,7 +465,7 @@ func (u *unpacker) dir(name string, h *tar.Header) error {
 		return f.Close()
 	}
 	if st, err := m.stat(); err == nil && isFile(&st) {
-		u.mark = mark // of the copy that was cut
+		u.mark = mark // from the cut copy
 	}
 	return nil
 }
@@ -502,7 +497,7 @@ func (u *unpacker) file(name string, h *tar.Header, r io.Reader) error {
 		}
 		return u.describeWhole(s, offset, h)
 	case p != nil:
-		s.close() // the part has its own
+		s.close() // the part has its own spot
 	case h.Size >= KeepPart:
 		p, err = openPart(u.ctx, s, true)
 	default:
@@ -523,8 +518,7 @@ func (u *unpacker) file(name string, h *tar.Header, r io.Reader) error {
 	return p.commit()
 }
 
-// fill writes the content of a file from an offset on, and what else describes it. It says whether
-// it failed for want of the archive.
+// fill writes a file's content from an offset on, and its metadata. cut reports that reading the archive failed.
 func (u *unpacker) fill(p *part, offset int64, h *tar.Header, r io.Reader) (cut bool, err error) {
 	if p.kept {
 		if err := p.Truncate(offset); err != nil {
@@ -541,7 +535,7 @@ func (u *unpacker) fill(p *part, offset int64, h *tar.Header, r io.Reader) (cut 
 		err = u.describe(p.File, p.at, h)
 	}
 	if err == nil && p.kept {
-		err = p.Sync() // so that a name never stands for less than all of it, after a crash as well
+		err = p.Sync() // so that the name never has less than the whole content, even after a crash
 	}
 	return in.failed, err
 }
@@ -559,7 +553,7 @@ func (u *unpacker) describe(f *os.File, s *spot, h *tar.Header) error {
 	return s.setTime(h.ModTime)
 }
 
-// describeWhole describes a file of which all is there.
+// describeWhole sets the metadata of a file whose content is all there.
 func (u *unpacker) describeWhole(s *spot, size int64, h *tar.Header) error {
 	f, err := s.open(os.O_RDONLY, 0)
 	if err != nil {
@@ -576,8 +570,8 @@ func (u *unpacker) describeWhole(s *spot, size int64, h *tar.Header) error {
 	return u.describe(f, s, h)
 }
 
-// isWhole says that a file may be described in its place: one with other names has them elsewhere, too, where
-// no copy may change it.
+// isWhole reports whether a file can be updated in place. One with further names cannot: they may be where no copy
+// may change anything.
 func isWhole(st *unix.Stat_t, size int64) bool {
 	return isFile(st) && st.Size == size && st.Nlink == 1
 }
@@ -586,7 +580,7 @@ func isWhole(st *unix.Stat_t, size int64) bool {
 type ctxReader struct {
 	ctx    context.Context
 	r      io.Reader
-	failed bool // reading did
+	failed bool // a read failed
 }
 
 func (c *ctxReader) Read(p []byte) (int, error) {
@@ -621,13 +615,12 @@ func (u *unpacker) symlink(name string, h *tar.Header) error {
 	return nil
 }
 
-// leadsOut says that a link at name may lead out of the tree. Every ".." after
-// a name counts as leading out as well, since the name may be a link itself.
+// leadsOut reports whether a link at name may lead out of the tree. Every ".." after a name counts as leading out as
+// well, since the name may be a link itself.
 //
-// Links for which that is false stay inside, however they are chained. The name says in which
-// directory the link really is, since no link is on its way. So the ".." that its target begins
-// with lead to a directory of the tree, and from there it only goes down: to what is there, or by
-// another link of the tree, of which the same is true.
+// Other links stay inside, however they are chained. A link's name says in which directory the link really is, since
+// no link is on the way there. So the ".." elements at the beginning of its target lead to a directory of the tree.
+// From there it only goes down: to an existing file, or to another link of the tree, for which the same holds.
 func leadsOut(name, target string) bool {
 	if path.IsAbs(target) {
 		return true
@@ -686,8 +679,8 @@ func (u *unpacker) hardlink(name string, h *tar.Header) error {
 	return s.link(src)
 }
 
-// finish makes the links, and sets what would have been in the way, or undone, while the
-// directories were filled: deepest first.
+// finish makes the links. Then it sets modes and times of directories, deepest first: set earlier, they would block
+// new entries or be undone by them.
 func (u *unpacker) finish() error {
 	for _, name := range slices.Sorted(maps.Keys(u.links)) {
 		if err := u.makeLink(name, u.links[name]); err != nil {
@@ -731,7 +724,7 @@ func (u *unpacker) removeMark() error {
 	return s.remove()
 }
 
-// set gives a directory its mode and time, if it has not been replaced by a later entry.
+// set gives a directory its mode and time, unless a later entry has replaced it.
 func (d *dirMeta) set(in *beneath) error {
 	s, err := in.find(d.name)
 	if err != nil {
