@@ -11,26 +11,26 @@ import (
 	"time"
 )
 
-// Command is a program of a guest: it returns the exit code. When ctx ends it is killed, and is to return soon.
+// Command is a program of a guest; it returns the exit code. When ctx ends it is killed, and must return soon.
 type Command func(ctx context.Context, p *Process) int
 
-// Process is a command that runs.
+// Process is a running command.
 type Process struct {
-	Args           []string // its name first
+	Args           []string // the name first
 	Env            []string
-	Dir, User      string // as they were asked for; empty is / and root
+	Dir, User      string // as requested; empty is / and root
 	Stdin          io.Reader
 	Stdout, Stderr io.Writer
 	Guest          *Guest
 }
 
-// fail says on standard error what is wrong.
+// fail reports an error on standard error.
 func (p *Process) fail(err error) int {
 	_, _ = fmt.Fprintf(p.Stderr, "%s: %v\n", p.Args[0], err)
 	return 1
 }
 
-// Builtin are the commands of each guest.
+// Builtin are the commands that each guest has.
 var Builtin = map[string]Command{
 	"true":  func(context.Context, *Process) int { return 0 },
 	"false": func(context.Context, *Process) int { return 1 },

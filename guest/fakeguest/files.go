@@ -19,7 +19,7 @@ import (
 	"github.com/drowse-vm/drowse/guest/internal/flow"
 )
 
-// describe is a file as the agent tells of it.
+// describe returns the agent's description of a file.
 func describe(fi fs.FileInfo) *agentpb.FileInfo {
 	mode := uint32(fi.Mode().Perm()) | syscall.S_IFREG
 	if fi.IsDir() {
@@ -45,7 +45,7 @@ func (a agent) ReadDir(_ context.Context, m *agentpb.ReadDirRequest) (*agentpb.R
 	if err != nil {
 		return nil, err
 	}
-	all, err := a.g.Files().ReadDir(at) // in the order of names
+	all, err := a.g.Files().ReadDir(at) // sorted by name
 	if err != nil {
 		return nil, err
 	}
@@ -139,7 +139,7 @@ func (a agent) Rename(_ context.Context, m *agentpb.RenameRequest) (*agentpb.Emp
 	})
 }
 
-// below are the names below a directory.
+// below returns the names below a directory.
 func below(files fstest.MapFS, dir string) (names []string) {
 	for name := range files {
 		if strings.HasPrefix(name, dir+"/") || dir == "." {
@@ -185,7 +185,7 @@ func (a agent) Transfer(ctx context.Context, stream agentpb.Agent_TransferServer
 	return stream.Send(&agentpb.TransferResponse{Msg: &agentpb.TransferResponse_Done{Done: done}})
 }
 
-// receive handles what the host sends in a transfer. It always returns an error.
+// receive handles the host's messages in a transfer. It always returns an error.
 func receive(stream agentpb.Agent_TransferServer, t *flow.Pipe) error {
 	for ended := false; ; {
 		m, err := stream.Recv()
@@ -227,7 +227,7 @@ func (a agent) read(t *flow.Pipe, m *agentpb.ReadFile) (*agentpb.TransferDone, e
 	return &agentpb.TransferDone{Bytes: int64(n), Entries: 1}, err
 }
 
-// pack sends a file or a tree as a tar stream, whose names start with its own.
+// pack sends a file or a tree as a tar stream. The names in it start with the last element of its path.
 func (a agent) pack(t *flow.Pipe, m *agentpb.Pack) (*agentpb.TransferDone, error) {
 	root, err := place(m.Path)
 	if err != nil {
@@ -274,7 +274,7 @@ func (a agent) pack(t *flow.Pipe, m *agentpb.Pack) (*agentpb.TransferDone, error
 	return done, err
 }
 
-// unpack makes what a tar stream has. Other than directories and regular files is left out.
+// unpack makes the tree of a tar stream. It skips all but directories and regular files.
 func (a agent) unpack(t *flow.Pipe, m *agentpb.Unpack) (*agentpb.TransferDone, error) {
 	root, err := place(m.Path)
 	if err != nil {

@@ -24,22 +24,23 @@ import (
 	"github.com/drowse-vm/drowse/guest/internal/flow"
 )
 
-// Guest is a guest in memory. Its methods may be called from any goroutine; the fields must not change once it serves.
+// Guest is a guest in memory. Its methods may be called from any goroutine. The fields must not change once it
+// serves.
 type Guest struct {
-	// Commands are programs by the last element of their paths, besides those of Builtin.
+	// Commands are programs by the last element of their paths. They come before those of Builtin.
 	Commands map[string]Command
-	// Changed, if not nil, is called with all files after a change of some, which fails with its error.
+	// Changed, if not nil, is called with all files after each change. The change fails with its error.
 	Changed func(fstest.MapFS) error
-	// Shutdown, if not nil, is called when the guest is told to shut down.
+	// Shutdown, if not nil, is called when the host asks the guest to shut down.
 	Shutdown func(reboot bool)
 
-	mu    sync.Mutex // guards files, whose contents are replaced and never changed
+	mu    sync.Mutex // guards files; their contents are replaced, never changed
 	files fstest.MapFS
 	ids   int
 	begun time.Time
 }
 
-// New is a guest with files, by paths without the first slash. It has the directories that there usually are.
+// New makes a guest with the given files, by paths without the first slash. It adds the usual directories.
 func New(files fstest.MapFS) *Guest {
 	g := &Guest{files: maps.Clone(files), begun: time.Now()}
 	if g.files == nil {
@@ -55,7 +56,7 @@ func New(files fstest.MapFS) *Guest {
 
 // Serve serves the agent's protocol on ports until they are closed.
 func (g *Guest) Serve(p *Ports) error {
-	// ttrpc reports broken connections, which each sleep makes, to a global logger.
+	// ttrpc logs broken connections, which every sleep makes, to a global logger.
 	quiet.Do(func() { log.L.Logger.SetOutput(io.Discard) })
 	server, err := ttrpc.NewServer(ttrpc.WithUnaryServerInterceptor(interceptor))
 	if err != nil {
@@ -68,20 +69,20 @@ func (g *Guest) Serve(p *Ports) error {
 
 var quiet sync.Once
 
-// Pause holds up all changes of files until resume is called, and returns the files.
+// Pause blocks all changes of files until the caller calls resume, and returns the files.
 func (g *Guest) Pause() (files fstest.MapFS, resume func()) {
 	g.mu.Lock()
 	return maps.Clone(g.files), sync.OnceFunc(g.mu.Unlock)
 }
 
-// Files are the files as they are now, for package fs. Their contents must not be changed.
+// Files returns the current files, for package fs. The caller must not change their contents.
 func (g *Guest) Files() fstest.MapFS {
 	files, resume := g.Pause()
 	resume()
 	return files
 }
 
-// ReadFile is the content of a file.
+// ReadFile returns the content of a file.
 func (g *Guest) ReadFile(name string) ([]byte, error) {
 	at, err := place(name)
 	if err != nil {
@@ -90,7 +91,7 @@ func (g *Guest) ReadFile(name string) ([]byte, error) {
 	return g.Files().ReadFile(at)
 }
 
-// WriteFile writes a file, and makes the directories above it.
+// WriteFile writes a file, and makes missing directories above it.
 func (g *Guest) WriteFile(name string, data []byte) error {
 	return g.write(&agentpb.WriteFile{Path: name, Parents: true}, data)
 }
@@ -128,7 +129,7 @@ func (g *Guest) write(m *agentpb.WriteFile, data []byte) error {
 	})
 }
 
-// change makes a change of files.
+// change calls f to change files, and then Changed.
 func (g *Guest) change(f func(fstest.MapFS) error) error {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -141,7 +142,7 @@ func (g *Guest) change(f func(fstest.MapFS) error) error {
 	return nil
 }
 
-// place is where in the files an absolute path leads.
+// place returns the name in the files for an absolute path.
 func place(name string) (string, error) {
 	if !path.IsAbs(name) || strings.ContainsRune(name, 0) {
 		return "", &fs.PathError{Op: "open", Path: name, Err: syscall.EINVAL}
@@ -152,7 +153,7 @@ func place(name string) (string, error) {
 	return name, nil
 }
 
-// put puts a file or directory at its place.
+// put puts a file or directory at a name in files.
 func put(files fstest.MapFS, at string, f *fstest.MapFile, parents bool) error {
 	fail := func(err error) error { return &fs.PathError{Op: "create", Path: "/" + at, Err: err} }
 	if fi, err := files.Stat(at); err == nil && fi.IsDir() && !f.Mode.IsDir() {
@@ -172,14 +173,13 @@ func put(files fstest.MapFS, at string, f *fstest.MapFile, parents bool) error {
 	return nil
 }
 
-// agent is a guest as agentpb.AgentService. What it does not have is nil.
+// agent implements agentpb.AgentService for a guest. The embedded service is nil: the guest lacks its other methods.
 type agent struct {
 	agentpb.AgentService
 	g *Guest
 }
 
-// interceptor answers as an agent that is older does where there is no method, and gives errors the codes by which the
-// host tells them.
+// interceptor answers missing calls like an older agent, and gives errors the codes that the host expects.
 func interceptor(ctx context.Context, u ttrpc.Unmarshaler, info *ttrpc.UnaryServerInfo, method ttrpc.Method) (answer any, err error) {
 	_, name, _ := strings.Cut(strings.TrimPrefix(info.FullMethod, "/"), "/")
 	switch name {
@@ -193,7 +193,7 @@ func interceptor(ctx context.Context, u ttrpc.Unmarshaler, info *ttrpc.UnaryServ
 
 func toStatus(err error) error {
 	if _, ok := status.FromError(err); ok {
-		return err // also nil
+		return err // or nil
 	}
 	code := codes.Unknown
 	switch {
@@ -336,7 +336,7 @@ func (a agent) Exec(ctx context.Context, stream agentpb.Agent_ExecServer) error 
 		Args: argv, Env: env, Dir: m.Cwd, User: m.User, Guest: a.g,
 		Stdin: s, Stdout: output{s, false}, Stderr: output{s, true},
 	})
-	// The time that it took counts as processor time.
+	// The command's elapsed time counts as processor time.
 	e := &agentpb.ExecExit{Code: int32(code), UserNanos: int64(time.Since(begin))}
 	var sig signalled
 	switch cause := context.Cause(ctx); {
@@ -348,12 +348,12 @@ func (a agent) Exec(ctx context.Context, stream agentpb.Agent_ExecServer) error 
 	return exit(e)
 }
 
-// signalled says that a command was sent a signal, which ends it.
+// signalled is the cause of a command's end: the host sent it a signal.
 type signalled int32
 
 func (s signalled) Error() string { return fmt.Sprintf("signal %d", int32(s)) }
 
-// session is one Exec stream: standard input is read from it.
+// session is one Exec stream. Reading it reads standard input.
 type session struct {
 	stream agentpb.Agent_ExecServer
 	*flow.Pipe
@@ -363,7 +363,7 @@ type session struct {
 	offset uint64
 }
 
-// receive handles what the host sends, and returns why the command is to end.
+// receive handles the host's messages, and returns why the command must end.
 func (s *session) receive(closed bool) error {
 	for {
 		m, err := s.stream.Recv()
@@ -390,14 +390,14 @@ func (s *session) receive(closed bool) error {
 	}
 }
 
-// send sends output. The mutex is held.
+// send sends output. The caller holds mu.
 func (s *session) send(data []byte) error {
 	m := &agentpb.ExecOutput{Stderr: s.stderr, Offset: s.offset, Data: data}
 	s.offset += uint64(len(data))
 	return s.stream.Send(&agentpb.ExecResponse{Msg: &agentpb.ExecResponse_Output{Output: m}})
 }
 
-// output is standard output or error.
+// output writes standard output or standard error.
 type output struct {
 	s      *session
 	stderr bool

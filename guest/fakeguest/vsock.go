@@ -8,7 +8,7 @@ import (
 	"sync"
 )
 
-// Ports serves the vsock ports of a guest behind one Unix socket, as the vsock device of a VM does: see
+// Ports serves the vsock ports of a guest behind one Unix socket, like the vsock device of a VM: see
 // guest.UnixDialer. Make it with Listen.
 type Ports struct {
 	l     net.Listener
@@ -31,11 +31,11 @@ func Listen(l net.Listener, ports ...int) *Ports {
 	return p
 }
 
-// Port is the listener of a port.
+// Port returns the listener of a port.
 func (p *Ports) Port(n int) net.Listener { return p.ports[n] }
 
-// Uses says how many connections are open, and how many there ever were, but for those that are no use of the VM: see
-// guest.IdleDialer.
+// Uses returns how many connections are open, and how many there ever were. It does not count those that are not a
+// use of the VM: see guest.IdleDialer.
 func (p *Ports) Uses() (open, ever uint64) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -56,7 +56,7 @@ func (p *Ports) Cut() {
 	}
 }
 
-// Close ends the ports and all connections, and waits for them.
+// Close ends the ports and all connections, and waits for them to finish.
 func (p *Ports) Close() error {
 	p.mu.Lock()
 	p.closed = true
@@ -80,7 +80,7 @@ func (p *Ports) accept() {
 	}
 }
 
-// connect hands a connection to the port that it asks for.
+// connect passes a connection to the port that its client asks for.
 func (p *Ports) connect(c *conn) {
 	p.mu.Lock()
 	p.conns[c] = true
@@ -105,7 +105,7 @@ func (p *Ports) connect(c *conn) {
 		p.uses++
 	}
 	p.mu.Unlock()
-	_, _ = fmt.Fprintf(c, "OK %d\n", 5000) // who has gone is noticed by its port
+	_, _ = fmt.Fprintf(c, "OK %d\n", 5000) // if the client is gone, its port notices
 	select {
 	case port.ch <- c:
 	case <-port.done:
@@ -132,14 +132,14 @@ func (l *port) Accept() (net.Conn, error) {
 func (l *port) Close() error   { l.once.Do(func() { close(l.done) }); return nil }
 func (l *port) Addr() net.Addr { return l.of.l.Addr() }
 
-// conn is a connection that is counted.
+// conn is a connection that Ports counts.
 type conn struct {
 	net.Conn
 	of   *Ports
-	idle bool // no use of the VM
+	idle bool // does not count as use of the VM
 }
 
-// Read ends every broken connection alike: ttrpc keeps one whose error it does not know.
+// Read returns io.EOF for every error: ttrpc keeps a connection whose error it does not know.
 func (c *conn) Read(p []byte) (int, error) {
 	n, err := c.Conn.Read(p)
 	if err != nil {

@@ -17,35 +17,35 @@ import (
 
 // Defaults and bounds of Datagrams.
 const (
-	// DefaultMaxSessions is how many senders are served at once; the agent of a VM has room for as many
-	// of all forwards.
+	// DefaultMaxSessions is how many senders are served at once. A VM's agent has room for as many in all its
+	// forwards together.
 	DefaultMaxSessions = 64
 	// DefaultSessionIdle is how long a session lasts without a datagram.
 	DefaultSessionIdle = time.Minute
-	// maxWaiting is how many datagrams of a sender wait for their way into the guest; more are lost.
+	// maxWaiting is how many datagrams of one sender may wait to be carried into the guest; more are lost.
 	maxWaiting = 64
 )
 
-// ErrSessions says that datagrams were lost, since too many senders are served.
+// ErrSessions says that datagrams were lost because there are too many senders.
 var ErrSessions = errors.New("forward: too many senders of datagrams at once")
 
-// Datagrams carries datagrams of UDP: those that come to a socket of the host go on from a socket in the guest, one
-// for each sender, and answers come back. As with UDP itself, what finds no room is lost, but what
-// arrives is whole and in its order.
+// Datagrams carries UDP datagrams that come to a socket of the host on from sockets in the guest, one for each
+// sender, and carries answers back. Like UDP itself it loses what it has no room for, but what arrives is whole and
+// in order.
 type Datagrams struct {
 	// Conn is the socket of the host. Serve closes it.
 	Conn net.PacketConn
 	// Dial makes a socket in the guest: guest.Client.Dial with "udp". Its context ends with Serve's.
 	Dial func(context.Context) (*guest.Conn, error)
-	// MaxSessions and Idle bound sessions; 0 are the defaults.
+	// MaxSessions and Idle bound sessions; 0 means the defaults.
 	MaxSessions int
 	Idle        time.Duration
-	// Failed, when set, is told of sessions that found no counterpart, and of the first sender
-	// that found no room after some did. It may be called from any goroutine.
+	// Failed, if not nil, is called for each session that could not connect, and for the first sender in a row that
+	// found no room. It may be called from any goroutine.
 	Failed func(error)
 }
 
-// session is one sender: its end of what relay.JoinDatagrams joins.
+// session is one sender. It is the endpoint that relay.JoinDatagrams joins with the guest's connection.
 type session struct {
 	socket net.PacketConn
 	from   net.Addr
@@ -58,7 +58,7 @@ type session struct {
 
 func (s *session) touch() { s.last.Store(time.Now().UnixNano()) }
 
-// Read takes the next datagram. It ends when nothing has come for long, or gone back.
+// Read takes the next datagram. It returns io.EOF when no datagram has come or gone back for the idle time.
 func (s *session) Read(b []byte) (int, error) {
 	for left := s.idle; left > 0; left = s.idle - time.Since(time.Unix(0, s.last.Load())) {
 		select {
@@ -72,7 +72,7 @@ func (s *session) Read(b []byte) (int, error) {
 	return 0, io.EOF
 }
 
-// Write sends an answer, or it is lost.
+// Write sends an answer to the sender, which may be lost.
 func (s *session) Write(b []byte) (int, error) {
 	s.touch()
 	_, _ = s.socket.WriteTo(b, s.from)
@@ -153,7 +153,7 @@ func (d *Datagrams) failed(err error) {
 	}
 }
 
-// carry serves one sender until nothing has come for long, or the connection to the guest ends.
+// carry serves one sender until its session has been idle for too long, or the connection to the guest ends.
 func (d *Datagrams) carry(ctx context.Context, s *session) {
 	c, err := d.Dial(ctx)
 	if err != nil {

@@ -15,26 +15,24 @@ import (
 	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
-// DefaultMaxConns is how many connections a Forward carries at once unless it says
-// otherwise; the device of a VM has room for 1024 of all kinds.
+// DefaultMaxConns is how many connections a Forward carries at once by default. A VM's vsock device has room for
+// 1024 of all kinds.
 const DefaultMaxConns = 256
 
-// Forward accepts connections and carries each to where Dial leads.
+// Forward accepts connections and connects each to a counterpart from Dial.
 type Forward struct {
-	// Accept waits for the next connection, and ends with net.ErrClosed.
+	// Accept waits for the next connection. Its error is net.ErrClosed once the listener is closed.
 	Accept func() (net.Conn, error)
-	// Dial makes the counterpart of an accepted connection: of the two, one is a socket of the
-	// host and one a *guest.Conn. Its context ends with Serve's.
+	// Dial makes the counterpart of an accepted connection. One of the two must be a socket of the host, the other a
+	// *guest.Conn. Its context ends with Serve's.
 	Dial func(context.Context) (net.Conn, error)
-	// MaxConns bounds the connections carried at once; those beyond it wait to be
-	// accepted. 0 is DefaultMaxConns.
+	// MaxConns bounds the connections carried at once; further ones wait to be accepted. 0 means DefaultMaxConns.
 	MaxConns int
-	// Failed, when set, is told of connections that found no counterpart. It may be
-	// called from any goroutine.
+	// Failed, if not nil, is called for connections that got no counterpart. It may be called from any goroutine.
 	Failed func(error)
 }
 
-// reset breaks an end of a carried connection, as far as there is a way.
+// reset breaks an end of a carried connection, if its kind can be reset.
 func reset(c net.Conn) {
 	if g, ok := c.(*guest.Conn); ok {
 		_ = g.Abort()
@@ -43,9 +41,8 @@ func reset(c net.Conn) {
 	_ = relay.Socket(c).Reset()
 }
 
-// Serve carries connections until Accept fails or ctx ends, which resets those that are
-// open. It returns Accept's error; nil if that is net.ErrClosed or ctx has ended. The
-// caller closes what Accept listens at when ctx ends.
+// Serve carries connections until Accept fails or ctx ends. It then resets the open ones. It returns Accept's error,
+// or nil if that is net.ErrClosed or ctx has ended. The caller must close Accept's listener when ctx ends.
 func (f *Forward) Serve(ctx context.Context) error {
 	limit := f.MaxConns
 	if limit == 0 {
@@ -87,7 +84,7 @@ func (f *Forward) Serve(ctx context.Context) error {
 	}
 }
 
-// acceptPause is how long a forward that is out of descriptors waits.
+// acceptPause is how long a forward waits for descriptors.
 const acceptPause = 100 * time.Millisecond
 
 func (f *Forward) failed(err error) {
@@ -96,8 +93,8 @@ func (f *Forward) failed(err error) {
 	}
 }
 
-// carry carries bytes between a connection and its counterpart until both directions have
-// ended, either is broken, or ctx ends, which resets both.
+// carry carries bytes between a connection and its counterpart until both directions have ended, either is broken,
+// or ctx ends, which resets both.
 func (f *Forward) carry(ctx context.Context, a net.Conn) {
 	b, err := f.Dial(ctx)
 	if err != nil {
@@ -121,14 +118,13 @@ func (f *Forward) carry(ctx context.Context, a net.Conn) {
 		_ = outside.Reset()
 	})
 	defer stop()
-	_, _, _ = relay.Join(inside, outside) // whoever has an end of it sees how it ended
+	_, _, _ = relay.Join(inside, outside) // both peers see how the connection ended
 }
 
 var errEnds = errors.New("forward: one end of a connection is the host's and one the guest's")
 
-// Listen listens at an address of the host. A Unix socket gets the permissions 0600
-// before anybody can reach it, and is removed when the listener is closed; the error is
-// fs.ErrExist if there is something at its path.
+// Listen listens at an address of the host. A Unix socket has the permissions 0600 before any other user can reach
+// it, and is removed when the listener is closed. The error is fs.ErrExist if its path already exists.
 func Listen(ctx context.Context, a Address) (net.Listener, error) {
 	if a.Network != "unix" {
 		var lc net.ListenConfig

@@ -11,13 +11,13 @@ import (
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
 
-// ErrSpec says that a forward is not written as it should be.
+// ErrSpec says that the text of a forward is malformed.
 var ErrSpec = errors.New("not a forward: use [BIND:]PORT:[HOST:]PORT, with unix:PATH in place of either side, or udp: before it")
 
-// Address is a socket: Network is "tcp", "unix" or "udp".
+// Address is the address of a socket. Network is "tcp", "unix" or "udp".
 type Address struct{ Network, Address string }
 
-// String is how Parse would read it.
+// String returns the address in the form that Parse reads.
 func (a Address) String() string {
 	switch a.Network {
 	case "unix":
@@ -28,23 +28,22 @@ func (a Address) String() string {
 	return a.Address
 }
 
-// Spec is a forward: where connections are accepted, and where they go.
+// Spec is a forward: where to accept connections, and where to carry them.
 type Spec struct{ Listen, Dial Address }
 
-// String says it with both sides in full.
+// String returns both sides in full.
 func (s Spec) String() string { return s.Listen.String() + " -> " + s.Dial.String() }
 
-// loopback is where both sides are unless another address is named.
+// loopback is the default host of both sides.
 const loopback = "127.0.0.1"
 
 // maxUnixPath is the kernel's limit for the path of a Unix socket, in bytes: unix(7).
 const maxUnixPath = 107
 
-// Parse reads "[BIND:]PORT:[HOST:]PORT". Either side may be "unix:PATH", with a path that
-// is absolute and contains no colon; a host that is an IPv6 address stands in brackets.
-// Without a bind address or a host, 127.0.0.1 is meant. Of three parts, the first is a port
-// if it is a number. Port 0 is for the listening side only. "udp:" before all of it makes both
-// sides UDP. The error wraps ErrSpec.
+// Parse reads "[BIND:]PORT:[HOST:]PORT". Either side may be "unix:PATH", with a path that is absolute and contains
+// no colon. An IPv6 address must be in brackets. The default for the bind address and the host is 127.0.0.1. If
+// there are three parts, a number as the first is a port. Only the listening side may have port 0. With "udp:" in
+// front, both sides are UDP. The error wraps ErrSpec.
 func Parse(s string) (Spec, error) {
 	inner, ok := strings.CutPrefix(s, "udp:")
 	if !ok {
@@ -81,7 +80,7 @@ func parse(s string) (spec Spec, err error) {
 	return spec, nil
 }
 
-// address makes one of a path, if there is no port, or of a port and a host. The port is at least a number.
+// address makes an Address of a path, if port is empty, else of a host and a port of at least the given number.
 func address(path, host, port string, least uint64) (Address, error) {
 	if port == "" {
 		if !strings.HasPrefix(path, "/") || len(path) > maxUnixPath || strings.ContainsRune(path, 0) {

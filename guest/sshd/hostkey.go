@@ -16,20 +16,18 @@ import (
 	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
-// HostKeyAlias is the name under which known_hosts has the key, for ssh's option of that
-// name: all VMs of a store share it.
+// HostKeyAlias is the name of the key in known_hosts, for ssh's option of that name. All VMs of a store share it.
 const HostKeyAlias = "drowse"
 
 const (
 	keyFile   = "host_key"
 	knownFile = "known_hosts"
-	// maxKeyFile bounds what is read of a key file, in bytes.
+	// maxKeyFile bounds the size of a key file, in bytes.
 	maxKeyFile = 16 << 10
 )
 
-// LoadHostKey returns the host key in dir, which it makes at the first use, with 0600 and
-// atomically, and the path of a file there for ssh's option UserKnownHostsFile. Any number
-// of processes may call it at once.
+// LoadHostKey returns the host key in dir, and the path of a file there for ssh's option UserKnownHostsFile. At the
+// first use it makes the key atomically, with mode 0600. Any number of processes may call it at once.
 func LoadHostKey(dir string) (key ssh.Signer, knownHosts string, err error) {
 	fail := func(err error) (ssh.Signer, string, error) {
 		return nil, "", fmt.Errorf("the host key in %s: %w", dir, err)
@@ -61,7 +59,7 @@ func LoadHostKey(dir string) (key ssh.Signer, knownHosts string, err error) {
 	return key, knownHosts, nil
 }
 
-// readKey reads a key that nobody but its owner can.
+// readKey reads a key file that only its owner can read.
 func readKey(path string) ([]byte, error) {
 	f, err := os.Open(path)
 	if err != nil {
@@ -80,7 +78,7 @@ func readKey(path string) ([]byte, error) {
 	return text, err
 }
 
-// makeKey makes a key, unless another process is faster.
+// makeKey makes a key, unless another process has made one first.
 func makeKey(path string) error {
 	_, private, err := ed25519.GenerateKey(rand.Reader)
 	if err != nil {

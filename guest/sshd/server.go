@@ -17,7 +17,7 @@ import (
 
 // Limits of one connection.
 const (
-	// MaxChannels bounds the sessions and forwarded connections at once; more are refused.
+	// MaxChannels bounds the sessions and forwarded connections at once. The server refuses more.
 	MaxChannels = 128
 	// MaxListeners bounds the listeners in the guest.
 	MaxListeners = 32
@@ -27,28 +27,27 @@ const (
 	// MaxCommand and MaxUser bound a command and a user's name, in bytes.
 	MaxCommand = 128 << 10
 	MaxUser    = 256
-	// handshakeTime is how long the client may take until it has logged in.
+	// handshakeTime is how long a client may take to log in.
 	handshakeTime = 2 * time.Minute
-	// startTime is how long the guest may take, a wake included, until a session has begun
-	// or a connection is made.
+	// startTime is how long the guest may take to start a session or make a connection, including a wake.
 	startTime = 5 * time.Minute
 )
 
 // Server serves connections of SSH clients. Its fields must not change once it serves.
 type Server struct {
-	// HostKey is what clients know the server by.
+	// HostKey identifies the server to clients.
 	HostKey ssh.Signer
-	// Use calls f with a client of the guest, which it wakes if need be. It may call f
-	// again when f has failed for want of a connection. Several calls run at once.
+	// Use calls f with a client of the guest. It wakes the guest if need be. It may call f again if f has failed for
+	// want of a connection. Several calls may run at once.
 	Use func(ctx context.Context, f func(*guest.Client) error) error
-	// Env are variables of all that is started, as KEY=VALUE. Those of clients replace them.
+	// Env are variables, as KEY=VALUE, for all that is started. Variables from the client override them.
 	Env []string
-	// Version follows "SSH-2.0-" in what is said first; "" is "drowse".
+	// Version follows "SSH-2.0-" in the server's identification; "" is "drowse".
 	Version string
 }
 
-// Serve serves one client until it leaves or ctx ends, and closes c. What the client has
-// started in the guest has ended then.
+// Serve serves one client until it leaves or ctx ends, and closes c. By then all that the client has started in the
+// guest has ended.
 func (s *Server) Serve(ctx context.Context, c net.Conn) error {
 	ctx, cancel := context.WithCancel(audit.WithVia(ctx, "ssh"))
 	defer cancel()
@@ -70,7 +69,7 @@ func (s *Server) Serve(ctx context.Context, c net.Conn) error {
 		ServerVersion: "SSH-2.0-" + version,
 	}
 	cfg.AddHostKey(s.HostKey)
-	// A connection that is closed after all ends what follows as well.
+	// If the handshake finishes but late closes the connection all the same, what follows ends as well.
 	late := time.AfterFunc(handshakeTime, func() { c.Close() })
 	sc, channels, requests, err := ssh.NewServerConn(c, cfg)
 	late.Stop()
@@ -81,7 +80,7 @@ func (s *Server) Serve(ctx context.Context, c net.Conn) error {
 		return fmt.Errorf("ssh: %w", err)
 	}
 	conn := &conn{Server: s, ctx: ctx, ssh: sc, room: make(chan struct{}, MaxChannels), listeners: make(map[string]*guest.Listener)}
-	// root is what the agent takes "" for, without a look at the guest's files.
+	// "" is root to the agent, which then does not read the guest's files.
 	if conn.user = sc.User(); conn.user == "root" {
 		conn.user = ""
 	}
@@ -114,7 +113,7 @@ type conn struct {
 
 	mu        sync.Mutex
 	gone      bool
-	listeners map[string]*guest.Listener // by network and what the client calls the address
+	listeners map[string]*guest.Listener // by network and the client's name of the address
 }
 
 // channel serves a channel that the client opens.
@@ -176,16 +175,16 @@ func (c *conn) direct(ch ssh.NewChannel, network, address string) {
 func (c *conn) join(to *guest.Conn, ch ssh.Channel, requests <-chan *ssh.Request) {
 	c.wg.Go(func() { ssh.DiscardRequests(requests) })
 	defer context.AfterFunc(c.ctx, func() { _ = to.Abort() })()
-	_, _, _ = relay.Join(to, endpoint{ch}) // whoever has an end of it sees how it ended
+	_, _, _ = relay.Join(to, endpoint{ch}) // both peers see how the connection ended
 }
 
-// endpoint is a channel as the end of a forwarded connection. A channel knows no reset.
+// endpoint is a channel as the endpoint of a forwarded connection. Channels have no reset.
 type endpoint struct{ ssh.Channel }
 
 // Reset implements relay.Endpoint.
 func (e endpoint) Reset() error { return e.Close() }
 
-// requests serves what the client asks of the connection as a whole.
+// requests serves the client's requests about the connection as a whole.
 func (c *conn) requests(requests <-chan *ssh.Request) {
 	for r := range requests {
 		ok, payload := c.request(r)
@@ -226,11 +225,11 @@ func (c *conn) request(r *ssh.Request) (ok bool, payload []byte) {
 		}
 		return c.listenUnix(m.Path) == nil, nil
 	}
-	// Keepalives among others: that there is an answer is all they want.
+	// Others, such as keepalives, need only an answer.
 	return false, nil
 }
 
-// bindHost is the address in the guest for one of a client's: RFC 4254, section 7.1.
+// bindHost returns the address in the guest for a client's bind address: RFC 4254, section 7.1.
 func bindHost(host string) string {
 	switch host {
 	case "", "*":
@@ -260,7 +259,7 @@ func (c *conn) listen(network, address string) (l *guest.Listener, err error) {
 	return l, err
 }
 
-// keep makes a listener known under what the client calls it, and serves it.
+// keep registers a listener under the client's name for it, and serves it.
 func (c *conn) keep(network, name string, l *guest.Listener, open func(from net.Addr) (ssh.Channel, <-chan *ssh.Request, error)) error {
 	key := network + " " + name
 	c.mu.Lock()
@@ -339,7 +338,7 @@ func (c *conn) listenUnix(path string) error {
 	})
 }
 
-// hostPort takes the guest's word for an address apart.
+// hostPort splits an address that the guest reports.
 func hostPort(a net.Addr) (string, uint32) {
 	host, port, err := net.SplitHostPort(a.String())
 	n, nerr := strconv.ParseUint(port, 10, 16)
@@ -349,7 +348,7 @@ func hostPort(a net.Addr) (string, uint32) {
 	return host, uint32(n)
 }
 
-// unlisten ends a listener. When it returns, nobody can connect there.
+// unlisten ends a listener. When it returns, no client can connect there.
 func (c *conn) unlisten(network, name string) bool {
 	key := network + " " + name
 	c.mu.Lock()

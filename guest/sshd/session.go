@@ -17,23 +17,23 @@ import (
 // session is one channel of the type "session": a command, a shell or a subsystem.
 type session struct {
 	*conn
-	ctx context.Context // ends with the channel
+	ctx context.Context // done when the channel is closed
 	ch  ssh.Channel
 
 	env      []string
 	envBytes int
 	pty      *guest.Pty
 	started  bool
-	failed   error // of a start, before its request is answered
+	failed   error // why the start failed, until its request is answered
 
-	sizes   chan guest.Size // the latest size, not yet passed on
+	sizes   chan guest.Size // the latest size not yet forwarded
 	signals chan int
 }
 
-// maxSignals bounds the signals that wait to be passed on; more are dropped.
+// maxSignals bounds the signals that wait to be sent; more are dropped.
 const maxSignals = 16
 
-// session serves a channel to its end.
+// session serves a channel until it ends.
 func (c *conn) session(nc ssh.NewChannel) {
 	ch, requests, err := nc.Accept()
 	if err != nil {
@@ -54,17 +54,15 @@ func (c *conn) session(nc ssh.NewChannel) {
 	}
 }
 
-// giveUp says why nothing was started, and closes the channel without a status, as if a
-// command had been lost. OpenSSH's client, when a request is refused, ends without a word
-// of what was said before.
+// giveUp reports why no command was started, and closes the channel without a status, as if a command had been lost.
+// The server does not refuse the request: OpenSSH's client would then end without showing the message.
 func (s *session) giveUp() {
 	_, _ = io.WriteString(s.ch.Stderr(), "drowse: "+s.failed.Error()+"\r\n")
 	s.failed = nil
 	_ = s.ch.Close()
 }
 
-// request serves one request: RFC 4254, section 6. It does not wait for the guest once the
-// command has started.
+// request serves one request: RFC 4254, section 6. It does not wait for the guest once the command has started.
 func (s *session) request(r *ssh.Request) bool {
 	switch r.Type {
 	case "pty-req":
@@ -119,8 +117,7 @@ func (s *session) request(r *ssh.Request) bool {
 		}
 		return false
 	}
-	// Among others forwarding of an agent and of X11, which would let the guest use what
-	// is the host's.
+	// Others include forwarding of an agent or of X11, which would give the guest access to the host's.
 	return false
 }
 
@@ -138,7 +135,7 @@ func (s *session) requestPty(payload []byte) bool {
 	return true
 }
 
-// resize passes a size on in its own time, the latest one if there are several.
+// resize queues a size for the command's terminal. A newer size replaces one that still waits.
 func (s *session) resize(size guest.Size) {
 	if !s.started {
 		s.pty.Size = size
@@ -157,8 +154,8 @@ func (s *session) resize(size guest.Size) {
 	}
 }
 
-// start starts a command. It returns true when there is one, or its end will be told, or
-// s.failed says why there is none.
+// start starts a command. It returns true if the command has started or finish will report its end, or if s.failed
+// says why it has not started.
 func (s *session) start(cmd guest.Cmd) bool {
 	if s.started {
 		return false
@@ -167,7 +164,7 @@ func (s *session) start(cmd guest.Cmd) bool {
 	cmd.User, cmd.Env, cmd.Pty = s.user, slices.Concat(s.Env, s.env), s.pty
 	cmd.IO = guest.IO{Stdin: s.ch, Stdout: s.ch, Stderr: s.ch.Stderr(), Resize: s.sizes}
 	var g *guest.Session
-	// The session lives longer than its start, which alone is timed.
+	// The session outlives its start, and only the start has a time limit.
 	ctx, cancel := context.WithCancel(s.ctx)
 	late := time.AfterFunc(startTime, cancel)
 	var lost error
@@ -175,7 +172,7 @@ func (s *session) start(cmd guest.Cmd) bool {
 		var err error
 		g, err = c.Start(ctx, cmd)
 		if errors.Is(err, guest.ErrConnectionLost) {
-			// It may have begun: it is not begun again.
+			// The command may have started: do not start it again.
 			lost = err
 			return nil
 		}
@@ -208,7 +205,7 @@ func (s *session) passSignals(ctx context.Context, g *guest.Session) {
 	for {
 		select {
 		case n := <-s.signals:
-			_ = g.Signal(n) // one that has just ended is no error
+			_ = g.Signal(n) // failing because the command has just ended is not an error
 		case <-g.Done():
 			return
 		case <-ctx.Done():
@@ -217,7 +214,7 @@ func (s *session) passSignals(ctx context.Context, g *guest.Session) {
 	}
 }
 
-// finish tells the client how the command has ended, and closes the channel.
+// finish reports to the client how the command ended, and closes the channel.
 func (s *session) finish(st *guest.ExitStatus, err error) {
 	defer s.ch.Close()
 	var exit *guest.ExitError
@@ -226,7 +223,7 @@ func (s *session) finish(st *guest.ExitStatus, err error) {
 	case s.ctx.Err() != nil:
 		return
 	case errors.Is(err, guest.ErrConnectionLost):
-		// The client takes a session without a status for one that was lost.
+		// The client takes a session without a status for a lost one.
 		_, _ = io.WriteString(s.ch.Stderr(), "drowse: the connection to the VM was lost: it sleeps, or has ended\r\n")
 		return
 	default:
@@ -249,8 +246,7 @@ func (s *session) finish(st *guest.ExitStatus, err error) {
 	_, _ = s.ch.SendRequest("exit-status", false, ssh.Marshal(struct{ Code uint32 }{uint32(st.Code)}))
 }
 
-// signalNames are the signals that the protocol has names for (RFC 4254, section 6.10), by
-// their numbers in Linux: signal(7).
+// signalNames are the protocol's names of signals (RFC 4254, section 6.10), by their numbers in Linux: signal(7).
 var signalNames = map[int]string{
 	1: "HUP", 2: "INT", 3: "QUIT", 4: "ILL", 6: "ABRT", 8: "FPE", 9: "KILL", 10: "USR1", 11: "SEGV", 12: "USR2",
 	13: "PIPE", 14: "ALRM", 15: "TERM",

@@ -1,6 +1,5 @@
-// Package flow is the flow control of the agent's streams: a window of
-// unacknowledged data messages on the sending end, cumulative acknowledgements
-// on the receiving end. Both ends hold the other to it.
+// Package flow is the flow control of the agent's streams: a window of unacknowledged data messages at the sender,
+// cumulative acknowledgements at the receiver. Each end enforces it on the other.
 package flow
 
 import (
@@ -14,13 +13,13 @@ import (
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
 
-// ErrProtocol is returned when the peer breaks the rules of a stream.
+// ErrProtocol says that the peer broke the rules of a stream.
 var ErrProtocol = errors.New("guest protocol violated")
 
-// Bell wakes all who wait for it. The zero value is ready; a lock of its owner's guards it.
+// Bell wakes all its waiters. The zero value is ready. The owner must guard it with a lock.
 type Bell struct{ rung chan struct{} }
 
-// Wait returns what is closed when it is rung next.
+// Wait returns a channel that the next Ring closes.
 func (b *Bell) Wait() <-chan struct{} {
 	if b.rung == nil {
 		b.rung = make(chan struct{})
@@ -28,7 +27,7 @@ func (b *Bell) Wait() <-chan struct{} {
 	return b.rung
 }
 
-// Ring wakes them.
+// Ring wakes all waiters.
 func (b *Bell) Ring() {
 	if b.rung != nil {
 		close(b.rung)
@@ -36,8 +35,7 @@ func (b *Bell) Ring() {
 	}
 }
 
-// Window is the sender's half. The zero value is ready. All methods may be
-// called concurrently.
+// Window is the sender's half. The zero value is ready. All methods may be called concurrently.
 type Window struct {
 	mu     sync.Mutex
 	sent   uint64 // messages sent
@@ -45,8 +43,7 @@ type Window struct {
 	opened Bell   // by an acknowledgement
 }
 
-// Acquire waits until one more message may be sent and counts it. It returns
-// the number of the message, counted from 1.
+// Acquire waits until one more message may be sent, and counts it. It returns the number of the message, from 1.
 func (w *Window) Acquire(ctx context.Context) (uint64, error) {
 	for {
 		w.mu.Lock()
@@ -78,9 +75,8 @@ func (w *Window) Ack(n uint64) error {
 	return nil
 }
 
-// ackBytes is after how much data an acknowledgement is due although few
-// messages were received, so that a sender with a small buffer never waits for
-// one that is not coming.
+// ackBytes is the amount of data after which an acknowledgement is due even after few messages, so that a sender
+// with a small buffer never waits for an acknowledgement that does not come.
 const ackBytes = 64 << 10
 
 // Acker is the receiver's half, for one goroutine. The zero value is ready.
@@ -90,8 +86,8 @@ type Acker struct {
 	bytes    int
 }
 
-// Consumed counts one message of n bytes as consumed. When an acknowledgement
-// is due it returns its value and true.
+// Consumed counts one message of n bytes as consumed. When an acknowledgement is due, it returns the value to send
+// and true.
 func (a *Acker) Consumed(n int) (uint64, bool) {
 	a.consumed++
 	a.bytes += n
@@ -106,25 +102,25 @@ func (a *Acker) Consumed(n int) (uint64, bool) {
 // Pipe carries bytes both ways as data messages, within the windows of both ends. Write may be called while another
 // goroutine reads.
 type Pipe struct {
-	Window // of what is written
+	Window // for written data
 
 	reading, writing context.Context
 	send             func(data []byte) error
 	ack              func(n uint64) error
 	data             chan []byte   // received and not yet read, within a window
-	end              chan struct{} // closed when no more comes
+	end              chan struct{} // closed when no more data comes
 	ended            sync.Once
 	rest             []byte // of the message being read
 	acker            Acker
 }
 
-// NewPipe makes a pipe whose reads and writes last as long as their contexts. send sends a data message, ack an
+// NewPipe makes a pipe. Its reads and writes end with their contexts. send sends a data message, ack an
 // acknowledgement.
 func NewPipe(reading, writing context.Context, send func([]byte) error, ack func(uint64) error) *Pipe {
 	return &Pipe{reading: reading, writing: writing, send: send, ack: ack, data: make(chan []byte, agentpb.Window), end: make(chan struct{})}
 }
 
-// Put takes the data of a message that was received. It fails if the peer does not keep to its window.
+// Put takes the data of a received message. It fails if the peer exceeds its window.
 func (p *Pipe) Put(data []byte) bool {
 	select {
 	case p.data <- data:
@@ -134,10 +130,10 @@ func (p *Pipe) Put(data []byte) bool {
 	}
 }
 
-// End says that no more is received.
+// End notes that no more data comes.
 func (p *Pipe) End() { p.ended.Do(func() { close(p.end) }) }
 
-// Next returns the data of the next message, io.EOF behind the last.
+// Next returns the data of the next message, or io.EOF after the last.
 func (p *Pipe) Next() (data []byte, err error) {
 	select {
 	case data = <-p.data:
@@ -153,7 +149,7 @@ func (p *Pipe) Next() (data []byte, err error) {
 	if n, due := p.acker.Consumed(len(data)); due {
 		if err := p.ack(n); err != nil {
 			select {
-			case <-p.end: // nobody waits for it any more
+			case <-p.end: // the peer no longer waits for the acknowledgement
 			default:
 				return nil, err
 			}
@@ -162,7 +158,7 @@ func (p *Pipe) Next() (data []byte, err error) {
 	return data, nil
 }
 
-// Read returns what is received, io.EOF behind the last.
+// Read returns received data, or io.EOF after the last.
 func (p *Pipe) Read(b []byte) (int, error) {
 	for len(p.rest) == 0 {
 		var err error

@@ -9,17 +9,17 @@ import (
 	"github.com/drowse-vm/drowse/guest/agent/poll"
 )
 
-// BufferSize is how many bytes are moved at a time.
+// BufferSize is how many bytes the relay moves at a time.
 const BufferSize = 32 << 10
 
-// buffers holds what is used while bytes are there, so that an idle connection has none.
+// buffers are in use only while there are bytes to move: an idle connection holds none.
 var buffers = sync.Pool{New: func() any { return new(buffer) }}
 
 type buffer [headSize + BufferSize]byte
 
-// chunks calls use for all that r gives, with a buffer whose first headSize bytes are free
-// and the number of bytes after them. It ends with the first error of r, io.EOF at its end,
-// or of use. A reader that has a descriptor gets a buffer only once it is readable.
+// chunks calls use for each piece that it reads from r, with a buffer whose first headSize bytes are free and the
+// number of bytes after them. It ends with the first error of r, io.EOF at its end, or of use. For a reader with a
+// descriptor it takes a buffer only once the reader is readable.
 func chunks(r io.Reader, use func(buf *buffer, n int) error) (readErr, useErr error) {
 	var rc syscall.RawConn
 	if sc, ok := r.(syscall.Conn); ok {

@@ -1,9 +1,8 @@
-// Package relay carries the bytes of one socket over one connection between the host and
-// the guest, so that an end stays an end and a cut stays a cut.
+// Package relay carries the bytes of one socket over one connection between the host and the guest, and preserves
+// the difference between an end and a cut.
 //
-// A vsock connection that is cut, as all are when a VM sleeps, looks to its reader like
-// one that has ended. So each direction is a sequence of frames, and only the frame that
-// says so is its end: a head of 4 bytes, kind and length (24 bits, big-endian), and as
-// many bytes. A connection that ends without it was cut, and the socket at the other side
-// is reset. Flow control is the connection's own.
+// When a VM sleeps, all its vsock connections are cut, which to a reader looks like an end. So each direction is a
+// sequence of frames, and only an end frame ends it. A frame is a head of 4 bytes, kind and length (24 bits,
+// big-endian), and as many bytes. A connection that ends without an end frame was cut: the relay then resets the
+// socket on the other side. Flow control is the connection's own.
 package relay

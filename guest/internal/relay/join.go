@@ -7,18 +7,17 @@ import (
 	"sync"
 )
 
-// Endpoint is the socket, or whatever stands for one, whose bytes a stream carries.
+// Endpoint is the socket, or its substitute, whose bytes a stream carries.
 type Endpoint interface {
 	io.ReadWriteCloser
 	// CloseWrite ends the direction to the endpoint.
 	CloseWrite() error
-	// Reset closes the endpoint so that its peer takes it for broken, as far as there
-	// is a way.
+	// Reset closes the endpoint so that its peer sees a broken connection, if the endpoint's kind can do that.
 	Reset() error
 }
 
-// Socket makes an endpoint of a connection of TCP or of a Unix socket. A Unix socket
-// knows no reset: its peer sees the end instead.
+// Socket makes an endpoint of a TCP or Unix socket connection. Unix sockets have no reset: the peer sees an end
+// instead.
 func Socket(c net.Conn) Endpoint {
 	switch c := c.(type) {
 	case *net.TCPConn:
@@ -32,7 +31,7 @@ func Socket(c net.Conn) Endpoint {
 type tcpEndpoint struct{ *net.TCPConn }
 
 func (e tcpEndpoint) Reset() error {
-	_ = e.SetLinger(0) // a reset in place of the end
+	_ = e.SetLinger(0) // Close then sends a reset instead of an end
 	return e.Close()
 }
 
@@ -46,14 +45,12 @@ type plainEndpoint struct{ net.Conn }
 func (e plainEndpoint) CloseWrite() error { return nil }
 func (e plainEndpoint) Reset() error      { return e.Close() }
 
-// Join carries bytes both ways between a stream and an endpoint until both directions
-// have ended, or either is broken, which breaks the other. Both are closed then. It
-// returns how many bytes went to the stream and came from it. To stop it, call Abort of
-// the stream.
+// Join carries bytes both ways between a stream and an endpoint until both directions have ended, or either is
+// broken, which breaks the other. It then closes both. It returns how many bytes went to the stream and came from
+// it. To stop it, call Abort of the stream.
 //
-// An endpoint that takes no more, and has not ended its own direction, may have said
-// something before it went: that gets through first. What comes for it meanwhile is
-// dropped, and both are broken in the end.
+// An endpoint that accepts no more, but has not ended its own direction, may have sent data before it went: Join
+// delivers that first. Meanwhile it drops data for the endpoint, and in the end it breaks both.
 func Join(s *Stream, e Endpoint) (out, in int64, err error) {
 	j := &join{stream: s, endpoint: e}
 	var wg sync.WaitGroup
@@ -65,15 +62,15 @@ func Join(s *Stream, e Endpoint) (out, in int64, err error) {
 	return out, in, j.err
 }
 
-// join is what the two directions of a joined pair know of each other.
+// join is the shared state of the two directions.
 type join struct {
 	stream   *Stream
 	endpoint Endpoint
 
 	mu         sync.Mutex
-	out, in    bool  // the direction has ended well
-	unwritable error // the endpoint takes no more
-	err        error // the first that broke the pair
+	out, in    bool  // the direction has ended properly
+	unwritable error // why the endpoint accepts no more
+	err        error // first error that broke the pair
 }
 
 // fail breaks both ends.
@@ -87,7 +84,7 @@ func (j *join) fail(err error) {
 	_ = j.endpoint.Reset()
 }
 
-// ended notes that a direction has ended well.
+// ended notes that a direction has ended properly.
 func (j *join) ended(direction *bool) {
 	j.mu.Lock()
 	*direction = true
@@ -105,7 +102,7 @@ func (j *join) ended(direction *bool) {
 	}
 }
 
-// outward carries what the endpoint says.
+// outward carries data from the endpoint to the stream.
 func (j *join) outward(n *int64) {
 	rerr, err := j.stream.readFrom(j.endpoint, n)
 	if err == nil && !errors.Is(rerr, io.EOF) {
@@ -124,7 +121,7 @@ func (j *join) outward(n *int64) {
 	j.ended(&j.out)
 }
 
-// inward carries what the stream says.
+// inward carries data from the stream to the endpoint.
 func (j *join) inward(n *int64) {
 	if _, err := j.stream.WriteTo(sink{j, n}); err != nil {
 		j.fail(err)
@@ -145,15 +142,15 @@ func (j *join) inward(n *int64) {
 	}
 }
 
-// refusal is why the endpoint takes no more, nil if it does.
+// refusal returns why the endpoint accepts no more; nil if it still does.
 func (j *join) refusal() error {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	return j.unwritable
 }
 
-// refused notes that the endpoint takes no more. That breaks the pair at once if the
-// endpoint has nothing more to say either.
+// refused notes that the endpoint accepts no more. That breaks the pair at once if the endpoint has ended its own
+// direction as well.
 func (j *join) refused(err error) {
 	j.mu.Lock()
 	if j.unwritable == nil {
@@ -166,15 +163,13 @@ func (j *join) refused(err error) {
 	}
 }
 
-// sink is the endpoint for what comes to it. It keeps the endpoint's errors apart from
-// those of the stream.
+// sink writes to the endpoint. It keeps the endpoint's errors apart from those of the stream.
 type sink struct {
 	*join
-	n *int64 // bytes that the endpoint has taken
+	n *int64 // bytes that the endpoint has accepted
 }
 
-// Write implements io.Writer. It does not fail: the stream is read to its end, so that it
-// is seen when it is cut.
+// Write implements io.Writer. It never fails, so that inward reads the stream to its end and notices a cut.
 func (s sink) Write(p []byte) (int, error) {
 	if s.refusal() == nil {
 		n, err := s.endpoint.Write(p)

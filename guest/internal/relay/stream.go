@@ -18,33 +18,33 @@ import (
 // Frames.
 const (
 	headSize = 4
-	// MaxFrame is the most that a frame may carry, in bytes: a datagram of UDP.
+	// MaxFrame is the most that a frame carries, in bytes: enough for a UDP datagram.
 	MaxFrame = 64 << 10
 
 	kindData = 1
 	kindEnd  = 2
 )
 
-// ErrCut says that the other end of a stream has gone without ending it: what was read
-// is not all there was. It is a connection reset.
+// ErrCut says that the other end of a stream is gone without having ended it: data may be missing. It is a
+// connection reset.
 var ErrCut = fmt.Errorf("the forwarded connection was cut: %w", syscall.ECONNRESET)
 
-// Stream is a connection of frames: a net.Conn whose two directions end separately. A
-// Read, a Write and the other calls may run concurrently.
+// Stream is a connection of frames: a net.Conn whose two directions end separately. A Read, a Write and the other
+// calls may run concurrently.
 type Stream struct {
 	conn net.Conn
-	// Local and Remote are what LocalAddr and RemoteAddr say; nil are the connection's.
+	// Local and Remote are the results of LocalAddr and RemoteAddr; nil means the connection's addresses.
 	Local, Remote net.Addr
-	// Gone, when set before the stream is used, is called once when it is closed, with the
-	// bytes that were sent and received until then.
+	// Gone, if set before the first use, is called once when the stream is closed, with the bytes that were sent and
+	// received until then.
 	Gone func(sent, received int64)
 
 	sent, received atomic.Int64
 
 	readMu sync.Mutex // held by the reader
 	in     parser
-	// raw are bytes of the connection that were read and not parsed, and data those that
-	// were and are not given yet: parts of buf, which Read has; WriteTo uses the pool.
+	// raw are bytes that were read from the connection and not yet parsed, data those that were parsed and not yet
+	// returned. Both are parts of buf, which Read allocates; WriteTo uses the pool.
 	buf, raw, data []byte
 
 	writeMu sync.Mutex // held by the writer
@@ -54,10 +54,10 @@ type Stream struct {
 
 var errAfterEnd = fmt.Errorf("%w: bytes after the end of a stream", flow.ErrProtocol)
 
-// NewStream makes a stream of a connection that is used for nothing else any more.
+// NewStream makes a stream of a connection, which must have no other use from then on.
 func NewStream(c net.Conn) *Stream { return &Stream{conn: c} }
 
-// parser takes frames apart. Zero is the beginning of a stream.
+// parser takes frames apart. The zero value is at the beginning of a stream.
 type parser struct {
 	head  [headSize]byte
 	have  int // bytes of head
@@ -65,8 +65,8 @@ type parser struct {
 	ended bool
 }
 
-// next returns the data at the beginning of p that belongs to one frame, and how many
-// bytes of p were used. Data may be empty although bytes were used.
+// next returns the data at the beginning of p that belongs to one frame, and how many bytes of p it used. data may
+// be empty although bytes were used.
 func (s *parser) next(p []byte) (data []byte, used int, err error) {
 	if s.ended && len(p) > 0 {
 		return nil, 0, errAfterEnd
@@ -100,7 +100,7 @@ func head(b []byte, kind byte, length int) {
 	binary.BigEndian.PutUint32(b, uint32(kind)<<24|uint32(length))
 }
 
-// Read reads data of the stream: io.EOF at its end, ErrCut if it breaks off.
+// Read reads data of the stream. It returns io.EOF at the end, and ErrCut if the stream was cut.
 func (s *Stream) Read(p []byte) (int, error) {
 	s.readMu.Lock()
 	defer s.readMu.Unlock()
@@ -134,7 +134,7 @@ func (s *Stream) Read(p []byte) (int, error) {
 	return n, nil
 }
 
-// cut is the error of a connection that broke off.
+// cut returns the error for a connection that broke off.
 func (s *Stream) cut(err error) error {
 	switch {
 	case s.closed.Load():
@@ -145,13 +145,13 @@ func (s *Stream) cut(err error) error {
 	return ErrCut
 }
 
-// broken ends a connection whose other end does not keep to the protocol.
+// broken closes a connection whose other end broke the protocol.
 func (s *Stream) broken(err error) error {
 	_ = s.Abort()
 	return err
 }
 
-// WriteTo implements io.WriterTo. It holds a buffer only while there are bytes.
+// WriteTo implements io.WriterTo. It holds a buffer only while there are bytes to move.
 func (s *Stream) WriteTo(w io.Writer) (written int64, err error) {
 	s.readMu.Lock()
 	defer s.readMu.Unlock()
@@ -199,11 +199,11 @@ func (s *Stream) WriteTo(w io.Writer) (written int64, err error) {
 	return written, err
 }
 
-// errEnd leaves the loop at the frame that ends a stream.
+// errEnd leaves the read loop at the end frame.
 var errEnd = errors.New("end of stream")
 
-// awaitGone waits, after the stream's end, until the other end has gone as well or this
-// one was closed. The other end must not say anything more.
+// awaitGone waits, after the stream's end, until the other end is gone as well or this one is closed. The other end
+// must not send any more.
 func (s *Stream) awaitGone() {
 	s.readMu.Lock()
 	defer s.readMu.Unlock()
@@ -213,7 +213,7 @@ func (s *Stream) awaitGone() {
 	}
 }
 
-// Write sends p. It waits for as long as the other end takes no more.
+// Write sends p. It blocks while the other end accepts no more.
 func (s *Stream) Write(p []byte) (int, error) {
 	s.writeMu.Lock()
 	defer s.writeMu.Unlock()
@@ -229,7 +229,7 @@ func (s *Stream) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// ReadFrom implements io.ReaderFrom. It holds a buffer only while there are bytes.
+// ReadFrom implements io.ReaderFrom. It holds a buffer only while there are bytes to move.
 func (s *Stream) ReadFrom(r io.Reader) (read int64, err error) {
 	rerr, werr := s.readFrom(r, &read)
 	if werr == nil && !errors.Is(rerr, io.EOF) {
@@ -247,8 +247,7 @@ func (s *Stream) readFrom(r io.Reader, read *int64) (readErr, writeErr error) {
 	})
 }
 
-// frame sends n bytes of data, which lie in buf after the room for a head. The caller
-// holds writeMu.
+// frame sends n bytes of data, which follow the room for a head in buf. The caller holds writeMu.
 func (s *Stream) frame(buf *buffer, n int) error {
 	if s.ended.Load() {
 		return net.ErrClosed
@@ -263,7 +262,7 @@ func (s *Stream) frame(buf *buffer, n int) error {
 	return nil
 }
 
-// CloseWrite ends the direction to the other end, after all that was written.
+// CloseWrite ends the direction to the other end, after all written data.
 func (s *Stream) CloseWrite() error {
 	s.writeMu.Lock()
 	defer s.writeMu.Unlock()
@@ -278,9 +277,8 @@ func (s *Stream) CloseWrite() error {
 	return nil
 }
 
-// Close ends both directions. It does not wait: if the connection is so full that the
-// end finds no room, the other end sees a cut after what was written. Use CloseWrite, and
-// read to the end, to know that all has arrived.
+// Close ends both directions without waiting. If the connection has no room for the end frame, the other end sees a
+// cut after the written data. To be sure that all data arrived, use CloseWrite and read to the end.
 func (s *Stream) Close() error {
 	if !s.ended.Load() && s.writeMu.TryLock() {
 		if !s.ended.Swap(true) {
@@ -291,7 +289,7 @@ func (s *Stream) Close() error {
 	return s.Abort()
 }
 
-// endNow writes the end if there is room for it. The caller holds writeMu.
+// endNow writes an end frame if there is room for it. The caller holds writeMu.
 func (s *Stream) endNow() {
 	var b [headSize]byte
 	head(b[:], kindEnd, 0)
@@ -306,18 +304,17 @@ func (s *Stream) endNow() {
 	if err != nil {
 		return
 	}
-	// Part of a head is a cut for the other end, as none is.
+	// To the other end, part of a head is a cut, and so is no head.
 	_ = rc.Write(func(fd uintptr) bool {
 		_, _ = syscall.Write(int(fd), b[:])
 		return true
 	})
 }
 
-// endPatience is for connections that cannot be asked whether they have room.
+// endPatience is the write timeout for connections that cannot tell whether they have room.
 const endPatience = 100 * time.Millisecond
 
-// Abort closes the connection at once: the other end sees a cut, unless both ends have
-// ended.
+// Abort closes the connection at once: the other end sees a cut, unless both directions have ended.
 func (s *Stream) Abort() error {
 	s.ended.Store(true)
 	if s.closed.Swap(true) {
@@ -352,5 +349,5 @@ func (s *Stream) SetDeadline(t time.Time) error { return s.conn.SetDeadline(t) }
 // SetReadDeadline implements net.Conn.
 func (s *Stream) SetReadDeadline(t time.Time) error { return s.conn.SetReadDeadline(t) }
 
-// SetWriteDeadline implements net.Conn. A Write that it cuts short ends the direction.
+// SetWriteDeadline implements net.Conn. A Write that it interrupts ends the direction.
 func (s *Stream) SetWriteDeadline(t time.Time) error { return s.conn.SetWriteDeadline(t) }
