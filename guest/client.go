@@ -153,8 +153,8 @@ func (c *Client) discard(ch *channel) {
 // maxNextID is where a connection is replaced, before its stream ids run out.
 const maxNextID = 1 << 31
 
-// call makes a call that is safe to repeat. It replaces a kept connection that turns out to be dead. All of them are
-// after the guest has woken from a snapshot.
+// call makes a call that is safe to repeat. It replaces a kept connection that turns out to be dead, as all
+// are after the guest has woken from a snapshot.
 func call[Req, Resp any](ctx context.Context, c *Client, op string, f method[Req, Resp], req Req) (resp Resp, err error) {
 	for {
 		ch, used, err := c.take(ctx)
@@ -319,7 +319,7 @@ func (c *Client) Resume(ctx context.Context, r Resume) (Resumed, error) {
 }
 
 // Handover asks the agent to stand by at the handover ports while the VMM captures the guest (package
-// devices/handover). It returns when the agent has been told to go on. It uses the connection that Dial has made:
+// devices/handover). It returns once the VMM has told the agent to go on. It uses the connection that Dial has made:
 // call it first.
 func (c *Client) Handover(ctx context.Context) error {
 	ch, _, err := c.take(ctx)

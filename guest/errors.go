@@ -43,7 +43,7 @@ var (
 )
 
 // RemoteError is an error that the agent answered with. It matches ErrRemote, ErrInvalid, ErrFull, ErrNotFound,
-// ErrNotRunning, ErrTakenOver, fs.ErrNotExist, fs.ErrExist and fs.ErrPermission.
+// ErrNotRunning, ErrTakenOver, ErrUnavailable, fs.ErrNotExist, fs.ErrExist and fs.ErrPermission.
 type RemoteError struct {
 	Op      string // the call
 	Code    codes.Code

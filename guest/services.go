@@ -208,7 +208,7 @@ func (c *Client) ServiceLog(ctx context.Context, name string, offset uint64, wai
 // ServiceEvent is an event of a service that the agent reports. Texts are cut and printable.
 type ServiceEvent struct {
 	Name  string
-	Event string // EventStarted, EventEnded, EventFailed or EventGaveUp
+	Event string // EventStarted, EventEnded, EventFailed, EventGaveUp, EventReady or EventUnhealthy
 	// Exit and Signal are for EventEnded.
 	Exit, Signal int
 	Restarts     uint64

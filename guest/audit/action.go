@@ -116,7 +116,7 @@ type Changes struct {
 	Added   []string `json:"added,omitempty"`
 	Changed []string `json:"changed,omitempty"` // contents written, replaced or opened for writing; modes and owners
 	Removed []string `json:"removed,omitempty"` // with everything below them
-	// More counts the changes that were left out: the limits are 512 paths and 64 KiB.
+	// More counts changes left out: a guest reports at most 512 paths of 64 KiB, and a record has at most 160 KiB.
 	More uint64 `json:"more,omitempty"`
 	// Partial says which changes are unknown.
 	Partial string `json:"partial,omitempty"`

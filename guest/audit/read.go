@@ -62,7 +62,7 @@ type ReadOptions struct {
 
 const (
 	defaultPoll = 250 * time.Millisecond
-	// maxLine bounds a line: all texts of an Action, each six times as long in JSON.
+	// maxLine bounds a line: all texts of an Action or an Outcome, which JSON may make six times as long.
 	maxLine = 1 << 20
 	// maxOpen bounds the actions without an end that Read remembers while it follows a trail.
 	maxOpen = 1 << 16
