@@ -27,10 +27,10 @@
 //  2. VLAN: the frame is tagged (802.1Q, 802.1ad, or ethertype 0x9100).
 //  3. EtherType: it is none of ARP, IPv4, IPv6.
 //  4. SrcMAC (egress): the source is not the guest's MAC.
-// 5. DstMAC: the destination is not the gateway's MAC (egress) or the guest's
+//  5. DstMAC: the destination is not the gateway's MAC (egress) or the guest's
 //     (ingress). ARP may be broadcast. IPv6 may go to 33:33:*; such a packet must be
 //     neighbour discovery (6), or is denied as DstMAC after check 11.
-// 6. ARP, ND: see below. A packet that passes needs no rule and is not translated.
+//  6. ARP, ND: see below. A packet that passes needs no rule and is not translated.
 //  7. Truncated: a header is cut off by the end of the frame.
 //  8. IPv6Off: the packet is IPv6 and the endpoint has no IPv6 address.
 //  9. IPHeader: version, header length, total length beyond the frame, bytes after the
@@ -38,22 +38,22 @@
 //  10. IPOptions, then Fragment: any option; any fragment, or the reserved bit. For
 //     IPv6: Fragment for a fragment header, ExtHeader for the other extension headers.
 //  11. Protocol: neither TCP, UDP nor ICMP (ICMPv6 on IPv6, not ICMP).
-// 12. SrcIP (egress): the source is not the guest's. DstIP (ingress): the destination is not the endpoint's.
+//  12. SrcIP (egress): the source is not the guest's. DstIP (ingress): the destination is not the endpoint's.
 //  13. L4Header: header cut off by the end of the packet; a port of 0; a UDP length
 //     other than that of the packet; a TCP data offset outside of the packet; TCP flags
 //     that are impossible (SYN with FIN or RST, FIN or nothing without ACK, FIN with RST).
-// 14. GSO: segmentation requested for a protocol other than TCP (on ingress, UDP is allowed as well), or
+//  14. GSO: segmentation requested for a protocol other than TCP (on ingress, UDP is allowed as well), or
 //     into segments of less than 8 bytes.
-// 15. Checksum (egress): the guest asks for a checksum to be stored outside the checksum field
+//  15. Checksum (egress): the guest asks for a checksum to be stored outside the checksum field
 //     of TCP or UDP, which would change the packet after it was judged.
 //  16. DHCP: UDP from or to port 67 or 68 (546 or 547 on IPv6).
 //  17. Floor: the peer is an address that no rule can open.
 //  18. ICMPType: neither echo, echo reply nor an error (3, 11, 12; ICMPv6: 1 to 4).
-// 19. SrcInterface (ingress), see below: the source is not the sender's own. Flows and rules, see below: Flow,
+//  19. SrcInterface (ingress), see below: the source is not the sender's own. Flows and rules, see below: Flow,
 //     Related, NoFlow, TCPState, Rule, Default; TLSOff.
-// 20. Quota, PacketRate, BitRate, ConnRate: limits. A packet that exceeds one of them uses up
+//  20. Quota, PacketRate, BitRate, ConnRate: limits. A packet that exceeds one of them uses up
 //     none of them. ARP and ND count as well, but not for ConnRate.
-// 21. FlowTable: the flow could not be recorded, or has no port on the host. Internal: the
+//  21. FlowTable: the flow could not be recorded, or has no port on the host. Internal: the
 //     translation failed.
 //
 // # ARP and neighbour discovery
@@ -128,7 +128,7 @@
 // # Checked names
 //
 // One address may serve many names, so at some ports a rule's names are checked: those of Rule.TLS, by default
-// 443. There a rule does not match UDP by its names, which would be QUIC. A TCP connection over IPv4 is checked if
+//  443. There a rule does not match UDP by its names, which would be QUIC. A TCP connection over IPv4 is checked if
 // a rule opens it for its names, and the rules would not allow it if no names that are checked there matched. It
 // does not reach the peer: it ends on the host, at Environment.TLSPort of the gateway. Without such a port, and
 // over IPv6, it is denied (TLSOff). The guest sees the peer's address.
