@@ -127,11 +127,11 @@
 //
 // # Checked names
 //
-// One address may serve many names, so at some ports a rule's names are checked: those of Rule.TLS, by default
-//  443. There a rule does not match UDP by its names, which would be QUIC. A TCP connection over IPv4 is checked if
-// a rule opens it for its names, and the rules would not allow it if no names that are checked there matched. It
-// does not reach the peer: it ends on the host, at Environment.TLSPort of the gateway. Without such a port, and
-// over IPv6, it is denied (TLSOff). The guest sees the peer's address.
+// One address may serve many names, so at some ports a rule's names are checked: those of Rule.TLS (443 by default).
+// There a rule does not match UDP by its names, which would be QUIC. A TCP connection over IPv4 is checked if a rule
+// opens it for its names, and the rules would not allow it if no names that are checked there matched. It does not
+// reach the peer: it ends on the host, at Environment.TLSPort of the gateway. Without such a port, and over IPv6, it
+// is denied (TLSOff). The guest sees the peer's address.
 //
 // The listener there (package tlsname) reads the ClientHello and asks the rules again (link.Link.OpensName). Now a
 // rule matches by names that are checked only if one of them is the server name. If the rules do not allow it, or
