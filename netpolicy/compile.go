@@ -11,15 +11,15 @@ import (
 	"slices"
 )
 
-// ErrIdentity is an endpoint or an environment that a policy cannot be compiled for.
+// ErrIdentity is an endpoint or an environment for which no policy can be compiled.
 var ErrIdentity = errors.New("invalid endpoint or environment")
 
-// Spec is a policy compiled for one endpoint: what the programs on its TAP device read.
-// It is plain data and does not change.
+// Spec is a policy compiled for one endpoint: what the programs on its TAP device read. It is plain, immutable
+// data.
 type Spec struct {
 	rows  []row
 	flows int
-	names []string // of the rules, by their number in the table
+	names []string // of the rules, by their index in the table
 	rules []flat
 	deflt Defaults
 	// tlsPort is Environment.TLSPort.
@@ -28,10 +28,10 @@ type Spec struct {
 	class   *classes
 }
 
-// Bytes is the size of the table.
+// Bytes returns the size of the table.
 func (s *Spec) Bytes() int { return len(s.rows) * RowSize }
 
-// RuleName names a rule of the table, for events: its name, or its place.
+// RuleName returns the name of a rule of the table, for events; an unnamed rule has its place, such as rules[3].
 func (s *Spec) RuleName(i int) string {
 	if i < 0 || i >= len(s.names) {
 		return ""
@@ -39,20 +39,20 @@ func (s *Spec) RuleName(i int) string {
 	return s.names[i]
 }
 
-// Public says whether an address is public for the endpoint: not the floor's, the host's,
-// another endpoint's or private.
+// Public reports whether an address is public for the endpoint: neither of the floor, nor the host's, another
+// endpoint's or private.
 func (s *Spec) Public(a netip.Addr) bool { return a.IsValid() && s.class.of(a) == classPublic }
 
-// Identity is the endpoint's that it was compiled for.
+// Identity returns the identity of the endpoint that s was compiled for.
 func (s *Spec) Identity() Identity { return s.ident }
 
-// RuleNames are those of all rules of the table, by their number.
+// RuleNames returns the names of all rules of the table, by their index.
 func (s *Spec) RuleNames() []string { return s.names }
 
-// Flows is how many entries the flow table has.
+// Flows returns how many entries the flow table has.
 func (s *Spec) Flows() int { return s.flows }
 
-// TLSPort is Environment.TLSPort; 0 is none.
+// TLSPort returns Environment.TLSPort; 0 is none.
 func (s *Spec) TLSPort() uint16 { return s.tlsPort }
 
 // flat is a rule of the table.
@@ -65,7 +65,7 @@ type flat struct {
 func (p *Policy) flatten(tlsPort uint16) (rules []flat, names []string) {
 	gateway := []netip.Addr{TheWire.Gateway4, TheWire.Gateway6}
 	if p.ChecksNames() {
-		// What comes there has to be a connection that the programs have sent there.
+		// Only connections that the programs redirect may reach the port where names are checked.
 		to := []netip.Addr{TheWire.Gateway4}
 		if tlsPort == 0 {
 			to = []netip.Addr{} // none
@@ -144,8 +144,7 @@ func (id Identity) validate(env Environment) error {
 	return nil
 }
 
-// Compile makes the table that the programs read. It is a pure function. Errors are of
-// ErrPolicy or ErrIdentity.
+// Compile makes the table that the programs read. It is a pure function. Errors wrap ErrPolicy or ErrIdentity.
 func Compile(p *Policy, id Identity, env Environment) (*Spec, error) {
 	if p == nil {
 		p = &Policy{}
@@ -208,8 +207,8 @@ func Compile(p *Policy, id Identity, env Environment) (*Spec, error) {
 	return s, nil
 }
 
-// limit is the generic cell rate algorithm's parameters: nanoseconds for a unit, as a
-// fixed-point number with 20 bits, and nanoseconds of burst. A mult of 0 is no limit.
+// limit has the parameters of the generic cell rate algorithm: nanoseconds per unit, as a fixed-point number with
+// 20 fractional bits, and the burst in nanoseconds. A mult of 0 is no limit.
 type limit struct{ mult, burst uint64 }
 
 func limitOf(r *Rate, least uint64) limit {
@@ -232,7 +231,7 @@ type limitSet struct {
 	quota                      uint64
 }
 
-// any says whether there is anything to be counted against.
+// any reports whether there is any limit or quota.
 func (l *limitSet) any() bool {
 	return l.bits.mult|l.packets.mult|l.connections.mult != 0 || l.quota != ^uint64(0)
 }
@@ -245,7 +244,7 @@ func limitsOf(r Rates, quota *uint64) limitSet {
 	return l
 }
 
-// bitset has a bit for each rule.
+// bitset has one bit per rule.
 type bitset [MaxRules / 64]uint64
 
 func (b *bitset) add(i int) { b[i/64] |= 1 << (i % 64) }
@@ -269,7 +268,7 @@ func (c *compiler) set(b bitset) uint32 {
 	return i
 }
 
-// has says whether a rule is about a protocol.
+// has reports whether a rule covers a protocol.
 func (r *flat) has(p Protocol) bool {
 	if len(r.Protocols) == 0 {
 		return r.Verdict != Allow
@@ -277,7 +276,7 @@ func (r *flat) has(p Protocol) bool {
 	return slices.Contains(r.Protocols, p) || slices.Contains(r.Protocols, AnyProtocol)
 }
 
-// protocol is the set of rules about a direction and a protocol.
+// protocol returns the set of rules for a direction and a protocol.
 func (c *compiler) protocol(dir Direction, p Protocol) (b bitset) {
 	for i := range c.rules {
 		if c.rules[i].Direction == dir && c.rules[i].has(p) {
@@ -287,8 +286,8 @@ func (c *compiler) protocol(dir Direction, p Protocol) (b bitset) {
 	return b
 }
 
-// change is a rule that begins (add 1) or ends (add -1) to match at a number: a port or
-// an address. Mask has a bit for each class of addresses that it is about.
+// change is a number, a port or an address, at which a rule begins (add 1) or ceases (add -1) to match. mask has a
+// bit for each class of addresses that the change applies to.
 type change struct {
 	at   number
 	rule int
@@ -296,10 +295,10 @@ type change struct {
 	mask uint8
 }
 
-// slots of a sweep: one for each class but the floor, and number 0 for ports.
+// slots is the number of sets in a sweep: one for each class but the floor, and number 0 for ports.
 const slots = int(classEndpoint) + 1
 
-// ports is the tree of ports for TCP or UDP.
+// ports puts the tree of ports for TCP or UDP into the table.
 func (c *compiler) ports(dir Direction, p Protocol) uint32 {
 	var changes []change
 	for i := range c.rules {
@@ -316,7 +315,7 @@ func (c *compiler) ports(dir Direction, p Protocol) uint32 {
 	return c.ruleTree(changes, false)
 }
 
-// portChanges are where a rule begins and ends to match by some ports.
+// portChanges returns where a rule begins and ceases to match some ports.
 func portChanges(rule int, ranges []PortRange) (changes []change) {
 	for _, r := range ranges {
 		changes = append(changes, change{number{lo: uint64(r.First)}, rule, 1, 1}, change{number{lo: uint64(r.Last) + 1}, rule, -1, 1})
@@ -324,7 +323,7 @@ func portChanges(rule int, ranges []PortRange) (changes []change) {
 	return changes
 }
 
-// ruleTree is the tree of the sets of rules that match.
+// ruleTree puts a tree whose values are the sets of matching rules into the table.
 func (c *compiler) ruleTree(changes []change, six bool) uint32 {
 	var leaves []leaf
 	sweep(len(c.rules), changes, func(at number, sets *[slots]bitset) {
@@ -333,7 +332,7 @@ func (c *compiler) ruleTree(changes []change, six bool) uint32 {
 	return c.tree(leaves, six)
 }
 
-// checked is the tree of ports at which names of rules are checked; 0 if there are none.
+// checked puts the tree of ports at which rules' names are checked into the table; 0 is none.
 func (c *compiler) checked() uint32 {
 	var changes []change
 	for i := range c.rules {
@@ -345,13 +344,13 @@ func (c *compiler) checked() uint32 {
 	return c.ruleTree(changes, false)
 }
 
-// TagHash is how the programs know a tag: never 0, which is none.
+// TagHash returns the programs' number of a tag. It is never 0, which means no tag.
 func TagHash(tag string) uint64 {
 	sum := sha256.Sum256([]byte(tag))
 	return binary.LittleEndian.Uint64(sum[:]) | 1
 }
 
-// tags is the tree of tags, by their hashes as high halves of numbers; 0 if no rule has one.
+// tags puts the tree of tags, with hashes as high halves of numbers, into the table; 0 if no rule has a tag.
 func (c *compiler) tags() uint32 {
 	var changes []change
 	for i := range c.rules {
@@ -366,8 +365,8 @@ func (c *compiler) tags() uint32 {
 	return c.ruleTree(changes, true)
 }
 
-// sweep goes through numbers in order and tells, at 0 and wherever something changes,
-// which rules match from there on.
+// sweep goes through the numbers in order. At 0 and at each change it emits the sets of rules that match from
+// there on.
 func sweep(rules int, changes []change, emit func(number, *[slots]bitset)) {
 	slices.SortStableFunc(changes, func(a, b change) int { return a.at.compare(b.at) })
 	counts := make([][slots]int, rules)
@@ -402,7 +401,7 @@ const (
 	maskAll      = maskPublic | maskPrivate | maskHost | maskEndpoint
 )
 
-// always is the classes of addresses that a rule matches without looking further.
+// always returns the classes whose addresses a rule matches unconditionally.
 func (r *flat) always() (mask uint8) {
 	if r.only != nil {
 		return 0
@@ -428,7 +427,7 @@ func (r *flat) always() (mask uint8) {
 	return mask
 }
 
-// addresses is the tree of IPv4 or IPv6 addresses. A value is a class and a set.
+// addresses puts the tree of IPv4 or IPv6 addresses into the table. A value is a class and a set.
 func (c *compiler) addresses(six bool) uint32 {
 	var changes []change
 	span := func(p netip.Prefix, rule int, mask uint8) {
@@ -465,7 +464,7 @@ func (c *compiler) addresses(six bool) uint32 {
 			span(cidr.Prefix, i, mask)
 		}
 	}
-	// Rules do not change at these, but classes do.
+	// At these the class may change, but no rule does.
 	for _, p := range append(c.classes.boundaries(), all) {
 		span(p, 0, 0)
 	}

@@ -13,7 +13,7 @@ import (
 	"go.yaml.in/yaml/v3"
 )
 
-// ErrPolicy is a policy that cannot be: its text, or what it says.
+// ErrPolicy is a policy with malformed text or invalid content.
 var ErrPolicy = errors.New("invalid policy")
 
 //go:embed schema.json
@@ -22,12 +22,12 @@ var schema []byte
 // Schema is the JSON schema of policy files, for editors. Parse is stricter.
 func Schema() []byte { return bytes.Clone(schema) }
 
-// maxDepth of a policy file's nesting.
+// maxDepth is the most levels of nesting in a policy file.
 const maxDepth = 8
 
-// Parse reads a policy from YAML or JSON, strictly: unknown and repeated fields,
-// anchors, aliases, tags and a second document are errors, which name line and field.
-// An empty text is the policy that denies all. Errors are of ErrPolicy.
+// Parse reads a policy from YAML or JSON, strictly: unknown and repeated fields, anchors, aliases, tags and a
+// second document are errors that name line and field. An empty text is the policy that denies all. Errors wrap
+// ErrPolicy.
 func Parse(text []byte) (*Policy, error) {
 	var p Policy
 	if err := p.parse(text); err != nil {
@@ -79,8 +79,8 @@ func (p *Policy) UnmarshalYAML(n *yaml.Node) error {
 	return nil
 }
 
-// UnmarshalJSON is as strict as Parse, but does not validate. Field names are
-// case-sensitive, other than is usual for encoding/json.
+// UnmarshalJSON is as strict as Parse, but does not validate. Unlike in encoding/json, field names are
+// case-sensitive.
 func (p *Policy) UnmarshalJSON(text []byte) error {
 	*p = Policy{}
 	if !json.Valid(text) {
@@ -91,8 +91,8 @@ func (p *Policy) UnmarshalJSON(text []byte) error {
 
 func isNull(n *yaml.Node) bool { return n.Kind == yaml.ScalarNode && n.ShortTag() == "!!null" }
 
-// checkNode compares the shape of a node with that of a type, so that errors can say
-// where they are: the decoder forgets its strictness in nested values.
+// checkNode compares the shape of a node with that of a type, so that errors can name the place. The decoder alone
+// is not strict in nested values.
 func checkNode(n *yaml.Node, t reflect.Type, where string, depth int) error {
 	fail := func(format string, args ...any) error {
 		return fmt.Errorf("line %d: %s: %s", n.Line, where, fmt.Sprintf(format, args...))
@@ -119,7 +119,7 @@ func checkNode(n *yaml.Node, t reflect.Type, where string, depth int) error {
 		if t.Kind() == reflect.String && n.ShortTag() != "!!str" {
 			return fail("%q is not text: put it into quotes", n.Value)
 		}
-		// One at a time, so that the error has its place.
+		// Each scalar is decoded alone, so that the error names its place.
 		if err := n.Decode(reflect.New(t).Interface()); err != nil {
 			return fail("%s", strings.TrimPrefix(err.Error(), "yaml: "))
 		}
@@ -166,7 +166,7 @@ func checkNode(n *yaml.Node, t reflect.Type, where string, depth int) error {
 	return nil
 }
 
-// fieldsOf maps the names of a struct's fields in files to their types.
+// fieldsOf maps the YAML names of a struct's fields to their types.
 func fieldsOf(t reflect.Type) map[string]reflect.Type {
 	fields := map[string]reflect.Type{}
 	for i := range t.NumField() {

@@ -9,27 +9,27 @@ import (
 	"strings"
 )
 
-// Limits of a policy. A policy beyond one of them is refused.
+// Limits of a policy. Validate refuses a policy beyond one of them.
 const (
 	MaxFileBytes  = 1 << 20 // of a policy file
-	MaxRules      = 1024    // including those that published ports and the resolver add
-	MaxCIDRs      = 4096    // of all rules
-	MaxPortRanges = 4096    // of all rules
-	MaxNames      = 1024    // of all rules
-	MaxTags       = 1024    // of all rules
-	MaxOwnTags    = 8       // of an endpoint
+	MaxRules      = 1024    // including the implicit ones, see flatten
+	MaxCIDRs      = 4096    // in all rules
+	MaxPortRanges = 4096    // in all rules
+	MaxNames      = 1024    // in all rules
+	MaxTags       = 1024    // in all rules
+	MaxOwnTags    = 8       // per endpoint
 	MaxPublished  = 64
 	MaxUpstreams  = 8
 	MaxRuleName   = 64 // bytes
 	MaxTag        = 64 // bytes
 	MaxInjections = 64
-	MaxHeader     = 64    // bytes of the name of a header, and of a prefix
+	MaxHeader     = 64    // bytes of a header's name, and of a prefix
 	MaxFlows      = 65536 // entries of the flow table
 	MinFlows      = 64
 	DefaultFlows  = 4096
 )
 
-// Direction is that of a packet: Egress leaves the guest, Ingress comes to it.
+// Direction is a packet's direction: Egress leaves the guest, Ingress comes to it.
 type Direction string
 
 // Directions.
@@ -38,17 +38,17 @@ const (
 	Ingress Direction = "ingress"
 )
 
-// Verdict is what becomes of a packet. The zero value denies.
+// Verdict is the decision on a packet. The zero value denies.
 type Verdict string
 
-// Verdicts. Reject is deny, and the sender is to be told.
+// Reject is Deny with an answer to the guest. On ingress the sender gets none.
 const (
 	Allow  Verdict = "allow"
 	Deny   Verdict = "deny"
 	Reject Verdict = "reject"
 )
 
-// Directions and Verdicts are in the order of the numbers by which the programs know them.
+// Directions and Verdicts are in the order of their numbers in the programs.
 var (
 	Directions = [...]Direction{Egress, Ingress}
 	Verdicts   = [...]Verdict{Deny, Allow, Reject}
@@ -69,7 +69,7 @@ const (
 	Multicast Group = "multicast"
 )
 
-// Protocol of a rule. ICMP is ICMPv6 on IPv6.
+// Protocol is the protocol of a rule. ICMP is ICMPv6 on IPv6.
 type Protocol string
 
 // Protocols.
@@ -80,13 +80,13 @@ const (
 	AnyProtocol Protocol = "any"
 )
 
-// Policy says what the network may do to and for one endpoint. The zero value denies all.
+// Policy says what one endpoint may send and receive. The zero value denies all.
 type Policy struct {
-	// Version of the format: 1. Absent is 1.
+	// Version is the version of the format: 1. Absent is 1.
 	Version int `json:"version,omitempty" yaml:"version,omitempty"`
 	// Default is the verdict where no rule matches.
 	Default Defaults `json:"default" yaml:"default"`
-	// Rules in order; the first that matches decides.
+	// Rules are tried in order; the first that matches decides.
 	Rules []Rule `json:"rules" yaml:"rules"`
 	// Publish are ports of the guest that the host may reach.
 	Publish []Published `json:"publish,omitempty" yaml:"publish,omitempty"`
@@ -94,17 +94,17 @@ type Policy struct {
 	DNS *DNS `json:"dns,omitempty" yaml:"dns,omitempty"`
 	// Proxy is the endpoint's HTTP proxy; nil is none.
 	Proxy *Proxy `json:"proxy,omitempty" yaml:"proxy,omitempty"`
-	// Limits of rate. On egress, nil is DefaultPackets and DefaultConnections; all else is without a limit if it is
-	// nil.
+	// Limits are limits of rate. On egress, nil packets and connections mean DefaultPackets and
+	// DefaultConnections. Any other nil is no limit.
 	Limits Limits `json:"limits" yaml:"limits"`
-	// Quota of bytes; nil is none.
+	// Quota is the quota of bytes; nil is none.
 	Quota Quota `json:"quota" yaml:"quota"`
-	// Flows is how many flows are tracked at once that are established or answered, and how many others; 0 is
-	// DefaultFlows. Beyond it, the flow of the same kind that was used least recently is forgotten.
+	// Flows is how many established or answered flows are tracked at once, and how many others; 0 is DefaultFlows.
+	// Beyond it, the least recently used flow of the same kind is forgotten.
 	Flows int `json:"flows,omitempty" yaml:"flows,omitempty"`
 }
 
-// Defaults are the verdicts where no rule matches. The zero value denies.
+// Defaults are the verdicts when no rule matches. The zero value denies.
 type Defaults struct {
 	Egress  Verdict `json:"egress,omitempty" yaml:"egress,omitempty"`
 	Ingress Verdict `json:"ingress,omitempty" yaml:"ingress,omitempty"`
@@ -112,7 +112,7 @@ type Defaults struct {
 
 // Rule is one rule. Cidrs, groups, names and agents together are its peers.
 type Rule struct {
-	// Name is for people, in events and explanations; at most MaxRuleName bytes.
+	// Name is for people, in events and explanations. It has at most MaxRuleName bytes.
 	Name      string    `json:"name,omitempty" yaml:"name,omitempty"`
 	Direction Direction `json:"direction" yaml:"direction"`
 	// Verdict; empty denies.
@@ -120,12 +120,12 @@ type Rule struct {
 	CIDRs   []CIDR   `json:"cidrs" yaml:"cidrs"`
 	Groups  []Group  `json:"groups" yaml:"groups"`
 	Names   []string `json:"names" yaml:"names"`
-	// Endpoints are tags of other endpoints. Policies have had this list as agents from the beginning.
+	// Endpoints are tags of other endpoints. Policy files have always called this list agents.
 	Endpoints []string    `json:"agents" yaml:"agents"`
 	Protocols []Protocol  `json:"protocols" yaml:"protocols"`
 	Ports     []PortRange `json:"ports" yaml:"ports"`
-	// TLS are the ports at which Names have to be the server name of TLS too; CheckNowhere
-	// alone is none. Absent, null or empty is 443. Only a rule with names can have it.
+	// TLS are the ports at which Names must also be the server name of TLS; CheckNowhere alone means none. Absent,
+	// null or empty is 443. Only a rule with names can have it.
 	TLS []CheckedPorts `json:"tls,omitempty" yaml:"tls,omitempty"`
 }
 
@@ -133,10 +133,10 @@ type Rule struct {
 // CheckNowhere.
 type CheckedPorts struct{ PortRange }
 
-// CheckNowhere is written "none", and says that names are not checked.
+// CheckNowhere is written "none": the names are not checked.
 var CheckNowhere = CheckedPorts{}
 
-// String is "none", or as that of PortRange.
+// String returns "none", or the text of the PortRange.
 func (c CheckedPorts) String() string {
 	if c == CheckNowhere {
 		return "none"
@@ -159,7 +159,7 @@ func (c *CheckedPorts) UnmarshalText(text []byte) error {
 	return nil
 }
 
-// checkedPorts are the ports at which the rule's names are checked.
+// checkedPorts returns the ports at which the rule's names are checked.
 func (r *Rule) checkedPorts() []PortRange {
 	switch {
 	case len(r.Names) == 0:
@@ -176,8 +176,7 @@ func (r *Rule) checkedPorts() []PortRange {
 	return out
 }
 
-// ChecksNames says whether there are ports at which names of a rule are checked, so that
-// Environment.TLSPort is needed.
+// ChecksNames reports whether a rule's names are checked at any port, so that Environment.TLSPort is needed.
 func (p *Policy) ChecksNames() bool {
 	for i := range p.Rules {
 		if p.Rules[i].ChecksNames() {
@@ -187,11 +186,11 @@ func (p *Policy) ChecksNames() bool {
 	return false
 }
 
-// ChecksNames says whether there are ports at which the rule's names are checked.
+// ChecksNames reports whether the rule's names are checked at any port.
 func (r *Rule) ChecksNames() bool { return len(r.checkedPorts()) > 0 }
 
-// Published is a port of the guest that the host may reach, and where the host
-// listens for it. Listening is the business of who runs the VM.
+// Published is a port of the guest that the host may reach, and the host's address where it is published. The
+// runner of the VM does the listening.
 type Published struct {
 	// Listen is the host's address and port.
 	Listen netip.AddrPort `json:"listen" yaml:"listen"`
@@ -205,7 +204,7 @@ type Published struct {
 type DNS struct {
 	// Upstreams are the servers that it asks, address and port.
 	Upstreams []netip.AddrPort `json:"upstreams" yaml:"upstreams"`
-	// QueriesPerSecond that the guest may send; 0 is 50.
+	// QueriesPerSecond is how many queries the guest may send; 0 is 50.
 	QueriesPerSecond int `json:"queries_per_second,omitempty" yaml:"queries_per_second,omitempty"`
 }
 
@@ -215,21 +214,21 @@ type Limits struct {
 	Ingress Rates `json:"ingress" yaml:"ingress"`
 }
 
-// What a guest may send without a limit of the policy's, since each connection may be an entry of the host's connection
-// tracking for minutes, and each packet is work for the host. Both are far from what an installation of packages needs.
+// The limits of a guest whose policy sets none: each connection may occupy the host's connection tracking for
+// minutes, and each packet is work for the host. Installing packages stays far below both.
 var (
 	DefaultPackets     = Rate{PerSecond: 2_000_000, Burst: 400_000}
 	DefaultConnections = Rate{PerSecond: 200, Burst: 2000}
 )
 
-// orDefault are the limits of egress that are in force.
+// orDefault returns the egress limits in force.
 func (r Rates) orDefault() Rates {
 	r.Packets = cmp.Or(r.Packets, &DefaultPackets)
 	r.Connections = cmp.Or(r.Connections, &DefaultConnections)
 	return r
 }
 
-// Rates are the limits of one direction; nil is no limit, but for packets and connections of egress.
+// Rates are the limits of one direction; nil is no limit, except for packets and connections of egress.
 type Rates struct {
 	// Bits per second, with a burst in bits.
 	Bits *Rate `json:"bits,omitempty" yaml:"bits,omitempty"`
@@ -239,7 +238,7 @@ type Rates struct {
 	Connections *Rate `json:"connections,omitempty" yaml:"connections,omitempty"`
 }
 
-// Rate is a limit: units per second, and how many may come at once.
+// Rate is a limit: units per second, and how many may come in one burst.
 type Rate struct {
 	PerSecond uint64 `json:"per_second" yaml:"per_second"`
 	// Burst in units. 0 is a tenth of a second's worth, at least 2 MiBit, 128
@@ -247,14 +246,14 @@ type Rate struct {
 	Burst uint64 `json:"burst,omitempty" yaml:"burst,omitempty"`
 }
 
-// Quota is how many bytes may pass in all; nil is any number.
+// Quota is how many bytes may pass in total; nil is no limit.
 type Quota struct {
 	EgressBytes  *uint64 `json:"egress_bytes,omitempty" yaml:"egress_bytes,omitempty"`
 	IngressBytes *uint64 `json:"ingress_bytes,omitempty" yaml:"ingress_bytes,omitempty"`
 }
 
-// CIDR is a prefix of addresses, without bits behind it. Written without a length it
-// is one address. The zero value is none, and no valid policy has it.
+// CIDR is a prefix of addresses with no bits set beyond its length. Written without a length it is one address.
+// The zero value is no prefix, and no valid policy has it.
 type CIDR struct{ netip.Prefix }
 
 var (
@@ -299,14 +298,13 @@ func checkPrefix(p netip.Prefix) error {
 	return nil
 }
 
-// PortRange is ports from First to Last. The zero value is none, and no valid policy
-// has it.
+// PortRange is the ports from First to Last. The zero value is no range, and no valid policy has it.
 type PortRange struct{ First, Last uint16 }
 
 // AnyPort is every port.
 var AnyPort = PortRange{1, 65535}
 
-// String is "any", "80" or "8000-8080".
+// String returns "any", "80" or "8000-8080".
 func (r PortRange) String() string {
 	switch {
 	case r == AnyPort:
@@ -340,7 +338,7 @@ func (r *PortRange) UnmarshalText(text []byte) error {
 	return nil
 }
 
-// parsePort takes decimal digits alone.
+// parsePort accepts decimal digits alone.
 func parsePort(s string) (uint16, error) {
 	if s == "" || len(s) > 5 || strings.Trim(s, "0123456789") != "" || s[0] == '0' {
 		return 0, strconv.ErrSyntax

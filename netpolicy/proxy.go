@@ -7,42 +7,42 @@ import (
 	"strings"
 )
 
-// ProxyPort is the port of the gateway's IPv4 address at which an endpoint finds its proxy.
+// ProxyPort is the port of the proxy at the gateway's IPv4 address.
 const ProxyPort = 3128
 
-// Proxy is the HTTP proxy of an endpoint, at ProxyPort of its gateway. It opens nothing: what goes through
-// it is judged by the rules. The zero value is none.
+// Proxy is the HTTP proxy of an endpoint, at ProxyPort of its gateway. It opens nothing: the rules judge what goes
+// through it. The zero value is no proxy.
 type Proxy struct {
-	// Enabled switches it on.
+	// Enabled switches the proxy on.
 	Enabled bool `json:"enabled,omitempty" yaml:"enabled,omitempty"`
-	// Inject are secrets that it puts into requests.
+	// Inject are secrets that the proxy puts into requests.
 	Inject []Injection `json:"inject,omitempty" yaml:"inject,omitempty"`
 }
 
-// Injection has the proxy put a secret into one header of requests over TLS, where the endpoint has
-// written the secret's placeholder.
+// Injection makes the proxy put a secret into one header of requests over TLS, where the endpoint has written the
+// secret's placeholder.
 type Injection struct {
-	// Secret is its name, and that of the variable in which programs in the guest find the placeholder.
+	// Secret is the name of the secret, and of the guest's environment variable with the placeholder.
 	Secret string `json:"secret" yaml:"secret"`
-	// Hosts are the names of servers that get it. Each has to be one of a rule's names. There are no patterns:
-	// whoever gets a name below another one would get the secret.
+	// Hosts are the names of the servers that get it. Each must be one of a rule's names. Patterns are not
+	// allowed: any server with a name below the pattern would get the secret.
 	Hosts []string `json:"hosts" yaml:"hosts"`
-	// Ports of these hosts; absent, null or empty is 443.
+	// Ports are the ports of these hosts; absent, null or empty is 443.
 	Ports []PortRange `json:"ports,omitempty" yaml:"ports,omitempty"`
-	// Header is the field whose value is Prefix and the placeholder.
+	// Header is the field whose value is Prefix followed by the placeholder.
 	Header string `json:"header" yaml:"header"`
 	Prefix string `json:"prefix,omitempty" yaml:"prefix,omitempty"`
 }
 
-// ProxyOn says whether the endpoint has a proxy.
+// ProxyOn reports whether the endpoint has a proxy.
 func (p *Policy) ProxyOn() bool { return p != nil && p.Proxy != nil && p.Proxy.Enabled }
 
-// Injects says whether the proxy has to do with a secret, so that the endpoint must not have it.
+// Injects reports whether an injection uses the secret, so that the endpoint must not get it.
 func (p *Policy) Injects(secret string) bool {
 	return p != nil && p.Proxy != nil && slices.ContainsFunc(p.Proxy.Inject, func(i Injection) bool { return i.Secret == secret })
 }
 
-// Meets says whether a request to a port of a host, in lower case, can get the secret.
+// Meets reports whether a request to a port of a host, in lower case, can get the secret.
 func (i *Injection) Meets(host string, port uint16) bool {
 	if len(i.Ports) == 0 {
 		return port == 443 && slices.Contains(i.Hosts, host)
@@ -50,19 +50,19 @@ func (i *Injection) Meets(host string, port uint16) bool {
 	return contains(i.Ports, port) && slices.Contains(i.Hosts, host)
 }
 
-// ProxyVariables are names that the environment of programs behind a proxy has, and that no secret can have.
-// Those of "*proxy" are there in upper case as well.
+// ProxyVariables returns the environment variables of programs behind a proxy. No secret can have one of these
+// names. The "*proxy" ones are also set in upper case.
 func ProxyVariables() (proxy, all, authority []string) {
-	// What they know of certificates: files with all that are trusted, and with the proxy's alone.
+	// all and authority name certificate files: one with all trusted certificates, one with the proxy's alone.
 	return []string{"http_proxy", "https_proxy", "no_proxy"},
 		[]string{"SSL_CERT_FILE", "CURL_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "GIT_SSL_CAINFO", "PIP_CERT", "AWS_CA_BUNDLE", "CARGO_HTTP_CAINFO"},
 		[]string{"NODE_EXTRA_CA_CERTS", "DENO_CERT"}
 }
 
-// notSecrets are variables that decide what programs do.
+// notSecrets are variables that control what programs do.
 var notSecrets = []string{"PATH", "HOME", "USER", "SHELL", "TERM", "LANG", "IFS", "PWD", "ENV", "BASH_ENV", "LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONPATH", "ALL_PROXY"}
 
-// notInjected are fields that say how a message goes on, and to whom.
+// notInjected are header fields that control how a request is transferred, and to whom.
 var notInjected = []string{
 	"Host", "Connection", "Content-Length", "Transfer-Encoding", "Te", "Trailer", "Upgrade", "Keep-Alive", "Expect",
 	"Proxy-Authorization", "Proxy-Connection", "Proxy-Authenticate", "Accept-Encoding",
@@ -105,7 +105,7 @@ func (p *Policy) validateProxy() error {
 	return nil
 }
 
-// HasName says whether a rule has a name, in lower case and without a final dot.
+// HasName reports whether a rule has a name. name is in lower case and without a final dot.
 func (p *Policy) HasName(name string) bool {
 	return slices.ContainsFunc(p.Rules, func(r Rule) bool { return matchesAny(r.Names, name) })
 }

@@ -6,11 +6,10 @@ import (
 	"strings"
 )
 
-// Reason says why a packet passed or not. The package comment says what each is.
+// Reason says why a packet passed or not. The package comment explains each.
 type Reason uint8
 
-// Reasons. Below 16 are those that can belong to a packet that passed; Rule and
-// Default can belong to either.
+// Reasons below 16 can belong to a packet that passed. Rule and Default can also belong to a denied one.
 const (
 	ReasonRule Reason = iota + 1
 	ReasonDefault
@@ -19,7 +18,7 @@ const (
 	ReasonRelated
 )
 
-// Reasons of denial. The numbers are those in bpf/endpoint.c.
+// Reasons of denial, numbered as in bpf/endpoint.c.
 const (
 	ReasonNoPolicy Reason = iota + 16
 	ReasonTruncated
@@ -55,8 +54,8 @@ const (
 	ReasonSrcInterface
 )
 
-// Reasons of connections that the programs have let through to where names are checked, and
-// that were reset there. The programs do not know them.
+// Reasons of connections that the programs passed to the listener that checks names, and that were reset there.
+// The programs do not know them.
 const (
 	ReasonTLSHello Reason = iota + 48
 	ReasonTLSNoName
@@ -64,13 +63,13 @@ const (
 	ReasonTLSECH
 	ReasonTLSTimeout
 	ReasonTLSBusy
-	// ReasonProxy is what was asked of the proxy and the policy does not allow, and ReasonInject a request that the
+	// ReasonProxy is a request to the proxy that the policy does not allow. ReasonInject is a request that the
 	// proxy has put a secret into, or could not.
 	ReasonProxy
 	ReasonInject
 )
 
-// Reasons is how many the programs count.
+// Reasons is how many reasons the programs count.
 const Reasons = 64
 
 var reasonNames = map[Reason]string{
@@ -86,7 +85,7 @@ var reasonNames = map[Reason]string{
 	ReasonTLSTimeout: "tls-timeout", ReasonTLSBusy: "tls-busy", ReasonProxy: "proxy", ReasonInject: "inject",
 }
 
-// String is a short name, as in events and counters.
+// String returns a short name, as in events and counters.
 func (r Reason) String() string {
 	if s, ok := reasonNames[r]; ok {
 		return s

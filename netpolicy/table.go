@@ -11,18 +11,17 @@ import (
 //	row 0      the identity: magic, generation, MACs and addresses, default verdicts, claim,
 //	           whether there are limits, names in rules, tags in rules, names that are
 //	           checked; the port where they are
-//	row 1      where the rest is: roots of trees, rows of sets; limits
+//	row 1      roots of trees, rows of sets; limits
 //	set        a bit for each rule; a bit for each word of these that is not 0
 //	node of 4  16 keys of 32 bits in ascending order, 16 values
 //	node of 6  8 keys of 128 bits, as high and low halves; 8 values
 //
-// A tree finds the last key that is not above a number. The values of inner nodes are
-// rows, those of leaves sets, with the class of the address in the highest byte. A root
-// is a row, with the number of levels in the highest byte. A node that is not full is
-// filled up with the highest key and the last value. Numbers are little-endian,
-// addresses as in packets.
+// A lookup in a tree finds the last key that is not above a number. The values of inner nodes are rows, those of
+// leaves are sets, with the class of the address in the highest byte. A root is a row, with the number of levels
+// in the highest byte. A node that is not full is padded with the highest key and the last value. Numbers are
+// little-endian, addresses as in packets.
 
-// RowSize is the bytes of a row.
+// RowSize is the size of a row in bytes.
 const RowSize = 160
 
 const (
@@ -35,10 +34,10 @@ const (
 
 type row [RowSize]byte
 
-// Rows is how many rows the table has.
+// Rows returns how many rows the table has.
 func (s *Spec) Rows() int { return len(s.rows) }
 
-// Fill writes the table, and says in it which it is and whose.
+// Fill writes the table to mem, with its generation and its endpoint's claim.
 func (s *Spec) Fill(mem []byte, generation, claim uint32) {
 	for i := range s.rows {
 		copy(mem[i*RowSize:], s.rows[i][:])
@@ -76,7 +75,7 @@ func (n number) addr(six bool) netip.Addr {
 	return netip.AddrFrom4([4]byte(b[12:]))
 }
 
-// edges are the first address of a prefix and the one after its last, if there is one.
+// edges returns the first address of a prefix, and the address after its last if there is one.
 func edges(p netip.Prefix) (first, after number, more bool) {
 	first = numberOf(p.Masked().Addr())
 	last := p.Addr().AsSlice()
@@ -152,7 +151,7 @@ func setRow(b bitset) (r row) {
 	return r
 }
 
-// heads is what rows 0 and 1 say.
+// heads is the content of rows 0 and 1.
 type heads struct {
 	identity      Identity
 	fallback      [2]uint8

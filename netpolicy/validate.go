@@ -8,7 +8,7 @@ import (
 	"strings"
 )
 
-// Validate says what cannot be in a policy; errors are of ErrPolicy and name the field.
+// Validate checks a policy. Errors wrap ErrPolicy and name the field.
 func (p *Policy) Validate() error {
 	if err := p.validate(); err != nil {
 		return fmt.Errorf("%w: %w", ErrPolicy, err)
@@ -76,7 +76,7 @@ func (p *Policy) validate() error {
 	return nil
 }
 
-// implicit is how many rules the policy has that are not in Rules: see flatten.
+// implicit returns how many rules the policy has that are not in Rules: see flatten.
 func (p *Policy) implicit() int {
 	n := len(p.Publish)
 	if p.DNS != nil {
@@ -199,8 +199,8 @@ func validatePorts(where string, ranges []PortRange) error {
 	return nil
 }
 
-// checkName says whether a name is one that DNS can have (RFC 1035, 2.3.4), in lower
-// case and without a final dot, or "*." before one with at least two labels.
+// checkName checks that DNS can have a name (RFC 1035, 2.3.4), in lower case and without a final dot, or "*."
+// before one with at least two labels.
 func checkName(name string) error {
 	n, wild := strings.CutPrefix(name, "*.")
 	if _, err := netip.ParseAddr(n); !ValidName(n) || wild && !strings.Contains(n, ".") || err == nil {
@@ -209,8 +209,8 @@ func checkName(name string) error {
 	return nil
 }
 
-// ValidName says whether DNS can have a name (RFC 1035, 2.3.4), in lower case and without a final dot. IPv4 addresses
-// look like one.
+// ValidName reports whether DNS can have a name (RFC 1035, 2.3.4), in lower case and without a final dot. It
+// accepts IPv4 addresses, too.
 func ValidName(name string) bool {
 	for l := range strings.SplitSeq(name, ".") {
 		if l == "" || len(l) > 63 || l[0] == '-' || l[len(l)-1] == '-' || strings.Trim(l, "abcdefghijklmnopqrstuvwxyz0123456789-_") != "" {
@@ -220,7 +220,7 @@ func ValidName(name string) bool {
 	return len(name) <= 253
 }
 
-// CheckTags says whether an endpoint can have these tags. Errors are of ErrPolicy.
+// CheckTags checks that an endpoint can have these tags. Errors wrap ErrPolicy.
 func CheckTags(tags []string) error {
 	if len(tags) > MaxOwnTags {
 		return fmt.Errorf("%w: %d tags: an endpoint has at most %d", ErrPolicy, len(tags), MaxOwnTags)
@@ -250,7 +250,7 @@ func (r Rates) validate(where string) error {
 		min, max uint64
 		burst    uint64
 	}{
-		// One frame after segmentation offload has to fit into a burst.
+		// One frame after segmentation offload must fit into a burst.
 		{"bits", r.Bits, 1000, 1e12, 1 << 20},
 		{"packets", r.Packets, 1, 1e9, 64},
 		{"connections", r.Connections, 1, 1e6, 1},

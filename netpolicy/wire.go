@@ -7,15 +7,15 @@ import (
 	"slices"
 )
 
-// Wire is the link between a guest and its host, the same for all guests. A clone
-// keeps what it knows of it, the MAC of its gateway included.
+// Wire is the link between a guest and its host, the same for all guests. So a clone keeps what it knows of it,
+// the MAC of its gateway included.
 type Wire struct {
 	GuestMAC, GatewayMAC [6]byte
 	Guest4, Gateway4     netip.Addr
 	Guest6, Gateway6     netip.Addr
 }
 
-// TheWire is what every guest has. The IPv6 prefix is /64; IPv4 is /30.
+// TheWire is the wire of every guest. The IPv6 prefix is /64; IPv4 is /30.
 var TheWire = Wire{
 	GuestMAC:   [6]byte{0x02, 'd', 'r', 'o', 'w', 1},
 	GatewayMAC: [6]byte{0x02, 'd', 'r', 'o', 'w', 2},
@@ -25,7 +25,7 @@ var TheWire = Wire{
 	Gateway6:   netip.MustParseAddr("fd64:726f:7773:1::1"),
 }
 
-// linkLocalOf is the IPv6 link-local address of a MAC (RFC 4291, appendix A).
+// linkLocalOf returns the IPv6 link-local address of a MAC (RFC 4291, appendix A).
 func linkLocalOf(mac [6]byte) netip.Addr {
 	a := [16]byte{0xfe, 0x80, 8: mac[0] ^ 2, 9: mac[1], 10: mac[2], 11: 0xff, 12: 0xfe, 13: mac[3], 14: mac[4], 15: mac[5]}
 	return netip.AddrFrom16(a)
@@ -45,27 +45,25 @@ type Peer struct {
 	Tags    []string
 }
 
-// Environment is what the endpoint's surroundings are at the time of compilation.
+// Environment is what surrounds the endpoint at the time of compilation.
 type Environment struct {
-	// Host are addresses of the host, besides the gateway's; see HostAddresses. One
-	// that is left out counts as public or private.
+	// Host are addresses of the host, besides the gateway's; see HostAddresses. An address missing here counts as
+	// public or private.
 	Host []netip.Addr
 	// OnLink are the ranges in which the host has neighbours; see hostnet.OnLink. They count as private.
 	OnLink []netip.Prefix
 	// Endpoints are the ranges in which endpoints have their addresses.
 	Endpoints []netip.Prefix
-	// Peers are other endpoints, whose addresses need not lie in these ranges. Their tags are
-	// for those who explain a policy: the programs know the tags of those who are there,
-	// see link.Config.
+	// Peers are other endpoints, whose addresses need not lie in these ranges. Their tags only serve to explain a
+	// policy: the programs know the tags of the endpoints that exist, see link.Config.
 	Peers []Peer
-	// TLSPort is the port of the gateway's IPv4 address where names are checked: see package
-	// tlsname. If it is 0, flows whose names are to be checked are denied.
+	// TLSPort is the port of the gateway's IPv4 address where names are checked: see package tlsname. If it is 0,
+	// flows that need a check are denied.
 	TLSPort uint16
 }
 
-// HostAddresses are the addresses of this host that Environment.Host should have: those
-// of all interfaces in this network namespace, but for the ones that are the floor's or
-// a gateway's anyway.
+// HostAddresses returns the addresses of this host that Environment.Host should have: those of all interfaces in
+// this network namespace, except addresses of the floor or a gateway.
 func HostAddresses() ([]netip.Addr, error) {
 	all, err := InterfaceAddresses()
 	if err != nil {
@@ -83,8 +81,8 @@ func HostAddresses() ([]netip.Addr, error) {
 	return out, nil
 }
 
-// InterfaceAddresses are the addresses of all interfaces in this network namespace, each with the length of its
-// network.
+// InterfaceAddresses returns the addresses of all interfaces in this network namespace, each with its prefix
+// length.
 func InterfaceAddresses() ([]netip.Prefix, error) {
 	all, err := net.InterfaceAddrs()
 	if err != nil {
@@ -103,8 +101,8 @@ func InterfaceAddresses() ([]netip.Prefix, error) {
 	return out, nil
 }
 
-// MaxPeers, MaxOnLink, MaxHostAddresses and MaxEndpointRanges bound the lists of an Environment. A host with more
-// addresses can have no policy that opens anything: one that is left out would count as public.
+// MaxPeers, MaxOnLink, MaxHostAddresses and MaxEndpointRanges bound the lists of an Environment. On a host with
+// more addresses no policy can open anything: an address missing from the list would count as public.
 const (
 	MaxPeers          = 4096
 	MaxOnLink         = 512
@@ -112,6 +110,5 @@ const (
 	MaxEndpointRanges = 256
 )
 
-// MaxEndpoints is how many endpoints may have a network at once, on one host and with one
-// version of the programs.
+// MaxEndpoints is how many endpoints may have a network at once, on one host and with one version of the programs.
 const MaxEndpoints = 8192

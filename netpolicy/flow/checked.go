@@ -12,29 +12,29 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/bpf"
 )
 
-// ErrNoFlow is a connection that no flow of the endpoint belongs to any more.
+// ErrNoFlow means that a connection belongs to no live flow of the endpoint.
 var ErrNoFlow = errors.New("there is no such flow")
 
-// Checked is a flow that the rules have opened for its name, which is to be checked: its
-// connection ends on the host. It is a value, and does not change.
+// Checked is a flow that the rules opened for a name that must be checked: its connection ends on the host. It is
+// an immutable value.
 type Checked struct {
-	// Peer is who the guest believes to be connected to.
+	// Peer is the peer that the guest believes it is connected to.
 	Peer      netip.AddrPort
 	GuestPort uint16
-	// Rule and Generation say by which rule of which table it was open when it was found, as
-	// in Event.
+	// Rule and Generation identify the rule, and the table, that kept the flow open when it was found, as in Event.
 	Rule       int
 	Generation uint32
-	// Opened is when it was opened, by Coarse, and NameSet the number of the set of its peer's names then; 0 is none.
+	// Opened is when the flow was opened, by Coarse. NameSet is the number of the set of its peer's names then; 0
+	// is none.
 	Opened  uint64
 	NameSet uint32
 
 	key   key
-	alias key // what the host knows it by
+	alias key // the key by which the host knows it
 }
 
-// Checked finds the flow that a connection from a port of the endpoint's address to the port where names are checked is
-// of. It fails with ErrNoFlow if there is none that lives.
+// Checked finds the flow of a connection from a port of the endpoint's address to the port where names are
+// checked. It fails with ErrNoFlow if no such flow lives.
 func (t *Table) Checked(at netip.AddrPort, from uint16, now uint64) (c Checked, err error) {
 	c.alias = keyOf(at, from)
 	if c.key, err = t.behind(c.alias); err != nil {
@@ -55,18 +55,17 @@ func (t *Table) Checked(at netip.AddrPort, from uint16, now uint64) (c Checked, 
 	return c, nil
 }
 
-// is says whether what is in the flow table is still the flow, and lives.
+// is reports whether an entry of the flow table is still the flow, and lives.
 func (c *Checked) is(f *bpf.EndpointFlow, now uint64) bool {
 	return f.Via == c.alias.GuestPort && f.First == c.Opened && f.Cut == 0 && now < f.Seen+uint64(flowLife(f.State)+flowSlack)
 }
 
-// Lives says whether a flow is still the one that was found, and may carry packets by the policy that it was last
-// judged by.
+// Lives reports whether c is still the same flow, and may carry packets by the policy that last judged it.
 func (t *Table) Lives(c Checked, now uint64) (bool, error) {
 	f, err := t.find(c.key)
 	var behind key
 	if err == nil {
-		// Without it, nothing of the host's would reach the guest.
+		// Without the alias, no packet of the host's would reach the guest.
 		behind, err = t.behind(c.alias)
 	}
 	if errors.Is(err, ErrNoFlow) {
@@ -75,8 +74,8 @@ func (t *Table) Lives(c Checked, now uint64) (bool, error) {
 	return err == nil && behind == c.key && c.is(f, now), err
 }
 
-// Refusal makes an event of a checked flow that was reset. It has no bytes: they have been
-// counted as the guest has sent them.
+// Refusal makes an event of a checked flow that was reset. It has no bytes: the programs counted them when the
+// guest sent them.
 func (c Checked) Refusal(reason netpolicy.Reason) netpolicy.Event {
 	return netpolicy.Event{
 		Uptime: time.Duration(Now()), Direction: netpolicy.Egress, Verdict: netpolicy.Reject, Reason: reason, Rule: c.Rule, Generation: c.Generation,
@@ -84,11 +83,11 @@ func (c Checked) Refusal(reason netpolicy.Reason) netpolicy.Event {
 	}
 }
 
-// Named notes the server name that a checked flow has.
+// Named records the server name of a checked flow.
 func (g *Log) Named(c Checked, name string) { g.note(c, 0, name) }
 
-// Refused ends a checked flow in the log: it was reset, for a reason. Name is the server name
-// that was asked for, as far as it is known.
+// Refused ends a checked flow in the log: it was reset, for a reason. name is the server name that the client
+// asked for, as far as it is known.
 func (g *Log) Refused(c Checked, reason netpolicy.Reason, name string) { g.note(c, reason, name) }
 
 func (g *Log) note(c Checked, reason netpolicy.Reason, name string) {
@@ -100,7 +99,7 @@ func (g *Log) note(c Checked, reason netpolicy.Reason, name string) {
 	t := g.flows.flows[c.key]
 	if t == nil || t.First != c.Opened {
 		f, err := g.table.find(c.key)
-		// If it is gone, or another one, or the last look is not over yet, the table tells of it.
+		// The next look reports a flow that is gone, replaced, or not yet seen since the last look ended.
 		if t != nil || err != nil || f.First != c.Opened || len(g.flows.flows) >= 2*netpolicy.MaxFlows {
 			return
 		}

@@ -2,14 +2,14 @@ package flow
 
 import "golang.org/x/sys/unix"
 
-// Now is the clock of bpf_ktime_get_ns.
+// Now returns the time of bpf_ktime_get_ns.
 func Now() uint64 { return clock(unix.CLOCK_MONOTONIC) }
 
-// Coarse is the clock of bpf_ktime_get_coarse_ns. It is behind Now by up to a tick, so that what happens after a
-// moment on it is never seen as before.
+// Coarse returns the time of bpf_ktime_get_coarse_ns. It is behind Now by up to a tick, so an event after a call
+// of Coarse never has an earlier time on that clock.
 func Coarse() uint64 { return clock(unix.CLOCK_MONOTONIC_COARSE) }
 
-// clock is 0 if it cannot be read: what is pinned has expired then.
+// clock returns 0 if it cannot read the clock; then pins count as expired.
 func clock(id int32) uint64 {
 	var ts unix.Timespec
 	if err := unix.ClockGettime(id, &ts); err != nil {

@@ -1,2 +1,2 @@
-// Package flow is the flow table of an endpoint, as its programs keep it, and the log of its flows.
+// Package flow reads an endpoint's flow table, which its programs maintain, and keeps the log of its flows.
 package flow

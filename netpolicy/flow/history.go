@@ -6,25 +6,25 @@ import (
 	"sync"
 )
 
-// Bounds of a History: addresses, names of one address, and tables whose rules may still be named.
+// Bounds of a History: addresses, names of one address, and tables whose rule names are kept.
 const (
 	maxAddresses = 4096
 	maxNames     = 4
 	maxTables    = 8
 )
 
-// History is the name history of an endpoint: which names its addresses had when, and its rules by generation. Events
-// and records of flows have both. The zero value is empty.
+// History records which names an endpoint's addresses had when, and the names of its rules by generation, for
+// events and records of flows. The zero value is empty.
 type History struct {
 	mu     sync.Mutex // guards what follows
 	names  map[netip.Addr][]nameEntry
 	tables []ruleNames // the oldest first
 }
 
-// nameEntry is a name that the resolver has answered with an address, and when.
+// nameEntry is a name that the resolver resolved to an address, and when.
 type nameEntry struct {
 	name string
-	at   uint64 // on the coarse clock, which no packet is judged on before
+	at   uint64 // by Coarse: a packet that is judged later has no earlier time
 }
 
 // ruleNames are the names of a generation's rules.
@@ -33,7 +33,7 @@ type ruleNames struct {
 	rules []string
 }
 
-// AddName adds a name that the resolver has answered with an address.
+// AddName adds a name that the resolver resolved to an address.
 func (h *History) AddName(name string, a netip.Addr) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -43,7 +43,7 @@ func (h *History) AddName(name string, a netip.Addr) {
 	list, ok := h.names[a]
 	if !ok && len(h.names) >= maxAddresses {
 		for old := range h.names {
-			delete(h.names, old) // any one
+			delete(h.names, old) // an arbitrary one
 			break
 		}
 	}
@@ -56,7 +56,7 @@ func (h *History) AddName(name string, a netip.Addr) {
 	h.names[a] = append(list, nameEntry{name, Coarse()})
 }
 
-// NameAt is the last name that an address had until a moment.
+// NameAt returns the last name that an address had at a time or before.
 func (h *History) NameAt(a netip.Addr, until uint64) string {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -78,7 +78,7 @@ func (h *History) AddRules(gen uint32, rules []string) {
 	h.tables = append(h.tables, ruleNames{gen, rules})
 }
 
-// RuleName is the name of a generation's rule; empty if there is none, or it is not kept any more.
+// RuleName returns the name of a generation's rule; empty if there is none, or it is no longer kept.
 func (h *History) RuleName(gen uint32, rule int) string {
 	h.mu.Lock()
 	defer h.mu.Unlock()

@@ -13,45 +13,42 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 )
 
-// Bounds of a flow log, whatever the guest does. Beside them it has as many entries as the
-// flow table of the policy.
+// Bounds of a flow log, whatever the guest does. In addition it has as many entries as the flow tables of the policy.
 const (
-	// MaxRecords and MaxDeniedRecords are how many records of flows that have ended
-	// are kept for those who ask later: of flows that were allowed, and the rest.
+	// MaxRecords and MaxDeniedRecords are how many records of ended flows are kept for later readers: of allowed
+	// flows, and all other records.
 	MaxRecords       = 4096
 	MaxDeniedRecords = 1024
-	// MaxDeniedFlows is how many denied flows are told apart at once. What more is denied is
-	// counted as lost.
+	// MaxDeniedFlows is how many denied flows are told apart at once. Further ones count as lost.
 	MaxDeniedFlows = 512
 )
 
-// Log is the log of an endpoint's flows, since it was made. What has happened is noticed by a
-// look at the flow table about once a second, and by the events that the log is given. Its methods
-// may be called from any goroutine.
+// Log is the log of an endpoint's flows since NewLog. It notices changes by a look at the flow table about once a
+// second, and by the events that Denied gets. Its methods are safe for concurrent use.
 type Log struct {
 	table *Table
 	guest netip.Addr
 	six   netip.Addr
-	now   func() uint64 // of the flow table
+	now   func() uint64 // the flow table's clock
 
 	mu      sync.Mutex // guards what follows
 	flows   tracker
-	denied  map[deniedKey]*deniedFlow // of late
-	lost    netpolicy.FlowsLost       // not written yet
+	denied  map[deniedKey]*deniedFlow // not yet written
+	lost    netpolicy.FlowsLost       // not yet written
 	since   time.Time                 // of lost
 	seq     uint64
 	passed  recordRing
 	others  recordRing
 	more    chan struct{} // closed when there are more records
 	ended   bool
-	failure error // why, if the flow table could not be read
+	failure error // set if the flow table could not be read
 	readers int
 	left    chan struct{} // closed when there are no readers
 }
 
-// NewLog begins a log of the flows of an endpoint at a moment, by a clock of the flow table. Run keeps it, and Denied
-// has to be called for each event of the endpoint. Flows that are open already belong to it, with what they have
-// carried before. It fails if the use of the network cannot be read.
+// NewLog begins a log of the flows of an endpoint at a time of the flow table's clock. Run maintains it, and the
+// caller must call Denied for each event of the endpoint. The log includes flows that are already open, with what
+// they have carried before. NewLog fails if it cannot read the usage of the network.
 func NewLog(t *Table, id netpolicy.Identity, clock func() uint64, begun uint64) (*Log, error) {
 	opened, _, err := t.activity()
 	if err != nil {
@@ -65,16 +62,16 @@ func NewLog(t *Table, id netpolicy.Identity, clock func() uint64, begun uint64) 
 	}, nil
 }
 
-// Times of a flow log: how often it looks; how long at most between two looks at a table with
-// flows in it of which no packet has passed; and what part of the time a look may take.
+// Times of a flow log: the pause between looks; the longest time between two looks at a table with flows but
+// without packets; and the share of the time that a look may take, one in flowShare.
 const (
 	flowTick  = time.Second
 	flowRest  = 10 * time.Second
 	flowShare = 50
 )
 
-// Run keeps the log until the context ends. Then all flows are written that are open, and
-// nobody can add to the log any more. It returns an error if the flow table could not be read.
+// Run maintains the log until the context ends. Then it writes all open flows, and the log takes no more records.
+// It returns an error if it cannot read the flow table.
 func (g *Log) Run(ctx context.Context) error {
 	tick := time.NewTicker(flowTick)
 	defer tick.Stop()
@@ -97,17 +94,17 @@ func (g *Log) Run(ctx context.Context) error {
 	}
 }
 
-// Look notices what has happened until now, as Run does about once a second.
+// Look updates the log now, as Run does about once a second.
 func (g *Log) Look() error { return g.look(true) }
 
-// Size is how many entries the log has: flows, denied flows and records that are kept.
+// Size returns how many flows, denied flows and records the log has.
 func (g *Log) Size() (flows, denied, records int) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	return len(g.flows.flows), len(g.denied), len(g.passed.recs) + len(g.others.recs)
 }
 
-// look notices what has happened. It looks at the flow table only if it has to, or always with anyway.
+// look updates the log. It reads the flow table only if it must, or always if anyway is set.
 func (g *Log) look(anyway bool) error {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -129,7 +126,7 @@ func (g *Log) lookLocked(anyway bool) error {
 	return err
 }
 
-// end writes what is open.
+// end writes the open flows and closes the log.
 func (g *Log) end() error {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -155,7 +152,7 @@ func (g *Log) fail(err error) {
 	g.close(err)
 }
 
-// close lets nobody add to the log, and lets readers end. The lock is held.
+// close stops further records, and lets readers end. The lock is held.
 func (g *Log) close(err error) {
 	if g.ended {
 		return
@@ -166,8 +163,7 @@ func (g *Log) close(err error) {
 	close(g.more)
 }
 
-// Drain waits until those who follow the log have all of it, after Run has returned, but
-// no longer than most.
+// Drain waits until all followers of the log have read all of it, after Run has returned, but no longer than most.
 func (g *Log) Drain(most time.Duration) {
 	g.mu.Lock()
 	if g.readers == 0 {
@@ -185,7 +181,7 @@ func (g *Log) Drain(most time.Duration) {
 	}
 }
 
-// write adds a record. The lock is held, and readers are woken by whoever holds it.
+// write adds a record. The lock is held, and its holder must wake the readers.
 func (g *Log) write(r record) {
 	g.seq++
 	r.order = g.seq
@@ -196,7 +192,7 @@ func (g *Log) write(r record) {
 	}
 }
 
-// writeLost writes what has no record, if there is anything.
+// writeLost writes the count of what has no record, if there is any.
 func (g *Log) writeLost() {
 	if g.lost == (netpolicy.FlowsLost{}) {
 		return
@@ -207,19 +203,18 @@ func (g *Log) writeLost() {
 	g.lost, g.since = netpolicy.FlowsLost{}, now
 }
 
-// record is one with its place in order: by when the flow was opened while it is open, by when it was written
-// afterwards.
+// record is a record with its order: the time the flow was opened while it is open, the sequence of writing afterwards.
 type record struct {
 	netpolicy.FlowRecord
 	order uint64
 }
 
-// recordRing keeps the last records.
+// recordRing keeps the most recent records.
 type recordRing struct {
 	most  int
 	recs  []record
-	next  int    // where the oldest is, once it is full
-	total uint64 // ever
+	next  int    // index of the oldest, once the ring is full
+	total uint64 // records ever added
 }
 
 func (r *recordRing) add(x record) {
@@ -232,7 +227,7 @@ func (r *recordRing) add(x record) {
 	r.next = (r.next + 1) % r.most
 }
 
-// after is at most n records after the first pos ones, and how many there are no more.
+// after returns at most n records after the first pos ones, and how many of them are already overwritten.
 func (r *recordRing) after(pos uint64, n int) (out []record, missed uint64) {
 	oldest := r.total - uint64(len(r.recs))
 	if pos < oldest {
@@ -248,10 +243,9 @@ func (r *recordRing) after(pos uint64, n int) (out []record, missed uint64) {
 // readBatch is how many records a reader gets at once.
 const readBatch = 256
 
-// Records calls fn with the records that are kept, the oldest first, some at a time. Then it
-// goes on with those that come, if follow is set, until the context or the log ends; else with
-// what is open at this moment. It returns what fn returns, if that is an error, the context's error
-// if that has ended, and Run's.
+// Records calls fn with the kept records, the oldest first, in batches. Then, if follow is set, it continues with
+// new records until the context or the log ends; otherwise it adds the flows that are open at this moment. It
+// returns the first error of fn, the context's error if the context has ended, or Run's error.
 func (g *Log) Records(ctx context.Context, follow bool, fn func([]netpolicy.FlowRecord) error) error {
 	g.mu.Lock()
 	g.readers++
@@ -301,7 +295,7 @@ func (g *Log) Records(ctx context.Context, follow bool, fn func([]netpolicy.Flow
 	return ctx.Err()
 }
 
-// all is what is kept, and what is open.
+// all returns the kept records, and the open flows.
 func (g *Log) all() ([]netpolicy.FlowRecord, error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -317,7 +311,7 @@ func (g *Log) all() ([]netpolicy.FlowRecord, error) {
 	return out, nil
 }
 
-// read is at most most of the records that come next for a reader who has had at. The lock is held.
+// read returns up to most records for a reader at position at, which it advances. The lock is held.
 func (g *Log) read(at *[2]uint64, most int) (out []netpolicy.FlowRecord) {
 	var lists [2][]record
 	var missed uint64
@@ -343,7 +337,7 @@ func (g *Log) read(at *[2]uint64, most int) (out []netpolicy.FlowRecord) {
 	return out
 }
 
-// open is what has not ended. The lock is held.
+// open returns the flows that have not ended. The lock is held.
 func (g *Log) open() []record {
 	var out []record
 	for k, t := range g.flows.flows {

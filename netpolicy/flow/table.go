@@ -14,11 +14,11 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/bpf"
 )
 
-// Table is the flow table of one endpoint, in the maps of the programs.
+// Table is the flow table of one endpoint, in maps of the programs.
 type Table struct {
-	// Flows and Lasting are the maps; Lasting has the flows that are established or answered.
+	// Flows and Lasting are the maps; Lasting has the established or answered flows.
 	Flows, Lasting *ebpf.Map
-	// Usages has the use of the network by all endpoints: two entries from Slot*2 on, egress and ingress.
+	// Usages has the usage of the network of all endpoints: two entries from Slot*2 on, egress and ingress.
 	Usages *ebpf.Map
 	Slot   uint32
 	// History names addresses and rules.
@@ -27,7 +27,7 @@ type Table struct {
 
 type key = bpf.EndpointFlowKey
 
-// The states of flows are those in bpf/endpoint.c.
+// The states of flows, numbered as in bpf/endpoint.c.
 const (
 	stateOpening = iota + 1
 	stateEstablished
@@ -35,7 +35,7 @@ const (
 	stateOneWay
 	stateBothWays
 	stateEcho
-	stateAlias // no flow of its own: it leads to one
+	stateAlias // no flow of its own: it leads to a flow
 )
 
 var stateNames = map[uint8]string{
@@ -43,7 +43,7 @@ var stateNames = map[uint8]string{
 	stateBothWays: "answered", stateEcho: "echo",
 }
 
-// flowLife is how long a flow lives after a packet, as in bpf/endpoint.c.
+// flowLife returns how long a flow lives after a packet, as in bpf/endpoint.c.
 func flowLife(state uint8) time.Duration {
 	switch state {
 	case stateOpening:
@@ -56,8 +56,8 @@ func flowLife(state uint8) time.Duration {
 	return 30 * time.Second
 }
 
-// flowSlack is how long after its life a flow counts as ended. The programs' clock is behind by up
-// to a tick, and a packet may be on its way through them.
+// flowSlack is how long after its life a flow counts as ended. The programs' clock is up to a tick behind, and a
+// packet may still be passing through the programs.
 const flowSlack = time.Second
 
 func peerOf(k *key) netip.Addr {
@@ -72,17 +72,17 @@ func peerOf(k *key) netip.Addr {
 	return a
 }
 
-// port turns a port as the programs store it, in the order of the network, into the host's order or back.
+// port converts a port from the programs' network byte order to the host's, or back.
 func port(p uint16) uint16 {
 	var b [2]byte
 	binary.NativeEndian.PutUint16(b[:], p)
 	return binary.BigEndian.Uint16(b[:])
 }
 
-// noRule is what the programs write where no rule decided.
+// noRule is the rule number that the programs write if no rule decided.
 const noRule = 0xffff
 
-// activity is how many flows were ever opened, and when a packet has last passed.
+// activity returns how many flows were ever opened, and when the last packet passed.
 func (t *Table) activity() (opened, active uint64, err error) {
 	for d := range netpolicy.Directions {
 		u, err := Usage(t.Usages, t.Slot, d)
@@ -95,7 +95,7 @@ func (t *Table) activity() (opened, active uint64, err error) {
 	return opened, active, nil
 }
 
-// Usage reads the use of the network by an endpoint in a direction, by its number.
+// Usage reads the network usage of an endpoint in a direction, given by its number.
 func Usage(usages *ebpf.Map, slot uint32, direction int) (u bpf.EndpointUsage, err error) {
 	if err := usages.LookupWithFlags(slot*2+uint32(direction), &u, ebpf.LookupLock); err != nil {
 		return u, fmt.Errorf("reading the use of the network: %w", err)
@@ -103,21 +103,20 @@ func Usage(usages *ebpf.Map, slot uint32, direction int) (u bpf.EndpointUsage, e
 	return u, nil
 }
 
-// reader reads a flow table, some entries at a time: its buffers are used again.
+// reader reads a flow table in batches, and reuses its buffers.
 type reader struct {
 	keys   []key
 	values []bpf.EndpointFlow
 }
 
-// Entries that are read at once. The kernel gives whole buckets of its hash table, as many as
-// have room, and fails if one has not; a bucket has one entry on average.
+// Bounds of a batch. The kernel returns whole buckets of its hash table, as many as fit, and fails if the first
+// does not fit; a bucket has one entry on average.
 const (
 	flowBatch     = 512
 	flowBatchMost = netpolicy.MaxFlows
 )
 
-// each calls fn for each flow. One that stays is given once; of those that come or go meanwhile
-// some are.
+// each calls fn for each flow. A flow that stays comes once. Flows that come or go meanwhile may be missed.
 func (r *reader) each(m *ebpf.Map, fn func(*key, *bpf.EndpointFlow)) error {
 	if r.keys == nil {
 		r.keys, r.values = make([]key, flowBatch), make([]bpf.EndpointFlow, flowBatch)
@@ -141,10 +140,10 @@ func (r *reader) each(m *ebpf.Map, fn func(*key, *bpf.EndpointFlow)) error {
 	}
 }
 
-// behind is the key of the flow that an alias leads to.
+// behind returns the key of the flow that an alias leads to.
 func (t *Table) behind(alias key) (key, error) {
 	var a bpf.EndpointAlias
-	// As the programs look for it: see find in bpf/endpoint.c.
+	// The order of lookups is that of find in bpf/endpoint.c.
 	err := t.Lasting.Lookup(&alias, &a)
 	for _, m := range []*ebpf.Map{t.Flows, t.Lasting} {
 		if errors.Is(err, ebpf.ErrKeyNotExist) {
@@ -160,10 +159,9 @@ func (t *Table) behind(alias key) (key, error) {
 	return key{Peer: a.Peer, PeerPort: a.PeerPort, GuestPort: a.GuestPort, Proto: unix.IPPROTO_TCP}, nil
 }
 
-// find looks for a flow by its key.
+// find returns the flow with a key.
 func (t *Table) find(k key) (*bpf.EndpointFlow, error) {
-	// One that has ended may be in the other map still. The one that lasts is looked for twice: it may be moved
-	// meanwhile.
+	// An ended flow may still be in the other map. The lasting map is read twice: a flow may move there meanwhile.
 	var last *bpf.EndpointFlow
 	for _, m := range []*ebpf.Map{t.Lasting, t.Flows, t.Lasting} {
 		var f bpf.EndpointFlow
@@ -188,7 +186,7 @@ func flowError(err error) error {
 	return fmt.Errorf("finding the flow of a checked connection: %w", err)
 }
 
-// keyOf is the key of a flow of TCP over IPv4.
+// keyOf returns the key of a flow of TCP over IPv4.
 func keyOf(peer netip.AddrPort, guestPort uint16) key {
 	k := key{PeerPort: port(peer.Port()), GuestPort: port(guestPort), Proto: unix.IPPROTO_TCP}
 	b := peer.Addr().As16()
@@ -198,8 +196,8 @@ func keyOf(peer netip.AddrPort, guestPort uint16) key {
 	return k
 }
 
-// NameSets adds the numbers of names that flows were opened for: see bpf.EndpointFlow. It reads the flows that do not
-// last first and last, since these become others.
+// NameSets adds to used the numbers of the name sets of all flows: see bpf.EndpointFlow. It reads the flows that
+// do not last both first and last, since a flow may move between the maps.
 func (t *Table) NameSets(used map[uint32]bool) error {
 	var r reader
 	for _, m := range []*ebpf.Map{t.Flows, t.Lasting, t.Flows} {

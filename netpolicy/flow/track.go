@@ -12,33 +12,33 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/bpf"
 )
 
-// trackedFlow is a flow of the table as it was when it was last looked at.
+// trackedFlow is a flow of the table at the last look.
 type trackedFlow struct {
 	bpf.EndpointFlow
-	begun time.Time // First
+	begun time.Time // when First was, by the host's clock
 	name  string
 	rule  string
 	look  uint64
 	done  bool // its record is written
 
 	server  string           // the server name of TLS, if it was checked
-	refused netpolicy.Reason // why it was reset, if it was
+	refused netpolicy.Reason // why it was reset; 0 if it was not
 }
 
-// tracker has what was in the flow table at the last look, and so at most as much as that has room for.
+// tracker has the flows of the table at the last look, and so at most as many as the table has room for.
 type tracker struct {
 	flows  map[key]*trackedFlow
 	reader reader
 	begun  uint64 // when the log began
 	looks  uint64
-	known  uint64 // flows that were opened before the log began, or were seen
-	lost   uint64 // flows that were opened and not seen, and have been counted as lost
-	// As it was before the last look, at looked: flows ever opened, and when a packet has last passed.
+	known  uint64 // flows opened before the log began, or seen
+	lost   uint64 // flows opened but never seen, and counted as lost
+	// State before the last look, which was at looked: flows ever opened, and when the last packet passed.
 	opened, active, looked uint64
 	live                   int
 }
 
-// ending is how a flow has ended that is gone from the table, or is about to be forgotten.
+// ending returns how a flow ended that is gone from the table, or is about to be forgotten.
 func (t *trackedFlow) ending(otherwise netpolicy.FlowEnd) netpolicy.FlowEnd {
 	switch {
 	case t.Cut != 0:
@@ -49,10 +49,10 @@ func (t *trackedFlow) ending(otherwise netpolicy.FlowEnd) netpolicy.FlowEnd {
 	return otherwise
 }
 
-// lookAtFlows compares the flow table with what it was. The lock is held.
+// lookAtFlows compares the flow table with the last look. The lock is held.
 func (g *Log) lookAtFlows(anyway bool) error {
 	f := &g.flows
-	// First how many there are, so that one that is opened meanwhile is not missed.
+	// The count comes first, so that a flow opened meanwhile is not missed.
 	opened, active, err := g.table.activity()
 	if err != nil {
 		return err
@@ -70,7 +70,7 @@ func (g *Log) lookAtFlows(anyway bool) error {
 		}
 		t := f.flows[*k]
 		if t != nil && t.look == f.looks && v.First < t.First {
-			return // what the other map has is one that was opened later
+			return // the flow from the other map was opened later
 		}
 		if t != nil && !t.same(v) {
 			if !t.done {
@@ -110,7 +110,7 @@ func (g *Log) lookAtFlows(anyway bool) error {
 		if t.look == f.looks {
 			continue
 		}
-		// It may have been moved to a map that had been read already.
+		// It may have moved to a map that had already been read.
 		if !t.done {
 			if v, err := g.table.find(k); err == nil && t.same(v) {
 				t.EndpointFlow, t.look = *v, f.looks
@@ -123,8 +123,7 @@ func (g *Log) lookAtFlows(anyway bool) error {
 		}
 		delete(f.flows, k)
 	}
-	// Flows that were opened during the look are among those seen, so this may come late, and
-	// never says too many.
+	// Flows opened during the look are already among those seen, so this count may lag, but is never too high.
 	if gone := opened - min(opened, f.known); gone > f.lost {
 		g.lost.Flows += gone - f.lost
 		f.lost = gone
@@ -133,7 +132,7 @@ func (g *Log) lookAtFlows(anyway bool) error {
 	return nil
 }
 
-// begin follows a flow that was not there before. The lock is held.
+// begin starts to track a flow. The lock is held.
 func (g *Log) begin(k *key, v *bpf.EndpointFlow, now uint64) *trackedFlow {
 	if v.First >= g.flows.begun {
 		g.flows.known++
@@ -146,11 +145,11 @@ func (g *Log) begin(k *key, v *bpf.EndpointFlow, now uint64) *trackedFlow {
 	return t
 }
 
-// wall is a moment of the flow table's clock, at which it is now, on the host's.
+// wall converts a time of the flow table's clock, which now reads now, to the host's clock.
 func wall(at, now uint64) time.Time { return time.Now().UTC().Add(time.Duration(at - now)) }
 
-// same says whether what is in the table is the flow that was there before. Clocks have ticks, so
-// one may be opened in the moment in which the one before it was.
+// same reports whether an entry of the table is still the tracked flow. The clock has ticks, so its successor may
+// have the same First; packet counts then tell them apart.
 func (t *trackedFlow) same(v *bpf.EndpointFlow) bool {
 	return v.First == t.First && v.Count[0].Packets >= t.Count[0].Packets && v.Count[1].Packets >= t.Count[1].Packets
 }
@@ -179,7 +178,7 @@ func sortByFirst(recs []record) {
 	})
 }
 
-// deniedKey is what tells one denied flow from another.
+// deniedKey distinguishes denied flows.
 type deniedKey struct {
 	peer                netip.Addr
 	peerPort, guestPort uint16
@@ -193,19 +192,18 @@ type deniedKey struct {
 
 type deniedFlow struct {
 	first, last uint64    // on the clock of the flow table
-	begun       time.Time // First
+	begun       time.Time // when first was, by the host's clock
 	name, rule  string
 	count       netpolicy.Count
 }
 
-// A denied flow is written when nothing more of it came for deniedQuiet, or after deniedMost;
-// what comes then is another record.
+// A denied flow is written after deniedQuiet without a packet, or after deniedMost. Later packets start another record.
 const (
 	deniedQuiet = 10 * time.Second
 	deniedMost  = time.Minute
 )
 
-// Denied adds an event of the Link to the log. What has no addresses is no flow.
+// Denied adds an event of the Link to the log. An event without addresses is not a flow.
 func (g *Log) Denied(e netpolicy.Event) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -235,7 +233,7 @@ func (g *Log) Denied(e netpolicy.Event) {
 	d.count.Bytes += uint64(e.Bytes)
 }
 
-// lookAtDenied writes what was denied and is not any more. The lock is held.
+// lookAtDenied writes and forgets denied flows that are over. The lock is held.
 func (g *Log) lookAtDenied() {
 	now := g.now()
 	for k, d := range g.denied {

@@ -17,43 +17,41 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 )
 
-// RangeEnv names the range of endpoints' addresses on this host, as 10.200.0.0/16. All
-// processes with endpoints must have the same.
+// RangeEnv is the variable with the range of endpoints' addresses on this host, such as 10.200.0.0/16. It must be
+// the same in all processes with endpoints.
 const RangeEnv = "DROWSE_AGENT_RANGE"
 
-// Range6Env names the range of endpoints' IPv6 addresses, as fd64:726f:7773:2::/64.
+// Range6Env is the variable with the range of endpoints' IPv6 addresses, such as fd64:726f:7773:2::/64.
 const Range6Env = "DROWSE_AGENT_RANGE6"
 
-// DefaultDir is where addresses are taken. It has to be of this host and this boot.
+// DefaultDir is the directory of address locks. It must belong to this host and this boot.
 const DefaultDir = "/run/drowse/addresses"
 
-// DefaultRange is where endpoints have their addresses if nothing else is said.
+// DefaultRange is the range of endpoints' addresses unless $DROWSE_AGENT_RANGE names another.
 var DefaultRange = netip.MustParsePrefix("10.200.0.0/16")
 
-// DefaultRange6 is where they have their IPv6 addresses: unique local ones (RFC 4193),
-// since the host translates them.
+// DefaultRange6 is the default range of IPv6 addresses: unique local ones (RFC 4193), since the host translates them.
 var DefaultRange6 = netip.MustParsePrefix("fd64:726f:7773:2::/64")
 
-// Bounds of a range's length: the larger has addresses for half a million endpoints.
+// Bounds of a range's prefix length: the largest range has addresses for half a million endpoints.
 const (
 	minRangeBits = 13
 	maxRangeBits = 30
 )
 
-// What can be wrong with addresses, for errors.Is.
+// Errors of addresses, for errors.Is.
 var (
 	ErrRange = errors.New("unusable range of endpoints' addresses")
 	ErrFull  = errors.New("all addresses of endpoints are taken")
 )
 
-// Range is the range of endpoints' addresses that $DROWSE_AGENT_RANGE names, or DefaultRange.
+// Range returns the range of endpoints' addresses in $DROWSE_AGENT_RANGE, or DefaultRange.
 func Range() (netip.Prefix, error) { return named(RangeEnv, DefaultRange, CheckRange) }
 
-// Range6 is the range of endpoints' IPv6 addresses that $DROWSE_AGENT_RANGE6 names, or
-// DefaultRange6.
+// Range6 returns the range of endpoints' IPv6 addresses in $DROWSE_AGENT_RANGE6, or DefaultRange6.
 func Range6() (netip.Prefix, error) { return named(Range6Env, DefaultRange6, checkRange6) }
 
-// named is the range that a variable of the environment names.
+// named returns the range in an environment variable.
 func named(env string, usual netip.Prefix, check func(netip.Prefix) error) (netip.Prefix, error) {
 	text := os.Getenv(env)
 	if text == "" {
@@ -69,7 +67,7 @@ func named(env string, usual netip.Prefix, check func(netip.Prefix) error) (neti
 	return p, nil
 }
 
-// checkRange6 says whether endpoints can have their IPv6 addresses in a range.
+// checkRange6 checks that endpoints can have their IPv6 addresses in a range.
 func checkRange6(p netip.Prefix) error {
 	wire := netip.PrefixFrom(netpolicy.TheWire.Gateway6, 64).Masked()
 	switch {
@@ -83,9 +81,9 @@ func checkRange6(p netip.Prefix) error {
 	return nil
 }
 
-// Address6 is the IPv6 address of an endpoint that has an IPv4 address: the range, and that
-// address in its last four bytes. So whoever holds the one has the other to itself, as long as
-// all of the host have one range. It fails with ErrRange if an interface of the host is in that range.
+// Address6 returns the IPv6 address of an endpoint with an IPv4 address: the prefix of the range, with the IPv4
+// address in the last four bytes. So the owner of the IPv4 address also owns this one, as long as the whole host
+// uses one range. It fails with ErrRange if an interface of the host has an address in that range.
 func Address6(in netip.Prefix, own netip.Addr) (netip.Addr, error) {
 	if err := checkRange6(in); err != nil {
 		return netip.Addr{}, err
@@ -98,7 +96,7 @@ func Address6(in netip.Prefix, own netip.Addr) (netip.Addr, error) {
 	return netip.AddrFrom16(b), nil
 }
 
-// CheckRange says whether endpoints can have their addresses in a range.
+// CheckRange checks that endpoints can have their addresses in a range.
 func CheckRange(p netip.Prefix) error {
 	wire := netip.PrefixFrom(netpolicy.TheWire.Gateway4, 30).Masked()
 	switch {
@@ -114,14 +112,14 @@ func CheckRange(p netip.Prefix) error {
 	return nil
 }
 
-// Address is an endpoint's, until Release or the end of the process.
+// Address is an address that an endpoint owns until Release or the end of the process.
 type Address struct {
 	addr netip.Addr
 	path string
 	file *os.File
 }
 
-// Addr is the address.
+// Addr returns the address.
 func (a *Address) Addr() netip.Addr { return a.addr }
 
 // Release gives the address back.
@@ -129,15 +127,15 @@ func (a *Address) Release() error {
 	if a.file == nil {
 		return nil
 	}
-	// While the lock is held, so that nobody has this file any more; see take.
+	// Remove the file while the lock is held, so that no other process has this file open afterwards; see take.
 	err := errors.Join(os.Remove(a.path), a.file.Close())
 	a.file = nil
 	return err
 }
 
-// Take takes an address of a range for an endpoint: the same as the last time, if nobody else
-// has that by now. dir is where the host's addresses are taken; empty is DefaultDir.
-// It fails with ErrFull, or with ErrRange if an interface of the host is in that range.
+// Take takes an address of a range for an endpoint: the same as the last time, unless another process has it now.
+// dir is the directory of the host's address locks; empty is DefaultDir. It fails with ErrFull, or with ErrRange
+// if an interface of the host has an address in that range.
 func Take(dir string, in netip.Prefix, endpoint string) (*Address, error) {
 	dir = cmp.Or(dir, DefaultDir)
 	if err := CheckRange(in); err != nil {
@@ -159,14 +157,14 @@ func Take(dir string, in netip.Prefix, endpoint string) (*Address, error) {
 	return nil, fmt.Errorf("taking an address in %v: %w: name a larger range in $%s", in, ErrFull, RangeEnv)
 }
 
-// First is the address of a range that Take gives to an endpoint if nobody else has it.
+// First returns the address of a range that Take gives to an endpoint if it is free.
 func First(in netip.Prefix, endpoint string) netip.Addr { return choice(in, endpoint, 0) }
 
-// choices are how many addresses of a range endpoints can have: neither the first nor the last
-// one, which mean the network and broadcast elsewhere.
+// choices returns how many addresses of a range endpoints can have: all but the first and the last one, which are
+// the network and broadcast addresses elsewhere.
 func choices(in netip.Prefix) uint32 { return uint32(1)<<(32-in.Bits()) - 2 }
 
-// choice is what is tried for an endpoint after i others.
+// choice returns the address to try for an endpoint after i others.
 func choice(in netip.Prefix, endpoint string, i uint32) netip.Addr {
 	h := fnv.New32a()
 	_, _ = h.Write([]byte(endpoint)) // never fails
@@ -177,7 +175,7 @@ func choice(in netip.Prefix, endpoint string, i uint32) netip.Addr {
 	return netip.AddrFrom4(b)
 }
 
-// take takes one address; nil if another process has it.
+// take takes one address; nil if another process holds it.
 func take(dir string, addr netip.Addr, endpoint string) (*Address, error) {
 	a := &Address{addr: addr, path: filepath.Join(dir, addr.String())}
 	f, err := osfile.TryOpenLocked(a.path, os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW, 0o600, osfile.Exclusive)
@@ -188,13 +186,13 @@ func take(dir string, addr netip.Addr, endpoint string) (*Address, error) {
 		return nil, fmt.Errorf("taking the address %v: %w", addr, err)
 	}
 	a.file = f
-	// For people who look there. Not worth a failure.
+	// This text is for people. A failure to write it does not matter.
 	_ = f.Truncate(0)
 	_, _ = fmt.Fprintf(f, "%s %d\n", endpoint, os.Getpid())
 	return a, nil
 }
 
-// clash refuses a range in which the host has a network of its own. env names the range.
+// clash refuses a range that overlaps a network of the host. env is the range's variable.
 func clash(in netip.Prefix, env string) error {
 	all, err := netpolicy.InterfaceAddresses()
 	if err != nil {
@@ -208,8 +206,7 @@ func clash(in netip.Prefix, env string) error {
 	return nil
 }
 
-// Sweep removes the files of addresses that killed processes had. They are free without
-// that. dir is as for Take.
+// Sweep removes the address files of killed processes. Their addresses are free even without that. dir is as for Take.
 func Sweep(dir string) error {
 	dir = cmp.Or(dir, DefaultDir)
 	entries, err := os.ReadDir(dir)

@@ -16,23 +16,23 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 )
 
-// Names in nftables, and of the rules of one endpoint.
+// Names of the chain and of its rules in nftables.
 const (
 	chainBound  = "connections"
 	boundPrefix = "drowse: connections of each of "
 	morePrefix  = "drowse: connections of "
 )
 
-// Connections is how many entries the host's connection tracking may have for an endpoint with a policy: as many as
-// flows are tracked by the programs, which forget the oldest where the host's tracking has to refuse the next. Entries
-// of TCP that are closed (TIME_WAIT, up to 2 minutes) do not count; the policy's limit of connections a second bounds
-// them.
+// Connections returns how many entries the host's connection tracking may have for an endpoint with a policy: as
+// many as the programs track flows. The programs forget the oldest flow; the host's tracking refuses the next
+// connection. Closed entries of TCP (TIME_WAIT, up to 2 minutes) do not count; the policy's limit of connections a
+// second bounds them.
 func Connections(p *netpolicy.Policy) int { return cmp.Or(p.Flows, netpolicy.DefaultFlows) }
 
-// Bound keeps an endpoint from filling the host's connection tracking: a packet is dropped that would be the first of a
-// connection when there are as many from its address. All endpoints of a range have the number that goes with
-// netpolicy.DefaultFlows, and this one another if it is another. It is like Translate in what it does when it is called
-// again; what an endpoint that has gone had for itself is removed by the next one with its address.
+// Bound keeps an endpoint from filling the host's connection tracking: the host drops the first packet of a connection
+// if its source already has as many as allowed. A rule for the range allows each endpoint netpolicy.DefaultFlows. This
+// endpoint gets a rule of its own if connections differs. Like Translate, Bound changes nothing if the rules exist. The
+// rule of an endpoint that is gone stays until Bound is called for the next endpoint with its address.
 func Bound(in netip.Prefix, own netip.Addr, connections int) error {
 	return locked(func() error {
 		n, err := open(familyOf(in))
@@ -74,7 +74,7 @@ func Bound(in netip.Prefix, own netip.Addr, connections int) error {
 			n.conn.AddChain(chain)
 			note := comment(words)
 			one := netip.PrefixFrom(own, own.BitLen())
-			// The last one that is inserted is the first.
+			// InsertRule puts each rule first, so the last one inserted comes first.
 			n.conn.InsertRule(&nftables.Rule{Table: n.table, Chain: chain, UserData: note, Exprs: append(n.family.opens(one), &expr.Verdict{Kind: expr.VerdictAccept})})
 			n.conn.InsertRule(&nftables.Rule{
 				Table: n.table, Chain: chain, UserData: note,
@@ -88,7 +88,7 @@ func Bound(in netip.Prefix, own netip.Addr, connections int) error {
 	})
 }
 
-// boundEach adds the rule for all endpoints of a range: a set has those with connections, and their numbers.
+// boundEach adds the rule for all endpoints of a range. Its set has the endpoints with connections, and their counts.
 func (n *nft) boundEach(chain *nftables.Chain, in netip.Prefix, words string) error {
 	kind := nftables.TypeIPAddr
 	if n.family == ip6 {
@@ -124,7 +124,7 @@ func (f *family) opens(in netip.Prefix) []expr.Any {
 	)
 }
 
-// over matches when there are more connections than that.
+// over matches when there are more connections than the given number.
 func over(connections int) *expr.Connlimit {
 	return &expr.Connlimit{Count: uint32(connections), Flags: expr.NFT_CONNLIMIT_F_INV}
 }

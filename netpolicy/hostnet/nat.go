@@ -21,14 +21,14 @@ import (
 	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
-// InterfacePrefix begins the names of endpoints' TAP devices.
+// InterfacePrefix is the prefix of the names of endpoints' TAP devices.
 const InterfacePrefix = "drowse"
 
-// InterfaceName is the name of the TAP device of an endpoint with this id of 32 hex digits. No other endpoint's is the
-// same, so that what tidies up after a killed process never means another one's.
+// InterfaceName returns the name of the TAP device of an endpoint with this id of 32 hex digits. No other endpoint
+// has the same name, so that cleanup after a killed process never removes another endpoint's device.
 func InterfaceName(id string) string { return InterfacePrefix + id[:min(9, len(id))] }
 
-// Names in nftables. Nothing else uses the table.
+// Names in nftables. Only this package uses the table.
 const (
 	tableName   = "drowse"
 	chainNAT    = "postrouting"
@@ -40,14 +40,14 @@ const (
 	ownPrefix   = "drowse: from agents alone "
 )
 
-// family is what differs between IPv4 and IPv6.
+// family has the differences between IPv4 and IPv6.
 type family struct {
 	table     nftables.TableFamily
-	source    uint32 // where the source address begins in a header
+	source    uint32 // offset of the source address in a header
 	length    uint32 // of an address, in bytes
-	forward   string // file of the sysctl that switches forwarding on
+	forward   string // file of the sysctl for forwarding
 	sysctl    string // its name
-	advertise bool   // whether routers tell the host of themselves
+	advertise bool   // whether router advertisements configure the host
 }
 
 var (
@@ -57,7 +57,7 @@ var (
 	ip6 = &family{nftables.TableFamilyIPv6, 8, 16, "/proc/sys/net/ipv6/conf/all/forwarding", "net.ipv6.conf.all.forwarding", true}
 )
 
-// confDir has a directory of sysctls for each interface, and two for all.
+// confDir has a directory of sysctls for each interface, and the directories all and default.
 const confDir = "/proc/sys/net/ipv6/conf"
 
 func familyOf(in netip.Prefix) *family {
@@ -67,15 +67,14 @@ func familyOf(in netip.Prefix) *family {
 	return ip6
 }
 
-// ErrNAT is a host that cannot translate addresses.
+// ErrNAT means that the host cannot translate addresses.
 var ErrNAT = errors.New("the kernel does not take the table of nftables")
 
-// Status is what there is of this package's on the host.
+// Status is what this package has set up on the host.
 type Status struct {
-	// Ranges are translated.
+	// Ranges are the translated ranges.
 	Ranges []string `json:"ranges"`
-	// Forwarding is net.ipv4.ip_forward. Guarded says that it was switched on by
-	// Forward, and is for endpoints alone.
+	// Forwarding is net.ipv4.ip_forward. Guarded is set if Forward switched it on, for endpoints alone.
 	Forwarding bool `json:"forwarding"`
 	Guarded    bool `json:"guarded"`
 	// Forwarding6 and Guarded6 are the same for net.ipv6.conf.all.forwarding and Forward6.
@@ -83,7 +82,7 @@ type Status struct {
 	Guarded6    bool `json:"guarded6"`
 }
 
-// locked does something that no other process does at the same time.
+// locked runs do while no other process runs it.
 func locked(do func() error) error {
 	dir := filepath.Dir(DefaultDir)
 	if err := os.MkdirAll(dir, 0o700); err != nil {
@@ -98,7 +97,7 @@ func locked(do func() error) error {
 	return do()
 }
 
-// nft is a conversation about the table of a family.
+// nft is a connection to nftables, for the table of a family.
 type nft struct {
 	family *family
 	conn   *nftables.Conn
@@ -125,7 +124,7 @@ func (n *nft) find() (*nftables.Table, error) {
 	return t, nil
 }
 
-// comments are those of a chain's rules; none if there is no such chain.
+// comments returns those of a chain's rules; none if the chain does not exist.
 func (n *nft) comments(chain string) ([]string, error) {
 	rules, err := n.rules(chain)
 	var out []string
@@ -136,7 +135,7 @@ func (n *nft) comments(chain string) ([]string, error) {
 	return out, err
 }
 
-// rules are those of a chain; none if there is no such chain.
+// rules returns the rules of a chain; none if the chain does not exist.
 func (n *nft) rules(chain string) ([]*nftables.Rule, error) {
 	t, err := n.find()
 	if t == nil || err != nil {
@@ -166,16 +165,15 @@ func (n *nft) flush() error {
 func notEndpoints(key expr.MetaKey) []expr.Any {
 	return []expr.Any{
 		&expr.Meta{Key: key, Register: 1},
-		// Less than a whole name compares its beginning.
+		// Data shorter than a name compares the prefix alone.
 		&expr.Cmp{Op: expr.CmpOpNeq, Register: 1, Data: []byte(InterfacePrefix)},
 	}
 }
 
 func rangeWords(in netip.Prefix) string { return rangePrefix + in.String() }
 
-// Translate has the host translate what endpoints in a range, of IPv4 or IPv6, send to other
-// interfaces than endpoints'. It changes nothing when that is so already, and may be called from
-// several processes at once.
+// Translate makes the host translate what endpoints in a range, of IPv4 or IPv6, send to interfaces other than
+// endpoints'. It changes nothing if the rule exists, and may be called from several processes at once.
 func Translate(in netip.Prefix) error {
 	check := CheckRange
 	if familyOf(in) == ip6 {
@@ -189,7 +187,7 @@ func Translate(in netip.Prefix) error {
 	})
 }
 
-// once adds a rule, if it is not there, for packets with a source in a range whose interface is not an endpoint's.
+// once adds a rule, unless it exists, for packets with a source in a range whose interface is not an endpoint's.
 func once(in netip.Prefix, words string, interfaces expr.MetaKey, does expr.Any, chain *nftables.Chain) error {
 	return locked(func() error {
 		n, err := open(familyOf(in))
@@ -204,7 +202,7 @@ func once(in netip.Prefix, words string, interfaces expr.MetaKey, does expr.Any,
 	})
 }
 
-// add adds a rule, with its chain and the table if these are not there.
+// add adds a rule, with its chain and the table if they are missing.
 func (n *nft) add(chain *nftables.Chain, words string, exprs []expr.Any) error {
 	n.conn.AddTable(n.table)
 	chain.Table = n.table
@@ -224,19 +222,19 @@ func (f *family) from(in netip.Prefix) []expr.Any {
 	}
 }
 
-// Own has the host drop packets with a source in a range of endpoints that have not come by an endpoint's interface.
-// The programs of endpoints do not take them for endpoints' either; this keeps them from the host itself. It is like
-// Translate in what it does when it is called again.
+// Own makes the host drop packets with a source in a range of endpoints that did not come by an endpoint's
+// interface. The programs of endpoints reject such packets anyway; this keeps them from the host itself. Like
+// Translate, it changes nothing if the rule exists.
 func Own(in netip.Prefix) error {
 	return once(in, ownPrefix+in.String(), expr.MetaKeyIIFNAME, &expr.Verdict{Kind: expr.VerdictDrop}, &nftables.Chain{
 		Name: chainSource, Type: nftables.ChainTypeFilter, Hooknum: nftables.ChainHookPrerouting, Priority: nftables.ChainPriorityRaw,
 	})
 }
 
-// Forwarding says whether the host forwards IPv4 packets.
+// Forwarding reports whether the host forwards IPv4 packets.
 func Forwarding() (bool, error) { return ip4.forwarding() }
 
-// Forwarding6 says whether the host forwards IPv6 packets; one without IPv6 does not.
+// Forwarding6 reports whether the host forwards IPv6 packets; a host without IPv6 does not.
 func Forwarding6() (bool, error) { return ip6.forwarding() }
 
 func (f *family) forwarding() (bool, error) {
@@ -257,14 +255,14 @@ func (f *family) setForwarding(value string) error {
 	return nil
 }
 
-// Forward has the host forward IPv4 packets, if it does not yet: those from and to endpoints'
-// interfaces alone, since a rule drops all others first. It reports whether it has changed
-// something. Where forwarding was on already, it adds no rule.
+// Forward makes the host forward IPv4 packets, if it does not yet. It first adds a rule that drops all packets but
+// those from and to endpoints' interfaces. It reports whether it changed anything. If forwarding is already on, it
+// adds no rule.
 func Forward() (changed bool, err error) { return ip4.doForward() }
 
-// Forward6 is Forward for IPv6. A host that forwards takes no more routes from routers that
-// tell of themselves (accept_ra 1; ip-sysctl.rst of Linux), and would lose its own way out: so
-// interfaces that take them now are told to go on with it (accept_ra 2).
+// Forward6 is Forward for IPv6. A host that forwards accepts no more routes from router advertisements (accept_ra
+// 1; ip-sysctl.rst of Linux), and would lose its own way out. So Forward6 makes interfaces that accept them now
+// continue to do so (accept_ra 2).
 func Forward6() (changed bool, err error) { return ip6.doForward() }
 
 func (f *family) doForward() (changed bool, err error) {
@@ -291,7 +289,7 @@ func (f *family) doForward() (changed bool, err error) {
 	return changed, err
 }
 
-// guard adds the rule that drops what is neither from nor to an endpoint.
+// guard adds the rule that drops packets neither from nor to an endpoint, unless the chain has a rule.
 func (n *nft) guard() error {
 	have, err := n.comments(chainGuard)
 	if err != nil || len(have) > 0 {
@@ -304,9 +302,8 @@ func (n *nft) guard() error {
 	return n.add(chain, guardWords, append(exprs, &expr.Counter{}, &expr.Verdict{Kind: expr.VerdictDrop}))
 }
 
-// keepAdvertised has interfaces that take routes from routers go on with it. Which
-// they are is noted first, in a chain that nothing jumps to: it is there for as long as the
-// guard, and in the same network namespace.
+// keepAdvertised makes interfaces that accept router advertisements continue to do so. It first records them in a
+// chain that no rule jumps to: the record lasts as long as the guard, and is in the same network namespace.
 func (n *nft) keepAdvertised() error {
 	entries, err := os.ReadDir(confDir)
 	if err != nil {
@@ -319,12 +316,12 @@ func (n *nft) keepAdvertised() error {
 	chain := n.conn.AddChain(&nftables.Chain{Name: chainRA, Table: n.table})
 	var names []string
 	for _, e := range entries {
-		// New interfaces have what default has; all is not looked at.
+		// New interfaces inherit from default. all has no effect.
 		if e.Name() == "all" || e.Name() == "lo" || strings.HasPrefix(e.Name(), InterfacePrefix) {
 			continue
 		}
 		if v, err := os.ReadFile(acceptRA(e.Name())); err != nil || string(bytes.TrimSpace(v)) != "1" {
-			continue // it has gone, or takes none
+			continue // it is gone, or accepts none
 		}
 		names = append(names, e.Name())
 		if !slices.Contains(noted, e.Name()) {
@@ -352,8 +349,8 @@ func setAcceptRA(name, value string) error {
 	return nil
 }
 
-// Remove takes away what Translate, Forward and Forward6 have made: first forwarding, if they
-// have switched it on, then the tables. It is no error if there is nothing.
+// Remove undoes Translate, Own, Bound, Forward and Forward6: first forwarding, if they switched it on, then the
+// tables. Missing tables are not an error.
 func Remove() error {
 	return locked(func() error { return errors.Join(ip4.remove(), ip6.remove()) })
 }
@@ -381,7 +378,7 @@ func (f *family) remove() error {
 		return err
 	}
 	for _, name := range names {
-		// Whoever has set it to something else since means it.
+		// Another value was set on purpose since.
 		if v, err := os.ReadFile(acceptRA(name)); err != nil || string(bytes.TrimSpace(v)) != "2" {
 			continue
 		}
@@ -393,7 +390,7 @@ func (f *family) remove() error {
 	return n.flush()
 }
 
-// Look says what there is.
+// Look returns what this package has set up on the host.
 func Look() (s Status, err error) {
 	s.Ranges = []string{}
 	for _, f := range []struct {

@@ -13,20 +13,20 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 )
 
-// The shortest prefixes of an IPv4 and IPv6 route that has neighbours behind it. A shorter one, as that of a default
-// route, is a way out.
+// The shortest prefixes of IPv4 and IPv6 routes that count as neighbours. A shorter one, such as a default route,
+// is a way out.
 const (
 	minOnLink4 = 8
 	minOnLink6 = 16
 )
 
-// onLinkTries bounds how often routes are listed that change meanwhile.
+// onLinkTries bounds how often OnLink lists the routes again because they changed meanwhile.
 const onLinkTries = 5
 
-// OnLink are the ranges of public addresses in which this host has neighbours, as Environment.OnLink should have them,
-// in order: the prefixes of its interfaces' addresses, its routes without a gateway, and its gateways, of all tables in
-// this network namespace. Routes into tunnels (interfaces without broadcast) lead further, and are not among them,
-// unless the kernel has made them for an address. If there are more than MaxOnLink, they are made wider.
+// OnLink returns the ranges of public addresses in which this host has neighbours, as Environment.OnLink should
+// have them, in order: the prefixes of its interfaces' addresses, its routes without a gateway, and its gateways,
+// of all tables in this network namespace. It leaves out routes into tunnels (interfaces without broadcast), which
+// lead further, unless the kernel made them for an address. If there are more than MaxOnLink, it widens them.
 func OnLink() ([]netip.Prefix, error) {
 	all, err := netpolicy.InterfaceAddresses()
 	if err != nil {
@@ -72,7 +72,7 @@ func OnLink() ([]netip.Prefix, error) {
 			return true
 		})
 		if errors.Is(err, netlink.ErrDumpInterrupted) && try < onLinkTries {
-			continue // what was found counts
+			continue // ranges found so far still count
 		}
 		if err != nil && !errors.Is(err, netlink.ErrDumpInterrupted) {
 			return nil, fmt.Errorf("listing the routes on the host's links: %w", err)
@@ -81,7 +81,7 @@ func OnLink() ([]netip.Prefix, error) {
 	}
 }
 
-// neighbours is the range of a network on a link, if some of it would be public otherwise, and it is no way out.
+// neighbours returns the range of a network on a link, if part of it could be public and it is not a way out.
 func neighbours(n *net.IPNet) (netip.Prefix, bool) {
 	if n == nil {
 		return netip.Prefix{}, false
@@ -100,7 +100,7 @@ func onLink(p netip.Prefix) bool {
 	return p.Bits() >= least && netpolicy.MayBePublic(p)
 }
 
-// widen makes a list of ranges, of at most so many: with more, it makes them shorter and so less in number.
+// widen returns at most so many ranges: if there are more, it shortens the prefixes until enough of them coincide.
 func widen(found map[netip.Prefix]bool, most int) []netip.Prefix {
 	for bits := 128; ; bits-- {
 		var out []netip.Prefix

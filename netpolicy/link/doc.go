@@ -1,3 +1,3 @@
-// Package link puts policies on TAP devices: the eBPF programs, their maps and pins, and swaps of the tables that the
-// programs read.
+// Package link puts policies on TAP devices. It manages the eBPF programs, their maps and pins, and swaps the
+// tables that the programs read.
 package link

@@ -19,14 +19,13 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/flow"
 )
 
-// ErrKernel is a kernel, or a lack of permission, that the programs cannot be loaded with.
+// ErrKernel means that the kernel, or a lack of permission, prevents loading the programs.
 var ErrKernel = errors.New("the kernel does not take the programs")
 
-// ErrPinsFull is that the resolver has pinned as many addresses as it may.
+// ErrPinsFull means that the resolver has pinned as many addresses as it may.
 var ErrPinsFull = errors.New("too many addresses are pinned")
 
-// maxPins is how many addresses the resolver may pin for one endpoint. The map has room
-// for those of two generations.
+// maxPins is how many addresses the resolver may pin for one endpoint. The map has room for two generations of them.
 const maxPins = 4096
 
 // maxNameSets is how many sets of names are remembered for flows.
@@ -35,35 +34,35 @@ const maxNameSets = 2048
 // maxPinNames is how many names of one address are pinned at once.
 const maxPinNames = 64
 
-// engine is the state of one endpoint, in maps of its own, and its own programs, which call
-// those of the host. With no table they deny everything.
+// engine is the state of one endpoint, in its own maps, and its own programs, which call those of the host.
+// Without a table they deny everything.
 type engine struct {
 	place  place
 	shared *programs
-	// The endpoint's own. The one element of current says which of its tables is in force.
-	// Lasting has the flows that are established or answered, and flows the others.
+	// These maps are the endpoint's own. The one element of current selects the table in force. lasting has the
+	// established or answered flows, flows has the others.
 	flows, lasting, pinned, counts, events, current *ebpf.Map
 	entries                                         [2]*ebpf.Program // by direction
 
-	wg sync.WaitGroup // for writers into the slot, who take some time to end
-	// announced is closed when the maps of the endpoint are in its slot and their writers have ended; nil before
-	// announce.
+	wg sync.WaitGroup // for writers into the slot, which take some time to end
+	// announced is closed when the maps of the endpoint are in its slot and their writers have ended; it is nil
+	// before announce.
 	announced chan struct{}
-	writers   chan struct{} // has as many elements as there are of those after the first
+	writers   chan struct{} // has one element per writer of prepareSpare that still waits
 
 	mu       sync.Mutex // guards what follows
 	gen      uint32
-	which    uint32   // the table that is in force
-	tables   [2]table // the other one is spare, and may be none
+	which    uint32   // the index of the table in force
+	tables   [2]table // the other one is spare, and may be empty
 	spec     *netpolicy.Spec
-	pins     bool                             // there may be entries in the map of pins
-	names    map[netip.Addr]map[string]uint64 // name -> when it expires, on the kernel's clock
+	pins     bool                             // the map of pins may have entries
+	names    map[netip.Addr]map[string]uint64 // name -> its expiry, on the kernel's clock
 	nameSets nameSets
 
 	history flow.History
 }
 
-// eventBytes is the size of the ring of events: a second's worth of both directions, and as much again.
+// eventBytes is the size of the ring of events: a second's worth of both directions, twice.
 const eventBytes = 32 << 10
 
 // ownMap is a map of an endpoint's own.
@@ -91,8 +90,8 @@ func (m ownMap) make() (*ebpf.Map, error) {
 	return out, nil
 }
 
-// newEngine makes the maps of an endpoint and puts them into its slot. It takes over the
-// programs, also if it fails. With a policy, start has to follow; without, everything is denied.
+// newEngine makes the maps and programs of an endpoint. It takes over p, even if it fails. With a policy, start
+// must follow; without one, the programs deny everything.
 func newEngine(p *programs, at place, flows int) (_ *engine, err error) {
 	e := &engine{place: at, shared: p, names: map[netip.Addr]map[string]uint64{}, writers: make(chan struct{}, maxWriters)}
 	defer func() {
@@ -126,7 +125,7 @@ func newEngine(p *programs, at place, flows int) (_ *engine, err error) {
 	return e, nil
 }
 
-// flowTable is the endpoint's table of flows.
+// flowTable returns the endpoint's flow table.
 func (e *engine) flowTable() *flow.Table {
 	return &flow.Table{Flows: e.flows, Lasting: e.lasting, Usages: e.shared.usages, Slot: e.place.slot, History: &e.history}
 }
@@ -135,7 +134,7 @@ func (e *engine) close() error {
 	e.wg.Wait()
 	errs := []error{e.shared.close()}
 	for _, m := range e.maps() {
-		errs = append(errs, m.Close()) // of nil, it does nothing
+		errs = append(errs, m.Close()) // a nil map's Close does nothing
 	}
 	for i := range e.tables {
 		errs = append(errs, e.tables[i].close())
@@ -159,15 +158,15 @@ func (e *engine) announce() error {
 	e.announced = make(chan struct{})
 	e.wg.Go(func() {
 		defer close(e.announced)
-		// What the writers have to say was said when their maps were seen to be there.
+		// publish has already seen the maps in place, so errors of its writers do not matter.
 		_ = wait()
 	})
 	return nil
 }
 
-// start puts the endpoint's first table into its slot, after its maps if announce has not. Nothing is judged
-// before, so no packet is waited for. With keep, all that endpoints share stays open; otherwise only
-// what is needed from now on: the tables, and the use of limits.
+// start puts the endpoint's first table into its slot; if announce has not run, start puts the maps there first.
+// No packet was judged before, so there is none to wait for. With keep, all maps that endpoints share stay open;
+// otherwise only policies and usages do.
 func (e *engine) start(s *netpolicy.Spec, keep bool) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -201,7 +200,7 @@ func (e *engine) start(s *netpolicy.Spec, keep bool) error {
 	return nil
 }
 
-// track gives the endpoint other tables of flows, in which there are none, before start.
+// track replaces the endpoint's flow tables by empty ones, before start.
 func (e *engine) track(flows int) (err error) {
 	brief, err := flowsOf(flows).make()
 	if err != nil {
@@ -227,7 +226,7 @@ func (e *engine) track(flows int) (err error) {
 	return err
 }
 
-// mapID is the kernel's number of a map.
+// mapID returns the kernel's ID of a map.
 func mapID(m *ebpf.Map) (ebpf.MapID, error) {
 	info, err := m.Info()
 	if err != nil {
@@ -237,11 +236,11 @@ func mapID(m *ebpf.Map) (ebpf.MapID, error) {
 	return id, nil
 }
 
-// pinSlots is how many times at which names of one address expire are told apart. Those
-// beyond expire early.
+// pinSlots is how many distinct expiry times the names of one address have in the map. Names with earlier times count
+// as expired.
 const pinSlots = 4
 
-// matching is which rules the names of an address match, and until when. nameSetID numbers a set of names.
+// matching returns the rules that the names of an address match, and until when. nameSetID numbers a set of names.
 func matching(s *netpolicy.Spec, names map[string]uint64, nameSetID func(names []string) uint32) (p bpf.EndpointPin, ok bool) {
 	type ruleSet = [netpolicy.MaxRules / 64]uint64
 	sets, named := map[uint64]ruleSet{}, map[uint64][]string{} // by time
@@ -257,7 +256,7 @@ func matching(s *netpolicy.Spec, names map[string]uint64, nameSetID func(names [
 			named[until] = append(named[until], name)
 		}
 	}
-	// The latest first; each slot has what the later ones have as well.
+	// The latest comes first; each slot includes what the later ones have.
 	times := slices.SortedFunc(maps.Keys(sets), func(a, b uint64) int { return cmp.Compare(b, a) })
 	var all ruleSet
 	var matched []string
@@ -279,7 +278,7 @@ func pinKey(a netip.Addr, gen uint32) bpf.EndpointPinKey {
 	return k
 }
 
-// repin puts what the resolver has pinned into the map for the next generation.
+// repin writes the resolver's pins into the map for the next generation.
 func (e *engine) repin(s *netpolicy.Spec) error {
 	e.expire()
 	for a, names := range e.names {
@@ -287,7 +286,7 @@ func (e *engine) repin(s *netpolicy.Spec) error {
 			return err
 		}
 	}
-	// And what the names of flows mean now, though they may have expired.
+	// Also write what the names of flows mean now, though they may have expired.
 	for id, names := range e.nameSets.names {
 		v, ok := matching(s, forever(names), func([]string) uint32 { return id })
 		if !ok {
@@ -313,8 +312,8 @@ func (e *engine) writePin(s *netpolicy.Spec, a netip.Addr, names map[string]uint
 	return nil
 }
 
-// unpinOld removes the entries of generations that are gone. Most endpoints have none, and looking for them means a
-// look at each bucket of the map.
+// unpinOld removes the entries of past generations. Most endpoints have no pins, and the search visits each bucket
+// of the map.
 func (e *engine) unpinOld() error {
 	if !e.pins {
 		return nil
@@ -369,8 +368,8 @@ func (e *engine) pin(name string, a netip.Addr, until uint64) error {
 	return e.writePin(e.spec, a, names)
 }
 
-// makeRoom forgets names of an address whose time is up; if there is none, the one whose time is up first. A guest that
-// asks for more names has the latest of them.
+// makeRoom forgets the expired names of an address, or, if there are none, the name that expires first. So a guest
+// that asks for more names has the latest of them.
 func makeRoom(names map[string]uint64) {
 	if dropExpired(names); len(names) >= maxPinNames {
 		delete(names, slices.MinFunc(slices.Collect(maps.Keys(names)), func(a, b string) int { return cmp.Compare(names[a], names[b]) }))
@@ -382,18 +381,18 @@ func dropExpired(names map[string]uint64) {
 	maps.DeleteFunc(names, func(_ string, until uint64) bool { return until <= now })
 }
 
-// expire forgets pins whose time is up.
+// expire forgets expired pins.
 func (e *engine) expire() {
 	for a, names := range e.names {
 		if dropExpired(names); len(names) == 0 {
 			delete(e.names, a)
-			// If it is not there, it has been removed with an old policy.
+			// An entry that is missing was removed with an old policy.
 			_ = e.pinned.Delete(pinKey(a, e.gen))
 		}
 	}
 }
 
-// counters reads the counts that are not zero.
+// counters reads the counters that are not zero.
 func (e *engine) counters() ([]netpolicy.Counter, error) {
 	var out []netpolicy.Counter
 	for d, dir := range netpolicy.Directions {

@@ -9,40 +9,39 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 )
 
-// What an endpoint's own program knows of struct __sk_buff: its scratch space, of which
-// bpf/endpoint.c reads the first three words.
+// Offsets in struct __sk_buff that an endpoint's own program uses: its scratch space, of which bpf/endpoint.c
+// reads the first three words.
 const (
 	ctxSlot  = 48 // cb[0]
 	ctxClaim = 52 // cb[1]
 	ctxWhich = 56 // cb[2]
 )
 
-// shot is TC_ACT_SHOT: the packet is dropped.
+// shot is TC_ACT_SHOT: the kernel drops the packet.
 const shot = 2
 
 const (
-	// runsAt is where the counters of runs are in an endpoint's map of counters, by its tables:
-	// begun, and ended 8 bytes behind. bpf/endpoint.c counts the latter.
+	// runsAt is the index of the counters of runs in an endpoint's map of counters, by table: begun, and ended 8
+	// bytes behind. bpf/endpoint.c counts the latter.
 	runsAt = 2 * 3 * netpolicy.Reasons
-	// noTable is what is said of a packet that met a swap each of beginTries times. It is denied.
+	// noTable is the table of a packet that met a swap at each of beginTries attempts. It is denied.
 	noTable    = 2
 	beginTries = 4
 )
 
-// entry loads an endpoint's own program for one direction, the one that is on its device.
-// It says whose packet it is, and by which of the endpoint's two tables it is judged, and calls the program of the
-// host, which does not return. If that is not there, the packet is dropped.
+// entry loads an endpoint's own program for one direction, the one on its device. It passes the endpoint's slot
+// and claim and the index of the table that judges the packet to the program of the host, by a tail call. If the
+// host's program is missing, it drops the packet.
 //
-// Before it goes on with a table it counts a run by it, and looks once more whether that is the one in force: so
-// whoever has changed that, and then finds as many runs ended as begun, knows that no packet is judged by the
-// other table any more. The addition is one with a full barrier (BPF_FETCH), so that the second look cannot come
-// before it.
+// Before it uses a table it counts a run by that table, and checks once more that the table is in force. So after
+// a swap, once as many runs have ended as begun, no packet is judged by the old table any more. The addition has a
+// full barrier (BPF_FETCH), so that the second check cannot come before it.
 func (e *engine) entry(calls *ebpf.Map, dir int, before ...asm.Instruction) (*ebpf.Program, error) {
 	return e.pausedEntry(calls, dir, before, nil)
 }
 
-// pausedEntry is entry with instructions before it, and between the choice of the table and its use. They leave R6 to
-// R9 alone.
+// pausedEntry is entry with instructions before it, and between the choice of the table and its use. They must not
+// change R6 to R9.
 func (e *engine) pausedEntry(calls *ebpf.Map, dir int, before, pause asm.Instructions) (*ebpf.Program, error) {
 	insns := append(before[:len(before):len(before)],
 		asm.Mov.Reg(asm.R6, asm.R1),
@@ -66,7 +65,7 @@ func (e *engine) pausedEntry(calls *ebpf.Map, dir int, before, pause asm.Instruc
 			asm.LoadMem(asm.R1, asm.R7, 0, asm.Word),
 			asm.And.Imm(asm.R1, 1),
 			asm.JEq.Reg(asm.R1, asm.R8, "judge"),
-			// Not by that one: it did not count.
+			// The other table is in force: undo the count.
 			asm.Mov.Reg(asm.R8, asm.R1),
 			asm.Mov.Imm(asm.R1, 1),
 			asm.AddAtomic.Mem(asm.R9, asm.R1, asm.DWord, 8),
@@ -83,7 +82,7 @@ func (e *engine) pausedEntry(calls *ebpf.Map, dir int, before, pause asm.Instruc
 		asm.LoadMapPtr(asm.R2, calls.FD()),
 		asm.Mov.Imm(asm.R3, int32(dir)),
 		asm.FnTailCall.Call(),
-		// The host's program is not there.
+		// The tail call failed: the host's program is missing.
 		asm.JEq.Imm(asm.R8, noTable, "drop"),
 		asm.Mov.Imm(asm.R1, 1),
 		asm.AddAtomic.Mem(asm.R9, asm.R1, asm.DWord, 8),

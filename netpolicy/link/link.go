@@ -23,8 +23,7 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/flow"
 )
 
-// What can be wrong with a link, for errors.Is. A missing interface or endpoint is
-// os.ErrNotExist.
+// Errors of a link, for errors.Is. A missing interface or endpoint is os.ErrNotExist.
 var (
 	ErrUp   = errors.New("the interface is up")
 	ErrBusy = errors.New("another process has the endpoint's network")
@@ -33,8 +32,8 @@ var (
 	ErrRoot = errors.New("the directory of pins is not safe")
 )
 
-// DefaultRoot is where endpoints have their pins: a directory each, with their maps and
-// programs; and where the programs are that they share.
+// DefaultRoot is the directory of pins. Each endpoint has a subdirectory with its maps and programs; the shared
+// programs have their own.
 const DefaultRoot = bpffs + "/drowse"
 
 const bpffs = "/sys/fs/bpf"
@@ -42,7 +41,7 @@ const bpffs = "/sys/fs/bpf"
 // endpointName has no dot: the BPF file system allows none.
 var endpointName = regexp.MustCompile(`^[a-zA-Z0-9][a-zA-Z0-9_-]{0,62}$`)
 
-// Config says which endpoint has which interface.
+// Config assigns an interface to an endpoint.
 type Config struct {
 	// Endpoint names the directory of pins: 1 to 63 letters, digits, _ and -.
 	Endpoint string
@@ -51,7 +50,7 @@ type Config struct {
 	// Root is the directory of all endpoints' pins, in a BPF file system; empty is
 	// DefaultRoot.
 	Root string
-	// Tags are how rules of other endpoints on this host name this one. At most MaxOwnTags.
+	// Tags identify this endpoint in rules of other endpoints on this host. At most MaxOwnTags.
 	Tags []string
 }
 
@@ -64,9 +63,9 @@ func (c Config) root() string {
 
 func (c Config) dir() string { return filepath.Join(c.root(), c.Endpoint) }
 
-// Link is the programs on an endpoint's TAP device. They stay there, with the last policy, when the process that made
-// them ends in any way; the function Remove takes them away then. If the device vanishes, they do nothing more. Its
-// methods may be called from any goroutine, but for Close and Remove, which must be the last.
+// Link is the programs on an endpoint's TAP device. They stay there, with the last policy, when the process that
+// made them ends for any reason; the function Remove then takes them away. They end with the device. The methods
+// are safe for concurrent use, except Close and Remove, which must come last.
 type Link struct {
 	cfg   Config
 	index int
@@ -84,10 +83,10 @@ const (
 // entryNames are the names of an endpoint's own programs, by direction.
 var entryNames = [2]string{"from_guest", "to_guest"}
 
-// Attach puts programs with a policy on an interface, which has to be down: nothing may
-// pass before they are there. It gives the interface the gateway's MAC. What a dead process has left under the
-// endpoint's name is removed. If Attach fails, the interface stays down. The first call on
-// a host has the kernel verify the programs that all endpoints share.
+// Attach puts programs with a policy on an interface. The interface must be down, so that nothing passes before
+// they are there. Attach gives it the gateway's MAC and removes what a dead process left under the endpoint's
+// name. If Attach fails, the interface stays down. The first call on a host makes the kernel verify the programs
+// that all endpoints share.
 func Attach(cfg Config, spec *netpolicy.Spec) (*Link, error) {
 	if err := netpolicy.CheckTags(cfg.Tags); err != nil {
 		return nil, err
@@ -107,14 +106,14 @@ func openUsages(dir string) (*ebpf.Map, error) {
 	return m, nil
 }
 
-// maps are the endpoint's own maps, by name.
+// maps returns the endpoint's own maps, by name.
 func (e *engine) maps() map[string]*ebpf.Map {
 	return map[string]*ebpf.Map{
 		"flows": e.flows, "lasting": e.lasting, "pins": e.pinned, "counters": e.counts, "events": e.events, "current": e.current,
 	}
 }
 
-// checkName says whether an endpoint can have its name.
+// checkName checks that the name is valid for an endpoint.
 func (c Config) checkName() error {
 	if !endpointName.MatchString(c.Endpoint) {
 		return fmt.Errorf("%w: %.80q: 1 to 63 letters, digits, _ and -", ErrName, c.Endpoint)
@@ -130,12 +129,12 @@ func prepareRoot(root string) error {
 	if err := os.MkdirAll(root, bpffsMode); err != nil {
 		return fmt.Errorf("making the directory of pins: %w", err)
 	}
-	// Whoever can change it can exchange the programs of endpoints that are yet to come.
+	// A user who can write to it can replace the programs of future endpoints.
 	return ownedByUs(root)
 }
 
-// Preload has the kernel verify the programs that endpoints share, if nobody has since the host was started: the first
-// Attach takes most of a second otherwise. Empty is DefaultRoot. It may be called at any time.
+// Preload makes the kernel verify the programs that endpoints share, unless that was done since the host started.
+// Otherwise the first Attach takes most of a second. An empty root is DefaultRoot. It may be called at any time.
 func Preload(root string) error {
 	root = Config{Root: root}.root()
 	if err := prepareRoot(root); err != nil {
@@ -186,11 +185,10 @@ func findInterface(name string) (netlink.Link, error) {
 	return nl, nil
 }
 
-// lockFlags are those of a directory that is opened to lock it.
+// lockFlags open a directory to lock it.
 const lockFlags = os.O_RDONLY | unix.O_DIRECTORY | unix.O_NOFOLLOW
 
-// lockDir makes sure that one process at a time has an endpoint. The kernel gives the
-// lock back when the process ends.
+// lockDir ensures that one process at a time owns an endpoint. The kernel releases the lock when the process ends.
 func lockDir(dir string) (*os.File, error) {
 	f, err := osfile.TryOpenLocked(dir, lockFlags, 0, osfile.Exclusive)
 	if errors.Is(err, osfile.ErrLocked) {
@@ -215,14 +213,15 @@ func clearPins(dir string) error {
 	return nil
 }
 
-// sides are the programs and the hooks of clsact.
+// sides returns the programs by their clsact hooks.
 func (e *engine) sides() map[uint32]*ebpf.Program {
 	return map[uint32]*ebpf.Program{netlink.HANDLE_MIN_INGRESS: e.entries[0], netlink.HANDLE_MIN_EGRESS: e.entries[1]}
 }
 
-// addFilters puts programs on an interface, by the hooks of a clsact qdisc. They stay as long as the interface does,
-// whoever ends. TCX links would too, but to attach one the kernel waits until all processors have passed through a
-// quiet state, holding the lock of all its network configuration: 20 ms for both, against less than 1 ms.
+// addFilters puts programs on an interface, at the hooks of a clsact qdisc. They stay as long as the interface
+// does, even after this process. TCX links would stay too, but to attach one the kernel waits until all processors
+// have passed through a quiescent state, holding the lock of all its network configuration: 20 ms for both links,
+// against less than 1 ms.
 func addFilters(nl netlink.Link, programs map[uint32]*ebpf.Program) error {
 	index := nl.Attrs().Index
 	qdisc := &netlink.Clsact{QdiscAttrs: netlink.QdiscAttrs{
@@ -245,7 +244,7 @@ func addFilters(nl netlink.Link, programs map[uint32]*ebpf.Program) error {
 	return nil
 }
 
-// check says whether the programs are on the interface, both of them.
+// check returns ErrGone unless both programs are on the interface.
 func (l *Link) check() error {
 	gone := func(why string) error {
 		return fmt.Errorf("endpoint %s on %q: %w: %s", l.cfg.Endpoint, l.cfg.Interface, ErrGone, why)
@@ -276,8 +275,8 @@ func (l *Link) check() error {
 	return nil
 }
 
-// Up gives the interface the gateway's addresses, tells the host where the endpoint's
-// address is, and raises it.
+// Up gives the interface the gateway's addresses, adds the host's route to the endpoint's address, and sets the
+// interface up.
 func (l *Link) Up(id netpolicy.Identity) error {
 	nl, err := netlink.LinkByIndex(l.index)
 	if err != nil {
@@ -329,14 +328,13 @@ func (l *Link) Up(id netpolicy.Identity) error {
 	return nil
 }
 
-// The kernel puts an IPv6 address into service in a work item of its own, some time
-// after it has said yes.
+// The kernel activates an IPv6 address in a work item of its own, some time after the call that added it returned.
 const (
 	localWithin = 30 * time.Second
 	localPause  = time.Millisecond
 )
 
-// awaitLocal waits until the host takes packets to one of its addresses.
+// awaitLocal waits until the host accepts packets to one of its addresses.
 func awaitLocal(a netip.Addr, name string) error {
 	for end := time.Now().Add(localWithin); ; time.Sleep(localPause) {
 		routes, err := netlink.RouteGet(a.AsSlice())
@@ -353,17 +351,17 @@ func ipNet(a netip.Addr, bits int) *net.IPNet {
 	return &net.IPNet{IP: a.AsSlice(), Mask: net.CIDRMask(bits, a.BitLen())}
 }
 
-// Swap replaces the policy while packets pass. Each packet is judged by the old policy or by the new one. When Swap
-// returns, no packet is judged by the old one any more. It takes half a millisecond with 1,000 rules, and longer the
-// more addresses the resolver has pinned. If the policy is too large for the memory of the one before the last, it gets
-// new memory; more than maxWriters of these in a row wait for the kernel, up to 100 ms each. The size of the flow table
-// stays.
+// Swap replaces the policy while packets pass. Each packet is judged by exactly one of the old and the new policy.
+// When Swap returns, the old one judges no packet any more. It takes half a millisecond with 1,000 rules, and
+// longer the more addresses the resolver has pinned. If the policy is too large for the memory of the one before
+// the last, it gets new memory; more than maxWriters of these in a row wait for the kernel, up to 100 ms each. The
+// flow table keeps its size.
 func (l *Link) Swap(s *netpolicy.Spec) error { return l.eng.install(s) }
 
-// SetTags changes by which tags the rules of other endpoints name this one. At most MaxOwnTags. When it returns, no
-// packet of another endpoint is judged by the old ones any more, and flows with this one are judged anew: those that
-// its new tags do not open are cut. It waits for the kernel, up to 100 ms. If it fails with ErrGone, other endpoints
-// cannot be told: the pins of what endpoints share were removed.
+// SetTags replaces the tags that the rules of other endpoints match. At most MaxOwnTags. When it returns, the old
+// tags judge no packet of another endpoint any more, and flows with this one are judged anew: flows that its new
+// tags do not open are cut. It waits for the kernel, up to 100 ms. It fails with ErrGone if it cannot tell other
+// endpoints, because the pins of what endpoints share were removed.
 func (l *Link) SetTags(tags []string) error {
 	if err := netpolicy.CheckTags(tags); err != nil {
 		return err
@@ -383,35 +381,35 @@ func (l *Link) SetTags(tags []string) error {
 	return l.eng.settle()
 }
 
-// Pin says that the resolver has given the guest an address for a name, for so long.
-// Rules with a matching name match the address until then. The name is in lower case,
-// without a final dot. It fails with ErrPinsFull when there are too many.
+// Pin records that the resolver has given the guest an address for a name. Rules with a matching name match the
+// address for ttl. The name is in lower case, without a final dot. Pin fails with ErrPinsFull if there are too
+// many.
 func (l *Link) Pin(name string, a netip.Addr, ttl time.Duration) error {
 	return l.eng.pin(name, a.Unmap(), flow.Now()+uint64(max(0, ttl)))
 }
 
-// Name is the last name that Pin was called with for an address; empty is none.
+// Name returns the last name that Pin was called with for an address; empty is none.
 func (l *Link) Name(a netip.Addr) string { return l.eng.history.NameAt(a.Unmap(), ^uint64(0)) }
 
-// RuleName names a rule of a table by its generation, for events: its name, or its place. It is empty for tables before
-// the last few.
+// RuleName returns the name of a rule of the table with this generation, for events; an unnamed rule has its
+// place. It returns "" for tables before the last few.
 func (l *Link) RuleName(generation uint32, rule int) string {
 	return l.eng.history.RuleName(generation, rule)
 }
 
-// FlowLog begins a log of the endpoint's flows: see flow.NewLog.
+// FlowLog starts a log of the endpoint's flows: see flow.NewLog.
 func (l *Link) FlowLog(id netpolicy.Identity) (*flow.Log, error) {
 	return flow.NewLog(l.eng.flowTable(), id, flow.Now, flow.Coarse())
 }
 
-// Counters says what became of packets since the programs were loaded.
+// Counters returns the counts of packets by outcome since the programs were loaded.
 func (l *Link) Counters() ([]netpolicy.Counter, error) { return l.eng.counters() }
 
-// Usage says what has passed in a direction, and how long ago the last packet has.
+// Usage returns the traffic that passed in a direction, and the time since the last packet.
 func (l *Link) Usage(d netpolicy.Direction) (netpolicy.Usage, error) { return l.eng.usage(d) }
 
-// Events calls fn for each event until the context ends, whose error it returns. Only
-// one call at a time gets them.
+// Events calls fn for each event until the context ends, and returns the context's error. Only one call at a time
+// gets events.
 func (l *Link) Events(ctx context.Context, fn func(netpolicy.Event)) error {
 	r, err := ringbuf.NewReader(l.eng.events)
 	if err != nil {
@@ -438,7 +436,7 @@ func (l *Link) Events(ctx context.Context, fn func(netpolicy.Event)) error {
 	}
 }
 
-// sizes of an event as bpf/endpoint.c writes it.
+// eventSize is the size of an event as bpf/endpoint.c writes it.
 const eventSize = 48
 
 func decodeEvent(b []byte) (netpolicy.Event, bool) {
@@ -461,7 +459,7 @@ func decodeEvent(b []byte) (netpolicy.Event, bool) {
 	return e, true
 }
 
-// Close lets go of the endpoint; the programs stay where they are, with their policy.
+// Close releases the endpoint. The programs stay on the interface, with their policy.
 func (l *Link) Close() error {
 	var errs []error
 	if l.eng != nil {
@@ -474,8 +472,8 @@ func (l *Link) Close() error {
 	return errors.Join(errs...)
 }
 
-// Remove sets the interface down, if it is still there, takes the programs off it and
-// removes their pins. The Link is closed.
+// Remove sets the interface down, if it still exists, takes the programs off it and removes their pins. It closes
+// the Link.
 func (l *Link) Remove() error {
 	return errors.Join(l.takeOff(), removeEndpoint(l.cfg), l.Close())
 }
@@ -488,7 +486,7 @@ func (l *Link) takeOff() error {
 	return takeOff(nl)
 }
 
-// takeOff sets an interface down, and takes the programs off it that addFilters has put there.
+// takeOff sets an interface down and removes the programs that addFilters has put on it.
 func takeOff(nl netlink.Link) error {
 	name := nl.Attrs().Name
 	if err := netlink.LinkSetDown(nl); err != nil {
@@ -510,8 +508,8 @@ func takeOff(nl netlink.Link) error {
 	return nil
 }
 
-// clearEndpoint gives back the slot of an endpoint whose programs are not on an interface that
-// is up, and removes its pins. The slot's link is the last to go.
+// clearEndpoint gives back the slot of an endpoint whose programs are not on an interface that is up, and removes
+// its pins. The link to the slot goes last.
 func clearEndpoint(cfg Config) error {
 	at, err := placeOf(cfg.dir())
 	if err == nil {
@@ -532,7 +530,7 @@ func giveBack(cfg Config, at place) error {
 	return s.release(cfg.Endpoint, at)
 }
 
-// removeEndpoint is clearEndpoint, and removes the endpoint's directory.
+// removeEndpoint does what clearEndpoint does, and removes the endpoint's directory.
 func removeEndpoint(cfg Config) error {
 	err := clearEndpoint(cfg)
 	if err == nil {
@@ -556,8 +554,8 @@ func removePins(dir string) error {
 	return nil
 }
 
-// Remove takes away what a process that has ended left under an endpoint's name, whole or not: see Link.Remove. It is
-// no error if there is nothing. It fails with ErrBusy if the process is still there.
+// Remove takes away what a dead process left under an endpoint's name, complete or not: see Link.Remove. An
+// endpoint without leftovers is not an error. Remove fails with ErrBusy if the process still runs.
 func Remove(cfg Config) error {
 	err := cfg.checkName()
 	if err == nil {
@@ -582,7 +580,7 @@ func Remove(cfg Config) error {
 	return removeEndpoint(cfg)
 }
 
-// readRoot reads a root of pins, which is empty if there is none.
+// readRoot reads a root of pins. A missing root is empty.
 func readRoot(root string) ([]os.DirEntry, error) {
 	err := ownedByUs(root)
 	var entries []os.DirEntry

@@ -14,23 +14,23 @@ import (
 )
 
 // A flow outlives the name history of its peer's address. So it keeps the number of a set of names: those that the
-// address had when the flow was opened, as far as rules had them. A new policy judges the flow by that set.
+// address had when the flow was opened, and that rules had. A new policy judges the flow by that set.
 
-// nameSetKey stands where a key of pins has an address: see bpf/endpoint.c.
+// nameSetKey replaces the address in a key of pins: see bpf/endpoint.c.
 const nameSetKey = ^uint32(0)
 
-// nameSets are the sets of names that flows may have. The zero value is empty.
+// nameSets are the sets of names that flows may refer to. The zero value is empty.
 type nameSets struct {
 	names map[uint32][]string
 	ids   map[string]uint32
 	last  uint32
-	full  uint64 // when there was no room, on the kernel's clock
+	full  uint64 // when there last was no room, on the kernel's clock
 }
 
-// forgetEvery is how long sets that are in use are not looked for again after there was no room.
+// forgetEvery is the least time between two searches for unused sets, after one found no room.
 const forgetEvery = 1e9
 
-// forever are names that do not expire.
+// forever returns the names with an expiry that never comes.
 func forever(names []string) map[string]uint64 {
 	all := map[string]uint64{}
 	for _, n := range names {
@@ -39,7 +39,7 @@ func forever(names []string) map[string]uint64 {
 	return all
 }
 
-// nameSetID gives a set of names its number; 0 if there are too many. The lock is held.
+// nameSetID returns the number of a set of names; 0 if there are too many sets. The lock is held.
 func (e *engine) nameSetID(names []string) uint32 {
 	k := &e.nameSets
 	sorted := slices.Sorted(slices.Values(names))
@@ -68,7 +68,7 @@ func (e *engine) nameSetID(names []string) uint32 {
 	return k.last
 }
 
-// dropNameSets drops the sets that no flow has, and that no address has now. The lock is held.
+// dropNameSets drops the sets that neither a flow nor an address has. The lock is held.
 func (e *engine) dropNameSets() error {
 	used := map[uint32]bool{}
 	var pk bpf.EndpointPinKey
@@ -84,7 +84,7 @@ func (e *engine) dropNameSets() error {
 	if err := pins.Err(); err != nil && !errors.Is(err, ebpf.ErrIterationAborted) {
 		return fmt.Errorf("looking for names that are in use: %w", err)
 	}
-	// After the pins, so that a flow that is opened meanwhile is among these or its names are among those.
+	// The flows come after the pins: a flow opened meanwhile is among the flows, or its names are among the pins.
 	if err := e.flowTable().NameSets(used); err != nil {
 		return fmt.Errorf("looking for names that are in use: %w", err)
 	}

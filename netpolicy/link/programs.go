@@ -24,22 +24,21 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/bpf"
 )
 
-// ErrSlots is that a host has as many endpoints as it can.
+// ErrSlots means that a host has as many endpoints as it can have.
 var ErrSlots = errors.New("there are too many endpoints")
 
-// Under the root of pins are the directories of endpoints and, for each version of the
-// programs, one that endpoints share. Its name is no endpoint's.
+// The root of pins has the directories of endpoints and, for each version of the programs, one that endpoints
+// share. Its name is not valid for an endpoint.
 //
-//	_programs-DIGEST/ready      a link that is made last: all that follows is there. It says DIGEST/MARK, the mark of answers
+//	_programs-DIGEST/ready      a link, made last: all others below exist. It says DIGEST/MARK, the mark of answers
 //	_programs-DIGEST/MAP        the maps in which programs find those of an endpoint
 //	_programs-DIGEST/slot-N     a link: the name of the endpoint that has slot N
 //	ENDPOINT/slot                  a link: DIGEST/N/CLAIM
 //	ENDPOINT/known-ADDRESS         a link: others know the endpoint by this address, 16 bytes in hexadecimal
 //
-// Whoever makes or looks for a slot locks the directory. The programs live as long as
-// anything refers to them, which every endpoint's own program does by the map of calls that is pinned
-// in the endpoint's directory as well; so removing the shared directory harms nobody who is
-// there.
+// A process that makes or looks for a slot locks the shared directory. The programs live as long as they have a
+// reference. Every endpoint's own program has one by the map of calls, which is also pinned in the endpoint's
+// directory. So removing the shared directory does not affect existing endpoints.
 const (
 	programsPrefix = "_programs-"
 	pinReady       = "ready"
@@ -48,23 +47,22 @@ const (
 	pinCalls       = "calls"
 	pinPolicies    = "policies"
 	pinUsages      = "usages"
-	pinEndpoints   = "agents" // as in older versions, which are searched for it: see register
+	pinEndpoints   = "agents" // as in older versions, whose list is cleared by this name: see register
 	pinFlows       = "flows"
 	knownPrefix    = "known-"
 )
 
-// layout is the version of what the loader, apart from the objects, agrees on with itself:
-// rows of the table, sizes, names of pins.
+// layout is the version of the loader's own conventions, apart from the objects: rows of the table, sizes, names
+// of pins.
 const layout = "4"
 
 func digest() string { return bpf.Digest() + layout }
 
-// programs are the maps of the programs that endpoints share, open. All but calls, usages and endpoints
-// are maps of maps, by slot.
+// programs has the open maps of the shared programs. All but calls, usages and endpoints are maps of maps, by slot.
 type programs struct {
 	calls, policies, usages, endpoints *ebpf.Map
 	flows, pins, counters, stream      *ebpf.Map
-	mark                               uint32 // of answers; known to who has loaded them alone
+	mark                               uint32 // of answers; only the process that loaded the programs knows it
 }
 
 func (p *programs) byName() map[string]**ebpf.Map {
@@ -76,27 +74,27 @@ func (p *programs) byName() map[string]**ebpf.Map {
 
 func (p *programs) close() error { return p.closeBut() }
 
-// closeShared closes what an endpoint that has its slot does not need any more, and would only be
-// harmful in the wrong hands: with it, others' flows and events could be exchanged.
+// closeShared closes the maps that an endpoint with a slot no longer needs. In the wrong hands they could replace
+// others' flows and events.
 func (p *programs) closeShared() error { return p.closeBut(pinPolicies, pinUsages) }
 
-// closeBut closes all maps but for some.
+// closeBut closes all maps except some.
 func (p *programs) closeBut(names ...string) error {
 	var errs []error
 	for name, m := range p.byName() {
 		if !slices.Contains(names, name) {
-			errs = append(errs, (*m).Close()) // of nil, it does nothing
+			errs = append(errs, (*m).Close()) // a nil map's Close does nothing
 			*m = nil
 		}
 	}
 	return errors.Join(errs...)
 }
 
-// kernelTypes keeps what has been read of the kernel's BTF, which is much.
+// kernelTypes caches the kernel's BTF, which is large.
 var kernelTypes = btf.NewCache()
 
-// loadPrograms has the kernel verify and compile the programs, which takes up to half a second.
-// Under test their clock stands until it is set, with the variable that is returned.
+// loadPrograms makes the kernel verify and compile the programs, which takes up to half a second. Under test their
+// clock stands still until the returned variable sets it.
 func loadPrograms(testing bool) (_ *programs, clock *ebpf.Variable, err error) {
 	spec, err := bpf.LoadEndpoint()
 	if err != nil {
@@ -107,7 +105,7 @@ func loadPrograms(testing bool) (_ *programs, clock *ebpf.Variable, err error) {
 			return nil, nil, fmt.Errorf("preparing the eBPF objects: %w", err)
 		}
 	}
-	// Nobody but the host marks packets; a random mark keeps it from doing so by chance.
+	// Only the host marks packets. A random mark avoids a match by chance.
 	mark, err := randomWord()
 	if err != nil {
 		return nil, nil, err
@@ -126,7 +124,7 @@ func loadPrograms(testing bool) (_ *programs, clock *ebpf.Variable, err error) {
 		calls: o.Calls, policies: o.Policies, usages: o.Usages, endpoints: o.Endpoints,
 		flows: o.Flows, pins: o.Pins, counters: o.Counters, stream: o.Events, mark: mark,
 	}
-	err = o.ToWaker.Close() // GuardWaker loads another one
+	err = o.ToWaker.Close() // GuardWaker loads its own
 	for i, prog := range []*ebpf.Program{o.FromGuest, o.ToGuest} {
 		err = errors.Join(err, p.calls.Put(uint32(i), prog), prog.Close())
 	}
@@ -136,7 +134,7 @@ func loadPrograms(testing bool) (_ *programs, clock *ebpf.Variable, err error) {
 	return p, o.TestNow, nil
 }
 
-// randomWord is any number but 0.
+// randomWord returns a random number that is not 0.
 func randomWord() (uint32, error) {
 	var b [4]byte
 	if _, err := rand.Read(b[:]); err != nil {
@@ -152,13 +150,13 @@ type shared struct {
 	lock         *os.File
 }
 
-// lockWithin is how long to wait for others who make or give back slots.
+// lockWithin is how long to wait for others that take or give back slots.
 const lockWithin = 30 * time.Second
 
 func programsDir(root, digest string) string { return filepath.Join(root, programsPrefix+digest) }
 
-// lockShared locks the directory of a version of the programs. It is made if there is
-// none, but for those of another version: os.ErrNotExist. It waits for others.
+// lockShared locks the directory of a version of the programs. It makes the directory of this version if it is
+// missing; for any other version it fails with os.ErrNotExist. It waits for other holders.
 func lockShared(root, version string) (*shared, error) {
 	dir := programsDir(root, version)
 	ctx, cancel := context.WithTimeoutCause(context.Background(), lockWithin, fmt.Errorf("%w after %v", ErrBusy, lockWithin))
@@ -174,7 +172,7 @@ func lockShared(root, version string) (*shared, error) {
 		case err == nil:
 			return &shared{root, version, dir, lock}, nil
 		case errors.Is(err, os.ErrNotExist) && version == digest() && ctx.Err() == nil:
-			// Someone has removed it before it was locked.
+			// Another process removed the directory before it was locked.
 		default:
 			return nil, fmt.Errorf("waiting for others who attach policies: %w", err)
 		}
@@ -183,8 +181,8 @@ func lockShared(root, version string) (*shared, error) {
 
 func (s *shared) unlock() { s.lock.Close() }
 
-// usable says whether an open map is of the kind that its name says: its pin may be what
-// somebody else has put there.
+// usable reports whether an open map has the type and sizes that its name implies: its pin may have been replaced
+// by a foreign one.
 func usable(name string, m *ebpf.Map) bool {
 	kind, entries, value := ebpf.ArrayOfMaps, uint32(netpolicy.MaxEndpoints), uint32(4)
 	switch name {
@@ -213,8 +211,7 @@ func usable(name string, m *ebpf.Map) bool {
 	return true
 }
 
-// open opens the maps that are pinned. If something is missing or is not what it should
-// be, it is os.ErrNotExist.
+// open opens the pinned maps. A missing or unusable map is os.ErrNotExist.
 func (s *shared) open() (_ *programs, err error) {
 	if _, err := os.Readlink(filepath.Join(s.dir, pinReady)); err != nil {
 		return nil, err
@@ -231,14 +228,14 @@ func (s *shared) open() (_ *programs, err error) {
 	return p, nil
 }
 
-// openOrLoad opens the programs, or loads them if nobody has before.
+// openOrLoad opens the programs, or loads them if they are missing.
 func (s *shared) openOrLoad() (p *programs, loaded bool, err error) {
 	p, err = s.open()
 	if err == nil || !errors.Is(err, os.ErrNotExist) {
 		return p, false, err
 	}
-	// Slots of endpoints whose programs are others go with what is removed; they are not
-	// given back again, since their claims are not known here.
+	// This also removes the slots of endpoints that use older programs. Those endpoints do not give them back
+	// later, since their claims are unknown here.
 	if err := clearPins(s.dir); err != nil {
 		return nil, false, err
 	}
@@ -256,19 +253,19 @@ func (s *shared) openOrLoad() (p *programs, loaded bool, err error) {
 	return p, true, nil
 }
 
-// place is where the programs find an endpoint: its slot, and the number by which they know
-// that the slot is still the endpoint's.
+// place is where the programs find an endpoint: its slot, and its claim, the number by which they verify that the
+// slot is still the endpoint's.
 type place struct {
 	version     string
 	slot, claim uint32
 }
 
-// table is where one of the endpoint's two tables is in the map of them.
+// table returns the index of one of the endpoint's two tables in the map of policies.
 func (p place) table(which uint32) uint32 { return p.slot*2 + which }
 
 func (p place) String() string { return fmt.Sprintf("%s/%d/%d", p.version, p.slot, p.claim) }
 
-// placeOf reads what an endpoint's directory says.
+// placeOf reads the place from an endpoint's directory.
 func placeOf(dir string) (p place, err error) {
 	text, err := os.Readlink(filepath.Join(dir, pinSlot))
 	if err != nil {
@@ -289,9 +286,9 @@ func (s *shared) slotLink(slot uint32) string {
 	return filepath.Join(s.dir, slotPrefix+strconv.FormatUint(uint64(slot), 10))
 }
 
-// take gives an endpoint a slot, beginning anywhere. A slot whose endpoint does not say that
-// it has it is free. The endpoint's directory says so first: what is not in the shared one then
-// is taken by nobody.
+// take gives an endpoint a slot, searching from a random one. A slot is free if its endpoint's directory does not
+// name it. take writes the endpoint's directory first; a slot that then is missing in the shared directory is
+// free.
 func (s *shared) take(endpoint string) (place, error) {
 	first, err := randomWord()
 	if err != nil {
@@ -331,11 +328,11 @@ func (s *shared) takeFrom(endpoint string, first uint32) (p place, err error) {
 	return p, fmt.Errorf("taking a slot: %w: %d", ErrSlots, netpolicy.MaxEndpoints)
 }
 
-// release gives a slot back, with the maps that are in it.
+// release gives a slot back, and empties it of its maps.
 func (s *shared) release(endpoint string, p place) error {
 	owner, err := os.Readlink(s.slotLink(p.slot))
 	if errors.Is(err, os.ErrNotExist) || err == nil && owner != endpoint {
-		return nil // it is another's by now
+		return nil // it already belongs to another endpoint
 	}
 	if err != nil {
 		return fmt.Errorf("giving back a slot: %w", err)
@@ -353,7 +350,7 @@ func (s *shared) release(endpoint string, p place) error {
 	return nil
 }
 
-// owned says whether the endpoint that a slot's link names says that it has the slot.
+// owned reports whether the endpoint that a slot's link names has that slot by its own directory.
 func (s *shared) owned(link string, slot uint32) (bool, error) {
 	owner, err := os.Readlink(link)
 	if err != nil {
@@ -363,7 +360,7 @@ func (s *shared) owned(link string, slot uint32) (bool, error) {
 	return err == nil && has.version == s.digest && has.slot == slot, nil
 }
 
-// used says whether an endpoint has a slot.
+// used reports whether any endpoint has a slot.
 func (s *shared) used() (bool, error) {
 	entries, err := os.ReadDir(s.dir)
 	if err != nil {
@@ -382,16 +379,15 @@ func (s *shared) used() (bool, error) {
 	return false, nil
 }
 
-// Sweep removes programs that no endpoint uses, of all versions. The next endpoint loads them
-// anew. Empty is DefaultRoot.
+// Sweep removes programs that no endpoint uses, of all versions. The next endpoint loads them anew. An empty root
+// is DefaultRoot.
 func Sweep(root string) error { return unloadIdle(Config{Root: root}.root(), "") }
 
-// SweepOld removes those of other versions alone: an endpoint that comes after all others have gone, as the only VM of
-// a host that sleeps and wakes does, should not wait for the kernel to verify the programs once more. Empty is
-// DefaultRoot.
+// SweepOld removes unused programs of other versions alone. So the only VM of a host, when it sleeps and wakes,
+// need not wait for the kernel to verify the programs again. An empty root is DefaultRoot.
 func SweepOld(root string) error { return unloadIdle(Config{Root: root}.root(), digest()) }
 
-// unloadIdle keeps those of one version.
+// unloadIdle removes the unused programs of all versions but keep.
 func unloadIdle(root, keep string) error {
 	entries, err := readRoot(root)
 	if err != nil {
@@ -412,7 +408,7 @@ func unload(root, version string) error {
 	dir := programsDir(root, version)
 	lock, err := lockDir(dir)
 	if errors.Is(err, os.ErrNotExist) || errors.Is(err, ErrBusy) {
-		return nil // whoever has locked it uses it, or removes it
+		return nil // the process that holds the lock uses or removes it
 	}
 	if err != nil {
 		return err
@@ -426,20 +422,20 @@ func unload(root, version string) error {
 	return removePins(s.dir)
 }
 
-// slotMap is a map of an endpoint's and the one in which the programs find it.
+// slotMap is a map of an endpoint and the map of maps in which the programs find it.
 type slotMap struct {
 	of   *ebpf.Map
 	slot uint32
 	own  *ebpf.Map
 }
 
-// publish puts maps into slots of which nobody uses what was there before. The kernel makes each writer wait until all
-// processors have passed through a quiet state, 10 to 100 ms, for the sake of those who would. So publish returns when
-// the maps can be seen, and wait says what became of the writers.
+// publish puts maps into slots whose previous content has no users. The kernel makes each writer wait until all
+// processors have passed through a quiescent state, 10 to 100 ms, in case there are users. So publish returns once
+// the maps are visible. wait waits for the writers and returns their errors.
 func publish(maps []slotMap) (wait func() error, err error) {
 	done := make(chan error, len(maps))
 	for _, m := range maps {
-		// By its number: once it can be seen its owner may close it, while the writer still waits.
+		// Put the descriptor's number: once the map is visible its owner may close it while the writer still waits.
 		fd := uint32(m.own.FD())
 		go func() { done <- m.of.Put(m.slot, fd) }()
 	}
@@ -476,10 +472,10 @@ func publish(maps []slotMap) (wait func() error, err error) {
 	return wait, nil
 }
 
-// publishPause is how long it may take until a writer has been given a processor.
+// publishPause is the pause between two looks, while a writer waits for a processor.
 const publishPause = 50 * time.Microsecond
 
-// empty takes all maps out of a slot. The writers wait side by side.
+// empty takes all maps out of a slot. The writers wait in parallel.
 func (p *programs) empty(slot uint32) error {
 	at := place{slot: slot}
 	all := []slotMap{
@@ -506,7 +502,7 @@ func (p *programs) empty(slot uint32) error {
 	return nil
 }
 
-// tagged is an endpoint as the programs of others see it, but for its device.
+// tagged returns an endpoint as the programs of others see it, without its device.
 func tagged(claim, edition uint32, tags []string) bpf.EndpointTagged {
 	v := bpf.EndpointTagged{Claim: claim, Edition: edition}
 	for i, t := range tags {
@@ -515,9 +511,9 @@ func tagged(claim, edition uint32, tags []string) bpf.EndpointTagged {
 	return v
 }
 
-// register puts an endpoint with its tags into the list of endpoints, before its device is up. Its directory says first
-// what unregister has to take back. Others who have had its addresses are unregistered in programs of other versions:
-// there, nobody knows this one, and a dead one's tags would count.
+// register puts an endpoint with its tags into the list of endpoints, before its device is up. It first records in
+// the endpoint's directory what unregister must take back. It also unregisters earlier owners of the addresses
+// from programs of other versions: those do not know this endpoint, and would apply a dead one's tags.
 func (s *shared) register(p *programs, endpoint string, id netpolicy.Identity, claim uint32, ifindex int, tags []string) (err error) {
 	defer func() {
 		if err != nil {
@@ -552,8 +548,8 @@ func (s *shared) register(p *programs, endpoint string, id netpolicy.Identity, c
 	return err
 }
 
-// netnsCookie is the kernel's number of this thread's network namespace (socket(7), SO_NETNS_COOKIE): interfaces have
-// their numbers in one alone.
+// netnsCookie returns the kernel's cookie of this thread's network namespace (socket(7), SO_NETNS_COOKIE): an
+// interface's index is unique only within one.
 func netnsCookie() (uint64, error) {
 	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
@@ -567,7 +563,7 @@ func netnsCookie() (uint64, error) {
 	return cookie, nil
 }
 
-// retag changes the tags by which others know an endpoint, all at one moment for each of its addresses.
+// retag changes the tags by which others know an endpoint, all tags of one address at once.
 func (s *shared) retag(endpoint string, claim uint32, tags []string) error {
 	keys, err := s.known(endpoint)
 	if err != nil {
@@ -581,7 +577,7 @@ func (s *shared) retag(endpoint string, claim uint32, tags []string) error {
 		return fmt.Errorf("opening the list of endpoints: %w", err)
 	}
 	defer m.Close()
-	// First all are looked at: nothing is changed if one is not there.
+	// Check all entries first: change nothing if one is missing.
 	next := make([]bpf.EndpointTagged, len(keys))
 	for i, k := range keys {
 		var v bpf.EndpointTagged
@@ -602,7 +598,7 @@ func (s *shared) retag(endpoint string, claim uint32, tags []string) error {
 	return nil
 }
 
-// unregister takes back what register has done.
+// unregister undoes register.
 func (s *shared) unregister(endpoint string, claim uint32) error {
 	keys, err := s.known(endpoint)
 	if err != nil {
@@ -611,7 +607,7 @@ func (s *shared) unregister(endpoint string, claim uint32) error {
 	return unregisterIn(s.dir, keys, claim)
 }
 
-// known are the addresses by which others know an endpoint.
+// known returns the addresses by which others know an endpoint.
 func (s *shared) known(endpoint string) (keys [][16]byte, err error) {
 	entries, err := os.ReadDir(filepath.Join(s.root, endpoint))
 	if err != nil {
@@ -627,7 +623,7 @@ func (s *shared) known(endpoint string) (keys [][16]byte, err error) {
 	return keys, nil
 }
 
-// unregisterIn takes endpoints away by their addresses, but not those of another claim than this; 0 is any.
+// unregisterIn removes the entries of addresses from a list of endpoints, if they have this claim; 0 is any claim.
 func unregisterIn(dir string, keys [][16]byte, claim uint32) error {
 	m, err := ebpf.LoadPinnedMap(filepath.Join(dir, pinEndpoints), nil)
 	if errors.Is(err, os.ErrNotExist) {
@@ -638,7 +634,7 @@ func unregisterIn(dir string, keys [][16]byte, claim uint32) error {
 	}
 	defer m.Close()
 	if m.KeySize() != 16 {
-		return nil // it is none, or one of a version that has another
+		return nil // a foreign map, or one of a version with another layout
 	}
 	for _, k := range keys {
 		v, err := m.LookupBytes(k)
@@ -652,7 +648,7 @@ func unregisterIn(dir string, keys [][16]byte, claim uint32) error {
 	return nil
 }
 
-// resetUsage begins both directions of a slot anew.
+// resetUsage resets the usage of both directions of a slot.
 func (p *programs) resetUsage(slot uint32) error {
 	zero := make([]byte, p.usages.ValueSize())
 	for d := range uint32(2) {
@@ -663,7 +659,7 @@ func (p *programs) resetUsage(slot uint32) error {
 	return nil
 }
 
-// ownedByUs refuses a directory that somebody else could change.
+// ownedByUs refuses a directory that another user could change.
 func ownedByUs(dir string) error {
 	var st unix.Stat_t
 	if err := unix.Lstat(dir, &st); err != nil {

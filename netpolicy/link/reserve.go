@@ -12,16 +12,16 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 )
 
-// Reserved is what of a Link does not depend on whose it will be: on an interface that is down, programs which deny
-// every packet, and their maps. Attach makes it a Link in a fraction of the time. Its methods are not to be called at
-// the same time, and the last is Attach or Remove. What a dead process has left of one is removed like what it has left
-// of a Link.
+// Reserved is the part of a Link that does not depend on the endpoint's identity and policy: on an interface that
+// is down, programs that deny every packet, and their maps. Attach turns it into a Link in a fraction of the time.
+// Its methods must not run concurrently, and the last must be Attach or Remove. What a dead process left of a
+// Reserved is removed like what it left of a Link.
 type Reserved struct {
 	link  *Link
 	flows int
 }
 
-// Reserve begins what Attach does, for a policy that may come later. The tags of cfg are Reserved.Attach's.
+// Reserve does the part of Attach that needs no policy. It ignores the tags of cfg: Reserved.Attach takes them.
 func Reserve(cfg Config) (*Reserved, error) { return reserve(cfg, netpolicy.DefaultFlows) }
 
 func reserve(cfg Config, flows int) (_ *Reserved, err error) {
@@ -65,8 +65,8 @@ func reserve(cfg Config, flows int) (_ *Reserved, err error) {
 	return &Reserved{link: l, flows: flows}, nil
 }
 
-// Attach puts a policy into force, and tells other endpoints of this one and its tags: see the function of that name.
-// The Link is the caller's. If it fails, what was reserved is gone, and the interface is down.
+// Attach puts a policy into force, and tells other endpoints of this one and its tags: see the function Attach.
+// The caller owns the Link. If Attach fails, the reservation is gone, and the interface is down.
 func (r *Reserved) Attach(tags []string, spec *netpolicy.Spec) (_ *Link, err error) {
 	l := r.link
 	defer func() {
@@ -92,7 +92,7 @@ func (r *Reserved) Attach(tags []string, spec *netpolicy.Spec) (_ *Link, err err
 // Remove takes everything away, as Link.Remove does.
 func (r *Reserved) Remove() error { return r.link.Remove() }
 
-// load takes a slot of the host's programs, makes its maps and pins what it needs of the host.
+// load takes a slot of the host's programs, makes the endpoint's maps and pins what it needs of the host.
 func (l *Link) load(flows int) error {
 	p, at, err := l.place()
 	if err != nil {
@@ -101,8 +101,8 @@ func (l *Link) load(flows int) error {
 	if l.eng, err = newEngine(p, at, flows); err != nil {
 		return err
 	}
-	// The map of calls is pinned for its own sake: the kernel empties it when nobody has it.
-	// Pin would move the pin of one that is pinned.
+	// Pin the map of calls itself: the kernel empties it when it has no user. A clone is pinned, since Pin would
+	// move the existing pin.
 	calls, err := p.calls.Clone()
 	if err == nil {
 		defer calls.Close()
@@ -111,7 +111,7 @@ func (l *Link) load(flows int) error {
 	if err != nil {
 		return fmt.Errorf("pinning the programs for endpoint %s: %w", l.cfg.Endpoint, err)
 	}
-	// The use of others' limits is nothing that this process should be able to change.
+	// This process must not be able to change the use of others' limits.
 	usages, err := openUsages(programsDir(l.cfg.root(), at.version))
 	if err != nil {
 		return err
@@ -121,7 +121,7 @@ func (l *Link) load(flows int) error {
 	return errors.Join(err, l.eng.announce())
 }
 
-// place takes a slot.
+// place opens or loads the shared programs and takes a slot.
 func (l *Link) place() (*programs, place, error) {
 	s, err := lockShared(l.cfg.root(), digest())
 	if err != nil {
@@ -136,14 +136,14 @@ func (l *Link) place() (*programs, place, error) {
 	}
 	s.unlock()
 	if err == nil && first {
-		// What other versions of drowse have left, and nobody uses. If that fails, this endpoint
-		// is none the worse; Sweep tries again, and tells.
+		// Remove unused leftovers of other versions of drowse. A failure does not affect this endpoint; Sweep
+		// tries again and reports it.
 		_ = unloadIdle(l.cfg.root(), digest())
 	}
 	return p, at, err
 }
 
-// register puts the endpoint into the list that others look in.
+// register puts the endpoint into the list that other endpoints' programs read.
 func (l *Link) register(id netpolicy.Identity) error {
 	s, err := lockShared(l.cfg.root(), l.eng.place.version)
 	if err != nil {

@@ -14,23 +14,22 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/bpf"
 )
 
-// An endpoint has room for two tables. One is in force, and nobody reads the other: a swap fills it, and then says
-// with one write which is in force. Programs that have begun before count as runs of the old table (entry.go), so
-// it is known when the last of them has ended. See docs/adr/0038.
+// An endpoint has room for two tables. One is in force, and no program reads the other. A swap fills that one, and
+// then puts it into force with a single write. Programs that began before count as runs of the old table
+// (entry.go), so the loader knows when the last of them has ended. See docs/adr/0038.
 
 // table is a map with the rows of a policy.
 type table struct {
-	m    *ebpf.Map // nil is none
+	m    *ebpf.Map // nil if there is no table
 	id   ebpf.MapID
-	rows int    // that there is room for
+	rows int    // capacity
 	mem  []byte // the rows: the kernel's memory, shared with the programs
 }
 
-// tableFlags are those of the template in bpf/endpoint.c: tables differ in size, and are written to without system
-// calls.
+// tableFlags are those of the template in bpf/endpoint.c: tables differ in size, and are written without system calls.
 const tableFlags = unix.BPF_F_INNER_MAP | unix.BPF_F_MMAPABLE
 
-// share maps the rows of a table. The kernel does so at once, for all pages, and they stay as long as they are mapped.
+// share maps the rows of a table. The kernel maps all pages at once, and they stay mapped until close.
 func (t *table) share() (err error) {
 	if t.mem, err = unix.Mmap(t.m.FD(), 0, t.rows*netpolicy.RowSize, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED); err != nil {
 		return fmt.Errorf("mapping a table of %d rows: %w", t.rows, err)
@@ -38,7 +37,7 @@ func (t *table) share() (err error) {
 	return nil
 }
 
-// close gives a table back, or none.
+// close frees a table. A zero table does nothing.
 func (t *table) close() error {
 	var err error
 	if t.mem != nil {
@@ -53,27 +52,27 @@ const (
 	// maxWriters is how many tables may be replaced by larger ones at once: each has a thread that waits for the
 	// kernel.
 	maxWriters = 4
-	// maxRoom is how many times as much room a table may have as the policy needs. One with more is replaced.
+	// maxRoom is how many times as much room a table may have as the policy needs. Swap replaces a larger one.
 	maxRoom = 4
-	// minRoom is the rows up to which that does not count.
+	// minRoom is the number of rows up to which a table is never too large.
 	minRoom = 64
-	// quietWithin is how long runs by a table may take to end before the kernel is asked to wait for them. One
-	// takes less than a microsecond, unless its processor is taken away.
+	// quietWithin is how long to wait for runs by a table before asking the kernel to wait for them. A run takes
+	// less than a microsecond, unless its processor is taken away.
 	quietWithin = 2 * time.Millisecond
-	// quietPause is between two looks, after some without one.
+	// quietPause is the pause between two looks, after quietLooks without a pause.
 	quietPause = 20 * time.Microsecond
 	quietLooks = 16
 )
 
-// room is how many rows a new table has for a policy of n, so that one that is a little larger has room as well.
+// room returns the capacity of a new table for a policy of n rows, with room for a slightly larger policy.
 func room(n int) int { return n + n/8 + 8 }
 
-// fits says whether a policy of n rows goes into a table.
+// fits reports whether a policy of n rows fits into a table that is not much too large for it.
 func (t *table) fits(n int) bool {
 	return t.m != nil && n <= t.rows && (t.rows <= minRoom || t.rows/maxRoom <= n)
 }
 
-// newTable makes a table, and fills it.
+// newTable makes a table and fills it.
 func (e *engine) newTable(s *netpolicy.Spec, gen uint32) (t table, err error) {
 	t.rows = room(s.Rows())
 	t.m, err = ebpf.NewMap(&ebpf.MapSpec{
@@ -93,17 +92,17 @@ func (e *engine) newTable(s *netpolicy.Spec, gen uint32) (t table, err error) {
 	return t, nil
 }
 
-// fill writes a policy into a table that nobody reads. Rows behind it are of no policy any more. Whoever finds the
-// table in force sees all of it: that is said by a system call, which comes after these writes on x86.
+// fill writes a policy into a table that no program reads. Rows behind it are unused. A program that finds the
+// table in force sees all of it: the system call that puts it into force comes after these writes on x86.
 func (e *engine) fill(t table, s *netpolicy.Spec, gen uint32) {
 	s.Fill(t.mem, gen, e.place.claim)
 }
 
-// install makes all packets from now on be judged by a new policy. Each packet is
-// judged by exactly one, and when install returns none is judged by the old one any more.
+// install puts a new policy into force. Each packet is judged by exactly one policy, and when install returns the
+// old one judges no packet any more.
 func (e *engine) install(s *netpolicy.Spec) error { return e.swap(s, func() {}) }
 
-// swap is install. It calls filled when the new table is there.
+// swap is install with a call of filled once the new table is complete.
 func (e *engine) swap(s *netpolicy.Spec, filled func()) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -120,7 +119,7 @@ func (e *engine) swap(s *netpolicy.Spec, filled func()) error {
 	if err := e.repin(s); err != nil {
 		return err
 	}
-	// Only the lowest byte changes, so nobody can see half of it.
+	// Only the lowest byte changes, so a program cannot see a partial write.
 	if err := e.current.Put(uint32(0), spare); err != nil {
 		return fmt.Errorf("installing a policy: %w", err)
 	}
@@ -131,23 +130,21 @@ func (e *engine) swap(s *netpolicy.Spec, filled func()) error {
 	return e.unpinOld()
 }
 
-// prepareSpare fills the table that is not in force. If it is too small, or much too large, another one takes its
-// place.
+// prepareSpare fills the table that is not in force. It replaces a table that is too small or much too large.
 func (e *engine) prepareSpare(s *netpolicy.Spec, spare uint32) error {
 	if err := e.owns(spare); err != nil {
 		return err
 	}
 	t := &e.tables[spare]
 	if t.fits(s.Rows()) {
-		// The last swap has waited for that, unless it failed.
+		// The last swap waited for these runs already, unless it failed.
 		if err := e.await(spare); err != nil {
 			return err
 		}
 		e.fill(*t, s, e.gen+1)
 		return nil
 	}
-	// What was there goes when no program has it any more: the kernel sees to that, and so does not have to be waited
-	// for.
+	// The kernel frees the old table when no program uses it any more, so there is no need to wait for that.
 	e.writers <- struct{}{}
 	ended := func() { <-e.writers }
 	next, err := e.newTable(s, e.gen+1)
@@ -169,7 +166,7 @@ func (e *engine) prepareSpare(s *netpolicy.Spec, spare uint32) error {
 	return before.close()
 }
 
-// clearSpare takes away what one that died long ago has left in the place of the other table.
+// clearSpare removes what a dead endpoint left in the place of the other table.
 func (e *engine) clearSpare() error {
 	var there ebpf.MapID
 	at := e.place.table(1 - e.which)
@@ -183,8 +180,8 @@ func (e *engine) clearSpare() error {
 	return nil
 }
 
-// owns says whether what is in the slot is still the endpoint's table, or nothing where it has none. If somebody has
-// removed the endpoint's pins, its slot may be another's, whose flows its packets would pass by.
+// owns checks that the slot still has the endpoint's table, or none if it has none. If the endpoint's pins were
+// removed, its slot may belong to another endpoint, and its packets would pass by that endpoint's flows.
 func (e *engine) owns(which uint32) error {
 	var there ebpf.MapID
 	err := e.shared.policies.Lookup(e.place.table(which), &there)
@@ -197,9 +194,9 @@ func (e *engine) owns(which uint32) error {
 	return nil
 }
 
-// await returns when no packet is judged by a table that is not in force.
+// await returns when no packet is judged any more by a table that is not in force.
 func (e *engine) await(which uint32) error {
-	// What was written before has to be there before the counters are read; on x86 only this sees to it.
+	// Earlier writes must be visible before the counters are read. On x86 only this fence ensures it.
 	var fence atomic.Uint32
 	fence.Add(1)
 	end := time.Now().Add(quietWithin)
@@ -219,8 +216,8 @@ func (e *engine) await(which uint32) error {
 	}
 }
 
-// quiet says whether all runs by a table have ended. Those that have ended are read first: whoever is counted there has
-// been counted as begun before.
+// quiet reports whether all runs by a table have ended. It reads the ended ones first: each of them was counted as
+// begun before.
 func (e *engine) quiet(which uint32) (bool, error) {
 	_, ended, err := e.runs(which)
 	if err != nil {
@@ -230,7 +227,7 @@ func (e *engine) quiet(which uint32) (bool, error) {
 	return begun == ended, err
 }
 
-// runs is how many runs by a table have begun and ended.
+// runs returns how many runs by a table have begun and ended.
 func (e *engine) runs(which uint32) (begun, ended uint64, err error) {
 	var per []bpf.EndpointCounter
 	if err := e.counts.Lookup(runsAt+which, &per); err != nil {
@@ -243,7 +240,7 @@ func (e *engine) runs(which uint32) (begun, ended uint64, err error) {
 	return begun, ended, nil
 }
 
-// settle returns when all packets of all endpoints that are judged now have been.
+// settle returns when all packets that the programs of all endpoints judge at the time of the call have been judged.
 func (e *engine) settle() error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -253,7 +250,7 @@ func (e *engine) settle() error {
 	return e.grace()
 }
 
-// grace has the kernel wait until every program that runs now has ended, as every write into a map of maps does.
+// grace makes the kernel wait until every running program has ended, as every write into a map of maps does.
 func (e *engine) grace() error {
 	if err := e.shared.policies.Put(e.place.table(e.which), e.tables[e.which].m); err != nil {
 		return fmt.Errorf("waiting for packets to be judged: %w", err)

@@ -8,18 +8,17 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/flow"
 )
 
-// Checked finds the flow that a connection from a port of the endpoint's address to
-// Environment.TLSPort is of. It fails with ErrNoFlow if there is none that lives.
+// Checked returns the flow of a connection from a port of the endpoint's address to Environment.TLSPort. It fails
+// with ErrNoFlow if no such flow lives.
 func (l *Link) Checked(port uint16) (flow.Checked, error) { return l.eng.checked(port, flow.Now()) }
 
-// Lives says whether a flow is still the one that was found, and may carry packets by the
-// policy that it was last judged by.
+// Lives reports whether c is still the same flow, and may carry packets by the policy that last judged it.
 func (l *Link) Lives(c flow.Checked) (bool, error) { return l.eng.flowTable().Lives(c, flow.Now()) }
 
-// OpensName says whether the rules open a flow, now that the server name is known that its client
-// has sent: a rule's names match if one of them is that name, and the peer's address was pinned
-// for one of them when the flow was opened. Name is in lower case, without a final dot; empty is none. The peer's
-// class is looked up anew. It is one question of the Spec that is installed.
+// OpensName reports whether the rules open a flow whose client sent name as the server name: a rule's names match
+// if one of them is that name, and the peer's address was pinned for one of them when the flow was opened. name is
+// in lower case, without a final dot; empty is none. It looks up the peer's class anew. A single Spec answers: the
+// installed one.
 func (l *Link) OpensName(c flow.Checked, name string) bool {
 	return l.eng.opensName(c, name, flow.Now())
 }
@@ -40,7 +39,7 @@ func (e *engine) opensName(c flow.Checked, name string, now uint64) bool {
 	if e.spec == nil {
 		return false
 	}
-	// The names are those that the flow was opened for, which may have expired since.
+	// These are the names that the flow was opened for. They may have expired since.
 	at := now
 	if c.Generation == e.gen {
 		at = c.Opened
@@ -53,10 +52,10 @@ func (e *engine) opensName(c flow.Checked, name string, now uint64) bool {
 	return ok
 }
 
-// Opens says whether the rules let the endpoint open a TCP connection over IPv4 to a peer that is neither
-// the host nor an endpoint, and which rule has decided, as in RuleName of the Spec; empty is none. Name
-// is the server name in TLS that the connection is certain to have: see OpensName. It is for what connects
-// on the endpoint's behalf, and one question of the Spec that is installed.
+// Opens reports whether the rules let the endpoint open a TCP connection over IPv4 to a peer that is neither the
+// host nor an endpoint. rule is the rule that decided, as in RuleName of the Spec; empty is none. name is the
+// server name that the connection is certain to have in TLS: see OpensName. Opens is for connections made on the
+// endpoint's behalf. A single Spec answers: the installed one.
 func (l *Link) Opens(peer netip.AddrPort, name string) (rule string, ok bool) {
 	return l.eng.opens(peer, name, flow.Now())
 }
@@ -71,7 +70,7 @@ func (e *engine) opens(peer netip.AddrPort, name string, now uint64) (rule strin
 	return e.spec.RuleName(i), ok
 }
 
-// pinnedAt are the names that an address is pinned for at a time. The lock is held.
+// pinnedAt returns the names that an address is pinned for at a time. The lock is held.
 func (e *engine) pinnedAt(a netip.Addr, at uint64) (names []string) {
 	for n, until := range e.names[a] {
 		if at < until {

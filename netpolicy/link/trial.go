@@ -15,24 +15,24 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/flow"
 )
 
-// Trial is an endpoint without a device: its programs get frames one after another in the kernel (BPF_PROG_RUN), so
-// that what they cost can be measured. Its programs are its own, and nothing is pinned; or it is that of a Link. Its
-// methods may be called from any goroutine, but for Close, which must be the last.
+// Trial is an endpoint without a device, to measure the cost of its programs: they get frames one after another in
+// the kernel (BPF_PROG_RUN). A Trial has programs of its own and pins nothing, or it belongs to a Link. Its
+// methods are safe for concurrent use, except Close, which must come last.
 type Trial struct {
 	eng   *engine
-	link  bool             // the engine is a Link's
+	link  bool             // the engine belongs to a Link
 	run   [2]*ebpf.Program // by direction
 	empty [2]*ebpf.Program
-	// The same on egress, with frames of which each has other ports; the one element of ports is the last ones.
+	// These are for egress frames that each have other ports. The one element of ports is the last ones.
 	first, firstEmpty *ebpf.Program
 	ports             *ebpf.Map
 }
 
-// portsAt is where a frame of TCP or UDP over IPv4 has its ports.
+// portsAt is the offset of the ports in a frame of TCP or UDP over IPv4.
 const portsAt = 14 + 20
 
-// Where an IPv4 packet has the address that is translated, by direction: its source on
-// egress, its destination on ingress.
+// addressAt is the offset of the translated address in an IPv4 frame, by direction: the source on egress, the
+// destination on ingress.
 var addressAt = [2]int32{14 + 12, 14 + 16}
 
 // NewTrial loads the programs with a policy.
@@ -57,8 +57,8 @@ func NewTrial(s *netpolicy.Spec) (_ *Trial, err error) {
 	return t, t.eng.start(s, true)
 }
 
-// Trial is a trial of an endpoint that has a device, beside all others of its host: what it is told of, and its swaps,
-// are the endpoint's own. It ends before the Link does.
+// Trial returns a trial of an endpoint that has a device, among all others of its host: its tags and its swaps are
+// the endpoint's own. Close it before the Link.
 func (l *Link) Trial() (_ *Trial, err error) {
 	calls, err := ebpf.LoadPinnedMap(filepath.Join(l.cfg.dir(), pinCalls), nil)
 	if err != nil {
@@ -75,7 +75,7 @@ func (l *Link) Trial() (_ *Trial, err error) {
 	return t, nil
 }
 
-// load makes the programs that frames are given to.
+// load makes the programs that get the frames.
 func (t *Trial) load(calls *ebpf.Map, id netpolicy.Identity) (err error) {
 	for d := range t.run {
 		if t.run[d], t.empty[d], err = t.pair(calls, d, untranslated(d, id)); err != nil {
@@ -94,8 +94,8 @@ func (t *Trial) load(calls *ebpf.Map, id netpolicy.Identity) (err error) {
 	return err
 }
 
-// pair is a program that goes on with the endpoint's after some instructions, and one that lets everything pass after
-// them.
+// pair makes two programs that begin with some instructions: one goes on to the endpoint's program, the other lets
+// everything pass.
 func (t *Trial) pair(calls *ebpf.Map, dir int, before asm.Instructions) (judging, empty *ebpf.Program, err error) {
 	if judging, err = t.eng.entry(calls, dir, before...); err != nil {
 		return nil, nil, err
@@ -109,11 +109,12 @@ func (t *Trial) pair(calls *ebpf.Map, dir int, before asm.Instructions) (judging
 	return judging, empty, nil
 }
 
-// firstPorts are the ports before the first ones, as they lie in a frame: 1 << 8 of the guest's, 443 of the peer's.
+// firstPorts are the ports before the first ones, as laid out in a frame: 1 << 8 of the guest, 443 of the peer.
 var firstPorts = []byte{1, 0, 443 >> 8, 443 & 0xff}
 
-// otherPorts gives a frame the ports after the last ones: two more for the guest in little-endian order, and from there
-// on to the peer's. The guest's is never 0, and the peer's not for the first eight million frames.
+// otherPorts sets the next ports in a frame. It adds 2 to the ports as one little-endian word: the guest's port
+// counts, and carries into the peer's. The guest's is never 0, and the peer's is not 0 for the first eight million
+// frames.
 func otherPorts(ports *ebpf.Map) asm.Instructions {
 	return store(portsAt,
 		asm.LoadMapValue(asm.R7, ports.FD(), 0),
@@ -124,7 +125,7 @@ func otherPorts(ports *ebpf.Map) asm.Instructions {
 	)
 }
 
-// store writes into a frame the four bytes that some instructions put on the stack.
+// store writes four bytes that put leaves on the stack into a frame.
 func store(at int32, put ...asm.Instruction) asm.Instructions {
 	return slices.Concat(asm.Instructions{asm.Mov.Reg(asm.R6, asm.R1)}, put, asm.Instructions{
 		asm.Mov.Imm(asm.R2, at),
@@ -137,9 +138,8 @@ func store(at int32, put ...asm.Instruction) asm.Instructions {
 	})
 }
 
-// untranslated gives a frame the address again that it came with. The kernel runs a
-// program on one frame many times, and would have the second run find an address that has
-// been translated.
+// untranslated restores the original address in a frame. The kernel runs a program on one frame many times, and
+// the second run would find an address that is already translated.
 func untranslated(dir int, id netpolicy.Identity) asm.Instructions {
 	address := netpolicy.TheWire.Guest4
 	if dir == 1 {
@@ -160,29 +160,28 @@ func (t *Trial) Close() error {
 	return errors.Join(append(errs, t.first.Close(), t.firstEmpty.Close(), t.ports.Close())...)
 }
 
-// Swap replaces the policy, as Link.Swap does, and says how much of the time went by
-// until the new table was filled.
+// Swap replaces the policy, as Link.Swap does. It returns the time until the new table was filled.
 func (t *Trial) Swap(s *netpolicy.Spec) (filled time.Duration, err error) {
 	begin := time.Now()
 	err = t.eng.swap(s, func() { filled = time.Since(begin) })
 	return filled, err
 }
 
-// Judge has a frame of IPv4 judged so many times, one after another, as if each were
-// new. It says how long one took on average, by the kernel's clock and in whole nanoseconds, and whether the last
-// passed. The time includes what Empty takes.
+// Judge has an IPv4 frame judged times times, one after another, as if each were new. It returns the average time
+// of one run, by the kernel's clock and in whole nanoseconds, and whether the last frame passed. The time includes
+// that of Empty.
 func (t *Trial) Judge(d netpolicy.Direction, frame []byte, times int) (each time.Duration, passed bool, err error) {
 	return benchmark(t.run[code(d)], frame, times)
 }
 
-// Empty is Judge by a program that lets everything pass: the cost of running any.
+// Empty is Judge with a program that lets everything pass: the cost of running any program.
 func (t *Trial) Empty(d netpolicy.Direction, frame []byte, times int) (each time.Duration, err error) {
 	each, _, err = benchmark(t.empty[code(d)], frame, times)
 	return each, err
 }
 
-// JudgeFirst is Judge for a frame of TCP or UDP that the guest sends, each time with other ports, so that each is the
-// first of a flow that was not there. The policy has to allow them all. It says how many flows were opened.
+// JudgeFirst is Judge for a TCP or UDP frame from the guest, each time with other ports, so that each frame is the
+// first of a new flow. The policy must allow them all. It returns how many flows were opened.
 func (t *Trial) JudgeFirst(frame []byte, times int) (each time.Duration, opened uint64, err error) {
 	before, err := t.opened()
 	if err != nil {
@@ -195,13 +194,13 @@ func (t *Trial) JudgeFirst(frame []byte, times int) (each time.Duration, opened 
 	return each, after - before, err
 }
 
-// EmptyFirst is JudgeFirst by a program that lets everything pass.
+// EmptyFirst is JudgeFirst with a program that lets everything pass.
 func (t *Trial) EmptyFirst(frame []byte, times int) (each time.Duration, err error) {
 	each, _, err = benchmark(t.firstEmpty, frame, times)
 	return each, err
 }
 
-// opened is how many flows the guest has opened.
+// opened returns how many flows the guest has opened.
 func (t *Trial) opened() (uint64, error) {
 	u, err := flow.Usage(t.eng.shared.usages, t.eng.place.slot, 0)
 	return u.Opened, err
@@ -215,12 +214,11 @@ func benchmark(p *ebpf.Program, frame []byte, times int) (time.Duration, bool, e
 	return each, action == 0, nil
 }
 
-// code is the number by which the programs know a direction.
+// code returns the programs' number of a direction.
 func code(d netpolicy.Direction) int { return max(0, slices.Index(netpolicy.Directions[:], d)) }
 
-// Memory is the kernel memory of what is the endpoint's own, in bytes, by its name: maps, the table, and programs. It
-// is 0 where the kernel does not say. What endpoints share, the device, and what else the kernel keeps for it are not
-// in it.
+// Memory returns the kernel memory of the endpoint's own maps, table and programs, in bytes, by name. It is 0
+// where the kernel does not say. It does not include shared objects, the device, or other kernel memory for it.
 func (l *Link) Memory() (map[string]uint64, error) {
 	e := l.eng
 	out := map[string]uint64{}

@@ -17,13 +17,13 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/bpf"
 )
 
-// The addresses of sleeping endpoints lead to the packet waker's device. It holds packets there and puts them on the
-// endpoint's own device once that is awake, where they look as if the host had made them. So the device takes only
-// packets whose source is the sender's own (GuardWaker), and the packet waker marks what it passes on (WakerMark).
+// The addresses of sleeping endpoints are routed to the packet waker's device. The packet waker holds packets there and
+// puts them on the endpoint's own device once it is awake, as if the host had made them. So the device takes only
+// packets whose source is the sender's own (GuardWaker), and the packet waker marks its packets (WakerMark).
 
-// GuardWaker keeps from the packet waker's device, which has no link layer and is in this network namespace, packets
-// whose source is one of the host's or in a range of endpoints, but which did not come from there. The guard lasts as
-// long as the device.
+// GuardWaker guards the packet waker's device, which has no link layer and is in this network namespace. The guard
+// drops packets whose source is one of the host's addresses or in a range of endpoints, but which did not come
+// from there. It lasts as long as the device.
 func GuardWaker(device netlink.Link, endpoints, endpoints6 netip.Prefix) error {
 	if !endpoints.Addr().Is4() || !endpoints6.Addr().Is6() || endpoints6.Bits() != 64 {
 		return fmt.Errorf("%w: ranges of endpoints: %v, %v", netpolicy.ErrIdentity, endpoints, endpoints6)
@@ -52,9 +52,9 @@ func GuardWaker(device netlink.Link, endpoints, endpoints6 netip.Prefix) error {
 	return addFilters(device, map[uint32]*ebpf.Program{netlink.HANDLE_MIN_EGRESS: o.ToWaker})
 }
 
-// WakerMark is the mark of a socket (socket(7), SO_MARK) whose frames the programs of endpoints take for packets that
-// came by a guarded packet waker's device. It is that of this version's programs, once an endpoint has them; before
-// that it is os.ErrNotExist. Empty is DefaultRoot.
+// WakerMark returns the mark of a socket (socket(7), SO_MARK) whose frames the programs of endpoints accept as
+// packets that came by a guarded packet waker's device. It is the mark of this version's programs. WakerMark fails
+// with os.ErrNotExist until an endpoint or Preload has loaded them. An empty root is DefaultRoot.
 func WakerMark(root string) (uint32, error) {
 	dir := programsDir(Config{Root: root}.root(), digest())
 	text, err := os.Readlink(filepath.Join(dir, pinReady))

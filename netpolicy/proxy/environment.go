@@ -9,17 +9,17 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 )
 
-// Where a guest finds what it has to trust. Both are in its memory (/run), not on its disk.
+// Files with the certificates that a guest must trust. Both are in its memory (/run), not on its disk.
 const (
 	// AuthorityFile has the proxy's certificate alone.
 	AuthorityFile = "/run/drowse/proxy-ca.pem"
-	// TrustFile has that and what the guest trusts besides.
+	// TrustFile has that certificate and all others that the guest trusts.
 	TrustFile = "/run/drowse/ca-certificates.pem"
 )
 
-// Environment is what programs in a guest need to know of their proxy, as KEY=VALUE: where it is and what not to
-// ask it for, files with certificates, and the placeholders of secrets. It is nil if the policy has no proxy. Others
-// are ranges of addresses that the proxy does not connect to.
+// Environment returns what programs in a guest need to know of their proxy, as KEY=VALUE: its address and the
+// destinations to reach without it, certificate files, and the placeholders of secrets. It is nil if the policy
+// has no proxy. others are ranges of addresses that the proxy does not connect to.
 func Environment(p *netpolicy.Policy, id *Identity, others ...netip.Prefix) ([]string, error) {
 	if !p.ProxyOn() {
 		return nil, nil

@@ -19,23 +19,23 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 )
 
-// exchange is a request that is passed on, and its answer.
+// exchange is a forwarded request and its answer.
 type exchange struct {
 	target Target
 	secure bool
-	peer   atomic.Pointer[peerConn] // who has got it; nil until somebody has
-	// injected are the names of secrets that are in it, and values those of all that its host may know.
+	peer   atomic.Pointer[peerConn] // the peer that got it; nil until there is one
+	// injected are the names of the secrets in it. values are the values of all secrets that its host may know.
 	injected []string
 	values   []string
 	// mask is for the answer's body; nil if its host may know nothing.
 	mask *mask
-	// length is that of the answer's body, or -1.
+	// length is that of the answer's body; -1 if unknown.
 	length int64
-	// last says that the connection ends with it.
+	// last is set if the connection ends with this exchange.
 	last bool
 }
 
-// oneConnection are fields that are not passed on (RFC 9110, 7.6.1), besides those that Connection names.
+// oneConnection are fields that the proxy does not forward (RFC 9110, 7.6.1), besides those that Connection names.
 var oneConnection = []string{
 	"Connection", "Proxy-Connection", "Keep-Alive", "Proxy-Authenticate", "Proxy-Authorization", "Proxy-Authentication-Info",
 	"Te", "Trailer", "Transfer-Encoding", "Upgrade", "Http2-Settings", "Alt-Svc",
@@ -44,7 +44,7 @@ var oneConnection = []string{
 func strip(h http.Header) {
 	for _, v := range h["Connection"] {
 		for name := range strings.SplitSeq(v, ",") {
-			// What a request is for cannot be taken away by it.
+			// Connection must not remove the request's host.
 			if name = textproto.TrimString(name); name != "" && !strings.EqualFold(name, "Host") {
 				h.Del(name)
 			}
@@ -55,9 +55,9 @@ func strip(h http.Header) {
 	}
 }
 
-// forward passes a request on to a target.
+// forward forwards a request to a target.
 func (s *Server) forward(w http.ResponseWriter, r *http.Request, t Target, scheme string) {
-	// A server may answer before it has all of a request. Without this net/http would take the rest of that for itself.
+	// A server may answer before it has read the whole request. Otherwise net/http would consume the rest itself.
 	_ = http.NewResponseController(w).EnableFullDuplex()
 	x := &exchange{target: t, secure: scheme == "https", length: -1, last: len(r.TransferEncoding) > 0}
 	ctx, cancel := context.WithTimeout(r.Context(), RequestTimeout)
@@ -75,7 +75,7 @@ func (s *Server) forward(w http.ResponseWriter, r *http.Request, t Target, schem
 	if deflt := map[string]uint16{"http": 80, "https": 443}[scheme]; t.Port != deflt {
 		out.Host = t.String()
 	}
-	// Trailers come after all has been judged.
+	// Trailers would come after the request was judged.
 	out.Trailer, out.TransferEncoding, out.Close = nil, nil, false
 	strip(out.Header)
 	if _, ok := out.Header["User-Agent"]; !ok {
@@ -92,17 +92,17 @@ func (s *Server) forward(w http.ResponseWriter, r *http.Request, t Target, schem
 	maps.Copy(a.Header(), resp.Header)
 	a.WriteHeader(resp.StatusCode)
 	if x.length < 0 && resp.Body != http.NoBody {
-		// Its beginning may be all that comes for a while.
+		// The header may be all that comes for a while.
 		_ = http.NewResponseController(w).Flush()
 	}
 	if _, err := io.Copy(a, resp.Body); err != nil {
-		// What has been sent so far must not look whole.
+		// The client must not take what was sent so far for the whole answer.
 		panic(http.ErrAbortHandler)
 	}
 	a.giveRest()
 }
 
-// inject puts secrets where their placeholders are, or answers the request itself.
+// inject replaces placeholders by secrets, or answers the request itself.
 func (s *Server) inject(x *exchange, r *http.Request) *http.Response {
 	if !x.secure {
 		return nil
@@ -148,13 +148,13 @@ func (s *Server) inject(x *exchange, r *http.Request) *http.Response {
 		}
 	}
 	if len(x.values) > 0 {
-		// So that they can be found in the answer.
+		// An uncompressed answer lets the mask find them.
 		r.Header.Set("Accept-Encoding", "identity")
 	}
 	return nil
 }
 
-// await waits for a secret.
+// await waits until a secret is available, or until SecretTimeout.
 func (s *Server) await(ctx context.Context, name string, changed <-chan struct{}) (value string, ok bool) {
 	limit := time.NewTimer(s.cfg.SecretTimeout)
 	defer limit.Stop()
@@ -172,7 +172,7 @@ func (s *Server) await(ctx context.Context, name string, changed <-chan struct{}
 	}
 }
 
-// refusal is an answer of the proxy's.
+// refusal makes an answer of the proxy itself.
 func (x *exchange) refusal(status int, why string) *http.Response {
 	x.last = true
 	body := "drowse proxy: " + why + "\n"
@@ -183,10 +183,10 @@ func (x *exchange) refusal(status int, why string) *http.Response {
 	}
 }
 
-// answer makes what the endpoint gets of what a peer has answered.
+// answer makes the endpoint's answer from a peer's answer.
 func (s *Server) answer(x *exchange, resp *http.Response, err error) *http.Response {
 	if resp != nil && resp.StatusCode < http.StatusOK {
-		// Nobody has asked for another protocol.
+		// The request asked for no other protocol.
 		resp.Body.Close()
 		resp, err = nil, fmt.Errorf("%v has answered with status %d", x.target, resp.StatusCode)
 	}
@@ -195,7 +195,7 @@ func (s *Server) answer(x *exchange, resp *http.Response, err error) *http.Respo
 		s.fail(x.target, err, reason, status, strings.Join(x.injected, ","))
 		why := err.Error()
 		if m := newMask(x.values); m != nil {
-			// What a server has said may be in it, in quotation marks, in which a secret need not look as it is.
+			// It may quote the server, with escapes that hide a secret from the mask.
 			if why = m.hide(why); x.peer.Load() != nil && status == http.StatusBadGateway {
 				why = "its answer is not HTTP, or broke off"
 			}
@@ -213,24 +213,24 @@ func (s *Server) answer(x *exchange, resp *http.Response, err error) *http.Respo
 	strip(resp.Header)
 	maskHeader(resp.Header, x.values)
 	if resp.Body == http.NoBody {
-		return resp // which may be to HEAD, and has its length in a field
+		return resp // which may answer HEAD, and has its length in a field
 	}
-	resp.Header.Del("Content-Length") // said by the answerer
+	resp.Header.Del("Content-Length") // the answerer sets it
 	x.length, x.mask = resp.ContentLength, newMask(x.values)
 	return resp
 }
 
-// answerer writes an answer, with secrets masked. It gives the body the length that it has, and one whose length is not
-// known as it comes. What the mask holds back of such a one is given on when nothing has come for a time, so
-// that a client does not wait for the end of a line for ever.
+// answerer writes an answer, with secrets masked. It sends a body of known length with that length, and any other
+// as it comes. After a pause it also passes on what the mask holds back of a body of unknown length, so that a
+// client does not wait forever for the end of a line.
 type answerer struct {
 	http.ResponseWriter
 	x        *exchange
 	patience time.Duration
 
-	mu    sync.Mutex // guards what follows, the mask, and the writer once there is a timer
+	mu    sync.Mutex // guards what follows, the mask, and, once there is a timer, the writer
 	timer *time.Timer
-	turn  uint64 // counts writes: a timer of an earlier one does nothing
+	turn  uint64 // counts writes: the timer of an earlier write does nothing
 }
 
 // WriteHeader implements [http.ResponseWriter].
@@ -259,7 +259,7 @@ func (a *answerer) Write(p []byte) (int, error) {
 			a.mu.Lock()
 			defer a.mu.Unlock()
 			if turn == a.turn {
-				_ = a.give(a.x.mask.rest()) // the next write fails as well
+				_ = a.give(a.x.mask.rest()) // if it fails, the next write fails as well
 			}
 		})
 	}
@@ -274,23 +274,23 @@ func (a *answerer) stop() {
 	}
 }
 
-// end is called when there will be no more writes.
+// end stops the answerer after its last write.
 func (a *answerer) end() {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	a.stop()
 }
 
-// giveRest writes what is held back of an answer that has ended.
+// giveRest writes what is held back of an answer that is complete.
 func (a *answerer) giveRest() {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	if a.stop(); a.x.mask != nil {
-		_ = a.give(a.x.mask.rest()) // whoever has asked is gone
+		_ = a.give(a.x.mask.rest()) // if it fails, the client is gone
 	}
 }
 
-// give writes, and flushes what has no length or is a stream of events.
+// give writes p. It flushes an answer of unknown length or a stream of events.
 func (a *answerer) give(p []byte) error {
 	if len(p) == 0 {
 		return nil

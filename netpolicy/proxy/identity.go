@@ -17,22 +17,22 @@ import (
 	"time"
 )
 
-// KeyBytes is the size of the key that identities are made of.
+// KeyBytes is the size of the key from which identities are derived.
 const KeyBytes = 32
 
 // PlaceholderPrefix begins every placeholder.
 const PlaceholderPrefix = "drowse_placeholder_"
 
-// Certificates for hosts live for a week, and are made anew when a day is left. They begin a day early,
-// for guests whose clock is behind.
+// Certificates for hosts are valid for a week. They are renewed when a day is left, and begin a day early for
+// guests whose clock is behind.
 const (
 	leafLife   = 7 * 24 * time.Hour
 	leafMargin = 24 * time.Hour
 )
 
-// Identity is what a guest trusts its proxy by: an authority for certificates, and placeholders. All of it
-// follows from a key of the host's and the endpoint's lineage, so it is the same after a sleep, and in
-// forks and clones, which have inherited both from memory. Its methods may be called from any goroutine.
+// Identity is what a guest trusts its proxy by: an authority for certificates, and placeholders. All of it derives
+// from a key of the host and the endpoint's lineage. So it is the same after a sleep, and in forks and clones,
+// which inherit both in their memory. Its methods are safe for concurrent use.
 type Identity struct {
 	key     []byte
 	lineage string
@@ -43,7 +43,7 @@ type Identity struct {
 	leaves map[string]*tls.Certificate
 }
 
-// NewIdentity makes an identity of a secret key of KeyBytes bytes and a lineage, which is no secret.
+// NewIdentity derives an identity from a secret key of KeyBytes bytes and a lineage, which is not secret.
 func NewIdentity(key []byte, lineage string) (*Identity, error) {
 	if len(key) != KeyBytes || lineage == "" {
 		return nil, fmt.Errorf("making a proxy's identity: a key of %d bytes and lineage %q: a key has %d, and there is a lineage", len(key), lineage, KeyBytes)
@@ -61,7 +61,7 @@ func NewIdentity(key []byte, lineage string) (*Identity, error) {
 	name := pkix.Name{CommonName: "drowse proxy of " + lineage[:min(12, len(lineage))], Organization: []string{"drowse"}}
 	template := &x509.Certificate{
 		SerialNumber: new(big.Int).SetBytes(serial), Subject: name,
-		// The same whenever it is made. It is of no use to anybody but this endpoint and this host.
+		// These are the same each time. The certificate is useful only to this endpoint and this host.
 		NotBefore: time.Date(2020, 1, 1, 0, 0, 0, 0, time.UTC), NotAfter: time.Date(2120, 1, 1, 0, 0, 0, 0, time.UTC),
 		KeyUsage: x509.KeyUsageCertSign | x509.KeyUsageDigitalSignature, BasicConstraintsValid: true, IsCA: true, MaxPathLenZero: true,
 	}
@@ -75,7 +75,7 @@ func NewIdentity(key []byte, lineage string) (*Identity, error) {
 	return id, nil
 }
 
-// derive makes bytes of the key, the lineage and what they are for (HKDF, RFC 5869).
+// derive derives bytes from the key, the lineage and their purpose (HKDF, RFC 5869).
 func (id *Identity) derive(what string, n int) ([]byte, error) {
 	b, err := hkdf.Key(sha256.New, id.key, []byte(id.lineage), "drowse proxy 1 "+what, n)
 	if err != nil {
@@ -85,7 +85,7 @@ func (id *Identity) derive(what string, n int) ([]byte, error) {
 }
 
 func (id *Identity) authorityKey() (*ecdsa.PrivateKey, error) {
-	// One in 2^32 candidates is no key of this curve.
+	// One in 2^32 candidates is not a key of this curve.
 	for i := range 8 {
 		b, err := id.derive(fmt.Sprintf("authority %d", i), 32)
 		if err != nil {
@@ -98,18 +98,18 @@ func (id *Identity) authorityKey() (*ecdsa.PrivateKey, error) {
 	return nil, fmt.Errorf("deriving the authority of a proxy: no key in 8 tries: replace the host's key")
 }
 
-// Root is the certificate that the endpoint has to trust, as PEM. Two of one identity are equal but for the signature.
+// Root returns the certificate that the endpoint must trust, as PEM. Two of one identity differ only in the signature.
 func (id *Identity) Root() []byte {
 	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: id.root.Raw})
 }
 
-// Fingerprint tells identities apart by their authorities: 32 hex digits.
+// Fingerprint identifies an identity by its authority: 32 hex digits.
 func (id *Identity) Fingerprint() string {
 	sum := sha256.Sum256(id.root.RawSubjectPublicKeyInfo)
 	return hex.EncodeToString(sum[:16])
 }
 
-// Placeholder is what the endpoint has in the place of a secret.
+// Placeholder returns what the endpoint has in place of a secret.
 func (id *Identity) Placeholder(secret string) (string, error) {
 	b, err := id.derive("placeholder "+secret, 16)
 	if err != nil {
@@ -118,7 +118,7 @@ func (id *Identity) Placeholder(secret string) (string, error) {
 	return PlaceholderPrefix + hex.EncodeToString(b), nil
 }
 
-// certificate is for one host. There are as many as hosts of injections.
+// certificate returns a certificate for a host. Only hosts of injections get one.
 func (id *Identity) certificate(host string, now time.Time) (*tls.Certificate, error) {
 	id.mu.Lock()
 	defer id.mu.Unlock()
@@ -155,5 +155,5 @@ func (id *Identity) certificate(host string, now time.Time) (*tls.Certificate, e
 	return c, nil
 }
 
-// maxLeaves bounds the certificates that are kept; policies that come and go may name any number of hosts.
+// maxLeaves bounds the cached certificates; successive policies may name any number of hosts.
 const maxLeaves = 1024

@@ -8,30 +8,30 @@ import (
 )
 
 const (
-	// minMasked is the shortest secret that is masked, in bytes. A mask tells whoever chooses what a server says that
-	// one of the texts in it is the secret. At 100 MB/s a connection carries all texts of 8 digits in a second, all of
-	// 8 letters in 35 minutes, and all of 16 hexadecimal digits in 6,000 years.
+	// minMasked is the length of the shortest secret that is masked, in bytes. A mask reveals to a party that
+	// controls what a server says which of its texts is the secret. At 100 MB/s a connection carries all texts of
+	// 8 digits in a second, all of 8 letters in 35 minutes, and all of 16 hexadecimal digits in 6,000 years.
 	minMasked = 16
-	// maxHeld is how many bytes a mask holds back at most: all but one of the longest secret.
+	// maxHeld is how many bytes a mask holds back at most: one less than the longest secret has.
 	maxHeld = MaxSecret - 1
 )
 
-// mask replaces secrets in a text that comes piece by piece by as many asterisks. A server, or a guest that chooses
-// what a server says, learns nothing of a secret from it but whether all of it was there: how much is held back, and
-// the work that is done for it, follow from the text alone.
+// mask replaces each byte of a secret in a streamed text by an asterisk. A server, or a guest that controls what a
+// server says, learns from it only whether all of a secret was there: how much the mask holds back, and how much
+// work it does, depend on the text alone.
 //
-// What is held back is the end of the text from the last byte on that no secret has (CheckSecret), at most maxHeld
-// bytes: lines are given on whole. The search compares sums of the last bytes (Rabin and Karp) with those of the
-// secrets. Each byte costs the same, whatever was found so far, which is not so for searches that compare bytes.
+// The mask holds back the end of the text after the last byte that no secret can have (CheckSecret), at most
+// maxHeld bytes: it passes whole lines on. The search compares sums of the last bytes (Rabin and Karp) with those
+// of the secrets. Each byte costs the same, whatever was found so far, unlike in searches that compare bytes.
 type mask struct {
 	needles []needle
-	raw     []byte // the last MaxSecret bytes of the text, as they came
-	// shown is the end of the text, with asterisks. gave bytes of it were given on, and what follows is held back.
+	raw     []byte // the last MaxSecret bytes of the text, unmasked
+	// shown is the end of the text, masked. The first gave bytes of it were passed on, the rest is held back.
 	shown []byte
 	gave  int
 }
 
-// needle is a secret that is looked for. Sums are polynomials over the field of 2^61-1 elements, at a random base.
+// needle is a secret to search for. Sums are polynomials over the field of 2^61-1 elements, at a random base.
 type needle struct {
 	text      string
 	sum       uint64
@@ -39,13 +39,13 @@ type needle struct {
 	now       uint64 // the sum of the last len(text) bytes
 }
 
-// newMask is a mask of those of some secrets that are long enough; nil if there are no secrets. With none that is long
-// enough it holds back what every mask does, so that this tells nothing of their length.
+// newMask returns a mask of the secrets that are long enough; nil if there are no secrets. If none is long enough,
+// it still holds back what every mask does, so that this reveals nothing of their length.
 func newMask(secrets []string) *mask {
 	if len(secrets) == 0 {
 		return nil
 	}
-	m := &mask{raw: make([]byte, MaxSecret)} // zeros, which no secret has
+	m := &mask{raw: make([]byte, MaxSecret)} // zeros, which no secret contains
 	base := 1<<32 + rand.Uint64N(field-1<<32)
 	for _, s := range secrets {
 		if len(s) < minMasked || len(s) > MaxSecret {
@@ -61,7 +61,7 @@ func newMask(secrets []string) *mask {
 	return m
 }
 
-// take is given the next piece of the text, and returns what can be given on, until the next call.
+// take takes the next piece of the text, and returns what can be passed on. The result is valid until the next call.
 func (m *mask) take(p []byte) []byte {
 	m.raw = append(m.raw, p...)
 	m.shown = append(append(m.shown[:0], m.shown[m.gave:]...), p...)
@@ -88,21 +88,21 @@ func (m *mask) take(p []byte) []byte {
 	return m.shown[:m.gave]
 }
 
-// rest is what was held back, which is no longer. It is valid until the next call.
+// rest releases and returns what was held back. It is valid until the next call.
 func (m *mask) rest() []byte {
 	p := m.shown[m.gave:]
 	m.gave = len(m.shown)
 	return p
 }
 
-// hide masks a text that is there as a whole.
+// hide masks a complete text.
 func (m *mask) hide(text string) string {
-	// No secret has a line break: nothing is held back, and what comes next has nothing to do with it.
+	// No secret has a line break, so nothing is held back, and no match spans two calls.
 	p := m.take([]byte(text + "\n"))
 	return string(p[:len(p)-1])
 }
 
-// maskHeader masks secrets in fields. A field that has one in its name is taken away.
+// maskHeader masks secrets in fields. It removes a field that has a secret in its name.
 func maskHeader(h http.Header, secrets []string) {
 	values := newMask(secrets)
 	if values == nil {
@@ -123,7 +123,7 @@ func maskHeader(h http.Header, secrets []string) {
 	}
 }
 
-// visible says whether a secret may have a byte.
+// visible reports whether a secret may contain a byte.
 func visible(c byte) bool { return ' ' <= c && c <= '~' }
 
 // field is the prime 2^61-1.

@@ -15,7 +15,7 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/resolver"
 )
 
-// errDenied is a peer that no rule opens, and errRate one connection too many for the policy's limit.
+// errDenied means that no rule opens a peer, errRate that a connection exceeds the policy's limit.
 var (
 	errDenied = errors.New("the network policy does not allow it")
 	errRate   = errors.New("more connections than the network policy allows in this time")
@@ -38,7 +38,7 @@ type peerConn struct {
 	target Target
 	peer   netip.AddrPort
 	rule   string
-	// checked says that the rules open the peer for the target's name alone, which has to be the one in TLS.
+	// checked is set if the rules open the peer only for the target's name, which must then be the one in TLS.
 	checked bool
 }
 
@@ -52,8 +52,8 @@ func (c *peerConn) Close() error {
 
 func (c *peerConn) cut() { cut(c.TCPConn) }
 
-// reach connects to a target, if the policy lets the endpoint. With secure, whoever uses the connection sees to it
-// that its server name in TLS is the target's host where it is checked.
+// reach connects to a target, if the policy lets the endpoint. With secure, the caller must ensure for a checked
+// connection that its server name in TLS is the target's host.
 func (s *Server) reach(ctx context.Context, t Target, secure bool) (*peerConn, error) {
 	ctx, cancel := context.WithTimeout(ctx, ConnectTimeout)
 	defer cancel()
@@ -97,7 +97,7 @@ func (s *Server) reach(ctx context.Context, t Target, secure bool) (*peerConn, e
 	return nil, denied
 }
 
-// keep notes a connection, if the policy of now opens it: SetPolicy has come before, or finds it.
+// keep registers a connection if the current policy opens it. A later SetPolicy finds it and judges it again.
 func (s *Server) keep(c *peerConn) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -108,8 +108,8 @@ func (s *Server) keep(c *peerConn) bool {
 	return true
 }
 
-// rate is the policy's limit of connections that the endpoint opens, for those that are opened here: the programs
-// see only the endpoint's own. It is the generic cell rate algorithm, as there.
+// rate applies the policy's limit of connections to those that the proxy opens: the programs see only the
+// endpoint's own. It is the same generic cell rate algorithm.
 type rate struct{ at time.Time }
 
 func (s *Server) admit() bool {
@@ -127,7 +127,7 @@ func (s *Server) admit() bool {
 		next = s.rate.at
 	}
 	next = next.Add(each)
-	// A burst may be as long as it likes: at most an hour of it counts.
+	// A burst may have any length: at most an hour of it counts.
 	if next.Sub(now) > time.Duration(min(burst, uint64(time.Hour/max(each, 1))+1))*each {
 		return false
 	}
@@ -135,7 +135,7 @@ func (s *Server) admit() bool {
 	return true
 }
 
-// newTransport makes what sends requests to peers. It asks nobody else's proxy.
+// newTransport makes the transport that sends requests to peers. It uses no other proxy.
 func (s *Server) newTransport() *http.Transport {
 	p := new(http.Protocols)
 	p.SetHTTP1(true)
@@ -182,8 +182,8 @@ func (s *Server) reachSecurely(ctx context.Context, t Target) (net.Conn, error) 
 	return secure, nil
 }
 
-// explain is the status by which a request is refused that no peer has answered, and the reason if it is the policy's
-// doing.
+// explain returns the status that refuses a request without an answer of a peer, and the reason if the policy
+// refused it.
 func explain(err error) (status int, reason netpolicy.Reason) {
 	switch {
 	case errors.Is(err, errDenied), errors.Is(err, resolver.ErrRefused):

@@ -15,19 +15,19 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/tlsname"
 )
 
-// say answers a request that goes no further, and ends the connection: what follows it is not looked at.
+// say answers a request itself and closes the connection: the proxy does not read what follows.
 func say(w http.ResponseWriter, status int, format string, args ...any) {
 	w.Header().Set("Connection", "close")
 	http.Error(w, "drowse proxy: "+fmt.Sprintf(format, args...), status)
 }
 
-// refuse is say for what the endpoint must not ask for.
+// refuse is say, for requests that the endpoint must not make.
 func (s *Server) refuse(w http.ResponseWriter, status int, format string, args ...any) {
 	s.refused.Add(1)
 	say(w, status, format, args...)
 }
 
-// fits bounds what a request may be and how long it may take.
+// fits refuses a request that is too large, and sets its deadlines.
 func (s *Server) fits(w http.ResponseWriter, r *http.Request) bool {
 	s.requests.Add(1)
 	fields := 0
@@ -50,7 +50,7 @@ func (s *Server) fits(w http.ResponseWriter, r *http.Request) bool {
 	return true
 }
 
-// serveProxy answers what the endpoint asks of its proxy.
+// serveProxy answers the endpoint's requests to its proxy.
 func (s *Server) serveProxy(w http.ResponseWriter, r *http.Request) {
 	if !s.fits(w, r) {
 		return
@@ -72,7 +72,7 @@ func (s *Server) serveProxy(w http.ResponseWriter, r *http.Request) {
 	s.forward(w, r, t, "http")
 }
 
-// serveEnded answers requests inside of a tunnel whose TLS ends here.
+// serveEnded answers requests in a tunnel whose TLS ends here.
 func (s *Server) serveEnded(w http.ResponseWriter, r *http.Request) {
 	if !s.fits(w, r) {
 		return
@@ -86,7 +86,7 @@ func (s *Server) serveEnded(w http.ResponseWriter, r *http.Request) {
 		s.refuse(w, http.StatusBadRequest, "in a tunnel a request has a path, and nothing else")
 		return
 	}
-	// Of a target with a host, that is r.Host.
+	// For a request target with a host, r.Host is that host.
 	if asked, err := ParseTarget(r.Host, 443); err != nil || asked != t {
 		s.refuse(w, http.StatusMisdirectedRequest, "this tunnel is for %v, and the request for %.80q", t, r.Host)
 		s.report(Event{Reason: netpolicy.ReasonProxy, Host: t.Host, Port: t.Port, Status: http.StatusMisdirectedRequest})
@@ -109,8 +109,8 @@ func (s *Server) connect(w http.ResponseWriter, r *http.Request) {
 	ends := meets(s.policy.Load(), t)
 	var peer *peerConn
 	if !ends {
-		// A client that has sent all it has to say, and has closed its half, still waits for the answer; the request's
-		// context has ended then.
+		// A client that has closed its sending half still waits for the answer, but then the request's context has
+		// ended.
 		if peer, err = s.reach(s.base, t, true); err != nil {
 			status, reason := explain(err)
 			s.fail(t, err, reason, status, "")
@@ -141,7 +141,7 @@ func (s *Server) connect(w http.ResponseWriter, r *http.Request) {
 	s.tunnels.Add(1)
 	if ends {
 		if s.end(g, t, early) {
-			c = nil // it is somebody else's now
+			c = nil // the inner server owns it now
 		}
 		return
 	}
@@ -158,7 +158,7 @@ func (s *Server) connect(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-// fail counts and reports a target that was not reached, if that is the policy's doing.
+// fail counts and reports a failure to reach a target, if the policy caused it or the request had a secret.
 func (s *Server) fail(t Target, err error, reason netpolicy.Reason, status int, secret string) {
 	if reason == 0 && secret == "" {
 		return
@@ -176,7 +176,7 @@ func (s *Server) fail(t Target, err error, reason netpolicy.Reason, status int, 
 	s.report(e)
 }
 
-// end does the handshake of a tunnel that ends here, and hands it to those who answer requests in it.
+// end does the handshake of a tunnel that ends here, and hands it to the inner server, which answers its requests.
 func (s *Server) end(g *guestConn, t Target, early []byte) bool {
 	cfg := &tls.Config{
 		MinVersion: tls.VersionTLS12, NextProtos: []string{"http/1.1"}, SessionTicketsDisabled: true,
@@ -198,7 +198,7 @@ func (s *Server) end(g *guestConn, t Target, early []byte) bool {
 	_ = g.SetDeadline(time.Time{})
 	s.mu.Lock()
 	g.ends, g.target = true, t
-	gone := !meets(s.policy.Load(), t) // SetPolicy has come before, or finds it
+	gone := !meets(s.policy.Load(), t) // a later SetPolicy finds it
 	s.mu.Unlock()
 	if gone {
 		return false
@@ -207,7 +207,7 @@ func (s *Server) end(g *guestConn, t Target, early []byte) bool {
 	return true
 }
 
-// replay is a connection of which something has been read already.
+// replay is a connection from which some bytes were already read.
 type replay struct {
 	*guestConn
 	r io.Reader
@@ -216,5 +216,5 @@ type replay struct {
 // Read implements [io.Reader].
 func (c *replay) Read(p []byte) (int, error) { return c.r.Read(p) }
 
-// WriteTo hides that of the connection, which knows nothing of what has been read.
+// WriteTo replaces that of the connection, which would skip the bytes already read.
 func (c *replay) WriteTo(w io.Writer) (int64, error) { return io.Copy(w, c.r) }

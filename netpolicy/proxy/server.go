@@ -21,32 +21,32 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/tlsname"
 )
 
-// Bounds of a server, which is one endpoint's.
+// Bounds of a server, which serves one endpoint.
 const (
-	// MaxConnections of the endpoint are open at once; one more is reset. Each has one to a peer at most, and some
-	// 64 KiB of buffers.
+	// MaxConnections is how many connections of the endpoint are open at once; one more is reset. Each has at most
+	// one connection to a peer, and some 64 KiB of buffers.
 	MaxConnections = 128
-	// MaxHeaderBytes are those of a request's head; net/http adds 4 KiB. MaxHeaders are its fields.
+	// MaxHeaderBytes bounds a request's head; net/http adds 4 KiB. MaxHeaders bounds its fields.
 	MaxHeaderBytes = 16 << 10
 	MaxHeaders     = 100
-	// MaxAnswerBytes are those of an answer's head.
+	// MaxAnswerBytes bounds an answer's head.
 	MaxAnswerBytes = 64 << 10
 
 	// HeaderTimeout is for a request's head, a ClientHello, and a handshake.
 	HeaderTimeout = 10 * time.Second
-	// KeepTimeout is between two requests of a connection.
+	// KeepTimeout is for the pause between two requests of a connection.
 	KeepTimeout = 2 * time.Minute
 	// IdleTimeout is for a connection on which nothing passes in either direction.
 	IdleTimeout = 15 * time.Minute
 	// RequestTimeout is for a request with its answer, TunnelTimeout for a tunnel.
 	RequestTimeout = time.Hour
 	TunnelTimeout  = 24 * time.Hour
-	// ConnectTimeout is for a connection to a peer, of all its addresses, with the handshake.
+	// ConnectTimeout is for connecting to a peer, over all its addresses, with the handshake.
 	ConnectTimeout = 30 * time.Second
-	// SecretTimeout is how long a request waits for a secret that is not there, as after a wake.
+	// SecretTimeout is how long a request waits for a missing secret, for example after a wake.
 	SecretTimeout = time.Minute
-	// HeldTimeout is how long bytes of an answer without a length that may be the beginning of a secret wait for more.
-	// It is long, so that a guest that is slow to read does not have a secret come in two parts.
+	// HeldTimeout is how long the proxy holds back bytes of an answer of unknown length that may begin a secret.
+	// It is long, so that a guest that reads slowly does not receive a secret in two parts.
 	HeldTimeout = 5 * time.Second
 
 	maxIdlePeers  = 16
@@ -54,18 +54,17 @@ const (
 	sweepInterval = 30 * time.Second
 )
 
-// Sizes of a secret that can be put into a request, in bytes. A shorter one would be masked in places where it is
-// something else.
+// Sizes of a secret that can be put into a request, in bytes. A mask of a shorter one would match unrelated text.
 const (
 	MinSecret = 8
 	MaxSecret = 4096
 )
 
-// ErrSecret is a value that no request can have.
+// ErrSecret is a value that cannot be in a request.
 var ErrSecret = errors.New("not a value that can be put into a request")
 
-// CheckSecret says whether a secret can be put into a request: MinSecret to MaxSecret visible ASCII characters, and
-// spaces within.
+// CheckSecret checks that a secret can be put into a request: MinSecret to MaxSecret visible ASCII characters,
+// with spaces only inside.
 func CheckSecret(value []byte) error {
 	if len(value) < MinSecret || len(value) > MaxSecret {
 		return fmt.Errorf("%w: it has %d bytes: %d to %d", ErrSecret, len(value), MinSecret, MaxSecret)
@@ -80,8 +79,8 @@ func CheckSecret(value []byte) error {
 
 // Rules judge connections: a link.Link.
 type Rules interface {
-	// Opens says whether a peer may be connected to, and by which rule. Name is the server name in TLS that is
-	// certain to be asked for; empty is none.
+	// Opens reports whether the proxy may connect to a peer, and by which rule. name is the server name that the
+	// client is certain to send in TLS; empty is none.
 	Opens(peer netip.AddrPort, name string) (rule string, ok bool)
 }
 
@@ -90,57 +89,57 @@ type Names interface {
 	Lookup(ctx context.Context, name string) ([]netip.Addr, error)
 }
 
-// Secrets have the values.
+// Secrets provide the values of secrets.
 type Secrets interface {
-	// Secret is the value of a secret. If it is not there, ok is false, and changed is closed when it may be.
+	// Secret returns the value of a secret. If it is missing, ok is false, and changed is closed when it may be there.
 	Secret(name string) (value string, ok bool, changed <-chan struct{})
 }
 
-// Event is a request that was refused, or one that has had a secret put into it.
+// Event is a refused request, or a request with a secret.
 type Event struct {
-	// Reason is netpolicy.ReasonInject for requests with a secret, whether they were sent or not; ReasonProxy or one of
-	// TLS for those that were refused.
+	// Reason is netpolicy.ReasonInject for requests with a secret, whether they were sent or not. For refused
+	// requests it is ReasonProxy, ReasonConnRate or one of TLS.
 	Reason netpolicy.Reason
-	// Sent says that the request was sent with the secret.
+	// Sent is set if the request was sent with the secret.
 	Sent bool
-	// Host is what was asked for; its address if it was an address. Peer is who was connected to, or would have been.
+	// Host is the requested name or address. Peer is the address of the connection, made or refused.
 	Host string
 	Port uint16
 	Peer netip.AddrPort
 	// Rule is the name of the rule that decided about the peer; empty if none did.
 	Rule string
-	// Secret is a name.
+	// Secret is the name of the secret, or names with commas between.
 	Secret string
-	// Status is that of the answer; 0 if there was none.
+	// Status is the status of the answer; 0 if there was none.
 	Status int
-	// Suppressed events came before this one, and were not reported: there were 100 of their kind in a second.
+	// Suppressed counts earlier events that were not reported: at most 100 of a kind are reported in a second.
 	Suppressed uint32
 }
 
-// Config is what a server needs.
+// Config configures a server.
 type Config struct {
 	Identity *Identity
 	Rules    Rules
 	Names    Names
 	Secrets  Secrets
-	// Roots are the authorities that hosts' certificates are verified by; nil is the host's own.
+	// Roots are the authorities for hosts' certificates; nil means the host's own.
 	Roots *x509.CertPool
 	// Dial connects to a peer; nil is tlsname.Dial.
 	Dial func(ctx context.Context, peer netip.AddrPort) (*net.TCPConn, error)
-	// Event receives events. It is called from several goroutines. Nil is nobody.
+	// Event receives events. The server calls it from several goroutines. Nil discards events.
 	Event func(Event)
 
 	// For tests; 0 is the constant of that name.
 	HeaderTimeout, IdleTimeout, SecretTimeout, heldTimeout, sweepInterval time.Duration
 }
 
-// Server is one endpoint's proxy. Its methods may be called from any goroutine.
+// Server is one endpoint's proxy. Its methods are safe for concurrent use.
 type Server struct {
 	cfg       Config
 	base      context.Context // ends with the server
 	cancel    context.CancelFunc
 	transport *http.Transport
-	inner     *http.Server // of connections whose TLS ends here
+	inner     *http.Server // for connections whose TLS ends here
 	policy    atomic.Pointer[netpolicy.Policy]
 	handlers  sync.WaitGroup
 	serving   sync.WaitGroup
@@ -155,7 +154,7 @@ type Server struct {
 	reported map[netpolicy.Reason]*tlsname.EventLimit
 }
 
-// New makes a server, which refuses everything until it has a policy.
+// New makes a server. It refuses everything until it has a policy.
 func New(cfg Config) *Server {
 	cfg.HeaderTimeout = cmp.Or(cfg.HeaderTimeout, HeaderTimeout)
 	cfg.IdleTimeout = cmp.Or(cfg.IdleTimeout, IdleTimeout)
@@ -178,12 +177,12 @@ func New(cfg Config) *Server {
 	return s
 }
 
-// Listen makes the socket of a server: netpolicy.ProxyPort of the gateway's address, on the endpoint's interface alone.
+// Listen makes a server's socket: netpolicy.ProxyPort of the gateway's address, on the endpoint's interface alone.
 func Listen(ctx context.Context, device string) (*net.TCPListener, error) {
 	return tlsname.ListenAt(ctx, device, netpolicy.ProxyPort)
 }
 
-// Stats says what has happened so far.
+// Stats returns the counts so far.
 func (s *Server) Stats() netpolicy.ProxyStats {
 	s.mu.Lock()
 	open := len(s.guests)
@@ -194,13 +193,13 @@ func (s *Server) Stats() netpolicy.ProxyStats {
 	}
 }
 
-// SetPolicy replaces the policy, and cuts connections that it does not open. Call it after Link.Swap.
+// SetPolicy replaces the policy, and cuts connections that the new one does not open. Call it after Link.Swap.
 func (s *Server) SetPolicy(p *netpolicy.Policy) {
 	s.policy.Store(p)
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.rate = rate{}
-	// One that is being made is judged again when it is put here.
+	// keep judges a connection again that is being made now.
 	for c := range s.peers {
 		if !s.opens(c) {
 			s.cuts.Add(1)
@@ -214,7 +213,7 @@ func (s *Server) SetPolicy(p *netpolicy.Policy) {
 	}
 }
 
-// opens asks the rules about a connection again.
+// opens asks the rules again about a connection.
 func (s *Server) opens(c *peerConn) bool {
 	name := ""
 	if c.checked {
@@ -224,7 +223,7 @@ func (s *Server) opens(c *peerConn) bool {
 	return ok
 }
 
-// meets says whether requests to a target may get a secret.
+// meets reports whether requests to a target may get a secret.
 func meets(p *netpolicy.Policy, t Target) bool {
 	if !p.ProxyOn() {
 		return false
@@ -237,13 +236,13 @@ func meets(p *netpolicy.Policy, t Target) bool {
 	return false
 }
 
-// Serve answers until the context ends; then it closes everything, and returns nil. It may be called once.
+// Serve answers requests until the context ends. Then it closes everything, and returns nil. It may be called once.
 func (s *Server) Serve(ctx context.Context, ln *net.TCPListener) error {
 	defer s.cancel()
 	outer := s.server(s.serveProxy)
 	stop := context.AfterFunc(ctx, func() {
 		s.close()
-		_ = outer.Close() // said below
+		_ = outer.Close() // reported below
 	})
 	defer stop()
 	s.handlers.Go(s.sweep)
@@ -251,7 +250,7 @@ func (s *Server) Serve(ctx context.Context, ln *net.TCPListener) error {
 	s.close()
 	err = errors.Join(unlessClosed(err), unlessClosed(outer.Close()), unlessClosed(s.inner.Close()))
 	s.transport.CloseIdleConnections()
-	s.handlers.Wait() // first: they hand on connections
+	s.handlers.Wait() // first: handlers hand connections on
 	s.serving.Wait()
 	if err != nil {
 		return fmt.Errorf("serving a VM's proxy: %w", err)
@@ -259,7 +258,7 @@ func (s *Server) Serve(ctx context.Context, ln *net.TCPListener) error {
 	return nil
 }
 
-// server makes what answers requests of connections.
+// server makes an HTTP server with the bounds of this package.
 func (s *Server) server(h http.HandlerFunc) *http.Server {
 	p := new(http.Protocols)
 	p.SetHTTP1(true)
@@ -268,7 +267,7 @@ func (s *Server) server(h http.HandlerFunc) *http.Server {
 		Handler: s.within(h), ErrorLog: quiet, Protocols: p, ReadHeaderTimeout: s.cfg.HeaderTimeout, IdleTimeout: KeepTimeout,
 		MaxHeaderBytes: MaxHeaderBytes, DisableGeneralOptionsHandler: true,
 		BaseContext: func(net.Listener) context.Context { return s.base },
-		// Serve waits for those who serve connections, which net/http does not.
+		// Serve waits for the goroutines of connections, which net/http does not.
 		ConnState: func(_ net.Conn, is http.ConnState) {
 			switch is {
 			case http.StateNew:
@@ -293,7 +292,7 @@ func unlessClosed(err error) error {
 	return err
 }
 
-// close resets all connections. There are no more after it.
+// close resets all connections and refuses new ones.
 func (s *Server) close() {
 	s.cancel()
 	s.mu.Lock()
@@ -309,13 +308,13 @@ func (s *Server) close() {
 	clear(s.peers)
 }
 
-// within has Serve wait for a handler.
+// within makes Serve wait for a handler.
 func (s *Server) within(h http.HandlerFunc) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		s.mu.Lock()
 		if s.closed {
 			s.mu.Unlock()
-			panic(http.ErrAbortHandler) // ends the connection, and nothing else
+			panic(http.ErrAbortHandler) // ends only the connection
 		}
 		s.handlers.Add(1)
 		s.mu.Unlock()
@@ -357,7 +356,7 @@ func (l *listener) Accept() (net.Conn, error) {
 type guestConn struct {
 	*net.TCPConn
 	s *Server
-	// Guarded by the server's mutex: whether TLS ends here, and for whom.
+	// Guarded by the server's mutex: whether TLS ends here, and the target.
 	ends   bool
 	target Target
 }
@@ -372,7 +371,7 @@ func (c *guestConn) Close() error {
 
 func (c *guestConn) cut() { cut(c.TCPConn) }
 
-// cut resets a connection. Whoever uses it closes it as well.
+// cut resets a connection. Its user must still close it.
 func cut(c *net.TCPConn) {
 	_ = c.SetLinger(0)
 	_ = c.Close()
@@ -386,7 +385,7 @@ type ended struct {
 
 type targetKey struct{}
 
-// hand has the requests of a connection answered that has come already.
+// hand passes an accepted connection to the inner server.
 func (s *Server) hand(c net.Conn) {
 	one := make(handed, 1)
 	one <- c
@@ -417,7 +416,7 @@ func (h handed) Close() error {
 // Addr implements [net.Listener].
 func (h handed) Addr() net.Addr { return &net.TCPAddr{} }
 
-// sweep resets connections of the endpoint on which nothing passes.
+// sweep resets idle connections of the endpoint.
 func (s *Server) sweep() {
 	tick := time.NewTicker(s.cfg.sweepInterval)
 	defer tick.Stop()
@@ -438,8 +437,8 @@ func (s *Server) sweep() {
 	}
 }
 
-// quiet is for how long nothing has passed on a connection (tcp(7), TCP_INFO). The kernel counts, so that
-// bytes need not pass through here to be counted.
+// quiet returns for how long a connection has been idle (tcp(7), TCP_INFO). The kernel measures it, so bytes need
+// not pass through this process.
 func quiet(c *net.TCPConn) (idle time.Duration) {
 	raw, err := c.SyscallConn()
 	if err != nil {
@@ -453,7 +452,7 @@ func quiet(c *net.TCPConn) (idle time.Duration) {
 	return idle
 }
 
-// report reports an event, unless there were too many of its kind.
+// report reports an event, unless too many of its kind came.
 func (s *Server) report(e Event) {
 	s.mu.Lock()
 	if s.reported[e.Reason] == nil {

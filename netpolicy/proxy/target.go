@@ -10,10 +10,10 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 )
 
-// ErrTarget is a host and port that a request cannot have.
+// ErrTarget is an invalid host and port of a request.
 var ErrTarget = errors.New("not a possible target")
 
-// Target is where a request goes to.
+// Target is the destination of a request.
 type Target struct {
 	// Host is a name in lower case, or an IPv4 address.
 	Host string
@@ -22,12 +22,12 @@ type Target struct {
 	Port    uint16
 }
 
-// String is host and port.
+// String returns host and port.
 func (t Target) String() string { return t.Host + ":" + strconv.Itoa(int(t.Port)) }
 
-// ParseTarget reads "host" or "host:port". If there is no port it is deflt, and an error if that is 0. What could
-// be understood in two ways is refused: addresses in other forms than four decimal numbers, names that end in
-// a number (which some take for addresses) or in a dot, user names, escapes, IPv6. Errors are of ErrTarget.
+// ParseTarget reads "host" or "host:port". A missing port is deflt, and an error if that is 0. ParseTarget refuses
+// ambiguous hosts: addresses in other forms than four decimal numbers, names that end in a number (which some
+// programs take for addresses) or in a dot, user names, escapes, IPv6. Errors wrap ErrTarget.
 func ParseTarget(s string, deflt uint16) (Target, error) {
 	bad := func(why string) (Target, error) {
 		return Target{}, fmt.Errorf("%w: %.80q: %s", ErrTarget, s, why)

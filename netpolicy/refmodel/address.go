@@ -13,7 +13,7 @@ type kind string
 const (
 	isFloor    kind = "floor"
 	isHost     kind = "host"
-	isEndpoint kind = "agent" // as in Rule: those whom its list agents can mean
+	isEndpoint kind = "agent" // the endpoints that Rule's list agents can mean
 	isPrivate  kind = "private"
 	isPublic   kind = "public"
 )
@@ -29,7 +29,7 @@ func in(a netip.Addr, list []netip.Prefix) bool {
 	return slices.ContainsFunc(list, func(p netip.Prefix) bool { return p.Contains(a) })
 }
 
-// Floor says whether no rule can open an address.
+// Floor reports whether no rule can open an address.
 func (m *Model) Floor(a netip.Addr) bool { return m.kindOf(a) == isFloor }
 
 func (m *Model) kindOf(a netip.Addr) kind {

@@ -6,14 +6,14 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 )
 
-// Model is the policy of one endpoint. It may be asked from any goroutine.
+// Model is the policy of one endpoint. Its methods are safe for concurrent use.
 type Model struct {
 	policy *netpolicy.Policy
 	id     netpolicy.Identity
 	env    netpolicy.Environment
 }
 
-// New is the model of a policy; nil denies everything.
+// New returns the model of a policy; nil denies everything.
 func New(p *netpolicy.Policy, id netpolicy.Identity, env netpolicy.Environment) *Model {
 	if p == nil {
 		p = &netpolicy.Policy{}
@@ -25,14 +25,14 @@ func New(p *netpolicy.Policy, id netpolicy.Identity, env netpolicy.Environment) 
 type Frame struct {
 	Direction netpolicy.Direction
 	Bytes     []byte
-	// SegmentSize is that of segmentation offload; 0 is none.
+	// SegmentSize is the segment size of segmentation offload; 0 is none.
 	SegmentSize int
-	// By is whose interface a frame to the guest has come to the host by: that of another endpoint, by its address; the
-	// zero Addr if the host has made it; an address that is no endpoint's for all other interfaces.
+	// By is the interface by which a frame to the guest arrived on the host: the address of another endpoint for
+	// its device, the zero Addr if the host made the frame, an address of no endpoint for any other interface.
 	By netip.Addr
 }
 
-// Opens says whether a frame to the guest would pass if the guest had no flow and had used nothing of its limits.
+// Opens reports whether a frame to the guest would pass if the guest had no flow and had used none of its limits.
 func (m *Model) Opens(f Frame) bool {
 	x, reason := m.Parse(f)
 	if q := m.policy.Quota.IngressBytes; x.Egress || q != nil && uint64(len(f.Bytes)) > *q {

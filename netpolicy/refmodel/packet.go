@@ -23,7 +23,7 @@ const (
 	FlagACK = 1 << 4
 )
 
-// Packet is a frame, and what is known of it.
+// Packet is a parsed frame.
 type Packet struct {
 	Frame
 	m      *Model
@@ -31,18 +31,18 @@ type Packet struct {
 	Six    bool
 	Peer   netip.Addr
 	Proto  byte
-	// L4 is what follows the IP header, to the end of the packet, and L4At where it begins in the frame.
+	// L4 is what follows the IP header, to the end of the packet. L4At is its offset in the frame.
 	L4   []byte
 	L4At int
-	// Headers are the bytes of all headers.
+	// Headers is the size of all headers in bytes.
 	Headers             int
 	PeerPort, GuestPort uint16
-	// Flags are those of TCP, or the type of ICMP.
+	// Flags are the TCP flags, or the type of ICMP.
 	Flags byte
 }
 
-// Parse reads a frame. Reason is 0 for a packet that flows and rules decide, ReasonLink for one that passes without
-// these, and else why the frame is denied.
+// Parse reads a frame. The Reason is 0 if flows and rules decide about the packet, ReasonLink if it passes without
+// them, and otherwise why the frame is denied.
 func (m *Model) Parse(f Frame) (*Packet, netpolicy.Reason) {
 	x := &Packet{Frame: f, m: m, Egress: f.Direction == netpolicy.Egress}
 	return x, x.parse()
@@ -105,8 +105,8 @@ func (x *Packet) arp(a []byte) netpolicy.Reason {
 	return netpolicy.ReasonLink
 }
 
-// fits says whether a packet of n bytes after the Ethernet header is all of the frame,
-// but for the padding of short frames.
+// fits reports whether a packet of n bytes after the Ethernet header fills the frame, apart from the padding of
+// short frames.
 func (x *Packet) fits(n int) bool {
 	end := 14 + n
 	return end == len(x.Bytes) || end < len(x.Bytes) && len(x.Bytes) <= 60
@@ -189,7 +189,7 @@ func (x *Packet) ipv6(p []byte, mcast bool) netpolicy.Reason {
 	return x.layer4()
 }
 
-// neighbour says whether a message of neighbour discovery may pass.
+// neighbour reports whether a message of neighbour discovery may pass.
 func (x *Packet) neighbour(src, dst netip.Addr, hops byte, mcast bool) bool {
 	w := netpolicy.TheWire
 	ll := func(mac [6]byte) netip.Addr { // RFC 4291, appendix A
@@ -304,7 +304,7 @@ func flagsPossible(f byte) bool {
 	return syn || rst || ack
 }
 
-// ICMP is the kind of an ICMP message: request, reply or error of echo and others; empty is one that is never allowed.
+// ICMP returns the kind of an ICMP message: request or reply of echo, or error; empty for a type that is never allowed.
 func (x *Packet) ICMP() string {
 	kinds := map[byte]string{8: "request", 0: "reply", 3: "error", 11: "error", 12: "error"}
 	if x.Six {
@@ -313,8 +313,8 @@ func (x *Packet) ICMP() string {
 	return kinds[x.Flags]
 }
 
-// Spoofed says whether a frame to the guest has a source that is not that of whoever sent it: an address of the host's,
-// or of another endpoint's.
+// Spoofed reports whether a frame to the guest has a source that is not its sender's own: an address of the host
+// or of another endpoint.
 func (x *Packet) Spoofed(a netip.Addr) bool {
 	if x.Egress {
 		return false

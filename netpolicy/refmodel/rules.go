@@ -8,36 +8,36 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 )
 
-// Question is what the rules are asked: may this flow be opened?
+// Question asks the rules whether a flow may be opened.
 type Question struct {
 	Direction netpolicy.Direction
 	Protocol  netpolicy.Protocol // tcp, udp or icmp
 	Peer      netip.Addr
 	Port      uint16 // the destination port; 0 for icmp
-	// Names are those that the resolver has given the peer's address for.
+	// Names are the names for which the resolver has given the guest the peer's address.
 	Names []string
-	// Hello says that the client's ClientHello is known, and ServerName is what it asks for; empty is
-	// that it has no name, or no valid one.
+	// Hello is set if the client's ClientHello is known. ServerName is the name in it; empty if it has none, or no
+	// valid one.
 	Hello      bool
 	ServerName string
 }
 
-// Answer is what the rules say.
+// Answer is the rules' answer to a Question.
 type Answer struct {
 	Verdict netpolicy.Verdict
 	Reason  netpolicy.Reason
-	// Rule is the index in Policy.Rules of the rule that decided. -1 is none, or an
-	// implicit one, which Implicit names.
+	// Rule is the index in Policy.Rules of the rule that decided. It is -1 if none did, or if an implicit rule
+	// did, which Implicit names.
 	Rule     int
 	Implicit string
-	// Checked says that the flow is open for its name alone, and goes on only if its ClientHello has
-	// one that is allowed. With a Question that has that, Verdict and Reason say what comes of it.
+	// Checked is set if the flow is open for its name alone, and continues only if its ClientHello has an allowed
+	// name. If the Question has the ClientHello, Verdict and Reason are the final ones.
 	Checked bool
-	// Class of the peer: floor, host, agent (another endpoint), private or public.
+	// Class is the class of the peer: floor, host, agent (another endpoint), private or public.
 	Class string
 }
 
-// Ask asks the rules, floor and defaults, but no flows or limits.
+// Ask asks the rules, including floor and defaults, but without flows and limits.
 func (m *Model) Ask(q Question) Answer {
 	k := m.kindOf(q.Peer)
 	a := m.ask(q, k)
@@ -67,7 +67,7 @@ func (m *Model) ask(q Question, k kind) Answer {
 	return a
 }
 
-// matching says when a rule matches by its names.
+// matching is the condition under which a rule matches by its names.
 type matching int
 
 const (
@@ -76,20 +76,20 @@ const (
 	byServerName                   // and, where they are checked, one of them is the server name
 )
 
-// checkedAt says whether a rule's names are checked at a port.
+// checkedAt reports whether a rule's names are checked at a port.
 func checkedAt(r *netpolicy.Rule, port uint16) bool {
 	if len(r.TLS) == 0 {
 		return port == 443
 	}
 	for _, c := range r.TLS {
 		if c.First <= port && port <= c.Last {
-			return true // no port lies in the range that stands for none
+			return true // CheckNowhere's range is 0 to 0, and no port is 0
 		}
 	}
 	return false
 }
 
-// checks says whether the policy has names that are checked.
+// checks reports whether the policy has names that are checked.
 func (m *Model) checks() bool {
 	for i := range m.policy.Rules {
 		r := &m.policy.Rules[i]
@@ -100,7 +100,7 @@ func (m *Model) checks() bool {
 	return false
 }
 
-// scan goes through the rules in order.
+// scan tries the rules in order.
 func (m *Model) scan(q Question, k kind, by matching) Answer {
 	if q.Direction == netpolicy.Egress && q.Protocol == netpolicy.TCP && q.Peer == netpolicy.TheWire.Gateway4 && q.Port == m.env.TLSPort && m.checks() {
 		return Answer{Verdict: netpolicy.Deny, Reason: netpolicy.ReasonRule, Rule: -1, Implicit: "where names are checked"}
@@ -144,7 +144,7 @@ func verdict(v netpolicy.Verdict) netpolicy.Verdict {
 	return v
 }
 
-// left says whether a list that is left out matches: never for a rule that allows.
+// left reports whether a list that is left out matches: never in a rule that allows.
 func left(r *netpolicy.Rule) bool { return r.Verdict != netpolicy.Allow }
 
 func protocol(r *netpolicy.Rule, q Question) bool {
@@ -169,7 +169,7 @@ func port(r *netpolicy.Rule, q Question) bool {
 	return false
 }
 
-// addressed says whether a rule matches a peer without its names.
+// addressed reports whether a rule matches a peer without its names.
 func (m *Model) addressed(r *netpolicy.Rule, q Question, k kind) bool {
 	if len(r.CIDRs)+len(r.Groups)+len(r.Names)+len(r.Endpoints) == 0 {
 		return left(r)
@@ -222,7 +222,7 @@ func (m *Model) addressed(r *netpolicy.Rule, q Question, k kind) bool {
 	return false
 }
 
-// named says whether a rule matches a peer by its names.
+// named reports whether a rule matches a peer by its names.
 func (m *Model) named(r *netpolicy.Rule, q Question, k kind, by matching) bool {
 	has := func(name string) bool {
 		return slices.ContainsFunc(r.Names, func(pattern string) bool { return NameMatches(pattern, name) })
@@ -236,7 +236,7 @@ func (m *Model) named(r *netpolicy.Rule, q Question, k kind, by matching) bool {
 	return true
 }
 
-// NameMatches says whether a pattern of a rule means a name.
+// NameMatches reports whether a rule's pattern matches a name.
 func NameMatches(pattern, name string) bool {
 	if suffix, ok := strings.CutPrefix(pattern, "*"); ok {
 		return strings.HasSuffix(name, suffix) && len(name) > len(suffix)

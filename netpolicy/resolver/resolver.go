@@ -22,8 +22,7 @@ import (
 
 // Limits of a resolver.
 const (
-	// MinPin is how long an address stays pinned at least, MaxPin at most. The guest
-	// is told no longer time to live than that.
+	// MinPin and MaxPin bound how long an address stays pinned. The guest never gets a time to live above MaxPin.
 	MinPin = 30 * time.Second
 	MaxPin = 24 * time.Hour
 
@@ -42,19 +41,19 @@ type Pinner interface {
 	Pin(name string, a netip.Addr, ttl time.Duration) error
 }
 
-// Exchanger asks an upstream server: one message there, one back.
+// Exchanger sends one message to an upstream server and returns the answer.
 type Exchanger func(ctx context.Context, m *dns.Msg, server netip.AddrPort) (*dns.Msg, error)
 
-// Config is what a resolver needs.
+// Config configures a resolver.
 type Config struct {
 	Pinner Pinner
-	// Exchange asks upstreams; nil asks over UDP, and TCP if that is not enough.
+	// Exchange asks upstreams; nil asks over UDP, and over TCP if the answer is truncated.
 	Exchange Exchanger
 	// Now is the clock of the rate limit; nil is time.Now.
 	Now func() time.Time
 }
 
-// Resolver is an endpoint's DNS server. Its methods may be called from any goroutine.
+// Resolver is an endpoint's DNS server. Its methods are safe for concurrent use.
 type Resolver struct {
 	cfg   Config
 	slots chan struct{}
@@ -68,7 +67,7 @@ type Resolver struct {
 	answered, refused, rebound, dropped, failed atomic.Uint64
 }
 
-// New is a resolver that refuses everything until it has a policy.
+// New makes a resolver. It refuses everything until it has a policy.
 func New(cfg Config) *Resolver {
 	if cfg.Exchange == nil {
 		cfg.Exchange = exchange
@@ -79,7 +78,7 @@ func New(cfg Config) *Resolver {
 	return &Resolver{cfg: cfg, slots: make(chan struct{}, maxAtOnce)}
 }
 
-// SetPolicy replaces the policy and what it was compiled to. Call it after Link.Swap.
+// SetPolicy replaces the policy and its Spec. Call it after Link.Swap.
 func (r *Resolver) SetPolicy(p *netpolicy.Policy, s *netpolicy.Spec) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -87,7 +86,7 @@ func (r *Resolver) SetPolicy(p *netpolicy.Policy, s *netpolicy.Spec) {
 	r.tokens, r.filled = 0, time.Time{}
 }
 
-// Stats says what has happened so far.
+// Stats returns the counts so far.
 func (r *Resolver) Stats() netpolicy.ResolverStats {
 	return netpolicy.ResolverStats{
 		Answered: r.answered.Load(), Refused: r.refused.Load(), Rebound: r.rebound.Load(), Dropped: r.dropped.Load(), Failed: r.failed.Load(),
@@ -104,7 +103,7 @@ func exchange(ctx context.Context, m *dns.Msg, server netip.AddrPort) (*dns.Msg,
 	return in, err
 }
 
-// admit takes a query from the rate limit.
+// admit counts a query against the rate limit, and returns the current policy and its Spec.
 func (r *Resolver) admit() (*netpolicy.Policy, *netpolicy.Spec, bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -126,7 +125,7 @@ func (r *Resolver) admit() (*netpolicy.Policy, *netpolicy.Spec, bool) {
 	return r.policy, r.spec, true
 }
 
-// Answer is the answer to a query, nil for none.
+// Answer returns the answer to a query, nil for none.
 func (r *Resolver) Answer(ctx context.Context, q *dns.Msg) *dns.Msg {
 	select {
 	case r.slots <- struct{}{}:
@@ -167,7 +166,7 @@ func (r *Resolver) Answer(ctx context.Context, q *dns.Msg) *dns.Msg {
 	return r.hand(q, name, question.Qtype, in, spec)
 }
 
-// hand makes the guest's answer of an upstream's.
+// hand makes the guest's answer from an upstream's.
 func (r *Resolver) hand(q *dns.Msg, name string, qtype uint16, in *dns.Msg, spec *netpolicy.Spec) *dns.Msg {
 	out := reply(q, in.Rcode)
 	at, ok := dns.Fqdn(name), true
@@ -187,10 +186,10 @@ func (r *Resolver) hand(q *dns.Msg, name string, qtype uint16, in *dns.Msg, spec
 		at = target
 	}
 	if ok {
-		return r.fail(q) // the chain is too long, or a circle
+		return r.fail(q) // the chain is too long, or a loop
 	}
 	if len(out.Answer) > 0 {
-		// The question is spelled as the guest has spelled it.
+		// Keep the guest's spelling of the question.
 		out.Answer[0].Header().Name = q.Question[0].Name
 	}
 	found, left := 0, 0
@@ -234,7 +233,7 @@ func header(name string, t uint16, ttl uint32) dns.RR_Header {
 	return dns.RR_Header{Name: name, Rrtype: t, Class: dns.ClassINET, Ttl: ttl}
 }
 
-// address is that of a record of a name, if it is one of the type.
+// address returns the address in a record, if the record has this name and type.
 func address(rr dns.RR, name string, qtype uint16) (a netip.Addr, ttl uint32, ok bool) {
 	h := rr.Header()
 	if h.Rrtype != qtype || h.Class != dns.ClassINET || !sameName(h.Name, name) {
@@ -299,8 +298,7 @@ func (r *Resolver) fail(q *dns.Msg) *dns.Msg {
 
 func sameName(a, b string) bool { return strings.EqualFold(a, b) }
 
-// normal is a name in lower case and without its final dot, if it is one that a rule can
-// match.
+// normal returns a name in lower case and without its final dot, if a rule can match it.
 func normal(fqdn string) (string, bool) {
 	n := strings.ToLower(strings.TrimSuffix(fqdn, "."))
 	ok := n != "" && len(n) <= 253 && strings.Count(n, ".") < maxLabels &&
@@ -308,8 +306,8 @@ func normal(fqdn string) (string, bool) {
 	return n, ok
 }
 
-// Listen makes the sockets of a resolver: port 53 of the gateway's address, on the
-// endpoint's interface alone, as all endpoints have the same gateway.
+// Listen makes the sockets of a resolver: port 53 of the gateway's address, on the endpoint's interface alone,
+// since all endpoints have the same gateway.
 func Listen(ctx context.Context, device string) (net.PacketConn, net.Listener, error) {
 	cfg := net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) error {
 		var inner error
@@ -329,8 +327,7 @@ func Listen(ctx context.Context, device string) (net.PacketConn, net.Listener, e
 	return pc, ln, nil
 }
 
-// Serve answers queries until the context ends, and closes the sockets. It returns nil
-// then.
+// Serve answers queries until the context ends. Then it closes the sockets and returns nil.
 func (r *Resolver) Serve(ctx context.Context, pc net.PacketConn, ln net.Listener) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -342,7 +339,7 @@ func (r *Resolver) Serve(ctx context.Context, pc net.PacketConn, ln net.Listener
 		if w.LocalAddr().Network() == "udp" {
 			a.Truncate(udpSize(q))
 		}
-		// A guest that does not read its answers hurts itself alone.
+		// A guest that does not read its answers harms only itself.
 		_ = w.WriteMsg(a)
 	})
 	servers := []*dns.Server{
@@ -387,7 +384,7 @@ func (r *Resolver) Serve(ctx context.Context, pc net.PacketConn, ln net.Listener
 	return nil
 }
 
-// udpSize is how many bytes the answer to a query may have over UDP (RFC 6891, 6.2.3).
+// udpSize returns how many bytes the answer to a query may have over UDP (RFC 6891, 6.2.3).
 func udpSize(q *dns.Msg) int {
 	o := q.IsEdns0()
 	if o == nil {
@@ -396,16 +393,16 @@ func udpSize(q *dns.Msg) int {
 	return min(max(int(o.UDPSize()), dns.MinMsgSize), maxUDP)
 }
 
-// What can be wrong with a name that is looked up.
+// Errors of Lookup.
 var (
 	ErrNoAddress = errors.New("no address")
-	// ErrRefused is that no rule has the name, or none of its addresses is public.
+	// ErrRefused means that no rule has the name, or none of its addresses is public.
 	ErrRefused = errors.New("not a name of the policy's rules, or not one with a public address")
 )
 
 // Lookup finds the IPv4 addresses of a name as if the guest had asked for it: by the same rules and limits, and
-// they are pinned. There are at most 16, all of them public. The name is in lower case, without a final dot.
-// Where there is none, it fails with ErrRefused or ErrNoAddress.
+// with the same pins. It returns at most 16, all of them public. The name is in lower case, without a final dot.
+// Without an address, Lookup fails with ErrRefused or ErrNoAddress.
 func (r *Resolver) Lookup(ctx context.Context, name string) ([]netip.Addr, error) {
 	q := new(dns.Msg)
 	q.SetQuestion(dns.Fqdn(name), dns.TypeA)

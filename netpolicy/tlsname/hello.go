@@ -12,7 +12,7 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 )
 
-// What can be wrong with a ClientHello, for errors.Is. ErrShort is that there is more to come.
+// Errors of a ClientHello, for errors.Is. ErrShort means that Hello needs more bytes.
 var (
 	ErrShort  = errors.New("the ClientHello is not complete")
 	ErrHello  = errors.New("no ClientHello of TLS")
@@ -20,7 +20,7 @@ var (
 	ErrECH    = errors.New("the ClientHello is encrypted, or pretends to be")
 )
 
-// MaxHello is the bytes of a ClientHello, with its records' headers. Browsers' have less than 2 KiB.
+// MaxHello is the most bytes of a ClientHello, with its records' headers. Browsers' have less than 2 KiB.
 const MaxHello = 16 << 10
 
 // Constants of TLS.
@@ -44,15 +44,15 @@ const (
 	nameTypeHost  = 0
 )
 
-// Hello reads the ClientHello at the beginning of what a client sends. It returns the server
-// name, in lower case, and how many bytes of b the hello's records are. What follows them is not
-// looked at. The hello may be in any number of records.
+// Hello reads the ClientHello at the beginning of what a client sends. It returns the server name, in lower case,
+// and how many bytes of b the hello's records have. It ignores what follows them. The hello may span any number of
+// records.
 //
-// It fails with ErrShort if more is needed, and then n is how many bytes of b there have to be before it is worth
-// asking again, at most MaxHello; with ErrNoName without a server name; with ErrECH for an Encrypted ClientHello or
-// what looks like one; and with ErrHello for all else that is not as RFC 8446, 4.1.2, and RFC 6066, 3, have it: SSL 2,
-// an extension that is there twice, no or more than one name, a name that is an address or none of DNS, bytes behind
-// the hello in its last record.
+// If more is needed, it fails with ErrShort, and n is how many bytes of b the next call needs at least, at most
+// MaxHello. It fails with ErrNoName without a server name, and with ErrECH for an Encrypted ClientHello or what
+// looks like one. Anything else that violates RFC 8446, 4.1.2, or RFC 6066, 3, is ErrHello: SSL 2, an extension
+// that comes twice, no or more than one name in the list, a name that is an address or not of DNS, bytes after the
+// hello in its last record.
 func Hello(b []byte) (name string, n int, err error) {
 	msg, n, err := handshake(b)
 	if err != nil {
@@ -62,8 +62,8 @@ func Hello(b []byte) (name string, n int, err error) {
 	return name, n, err
 }
 
-// handshake puts the first message of the handshake together from its records. With ErrShort, n is what
-// there has to be at least.
+// handshake assembles the first message of the handshake from its records. With ErrShort, n is how many bytes it
+// needs at least.
 func handshake(b []byte) (msg []byte, n int, err error) {
 	for {
 		rest := b[n:]
@@ -146,10 +146,10 @@ func serverName(msg []byte) (string, error) {
 	return name, nil
 }
 
-// normal is a host name in lower case, if it is one of DNS (RFC 1035, 2.3.4; RFC 6066, 3: ASCII, without a
-// final dot) and no address. A last label of digits alone would be one to some resolvers.
+// normal returns a host name in lower case, if it is a DNS name (RFC 1035, 2.3.4; RFC 6066, 3: ASCII, without a
+// final dot) and not an address. Some resolvers take a name whose last label is all digits for an address.
 func normal(host string) (string, bool) {
-	// Lower case is another matter beyond ASCII: there are two capital K.
+	// Lower case is ambiguous beyond ASCII: U+212A (Kelvin sign) also becomes k.
 	if strings.ContainsFunc(host, func(c rune) bool { return c > unicode.MaxASCII }) {
 		return "", false
 	}
@@ -167,12 +167,11 @@ var retryRandom = [randomBytes]byte{
 	0xc2, 0xa2, 0x11, 0x16, 0x7a, 0xbb, 0x8c, 0x5e, 0x07, 0x9e, 0x09, 0xe2, 0xc8, 0xa8, 0x33, 0x9c,
 }
 
-// answerHead is how many bytes of a server's answer say whether it asks for another hello: one record
-// and one message begin, the version, and the random.
+// answerHead is how many bytes of a server's answer show whether it asks for another hello: the headers of a
+// record and a message, the version, and the random.
 const answerHead = recordHeader + handshakeHeader + 2 + randomBytes
 
-// asksAgain says whether a server's answer asks for another hello, and whether what there is of
-// the answer is enough to know.
+// asksAgain reports whether a server's answer asks for another hello, and whether the bytes so far are enough to know.
 func asksAgain(b []byte) (again, known bool) {
 	if len(b) > 0 && b[0] != typeHandshake || len(b) > recordHeader && b[recordHeader] != serverHello {
 		return false, true

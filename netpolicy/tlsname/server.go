@@ -20,10 +20,10 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/flow"
 )
 
-// Limits of a server, which is one VM's.
+// Limits of a server, which serves one VM.
 const (
-	// MaxConnections are open at once, those whose hello has not come yet among them. Each has two sockets,
-	// MaxHello bytes at most until its name is checked, and afterwards what the kernel's buffers hold.
+	// MaxConnections is how many connections are open at once, including those without a hello yet. Each has two
+	// sockets, MaxHello bytes at most until its name is checked, and afterwards what the kernel's buffers hold.
 	MaxConnections = 256
 	// HelloTimeout is how long a hello may take.
 	HelloTimeout = 10 * time.Second
@@ -35,39 +35,39 @@ const (
 	eventsPerSecond = 100
 )
 
-// Flows are the endpoint's: a link.Link.
+// Flows finds and judges the endpoint's flows: a link.Link.
 type Flows interface {
 	Checked(port uint16) (flow.Checked, error)
 	Lives(c flow.Checked) (bool, error)
 	OpensName(c flow.Checked, name string) bool
 }
 
-// Refusal is a connection that was reset for what its hello is.
+// Refusal is a connection that was reset because of its hello.
 type Refusal struct {
 	Flow   flow.Checked
 	Reason netpolicy.Reason
-	// Name is the server name; empty if there is none that is one.
+	// Name is the server name; empty if there is no valid one.
 	Name string
-	// Quiet is that there were 100 in this second already. Suppressed are the quiet ones before one
-	// that is not.
+	// Quiet is set if there were already 100 refusals in this second. Suppressed counts the quiet ones before one
+	// that is not quiet.
 	Quiet      bool
 	Suppressed uint32
 }
 
-// Config is what a server needs.
+// Config configures a server.
 type Config struct {
 	Flows Flows
 	// Dial connects to a peer; nil is Dial.
 	Dial func(ctx context.Context, peer netip.AddrPort) (*net.TCPConn, error)
-	// Refused gets connections that are reset, and Named the names of the others. They are called
-	// from several goroutines. Nil is nobody.
+	// Refused gets connections that are reset, and Named the names of the others. The server calls them from
+	// several goroutines. Nil discards them.
 	Refused func(Refusal)
 	Named   func(flow flow.Checked, name string)
-	// HelloTimeout is for tests; 0 is HelloTimeout.
+	// HelloTimeout is for tests; 0 is the constant HelloTimeout.
 	HelloTimeout time.Duration
 }
 
-// Server checks the names of one VM's connections. Its methods may be called from any goroutine.
+// Server checks the names of one VM's connections. Its methods are safe for concurrent use.
 type Server struct {
 	cfg Config
 
@@ -77,17 +77,17 @@ type Server struct {
 	limit EventLimit
 }
 
-// connection is one that the guest has opened.
+// connection is a connection that the guest has opened.
 type connection struct {
 	flow  flow.Checked
 	guest *net.TCPConn
-	peer  *net.TCPConn // belongs to the goroutine that serves it
-	// Guarded by the server's mutex. A connection has its name when that is allowed.
+	peer  *net.TCPConn // owned by the goroutine that serves it
+	// Guarded by the server's mutex. name is empty until the rules allow it.
 	name   string
 	cancel context.CancelFunc
 }
 
-// New is a server that knows no connection yet.
+// New makes a server without connections.
 func New(cfg Config) *Server {
 	if cfg.Dial == nil {
 		cfg.Dial = Dial
@@ -102,7 +102,7 @@ func New(cfg Config) *Server {
 	return &Server{cfg: cfg, open: map[*connection]bool{}}
 }
 
-// Stats says what has happened so far.
+// Stats returns the counts so far.
 func (s *Server) Stats() netpolicy.TLSStats {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -111,8 +111,8 @@ func (s *Server) Stats() netpolicy.TLSStats {
 	return st
 }
 
-// Listen makes the socket of a server: a port of the gateway's address that the kernel
-// chooses, on the endpoint's interface alone. The interface need not have the address yet.
+// Listen makes a server's socket: a port of the gateway's address that the kernel chooses, on the endpoint's
+// interface alone. The interface need not have the address yet.
 func Listen(ctx context.Context, device string) (*net.TCPListener, error) {
 	return ListenAt(ctx, device, 0)
 }
@@ -120,19 +120,19 @@ func Listen(ctx context.Context, device string) (*net.TCPListener, error) {
 // ListenAt is Listen at a port.
 func ListenAt(ctx context.Context, device string, port uint16) (*net.TCPListener, error) {
 	cfg := net.ListenConfig{
-		// Probes would keep a VM that has nothing to do awake, and so be seen as use.
+		// Probes would keep an idle VM awake, since they count as use.
 		KeepAlive: -1,
 		Control: func(_, _ string, c syscall.RawConn) error {
 			var inner error
 			err := c.Control(func(fd uintptr) {
 				inner = errors.Join(unix.BindToDevice(int(fd), device), unix.SetsockoptInt(int(fd), unix.SOL_IP, unix.IP_FREEBIND, 1),
-					// Inherited by its connections, so that they are unfinished from their first moment on.
+					// Its connections inherit this, so that the kernel resets them if the process dies; see unfinished.
 					unix.SetsockoptLinger(int(fd), unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1}))
 			})
 			return errors.Join(err, inner)
 		},
 	}
-	// The guest may not have more subflows than the one that is judged.
+	// The guest must not have subflows besides the one that is judged.
 	cfg.SetMultipathTCP(false)
 	ln, err := cfg.Listen(ctx, "tcp4", netip.AddrPortFrom(netpolicy.TheWire.Gateway4, port).String())
 	if err != nil {
@@ -141,7 +141,7 @@ func ListenAt(ctx context.Context, device string, port uint16) (*net.TCPListener
 	return ln.(*net.TCPListener), nil
 }
 
-// Dial connects the host to a peer by its own routes. It refuses what the host would keep for itself.
+// Dial connects the host to a peer by its own routes. It refuses destinations that the host would not send on.
 func Dial(ctx context.Context, peer netip.AddrPort) (*net.TCPConn, error) {
 	routes, err := netlink.RouteGet(peer.Addr().AsSlice())
 	if err != nil {
@@ -158,8 +158,8 @@ func Dial(ctx context.Context, peer netip.AddrPort) (*net.TCPConn, error) {
 	return c.(*net.TCPConn), nil
 }
 
-// Serve checks connections until the context ends; then it resets all, closes the listener and returns
-// nil. It may be called once.
+// Serve checks connections until the context ends. Then it resets all, closes the listener and returns nil. It may
+// be called once.
 func (s *Server) Serve(ctx context.Context, ln *net.TCPListener) error {
 	ctx, cancel := context.WithCancel(ctx)
 	var wg sync.WaitGroup
@@ -178,7 +178,7 @@ func (s *Server) Serve(ctx context.Context, ln *net.TCPListener) error {
 		}
 		if err != nil {
 			if passing(err) {
-				// Such as no room for another file: connections wait.
+				// For example, the process has too many open files: new connections wait.
 				select {
 				case <-ctx.Done():
 				case <-time.After(100 * time.Millisecond):
@@ -204,7 +204,7 @@ func passing(err error) bool {
 		errors.Is(err, unix.ECONNABORTED)
 }
 
-// admit finds out whose connection it is, and has a place for it; or resets it.
+// admit finds the connection's flow and registers it, or resets the connection.
 func (s *Server) admit(ctx context.Context, c *net.TCPConn) (*connection, context.Context) {
 	from, _ := netip.ParseAddrPort(c.RemoteAddr().String())
 	flow, err := s.cfg.Flows.Checked(from.Port())
@@ -243,14 +243,14 @@ func (s *Server) count(f func(*netpolicy.TLSStats)) {
 	f(&s.stats)
 }
 
-// EventLimit bounds the events of one kind: 100 in a second. The zero value is ready; its owner guards it.
+// EventLimit bounds the events of one kind: 100 a second. The zero value is ready; the caller must serialize its use.
 type EventLimit struct {
 	second     int64
 	count      int
 	suppressed uint32
 }
 
-// Take counts an event. If it may be reported, suppressed is how many before it were not.
+// Take counts an event. If it may be reported, suppressed is how many before it may not.
 func (l *EventLimit) Take() (suppressed uint32, ok bool) {
 	if now := time.Now().Unix(); now != l.second {
 		l.second, l.count = now, 0
@@ -263,7 +263,7 @@ func (l *EventLimit) Take() (suppressed uint32, ok bool) {
 	return suppressed, true
 }
 
-// refuse reports a connection that is reset.
+// refuse reports a connection that was reset.
 func (s *Server) refuse(x *connection, reason netpolicy.Reason, name string) {
 	r := Refusal{Flow: x.flow, Reason: reason, Name: name}
 	s.mu.Lock()
@@ -274,8 +274,8 @@ func (s *Server) refuse(x *connection, reason netpolicy.Reason, name string) {
 	s.cfg.Refused(r)
 }
 
-// Recheck asks the rules about all connections again, and resets those that they do not open any
-// more. Call it after Link.Swap.
+// Recheck asks the rules about all connections again, and resets those that the rules no longer open. Call it
+// after Link.Swap.
 func (s *Server) Recheck() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -286,15 +286,15 @@ func (s *Server) Recheck() {
 	}
 }
 
-// cut has a connection reset. The lock is held.
+// cut resets a connection. The lock is held.
 func (s *Server) cut(x *connection) {
 	x.cancel()
 	delete(s.open, x)
 	s.stats.Cut++
 }
 
-// allow notes the name of a connection, if the rules open it. A Recheck comes either before that, and then it
-// is by the new rules, or finds the name.
+// allow records the name of a connection, if the rules open it. A concurrent Recheck comes either before, and then
+// the new rules judge here, or after, and finds the name.
 func (s *Server) allow(x *connection, name string) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -305,7 +305,7 @@ func (s *Server) allow(x *connection, name string) bool {
 	return true
 }
 
-// sweep resets connections whose flow has ended, which the guest cannot use any more.
+// sweep resets connections whose flow has ended: the guest can no longer use them.
 func (s *Server) sweep(ctx context.Context) {
 	tick := time.NewTicker(sweepInterval)
 	defer tick.Stop()
@@ -329,23 +329,23 @@ func (s *Server) sweepOnce() {
 	}
 }
 
-// reset closes a connection so that the other side learns that it was not the end of the stream.
+// reset closes a connection so that the other side does not take it for the end of the stream.
 func reset(c *net.TCPConn) {
 	_ = c.SetLinger(0)
 	_ = c.Close()
 }
 
-// unfinished has the kernel reset a connection when this process is killed: to the other side its stream must not
-// look whole.
+// unfinished makes the kernel reset a connection if this process is killed: the other side must not take its
+// stream for complete.
 func unfinished(c *net.TCPConn) { _ = c.SetLinger(0) }
 
-// finish closes a connection both of whose directions have ended. What is still under way arrives.
+// finish closes a connection after both directions have ended. Data in flight still arrives.
 func finish(c *net.TCPConn) {
 	_ = c.SetLinger(-1)
 	_ = c.Close()
 }
 
-// serve is a connection from its hello to its end.
+// serve handles a connection from its hello to its end.
 func (s *Server) serve(ctx context.Context, x *connection) {
 	stop := context.AfterFunc(ctx, func() { reset(x.guest) })
 	buf, name, n, reason, err := s.hello(x.guest, nil)
@@ -387,7 +387,7 @@ func (s *Server) serve(ctx context.Context, x *connection) {
 	}
 }
 
-// end resets a connection unless that is being done already.
+// end resets a connection unless the context does.
 func (s *Server) end(stop func() bool, c *net.TCPConn) {
 	if stop() {
 		reset(c)
@@ -396,8 +396,8 @@ func (s *Server) end(stop func() bool, c *net.TCPConn) {
 
 var errRefused = errors.New("refused")
 
-// hello reads a hello that begins with what there is already. It returns all that was read, and what of it
-// is the hello. With an error, reason says why to refuse it; 0 is that the client has gone.
+// hello reads a hello that begins with buf. It returns all bytes read, and n, the length of the hello in them.
+// With an error, reason says why to refuse the hello; 0 means that the client is gone.
 func (s *Server) hello(c *net.TCPConn, buf []byte) (_ []byte, name string, n int, reason netpolicy.Reason, err error) {
 	_ = c.SetReadDeadline(time.Now().Add(s.cfg.HelloTimeout))
 	for {
@@ -425,7 +425,7 @@ func (s *Server) hello(c *net.TCPConn, buf []byte) (_ []byte, name string, n int
 	}
 }
 
-// fill reads until there are need bytes, and at most as many as have room for most.
+// fill reads until buf has need bytes. The buffer grows to most bytes at most.
 func fill(c *net.TCPConn, buf []byte, need, most int) ([]byte, error) {
 	for len(buf) < need {
 		if len(buf) == cap(buf) {
@@ -446,7 +446,7 @@ func (s *Server) relay(x *connection, name string, buf []byte, n int) (netpolicy
 		return 0, err
 	}
 	buf = buf[n:]
-	// Nothing more of the client's before it is known what the server makes of the hello.
+	// Pass on nothing more of the client's until the server's answer to the hello is known.
 	head := make([]byte, 0, 4096)
 	again := false
 	for known := false; !known; {
@@ -457,7 +457,7 @@ func (s *Server) relay(x *connection, name string, buf []byte, n int) (netpolicy
 			if !errors.Is(err, io.EOF) {
 				return 0, err
 			}
-			break // what there is of an answer goes to the client; this is its end
+			break // the client gets the part of an answer that came; this is its end
 		}
 	}
 	if _, err := x.guest.Write(head); err != nil {
@@ -482,8 +482,8 @@ func (s *Server) relay(x *connection, name string, buf []byte, n int) (netpolicy
 	return reason, err
 }
 
-// pass copies until the end of the stream, which it passes on. Between two sockets the kernel does
-// it, and no more is held than its buffers have room for (splice(2)).
+// pass copies until the end of the stream, and passes that on. Between two sockets the kernel copies (splice(2)),
+// and holds no more than its buffers have room for.
 func pass(to, from *net.TCPConn) error {
 	if _, err := io.Copy(to, from); err != nil {
 		return err
@@ -491,10 +491,10 @@ func pass(to, from *net.TCPConn) error {
 	return to.CloseWrite()
 }
 
-// second passes on what a client sends when the server has asked for another hello, up to that and with it, if it has
-// the same name. It returns what was read beyond.
+// second passes on what a client sends after the server has asked for another hello, up to and including that
+// hello, if it has the same name. It returns the bytes read beyond it.
 func (s *Server) second(x *connection, name string, buf []byte) ([]byte, netpolicy.Reason, error) {
-	// Two records may be in the buffer, the one that is looked at and some of the next.
+	// The buffer may have two records: the current one and part of the next.
 	const most = 2 * (recordHeader + maxRecord + 256)
 	_ = x.guest.SetReadDeadline(time.Now().Add(s.cfg.HelloTimeout))
 	early := 0
@@ -526,12 +526,12 @@ func (s *Server) second(x *connection, name string, buf []byte) ([]byte, netpoli
 		if _, err := x.peer.Write(buf[:size]); err != nil {
 			return nil, 0, err
 		}
-		// What is left moves to the front, so that there is room for a record again.
+		// The rest moves to the front, to make room for the next record.
 		buf = append(make([]byte, 0, max(2048, len(buf)-size)), buf[size:]...)
 	}
 }
 
-// gone is why to refuse a client whose second hello does not come.
+// gone returns the reason to refuse a client whose second hello does not come.
 func gone(err error) netpolicy.Reason {
 	if errors.Is(err, os.ErrDeadlineExceeded) {
 		return netpolicy.ReasonTLSTimeout

@@ -9,11 +9,11 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 )
 
-// Tunnel passes on what comes between a client and a peer, in both directions, until both have ended or the context
-// does, and closes both. Early is what was read of the client already. If name is not empty, the client has to begin
-// with a ClientHello that asks for just that name, in the first and in the second one if there is any; the peer gets
-// that, or nothing. A connection that is not to go on is reset, and so are both if either fails. With an error,
-// reason says why it was refused; 0 is that it was not.
+// Tunnel passes on what a client and a peer send each other, until both directions or the context have ended, and
+// closes both. early was already read from the client. If name is not empty, the client must begin with a
+// ClientHello that asks for exactly that name, and so must a second one; the peer gets that, or nothing. Tunnel
+// resets both connections if it refuses the client or if either fails. With an error, reason says why the client
+// was refused; 0 means that it was not.
 func Tunnel(ctx context.Context, client, peer *net.TCPConn, early []byte, name string, hello time.Duration) (reason netpolicy.Reason, err error) {
 	unfinished(client)
 	unfinished(peer)
@@ -63,7 +63,7 @@ func exchange(client, peer *net.TCPConn, early []byte) error {
 	return awaitEnds(ends, client, peer)
 }
 
-// awaitEnds waits for both directions. The first failure ends both, and is returned.
+// awaitEnds waits for both directions. The first failure ends both, and awaitEnds returns it.
 func awaitEnds(ends <-chan error, client, peer *net.TCPConn) (err error) {
 	for range 2 {
 		if failed := <-ends; failed != nil && err == nil {
