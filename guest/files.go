@@ -80,14 +80,14 @@ func (c *Client) ReadDir(ctx context.Context, dir string) ([]FileInfo, error) {
 			after = e.Name
 			out = append(out, fileInfo(e))
 		}
+		if len(out) > MaxDirEntries {
+			return nil, fmt.Errorf("guest: read directory %s: %w: more than %d entries", dir, ErrLimit, MaxDirEntries)
+		}
 		if !r.More {
 			return out, nil
 		}
 		if len(r.Entries) == 0 {
 			return nil, fmt.Errorf("guest: read directory %s: %w: more entries promised and none given", dir, ErrProtocol)
-		}
-		if len(out) > MaxDirEntries {
-			return nil, fmt.Errorf("guest: read directory %s: %w: more than %d entries", dir, ErrLimit, MaxDirEntries)
 		}
 	}
 }

@@ -78,7 +78,7 @@ func (c *Client) Dial(ctx context.Context, network, address string) (*Conn, erro
 func (c *Client) forward(ctx context.Context, op, network, address string, m agentpb.ForwardRequest, payload []byte) (_ net.Conn, text string, err error) {
 	n, ok := agentpb.ParseNetwork(network)
 	if !ok {
-		return nil, "", fmt.Errorf("guest: %s %s: use the network tcp or unix", op, network)
+		return nil, "", fmt.Errorf("guest: %s %s: use the network tcp, unix or udp", op, network)
 	}
 	if len(address) == 0 || len(address) > agentpb.MaxForwardAddress {
 		return nil, "", fmt.Errorf("guest: %s %s: an address of %d bytes, at most %d", op, network, len(address), agentpb.MaxForwardAddress)

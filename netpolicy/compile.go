@@ -198,7 +198,7 @@ func Compile(p *Policy, id Identity, env Environment) (*Spec, error) {
 	h.addr6 = c.addresses(true)
 	h.tags = c.tags()
 	h.checked, h.tlsPort = c.checked(), env.TLSPort
-	h.limits[0] = limitsOf(p.Limits.Egress.orDefault(), p.Quota.EgressBytes)
+	h.limits[0] = limitsOf(p.Limits.Egress.OrDefault(), p.Quota.EgressBytes)
 	h.limits[1] = limitsOf(p.Limits.Ingress, p.Quota.IngressBytes)
 	h.words = uint8((len(rules) + 63) / 64)
 	h.identity = id

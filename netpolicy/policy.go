@@ -221,8 +221,8 @@ var (
 	DefaultConnections = Rate{PerSecond: 200, Burst: 2000}
 )
 
-// orDefault returns the egress limits in force.
-func (r Rates) orDefault() Rates {
+// OrDefault returns the limits in force of r, which are those of egress.
+func (r Rates) OrDefault() Rates {
 	r.Packets = cmp.Or(r.Packets, &DefaultPackets)
 	r.Connections = cmp.Or(r.Connections, &DefaultConnections)
 	return r

@@ -19,6 +19,7 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/internal/test/racetest"
+	"github.com/drowse-vm/drowse/netpolicy"
 )
 
 // rankSum says by how many standard deviations the ranks of two samples differ from those of samples of one
@@ -322,5 +323,21 @@ func TestAttack_beginnings_of_a_secret_that_a_server_says_are_not_told_from_othe
 		if z := rankSum(took[0], took[1]); math.Abs(z) > 6 {
 			t.Errorf("%s: right and wrong guesses differ in time by %.1f standard deviations", what, z)
 		}
+	}
+}
+
+// A guest that sends requests on one connection, to a server that closes its own after each, has the host open as many
+// connections as there are requests: the programs count only those of the guest.
+func TestAttack_requests_on_one_connection_open_connections_of_the_host_without_end(t *testing.T) {
+	t.Parallel()
+	s := New(Config{})
+	s.SetPolicy(&netpolicy.Policy{})
+	most := 2 * netpolicy.DefaultConnections.Burst
+	opened := uint64(0)
+	for opened < most && s.admit() {
+		opened++
+	}
+	if opened < netpolicy.DefaultConnections.Burst || opened == most {
+		t.Errorf("without a limit of the policy %d connections may be opened at once, want some %d", opened, netpolicy.DefaultConnections.Burst)
 	}
 }

@@ -113,10 +113,7 @@ func (s *Server) keep(c *peerConn) bool {
 type rate struct{ at time.Time }
 
 func (s *Server) admit() bool {
-	limit := s.policy.Load().Limits.Egress.Connections
-	if limit == nil {
-		return true
-	}
+	limit := s.policy.Load().Limits.Egress.OrDefault().Connections
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	burst := cmp.Or(limit.Burst, max(limit.PerSecond/10, 32))
