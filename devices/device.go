@@ -76,9 +76,9 @@ type Queue struct {
 // Interrupt sends notifications to the driver. Any goroutine may call its methods. They never block and do not
 // fail: an interrupt that the host cannot deliver breaks the whole machine, and the owner learns that elsewhere.
 type Interrupt interface {
-	// Queue says that used buffers are waiting (virtio 1.2, 2.3).
+	// Queue tells the driver that used buffers are waiting (virtio 1.2, 2.3).
 	Queue()
-	// Config says that the configuration space has changed.
+	// Config tells the driver that the configuration space has changed.
 	Config()
 	// NeedsReset gives the device up because it cannot continue, for instance after its driver broke a rule (virtio
 	// 1.2, 2.1.2, DEVICE_NEEDS_RESET).

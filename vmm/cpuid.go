@@ -219,7 +219,7 @@ func supportedCPUID() ([]kvm.CPUIDEntry, error) {
 	return kvmCPUID.cpuid, nil
 }
 
-// features are the CPUID registers whose bits say what a CPU can do.
+// features are the CPUID registers whose bits are a CPU's features.
 var features = []struct {
 	function, index uint32
 	name            string

@@ -44,7 +44,7 @@ type Device struct {
 	Device devices.Device
 }
 
-// Config says what a machine has besides its prebuilt VM.
+// Config is the configuration of a machine besides its prebuilt VM.
 type Config struct {
 	// Devices are at most MaxDevices, in the order in which the guest finds them. Close resets them but does not
 	// close their backends.
@@ -58,7 +58,7 @@ type Config struct {
 	Log *slog.Logger
 }
 
-// ErrConfig says that a machine or a call cannot be. ErrHostMemory comes from CheckHostMemory.
+// ErrConfig says that a machine or a call is impossible. CheckHostMemory returns ErrHostMemory.
 var (
 	ErrConfig     = errors.New("impossible machine")
 	ErrHostMemory = errors.New("the host does not have that much memory")
@@ -533,7 +533,7 @@ func (m *Machine) Fail(err error) {
 	m.finish(Exit{Reason: HostError, VCPU: -1, Detail: err.Error(), Err: err})
 }
 
-// Done is closed when the machine has ended.
+// Done returns a channel that is closed when the machine has ended.
 func (m *Machine) Done() <-chan struct{} { return m.ended }
 
 // Wait returns how the machine has ended, or the error of ctx.

@@ -279,7 +279,7 @@ func (s *Prebuilt) loadState(states []State) (*loadedState, error) {
 	for _, v := range s.vcpus {
 		for _, gpa := range v.SavedClockPages() {
 			// ImportClock will need this page. A pager loads it here at once; there this thread would wait for
-			// another thread of the pager. If the page cannot be loaded, KVM will report it.
+			// another thread of the pager. If the page cannot be loaded, KVM will report that.
 			_ = s.cfg.Memory.Read(guestmem.GPA(gpa), make([]byte, 1))
 		}
 	}

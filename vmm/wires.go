@@ -12,8 +12,7 @@ import (
 )
 
 // wires connect KVM and the device in one place: the interrupt line, and a doorbell for each queue by which the
-// guest says that the queue has something in it. Each takes KVM 5 microseconds and more, so a prebuilt VM has them
-// ready.
+// guest announces new buffers. KVM takes at least 5 microseconds for each, so a prebuilt VM has them ready.
 type wires struct {
 	irq   *devices.Event
 	kicks []*devices.Event

@@ -1,5 +1,5 @@
 // Package vsock is the virtio socket device (virtio 1.2, section 5.10): stream connections between the guest and
-// Unix sockets of the host, without the host's kernel (vhost).
+// Unix sockets of the host, without vhost in the host's kernel.
 //
 // # How the host reaches the guest, and the guest the host
 //

@@ -79,7 +79,7 @@ func table(signature string, revision byte, body []byte) []byte {
 	return t
 }
 
-// gas is a Generic Address Structure for an I/O port of one byte (ACPI 5.2.3.2).
+// gas returns a Generic Address Structure for an I/O port of one byte (ACPI 5.2.3.2).
 func gas(port uint16) []byte {
 	if port == 0 {
 		return make([]byte, 12)
