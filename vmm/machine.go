@@ -109,7 +109,7 @@ type Machine struct {
 	// watchInterval is about how often watch looks at the vCPUs.
 	watchInterval time.Duration
 
-	// life serialises Boot, Import, Start, Pause, Resume, Export and Close.
+	// life serialises Boot, Import, Start, Pause, Resume, Export, Close and the other methods that depend on state.
 	life     sync.Mutex
 	state    lifeState
 	imported bool

@@ -24,8 +24,8 @@ type (
 	Segment = gokvm.Segment
 )
 
-// VCPU is one virtual CPU. Only one thread at a time may call its methods, except Kick, Stats and Counter. Run must
-// always be called on the same thread.
+// VCPU is one virtual CPU. Only one thread at a time may call its methods, except ID, SetImmediateExit, Stats and
+// Counter. Run must always be called on the same thread.
 type VCPU struct {
 	fd  int
 	id  int
