@@ -5,12 +5,10 @@ import (
 	"sort"
 )
 
-// IO is a block of registers. Offsets are relative to the start of the window
-// that it was added with, and p never reaches beyond its end. Methods may be
-// called by several vCPUs at once.
+// IO is a block of registers. Offsets are relative to the start of its window, and p never reaches beyond the
+// window's end. Several vCPUs may call the methods at once.
 type IO interface {
-	// ReadIO fills p from the registers at off. Registers that do not exist
-	// read as zero.
+	// ReadIO fills p from the registers at off. Missing registers read as zero.
 	ReadIO(off uint64, p []byte)
 	// WriteIO writes p, which is valid only during the call.
 	WriteIO(off uint64, p []byte)
@@ -21,9 +19,8 @@ type window struct {
 	io         IO
 }
 
-// Bus finds the registers behind an address. Windows are added while the
-// machine is put together; after that the bus does not change, and Read and
-// Write may be called from all vCPUs at once.
+// Bus finds the registers behind an address. The machine adds windows while it is built. After that the bus does
+// not change, and all vCPUs may call Read and Write at once.
 type Bus struct {
 	windows []window
 }
@@ -56,8 +53,7 @@ func (b *Bus) find(addr uint64, n int) *window {
 	return w
 }
 
-// Read fills p from addr. Where nothing answers, all bits are ones, as on a real
-// bus, and Read reports false.
+// Read fills p from addr. If no window is there, it sets all bits to ones, as on a real bus, and returns false.
 func (b *Bus) Read(addr uint64, p []byte) bool {
 	w := b.find(addr, len(p))
 	if w == nil {
@@ -70,7 +66,7 @@ func (b *Bus) Read(addr uint64, p []byte) bool {
 	return true
 }
 
-// Write writes p to addr, and reports whether anything was there.
+// Write writes p to addr, and reports whether a window is there.
 func (b *Bus) Write(addr uint64, p []byte) bool {
 	w := b.find(addr, len(p))
 	if w == nil {

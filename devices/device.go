@@ -21,27 +21,23 @@ const (
 	IDFS      ID = 26
 )
 
-// Device is a virtio device behind a transport. The transport calls its methods
-// one at a time; a device runs its queues on goroutines of its own between
-// Activate and Reset.
+// Device is a virtio device behind a transport. The transport calls its methods one at a time. Between Activate and
+// Reset the device runs its queues on goroutines of its own.
 type Device interface {
 	ID() ID
-	// Features is what the device offers, without the transport's own bits.
+	// Features returns the features that the device offers, without the transport's own bits.
 	Features() uint64
-	// QueueSizes gives the largest size of each virtqueue.
+	// QueueSizes returns the largest size of each virtqueue.
 	QueueSizes() []uint16
 	// ReadConfig fills p from the configuration space at off; bytes beyond
 	// its end read as zero.
 	ReadConfig(off uint32, p []byte)
-	// WriteConfig writes p at off; what is read-only or beyond the end is
-	// ignored.
+	// WriteConfig writes p at off. It ignores what is read-only or beyond the end.
 	WriteConfig(off uint32, p []byte)
-	// Activate starts the device after the driver has set DRIVER_OK. When it
-	// fails the transport calls Reset.
+	// Activate starts the device after the driver has set DRIVER_OK. The transport calls Reset if Activate fails.
 	Activate(Activation) error
-	// Reset stops the device, waits until nothing of it touches guest memory
-	// any more, and forgets all that Activate was given. Resetting a device
-	// that is not active does nothing.
+	// Reset stops the device, waits until no part of it touches guest memory any more, and forgets everything from
+	// Activate. It does nothing to a device that is not active.
 	Reset() error
 }
 
@@ -60,66 +56,61 @@ type Activation struct {
 	// Queues has one entry for each of QueueSizes; nil where the driver left
 	// the queue unconfigured.
 	Queues []*Queue
-	// Interrupt tells the driver something.
+	// Interrupt notifies the driver.
 	Interrupt Interrupt
-	// Restored says that the driver was already running: its queues go on
-	// where they stopped, and Import has been called before. The transport
-	// pauses the device right after Activate, before anything is kicked.
+	// Restored reports that the driver was already running: its queues continue where they stopped, and Import has
+	// been called before. The transport pauses the device right after Activate, before any kick.
 	Restored bool
 }
 
 // Queue is a virtqueue together with the event that its driver kicks.
 type Queue struct {
 	*virtq.Queue
-	// Kick is signalled when the driver has made buffers available. The
-	// transport owns it and closes it after Reset.
+	// The driver signals Kick when it has made buffers available. The transport owns Kick and closes it after
+	// Reset.
 	Kick *Event
 
-	worker *Worker // that of StartWorker
+	worker *Worker // from StartWorker
 }
 
-// Interrupt sends notifications to the driver. Its methods may be called from
-// any goroutine, never block and do not fail: an interrupt that the host cannot
-// deliver breaks the whole machine, which its owner learns elsewhere.
+// Interrupt sends notifications to the driver. Any goroutine may call its methods. They never block and do not
+// fail: an interrupt that the host cannot deliver breaks the whole machine, and the owner learns that elsewhere.
 type Interrupt interface {
-	// Queue says that used buffers are waiting (virtio 1.2, 2.3).
+	// Queue tells the driver that used buffers are waiting (virtio 1.2, 2.3).
 	Queue()
-	// Config says that the configuration space has changed.
+	// Config tells the driver that the configuration space has changed.
 	Config()
-	// NeedsReset gives the device up: it has found its driver to break the
-	// rules so that it cannot go on (virtio 1.2, 2.1.2, DEVICE_NEEDS_RESET).
+	// NeedsReset gives the device up because it cannot continue, for instance after its driver broke a rule (virtio
+	// 1.2, 2.1.2, DEVICE_NEEDS_RESET).
 	NeedsReset(reason error)
 }
 
-// Pauser is what can stop at a defined point. A transport calls it only for an
-// active device; Reset undoes Pause.
+// Pauser is a device that can stop at a defined point. A transport calls it only for an active device. Reset undoes
+// Pause.
 type Pauser interface {
-	// Pause returns when no request is in flight any more and nothing of the
-	// device touches guest memory, its backing or the host until Resume. A
-	// paused device still accepts kicks and register accesses; it acts on
-	// them after Resume. Pausing twice is the same as once. When ctx ends
-	// first, Pause returns its error and the device runs on.
+	// Pause returns when no request is in flight any more and no part of the device touches guest memory, its
+	// backing or the host until Resume. A paused device still accepts kicks and register accesses; it acts on them
+	// after Resume. A second Pause does nothing. If ctx ends first, Pause returns its error and the device
+	// continues to run.
 	Pause(ctx context.Context) error
-	// Resume undoes Pause, and looks at all queues once, since a kick may
-	// have come in between.
+	// Resume undoes Pause. It looks at all queues once, since a kick may have come in between.
 	Resume() error
 }
 
-// Stateful is what a snapshot has to keep of a device.
+// Stateful is a device with state for a snapshot to keep.
 type Stateful interface {
 	// Export returns the state of a paused device.
 	Export() (Payload, error)
-	// Import puts a state that Export returned into a device that has not
-	// been activated. It fails with ErrPayload, and changes nothing, when the
-	// payload is of another kind, of a version it does not know, or damaged.
+	// Import loads a state from Export into a device that has not been activated. If the payload is of another kind
+	// or an unknown version, or damaged, it fails with ErrPayload and changes nothing.
 	Import(Payload) error
 }
 
-// Payload is the state of one device, as its own code has written it.
+// Payload is the state of one device, in the device's own encoding.
 type Payload struct {
 	// Kind names the device type, such as "virtio-blk".
 	Kind string
-	// Version is of the layout of Data, counted up by incompatible changes.
+	// Version is the version of the layout of Data. Incompatible changes increment it.
 	Version uint32
 	// Data is at most MaxPayload bytes.
 	Data []byte
@@ -128,8 +119,7 @@ type Payload struct {
 // MaxPayload bounds the saved state of one device, in bytes.
 const MaxPayload = 16 << 20
 
-// ErrPayload says that a saved device state cannot be used, ErrNotPaused that the state of a running device was asked
-// for.
+// ErrPayload says that a saved device state cannot be used. ErrNotPaused says that the device must be paused first.
 var (
 	ErrPayload   = errors.New("unusable device state")
 	ErrNotPaused = errors.New("the device is not paused")

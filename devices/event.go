@@ -11,18 +11,16 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Event is an eventfd(2): KVM signals it for an ioeventfd, and takes it for an
-// irqfd.
+// Event is an eventfd(2). KVM signals it as an ioeventfd, or waits for it as an irqfd.
 //
-// Waiting is a plain blocking read, so that a signal wakes the waiting thread
-// itself rather than the Go network poller first.
+// Wait is a plain blocking read, so that a signal wakes the waiting thread itself rather than the Go network poller
+// first.
 type Event struct {
 	fd    int
 	taken atomic.Uint64
 
-	// mu is held for reading while the descriptor is in use by Signal, so that
-	// a late signal never hits a descriptor number that has been given to
-	// somebody else.
+	// Signal holds mu for reading while it uses the descriptor, so that a late signal never hits a descriptor
+	// number that another file has since got.
 	mu     sync.RWMutex
 	closed bool
 }
@@ -36,10 +34,10 @@ func NewEvent() (*Event, error) {
 	return &Event{fd: fd}, nil
 }
 
-// FD is the file descriptor, for KVM_IOEVENTFD and KVM_IRQFD.
+// FD returns the file descriptor, for KVM_IOEVENTFD and KVM_IRQFD.
 func (e *Event) FD() int { return e.fd }
 
-// Taken is how many signals Wait has taken so far.
+// Taken returns how many signals Wait has taken so far.
 func (e *Event) Taken() uint64 { return e.taken.Load() }
 
 // Signal adds one to the count and so wakes the waiter. It does not block, and
@@ -60,8 +58,7 @@ func (e *Event) Signal() {
 	}
 }
 
-// Wait blocks until the count is not zero, then clears it. It fails with
-// os.ErrClosed after Close.
+// Wait blocks until the count is not zero, then clears it. After Close it fails with os.ErrClosed.
 func (e *Event) Wait() error {
 	var buf [8]byte
 	for {
@@ -86,7 +83,7 @@ func (e *Event) isClosed() bool {
 	return e.closed
 }
 
-// Close releases the descriptor. Nobody may be in Wait.
+// Close releases the descriptor. No goroutine may be in Wait.
 func (e *Event) Close() error {
 	e.mu.Lock()
 	defer e.mu.Unlock()

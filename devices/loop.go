@@ -11,46 +11,46 @@ import (
 	"github.com/drowse-vm/drowse/devices/virtq"
 )
 
-// What bounds the work on a queue that the owner of a [Loop] does before a pause.
+// Bounds on the work on a queue that the owner of a [Loop] does before a pause.
 const (
-	// SettleBytes is of [virtq.Queue.Work].
+	// SettleBytes is in units of [virtq.Queue.Work].
 	SettleBytes = 8 << 20
-	// SettleTime is for requests that move few bytes and take long, such as those for connections.
+	// SettleTime bounds requests that move few bytes and take long, such as those for connections.
 	SettleTime = 10 * time.Millisecond
 )
 
-// loopBatch is how many events a Loop takes from the kernel at once.
+// loopBatch is the largest number of events that a Loop takes from the kernel at once.
 const loopBatch = 64
 
-// Tokens of the loop itself: its own event, and after it its queues' kicks. Those of its owner are larger.
+// Tokens of the loop itself: its own event, then its queues' kicks. The owner's tokens start at loopOwner.
 const (
 	loopControl int32 = -1 << 31
 	loopQueues        = loopControl + 1
 	loopOwner   int32 = -1 << 30
 )
 
-// Looper is what a [Loop] drives. All methods are called on the loop's goroutine, one at a time. An error gives the
-// device up.
+// Looper is what a [Loop] drives. The loop calls all methods on its goroutine, one at a time. It gives the device
+// up after an error.
 type Looper interface {
-	// Turn does all that there is to do, in bounded amounts so that a pause need not wait for long, ends early when
-	// [Loop.Yield] says so, and returns how long nothing else is due: zero to be called again after a look at the
-	// descriptors, negative for as long as no descriptor is ready. It is called after the device has failed as well.
+	// Turn does the pending work, in bounded amounts so that a pause need not wait long, and ends early if
+	// [Loop.Yield]. It returns how long no other work is due: zero for a call after a look at the descriptors,
+	// negative until a descriptor is ready. The loop also calls it after the device has failed.
 	Turn() (time.Duration, error)
-	// Kicked says that the driver has kicked the queue of that number.
+	// Kicked is called when the driver has kicked the queue of that number.
 	Kicked(queue int)
-	// Ready says that a watched descriptor is ready.
+	// Ready is called when a watched descriptor is ready.
 	Ready(token, generation int32, events uint32)
-	// Settle is called before the loop stands still, unless the device has failed.
+	// Settle is called before the loop stops for a pause, unless the device has failed.
 	Settle() error
-	// Rested is called when it goes on, after the time that it stood still.
+	// Rested is called when the loop continues, with the time that it was stopped.
 	Rested(time.Duration)
 	// End is called when the device fails, and again when the loop ends.
 	End()
 }
 
-// Loop is the engine of a device that waits for several things at once, its queues and such as a socket: one goroutine
-// around an epoll(7) set. Waiting is a plain blocking system call, as with [Event]. Like a [Worker] it pauses between
-// two turns, resumes, and stops. When something fails it gives the device up until its driver resets it.
+// Loop is the engine of a device that waits for several things at once, such as its queues and a socket: one
+// goroutine around an epoll(7) set. It waits in a plain blocking system call, as [Event] does. Like a [Worker] it
+// pauses between two turns, resumes, and stops. After a failure it gives the device up until the driver resets it.
 type Loop struct {
 	standstill
 	epfd    int
@@ -59,15 +59,15 @@ type Loop struct {
 	queues  []*Queue
 	irq     Interrupt
 
-	// Of the loop's goroutine.
+	// Only the loop's goroutine uses these.
 	failed   bool
 	settling time.Time // when Settle was called; zero outside of it
-	obey     bool      // look at what is wanted
+	obey     bool      // check for a pause or stop
 	events   [loopBatch]unix.EpollEvent
 }
 
-// NewLoop makes a loop for the device that is being activated. Of a restored one it does nothing before Resume: the
-// rest of the machine may not be in place.
+// NewLoop makes a loop for the device that is being activated. The loop of a restored device does nothing before
+// Resume: the rest of the machine may not be in place.
 func NewLoop(a Activation) (*Loop, error) {
 	control, err := NewEvent()
 	if err != nil {
@@ -85,7 +85,7 @@ func NewLoop(a Activation) (*Loop, error) {
 		if q == nil {
 			continue
 		}
-		// The driver of a broken queue knows that it has to reset the device.
+		// The driver of a broken queue knows that it must reset the device.
 		l.failed = l.failed || q.Broken() != nil
 		err = errors.Join(err, l.Watch(q.Kick.FD(), unix.EPOLLIN, loopQueues+int32(i), 0))
 	}
@@ -101,14 +101,13 @@ func (l *Loop) release() {
 	_ = l.control.Close()
 }
 
-// Watch has the loop tell of a descriptor, edge-triggered: once each time that it becomes ready. token and generation
-// are given back with every event; tokens up to -1<<30 are taken. Closing the descriptor ends it.
+// Watch makes the loop report a descriptor, edge-triggered: once each time that it becomes ready. Every event
+// carries token and generation. Tokens below -1<<30 are reserved. Closing the descriptor ends the watch.
 func (l *Loop) Watch(fd int, events uint32, token, generation int32) error {
 	return l.ctl(unix.EPOLL_CTL_ADD, fd, events, token, generation)
 }
 
-// Change replaces what a watched descriptor is watched for. It tells of what is
-// ready already.
+// Change replaces the events of a watched descriptor. The loop also reports events that are pending already.
 func (l *Loop) Change(fd int, events uint32, token, generation int32) error {
 	return l.ctl(unix.EPOLL_CTL_MOD, fd, events, token, generation)
 }
@@ -127,14 +126,14 @@ func (l *Loop) Start(h Looper) {
 	go l.run()
 }
 
-// Yield reports whether somebody waits for the loop to stand still or to end.
+// Yield reports whether a caller waits for the loop to pause or to end.
 func (l *Loop) Yield() bool { return l.hurried.Load() }
 
-// Failed reports whether the device waits for a reset. It is for the loop's goroutine.
+// Failed reports whether the device waits for a reset. Call it on the loop's goroutine.
 func (l *Loop) Failed() bool { return l.failed }
 
-// Enough reports whether the work on a queue since a moment ([virtq.Queue.Work]) is enough for one turn, or for what is
-// done before a pause.
+// Enough reports whether the work on a queue since an earlier value of [virtq.Queue.Work] is enough for one turn,
+// or for the time before a pause.
 func (l *Loop) Enough(q *Queue, since uint64) bool {
 	if !l.settling.IsZero() {
 		return q.Work()-since >= SettleBytes || time.Since(l.settling) > SettleTime
@@ -142,8 +141,9 @@ func (l *Loop) Enough(q *Queue, since uint64) bool {
 	return q.Work()-since >= TurnBytes || l.Yield()
 }
 
-// Drain has handle do what the driver sends, up to limit chains and until that is Enough, and gives the chains back. It
-// reports whether there may be more; otherwise there comes a kick. A chain for which handle returns ErrLater waits.
+// Drain calls handle for the chains that the driver has sent, up to limit chains and until that is Enough, and
+// gives the chains back. It reports whether there may be more; if not, a kick follows. A chain for which handle
+// returns ErrLater waits.
 func (l *Loop) Drain(q *Queue, c *virtq.Chain, limit int, handle func(*virtq.Reader) error) (more bool, err error) {
 	if err := q.DisableKicks(); err != nil {
 		return true, err
@@ -215,7 +215,7 @@ func (l *Loop) run() {
 			case ev.Fd == loopControl:
 				l.obey = true
 			case ev.Fd < loopOwner:
-				// epoll has just said that there are signals, and nobody else takes them: this does not block.
+				// epoll has just reported signals, and no other goroutine takes them: this does not block.
 				i := int(ev.Fd - loopQueues)
 				l.fail(l.queues[i].Kick.Wait())
 				l.looper.Kicked(i)
@@ -226,8 +226,7 @@ func (l *Loop) run() {
 	}
 }
 
-// rest stands still as long as a pause is wanted, and reports whether the loop
-// goes on after that.
+// rest stops while a pause is wanted, and reports whether the loop must continue.
 func (l *Loop) rest() bool {
 	l.mu.Lock()
 	pausing, stopped := l.paused || l.pausing > 0, l.stopped
@@ -247,15 +246,15 @@ func (l *Loop) rest() bool {
 	return true
 }
 
-// Settle does what comes before a pause. It is for the loop's goroutine, and for tests while that stands still.
+// Settle does the work before a pause. The loop's goroutine calls it, or a test while that is stopped.
 func (l *Loop) Settle() error {
 	l.settling = time.Now()
 	defer func() { l.settling = time.Time{} }()
 	return l.looper.Settle()
 }
 
-// Pause returns when the loop stands still. When ctx ends first the loop runs on,
-// and Pause returns its error.
+// Pause returns when the loop has stopped. If ctx ends first the loop continues to run, and Pause returns ctx's
+// error.
 func (l *Loop) Pause(ctx context.Context) error {
 	l.want(1)
 	defer l.want(-1)
@@ -263,7 +262,7 @@ func (l *Loop) Pause(ctx context.Context) error {
 	return l.pause(ctx)
 }
 
-// AwaitPaused returns when the loop, of which a pause is wanted, stands still. Otherwise it fails with ErrNotPaused.
+// AwaitPaused waits until a loop that was told to pause has stopped. Without a pause it fails with ErrNotPaused.
 func (l *Loop) AwaitPaused() error {
 	l.mu.Lock()
 	paused := l.paused
@@ -280,7 +279,7 @@ func (l *Loop) Resume() { l.resume() }
 // Do wakes the loop, so that it takes a turn.
 func (l *Loop) Do() { l.control.Signal() }
 
-// Stop ends the loop, waits for it, and releases what it has.
+// Stop ends the loop, waits for it, and releases its resources.
 func (l *Loop) Stop() {
 	l.set(func() { l.stopped = true })
 	l.control.Signal()

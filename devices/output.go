@@ -7,25 +7,21 @@ import (
 	"time"
 )
 
-// OutputSize is how many bytes of a guest's console output wait for a slow
-// reader, before what comes next is dropped.
+// OutputSize is how many bytes of a guest's console output wait for a slow reader. Output drops what exceeds that.
 const OutputSize = 64 << 10
 
 // outputChunk bounds one write to the host's writer, in bytes.
 const outputChunk = 4 << 10
 
-// How long Pause and Close wait for a host writer that is stuck. What Pause leaves
-// is kept, what Close leaves is lost.
+// How long Pause and Close wait for a host writer that is stuck. Pause keeps what is left, Close drops it.
 const (
 	pauseGrace = 20 * time.Millisecond
 	closeGrace = time.Second
 )
 
-// Output carries a guest's console output to a writer on the host through a ring
-// of OutputSize bytes and a goroutine, so that a slow writer never holds up a
-// vCPU or a queue and the memory it can take is bounded. When the ring is full,
-// the newest bytes are dropped and counted. After the writer has failed
-// everything is dropped.
+// Output carries a guest's console output to a writer on the host, through a ring of OutputSize bytes and a
+// goroutine. So a slow writer never holds up a vCPU or a queue, and takes bounded memory. When the ring is full,
+// Output drops and counts the newest bytes. After the writer has failed it drops everything.
 type Output struct {
 	w    io.Writer
 	done chan struct{}
@@ -53,7 +49,7 @@ func NewOutput(w io.Writer) *Output {
 	return o
 }
 
-// Write queues p and never blocks or fails: what does not fit is dropped.
+// Write queues p and never blocks or fails. It drops what does not fit.
 func (o *Output) Write(p []byte) (int, error) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -107,10 +103,9 @@ func (o *Output) run() {
 	}
 }
 
-// Pause waits until all that the guest has written is with the writer, and then
-// holds the goroutine. When the writer is stuck it gives up after a fiftieth of a
-// second; what is still in the ring then stays there, for Pending. It fails only
-// when ctx ends first.
+// Pause waits until the writer has all that the guest has written, and then holds the goroutine. If the writer is
+// stuck it gives up after a fiftieth of a second, and the ring keeps the rest for Pending. It fails only if ctx
+// ends first.
 func (o *Output) Pause(ctx context.Context) error {
 	grace, cancel := context.WithTimeout(ctx, pauseGrace)
 	defer cancel()
@@ -147,7 +142,7 @@ func (o *Output) Resume() {
 	o.cond.Broadcast()
 }
 
-// Pending is a copy of what waits in the ring, for a snapshot.
+// Pending returns a copy of what waits in the ring, for a snapshot.
 func (o *Output) Pending() []byte {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -159,23 +154,22 @@ func (o *Output) Pending() []byte {
 	return p
 }
 
-// Dropped counts the bytes that did not reach the writer.
+// Dropped returns the number of bytes that did not reach the writer.
 func (o *Output) Dropped() uint64 {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	return o.dropped
 }
 
-// Err is the writer's error after which everything is dropped, or nil.
+// Err returns the writer's error after which Output drops everything, or nil.
 func (o *Output) Err() error {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	return o.failed
 }
 
-// Close writes what is still queued, for a second at most, and ends the goroutine.
-// When the writer is stuck, the goroutine ends when the writer returns; closing the
-// writer is its owner's part.
+// Close writes what is still queued, for a second at most, and ends the goroutine. If the writer is stuck, the
+// goroutine ends when the writer returns. The writer's owner closes the writer.
 func (o *Output) Close() error {
 	o.mu.Lock()
 	o.paused = false

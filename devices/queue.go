@@ -7,30 +7,30 @@ import (
 	"github.com/drowse-vm/drowse/devices/virtq"
 )
 
-// A worker's turn ends after serveBatch chains or TurnBytes, whichever comes first, so that it can be stopped whatever
-// its driver asks for; and after any chain if a pause is wanted. TurnBytes are of [virtq.Queue.Work]. The loops of net
-// and vsock keep to them too.
+// A worker's turn ends after serveBatch chains or TurnBytes, whichever comes first, so that the worker can stop
+// whatever its driver asks for. It ends after any chain if a pause is wanted. TurnBytes is in units of
+// [virtq.Queue.Work]. The loops of net and vsock keep to it too.
 const (
 	serveBatch = 32
 	TurnBytes  = 4 << 20
 )
 
-// ErrAgain is what a handler of [Queue.Serve] returns that has stopped in the midst of a request since a pause is
-// wanted. The chain is made available again, and handled anew after the pause.
+// ErrAgain is the error of a handler of [Queue.Serve] that has stopped in the middle of a request because a pause
+// is wanted. Serve makes the chain available again and handles it anew after the pause.
 var ErrAgain = errors.New("the request is done again after a pause")
 
-// StartWorker starts a worker that calls handle after each kick. The queue knows it: see Yield.
+// StartWorker starts a worker that calls handle after each kick. Yield reports about that worker.
 func (q *Queue) StartWorker(handle func()) *Worker {
 	q.worker = newWorker(q.Kick, handle)
 	go q.worker.run()
 	return q.worker
 }
 
-// Yield reports whether somebody waits for the queue's worker to stand still or to end: a handler that takes long
-// returns ErrAgain then. It costs next to nothing.
+// Yield reports whether a caller waits for the queue's worker to pause or to end. A handler that takes long must
+// then return ErrAgain. Yield costs next to nothing.
 func (q *Queue) Yield() bool { return q.worker != nil && q.worker.hurried.Load() }
 
-// hurry is closed when Yield becomes true.
+// hurry returns a channel that is closed when Yield becomes true.
 func (q *Queue) hurry() <-chan struct{} {
 	if q == nil || q.worker == nil {
 		return nil
@@ -40,20 +40,18 @@ func (q *Queue) hurry() <-chan struct{} {
 	return q.worker.hurry
 }
 
-// ErrLater is what a handler of [Queue.Serve] returns for a chain that the host cannot do yet. Serve puts the chain
-// back and serves no later one; whatever signals the queue's event next, a resume included, has it tried again.
+// ErrLater is the error of a handler of [Queue.Serve] for a chain that the host cannot do yet. Serve puts the chain
+// back and serves no later one. It tries the chain again after the next signal of the queue's event, such as by a
+// resume.
 var ErrLater = errors.New("the host cannot do the request yet")
 
-// Serve is the body of a queue's [Worker]: it pops the chains that are waiting,
-// lets handle do each of them, gives them back with what handle has written, and
-// interrupts the driver once for all of them if it wants to hear of them.
+// Serve is the body of a queue's [Worker]. It pops the chains that are waiting, calls handle for each, and gives
+// them back with what handle has written. It interrupts the driver once for all of them if the driver wants that.
 //
-// When its turn is over it kicks itself and returns, so that the worker can be
-// paused in between. c is only memory to be used again; it must not be shared.
-// An error that handle returns, other than ErrAgain and ErrLater, gives the device up, as does a broken ring: the
-// chain is not given back, the driver is told to reset the device
-// ([Interrupt.NeedsReset]), and Serve returns the error. Calling Serve again then
-// returns it again without doing anything.
+// When its turn is over Serve kicks its own queue and returns, so that the worker can pause in between. c is memory
+// to reuse and must not be shared. Serve gives the device up if the ring is broken or handle returns an error other
+// than ErrAgain and ErrLater: it does not give the chain back, tells the driver to reset the device
+// ([Interrupt.NeedsReset]), and returns the error. A later Serve only returns the error again.
 func (q *Queue) Serve(irq Interrupt, c *virtq.Chain, handle func(*virtq.Chain) error) error {
 	if q.Broken() != nil {
 		return q.Broken()
@@ -114,8 +112,7 @@ func (q *Queue) serve(irq Interrupt, c *virtq.Chain, handle func(*virtq.Chain) e
 	}
 }
 
-// Notify interrupts the driver if it wants to hear of what has been pushed since
-// the last time.
+// Notify interrupts the driver if the driver wants to know of the chains pushed since the last time.
 func (q *Queue) Notify(irq Interrupt) error {
 	wanted, err := q.NeedsInterrupt()
 	if err == nil && wanted {

@@ -1,13 +1,13 @@
 package devices
 
-// Slow does what takes as long as the host likes and touches no guest memory, such as fdatasync(2): a pause does not
-// wait for it. The zero value is ready. Its methods must not be called concurrently.
+// Slow runs operations that may take as long as the host likes and touch no guest memory, such as fdatasync(2): a
+// pause does not wait for them. The zero value is ready. Its methods must not be called concurrently.
 type Slow struct {
-	done chan error // nil if nothing is under way
+	done chan error // nil if no operation is running
 }
 
-// Do calls f, once, and returns what it returns; or ErrAgain, while f goes on, if the queue is to yield. It begins with
-// Settle, and does not call f if that fails.
+// Do calls f once and returns its result, or ErrAgain while f runs if the queue must yield. It begins with Settle,
+// and does not call f if that fails.
 func (s *Slow) Do(q *Queue, f func() error) error {
 	if err := s.Settle(q); err != nil {
 		return err
@@ -17,8 +17,7 @@ func (s *Slow) Do(q *Queue, f func() error) error {
 	return s.Settle(q)
 }
 
-// Settle waits for what an earlier Do has left behind and returns how that has ended; or ErrAgain, if the queue is to
-// yield.
+// Settle waits for the operation of an earlier Do and returns its result, or ErrAgain if the queue must yield.
 func (s *Slow) Settle(q *Queue) error {
 	if s.done == nil {
 		return nil
@@ -32,7 +31,7 @@ func (s *Slow) Settle(q *Queue) error {
 	}
 }
 
-// End waits for what is under way, and forgets how it ends.
+// End waits for a running operation and drops its result.
 func (s *Slow) End() {
 	if s.done != nil {
 		<-s.done

@@ -6,15 +6,15 @@ import (
 	"sync/atomic"
 )
 
-// standstill is how a [Worker] and a [Loop] pause, go on and end: the goroutine itself stands still, at points that it
-// chooses, as long as others want that.
+// standstill is how a [Worker] and a [Loop] pause, resume and end. The goroutine itself stops, at points that it
+// chooses, for as long as callers want that.
 type standstill struct {
 	// mu guards what follows; cond is signalled on every change.
 	mu       sync.Mutex
 	cond     *sync.Cond
 	paused   bool          // wanted, until Resume
 	pausing  int           // calls of Pause that wait; each wants the same as paused
-	standing bool          // the goroutine does nothing
+	standing bool          // the goroutine has stopped
 	stopped  bool          // wanted
 	hurry    chan struct{} // closed while any of these is wanted
 	done     chan struct{} // closed by the goroutine when it ends
@@ -28,7 +28,7 @@ func (s *standstill) setUp() {
 	s.cond = sync.NewCond(&s.mu)
 }
 
-// changed follows every change of what is wanted. mu is held.
+// changed must follow every change of what is wanted. The caller holds mu.
 func (s *standstill) changed() {
 	switch wanted := s.paused || s.pausing > 0 || s.stopped; {
 	case wanted && !s.hurried.Swap(true):
@@ -39,7 +39,7 @@ func (s *standstill) changed() {
 	s.cond.Broadcast()
 }
 
-// set has change change what is wanted.
+// set calls change to change what is wanted.
 func (s *standstill) set(change func()) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -47,10 +47,10 @@ func (s *standstill) set(change func()) {
 	s.changed()
 }
 
-// want adds to the number of those who wait for a pause.
+// want adds n to the number of callers that wait for a pause.
 func (s *standstill) want(n int) { s.set(func() { s.pausing += n }) }
 
-// stand says that the goroutine does nothing until it calls goOn.
+// stand marks the goroutine as stopped until it calls goOn.
 func (s *standstill) stand() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -58,7 +58,7 @@ func (s *standstill) stand() {
 	s.cond.Broadcast()
 }
 
-// goOn returns when no pause is wanted, and reports whether the goroutine is to go on and not to end.
+// goOn waits until no pause is wanted, and reports whether the goroutine must continue rather than end.
 func (s *standstill) goOn() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -69,8 +69,8 @@ func (s *standstill) goOn() bool {
 	return !s.stopped
 }
 
-// pause returns when the goroutine stands still, which it does until paused is cleared. When ctx ends first it runs on,
-// and pause returns its error.
+// pause waits until the goroutine has stopped. It stays stopped until resume. If ctx ends first the goroutine
+// continues, and pause returns ctx's error.
 func (s *standstill) pause(ctx context.Context) error {
 	s.want(1)
 	defer s.want(-1)

@@ -5,15 +5,14 @@ import (
 	"fmt"
 )
 
-// Encoder writes the Data of a [Payload]: little-endian integers and byte
-// strings that carry their length (as a 32-bit integer) before them. The zero
-// value is ready.
+// Encoder writes the Data of a [Payload]: little-endian integers, and byte strings after their length (a 32-bit
+// integer). The zero value is ready.
 type Encoder struct{ b []byte }
 
-// Data is what has been written.
+// Data returns what has been written.
 func (e *Encoder) Data() []byte { return e.b }
 
-// Payload is what has been written as the state of a kind of device.
+// Payload returns what has been written, as the state of a kind of device.
 func (e *Encoder) Payload(kind string, version uint32) Payload {
 	return Payload{Kind: kind, Version: version, Data: e.b}
 }
@@ -45,19 +44,18 @@ func (e *Encoder) Bytes(p []byte) {
 	e.b = append(e.b, p...)
 }
 
-// Decoder reads what an Encoder has written. The first error sticks: reads after
-// it return zeros, and Finish returns it, so that a state can be read whole and
-// checked once.
+// Decoder reads what an Encoder has written. The first error sticks: later reads return zeros, and Finish returns
+// the error. So a caller can read a state whole and check it once.
 type Decoder struct {
 	b    []byte
 	err  error
-	kind string // "" unless of a Payload
+	kind string // "" unless it decodes a Payload
 }
 
-// NewDecoder reads from data, which must not change meanwhile.
+// NewDecoder returns a decoder of data, which must not change meanwhile.
 func NewDecoder(data []byte) *Decoder { return &Decoder{b: data} }
 
-// Decode reads p, whose Check is its first error.
+// Decode returns a decoder of p. Its first error is that of Check, if any.
 func (p Payload) Decode(kind string, version uint32) *Decoder {
 	return &Decoder{b: p.Data, err: p.Check(kind, version), kind: kind}
 }
@@ -115,8 +113,7 @@ func (d *Decoder) Uint64() uint64 {
 	return 0
 }
 
-// Bytes reads a byte string of at most limit bytes. The result is a part of the
-// data that the decoder was made with.
+// Bytes reads a byte string of at most limit bytes. The result aliases the data of the decoder.
 func (d *Decoder) Bytes(limit int) []byte {
 	n := d.Uint32()
 	if d.err == nil && uint64(n) > uint64(limit) {
@@ -128,8 +125,7 @@ func (d *Decoder) Bytes(limit int) []byte {
 	return d.take(int(n))
 }
 
-// Fail makes the state unusable, unless it already is; why says what is wrong
-// with it.
+// Fail marks the state as unusable for the reason why, unless it already is.
 func (d *Decoder) Fail(why string) {
 	if d.err == nil && d.kind != "" {
 		why = "importing " + d.kind + " state: " + why
@@ -139,8 +135,7 @@ func (d *Decoder) Fail(why string) {
 	}
 }
 
-// Finish returns the first error, which wraps ErrPayload; left-over bytes are
-// one too.
+// Finish returns the first error, which wraps ErrPayload. Left-over bytes are an error, too.
 func (d *Decoder) Finish() error {
 	if d.err == nil && len(d.b) > 0 {
 		d.Fail(fmt.Sprintf("%d bytes are left over", len(d.b)))

@@ -6,19 +6,17 @@ import (
 	"github.com/drowse-vm/drowse/devices/virtq"
 )
 
-// Worker runs a function on a goroutine of its own, each time its event is
-// signalled. It is the engine of a virtqueue: it starts, pauses between two
-// calls, resumes and stops. Since it pauses only between calls, the function
-// must return soon once somebody waits for that, however much the guest gives
-// it to do; [Queue.Serve] does.
+// Worker runs a function on a goroutine of its own, each time its event is signalled. It is the engine of a
+// virtqueue: it starts, pauses between two calls, resumes and stops. Since it pauses only between calls, the
+// function must return soon once a caller waits for that, however much work the guest makes; [Queue.Serve] does.
 type Worker struct {
 	standstill
 	event  *Event
 	handle func()
 }
 
-// newWorker makes a worker that calls handle after each signal of event, once run runs. The event stays the caller's
-// and must outlive the worker.
+// newWorker makes a worker that calls handle after each signal of event, once run runs. The caller owns the event,
+// which must outlive the worker.
 func newWorker(event *Event, handle func()) *Worker {
 	w := &Worker{event: event, handle: handle}
 	w.setUp()
@@ -37,12 +35,12 @@ func (w *Worker) run() {
 	}
 }
 
-// Pause returns when handle is not running; it is not called again before
-// Resume. When ctx ends first the worker runs on, and Pause returns its error.
+// Pause returns when handle is not running; the worker does not call it again before Resume. If ctx ends first the
+// worker continues to run, and Pause returns ctx's error.
 func (w *Worker) Pause(ctx context.Context) error { return w.pause(ctx) }
 
-// Resume lets the worker run again, once at least: a signal may have been lost
-// with the process that took the snapshot.
+// Resume lets the worker run again, at least once: a signal may have been lost with the process that took the
+// snapshot.
 func (w *Worker) Resume() {
 	w.resume()
 	w.event.Signal()
@@ -59,11 +57,11 @@ func (w *Worker) tellStop() {
 	w.event.Signal()
 }
 
-// Workers are those of a device that has several queues.
+// Workers are the workers of a device with several queues.
 type Workers []*Worker
 
-// Serve adds a worker by which handle does what the driver sends ([Queue.Serve]); without a queue there is none. The
-// transport hears of a broken queue by irq, and waits for a reset.
+// Serve adds a worker that calls handle for the driver's chains ([Queue.Serve]), unless q is nil. The worker
+// reports a broken queue through irq, and waits for a reset.
 func (ws *Workers) Serve(q *Queue, irq Interrupt, handle func(*virtq.Chain) error) {
 	if q != nil {
 		chain := new(virtq.Chain)
@@ -71,9 +69,9 @@ func (ws *Workers) Serve(q *Queue, irq Interrupt, handle func(*virtq.Chain) erro
 	}
 }
 
-// Pause pauses all of them, or none when ctx ends first.
+// Pause pauses all of them, or none if ctx ends first.
 func (ws Workers) Pause(ctx context.Context) error {
-	// All are told before the first is waited for: one may have to wait for another.
+	// Tell all before waiting for the first: one may have to wait for another.
 	for _, w := range ws {
 		w.want(1)
 		defer w.want(-1)
@@ -95,8 +93,8 @@ func (ws Workers) Resume() error {
 	return nil
 }
 
-// Stop ends all of them and waits for them. All are told before the first is waited for: one may wait for another,
-// which stops what it does only if it has been told.
+// Stop ends all of them and waits for them. It tells all before it waits for the first: a worker may wait for
+// another, which stops its work only once it is told.
 func (ws Workers) Stop() {
 	for _, w := range ws {
 		w.tellStop()

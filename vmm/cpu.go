@@ -20,25 +20,25 @@ type cpu struct {
 	m   *Machine
 	kvm *kvm.VCPU
 	tid atomic.Int32
-	// begin is what its thread waits for before it looks at the gate for the first time: a read that wakes the thread
-	// itself. From a sync.Cond the way leads through Go's scheduler, and takes it two or three times as long.
+	// The thread waits for begin, a read that wakes the thread itself, before it looks at the gate for the first
+	// time. A sync.Cond would go through Go's scheduler and take two or three times as long.
 	begin *devices.Event
 	// exits counts returns from KVM_RUN.
 	exits atomic.Uint64
 
-	// Guarded by m.gate.mu, once the machine runs.
+	// m.gate.mu guards these once the machine runs.
 	parked bool
 	sample *sample
 	putOff kvm.PutOff // its timer; see quiet
-	due    bool       // it is to be put off no more
+	due    bool       // the timer must get its own deadline again
 }
 
 // sample is a look at a running vCPU.
 type sample struct {
 	rip    uint64
 	rflags uint64
-	// taken counts the interrupts that KVM has injected, as far as it tells: not
-	// before Linux 5.14, and not those that the CPU delivers by itself.
+	// taken counts the interrupts that KVM has injected, as far as KVM reports them: only since Linux 5.14, and
+	// without those that the CPU delivers by itself.
 	taken uint64
 	done  chan struct{}
 }
@@ -51,8 +51,8 @@ type gate struct {
 	stopped bool
 }
 
-// checkpoint is where a vCPU thread comes when it has been called out of the guest.
-// It returns false when the machine has stopped.
+// checkpoint serves the requests to a vCPU thread that has left the guest, and holds the thread while the gate is
+// closed. It returns false when the machine has stopped.
 func (c *cpu) checkpoint() bool {
 	g := &c.m.gate
 	g.mu.Lock()
@@ -74,12 +74,12 @@ func (c *cpu) checkpoint() bool {
 		g.cond.Wait()
 	}
 	c.parked = false
-	// Under the lock, so that a wish that comes now is not lost.
+	// Under the lock, so that a request that comes now is not lost.
 	c.kvm.SetImmediateExit(false)
 	return !g.stopped
 }
 
-// callOut makes the vCPU thread come to its checkpoint soon. g.mu is held.
+// callOut makes the vCPU thread come to its checkpoint soon. The caller holds g.mu.
 func (c *cpu) callOut() error {
 	c.kvm.SetImmediateExit(true)
 	if tid := c.tid.Load(); tid != 0 {
@@ -93,7 +93,7 @@ func (c *cpu) loop() {
 	// KVM binds a vCPU to a thread. The thread ends with this goroutine.
 	runtime.LockOSThread()
 	c.tid.Store(int32(unix.Gettid()))
-	// It cannot fail while the machine is not closed; the gate is what counts.
+	// Wait cannot fail while the machine is not closed; the gate decides.
 	_ = c.begin.Wait()
 	for ok := c.checkpoint(); ok; {
 		c.m.stages.entered()
@@ -115,7 +115,7 @@ func (c *cpu) loop() {
 	}
 }
 
-// handle serves one exit; what it returns ends the machine.
+// handle serves one exit. A result other than nil ends the machine.
 func (c *cpu) handle() *Exit {
 	switch reason := c.kvm.ExitReason(); reason {
 	case kvm.ExitIO:
@@ -123,9 +123,8 @@ func (c *cpu) handle() *Exit {
 	case kvm.ExitMMIO:
 		addr, p, write := c.kvm.MMIO()
 		if c.m.mem.Contains(guestmem.GPA(addr), uint64(len(p))) {
-			// KVM's instruction emulator takes a page that the host cannot
-			// provide for a device. The guest must not see what no device
-			// has answered.
+			// KVM's instruction emulator takes a page that the host cannot provide for a device. The guest must not
+			// see an answer that no device gave.
 			return &Exit{Reason: HostError, VCPU: c.kvm.ID(),
 				Detail: fmt.Sprintf("the guest touched its memory at %#x, which the host could not provide", addr)}
 		}
@@ -140,8 +139,7 @@ func (c *cpu) handle() *Exit {
 	case kvm.ExitShutdown:
 		x := Exit{Reason: TripleFault, VCPU: c.kvm.ID()}
 		x.Detail = fmt.Sprintf("vCPU %d could not deliver an exception: the guest kernel has crashed, or rebooted by a triple fault (reboot=t)", c.kvm.ID())
-		// KVM has reset the registers of a vCPU by then on some hosts; what
-		// RIP says is best effort.
+		// On some hosts KVM has already reset the vCPU's registers; RIP is best effort.
 		if regs, err := c.kvm.Regs(); err == nil && regs.RIP != 0xfff0 {
 			x.RIP = regs.RIP
 			x.Detail += ", at " + c.m.location(regs.RIP)
@@ -231,21 +229,21 @@ func (c *cpu) bootRegisters(e boot.Entry) error {
 	return c.kvm.SetRegs(&kvm.Regs{RIP: e.RIP, RSP: e.RSP, RBP: e.RSP, RSI: e.RSI, RFLAGS: reserved})
 }
 
-// resetState is what firmware would have done on every vCPU.
+// resetState does what firmware does on every vCPU.
 func (c *cpu) resetState() error {
 	msrs := []kvm.MSR{
 		{Index: kvm.MSRMiscEnable, Value: miscEnableFastStrings},
 		{Index: kvm.MSRMTRRDefType, Value: mtrrEnable | mtrrWriteBack},
 	}
 	for len(msrs) > 0 {
-		// Not every host has all of them, and no guest needs them.
+		// Not every host has all of these MSRs, and no guest needs them.
 		n, err := c.kvm.SetMSRs(msrs)
 		if err != nil {
 			return err
 		}
 		msrs = msrs[min(n+1, len(msrs)):]
 	}
-	// LINT0 passes on the PIC's interrupts, LINT1 NMIs (SDM volume 3, 11.5.1).
+	// LINT0 delivers the PIC's interrupts, LINT1 NMIs (SDM volume 3, 11.5.1).
 	const (
 		lvtLINT0   = 0x350
 		lvtLINT1   = 0x360
@@ -259,7 +257,7 @@ func (c *cpu) resetState() error {
 	setMode := func(reg int, mode uint32) {
 		v := uint32(lapic[reg+1])<<8&^0x700 | mode
 		lapic[reg+1] = byte(v >> 8)
-		// Unmasked.
+		// Clear the mask bit.
 		lapic[reg+2] &^= 1
 	}
 	setMode(lvtLINT0, modeExtINT)

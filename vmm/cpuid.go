@@ -29,8 +29,8 @@ const (
 	ecxCmpLegacy   = 1 << 1
 )
 
-// guestCPUID makes what vCPU id of n shows, from what KVM can offer on this host:
-// a single package of n cores without hyperthreads, no nested virtualisation.
+// guestCPUID returns the CPUID of vCPU id of n, made from what KVM supports on this host: a single package of n
+// cores without hyperthreads, no nested virtualisation.
 func guestCPUID(supported []kvm.CPUIDEntry, id, n int, tscDeadline bool) []kvm.CPUIDEntry {
 	out := make([]kvm.CPUIDEntry, 0, len(supported)+2)
 	idBits := uint32(bits.Len(uint(n - 1)))
@@ -48,7 +48,7 @@ func guestCPUID(supported []kvm.CPUIDEntry, id, n int, tscDeadline bool) []kvm.C
 				e.EDX |= edxHTT
 			}
 		case leafCache, leafAMDCache:
-			// No cache is shared between cores, but for the last level.
+			// Cores share only the last-level cache.
 			if level := e.EAX >> 5 & 7; level > 0 {
 				shared := uint32(0)
 				if level == 3 {
@@ -90,8 +90,7 @@ func guestCPUID(supported []kvm.CPUIDEntry, id, n int, tscDeadline bool) []kvm.C
 	return out
 }
 
-// HostFacts is what a guest depends on of the CPU that it runs on; a snapshot
-// keeps it.
+// HostFacts are the properties of the host's CPU that a guest depends on. A snapshot keeps them.
 type HostFacts struct {
 	Arch   string           `json:"arch"`
 	TSCKHz uint64           `json:"tsc_khz"`
@@ -102,7 +101,7 @@ func hostFacts(cpuid []kvm.CPUIDEntry, khz uint64) HostFacts {
 	return HostFacts{Arch: runtime.GOARCH, TSCKHz: khz, CPUID: cpuid}
 }
 
-// ErrForeign says that a machine was saved on a CPU that this host is not like.
+// ErrForeign says that this host lacks something of the CPU on which the machine was saved.
 var ErrForeign = errors.New("the snapshot needs another host")
 
 // CheckFacts compares what a saved machine depends on with this host. The error
@@ -115,7 +114,7 @@ func CheckFacts(saved HostFacts) error {
 	if err != nil {
 		return err
 	}
-	// A guest of an older version may have been shown AVX or an area without XSAVE, which it could not use.
+	// An older version may have shown the guest AVX or an XSAVE area without XSAVE, which the guest could not use.
 	if err := compareCPUID(savedFeatures(saved.CPUID, true), have); err != nil {
 		return err
 	}
@@ -126,8 +125,8 @@ func CheckFacts(saved HostFacts) error {
 	return compareTSC(saved.TSCKHz, host, scales)
 }
 
-// compareTSC refuses a guest whose time stamp counter would run at another rate than it was told at its boot. A rate of
-// 0 is not known.
+// compareTSC refuses a guest whose time stamp counter would run at another rate than the guest was told at its
+// boot. A rate of 0 means unknown.
 func compareTSC(saved, host uint64, scales bool) error {
 	if scales || kvm.SameTSCRate(saved, host) || saved == 0 || host == 0 {
 		return nil
@@ -135,7 +134,7 @@ func compareTSC(saved, host uint64, scales bool) error {
 	return fmt.Errorf("%w: its time stamp counter runs at %d kHz, that of this host at %d kHz, and this host cannot scale it: restore on a CPU like the first", ErrForeign, saved, host)
 }
 
-// kvmTSC is what KVM says of this host's time stamp counter.
+// kvmTSC caches what KVM reports of this host's time stamp counter.
 var kvmTSC struct {
 	mu     sync.Mutex
 	known  bool
@@ -143,15 +142,15 @@ var kvmTSC struct {
 	scales bool
 }
 
-// noteTSC spares hostTSC the making of a VM where there is one, as in a process that restores a machine.
+// noteTSC saves hostTSC the making of a VM in a process that has one, such as one that restores a machine.
 func noteTSC(khz uint64, scales bool) {
 	kvmTSC.mu.Lock()
 	defer kvmTSC.mu.Unlock()
 	kvmTSC.known, kvmTSC.khz, kvmTSC.scales = true, khz, scales
 }
 
-// hostTSC returns the rate of this host's time stamp counter in kHz, 0 if KVM cannot tell, and whether guests may have
-// other rates.
+// hostTSC returns the rate of this host's time stamp counter in kHz, 0 if KVM cannot tell. scales reports whether
+// guests may have other rates.
 func hostTSC() (khz uint64, scales bool, err error) {
 	kvmTSC.mu.Lock()
 	khz, scales = kvmTSC.khz, kvmTSC.scales
@@ -161,7 +160,7 @@ func hostTSC() (khz uint64, scales bool, err error) {
 		return khz, scales, nil
 	}
 	err = withVCPU(func(sys *kvm.System, c *kvm.VCPU) error {
-		khz, _ = c.TSCKHz() // 0 on a host whose own is unstable
+		khz, _ = c.TSCKHz() // 0 on a host whose counter is unstable
 		scales = sys.Check(kvm.CapTSCControl) > 0
 		noteTSC(khz, scales)
 		return nil
@@ -169,7 +168,7 @@ func hostTSC() (khz uint64, scales bool, err error) {
 	return khz, scales, err
 }
 
-// withVCPU makes a VM with one vCPU, by which ask finds out what this host's KVM is like.
+// withVCPU calls ask with a temporary VM's vCPU, to find out what this host's KVM can do.
 func withVCPU(ask func(*kvm.System, *kvm.VCPU) error) error {
 	sys, err := kvm.Open()
 	if err != nil {
@@ -181,7 +180,7 @@ func withVCPU(ask func(*kvm.System, *kvm.VCPU) error) error {
 		return err
 	}
 	defer vm.Close()
-	// vCPUs want their LAPIC.
+	// vCPUs need their LAPIC.
 	if err := vm.CreateIRQChip(); err != nil {
 		return err
 	}
@@ -193,14 +192,14 @@ func withVCPU(ask func(*kvm.System, *kvm.VCPU) error) error {
 	return ask(sys, c)
 }
 
-// kvmCPUID is what this host's KVM can give a guest, less what nothing would save; it stays as
-// it is and takes 0.4 ms to ask for.
+// kvmCPUID caches what this host's KVM supports, without the features whose registers it would not save. It does
+// not change, and asking takes 0.4 ms.
 var kvmCPUID struct {
 	mu    sync.Mutex
 	cpuid []kvm.CPUIDEntry
 }
 
-// supportedCPUID returns it; it must not be changed.
+// supportedCPUID returns kvmCPUID. The caller must not change it.
 func supportedCPUID() ([]kvm.CPUIDEntry, error) {
 	kvmCPUID.mu.Lock()
 	defer kvmCPUID.mu.Unlock()
@@ -220,7 +219,7 @@ func supportedCPUID() ([]kvm.CPUIDEntry, error) {
 	return kvmCPUID.cpuid, nil
 }
 
-// features are the CPUID registers whose bits say what a CPU can do.
+// features are the CPUID registers whose bits are a CPU's features.
 var features = []struct {
 	function, index uint32
 	name            string
@@ -271,8 +270,8 @@ func compareCPUID(saved, have []kvm.CPUIDEntry) error {
 			return fmt.Errorf("%w: this CPU lacks features %#x of %s: restore on a CPU like the first", ErrForeign, missing, f.name)
 		}
 	}
-	// Bits 7:0 of EAX are the width of physical addresses, 15:8 that of linear ones. A guest uses all that it has seen:
-	// also bits of its page tables beyond its RAM, which are reserved on a CPU with fewer.
+	// Bits 7:0 of EAX are the width of physical addresses, 15:8 that of linear ones. A guest uses the widths it has
+	// seen, even for page table bits beyond its RAM, which are reserved on a CPU with narrower addresses.
 	sw, hw := find(saved, leafAddressSize, 0).EAX, find(have, leafAddressSize, 0).EAX
 	for _, w := range []struct {
 		what  string
@@ -285,15 +284,15 @@ func compareCPUID(saved, have []kvm.CPUIDEntry) error {
 	return nil
 }
 
-// softKVMSignature is what a KVM without hardware virtualisation answers in an MSR
-// of KVM's paravirtual range.
+// softKVMSignature is the value of softKVMMSR, in KVM's paravirtual range, on a KVM without hardware
+// virtualisation.
 const (
 	softKVMMSR       = 0x4b564d11
 	softKVMSignature = 0x4d5650
 )
 
-// SoftKVM reports whether this host's KVM has no hardware virtualisation under it, so
-// that guest kernel code is interpreted. If that cannot be found out, it says no.
+// SoftKVM reports whether this host's KVM has no hardware virtualisation under it and interprets guest kernel code.
+// It returns false if it cannot find out.
 var SoftKVM = sync.OnceValue(func() bool {
 	var msrs []kvm.MSR
 	err := withVCPU(func(_ *kvm.System, c *kvm.VCPU) (err error) {

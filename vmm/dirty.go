@@ -10,29 +10,27 @@ import (
 // ErrNotTracked says that a machine was made without PrebuiltConfig.TrackDirty.
 var ErrNotTracked = errors.New("the machine does not track which pages change")
 
-// logWords is the part of a bitmap over all of RAM that is about one slot. Slots
-// begin at multiples of 64 pages: the second, if there is one, at HoleStart.
+// logWords returns the words of a bitmap over all of RAM that belong to one slot. Slots begin at multiples of 64
+// pages: the second, if there is one, at HoleStart.
 func logWords(set *guestmem.PageSet, s guestmem.Slot) []uint64 {
 	first := s.Offset / guestmem.PageSize / 64
 	return set.Words()[first : first+(s.Size/guestmem.PageSize+63)/64]
 }
 
-// TakeDirty returns the pages of RAM that may have changed since the last call, or
-// since New: what the guest, KVM on its behalf, and the VMM with its devices have
-// written, and what the balloon has given away. Pages that a pager has filled are
-// not in it for that. From then on they count as unchanged; MarkDirty takes that
-// back.
+// TakeDirty returns the pages of RAM that may have changed since the last call, or since NewPrebuilt: pages that
+// the guest, KVM on its behalf, and the VMM with its devices have written, and pages that the balloon has given
+// away. A page does not belong to the set just because a pager has filled it. TakeDirty marks the pages as
+// unchanged; MarkDirty takes that back.
 //
-// A page may be in the set without having changed: on most hosts KVM lets a guest
-// write to a page that it has read, and counts it as changed from then on.
+// A page in the set may be unchanged: on most hosts KVM lets a guest write to a page that it has read, and counts
+// it as changed from then on.
 //
-// The machine must be paused, or TakeDirty fails with ErrNotPaused. Call it after
-// Export: reading the state of a vCPU may make KVM write to the guest's RAM. It
-// fails with ErrNotTracked without PrebuiltConfig.TrackDirty. A call that fails loses
-// nothing.
+// The machine must be paused, or TakeDirty fails with ErrNotPaused. Call it after Export: reading the state of a
+// vCPU may make KVM write to the guest's RAM. It fails with ErrNotTracked without PrebuiltConfig.TrackDirty. A
+// failed call loses no pages.
 //
-// Its time follows the number of changed pages, but for reading two bits for each
-// page of RAM (api.rst 4.8, 4.117).
+// TakeDirty takes time in proportion to the number of changed pages, plus reading two bits for each page of RAM
+// (api.rst 4.8, 4.117).
 func (m *Machine) TakeDirty() (*guestmem.PageSet, error) {
 	m.life.Lock()
 	defer m.life.Unlock()
@@ -45,11 +43,10 @@ func (m *Machine) TakeDirty() (*guestmem.PageSet, error) {
 	return m.takeDirty()
 }
 
-// TakeDirtyRunning is TakeDirty for a machine that may be running, for whoever copies
-// RAM ahead of a capture. A page that changes while it is called may be in this set, in
-// the next, or in both, and what is written to a page of this set before the call has
-// returned can be read from RAM afterwards. So a copy of RAM that is begun then lacks
-// nothing but pages of the next set. It fails like TakeDirty, but for ErrNotPaused.
+// TakeDirtyRunning is TakeDirty for a machine that may be running. Use it to copy RAM ahead of a capture. A page
+// that changes during the call may be in this set, in the next, or in both. What was written to a page of this set
+// before the call returned can be read from RAM afterwards, so a copy that begins then lacks only pages of the next
+// set. It fails like TakeDirty, but not with ErrNotPaused. It fails with ErrEnded on a closed machine.
 func (m *Machine) TakeDirtyRunning() (*guestmem.PageSet, error) {
 	m.life.Lock()
 	defer m.life.Unlock()
@@ -77,8 +74,7 @@ func (m *Machine) takeDirty() (*guestmem.PageSet, error) {
 		m.mem.MarkDirty(set)
 		return nil, fmt.Errorf("asking which pages have changed: %w", err)
 	}
-	// What the VMM writes is marked after it has been written, so a mark that is
-	// taken here is of bytes that are there.
+	// The VMM marks a page after it has written to it, so the bytes behind a mark taken here are in RAM.
 	m.mem.DrainDirty(set)
 	return set, nil
 }
@@ -92,9 +88,9 @@ func (m *Machine) readLog(set *guestmem.PageSet) error {
 	return nil
 }
 
-// CountDirty is how many pages the guest has changed since the last TakeDirty, as
-// far as KVM knows, for an estimate while it runs. What the VMM has written is not
-// in it. It fails with ErrNotTracked like TakeDirty.
+// CountDirty returns how many pages the guest has changed since the last TakeDirty, as far as KVM knows. It is an
+// estimate that works while the machine runs, and leaves out what the VMM has written. It fails with ErrNotTracked
+// like TakeDirty.
 func (m *Machine) CountDirty() (uint64, error) {
 	m.life.Lock()
 	defer m.life.Unlock()
@@ -111,7 +107,6 @@ func (m *Machine) CountDirty() (uint64, error) {
 	return set.Len(), nil
 }
 
-// MarkDirty makes the pages of a set that TakeDirty has returned count as changed
-// again. Whoever took it and could not save them calls it, or the next snapshot lacks
-// them. It may be called whether the machine runs or not.
+// MarkDirty marks the pages of a set from TakeDirty as changed again. A caller that took the set and could not save
+// the pages must call it, or the next snapshot lacks them. The machine may be running.
 func (m *Machine) MarkDirty(set *guestmem.PageSet) { m.mem.MarkDirty(set) }

@@ -10,7 +10,7 @@ import (
 	"github.com/drowse-vm/drowse/vmm/kvm"
 )
 
-// ExitReason says how a machine has ended.
+// ExitReason is the way in which a machine has ended.
 type ExitReason string
 
 // The ways in which a machine ends.
@@ -23,10 +23,9 @@ const (
 	// TripleFault: a vCPU could not deliver an exception. A guest kernel that is
 	// told to reboot that way looks the same.
 	TripleFault ExitReason = "triple-fault"
-	// Panicked: the guest kernel said so, through pvpanic.
+	// Panicked: the guest kernel reported a panic through pvpanic.
 	Panicked ExitReason = "panicked"
-	// InternalError: KVM could not go on, for instance since it does not know an
-	// instruction.
+	// InternalError: KVM could not continue, for instance because it does not know an instruction.
 	InternalError ExitReason = "internal-error"
 	// HostError: something on the host failed under the machine.
 	HostError ExitReason = "host-error"
@@ -37,11 +36,11 @@ const (
 // Exit is the end of a machine.
 type Exit struct {
 	Reason ExitReason
-	// VCPU is the one that brought the end, -1 when none did.
+	// VCPU is the vCPU that caused the end, or -1.
 	VCPU int
-	// RIP is where it was, 0 when that is unknown or says nothing.
+	// RIP is that vCPU's instruction pointer, or 0 when it is unknown or meaningless.
 	RIP uint64
-	// Detail is one line for people: what happened and what to do.
+	// Detail is one line for users: what happened and what to do.
 	Detail string
 	// Err is the cause of a HostError.
 	Err error
@@ -69,7 +68,7 @@ func (m *Machine) location(rip uint64) string {
 	return fmt.Sprintf("RIP %#x", rip)
 }
 
-// describeInternalError tells which instruction KVM gave up on.
+// describeInternalError reports which instruction KVM gave up on.
 func (m *Machine) describeInternalError(c *cpu) Exit {
 	e := c.kvm.InternalError()
 	x := Exit{Reason: InternalError, VCPU: c.kvm.ID()}

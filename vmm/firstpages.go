@@ -5,9 +5,9 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// FirstPages are the pages of RAM that starting the restored machine takes before its guest runs: disks look at their
-// queues. They are linear page numbers, as package guestmem counts them. It is for loading them early: they may be too
-// many or too few, and repeat. What KVM itself wants, Prebuilt.Load loads. The machine must be paused.
+// FirstPages returns the pages of RAM that a restored machine's start touches before its guest runs: disks look at
+// their queues. They are linear page numbers, as in package guestmem. They serve early loading: they may be too
+// many or too few, and repeat. Prebuilt.Load loads the pages that KVM itself needs. The machine must be paused.
 func (m *Machine) FirstPages() []uint64 {
 	m.life.Lock()
 	defer m.life.Unlock()

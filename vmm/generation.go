@@ -8,20 +8,20 @@ import (
 	"github.com/drowse-vm/drowse/vmm/boot"
 )
 
-// The VM generation ID is 16 random bytes of the guest's RAM. Its kernel renews its random numbers when they have
-// changed, and finds them by ACPI (Microsoft, "Virtual Machine Generation ID", 2012; drivers/virt/vmgenid.c of Linux
-// 5.18 and later). Nothing in the guest's user space has to run for that.
+// The VM generation ID is 16 random bytes in the guest's RAM. The guest's kernel finds it by ACPI and reseeds its
+// random number generator when it changes (Microsoft, "Virtual Machine Generation ID", 2012; drivers/virt/vmgenid.c
+// of Linux 5.18 and later). That needs nothing in the guest's user space.
 const (
 	generationName = "generation"
 	kindGeneration = "generation-id"
 	generationSize = 16
-	// generationGSI is that of a second serial port, which no machine has.
+	// generationGSI is the line of a second serial port, which no machine has.
 	generationGSI = 3
 )
 
-// NewGeneration has the guest of a saved machine that is yet to be started find itself a clone, or gone back in time:
-// it has another VM generation ID, and an interrupt about that is pending, before its first instruction. It does
-// nothing to a guest that has no such ID, since it was booted without ACPI or by a version of drowse without it.
+// NewGeneration tells the guest of a saved machine, before its start, that it is a clone or has gone back in time:
+// before its first instruction the VM generation ID has changed and an interrupt about that is pending. It does
+// nothing to a guest without an ID, because it was booted without ACPI or by an older version of drowse.
 func (m *Machine) NewGeneration() error {
 	m.life.Lock()
 	defer m.life.Unlock()
@@ -44,14 +44,14 @@ func (m *Machine) NewGeneration() error {
 
 func (m *Machine) newGeneration() error {
 	id := make([]byte, generationSize)
-	rand.Read(id) // which never fails
+	rand.Read(id) // never fails
 	if err := m.mem.Write(boot.GenerationIDAddr, id); err != nil {
 		return fmt.Errorf("writing the VM generation ID: %w", err)
 	}
 	return nil
 }
 
-// exportGeneration is what is saved of a guest that has an ID: that it has one, and where. The ID itself is in RAM.
+// exportGeneration returns the state of a guest that has an ID: only the ID's address. The ID itself is in RAM.
 func (m *Machine) exportGeneration() State {
 	var e devices.Encoder
 	e.Uint64(uint64(boot.GenerationIDAddr))

@@ -9,28 +9,25 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A guest that loops with interrupts off answers nothing and never ends. It is
-// found by looking at the CPU time of each vCPU thread, which costs next to nothing,
-// and only when that says that a vCPU does not rest, at its flags. A look that finds
-// interrupts off says little where the kernel's own handlers are slow, so KVM is asked
-// whether the vCPU has taken any interrupt meanwhile: one that has is not hung.
+// A guest that loops with interrupts off answers nothing and never ends. watch looks at the CPU time of each vCPU
+// thread, which costs next to nothing, and looks at the flags of a vCPU only if it is busy. A look that finds
+// interrupts off says little where the kernel's own handlers are slow. So watch also asks KVM whether the vCPU has
+// taken any interrupt since the last look: a vCPU that has is not hung.
 const (
 	defaultWatchInterval = time.Second
-	// busyShare of the interval counts as not resting. On a crowded host a
-	// looping vCPU gets less than a whole CPU.
+	// A vCPU is busy if it uses busyShare of the interval. On a crowded host a looping vCPU gets less than a whole
+	// CPU.
 	busyShare = 0.2
-	// hungAfter so many intervals with interrupts off at every look and none
-	// taken, the guest counts as hung. The longest stretch of a healthy kernel
-	// with interrupts off is far below one second, even where its code is
-	// interpreted.
+	// The guest counts as hung after more than hungAfter looks in a row with interrupts off and none taken. A
+	// healthy kernel keeps interrupts off for far less than one second, even where its code is interpreted.
 	hungAfter = 10
 )
 
-// Health is what the machine thinks of its guest.
+// Health is the machine's judgement of its guest.
 type Health struct {
 	// Hung is set while a vCPU loops with interrupts off.
 	Hung bool
-	// Detail says which, where and for how long; empty unless Hung.
+	// Detail says which vCPU, where and for how long; empty unless Hung.
 	Detail string
 }
 
@@ -39,7 +36,7 @@ type health struct {
 	now Health
 }
 
-// Health says whether the guest looks alive.
+// Health returns the result of the last look at the guest.
 func (m *Machine) Health() Health {
 	m.health.mu.Lock()
 	defer m.health.mu.Unlock()
@@ -58,7 +55,7 @@ func (m *Machine) setHealth(h Health) {
 	}
 }
 
-// watched is what is known of a vCPU from the looks at it so far.
+// watched is the result of the looks at a vCPU so far.
 type watched struct {
 	cpuTime time.Duration
 	looks   int       // in a row with interrupts off and none taken
@@ -66,9 +63,9 @@ type watched struct {
 	taken   uint64    // interrupts, as of the last of them
 }
 
-// watch looks at the vCPUs about once a second until the machine ends. The time between
-// two looks varies: if it were a multiple of the guest's tick, each look would find the
-// guest where the first one did, say in the tick's handler.
+// watch looks at the vCPUs about once a second until the machine ends. It varies the time between two looks: if
+// that were a multiple of the guest's tick, each look would find the guest at the same place, say in the tick's
+// handler.
 func (m *Machine) watch() {
 	next := func() time.Duration {
 		return m.watchInterval*3/4 + rand.N(m.watchInterval/2)
@@ -115,8 +112,7 @@ func (m *Machine) watch() {
 	}
 }
 
-// look calls a vCPU out of the guest and returns its instruction pointer and flags,
-// or nil when it is not running.
+// look calls a vCPU out of the guest and returns its instruction pointer and flags, or nil when it is not running.
 func (m *Machine) look(c *cpu) *sample {
 	s := &sample{done: make(chan struct{})}
 	g := &m.gate
@@ -139,8 +135,8 @@ func (m *Machine) look(c *cpu) *sample {
 	}
 }
 
-// threadTime is the CPU time of a thread of this process (clock_getres(2), the
-// encoding of per-thread clock ids).
+// threadTime returns the CPU time of a thread of this process (clock_getres(2), the encoding of per-thread clock
+// ids).
 func threadTime(tid int) time.Duration {
 	const perThreadCPU = 6
 	var ts unix.Timespec

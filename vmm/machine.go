@@ -44,22 +44,21 @@ type Device struct {
 	Device devices.Device
 }
 
-// Config says what a machine has besides its prebuilt VM.
+// Config is the configuration of a machine besides its prebuilt VM.
 type Config struct {
-	// Devices are at most MaxDevices, in the order in which the guest finds
-	// them. The machine resets them when it is closed; it does not close what
-	// is behind them.
+	// Devices are at most MaxDevices, in the order in which the guest finds them. Close resets them but does not
+	// close their backends.
 	Devices []Device
-	// Console gets what the guest writes to its serial port. A slow writer
-	// loses output rather than stop the guest. Nil discards it.
+	// Console gets what the guest writes to its serial port. The machine drops output that a slow writer does not
+	// take, rather than stop the guest. Nil discards everything.
 	Console io.Writer
-	// Symbolize, if not nil, is used in reports of crashes.
+	// Symbolize, if not nil, names kernel functions in crash reports.
 	Symbolize Symbolizer
-	// Log gets what happens to the machine; nil discards it.
+	// Log gets the events of the machine; nil discards them.
 	Log *slog.Logger
 }
 
-// What New refuses.
+// ErrConfig says that a machine or a call is impossible. CheckHostMemory returns ErrHostMemory.
 var (
 	ErrConfig     = errors.New("impossible machine")
 	ErrHostMemory = errors.New("the host does not have that much memory")
@@ -68,8 +67,7 @@ var (
 // ErrEnded says that the machine has ended and cannot do what was asked.
 var ErrEnded = errors.New("the machine has ended")
 
-// ErrNotPaused says that something was asked of a running machine that can only be
-// done to a paused one.
+// ErrNotPaused says that the machine is running and the operation needs a paused one.
 var ErrNotPaused = errors.New("the machine is not paused")
 
 // transport is a device in its place.
@@ -98,7 +96,7 @@ type Machine struct {
 	secrets   *secrets.Device
 	quiet     quiet
 	virtio    []*transport
-	// generation says that the guest has a VM generation ID.
+	// generation reports that the guest has a VM generation ID.
 	generation bool
 
 	gate   gate
@@ -108,10 +106,10 @@ type Machine struct {
 	wg     sync.WaitGroup
 	stages Stages
 	health health
-	// watchInterval is how often the vCPUs are looked at.
+	// watchInterval is about how often watch looks at the vCPUs.
 	watchInterval time.Duration
 
-	// life serialises Boot, Import, Start, Pause, Resume, Export and Close.
+	// life serialises Boot, Import, Start, Pause, Resume, Export, Close and the other methods that depend on state.
 	life     sync.Mutex
 	state    lifeState
 	imported bool
@@ -121,14 +119,14 @@ type lifeState int
 
 const (
 	empty   lifeState = iota // nothing to run yet
-	loaded                   // a kernel or a saved state is in it
+	loaded                   // it has a kernel or a saved state
 	running                  // vCPUs and devices run
-	paused                   // they stand still
+	paused                   // they are stopped
 	closed
 )
 
-// New makes a machine of a prebuilt VM, waiting for it if need be, with devices and nothing to run. The prebuilt VM is
-// the machine's from then on, and closed if New fails. The host commits memory only as it is used.
+// New makes a machine from a prebuilt VM, once that is complete, and devices, with nothing to run. The machine then
+// owns the prebuilt VM; New closes it on failure. The host commits memory only on use.
 func New(prebuilt *Prebuilt, cfg Config) (*Machine, error) {
 	m := &Machine{cfg: cfg, log: cfg.Log, prebuilt: prebuilt, mem: prebuilt.cfg.Memory, ended: make(chan struct{}), watchInterval: defaultWatchInterval}
 	if m.log == nil {
@@ -139,14 +137,14 @@ func New(prebuilt *Prebuilt, cfg Config) (*Machine, error) {
 	if err := m.build(); err != nil {
 		return nil, errors.Join(err, m.release())
 	}
-	// They wait; to make their threads takes longer than to wake them.
+	// The threads wait for Start: making a thread takes longer than waking one.
 	for _, c := range m.cpus {
 		m.wg.Go(c.loop)
 	}
 	return m, nil
 }
 
-// HostMemory is how many bytes of memory the host has in all.
+// HostMemory returns the host's total memory in bytes.
 func HostMemory() (uint64, error) {
 	var si unix.Sysinfo_t
 	if err := unix.Sysinfo(&si); err != nil {
@@ -155,9 +153,8 @@ func HostMemory() (uint64, error) {
 	return si.Totalram * uint64(si.Unit), nil
 }
 
-// CheckHostMemory fails with ErrHostMemory when a guest of size bytes of RAM is
-// more than the host has in all. A host may well run guests that together have
-// more, as long as they do not use it.
+// CheckHostMemory fails with ErrHostMemory when a guest's RAM of size bytes exceeds the host's total memory.
+// Several guests together may exceed it, as long as they do not use it all.
 func CheckHostMemory(size uint64) error {
 	total, err := HostMemory()
 	if err != nil {
@@ -230,19 +227,18 @@ func (m *Machine) buildDevices() (err error) {
 	return nil
 }
 
-// Memory is the guest's RAM, for a pager that fills it and for whoever saves it.
+// Memory returns the guest's RAM, for the pager that fills it and for the caller that saves it.
 func (m *Machine) Memory() *guestmem.Memory { return m.mem }
 
-// Handover is where the agent in the guest can be met at the instant of a capture and of
-// a resume.
+// Handover returns the device at which the VMM meets the guest's agent at the instant of a capture and of a resume.
 func (m *Machine) Handover() *handover.Device { return m.handover }
 
-// Secrets are what the agent in the guest hands on to programs and no snapshot has. Close
-// wipes them.
+// Secrets returns the device that gives the guest's agent secrets for its programs. No snapshot contains them.
+// Close wipes them.
 func (m *Machine) Secrets() *secrets.Device { return m.secrets }
 
-// KVMStats are KVM's counters, added up over the vCPUs: see kvm.VCPU.Stats. The first
-// call may wait while the guest runs.
+// KVMStats returns KVM's counters, summed over the vCPUs: see kvm.VCPU.Stats. The first call may wait while the
+// guest runs.
 func (m *Machine) KVMStats() (map[string]uint64, error) {
 	sum := map[string]uint64{}
 	for _, c := range m.cpus {
@@ -257,19 +253,18 @@ func (m *Machine) KVMStats() (map[string]uint64, error) {
 	return sum, nil
 }
 
-// Stages are the times of what has been done so far.
+// Stages returns the durations of the steps so far.
 func (m *Machine) Stages() *Stages { return &m.stages }
 
-// BootOptions say what to boot.
+// BootOptions are the kernel and its parameters for Boot.
 type BootOptions struct {
 	// Kernel is the path of an ELF vmlinux or a bzImage.
 	Kernel string
-	// Initramfs is a path, or empty.
+	// Initramfs is the path of an initramfs, or empty.
 	Initramfs string
 	// Cmdline is the kernel's command line.
 	Cmdline string
-	// NoACPI is for kernels without ACPI: virtio devices are named on the
-	// command line instead.
+	// NoACPI is for kernels without ACPI: Boot names the virtio devices on the command line instead.
 	NoACPI bool
 	// Seed goes into the guest's random number generator; see boot.Config.
 	Seed []byte
@@ -325,7 +320,7 @@ func (m *Machine) Boot(o BootOptions) error {
 	return nil
 }
 
-// Start lets the vCPUs run, after Boot or Import.
+// Start lets the vCPUs run. It comes after Boot or Import.
 func (m *Machine) Start() error {
 	m.life.Lock()
 	defer m.life.Unlock()
@@ -343,8 +338,8 @@ func (m *Machine) Start() error {
 	}
 	m.wg.Go(m.watch)
 	if m.imported {
-		// The devices of a saved machine go on while its vCPUs are on their way into the guest, but for those that may
-		// wait. What a guest asks of one before that waits in its event, or for a register.
+		// The devices of a saved machine resume while its vCPUs are on their way into the guest, except for those
+		// that may wait. A request that a guest makes before that waits in the device's event or at its register.
 		for _, t := range m.virtio {
 			if m.mayWait(t) {
 				continue
@@ -357,7 +352,7 @@ func (m *Machine) Start() error {
 	return nil
 }
 
-// restart lets the device of a saved machine go on.
+// restart lets the device of a saved machine resume.
 func (t *transport) restart() error {
 	if err := t.Restore(); err != nil {
 		return fmt.Errorf("restarting %s: %w", t.name, err)
@@ -375,8 +370,8 @@ func (m *Machine) openGate() {
 	m.gate.cond.Broadcast()
 }
 
-// Pause stops the vCPUs, then the devices, with no request in flight. Pausing a
-// paused machine does nothing. When ctx ends first, everything runs on.
+// Pause stops the vCPUs, then the devices, with no request in flight. Pausing a paused machine does nothing. If ctx
+// ends first, the machine continues to run.
 func (m *Machine) Pause(ctx context.Context) error {
 	m.life.Lock()
 	defer m.life.Unlock()
@@ -447,8 +442,8 @@ func (m *Machine) Resume() error {
 		return fmt.Errorf("resuming: %w: the machine is not paused", ErrConfig)
 	}
 	for _, c := range m.cpus {
-		// The guest must not take the pause for a lockup. One without kvmclock
-		// refuses, and does not need it.
+		// The guest must not take the pause for a lockup. A guest without kvmclock refuses the call and does not
+		// need it.
 		_ = c.kvm.KVMClockCtrl()
 	}
 	if err := m.resumeDevices(); err != nil {
@@ -459,8 +454,8 @@ func (m *Machine) Resume() error {
 	return nil
 }
 
-// pauseDevices pauses all devices at once, since each may have something to finish first. Those that are paused when it
-// fails stay so.
+// pauseDevices pauses all devices concurrently, since each may have work to finish first. If it fails, devices that
+// have already paused remain paused.
 func (m *Machine) pauseDevices(ctx context.Context) error {
 	errs := make([]error, len(m.virtio))
 	var all sync.WaitGroup
@@ -484,25 +479,25 @@ func (m *Machine) resumeDevices() error {
 	return nil
 }
 
-// deviceError is told when a device cannot go on: the guest has broken it, or the
-// host failed under it. The guest sees that it needs a reset.
+// deviceError returns the error handler of a device. The device calls it when it cannot continue because the guest
+// broke it or the host failed. The guest sees that the device needs a reset.
 func (m *Machine) deviceError(name string) func(error) {
 	return func(err error) { m.log.Warn("device needs a reset", "device", name, "cause", err) }
 }
 
-// handoverEvent is called on a vCPU thread.
+// handoverEvent runs on a vCPU thread.
 func (m *Machine) handoverEvent(e handover.Event) {
 	switch e {
 	case handover.Reached:
 		m.stages.since(StageAgentReached)
 	case handover.Answered:
 		m.stages.since(StageAgentAnswer)
-		// The vCPU has better things to do.
+		// EndQuiet runs on another goroutine, so that it does not delay the vCPU.
 		m.wg.Go(m.EndQuiet)
 	}
 }
 
-// powerEvent is called on a vCPU thread.
+// powerEvent runs on a vCPU thread.
 func (m *Machine) powerEvent(e reset.Event) {
 	switch e.Kind {
 	case reset.PowerOff:
@@ -514,7 +509,7 @@ func (m *Machine) powerEvent(e reset.Event) {
 	}
 }
 
-// finish ends the machine; the first reason counts. It does not wait.
+// finish ends the machine. The first reason counts. finish does not wait.
 func (m *Machine) finish(x Exit) {
 	if m.ending.Swap(true) {
 		return
@@ -533,13 +528,12 @@ func (m *Machine) finish(x Exit) {
 	close(m.ended)
 }
 
-// Fail ends the machine since something that it depends on has failed, such as the
-// storage its memory comes from.
+// Fail ends the machine because something it depends on has failed, such as the storage behind its memory.
 func (m *Machine) Fail(err error) {
 	m.finish(Exit{Reason: HostError, VCPU: -1, Detail: err.Error(), Err: err})
 }
 
-// Done is closed when the machine has ended.
+// Done returns a channel that is closed when the machine has ended.
 func (m *Machine) Done() <-chan struct{} { return m.ended }
 
 // Wait returns how the machine has ended, or the error of ctx.
@@ -557,8 +551,8 @@ func (m *Machine) Wait(ctx context.Context) (Exit, error) {
 	}
 }
 
-// WaitEntry returns when the first vCPU is about to enter the guest for the first
-// time, or with ErrEnded or the error of ctx.
+// WaitEntry returns when the first vCPU is about to enter the guest for the first time. It fails with ErrEnded, or
+// with the error of ctx.
 func (m *Machine) WaitEntry(ctx context.Context) error {
 	select {
 	case <-m.stages.inside:
@@ -570,8 +564,8 @@ func (m *Machine) WaitEntry(ctx context.Context) error {
 	}
 }
 
-// Close stops the machine and gives back all that it holds. The pager, if there is
-// one, must still work until Close has returned: a vCPU may be waiting for it.
+// Close stops the machine and releases its resources. A pager must keep working until Close has returned, since a
+// vCPU may be waiting for it.
 func (m *Machine) Close() error {
 	m.life.Lock()
 	defer m.life.Unlock()

@@ -8,13 +8,13 @@ const (
 	cr4LA57   = 1 << 12
 )
 
-// PageTables says which page tables a vCPU runs on.
+// PageTables are the root and depth of the page tables that a vCPU runs on.
 type PageTables struct {
 	CR3    uint64
 	Levels int // 4 or 5
 }
 
-// PageTables returns those of the vCPUs that have paging on. The machine must be paused.
+// PageTables returns the page tables of the vCPUs that have paging on. The machine must be paused.
 func (m *Machine) PageTables() ([]PageTables, error) {
 	m.life.Lock()
 	defer m.life.Unlock()
@@ -28,7 +28,7 @@ func (m *Machine) PageTables() ([]PageTables, error) {
 			return nil, fmt.Errorf("reading the page tables of vCPU %d: %w", c.kvm.ID(), err)
 		}
 		if s.CR0&cr0Paging == 0 {
-			continue // it waits to be started
+			continue // the guest has not started it yet
 		}
 		t := PageTables{CR3: s.CR3, Levels: 4}
 		if s.CR4&cr4LA57 != 0 {

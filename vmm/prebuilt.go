@@ -12,28 +12,27 @@ import (
 	"github.com/drowse-vm/drowse/vmm/kvm"
 )
 
-// PrebuiltConfig says what KVM is to have ready of a machine.
+// PrebuiltConfig is the configuration of a prebuilt VM.
 type PrebuiltConfig struct {
 	// VCPUs is 1 to boot.MaxVCPUs.
 	VCPUs int
-	// Memory is the guest's RAM. It stays the caller's, who closes it after the
-	// prebuilt VM or the machine: devices and a pager are made with it before.
+	// Memory is the guest's RAM. The caller makes it first, for devices and a pager, and continues to own it. The
+	// caller closes it after the prebuilt VM or the machine.
 	Memory *guestmem.Memory
-	// TrackDirty keeps a log of changed pages, for Machine.TakeDirty. The guest pays
-	// for it: the first write to each page after TakeDirty leaves it for KVM, and
-	// KVM maps RAM in pages of 4 KiB only.
+	// TrackDirty keeps a log of changed pages, for Machine.TakeDirty. It slows the guest: after TakeDirty, the
+	// first write to each page exits to KVM, and KVM maps RAM only in pages of 4 KiB.
 	TrackDirty bool
-	// Queues are how many queues the machine's devices will have, in their order, as far as that is known: their
-	// eventfds are made ahead. A device may turn out to have more, or fewer, and there may be more devices, up to
-	// MaxDevices.
+	// Queues are the numbers of queues of the machine's devices, in device order, as far as the caller knows them.
+	// The prebuilt VM makes their eventfds ahead. A device may turn out to have more or fewer queues, and there may
+	// be more devices, up to MaxDevices.
 	Queues []int
 }
 
-// Prebuilt is what KVM has of a machine: the VM with its RAM, interrupt controllers and
-// vCPUs, without devices and with nothing to run. It is made in the background, since the
-// time for it follows the size of RAM (KVM allocates its records of all pages at once, on
-// hosts that shadow the guest's page tables), and who wants a machine has other things to
-// do meanwhile. It belongs to one goroutine, which gives it to New or closes it; Load may go on beside that.
+// Prebuilt is the KVM part of a machine: the VM with its RAM, interrupt controllers and vCPUs, without devices and
+// with nothing to run. It is made in the background because that takes time in proportion to the size of RAM: on
+// hosts that shadow the guest's page tables, KVM allocates its records of all pages at once. The caller can do
+// other work meanwhile. One goroutine owns a Prebuilt and gives it to New or closes it. Load may run concurrently
+// with that.
 type Prebuilt struct {
 	cfg      PrebuiltConfig
 	sys      *kvm.System
@@ -41,26 +40,26 @@ type Prebuilt struct {
 	vcpus    []*kvm.VCPU
 	cpuid    [][]kvm.CPUIDEntry // what each vCPU shows
 	msrIndex []uint32
-	// tscKHz is the frequency of the guest's time stamp counter; 0 if the host cannot tell, as with one whose own is
-	// unstable.
+	// tscKHz is the frequency of the guest's time stamp counter, or 0 if the host cannot tell because its own
+	// counter is unstable.
 	tscKHz uint64
 	wires  []wires // by place
-	// took is what each step took.
+	// took is the duration of each step.
 	took  map[Stage]time.Duration
 	done  sync.WaitGroup
 	ready atomic.Bool
 	err   error
 
-	// loading is held by Load and Close, and guards what follows.
+	// Load and Close hold loading. It guards what follows.
 	loading sync.Mutex
 	closed  bool
-	// begun says that a saved machine has begun to be loaded, and loaded what of it is in the prebuilt VM, nil if that has
-	// failed.
+	// begun reports that loading of a saved machine has begun. loaded is the part that is in the prebuilt VM; nil
+	// if loading has failed.
 	begun  bool
 	loaded *loadedState
 }
 
-// NewPrebuilt begins to make one and does not wait for it.
+// NewPrebuilt begins to make a prebuilt VM and does not wait for it.
 func NewPrebuilt(cfg PrebuiltConfig) (*Prebuilt, error) {
 	if cfg.VCPUs < 1 || cfg.VCPUs > boot.MaxVCPUs {
 		return nil, fmt.Errorf("%w: %d vCPUs, use 1 to %d", ErrConfig, cfg.VCPUs, boot.MaxVCPUs)
@@ -79,16 +78,16 @@ func NewPrebuilt(cfg PrebuiltConfig) (*Prebuilt, error) {
 	return s, nil
 }
 
-// Wait returns when the prebuilt VM is complete, or why it cannot be had.
+// Wait waits until the prebuilt VM is complete, or returns why it cannot be made.
 func (s *Prebuilt) Wait() error {
 	s.done.Wait()
 	return s.err
 }
 
-// Ready says whether the prebuilt VM is complete, so that Wait returns at once.
+// Ready reports whether making the prebuilt VM has ended, so that Wait returns at once.
 func (s *Prebuilt) Ready() bool { return s.ready.Load() }
 
-// Close gives the prebuilt VM back.
+// Close waits until making the prebuilt VM has ended, and closes it.
 func (s *Prebuilt) Close() error {
 	s.done.Wait()
 	s.loading.Lock()
@@ -124,8 +123,8 @@ func (s *Prebuilt) build() (err error) {
 		return err
 	}
 	mark(StageCreateVM)
-	// Memory before the interrupt controllers: they are put on KVM's buses by deferred
-	// work, which a change of memory slots waits for, 4 to 10 ms (Linux 6.18).
+	// Set memory before making the interrupt controllers. KVM puts those on its buses by deferred work, and a
+	// change of memory slots waits 4 to 10 ms for that (Linux 6.18).
 	if err := s.setMemory(); err != nil {
 		return err
 	}
@@ -158,7 +157,7 @@ func (s *Prebuilt) build() (err error) {
 		}
 		s.vcpus = append(s.vcpus, v)
 		s.cpuid = append(s.cpuid, guestCPUID(supported, id, s.cfg.VCPUs, deadline))
-		// What a saved machine of this host has, too.
+		// A machine that was saved on this host has the same CPUID.
 		if err := v.SetCPUID(s.cpuid[id]); err != nil {
 			return err
 		}
@@ -169,14 +168,13 @@ func (s *Prebuilt) build() (err error) {
 	return nil
 }
 
-// setMemory gives RAM to the VM, with a dirty log if that is wanted.
+// setMemory gives RAM to the VM, with a dirty log if the configuration asks for one.
 //
-// With KVM_DIRTY_LOG_MANUAL_PROTECT2 (api.rst 7.18) reading the log does not change
-// it, so that it can be looked at while the guest runs. KVM_DIRTY_LOG_INITIALLY_SET
-// is not asked for: the slots have their log from the first moment, when nothing is
-// mapped and nothing has to be protected, so a log that begins empty is complete.
-// After a boot it has what the guest has written to RAM that was zeros, after a
-// restore what differs from the snapshot.
+// With KVM_DIRTY_LOG_MANUAL_PROTECT2 (api.rst 7.18) reading the log does not change it, so that it can be read
+// while the guest runs. setMemory does not ask for KVM_DIRTY_LOG_INITIALLY_SET: the slots have their log from the
+// start, when nothing is mapped and nothing needs protection, so a log that begins empty is complete. After a boot
+// the log has the pages of zeros that the guest has written to; after a restore, the pages that differ from the
+// snapshot.
 func (s *Prebuilt) setMemory() error {
 	flags := uint32(0)
 	if s.cfg.TrackDirty {

@@ -10,41 +10,38 @@ import (
 	"github.com/drowse-vm/drowse/vmm/kvm"
 )
 
-// When the agent of a saved guest stands by, the first instructions of the restored one
-// are the agent's, and what is asked of it takes a few system calls (package
-// devices/handover). A guest that has slept owes much else, though: its timers have
-// expired, and devices have news. The interrupts for that would come first, and each
-// takes thousands of instructions of its kernel. So they are kept back until the agent
-// has answered, and for quietLimit or a little more: a guest whose agent does not answer gets
-// them late, and loses none. Devices begin to work only then, too: what they do at
-// first is to look at their queues, and the pages of those have to be loaded. What the
-// agent may wait for itself is not kept back: block devices.
+// When the agent of a saved guest stands by, the first instructions of the restored guest are the agent's, and the
+// agent's task takes a few system calls (package devices/handover). But a guest that has slept has other work
+// waiting: its timers have expired, and devices have news. Those interrupts would come first, and each takes
+// thousands of instructions of the guest's kernel. So the machine keeps them back until the agent has answered, or
+// for quietLimit or a little more: a guest whose agent does not answer gets them late and loses none. Devices start
+// only then, too, because they look at their queues first, and a pager must load those pages. Block devices are not
+// kept back: the agent may wait for them.
 var quietLimit = 50 * time.Millisecond // a constant but for tests
 
-// When many machines are restored at once, each waits for processors for longer than it
-// runs. Time in which this process has hardly run does not count, or the guests that wait
-// most would be given ten times as much to do. quietMost bounds it in any case.
+// When many machines are restored at once, each waits for processors for longer than it runs. So the limit counts
+// the processor time of this process; otherwise the guests that wait most would have ten times as much to do. A
+// process that uses hardly any has nothing to run: its quiet time ends. quietMost is the limit in any case.
 const (
 	quietMost   = time.Second
-	hardlyAtAll = time.Millisecond // of processor time in quietLimit: nothing was waiting for any
+	hardlyAtAll = time.Millisecond // processor time in quietLimit of a process with nothing to run
 )
 
 type quiet struct {
-	on bool // of a machine that is being restored
+	on bool // the machine was restored and its agent stands by
 
 	mu    sync.Mutex
 	over  bool
 	limit *time.Timer
 	begun time.Time
-	// The processor time of this process when it began, and at the last look.
+	// Processor time of this process when the quiet time began, and at the last look.
 	before, looked time.Duration
 }
 
-// mayWait says that a device has nothing to do while the machine is quiet.
+// mayWait reports whether a device must not work while the machine is quiet.
 func (m *Machine) mayWait(t *transport) bool { return m.quiet.on && t.Device().ID() != devices.IDBlock }
 
-// beQuiet keeps the interrupts of devices back. Those of timers have been put off
-// as the vCPUs were restored.
+// beQuiet keeps the interrupts of devices back. Import has already put off those of timers.
 func (m *Machine) beQuiet() {
 	for _, t := range m.virtio {
 		if m.mayWait(t) {
@@ -53,7 +50,7 @@ func (m *Machine) beQuiet() {
 	}
 }
 
-// limitQuiet is called when the guest starts.
+// limitQuiet starts the limit of the quiet time, when the guest starts.
 func (m *Machine) limitQuiet() {
 	m.quiet.mu.Lock()
 	defer m.quiet.mu.Unlock()
@@ -65,15 +62,15 @@ func (m *Machine) limitQuiet() {
 	}
 }
 
-// lookAtQuiet ends the quiet time, unless the machine has lacked a processor.
+// lookAtQuiet ends the quiet time, unless other processes have kept the machine from running.
 func (m *Machine) lookAtQuiet() {
 	if !m.quiet.more(time.Now(), processorTime()) {
 		m.EndQuiet()
 	}
 }
 
-// more gives the machine another quietLimit if it has not had that much of processors yet and
-// goes on, so that somebody else must have them.
+// more gives the machine another quietLimit if its process has used some processor time since the last look but
+// less than quietLimit in all: it is running, and something else has the processors.
 func (q *quiet) more(now time.Time, used time.Duration) bool {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -86,7 +83,7 @@ func (q *quiet) more(now time.Time, used time.Duration) bool {
 	return true
 }
 
-// processorTime is what this process has used, guests included.
+// processorTime returns the processor time that this process has used, guests included.
 func processorTime() time.Duration {
 	var u unix.Rusage
 	if unix.Getrusage(unix.RUSAGE_SELF, &u) != nil {
@@ -95,9 +92,8 @@ func processorTime() time.Duration {
 	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }
 
-// EndQuiet lets a machine that has been restored go on in full, if it does not yet: all
-// devices are at work when it returns. It happens by itself, soon; this is for whoever is about to need
-// them. It may be called at any time, on any goroutine.
+// EndQuiet ends the quiet time of a restored machine: all devices are at work when it returns. This soon happens
+// without EndQuiet; a caller that is about to need the devices calls it. Any goroutine may call it at any time.
 func (m *Machine) EndQuiet() {
 	m.quiet.mu.Lock()
 	defer m.quiet.mu.Unlock()
@@ -132,7 +128,7 @@ func (m *Machine) EndQuiet() {
 	}
 }
 
-// dropQuiet is called when nothing will be delivered any more.
+// dropQuiet ends the quiet time of a machine that will deliver nothing any more.
 func (m *Machine) dropQuiet() {
 	m.quiet.mu.Lock()
 	defer m.quiet.mu.Unlock()
@@ -142,8 +138,8 @@ func (m *Machine) dropQuiet() {
 	}
 }
 
-// timerDue gives a timer that was put off its deadline again. The vCPU is called out, and
-// the gate's lock is held.
+// timerDue gives a timer that was put off its own deadline again. The vCPU thread calls it outside the guest,
+// holding the gate's lock.
 func (c *cpu) timerDue() {
 	if !c.due {
 		return

@@ -6,27 +6,27 @@ import (
 	"time"
 )
 
-// Stage names a step in the life of a machine that is timed.
+// Stage is a timed step in the life of a machine.
 type Stage int
 
-// The steps that are timed, in the order in which they occur.
+// The timed steps, in the order in which they occur.
 const (
 	// Of a prebuilt VM, which is made in the background.
 	StageCreateVM Stage = iota
 	StageMemory
 	StageIRQChip
 	StageVCPUs
-	// Of a saved machine, while its devices are put together.
+	// Of a saved machine, while the caller makes its devices.
 	StageKVMState
 
-	StagePrebuilt // what New has waited for it
+	StagePrebuilt // how long New waited for the prebuilt VM
 	StageDevices
 	StageLoad   // kernel loaded
 	StageImport // saved state loaded
 	StageEntry  // from the end of the last step to the first KVM_RUN
 	StagePause
-	// From the first KVM_RUN until the agent of a restored guest asks what there is to
-	// do, and from there until it has done it (package devices/handover).
+	// From the first KVM_RUN until the agent of a restored guest asks what to do, and from there until it has done
+	// that (package devices/handover).
 	StageAgentReached
 	StageAgentAnswer
 	stageCount
@@ -37,16 +37,15 @@ var stageNames = [stageCount]string{
 	"agent_reached", "agent_answer",
 }
 
-// Background says that the step took place while other things were done.
+// Background reports whether the step ran in the background, beside other work.
 func (s Stage) Background() bool { return s <= StageKVMState }
 
-// InGuest says that the step is the guest's own, after its first instruction.
+// InGuest reports whether the step is the guest's own, after its first instruction.
 func (s Stage) InGuest() bool { return s == StageAgentReached || s == StageAgentAnswer }
 
 func (s Stage) String() string { return stageNames[s] }
 
-// Stages are durations of the steps that a machine has gone through, from
-// monotonic timestamps taken where they end.
+// Stages are the durations of the steps that a machine has gone through, from monotonic timestamps at their ends.
 type Stages struct {
 	once    atomic.Bool
 	mu      sync.Mutex
@@ -63,7 +62,7 @@ func (s *Stages) begin() {
 	s.last = s.started
 }
 
-// mark ends a step that began when the last one ended.
+// mark ends a step that began when the last step ended.
 func (s *Stages) mark(stage Stage) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -72,7 +71,7 @@ func (s *Stages) mark(stage Stage) {
 	s.last = now
 }
 
-// since ends a step of the guest's own, which goes on while the host does other things.
+// since ends a step of the guest's own, which runs while the host does other work.
 func (s *Stages) since(stage Stage) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -90,7 +89,7 @@ func (s *Stages) set(stage Stage, d time.Duration) {
 	s.d[stage] = d
 }
 
-// entered is called before every KVM_RUN; the first counts.
+// entered must be called before every KVM_RUN; only the first call counts.
 func (s *Stages) entered() {
 	if s.once.Load() || s.once.Swap(true) {
 		return
@@ -102,14 +101,14 @@ func (s *Stages) entered() {
 	close(s.inside)
 }
 
-// Entry is when the first vCPU entered the guest for the first time, zero before.
+// Entry returns when the first vCPU entered the guest for the first time; zero before that.
 func (s *Stages) Entry() time.Time {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.entry
 }
 
-// Durations returns the steps that have been gone through.
+// Durations returns the durations of the steps that the machine has gone through.
 func (s *Stages) Durations() map[Stage]time.Duration {
 	s.mu.Lock()
 	defer s.mu.Unlock()

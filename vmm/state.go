@@ -17,7 +17,7 @@ type State struct {
 	Payload devices.Payload
 }
 
-// Kinds of state that the machine itself has; devices have their own.
+// Kinds of state of the machine itself; devices have their own kinds.
 const (
 	kindVCPU    = "kvm-vcpu"
 	kindIRQChip = "kvm-irqchip"
@@ -88,13 +88,13 @@ func (m *Machine) Export() ([]State, error) {
 	return out, nil
 }
 
-// Facts says what the guest depends on of this host. It asks KVM nothing, which would
-// have to wait for a vCPU that is in the guest to leave it: for ever, if that is idle.
+// Facts returns what the guest depends on of this host. It does not ask KVM, because that would have to wait until
+// a vCPU leaves the guest: forever, if the vCPU is idle.
 func (m *Machine) Facts() HostFacts {
 	return hostFacts(m.prebuilt.cpuid[0], m.prebuilt.tscKHz)
 }
 
-// savedParts are the parts of a saved machine that nothing has taken yet.
+// savedParts are the parts of a saved machine that have not been used yet.
 type savedParts map[string]devices.Payload
 
 func partsOf(states []State) (savedParts, error) {
@@ -125,20 +125,20 @@ func (parts savedParts) data(name, kind string) ([]byte, error) {
 	return p.Data, p.Check(kind, stateVersion)
 }
 
-// loadedState is what a prebuilt VM has taken of a saved machine.
+// loadedState is the part of a saved machine that a prebuilt VM has loaded.
 type loadedState struct {
-	// rest is for the devices.
+	// rest are the parts for the devices.
 	rest savedParts
-	// quiet says that the machine is to be quiet at first, and putOff what that has done to the timer of each vCPU.
+	// quiet reports that the machine must begin quiet. putOff is what Import has put off of each vCPU's timer.
 	quiet  bool
 	putOff []kvm.PutOff
 	took   time.Duration
 }
 
-// Load gives an empty prebuilt VM that part of a saved machine which KVM has: its interrupt controllers, timers, clock
-// and vCPUs. What is left is for Machine.Import. It waits for the prebuilt VM, and may run while New makes a machine of
-// it and devices are made; the machine must not do anything before Load has returned. RAM must have its content before,
-// or a pager that has it. After an error the prebuilt VM can only be closed.
+// Load loads the KVM part of a saved machine into an empty prebuilt VM: the interrupt controllers, timers, clock
+// and vCPUs. Machine.Import loads the rest. Load waits for the prebuilt VM. It may run while New makes a machine
+// from it and the caller makes devices, but the machine must do nothing before Load has returned. RAM must already
+// have its content, or a pager that provides it. After an error the prebuilt VM can only be closed.
 func (s *Prebuilt) Load(states []State) error {
 	if err := s.Wait(); err != nil {
 		return err
@@ -148,7 +148,7 @@ func (s *Prebuilt) Load(states []State) error {
 	return s.load(states)
 }
 
-// saved returns what Load has taken of a saved machine, and has it take it if it has not been called.
+// saved returns what Load has loaded of a saved machine. It loads it if Load has not been called.
 func (s *Prebuilt) saved(states []State) (*loadedState, error) {
 	s.loading.Lock()
 	defer s.loading.Unlock()
@@ -159,14 +159,14 @@ func (s *Prebuilt) saved(states []State) (*loadedState, error) {
 	return s.loaded, err
 }
 
-// empty says that nothing has been loaded, or begun to be.
+// empty reports that no loading has begun.
 func (s *Prebuilt) empty() bool {
 	s.loading.Lock()
 	defer s.loading.Unlock()
 	return !s.begun
 }
 
-// load is Load with the lock held.
+// load is Load for a caller that holds the lock.
 func (s *Prebuilt) load(states []State) error {
 	if s.closed || s.begun {
 		return fmt.Errorf("restoring: %w: what KVM has of it is closed, or has had a state loaded", ErrConfig)
@@ -182,21 +182,21 @@ func (s *Prebuilt) load(states []State) error {
 	return nil
 }
 
-// kvmState is that part of a saved machine which KVM has.
+// kvmState is the part of a saved machine that belongs to KVM.
 type kvmState struct {
 	chips [chips][]byte
 	pit   []byte
 	clock uint64
 	vcpus [][]byte
-	// standing says that the guest's agent stands by.
+	// standing reports that the guest's agent stands by.
 	standing bool
 }
 
-// chips is how many interrupt controllers have a state, numbered from 0.
+// chips is the number of interrupt controllers that have a state, numbered from 0.
 const chips = kvm.ChipIOAPIC + 1
 
-// kvmStateOf takes it from the parts, for a machine of so many vCPUs. All of it is there then, of the right kinds and
-// sizes.
+// kvmStateOf takes the KVM state from parts, for a machine with this number of vCPUs. On success everything is
+// present, with the right kinds and sizes.
 func kvmStateOf(parts savedParts, vcpus int) (k kvmState, err error) {
 	for chip := range k.chips {
 		if k.chips[chip], err = parts.data(irqchipName(uint32(chip)), kindIRQChip); err != nil {
@@ -220,7 +220,7 @@ func kvmStateOf(parts savedParts, vcpus int) (k kvmState, err error) {
 		return k, fmt.Errorf("the clock: %w", devices.ErrPayload)
 	}
 	k.clock = binary.LittleEndian.Uint64(clock)
-	// Older versions have saved none.
+	// Older versions did not save it.
 	if p, ok := parts["handover"]; ok {
 		if k.standing, err = handover.Standing(p); err != nil {
 			return k, err
@@ -257,7 +257,7 @@ func (s *Prebuilt) loadState(states []State) (*loadedState, error) {
 	if err := s.vm.SetPIT(saved.pit); err != nil {
 		return nil, err
 	}
-	// Before the vCPUs: their TSCs are matched with each other as they are set.
+	// Set the clock before the vCPUs: KVM matches their TSCs with each other as it sets them.
 	if err := s.vm.SetClock(saved.clock); err != nil {
 		return nil, err
 	}
@@ -278,8 +278,8 @@ func (s *Prebuilt) loadState(states []State) (*loadedState, error) {
 	}
 	for _, v := range s.vcpus {
 		for _, gpa := range v.SavedClockPages() {
-			// KVM wants it in the end. Here a pager loads it at once; there this thread would wait for one of its
-			// others. Where it cannot be had, KVM says so.
+			// ImportClock will need this page. A pager loads it here at once; there this thread would wait for
+			// another thread of the pager. If the page cannot be loaded, KVM will report that.
 			_ = s.cfg.Memory.Read(guestmem.GPA(gpa), make([]byte, 1))
 		}
 	}
@@ -295,20 +295,20 @@ func restoreVCPU(v *kvm.VCPU, b []byte, quiet uint64) (kvm.PutOff, error) {
 	return off, err
 }
 
-// restoreClock is the last of a restore: KVM wants pages of RAM for it, which a pager loads meanwhile.
+// restoreClock is the last step of a restore: KVM needs pages of RAM for it, which a pager loads meanwhile.
 func restoreClock(v *kvm.VCPU) error {
 	if err := v.ImportClock(); err != nil {
 		return err
 	}
-	// So that the guest's soft-lockup watchdog does not take the sleep for a
-	// lockup (api.rst 4.69). A guest without kvmclock refuses, and does not need it.
+	// This keeps the guest's soft-lockup watchdog from taking the sleep for a lockup (api.rst 4.69). A guest
+	// without kvmclock refuses the call and does not need it.
 	_ = v.KVMClockCtrl()
 	return nil
 }
 
-// Import loads a saved machine into an empty one: all of states, unless the prebuilt VM has been given its part of them
-// before. RAM must have been given its content, or a pager that has it. Every part must be known, used and there
-// exactly once; otherwise Import fails with devices.ErrPayload or kvm.ErrState, and the machine can only be closed.
+// Import loads a saved machine into an empty one: all of states but what the prebuilt VM has already loaded. RAM
+// must already have its content, or a pager that provides it. Every part must be known, used and present exactly
+// once. Otherwise Import fails with devices.ErrPayload or kvm.ErrState, and the machine can only be closed.
 func (m *Machine) Import(states []State) error {
 	m.life.Lock()
 	defer m.life.Unlock()
@@ -336,9 +336,9 @@ func (m *Machine) Import(states []State) error {
 	return nil
 }
 
-// importDevices loads the state of everything but what KVM has.
+// importDevices loads the state of everything outside KVM.
 func (m *Machine) importDevices(parts savedParts) error {
-	// Older versions have saved none.
+	// Older versions did not save it.
 	if _, ok := parts["handover"]; ok {
 		p, err := parts.take("handover")
 		if err != nil {

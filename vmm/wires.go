@@ -11,22 +11,21 @@ import (
 	"github.com/drowse-vm/drowse/vmm/kvm"
 )
 
-// wires are what goes between KVM and the device in one place: the line by which it interrupts, and the doorbell of
-// each of its queues, by which it is told that there is something in it. KVM takes 5 microseconds and more for each, so
-// a prebuilt VM has them ready.
+// wires connect KVM and the device in one place: the interrupt line, and a doorbell for each queue by which the
+// guest announces new buffers. KVM takes at least 5 microseconds for each, so a prebuilt VM has them ready.
 type wires struct {
 	irq   *devices.Event
 	kicks []*devices.Event
 }
 
-// gsiOf and baseOf say where the device in a place is.
+// gsiOf and baseOf return the line and the window of the device in a place.
 func gsiOf(place int) uint32 { return uint32(firstDeviceGSI + place) }
 
 func baseOf(place int) guestmem.GPA {
 	return boot.MMIOBase + guestmem.GPA(place)*boot.MMIOStride
 }
 
-// lay gives a place its line, if it has none yet, and doorbells until there are so many.
+// lay gives a place its line, if it has none yet, and adds doorbells until it has as many as queues.
 func (w *wires) lay(vm *kvm.VM, place, queues int) error {
 	if w.irq == nil {
 		irq, err := devices.NewEvent()
@@ -63,7 +62,7 @@ func (w *wires) close() error {
 	return errors.Join(errs...)
 }
 
-// checkQueues says whether places may have so many queues.
+// checkQueues checks that there are not too many places or queues.
 func checkQueues(queues []int) error {
 	if len(queues) > MaxDevices {
 		return fmt.Errorf("%w: queues of %d devices, at most %d", ErrConfig, len(queues), MaxDevices)
@@ -76,7 +75,7 @@ func checkQueues(queues []int) error {
 	return nil
 }
 
-// layAhead gives places their wires.
+// layAhead makes the wires of the configured places.
 func (s *Prebuilt) layAhead() error {
 	for place, n := range s.cfg.Queues {
 		s.wires = append(s.wires, wires{})
@@ -87,9 +86,9 @@ func (s *Prebuilt) layAhead() error {
 	return nil
 }
 
-// takeWires are those of a place for a device with so many queues. What is missing is laid now, and what the device has
-// no use for goes with the prebuilt VM: nobody hears a doorbell of a queue that is not there, as nobody heeds a write
-// to its register.
+// takeWires returns the wires of a place for a device with this many queues. It makes what is missing. The prebuilt
+// VM keeps surplus doorbells and closes them: a queue that does not exist has no listener, and a write to its
+// register has no effect.
 func (s *Prebuilt) takeWires(place, queues int) (w wires, err error) {
 	if place < len(s.wires) {
 		w, s.wires[place] = s.wires[place], wires{}

@@ -22,8 +22,8 @@ const (
 	xcr0LWP    = 1 << 62
 )
 
-// stateful are the features whose registers are in a component of the XSAVE area: without it a
-// kernel cannot keep them for its programs, and the CPU takes their instructions for invalid ones.
+// stateful are the features whose registers are in a component of the XSAVE area. Without the component a kernel
+// cannot save them for its programs, and the CPU refuses their instructions as invalid.
 var stateful = []struct {
 	function, index uint32
 	name            string
@@ -56,10 +56,10 @@ func ebx(e *kvm.CPUIDEntry) *uint32 { return &e.EBX }
 func ecx(e *kvm.CPUIDEntry) *uint32 { return &e.ECX }
 func edx(e *kvm.CPUIDEntry) *uint32 { return &e.EDX }
 
-// savedFeatures returns what KVM offers without the features whose registers nothing would save:
-// those whose component of the XSAVE area is missing, and all of them, with the leaf that describes
-// the area, if there is no XSAVE or xsave is false. Some programs ask for AVX and not whether
-// the kernel has it switched on; these then do without. The argument is left as it is.
+// savedFeatures returns what KVM offers without the features whose registers would not be saved. Those are the
+// features whose component of the XSAVE area is missing. If there is no XSAVE or xsave is false, they are all such
+// features, and the leaf that describes the area goes, too. Some programs check for AVX but not whether the kernel
+// has enabled it; they then do without. The argument is not changed.
 func savedFeatures(offered []kvm.CPUIDEntry, xsave bool) []kvm.CPUIDEntry {
 	there := false
 	var components uint64

@@ -6,13 +6,11 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// WindowSize is how much address space a device takes, in bytes. Only the first
-// 0x200 answer.
+// WindowSize is the size of a device's register window, in bytes. Only the first 0x200 bytes answer.
 const WindowSize = 0x1000
 
-// QueueNotify is the offset of the register that the driver kicks queues
-// through: a 32-bit write of the queue's index. An ioeventfd for each of
-// [Transport.Kicks] belongs there, with the index as its datamatch.
+// QueueNotify is the offset of the register through which the driver kicks queues: a 32-bit write of the queue's
+// index. It needs an ioeventfd for each of Options.Kicks, with the index as datamatch.
 const QueueNotify = 0x050
 
 // Registers (virtio 1.2, 4.2.2, table 4.1). All are 32 bits wide.
@@ -69,9 +67,8 @@ const (
 	interruptConfig = 2
 )
 
-// ReadIO reads registers. A 32-bit register answers to aligned 32-bit reads
-// alone, the configuration space to any that stays inside it; everything else
-// reads as zero.
+// ReadIO reads registers. 32-bit registers answer only to aligned 32-bit reads; the configuration space answers to
+// any read inside it. Everything else reads as zero.
 func (t *Transport) ReadIO(off uint64, p []byte) {
 	clear(p)
 	if off >= regConfig {
@@ -88,7 +85,7 @@ func (t *Transport) ReadIO(off uint64, p []byte) {
 }
 
 func (t *Transport) read(off uint64) uint32 {
-	// Those that an interrupt handler reads do not wait for the lock.
+	// Registers that an interrupt handler reads do not need the lock.
 	switch off {
 	case regInterruptStatus:
 		return t.interrupts.Load()
@@ -125,8 +122,8 @@ func (t *Transport) read(off uint64) uint32 {
 	return 0
 }
 
-// WriteIO writes registers. What is not an aligned 32-bit write to a register,
-// or a write inside the configuration space, is ignored.
+// WriteIO writes registers. It ignores everything but aligned 32-bit writes to a register and writes inside the
+// configuration space.
 func (t *Transport) WriteIO(off uint64, p []byte) {
 	if off >= regConfig {
 		if off < regEnd && uint64(len(p)) <= regEnd-off {
@@ -144,7 +141,7 @@ func (t *Transport) WriteIO(off uint64, p []byte) {
 func (t *Transport) write(off uint64, v uint32) {
 	switch off {
 	case QueueNotify:
-		// As the ioeventfd would have done it.
+		// The ioeventfd does the same.
 		if uint64(v) < uint64(len(t.kicks)) {
 			t.kicks[v].Signal()
 		}
@@ -173,10 +170,9 @@ func (t *Transport) write(off uint64, v uint32) {
 	}
 }
 
-// writeQueue writes a register of the selected queue. Queues can be laid out
-// between FEATURES_OK and DRIVER_OK (virtio 1.2, 3.1.1), and one that is ready
-// only after it has been made not ready. Afterwards nothing here changes until a
-// reset: a device must never see its queue move or grow.
+// writeQueue writes a register of the selected queue. The driver can lay out queues between FEATURES_OK and
+// DRIVER_OK (virtio 1.2, 3.1.1), and must make a ready queue not ready first. After that, writes have no effect
+// until a reset: a device must never see its queue move or grow.
 func (t *Transport) writeQueue(off uint64, v uint32) {
 	q := t.selected()
 	s := t.status.Load()
@@ -192,7 +188,7 @@ func (t *Transport) writeQueue(off uint64, v uint32) {
 	}
 	switch off {
 	case regQueueNum:
-		// A size that cannot be is kept as zero, which no activation accepts.
+		// Keep an impossible size as zero, which no activation accepts.
 		q.layout.Size = 0
 		if v <= uint32(q.max) && v&(v-1) == 0 {
 			q.layout.Size = uint16(v)
@@ -219,7 +215,7 @@ func (t *Transport) selected() *queue {
 	return nil
 }
 
-// half is one 32-bit word of a 64-bit feature set; words beyond are zero.
+// half returns one 32-bit word of a 64-bit feature set; words beyond are zero.
 func half(v uint64, sel uint32) uint32 {
 	if sel > 1 {
 		return 0

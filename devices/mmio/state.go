@@ -9,8 +9,7 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// The saved state: kind, version and layout. Little-endian, strings with a 32-bit
-// length before them:
+// The saved state: kind, version and layout. Little-endian; a 32-bit length precedes strings:
 //
 //	device type u32, status u32, interrupt status u32, config generation u32,
 //	device feature select u32, driver feature select u32, queue select u32,
@@ -24,10 +23,10 @@ const (
 	maxKind      = 64
 )
 
-// ErrInUse says that a state was to be put into a device that a driver already uses.
+// ErrInUse says that a state cannot be imported because a driver already uses the device.
 var ErrInUse = errors.New("the device is already in use")
 
-// state is what Export keeps, decoded.
+// state is the decoded state that Export keeps.
 type state struct {
 	id                uint32
 	status            uint32
@@ -44,8 +43,7 @@ type state struct {
 	device            devices.Payload
 }
 
-// Export implements [devices.Stateful] for the transport and the device behind
-// it. The device must be paused.
+// Export implements [devices.Stateful] for the transport and its device. The device must be paused.
 func (t *Transport) Export() (devices.Payload, error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -129,8 +127,7 @@ func decode(data []byte) (*state, error) {
 	return s, d.Finish()
 }
 
-// check says what in the state cannot have come from this device, or could never
-// have been reached.
+// check fails if the state cannot have come from this device, or is unreachable.
 func (t *Transport) check(s *state) error {
 	bad := func(format string, args ...any) error {
 		return fmt.Errorf(format+": %w", append(args, devices.ErrPayload)...)
@@ -170,9 +167,8 @@ func (t *Transport) check(s *state) error {
 	return nil
 }
 
-// Import implements [devices.Stateful]. The transport must be fresh. Afterwards
-// it is paused; Restore starts the device again if it was running, and Resume
-// lets it work.
+// Import implements [devices.Stateful]. The transport must be fresh, and is paused afterwards. Restore starts the
+// device again if it was running, and Resume lets it work.
 func (t *Transport) Import(p devices.Payload) error {
 	if err := p.Check(stateKind, stateVersion); err != nil {
 		return err
@@ -212,10 +208,9 @@ func (t *Transport) Import(p devices.Payload) error {
 	return nil
 }
 
-// Restore starts a device that was running when its state was exported, on the
-// same queues, at the same place. It stays paused until Resume. For one that was
-// not running, or has not been imported, it does nothing. Guest memory must be
-// in place.
+// Restore starts a device that was running when its state was exported, on the same queues, at the same place. The
+// device remains paused until Resume. Restore does nothing to a device that was not running or has not been
+// imported. Guest memory must be in place.
 func (t *Transport) Restore() error {
 	t.mu.Lock()
 	defer t.mu.Unlock()

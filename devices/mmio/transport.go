@@ -14,14 +14,13 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// FeatureVersion1 is VIRTIO_F_VERSION_1, without which no driver is accepted
-// (virtio 1.2, section 6).
+// FeatureVersion1 is VIRTIO_F_VERSION_1, which every driver must accept (virtio 1.2, section 6).
 const FeatureVersion1 uint64 = 1 << 32
 
-// transportFeatures are offered for every device.
+// transportFeatures are the features that the transport offers for every device.
 const transportFeatures = FeatureVersion1 | virtq.FeatureIndirectDesc | virtq.FeatureEventIdx
 
-// MaxQueues bounds the queues of one device.
+// MaxQueues is the largest number of queues of one device.
 const MaxQueues = 64
 
 // ErrorBurst and ErrorEvery bound how often OnError is called.
@@ -30,40 +29,36 @@ const (
 	ErrorEvery = 10 * time.Second
 )
 
-// errNeedsReset stops the queues of a device that was restored when it had
-// already asked for a reset.
+// errNeedsReset stops the queues of a device that had already asked for a reset when it was saved.
 var errNeedsReset = errors.New("the device waits to be reset by its driver")
 
-// Options are what New can do without.
+// Options are optional settings for New.
 type Options struct {
-	// OnError is told of failures that are the host's and not the guest's,
-	// after which the device waits for its driver to reset it: a driver that
-	// resets it at once can repeat them as fast as it likes, so no more than
-	// ErrorBurst in a row are told, and then one each ErrorEvery, with how
-	// many were not. It must not block, and must not call the transport. Nil
-	// ignores them.
+	// OnError is called for failures of the host, not of the guest. The device then waits for its driver to reset
+	// it. A driver that does so at once can repeat failures as fast as it likes. So the transport reports at most
+	// ErrorBurst in a row, and then one each ErrorEvery, with the number of unreported ones. OnError must not
+	// block, and must not call the transport. Nil ignores failures.
 	OnError func(error)
 	// Kicks are the kick events, one for each queue: those of ioeventfds at [QueueNotify] with the queue's index as
-	// datamatch. Once New has succeeded they are the transport's, which closes them. Nil has New make them, and
-	// registers be the only way to kick.
+	// datamatch. If New succeeds the transport owns them and closes them. If Kicks is nil New makes the events, and
+	// the register is the only way to kick.
 	Kicks []*devices.Event
 }
 
-// Stats counts what has happened since the transport was made.
+// Stats are counters since New.
 type Stats struct {
-	// Kicks are the signals that the device's workers have taken: the driver's
-	// kicks, and those by which a worker goes on after a batch or a pause.
+	// Kicks counts the signals that the device's workers have taken: the driver's kicks, and those by which a
+	// worker continues after a batch or a pause.
 	Kicks uint64
-	// Interrupts sent to the driver.
+	// Interrupts counts the interrupts sent to the driver.
 	Interrupts uint64
-	// BadChains that were malformed and given back unused.
+	// BadChains counts the malformed chains that were given back unused.
 	BadChains uint64
-	// NeedsReset is how often the device had to be given up: the guest broke a
-	// ring, or the host failed.
+	// NeedsReset counts how often the device was given up: the guest broke a ring, or the host failed.
 	NeedsReset uint64
 }
 
-// queue is what the driver says about a virtqueue before it starts the device.
+// queue is what the driver has set for a virtqueue before it starts the device.
 type queue struct {
 	max    uint16
 	ready  bool
@@ -73,8 +68,8 @@ type queue struct {
 // Transport puts one virtio device behind a window of registers. It implements
 // [devices.IO], [devices.Pauser] and [devices.Stateful].
 //
-// A register access waits while the device is being reset or paused; reading
-// the interrupt status, acknowledging and kicking do not.
+// A register access waits while the device is being reset or paused, except for reading the interrupt status,
+// status and config generation, acknowledging and kicking.
 type Transport struct {
 	dev     devices.Device
 	mem     *guestmem.Memory
@@ -83,9 +78,8 @@ type Transport struct {
 	kicks   []*devices.Event
 	offered uint64
 
-	// These change under mu and from the device's goroutines, so they are
-	// atomic; those goroutines never take mu, which is held while the device
-	// waits for them to stop.
+	// These change under mu and from the device's goroutines, so they are atomic. Those goroutines never take mu: a
+	// caller that waits for them to stop holds it.
 	status     atomic.Uint32
 	interrupts atomic.Uint32
 	generation atomic.Uint32
@@ -95,8 +89,8 @@ type Transport struct {
 
 	errors errorBound
 
-	held atomic.Bool // signals are kept back
-	owed atomic.Bool // there was one
+	held atomic.Bool // Hold keeps signals back
+	owed atomic.Bool // Release must send one
 
 	mu                sync.Mutex
 	deviceFeaturesSel uint32
@@ -113,13 +107,12 @@ type Transport struct {
 	badChains         uint64 // of activations that are over
 }
 
-// New makes the transport and, if there are none yet, one kick event for each queue. irq is signalled
-// for every interrupt and stays the caller's.
+// New makes the transport and, unless Options.Kicks has them, one kick event for each queue. The transport signals
+// irq for every interrupt; the caller owns irq.
 //
-// The interrupt is meant for an irqfd on an edge-triggered line: each signal is
-// one edge. A bit of the interrupt status is set before the signal, always, so
-// that whatever the driver's handler read or acknowledged before, it runs again
-// after the last change.
+// irq is meant for an irqfd on an edge-triggered line: each signal is one edge. The transport always sets a bit of
+// the interrupt status before the signal. So the driver's handler runs again after the last change, whatever it has
+// read or acknowledged before.
 func New(dev devices.Device, mem *guestmem.Memory, irq *devices.Event, o Options) (*Transport, error) {
 	sizes := dev.QueueSizes()
 	if len(sizes) > MaxQueues {
@@ -156,10 +149,10 @@ func New(dev devices.Device, mem *guestmem.Memory, irq *devices.Event, o Options
 	return t, nil
 }
 
-// Device is what the transport carries.
+// Device returns the device behind the transport.
 func (t *Transport) Device() devices.Device { return t.dev }
 
-// Stats may be called at any time.
+// Stats returns the counters. It may be called at any time.
 func (t *Transport) Stats() Stats {
 	s := Stats{Interrupts: t.interruptCount.Load(), NeedsReset: t.resetCount.Load()}
 	for _, k := range t.kicks {
@@ -180,9 +173,8 @@ func (t *Transport) countBadChains() (n uint64) {
 	return n
 }
 
-// setStatus is a write to the status register. The driver can add bits, in the
-// order of virtio 1.2, 3.1.1, or reset the device by writing zero; a write that
-// takes bits away is ignored.
+// setStatus handles a write to the status register. The driver can add bits, in the order of virtio 1.2, 3.1.1, or
+// reset the device by writing zero. A write that clears bits is ignored.
 func (t *Transport) setStatus(v uint32) {
 	if v == 0 {
 		t.reset()
@@ -218,7 +210,7 @@ func (t *Transport) setStatus(v uint32) {
 	}
 }
 
-// Layouts are where the driver has put the queues that are ready.
+// Layouts returns the layouts of the queues that are ready.
 func (t *Transport) Layouts() (all []virtq.Layout) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -232,13 +224,13 @@ func (t *Transport) Layouts() (all []virtq.Layout) {
 
 func (t *Transport) has(bits uint32) bool { return t.status.Load()&bits == bits }
 
-// acceptable says whether the device can work with what the driver has chosen.
+// acceptable reports whether the device can work with the features that the driver has chosen.
 func (t *Transport) acceptable() bool {
 	return t.accepted&^t.offered == 0 && !t.acceptedBeyond && t.accepted&FeatureVersion1 != 0
 }
 
-// activate starts the device on the queues that are ready: afresh, or where the
-// positions say. mu is held.
+// activate starts the device on the queues that are ready, from the restored positions if there are any. The caller
+// holds mu.
 func (t *Transport) activate(restored []virtq.Position) error {
 	running := make([]*devices.Queue, len(t.queues))
 	for i := range t.queues {
@@ -268,7 +260,7 @@ func (t *Transport) activate(restored []virtq.Position) error {
 		return errors.Join(err, t.stop())
 	}
 	if p, ok := t.dev.(devices.Pauser); ok && t.paused {
-		// Nothing has been kicked yet, so there is nothing to wait for.
+		// There has been no kick yet, so Pause has nothing to wait for.
 		if err := p.Pause(context.Background()); err != nil {
 			return errors.Join(err, t.stop())
 		}
@@ -276,9 +268,9 @@ func (t *Transport) activate(restored []virtq.Position) error {
 	return nil
 }
 
-// reset is what writing zero to the status register does: the device stops, and
-// everything is as before the driver came. Config generation goes on counting.
-// When the device cannot be stopped it keeps asking for a reset. mu is held.
+// reset handles writing zero to the status register. It stops the device and restores the state before the driver
+// came, except for the config generation, which continues to count. If the device cannot be stopped, it keeps
+// asking for a reset. The caller holds mu.
 func (t *Transport) reset() {
 	if err := t.stop(); err != nil {
 		t.NeedsReset(fmt.Errorf("resetting a virtio device of type %d: %w", t.dev.ID(), err))
@@ -294,7 +286,7 @@ func (t *Transport) reset() {
 	t.interrupts.Store(0)
 }
 
-// stop ends the device's work. mu is held.
+// stop ends the device's work. The caller holds mu.
 func (t *Transport) stop() error {
 	if err := t.dev.Reset(); err != nil {
 		return err
@@ -304,8 +296,8 @@ func (t *Transport) stop() error {
 	return nil
 }
 
-// Close stops the device and releases the kick events. The vCPUs must have
-// stopped. The device itself stays its owner's.
+// Close stops the device and releases the kick events. The vCPUs must have stopped. The caller still owns the
+// device.
 func (t *Transport) Close() error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -321,7 +313,7 @@ func (t *Transport) Close() error {
 	return t.closeKicks(0)
 }
 
-// closeKicks closes all but the first ones.
+// closeKicks closes all but the first but events.
 func (t *Transport) closeKicks(but int) error {
 	var errs []error
 	for _, k := range t.kicks[but:] {
@@ -339,8 +331,8 @@ func (t *Transport) Config() {
 	t.interrupt(interruptConfig)
 }
 
-// NeedsReset implements [devices.Interrupt]. An error that does not wrap
-// virtq.ErrDriver is the host's and goes to the owner.
+// NeedsReset implements [devices.Interrupt]. An error that does not wrap virtq.ErrDriver is the host's and goes to
+// OnError.
 func (t *Transport) NeedsReset(reason error) {
 	t.resetCount.Add(1)
 	t.status.Or(statusNeedsReset)
@@ -355,15 +347,15 @@ func (t *Transport) NeedsReset(reason error) {
 	t.interrupt(interruptConfig)
 }
 
-// errorBound says which failures are told.
+// errorBound limits how often failures are reported.
 type errorBound struct {
 	mu     sync.Mutex // guards what follows
-	told   int        // since then, less one each ErrorEvery
+	told   int        // reported failures, less one each ErrorEvery
 	since  time.Time
 	untold uint64
 }
 
-// take reports whether a failure may be told, and how many before it were not.
+// take reports whether a failure may be reported, and how many before it were not.
 func (b *errorBound) take(now time.Time) (ok bool, untold uint64) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -379,8 +371,7 @@ func (b *errorBound) take(now time.Time) (ok bool, untold uint64) {
 	return true, untold
 }
 
-// interrupt tells the driver, if there is one: before DRIVER_OK it must not be
-// interrupted (virtio 1.2, 3.1.1).
+// interrupt interrupts the driver, but not before DRIVER_OK (virtio 1.2, 3.1.1).
 func (t *Transport) interrupt(bit uint32) {
 	if !t.has(statusDriverOK) {
 		return
@@ -390,11 +381,11 @@ func (t *Transport) interrupt(bit uint32) {
 	t.signal()
 }
 
-// signal sends an edge, or has Release do it.
+// signal sends an edge, or lets Release send it.
 func (t *Transport) signal() {
 	if t.held.Load() {
 		t.owed.Store(true)
-		// If Release came in between, one of the two sees it.
+		// If Release comes in between, exactly one of the two sends the edge.
 		if t.held.Load() || !t.owed.Swap(false) {
 			return
 		}
@@ -402,11 +393,11 @@ func (t *Transport) signal() {
 	t.irq.Signal()
 }
 
-// Hold keeps interrupts back until Release; what they are about is seen by a driver that
-// looks, as ever. Both may be called at any time, from any goroutine.
+// Hold keeps interrupts back until Release. A driver that polls still sees what they are about. Hold and Release
+// may be called at any time, from any goroutine.
 func (t *Transport) Hold() { t.held.Store(true) }
 
-// Release undoes Hold, and sends one interrupt if there were any.
+// Release undoes Hold, and sends one interrupt if Hold has kept any back.
 func (t *Transport) Release() {
 	t.held.Store(false)
 	if t.owed.Swap(false) {
@@ -414,7 +405,7 @@ func (t *Transport) Release() {
 	}
 }
 
-// Pause implements [devices.Pauser]; a device that cannot pause is left alone.
+// Pause implements [devices.Pauser]. A device that cannot pause continues to run.
 func (t *Transport) Pause(ctx context.Context) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -430,9 +421,8 @@ func (t *Transport) Pause(ctx context.Context) error {
 	return nil
 }
 
-// Resume implements [devices.Pauser]. An interrupt that the driver has not
-// acknowledged is sent again: the edge may have been lost with the process that
-// took the snapshot. A device that was imported must have been restored before.
+// Resume implements [devices.Pauser]. It signals again if the driver has not acknowledged an interrupt: the edge
+// may have been lost with the process that took the snapshot. Restore must come first on an imported device.
 func (t *Transport) Resume() error {
 	t.mu.Lock()
 	defer t.mu.Unlock()

@@ -7,15 +7,14 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// Used is a chain that goes back to the driver, as in [Queue.Push].
+// Used is a chain to give back to the driver, as in [Queue.Push].
 type Used struct {
 	Head    uint16
 	Written uint32
 }
 
-// PushAll gives several chains back at once: the driver sees none of them before
-// it can see them all. A network packet that is spread over several chains needs
-// that (virtio 1.2, 5.1.6.4.1).
+// PushAll gives several chains back at once: the driver sees either all of them or none. A network packet in
+// several chains needs that (virtio 1.2, 5.1.6.4.1).
 func (q *Queue) PushAll(used []Used) error {
 	if q.broken != nil {
 		return q.broken

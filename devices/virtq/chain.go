@@ -7,21 +7,20 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// Chain is one request of the driver: memory for the device to read, then memory
-// for it to write. It holds copies of the descriptors, not of the data. The zero
-// value is ready for [Queue.Pop].
+// Chain is one request of the driver: memory for the device to read, then memory for it to write. It holds copies
+// of the descriptors, not of the data. The zero value is ready for [Queue.Pop].
 type Chain struct {
 	Reader Reader
 	Writer Writer
 
 	head     uint16
 	segments []guestmem.Range
-	ranges   []guestmem.Range // memory for the vectored calls
-	readable int              // the first so many segments are for the device to read
+	ranges   []guestmem.Range // scratch memory for the vectored calls
+	readable int              // the number of segments, from the first, for the device to read
 	total    uint64
 }
 
-// Head identifies the chain towards [Queue.Push].
+// Head identifies the chain to [Queue.Push].
 func (c *Chain) Head() uint16 { return c.head }
 
 func (c *Chain) reset(mem *guestmem.Memory, head uint16) {
@@ -77,11 +76,11 @@ func (c *cursor) half() []guestmem.Range {
 	return c.chain.segments[:c.chain.readable]
 }
 
-// Remaining is how many bytes are left.
+// Remaining returns how many bytes are left.
 func (c *cursor) Remaining() int { return int(c.left) }
 
-// each calls f with the next n bytes' worth of pieces and moves on past them;
-// when f fails the cursor stands at the piece that failed.
+// each calls f for the pieces of the next n bytes and moves past them. If f fails the cursor remains at the piece
+// that failed.
 func (c *cursor) each(n int, f func(gpa guestmem.GPA, n int) error) error {
 	if n < 0 || uint64(n) > c.left {
 		return ErrShort
@@ -103,8 +102,8 @@ func (c *cursor) each(n int, f func(gpa guestmem.GPA, n int) error) error {
 	return nil
 }
 
-// Ranges appends the next n bytes' worth of guest memory to rs and moves on past
-// them, for vectored I/O. It fails with ErrShort when fewer are left.
+// Ranges appends the next n bytes of guest memory to rs as ranges and moves past them, for vectored I/O. It fails
+// with ErrShort when fewer are left.
 func (c *cursor) Ranges(rs []guestmem.Range, n int) ([]guestmem.Range, error) {
 	err := c.each(n, func(gpa guestmem.GPA, n int) error {
 		rs = append(rs, guestmem.Range{GPA: gpa, Len: uint32(n)})
@@ -113,7 +112,7 @@ func (c *cursor) Ranges(rs []guestmem.Range, n int) ([]guestmem.Range, error) {
 	return rs, err
 }
 
-// Skip moves on by n bytes.
+// Skip moves past n bytes.
 func (c *cursor) Skip(n int) error {
 	return c.each(n, func(guestmem.GPA, int) error { return nil })
 }
@@ -121,7 +120,7 @@ func (c *cursor) Skip(n int) error {
 // Reader reads the device-readable part of a chain.
 type Reader struct{ cursor }
 
-// Read copies from the guest, at most what is left; at the end it returns io.EOF.
+// Read copies from the guest, at most what is left. At the end it returns io.EOF.
 func (r *Reader) Read(p []byte) (int, error) {
 	if r.left == 0 && len(p) > 0 {
 		return 0, io.EOF
@@ -140,10 +139,9 @@ func (r *Reader) ReadFull(p []byte) error {
 	})
 }
 
-// DrainTo writes the next n bytes to f at off, without a copy in this process
-// and with one system call where the kernel takes them all. It fails with
-// ErrShort, and writes nothing, when fewer are left; after another failure the
-// reader has moved on all the same, and any part may have been written.
+// DrainTo writes the next n bytes to f at off, without a copy in this process and with one system call if the
+// kernel takes them all. It fails with ErrShort, and writes nothing, when fewer are left. After another failure the
+// reader has still moved past them, and any part may have been written.
 func (r *Reader) DrainTo(f guestmem.File, off int64, n int) error {
 	rs, err := r.Ranges(r.chain.ranges[:0], n)
 	r.chain.ranges = rs
@@ -153,9 +151,8 @@ func (r *Reader) DrainTo(f guestmem.File, off int64, n int) error {
 	return r.mem.PwriteFull(rs, f, off)
 }
 
-// DrainSome is one pwritev2(2) of the next n bytes to f at off with its flags. It returns how
-// many bytes were written, and moves on by n whatever that was. It fails with ErrShort, and
-// writes nothing, when fewer than n are left.
+// DrainSome does one pwritev2(2) of the next n bytes to f at off with its flags. It returns how many bytes were
+// written, but always moves past n. It fails with ErrShort, and writes nothing, when fewer than n are left.
 func (r *Reader) DrainSome(f guestmem.File, off int64, n, flags int) (int, error) {
 	rs, err := r.Ranges(r.chain.ranges[:0], n)
 	r.chain.ranges = rs
@@ -171,11 +168,10 @@ type Writer struct {
 	written uint32
 }
 
-// Written is how many bytes have been put into the chain, for [Queue.Push].
+// Written returns how many bytes have been put into the chain, for [Queue.Push].
 func (w *Writer) Written() uint32 { return w.written }
 
-// Write copies p to the guest. It fails with ErrShort, and writes nothing, when
-// p does not fit.
+// Write copies p to the guest. It fails with ErrShort, and writes nothing, when p does not fit.
 func (w *Writer) Write(p []byte) (int, error) {
 	at := 0
 	err := w.each(len(p), func(gpa guestmem.GPA, n int) error {
@@ -200,11 +196,9 @@ func (w *Writer) Zero(n int) error {
 	})
 }
 
-// FillFrom reads the next n bytes from f at off, without a copy in this process
-// and with one system call where the kernel gives them all. It fails with
-// ErrShort, and reads nothing, when fewer are left; after another failure the
-// writer has moved on all the same, nothing counts as written, and the content of
-// the range is undefined.
+// FillFrom reads the next n bytes from f at off, without a copy in this process and with one system call if the
+// kernel gives them all. It fails with ErrShort, and reads nothing, when fewer are left. After another failure the
+// writer has still moved past them, nothing counts as written, and the content of the range is undefined.
 func (w *Writer) FillFrom(f guestmem.File, off int64, n int) error {
 	rs, err := w.Ranges(w.chain.ranges[:0], n)
 	w.chain.ranges = rs
@@ -218,9 +212,8 @@ func (w *Writer) FillFrom(f guestmem.File, off int64, n int) error {
 	return nil
 }
 
-// FillSome is one preadv(2) of at most n bytes from f at off: fewer at the end of a file. It
-// returns how many were read, and moves on by n whatever that was. It fails with ErrShort,
-// and reads nothing, when there is no room for n.
+// FillSome does one preadv(2) of at most n bytes from f at off: fewer at the end of a file. It returns how many
+// were read, but always moves past n. It fails with ErrShort, and reads nothing, when there is no room for n.
 func (w *Writer) FillSome(f guestmem.File, off int64, n int) (int, error) {
 	rs, err := w.Ranges(w.chain.ranges[:0], n)
 	w.chain.ranges = rs
@@ -234,5 +227,5 @@ func (w *Writer) FillSome(f guestmem.File, off int64, n int) (int, error) {
 	return k, err
 }
 
-// Wrote says that the kernel has put n bytes into ranges taken with Ranges.
+// Wrote counts n bytes that the kernel has put into ranges from Ranges.
 func (w *Writer) Wrote(n int) { w.written += uint32(n) }

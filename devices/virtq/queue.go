@@ -9,17 +9,15 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// MaxSize is the largest size of a queue that a device of ours offers, in
-// descriptors. The format allows 32768.
+// MaxSize is the largest size of a queue that our devices offer, in descriptors. The format allows 32768.
 const MaxSize = 1024
 
-// MaxSegments is the most pieces of memory that one chain may name. A chain
-// cannot be longer than its queue (virtio 1.2, 2.7.5.3.1); an indirect table
-// does not get more.
+// MaxSegments is the largest number of pieces of memory that one chain may have. A chain cannot be longer than its
+// queue (virtio 1.2, 2.7.5.3.1), nor can an indirect table.
 const MaxSegments = MaxSize
 
-// What a driver can have one Pop look at, and what a descriptor counts for in Work, in bytes: reading and checking one
-// takes about as long as copying so much.
+// popWork is how much work a driver can cause in one Pop, and descriptorWork what a descriptor counts for, in bytes
+// of Work: reading and checking a descriptor takes about as long as copying that many.
 const (
 	popWork        = 256 << 10
 	descriptorWork = 256
@@ -45,17 +43,17 @@ const availNoInterrupt = 1
 // usedNoNotify is VIRTQ_USED_F_NO_NOTIFY (virtio 1.2, 2.7.8).
 const usedNoNotify = 1
 
-// ErrDriver is wrapped by every error that the guest has caused.
+// ErrDriver is the error that every error caused by the guest wraps.
 var ErrDriver = errors.New("the guest's driver broke a virtqueue rule")
 
-// driverError is one kind of rule that a driver can break. The errors are made
-// once: a hostile guest must not make the host allocate.
+// driverError is a rule that a driver broke. The errors are allocated once: a hostile guest must not make the host
+// allocate.
 type driverError string
 
 func (e driverError) Error() string        { return "virtqueue: " + string(e) }
 func (e driverError) Is(target error) bool { return target == ErrDriver }
 
-// What a driver can do wrong.
+// The rules that a driver can break.
 var (
 	ErrAvailIndex error = driverError("avail index runs ahead by more than the queue's size")
 	ErrHeadIndex  error = driverError("head of a chain is beyond the descriptor table")
@@ -70,7 +68,7 @@ var (
 	ErrShort      error = driverError("chain is too short for what the request needs")
 )
 
-// Layout is where the driver has put a queue.
+// Layout is the size and the place of a queue.
 type Layout struct {
 	Size  uint16 // descriptors: a power of two, at most MaxSize
 	Desc  guestmem.GPA
@@ -78,7 +76,7 @@ type Layout struct {
 	Used  guestmem.GPA
 }
 
-// Position is how far a queue has come; a snapshot keeps it.
+// Position is the progress of a queue; a snapshot keeps it.
 type Position struct {
 	NextAvail uint16
 	NextUsed  uint16
@@ -94,8 +92,7 @@ type Queue struct {
 
 	nextAvail uint16
 	nextUsed  uint16
-	// signalled is nextUsed when the driver was last asked whether it wants an
-	// interrupt.
+	// signalled is nextUsed at the last call of NeedsInterrupt.
 	signalled uint16
 	broken    error
 	work      uint64
@@ -105,9 +102,8 @@ type Queue struct {
 	scratch [MaxSegments * descSize]byte
 }
 
-// New checks the layout and makes the queue; features are the negotiated ones.
-// It fails with ErrLayout when the size is not a power of two or too large, or
-// when a ring is misaligned (virtio 1.2, 2.7) or not inside guest RAM.
+// New checks the layout and makes the queue. features are the negotiated ones. New fails with ErrLayout when the
+// size is not a power of two or too large, or when a ring is misaligned (virtio 1.2, 2.7) or not inside guest RAM.
 func New(mem *guestmem.Memory, l Layout, features uint64) (*Queue, error) {
 	n := uint64(l.Size)
 	switch {
@@ -126,45 +122,43 @@ func New(mem *guestmem.Memory, l Layout, features uint64) (*Queue, error) {
 	}, nil
 }
 
-// Layout is where the queue lies.
+// Layout returns the size and the place of the queue.
 func (q *Queue) Layout() Layout { return q.layout }
 
-// Position says how far the queue has come. All chains must have been pushed.
+// Position returns the progress of the queue. All chains must have been pushed.
 func (q *Queue) Position() Position { return Position{q.nextAvail, q.nextUsed} }
 
-// SetPosition makes a fresh queue go on where a snapshot has stopped.
+// SetPosition makes a fresh queue continue at the position of a snapshot.
 func (q *Queue) SetPosition(p Position) {
 	q.nextAvail, q.nextUsed, q.signalled = p.NextAvail, p.NextUsed, p.NextUsed
 }
 
-// BadChains counts the chains that were given back because they were malformed.
-// Unlike the other methods it may be called at any time.
+// BadChains returns how many malformed chains were given back. Unlike the other methods it may be called at any
+// time.
 func (q *Queue) BadChains() uint64 { return q.bad.Load() }
 
-// Work is how much the driver has given the device to do so far: the bytes of all chains that were popped, and 256 for
-// each descriptor that was looked at. A device stops for a while after so much of it.
+// Work returns how much work the driver has caused so far: the bytes of all popped chains, and 256 for each
+// descriptor that was read. Devices use it to end a turn after a certain amount.
 func (q *Queue) Work() uint64 { return q.work }
 
-// Broken is the error after which the queue has stopped, or nil.
+// Broken returns the error that stopped the queue, or nil.
 func (q *Queue) Broken() error { return q.broken }
 
-// Break stops the queue for good because of err, unless it already has stopped:
-// all methods that can fail return err from now on.
+// Break stops the queue permanently because of err, unless it has already stopped: all methods that can fail return
+// err from now on.
 func (q *Queue) Break(err error) {
 	if q.broken == nil {
 		q.broken = err
 	}
 }
 
-// Pop takes the next chain that the driver has made available into c, which may
-// be used again and again. It reports false when there is none. Malformed chains
-// are returned to the driver with length zero and counted, and the next one is
-// tried, at most as many as the queue has entries; after many descriptors of
-// such chains it reports false as well, and the next call goes on.
+// Pop takes the next chain that the driver has made available into c, which the caller may reuse. It returns false
+// when there is none. It counts malformed chains, returns them to the driver with length zero, and tries the next
+// one, at most as many as the queue has entries. After many descriptors of such chains it also returns false, and
+// the next call continues.
 //
-// An error that wraps ErrDriver means that the ring itself is bad: the queue has
-// stopped for good, and the device should ask for a reset. Any other error is
-// the host's.
+// An error that wraps ErrDriver means that the ring itself is bad: the queue has stopped permanently, and the
+// device should ask for a reset. Any other error is the host's.
 func (q *Queue) Pop(c *Chain) (bool, error) {
 	if q.broken != nil {
 		return false, q.broken
@@ -194,8 +188,7 @@ func (q *Queue) Pop(c *Chain) (bool, error) {
 	return false, nil
 }
 
-// Pending reports whether the driver has made chains available that Pop has not
-// taken.
+// Pending reports whether the driver has made chains available that Pop has not taken.
 func (q *Queue) Pending() (bool, error) {
 	if q.broken != nil {
 		return false, q.broken
@@ -307,8 +300,8 @@ func decode(d []byte) (addr guestmem.GPA, n uint32, flags, next uint16) {
 		binary.LittleEndian.Uint16(d[14:])
 }
 
-// Push gives a chain back to the driver: head as in [Chain.Head], written is how
-// many bytes the device has put into its writable part.
+// Push gives a chain back to the driver. head is from [Chain.Head]; written is how many bytes the device has put
+// into the chain's writable part.
 func (q *Queue) Push(head uint16, written uint32) error {
 	if q.broken != nil {
 		return q.broken
@@ -327,9 +320,8 @@ func (q *Queue) Push(head uint16, written uint32) error {
 	return nil
 }
 
-// NeedsInterrupt reports whether the driver wants to hear of what has been
-// pushed since the last call (virtio 1.2, 2.7.7 and 2.7.10). Ask once after a
-// batch.
+// NeedsInterrupt reports whether the driver wants an interrupt for the chains pushed since the last call (virtio
+// 1.2, 2.7.7 and 2.7.10). Call it once after a batch.
 func (q *Queue) NeedsInterrupt() (bool, error) {
 	if q.broken != nil {
 		return false, q.broken
@@ -339,8 +331,7 @@ func (q *Queue) NeedsInterrupt() (bool, error) {
 	if last == q.nextUsed {
 		return false, nil
 	}
-	// The driver may be going to sleep right now: it must see our index, or we
-	// its wish.
+	// The driver may be going to sleep right now. It must see our index, or we must see that it wants an interrupt.
 	guestmem.Fence()
 	if !q.eventIdx {
 		flags, err := q.mem.LoadUint16(q.layout.Avail)
@@ -356,22 +347,20 @@ func (q *Queue) NeedsInterrupt() (bool, error) {
 	return q.nextUsed-event-1 < q.nextUsed-last, nil
 }
 
-// DisableKicks asks the driver not to kick while the device is polling. It is a
-// hint.
+// DisableKicks asks the driver not to kick while the device polls. It is a hint.
 func (q *Queue) DisableKicks() error {
 	if q.broken != nil {
 		return q.broken
 	}
 	if q.eventIdx {
-		// The driver kicks when it passes avail_event; leaving that behind
-		// is all that is needed.
+		// The driver kicks when it passes avail_event. It is enough not to update that.
 		return nil
 	}
 	return q.mem.StoreUint16(q.layout.Used, usedNoNotify)
 }
 
-// EnableKicks asks the driver to kick for its next chain, and reports whether
-// chains have come in meanwhile, which must then be popped without a kick.
+// EnableKicks asks the driver to kick for its next chain. It reports whether chains have arrived meanwhile: those
+// come without a kick, and the caller must pop them.
 func (q *Queue) EnableKicks() (bool, error) {
 	if q.broken != nil {
 		return false, q.broken

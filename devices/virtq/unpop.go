@@ -1,10 +1,9 @@
 package virtq
 
-// Unpop makes the chain that was popped last available again: the next Pop
-// returns it. It is for a device that finds out only with the chain in hand that
-// it has nothing to put in, for instance because a socket turned out to be
-// empty. The chain must not have been pushed; several chains, the last ones that
-// were popped, are given back in the reverse order of their popping.
+// Unpop makes the chain that was popped last available again: the next Pop returns it. Use it in a device that
+// finds out only after Pop that it has no data for the chain, for instance because a socket is empty. The chain
+// must not have been pushed. Several of the last popped chains must be given back in the reverse order of their
+// popping.
 func (q *Queue) Unpop(c *Chain) {
 	if q.broken != nil {
 		return

@@ -7,46 +7,42 @@ import (
 
 // Limits on connections.
 const (
-	// MaxConnections bounds all connections of one device together, those
-	// included whose client has not yet said where it wants to go.
+	// MaxConnections bounds all connections of one device together, including those whose client has not sent its
+	// line yet.
 	MaxConnections = 1024
-	// largeBuffer is what the guest may have in flight on each of the first
-	// largeBuffers connections, smallBuffer on each of the others, in bytes:
-	// 60 MiB altogether.
+	// largeBuffer is how many bytes the guest may have in flight on each of the first largeBuffers connections,
+	// smallBuffer on each of the others: 60 MiB altogether.
 	largeBuffer  = 256 << 10
 	smallBuffer  = 32 << 10
 	largeBuffers = 128
 )
 
-// Ports from firstHostPort up to lastHostPort are given to connections from the
-// host: above what services use.
+// Connections from the host get ports from firstHostPort to below lastHostPort: above what services use.
 const (
 	firstHostPort = 1 << 30
 	lastHostPort  = 1 << 31
 )
 
-// key tells connections apart; the context IDs are always the same.
+// key identifies a connection. The context IDs are always the same.
 type key struct{ guestPort, hostPort uint32 }
 
 type connState uint8
 
 const (
-	// stateHandshake: a host client has not said its line yet.
+	// stateHandshake: a host client has not sent its line yet.
 	stateHandshake connState = iota
-	// stateRequested: the guest has been asked, or will be, and has not
-	// answered.
+	// stateRequested: the device has sent the guest a request, or will, and has no answer yet.
 	stateRequested
 	// stateOpen: bytes flow.
 	stateOpen
-	// stateClosing: the guest has been told, or will be, that the host's end is
-	// gone, and has not confirmed.
+	// stateClosing: the device has told the guest, or will, that the host's end is gone. The guest has not
+	// confirmed.
 	stateClosing
-	// stateDraining: the connection is over for the guest; what it has sent
-	// still goes to the host client.
+	// stateDraining: the connection is over for the guest, but the host client still gets what the guest has sent.
 	stateDraining
 )
 
-// What is to be said to the guest, besides data.
+// What the device must tell the guest, besides data.
 const (
 	sayRequest = 1 << iota
 	sayResponse
@@ -58,27 +54,26 @@ const (
 // conn is one connection. It belongs to the engine's goroutine.
 type conn struct {
 	slot  int32 // in engine.slots
-	gen   int32 // tells late events of an earlier connection in the slot apart
+	gen   int32 // distinguishes late events of an earlier connection in the slot
 	fd    int   // -1 after the host's end was closed
 	state connState
 	key   key
-	own   bool // the host's end is this process's
+	own   bool // this process is at the host's end, or the client said "idle"
 
 	say    uint8
 	queued bool  // in the engine's queue towards the guest
-	next   *conn // there
+	next   *conn // in that queue
 
-	// readable: the socket may have bytes. It becomes false when a read finds
-	// none; epoll sets it again (edge-triggered).
+	// readable: the socket may have bytes. A read that finds none clears it; epoll sets it again (edge-triggered).
 	readable bool
 	eof      bool // the client has ended its direction
 	hup      bool // the client has closed
-	blocked  bool // the socket takes no more; EPOLLOUT is awaited
+	blocked  bool // the socket takes no more; the loop waits for EPOLLOUT
 	burst    int  // receive buffers to fill with one read
 
 	told   uint32 // shutdown flags sent to the guest
-	toTell uint32 // shutdown flags that it is to know
-	got    uint32 // shutdown flags received from it
+	toTell uint32 // shutdown flags that the guest must know
+	got    uint32 // shutdown flags received from the guest
 
 	// Towards the guest (virtio 1.2, 5.10.6.3). All counts wrap.
 	peerAlloc, peerForwarded uint32
@@ -92,10 +87,10 @@ type conn struct {
 	toldForwarded uint32
 	backlog       backlog
 
-	deadline int64 // of the state, in the engine's clock; 0 when there is none
+	deadline int64 // of the state, in the engine's clock; 0 means none
 }
 
-// credit is how many bytes the guest has room for.
+// credit returns how many bytes the guest has room for.
 func (c *conn) credit() int {
 	inFlight := c.sent - c.peerForwarded
 	if inFlight >= c.peerAlloc {
@@ -109,14 +104,14 @@ func (c *conn) wantsRead() bool {
 	return c.state == stateOpen && c.readable && !c.eof && c.got&shutdownReceive == 0
 }
 
-// backlog is a ring buffer of what a socket did not take at once.
+// backlog is a ring buffer of bytes that a socket did not take at once.
 type backlog struct {
 	buf  []byte
 	from int
 	n    int
 }
 
-// fill appends the next n bytes of r, which fit.
+// fill appends the next n bytes of r, which must fit.
 func (b *backlog) fill(r *virtq.Reader, n int) error {
 	for n > 0 {
 		at := (b.from + b.n) % len(b.buf)
@@ -130,7 +125,7 @@ func (b *backlog) fill(r *virtq.Reader, n int) error {
 	return nil
 }
 
-// flush writes to fd as much as it takes and returns how many bytes that was.
+// flush writes to fd as much as it takes and returns the number of bytes.
 func (b *backlog) flush(fd int) (int, error) {
 	done := 0
 	for b.n > 0 {

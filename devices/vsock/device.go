@@ -29,31 +29,27 @@ const (
 // featureStream says that stream sockets are supported (virtio 1.2, 5.10.3).
 const featureStream uint64 = 1 << 0
 
-// Limits on the context ID of a guest: 0 to 2 are taken, and the field has 32
-// bits that are not all ones (virtio 1.2, 5.10.4).
+// Limits on the context ID of a guest: 0 to 2 are reserved, and the field has 32 bits that are not all ones (virtio
+// 1.2, 5.10.4).
 const (
 	MinCID = 3
 	MaxCID = 1<<32 - 2
 )
 
-// Config says what a device is to be.
+// Config is the configuration of a device.
 type Config struct {
-	// CID is the guest's context ID, MinCID to MaxCID. Guests of different VMs
-	// may have the same. After Import it is the one of the saved state, which
-	// the guest knows.
+	// CID is the guest's context ID, MinCID to MaxCID. Guests of different VMs may share one. Import replaces it by
+	// the ID in the saved state, which the guest knows.
 	CID uint64
-	// Path is the Unix socket that host clients connect to; the guest reaches
-	// port P at Path_P. Its last element is at most 96 bytes long when Path
-	// itself fits in a Unix socket address; longer paths need /proc.
+	// Path is the Unix socket for host clients; the guest reaches port P at Path_P. Its last element is at most 96
+	// bytes long when Path itself fits in a Unix socket address; longer paths need /proc.
 	Path string
-	// Listener, when not nil, is a socket that listens already, on behalf of
-	// Path: the device takes a duplicate of it, and neither creates nor
-	// removes a file.
+	// Listener, if not nil, is a socket that already listens for Path: the device takes a duplicate of it, and
+	// neither creates nor removes a file.
 	Listener *os.File
 }
 
-// Device is a virtio socket device. All methods may be called from any
-// goroutine.
+// Device is a virtio socket device. Any goroutine may call its methods.
 type Device struct {
 	mem   *guestmem.Memory
 	stats Stats
@@ -62,12 +58,10 @@ type Device struct {
 	cid      uint64
 	endpoint *endpoint
 	engine   *engine // nil while the device is not active
-	// carried is what a snapshot has brought and nobody has told the guest
-	// yet. The engine takes it over.
+	// carried is the state from a snapshot that the guest has not been told yet. The engine takes it over.
 	carried *state
-	// nextPort is where the search for a free host port begins. It goes on
-	// after resets and restores, so that a new connection is not mistaken for
-	// an old one.
+	// nextPort is where the search for a free host port begins. It continues after resets and restores, so that a
+	// new connection is not mistaken for an old one.
 	nextPort uint32
 	closed   bool
 }
@@ -78,9 +72,9 @@ var (
 	_ devices.Stateful = (*Device)(nil)
 )
 
-// New makes a device and listens on its path. Clients that connect before the
-// guest's driver is ready wait. It fails with ErrInUse when another process
-// listens on the path, and with ErrPath when there cannot be a socket.
+// New makes a device and listens on its path. Clients that connect before the guest's driver is ready wait. New
+// fails with ErrInUse when another process listens on the path, and with ErrPath when the path cannot be a
+// socket's.
 func New(mem *guestmem.Memory, cfg Config) (*Device, error) {
 	if cfg.CID < MinCID || cfg.CID > MaxCID {
 		return nil, fmt.Errorf("making a vsock device: context ID %d is not from %d to %d", cfg.CID, MinCID, uint64(MaxCID))
@@ -92,13 +86,13 @@ func New(mem *guestmem.Memory, cfg Config) (*Device, error) {
 	return &Device{mem: mem, cid: cfg.CID, endpoint: e, nextPort: firstHostPort}, nil
 }
 
-// ID is the virtio device type.
+// ID returns the virtio device type.
 func (d *Device) ID() devices.ID { return devices.IDVsock }
 
-// Features offers stream sockets.
+// Features returns the features: stream sockets.
 func (d *Device) Features() uint64 { return featureStream }
 
-// QueueSizes is for rx, tx and event.
+// QueueSizes returns the sizes of rx, tx and event.
 func (d *Device) QueueSizes() []uint16 { return []uint16{rxSize, txSize, eventSlot} }
 
 // ReadConfig reads struct virtio_vsock_config (virtio 1.2, 5.10.4): the guest's
@@ -114,7 +108,7 @@ func (d *Device) ReadConfig(off uint32, p []byte) {
 // WriteConfig does nothing: the configuration space is read-only.
 func (d *Device) WriteConfig(uint32, []byte) {}
 
-// Activate starts the device. After a restore it stands still until Resume.
+// Activate starts the device. A restored one does nothing until Resume.
 func (d *Device) Activate(a devices.Activation) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -156,8 +150,7 @@ func (d *Device) reset() {
 	d.engine = nil
 }
 
-// Close resets the device and removes its socket. The device is of no use
-// afterwards.
+// Close resets the device and removes its socket. The device cannot be used afterwards.
 func (d *Device) Close() error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -169,10 +162,9 @@ func (d *Device) Close() error {
 	return d.endpoint.close()
 }
 
-// Pause stops the device. What the guest has sent until then goes to the host's
-// sockets as far as they take it without blocking; the rest is kept, and the
-// guest has not been told that it was received. Connections stay open, and new
-// clients wait.
+// Pause stops the device. The host's sockets get what the guest has sent until then, as far as they take it without
+// blocking. The device keeps the rest, and has not told the guest that it was received. Connections stay open, and
+// new clients wait.
 func (d *Device) Pause(ctx context.Context) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()

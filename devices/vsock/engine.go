@@ -10,51 +10,46 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// How patient the device is with the guest. Where guest kernel code is interpreted, and
-// the host is busy besides, a wake has been seen to take a quarter of a minute.
-// Variables, so that tests need not wait as long.
+// How long the device waits for the guest. With interpreted guest kernel code on a busy host, a wake has been seen
+// to take 15 seconds. Variables, so that tests need not wait as long.
 var (
 	// requestTimeout is how long the guest may take to accept a connection.
 	requestTimeout = time.Minute
-	// ackTimeout is how long new packets wait after a restore for the driver
-	// to handle the transport reset. A connection that is made before that is
-	// lost to the guest without the host ever hearing of it, so the wait ends
-	// only where the driver is not going to answer.
+	// ackTimeout is how long new packets wait after a restore for the driver to handle the transport reset. The
+	// guest would lose a connection made before that, and the host would never learn of it. So the device gives up
+	// only on a driver that is not going to answer.
 	ackTimeout = time.Minute
 )
 
 // Time limits and amounts of work.
 const (
-	// handshakeTimeout is how long a host client may take to say its line.
+	// handshakeTimeout is how long a host client may take to send its line.
 	handshakeTimeout = 5 * time.Second
-	// closeTimeout is how long the guest may take to confirm that a
-	// connection is over; Linux allows as much to us.
+	// closeTimeout is how long the guest may take to confirm that a connection is over; Linux allows us as much.
 	closeTimeout = 8 * time.Second
-	// acceptPause is how long the device does not accept when the host is out
-	// of file descriptors.
+	// acceptPause is how long the device stops accepting when the host is out of file descriptors.
 	acceptPause = 100 * time.Millisecond
-	// txNotifyDelay is how long transmitted buffers stay without an interrupt
-	// of their own. A driver does not wait for them unless its ring is full.
+	// txNotifyDelay is how long transmitted buffers wait for an interrupt of their own. A driver does not wait for
+	// them unless its ring is full.
 	txNotifyDelay = 5 * time.Millisecond
-	// txNotifyPart of the tx ring, used, is announced without delay.
+	// txNotifyPart: if this fraction of the tx ring is used (1/8), the device announces it at once.
 	txNotifyPart = 8
 
-	// turnChains bounds what one turn of the loop takes from each queue, and
-	// turnAccepts how many clients it accepts, so that everybody gets a turn.
+	// turnChains bounds what one turn of the loop takes from each queue, and turnAccepts how many clients it
+	// accepts, so that all work gets a turn.
 	turnChains  = 256
 	turnAccepts = 64
-	// maxBurst is how many receive buffers one read fills at most.
+	// maxBurst is the largest number of receive buffers that one read fills.
 	maxBurst = 16
-	// maxPacket is the most payload of one packet in bytes; Linux sends as
-	// much.
+	// maxPacket is the largest payload of one packet in bytes, the same as in Linux.
 	maxPacket = 64 << 10
-	// maxResets is how many resets wait for receive buffers at most.
+	// maxResets is the largest number of resets that wait for receive buffers.
 	maxResets = 4096
-	// spareBuffers is how many backlog buffers are kept for reuse.
+	// spareBuffers is how many backlog buffers the engine keeps for reuse.
 	spareBuffers = 4
 )
 
-// tokenListener is the token of the listener; those of connections are their slots.
+// tokenListener is the token of the listener. The token of a connection is its slot.
 const tokenListener int32 = -1
 
 // reset is a packet that refuses or ends a connection that the device does not
@@ -64,8 +59,8 @@ type reset struct {
 	typ uint16
 }
 
-// engine serves the device between Activate and Reset. After newEngine it belongs
-// to the goroutine of its loop, or to whoever has paused that.
+// engine serves the device between Activate and Reset. After newEngine it belongs to the goroutine of its loop, or
+// to the caller that has paused that.
 type engine struct {
 	mem      *guestmem.Memory
 	stats    *Stats
@@ -78,7 +73,7 @@ type engine struct {
 
 	start      time.Time
 	now        int64
-	carried    *state // to be announced to the guest
+	carried    *state // the engine must announce it to the guest
 	nextPort   uint32
 	conns      map[key]*conn
 	slots      []*conn
@@ -95,10 +90,10 @@ type engine struct {
 	txReady      bool
 	acceptReady  bool
 	acceptAfter  int64
-	quiet        bool  // the driver was asked not to kick rx
-	starved      bool  // rx buffers have run out, a kick is awaited
-	hold         bool  // nothing goes to the guest before it has handled the reset
-	holdUntil    int64 //
+	quiet        bool  // the engine asked the driver not to kick rx
+	starved      bool  // rx buffers have run out; the engine waits for a kick
+	hold         bool  // send nothing to the guest before it has handled the reset
+	holdUntil    int64 // at the latest
 	ackIndex     uint16
 	nextDeadline int64
 	txDeadline   int64
@@ -147,13 +142,12 @@ func newEngine(d *Device, a devices.Activation) (*engine, error) {
 func (e *engine) Rested(d time.Duration) {
 	// Time stands still for a paused guest.
 	e.start = e.start.Add(d)
-	// Kicks may have been lost with the process that took a snapshot.
+	// Kicks may have been lost with the process that took the snapshot.
 	e.txReady = true
 	e.starved = false
 }
 
-// Settle implements [devices.Looper]: it leaves nothing undone that the guest
-// believes to be done.
+// Settle implements [devices.Looper]: it finishes all that the guest believes to be done.
 func (e *engine) Settle() error {
 	e.now = e.clock()
 	if e.carried != nil {
@@ -161,7 +155,7 @@ func (e *engine) Settle() error {
 	}
 	begin := e.tx.Work()
 	err := e.drainTX(txSize)
-	// All connections together may hold 64 MiB for sockets that now take it.
+	// All connections together may hold 64 MiB for sockets that can take it now.
 	for _, c := range e.slots {
 		if e.loop.Enough(e.tx.Queue, begin) {
 			break
@@ -205,7 +199,7 @@ func (e *engine) Turn() (time.Duration, error) {
 	return e.timeout(), nil
 }
 
-// timeout is how long nothing is due.
+// timeout returns how long no work is due.
 func (e *engine) timeout() time.Duration {
 	if e.txReady || e.acceptReady && e.acceptAfter == 0 || e.work() {
 		return 0
@@ -222,7 +216,7 @@ func (e *engine) timeout() time.Duration {
 	return time.Duration(max(0, next-e.now))
 }
 
-// work reports whether something can go to the guest right now.
+// work reports whether the engine can send something to the guest right now.
 func (e *engine) work() bool {
 	return !e.hold && !e.starved && (e.head != nil || e.resetsCount > 0)
 }
@@ -237,7 +231,7 @@ func (e *engine) Ready(token, generation int32, events uint32) {
 	}
 }
 
-// Kicked implements [devices.Looper]. Every turn looks at the event queue while it matters.
+// Kicked implements [devices.Looper]. Every turn looks at the event queue while that matters.
 func (e *engine) Kicked(queue int) {
 	switch queue {
 	case queueTX:
@@ -247,7 +241,7 @@ func (e *engine) Kicked(queue int) {
 	}
 }
 
-// turn does what there is to do, in bounded amounts, and tells the guest once.
+// turn does the pending work, in bounded amounts, and interrupts the guest at most once.
 func (e *engine) turn() error {
 	if e.carried != nil {
 		if err := e.announce(); err != nil {
@@ -278,8 +272,8 @@ func (e *engine) turn() error {
 	return e.notify()
 }
 
-// queue remembers how much of what was used the driver has been told of. The
-// queue itself gives malformed chains back, so counting pushes would miss some.
+// queue remembers how many used buffers the driver knows of. The virtq gives malformed chains back itself, so
+// counting pushes would miss some.
 type queue struct {
 	*devices.Queue
 	announced uint16
@@ -296,7 +290,7 @@ func (q *queue) unannounced() uint16 { return q.Position().NextUsed - q.announce
 
 func (q *queue) news() bool { return q.unannounced() != 0 }
 
-// ask sets need if the driver wants to hear of the news.
+// ask sets need if the driver wants an interrupt for the news.
 func (q *queue) ask(need *bool) error {
 	q.announced = q.Position().NextUsed
 	wanted, err := q.NeedsInterrupt()
@@ -336,7 +330,7 @@ func (e *engine) notify() error {
 	return nil
 }
 
-// setDeadline lets the state of c expire after d, or never when d is zero.
+// setDeadline makes the state of c expire after d, or never if d is zero.
 func (e *engine) setDeadline(c *conn, d time.Duration) {
 	if d == 0 {
 		c.deadline = 0
@@ -348,7 +342,7 @@ func (e *engine) setDeadline(c *conn, d time.Duration) {
 	}
 }
 
-// expire ends what has taken too long.
+// expire ends connections whose state has expired.
 func (e *engine) expire() {
 	e.nextDeadline = 0
 	for _, c := range e.slots {

@@ -8,8 +8,7 @@ import (
 	"github.com/drowse-vm/drowse/devices/virtq"
 )
 
-// This file is about the guest's side: what its packets do, and how packets get
-// to it.
+// This file has the guest's side: what its packets do, and how packets get to it.
 
 // drainTX handles up to limit packets of the guest.
 func (e *engine) drainTX(limit int) error {
@@ -18,7 +17,7 @@ func (e *engine) drainTX(limit int) error {
 	return err
 }
 
-// packet handles one packet. Only errors of the host come back.
+// packet handles one packet. It returns only errors of the host.
 func (e *engine) packet(r *virtq.Reader) error {
 	e.stats.PacketsFromGuest.Add(1)
 	if err := r.ReadFull(e.raw[:]); err != nil {
@@ -36,8 +35,7 @@ func (e *engine) packet(r *virtq.Reader) error {
 	}
 	k := key{guestPort: h.srcPort, hostPort: h.dstPort}
 	if h.typ != typeStream {
-		// A packet of unknown type is answered with a reset (virtio 1.2,
-		// 5.10.6.4).
+		// A packet of unknown type gets a reset as its answer (virtio 1.2, 5.10.6.4).
 		e.stats.Violations.Add(1)
 		if h.op != opReset {
 			e.sendReset(k, h.typ)
@@ -46,8 +44,7 @@ func (e *engine) packet(r *virtq.Reader) error {
 	}
 	c := e.conns[k]
 	if c != nil && c.state == stateClosing && h.op == opRequest {
-		// The guest has forgotten a connection that we have not, and uses its
-		// port again.
+		// The guest has forgotten a connection that the device still has, and uses its port again.
 		e.drop(c)
 		c = nil
 	}
@@ -101,7 +98,7 @@ func (e *engine) violation(c *conn) {
 func (e *engine) request(k key, h *header) {
 	var c *conn
 	if fd, err := e.endpoint.connect(k.hostPort); err == nil {
-		// What the guest tells this process itself, as of its hooks, is no use of it.
+		// Connections to this process itself, such as those of its hooks, do not count as use.
 		c = e.newConn(fd, stateOpen, own(fd))
 	}
 	if c == nil {
@@ -114,7 +111,7 @@ func (e *engine) request(k key, h *header) {
 	e.enqueue(c)
 }
 
-// accepted opens a connection that the host has asked for.
+// accepted opens a connection that a host client has requested.
 func (e *engine) accepted(c *conn) {
 	if !e.greet(c) {
 		e.refuse(c)
@@ -122,12 +119,12 @@ func (e *engine) accepted(c *conn) {
 	}
 	c.state = stateOpen
 	e.setDeadline(c, 0)
-	// What the client has said early waits in the socket.
+	// Bytes that the client has sent early wait in the socket.
 	c.readable = true
 	e.enqueue(c)
 }
 
-// data passes bytes of the guest on.
+// data passes bytes of the guest on to the host.
 func (e *engine) data(c *conn, r *virtq.Reader, h *header) error {
 	n := h.len
 	switch {
@@ -140,7 +137,7 @@ func (e *engine) data(c *conn, r *virtq.Reader, h *header) error {
 	}
 	c.received += n
 	if c.fd < 0 || c.toTell&shutdownReceive != 0 {
-		// Sent before the guest knew that nobody reads any more.
+		// The guest sent this before it knew that the client does not read any more.
 		c.forwarded += n
 		return nil
 	}
@@ -183,15 +180,15 @@ func (e *engine) data(c *conn, r *virtq.Reader, h *header) error {
 	return nil
 }
 
-// ofSocket reports whether a transfer failed because of the socket, and not
-// because of guest memory, which is the machine's ruin.
+// ofSocket reports whether a transfer failed because of the socket. A failure of guest memory is fatal to the
+// machine.
 func ofSocket(err error) bool {
 	var errno unix.Errno
 	return errors.As(err, &errno) && errno != unix.EFAULT && errno != unix.EIO
 }
 
-// giveCredit tells the guest of new room once half of the buffer has become
-// free, unless some other packet has told it.
+// giveCredit tells the guest of new room once half of the buffer has become free, unless another packet has already
+// done so.
 func (e *engine) giveCredit(c *conn) {
 	if c.state == stateOpen && c.got&shutdownSend == 0 && c.forwarded-c.toldForwarded >= c.alloc/2 {
 		c.say |= sayCredit
@@ -199,7 +196,7 @@ func (e *engine) giveCredit(c *conn) {
 	}
 }
 
-// guestShutdown: the guest will not send, or not receive, any more.
+// guestShutdown handles a guest that will not send, or not receive, any more.
 func (e *engine) guestShutdown(c *conn, flags uint32) {
 	if c.state == stateRequested {
 		e.violation(c)
@@ -208,8 +205,8 @@ func (e *engine) guestShutdown(c *conn, flags uint32) {
 	news := flags &^ c.got
 	c.got |= flags
 	if c.got == shutdownBoth {
-		// Over. The reset confirms it (virtio 1.2, 5.10.6.5); what the guest
-		// has sent is ours to deliver.
+		// The connection is over. The reset confirms that (virtio 1.2, 5.10.6.5); the device must still deliver
+		// what the guest has sent.
 		e.sendReset(c.key, typeStream)
 		e.guestReset(c)
 		return
@@ -225,7 +222,7 @@ func (e *engine) guestShutdown(c *conn, flags uint32) {
 	}
 }
 
-// guestReset: the connection is over for the guest.
+// guestReset handles a connection that is over for the guest.
 func (e *engine) guestReset(c *conn) {
 	if c.backlog.n == 0 || c.fd < 0 {
 		e.drop(c)
@@ -238,7 +235,7 @@ func (e *engine) guestReset(c *conn) {
 	_ = unix.Shutdown(c.fd, unix.SHUT_RD)
 }
 
-// sendReset queues a reset for a connection that is not ours, or no longer.
+// sendReset queues a reset for a connection that the device does not have, or no longer has.
 func (e *engine) sendReset(k key, typ uint16) {
 	if e.resetsCount == len(e.resets) {
 		return // too many wait already
@@ -247,7 +244,7 @@ func (e *engine) sendReset(k key, typ uint16) {
 	e.resetsCount++
 }
 
-// enqueue makes a connection wait for its turn to send to the guest.
+// enqueue queues a connection to send to the guest.
 func (e *engine) enqueue(c *conn) {
 	if c.queued {
 		return
@@ -291,8 +288,8 @@ func (e *engine) unqueue(c *conn) {
 	c.queued, c.next = false, nil
 }
 
-// pumpRX sends to the guest what there is, one packet or one read for each
-// connection in turn, until its buffers run out.
+// pumpRX sends what waits for the guest, one packet or one read for each connection in turn, until the guest's
+// buffers run out.
 func (e *engine) pumpRX(limit int) error {
 	if !e.quiet {
 		e.quiet = true
@@ -355,8 +352,7 @@ func (e *engine) popRX(c *virtq.Chain) (bool, error) {
 	}
 }
 
-// serve sends one packet, or the result of one read, of a connection. The first
-// receive buffer is at hand.
+// serve sends one packet, or the result of one read, of a connection. The first receive buffer is already popped.
 func (e *engine) serve(c *conn) error {
 	say := func(bit uint8, h header) error {
 		c.say &^= bit
@@ -391,8 +387,7 @@ func (e *engine) serve(c *conn) error {
 	return nil
 }
 
-// forward reads from the client into receive buffers. It reports whether it
-// has used the one at hand.
+// forward reads from the client into receive buffers. It reports whether it has used the popped one.
 func (e *engine) forward(c *conn) (bool, error) {
 	credit := c.credit()
 	if credit == 0 {
@@ -417,7 +412,7 @@ func (e *engine) forward(c *conn) (bool, error) {
 			return false, err
 		}
 		if len(rs) > virtq.MaxSegments {
-			// More pieces than one call takes; the buffers so far will do.
+			// One call does not take that many pieces; the buffers so far are enough.
 			e.ranges = rs[:before]
 			e.rx.Unpop(&e.rxChain[chains])
 			break
@@ -437,7 +432,7 @@ func (e *engine) forward(c *conn) (bool, error) {
 			break
 		}
 		if e.rxChain[chains].Writer.Remaining() <= headerSize {
-			// Left to the next popRX, which gives it back.
+			// The next popRX gives it back.
 			e.rx.Unpop(&e.rxChain[chains])
 			break
 		}
@@ -477,12 +472,12 @@ func (e *engine) forward(c *conn) (bool, error) {
 	default:
 		return false, err
 	}
-	// The first buffer is as it was, for another packet.
+	// The first buffer is unused, for another packet.
 	e.rxChain[0].Writer = e.writers[0]
 	return false, nil
 }
 
-// pushData completes a packet whose n bytes of payload are in place.
+// pushData completes a packet whose n bytes of payload are already in place.
 func (e *engine) pushData(c *conn, i, n int) error {
 	c.sent += uint32(n)
 	h := header{op: opData, len: uint32(n)}
@@ -505,13 +500,13 @@ func (e *engine) address(c *conn, h *header) {
 	c.toldForwarded = c.forwarded
 }
 
-// sendOn puts a packet of a connection into the buffer at hand.
+// sendOn puts a packet of a connection into the popped buffer.
 func (e *engine) sendOn(c *conn, h *header) error {
 	e.address(c, h)
 	return e.send(h)
 }
 
-// sendFor puts a packet that belongs to no connection into the buffer at hand.
+// sendFor puts a packet that belongs to no connection into the popped buffer.
 func (e *engine) sendFor(h *header, k key) error {
 	h.srcCID, h.dstCID = HostCID, e.cid
 	h.srcPort, h.dstPort = k.hostPort, k.guestPort

@@ -8,15 +8,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// This file is about the host's side of connections: the listener, the line of
-// a new client, and the readiness of sockets.
+// This file has the host's side of connections: the listener, the line of a new client, and the readiness of
+// sockets.
 
-// maxLine bounds the line with which a host client begins, its end included, in
-// bytes.
+// maxLine bounds the first line of a host client in bytes, including its end.
 const maxLine = 32
 
-// watched are the events that every connection listens to; EPOLLHUP and
-// EPOLLERR always come.
+// watched are the events that the loop watches for every connection; epoll always adds EPOLLHUP and EPOLLERR.
 const watched = unix.EPOLLIN | unix.EPOLLRDHUP
 
 // accept takes new host clients.
@@ -40,7 +38,7 @@ func (e *engine) accept() {
 			e.acceptReady = false
 			return
 		default:
-			// Out of descriptors or memory: those that wait, wait longer.
+			// The host is out of descriptors or memory: let clients wait longer.
 			e.acceptAfter = e.now + int64(acceptPause)
 			return
 		}
@@ -50,15 +48,15 @@ func (e *engine) accept() {
 	}
 }
 
-// own says whether this very process is at the other end (unix(7), SO_PEERCRED): it has connected,
-// or listens there.
+// own reports whether this process itself is at the other end (unix(7), SO_PEERCRED): it has connected, or listens
+// there.
 func own(fd int) bool {
 	cred, err := unix.GetsockoptUcred(fd, unix.SOL_SOCKET, unix.SO_PEERCRED)
 	return err == nil && int(cred.Pid) == unix.Getpid()
 }
 
-// newConn makes a connection around fd, which it owns from then on; nil when
-// there are too many. It counts as a use unless this process is at its other end.
+// newConn makes a connection that owns fd, or closes fd and returns nil if there are too many. The connection
+// counts as a use unless this process is at its other end.
 func (e *engine) newConn(fd int, s connState, own bool) *conn {
 	if e.open >= MaxConnections {
 		unix.Close(fd)
@@ -88,8 +86,7 @@ func (e *engine) newConn(fd int, s connState, own bool) *conn {
 	return c
 }
 
-// register makes a connection known by its ports, and gives it its share of the
-// buffer space.
+// register records a connection by its ports, and gives it its share of the buffer space.
 func (e *engine) register(c *conn, k key) {
 	c.alloc = smallBuffer
 	if e.large < largeBuffers {
@@ -110,7 +107,7 @@ func (e *engine) closeHost(c *conn) {
 	e.discard(c)
 }
 
-// discard forgets what the client has not read. The guest gets its credit back.
+// discard drops what the client has not read. The guest gets its credit back.
 func (e *engine) discard(c *conn) {
 	c.forwarded += uint32(c.backlog.n)
 	e.stats.Buffered.Add(-uint64(c.backlog.n))
@@ -140,7 +137,7 @@ func (e *engine) takeBuffer(c *conn) {
 	c.backlog.buf = make([]byte, c.alloc)
 }
 
-// forget takes the guest's end away: no packet finds the connection any more.
+// forget removes the guest's end: no packet finds the connection any more.
 func (e *engine) forget(c *conn) {
 	if e.conns[c.key] == c {
 		delete(e.conns, c.key)
@@ -149,7 +146,7 @@ func (e *engine) forget(c *conn) {
 	c.say = 0
 }
 
-// drop ends a connection without a word to the guest.
+// drop ends a connection without telling the guest.
 func (e *engine) drop(c *conn) {
 	e.forget(c)
 	e.closeHost(c)
@@ -202,7 +199,7 @@ func (e *engine) ready(c *conn, events uint32) {
 		} else if c.wantsRead() {
 			e.enqueue(c)
 		} else if c.hup && c.got&shutdownReceive != 0 {
-			// Nobody wants what the client has left behind.
+			// The guest does not want what the client has left behind.
 			c.eof = true
 			e.ended(c)
 		}
@@ -213,7 +210,7 @@ func (e *engine) ready(c *conn, events uint32) {
 	}
 }
 
-// handshake reads the client's line, and no byte beyond it.
+// handshake reads the client's line, and no byte after it.
 func (e *engine) handshake(c *conn) {
 	n, _, err := unix.Recvfrom(c.fd, e.line[:], unix.MSG_PEEK|unix.MSG_DONTWAIT)
 	switch {
@@ -250,8 +247,7 @@ func (e *engine) handshake(c *conn) {
 	e.enqueue(c)
 }
 
-// parseConnect understands "CONNECT <port>", and "CONNECT <port> idle" for a connection that is
-// no use of the guest.
+// parseConnect parses "CONNECT <port>", and "CONNECT <port> idle" for a connection that does not count as use.
 func parseConnect(line string) (port uint32, idle, ok bool) {
 	digits, ok := strings.CutPrefix(line, "CONNECT ")
 	if !ok {
@@ -266,8 +262,7 @@ func parseConnect(line string) (port uint32, idle, ok bool) {
 	return uint32(n), idle, true
 }
 
-// freePort finds a host port that makes a new key. There are far fewer
-// connections than ports.
+// freePort returns a host port that makes a new key. There are far fewer connections than ports.
 func (e *engine) freePort(guestPort uint32) uint32 {
 	for {
 		p := e.nextPort
@@ -281,7 +276,7 @@ func (e *engine) freePort(guestPort uint32) uint32 {
 	}
 }
 
-// refuse ends a connection that was not established. The guest gets a reset if it has heard of it.
+// refuse ends a connection that was not established. The guest gets a reset if it knows of the connection.
 func (e *engine) refuse(c *conn) {
 	if c.state == stateHandshake || c.say&sayRequest != 0 {
 		e.drop(c)
@@ -295,7 +290,7 @@ func (e *engine) greet(c *conn) bool {
 	line := append(e.line[:0], "OK "...)
 	line = strconv.AppendUint(line, uint64(c.key.hostPort), 10)
 	line = append(line, '\n')
-	// Nothing has been written to this socket before, so it has room.
+	// This is the first write to the socket, so it has room.
 	n, err := unix.Write(c.fd, line)
 	return err == nil && n == len(line)
 }
@@ -314,8 +309,8 @@ func (e *engine) ended(c *conn) {
 	}
 }
 
-// hungUp asks whether a client that has ended its direction has closed, which
-// the next epoll event would tell: the guest need not hear of it twice.
+// hungUp reports whether a client that has ended its direction has also closed. The next epoll event would report
+// that, but the guest need not be told twice.
 func hungUp(fd int) bool {
 	p := [1]unix.PollFd{{Fd: int32(fd)}}
 	n, err := unix.Poll(p[:], 0)
@@ -375,8 +370,7 @@ func (e *engine) unblock(c *conn) {
 	_ = e.loop.Change(c.fd, watched, c.slot, c.gen)
 }
 
-// unwritable: the client takes no more bytes. It may still have some for the
-// guest.
+// unwritable handles a client that takes no more bytes. It may still have some for the guest.
 func (e *engine) unwritable(c *conn) {
 	e.discard(c)
 	if c.state == stateDraining {

@@ -13,12 +13,12 @@ import (
 // ErrInUse says that another process already listens on the socket path.
 var ErrInUse = errors.New("the vsock path is in use")
 
-// ErrPath says that a path cannot be that of a Unix socket.
+// ErrPath says that there cannot be a Unix socket at a path.
 var ErrPath = errors.New("unusable vsock path")
 
 const (
-	// listenBacklog is how many host clients wait while nobody accepts: during
-	// boot, while paused, before the driver is ready.
+	// listenBacklog is how many host clients wait while the device does not accept: during boot, while paused,
+	// before the driver is ready.
 	listenBacklog = 128
 	// maxSunPath is the longest name that fits in sockaddr_un with its final
 	// zero, in bytes.
@@ -29,8 +29,8 @@ const (
 	lockTries = 16
 )
 
-// endpoint is the device's place in the file system: the socket that host
-// clients connect to, and the prefix of those that the guest can reach.
+// endpoint is the device's place in the file system: the socket for host clients, and the prefix of the sockets
+// that the guest can reach.
 type endpoint struct {
 	path  string
 	dir   *os.File // the directory that holds the socket
@@ -41,9 +41,8 @@ type endpoint struct {
 	lock  *os.File
 }
 
-// openEndpoint makes the listening socket at path, or takes listener when it is
-// not nil. A socket file whose owner has died is replaced; one that somebody
-// listens on is not.
+// openEndpoint makes the listening socket at path, or takes listener if it is not nil. It replaces a socket file
+// whose owner has died, but not one with a listener.
 func openEndpoint(path string, listener *os.File) (_ *endpoint, err error) {
 	path, err = absolute(path)
 	if err != nil {
@@ -79,8 +78,7 @@ func openEndpoint(path string, listener *os.File) (_ *endpoint, err error) {
 	return e, e.listen()
 }
 
-// absolute makes the path independent of later changes of the working
-// directory. A final slash stays, so that it is refused.
+// absolute makes the path independent of later changes of the working directory. It refuses a final slash.
 func absolute(path string) (string, error) {
 	if path == "" || path[len(path)-1] == '/' {
 		return "", fmt.Errorf("vsock path %q: %w: it must end in a file name", path, ErrPath)
@@ -92,9 +90,8 @@ func absolute(path string) (string, error) {
 	return abs, nil
 }
 
-// address is a name for the socket with the given suffix that fits in
-// sockaddr_un: where the path itself is too long, one by way of the open
-// directory.
+// address returns a name for the socket with the given suffix that fits in sockaddr_un. If the path itself is too
+// long, the name leads through the open directory.
 func (e *endpoint) address(suffix string) string {
 	if len(e.path)+maxPortSuffix <= maxSunPath {
 		return e.path + suffix
@@ -118,8 +115,8 @@ func (e *endpoint) adopt(listener *os.File) error {
 	return nil
 }
 
-// acquire locks the path against other owners, for as long as this process
-// lives or until close. It opens by the directory's descriptor, and devices do without internal/osfile.
+// acquire locks the path against other owners, for as long as this process lives or until close. It opens the lock
+// by the directory's descriptor. Devices do not use internal/osfile.
 func (e *endpoint) acquire() error {
 	name := e.base + ".lock"
 	for range lockTries {
@@ -135,7 +132,7 @@ func (e *endpoint) acquire() error {
 			}
 			return fmt.Errorf("locking vsock path %q: %w", e.path, err)
 		}
-		// The previous owner may have removed the file that we have locked.
+		// The previous owner may have removed the file that this process has locked.
 		var mine, there unix.Stat_t
 		if err := unix.Fstat(fd, &mine); err != nil {
 			lock.Close()
@@ -151,7 +148,7 @@ func (e *endpoint) acquire() error {
 	return fmt.Errorf("vsock path %q: %w: its lock file keeps changing", e.path, ErrInUse)
 }
 
-// clearStale removes a socket that nobody listens on. The lock is held.
+// clearStale removes a socket without a listener. The caller holds the lock.
 func (e *endpoint) clearStale() error {
 	var st unix.Stat_t
 	err := unix.Fstatat(int(e.dir.Fd()), e.base, &st, unix.AT_SYMLINK_NOFOLLOW)
@@ -185,8 +182,7 @@ func (e *endpoint) listen() error {
 		return fmt.Errorf("creating the socket for vsock path %q: %w", e.path, err)
 	}
 	e.fd = fd
-	// The mode of an unbound socket becomes that of its file, so there is no
-	// moment at which others could connect.
+	// The file gets the mode of the unbound socket, so no other user can connect at any moment.
 	if err := unix.Fchmod(fd, 0o600); err != nil {
 		return fmt.Errorf("setting the mode of vsock path %q: %w", e.path, err)
 	}
@@ -205,8 +201,8 @@ func (e *endpoint) listen() error {
 	return nil
 }
 
-// connect reaches whoever serves the given port for the guest. It does not
-// block: a listener whose backlog is full is unix.EAGAIN.
+// connect connects to the service at the given port for the guest. It does not block: if the backlog of a listener
+// is full it fails with unix.EAGAIN.
 func (e *endpoint) connect(port uint32) (int, error) {
 	return connectUnix(e.address("_" + strconv.FormatUint(uint64(port), 10)))
 }
@@ -248,7 +244,7 @@ func (e *endpoint) close() error {
 		e.owned = false
 	}
 	if e.lock != nil {
-		// Removed while it is locked; whoever waits for it looks again.
+		// Remove the file while it is locked. A process that waits for the lock looks again.
 		if err := unix.Unlinkat(int(e.dir.Fd()), e.base+".lock", 0); err != nil && !errors.Is(err, unix.ENOENT) {
 			errs = append(errs, fmt.Errorf("removing the lock of vsock path %q: %w", e.path, err))
 		}

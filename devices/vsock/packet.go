@@ -8,7 +8,7 @@ const HostCID = 2
 // headerSize is the size of struct virtio_vsock_hdr in bytes (virtio 1.2, 5.10.6).
 const headerSize = 44
 
-// typeStream is the only socket type that the device has.
+// typeStream is the only socket type that the device supports.
 const typeStream = 1
 
 // Operations of packets (virtio 1.2, 5.10.6).
@@ -22,8 +22,7 @@ const (
 	opCreditRequest = 7
 )
 
-// Flags of opShutdown: the sender of the packet will not receive, or not send,
-// any more (virtio 1.2, 5.10.6.5).
+// Flags of opShutdown: the sender of the packet will not receive, or not send, any more (virtio 1.2, 5.10.6.5).
 const (
 	shutdownReceive = 1
 	shutdownSend    = 2

@@ -13,21 +13,20 @@ const (
 	stateVersion = 1
 )
 
-// maxRefused bounds the refused connections of a saved state: queued resets, and
-// connections that the guest waits for.
+// maxRefused bounds the refused connections of a saved state: queued resets, and connections that the guest waits
+// for.
 const maxRefused = maxResets + MaxConnections
 
-// state is what a snapshot keeps.
+// state is the state of the device in a snapshot.
 type state struct {
 	cid      uint64
 	nextPort uint32
-	// reset asks for a transport reset even when no connection is live.
+	// reset reports that a transport reset is needed even when no connection is live.
 	reset bool
 	// live are connections that the guest has, or may have, established.
 	live []key
-	// refused are connections of which a reset is on its way, or that the
-	// guest still waits for. Linux resets only established ones on a
-	// transport reset.
+	// refused are connections with a reset on its way, or for which the guest still waits. On a transport reset
+	// Linux resets only established ones.
 	refused []key
 }
 
@@ -71,8 +70,8 @@ func decodeState(p devices.Payload) (*state, error) {
 	return s, d.Finish()
 }
 
-// Export returns the state of a paused device. It fails with [devices.ErrNotPaused] when
-// the device is active and runs.
+// Export returns the state of a paused device. It fails with [devices.ErrNotPaused] when the device is active and
+// not paused.
 func (d *Device) Export() (devices.Payload, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -92,8 +91,8 @@ func (d *Device) Export() (devices.Payload, error) {
 	return devices.Payload{Kind: stateKind, Version: stateVersion, Data: s.encode()}, nil
 }
 
-// Import takes over a saved state. The guest's context ID becomes the saved one,
-// and with [Device.Activate] the guest learns that its connections are gone.
+// Import loads a saved state. The guest's context ID becomes the saved one. After [Device.Activate] the guest
+// learns that its connections are gone.
 func (d *Device) Import(p devices.Payload) error {
 	s, err := decodeState(p)
 	if err != nil {
@@ -108,7 +107,7 @@ func (d *Device) Import(p devices.Payload) error {
 	return nil
 }
 
-// export fills in what the guest knows or awaits. The loop is parked.
+// export fills in what the guest knows or waits for. The loop must be paused.
 func (e *engine) export(s *state) {
 	s.nextPort = e.nextPort
 	s.reset = e.hold
@@ -134,7 +133,7 @@ func (e *engine) export(s *state) {
 	s.refused = s.refused[:min(len(s.refused), maxRefused)]
 }
 
-// announce tells a restored guest which connections have not survived.
+// announce tells a restored guest which connections are gone.
 func (e *engine) announce() error {
 	s := e.carried
 	e.carried = nil
@@ -156,9 +155,8 @@ func (e *engine) announce() error {
 	return nil
 }
 
-// transportReset puts the event into the event queue, and then holds back all
-// packets until the driver has given the buffer back. It reports false when the
-// driver has posted no buffer.
+// transportReset puts the event into the event queue, and then holds back all packets until the driver has given
+// the buffer back. It returns false if the driver has posted no buffer.
 func (e *engine) transportReset() (bool, error) {
 	if e.event == nil {
 		return false, nil
@@ -186,8 +184,8 @@ func (e *engine) transportReset() (bool, error) {
 	}
 	e.hold, e.ackIndex = true, index
 	e.holdUntil = e.now + int64(ackTimeout)
-	// A kick is wanted for the next buffer, which comes after those that are
-	// there: the queue asks for it where it stands, so it goes there and back.
+	// The device needs a kick for the next new buffer, after those already posted. EnableKicks asks for one at the
+	// queue's position, so pop all posted buffers first and unpop them afterwards.
 	left := 0
 	for ; left < eventSlot; left++ {
 		if ok, err := e.event.Pop(c); err != nil || !ok {
@@ -204,7 +202,7 @@ func (e *engine) transportReset() (bool, error) {
 	return true, err
 }
 
-// eventIndex is the driver's index in the event queue.
+// eventIndex returns the driver's index in the event queue.
 func (e *engine) eventIndex() (uint16, error) {
 	return e.mem.LoadUint16(e.event.Layout().Avail + 2)
 }

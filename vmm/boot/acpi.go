@@ -7,9 +7,8 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// ACPI tables, by the ACPI specification 6.5, chapters 5 (tables), 6.4 (resource
-// descriptors) and 20 (AML). The machine is hardware-reduced: no PM timer, no SCI,
-// no FACS; reset and power-off are the registers that the FADT names.
+// ACPI tables, after the ACPI specification 6.5, chapters 5 (tables), 6.4 (resource descriptors) and 20 (AML). The
+// machine is hardware-reduced: no PM timer, no SCI, no FACS. The FADT names the registers for reset and power-off.
 
 func writeACPI(mem *guestmem.Memory, c Config) (guestmem.GPA, error) {
 	const xsdtAddr = acpiAddr + 64 // after the RSDP
@@ -57,8 +56,7 @@ func writeACPI(mem *guestmem.Memory, c Config) (guestmem.GPA, error) {
 	return acpiAddr, nil
 }
 
-// GenerationIDAddr is a good place for the VM generation ID: reserved memory, a
-// page of its own.
+// GenerationIDAddr is an address for the VM generation ID: a page of its own in reserved memory.
 const GenerationIDAddr guestmem.GPA = 0xff000
 
 const generationIDFloor = GenerationIDAddr
@@ -81,7 +79,7 @@ func table(signature string, revision byte, body []byte) []byte {
 	return t
 }
 
-// gas is a Generic Address Structure for an I/O port of one byte (ACPI 5.2.3.2).
+// gas returns a Generic Address Structure for an I/O port of one byte (ACPI 5.2.3.2).
 func gas(port uint16) []byte {
 	if port == 0 {
 		return make([]byte, 12)
@@ -166,8 +164,7 @@ func dsdt(c Config) []byte {
 		)...)
 	}
 	if h.GenerationID != 0 {
-		// The guest is told by a Generic Event Device (ACPI 5.6.9), since a
-		// hardware-reduced machine has no GPEs.
+		// A Generic Event Device notifies the guest (ACPI 5.6.9), since a hardware-reduced machine has no GPEs.
 		devs = append(devs, amlDevice("VGEN",
 			amlName("_HID", amlString("DRWSVGEN")),
 			amlName("_CID", amlString("VM_Gen_Counter")),

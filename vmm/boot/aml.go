@@ -2,8 +2,7 @@ package boot
 
 import "encoding/binary"
 
-// The little of ACPI Machine Language that the DSDT needs (ACPI 20.2). Names are
-// four characters.
+// The part of ACPI Machine Language that the DSDT needs (ACPI 20.2). Names are four characters.
 
 func amlPkgLength(n int) []byte {
 	// The length counts itself (ACPI 20.2.4).
@@ -93,13 +92,13 @@ func amlPackage(elements ...[]byte) []byte {
 	return amlBlock([]byte{0x12}, join([]byte{byte(len(elements))}, join(elements...)))
 }
 
-// amlResources is a buffer with resource descriptors and an end tag (ACPI 6.4.2.9).
+// amlResources encodes a buffer with resource descriptors and an end tag (ACPI 6.4.2.9).
 func amlResources(descriptors ...[]byte) []byte {
 	body := append(join(descriptors...), 0x79, 0)
 	return amlBlock([]byte{0x11}, join(amlInt(uint64(len(body))), body))
 }
 
-// memory32 is a 32-bit fixed memory range, read-write (ACPI 6.4.3.4).
+// memory32 encodes a 32-bit fixed memory range, read-write (ACPI 6.4.3.4).
 func memory32(base, size uint32) []byte {
 	le := binary.LittleEndian
 	out := []byte{0x86, 9, 0, 1}
@@ -107,13 +106,13 @@ func memory32(base, size uint32) []byte {
 	return le.AppendUint32(out, size)
 }
 
-// edge is an edge-triggered, active-high, exclusive interrupt (ACPI 6.4.3.6).
+// edge encodes an edge-triggered, active-high, exclusive interrupt (ACPI 6.4.3.6).
 func edge(gsi uint32) []byte {
 	const consumerEdge = 0x3
 	return binary.LittleEndian.AppendUint32([]byte{0x89, 6, 0, consumerEdge, 1}, gsi)
 }
 
-// ioPorts is a fixed range of I/O ports with 16-bit decoding (ACPI 6.4.2.5).
+// ioPorts encodes a fixed range of I/O ports with 16-bit decoding (ACPI 6.4.2.5).
 func ioPorts(base uint16, n byte) []byte {
 	le := binary.LittleEndian
 	out := []byte{0x47, 1}

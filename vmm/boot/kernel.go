@@ -19,7 +19,7 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// Why a file cannot be booted.
+// The reasons why a file cannot be booted.
 var (
 	ErrNotKernel = errors.New("not an x86-64 Linux kernel")
 	ErrNoRoom    = errors.New("does not fit into the guest's memory")
@@ -28,7 +28,7 @@ var (
 // maxKernel bounds a kernel image, packed or not, in bytes.
 const maxKernel = 512 << 20
 
-// loaded is where a kernel image went.
+// loaded says where a kernel image is in RAM.
 type loaded struct {
 	entry guestmem.GPA
 	end   guestmem.GPA
@@ -36,8 +36,8 @@ type loaded struct {
 	header []byte
 }
 
-// loadKernel puts the kernel at path into RAM: an ELF vmlinux, or a bzImage, whose
-// payload is unpacked here, since in the guest that would take seconds.
+// loadKernel loads the kernel at path into RAM: an ELF vmlinux, or a bzImage. It unpacks the payload of a bzImage,
+// which would take seconds in the guest.
 func loadKernel(mem *guestmem.Memory, path string) (loaded, error) {
 	f, err := os.Open(path)
 	if err != nil {
@@ -75,8 +75,8 @@ func notKernel(path, why string) error {
 // maxSegments bounds the PT_LOAD segments of a kernel; Linux has five.
 const maxSegments = 64
 
-// loadELF copies the PT_LOAD segments to their physical addresses, once all of them are known to be sound. When file is
-// not nil the bytes go straight from it into the guest. size is how many bytes r has.
+// loadELF copies the PT_LOAD segments to their physical addresses, once it has checked all of them. If file is not
+// nil the bytes go straight from it into the guest. size is the number of bytes of r.
 func loadELF(mem *guestmem.Memory, path string, r io.ReaderAt, size int64, file *os.File) (loaded, error) {
 	e, err := elf.NewFile(r)
 	if err != nil {
@@ -104,7 +104,7 @@ func loadELF(mem *guestmem.Memory, path string, r io.ReaderAt, size int64, file 
 		if p.Off > uint64(size) || p.Filesz > uint64(size)-p.Off {
 			return loaded{}, notKernel(path, fmt.Sprintf("its segment at %#x reaches beyond the file: it is truncated", p.Paddr))
 		}
-		// Segments could all name the same bytes of the file.
+		// All segments could name the same bytes of the file.
 		if total += p.Filesz; total > maxKernel || len(segments) == maxSegments {
 			return loaded{}, notKernel(path, fmt.Sprintf("more than %d segments, or of more than %d MiB", maxSegments, maxKernel>>20))
 		}
@@ -156,11 +156,11 @@ const (
 	hdrEnd           = 0x290
 )
 
-// maxXzDict bounds the memory of an xz stream, in bytes: scripts/xz_wrap.sh asks for 128 MiB at most.
+// maxXzDict bounds the memory for an xz stream, in bytes: scripts/xz_wrap.sh asks for at most 128 MiB.
 const maxXzDict = 128 << 20
 
-// UnpackBzImage returns the ELF kernel inside a bzImage, and the image's setup
-// header from offset 0x1f1 on. It knows gzip, bzip2, lzma, xz, lz4 and zstd.
+// UnpackBzImage returns the ELF kernel inside a bzImage, and the image's setup header from offset 0x1f1 on. It
+// supports gzip, bzip2, lzma, xz, lz4 and zstd.
 func UnpackBzImage(image []byte) (vmlinux, header []byte, err error) {
 	if len(image) < hdrEnd || binary.LittleEndian.Uint16(image[hdrBootFlag:]) != 0xaa55 ||
 		string(image[hdrMagic:hdrMagic+4]) != "HdrS" {
@@ -198,7 +198,7 @@ func unpack(p []byte) ([]byte, error) {
 	case bytes.HasPrefix(p, []byte{0x1f, 0x8b}):
 		out, err = gzip.NewReader(r)
 	case bytes.HasPrefix(p, []byte("\xfd7zXZ\x00")):
-		// Kernels are filtered for x86 before LZMA2 (scripts/xz_wrap.sh), which github.com/ulikunitz/xz does not know.
+		// Kernels have an x86 filter (scripts/xz_wrap.sh), which github.com/ulikunitz/xz does not support.
 		z, zerr := xz.NewReader(r, maxXzDict)
 		if zerr == nil {
 			z.Multistream(false) // the unpacked size follows
@@ -227,12 +227,12 @@ func unpack(p []byte) ([]byte, error) {
 	if size > maxKernel {
 		return nil, fmt.Errorf("it says that it unpacks to %d MiB, more than %d", size>>20, maxKernel>>20)
 	}
-	// What it says may be a lie: beyond what kernels expand to, memory is taken as it is filled.
+	// The size may be false. Beyond the usual expansion of kernels, the buffer grows only as it fills.
 	const usual = 16
 	vmlinux := bytes.NewBuffer(make([]byte, 0, min(int(size), usual*len(p))+bytes.MinRead))
 	n, err := vmlinux.ReadFrom(io.LimitReader(out, int64(size)))
 	if n == int64(size) {
-		return vmlinux.Bytes(), nil // what follows the kernel in the payload is of no concern
+		return vmlinux.Bytes(), nil // the payload may have more bytes after the kernel
 	}
 	if err == nil {
 		err = io.ErrUnexpectedEOF

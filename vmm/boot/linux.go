@@ -9,23 +9,22 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// Config says what to boot.
+// Config is what Load loads.
 type Config struct {
 	// Kernel is the path of an ELF vmlinux or of a bzImage.
 	Kernel string
-	// Initramfs is the path of an archive to hand to the kernel, or empty.
+	// Initramfs is the path of an archive for the kernel, or empty.
 	Initramfs string
 	// Cmdline is the kernel's command line, at most MaxCmdline bytes of ASCII.
 	Cmdline string
-	// Seed is given to the kernel's random number generator, at most 64 bytes;
-	// the kernel wipes it from memory. It spares the guest most of the cost of
-	// being without RDRAND early in the boot.
+	// Seed goes into the kernel's random number generator, at most 64 bytes; the kernel wipes it from memory. It
+	// saves a guest without RDRAND most of the cost of waiting for entropy early in the boot.
 	Seed []byte
 	// VCPUs is the number of CPUs that the tables describe, 1 to MaxVCPUs.
 	VCPUs int
-	// Devices are described in the ACPI tables.
+	// Devices are the virtio devices that the ACPI tables describe.
 	Devices []VirtioMMIO
-	// Hardware describes the other things the tables must name.
+	// Hardware is the other hardware that the tables describe.
 	Hardware Hardware
 }
 
@@ -39,14 +38,13 @@ type VirtioMMIO struct {
 	GSI  uint32
 }
 
-// CmdlineParam is how the device is named on the command line of a kernel that has
-// no ACPI (virtio_mmio.device=, Documentation/admin-guide/kernel-parameters.txt).
+// CmdlineParam returns the parameter that names the device on the command line of a kernel without ACPI
+// (virtio_mmio.device=, Documentation/admin-guide/kernel-parameters.txt).
 func (d VirtioMMIO) CmdlineParam() string {
 	return fmt.Sprintf("virtio_mmio.device=%d@%#x:%d", d.Size, uint64(d.Base), d.GSI)
 }
 
-// Hardware is what the ACPI tables say besides virtio devices. A zero port leaves
-// the item out.
+// Hardware is the hardware besides virtio devices that the ACPI tables describe. A zero port leaves the item out.
 type Hardware struct {
 	SerialPort   uint16 // 16550A, 8 ports
 	SerialGSI    uint32
@@ -67,7 +65,7 @@ type Entry struct {
 	GDTLimit      uint16
 }
 
-// Load puts everything into RAM.
+// Load writes the kernel and its boot data into RAM and returns the state of the first vCPU.
 func Load(mem *guestmem.Memory, c Config) (Entry, error) {
 	if len(c.Cmdline) > MaxCmdline {
 		return Entry{}, fmt.Errorf("kernel command line of %d bytes: the kernel takes %d: shorten it", len(c.Cmdline), MaxCmdline)
@@ -112,7 +110,7 @@ func Load(mem *guestmem.Memory, c Config) (Entry, error) {
 	}, nil
 }
 
-// loadInitramfs puts the archive as high as low memory allows, page aligned.
+// loadInitramfs loads the archive as high as low memory allows, page aligned.
 func loadInitramfs(mem *guestmem.Memory, path string, kernelEnd guestmem.GPA) (guestmem.GPA, uint32, error) {
 	if path == "" {
 		return 0, 0, nil
@@ -245,11 +243,11 @@ func writePageTables(mem *guestmem.Memory) error {
 	return mem.Write(pageTables, p)
 }
 
-// The descriptors that the boot protocol asks for: flat code at selector 0x10,
-// flat data at 0x18; and a task state segment, which VMX wants.
+// The descriptors that the boot protocol needs: flat code at selector 0x10, flat data at 0x18. VMX also needs a
+// task state segment.
 var gdt = [...]uint64{0, 0, 0x00af9b000000ffff, 0x00cf93000000ffff, 0x008f8b000000ffff}
 
-// Selectors of these.
+// Selectors of these descriptors.
 const (
 	SelectorCode = 0x10
 	SelectorData = 0x18

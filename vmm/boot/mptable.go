@@ -32,7 +32,7 @@ func writeMPTable(mem *guestmem.Memory, vcpus int) error {
 		if i == 0 {
 			flags |= bootCPU
 		}
-		// Signature and features are not looked at when CPUID exists.
+		// Kernels ignore signature and features when CPUID exists.
 		add(processor, byte(i), lapicVersion, flags, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 	}
 	add(append([]byte{bus, 0}, "ISA   "...)...)
@@ -64,7 +64,7 @@ func writeMPTable(mem *guestmem.Memory, vcpus int) error {
 	return mem.Write(mpTableAddr, append(fp, table...))
 }
 
-// checksum is the byte that makes the sum of all bytes zero.
+// checksum returns the byte that makes the sum of all bytes zero.
 func checksum(p []byte) byte {
 	var sum byte
 	for _, b := range p {

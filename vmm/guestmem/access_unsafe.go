@@ -18,8 +18,8 @@ func loadUint16(mem []byte, off uint64) uint16 {
 	return *(*uint16)(unsafe.Pointer(&mem[off]))
 }
 
-// storeUint16 is one aligned 16-bit store. Stores become visible in order on
-// x86, and the function is not inlined, so it comes after all that precedes it.
+// storeUint16 is one aligned 16-bit store. x86 makes stores visible in order, and the function is not inlined, so
+// the store comes after all earlier ones.
 //
 //go:noinline
 func storeUint16(mem []byte, off uint64, v uint16) {
@@ -37,7 +37,7 @@ func setIovec(v *unix.Iovec, mem []byte, off, n uint64) {
 	v.Len = n
 }
 
-// vector makes a system call again that a signal has interrupted before it did anything.
+// vector repeats a system call that a signal has interrupted before the call did anything.
 func vector(trap, fd uintptr, iov []unix.Iovec, off int64, flags int) (int, error) {
 	for {
 		n, _, errno := unix.Syscall6(trap, fd, uintptr(unsafe.Pointer(unsafe.SliceData(iov))), uintptr(len(iov)),
@@ -60,7 +60,7 @@ func pwritev(fd int, iov []unix.Iovec, off int64) (int, error) {
 	return vector(unix.SYS_PWRITEV, uintptr(fd), iov, off, 0)
 }
 
-// pwritev2 keeps the offset of pwritev; -1, which would mean the file's own position, is for the caller to refuse.
+// pwritev2 takes an offset like pwritev. The caller must refuse -1, which would mean the file's own position.
 func pwritev2(fd int, iov []unix.Iovec, off int64, flags int) (int, error) {
 	return vector(unix.SYS_PWRITEV2, uintptr(fd), iov, off, flags)
 }
@@ -73,9 +73,8 @@ func writev(fd int, iov []unix.Iovec) (int, error) {
 	return vector(unix.SYS_WRITEV, uintptr(fd), iov, 0, 0)
 }
 
-// mapFixed replaces the mapping of mem[off:off+n] by a private one of the same place in a
-// file, or of zeros if fd is -1. It takes effect in one step for whoever touches the pages
-// meanwhile, or fails and changes nothing.
+// mapFixed replaces the mapping of mem[off:off+n] by a private mapping of the same range of a file, or of zeros if
+// fd is -1. The change is atomic for concurrent accesses to the pages. If it fails it changes nothing.
 func mapFixed(mem []byte, off, n uint64, fd int) error {
 	flags, at := uintptr(unix.MAP_PRIVATE|unix.MAP_NORESERVE|unix.MAP_FIXED), uintptr(off)
 	if fd < 0 {

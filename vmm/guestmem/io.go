@@ -8,18 +8,17 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// MaxRanges is the most ranges that one vectored call takes: IOV_MAX.
+// MaxRanges is the largest number of ranges of one vectored call: IOV_MAX.
 const MaxRanges = 1024
 
 var iovecs = sync.Pool{New: func() any { return new([MaxRanges]unix.Iovec) }}
 
-// transferOnce hands the ranges, with head before them, to one system call. The call may touch missing
-// pages: it blocks in the kernel, where it does not hold up the garbage
-// collector, until the pager has filled them.
+// transferOnce passes head and the ranges to one system call. The call may touch missing pages: it blocks in the
+// kernel until the pager has filled them, and does not hold up the garbage collector there.
 //
-// m.mu is not held: Discard must not wait for a read from a quiet socket. The
-// mapping stays in place until Close, and a page that vanishes under the call
-// is zero, as the guest that gave it away while it was a buffer has deserved.
+// transferOnce does not hold m.mu, since Discard must not wait for a read from a quiet socket. The mapping stays in
+// place until Close. A page that is discarded under the call reads as zeros: the guest gave it away while it was a
+// buffer.
 func (m *Memory) transferOnce(head []byte, rs []Range, call func([]unix.Iovec) (int, error), into bool) (int, error) {
 	k := 0
 	if len(head) > 0 {
@@ -53,7 +52,7 @@ func (m *Memory) transferOnce(head []byte, rs []Range, call func([]unix.Iovec) (
 	if into && (n > 0 || err != nil && !errors.Is(err, unix.EAGAIN)) {
 		left := uint64(n)
 		if err != nil {
-			// A call that fails may have written before.
+			// A failed call may already have written.
 			left = ^uint64(0)
 		}
 		for _, r := range rs {

@@ -17,9 +17,8 @@ type GPA uint64
 // PageSize is the granularity of residency and of dirty tracking, in bytes.
 const PageSize = 4096
 
-// The part of the 32-bit address space that is not RAM: interrupt controllers,
-// virtio-mmio windows and the ranges KVM wants for itself live there. RAM that
-// does not fit below it continues at 4 GiB.
+// The part of the 32-bit address space that is not RAM. It has the interrupt controllers, the virtio-mmio windows
+// and the ranges that KVM needs for itself. RAM that does not fit below it continues at 4 GiB.
 const (
 	HoleStart GPA = 3 << 30
 	HoleEnd   GPA = 4 << 30
@@ -31,19 +30,18 @@ const (
 	MaxSize = 16 << 30
 )
 
-// ErrRange says that an address range is not wholly inside guest RAM.
+// ErrRange says that an address range is not entirely inside guest RAM.
 var ErrRange = errors.New("address range is not guest RAM")
 
-// ErrSize says that a RAM size cannot be had.
+// ErrSize says that a RAM size is out of bounds.
 var ErrSize = errors.New("unusable guest RAM size")
 
-// Slot is one contiguous piece of guest RAM, as KVM_SET_USER_MEMORY_REGION
-// wants it.
+// Slot is one contiguous piece of guest RAM, for KVM_SET_USER_MEMORY_REGION.
 type Slot struct {
 	GPA  GPA
 	Size uint64
-	// HVA is where the slot lies in this process. It is for handing to the
-	// kernel (memslots, userfaultfd), never for dereferencing.
+	// HVA is the slot's address in this process, to pass to the kernel (memslots, userfaultfd). Never dereference
+	// it.
 	HVA uintptr
 	// Offset is where the slot starts in the linear numbering of RAM, which
 	// skips the hole: page number Offset/PageSize is its first page.
@@ -52,37 +50,30 @@ type Slot struct {
 
 // Residency makes pages present that a lazy restore has not loaded yet.
 type Residency interface {
-	// Ensure returns when every page of [gpa, gpa+n) can be read and written
-	// by Go code without a fault that this process itself has to answer. The
-	// range is inside one slot. It is called on every access to guest memory,
-	// from many goroutines, so the case that nothing is missing must be cheap.
+	// Ensure returns when Go code can read and write every page of [gpa, gpa+n) without a fault that this process
+	// itself must answer. The range is inside one slot. Many goroutines call Ensure, on every access to guest
+	// memory, so it must be cheap when nothing is missing.
 	Ensure(gpa GPA, n uint64) error
-	// Discarding is called before the pages of [gpa, gpa+n), page aligned,
-	// are given back to the host; they read as zeros from then on. When it
-	// returns, no stale content may be put into these pages any more.
+	// Memory calls Discarding before it gives the pages of [gpa, gpa+n), page aligned, back to the host. They then
+	// read as zeros. Once Discarding has returned, the pager must not put stale content into these pages.
 	Discarding(gpa GPA, n uint64)
 }
 
-// Guard is told before this process changes guest RAM, so that a frozen view of it
-// can save what the change would destroy. Changes by the guest and by the kernel's
-// I/O are no business of it: userfaultfd reports them.
+// Guard is called before this process changes guest RAM, so that a frozen view of RAM can save what the change
+// would destroy. It is not called for changes by the guest and by the kernel's I/O: userfaultfd reports those.
 type Guard interface {
-	// BeforeWrite returns when Go code may write to [gpa, gpa+n) without a
-	// fault that this process itself has to answer. It is called after Ensure,
-	// on every write from many goroutines, so the case that nothing is frozen
-	// must be cheap.
+	// BeforeWrite returns when Go code may write to [gpa, gpa+n) without a fault that this process itself must
+	// answer. Many goroutines call it after Ensure, on every write, so it must be cheap when nothing is frozen.
 	BeforeWrite(gpa GPA, n uint64) error
-	// BeforeDiscard returns when the content of the pages of [gpa, gpa+n) is not
-	// needed any more. The range is inside one slot. No other access to guest
-	// memory by Go code is under way.
+	// BeforeDiscard returns when the guard no longer needs the content of the pages of [gpa, gpa+n). The range is
+	// inside one slot. Meanwhile no other Go code accesses guest memory.
 	BeforeDiscard(gpa GPA, n uint64)
 }
 
 // ErrGuarded says that the memory has another guard.
 var ErrGuarded = errors.New("a frozen view of the guest's RAM is still in use")
 
-// File is something the kernel can read from or write to: an [os.File], a
-// socket, a TAP device.
+// File is a file that the kernel can read from or write to: an [os.File], a socket, a TAP device.
 type File interface {
 	Fd() uintptr
 }
@@ -100,8 +91,7 @@ type Memory struct {
 	slots []Slot
 	mem   []byte
 
-	// mu is held for reading while Go code looks at guest pages, and for
-	// writing while pages are taken away from under it.
+	// Go code holds mu for reading while it accesses guest pages, and for writing to take pages away.
 	mu        sync.RWMutex
 	residency Residency
 	guard     Guard
@@ -111,10 +101,9 @@ type Memory struct {
 	dirty []atomic.Uint64
 }
 
-// New reserves size bytes of guest RAM: a multiple of PageSize, between MinSize
-// and MaxSize. The memory is private, anonymous and zero; the host commits
-// pages as they are touched. It fails with ErrSize when the size is out of
-// bounds, and with the mmap error when the host refuses the mapping.
+// New reserves size bytes of guest RAM: a multiple of PageSize, between MinSize and MaxSize. The memory is private,
+// anonymous and zero; the host commits pages on first touch. New fails with ErrSize when the size is out of bounds,
+// and with the mmap error when the host refuses the mapping.
 func New(size uint64) (*Memory, error) {
 	if size < MinSize || size > MaxSize || size%PageSize != 0 {
 		return nil, fmt.Errorf("reserving %d bytes of guest RAM: %w: use a multiple of %d from %d MiB to %d MiB",
@@ -140,7 +129,7 @@ func New(size uint64) (*Memory, error) {
 	return m, nil
 }
 
-// Close gives the memory back. Nothing may use m afterwards.
+// Close unmaps the memory. Nothing may use m afterwards.
 func (m *Memory) Close() error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -152,7 +141,7 @@ func (m *Memory) Close() error {
 	return os.NewSyscallError("munmap guest RAM", unix.Munmap(mem))
 }
 
-// Size is the amount of RAM in bytes, without the hole.
+// Size returns the amount of RAM in bytes, without the hole.
 func (m *Memory) Size() uint64 { return m.size }
 
 // Slots returns the pieces of RAM in ascending order: one, or two when RAM
@@ -167,16 +156,16 @@ func (m *Memory) SetResidency(r Residency) {
 	m.residency = r
 }
 
-// Quiesce returns when all accesses by Go code that were under way when it was called
-// have finished. It does not wait for the kernel's I/O.
+// Quiesce waits for all accesses by Go code that are under way when it is called. It does not wait for the kernel's
+// I/O.
 func (m *Memory) Quiesce() {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 }
 
-// SetGuard installs a guard, or removes it if g is nil. It fails with ErrGuarded if
-// there is one already. When it returns, no Go code is writing to guest memory that
-// has not asked the guard, or, after removal, that has still to hear from it.
+// SetGuard installs a guard, or removes it if g is nil. It fails with ErrGuarded if there is one already. When it
+// returns, all earlier writes by Go code have finished. Later ones ask the new guard; after removal, none uses the
+// old one.
 func (m *Memory) SetGuard(g Guard) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -191,7 +180,7 @@ func (m *Memory) SetGuard(g Guard) error {
 func (m *Memory) offset(gpa GPA, n uint64) (uint64, error) {
 	for i := range m.slots {
 		s := &m.slots[i]
-		// Written so that no sum can overflow.
+		// No sum here can overflow.
 		if gpa >= s.GPA && uint64(gpa-s.GPA) <= s.Size && n <= s.Size-uint64(gpa-s.GPA) {
 			return s.Offset + uint64(gpa-s.GPA), nil
 		}
@@ -205,9 +194,8 @@ func (m *Memory) Contains(gpa GPA, n uint64) bool {
 	return err == nil
 }
 
-// Linear translates a guest physical address to its position in RAM counted
-// without the hole; FromLinear goes the other way. Pages of a snapshot are
-// numbered so.
+// Linear translates a guest physical address to its position in RAM counted without the hole. Snapshots number
+// pages by that position. FromLinear is the inverse.
 func (m *Memory) Linear(gpa GPA) (uint64, error) { return m.offset(gpa, 1) }
 
 // FromLinear is the inverse of Linear.
@@ -221,8 +209,7 @@ func (m *Memory) FromLinear(off uint64) (GPA, error) {
 	return 0, ErrRange
 }
 
-// Read copies guest RAM at gpa into p. It fails with ErrRange, and then copies
-// nothing, or with the pager's error.
+// Read copies guest RAM at gpa into p. It fails with ErrRange or the pager's error, and then copies nothing.
 func (m *Memory) Read(gpa GPA, p []byte) error {
 	m.mu.RLock()
 	defer m.mu.RUnlock()
@@ -234,7 +221,7 @@ func (m *Memory) Read(gpa GPA, p []byte) error {
 	return nil
 }
 
-// resident is offset for a range that Go code is about to look at. m.mu is held.
+// resident is offset for a range that Go code is about to access. The caller holds m.mu.
 func (m *Memory) resident(gpa GPA, n uint64) (uint64, error) {
 	off, err := m.offset(gpa, n)
 	if err != nil {
@@ -248,8 +235,8 @@ func (m *Memory) resident(gpa GPA, n uint64) (uint64, error) {
 	return off, nil
 }
 
-// ReadSet copies the pages of set that are in [first, end), one behind the other, into
-// p, which has room for them. It fails like Read.
+// ReadSet copies the pages of set in [first, end) into p, one after the other. If p is too short it fails with
+// ErrRange; otherwise it fails like Read.
 func (m *Memory) ReadSet(set *PageSet, first, end uint64, p []byte) error {
 	m.mu.RLock()
 	defer m.mu.RUnlock()
@@ -275,9 +262,9 @@ func (m *Memory) ReadSet(set *PageSet, first, end uint64, p []byte) error {
 	return nil
 }
 
-// CopyPresent is Read for whoever keeps pages in place by other means: it takes no
-// lock and does not ask for residency. The caller must know that the pages are there,
-// and that neither Discard nor Close comes in between; see Guard.
+// CopyPresent is Read for a caller that keeps pages in place by other means: it takes no lock and does not ask for
+// residency. The caller must know that the pages are present, and that neither Discard nor Close comes in between;
+// see Guard.
 func (m *Memory) CopyPresent(gpa GPA, p []byte) error {
 	off, err := m.offset(gpa, uint64(len(p)))
 	if err != nil {
@@ -287,7 +274,7 @@ func (m *Memory) CopyPresent(gpa GPA, p []byte) error {
 	return nil
 }
 
-// writable is resident for a range that Go code is about to write to. m.mu is held.
+// writable is resident for a range that Go code is about to write to. The caller holds m.mu.
 func (m *Memory) writable(gpa GPA, n uint64) (uint64, error) {
 	off, err := m.resident(gpa, n)
 	if err == nil && m.guard != nil && n > 0 {
@@ -296,8 +283,8 @@ func (m *Memory) writable(gpa GPA, n uint64) (uint64, error) {
 	return off, err
 }
 
-// Write copies p into guest RAM at gpa and marks the pages dirty. It fails with
-// ErrRange, and then writes nothing, or with the pager's error.
+// Write copies p into guest RAM at gpa and marks the pages dirty. It fails with ErrRange or the pager's or guard's
+// error, and then writes nothing.
 func (m *Memory) Write(gpa GPA, p []byte) error {
 	m.mu.RLock()
 	defer m.mu.RUnlock()
@@ -323,8 +310,8 @@ func (m *Memory) Zero(gpa GPA, n uint64) error {
 	return nil
 }
 
-// FillFrom reads exactly n bytes of f at offset off straight into guest RAM. A
-// file that ends early is an io.ErrUnexpectedEOF.
+// FillFrom reads exactly n bytes of f at offset off straight into guest RAM. It fails with io.ErrUnexpectedEOF if
+// the file ends early.
 func (m *Memory) FillFrom(gpa GPA, n int, f File, off int64) error {
 	rs := [1]Range{{GPA: gpa, Len: uint32(n)}}
 	if n < 0 || uint64(n) > MaxSize || int(rs[0].Len) != n {
@@ -360,39 +347,39 @@ func (m *Memory) PwriteFull(rs []Range, f File, off int64) error {
 	}, false)
 }
 
-// Preadv does one preadv(2) from f at off into the ranges, at most MaxRanges of them, and
-// returns the number of bytes read, which is 0 at the end of a file.
+// Preadv does one preadv(2) from f at off into at most MaxRanges ranges. It returns the number of bytes read, which
+// is 0 at the end of a file.
 func (m *Memory) Preadv(rs []Range, f File, off int64) (int, error) {
 	return m.transferOnce(nil, rs, func(iov []unix.Iovec) (int, error) { return preadv(int(f.Fd()), iov, off) }, true)
 }
 
-// Pwritev does one pwritev2(2) of the ranges, at most MaxRanges of them, to f at off with
-// its flags (RWF_APPEND and the like), and returns the number of bytes written.
+// Pwritev does one pwritev2(2) of at most MaxRanges ranges to f at off, with its flags (RWF_APPEND and the like).
+// It returns the number of bytes written.
 func (m *Memory) Pwritev(rs []Range, f File, off int64, flags int) (int, error) {
 	return m.transferOnce(nil, rs, func(iov []unix.Iovec) (int, error) { return pwritev2(int(f.Fd()), iov, off, flags) }, false)
 }
 
-// Readv does one readv(2) from fd into the ranges, at most MaxRanges of them,
-// and returns the number of bytes read; unix.EAGAIN comes back as it is. The
-// pages of all ranges count as dirty.
+// Readv does one readv(2) from fd into at most MaxRanges ranges and returns the number of bytes read, or
+// unix.EAGAIN unwrapped. It marks the pages that it has read into as dirty; after other errors, the pages of all
+// ranges.
 func (m *Memory) Readv(fd int, rs []Range) (int, error) {
 	return m.transferOnce(nil, rs, func(iov []unix.Iovec) (int, error) { return readv(fd, iov) }, true)
 }
 
-// Writev does one writev(2) of the ranges, at most MaxRanges of them, to fd and
-// returns the number of bytes written; unix.EAGAIN comes back as it is.
+// Writev does one writev(2) of at most MaxRanges ranges to fd and returns the number of bytes written, or
+// unix.EAGAIN unwrapped.
 func (m *Memory) Writev(fd int, rs []Range) (int, error) {
 	return m.transferOnce(nil, rs, func(iov []unix.Iovec) (int, error) { return writev(fd, iov) }, false)
 }
 
-// WritevAfter is Writev with bytes of this process's before the ranges, of which there may be one fewer: for what was
-// checked in a copy, which the guest may have changed since.
+// WritevAfter is Writev with head, bytes of this process, before the ranges, of which there may then be one fewer.
+// Use it for bytes that were checked in a copy: the guest may have changed the original since.
 func (m *Memory) WritevAfter(fd int, head []byte, rs []Range) (int, error) {
 	return m.transferOnce(head, rs, func(iov []unix.Iovec) (int, error) { return writev(fd, iov) }, false)
 }
 
-// LoadUint16 reads a little-endian word that the guest may be writing, untorn.
-// gpa must be a multiple of 2, or it fails with ErrRange.
+// LoadUint16 reads a little-endian word that the guest may be writing, without tearing. gpa must be a multiple of
+// 2, or LoadUint16 fails with ErrRange.
 func (m *Memory) LoadUint16(gpa GPA) (uint16, error) {
 	if gpa%2 != 0 {
 		return 0, ErrRange
@@ -406,9 +393,8 @@ func (m *Memory) LoadUint16(gpa GPA) (uint16, error) {
 	return loadUint16(m.mem, off), nil
 }
 
-// StoreUint16 writes a little-endian word that the guest may be reading,
-// untorn and after everything that was written before it. gpa must be a
-// multiple of 2, or it fails with ErrRange.
+// StoreUint16 writes a little-endian word that the guest may be reading, without tearing and after all earlier
+// writes. gpa must be a multiple of 2, or StoreUint16 fails with ErrRange.
 func (m *Memory) StoreUint16(gpa GPA, v uint16) error {
 	if gpa%2 != 0 {
 		return ErrRange
@@ -469,7 +455,7 @@ func (m *Memory) markDirty(off, n uint64) {
 	}
 }
 
-// DrainDirty is TakeDirty into a set for this RAM, which keeps what it has.
+// DrainDirty is TakeDirty, but adds the pages to a set for this RAM.
 func (m *Memory) DrainDirty(into *PageSet) {
 	for i := range m.dirty {
 		if m.dirty[i].Load() != 0 {
@@ -478,7 +464,7 @@ func (m *Memory) DrainDirty(into *PageSet) {
 	}
 }
 
-// MarkDirty makes the pages of a set count as written by this process.
+// MarkDirty marks the pages of a set as written by this process.
 func (m *Memory) MarkDirty(set *PageSet) {
 	for i, w := range set.words[:min(len(set.words), len(m.dirty))] {
 		if w != 0 {
@@ -487,9 +473,8 @@ func (m *Memory) MarkDirty(set *PageSet) {
 	}
 }
 
-// TakeDirty calls f with the linear page number of every page that this process
-// has written since the last call, and forgets them. The guest's own writes are
-// in KVM's dirty log. Call it while devices are paused.
+// TakeDirty calls f with the linear page number of every page that this process has written since the last call,
+// and clears the marks. The guest's own writes are in KVM's dirty log. Call it while devices are paused.
 func (m *Memory) TakeDirty(f func(page uint64)) {
 	for i := range m.dirty {
 		for w := m.dirty[i].Swap(0); w != 0; w &= w - 1 {

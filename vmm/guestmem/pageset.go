@@ -2,9 +2,8 @@ package guestmem
 
 import "math/bits"
 
-// PageSet is a set of pages of one guest's RAM, in the linear numbering that skips
-// the hole. It is a bitmap: bit n%64 of word n/64 is page n. It is for one goroutine
-// at a time unless nobody changes it.
+// PageSet is a set of pages of one guest's RAM, in the linear numbering that skips the hole. It is a bitmap: bit
+// n%64 of word n/64 is page n. Goroutines may use it concurrently only while none changes it.
 type PageSet struct {
 	words []uint64
 	pages uint64
@@ -15,14 +14,13 @@ func NewPageSet(pages uint64) *PageSet {
 	return &PageSet{words: make([]uint64, (pages+63)/64), pages: pages}
 }
 
-// Pages is the number of pages that the set is about, those in it and the others.
+// Pages returns the number of pages of the RAM, in the set or not.
 func (s *PageSet) Pages() uint64 { return s.pages }
 
-// Words is the bitmap itself, which the caller may read and write. Bits from Pages
-// on must stay clear.
+// Words returns the bitmap itself, which the caller may read and write. Bits from Pages on must stay clear.
 func (s *PageSet) Words() []uint64 { return s.words }
 
-// Len is the number of pages in the set.
+// Len returns the number of pages in the set.
 func (s *PageSet) Len() uint64 {
 	n := 0
 	for _, w := range s.words {
@@ -31,17 +29,17 @@ func (s *PageSet) Len() uint64 {
 	return uint64(n)
 }
 
-// Has reports whether a page is in the set; one that is no page of RAM is not.
+// Has reports whether a page is in the set, which a page outside RAM never is.
 func (s *PageSet) Has(page uint64) bool {
 	return page < s.pages && s.words[page/64]>>(page%64)&1 != 0
 }
 
-// Add puts the pages [first, end) into the set; those beyond RAM are left out.
+// Add adds the pages [first, end) to the set, except those beyond RAM.
 func (s *PageSet) Add(first, end uint64) {
 	s.each(first, end, func(w *uint64, mask uint64) { *w |= mask })
 }
 
-// Remove takes the pages [first, end) out of the set.
+// Remove removes the pages [first, end) from the set.
 func (s *PageSet) Remove(first, end uint64) {
 	s.each(first, end, func(w *uint64, mask uint64) { *w &^= mask })
 }
@@ -54,28 +52,28 @@ func (s *PageSet) each(first, end uint64, f func(w *uint64, mask uint64)) {
 	}
 }
 
-// Union puts all pages of other, a set for the same RAM, into s.
+// Union adds to s all pages of other, a set for the same RAM.
 func (s *PageSet) Union(other *PageSet) {
 	for i, w := range other.words[:min(len(other.words), len(s.words))] {
 		s.words[i] |= w
 	}
 }
 
-// Intersect takes out of s all pages that are not in other, a set for the same RAM.
+// Intersect removes from s all pages that are not in other, a set for the same RAM.
 func (s *PageSet) Intersect(other *PageSet) {
 	for i := range s.words {
 		s.words[i] &= other.words[i]
 	}
 }
 
-// Subtract takes out of s all pages of other, a set for the same RAM.
+// Subtract removes from s all pages of other, a set for the same RAM.
 func (s *PageSet) Subtract(other *PageSet) {
 	for i := range s.words {
 		s.words[i] &^= other.words[i]
 	}
 }
 
-// LenBetween is the number of pages of the set in [first, end).
+// LenBetween returns the number of pages of the set in [first, end).
 func (s *PageSet) LenBetween(first, end uint64) uint64 {
 	n := 0
 	for end = min(end, s.pages); first < end; {
@@ -91,8 +89,7 @@ func (s *PageSet) Clone() *PageSet {
 	return &PageSet{words: append([]uint64(nil), s.words...), pages: s.pages}
 }
 
-// Next returns the first run [first, end) of pages in the set at or after page;
-// first == end if there is none.
+// Next returns the first run [first, end) of pages in the set at or after page. If there is none, first == end.
 func (s *PageSet) Next(page uint64) (first, end uint64) { return s.NextBefore(page, s.pages) }
 
 // NextBefore is Next among the pages before limit.
@@ -102,8 +99,7 @@ func (s *PageSet) NextBefore(page, limit uint64) (first, end uint64) {
 	return first, s.seek(first, limit, ^uint64(0))
 }
 
-// seek finds the first page in [page, limit) whose bit differs from those of flip;
-// limit if there is none.
+// seek returns the first page in [page, limit) whose bit differs from that of flip, or limit.
 func (s *PageSet) seek(page, limit, flip uint64) uint64 {
 	for page < limit {
 		if w := (s.words[page/64] ^ flip) >> (page % 64); w != 0 {

@@ -8,42 +8,40 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// ErrImage says that a file cannot be what RAM is mapped from.
+// ErrImage says that RAM cannot be mapped from a file.
 var ErrImage = errors.New("not a sealed image of guest RAM")
 
-// ImageSeals are what an image must be sealed with (fcntl(2), F_ADD_SEALS): nobody,
-// whoever made it, can change it afterwards.
+// ImageSeals are the seals that an image must have (fcntl(2), F_ADD_SEALS): with them no process can change it, not
+// even the one that made it.
 const ImageSeals = unix.F_SEAL_WRITE | unix.F_SEAL_GROW | unix.F_SEAL_SHRINK | unix.F_SEAL_SEAL
 
-// Bounds on the mappings that RAM consists of, for the host allows 65,530 in one process
-// (sysctl vm.max_map_count).
+// Bounds on the number of mappings of RAM: the host allows 65,530 in one process (sysctl vm.max_map_count).
 const (
-	// maxImageRuns is how many pieces of the file are mapped; neighbours are
-	// mapped together, holes included, until there are no more.
+	// maxImageRuns is the largest number of pieces of the file to map. mapImage joins neighbours, holes included,
+	// until there are no more.
 	maxImageRuns = 512
-	// minHole is the smallest hole, in pages, that is left out of the mapping. A
-	// hole that is mapped takes memory of the file when it is first touched.
+	// minHole is the size in pages of the smallest hole that is left out of the mapping. A mapped hole takes memory
+	// of the file when it is first touched.
 	minHole = 32
-	// maxReplaced is how many pieces of the mapping Discard replaces by anonymous
-	// memory. Each adds two mappings at most.
+	// maxReplaced is the largest number of pieces of the mapping that Discard replaces by anonymous memory. Each
+	// adds at most two mappings.
 	maxReplaced = 16 << 10
 )
 
-// image is what RAM is mapped from. Memory.mu guards it.
+// image describes the file that RAM is mapped from. Memory.mu guards it.
 type image struct {
-	// mapped has the pages that the kernel takes from the file when this process
-	// has none of its own; data those of them that are not holes.
+	// mapped has the pages that the kernel takes from the file if this process has no copy of its own. data has
+	// those of mapped that are not holes.
 	mapped, data *PageSet
 	replaced     int
 }
 
-// NewPrivate is New for RAM that has content from the beginning: the first size bytes of
-// f, in the linear numbering that skips the hole. Guests whose RAM is mapped from one
-// file share its pages until they write to them; what one writes no other sees. Holes
-// of the file are zeros. f may be closed afterwards.
+// NewPrivate is New for RAM with initial content: the first size bytes of f, in the linear numbering that skips the
+// hole. Guests whose RAM is mapped from one file share its pages until they write to them. No guest sees another's
+// writes. Holes of the file are zeros. The caller may close f afterwards.
 //
-// f must be a memfd that has ImageSeals, or NewPrivate fails with ErrImage: a page that
-// has not been touched is read from it at any time. It fails like New as well.
+// f must be a memfd that has ImageSeals, or NewPrivate fails with ErrImage: the kernel may read an untouched page
+// from it at any time. NewPrivate also fails like New.
 func NewPrivate(size uint64, f *os.File) (*Memory, error) {
 	m, err := New(size)
 	if err != nil {
@@ -85,7 +83,7 @@ func (m *Memory) mapImage(f *os.File) error {
 	return nil
 }
 
-// findData fills data with the pages that the file has.
+// findData fills data with the pages that are not holes of the file.
 func (im *image) findData(f *os.File, size uint64) error {
 	for at := int64(0); ; {
 		from, err := unix.Seek(int(f.Fd()), at, unix.SEEK_DATA)
@@ -102,8 +100,7 @@ func (im *image) findData(f *os.File, size uint64) error {
 	}
 }
 
-// join makes mapped what data is, with holes of less than gap pages, and returns the
-// number of runs.
+// join sets mapped to data plus the holes of less than gap pages, and returns the number of runs.
 func (im *image) join(gap uint64) (runs int) {
 	im.mapped.Remove(0, im.mapped.Pages())
 	last := uint64(0)
@@ -125,10 +122,9 @@ func (m *Memory) keepOut(off, n uint64) {
 	_ = unix.Madvise(m.mem[off:off+n], unix.MADV_DONTDUMP)
 }
 
-// discard makes [off, off+n) zeros and gives back what was there. Where RAM is mapped
-// from an image, MADV_DONTNEED would bring the image's content back, so the mapping
-// itself is replaced; when that has been done too often, pages are cleared, and take
-// memory like any page that the guest has written. mu is held.
+// discard makes [off, off+n) zeros and releases the memory. Where RAM is mapped from an image, MADV_DONTNEED would
+// bring the image's content back, so discard replaces the mapping itself. After maxReplaced times it clears the
+// pages instead, which then take memory like pages that the guest has written. The caller holds mu.
 func (m *Memory) discard(off, n uint64) error {
 	drop := func(first, end uint64) error {
 		return os.NewSyscallError("madvise(MADV_DONTNEED) on guest RAM",
@@ -155,13 +151,13 @@ func (m *Memory) discard(off, n uint64) error {
 	return nil
 }
 
-// replace makes pages that are mapped from the image zeros.
+// replace zeroes pages that are mapped from the image.
 func (m *Memory) replace(first, end uint64) error {
 	if m.image.replaced >= maxReplaced {
 		clear(m.mem[first*PageSize : end*PageSize])
 		return nil
 	}
-	// If this fails the pages keep their content, which is the guest's own.
+	// If this fails, the pages keep the guest's own content.
 	if err := mapFixed(m.mem, first*PageSize, (end-first)*PageSize, -1); err != nil {
 		return err
 	}
@@ -172,9 +168,9 @@ func (m *Memory) replace(first, end uint64) error {
 	return nil
 }
 
-// Backed returns the pages that may be something else than zeros although the host has
-// committed nothing for them, since RAM is mapped from an image; nil if it is not. The
-// set is the caller's. A page that is given to the balloon is not in later sets.
+// Backed returns the pages that may differ from zeros although the host has committed nothing for them, since RAM
+// is mapped from an image. Without an image it returns nil. The caller owns the set. Later sets do not contain
+// pages that the guest has since given to the balloon.
 func (m *Memory) Backed() *PageSet {
 	m.mu.RLock()
 	defer m.mu.RUnlock()
@@ -184,9 +180,8 @@ func (m *Memory) Backed() *PageSet {
 	return m.image.data.Clone()
 }
 
-// Areas returns the pieces of RAM that are one kind of mapping each, in ascending order;
-// see [Slot] for their fields. Before Linux 6.4 or so some operations on mappings may
-// not reach beyond one.
+// Areas returns the pieces of RAM that are one kind of mapping each, in ascending order; see [Slot] for their
+// fields. Before Linux 6.4 or so, some operations on mappings may not span two of them.
 func (m *Memory) Areas() []Slot {
 	m.mu.RLock()
 	defer m.mu.RUnlock()

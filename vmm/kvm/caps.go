@@ -3,7 +3,7 @@ package kvm
 // Capability is a KVM_CAP_ number, for KVM_CHECK_EXTENSION (api.rst 4.4).
 type Capability int
 
-// The capabilities that drowse asks about, from include/uapi/linux/kvm.h.
+// The capabilities that drowse checks, from include/uapi/linux/kvm.h.
 const (
 	CapIRQChip            Capability = 0
 	CapUserMemory         Capability = 3
@@ -41,7 +41,7 @@ const (
 // MemLogDirtyPages is a flag of a memory slot (api.rst 4.35).
 const MemLogDirtyPages = 1 << 0
 
-// The reasons for which KVM_RUN returns (api.rst 5), as far as they occur here.
+// The reasons for which KVM_RUN returns (api.rst 5) that drowse handles.
 const (
 	ExitIO            = 2
 	ExitHLT           = 5

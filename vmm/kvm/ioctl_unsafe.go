@@ -31,7 +31,7 @@ const (
 	nrGetXSave2          = 0xcf
 )
 
-// Bounds on what the kernel lists; both are far above what it has today.
+// Bounds on the kernel's lists, far above their present lengths.
 const (
 	maxCPUIDEntries = 256
 	maxMSRs         = 1024
@@ -113,8 +113,7 @@ func msrIndexList(fd int) ([]uint32, error) {
 	return append([]uint32(nil), list.index[:list.n]...), nil
 }
 
-// getMSRs reads in batches: the kernel stops at an MSR that it cannot read, which
-// is then left out.
+// getMSRs reads in batches: the kernel stops at an MSR that it cannot read. getMSRs leaves that out.
 func getMSRs(fd int, index []uint32) ([]MSR, error) {
 	list := new(msrs)
 	var got []MSR
@@ -248,7 +247,7 @@ func (c *VCPU) setXSave() error {
 	return wrap("KVM_SET_XSAVE", err)
 }
 
-// bytesOf is the memory of a struct without pointers.
+// bytesOf returns the memory of a struct without pointers.
 func bytesOf[T any](v *T) []byte {
 	return unsafe.Slice((*byte)(unsafe.Pointer(v)), unsafe.Sizeof(*v))
 }
@@ -268,7 +267,7 @@ func load[T any](v *T, p []byte) error {
 	return nil
 }
 
-// storeByte is for a field that the kernel reads at any moment.
+// storeByte stores to a field that the kernel may read at any moment.
 //
 //go:noinline
 func storeByte(b []byte, i int, on bool) {
@@ -279,8 +278,8 @@ func storeByte(b []byte, i int, on bool) {
 	*(*byte)(unsafe.Pointer(&b[i])) = v
 }
 
-// Kick makes the thread tid of this process leave KVM_RUN. The Go runtime sends
-// itself the same signal for preemption and puts up with more of it.
+// Kick makes the thread tid of this process leave KVM_RUN. The Go runtime sends itself the same signal for
+// preemption and tolerates extra ones.
 func Kick(tid int) error {
 	err := unix.Tgkill(unix.Getpid(), tid, unix.SIGURG)
 	if errors.Is(err, unix.ESRCH) {

@@ -9,11 +9,10 @@ import (
 	gokvm "github.com/bobuhiro11/gokvm/kvm"
 )
 
-// The state of a vCPU is a sequence of records: tag and length, 32 bits each,
-// little-endian, then the kernel's own struct, whose layout is fixed by the KVM
-// ABI. The order in which they are loaded matters: CPUID before the MSRs that
-// depend on it; SREGS (which sets the APIC base), then LAPIC, then MSRs (the TSC
-// deadline is dropped unless the LAPIC timer is in that mode already).
+// The state of a vCPU is a sequence of records: tag and length, 32 bits each, little-endian, then the kernel's own
+// struct, whose layout the KVM ABI fixes. The order of loading matters: CPUID before the MSRs that depend on it;
+// SREGS (which sets the APIC base), then LAPIC, then MSRs (KVM drops the TSC deadline unless the LAPIC timer is
+// already in that mode).
 const (
 	tagCPUID = iota + 1
 	tagTSCKHz
@@ -36,14 +35,14 @@ const (
 	MSRMiscEnable  = 0x1a0
 	MSRMTRRDefType = 0x2ff
 	msrTSCDeadline = 0x6e0
-	// Documentation/virt/kvm/x86/msr.rst: MSR_KVM_WALL_CLOCK, MSR_KVM_SYSTEM_TIME, and the two as they are called now.
+	// Documentation/virt/kvm/x86/msr.rst: MSR_KVM_WALL_CLOCK, MSR_KVM_SYSTEM_TIME, and their present successors.
 	msrWallClock    = 0x11
 	msrClock        = 0x12
 	msrWallClockNew = 0x4b564d00
 	msrClockNew     = 0x4b564d01
 )
 
-// ofClock says whether an MSR is of the paravirtual clock.
+// ofClock reports whether an MSR belongs to the paravirtual clock.
 func ofClock(index uint32) bool {
 	return index == msrWallClock || index == msrClock || index == msrWallClockNew || index == msrClockNew
 }
@@ -54,8 +53,8 @@ func record(p []byte, tag uint32, data []byte) []byte {
 	return append(p, data...)
 }
 
-// Export appends the whole state of the vCPU to p. cpuid is what SetCPUID was
-// given, msrIndex what MSRIndexList has returned. The vCPU must not run.
+// Export appends the whole state of the vCPU to p. cpuid is what SetCPUID was given; msrIndex is what MSRIndexList
+// has returned. The vCPU must not be running.
 func (c *VCPU) Export(p []byte, cpuid []CPUIDEntry, msrIndex []uint32) ([]byte, error) {
 	var data []byte
 	for i := range cpuid {
@@ -65,8 +64,8 @@ func (c *VCPU) Export(p []byte, cpuid []CPUIDEntry, msrIndex []uint32) ([]byte, 
 	if khz, err := c.TSCKHz(); err == nil {
 		p = record(p, tagTSCKHz, binary.LittleEndian.AppendUint64(nil, khz))
 	}
-	// KVM_GET_MP_STATE first of all: it lets the kernel settle pending INIT and
-	// SIPI events, which the other calls then see.
+	// KVM_GET_MP_STATE comes first: it makes the kernel settle pending INIT and SIPI events, which the other calls
+	// then see.
 	state, err := c.MPState()
 	if err != nil {
 		return p, err
@@ -119,14 +118,14 @@ func (c *VCPU) Export(p []byte, cpuid []CPUIDEntry, msrIndex []uint32) ([]byte, 
 	return record(p, tagEvents, bytesOf(&c.events)), nil
 }
 
-// PutOff is a deadline of the LAPIC's timer that has been put off: both in cycles of the
-// guest's TSC. The zero value is none.
+// PutOff is the original and the postponed deadline of the LAPIC's timer, in cycles of the guest's TSC. The zero
+// value means that none was put off.
 type PutOff struct{ From, To uint64 }
 
-// Import loads what Export has returned into a fresh vCPU, but for the guest's paravirtual clock: see ImportClock. It
-// fails with ErrState when p is damaged or incomplete, and with the kernel's error when this host cannot take it. If
-// the LAPIC's timer is in TSC-deadline mode, and would interrupt the guest earlier than after so many cycles of quiet,
-// it is put off until then.
+// Import loads what Export has returned into a fresh vCPU, except for the guest's paravirtual clock: see
+// ImportClock. It fails with ErrState when p is damaged or incomplete, and with the kernel's error when this host
+// cannot take it. If the LAPIC's timer is in TSC-deadline mode and would interrupt the guest in fewer than quiet
+// cycles, Import puts it off until then.
 func (c *VCPU) Import(p []byte, quiet uint64) (PutOff, error) {
 	rec, err := parseRecords(p)
 	if err != nil {
@@ -137,8 +136,8 @@ func (c *VCPU) Import(p []byte, quiet uint64) (PutOff, error) {
 	return off, err
 }
 
-// ImportClock loads what Import has left: the MSRs of the guest's paravirtual clock. When they are set KVM reads and
-// writes the pages of RAM that they name, and waits for those if they have to be loaded.
+// ImportClock loads what Import has left: the MSRs of the guest's paravirtual clock. KVM then reads and writes the
+// pages of RAM that they name, and waits for a pager to load them.
 func (c *VCPU) ImportClock() error {
 	refused, err := c.setMSRs(c.clock)
 	if err != nil {
@@ -148,7 +147,7 @@ func (c *VCPU) ImportClock() error {
 	return refusal(refused)
 }
 
-// SavedClockPages are the pages of RAM that ImportClock will wait for, as addresses in them; they may repeat.
+// SavedClockPages returns addresses in the pages of RAM that ImportClock will need; pages may repeat.
 func (c *VCPU) SavedClockPages() (gpas []uint64) {
 	for _, m := range c.clock {
 		const on = 1
@@ -212,7 +211,7 @@ func (c *VCPU) importRecords(rec [tagCount][]byte, quiet uint64, off *PutOff) er
 	return c.SetMPState(binary.LittleEndian.Uint32(rec[tagMPState]))
 }
 
-// set gives KVM what p has, in v, which is memory for it.
+// set loads p into v, which is on the heap, and passes that to KVM.
 func set[T any](call string, fd int, v *T, p []byte, do func(uintptr, *T) error) error {
 	err := load(v, p)
 	if err == nil {
@@ -221,8 +220,7 @@ func set[T any](call string, fd int, v *T, p []byte, do func(uintptr, *T) error)
 	return wrap(call, err)
 }
 
-// checkRecord says whether a record has a possible size, so that nothing is loaded of a state that cannot be loaded
-// whole.
+// checkRecord checks the size of a record, so that a state that cannot be loaded whole is not loaded in part.
 func checkRecord(tag uint32, b []byte) error {
 	of := func(n int) bool { return len(b) == n }
 	list := func(size, most int) bool { return len(b)%size == 0 && len(b)/size <= most }
@@ -231,7 +229,7 @@ func checkRecord(tag uint32, b []byte) error {
 	case tagCPUID:
 		ok = list(sizeOf[CPUIDEntry](), maxCPUIDEntries)
 	case tagTSCKHz:
-		// KVM takes 32 bits of it, and would run the guest at the rest of a larger one (api.rst 4.55).
+		// KVM takes only 32 bits of it and would drop the others of a larger rate (api.rst 4.55).
 		ok = of(8) && binary.LittleEndian.Uint64(b) <= math.MaxUint32
 	case tagMPState:
 		ok = of(4)
@@ -281,7 +279,7 @@ func parseRecords(p []byte) (rec [tagCount][]byte, err error) {
 	return rec, nil
 }
 
-// complete says whether a state that is to be imported has all that a vCPU needs.
+// complete checks that a state has all that a vCPU needs.
 func complete(rec [tagCount][]byte) error {
 	for _, tag := range []int{tagCPUID, tagMPState, tagRegs, tagSregs, tagXSave, tagDebug, tagEvents, tagLAPIC, tagMSRs} {
 		if rec[tag] == nil {
@@ -294,8 +292,8 @@ func complete(rec [tagCount][]byte) error {
 	return nil
 }
 
-// CheckSaved fails with ErrState unless p has all parts of a vCPU's state in their sizes. What they say is for KVM to
-// judge.
+// CheckSaved fails with ErrState unless p has all parts of a vCPU's state in their sizes. Only KVM can judge their
+// content.
 func CheckSaved(p []byte) error {
 	rec, err := parseRecords(p)
 	if err == nil {
@@ -307,7 +305,7 @@ func CheckSaved(p []byte) error {
 	return nil
 }
 
-// SavedCPUID returns what CPUID shows to the vCPU whose state Export has returned.
+// SavedCPUID returns the CPUID of the vCPU whose state p Export has returned.
 func SavedCPUID(p []byte) ([]CPUIDEntry, error) {
 	rec, err := parseRecords(p)
 	if err != nil {
@@ -316,8 +314,8 @@ func SavedCPUID(p []byte) ([]CPUIDEntry, error) {
 	return decodeCPUID(rec[tagCPUID]), nil
 }
 
-// offersXSave says whether CPUID shows XSAVE (SDM volume 2, CPUID, leaf 1), so that a guest may have registers that are
-// restored only if XCR0 is.
+// offersXSave reports whether CPUID shows XSAVE (SDM volume 2, CPUID, leaf 1). The guest may then have registers
+// that can be restored only together with XCR0.
 func offersXSave(cpuid []CPUIDEntry) bool {
 	const leafFeatures, ecxXSave = 0x1, 1 << 26
 	for i := range cpuid {
@@ -328,7 +326,7 @@ func offersXSave(cpuid []CPUIDEntry) bool {
 	return false
 }
 
-// decodeCPUID reads a record, whose size checkRecord has found possible, as do sortMSRs and importTSCKHz.
+// decodeCPUID decodes a record. Like sortMSRs and importTSCKHz it relies on checkRecord for the size.
 func decodeCPUID(b []byte) []CPUIDEntry {
 	size := sizeOf[CPUIDEntry]()
 	entries := make([]CPUIDEntry, len(b)/size)
@@ -338,11 +336,11 @@ func decodeCPUID(b []byte) []CPUIDEntry {
 	return entries
 }
 
-// tscTolerance is how far two TSC rates may be apart, in parts per million, and
-// still count as the same: what NTP itself corrects.
+// tscTolerance is the largest difference of two TSC rates that count as the same, in parts per million: what NTP
+// itself corrects.
 const tscTolerance = 250
 
-// SameTSCRate says whether a guest whose TSC ran at want kHz can go on at have.
+// SameTSCRate reports whether a guest whose TSC ran at want kHz can continue at have kHz.
 func SameTSCRate(want, have uint64) bool {
 	diff := max(want, have) - min(want, have)
 	return diff <= want/1_000_000*tscTolerance+want%1_000_000*tscTolerance/1_000_000
@@ -372,13 +370,13 @@ func (c *VCPU) importSregs(b2, b []byte) error {
 	if err := load(&c.sregs, b); err != nil {
 		return fmt.Errorf("KVM_SET_SREGS: %w", err)
 	}
-	// What was pending is in the vCPU events.
+	// The vCPU events have the pending interrupt.
 	c.sregs.InterruptBitmap = [len(c.sregs.InterruptBitmap)]uint64{}
 	return wrap("KVM_SET_SREGS", gokvm.SetSregs(uintptr(c.fd), &c.sregs))
 }
 
-// Undo gives a timer that was put off its own deadline again, unless it has fired or the
-// guest has set another. The vCPU must not run.
+// Undo gives a timer that was put off its own deadline again, unless it has fired or the guest has set another. The
+// vCPU must not be running.
 func (c *VCPU) Undo(off PutOff) error {
 	now, err := c.MSRs([]uint32{msrTSCDeadline})
 	if err != nil || len(now) != 1 || now[0].Value != off.To {
@@ -388,7 +386,7 @@ func (c *VCPU) Undo(off PutOff) error {
 	return err
 }
 
-// putOff changes a deadline that is not in the future by so many cycles.
+// putOff moves a deadline less than quiet cycles from now, or past, to quiet cycles from now.
 func (c *VCPU) putOff(deadline *MSR, quiet uint64) (PutOff, error) {
 	now, err := c.MSRs([]uint32{msrTSC})
 	if err != nil || len(now) != 1 {
@@ -403,7 +401,7 @@ func (c *VCPU) putOff(deadline *MSR, quiet uint64) (PutOff, error) {
 	return off, nil
 }
 
-// sortMSRs takes saved MSRs apart: those that are loaded first, the deadline of the LAPIC's timer, and those of the
+// sortMSRs splits saved MSRs into those to load first, the deadline of the LAPIC's timer, and those of the
 // paravirtual clock.
 func sortMSRs(b []byte) (msrs []MSR, deadline *MSR, clock []MSR) {
 	size := sizeOf[MSR]()
@@ -430,7 +428,7 @@ func (c *VCPU) importMSRs(b []byte, quiet uint64, off *PutOff) error {
 	if err != nil {
 		return err
 	}
-	// The deadline is compared with the TSC, so it comes after it.
+	// KVM compares the deadline with the TSC, so load it after the TSC.
 	if deadline != nil {
 		if quiet > 0 && deadline.Value != 0 {
 			if *off, err = c.putOff(deadline, quiet); err != nil {
@@ -453,7 +451,7 @@ func refusal(refused []uint32) error {
 	return fmt.Errorf("KVM_SET_MSRS: %w: MSRs %#x: restore on a host with the CPU features of the first", errRefusedMSR, refused)
 }
 
-// setMSRs returns the indices of those that the host refuses and that matter.
+// setMSRs returns the indices of the MSRs that the host refuses and that matter.
 func (c *VCPU) setMSRs(msrs []MSR) (refused []uint32, err error) {
 	for len(msrs) > 0 {
 		n, err := c.SetMSRs(msrs)
@@ -463,8 +461,8 @@ func (c *VCPU) setMSRs(msrs []MSR) (refused []uint32, err error) {
 		if n >= len(msrs) {
 			break
 		}
-		// Some MSRs can be read but not written. One that holds zero has
-		// nothing to lose; any other is state this host cannot take.
+		// Some MSRs can be read but not written. A refused zero loses nothing; any other value is state that this
+		// host cannot take.
 		if msrs[n].Value != 0 && !readOnlyMSR(msrs[n].Index) {
 			refused = append(refused, msrs[n].Index)
 		}
@@ -475,8 +473,8 @@ func (c *VCPU) setMSRs(msrs []MSR) (refused []uint32, err error) {
 
 var errRefusedMSR = errors.New("this host refuses the saved value")
 
-// readOnlyMSR names MSRs that describe the CPU rather than its state: a host
-// refuses to have them written when they do not differ, or at all.
+// readOnlyMSR reports whether an MSR describes the CPU rather than its state. A host may refuse writes to it,
+// either always or unless the value is the same.
 func readOnlyMSR(index uint32) bool {
 	switch index {
 	case 0x10a, // IA32_ARCH_CAPABILITIES

@@ -18,25 +18,25 @@ const nrGetStatsFD = 0xce
 // Layout of the file behind KVM_GET_STATS_FD (api.rst 4.133).
 const (
 	statsHeaderSize = 24
-	statsDescSize   = 16 // and the name
+	statsDescSize   = 16 // without the name
 	maxStatsName    = 256
 	maxStats        = 1024
 )
 
-// statistics is the file of a vCPU's counters, opened when first asked for.
+// statistics is the file of a vCPU's counters. The first use opens it.
 type statistics struct {
 	mu   sync.Mutex
 	file *os.File
-	// at is where in the file each counter is.
+	// at is the offset in the file of each counter.
 	at map[string]int64
 }
 
-// Stats returns KVM's own counters of this vCPU that are one number each, by their names
-// in the kernel: "exits", "insn_emulation" and so on. Which there are is the host's matter.
-// Hosts before Linux 5.14 have none: the error wraps errors.ErrUnsupported.
+// Stats returns KVM's own counters of this vCPU that are single numbers, by their names in the kernel: "exits",
+// "insn_emulation" and so on. The host's kernel determines which exist. Hosts before Linux 5.14 have none: the
+// error wraps errors.ErrUnsupported.
 //
-// It may be called from any goroutine. The first call of Stats or Counter waits while the
-// vCPU is in KVM_RUN, which may be for ever; later ones do not.
+// Any goroutine may call Stats. The first call of Stats or Counter waits while the vCPU is in KVM_RUN, which may be
+// forever; later ones do not.
 func (c *VCPU) Stats() (map[string]uint64, error) {
 	s := &c.stats
 	s.mu.Lock()
@@ -55,8 +55,7 @@ func (c *VCPU) Stats() (map[string]uint64, error) {
 	return out, nil
 }
 
-// Counter is one of Stats. If the host does not have it, the error wraps
-// errors.ErrUnsupported.
+// Counter returns one of Stats. If the host does not have it, the error wraps errors.ErrUnsupported.
 func (c *VCPU) Counter(name string) (uint64, error) {
 	s := &c.stats
 	s.mu.Lock()
@@ -115,7 +114,7 @@ func readCounter(f io.ReaderAt, at int64) (uint64, error) {
 	return binary.NativeEndian.Uint64(p[:]), nil
 }
 
-// findCounters reads where the counters are.
+// findCounters returns the offsets of the counters.
 func findCounters(f io.ReaderAt) (map[string]int64, error) {
 	var h [statsHeaderSize]byte
 	if err := readStats(f, 0, h[:]); err != nil {

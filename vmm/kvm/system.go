@@ -10,10 +10,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// APIVersion is the only one there is (api.rst 4.1).
+// APIVersion is the only version of the KVM API (api.rst 4.1).
 const APIVersion = 12
 
-// Why a host cannot run VMs.
+// The reasons why a host cannot run VMs.
 var (
 	ErrNoKVM        = errors.New("this host has no usable /dev/kvm")
 	ErrNoPermission = errors.New("no permission to use /dev/kvm")
@@ -57,11 +57,11 @@ func OpenPath(path string) (*System, error) {
 	return &System{fd: fd}, nil
 }
 
-// Close closes /dev/kvm; VMs made from it live on.
+// Close closes /dev/kvm. VMs made from it remain usable.
 func (s *System) Close() error { return os.NewSyscallError("close /dev/kvm", unix.Close(s.fd)) }
 
-// Check asks for a capability (api.rst 4.4): 0 means that it is not there, and
-// what a positive value means depends on it.
+// Check returns the value of a capability (api.rst 4.4). 0 means that the host lacks it; the meaning of a positive
+// value depends on the capability.
 func (s *System) Check(c Capability) int {
 	n, err := ioctl(s.fd, gokvm.IIO(nrCheckExtension), uintptr(c))
 	if err != nil {
@@ -70,15 +70,14 @@ func (s *System) Check(c Capability) int {
 	return n
 }
 
-// SupportedCPUID is what KVM can offer to guests on this host (api.rst 4.46). It
-// is asked for once, since that takes a large part of a millisecond; callers
-// must not change it.
+// SupportedCPUID returns the CPUID that KVM can offer to guests on this host (api.rst 4.46). It asks KVM only once,
+// since that takes a large part of a millisecond. The caller must not change the result.
 func (s *System) SupportedCPUID() ([]CPUIDEntry, error) {
 	s.cpuidOnce.Do(func() { s.cpuid, s.cpuidErr = supportedCPUID(s.fd) })
 	return s.cpuid, s.cpuidErr
 }
 
-// MSRIndexList names the MSRs that make up the state of a vCPU (api.rst 4.3).
+// MSRIndexList returns the indices of the MSRs that are part of a vCPU's state (api.rst 4.3).
 func (s *System) MSRIndexList() ([]uint32, error) { return msrIndexList(s.fd) }
 
 // CreateVM makes an empty VM (api.rst 4.2).
@@ -86,7 +85,7 @@ func (s *System) CreateVM() (*VM, error) {
 	for {
 		fd, err := gokvm.CreateVM(uintptr(s.fd))
 		if errors.Is(err, unix.EINTR) {
-			// A signal during the start of KVM's worker thread; try again.
+			// A signal came during the start of KVM's worker thread; try again.
 			continue
 		}
 		if err != nil {

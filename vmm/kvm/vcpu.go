@@ -11,7 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// ErrState says that saved state does not fit what KVM takes.
+// ErrState says that KVM cannot take a saved state.
 var ErrState = errors.New("unusable KVM state")
 
 // The kernel's structs of a vCPU's registers.
@@ -20,12 +20,12 @@ type (
 	Regs = gokvm.Regs
 	// Sregs are the control and segment registers (KVM API 4.13).
 	Sregs = gokvm.Sregs
-	// Segment is one of the latter.
+	// Segment is a segment register.
 	Segment = gokvm.Segment
 )
 
-// VCPU is one virtual CPU. All methods but Kick must be called from one thread
-// at a time, Run always from the same one.
+// VCPU is one virtual CPU. Only one thread at a time may call its methods, except ID, SetImmediateExit, Stats and
+// Counter. Run must always be called on the same thread.
 type VCPU struct {
 	fd  int
 	id  int
@@ -33,10 +33,10 @@ type VCPU struct {
 
 	stats statistics
 
-	// What KVM has been told, and has said; nil and 0 before.
+	// Caches of what KVM has been given or has returned; nil and 0 if unknown.
 	cpuid  []CPUIDEntry
 	tscKHz uint64
-	clock  []MSR // of the guest's paravirtual clock, for ImportClock
+	clock  []MSR // the guest's paravirtual clock, for ImportClock
 
 	// Heap memory for calls that go through gokvm; see the package comment.
 	sregs2  gokvm.SRegs2
@@ -72,7 +72,7 @@ func (v *VM) CreateVCPU(id int) (*VCPU, error) {
 	return c, nil
 }
 
-// ID is the APIC id.
+// ID returns the APIC id.
 func (c *VCPU) ID() int { return c.id }
 
 // Close releases the vCPU, which must not be running.
@@ -83,9 +83,8 @@ func (c *VCPU) Close() error {
 		os.NewSyscallError("close vCPU", unix.Close(c.fd)))
 }
 
-// Run runs the guest until something needs attention (api.rst 4.10). It returns
-// unix.EINTR after a signal or when immediate exit was asked for; other errors
-// are of the host.
+// Run runs the guest until something needs attention (api.rst 4.10). It returns unix.EINTR after a signal or on
+// immediate exit. Other errors are failures of the host.
 func (c *VCPU) Run() error {
 	_, err := ioctl(c.fd, gokvm.IIO(nrRun), 0)
 	return err
@@ -98,11 +97,11 @@ const (
 	runUnion         = 32
 )
 
-// SetImmediateExit makes the next Run, or the running one if a signal comes, do no
-// more than finish a pending I/O instruction (api.rst 5, immediate_exit).
+// SetImmediateExit makes the next Run, or the running one if a signal comes, only finish a pending I/O instruction
+// and return (api.rst 5, immediate_exit).
 func (c *VCPU) SetImmediateExit(on bool) { storeByte(c.run, runImmediateExit, on) }
 
-// ExitReason says why Run has returned nil.
+// ExitReason returns why Run has returned nil.
 func (c *VCPU) ExitReason() uint32 { return binary.NativeEndian.Uint32(c.run[runExitReason:]) }
 
 // IO describes a KVM_EXIT_IO.
@@ -111,7 +110,7 @@ type IO struct {
 	Size  int // bytes of one access: 1, 2 or 4
 	Port  uint16
 	Count int    // accesses; more than one for string instructions
-	Data  []byte // Size*Count bytes; for a read, to be filled in
+	Data  []byte // Size*Count bytes; the caller fills them in for a read
 }
 
 // IO decodes a KVM_EXIT_IO. Data is valid until the next Run.
@@ -132,8 +131,8 @@ func (c *VCPU) IO() (IO, error) {
 	return x, nil
 }
 
-// MMIO decodes a KVM_EXIT_MMIO: the address, the bytes (for a read, to be filled
-// in; valid until the next Run), and whether it is a write.
+// MMIO decodes a KVM_EXIT_MMIO: the address, the bytes, which are valid until the next Run and which the caller
+// fills in for a read, and whether it is a write.
 func (c *VCPU) MMIO() (addr uint64, p []byte, write bool) {
 	u := c.run[runUnion:]
 	n := min(binary.NativeEndian.Uint32(u[16:]), 8)
@@ -143,7 +142,7 @@ func (c *VCPU) MMIO() (addr uint64, p []byte, write bool) {
 // InternalError describes a KVM_EXIT_INTERNAL_ERROR.
 type InternalError struct {
 	Suberror uint32
-	// Instruction has the bytes that KVM could not emulate, if it says so.
+	// Instruction has the bytes that KVM could not emulate, if KVM reports them.
 	Instruction []byte
 }
 
@@ -168,13 +167,13 @@ func (c *VCPU) InternalError() InternalError {
 	return e
 }
 
-// FailEntryReason is the hardware's code of a KVM_EXIT_FAIL_ENTRY.
+// FailEntryReason returns the hardware's code of a KVM_EXIT_FAIL_ENTRY.
 func (c *VCPU) FailEntryReason() uint64 { return binary.NativeEndian.Uint64(c.run[runUnion:]) }
 
-// SystemEvent is the type of a KVM_EXIT_SYSTEM_EVENT.
+// SystemEvent returns the type of a KVM_EXIT_SYSTEM_EVENT.
 func (c *VCPU) SystemEvent() uint32 { return binary.NativeEndian.Uint32(c.run[runUnion:]) }
 
-// MemoryFault is the guest physical address of a KVM_EXIT_MEMORY_FAULT.
+// MemoryFault returns the guest physical address of a KVM_EXIT_MEMORY_FAULT.
 func (c *VCPU) MemoryFault() uint64 { return binary.NativeEndian.Uint64(c.run[runUnion+8:]) }
 
 // Regs reads the general registers (api.rst 4.11).
@@ -202,8 +201,8 @@ func (c *VCPU) SetSregs(r *Sregs) error {
 	return wrap("KVM_SET_SREGS", gokvm.SetSregs(uintptr(c.fd), &c.sregs))
 }
 
-// SetCPUID tells the vCPU what its CPUID instruction shows (api.rst 4.43). KVM is not
-// asked again for what it knows already: it takes 0.1 ms for it.
+// SetCPUID sets what the vCPU's CPUID instruction shows (api.rst 4.43). It does not call KVM if that is set
+// already, since the call takes 0.1 ms.
 func (c *VCPU) SetCPUID(entries []CPUIDEntry) error {
 	if c.cpuid != nil && slices.Equal(c.cpuid, entries) {
 		return nil
@@ -216,7 +215,7 @@ func (c *VCPU) SetCPUID(entries []CPUIDEntry) error {
 	return nil
 }
 
-// TSCKHz is the frequency of the vCPU's time stamp counter (api.rst 4.56).
+// TSCKHz returns the frequency of the vCPU's time stamp counter in kHz (api.rst 4.56).
 func (c *VCPU) TSCKHz() (uint64, error) {
 	if c.tscKHz != 0 {
 		return c.tscKHz, nil
@@ -229,34 +228,33 @@ func (c *VCPU) TSCKHz() (uint64, error) {
 	return khz, nil
 }
 
-// SetTSCKHz sets it (api.rst 4.55); only some hosts can scale it.
+// SetTSCKHz sets that frequency (api.rst 4.55); only some hosts can scale it.
 func (c *VCPU) SetTSCKHz(khz uint64) error {
 	c.tscKHz = 0
 	return wrap("KVM_SET_TSC_KHZ", gokvm.SetTSCKHz(uintptr(c.fd), khz))
 }
 
-// KVMClockCtrl tells the guest that it was paused, so that its soft-lockup watchdog
-// stays quiet (api.rst 4.69). A guest without kvmclock makes it fail with EINVAL.
+// KVMClockCtrl tells the guest that it was paused, so that its soft-lockup watchdog stays quiet (api.rst 4.69). It
+// fails with EINVAL for a guest without kvmclock.
 func (c *VCPU) KVMClockCtrl() error {
 	_, err := ioctl(c.fd, gokvm.IIO(nrKVMClockCtrl), 0)
 	return wrap("KVM_KVMCLOCK_CTRL", err)
 }
 
-// MSRs reads the named MSRs (api.rst 4.18) and returns those that the kernel let
-// it read.
+// MSRs returns the named MSRs (api.rst 4.18), without those that the kernel refuses to read.
 func (c *VCPU) MSRs(index []uint32) ([]MSR, error) { return getMSRs(c.fd, index) }
 
-// SetMSRs loads MSRs in order (api.rst 4.19) and returns how many were taken.
-// The kernel stops at the first that it refuses.
+// SetMSRs loads MSRs in order (api.rst 4.19) and returns how many the kernel has taken. The kernel stops at the
+// first that it refuses.
 func (c *VCPU) SetMSRs(msrs []MSR) (int, error) { return setMSRs(c.fd, msrs) }
 
-// MPState is whether the vCPU runs, is halted, or waits for its start (api.rst 4.38).
+// MPState returns whether the vCPU runs, is halted, or waits for its start (api.rst 4.38).
 func (c *VCPU) MPState() (uint32, error) {
 	err := gokvm.GetMPState(uintptr(c.fd), &c.mp)
 	return c.mp.State, wrap("KVM_GET_MP_STATE", err)
 }
 
-// SetMPState sets it (api.rst 4.39).
+// SetMPState sets the state that MPState returns (api.rst 4.39).
 func (c *VCPU) SetMPState(s uint32) error {
 	c.mp.State = s
 	return wrap("KVM_SET_MP_STATE", gokvm.SetMPState(uintptr(c.fd), &c.mp))
@@ -268,12 +266,12 @@ func (c *VCPU) LAPIC(p []byte) ([]byte, error) {
 	return append(p, c.lapic.Regs[:]...), wrap("KVM_GET_LAPIC", err)
 }
 
-// SetLAPIC loads them (api.rst 4.58).
+// SetLAPIC loads the local APIC's registers (api.rst 4.58).
 func (c *VCPU) SetLAPIC(p []byte) error {
 	return set("KVM_SET_LAPIC", c.fd, &c.lapic, p, gokvm.SetLocalAPIC)
 }
 
-// Translate finds the guest physical address behind a guest virtual one (api.rst 4.15).
+// Translate returns the guest physical address behind a guest virtual one (api.rst 4.15).
 func (c *VCPU) Translate(va uint64) (gpa uint64, ok bool) {
 	c.transl = gokvm.Translation{LinearAddress: va}
 	if err := gokvm.Translate(uintptr(c.fd), &c.transl); err != nil {

@@ -8,8 +8,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// VM is a KVM virtual machine. Calls that set it up or load its state are made from one goroutine at a time; interrupts
-// and events may be connected beside them.
+// VM is a KVM virtual machine. Only one goroutine at a time may set it up or load its state. Others may connect
+// interrupts and events concurrently.
 type VM struct {
 	fd      int
 	runSize int
@@ -21,13 +21,13 @@ type VM struct {
 	region  gokvm.UserspaceMemoryRegion
 }
 
-// FD is the VM's file descriptor.
+// FD returns the VM's file descriptor.
 func (v *VM) FD() int { return v.fd }
 
-// Close releases the VM. Its vCPUs must have been closed.
+// Close releases the VM. Close its vCPUs first.
 func (v *VM) Close() error { return os.NewSyscallError("close VM", unix.Close(v.fd)) }
 
-// Check asks for a capability of this VM (api.rst 4.4).
+// Check returns the value of a capability of this VM (api.rst 4.4).
 func (v *VM) Check(c Capability) int {
 	n, err := ioctl(v.fd, gokvm.IIO(nrCheckExtension), uintptr(c))
 	if err != nil {
@@ -36,12 +36,12 @@ func (v *VM) Check(c Capability) int {
 	return n
 }
 
-// SetTSSAddr says where VMX may keep three pages that no guest sees (api.rst 4.20).
+// SetTSSAddr gives VMX the address of three pages that no guest sees (api.rst 4.20).
 func (v *VM) SetTSSAddr(addr uint32) error {
 	return wrap("KVM_SET_TSS_ADDR", gokvm.SetTSSAddr(uintptr(v.fd), addr))
 }
 
-// SetIdentityMapAddr does the same for one page (api.rst 4.45).
+// SetIdentityMapAddr gives VMX the address of one more such page (api.rst 4.45).
 func (v *VM) SetIdentityMapAddr(addr uint64) error {
 	return wrap("KVM_SET_IDENTITY_MAP_ADDR", setIdentityMapAddr(v.fd, addr))
 }
@@ -56,8 +56,7 @@ func (v *VM) CreatePIT2() error {
 	return wrap("KVM_CREATE_PIT2", gokvm.CreatePIT2(uintptr(v.fd)))
 }
 
-// SetMemory puts size bytes of this process at hva into the guest at gpa (api.rst
-// 4.35); size 0 removes the slot.
+// SetMemory maps size bytes of this process at hva into the guest at gpa (api.rst 4.35). Size 0 removes the slot.
 func (v *VM) SetMemory(slot uint32, gpa, size uint64, hva uintptr, flags uint32) error {
 	v.region = gokvm.UserspaceMemoryRegion{
 		Slot: slot, Flags: flags, GuestPhysAddr: gpa, MemorySize: size, UserspaceAddr: uint64(hva),
@@ -68,7 +67,7 @@ func (v *VM) SetMemory(slot uint32, gpa, size uint64, hva uintptr, flags uint32)
 	return nil
 }
 
-// IRQFD makes the eventfd raise an edge on an interrupt line (api.rst 4.75).
+// IRQFD makes the eventfd fd raise an edge on an interrupt line (api.rst 4.75).
 func (v *VM) IRQFD(fd int, gsi uint32) error {
 	if err := irqfd(v.fd, fd, gsi); err != nil {
 		return fmt.Errorf("KVM_IRQFD for GSI %d: %w", gsi, err)
@@ -76,8 +75,8 @@ func (v *VM) IRQFD(fd int, gsi uint32) error {
 	return nil
 }
 
-// IRQLine sets the level of an interrupt line (api.rst 4.25). The interrupt controllers have seen it when IRQLine
-// returns, so that a vCPU that is started then finds it.
+// IRQLine sets the level of an interrupt line (api.rst 4.25). The interrupt controllers have seen the level when
+// IRQLine returns, so a vCPU that starts later finds it.
 func (v *VM) IRQLine(gsi uint32, high bool) error {
 	if err := irqLine(v.fd, gsi, high); err != nil {
 		return fmt.Errorf("KVM_IRQ_LINE for GSI %d: %w", gsi, err)
@@ -85,8 +84,8 @@ func (v *VM) IRQLine(gsi uint32, high bool) error {
 	return nil
 }
 
-// IOEventFD makes a 32-bit guest write of value to the MMIO address signal the
-// eventfd, without leaving the kernel (api.rst 4.59).
+// IOEventFD makes a 32-bit guest write of value to the MMIO address addr signal the eventfd fd, without leaving the
+// kernel (api.rst 4.59).
 func (v *VM) IOEventFD(fd int, addr uint64, value uint32) error {
 	if err := ioeventfd(v.fd, fd, addr, value); err != nil {
 		return fmt.Errorf("KVM_IOEVENTFD at %#x: %w", addr, err)
@@ -94,7 +93,7 @@ func (v *VM) IOEventFD(fd int, addr uint64, value uint32) error {
 	return nil
 }
 
-// EnableCap switches a capability on (api.rst 4.37).
+// EnableCap enables a capability (api.rst 4.37).
 func (v *VM) EnableCap(c Capability, args ...uint64) error {
 	if err := enableCap(v.fd, c, args); err != nil {
 		return fmt.Errorf("KVM_ENABLE_CAP %d: %w", c, err)
@@ -102,19 +101,19 @@ func (v *VM) EnableCap(c Capability, args ...uint64) error {
 	return nil
 }
 
-// DirtyLog reads, and without manual protection clears, the dirty bitmap of a slot
-// into bitmap: a bit for each page (api.rst 4.8).
+// DirtyLog reads the dirty bitmap of a slot into bitmap: a bit for each page (api.rst 4.8). Without manual
+// protection it also clears the log.
 func (v *VM) DirtyLog(slot uint32, bitmap []uint64) error {
 	return wrap("KVM_GET_DIRTY_LOG", dirtyLog(v.fd, slot, bitmap))
 }
 
-// ClearDirtyLog write-protects the pages again whose bits are set; first is a
-// multiple of 64, pages too unless it reaches the end of the slot (api.rst 4.117).
+// ClearDirtyLog write-protects the pages again whose bits are set (api.rst 4.117). first must be a multiple of 64,
+// and pages, too, unless it reaches the end of the slot.
 func (v *VM) ClearDirtyLog(slot uint32, first uint64, pages uint32, bitmap []uint64) error {
 	return wrap("KVM_CLEAR_DIRTY_LOG", clearDirtyLog(v.fd, slot, first, pages, bitmap))
 }
 
-// Interrupt controllers that IRQChip and SetIRQChip know (api.rst 4.26).
+// Interrupt controllers for IRQChip and SetIRQChip (api.rst 4.26).
 const (
 	ChipPICMaster = 0
 	ChipPICSlave  = 1
@@ -136,7 +135,7 @@ const (
 	PITSize  = 112
 )
 
-// SetIRQChip loads what IRQChip has returned.
+// SetIRQChip loads a state that IRQChip has returned.
 func (v *VM) SetIRQChip(chip uint32, p []byte) error {
 	if len(p) != ChipSize {
 		return fmt.Errorf("KVM_SET_IRQCHIP %d: %w: %d bytes, want %d", chip, ErrState, len(p), ChipSize)
@@ -157,7 +156,7 @@ func (v *VM) PIT(p []byte) ([]byte, error) {
 	return append(p, bytesOf(&v.pit)...), nil
 }
 
-// SetPIT loads what PIT has returned (api.rst 4.72).
+// SetPIT loads a state that PIT has returned (api.rst 4.72).
 func (v *VM) SetPIT(p []byte) error {
 	return set("KVM_SET_PIT2", v.fd, &v.pit, p, gokvm.SetPIT2)
 }
