@@ -36,7 +36,7 @@ func (m *Machine) TakeDirty() (*guestmem.PageSet, error) {
 	defer m.life.Unlock()
 	switch {
 	case !m.prebuilt.cfg.TrackDirty:
-		return nil, fmt.Errorf("asking which pages have changed: %w: set Config.TrackDirty", ErrNotTracked)
+		return nil, fmt.Errorf("asking which pages have changed: %w: set PrebuiltConfig.TrackDirty", ErrNotTracked)
 	case m.state != paused:
 		return nil, fmt.Errorf("asking which pages have changed: %w", ErrNotPaused)
 	}
@@ -52,7 +52,7 @@ func (m *Machine) TakeDirtyRunning() (*guestmem.PageSet, error) {
 	defer m.life.Unlock()
 	switch {
 	case !m.prebuilt.cfg.TrackDirty:
-		return nil, fmt.Errorf("asking which pages have changed: %w: set Config.TrackDirty", ErrNotTracked)
+		return nil, fmt.Errorf("asking which pages have changed: %w: set PrebuiltConfig.TrackDirty", ErrNotTracked)
 	case m.state == closed:
 		return nil, fmt.Errorf("asking which pages have changed: %w", ErrEnded)
 	}
@@ -96,7 +96,7 @@ func (m *Machine) CountDirty() (uint64, error) {
 	defer m.life.Unlock()
 	switch {
 	case !m.prebuilt.cfg.TrackDirty:
-		return 0, fmt.Errorf("counting changed pages: %w: set Config.TrackDirty", ErrNotTracked)
+		return 0, fmt.Errorf("counting changed pages: %w: set PrebuiltConfig.TrackDirty", ErrNotTracked)
 	case m.state == closed:
 		return 0, fmt.Errorf("counting changed pages: %w", ErrEnded)
 	}
