@@ -286,7 +286,7 @@ func (p *process) letGo() {
 // start boots or restores the guest.
 func (p *process) start(ctx context.Context, o ServeOptions) error {
 	r := p.r
-	// With volumes, the record must find the guest's writes to its disk and to its volumes together.
+	// With volumes, a later start must find the guest's writes to its disk and to its volumes together.
 	waking := o.Snapshot != "" && r.Phase == state.Asleep && len(r.Spec.Volumes) == 0
 	st, err := p.store.Absolute(r.Disk)
 	if err != nil {
