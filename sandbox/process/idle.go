@@ -156,7 +156,7 @@ func (p *process) stillUnused(w *idleWatch, looked time.Time) error {
 	return nil
 }
 
-// uses returns how the VM is used. A goroutine that is about to lock p.op does not count.
+// uses returns how the VM is used. busy is also set if the caller itself holds p.op, so stillUnused ignores it.
 func (p *process) uses() uses {
 	open, made := p.in.Connections()
 	held, ever := p.holders.count()
