@@ -7,7 +7,7 @@ import (
 // Spec says what a VM is: see spec.VM.
 type Spec = spec.VM
 
-// What a caller may want to tell apart. ErrSpec says that a VM cannot be like that.
+// Errors that a caller may want to tell apart. ErrSpec means that a VM cannot be like that.
 var (
 	ErrSpec       = spec.ErrInvalid
 	ErrNotFound   = spec.ErrNotFound
@@ -16,7 +16,7 @@ var (
 	ErrRunning    = spec.ErrRunning
 )
 
-// What operations take and tell: see package spec.
+// Types that operations take and return: see package spec.
 type (
 	SleepOptions    = spec.SleepOptions
 	SnapshotOptions = spec.SnapshotOptions

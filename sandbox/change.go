@@ -11,11 +11,11 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// changePoll is how often is looked at a VM that is between two phases.
+// changePoll is how often a VM that is between two phases is polled.
 const changePoll = 5 * time.Millisecond
 
-// change changes a VM for good: its process does that by live if it has one, else stored changes its record. If the VM
-// is falling asleep, woken or ending just then, it is tried again. It returns the record from before.
+// change makes a lasting change to a VM. live has its process do that, if there is one; otherwise stored changes its
+// record. If the VM is just falling asleep, waking or ending, change tries again. It returns the previous record.
 func (b *Sandbox) change(ctx context.Context, doing string, live func() error, stored func(*state.Record) error) (*state.Record, error) {
 	for {
 		r, err := b.host.State.Get(b.name)
@@ -40,8 +40,8 @@ func (b *Sandbox) change(ctx context.Context, doing string, live func() error, s
 	}
 }
 
-// passing says whether an error means that a VM has gone to sleep, been woken or ended in
-// between, or is about to, so that what does no harm twice is to be tried again.
+// passing reports whether err means that a VM has just gone to sleep, been woken or ended, or is about to. Then
+// the caller tries again, if doing so twice does no harm.
 func passing(err error) bool {
 	for _, e := range []error{ErrNotRunning, ErrRunning, io.EOF, io.ErrUnexpectedEOF, syscall.ECONNRESET, syscall.EPIPE} {
 		if errors.Is(err, e) {
@@ -51,7 +51,7 @@ func passing(err error) bool {
 	return false
 }
 
-// rest waits for some time, or until ctx ends.
+// rest waits for d, or until ctx ends.
 func rest(ctx context.Context, d time.Duration) error {
 	select {
 	case <-ctx.Done():

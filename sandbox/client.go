@@ -27,18 +27,18 @@ import (
 	"github.com/drowse-vm/drowse/vmm"
 )
 
-// CreateOptions add to the Spec of a sandbox that is made. The zero value adds nothing.
+// CreateOptions add to the Spec of a new sandbox. The zero value adds nothing.
 type CreateOptions struct {
-	// Metadata is the sandbox's from its first moment on; nil is none.
+	// Metadata is the sandbox's metadata from its first moment on; nil is none.
 	Metadata *spec.Metadata
-	// Disk is a snapshot, its id or how that begins, from whose disk the sandbox boots; empty is a new disk.
+	// Disk is the id, or the start of the id, of a snapshot from whose disk the sandbox boots; empty is a new disk.
 	Disk string
-	// Report, if not nil, gets how the start went.
+	// Report, if not nil, gets the report of the start.
 	Report *control.Report
 }
 
 // Create makes a sandbox and boots it. It returns when the agent in the guest answers. If the VM does not come up,
-// nothing is left of it but its logs in the error. A name that is taken is ErrExists.
+// Create removes it, and the error has its logs. If the name is taken, it returns ErrExists.
 func (s *Host) Create(ctx context.Context, want Spec, o CreateOptions) (b *Sandbox, err error) {
 	if o.Report == nil {
 		o.Report = &control.Report{}
@@ -64,7 +64,7 @@ func (s *Host) Create(ctx context.Context, want Spec, o CreateOptions) (b *Sandb
 	return s.launchNew(ctx, r, "", nil, o.Report)
 }
 
-// setFirstMetadata gives a sandbox that is to be made its metadata; nil is none.
+// setFirstMetadata gives a new sandbox its metadata; nil is none.
 func setFirstMetadata(r *state.Record, m *spec.Metadata) error {
 	if m != nil && lifetime.Expired(m.Expires, time.Now()) {
 		return fmt.Errorf("%w: it would expire at %s, which is over", spec.ErrMetadata, m.Expires.Format(time.RFC3339))
@@ -72,12 +72,12 @@ func setFirstMetadata(r *state.Record, m *spec.Metadata) error {
 	return r.SetMetadata(m)
 }
 
-// creationPoll is how often GetOrCreate looks for what somebody else makes.
+// creationPoll is how often GetOrCreate looks for a sandbox that another caller makes.
 const creationPoll = 20 * time.Millisecond
 
-// GetOrCreate is the sandbox of the Spec's name, which is made if there is none; of several callers that want it at
-// once one makes it, and all get it. One that is there is as it is, asleep or not, whatever want says; created says
-// which it was. One that is being made is waited for.
+// GetOrCreate returns the sandbox of the Spec's name, and makes it if it does not exist. If several callers want
+// it at once, one makes it and all get it. An existing sandbox stays as it is, asleep or not, whatever want says;
+// created is false then. GetOrCreate waits for a sandbox that is being made.
 func (s *Host) GetOrCreate(ctx context.Context, want Spec, o CreateOptions) (b *Sandbox, created bool, err error) {
 	if want.Name == "" {
 		return nil, false, fmt.Errorf("%w: no name is given to get the sandbox by", ErrSpec)
@@ -100,10 +100,10 @@ func (s *Host) GetOrCreate(ctx context.Context, want Spec, o CreateOptions) (b *
 	}
 }
 
-// launchNew makes the record and starts the VM; it leaves nothing when that fails. recorded, if not nil, is called when
-// there is a record. to, if not nil, gets how the start went.
+// launchNew makes the record and starts the VM. If that fails, it leaves nothing. recorded, if not nil, is called
+// when the record exists. to, if not nil, gets the report of the start.
 func (s *Host) launchNew(ctx context.Context, r *state.Record, snapshotID string, recorded func() error, to *control.Report) (*Sandbox, error) {
-	// What comes of another machine must not pass for it.
+	// A VM that comes from another machine must not pass for it.
 	rep, err := s.launchNewWith(ctx, r, control.Order{Name: r.Spec.Name, Snapshot: snapshotID, NewIdentity: r.Parent != ""}, recorded)
 	if to != nil {
 		*to = rep
@@ -114,7 +114,7 @@ func (s *Host) launchNew(ctx context.Context, r *state.Record, snapshotID string
 	return s.Sandbox(r.Spec.Name), nil
 }
 
-// launchNewWith is launchNew as launchWith is launch.
+// launchNewWith is launchNew with an order and its files.
 func (s *Host) launchNewWith(ctx context.Context, r *state.Record, ord control.Order, recorded func() error, files ...*os.File) (control.Report, error) {
 	lock, err := s.State.Create(r)
 	if err != nil {
@@ -128,7 +128,7 @@ func (s *Host) launchNewWith(ctx context.Context, r *state.Record, ord control.O
 	}
 	rep, err := s.launchWith(ctx, r.Spec.Shape(), ord, files...)
 	if err != nil {
-		// The console goes with the VM.
+		// The console's log goes with the VM.
 		if line := control.LastLine(s.State.ConsoleLog(r.Spec.Name)); errors.Is(err, vmm.ErrEnded) && line != "" {
 			err = fmt.Errorf("%w: its console ends with %q", err, line)
 		}
@@ -137,7 +137,7 @@ func (s *Host) launchNewWith(ctx context.Context, r *state.Record, ord control.O
 	return rep, err
 }
 
-// resolve finds what the spec names.
+// resolve finds the files that the spec names.
 func (s *Host) resolve(ctx context.Context, spec Spec) (state.BootFiles, error) {
 	images, err := image.OpenStore(s.State.ImageDir())
 	if err != nil {
@@ -188,8 +188,8 @@ func (s *Host) resolve(ctx context.Context, spec Spec) (state.BootFiles, error) 
 	return b, nil
 }
 
-// resolveAgain finds the files of a VM from whose snapshot another one is made. The
-// guest has the image and the system disk in use, so they must be the very same.
+// resolveAgain finds the files of a VM for another one that is made from its snapshot. The guest has the image and
+// the system disk in use, so they must be identical.
 func (s *Host) resolveAgain(ctx context.Context, old state.Record) (state.BootFiles, error) {
 	want := old.Spec
 	want.Image = old.Boot.ImageID
@@ -201,8 +201,8 @@ func (s *Host) resolveAgain(ctx context.Context, old state.Record) (state.BootFi
 		return b, err
 	}
 	if b.SystemDisk != old.Boot.SystemDisk && old.Boot.SystemDisk != "" {
-		// The agent has been replaced since. The old one's disk is still in the
-		// cache, under the same folder as the new one's.
+		// The agent has been replaced since. The old one's disk is still in the cache, in the same folder as the
+		// new one's.
 		same := filepath.Join(filepath.Dir(b.SystemDisk), filepath.Base(old.Boot.SystemDisk))
 		if _, err := os.Stat(s.State.BootPath(same)); err != nil {
 			return b, fmt.Errorf("%w: the disk that its guest has started from is gone: %w", spec.ErrRecord, err)
@@ -212,8 +212,8 @@ func (s *Host) resolveAgain(ctx context.Context, old state.Record) (state.BootFi
 	return b, nil
 }
 
-// findKernel finds the kernel that is named, or one for the host and for what the image needs. Either must have
-// the features of own.
+// findKernel finds the named kernel, or one that fits the host and the image's needs. Either must have the
+// features of own.
 func (s *Host) findKernel(name string, host kernel.Host, needs string, own ...string) (*kernel.Kernel, error) {
 	if name != "" {
 		k, err := kernel.Find(s.State.KernelDir(), name)
@@ -236,13 +236,13 @@ func (s *Host) findKernel(name string, host kernel.Host, needs string, own ...st
 	return k, nil
 }
 
-// StartOptions change a start. The zero value boots what does not sleep.
+// StartOptions change a start. The zero value boots a VM that is not asleep.
 type StartOptions struct {
-	// DiscardMemory boots a VM that sleeps as well: with the disk that it slept with, as after a loss of power. What
-	// was in its memory alone is given up. Nothing of the memory is read, so this is the way back from a snapshot that
-	// is damaged.
+	// DiscardMemory also boots a VM that sleeps, with the disk that it slept with, as after a loss of power. It
+	// discards what was only in its memory. Start does not read the memory, so this is the way back from a damaged
+	// snapshot.
 	DiscardMemory bool
-	// Awake is all that is wanted: a VM that sleeps is woken (BringUp), and one that runs is left alone.
+	// Awake only brings the VM up: Start wakes a VM that sleeps (BringUp), and leaves a running one alone.
 	Awake bool
 }
 
@@ -272,7 +272,7 @@ func (b *Sandbox) Start(ctx context.Context, o StartOptions) (rep control.Report
 	}
 	switch r.Phase {
 	case state.Asleep:
-		// Its memory is of no use if its volumes have moved on.
+		// Its memory cannot be used if its volumes have moved on.
 		if !errors.Is(s.State.CheckVolumes(r, r.Snapshot), volume.ErrStale) {
 			return control.Report{}, fmt.Errorf("%w: %s is asleep: wake it with Sandbox(%q).Wake", ErrNotRunning, name, name)
 		}
@@ -280,7 +280,7 @@ func (b *Sandbox) Start(ctx context.Context, o StartOptions) (rep control.Report
 	return s.launchWith(ctx, r.Spec.Shape(), control.Order{Name: r.Spec.Name, Shared: true})
 }
 
-// startAwake is Start with Awake.
+// startAwake implements Start with Awake.
 func (b *Sandbox) startAwake(ctx context.Context) (rep control.Report, err error) {
 	for {
 		r, err := b.host.State.Get(b.name)
@@ -295,7 +295,7 @@ func (b *Sandbox) startAwake(ctx context.Context) (rep control.Report, err error
 		if !errors.Is(err, ErrRunning) && !errors.Is(err, ErrNotRunning) {
 			return rep, err
 		}
-		// It may have changed since it was looked at.
+		// The VM may have changed in between.
 		if now, gerr := b.host.State.Get(b.name); gerr != nil || now.Phase == r.Phase {
 			return rep, err
 		}
@@ -307,8 +307,8 @@ func (b *Sandbox) startAwake(ctx context.Context) (rep control.Report, err error
 	}
 }
 
-// discardMemory makes a VM that sleeps one that has stopped, with the disk that it slept with. Its snapshot is kept
-// until it sleeps again.
+// discardMemory marks a sleeping VM as stopped, with the disk that it slept with. Its snapshot is kept until the
+// VM sleeps again.
 func (s *Host) discardMemory(ctx context.Context, name string) error {
 	if _, err := s.State.Lasting(name); err != nil {
 		return err
@@ -326,7 +326,7 @@ func (s *Host) discardMemory(ctx context.Context, name string) error {
 	return s.State.Save(r)
 }
 
-// unreadable adds to the error of a wake what can be done if the memory cannot be had: the disk does not depend on it.
+// unreadable adds to the error of a wake what the caller can do if the memory is unreadable: boot from the disk.
 func unreadable(name string, err error) error {
 	for _, e := range []error{snapshot.ErrCorrupt, snapshot.ErrIncomplete, snapshot.ErrNotFound, snapshot.ErrVersion, snapshot.ErrForeign, vmm.ErrForeign} {
 		if errors.Is(err, e) {
@@ -336,26 +336,26 @@ func unreadable(name string, err error) error {
 	return err
 }
 
-// Wake brings a VM back from its last sleep, on behalf of its owner; what uses a VM by itself calls BringUp. One whose
-// process was killed is taken back to that sleep, and what it has had on its disk since is kept as a snapshot of the
-// disk, of kind "abandoned". Waking one that runs does nothing, and of several that wake it at once one does, and all
-// return when it is there. A sleep that has begun is waited for, so the VM runs in any case when Wake returns. When ctx
-// ends first the wake is called off, unless it has got so far that others may use the VM: then it runs. The errors are
-// ErrNotRunning if it has nothing to wake from, ErrExpired, and what can go wrong in a restore; then it sleeps on.
+// Wake brings a VM back from its last sleep, for its owner; code that wakes a VM for a use calls BringUp. If the
+// VM's process was killed, Wake takes the VM back to that sleep, and keeps what its disk has got since as a disk
+// snapshot of kind "abandoned". A wake of a running VM does nothing. Of several callers at once one wakes it, and
+// all return when it runs. Wake waits for a sleep that has begun, so the VM runs in any case when Wake returns. If
+// ctx ends first, the wake is canceled, unless others may already use the VM: then it runs. The errors are
+// ErrNotRunning if there is nothing to wake from, ErrExpired, and errors of a restore; then it sleeps on.
 func (b *Sandbox) Wake(ctx context.Context) (control.Report, error) {
 	s, name := b.host, b.name
 	return s.wake(ctx, name, nil, true)
 }
 
-// BringUp is Wake that never takes a VM back: one whose process was killed is booted with its disk as it is, as Start
-// does, so that nothing is lost that its guest had written out.
+// BringUp is Wake that never takes a VM back. It boots a VM whose process was killed with its disk as it is, like
+// Start, so that nothing that its guest had written out is lost.
 func (b *Sandbox) BringUp(ctx context.Context) (control.Report, error) {
 	s, name := b.host, b.name
 	return s.wake(ctx, name, nil, false)
 }
 
-// wake is Wake, or BringUp if the VM is not to be taken back. hold, if not nil, is the socket by which the VM is held
-// awake from its first moment on, if this call wakes it.
+// wake implements Wake, and BringUp without back. hold, if not nil, is the socket that holds the VM awake from its
+// first moment on, if this call wakes it.
 func (s *Host) wake(ctx context.Context, name string, hold *os.File, back bool) (rep control.Report, err error) {
 	ctx, ended := s.begin(ctx, control.OpWake, name)
 	defer func() { ended(control.Operation{Report: rep, Err: err}) }()
@@ -392,7 +392,7 @@ func (s *Host) wakeOnce(ctx context.Context, name string, hold *os.File, back bo
 		return control.Report{}, fmt.Errorf("%w: %s has not slept: boot it with Sandbox(%q).Start", ErrNotRunning, name, name)
 	}
 	if r.Phase == state.Stopped {
-		// It has ended by itself, with all that it wrote on its disk.
+		// It has ended by itself, and its disk has all that it wrote.
 		return control.Report{}, fmt.Errorf("%w: %s has stopped: boot it with Sandbox(%q).Start; a clone as of its last sleep is Host.Clone of %q",
 			ErrNotRunning, name, name, r.Snapshot)
 	}
@@ -400,7 +400,7 @@ func (s *Host) wakeOnce(ctx context.Context, name string, hold *os.File, back bo
 		return control.Report{}, fmt.Errorf("waking %s: %w", name, unreadable(name, err))
 	}
 	if r.Phase != state.Asleep {
-		// Back to the disk as it was then; what was written since is kept aside.
+		// Go back to the disk of that time, and set aside what was written since.
 		if err := s.rewind(ctx, name); errors.Is(err, ErrRunning) {
 			return control.Report{}, state.ErrBetween
 		} else if err != nil {
@@ -410,10 +410,10 @@ func (s *Host) wakeOnce(ctx context.Context, name string, hold *os.File, back bo
 	return s.upOnce(ctx, r, r.Snapshot, hold)
 }
 
-// upOnce starts the process of a VM that has none: from a snapshot, or, if that is empty, from its disk. errBetween
-// says that it has one.
+// upOnce starts the process of a VM that has none: from a snapshot, or, if that is empty, from its disk. It
+// returns state.ErrBetween if there is a process.
 func (s *Host) upOnce(ctx context.Context, r *state.Record, snapshotID string, hold *os.File) (control.Report, error) {
-	// The process that has put it to sleep may be on its way out.
+	// The process that has put it to sleep may still be exiting.
 	lock, err := s.State.Lock(r.Spec.Name)
 	if errors.Is(err, ErrRunning) {
 		return control.Report{}, state.ErrBetween
@@ -429,13 +429,13 @@ func (s *Host) upOnce(ctx context.Context, r *state.Record, snapshotID string, h
 	}
 	rep, err := s.launchWith(ctx, r.Spec.Shape(), ord, files...)
 	if errors.Is(err, ErrRunning) {
-		// Somebody else was faster.
+		// Another caller was faster.
 		return control.Report{}, state.ErrBetween
 	}
 	return rep, unreadable(r.Spec.Name, err)
 }
 
-// rewind makes a crashed VM one that sleeps since its last snapshot.
+// rewind makes a crashed VM sleep in its last snapshot.
 func (s *Host) rewind(ctx context.Context, name string) error {
 	l, err := s.State.Lock(name)
 	if err != nil {
@@ -460,7 +460,7 @@ func (s *Host) rewind(ctx context.Context, name string) error {
 	return s.State.Save(r)
 }
 
-// awaitRunning waits until a VM that another process starts is there.
+// awaitRunning waits until a VM that another process starts is ready.
 func (s *Host) awaitRunning(ctx context.Context, name string) (control.Report, error) {
 	for {
 		r, err := s.State.Get(name)
@@ -488,30 +488,29 @@ func (s *Host) awaitRunning(ctx context.Context, name string) (control.Report, e
 	}
 }
 
-// CloneOptions say in what a clone differs from the VM that the snapshot is of. The zero value is a clone with a random
-// name.
+// CloneOptions say how a clone differs from the snapshot's VM. The zero value is a clone with a random name.
 type CloneOptions struct {
-	// Name of the clone; empty is a random one.
+	// Name is the clone's name; empty is a random one.
 	Name string
 	// Policy is the clone's network policy; nil is that of the snapshot.
 	Policy *netpolicy.Policy
-	// Idle says when the clone goes to sleep by itself; nil is as for the VM that the snapshot is of.
+	// Idle says when the clone goes to sleep by itself; nil is as for the snapshot's VM.
 	Idle *spec.Idle
-	// Metadata is the clone's; nil is none, whatever the VM has that the snapshot is of.
+	// Metadata is the clone's; nil is none, even if the snapshot's VM has some.
 	Metadata *spec.Metadata
-	// Report, if not nil, gets how the start went.
+	// Report, if not nil, gets the report of the start.
 	Report *control.Report
 }
 
-// Clone makes a new sandbox from a snapshot. It has the memory, processes and files of the one that the snapshot is of,
-// and an identity of its own. Its network policy is the one that that had then.
+// Clone makes a new sandbox from a snapshot. It has the memory, processes and files of the snapshot's VM, but its
+// own identity. By default its network policy is the one that the VM had at the time of the snapshot.
 func (s *Host) Clone(ctx context.Context, snapshotID string, o CloneOptions) (b *Sandbox, err error) {
 	if o.Report == nil {
 		o.Report = &control.Report{}
 	}
 	ctx, ended := s.begin(ctx, control.OpRestore, o.Name)
 	defer func() { ended(control.Operation{Report: *o.Report, Err: err}) }()
-	// Nobody removes the snapshot or its layers before the record names them.
+	// The lock keeps the snapshot and its layers until the record names them.
 	unlock, err := s.State.Share(ctx)
 	if err != nil {
 		return nil, fmt.Errorf("restoring snapshot %s: %w", snapshotID, err)
@@ -541,15 +540,15 @@ func (s *Host) Clone(ctx context.Context, snapshotID string, o CloneOptions) (b 
 	return s.launchNew(ctx, r, id, unlock, o.Report)
 }
 
-// Rewind takes a sandbox that does not run back to one of its own snapshots, in which it sleeps then: its memory, disk
-// and services are those of that time, its policy stays. What it leaves can be undone: state.Store.RestoreTo. One that
-// runs is ErrRunning.
+// Rewind takes a stopped or sleeping sandbox back to one of its own snapshots, in which it then sleeps: memory,
+// disk and services are those of that time; the policy stays. The caller can undo this: see state.Store.RestoreTo.
+// If the sandbox runs, Rewind returns ErrRunning.
 func (b *Sandbox) Rewind(ctx context.Context, snapshotID string) error {
 	_, err := b.host.State.RestoreTo(ctx, b.name, snapshotID)
 	return err
 }
 
-// cloneRecord is the record of a new VM that is made from a snapshot.
+// cloneRecord returns the record of a new VM that is made from a snapshot.
 func (s *Host) cloneRecord(ctx context.Context, id, name string) (*state.Record, error) {
 	m, err := s.State.Manifest(id)
 	if err != nil {
@@ -562,7 +561,7 @@ func (s *Host) cloneRecord(ctx context.Context, id, name string) (*state.Record,
 	if err := json.Unmarshal([]byte(m.Labels[state.LabelRecord]), &old); err != nil {
 		return nil, fmt.Errorf("snapshot %s: %w: it was not taken by this store: %w", id, spec.ErrRecord, err)
 	}
-	// What it says of files is not taken over: a snapshot may come from elsewhere.
+	// The snapshot may come from elsewhere, so its file names are not used.
 	boot, err := s.resolveAgain(ctx, old)
 	if err != nil {
 		return nil, fmt.Errorf("snapshot %s: %w", id, err)
@@ -586,8 +585,8 @@ func (s *Host) cloneRecord(ctx context.Context, id, name string) (*state.Record,
 	return r, nil
 }
 
-// launchWith starts the process of a VM with an order, and with the files that belong to it after that for the report,
-// and waits for the report.
+// launchWith starts the process of a VM with an order, and with the order's files besides the one for the report.
+// It waits for the report.
 func (s *Host) launchWith(ctx context.Context, shape spec.Shape, ord control.Order, files ...*os.File) (rep control.Report, err error) {
 	if rep, err = pool.Start(ctx, s.State, s.launcher, shape, ord, files...); err != nil {
 		return rep, err
@@ -595,17 +594,17 @@ func (s *Host) launchWith(ctx context.Context, shape spec.Shape, ord control.Ord
 	return rep, s.handIn(ctx, ord.Name)
 }
 
-// Info asks a running VM how it is.
+// Info asks a running VM for its state.
 func (b *Sandbox) Info(ctx context.Context) (info control.Info, err error) {
 	s, name := b.host, b.name
 	err = control.Get(ctx, s.State, name, "/info", &info)
 	return info, err
 }
 
-// Sleep writes a running VM to a snapshot and returns when its process is gone. A VM that sleeps already is left alone,
-// and what its last sleep has done is returned; one that is being started is waited for. If it cannot be saved, or
-// hooks in the guest refuse (spec.ErrHooks), it runs on. Once it sleeps there is no error: what else could not be done,
-// as deleting the sleep before, is in the result's Problem, and left to the next sweep.
+// Sleep writes a running VM to a snapshot and returns when its process is gone. If the VM already sleeps, Sleep
+// returns the result of its last sleep. It waits for a VM that is being started. If the VM cannot be saved, or
+// hooks in the guest refuse (spec.ErrHooks), it runs on. Once it sleeps there is no error: other failures, such as
+// deleting the previous sleep, are in the result's Problem, and the next sweep handles them.
 func (b *Sandbox) Sleep(ctx context.Context, o SleepOptions) (res spec.SleepResult, err error) {
 	s, name := b.host, b.name
 	ctx, ended := s.begin(ctx, control.OpSleep, name)
@@ -624,13 +623,13 @@ func (b *Sandbox) Sleep(ctx context.Context, o SleepOptions) (res spec.SleepResu
 		return res, fmt.Errorf("putting %s to sleep: %w: it is ephemeral, and ephemeral sandboxes leave nothing: remove it, or change its class: Fleet.Update of %q with Class", name, spec.ErrMetadata, name)
 	}
 	begin := time.Now()
-	proc, err := s.launcher.Find(r.PID) // a pidfd: it means this process for ever
+	proc, err := s.launcher.Find(r.PID) // a pidfd: it always means this process
 	if err != nil {
 		return res, fmt.Errorf("finding the process of VM %s: %w", name, err)
 	}
 	defer proc.Close()
 	if err := control.Do(ctx, s.State, name, "sleep", o, &res); err != nil {
-		// It sleeps all the same if the answer was lost, or somebody else has put it to sleep.
+		// It still sleeps if the answer was lost, or another caller has put it to sleep.
 		now, gerr := s.State.Get(name)
 		if gerr != nil || !now.SleptAfter(r) {
 			return res, err
@@ -649,7 +648,7 @@ func (b *Sandbox) Sleep(ctx context.Context, o SleepOptions) (res spec.SleepResu
 	return res, nil
 }
 
-// awaitStarted waits until a VM that is being started is there, or not.
+// awaitStarted waits until the start of a VM has succeeded or failed.
 func (s *Host) awaitStarted(ctx context.Context, name string) (*state.Record, error) {
 	for {
 		r, err := s.State.Get(name)
@@ -662,7 +661,7 @@ func (s *Host) awaitStarted(ctx context.Context, name string) (*state.Record, er
 	}
 }
 
-// lastSleep is what the last sleep of a VM that sleeps has done.
+// lastSleep returns the result of a sleeping VM's last sleep.
 func lastSleep(r *state.Record) spec.SleepResult {
 	res := spec.SleepResult{Name: r.Spec.Name, Snapshot: r.Snapshot, Stages: map[string]float64{}}
 	for _, sl := range r.Sleeps {
@@ -673,7 +672,7 @@ func lastSleep(r *state.Record) spec.SleepResult {
 	return res
 }
 
-// awaitExit waits until a process, of whatever parent, has ended.
+// awaitExit waits until a process has ended. It need not be a child.
 func awaitExit(ctx context.Context, p pool.Process) error {
 	for !p.Wait(10 * time.Millisecond) {
 		if ctx.Err() != nil {
@@ -712,8 +711,8 @@ func (b *Sandbox) Snapshot(ctx context.Context, o SnapshotOptions) (res spec.Sle
 	return res, err
 }
 
-// Agent connects to the agent of a running VM. Close the client when done. What is done by it
-// is recorded: see Audit.
+// Agent connects to the agent of a running VM. Close the client when done. The audit trail records what the client
+// does: see state.Store.Audit.
 func (b *Sandbox) Agent(ctx context.Context) (*guest.Client, error) {
 	s, name := b.host, b.name
 	r, err := s.State.Get(name)
@@ -729,14 +728,14 @@ func (b *Sandbox) Agent(ctx context.Context) (*guest.Client, error) {
 	return guest.Dial(ctx, guest.UnixDialer(s.State.VsockPath(name)))
 }
 
-// Stop has a VM shut itself down within the time that ctx gives. One that does not run is left alone.
+// Stop has a VM shut itself down before ctx ends. It leaves a VM that does not run alone.
 func (b *Sandbox) Stop(ctx context.Context) error {
 	return b.end(ctx, func() error {
 		c, err := b.Agent(ctx)
 		if err != nil {
 			return err
 		}
-		// For the event alone, so a failure is in nobody's way.
+		// Only for the event, so a failure does not matter.
 		_ = control.Do(ctx, b.host.State, b.name, "ending", struct{}{}, nil)
 		err = c.Shutdown(ctx, guest.Shutdown{})
 		c.Close()
@@ -747,11 +746,11 @@ func (b *Sandbox) Stop(ctx context.Context) error {
 	})
 }
 
-// Kill ends a VM at once, as if its power were cut. One that does not run is left alone.
+// Kill ends a VM at once, as if its power were cut. It leaves a VM that does not run alone.
 func (b *Sandbox) Kill(ctx context.Context) error {
 	return b.end(ctx, func() error {
 		if err := control.Do(ctx, b.host.State, b.name, "kill", struct{}{}, nil); err != nil {
-			// It does not answer, or is not that far yet.
+			// It does not answer, or its control socket is not open yet.
 			if kerr := b.host.kill(ctx, b.name); kerr != nil {
 				return errors.Join(err, kerr)
 			}
@@ -760,7 +759,7 @@ func (b *Sandbox) Kill(ctx context.Context) error {
 	})
 }
 
-// end ends a VM that runs by how, and waits until its process is gone.
+// end ends a running VM by calling how, and waits until its process is gone.
 func (b *Sandbox) end(ctx context.Context, how func() error) error {
 	r, err := b.host.State.Get(b.name)
 	if err != nil || r.Phase != state.Running && r.Phase != state.Starting {
@@ -776,11 +775,10 @@ func (b *Sandbox) end(ctx context.Context, how func() error) error {
 	return err
 }
 
-// makePatience is how long whoever makes a VM has for starting its process, before it
-// counts as having given up.
+// makePatience is how long the maker of a VM may take to start its process. After that it counts as having given up.
 const makePatience = 10 * time.Second
 
-// kill kills the process of a VM: the one that holds the record's lock, and no other.
+// kill kills the process of a VM: only the one that holds the record's lock.
 func (s *Host) kill(ctx context.Context, name string) error {
 	for deadline := time.Now().Add(makePatience); ; {
 		r, err := s.State.Get(name)
@@ -803,11 +801,10 @@ func (s *Host) kill(ctx context.Context, name string) error {
 	}
 }
 
-// killHolder kills the process that a record names if it is the VM's. A number may have
-// become another process's; who holds the lock, with this number in the record before and
-// after, is the one.
+// killHolder kills the process that a record names if it is the VM's. Another process may have got the number
+// since. It is the VM's process if the lock is held and the record has this number before and after.
 func (s *Host) killHolder(ctx context.Context, r *state.Record) (done bool, err error) {
-	proc, err := s.launcher.Find(r.PID) // a pidfd: it means this process for ever
+	proc, err := s.launcher.Find(r.PID) // a pidfd: it always means this process
 	if err != nil {
 		return false, fmt.Errorf("finding the process of VM %s: %w", r.Spec.Name, err)
 	}
@@ -846,10 +843,10 @@ func (s *Host) giveUp(ctx context.Context, name string) (done bool, err error) {
 	return true, s.State.Tidy(r)
 }
 
-// DeleteOptions change a deletion. The zero value refuses a sandbox that runs, with ErrRunning, and one whose record
-// cannot be read, with spec.ErrRecord.
+// DeleteOptions change a deletion. The zero value refuses a running sandbox with ErrRunning, and one whose record
+// cannot be read with spec.ErrRecord.
 type DeleteOptions struct {
-	// Force deletes either: one that runs is killed first.
+	// Force deletes both; it kills a running one first.
 	Force bool
 	// Freed, if not nil, gets what was freed.
 	Freed *spec.Freed

@@ -9,13 +9,13 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image"
 )
 
-// Command completes a command for a VM by what the VM's image says, as container runtimes do: the image's user and
-// working directory where the command names none, and its variables before the command's own, which replace those of
-// the same name. If the VM has a proxy, ProxyEnvironment comes after the image's. A command with ReplaceEnv keeps its
-// environment. Images from Debian packages, directories and tar streams say nothing: their commands stay as they are.
+// Command completes a command for a VM from the VM's image, as container runtimes do. It adds the image's user and
+// working directory if the command has none, and the image's variables before the command's, which replace those
+// of the same name. If the VM has a proxy, ProxyEnvironment comes after the image's. A command with ReplaceEnv
+// keeps its environment. Images from Debian packages, directories and tar streams have no such settings.
 //
-// Nothing else is done for an image: its entrypoint is not started (see Entrypoint), and
-// `drowse cp`, hooks and guest.Client know nothing of it.
+// Nothing else comes from an image: its entrypoint is not started (see Entrypoint), and `drowse cp`, hooks and
+// guest.Client ignore it.
 func (b *Sandbox) Command(cmd guest.Cmd) (guest.Cmd, error) {
 	s, name := b.host, b.name
 	c, err := s.runConfigOf(name)
@@ -25,11 +25,11 @@ func (b *Sandbox) Command(cmd guest.Cmd) (guest.Cmd, error) {
 	return withConfig(cmd, c), nil
 }
 
-// ErrNoEntrypoint says that an image has nothing to run.
+// ErrNoEntrypoint means that an image has nothing to run.
 var ErrNoEntrypoint = errors.New("the image says no entrypoint and no command")
 
-// MainArgv is what an image starts, as container runtimes have it: its entrypoint with args,
-// or with its own command if there are none. It fails with ErrNoEntrypoint.
+// MainArgv returns what an image starts, as container runtimes do: its entrypoint with args, or with its own
+// command if args is empty. It returns ErrNoEntrypoint if that is nothing.
 func MainArgv(c image.RunConfig, args []string) ([]string, error) {
 	if len(args) == 0 {
 		args = c.Cmd
@@ -41,8 +41,8 @@ func MainArgv(c image.RunConfig, args []string) ([]string, error) {
 	return argv, nil
 }
 
-// Entrypoint is Command with the image's entrypoint: what cmd.Argv has are its arguments, and
-// the image's own command if that is empty. It fails with ErrNoEntrypoint.
+// Entrypoint is Command with the image's entrypoint: cmd.Argv has its arguments; if empty, they are the image's
+// own command. It returns ErrNoEntrypoint if there is nothing to run.
 func (b *Sandbox) Entrypoint(cmd guest.Cmd) (guest.Cmd, error) {
 	s, name := b.host, b.name
 	c, err := s.runConfigOf(name)
@@ -55,7 +55,7 @@ func (b *Sandbox) Entrypoint(cmd guest.Cmd) (guest.Cmd, error) {
 	return withConfig(cmd, c), nil
 }
 
-// runConfigOf gives what the image of a VM says about commands.
+// runConfigOf returns the settings for commands from a VM's image.
 func (s *Host) runConfigOf(name string) (image.RunConfig, error) {
 	r, err := s.State.Load(name)
 	if err != nil {
@@ -69,7 +69,7 @@ func (s *Host) runConfigOf(name string) (image.RunConfig, error) {
 	if err != nil {
 		return image.RunConfig{}, fmt.Errorf("asking the image of %s for user, directory and variables: %w; a client of the agent (Connect) does without them", name, err)
 	}
-	// What the VM is told of its proxy replaces what the image says.
+	// The variables of the VM's proxy replace the image's.
 	env, err := s.proxyEnvironment(r)
 	if err != nil {
 		return image.RunConfig{}, err
@@ -87,7 +87,7 @@ func withConfig(cmd guest.Cmd, c image.RunConfig) guest.Cmd {
 		cmd.Dir = c.Workdir
 	}
 	if !cmd.ReplaceEnv {
-		// The agent takes the last of several of one name.
+		// If a name occurs several times, the agent uses the last.
 		cmd.Env = slices.Concat(c.Env, cmd.Env)
 	}
 	return cmd

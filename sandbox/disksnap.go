@@ -15,9 +15,9 @@ import (
 	"github.com/drowse-vm/drowse/snapshot"
 )
 
-// createFromDisk is Create with the disk of a snapshot, which need not have a memory that can be read.
+// createFromDisk is Create with the disk of a snapshot. The snapshot's memory need not be readable.
 func (s *Host) createFromDisk(ctx context.Context, want Spec, o CreateOptions) (*Sandbox, error) {
-	// Nobody removes the snapshot's layers before the record names them.
+	// The lock keeps the snapshot's layers until the record names them.
 	unlock, err := s.State.Share(ctx)
 	if err != nil {
 		return nil, fmt.Errorf("booting from the disk of snapshot %s: %w", o.Disk, err)
@@ -28,7 +28,7 @@ func (s *Host) createFromDisk(ctx context.Context, want Spec, o CreateOptions) (
 	if err != nil {
 		return nil, err
 	}
-	// Its memory may be damaged: the disk is not.
+	// Its memory may be damaged, but not its disk.
 	m, err := snapshot.ReadManifest(s.State.SnapshotDir(id))
 	if err != nil {
 		return nil, err

@@ -18,45 +18,43 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// MaxForks is the most children of one fork.
+// MaxForks is the maximum number of children of one fork.
 const MaxForks = 64
 
-// ForkOptions of Sandbox.Fork.
+// ForkOptions are options of Sandbox.Fork.
 type ForkOptions struct {
 	// Count is how many children to make, 1 to MaxForks; 1 if 0.
 	Count int
-	// Name is that of the child, or, with more than one, what their names begin with:
-	// NAME-1, NAME-2. Names are random if it is empty.
+	// Name is the child's name. With several children it is the prefix of their names: NAME-1, NAME-2. If it is
+	// empty, names are random.
 	Name string
-	// Early returns when the children run, without waiting for the snapshot of the
-	// fork. Until that is on disk a child that is killed is lost.
+	// Early returns when the children run, without waiting for the fork's snapshot. Until that is on disk, a child
+	// that is killed is lost.
 	Early bool
 	// Policy is the children's network policy; nil is that of the VM.
 	Policy *netpolicy.Policy
-	// Children, if there are any, are what to make, instead of Count and Name.
+	// Children, if not empty, are the children to make, instead of Count and Name.
 	Children []ForkChild
 
-	// asked says that the VM's guest has asked for it.
+	// asked says that the VM's guest has requested the fork.
 	asked bool
 }
 
-// ForkChild is a child that is to be made.
+// ForkChild is a child to make.
 type ForkChild struct {
-	// Name is random if it is empty.
+	// Name is the child's name; random if empty.
 	Name string
 	// Metadata is the child's; nil is that of the VM.
 	Metadata *spec.Metadata
 }
 
-// Fork makes children of a VM: they go on from its memory, processes and files of one
-// moment, each with random numbers, a clock and an identity of its own, which its agent
-// has acknowledged when Fork returns. A VM that runs is paused for some milliseconds, once
-// for all children, and runs on; they share its memory of that moment until they write to
-// it. A VM that sleeps goes on sleeping; its children are clones of its snapshot.
+// Fork makes children of a VM. They continue from its memory, processes and files of one moment, each with its own
+// random numbers, clock and identity, which its agent has acknowledged when Fork returns. A running VM is paused
+// for some milliseconds, once for all children, and runs on. They share its memory of that moment until they write
+// to it. A sleeping VM sleeps on; its children are clones of its snapshot.
 //
-// When Fork fails, the VM runs on or sleeps as it did, and no child is left. There is one
-// exception: if the VM's process dies after the children run, they go on, and Durable is
-// false.
+// When Fork fails, the VM runs or sleeps on, and no child is left. There is one exception: if the VM's process
+// dies after the children run, they run on, and Durable is false.
 func (b *Sandbox) Fork(ctx context.Context, o ForkOptions) (res control.ForkResult, err error) {
 	s, name := b.host, b.name
 	begin := time.Now()
@@ -88,7 +86,7 @@ func (b *Sandbox) Fork(ctx context.Context, o ForkOptions) (res control.ForkResu
 	if r.Phase != state.Running && r.Phase != state.Asleep {
 		return res, fmt.Errorf("%w: %s is %s: only a VM that runs or sleeps can be forked", ErrNotRunning, name, r.Phase)
 	}
-	// What children need belongs to nobody until there are records of them.
+	// The lock keeps what the children need until their records exist.
 	unlock, err := s.State.Share(ctx)
 	if err != nil {
 		return res, fmt.Errorf("forking %s: %w", name, err)
@@ -113,7 +111,7 @@ func (b *Sandbox) Fork(ctx context.Context, o ForkOptions) (res control.ForkResu
 	return f.res, nil
 }
 
-// forker is a fork under way, from outside of the VMs' processes.
+// forker is a fork in progress, outside the VMs' processes.
 type forker struct {
 	store  *Host
 	parent *state.Record
@@ -123,12 +121,11 @@ type forker struct {
 	early  bool
 	asked  bool // by the guest
 	begin  time.Time
-	made   string // the snapshot that the VM's process makes for it
+	made   string // the snapshot that the VM's process makes for the fork
 	res    control.ForkResult
 }
 
-// choose makes the specs of the children, and refuses what cannot be before anything is
-// done.
+// choose makes the specs of the children. It refuses what is impossible before anything is done.
 func (f *forker) choose(o ForkOptions) error {
 	own, err := f.store.State.Metadata(f.parent.Spec.Name)
 	if err != nil {
@@ -144,7 +141,7 @@ func (f *forker) choose(o ForkOptions) error {
 		}
 		label := &own
 		if own.Empty() {
-			label = nil // there is no file to wait for the disk for
+			label = nil // then there is no file to flush to disk
 		}
 		if len(o.Children) > 0 {
 			o.Name = ""
@@ -184,8 +181,8 @@ func (f *forker) choose(o ForkOptions) error {
 	return nil
 }
 
-// inherit has the children be behind the policy of their parent, and have its tags, once its memory is that of the
-// fork: what was changed before that moment, which is in the record by then, holds for them as well.
+// inherit gives the children the policy and the tags of their parent, once its memory is that of the fork. Changes
+// before that moment are in the record by then, so they hold for the children as well.
 func (f *forker) inherit() error {
 	r, err := f.store.State.Get(f.parent.Spec.Name)
 	if err != nil {
@@ -213,7 +210,7 @@ func (f *forker) sleeping(ctx context.Context) error {
 		}
 		r.Fork = f.parent.Origin()
 		r.Fork.Asked = f.asked
-		// These may have been changed while the VM sleeps.
+		// These may have changed since the VM fell asleep.
 		r.Spec.Policy, r.Spec.Tags = spec.Policy, spec.Tags
 		if err := r.SetMetadata(f.labels[spec.Name]); err != nil {
 			return control.Report{}, err
@@ -278,7 +275,7 @@ func (f *forker) running(ctx context.Context) error {
 	return werr
 }
 
-// note is what the snapshot of the fork is remembered by.
+// note returns the note of the fork's snapshot.
 func (f *forker) note() string {
 	note := "fork: " + f.specs[0].Name
 	if n := len(f.specs); n > 1 {
@@ -287,7 +284,7 @@ func (f *forker) note() string {
 	return note
 }
 
-// startAll starts the children, several at once. If one does not start, those that have are for removeAll.
+// startAll starts the children, several at once. If one fails, removeAll must remove those that have started.
 func (f *forker) startAll(ctx context.Context, start func(context.Context, Spec) (control.Report, error)) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -312,7 +309,7 @@ func (f *forker) startAll(ctx context.Context, start func(context.Context, Spec)
 	return nil
 }
 
-// firstCause is the error that made the others be given up.
+// firstCause returns the error that made the other starts be canceled.
 func firstCause(errs []error) error {
 	var other error
 	for _, err := range errs {

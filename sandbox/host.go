@@ -12,17 +12,17 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// Host is a directory of sandboxes, and how their VMs are started. Any number of processes may use one directory at
-// once. Its methods, and those of its sandboxes, may be called from any goroutine.
+// Host is a directory of sandboxes, with a way to start their VMs. Any number of processes may use one directory
+// at once. Any goroutine may call its methods and those of its sandboxes.
 type Host struct {
-	// State is what is kept: records, metadata, snapshots, volumes, events.
+	// State is the stored state: records, metadata, snapshots, volumes, events.
 	State     *state.Store
 	launcher  pool.Launcher
 	observers []control.Observer
 }
 
-// Open opens or makes the directory of a host. The host can look at sandboxes, and use those that run; With says how it
-// starts VMs.
+// Open opens or makes the directory of a host. The host can inspect sandboxes, and use those that run. With adds a
+// way to start VMs.
 func Open(dir string) (*Host, error) {
 	s, err := state.OpenStore(dir)
 	if err != nil {
@@ -31,29 +31,29 @@ func Open(dir string) (*Host, error) {
 	return &Host{State: s}, nil
 }
 
-// With is the host with what it starts VMs by.
+// With returns the host with a launcher that starts its VMs.
 func (h *Host) With(l pool.Launcher) *Host {
 	with := *h
 	with.launcher = l
 	return &with
 }
 
-// WithHostHooks is the host with hooks of the embedding program: state.Store.WithHostHooks.
+// WithHostHooks returns the host with hooks of the embedding program: see state.Store.WithHostHooks.
 func (h *Host) WithHostHooks(list ...hosthooks.Func) *Host {
 	with := *h
 	with.State = h.State.WithHostHooks(list...)
 	return &with
 }
 
-// WithObservers is the host with some more who are told of what is done with its sandboxes: for traces and metrics.
+// WithObservers returns the host with additional observers of operations on its sandboxes: for traces and metrics.
 func (h *Host) WithObservers(list ...control.Observer) *Host {
 	with := *h
 	with.observers = slices.Concat(h.observers, list)
 	return &with
 }
 
-// begin tells observers that an operation begins. What it returns tells them that it has ended, and completes what is
-// said of it.
+// begin tells observers that an operation begins. The function that it returns completes the operation's data and
+// tells them that it has ended.
 func (h *Host) begin(ctx context.Context, kind control.OperationKind, name string) (context.Context, func(control.Operation)) {
 	if len(h.observers) == 0 {
 		return ctx, func(control.Operation) {}
@@ -65,21 +65,21 @@ func (h *Host) begin(ctx context.Context, kind control.OperationKind, name strin
 	}
 	return ctx, func(op control.Operation) {
 		op.Kind, op.Begun, op.Took = kind, begun, time.Since(begun)
-		op.Sandbox = cmp.Or(op.Report.Name, name) // a random one
+		op.Sandbox = cmp.Or(op.Report.Name, name) // the report has a random name
 		for _, ended := range slices.Backward(ends) {
 			ended(&op)
 		}
 	}
 }
 
-// Sandbox is the sandbox of a name, whether there is one or not: what is done with it says so, by ErrNotFound.
+// Sandbox returns the sandbox of a name, whether it exists or not: if not, its methods return ErrNotFound.
 func (h *Host) Sandbox(name string) *Sandbox { return &Sandbox{host: h, name: name} }
 
-// Sandbox is a VM of a host, known by its name. It has nothing to be closed.
+// Sandbox is a VM of a host, known by its name. It needs no Close.
 type Sandbox struct {
 	host *Host
 	name string
 }
 
-// Name is what it is called.
+// Name returns the sandbox's name.
 func (b *Sandbox) Name() string { return b.name }

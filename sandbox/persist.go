@@ -9,8 +9,8 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// Promote copies what the metadata of a running VM names to the host now: guest.Client.Promote. The VM runs on, and
-// what its programs write meanwhile is in the copies or not. One that sleeps is ErrNotRunning.
+// Promote copies what the metadata of a running VM names to the host now: see guest.Client.Promote. The VM runs on, so
+// the copies may or may not have what its programs write meanwhile. If it sleeps, Promote returns ErrNotRunning.
 func (b *Sandbox) Promote(ctx context.Context) ([]spec.Promoted, error) {
 	s, name := b.host, b.name
 	l, err := s.State.Metadata(name)

@@ -16,8 +16,8 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// Policy is a VM's network policy: the one that it runs with, or will when it is brought
-// back. A VM without a policy of its own has the empty one, which denies everything.
+// Policy returns the network policy that a VM runs with, or will run with after its next start or wake. A VM
+// without a policy of its own has the empty one, which denies everything.
 func (b *Sandbox) Policy() (*netpolicy.Policy, error) {
 	s, name := b.host, b.name
 	r, err := s.State.Get(name)
@@ -33,10 +33,9 @@ func (b *Sandbox) Policy() (*netpolicy.Policy, error) {
 	return r.Spec.Policy, nil
 }
 
-// SetPolicy replaces a VM's network policy, for good: it is stored before it is put into
-// force. When it returns, no packet is judged by the old policy any more, and flows that
-// the new one would not open are cut. The size of the flow table stays until the VM is
-// brought back from a sleep or a stop. If it fails, the old policy holds.
+// SetPolicy replaces a VM's network policy permanently: it stores the policy before it enforces it. When it
+// returns, the old policy judges no more packets, and flows that the new one would not open are cut. The size of
+// the flow table stays until the VM's next wake or start. If SetPolicy fails, the old policy holds.
 func (b *Sandbox) SetPolicy(ctx context.Context, p *netpolicy.Policy) (res spec.PolicyResult, err error) {
 	s, name := b.host, b.name
 	if p == nil {
@@ -67,31 +66,31 @@ func (b *Sandbox) SetPolicy(ctx context.Context, p *netpolicy.Policy) (res spec.
 	return res, err
 }
 
-// NetworkStats asks a running VM what its network has done.
+// NetworkStats returns the network statistics of a running VM.
 func (b *Sandbox) NetworkStats(ctx context.Context) (st spec.NetworkStats, err error) {
 	s, name := b.host, b.name
 	err = control.Get(ctx, s.State, name, "/policy/stats", &st)
 	return st, err
 }
 
-// NetworkEvents calls fn for the last packets of a running VM that did not pass, the
-// oldest first, and, if follow is set, for all to come, until ctx ends or the VM's process
-// does. At most 1024 are kept. It returns what fn returns, if that is an error.
+// NetworkEvents calls fn for the last packets of a running VM that did not pass, the oldest first. If follow is
+// set, it continues with later ones until ctx ends or the VM's process does. At most 1024 are kept. If fn returns
+// an error, NetworkEvents returns it.
 func (b *Sandbox) NetworkEvents(ctx context.Context, follow bool, fn func(spec.NetEvent) error) error {
 	s, name := b.host, b.name
 	return watch(ctx, s, name, "/policy/events", follow, fn)
 }
 
-// NetworkFlows calls fn for the flows of a running VM that have ended or were denied, the oldest first,
-// as far as they are kept, and then, if follow is set, for those that end, until ctx ends or the
-// VM's process does, which writes all; else for those that are open. Times, counts and bounds are
-// those of flow.Log. It returns what fn returns, if that is an error.
+// NetworkFlows calls fn for the kept flows of a running VM that have ended or were denied, the oldest first. With
+// follow it continues with flows that end, until ctx ends or the VM's process does, which writes all; without it
+// continues with the open flows. See flow.Log for times, counts and bounds. If fn returns an error, NetworkFlows
+// returns it.
 func (b *Sandbox) NetworkFlows(ctx context.Context, follow bool, fn func(netpolicy.FlowRecord) error) error {
 	s, name := b.host, b.name
 	return watch(ctx, s, name, "/policy/flows", follow, fn)
 }
 
-// watch calls fn for each line of JSON of a VM's process.
+// watch calls fn for each line of JSON from a VM's process.
 func watch[T any](ctx context.Context, s *Host, name, path string, follow bool, fn func(T) error) error {
 	var stop error
 	err := control.Read(ctx, s.State, name, path+"?follow="+strconv.FormatBool(follow), func(body io.Reader) error {

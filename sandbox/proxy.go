@@ -6,9 +6,9 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// ProxyEnvironment is what commands in a VM have to know of its proxy, as KEY=VALUE: where it is, files with
-// certificates, and the placeholders of secrets. Command and Entrypoint add it by themselves. A VM without a proxy has
-// none.
+// ProxyEnvironment returns the variables, as KEY=VALUE, that commands in a VM need for its proxy: its address,
+// files with certificates, and placeholders of secrets. Command and Entrypoint add them by themselves. Without a
+// proxy there are none.
 func (b *Sandbox) ProxyEnvironment() ([]string, error) {
 	s, name := b.host, b.name
 	r, err := s.State.Load(name)

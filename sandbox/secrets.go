@@ -12,14 +12,13 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// SetSecrets hands secrets to a running VM, whose programs find them as files in
-// guest.SecretsDir when it returns. Values replace those of the same names. They are kept in
-// locked memory of the VM's process, and are gone with it: after a sleep, stop or crash they
-// must be handed in again, until when programs that open the files wait, for a minute at
-// most. No fork or clone has them. Each is recorded in the audit trail by its name.
+// SetSecrets hands secrets to a running VM. When it returns, programs find them as files in guest.SecretsDir.
+// Values replace those of the same names. The VM's process keeps them in locked memory, and they are gone with it:
+// after a sleep, stop or crash they must be set again. Until then programs that open the files wait, for a minute
+// at most. No fork or clone has them. The audit trail records each by its name.
 //
-// A VM that does not run is ErrNotRunning: wake it first. If it fails, nothing has changed
-// but values of secrets that were there before.
+// If the VM does not run, SetSecrets returns ErrNotRunning: wake it first. A failure changes nothing except values
+// of secrets that existed before.
 func (b *Sandbox) SetSecrets(ctx context.Context, list ...spec.Secret) error {
 	s, name := b.host, b.name
 	for i := range list {
@@ -50,8 +49,8 @@ func secretNames(list []spec.Secret) []string {
 	return names
 }
 
-// RemoveSecrets takes secrets away from a VM, which need not run: then it does not wait for
-// them any more when it is brought back. A name that it does not have is ErrNotFound.
+// RemoveSecrets removes secrets from a VM. A VM that does not run no longer waits for them after its next wake or
+// start. For a name that the VM does not have, the error is ErrNotFound.
 func (b *Sandbox) RemoveSecrets(ctx context.Context, names ...string) error {
 	s, name := b.host, b.name
 	return s.recordSecrets(ctx, name, audit.KindSecretRemove, names, func() error {
@@ -62,8 +61,7 @@ func (b *Sandbox) RemoveSecrets(ctx context.Context, names ...string) error {
 	})
 }
 
-// Secrets lists the secrets of a VM. Of one that does not run, they are those that it
-// will wait for.
+// Secrets lists the secrets of a VM. If the VM does not run, they are those that it will wait for.
 func (b *Sandbox) Secrets(ctx context.Context) ([]spec.SecretState, error) {
 	s, name := b.host, b.name
 	r, err := s.State.Get(name)
@@ -81,7 +79,7 @@ func (b *Sandbox) Secrets(ctx context.Context) ([]spec.SecretState, error) {
 	return out, nil
 }
 
-// recordSecrets does something with secrets and notes it in the VM's audit trail.
+// recordSecrets calls do and records that in the VM's audit trail, for each secret.
 func (s *Host) recordSecrets(ctx context.Context, name string, kind audit.Kind, names []string, do func() error) error {
 	if err := s.State.EnsureAudit(name); err != nil {
 		return err
@@ -106,7 +104,7 @@ func (s *Host) recordSecrets(ctx context.Context, name string, kind audit.Kind, 
 	return err
 }
 
-// dropSecrets makes a VM without a process wait for fewer secrets.
+// dropSecrets removes names from the secrets that a VM without a process will wait for.
 func dropSecrets(r *state.Record, names []string) error {
 	for _, n := range names {
 		i := slices.IndexFunc(r.Secrets, func(f spec.SecretFile) bool { return f.Name == n })
@@ -118,8 +116,7 @@ func dropSecrets(r *state.Record, names []string) error {
 	return nil
 }
 
-// handIn asks the launcher's owner for the secrets that a VM waits for which has just been
-// brought back.
+// handIn asks the launcher's owner for the secrets that a VM waits for after its start or wake, and sets them.
 func (s *Host) handIn(ctx context.Context, name string) error {
 	if s.launcher.Secrets == nil {
 		return nil

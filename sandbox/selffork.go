@@ -13,9 +13,9 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// ForkAsked makes the fork that a VM's guest has asked for, if there is one and somebody waits for it, and has the
-// guest told. The child has a random name and its parent's metadata, and may not ask for forks itself. What was wrong
-// with it is told to the guest, and returned.
+// ForkAsked makes the fork that a VM's guest has requested, if the request is still wanted, and tells the guest
+// the outcome. The child has a random name and its parent's metadata, and may not request forks itself. ForkAsked
+// also tells the guest of a failure, and returns it.
 func (b *Sandbox) ForkAsked(ctx context.Context) error {
 	s, name := b.host, b.name
 	ctx = events.WithCause(ctx, events.Guest)
@@ -31,7 +31,7 @@ func (b *Sandbox) ForkAsked(ctx context.Context) error {
 		return err
 	}
 	child, err := s.forkAsked(ctx, name)
-	// The guest hears of it also when whoever serves is about to end.
+	// The guest gets the answer even if the server is about to end.
 	return errors.Join(err, s.State.SetSelf(context.WithoutCancel(ctx), name, func(l *spec.Metadata) error {
 		if l.Asked.Fork.ID != id {
 			return state.ErrNothingToTell
@@ -44,8 +44,8 @@ func (b *Sandbox) ForkAsked(ctx context.Context) error {
 	}))
 }
 
-// whyNoFork is what a guest is told of a fork that was not made: nothing about the host, which its owner finds where it
-// is served.
+// whyNoFork returns what a guest is told about a fork that failed: nothing about the host. The owner finds that in
+// the server's output.
 func whyNoFork(err error) string {
 	for _, told := range []error{control.ErrSelfLimit, ErrNotRunning, volume.ErrInUse} {
 		if errors.Is(err, told) {

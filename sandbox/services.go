@@ -15,8 +15,8 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// WaitService waits until a service of a running VM is ready, or ctx ends. It is use of the VM, which does not go to
-// sleep by itself meanwhile. The error is ErrServiceNotReady when it need not be waited for.
+// WaitService waits until a service of a running VM is ready, or ctx ends. This counts as use, so the VM does not
+// go to sleep by itself meanwhile. It returns ErrServiceNotReady if the service will not become ready.
 func (b *Sandbox) WaitService(ctx context.Context, service string) (control.ServiceStatus, error) {
 	s, name := b.host, b.name
 	spec, c, err := s.serviceOf(ctx, name, service)
@@ -47,10 +47,9 @@ func (b *Sandbox) WaitService(ctx context.Context, service string) (control.Serv
 	}
 }
 
-// SetService gives a VM a service, in the place of one of that name, for good. In a VM that
-// runs it is started, anew if it is another than before; one that has stopped starts it when
-// it boots. One that sleeps is ErrNotRunning: wake it first. It is in the VM's record before
-// the guest is told.
+// SetService adds a service to a VM permanently, or replaces the one of that name. A running VM starts it, and
+// restarts it if it differs from before; a stopped VM starts it when it boots. If the VM sleeps, the error is
+// ErrNotRunning: wake it first. The VM's record has the service before the guest is told.
 func (b *Sandbox) SetService(ctx context.Context, spec spec.Service) (control.ServiceStatus, error) {
 	if err := spec.Validate(); err != nil {
 		return control.ServiceStatus{}, err
@@ -62,7 +61,7 @@ func (b *Sandbox) SetService(ctx context.Context, spec spec.Service) (control.Se
 	return b.StartService(ctx, spec.Name, false)
 }
 
-// RemoveService ends a service and takes it from the VM for good.
+// RemoveService stops a service and removes it from the VM permanently.
 func (b *Sandbox) RemoveService(ctx context.Context, service string) error {
 	s, name := b.host, b.name
 	r, err := s.State.Get(name)
@@ -87,8 +86,7 @@ func (b *Sandbox) RemoveService(ctx context.Context, service string) error {
 	return err
 }
 
-// StartService starts a service of a running VM if it does not run, or, with restart, in any
-// case.
+// StartService starts a service of a running VM if it does not run; with restart, in any case.
 func (b *Sandbox) StartService(ctx context.Context, service string, restart bool) (control.ServiceStatus, error) {
 	s, name := b.host, b.name
 	spec, c, err := s.serviceOf(ctx, name, service)
@@ -104,7 +102,7 @@ func (b *Sandbox) StartService(ctx context.Context, service string, restart bool
 	return out, err
 }
 
-// StopService stops a service of a running VM, until it is started or the VM boots.
+// StopService stops a service of a running VM until it is started or the VM boots.
 func (b *Sandbox) StopService(ctx context.Context, service string) (control.ServiceStatus, error) {
 	s, name := b.host, b.name
 	spec, c, err := s.serviceOf(ctx, name, service)
@@ -120,7 +118,7 @@ func (b *Sandbox) StopService(ctx context.Context, service string) (control.Serv
 	return out, err
 }
 
-// serviceOf returns a service of a running VM, and a client to close.
+// serviceOf returns a service of a running VM, and a client that the caller must close.
 func (s *Host) serviceOf(ctx context.Context, name, service string) (spec.Service, *guest.Client, error) {
 	r, err := s.State.Get(name)
 	if err != nil {
@@ -134,8 +132,7 @@ func (s *Host) serviceOf(ctx context.Context, name, service string) (spec.Servic
 	return r.Spec.Services[i], c, err
 }
 
-// Services lists the services of a VM in the order of their names. A VM that sleeps is not
-// woken.
+// Services lists the services of a VM in the order of their names. It does not wake a VM that sleeps.
 func (b *Sandbox) Services(ctx context.Context) ([]control.ServiceStatus, error) {
 	s, name := b.host, b.name
 	r, err := s.State.Get(name)
@@ -173,8 +170,8 @@ func (b *Sandbox) Services(ctx context.Context) ([]control.ServiceStatus, error)
 	return out, nil
 }
 
-// ServiceLog writes the output of a service that its guest has kept to w, and with follow what
-// comes until ctx ends. What was dropped before it could be written is named by a line.
+// ServiceLog writes the output of a service that its guest has kept to w, and with follow later output until ctx
+// ends. A line names how many bytes were dropped before they could be written.
 func (b *Sandbox) ServiceLog(ctx context.Context, service string, w io.Writer, follow bool) error {
 	s, name := b.host, b.name
 	_, c, err := s.serviceOf(ctx, name, service)
@@ -206,7 +203,7 @@ func (b *Sandbox) ServiceLog(ctx context.Context, service string, w io.Writer, f
 	}
 }
 
-// changeServices changes the services of a VM by an order to its process, if it has one: then live is true.
+// changeServices changes the services of a VM. If the VM has a process, it sends it the order, and live is true.
 func (b *Sandbox) changeServices(ctx context.Context, order string, in any, change func(*state.Record) error) (live bool, err error) {
 	r, err := b.change(ctx, "changing the services of", func() error {
 		return control.Do(ctx, b.host.State, b.name, order, in, nil)

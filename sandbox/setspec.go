@@ -6,8 +6,8 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// SetSpec changes a VM. Except for the policy it must not run: ErrRunning. What is refused has changed nothing, but if
-// that is the policy, the others have been changed before.
+// SetSpec changes a VM. The VM must not run (ErrRunning), except for a change of the policy. A refused change
+// changes nothing, except that a refused policy comes after the other changes were made.
 func (b *Sandbox) SetSpec(ctx context.Context, c spec.Changes) error {
 	s, name := b.host, b.name
 	if c.Idle != nil || c.Hooks != nil || c.VCPUs != nil || c.MemoryMiB != nil {

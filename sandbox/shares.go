@@ -9,7 +9,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// findShares says early what cannot be shared.
+// findShares refuses early what cannot be shared.
 func (s *Host) findShares(shares []spec.Share) error {
 	if len(shares) == 0 {
 		return nil
@@ -37,7 +37,7 @@ func (s *Host) findShares(shares []spec.Share) error {
 	return nil
 }
 
-// within says whether a clean path is dir or below it.
+// within reports whether a clean path is dir or below it.
 func within(path, dir string) bool {
 	return path == dir || dir == "/" || strings.HasPrefix(path, dir+"/")
 }

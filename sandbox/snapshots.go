@@ -8,7 +8,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// Inspect returns everything that is known of a VM, as one JSON object.
+// Inspect returns all that is known about a VM, as one JSON object.
 func (b *Sandbox) Inspect(ctx context.Context) (json.RawMessage, error) {
 	s, name := b.host, b.name
 	r, err := s.State.Get(name)
@@ -20,7 +20,7 @@ func (b *Sandbox) Inspect(ctx context.Context) (json.RawMessage, error) {
 		Live   *control.Info    `json:"live,omitempty"`
 		Usage  int64            `json:"disk_bytes"`
 		Layers map[string]int64 `json:"layer_bytes"`
-		// Abandoned are the snapshots of disks that it has left when it was taken back.
+		// Abandoned are the snapshots of disks that the VM left when it was taken back.
 		Abandoned []string `json:"abandoned,omitempty"`
 	}{Record: r}
 	if r.Phase == state.Running {

@@ -21,9 +21,8 @@ import (
 // statsTime is how long a guest may take to answer for Stats.
 const statsTime = 30 * time.Second
 
-// Stats measures a running VM once. A VM that sleeps is not woken: the error is
-// ErrNotRunning. A guest that does not answer within 30 s, or whose agent is older than
-// this, is no error.
+// Stats measures a running VM once. It does not wake a VM that sleeps, but returns ErrNotRunning. A guest that
+// does not answer within 30 s, or whose agent has no Stats, is not an error.
 func (b *Sandbox) Stats(ctx context.Context) (Stats, error) {
 	s, name := b.host, b.name
 	info, err := b.Info(ctx)
@@ -73,7 +72,7 @@ func processStats(pid int) (spec.HostStats, error) {
 	if err != nil {
 		return h, err
 	}
-	// The fields after the name, which is in parentheses and may have some in it.
+	// The fields after the name, which is in parentheses and may contain parentheses.
 	text := string(stat)
 	f := strings.Fields(text[strings.LastIndexByte(text, ')')+1:])
 	const state, user, system, start = 3, 14, 15, 22 // numbers of fields

@@ -9,11 +9,11 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// SetTags adds tags to those of a VM, and removes others, for good: they are stored before they are put into force. A
-// tag that is there, or not, is no error. When it returns, no packet of another VM on the host is judged by the old
-// ones any more, and flows with this one that the rules of others do not open by the new ones are cut. If it fails, the
-// old tags hold. Children of a fork have the tags of the moment at which it is made, clones of a snapshot those of its
-// moment. ErrSpec or netpolicy.ErrPolicy say that the VM cannot have them.
+// SetTags adds tags to a VM and removes others, permanently: it stores them before it enforces them. A tag to add
+// that is present, or to remove that is not, is not an error. When SetTags returns, no packet of another VM on the
+// host is judged by the old tags, and flows with this VM that other VMs' rules do not open for the new tags are
+// cut. If it fails, the old tags hold. Children of a fork get the tags of the moment of the fork, clones those of
+// the moment of the snapshot. ErrSpec or netpolicy.ErrPolicy mean that the VM cannot have these tags.
 func (b *Sandbox) SetTags(ctx context.Context, add, remove []string) (res control.TagsResult, err error) {
 	s, name := b.host, b.name
 	c := spec.TagChange{Add: add, Remove: remove}

@@ -10,10 +10,10 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/control"
 )
 
-// wakeTries bounds how often a VM is woken for one use that is put to sleep again in between.
+// wakeTries bounds how often one use wakes a VM that is put to sleep again in between.
 const wakeTries = 5
 
-// Connect connects to the agent of the guest, as Agent does, and wakes a VM that sleeps first: BringUp. Close the
+// Connect connects to the agent of the guest, like Agent, but first wakes a VM that sleeps: see BringUp. Close the
 // client when done.
 func (b *Sandbox) Connect(ctx context.Context) (*guest.Client, error) {
 	return inUse(b, func() (*guest.Client, error) { return b.Agent(ctx) }, func() (*guest.Client, error) {
@@ -22,8 +22,8 @@ func (b *Sandbox) Connect(ctx context.Context) (*guest.Client, error) {
 	})
 }
 
-// inUse is what use gives of a VM that has to run. If it sleeps, wake wakes it first, and may give the same itself; use
-// is tried again if the VM was put to sleep in between.
+// inUse returns the result of use, which needs a running VM. If the VM sleeps, wake wakes it first, and may return
+// the result itself. If the VM was put to sleep in between, inUse tries again.
 func inUse[T any](b *Sandbox, use, wake func() (*T, error)) (*T, error) {
 	for range wakeTries {
 		v, err := use()
@@ -37,14 +37,14 @@ func inUse[T any](b *Sandbox, use, wake func() (*T, error)) (*T, error) {
 	return nil, fmt.Errorf("%w: %s was put to sleep %d times as it was woken", ErrNotRunning, b.name, wakeTries)
 }
 
-// Exec runs a command with the user, directory and variables of the image where it names none (see Command), and wakes
-// a VM that sleeps. A command that fails is a *guest.ExitError.
+// Exec runs a command, with the user, directory and variables of the image where the command has none (see
+// Command). It wakes a VM that sleeps. If the command fails, the error is a *guest.ExitError.
 func (b *Sandbox) Exec(ctx context.Context, cmd guest.Cmd) (st *guest.ExitStatus, err error) {
 	ctx, ended := b.host.begin(ctx, control.OpExec, b.name)
 	defer func() {
 		op := control.Operation{Exit: st, Err: err}
 		if _, failed := errors.AsType[*guest.ExitError](err); failed {
-			op.Err = nil // of the command's
+			op.Err = nil // the command's own failure
 		}
 		ended(op)
 	}()
@@ -59,11 +59,11 @@ func (b *Sandbox) Exec(ctx context.Context, cmd guest.Cmd) (st *guest.ExitStatus
 	return c.Exec(ctx, cmd)
 }
 
-// Files are the files of the guest. What is done with them wakes a VM that sleeps.
+// Files returns the files of the guest. Operations on them wake a VM that sleeps.
 func (b *Sandbox) Files() guest.Files { return guest.FilesBy(b.Connect) }
 
-// Dial connects to an address as the guest sees it, such as "tcp" and "127.0.0.1:8080", and wakes a VM that sleeps.
-// Closing the connection is all that is to be done.
+// Dial connects to an address as the guest sees it, such as "tcp" and "127.0.0.1:8080", and wakes a VM that
+// sleeps. The caller only has to close the connection.
 func (b *Sandbox) Dial(ctx context.Context, network, address string) (net.Conn, error) {
 	c, err := b.Connect(ctx)
 	if err != nil {
@@ -76,7 +76,7 @@ func (b *Sandbox) Dial(ctx context.Context, network, address string) (net.Conn, 
 	return dialed{conn, c}, nil
 }
 
-// dialed is a connection that has a client of its own.
+// dialed is a connection with its own client.
 type dialed struct {
 	net.Conn
 	client *guest.Client
@@ -85,7 +85,7 @@ type dialed struct {
 // Close implements net.Conn.
 func (d dialed) Close() error { return errors.Join(d.Conn.Close(), d.client.Close()) }
 
-// Get is the sandbox of a name that there is; ErrNotFound says that there is none.
+// Get returns an existing sandbox by name, or ErrNotFound.
 func (h *Host) Get(name string) (*Sandbox, error) {
 	if _, err := h.State.Get(name); err != nil {
 		return nil, err
@@ -93,7 +93,7 @@ func (h *Host) Get(name string) (*Sandbox, error) {
 	return h.Sandbox(name), nil
 }
 
-// List are all sandboxes, by name. Those whose records cannot be read are in the error, and the others are there.
+// List returns all sandboxes, by name. Those with unreadable records are only in the error.
 func (h *Host) List() ([]*Sandbox, error) {
 	records, err := h.State.List()
 	list := make([]*Sandbox, len(records))

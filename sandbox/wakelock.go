@@ -16,22 +16,22 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// WakeLock keeps a VM from going to sleep by itself, for uses that its own process does not see. Release ends it, and
-// must be called. A sleep that somebody asks for takes place all the same: Done is closed then, and the sleep waits for
-// Release, up to a second.
+// WakeLock keeps a VM from going to sleep by itself, for uses that its own process does not see. Release ends it,
+// and must be called. A requested sleep still takes place: then Done is closed, and the sleep waits up to a second
+// for Release.
 type WakeLock struct {
 	cancel  context.CancelFunc
-	done    chan struct{} // closed when it does not hold any more
-	ended   chan struct{} // closed when nothing of it goes on
+	done    chan struct{} // closed when the lock holds no more
+	ended   chan struct{} // closed when the lock's goroutine has ended
 	network *spec.NetworkInfo
 }
 
-// Network is the network that the VM has while it is held, as it was when the hold was granted: not its addresses, but
-// their warnings can change. nil if it has none, or its process is one of an older drowse that does not say.
+// Network returns the VM's network as it was when the lock was granted. Its warnings can change later, its addresses
+// cannot. It is nil without a network, or if the VM's process is of an older drowse that does not report it.
 func (h *WakeLock) Network() *spec.NetworkInfo { return h.network }
 
-// WakeLock keeps a running VM awake; ErrNotRunning says that it sleeps, or has just gone to sleep. ctx is for
-// the call alone.
+// WakeLock keeps a running VM awake. It returns ErrNotRunning if the VM sleeps, or has just gone to sleep. ctx is
+// only for the call.
 func (b *Sandbox) WakeLock(ctx context.Context) (*WakeLock, error) {
 	s, name := b.host, b.name
 	held, cancel := context.WithCancel(context.WithoutCancel(ctx))
@@ -53,7 +53,7 @@ func (b *Sandbox) WakeLock(ctx context.Context) (*WakeLock, error) {
 				return err
 			}
 			close(granted)
-			_, _ = answer.ReadByte() // it ends, or the process has
+			_, _ = answer.ReadByte() // the lock ends, or the process does
 			over()
 			<-held.Done() // Release
 			return nil
@@ -64,7 +64,7 @@ func (b *Sandbox) WakeLock(ctx context.Context) (*WakeLock, error) {
 		if stop() {
 			return h, nil
 		}
-		// The call was called off just now.
+		// The call was canceled just now.
 	case <-h.ended:
 	}
 	cancel()
@@ -75,7 +75,7 @@ func (b *Sandbox) WakeLock(ctx context.Context) (*WakeLock, error) {
 	return nil, err
 }
 
-// WakeWithLock is WakeLock that wakes a VM that sleeps first (BringUp), and holds it from its first moment on.
+// WakeWithLock is WakeLock that first wakes a VM that sleeps (BringUp), and holds it from its first moment on.
 func (b *Sandbox) WakeWithLock(ctx context.Context) (*WakeLock, error) {
 	return inUse(b, func() (*WakeLock, error) { return b.WakeLock(ctx) }, func() (*WakeLock, error) {
 		_, h, err := b.wakeWithLock(ctx)
@@ -83,7 +83,7 @@ func (b *Sandbox) WakeWithLock(ctx context.Context) (*WakeLock, error) {
 	})
 }
 
-// wakeWithLock wakes a VM that sleeps. If somebody else was about to wake it, or it was awake, there is no lock.
+// wakeWithLock wakes a VM that sleeps. If another caller was waking it, or it was awake, there is no lock.
 func (b *Sandbox) wakeWithLock(ctx context.Context) (control.Report, *WakeLock, error) {
 	s, name := b.host, b.name
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
@@ -101,7 +101,7 @@ func (b *Sandbox) wakeWithLock(ctx context.Context) (control.Report, *WakeLock, 
 	}
 	h := &WakeLock{cancel: func() { conn.Close() }, done: make(chan struct{}), ended: make(chan struct{})}
 	answer := bufio.NewReaderSize(conn, control.MaxHoldLine)
-	// It was said before the report. Nobody has said anything if another process is the VM's.
+	// The VM's process sent the line before the report. There is none if another process is the VM's.
 	if err := conn.SetReadDeadline(time.Now().Add(control.DismissTime)); err != nil {
 		return rep, nil, errors.Join(err, conn.Close())
 	}
@@ -118,12 +118,12 @@ func (b *Sandbox) wakeWithLock(ctx context.Context) (control.Report, *WakeLock, 
 	go func() {
 		defer close(h.ended)
 		defer close(h.done)
-		_, _ = answer.ReadByte() // it ends, the process has, or Release
+		_, _ = answer.ReadByte() // the lock ends, the process does, or Release is called
 	}()
 	return rep, h, nil
 }
 
-// Done is closed when the VM does not run any more, or Release was called.
+// Done returns a channel that is closed when the VM must sleep or no longer runs, or Release was called.
 func (h *WakeLock) Done() <-chan struct{} { return h.done }
 
 // Release lets the VM sleep again. It may be called more than once.

@@ -10,11 +10,11 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// awakePoll is how often a VM that sleeps is looked at by those who do not wake it.
+// awakePoll is how often AwaitAwake looks at a VM that sleeps.
 const awakePoll = 500 * time.Millisecond
 
-// AwaitAwake waits until a VM runs, and does not wake it. It fails with ErrNotRunning if it has ended, and
-// with ErrNotFound if there is none.
+// AwaitAwake waits until a VM runs, and does not wake it. It returns ErrNotRunning if the VM has ended, and
+// ErrNotFound if it does not exist.
 func (b *Sandbox) AwaitAwake(ctx context.Context) error {
 	s, name := b.host, b.name
 	tick := time.NewTicker(awakePoll)
@@ -43,19 +43,19 @@ func (b *Sandbox) AwaitAwake(ctx context.Context) error {
 type WatchOptions struct {
 	// Paths are 1 to 64 absolute names of files and directories of the guest.
 	Paths []string
-	// Recursive watches what lies below directories as well, on their own file systems, and comes to lie
-	// there: at most 8192 directories.
+	// Recursive also watches what is below directories, now or later, on their own file systems: at most 8192
+	// directories.
 	Recursive bool
-	// Use counts as use of the VM: it does not go to sleep by itself while it is watched.
+	// Use counts as use of the VM: the VM does not go to sleep by itself while it is watched.
 	Use bool
-	// Ready, if not nil, is called when all that happens from then on is told, at first and after each wake.
+	// Ready, if not nil, is called when all later changes will be reported, at first and after each wake.
 	Ready func()
 }
 
-// Watch tells f of changes of files in a VM until ctx ends, f fails, or the VM ends. It goes on through sleeps and
-// wakes, which it does not cause: while the VM sleeps nothing happens in it, and what happened just before and
-// just after is told when it is awake. The VM must be awake when it begins. What could not be told is told
-// as guest.WatchOverflow.
+// Watch reports changes of files in a VM to f until ctx ends, f fails, or the VM ends. It continues through sleeps
+// and wakes, and does not cause them. Nothing happens in a sleeping VM; changes just before and just after the
+// sleep are reported when it is awake. The VM must be awake when Watch begins. Changes that could not be reported
+// are reported as guest.WatchOverflow.
 func (b *Sandbox) Watch(ctx context.Context, o WatchOptions, f func(guest.WatchEvent) error) error {
 	s, name := b.host, b.name
 	w := guest.NewWatch(o.Paths, o.Recursive)
@@ -100,11 +100,11 @@ func (b *Sandbox) Watch(ctx context.Context, o WatchOptions, f func(guest.WatchE
 		case !began:
 			return err
 		}
-		// It sleeps, or is about to end.
+		// The VM sleeps, or is about to end.
 		if err := b.AwaitAwake(ctx); err != nil {
 			return err
 		}
-		// A process that has just ended may look as if it ran.
+		// A process that has just ended may still look running.
 		if err := rest(ctx, awakePoll/10); err != nil {
 			return err
 		}

@@ -11,15 +11,14 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// maxFrozen is when a guest goes on although nobody has told it to. The disk is usually
-// frozen for milliseconds.
+// maxFrozen is how long the guest's disk stays frozen at most: after that the guest thaws it by itself. It is
+// usually frozen for milliseconds.
 const maxFrozen = time.Minute
 
-// SealFrozen has the guest write out and freeze its file system, gives the disk a new top
-// layer, and lets the guest's writers go on. The VM is not paused. What is below the new
-// layer is a clean file system with all that was written before. recorded is told the new
-// stack before anything is written to it. If it fails, the guest goes on, and the disk may
-// have one more layer.
+// SealFrozen has the guest write out and freeze its file system, gives the disk a new top layer, and thaws the
+// file system. The VM is not paused. Below the new layer is a clean file system with all that was written before.
+// recorded gets the new stack before anything is written to it. If SealFrozen fails, the guest still runs on, and
+// the disk may have one more layer.
 func (in *Instance) SealFrozen(ctx context.Context, newTop string, l guest.HookLimits, recorded func(disk.Stack) error) (
 	sealed disk.Stack, frozen time.Duration, failures []guest.HookFailure, err error) {
 	err = in.ask(ctx, func(ctx context.Context, c *guest.Client) error {
@@ -43,8 +42,8 @@ func (in *Instance) SealFrozen(ctx context.Context, newTop string, l guest.HookL
 	return sealed, frozen, failures, err
 }
 
-// NewIdentity makes a guest that has booted from the disk of another one a machine of its
-// own: its machine id, of which the disk has the other one's.
+// NewIdentity gives a guest that has booted from another VM's disk its own identity: the disk still has the other
+// VM's machine id.
 func (in *Instance) NewIdentity(ctx context.Context) error {
 	return in.ask(ctx, func(ctx context.Context, c *guest.Client) error {
 		if _, err := c.Resume(ctx, guest.Resume{NewIdentity: true, Hostname: in.parts.Spec.Hostname}); err != nil {

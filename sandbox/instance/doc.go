@@ -1,4 +1,4 @@
-// Package instance runs one VM in this process: it puts the machine, its devices, disks, network and memory together
-// for a boot, a restore or a fork, speaks with the agent in the guest, and captures all of it. It knows neither names,
-// records nor other processes.
+// Package instance runs one VM in this process. It assembles the machine, devices, disks, network and memory for a
+// boot, a restore or a fork, talks to the agent in the guest, and captures all of it. It knows nothing of names,
+// records or other processes.
 package instance

@@ -15,21 +15,20 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// After RAM has been copied to the image of a fork, while the guest runs, what the guest
-// has changed meanwhile is copied again as long as it is more than aheadPages, up to
-// aheadRounds times. What is left is copied, or write-protected, in the pause.
+// While the guest runs, RAM is copied to the image of a fork. Pages that the guest changes meanwhile are copied
+// again while there are more than aheadPages of them, up to aheadRounds times. The rest is copied, or
+// write-protected, in the pause.
 const (
 	aheadPages  = 8 << 20 / guestmem.PageSize
 	aheadRounds = 3
 )
 
-// forkCapture is the image of a fork on its way.
+// forkCapture is a fork's image in the making.
 type forkCapture struct {
 	in    *Instance
 	image *pager.Image
-	// early are the pages that had changed since the snapshot before when the image
-	// was begun. The image has all of RAM since then, and the log begins anew; nil
-	// without a log, when nothing is copied ahead.
+	// early are the pages that had changed since the previous snapshot when the image was begun. The image has all
+	// of RAM from that moment, and the log starts anew. early is nil without a log: nothing is copied ahead then.
 	early *guestmem.PageSet
 	// lacks are the pages that the image lacked in the pause.
 	lacks *guestmem.PageSet
@@ -45,7 +44,7 @@ func (in *Instance) beginFork(ctx context.Context) (f *forkCapture, err error) {
 	}
 	if !in.tracked {
 		if in.pager != nil {
-			// Or else the guest would stand still until all of it is loaded.
+			// Otherwise the guest would stand still until all of it is loaded.
 			if err := in.pager.Load(ctx); err != nil {
 				return nil, f.end(err)
 			}
@@ -79,8 +78,8 @@ func (in *Instance) beginFork(ctx context.Context) (f *forkCapture, err error) {
 	return f, nil
 }
 
-// end gives the image up, but for children that have it. If the capture has failed with
-// err, what had changed before it counts as changed again.
+// end closes the image; children that have it keep it. If the capture has failed with err, end marks the pages
+// that had changed before it as dirty again.
 func (f *forkCapture) end(err error) error {
 	if err != nil && f.early != nil {
 		f.in.machine.MarkDirty(f.early)
@@ -88,8 +87,8 @@ func (f *forkCapture) end(err error) error {
 	return errors.Join(err, f.image.Close())
 }
 
-// changed takes the pages that have changed according to the log, and returns those that
-// the image lacks, and those that differ from the snapshot before: nil if that is not known.
+// changed takes the pages that the log reports as changed. It returns the pages that the image lacks and the pages
+// that differ from the previous snapshot; differ is nil if unknown.
 func (f *forkCapture) changed(logged *guestmem.PageSet) (lacks, differ *guestmem.PageSet) {
 	if f.early == nil {
 		all := guestmem.NewPageSet(f.in.mem.Size() / guestmem.PageSize)
@@ -101,22 +100,22 @@ func (f *forkCapture) changed(logged *guestmem.PageSet) (lacks, differ *guestmem
 	return logged, f.early
 }
 
-// forkNote is what the image of a fork has besides RAM: what Spec of a snapshot has.
+// forkNote is what the image of a fork has besides RAM: the counterpart of a snapshot's Spec.
 type forkNote struct {
 	Version  int                `json:"version"`
 	VCPUs    int                `json:"vcpus"`
 	Host     map[string]string  `json:"host"`
 	Payloads []snapshot.Payload `json:"payloads"`
-	// Volumes is what the label of the snapshot says of them.
+	// Volumes is the snapshot's volumes label.
 	Volumes string `json:"volumes,omitempty"`
 }
 
-// forkVersion is counted up by incompatible changes of the image of a fork, which may be
-// made by one build and read by the next.
+// forkVersion goes up with each incompatible change of a fork's image. One build may write an image and the next
+// one read it.
 const forkVersion = 1
 
-// parseForkNote reads what an image says of a machine, which must have so many vCPUs. What it says of host, volumes and
-// states is for others to check.
+// parseForkNote reads the note in the image of a machine, which must have this many vCPUs. The caller checks host,
+// volumes and states.
 func parseForkNote(data []byte, vcpus int) (note forkNote, err error) {
 	if err := json.Unmarshal(data, &note); err != nil {
 		return forkNote{}, fmt.Errorf("%w: %w", guestmem.ErrImage, err)
@@ -127,7 +126,7 @@ func parseForkNote(data []byte, vcpus int) (note forkNote, err error) {
 	return note, nil
 }
 
-// finish completes the image with what frozen has, and seals it.
+// finish completes the image from frozen, and seals it.
 func (f *forkCapture) finish(ctx context.Context, frozen *pager.Frozen, spec *snapshot.Spec, c *Capture) (snapshot.MemorySource, error) {
 	begin := time.Now()
 	var err error
@@ -139,7 +138,7 @@ func (f *forkCapture) finish(ctx context.Context, frozen *pager.Frozen, spec *sn
 	if err != nil {
 		return nil, err
 	}
-	// The guest is not held up any longer than that.
+	// The guest need not be held up any longer.
 	if err := frozen.Close(); err != nil {
 		return nil, err
 	}
@@ -157,7 +156,7 @@ func (f *forkCapture) finish(ctx context.Context, frozen *pager.Frozen, spec *sn
 	return f.image, nil
 }
 
-// expectDirty is how many pages a capture is likely to freeze.
+// expectDirty returns how many pages a capture is likely to freeze.
 func (in *Instance) expectDirty() (uint64, error) {
 	if !in.tracked {
 		return 0, nil
@@ -165,7 +164,7 @@ func (in *Instance) expectDirty() (uint64, error) {
 	return in.machine.CountDirty()
 }
 
-// memory makes the guest's RAM.
+// memory returns the guest's RAM.
 func (p Parts) memory() (*guestmem.Memory, error) {
 	if p.RAM != nil {
 		return guestmem.NewPrivate(p.Spec.Memory(), p.RAM)
@@ -173,11 +172,10 @@ func (p Parts) memory() (*guestmem.Memory, error) {
 	return guestmem.New(p.Spec.Memory())
 }
 
-// RestoreFork starts a VM from the image of a fork, p.RAM, which CaptureOptions.Fork has
-// been given. It shares the image's pages until it writes to them. It returns when the
-// agent inside has taken fresh random numbers and the time of day. snapshotDir is where
-// the snapshot of the fork is or will be: once it is there, what the VM's own snapshots
-// build upon. It need not ever be there.
+// RestoreFork starts a VM from p.RAM, the image of a fork that CaptureOptions.Fork was given. The VM shares the
+// image's pages until it writes to them. RestoreFork returns when the agent inside has taken fresh random numbers
+// and the time of day. snapshotDir is where the fork's snapshot is or will be. Once it exists, the VM's own
+// snapshots build on it; it need not ever exist.
 func RestoreFork(ctx context.Context, p Parts, snapshotDir string, o RestoreOptions) (*Instance, error) {
 	if p.RAM == nil {
 		return nil, fmt.Errorf("starting a fork: %w: there is no image of its RAM", spec.ErrInvalid)
@@ -222,8 +220,7 @@ func (in *Instance) restoreFork(ctx context.Context, snapshotDir string, o Resto
 	return in.goOn(ctx, o)
 }
 
-// adoptForkBase makes the snapshot of the fork that this VM has come from the base of its
-// next one, if it is there by now.
+// adoptForkBase makes the snapshot of the fork that this VM came from the base of its next one, if it exists by now.
 func (in *Instance) adoptForkBase() {
 	if in.base != nil || in.forkBase == "" {
 		return

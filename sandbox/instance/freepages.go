@@ -11,8 +11,7 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// Where the guest's kernel says which pages are free is kept with its snapshots, among the
-// states of its parts.
+// A snapshot stores where the guest's kernel says which pages are free, among the states of its parts.
 const (
 	freePagesName = "free-pages"
 	freePagesKind = "drowse-struct-pages"
@@ -32,8 +31,8 @@ func (in *Instance) locateFreePages(r guest.Ready) {
 	in.structPages = m
 }
 
-// freePages returns the pages of candidates that the guest has no use for; nil if that is
-// not known. The machine must be paused.
+// freePages returns those candidates that the guest does not use, or nil if that is unknown. The machine must be
+// paused.
 func (in *Instance) freePages(candidates *guestmem.PageSet) (*guestmem.PageSet, error) {
 	if in.structPages == nil {
 		return nil, nil
@@ -44,7 +43,7 @@ func (in *Instance) freePages(candidates *guestmem.PageSet) (*guestmem.PageSet, 
 	}
 	for _, t := range tables {
 		if !in.structPages.Holds(in.mem, t.CR3, t.Levels) {
-			// For one capture, or from now on: it may have started another kernel.
+			// For this capture only, or permanently: the guest may have started another kernel.
 			in.log.Warn("the guest runs on unknown page tables: the snapshot has what is in free pages")
 			return nil, nil
 		}
@@ -58,7 +57,7 @@ func (in *Instance) freePages(candidates *guestmem.PageSet) (*guestmem.PageSet, 
 	return free, nil
 }
 
-// freePagesPayload is what a snapshot keeps of this; false if there is nothing.
+// freePagesPayload returns what a snapshot stores of structPages; false if there is nothing.
 func (in *Instance) freePagesPayload() (snapshot.Payload, bool) {
 	if in.structPages == nil {
 		return snapshot.Payload{}, false
@@ -66,8 +65,8 @@ func (in *Instance) freePagesPayload() (snapshot.Payload, bool) {
 	return snapshot.Payload{Name: freePagesName, Kind: freePagesKind, Version: freepages.Version, Data: in.structPages.Encode()}, true
 }
 
-// takeFreePages separates what freePagesPayload has made from the states of a machine. It
-// is a help: one of another version is left alone.
+// takeFreePages separates the payload of freePagesPayload from the states of a machine. The payload only helps:
+// one of another version is ignored.
 func (in *Instance) takeFreePages(all []snapshot.Payload) (states []snapshot.Payload, err error) {
 	for _, p := range all {
 		if p.Kind != freePagesKind {
@@ -87,7 +86,7 @@ func (in *Instance) takeFreePages(all []snapshot.Payload) (states []snapshot.Pay
 	return states, nil
 }
 
-// allPages are all pages of the guest's RAM.
+// allPages returns all pages of the guest's RAM.
 func (in *Instance) allPages() *guestmem.PageSet {
 	all := guestmem.NewPageSet(in.mem.Size() / guestmem.PageSize)
 	all.Add(0, all.Pages())

@@ -11,8 +11,8 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 )
 
-// How long is waited for an agent that does not do what it is asked to. Without it
-// everything works as well, but a wake takes a conversation over vsock.
+// How long the host waits for an agent that does not do what it is asked. Everything works without the agent, but
+// a wake then takes a conversation over vsock.
 const (
 	standByLimit = 15 * time.Second // to stand by for a capture
 	answerLimit  = 30 * time.Second // to bring a restored guest up to date
@@ -69,7 +69,7 @@ func (in *Instance) askToStandBy(ctx context.Context) error {
 // entropySize is how much a restored guest gets, in bytes.
 const entropySize = guest.HandoverEntropy
 
-// whatIsNew is what a restored guest has to be told.
+// whatIsNew returns the message for a restored guest.
 func (in *Instance) whatIsNew(o RestoreOptions) (guest.Resume, error) {
 	r := guest.Resume{Entropy: make([]byte, entropySize), NewIdentity: o.NewIdentity, Hostname: in.parts.Spec.Hostname}
 	if _, err := rand.Read(r.Entropy); err != nil {
@@ -79,14 +79,14 @@ func (in *Instance) whatIsNew(o RestoreOptions) (guest.Resume, error) {
 	return r, nil
 }
 
-// offer prepares to tell the agent of a restored guest what is new, if it stands by for
-// that; else the channel is nil.
+// offer prepares the message for the agent of a restored guest, if the agent stands by for it; otherwise the
+// channel is nil.
 func (in *Instance) offer(o RestoreOptions) <-chan handover.Answer {
 	h := in.machine.Handover()
 	if !h.StandingBy() {
 		return nil
 	}
-	// The time of day is that of the moment when the agent asks.
+	// The time of day must be that of the moment when the agent asks.
 	return h.Resume(func() []byte {
 		r, err := in.whatIsNew(o)
 		if err == nil {
@@ -95,14 +95,14 @@ func (in *Instance) offer(o RestoreOptions) <-chan handover.Answer {
 				return b
 			}
 		}
-		// No message: the agent says that it has failed, and is asked again.
+		// Without a message the agent reports a failure, and update asks it again.
 		in.log.Error("a message for the restored guest could not be made", "error", err)
 		return nil
 	})
 }
 
-// update brings a restored guest up to date: random numbers, time of day, identity. It
-// returns what the agent has to say besides; in.ready is when it was up to date.
+// update brings a restored guest up to date: random numbers, time of day, identity. It returns what else the agent
+// reports. in.ready is when the guest was up to date.
 func (in *Instance) update(ctx context.Context, offered <-chan handover.Answer, o RestoreOptions) (guest.Resumed, error) {
 	what, answered := guest.Resume{}, false
 	if offered != nil {

@@ -11,8 +11,8 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// HookLimits are what the guest's agent is told. The record is left without defaults,
-// so that it stays one that needs no hooks to be understood.
+// HookLimits returns the limits for the guest's agent, with defaults filled in. The record itself keeps no
+// defaults, so that a reader without hooks still understands it.
 func HookLimits(h spec.Hooks, p spec.HookPolicy) guest.HookLimits {
 	seconds := func(n, d int) time.Duration {
 		if n == 0 {
@@ -26,8 +26,7 @@ func HookLimits(h spec.Hooks, p spec.HookPolicy) guest.HookLimits {
 	}
 }
 
-// hookRun are the hooks that have been run before something, and are due their
-// counterpart.
+// hookRun are hooks that ran before something, and whose counterparts must run after it.
 type hookRun struct {
 	in       *Instance
 	limits   guest.HookLimits
@@ -36,8 +35,7 @@ type hookRun struct {
 	once     sync.Once
 }
 
-// listenHooks lets the guest say when it has hooks, so that those without are not asked
-// before each sleep.
+// listenHooks lets the guest report that it has hooks. A guest without hooks is then not asked before each sleep.
 func (in *Instance) listenHooks() error {
 	l, err := osfile.ListenUnix(guest.HooksPath(in.parts.Socket))
 	if err != nil {
@@ -57,8 +55,7 @@ func (in *Instance) runHooks(ctx context.Context, event guest.HookEvent, l guest
 	return res, err
 }
 
-// RunHooksBefore runs the hooks for a sleep or a snapshot. If they refuse, they have been told
-// to go on.
+// RunHooksBefore runs the hooks for a sleep or a snapshot. If they refuse, the agent has already told them to go on.
 func (in *Instance) RunHooksBefore(ctx context.Context, event guest.HookEvent, over spec.HookPolicy) (*hookRun, error) {
 	want := in.parts.Spec.Hooks
 	policy := want.Effective(over)
@@ -72,8 +69,8 @@ func (in *Instance) RunHooksBefore(ctx context.Context, event guest.HookEvent, o
 	case err != nil && policy == spec.HooksIgnore:
 		h.failures = append(h.failures, noAnswer(event, err))
 	case err != nil:
-		// It may have run them all the same. Then it is told to go on, if it takes
-		// that; otherwise its next sleep begins with it.
+		// The guest may have run them nevertheless. If it answers now, it runs their counterparts; otherwise it
+		// does so at the start of its next sleep.
 		late, cancel := context.WithTimeout(context.WithoutCancel(ctx), lateWake)
 		defer cancel()
 		in.afterHooks(late, guest.HookWake)
@@ -84,15 +81,15 @@ func (in *Instance) RunHooksBefore(ctx context.Context, event guest.HookEvent, o
 	return h, nil
 }
 
-// lateWake is how long a guest that has not answered is tried again.
+// lateWake is how long a guest that has not answered gets for another try.
 const lateWake = 10 * time.Second
 
-// noAnswer is the failure of all hooks of an event.
+// noAnswer returns the failure of all hooks of an event.
 func noAnswer(event guest.HookEvent, err error) guest.HookFailure {
 	return guest.HookFailure{Name: "*", Event: event, Problem: err.Error()}
 }
 
-// After tells the hooks that the machine goes on, once. It waits for them.
+// After runs the counterparts of the hooks, once, and waits for them.
 func (h *hookRun) After(ctx context.Context) {
 	if h == nil || !h.due {
 		return
@@ -100,7 +97,7 @@ func (h *hookRun) After(ctx context.Context) {
 	h.once.Do(func() { h.failures = append(h.failures, h.in.afterHooks(ctx, guest.HookWake)...) })
 }
 
-// afterHooks runs the counterparts. What fails does not undo what has been done.
+// afterHooks runs the hooks' counterparts. A failure does not undo what the capture has done.
 func (in *Instance) afterHooks(ctx context.Context, event guest.HookEvent) []guest.HookFailure {
 	res, err := in.runHooks(ctx, event, HookLimits(in.parts.Spec.Hooks, spec.HooksIgnore))
 	if err != nil {
@@ -112,11 +109,10 @@ func (in *Instance) afterHooks(ctx context.Context, event guest.HookEvent) []gue
 	return res.Failures
 }
 
-// Failed are those that have failed.
+// Failed returns the failures of the hooks.
 func (h *hookRun) Failed() []guest.HookFailure { return h.failures }
 
-// ListenServices lets the guest say what becomes of its services. A VM without services does
-// not listen.
+// ListenServices lets the guest report the state of its services. A VM without services does not listen.
 func (in *Instance) ListenServices() error {
 	in.servicesMu.Lock()
 	defer in.servicesMu.Unlock()

@@ -40,12 +40,12 @@ import (
 // Parts are the pieces of a VM on this host. Paths are absolute.
 type Parts struct {
 	Spec spec.VM
-	// Kernel, and Initramfs or SystemDisk, are what it boots; a restore needs
-	// only SystemDisk, if it was booted with one.
+	// Kernel, and Initramfs or SystemDisk, are what the VM boots. A restore needs only SystemDisk, if the VM was
+	// booted with one.
 	Kernel     string
 	Initramfs  string
 	SystemDisk string
-	// Cmdline is the kernel's command line but for what depends on the devices.
+	// Cmdline is the kernel's command line without what depends on the devices.
 	Cmdline string
 	// Image is the read-only EROFS below the writable disk.
 	Image string
@@ -64,26 +64,25 @@ type Parts struct {
 	RAM *os.File
 	// Secrets are those that the guest waits for until they are in Machine().Secrets().
 	Secrets []spec.SecretFile
-	// ProxyIdentity makes what the guest believes its proxy by; it is called if the policy has one, more than once.
+	// ProxyIdentity returns the identity that the guest trusts. It may be called repeatedly, if the policy has a proxy.
 	ProxyIdentity func() (*proxy.Identity, error)
-	// ServiceEvent, if not nil, is called with what the guest says of its services, one at a time.
+	// ServiceEvent, if not nil, is called with each report of the guest on its services, one at a time.
 	ServiceEvent func(guest.ServiceEvent)
 	// Prebuilt, if not nil, may have a part of the VM that was made ahead.
 	Prebuilt *Prebuilt
-	// PageCache is a directory with pages of snapshots that were restored before, as
-	// KeepPages leaves them there; empty for none. See package pagecache.
+	// PageCache is a directory with pages of snapshots that were restored before, written by KeepPages; empty for
+	// none. See package pagecache.
 	PageCache string
 	// Symbolize names guest kernel addresses in reports, if not nil.
 	Symbolize vmm.Symbolizer
-	// Log gets what happens; nil discards it.
+	// Log gets the log records; nil discards them.
 	Log *slog.Logger
 }
 
-// guestCID is the vsock address of every guest. It need not be unique: each has a
-// Unix socket of its own on the host.
+// guestCID is the vsock address of every guest. It need not be unique: each VM has its own Unix socket on the host.
 const guestCID = 3
 
-// Names of the devices, under which their state is saved.
+// Names of the devices, under which snapshots save their state.
 const (
 	deviceSystem  = "system"
 	deviceImage   = "image"
@@ -92,55 +91,53 @@ const (
 	deviceRNG     = "rng"
 	deviceBalloon = "balloon"
 	deviceNet     = "net"
-	// and of volumes: deviceVolume and the volume's name; and of shares: shareTag
+	// Volumes are called deviceVolume and the volume's name, shares by shareTag.
 	deviceVolume = "volume-"
 )
 
-// Instance is one VM in this process. Its methods may be called from any goroutine,
-// but for Close, which must be the last.
+// Instance is one VM in this process. Its methods may be called from any goroutine. Close must be the last call.
 type Instance struct {
 	parts    Parts
 	log      *slog.Logger
 	mem      *guestmem.Memory
 	prebuilt *vmm.Prebuilt
 	machine  *vmm.Machine
-	// assembled is closed when there is a machine, or will be none.
+	// assembled is closed when there is a machine, or when it is certain that there will be none.
 	assembled chan struct{}
 	disk      *disk.Disk
 	space     spaceWait
 	closers   []io.Closer
-	snap      *snapshot.Snapshot // what it was restored from, or nil
+	snap      *snapshot.Snapshot // what the VM was restored from, or nil
 	pager     *pager.Pager
 	// cached has pages of snap; nil without Parts.PageCache.
 	cached *pagecache.Reader
-	// tracked says that KVM keeps a log of the pages that change.
+	// tracked reports that KVM keeps a log of the pages that change.
 	tracked bool
-	// captured says that changes of RAM count from a snapshot on, not from zeros.
-	// base is that snapshot, or nil if it cannot be built upon. It may be snap.
+	// captured reports that changes of RAM count from a snapshot, not from zeros. base is that snapshot, or nil if
+	// it cannot be built on. base may be snap.
 	captured bool
 	base     *snapshot.Snapshot
-	// forkBase is where that snapshot will be, or is, of a child whose fork was not
-	// durable yet when it began; empty otherwise.
+	// forkBase is where that snapshot is, or will be, in a child whose fork was not yet durable when the child
+	// began; otherwise empty.
 	forkBase string
-	// structPages says where the guest's kernel marks free pages; nil if it does not.
+	// structPages locates the guest's marks of free pages; nil if unknown.
 	structPages *freepages.Map
-	net         *virtionet.Device // nil without a network, as network is
+	net         *virtionet.Device // nil without a network, like network
 	network     *Network
 	vsock       *vsock.Device
 
 	started time.Time
 	ready   time.Duration
-	// hooks says that there are hooks in the guest.
+	// hooks reports that the guest has hooks.
 	hooks atomic.Bool
-	// services is where the guest tells of its services; nil if nobody listens.
+	// services is where the guest reports on its services; nil if the instance does not listen.
 	services   net.Listener
 	servicesMu sync.Mutex // guards it
-	// hookFailures are those of hooks that ran after the restore.
+	// hookFailures are the failures of hooks that ran after the restore.
 	hookFailures []guest.HookFailure
 }
 
-// begin makes the guest's RAM, and has KVM prepare for it in the background, unless that
-// was done ahead.
+// begin makes the guest's RAM and has KVM prepare for it in the background, unless both were made ahead.
 func begin(p Parts) (in *Instance, err error) {
 	in = &Instance{parts: p, log: p.Log, started: time.Now(), tracked: trackDirty(), assembled: make(chan struct{})}
 	if in.log == nil {
@@ -163,8 +160,7 @@ func begin(p Parts) (in *Instance, err error) {
 	return in, nil
 }
 
-// assemble makes the machine with its devices, in the order in which the guest
-// finds them.
+// assemble makes the machine with its devices, in the order in which the guest finds them.
 func (in *Instance) assemble(net netStart) (err error) {
 	defer close(in.assembled)
 	p := in.parts
@@ -228,14 +224,13 @@ func (in *Instance) assemble(net netStart) (err error) {
 	return in.awaitSecrets()
 }
 
-// writable are the options of a disk that the guest writes to.
+// writable returns the options of a disk that the guest writes to.
 func (in *Instance) writable(name, serial string) blk.Options {
 	return blk.Options{Serial: serial, OnError: in.deviceError(name), Space: in.space.take, OnFull: in.space.wait}
 }
 
-// NoDirtyLogEnv, set to anything, makes VMs do without KVM's log of changed pages: for
-// hosts on which that misbehaves. Each snapshot has all of RAM then, and a running guest
-// stands still until it is written.
+// NoDirtyLogEnv, set to anything, makes VMs do without KVM's log of changed pages, for hosts on which that log
+// misbehaves. Each snapshot then has all of RAM, and a running guest stands still until it is written.
 const NoDirtyLogEnv = "DROWSE_NO_DIRTY_LOG"
 
 func trackDirty() bool { return os.Getenv(NoDirtyLogEnv) == "" }
@@ -244,7 +239,7 @@ func (in *Instance) deviceError(name string) func(error) {
 	return func(err error) { in.log.Error("device I/O failed", "device", name, "error", err) }
 }
 
-// cmdline adds what tells the agent about the devices.
+// cmdline returns the kernel's command line, with what the agent must know about the devices.
 func (p Parts) cmdline() string {
 	words := []string{p.Cmdline}
 	disks := "abc"
@@ -278,7 +273,7 @@ func (p Parts) cmdline() string {
 	return strings.Join(words, " ")
 }
 
-// seedSize is what a guest kernel's random number generator takes in at once.
+// seedSize is what the random number generator of a guest kernel takes in at once.
 const seedSize = 32
 
 // Boot starts a VM from its kernel and returns when the agent inside answers.
@@ -336,8 +331,8 @@ func (in *Instance) boot(ctx context.Context) error {
 	return nil
 }
 
-// ask asks the agent in the guest by f, as long as the machine runs. The connection is closed then, so that it is not
-// in what is saved of a guest that is paused next.
+// ask calls f with a connection to the agent, and cancels it when the machine ends. It closes the connection
+// afterwards, so that the saved state of a guest that is paused next does not have it.
 func (in *Instance) ask(ctx context.Context, f func(context.Context, *guest.Client) error) error {
 	ctx, cancel := in.WhileRunning(ctx)
 	defer cancel()
@@ -352,7 +347,7 @@ func (in *Instance) ask(ctx context.Context, f func(context.Context, *guest.Clie
 	return nil
 }
 
-// WhileRunning ends the context when the machine ends.
+// WhileRunning returns a context that ends when the machine ends.
 func (in *Instance) WhileRunning(ctx context.Context) (context.Context, context.CancelFunc) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	go func() {
@@ -365,7 +360,7 @@ func (in *Instance) WhileRunning(ctx context.Context) (context.Context, context.
 	return ctx, func() { cancel(nil) }
 }
 
-// Explain says why the machine has ended, if that is the reason.
+// Explain returns an EndedError if the machine has ended, otherwise err, with details if the guest hangs.
 func (in *Instance) Explain(ctx context.Context, err error) error {
 	select {
 	case <-in.machine.Done():
@@ -382,7 +377,7 @@ func (in *Instance) Explain(ctx context.Context, err error) error {
 // EndedError says that the guest ended before it did what was asked.
 type EndedError struct{ Exit vmm.Exit }
 
-// Error says how the guest has ended.
+// Error returns how the guest ended.
 func (e *EndedError) Error() string {
 	return "the guest ended: " + e.Exit.String()
 }
@@ -392,20 +387,18 @@ func (e *EndedError) Unwrap() error { return vmm.ErrEnded }
 
 // RestoreOptions say how a restored VM comes back.
 type RestoreOptions struct {
-	// NewIdentity makes it a machine of its own: host name, machine id, boot id.
+	// NewIdentity gives the VM its own identity: host name, machine id, boot id.
 	NewIdentity bool
-	// Again says that a machine has run on from this state before, which this one goes back to. A machine of its own
-	// finds itself a clone anyway.
+	// Again says that a machine has already run on from this state and that this one goes back to it. With
+	// NewIdentity the guest notices anyway that it is a clone.
 	Again bool
-	// EntryOnly returns when the first vCPU has entered the guest, without a word
-	// to the agent: for measurements. The guest has old random numbers and an old
-	// clock, so it must not be used for anything.
+	// EntryOnly returns when the first vCPU has entered the guest, without talking to the agent: for measurements.
+	// The guest has old random numbers and an old clock, so it must not be used otherwise.
 	EntryOnly bool
 }
 
-// Restore starts a VM from the snapshot in a directory. It returns when the agent
-// inside has taken fresh random numbers and the time of day. RAM is read as it is
-// needed: the snapshot's files must stay until the instance is closed.
+// Restore starts a VM from the snapshot in a directory. It returns when the agent inside has taken fresh random numbers
+// and the time of day. The pager reads RAM on demand: the snapshot's files must stay until the instance is closed.
 func Restore(ctx context.Context, p Parts, snapshotDir string, o RestoreOptions) (*Instance, error) {
 	in, err := begin(p)
 	if err != nil {
@@ -428,8 +421,8 @@ func (in *Instance) restore(ctx context.Context, dir string, o RestoreOptions) e
 	return in.goOn(ctx, o)
 }
 
-// putTogether makes a machine with its devices and the state that open returns. The devices are made beside the state,
-// on another thread: that takes less time, so that nobody waits for a thread to wake up.
+// putTogether makes a machine with its devices and loads the state that open returns. Another goroutine makes the
+// devices: they take less time than the state, so that putTogether does not wait for a thread to wake up.
 func (in *Instance) putTogether(net netStart, open func() ([]snapshot.Payload, error)) error {
 	ready := in.prebuilt.Ready()
 	opened := make(chan struct{})
@@ -438,7 +431,7 @@ func (in *Instance) putTogether(net netStart, open func() ([]snapshot.Payload, e
 		err := in.assemble(net)
 		assembled <- err
 		if <-opened; err == nil && ready && in.pager != nil {
-			// Not before: it would take a processor from what the guest waits for.
+			// Not earlier: it would take a processor from what the guest waits for.
 			in.pager.LoadWorkingSet()
 		}
 	}()
@@ -457,8 +450,7 @@ func (in *Instance) putTogether(net netStart, open func() ([]snapshot.Payload, e
 	return in.machine.Import(states)
 }
 
-// open opens the snapshot in a directory, makes a pager for RAM, and returns the states of
-// the machine's parts.
+// open opens the snapshot in a directory, starts a pager for RAM, and returns the states of the machine's parts.
 func (in *Instance) open(dir string) (states []snapshot.Payload, err error) {
 	if in.snap, err = snapshot.Open(dir); err != nil {
 		return nil, err
@@ -494,7 +486,7 @@ func (in *Instance) open(dir string) (states []snapshot.Payload, err error) {
 	return states, nil
 }
 
-// fail ends the machine, as soon as there is one, since its RAM cannot be had.
+// fail ends the machine, as soon as there is one, because its RAM cannot be read.
 func (in *Instance) fail(err error) {
 	<-in.assembled
 	if in.machine != nil {
@@ -502,8 +494,7 @@ func (in *Instance) fail(err error) {
 	}
 }
 
-// goOn starts a guest whose state has been loaded, and tells its agent that time has
-// passed, and what else has changed.
+// goOn starts a guest whose state has been loaded, and tells its agent that time has passed and what else has changed.
 func (in *Instance) goOn(ctx context.Context, o RestoreOptions) error {
 	defer in.space.started()
 	if o.EntryOnly {
@@ -517,7 +508,7 @@ func (in *Instance) goOn(ctx context.Context, o RestoreOptions) error {
 			return err
 		}
 	}
-	// Before the agent says how it is now.
+	// Before the agent reports whether it has hooks.
 	if err := in.listenHooks(); err != nil {
 		return err
 	}
@@ -532,14 +523,14 @@ func (in *Instance) goOn(ctx context.Context, o RestoreOptions) error {
 		return err
 	}
 	if len(in.parts.Spec.Services) > 0 {
-		// Before the guest can tell of them.
+		// Before the guest can report on them.
 		if err := in.ListenServices(); err != nil {
 			return err
 		}
 	}
 	in.machine.EndQuiet()
 	if in.net != nil {
-		// It is not heard until its policy is there and it has its identity.
+		// The network stays silent until the policy is in force and the guest has its identity.
 		if err := in.network.wait(ctx); err != nil {
 			return in.Explain(ctx, err)
 		}
@@ -550,7 +541,7 @@ func (in *Instance) goOn(ctx context.Context, o RestoreOptions) error {
 		in.hooks.Store(true)
 	}
 	if resumed.HooksWait {
-		// With the network, and without holding up what is measured above.
+		// After the network is up, and without delaying what is measured above.
 		event := guest.HookWake
 		if o.NewIdentity {
 			event = guest.HookClone
@@ -560,14 +551,14 @@ func (in *Instance) goOn(ctx context.Context, o RestoreOptions) error {
 	return nil
 }
 
-// FactsKey is where the manifest's host facts are.
+// FactsKey is the key of the host facts in the manifest.
 const FactsKey = "facts"
 
-// GoodFacts are what this host has been found to be like: it does not change, and decoding
-// them again for the next machine takes 0.1 ms.
+// GoodFacts are facts that were found to match this host. The host does not change, and decoding the facts again
+// for the next machine takes 0.1 ms.
 var GoodFacts atomic.Pointer[string]
 
-// CheckHost refuses a snapshot of a CPU that this host is not like.
+// CheckHost refuses a snapshot from a CPU that this host does not match.
 func CheckHost(facts map[string]string) error {
 	text := facts[FactsKey]
 	if good := GoodFacts.Load(); good != nil && *good == text {
@@ -610,35 +601,35 @@ func (in *Instance) Dial(ctx context.Context, port uint32) (net.Conn, error) {
 	return guest.UnixDialer(in.parts.Socket)(ctx, port)
 }
 
-// Parts are what it was made of.
+// Parts returns the pieces that the VM was made of.
 func (in *Instance) Parts() Parts { return in.parts }
 
-// Network is the host's end of its link; nil without one.
+// Network returns the host's end of the VM's link; nil without a network.
 func (in *Instance) Network() *Network { return in.network }
 
-// Disk is its writable disk.
+// Disk returns the VM's writable disk.
 func (in *Instance) Disk() *disk.Disk { return in.disk }
 
-// Begun is when it was begun to be made.
+// Begun returns when the making of the instance began.
 func (in *Instance) Begun() time.Time { return in.started }
 
-// WakeFailures are those of hooks that ran after a restore.
+// WakeFailures returns the failures of hooks that ran after a restore.
 func (in *Instance) WakeFailures() []guest.HookFailure { return in.hookFailures }
 
-// CloseToo has something closed with the instance.
+// CloseToo makes Close close c too.
 func (in *Instance) CloseToo(c io.Closer) { in.closers = append(in.closers, c) }
 
-// Connections are how many over vsock are open, and how many there ever were: see vsock.Stats.
+// Connections returns how many vsock connections are open, and how many there ever were: see vsock.Stats.
 func (in *Instance) Connections() (open, ever uint64) {
 	st := in.vsock.Stats()
 	return st.Open.Load(), st.Uses.Load()
 }
 
-// Machine is the VM below.
+// Machine returns the VM below.
 func (in *Instance) Machine() *vmm.Machine { return in.machine }
 
-// Timing says how long it took, from the call of Boot or Restore, until the guest's
-// first instruction and until the agent answered.
+// Timing returns how long it took from the call of Boot or Restore to the guest's first instruction, and to the
+// agent's answer.
 func (in *Instance) Timing() (entry, ready time.Duration) {
 	if t := in.machine.Stages().Entry(); !t.IsZero() {
 		entry = t.Sub(in.started)
@@ -646,7 +637,7 @@ func (in *Instance) Timing() (entry, ready time.Duration) {
 	return entry, in.ready
 }
 
-// Faults are what the pager has done so far; false if the VM was not restored.
+// Faults returns what the pager has done so far; false if the VM was not restored.
 func (in *Instance) Faults() (*pager.Stats, bool) {
 	if in.pager == nil {
 		return &pager.Stats{}, false
@@ -654,22 +645,20 @@ func (in *Instance) Faults() (*pager.Stats, bool) {
 	return in.pager.Stats(), true
 }
 
-// Capture is a snapshot that has been taken, with what it took.
+// Capture is a snapshot that has been taken, with its costs.
 type Capture struct {
 	ID      string
 	Dir     string
 	Disk    disk.Stack // what the snapshot needs of the disk
 	Raw     uint64     // bytes of RAM that are not zero
-	Stored  int64      // bytes that were written for the snapshot
-	Shared  int64      // bytes of files that it has in common with its base
+	Stored  int64      // bytes written for the snapshot
+	Shared  int64      // bytes of files that it shares with its base
 	Changed uint64     // pages that may have changed since its base, or were ever written
-	// Free is how many of those the guest has no use for, as far as that was looked
-	// at: they are not stored.
+	// Free is how many of the changed pages the guest does not use, as far as that is known: they are not stored.
 	Free uint64
-	// Shareable is how many pages the image of a fork has that are not zeros.
+	// Shareable is how many nonzero pages the image of a fork has.
 	Shareable uint64
-	// Ahead is how long copying to the image of a fork took before the pause, and
-	// Fill how long after it.
+	// Ahead is how long copying to the image of a fork took before the pause; Fill is how long it took after the pause.
 	Ahead, Fill time.Duration
 	Pause       time.Duration
 	Save        time.Duration
@@ -678,23 +667,22 @@ type Capture struct {
 
 // CaptureOptions say where a snapshot goes.
 type CaptureOptions struct {
-	// Dir is its directory, which must not exist.
+	// Dir is the snapshot's directory, which must not exist.
 	Dir string
-	// ID identifies it: 32 hex digits.
+	// ID is the snapshot's id: 32 hex digits.
 	ID string
-	// Live lets the guest run on as soon as its state has been taken, while RAM is
-	// being written. Otherwise it stays paused until Continue.
+	// Live lets the guest run on as soon as its state has been taken, while RAM is being written. Otherwise the
+	// guest stays paused until Continue.
 	Live bool
 	// NewTop is the file of the disk's next layer.
 	NewTop string
-	// Names says how the snapshot names the layers of the disk, the lowest first.
+	// Names returns the snapshot's names for the layers of the disk, the lowest first.
 	Names func(disk.Stack) []string
-	// Labels are kept with it.
+	// Labels are stored in the snapshot.
 	Labels map[string]string
 	// Image and Kernel identify what the guest was booted from.
 	Image, Kernel string
-	// Sealed is told the disk's new layers as soon as there are any, before the
-	// guest can write to them.
+	// Sealed gets the disk's new layers as soon as they exist, before the guest can write to them.
 	Sealed func(disk.Stack) error
 	// Resumed, if not nil, is called when a live capture lets the guest run on. It
 	// must not block.
@@ -702,20 +690,19 @@ type CaptureOptions struct {
 	// Still, if not nil, is called when the guest stands still, before anything is changed. If it fails, so does
 	// Capture.
 	Still func() error
-	// Fork, if not nil, is given a sealed image of RAM, with what RestoreFork needs
-	// besides, as soon as there is one and before the snapshot is written. It may be
-	// used until Capture returns, and longer through a copy of its descriptor. If
-	// Fork fails, so does Capture. Live must be set.
+	// Fork, if not nil, gets a sealed image of RAM, with what else RestoreFork needs, as soon as the image is
+	// complete and before the snapshot is written. The image may be used until Capture returns, and longer through
+	// a copy of its descriptor. If Fork fails, so does Capture. Live must be set.
 	Fork func(image *os.File, c *Capture) error
 
-	// Prioritize, if not nil, is called before the agent is asked to stand by, and what it
-	// returns when the guest stands still, or goes on if the capture is live.
+	// Prioritize, if not nil, is called before the agent is asked to stand by. Capture calls restore when the
+	// guest stands still or, in a live capture, when it runs on.
 	Prioritize func() (restore func())
 }
 
-// Capture writes a snapshot of the VM: machine, RAM and disk at one instant. Of RAM it
-// writes what has changed since the snapshot before, if there is one. If it fails, the
-// VM runs on, and what has changed is in the next snapshot. One at a time.
+// Capture writes a snapshot of the VM: machine, RAM and disk at one instant. If there is a previous snapshot, it
+// writes only the RAM that has changed since. If it fails, the VM runs on, and the next snapshot has the changes.
+// Only one capture may run at a time.
 func (in *Instance) Capture(ctx context.Context, o CaptureOptions) (c *Capture, err error) {
 	defer in.KeepRunning()()
 	in.adoptForkBase()
@@ -725,7 +712,7 @@ func (in *Instance) Capture(ctx context.Context, o CaptureOptions) (c *Capture, 
 	}
 	if base != nil {
 		if _, err := os.Stat(filepath.Join(base.Dir(), snapshot.ManifestName)); err != nil {
-			// Whoever has deleted it has not deleted what is in RAM.
+			// The snapshot was deleted, but RAM still has its pages.
 			in.log.Warn("the snapshot before is not there to build upon: writing all of RAM", "error", err)
 			base = nil
 		}
@@ -904,20 +891,18 @@ func (in *Instance) Capture(ctx context.Context, o CaptureOptions) (c *Capture, 
 	return c, nil
 }
 
-// closing closes what a capture has read from. If that fails the capture is none the
-// worse, so it is not lost for it.
+// closing closes a source that a capture has read from. The capture is complete by then, so a failure is only logged.
 func (in *Instance) closing(what string, f func() error) {
 	if err := f(); err != nil {
 		in.log.Error("closing "+what+" failed", "error", err)
 	}
 }
 
-// rebase makes a snapshot the base of the next. Without one, the next is of all of RAM.
+// rebase makes a snapshot the base of the next one. Without a base, the next one has all of RAM.
 func (in *Instance) rebase(dir string) {
 	next, err := snapshot.Open(dir)
 	if err != nil {
-		// It is on disk and has been checked as it was written; this one misses
-		// only what comes after it.
+		// The snapshot is on disk and was checked as it was written. Only the next one suffers.
 		in.log.Warn("the new snapshot cannot be built upon", "error", err)
 	}
 	if in.base != nil && in.base != in.snap {
@@ -928,8 +913,8 @@ func (in *Instance) rebase(dir string) {
 	in.base, in.captured, in.forkBase = next, true, ""
 }
 
-// source is where the snapshot's RAM comes from: pages that a lazy restore has not
-// loaded yet are taken from where they still are.
+// source returns the source of the snapshot's RAM. It takes pages that a lazy restore has not loaded yet from
+// where they still are.
 func (in *Instance) source() (snapshot.MemorySource, func() error, error) {
 	if in.pager != nil {
 		s, err := in.pager.Source()
@@ -948,11 +933,11 @@ func (in *Instance) source() (snapshot.MemorySource, func() error, error) {
 // Continue lets a captured VM run on.
 func (in *Instance) Continue() error { return in.machine.Resume() }
 
-// Close stops the VM as if its power were cut, and gives back all that it holds.
+// Close stops the VM as if its power were cut, and releases all that it holds.
 func (in *Instance) Close() error {
 	var errs []error
 	in.endSpaceWait()
-	// The machine first: its vCPUs may be waiting for the pager.
+	// The machine must go first: its vCPUs may be waiting for the pager.
 	if in.machine != nil {
 		errs = append(errs, in.machine.Close())
 	} else if in.prebuilt != nil {

@@ -12,19 +12,17 @@ import (
 // keepNice is the priority of adding to the cache.
 const keepNice = 19
 
-// KeepPages puts pages that the restore had to decompress until now into Parts.PageCache,
-// for the next restore of the snapshot or of a relative of it. It takes the time of
-// decompressing them once more, at low priority. It does nothing the second time, without a
-// cache, and for what was not restored. An error does no harm but that the next restore
-// takes longer. It may be called at any time, also after Close.
+// KeepPages adds the pages that the restore has had to decompress so far to Parts.PageCache, for the next restore
+// of this snapshot or of a relative of it. It decompresses them once more, at low priority. It does nothing the
+// second time, without a cache, or if the VM was not restored. After an error the next restore only takes longer.
+// It may be called at any time, also after Close.
 func (in *Instance) KeepPages(ctx context.Context) error {
 	if in.cached == nil {
 		return nil
 	}
 	done := make(chan error, 1)
 	go func() {
-		// The thread is not given back, so it ends with this goroutine and its priority
-		// with it.
+		// The goroutine does not unlock the thread, so the thread and its priority end with it.
 		runtime.LockOSThread()
 		_ = unix.Setpriority(unix.PRIO_PROCESS, unix.Gettid(), keepNice)
 		done <- pagecache.New(in.parts.PageCache).Add(ctx, in.cached, in.snap.Dir())
@@ -32,5 +30,5 @@ func (in *Instance) KeepPages(ctx context.Context) error {
 	return <-done
 }
 
-// Caches says whether pages that were decompressed are kept for other wakes.
+// Caches reports whether decompressed pages are kept for other wakes.
 func (in *Instance) Caches() bool { return in.cached != nil }

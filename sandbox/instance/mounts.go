@@ -11,12 +11,12 @@ import (
 	"github.com/drowse-vm/drowse/snapshot"
 )
 
-// deviceShare and a share's index name its device, and are the tag that the guest mounts it by.
+// deviceShare and a share's index name its device. The guest mounts the share by the same tag.
 const deviceShare = "share-"
 
 func shareTag(i int) string { return deviceShare + strconv.Itoa(i) }
 
-// OpenShare opens the directory of a share; ErrShare says that it cannot be shared.
+// OpenShare opens the directory of a share. It returns ErrShare if the directory cannot be shared.
 func OpenShare(sh spec.Share) (*fs.Dir, error) {
 	d, err := fs.Open(sh.Source, sh.Writable)
 	if err != nil {
@@ -25,11 +25,11 @@ func OpenShare(sh spec.Share) (*fs.Dir, error) {
 	return d, nil
 }
 
-// volumeSerial is what the guest reads as a volume's serial number, at most 20 bytes.
+// volumeSerial returns the serial number that the guest reads from a volume, at most 20 bytes.
 func volumeSerial(r *volume.Record) string { return "vol-" + r.ID[:16] }
 
-// LabelVolumes is where a snapshot says which volumes its memory knows. The content of
-// volumes is not part of a snapshot.
+// LabelVolumes is the label under which a snapshot records which volumes its memory knows. The content of volumes
+// is not part of a snapshot.
 const LabelVolumes = "drowse.volumes"
 
 // heldVolume is a volume at the instant of a snapshot.
@@ -40,7 +40,7 @@ type heldVolume struct {
 	ReadOnly   bool   `json:"read_only"`
 }
 
-// LabelVolumes writes into the labels of a snapshot which volumes its memory knows.
+// LabelVolumes records in the labels of a snapshot which volumes its memory knows.
 func (p Parts) LabelVolumes(labels map[string]string) error {
 	var held []heldVolume
 	for _, v := range p.Volumes {
@@ -58,7 +58,7 @@ func (p Parts) LabelVolumes(labels map[string]string) error {
 	return nil
 }
 
-// HeldVolumes are those that the memory of a snapshot knows.
+// HeldVolumes returns the volumes that the memory of a snapshot knows.
 func HeldVolumes(m *snapshot.Manifest) (held []heldVolume, err error) {
 	text := m.Labels[LabelVolumes]
 	if text == "" {
@@ -70,8 +70,8 @@ func HeldVolumes(m *snapshot.Manifest) (held []heldVolume, err error) {
 	return held, nil
 }
 
-// SettleVolumes makes the volumes durable and notes that the memory in a snapshot goes
-// with them. The guest is paused.
+// SettleVolumes makes the volumes durable and records in them that they belong to the memory in this snapshot. The
+// guest must be paused.
 func (p Parts) SettleVolumes(snapshotID string) error {
 	for _, v := range p.Volumes {
 		if err := v.Settle(volume.Settled{Snapshot: snapshotID, VM: p.VM}); err != nil {
@@ -81,7 +81,7 @@ func (p Parts) SettleVolumes(snapshotID string) error {
 	return nil
 }
 
-// CheckVolumes refuses to put memory together with volumes that it does not belong to.
+// CheckVolumes refuses to combine memory with volumes that it does not belong to.
 func (p Parts) CheckVolumes(m *snapshot.Manifest) error {
 	held, err := HeldVolumes(m)
 	if err != nil {
@@ -102,7 +102,7 @@ func (p Parts) CheckVolumes(m *snapshot.Manifest) error {
 	return nil
 }
 
-// Stale says what can be done instead.
+// Stale adds to err what the caller can do instead.
 func Stale(h heldVolume, snapshotID string, err error) error {
 	remedy := fmt.Sprintf("boot instead, with Sandbox.Start, or Host.Create with Disk \"%.12s\" and volume %s", snapshotID, h.Name)
 	if !h.ReadOnly {

@@ -13,7 +13,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// uptime is CLOCK_MONOTONIC, which events have their time from.
+// uptime returns CLOCK_MONOTONIC, the clock of events.
 func uptime() time.Duration {
 	var ts unix.Timespec
 	if err := unix.ClockGettime(unix.CLOCK_MONOTONIC, &ts); err != nil {
@@ -40,13 +40,13 @@ func protocolName(e netpolicy.Event) string {
 	return strconv.Itoa(int(e.Protocol))
 }
 
-// event notes an event of the link.
+// event records an event of the link.
 func (n *Network) event(e netpolicy.Event) {
 	n.flows.Denied(e)
 	n.events.add(n.netEvent(e))
 }
 
-// refused notes a connection that was reset for its TLS name.
+// refused records a connection that was reset because of its TLS name.
 func (n *Network) refused(r tlsname.Refusal) {
 	n.flows.Refused(r.Flow, r.Reason, r.Name)
 	if r.Quiet {
@@ -56,7 +56,7 @@ func (n *Network) refused(r tlsname.Refusal) {
 	e.Suppressed = r.Suppressed
 	ev := n.netEvent(e)
 	ev.ServerName = r.Name
-	// It is of the policy that the connection was opened by, which may not be the one of now.
+	// The rule is of the policy that the connection was opened under, which may have been replaced.
 	ev.Rule = n.link.RuleName(e.Generation, e.Rule)
 	n.events.add(ev)
 }
@@ -73,13 +73,13 @@ func (n *Network) netEvent(e netpolicy.Event) spec.NetEvent {
 	return ev
 }
 
-// Bounds of what is kept of events: for those who ask later, and for each who follows.
+// Bounds on stored events: in the log, and in the queue of each follower.
 const (
 	maxEvents   = 1024
 	maxFollowed = 256
 )
 
-// eventLog keeps the last events, and tells those who follow.
+// eventLog keeps the last events and passes new ones to its followers.
 type eventLog struct {
 	mu        sync.Mutex // guards what follows
 	ring      []spec.NetEvent
@@ -88,7 +88,7 @@ type eventLog struct {
 	followers map[*follower]bool
 }
 
-// follower gets events as they come. What it is too slow for is lost, and counted.
+// follower gets events as they come. Events that it is too slow for are dropped and counted.
 type follower struct {
 	ch   chan spec.NetEvent
 	lost uint64 // guarded by the log's mutex
@@ -117,14 +117,14 @@ func (l *eventLog) add(e spec.NetEvent) {
 	}
 }
 
-// recent returns the last events, the oldest first, and, if follow is set, a follower
-// that gets all after them. stop must be called then.
+// recent returns the last events, the oldest first. If follow is set, it also returns a follower that gets all
+// later events, and the caller must call stop.
 func (l *eventLog) recent(follow bool) (events []spec.NetEvent, f *follower, stop func()) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	events = append(append(events, l.ring[l.next:]...), l.ring[:l.next]...)
 	if len(events) > 0 {
-		// Those that have had to make room.
+		// Older events that the ring has dropped.
 		events[0].Lost = l.total - uint64(len(events))
 	}
 	if !follow {
@@ -142,7 +142,7 @@ func (l *eventLog) recent(follow bool) (events []spec.NetEvent, f *follower, sto
 // etherIPv6 is the EtherType of IPv6 (RFC 2464, 3).
 const etherIPv6 = 0x86dd
 
-// guestAddress is the VM's own address in the protocol of an event.
+// guestAddress returns the VM's own address in the protocol of an event.
 func (n *Network) guestAddress(e netpolicy.Event) netip.Addr {
 	if e.EtherType == etherIPv6 && n.own6.IsValid() {
 		return n.own6

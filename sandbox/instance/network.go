@@ -26,7 +26,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// Bytes is how many bytes its policy has let pass to the guest, and from it; none if that is not known.
+// Bytes returns how many bytes the policy has let pass to the guest and from it; zeros if that is unknown.
 func (n *Network) Bytes() (in, out uint64) {
 	select {
 	case <-n.attached:
@@ -47,8 +47,8 @@ func (n *Network) Bytes() (in, out uint64) {
 	return in, out
 }
 
-// LastPacket says how long ago a packet has passed, either way, if one ever has. An error counts as one that
-// has passed just now.
+// LastPacket reports whether a packet has ever passed in either direction, and how long ago the last one did. An
+// error counts as a packet that has just passed.
 func (n *Network) LastPacket() (ever bool, ago time.Duration) {
 	select {
 	case <-n.attached:
@@ -70,18 +70,18 @@ func (n *Network) LastPacket() (ever bool, ago time.Duration) {
 	return ever, ago
 }
 
-// All guests have the same address and the same gateway, which is also their name
-// server: a clone needs no others. The programs on a VM's TAP device translate.
+// All guests have the same address and the same gateway, which is also their name server: a clone keeps them. The
+// programs on a VM's TAP device translate.
 var guestAddress = fmt.Sprintf("%v/30,%v,%v", netpolicy.TheWire.Guest4, netpolicy.TheWire.Gateway4, netpolicy.TheWire.Gateway4)
 
-// guestAddress6 is the same for IPv6, where a VM has it. Names are asked for by IPv4.
+// guestAddress6 is the same for IPv6, if a VM has it. Guests query names over IPv4.
 var guestAddress6 = fmt.Sprintf("%v/64,%v", netpolicy.TheWire.Guest6, netpolicy.TheWire.Gateway6)
 
-// Network is the host's end of a VM's link, with its policy. Nothing passes before the
-// policy is there: until then the TAP device is down and has no address.
+// Network is the host's end of a VM's link, with its policy. Nothing passes before the policy is in place: until
+// then the TAP device is down and has no address.
 type Network struct {
 	log     *slog.Logger
-	agent   string       // the name of its pins: the VM's id, unless the network was made before the VM was known
+	agent   string       // the name of its pins: the VM's id, or the prebuilt network's
 	agents  netip.Prefix // and agents6 are the ranges of all VMs of the host
 	agents6 netip.Prefix
 	address *hostnet.Address
@@ -97,7 +97,7 @@ type Network struct {
 	attached chan struct{}
 	err      error
 	link     *link.Link
-	took     time.Duration // from the beginning until then
+	took     time.Duration // from the beginning until attached
 
 	cancel context.CancelFunc
 	ctx    context.Context // ends with the network
@@ -109,31 +109,31 @@ type Network struct {
 	onLink  []netip.Prefix // where the host has neighbours
 	history []installed
 	stopDNS func()          // nil while the resolver does not listen
-	tls     *tlsname.Server // nil while no policy has had names that are checked
-	tlsPort uint16          // where it listens
-	// proxy is nil while the policy has none, and so is stopProxy.
+	tls     *tlsname.Server // nil until a policy has names to check
+	tlsPort uint16          // where tls listens
+	// proxy and stopProxy are nil while the policy has no proxy.
 	proxy     *proxy.Server
 	stopProxy func()
 	warnings  []string
 	closed    bool
 }
 
-// netStart is how a guest finds its network at first.
+// netStart is the state in which a guest first finds its network.
 type netStart int
 
 const (
-	// netOpen: it boots when its policy is there.
+	// netOpen: the guest boots, once the policy is in force.
 	netOpen netStart = iota
-	// netHeld: its link is as it was, and what it sends waits for its policy. A link that goes down and up again has a
-	// Linux drop what it sends until it has noticed both, also the answer to the packet that it was woken for.
+	// netHeld: the link is as the guest left it, and its packets wait for the policy. If the link went down and up,
+	// Linux would drop packets until it had noticed both, among them the answer to the packet that woke the guest.
 	netHeld
-	// netDown: what it sends is dropped, since it is what another machine would send, until it has its own identity.
+	// netDown: the guest's packets are dropped until it has its own identity, since another machine would send the
+	// same.
 	netDown
 )
 
-// connect makes the VM's TAP device, which goes with this process, and the guest's end of
-// it. Its policy is put on it in the background, since the kernel looks at programs for
-// long; see Network.wait.
+// connect makes the VM's TAP device, which lives as long as this process, and the guest's end of it. The policy is
+// attached in the background, because the kernel takes long to verify programs; see Network.wait.
 func (in *Instance) connect(start netStart) (*virtionet.Device, error) {
 	n, err := newNetwork(in.parts, hiddenSecrets{in}, in.log)
 	if err != nil {
@@ -215,14 +215,14 @@ func newNetwork(p Parts, secrets proxy.Secrets, log *slog.Logger) (n *Network, e
 	return n, nil
 }
 
-// tooManyAddresses is a host with more addresses than a policy can know.
+// tooManyAddresses reports whether a host has more addresses than a policy can know.
 func tooManyAddresses(host []netip.Addr) (why string, is bool) {
 	return fmt.Sprintf("the host has %d addresses, and a policy can know %d of them: all is denied until it has fewer", len(host), netpolicy.MaxHostAddresses),
 		len(host) > netpolicy.MaxHostAddresses
 }
 
-// compile compiles a policy for the VM on a host with these addresses, and neighbours in these ranges. If the addresses
-// are too many, it is a policy that denies everything: one of them that is not known would be open as a public one.
+// compile compiles a policy for the VM on a host with these addresses, and neighbours in these ranges. With too
+// many addresses it denies everything: one that the policy does not know would be as open as a public one.
 func (n *Network) compile(p *netpolicy.Policy, host []netip.Addr, onLink []netip.Prefix) (*netpolicy.Spec, error) {
 	if why, is := tooManyAddresses(host); is {
 		n.log.Error(why)
@@ -232,8 +232,8 @@ func (n *Network) compile(p *netpolicy.Policy, host []netip.Addr, onLink []netip
 		netpolicy.Environment{Host: host, OnLink: onLink, Endpoints: []netip.Prefix{n.agents, n.agents6}, TLSPort: n.tlsPort})
 }
 
-// attach puts the policy on the device and raises it. If the policy has names that are checked,
-// ln is where that is done.
+// attach puts the policy on the device and brings it up. ln is the listener that checks names, if the policy has
+// names to check.
 func (n *Network) attach(reserved *link.Reserved, spec *netpolicy.Spec, tags []string, ln *net.TCPListener) (err error) {
 	if ln != nil {
 		defer func() {
@@ -295,19 +295,19 @@ func (n *Network) enforce(reserved *link.Reserved, spec *netpolicy.Spec, tags []
 		if err == nil {
 			return link, nil
 		}
-		// It has stood for long, and somebody may have tidied it away.
+		// It has stood idle for long, and a sweep may have removed it.
 		n.log.Warn("the network that was made ahead is of no use: another is made", "error", err)
 	}
 	return link.Attach(link.Config{Endpoint: n.agent, Interface: n.tap.Name(), Tags: tags}, spec)
 }
 
-// settle6 has the host say nothing of its own on a device that is not up yet: it would only be
-// denied and told of. The policy holds without this.
+// settle6 silences the host's own IPv6 packets on a device that is not up yet: the policy would only deny and
+// report them. The policy holds without this.
 func (n *Network) settle6() {
 	settings := map[string]string{"disable_ipv6": "1"}
 	if n.own6.IsValid() {
-		// addr_gen_mode 1: no link-local address (IN6_ADDR_GEN_MODE_NONE). Only the guest asks for
-		// the other end's MAC, and for the gateway's address.
+		// addr_gen_mode 1: no link-local address (IN6_ADDR_GEN_MODE_NONE). Only the guest asks for the other end's
+		// MAC, and for the gateway's address.
 		settings = map[string]string{"addr_gen_mode": "1", "accept_ra": "0", "autoconf": "0", "dad_transmits": "0", "accept_dad": "0", "router_solicitations": "0"}
 	}
 	for name, value := range settings {
@@ -328,10 +328,10 @@ func (n *Network) wait(ctx context.Context) error {
 	return nil
 }
 
-// drainFlows is how long a network that goes away waits for those who follow its flows.
+// drainFlows is how long a network that closes waits for the followers of its flows.
 const drainFlows = time.Second
 
-// Close takes the network away.
+// Close removes the network.
 func (n *Network) Close() error {
 	<-n.attached
 	n.cancel()
@@ -351,7 +351,7 @@ func (n *Network) Close() error {
 	return errors.Join(err, n.release())
 }
 
-// release gives back what is not the policy's.
+// release gives back the address and the TAP device.
 func (n *Network) release() error {
 	var errs []error
 	if n.tap != nil {
@@ -367,7 +367,7 @@ func (n *Network) Info() *spec.NetworkInfo {
 	return &spec.NetworkInfo{TAP: n.tap.Name(), Address: n.address.Addr(), Address6: n.own6, Warnings: slices.Clone(n.warnings)}
 }
 
-// SetPolicy replaces the policy while packets pass. If it fails, the old one holds.
+// SetPolicy replaces the policy while packets pass. If it fails, the old policy stays in force.
 func (n *Network) SetPolicy(p *netpolicy.Policy) error {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -384,7 +384,7 @@ func (n *Network) SetPolicy(p *netpolicy.Policy) error {
 	}
 	old := n.policy
 	n.policy = p
-	// Before it is told to guests; it refuses what the old policy does not name.
+	// Listen before guests learn of it: a listener refuses what the old policy does not name.
 	err = n.listenDNS()
 	if err == nil {
 		err = n.listenProxy()
@@ -403,7 +403,7 @@ func (n *Network) SetPolicy(p *netpolicy.Policy) error {
 	return nil
 }
 
-// stopUnused ends what the policy does not have. The lock is held.
+// stopUnused stops the services that the policy does not have. The lock must be held.
 func (n *Network) stopUnused() {
 	if !n.policy.ProxyOn() && n.stopProxy != nil {
 		n.stopProxy()
@@ -415,14 +415,14 @@ func (n *Network) stopUnused() {
 	}
 }
 
-// installed is a policy that was put on the link. Packets before from were judged by an
-// earlier one; between from and settled it may have been either.
+// installed is a policy that was put on the link. An earlier policy judged packets before from. Between from and
+// settled it may have been either.
 type installed struct {
 	spec          *netpolicy.Spec
 	from, settled time.Duration
 }
 
-// maxHistory is how many policies are kept to name the rules of late events by.
+// maxHistory is how many policies are kept to name the rules of late events.
 const maxHistory = 4
 
 func (n *Network) install(spec *netpolicy.Spec) error {
@@ -442,8 +442,7 @@ func (n *Network) install(spec *netpolicy.Spec) error {
 	return nil
 }
 
-// ruleName names the rule of an event, or is empty if it is not certain which policy it
-// was in.
+// ruleName returns the name of an event's rule, or "" if it is uncertain which policy the rule was in.
 func (n *Network) ruleName(e netpolicy.Event) string {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -458,7 +457,7 @@ func (n *Network) ruleName(e netpolicy.Event) string {
 	return ""
 }
 
-// listenDNS has the resolver listen if the policy has one.
+// listenDNS starts the resolver if the policy has one.
 func (n *Network) listenDNS() error {
 	if n.policy.DNS == nil || n.stopDNS != nil {
 		return nil
@@ -471,7 +470,7 @@ func (n *Network) listenDNS() error {
 	return nil
 }
 
-// serve does something in the background until the network ends, or stop is called, which waits for it.
+// serve runs do in the background until the network ends or stop is called. stop waits for it.
 func (n *Network) serve(failed string, do func(context.Context) error) (stop func()) {
 	ctx, cancel := context.WithCancel(n.ctx)
 	ended := make(chan struct{})
@@ -487,8 +486,8 @@ func (n *Network) serve(failed string, do func(context.Context) error) (stop fun
 	}
 }
 
-// listenTLS has a socket for connections whose names are checked, if a policy has such names and there is
-// none yet. It stays as long as the network.
+// listenTLS opens the socket that checks names, if the policy has names to check and no socket is open yet. It
+// stays open as long as the network.
 func (n *Network) listenTLS(p *netpolicy.Policy) (*net.TCPListener, error) {
 	if n.tlsPort != 0 || !p.ChecksNames() {
 		return nil, nil
@@ -505,8 +504,8 @@ func (n *Network) listenTLS(p *netpolicy.Policy) (*net.TCPListener, error) {
 	return ln, nil
 }
 
-// serveTLS checks names from now on. If it fails, connections that are to be checked are reset by the
-// kernel, as nobody listens.
+// serveTLS checks names from now on. If it fails, no socket listens, and the kernel resets connections that must
+// be checked.
 func (n *Network) serveTLS(ln *net.TCPListener) {
 	n.tls = tlsname.New(tlsname.Config{Flows: n.link, Named: n.flows.Named, Refused: n.refused})
 	n.wg.Go(func() {
@@ -516,8 +515,7 @@ func (n *Network) serveTLS(ln *net.TCPListener) {
 	})
 }
 
-// lookOutside sees to it that the host translates what the policy lets out, and notes what
-// is missing.
+// lookOutside makes the host translate what the policy lets out, and records what is missing.
 func (n *Network) lookOutside() {
 	n.warnings = nil
 	warn := func(text string) { n.warnings = append(n.warnings, text); n.log.Warn(text) }
@@ -565,7 +563,7 @@ func (n *Network) lookOutside() {
 	}
 }
 
-// Warn tells of what is missing.
+// Warn records and logs a warning about what is missing.
 func (n *Network) Warn(text string) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -573,8 +571,7 @@ func (n *Network) Warn(text string) {
 	n.log.Warn(text)
 }
 
-// opensOutside says whether a policy lets packets out to elsewhere than the host and other
-// VMs.
+// opensOutside reports whether a policy lets packets out to anything but the host and other VMs.
 func opensOutside(p *netpolicy.Policy) bool {
 	return p.Default.Egress == netpolicy.Allow || slices.ContainsFunc(p.Rules, func(r netpolicy.Rule) bool {
 		return r.Direction == netpolicy.Egress && r.Verdict == netpolicy.Allow && len(r.Protocols) > 0 &&
@@ -582,20 +579,18 @@ func opensOutside(p *netpolicy.Policy) bool {
 	})
 }
 
-// opensAgents says whether a policy lets packets out to, or in from, other VMs.
+// opensAgents reports whether a policy allows packets to or from other VMs.
 func opensAgents(p *netpolicy.Policy) bool {
 	return slices.ContainsFunc(p.Rules, func(r netpolicy.Rule) bool {
 		return r.Verdict == netpolicy.Allow && len(r.Protocols) > 0 && len(r.Endpoints) > 0
 	})
 }
 
-// hostInterval is when the host's addresses are looked at though nothing has been heard
-// of them.
+// hostInterval is how often watchHost looks at the host's addresses without a notice from the kernel.
 const hostInterval = 30 * time.Second
 
-// watchHost compiles the policy again when the host gets or loses an address, since
-// addresses of the host are opened by group host alone. Ranges that come without an address, as that of a gateway, are
-// noticed within hostInterval.
+// watchHost compiles the policy again when the host gets or loses an address, because only group host opens the
+// host's addresses. It notices ranges that come without an address, like that of a gateway, within hostInterval.
 func (n *Network) watchHost() {
 	updates := make(chan netlink.AddrUpdate, 64)
 	done := make(chan struct{})
@@ -607,7 +602,7 @@ func (n *Network) watchHost() {
 	tick := time.NewTicker(hostInterval)
 	defer tick.Stop()
 	for {
-		// First what has changed before it listened.
+		// First handle changes from before the subscription.
 		if err := n.refresh(); err != nil {
 			n.log.Error("the policy does not know the host's addresses", "error", err)
 		}
@@ -615,8 +610,8 @@ func (n *Network) watchHost() {
 		for {
 			select {
 			case <-n.ctx.Done():
-				// The subscription ends, and closes updates, when done is closed; until then
-				// it must not wait for a reader.
+				// Closing done ends the subscription, which then closes updates. Until then it must not block on a
+				// missing reader.
 				if updates != nil {
 					go func() {
 						for range updates {
@@ -641,7 +636,7 @@ func (n *Network) watchHost() {
 	}
 }
 
-// refresh puts the policy on the link again if the host's addresses have changed, or the ranges of its neighbours.
+// refresh reinstalls the policy if the host's addresses, or the ranges of its neighbours, have changed.
 func (n *Network) refresh() error {
 	host, err := netpolicy.HostAddresses()
 	if err != nil {
@@ -673,7 +668,7 @@ func (n *Network) refresh() error {
 	return nil
 }
 
-// Stats are those of the network from its beginning on.
+// Stats returns the counts of the network since its beginning.
 func (n *Network) Stats() (st spec.NetworkStats, err error) {
 	st = spec.NetworkStats{Name: n.parts.Spec.Name, NetworkInfo: *n.Info(), DNS: n.dns.Stats()}
 	n.mu.Lock()
@@ -698,13 +693,13 @@ func (n *Network) Stats() (st spec.NetworkStats, err error) {
 	return st, errors.Join(errs[:]...)
 }
 
-// Flows gives what the log has of flows to f: see flow.Log.Records.
+// Flows passes the log's records of flows to f: see flow.Log.Records.
 func (n *Network) Flows(ctx context.Context, follow bool, f func([]netpolicy.FlowRecord) error) error {
 	return n.flows.Records(ctx, follow, f)
 }
 
-// RecentEvents are the last packets that did not pass, and, if follow is set, those to come, until stop is called. f is
-// nil if they are not to be followed.
+// RecentEvents returns the last packets that did not pass. If follow is set, f gets later ones until stop is
+// called; otherwise f is nil.
 func (n *Network) RecentEvents(follow bool) (events []spec.NetEvent, f <-chan spec.NetEvent, stop func()) {
 	events, to, stop := n.events.recent(follow)
 	if to != nil {
@@ -716,7 +711,7 @@ func (n *Network) RecentEvents(follow bool) (events []spec.NetEvent, f <-chan sp
 // Done is closed when the network has ended.
 func (n *Network) Done() <-chan struct{} { return n.ctx.Done() }
 
-// SetUp is how long its policy took to be in force.
+// SetUp returns how long the policy took to be in force.
 func (n *Network) SetUp() time.Duration { return n.took }
 
 // SetTags changes the tags by which others know the VM.

@@ -13,8 +13,8 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// queuesAhead are the numbers of queues of the devices that VMs have first: three disks, vsock, rng, balloon and
-// network, see Instance.assemble. Where a VM has others, it takes longer to put together and nothing else.
+// queuesAhead are the queue counts of the devices that VMs have first: three disks, vsock, rng, balloon and
+// network, see Instance.assemble. A VM with other devices only takes longer to assemble.
 var queuesAhead = []int{1, 1, 1, 3, 1, 4, 2}
 
 // newPrebuiltVM has KVM prepare for a VM with this RAM in the background.
@@ -22,15 +22,15 @@ func newPrebuiltVM(mem *guestmem.Memory, vcpus int, tracked bool) (*vmm.Prebuilt
 	return vmm.NewPrebuilt(vmm.PrebuiltConfig{VCPUs: vcpus, Memory: mem, TrackDirty: tracked, Queues: queuesAhead})
 }
 
-// Prebuilt is what of a VM can be made before anything is known of it but its shape: RAM, what KVM has, which takes
-// longest, and the link to the host if it has one. An empty VM takes no memory of the guest's and some 100 KiB of
-// KVM's, and 10 bytes for each page of RAM where KVM shadows the guest's page tables; a link takes some 850 KiB of the
-// kernel's. The methods may be called from any goroutine; a nil one has nothing.
+// Prebuilt is the part of a VM that can be made knowing only its shape: RAM, KVM's part, which takes longest, and
+// the link to the host if the shape has one. An empty VM takes no guest memory, some 100 KiB of KVM's, and 10
+// bytes for each page of RAM where KVM shadows the guest's page tables. A link takes some 850 KiB of the kernel's
+// memory. The methods may be called from any goroutine. A nil Prebuilt has nothing.
 type Prebuilt struct {
 	shape spec.Shape // without a network
 
 	mu sync.Mutex // guards what follows
-	// mem and vm are nil once they were taken, and so is link.
+	// mem and vm are nil once taken, and so is link.
 	mem  *guestmem.Memory
 	vm   *vmm.Prebuilt
 	link *prebuiltNetwork
@@ -38,7 +38,7 @@ type Prebuilt struct {
 	failure error
 }
 
-// NewPrebuilt makes it, and returns when it is there. It is no error that the link cannot be made.
+// NewPrebuilt makes a Prebuilt, and returns when it is ready. A link that cannot be made is not an error.
 func NewPrebuilt(shape spec.Shape) (s *Prebuilt, err error) {
 	if err := shape.Validate(); err != nil {
 		return nil, err
@@ -61,7 +61,7 @@ func NewPrebuilt(shape spec.Shape) (s *Prebuilt, err error) {
 	return s, nil
 }
 
-// NextNetwork is the id of the network that network returns; empty if there is none.
+// NextNetwork returns the id of the network that network returns next; empty if there is none.
 func (s *Prebuilt) NextNetwork() string {
 	if s == nil {
 		return ""
@@ -74,7 +74,7 @@ func (s *Prebuilt) NextNetwork() string {
 	return s.link.id
 }
 
-// network returns the network, or nil; and why there is none if it could not be made.
+// network returns the network, or nil. err is why it could not be made.
 func (s *Prebuilt) network() (n *prebuiltNetwork, err error) {
 	if s == nil {
 		return nil, nil
@@ -85,7 +85,7 @@ func (s *Prebuilt) network() (n *prebuiltNetwork, err error) {
 	return n, s.failure
 }
 
-// take returns RAM, and what KVM has, for a VM of a shape; nil if that is not there.
+// take returns RAM and KVM's part for a VM of a shape; nil if it has none for that shape.
 func (s *Prebuilt) take(shape spec.Shape) (mem *guestmem.Memory, vm *vmm.Prebuilt) {
 	if s == nil {
 		return nil, nil
@@ -98,7 +98,7 @@ func (s *Prebuilt) take(shape spec.Shape) (mem *guestmem.Memory, vm *vmm.Prebuil
 	return mem, vm
 }
 
-// Close gives back what nobody has taken.
+// Close releases what was not taken.
 func (s *Prebuilt) Close() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -116,9 +116,9 @@ func (s *Prebuilt) Close() error {
 	return errors.Join(errs...)
 }
 
-// prebuiltNetwork is what of a VM's link to the host can be made before anything is known of the VM: a TAP device that
-// is down, with programs that deny everything. It is called by an id like that of a VM, so that what tidies up after
-// killed processes finds it.
+// prebuiltNetwork is the part of a VM's link to the host that can be made before the VM is known: a TAP device
+// that is down, with programs that deny everything. Its id is like that of a VM, so that the cleanup after killed
+// processes finds it.
 type prebuiltNetwork struct {
 	id   string
 	tap  *tap.Device

@@ -15,13 +15,11 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// ProxyRootsEnv names a file with certificates, as PEM, that the proxies of VMs trust besides those of the host: for
-// servers of one's own.
+// ProxyRootsEnv names a file with PEM certificates that the proxies of VMs trust besides the host's, for private
+// servers.
 const ProxyRootsEnv = "DROWSE_PROXY_ROOTS"
 
-// The rest is in the VM's process.
-
-// proxyRoots are what certificates of servers are verified by; nil are those of the host.
+// proxyRoots returns the roots that verify servers' certificates; nil means the host's.
 func proxyRoots() (*x509.CertPool, error) {
 	path := os.Getenv(ProxyRootsEnv)
 	if path == "" {
@@ -41,7 +39,7 @@ func proxyRoots() (*x509.CertPool, error) {
 	return pool, nil
 }
 
-// hiddenSecrets are those of a VM that its guest does not have.
+// hiddenSecrets are the secrets of a VM that its guest does not get.
 type hiddenSecrets struct{ in *Instance }
 
 // Secret implements [proxy.Secrets].
@@ -54,7 +52,7 @@ func (h hiddenSecrets) Secret(name string) (value string, ok bool, changed <-cha
 	return value, ok, changed
 }
 
-// listenProxy has the proxy listen if the policy has one. The lock is held.
+// listenProxy starts the proxy if the policy has one. The lock must be held.
 func (n *Network) listenProxy() error {
 	if !n.policy.ProxyOn() || n.proxy != nil {
 		return nil
@@ -80,7 +78,7 @@ func (n *Network) listenProxy() error {
 	return nil
 }
 
-// proxied notes what the proxy tells.
+// proxied records an event of the proxy.
 func (n *Network) proxied(e proxy.Event) {
 	ev := spec.NetEvent{
 		Time: time.Now().UTC(), Direction: netpolicy.Egress, Verdict: netpolicy.Reject, Reason: e.Reason, Rule: e.Rule, Protocol: "tcp",
@@ -95,17 +93,17 @@ func (n *Network) proxied(e proxy.Event) {
 	n.events.add(ev)
 }
 
-// trustLimit is how long the agent may take to take in a certificate.
+// trustLimit is how long the agent may take to install a certificate.
 const trustLimit = time.Minute
 
-// guestTrust is what programs in a guest of Debian trust, and what most others do.
+// guestTrust is the file of trusted certificates that programs in a Debian guest use, and most others.
 const guestTrust = "/etc/ssl/certs/ca-certificates.crt"
 
-// maxGuestTrust bounds it, in bytes.
+// maxGuestTrust bounds the size of guestTrust, in bytes.
 const maxGuestTrust = 4 << 20
 
-// TrustAuthority writes the certificate to a file of its own, and to one with what the guest trusts besides, in its
-// memory.
+// TrustAuthority writes the certificate into the guest's memory: to a file of its own, and to a file that also has
+// all other certificates that the guest trusts.
 func (in *Instance) TrustAuthority(ctx context.Context, root []byte) error {
 	ctx, cancel := context.WithTimeout(ctx, trustLimit)
 	defer cancel()

@@ -10,7 +10,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// DeviceSecret is a secret as the device knows it.
+// DeviceSecret returns a secret as the device knows it.
 func DeviceSecret(f spec.SecretFile) secrets.Secret {
 	if f.Mode == 0 {
 		f.Mode = spec.DefaultSecretMode
@@ -18,10 +18,10 @@ func DeviceSecret(f spec.SecretFile) secrets.Secret {
 	return secrets.Secret{Name: f.Name, Mode: f.Mode, UID: f.UID, GID: f.GID, Hidden: f.Proxy}
 }
 
-// serveSecretsLimit is how long the agent may take to start what serves secrets.
+// serveSecretsLimit is how long the agent may take to start serving secrets.
 const serveSecretsLimit = 5 * time.Minute
 
-// ServeSecrets has the agent serve secrets, and look for new ones.
+// ServeSecrets makes the agent serve secrets and look for new ones.
 func (in *Instance) ServeSecrets(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, serveSecretsLimit)
 	defer cancel()
@@ -43,16 +43,15 @@ func (in *Instance) awaitSecrets() error {
 	return nil
 }
 
-// A value is in the buffer of the agent's for some milliseconds at most, so a guest that is
-// found like that is let go on, and after so long not captured.
+// The agent has a value in its buffer for some milliseconds at most. If a pause hits that moment, standStill lets
+// the guest run on for secretPause and tries again. After secretLimit it gives up.
 const (
 	secretLimit = 20 * time.Second
 	secretPause = 10 * time.Millisecond
 )
 
-// standStill has the agent stand by and pauses the machine, at a moment at which drowse has
-// no copy of a secret in the guest. release must be called, also after an error; begin is
-// when the pause has begun.
+// standStill has the agent stand by and pauses the machine at a moment when drowse has no copy of a secret in the
+// guest. The caller must call release, also after an error. begin is when the pause began.
 func (in *Instance) standStill(ctx context.Context, limit time.Duration) (release func(), begin time.Time, err error) {
 	for deadline := time.Now().Add(limit); ; {
 		release = in.standBy(ctx)

@@ -10,31 +10,31 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A full disk of the host is not the guest's business: its file systems take an I/O error for a broken disk and stay
-// read-only. So a write for which there is no space waits (blk.Options.OnFull), the VM is paused, and both go on when
-// there is space.
+// A full disk of the host must not become the guest's problem: its file systems take an I/O error for a broken
+// disk and stay read-only. So a write without space waits (blk.Options.OnFull), the VM is paused, and both go on
+// when there is space.
 
 // Limits of a VM's writes to the host's file system.
 const (
-	// reservePart of the file system, or as much as the VM has RAM if that is less, stays free of what the VM writes to
-	// its disk and volumes, so that it can still be put to sleep. All VMs of the file system share it.
+	// Writes to a VM's disk and volumes leave 1/reservePart of the file system free, or its RAM size if less, so
+	// that it can still be put to sleep. All VMs of the file system share this reserve.
 	reservePart = 20
-	// maxGrant is how many bytes a VM writes at most between two looks at the file system, and at most a part of what
-	// is free above the reserve, and of the reserve: others write at the same time.
+	// maxGrant is how many bytes a VM may write before it looks at the file system again. Limits are also
+	// 1/spareParts of the space above the reserve and 1/reserveUsed of the reserve: others write at the same time.
 	maxGrant    = 64 << 20
 	spareParts  = 8
 	reserveUsed = 4
-	// roomToGoOn is how much more than the reserve has to be free before a VM that was paused goes on.
+	// roomToGoOn is how many bytes above the reserve must be free before a paused VM goes on.
 	roomToGoOn = 16 << 20
 	// roomLook is how often a paused VM looks for space.
 	roomLook = time.Second
 )
 
-// space says how much a VM may write to the file system of a directory. It is safe for concurrent use.
+// space limits how much a VM may write to the file system of a directory. It is safe for concurrent use.
 type space struct {
 	dir string
 	ram int64 // of the VM, bytes
-	// grant is how many bytes may be written before the file system is looked at again.
+	// grant is how many bytes may be written before the next look at the file system.
 	grant atomic.Int64
 	// full has a value when a write waits.
 	full chan struct{}
@@ -44,7 +44,7 @@ func newSpace(dir string, ram int64) *space {
 	return &space{dir: dir, ram: ram, full: make(chan struct{}, 1)}
 }
 
-// spare is how much is free above the reserve, in bytes; it may be negative.
+// spare returns how much is free above the reserve, in bytes; it may be negative.
 func (s *space) spare() (spare, reserve int64, err error) {
 	var st unix.Statfs_t
 	if err := unix.Statfs(s.dir, &st); err != nil {
@@ -54,7 +54,7 @@ func (s *space) spare() (spare, reserve int64, err error) {
 	return int64(st.Bavail)*st.Bsize - reserve, reserve, nil
 }
 
-// take is for blk.Options.Space.
+// take implements blk.Options.Space.
 func (s *space) take(n int64) error {
 	if s.grant.Add(-n) >= 0 {
 		return nil
@@ -71,7 +71,7 @@ func (s *space) take(n int64) error {
 	return nil
 }
 
-// wait is for blk.Options.OnFull.
+// wait implements blk.Options.OnFull.
 func (s *space) wait(error) {
 	select {
 	case s.full <- struct{}{}:
@@ -79,30 +79,30 @@ func (s *space) wait(error) {
 	}
 }
 
-// room says whether a VM whose write waits can go on.
+// room reports whether a VM whose write waits can go on.
 func (s *space) room() bool {
 	spare, _, err := s.spare()
 	return err == nil && spare >= roomToGoOn
 }
 
-// fullProblem is what a VM says of itself while its guest waits for space.
+// fullProblem is the problem that a VM reports while its guest waits for space.
 const fullProblem = "paused: the host's file system is full: make room below the state directory, and it goes on by itself"
 
-// spaceWait is what an instance does about writes that wait for space.
+// spaceWait handles the writes of an instance that wait for space.
 type spaceWait struct {
 	*space
-	done chan struct{} // closed when nothing is done about it any more
+	done chan struct{} // closed when the goroutine of awaitSpace has ended
 	end  context.CancelFunc
 
 	mu       sync.Mutex // guards what follows
 	waiting  bool       // a write waits
 	paused   bool       // for that reason
 	starting bool       // the guest has not answered yet
-	users    int        // of keepRunning
+	users    int        // calls of KeepRunning that are not released
 }
 
-// awaitSpace pauses the machine while a write of its guest waits for space on the host, until there is some. It returns
-// at once; closing the instance ends it.
+// awaitSpace pauses the machine while a write of its guest waits for space on the host. It returns at once.
+// Closing the instance ends it.
 func (in *Instance) awaitSpace() {
 	ctx, end := context.WithCancel(context.Background())
 	in.space.done, in.space.end, in.space.starting = make(chan struct{}), end, true
@@ -125,7 +125,7 @@ func (in *Instance) awaitSpace() {
 	}()
 }
 
-// waitForSpace notes that a write waits, and pauses the machine unless somebody needs it.
+// waitForSpace notes that a write waits. It pauses the machine unless the guest starts or KeepRunning forbids it.
 func (in *Instance) waitForSpace(ctx context.Context) {
 	w := &in.space
 	w.mu.Lock()
@@ -139,8 +139,8 @@ func (in *Instance) waitForSpace(ctx context.Context) {
 	}
 }
 
-// lookForSpace has the writes that wait tried again when there is room: resuming a device has it serve its queue. It
-// says whether there is something to wait for.
+// lookForSpace retries the waiting writes when there is room: a resumed device serves its queue. It reports
+// whether it must look again.
 func (in *Instance) lookForSpace(ctx context.Context) (again bool) {
 	w := &in.space
 	w.mu.Lock()
@@ -162,8 +162,8 @@ func (in *Instance) lookForSpace(ctx context.Context) (again bool) {
 	return false
 }
 
-// KeepRunning has the machine run until release is called, also while a write of its guest waits: what is done with the
-// VM as a whole may need the guest's help.
+// KeepRunning keeps the machine running until release is called, also while a write of its guest waits: an
+// operation on the whole VM may need the guest's help.
 func (in *Instance) KeepRunning() (release func()) {
 	w := &in.space
 	w.mu.Lock()
@@ -182,7 +182,7 @@ func (in *Instance) KeepRunning() (release func()) {
 	}
 }
 
-// SpaceProblem says whether the guest waits for space on the host.
+// SpaceProblem returns fullProblem while the guest waits for space on the host, else "".
 func (in *Instance) SpaceProblem() string {
 	in.space.mu.Lock()
 	defer in.space.mu.Unlock()
@@ -192,14 +192,14 @@ func (in *Instance) SpaceProblem() string {
 	return ""
 }
 
-// started says that the guest has answered, or will not: from now on it may be paused.
+// started says that the guest has answered, or will not: from now on the machine may be paused.
 func (w *spaceWait) started() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.starting = false
 }
 
-// endSpaceWait undoes awaitSpace.
+// endSpaceWait ends awaitSpace.
 func (in *Instance) endSpaceWait() {
 	if in.space.end != nil {
 		in.space.end()

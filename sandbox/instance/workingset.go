@@ -9,18 +9,17 @@ import (
 	"github.com/drowse-vm/drowse/snapshot/pager"
 )
 
-// The pages that restoring a machine takes, and those that its guest needed first after its
-// last resume, are kept with its next snapshot, among the states of its parts, and loaded
-// ahead of the faults by the next resume: page numbers of 4 bytes, little-endian, in the
-// order in which they were needed.
+// A snapshot stores, among the states of its parts, the pages that restoring a machine takes and the pages that
+// its guest needed first after its last resume. The next resume loads them before they fault. The format is page
+// numbers of 4 bytes, little-endian, in the order in which they were needed.
 const (
 	workingSetName    = "working-set"
 	workingSetKind    = "drowse-working-set"
 	workingSetVersion = 1
 )
 
-// workingSet is the payload for what restoring the machine takes, and what the pager has
-// recorded if it has one; false if there is nothing.
+// workingSet returns the payload with the pages that restoring the machine takes and those that the pager, if any,
+// has recorded; false if there are none.
 func workingSet(first []uint64, p *pager.Pager) (snapshot.Payload, bool) {
 	var recorded []uint64
 	if p != nil {
@@ -41,9 +40,8 @@ func workingSet(first []uint64, p *pager.Pager) (snapshot.Payload, bool) {
 	return snapshot.Payload{Name: workingSetName, Kind: workingSetKind, Version: workingSetVersion, Data: data}, len(data) > 0
 }
 
-// takeWorkingSet separates the working set from the states of a machine. It is a hint:
-// one of another version is left alone, and numbers that make no sense are the pager's to
-// ignore.
+// takeWorkingSet separates the working set from the states of a machine. It is only a hint: another version is
+// ignored, and the pager ignores numbers that make no sense.
 func takeWorkingSet(all []snapshot.Payload) (pages []uint64, states []snapshot.Payload, err error) {
 	for _, p := range all {
 		if p.Kind != workingSetKind {

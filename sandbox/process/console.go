@@ -6,11 +6,11 @@ import (
 	"os"
 )
 
-// maxConsoleLog is how much of a guest's console is kept, in bytes; there is one
-// older file of the same size. A guest cannot fill the host's disk by talking.
+// maxConsoleLog is how much of a guest's console is kept, in bytes; there is one older file of the same size. So a
+// guest cannot fill the host's disk with output.
 const maxConsoleLog = 4 << 20
 
-// ring is a log file that starts anew when it is full, and keeps the one before.
+// ring is a log file that starts anew when it is full, and keeps one older file.
 type ring struct {
 	path string
 	max  int64
@@ -30,7 +30,7 @@ func newRing(path string, limit int64) (*ring, error) {
 	return &ring{path: path, max: limit, f: f, n: st.Size()}, nil
 }
 
-// Write appends p. It is called from one goroutine.
+// Write appends p. Only one goroutine may call it.
 func (r *ring) Write(p []byte) (int, error) {
 	if r.n > 0 && r.n+int64(len(p)) > r.max {
 		if err := r.turn(); err != nil {

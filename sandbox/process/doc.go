@@ -1,4 +1,4 @@
-// Package process is the life of a VM's process: [ServeProcess] takes an order, boots or restores the guest in an
-// instance.Instance, answers on the control socket, and ends when the guest has ended or sleeps. It holds the lock of
-// the VM's record as long as it lives.
+// Package process runs the process of one VM. [ServeProcess] takes an order, boots or restores the guest in an
+// instance.Instance, answers on the control socket, and returns when the guest has ended or sleeps. The process
+// holds the lock of the VM's record as long as it lives.
 package process

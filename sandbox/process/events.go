@@ -11,14 +11,14 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// tell has an event of this VM written. p.op is held, or the VM is not there for others yet.
+// tell writes an event of this VM. The caller holds p.op, unless the VM is not yet visible to others.
 func (p *process) tell(ctx context.Context, t events.Type, d events.Details) {
 	p.tellAs(events.CauseOf(ctx), t, d)
 }
 
 func (p *process) tellAs(c events.Cause, t events.Type, d events.Details) { p.tellThen(c, t, d, nil) }
 
-// tellThen is tellAs that calls then, if it is not nil, with what was written. then must not block.
+// tellThen is like tellAs and then calls then, if it is not nil, with what was written. then must not block.
 func (p *process) tellThen(c events.Cause, t events.Type, d events.Details, then func(events.Event)) {
 	if p.events == nil {
 		return
@@ -28,14 +28,14 @@ func (p *process) tellThen(c events.Cause, t events.Type, d events.Details, then
 	}, then)
 }
 
-// tellHooks tells of hooks in the guest that have failed: their names, and not what they have printed.
+// tellHooks writes events for hooks in the guest that have failed: their names, but not their output.
 func (p *process) tellHooks(ctx context.Context, failures []guest.HookFailure) {
 	for _, f := range failures[:min(len(failures), state.MaxHooksTold)] {
 		p.tell(ctx, events.HookFailed, events.Details{Hook: f.Name, Event: string(f.Event), Problem: f.Problem})
 	}
 }
 
-// tellRefusal tells of the hooks that an error is of.
+// tellRefusal writes events for the hooks that caused err.
 func (p *process) tellRefusal(ctx context.Context, err error) {
 	var h *spec.HooksError
 	if errors.As(err, &h) {
@@ -43,7 +43,7 @@ func (p *process) tellRefusal(ctx context.Context, err error) {
 	}
 }
 
-// begun is the event of a VM that is there. making says that it was not before.
+// begun returns the event of a VM that is ready. making says that this start creates it.
 func (p *process) begun(making bool, o ServeOptions) (events.Type, events.Details) {
 	rep := p.report()
 	d := events.Details{Milliseconds: rep.Stages["boot"]}

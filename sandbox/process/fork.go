@@ -19,11 +19,11 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// errForkGivenUp: who wanted the fork has gone, or said so.
+// errForkGivenUp is the cause when the caller of a fork has left or aborted it.
 var errForkGivenUp = errors.New("whoever wanted the fork has given it up")
 
-// serveFork answers a control.ForkOrder. The request becomes a plain connection, since a
-// descriptor is to go over it.
+// serveFork answers a control.ForkOrder. The request becomes a plain connection, because serveFork sends a file
+// descriptor over it.
 func (p *process) serveFork(w http.ResponseWriter, req *http.Request) {
 	var o control.ForkOrder
 	if err := json.NewDecoder(io.LimitReader(req.Body, control.MaxOrder)).Decode(&o); err != nil || !state.IDPattern.MatchString(o.ID) {
@@ -49,8 +49,8 @@ func (p *process) serveFork(w http.ResponseWriter, req *http.Request) {
 	defer cancel(nil)
 	var delivered atomic.Bool
 	go func() {
-		// Until there is an image nobody needs the rest if the caller has gone.
-		// Afterwards its children may need it, unless it says otherwise.
+		// A caller that leaves before the image is delivered cancels the fork. Later its children may need the
+		// snapshot, unless it aborts.
 		text, err := rw.ReadString('\n')
 		if text == control.ForkAbort || err != nil && !delivered.Load() {
 			cancel(errForkGivenUp)
@@ -69,8 +69,7 @@ func (p *process) serveFork(w http.ResponseWriter, req *http.Request) {
 	}
 }
 
-// fork makes an image for children and lets the VM run on; then it writes the snapshot
-// that they come back from.
+// fork makes an image for children and lets the VM run on. Then it writes the snapshot that they come back from.
 func (p *process) fork(ctx context.Context, id, note string, deliver func(*os.File, control.ForkLine) error) (spec.SleepResult, error) {
 	end, err := p.begin()
 	if err != nil {
@@ -78,7 +77,7 @@ func (p *process) fork(ctx context.Context, id, note string, deliver func(*os.Fi
 	}
 	defer end()
 	defer p.shortenDisk()
-	// Children find themselves between these hooks and their counterparts.
+	// Children start between these hooks and their counterparts.
 	hooks, err := p.in.RunHooksBefore(ctx, guest.HookSnapshot, "")
 	if err != nil {
 		return spec.SleepResult{}, fmt.Errorf("forking: %w: %s runs on", err, p.r.Spec.Name)
@@ -98,7 +97,7 @@ func (p *process) fork(ctx context.Context, id, note string, deliver func(*os.Fi
 		}
 		return res, fmt.Errorf("taking the snapshot of a fork: %w: %s runs on", err, p.r.Spec.Name)
 	}
-	// The next snapshot builds upon this one, even if no child is left.
+	// The next snapshot builds on this one, even if no child is left.
 	p.r.Base = id
 	if err := p.store.Save(p.r); err != nil {
 		p.log.Warn("the next snapshot may have all of RAM", "error", err)

@@ -13,8 +13,8 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// welcome runs the hooks of the host for the beginning of this process, in the background. p.welcomed has been told
-// that it will.
+// welcome runs the host's hooks for the start of this process, in the background. The caller has already added it
+// to p.welcomed.
 func (p *process) welcome(e events.Event) {
 	if hosthooks.Word(e.Type) == "" {
 		p.welcomed.Done()
@@ -35,7 +35,7 @@ func (p *process) tellFailed(failed []events.Event) {
 	}
 }
 
-// hostRun are the hooks of the host that were run before a sleep.
+// hostRun are the host's hooks that ran before a sleep.
 type hostRun struct {
 	p        *process
 	event    events.Event
@@ -43,15 +43,15 @@ type hostRun struct {
 	failures []report.HookFailure
 }
 
-// hostBefore runs the hooks of the host before a sleep, after those for the VM's beginning. If they refuse, those that
-// were started have been told that it goes on. p.op is held.
+// hostBefore runs the host's hooks before a sleep, after those for the VM's start. If they refuse, hostBefore
+// tells those that were started that the VM runs on. p.op must be held.
 func (p *process) hostBefore(ctx context.Context, over spec.HookPolicy) (*hostRun, error) {
 	h := &hostRun{p: p}
 	policy := p.r.Spec.Hooks.Effective(over)
 	if policy == spec.HooksSkip {
 		return h, nil
 	}
-	// These take no longer than hooks may.
+	// The limits of hooks bound this wait.
 	p.welcomed.Wait()
 	hooks, err := p.store.FindHostHooks()
 	if err == nil && hooks.None() {
@@ -74,8 +74,8 @@ func (p *process) hostBefore(ctx context.Context, over spec.HookPolicy) (*hostRu
 	return h, nil
 }
 
-// settle tells the hooks that were started if the sleep has not come about, and why: by a code, since the words may be
-// the guest's. It tells of all that have failed, and returns them.
+// settle tells the started hooks if the sleep has failed, and why: by a code, since the error's text may come from
+// the guest. It reports all hooks that have failed, and returns them.
 func (h *hostRun) settle(ctx context.Context, err error) []report.HookFailure {
 	if err != nil && !h.started.None() {
 		e := h.event
@@ -86,7 +86,7 @@ func (h *hostRun) settle(ctx context.Context, err error) []report.HookFailure {
 	return h.failures
 }
 
-// whyAwake is the code of why a VM does not sleep.
+// whyAwake returns the code for the reason why a VM does not sleep.
 func whyAwake(err error) string {
 	if errors.Is(err, errUsed) {
 		return "used"

@@ -9,9 +9,8 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// idleLooks is how often it is looked whether somebody uses the VM, in the time after which it sleeps, and the bounds
-// of the time between two. Processor time is counted over a time of which idleSpans make the whole: what is shorter is
-// no use.
+// idleLooks is how often the process looks for use in the time after which the VM sleeps. idleSoonest and idleLatest
+// bound the interval. Processor time is counted over 1/idleSpans of that time: a shorter burst is not use.
 const (
 	idleLooks   = 30
 	idleSpans   = 10
@@ -19,34 +18,34 @@ const (
 	idleLatest  = 5 * time.Second
 )
 
-// uses is what is known of how a VM is used.
+// uses is a reading of how a VM is used.
 type uses struct {
-	// open is how many connections there are, and made how many there ever were.
+	// open is the number of connections now, made the number that there ever were.
 	open, made uint64
-	// packet says that one has passed at some time, and quiet how long ago the last one has.
+	// packet reports that a packet has ever passed; quiet is how long ago the last one did.
 	packet bool
 	quiet  time.Duration
-	// cpu is processor time of its process.
+	// cpu is the processor time of the VM's process.
 	cpu time.Duration
-	// busy says that something is being done with the VM as a whole.
+	// busy reports that an operation on the whole VM is running.
 	busy bool
 }
 
-// idleWatch finds out for how long nobody has used a VM.
+// idleWatch measures for how long a VM has been unused.
 type idleWatch struct {
 	percent     int
 	every, span time.Duration
-	since       time.Time // nobody has used it
+	since       time.Time // unused from then on
 	looked      time.Time
 	last        uses
-	cpus        []cpuAt // the first is as old as a span, or as old as there are
-	// busy says that it worked when it was last looked, and burst how much it has worked since it was last used, of at
-	// most allowed; what is more is use until it works no more.
+	cpus        []cpuAt // the first is a span old, or the oldest there is
+	// busy reports that the processors worked at the last look. burst is their work since the last use. Work
+	// beyond allowed counts as use until it ends.
 	busy           bool
 	burst, allowed time.Duration
 }
 
-// cpuAt is how much processor time the VM's process had used at some time.
+// cpuAt is the processor time that the VM's process had used at one moment.
 type cpuAt struct {
 	at  time.Time
 	cpu time.Duration
@@ -64,7 +63,7 @@ func newIdleWatch(s spec.Idle, now time.Time, u uses) *idleWatch {
 	return w
 }
 
-// next is when to look again, at the latest when it would sleep.
+// next returns when to look again, at the latest when the VM would sleep.
 func (w *idleWatch) next(now time.Time, after time.Duration) time.Duration {
 	if w.busy {
 		return w.every
@@ -72,8 +71,8 @@ func (w *idleWatch) next(now time.Time, after time.Duration) time.Duration {
 	return min(w.every, max(after-now.Sub(w.since), time.Millisecond))
 }
 
-// computes says whether its processors have been at work, by what is known now: over the last span, and still since the
-// last look.
+// computes reports whether the VM's processors have been at work, given the reading now: over the last span, and
+// still since the last look.
 func (w *idleWatch) computes(now time.Time, cpu time.Duration) bool {
 	more := func(c cpuAt) bool { return (cpu-c.cpu)*100 > now.Sub(c.at)*time.Duration(w.percent) }
 	busy := more(w.cpus[0]) && more(w.cpus[len(w.cpus)-1])
@@ -84,7 +83,7 @@ func (w *idleWatch) computes(now time.Time, cpu time.Duration) bool {
 	return busy
 }
 
-// look takes what is known now, and says for how long nobody has used the VM.
+// look takes a new reading and returns for how long the VM has been unused.
 func (w *idleWatch) look(now time.Time, u uses) time.Duration {
 	w.busy = w.computes(now, u.cpu)
 	if w.busy {
@@ -95,12 +94,12 @@ func (w *idleWatch) look(now time.Time, u uses) time.Duration {
 	case w.busy && tooLong, u.busy, u.open > 0, u.made != w.last.made, w.last.open > 0:
 		w.since = now
 	case now.Sub(w.looked) > 3*w.every:
-		// This process did not run, so it does not know.
+		// This process did not run in between, so it cannot know.
 		w.since = now
 	case u.packet && now.Add(-u.quiet).After(w.since):
 		w.since = now.Add(-u.quiet)
 	}
-	// What has been too long counts until it ends.
+	// Work beyond allowed counts until it ends.
 	if tooLong && !w.busy || !tooLong && w.since != since {
 		w.burst = 0
 	}
@@ -108,10 +107,10 @@ func (w *idleWatch) look(now time.Time, u uses) time.Duration {
 	return now.Sub(w.since)
 }
 
-// errUsed says that somebody uses a VM that was about to sleep.
+// errUsed means that a VM that was about to sleep is in use.
 var errUsed = errors.New("somebody has just begun to use it")
 
-// sleepWhenIdle puts the VM to sleep when nobody has used it for as long as its Spec says.
+// sleepWhenIdle puts the VM to sleep when it has been unused for as long as its Spec says.
 func (p *process) sleepWhenIdle(ctx context.Context) {
 	want := p.r.Spec.Idle
 	w := newIdleWatch(want, time.Now(), p.uses())
@@ -147,8 +146,8 @@ func (p *process) sleepWhenIdle(ctx context.Context) {
 	}
 }
 
-// stillUnused fails if anybody has begun to use the VM since it was last looked, with the guest
-// standing still: what comes from now on waits, and finds it asleep.
+// stillUnused returns errUsed if the VM has been used since the last look. The guest stands still: later use
+// waits, and finds the VM asleep.
 func (p *process) stillUnused(w *idleWatch, looked time.Time) error {
 	u := p.uses()
 	if u.open > 0 || u.made != w.last.made || u.packet && u.quiet <= time.Since(looked) {
@@ -157,7 +156,7 @@ func (p *process) stillUnused(w *idleWatch, looked time.Time) error {
 	return nil
 }
 
-// uses says how the VM is used. The one who is about to change it as a whole does not count.
+// uses returns how the VM is used. busy is also set if the caller itself holds p.op, so stillUnused ignores it.
 func (p *process) uses() uses {
 	open, made := p.in.Connections()
 	held, ever := p.holders.count()

@@ -6,11 +6,11 @@ import (
 	"github.com/drowse-vm/drowse/snapshot/pager"
 )
 
-// keepDelay is how long after its wake a VM adds to the cache of pages: what it needs first
-// is known then, and others that were woken with it are awake.
+// keepDelay is how long after its wake a VM adds to the page cache. By then it is known what the VM needs first,
+// and VMs that were woken with it are awake.
 const keepDelay = pager.DefaultRecordTime
 
-// keepPages adds what this wake had to decompress to the cache of pages, in the background.
+// keepPages adds the pages that this wake had to decompress to the page cache, in the background.
 func (p *process) keepPages() {
 	if !p.in.Caches() {
 		return

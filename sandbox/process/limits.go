@@ -10,7 +10,7 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// The limits of package spec are those of the packages that make machines: neither difference is anything but 0.
+// The limits of package spec must equal those of the packages that make machines: others do not compile.
 var (
 	_ = [1]int{}[spec.MaxVCPUs-boot.MaxVCPUs]
 	_ = [1]int{}[spec.MinMemoryMiB<<20-guestmem.MinSize]
@@ -21,14 +21,14 @@ var (
 	_ = [1]int{}[spec.MaxSecret-secrets.MaxValue]
 )
 
-// allowance bounds what a guest can have this process do: a burst in a row, and then once each time. The zero value is
-// a whole burst.
+// allowance limits how often a guest can make this process act: a burst in a row, and then once per interval. The
+// zero value has a whole burst left.
 type allowance struct {
 	left  int
-	since time.Time // left has grown; zero before the first
+	since time.Time // when left last grew; zero before the first take
 }
 
-// take says whether it may be done now.
+// take reports whether the action is allowed now, and counts it if so.
 func (a *allowance) take(now time.Time, burst int, every time.Duration) bool {
 	if a.since.IsZero() {
 		a.left, a.since = burst, now

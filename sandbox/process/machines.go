@@ -18,17 +18,17 @@ import (
 
 // Machines make the VMs of processes: those of package instance, or of sandboxtest.
 type Machines interface {
-	// Admit waits for room in the host's memory for a VM of so many MiB that wakes or boots, and takes it until release:
-	// see limits.AdmitMemory.
+	// Admit waits for room in the host's memory for a VM of mib MiB that wakes or boots, and holds it until
+	// release: see limits.AdmitMemory.
 	Admit(ctx context.Context, dir string, mib int, wake bool) (release func() error, err error)
-	// Format makes the disk of a new VM, in the file path, of so many bytes.
+	// Format makes the disk of a new VM in the file path, with size bytes.
 	Format(ctx context.Context, layers, path string, size int64) (disk.Stack, error)
-	// Start makes a VM that runs: from the image of a fork if the parts have one, from the snapshot in the directory if
-	// that is not empty, or by a boot. With the first the snapshot is that of the fork, which may not be there yet.
+	// Start makes a VM that runs: from the parts' image of a fork if there is one, else from the snapshot
+	// directory if not empty, else by a boot. With an image, snapshot is that of the fork and may not exist yet.
 	Start(ctx context.Context, p instance.Parts, snapshot string, o instance.RestoreOptions) (VM, error)
 }
 
-// VM is one VM in this process: instance.Instance says what the methods do.
+// VM is one VM in this process. See instance.Instance for the methods.
 type VM interface {
 	Machine() Machine
 	// Network is nil without one.
@@ -64,7 +64,7 @@ type VM interface {
 	Close() error
 }
 
-// Machine is what a VM runs in: see vmm.Machine.
+// Machine is the machine of a VM: see vmm.Machine.
 type Machine interface {
 	Done() <-chan struct{}
 	Wait(context.Context) (vmm.Exit, error)
@@ -90,13 +90,13 @@ type Network interface {
 	Done() <-chan struct{}
 }
 
-// Hooks are those of the guest that were run before something: see Instance.RunHooksBefore.
+// Hooks are hooks of the guest that ran before an operation: see Instance.RunHooksBefore.
 type Hooks interface {
 	After(context.Context)
 	Failed() []guest.HookFailure
 }
 
-// kvmMachines are those of package instance.
+// kvmMachines makes the VMs of package instance.
 type kvmMachines struct{}
 
 func (kvmMachines) Admit(ctx context.Context, dir string, mib int, wake bool) (func() error, error) {
@@ -124,7 +124,7 @@ func (kvmMachines) Start(ctx context.Context, p instance.Parts, snapshot string,
 	return kvmVM{in}, nil
 }
 
-// kvmVM is an Instance by interfaces.
+// kvmVM adapts an Instance to VM.
 type kvmVM struct{ *instance.Instance }
 
 func (v kvmVM) Machine() Machine { return v.Instance.Machine() }

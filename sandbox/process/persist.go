@@ -14,7 +14,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// shedding is what a VM is rid of before it sleeps. A nil one is of a VM all of which persists.
+// shedding is what a VM discards before it sleeps. It is nil for a VM that persists completely.
 type shedding struct {
 	p      *process
 	spec   lifetime.Persist
@@ -22,12 +22,12 @@ type shedding struct {
 	out    spec.Persisted
 }
 
-// shed promotes and drops what the metadata says. If it fails, nothing has been dropped that was not promoted.
+// shed promotes and drops what the metadata names. If it fails, it has dropped nothing that was not promoted.
 func (p *process) shed(ctx context.Context, over spec.HookPolicy) (*shedding, error) {
 	name := p.r.Spec.Name
 	l, err := p.store.Metadata(name)
 	if err != nil {
-		// It is in nobody's way: what it does not say is not dropped.
+		// This does not block the sleep: only what the metadata names is dropped.
 		p.log.Warn("all of the VM persists over its sleep, since its metadata cannot be read", "error", err)
 		return nil, nil
 	}
@@ -62,9 +62,9 @@ func (sh *shedding) ask(ctx context.Context) error {
 		case len(sh.spec.Drop) > 0:
 			return sh.failed(fmt.Errorf("%w: %w", spec.ErrDrop, err))
 		}
-		return nil // the limit does not depend on it
+		return nil // the limit does not need the agent
 	}
-	// Before the guest is paused, so that no connection is in what is saved of it.
+	// Close it before the guest is paused, so that the saved state has no connection.
 	defer c.Close()
 	copies, seen, err := control.Promote(ctx, c, sh.p.r.Spec.Name, sh.spec)
 	sh.out.Promoted = copies
@@ -73,7 +73,7 @@ func (sh *shedding) ask(ctx context.Context) error {
 		if err := sh.failed(err); err != nil {
 			return err
 		}
-		// What has not been promoted stays.
+		// What was not promoted stays.
 		drops = slices.DeleteFunc(slices.Clone(drops), sh.spec.Promoted)
 	}
 	if err := sh.drop(ctx, c, drops, seen); err != nil {
@@ -82,7 +82,7 @@ func (sh *shedding) ask(ctx context.Context) error {
 	return nil
 }
 
-// failed notes an error that is ignored, and returns any other.
+// failed records err and returns nil if hooks' failures are ignored; otherwise it returns err.
 func (sh *shedding) failed(err error) error {
 	if !sh.ignore {
 		return err
@@ -91,7 +91,7 @@ func (sh *shedding) failed(err error) error {
 	return nil
 }
 
-// drop empties directories, and has the disk forget what they had.
+// drop empties directories, and has the guest trim what they used on the disk.
 func (sh *shedding) drop(ctx context.Context, c *guest.Client, drops []string, seen map[string]guest.Seen) error {
 	var paths []guest.DropPath
 	for _, d := range drops {
@@ -131,13 +131,13 @@ func (sh *shedding) drop(ctx context.Context, c *guest.Client, drops []string, s
 		return nil
 	}
 	if _, err := c.Drop(ctx, nil, control.TrimTime, true); err != nil {
-		// What is not trimmed is stored, and counts.
+		// Data that is not trimmed is stored and counts.
 		sh.p.log.Warn("the guest has not written out and trimmed its disk", "error", err)
 	}
 	return nil
 }
 
-// within is nil if the disk has no more data than may persist.
+// within returns nil if the disk has no more data than may persist.
 func (sh *shedding) within() error {
 	if sh.spec.MaxBytes == 0 {
 		return nil
@@ -149,7 +149,7 @@ func (sh *shedding) within() error {
 	return nil
 }
 
-// still is for CaptureOptions: with the guest standing still, its disk must not have more data than may persist.
+// still returns CaptureOptions.Still: once the guest stands still, its disk must not have more data than may persist.
 func (sh *shedding) still(also func() error) func() error {
 	if sh == nil || sh.spec.MaxBytes == 0 {
 		return also
@@ -164,7 +164,7 @@ func (sh *shedding) still(also func() error) func() error {
 	}
 }
 
-// result is what the sleep says of it.
+// result returns what the result of the sleep reports.
 func (sh *shedding) result() *spec.Persisted {
 	if sh == nil {
 		return nil
@@ -172,7 +172,7 @@ func (sh *shedding) result() *spec.Persisted {
 	return &sh.out
 }
 
-// tellShed tells of what was promoted, and of what has failed. A sleep that the limit refuses is told of by tellLimit.
+// tellShed writes events for promotions and failures. tellLimit does so for a sleep that the limit refuses.
 func (p *process) tellShed(ctx context.Context, sh *shedding, failed error) {
 	for _, m := range sh.out.Promoted {
 		p.tell(ctx, events.Promoted, control.PromotedDetails(m))
@@ -186,7 +186,7 @@ func (p *process) tellShed(ctx context.Context, sh *shedding, failed error) {
 	}
 }
 
-// tellLimit tells of a sleep that the limit has refused.
+// tellLimit writes an event for a sleep that the limit has refused.
 func (p *process) tellLimit(ctx context.Context, err error) {
 	if errors.Is(err, spec.ErrPersistLimit) {
 		p.tell(ctx, events.PersistFailed, events.Details{Problem: err.Error()})

@@ -11,7 +11,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// setPolicy is SetPolicy in the VM's process.
+// setPolicy implements SetPolicy in the VM's process.
 func (p *process) setPolicy(policy *netpolicy.Policy) (spec.PolicyResult, error) {
 	end, err := p.begin()
 	if err != nil {
@@ -23,7 +23,7 @@ func (p *process) setPolicy(policy *netpolicy.Policy) (spec.PolicyResult, error)
 		return spec.PolicyResult{}, control.NoNetwork(p.r.Spec.Name)
 	}
 	old := p.r.Spec.Policy
-	// First what lasts: a process that is killed in between comes back with the new one.
+	// Save first: a process that is killed in between comes back with the new policy.
 	if err := p.save(func() error { p.r.Spec.Policy = policy; return nil }); err != nil {
 		return spec.PolicyResult{}, err
 	}
@@ -34,7 +34,7 @@ func (p *process) setPolicy(policy *netpolicy.Policy) (spec.PolicyResult, error)
 	if before := p.r.TrustedCA; policy.ProxyOn() {
 		if p.trustProxy(p.lasting); p.r.TrustedCA != before {
 			if err := p.store.Save(p.r); err != nil {
-				// It is in force, and its proxy is trusted: that is given again at the next start.
+				// The policy is in force. The next start gives the guest the certificate again.
 				p.log.Warn("noting that the VM trusts its proxy", "error", err)
 			}
 		}
@@ -50,8 +50,8 @@ func (p *process) networkStats() (st spec.NetworkStats, err error) {
 	return n.Stats()
 }
 
-// watched is the network of which somebody asks for lines of JSON; nil, when that was answered, if
-// there is none.
+// watched returns the network whose records the client wants. Without a network it answers with an error and
+// returns nil.
 func (p *process) watched(w http.ResponseWriter) Network {
 	if n := p.in.Network(); n != nil {
 		return n
@@ -101,7 +101,7 @@ func (p *process) serveEvents(w http.ResponseWriter, r *http.Request) {
 	w.Header().Set("Content-Type", "application/x-ndjson")
 	var b bytes.Buffer
 	for _, e := range events {
-		_ = json.NewEncoder(&b).Encode(e) // of a buffer, and of plain data
+		_ = json.NewEncoder(&b).Encode(e) // cannot fail: plain data into a buffer
 	}
 	if _, err := b.WriteTo(w); err != nil || f == nil {
 		return

@@ -10,23 +10,21 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// urgentNice is the priority of a VM's process until its guest is ready: it gets nine
-// times the processor of one with the priority of 0 (sched(7)).
+// urgentNice is the nice value of a VM's process until its guest is ready. It gives the process nine times the
+// processor time of one with 0 (sched(7)).
 const urgentNice = -10
 
-// urgency is that of this process, of which there may be several reasons at once.
+// urgency is the raised priority of this process. Several reasons for it may hold at once.
 var urgency struct {
 	mu            sync.Mutex
 	reasons       int
-	nice, session int // without any
+	nice, session int // without any reason
 }
 
-// prioritize has this process go before others until calm is called, which may be called
-// more than once. Somebody waits for it, and guests that have just come back have much to
-// catch up with: of VMs that are woken at once, the first would be in the way of the last,
-// and all of them in the way of one that is to sleep again.
-// It ends after two seconds in any case. It is for a process with a session of its own.
-// Without the right to do it, it does nothing.
+// prioritize puts this process before others until calm is called, which may be called more than once. A client waits
+// for the process, and guests that have just come back have much to catch up on. Of VMs that are woken at once, the
+// first would delay the last, and all of them would delay one that must sleep again. It ends after two seconds in any
+// case. The process must have its own session. Without the right to raise its priority, prioritize does nothing.
 func prioritize() (calm func()) {
 	u := &urgency
 	u.mu.Lock()
@@ -36,7 +34,7 @@ func prioritize() (calm func()) {
 		if err != nil {
 			return func() {}
 		}
-		u.nice = 20 - before // the system call's way of saying it (getpriority(2))
+		u.nice = 20 - before // getpriority(2): the system call returns 20 - nice
 		u.session = u.nice
 		if text, err := os.ReadFile(autogroup); err == nil {
 			var number int
@@ -59,17 +57,17 @@ func prioritize() (calm func()) {
 	}
 }
 
-// maxUrgent is how long a process may go before others, ready or not.
+// maxUrgent is how long a process may have priority over others, ready or not.
 const maxUrgent = 2 * time.Second
 
-// autogroup has the priority of the session of a process, where the kernel shares
-// processors out among sessions first (proc_pid_autogroup(5)).
+// autogroup has the nice value of the process's session, if the kernel shares processors among sessions first
+// (proc_pid_autogroup(5)).
 const autogroup = "/proc/self/autogroup"
 
 // setNice sets the priorities of all threads and of the session.
 func setNice(nice, session int) {
 	_ = os.WriteFile(autogroup, []byte(strconv.Itoa(session)), 0)
-	// Threads that come meanwhile have the priority of the one that has made them.
+	// New threads inherit the priority of the thread that makes them.
 	for range 2 {
 		threads, err := os.ReadDir("/proc/self/task")
 		if err != nil {

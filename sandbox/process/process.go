@@ -32,7 +32,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// process is the life of a VM in its own process.
+// process runs a VM in its own process.
 type process struct {
 	store      *state.Store
 	log        *slog.Logger
@@ -40,28 +40,27 @@ type process struct {
 	machines   Machines
 	in         VM
 
-	// op is held by what changes the VM as a whole, and guards what follows.
+	// op is held by operations on the whole VM, and guards the fields below.
 	op     sync.Mutex
 	r      *state.Record
 	asleep bool // the record says so, and the instance is closed
-	// replaced is the file of the record from before, open until the report: see aheadRecord.
+	// replaced is the file of the previous record, open until the report: see state.AheadRecord.
 	replaced *os.File
-	// ended is closed when the process is to end.
+	// ended is closed when the process must end.
 	ended   chan struct{}
 	endOnce sync.Once
 
-	// lasting ends with the process, which waits for what goes on in the background.
-	// holders keep it awake, and falling says that it is being put to sleep.
+	// holders keep the VM awake. falling reports that it is being put to sleep.
 	holders wakeLocks
 	falling atomic.Bool
 
-	// cpuBefore is processor time that the process had used before it was the VM's.
+	// cpuBefore is processor time that the process used before it belonged to the VM.
 	cpuBefore time.Duration
-	// events writes events; nil before the VM is there.
+	// events writes events; nil before the VM is ready.
 	events *state.EventWriter
-	// welcomed is until hooks of the host have been told that the VM is there.
+	// welcomed is done when the host's hooks have been told of the VM's start.
 	welcomed sync.WaitGroup
-	// ending is on whose behalf the VM ends.
+	// ending is the cause of the VM's end.
 	ending atomic.Pointer[events.Cause]
 
 	lasting    context.Context
@@ -71,40 +70,36 @@ type process struct {
 
 // ServeOptions say how the process of a VM starts it.
 type ServeOptions struct {
-	// Snapshot is what to restore; empty boots.
+	// Snapshot is the snapshot to restore; empty boots.
 	Snapshot string
-	// NewIdentity makes the guest a machine of its own, whatever its disk and memory
-	// were before.
+	// NewIdentity gives the guest its own identity, whatever its disk and memory were before.
 	NewIdentity bool
-	// Fork, if not nil, is the image that a child is made of. Serve closes it.
+	// Fork, if not nil, is the image of a child. Serve closes it.
 	Fork *os.File
-	// Prebuilt, if not nil, may have a part of the VM that was made ahead. What the VM does not need is closed.
+	// Prebuilt, if not nil, may have a part of the VM that was made ahead. Serve closes what the VM does not need.
 	Prebuilt *instance.Prebuilt
 	// Report is called once, when the guest is ready or cannot be.
 	Report func(control.Report)
 	// Log gets the process's log.
 	Log *slog.Logger
-	// Cause is on whose behalf it is started; empty is Library.
+	// Cause is the cause of the start; empty is Library.
 	Cause events.Cause
-	// WakeLock, if not nil, is a socket: as long as its other end is open, somebody holds the VM awake.
+	// WakeLock, if not nil, is a socket. The client holds the VM awake as long as the other end is open.
 	WakeLock *os.File
-	// Wanted, if not nil, says whether somebody still waits for the report: if not, the VM does not become one that
-	// runs.
+	// Wanted, if not nil, reports whether the caller still waits for the report. If not, the VM is not started.
 	Wanted func() bool
-	// Machines, if not nil, are in the place of KVM's, and PID, if not 0, is what the record says in the place of the
-	// number of this process.
+	// Machines, if not nil, replaces KVM's. PID, if not 0, replaces the process id in the record.
 	Machines Machines
 	PID      int
 
-	// urgent, if not nil, has the process go before others until what it returns is called.
+	// prioritize, if not nil, puts the process before others until calm is called.
 	prioritize func() (calm func())
-	// terminated, if not nil, ends when the process is told to end: the VM goes to sleep then.
+	// terminated, if not nil, ends when the process is told to end. Then the VM goes to sleep.
 	terminated context.Context
 }
 
-// Serve is the life of a VM: it takes the VM's lock, boots or restores the guest,
-// answers on the control socket, and returns when the guest has ended or sleeps. The
-// record must exist. When ctx ends the VM is stopped as if its power were cut.
+// Serve runs a VM: it takes the VM's lock, boots or restores the guest, answers on the control socket, and returns when
+// the guest has ended or sleeps. The record must exist. When ctx ends, Serve stops the VM as if its power were cut.
 func Serve(ctx context.Context, s *state.Store, name string, o ServeOptions) error {
 	p := &process{store: s, log: o.Log, prioritize: o.prioritize, machines: o.Machines, ended: make(chan struct{}), cpuBefore: processCPU()}
 	if p.machines == nil {
@@ -130,26 +125,25 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 		return err
 	}
 	if err := p.r.Spec.ValidatePolicy(); err != nil {
-		// Somebody has changed the record.
+		// The record was changed by hand.
 		return p.notStarted(err)
 	}
 	if err := p.stillMeant(o); err != nil {
 		return err
 	}
-	// A VM that has to wait for memory is as it was meanwhile.
+	// While the VM waits for memory, its record stays unchanged.
 	release, err := p.admit(ctx, o)
 	if err != nil {
 		return p.notStarted(err)
 	}
 	defer func() { err = errors.Join(err, release()) }()
 	before := *p.r
-	// While the guest takes its time.
+	// In parallel with the start of the guest.
 	made := make(chan *http.Server, 1)
 	go func() { made <- p.control() }()
 	if err := p.start(ctx, o); err != nil {
 		top := p.r.Disk
-		// As it was before, but for a VM that was only just being made, which
-		// whoever makes it removes.
+		// Restore the record as it was. The maker of a VM that was just being made removes it.
 		p.r.Phase, p.r.PID, p.r.Problem = before.Phase, 0, before.Problem
 		if before.Phase == state.Starting {
 			p.r.Phase, p.r.Problem = state.Stopped, "it did not start: "+err.Error()
@@ -157,8 +151,7 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 		p.r.Disk = before.Disk
 		if o.Snapshot != "" && before.Phase == state.Asleep {
 			if stale := p.store.CheckVolumes(p.r, o.Snapshot); errors.Is(stale, volume.ErrStale) {
-				// It was awake for long enough to write to a volume, so what it wrote to
-				// its disk counts as well.
+				// The VM was awake long enough to write to a volume, so its writes to its disk must be kept as well.
 				p.r.Phase, p.r.Disk = state.Crashed, top
 				p.r.Problem = "its wake has failed, and it cannot be repeated: " + stale.Error()
 			}
@@ -169,14 +162,14 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 	lasting, stop := context.WithCancel(ctx)
 	p.lasting = lasting
 	p.events = p.store.NewEventWriter(p.log)
-	// When the background has ended, and before the lock is released.
+	// After the background has ended, and before the lock is released.
 	defer func() {
 		stop()
 		p.background.Wait()
 		p.welcomed.Wait()
 		p.events.Close()
 	}()
-	// Whatever is asked for from now on is told of after this beginning.
+	// Events of later requests must follow that of this start.
 	p.op.Lock()
 	unlock := sync.OnceFunc(p.op.Unlock)
 	defer unlock()
@@ -189,7 +182,7 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 	if err != nil {
 		return errors.Join(err, p.in.Close())
 	}
-	// Before the background is waited for, and after it was told to end.
+	// After the background was told to end, and before it is waited for.
 	defer unask()
 	if o.WakeLock != nil {
 		if err := p.lockedBy(o.WakeLock); err != nil {
@@ -217,7 +210,7 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 	if o.terminated != nil {
 		p.background.Go(func() { p.sleepOnTerminate(lasting, o.terminated) })
 	}
-	// A VM that has come back is left alone unless it is urgent.
+	// Leave a VM that has just come back alone, unless its stack is far too long.
 	if len(p.r.Disk.Layers) > 2*maxStack {
 		p.shortenDisk()
 	}
@@ -225,7 +218,8 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 	return p.wait(ctx)
 }
 
-// notStarted is err, why nothing of the VM has been touched. The record of one that was only just being made says so.
+// notStarted returns err for a VM of which nothing has been touched. The record of a VM that was just being made
+// gets the problem.
 func (p *process) notStarted(err error) error {
 	if p.r.Phase == state.Starting {
 		p.r.Phase, p.r.PID, p.r.Problem = state.Stopped, 0, "it did not start: "+err.Error()
@@ -234,7 +228,7 @@ func (p *process) notStarted(err error) error {
 	return err
 }
 
-// wantedPoll is how often a VM that waits for memory looks whether it is still wanted.
+// wantedPoll is how often a VM that waits for memory checks that it is still wanted.
 const wantedPoll = 100 * time.Millisecond
 
 // admit waits for room in the host's memory.
@@ -262,9 +256,9 @@ func (p *process) admit(ctx context.Context, o ServeOptions) (release func() err
 	return release, nil
 }
 
-// stillMeant refuses an order that was given before others woke the VM, or booted it, and it slept or ended again: what
-// it did meanwhile would be lost, or its memory from then be put on a disk from now. It is called with the VM's lock
-// held. Whoever gets ErrRunning looks again.
+// stillMeant refuses an order that is outdated: meanwhile the VM was woken or booted, and slept or ended again.
+// Otherwise the VM would lose what it did, or old memory would meet a newer disk. The VM's lock must be held. A
+// caller that gets ErrRunning must look again.
 func (p *process) stillMeant(o ServeOptions) error {
 	r := p.r
 	meant := true
@@ -272,7 +266,7 @@ func (p *process) stillMeant(o ServeOptions) error {
 	case o.Snapshot != "":
 		meant = r.Snapshot == o.Snapshot && (r.Phase == state.Asleep || r.Maker != 0)
 	case o.Fork == nil && r.Phase == state.Asleep:
-		// Its memory is of no use if its volumes have moved on: see Start.
+		// Its memory cannot be used if its volumes have moved on: see Start.
 		meant = errors.Is(p.store.CheckVolumes(r, r.Snapshot), volume.ErrStale)
 	}
 	if !meant {
@@ -281,7 +275,7 @@ func (p *process) stillMeant(o ServeOptions) error {
 	return nil
 }
 
-// letGo closes the file of the record from before the VM ran.
+// letGo closes the file of the previous record.
 func (p *process) letGo() {
 	if p.replaced != nil {
 		p.replaced.Close()
@@ -292,14 +286,14 @@ func (p *process) letGo() {
 // start boots or restores the guest.
 func (p *process) start(ctx context.Context, o ServeOptions) error {
 	r := p.r
-	// With volumes, what the guest writes to its disk and to them has to be found together.
+	// With volumes, a later start must find the guest's writes to its disk and to its volumes together.
 	waking := o.Snapshot != "" && r.Phase == state.Asleep && len(r.Spec.Volumes) == 0
 	st, err := p.store.Absolute(r.Disk)
 	if err != nil {
 		return err
 	}
 	if o.Snapshot != "" || o.Fork != nil {
-		// What a snapshot needs is sealed, and may be in use by other VMs.
+		// The layers that a snapshot needs are sealed, and other VMs may use them.
 		st, err = p.newTop(ctx, st)
 	} else {
 		st, err = p.writable(ctx, st)
@@ -310,15 +304,15 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 	r.Disk, r.Base = p.store.Relative(st), ""
 	r.Phase, r.PID, r.Maker, r.Exit, r.Problem = state.Starting, cmp.Or(o.PID, os.Getpid()), 0, nil, ""
 	r.Awake = time.Now().UTC()
-	// A second wake from a snapshot goes back in time.
+	// A second wake from the same snapshot goes back in time.
 	again := o.Snapshot != "" && r.Resumed == o.Snapshot
 	r.Resumed = o.Snapshot
 	if r.NetworkID = ""; r.Spec.Network == spec.NetworkTAP {
 		r.NetworkID = o.Prebuilt.NextNetwork()
 	}
-	// A wake does not wait for the disk: until the record says that the VM is awake, its lock does, and after a loss of
-	// power it is asleep as of the snapshot that it comes back from anyway. Whoever has asked for it is answered when
-	// the record is safe.
+	// A wake does not wait for the disk. Until the record says that the VM is awake, its lock does. After a loss
+	// of power the VM is asleep, as of the snapshot that it comes back from anyway. The caller gets its answer
+	// when the record is safe.
 	begun, ahead := make(chan error, 1), &state.AheadRecord{}
 	if waking {
 		starting, ready := *r, *r
@@ -334,7 +328,7 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 		begun <- p.store.SaveOver(r, st.Top())
 	}
 	saved := sync.OnceValue(func() error { return <-begun })
-	// Nothing else may be written to the record's file before.
+	// No other write to the record's file may come before this one.
 	defer func() {
 		_ = saved()
 		ahead.Discard()
@@ -375,12 +369,12 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 	if err := saved(); err != nil {
 		return errors.Join(err, p.in.Close())
 	}
-	// From here on others may use it: see Store.canceled.
+	// From here on others may use the VM: see canceled in package pool.
 	if o.Wanted != nil && !o.Wanted() {
 		return errors.Join(fmt.Errorf("starting %s: %w", r.Spec.Name, control.ErrCanceled), p.in.Close())
 	}
 	r.Phase = state.Running
-	// After a loss of power a VM that was starting is one that was running.
+	// After a loss of power, a VM that was starting counts as one that was running.
 	if done, err := ahead.Commit(r); err != nil {
 		return errors.Join(err, p.in.Close())
 	} else if done {
@@ -393,18 +387,18 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 	return nil
 }
 
-// booted prepares a guest that has booted for what uses it.
+// booted prepares a guest that has booted for use.
 func (p *process) booted(ctx context.Context, o ServeOptions) error {
 	if o.NewIdentity {
 		if err := p.in.NewIdentity(ctx); err != nil {
 			return err
 		}
 	}
-	// What it had in memory is gone.
+	// The boot has cleared its memory.
 	p.r.TrustedCA = ""
 	p.trustProxy(ctx)
 	if forGuest(p.r.Secrets) {
-		// Before the services, which may want them.
+		// Before the services, which may need them.
 		if err := p.in.ServeSecrets(ctx); err != nil {
 			return err
 		}
@@ -418,7 +412,7 @@ func (p *process) booted(ctx context.Context, o ServeOptions) error {
 	return nil
 }
 
-// Parts are the pieces of a recorded VM, with the given disk.
+// Parts returns the pieces of a recorded VM, with the given disk.
 func Parts(s *state.Store, r *state.Record, d disk.Stack) instance.Parts {
 	p := instance.Parts{
 		Spec: r.Spec, Kernel: s.BootPath(r.Boot.Kernel), Initramfs: s.BootPath(r.Boot.Initramfs), SystemDisk: s.BootPath(r.Boot.SystemDisk),
@@ -434,9 +428,8 @@ func Parts(s *state.Store, r *state.Record, d disk.Stack) instance.Parts {
 	return p
 }
 
-// writable opens the way to boot a VM with its disk as it is. A disk whose uppermost
-// layer is sealed, as that of a VM whose process was killed in the midst of a
-// snapshot, gets a new one.
+// writable returns a stack that the VM can boot with and write to. If the uppermost layer is sealed, as after a
+// kill in the middle of a snapshot, it adds a new layer.
 func (p *process) writable(ctx context.Context, st disk.Stack) (disk.Stack, error) {
 	if len(st.Layers) > 0 {
 		d, err := disk.Open(st, disk.Options{})
@@ -450,8 +443,7 @@ func (p *process) writable(ctx context.Context, st disk.Stack) (disk.Stack, erro
 	return p.newTop(ctx, st)
 }
 
-// newTop makes the layer that the guest is going to write to: over the layers there
-// are, or as a fresh file system.
+// newTop makes the layer that the guest will write to: above the existing layers, or as a fresh file system.
 func (p *process) newTop(ctx context.Context, lower disk.Stack) (disk.Stack, error) {
 	path, err := p.newLayer()
 	if err != nil {
@@ -463,9 +455,9 @@ func (p *process) newTop(ctx context.Context, lower disk.Stack) (disk.Stack, err
 	return disk.Fork(path, lower, 0)
 }
 
-// newLayer is the path of the VM's next layer. A file of that name is in nobody's record or snapshot, since each counts
-// the layers before it names them: a process was killed before its record did, and the record that there is goes on
-// without it.
+// newLayer returns the path of the VM's next layer, and removes a leftover file of that name. No record or
+// snapshot names that file, because each counts a layer before it names it: a process was killed before it saved
+// its record, and the saved record does without the file.
 func (p *process) newLayer() (path string, err error) {
 	path = filepath.Join(p.store.LayerDir(), p.r.NewLayer())
 	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
@@ -474,7 +466,7 @@ func (p *process) newLayer() (path string, err error) {
 	return path, nil
 }
 
-// sealed notes the disk's new layers in the record.
+// sealed records the disk's new layers.
 func (p *process) sealed(st disk.Stack) error {
 	p.r.Disk = p.store.Relative(st)
 	return p.store.Save(p.r)
@@ -500,7 +492,7 @@ func (p *process) report() control.Report {
 	return rep
 }
 
-// wait ends with the guest, the sleep, or ctx.
+// wait returns when the guest ends or sleeps, or after ctx ends.
 func (p *process) wait(ctx context.Context) error {
 	select {
 	case <-ctx.Done():
@@ -515,7 +507,7 @@ func (p *process) wait(ctx context.Context) error {
 	p.op.Lock()
 	defer p.op.Unlock()
 	if p.asleep {
-		// Let whoever asked for it have the answer.
+		// Let the client that asked for the sleep get its answer.
 		select {
 		case <-p.ended:
 		case <-time.After(answerTime):
@@ -540,13 +532,13 @@ func (p *process) wait(ctx context.Context) error {
 	return nil
 }
 
-// ends says on whose behalf the VM is about to end, if nobody has said so before.
+// ends records the cause of the VM's end, unless there is one already.
 func (p *process) ends(c events.Cause) { p.ending.CompareAndSwap(nil, &c) }
 
-// answerTime is how long the process of a VM that has fallen asleep stays to say so.
+// answerTime is how long the process of a VM that has fallen asleep stays to answer.
 const answerTime = 5 * time.Second
 
-// sleepRecord says what the VM has used until now, when it goes to sleep.
+// sleepRecord returns what the VM has used until now, when it goes to sleep.
 func (p *process) sleepRecord(res spec.SleepResult) state.SleepRecord {
 	s := state.SleepRecord{
 		Snapshot: res.Snapshot, Awake: p.r.Awake, Asleep: time.Now().UTC(),
@@ -558,7 +550,7 @@ func (p *process) sleepRecord(res spec.SleepResult) state.SleepRecord {
 	return s
 }
 
-// processCPU is the processor time that this process has used.
+// processCPU returns the processor time that this process has used.
 func processCPU() time.Duration {
 	var ru unix.Rusage
 	if err := unix.Getrusage(unix.RUSAGE_SELF, &ru); err != nil {
@@ -607,7 +599,7 @@ func (p *process) capture(ctx context.Context, kind, note string, more ...func(*
 	return c, res, nil
 }
 
-// begin begins something with the VM as a whole, which has to be there, and goes on running until end is called.
+// begin begins an operation on the whole VM, which must be alive. It keeps running until end is called.
 func (p *process) begin() (end func(), err error) {
 	p.op.Lock()
 	if err := p.alive(); err != nil {
@@ -618,7 +610,7 @@ func (p *process) begin() (end func(), err error) {
 	return func() { release(); p.op.Unlock() }, nil
 }
 
-// save changes the record by change, and writes it. If either fails, the record is as before. p.op is held.
+// save applies change to the record and writes it. If either fails, the record is as before. p.op must be held.
 func (p *process) save(change func() error) error {
 	before := *p.r
 	err := change()
@@ -631,15 +623,15 @@ func (p *process) save(change func() error) error {
 	return err
 }
 
-// runsOn says of an error, if it is one, what could not be done with the VM.
+// runsOn wraps *err, if it is not nil: doing failed, and the VM runs on.
 func runsOn(doing string, err *error) {
 	if *err != nil {
 		*err = fmt.Errorf("%s: %w: it runs on", doing, *err)
 	}
 }
 
-// sleep writes the VM to a snapshot and ends the process. When anything fails, still included, the
-// VM runs on. still, if not nil, is called when the guest stands still.
+// sleep writes the VM to a snapshot and ends the process. still, if not nil, is called when the guest stands
+// still. If anything fails, including still, the VM runs on.
 func (p *process) sleep(ctx context.Context, policy spec.HookPolicy, still func() error) (res spec.SleepResult, err error) {
 	end, err := p.begin()
 	if err != nil {
@@ -682,7 +674,7 @@ func (p *process) sleep(ctx context.Context, policy spec.HookPolicy, still func(
 	if err := p.in.Parts().SettleVolumes(c.ID); err != nil {
 		return res, errors.Join(err, p.in.Continue())
 	}
-	// From here on the snapshot is what counts.
+	// From here on the snapshot counts.
 	top := p.r.Disk.Layers[len(p.r.Disk.Layers)-1]
 	slept := p.sleepRecord(res)
 	control.Take(&res, slept)
@@ -695,7 +687,7 @@ func (p *process) sleep(ctx context.Context, policy spec.HookPolicy, still func(
 	if err := p.in.Close(); err != nil {
 		p.log.Warn("closing the VM after its sleep", "error", err)
 	}
-	// The layer that the guest would have gone on with has nothing in it.
+	// The layer that the guest would have written to next is empty.
 	if err := os.Remove(filepath.Join(p.store.LayerDir(), top)); err != nil {
 		p.log.Warn("removing an empty layer", "error", err)
 	}
@@ -703,7 +695,7 @@ func (p *process) sleep(ctx context.Context, policy spec.HookPolicy, still func(
 	return res, nil
 }
 
-// fallAsleep has the record say that the VM sleeps in a snapshot. If that fails, the record is as before.
+// fallAsleep records that the VM sleeps in a snapshot. If that fails, the record is as before.
 func (p *process) fallAsleep(snapshot string, st disk.Stack, slept state.SleepRecord) error {
 	return p.save(func() error {
 		p.r.Phase, p.r.PID, p.r.Snapshot, p.r.Previous = state.Asleep, 0, snapshot, ""
@@ -736,15 +728,15 @@ func (p *process) snapshot(ctx context.Context, note string, policy spec.HookPol
 	return res, nil
 }
 
-// captureLive captures a VM that runs on, whose hooks are told as soon as it does.
+// captureLive captures a VM that runs on. The hooks' counterparts run as soon as it does.
 func (p *process) captureLive(ctx context.Context, hooks Hooks, kind, note string, more ...func(*instance.CaptureOptions)) (spec.SleepResult, error) {
-	// The guest's programs need not stand still until all is written.
+	// The guest's programs must not stand still until everything is written.
 	var after sync.WaitGroup
 	_, res, err := p.capture(ctx, kind, note, append(more, func(o *instance.CaptureOptions) {
 		o.Resumed = func() { after.Go(func() { hooks.After(context.WithoutCancel(ctx)) }) }
 	})...)
 	after.Wait()
-	hooks.After(context.WithoutCancel(ctx)) // if it did not get that far
+	hooks.After(context.WithoutCancel(ctx)) // if the capture did not get that far
 	res.Hooks = hooks.Failed()
 	return res, err
 }
@@ -761,7 +753,7 @@ func (p *process) alive() error {
 	}
 }
 
-// end lets the process end, once the answer to the request that asked for it is out.
+// end lets the process end. It is called once the answer to the request is out.
 func (p *process) end() { p.endOnce.Do(func() { close(p.ended) }) }
 
 func (p *process) info() control.Info {
@@ -787,7 +779,7 @@ func (p *process) listen(srv *http.Server) error {
 	return nil
 }
 
-// control makes what answers on the control socket, once the VM is there.
+// control returns the server of the control socket. It may serve once the VM is ready.
 func (p *process) control() *http.Server {
 	mux := http.NewServeMux()
 	answer(mux, "GET /info", func(*http.Request) (any, error) { return p.info(), nil })
@@ -797,7 +789,7 @@ func (p *process) control() *http.Server {
 	mux.HandleFunc("GET /policy/flows", p.serveFlows)
 	mux.HandleFunc("GET /hold", p.serveWakeLock)
 	mux.HandleFunc("POST "+control.Orders+"fork", p.serveFork)
-	// A sleep goes on if the one who asked for it goes away.
+	// A sleep continues if the client goes away.
 	take(mux, "sleep", control.MaxOrder, func(ctx context.Context, o spec.SleepOptions) (any, error) {
 		if err := o.Hooks.Validate(); err != nil {
 			return nil, err
@@ -838,7 +830,7 @@ func (p *process) control() *http.Server {
 	take(mux, "remove-service", control.MaxOrder, func(_ context.Context, name string) (any, error) {
 		return nil, p.changeServices(func() error { return p.r.DropService(name) })
 	})
-	// Whoever has the guest shut down says so first.
+	// A client that shuts the guest down announces it first.
 	take(mux, "ending", control.MaxOrder, func(ctx context.Context, _ struct{}) (any, error) {
 		p.ends(events.CauseOf(ctx))
 		return nil, nil
@@ -851,7 +843,7 @@ func (p *process) control() *http.Server {
 	return &http.Server{Handler: mux, ReadHeaderTimeout: 10 * time.Second, MaxHeaderBytes: 16 << 10}
 }
 
-// answer answers requests with what f returns, as JSON. after is called then, unless that is an error.
+// answer answers requests with the result of f, as JSON, and then calls after, unless f failed.
 func answer(mux *http.ServeMux, pattern string, f func(*http.Request) (any, error), after ...func()) {
 	mux.HandleFunc(pattern, func(w http.ResponseWriter, req *http.Request) {
 		v, err := f(req)
@@ -868,7 +860,7 @@ func answer(mux *http.ServeMux, pattern string, f func(*http.Request) (any, erro
 	})
 }
 
-// take is answer for an order: a T as JSON, of at most limit bytes.
+// take registers do for an order: a T as JSON, of at most limit bytes.
 func take[T any](mux *http.ServeMux, order string, limit int64, do func(context.Context, T) (any, error), after ...func()) {
 	answer(mux, "POST "+control.Orders+order, func(r *http.Request) (any, error) {
 		var o T
@@ -881,7 +873,7 @@ func take[T any](mux *http.ServeMux, order string, limit int64, do func(context.
 	}, after...)
 }
 
-// writeError answers a request with what is wrong.
+// writeError answers a request with an error.
 func writeError(w http.ResponseWriter, err error) {
 	w.Header().Set("Content-Type", "application/json")
 	w.WriteHeader(http.StatusInternalServerError)

@@ -15,25 +15,25 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// Bounds of what the process of a VM logs: a guest can have it log things, and must fill neither the host's disk nor
-// its time.
+// Bounds on the log of a VM's process: a guest can make it log, and must fill neither the host's disk nor the
+// process's time.
 const (
 	// maxProcessLog is how much of the log is kept, in bytes; there is one older file of the same size.
 	maxProcessLog = 1 << 20
-	// maxLogLine is the most of one message, in bytes. What is longer is cut.
+	// maxLogLine is the maximum length of a message, in bytes. The rest is cut.
 	maxLogLine = 16 << 10
-	// logBurst messages in a row are written, and then one each logEvery.
+	// logBurst messages in a row are written, and then one per logEvery.
 	logBurst = 512
 	logEvery = 100 * time.Millisecond
 )
 
-// processLog bounds the log of a VM's process, which is at the same time its standard output and error: the Go runtime
-// writes there as well when it gives up.
+// processLog bounds the log of a VM's process. The log file is also the process's standard output and error: the
+// Go runtime writes there when it crashes.
 type processLog struct {
 	mu   sync.Mutex // guards what follows
 	ring *ring
 	now  func() time.Time
-	// turned is called with the new file when the log has begun anew.
+	// turned is called with the new file when the log starts anew.
 	turned func(*os.File) error
 
 	rate allowance
@@ -48,8 +48,8 @@ func newProcessLog(path string, limit int64, turned func(*os.File) error) (*proc
 	return &processLog{ring: r, now: time.Now, turned: turned}, nil
 }
 
-// Write writes one message, unless there have been too many. It fails only where files fail, and may be called from any
-// goroutine.
+// Write writes one message, unless there have been too many. It fails only if a file operation fails. Any
+// goroutine may call it.
 func (l *processLog) Write(p []byte) (int, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -84,15 +84,14 @@ func (l *processLog) put(p []byte) error {
 	return err
 }
 
-// boundLog is where this process, which is that of a VM, logs to from now on: what it has as standard error, bounded if
-// that is the VM's log. The standard logger and that of the agent's protocol write there too: the guest is at the other
-// end of the latter.
+// boundLog returns where this VM's process logs from now on: its standard error, bounded if that is the VM's log.
+// The standard logger and the logger of the agent's protocol write there too. The guest can trigger the latter.
 func boundLog(s *state.Store, name string) (io.Writer, error) {
 	path := s.ProcessLog(name)
 	if there, err := os.Stat(path); err != nil {
 		return os.Stderr, nil
 	} else if own, err := os.Stderr.Stat(); err != nil || !os.SameFile(there, own) {
-		return os.Stderr, nil // somebody has it elsewhere, say in a terminal
+		return os.Stderr, nil // standard error goes elsewhere, such as to a terminal
 	}
 	l, err := newProcessLog(path, maxProcessLog, standardFiles)
 	if err != nil {

@@ -7,8 +7,8 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// trustProxy gives the guest the certificate of its proxy, unless what is in its memory says that it has it. The record
-// is the caller's to save. A guest that cannot take it runs on, with a warning: the policy holds.
+// trustProxy gives the guest the certificate of its proxy, unless the record says that its memory has it. The
+// caller must save the record. A guest that cannot install it runs on, with a warning: the policy holds.
 func (p *process) trustProxy(ctx context.Context) {
 	if !p.r.Spec.Policy.ProxyOn() || p.in.Network() == nil {
 		return
@@ -24,7 +24,7 @@ func (p *process) trustProxy(ctx context.Context) {
 	p.r.TrustedCA = id.Fingerprint()
 }
 
-// forGuest says whether there are secrets that the guest finds as files.
+// forGuest reports whether there are secrets that the guest finds as files.
 func forGuest(list []spec.SecretFile) bool {
 	return slices.ContainsFunc(list, func(f spec.SecretFile) bool { return !f.Proxy })
 }

@@ -51,7 +51,7 @@ func (p *process) setSecrets(ctx context.Context, list []spec.Secret) (err error
 	return p.awaitSecrets(names)
 }
 
-// awaitSecrets has the VM wait for these after a wake or a boot.
+// awaitSecrets makes the VM wait for these secrets after a wake or a boot.
 func (p *process) awaitSecrets(names []spec.SecretFile) error {
 	if slices.Equal(p.r.Secrets, names) {
 		return nil
@@ -95,7 +95,7 @@ func (p *process) listSecrets() []spec.SecretState {
 	return out
 }
 
-// stateFile is what a secret looks like. Those of the proxy have no file.
+// stateFile returns the file of a secret. Secrets of the proxy have none.
 func stateFile(s secrets.Secret) spec.SecretFile {
 	if s.Hidden {
 		return spec.SecretFile{Name: s.Name, Proxy: true}

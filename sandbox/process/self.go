@@ -15,15 +15,15 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// Bounds of what a guest may ask for.
+// Bounds on a guest's requests.
 const (
-	// MaxSelfHold is how long one request keeps a VM from going to sleep for want of use, in seconds.
+	// MaxSelfHold is how long one request keeps a VM from going to sleep when unused, in seconds.
 	MaxSelfHold = 60 * 60
-	// MaxSelfSnapshots is how many snapshots there are at once that a VM has asked for.
+	// MaxSelfSnapshots is how many snapshots that a VM has asked for may exist at once.
 	MaxSelfSnapshots = 8
 
-	// selfBurst requests in a row are served, and then one each selfEvery. Those that are refused for
-	// that are not recorded.
+	// selfBurst requests in a row are served, and then one per selfEvery. Requests over this limit are refused
+	// without a record.
 	selfBurst = 8
 	selfEvery = 10 * time.Second
 )
@@ -31,7 +31,7 @@ const (
 // selfNote begins the note of a snapshot that its VM has asked for.
 const selfNote = "asked for by the guest"
 
-// self does what the guest asks for about its own VM.
+// self serves the guest's requests about its own VM.
 type self struct {
 	allow spec.Self
 	now   func() time.Time
@@ -46,12 +46,12 @@ type self struct {
 
 	mu   sync.Mutex // guards what follows
 	rate allowance
-	// release ends the hold; nil if there is none. held is which one it is.
+	// release ends the current hold; nil if there is none. held is the number of that hold.
 	release func()
 	held    uint64
 }
 
-// serveSelf listens for what the guest asks for, if it may ask. What is returned ends that, and waits.
+// serveSelf listens for the guest's requests, if it may make any. stop ends that and waits.
 func (p *process) serveSelf(ctx context.Context) (stop func(), err error) {
 	spec := p.r.Spec.Self
 	if len(spec.Allow) == 0 {
@@ -63,7 +63,7 @@ func (p *process) serveSelf(ctx context.Context) (stop func(), err error) {
 	if err != nil {
 		return nil, fmt.Errorf("listening for what the guest asks for: %w", err)
 	}
-	// Whoever ends the VM does not wait for a fork.
+	// The end of the VM does not wait for a fork.
 	asking, cancel := context.WithCancel(ctx)
 	s := &self{
 		allow: spec, now: time.Now, trail: audit.Open(p.store.AuditPath(name)), holders: &p.holders,
@@ -118,7 +118,7 @@ func (s *self) do(r guest.SelfRequest) (answer guest.SelfAnswer, then func()) {
 	return answer, then
 }
 
-// selfArgv is a request as it is recorded.
+// selfArgv returns a request as the audit trail records it.
 func selfArgv(r guest.SelfRequest) []string {
 	argv := []string{r.Do}
 	if r.Note != "" {
@@ -133,15 +133,15 @@ func selfArgv(r guest.SelfRequest) []string {
 	return argv
 }
 
-// take says whether another request may be served.
+// take reports whether another request may be served.
 func (s *self) take() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.rate.take(s.now(), selfBurst, selfEvery)
 }
 
-// hold keeps the VM awake for some seconds from now on, in the place of a hold before; 0 ends that. A sleep that
-// is asked for takes place all the same.
+// hold keeps the VM awake for some seconds from now on and replaces an earlier hold; 0 only ends it. A sleep on
+// request still takes place.
 func (s *self) hold(seconds int) error {
 	if seconds > MaxSelfHold {
 		return fmt.Errorf("%d s: a VM may hold itself awake for %d at once", seconds, MaxSelfHold)
@@ -193,7 +193,7 @@ func (p *process) selfSleep(ctx context.Context) {
 	p.end()
 }
 
-// selfSnapshot takes a snapshot, unless there are as many as the guest may ask for.
+// selfSnapshot takes a snapshot, unless the guest has reached its limit.
 func (p *process) selfSnapshot(ctx context.Context, note string) (id string, err error) {
 	all, err := p.store.Snapshots()
 	if err != nil {

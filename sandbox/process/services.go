@@ -13,7 +13,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// changeServices changes the services in the record, and hears from the guest what becomes of them.
+// changeServices changes the services in the record, and listens for the guest's reports on them.
 func (p *process) changeServices(change func() error) error {
 	end, err := p.begin()
 	if err != nil {
@@ -26,8 +26,7 @@ func (p *process) changeServices(change func() error) error {
 	return p.save(change)
 }
 
-// startServices starts the services of a guest that has booted. What fails does not keep the
-// VM from running.
+// startServices starts the services of a guest that has booted. The VM runs even if one fails.
 func (p *process) startServices(ctx context.Context) {
 	ctx, stop := p.in.WhileRunning(ctx)
 	defer stop()
@@ -45,9 +44,8 @@ func (p *process) startServices(ctx context.Context) {
 	}
 }
 
-// serviceTrail puts what a guest says of its services into the audit trail: of services that
-// the VM has, and no more than the bounds below, so that a guest cannot push out what others
-// have done.
+// serviceTrail records the guest's reports on its services in the audit trail. It records only services that the
+// VM has, and only within the bounds below, so that a guest cannot push out other actions.
 type serviceTrail struct {
 	trail *audit.Trail
 	known func(name string) bool
@@ -58,7 +56,7 @@ type serviceTrail struct {
 	lost uint64
 }
 
-// Events in a row that are recorded, and how long it takes until one more is.
+// serviceEvents in a row are recorded, and then one per serviceEvery.
 const (
 	serviceEvents = 64
 	serviceEvery  = 10 * time.Second
@@ -91,16 +89,16 @@ func (t *serviceTrail) record(e guest.ServiceEvent) {
 		o.Error = strings.TrimSpace(fmt.Sprintf("%s (%d events before this one are not recorded)", o.Error, t.lost))
 		t.lost = 0
 	}
-	// What cannot be recorded has been done all the same.
+	// The event has happened, even if it cannot be recorded.
 	if p, err := t.trail.Begin(context.Background(), a); err == nil {
 		p.End(o)
 	}
 }
 
-// serviceEvents is what is done with what the guest says of services.
+// serviceEvents returns the handler of the guest's reports on services.
 func (p *process) serviceEvents() func(guest.ServiceEvent) {
 	name := p.r.Spec.Name
-	// As the record is on disk: p.r may be in use by what waits for the guest.
+	// From the record on disk: a goroutine that waits for the guest may be using p.r.
 	known := func(service string) bool {
 		r, err := p.store.Load(name)
 		return err == nil && state.FindService(r.Spec.Services, service) >= 0

@@ -10,18 +10,16 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// Each snapshot of a running VM leaves a layer of its disk, and whoever restores the VM opens
-// them all. When there are more than maxStack, squashSpan neighbours become one in what the VM
-// names from then on; those that a snapshot has stay for it. Joined are those with the least
-// data, so that each byte is copied about as often as the logarithm of the number of snapshots
-// says, and not each time.
+// Each snapshot of a running VM leaves a layer of its disk, and each restore opens all layers. When there are more than
+// maxStack, squash joins squashSpan neighbours into one for the VM's record; snapshots keep the old ones. It picks the
+// neighbours with the least data, so that each byte is copied about log(number of snapshots) times, and not each time.
 var (
 	maxStack   = 32
 	squashSpan = 16
 )
 
-// shortenDisk keeps the stack of the VM's disk short, in the background. One at a time is
-// enough: the next snapshot comes here again.
+// shortenDisk keeps the stack of the VM's disk short, in the background. One run at a time suffices: the next
+// snapshot calls it again.
 func (p *process) shortenDisk() {
 	if !p.shortening.CompareAndSwap(false, true) {
 		return
@@ -40,7 +38,7 @@ func (p *process) shortenDisk() {
 	})
 }
 
-// squash makes one layer of several, if there are too many. It says whether there may still be.
+// squash joins several layers into one, if there are too many. It reports whether there may still be too many.
 func (p *process) squash(ctx context.Context) (again bool, err error) {
 	layers, path, err := p.chooseLayers()
 	if err != nil || len(layers) == 0 {
@@ -52,7 +50,7 @@ func (p *process) squash(ctx context.Context) (again bool, err error) {
 	p.op.Lock()
 	defer p.op.Unlock()
 	if p.alive() != nil {
-		// Nobody names it yet.
+		// No record names the file yet.
 		return false, os.Remove(path)
 	}
 	if err := p.in.Disk().Substitute(layers, path); err != nil {
@@ -67,7 +65,7 @@ func (p *process) squash(ctx context.Context) (again bool, err error) {
 	return true, nil
 }
 
-// chooseLayers returns what is to be joined, and the name for it.
+// chooseLayers returns the layers to join, and the path of the joined one.
 func (p *process) chooseLayers() (layers []string, path string, err error) {
 	p.op.Lock()
 	defer p.op.Unlock()
@@ -78,7 +76,7 @@ func (p *process) chooseLayers() (layers []string, path string, err error) {
 	if len(all) <= maxStack {
 		return nil, "", nil
 	}
-	// Neither the first, which other VMs have as well, nor the top.
+	// Neither the first, which other VMs share, nor the top.
 	some := all[1 : len(all)-1]
 	sizes := make([]int64, len(some))
 	for i, l := range some {
@@ -92,5 +90,5 @@ func (p *process) chooseLayers() (layers []string, path string, err error) {
 	return some[first : first+squashSpan], path, p.store.Save(p.r)
 }
 
-// SetStack is for tests: disks have at most so many layers, and span of them become one.
+// SetStack is for tests: disks get at most layers layers, and span of them become one.
 func SetStack(layers, span int) { maxStack, squashSpan = layers, span }

@@ -7,7 +7,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// setTags is SetTags in the VM's process.
+// setTags implements SetTags in the VM's process.
 func (p *process) setTags(c spec.TagChange) (control.TagsResult, error) {
 	end, err := p.begin()
 	if err != nil {
@@ -22,7 +22,7 @@ func (p *process) setTags(c spec.TagChange) (control.TagsResult, error) {
 		return control.TagsResult{}, err
 	}
 	old := p.r.Spec.Tags
-	// First what lasts: a process that is killed in between comes back with the new ones.
+	// Save first: a process that is killed in between comes back with the new tags.
 	if err := p.save(func() error { return p.r.Spec.UseTags(c) }); err != nil {
 		return control.TagsResult{}, err
 	}

@@ -11,14 +11,14 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// toldHooks is how long a VM's hooks, and what is to be promoted, may keep it from the sleep that it goes to because
-// its process was told to end. systemd kills a process 90 s after it has told it so (DefaultTimeoutStopSec=,
-// systemd-system.conf(5)), and most of that is for writing its memory.
+// toldHooks is how long hooks, and promotions, may delay the sleep of a VM whose process was told to end. systemd
+// kills a process 90 s after it told it to end (DefaultTimeoutStopSec=, systemd-system.conf(5)). Most of that time
+// is for writing the VM's memory.
 const toldHooks = 20 * time.Second
 
-// sleepOnTerminate puts the VM to sleep when its process is told to end (SIGTERM), as each process is when the host
-// shuts down or the session ends in which the VM was started. Hooks that refuse, or take too long, do not keep it
-// awake: it would be killed. An ephemeral VM ends.
+// sleepOnTerminate puts the VM to sleep when its process gets SIGTERM, as when the host shuts down or the session
+// in which the VM was started ends. Hooks that refuse or take too long do not keep the VM awake, because it would
+// be killed. An ephemeral VM ends.
 func (p *process) sleepOnTerminate(ctx, terminated context.Context) {
 	select {
 	case <-ctx.Done():

@@ -28,13 +28,11 @@ import (
 	"github.com/drowse-vm/drowse/snapshot/pager"
 )
 
-// PrepareProcess makes the Go runtime of this process fit for a VM: GOMAXPROCS is 16 at
-// least, if the environment does not say. A vCPU in KVM_RUN, a device's worker that waits for its
-// queue and a page fault's handler in an ioctl are system calls to Go, which takes their
-// processor away from them only after 20 microseconds to 10 milliseconds, one after the
-// other. On a machine with few CPUs, goroutines that are ready would wait for that in the
-// midst of a resume. ServeProcess does this; it is for programs that call Restore
-// themselves.
+// PrepareProcess prepares the Go runtime of this process for a VM: it raises GOMAXPROCS to 16, unless the
+// environment sets it. A vCPU in KVM_RUN, a device worker that waits for its queue and a fault handler in an ioctl
+// are system calls to Go. Go takes their processor away only after 20 microseconds to 10 milliseconds, one after
+// the other. On a machine with few CPUs, runnable goroutines would wait for that in the middle of a resume.
+// ServeProcess calls this; other programs that call Restore must call it themselves.
 func PrepareProcess() {
 	const procs = 16
 	if os.Getenv(control.GoMaxProcsEnv) == "" && runtime.GOMAXPROCS(0) < procs {
@@ -42,13 +40,12 @@ func PrepareProcess() {
 	}
 }
 
-// maxPause is how long the garbage collector may be kept from its work.
+// maxPause is how long PauseGC may stop the garbage collector.
 const maxPause = time.Second
 
-// PauseGC keeps the garbage collector of this process from its work until resume is called,
-// for the time of a restore: it would take a processor from it, and stop it. ServeProcess
-// does this; it is for programs that call Restore themselves. resume may be called more
-// than once; it is called after a second in any case.
+// PauseGC stops the garbage collector of this process until resume is called, for the time of a restore: the
+// collector would take a processor from the restore, and stop it. ServeProcess calls this; other programs that
+// call Restore call it themselves. resume may be called more than once. After a second it is called in any case.
 func PauseGC() (resume func()) {
 	percent := debug.SetGCPercent(-1)
 	if percent < 0 {
@@ -63,25 +60,23 @@ func PauseGC() (resume func()) {
 	}
 }
 
-// ServeProcess is the life of a process that a Launcher has started: args are what
-// follows Launcher.Command. The process belongs to one VM, or will, so this changes things
-// of the whole of it: see PrepareProcess and PauseGC; and, of one that has stood by, where
-// standard output and error go. It returns when the VM has ended or sleeps. SIGTERM, by which
-// a host that shuts down tells each process to end, puts the VM to sleep. When
-// ctx ends the VM is stopped as if its power were cut.
+// ServeProcess runs a process that a Launcher has started. args are what follows Launcher.Command. The process
+// belongs, or will belong, to one VM, so ServeProcess changes process-wide settings: see PrepareProcess and
+// PauseGC. In a process that has stood by it also redirects standard output and error. It returns when the VM has
+// ended or sleeps. SIGTERM, which a host that shuts down sends to each process, puts the VM to sleep. When ctx
+// ends, the VM is stopped as if its power were cut.
 func ServeProcess(ctx context.Context, args []string) error {
 	return ServeProcessWith(ctx, args, ProcessOptions{})
 }
 
-// ProcessOptions of ServeProcessWith. The zero value is ServeProcess.
+// ProcessOptions are options of ServeProcessWith. The zero value is ServeProcess.
 type ProcessOptions struct {
-	// HostHooks are called when the VM has been created or woken, after that was reported, and before it sleeps: see
-	// Host.WithHostHooks.
+	// HostHooks are called after the VM's creation or wake was reported, and before it sleeps: see Host.WithHostHooks.
 	HostHooks []hosthooks.Func
 }
 
-// ServeProcessWith is ServeProcess with options. They are to be the same in all processes of the program, since one
-// that stands by may become that of any VM.
+// ServeProcessWith is ServeProcess with options. All processes of the program must use the same ones, because a
+// process that stands by may become that of any VM.
 func ServeProcessWith(ctx context.Context, args []string, o ProcessOptions) error {
 	terminated, stop := signal.NotifyContext(context.Background(), unix.SIGTERM)
 	defer stop()
@@ -124,7 +119,7 @@ func ServeProcessWith(ctx context.Context, args []string, o ProcessOptions) erro
 	return obey(ctx, terminated, s, ord, files, nil)
 }
 
-// obey carries out an order. When told ends the VM goes to sleep. files begin with that for the report.
+// obey carries out an order. The VM goes to sleep when terminated ends. The first of files is for the report.
 func obey(ctx, terminated context.Context, s *state.Store, ord control.Order, files []*os.File, prebuilt *instance.Prebuilt) error {
 	report := files[0]
 	var fork, hold *os.File
@@ -159,17 +154,17 @@ func obey(ctx, terminated context.Context, s *state.Store, ord control.Order, fi
 	})
 }
 
-// standBy prepares for a VM, says so, and waits for the order. Without one it ends when
-// the other end of the socket is closed, or told ends.
+// standBy prepares for a VM, says so, and waits for the order. Without an order it returns when the other end of
+// the socket is closed, or terminated ends.
 func standBy(ctx, terminated context.Context, s *state.Store, shape spec.Shape) (err error) {
 	prebuilt, err := instance.NewPrebuilt(shape)
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, prebuilt.Close()) }()
-	// What a restore would otherwise do for the first time.
+	// Do now what a restore would otherwise do for the first time.
 	_, _ = kernel.List(s.KernelDir())
-	_ = warmUp()                                            // if it fails, so does the wake, and says why
+	_ = warmUp()                                            // if it fails, so does the wake, which reports why
 	_ = snapshot.PrepareDecoders(pager.DefaultHandlers + 1) // likewise; one more for the working set
 	prioritize()()
 	PauseGC()()

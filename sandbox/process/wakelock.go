@@ -12,16 +12,16 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/control"
 )
 
-// wakeLocks are those who hold a VM awake.
+// wakeLocks counts the clients that hold a VM awake.
 type wakeLocks struct {
 	mu    sync.Mutex
 	n     int
-	ever  uint64        // how many there were, these included
-	leave chan struct{} // closed when they are to let go
-	gone  chan struct{} // closed when the last one has, if somebody waits for that
+	ever  uint64        // how many there ever were
+	leave chan struct{} // closed when they must let go
+	gone  chan struct{} // closed when the last one has let go, if dismiss waits for that
 }
 
-// join adds one, who has to call done, soon after leave is closed.
+// join adds a holder. It must call done soon after leave is closed.
 func (h *wakeLocks) join() (leave <-chan struct{}, done func()) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -41,14 +41,14 @@ func (h *wakeLocks) join() (leave <-chan struct{}, done func()) {
 	}
 }
 
-// count says how many there are, and how many there ever were.
+// count returns how many holders there are, and how many there ever were.
 func (h *wakeLocks) count() (now, ever uint64) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	return uint64(h.n), h.ever
 }
 
-// dismiss has all let go, and waits for them, but not longer than that.
+// dismiss makes all holders let go, and waits for them, at most for atMost.
 func (h *wakeLocks) dismiss(atMost time.Duration) {
 	h.mu.Lock()
 	if h.leave != nil {
@@ -75,13 +75,13 @@ func (h *wakeLocks) dismiss(atMost time.Duration) {
 	}
 }
 
-// serveWakeLock answers a request for a wake lock: the answer begins with a line and ends with the lock, and whoever
-// has it goes then.
+// serveWakeLock answers a request for a wake lock. The answer begins with a line and ends with the lock; the
+// client then disconnects.
 func (p *process) serveWakeLock(w http.ResponseWriter, req *http.Request) {
 	leave, done := p.holders.join()
 	defer done()
 	if p.falling.Load() {
-		// A sleep that has looked already does not know of this one.
+		// A sleep that has already counted the holders does not know of this one.
 		p.op.Lock()
 		err := p.alive()
 		p.op.Unlock()
@@ -98,7 +98,7 @@ func (p *process) serveWakeLock(w http.ResponseWriter, req *http.Request) {
 	p.lockAwake(leave, req.Context().Done(), say)
 }
 
-// lockAwake returns when a wake lock is over: gone says that whoever has it has let go.
+// lockAwake returns when a wake lock is over. gone is closed when its holder has let go.
 func (p *process) lockAwake(leave, gone <-chan struct{}, say func(string)) {
 	select {
 	case <-leave:
@@ -112,8 +112,8 @@ func (p *process) lockAwake(leave, gone <-chan struct{}, say func(string)) {
 	}
 }
 
-// lockedBy grants a wake lock to whoever has had the VM woken and has the other end of a socket, before anybody knows
-// that it is awake.
+// lockedBy grants a wake lock to the client that had the VM woken, before others know that the VM is awake. The
+// client has the other end of the socket.
 func (p *process) lockedBy(end *os.File) error {
 	conn, err := control.FileConn(end)
 	if err != nil {
@@ -135,7 +135,7 @@ func (p *process) lockedBy(end *os.File) error {
 	return nil
 }
 
-// held is the first line. Who asks wants to connect to the VM, and need not ask once more where it is.
+// held returns the first line. It has the network's address, so that a client that wants to connect need not ask again.
 func (p *process) held() string {
 	if p.in.Network() == nil {
 		return control.HoldGranted + "\n"

@@ -15,9 +15,8 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// warmUp does with data of no VM what a wake does between its order and the report and that takes long when it is
-// done for the first time in a process: decoders and encoders find out what types look like, and the code is read from
-// its file. It touches no file and no guest.
+// warmUp runs, with made-up data, the slow first-time work of a wake between its order and the report: decoders
+// and encoders analyze types, and code is read from its file. It touches no file and no guest.
 func warmUp() error {
 	policy := &netpolicy.Policy{Rules: []netpolicy.Rule{{Direction: netpolicy.Egress, Verdict: netpolicy.Allow, Groups: []netpolicy.Group{netpolicy.Host}}}}
 	now := time.Now().UTC()

@@ -8,16 +8,16 @@ import (
 	"github.com/drowse-vm/drowse/guest/audit"
 )
 
-// AuditPath is the trail of what was done in a VM through its agent: package audit.
+// AuditPath returns the trail of what was done in a VM through its agent: see package audit.
 func (s *Store) AuditPath(name string) string { return audit.Path(s.VsockPath(name)) }
 
-// Audit calls f for what was done in a VM through its agent, by whichever program, in the
-// order in which it began; with o.Follow, as it is done. f's error ends it and is returned.
-// It reads files only, and may be called for a VM that sleeps, has stopped or crashed. A VM
-// that was made by a version without trails has none until it is started or woken again.
+// Audit calls f for all that was done in a VM through its agent, by any program, in the order in which it began;
+// with o.Follow, also for new entries. An error of f ends Audit, which returns it. Audit only reads files, so it
+// works for a VM that sleeps, has stopped or crashed. A VM that a version without trails made has none until its
+// next start or wake.
 //
-// The trail begins with the VM: what was done in the VM that it is a fork or clone of is in
-// that one's. It goes with the VM when that is removed.
+// The trail begins with the VM: actions in the VM that it is a fork or clone of are in that VM's trail. Removing
+// the VM removes its trail.
 func (s *Store) Audit(ctx context.Context, name string, o audit.ReadOptions, f func(audit.Entry) error) (audit.Trailer, error) {
 	r, err := s.Load(name)
 	if err != nil {
@@ -33,7 +33,7 @@ func (s *Store) Audit(ctx context.Context, name string, o audit.ReadOptions, f f
 	return is, err
 }
 
-// auditHead is what a VM's trail begins with.
+// auditHead returns the head of a VM's trail.
 func (r *Record) auditHead() audit.Head {
 	h := audit.Head{VM: r.ID, Name: r.Spec.Name, Snapshot: r.Parent}
 	if r.Fork != nil {
@@ -44,11 +44,11 @@ func (r *Record) auditHead() audit.Head {
 
 // beginAudit makes the trail of a new VM.
 func (s *Store) beginAudit(r *Record) error {
-	// Nobody else has it for longer than a line takes.
+	// No other process holds its lock for longer than one line takes.
 	return audit.Ensure(context.Background(), s.AuditPath(r.Spec.Name), r.auditHead())
 }
 
-// EnsureAudit makes the trail of a VM anew that has none, or one that a power cut has spoilt.
+// EnsureAudit makes the trail of a VM that has none, and replaces one that a power cut has spoilt.
 func (s *Store) EnsureAudit(name string) error {
 	if _, err := audit.ReadHead(s.AuditPath(name)); err == nil {
 		return nil

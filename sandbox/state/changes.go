@@ -10,7 +10,7 @@ import (
 	"github.com/drowse-vm/drowse/vmm"
 )
 
-// Complete fills in what a Spec leaves open, its name as well, and checks that this host and store can have such a VM.
+// Complete fills in what a Spec leaves open, its name included, and checks that this host and store can have such a VM.
 func (s *Store) Complete(want spec.VM) (spec.VM, error) {
 	if want.Name == "" {
 		want.Name = "vm-" + spec.NewID()[:8]
@@ -25,7 +25,7 @@ func (s *Store) Complete(want spec.VM) (spec.VM, error) {
 	return want, s.CheckPaths(want.Name)
 }
 
-// Change changes the record of a VM that has no process: spec.ErrRunning.
+// Change changes the record of a VM. If the VM has a process, it returns spec.ErrRunning.
 func (s *Store) Change(name string, change func(*Record) error) error {
 	l, err := s.Lock(name)
 	if err != nil {
@@ -42,7 +42,7 @@ func (s *Store) Change(name string, change func(*Record) error) error {
 	return s.Save(r)
 }
 
-// atRest locks a VM that does not run, and returns its record; running if it does.
+// atRest locks a VM that does not run, and returns its record. If the VM runs, it returns running as the error.
 func (s *Store) atRest(ctx context.Context, name string, running error) (*Record, *VMLock, error) {
 	r, err := s.Get(name)
 	if err != nil {
@@ -69,8 +69,8 @@ func (s *Store) atRest(ctx context.Context, name string, running error) (*Record
 	return r, l, nil
 }
 
-// ChangeSpec changes a VM that does not run in all but its policy: spec.ErrRunning. What is refused has changed
-// nothing.
+// ChangeSpec changes a VM in all but its policy. If the VM runs, the error is spec.ErrRunning. A refused change
+// changes nothing.
 func (s *Store) ChangeSpec(ctx context.Context, name string, c spec.Changes) error {
 	running := fmt.Errorf("changing %s: %w: put it to sleep or stop it first; this holds from its next wake or boot on", name, spec.ErrRunning)
 	r, l, err := s.atRest(ctx, name, running)

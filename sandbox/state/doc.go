@@ -1,7 +1,7 @@
-// Package state is what is kept of VMs: a [Store] is a directory with their records, metadata, disks, snapshots,
-// volumes and events. It knows which of them is locked by a process, and neither starts nor asks one: package sandbox
-// does.
+// Package state keeps the stored state of VMs. A [Store] is a directory with their records, metadata, disks,
+// snapshots, volumes and events. It knows which of them a process has locked. It neither starts nor asks
+// processes; package sandbox does.
 //
-// What is true is decided by locks and by files that are renamed into place, never by a process that has to be alive: a
-// record says "running" only for as long as the process that wrote it holds the record's lock.
+// Locks, and files that are renamed into place, decide what is true, never a process that must be alive: a record
+// says "running" only while the process that wrote it holds the record's lock.
 package state

@@ -12,26 +12,26 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 )
 
-// Events is the journal of what becomes of the store's VMs. Each is written when it has been done, by the process that
-// has done it. One that cannot be written is logged, and is in nobody's way.
+// Events returns the journal of events of the store's VMs. The process that has done an action writes its event
+// afterwards. An event that cannot be written is logged and blocks nothing.
 func (s *Store) Events() *events.Journal {
 	return events.Open(filepath.Join(s.dir, "events"), events.Options{})
 }
 
-// Event begins one of a VM.
+// Event returns a new event of a VM.
 func (s *Store) Event(ctx context.Context, r *Record, t events.Type) events.Event {
 	e := events.Event{Type: t, Cause: events.CauseOf(ctx)}
 	s.about(&e, r)
 	return e
 }
 
-// about says whose event it is. What an ephemeral VM was for is not to be found when it is gone.
+// about adds whose event it is. The purpose of an ephemeral VM must not be found after it is gone.
 func (s *Store) about(e *events.Event, r *Record) {
 	e.Sandbox, e.SandboxID, e.Tags = r.Spec.Name, r.ID, slices.Clone(r.Spec.Tags)
 	s.whose(e)
 }
 
-// whose adds what the metadata says.
+// whose adds data from the metadata.
 func (s *Store) whose(e *events.Event) {
 	l, err := s.Metadata(e.Sandbox)
 	if err == nil && l.Class == lifetime.Ephemeral {
@@ -51,7 +51,7 @@ func (s *Store) Tell(e events.Event) events.Event {
 	return e
 }
 
-// maxEventsWaiting is how many events of the process of a VM wait to be written.
+// maxEventsWaiting is how many events of a VM's process may wait to be written.
 const maxEventsWaiting = 256
 
 // EventWriter writes the events of a VM's process in their order, in the background.
@@ -65,13 +65,13 @@ type EventWriter struct {
 	closed bool
 }
 
-// toWrite is an event with what is called, if not nil, when it is written, or cannot be.
+// toWrite is an event. then, if not nil, is called when the event is written, or cannot be.
 type toWrite struct {
 	events.Event
 	then func(events.Event)
 }
 
-// NewEventWriter begins one, which is to be closed.
+// NewEventWriter starts an EventWriter, which the caller must close.
 func (s *Store) NewEventWriter(log *slog.Logger) *EventWriter {
 	t := &EventWriter{store: s, log: log, in: make(chan toWrite, maxEventsWaiting), done: make(chan struct{})}
 	go func() {
@@ -91,7 +91,7 @@ func (s *Store) NewEventWriter(log *slog.Logger) *EventWriter {
 	return t
 }
 
-// Close waits until all is written. What is told from then on is not.
+// Close waits until all events are written. It discards later ones.
 func (t *EventWriter) Close() {
 	t.mu.Lock()
 	t.closed = true
@@ -100,10 +100,10 @@ func (t *EventWriter) Close() {
 	<-t.done
 }
 
-// Put has an event written and hooks of the host called.
+// Put writes an event, in the background.
 func (t *EventWriter) Put(e events.Event) { t.PutThen(e, nil) }
 
-// PutThen is Put that calls then, unless that is nil, when the event is written.
+// PutThen is Put that then calls then, unless that is nil, when the event is written.
 func (t *EventWriter) PutThen(e events.Event, then func(events.Event)) {
 	e.Time = time.Now().UTC()
 	t.mu.Lock()
@@ -121,5 +121,5 @@ func (t *EventWriter) PutThen(e events.Event, then func(events.Event)) {
 	}
 }
 
-// MaxHooksTold is of how many failed hooks of one event of the machine there are events.
+// MaxHooksTold is the maximum number of failed hooks that get events for one event of the machine.
 const MaxHooksTold = 8

@@ -18,38 +18,38 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// Bounds of what is kept of removed VMs: see Store.ForgetRemoved.
+// Bounds on what is kept of removed VMs: see Store.ForgetRemoved.
 const (
 	HistoryTime     = 30 * 24 * time.Hour
 	MaxHistories    = 10_000
 	MaxHistoryBytes = 1 << 30
-	// MaxRuns are kept of one VM, the newest ones.
+	// MaxRuns is how many runs of one VM are kept, the newest ones.
 	MaxRuns = 10_000
 )
 
 // historyPatience is how long a removal may read the audit trail.
 const historyPatience = 10 * time.Second
 
-// removedVersion is counted up by incompatible changes of Removed.
+// removedVersion goes up with each incompatible change of Removed.
 const removedVersion = 1
 
-// Removed is what is kept of a VM that was removed: its history.
+// Removed is the history that is kept of a VM that was removed.
 type Removed struct {
 	Version int       `json:"version"`
 	Time    time.Time `json:"removed"`
-	// Record is its last one, without its services, which may have secrets in their environment.
+	// Record is its last record, without its services, which may have secrets in their environment.
 	Record   *Record       `json:"record"`
 	Metadata spec.Metadata `json:"metadata"`
 	// Runs are the commands and login shells of its audit trail, in the order in which they began.
 	Runs []audit.Entry `json:"runs"`
 }
 
-// IsRun says whether an entry of an audit trail is a command or a login shell.
+// IsRun reports whether an entry of an audit trail is a command or a login shell.
 func IsRun(e audit.Entry) bool {
 	return (e.Kind == audit.KindExec || e.Kind == audit.KindShell) && e.ID != ""
 }
 
-// history is the file of a Removed. Its name, TIME-ID-NAME.json, says all that a search or a sweep wants to know.
+// history is the file of a Removed. Its name, TIME-ID-NAME.json, has all that a search or a sweep needs.
 type history struct {
 	path     string
 	at       time.Time
@@ -64,7 +64,7 @@ func (s *Store) historyPath(at time.Time, r *Record) string {
 	return filepath.Join(s.removedDir(), fmt.Sprintf("%s-%s-%s.json", at.Format(historyLayout), r.ID, r.Spec.Name))
 }
 
-// histories are all that there are, the newest first. Files of other names are left out.
+// histories returns all histories, the newest first. It leaves out files with other names.
 func (s *Store) histories() (out []history, err error) {
 	entries, err := os.ReadDir(s.removedDir())
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -83,8 +83,8 @@ func (s *Store) histories() (out []history, err error) {
 	return out, nil
 }
 
-// Removed returns what is kept of the VM of this name or id that was removed last. The error is spec.ErrNotFound if
-// nothing is.
+// Removed returns the history of the VM of this name or id that was removed last. If there is none, the error is
+// spec.ErrNotFound.
 func (s *Store) Removed(nameOrID string) (*Removed, error) {
 	all, err := s.histories()
 	if err != nil {
@@ -108,9 +108,9 @@ func (s *Store) Removed(nameOrID string) (*Removed, error) {
 	return gone, nil
 }
 
-// keepHistory writes down what is kept of a VM that is about to be removed, durably; nothing of an ephemeral one. The
-// file is whole or not there, and takes the place of one that a removal has left which was cut short. With an error the
-// history may lack something. The VM's lock is held.
+// keepHistory stores the history of a VM that is about to be removed, durably; none for an ephemeral VM. The file
+// is whole or does not exist, and replaces one that an interrupted removal has left. After an error the history
+// may be incomplete. The VM's lock must be held.
 func (s *Store) keepHistory(ctx context.Context, r *Record) (err error) {
 	defer func() {
 		if err != nil {
@@ -151,7 +151,7 @@ func (s *Store) writeHistory(ctx context.Context, r *Record, m spec.Metadata) er
 			return nil
 		}
 		if e.Status == audit.Running {
-			e.Status = audit.Unknown // whoever waits for its end cannot record it any more
+			e.Status = audit.Unknown // its client cannot record its end any more
 		}
 		if e.Outcome != nil {
 			o := *e.Outcome
@@ -182,7 +182,7 @@ func (s *Store) writeHistory(ctx context.Context, r *Record, m spec.Metadata) er
 }
 
 // ForgetRemoved deletes the histories of VMs that were removed before a time, and the oldest of those beyond
-// MaxHistories and MaxHistoryBytes. It says how many.
+// MaxHistories and MaxHistoryBytes. It returns how many.
 func (s *Store) ForgetRemoved(before time.Time) (n int64, err error) {
 	all, err := s.histories()
 	errs := []error{err}
@@ -204,8 +204,8 @@ func (s *Store) ForgetRemoved(before time.Time) (n int64, err error) {
 	return n, errors.Join(errs...)
 }
 
-// sweepRemoved deletes what removals that were cut short have left, old histories, and the database that these were in
-// before.
+// sweepRemoved deletes leftovers of interrupted removals, old histories, and the database that had the histories
+// in earlier versions.
 func (s *Store) sweepRemoved() (err error) {
 	defer func() {
 		if err != nil {

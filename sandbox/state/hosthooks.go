@@ -10,24 +10,24 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/hosthooks"
 )
 
-// WithHostHooks is the store with hooks that are functions of this program, in place of those that it had. They are
-// called before the executables in hooks.d, by whichever process does what they are told of: this one for forks,
-// expiries and removals that it carries out itself. A VM's own process is told when it is created, sleeps and wakes,
-// also by itself: a program that wants these gives its functions to ServeProcessWith as well, and they are called in
-// that process.
+// WithHostHooks returns the store with hooks that are functions of this program, in place of its previous ones.
+// They are called before the executables in hooks.d, in the process that does what they report: in this one for
+// forks, expiries and removals that it carries out itself. The VM's own process calls hooks when the VM is
+// created, sleeps and wakes, also by itself. A program that wants those also gives its functions to
+// ServeProcessWith, and they are called in that process.
 func (s *Store) WithHostHooks(hooks ...hosthooks.Func) *Store {
 	other := *s
 	other.hostHooks = slices.Clone(hooks)
 	return &other
 }
 
-// FindHostHooks returns the hooks that there are now. With an error these are the functions alone.
+// FindHostHooks returns the current hooks. With an error it returns only the functions.
 func (s *Store) FindHostHooks() (hosthooks.Hooks, error) {
 	return hosthooks.Find(hosthooks.In(s.dir), s.hostHooks)
 }
 
-// Announce writes an event, and runs the hooks of the host for it. It waits for them, also if ctx has ended: what they
-// are told of has been.
+// Announce writes an event, and runs the host's hooks for it. It waits for them, even if ctx has ended, because
+// the event has already happened.
 func (s *Store) Announce(ctx context.Context, e events.Event) {
 	e = s.Tell(e)
 	for _, failed := range s.HooksAfter(ctx, e, slog.Default()) {
@@ -35,7 +35,7 @@ func (s *Store) Announce(ctx context.Context, e events.Event) {
 	}
 }
 
-// HooksAfter runs the hooks of the host for what has been. It logs what fails, and returns events of that.
+// HooksAfter runs the host's hooks for an event that has happened. It logs failures, and returns events for them.
 func (s *Store) HooksAfter(ctx context.Context, e events.Event, log *slog.Logger) []events.Event {
 	hooks, err := s.FindHostHooks()
 	failures := hooks.After(context.WithoutCancel(ctx), e)
@@ -45,12 +45,12 @@ func (s *Store) HooksAfter(ctx context.Context, e events.Event, log *slog.Logger
 	return HostHooksFailed(e, failures, log)
 }
 
-// NoneRun is the failure of all hooks in hooks.d.
+// NoneRun returns the failure of all hooks in hooks.d.
 func NoneRun(t events.Type, err error) report.HookFailure {
 	return report.HookFailure{Name: "*", Event: report.HookEvent(hosthooks.Word(t)), Problem: err.Error()}
 }
 
-// HostHooksFailed logs failures, and makes events of them: without what the hooks have printed.
+// HostHooksFailed logs failures, and returns events for them, without the output of the hooks.
 func HostHooksFailed(e events.Event, failures []report.HookFailure, log *slog.Logger) (out []events.Event) {
 	for _, f := range failures {
 		log.Warn("hook on the host", "sandbox", e.Sandbox, "problem", f.String())

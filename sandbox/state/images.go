@@ -8,9 +8,8 @@ import (
 	"slices"
 )
 
-// ImageUsers names the VMs and snapshots that need an image, given by its full id:
-// VMs that run as well as those that do not, and snapshots that a VM can be made
-// from. It fails when one of them cannot be read, since it may need the image too.
+// ImageUsers returns the VMs, running or not, and the snapshots usable for a VM, that need an image, given by its
+// full id. It fails when one of them cannot be read, since that one may need the image too.
 func (s *Store) ImageUsers(id string) ([]string, error) {
 	records, err := s.List()
 	if err != nil {
@@ -37,7 +36,7 @@ func (s *Store) ImageUsers(id string) ([]string, error) {
 	for _, snap := range slices.Sorted(maps.Keys(have)) {
 		labels := have[snap].Labels
 		if kind := labels[labelKind]; (kind == KindSleep || kind == KindFork) && !needed[snap] && !s.kept(snap) {
-			continue // nothing needs it: a sweep deletes it
+			continue // no VM needs it: a sweep deletes it
 		}
 		var r Record
 		if err := json.Unmarshal([]byte(labels[LabelRecord]), &r); err != nil {

@@ -11,14 +11,14 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// labelPolicy begins the names of the labels with the policy of a snapshot's VM: JSON, in
-// pieces, since a label is shorter than a policy may be.
+// LabelPolicy begins the names of the labels with the policy of a snapshot's VM: JSON, in pieces, since a label is
+// shorter than a policy may be.
 const (
 	LabelPolicy = "drowse.policy."
 	policyPiece = 48 << 10 // bytes
 )
 
-// Labels are those of a snapshot of a VM.
+// Labels returns the labels of a snapshot of a VM.
 func (r *Record) Labels(kind string) (map[string]string, error) {
 	bare := *r
 	bare.Spec.Policy, bare.Secrets, bare.Sleeps = nil, nil, nil
@@ -46,7 +46,7 @@ func (r *Record) Labels(kind string) (map[string]string, error) {
 	return labels, nil
 }
 
-// PolicyOf is the policy in the labels of a snapshot; nil if there is none.
+// PolicyOf returns the policy in the labels of a snapshot; nil if there is none.
 func PolicyOf(labels map[string]string) (*netpolicy.Policy, error) {
 	var text []byte
 	for i := 0; ; i++ {

@@ -18,22 +18,21 @@ import (
 	"github.com/drowse-vm/drowse/snapshot"
 )
 
-// mark is what the records, metadata and snapshots of a store name. Nothing of it is deleted.
+// mark is what the records, metadata and snapshots of a store name. None of it may be deleted.
 //
 // References move: a sleep hands layers from a record to a new snapshot, a clone hands them from a snapshot to a new
-// record. The process of a VM does the first at any time; the second is done with the store's lock held
-// (Store.lockStore, shared). So whoever holds that lock exclusively and reads records first and snapshots then misses
-// no reference.
+// record. A VM's process does the first at any time. The second needs the store's lock (Store.LockStore, shared). So a
+// reader that holds that lock exclusively and reads records first, then snapshots, misses no reference.
 type mark struct {
-	// layers says who needs each layer, by its file's name.
+	// layers has the users of each layer, by the name of its file.
 	layers holders
-	// snapshots are the ids that a record or metadata names, with what for.
+	// snapshots are the ids that a record or metadata names, with the reason.
 	snapshots map[string]string
-	// bases are those that the next snapshot of a running VM builds upon.
+	// bases are the snapshots that the next snapshot of a running VM builds on.
 	bases map[string]bool
-	// running are the ids of VMs with a process, which makes and deletes their files itself.
+	// running are the ids of VMs with a process. The process makes and deletes their files itself.
 	running map[string]bool
-	// unclear are the ids in files that cannot be understood: of VMs and snapshots that these may need.
+	// unclear are the ids in unreadable files: of VMs and snapshots that these files may need.
 	unclear map[string]bool
 
 	records  []*Record
@@ -41,10 +40,11 @@ type mark struct {
 	problems []error
 }
 
-// manifests are those of snapshots that have been read. They do not change, but for memory files that Compact replaces.
+// manifests are the manifests of snapshots that have been read. They do not change, except for memory files that
+// Compact replaces.
 type manifests map[string]*snapshot.Manifest
 
-// markAll reads all records and then all snapshots. have saves reading manifests once more.
+// markAll reads all records and then all snapshots. Manifests in have are not read again.
 func (s *Store) markAll(ctx context.Context, have manifests) (*mark, error) {
 	m, err := s.markRecords(ctx)
 	if err != nil {
@@ -77,7 +77,7 @@ func (s *Store) markRecords(ctx context.Context) (*mark, error) {
 	return m, nil
 }
 
-// loadStill reads a record while it stands still, or says that the VM's process may change it.
+// loadStill reads a record under its lock, or reports that the VM's process may change it.
 func (s *Store) loadStill(name string) (r *Record, running bool, err error) {
 	if r, err = s.Load(name); err != nil {
 		return nil, false, err
@@ -94,7 +94,7 @@ func (s *Store) loadStill(name string) (r *Record, running bool, err error) {
 	return r, false, err
 }
 
-// add marks what a record and the metadata beside it name.
+// add marks what a record and its metadata name.
 func (m *mark) add(s *Store, r *Record, running bool) {
 	name := r.Spec.Name
 	m.records = append(m.records, r)
@@ -102,7 +102,7 @@ func (m *mark) add(s *Store, r *Record, running bool) {
 	last := s.lasts(r)
 	last.Running = running || last.Running && r.making()
 	m.lasting = append(m.lasting, last)
-	// One whose process was killed is looked after by who looks at it next: until then it may have layers that its
+	// The next reader of the record cleans up after a killed process. Until then the VM may have layers that its
 	// record does not name, see adoptLayers.
 	m.running[r.ID] = last.Running || r.Phase == Starting || r.Phase == Running
 	need := func(id, why string) {
@@ -127,7 +127,7 @@ func (m *mark) add(s *Store, r *Record, running bool) {
 	need(l.Rotate.To, "is what VM "+name+" begins anew from: see Rotate of its metadata")
 }
 
-// names says whether something may need a snapshot, and what for.
+// names reports whether something may need a snapshot, and why.
 func (m *mark) names(id string) (why string, named bool) {
 	if why, named = m.snapshots[id]; !named && m.unclear[id] {
 		return "may be needed by a VM whose record or metadata cannot be read", true
@@ -135,7 +135,7 @@ func (m *mark) names(id string) (why string, named bool) {
 	return why, named
 }
 
-// markSnapshots reads those that are there now, and adds them to have. Those that are not any more are taken out.
+// markSnapshots reads the snapshots that exist now and adds them to have. It removes those that no longer exist.
 func (s *Store) markSnapshots(ctx context.Context, m *mark, have manifests) error {
 	there, unread, err := s.readManifests(ctx, have)
 	if err != nil {
@@ -158,7 +158,7 @@ func (s *Store) markSnapshots(ctx context.Context, m *mark, have manifests) erro
 	return m.follow(s)
 }
 
-// readManifests reads those that have lacks. It returns the ids of all snapshots, and why some cannot be read.
+// readManifests reads the manifests that have lacks. It returns the ids of all snapshots, and why some are unreadable.
 func (s *Store) readManifests(ctx context.Context, have manifests) (there map[string]bool, unread map[string]error, err error) {
 	entries, err := os.ReadDir(filepath.Join(s.dir, "snapshots"))
 	if err != nil {
@@ -189,11 +189,11 @@ func (s *Store) readManifests(ctx context.Context, have manifests) (there map[st
 	return there, unread, nil
 }
 
-// maxGuess is how much of a file is looked at that cannot be understood, in bytes.
+// maxGuess is how much of an unreadable file is searched for ids, in bytes.
 const maxGuess = 1 << 20
 
-// vmFiles are those in the directory of a VM that may say what it needs: its record, what was to take the record's
-// place, its metadata, and its audit trail, which begins with its id and what it was made of.
+// vmFiles returns the files in a VM's directory that may say what it needs: its record, a new record not yet in
+// its place, its metadata, and its audit trail, which begins with the VM's id and origin.
 func vmFiles(dir string) (paths []string) {
 	entries, _ := os.ReadDir(dir)
 	for _, e := range entries {
@@ -204,10 +204,10 @@ func vmFiles(dir string) (paths []string) {
 	return paths
 }
 
-// anID is an id of a VM or a snapshot; what is longer is a hash of something else.
+// anID matches an id of a VM or a snapshot. A longer match is a hash of something else.
 var anID = regexp.MustCompile(`[0-9a-f]{32,}`)
 
-// guess marks the ids in files that cannot be understood.
+// guess marks the ids in unreadable files.
 func (m *mark) guess(paths []string) {
 	for _, path := range paths {
 		for _, id := range idsIn(path) {
@@ -231,7 +231,7 @@ func idsIn(path string) (ids []string) {
 	return ids
 }
 
-// follow marks the layers of whoever is unclear, and, by what the layers say themselves, those below them.
+// follow marks the layers of unclear owners, and the layers below them, as the layers themselves name them.
 func (m *mark) follow(s *Store) error {
 	if len(m.unclear) == 0 {
 		return nil
@@ -249,7 +249,7 @@ func (m *mark) follow(s *Store) error {
 		if !m.unclear[owner] {
 			continue
 		}
-		for n := 0; n < len(all); n++ { // no further, if the layers go round in a circle
+		for n := 0; n < len(all); n++ { // an end, even if the layers form a circle
 			m.layers.add([]string{l.Path}, "what cannot be read")
 			next, ok := byID[l.Parent]
 			if !ok {
@@ -261,9 +261,9 @@ func (m *mark) follow(s *Store) error {
 	return nil
 }
 
-// unneeded are the snapshots, of those that were there before the records were read, that nobody needs: sleeps as
-// metadata say, and those of forks that nobody comes back from, and, if that is said, disks that were left. All others
-// stay until somebody removes them.
+// unneeded returns those snapshots from before the records were read that are not needed: sleeps by the rules of
+// metadata, forks that no VM comes back from, and, if now says so, abandoned disks. All others stay until they are
+// removed explicitly.
 func (m *mark) unneeded(s *Store, have manifests, before map[string]bool, now Exempt) (drop []string) {
 	var sleeps []lifetime.Sleep
 	known := func(owner string) bool {
@@ -279,7 +279,7 @@ func (m *mark) unneeded(s *Store, have manifests, before map[string]bool, now Ex
 		named = named || m.bases[id] || m.unclear[owner] || s.kept(id)
 		switch man.Labels[labelKind] {
 		case KindSleep:
-			// A metadata decides over those of a VM that is there, whatever their age.
+			// Metadata decides over the sleeps of an existing VM, whatever their age.
 			tagged := named || !known(owner) && !now.snapshot(id, owner) && s.young(s.SnapshotDir(id))
 			sleeps = append(sleeps, lifetime.Sleep{ID: id, Owner: owner, Created: time.Unix(0, man.CreatedUnixNano), Tagged: tagged})
 		case KindAbandoned:
@@ -298,25 +298,25 @@ func (m *mark) unneeded(s *Store, have manifests, before map[string]bool, now Ex
 	return drop
 }
 
-// graceTime is how old a file is before a sweep deletes it that nothing names, unless it belongs to what is removed
-// just then. Whatever makes files without telling the store in time has that long.
+// graceTime is how old an unnamed file must be before a sweep deletes it, unless it belongs to what is being
+// removed. A program that makes files must name them within that time.
 const graceTime = 10 * time.Minute
 
-// young says whether a file has changed so recently that it stays. So does one that cannot be looked at.
+// young reports whether a file has changed too recently to be deleted. A file whose status is unreadable is young.
 func (s *Store) young(path string) bool {
 	st, err := os.Lstat(path)
 	return err != nil || time.Since(st.ModTime()) < s.Grace
 }
 
-// Exempt is what a sweep need not leave alone for a while: it belongs to what is being removed. If something else names
-// it, it stays all the same. The zero value is nothing.
+// Exempt is what a sweep need not spare while it is young: it belongs to what is being removed. It still stays if
+// something else names it. The zero value is nothing.
 type Exempt struct {
 	Owners, Snapshots, layers []string
-	// abandoned are the disks that VMs have left which were taken back.
+	// abandoned are the disks that VMs left when they were taken back.
 	abandoned bool
 }
 
-// of adds what a VM has named that is gone.
+// of adds what a removed VM named.
 func (x *Exempt) of(r *Record) {
 	x.Owners = append(x.Owners, r.ID)
 	x.Snapshots = append(x.Snapshots, r.Snapshot, r.Previous, r.Base, r.Parent)

@@ -21,7 +21,7 @@ import (
 // maxMetadata bounds the file, in bytes.
 const maxMetadata = 64 << 10
 
-// metadataVersion is counted up by incompatible changes of the file.
+// metadataVersion goes up with each incompatible change of the file.
 const metadataVersion = 1
 
 const (
@@ -36,8 +36,8 @@ type metadataDoc struct {
 	spec.Metadata
 }
 
-// Metadata returns a sandbox's metadata. One that cannot be read is ErrMetadata: nothing is removed then for what it
-// says.
+// Metadata returns a sandbox's metadata. If it is unreadable, the error is ErrMetadata. Then nothing may be
+// removed on its account.
 func (s *Store) Metadata(name string) (spec.Metadata, error) {
 	if !spec.ValidName(name) {
 		return spec.Metadata{}, fmt.Errorf("%w: %q is not the name of a VM", spec.ErrNotFound, name)
@@ -50,8 +50,8 @@ func (s *Store) Metadata(name string) (spec.Metadata, error) {
 	return readMetadata(root, name)
 }
 
-// openMetadata opens the directory of a sandbox itself, by whatever name: it may be renamed, and another one may get
-// its name.
+// openMetadata opens the directory of a sandbox itself, not its name: the sandbox may be renamed, and another one
+// may get its name.
 func (s *Store) openMetadata(name, doing string) (*os.Root, error) {
 	root, err := os.OpenRoot(s.VMDir(name))
 	if errors.Is(err, fs.ErrNotExist) {
@@ -99,17 +99,17 @@ func parseMetadata(data []byte) (spec.Metadata, error) {
 	return doc.Metadata, doc.Check()
 }
 
-// SetMetadata changes a sandbox's metadata: change gets what it is and says what it is to be; an error of it changes
-// nothing and is returned. A metadata that cannot be read is given as the zero Metadata, with its error. Changes by
-// several processes come one after another, and each is on disk when SetMetadata returns. The sandbox may run, and may
-// be renamed meanwhile.
+// SetMetadata changes a sandbox's metadata: change gets the current metadata and modifies it. If change fails,
+// nothing changes, and SetMetadata returns its error. Unreadable metadata is passed as the zero Metadata, with the
+// error. Changes by several processes are serialized, and each is on disk when SetMetadata returns. The sandbox
+// may run, and may be renamed meanwhile.
 func (s *Store) SetMetadata(ctx context.Context, name string, change func(l *spec.Metadata, unreadable error) error) (spec.Metadata, error) {
 	return s.setMetadata(ctx, name, change, func(r *Record, before, l spec.Metadata, unreadable error) {
 		s.tellMetadata(ctx, r, before, l, unreadable)
 	})
 }
 
-// setMetadata is SetMetadata that calls told, with the metadata locked, when it is changed.
+// setMetadata is SetMetadata that calls told after the change, with the metadata locked.
 func (s *Store) setMetadata(ctx context.Context, name string, change func(*spec.Metadata, error) error, told func(r *Record, before, l spec.Metadata, unreadable error)) (spec.Metadata, error) {
 	r, err := s.Load(name)
 	if err != nil {
@@ -135,7 +135,7 @@ func (s *Store) setMetadata(ctx context.Context, name string, change func(*spec.
 	l.Wake.At = l.Wake.At.UTC().Truncate(time.Millisecond)
 	l.Rotate.At = l.Rotate.At.UTC().Truncate(time.Millisecond)
 	if l.Rotate.To != before.Rotate.To {
-		// A sweep either sees what is kept now, or is over.
+		// A sweep either sees what must be kept now, or has ended.
 		release, err := s.Share(ctx)
 		if err != nil {
 			return spec.Metadata{}, err
@@ -159,28 +159,28 @@ func (s *Store) setMetadata(ctx context.Context, name string, change func(*spec.
 	return l, nil
 }
 
-// TellExpired writes the event of a sandbox's expiry, once for each time at which it has expired. It does nothing for
-// others.
+// TellExpired writes the event of a sandbox's expiry, once for each time at which it has expired. It does nothing
+// for sandboxes that have not expired.
 func (s *Store) TellExpired(ctx context.Context, name string) error {
 	var e events.Event
 	_, err := s.setMetadata(ctx, name, func(l *spec.Metadata, unreadable error) error {
 		if unreadable != nil || !lifetime.Expired(l.Expires, time.Now()) || l.ExpiryTold.Equal(l.Expires) {
 			return ErrNothingToTell
 		}
-		l.ExpiryTold = l.Expires.UTC().Truncate(time.Second) // as the other is kept
+		l.ExpiryTold = l.Expires.UTC().Truncate(time.Second) // truncated like the other
 		return nil
 	}, func(r *Record, _, l spec.Metadata, _ error) {
 		e = s.Event(events.WithCause(ctx, events.Expiry), r, events.Expired)
 		e.Details.Expires = l.Expires
 	})
 	if err == nil {
-		// Not with the metadata locked, which a hook may want to change.
+		// Not while the metadata is locked: a hook may want to change it.
 		s.Announce(ctx, e)
 	}
 	return nothing(err)
 }
 
-// nothing is nil if there was nothing to tell of.
+// nothing returns nil if err only says that there is nothing to do.
 func nothing(err error) error {
 	if errors.Is(err, ErrNothingToTell) || errors.Is(err, spec.ErrNotFound) {
 		return nil
@@ -188,12 +188,12 @@ func nothing(err error) error {
 	return err
 }
 
-// ErrNothingToTell ends a change of metadata that is none.
+// ErrNothingToTell ends a change of metadata that changes nothing.
 var ErrNothingToTell = errors.New("there is nothing to tell of")
 
-// tellMetadata tells of a changed metadata.
+// tellMetadata writes the event for changed metadata.
 func (s *Store) tellMetadata(ctx context.Context, r *Record, before, l spec.Metadata, unreadable error) {
-	before.Asked = l.Asked // who has asked for it is no change of what it says
+	before.Asked = l.Asked // a change of who asked is not a change of the metadata
 	if unreadable == nil && before.Equal(l) {
 		return
 	}
@@ -208,7 +208,7 @@ func (s *Store) tellMetadata(ctx context.Context, r *Record, before, l spec.Meta
 	s.Tell(e)
 }
 
-// lockMetadata serialises those who change metadata. Nobody has the lock for longer than a change takes.
+// lockMetadata serializes changes of metadata. Its holders keep the lock only for one change.
 func lockMetadata(ctx context.Context, root *os.Root) (unlock func(), err error) {
 	f, err := root.OpenFile(metadataLock, os.O_CREATE|os.O_RDWR, 0o600)
 	if err != nil {
@@ -221,7 +221,7 @@ func lockMetadata(ctx context.Context, root *os.Root) (unlock func(), err error)
 	return func() { f.Close() }, nil
 }
 
-// writeMetadata writes as osfile.WriteFile does, but by the open directory: its VM may get another name meanwhile.
+// writeMetadata writes like osfile.WriteFile, but through the open directory, since the VM may be renamed meanwhile.
 func writeMetadata(root *os.Root, l spec.Metadata) error {
 	data, err := json.MarshalIndent(metadataDoc{metadataVersion, l}, "", "  ")
 	if err != nil {
@@ -245,8 +245,8 @@ func writeMetadata(root *os.Root, l spec.Metadata) error {
 	return errors.Join(d.Sync(), d.Close())
 }
 
-// beginMetadata gives a new VM its metadata, or takes away what a killed command has left in its directory. The VM's
-// lock is held, and there is no record yet.
+// beginMetadata gives a new VM its metadata, or removes what a killed command has left in its directory. The VM's
+// lock must be held, and there must be no record yet.
 func (s *Store) beginMetadata(r *Record) error {
 	root, err := os.OpenRoot(s.VMDir(r.Spec.Name))
 	if err != nil {
@@ -267,7 +267,7 @@ func (s *Store) beginMetadata(r *Record) error {
 	return nil
 }
 
-// SetMetadata gives a VM that is yet to be made its metadata.
+// SetMetadata sets the metadata of a VM that is not made yet.
 func (r *Record) SetMetadata(l *spec.Metadata) error {
 	if l == nil {
 		return nil
@@ -289,7 +289,7 @@ func (r *Record) SetMetadata(l *spec.Metadata) error {
 	return nil
 }
 
-// lasts is what counts of a VM for how long it and its sleeps last.
+// lasts returns the data of a VM that decides how long it and its sleeps last.
 func (s *Store) lasts(r *Record) lifetime.Sandbox {
 	l, err := s.Metadata(r.Spec.Name)
 	out := lifetime.Sandbox{
@@ -307,13 +307,13 @@ func (s *Store) lasts(r *Record) lifetime.Sandbox {
 
 // How long a guest's fork may take. Variables, so that tests need not wait as long.
 var (
-	// selfForkTime is until it is done.
+	// SelfForkTime is the limit until the fork is done.
 	SelfForkTime = 2 * time.Minute
-	// selfForkPoll is how often the VM's process looks for an answer.
+	// SelfForkPoll is how often the VM's process looks for an answer.
 	SelfForkPoll = 50 * time.Millisecond
 )
 
-// selfMetadataTime bounds the wait for metadata that somebody else changes.
+// selfMetadataTime bounds the wait for metadata that another process changes.
 const selfMetadataTime = 10 * time.Second
 
 // SetSelf changes metadata for its guest.

@@ -13,8 +13,8 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// removeLeftNetwork takes away what the killed process of a VM has left of its network:
-// pins, which hold nothing open, since the device went with the process.
+// removeLeftNetwork removes what the killed process of a VM has left of its network: pins. They hold nothing open,
+// since the device went with the process.
 func removeLeftNetwork(r *Record) error {
 	if r.Spec.Network != spec.NetworkTAP {
 		return nil
@@ -30,9 +30,9 @@ func removeLeftNetwork(r *Record) error {
 	return nil
 }
 
-// SweepNetworks takes away what killed processes of VMs of any store have left: files of
-// addresses, and pins, with names like ids, without a device, and without a process that
-// holds them. Who is not root has made none, and need not be able to look.
+// SweepNetworks removes leftovers of killed VM processes of any store: files of addresses, and pins with names
+// like ids, without a device and without a process that holds them. Only root makes them, so for other users it
+// does nothing.
 func SweepNetworks() error {
 	if os.Geteuid() != 0 {
 		return nil
@@ -54,7 +54,7 @@ func SweepNetworks() error {
 			errs = append(errs, err)
 		}
 	}
-	// Programs of other versions that no VM uses, now that what the dead have left is gone. Those of this one wait for
-	// the next VM: this runs after each sleep, and it may have been the only VM's.
+	// Now that the leftovers are gone, remove programs of other versions that no VM uses. Programs of this version
+	// stay for the next VM: this runs after each sleep, and that may have been the only VM's.
 	return errors.Join(append(errs, link.SweepOld(""))...)
 }

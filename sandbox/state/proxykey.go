@@ -12,10 +12,10 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// ProxyKeyFile has the secret that authorities and placeholders of all VMs of the store follow from.
+// ProxyKeyFile has the secret from which the authorities and placeholders of all VMs of the store are derived.
 const ProxyKeyFile = "proxy.key"
 
-// ProxyKey reads the store's key, or makes it.
+// ProxyKey returns the store's key, and makes it if it does not exist.
 func (s *Store) ProxyKey() ([]byte, error) {
 	path := filepath.Join(s.Dir(), ProxyKeyFile)
 	key, err := readProxyKey(path)
@@ -26,7 +26,7 @@ func (s *Store) ProxyKey() ([]byte, error) {
 	if _, err := rand.Read(key); err != nil {
 		return nil, fmt.Errorf("making the key of proxies: %w", err)
 	}
-	if err := osfile.WriteNew(path, key, 0o600); err != nil && !errors.Is(err, fs.ErrExist) { // somebody else may be first
+	if err := osfile.WriteNew(path, key, 0o600); err != nil && !errors.Is(err, fs.ErrExist) { // another may be first
 		return nil, fmt.Errorf("making the key of proxies: %w", err)
 	}
 	return readProxyKey(path)
@@ -45,7 +45,7 @@ func readProxyKey(path string) ([]byte, error) {
 	return key, nil
 }
 
-// ProxyIdentity is the authority that the proxy of a VM signs by.
+// ProxyIdentity returns the authority that signs for the proxy of a VM.
 func (s *Store) ProxyIdentity(r *Record) (*proxy.Identity, error) {
 	key, err := s.ProxyKey()
 	if err != nil {

@@ -13,9 +13,9 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// Rename gives a VM another name. It must not run: ErrRunning. Its id, disk, snapshots, metadata, audit trail and its
-// host name in the guest stay. A name that is taken is ErrExists. Renaming one that has been renamed so already does
-// nothing. A crash at any instant leaves it with one of the two names, whole.
+// Rename gives a VM another name. If the VM runs, the error is ErrRunning; if the name is taken, ErrExists. Its
+// id, disk, snapshots, metadata, audit trail and its host name in the guest stay. A repeated rename does nothing.
+// After a crash at any instant the VM has one of the two names, and is whole.
 func (s *Store) Rename(ctx context.Context, name, to string) error {
 	if !spec.ValidName(to) {
 		return fmt.Errorf("%w: name %q: use 1 to 40 lower-case letters, digits and inner hyphens", spec.ErrInvalid, to)
@@ -37,8 +37,8 @@ func (s *Store) Rename(ctx context.Context, name, to string) error {
 	if err != nil {
 		return err
 	}
-	defer l.Release() // the lock is on the file, by whatever name
-	// The record says first that the directory may have either name: see load.
+	defer l.Release() // the lock is on the file, whatever its name
+	// The record must first say that the directory may have either name: see Load.
 	r.NextName = to
 	if err := s.Save(r); err != nil {
 		return err

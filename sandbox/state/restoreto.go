@@ -16,12 +16,11 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// RestoreTo takes a VM back to one of its own snapshots: it sleeps in it then, with the memory, disk and services of
-// that time, and with its present policy. The VM must not run: ErrRunning. Doing it twice does nothing more. If it
-// sleeps, the snapshot that it sleeps in is kept until it sleeps again, so that this can be undone; if it has stopped
-// or was killed, what it has on its disk is kept as a snapshot of kind "abandoned". A snapshot of another VM is
-// ErrForeignSnapshot, one without memory ErrDiskOnly; ErrMetadata if the VM's Rotation would take it elsewhere at its
-// next wake.
+// RestoreTo takes a VM back to one of its own snapshots, in which it then sleeps, with the memory, disk and services of
+// that time and its present policy. Repeating it does nothing more. If the VM slept, its previous snapshot is kept
+// until it sleeps again, so that this can be undone. If it had stopped or was killed, its disk is kept as a snapshot of
+// kind "abandoned". The error is ErrRunning if the VM runs, ErrForeignSnapshot for another VM's snapshot, ErrDiskOnly
+// for one without memory, and ErrMetadata if the VM's Rotation would take it elsewhere at its next wake.
 func (s *Store) RestoreTo(ctx context.Context, name, snapshotID string) (*Record, error) {
 	id, err := s.FindSnapshot(snapshotID)
 	if err != nil {
@@ -33,12 +32,12 @@ func (s *Store) RestoreTo(ctx context.Context, name, snapshotID string) (*Record
 	return s.restoreTo(ctx, name, id, func(*Record) {})
 }
 
-// restoreTo is RestoreTo with the whole id of a snapshot. note is called for the record before it is written.
+// restoreTo is RestoreTo with the whole id of a snapshot. It calls note for the record before it writes it.
 func (s *Store) restoreTo(ctx context.Context, name, id string, note func(*Record)) (*Record, error) {
 	fail := func(err error) (*Record, error) {
 		return nil, fmt.Errorf("taking %s back to snapshot %s: %w", name, id, err)
 	}
-	// Nobody removes the snapshot before the record names it.
+	// The lock keeps the snapshot until the record names it.
 	unlock, err := s.Share(ctx)
 	if err != nil {
 		return fail(err)
@@ -95,14 +94,14 @@ const (
 	maxKept         = 16 << 10 // bytes of the file with them
 )
 
-// keptDoc is what a file below kept/ has; an empty one has no tags.
+// keptDoc is the content of a file below kept/; an empty file has no tags.
 type keptDoc struct {
 	Version int      `json:"version"`
 	Tags    []string `json:"tags"`
 }
 
-// TagSnapshot gives a snapshot tags, in place of those that it has. While it has any, or was imported, nothing but
-// RemoveSnapshot deletes it. No tags take the mark away. At most MaxSnapshotTags words of spec.MaxMetadataTag bytes.
+// TagSnapshot replaces the tags of a snapshot. While it has tags, or was imported, only RemoveSnapshot deletes it.
+// Empty tags remove that mark. There may be MaxSnapshotTags words of spec.MaxMetadataTag bytes.
 func (s *Store) TagSnapshot(prefix string, tags []string) (spec.SnapshotInfo, error) {
 	id, err := s.FindSnapshot(prefix)
 	if err != nil {
@@ -116,7 +115,7 @@ func (s *Store) TagSnapshot(prefix string, tags []string) (spec.SnapshotInfo, er
 			return spec.SnapshotInfo{}, fmt.Errorf("%w: tag %q: use a word of 1 to %d bytes without spaces and commas", spec.ErrMetadata, t, spec.MaxMetadataTag)
 		}
 	}
-	// A sweep either sees the tags, or is over.
+	// A sweep either sees the tags, or has ended.
 	unlock, err := s.Share(context.Background())
 	if err != nil {
 		return spec.SnapshotInfo{}, err
@@ -140,7 +139,7 @@ func (s *Store) TagSnapshot(prefix string, tags []string) (spec.SnapshotInfo, er
 	return s.snapshotInfo(m), nil
 }
 
-// snapshotTags are those of a snapshot. A file that cannot be read keeps the snapshot all the same.
+// snapshotTags returns the tags of a snapshot. A file that cannot be read still keeps the snapshot.
 func (s *Store) snapshotTags(id string) []string {
 	f, err := os.Open(s.keptPath(id))
 	if err != nil {

@@ -12,8 +12,8 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// checkRotation refuses a rotation that no wake of a VM could do, and completes the id of its snapshot. Whoever calls
-// it keeps sweeps out until the metadata is written: one sees it then, or is over.
+// checkRotation refuses a rotation that no wake of a VM could do, and completes the id of its snapshot. The caller
+// must keep sweeps out until the metadata is written, so that they see it or have ended.
 func (s *Store) checkRotation(r *Record, rot *spec.Rotation) error {
 	if rot.To == "" {
 		return rot.Check()
@@ -43,9 +43,9 @@ func (s *Store) checkRotation(r *Record, rot *spec.Rotation) error {
 	return nil
 }
 
-// RotateIfDue takes a VM that is to be woken back to the snapshot of its rotation, if it is time. Killed at any
-// instant, it either has done that or not: that it has is in the record, so the next wake does not do it a second time.
-// It returns errBetween if the VM has changed meanwhile.
+// RotateIfDue takes a VM that will be woken back to the snapshot of its rotation, if it is due. A kill at any
+// instant leaves it done or not done: the record says so, and the next wake does not repeat it. RotateIfDue
+// returns ErrBetween if the VM has changed meanwhile.
 func (s *Store) RotateIfDue(ctx context.Context, r *Record, rot spec.Rotation) (*Record, error) {
 	if !rot.Due(time.Now()) {
 		return r, nil
@@ -65,7 +65,7 @@ func (s *Store) RotateIfDue(ctx context.Context, r *Record, rot spec.Rotation) (
 			return nil, fmt.Errorf("beginning anew, as its metadata has it: %w", err)
 		}
 		if left != "" && r.Left != left {
-			// Or a guest that ends again and again would fill the host's disk. If it stays, pruning removes it.
+			// Otherwise a guest that ends repeatedly would fill the host's disk. If this fails, pruning removes it.
 			_ = s.RemoveSnapshot(ctx, left)
 		}
 	}
@@ -82,7 +82,7 @@ func (s *Store) RotateIfDue(ctx context.Context, r *Record, rot spec.Rotation) (
 	return r, nothing(err)
 }
 
-// notRotated refuses to take a VM back to a snapshot in which its next wake would not leave it.
+// notRotated refuses to take a VM back to a snapshot that its next wake would leave by a rotation.
 func (s *Store) notRotated(name, id string) error {
 	l, err := s.Metadata(name)
 	if err != nil || l.Rotate.To == id || !l.Rotate.Due(time.Now()) {
@@ -91,7 +91,7 @@ func (s *Store) notRotated(name, id string) error {
 	return fmt.Errorf("%w: its next wake begins anew from snapshot %s: change that: Fleet.Update of %q with Rotate", spec.ErrMetadata, l.Rotate.To, name)
 }
 
-// Lasting is a VM's metadata if its time is not over: spec.ErrExpired. What cannot be read is in nobody's way.
+// Lasting returns a VM's metadata, or spec.ErrExpired if it has expired. Unreadable metadata is not an error.
 func (s *Store) Lasting(name string) (spec.Metadata, error) {
 	l, err := s.Metadata(name)
 	if err != nil {

@@ -10,10 +10,10 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// ErrNoForker says that a guest has asked for a fork, and nobody is there who makes it.
+// ErrNoForker means that a guest has asked for a fork, and no process makes it.
 var ErrNoForker = errors.New("nobody makes it: `drowse serve` makes the forks that guests ask for")
 
-// SelfFork asks for a fork of a VM, for its guest, and waits until it is made. It returns the child's name.
+// SelfFork requests a fork of a VM, for its guest, and waits until it is made. It returns the child's name.
 func (s *Store) SelfFork(ctx context.Context, name string) (child string, err error) {
 	id := spec.NewID()
 	if err := s.SetSelf(ctx, name, func(l *spec.Metadata) error {
@@ -49,7 +49,7 @@ func (s *Store) SelfFork(ctx context.Context, name string) (child string, err er
 		}
 		select {
 		case <-ctx.Done():
-			// Or it would be made for a guest that does not wait for it.
+			// Otherwise it would be made for a guest that no longer waits.
 			return "", errors.Join(ctx.Err(), s.forgetFork(context.WithoutCancel(ctx), name, id, true))
 		case <-time.After(SelfForkPoll):
 		}
@@ -58,7 +58,7 @@ func (s *Store) SelfFork(ctx context.Context, name string) (child string, err er
 
 var errForkBegun = errors.New("somebody has begun with it")
 
-// forgetFork takes a request back; one that somebody has begun with only if that is said.
+// forgetFork withdraws a request. It withdraws one that has begun only if begun is set.
 func (s *Store) forgetFork(ctx context.Context, name, id string, begun bool) error {
 	return s.SetSelf(ctx, name, func(l *spec.Metadata) error {
 		switch {
@@ -73,16 +73,15 @@ func (s *Store) forgetFork(ctx context.Context, name, id string, begun bool) err
 }
 
 var (
-	// ErrOwnersTimer says that a guest has asked to be woken, and its owner has set a timer, of which there is one.
+	// ErrOwnersTimer means that a guest has asked to be woken, but its owner has set the VM's only timer.
 	ErrOwnersTimer = errors.New("the VM's owner has set its timer: it stays as it is")
-	// ErrExtension says that a guest has asked to last longer than it may.
+	// ErrExtension means that a guest has asked to last longer than it may.
 	ErrExtension = errors.New("the guest has asked to last longer than its owner allows")
 )
 
-// SelfWake sets the timer of a sandbox for its guest, once; the zero time takes away what the guest has asked for
-// before.
+// SelfWake sets the timer of a sandbox for its guest, once. The zero time removes what the guest has asked for before.
 func (s *Store) SelfWake(ctx context.Context, name string, at time.Time) error {
-	at = at.UTC().Truncate(time.Millisecond) // as it is kept
+	at = at.UTC().Truncate(time.Millisecond) // as it is stored
 	return s.SetSelf(ctx, name, func(l *spec.Metadata) error {
 		switch {
 		case l.Wake != spec.Timer{} && (l.Wake.Every != 0 || !l.Wake.At.Equal(l.Asked.Wake)):
@@ -100,8 +99,9 @@ func (s *Store) SelfWake(ctx context.Context, name string, at time.Time) error {
 	})
 }
 
-// SelfExtend lets a sandbox last for some seconds from now on at least, for its guest: at most by so much longer in all
-// than its owner has set. One that lasts longer, or for ever, is left as it is. It returns when the sandbox expires.
+// SelfExtend lets a sandbox last for at least some seconds from now, for its guest: in all at most may.Extension()
+// longer than its owner has set. It does not change one that lasts longer, or without end. It returns when the
+// sandbox expires.
 func (s *Store) SelfExtend(ctx context.Context, name string, may spec.Self, seconds int) (expires time.Time, err error) {
 	if seconds > lifetime.MaxSeconds {
 		return time.Time{}, fmt.Errorf("%w: by %d s: use at most %d", ErrExtension, seconds, lifetime.MaxSeconds)

@@ -7,17 +7,17 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// FindService is the index of a service, or -1.
+// FindService returns the index of a service, or -1.
 func FindService(list []spec.Service, name string) int {
 	return slices.IndexFunc(list, func(s spec.Service) bool { return s.Name == name })
 }
 
-// NoService says that a VM has no service of that name.
+// NoService returns the error that a VM has no service of that name.
 func NoService(vm, name string) error {
 	return fmt.Errorf("%w: %s has no service %q: see Sandbox(%q).Services", spec.ErrNotFound, vm, name, vm)
 }
 
-// SetService adds a service, or puts it in the place of the one of its name.
+// SetService adds a service, or replaces the one of its name.
 func (r *Record) SetService(want spec.Service) error {
 	list := slices.Clone(r.Spec.Services)
 	if i := FindService(list, want.Name); i >= 0 {
@@ -32,7 +32,7 @@ func (r *Record) SetService(want spec.Service) error {
 	return nil
 }
 
-// DropService takes a service away.
+// DropService removes a service.
 func (r *Record) DropService(name string) error {
 	i := FindService(r.Spec.Services, name)
 	if i < 0 {

@@ -17,23 +17,23 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// A snapshot of the disk alone is a snapshot whose RAM is one page of zeros and that has
-// no states: all that knows snapshots knows it (see docs/adr/0019).
+// A disk-only snapshot is a snapshot whose RAM is one page of zeros and that has no states, so all code for
+// snapshots can handle it (see docs/adr/0019).
 
 // KindDisk marks such a snapshot.
 const KindDisk = "disk"
 
-// KindAbandoned marks one of the disk that a VM has left which was taken back to an earlier snapshot. SweepAbandoned
-// deletes it, or whoever removes it or its VM.
+// KindAbandoned marks the disk that a VM left when it was taken back to an earlier snapshot. It is deleted by
+// SweepAbandoned, or when it or its VM is removed.
 const KindAbandoned = "abandoned"
 
-// DiskOnly says that a snapshot has no memory.
+// DiskOnly reports whether a snapshot has no memory.
 func DiskOnly(m *snapshot.Manifest) bool {
 	return m.Labels[labelKind] == KindDisk || m.Labels[labelKind] == KindAbandoned
 }
 
-// Abandon keeps the disk of a VM that has crashed or stopped, before it is taken back to a snapshot, and returns the id
-// of what it is kept as. It is empty if nothing is left. The VM's lock is held.
+// Abandon keeps the disk of a VM that has crashed or stopped, before the VM is taken back to a snapshot. It
+// returns the id of the new snapshot, or "" if there is nothing to keep. The VM's lock must be held.
 func (s *Store) Abandon(ctx context.Context, r *Record, to *snapshot.Manifest) (id string, err error) {
 	if slices.Equal(r.Disk.Layers, SnapshotStack(to).Layers) {
 		return "", nil
@@ -45,7 +45,7 @@ func (s *Store) Abandon(ctx context.Context, r *Record, to *snapshot.Manifest) (
 	if err != nil {
 		return fail(err)
 	}
-	// Sealed it can be booted from. One that is damaged is kept as it is.
+	// A VM can boot from it once it is sealed. A damaged disk is kept as it is.
 	d, err := disk.Open(st, disk.Options{})
 	if err == nil {
 		err = d.CloseSealed()
@@ -73,13 +73,13 @@ func (s *Store) Abandon(ctx context.Context, r *Record, to *snapshot.Manifest) (
 	return id, nil
 }
 
-// NoMemory is the RAM of a snapshot without any.
+// NoMemory is the RAM of a snapshot without memory.
 type NoMemory struct{}
 
 // Slots implements snapshot.MemorySource.
 func (NoMemory) Slots() []snapshot.Slot { return []snapshot.Slot{{Size: guestmem.PageSize}} }
 
-// NextData implements snapshot.MemorySource: there is nothing but zeros.
+// NextData implements snapshot.MemorySource: there are only zeros.
 func (NoMemory) NextData(page uint64) (first, end uint64, err error) { return page, page, nil }
 
 // ReadPages implements snapshot.MemorySource.
@@ -88,7 +88,7 @@ func (NoMemory) ReadPages(_ uint64, p []byte) error {
 	return nil
 }
 
-// Snapshots lists the snapshots of the store, also those that cannot be opened.
+// Snapshots lists the snapshots of the store, including those that cannot be opened.
 func (s *Store) Snapshots() ([]spec.SnapshotInfo, error) {
 	entries, err := os.ReadDir(filepath.Join(s.dir, "snapshots"))
 	if err != nil {
@@ -112,7 +112,7 @@ func (s *Store) Snapshots() ([]spec.SnapshotInfo, error) {
 	return out, nil
 }
 
-// damagedInfo is what is known of a snapshot whose memory cannot be had.
+// damagedInfo returns what is known about a snapshot whose memory is unreadable.
 func (s *Store) damagedInfo(id string, problem error) spec.SnapshotInfo {
 	i := spec.SnapshotInfo{ID: id}
 	if m, err := snapshot.ReadManifest(s.SnapshotDir(id)); err == nil {
@@ -135,7 +135,7 @@ func (s *Store) snapshotInfo(m *snapshot.Manifest) spec.SnapshotInfo {
 	return i
 }
 
-// SnapshotDetails is everything that is known of a snapshot, its parts included.
+// SnapshotDetails is all that is known about a snapshot, including its parts.
 type SnapshotDetails struct {
 	spec.SnapshotInfo
 	Manifest *snapshot.Manifest `json:"manifest"`
@@ -152,7 +152,7 @@ type StateInfo struct {
 	Bytes   int    `json:"bytes"`
 }
 
-// InspectSnapshot returns what a snapshot says of itself.
+// InspectSnapshot returns the details of a snapshot.
 func (s *Store) InspectSnapshot(prefix string) (*SnapshotDetails, error) {
 	id, err := s.FindSnapshot(prefix)
 	if err != nil {
@@ -181,9 +181,8 @@ func (s *Store) InspectSnapshot(prefix string) (*SnapshotDetails, error) {
 	return d, err
 }
 
-// CompactSnapshot rewrites a snapshot so that it shares no file with others and has
-// nothing that it does not need. It returns how many bytes it had to itself before and
-// has now.
+// CompactSnapshot rewrites a snapshot so that it shares no file with others and has nothing that it does not need.
+// It returns how many bytes the snapshot had exclusively before and has now.
 func (s *Store) CompactSnapshot(ctx context.Context, prefix string) (before, after int64, err error) {
 	id, err := s.FindSnapshot(prefix)
 	if err != nil {
@@ -218,7 +217,7 @@ func (s *Store) FindSnapshot(prefix string) (string, error) {
 	return "", fmt.Errorf("snapshot %q: %w: %d begin so: give more digits", prefix, snapshot.ErrNotFound, len(found))
 }
 
-// SnapshotDisk is the disk of a snapshot, sealed, with absolute paths. It does not depend on the snapshot's memory.
+// SnapshotDisk returns the disk of a snapshot, sealed, with absolute paths. It does not need the snapshot's memory.
 func (s *Store) SnapshotDisk(id string) (disk.Stack, error) {
 	m, err := snapshot.ReadManifest(s.SnapshotDir(id))
 	if err != nil {
@@ -227,9 +226,9 @@ func (s *Store) SnapshotDisk(id string) (disk.Stack, error) {
 	return s.Absolute(SnapshotStack(m))
 }
 
-// VerifySnapshot reads all of a snapshot and checks it.
+// VerifySnapshot reads and checks all of a snapshot.
 //
-// Its disk is checked as far as layers can be without reading all their data.
+// It checks the disk as far as possible without reading all data of the layers.
 func (s *Store) VerifySnapshot(ctx context.Context, prefix string) error {
 	id, err := s.FindSnapshot(prefix)
 	if err != nil {
@@ -248,8 +247,8 @@ func (s *Store) VerifySnapshot(ctx context.Context, prefix string) error {
 	return nil
 }
 
-// RemoveSnapshot deletes a snapshot. It fails with ErrSnapshotInUse when a VM sleeps in it or was made from it and has
-// not slept since. While somebody restores it, it waits for some seconds until that VM is recorded.
+// RemoveSnapshot deletes a snapshot. It returns ErrSnapshotInUse when a VM sleeps in it or was made from it and
+// has not slept since. While another process restores it, it waits for some seconds until that VM is recorded.
 func (s *Store) RemoveSnapshot(ctx context.Context, prefix string) error {
 	id, err := s.FindSnapshot(prefix)
 	if err != nil {
@@ -265,7 +264,7 @@ func (s *Store) RemoveSnapshot(ctx context.Context, prefix string) error {
 		if why, named := m.names(id); named {
 			return fmt.Errorf("%w: snapshot %s %s", spec.ErrSnapshotInUse, id, why)
 		}
-		// One that cannot be read goes as well; what it needed then goes when it has its age.
+		// An unreadable one goes as well. What it needed then goes once it is old enough.
 		if m, err := snapshot.ReadManifest(s.SnapshotDir(id)); err == nil {
 			layers = SnapshotStack(m).Layers
 		}
@@ -285,8 +284,8 @@ func (s *Store) RemoveSnapshot(ctx context.Context, prefix string) error {
 	return err
 }
 
-// DisksOf are the layers of a VM's disk, with what each takes on the host's, in bytes; and the snapshots of disks that
-// it has left when it was taken back.
+// DisksOf returns the layers of a VM's disk, with the bytes that each takes on the host's, and the snapshots of
+// disks that the VM left when it was taken back.
 func (s *Store) DisksOf(ctx context.Context, r *Record) (layers map[string]int64, abandoned []string, err error) {
 	have := manifests{}
 	if _, _, err := s.readManifests(ctx, have); err != nil {
@@ -305,10 +304,10 @@ func (s *Store) DisksOf(ctx context.Context, r *Record) (layers map[string]int64
 	return layers, abandoned, nil
 }
 
-// SnapshotDir is where a snapshot lies.
+// SnapshotDir returns the directory of a snapshot.
 func (s *Store) SnapshotDir(id string) string { return filepath.Join(s.dir, "snapshots", id) }
 
-// IsThere says whether a snapshot is on disk.
+// IsThere reports whether a snapshot is on disk.
 func (s *Store) IsThere(id string) bool {
 	m, err := s.Manifest(id)
 	return err == nil && m.ID == id

@@ -38,10 +38,10 @@ func (s *Store) CheckPaths(name string) error {
 	return nil
 }
 
-// ErrBetween says that a VM is between two phases, for some milliseconds: whoever wants something of it looks again.
+// ErrBetween means that a VM is between two phases, for some milliseconds. The caller must look again.
 var ErrBetween = errors.New("the VM is falling asleep or being woken")
 
-// GoBack makes a VM without a process one that sleeps in a snapshot.
+// GoBack makes a VM without a process sleep in a snapshot.
 func (r *Record) GoBack(m *snapshot.Manifest) {
 	r.Disk = SnapshotStack(m)
 	var then Record
@@ -53,7 +53,7 @@ func (r *Record) GoBack(m *snapshot.Manifest) {
 	r.Phase, r.PID, r.Problem, r.Exit = Asleep, 0, "", nil
 }
 
-// SnapshotStack is the writable disk in a snapshot.
+// SnapshotStack returns the writable disk in a snapshot.
 func SnapshotStack(m *snapshot.Manifest) disk.Stack {
 	for _, d := range m.Disks {
 		if d.Name == instance.DeviceDisk {
@@ -63,7 +63,7 @@ func SnapshotStack(m *snapshot.Manifest) disk.Stack {
 	return disk.Stack{}
 }
 
-// Manifest reads that of a snapshot.
+// Manifest returns the manifest of a snapshot.
 func (s *Store) Manifest(id string) (*snapshot.Manifest, error) {
 	snap, err := snapshot.Open(s.SnapshotDir(id))
 	if err != nil {
@@ -73,31 +73,30 @@ func (s *Store) Manifest(id string) (*snapshot.Manifest, error) {
 	return m, snap.Close()
 }
 
-// Creating says that a VM is being made: it has not come up yet, and has never slept.
+// Creating reports whether a VM is being made: it has not come up yet, and has never slept.
 func (r *Record) Creating() bool {
 	return r.Phase == Starting && len(r.Sleeps) == 0 && (r.Snapshot == "" || r.Snapshot == r.Parent)
 }
 
-// SleptAfter says whether a VM has slept since an earlier look at its record.
+// SleptAfter reports whether a VM has slept since an earlier look at its record.
 func (r *Record) SleptAfter(before *Record) bool {
 	n := len(r.Sleeps)
 	return n > 0 && r.Sleeps[n-1].Snapshot == r.Snapshot && r.Snapshot != before.Snapshot && r.ID == before.ID
 }
 
-// Origin says of which VM another one is a fork. The snapshot of the fork is
-// Record.Parent.
+// Origin says which VM another one is a fork of. The snapshot of the fork is Record.Parent.
 type Origin struct {
-	// Parent is the name that the other had, and ParentID its id.
+	// Parent is the name that the other VM had, and ParentID its id.
 	Parent   string `json:"parent"`
 	ParentID string `json:"parent_id"`
-	// Generation is 1 for a fork of a VM that is none itself, 2 for a fork of that.
+	// Generation is 1 for a fork of a VM that is not a fork, 2 for a fork of that.
 	Generation int       `json:"generation"`
 	Time       time.Time `json:"time"`
-	// Asked says that the guest of the other has asked for it: spec.Self.
+	// Asked says that the guest of the parent has asked for the fork: see spec.Self.
 	Asked bool `json:"asked,omitempty"`
 }
 
-// Origin is that of a fork of r.
+// Origin returns the origin of a fork of r.
 func (r *Record) Origin() *Origin {
 	o := &Origin{Parent: r.Spec.Name, ParentID: r.ID, Generation: 1, Time: time.Now().UTC()}
 	if r.Fork != nil {
@@ -106,9 +105,8 @@ func (r *Record) Origin() *Origin {
 	return o
 }
 
-// adoptFork makes the snapshot of its fork what a VM comes back from that has not slept,
-// as soon as that snapshot is on disk, which its parent's process sees to. Until then
-// there is nothing that the VM could come back from, and its record says so.
+// adoptFork makes a VM that has not slept come back from the snapshot of its fork, once that is on disk. The
+// parent's process writes it. Until then the record says that the VM has nothing to come back from.
 func (s *Store) adoptFork(r *Record) {
 	if r.Fork == nil || r.Snapshot != "" || r.Parent == "" {
 		return
@@ -118,13 +116,14 @@ func (s *Store) adoptFork(r *Record) {
 	}
 }
 
-// IDPattern is what ids of VMs and snapshots look like.
+// IDPattern matches ids of VMs and snapshots.
 var IDPattern = regexp.MustCompile(`^[0-9a-f]{32}$`)
 
-// PoolSocket is where a pool is served.
+// PoolSocket returns the socket of the process that serves a pool.
 func (s *Store) PoolSocket() string { return filepath.Join(s.Dir(), "pool.sock") }
 
-// MemoryOf is what a VM has in common with those that began as it, and so with what is in its memory of its proxy.
+// MemoryOf returns an id that a VM shares with all VMs that began with its memory, and so with what that has of
+// its proxy.
 func (r *Record) MemoryOf() string {
 	if r.Lineage != "" {
 		return r.Lineage
@@ -132,7 +131,7 @@ func (r *Record) MemoryOf() string {
 	return r.ID
 }
 
-// Inherit notes what a VM that is made of another one's memory has of its proxy.
+// Inherit records what a VM that is made of another one's memory has of its proxy.
 func (r *Record) Inherit(from *Record) {
 	// A snapshot may come from elsewhere.
 	if l := from.MemoryOf(); IDPattern.MatchString(l) {
@@ -162,9 +161,9 @@ func (r *Record) Inherit(from *Record) {
 //	images/, kernels/, downloads/, cache/   of packages image, kernel and others
 type Store struct {
 	dir string
-	// hostHooks are not changed.
+	// hostHooks never change.
 	hostHooks []hosthooks.Func
-	// FS is where records are written, for tests of what fails, and Grace is graceTime, for tests that do not wait.
+	// FS is where records are written, for tests of failures. Grace is graceTime, for tests that do not wait.
 	FS    osfile.FS
 	Grace time.Duration
 }
@@ -183,54 +182,52 @@ func OpenStore(dir string) (*Store, error) {
 	return &Store{dir: dir, FS: osfile.OS, Grace: graceTime}, nil
 }
 
-// Dir is the store's directory.
+// Dir returns the store's directory.
 func (s *Store) Dir() string { return s.dir }
 
-// ImageDir is for package image.
+// ImageDir returns the directory for package image.
 func (s *Store) ImageDir() string { return s.dir }
 
-// KernelDir is for package kernel.
+// KernelDir returns the directory for package kernel.
 func (s *Store) KernelDir() string { return s.dir }
 
-// CacheDir is where system disks and initramfs archives are kept.
+// CacheDir returns the directory of system disks and initramfs archives.
 func (s *Store) CacheDir() string { return filepath.Join(s.dir, "cache") }
 
-// PageCacheDir is for package pagecache. It is not below CacheDir, which several stores may
+// PageCacheDir returns the directory for package pagecache. It is not below CacheDir, which several stores may
 // share: a store sweeps out the pages of all snapshots but its own.
 func (s *Store) PageCacheDir() string { return filepath.Join(s.dir, "pages") }
 
-// oldPageCacheDir is where those pages were before. They are parts of guests' memory, so
-// they may not stay behind.
+// oldPageCacheDir is the former place of those pages. They are parts of guests' memory, so they must not stay behind.
 func (s *Store) oldPageCacheDir() string { return filepath.Join(s.CacheDir(), "pages") }
 
-// VMDir is a VM's own directory.
+// VMDir returns a VM's own directory.
 func (s *Store) VMDir(name string) string { return filepath.Join(s.dir, "vms", name) }
 
-// RecordPath is the file of a VM's record.
+// RecordPath returns the file of a VM's record.
 func (s *Store) RecordPath(name string) string { return filepath.Join(s.VMDir(name), "vm.json") }
 
-// LayerDir has the layers of writable disks.
+// LayerDir returns the directory of the layers of writable disks.
 func (s *Store) LayerDir() string { return filepath.Join(s.dir, "layers") }
 
-// ControlSocket is where a VM's process answers.
+// ControlSocket returns the socket on which a VM's process answers.
 func (s *Store) ControlSocket(name string) string {
 	return filepath.Join(s.VMDir(name), "control.sock")
 }
 
-// VsockPath is the Unix socket that leads to the vsock ports of a VM.
+// VsockPath returns the Unix socket that leads to the vsock ports of a VM.
 func (s *Store) VsockPath(name string) string { return filepath.Join(s.VMDir(name), "vsock.sock") }
 
-// ConsoleLog is what a VM has written to its serial port.
+// ConsoleLog returns the log of a VM's serial port.
 func (s *Store) ConsoleLog(name string) string { return filepath.Join(s.VMDir(name), "console.log") }
 
-// ProcessLog is what a VM's process has logged.
+// ProcessLog returns the log of a VM's process.
 func (s *Store) ProcessLog(name string) string { return filepath.Join(s.VMDir(name), "vmm.log") }
 
-// Phase is what a VM is doing.
+// Phase is the phase that a VM is in.
 type Phase string
 
-// The phases of a VM. A record says starting or running only while the VM's process
-// lives; afterwards it is crashed.
+// The phases of a VM. A record says starting or running only while the VM's process lives; afterwards it is crashed.
 const (
 	Starting Phase = "starting"
 	Running  Phase = "running"
@@ -239,10 +236,10 @@ const (
 	Crashed  Phase = "crashed"
 )
 
-// RecordVersion is counted up by incompatible changes of Record.
+// RecordVersion goes up with each incompatible change of Record.
 const RecordVersion = 1
 
-// Record is what is kept of a VM.
+// Record is the stored record of a VM.
 type Record struct {
 	Version int       `json:"version"`
 	ID      string    `json:"id"`
@@ -251,83 +248,81 @@ type Record struct {
 	Phase   Phase     `json:"phase"`
 	// PID is the VM's own process, which holds the record's lock; 0 if there is none.
 	PID int `json:"pid,omitempty"`
-	// Maker is the process that makes the VM, until that has a process of its own. It
-	// is somebody else's, and never to be harmed.
+	// Maker is the process that makes the VM, until the VM has its own. It belongs to another program and must
+	// never be killed.
 	Maker int `json:"maker,omitempty"`
-	// Boot is what it boots.
+	// Boot are the files that it boots.
 	Boot BootFiles `json:"boot"`
-	// Disk is its writable disk; names of layers in the store.
+	// Disk is its writable disk, as names of layers in the store.
 	Disk disk.Stack `json:"disk"`
 	// NextLayer numbers its layers.
 	NextLayer int `json:"next_layer"`
-	// Snapshot is the last one that it can be brought back from, or empty.
+	// Snapshot is the last one that the VM can come back from, or empty.
 	Snapshot string `json:"snapshot,omitempty"`
-	// Resumed is the snapshot from which it has run on last, or to which it was taken back: a wake from it is one into
-	// the past.
+	// Resumed is the snapshot from which the VM last ran on, or to which it was taken back. A wake from it goes
+	// back in time.
 	Resumed string `json:"resumed,omitempty"`
-	// NetworkID is what the VM's link to the host was last called by, if not by ID: it was made before the VM was
+	// NetworkID is the last id of the VM's link to the host, if it is not ID: the link was made before the VM was
 	// known.
 	NetworkID string `json:"network_id,omitempty"`
-	// Exit says how it ended, when it is stopped.
+	// Exit says how the guest ended, if the VM is stopped.
 	Exit *ExitRecord `json:"exit,omitempty"`
-	// Problem is why it is crashed, or what is wrong with the guest; one line.
+	// Problem is why the VM is crashed, or what is wrong with the guest; one line.
 	Problem string `json:"problem,omitempty"`
-	// Parent is the snapshot that it was made from, if it was.
+	// Parent is the snapshot that the VM was made from, if any.
 	Parent string `json:"parent,omitempty"`
-	// Fork says of which VM it is a fork, if it is one.
+	// Fork says which VM this one is a fork of, if any.
 	Fork *Origin `json:"fork,omitempty"`
-	// Base is the snapshot of a fork that the next one of this VM builds upon, while
-	// its process lives.
+	// Base is the snapshot of a fork that the next snapshot of this VM builds on, while its process lives.
 	Base string `json:"base,omitempty"`
-	// Lineage is the id of the VM whose memory this one's has begun as, however many forks and clones lie between;
-	// empty is its own.
+	// Lineage is the id of the VM whose memory this VM's memory began as, across all forks and clones; empty means
+	// its own.
 	Lineage string `json:"lineage,omitempty"`
-	// TrustedCA is the authority of a proxy that the guest has in its memory, by its fingerprint.
+	// TrustedCA is the fingerprint of the proxy authority that the guest has in its memory.
 	TrustedCA string `json:"trusted_ca,omitempty"`
-	// Secrets are what the VM waits for after a wake or a boot, without values. Those that
-	// are made of it have none.
+	// Secrets are the secrets, without values, that the VM waits for after a wake or a boot. VMs made of it have none.
 	Secrets []spec.SecretFile `json:"secrets,omitempty"`
-	// Previous is what it slept in before it was taken back to Snapshot, until it sleeps again.
+	// Previous is the snapshot that the VM slept in before it was taken back to Snapshot, until it sleeps again.
 	Previous string `json:"previous,omitempty"`
-	// Left is the snapshot of the disk that it had when it last began anew, if it had crashed or stopped then; the one
-	// before goes.
+	// Left is the snapshot of the disk that the VM had at its last rotation, if it had crashed or stopped then.
+	// The previous one is removed.
 	Left string `json:"left,omitempty"`
-	// Rotated is the time of its Rotation at which it has last begun anew.
+	// Rotated is the time of its Rotation at which the VM last began anew.
 	Rotated time.Time `json:"rotated,omitzero"`
-	// Awake is when its process last began, and Sleeps are its last sleeps, the newest last.
+	// Awake is when its process last began. Sleeps are its last sleeps, the newest last.
 	Awake  time.Time     `json:"awake,omitzero"`
 	Sleeps []SleepRecord `json:"sleeps,omitempty"`
-	// Former is the name that it had before it was renamed, and NextName the one that it may have already.
+	// Former is the name before the VM was renamed. NextName is the name that it may have already.
 	Former   string `json:"former,omitempty"`
 	NextName string `json:"next_name,omitempty"`
 
-	// metadata is what a VM that is yet to be made gets.
+	// metadata is the metadata of a VM that is not made yet.
 	metadata *spec.Metadata
 }
 
-// SleepRecord says what a sleep has done.
+// SleepRecord has the results of a sleep.
 type SleepRecord struct {
 	Snapshot string `json:"snapshot"`
 	// Awake is when the VM's process began, and Asleep when the sleep was committed.
 	Awake  time.Time `json:"awake,omitzero"`
 	Asleep time.Time `json:"asleep"`
-	// Raw is the memory in the snapshot, Stored what that takes on disk, and Shared what is in files of snapshots
-	// before it: bytes.
+	// Raw is the memory in the snapshot, Stored what that takes on disk, and Shared what is in files of earlier
+	// snapshots: bytes.
 	Raw    uint64 `json:"bytes_raw"`
 	Stored int64  `json:"bytes_stored"`
 	Shared int64  `json:"bytes_shared"`
-	// CPUSeconds is processor time of the VM's process from Awake on, that of its vCPUs included.
+	// CPUSeconds is the processor time of the VM's process since Awake, including its vCPUs.
 	CPUSeconds float64 `json:"cpu_seconds"`
-	// NetworkIn and NetworkOut are bytes of packets that its policy let pass to the guest and from it, in that time.
+	// NetworkIn and NetworkOut are the bytes of packets that the policy let pass to and from the guest in that time.
 	NetworkIn  uint64 `json:"network_in_bytes"`
 	NetworkOut uint64 `json:"network_out_bytes"`
 }
 
-// MaxSleeps is how many sleeps a record has.
+// MaxSleeps is the maximum number of sleeps in a record.
 const MaxSleeps = 16
 
 // BootFiles are what a VM boots, by path and, where it has one, id. Paths are relative to the store's directory, which
-// may be moved, but for files outside of it. Records of older versions have absolute ones: see Store.bootPath.
+// may be moved, except for files outside of it. Records of older versions have absolute ones: see Store.BootPath.
 type BootFiles struct {
 	KernelID   string `json:"kernel_id"`
 	Kernel     string `json:"kernel"`
@@ -345,7 +340,7 @@ type ExitRecord struct {
 	Time   time.Time `json:"time"`
 }
 
-// ReplaceFile is osfile.WriteFile, but that after a loss of power the file may be the one from before.
+// ReplaceFile is like osfile.WriteFile, but after a loss of power the file may be the previous one.
 func (s *Store) ReplaceFile(path string, data []byte) error {
 	temp, err := osfile.WriteTemp(s.FS, path, data, 0o600)
 	if err != nil {
@@ -357,17 +352,17 @@ func (s *Store) ReplaceFile(path string, data []byte) error {
 	return nil
 }
 
-// AheadRecord is a record that is written, safely, before it is true, and takes its file's place without waiting for
-// the disk. The zero value is none.
+// AheadRecord is a record that is written durably before it is true. Commit then puts it in its file's place
+// without waiting for the disk. The zero value is no record.
 type AheadRecord struct {
 	path, temp string
 	data       []byte
-	// before is the file whose place it takes: as long as it is open, the kernel need not give back what it has on the
-	// disk, which takes longer than all else of a rename.
+	// Before is the file that it replaces. While it is open, the kernel need not free its blocks on the disk,
+	// which takes longer than the rest of a rename.
 	Before *os.File
 }
 
-// Ahead writes a record beside its file. What it returns is to be discarded, also after an error.
+// Ahead writes a record beside its file. The caller must discard the result, also after an error.
 func (s *Store) Ahead(r *Record) (*AheadRecord, error) {
 	data, err := EncodeRecord(r)
 	a := &AheadRecord{path: s.RecordPath(r.Spec.Name), data: data}
@@ -383,7 +378,7 @@ func (s *Store) Ahead(r *Record) (*AheadRecord, error) {
 	return a, nil
 }
 
-// Commit has it take the file's place if the record is the one that was written.
+// Commit puts the record in its file's place if r is the record that was written.
 func (a *AheadRecord) Commit(r *Record) (done bool, err error) {
 	if a.temp == "" {
 		return false, nil
@@ -402,8 +397,8 @@ func (a *AheadRecord) Commit(r *Record) (done bool, err error) {
 	return true, nil
 }
 
-// Discard removes what was not committed, and lets go of what was before. Whatever a killed process leaves goes with
-// its sockets.
+// Discard removes what was not committed, and closes the previous file. RemoveSockets removes what a killed
+// process leaves.
 func (a *AheadRecord) Discard() {
 	if a.Before != nil {
 		a.Before.Close()
@@ -413,19 +408,19 @@ func (a *AheadRecord) Discard() {
 	}
 }
 
-// EncodeRecord makes the text of a record.
+// EncodeRecord returns the text of a record.
 func EncodeRecord(r *Record) ([]byte, error) {
 	data, err := json.MarshalIndent(r, "", "  ")
 	return append(data, '\n'), err
 }
 
-// Save writes a record, safely. The lock of its VM must be held.
+// Save writes a record durably. The lock of its VM must be held.
 func (s *Store) Save(r *Record) error {
 	return s.SaveBy(func(path string, data []byte) error { return osfile.WriteFileIn(s.FS, path, data, 0o600) }, r)
 }
 
-// SaveOver is save for a record that names a layer of a disk, at path top, which may not be durable yet: it is made so
-// before the record is. Both are written at once, since a wake may wait for it.
+// SaveOver is Save for a record that names a disk layer at path top, which may not be durable yet. It makes the
+// layer durable before the record. It writes both at once, since a wake may wait for it.
 func (s *Store) SaveOver(r *Record, top string) error {
 	synced := make(chan error, 1)
 	go func() { synced <- disk.Sync(top) }()
@@ -453,7 +448,7 @@ func (s *Store) SaveBy(write func(path string, data []byte) error, r *Record) er
 	return nil
 }
 
-// Load reads a record as it stands in its file.
+// Load reads a record as it is in its file.
 func (s *Store) Load(name string) (*Record, error) {
 	if !spec.ValidName(name) {
 		return nil, fmt.Errorf("%w: %q is not the name of a VM", spec.ErrNotFound, name)
@@ -477,7 +472,7 @@ func (s *Store) Load(name string) (*Record, error) {
 	return r, nil
 }
 
-// DecodeRecord is the other way round of encodeRecord.
+// DecodeRecord is the reverse of EncodeRecord.
 func DecodeRecord(data []byte) (*Record, error) {
 	r := &Record{}
 	d := json.NewDecoder(bytes.NewReader(data))
@@ -485,8 +480,7 @@ func DecodeRecord(data []byte) (*Record, error) {
 	return r, d.Decode(r)
 }
 
-// Get returns a VM's record. What a killed process has left behind is tidied up
-// first.
+// Get returns a VM's record. It first cleans up after a killed process.
 func (s *Store) Get(name string) (*Record, error) {
 	r, err := s.Load(name)
 	if err != nil {
@@ -504,23 +498,23 @@ func (s *Store) Get(name string) (*Record, error) {
 	}
 	defer l.Release()
 	if r.making() {
-		// Whoever makes it has yet to start its process.
+		// Its maker has not started its process yet.
 		return r, nil
 	}
-	// The process is gone. It may have finished its record just now.
+	// The process is gone. It may have just finished its record.
 	if r, err = s.Load(name); err != nil || r.Phase != Starting && r.Phase != Running {
 		return r, err
 	}
 	return r, s.Tidy(r)
 }
 
-// making says that the VM has no process yet, and that the one that makes it is there.
+// making reports whether the VM has no process yet, and its maker is alive.
 func (r *Record) making() bool {
 	return r.Phase == Starting && r.PID == 0 && r.Maker > 0 && unix.Kill(r.Maker, 0) == nil
 }
 
-// Tidy turns the record of a killed process into one of a crashed VM and removes its
-// sockets. The lock is held. TAP devices and memory went with the process.
+// Tidy turns the record of a killed process into one of a crashed VM and removes its sockets. The lock must be
+// held. TAP devices and memory went with the process.
 func (s *Store) Tidy(r *Record) error {
 	r.Problem = "its process (pid " + fmt.Sprint(r.PID) + ") was killed"
 	if r.PID == 0 {
@@ -548,14 +542,14 @@ func (s *Store) Tidy(r *Record) error {
 	if err := s.Save(r); err != nil {
 		return err
 	}
-	// The lock is held, and the record says it from now on, so it is told once.
+	// The lock is held, and the record now says it, so the event is written once.
 	s.Tell(s.Event(events.WithCause(context.Background(), events.Killed), r, events.Crashed))
 	return nil
 }
 
-// adoptLayers adds to a VM's disk the layers that its process began after it had last saved the record: it was killed,
-// or could not save, between sealing one layer and naming the next, in which the guest may have made things durable
-// since. Their names count on from the record's, and each lies over the one before. The lock is held.
+// adoptLayers adds to a VM's disk the layers that its process began after it last saved the record. The process
+// was killed, or could not save, between sealing one layer and naming the next, and the guest may have made data
+// durable since. Layer names count up from the record's, and each lies over the one before. The lock must be held.
 func (s *Store) adoptLayers(r *Record) error {
 	if len(r.Disk.Layers) == 0 {
 		return nil
@@ -588,7 +582,7 @@ func (s *Store) adoptLayers(r *Record) error {
 	return nil
 }
 
-// RemoveSockets removes what a killed process has left in its VM's directory.
+// RemoveSockets removes sockets and temporary files of a killed process from its VM's directory.
 func (s *Store) RemoveSockets(name string) error {
 	entries, err := os.ReadDir(s.VMDir(name))
 	if err != nil {
@@ -603,8 +597,7 @@ func (s *Store) RemoveSockets(name string) error {
 	return errors.Join(errs...)
 }
 
-// List returns all VMs in the order of their names. A record that cannot be read is
-// reported, and does not hide the others.
+// List returns all VMs in the order of their names. An unreadable record is in the error, and does not hide the others.
 func (s *Store) List() ([]*Record, error) {
 	entries, err := os.ReadDir(filepath.Join(s.dir, "vms"))
 	if err != nil {
@@ -627,9 +620,8 @@ func (s *Store) List() ([]*Record, error) {
 	return out, errors.Join(errs...)
 }
 
-// FileStamps say of each VM what its record and its metadata are, without reading them: a stamp that has not changed
-// stands for files that have not. It is empty for files that have been replaced so recently that their next replacement
-// might have the same time.
+// FileStamps returns a stamp of each VM's record and metadata, without reading them. An unchanged stamp means unchanged
+// files. A stamp is empty if the files were replaced so recently that the next replacement might have the same time.
 func (s *Store) FileStamps() (map[string]string, error) {
 	entries, err := os.ReadDir(filepath.Join(s.dir, "vms"))
 	if err != nil {
@@ -651,11 +643,11 @@ func (s *Store) FileStamps() (map[string]string, error) {
 	return out, nil
 }
 
-// settleTime is how old a file has to be for its time to tell it from the next: file systems count in steps of
+// settleTime is how old a file must be for its time to differ from the next one's: file systems count in steps of
 // milliseconds.
 const settleTime = 100 * time.Millisecond
 
-// fileStamp tells a file that is replaced by renaming from the one before; empty if there is none.
+// fileStamp returns a stamp that changes when a file is replaced by renaming; empty if there is no file.
 func fileStamp(path string) (stamp string, settled bool) {
 	var st unix.Stat_t
 	if err := unix.Stat(path, &st); err != nil {
@@ -668,7 +660,7 @@ func fileStamp(path string) (stamp string, settled bool) {
 // VMLock is an exclusive flock(2), which the kernel drops when its holder dies.
 type VMLock struct{ f *os.File }
 
-// Lock takes a VM's lock, or fails with ErrRunning when a process holds it.
+// Lock takes a VM's lock. If a process holds it, Lock returns ErrRunning.
 func (s *Store) Lock(name string) (*VMLock, error) {
 	f, err := osfile.TryOpenLocked(s.lockPath(name), lockFlags, 0o600, osfile.Exclusive)
 	return locked(name, f, err)
@@ -690,15 +682,14 @@ func locked(name string, f *os.File, err error) (*VMLock, error) {
 	return &VMLock{f}, nil
 }
 
-// lockPatience is how long the process of a VM waits for its lock, which others hold
-// for moments only, to look at the record.
+// lockPatience is how long the process of a VM waits for its lock. Others hold it only for moments, to look at the
+// record.
 const lockPatience = 300 * time.Millisecond
 
-// removePatience is how long is waited for the lock of a VM that is to be removed: its
-// process may be on its way out, and others look at it.
+// removePatience is how long a removal waits for the lock of a VM: its process may be exiting, and others look at it.
 const removePatience = 30 * time.Second
 
-// LockSoon is lock with a little patience.
+// LockSoon is Lock that waits for up to lockPatience.
 func (s *Store) LockSoon(ctx context.Context, name string) (*VMLock, error) {
 	return s.lockWithin(ctx, name, lockPatience)
 }
@@ -710,18 +701,17 @@ func (s *Store) lockWithin(ctx context.Context, name string, patience time.Durat
 	return locked(name, f, err)
 }
 
-// Release gives it back.
+// Release releases the lock.
 func (l *VMLock) Release() { l.f.Close() }
 
-// Create makes the directory and record of a new VM. The name must be free. The
-// returned lock is held.
+// Create makes the directory and record of a new VM, whose name must be free. The caller holds the returned lock.
 func (s *Store) Create(r *Record) (*VMLock, error) {
 	dir := s.VMDir(r.Spec.Name)
 	if err := os.Mkdir(dir, 0o700); err != nil {
 		if !errors.Is(err, fs.ErrExist) {
 			return nil, fmt.Errorf("making VM %s: %w", r.Spec.Name, err)
 		}
-		// A directory without a record is what a killed `drowse run` left.
+		// A killed `drowse run` leaves a directory without a record.
 		if _, err := os.Stat(filepath.Join(dir, "vm.json")); err == nil {
 			return nil, fmt.Errorf("%w: %s: choose another, or remove it with Sandbox(%q).Delete", spec.ErrExists, r.Spec.Name, r.Spec.Name)
 		}
@@ -748,15 +738,14 @@ func (s *Store) Create(r *Record) (*VMLock, error) {
 	return l, nil
 }
 
-// NewLayer names the VM's next layer and counts it in the record, which the caller
-// saves.
+// NewLayer returns the name of the VM's next layer and counts it in the record. The caller must save that.
 func (r *Record) NewLayer() string {
 	r.NextLayer++
 	return fmt.Sprintf("%s-%d", r.ID, r.NextLayer)
 }
 
-// Absolute turns the names of layers in a record or snapshot into paths. A name that
-// leads out of the store is refused: a snapshot may come from elsewhere.
+// Absolute turns the names of layers in a record or snapshot into paths. It refuses a name that leads out of the
+// store, because a snapshot may come from elsewhere.
 func (s *Store) Absolute(st disk.Stack) (disk.Stack, error) {
 	var out disk.Stack
 	for _, l := range st.Layers {
@@ -768,7 +757,7 @@ func (s *Store) Absolute(st disk.Stack) (disk.Stack, error) {
 	return out, nil
 }
 
-// Relative is the reverse of absolute.
+// Relative is the reverse of Absolute.
 func (s *Store) Relative(st disk.Stack) disk.Stack {
 	var out disk.Stack
 	for _, l := range st.Layers {
@@ -780,7 +769,7 @@ func (s *Store) Relative(st disk.Stack) disk.Stack {
 // storeDirs are the folders of a store that BootFiles may be in.
 var storeDirs = []string{"images", "kernels", "cache"}
 
-// InStore is the path of a file as a record has it.
+// InStore returns the path of a file as records have it.
 func (s *Store) InStore(path string) string {
 	if rel, err := filepath.Rel(s.dir, path); err == nil && filepath.IsLocal(rel) {
 		return rel
@@ -788,8 +777,8 @@ func (s *Store) InStore(path string) string {
 	return path
 }
 
-// BootPath is the absolute path of one of a record's BootFiles. A record of an older version has the store's directory
-// in it as it was then; if that has been moved, or copied, the file is where the store is now.
+// BootPath returns the absolute path of one of a record's BootFiles. A record of an older version has the former
+// path of the store's directory. If that was moved or copied, the file is where the store is now.
 func (s *Store) BootPath(path string) string {
 	if path == "" {
 		return ""
@@ -808,8 +797,8 @@ func (s *Store) BootPath(path string) string {
 	return path
 }
 
-// RemoveNew deletes a VM that did not come up, with the layers that its process may have made: nothing else can name
-// them. It sweeps nothing, since others may be made of the same snapshot.
+// RemoveNew deletes a VM that did not come up, with the layers that its process may have made: nothing else can
+// name them. It does not sweep, since other VMs may be being made from the same snapshot.
 func (s *Store) RemoveNew(ctx context.Context, r *Record) error {
 	l, err := s.lockWithin(ctx, r.Spec.Name, removePatience)
 	if err != nil {
@@ -835,11 +824,11 @@ func (s *Store) RemoveNew(ctx context.Context, r *Record) error {
 	return nil
 }
 
-// Remove deletes a VM with its disk and its sleep snapshot, and says what that has freed. One that runs is refused with
-// ErrRunning, and one whose record cannot be read with ErrRecord, unless force is set; whoever has its lock then is
-// waited for. Its history stays for HistoryTime, unless it is ephemeral: see Store.Removed. If that cannot be kept, the
-// VM is removed all the same, and Freed.Problems says so. The VM may be gone although there is an error: then what only
-// it needed is not all deleted, which the next sweep does, and sandbox.removed is told with what was freed by then.
+// Remove deletes a VM with its disk and its sleep snapshot, and returns what that has freed. It refuses a running VM
+// with ErrRunning, and an unreadable record with ErrRecord, unless force is set; then it waits for the holder of the
+// VM's lock. The VM's history stays for HistoryTime, unless it is ephemeral: see Store.Removed. If the history cannot
+// be kept, Remove still removes the VM, and Freed.Problems says so. With an error the VM may be gone nevertheless. Then
+// the next sweep deletes the rest of what only it needed, and the event sandbox.removed has what was freed so far.
 func (s *Store) Remove(ctx context.Context, name string, force bool) (spec.Freed, error) {
 	r, err := s.Get(name)
 	e := events.Event{Type: events.Removed, Sandbox: name, Cause: events.CauseOf(ctx)}
@@ -850,7 +839,7 @@ func (s *Store) Remove(ctx context.Context, name string, force bool) (spec.Freed
 	case !force && (r.Phase == Running || r.Phase == Starting):
 		return spec.Freed{}, fmt.Errorf("%w: %s: put it to sleep, stop it, or use --force", spec.ErrRunning, name)
 	default:
-		// Its metadata goes with it.
+		// Its metadata is deleted with it.
 		e = s.Event(ctx, r, events.Removed)
 	}
 	freed, gone, err := s.removeFiles(ctx, name)
@@ -861,9 +850,9 @@ func (s *Store) Remove(ctx context.Context, name string, force bool) (spec.Freed
 	return freed, err
 }
 
-// removeFiles deletes a VM that is not running, and what only it needed. It says what it has freed, and whether the VM
-// is gone. It may be gone with an error: what only it needed is deleted after it, and what of that is left the next
-// sweep deletes.
+// removeFiles deletes a VM that is not running, and what only it needed. It returns what it has freed, and whether
+// the VM is gone. The VM may be gone with an error: what only it needed is deleted afterwards, and the next sweep
+// deletes the rest.
 func (s *Store) removeFiles(ctx context.Context, name string) (freed spec.Freed, gone bool, err error) {
 	l, err := s.lockWithin(ctx, name, removePatience)
 	if err != nil {
@@ -874,7 +863,7 @@ func (s *Store) removeFiles(ctx context.Context, name string) (freed spec.Freed,
 	var problems []string
 	if r, err := s.Load(name); err == nil {
 		now.of(r)
-		// A process that was killed when the record said already that it sleeps.
+		// For a process that was killed after the record said that the VM sleeps.
 		if err := removeLeftNetwork(r); err != nil {
 			return freed, false, err
 		}
@@ -882,13 +871,13 @@ func (s *Store) removeFiles(ctx context.Context, name string) (freed spec.Freed,
 			problems = append(problems, err.Error())
 		}
 	} else if errors.Is(err, spec.ErrRecord) {
-		// What else it may have needed goes when it has its age.
+		// What else it may have needed goes once it is old enough.
 		for _, path := range vmFiles(s.VMDir(name)) {
 			now.Owners = append(now.Owners, idsIn(path)...)
 		}
 	}
 	_, own := DiskUsage(s.VMDir(name))
-	// The record goes first, durably: a removal that is cut short leaves a VM with all its files, or none.
+	// The record goes first, durably: an interrupted removal leaves a VM with all its files, or none.
 	err = os.RemoveAll(s.RecordPath(name))
 	if err == nil {
 		err = osfile.SyncDir(s.VMDir(name))
@@ -897,15 +886,15 @@ func (s *Store) removeFiles(ctx context.Context, name string) (freed spec.Freed,
 		err = os.RemoveAll(s.VMDir(name))
 	}
 	if err != nil {
-		// Without its record it is no VM any more, whatever else of it is still there.
+		// Without its record it is no longer a VM, whatever else of it remains.
 		_, lerr := s.Load(name)
 		return freed, errors.Is(lerr, spec.ErrNotFound), fmt.Errorf("removing VM %s: %w", name, err)
 	}
-	// Or it could come back, after a loss of power, without what is deleted now.
+	// Otherwise it could come back, after a loss of power, without what is deleted now.
 	if err := osfile.SyncDir(filepath.Join(s.dir, "vms")); err != nil {
 		return freed, true, fmt.Errorf("removing VM %s: %w", name, err)
 	}
-	l.Release() // who holds a VM's lock does not wait for the store's
+	l.Release() // the holder of a VM's lock must not wait for the store's
 	freed, err = s.SweepExcept(ctx, now)
 	freed.Bytes += own
 	freed.Problems = append(problems, freed.Problems...)

@@ -30,22 +30,22 @@ import (
 
 // What a stranger's stream may put into the store.
 
-// layerName is what the stores of all hosts call the layers of disks: after the VM that wrote them, by their content if
-// they were imported, or as empty file systems.
+// layerName matches the names of disk layers in all stores: by the VM that wrote them, by their content if they
+// were imported, or as empty file systems.
 var layerName = regexp.MustCompile(`^([0-9a-f]{32}-[0-9]{1,9}|sha256-[0-9a-f]{64}|ext4-[0-9]{1,3}-[0-9]{1,16}-[0-9a-f]{16}\.layer)$`)
 
-// contentPrefix begins the names of files that are named by the SHA-256 of what was sent. Nothing but an import makes
-// such names, so no stranger can choose the name of a file that a VM of this store has, or is going to make.
+// contentPrefix begins the names of files that are named by the SHA-256 of what was sent. Only an import makes
+// such names, so a stranger cannot choose the name of a file that a VM of this store has, or will make.
 const contentPrefix = "sha256-"
 
-// importPrefix begins the names of files that belong to nothing yet. A sweep takes those that an import has left in the
-// layers' directory.
+// importPrefix begins the names of files that nothing names yet. A sweep deletes those that an import has left in
+// the layers' directory.
 const importPrefix = "import-"
 
-// maxSystemDisk bounds the disk with the agent, in bytes: the agent, and what the file system needs besides.
+// maxSystemDisk bounds the disk with the agent, in bytes: the agent, and the overhead of the file system.
 const maxSystemDisk = sysdisk.MaxAgent + 1<<20
 
-// importing takes the files of one imported snapshot and decides what of its manifest holds. It implements
+// importing takes the files of one imported snapshot and decides what is accepted of its manifest. It implements
 // snapshot.Placer.
 type importing struct {
 	ctx   context.Context
@@ -53,16 +53,16 @@ type importing struct {
 	trust bool
 	id    string
 	kept  bool
-	// record is that of the VM, as it will be in the snapshot; nil if the snapshot is of a disk only.
+	// record is the VM's record as it will be in the snapshot; nil until it is admitted.
 	record  *Record
 	dropped []string
-	// layers are the names that the stream's layers have here, by those that they have in it, and system is the path of
-	// the disk with the agent, empty if it is not in the stream.
+	// layers maps names of layers in the stream to their names here. system is the path of the disk with the
+	// agent, empty if it is not in the stream.
 	layers map[string]string
 	system string
 }
 
-// Admit implements snapshot.Placer: it refuses what could never run here, before the stream is read any further.
+// Admit implements snapshot.Placer. It refuses what could never run here, before more of the stream is read.
 func (im *importing) Admit(m *snapshot.Manifest) error {
 	im.id = m.ID
 	images, err := image.OpenStore(im.store.ImageDir())
@@ -88,7 +88,7 @@ func (im *importing) Admit(m *snapshot.Manifest) error {
 	if r.Version != RecordVersion {
 		return fmt.Errorf("%w: its record has version %d, this build reads %d", spec.ErrRecord, r.Version, RecordVersion)
 	}
-	if DiskOnly(m) { // a disk fits every host, and boots with devices of its own
+	if DiskOnly(m) { // a disk fits every host, and boots with its own devices
 		im.record = im.admitted(m, &r)
 		return nil
 	}
@@ -104,8 +104,8 @@ func (im *importing) Admit(m *snapshot.Manifest) error {
 	return im.findKernel(&r)
 }
 
-// checkImportedMounts refuses a guest that has disks or directories in use that are not in the stream: here their names
-// would give it whatever has these names.
+// checkImportedMounts refuses a guest that uses disks or directories that are not in the stream: here their names
+// would give it whatever has the same names.
 func checkImportedMounts(m *snapshot.Manifest, r *Record) error {
 	held, err := instance.HeldVolumes(m)
 	if err != nil {
@@ -123,8 +123,8 @@ func checkImportedMounts(m *snapshot.Manifest, r *Record) error {
 	return nil
 }
 
-// notAwaited refuses the id of a snapshot that a VM of this store would come back from, if it were there: with the
-// stranger's memory, and its own grants.
+// notAwaited refuses the id of a snapshot that a VM of this store would come back from if it existed: with the
+// stranger's memory, and the VM's own grants.
 func (s *Store) notAwaited(id string) error {
 	records, err := s.List()
 	if err != nil {
@@ -142,14 +142,14 @@ func (s *Store) notAwaited(id string) error {
 	return nil
 }
 
-// admitted is what of the record in a stream holds. Whatever is not named here is dropped.
+// admitted returns what is accepted of the record in a stream. It drops everything that is not named here.
 func (im *importing) admitted(m *snapshot.Manifest, r *Record) *Record {
 	if im.trust {
 		return r
 	}
 	kept := &Record{
 		Version: RecordVersion,
-		// Without its id: what is made of it is of a lineage of its own.
+		// Without its id: VMs made of it get their own lineage.
 		Spec: spec.VM{
 			Name: r.Spec.Name, Hostname: r.Spec.Hostname, // words; a clone has its own
 			Image: m.Image,
@@ -171,8 +171,8 @@ func (im *importing) admitted(m *snapshot.Manifest, r *Record) *Record {
 	return kept
 }
 
-// droppedFields names, as JSON does, the fields of a Spec that say something in from and not the same in kept. The
-// image is said by its content instead.
+// droppedFields returns the JSON names of the fields of a Spec that are set in from and differ in kept. It skips
+// the image, which is identified by its content.
 func droppedFields(kept, from *spec.VM) (names []string) {
 	k, f := reflect.ValueOf(*kept), reflect.ValueOf(*from)
 	for i := range k.NumField() {
@@ -184,8 +184,8 @@ func droppedFields(kept, from *spec.VM) (names []string) {
 	return names
 }
 
-// findKernel settles which kernel a VM of the snapshot boots when it boots again: memory has its own. It is the very
-// same if the store has it, and another one of its kind if not.
+// findKernel chooses the kernel that a VM of the snapshot boots next time; memory has its own. It is the same
+// kernel if the store has it, otherwise another one of its kind.
 func (im *importing) findKernel(sent *Record) error {
 	r := im.record
 	if im.trust && strings.Contains(r.Spec.Kernel, "/") {
@@ -226,15 +226,15 @@ func (im *importing) Place(name string, size int64) (snapshot.Placement, error) 
 	return &placedFile{im: im, f: f, name: name, dir: dir, sum: sha256.New()}, nil
 }
 
-// systemDir is where package sysdisk keeps the disks with agents, and imports theirs beside them.
+// systemDir is where package sysdisk keeps the disks with agents. Imports put theirs beside them.
 func (s *Store) systemDir() string { return filepath.Join(s.CacheDir(), "sysdisk") }
 
-// Adopt implements snapshot.Placer: what the snapshot says from now on.
+// Adopt implements snapshot.Placer: it sets what the snapshot says from now on.
 func (im *importing) Adopt(m *snapshot.Manifest) error {
 	st, sent := disk.Stack{}, false
 	for _, l := range SnapshotStack(m).Layers {
-		// One that is not in the stream is not looked for: the store may have another VM's of that name. If the next
-		// one has taken it in it is not missed, and otherwise disk.Verify misses it. Nothing takes in the uppermost.
+		// A layer that is not in the stream is not looked for: the store may have another VM's of that name. If the
+		// next layer has absorbed it, it is not needed; otherwise disk.Verify misses it. Nothing absorbs the uppermost.
 		var name string
 		if name, sent = im.layers[l]; sent {
 			st.Layers = append(st.Layers, name)
@@ -267,7 +267,7 @@ func (im *importing) Adopt(m *snapshot.Manifest) error {
 	if im.trust {
 		m.Labels[LabelRecord] = string(text)
 	} else {
-		// None of a sleep or fork: these are ordered, kept and swept with the VM that they say they are of.
+		// Not the labels of a sleep or fork, which are ordered, kept and swept with the VM that they name.
 		labels := map[string]string{labelKind: KindNamed, LabelRecord: string(text)}
 		if DiskOnly(m) {
 			labels[labelKind] = KindDisk
@@ -282,7 +282,7 @@ func (im *importing) Adopt(m *snapshot.Manifest) error {
 	return im.store.keep(m.ID)
 }
 
-// adoptSystem sees to the disk that the guest has its agent from.
+// adoptSystem finds the disk that the guest has its agent from.
 func (im *importing) adoptSystem(m *snapshot.Manifest) error {
 	b := &im.record.Boot
 	switch {
@@ -291,7 +291,7 @@ func (im *importing) adoptSystem(m *snapshot.Manifest) error {
 	case im.system != "":
 		b.SystemDisk = im.system
 	default:
-		// Older versions have not sent it. What this store has of that name it has made itself, of an agent with that
+		// Older versions did not send it. A file of that name in this store was made here, from an agent with that
 		// hash.
 		own := filepath.Join(im.store.systemDir(), filepath.Base(b.SystemDisk))
 		if _, err := os.Stat(own); err != nil {
@@ -302,10 +302,10 @@ func (im *importing) adoptSystem(m *snapshot.Manifest) error {
 	return nil
 }
 
-// placedFile is a layer, packed, or the disk with the agent, on its way into the store.
+// placedFile is a packed layer, or the disk with the agent, on its way into the store.
 type placedFile struct {
 	im   *importing
-	f    *os.File // nil when it has been discarded
+	f    *os.File // nil once discarded
 	name string   // in the stream
 	dir  string
 	sum  hash.Hash
@@ -354,8 +354,8 @@ func (p *placedFile) Commit() (err error) {
 	return errors.Join(err, removeIfThere(tmp))
 }
 
-// checkImportedLayer refuses a layer that could change, or of a disk that is larger than any here: the index of a disk
-// in memory follows its size, whatever little came.
+// checkImportedLayer refuses a layer that could change, or of a disk larger than any here: the index of a disk in
+// memory grows with its size, however little was sent.
 func checkImportedLayer(path string) error {
 	info, err := disk.Inspect(path)
 	switch {
@@ -369,8 +369,8 @@ func checkImportedLayer(path string) error {
 	return nil
 }
 
-// settle gives a file, which is durable, its name, unless there is one of that name: it has the same content. So has
-// one that another import has put there in between; to take its place does no harm.
+// settle gives a durable file its name, unless that exists: then it has the same content. So does one that another
+// import has put there in between; replacing it does no harm.
 func (p *placedFile) settle(tmp, path string) error {
 	if _, err := os.Lstat(path); errors.Is(err, fs.ErrNotExist) {
 		err = os.Rename(tmp, path)
@@ -381,7 +381,7 @@ func (p *placedFile) settle(tmp, path string) error {
 	return osfile.SyncDir(p.dir)
 }
 
-// isHere says whether the store has a sealed layer of that name with the very content that was sent.
+// isHere reports whether the store has a sealed layer of that name with exactly the content that was sent.
 func (p *placedFile) isHere() (bool, error) {
 	path := filepath.Join(p.dir, p.name)
 	if info, err := disk.Inspect(path); err != nil || info.State != disk.StateSealed.String() {
@@ -412,11 +412,11 @@ func sameContent(a, b io.Reader) (bool, error) {
 	}
 }
 
-// Abort implements snapshot.Placement. What has its name already stays for the next sweep: another import may have
-// found it there.
+// Abort implements snapshot.Placement. A file that has its name already stays for the next sweep: another import
+// may rely on it.
 func (p *placedFile) Abort() error { return p.discard() }
 
-// discard forgets what was received.
+// discard deletes what was received.
 func (p *placedFile) discard() error {
 	if p.f == nil {
 		return nil

@@ -18,8 +18,7 @@ import (
 	"github.com/drowse-vm/drowse/snapshot/pagecache"
 )
 
-// Lightest is where the window of so many sizes with the least sum begins, the last of
-// several.
+// Lightest returns where the window of window sizes with the least sum begins, the last of several.
 func Lightest(sizes []int64, window int) (first int) {
 	var sum, least int64
 	for i, n := range sizes {
@@ -34,13 +33,12 @@ func Lightest(sizes []int64, window int) (first int) {
 	return first
 }
 
-// templateOwner begins the names of the empty file systems, which are small and
-// needed again.
+// templateOwner begins the names of the empty file systems, which are small and needed again.
 const templateOwner = "ext4"
 
 // Labels of a snapshot.
 const (
-	labelKind   = "drowse.kind"   // kindSleep, kindNamed, kindDisk, kindFork or kindAbandoned
+	labelKind   = "drowse.kind"   // KindSleep, KindNamed, KindDisk, KindFork or KindAbandoned
 	LabelRecord = "drowse.record" // the VM's record at that time
 	labelOwner  = "drowse.owner"  // the id of that VM
 	LabelNote   = "drowse.note"   // the user's words
@@ -50,23 +48,22 @@ const (
 	KindFork  = "fork"
 )
 
-// Sweep deletes what no record, metadata or snapshot names (see mark) and what has not changed for ten minutes: sleep
-// snapshots that no VM needs any more and no Metadata keeps, disk layers, decompressed pages of no snapshot, and what
-// interrupted commands have left. It never deletes a snapshot that was asked for by name. A record or a snapshot that
-// cannot be read is an error, what it may need is kept, and the rest is deleted all the same. While a snapshot is being
-// imported or a VM is being forked it does nothing. ctx ends it.
+// Sweep deletes what no record, metadata or snapshot names (see mark) and what has not changed for ten minutes:
+// sleep snapshots that no VM needs and no Metadata keeps, disk layers, decompressed pages of no snapshot, and
+// leftovers of interrupted commands. It never deletes a snapshot that was requested by name. An unreadable record
+// or snapshot is an error: Sweep keeps what it may need, and deletes the rest. While a snapshot is being imported
+// or a VM is being forked, it does nothing. ctx ends it.
 func (s *Store) Sweep(ctx context.Context) (spec.Freed, error) { return s.SweepExcept(ctx, Exempt{}) }
 
-// SweepAbandoned is Sweep that deletes the disks as well that VMs have left which were taken back, but for those with
-// tags.
+// SweepAbandoned is Sweep that also deletes the disks that VMs left when they were taken back, except those with tags.
 func (s *Store) SweepAbandoned(ctx context.Context) (spec.Freed, error) {
 	return s.SweepExcept(ctx, Exempt{abandoned: true})
 }
 
-// sweepPatience is how long a sweep waits for those who make records of what others name.
+// sweepPatience is how long a sweep waits for processes that make records of what others name.
 const sweepPatience = 5 * time.Second
 
-// SweepExcept is Sweep that does not leave alone what has just been given up.
+// SweepExcept is Sweep that does not spare what has just been given up.
 func (s *Store) SweepExcept(ctx context.Context, now Exempt) (freed spec.Freed, err error) {
 	defer func() {
 		if err != nil {
@@ -76,7 +73,7 @@ func (s *Store) SweepExcept(ctx context.Context, now Exempt) (freed spec.Freed, 
 	if _, err := snapshot.Clean(filepath.Join(s.dir, "snapshots")); err != nil {
 		return freed, err
 	}
-	// Most of what is to be read does not change: nobody need wait meanwhile.
+	// Most manifests do not change, so read them before others have to wait.
 	have := manifests{}
 	if _, _, err := s.readManifests(ctx, have); err != nil {
 		return freed, err
@@ -102,8 +99,8 @@ func (s *Store) SweepExcept(ctx context.Context, now Exempt) (freed spec.Freed, 
 			memory[f.ID] = true
 		}
 	}
-	// A snapshot that has come meanwhile is not in the list: what there may be for it
-	// already, its next wake does without.
+	// A snapshot made meanwhile is not in the list. Its next wake does without the pages that the cache already
+	// had for it.
 	n, bytes, err := pagecache.New(s.PageCacheDir()).Sweep(memory)
 	freed.CacheFiles, freed.Bytes = n, freed.Bytes+bytes
 	errs = append(errs, err, os.RemoveAll(s.oldPageCacheDir()))
@@ -116,13 +113,13 @@ func (s *Store) SweepExcept(ctx context.Context, now Exempt) (freed spec.Freed, 
 		}
 	}
 	if err := s.sweepRemoved(); err != nil {
-		freed.Problems = append(freed.Problems, err.Error()) // in nobody's way
+		freed.Problems = append(freed.Problems, err.Error()) // not an error of the sweep
 	}
 	errs = append(errs, ctx.Err(), SweepNetworks())
 	return freed, errors.Join(errs...)
 }
 
-// alone runs f while nobody makes a record of what another one names; errStoreBusy if somebody does so for long.
+// alone runs f while no process makes a record of what another one names; ErrStoreBusy if that takes too long.
 func (s *Store) alone(ctx context.Context, f func() error) error {
 	unlock, err := s.LockStore(ctx, osfile.Exclusive, sweepPatience)
 	if err != nil {
@@ -131,8 +128,8 @@ func (s *Store) alone(ctx context.Context, f func() error) error {
 	return errors.Join(f(), unlock())
 }
 
-// takeAway takes the names of what nobody needs away, which is quick; free deletes it. It is called alone. m is nil if
-// nothing could be found out.
+// takeAway removes the names of unneeded files, which is quick; free deletes the files. It must be called by
+// alone. m is nil if the marks could not be read.
 func (s *Store) takeAway(ctx context.Context, have manifests, now Exempt, freed *spec.Freed) (m *mark, free func(), err error) {
 	var later []func()
 	free = func() {
@@ -140,8 +137,8 @@ func (s *Store) takeAway(ctx context.Context, have manifests, now Exempt, freed 
 			f()
 		}
 	}
-	// What there is first, then who needs it: what is made in between is not looked at. A VM may sleep meanwhile and
-	// wake again.
+	// List the files first, then their users: files made in between are ignored. Meanwhile a VM may sleep and wake
+	// again.
 	files, err := os.ReadDir(s.LayerDir())
 	if err != nil {
 		return nil, free, err
@@ -196,8 +193,8 @@ func (s *Store) takeAway(ctx context.Context, have manifests, now Exempt, freed 
 	return m, free, errors.Join(errs...)
 }
 
-// removeLayer deletes a file that nothing names, unless somebody has it open, or its VM has begun to run. It returns -1
-// then, or how many bytes of disk that gives back.
+// removeLayer deletes a file that nothing names, unless a process has it open, or its VM has begun to run. Then it
+// returns -1, otherwise how many bytes of disk it has freed.
 func (s *Store) removeLayer(m *mark, owner, path string) (int64, error) {
 	if i := slices.IndexFunc(m.records, func(r *Record) bool { return r.ID == owner }); i >= 0 {
 		l, err := s.Lock(m.records[i].Spec.Name)
@@ -208,7 +205,7 @@ func (s *Store) removeLayer(m *mark, owner, path string) (int64, error) {
 	}
 	if f, err := os.Open(path); err == nil {
 		defer f.Close()
-		// Whoever uses a layer has it locked: package disk.
+		// A user of a layer has it locked: see package disk.
 		if osfile.TryLock(f, osfile.Exclusive) != nil {
 			return -1, nil
 		}
@@ -235,9 +232,9 @@ func (s *Store) joinAlone(ctx context.Context, name string, have manifests) erro
 	return err
 }
 
-// SweepSlept deletes the sleeps of a VM that has just slept which its metadata does not keep: usually the one before.
-// It looks at these alone, and at the bytes of the records for somebody who comes back from one of them. A VM that has
-// been woken meanwhile is left alone.
+// SweepSlept deletes those sleeps of a VM that has just slept which its metadata does not keep: usually the
+// previous one. It reads only these, and the bytes of all records, in case another VM comes back from one of them.
+// It leaves a VM that has been woken meanwhile alone.
 func (s *Store) SweepSlept(ctx context.Context, name string) error {
 	var layers []string
 	pages := map[string]bool{}
@@ -291,18 +288,17 @@ func (s *Store) SweepSlept(ctx context.Context, name string) error {
 		err = fmt.Errorf("deleting sleeps that are not kept: %w: Fleet.Prune tries that again", err)
 	}
 	if len(pages) > 0 {
-		// What another snapshot has of these, its next wake does without.
+		// If another snapshot has some of these pages, its next wake does without them.
 		err = errors.Join(err, pagecache.New(s.PageCacheDir()).Forget(pages))
 	}
 	if err == nil && len(layers) > 0 {
-		// Layers were joined while it ran, which is so once in many sleeps.
+		// Layers were joined while it ran, which happens once in many sleeps.
 		_, err = s.SweepExcept(ctx, Exempt{layers: layers})
 	}
 	return err
 }
 
-// oldSleeps are those of a VM's last sleeps that its metadata does not keep, which it does not need itself, and which
-// are there.
+// oldSleeps returns those of a VM's last sleeps that exist, but that neither its metadata keeps nor the VM needs.
 func (s *Store) oldSleeps(r *Record) (old []*snapshot.Manifest) {
 	var sleeps []lifetime.Sleep
 	there := map[string]*snapshot.Manifest{}
@@ -320,7 +316,7 @@ func (s *Store) oldSleeps(r *Record) (old []*snapshot.Manifest) {
 	return old
 }
 
-// idsInRecords are the ids in the records of all VMs but r, whatever they stand for.
+// idsInRecords returns the ids in the records of all VMs but r, whatever they mean.
 func (s *Store) idsInRecords(ctx context.Context, r *Record) (map[string]bool, error) {
 	entries, err := os.ReadDir(filepath.Join(s.dir, "vms"))
 	if err != nil {
@@ -335,7 +331,7 @@ func (s *Store) idsInRecords(ctx context.Context, r *Record) (map[string]bool, e
 			continue
 		}
 		found := idsIn(s.RecordPath(e.Name()))
-		if len(found) == 0 { // no record has none
+		if len(found) == 0 { // every record has one
 			for _, path := range vmFiles(s.VMDir(e.Name())) {
 				found = append(found, idsIn(path)...)
 			}
@@ -347,7 +343,7 @@ func (s *Store) idsInRecords(ctx context.Context, r *Record) (map[string]bool, e
 	return ids, nil
 }
 
-// holders says who needs each layer.
+// holders maps each layer to its users.
 type holders map[string][]string
 
 func (h holders) add(layers []string, who string) {
@@ -357,7 +353,7 @@ func (h holders) add(layers []string, who string) {
 	}
 }
 
-// without forgets those who are gone.
+// without removes users that are gone.
 func (h holders) without(gone map[string]bool) {
 	for l, who := range h {
 		if who = slices.DeleteFunc(who, func(w string) bool { return gone[w] }); len(who) == 0 {
@@ -368,7 +364,7 @@ func (h holders) without(gone map[string]bool) {
 	}
 }
 
-// only says whether nobody else needs a layer.
+// only reports whether no one but who needs a layer.
 func (h holders) only(layer string, who ...string) bool {
 	for _, w := range h[layer] {
 		if !slices.Contains(who, w) {
@@ -378,16 +374,16 @@ func (h holders) only(layer string, who ...string) bool {
 	return true
 }
 
-// Layers are joined when a sleeping VM's disk has more than looseLayers that only it and
-// its own snapshot need; those that would make a layer with more data than maxJoin stay as they are.
+// Layers are joined when a sleeping VM's disk has more than looseLayers that only it and its own snapshot need.
+// Layers that would make one with more data than maxJoin stay.
 const (
 	looseLayers = 4
 	maxJoin     = 64 << 20 // bytes
 )
 
-// joinLayers shortens the stack of a VM that sleeps: a wake opens each layer, and a VM may sleep thousands of times.
-// The joined layer has a name of its own, since a layer never changes: another store may have one of that name from an
-// export. Those that it was made of stay for the snapshot, and are swept when the next sleep has taken its place.
+// joinLayers shortens the stack of a VM that sleeps: a wake opens each layer, and a VM may sleep thousands of
+// times. The joined layer has its own name, because a layer never changes: another store may have one of that name
+// from an export. The old layers stay for the snapshot, and are swept when the next sleep has replaced it.
 func (s *Store) joinLayers(ctx context.Context, name string, needed holders) error {
 	l, err := s.Lock(name)
 	if err != nil {
@@ -421,13 +417,13 @@ func (s *Store) joinLayers(ctx context.Context, name string, needed holders) err
 	if err != nil {
 		return fmt.Errorf("joining layers of the disk of VM %s: %w", name, err)
 	}
-	// It is durable. Until the record names it, it is swept like any that nobody names.
+	// It is durable. Until the record names it, a sweep may delete it like any unnamed layer.
 	r.Disk.Layers = slices.Replace(slices.Clone(r.Disk.Layers), first, first+n, joined)
 	return s.Save(r)
 }
 
-// chooseJoin returns which neighbours are to be joined so that looseLayers are left: those with the least data of so
-// many, so that each byte is copied seldom. If they have too much, it is fewer; n is 0 if none are to be.
+// chooseJoin returns which neighbours to join so that looseLayers are left: those with the least data, so that
+// each byte is copied seldom. If they have too much data, it chooses fewer; n is 0 for none.
 func (s *Store) chooseJoin(layers []string, loose func(string) bool) (first, n int) {
 	count := 0
 	sizes := make([]int64, len(layers))
@@ -453,7 +449,7 @@ func sum(sizes []int64) (n int64) {
 	return n
 }
 
-// remove deletes a file or a tree and returns how many bytes of disk that gives back.
+// remove deletes a file or a tree and returns how many bytes of disk that frees.
 func remove(path string) (int64, error) {
 	_, n := DiskUsage(path)
 	return n, os.RemoveAll(path)

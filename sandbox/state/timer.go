@@ -8,8 +8,8 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// TimerFired sets a sandbox's timer to its next time, and tells that it has fired, and of a problem if there was one.
-// It does nothing if the timer is another one by now.
+// TimerFired sets a sandbox's timer to its next time, and writes the event that it fired, with a problem if there
+// was one. It does nothing if the timer has been changed.
 func (s *Store) TimerFired(ctx context.Context, name string, fired spec.Timer, problem error) error {
 	ctx = events.WithCause(ctx, events.Timer)
 	_, err := s.setMetadata(ctx, name, func(l *spec.Metadata, unreadable error) error {

@@ -18,12 +18,12 @@ import (
 	"github.com/drowse-vm/drowse/snapshot"
 )
 
-// systemFile is what an export calls the disk with the agent that the guest has started from.
+// systemFile is the name, in an export, of the disk with the agent that the guest has started from.
 const systemFile = "system.erofs"
 
-// ExportSnapshot writes a snapshot to w as one stream that ImportSnapshot takes, on this host or another: its memory,
-// the layers of its disk, and the disk with the agent that its guest runs from. The image that the VM was booted from
-// is not in it: the stream names it by the SHA-256 of its content.
+// ExportSnapshot writes a snapshot to w as one stream for ImportSnapshot, on this host or another: its memory, the
+// layers of its disk, and the disk with the agent that its guest runs from. It does not include the VM's image:
+// the stream names that by the SHA-256 of its content.
 func (s *Store) ExportSnapshot(ctx context.Context, prefix string, w io.Writer) error {
 	id, err := s.FindSnapshot(prefix)
 	if err != nil {
@@ -69,7 +69,7 @@ func (s *Store) ExportSnapshot(ctx context.Context, prefix string, w io.Writer) 
 	return snapshot.Export(ctx, w, s.SnapshotDir(id), files)
 }
 
-// systemDiskOf is the path of the disk with the agent that the guest of a snapshot has in use; empty if it has none.
+// systemDiskOf returns the path of the disk with the agent that the guest of a snapshot uses; empty if it has none.
 func (s *Store) systemDiskOf(m *snapshot.Manifest) (string, error) {
 	if DiskOnly(m) {
 		return "", nil
@@ -81,36 +81,36 @@ func (s *Store) systemDiskOf(m *snapshot.Manifest) (string, error) {
 	return s.BootPath(r.Boot.SystemDisk), nil
 }
 
-// ErrImport says that an exported snapshot cannot be made one of this store.
+// ErrImport means that an exported snapshot cannot be added to this store.
 var ErrImport = errors.New("the snapshot cannot be imported")
 
-// ImportOptions change an import. The zero value trusts nobody.
+// ImportOptions change an import. The zero value trusts no stream.
 type ImportOptions struct {
-	// Trust takes all that the stream says of its VM: network policy, tags, what its guest may ask the host for, the
-	// path of its kernel, directories of the host that it shares, volumes by name, and whose snapshot it is.
+	// Trust accepts all that the stream says of its VM: network policy, tags, what its guest may ask the host for,
+	// the path of its kernel, host directories that it shares, volumes by name, and whose snapshot it is.
 	Trust bool
 }
 
 // ImportResult is an imported snapshot.
 type ImportResult struct {
 	spec.SnapshotInfo
-	// Dropped names what the stream said of its VM and this store does not take from a stranger.
+	// Dropped names what the stream said of its VM and this store does not accept from a stranger.
 	Dropped []string `json:"dropped"`
 }
 
 // ImportSnapshot reads what ExportSnapshot has written and makes the snapshot in this store. It stays until it is
-// removed, also if it was one of a sleep.
+// removed, even if it was one of a sleep.
 //
-// Whoever has made the stream is a stranger. Taken are the memory with the state of the machine, the disk, and which
-// devices there are; the image by its content. A network device has no policy then, so nothing passes. What else the
-// stream says is dropped, and ImportResult says what: see docs/guides/snapshots.md. Layers of the disk come from the
-// stream alone, and have names by their content unless the store has the same under the same name.
+// The stream's author is a stranger. ImportSnapshot takes the memory with the state of the machine, the disk, the
+// list of devices, and the image by its content. A network device then has no policy, so nothing passes. It drops
+// all else that the stream says, and ImportResult lists it: see docs/guides/snapshots.md. Layers of the disk come
+// only from the stream, and are named by their content unless the store has the same layer under the same name.
 //
-// It is refused at once if this host or this store lacks what the snapshot needs: the error wraps vmm.ErrForeign,
-// image.ErrNotFound, kernel.ErrNotFound or ErrImport, and says what to do. Nothing is left then, nor when the stream is
-// damaged.
+// ImportSnapshot refuses at once if this host or this store lacks what the snapshot needs: the error wraps
+// vmm.ErrForeign, image.ErrNotFound, kernel.ErrNotFound or ErrImport, and says what to do. Then, or if the stream
+// is damaged, no snapshot is left.
 func (s *Store) ImportSnapshot(ctx context.Context, r io.Reader, o ImportOptions) (res ImportResult, err error) {
-	// What is being imported belongs to nobody until all is there.
+	// The lock keeps the imported files, which nothing names until all are there.
 	unlock, err := s.Share(ctx)
 	if err != nil {
 		return res, err
@@ -119,7 +119,7 @@ func (s *Store) ImportSnapshot(ctx context.Context, r io.Reader, o ImportOptions
 	im := &importing{ctx: ctx, store: s, trust: o.Trust, layers: map[string]string{}}
 	in, err := snapshot.Import(ctx, r, filepath.Join(s.dir, "snapshots"), im)
 	if err != nil {
-		// The next sweep takes the layers.
+		// The next sweep deletes the layers.
 		if im.kept {
 			err = errors.Join(err, s.unkeep(im.id))
 		}
@@ -138,7 +138,7 @@ func (s *Store) ImportSnapshot(ctx context.Context, r io.Reader, o ImportOptions
 
 func (s *Store) keptPath(id string) string { return filepath.Join(s.dir, "kept", id) }
 
-// kept says that a snapshot is not to be swept, whatever it says of itself.
+// kept reports whether sweeps must keep a snapshot, whatever its own labels say.
 func (s *Store) kept(id string) bool {
 	_, err := os.Lstat(s.keptPath(id))
 	return !errors.Is(err, fs.ErrNotExist)
@@ -163,16 +163,16 @@ func (s *Store) unkeep(id string) error {
 	return nil
 }
 
-// ErrStoreBusy says that others work on the records of a store for longer than was waited.
+// ErrStoreBusy means that others work on the records of a store for longer than the caller waits.
 var ErrStoreBusy = errors.New("others make or remove VMs and snapshots at this moment: try again")
 
-// storePatience is how long is waited for whoever takes names away, which takes moments.
+// storePatience is how long Share waits for processes that take names away, which takes moments.
 const storePatience = time.Minute
 
-// LockStore takes the store's lock, by flock(2): osfile.Shared for what makes a record, metadata or a snapshot name
-// what another one names, from the first look at it until it is named; osfile.Exclusive for what takes names away. It
-// waits until ctx ends, or for a time: errStoreBusy. A VM's lock may be asked for with it held; who holds one does not
-// wait for it.
+// LockStore takes the store's lock, by flock(2). A process that makes a record, metadata or a snapshot name what
+// another one names takes osfile.Shared, from the first look at it until it is named. A process that takes names
+// away takes osfile.Exclusive. LockStore waits until ctx ends, or for patience: then it returns ErrStoreBusy. Its
+// holder may take a VM's lock; the holder of a VM's lock must not wait for it.
 func (s *Store) LockStore(ctx context.Context, mode osfile.LockMode, patience time.Duration) (unlock func() error, err error) {
 	ctx, cancel := context.WithTimeoutCause(ctx, patience, ErrStoreBusy)
 	defer cancel()
@@ -186,7 +186,7 @@ func (s *Store) LockStore(ctx context.Context, mode osfile.LockMode, patience ti
 	return f.Close, nil
 }
 
-// Share is lockStore for what names what another one names.
+// Share is LockStore for making names of what something else names.
 func (s *Store) Share(ctx context.Context) (unlock func() error, err error) {
 	return s.LockStore(ctx, osfile.Shared, storePatience)
 }

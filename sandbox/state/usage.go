@@ -13,9 +13,8 @@ import (
 // diskBlock is the unit of st_blocks, in bytes (stat(2)).
 const diskBlock = 512
 
-// DiskUsage is what a file or the files of a tree take on disk, in bytes: all, and of
-// that what would be free without them, which is not so for files that have other names
-// as well. What cannot be read counts nothing.
+// DiskUsage returns the bytes that a file or the files of a tree take on disk: all, and those that deleting them
+// would free, which excludes files with other names. Unreadable files count nothing.
 func DiskUsage(path string) (all, exclusive int64) {
 	_ = filepath.WalkDir(path, func(_ string, d fs.DirEntry, err error) error {
 		if err != nil {
@@ -34,13 +33,13 @@ func DiskUsage(path string) (all, exclusive int64) {
 	return all, exclusive
 }
 
-// Usage is what a store takes on disk, in bytes, by what it is for. A file with several names counts once, in the first
-// of the fields that it belongs to.
+// Usage is what a store takes on disk, in bytes, by purpose. A file with several names counts once, in the first
+// field that it belongs to.
 type Usage struct {
 	// Layers are writable disks of VMs and of snapshots.
 	Layers int64 `json:"layers"`
-	// Snapshots are those that VMs come back from, and Kept all others: named ones, those with tags, and earlier sleeps
-	// that are kept.
+	// Snapshots are those that VMs come back from. Kept are all others: named ones, those with tags, and kept
+	// earlier sleeps.
 	Snapshots int64 `json:"snapshots"`
 	Kept      int64 `json:"kept"`
 	Images    int64 `json:"images"`
@@ -49,11 +48,11 @@ type Usage struct {
 	Volumes int64 `json:"volumes"`
 }
 
-// Usage looks at the files of the store: some microseconds for each. What goes away meanwhile is no error; when ctx
-// ends before all has been looked at, what is returned is incomplete.
+// Usage looks at the files of the store: some microseconds for each. A file that disappears meanwhile is not an
+// error. If ctx ends first, the result is incomplete.
 func (s *Store) Usage(ctx context.Context) (u Usage, err error) {
 	c := counter{ctx: ctx, seen: map[inode]bool{}}
-	// The snapshots first, then who needs them: one that a VM falls asleep in meanwhile is not in the list.
+	// List the snapshots first, then their users: one that a VM falls asleep in meanwhile is not in the list.
 	entries, err := os.ReadDir(filepath.Join(s.dir, "snapshots"))
 	if err != nil {
 		return u, fmt.Errorf("looking at what the store takes: %w", err)
@@ -93,7 +92,7 @@ type counter struct {
 	seen map[inode]bool
 }
 
-// add adds what a tree takes. One that is not there takes nothing.
+// add adds what a tree takes. A missing tree takes nothing.
 func (c counter) add(path string, sum *int64) error {
 	if to, err := filepath.EvalSymlinks(path); err == nil {
 		path = to // several stores may share one

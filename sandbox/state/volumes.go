@@ -14,14 +14,14 @@ import (
 	"github.com/drowse-vm/drowse/snapshot"
 )
 
-// Volumes are the volumes of the store.
+// Volumes returns the volumes of the store.
 func (s *Store) Volumes() *volume.Store { return volume.Open(filepath.Join(s.dir, "volumes")) }
 
 // VolumeInfo describes a volume.
 type VolumeInfo struct {
 	*volume.Record
 	Allocated int64 `json:"allocated_bytes"` // of disk
-	// UsedBy are the VMs that name it, whatever they do.
+	// UsedBy are the VMs that name it, in any phase.
 	UsedBy []VolumeUser `json:"used_by"`
 }
 
@@ -33,7 +33,7 @@ type VolumeUser struct {
 	ReadOnly bool   `json:"read_only"`
 }
 
-// InspectVolume says what is known of a volume.
+// InspectVolume returns what is known about a volume.
 func (s *Store) InspectVolume(name string) (*VolumeInfo, error) {
 	r, err := s.Volumes().Get(name)
 	if err != nil {
@@ -54,8 +54,7 @@ func (s *Store) InspectVolume(name string) (*VolumeInfo, error) {
 	return i, err
 }
 
-// RemoveVolume deletes a volume that no VM names; otherwise it fails with
-// volume.ErrInUse.
+// RemoveVolume deletes a volume that no VM names; otherwise it returns volume.ErrInUse.
 func (s *Store) RemoveVolume(ctx context.Context, name string) error {
 	return s.Volumes().Remove(ctx, name, func(r *volume.Record) error {
 		return s.eachUser(r.Name, func(vm *Record, _ spec.VolumeMount) error {
@@ -64,8 +63,8 @@ func (s *Store) RemoveVolume(ctx context.Context, name string) error {
 	})
 }
 
-// ResizeVolume makes a volume larger: see volume.Store.Resize. It fails with volume.ErrInUse
-// while a VM runs or sleeps with it; one that is stopped finds it larger at its next start.
+// ResizeVolume makes a volume larger: see volume.Store.Resize. It returns volume.ErrInUse while a VM runs or
+// sleeps with it; a stopped VM finds it larger at its next start.
 func (s *Store) ResizeVolume(ctx context.Context, name string, size int64) (*volume.Record, error) {
 	return s.Volumes().Resize(ctx, name, size, func(r *volume.Record) error {
 		return s.eachUser(r.Name, func(vm *Record, _ spec.VolumeMount) error {
@@ -77,8 +76,7 @@ func (s *Store) ResizeVolume(ctx context.Context, name string, size int64) (*vol
 	})
 }
 
-// eachUser calls f for each VM that names a volume. A record that cannot be read may
-// name it, and is an error.
+// eachUser calls f for each VM that names a volume. An unreadable record may name it, and is an error.
 func (s *Store) eachUser(name string, f func(*Record, spec.VolumeMount) error) error {
 	entries, err := os.ReadDir(filepath.Join(s.dir, "vms"))
 	if err != nil {
@@ -104,7 +102,7 @@ func (s *Store) eachUser(name string, f func(*Record, spec.VolumeMount) error) e
 	return nil
 }
 
-// FindVolumes says early which volumes are not there.
+// FindVolumes refuses early if a volume does not exist.
 func (s *Store) FindVolumes(mounts []spec.VolumeMount) error {
 	for _, m := range mounts {
 		if _, err := s.Volumes().Get(m.Name); err != nil {
@@ -114,8 +112,8 @@ func (s *Store) FindVolumes(mounts []spec.VolumeMount) error {
 	return nil
 }
 
-// AttachVolumes attaches the volumes of a VM. A VM that sleeps has no process and thus
-// no lock, and yet keeps its volumes: the guest in its memory goes on with them.
+// AttachVolumes attaches the volumes of a VM. A sleeping VM has no process and thus no lock, but it keeps its
+// volumes: the guest in its memory still uses them.
 func (s *Store) AttachVolumes(r *Record) (all []*volume.Volume, err error) {
 	defer func() {
 		if err != nil {
@@ -127,7 +125,7 @@ func (s *Store) AttachVolumes(r *Record) (all []*volume.Volume, err error) {
 	}()
 	for _, m := range r.Spec.Volumes {
 		v, err := s.Volumes().Attach(m.Name, m.ReadOnly, func(*volume.Record) error {
-			// With the lock: a VM that wakes meanwhile does not get it.
+			// With the lock held: a VM that wakes meanwhile does not get it.
 			return s.eachUser(m.Name, func(vm *Record, other spec.VolumeMount) error {
 				if vm.ID == r.ID || vm.Phase != Asleep || m.ReadOnly && other.ReadOnly {
 					return nil
@@ -143,8 +141,8 @@ func (s *Store) AttachVolumes(r *Record) (all []*volume.Volume, err error) {
 	return all, nil
 }
 
-// CheckVolumes is instance.Parts.CheckVolumes before there is one: without the locks it may
-// be wrong a moment later, but says so before anything is made.
+// CheckVolumes is instance.Parts.CheckVolumes without an instance. Without the locks it may be wrong a moment
+// later, but it fails before anything is made.
 func (s *Store) CheckVolumes(r *Record, snapshotID string) error {
 	if len(r.Spec.Volumes) == 0 {
 		return nil
