@@ -100,8 +100,8 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 	return exitFailed
 }
 
-// printable replaces the control characters in a message: parts of it may come from a registry, an archive or a
-// guest.
+// printable replaces unprintable characters, such as a terminal's commands, in a message: parts of it may come from
+// a registry, an archive or a guest.
 func printable(s string) string {
 	return strings.Map(func(r rune) rune {
 		if r != '\n' && r != '\t' && !unicode.IsPrint(r) {
