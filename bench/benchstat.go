@@ -11,10 +11,10 @@ import (
 	"unicode"
 )
 
-// MaxSamples bounds the lines of a row in the output of Benchstat.
+// MaxSamples bounds the lines of a row in Benchstat's output.
 const MaxSamples = 2000
 
-// statUnits are the units of rows in those that benchstat knows, and how many one makes.
+// statUnits maps the units of rows to units that benchstat knows, with the factor.
 var statUnits = map[string]struct {
 	name  string
 	scale float64
@@ -24,17 +24,16 @@ var statUnits = map[string]struct {
 	"IOPS": {"IOPS", 1}, "%": {"percent", 1}, "x": {"ratio", 1},
 }
 
-// moreIsBetter are the units of rows that are rates.
+// moreIsBetter are the units that are rates.
 var moreIsBetter = []string{"MiB/s", "IOPS"}
 
-// outcomes are parameters that were measured themselves: two runs of the same differ in
-// them.
+// outcomes are parameters that were measured themselves. Two runs of the same benchmark differ in them.
 var outcomes = []string{"packets", "total_ms", "measured_kib", "pause_ms", "ready_ms", "cpu_p99_ms"}
 
-// Benchstat writes the runs of all rows in the format of Go's benchmarks
-// (go.dev/design/14313-benchmark-format), which benchstat compares: a line for each run, with its value to
-// three digits, in ascending order; of more than MaxSamples, as many at even distances of rank. Parameters
-// are in the name. What differs between runs to be compared, as the commit, is in comments.
+// Benchstat writes the runs of all rows in the format of Go's benchmarks (go.dev/design/14313-benchmark-format),
+// which benchstat compares. Each run is a line with its value to three digits, in ascending order. Of more than
+// MaxSamples runs it writes that many, at even distances of rank. Parameters are in the name. Comments have what
+// differs between compared runs, such as the commit.
 func (r Report) Benchstat(w io.Writer) error {
 	b := bufio.NewWriter(w)
 	fmt.Fprintf(b, "# commit %s, Linux %s, %d CPUs, %d MiB, load %.2f, %s\n", oneLine(r.Commit), oneLine(r.Machine.Kernel),
@@ -60,7 +59,7 @@ func (r Report) Benchstat(w io.Writer) error {
 	return b.Flush()
 }
 
-// statName is the name and the parameters of a row, but for outcomes.
+// statName returns the name and the parameters of a row, without outcomes.
 func (r Row) statName() string {
 	var name strings.Builder
 	name.WriteString("Benchmark")
@@ -77,7 +76,7 @@ func (r Row) statName() string {
 	return name.String()
 }
 
-// statWord is text without what divides a line or a name.
+// statWord replaces what would divide a line or a name.
 func statWord(s string) string {
 	return strings.Map(func(r rune) rune {
 		if r == '/' || unicode.IsSpace(r) || !unicode.IsPrint(r) {
@@ -87,7 +86,7 @@ func statWord(s string) string {
 	}, s)
 }
 
-// oneLine is text without line breaks.
+// oneLine returns the text without line breaks.
 func oneLine(s string) string {
 	return strings.Map(func(r rune) rune {
 		if !unicode.IsPrint(r) {
@@ -97,8 +96,7 @@ func oneLine(s string) string {
 	}, s)
 }
 
-// samples are the runs of a row, as its histogram has them, up to MaxSamples; the median alone
-// if it has none.
+// samples returns up to MaxSamples runs of a row from its histogram, or the median alone if it has no histogram.
 func (r Row) samples() []float64 {
 	total := 0.0
 	for _, b := range r.Histogram {
@@ -109,7 +107,7 @@ func (r Row) samples() []float64 {
 		return []float64{r.P50}
 	}
 	out := make([]float64, 0, n)
-	// The rank in the middle of each of n equal parts of all.
+	// Take the rank in the middle of each of n equal parts.
 	at, seen := 0, 0.0
 	for i := range n {
 		rank := (float64(i) + 0.5) * total / float64(n)

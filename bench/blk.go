@@ -10,12 +10,11 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// blkBlock and blkPage are the sizes of a request, in bytes: of one in sequence, and of
-// one at random.
+// blkBlock and blkPage are the sizes of sequential and of random requests, in bytes.
 const blkBlock, blkPage = 1 << 20, 4096
 
-// blkProgram is a program in the guest that reads and writes a file by O_DIRECT, one
-// request after another, and says how many nanoseconds that took by its own clock.
+// blkProgram is a program in the guest that reads and writes a file with O_DIRECT, one request at a time. It
+// reports the nanoseconds by its own clock.
 const blkProgram = `
 import mmap, os, random, time
 PATH = '/root/blk.dat'
@@ -45,12 +44,11 @@ def answer(how, *sizes):
     return str(took)
 ` + answering
 
-// Blk measures the disk that a guest writes to, by O_DIRECT and with one request at a
-// time, through the guest's file systems: blk_seq_read and blk_seq_write in MiB/s with
-// requests of 1 MiB, and blk_rand_read and blk_rand_write in IOPS with requests of 4 KiB.
-// Each run is one value. A write's run ends with fdatasync(2). The host's page cache is as
-// the runs before have left it, so reads measure the way to it, not a drive. Of a rate,
-// the 99th percentile is one of the best runs.
+// Blk measures the disk that a guest writes to, with O_DIRECT and one request at a time, through the guest's file
+// systems: blk_seq_read and blk_seq_write in MiB/s with requests of 1 MiB, and blk_rand_read and blk_rand_write in
+// IOPS with requests of 4 KiB. Each run is one value. A write's run ends with fdatasync(2). Earlier runs have
+// filled the host's page cache, so reads measure the path to it, not a drive. The 99th percentile of a rate is one
+// of the best runs.
 func Blk(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 	name := vmName()
 	if err := e.started(ctx, name, o.mib(), "blk.py", blkProgram); err != nil {
@@ -58,7 +56,7 @@ func Blk(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 	}
 	defer func() { err = errors.Join(err, e.remove(ctx, name)) }()
 	size := o.FileMiB << 20
-	// Writing in sequence comes first: it makes the file.
+	// Sequential writes come first: they make the file.
 	kinds := []struct {
 		name, how   string
 		block, each int

@@ -10,15 +10,14 @@ import (
 	"github.com/drowse-vm/drowse/vmm"
 )
 
-// Boots measures the boot of a VM: from the moment at which its process begins to make it until the
-// agent in the guest has called. Each run boots a VM of its own from the kernel and the image, with a
-// fresh disk, and removes it. Sizes and numbers of CPUs are interleaved. The page cache is as the
-// boots before have left it.
+// Boots measures the boot of a VM, from the moment when its process begins to make it until the agent in the guest
+// has called. Each run boots a VM of its own from the kernel and the image, with a fresh disk, and removes it.
+// Sizes and numbers of CPUs are interleaved. The page cache is as earlier boots left it.
 //
-// Stages: prebuilt, devices, load and entry are the host's until the first KVM_RUN, as far as the machine times them,
-// and guest is the rest, until the agent's call: the kernel's start, the image's, and the agent's. run
-// is the whole call of Host.Create, which begins with the choice of the files to boot and with the start
-// of the process, and ends when the caller knows.
+// The stages prebuilt, devices, load and entry are the host's until the first KVM_RUN, as far as the machine times
+// them. guest is the rest, until the agent's call: the kernel's start, the image's, and the agent's. run is the
+// whole call of Host.Create. It begins with the choice of the files to boot and the start of the process, and ends
+// when the call returns.
 func Boots(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 	type shape struct{ mib, vcpus int }
 	var shapes []shape
@@ -55,7 +54,7 @@ func Boots(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 	return rows, nil
 }
 
-// boot records a boot by what its VM's process says of it, and what the whole call took.
+// boot records the boot that the VM's process reports, and the duration of the whole call.
 func (s *series) boot(report control.Report, call time.Duration) error {
 	total, ok := report.Stages["boot"]
 	if !ok || total <= 0 {

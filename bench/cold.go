@@ -13,13 +13,12 @@ import (
 var Caches = []string{cacheWarm, cacheCold}
 
 const (
-	cacheWarm = "warm" // as a run before has left it
+	cacheWarm = "warm" // as the last run left it
 	cacheCold = "cold" // without the files that a restore reads
 )
 
-// evict drops all that the restore of a VM reads from the page cache: the files of its
-// snapshot, which are those of all its bases too, its images and the layers of its disk.
-// What another process has mapped stays.
+// evict drops from the page cache all files that the restore of a VM reads: its snapshot with all its bases, its
+// images and the layers of its disk. Pages that another process has mapped stay.
 func (v *sleeper) evict() error {
 	files := append([]string{v.parts.Image, v.parts.SystemDisk}, v.parts.Disk.Layers...)
 	err := filepath.WalkDir(v.snap, func(path string, d fs.DirEntry, err error) error {
@@ -52,7 +51,7 @@ func evictFile(path string) error {
 		return fmt.Errorf("dropping a file from the page cache: %w", err)
 	}
 	defer f.Close()
-	// What is dirty would stay.
+	// Dirty pages would stay.
 	if err := f.Sync(); err != nil {
 		return fmt.Errorf("dropping %s from the page cache: %w", path, err)
 	}

@@ -17,24 +17,22 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// MaxAtOnce bounds how many VMs are woken at once.
+// MaxAtOnce bounds how many VMs wake at once.
 const MaxAtOnce = 256
 
-// minRounds are rounds of a row, however many wakes each of them has: a round has one last
-// wake only.
+// minRounds is the least number of rounds of a row, however many wakes each round has: only one wake of a round is
+// the last one.
 const minRounds = 5
 
-// rounds are those that count for n VMs at once.
+// rounds returns the number of measured rounds for n VMs at once.
 func (o Options) rounds(n int) int { return max((o.N+n-1)/n, min(o.N, minRounds)) }
 
-// ConcurrentResume measures VMs that are woken at the same moment, each in a process of
-// its own: concurrent_resume is the time from that moment until one is awake, over all of
-// them and all rounds, with the medians over rounds of the first, the median and the last
-// of a round as stages, and cpu, the processor time that the process of one has used by
-// then; of one from a pool, it counts from the wake on. concurrent_resume_ratio compares
-// the last of a round with what the machine could do at best if wakes needed nothing but
-// processors: last / (n * cpu / CPUs). A live python3 is in each. The page cache is warm.
-// Numbers are interleaved.
+// ConcurrentResume measures VMs that wake at the same moment, each in a process of its own. concurrent_resume is
+// the time from that moment until one VM is awake, over all VMs and rounds. Its stages are the medians over rounds
+// of the first, the median and the last of a round, and cpu, the processor time of one VM's process until then.
+// For a process from a pool, cpu counts from the wake on. concurrent_resume_ratio compares the last of a round
+// with the best case, in which wakes need only processors: last / (n * cpu / CPUs). Each VM has a live python3.
+// The page cache is warm. Numbers are interleaved.
 func ConcurrentResume(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 	most := slices.Max(o.AtOnce)
 	names, remove, err := e.flock(ctx, most, o.mib(), e.startBusy)
@@ -76,7 +74,7 @@ func ConcurrentResume(ctx context.Context, e Env, o Options) (rows []Row, err er
 	return rows, nil
 }
 
-// round wakes VMs, with a pool or without, and puts them to sleep again.
+// round wakes VMs, with or without a pool, and puts them to sleep again.
 func (e Env) round(ctx context.Context, names []string, pooled bool, o Options) (wakes []oneWake, err error) {
 	before := map[int]time.Duration{}
 	if pooled {
@@ -114,8 +112,8 @@ func (e Env) round(ctx context.Context, names []string, pooled bool, o Options) 
 	return wakes, nil
 }
 
-// flock makes VMs that sleep, all from one snapshot of a guest in which start has started
-// something, and a function that removes them, which is there after an error as well.
+// flock makes sleeping VMs from one snapshot of a guest in which start has started something. It also returns a
+// function that removes them, even after an error.
 func (e Env) flock(ctx context.Context, n, mib int, start func(ctx context.Context, name string) error) (names []string, remove func() error, err error) {
 	first := vmName()
 	made := []string{first}
@@ -157,14 +155,14 @@ func (e Env) flock(ctx context.Context, n, mib int, start func(ctx context.Conte
 	return names, remove, e.Store.Sandbox(first).Kill(ctx)
 }
 
-// oneWake is what a wake took, the processor time of its process, and what that says of it.
+// oneWake is the time of a wake, the processor time of its process, and its report.
 type oneWake struct {
 	took, cpu time.Duration
 	report    control.Report
 }
 
-// wakeAtOnce wakes VMs at the same moment. The result is by time. before is the processor
-// time that processes have used already.
+// wakeAtOnce wakes VMs at the same moment. It sorts the result by time. before is the processor time that
+// processes have used already.
 func (e Env) wakeAtOnce(ctx context.Context, names []string, before map[int]time.Duration) ([]oneWake, error) {
 	wakes, errs := make([]oneWake, len(names)), make([]error, len(names))
 	var standing, done sync.WaitGroup
@@ -198,9 +196,9 @@ func (e Env) wakeAtOnce(ctx context.Context, names []string, before map[int]time
 	return wakes, errors.Join(errs...)
 }
 
-// cpuTime is the user and system time that a process has used, of all its threads, also
-// of those that have ended. The number of the clock is that of clock_getcpuclockid(3):
-// the complement of the process id, and CPUCLOCK_SCHED, 2 (include/linux/posix-timers.h).
+// cpuTime returns the user and system time of a process, over all its threads, ended ones included. The clock's
+// number is that of clock_getcpuclockid(3): the complement of the process id, and CPUCLOCK_SCHED, 2
+// (include/linux/posix-timers.h).
 func cpuTime(pid int) (time.Duration, error) {
 	const sched = 2
 	var ts unix.Timespec
@@ -210,7 +208,7 @@ func cpuTime(pid int) (time.Duration, error) {
 	return time.Duration(ts.Nano()), nil
 }
 
-// concurrent is what the rounds of one number of VMs have measured.
+// concurrent is what the rounds with one number of VMs measured.
 type concurrent struct{ wakes, ratio *series }
 
 // record adds a round.
@@ -225,9 +223,8 @@ func (c *concurrent) record(wakes []oneWake) {
 	c.wakes.stage("first", int64(wakes[0].took))
 	c.wakes.stage("median", int64(wakes[(len(wakes)-1)/2].took))
 	c.wakes.stage("last", int64(last))
-	// The time that all processors need for the work of all, if they share it evenly. n
-	// wakes have no use for more than n processors, unless one wake has several threads:
-	// then this is the lower bound.
+	// ideal is the time that all processors need for the total work, shared evenly. n wakes cannot use more than n
+	// processors, unless one wake has several threads. Then this is the lower bound.
 	if ideal := float64(cpu) / float64(runtime.NumCPU()); ideal > 0 {
 		c.ratio.portion(float64(last), ideal)
 	}

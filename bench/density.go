@@ -15,7 +15,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// quietProgram is a live interpreter that has loaded something and waits for nothing.
+// quietProgram is a live interpreter that has loaded something and then waits.
 const quietProgram = `
 import json, random, signal, socket
 table = {str(n): random.random() for n in range(20000)}
@@ -23,13 +23,12 @@ open('` + busyFile + `', 'w').close()
 signal.pause()
 `
 
-// Density measures what VMs cost that do nothing, clones of one snapshot with a live
-// python3 in each that waits. density_asleep is the memory of processes that hold anything of a VM's
-// that sleeps open, in MiB, with the number of such processes of all VMs (processes) and what each VM takes on disk
-// (disk, MiB) as stages. density_awake is the memory that the process of a woken one has
-// to itself, in MiB, with its proportional share of what several have (pss) and that of all
-// together (pss_total) as stages. density_cpu is the processor time of its process, guest
-// included, in percent of a CPU, with all together (total) as a stage.
+// Density measures the cost of idle VMs: clones of one snapshot, each with a live python3 that waits.
+// density_asleep is the memory in MiB of processes that hold files of a sleeping VM open. Its stages are the
+// number of such processes of all VMs (processes) and the disk space of each VM (disk, MiB). density_awake is the
+// private memory in MiB of a woken VM's process. Its stages are the process's proportional share of shared memory
+// (pss) and that of all processes together (pss_total). density_cpu is the processor time of the process, guest
+// included, in percent of a CPU, with the sum of all (total) as a stage.
 func Density(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 	before, err := allocated(e.Store.State.Dir())
 	if err != nil {
@@ -72,7 +71,7 @@ func Density(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 	return append(rows, more...), err
 }
 
-// idle wakes VMs and measures them as they idle.
+// idle wakes VMs and measures them while they idle.
 func (e Env) idle(ctx context.Context, names []string, o Options) ([]Row, error) {
 	e.say("waking %d VMs", len(names))
 	if _, err := e.wakeAtOnce(ctx, names, nil); err != nil {
@@ -125,7 +124,7 @@ func (e Env) idle(ctx context.Context, names []string, o Options) ([]Row, error)
 	return []Row{memory, load}, nil
 }
 
-// allocated is what all files of a tree take on disk, in bytes, those of several names once.
+// allocated returns the disk space of all files of a tree in bytes. A file with several names counts once.
 func allocated(dir string) (total int64, err error) {
 	type inode struct{ dev, ino uint64 }
 	seen := map[inode]bool{}
@@ -155,14 +154,14 @@ func allocated(dir string) (total int64, err error) {
 	return total, nil
 }
 
-// holders are the processes that have anything below a directory open.
+// holders returns the processes that have a file below a directory open.
 func holders(dir string) (pids []int, err error) {
 	links, err := filepath.Glob("/proc/[0-9]*/fd/*")
 	if err != nil {
 		return nil, err
 	}
 	for _, link := range links {
-		// A process or descriptor that has gone has nothing open.
+		// A process or descriptor that is gone has nothing open.
 		to, err := os.Readlink(link)
 		if err != nil || to != dir && !strings.HasPrefix(to, dir+"/") {
 			continue

@@ -14,8 +14,8 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// user is a program in the guest that has memory in use. A quarter of each page is random,
-// so that a page compresses to about that. If it is told so, it writes to it for ever.
+// user is a program in the guest that has memory in use. A quarter of each page is random, so that a page
+// compresses to about that. If told so, it keeps writing to the memory.
 const user = `
 import random, signal, sys
 PAGE = 4096
@@ -30,9 +30,8 @@ while True:
     memory[random.randrange(pages) * PAGE] = random.randrange(256)
 `
 
-// Forks measures forks of a running guest: how long it stands still (fork_pause), and how
-// long it takes from the call until the agents of all children have answered (fork_ready).
-// After each, the children are removed.
+// Forks measures forks of a running guest: how long the guest stands still (fork_pause), and the time from the
+// call until the agents of all children have answered (fork_ready). It removes the children after each fork.
 func Forks(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 	for _, mib := range o.MemoryMiB {
 		for _, used := range o.UsedMiB {
@@ -97,11 +96,10 @@ func (e Env) removeChildren(ctx context.Context, res control.ForkResult) error {
 	return errors.Join(errs...)
 }
 
-// ForkDensity measures what memory the forks of a guest take in which an interpreter is live:
-// fork_density is that which a child's process has to itself, in MiB, and its stages are
-// what of that is the guest's (guest), the proportional share of a process with what all
-// have in common (pss), and for all together pss_total, and image, the memory that the
-// children share. The children are idle, as their agents have just answered.
+// ForkDensity measures the memory of the forks of a guest with a live interpreter. fork_density is the private
+// memory of a child's process in MiB. Its stages are the guest's part of that (guest), the process's proportional
+// share of shared memory (pss), the same for all processes together (pss_total), and the memory that the children
+// share (image). The children are idle: their agents have just answered.
 func ForkDensity(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 	name := vmName()
 	if err := e.boot(ctx, name, o.mib()); err != nil {
@@ -142,11 +140,11 @@ func ForkDensity(ctx context.Context, e Env, o Options) (rows []Row, err error) 
 	return []Row{row}, nil
 }
 
-// memory is what a process has, in bytes.
+// memory is the memory of a process, in bytes.
 type memory struct {
 	private, pss int64
-	// guest is what of private is between the first and the last of the mappings of
-	// the image: its guest's RAM, but for what lies beyond them.
+	// guest is the part of private between the first and the last mapping of the image. That is the guest's RAM,
+	// except what lies outside them.
 	guest int64
 }
 
@@ -175,13 +173,13 @@ func memoryOf(pid int) (m memory, err error) {
 	return m, nil
 }
 
-// mapping is one of a process, with what it has to itself of it.
+// mapping is a mapping of a process, with its private part.
 type mapping struct {
 	image        bool
 	private, pss int64
 }
 
-// smaps reads such a file.
+// smaps reads a smaps or smaps_rollup file.
 func smaps(path string) (out []mapping, err error) {
 	file, err := os.Open(path)
 	if err != nil {

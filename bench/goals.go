@@ -8,24 +8,24 @@ import (
 	"strings"
 )
 
-// Goal is what docs/SPECIFICATION.md says that a number is to be at the most, or at the least. A limit of 0 is none.
+// Goal is an upper or lower limit that docs/SPECIFICATION.md sets for a number. A limit of 0 is none.
 type Goal struct {
-	// Name is that of the rows, in whose unit the limits are.
+	// Name is the name of the rows. The limits are in their unit.
 	Name string
-	// Params choose among the rows: those that have all of these. The value nil is for a
-	// parameter that a row must not have.
+	// Params choose among the rows: a row must have all of them. The value nil means that the row must not have
+	// the parameter.
 	Params map[string]any
 	// P50 and P99 are the limits of the median and of the 99th percentile.
 	P50, P99 float64
-	// AtLeast is what the median must not fall below.
+	// AtLeast is the lower limit of the median.
 	AtLeast float64
-	// Times is the limit of the median as a multiple of the smallest median among rows that
-	// are alike but for the parameter Over.
+	// Times is the limit of the median as a multiple of the smallest median among rows that differ only in the
+	// parameter Over.
 	Times float64
 	Over  string
 }
 
-// Goals are all that there are. Of several that choose a row the last counts.
+// Goals are all goals. If several choose a row, the last one counts.
 var Goals = []Goal{
 	{Name: "resume_entry", Params: map[string]any{"pool": true}, P50: 1.5, P99: 5, Times: 1.2, Over: "memory_mib"},
 	{Name: "resume_ready", Params: map[string]any{"cache": cacheWarm, "peer": nil}, P50: 25, P99: 50},
@@ -34,7 +34,7 @@ var Goals = []Goal{
 	{Name: "wake_touch_added", Params: map[string]any{"pool": true}, P50: 5},
 	{Name: "snapshot_pause", Params: map[string]any{"dirty_mib": 64}, P50: 10},
 	{Name: "delta_bytes", Params: map[string]any{"work": "idle", "seconds": 1}, P50: 1},
-	// 1.3 times what stays.
+	// 1.3 times the files that stay.
 	{Name: "delta_bytes", Params: map[string]any{"work": "install", "written_mib": 100, "left_mib": 5}, P50: 6.5},
 	{Name: "restore_depth", Times: 1.2, Over: "depth"},
 	{Name: "fork_pause", P50: 10},
@@ -42,34 +42,34 @@ var Goals = []Goal{
 	{Name: "policy_packet", Params: map[string]any{"rules": 1000, "flow": "known"}, P50: 300},
 	{Name: "policy_packet", Params: map[string]any{"rules": 1000, "flow": "answer"}, P50: 300},
 	{Name: "policy_swap", Params: map[string]any{"rules": 1000}, P50: 1, P99: 1},
-	// At most 5% of the rate lost.
+	// At most 5% of the rate is lost.
 	{Name: "policy_throughput_ratio", Params: map[string]any{"rules": 1000}, AtLeast: 0.95},
 	{Name: "policy_attach", Params: map[string]any{"process": "own"}, P50: 20},
 	{Name: "policy_attach", Params: map[string]any{"process": "same"}, P50: 20},
 }
 
-// RowGoal is what a row is to be, and whether it is. Limits are in its unit, and 0 is none.
+// RowGoal is the goal of a row, and whether the row meets it. Limits are in the row's unit, and 0 is none.
 type RowGoal struct {
 	P50 float64 `json:"p50,omitempty"`
 	P99 float64 `json:"p99,omitempty"`
 	// AtLeast is the lower limit of the median.
 	AtLeast float64 `json:"at_least,omitempty"`
-	// Within limits the median too: so many times the smallest among the rows of the same
-	// report that are alike but for the parameter Over makes it.
+	// Within is another limit of the median: a multiple of the smallest median among the rows of the same report
+	// that differ only in the parameter Over.
 	Within float64 `json:"within,omitempty"`
 	Over   string  `json:"over,omitempty"`
-	// Met says that every limit holds.
+	// Met means that every limit holds.
 	Met bool `json:"met"`
-	// FewRuns says that a percentile with a limit comes from too few runs to be told from
-	// the slowest: fewer than 100 for the 99th, and fewer than 6 for bounds of the median.
+	// FewRuns means that a percentile with a limit comes from too few runs to differ from the slowest: fewer than
+	// 100 for the 99th, and fewer than 6 for bounds of the median.
 	FewRuns bool `json:"few_runs,omitempty"`
 }
 
-// Runs below which a percentile is not one.
+// Fewer runs than these make no percentile.
 const fewForP99, fewForP50 = 100, 6
 
-// applyGoals gives each row the goal that it has, or none. Rows are measured in one run of
-// the program, or by the same build on the same machine.
+// applyGoals gives each row its goal, or none. The rows come from one run of the program, or from the same build
+// on the same machine.
 func applyGoals(rows []Row, goals []Goal) {
 	for i := range rows {
 		rows[i].Goal = nil
@@ -95,14 +95,14 @@ func (g Goal) isFor(r Row) bool {
 	return true
 }
 
-// same compares parameters as JSON has them: numbers that have come back from it have another type.
+// same compares parameters as JSON: numbers read back from JSON have another type.
 func same(a, b any) bool {
 	x, err1 := json.Marshal(a)
 	y, err2 := json.Marshal(b)
 	return err1 == nil && err2 == nil && bytes.Equal(x, y)
 }
 
-// of is the goal of a row, nil if it cannot be told: there is nothing to compare with.
+// of returns the goal of a row, or nil if it has no row to compare with.
 func (g Goal) of(r Row, all []Row) *RowGoal {
 	out := &RowGoal{P50: g.P50, P99: g.P99, AtLeast: g.AtLeast}
 	if least, ok := g.least(r, all); ok {
@@ -117,8 +117,7 @@ func (g Goal) of(r Row, all []Row) *RowGoal {
 	return out
 }
 
-// least is the smallest median of the rows that are alike but for one parameter, of which
-// there must be two.
+// least returns the smallest median of the rows that differ only in one parameter. There must be at least two.
 func (g Goal) least(r Row, all []Row) (least float64, ok bool) {
 	if g.Times == 0 {
 		return 0, false
@@ -135,14 +134,14 @@ func (g Goal) least(r Row, all []Row) (least float64, ok bool) {
 	return least, ok
 }
 
-// likeness is the same for rows that are alike but for a parameter.
+// likeness is the same for rows that differ only in one parameter.
 func likeness(r Row, but string) string {
 	params := maps.Clone(r.Params)
 	delete(params, but)
 	return r.Name + " " + sorted(params)
 }
 
-// String is the goal in words, for a table: its limits, and whether they hold.
+// String returns the goal as text for a table: its limits, and whether they hold.
 func (g *RowGoal) String() string {
 	if g == nil {
 		return "-"

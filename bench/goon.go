@@ -9,18 +9,17 @@ import (
 	"strings"
 )
 
-// MaxReportBytes bounds a report that is read.
+// MaxReportBytes bounds a report to read.
 const MaxReportBytes = 64 << 20
 
 var (
-	// ErrReport: what was read is no report.
+	// ErrReport means that the input is not a report.
 	ErrReport = errors.New("no report of benchmarks")
-	// ErrOther: a report is of another machine or build, so that its rows do not stand
-	// beside new ones.
+	// ErrOther means that a report is of another machine or build, so that its rows cannot stand beside new ones.
 	ErrOther = errors.New("the report is not of this machine and build")
 )
 
-// ReadReport reads one report in JSON. The error wraps ErrReport if that is not what is there.
+// ReadReport reads one report in JSON. Its error wraps ErrReport if the input is not one.
 func ReadReport(r io.Reader) (Report, error) {
 	text, err := io.ReadAll(io.LimitReader(r, MaxReportBytes+1))
 	if err != nil {
@@ -39,9 +38,8 @@ func ReadReport(r io.Reader) (Report, error) {
 	return out, nil
 }
 
-// GoesOn is nil if a report that was written before can be gone on with: it was measured on
-// the same machine, with the same kernel, by the same build of a commit without changes. Otherwise
-// the error wraps ErrOther and says in what they differ.
+// GoesOn returns nil if an earlier report can be continued: it has the same machine, kernel and build, of a commit
+// without changes. Otherwise the error wraps ErrOther and lists the differences.
 func (r Report) GoesOn(before Report) error {
 	a, b := before.Machine, r.Machine
 	for _, f := range []struct {
@@ -61,7 +59,7 @@ func (r Report) GoesOn(before Report) error {
 	return nil
 }
 
-// By are the rows that a command has measured, nil if it has not, or has failed.
+// By returns the rows that a command measured, or nil if it has not run or has failed.
 func (r Report) By(command string) (rows []Row) {
 	for _, row := range r.Rows {
 		if row.Command != command {
@@ -75,7 +73,7 @@ func (r Report) By(command string) (rows []Row) {
 	return rows
 }
 
-// Without is the report without the rows of a command.
+// Without returns the report without the rows of a command.
 func (r Report) Without(command string) Report {
 	r.Rows = slices.DeleteFunc(slices.Clone(r.Rows), func(row Row) bool { return row.Command == command })
 	return r

@@ -12,8 +12,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/control"
 )
 
-// vmName is the name of a VM of this process, and of no other. What tells VMs of one
-// process apart follows.
+// vmName returns a name for a VM of this process alone. parts distinguish VMs of one process.
 func vmName(parts ...int) string {
 	name := "bench-" + strconv.Itoa(os.Getpid())
 	for _, p := range parts {
@@ -22,13 +21,13 @@ func vmName(parts ...int) string {
 	return name
 }
 
-// boot boots a VM. There is nothing to remove after an error.
+// boot boots a VM. After an error there is nothing to remove.
 func (e Env) boot(ctx context.Context, name string, mib int) error {
 	_, err := e.bootSpec(ctx, sandbox.Spec{Name: name, MemoryMiB: mib})
 	return err
 }
 
-// bootSpec is boot for more than a size, with what the VM's process says of it.
+// bootSpec is boot with a full spec. It returns the report of the VM's process.
 func (e Env) bootSpec(ctx context.Context, spec sandbox.Spec) (control.Report, error) {
 	e.say("booting a guest of %d MiB", spec.MemoryMiB)
 	spec.Image, spec.Kernel = e.Image, e.Kernel
@@ -37,13 +36,13 @@ func (e Env) bootSpec(ctx context.Context, spec sandbox.Spec) (control.Report, e
 	return rep, err
 }
 
-// remove removes a VM, running or not, also when the context has ended.
+// remove removes a VM, running or not, even when the context has ended.
 func (e Env) remove(ctx context.Context, name string) error {
 	return e.Store.Sandbox(name).Delete(context.WithoutCancel(ctx), sandbox.DeleteOptions{Force: true})
 }
 
-// started boots a VM and starts a python3 program in it. After an error nothing is left of it;
-// otherwise the caller removes it.
+// started boots a VM and starts a python3 program in it. After an error it has removed the VM. Otherwise the
+// caller removes it.
 func (e Env) started(ctx context.Context, name string, mib int, file, program string) error {
 	if err := e.boot(ctx, name, mib); err != nil {
 		return err
@@ -54,8 +53,8 @@ func (e Env) started(ctx context.Context, name string, mib int, file, program st
 	return nil
 }
 
-// answering is the end of a python3 program in a guest that answers each line of words by its function answer, at
-// programPort of its vsock. What it cannot do it says.
+// answering is the end of a python3 program in a guest. It passes each line of words to its function answer, at
+// programPort of its vsock, and returns the result or the error.
 const answering = `
 import socket
 server = socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)
@@ -73,9 +72,8 @@ while True:
 
 const programPort = 5001
 
-// dirtied starts a VM in which dirtier has changed memory once, by each of the amounts in
-// MiB that are no more than half of its RAM. Those are returned. After an error nothing is
-// left of it; otherwise the caller removes it.
+// dirtied starts a VM in which dirtier has changed memory once, by each amount in MiB up to half of its RAM. It
+// returns these amounts. After an error it has removed the VM. Otherwise the caller removes it.
 func (e Env) dirtied(ctx context.Context, name string, mib int, dirtyMiB []int) (amounts []int, err error) {
 	if err := e.started(ctx, name, mib, "dirtier.py", dirtier); err != nil {
 		return nil, err
@@ -93,7 +91,7 @@ func (e Env) dirtied(ctx context.Context, name string, mib int, dirtyMiB []int) 
 	return amounts, nil
 }
 
-// ofSizes are the rows of all sizes of RAM, one after another.
+// ofSizes returns the rows of all sizes of RAM, one after another.
 func ofSizes(sizes []int, measure func(mib int) ([]Row, error)) (rows []Row, err error) {
 	for _, mib := range sizes {
 		some, err := measure(mib)
@@ -105,7 +103,7 @@ func ofSizes(sizes []int, measure func(mib int) ([]Row, error)) (rows []Row, err
 	return rows, nil
 }
 
-// pause waits.
+// pause waits for d or until ctx ends.
 func pause(ctx context.Context, d time.Duration) error {
 	select {
 	case <-ctx.Done():
@@ -115,7 +113,7 @@ func pause(ctx context.Context, d time.Duration) error {
 	}
 }
 
-// runsDir makes a directory for what runs leave until the next one.
+// runsDir makes a directory for files that runs leave for the next run.
 func runsDir() (dir string, err error) {
 	if dir, err = os.MkdirTemp("", "drowse-bench-"); err != nil {
 		return "", fmt.Errorf("making a directory for the runs: %w", err)

@@ -16,8 +16,7 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// The program that is measured: where it lies, what RAM there is, and where in it are its data and
-// the end of its stack.
+// The measured program: where it lies, how much RAM it has, and where its data and the end of its stack are.
 const (
 	loopRAM          = guestmem.MinSize
 	loopAt           = 0x1000000
@@ -26,16 +25,16 @@ const (
 	loopSize         = 1 << 20
 	loopFirst        = 1000
 	loopMost         = 1 << 30
-	loopLeast        = 20 * time.Millisecond // so long a run takes: the way into the guest and out of it is well below 1%
+	loopLeast        = 20 * time.Millisecond // shortest run: entering and leaving the guest is well below 1% of it
 	loopGrowth       = 8
-	loopInstructions = 13 // of a turn of loopMixed
-	loopRegisters    = 6  // of a turn without memory
+	loopInstructions = 13 // in a turn of loopMixed
+	loopRegisters    = 6  // in a turn without memory
 )
 
-// inPico is recorded in picoseconds: an instruction takes less than a nanosecond.
+// inPico records picoseconds: an instruction takes less than a nanosecond.
 var inPico = unit{"ns", thousandths}
 
-// turn is what a loop does in each turn, with its number of instructions.
+// turn is one turn of a loop, with its number of instructions.
 type turn struct {
 	mix          string
 	code         []byte
@@ -43,7 +42,7 @@ type turn struct {
 	instructions int64
 }
 
-// turns are what is measured. Half of the mixed one touch memory, as about half of a kernel's do.
+// turns are the measured loops. Half of the mixed one's instructions touch memory, like about half of a kernel's.
 var turns = []turn{
 	{mix: "registers", instructions: loopRegisters, code: []byte{
 		0x48, 0x01, 0xc8, // add rax,rcx
@@ -64,7 +63,7 @@ var turns = []turn{
 	}},
 }
 
-// program is a loop of so many turns, up to loopMost, that powers the machine off.
+// program returns a loop of count turns, up to loopMost, that then powers the machine off.
 func (t turn) program(count uint32) []byte {
 	le := binary.LittleEndian
 	code := le.AppendUint32([]byte{0x48, 0xc7, 0xc4}, loopStack)             // mov rsp,loopStack
@@ -74,7 +73,7 @@ func (t turn) program(count uint32) []byte {
 	code = append(append(code, t.code...), 0xff, 0xc9)                       // dec ecx
 	code = append(code, 0x75, byte(begin-len(code)-2))                       // jnz begin
 	code = le.AppendUint16(append(code, 0x66, 0xba), reset.SleepControlPort) // mov dx,port
-	// SLP_EN and the type that stands for S5 (ACPI 6.4, 4.8.3.7).
+	// SLP_EN and the type for S5 (ACPI 6.4, 4.8.3.7).
 	code = append(code, 0xb0, 1<<5|reset.SleepTypeOff<<2, 0xee, 0xeb, 0xfe) // mov al,value; out dx,al; jmp to itself
 	if t.call > 0 {
 		end := begin + t.call
@@ -84,7 +83,7 @@ func (t turn) program(count uint32) []byte {
 	return code
 }
 
-// kernelOf is an ELF file for a program that begins in 64-bit mode.
+// kernelOf returns an ELF file for a program that begins in 64-bit mode.
 func kernelOf(code []byte) ([]byte, error) {
 	const header, segment = 64, 56
 	h := elf.Header64{
@@ -103,11 +102,10 @@ func kernelOf(code []byte) ([]byte, error) {
 	return b.Bytes(), err
 }
 
-// Instructions measures an instruction of a guest at its highest privilege, in 64-bit mode: guest_instruction
-// is the time of a loop, from the first KVM_RUN until this process knows that the guest has switched
-// itself off, divided by the number of its instructions. mix is what the loop does. A
-// KVM without virtualisation hardware interprets them (faults: emulated, how many KVM says it
-// has interpreted), and what a guest's kernel does there costs so much.
+// Instructions measures an instruction of a guest at its highest privilege, in 64-bit mode. guest_instruction is
+// the time of a loop divided by the number of its instructions. The time goes from the first KVM_RUN until this
+// process knows that the guest has switched itself off. mix names the loop. A KVM without virtualisation hardware
+// interprets the instructions (KVM counts them in faults: emulated), so a guest's kernel pays this much for each.
 func Instructions(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 	dir, err := runsDir()
 	if err != nil {
@@ -174,7 +172,7 @@ func (t turn) run(ctx context.Context, path string, count uint32) (took time.Dur
 	if exit.Reason != vmm.PoweredOff {
 		return 0, 0, fmt.Errorf("the guest has ended in another way: %v", exit)
 	}
-	// Not every host counts these.
+	// Not every host counts emulated instructions.
 	stats, _ := m.KVMStats()
 	return end.Sub(m.Stages().Entry()), int64(stats["insn_emulation"]), nil
 }

@@ -8,7 +8,7 @@ import (
 	"time"
 )
 
-// Peers are the monitors that resume_ready can be measured beside.
+// Peers are the monitors that resume_ready can measure beside drowse.
 var Peers = []string{peerQEMU, peerFirecracker, peerFirecrackerUffd}
 
 const (
@@ -17,40 +17,38 @@ const (
 	peerFirecrackerUffd = "firecracker-uffd"
 )
 
-// DefaultPeerUsedMiB makes a peer's guest have about as much in memory as drowse's own
-// guest with its python3, or a little less, which is what a monitor that reads all of it
-// depends on. The field state_mib of rows says how much each has.
+// DefaultPeerUsedMiB gives a peer's guest about as much memory in use as drowse's own guest with its python3, or a
+// little less. A monitor that reads all of the memory depends on that. The rows' field state_mib has each amount.
 const DefaultPeerUsedMiB = 32
 
-// paramUsed is the parameter of rows that says how much memory a program in the guest has in use, in MiB.
+// paramUsed is the parameter of rows for how much memory a program in the guest has in use, in MiB.
 const paramUsed = "used_mib"
 
 // peer is a guest of another monitor, saved to a file.
 type peer interface {
-	// params say what was measured, besides the name of the peer.
+	// params describe the measurement, without the name of the peer.
 	params() map[string]any
-	// stateMiB is the size of what it is resumed from.
+	// stateMiB is the size of the files that it resumes from.
 	stateMiB() float64
-	// resume starts the monitor from the file, and ends it when a process in the guest
-	// has answered. The stages add up to the whole; "process" is the start of the
-	// monitor's own process.
+	// resume starts the monitor from the file, and returns when a process in the guest has answered. The stages
+	// add up to the whole. "process" is the start of the monitor's own process.
 	resume(ctx context.Context) (total time.Duration, stages map[string]time.Duration, err error)
 	close() error
 }
 
-// beside is a peer that is measured in turn with a VM of drowse.
+// beside is a peer measured in turn with a VM of drowse.
 type beside struct {
 	name  string
 	mib   int
 	peer  peer   // nil: see why
-	why   string // why it is not measured, or not any more
+	why   string // why it is not measured, or no longer
 	runs  *series
-	whole *series // the peer's time / drowse's, run by run
+	whole *series // the peer's time / drowse's, for each run
 	bare  *series // the same, without the start of the peer's process
 }
 
-// preparePeer boots a guest of a peer and saves it. It fails only when the context has
-// ended: a peer that cannot be measured says why in its row.
+// preparePeer boots a guest of a peer and saves it. It fails only when the context has ended: the row of a peer
+// that cannot run says why.
 func (e Env) preparePeer(ctx context.Context, name string, mib, usedMiB int) (*beside, error) {
 	b := &beside{name: name, mib: mib, runs: newSeries(inMs), whole: newSeries(inRatio), bare: newSeries(inRatio)}
 	e.say("booting a guest of %d MiB in %s", mib, name)
@@ -73,7 +71,7 @@ func (e Env) preparePeer(ctx context.Context, name string, mib, usedMiB int) (*b
 	return b, nil
 }
 
-// resume measures the peer once, right after drowse took so long.
+// resume measures the peer once, right after drowse's run, which took the given time.
 func (b *beside) resume(ctx context.Context, counts bool, drowse time.Duration) error {
 	if b.why != "" {
 		return nil
@@ -98,7 +96,7 @@ func (b *beside) resume(ctx context.Context, counts bool, drowse time.Duration) 
 	return nil
 }
 
-// rows are the peer's figures, and its ratio to drowse.
+// rows returns the peer's figures, and its ratio to drowse.
 func (b *beside) rows(name string) []Row {
 	params := map[string]any{"peer": b.name, "memory_mib": b.mib}
 	if b.why != "" {

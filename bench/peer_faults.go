@@ -13,12 +13,12 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// fcHandler gives a restored guest of Firecracker its memory, page by page as it is missed, from a file: what
-// Firecracker's own example of a handler does (docs/snapshotting/handling-page-faults-on-snapshot-resume.md).
+// fcHandler serves the memory of a restored Firecracker guest from a file, one page for each fault, like Firecracker's
+// example of a handler (docs/snapshotting/handling-page-faults-on-snapshot-resume.md).
 type fcHandler struct {
 	listener *net.UnixListener
 	memory   []byte // a mapping of the file
-	stop     [2]int // a pipe: closing the second end ends the handler
+	stop     [2]int // a pipe: closing the second end stops the handler
 	closing  context.Context
 	cancel   context.CancelFunc // ends the wait for Firecracker
 	done     sync.WaitGroup
@@ -33,7 +33,7 @@ type fcRegion struct {
 	Size     uint64 `json:"size"`
 	Offset   uint64 `json:"offset"` // in the file
 	PageSize uint64 `json:"page_size"`
-	// PageKiB has bytes too, whatever its name says, and is all that versions before 1.10 have.
+	// PageKiB is in bytes too, whatever its name says. Versions before 1.10 have only this field.
 	PageKiB uint64 `json:"page_size_kib"`
 }
 
@@ -44,7 +44,7 @@ const (
 	maxFCPage    = 2 << 20
 )
 
-// serveFaults listens at a socket for the one Firecracker that is given a guest's memory.
+// serveFaults listens at a socket for the one Firecracker whose guest gets the memory.
 func serveFaults(socket, memory string) (_ *fcHandler, err error) {
 	h := &fcHandler{stop: [2]int{-1, -1}}
 	h.closing, h.cancel = context.WithCancel(context.Background())
@@ -81,14 +81,14 @@ func serveFaults(socket, memory string) (_ *fcHandler, err error) {
 	return h, nil
 }
 
-// failed says why the handler has ended before it was to.
+// failed returns why the handler ended early.
 func (h *fcHandler) failed() error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	return h.err
 }
 
-// close ends the handler, and releases what it has.
+// close stops the handler and releases its resources.
 func (h *fcHandler) close() (err error) {
 	h.cancel()
 	if h.listener != nil {
@@ -117,7 +117,7 @@ func (h *fcHandler) serve() error {
 		return err
 	}
 	defer c.Close()
-	// Whoever closes the handler does not wait for Firecracker to say something.
+	// close must not wait for a message of Firecracker.
 	defer context.AfterFunc(h.closing, func() { c.Close() })()
 	uffd, regions, err := readRegions(c)
 	if err != nil {
@@ -127,7 +127,7 @@ func (h *fcHandler) serve() error {
 	return h.faults(uffd, regions)
 }
 
-// readRegions reads where the guest's memory is, and the descriptor that its faults come by.
+// readRegions reads where the guest's memory is, and receives the descriptor of its faults.
 func readRegions(c *net.UnixConn) (uffd int, regions []fcRegion, err error) {
 	body, oob := make([]byte, maxFCMessage), make([]byte, unix.CmsgSpace(4*16))
 	n, oobn, _, _, err := c.ReadMsgUnix(body, oob)
@@ -164,14 +164,14 @@ func readRegions(c *net.UnixConn) (uffd int, regions []fcRegion, err error) {
 	return fds[0], regions, nil
 }
 
-// Of linux/userfaultfd.h.
+// From linux/userfaultfd.h.
 const (
 	uffdMessage   = 32
 	uffdPagefault = 0x12
 	uffdAddress   = 16 // offset of arg.pagefault.address
 )
 
-// faults answers page faults until the handler is closed or the memory is gone.
+// faults answers page faults until close, or until the memory is gone.
 func (h *fcHandler) faults(uffd int, regions []fcRegion) error {
 	if err := unix.SetNonblock(uffd, true); err != nil {
 		return err
@@ -207,7 +207,7 @@ func (h *fcHandler) faults(uffd int, regions []fcRegion) error {
 	}
 }
 
-// fill puts the page of an address where it belongs.
+// fill copies the page of an address into the guest.
 func (h *fcHandler) fill(uffd int, regions []fcRegion, addr uint64) error {
 	for _, r := range regions {
 		if addr < r.Base || addr >= r.Base+r.Size {
@@ -222,9 +222,9 @@ func (h *fcHandler) fill(uffd int, regions []fcRegion, addr uint64) error {
 			err := copyPage(uffd, page, h.memory[at:at+r.PageSize])
 			switch {
 			case errors.Is(err, unix.EAGAIN):
-				continue // the mapping is being changed
+				continue // the mapping is changing
 			case errors.Is(err, unix.EEXIST), errors.Is(err, unix.ESRCH):
-				return nil // another fault was for it, or the process has ended
+				return nil // another fault got the page, or the process has ended
 			}
 			return err
 		}

@@ -25,14 +25,14 @@ const (
 	fcPort = 5000
 	// fcGuest is the guest's address there; 0 to 2 are others'.
 	fcGuest = 3
-	// fcLook is how often it is looked whether something is there that nobody tells of: the socket of the API, and
-	// a guest that takes connections.
+	// fcLook is how often to look for what nothing announces: the socket of the API, and a guest that takes
+	// connections.
 	fcLook = 200 * time.Microsecond
 	// maxFCAnswer bounds an answer of the API, in bytes.
 	maxFCAnswer = 64 << 10
 )
 
-// Names of files in the directory of a run: Firecracker is started there, so that its snapshot has no other path.
+// Names of files in the directory of a run. Firecracker starts there, so that its snapshot has no other path.
 const (
 	fcAPI   = "api"
 	fcVsock = "vsock"
@@ -42,12 +42,12 @@ const (
 // firecracker is a guest of Firecracker with a snapshot.
 type firecracker struct {
 	peerGuest
-	uffd bool // memory comes from a handler in this process, by userfaultfd; else it is a mapping of the file
+	uffd bool // a handler in this process serves the memory by userfaultfd; otherwise Firecracker maps the file
 }
 
 func (f *firecracker) memory() string { return filepath.Join(f.dir, "memory") }
 
-// newFirecracker boots a guest and takes a snapshot of it. The guest is that of newQEMU, and talks by vsock.
+// newFirecracker boots a guest and takes a snapshot of it. The guest is that of newQEMU, but talks over vsock.
 func (e Env) newFirecracker(ctx context.Context, mib, usedMiB int, uffd bool) (peer, error) {
 	g, err := e.newPeerGuest(ctx, "Firecracker", firecrackerProgram, mib, usedMiB, fcWords(usedMiB))
 	if err != nil {
@@ -60,9 +60,9 @@ func (e Env) newFirecracker(ctx context.Context, mib, usedMiB int, uffd bool) (p
 	return f, nil
 }
 
-// fcWords are added to the kernel's command line: what Firecracker expects there, and the guest's process. That stands
-// without "--", since Firecracker appends parameters of the kernel's, which would be the program's behind it; words
-// that the kernel does not know are given to the program.
+// fcWords returns additions to the kernel's command line: what Firecracker expects there, and the guest's process.
+// The process's words stand without "--", since Firecracker appends kernel parameters, which would go to the
+// program after it. The kernel passes words that it does not know to the program.
 func fcWords(usedMiB int) string {
 	return fmt.Sprintf(" init_on_free=1 reboot=k panic=1 rdinit=/init --used %d --vsock %d", usedMiB, fcPort)
 }
@@ -71,7 +71,7 @@ func (f *firecracker) params() map[string]any {
 	return f.with(map[string]any{"peer_backend": f.backend()})
 }
 
-// backend is what Firecracker calls the origin of a restored guest's memory.
+// backend is Firecracker's word for the source of a restored guest's memory.
 func (f *firecracker) backend() string {
 	if f.uffd {
 		return "Uffd"
@@ -79,7 +79,7 @@ func (f *firecracker) backend() string {
 	return "File"
 }
 
-// stateMiB is the size of both files on the disk. The one with the memory is as large as the RAM.
+// stateMiB is the size of both files on the disk. The memory file is as large as the RAM.
 func (f *firecracker) stateMiB() float64 {
 	var n int64
 	for _, path := range []string{f.state(), f.memory()} {
@@ -92,14 +92,14 @@ func (f *firecracker) stateMiB() float64 {
 	return float64(n) / mibBytes
 }
 
-// fcRun is a process of Firecracker. It talks when its API takes connections.
+// fcRun is a process of Firecracker. It counts as talking when its API takes connections.
 type fcRun struct {
 	*peerProcess
 	api     *http.Client
 	handler *fcHandler
 }
 
-// start starts Firecracker, and returns when its API is there.
+// start starts Firecracker, and returns when its API answers.
 func (f *firecracker) start(ctx context.Context, handle bool) (_ *fcRun, err error) {
 	p, err := f.process("--api-sock", fcAPI, "--id", "drowse-bench")
 	if err != nil {
@@ -138,7 +138,7 @@ func (f *firecracker) start(ctx context.Context, handle bool) (_ *fcRun, err err
 	return r, nil
 }
 
-// until tries something until it succeeds, as long as Firecracker is there.
+// until tries something until it succeeds, while Firecracker runs.
 func (r *fcRun) until(ctx context.Context, what string, try func() error) error {
 	for {
 		err := try()
@@ -155,7 +155,7 @@ func (r *fcRun) until(ctx context.Context, what string, try func() error) error 
 	}
 }
 
-// do makes a request of the API (Firecracker's src/firecracker/swagger).
+// do makes an API request (Firecracker's src/firecracker/swagger).
 func (r *fcRun) do(ctx context.Context, method, path string, in, out any) error {
 	var body io.Reader
 	if in != nil {
@@ -197,8 +197,8 @@ func (r *fcRun) connect(ctx context.Context) error {
 		if err != nil {
 			return err
 		}
-		// It takes a connection also when the guest does not, and ends it then; a guest that has just come back
-		// may not see a request at all.
+		// Firecracker takes a connection even when the guest does not, and then ends it. A guest that has just
+		// resumed may miss a request.
 		stop := context.AfterFunc(ctx, func() { _ = c.SetDeadline(time.Unix(1, 0)) })
 		defer func() {
 			if !stop() || err != nil {
@@ -228,7 +228,7 @@ func (r *fcRun) connect(ctx context.Context) error {
 	})
 }
 
-// close kills Firecracker and returns when it and the handler are gone.
+// close kills Firecracker and returns when it and the handler have ended.
 func (r *fcRun) close() error {
 	return r.end(func() error {
 		r.api.CloseIdleConnections()
@@ -314,7 +314,7 @@ func (f *firecracker) resume(ctx context.Context) (total time.Duration, stages m
 		return 0, nil, err
 	}
 	if r.handler != nil {
-		// Now that it has ended: an answer after it has failed is none.
+		// Check now that it has ended: an answer does not count if the handler failed.
 		if err := r.handler.failed(); err != nil {
 			return 0, nil, err
 		}

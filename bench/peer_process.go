@@ -25,13 +25,13 @@ const (
 	// peerBoot bounds the boot of a guest, and peerAnswer a resume.
 	peerBoot   = 15 * time.Minute
 	peerAnswer = 5 * time.Minute
-	// maxConsole bounds what is said of a monitor's words and of its guest's console, in bytes.
+	// maxConsole bounds what errors quote of a monitor's output and of its guest's console, in bytes.
 	maxConsole = 2000
 )
 
-// peerGuest is a guest of another monitor, with what it is saved to.
+// peerGuest is a guest of another monitor, with its saved state.
 type peerGuest struct {
-	monitor string // what people call it
+	monitor string // the monitor's name
 	dir     string
 	path    string // of the program
 	version string
@@ -43,8 +43,8 @@ type peerGuest struct {
 	runs    int
 }
 
-// newPeerGuest finds a monitor's program and what its guest boots: drowse's own kernel, with words behind its command
-// line, and the program of Env.PeerGuest as its first process.
+// newPeerGuest finds a monitor's program and what its guest boots: drowse's own kernel, with words added to its
+// command line, and the program of Env.PeerGuest as its first process.
 func (e Env) newPeerGuest(ctx context.Context, monitor, program string, mib, usedMiB int, words string) (g peerGuest, err error) {
 	g = peerGuest{monitor: monitor, mib: mib, usedMiB: usedMiB}
 	if g.path, err = exec.LookPath(program); err != nil {
@@ -63,7 +63,7 @@ func (e Env) newPeerGuest(ctx context.Context, monitor, program string, mib, use
 	return g, err
 }
 
-// peerKernel is the kernel of drowse's own guests, and what its command line has on this host.
+// peerKernel returns the kernel of drowse's own guests, and its command line for this host.
 func (e Env) peerKernel() (image, params string, err error) {
 	host := kernel.Hardware
 	if vmm.SoftKVM() {
@@ -88,10 +88,10 @@ func (e Env) peerKernel() (image, params string, err error) {
 	return image, params, err
 }
 
-// PeerReady is what the program of Env.PeerGuest writes once, when its memory is filled.
+// PeerReady is the byte that the program of Env.PeerGuest writes once its memory is filled.
 const PeerReady = 'R'
 
-// peerInitramfs has the program of peers' guests as its first.
+// peerInitramfs makes an initramfs with the program of peers' guests as its first process.
 func (e Env) peerInitramfs(ctx context.Context, dir string) (string, error) {
 	if _, err := os.Stat(e.PeerGuest); err != nil {
 		return "", fmt.Errorf("finding the program for guests of other monitors: %w: build it with `make build`, and put it beside drowse", err)
@@ -103,7 +103,7 @@ func (g *peerGuest) state() string { return filepath.Join(g.dir, "state") }
 
 func (g *peerGuest) close() error { return os.RemoveAll(g.dir) }
 
-// with are the parameters of rows of all monitors, and more.
+// with returns the parameters that rows of all monitors have, and more.
 func (g *peerGuest) with(more map[string]any) map[string]any {
 	params := map[string]any{"peer_version": g.version, "vcpus": spec.DefaultVCPUs, "guest": "initramfs", paramUsed: g.usedMiB, "cache": cacheWarm}
 	maps.Copy(params, more)
@@ -123,10 +123,10 @@ type peerProcess struct {
 	endOnce sync.Once
 
 	mu   sync.Mutex
-	said []byte // guarded by mu: the end of what it says
+	said []byte // guarded by mu: the end of its output
 }
 
-// process is the next one of the monitor, which has a directory and is not started.
+// process returns the monitor's next process, with a directory, not yet started.
 func (g *peerGuest) process(args ...string) (*peerProcess, error) {
 	g.runs++
 	r := &peerProcess{monitor: g.monitor, dir: filepath.Join(g.dir, strconv.Itoa(g.runs)), ended: make(chan struct{})}
@@ -135,12 +135,12 @@ func (g *peerGuest) process(args ...string) (*peerProcess, error) {
 	}
 	r.cmd = exec.Command(g.path, args...)
 	r.cmd.Stdout, r.cmd.Stderr = r, r
-	// A group of its own: an interrupt at the terminal is for this process, which then ends the monitor.
+	// A group of its own: only this process gets an interrupt at the terminal, and then ends the monitor.
 	r.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	return r, nil
 }
 
-// Write keeps the end of what is said.
+// Write keeps the end of the output.
 func (r *peerProcess) Write(p []byte) (int, error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -149,7 +149,7 @@ func (r *peerProcess) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// start starts the process. After an error nothing is left of it.
+// start starts the process. After an error it has cleaned up.
 func (r *peerProcess) start() error {
 	r.begin = time.Now()
 	if err := r.cmd.Start(); err != nil {
@@ -162,9 +162,9 @@ func (r *peerProcess) start() error {
 	return nil
 }
 
-// explain adds what the process has said, and how it has ended, if that is why.
+// explain adds the process's output to an error, and how it ended, if it ended.
 func (r *peerProcess) explain(err error) error {
-	// It may be about to end.
+	// It may be about to exit.
 	select {
 	case <-r.ended:
 		err = fmt.Errorf("%w: %s has ended: %s", err, r.monitor, r.cmd.ProcessState)
@@ -178,7 +178,7 @@ func (r *peerProcess) explain(err error) error {
 	return err
 }
 
-// end kills the process, and returns when it and the rest are gone.
+// end kills the process, and returns when it and the rest have ended.
 func (r *peerProcess) end(rest func() error) (err error) {
 	r.endOnce.Do(func() {
 		if kerr := r.cmd.Process.Kill(); kerr != nil && !errors.Is(kerr, os.ErrProcessDone) {
@@ -206,7 +206,7 @@ func (r *peerProcess) expect(ctx context.Context, want byte) error {
 	return nil
 }
 
-// ask sends a byte to the guest and wants it back.
+// ask sends a byte to the guest and waits for its echo.
 func (r *peerProcess) ask(ctx context.Context, b byte) error {
 	if _, err := r.conn.Write([]byte{b}); err != nil {
 		return fmt.Errorf("sending a byte to the guest: %w", err)
@@ -214,7 +214,7 @@ func (r *peerProcess) ask(ctx context.Context, b byte) error {
 	return r.expect(ctx, b)
 }
 
-// stages are what a resume is made of that was loaded at one moment and answered at another.
+// stages returns the stages of a resume from the times when it was loaded and when it answered.
 func (r *peerProcess) stages(loaded, answered time.Time) map[string]time.Duration {
 	return map[string]time.Duration{"process": r.process, "load": loaded.Sub(r.begin) - r.process, "answer": answered.Sub(loaded)}
 }

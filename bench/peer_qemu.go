@@ -17,15 +17,13 @@ import (
 
 const (
 	qemuProgram = "qemu-system-x86_64"
-	// What works on KVM with virtualisation hardware and on soft KVM, whose clock and
-	// interrupts need the old devices. Without option ROMs qboot starts the kernel by
-	// its PVH entry (Xen, docs/misc/pvh.pandoc).
+	// This works on KVM with virtualisation hardware and on soft KVM, whose clock and interrupts need the old
+	// devices. Without option ROMs qboot starts the kernel by its PVH entry (Xen, docs/misc/pvh.pandoc).
 	qemuMachine = "microvm,accel=kvm,pic=on,pit=on,rtc=on,isa-serial=on,x-option-roms=off"
 )
 
-// qemuCPUs are the models to try, in order: that of the host, and the same without the
-// MSR that soft KVM does not take (IA32_ARCH_CAPABILITIES, 0x10a), with which QEMU 7.2
-// ends by an assertion.
+// qemuCPUs returns the models to try, in order: the host's, and the same without the MSR that soft KVM refuses
+// (IA32_ARCH_CAPABILITIES, 0x10a). With that MSR QEMU 7.2 ends with a failed assertion.
 func qemuCPUs() []string {
 	all := []string{"host", "host,-arch-capabilities"}
 	if vmm.SoftKVM() {
@@ -34,7 +32,7 @@ func qemuCPUs() []string {
 	return all
 }
 
-// qemu is a guest of QEMU whose state was migrated to a file.
+// qemu is a guest of QEMU that was migrated to a file.
 type qemu struct {
 	peerGuest
 	cpu string
@@ -44,8 +42,8 @@ func (q *qemu) console() string { return filepath.Join(q.dir, "console") }
 
 // newQEMU boots a guest and migrates it to a file.
 func (e Env) newQEMU(ctx context.Context, mib, usedMiB int) (peer, error) {
-	// QEMU saves all pages that are not zeros. Without init_on_free those of the unpacked
-	// initramfs would be among them, which no user of QEMU would have there.
+	// QEMU saves all pages that are not zeros. Without init_on_free these would include those of the unpacked
+	// initramfs, which a user of QEMU would not have.
 	g, err := e.newPeerGuest(ctx, "QEMU", qemuProgram, mib, usedMiB, " init_on_free=1 rdinit=/init -- --used "+strconv.Itoa(usedMiB))
 	if errors.Is(err, exec.ErrNotFound) {
 		err = fmt.Errorf("%w: install it (on Debian, the package qemu-system-x86)", err)
@@ -72,7 +70,7 @@ func (q *qemu) params() map[string]any {
 	return q.with(map[string]any{"peer_machine": qemuMachine, "peer_cpu": q.cpu})
 }
 
-// stateMiB is the size of the file. It has little but pages that are not all zeros.
+// stateMiB is the size of the file. It holds little but pages that are not all zeros.
 func (q *qemu) stateMiB() float64 {
 	info, err := os.Stat(q.state())
 	if err != nil {
@@ -81,15 +79,15 @@ func (q *qemu) stateMiB() float64 {
 	return float64(info.Size()) / mibBytes
 }
 
-// qemuRun is a process of QEMU. It talks when it has connected to its first socket, and conn is the guest's
-// virtio-serial port.
+// qemuRun is a process of QEMU. It counts as talking when it has connected to its first socket. conn is the
+// guest's virtio-serial port.
 type qemuRun struct {
 	*peerProcess
 	q   *qemu
 	qmp *qmp
 }
 
-// start starts QEMU, from a state if it is not nil, and returns when it talks.
+// start starts QEMU, from a state if state is not nil, and returns when QEMU talks.
 func (q *qemu) start(ctx context.Context, state *os.File) (_ *qemuRun, err error) {
 	p, err := q.process(
 		"-nodefaults", "-no-user-config", "-display", "none", "-no-reboot",
@@ -99,8 +97,8 @@ func (q *qemu) start(ctx context.Context, state *os.File) (_ *qemuRun, err error
 		return nil, err
 	}
 	r := &qemuRun{peerProcess: p, q: q}
-	// QEMU connects to sockets that are there before it: nobody has to look whether it
-	// listens yet, and the guest's port is connected from the beginning.
+	// QEMU connects to sockets that exist before it starts. So there is no need to poll until it listens, and the
+	// guest's port is connected from the beginning.
 	var sockets []*net.UnixListener
 	defer func() {
 		for _, l := range sockets {
@@ -149,7 +147,7 @@ func (q *qemu) start(ctx context.Context, state *os.File) (_ *qemuRun, err error
 	return r, err
 }
 
-// accept waits for QEMU to connect, as long as it is there.
+// accept waits for QEMU to connect, while it runs.
 func (r *qemuRun) accept(ctx context.Context, l *net.UnixListener) (*net.UnixConn, error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -167,7 +165,7 @@ func (r *qemuRun) accept(ctx context.Context, l *net.UnixListener) (*net.UnixCon
 	return c, nil
 }
 
-// explain adds the guest's console too.
+// explain also adds the guest's console.
 func (r *qemuRun) explain(err error) error {
 	err = r.peerProcess.explain(err)
 	if text, rerr := os.ReadFile(r.q.console()); rerr == nil && len(text) > 0 {
@@ -176,7 +174,7 @@ func (r *qemuRun) explain(err error) error {
 	return err
 }
 
-// close kills QEMU and returns when it is gone.
+// close kills QEMU and returns when it has ended.
 func (r *qemuRun) close() error {
 	return r.end(func() error {
 		if r.qmp != nil {
@@ -186,8 +184,7 @@ func (r *qemuRun) close() error {
 	})
 }
 
-// save boots the guest, and migrates it to the file while it runs, so that it goes on by
-// itself when it comes back.
+// save boots the guest, and migrates it to the file while it runs, so that it continues by itself when it resumes.
 func (q *qemu) save(ctx context.Context) (err error) {
 	ctx, cancel := context.WithTimeout(ctx, peerBoot)
 	defer cancel()
@@ -213,7 +210,7 @@ func (q *qemu) save(ctx context.Context) (err error) {
 		return err
 	}
 	defer f.Close()
-	// As fast as it goes: the guest is to change nothing meanwhile.
+	// As fast as possible: the guest should change nothing meanwhile.
 	limits := map[string]any{"max-bandwidth": int64(1) << 40, "downtime-limit": 600_000}
 	if err := r.qmp.execute(ctx, "migrate-set-parameters", limits, nil); err != nil {
 		return err
@@ -244,7 +241,7 @@ func (q *qemu) save(ctx context.Context) (err error) {
 	}
 }
 
-// resume starts QEMU from the file. The byte is sent at once, and waits for the guest.
+// resume starts QEMU from the file. It sends the byte at once, which waits for the guest.
 func (q *qemu) resume(ctx context.Context) (total time.Duration, stages map[string]time.Duration, err error) {
 	ctx, cancel := context.WithTimeout(ctx, peerAnswer)
 	defer cancel()

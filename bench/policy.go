@@ -25,21 +25,21 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/process"
 )
 
-// MaxRules bounds the rules of a policy that is measured.
+// MaxRules bounds the rules of a measured policy.
 const MaxRules = netpolicy.MaxRules
 
-// policyAgent is the agent whose packets are judged.
+// policyAgent is the agent whose packets the programs judge.
 var policyAgent = netpolicy.Identity{Address4: netip.AddrFrom4([4]byte{10, 200, 3, 7})}
 
-// rulesOf is a policy of n rules of which the last one allows what is measured.
+// rulesOf returns a policy of n rules, of which the last one allows the measured packets.
 func rulesOf(n int) (*netpolicy.Spec, error) {
 	return netpolicy.Compile(policyOf(n, netpolicy.Public), policyAgent, netpolicy.Environment{})
 }
 
-// policyOf is a policy of n rules of which the last one allows all that goes to a group: each of the others
-// denies a network and three ports of its own.
+// policyOf returns a policy of n rules. The last one allows all packets to a group. Each of the others denies a
+// network and three ports of its own.
 func policyOf(n int, to netpolicy.Group) *netpolicy.Policy {
-	// The limits that all have, at rates which what is measured does not reach.
+	// The limits that all policies have, at rates that no benchmark reaches.
 	p := &netpolicy.Policy{Limits: netpolicy.Limits{Egress: netpolicy.Rates{
 		Packets: &netpolicy.Rate{PerSecond: 1e9}, Connections: &netpolicy.Rate{PerSecond: 1e6, Burst: 1e12},
 	}}}
@@ -59,8 +59,8 @@ func policyOf(n int, to netpolicy.Group) *netpolicy.Policy {
 	return p
 }
 
-// The frame that is judged: to an address in the last rules' networks, of which the ports do
-// not match, so that all of the policy counts.
+// The judged frame goes to an address in the last rules' networks, but to a port that does not match, so that the
+// whole policy counts.
 var policyPeer = []byte{20, 1, 77, 9}
 
 const (
@@ -69,9 +69,8 @@ const (
 	framePayload       = 1000
 )
 
-// policyFrame is a TCP SYN, which the rules judge and which opens a flow, or a
-// UDP packet of a flow, or an answer of it to the guest. Checksums do not count: programs
-// adjust them without a look at them.
+// policyFrame returns a TCP SYN, which the rules judge and which opens a flow, or a UDP packet of a flow, or the
+// answer to it. Checksums do not matter: programs adjust them without checking them.
 func policyFrame(proto byte, d netpolicy.Direction) []byte {
 	header, payload := 8, framePayload
 	if proto == frameTCP {
@@ -107,11 +106,10 @@ func policyFrame(proto byte, d netpolicy.Direction) []byte {
 	return f
 }
 
-// PolicyPacket measures the time in which the programs judge and translate a packet that the guest sends, or gets, in
-// the kernel and without a device (BPF_PROG_RUN): one of a flow that is known, an answer of that flow, one that the
-// rules judge and that opens a flow which is there already (a SYN that is sent again), and one that opens a flow that
-// was not there, in a flow table that is full. Stage "empty" is the same of an empty program, in turn with it; it is in
-// the figures.
+// PolicyPacket measures the time in which the programs judge and translate a packet that the guest sends or gets,
+// in the kernel and without a device (BPF_PROG_RUN). The packets are: one of a known flow, an answer of that flow,
+// one that the rules judge and whose flow exists already (a repeated SYN), and one that opens a new flow in a full
+// flow table. Stage "empty" is the time of an empty program, measured in turn. The figures include it.
 func PolicyPacket(ctx context.Context, e Env, o Options) ([]Row, error) {
 	var rows []Row
 	for _, rules := range o.Rules {
@@ -169,7 +167,7 @@ func policyPacket(ctx context.Context, spec *netpolicy.Spec, o Options, flow str
 	return s.row("policy_packet", params), nil
 }
 
-// policyRun has packets of one kind judged, and as many by an empty program.
+// policyRun runs packets of one kind through the programs, and as many through an empty program.
 func policyRun(t *link.Trial, flow string, direction netpolicy.Direction, frame []byte, packets int) (empty, each time.Duration, err error) {
 	if flow == "first" {
 		if empty, err = t.EmptyFirst(frame, packets); err != nil {
@@ -191,16 +189,16 @@ func policyRun(t *link.Trial, flow string, direction netpolicy.Direction, frame 
 	return empty, each, err
 }
 
-// othersRules are the rules of agents beside the one that is measured.
+// othersRules is the number of rules of the other agents.
 const othersRules = 10
 
-// swapBatch is how many packets are judged between two looks at whether to go on.
+// swapBatch is how many packets to judge between two looks at whether to go on.
 const swapBatch = 1000
 
-// probePort is a port of the peer's that every other policy does not allow.
+// probePort is a port of the peer's that only every second policy allows.
 const probePort = 10000
 
-// swapSpecs are two policies of n rules, of which only the first allows what is sent to probePort.
+// swapSpecs returns two policies of n rules. Only the first allows packets to probePort.
 func swapSpecs(n int) (specs [2]*netpolicy.Spec, err error) {
 	for i := range specs {
 		p := policyOf(n, netpolicy.Public)
@@ -214,12 +212,12 @@ func swapSpecs(n int) (specs [2]*netpolicy.Spec, err error) {
 	return specs, nil
 }
 
-// PolicySwap measures a swap of a policy while packets are judged without a pause on another thread: from the call with
-// a policy that is compiled until no packet is judged by the old one. The first packet after each swap has to be judged
-// by the new one, or it ends with an error. With other agents, of which param agents says how many, the one that is
-// measured is one of them, in a network namespace of their own. Stages: "compile" comes before it; "table" is what goes
-// by until the new table is filled, "wait" the rest; "cpu" is how long the thread that swaps had a processor meanwhile,
-// of which param cpu_p99_ms is the 99th percentile. Param packets is how many were judged meanwhile.
+// PolicySwap measures a swap of a policy while another thread has packets judged without a pause. The time goes
+// from the call with a compiled policy until the old policy judges no packet. It fails if the new policy does not
+// judge the first packet after a swap. Param agents is the number of other agents, in a network namespace that the
+// measured one shares. Stage "compile" comes before the time. "table" is the time until the new table is filled,
+// and "wait" the rest. "cpu" is the processor time of the swapping thread in it, with the 99th percentile as param
+// cpu_p99_ms. Param packets is how many packets were judged meanwhile.
 func PolicySwap(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 	for _, agents := range o.Agents {
 		some, err := inNamespace(func() ([]Row, error) { return policySwaps(ctx, e, agents, o) })
@@ -231,7 +229,7 @@ func PolicySwap(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 	return rows, nil
 }
 
-// policySwaps measures beside so many other agents.
+// policySwaps measures with the given number of other agents.
 func policySwaps(ctx context.Context, e Env, agents int, o Options) (rows []Row, err error) {
 	spec, err := rulesOf(othersRules)
 	if err != nil {
@@ -273,7 +271,7 @@ func policySwaps(ctx context.Context, e Env, agents int, o Options) (rows []Row,
 	return rows, nil
 }
 
-// threadTime is how long the calling thread has had a processor.
+// threadTime returns the processor time of the calling thread.
 func threadTime() (time.Duration, error) {
 	var ts unix.Timespec
 	if err := unix.ClockGettime(unix.CLOCK_THREAD_CPUTIME_ID, &ts); err != nil {
@@ -282,7 +280,7 @@ func threadTime() (time.Duration, error) {
 	return time.Duration(ts.Nano()), nil
 }
 
-// policySwap is one row. The calling goroutine has a thread of its own.
+// policySwap measures one row. The calling goroutine has a thread of its own.
 func policySwap(ctx context.Context, trial func() (*link.Trial, error), rules int, o Options) (_ Row, err error) {
 	specs, err := swapSpecs(rules)
 	if err != nil {
@@ -300,7 +298,7 @@ func policySwap(ctx context.Context, trial func() (*link.Trial, error), rules in
 	var wg sync.WaitGroup
 	var judged int64
 	var loadErr error
-	beat := make(chan struct{}, 1) // a batch was judged; closed when no more are
+	beat := make(chan struct{}, 1) // a batch was judged; closed after the last one
 	wg.Go(func() {
 		defer close(beat)
 		for frame := policyFrame(frameUDP, netpolicy.Egress); load.Err() == nil; judged += swapBatch {
@@ -318,7 +316,7 @@ func policySwap(ctx context.Context, trial func() (*link.Trial, error), rules in
 			}
 		}
 	})
-	// A SYN, so that no flow remembers what a policy has said before.
+	// A SYN, so that no flow remembers the verdict of a policy.
 	probe := policyFrame(frameTCP, netpolicy.Egress)
 	binary.BigEndian.PutUint16(probe[14+20+2:], probePort)
 	s, running := newSeries(inMs), newSeries(inMs)
@@ -333,7 +331,7 @@ func policySwap(ctx context.Context, trial func() (*link.Trial, error), rules in
 		}
 		compiled := time.Since(begin) / time.Duration(len(specs))
 		next := (i + 1) % len(specs)
-		// Packets are being judged, and not about to be.
+		// Wait until packets are really being judged.
 		select {
 		case <-beat:
 		default:
@@ -381,13 +379,13 @@ func policySwap(ctx context.Context, trial func() (*link.Trial, error), rules in
 	return s.row("policy_swap", map[string]any{"rules": rules, "packets": judged, "cpu_p99_ms": cpu}), nil
 }
 
-// attachRoot is where the agents of a benchmark have their pins.
+// attachRoot is where a benchmark's agents have their pins.
 func attachRoot() string { return attachRootPrefix + strconv.Itoa(os.Getpid()) }
 
 const attachRootPrefix = link.DefaultRoot + "-bench-"
 
-// sweepAttachRoots removes what benchmarks have left that were killed: 600 MiB of the kernel's
-// memory for 1,000 agents. Their devices went with their namespaces.
+// sweepAttachRoots removes the pins of killed benchmarks: 600 MiB of the kernel's memory for 1,000 agents. Their
+// devices went with their namespaces.
 func sweepAttachRoots() error {
 	roots, err := filepath.Glob(attachRootPrefix + "*")
 	if err != nil {
@@ -404,19 +402,19 @@ func sweepAttachRoots() error {
 	return errors.Join(errs...)
 }
 
-// PolicyAttach measures how long it takes to put a policy on a TAP device that is down, and to raise it: one after
-// another for so many agents, which stay, in a network namespace of its own. The policy is compiled before. Rows:
-// policy_attach, of which param total_ms is how long all took, those of the first, which loads the programs, and of
-// others in processes of their own, by param process; and policy_attach_memory, in KiB: what the kernel says that the
-// agent's maps and programs take (param measured_kib is how much less memory the host had per agent, device included).
+// PolicyAttach measures the time to put a policy on a TAP device that is down and to raise the device, for one agent
+// after another. The agents stay, in a network namespace of their own. The policy is compiled before. Param process
+// tells the rows of policy_attach apart: the first agent, which loads the programs, the others, with their sum as
+// param total_ms, and those in processes of their own. policy_attach_memory is what the kernel reports for an agent's
+// maps and programs, in KiB. Param measured_kib is how much memory the host lost for each agent, device included.
 func PolicyAttach(ctx context.Context, e Env, o Options) ([]Row, error) {
 	return inNamespace(func() ([]Row, error) { return policyAttach(ctx, e, o) })
 }
 
-// inNamespace runs f on a thread of its own, in a network namespace of its own.
+// inNamespace runs f on a thread and in a network namespace of its own.
 func inNamespace(f func() ([]Row, error)) (rows []Row, err error) {
 	done := make(chan struct{})
-	// The namespace is the thread's, which ends with its goroutine.
+	// The namespace belongs to the thread, which ends with its goroutine.
 	go func() {
 		defer close(done)
 		runtime.LockOSThread()
@@ -430,7 +428,7 @@ func inNamespace(f func() ([]Row, error)) (rows []Row, err error) {
 	return rows, err
 }
 
-// attached are agents with their devices.
+// attached is a set of agents with their devices.
 type attached struct {
 	root    string
 	spec    *netpolicy.Spec
@@ -438,7 +436,7 @@ type attached struct {
 	devices []*tap.Device
 }
 
-// newAttached are none yet, after what a benchmark has left that was killed is gone.
+// newAttached returns an empty set, after removing what killed benchmarks have left.
 func newAttached(spec *netpolicy.Spec) (*attached, error) {
 	if err := sweepAttachRoots(); err != nil {
 		return nil, fmt.Errorf("removing what a killed benchmark has left: %w", err)
@@ -567,7 +565,7 @@ func recordMemory(s *series, l *link.Link) error {
 	return nil
 }
 
-// available is the host's free memory and what it could free at once, in KiB; 0 if it does not say.
+// available returns the host's free memory and what it could free at once, in KiB, or 0 if that is unknown.
 func available() uint64 {
 	text, err := os.ReadFile("/proc/meminfo")
 	if err != nil {
@@ -579,7 +577,7 @@ func available() uint64 {
 	return kib
 }
 
-// attachElsewhere has a new process attach an agent, which stays when it has ended.
+// attachElsewhere attaches an agent in a new process. The agent stays when the process has ended.
 func attachElsewhere(ctx context.Context, a *attached, o Options) (took, up time.Duration, err error) {
 	name, err := a.device()
 	if err != nil {
@@ -599,9 +597,9 @@ func attachElsewhere(ctx context.Context, a *attached, o Options) (took, up time
 	return times[0], times[1], nil
 }
 
-// PolicyAttachHelper is such a process: it prints two times in nanoseconds as JSON, of Attach and of Up.
+// PolicyAttachHelper does the work of that process. It returns the times of Attach and of Up.
 func PolicyAttachHelper(root, name string, rules int) ([]time.Duration, error) {
-	process.PrepareProcess() // as a VM's process is
+	process.PrepareProcess() // like a VM's process
 	spec, err := rulesOf(rules)
 	if err != nil {
 		return nil, err

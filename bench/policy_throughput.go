@@ -20,18 +20,17 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// ThroughputLinks are what a policy can be on: the TAP device of a guest, or one end of a pair of Ethernet devices
-// (veth(4)) of which the other one stands for a guest.
+// ThroughputLinks are the possible links of a policy: the TAP device of a guest, or one end of a pair of Ethernet
+// devices (veth(4)) whose other end stands for a guest.
 var ThroughputLinks = []string{linkTAP, linkVeth}
 
 const linkTAP, linkVeth = "tap", "veth"
 
-// MaxSend bounds how long a sender sends in a run: the guest's answer is waited for 10 minutes.
+// MaxSend bounds how long a sender sends in a run: the benchmark waits 10 minutes for the guest's answer.
 const MaxSend = time.Minute
 
-// throughputProgram is a program in the guest that sends over a TCP connection for so many milliseconds, or receives
-// until its end, and says how many bytes that were, and how many nanoseconds it took by its own clock from the
-// connection on.
+// throughputProgram is a program in the guest that sends over a TCP connection for some milliseconds, or receives
+// until its end. It reports the number of bytes, and the nanoseconds since the connection by its own clock.
 const throughputProgram = `
 import socket, time
 BLOCK = bytearray(64 << 10)
@@ -56,33 +55,33 @@ def answer(how, host, port, ms):
         return '%d %d' % (n, time.monotonic_ns() - begin)
 ` + answering
 
-// throughputBlock is what an end writes or reads at once at the most, in bytes, as the program in the guest does.
+// throughputBlock is the most that one end writes or reads at once, in bytes, like the program in the guest.
 const throughputBlock = 64 << 10
 
-// noPolicy stands for a device without programs among numbers of rules.
+// noPolicy stands for a device without programs among the numbers of rules.
 const noPolicy = 0
 
 // Values of the parameter policy.
 const policyNone, policyRules = "none", "rules"
 
-// PolicyThroughput measures how many bytes a second pass between a guest and its host over one TCP connection:
-// policy_throughput in MiB/s, out of the guest (direction is egress) and into it (ingress), for policies with so many
-// rules, of which the last one allows the connection, and for a device without any programs (policy is none). The
-// figure is what the receiver has read, by the time on its own clock from the beginning of the connection to its end.
-// The sender sends for a given time, and all that it has sent must have come. policy_throughput_ratio is the rate with
-// a policy / the one without programs in the same round. In a round each is measured once, and in every other round in
-// reverse order.
+// PolicyThroughput measures how many bytes per second pass between a guest and its host over one TCP connection:
+// policy_throughput in MiB/s, out of the guest (direction is egress) and into it (ingress). It measures policies
+// with different numbers of rules, of which the last one allows the connection, and a device without programs
+// (policy is none). The figure is what the receiver read, over the time on its own clock from the beginning of the
+// connection to its end. The sender sends for a given time, and all of it must arrive. policy_throughput_ratio is
+// the rate with a policy / the one without programs in the same round. A round measures each once, every other
+// round in reverse order.
 //
-// With link tap it is a guest behind its TAP device, whose own speed is in the figure; with link veth both ends are
-// threads of this process, and the way between them has nothing but the host's kernel and the programs.
+// With link tap it is a guest behind its TAP device, whose own speed is in the figure. With link veth both ends
+// are threads of this process, with only the host's kernel and the programs between them.
 //
-// The devices and the server are in a network namespace of their own, from which there is no way
-// out: while the programs are off the device, the guest can reach nothing but the server.
+// The devices and the server are in a network namespace of their own, without a way out: while the programs are
+// off the device, the guest can reach only the server.
 //
-// faults are medians of what the policy's programs have counted in a run: packets and bytes by direction, and packets
-// that they have denied.
+// faults are medians of what the policy's programs counted in a run: packets and bytes by direction, and denied
+// packets.
 func PolicyThroughput(ctx context.Context, e Env, o Options) ([]Row, error) {
-	// The VM's process, which this thread starts, is in the namespace too.
+	// The VM's process, which this thread starts, shares the namespace.
 	return inNamespace(func() (rows []Row, err error) {
 		for _, link := range o.Links {
 			measure := e.tapThroughput
@@ -99,13 +98,13 @@ func PolicyThroughput(ctx context.Context, e Env, o Options) ([]Row, error) {
 	})
 }
 
-// flowWay is what is measured: a direction, and the number of rules or noPolicy.
+// flowWay is a measured case: a direction, and the number of rules or noPolicy.
 type flowWay struct {
 	direction netpolicy.Direction
 	rules     int
 }
 
-// waysOf are all ways, in the order of the rows.
+// waysOf returns all cases, in the order of the rows.
 func waysOf(rules []int) (all []flowWay) {
 	for _, d := range []netpolicy.Direction{netpolicy.Egress, netpolicy.Ingress} {
 		for _, n := range append([]int{noPolicy}, rules...) {
@@ -117,11 +116,11 @@ func waysOf(rules []int) (all []flowWay) {
 
 // farEnd is the guest's side of a link with a policy.
 type farEnd interface {
-	// setPolicy puts a policy of so many rules into force.
+	// setPolicy puts a policy with this many rules into force.
 	setPolicy(ctx context.Context, rules int) error
-	// counters are what the policy's programs have counted.
+	// counters returns the counters of the policy's programs.
 	counters(context.Context) ([]netpolicy.Counter, error)
-	// transfer connects to the server, and sends for so long, or receives.
+	// transfer connects to the server, and receives, or sends for the given time.
 	transfer(ctx context.Context, d netpolicy.Direction, server netip.AddrPort, send time.Duration) (transfer, error)
 }
 
@@ -146,7 +145,7 @@ func (e Env) tapThroughput(ctx context.Context, o Options) (rows []Row, err erro
 	return all.rows(map[string]any{"link": linkTAP, "memory_mib": o.mib(), "vcpus": spec.DefaultVCPUs, "seconds": o.Send.Seconds()}), nil
 }
 
-// throughputsOf measures all rounds of a link, whose programs are on a device.
+// throughputsOf measures all rounds of a link whose programs are on a device.
 func (e Env) throughputsOf(ctx context.Context, far farEnd, device string, o Options) (all *throughputs, err error) {
 	programs, err := programsOn(device)
 	if err != nil {
@@ -197,17 +196,17 @@ func (g guestEnd) transfer(ctx context.Context, d netpolicy.Direction, server ne
 	return readTransfer(answer)
 }
 
-// passed is what a run has brought through.
+// passed is the traffic of a run.
 type passed struct {
 	bytes  int64
 	took   time.Duration
 	counts map[string]int64 // by the policy's programs
 }
 
-// rate is in MiB/s.
+// rate returns the rate in MiB/s.
 func (p passed) rate() float64 { return float64(p.bytes) / mibBytes / p.took.Seconds() }
 
-// throughputOf is one run. The policy is put into force before it, or its programs taken off.
+// throughputOf does one run. It first puts the policy into force, or takes its programs off.
 func throughputOf(ctx context.Context, far farEnd, w flowWay, programs *linkPrograms, send time.Duration) (p passed, err error) {
 	if w.rules == noPolicy {
 		if err := programs.off(); err != nil {
@@ -232,7 +231,7 @@ func throughputOf(ctx context.Context, far farEnd, w flowWay, programs *linkProg
 	return p, p.check(w)
 }
 
-// pass has the far end connect to a server at the gateway's address, and one of them send.
+// pass connects the far end to a server at the gateway's address, and one of them sends.
 func pass(ctx context.Context, far farEnd, d netpolicy.Direction, send time.Duration) (bytes int64, took time.Duration, err error) {
 	var lc net.ListenConfig
 	l, err := lc.Listen(ctx, "tcp4", netip.AddrPortFrom(netpolicy.TheWire.Gateway4, 0).String())
@@ -264,13 +263,13 @@ func pass(ctx context.Context, far farEnd, d netpolicy.Direction, send time.Dura
 	return received(d, here, there)
 }
 
-// transfer is what one end of a connection has sent or received.
+// transfer is what one end of a connection sent or received.
 type transfer struct {
 	bytes int64
 	took  time.Duration
 }
 
-// readTransfer reads what the program in the guest says.
+// readTransfer parses the answer of the program in the guest.
 func readTransfer(answer string) (t transfer, err error) {
 	if _, err := fmt.Sscanf(answer, "%d %d", &t.bytes, &t.took); err != nil || t.bytes <= 0 || t.took <= 0 {
 		return transfer{}, fmt.Errorf("the program in the guest says %q", answer)
@@ -278,7 +277,7 @@ func readTransfer(answer string) (t transfer, err error) {
 	return t, nil
 }
 
-// received is what the receiver says, if it is what was sent.
+// received returns the receiver's figures, if it received everything that was sent.
 func received(d netpolicy.Direction, host, guest transfer) (bytes int64, took time.Duration, err error) {
 	sender, receiver := guest, host
 	if d == netpolicy.Ingress {
@@ -290,7 +289,7 @@ func received(d netpolicy.Direction, host, guest transfer) (bytes int64, took ti
 	return receiver.bytes, receiver.took, nil
 }
 
-// serveTransfer takes one connection of the guest's and receives from it, or sends for so long. It ends with the
+// serveTransfer accepts one connection of the guest and receives, or sends for the given time. It ends with the
 // context.
 func serveTransfer(ctx context.Context, l net.Listener, d netpolicy.Direction, send time.Duration) (transfer, error) {
 	defer context.AfterFunc(ctx, func() { l.Close() })()
@@ -301,8 +300,8 @@ func serveTransfer(ctx context.Context, l net.Listener, d netpolicy.Direction, s
 	return transferOver(ctx, c, d == netpolicy.Ingress, send)
 }
 
-// transferOver is one end of a connection, which it closes: it sends for so long and waits until the other end has read
-// all, or receives until the end. It ends with the context.
+// transferOver is one end of a connection, which it closes. It sends for the given time and waits until the other
+// end has read everything, or receives until the end. It ends with the context.
 func transferOver(ctx context.Context, c net.Conn, sends bool, send time.Duration) (t transfer, err error) {
 	defer c.Close()
 	defer context.AfterFunc(ctx, func() { _ = c.SetDeadline(time.Unix(1, 0)) })()
@@ -337,13 +336,13 @@ func transferOver(ctx context.Context, c net.Conn, sends bool, send time.Duratio
 	}
 }
 
-// Names of what is counted, for a direction.
+// Names of the counts of a direction.
 func packetsOf(d netpolicy.Direction) string { return string(d) + "_packets" }
 func bytesOf(d netpolicy.Direction) string   { return string(d) + "_bytes" }
 
 const packetsDenied = "denied_packets"
 
-// countsBetween are what a policy's programs have counted between two looks.
+// countsBetween returns what a policy's programs counted between two looks.
 func countsBetween(before, after []netpolicy.Counter) map[string]int64 {
 	counts := map[string]int64{packetsDenied: 0}
 	for _, d := range []netpolicy.Direction{netpolicy.Egress, netpolicy.Ingress} {
@@ -364,7 +363,7 @@ func countsBetween(before, after []netpolicy.Counter) map[string]int64 {
 	return counts
 }
 
-// check sees to it that the policy's programs have judged what has passed, or that nobody has.
+// check fails unless the policy's programs judged all traffic or, without a policy, none.
 func (p passed) check(w flowWay) error {
 	switch judged := p.counts[bytesOf(w.direction)]; {
 	case w.rules != noPolicy && judged < p.bytes:
@@ -379,7 +378,7 @@ func (p passed) check(w flowWay) error {
 	return nil
 }
 
-// throughputs are series by what was measured.
+// throughputs are the series of each case.
 type throughputs struct {
 	ways         []flowWay
 	rate, ratios map[flowWay]*series
@@ -407,7 +406,7 @@ func (t *throughputs) record(round map[flowWay]passed) {
 	}
 }
 
-// rows are those of all ways, with parameters that all have.
+// rows returns the rows of all cases. common has the parameters that all rows share.
 func (t *throughputs) rows(common map[string]any) (rows []Row) {
 	params := func(w flowWay) map[string]any {
 		p := map[string]any{"direction": string(w.direction), "policy": policyRules, "rules": w.rules}
@@ -428,14 +427,14 @@ func (t *throughputs) rows(common map[string]any) (rows []Row) {
 	return rows
 }
 
-// linkPrograms are the programs of a policy on a device, which can be taken off and put on
-// again. One goroutine at a time, in the device's network namespace.
+// linkPrograms are the programs of a policy on a device, which it can take off and put back. One goroutine at a
+// time may use it, in the device's network namespace.
 type linkPrograms struct {
 	filters  []*netlink.BpfFilter
 	programs []*ebpf.Program
 }
 
-// programsOn are those of a device. They stay there.
+// programsOn returns the programs of a device. They stay on it.
 func programsOn(device string) (_ *linkPrograms, err error) {
 	link, err := netlink.LinkByName(device)
 	if err != nil {
@@ -468,7 +467,7 @@ func programsOn(device string) (_ *linkPrograms, err error) {
 	return t, nil
 }
 
-// off takes them off the device.
+// off takes the programs off the device.
 func (t *linkPrograms) off() error {
 	for _, f := range t.filters {
 		if err := netlink.FilterDel(f); err != nil {
@@ -478,7 +477,7 @@ func (t *linkPrograms) off() error {
 	return nil
 }
 
-// on puts them on the device again.
+// on puts the programs back on the device.
 func (t *linkPrograms) on() error {
 	var errs []error
 	for i, f := range t.filters {
@@ -490,7 +489,7 @@ func (t *linkPrograms) on() error {
 	return errors.Join(errs...)
 }
 
-// close lets go of them: they stay where they are.
+// close closes the descriptors. The programs stay where they are.
 func (t *linkPrograms) close() error {
 	var errs []error
 	for _, p := range t.programs {

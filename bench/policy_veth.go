@@ -15,8 +15,8 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 )
 
-// vethEnd is a network namespace that stands for a guest: its device has the guest's addresses, and is the other end of
-// a device that a policy is on. Its methods are called by the thread that has made it.
+// vethEnd is a network namespace that stands for a guest. Its device has the guest's addresses, and is the peer of
+// a device with a policy. Only the thread that made it may call its methods.
 type vethEnd struct {
 	here, there netns.NsHandle
 	agent       *attached
@@ -78,7 +78,7 @@ func newVethEnd() (_ *vethEnd, err error) {
 		if err != nil {
 			return err
 		}
-		const bits = 30 // as a guest has it
+		const bits = 30 // like a guest's
 		addr := &netlink.Addr{IPNet: &net.IPNet{IP: w.Guest4.AsSlice(), Mask: net.CIDRMask(bits, 32)}}
 		return errors.Join(netlink.AddrAdd(peer, addr), netlink.LinkSetUp(peer))
 	})
@@ -88,7 +88,7 @@ func vethSpec(rules int) (*netpolicy.Spec, error) {
 	return netpolicy.Compile(policyOf(rules, netpolicy.Host), policyAgent, netpolicy.Environment{})
 }
 
-// inside does something in the namespace that stands for the guest.
+// inside runs do in the namespace that stands for the guest.
 func (v *vethEnd) inside(do func() error) error {
 	if err := netns.Set(v.there); err != nil {
 		return fmt.Errorf("going into a network namespace: %w", err)
@@ -114,7 +114,7 @@ func (v *vethEnd) counters(context.Context) ([]netpolicy.Counter, error) {
 
 func (v *vethEnd) transfer(ctx context.Context, d netpolicy.Direction, server netip.AddrPort, send time.Duration) (t transfer, err error) {
 	var c net.Conn
-	// A socket stays in the namespace that it was made in.
+	// A socket stays in the namespace where it was made.
 	err = v.inside(func() (err error) {
 		var dialer net.Dialer
 		c, err = dialer.DialContext(ctx, "tcp4", server.String())
@@ -129,7 +129,7 @@ func (v *vethEnd) transfer(ctx context.Context, d netpolicy.Direction, server ne
 	return transferOver(ctx, c, d == netpolicy.Egress, send)
 }
 
-// close removes the devices, with the namespace that stands for the guest, and what the policy has left.
+// close removes the devices, the namespace that stands for the guest, and the remains of the policy.
 func (v *vethEnd) close() error {
 	var errs []error
 	if v.agent != nil {

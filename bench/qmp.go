@@ -13,21 +13,20 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// qmp is a connection to the machine protocol of a QEMU (docs/interop/qmp-spec). It is
-// for one caller at a time.
+// qmp is a connection to the machine protocol of a QEMU (docs/interop/qmp-spec). It serves one caller at a time.
 type qmp struct {
 	conn    *net.UnixConn
 	version string
 
 	replies chan qmpMessage // closed when the connection ends
-	err     error           // why, valid once it is closed
+	err     error           // the reason, valid once replies is closed
 	done    sync.WaitGroup
 
 	mu     sync.Mutex
-	events map[string]time.Time // when the first of each name came
+	events map[string]time.Time // when the first event of each name came
 }
 
-// Bounds of what a QEMU says.
+// Bounds of QEMU's messages.
 const (
 	maxQMPLine   = 1 << 20
 	maxQMPEvents = 256
@@ -46,7 +45,7 @@ type qmpMessage struct {
 
 var errQMP = errors.New("QEMU's machine protocol")
 
-// newQMP takes a connection over, awaits the greeting and asks for commands and events.
+// newQMP takes over a connection, awaits the greeting and enables commands and events.
 func newQMP(ctx context.Context, c *net.UnixConn) (*qmp, error) {
 	q := &qmp{conn: c, replies: make(chan qmpMessage, 1), events: map[string]time.Time{}}
 	q.done.Go(q.read)
@@ -69,7 +68,7 @@ func newQMP(ctx context.Context, c *net.UnixConn) (*qmp, error) {
 // Close ends the connection.
 func (q *qmp) Close() {
 	q.conn.Close()
-	for range q.replies { // until read, which may want to say something, has ended
+	for range q.replies { // until read, which may be sending, has ended
 	}
 	q.done.Wait()
 }
@@ -98,7 +97,7 @@ func (q *qmp) read() {
 	q.err = fmt.Errorf("%w: the connection has ended: %w", errQMP, errors.Join(in.Err(), net.ErrClosed))
 }
 
-// event is when the first one of a name came, or zero.
+// event returns when the first event of a name came, or zero.
 func (q *qmp) event(name string) time.Time {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -117,8 +116,7 @@ func (q *qmp) reply(ctx context.Context) (qmpMessage, error) {
 	}
 }
 
-// execute runs a command. out gets what it returns, unless it is nil. files go along, by
-// SCM_RIGHTS.
+// execute runs a command. out, if not nil, receives the result. SCM_RIGHTS passes the files along.
 func (q *qmp) execute(ctx context.Context, command string, args, out any, files ...int) error {
 	message := map[string]any{"execute": command}
 	if args != nil {

@@ -24,8 +24,8 @@ import (
 // Report is what a benchmark run prints.
 type Report struct {
 	Machine Machine `json:"machine"`
-	// Commit is the revision that was measured, with "+dirty" when the work
-	// tree was changed; "unknown" when the build does not say.
+	// Commit is the measured revision, with "+dirty" if the work tree was changed, or "unknown" if the build does
+	// not say.
 	Commit string `json:"commit"`
 	Rows   []Row  `json:"rows"`
 }
@@ -39,14 +39,13 @@ type Row struct {
 	P50    float64        `json:"p50"`
 	P90    float64        `json:"p90"`
 	P99    float64        `json:"p99"`
-	// Stages are the medians of what the number is made of, in the same unit.
+	// Stages are the medians of the number's parts, in the same unit.
 	Stages map[string]float64 `json:"stages"`
-	// Faults are the medians by kind, for one run.
+	// Faults are the medians for one run, by kind.
 	Faults map[string]float64 `json:"faults"`
-	// MiBTouched is the median of the guest memory that one run has used.
+	// MiBTouched is the median of the guest memory that one run touched.
 	MiBTouched float64 `json:"mib_touched"`
-	// StateMiB is the guest's memory in what it is resumed from: pages that are not all
-	// zeros.
+	// StateMiB is the guest's memory in the state that it resumes from: pages that are not all zeros.
 	StateMiB float64 `json:"state_mib,omitempty"`
 	// P50Low and P50High hold the median that endless runs would have, with a confidence
 	// of 95% if the runs are independent. Both are 0 for fewer than 6 runs.
@@ -55,14 +54,14 @@ type Row struct {
 	// Histogram has a value in the row's unit and the number of runs that took it, in
 	// ascending order: at most MaxBuckets pairs, of three digits.
 	Histogram [][2]float64 `json:"histogram,omitempty"`
-	// Goal is what the number is to be, and whether it is. Nil is no goal.
+	// Goal is the number's goal, and whether it meets it. Nil means no goal.
 	Goal *RowGoal `json:"goal,omitempty"`
-	// Skipped says why nothing was measured. All figures are 0 then. Failed says that this is
-	// because the benchmark has failed or was interrupted.
+	// Skipped says why nothing was measured. All figures are 0 then. Failed means that the benchmark failed or was
+	// interrupted.
 	Skipped string `json:"skipped,omitempty"`
 	Failed  bool   `json:"failed,omitempty"`
-	// Command is what measures the row, options that are not the default included. Began is
-	// when it began, and Load the host's load average over one minute then.
+	// Command measures the row again, with its non-default options. Began is when it began, and Load the host's
+	// load average over one minute then.
 	Command string    `json:"command,omitempty"`
 	Began   time.Time `json:"began,omitzero"`
 	Load    float64   `json:"load1,omitempty"`
@@ -70,22 +69,22 @@ type Row struct {
 	err error // of a run whose value was out of bounds
 }
 
-// Machine says where a number was measured.
+// Machine describes where a number was measured.
 type Machine struct {
 	CPU       string `json:"cpu"`
 	CPUs      int    `json:"cpus"`
 	MemoryMiB uint64 `json:"memory_mib"`
 	Kernel    string `json:"kernel"`
 	KVM       string `json:"kvm"` // "hardware" or "soft"
-	// Load is the host's load average over one minute, and Time the time, as the
-	// run began: figures from a busy machine mean little.
+	// Load is the host's load average over one minute, and Time the time, when the run began. Figures from a busy
+	// machine mean little.
 	Load      float64   `json:"load1"`
 	GoVersion string    `json:"go"`
 	Time      time.Time `json:"time"`
 }
 
-// NewReport describes this machine, as it is now, and this build. A run calls it before it
-// measures, and adds its rows then.
+// NewReport describes this machine in its present state, and this build. A run calls it before it measures, and
+// adds its rows later.
 func NewReport(rows []Row) Report {
 	m := Machine{CPUs: runtime.NumCPU(), GoVersion: runtime.Version(), KVM: "hardware", Time: time.Now().UTC(), CPU: cpuModel()}
 	if vmm.SoftKVM() {
@@ -101,8 +100,7 @@ func NewReport(rows []Row) Report {
 	return r
 }
 
-// memoryAndLoad are the host's memory in MiB and its load average over one minute, 0 if it
-// does not say.
+// memoryAndLoad returns the host's memory in MiB and its load average over one minute, or 0 if they are unknown.
 func memoryAndLoad() (mib uint64, load float64) {
 	var si unix.Sysinfo_t
 	if unix.Sysinfo(&si) != nil {
@@ -112,14 +110,13 @@ func memoryAndLoad() (mib uint64, load float64) {
 	return si.Totalram * uint64(si.Unit) >> 20, float64(si.Loads[0]) / scale
 }
 
-// Add adds rows, and gives all rows their goals, some of which compare rows.
+// Add adds rows, and gives all rows their goals. Some goals compare rows.
 func (r *Report) Add(rows ...Row) {
 	r.Rows = append(r.Rows, rows...)
 	applyGoals(r.Rows, Goals)
 }
 
-// Run measures by a command, and says so in the rows. What was measured before an error is
-// returned with it.
+// Run measures, and notes the command in the rows. After an error it also returns the rows measured before.
 func Run(command string, measure func() ([]Row, error)) ([]Row, error) {
 	began := time.Now().UTC()
 	_, load := memoryAndLoad()
@@ -145,11 +142,10 @@ func cpuModel() string {
 	return "unknown"
 }
 
-// What a commit is if the build does not say, and how one ends whose work tree was changed.
+// The commit if the build does not say it, and the suffix for a changed work tree.
 const unknownCommit, changedTree = "unknown", "+dirty"
 
-// Commit can be set when the program is linked; otherwise the build information
-// says it.
+// Commit can be set by the linker. Otherwise it comes from the build information.
 var Commit string
 
 func commit() string {
@@ -208,8 +204,8 @@ func sorted(params map[string]any) string {
 	return strings.Join(words, " ")
 }
 
-// unit is that of a row, and how many of what is recorded make one: times are recorded in nanoseconds, memory in bytes,
-// and what else is no whole number in thousandths.
+// unit is the unit of a row, and how many recorded units make one. Times are recorded in nanoseconds, memory in
+// bytes, and other fractions in thousandths.
 type unit struct {
 	name  string
 	scale float64
@@ -233,7 +229,7 @@ var (
 	inRatio   = unit{"x", thousandths}
 )
 
-// series collects what the runs of one row have measured. A value that is out of bounds is an error of the row.
+// series collects the measurements of one row's runs. A value out of bounds is an error of the row.
 type series struct {
 	unit
 	total  *hdrhistogram.Histogram
@@ -243,7 +239,7 @@ type series struct {
 	err    error
 }
 
-// Bounds of what is recorded: 1 to 10^12, nanoseconds or counts, to three digits.
+// Bounds of recorded values: 1 to 10^12, nanoseconds or counts, to three digits.
 func histogram() *hdrhistogram.Histogram { return hdrhistogram.New(1, 1_000_000_000_000, 3) }
 
 func newSeries(u unit) *series {
@@ -259,22 +255,22 @@ func (s *series) record(h *hdrhistogram.Histogram, v int64) {
 	}
 }
 
-// add records what a run has measured, touched the pages that it has used.
+// add records the value of a run, touched the pages that it used.
 func (s *series) add(v int64)         { s.record(s.total, v) }
 func (s *series) touched(pages int64) { s.record(s.pages, pages) }
 
-// stage records a part of a run in what it measures, and fault how often something came in it.
+// stage records a part of a run in the row's unit. fault records how often something happened in it.
 func (s *series) stage(name string, v int64) { s.into(s.stages, name, v) }
 func (s *series) fault(name string, n int64) { s.into(s.faults, name, n) }
 
-// stagesOf records parts of a run that a VM's process has told of, in milliseconds.
+// stagesOf records parts of a run that a VM's process reported, in milliseconds.
 func (s *series) stagesOf(all map[string]float64, names ...string) {
 	for _, name := range names {
 		s.stage(name, ns(all[name]))
 	}
 }
 
-// portion records a / b, of which thousandths count.
+// portion records a / b in thousandths.
 func (s *series) portion(a, b float64) { s.add(max(1, int64(a/b*thousandths))) }
 
 func (s *series) into(m map[string]*hdrhistogram.Histogram, key string, v int64) {
@@ -284,7 +280,7 @@ func (s *series) into(m map[string]*hdrhistogram.Histogram, key string, v int64)
 	s.record(m[key], v)
 }
 
-// ns are milliseconds in nanoseconds.
+// ns converts milliseconds to nanoseconds.
 func ns(ms float64) int64 { return int64(ms * perMs) }
 
 func medians(m map[string]*hdrhistogram.Histogram, scale float64) map[string]float64 {
@@ -295,7 +291,7 @@ func medians(m map[string]*hdrhistogram.Histogram, scale float64) map[string]flo
 	return out
 }
 
-// row is the series in its unit.
+// row returns the series in its unit.
 func (s *series) row(name string, params map[string]any) Row {
 	h := s.total
 	q := func(p float64) float64 { return float64(h.ValueAtQuantile(p)) / s.scale }
@@ -313,8 +309,8 @@ func (s *series) row(name string, params map[string]any) Row {
 // MaxBuckets bounds the pairs of a row's histogram.
 const MaxBuckets = 1000
 
-// buckets are the values that were recorded, as the highest that it takes for the same,
-// and how often. If there are too many, neighbours become one.
+// buckets returns the recorded values and how often each came. A value is the highest one that counts as the same.
+// If there are too many, neighbours merge.
 func buckets(h *hdrhistogram.Histogram, scale float64) [][2]float64 {
 	var all [][2]float64
 	highest := h.Max()
@@ -334,14 +330,13 @@ func buckets(h *hdrhistogram.Histogram, scale float64) [][2]float64 {
 	return out
 }
 
-// rankOfMedian is the largest k such that the k-th smallest and the k-th largest of n
-// values hold the median with a confidence of 95%: no more than 2.5% of n fair coins show
-// fewer than k heads. It is 0 if there is none. (Conover, Practical Nonparametric
-// Statistics, section 3.2.)
+// rankOfMedian returns the largest k such that the k-th smallest and the k-th largest of n values enclose the
+// median with a confidence of 95%: no more than 2.5% of n fair coins show fewer than k heads. It returns 0 if
+// there is none. (Conover, Practical Nonparametric Statistics, section 3.2.)
 func rankOfMedian(n int64) int64 {
 	sum, k := 0.0, int64(0)
 	for ; k <= n/2; k++ {
-		// n over k, by the logarithm of the gamma function: it overflows otherwise.
+		// n over k, by the logarithm of the gamma function, which does not overflow.
 		a, _ := math.Lgamma(float64(n + 1))
 		b, _ := math.Lgamma(float64(k + 1))
 		c, _ := math.Lgamma(float64(n - k + 1))

@@ -18,7 +18,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// Env is what the benchmarks run in.
+// Env is the environment of the benchmarks.
 type Env struct {
 	Store    *sandbox.Host
 	Launcher pool.Launcher
@@ -26,7 +26,7 @@ type Env struct {
 	Kernel   string // as in sandbox.Spec
 	// PeerGuest is the path of drowse-peer-guest, which the guests of other monitors run.
 	PeerGuest string
-	// Progress is told what is going on, if not nil.
+	// Progress, if not nil, receives messages about the progress.
 	Progress func(string)
 }
 
@@ -36,20 +36,20 @@ func (e Env) say(format string, args ...any) {
 	}
 }
 
-// sleeper is a VM that sleeps, to be restored again and again.
+// sleeper is a sleeping VM, to restore again and again.
 type sleeper struct {
 	record *state.Record
 	parts  instance.Parts
 	snap   string
 	series map[variant]*series
-	last   time.Duration // what was measured by the last restore
+	last   time.Duration // the figure of the last restore
 	state  uint64        // RAM in the snapshot that is not zero, in pages
 }
 
-// ResumeEntry measures the time from the call that restores a VM from a snapshot on disk to its first KVM_RUN: memory,
-// devices and pager are made from nothing, in this process, and so are KVM's VM and vCPUs, unless they come from a
-// pool. The guest does not get to run. The page cache is warm. Sizes are interleaved, so that what else the machine
-// does hits all alike.
+// ResumeEntry measures the time from the call that restores a VM from a snapshot on disk to its first KVM_RUN.
+// This process makes memory, devices and pager from nothing, and also KVM's VM and vCPUs, unless they come from a
+// pool. The guest does not run. The page cache is warm. Sizes are interleaved, so that other load on the machine
+// affects all alike.
 func ResumeEntry(ctx context.Context, e Env, o Options) ([]Row, error) {
 	r := resumes{name: "resume_entry", n: o.N, warmup: o.Warmup, sizes: o.MemoryMiB, options: instance.RestoreOptions{EntryOnly: true}, pools: o.Pools}
 	return r.measure(ctx, e, func(ctx context.Context, mib int) (*sleeper, error) {
@@ -63,34 +63,33 @@ type resumes struct {
 	n, warmup int
 	sizes     []int
 	options   instance.RestoreOptions
-	params    map[string]any // besides those that all have
+	params    map[string]any // besides the common ones
 	then      then
-	// peers are measured in turn with the VMs, each with a guest that has so many MiB in
-	// use, by the size of its RAM.
+	// peers are measured in turn with the VMs. Each has a guest with peerUsedMiB in use, which depends on the size
+	// of its RAM.
 	peers       []string
 	peerUsedMiB func(mib int) int
-	// caches are the states of the page cache to measure in turn, out of Caches; none is
-	// warm alone.
+	// caches are the states of the page cache to measure in turn, out of Caches. None means warm only.
 	caches []string
-	// pools are whether there is a pool of prebuilt VMs, to measure in turn; none is no.
+	// pools are whether there is a pool of prebuilt VMs, to measure in turn. None means no.
 	pools []bool
-	// pages are whether restores find pages that one before has decompressed, to measure in
-	// turn; none is no, and says nothing of it in the rows.
+	// pages are whether restores find pages that an earlier one decompressed, to measure in turn. None means no,
+	// without a parameter in the rows.
 	pages []bool
 }
 
-// variant is a way in which the same VM is restored.
+// variant is a way to restore the same VM.
 type variant struct {
 	cache string
 	pool  bool
 	pages bool
 }
 
-// then goes on with a guest that was restored, and says when that was done and what it
-// took, by stage. It is part of what is measured, but for what it does to clean up.
+// then continues with a restored guest. It returns when that was done and its time by stage. It is part of the
+// measured time, except its cleaning up.
 type then func(context.Context, *instance.Instance) (done time.Time, stages map[string]time.Duration, err error)
 
-// measure has sleep make a sleeper of each size, and restores them in turn.
+// measure calls sleep for a sleeper of each size, and restores these in turn.
 func (r resumes) measure(ctx context.Context, e Env, sleep func(context.Context, int) (*sleeper, error)) (rows []Row, err error) {
 	var vms []*sleeper
 	defer func() {
@@ -145,7 +144,7 @@ func (r resumes) measure(ctx context.Context, e Env, sleep func(context.Context,
 	return rows, nil
 }
 
-// inTurn restores each VM, and then its peers, if there are any, as often as is said.
+// inTurn restores each VM, and then its peers, if any, for all runs.
 func (r resumes) inTurn(ctx context.Context, e Env, vms []*sleeper, peers [][]*beside) error {
 	dir, err := runsDir()
 	if err != nil {
@@ -181,7 +180,7 @@ func (r resumes) variants() (all []variant) {
 	return all
 }
 
-// orOne is a list, or one value if it is empty.
+// orOne returns the list, or one value if it is empty.
 func orOne[T any](list []T, value T) []T {
 	if len(list) == 0 {
 		return []T{value}
@@ -189,7 +188,7 @@ func orOne[T any](list []T, value T) []T {
 	return list
 }
 
-// run restores a VM once in each way. What peers are compared with is the first.
+// run restores a VM once in each way. Peers are compared with the first.
 func (r resumes) run(ctx context.Context, v *sleeper, dir string, counts bool) error {
 	var first time.Duration
 	for i, way := range r.variants() {
@@ -209,7 +208,7 @@ func (r resumes) run(ctx context.Context, v *sleeper, dir string, counts bool) e
 	return nil
 }
 
-// of is the series for a way of restoring.
+// of returns the series of a way of restoring.
 func (v *sleeper) of(way variant) *series {
 	if v.series == nil {
 		v.series = map[variant]*series{}
@@ -220,7 +219,7 @@ func (v *sleeper) of(way variant) *series {
 	return v.series[way]
 }
 
-// sleep puts a VM to sleep and takes down what it is restored from.
+// sleep puts a VM to sleep and notes what it is restored from.
 func (e Env) sleep(ctx context.Context, v *sleeper) error {
 	name := v.record.Spec.Name
 	res, err := e.Store.Sandbox(name).Sleep(ctx, sandbox.SleepOptions{})
@@ -244,9 +243,8 @@ func (e Env) sleep(ctx context.Context, v *sleeper) error {
 	return nil
 }
 
-// restore restores the VM once, and if that counts, records the time until its first
-// KVM_RUN or, if it is to do more than that, until its agent answers and until what comes
-// then is done.
+// restore restores the VM once. If the run counts, it records the time until the first KVM_RUN or, if the options
+// go further, until the agent has answered and more is done.
 func (v *sleeper) restore(ctx context.Context, dir string, way variant, counts bool, o instance.RestoreOptions, more then) (err error) {
 	s := v.of(way)
 	top := filepath.Join(dir, "top")
@@ -265,7 +263,7 @@ func (v *sleeper) restore(ctx context.Context, dir string, way variant, counts b
 		}
 		defer func() { err = errors.Join(err, p.Prebuilt.Close()) }()
 	}
-	// As in a process of the VM's own.
+	// Like a process of the VM's own.
 	process.PrepareProcess()
 	runtime.GC()
 	resume := process.PauseGC()
@@ -287,9 +285,9 @@ func (v *sleeper) restore(ctx context.Context, dir string, way variant, counts b
 	entry, ready := in.Timing()
 	stages := in.Machine().Stages().Durations()
 	faults, _ := in.Faults()
-	// Not every host counts these.
+	// Not every host has these counters.
 	kvm, _ := in.Machine().KVMStats()
-	// For the next one that finds it, where there is one.
+	// For the next restore that uses the pages, if there is one.
 	if err := in.KeepPages(ctx); err != nil {
 		return errors.Join(err, in.Close())
 	}

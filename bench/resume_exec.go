@@ -14,17 +14,16 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/instance"
 )
 
-// shellID is the name of the shell that lives in the snapshot.
+// shellID is the name of the live shell in the snapshot.
 const shellID = "bench-shell"
 
-// execTimeout bounds the wait for a command's output: a guest that does not give it ends
-// the benchmark and not the patience of whoever started it.
+// execTimeout bounds the wait for a command's output: a guest that does not answer ends the benchmark.
 const execTimeout = 5 * time.Minute
 
-// ResumeExec measures the time from the call that restores a VM from a snapshot on disk to the output of a command in a
-// shell that was there before the VM slept, at its terminal: first the agent answers as for resume_ready, then the host
-// connects to it (stage dial) and attaches to the shell (stage attach), then it types a command that the shell does
-// itself, and has its output (stage command). Nothing is forked in the guest. All else is as for resume_ready.
+// ResumeExec measures the time from the call that restores a VM from a snapshot on disk to the output of a command
+// in a shell, at the terminal that the shell had before the VM slept. First the agent answers as for resume_ready.
+// Then the host connects to it (stage dial), attaches to the shell (stage attach), types a command that the shell
+// runs itself, and gets its output (stage command). Nothing forks in the guest. All else is as for resume_ready.
 func ResumeExec(ctx context.Context, e Env, o Options) ([]Row, error) {
 	r := resumes{
 		name: "resume_exec", n: o.N, warmup: o.Warmup, sizes: o.MemoryMiB,
@@ -40,7 +39,7 @@ func ResumeExec(ctx context.Context, e Env, o Options) ([]Row, error) {
 	})
 }
 
-// startShell starts a shell with a terminal, and waits until it has done a command.
+// startShell starts a shell with a terminal, and waits until the shell has run a command.
 func (e Env) startShell(ctx context.Context, name string) error {
 	c, err := guest.Dial(ctx, guest.UnixDialer(e.Store.State.VsockPath(name)))
 	if err != nil {
@@ -72,13 +71,13 @@ func execInShell(ctx context.Context, in *instance.Instance) (done time.Time, st
 	return done, stages, err
 }
 
-// typed is the command, and printed what it prints: not what the terminal echoes.
+// typed is the command, and printed its output, which differs from the terminal's echo.
 const typed, printed = "echo drowse-$((6*7))\n", "drowse-42"
 
-// endOfOutput is an offset beyond all output: attaching there gives what comes from then on.
+// endOfOutput is an offset beyond all output: attaching there returns only later output.
 const endOfOutput = math.MaxUint64
 
-// typeCommand attaches to the shell, types a command, and says when its output was there.
+// typeCommand attaches to the shell, types a command, and returns when its output came.
 func typeCommand(ctx context.Context, c *guest.Client) (done time.Time, stages map[string]time.Duration, err error) {
 	ctx, cancel := context.WithTimeout(ctx, execTimeout)
 	defer cancel()
@@ -108,7 +107,7 @@ func typeCommand(ctx context.Context, c *guest.Client) (done time.Time, stages m
 	return done, map[string]time.Duration{"attach": attached.Sub(begin), "command": done.Sub(attached)}, nil
 }
 
-// watcher closes seen when it has been written what it wants.
+// watcher closes seen when someone writes the bytes that it wants.
 type watcher struct {
 	want []byte
 	seen chan struct{}
@@ -132,7 +131,7 @@ func (w *watcher) Write(p []byte) (int, error) {
 		w.tail = nil
 		return len(p), nil
 	}
-	// What may be the beginning of it.
+	// Keep what may be the beginning of want.
 	w.tail = w.tail[max(0, len(w.tail)-len(w.want)+1):]
 	return len(p), nil
 }

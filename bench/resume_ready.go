@@ -14,8 +14,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// busy is a program in the guest that is awake now and then. It leaves a file when it has
-// made what it lives with.
+// busy is a program in the guest that wakes now and then. It creates a file when it has built its data.
 const busy = `
 import random, sys, time
 numbers = list(range(1000000))
@@ -31,19 +30,19 @@ while True:
 
 const busyFile = "/root/busy"
 
-// busyWait bounds how long busy may take until it has begun.
+// busyWait bounds how long busy may take to begin.
 const busyWait = 15 * time.Minute
 
-// startBusy starts busy in a guest, and returns when it is at work: a snapshot is to have
-// a live interpreter, not one that is being loaded.
+// startBusy starts busy in a guest, and returns when it works: the snapshot must have a live interpreter, and not
+// one that is still loading.
 func (e Env) startBusy(ctx context.Context, name string) error { return e.startUsing(ctx, name, 0) }
 
-// startUsing is startBusy with so much memory in use.
+// startUsing is startBusy with the given amount of memory in use.
 func (e Env) startUsing(ctx context.Context, name string, mib int) error {
 	return e.startLive(ctx, name, "busy.py", busy, strconv.Itoa(mib))
 }
 
-// startLive starts a program that makes busyFile when it is at work, and waits for that.
+// startLive starts a program that makes busyFile when it works, and waits for that.
 func (e Env) startLive(ctx context.Context, name, file, program string, args ...string) error {
 	if err := e.startProgram(ctx, name, file, program, args...); err != nil {
 		return err
@@ -66,17 +65,15 @@ func (e Env) startLive(ctx context.Context, name, file, program string, args ...
 	}
 }
 
-// ResumeReady measures the time from the call that restores a VM from a snapshot on disk,
-// in which a python3 program is alive, to the agent's answer that clock and random numbers
-// are new. What is made ahead, and what is not, is as for ResumeEntry. Sizes, states of the
-// page cache, and with and without a pool are interleaved.
+// ResumeReady measures the time from the call that restores a VM from a snapshot on disk, with a live python3
+// program, to the agent's answer that clock and random numbers are new. What is prebuilt and what is not is as for
+// ResumeEntry. Sizes, states of the page cache, and with and without a pool are interleaved.
 //
-// A run of each peer follows each run of drowse. QEMU's is the time from the start of its
-// process, with the state that it has migrated to a file, to a byte that a process in the
-// guest sends back over virtio-serial: neither clock nor random numbers are renewed. Its
-// row is resume_ready with parameter peer, and resume_ready_ratio is its time divided by
-// that of drowse's run before, once as measured and once without the start of its process,
-// since drowse restores in this one.
+// A run of each peer follows each run of drowse. QEMU's is the time from the start of its process, with a state
+// that it has migrated to a file, to a byte that a process in the guest sends back over virtio-serial. It renews
+// neither clock nor random numbers. Its row is resume_ready with parameter peer. resume_ready_ratio is its time
+// divided by that of drowse's run before: once as measured, and once without the start of its process, since
+// drowse restores in this one.
 func ResumeReady(ctx context.Context, e Env, o Options) ([]Row, error) {
 	used := func(mib int) int { return mib * o.UsedPercent / 100 }
 	r := resumes{
@@ -91,8 +88,8 @@ func ResumeReady(ctx context.Context, e Env, o Options) ([]Row, error) {
 	})
 }
 
-// sleeperWith boots a VM, starts a program in it, and puts it to sleep and wakes it as often
-// as is said, and to sleep once more.
+// sleeperWith boots a VM, starts a program in it, puts it to sleep and wakes it depth times, and puts it to sleep
+// once more.
 func (e Env) sleeperWith(ctx context.Context, mib, depth int, start func(ctx context.Context, name string) error) (*sleeper, error) {
 	name := vmName(mib)
 	v := &sleeper{record: &state.Record{Spec: sandbox.Spec{Name: name}}}

@@ -8,10 +8,9 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// Sleeps measures sleeps: the time from the call of Sandbox.Sleep until the VM's process has
-// ended (sleep), of which the guest stands still for stage pause and its memory is written
-// in stage save; and what is written (sleep_bytes, in MiB). Each is a delta of the one
-// before. Amounts are interleaved.
+// Sleeps measures sleeps: the time from the call of Sandbox.Sleep until the VM's process has ended (sleep), and
+// how much is written (sleep_bytes, in MiB). In stage pause the guest stands still, and in stage save its memory
+// is written. Each sleep is a delta of the one before. Amounts are interleaved.
 func Sleeps(ctx context.Context, e Env, o Options) ([]Row, error) {
 	return ofSizes(o.MemoryMiB, func(mib int) ([]Row, error) {
 		return e.written(ctx, o, mib, "sleep", "sleep_bytes", e.sleepAndWake, func(s *series, res spec.SleepResult) {
@@ -21,9 +20,9 @@ func Sleeps(ctx context.Context, e Env, o Options) ([]Row, error) {
 	})
 }
 
-// written measures how a guest is written that has just changed some of its memory, by amounts in turn: what, of which
-// record knows the times, and bytes, which is how much is written. Each is a delta of the one before, but for those of
-// the first round, which does not count.
+// written changes some of a guest's memory and measures how the guest is then written, for each amount in turn.
+// record takes the times of what, and the row bytes has the amount written. Each is a delta of the one before,
+// except in the first round, which does not count.
 func (e Env) written(ctx context.Context, o Options, mib int, what, bytes string, write func(context.Context, string) (spec.SleepResult, error),
 	record func(*series, spec.SleepResult),
 ) (rows []Row, err error) {

@@ -17,8 +17,8 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// dirtier is a program in the guest that changes a byte in each of as many pages as it is
-// told. A quarter of each page is random, so that a page compresses to about that.
+// dirtier is a program in the guest that changes a byte in each of a given number of pages. A quarter of each page
+// is random, so that a page compresses to about that.
 const dirtier = `
 import mmap, os
 PAGE, MIB = 4096, 1 << 20
@@ -41,9 +41,9 @@ def answer(mib):
     return 'done'
 ` + answering
 
-// Snapshots measures named snapshots of a running guest that has just changed some of its
-// memory: how long it stands still (snapshot_pause), and how much is written
-// (snapshot_bytes, in MiB). Each is a delta of the one before. Amounts are interleaved.
+// Snapshots measures named snapshots of a running guest that has just changed some of its memory: how long the
+// guest stands still (snapshot_pause), and how much is written (snapshot_bytes, in MiB). Each is a delta of the
+// one before. Amounts are interleaved.
 func Snapshots(ctx context.Context, e Env, o Options) ([]Row, error) {
 	return ofSizes(o.MemoryMiB, func(mib int) (rows []Row, err error) {
 		line := chain{store: e.Store}
@@ -55,19 +55,19 @@ func Snapshots(ctx context.Context, e Env, o Options) ([]Row, error) {
 	})
 }
 
-// stored records what a snapshot has written.
+// stored records how much a snapshot wrote.
 func (s *series) stored(res spec.SleepResult) {
 	s.add(max(1, res.BytesStored))
 	s.fault("pages_changed", int64(res.PagesChanged))
 	s.fault("pages_free", int64(res.PagesFree))
 }
 
-// dirty lets the guest change memory, and returns when that is done.
+// dirty makes the guest change memory, and returns when that is done.
 func (e Env) dirty(ctx context.Context, name string, mib int) error {
 	return e.tell(ctx, name, fmt.Sprint(mib))
 }
 
-// tell tells the program in the guest what to do, and returns when that is done.
+// tell sends the program in the guest a request, and returns when that is done.
 func (e Env) tell(ctx context.Context, name, what string) error {
 	answer, err := e.ask(ctx, name, what)
 	if err == nil && answer != "done" {
@@ -76,10 +76,10 @@ func (e Env) tell(ctx context.Context, name, what string) error {
 	return err
 }
 
-// maxAnswer bounds a line of the program in the guest.
+// maxAnswer bounds an answer of the program in the guest.
 const maxAnswer = 4096
 
-// ask tells the program in the guest what to do, and returns the line that it answers.
+// ask sends the program in the guest a request, and returns its line of answer.
 func (e Env) ask(ctx context.Context, name, what string) (string, error) {
 	ctx, cancel := context.WithTimeout(ctx, 10*time.Minute)
 	defer cancel()
@@ -103,7 +103,7 @@ func command(ctx context.Context, c net.Conn, what string) (string, error) {
 			return "", err
 		}
 	}
-	// The deadline is far away: a caller who gives up does not wait for it.
+	// The deadline is far away: a cancelled context ends the wait at once.
 	defer context.AfterFunc(ctx, func() { _ = c.SetDeadline(time.Unix(1, 0)) })()
 	if _, err := fmt.Fprint(c, what); err != nil {
 		return "", fmt.Errorf("telling the program in the guest: %w", err)
@@ -115,9 +115,8 @@ func command(ctx context.Context, c net.Conn, what string) (string, error) {
 	return strings.TrimSuffix(line, "\n"), nil
 }
 
-// installer is a program in the guest that writes files and deletes most of them, as the
-// installation of a package does: what it keeps, and all else. Of what it writes nothing
-// can be compressed within 64 KiB.
+// installer is a program in the guest that writes files and deletes most of them, like the installation of a
+// package. A request says how much to write and how much of it to keep. Nothing compresses within 64 KiB.
 const installer = `
 import os, shutil
 BLOCK = os.urandom(65536)
@@ -139,9 +138,8 @@ def answer(mib, left):
     return 'done'
 ` + answering
 
-// Deltas measures what a snapshot of a running guest writes of its memory, in MiB, when the
-// guest has been idle since the one before (work is idle), and when it has written files and
-// deleted most of them (work is install).
+// Deltas measures how much of a running guest's memory a snapshot writes, in MiB: if the guest has been idle since
+// the last one (work is idle), and if it has written files and deleted most of them (work is install).
 func Deltas(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 	name := vmName()
 	if err := e.started(ctx, name, o.mib(), "installer.py", installer); err != nil {
@@ -162,7 +160,7 @@ func Deltas(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 	for i := range o.N {
 		for k, w := range works {
 			e.say("delta_bytes: %s, %d of %d", w.name, i+1, o.N)
-			// What it takes to tell the guest is not part of its idleness.
+			// The request to the guest is not part of its idle time.
 			if err := e.tell(ctx, name, "0 0"); err != nil {
 				return nil, err
 			}
@@ -191,7 +189,7 @@ func Deltas(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 	return rows, nil
 }
 
-// chain takes named snapshots of a VM, each a delta of the one before, and keeps the last.
+// chain takes named snapshots of a VM, each a delta of the last one, and keeps only the last.
 type chain struct {
 	store *sandbox.Host
 	last  string
@@ -202,7 +200,7 @@ func (c *chain) next(ctx context.Context, vm string) (spec.SleepResult, error) {
 	if err != nil {
 		return res, err
 	}
-	// The base of a delta must be there while it is written, and not longer.
+	// A delta's base must exist while the delta is written, and no longer.
 	before := c.last
 	c.last = res.Snapshot
 	if before != "" {
@@ -218,10 +216,10 @@ func (c *chain) end(ctx context.Context) error {
 	return c.store.State.RemoveSnapshot(ctx, c.last)
 }
 
-// chainOf makes a chain of snapshots of a VM, of which it keeps the last, at the given depth.
+// chainOf makes a chain of snapshots of a VM to the given depth, and keeps the last one.
 func (e Env) chainOf(ctx context.Context, name string, depth int) (id string, err error) {
 	line := chain{store: e.Store}
-	// A snapshot whose base is gone is a full one.
+	// A snapshot without its base is a full one.
 	if _, err := line.next(ctx, name); err != nil {
 		return "", err
 	}
@@ -240,10 +238,9 @@ func (e Env) chainOf(ctx context.Context, name string, depth int) (id string, er
 	return line.last, nil
 }
 
-// RestoreDepth measures the time from the call that restores a VM to an agent that
-// answers, clock and random numbers renewed, for snapshots at the ends of chains of deltas.
-// The guest does what an idle one does between two of them. Each depth has a chain of its
-// own, of the same guest. Depths are interleaved.
+// RestoreDepth measures the time from the call that restores a VM to an agent that answers, with clock and random
+// numbers renewed, for snapshots at the ends of chains of deltas. The guest idles between two snapshots. Each
+// depth has a chain of its own, of the same guest. Depths are interleaved.
 func RestoreDepth(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 	name := vmName()
 	if err := e.boot(ctx, name, o.mib()); err != nil {
@@ -261,9 +258,8 @@ func RestoreDepth(ctx context.Context, e Env, o Options) (rows []Row, err error)
 	if err := pause(ctx, o.Settle); err != nil {
 		return nil, err
 	}
-	// The deepest first: it takes minutes, and the snapshots that are compared should be of
-	// the same age. Where the guest's clock cannot be held back over a sleep, it has more to
-	// catch up with the longer that was.
+	// The deepest first: it takes minutes, and the compared snapshots should be of the same age. On hosts that
+	// cannot hold back the guest's clock over a sleep, a longer sleep leaves the guest more to catch up.
 	for _, d := range slices.Backward(slices.Sorted(slices.Values(o.Depths))) {
 		if keep[d], err = e.chainOf(ctx, name, d); err != nil {
 			delete(keep, d)

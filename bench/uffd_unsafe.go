@@ -9,7 +9,7 @@ import (
 // ioctlCopy is UFFDIO_COPY of linux/userfaultfd.h.
 const ioctlCopy = 0xc028aa03
 
-// copyPage fills pages that are missed in another process, and wakes who waits for them.
+// copyPage fills missing pages in another process, and wakes the threads that wait for them.
 func copyPage(uffd int, dst uint64, page []byte) error {
 	arg := struct {
 		dst, src, length, mode uint64

@@ -9,16 +9,15 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// VsockRTT measures the time from a ping of the agent in a running guest to its answer,
-// over a connection of the virtio socket that is open: through the Unix socket of the VM's
-// process, one after another.
+// VsockRTT measures the time from a ping of the agent in a running guest to its answer, over an open connection of
+// the virtio socket: through the Unix socket of the VM's process, one ping after another.
 func VsockRTT(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 	name := vmName()
 	if err := e.boot(ctx, name, o.mib()); err != nil {
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, e.remove(ctx, name)) }()
-	// It keeps the connection of one call for the next.
+	// The client keeps the connection of one call for the next.
 	c, err := guest.Dial(ctx, guest.UnixDialer(e.Store.State.VsockPath(name)))
 	if err != nil {
 		return nil, err

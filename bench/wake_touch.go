@@ -17,7 +17,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/supervisor"
 )
 
-// echo answers each line of a connection, and each datagram, with itself.
+// echo answers each line of a connection, and each datagram, with the same bytes.
 const echo = `
 import select, socket
 s = socket.create_server(('', 8000), backlog=64)
@@ -43,20 +43,20 @@ const echoTCP, echoUDP = 8000, 8001
 // touchTime bounds the wait for an answer.
 const touchTime = time.Minute
 
-// WakeTouch measures the time from a touch of a VM that sleeps, of which a supervisor takes care, to the answer of a
-// python3 program in it: a connection to a published port, until the first byte that comes back; or a datagram to the
-// VM's own address, until the one that comes back. Every touch has to be answered at the first try: one that is refused
-// or lost ends the benchmark with an error.
+// WakeTouch measures the time from a touch of a supervised, sleeping VM to the answer of a python3 program in it.
+// A touch is a connection to a published port, until the first byte comes back, or a datagram to the VM's own
+// address, until it comes back. A touch that the VM does not answer at the first try ends the benchmark with an error.
 //
-// Each run touches the VM when it sleeps and then once more when it is awake. The rows are:
+// Each run touches the VM once when it sleeps and once more when it is awake. The rows are:
 //
-//   - wake_touch, the touch of the VM that slept. Its stages follow each other: come, until the supervisor has the connection or packet;
-//     resume_ready, which the VM's process has measured of this very wake; around, what the wake has taken besides that, until the supervisor
-//     knows that the VM is awake and holds it; deliver, until the guest has accepted the connection, or its device has the packet; answer.
-//   - wake_touch_awake, the same exchange with the VM awake.
-//   - wake_touch_added, come and around, and of a packet deliver: what is added to resume_ready by the host. deliver of a connection is the
-//     handshake of the guest's kernel, and is part of wake_touch_awake as well.
-//   - wake_touch_whole, wake_touch less resume_ready and less wake_touch_awake of the same run: besides what the host adds it has the pages
+//   - wake_touch: the touch of the sleeping VM. Its stages in turn: come, until the supervisor has the connection or
+//     packet; resume_ready, as the VM's process measured it in this wake; around, the rest of the wake, until the
+//     supervisor knows that the VM is awake and holds it; deliver, until the guest has accepted the connection, or
+//     its device has the packet; answer.
+//   - wake_touch_awake: the same exchange with the VM awake.
+//   - wake_touch_added: what the host adds to resume_ready: come, around, and for a packet deliver. A connection's
+//     deliver is the handshake of the guest's kernel, and is part of wake_touch_awake as well.
+//   - wake_touch_whole: wake_touch less resume_ready and wake_touch_awake of the same run: the host's part, and pages
 //     that the guest faults in to answer.
 func WakeTouch(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 	name := vmName()
@@ -123,14 +123,14 @@ func WakeTouch(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 
 var touchKinds = []string{supervisor.ByConnection, supervisor.ByPacket}
 
-// touches are what one kind of touch has taken.
+// touches are the measurements of one kind of touch.
 type touches struct{ touch, awake, added, whole *series }
 
 func newTouches() *touches {
 	return &touches{newSeries(inMs), newSeries(inMs), newSeries(inMs), newSeries(inMs)}
 }
 
-// wakeTouch is a VM that sleeps and is touched.
+// wakeTouch is a sleeping VM to touch.
 type wakeTouch struct {
 	Env
 	o       Options
@@ -140,7 +140,7 @@ type wakeTouch struct {
 	touched chan supervisor.Activation
 }
 
-// freePort is one of the host's that nobody listens at now.
+// freePort returns a port of the host that is free now.
 func freePort() (netip.AddrPort, error) {
 	l, err := net.ListenTCP("tcp4", &net.TCPAddr{IP: net.IPv4(127, 0, 0, 1)})
 	if err != nil {
@@ -149,7 +149,7 @@ func freePort() (netip.AddrPort, error) {
 	return l.Addr().(*net.TCPAddr).AddrPort(), l.Close()
 }
 
-// ready waits until the supervisor listens, and takes down the VM's address.
+// ready waits until the supervisor listens, and notes the VM's address.
 func (w *wakeTouch) ready(ctx context.Context) error {
 	info, err := w.Store.Sandbox(w.name).Info(ctx)
 	if err != nil {
@@ -171,7 +171,7 @@ func (w *wakeTouch) ready(ctx context.Context) error {
 	}
 }
 
-// drain forgets what the supervisor has said.
+// drain drops earlier reports of the supervisor.
 func (w *wakeTouch) drain() {
 	for {
 		select {
@@ -214,8 +214,8 @@ func (w *wakeTouch) exchange(ctx context.Context, by string) (begin, end time.Ti
 	return begin, end, err
 }
 
-// finish ends a connection on both sides. A VM that sleeps before its program has heard of the end never hears of it:
-// connections do not survive a wake, and the program, which serves one at a time, would wait for more of this one.
+// finish ends a connection on both sides. A VM that sleeps before its program sees the end never sees it:
+// connections do not survive a wake. The program, which serves one at a time, would wait for more input.
 func finish(c *net.TCPConn) error {
 	if err := c.CloseWrite(); err != nil {
 		return err
@@ -224,7 +224,7 @@ func finish(c *net.TCPConn) error {
 	return err
 }
 
-// once has the VM sleep, touches it, and touches it again.
+// once puts the VM to sleep, touches it, and touches it again.
 func (w *wakeTouch) once(ctx context.Context, by string, counts bool, t *touches) error {
 	if _, err := w.Store.Sandbox(w.name).Sleep(ctx, sandbox.SleepOptions{}); err != nil {
 		return err

@@ -7,22 +7,20 @@ import (
 	"strings"
 )
 
-// kind is what a stage is to the number of its row.
+// kind is the relation of a stage to the number of its row.
 type kind int
 
 const (
-	host   kind = iota // a part of it, in which the host works; also what is not known
+	host   kind = iota // a part of it, in which the host works; the default
 	guest              // a part of it, in which the guest runs
 	within             // a part of another stage
-	beside             // no part of it: goes on meanwhile, comes before or after, or is another figure
+	beside             // not a part of it: it runs meanwhile, comes before or after, or is another figure
 )
 
-// kinds are those of the stages that benchmarks have. A name of a row before it makes it
-// that of this row alone.
+// kinds are the kinds of the benchmarks' stages. A key with a row's name in front is for that row alone.
 var kinds = map[string]kind{
-	// Of a restore. The first four make the prebuilt VM in the background:
-	// what is waited for is the stage prebuilt. The next goes on while devices are made, and what is waited for is
-	// import.
+	// Of a restore. The first four make the prebuilt VM in the background: the wait for them is the stage
+	// prebuilt. The next runs while devices are made: the wait for it is import.
 	"create_vm": beside, "memory": beside, "irqchip": beside, "vcpus": beside,
 	"kvm_state": beside,
 	"guest":     guest, "agent_reached": within, "agent_answer": within, "dial": guest, "attach": guest, "command": guest,
@@ -40,39 +38,39 @@ func kindOf(row, stage string) kind {
 	return kinds[stage]
 }
 
-// costs are what counted things take, in nanoseconds. 0 is not known.
+// costs are the times of counted events in nanoseconds. 0 means unknown.
 type costs struct {
-	// instruction is one of the guest's kernel that KVM interprets, fault a page that the
-	// guest waits for until the pager has loaded it, and shadow another page that KVM
-	// enters into its own table at the guest's first touch.
+	// instruction is the cost of an instruction of the guest's kernel that KVM interprets. fault is that of a page
+	// for which the guest waits until the pager has loaded it. shadow is that of any other page that KVM enters
+	// into its own table at the guest's first touch.
 	instruction, fault, shadow float64
-	// measured says that the report has measured instruction.
+	// measured means that the report has measured instruction.
 	measured bool
 }
 
-// softCosts are those of a KVM that interprets, as measured on one host (AMD EPYC, Linux
-// 6.18): they are of the right size, and no measurements of the machine of a report.
-// A KVM on virtualisation hardware does not interpret, and its faults are not known.
+// softCosts are the costs of a KVM that interprets, measured on one host (AMD EPYC, Linux 6.18). They have the
+// right size, but are not measurements of a report's machine. A KVM on virtualisation hardware does not interpret,
+// and the cost of its faults is unknown.
 var softCosts = costs{instruction: 330, fault: 130_000, shadow: 35_000}
 
-// nanoseconds are those in one of each unit of time.
+// nanoseconds has the nanoseconds in one of each unit of time.
 var nanoseconds = map[string]float64{"ns": 1, "µs": 1e3, "us": 1e3, "ms": 1e6, "s": 1e9}
 
-// bound is what holds a row's number back, as far as the row knows.
+// bound is what limits a row's number, as far as the row shows it.
 type bound struct {
 	Row   *row
-	Stage string   // the largest; empty if the row has none that are parts of it
+	Stage string   // the largest; empty if none is a part of the number
 	Value float64  // its median
 	Share *float64 // of the row's median, in percent
 	By    string
-	// Sum says how that is reckoned.
+	// Sum shows the calculation.
 	Sum string
-	// Native is the median without the interpretation of instructions, nil if there was
-	// none or it is not known how much.
+	// Native is the median without the interpretation of instructions. It is nil if there was none, or if its
+	// share is unknown.
 	Native *float64
 }
 
-// Ref is the value of the largest stage, nil if there is none.
+// Ref returns the value of the largest stage, or nil if there is none.
 func (b bound) Ref() *float64 {
 	if b.Stage == "" {
 		return nil
@@ -80,7 +78,7 @@ func (b bound) Ref() *float64 {
 	return &b.Value
 }
 
-// bounds are those of the rows that have stages or a goal.
+// bounds returns the bounds of the rows that have stages or a goal.
 func (p *Page) bounds(rows []*row) (out []bound) {
 	perReport := make([]*costs, len(p.reports))
 	for i := range perReport {
@@ -94,8 +92,8 @@ func (p *Page) bounds(rows []*row) (out []bound) {
 	return out
 }
 
-// costsOf are the costs for the rows of a report: of an instruction what it has measured itself, with a kernel's share
-// of memory, or else the first report of the same machine. Nil is for a KVM that does not interpret.
+// costsOf returns the costs for a report's rows. An instruction costs what the report measured with a kernel's share of
+// memory, or else what the first report of the same machine did. Nil means a KVM that does not interpret.
 func (p *Page) costsOf(rows []*row, report int) *costs {
 	own := p.reports[report-1]
 	if own.fact("kvm") != "soft" {
@@ -113,7 +111,7 @@ func (p *Page) costsOf(rows []*row, report int) *costs {
 	return &c
 }
 
-// fact is what a report says of its machine, or nothing.
+// fact returns a report's fact about its machine, or "".
 func (r report) fact(name string) string {
 	for _, f := range r.Facts {
 		if f.Name == name {
@@ -123,7 +121,7 @@ func (r report) fact(name string) string {
 	return ""
 }
 
-// sameMachine is whether another report is of the same processor, kernel and kind of KVM.
+// sameMachine reports whether another report has the same processor, kernel and kind of KVM.
 func (r report) sameMachine(other report) bool {
 	for _, name := range []string{"cpu", "kernel", "kvm"} {
 		if v := r.fact(name); v == "" || v != other.fact(name) {
@@ -133,7 +131,7 @@ func (r report) sameMachine(other report) bool {
 	return true
 }
 
-// boundOf is what holds a row back. Without costs nothing is reckoned.
+// boundOf returns what limits a row. Without costs it calculates nothing.
 func boundOf(r *row, c *costs) bound {
 	b := bound{Row: r}
 	inGuest, largest := 0.0, host
@@ -159,7 +157,7 @@ func boundOf(r *row, c *costs) bound {
 	unit := nanoseconds[r.Unit]
 	switch {
 	case unit == 0:
-		// A number of memory or of a rate: nothing takes time.
+		// A number of memory or a rate, not a time.
 	case r.Name == "concurrent_resume" && b.processors():
 	case largest == host:
 		b.By = "host work"
@@ -171,7 +169,7 @@ func boundOf(r *row, c *costs) bound {
 	return b
 }
 
-// reckon divides the time in the guest, in the row's unit, into what is counted at its cost and the rest.
+// reckon divides the time in the guest, in the row's unit, into counted events at their cost and the rest.
 func (b *bound) reckon(inGuest, unit float64, c costs) {
 	count := map[string]float64{}
 	for _, f := range b.Row.Faults {
@@ -199,7 +197,7 @@ func (b *bound) reckon(inGuest, unit float64, c costs) {
 		}
 		took := t.count * t.cost / unit
 		words = append(words, fmt.Sprintf("%s %s × %s = %s %s", figure(t.count), t.what, nanosecondsText(t.cost), figure(took), b.Row.Unit))
-		// Counters are read a little after the number's end: a term is at most what is left.
+		// Counters are read a little after the number's end, so a term is at most the remaining time.
 		took = min(took, rest)
 		by[t.by] += took
 		rest -= took
@@ -224,8 +222,8 @@ func (b *bound) reckon(inGuest, unit float64, c costs) {
 	}
 }
 
-// processors is whether VMs that are woken at once share processors, each of which needs
-// its stage cpu of one.
+// processors reports whether VMs that wake at once share processors. Each of them needs its stage cpu of one
+// processor.
 func (b *bound) processors() bool {
 	n, cpus := b.Row.param("at_once").number, b.Row.param("cpus").number
 	if b.Stage != "cpu" || n == nil || cpus == nil || !(*n > *cpus) || !(*cpus >= 1) {
@@ -237,7 +235,7 @@ func (b *bound) processors() bool {
 	return true
 }
 
-// nanosecondsText is a cost in the unit that people use for it.
+// nanosecondsText returns a cost in its usual unit.
 func nanosecondsText(ns float64) string {
 	if ns >= 1000 {
 		return figure(ns/1000) + " µs"

@@ -9,8 +9,7 @@ import (
 	"strings"
 )
 
-// chart is a picture in SVG. Lengths are in its own units, which are pixels on a page
-// that is wide enough.
+// chart is a picture in SVG. Lengths are in its own units: pixels, on a page that is wide enough.
 type chart struct {
 	ID            int
 	Title, Note   string
@@ -25,7 +24,7 @@ type chart struct {
 type line struct {
 	X1, Y1, X2, Y2 string
 	Class          string
-	Color          string // empty: that of the class
+	Color          string // empty: the class's color
 }
 
 type rect struct{ X, Y, Width, Height, Color, Title string }
@@ -36,15 +35,14 @@ type label struct{ X, Y, Anchor, Text string }
 
 type entry struct{ Color, Dash, Text string }
 
-// Bounds of what is drawn.
+// Bounds of the charts.
 const (
 	maxCharts = 120
 	maxSeries = 12
 )
 
-// Colours that people with any colour vision tell apart (M. Okabe and K. Ito, "Color
-// Universal Design", 2008), less the two that do not show on white or black. After
-// those, lines are dashed.
+// Colours that people with any colour vision can tell apart (M. Okabe and K. Ito, "Color Universal Design", 2008),
+// without the two that do not show on white or black. Further lines are dashed.
 var colors = []string{"#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"}
 
 var dashes = []string{"", "6 3", "2 3"}
@@ -62,8 +60,8 @@ type axis struct {
 	from, to float64
 }
 
-// newAxis is one that holds all values, which are sane. It is logarithmic if they are
-// more than wide times apart and none is 0, and begins at 0 otherwise.
+// newAxis returns an axis for all values, which must be sane. It is logarithmic if they are more than wide times
+// apart and none is 0. Otherwise it begins at 0.
 func newAxis(values []float64, wide, from, to float64) axis {
 	lo, hi := slices.Min(values), slices.Max(values)
 	a := axis{lo: 0, hi: hi, from: from, to: to}
@@ -84,7 +82,7 @@ func (a axis) at(v float64) float64 {
 	return a.from + min(max(f, 0), 1)*(a.to-a.from)
 }
 
-// ticks are up to about ten values to write at the axis.
+// ticks returns up to about ten values to write at the axis.
 func (a axis) ticks() (out []float64) {
 	if a.log {
 		decades := math.Log10(a.hi / a.lo)
@@ -117,8 +115,7 @@ func (a axis) ticks() (out []float64) {
 	return out
 }
 
-// marks are the values themselves, if they are few and far enough from each other to be
-// read, and ticks otherwise.
+// marks returns the values themselves, if they are few and far enough apart to read, and ticks otherwise.
 func (a axis) marks(values []float64) []float64 {
 	const apart = 40
 	own := slices.Compact(slices.Sorted(slices.Values(values)))
@@ -138,7 +135,7 @@ const (
 	barLeft, barRight     = 250, 110
 )
 
-// plot is a chart with two axes.
+// plot returns a chart with two axes.
 func plot(title string, x, y axis, xName, yName string, xTicks, yTicks []float64, yText func(float64) string) chart {
 	c := chart{Title: title, Width: plotWidth, Height: plotHeight}
 	for _, v := range yTicks {
@@ -159,7 +156,7 @@ func plot(title string, x, y axis, xName, yName string, xTicks, yTicks []float64
 	return c
 }
 
-// groups are rows of one kind, in the order in which their first ones appear.
+// groups returns the rows of each kind, in the order of their first rows.
 func groups(rows []*row, kind func(*row) string) (out [][]*row) {
 	index := map[string]int{}
 	for _, r := range rows {
@@ -175,7 +172,7 @@ func groups(rows []*row, kind func(*row) string) (out [][]*row) {
 	return out
 }
 
-// labels say in what rows differ, and of which report they are if there are several.
+// labels returns the differences between rows, with their report if there are several.
 func (p *Page) labels(rows []*row, but ...string) []string {
 	same := but
 	for _, f := range rows[0].Params {
@@ -198,7 +195,7 @@ func (p *Page) labels(rows []*row, but ...string) []string {
 
 func byName(r *row) string { return r.Name + "\x00" + r.Unit }
 
-// distributions draws which part of the runs took at most so long.
+// distributions draws the share of runs that took at most a given time.
 func (p *Page) distributions(rows []*row) (out []chart) {
 	rows = only(rows, func(r *row) bool { return len(r.histogram) > 0 })
 	for _, group := range groups(rows, byName) {
@@ -236,8 +233,8 @@ func (p *Page) distributions(rows []*row) (out []chart) {
 	return out
 }
 
-// against draws medians over a parameter, for rows that are alike but for that, with
-// strokes up to the 90th and the 99th percentile.
+// against draws medians over a parameter, for rows that differ only in it, with strokes up to the 90th and the
+// 99th percentile.
 func (p *Page) against(rows []*row, name, unit string) (out []chart) {
 	rows = only(rows, func(r *row) bool {
 		f := r.param(name)
@@ -268,7 +265,7 @@ func (p *Page) against(rows []*row, name, unit string) (out []chart) {
 				color, dash := style(i)
 				var points []string
 				for _, r := range some[i] {
-					// Strokes beside each other, not upon each other.
+					// Put strokes beside each other, not on each other.
 					at := x.at(*r.param(name).number) + 3*float64(i) - 1.5*float64(len(some)-1)
 					points = append(points, px(at)+","+px(y.at(*r.P50)))
 					c.whisker(at, y, r, color)
@@ -291,7 +288,7 @@ func (c *chart) whisker(at float64, y axis, r *row, color string) {
 		Title: fmt.Sprintf("%s: p50 %s %s", r.Label(), figure(*r.P50), r.Unit)})
 }
 
-// stages draws what the rows are made of.
+// stages draws the parts of the rows.
 func (p *Page) stages(rows []*row) (out []chart) {
 	for _, r := range only(rows, func(r *row) bool { return len(r.Stages) > 0 && r.Skipped == "" }) {
 		bars := make([]bar, len(r.Stages))
@@ -307,10 +304,10 @@ func (p *Page) stages(rows []*row) (out []chart) {
 	return out
 }
 
-// evident are parameters that are left out beside bars: the table has them.
+// evident are parameters that bars leave out: the table has them.
 var evident = []string{"peer", "peer_version", "peer_machine", "peer_cpu", "guest", "memory_mib", "vcpus", "cache", "pool"}
 
-// peers draws what was measured of several monitors side by side.
+// peers draws the figures of several monitors side by side.
 func (p *Page) peers(rows []*row) (out []chart) {
 	for _, group := range groups(rows, func(r *row) string {
 		return fmt.Sprint(r.Report, "\x00", byName(r), "\x00", r.param("memory_mib").Value)
@@ -355,7 +352,7 @@ func (p *Page) peers(rows []*row) (out []chart) {
 	return out
 }
 
-// bar is a median, with strokes if it has percentiles.
+// bar is a median, with strokes if there are percentiles.
 type bar struct {
 	text, unit, color string
 	value             float64

@@ -1,7 +1,7 @@
-// Package page makes one HTML page of what benchmarks have printed: a file that stands
-// alone, without scripts and without anything from a network.
+// Package page makes one HTML page from the reports of benchmarks: a file that stands alone, without scripts and
+// without anything from a network.
 //
-// Its input may be of another version, of another program, or hostile: what it does not
-// know is left out, what is missing stays missing and is not drawn as zero, what does not
-// fit is named on the page, and every string is escaped.
+// Its input may come from another version or another program, or be hostile. The page leaves out what it does not
+// know. Missing figures stay missing and are not drawn as zero. The page names what does not fit, and escapes
+// every string.
 package page

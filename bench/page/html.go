@@ -26,7 +26,7 @@ type section struct {
 	Charts      []chart
 }
 
-// axes are the parameters that charts are drawn over.
+// axes are the parameters over which charts are drawn.
 var axes = []struct{ param, title, unit string }{
 	{"memory_mib", "By size of RAM", "MiB of RAM"},
 	{"depth", "By depth of the chain", "deltas between the snapshot and a full one"},
@@ -35,8 +35,7 @@ var axes = []struct{ param, title, unit string }{
 	{"at_once", "By number at once", "VMs at once"},
 }
 
-// HTML writes the page. It is valid until the next Add, and writes the same for the same
-// input.
+// HTML writes the page with all reports added so far. The same input gives the same output.
 func (p *Page) HTML(w io.Writer) error {
 	rows := make([]*row, len(p.rows))
 	for i := range p.rows {

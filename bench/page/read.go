@@ -15,26 +15,26 @@ import (
 	"unicode/utf8"
 )
 
-// Bounds of what is read.
+// Bounds of the input.
 const (
 	// MaxBytes bounds one input.
 	MaxBytes = 64 << 20
 	// MaxReports and MaxRows bound a page.
 	MaxReports, MaxRows = 64, 5000
 
-	maxText    = 300  // characters of a string; more are cut off
+	maxText    = 300  // characters of a string; the rest is cut off
 	maxNamed   = 64   // parameters, stages or faults of a row
 	maxBuckets = 4000 // pairs of a histogram
 	maxNotes   = 100
 
-	// Figures are 0 or within these: farther apart than that nothing can be drawn.
+	// Figures are 0 or within these bounds: charts cannot show a wider range.
 	minNumber, maxNumber = 1e-12, 1e15
 )
 
-// ErrInput: what was read is no report of a benchmark.
+// ErrInput means that the input is not a report of a benchmark.
 var ErrInput = errors.New("no report of a benchmark")
 
-// Page is what a page shows.
+// Page collects the content of a page.
 type Page struct {
 	reports []report
 	rows    []row
@@ -49,7 +49,7 @@ type report struct {
 	Rows   int
 }
 
-// fact is one of a machine, or a parameter.
+// fact is a fact about a machine, or a parameter.
 type fact struct {
 	Name, Value string
 	number      *float64 // if it is one
@@ -61,10 +61,10 @@ type named struct {
 	Value float64
 }
 
-// Ref is the value, as numbers that may be missing are given.
+// Ref returns the value as a pointer, like figures that may be missing.
 func (n named) Ref() *float64 { return &n.Value }
 
-// row is one of bench.Row. A number that is missing is nil.
+// row is a bench.Row. A missing number is nil.
 type row struct {
 	Report                                  int // the number of its report
 	Name, Unit, Skipped                     string
@@ -75,16 +75,15 @@ type row struct {
 	histogram                               [][2]float64
 }
 
-// goal is what a row is to be at most, or at least: some of its limits, and its word on whether it is.
+// goal is the goal of a row: some of its limits, and the report's verdict.
 type goal struct {
 	P50, P99, Within, AtLeast *float64
 	Over                      string
 	Met, FewRuns              bool
 }
 
-// Add reads reports: JSON documents, one after another. file is what the page calls
-// them. The error wraps ErrInput if there is none, or if there is anything else; what was
-// read before then counts.
+// Add reads reports: JSON documents, one after another. file is their name on the page. The error wraps ErrInput
+// if there is no report, or if there is anything else. Reports read before an error count.
 func (p *Page) Add(file string, r io.Reader) error {
 	in := &io.LimitedReader{R: r, N: MaxBytes + 1}
 	d := json.NewDecoder(in)
@@ -167,7 +166,7 @@ func (p *Page) row(where string, report int, fields map[string]json.RawMessage) 
 		r.Name = "(no name)"
 	}
 	if r.Skipped != "" {
-		// It has zeros for figures.
+		// Its figures are zeros.
 		r.N, r.P50, r.P90, r.P99, r.MiB, r.State, r.histogram = nil, nil, nil, nil, nil, nil, nil
 		return r
 	}
@@ -175,7 +174,7 @@ func (p *Page) row(where string, report int, fields map[string]json.RawMessage) 
 	return r
 }
 
-// goal reads that of a row. What says that it is met counts as missed if the row's figures do not say so.
+// goal reads the goal of a row. A goal that claims to be met counts as missed if the figures do not confirm it.
 func (p *Page) goal(where string, raw json.RawMessage, r row) *goal {
 	if null(raw) {
 		return nil
@@ -206,7 +205,7 @@ func (p *Page) goal(where string, raw json.RawMessage, r row) *goal {
 	return g
 }
 
-// String is the goal in words.
+// String returns the goal in words.
 func (g *goal) String() string {
 	verdict := "missed: "
 	if g.Met {
@@ -228,8 +227,8 @@ func (g *goal) String() string {
 	return verdict
 }
 
-// histogram reads pairs of values and counts. It is whole or not there: a part of one
-// would be a false picture.
+// histogram reads pairs of values and counts. It returns all or none: a part of a histogram would be a false
+// picture.
 func (p *Page) histogram(where string, raw json.RawMessage) [][2]float64 {
 	if null(raw) {
 		return nil
@@ -274,8 +273,7 @@ func (p *Page) numbers(where, name string, raw json.RawMessage) (out []named) {
 	return out
 }
 
-// facts reads an object, by name. Its strings, numbers and truth values are as they are;
-// all else is JSON.
+// facts reads an object, sorted by name. It keeps strings, numbers and truth values. Everything else stays JSON.
 func (p *Page) facts(where string, raw json.RawMessage) (out []fact) {
 	if null(raw) {
 		return nil
@@ -292,7 +290,7 @@ func (p *Page) facts(where string, raw json.RawMessage) (out []fact) {
 		}
 		f := fact{Name: text(k)}
 		var v any
-		_ = json.Unmarshal(m[k], &v) // it was valid as part of the whole; a number out of range stays text
+		_ = json.Unmarshal(m[k], &v) // valid as part of the whole; a number out of range stays text
 		switch v := v.(type) {
 		case string:
 			f.Value = text(v)
@@ -321,10 +319,10 @@ func (p *Page) note(format string, args ...any) {
 
 func null(raw json.RawMessage) bool { return len(raw) == 0 || string(raw) == "null" }
 
-// sane is whether a figure can be drawn.
+// sane reports whether a figure can be drawn.
 func sane(v float64) bool { return v == 0 || v >= minNumber && v <= maxNumber }
 
-// text bounds a string, and takes out what could reorder or hide what is around it.
+// text bounds a string, and removes characters that could reorder or hide the text around it.
 func text(s string) string {
 	s = strings.ToValidUTF8(s, string(utf8.RuneError))
 	s = strings.Map(func(r rune) rune {
@@ -339,7 +337,7 @@ func text(s string) string {
 	return s
 }
 
-// figure writes a number with four digits, or all that a whole number has.
+// figure formats a number with four digits, or with all digits of a whole number.
 func figure(v float64) string {
 	if v == math.Trunc(v) && math.Abs(v) < 1e9 {
 		return strconv.FormatFloat(v, 'f', -1, 64)
@@ -347,7 +345,7 @@ func figure(v float64) string {
 	return strconv.FormatFloat(v, 'g', 4, 64)
 }
 
-// param is a parameter of a row, or an empty one.
+// param returns a parameter of a row, or an empty one.
 func (r *row) param(name string) fact {
 	if i := slices.IndexFunc(r.Params, func(f fact) bool { return f.Name == name }); i >= 0 {
 		return r.Params[i]
@@ -355,7 +353,7 @@ func (r *row) param(name string) fact {
 	return fact{}
 }
 
-// without are the parameters but for some, as words.
+// without returns the parameters as words, without some of them.
 func (r *row) without(names ...string) string {
 	var words []string
 	for _, f := range r.Params {
@@ -366,5 +364,5 @@ func (r *row) without(names ...string) string {
 	return strings.Join(words, " ")
 }
 
-// Label is all parameters, as words.
+// Label returns all parameters as words.
 func (r *row) Label() string { return r.without() }

@@ -1,11 +1,9 @@
-// Command drowse-agent is the agent inside a VM. As PID 1 it sets the machine
-// up and serves; as "drowse-agent service" it only serves, in an image that
-// has an init of its own. As "drowse-agent sftp", "drowse-agent secrets" and "drowse-agent layer",
-// which it starts itself, it transfers files, serves secrets, and gives what the VM has written. As
-// "drowse-agent self" it asks the host for something about this VM.
+// Command drowse-agent is the agent inside a VM. As PID 1 it sets the machine up and serves. As "drowse-agent
+// service" it only serves, in an image with an init of its own. It starts itself as "drowse-agent sftp" to
+// transfer files, as "drowse-agent secrets" to serve secrets, and as "drowse-agent layer" to send what the VM has
+// written. As "drowse-agent self" it asks the host for something about this VM.
 //
-// The runtime is told not to follow cgroup limits, which would cost a look at
-// /proc every second.
+// The go:debug lines stop the runtime from following cgroup limits, which would cost a look at /proc every second.
 //
 //go:debug containermaxprocs=0
 //go:debug updatemaxprocs=0
@@ -37,8 +35,8 @@ import (
 var version = "devel"
 
 const (
-	// gcPercent keeps the heap small: the pages it grows by cost more, in a
-	// guest whose page faults are slow, than collecting it more often.
+	// gcPercent keeps the heap small. In a guest with slow page faults, growing the heap costs more than
+	// collecting it more often.
 	gcPercent = 25
 	// exitUsage is the exit status for a wrong invocation.
 	exitUsage = 2
@@ -94,8 +92,7 @@ func main() {
 	}
 }
 
-// exitInterrupted is the exit status of "self" when the VM was asleep meanwhile, or is a copy of the one that
-// has asked.
+// exitInterrupted is the exit status of "self" if the VM slept meanwhile, or is a copy of the one that asked.
 const exitInterrupted = 3
 
 const selfUsage = "usage: drowse-agent self sleep | snapshot [NOTE] | hold DURATION | release |\n" +
@@ -163,13 +160,13 @@ func selfRequest(args []string) (r agentpb.SelfRequest, err error) {
 	return r, nil
 }
 
-// serveSecrets is the life of the process that serves secrets.
+// serveSecrets runs the process that serves secrets.
 func serveSecrets() error {
-	// No core dump, and no debugger but root's.
+	// No core dump, and no debugger except root's.
 	if err := unix.Prctl(unix.PR_SET_DUMPABLE, 0, 0, 0, 0); err != nil {
 		return fmt.Errorf("keep secrets out of core dumps: %w", err)
 	}
-	runtime.LockOSThread() // the ports are a thread's
+	runtime.LockOSThread() // a thread owns the ports
 	ports, err := secretfs.OpenPorts()
 	if err != nil {
 		return err
@@ -177,7 +174,7 @@ func serveSecrets() error {
 	return secretfs.Serve(agentpb.SecretsDir, ports, os.Stdin, func() { os.Stdout.WriteString(agent.SecretsReady) })
 }
 
-// runInit is the life of PID 1. It does not return: the kernel would panic.
+// runInit runs PID 1. It never returns, since the kernel would panic.
 func runInit() {
 	m, err := early.Start()
 	if err == nil {
@@ -190,7 +187,7 @@ func runInit() {
 	select {}
 }
 
-// serve listens, announces it, and serves until a signal says to stop.
+// serve listens, announces that, and serves until a signal stops it.
 func serve(k *machine.Kernel, isInit bool, announce func(version string)) error {
 	if err := k.Prepare(); err != nil {
 		return err
@@ -232,8 +229,7 @@ func serve(k *machine.Kernel, isInit bool, announce func(version string)) error 
 	return s.Serve(ctx, l)
 }
 
-// onSignal calls stop at the first request to stop: SIGTERM, or the SIGINT
-// that the kernel sends PID 1 for Ctrl-Alt-Del.
+// onSignal calls stop at the first SIGTERM or SIGINT. The kernel sends PID 1 SIGINT for Ctrl-Alt-Del.
 func onSignal(stop func()) {
 	ch := make(chan os.Signal, 1)
 	signal.Notify(ch, syscall.SIGTERM, syscall.SIGINT)

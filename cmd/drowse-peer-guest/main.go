@@ -1,6 +1,6 @@
-// Command drowse-peer-guest is the first process of the guests of other monitors that drowse is compared with, see
-// `drowse bench resume_ready --peer`. It does nothing but answer, and is small: what it takes of a guest's memory a
-// peer has to load.
+// Command drowse-peer-guest is the first process in guests of the other monitors that drowse is compared with: see
+// `drowse bench resume_ready --peer`. It only answers, and it is small: the peer has to load all memory that it
+// uses.
 package main
 
 import (
@@ -15,15 +15,15 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// peerPort is the first port of the first virtio-serial device (virtio 1.2, section
-// 5.3): the console of number 0 is not there.
+// peerPort is the first port of the first virtio-serial device (virtio 1.2, section 5.3): the console, number 0,
+// does not exist.
 const peerPort = "/dev/vport0p1"
 
-// ready is what it writes once, when its memory is filled: bench.PeerReady.
+// ready is the byte that it writes once its memory is filled: bench.PeerReady.
 const ready = 'R'
 
-// portWait bounds how long a guest waits for its port: its driver learns of it from the
-// device some time after it was found.
+// portWait bounds how long a guest waits for its port: the driver learns of the port some time after it finds the
+// device.
 const portWait = 10 * time.Minute
 
 func main() {
@@ -34,17 +34,16 @@ func main() {
 	if flag.NArg() == 0 {
 		err = serve(*used, uint32(*vsock))
 	}
-	// The kernel panics now, and says so on its console.
+	// When PID 1 exits, the kernel panics and reports that on its console.
 	fmt.Fprintln(os.Stderr, "drowse-peer-guest:", err)
 	os.Exit(1)
 }
 
-// serve keeps usedMiB of memory in use, writes ready to its port, and then answers each byte with the same byte. With a
-// port of vsock it does so for each connection to that. It returns only with an error. It refuses to be anything but a
-// first process.
+// serve keeps usedMiB of memory in use, writes ready to its port, and then answers each byte with the same byte.
+// With a vsock port it does so for each connection to that port. It returns only with an error. It runs only as
+// PID 1.
 //
-// It waits in a read(2) of its own, not in Go's poller, so that an answer costs two
-// system calls.
+// It blocks in read(2) and not in Go's poller, so that an answer costs two system calls.
 func serve(usedMiB int, vsockPort uint32) error {
 	if os.Getpid() != 1 {
 		return errors.New("this is the first process of a guest, and nothing else")
@@ -82,14 +81,14 @@ func serve(usedMiB int, vsockPort uint32) error {
 			if n == 1 {
 				break
 			}
-			// Nobody is at the other end (drivers/char/virtio_console.c, port_fops_read).
+			// No peer has the port open (drivers/char/virtio_console.c, port_fops_read).
 			time.Sleep(10 * time.Millisecond)
 		}
 		runtime.KeepAlive(memory)
 	}
 }
 
-// answerVsock answers each byte of one connection after another with the same byte.
+// answerVsock answers each byte with the same byte, one connection after another.
 func answerVsock(port uint32) error {
 	l, err := unix.Socket(unix.AF_VSOCK, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
@@ -110,7 +109,7 @@ func answerVsock(port uint32) error {
 		if err != nil {
 			return fmt.Errorf("waiting for a connection: %w", err)
 		}
-		// A connection ends when its other end does, or is gone after a resume.
+		// A connection ends when its peer closes it, or is gone after a resume.
 		b := []byte{ready}
 		for {
 			if _, err := unix.Write(c, b); err != nil {
@@ -141,8 +140,8 @@ func openPort() (int, error) {
 	}
 }
 
-// fill makes memory of which a quarter of each page is random, so that it compresses to
-// about that, as that of the programs in drowse's own guests.
+// fill makes memory in which a quarter of each page is random, so that it compresses to about a quarter, like the
+// programs' memory in drowse's own guests.
 func fill(mib int) []byte {
 	const page = 4096
 	memory := make([]byte, mib<<20)

@@ -1,6 +1,6 @@
-// Command drowse-vmm is the process of one VM. drowse, and programs that embed the library, start it with the order for
-// its VM as arguments; it is of no use by itself. It has only what a VM needs, since what it has is within reach of a
-// guest that breaks out of its VM.
+// Command drowse-vmm is the process of one VM. drowse, and programs that embed the library, start it with the
+// order for its VM as arguments. It is of no use alone. It contains only what a VM needs, since a guest that
+// breaks out of its VM can reach everything in it.
 package main
 
 import (
@@ -14,7 +14,7 @@ import (
 )
 
 func main() {
-	// Hanging up is what ends terminals, not VMs.
+	// A hangup of the terminal must not end the VM.
 	signal.Ignore(syscall.SIGHUP)
 	if err := process.ServeProcess(context.Background(), os.Args[1:]); err != nil {
 		fmt.Fprintln(os.Stderr, "drowse-vmm:", err)

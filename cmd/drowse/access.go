@@ -11,8 +11,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// agentAccess is the way to the agent of a VM that may sleep and wake while it is used. Its
-// methods may be called from any goroutine.
+// agentAccess reaches the agent of a VM that may sleep and wake meanwhile. Any goroutine may call its methods.
 type agentAccess struct {
 	name string
 	get  func() (*state.Record, error)
@@ -20,7 +19,7 @@ type agentAccess struct {
 
 	mu     sync.Mutex // held while the VM is woken
 	client *guest.Client
-	pid    int // of the VM's process that client leads to
+	pid    int // of the VM's process that client is connected to
 }
 
 func (a *app) newAgentAccess(s *sandbox.Host, name string) *agentAccess {
@@ -31,7 +30,7 @@ func (a *app) newAgentAccess(s *sandbox.Host, name string) *agentAccess {
 	}
 }
 
-// open returns a client of the running VM, and wakes it first if it sleeps.
+// open returns a client of the running VM. It wakes a sleeping VM first.
 func (d *agentAccess) open(ctx context.Context) (*guest.Client, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -57,11 +56,10 @@ func (d *agentAccess) open(ctx context.Context) (*guest.Client, error) {
 	return c, nil
 }
 
-// maxOpenTries bounds how often a VM that falls asleep at just the wrong moment is tried.
+// maxOpenTries bounds how often use retries when the VM falls asleep at just the wrong moment.
 const maxOpenTries = 5
 
-// use calls f with a client, and again if the VM fell asleep before f got through. f
-// must be something that may be begun twice.
+// use calls f with a client, and again if the VM fell asleep before f got through. f must be safe to begin twice.
 func (d *agentAccess) use(ctx context.Context, f func(*guest.Client) error) error {
 	for try := 1; ; try++ {
 		c, err := d.open(ctx)
@@ -88,7 +86,7 @@ func (d *agentAccess) use(ctx context.Context, f func(*guest.Client) error) erro
 	}
 }
 
-// close closes what open has opened.
+// close closes the client.
 func (d *agentAccess) close() {
 	d.mu.Lock()
 	defer d.mu.Unlock()

@@ -101,7 +101,7 @@ func (a *app) followAudit(ctx context.Context, s *sandbox.Host, name string, o a
 	return followed(true, err)
 }
 
-// sinceTime reads --since.
+// sinceTime parses --since.
 func sinceTime(s string, now time.Time) (time.Time, error) {
 	if s == "" {
 		return time.Time{}, nil
@@ -118,7 +118,7 @@ func sinceTime(s string, now time.Time) (time.Time, error) {
 
 const auditColumns = "BEGIN\tTOOK\tRESULT\tIN\tOUT\tBY\tUSER\tWHAT"
 
-// auditRow is an entry in one line.
+// auditRow returns an entry as one line.
 func auditRow(e audit.Entry) string {
 	if e.Status == audit.Damaged {
 		return "-\t-\tdamaged\t-\t-\t-\t-\ta line of the trail cannot be read"
@@ -146,7 +146,7 @@ func auditRow(e audit.Entry) string {
 	return strings.Join([]string{begin, took, auditResult(e), in, out, by, user, auditWhat(e)}, "\t")
 }
 
-// auditResult says how an action has ended.
+// auditResult returns how an action ended.
 func auditResult(e audit.Entry) string {
 	o := e.Outcome
 	switch {
@@ -166,7 +166,7 @@ func auditResult(e audit.Entry) string {
 	return "ok"
 }
 
-// auditWhat says what an action was.
+// auditWhat describes an action.
 func auditWhat(e audit.Entry) string {
 	words := []string{string(e.Kind)}
 	if e.Kind == "" {
@@ -223,7 +223,7 @@ func auditWhat(e audit.Entry) string {
 	return strings.Join(words, " ")
 }
 
-// moreChanges says what is not told of changes.
+// moreChanges describes the changes that the list leaves out.
 func moreChanges(c *audit.Changes) (s string) {
 	if c.More > 0 {
 		s = fmt.Sprintf(", %d more", c.More)
@@ -234,7 +234,7 @@ func moreChanges(c *audit.Changes) (s string) {
 	return s
 }
 
-// auditChanges is what a command has changed, a line for each path.
+// auditChanges returns the changes of a command, one line for each path.
 func auditChanges(e audit.Entry) string {
 	if e.Outcome == nil || e.Outcome.Changes == nil {
 		return ""
@@ -258,8 +258,8 @@ func auditChanges(e audit.Entry) string {
 	return b.String()
 }
 
-// terminalPath is a path that changes nothing of a terminal: quoted if it has what would not show. One that begins with
-// a quotation mark has been quoted.
+// terminalPath returns a path that is safe for a terminal. It quotes a path with unprintable characters. A leading
+// quotation mark shows that the path is quoted.
 func terminalPath(p string) string {
 	if strings.IndexFunc(p, func(r rune) bool { return !unicode.IsPrint(r) }) >= 0 || !utf8.ValidString(p) {
 		return strconv.Quote(p)
@@ -267,8 +267,7 @@ func terminalPath(p string) string {
 	return p
 }
 
-// auditWord is a word as a shell takes it, or as Go writes it if it has what a terminal
-// would not show.
+// auditWord quotes a word for a shell, or as Go does if it has unprintable characters.
 func auditWord(s string) string {
 	if strings.IndexFunc(s, func(r rune) bool { return !unicode.IsPrint(r) }) >= 0 {
 		return strconv.Quote(s)

@@ -37,7 +37,7 @@ func (a *app) benchCommand() *cobra.Command {
 	return cmd
 }
 
-// benches are all benchmarks.
+// benches is the list of all benchmarks.
 type benches struct {
 	app *app
 	env *bench.Env
@@ -52,12 +52,12 @@ type benchmark struct {
 	*cobra.Command
 	measure measure
 	bench.Options
-	// checks find options that make no sense, each by a usage error.
+	// checks refuse senseless options, each with a usage error.
 	checks []func() error
-	// onHost says that it needs no guests, and so neither a store nor an agent.
+	// onHost means that it needs no guests, and so neither a store nor an agent.
 	onHost bool
-	// minutes are about what it takes with its defaults on a KVM that interprets the guest's kernel: they only weigh what
-	// is left against what is done. quick are options that make it short, to see whether it works.
+	// minutes is about how long it takes with its defaults on a KVM that interprets the guest's kernel. It only
+	// weighs what is left against what is done. quick has options that make it short, for a test run.
 	minutes float64
 	quick   string
 }
@@ -88,7 +88,7 @@ func (m *benches) add(names, short string, minutes float64, quick string, measur
 	return b
 }
 
-// check finds options that make no sense.
+// check refuses senseless options.
 func (b *benchmark) check() error {
 	for _, check := range b.checks {
 		if err := check(); err != nil {
@@ -100,7 +100,7 @@ func (b *benchmark) check() error {
 
 func (b *benchmark) checked(check func() error) { b.checks = append(b.checks, check) }
 
-// within refuses the value of a flag that is out of bounds; most is 0 where there is no upper one.
+// within refuses a flag's value that is out of bounds. most is 0 if there is no upper bound.
 func within[T int | time.Duration](name string, v, least, most T) error {
 	switch {
 	case most == 0 && v < least:
@@ -111,13 +111,13 @@ func within[T int | time.Duration](name string, v, least, most T) error {
 	return nil
 }
 
-// number is a flag for a number.
+// number adds a flag for a number.
 func (b *benchmark) number(to *int, name string, value, least, most int, help string) {
 	b.Flags().IntVar(to, name, value, help)
 	b.checked(func() error { return within(name, *to, least, most) })
 }
 
-// numbers is a flag for a list of numbers, at least one.
+// numbers adds a flag for a list of at least one number.
 func (b *benchmark) numbers(to *[]int, name string, values []int, least, most int, help string) {
 	b.Flags().IntSliceVar(to, name, values, help)
 	b.checked(func() error {
@@ -130,13 +130,13 @@ func (b *benchmark) numbers(to *[]int, name string, values []int, least, most in
 	})
 }
 
-// duration is a flag for a time.
+// duration adds a flag for a duration.
 func (b *benchmark) duration(to *time.Duration, name string, value, least, most time.Duration, help string) {
 	b.Flags().DurationVar(to, name, value, help)
 	b.checked(func() error { return within(name, *to, least, most) })
 }
 
-// words is a flag for some words of a list: at least one, if it has values.
+// words adds a flag for words of a list: at least one, if it has defaults.
 func (b *benchmark) words(to *[]string, name string, values, list []string, help string) {
 	b.Flags().StringSliceVar(to, name, values, help)
 	b.checked(func() error {
@@ -168,29 +168,29 @@ func (b *benchmark) noYes(to *[]bool, name, help string, values ...string) {
 	})
 }
 
-// runs are the flags for the number of runs, which are called so.
+// runs adds the flags for the number of runs. called is the help's word for a run.
 func (b *benchmark) runs(n int, each string, warmup int, called string) {
 	b.number(&b.N, "runs", n, 1, 0, each)
 	b.number(&b.Warmup, "warmup", warmup, 0, 0, called+" before that do not count")
 }
 
-// sizes is the flag for sizes of RAM to compare.
+// sizes adds the flag for the sizes of RAM to compare.
 func (b *benchmark) sizes(mib ...int) {
 	b.numbers(&b.MemoryMiB, "memory", mib, 1, 0, "sizes of RAM in MiB")
 }
 
-// size is the flag for the size of RAM of all guests.
+// size adds the flag for the RAM size of all guests.
 func (b *benchmark) size(mib int, help string) {
 	b.MemoryMiB = []int{mib}
 	b.number(&b.MemoryMiB[0], "memory", mib, 1, 0, help)
 }
 
-// depth is the flag for how often VMs have slept before.
+// depth adds the flag for how often VMs have slept before.
 func (b *benchmark) depth(of string) {
 	b.number(&b.Depth, "depth", 10, 0, 0, "how often "+of+" has slept and been woken before")
 }
 
-// run measures. What was measured before an error is returned with it.
+// run measures. After an error it also returns the rows measured before.
 func (m *benches) run(ctx context.Context, b *benchmark) ([]bench.Row, error) {
 	rows, err := bench.Run(b.line(), func() ([]bench.Row, error) { return b.measure(ctx, *m.env, b.Options) })
 	if err != nil {
@@ -199,8 +199,8 @@ func (m *benches) run(ctx context.Context, b *benchmark) ([]bench.Row, error) {
 	return rows, err
 }
 
-// line is the command with its options that are not the default, which measures the same
-// again. Options of all of drowse do not count, those of all benchmarks do.
+// line returns the command with its non-default options, which measures the same again. It has options of all
+// benchmarks, but not those of all of drowse.
 func (b *benchmark) line() string {
 	words := []string{"drowse", "bench", b.Name()}
 	add := func(f *pflag.Flag) {
@@ -215,7 +215,7 @@ func (b *benchmark) line() string {
 	return strings.Join(words, " ")
 }
 
-// prepare opens the store, if guests are needed.
+// prepare opens the store, if the benchmarks need guests.
 func (m *benches) prepare(guests bool) (err error) {
 	m.env.Progress = func(s string) { m.app.log.Info(s) }
 	if !guests {
@@ -231,7 +231,7 @@ func (m *benches) prepare(guests bool) (err error) {
 	return nil
 }
 
-// benchstat is the output format of that name, which commands with asBenchstat have.
+// benchstat is an output format of the commands with asBenchstat.
 const benchstat = "benchstat"
 
 var asBenchstat = map[string]string{formatAnnotation: benchstat}
@@ -243,7 +243,7 @@ func (m *benches) print(r bench.Report) error {
 	return m.app.print(r, func(w io.Writer) { r.Text(w) })
 }
 
-// benchAttach is a process of policy_attach.
+// benchAttach is the process that policy_attach starts.
 func (a *app) benchAttach() *cobra.Command {
 	return &cobra.Command{
 		Use: "attach ROOT DEVICE RULES", Short: "Be a process that attaches one policy", Hidden: true, Args: cobra.ExactArgs(3),

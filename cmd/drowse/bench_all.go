@@ -19,7 +19,7 @@ import (
 	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
-// weight is what a benchmark takes in proportion to others.
+// weight returns how long a benchmark takes in proportion to others.
 func (o *allOptions) weight(b *benchmark) float64 {
 	if b.minutes > 0 && !o.quick {
 		return b.minutes
@@ -27,7 +27,7 @@ func (o *allOptions) weight(b *benchmark) float64 {
 	return 1
 }
 
-// allOptions are those of bench all.
+// allOptions are the options of bench all.
 type allOptions struct {
 	quick       bool
 	runs        int
@@ -35,7 +35,7 @@ type allOptions struct {
 	out, resume string
 }
 
-// everything is the command that runs all benchmarks.
+// everything returns the command that runs all benchmarks.
 func (m *benches) everything() *cobra.Command {
 	var o allOptions
 	cmd := &cobra.Command{
@@ -61,7 +61,7 @@ not fail. The file must come from this machine and build.`,
 	return cmd
 }
 
-// runAll runs the benchmarks that are chosen.
+// runAll runs the chosen benchmarks.
 func (m *benches) runAll(ctx context.Context, o *allOptions) error {
 	chosen, err := m.choose(o)
 	if err != nil {
@@ -81,7 +81,7 @@ func (m *benches) runAll(ctx context.Context, o *allOptions) error {
 		toRun = append(toRun, b)
 		before = before.Without(b.line())
 	}
-	// All that is not measured again stays: nothing may be lost when this is written.
+	// Keep every row that is not measured again, so that writing the report loses nothing.
 	report.Add(before.Rows...)
 	if err := m.prepare(slices.ContainsFunc(toRun, func(b *benchmark) bool { return !b.onHost })); err != nil {
 		return err
@@ -107,7 +107,7 @@ func (m *benches) runAll(ctx context.Context, o *allOptions) error {
 	return errors.Join(m.print(report), errors.Join(errs...))
 }
 
-// choose sets the options of the benchmarks that are to be run, in their order.
+// choose returns the benchmarks to run, in their order, with their options set.
 func (m *benches) choose(o *allOptions) (chosen []*benchmark, err error) {
 	if err := within("runs", o.runs, 0, 0); err != nil {
 		return nil, usageError{err}
@@ -135,7 +135,7 @@ func (m *benches) choose(o *allOptions) (chosen []*benchmark, err error) {
 	return chosen, nil
 }
 
-// match are the benchmarks with a name that one of the patterns is for. A pattern that is for none is a usage error.
+// match returns the benchmarks whose names match a pattern. A pattern without a match is a usage error.
 func (m *benches) match(patterns []string) (map[*benchmark]bool, error) {
 	found := map[*benchmark]bool{}
 	for _, p := range patterns {
@@ -164,8 +164,8 @@ func (m *benches) match(patterns []string) (map[*benchmark]bool, error) {
 func (o *allOptions) set(b *benchmark) error {
 	options := map[string]string{}
 	if b.Name() == "resume_ready" {
-		// A quarter of RAM in use, at two sizes: memory that nobody uses costs a peer next
-		// to nothing to load, so a ratio without it says little.
+		// With a quarter of RAM in use, at two sizes: a peer loads unused memory at almost no cost, so a ratio
+		// without used memory says little.
 		options["peer"], options["memory"], options["used-percent"] = strings.Join(bench.Peers, ","), "128,512", "25"
 	}
 	if o.quick {
@@ -185,7 +185,7 @@ func (o *allOptions) set(b *benchmark) error {
 	return b.check()
 }
 
-// before is what the report to go on with has, nothing if there is none.
+// before returns the report to continue, or an empty one.
 func (o *allOptions) before(now bench.Report) (bench.Report, error) {
 	if o.resume == "" {
 		return bench.Report{}, nil
@@ -208,7 +208,7 @@ func (o *allOptions) before(now bench.Report) (bench.Report, error) {
 	return r, nil
 }
 
-// save writes what was measured so far.
+// save writes the results so far.
 func (o *allOptions) save(r bench.Report) error {
 	if o.out == "" {
 		return nil
@@ -220,8 +220,8 @@ func (o *allOptions) save(r bench.Report) error {
 	return osfile.WriteFile(o.out, doc.Bytes(), 0o644)
 }
 
-// estimate says which of the benchmarks begins, and about how long it and the rest are still to take if those before it
-// took so long.
+// estimate names the benchmark that begins, and estimates the time for it and the rest from the time of those
+// before it.
 func (o *allOptions) estimate(all []*benchmark, at int, took time.Duration) string {
 	text := fmt.Sprintf("measuring %s, %d of %d", all[at].Name(), at+1, len(all))
 	if at == 0 {
@@ -238,7 +238,7 @@ func (o *allOptions) estimate(all []*benchmark, at int, took time.Duration) stri
 	return fmt.Sprintf("%s, after %s; about %s are left", text, roughly(took), roughly(time.Duration(float64(took)*rest/done)))
 }
 
-// roughly is a duration as people say it.
+// roughly formats a duration for people.
 func roughly(d time.Duration) string {
 	if d >= time.Minute {
 		return strings.TrimSuffix(d.Round(time.Minute).String(), "0s")

@@ -47,7 +47,7 @@ With -o benchstat it writes the runs in the format of Go benchmarks instead.`,
 	return cmd
 }
 
-// report is what files of reports give.
+// report makes the page of the given report files.
 func (a *app) report(names []string) ([]byte, error) {
 	var p page.Page
 	var out bytes.Buffer

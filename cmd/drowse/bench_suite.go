@@ -13,7 +13,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// maxBenchAgents bounds the agents of a benchmark, and maxBlk the size of its file and its requests.
+// maxBenchAgents bounds the agents of a benchmark. maxBlk bounds the size of its file and of its requests.
 const maxBenchAgents, maxBlk = 4096, 1 << 20
 
 // suite adds all benchmarks, in the order in which "bench all" runs them.

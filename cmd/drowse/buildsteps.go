@@ -27,7 +27,7 @@ type stepFlags struct {
 	vm                    sandbox.Spec
 }
 
-// only are the flags that say nothing without --file, and never those that say nothing with it.
+// onlyWithFile are the flags that need --file, and neverWithFile those that exclude it.
 var (
 	onlyWithFile  = []string{"context", "build-arg", "memory", "vcpus", "disk", "kernel", "cmdline", "net", "policy"}
 	neverWithFile = []string{"from", "include"}
@@ -47,7 +47,7 @@ func (f *stepFlags) add(cmd *cobra.Command) {
 	policyFlag(cmd, &f.policy, "everything is denied")
 }
 
-// check finds flags that do not go together.
+// check refuses flags that exclude each other.
 func (f *stepFlags) check(cmd *cobra.Command) error {
 	wrong, why := onlyWithFile, "goes with --file only"
 	if f.file != "" {
@@ -61,7 +61,7 @@ func (f *stepFlags) check(cmd *cobra.Command) error {
 	return nil
 }
 
-// buildArgs reads the values for ARG.
+// buildArgs parses the values for ARG.
 func buildArgs(list []string) (map[string]string, error) {
 	out := map[string]string{}
 	for _, kv := range list {
@@ -79,7 +79,7 @@ func buildArgs(list []string) (map[string]string, error) {
 	return out, nil
 }
 
-// readFile reads the build file, and says which directory is the context.
+// readFile reads the build file, and returns the directory that is the context.
 func (f *stepFlags) readFile(ctx context.Context) (text, dir string, err error) {
 	if dir = f.context; dir == "" && f.file != "-" {
 		dir = filepath.Dir(f.file)
@@ -88,7 +88,7 @@ func (f *stepFlags) readFile(ctx context.Context) (text, dir string, err error) 
 	return string(data), dir, err
 }
 
-// builtOfSteps is an image made of steps, in JSON.
+// builtOfSteps is an image built from steps, as JSON.
 type builtOfSteps struct {
 	imageInfo
 	Build struct {
@@ -97,13 +97,13 @@ type builtOfSteps struct {
 	} `json:"build"`
 }
 
-// buildSteps makes an image of a build file.
+// buildSteps builds an image from a build file.
 func (a *app) buildSteps(cmd *cobra.Command, f *stepFlags, from builder.Options) error {
 	if from.Tag == "" {
 		return usageError{errors.New("an image of steps needs a name: use --tag")}
 	}
 	o := build.Options{Tag: from.Tag, NoCache: from.NoCache, From: from, VM: f.vm}
-	o.From.NoCache = false // a base that is there is no step
+	o.From.NoCache = false // a base that exists is not a step
 	var err error
 	if o.Args, err = buildArgs(f.args); err != nil {
 		return err
@@ -144,17 +144,17 @@ func (a *app) buildSteps(cmd *cobra.Command, f *stepFlags, from builder.Options)
 	return a.print(out, func(w io.Writer) { fmt.Fprintln(w, strings.Join(res.Image.Tags, " "), res.Image.ShortID()) })
 }
 
-// lineWriter passes on whole lines, without what a terminal takes for a command: they come from a guest. Its methods
-// may be called from any goroutine.
+// lineWriter passes on whole lines without control characters for the terminal: the lines come from a guest. Any
+// goroutine may call its methods.
 type lineWriter struct {
 	w io.Writer
 
 	mu       sync.Mutex
 	buf      []byte
-	returned bool // the line before ended with a carriage return, and nothing has come since
+	returned bool // the last character was a carriage return
 }
 
-// maxLine is the longest line, in bytes, that is passed on in one piece.
+// maxLine is the longest line, in bytes, that lineWriter passes on in one piece.
 const maxLine = 8 << 10
 
 // Write implements io.Writer.
@@ -163,7 +163,7 @@ func (l *lineWriter) Write(p []byte) (int, error) {
 	defer l.mu.Unlock()
 	for _, c := range p {
 		switch {
-		case len(l.buf) == 0 && (c == '\r' || c == '\n' && l.returned): // an end of what has ended
+		case len(l.buf) == 0 && (c == '\r' || c == '\n' && l.returned): // the line has already ended
 		case c == '\r' || c == '\n':
 			l.flush()
 		default:
@@ -182,7 +182,7 @@ func (l *lineWriter) flush() {
 	l.buf = l.buf[:0]
 }
 
-// end passes on a line that has no end.
+// end passes on a last line without a line end.
 func (l *lineWriter) end() {
 	l.mu.Lock()
 	defer l.mu.Unlock()

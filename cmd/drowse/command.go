@@ -18,10 +18,10 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 )
 
-// runE is what cobra runs for a command.
+// runE is the function of a cobra command.
 type runE = func(*cobra.Command, []string) error
 
-// opened is a command that opens something before all else it does.
+// opened returns a command that first opens something.
 func opened[T any](open func() (T, error), do func(*cobra.Command, []string, T) error) runE {
 	return func(cmd *cobra.Command, args []string) error {
 		v, err := open()
@@ -32,12 +32,12 @@ func opened[T any](open func() (T, error), do func(*cobra.Command, []string, T) 
 	}
 }
 
-// onHost is a command on the host of the state directory, onImages on its images, and onFleet on its sandboxes as rows.
+// onHost, onImages and onFleet return commands on the state directory's host, images and sandboxes.
 func (a *app) onHost(do func(*cobra.Command, []string, *sandbox.Host) error) runE {
 	return opened(a.store, do)
 }
 
-// onAwake is a command on the VM that its first argument names, and wakes that if it sleeps.
+// onAwake returns a command on the VM that its first argument names. The command wakes a sleeping VM first.
 func (a *app) onAwake(do func(*cobra.Command, []string, *sandbox.Sandbox) error) runE {
 	return a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 		if err := a.wakeFor(cmd.Context(), s, args[0]); err != nil {
@@ -55,7 +55,7 @@ func (a *app) onFleet(do func(*cobra.Command, []string, *fleet.Fleet) error) run
 	return opened(a.fleet, do)
 }
 
-// completions are what a shell completes a word to, of what is opened.
+// completions opens something and returns the words to which a shell can complete.
 func completions[T any](open func() (T, error), words func(T) []string) ([]string, cobra.ShellCompDirective) {
 	v, err := open()
 	if err != nil {
@@ -64,7 +64,7 @@ func completions[T any](open func() (T, error), words func(T) []string) ([]strin
 	return words(v), cobra.ShellCompDirectiveNoFileComp
 }
 
-// launching is the host with what starts VMs, and traced.
+// launching returns the host with a launcher of VMs and with tracing.
 func (a *app) launching(ctx context.Context) (*sandbox.Host, error) {
 	h, err := a.store()
 	if err != nil {
@@ -77,7 +77,7 @@ func (a *app) launching(ctx context.Context) (*sandbox.Host, error) {
 	return a.traced(ctx, h.With(l))
 }
 
-// followed is how a command ended that goes on until it is interrupted, if follow says that it does.
+// followed returns the error of a command. With follow, an interrupt is a normal end.
 func followed(follow bool, err error) error {
 	if follow && errors.Is(err, context.Canceled) {
 		return nil // by Ctrl-C
@@ -85,15 +85,15 @@ func followed(follow bool, err error) error {
 	return err
 }
 
-// group is a command that only has others.
+// group makes a command that only has subcommands.
 func group(cmd *cobra.Command, of ...*cobra.Command) *cobra.Command {
-	cmd.Args = cobra.NoArgs // or what is no command would be taken for help
+	cmd.Args = cobra.NoArgs // otherwise cobra shows help for an unknown command
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error { return cmd.Help() }
 	cmd.AddCommand(of...)
 	return cmd
 }
 
-// changed says whether any of the flags was given.
+// changed reports whether any of the flags was given.
 func changed(cmd *cobra.Command, flags ...string) bool {
 	for _, name := range flags {
 		if cmd.Flags().Changed(name) {
@@ -103,7 +103,7 @@ func changed(cmd *cobra.Command, flags ...string) bool {
 	return false
 }
 
-// ifSet is v if a flag was given, and nil otherwise.
+// ifSet returns v if set, and nil otherwise.
 func ifSet[T any](set bool, v *T) *T {
 	if set {
 		return v
@@ -111,7 +111,7 @@ func ifSet[T any](set bool, v *T) *T {
 	return nil
 }
 
-// answer prints v as print does, unless err says that there is none.
+// answer prints v with print, or returns err.
 func (a *app) answer(v any, err error, text func(w io.Writer)) error {
 	if err != nil {
 		return err
@@ -119,7 +119,7 @@ func (a *app) answer(v any, err error, text func(w io.Writer)) error {
 	return a.print(v, text)
 }
 
-// some is a list that is [] in JSON if it is empty, and not null.
+// some returns a list that is [] in JSON if it is empty, and not null.
 func some[T any](list []T) []T {
 	if list == nil {
 		return []T{}
@@ -127,10 +127,10 @@ func some[T any](list []T) []T {
 	return list
 }
 
-// columns align what is written to them, with tabs between cells.
+// columns returns a writer that aligns tab-separated cells.
 func columns(w io.Writer) *tabwriter.Writer { return tabwriter.NewWriter(w, 0, 8, 2, ' ', 0) }
 
-// table writes a head, and cells for each of a list.
+// table writes a head, and a row of cells for each element of a list.
 func table[T any](w io.Writer, head string, list []T, cells func(T) []any) {
 	t := columns(w)
 	defer t.Flush()
@@ -146,19 +146,19 @@ func table[T any](w io.Writer, head string, list []T, cells func(T) []any) {
 	}
 }
 
-// tableIfAny is a table unless the list is empty.
+// tableIfAny writes a table unless the list is empty.
 func tableIfAny[T any](w io.Writer, head string, list []T, cells func(T) []any) {
 	if len(list) > 0 {
 		table(w, head, list, cells)
 	}
 }
 
-// answerList prints a list, as a table that has a head and cells for each, unless err says that there is none.
+// answerList prints a list as JSON or as a table, or returns err.
 func answerList[T any](a *app, list []T, err error, head string, cells func(T) []any) error {
 	return a.answer(some(list), err, func(w io.Writer) { table(w, head, list, cells) })
 }
 
-// line prints one of many things that come: as a line of JSON, or its text.
+// line prints one element of a stream: a line of JSON, or its text.
 func (a *app) line(v any, text string) error {
 	if !a.json() {
 		_, err := fmt.Fprintln(a.stdout, text)
@@ -169,13 +169,13 @@ func (a *app) line(v any, text string) error {
 	return e.Encode(v)
 }
 
-// dayMinute is a time for people, to the minute, and daySecond to the second.
+// dayMinute formats a time for people to the minute, and daySecond to the second.
 const dayMinute, daySecond = "2006-01-02 15:04", time.DateTime
 
-// dash stands for what is empty in a table.
+// dash replaces an empty cell of a table.
 func dash(s string) string { return cmp.Or(s, "-") }
 
-// input is a file, or stdin for "-".
+// input opens a file, or stdin for "-".
 func input(path string, stdin io.Reader) (io.ReadCloser, error) {
 	if path == "-" {
 		return io.NopCloser(stdin), nil
@@ -183,7 +183,7 @@ func input(path string, stdin io.Reader) (io.ReadCloser, error) {
 	return os.Open(path)
 }
 
-// readInput reads a file, or stdin for "-", up to a byte more than limit. what says what it has.
+// readInput reads a file, or stdin for "-", up to limit+1 bytes. what names the content in errors.
 func readInput(what, path string, stdin io.Reader, limit int64) ([]byte, error) {
 	in, err := input(path, stdin)
 	if err != nil {
@@ -197,7 +197,7 @@ func readInput(what, path string, stdin io.Reader, limit int64) ([]byte, error) 
 	return text, nil
 }
 
-// parsed are all words as parse reads them.
+// parsed returns all words, parsed.
 func parsed[T any](words []string, parse func(string) (T, error)) (all []T, err error) {
 	for _, w := range words {
 		v, err := parse(w)

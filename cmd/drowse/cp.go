@@ -16,7 +16,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 )
 
-// maxCuts bounds how often one command goes on with a copy that was cut.
+// maxCuts bounds how often one command continues a copy whose connection was lost.
 const maxCuts = 64
 
 func (a *app) cpCommand() *cobra.Command {
@@ -62,7 +62,7 @@ not wake the VM for that.`,
 				} else {
 					res, err = c.CopyOut(cmd.Context(), src.path, dst.path, o)
 				}
-				if res.At != "" { // another try is about the same copy
+				if res.At != "" { // a further try continues the same copy
 					dst.path, o.Exact = res.At, true
 				}
 				return res, err
@@ -77,14 +77,14 @@ not wake the VM for that.`,
 	return cmd
 }
 
-// treeSize is about how many bytes a copy of a tree moves, for the showing of progress; 0 if that is not known.
+// treeSize returns about how many bytes a copy of a tree moves, for the progress bar, or 0 if that is unknown.
 func treeSize(path string) (total int64) {
 	if to, err := filepath.EvalSymlinks(path); err == nil {
 		path = to
 	}
 	_ = filepath.WalkDir(path, func(_ string, d fs.DirEntry, err error) error {
 		if err != nil {
-			return nil // the copy itself says what is wrong
+			return nil // the copy itself reports the error
 		}
 		if fi, err := d.Info(); err == nil && fi.Mode().IsRegular() {
 			total += fi.Size()
@@ -94,7 +94,7 @@ func treeSize(path string) (total int64) {
 	return total
 }
 
-// copyOn copies, and goes on when the copy is cut and the VM is awake again in time.
+// copyOn copies. If the connection is lost, it continues once the VM is awake again within the time of retry.
 func (a *app) copyOn(ctx context.Context, s *sandbox.Host, vm string, retry time.Duration, do func(c *guest.Client, again bool) (guest.CopyResult, error)) (guest.CopyResult, error) {
 	c, err := a.awake(ctx, s, vm)
 	if err != nil {
@@ -117,7 +117,7 @@ func (a *app) copyOn(ctx context.Context, s *sandbox.Host, vm string, retry time
 	}
 }
 
-// awakeWithin connects to a VM that is awake within some time; nil if it is not.
+// awakeWithin connects to the VM if it is awake within some time. Otherwise it returns nil.
 func awakeWithin(ctx context.Context, s *sandbox.Host, vm string, within time.Duration) *guest.Client {
 	ctx, cancel := context.WithTimeout(ctx, within)
 	defer cancel()
@@ -129,7 +129,7 @@ func awakeWithin(ctx context.Context, s *sandbox.Host, vm string, within time.Du
 			return c
 		}
 		select {
-		case <-time.After(wakePoll): // it has just gone to sleep, or is about to answer
+		case <-time.After(wakePoll): // the VM has just gone to sleep, or will answer soon
 		case <-ctx.Done():
 			return nil
 		}
@@ -138,7 +138,7 @@ func awakeWithin(ctx context.Context, s *sandbox.Host, vm string, within time.Du
 
 type vmPath struct{ vm, path string }
 
-// splitVM takes NAME:PATH apart. A path with a slash before the colon is the host's.
+// splitVM splits NAME:PATH. A path with a slash before the colon is a path of the host.
 func splitVM(arg string) vmPath {
 	name, path, ok := strings.Cut(arg, ":")
 	if !ok || strings.Contains(name, "/") || name == "" {

@@ -22,7 +22,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/pool"
 )
 
-// demoResult is what the demo has found out.
+// demoResult is the result of the demo.
 type demoResult struct {
 	SamePID         bool               `json:"same_pid"`
 	SameValue       bool               `json:"same_value"`
@@ -41,11 +41,10 @@ func (r demoResult) ok() bool {
 	return r.SamePID && r.SameValue && r.FilesOK && r.DistinctEntropy && r.ProcessGone && r.ClockErrorMs < maxClockError
 }
 
-// maxClockError is how wrong the guest's clock may be after a wake, in milliseconds.
+// maxClockError is the largest accepted error of the guest's clock after a wake, in milliseconds.
 const maxClockError = 1000
 
-// demoProgram holds a value in memory and tells it, with its pid, to whoever asks by
-// a named pipe.
+// demoProgram holds a value in memory. It writes the value and its pid to each reader of a named pipe.
 const demoProgram = `
 import os, random
 value = random.SystemRandom().getrandbits(128)
@@ -152,8 +151,7 @@ func (d *demo) run(ctx context.Context) error {
 	return d.clones(ctx, slept.Snapshot)
 }
 
-// gone reports whether a process has ended. This one is its parent, and notices that
-// at some point of the next moment.
+// gone reports whether a process has ended. It waits a moment, since this process is the parent and reaps it.
 func gone(pid int) bool {
 	for range 100 {
 		if _, err := os.Stat(fmt.Sprintf("/proc/%d", pid)); errors.Is(err, os.ErrNotExist) {
@@ -164,8 +162,7 @@ func gone(pid int) bool {
 	return false
 }
 
-// prepare starts the program and writes a file, and returns what the program says
-// and the hash of the file.
+// prepare starts the program and writes a file. It returns the program's answer and the hash of the file.
 func (d *demo) prepare(ctx context.Context, name string) (answer, digest string, err error) {
 	c, err := d.store.Sandbox(name).Agent(ctx)
 	if err != nil {
@@ -211,7 +208,7 @@ func sh(ctx context.Context, c *guest.Client, script string) (string, error) {
 	return strings.TrimSpace(out.String()), nil
 }
 
-// check compares the machine that has woken with the one that fell asleep.
+// check compares the machine that woke with the one that fell asleep.
 func (d *demo) check(ctx context.Context, name, before, digest string) error {
 	c, err := d.store.Sandbox(name).Agent(ctx)
 	if err != nil {
@@ -251,7 +248,7 @@ func (d *demo) check(ctx context.Context, name, before, digest string) error {
 	return nil
 }
 
-// clockError is how far t lies outside of [sent, received], in milliseconds.
+// clockError returns how far t lies outside of [sent, received], in milliseconds.
 func clockError(t, sent, received time.Time) float64 {
 	switch {
 	case t.Before(sent):
@@ -262,8 +259,8 @@ func clockError(t, sent, received time.Time) float64 {
 	return 0
 }
 
-// clones wakes the snapshot twice more and compares what should differ: random bytes,
-// a random UUID, the seed of address randomisation, and the id of the boot.
+// clones wakes the snapshot twice more and compares what should differ: random bytes, a random UUID, the seed of
+// address randomisation, and the boot id.
 func (d *demo) clones(ctx context.Context, snapshot string) error {
 	const look = "od -An -tx1 -N32 /dev/urandom | tr -d ' \\n'; echo; cat /proc/sys/kernel/random/uuid; LD_SHOW_AUXV=1 /bin/true | grep AT_RANDOM; cat /proc/sys/kernel/random/boot_id"
 	var seen [2][]string

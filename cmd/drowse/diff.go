@@ -11,19 +11,19 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 )
 
-// defaultDiffLimit is how many paths `drowse diff` tells of, and maxDiffLimit how many it may be asked for.
+// defaultDiffLimit is how many paths `drowse diff` lists, and maxDiffLimit is the largest accepted limit.
 const (
 	defaultDiffLimit = 100_000
 	maxDiffLimit     = 10_000_000
 )
 
-// diffDoc is a path that differs, as JSON. The last line of a list has none of these but the others.
+// diffDoc is a path that differs, as JSON. The last line of a list has only the fields from End on.
 type diffDoc struct {
 	Op      guest.ChangeOp `json:"op,omitempty"`
 	Path    string         `json:"path,omitempty"`
 	Kind    string         `json:"kind,omitempty"`
 	Mode    string         `json:"mode,omitempty"`   // permissions, octal
-	Before  string         `json:"before,omitempty"` // kind and mode in the image, of what has changed, if they are others
+	Before  string         `json:"before,omitempty"` // kind and mode in the image of a changed path, if they differ
 	UID     *uint32        `json:"uid,omitempty"`
 	GID     *uint32        `json:"gid,omitempty"`
 	Size    *int64         `json:"size,omitempty"`
@@ -75,7 +75,7 @@ and file systems in memory (/proc, /run, /dev/shm) are not included.`,
 	return cmd
 }
 
-// kindOf is what a file is, in a word.
+// kindOf returns the kind of a file in a word.
 func kindOf(m fs.FileMode) string {
 	switch m.Type() {
 	case 0:
@@ -96,7 +96,7 @@ func kindOf(m fs.FileMode) string {
 	return "other"
 }
 
-// octal are the permissions, with setuid, setgid and sticky where chmod(1) has them.
+// octal returns the permissions, with setuid, setgid and sticky where chmod(1) has them.
 func octal(m fs.FileMode) string {
 	p := uint32(m.Perm())
 	for _, b := range []struct {
@@ -128,7 +128,7 @@ func diffLine(ch guest.Change) diffDoc {
 	return d
 }
 
-// diffText is a change in a line.
+// diffText returns a change as one line.
 func diffText(ch guest.Change) string {
 	mark := map[guest.ChangeOp]string{guest.PathAdded: "+", guest.PathChanged: "~", guest.PathRemoved: "-"}[ch.Op]
 	size := "-"

@@ -105,7 +105,7 @@ func eventsOver(j *events.Journal) http.Handler {
 		api.Fail(w, err)
 	})
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		// Who follows ends with the server.
+		// A follower ends with the server.
 		ctx, cancel := context.WithCancel(r.Context())
 		defer cancel()
 		go func() {
@@ -119,7 +119,7 @@ func eventsOver(j *events.Journal) http.Handler {
 	})
 }
 
-// webhookFlags are where "drowse serve" sends events.
+// webhookFlags say where "drowse serve" sends events.
 type webhookFlags struct{ url, secretFile, file string }
 
 func (w *webhookFlags) add(cmd *cobra.Command) {

@@ -21,7 +21,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// awake connects to the agent of a VM, and wakes it first if it sleeps.
+// awake connects to the agent of a VM. It wakes a sleeping VM first.
 func (a *app) awake(ctx context.Context, s *sandbox.Host, name string) (*guest.Client, error) {
 	c, err := s.Sandbox(name).Agent(ctx)
 	if !errors.Is(err, sandbox.ErrNotRunning) {
@@ -37,7 +37,7 @@ func (a *app) awake(ctx context.Context, s *sandbox.Host, name string) (*guest.C
 	if s, err = a.launching(ctx); err != nil {
 		return nil, err
 	}
-	// It may crash at this moment, and is not taken back then.
+	// BringUp, and not Wake: a VM that crashes at this moment must keep its disk.
 	rep, err := s.Sandbox(name).BringUp(ctx)
 	if err != nil {
 		return nil, err
@@ -46,13 +46,13 @@ func (a *app) awake(ctx context.Context, s *sandbox.Host, name string) (*guest.C
 	return s.Sandbox(name).Agent(ctx)
 }
 
-// execFlags say how a command is run in a guest.
+// execFlags say how to run a command in a guest.
 type execFlags struct {
 	cmd                   guest.Cmd
 	tty, interA, noConfig bool
 }
 
-// add adds the flags; of says what else there is that has a user and a working directory.
+// add adds the flags. of names what else has a user and a working directory.
 func (e *execFlags) add(cmd *cobra.Command, of string) {
 	f := cmd.Flags()
 	f.BoolVarP(&e.interA, "interactive", "i", false, "connect stdin to the command")
@@ -63,7 +63,7 @@ func (e *execFlags) add(cmd *cobra.Command, of string) {
 	f.BoolVar(&e.noConfig, "no-image-config", false, "ignore user, working directory and variables of the VM's image")
 }
 
-// complete completes a command by what the VM's image says, or by what it has to know of the VM's proxy alone.
+// complete completes a command from the VM's image. With --no-config it adds only the variables of the VM's proxy.
 func (e *execFlags) complete(b *sandbox.Sandbox, c guest.Cmd) (guest.Cmd, error) {
 	if !e.noConfig {
 		return b.Command(c)
@@ -114,7 +114,7 @@ minimal environment.`,
 			if err != nil {
 				return err
 			}
-			c.Env = append(vars, c.Env...) // the later one of a name counts
+			c.Env = append(vars, c.Env...) // the last value of a name wins
 			client, err := a.awake(cmd.Context(), s, args[0])
 			if err != nil {
 				return err
@@ -141,8 +141,7 @@ minimal environment.`,
 	return cmd
 }
 
-// readEnv reads variables from a file: a line each, with empty ones and those that begin with
-// # left out.
+// readEnv reads variables from a file, one in each line. It skips empty lines and those that begin with #.
 func readEnv(path string, stdin io.Reader) (vars []string, err error) {
 	if path == "" {
 		return nil, nil
@@ -184,10 +183,10 @@ func execResult(st *guest.ExitStatus, err error) error {
 	return statusError(st.Code)
 }
 
-// maxExecJSON bounds the output that one JSON document takes.
+// maxExecJSON bounds the output in one JSON document.
 const maxExecJSON = 16 << 20
 
-// execDoc is a command in JSON.
+// execDoc is the result of a command as JSON.
 type execDoc struct {
 	ExitCode  int            `json:"exit_code"`
 	Signal    int            `json:"signal,omitempty"`
@@ -199,7 +198,7 @@ type execDoc struct {
 	Changes   *audit.Changes `json:"changes,omitempty"`
 }
 
-// execute runs a command at this terminal, or into the document that document makes of its end.
+// execute runs a command at this terminal. In JSON mode it prints what document makes of the result.
 func (a *app) execute(ctx context.Context, client *guest.Client, c guest.Cmd, e *execFlags, document func(execDoc) any) error {
 	if a.json() {
 		var stdout, stderr limited
@@ -247,8 +246,8 @@ func (l *limited) Write(p []byte) (int, error) {
 	return l.Builder.Write(p)
 }
 
-// terminal puts the local terminal into raw mode and passes on its size, if the
-// command gets one. The returned function undoes it.
+// terminal puts the local terminal into raw mode and passes on its size, if the command gets a terminal. The
+// returned function undoes it.
 func (a *app) terminal(tty bool, c *guest.Cmd) (restore func(), err error) {
 	if !tty {
 		return func() {}, nil
@@ -281,7 +280,7 @@ func (a *app) terminal(tty bool, c *guest.Cmd) (restore func(), err error) {
 		}
 	}()
 	return func() {
-		signal.Stop(winch) // which sends nothing more
+		signal.Stop(winch) // no further signals come
 		close(winch)
 		close(done)
 		_ = term.Restore(in, old)

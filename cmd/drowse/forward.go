@@ -83,7 +83,7 @@ A connection wakes a sleeping VM. Open connections are reset when the VM falls a
 	return cmd
 }
 
-// forwarded is what a user is told of a forward.
+// forwarded describes a forward to the user.
 type forwarded struct {
 	Listen string `json:"listen"`
 	Dial   string `json:"dial"`
@@ -106,7 +106,7 @@ func (a *app) forwardFailed(err error) { a.log.Warn("a connection was not carrie
 // serving serves one forward.
 type serving func(context.Context) error
 
-// carry says what is forwarded, and serves all until each has ended; the first error ends the others.
+// carry prints the forwards and serves them all until each has ended. The first error ends the others.
 func (a *app) carry(ctx context.Context, specs []forward.Spec, all []serving) error {
 	if err := a.printForwards(specs); err != nil {
 		return err
@@ -189,8 +189,7 @@ func (a *app) reverseForwards(ctx context.Context, d *agentAccess, specs []forwa
 				if ctx.Err() != nil || !errors.Is(err, guest.ErrConnectionLost) && !errors.Is(err, guest.ErrUnavailable) {
 					return err
 				}
-				// The VM sleeps, or the agent is new. What has nobody connected must not
-				// wake it.
+				// The VM sleeps, or the agent is new. A listener without a connection must not wake the VM.
 				if l, err = a.listenAgain(ctx, d, at); err != nil {
 					if ctx.Err() != nil {
 						return nil
@@ -212,10 +211,10 @@ func listenInGuest(ctx context.Context, d *agentAccess, at forward.Address) (l *
 	return l, err
 }
 
-// wakePoll is how often a VM that sleeps is looked at.
+// wakePoll is how often commands look at a VM that sleeps.
 const wakePoll = 500 * time.Millisecond
 
-// listenAgain waits until the VM runs, and listens there.
+// listenAgain waits until the VM runs, and listens in it.
 func (a *app) listenAgain(ctx context.Context, d *agentAccess, at forward.Address) (*guest.Listener, error) {
 	tick := time.NewTicker(wakePoll)
 	defer tick.Stop()

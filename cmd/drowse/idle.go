@@ -9,13 +9,13 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// idleFlags add the flags that say when a VM goes to sleep by itself. def is what holds without them.
+// idleFlags adds the flags for when a VM goes to sleep by itself. def describes the default.
 func idleFlags(cmd *cobra.Command, idle *spec.Idle, def string) {
 	cmd.Flags().Var((*wholeSeconds)(&idle.SleepSeconds), "sleep-after", "sleep after this time without use, such as 15s or 10m; 0 is never (default "+def+")")
 	cmd.Flags().IntVar(&idle.CPUPercent, "idle-cpu", 0, fmt.Sprintf("percent of a CPU up to which the VM counts as unused (default %d)", spec.DefaultIdleCPUPercent))
 }
 
-// wholeSeconds is a flag: a duration of whole seconds.
+// wholeSeconds is a flag for a duration of whole seconds.
 type wholeSeconds int
 
 func (w *wholeSeconds) String() string {
@@ -38,5 +38,5 @@ func (w *wholeSeconds) Set(s string) error {
 	return nil
 }
 
-// Type is what the help calls it.
+// Type returns the help's word for the value.
 func (*wholeSeconds) Type() string { return "duration" }

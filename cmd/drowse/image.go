@@ -27,19 +27,19 @@ func (a *app) imageCommand() *cobra.Command {
 	}, a.imageBuildCommand(), a.imageListCommand(), a.imageInspectCommand(), a.imageExportCommand(), a.imageRemoveCommand(), a.imagePruneCommand())
 }
 
-// imageInfo is an image in JSON: its record, and what only the moment knows.
+// imageInfo is an image as JSON: its record, its path, and whether a build found it in the cache.
 type imageInfo struct {
 	*image.Image
 	Path   string `json:"path"`
-	Cached bool   `json:"cached"` // build: it was there already
+	Cached bool   `json:"cached"` // build: it existed already
 }
 
 func infoOf(i *image.Image) imageInfo { return imageInfo{i, i.Path(), i.Cached} }
 
-// maxImageMiB is what an EROFS of 32-bit block numbers can hold.
+// maxImageMiB is the most that an EROFS with 32-bit block numbers can hold.
 const maxImageMiB = 16 << 20
 
-// patientReader waits for input, until the context ends: a read that has begun cannot be called back.
+// patientReader waits for input until the context ends. A read in progress cannot be cancelled.
 type patientReader struct {
 	ctx context.Context
 	f   *os.File
@@ -224,7 +224,7 @@ func (a *app) imageInspectCommand() *cobra.Command {
 	}
 }
 
-// printImage prints an image for people. What somebody else has written is quoted.
+// printImage prints an image for people. It quotes text of other authors.
 func printImage(w io.Writer, i *image.Image) {
 	t := columns(w)
 	row := func(name, format string, args ...any) { fmt.Fprintf(t, name+"\t"+format+"\n", args...) }
@@ -400,7 +400,7 @@ func removeImage(ctx context.Context, s *sandbox.Host, images *image.Store, ref 
 
 func (a *app) completeImage(*cobra.Command, []string, string) ([]string, cobra.ShellCompDirective) {
 	return completions(a.images, func(s *image.Store) (names []string) {
-		list, _ := s.List() // those that can be read
+		list, _ := s.List() // only the readable ones
 		for _, i := range list {
 			names = append(names, i.Tags...)
 		}

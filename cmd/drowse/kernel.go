@@ -74,10 +74,10 @@ the usual one. See docs/reference/KERNELS.md.`,
 	return cmd
 }
 
-// maxOwnConfig bounds a file of kernel options, in bytes; a whole .config has a quarter of it.
+// maxOwnConfig bounds a file of kernel options, in bytes. A whole .config takes a quarter of it.
 const maxOwnConfig = 1 << 20
 
-// readOwnConfig reads the file of --config; "" is none, and "-" is in.
+// readOwnConfig reads the file of --config. "" means none, and "-" means in.
 func readOwnConfig(in io.Reader, path string) (string, error) {
 	if path == "" {
 		return "", nil
@@ -141,13 +141,13 @@ func (a *app) kernelListCommand() *cobra.Command {
 	}
 }
 
-// kernelInfo is a kernel in JSON: its record, and what follows from its configuration.
+// kernelInfo is a kernel as JSON: its record, and what follows from its configuration.
 type kernelInfo struct {
 	*kernel.Kernel
-	Hosts    []kernel.Host    `json:"hosts"`    // kinds of KVM that it runs on
+	Hosts    []kernel.Host    `json:"hosts"`    // kinds of KVM on which it runs
 	Own      bool             `json:"own"`      // it was built with --config
-	Features []kernel.Feature `json:"features"` // what a guest may want of it
-	Lacks    []string         `json:"lacks"`    // names of those that it has not, or not before a module is loaded
+	Features []kernel.Feature `json:"features"` // features that a guest may need
+	Lacks    []string         `json:"lacks"`    // names of features that it lacks, or lacks until a module is loaded
 }
 
 func (a *app) kernelInspectCommand() *cobra.Command {
@@ -230,11 +230,11 @@ func printKernelInfo(w io.Writer, k kernelInfo) {
 	})
 }
 
-// completeKernel completes the id of a kernel.
+// completeKernel completes a kernel id.
 func (a *app) completeKernel(*cobra.Command, []string, string) ([]string, cobra.ShellCompDirective) {
 	return completions(a.store, func(s *sandbox.Host) []string {
 		ids := []string{string(kernel.Built), string(kernel.Debian)}
-		list, _ := kernel.List(s.State.KernelDir()) // those that can be read
+		list, _ := kernel.List(s.State.KernelDir()) // only the readable ones
 		for _, k := range list {
 			ids = append(ids, k.ID)
 		}

@@ -16,7 +16,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// listed are the sandboxes of a page, or of all pages.
+// listed returns the sandboxes of one page or of all pages.
 func (a *app) listed(ctx context.Context, f records.Filter, all bool) (list records.List, err error) {
 	fl, err := a.fleet()
 	if err != nil {
@@ -104,7 +104,7 @@ The JSON document is one page; pass its "next" to --after for the next page.`,
 	return cmd
 }
 
-// vmRow is a sandbox in `drowse ps -o json`: what is known of its VM.
+// vmRow is a sandbox in `drowse ps -o json`.
 type vmRow struct {
 	Name    string      `json:"name"`
 	Phase   state.Phase `json:"phase"`
@@ -114,8 +114,7 @@ type vmRow struct {
 	PID     int         `json:"pid,omitempty"`
 	Created time.Time   `json:"created"`
 	Note    string      `json:"note,omitempty"`
-	// Parent is the VM that it is a fork of, and Generation how many
-	// forks lie between it and a VM that is none.
+	// Parent is the VM that it was forked from. Generation counts the forks back to a VM that is not a fork.
 	Parent     string `json:"parent,omitempty"`
 	Generation int    `json:"generation,omitempty"`
 }
@@ -156,7 +155,7 @@ func (a *app) psCommand() *cobra.Command {
 	return cmd
 }
 
-// vmNote says why a VM is as it is, which the process of one that runs is asked for.
+// vmNote explains a VM's state. It asks the process of a running VM.
 func vmNote(ctx context.Context, s *sandbox.Host, r *state.Record) string {
 	if r.Exit != nil {
 		return r.Exit.Reason

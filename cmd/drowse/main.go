@@ -31,39 +31,39 @@ import (
 
 // Exit statuses besides those of a command that exec passes on.
 const (
-	exitFailed  = 1   // drowse could not do it
+	exitFailed  = 1   // drowse failed
 	exitUsage   = 2   // the command line is wrong
-	exitTimeout = 124 // exec: the time was up
+	exitTimeout = 124 // exec: the time limit passed
 	exitExec    = 125 // exec: drowse failed, not the command
 )
 
 // usageError is a wrong command line.
 type usageError struct{ error }
 
-// statusError ends the process with a status and without a message of its own.
+// statusError ends the process with a status and no message.
 type statusError int
 
 func (e statusError) Error() string { return fmt.Sprintf("exit status %d", int(e)) }
 
-// app is what all commands share.
+// app is the state that all commands share.
 type app struct {
 	state   string
 	output  string
 	verbose bool
-	stdout  io.Writer // as stderr: a screen if it is a terminal; raw leads past that
+	stdout  io.Writer // like stderr: a screen if it is a terminal; raw gets the terminal
 	stderr  io.Writer
 	log     *slog.Logger
-	// provider and spans are nil as long as nobody asks for traces: app.traces.
+	// provider and spans are nil until app.traces makes them.
 	provider *sdktrace.TracerProvider
 	spans    *traces.Traces
-	// mayMake says that the command makes the state directory if there is none: makesState.
+	// mayMake lets the command make the state directory: see makesState.
 	mayMake bool
 }
 
 const defaultState = "/var/lib/drowse"
 
 func main() {
-	// What the agent's protocol would print of a guest that breaks it is as much as the guest likes: the errors say it.
+	// The agent's protocol would log as much as a guest that breaks it likes. The returned errors suffice.
 	log.L.Logger.SetOutput(io.Discard)
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	code := run(ctx, os.Args[1:], os.Stdout, os.Stderr)
@@ -71,7 +71,7 @@ func main() {
 	os.Exit(code)
 }
 
-// run is main without the process around it.
+// run is main without the process.
 func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 	a := &app{stdout: onScreen(stdout), stderr: onScreen(stderr)}
 	defer endScreen(a.stdout)
@@ -100,8 +100,8 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 	return exitFailed
 }
 
-// printable leaves nothing in a message that a terminal takes for a command: pieces of it may come from a registry, an
-// archive or a guest.
+// printable replaces unprintable characters, such as a terminal's commands, in a message: parts of it may come from
+// a registry, an archive or a guest.
 func printable(s string) string {
 	return strings.Map(func(r rune) rune {
 		if r != '\n' && r != '\t' && !unicode.IsPrint(r) {
@@ -111,10 +111,10 @@ func printable(s string) string {
 	}, s)
 }
 
-// said is a message of the library as it is printed here: in the words of commands, and printable.
+// said translates a message of the library into the words of commands and makes it printable.
 func said(s string) string { return printable(commands.In(s)) }
 
-// inCommands has errors and problems in the log in the words of commands.
+// inCommands translates errors and problems in the log into the words of commands.
 func inCommands(_ []string, a slog.Attr) slog.Attr {
 	switch a.Key {
 	case "error", "cause", "problem":
@@ -137,7 +137,7 @@ func (a *app) root() *cobra.Command {
 			if formats := outputFormats(cmd); !slices.Contains(formats, a.output) {
 				return usageError{fmt.Errorf("output format %q: use %s", a.output, strings.Join(formats, " or "))}
 			}
-			if err := cmd.ValidateFlagGroups(); err != nil { // which cobra does later, as no usage error
+			if err := cmd.ValidateFlagGroups(); err != nil { // cobra would check later, and not return a usage error
 				return usageError{fmt.Errorf("%w: see `%s --help`", err, cmd.CommandPath())}
 			}
 			_, a.mayMake = cmd.Annotations[stateAnnotation]
@@ -166,7 +166,7 @@ func (a *app) root() *cobra.Command {
 	return root
 }
 
-// usageArgs makes wrong arguments of all commands usage errors.
+// usageArgs turns wrong arguments of all commands into usage errors.
 func usageArgs(cmd *cobra.Command) {
 	if check := cmd.Args; check != nil {
 		cmd.Args = func(cmd *cobra.Command, args []string) error {
@@ -183,11 +183,11 @@ func usageArgs(cmd *cobra.Command) {
 
 const stateAnnotation = "state"
 
-// makesState annotates commands that put something new into a state directory, and so make one.
+// makesState annotates commands that may make the state directory, because they put something new into it.
 var makesState = map[string]string{stateAnnotation: "made"}
 
-// store opens the store of the state directory. Only commands with makesState make one: any other would find it empty,
-// and leave it where its name is misspelt.
+// store opens the store of the state directory. Only commands with makesState may make one. Any other would find
+// it empty, and leave an empty directory behind a misspelt name.
 func (a *app) store() (*sandbox.Host, error) {
 	if _, err := os.Stat(a.state); errors.Is(err, fs.ErrNotExist) && !a.mayMake {
 		return nil, fmt.Errorf("there is no state directory %s: name yours with --state or $DROWSE_STATE; `drowse run`, `kernel build` and `image build` make a new one", a.state)
@@ -195,10 +195,10 @@ func (a *app) store() (*sandbox.Host, error) {
 	return sandbox.Open(a.state)
 }
 
-// formatAnnotation names a further output format that a command has.
+// formatAnnotation names an additional output format of a command.
 const formatAnnotation = "format"
 
-// outputFormats are those that a command has.
+// outputFormats returns the output formats of a command.
 func outputFormats(cmd *cobra.Command) []string {
 	formats := []string{"text", "json"}
 	if f := cmd.Annotations[formatAnnotation]; f != "" {
@@ -224,14 +224,14 @@ func printJSON(w io.Writer, v any) error {
 	return e.Encode(v)
 }
 
-// agentName and vmmName are the files of the guest's agent and of the program of a VM's process, which lie beside this
-// program.
+// agentName and vmmName are the files of the guest's agent and of the program of a VM's process. They lie beside
+// this program.
 const (
 	agentName = "drowse-agent"
 	vmmName   = "drowse-vmm"
 )
 
-// vmmCommand is the program of a VM's process. Tests, which are one program, have their own.
+// vmmCommand returns the program of a VM's process. Tests are one program and replace it.
 var vmmCommand = func() ([]string, error) {
 	vmm := beside(vmmName)
 	if _, err := os.Stat(vmm); err != nil {
@@ -240,7 +240,7 @@ var vmmCommand = func() ([]string, error) {
 	return []string{vmm}, nil
 }
 
-// launcher says how VMs get their processes.
+// launcher returns the launcher of VM processes.
 func (a *app) launcher() (pool.Launcher, error) {
 	agent := agentPath()
 	if _, err := os.Stat(agent); err != nil {
@@ -250,10 +250,10 @@ func (a *app) launcher() (pool.Launcher, error) {
 	return pool.Launcher{Command: vmm, Agent: agent, Supervised: true}, err
 }
 
-// agentPath is where the guest's agent is.
+// agentPath returns the path of the guest's agent.
 func agentPath() string { return cmp.Or(os.Getenv("DROWSE_AGENT"), beside(agentName)) }
 
-// beside is where a file beside this program is; its bare name if it is not known where this is.
+// beside returns the path of a file beside this program, or the bare name if the program's own path is unknown.
 func beside(name string) string {
 	self, err := os.Executable()
 	if err != nil {

@@ -98,7 +98,7 @@ func (a *app) netRemoveCommand() *cobra.Command {
 	}
 }
 
-// printNet prints what is set up, after the settings that were switched on.
+// printNet prints the host's network setup, after the settings that were switched on.
 func (a *app) printNet(switched ...string) error {
 	s, err := hostnet.Look()
 	return a.answer(s, err, func(w io.Writer) {

@@ -17,14 +17,14 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// persistFlags say what of a sandbox does not persist over its sleeps.
+// persistFlags say what a sandbox drops or copies out before it sleeps, and how much data it may keep.
 type persistFlags struct {
 	drop, promote []string
 	max           byteSize
 	all           bool
 }
 
-// names of the flags.
+// Names of the flags.
 const (
 	flagDrop       = "drop"
 	flagPromote    = "promote"
@@ -39,12 +39,12 @@ func (p *persistFlags) add(cmd *cobra.Command) {
 	f.Var(&p.max, flagPersistMax, "refuse to sleep with more data than this on the writable disk, as 512MiB or 2GiB; 0 is no limit")
 }
 
-// given says whether any of the flags is.
+// given reports whether any of the flags was given.
 func (p *persistFlags) given(cmd *cobra.Command) bool {
 	return changed(cmd, flagDrop, flagPromote, flagPersistMax, flagPersistAll)
 }
 
-// over is what was said before with what the flags say.
+// over applies the flags to the earlier settings.
 func (p *persistFlags) over(cmd *cobra.Command, before lifetime.Persist) (lifetime.Persist, error) {
 	out, set := before.Clone(), cmd.Flags().Changed
 	if p.all {
@@ -78,7 +78,7 @@ func (p *persistFlags) over(cmd *cobra.Command, before lifetime.Persist) (lifeti
 	return out, nil
 }
 
-// byteSize is a flag: a number of bytes.
+// byteSize is a flag for a number of bytes.
 type byteSize int64
 
 func (b *byteSize) String() string {
@@ -88,7 +88,7 @@ func (b *byteSize) String() string {
 	return strconv.FormatInt(int64(*b), 10)
 }
 
-// Set parses a number with a unit or without.
+// Set parses a number with or without a unit.
 func (b *byteSize) Set(s string) error {
 	digits := strings.TrimRight(s, "KMGTiB")
 	shift, ok := map[string]int{"": 0, "B": 0, "K": 10, "KiB": 10, "M": 20, "MiB": 20, "G": 30, "GiB": 30, "T": 40, "TiB": 40}[s[len(digits):]]
@@ -100,7 +100,7 @@ func (b *byteSize) Set(s string) error {
 	return nil
 }
 
-// Type is what the help calls it.
+// Type returns the help's word for the value.
 func (*byteSize) Type() string { return "bytes" }
 
 func (a *app) promoteCommand() *cobra.Command {
@@ -126,7 +126,7 @@ func printPromoted(w io.Writer, copies []spec.Promoted) {
 	}
 }
 
-// printPersisted says what a sleep has done about what does not persist.
+// printPersisted prints what a sleep did with files that do not persist.
 func printPersisted(w io.Writer, p *spec.Persisted) {
 	if p == nil {
 		return
@@ -141,7 +141,7 @@ func printPersisted(w io.Writer, p *spec.Persisted) {
 	}
 }
 
-// warnPersisted tells of what has failed and was ignored.
+// warnPersisted logs failures that the sleep ignored.
 func (a *app) warnPersisted(vm string, p *spec.Persisted) {
 	if p == nil {
 		return
@@ -151,7 +151,7 @@ func (a *app) warnPersisted(vm string, p *spec.Persisted) {
 	}
 }
 
-// persistOf is what a sandbox's metadata says.
+// persistOf returns the settings in a sandbox's metadata.
 func (a *app) persistOf(name string) (lifetime.Persist, error) {
 	s, err := a.store()
 	if err != nil {
@@ -159,7 +159,7 @@ func (a *app) persistOf(name string) (lifetime.Persist, error) {
 	}
 	l, err := s.State.Metadata(name)
 	if errors.Is(err, spec.ErrMetadata) {
-		return lifetime.Persist{}, nil // it cannot be read, which is said by whoever changes it
+		return lifetime.Persist{}, nil // unreadable metadata: the command that changes it reports the error
 	}
 	return l.Persist, err
 }

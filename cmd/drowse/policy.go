@@ -25,7 +25,7 @@ func (a *app) policyCommand() *cobra.Command {
 	}, a.policyCheckCommand(), a.policyExplainCommand(), a.policySchemaCommand(), a.policySetCommand(), a.policyTagCommand(), a.policyShowCommand(), a.policyDiffCommand(), a.policyStatsCommand(), a.policyEventsCommand(), a.policyFlowsCommand())
 }
 
-// readPolicy reads a policy file, or stdin for "-". What is wrong in it is a usage error.
+// readPolicy reads a policy file, or stdin for "-". An invalid policy is a usage error.
 func readPolicy(path string) (*netpolicy.Policy, error) {
 	text, err := readInput("a policy", path, os.Stdin, netpolicy.MaxFileBytes)
 	if err != nil {
@@ -38,7 +38,7 @@ func readPolicy(path string) (*netpolicy.Policy, error) {
 	return p, nil
 }
 
-// surroundings are the flags that say which agent a policy is for, and where.
+// surroundings are the flags that describe the agent of a policy and its network.
 type surroundings struct {
 	address, address6 string
 	host, agents      []string
@@ -85,7 +85,7 @@ func (s *surroundings) parse() (id netpolicy.Identity, env netpolicy.Environment
 	return id, env, nil
 }
 
-// compile says what a compiler says of a policy.
+// compile compiles a policy for the surroundings.
 func (s *surroundings) compile(p *netpolicy.Policy) (*netpolicy.Spec, netpolicy.Identity, netpolicy.Environment, error) {
 	id, env, err := s.parse()
 	if err != nil {
@@ -147,7 +147,7 @@ func verb(v netpolicy.Verdict) string {
 	return map[netpolicy.Verdict]string{netpolicy.Allow: "allowed", netpolicy.Deny: "denied", netpolicy.Reject: "rejected"}[v]
 }
 
-// warnings are what is valid in a policy but may not be meant.
+// warnings lists parts of a policy that are valid but perhaps not intended.
 func warnings(p *netpolicy.Policy) []string {
 	out := []string{}
 	for i, r := range p.Rules {
@@ -225,11 +225,11 @@ name gets; an empty one stands for a connection without a name.`,
 	return cmd
 }
 
-// explainedPort is where the process of a VM would check names. It is another one for each, and none that
-// programs are likely to be told of.
+// explainedPort stands for the port where a VM's process checks names. The real one differs for each VM. Programs
+// are unlikely to use this one.
 const explainedPort = 65535
 
-// explanation is what explain says.
+// explanation is the output of explain.
 type explanation struct {
 	Direction netpolicy.Direction `json:"direction"`
 	Protocol  netpolicy.Protocol  `json:"protocol"`
@@ -238,11 +238,11 @@ type explanation struct {
 	Class     string              `json:"class"`
 	Verdict   netpolicy.Verdict   `json:"verdict"`
 	Reason    netpolicy.Reason    `json:"reason"`
-	// Rule is its index; null if none decided.
+	// Rule is the index of the deciding rule, or null if no rule decided.
 	Rule     *int   `json:"rule"`
 	RuleName string `json:"rule_name,omitempty"`
-	// Checked says that the connection ends on the host, and goes on only if its TLS has a server name of
-	// the rules.
+	// Checked means that the connection ends on the host, and is continued only if its TLS server name is one of
+	// the rules'.
 	Checked bool `json:"checked,omitempty"`
 }
 

@@ -32,9 +32,9 @@ printed. With -o json each flow is one line.`,
 	return cmd
 }
 
-// printFlows prints records as they come: in columns as wide as they have to be, if all are there at once.
+// printFlows prints records as they come. Without follow it aligns the columns of all records.
 func (a *app) printFlows(follow bool, flows func(each func(netpolicy.FlowRecord) error) error) error {
-	t := columns(a.stdout) // which writes nothing before Flush
+	t := columns(a.stdout) // writes nothing before Flush
 	fmt.Fprintln(t, "FIRST\tLASTED\tEND\tVERDICT\tRULE\tPROTOCOL\tFROM\tTO\tNAME\tSENT\tRECEIVED")
 	err := flows(func(r netpolicy.FlowRecord) error {
 		if a.json() {
@@ -43,7 +43,7 @@ func (a *app) printFlows(follow bool, flows func(each func(netpolicy.FlowRecord)
 		if err := writeFlow(t, r); err != nil || !follow {
 			return err
 		}
-		return t.Flush() // a line is out when its record is there
+		return t.Flush() // print each record at once
 	})
 	if err = followed(follow, err); err != nil || a.json() {
 		return err

@@ -18,7 +18,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// policyTimeout is how long a VM that is just starting or falling asleep is waited for.
+// policyTimeout bounds the wait for a VM that is just starting or falling asleep.
 const policyTimeout = time.Minute
 
 // policyFlag adds --policy, which names a file.
@@ -26,7 +26,7 @@ func policyFlag(cmd *cobra.Command, path *string, without string) {
 	cmd.Flags().StringVar(path, "policy", "", "file with the network policy, - for stdin (default: "+without+")")
 }
 
-// policyFrom reads what --policy names; nil if it was not given.
+// policyFrom reads the file of --policy. It returns nil if the flag was not given.
 func policyFrom(path string) (*netpolicy.Policy, error) {
 	if path == "" {
 		return nil, nil
@@ -84,7 +84,7 @@ add a tag twice, or to remove one that is not there.`,
 	return cmd
 }
 
-// warnNetwork tells what a policy allows and the host does not do.
+// warnNetwork warns of what a policy allows but the host does not do.
 func (a *app) warnNetwork(name string, n *spec.NetworkInfo) {
 	if n == nil {
 		return
@@ -108,7 +108,7 @@ func (a *app) policyShowCommand() *cobra.Command {
 	}
 }
 
-// policyText is a policy as YAML, without what is empty, which says nothing.
+// policyText returns a policy as YAML without empty fields.
 func policyText(p *netpolicy.Policy) (string, error) {
 	var n yaml.Node
 	if err := n.Encode(p); err != nil {
@@ -132,7 +132,7 @@ func prune(n *yaml.Node) bool {
 	case yaml.MappingNode:
 		var kept []*yaml.Node
 		for i := 0; i+1 < len(n.Content); i += 2 {
-			// A resolver without upstreams is there all the same.
+			// A resolver without upstreams still counts.
 			if prune(n.Content[i+1]) || n.Content[i].Value == "dns" && n.Content[i+1].Kind == yaml.MappingNode {
 				kept = append(kept, n.Content[i], n.Content[i+1])
 			}
@@ -189,13 +189,13 @@ begin with -, lines that it would add with +.`,
 type policyDiff struct {
 	Name string `json:"name"`
 	Same bool   `json:"same"`
-	// Lines that differ, and some around them.
+	// Lines are the lines that differ, with some around them.
 	Lines []string `json:"lines"`
 }
 
 func splitLines(s string) []string { return strings.Split(strings.TrimSuffix(s, "\n"), "\n") }
 
-// Limits of a comparison: lines shown around a change, and what is compared line by line.
+// Limits of a comparison: lines shown around a change, and the most cells of the line by line comparison.
 const (
 	diffAround = 3
 	diffCells  = 4 << 20
@@ -220,7 +220,7 @@ func diffLines(a, b []string) []string {
 	}
 	x, y := a[first:len(a)-last], b[first:len(b)-last]
 	if len(x)*len(y) > diffCells {
-		// Too much to find what is common.
+		// Too long for a line by line comparison.
 		for _, l := range x {
 			out = append(out, "- "+l)
 		}

@@ -15,11 +15,11 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/build"
 )
 
-// progress shows the stages of long work on stderr: as bars when that is a terminal,
-// else as one line for each stage. Its methods may be called from any goroutine.
+// progress shows the stages of long work on stderr: as bars on a terminal, and otherwise as one line for each
+// stage. Any goroutine may call its methods.
 type progress struct {
-	what string        // what is being done: "kernel build"
-	log  io.Writer     // lines between the bars, or of stages
+	what string        // the work: "kernel build"
+	log  io.Writer     // lines between the bars, or one for each stage
 	bars *mpb.Progress // nil when stderr is no terminal
 
 	mu    sync.Mutex // guards the rest
@@ -29,12 +29,12 @@ type progress struct {
 	ended bool
 }
 
-// stageCopy is that of a copy, and inBytes are all stages that count bytes: others count something else, or nothing.
+// stageCopy is the stage of a copy. inBytes are the stages that count bytes.
 const stageCopy = "copy"
 
 var inBytes = []string{image.StageDownload, image.StageRead, image.StageWrite, image.StageHash, build.StageCapture, stageCopy}
 
-// newProgress begins to show work. finish must be called.
+// newProgress begins to show progress. The caller must call finish.
 func (a *app) newProgress(what string) *progress {
 	p := &progress{what: what, log: a.stderr}
 	if hasWidth(a.stderr) {
@@ -44,7 +44,7 @@ func (a *app) newProgress(what string) *progress {
 	return p
 }
 
-// hasWidth says that w is a terminal that bars can be drawn on: some have no columns.
+// hasWidth reports whether w is a terminal that can show bars: some have no columns.
 func hasWidth(w io.Writer) bool {
 	f, ok := raw(w).(*os.File)
 	if !ok || !isTerminal(f) {
@@ -54,8 +54,7 @@ func hasWidth(w io.Writer) bool {
 	return err == nil && cols > 0
 }
 
-// toolLog is where the messages of build tools go: nowhere, unless the user wants to
-// read more.
+// toolLog returns the writer for messages of build tools: none, unless the user wants more output.
 func (p *progress) toolLog(a *app) io.Writer {
 	if !a.verbose {
 		return nil
@@ -63,13 +62,12 @@ func (p *progress) toolLog(a *app) io.Writer {
 	return p.log
 }
 
-// newer says that the kernel that was found is not the newest.
+// newer tells the user of a newer kernel than the one found.
 func (p *progress) newer(version string) {
 	fmt.Fprintf(p.log, "a newer kernel is there: %s (take it with: drowse %s --update)\n", version, p.what)
 }
 
-// report is a callback as packages kernel and image take it. total is 0 when it is
-// not known.
+// report is a callback for packages kernel and image. total is 0 if it is unknown.
 func (p *progress) report(stage string, done, total int64) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -91,7 +89,7 @@ func (p *progress) report(stage string, done, total int64) {
 	p.bar.SetCurrent(done)
 }
 
-// begin shows that a stage has begun. The lock is held.
+// begin shows that a stage has begun. The caller holds mu.
 func (p *progress) begin(total int64) {
 	if p.bars == nil {
 		fmt.Fprintf(p.log, "%s: %s\n", p.what, p.stage)
@@ -110,8 +108,8 @@ func (p *progress) begin(total int64) {
 		count = decor.Name("")
 	}
 	elapsed := decor.Elapsed(decor.ET_STYLE_GO, decor.WCSyncSpace)
-	// A bar with a total closes itself when that is reached, though the total may grow
-	// and the stage go on: it gets its total later.
+	// A bar with a total closes itself on reaching it, although the total may grow and the stage continue. So the
+	// bar gets its total later.
 	if known {
 		p.bar = p.bars.AddBar(0, mpb.PrependDecorators(name), mpb.AppendDecorators(count, elapsed))
 		p.bar.SetTotal(total, false)
@@ -120,20 +118,20 @@ func (p *progress) begin(total int64) {
 	p.bar = p.bars.AddSpinner(0, mpb.PrependDecorators(name), mpb.AppendDecorators(count, elapsed))
 }
 
-// end closes the bar of the stage. The lock is held.
+// end closes the bar of the stage. The caller holds mu.
 func (p *progress) end(done bool) {
 	if p.bar == nil {
 		return
 	}
 	if done {
-		p.bar.SetTotal(-1, true) // what has been counted was all
+		p.bar.SetTotal(-1, true) // the count so far is the total
 	} else {
 		p.bar.Abort(false)
 	}
 	p.bar = nil
 }
 
-// finish ends the showing; err is how the work has ended.
+// finish ends the display. err is the result of the work.
 func (p *progress) finish(err error) {
 	p.mu.Lock()
 	p.end(err == nil)

@@ -9,7 +9,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// rotateFlags say at which wakes a sandbox begins anew.
+// rotateFlags say at which wakes a sandbox starts over.
 type rotateFlags struct {
 	to, at, every string
 	never         bool
@@ -23,7 +23,7 @@ func (r *rotateFlags) add(cmd *cobra.Command) {
 	f.BoolVar(&r.never, "no-rotate", false, "continue from the last sleep at each wake again")
 }
 
-// rotation is what the flags say; nil is nothing.
+// rotation returns the rotation that the flags describe, or nil for no change.
 func (r *rotateFlags) rotation(now time.Time) (*spec.Rotation, error) {
 	timed := r.at != "" || r.every != ""
 	switch {

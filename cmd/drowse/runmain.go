@@ -14,7 +14,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/control"
 )
 
-// mainFlags say what runs in a VM once it has booted.
+// mainFlags say what to run in a VM once it has booted.
 type mainFlags struct {
 	execFlags
 	entrypoint, detach, remove bool
@@ -23,7 +23,7 @@ type mainFlags struct {
 // mainID is the name of a detached command of "run" in its guest.
 const mainID = "main"
 
-// execError is a failure of drowse's where the exit status is otherwise a command's.
+// execError is a failure of drowse in a command whose exit status is otherwise the guest command's.
 type execError struct{ error }
 
 func (e execError) Unwrap() error { return e.error }
@@ -36,10 +36,10 @@ func (m *mainFlags) add(cmd *cobra.Command) {
 	m.execFlags.add(cmd, " of the command")
 }
 
-// wanted says whether a command is to run.
+// wanted reports whether to run a command.
 func (m *mainFlags) wanted() bool { return m.entrypoint || len(m.cmd.Argv) > 0 }
 
-// take splits the arguments of "run": what stands behind -- is the command.
+// take splits the arguments of "run": the command follows --.
 func (m *mainFlags) take(cmd *cobra.Command, args []string) ([]string, error) {
 	if dash := cmd.ArgsLenAtDash(); dash >= 0 {
 		args, m.cmd.Argv = args[:dash], args[dash:]
@@ -66,7 +66,7 @@ func (m *mainFlags) take(cmd *cobra.Command, args []string) ([]string, error) {
 	return args, nil
 }
 
-// check finds out before the boot that an image has nothing to run.
+// check finds out before the boot whether an image has nothing to run.
 func (m *mainFlags) check(s *sandbox.Host, ref string) error {
 	if !m.entrypoint || ref == "" {
 		return nil
@@ -129,14 +129,14 @@ func (a *app) runMain(ctx context.Context, s *sandbox.Host, rep control.Report, 
 	return err
 }
 
-// startMain starts the command and leaves it to itself.
+// startMain starts the command and detaches it.
 func (a *app) startMain(ctx context.Context, client *guest.Client, c guest.Cmd, rep control.Report) error {
 	c.Detach, c.ID = true, mainID
 	p, err := client.Start(ctx, c)
 	if err != nil {
 		return execError{err}
 	}
-	if p.PID() == 0 { // it has not been started
+	if p.PID() == 0 { // the command did not start
 		st, err := p.Wait()
 		if st != nil && st.NotStarted != "" {
 			return execError{fmt.Errorf("starting the command in VM %s, which goes on: %s", rep.Name, st.NotStarted)}

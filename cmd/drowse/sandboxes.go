@@ -16,7 +16,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// fleet is the sandboxes of the state directory.
+// fleet opens the sandboxes of the state directory.
 func (a *app) fleet() (*fleet.Fleet, error) {
 	s, err := a.store()
 	if err != nil {
@@ -25,7 +25,7 @@ func (a *app) fleet() (*fleet.Fleet, error) {
 	return fleet.New(s, fleet.Options{}), nil
 }
 
-// metadataFlags say whose a sandbox is and how long it lasts.
+// metadataFlags say who owns a sandbox, what it is for, and how long it lasts.
 type metadataFlags struct {
 	class, owner, purpose, keep, ttl string
 	tags                             []string
@@ -42,12 +42,12 @@ func (l *metadataFlags) add(cmd *cobra.Command, ttl string) {
 	f.StringVar(&l.keep, "keep", "", "which sleeps to keep, and how long to keep the sandbox after it has expired: last=N,for=TIME,expired=TIME")
 }
 
-// given says whether any of the flags is.
+// given reports whether any of the flags was given.
 func (l *metadataFlags) given(cmd *cobra.Command) bool {
 	return changed(cmd, "class", "owner", "purpose", "ttl", "keep") || l.persist.given(cmd)
 }
 
-// metadata makes metadata of the flags, but for what does not persist.
+// label makes metadata from the flags, without the settings of persistFlags.
 func (l *metadataFlags) label(now time.Time) (spec.Metadata, error) {
 	out := spec.Metadata{Class: lifetime.Class(l.class), Owner: l.owner, Purpose: l.purpose, Tags: l.tags}
 	var err error
@@ -65,7 +65,7 @@ func (l *metadataFlags) label(now time.Time) (spec.Metadata, error) {
 	return out, nil
 }
 
-// expiry is when a time to live ends.
+// expiry returns when a time to live ends.
 func expiry(ttl string, now time.Time) (time.Time, error) {
 	d, err := lifetime.ParseDuration(ttl)
 	if err != nil {
@@ -74,7 +74,7 @@ func expiry(ttl string, now time.Time) (time.Time, error) {
 	if d == 0 {
 		return time.Time{}, usageError{errors.New("--ttl 0: use a time of at least a second; what has none never expires")}
 	}
-	// A time to live does not end early for being kept in whole seconds.
+	// Round up to whole seconds, so that a time to live does not end early.
 	return now.Add(d + time.Second - 1).Truncate(time.Second), nil
 }
 

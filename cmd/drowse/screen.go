@@ -10,17 +10,17 @@ import (
 	"github.com/spf13/cobra"
 )
 
-// screen is a terminal that is shown text. Parts of that are chosen by guests, in logs, names, metadata and errors, and
-// would move the cursor, change the title, answer for the user or hide what was written, if they came to it
-// as they are. Its methods may be called from any goroutine.
+// screen writes text to a terminal without control characters. Guests choose parts of the text, in logs, names,
+// metadata and errors. Unfiltered, these could move the cursor, change the title, answer for the user or hide
+// text. Any goroutine may call its methods.
 type screen struct {
 	w io.Writer // the terminal
 
 	mu   sync.Mutex
-	held []byte // the beginning of a character, or one carriage return for several: fewer than utf8.UTFMax bytes
+	held []byte // the start of a character, or one carriage return in place of several: fewer than utf8.UTFMax bytes
 }
 
-// onScreen is w, or a screen if that is a terminal.
+// onScreen returns w, or a screen on w if it is a terminal.
 func onScreen(w io.Writer) io.Writer {
 	if isTerminal(w) {
 		return &screen{w: w}
@@ -28,8 +28,8 @@ func onScreen(w io.Writer) io.Writer {
 	return w
 }
 
-// raw is what is behind a screen: for what drives the terminal by right, as the output of a command that the user runs
-// in a guest does, as with ssh.
+// raw returns the writer behind a screen. Some output may drive the terminal, such as that of a command that the
+// user runs in a guest, as with ssh.
 func raw(w io.Writer) io.Writer {
 	if s, ok := w.(*screen); ok {
 		return s.w
@@ -37,10 +37,10 @@ func raw(w io.Writer) io.Writer {
 	return w
 }
 
-// lineEnds are those of a console, which is a terminal itself.
+// lineEnds replaces the line ends of a console, which is a terminal itself.
 var lineEnds = strings.NewReplacer("\r\r\n", "\n", "\r\n", "\n")
 
-// Write implements io.Writer: what a terminal takes for a command is replaced.
+// Write implements io.Writer. It replaces control characters.
 func (s *screen) Write(p []byte) (int, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -56,7 +56,7 @@ func (s *screen) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// incomplete is how many bytes at the end of a text mean something only with what comes next.
+// incomplete returns how many bytes at the end of a text make sense only with the next ones.
 func incomplete(text []byte) int {
 	n := len(text)
 	if before := len(bytes.TrimRight(text, "\r")); before < n {
@@ -73,7 +73,7 @@ func incomplete(text []byte) int {
 	return 0
 }
 
-// endScreen shows what a screen still holds.
+// endScreen writes what a screen still holds.
 func endScreen(w io.Writer) {
 	if s, ok := w.(*screen); ok {
 		s.mu.Lock()
@@ -83,7 +83,7 @@ func endScreen(w io.Writer) {
 	}
 }
 
-// logTo is where a log of a guest goes.
+// logTo returns the writer for a guest's log.
 func (a *app) logTo(asIs bool) io.Writer {
 	if asIs {
 		return raw(a.stdout)
@@ -95,7 +95,7 @@ func rawFlag(cmd *cobra.Command, asIs *bool) {
 	cmd.Flags().BoolVar(asIs, "raw", false, "do not replace control characters")
 }
 
-// logsRaw is the long help of a command that prints what a guest has written.
+// logsRaw returns the long help of a command that prints a guest's output.
 func logsRaw(what string) string {
 	return what + `
 

@@ -111,8 +111,8 @@ func secretFlag(cmd *cobra.Command, to *[]string, more string) {
 	cmd.Flags().StringArrayVar(to, "secret", nil, "NAME=@FILE, or NAME=- for stdin: give a secret"+more+"; repeatable")
 }
 
-// readSecrets reads NAME=@FILE and NAME=-. There are no other ways: a command line can be
-// seen by everybody.
+// readSecrets reads NAME=@FILE and NAME=-. A value cannot stand on the command line, which every user of the host
+// can see.
 func readSecrets(words []string, stdin io.Reader) (list []spec.Secret, err error) {
 	defer func() {
 		if err != nil {
@@ -155,7 +155,7 @@ func readSecrets(words []string, stdin io.Reader) (list []spec.Secret, err error
 	return list, nil
 }
 
-// readAtMost reads all of r into one buffer, of which no copies are left behind.
+// readAtMost reads all of r into one buffer and leaves no copies behind. It reads at most limit+1 bytes.
 func readAtMost(r io.Reader, limit int) ([]byte, error) {
 	buf := make([]byte, limit+1)
 	n, err := io.ReadFull(r, buf)
@@ -182,7 +182,7 @@ func secretNames(list []spec.Secret) []string {
 	return names
 }
 
-// wakeFor wakes a VM that sleeps.
+// wakeFor wakes a sleeping VM.
 func (a *app) wakeFor(ctx context.Context, s *sandbox.Host, name string) error {
 	c, err := a.awake(ctx, s, name)
 	if err != nil {
@@ -191,7 +191,7 @@ func (a *app) wakeFor(ctx context.Context, s *sandbox.Host, name string) error {
 	return c.Close()
 }
 
-// handIn gives secrets to VMs that run.
+// handIn gives secrets to running VMs.
 func handIn(ctx context.Context, s *sandbox.Host, list []spec.Secret, names ...string) error {
 	for _, name := range names {
 		if _, err := give(ctx, s.Sandbox(name), list, false); err != nil {
@@ -201,8 +201,8 @@ func handIn(ctx context.Context, s *sandbox.Host, list []spec.Secret, names ...s
 	return nil
 }
 
-// give gives secrets to a VM that runs. Those that it has or waits for stay as they are but for the value. It returns
-// the names of the others, which are transient or not.
+// give gives secrets to a running VM. Secrets that the VM has or awaits keep everything but their value. The
+// others are transient or not, as the caller says. give returns their names.
 func give(ctx context.Context, b *sandbox.Sandbox, list []spec.Secret, transient bool) (others []string, err error) {
 	if len(list) == 0 {
 		return nil, nil
@@ -215,8 +215,8 @@ func give(ctx context.Context, b *sandbox.Sandbox, list []spec.Secret, transient
 	return others, b.SetSecrets(ctx, own...)
 }
 
-// asTheyAre gives secrets the looks that those of the same names have. It returns the names
-// of the others as well, which are transient or not.
+// asTheyAre gives each secret the file and lifetime of the existing one of its name. The others are transient or
+// not, as the caller says. It returns their names too.
 func asTheyAre(list []spec.Secret, there []spec.SecretState, transient bool) (out []spec.Secret, others []string) {
 	for _, l := range list {
 		if i := slices.IndexFunc(there, func(t spec.SecretState) bool { return t.Name == l.Name }); i >= 0 {
@@ -230,13 +230,13 @@ func asTheyAre(list []spec.Secret, there []spec.SecretState, transient bool) (ou
 	return out, others
 }
 
-// lendSecrets gives secrets to a VM that runs for the time of a command. Those that the VM
-// has already get the new value, and stay.
+// lendSecrets gives secrets to a running VM while a command runs. Secrets that the VM already has get the new
+// value, and stay.
 func lendSecrets(ctx context.Context, s *sandbox.Host, name string, list []spec.Secret) (back func(), err error) {
 	lent, err := give(ctx, s.Sandbox(name), list, true)
 	return func() {
 		for _, n := range lent {
-			// Each by itself. One that is gone went with a sleep meanwhile, or its VM has ended.
+			// One by one: a secret may have gone with a sleep meanwhile, or its VM may have ended.
 			_ = s.Sandbox(name).RemoveSecrets(context.WithoutCancel(ctx), n)
 		}
 	}, err

@@ -17,7 +17,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/supervisor"
 )
 
-// defaultPool is how many processes "drowse serve" keeps ready.
+// defaultPool is how many processes "drowse serve" keeps prebuilt.
 const defaultPool = 2
 
 func (a *app) serveCommand() *cobra.Command {
@@ -114,7 +114,7 @@ func (a *app) serve(ctx context.Context, s *sandbox.Host, l pool.Launcher, o sup
 	err = group.Wait()
 	a.notify(daemon.SdNotifyStopping)
 	if ctx.Err() != nil {
-		// It was told to end. Nothing wakes sandboxes any more that are put to sleep now.
+		// It was told to end. The supervisor has ended, so sandboxes that go to sleep now stay asleep.
 		err = errors.Join(err, exit.do(context.WithoutCancel(ctx), a.log, s))
 	}
 	return err

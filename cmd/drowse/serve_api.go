@@ -17,7 +17,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/supervisor"
 )
 
-// apiFlags say how the API is served.
+// apiFlags say how to serve the API.
 type apiFlags struct {
 	off    bool
 	tcp    api.TCP
@@ -46,7 +46,7 @@ func (f *apiFlags) check() error {
 	return nil
 }
 
-// tokensOf are the tokens of a file, or of the state directory.
+// tokensOf returns the tokens in a file, or those of the state directory.
 func tokensOf(path string, s *sandbox.Host) api.Tokens {
 	if path == "" {
 		path = filepath.Join(s.State.Dir(), api.TokensFile)
@@ -54,7 +54,7 @@ func tokensOf(path string, s *sandbox.Host) api.Tokens {
 	return api.Tokens{Path: path}
 }
 
-// listeners are those of the API.
+// listeners returns the listeners of the API.
 func (f *apiFlags) listeners(s *sandbox.Host) (out []net.Listener, err error) {
 	defer func() {
 		if err != nil {
@@ -89,7 +89,7 @@ func (f *apiFlags) listeners(s *sandbox.Host) (out []net.Listener, err error) {
 	return out, nil
 }
 
-// readiness are the checks of /readyz: what a wake needs of the host.
+// readiness returns the checks of /readyz: what the host needs for a wake.
 func readiness(s *sandbox.Host) []api.Check {
 	return []api.Check{
 		{Name: "kvm", Do: func(context.Context) error {
@@ -106,7 +106,7 @@ func readiness(s *sandbox.Host) []api.Check {
 				return fmt.Errorf("%s: %w", bpffs, err)
 			}
 			if st.Type != unix.BPF_FS_MAGIC && os.Geteuid() != 0 {
-				// Root's first VM with a network mounts it.
+				// Root's first VM with a network mounts bpffs.
 				return fmt.Errorf("there is no bpffs at %s: mount it with `mount -t bpf bpf %s`", bpffs, bpffs)
 			}
 			return nil
@@ -114,11 +114,11 @@ func readiness(s *sandbox.Host) []api.Check {
 	}
 }
 
-// roundTime is how long the supervisor, which goes round twice a second, may be on its way before it counts as stuck:
-// looking at thousands of VMs on a busy disk takes seconds.
+// roundTime is how long one round of the supervisor may take before it counts as stuck. It makes a round twice a
+// second, but looking at thousands of VMs on a busy disk takes seconds.
 const roundTime = 30 * time.Second
 
-// goesRound is the check of /healthz.
+// goesRound returns the check of /healthz.
 func goesRound(c *supervisor.Counters, begun time.Time) api.Check {
 	return api.Check{Name: "supervisor", Do: func(context.Context) error {
 		last := c.LastRound()
@@ -132,10 +132,10 @@ func goesRound(c *supervisor.Counters, begun time.Time) api.Check {
 	}}
 }
 
-// bpffs is where the programs of networks are pinned.
+// bpffs is where the networks' BPF programs are pinned.
 const bpffs = "/sys/fs/bpf"
 
-// writable says whether files can be made in a directory.
+// writable checks that files can be made in a directory.
 func writable(dir string) error {
 	f, err := os.CreateTemp(dir, ".ready.*")
 	if err != nil {

@@ -14,16 +14,16 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// What becomes of VMs that run when "drowse serve" ends.
+// What to do with running VMs when "drowse serve" ends.
 const (
 	exitLeave = "leave"
 	exitSleep = "sleep"
 )
 
-// sleepers is how many VMs are put to sleep at once: writing to the disk is what they wait for.
+// sleepers is how many VMs go to sleep at once: they wait for writes to the disk.
 const sleepers = 4
 
-// exitFlags say what is done at the end.
+// exitFlags say what to do at the end.
 type exitFlags struct {
 	on    string
 	limit time.Duration
@@ -44,8 +44,8 @@ func (f *exitFlags) check() error {
 	return nil
 }
 
-// do puts all VMs that run to sleep, if that is wanted. The error says how many do not sleep; the log, which and why. A
-// VM whose sleep is called off by the time limit runs on, or sleeps a moment later: nothing of it is lost.
+// do puts all running VMs to sleep, if that is wanted. The error counts the VMs that do not sleep; the log names them
+// and says why. A VM whose sleep the time limit cancels runs on, or sleeps a moment later, and loses nothing.
 func (f *exitFlags) do(ctx context.Context, log *slog.Logger, h *sandbox.Host) error {
 	if f.on != exitSleep {
 		return nil
@@ -60,8 +60,8 @@ func (f *exitFlags) do(ctx context.Context, log *slog.Logger, h *sandbox.Host) e
 	return nil
 }
 
-// sleepAll puts all VMs that run to sleep, and names those that sleep now and those that run on, which the log says
-// more of.
+// sleepAll puts all running VMs to sleep. It returns the names of those that sleep now and of those that run on.
+// The log has more about the latter.
 func sleepAll(ctx context.Context, log *slog.Logger, h *sandbox.Host, o sandbox.SleepOptions) (asleep, awake []string) {
 	asleep, awake = []string{}, []string{}
 	all, err := h.State.List()
@@ -70,7 +70,7 @@ func sleepAll(ctx context.Context, log *slog.Logger, h *sandbox.Host, o sandbox.
 	}
 	room := make(chan struct{}, sleepers)
 	var wg sync.WaitGroup
-	var mu sync.Mutex // guards what is returned
+	var mu sync.Mutex // guards the results
 	for _, r := range all {
 		if r.Phase != state.Running && r.Phase != state.Starting {
 			continue

@@ -13,8 +13,8 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/api"
 )
 
-// activated are the sockets that systemd has opened (sd_listen_fds(3)); nil if it has none. Only Unix sockets are
-// taken: who connects to them is asked of the kernel, while TCP has to be checked for tokens and TLS, as --listen does.
+// activated returns the sockets that systemd opened (sd_listen_fds(3)), or nil. It takes only Unix sockets, whose
+// peers the kernel identifies. TCP needs the checks of tokens and TLS that --listen does.
 func activated() ([]net.Listener, error) {
 	all, err := activation.Listeners()
 	if err != nil {
@@ -28,7 +28,7 @@ func activated() ([]net.Listener, error) {
 			bad = true
 			continue
 		}
-		u.SetUnlinkOnClose(false) // systemd goes on listening
+		u.SetUnlinkOnClose(false) // systemd keeps listening
 		out = append(out, u)
 	}
 	if bad {
@@ -42,14 +42,14 @@ func activated() ([]net.Listener, error) {
 	return out, nil
 }
 
-// notify tells systemd something (sd_notify(3)), if it wants to know.
+// notify sends systemd a state (sd_notify(3)), if it asked for it.
 func (a *app) notify(state string) {
 	if _, err := daemon.SdNotify(false, state); err != nil {
 		a.log.Warn("telling systemd", "state", state, "error", err)
 	}
 }
 
-// watchdog tells systemd again and again that this process works, while it does, until ctx ends. Nothing happens if
+// watchdog tells systemd regularly that this process works, as long as it does, until ctx ends. It does nothing if
 // systemd does not watch.
 func (a *app) watchdog(ctx context.Context, works api.Check) error {
 	every, err := daemon.SdWatchdogEnabled(false)

@@ -5,7 +5,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/api/web"
 )
 
-// pageMounts are those of the page for browsers. It has no secrets, and asks for a token itself.
+// pageMounts returns the mounts of the browser page. The page has no secrets, and asks for a token itself.
 func pageMounts() ([]api.Mount, error) {
 	page, err := web.Handler()
 	if err != nil {

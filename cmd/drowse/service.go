@@ -47,7 +47,7 @@ end. They sleep and wake with the VM. See docs/guides/services.md.`,
 	)
 }
 
-// wakeAsleep wakes a VM that sleeps, and leaves one alone that has stopped.
+// wakeAsleep wakes a sleeping VM, and leaves a stopped one alone.
 func (a *app) wakeAsleep(ctx context.Context, s *sandbox.Host, name string) error {
 	r, err := s.State.Get(name)
 	if err != nil || r.Phase != state.Asleep {
@@ -112,7 +112,7 @@ flags set them.`,
 	return cmd
 }
 
-// readinessOf puts the check that flags describe into a service.
+// readinessOf puts the check that the flags describe into a service.
 func readinessOf(ready string, c spec.ServiceCheck, spec *spec.Service) error {
 	if ready == "" {
 		if c.StartSeconds != 0 || c.AliveFailures != 0 {
@@ -128,7 +128,7 @@ func readinessOf(ready string, c spec.ServiceCheck, spec *spec.Service) error {
 		}
 		c.TCP = what
 	case guest.CheckHTTP:
-		if strings.HasPrefix(what, "//") { // the URL itself
+		if strings.HasPrefix(what, "//") { // ready itself is the URL
 			what = ready
 		}
 		c.HTTP = what
@@ -148,7 +148,7 @@ func readinessOf(ready string, c spec.ServiceCheck, spec *spec.Service) error {
 	return nil
 }
 
-// serviceStatusCommand says how one service is. A VM that sleeps is not woken.
+// serviceStatusCommand returns the command that shows one service. It does not wake a sleeping VM.
 func (a *app) serviceStatusCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "status NAME SERVICE", Short: "Show the status of a service; a sleeping VM is not woken", Args: cobra.ExactArgs(2), ValidArgsFunction: a.completeVM,
@@ -167,7 +167,7 @@ func (a *app) serviceStatusCommand() *cobra.Command {
 	}
 }
 
-// serviceLine is how a service is, in a line.
+// serviceLine returns the state of a service as one line.
 func serviceLine(l control.ServiceStatus) string {
 	line := l.Name + " " + l.State
 	if l.Ready {

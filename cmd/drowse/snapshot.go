@@ -43,7 +43,7 @@ func (a *app) snapshotCommand() *cobra.Command {
 	return cmd
 }
 
-// snapshotCreateCommand is "snapshot create", or "snapshot" itself.
+// snapshotCreateCommand returns "snapshot create", or "snapshot" itself.
 func (a *app) snapshotCreateCommand(use string) *cobra.Command {
 	var (
 		o     sandbox.SnapshotOptions
@@ -85,13 +85,13 @@ func (a *app) snapshotVerb(use, short, done string, do func(context.Context, *sa
 	}
 }
 
-// node is a snapshot with those that were made from it.
+// node is a snapshot with the snapshots made from it.
 type node struct {
 	spec.SnapshotInfo
 	Children []*node `json:"children"`
 }
 
-// tree arranges snapshots by their bases; one whose base is gone is a root.
+// tree arranges snapshots by their bases. A snapshot whose base is gone is a root.
 func tree(list []spec.SnapshotInfo) []*node {
 	nodes := map[string]*node{}
 	for _, i := range list {
@@ -166,7 +166,7 @@ but not the image.`,
 				}
 				return s.State.ExportSnapshot(cmd.Context(), args[0], a.stdout)
 			}
-			// Under its name there is never a part of it.
+			// The file appears under its name only when it is complete.
 			write := func(f *os.File) error { return s.State.ExportSnapshot(cmd.Context(), args[0], f) }
 			err := osfile.Replace(to, 0o600, write)
 			return a.answer(map[string]string{"snapshot": args[0], "file": to}, err, func(w io.Writer) { fmt.Fprintln(w, to) })

@@ -21,17 +21,17 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 )
 
-// sshHostPrefix begins the names under which ssh knows VMs.
+// sshHostPrefix begins ssh's host names of VMs.
 const sshHostPrefix = "drowse-"
 
 // sshDir is where a store keeps the host key.
 func sshDir(s *sandbox.Host) string { return filepath.Join(s.State.Dir(), "ssh") }
 
-// sshOption is one of ssh_config(5).
+// sshOption is an option of ssh_config(5).
 type sshOption struct{ key, value string }
 
-// sshOptions are what OpenSSH's client needs to reach a VM. Values are quoted for its
-// configuration file.
+// sshOptions returns the options with which OpenSSH's client reaches a VM. Values are quoted for its configuration
+// file.
 func (a *app) sshOptions(s *sandbox.Host, name string) ([]sshOption, error) {
 	_, known, err := sshd.LoadHostKey(sshDir(s))
 	if err != nil {
@@ -62,14 +62,14 @@ func (a *app) sshOptions(s *sandbox.Host, name string) ([]sshOption, error) {
 		{"StrictHostKeyChecking", "yes"},
 		{"UpdateHostKeys", "no"},
 		{"CheckHostIP", "no"},
-		// The key of the host is all there is: nobody is asked who they are.
+		// Only the host's key is checked: users need not authenticate.
 		{"PreferredAuthentications", "none"},
 		{"ProxyCommand", strings.ReplaceAll(proxy, "%", "%%")},
 	}, nil
 }
 
-// proxyCommand is run by the user's shell, with "exec " before it: ssh_config(5). The agent
-// is for a VM that is woken.
+// proxyCommand returns the ProxyCommand. The user's shell runs it with "exec " in front: ssh_config(5). A wake
+// needs agent.
 func proxyCommand(self, state, name, agent string) string {
 	c := shellQuote(self) + " --state " + shellQuote(state) + " ssh-proxy " + shellQuote(name)
 	if agent != "" {
@@ -78,7 +78,7 @@ func proxyCommand(self, state, name, agent string) string {
 	return c
 }
 
-// shellQuote quotes a word for a POSIX shell, if it must be.
+// shellQuote quotes a word for a POSIX shell if necessary.
 func shellQuote(s string) string {
 	plain := func(r rune) bool {
 		return r >= 'a' && r <= 'z' || r >= 'A' && r <= 'Z' || r >= '0' && r <= '9' || strings.ContainsRune("/._-+=:@,", r)
@@ -117,7 +117,7 @@ server. For scp, sftp, rsync and options of ssh, see ssh-config.`,
 				argv = append(argv, "-o", o.key+" "+o.value)
 			}
 			argv = append(argv, "--", sshHostPrefix+args[0])
-			// After "--" ssh takes nothing for an option of its own, the command included.
+			// After "--" ssh takes nothing as its own option, the command included.
 			argv = append(argv, afterDashes(args[1:])...)
 			return fmt.Errorf("starting ssh: %w", syscall.Exec(path, argv, os.Environ()))
 		}),
@@ -195,7 +195,7 @@ func (a *app) sshProxyCommand() *cobra.Command {
 			}
 			d := a.newAgentAccess(s, args[0])
 			defer d.close()
-			// Now, so that ssh shows what is wrong.
+			// Now, so that ssh shows the error.
 			if _, err := d.open(cmd.Context()); err != nil {
 				return err
 			}
@@ -209,8 +209,8 @@ func (a *app) sshProxyCommand() *cobra.Command {
 	}
 }
 
-// polled returns another file for a pipe or a socket, whose reads and writes end when it is
-// closed. Others, such as a terminal that programs share, are left alone.
+// polled returns another file for a pipe or a socket. Closing it ends its reads and writes. It returns other files
+// unchanged, such as a terminal that programs share.
 func polled(f *os.File) *os.File {
 	fi, err := f.Stat()
 	if err != nil || fi.Mode()&(os.ModeNamedPipe|os.ModeSocket) == 0 {
@@ -233,7 +233,7 @@ type stdio struct{ in, out *os.File }
 func (c *stdio) Read(p []byte) (int, error)  { return c.in.Read(p) }
 func (c *stdio) Write(p []byte) (int, error) { return c.out.Write(p) }
 
-// Close implements net.Conn. It ends a Read that is under way where stdin is polled.
+// Close implements net.Conn. It ends a blocked Read if stdin is polled.
 func (c *stdio) Close() error { return errors.Join(c.in.Close(), c.out.Close()) }
 
 type stdioAddr struct{}

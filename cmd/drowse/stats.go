@@ -30,7 +30,7 @@ sleeping VM is not woken.`,
 	}
 }
 
-// took is a time in milliseconds for people.
+// took formats a time in milliseconds for people.
 func took(ms float64) string {
 	d := time.Duration(ms * float64(time.Millisecond))
 	if d >= time.Minute {
@@ -39,7 +39,7 @@ func took(ms float64) string {
 	return d.Round(10 * time.Millisecond).String()
 }
 
-// sizeText is a size that a guest has named.
+// sizeText formats a size that comes from a guest.
 func sizeText(n uint64) string {
 	const most = 1<<63 - 1
 	return bytesText(int64(min(n, most)))

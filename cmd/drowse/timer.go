@@ -14,7 +14,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// timed has "drowse wake" set a timer instead, if its flags say so.
+// timed makes "drowse wake" set a timer instead, if the flags ask for it.
 func (a *app) timed(cmd *cobra.Command) {
 	var (
 		at, in, every string
@@ -57,7 +57,7 @@ while no "drowse serve" ran fires once when one runs again. "drowse ls" shows th
 	f.BoolVar(&never, "no-timer", false, "remove the timer")
 }
 
-// timer is what the flags say.
+// timer returns the timer that the flags describe.
 func timer(now time.Time, at, in, every string, never bool) (t spec.Timer, err error) {
 	if never {
 		if at != "" || in != "" || every != "" {
@@ -71,7 +71,7 @@ func timer(now time.Time, at, in, every string, never bool) (t spec.Timer, err e
 	return timerOf(now, "--", at, in, every)
 }
 
-// timerOf is a timer of a time, a time from now on, and one after which it comes again, whose flags begin with prefix.
+// timerOf makes a timer from a time, a delay from now, and a period. prefix begins the names of their flags.
 func timerOf(now time.Time, prefix, at, in, every string) (t spec.Timer, err error) {
 	first := in
 	if every != "" {

@@ -23,14 +23,14 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// Bounds of looking at VMs that run.
+// Bounds of a look at running VMs.
 const (
 	topAtOnce  = 8
 	topAskTime = time.Second
 	minTop     = 200 * time.Millisecond
 )
 
-// topDoc is what drowse top has seen in a time.
+// topDoc is what drowse top saw in one interval of Ms milliseconds.
 type topDoc struct {
 	Version   int            `json:"version"`
 	Ms        float64        `json:"ms"`
@@ -39,24 +39,24 @@ type topDoc struct {
 	Problems  []string       `json:"problems,omitempty"`
 }
 
-// topRow is a sandbox that has a process, and what it used in that time. What is not known is 0.
+// topRow is a sandbox with a process, and its use in the interval. Unknown values are 0.
 type topRow struct {
 	Name   string         `json:"name"`
 	Status records.Status `json:"status"`
 	Owner  string         `json:"owner,omitempty"`
 	PID    int            `json:"pid"`
-	// CPU is processor time of its process by time: 1 is a processor.
+	// CPU is the processor time of the process in processors: 1 is one fully used processor.
 	CPU float64 `json:"cpu"`
-	// Memory is what is resident of its process, in bytes, what it shares with others included.
+	// Memory is the resident memory of the process in bytes, shared memory included.
 	Memory int64 `json:"memory_bytes"`
-	// In, Out are bytes a second that its policy let pass to the guest and from it, Denied packets a second that it did
-	// not.
+	// In and Out are the bytes per second that the policy let pass to and from the guest. Denied is the packets
+	// per second that it did not let pass.
 	In     float64 `json:"network_in_bytes_per_second"`
 	Out    float64 `json:"network_out_bytes_per_second"`
 	Denied float64 `json:"denied_packets_per_second"`
 }
 
-// topUse is what a process has used until a moment.
+// topUse is the total use of a process up to a moment.
 type topUse struct {
 	pid             int
 	at              time.Time
@@ -94,7 +94,7 @@ is no terminal, it measures one interval, prints one table and ends.`,
 					if _, height, err := term.GetSize(int(out.Fd())); err == nil {
 						rows = min(rows, max(height-3, 1))
 					}
-					// Home, and clear to the end of the screen (ECMA-48, CUP and ED).
+					// Cursor home, then clear to the end of the screen (ECMA-48, CUP and ED).
 					fmt.Fprint(out, "\x1b[H\x1b[J")
 				}
 				if err := a.print(d, func(w io.Writer) { d.write(w, rows) }); err != nil || live {
@@ -126,7 +126,7 @@ type topper struct {
 	before map[string]topUse // by name
 }
 
-// run looks every so often, and gives each look but the first to do, until ctx ends or do fails.
+// run looks at each interval, and passes each look but the first to do, until ctx ends or do fails.
 func (t *topper) run(ctx context.Context, every time.Duration, do func(topDoc) error) error {
 	tick := time.NewTicker(every)
 	defer tick.Stop()
@@ -149,7 +149,7 @@ func (t *topper) run(ctx context.Context, every time.Duration, do func(topDoc) e
 	}
 }
 
-// look says what was used since the look before; nothing of those that were not there then.
+// look returns the use since the last look, without sandboxes that the last look did not see.
 func (t *topper) look(ctx context.Context) (topDoc, error) {
 	d := topDoc{Version: 1, Counts: map[string]int{}, Sandboxes: []topRow{}}
 	var live []records.Sandbox
@@ -179,7 +179,7 @@ func (t *topper) look(ctx context.Context) (topDoc, error) {
 			defer func() { <-slots }()
 			u, ok := t.one(ctx, s)
 			if !ok {
-				return // it has ended meanwhile
+				return // the process has ended meanwhile
 			}
 			mu.Lock()
 			defer mu.Unlock()
@@ -217,7 +217,7 @@ func (t *topper) look(ctx context.Context) (topDoc, error) {
 	return d, nil
 }
 
-// one is what the process of a VM has used; false if there is none.
+// one returns the use of a VM's process, or false if there is none.
 func (t *topper) one(ctx context.Context, s records.Sandbox) (u topUse, ok bool) {
 	r, err := t.record(s.Name)
 	if err != nil || r.PID == 0 {
@@ -250,17 +250,17 @@ func (t *topper) one(ctx context.Context, s records.Sandbox) (u topUse, ok bool)
 	return u, true
 }
 
-// processUse reads what a process has used from /proc (proc(5)).
+// processUse reads the use of a process from /proc (proc(5)).
 func processUse(pid int) (cpu time.Duration, memory int64, err error) {
 	dir := "/proc/" + strconv.Itoa(pid)
 	stat, err := os.ReadFile(dir + "/stat")
 	if err != nil {
 		return 0, 0, err
 	}
-	// The second field, the program's name, may have anything in it, but nothing behind it has a parenthesis.
+	// The second field, the program's name, may contain any character. No later field has a parenthesis.
 	_, rest, ok := strings.Cut(string(stat[max(0, strings.LastIndexByte(string(stat), ')')):]), " ")
 	f := strings.Fields(rest)
-	const utime, stime, rss, fields = 11, 12, 21, 22 // of those behind the name
+	const utime, stime, rss, fields = 11, 12, 21, 22 // counted from the field after the name
 	if !ok || len(f) < fields {
 		return 0, 0, fmt.Errorf("reading %s/stat: it has %d fields", dir, len(f))
 	}
@@ -274,7 +274,7 @@ func processUse(pid int) (cpu time.Duration, memory int64, err error) {
 	return time.Duration(n[0]+n[1]) * tick, n[2] * int64(os.Getpagesize()), nil
 }
 
-// write prints the first rows of a look.
+// write prints the first rows of a topDoc.
 func (d topDoc) write(w io.Writer, rows int) {
 	var parts []string
 	for _, s := range records.Statuses {

@@ -14,13 +14,13 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/traces/otlp"
 )
 
-// flushTime bounds how long the end of the process waits for a collector to take what is left.
+// flushTime bounds how long the process waits at its end for a collector to take the remaining spans.
 const flushTime = 2 * time.Second
 
-// sayLostEvery is how often it is logged that a collector does not take spans.
+// sayLostEvery is the least time between logs of spans that a collector did not take.
 const sayLostEvery = time.Minute
 
-// traces are what the environment asks for; nil if it asks for none. They are made once.
+// traces returns the traces that the environment asks for, or nil. It makes them once.
 func (a *app) traces(ctx context.Context) (*traces.Traces, error) {
 	if a.spans != nil {
 		return a.spans, nil
@@ -37,7 +37,7 @@ func (a *app) traces(ctx context.Context) (*traces.Traces, error) {
 	return a.spans, nil
 }
 
-// endTraces sends what is left.
+// endTraces sends the remaining spans.
 func (a *app) endTraces(ctx context.Context) {
 	if a.provider == nil {
 		return
@@ -49,8 +49,8 @@ func (a *app) endTraces(ctx context.Context) {
 	}
 }
 
-// traced is the host with its operations traced, if the environment asks for that: what a command does is a part of the
-// trace that the environment names.
+// traced returns the host with traced operations, if the environment asks for traces. A command's operations
+// belong to the trace that the environment names.
 func (a *app) traced(ctx context.Context, h *sandbox.Host) (*sandbox.Host, error) {
 	t, err := a.traces(ctx)
 	if err != nil || t == nil {
@@ -61,7 +61,7 @@ func (a *app) traced(ctx context.Context, h *sandbox.Host) (*sandbox.Host, error
 	}), nil
 }
 
-// traceContext is where a request of the API has the context of its trace.
+// traceContext returns a function that puts the trace of an API request into its context.
 func traceContext(t *traces.Traces) func(context.Context, http.Header) context.Context {
 	if t == nil {
 		return nil
@@ -69,7 +69,7 @@ func traceContext(t *traces.Traces) func(context.Context, http.Header) context.C
 	return otlp.FromHeader
 }
 
-// lostSpans says what goes wrong with the sending of spans: once, and then once a minute.
+// lostSpans logs failures to send spans: the first one, and then one a minute at most.
 type lostSpans struct {
 	warn func(msg string, args ...any)
 	now  func() time.Time

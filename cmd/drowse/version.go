@@ -2,10 +2,10 @@ package main
 
 import "runtime/debug"
 
-// buildVersion is set by the linker, see the Makefile.
+// buildVersion is set by the linker: see the Makefile.
 var buildVersion string
 
-// version is what this program was built from.
+// version returns what this program was built from.
 func version() string {
 	if buildVersion != "" {
 		return buildVersion

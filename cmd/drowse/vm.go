@@ -80,7 +80,7 @@ this, and "drowse serve" every minute.`,
 			if err != nil {
 				return err
 			}
-			// Without a network there is no policy in which tags count.
+			// Tags count only in a policy, which needs a network.
 			if full.Network == spec.NetworkTAP {
 				if cmd.Flags().Changed("tag") {
 					full.Tags = tags
@@ -154,7 +154,7 @@ this, and "drowse serve" every minute.`,
 	return cmd
 }
 
-// readConfig merges a config file with the flags that were given.
+// readConfig merges a config file with the given flags.
 func readConfig(path string, cmd *cobra.Command, flags sandbox.Spec, args []string) (sandbox.Spec, error) {
 	want := flags
 	if path != "" {
@@ -208,7 +208,7 @@ func (a *app) printReport(rep control.Report) error {
 	return a.print(rep, func(w io.Writer) { fmt.Fprintln(w, rep.Name) })
 }
 
-// vmCommand is a command on one VM that prints a report.
+// vmCommand returns a command on one VM that prints a report.
 func (a *app) vmCommand(use, short string, do func(context.Context, *sandbox.Host, string) (control.Report, error)) *cobra.Command {
 	limit := bootTimeout
 	var secrets []string
@@ -312,7 +312,7 @@ func (a *app) sleepCommand() *cobra.Command {
 	return cmd
 }
 
-// sleepAll puts all VMs that run to sleep.
+// sleepAll puts all running VMs to sleep.
 func (a *app) sleepAll(ctx context.Context, h *sandbox.Host, o sandbox.SleepOptions) error {
 	asleep, awake := sleepAll(ctx, a.log, h, o)
 	err := a.print(map[string][]string{"asleep": asleep, "awake": awake}, func(w io.Writer) {
@@ -429,7 +429,7 @@ func (a *app) logsCommand() *cobra.Command {
 
 func (a *app) completeVM(*cobra.Command, []string, string) ([]string, cobra.ShellCompDirective) {
 	return completions(a.store, func(s *sandbox.Host) (names []string) {
-		records, _ := s.State.List() // those that can be read
+		records, _ := s.State.List() // only the readable ones
 		for _, r := range records {
 			names = append(names, r.Spec.Name+"\t"+string(r.Phase))
 		}
@@ -437,7 +437,7 @@ func (a *app) completeVM(*cobra.Command, []string, string) ([]string, cobra.Shel
 	})
 }
 
-// bytesText is a size for people.
+// bytesText formats a size for people.
 func bytesText(n int64) string {
 	switch {
 	case n >= 1<<30:

@@ -41,7 +41,7 @@ func (a *app) volumeCreateCommand() *cobra.Command {
 	return cmd
 }
 
-// volumeBytes is a size in bytes; one that cannot be is 0, which is refused.
+// volumeBytes returns a size in bytes, or 0 for an impossible one, which is refused later.
 func volumeBytes(mib int64) int64 {
 	if mib < 0 || mib > volume.MaxSize>>20 {
 		return 0
@@ -49,7 +49,7 @@ func volumeBytes(mib int64) int64 {
 	return mib << 20
 }
 
-// answerVolume prints a volume that was made or changed.
+// answerVolume prints a new or changed volume.
 func (a *app) answerVolume(r *volume.Record, err error) error {
 	if errors.Is(err, volume.ErrName) || errors.Is(err, volume.ErrSize) {
 		err = usageError{err}

@@ -46,7 +46,7 @@ Watching does not count as use of the VM, which may fall asleep, unless --keep-a
 			o.Ready = func() { a.log.Debug("watching", "vm", args[0]) }
 			err := b.Watch(cmd.Context(), o, a.printEvent)
 			if cmd.Context().Err() != nil {
-				return nil // interrupted, which is how this ends
+				return nil // the normal end is an interrupt
 			}
 			return err
 		}),

@@ -2,7 +2,7 @@ package main
 
 import "github.com/drowse-vm/drowse/sandbox/records"
 
-// commands are what errors and problems, which speak of Go, are called here. $1 is a name.
+// commands translates the library's Go terms in errors and problems into this program's commands. $1 is a name.
 var commands = records.NewWords([][2]string{
 	{`Sandbox\("([^"]+)"\)\.Start with DiscardMemory`, "`drowse start --discard-memory $1`"},
 	{`Sandbox\("([^"]+)"\)\.Start\b`, "`drowse start $1`"},

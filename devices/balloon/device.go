@@ -10,28 +10,25 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// QueueSize is the size of each of its queues.
+// QueueSize is the size of each of the device's queues.
 const QueueSize = 128
 
-// PageSize is the unit of the balloon, in bytes, whatever the guest's own pages
-// are (virtio 1.2, 5.5.6).
+// PageSize is the unit of the balloon in bytes, whatever the guest's own page size is (virtio 1.2, 5.5.6).
 const PageSize = 4096
 
-// MaxPages bounds how many pages one request can name; a request that names more
-// is done so far.
+// MaxPages bounds how many pages one request can name. The device ignores the rest of a longer request.
 const MaxPages = 64 << 10
 
-// Feature bits (virtio 1.2, 5.5.3). Nobody asks the guest for statistics: that feature is offered since guests in
-// snapshots of older versions have accepted it.
+// Feature bits (virtio 1.2, 5.5.3). The host never asks for statistics. The device offers that feature because
+// guests in snapshots of older versions have accepted it.
 const (
 	featureStats        uint64 = 1 << 1
 	featureDeflateOnOOM uint64 = 1 << 2
 	featureReporting    uint64 = 1 << 5
 )
 
-// The queues, in the order in which they are numbered. Which of the last two
-// exist depends on the features that the driver has accepted: Linux numbers
-// without gaps, and so do we.
+// The queues in the order of their numbers. The driver's features decide which of the last two exist. Linux
+// numbers them without gaps, and so does this device.
 const (
 	queueInflate = 0
 	queueDeflate = 1
@@ -47,28 +44,26 @@ const (
 
 // Discarder gives guest memory back to the host: a [guestmem.Memory].
 type Discarder interface {
-	// Discard drops the whole pages inside [gpa, gpa+n), which read as zeros
-	// from then on. It fails with guestmem.ErrRange for what is not RAM.
+	// Discard drops the whole pages inside [gpa, gpa+n), which then read as zeros. It fails with guestmem.ErrRange
+	// for memory that is not RAM.
 	Discard(gpa guestmem.GPA, n uint64) error
 }
 
-// Options are what New can do without.
+// Options are the optional settings of New.
 type Options struct {
-	// OnError is told of the first failure of the host to take pages back.
-	// The guest does not notice. It must not block. Nil ignores it.
+	// OnError receives the first failure of the host to take pages back. The guest does not notice it. OnError
+	// must not block. Nil ignores it.
 	OnError func(error)
 }
 
-// Stats says what the balloon has done.
+// Stats counts what the balloon has done.
 type Stats struct {
-	// Inflated and Reported bytes were given back to the host: pages of the
-	// balloon, and those that were only free at the time. A page counts each
-	// time.
+	// Inflated and Reported count the bytes given back to the host: pages of the balloon, and pages that were free
+	// at the time. A page counts each time.
 	Inflated, Reported atomic.Uint64
-	// BadPages are those that the guest named but that are not RAM, or were
-	// too many for one request.
+	// BadPages counts pages that the guest named but that are not RAM, or were too many for one request.
 	BadPages atomic.Uint64
-	// HostErrors is how often the host failed to take pages.
+	// HostErrors counts how often the host failed to take pages.
 	HostErrors atomic.Uint64
 }
 
@@ -78,8 +73,8 @@ type Device struct {
 	onError func(error)
 	stats   Stats
 
-	// target and actual are how many pages the host wants, which is none but in snapshots of older versions, and how
-	// many the guest says it has given.
+	// target is how many pages the host wants: none, except in snapshots of older versions. actual is how many
+	// pages the guest says it has given.
 	target, actual uint32
 	statistics     statistics
 
@@ -92,7 +87,7 @@ type Device struct {
 // New makes an empty balloon in the given memory.
 func New(memory Discarder, o Options) *Device { return &Device{memory: memory, onError: o.OnError} }
 
-// Stats may be called at any time.
+// Stats returns the live counters. It may be called at any time.
 func (d *Device) Stats() *Stats { return &d.stats }
 
 // ID implements [devices.Device].
@@ -114,8 +109,7 @@ func (d *Device) ReadConfig(off uint32, p []byte) {
 	devices.ReadConfig(c[:], off, p)
 }
 
-// WriteConfig implements [devices.Device]: the driver writes how many pages the
-// balloon has.
+// WriteConfig implements [devices.Device]. The driver writes how many pages the balloon has.
 func (d *Device) WriteConfig(off uint32, p []byte) {
 	if off == configActual && len(p) == 4 {
 		d.actual = binary.LittleEndian.Uint32(p)
@@ -128,7 +122,7 @@ func (d *Device) Activate(a devices.Activation) error {
 	d.serve(a, queueDeflate, d.deflate)
 	next := queueFirst
 	if a.Features&featureStats != 0 {
-		next++ // the driver's buffer stays where it is
+		next++ // the device leaves the driver's buffer in this queue
 	}
 	if a.Features&featureReporting != 0 {
 		d.serve(a, next, d.report)
@@ -136,14 +130,14 @@ func (d *Device) Activate(a devices.Activation) error {
 	return nil
 }
 
-// serve has handle do the requests of a queue one by one.
+// serve makes handle do the requests of a queue one by one.
 func (d *Device) serve(a devices.Activation, i int, handle func(*devices.Queue, *virtq.Chain) error) {
 	q := a.Queues[i]
 	d.workers.Serve(q, a.Interrupt, func(c *virtq.Chain) error { return handle(q, c) })
 }
 
-// Reset implements [devices.Device]. The balloon is empty afterwards, since the
-// driver has to start anew; what the host wants stays.
+// Reset implements [devices.Device]. The balloon is empty afterwards, since the driver has to start anew. The
+// host's target stays.
 func (d *Device) Reset() error {
 	d.workers.Stop()
 	d.workers = nil

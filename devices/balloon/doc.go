@@ -1,7 +1,7 @@
-// Package balloon is the virtio memory balloon (virtio 1.2, section 5.5): the guest
-// reports pages that happen to be free, and they are given back to the host. So are
-// those that it puts into the balloon by itself: the host does not ask it for memory.
+// Package balloon is the virtio memory balloon (virtio 1.2, section 5.5). The guest reports pages that are free at
+// the moment, and the device gives them back to the host. It also gives back the pages that the guest inflates by
+// itself: the host does not ask it for memory.
 //
-// The guest may name any page as often as it likes. Giving back a page means that
-// it reads as zeros; the guest can harm only itself by that.
+// The guest may name any page as often as it likes. A page that is given back reads as zeros, so the guest can
+// harm only itself.
 package balloon

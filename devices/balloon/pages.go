@@ -11,23 +11,23 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// pieceLen is how many page numbers are looked at together; Linux sends up to 256.
-// A pause comes between them.
+// pieceLen is how many page numbers inflate takes at a time. Linux sends up to 256. The device can pause between
+// pieces.
 const pieceLen = 256
 
-// reportPiece is how many bytes of a report go back to the host at once; a pause comes between them. Linux reports up
-// to 128 MiB in one request.
+// reportPiece is how many bytes of a report go back to the host in one call. The device can pause between calls.
+// Linux reports up to 128 MiB in one request.
 const reportPiece = 32 << 20
 
-// pageList is memory to be used again.
+// pageList is scratch memory that inflate reuses.
 type pageList struct {
 	raw     [4 * pieceLen]byte
 	numbers [pieceLen]uint32
 }
 
-// inflate takes the pages that a request names. The numbers are sorted, so that
-// neighbours go back to the host together. A pause may have it done anew: until
-// the guest has the request back, the pages are the balloon's.
+// inflate takes the pages that a request names. It sorts the numbers, so that neighbours go back to the host
+// together. After a pause it may start the request anew: until the guest has the request back, the balloon owns
+// the pages.
 func (d *Device) inflate(q *devices.Queue, c *virtq.Chain) error {
 	count := c.Reader.Remaining() / 4
 	if count > MaxPages {
@@ -63,12 +63,11 @@ func (d *Device) inflate(q *devices.Queue, c *virtq.Chain) error {
 	return nil
 }
 
-// deflate lets the guest have its pages again: they are there as soon as it
-// touches them.
+// deflate lets the guest have its pages again: the host provides them when the guest touches them.
 func (d *Device) deflate(*devices.Queue, *virtq.Chain) error { return nil }
 
-// report takes the free pages that a request is made of: the buffers themselves,
-// which the device could write but does not.
+// report takes the free pages of a request. The buffers themselves are the pages, and the device writes nothing to
+// them.
 func (d *Device) report(q *devices.Queue, c *virtq.Chain) error {
 	n := c.Writer.Remaining()
 	ranges, err := c.Writer.Ranges(d.ranges[:0], n)
@@ -91,8 +90,7 @@ func (d *Device) report(q *devices.Queue, c *virtq.Chain) error {
 	return nil
 }
 
-// discard gives a range of guest memory, which the guest has named as so many
-// pages, back to the host.
+// discard gives a range of guest memory back to the host. pages is how many pages the guest named for it.
 func (d *Device) discard(gpa guestmem.GPA, n uint64, pages int) bool {
 	err := d.memory.Discard(gpa, n)
 	switch {

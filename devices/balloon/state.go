@@ -6,15 +6,14 @@ import (
 	"github.com/drowse-vm/drowse/devices"
 )
 
-// The saved state: target u32 and actual u32, in pages; statistics wanted u8, a
-// statistics buffer is held u8 and its head u16; the latest statistics, 8 times u64
-// in the order of their tags.
+// The saved state: target u32 and actual u32, in pages; statistics wanted u8; a statistics buffer is held u8 and
+// its head u16; the latest statistics, 8 times u64 in the order of their tags.
 const (
 	stateKind    = "virtio-balloon"
 	stateVersion = 1
 )
 
-// statistics is what older versions have saved of a queue that this one leaves alone. It is kept as it is.
+// statistics is what older versions saved of a queue that this version does not use. Import and Export pass it on.
 type statistics struct {
 	wanted, held bool
 	head         uint16

@@ -12,30 +12,28 @@ import (
 // Backend is a disk. Offsets and lengths are in bytes, inside [0, Size()), and
 // multiples of 512. The device calls it from one goroutine at a time.
 type Backend interface {
-	// Size of the disk in bytes. It does not change.
+	// Size returns the size of the disk in bytes. It does not change.
 	Size() int64
-	// ReadOnly says that writes, discards and zeroing fail.
+	// ReadOnly reports whether writes, discards and zeroing fail.
 	ReadOnly() bool
-	// ReadExtent says where the first length bytes of [off, off+n) are to be
-	// read: at fileOff in f, or nowhere when f is nil, because they are zeros.
-	// length is from 1 to n.
+	// ReadExtent returns where to read the first length bytes of [off, off+n): at fileOff in f, or nowhere if f is
+	// nil, because they are zeros. length is from 1 to n.
 	ReadExtent(off, n int64) (f *os.File, fileOff, length int64, err error)
-	// WriteExtent says where the first length bytes of [off, off+n) are to be
-	// written. Each success is followed by exactly one Wrote.
+	// WriteExtent returns where to write the first length bytes of [off, off+n). The device follows each success
+	// with exactly one Wrote.
 	WriteExtent(off, n int64) (f *os.File, fileOff, length int64, err error)
-	// Wrote ends the write of an extent; err is nil or says why the bytes
-	// could not be put into the file. What it returns is the outcome.
+	// Wrote ends the write of an extent. err is nil, or the reason why the file did not take the bytes. The error
+	// that Wrote returns is the outcome of the write.
 	Wrote(off, n int64, err error) error
-	// Flush makes all that has been written durable.
+	// Flush makes all earlier writes durable.
 	Flush() error
-	// Discard says that the content of a range does not matter any more.
+	// Discard declares that the content of a range no longer matters.
 	Discard(off, n int64) error
-	// WriteZeroes makes a range read as zeros; mayUnmap allows to give back
-	// the space.
+	// WriteZeroes makes a range read as zeros. mayUnmap allows the backend to free the space.
 	WriteZeroes(off, n int64, mayUnmap bool) error
 }
 
-// ErrLocked says that another VM has the file open.
+// ErrLocked means that another VM has the file open.
 var ErrLocked = errors.New("the disk image is in use by another VM")
 
 // File is a [Backend] on one raw image: a regular file or a block device.
@@ -45,9 +43,8 @@ type File struct {
 	readOnly bool
 }
 
-// OpenFile opens a raw image. It holds a lock on it (flock(2)): any number of
-// readers, or one writer; it fails with ErrLocked when that cannot be had. The
-// size must be a multiple of 512 bytes, and not zero.
+// OpenFile opens a raw image and locks it with flock(2): any number of readers, or one writer. It fails with
+// ErrLocked if it cannot get the lock. The size must be a positive multiple of 512 bytes.
 func OpenFile(path string, readOnly bool) (*File, error) {
 	flags, lock := os.O_RDWR, unix.LOCK_EX
 	if readOnly {
@@ -65,7 +62,7 @@ func OpenFile(path string, readOnly bool) (*File, error) {
 	return b, nil
 }
 
-// lockFile takes the lock itself: devices import nothing of the module but what devices are made of.
+// lockFile calls flock itself: device packages import only the device infrastructure of this module.
 func lockFile(f *os.File, lock int) (*File, error) {
 	info, err := f.Stat()
 	if err != nil {
@@ -80,7 +77,7 @@ func lockFile(f *os.File, lock int) (*File, error) {
 		}
 		return nil, fmt.Errorf("locking it: %w", err)
 	}
-	// Unlike stat(2), seeking knows the size of a block device too.
+	// Unlike stat(2), seeking also finds the size of a block device.
 	size, err := f.Seek(0, io.SeekEnd)
 	if err != nil {
 		return nil, fmt.Errorf("finding its size: %w", err)
@@ -120,14 +117,13 @@ func (b *File) Flush() error {
 		return nil
 	}
 	if err := retry(func() error { return unix.Fdatasync(int(b.f.Fd())) }); err != nil {
-		// Whatever its number: the kernel forgets a failed write-back, so the request must not be tried again.
+		// Always EIO: the kernel forgets a failed write-back, so the request must not be tried again.
 		return fmt.Errorf("%w: fdatasync: %v", unix.EIO, err)
 	}
 	return nil
 }
 
-// Discard implements [Backend]; where the file system cannot punch holes nothing
-// happens.
+// Discard implements [Backend]. It does nothing where the file system cannot punch holes.
 func (b *File) Discard(off, n int64) error {
 	err := b.allocate(unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, off, n)
 	if errors.Is(err, unix.EOPNOTSUPP) {

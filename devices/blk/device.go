@@ -16,13 +16,12 @@ const SectorSize = 512
 
 // Limits of the device.
 const (
-	// QueueSize is the size of its only queue.
+	// QueueSize is the size of the device's only queue.
 	QueueSize = 256
-	// MaxSegments is the most pieces of memory of one read or write: a queue's
-	// worth, less header and status.
+	// MaxSegments is the most pieces of memory of one read or write: a full queue less header and status.
 	MaxSegments = QueueSize - 2
-	// SegmentSize is the most bytes of one such piece (size_max). Both together are what a driver keeps to, and no more
-	// than MaxRequest; one that knows of no such limit sends 1280 KiB at most if it is Linux.
+	// SegmentSize is the most bytes of one such piece (size_max). A driver that keeps to both limits stays below
+	// MaxRequest. A Linux driver that does not know them sends 1280 KiB at most.
 	SegmentSize = 64 << 10
 	// MaxRequest is the most bytes of one read or write. A longer one fails.
 	MaxRequest = 16 << 20
@@ -51,35 +50,31 @@ const (
 // the block of every file system and of layered disks.
 const physicalBlockExp = 3
 
-// Options are what New can do without.
+// Options are the optional settings of New.
 type Options struct {
-	// Serial is what the guest reads as the disk's serial number; what is
-	// beyond SerialSize bytes is cut off.
+	// Serial is the disk's serial number as the guest reads it. The device cuts it off after SerialSize bytes.
 	Serial string
-	// OnError is told of the host's I/O errors, which the guest sees as a
-	// failed request: once for each kind (errno), however often it happens.
-	// It must not block. Nil ignores them.
+	// OnError receives the host's I/O errors, which the guest sees as failed requests: the first one of each kind
+	// (errno). It must not block. Nil ignores them.
 	OnError func(error)
-	// Space, if not nil, is asked before n bytes are written. It returns an error that is ENOSPC when that many would
-	// leave too little on the host's file system. It must be quick.
+	// Space, if not nil, is called before the device writes n bytes. It returns an error that is ENOSPC if they
+	// would leave too little space on the host's file system. It must be quick.
 	Space func(n int64) error
-	// OnFull is told when a request meets ENOSPC or EDQUOT, of the disk or of Space. The request is not failed: it and
-	// all after it wait until the device is resumed, or the driver kicks, and are then tried again; a snapshot has them
-	// as not begun. It must not block. Without it the guest gets an I/O error.
+	// OnFull is called when a request meets ENOSPC or EDQUOT, from the disk or from Space. The request does not
+	// fail: it and all later ones wait, and the device tries them again on Resume or when the driver kicks. A
+	// snapshot saves them as not begun. OnFull must not block. Without it the guest gets an I/O error.
 	OnFull func(error)
 }
 
-// Stats counts the requests that were done, and those that were not.
+// Stats counts the requests that succeeded and those that failed.
 type Stats struct {
 	Reads, Writes, Flushes  atomic.Uint64
 	ReadBytes, WrittenBytes atomic.Uint64
-	// Refused requests broke a rule of the protocol; HostErrors failed on the
-	// host.
+	// Refused requests broke a rule of the protocol. HostErrors are requests that failed on the host.
 	Refused, HostErrors atomic.Uint64
 }
 
-// Device is a virtio block device. Its requests are done one after the other on
-// a goroutine of its own.
+// Device is a virtio block device. It does its requests one after the other, on a goroutine of its own.
 type Device struct {
 	backend  Backend
 	sectors  uint64
@@ -91,7 +86,7 @@ type Device struct {
 	config   [configSize]byte
 	stats    Stats
 
-	// Between Activate and Reset; the worker alone uses what follows it.
+	// Set between Activate and Reset. Only the worker uses the fields after workers.
 	workers devices.Workers
 	queue   *devices.Queue
 	// accepted are the features that the driver has accepted.
@@ -103,7 +98,7 @@ type Device struct {
 	reported map[syscall.Errno]struct{}
 }
 
-// New makes a device on a disk, which stays the caller's to close, after Reset.
+// New makes a device on a disk. The caller keeps the disk and closes it after Reset.
 func New(b Backend, o Options) *Device {
 	d := &Device{
 		backend:  b,
@@ -174,7 +169,7 @@ func (d *Device) QueueSizes() []uint16 { return []uint16{QueueSize} }
 // ReadConfig implements [devices.Device].
 func (d *Device) ReadConfig(off uint32, p []byte) { devices.ReadConfig(d.config[:], off, p) }
 
-// WriteConfig implements [devices.Device]; nothing here can be written.
+// WriteConfig implements [devices.Device]. The guest can write nothing here.
 func (d *Device) WriteConfig(uint32, []byte) {}
 
 // Activate implements [devices.Device].
@@ -192,12 +187,12 @@ func (d *Device) Reset() error {
 	return nil
 }
 
-// Pause implements [devices.Pauser]: it waits for a piece of the request under way, which is done anew after Resume. A
-// flush goes on meanwhile.
+// Pause implements [devices.Pauser]. It waits for one piece of the current request, and Resume starts that request
+// anew. A flush continues during the pause.
 func (d *Device) Pause(ctx context.Context) error { return d.workers.Pause(ctx) }
 
 // Resume implements [devices.Pauser].
 func (d *Device) Resume() error { return d.workers.Resume() }
 
-// Stats are the counts, which go on.
+// Stats returns the live counters.
 func (d *Device) Stats() *Stats { return &d.stats }

@@ -2,6 +2,6 @@
 // guest's requests into reads and writes of extents of files, which the kernel
 // moves straight between guest pages and the file.
 //
-// Where the bytes of a disk live is its [Backend]'s business: one raw file
-// ([File]), or a stack of layers.
+// The device's [Backend] decides where the bytes of a disk live: in one raw file ([File]), or in a stack of
+// layers.
 package blk

@@ -34,24 +34,23 @@ const (
 	flagUnmap  = 1
 )
 
-// Requests are done in pieces of so many bytes, between which the device can be paused. What a pause has cut short is
-// done anew after it, which changes nothing: until the guest has been told that a request is done, both ends of it are
-// the device's.
+// The device does requests in pieces of this many bytes and can pause between them. It starts an interrupted
+// request anew after the pause, which is harmless: until it reports the request as done, it owns both the guest's
+// buffers and the sectors.
 const (
 	transferPiece = 1 << 20
 	discardPiece  = 64 << 20
 	zeroPiece     = 4 << 20
 )
 
-// How a request can fail without the host being at fault.
+// Failures of a request that are not the host's fault.
 var (
 	errRefused     = errors.New("the request breaks a rule of the protocol")
 	errUnsupported = errors.New("the request is not supported")
 )
 
-// handle does one request. Whatever is wrong with it, the guest gets a status
-// byte, unless it has left no room for one; that is never an error of the queue's.
-// A request for which the host has no space waits: see Options.OnFull.
+// handle does one request. The guest gets a status byte for every failure, unless it left no room for one. A bad
+// request is never an error of the queue. A request for which the host has no space waits: see Options.OnFull.
 func (d *Device) handle(c *virtq.Chain) error {
 	data := c.Writer.Remaining() - statusSize
 	if data < 0 {
@@ -86,8 +85,7 @@ func (d *Device) handle(c *virtq.Chain) error {
 	return err
 }
 
-// request does what the header says; data is the number of bytes that the device
-// may write before the status.
+// request does what the header says. data is the number of bytes that the device may write before the status.
 func (d *Device) request(c *virtq.Chain, data int) error {
 	header := d.scratch[:headerSize]
 	if c.Reader.Remaining() < headerSize {
@@ -98,8 +96,7 @@ func (d *Device) request(c *virtq.Chain, data int) error {
 	}
 	kind := binary.LittleEndian.Uint32(header)
 	sector := binary.LittleEndian.Uint64(header[8:])
-	// Data goes one way: what the device is to read excludes what it is to
-	// write.
+	// Data goes one way: a request has bytes to read or bytes to write, never both.
 	reads, writes := c.Reader.Remaining() > 0, data > 0
 	switch kind {
 	case typeIn:
@@ -135,7 +132,7 @@ func (d *Device) request(c *virtq.Chain, data int) error {
 	return errUnsupported
 }
 
-// span checks a range of sectors against the disk and returns it in bytes.
+// span checks a range of sectors against the disk and returns the range in bytes.
 func (d *Device) span(sector, sectors uint64) (off, n int64, ok bool) {
 	if sectors > d.sectors || sector > d.sectors-sectors {
 		return 0, 0, false
@@ -240,7 +237,7 @@ func (d *Device) ranges(c *virtq.Chain, feature uint64, writes bool, limit, flag
 	if err := c.Reader.ReadFull(list); err != nil {
 		return err
 	}
-	// All are checked before the first is done.
+	// Check all ranges before doing the first one.
 	for e := list; len(e) > 0; e = e[rangeSize:] {
 		sector, sectors, f := decodeRange(e)
 		if f&^flags != 0 {
@@ -291,11 +288,11 @@ func (d *Device) zero(off, n int64, flags uint32) error {
 	return nil
 }
 
-// hostError counts an error of the host's and reports it if it is the first of
-// its kind. Kinds are error numbers, so there is an end to them.
+// hostError counts an error of the host and reports the first one of each kind. Kinds are error numbers, so the
+// map is bounded.
 func (d *Device) hostError(err error) {
 	d.stats.HostErrors.Add(1)
-	var kind syscall.Errno // zero for all that have none
+	var kind syscall.Errno // zero for all errors without a number
 	errors.As(err, &kind)
 	d.mu.Lock()
 	_, known := d.reported[kind]

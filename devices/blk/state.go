@@ -6,9 +6,8 @@ import (
 	"github.com/drowse-vm/drowse/devices"
 )
 
-// The saved state: capacity in sectors u64, read-only u8. No request is in flight
-// while the device is paused, and what it has told the guest about the disk must
-// stay true.
+// The saved state: capacity in sectors u64, read-only u8. A paused device has no request in flight. What it has
+// told the guest about the disk must stay true.
 const (
 	stateKind    = "virtio-blk"
 	stateVersion = 1
@@ -22,8 +21,8 @@ func (d *Device) Export() (devices.Payload, error) {
 	return e.Payload(stateKind, stateVersion), nil
 }
 
-// Import implements [devices.Stateful]. It refuses a state of a disk of another
-// size, or one that was writable when this one is not, or the other way round.
+// Import implements [devices.Stateful]. It refuses the state of a disk with another size, or one that was writable
+// if this one is read-only, or the reverse.
 func (d *Device) Import(p devices.Payload) error {
 	dec := p.Decode(stateKind, stateVersion)
 	sectors, readOnly := dec.Uint64(), dec.Bool()

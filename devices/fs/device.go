@@ -17,17 +17,16 @@ import (
 
 // Limits of the device.
 const (
-	// QueueSize is the size of each of its two queues.
+	// QueueSize is the size of each of the device's two queues.
 	QueueSize = 256
 	// TagSize is the most bytes of a tag (virtio 1.2, 5.11.4).
 	TagSize = 36
-	// MaxTransfer is the most bytes of one read or write. Linux makes one descriptor of each
-	// page, so it must be smaller than a queue's worth of pages.
+	// MaxTransfer is the most bytes of one read or write. Linux makes one descriptor of each page, so it must be
+	// smaller than a queue's worth of pages.
 	MaxTransfer = 256 << 10
-	// MaxNodes is how many files and directories the guest may know at once. A lookup of
-	// one more fails with ENFILE.
+	// MaxNodes is how many files and directories the guest may know at once. The next lookup fails with ENFILE.
 	MaxNodes = 65536
-	// MaxNames bounds the names of all of these, in bytes, for the sake of the saved state.
+	// MaxNames bounds the total length of their names in bytes, to bound the saved state.
 	MaxNames = 8 << 20
 	// MaxHandles is how many files and directories the guest may have open at once.
 	MaxHandles = 4096
@@ -51,23 +50,22 @@ const (
 	configSize   = TagSize + 4
 )
 
-// Dir is a directory of the host that is shared.
+// Dir is a shared directory of the host.
 type Dir struct {
 	fd       int
 	uid, gid uint32
 	writable bool
 }
 
-// foreign are file systems that are not for files: what is in them acts on the host.
+// foreign lists file systems whose files are controls of the host, such as proc.
 var foreign = map[int64]string{
 	unix.PROC_SUPER_MAGIC: "proc", unix.SYSFS_MAGIC: "sysfs", unix.CGROUP_SUPER_MAGIC: "cgroup", unix.CGROUP2_SUPER_MAGIC: "cgroup2",
 	unix.DEBUGFS_MAGIC: "debugfs", unix.TRACEFS_MAGIC: "tracefs", unix.SECURITYFS_MAGIC: "securityfs", unix.BPF_FS_MAGIC: "bpf",
 	unix.DEVPTS_SUPER_MAGIC: "devpts",
 }
 
-// Open opens a directory for New. What is made in it through the device will belong to the
-// directory's present owner and group. It fails if there is none at that path, and with
-// file systems such as proc and sysfs.
+// Open opens a directory for New. What the device makes in it will belong to the directory's present owner and
+// group. Open fails if the path is no directory, and for file systems such as proc and sysfs.
 func Open(path string, writable bool) (*Dir, error) {
 	fd, err := unix.Open(path, unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
 	if err != nil {
@@ -89,16 +87,15 @@ func Open(path string, writable bool) (*Dir, error) {
 // Close closes the directory. The device that uses it must have been reset.
 func (d *Dir) Close() error { return unix.Close(d.fd) }
 
-// Options are what New can do without.
+// Options are the optional settings of New.
 type Options struct {
-	// OnError is told of failures of the host's storage (EIO, ENOSPC and the like), which
-	// the guest sees as the error of its request: once for each kind. It must not block.
-	// Nil ignores them.
+	// OnError receives failures of the host's storage (EIO, ENOSPC and the like), which the guest sees as the
+	// error of its request: the first one of each kind. It must not block. Nil ignores them.
 	OnError func(error)
 }
 
-// Device is a virtio file system device. Its requests are done one after the other, on a
-// goroutine for each of its queues.
+// Device is a virtio file system device. Each of its queues has a goroutine that does the requests one after the
+// other.
 type Device struct {
 	dir     *Dir
 	tag     string
@@ -117,8 +114,8 @@ type Device struct {
 	listing  [listingSize]byte
 }
 
-// New makes a device that shares dir, which stays the caller's to close, after Reset. The
-// guest mounts it by its tag, of 1 to TagSize bytes; what is beyond is cut off.
+// New makes a device that shares dir. The caller keeps dir and closes it after Reset. The guest mounts it by its
+// tag, of 1 to TagSize bytes. New cuts off a longer tag.
 func New(dir *Dir, tag string, o Options) *Device {
 	d := &Device{dir: dir, tag: tag[:min(len(tag), TagSize)], onError: o.OnError, reported: map[syscall.Errno]struct{}{}}
 	copy(d.config[:TagSize], d.tag)
@@ -130,7 +127,7 @@ func New(dir *Dir, tag string, o Options) *Device {
 // ID implements [devices.Device].
 func (d *Device) ID() devices.ID { return devices.IDFS }
 
-// Features implements [devices.Device]; there are none: without a notification queue.
+// Features implements [devices.Device]. There are none: the device has no notification queue.
 func (d *Device) Features() uint64 { return 0 }
 
 // QueueSizes implements [devices.Device].
@@ -141,7 +138,7 @@ func (d *Device) QueueSizes() []uint16 {
 // ReadConfig implements [devices.Device].
 func (d *Device) ReadConfig(off uint32, p []byte) { devices.ReadConfig(d.config[:], off, p) }
 
-// WriteConfig implements [devices.Device]; nothing here can be written.
+// WriteConfig implements [devices.Device]. The guest can write nothing here.
 func (d *Device) WriteConfig(uint32, []byte) {}
 
 // Activate implements [devices.Device].
@@ -152,8 +149,7 @@ func (d *Device) Activate(a devices.Activation) error {
 	return nil
 }
 
-// Reset implements [devices.Device]. The guest begins anew: all that it knew and had open
-// is forgotten.
+// Reset implements [devices.Device]. The guest begins anew: the device forgets all nodes and closes all handles.
 func (d *Device) Reset() error {
 	d.workers.Stop()
 	d.workers = nil
@@ -164,7 +160,7 @@ func (d *Device) Reset() error {
 	return nil
 }
 
-// Pause implements [devices.Pauser]: it waits for the requests under way.
+// Pause implements [devices.Pauser]. It waits for the current requests.
 func (d *Device) Pause(ctx context.Context) error { return d.workers.Pause(ctx) }
 
 // Resume implements [devices.Pauser].

@@ -7,11 +7,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// resolve keeps a path below the shared directory, whatever is being moved there meanwhile:
-// no "..", no symbolic link, nothing that is mounted (openat2(2)).
+// resolve keeps a path below the shared directory, even while files move in it: no "..", no symbolic link, no
+// mount point (openat2(2)).
 const resolve = unix.RESOLVE_BENEATH | unix.RESOLVE_NO_SYMLINKS | unix.RESOLVE_NO_MAGICLINKS | unix.RESOLVE_NO_XDEV
 
-// maxRetries bounds how often a call is made again that says EINTR or EAGAIN.
+// maxRetries bounds how often a call that returns EINTR or EAGAIN is tried again.
 const maxRetries = 100
 
 func retry(f func() error) error {
@@ -24,7 +24,7 @@ func retry(f func() error) error {
 	return err
 }
 
-// file is a file that a request is about, for as long as the request lasts.
+// file is the file of a request, open while the request lasts.
 type file struct {
 	fd int // O_PATH, or that of a handle
 	unix.Statx_t
@@ -38,19 +38,18 @@ func (f *file) identity() identity {
 	return identity{ino: f.Ino, birth: f.Btime.Sec*1e9 + int64(f.Btime.Nsec)}
 }
 
-// stat looks at the file again.
+// stat reads the file's attributes again.
 func (f *file) stat() error {
 	return retry(func() error {
 		return unix.Statx(f.fd, "", unix.AT_EMPTY_PATH|unix.AT_NO_AUTOMOUNT, unix.STATX_BASIC_STATS|unix.STATX_BTIME, &f.Statx_t)
 	})
 }
 
-// proc is a path by which the very same file can be named to calls that take no O_PATH
-// descriptor (proc(5)).
+// proc returns a path that names this very file to calls that take no O_PATH descriptor (proc(5)).
 func (f *file) proc() string { return "/proc/self/fd/" + strconv.Itoa(f.fd) }
 
-// reopen opens the file for reading or writing: a regular file or a directory, which has been
-// seen to be one, so opening it cannot block and does nothing else.
+// reopen opens the file for reading or writing. The caller has checked that it is a regular file or a directory,
+// so opening it cannot block and has no other effect.
 func (f *file) reopen(flags int) (fd int, err error) {
 	err = retry(func() (err error) {
 		fd, err = unix.Open(f.proc(), flags|unix.O_CLOEXEC|unix.O_NOCTTY|unix.O_NONBLOCK, 0)
@@ -59,8 +58,8 @@ func (f *file) reopen(flags int) (fd int, err error) {
 	return fd, err
 }
 
-// lookFrom finds a file by a path below a directory. The last part may be a symbolic link,
-// which is found itself.
+// lookFrom finds a file by a path below a directory. If the last part is a symbolic link, it finds the link
+// itself.
 func lookFrom(dir int, path string) (*file, error) {
 	how := unix.OpenHow{Flags: unix.O_PATH | unix.O_NOFOLLOW | unix.O_CLOEXEC, Resolve: resolve}
 	f := &file{}
@@ -78,8 +77,7 @@ func lookFrom(dir int, path string) (*file, error) {
 	return f, nil
 }
 
-// named finds the file of a node by its name, and fails with ESTALE if it is not there any
-// more, or if another one is.
+// named finds the file of a node by its name. It fails with ESTALE if the name is gone or is another file's.
 func (d *Device) named(n *node) (*file, error) {
 	path, err := d.path(n)
 	if err != nil {
@@ -101,8 +99,7 @@ func (d *Device) named(n *node) (*file, error) {
 	return f, nil
 }
 
-// find is named for a node by its id, and finds files that are open and have no name any
-// more as well.
+// find is named for a node id. It also finds open files that no longer have a name.
 func (d *Device) find(id uint64) (*node, *file, error) {
 	n := d.nodes[id]
 	if n == nil {
@@ -134,7 +131,7 @@ func dup(fd int) (*file, error) {
 	return f, nil
 }
 
-// findDir finds a directory that has its name.
+// findDir finds a directory by its name.
 func (d *Device) findDir(id uint64) (*node, *file, error) {
 	n := d.nodes[id]
 	if n == nil {
@@ -148,7 +145,7 @@ func (d *Device) findDir(id uint64) (*node, *file, error) {
 	return n, f, err
 }
 
-// handleFD is the descriptor of a handle, which after a restore is opened when it is needed.
+// handleFD returns a handle with an open descriptor. After a restore it opens the descriptor on first use.
 func (d *Device) handleFD(id uint64, dir bool) (*handle, error) {
 	h := d.handles[id]
 	if h == nil || h.dir != dir {
@@ -179,11 +176,11 @@ func (d *Device) handleFD(id uint64, dir bool) (*handle, error) {
 // Fd implements [guestmem.File].
 func (h *handle) Fd() uintptr { return uintptr(h.fd) }
 
-// specialBits are those that make a program run with its owner's rights.
+// specialBits make a program run with its owner's rights.
 const specialBits = unix.S_ISUID | unix.S_ISGID
 
-// strip takes these bits from a file before the guest changes its content: the kernel does not,
-// since this process may set them.
+// strip clears these bits of a file before the guest changes its content. The kernel does not, since this process
+// has the right to set them.
 func strip(fd int) error {
 	var st unix.Stat_t
 	if err := unix.Fstat(fd, &st); err != nil {
@@ -195,11 +192,11 @@ func strip(fd int) error {
 	return unix.Fchmod(fd, st.Mode&0o1777)
 }
 
-// own gives what was just made in a directory to the owner of the share, if it is still of
-// that type, and makes a node of it.
+// own gives a file that was just made to the owner of the share, if it still is of that type, and makes a node of
+// it.
 func (d *Device) own(parent *node, f *file, name string, kind, mode uint32) (*node, error) {
 	if f.kind() != kind {
-		return nil, unix.ESTALE // somebody was faster
+		return nil, unix.ESTALE // another process was faster
 	}
 	err := unix.Fchownat(f.fd, "", int(d.dir.uid), int(d.dir.gid), unix.AT_EMPTY_PATH|unix.AT_SYMLINK_NOFOLLOW)
 	if errors.Is(err, unix.EPERM) && f.Uid == d.dir.uid && f.Gid == d.dir.gid {

@@ -27,7 +27,7 @@ func (d *Device) open(r *request) error {
 	}
 	defer f.close()
 	if f.kind() != unix.S_IFREG {
-		return unix.EPERM // a FIFO, socket or device is the host's
+		return unix.EPERM // a FIFO, socket or device belongs to the host
 	}
 	fd, err := f.reopen(int(access))
 	if err != nil {
@@ -63,7 +63,7 @@ func (d *Device) create(r *request) error {
 	return nil
 }
 
-// openExisting opens a file that somebody else has made since the guest looked.
+// openExisting opens a file that was made after the guest looked.
 func (d *Device) openExisting(parent *node, dir *file, name string, flags uint32) (*node, *file, int, error) {
 	f, err := lookFrom(dir.fd, name)
 	if err != nil {
@@ -115,7 +115,7 @@ func (d *Device) read(r *request) error {
 	if n == 0 {
 		return nil
 	}
-	// What comes before the data is written when they are there.
+	// The caller writes what comes before the data once the data are there.
 	w := r.chain.Writer
 	if err := w.Skip(outHeaderSize); err != nil {
 		return err
@@ -155,9 +155,9 @@ func (d *Device) write(r *request) error {
 	return nil
 }
 
-// writeFlags has each write do what the guest's file was opened for. Appending is the host's
-// business, which alone knows where the end is; but the guest writes back pages of its cache
-// by any handle, and to their place.
+// writeFlags makes each write follow the flags with which the guest opened the file. The host appends, since only
+// it knows where the end is. But the guest writes back cached pages through any handle, and those go to their own
+// place.
 func writeFlags(how, flags uint32) int {
 	f := 0
 	if flags&unix.O_APPEND != 0 && how&writeCached == 0 {
@@ -172,7 +172,7 @@ func writeFlags(how, flags uint32) int {
 	return f
 }
 
-// flush is what close(2) sends; what was written is at the host already.
+// flush is what close(2) sends. The host already has what was written.
 func (d *Device) flush(r *request) error {
 	if h := d.handles[r.body.u64()]; r.body.bad || h == nil || h.dir {
 		return unix.EBADF
@@ -208,7 +208,7 @@ func (d *Device) sync(r *request, dir bool) error {
 	if err := d.syncing.Settle(r.queue); err != nil {
 		return err
 	}
-	// The handle may go while this goes on.
+	// The handle may be closed while the sync runs.
 	fd, err := unix.FcntlInt(uintptr(h.fd), unix.F_DUPFD_CLOEXEC, 0)
 	if err != nil {
 		return err
@@ -262,7 +262,7 @@ func (d *Device) fallocate(r *request) error {
 	}
 	for n > 0 {
 		if r.queue.Yield() {
-			return devices.ErrAgain // what is done by then is done, and fast the next time
+			return devices.ErrAgain // what is done stays done, and is fast the next time
 		}
 		piece := min(n, allocatePiece-off%allocatePiece)
 		if err := retry(func() error { return unix.Fallocate(h.fd, mode, int64(off), int64(piece)) }); err != nil {
@@ -273,11 +273,11 @@ func (d *Device) fallocate(r *request) error {
 	return nil
 }
 
-// allocateEnd is how far into a file that is: what has no blocks costs a system call for each piece as well. It is the
-// most that a file of ext4 can have.
+// allocateEnd bounds how far into a file an allocation may reach: a range without blocks also costs a system call
+// for each piece. It is the largest size of a file on ext4.
 const allocateEnd = 16 << 40
 
-// allocatePiece is how many bytes of a file are allocated, freed or zeroed at once; a pause comes between them.
+// allocatePiece is how many bytes of a file the device allocates, frees or zeroes at once. It can pause between calls.
 const allocatePiece = 64 << 20
 
 func (d *Device) opendir(r *request) error {
@@ -305,8 +305,7 @@ const (
 	dentName = 19
 )
 
-// readdir gives entries from a position of the host's file system on, as many as one call has
-// and as fit.
+// readdir returns entries from a position of the host's file system on, as many as one call returns and as fit.
 func (d *Device) readdir(r *request) error {
 	fh, off, size := r.body.u64(), r.body.u64(), r.body.u32()
 	if off > math.MaxInt64 {
@@ -346,7 +345,7 @@ func (d *Device) readdir(r *request) error {
 		}
 		ino := le.Uint64(e)
 		if name == ".." {
-			ino = h.node.identity.ino // the parent of the share is no business of the guest's
+			ino = h.node.identity.ino // the parent of the share must stay hidden from the guest
 		}
 		r.out.u64(ino)
 		r.out.u64(le.Uint64(e[dentOff:]))

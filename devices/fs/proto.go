@@ -64,10 +64,9 @@ const (
 	forgetOneSize = 16
 )
 
-// FUSE_INIT flags: what the device takes of what the guest offers. Reads may come out of order
-// (they do not), writes may be longer than a page, cached data are dropped when size or time of
-// a file has changed, directories may be looked up in parallel, and requests have up to
-// MaxTransfer bytes.
+// FUSE_INIT flags: what the device takes of the guest's offers. Reads may come out of order (they do not). Writes
+// may be longer than a page. The guest drops cached data when a file's size or time has changed. It may look up
+// directories in parallel. Requests have up to MaxTransfer bytes.
 const (
 	initAsyncRead     = 1 << 0
 	initBigWrites     = 1 << 5
@@ -77,7 +76,7 @@ const (
 	initFlags         = initAsyncRead | initBigWrites | initAutoInvalData | initParallelDirs | initMaxPages
 )
 
-// FUSE_SETATTR: which fields are to be set (FATTR_*).
+// FUSE_SETATTR: the fields to set (FATTR_*).
 const (
 	setMode     = 1 << 0
 	setUID      = 1 << 1
@@ -92,11 +91,11 @@ const (
 
 const (
 	getattrFH   = 1 << 0 // FUSE_GETATTR_FH
-	writeCached = 1 << 0 // FUSE_WRITE_CACHE: from the page cache, by whichever handle
+	writeCached = 1 << 0 // FUSE_WRITE_CACHE: from the page cache, through any handle
 	fsyncData   = 1 << 0 // FUSE_FSYNC_FDATASYNC
 )
 
-// cacheTime is for how long the guest may believe names and attributes: others may change them.
+// cacheTime is how long the guest may trust names and attributes: the host may change them.
 const cacheTime = time.Second
 
 const (
@@ -105,7 +104,7 @@ const (
 	listingSize = 32 << 10
 )
 
-// parser takes fields from the body of a request. What is not there fails it once for all.
+// parser takes fields from the body of a request. The first missing field sets bad.
 type parser struct {
 	b   []byte
 	bad bool
@@ -124,7 +123,7 @@ func (p *parser) take(n int) []byte {
 func (p *parser) u32() uint32 { return binary.LittleEndian.Uint32(p.take(4)) }
 func (p *parser) u64() uint64 { return binary.LittleEndian.Uint64(p.take(8)) }
 
-// text takes a string that ends with a zero.
+// text takes a string that ends with a zero byte.
 func (p *parser) text() string {
 	i := bytes.IndexByte(p.b, 0)
 	if i < 0 {
@@ -136,7 +135,7 @@ func (p *parser) text() string {
 	return s
 }
 
-// checkName refuses what is not the name of one file in a directory.
+// checkName refuses a string that cannot name one file in a directory.
 func checkName(name string) error {
 	switch {
 	case len(name) > MaxName:
@@ -176,7 +175,7 @@ func (b *builder) attr(st *unix.Statx_t) {
 
 func (b *builder) entry(n *node, st *unix.Statx_t) {
 	b.u64(n.id)
-	b.u64(0) // ids are never used again, so there are no generations
+	b.u64(0) // the device never reuses an id, so there are no generations
 	b.u64(uint64(cacheTime / time.Second))
 	b.u64(uint64(cacheTime / time.Second))
 	b.u32(uint32(cacheTime % time.Second))

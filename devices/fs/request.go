@@ -13,7 +13,7 @@ import (
 	"github.com/drowse-vm/drowse/devices/virtq"
 )
 
-// request is one request, parsed as far as all are alike.
+// request is one request, with the fields that all kinds share already parsed.
 type request struct {
 	op     uint32
 	unique uint64
@@ -23,22 +23,21 @@ type request struct {
 	queue  *devices.Queue
 	chain  *virtq.Chain
 	room   int // bytes that the reply may have after its header
-	data   int // bytes that are in the chain already, after the header
+	data   int // bytes of data already in the chain, after the header
 }
 
-// operation does a request.
+// operation describes one kind of request.
 type operation struct {
 	do func(*Device, *request) error
-	// in is how many bytes it has at least, after its header, but for names, and out how many
-	// the reply has: a request without them, or without room for them, is refused before
-	// anything is done.
+	// in is the least bytes that the request has after its header, without names. out is how many bytes the reply
+	// has. The device refuses a request without them, or without room for the reply, before it does anything.
 	in, out int
-	// changes says that it is not for shares that are read-only.
+	// changes means that a read-only share refuses it.
 	changes bool
 }
 
-// operations are all that there are; others are answered with ENOSYS, after which Linux
-// does without them.
+// operations lists the supported requests. The device answers others with ENOSYS, and Linux then does without
+// them.
 var operations = map[uint32]operation{
 	opLookup:     {(*Device).lookup, 0, entrySize, false},
 	opGetattr:    {(*Device).getattr, 16, attrOutSize, false},
@@ -70,8 +69,8 @@ var operations = map[uint32]operation{
 	opFallocate:  {(*Device).fallocate, 28, 0, true},
 }
 
-// handle does one request. Whatever is wrong with it, the guest gets an error number, unless
-// it has left no room for one; that is never an error of the queue's.
+// handle does one request. The guest gets an error number for every failure, unless it left no room for one. A bad
+// request is never an error of the queue.
 func (d *Device) handle(q *devices.Queue, c *virtq.Chain) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -91,7 +90,7 @@ func (d *Device) handle(q *devices.Queue, c *virtq.Chain) error {
 	case opForget, opBatchForget:
 		return d.forgetAll(&r)
 	case opInterrupt:
-		// Nothing waits for long here, and it has no reply.
+		// No request waits for long, and this one has no reply.
 		return nil
 	}
 	if r.room < 0 {
@@ -103,7 +102,7 @@ func (d *Device) handle(q *devices.Queue, c *virtq.Chain) error {
 	if uint64(le.Uint32(header[:])) == uint64(size) {
 		done = d.do(&r)
 		if errors.Is(done, devices.ErrAgain) {
-			return done // nothing of the reply has been written
+			return done // the reply is still unwritten
 		}
 		err = 0
 		if done != nil {
@@ -125,13 +124,13 @@ func (d *Device) handle(q *devices.Queue, c *virtq.Chain) error {
 			return err
 		}
 	}
-	// What was written through the copy counts, and what read has put behind it.
+	// head has the header, which was written through the copy. Count also the data that read has put behind it.
 	c.Writer = head
 	c.Writer.Wrote(r.data)
 	return nil
 }
 
-// do does what the header says.
+// do does what the request's header says.
 func (d *Device) do(r *request) error {
 	o, ok := operations[r.op]
 	switch {
@@ -146,7 +145,7 @@ func (d *Device) do(r *request) error {
 	}
 	n := r.chain.Reader.Remaining()
 	if r.op == opWrite {
-		n = min(n, writeInSize) // the data stay where they are
+		n = min(n, writeInSize) // the data stay in the chain
 	}
 	if n < o.in || n > maxBody {
 		return unix.EINVAL
@@ -158,10 +157,10 @@ func (d *Device) do(r *request) error {
 	return o.do(d, r)
 }
 
-// errTooMany is a limit of the device's that the guest has reached, which is no failure of the host.
+// errTooMany means that the guest has reached a limit of the device. That is no failure of the host.
 var errTooMany = fmt.Errorf("the guest knows or has open as much as it may: %w", unix.ENFILE)
 
-// errno is what the guest is told of an error. Those that the host should know of are reported.
+// errno returns the error number for the guest. It reports errors that the host should see.
 func (d *Device) errno(r *request, err error) syscall.Errno {
 	var no syscall.Errno
 	if !errors.As(err, &no) || no == 0 {
@@ -169,7 +168,7 @@ func (d *Device) errno(r *request, err error) syscall.Errno {
 	}
 	switch no {
 	case unix.EIO, unix.ENOSPC, unix.EDQUOT, unix.EMFILE, unix.ENFILE, unix.ENOMEM, unix.ENODEV, unix.ENXIO:
-		// There is nothing to seek to beyond the end of a file.
+		// lseek beyond the end of a file also returns ENXIO.
 		ofGuest := errors.Is(err, errTooMany) || r.op == opLseek && no == unix.ENXIO
 		if _, known := d.reported[no]; !known && d.onError != nil && d.started && !ofGuest {
 			d.reported[no] = struct{}{}
@@ -194,8 +193,8 @@ func (d *Device) forgetAll(r *request) error {
 		d.forget(r.node, le.Uint64(b[:]))
 		return nil
 	}
-	// The count is no more than a word of the guest's: what is there counts, at most MaxNodes,
-	// since no more can be known.
+	// The guest's count is not trusted: only the entries in the chain count, at most MaxNodes, since the guest
+	// cannot know more.
 	for n := min(le.Uint32(b[:]), MaxNodes); n > 0 && in.Remaining() >= forgetOneSize; n-- {
 		if err := in.ReadFull(b[:]); err != nil {
 			return err
@@ -211,13 +210,13 @@ func (d *Device) init(r *request) error {
 		return unix.EPROTO
 	}
 	d.tree.clear()
-	d.started = major == protoMajor // a newer one begins again with ours
+	d.started = major == protoMajor // a newer driver begins again with our version
 	r.out.u32(protoMajor)
 	r.out.u32(protoMinor)
 	r.out.u32(min(readahead, MaxTransfer))
 	r.out.u32(flags & initFlags)
-	r.out.u16(16) // requests in the background; Linux has 12 without a word
-	r.out.u16(12) // and when it calls that a congestion
+	r.out.u16(16) // requests in the background; Linux's default is 12
+	r.out.u16(12) // the congestion threshold
 	r.out.u32(MaxTransfer)
 	r.out.u32(1) // times are in nanoseconds
 	r.out.u16(MaxTransfer / 4096)
@@ -230,7 +229,7 @@ func (d *Device) destroy(*request) error {
 	return nil
 }
 
-// name takes the name of a file from the body.
+// name takes a file name from the body.
 func (r *request) name() (string, error) {
 	s := r.body.text()
 	if r.body.bad {
@@ -239,7 +238,7 @@ func (r *request) name() (string, error) {
 	return s, checkName(s)
 }
 
-// place takes a name from the body, and finds the directory that it is in: the request's node.
+// place takes a name from the body, and finds the directory that holds it: the request's node.
 func (d *Device) place(r *request) (parent *node, dir *file, name string, err error) {
 	if name, err = r.name(); err == nil {
 		parent, dir, err = d.findDir(r.node)
@@ -266,7 +265,7 @@ func (d *Device) lookup(r *request) error {
 	return d.found(r, parent, f, name)
 }
 
-// found replies with a file that was found at a place.
+// found replies with the file that was found at a place.
 func (d *Device) found(r *request, parent *node, f *file, name string) error {
 	n, err := d.know(f.identity(), parent, name)
 	if err == nil {
@@ -303,7 +302,7 @@ func (d *Device) setattr(r *request) error {
 		return err
 	}
 	defer f.close()
-	// All that can be refused is, before anything is changed. Owners do not change.
+	// Refuse everything that can be refused before changing anything. Owners do not change.
 	if valid&setUID != 0 && uid != f.Uid || valid&setGID != 0 && gid != f.Gid {
 		return unix.EPERM
 	}
@@ -337,7 +336,7 @@ func (d *Device) setattr(r *request) error {
 	return r.attr(f)
 }
 
-// attr looks at a file and replies with its attributes.
+// attr reads a file's attributes and replies with them.
 func (r *request) attr(f *file) error {
 	err := f.stat()
 	if err == nil {
@@ -356,7 +355,7 @@ func when(valid, bit, now uint32, sec uint64, nano uint32) unix.Timespec {
 	return unix.Timespec{Sec: int64(sec), Nsec: int64(nano)}
 }
 
-// truncate uses the handle that the guest names, if it is of that file and for writing.
+// truncate uses the guest's handle if it belongs to that file and is open for writing.
 func (d *Device) truncate(id uint64, f *file, valid uint32, fh uint64, size int64) error {
 	fd := -1
 	if h := d.handles[fh]; valid&setFH != 0 && h != nil && !h.dir && h.fd >= 0 && h.node.id == id && h.flags != unix.O_RDONLY {
@@ -395,7 +394,7 @@ func (d *Device) readlink(r *request) error {
 	return nil
 }
 
-// made replies with what a request has made.
+// made replies with the file that a request has made.
 func (d *Device) made(r *request, parent *node, dir *file, name string, kind, mode uint32) error {
 	f, err := lookFrom(dir.fd, name)
 	if err != nil {
@@ -432,7 +431,7 @@ func (d *Device) symlink(r *request) error {
 	return d.made(r, parent, dir, name, unix.S_IFLNK, 0)
 }
 
-// privateMode is that of what is being made, until it has its owner.
+// privateMode is the mode of a new file until it has its owner.
 const privateMode = 0o600
 
 func (d *Device) mknod(r *request) error {
@@ -454,7 +453,7 @@ func (d *Device) mknod(r *request) error {
 	return nil
 }
 
-// newFile makes a regular file that did not exist, and opens it. f must not be closed: it is fd.
+// newFile makes and opens a regular file that did not exist. The caller must not close f: it shares fd.
 func (d *Device) newFile(parent *node, dir *file, name string, access int, mode uint32) (*node, *file, int, error) {
 	if len(d.nodes) >= MaxNodes || d.names+len(name) > MaxNames {
 		return nil, nil, -1, errTooMany
@@ -540,7 +539,7 @@ func (d *Device) rename(r *request) error {
 	}
 	moved, replaced := d.places[place{fromParent, from}], d.places[place{toParent, to}]
 	if replaced != nil && replaced != moved {
-		replaced.lookups++ // not to go while it is moved
+		replaced.lookups++ // keep it while the other moves
 		defer func() {
 			replaced.lookups--
 			d.drop(replaced)

@@ -10,11 +10,11 @@ import (
 	"github.com/drowse-vm/drowse/devices"
 )
 
-// The saved state: tag string, writable u8, started u8, next node u64, next handle u64; the number of nodes but for the
-// root u32, and for each, in the order of their ids: id u64, parent's id u64 (0: it has no name), name string, inode
-// number u64, time of birth u64, lookups u64; the number of handles u32, and for each, in the order of their ids: id
-// u64, node's id u64, access u8, directory u8. No request is in flight while the device is paused. Content is not
-// saved: files are found again by their names.
+// The saved state: tag string, writable u8, started u8, next node u64, next handle u64; the number of nodes
+// without the root u32, and for each, in the order of their ids: id u64, parent's id u64 (0: it has no name), name
+// string, inode number u64, time of birth u64, lookups u64; the number of handles u32, and for each, in the order
+// of their ids: id u64, node's id u64, access u8, directory u8. A paused device has no request in flight. Content
+// is not saved: the device finds files again by their names.
 const (
 	stateKind    = "virtio-fs"
 	stateVersion = 1
@@ -58,9 +58,9 @@ func (d *Device) Export() (devices.Payload, error) {
 	return e.Payload(stateKind, stateVersion), nil
 }
 
-// Import implements [devices.Stateful]. It refuses a state of a share with another tag, or that
-// was writable when this one is not, or the other way round. It opens nothing: what the guest
-// has open is looked for when it is used, and is ESTALE then if it has gone or is another file.
+// Import implements [devices.Stateful]. It refuses the state of a share with another tag, or of one that was
+// writable if this one is read-only, or the reverse. It opens nothing: the device looks for an open file on its
+// next use, and fails with ESTALE if it is gone or is another file.
 func (d *Device) Import(p devices.Payload) error {
 	dec := p.Decode(stateKind, stateVersion)
 	tag, writable := string(dec.Bytes(TagSize)), dec.Bool()
@@ -81,7 +81,7 @@ func (d *Device) Import(p devices.Payload) error {
 	return nil
 }
 
-// read fills an empty tree.
+// read fills an empty tree from a saved state.
 func (t *tree) read(dec *devices.Decoder) {
 	t.started, t.nextNode, t.nextHandle = dec.Bool(), dec.Uint64(), dec.Uint64()
 	count := dec.Uint32()
@@ -155,7 +155,7 @@ func (t *tree) readHandles(dec *devices.Decoder) {
 	}
 }
 
-// acyclic says whether all ways up end. Each node is walked over once.
+// acyclic reports whether every way up ends. It walks over each node once.
 func (t *tree) acyclic() bool {
 	const visiting, done = 1, 2
 	state := make(map[*node]int, len(t.nodes))

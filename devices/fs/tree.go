@@ -8,9 +8,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// identity tells a file from another one that takes its name later. Inode numbers are used
-// again, times of birth are not. The device number is not in it, because it may change when
-// the host starts anew; file systems do not end inside a share.
+// identity tells a file from another one that takes its name later. File systems reuse inode numbers, but not
+// times of birth. The device number is left out, because it may change when the host reboots. A share does not
+// cross into other file systems.
 type identity struct {
 	ino   uint64
 	birth int64 // nanoseconds; 0 where the file system does not know it
@@ -19,10 +19,10 @@ type identity struct {
 // node is a file or directory that the guest knows.
 type node struct {
 	id       uint64
-	parent   *node // nil: it has no name any more, or it is the root
+	parent   *node // nil: it no longer has a name, or it is the root
 	name     string
 	identity identity
-	lookups  uint64 // how often the guest was given it, and has not forgotten it
+	lookups  uint64 // how often the guest has got it, less what it has forgotten
 	children int    // nodes whose parent it is
 	handles  map[uint64]*handle
 }
@@ -33,7 +33,7 @@ type handle struct {
 	node  *node
 	flags uint32 // O_ACCMODE
 	dir   bool
-	fd    int // -1: not open, since the device was restored
+	fd    int // -1: not opened since the restore
 }
 
 const rootID = 1 // FUSE_ROOT_ID
@@ -56,7 +56,7 @@ type tree struct {
 	nextHandle uint64
 }
 
-// clear forgets everything, and closes what is open.
+// clear forgets everything, and closes open descriptors.
 func (t *tree) clear() {
 	for _, h := range t.handles {
 		h.close()
@@ -70,12 +70,12 @@ func (t *tree) clear() {
 
 func (h *handle) close() {
 	if h.fd >= 0 {
-		_ = unix.Close(h.fd) // what was written is at the host already
+		_ = unix.Close(h.fd) // the host already has what was written
 		h.fd = -1
 	}
 }
 
-// path is the path of a node below the root, "." for the root.
+// path returns the path of a node below the root, "." for the root.
 func (t *tree) path(n *node) (string, error) {
 	if n == t.root {
 		return ".", nil
@@ -94,7 +94,7 @@ func (t *tree) path(n *node) (string, error) {
 	return strings.Join(parts, "/"), nil
 }
 
-// below says whether n is a, or lies in it. Every path is bounded, so this ends.
+// below reports whether n is a, or lies in it. Every path is bounded, so the loop ends.
 func below(n, a *node) bool {
 	for ; n != nil; n = n.parent {
 		if n == a {
@@ -104,7 +104,7 @@ func below(n, a *node) bool {
 	return false
 }
 
-// detach takes a node's name away: what was there is gone, or is elsewhere.
+// detach takes a node's name away: its file is gone, or is elsewhere.
 func (t *tree) detach(n *node) {
 	p := n.parent
 	if p == nil {
@@ -117,14 +117,14 @@ func (t *tree) detach(n *node) {
 	t.drop(p)
 }
 
-// attach gives a node a place, and takes it from the node that had it. It says false, and
-// leaves the node without one, if a directory would come to lie in itself: what the host
-// has moved meanwhile must be found anew.
+// attach gives a node a place, and takes that place from the node that had it. It returns false, and leaves the
+// node without a place, if a directory would come to lie in itself: the host has moved files meanwhile, and the
+// caller must find them anew.
 func (t *tree) attach(n, parent *node, name string) bool {
 	if n.parent == parent && n.name == name {
 		return true
 	}
-	// The parent must not go while the node does.
+	// Keep the parent while its node moves.
 	parent.children++
 	defer func() {
 		parent.children--
@@ -134,7 +134,7 @@ func (t *tree) attach(n, parent *node, name string) bool {
 		t.detach(old)
 		t.drop(old)
 	}
-	n.lookups++ // it is not to go now
+	n.lookups++ // keep it for now
 	t.detach(n)
 	n.lookups--
 	if below(parent, n) {
@@ -159,7 +159,7 @@ func (t *tree) drop(n *node) {
 	t.detach(n)
 }
 
-// know returns the node of a file that was found at a place, and counts a lookup of it.
+// know returns the node of a file that was found at a place, and counts one lookup.
 func (t *tree) know(id identity, parent *node, name string) (*node, error) {
 	n := t.identities[id]
 	if n == nil {
@@ -194,7 +194,7 @@ func (t *tree) forget(id, lookups uint64) {
 	t.drop(n)
 }
 
-// open makes a handle of a descriptor, which it takes over.
+// open makes a handle that takes over the descriptor.
 func (t *tree) open(n *node, fd int, flags uint32, dir bool) *handle {
 	h := &handle{id: t.nextHandle, node: n, flags: flags & unix.O_ACCMODE, dir: dir, fd: fd}
 	t.nextHandle++

@@ -7,13 +7,13 @@ import (
 	"github.com/drowse-vm/drowse/devices"
 )
 
-// Where the device is, in I/O ports.
+// The device's I/O ports.
 const (
 	Port  = 0x620
 	Ports = 3
 )
 
-// Offsets of its registers.
+// Offsets of the device's registers.
 const (
 	Status  = 0
 	Data    = 1
@@ -22,21 +22,21 @@ const (
 
 // Values of the status register.
 const (
-	StatusIdle    = 0 // nobody waits for the agent
-	StatusWait    = 1 // stay
-	StatusGoOn    = 2 // the capture has been taken, or given up
+	StatusIdle    = 0 // the VMM does not wait for the agent
+	StatusWait    = 1 // the agent must stay
+	StatusGoOn    = 2 // the VMM has taken the capture, or given it up
 	StatusResumed = 3 // this is a restored guest, and there is a message
 )
 
 // Values of the command register.
 const (
 	CommandStandBy = 1 // the agent stands by
-	CommandDone    = 2 // what the message says has been done
-	CommandFailed  = 3 // it has not, or not all of it
-	CommandAsk     = 4 // it has been done, and the agent has more to say: ask it
+	CommandDone    = 2 // the agent has done what the message says
+	CommandFailed  = 3 // the agent has not done it, or not all of it
+	CommandAsk     = 4 // the agent has done it, and has more to say: the VMM must ask
 )
 
-// Answer is what the agent of a restored guest says.
+// Answer is the answer of a restored guest's agent.
 type Answer byte
 
 // Answers.
@@ -49,32 +49,32 @@ const (
 // MaxMessage bounds a message, in bytes.
 const MaxMessage = 4096
 
-// Event is a step on the way of a restored guest.
+// Event is a step of a restored guest.
 type Event int
 
-// The steps.
+// Steps.
 const (
-	// Reached is when the agent of a restored guest looks at the status for the first time.
+	// Reached means that the agent of a restored guest has read the status for the first time.
 	Reached Event = iota
-	// Answered is when it has answered.
+	// Answered means that the agent has answered.
 	Answered
 )
 
-// Device is the three ports. Its methods may be called from any goroutine.
+// Device is the three ports. Any goroutine may call its methods.
 type Device struct {
 	event func(Event)
 
 	mu      sync.Mutex
 	status  byte
 	at      bool          // the agent stands by
-	arrival chan struct{} // while the agent is expected; closed when it comes
-	answer  chan Answer   // while an answer is expected
+	arrival chan struct{} // set while the agent is expected; closed when it stands by
+	answer  chan Answer   // set while an answer is expected
 	reached bool
 	message func() []byte
 	data    []byte
 }
 
-// New makes one. event, if not nil, is called on the thread of a vCPU and must not block.
+// New makes a device. It calls event, if not nil, on the thread of a vCPU. event must not block.
 func New(event func(Event)) *Device {
 	if event == nil {
 		event = func(Event) {}
@@ -90,8 +90,7 @@ func (d *Device) AddTo(bus *devices.Bus) error {
 	return nil
 }
 
-// Expect lets the agent stand by, until Release. The channel is
-// closed when it does.
+// Expect lets the agent stand by until Release. The channel closes when the agent does.
 func (d *Device) Expect() <-chan struct{} {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -100,8 +99,7 @@ func (d *Device) Expect() <-chan struct{} {
 	return d.arrival
 }
 
-// Release lets the agent go on, and not stand by any more. An answer that has
-// not come by now does not come.
+// Release lets the agent go on, and ends its standing by. An answer that has not come by now never comes.
 func (d *Device) Release() {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -113,18 +111,16 @@ func (d *Device) release(status byte) {
 	d.status, d.at, d.arrival, d.answer, d.message, d.data = status, false, nil, nil, nil, nil
 }
 
-// StandingBy says whether the agent stands by, in this guest or in the one whose state
-// was imported.
+// StandingBy reports whether the agent stands by, in this guest or in the one whose state was imported.
 func (d *Device) StandingBy() bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	return d.at
 }
 
-// Resume tells the agent of a restored guest, which must stand by, that it is one;
-// without it the agent takes itself for the one that was captured. message is called once,
-// when the agent asks for it, and returns at most MaxMessage bytes. The channel gets one
-// answer.
+// Resume tells the agent of a restored guest that it is one. The agent must stand by. Without Resume it takes
+// itself for the captured one. The device calls message once, when the agent asks for it. message returns at most
+// MaxMessage bytes. The channel gets one answer.
 func (d *Device) Resume(message func() []byte) <-chan Answer {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -155,7 +151,7 @@ func (d *Device) ReadIO(off uint64, p []byte) {
 		}
 		if len(d.data) > 0 {
 			p[0] = d.data[0]
-			// It has random numbers: they are not to lie about.
+			// The message has random numbers, which must not stay in memory.
 			d.data[0] = 0
 			d.data = d.data[1:]
 		}
@@ -177,7 +173,7 @@ func (d *Device) WriteIO(off uint64, p []byte) {
 		}
 	case CommandDone, CommandFailed, CommandAsk:
 		if d.status == StatusResumed && d.answer != nil {
-			// First: whoever gets the answer may look for what the event has noted.
+			// First: the receiver of the answer may look for what the event has recorded.
 			d.event(Answered)
 			d.answer <- Answer(p[0])
 			d.release(StatusIdle)

@@ -7,14 +7,14 @@ const (
 	stateVersion = 1
 )
 
-// Export implements [devices.Stateful]: whether the agent stands by.
+// Export implements [devices.Stateful]. The state is whether the agent stands by.
 func (d *Device) Export() (devices.Payload, error) {
 	var e devices.Encoder
 	e.Bool(d.StandingBy())
 	return e.Payload(stateKind, stateVersion), nil
 }
 
-// Standing says of a saved state whether the agent stood by.
+// Standing reports whether the agent stands by in a saved state.
 func Standing(p devices.Payload) (bool, error) {
 	dec := p.Decode(stateKind, stateVersion)
 	return dec.Bool(), dec.Finish()

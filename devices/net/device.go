@@ -53,38 +53,35 @@ const (
 	statusLinkUp = 1
 )
 
-// MinMTU is the least that Config may say (virtio 1.2, 5.1.4.1); the most is 65535, by the length field of IP.
+// MinMTU is the least MTU that Config may have (virtio 1.2, 5.1.4.1). The most is 65535, by the length field of IP.
 const MinMTU = 68
 
-// Backend carries frames. One write to its descriptor sends a frame and one read
-// receives one; each begins with a struct virtio_net_hdr of HeaderSize bytes.
+// Backend carries frames. One write to its descriptor sends a frame, and one read receives one. Each frame begins
+// with a struct virtio_net_hdr of HeaderSize bytes.
 type Backend interface {
-	// FD is a descriptor in non-blocking mode, valid until the device is
-	// reset.
+	// FD returns a descriptor in non-blocking mode. It is valid until the device is reset.
 	FD() int
-	// SetOffloads says what may be left to the guest in frames that it
-	// receives: TUN_F_CSUM, TUN_F_TSO4, TUN_F_TSO6 and TUN_F_TSO_ECN of the
-	// kernel's if_tun.h.
+	// SetOffloads sets what the backend may leave for the guest to do in frames that the guest receives:
+	// TUN_F_CSUM, TUN_F_TSO4, TUN_F_TSO6 and TUN_F_TSO_ECN of the kernel's if_tun.h.
 	SetOffloads(flags int) error
 }
 
 // MAC is an Ethernet address.
 type MAC [6]byte
 
-// Config says what a device is to be.
+// Config describes a device.
 type Config struct {
-	// MAC is the guest's address: unicast, not zero. After Import it is the
-	// one of the saved state, which the guest knows.
+	// MAC is the guest's address: unicast, not zero. Import replaces it with the one of the saved state, which the
+	// guest knows.
 	MAC MAC
-	// MTU is announced to the guest when it is not zero; at least MinMTU.
+	// MTU is announced to the guest if it is not zero. It is at least MinMTU.
 	MTU uint16
-	// LinkDown makes the device start with its link down, also when it
-	// imports the state of one whose link was up: a clone is not to be heard
-	// before it has its own identity. SetLink(true) ends it.
+	// LinkDown makes the device start with its link down, even if it imports the state of one whose link was up: a
+	// clone must stay silent until it has its own identity. SetLink(true) raises the link.
 	LinkDown bool
-	// Held makes the device pass nothing on, in either direction, until Release, whatever the link: what the guest
-	// sends waits in its queue. So a guest that wakes is not heard before its policy is there, and loses nothing, as it
-	// would while its link is down.
+	// Held makes the device pass on nothing in either direction until Release, whatever the link. What the guest
+	// sends waits in its queue. So a waking guest stays silent until its policy is in place, and loses nothing, as
+	// it would with its link down.
 	Held bool
 }
 
@@ -101,8 +98,7 @@ type Device struct {
 	mu     sync.Mutex // guards what follows
 	mac    MAC
 	engine *engine // nil while the device is not active
-	// told is what the guest last heard of the link. The engine has it while
-	// the device is active.
+	// told is the link state that the guest last learned. The engine keeps it while the device is active.
 	told bool
 }
 
@@ -112,7 +108,7 @@ var (
 	_ devices.Stateful = (*Device)(nil)
 )
 
-// New makes a device on backend, which stays the caller's and must outlive it.
+// New makes a device on backend. The caller keeps the backend, which must outlive the device.
 func New(mem *guestmem.Memory, backend Backend, cfg Config) (*Device, error) {
 	switch {
 	case cfg.MAC == MAC{} || cfg.MAC[0]&1 != 0:
@@ -156,7 +152,7 @@ func (d *Device) ReadConfig(off uint32, p []byte) {
 	devices.ReadConfig(config[:], off, p)
 }
 
-// WriteConfig implements [devices.Device]; nothing here can be written.
+// WriteConfig implements [devices.Device]. The guest can write nothing here.
 func (d *Device) WriteConfig(uint32, []byte) {}
 
 // Activate implements [devices.Device]. After a restore the device stands still
@@ -181,7 +177,7 @@ func (d *Device) Activate(a devices.Activation) error {
 	return nil
 }
 
-// offloads translates what the driver accepts in frames that it receives.
+// offloads translates the driver's features into the offloads of frames that it receives.
 func offloads(features uint64) int {
 	if features&featureGuestCsum == 0 {
 		// The others need it (virtio 1.2, 5.1.3.1).
@@ -224,7 +220,7 @@ func (d *Device) SetLink(up bool) {
 	}
 }
 
-// Release has a device that was held pass on what waits, and what comes. Doing it again does nothing.
+// Release lets a held device pass on what waits and all that follows. A second call does nothing.
 func (d *Device) Release() {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -236,9 +232,8 @@ func (d *Device) Release() {
 // Link reports whether the link is up.
 func (d *Device) Link() bool { return d.link.Load() }
 
-// Pause implements [devices.Pauser]. What the guest has sent until then goes to
-// the backend as far as it takes it, and frames of the backend go to the guest as far
-// as it has buffers, a queue of them at the most.
+// Pause implements [devices.Pauser]. Before it stops, the device sends the guest's waiting frames as far as the
+// backend takes them, and gives the guest the backend's frames as far as it has buffers, a full queue at most.
 func (d *Device) Pause(ctx context.Context) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()

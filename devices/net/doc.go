@@ -1,20 +1,15 @@
-// Package net is the virtio network device (virtio 1.2, section 5.1) with one
-// pair of queues, on a TAP device of the host (package tap) or anything else that
-// takes and gives one frame for each write(2) and read(2).
+// Package net is the virtio network device (virtio 1.2, section 5.1) with one pair of queues. It works on a TAP
+// device of the host (package tap), or on anything else that moves one frame with each write(2) and read(2).
 //
-// Frames go from guest pages to the TAP and from the TAP into guest pages by
-// vectored system calls, with the header that says what is left to do for the
-// receiver: checksums, segmentation. A large segment of TCP so crosses as one
-// frame. What the guest writes in that header is looked at before the call, so
-// that nonsense costs nothing, and the kernel, which reads it once more, is the
-// one that decides.
+// Vectored system calls move frames from guest pages to the TAP and back. A header in front of each frame says
+// what the receiver has yet to do: checksums, segmentation. So a large TCP segment crosses as one frame. The
+// device checks the guest's header before the call, so that nonsense costs no call. The kernel checks it again,
+// and its verdict counts.
 //
-// One goroutine serves both queues and the TAP. When the guest has no receive
-// buffers the device stops reading until it is kicked, and the host's queue of
-// the TAP fills and drops; when the TAP takes no more the device waits for it, and
-// also looks again after a while. Neither stops the other direction.
+// One goroutine serves both queues and the TAP. While the guest has no receive buffers, the device does not read
+// the TAP until the guest kicks it, and the host's queue of the TAP fills up and drops frames. While the TAP takes
+// no more, the device waits for it, and also tries again after a while. Neither wait stops the other direction.
 //
-// While the link is down nothing is read from the TAP, so what has come in for a
-// guest that is being woken is not lost, and what the guest sends is dropped. A
-// device that is made with the link down stays so after Import, until SetLink.
+// While the link is down the device does not read the TAP, so frames for a guest that is waking are not lost, and
+// drops what the guest sends. A device made with the link down keeps it down after Import, until SetLink.
 package net

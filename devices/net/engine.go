@@ -14,29 +14,25 @@ import (
 
 // Bounds.
 const (
-	// turnFrames is how many frames one turn of the loop passes on in each
-	// direction.
+	// turnFrames is the most frames that one turn of the loop passes on in each direction.
 	turnFrames = 128
-	// maxHeld is how many receive buffers are kept at hand for a frame of
-	// unknown size.
+	// maxHeld is the most receive buffers that the engine holds for a frame of unknown size.
 	maxHeld = queueSize
-	// rxPatience is how long a frame that might not fit waits for the guest to
-	// give more buffers.
+	// rxPatience is how long a frame that might not fit waits for more buffers from the guest.
 	rxPatience = 5 * time.Millisecond
-	// txRetry is how soon a backend that took no more is tried again if it
-	// does not say so itself.
+	// txRetry is when the engine tries a full backend again, unless the backend becomes writable earlier.
 	txRetry = 10 * time.Millisecond
 )
 
-// held is a receive buffer at hand.
+// held is a receive buffer taken from the queue.
 type held struct {
 	chain  virtq.Chain
 	size   int
 	ranges int
 }
 
-// engine serves the device between Activate and Reset. After newEngine it belongs
-// to the goroutine of its loop, or to whoever has paused that.
+// engine serves the device between Activate and Reset. After newEngine the goroutine of its loop owns it, or the
+// caller that has paused that loop.
 type engine struct {
 	dev      *Device
 	mem      *guestmem.Memory
@@ -61,10 +57,10 @@ type engine struct {
 
 	readable bool // the backend may have frames
 	quiet    bool // the driver was asked not to kick rx
-	starved  bool // there are no receive buffers; a kick is awaited
-	// patient: a lack of buffers is temporary as far as one knows.
+	starved  bool // there are no receive buffers; the engine waits for a kick
+	// patient: a lack of buffers still counts as temporary.
 	patient   bool
-	readAt    time.Time // when patience ends; zero when it is not needed
+	readAt    time.Time // when patience ends; zero while no frame waits
 	held      [maxHeld]held
 	heldFrom  int
 	heldCount int
@@ -149,8 +145,8 @@ func (e *engine) Settle() (err error) {
 		err = e.pumpTX(queueSize)
 	}
 	if err == nil && e.dev.link.Load() && !held {
-		// The backend goes when the VM sleeps, and with it what the guest has not got. Nobody sends some of that again:
-		// a reset, or the last word of a connection whose other end has gone.
+		// The backend closes when the VM sleeps, and its frames are lost. Some are never sent again: a reset, or
+		// the last segment of a connection whose peer has gone.
 		err = e.pumpRX(queueSize)
 	}
 	e.release()
@@ -160,7 +156,7 @@ func (e *engine) Settle() (err error) {
 	return e.notify()
 }
 
-// release makes the receive buffers at hand available again.
+// release returns the held receive buffers to the queue.
 func (e *engine) release() {
 	for ; e.heldCount > 0; e.heldCount-- {
 		e.rx.Unpop(&e.held[(e.heldFrom+e.heldCount-1)%maxHeld].chain)
@@ -205,7 +201,7 @@ func (e *engine) Turn() (time.Duration, error) {
 	return wait, nil
 }
 
-// turn passes on a bounded number of frames and tells the guest once.
+// turn passes on a bounded number of frames and interrupts the guest once.
 func (e *engine) turn() error {
 	if link := e.dev.link.Load(); link != e.told {
 		e.told = link
@@ -277,7 +273,7 @@ func (e *engine) send(r *virtq.Reader) error {
 	if e.txOut, err = r.Ranges(e.txOut[:0], total-HeaderSize); err != nil {
 		return err
 	}
-	// The header that was checked, not the one that the guest has by now. Nothing in the frame was looked at.
+	// Send the header that was checked: the guest may have changed its own by now. The frame itself is unchecked.
 	_, err = e.mem.WritevAfter(e.fd, e.header[:], e.txOut)
 	switch {
 	case err == nil:
@@ -295,15 +291,14 @@ func (e *engine) send(r *virtq.Reader) error {
 	return nil
 }
 
-// ofFrame reports whether a write failed because of the frame or the state of the
-// interface, and not because the descriptor or guest memory is bad.
+// ofFrame reports whether a write failed because of the frame or the state of the interface, and not because of a
+// bad descriptor or bad guest memory.
 func ofFrame(err error) bool {
 	var errno unix.Errno
 	return errors.As(err, &errno) && errno != unix.EFAULT && errno != unix.EBADFD && errno != unix.EBADF
 }
 
-// BackendError is a failure of the backend or of guest memory, after which the
-// device waits to be reset.
+// BackendError is a failure of the backend or of guest memory. The device then waits for a reset.
 type BackendError struct {
 	Doing string
 	Err   error
@@ -356,7 +351,7 @@ func (e *engine) fill() error {
 		if h.size < HeaderSize {
 			// Not even the header of a frame would fit (virtio 1.2, 5.1.6.3.1).
 			if e.heldCount > 0 {
-				// Those before it come first.
+				// The buffers before it come first.
 				e.rx.Unpop(&h.chain)
 				return nil
 			}
@@ -383,14 +378,13 @@ func (e *engine) fill() error {
 	return nil
 }
 
-// lack decides what to do when a frame might not fit in the buffers that there
-// are, and reports whether to wait for more.
+// lack decides what to do when a frame might not fit in the held buffers. It reports whether to wait for more.
 func (e *engine) lack() (bool, error) {
 	if e.heldCount > 0 && !e.patient {
 		return false, nil
 	}
 	if e.heldCount > 0 && !e.readAt.IsZero() && !time.Now().Before(e.readAt) {
-		// The guest gives no more. Frames that fit must get through.
+		// The guest gives no more buffers. Frames that fit must get through.
 		e.patient, e.readAt = false, time.Time{}
 		return false, nil
 	}
@@ -411,8 +405,7 @@ func (e *engine) lack() (bool, error) {
 	return true, nil
 }
 
-// receive reads one frame into the buffers at hand. It reports false when there
-// is none.
+// receive reads one frame into the held buffers. It reports false if there is no frame.
 func (e *engine) receive() (bool, error) {
 	n, err := e.mem.Readv(e.fd, e.ranges)
 	switch {
@@ -425,7 +418,7 @@ func (e *engine) receive() (bool, error) {
 		e.stats.TooShort.Add(1)
 		return true, nil
 	case n >= e.room && e.room < e.ordinary:
-		// Perhaps cut off: the kernel does not say.
+		// The frame may be cut off: the kernel does not say.
 		e.stats.TooLong.Add(1)
 		return true, nil
 	}
@@ -436,7 +429,7 @@ func (e *engine) receive() (bool, error) {
 		e.used[count] = virtq.Used{Head: h.chain.Head(), Written: uint32(k)}
 		left -= k
 	}
-	// The kernel does not know of this field.
+	// The kernel does not fill in num_buffers.
 	w := e.held[e.heldFrom].chain.Writer
 	if err := w.Skip(headerNumBuffers); err != nil {
 		return false, err

@@ -30,13 +30,13 @@ const (
 	vlanTag        = 4
 	minFrame       = ethernetHeader
 	defaultMTU     = 1500
-	// maxPayload is the largest segment that TCP hands down, in a packet of IP.
+	// maxPayload is the largest segment that TCP hands down, in one IP packet.
 	maxPayload = 65535
 	maxFrame   = maxPayload + ethernetHeader + vlanTag
 )
 
-// valid says whether the header of a frame of n bytes is one that a driver with
-// the given features may send (virtio 1.2, 5.1.6.2).
+// valid reports whether a driver with the given features may send this header with a frame of n bytes (virtio 1.2,
+// 5.1.6.2).
 func valid(p *[HeaderSize]byte, n int, features uint64) bool {
 	if n < minFrame || n > maxFrame {
 		return false

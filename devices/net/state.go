@@ -6,15 +6,14 @@ import (
 	"github.com/drowse-vm/drowse/devices"
 )
 
-// Kind and version of the saved state: the MAC, whether the link is up, and
-// whether the guest knows it to be.
+// Kind and version of the saved state: the MAC, whether the link is up, and whether the guest believes it is up.
 const (
 	stateKind    = "virtio-net"
 	stateVersion = 1
 )
 
-// Export implements [devices.Stateful]. It fails with [devices.ErrNotPaused] when the device
-// is active and runs.
+// Export implements [devices.Stateful]. It fails with [devices.ErrNotPaused] while the device is active and
+// running.
 func (d *Device) Export() (devices.Payload, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()

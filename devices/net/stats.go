@@ -12,15 +12,15 @@ type Stats struct {
 	// LinkDown counts frames of the guest that were dropped because the link
 	// was down.
 	LinkDown atomic.Uint64
-	// Refused counts frames of the guest that the host's kernel did not take:
-	// it found them malformed, or the interface is down.
+	// Refused counts frames of the guest that the host's kernel refused: they were malformed, or the interface was
+	// down.
 	Refused atomic.Uint64
-	// TooLong and TooShort count frames for the guest that were dropped: they
-	// did not fit in the guest's buffers, or are none.
+	// TooLong and TooShort count dropped frames for the guest: they did not fit in its buffers, or were too short
+	// to be frames.
 	TooLong, TooShort atomic.Uint64
-	// Waits counts how often the backend took no more for a while.
+	// Waits counts how often the backend was full.
 	Waits atomic.Uint64
 }
 
-// Stats are the counts, which go on.
+// Stats returns the live counters.
 func (d *Device) Stats() *Stats { return &d.stats }

@@ -1,22 +1,22 @@
 package reset
 
-// Kind is what the guest has done.
+// Kind is the kind of an event.
 type Kind int
 
-// What a guest can do to itself.
+// The kinds of events.
 const (
-	// Reset is a reboot.
+	// Reset means that the guest reboots.
 	Reset Kind = iota + 1
-	// PowerOff is a clean shutdown.
+	// PowerOff means that the guest has shut down cleanly.
 	PowerOff
-	// Panicked is a kernel that has given up.
+	// Panicked means that the guest's kernel has given up.
 	Panicked
-	// CrashLoaded is a kernel that has failed and now runs a crash kernel,
-	// which is going to reset the machine itself.
+	// CrashLoaded means that the kernel has failed and now runs a crash kernel, which will reset the machine
+	// itself.
 	CrashLoaded
 )
 
-// String is a word for messages.
+// String returns a word for messages.
 func (k Kind) String() string {
 	switch k {
 	case Reset:
@@ -31,13 +31,12 @@ func (k Kind) String() string {
 	return "unknown"
 }
 
-// Event is one such report.
+// Event is one report of the guest.
 type Event struct {
 	Kind Kind
 	// Via names the register that the guest used.
 	Via string
 }
 
-// Report receives events. It is called on the vCPU's thread, as often as the
-// guest likes, and must not block.
+// Report receives events. It runs on the vCPU's thread, as often as the guest likes, and must not block.
 type Report func(Event)

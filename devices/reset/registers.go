@@ -6,17 +6,16 @@ import (
 	"github.com/drowse-vm/drowse/devices"
 )
 
-// The ports of the keyboard controller, of which only the reset line works. What lies between them is not ours: 0x61
-// belongs to the interval timer.
+// The ports of the keyboard controller, of which only the reset line works. The ports between them are not part of
+// it: 0x61 belongs to the interval timer.
 const (
 	I8042Data    = 0x60
 	I8042Command = 0x64
 )
 
-// i8042Status is what the status register always reads: output buffer full,
-// input buffer empty. A buffer that cannot be emptied makes Linux's probe give up
-// after 16 reads ("no controller found"), and an empty input buffer lets its
-// reboot code send the reset command at once; 0xff would make it wait.
+// i8042Status is the constant value of the status register: output buffer full, input buffer empty. A buffer that
+// never empties makes Linux's probe give up after 16 reads ("no controller found"). An empty input buffer lets
+// Linux's reboot code send the reset command at once. 0xff would make it wait.
 const i8042Status = 0x01
 
 // Commands 0xf0 to 0xff pulse the lines whose bits are zero; line 0 resets the
@@ -26,8 +25,7 @@ const (
 	i8042PulseMask = 0xf1
 )
 
-// The registers of hardware-reduced ACPI, for the FADT (ACPI 6.5, 5.2.9 and
-// 4.8.3): all are one byte of I/O ports.
+// The registers of hardware-reduced ACPI, for the FADT (ACPI 6.5, 5.2.9 and 4.8.3). Each is one byte of I/O ports.
 const (
 	// ResetPort is the FADT's RESET_REG, ResetValue its RESET_VALUE.
 	ResetPort  = 0x600
@@ -36,8 +34,8 @@ const (
 	SleepControlPort = 0x604
 	// SleepStatusPort is the FADT's SLEEP_STATUS_REG.
 	SleepStatusPort = 0x605
-	// SleepTypeOff is the sleep type that switches the machine off: what the
-	// DSDT's \_S5 package has to name. No other sleep state exists.
+	// SleepTypeOff is the sleep type that switches the machine off. The DSDT's \_S5 package must name it. No other
+	// sleep state exists.
 	SleepTypeOff = 5
 )
 
@@ -58,7 +56,7 @@ const (
 	pvCrashLoaded = 1 << 1
 )
 
-// AddTo puts all registers on a bus of I/O ports. What is written to them is told to report.
+// AddTo puts all registers on a bus of I/O ports. They call report for what the guest writes to them.
 func AddTo(bus *devices.Bus, report Report) error {
 	for _, r := range []struct {
 		device string
@@ -81,7 +79,7 @@ func AddTo(bus *devices.Bus, report Report) error {
 				report(Event{PowerOff, "the ACPI sleep control register"})
 			}
 		}}},
-		// The wake status is never set, so clearing it does nothing.
+		// The wake status is never set, so a write that clears it does nothing.
 		{"ACPI power registers", SleepStatusPort, register{}},
 		{"pvpanic port", PVPanicPort, register{value: pvPanicked | pvCrashLoaded, write: func(v byte) {
 			if v&pvPanicked != 0 {
@@ -99,7 +97,7 @@ func AddTo(bus *devices.Bus, report Report) error {
 	return nil
 }
 
-// register is one byte, which always reads as the same value. write, if not nil, is called with what is written.
+// register is one byte that always reads as the same value. It calls write, if not nil, with each written byte.
 type register struct {
 	value byte
 	write func(v byte)

@@ -9,20 +9,19 @@ import (
 )
 
 const (
-	// QueueSize is the size of its only queue.
+	// QueueSize is the size of the device's only queue.
 	QueueSize = 64
-	// MaxRequest bounds what one request gets, in bytes. A longer buffer is
-	// filled only so far, which the driver can tell.
+	// MaxRequest is the most bytes that one request gets. The device fills a longer buffer only that far, and the
+	// driver sees the length.
 	MaxRequest = 64 << 10
 
-	// pieceSize is that of the buffer by which they go: nothing is ever
-	// allocated by a length that the guest has chosen.
+	// pieceSize is the size of the intermediate buffer: the guest's lengths never size an allocation.
 	pieceSize = 4 << 10
 )
 
-// Options are what New can do without.
+// Options are the optional settings of New.
 type Options struct {
-	// Source of the bytes; nil means the kernel's getrandom(2).
+	// Source gives the bytes. Nil means the kernel's getrandom(2).
 	Source io.Reader
 }
 
@@ -45,13 +44,13 @@ func New(o Options) *Device {
 // ID implements [devices.Device].
 func (d *Device) ID() devices.ID { return devices.IDEntropy }
 
-// Features implements [devices.Device]; there are none.
+// Features implements [devices.Device]. There are none.
 func (d *Device) Features() uint64 { return 0 }
 
 // QueueSizes implements [devices.Device].
 func (d *Device) QueueSizes() []uint16 { return []uint16{QueueSize} }
 
-// ReadConfig implements [devices.Device]; there is no configuration space.
+// ReadConfig implements [devices.Device]. There is no configuration space.
 func (d *Device) ReadConfig(_ uint32, p []byte) { clear(p) }
 
 // WriteConfig implements [devices.Device].

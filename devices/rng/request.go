@@ -7,8 +7,7 @@ import (
 	"github.com/drowse-vm/drowse/devices/virtq"
 )
 
-// handle fills one buffer. What the guest may have put into a readable part does
-// not matter.
+// handle fills one buffer. It ignores any readable part.
 func (d *Device) handle(c *virtq.Chain) error {
 	for left := min(c.Writer.Remaining(), MaxRequest); left > 0; {
 		p := d.piece[:min(left, pieceSize)]
@@ -20,7 +19,7 @@ func (d *Device) handle(c *virtq.Chain) error {
 		}
 		left -= len(p)
 	}
-	// No random byte is used twice, nor left to be found.
+	// Use no random byte twice, and leave none in memory.
 	clear(d.piece[:])
 	return nil
 }

@@ -14,13 +14,13 @@ import (
 	"github.com/drowse-vm/drowse/devices"
 )
 
-// Where the device is, in I/O ports.
+// The device's I/O ports.
 const (
 	Port  = 0x640
 	Ports = 16
 )
 
-// Offsets of its registers.
+// Offsets of the device's registers.
 const (
 	Select = 0
 	Seek   = 4
@@ -35,7 +35,7 @@ type Secret struct {
 	// Mode has the permissions, 0 to 0777, of the file that the guest sees.
 	Mode     uint16
 	UID, GID uint32
-	// Hidden is for the host alone: see Device.Use. At the ports it is as if it were not there.
+	// Hidden is for the host alone: see Device.Use. The ports do not show the secret.
 	Hidden bool
 }
 
@@ -56,32 +56,32 @@ type entry struct {
 	Secret
 	id      uint32
 	present bool
-	value   []byte // locked memory; of length 0 and nil if there is none
+	value   []byte // locked memory; nil if the value is absent or empty
 }
 
-// State is what Device.List says of a secret.
+// State is a secret as Device.List returns it.
 type State struct {
 	Secret
-	// Present says that its value is here; else it is awaited.
+	// Present means that the value is here. Otherwise it is awaited.
 	Present bool
 	Size    int // bytes
 }
 
-// Device is the ports, and keeps the values. Its methods may be called from any goroutine.
+// Device is the ports, and holds the values. Any goroutine may call its methods.
 type Device struct {
 	mu      sync.Mutex
 	entries []*entry // in the order of names
 	lastID  uint32
 	busy    bool
 	closed  bool
-	changed chan struct{} // nil while nobody waits for a change
+	changed chan struct{} // nil while no caller waits for a change
 
 	// What the guest is reading: the table, a value, or nothing.
 	chosen uint32
 	data   []byte
 	at     int
 	sum    uint32
-	broken bool // it has been replaced meanwhile
+	broken bool // the value was replaced during the read
 }
 
 // New makes a device without secrets.
@@ -97,7 +97,7 @@ func (d *Device) AddTo(bus *devices.Bus) error {
 
 var errClosed = errors.New("the machine is gone")
 
-// Set gives a secret a value, of at most MaxValue bytes, which is copied.
+// Set gives a secret a value of at most MaxValue bytes, which it copies.
 func (d *Device) Set(s Secret, value []byte) error {
 	if len(value) > MaxValue {
 		return fmt.Errorf("%w: %s has %d bytes, at most %d", ErrSecret, s.Name, len(value), MaxValue)
@@ -105,8 +105,7 @@ func (d *Device) Set(s Secret, value []byte) error {
 	return d.put(s, value, true)
 }
 
-// Await names a secret whose value will come: the guest waits for it. A value that there
-// is stays.
+// Await names a secret whose value will come. The guest waits for it. If the secret has a value already, it stays.
 func (d *Device) Await(s Secret) error { return d.put(s, nil, false) }
 
 func (d *Device) put(s Secret, value []byte, present bool) error {
@@ -140,7 +139,7 @@ func (d *Device) put(s Secret, value []byte, present bool) error {
 	return nil
 }
 
-// tell wakes those who wait for a change. The caller holds mu.
+// tell wakes the callers that wait for a change. The caller holds mu.
 func (d *Device) tell() {
 	if d.changed != nil {
 		close(d.changed)
@@ -148,9 +147,9 @@ func (d *Device) tell() {
 	}
 }
 
-// Use calls f with the value of a secret that is hidden. Nobody changes it meanwhile; f must not keep it, nor call
-// the device. If there is no such value it returns false and a channel that is closed when there may be; one that
-// stays open forever is no harm.
+// Use calls f with the value of a hidden secret. The value cannot change during the call. f must not keep it, nor
+// call the device. If there is no such value, Use returns false and a channel that closes when there may be one.
+// The caller may drop the channel.
 func (d *Device) Use(name string, f func(value []byte)) (there bool, changed <-chan struct{}) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -168,8 +167,8 @@ func (d *Device) find(name string) (int, bool) {
 	return slices.BinarySearchFunc(d.entries, name, func(e *entry, name string) int { return strings.Compare(e.Name, name) })
 }
 
-// Remove takes a secret away, and says whether there was one. When the last is gone the
-// guest counts as having wiped what it has read.
+// Remove removes a secret, and reports whether it existed. After the last one the guest counts as having wiped
+// what it has read.
 func (d *Device) Remove(name string) bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -204,15 +203,15 @@ func (d *Device) List() []State {
 	return out
 }
 
-// Busy says whether the guest has a copy of a value that it has not wiped yet, or of a
-// part, in the buffer by which its agent hands it on.
+// Busy reports whether the guest has a copy of a value, or of a part, that it has not yet wiped from the buffer by
+// which its agent passes it on.
 func (d *Device) Busy() bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	return d.busy
 }
 
-// Close wipes all values. The guest finds no secrets from then on.
+// Close wipes all values. From then on the guest finds no secrets.
 func (d *Device) Close() error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -237,7 +236,7 @@ func (d *Device) ReadIO(off uint64, p []byte) {
 	case off == Seek && len(p) == 4:
 		sum := d.sum
 		if d.broken {
-			sum = ^sum // so that it is read anew
+			sum = ^sum // the guest then reads the value again
 		}
 		binary.LittleEndian.PutUint32(p, sum)
 	case off == Data && len(p) == 1:
@@ -278,7 +277,7 @@ func (d *Device) choose(id uint32) {
 	}
 }
 
-// keep copies a value into memory of its own that is neither swapped nor dumped.
+// keep copies a value into memory of its own that the kernel neither swaps nor dumps.
 func keep(value []byte) ([]byte, error) {
 	if len(value) == 0 {
 		return nil, nil
@@ -300,11 +299,11 @@ func keep(value []byte) ([]byte, error) {
 	return mem, nil
 }
 
-// drop wipes what keep has made.
+// drop wipes memory from keep.
 func drop(mem []byte) {
 	if mem == nil {
 		return
 	}
 	clear(mem)
-	_ = unix.Munmap(mem) // of a mapping of ours, which cannot fail
+	_ = unix.Munmap(mem) // our own mapping: this cannot fail
 }

@@ -9,7 +9,7 @@ const (
 	MaxValue   = 64 << 10 // bytes
 )
 
-// Awaited is the size of a secret in the table whose value is not there.
+// Awaited is the size in the table of a secret whose value has not come.
 const Awaited = ^uint32(0)
 
 // The table, little-endian: version and number of entries (a byte each), and for each

@@ -6,8 +6,8 @@ import (
 	"github.com/drowse-vm/drowse/devices"
 )
 
-// The saved state: IER, LCR, MCR, scratch (u8 each), FIFO enabled u8, divisor u16,
-// transmit interrupt u8, input string, output string that is not yet written.
+// The saved state: IER, LCR, MCR, scratch (u8 each), FIFO enabled u8, divisor u16, transmit interrupt u8, input
+// string, unwritten output string.
 const (
 	stateKind    = "serial"
 	stateVersion = 1
@@ -30,8 +30,8 @@ func (u *UART) Export() (devices.Payload, error) {
 	return e.Payload(stateKind, stateVersion), nil
 }
 
-// Import implements [devices.Stateful]. The port is paused afterwards; Resume
-// raises an interrupt that is pending in the state.
+// Import implements [devices.Stateful]. The port is paused afterwards. Resume raises an interrupt that is pending
+// in the state.
 func (u *UART) Import(p devices.Payload) error {
 	d := p.Decode(stateKind, stateVersion)
 	var r registers

@@ -9,23 +9,22 @@ import (
 	"github.com/drowse-vm/drowse/devices"
 )
 
-// Where COM1 is on a PC.
+// COM1 of a PC.
 const (
-	// Port is its first I/O port, Ports how many it has.
+	// Port is the first of its Ports I/O ports.
 	Port  = 0x3f8
 	Ports = 8
-	// IRQ is its interrupt line: edge-triggered on ISA.
+	// IRQ is its interrupt line, which is edge-triggered on ISA.
 	IRQ = 4
 )
 
-// InputSize is how many bytes of looped-back output wait for the guest. The host types nothing.
+// InputSize is the most bytes of looped-back output that wait for the guest. The host sends no input.
 const InputSize = 4 << 10
 
-// fifoSize is that of the 16550A: what clearing the receive FIFO throws away.
+// fifoSize is the FIFO size of the 16550A: clearing the receive FIFO drops that many bytes.
 const fifoSize = 16
 
-// Registers, and the bits of them that are used (National Semiconductor
-// PC16550D, table II).
+// Registers and the bits that are used (National Semiconductor PC16550D, table II).
 const (
 	regData     = 0 // RBR, THR; divisor low with DLAB
 	regIER      = 1 // divisor high with DLAB
@@ -64,16 +63,15 @@ type registers struct {
 	ier, lcr, mcr, scratch uint8
 	fifo                   bool
 	divisor                uint16
-	// transmit is the interrupt "transmitter holding register empty": set by
-	// an output and by enabling it, cleared by reading it from IIR.
+	// transmit is the interrupt "transmitter holding register empty". Output and enabling it set it. Reading it
+	// from IIR clears it.
 	transmit bool
 }
 
 var afterReset = registers{mcr: mcrOut2, divisor: 12}
 
-// UART is one serial port. It implements [devices.IO], [devices.Pauser] and
-// [devices.Stateful]; all methods may be called at any time from any goroutine,
-// and the register accesses do not block.
+// UART is one serial port. It implements [devices.IO], [devices.Pauser] and [devices.Stateful]. Any goroutine may
+// call any method at any time. Register accesses do not block.
 type UART struct {
 	raise func()
 	out   *devices.Output
@@ -85,19 +83,17 @@ type UART struct {
 	paused bool
 }
 
-// New makes a port whose output goes to w, nil for nowhere. raise is called for
-// each rising edge of the interrupt line and must not block: the Signal method of
-// an irqfd's event.
+// New makes a port whose output goes to w, or nowhere if w is nil. It calls raise for each rising edge of the
+// interrupt line. raise must not block, such as the Signal method of an irqfd's event.
 func New(w io.Writer, raise func()) *UART {
 	return &UART{raise: raise, out: devices.NewOutput(w), regs: afterReset}
 }
 
-// Close writes out what waits, for a second at most.
+// Close writes the waiting output, for a second at most.
 func (u *UART) Close() error { return u.out.Close() }
 
-// update moves the interrupt line. Only a rising edge is an event: the handler of
-// an edge-triggered UART reads IIR until nothing is pending, which is when the
-// line falls. mu is held.
+// update moves the interrupt line. Only a rising edge is an event: the handler of an edge-triggered UART reads IIR
+// until nothing is pending, and then the line falls. The caller holds mu.
 func (u *UART) update() {
 	line := u.pending() != iirNone
 	if line && !u.line && !u.paused {
@@ -106,7 +102,7 @@ func (u *UART) update() {
 	u.line = line
 }
 
-// pending is the interrupt that IIR shows: the most urgent one.
+// pending returns the interrupt that IIR shows: the most urgent one.
 func (u *UART) pending() uint8 {
 	switch {
 	case u.regs.ier&ierReceive != 0 && len(u.input) > 0:
@@ -117,8 +113,8 @@ func (u *UART) pending() uint8 {
 	return iirNone
 }
 
-// ReadIO implements [devices.IO]. Registers are 8 bits wide; a wider access sees
-// the one it starts at, then zeros.
+// ReadIO implements [devices.IO]. Registers are 8 bits wide. A wider access reads the register where it starts,
+// then zeros.
 func (u *UART) ReadIO(off uint64, p []byte) {
 	clear(p)
 	if len(p) == 0 || off >= Ports {
@@ -177,8 +173,8 @@ func (u *UART) read(off uint64) uint8 {
 // array, which therefore never grows beyond InputSize.
 func (u *UART) consume(n int) { u.input = append(u.input[:0], u.input[n:]...) }
 
-// modemStatus is that of a modem that is always there, or of our own control
-// lines in loopback mode.
+// modemStatus returns the status of a modem that is always there, or of the port's own control lines in loopback
+// mode.
 func (u *UART) modemStatus() uint8 {
 	mcr := u.regs.mcr
 	if mcr&mcrLoop == 0 {
@@ -195,7 +191,7 @@ func (u *UART) modemStatus() uint8 {
 	return msr
 }
 
-// WriteIO implements [devices.IO]; of a wider access the first byte counts.
+// WriteIO implements [devices.IO]. Only the first byte of a wider access counts.
 func (u *UART) WriteIO(off uint64, p []byte) {
 	if len(p) == 0 || off >= Ports {
 		return
@@ -226,8 +222,7 @@ func (u *UART) write(off uint64, p []byte) {
 			r.divisor = r.divisor&0x00ff | uint16(v)<<8
 			return
 		}
-		// Enabling the transmit interrupt raises it, since the register is
-		// empty; drivers probe for this.
+		// Enabling the transmit interrupt raises it, since the register is empty. Drivers probe for this.
 		if v&^r.ier&ierTransmit != 0 {
 			r.transmit = true
 		}
@@ -246,9 +241,8 @@ func (u *UART) write(off uint64, p []byte) {
 	}
 }
 
-// Pause implements [devices.Pauser]. Register accesses are still
-// taken, but raise no interrupt before Resume. Output that a stuck writer has not
-// taken stays in the state.
+// Pause implements [devices.Pauser]. The port still takes register accesses, but raises no interrupt before
+// Resume. Output that a stuck writer has not taken stays in the state.
 func (u *UART) Pause(ctx context.Context) error {
 	if err := u.out.Pause(ctx); err != nil {
 		return fmt.Errorf("pausing the serial port: %w", err)
@@ -259,8 +253,8 @@ func (u *UART) Pause(ctx context.Context) error {
 	return nil
 }
 
-// Resume implements [devices.Pauser]. When the interrupt line is high it is
-// raised again, since the edge may have been lost.
+// Resume implements [devices.Pauser]. It raises the interrupt again if the line is high, since the edge may have
+// been lost.
 func (u *UART) Resume() error {
 	u.mu.Lock()
 	defer u.mu.Unlock()

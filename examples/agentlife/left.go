@@ -16,8 +16,8 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/link"
 )
 
-// costs are the processes of the store's VMs, and what they have of the host's RAM for themselves and their share of
-// the rest (Pss, proc(5)).
+// costs returns the processes of the store's VMs, and their private host RAM plus their share of the rest (Pss,
+// proc(5)).
 func (l *life) costs() (pids []int, ram int64, err error) {
 	lines, err := filepath.Glob("/proc/[0-9]*/cmdline")
 	if err != nil {
@@ -26,7 +26,7 @@ func (l *life) costs() (pids []int, ram int64, err error) {
 	for _, path := range lines {
 		line, err := os.ReadFile(path)
 		if err != nil || !bytes.Contains(line, []byte(l.store.State.Dir()+"\x00")) {
-			continue // it has ended, or is another
+			continue // it has ended, or is another process
 		}
 		dir := filepath.Dir(path)
 		pid, err := strconv.Atoi(filepath.Base(dir))
@@ -51,7 +51,7 @@ func (l *life) costs() (pids []int, ram int64, err error) {
 	return pids, ram, nil
 }
 
-// nothing looks for what is left of all sandboxes that there were.
+// nothing checks that no trace of any sandbox is left.
 func (l *life) nothing(ctx context.Context) error {
 	var errs []error
 	wrong := func(format string, args ...any) { errs = append(errs, fmt.Errorf(format, args...)) }
@@ -66,7 +66,7 @@ func (l *life) nothing(ctx context.Context) error {
 		if errors.Is(err, fs.ErrNotExist) {
 			continue
 		}
-		// An empty file system of the size of a disk stays, for the next sandbox with such a disk.
+		// An empty file system of a disk's size stays, for the next sandbox with such a disk.
 		left = slices.DeleteFunc(left, func(d fs.DirEntry) bool { return sub == "layers" && strings.HasPrefix(d.Name(), "ext4-") })
 		if err != nil || len(left) > 0 {
 			wrong("in %s there are left %v (%v)", sub, left, err)

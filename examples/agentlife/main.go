@@ -1,7 +1,7 @@
-// Agentlife is the life of an agent's workspace as a program that embeds drowse: it is made, gets code and a package,
-// serves a page, falls asleep because nobody uses it, is woken by a request, is forked three ways, the best fork takes
-// its place, another goes back to a snapshot, and all expires. Each step is checked, and its figures are printed. It
-// needs root, /dev/kvm, git, and an image with git and python3: `make agentlife` has all of them made.
+// Agentlife runs the life of an agent's workspace as a program that embeds drowse. The workspace is made, gets
+// code and a package, serves a page, falls asleep unused, wakes on a request, and is forked three ways. The best
+// fork takes its place, another goes back to a snapshot, and all expire. It checks each step and prints its
+// figures. It needs root, /dev/kvm, git, and an image with git and python3: `make agentlife` builds everything.
 package main
 
 import (
@@ -37,9 +37,9 @@ func main() {
 	}
 }
 
-// run makes a state directory, lives, and looks whether anything is left.
+// run makes a state directory, runs all steps, and checks that nothing is left.
 func (l *life) run(ctx context.Context) (err error) {
-	// Short, since Unix sockets lie in it.
+	// A short path, since Unix sockets lie in it.
 	dir, err := os.MkdirTemp("", "al")
 	if err != nil {
 		return err
@@ -62,7 +62,7 @@ func (l *life) run(ctx context.Context) (err error) {
 	l.fleet = fleet.New(l.store, fleet.Options{})
 	ended := l.supervise(ctx)
 	defer func() {
-		// Whatever went wrong, no VM stays behind.
+		// Leave no VM behind after an error.
 		all, _ := l.store.State.List()
 		for _, r := range all {
 			err = errors.Join(err, l.store.Sandbox(r.Spec.Name).Delete(context.WithoutCancel(ctx), sandbox.DeleteOptions{Force: true}))

@@ -28,7 +28,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/supervisor"
 )
 
-// life is one run, with what its steps hand on.
+// life is one run, with the results that its steps pass on.
 type life struct {
 	files, program, image string
 	slack                 time.Duration
@@ -39,17 +39,17 @@ type life struct {
 	launcher pool.Launcher
 	fleet    *fleet.Fleet
 
-	published string // HOST:PORT where the page is
+	published string // HOST:PORT of the page
 	head      string // the commit that was cloned
 	used      time.Time
 	before    string   // snapshot of the workspace before it was forked
-	ids       []string // of all sandboxes that there ever were
+	ids       []string // of all sandboxes so far
 	passes    string   // the fork whose tests pass
 }
 
 const (
 	workspace = "workspace"
-	original  = "workspace-before" // what the workspace is called when a fork has taken its place
+	original  = "workspace-before" // the name of the workspace after a fork has taken its place
 	port      = 8000
 	idleTime  = 15 // seconds
 	stepTime  = 10 * time.Minute
@@ -59,7 +59,7 @@ func (l *life) say(format string, args ...any) {
 	fmt.Fprintf(l.out, "%6.1f s  "+format+"\n", append([]any{time.Since(l.begun).Seconds()}, args...)...)
 }
 
-// supervise carries connections to published ports, and prunes when it is told to and not before.
+// supervise carries connections to published ports, and prunes only on request.
 func (l *life) supervise(ctx context.Context) (end func() error) {
 	ctx, stop := context.WithCancel(context.WithoutCancel(ctx))
 	ended := make(chan error, 1)
@@ -70,7 +70,7 @@ func (l *life) supervise(ctx context.Context) (end func() error) {
 	}
 }
 
-// sh runs a shell command in a sandbox and returns its output; a status other than 0 is an error.
+// sh runs a shell command in a sandbox and returns its output. A status other than 0 is an error.
 func (l *life) sh(ctx context.Context, name, script string) (string, error) {
 	agent, err := l.store.Sandbox(name).Agent(ctx)
 	if err != nil {
@@ -127,12 +127,12 @@ func (l *life) make(ctx context.Context) error {
 	return nil
 }
 
-// policy lets a request in at the published port, and nothing out.
+// policy admits requests at the published port, and lets nothing out.
 func (l *life) policy() (*netpolicy.Policy, error) {
 	return netpolicy.Parse(fmt.Appendf(nil, "publish: [{listen: %q, port: %d, protocol: tcp}]\n", l.published, port))
 }
 
-// code is what is cloned.
+// code is the content of the cloned repository.
 var code = map[string]string{
 	"app.py": `def total(prices):
     return sum(prices)
@@ -207,8 +207,8 @@ func (l *life) clone(ctx context.Context) error {
 	return nil
 }
 
-// install unpacks a wheel, which is how pip installs one that is pure Python. pip itself would take minutes to start
-// where the guest's kernel is interpreted.
+// install unpacks a wheel, as pip does for pure Python. pip itself would take minutes to start where KVM
+// interprets the guest's kernel.
 func (l *life) install(ctx context.Context) error {
 	var wheel bytes.Buffer
 	z := zip.NewWriter(&wheel)
@@ -259,7 +259,7 @@ func (l *life) serve(ctx context.Context) error {
 	return nil
 }
 
-// idle waits until the workspace is asleep, and looks what it still costs.
+// idle waits until the workspace sleeps, and measures what it still costs.
 func (l *life) idle(ctx context.Context) error {
 	r, err := l.store.State.Get(workspace)
 	if err != nil {
@@ -277,7 +277,7 @@ func (l *life) idle(ctx context.Context) error {
 		if r, err = l.store.State.Get(workspace); err != nil {
 			return err
 		}
-		// The record is written before the process ends.
+		// The record is written before the process has ended.
 		if processes, ram, err = l.costs(); err != nil {
 			return err
 		}
@@ -302,7 +302,7 @@ func (l *life) idle(ctx context.Context) error {
 	return nil
 }
 
-// get asks for the page, once.
+// get requests the page once.
 func (l *life) get(ctx context.Context) (string, error) {
 	ctx, cancel := context.WithTimeout(ctx, time.Minute)
 	defer cancel()
@@ -338,7 +338,7 @@ func (l *life) touch(ctx context.Context) error {
 	return nil
 }
 
-// changes are what the forks do with the code. One is right.
+// changes are the forks' changes to the code. One is right.
 var changes = map[string]string{
 	"fork-half":  "def total(prices):\n    t = sum(prices)\n    return t // 2 if t >= 200 else t\n",
 	"fork-tenth": "def total(prices):\n    t = sum(prices)\n    return t * 9 // 10 if t >= 200 else t\n",
@@ -351,7 +351,7 @@ func (l *life) forkThree(ctx context.Context) error {
 		return err
 	}
 	l.before = snap.Snapshot
-	// Nothing is published of the forks: the port is the workspace's.
+	// The forks publish nothing: the port is the workspace's.
 	closed, err := netpolicy.Parse([]byte("rules: []\n"))
 	if err != nil {
 		return err
@@ -397,7 +397,7 @@ func (l *life) forkThree(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// try changes the code of a fork and runs its tests. Tests that fail are no error.
+// try changes the code of a fork and runs its tests. Failing tests are not an error.
 func (l *life) try(ctx context.Context, name, text string) (string, error) {
 	if err := l.put(ctx, name, "/root/shop/app.py", []byte(text)); err != nil {
 		return "", err
@@ -422,7 +422,7 @@ func (l *life) promote(ctx context.Context) error {
 	if err := takePlace(ctx, l.store, l.passes); err != nil {
 		return err
 	}
-	// What the forks have written comes to the disk with their sleep.
+	// The forks' writes reach the disk when they sleep.
 	for _, name := range others {
 		if _, err := l.store.Sandbox(name).Sleep(ctx, sandbox.SleepOptions{}); err != nil {
 			return err
@@ -459,7 +459,7 @@ func (l *life) promote(ctx context.Context) error {
 	if said <= 0 || gone <= 0 {
 		return fmt.Errorf("their deletion has freed %d bytes, and the store has %d less", said, gone)
 	}
-	// The supervisor listens for the one that has the name and the port now, within half a second.
+	// Within half a second the supervisor listens for the sandbox that now has the name and the port.
 	for end := time.Now().Add(stepTime); ; {
 		body, err := l.get(ctx)
 		if err == nil && body == page(changes[l.passes]) {
@@ -473,7 +473,7 @@ func (l *life) promote(ctx context.Context) error {
 	}
 }
 
-// takePlace has a fork take the name of the workspace, which goes on under another.
+// takePlace gives a fork the name of the workspace, which continues under another name.
 func takePlace(ctx context.Context, h *sandbox.Host, fork string) error {
 	for _, name := range []string{workspace, fork} {
 		if _, err := h.Sandbox(name).Sleep(ctx, sandbox.SleepOptions{}); err != nil {
@@ -492,7 +492,7 @@ func takePlace(ctx context.Context, h *sandbox.Host, fork string) error {
 	return err
 }
 
-// back spoils the original, and takes it back to the snapshot before.
+// back spoils the original, and takes it back to the snapshot before that.
 func (l *life) back(ctx context.Context) error {
 	was := l.store.Sandbox(original)
 	if _, err := was.Wake(ctx); err != nil {
@@ -526,11 +526,11 @@ func (l *life) expire(ctx context.Context) error {
 		return err
 	}
 	l.say("   %d sandboxes have expired and are removed", removed)
-	// A snapshot that was asked for by name is pruned by nobody.
+	// Pruning leaves a snapshot that was taken by name.
 	return l.store.State.RemoveSnapshot(ctx, l.before)
 }
 
-// expireAll lets all sandboxes expire, and prunes until there are none. now is the clock.
+// expireAll makes all sandboxes expire, and prunes until none are left. now is the clock.
 func expireAll(ctx context.Context, f *fleet.Fleet, now func() time.Time) (removed int, err error) {
 	all, err := f.List(ctx, records.Filter{})
 	if err != nil {

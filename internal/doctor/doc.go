@@ -1,12 +1,10 @@
-// Package doctor looks a host over: which kind of KVM it has, and for everything else
-// that drowse uses, whether it is there and what follows if not.
+// Package doctor examines a host: its kind of KVM, and for everything else that drowse uses, whether it is
+// available and what follows if not.
 //
-// It stands by itself under internal because it belongs to no layer: it asks KVM, the
-// kernel, the file system of the state directory, the tools of the builders and the
-// stores, and nothing asks it but `drowse doctor`. What a capability is, stays in the
-// package that uses it; here is only what its absence means.
+// It stands alone under internal because it belongs to no layer. It asks KVM, the kernel, the file system of the
+// state directory, the builders' tools and the stores. Only `drowse doctor` uses it. The meaning of a capability
+// stays in the package that uses it. This package has only the consequence of its absence.
 //
-// Looking changes nothing: no directory is made, files for trying out a file system
-// have no name, and what is opened is closed. Everything that root alone can find out
-// is reported as such to others.
+// An examination changes nothing. It makes no directory, its test files have no name, and it closes what it opens.
+// What only root can find out is reported as unknown to others.
 package doctor

@@ -9,16 +9,15 @@ import (
 	"runtime"
 )
 
-// Options says what to look at.
+// Options says what to examine.
 type Options struct {
-	// StateDir is the state directory; it need not exist.
+	// StateDir is the state directory. It need not exist.
 	StateDir string
-	// Agent is the path where the guest's agent should be, and VMM that of the program of a VM's process.
+	// Agent is the path where the guest's agent should be, and VMM the path of the program of a VM's process.
 	Agent, VMM string
 }
 
-// Examine looks the host over. It fails only when ctx ends; whatever cannot be found
-// out is in the report as such.
+// Examine examines the host. It fails only when ctx ends. The report lists what could not be found out as unknown.
 func Examine(ctx context.Context, o Options) (Report, error) {
 	h := host{root: "/"}
 	var r Report
@@ -46,12 +45,12 @@ func Examine(ctx context.Context, o Options) (Report, error) {
 	return r, nil
 }
 
-// host is where facts are read: what is below root are /proc, /sys and /dev.
+// host is where to read facts: /proc, /sys and /dev are below root.
 type host struct{ root string }
 
 func (h host) path(name string) string { return filepath.Join(h.root, name) }
 
-// maxFact bounds the files of /proc and /sys that are read, in bytes.
+// maxFact bounds a file of /proc or /sys, in bytes.
 const maxFact = 1 << 20
 
 // read returns the content of a small file, or "" if it cannot be read.
@@ -65,7 +64,7 @@ func (h host) read(name string) string {
 	return string(b)
 }
 
-// architecture is amd64 or nothing runs.
+// architecture checks for amd64, without which nothing runs.
 func (h host) architecture(g *group) {
 	g.require("architecture", unless(runtime.GOARCH != "amd64", Missing), runtime.GOOS+"/"+runtime.GOARCH, "drowse runs on x86-64 only")
 }

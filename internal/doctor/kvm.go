@@ -15,10 +15,10 @@ import (
 )
 
 const (
-	// createTries is how many VMs are made to see how long it takes.
+	// createTries is how many VMs to make to measure the time.
 	createTries = 5
-	// slowCreate is what making a VM takes when something is wrong with it: 0.1 to
-	// 1 ms is usual, and a resume is to take 25 ms in all.
+	// slowCreate is a time to make a VM that shows a problem: 0.1 to 1 ms is usual, and a whole resume should take
+	// 25 ms.
 	slowCreate = 5 * time.Millisecond
 	// memslots is how many a machine needs: RAM below and above the hole for devices.
 	memslots = 2
@@ -52,7 +52,7 @@ func (h host) kvm(g *group) KVM {
 	return k
 }
 
-// create makes a few VMs, keeps the last and says how long they took.
+// create makes a few VMs, keeps the last one and records their times.
 func (h host) create(sys *kvm.System, k *KVM, g *group) *kvm.VM {
 	var (
 		vm    *kvm.VM
@@ -83,7 +83,7 @@ func (h host) create(sys *kvm.System, k *KVM, g *group) *kvm.VM {
 	return vm
 }
 
-// kind finds out what is under KVM.
+// kind finds out what is below KVM.
 func (h host) kind(k *KVM, g *group) {
 	flags := h.cpuFlags()
 	switch {
@@ -118,12 +118,11 @@ func (h host) kind(k *KVM, g *group) {
 	g.require("kvm", OK, detail, "")
 }
 
-// vendorModule is the module that registered itself with KVM.
+// vendorModule returns the module that registered with KVM.
 func (h host) vendorModule() string {
 	found, _ := filepath.Glob(h.path("sys/module/kvm/holders/*")) // the pattern is well-formed
 	if len(found) == 0 {
-		// Built in, or without that folder: the vendors' modules are there all the
-		// same if they have parameters.
+		// Built in, or without that folder: the vendors' modules still appear if they have parameters.
 		found, _ = filepath.Glob(h.path("sys/module/kvm_*"))
 	}
 	names := make([]string, 0, len(found))
@@ -144,7 +143,7 @@ func (h host) vendorModule() string {
 	return ""
 }
 
-// cpuFlags are those of the first CPU, nil if they cannot be read.
+// cpuFlags returns the flags of the first CPU, or nil if they cannot be read.
 func (h host) cpuFlags() map[string]bool {
 	for line := range strings.Lines(h.read("proc/cpuinfo")) {
 		key, value, ok := strings.Cut(line, ":")
@@ -160,19 +159,19 @@ func (h host) cpuFlags() map[string]bool {
 	return nil
 }
 
-// capability is one of KVM's that drowse uses.
+// capability is a capability of KVM that drowse uses.
 type capability struct {
 	name     string
 	cap      kvm.Capability
 	required bool
-	lack     string // what follows if it is not there
-	want     int    // the least value, or the bits, that will do; 0 is 1
+	lack     string // the consequence of its absence
+	want     int    // the least sufficient value, or the necessary bits; 0 means 1
 	bits     bool
 }
 
 const noVM = "no VM can run: a newer kernel is needed"
 
-// capabilityList is what packages vmm and vmm/kvm use, in the order of its use.
+// capabilityList is what packages vmm and vmm/kvm use, in the order of use.
 var capabilityList = []capability{
 	{name: "user_memory", cap: kvm.CapUserMemory, required: true, lack: noVM},
 	{name: "set_tss_addr", cap: kvm.CapSetTSSAddr, required: true, lack: noVM},
@@ -210,7 +209,7 @@ func capabilities(vm *kvm.VM, g *group) {
 		s := OK
 		switch {
 		case c.bits && have&want == want, !c.bits && have >= want:
-		case have == 0, c.required: // too little of it is none
+		case have == 0, c.required: // a required one that is too small counts as absent
 			s = Missing
 		default:
 			s = Degraded
@@ -219,8 +218,8 @@ func capabilities(vm *kvm.VM, g *group) {
 	}
 }
 
-// largePages looks at the remedy for a bug of Intel CPUs (iTLB multihit): a kernel
-// thread for each VM, whose start can take long under cgroups.
+// largePages checks the mitigation for a bug of Intel CPUs (iTLB multihit). It takes a kernel thread for each VM,
+// whose start can take long under cgroups.
 func (h host) largePages(k KVM, g *group) {
 	value := strings.TrimSpace(h.read("sys/module/kvm/parameters/nx_huge_pages"))
 	detail := "nx_huge_pages=" + value

@@ -23,7 +23,7 @@ func (h host) network(g *group) {
 	}
 }
 
-// tun looks at what TAP devices can do, without making one.
+// tun checks what TAP devices can do, without making one.
 func (h host) tun(g *group) {
 	const lack = "VMs have no link to the host's network; all else works"
 	f, err := os.OpenFile(h.path("dev/net/tun"), os.O_RDWR, 0)
@@ -47,8 +47,8 @@ func (h host) tun(g *group) {
 // noInterface is an index that no network interface has.
 const noInterface = 1<<31 - 1
 
-// programs loads a program for tc that lets everything pass, and asks to attach it to a link that does not exist: a
-// kernel that has TCX says so.
+// programs loads a program for tc that lets everything pass, and asks to attach it to a link that does not exist.
+// The kernel's error shows whether it has TCX.
 func programs(g *group) {
 	const (
 		needBPF = "the network of guests cannot be filtered with eBPF; VMs of today run without any"

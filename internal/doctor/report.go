@@ -11,21 +11,21 @@ type Status string
 // The outcomes.
 const (
 	OK       Status = "ok"
-	Missing  Status = "missing"  // it is not there
-	Degraded Status = "degraded" // it is there, but not as it should be
+	Missing  Status = "missing"  // it does not exist
+	Degraded Status = "degraded" // it exists, but not as it should be
 	Unknown  Status = "unknown"  // this process cannot find out
 )
 
-// Check is one thing that was looked at.
+// Check is one examined property.
 type Check struct {
 	Group  string `json:"group"`
 	Name   string `json:"name"`
 	Status Status `json:"status"`
-	// Detail is what was found.
+	// Detail is the finding.
 	Detail string `json:"detail"`
-	// Consequence is what follows and what to do; empty if all is well.
+	// Consequence is the consequence and the remedy. It is empty if all is well.
 	Consequence string `json:"consequence"`
-	// Required says that no VM runs unless the status is ok or degraded.
+	// Required means that VMs run only if the status is ok or degraded.
 	Required bool `json:"required"`
 }
 
@@ -36,37 +36,36 @@ type Kind string
 const (
 	HardwareVMX  Kind = "hardware-vmx" // Intel VT-x
 	HardwareSVM  Kind = "hardware-svm" // AMD-V
-	Hardware     Kind = "hardware"     // one of them, it is not known which
+	Hardware     Kind = "hardware"     // one of them, unknown which
 	Soft         Kind = "soft"         // none: guest kernels are interpreted
 	NoKVM        Kind = "none"
 	NoPermission Kind = "no-permission"
-	Broken       Kind = "broken" // there is a /dev/kvm, and no VM can be made
+	Broken       Kind = "broken" // /dev/kvm exists, but no VM can be made
 )
 
 // KVM describes the KVM of a host.
 type KVM struct {
 	Kind Kind `json:"kind"`
-	// VendorModule is the kernel module that does the work, or empty if it is not
-	// known, as when it is built in.
+	// VendorModule is the kernel module that does the work. It is empty if unknown, as when it is built in.
 	VendorModule string `json:"vendor_module"`
-	// Nested says that the host is a virtual machine itself, so that its KVM is
-	// slower than one on bare metal. nil if that is not known, or means nothing.
+	// Nested means that the host is a virtual machine itself, so that its KVM is slower than on bare metal. Nil
+	// means unknown or meaningless.
 	Nested *bool `json:"nested"`
-	// CreateVMMs is how long it takes to make an empty VM: the middle and the worst
-	// of a few tries, in milliseconds. Zero if none could be made.
+	// CreateVMMs and CreateVMMaxMs are the median and the longest time to make an empty VM over a few tries, in
+	// milliseconds. Zero if none could be made.
 	CreateVMMs    float64 `json:"create_vm_ms"`
 	CreateVMMaxMs float64 `json:"create_vm_max_ms"`
 }
 
-// Report is what is known of a host.
+// Report describes a host.
 type Report struct {
 	KVM    KVM     `json:"kvm"`
 	Checks []Check `json:"checks"`
-	// CanRun says that VMs can run here: nothing that is required is missing.
+	// CanRun means that VMs can run here: nothing required is missing.
 	CanRun bool `json:"can_run"`
 }
 
-// canRun decides from the checks. What is unknown does not count as there.
+// canRun decides from the checks. Unknown counts as missing.
 func canRun(checks []Check) bool {
 	for _, c := range checks {
 		if c.Required && c.Status != OK && c.Status != Degraded {
@@ -98,7 +97,7 @@ func (g *group) put(c Check) {
 	g.checks = append(g.checks, c)
 }
 
-// unless is OK, or what a status is if something is wrong.
+// unless returns s if something is wrong, and OK otherwise.
 func unless(wrong bool, s Status) Status {
 	if wrong {
 		return s
@@ -106,7 +105,7 @@ func unless(wrong bool, s Status) Status {
 	return OK
 }
 
-// bytesText is a size for people.
+// bytesText formats a size for people.
 func bytesText(n uint64) string {
 	switch {
 	case n >= 1<<30:
@@ -117,5 +116,5 @@ func bytesText(n uint64) string {
 	return fmt.Sprintf("%.0f KiB", float64(n)/(1<<10))
 }
 
-// oneLine keeps a detail from spoiling a table.
+// oneLine makes a detail fit on one line of a table.
 func oneLine(s string) string { return strings.Join(strings.Fields(s), " ") }

@@ -14,17 +14,17 @@ import (
 )
 
 const (
-	// lowSpace is when hardly one image and one sleeping VM fit.
+	// lowSpace is hardly enough for one image and one sleeping VM.
 	lowSpace = 2 << 30
-	// socketPath is how much is put behind the state directory for a Unix socket,
-	// at most, and maxSocketPath what the kernel takes (unix(7)).
+	// socketPath is the most that follows the state directory in the path of a Unix socket. maxSocketPath is the
+	// kernel's limit (unix(7)).
 	socketPath    = len("/vms/") + 40 + len("/control.sock")
 	maxSocketPath = 107
-	// tryBytes is written to a file without a name to see what its file system does.
+	// tryBytes is how much to write to a nameless file to see what its file system does.
 	tryBytes = 256 << 10
 )
 
-// Magic numbers of statfs(2) that have names of their own here.
+// Names for magic numbers of statfs(2).
 var fileSystems = map[int64]string{
 	unix.EXT4_SUPER_MAGIC:      "ext2/3/4",
 	unix.XFS_SUPER_MAGIC:       "xfs",
@@ -38,7 +38,7 @@ var fileSystems = map[int64]string{
 	0x2fc12fc1:                 "zfs",
 }
 
-// state looks at the state directory, or where it will be made.
+// state checks the state directory, or where it will be made.
 func (h host) state(g *group, dir string) {
 	const lack = "VMs cannot be kept: name another directory with --state or $DROWSE_STATE"
 	dir, err := filepath.Abs(dir)
@@ -71,7 +71,7 @@ func (h host) state(g *group, dir string) {
 	hooks(g, dir)
 }
 
-// hooks looks at the hooks of the host as whoever runs them does.
+// hooks checks the hooks of the host as their runner does.
 func hooks(g *group, dir string) {
 	found, err := hosthooks.In(dir).Look()
 	if err != nil {
@@ -89,7 +89,7 @@ func hooks(g *group, dir string) {
 	g.add(hosthooks.DirName, OK, oneLine(detail), "")
 }
 
-// existing returns the nearest directory at or above dir that is there.
+// existing returns the nearest existing directory at or above dir.
 func existing(dir string) (string, error) {
 	for {
 		st, err := os.Stat(dir)
@@ -124,7 +124,7 @@ func space(g *group, dir string) {
 	}
 }
 
-// nameless opens a file that has no name, or whose name is gone at once.
+// nameless opens a file without a name, or removes its name at once.
 func nameless(dir string) (*os.File, error) {
 	fd, err := unix.Open(dir, unix.O_TMPFILE|unix.O_RDWR|unix.O_CLOEXEC, 0o600)
 	if err == nil {

@@ -53,7 +53,7 @@ func (h host) userfaultfd(g *group) {
 	g.add("userfaultfd_features", unless(len(lacking) > 0, Degraded), detail, "none: lazy restore takes missing-page faults of anonymous memory, which need no feature")
 }
 
-// meminfo reads a field of /proc/meminfo, in bytes or, for counts, as it is.
+// meminfo returns the fields of /proc/meminfo in bytes. Counts stay as they are.
 func (h host) meminfo() map[string]uint64 {
 	out := map[string]uint64{}
 	for line := range strings.Lines(h.read("proc/meminfo")) {
@@ -73,7 +73,7 @@ func (h host) meminfo() map[string]uint64 {
 	return out
 }
 
-// lowMemory is when there is hardly room for one VM of the default size.
+// lowMemory is hardly enough for one VM of the default size.
 const lowMemory = 768 << 20
 
 func (h host) memory(g *group) {
@@ -114,7 +114,7 @@ func (h host) memory(g *group) {
 	}
 }
 
-// selected returns the [chosen] one of the words in a file of sysfs.
+// selected returns the word in [brackets] from a file of sysfs.
 func selected(text string) string {
 	_, rest, ok := strings.Cut(text, "[")
 	if !ok {
@@ -152,7 +152,7 @@ func version(release string) (major, minor int) {
 	return major, minor
 }
 
-// mounts returns where file systems of a type are mounted.
+// mounts returns the mount points of a type of file system.
 func (h host) mounts(fstype string) []string {
 	var out []string
 	for line := range strings.Lines(h.read("proc/self/mounts")) {

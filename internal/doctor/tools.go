@@ -12,20 +12,20 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/kernel"
 )
 
-// tool is a program or header of the host, and the Debian package that has it.
+// tool is a program or header of the host, and its Debian package.
 type tool struct {
 	name string
 	pkg  string
 }
 
-// builders are what `drowse kernel build` runs or includes.
+// builders are the tools that `drowse kernel build` runs or includes.
 var builders = []tool{
 	{"gcc", "gcc"}, {"ld", "binutils"}, {"make", "make"}, {"flex", "flex"}, {"bison", "bison"}, {"bc", "bc"},
 	{"patch", "patch"}, {"perl", "perl-base"}, {"tar", "tar"}, {"xz", "xz-utils"},
 	{"/usr/include/gelf.h", "libelf-dev"}, {"/usr/include/openssl/ssl.h", "libssl-dev"},
 }
 
-// find looks for a program in PATH and where Debian keeps those of root.
+// find looks for a program in PATH and in Debian's directories for root.
 func (h host) find(name string) (string, bool) {
 	if strings.HasPrefix(name, "/") {
 		_, err := os.Stat(h.path(name))
@@ -68,7 +68,7 @@ func (h host) tools(g *group) {
 	one("qemu", "qemu-system-x86_64", "qemu-system-x86", "none for VMs: only drowse's own tests use it, for a KVM of the hardware kind")
 }
 
-// stores looks at what VMs are made from.
+// stores checks what VMs are made from.
 func stores(g *group, o Options) {
 	for _, program := range []struct{ name, path, remedy string }{
 		{"agent", o.Agent, "build it with `make build`, put it beside drowse, or name it in $DROWSE_AGENT"},
@@ -107,7 +107,7 @@ func storedKernels(g *group, dir string) {
 
 func storedImages(g *group, dir string) {
 	const none = "no VM can start yet: `drowse image build --from debian:bookworm --include python3`"
-	// Opening a store makes its directories.
+	// Opening a store would make its directories.
 	if _, err := os.Stat(filepath.Join(dir, "images")); errors.Is(err, os.ErrNotExist) {
 		g.add("images", Missing, "none", none)
 		return

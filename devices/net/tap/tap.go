@@ -12,48 +12,47 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// HeaderSize is the size of the struct virtio_net_hdr that begins every frame, in
-// bytes: the one with num_buffers (virtio 1.2, 5.1.6).
+// HeaderSize is the size in bytes of the struct virtio_net_hdr, with num_buffers, in front of every frame (virtio
+// 1.2, 5.1.6).
 const HeaderSize = 12
 
 // clone is the device that TAP devices come from.
 const clone = "/dev/net/tun"
 
-// maxTries bounds the race for a free name of a template.
+// maxTries bounds the search for a free name of a template.
 const maxTries = 4096
 
-// What can be wrong, for errors.Is. A missing permission is os.ErrPermission, a
-// missing interface or /dev/net/tun is os.ErrNotExist.
+// Errors for errors.Is. A missing permission is os.ErrPermission. A missing interface or /dev/net/tun is
+// os.ErrNotExist.
 var (
 	ErrName   = errors.New("unusable interface name")
 	ErrExists = errors.New("an interface of that name exists")
 )
 
-// Config says what the host's end of a TAP device is to be.
+// Config describes the host's end of a TAP device.
 type Config struct {
-	// Name is 1 to 15 bytes, or a template with one %d, such as "drowse%d",
-	// that the first free number replaces.
+	// Name is 1 to 15 bytes, or a template with one %d, such as "drowse%d". Create replaces %d with the first free
+	// number.
 	Name string
-	// MAC is the host's address on it; nil leaves the kernel's choice.
+	// MAC is the host's address on the interface. Nil leaves the choice to the kernel.
 	MAC net.HardwareAddr
-	// MTU in bytes; zero leaves 1500.
+	// MTU is in bytes. Zero leaves 1500.
 	MTU int
-	// Addresses of the host on it.
+	// Addresses are the host's addresses on the interface.
 	Addresses []netip.Prefix
 	// Down leaves the interface down; Up raises it.
 	Down bool
 }
 
-// Device is the wire of a TAP device. It is in non-blocking mode, and one read or
-// write is one frame with its header.
+// Device is the wire of a TAP device, in non-blocking mode. One read or write moves one frame with its header.
 type Device struct {
 	fd    int
 	name  string
 	index int
 }
 
-// Create makes a TAP device that vanishes when it is closed, and sets the host's
-// end up. It fails with ErrExists when there is an interface of that name.
+// Create makes a TAP device that vanishes when it is closed, and configures the host's end. It fails with
+// ErrExists if an interface of that name exists.
 func Create(cfg Config) (*Device, error) {
 	if !strings.Contains(cfg.Name, "%d") {
 		return create(cfg, cfg.Name)
@@ -61,8 +60,7 @@ func Create(cfg Config) (*Device, error) {
 	if strings.Count(cfg.Name, "%") != 1 {
 		return nil, fmt.Errorf("creating TAP device %q: %w: a template has one %%d", cfg.Name, ErrName)
 	}
-	// The kernel knows templates too, but not together with the promise that the
-	// device is new.
+	// The kernel has templates too, but cannot combine them with the guarantee that the device is new.
 	for i := range maxTries {
 		d, err := create(cfg, strings.Replace(cfg.Name, "%d", fmt.Sprint(i), 1))
 		if !errors.Is(err, ErrExists) {
@@ -165,7 +163,7 @@ func remedy(err error) error {
 	return errors.New("look at the limits of the process")
 }
 
-// checkName says what the kernel would not say clearly.
+// checkName refuses names for which the kernel's error would be unclear.
 func checkName(name string) error {
 	switch {
 	case name == "" || name == "." || name == "..":
@@ -178,17 +176,17 @@ func checkName(name string) error {
 	return nil
 }
 
-// Name is the interface's name.
+// Name returns the interface's name.
 func (d *Device) Name() string { return d.name }
 
-// Index is the interface's number.
+// Index returns the interface's number.
 func (d *Device) Index() int { return d.index }
 
-// FD is the descriptor of the wire, in non-blocking mode, valid until Close.
+// FD returns the descriptor of the wire, in non-blocking mode. It is valid until Close.
 func (d *Device) FD() int { return d.fd }
 
-// SetOffloads says what the reader of the wire does itself: TUN_F_CSUM and the
-// others of the kernel's if_tun.h. What it does not do, the kernel does before.
+// SetOffloads sets what the reader of the wire does itself: TUN_F_CSUM and the others of the kernel's if_tun.h.
+// The kernel does the rest before the frame reaches the wire.
 func (d *Device) SetOffloads(flags int) error {
 	if err := unix.IoctlSetInt(d.fd, unix.TUNSETOFFLOAD, flags); err != nil {
 		return fmt.Errorf("setting the offloads %#x of TAP device %q: TUNSETOFFLOAD: %w", flags, d.name, err)
@@ -208,7 +206,7 @@ func (d *Device) Up() error {
 	return nil
 }
 
-// Close cuts the wire. A device that Create has made is gone when it returns.
+// Close closes the wire. A device from Create is gone when Close returns.
 func (d *Device) Close() error {
 	if d.fd < 0 {
 		return nil
