@@ -6,7 +6,7 @@
 //
 //	manifest    what the machine is, and the state of all but its RAM
 //	memory      RAM: compressed frames of a few pages each, and the index of them
-//	memory-ID   what it still needs of the memory files of snapshots before it
+//	memory-ID   memory files of earlier snapshots that it still needs
 //
 // [Create] writes all of RAM, or, as a delta, only what has changed since another snapshot. A delta still has the
 // complete index, so reading it takes as long at depth 1,000 as at depth 1. Its directory has hard links to the

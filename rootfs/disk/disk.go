@@ -88,7 +88,7 @@ type Disk struct {
 	pending  []run      // pending blocks of the top that no flush has picked up yet
 	spare    []run      // the spare buffer for pending
 	unsealed []*layer   // frozen, not yet durable; oldest first
-	failed   error      // the failed sync; no flush succeeds any more
+	failed   error      // the failed sync; no later flush succeeds
 	prepared *layer     // the layer that Prepare made for the next Seal
 }
 

@@ -5,18 +5,18 @@
 // the processor time of waking a VM. The next wake from the same memory files, of the same snapshot, a clone of
 // it, or a descendant, finds the frames here. A frame then costs a read from the page cache and a checksum.
 //
-//	Open   the cache files for the memory files of a snapshot; never fails
-//	Read   the pages of a frame, if they are there and what they were
-//	Add    in the background, after a wake: the frames of its working set
-//	Sweep  what belongs to no snapshot any more
+//	Open   opens the cache files for the memory files of a snapshot; never fails
+//	Read   returns the pages of a frame, if they are present and intact
+//	Add    adds the frames of the working set, in the background after a wake
+//	Sweep  removes the files that no snapshot needs
 //
-// # It is never needed
+// # The cache is never required
 //
 // Everything in a cache is in a snapshot too. A file that is missing, short, damaged, of another format or of
 // another memory file counts as empty. A frame that cannot be written is missing the next time. Nothing read from
 // a cache is ever written to a snapshot.
 //
-// # A page is right or it is not delivered
+// # Read returns only correct pages
 //
 // An entry says which bytes of which memory file it was made from: the random id of that file, the frame's offset
 // and length in it, and the checksum over its compressed bytes. All of them must match the snapshot's index, so a

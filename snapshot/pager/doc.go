@@ -68,7 +68,7 @@
 // does not have it. [Source] never asks the cache, so a page that was never loaded enters a later snapshot from
 // the earlier one, not from the cache. See package pagecache.
 //
-// # A view of RAM that stands still
+// # A frozen view of RAM
 //
 // [Frozen] is for captures of a guest that keeps running, lazily restored or not. Freeze copies the pages of its
 // set while the guest is paused, or write-protects them with UFFDIO_WRITEPROTECT. It uses the pager's userfaultfd
@@ -91,8 +91,8 @@
 //	open, reserve RAM, New and Start, 256 MiB of RAM    0.13 ms
 //	the same, 4 GiB                                     0.15 to 0.18 ms
 //	the same, 16 GiB                                    0.24 to 0.35 ms
-//	Ensure, the page is there                           15 ns
-//	Ensure, a frame has to be read, p50                 0.10 ms
+//	Ensure, the page is present                         15 ns
+//	Ensure, it must read a frame, p50                   0.10 ms
 //	fault in a system call, p50                         0.20 ms
 //
 // Decompression takes 68 us of a fault. Zeros in registered chunks cost about 3 us a page more than those left to

@@ -40,7 +40,7 @@ type FreezeOptions struct {
 // source for snapshot.Create. In order:
 //
 //	Prepare   while the guest runs
-//	Freeze    while it is paused, devices too
+//	Freeze    while it and its devices are paused
 //	          the guest runs again
 //	NextData, ReadPages, Release   by the writer of the snapshot
 //	Close     in every case; before pager, machine and memory are closed

@@ -34,7 +34,7 @@ var ErrImage = guestmem.ErrImage
 //
 //	NewImage
 //	CopyRunning  once or several times, while the guest runs, or never
-//	CopySet      what may have changed since, from a view that stands still, or
+//	CopySet      the pages that may have changed since, from a Frozen, or
 //	CopyAll      all of it, if nothing has been copied before
 //	SetNote, Seal
 //	File, and the methods of snapshot.MemorySource
