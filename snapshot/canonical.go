@@ -8,10 +8,10 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// canonical reads the JSON document of a manifest in the one form in which [Manifest.encodeJSON] writes it, byte by
-// byte and without reflection: that is on the way of every wake, where package encoding/json takes ten times as long
-// and has to encode the document again to know that it is in that form. What it does not understand is for
-// encoding/json to say, so it knows plain ASCII only.
+// canonical parses the JSON document of a manifest in the one form that [Manifest.encodeJSON] writes, byte by byte
+// and without reflection. Every wake runs it. Package encoding/json takes ten times as long, and must encode the
+// document again to know that it is in that form. canonical knows plain ASCII only and leaves everything else to
+// encoding/json.
 func canonical(doc []byte) (*Manifest, bool) {
 	c, m := canon{b: doc}, new(Manifest)
 	c.manifest(m)
@@ -19,7 +19,7 @@ func canonical(doc []byte) (*Manifest, bool) {
 	return m, !c.bad && len(c.b) == 0
 }
 
-// canon is what has not been read yet. Once something is bad, nothing that it returns means anything.
+// canon holds the bytes not yet read. Once bad is true, the values that its methods return are meaningless.
 type canon struct {
 	b   []byte
 	bad bool
@@ -107,7 +107,7 @@ func (c *canon) disk(d *Disk) {
 	c.word(`}`)
 }
 
-// has takes s if it comes next.
+// has consumes s if it comes next, and reports whether it did.
 func (c *canon) has(s string) bool {
 	rest, ok := bytes.CutPrefix(c.b, []byte(s))
 	if ok {
@@ -116,14 +116,14 @@ func (c *canon) has(s string) bool {
 	return ok
 }
 
-// word takes s, which must come next.
+// word consumes s, which must come next.
 func (c *canon) word(s string) {
 	if !c.has(s) {
 		c.bad = true
 	}
 }
 
-// list takes null or at most limit elements.
+// list reads null or an array of at most limit elements.
 func list[T any](c *canon, limit int, read func(*canon, *T)) []T {
 	if c.has("null") {
 		return nil
@@ -145,7 +145,7 @@ func list[T any](c *canon, limit int, read func(*canon, *T)) []T {
 	return all
 }
 
-// texts takes null or an object of strings in the order of their names, each of which is there once.
+// texts reads null or an object of strings, whose names must be unique and in ascending order.
 func (c *canon) texts() map[string]string {
 	if c.has("null") {
 		return nil
@@ -171,7 +171,7 @@ func (c *canon) texts() map[string]string {
 	return all
 }
 
-// text takes a string of printable ASCII, in which quotes and backslashes are escaped, and nothing else.
+// text reads a string of printable ASCII in which only quotes and backslashes are escaped.
 func (c *canon) text() string {
 	c.word(`"`)
 	escapes := 0
@@ -185,7 +185,7 @@ func (c *canon) text() string {
 			}
 			return s
 		case b == '\\':
-			// The character behind it is no end of the string.
+			// The character after the backslash does not end the string.
 			if i++; i == len(c.b) || c.b[i] != '"' && c.b[i] != '\\' {
 				c.bad = true
 			}
@@ -198,7 +198,7 @@ func (c *canon) text() string {
 	return ""
 }
 
-// unescape takes the backslash from before each of so many characters.
+// unescape removes the backslashes of the given number of escapes.
 func unescape(s string, escapes int) string {
 	var out strings.Builder
 	out.Grow(len(s) - escapes)
@@ -212,7 +212,7 @@ func unescape(s string, escapes int) string {
 	return out.String()
 }
 
-// uint64 takes a number without a sign and without zeros in front.
+// uint64 reads a number without a sign and without leading zeros.
 func (c *canon) uint64() (n uint64) {
 	digits := 0
 	for ; digits < len(c.b) && c.b[digits] >= '0' && c.b[digits] <= '9'; digits++ {

@@ -13,23 +13,20 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// deltaFiles is how many memory files a delta has at most. More make fewer
-// copies: see FORMAT.md, "Choice of constants".
+// deltaFiles is the most memory files that a delta may have. With a higher limit deltas copy less: see FORMAT.md,
+// "Choice of constants".
 const deltaFiles = 32
 
-// A file of which less than 1/liveShare of the pages are still needed is given
-// up, and they are carried over.
+// A delta drops a file of which less than 1/liveShare of the pages are still needed, and carries those pages over.
 const liveShare = 4
 
-// plan chooses which of the base's files the new snapshot does without.
+// plan returns the base's files that the new snapshot drops after it has carried their live parts over.
 //
-// Numbers grow with time, so the files are in the order of their ages, and no
-// file refers to a younger one. What is given up for the sake of the number of
-// files is always the youngest, so that only young leaves have to be looked
-// through. It is as in a log-structured merge tree: the new file takes in its
-// neighbour, then the next one as long as that is no larger than all that has
-// been taken in so far. So a byte that is copied comes to lie in a file at least
-// twice as large as before, or the number of files falls by one for each.
+// File numbers grow with time, so the files are in order of age, oldest first, and no file refers to a younger
+// one. To keep to the limit, plan always drops the youngest files, so that only young leaves must be searched. It
+// works like a log-structured merge tree: the new file absorbs its neighbour, then the next one while that is no
+// larger than all it has absorbed so far. So a copied byte ends up in a file at least twice as large as before, or
+// each absorbed file lowers the number of files by one.
 func (o *memoryWriter) plan(files []MemoryFile, limit int) map[uint32]bool {
 	carried := map[uint32]bool{}
 	var left []MemoryFile
@@ -62,8 +59,8 @@ func (o *memoryWriter) plan(files []MemoryFile, limit int) map[uint32]bool {
 	return carried
 }
 
-// carry moves what is to be moved out of files of the base into the new one,
-// gives names in dir to the files that stay, and returns these.
+// carry copies the live parts of the dropped files of the base into the new file, links the files that stay into
+// dir, and returns those.
 func (w *writer) carry(ctx context.Context, out *memoryWriter, dir string) ([]MemoryFile, error) {
 	base := w.base.manifest.Memory.Files
 	carried := map[uint32]bool{}
@@ -98,16 +95,14 @@ func (w *writer) carry(ctx context.Context, out *memoryWriter, dir string) ([]Me
 		return nil, fmt.Errorf("carrying frames over: %w", err)
 	}
 	out.carried = out.total() - before
-	// Leaves are only counted as they go, so this is the proof that nothing is
-	// left behind.
+	// The tally follows each leaf as it is replaced, so this check proves that nothing is left behind.
 	for n := range carried {
 		if u := *out.tally.file(n); u != (use{}) {
 			return nil, fmt.Errorf("%d pages of memory file %d were not carried over: the base does not state rightly what it has there: %w",
 				u.pages, n, ErrBase)
 		}
 	}
-	// A file that had nothing but leaves which have been written anew is of no use
-	// any more.
+	// A file is no longer needed if it only had leaves that are now rewritten.
 	kept := files[:0]
 	for _, f := range files {
 		if *out.tally.file(f.Number) != (use{}) {
@@ -119,14 +114,14 @@ func (w *writer) carry(ctx context.Context, out *memoryWriter, dir string) ([]Me
 	return kept, nil
 }
 
-// mayTouch emits the chunks that may have something in the files given up.
+// mayTouch returns a function that emits the chunks that may have frames or leaves in the dropped files.
 func (w *writer) mayTouch(out *memoryWriter, carried map[uint32]bool) func(context.Context, func(job) error) error {
 	oldest := ^uint32(0)
 	for n := range carried {
 		oldest = min(oldest, n)
 	}
 	m := w.base.memory
-	// The leaves that exist now: the pass makes others while it runs.
+	// Collect the leaves that exist now, because the pass makes others while it runs.
 	var jobs []job
 	for c := range uint64(m.Chunks()) {
 		leaf, ok := out.leaves[c]
@@ -145,10 +140,9 @@ func (w *writer) mayTouch(out *memoryWriter, carried map[uint32]bool) func(conte
 	}
 }
 
-// link gives a file of the base, which is open, the name newname. It is false if
-// that cannot be done though nothing is broken: the base has been removed or
-// compacted since it was opened, it is on another file system, that has no hard
-// links, or the file has too many.
+// link makes newname a hard link to the base's open file f. It returns false without an error if no link is
+// possible but nothing is broken: the base was removed or compacted since it was opened, it is on another file
+// system, the file system has no hard links, or the file has too many.
 func (w *writer) link(f *os.File, oldname, newname string) (bool, error) {
 	err := w.fs.Link(oldname, newname)
 	for _, e := range []error{fs.ErrNotExist, unix.EXDEV, unix.EMLINK, unix.EPERM, unix.EOPNOTSUPP, unix.ENOSYS} {
@@ -171,11 +165,10 @@ func (w *writer) link(f *os.File, oldname, newname string) (bool, error) {
 	return true, nil
 }
 
-// move carries over what the old leaf has in files that are given up. moved is
-// how many pages are still needed of each old frame. A frame that is still
-// needed for the most part is copied as it is, after a look at its checksum;
-// what is left of others is packed anew, and so are tiny frames if there are
-// several, because an entry of the index is as large as such a frame may be.
+// move carries over what the old leaf has in dropped files. moved has the number of pages still needed of each old
+// frame. move checks and copies a frame unchanged if more than half of it is needed (all of it, if dense). It
+// repacks the needed pages of the others, and those of tiny frames if there are several, because an index entry
+// can be as large as such a frame.
 func (p *pass) move(u *unit, t *tools, moved [ChunkPages]uint16) error {
 	tiny, limit := 0, FramePages/4
 	if p.w.dense {
@@ -234,8 +227,7 @@ func (u *unit) copyFrame(m *Memory, d *Decoder, i int) error {
 	return nil
 }
 
-// repackFrame puts the pages of an old frame that are still needed into new
-// ones.
+// repackFrame packs the pages of an old frame that are still needed into new frames.
 func (u *unit) repackFrame(m *Memory, t *tools, i int) error {
 	raw, err := m.ReadFrame(&u.old.frames[i], t.d)
 	if err != nil {

@@ -11,18 +11,15 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Compact rewrites the snapshot in dir so that it has one memory file and that
-// nothing is in it which the snapshot does not need: frames are copied, and what
-// is left of those that are not full is compressed anew. What the snapshot says
-// stays the same, its ID too, but ManifestSHA256 changes. The new directory
-// takes the place of the old one in one step; whoever has the old one open can
-// read on, and files that others have links to stay theirs. So Compact frees
-// space only if nobody else needs the old files: see Usage.
+// Compact rewrites the snapshot in dir so that it has one memory file with only what the snapshot needs. It copies
+// full frames, and compresses the live pages of the others again. The snapshot's content and its ID stay the same,
+// but ManifestSHA256 changes. The new directory replaces the old one in one step. A Snapshot opened before can
+// still be read, and files that other snapshots link to stay. So Compact frees space only if no other snapshot
+// needs the old files: see Usage.
 //
-// The result has SizeBytes 0 if there was nothing to do. Compact fails like Open
-// and like Create, and the snapshot is as it was then; but if it fails when the
-// new one has been put in place, which the message says, either may be found
-// after a loss of power. Two at once on one directory fail with EWOULDBLOCK.
+// The result has SizeBytes 0 if there was nothing to do. Compact fails like Open and like Create, and then leaves
+// the snapshot unchanged. But if it fails after the exchange, which the message says, either version may be there
+// after a power loss. If another Compact is at work on the directory, Compact fails with EWOULDBLOCK.
 func Compact(ctx context.Context, dir string) (*Info, error) {
 	info, err := compact(ctx, filepath.Clean(dir), osFS{})
 	if err != nil {
@@ -33,7 +30,7 @@ func Compact(ctx context.Context, dir string) (*Info, error) {
 
 func compact(ctx context.Context, dir string, fs FS) (info *Info, err error) {
 	w := &writer{fs: fs, start: time.Now(), dense: true}
-	// Nobody else may put another directory in place meanwhile.
+	// The lock keeps another Compact from replacing the directory meanwhile.
 	lock, err := fs.Lock(dir)
 	if errors.Is(err, os.ErrNotExist) {
 		return nil, fmt.Errorf("%w: %w", ErrNotFound, err)

@@ -21,23 +21,23 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// FramePages is how many pages go into a frame, and frameLevel how hard they
-// are compressed. Chosen by measurement, see FORMAT.md, "Choice of constants".
+// FramePages is the number of pages that Create packs into a frame, and frameLevel the zstd level. Both were
+// chosen by measurement, see FORMAT.md, "Choice of constants".
 const (
 	FramePages = 16
 	frameLevel = zstd.SpeedFastest
 )
 
-// MaxWriters bounds the goroutines that compress. Each holds up to two chunks,
-// compressed, and a few frames: at most 5 MiB.
+// MaxWriters bounds the goroutines that compress. Each holds up to two compressed chunks and a few frames: at most
+// 5 MiB.
 const MaxWriters = 32
 
-// Spec says what goes into a snapshot. Memory is required, the rest describes.
+// Spec says what goes into a snapshot. Only Memory and VCPUs are required.
 type Spec struct {
-	// ID is the snapshot's identity, 32 hex digits; a random one if empty.
+	// ID is the snapshot's identity, 32 hex digits. If empty, Create chooses a random one.
 	ID      string
 	Sandbox string
-	// Created is the time of the capture; now if zero.
+	// Created is the time of the capture. Zero means now.
 	Created time.Time
 	VCPUs   int
 	Kernel  string
@@ -47,24 +47,22 @@ type Spec struct {
 	Labels  map[string]string
 	// Payloads are the states of vCPUs, interrupt controllers, clock, devices.
 	Payloads []Payload
-	// Memory is RAM at the instant of the snapshot. The guest may run on if the
-	// source keeps what it overwrites.
+	// Memory is RAM at the instant of the snapshot. The guest may keep running if the source keeps what it
+	// overwrites.
 	Memory MemorySource
-	// Base makes the snapshot a delta: only the pages in Changed are read from
-	// Memory, and the others are what they are in Base, which must be open
-	// until Create returns, on the same file system if files are to be shared,
-	// and of the same layout. Neither may change meanwhile.
+	// Base makes the snapshot a delta: Create reads only the pages in Changed from Memory and takes the others
+	// from Base. Base must have the same layout and be open until Create returns. It can share files only on the
+	// same file system. Neither Base nor Changed may change meanwhile.
 	Base *Snapshot
-	// Changed must have all pages that may differ from Base, among them those
-	// that the guest has given back and that are zeros again.
+	// Changed must have all pages that may differ from Base, including those that the guest has given back and
+	// that are zeros again.
 	Changed *guestmem.PageSet
-	// Writers is how many goroutines compress, at most MaxWriters; as many as
-	// there are processors if 0.
+	// Writers is the number of goroutines that compress, at most MaxWriters. 0 means GOMAXPROCS.
 	Writers int
-	// FS stands in for the machine's file system, if not nil.
+	// FS, if not nil, replaces the host's file system.
 	FS FS
 
-	// maxFiles is in place of deltaFiles if not 0.
+	// maxFiles replaces deltaFiles if not 0.
 	maxFiles int
 }
 
@@ -72,37 +70,33 @@ type Spec struct {
 type Info struct {
 	Dir      string
 	Manifest *Manifest
-	// SizeBytes is what has been written: the manifest and the snapshot's own
-	// memory file. A full snapshot has no more.
+	// SizeBytes is the size of what was written: the manifest and the snapshot's own memory file. A full snapshot
+	// has no other files.
 	SizeBytes int64
 	// SharedBytes is the size of the files that are links to those of the base.
 	SharedBytes int64
-	// CarriedBytes is how much of SizeBytes was only written because frames of
-	// the base's files were carried over, so that the number of files stays
-	// small and space that nothing refers to can be freed.
+	// CarriedBytes is the part of SizeBytes that Create wrote to carry frames over from the base's files. That
+	// keeps the number of files small and lets unreferenced space be freed.
 	CarriedBytes int64
-	// ManifestSHA256 is over the whole manifest file, and so pins everything
-	// in the snapshot.
+	// ManifestSHA256 is the hash of the whole manifest file, and so pins everything in the snapshot.
 	ManifestSHA256 string
-	// Elapsed are the times taken: reading, compressing and writing RAM; fsync
+	// WriteTime is the time to read, compress, write and sync RAM. CommitTime is the time to write the manifest
 	// and rename.
 	WriteTime, CommitTime time.Duration
 }
 
 const tempPrefix = ".drowse-snapshot-"
 
-// Create writes a snapshot to the directory dir, which must not exist, while its
-// parent must. The snapshot is durable when Create returns, and there is none
-// of that name if it fails: with ErrExists, ErrNoSpace, ErrSpec, ErrBase, the
-// error of the source, of the base (ErrCorrupt and the like) or of the file
-// system, or the context's. Machine and base are as they were in every case.
-// Create waits for calls of the source that are under way, then returns.
+// Create writes a snapshot to the directory dir. dir must not exist, its parent must. When Create returns, the
+// snapshot is durable. If Create fails, it leaves no snapshot of that name. It fails with ErrExists, ErrNoSpace,
+// ErrSpec, ErrBase, the error of the source, of the base (ErrCorrupt and the like), of the file system, or of the
+// context. Machine and base are unchanged in every case. Create waits for calls to the source that are under way
+// before it returns.
 //
-// The time and the memory that a delta takes go with the number of chunks that
-// have changed pages, but for the 16 bytes of the root and 64 of the bitmap for
-// each 2 MiB of RAM; once in many deltas it also carries frames over, see
-// FORMAT.md, "Deltas". Beside what the goroutines hold (see MaxWriters), Create
-// keeps the index of what it writes in memory, 2 to 13 KiB for each 2 MiB.
+// The time and memory that a delta takes grow with the number of chunks that have changed pages, apart from the 16
+// bytes of the root and 64 of the bitmap for each 2 MiB of RAM. Now and then a delta also carries frames over, see
+// FORMAT.md, "Deltas". Besides what the goroutines hold (see MaxWriters), Create keeps the index of what it writes
+// in memory, 2 to 13 KiB for each 2 MiB.
 func Create(ctx context.Context, dir string, spec Spec) (*Info, error) {
 	w := &writer{spec: spec, fs: spec.FS, base: spec.Base, start: time.Now(), maxFiles: spec.maxFiles}
 	if w.fs == nil {
@@ -122,14 +116,14 @@ type writer struct {
 	spec  Spec
 	fs    FS
 	start time.Time
-	// base is what the index is based on, nil for a full snapshot.
+	// base is the snapshot whose index the new one extends, nil for a full snapshot.
 	base     *Snapshot
 	maxFiles int
-	// dense makes frames that are not full be packed anew, and links nothing.
+	// dense makes the writer repack frames that are not full, and link no files.
 	dense bool
 }
 
-// checkBase says whether the delta can be made at all.
+// checkBase returns an error if the delta cannot be made.
 func (w *writer) checkBase(dir string) error {
 	s := &w.spec
 	if s.Base == nil {
@@ -154,7 +148,7 @@ func (w *writer) checkBase(dir string) error {
 	case bm.Depth == math.MaxUint32 || w.number() == 0:
 		return fmt.Errorf("the chain of the base is too long: %w: make a full snapshot", ErrBase)
 	}
-	// Nothing else belongs into a snapshot.
+	// A snapshot may not lie inside another one.
 	rel, err := filepath.Rel(absolute(s.Base.dir), absolute(dir))
 	if err == nil && rel != "." && rel != ".." && !strings.HasPrefix(rel, "../") {
 		return fmt.Errorf("%s is inside of its base %s: %w: choose another name", dir, s.Base.dir, ErrBase)
@@ -169,7 +163,7 @@ func absolute(name string) string {
 	return filepath.Clean(name)
 }
 
-// number is what the index calls the new file; 0 if there are no more numbers.
+// number returns the new file's number in the index, 0 if there are no more numbers.
 func (w *writer) number() uint32 {
 	if w.base == nil {
 		return 1
@@ -201,7 +195,7 @@ func (w *writer) manifest() (*Manifest, error) {
 	if err := checkSlots(m.Memory.Slots); err != nil {
 		return nil, err
 	}
-	// What can be refused is refused before RAM is written.
+	// Encode a probe, so that a bad spec is refused before RAM is written.
 	probe := *m
 	probe.Memory.Files = []MemoryFile{{Number: w.number(), ID: id, Name: MemoryName, Size: fileHeader + m.rootBytes(), Index: fileHeader}}
 	_, err := encodeManifest(&probe, s.Payloads)
@@ -225,7 +219,7 @@ func (w *writer) create(ctx context.Context, dir string) (*Info, error) {
 		return nil, err
 	}
 	parent := filepath.Dir(dir)
-	// The rename at the end decides, but it comes late.
+	// The rename at the end makes the final check, but it comes late.
 	if exists, err := w.fs.Exists(dir); err != nil {
 		return nil, err
 	} else if exists {
@@ -247,8 +241,8 @@ func (w *writer) create(ctx context.Context, dir string) (*Info, error) {
 	return info, nil
 }
 
-// checkFree refuses at once what is certainly too little space; how far the
-// pages can be compressed is not known before they are.
+// checkFree returns ErrNoSpace if the space is certainly too little. The compressed size of the pages is not known
+// yet.
 func (w *writer) checkFree(parent string, m *Manifest, payloads []Payload) error {
 	need := uint64(payloadBytes(payloads)) + uint64(m.rootBytes()) + guestmem.PageSize
 	if free, err := w.fs.Free(parent); err == nil && free < need {
@@ -257,9 +251,8 @@ func (w *writer) checkFree(parent string, m *Manifest, payloads []Payload) error
 	return nil
 }
 
-// build writes the files of the snapshot m into a temporary directory in
-// parent and makes it durable. Then commit gives it its name, in one step, and
-// says what must be removed if anything fails from then on.
+// build writes the files of the snapshot m into a temporary directory in parent and makes it durable. Then commit
+// gives it its name in one step, and returns the directory that build must remove if a later step fails.
 func (w *writer) build(ctx context.Context, parent string, m *Manifest, payloads []Payload,
 	commit func(temp string) (string, error)) (info *Info, err error) {
 	temp, lock, err := w.tempDir(parent)
@@ -297,7 +290,7 @@ func (w *writer) build(ctx context.Context, parent string, m *Manifest, payloads
 	if err := ctx.Err(); err != nil {
 		return nil, context.Cause(ctx)
 	}
-	// From here on the snapshot has its name, unless this fails.
+	// If commit succeeds, the snapshot has its name from here on.
 	if unwanted, err = commit(temp); err != nil {
 		return nil, err
 	}
@@ -311,11 +304,11 @@ func (w *writer) build(ctx context.Context, parent string, m *Manifest, payloads
 	return info, nil
 }
 
-// tempTries is how often Clean may snatch a directory away before it is locked.
+// tempTries is how often tempDir tries if Clean removes its directory before it is locked.
 const tempTries = 4
 
-// tempDir makes a directory beside the target that no other Create uses, and
-// that Clean does not remove before the lock is closed.
+// tempDir makes a directory beside the target that no other Create uses. Clean does not remove it until lock is
+// closed.
 func (w *writer) tempDir(parent string) (name string, lock io.Closer, err error) {
 	for range tempTries {
 		id := randomID()
@@ -334,9 +327,8 @@ func (w *writer) tempDir(parent string) (name string, lock io.Closer, err error)
 	return "", nil, err
 }
 
-// Clean removes what a Create that was killed has left in the directory parent.
-// A Create that is at work, in any process, is not disturbed. It returns the
-// number of unfinished snapshots removed.
+// Clean removes what a killed Create has left in the directory parent, and returns the number of unfinished
+// snapshots removed. It does not touch the directory of a Create that is still running, in any process.
 func Clean(parent string) (int, error) {
 	entries, err := os.ReadDir(parent)
 	if err != nil {
@@ -351,7 +343,7 @@ func Clean(parent string) (int, error) {
 		name := filepath.Join(parent, e.Name())
 		lock, err := osFS{}.Lock(name)
 		if err != nil {
-			continue // in use, or somebody else has removed it
+			continue // in use, or removed by another process
 		}
 		if err := os.RemoveAll(name); err != nil {
 			errs = append(errs, err)
@@ -366,7 +358,7 @@ func Clean(parent string) (int, error) {
 	return n, nil
 }
 
-// writeFile makes a durable file of what write writes.
+// writeFile creates a file, lets write fill it, and makes it durable.
 func (w *writer) writeFile(name string, write func(File) (int64, error)) (n int64, err error) {
 	f, err := w.fs.Create(name)
 	if err != nil {
@@ -379,9 +371,8 @@ func (w *writer) writeFile(name string, write func(File) (int64, error)) (n int6
 	return n, f.Sync()
 }
 
-// Remove removes the snapshot in dir, or what is left of it, so that a crash
-// leaves all of it or nothing of that name; Clean removes the rest. Files that
-// other snapshots have links to stay theirs. It is no error if there is none.
+// Remove removes the snapshot in dir, or what is left of it. A crash leaves all of it or nothing of that name;
+// Clean removes the rest. Files that other snapshots link to stay. A missing snapshot is not an error.
 func Remove(dir string) error {
 	free, err := Discard(dir)
 	if err != nil {
@@ -390,8 +381,8 @@ func Remove(dir string) error {
 	return free()
 }
 
-// Discard is Remove in two steps: when it returns, the snapshot has no name any
-// more, also after a crash, and free removes its files, which may take long.
+// Discard is Remove in two steps. When it returns, the snapshot's name is durably gone, even after a crash. free
+// removes the files, which may take long.
 func Discard(dir string) (free func() error, err error) {
 	wrap := func(err error) error {
 		if err != nil {
@@ -411,7 +402,7 @@ func Discard(dir string) (free func() error, err error) {
 	}, nil
 }
 
-// discard gives a snapshot a name that Clean knows; empty if there is none.
+// discard renames a snapshot to a name that Clean recognizes, and returns it; empty if there is no snapshot.
 func discard(dir string, fsys FS) (temp string, err error) {
 	id := randomID()
 	temp = filepath.Join(filepath.Dir(dir), tempPrefix+hex.EncodeToString(id[:8]))
@@ -420,10 +411,10 @@ func discard(dir string, fsys FS) (temp string, err error) {
 	} else if err != nil {
 		return "", err
 	}
-	// It must not come back without some of its files.
+	// After a crash the old name must not come back with some of the files missing.
 	return temp, fsys.SyncDir(filepath.Dir(dir))
 }
 
-// IsTemp reports whether a name in the parent directory is that of a snapshot that
-// is being made, or was when its process died.
+// IsTemp reports whether a name in the parent directory belongs to a snapshot that is being created or removed, or
+// was when its process died.
 func IsTemp(name string) bool { return strings.HasPrefix(name, tempPrefix) }

@@ -9,22 +9,19 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// What can be wrong with a snapshot. Use errors.Is; the message says which file,
-// where in it, and what to do.
+// Errors of snapshots. Test for them with errors.Is. The message says which file, where in it, and what to do.
 var (
 	// ErrNotFound: there is no snapshot of that name.
 	ErrNotFound = errors.New("no such snapshot")
 	// ErrIncomplete: files are missing or shorter than the manifest says.
 	ErrIncomplete = errors.New("snapshot is incomplete")
-	// ErrCorrupt: bytes are not what was written. It is always a *CorruptError.
+	// ErrCorrupt: bytes are not what was written. The error is always a *CorruptError.
 	ErrCorrupt = errors.New("snapshot is corrupt")
-	// ErrVersion: the snapshot was written in a format that this version does
-	// not read.
+	// ErrVersion: the snapshot has a format that this version does not read.
 	ErrVersion = errors.New("snapshot has another format version")
-	// ErrForeign: it is not a snapshot at all, or one of a machine that this
-	// host cannot run.
+	// ErrForeign: it is not a snapshot, or its machine cannot run on this host.
 	ErrForeign = errors.New("snapshot is foreign to this host")
-	// ErrExists: a snapshot, or anything else, has that name already.
+	// ErrExists: a snapshot or another file already has that name.
 	ErrExists = errors.New("snapshot exists already")
 	// ErrNoSpace: the file system is full (or a quota is used up).
 	ErrNoSpace = errors.New("not enough disk space for the snapshot")
@@ -40,7 +37,7 @@ type CorruptError struct {
 	File string
 	// Offset is the position of the damaged piece in that file, in bytes.
 	Offset int64
-	// What is the damaged piece and what is wrong with it.
+	// What names the damaged piece and says what is wrong with it.
 	What string
 }
 
@@ -56,8 +53,8 @@ func corrupt(file string, off int64, format string, args ...any) error {
 	return &CorruptError{File: file, Offset: off, What: fmt.Sprintf(format, args...)}
 }
 
-// readError gives an error of reading n bytes at off of a snapshot file its
-// type: a file that ends early is incomplete, anything else is the host's.
+// readError wraps an error from reading n bytes at off of a snapshot file. A file that ends early gets
+// ErrIncomplete; other errors keep their own type.
 func readError(file string, off int64, n int, err error) error {
 	if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
 		return fmt.Errorf("reading %d bytes of %s at byte %d: the file ends there: %w", n, file, off, ErrIncomplete)
@@ -65,7 +62,7 @@ func readError(file string, off int64, n int, err error) error {
 	return fmt.Errorf("reading %d bytes of %s at byte %d: %w", n, file, off, err)
 }
 
-// writeError gives errors of creating a snapshot their type.
+// writeError wraps an error from creating a snapshot and adds ErrNoSpace or ErrExists where it applies.
 func writeError(doing string, err error) error {
 	switch {
 	case errors.Is(err, unix.ENOSPC), errors.Is(err, unix.EDQUOT):

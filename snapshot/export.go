@@ -34,41 +34,38 @@ const (
 	exportName = "export"
 )
 
-// ExtraFile is a file that goes with a snapshot and that the caller keeps, as a
-// layer of a disk.
+// ExtraFile is a file of the caller that goes with a snapshot, such as a layer of a disk.
 type ExtraFile struct {
-	// Name is what Import calls it: printable text, at most MaxNameBytes.
+	// Name is the name that Import passes to Placer.Place: printable text, at most MaxNameBytes.
 	Name string
 	// Size is the exact length in bytes.
 	Size int64
-	// Open opens it for reading. Export reads it twice, once for its hash.
+	// Open opens the file for reading. Export reads it twice, once for its hash.
 	Open func() (io.ReadCloser, error)
 }
 
-// Placer takes the extra files of a snapshot that is being imported, and decides what the snapshot may say of itself.
+// Placer receives the extra files of a snapshot that is being imported, and decides what its manifest may say.
 type Placer interface {
-	// Admit is called first, before anything is written, with the manifest as it was sent. An error refuses the
-	// import.
+	// Import calls Admit first, before it writes anything, with the manifest as sent. An error refuses the import.
 	Admit(m *Manifest) error
-	// Place begins a file of exactly size bytes. The name is printable text, at
-	// most MaxNameBytes, that whoever made the stream has chosen: it may have
-	// slashes and dots. A file that is there already may be refused, or, if it
-	// is the same, taken.
+	// Place begins a file of exactly size bytes. The name is printable text, at most MaxNameBytes, chosen by the
+	// maker of the stream: it may have slashes and dots. If the file already exists, Place may refuse it, or
+	// accept it if it is the same.
 	Place(name string, size int64) (Placement, error)
-	// Adopt is called last, when all placements are committed. It may change the manifest: its Disks, Labels, Host,
-	// Kernel, Image and Sandbox. What it leaves is what the imported snapshot says. An error refuses the import.
+	// Import calls Adopt last, when all placements are committed. Adopt may change the manifest's Disks, Labels,
+	// Host, Kernel, Image and Sandbox. The imported snapshot has the manifest as Adopt leaves it. An error refuses
+	// the import.
 	Adopt(m *Manifest) error
 }
 
 // Placement is one file that is being placed.
 type Placement interface {
 	io.Writer
-	// Commit is called when all of the snapshot has been received and is what
-	// was sent. Then the file must be durable.
+	// Import calls Commit when it has received and checked the whole stream. When Commit returns, the file must be
+	// durable.
 	Commit() error
-	// Abort takes back what Place and Commit have done; a file that others may have
-	// come to need since Commit may stay. It is called at most once, and not if the
-	// import has succeeded.
+	// Abort undoes Place and Commit. A file that others may have come to need since Commit may stay. Import calls
+	// Abort at most once, and only if the import fails.
 	Abort() error
 }
 
@@ -93,12 +90,10 @@ func (t *exportTable) encode() ([]byte, error) {
 	return b.Bytes(), err
 }
 
-// Export writes the snapshot in dir, with all its files, and the extra files to w
-// as one stream, which Import takes: see FORMAT.md, "Exported snapshots". Files
-// are read twice and 256 KiB of them are held in memory. Parts of files
-// that the snapshot does not need are sent too; Compact it first if UsageOf says
-// that there is much of that. It fails like Open, with ErrSpec for extra files
-// that cannot be sent, ErrIncomplete for those that are shorter than said, or
+// Export writes the snapshot in dir, with all its files, and the extra files to w as one stream for Import: see
+// FORMAT.md, "Exported snapshots". It reads each file twice and holds 256 KiB in memory. It also sends the parts
+// of files that the snapshot does not need; Compact it first if UsageOf finds many of them. Export fails like
+// Open, with ErrSpec for extra files that cannot be sent, with ErrIncomplete for those shorter than their Size, or
 // with the error of w, of a file or of the context.
 func Export(ctx context.Context, w io.Writer, dir string, extra []ExtraFile) error {
 	s, err := Open(dir)
@@ -118,9 +113,9 @@ type exported struct {
 	open func() (io.ReadCloser, error)
 }
 
-// exports lists what is to be sent, without the hashes.
+// exports lists the files to send, without the hashes.
 func (s *Snapshot) exports(extra []ExtraFile) ([]exported, error) {
-	// What was read of the manifest's file is what would be written again.
+	// A manifest has one encoding, so this gives the manifest file byte for byte.
 	body, err := encodeManifest(s.manifest, s.payloads)
 	if err != nil {
 		return nil, err
@@ -191,8 +186,7 @@ func (s *Snapshot) export(ctx context.Context, w io.Writer, extra []ExtraFile) e
 		return err
 	}
 	for i := range files {
-		// A file that has changed meanwhile does not fit its hash any more, and
-		// Import refuses it; better to say so here.
+		// Import would refuse a file that has changed since it was hashed. It is better to fail here.
 		got := sha256.New()
 		if err := files[i].copy(ctx, io.MultiWriter(out, got), buf); err != nil {
 			return err
@@ -208,7 +202,7 @@ func (s *Snapshot) export(ctx context.Context, w io.Writer, extra []ExtraFile) e
 	return err
 }
 
-// copy sends the content of the file.
+// copy writes the content of the file to w.
 func (f *exported) copy(ctx context.Context, w io.Writer, buf []byte) (err error) {
 	r, err := f.open()
 	if err != nil {
@@ -234,26 +228,22 @@ func (f *exported) copy(ctx context.Context, w io.Writer, buf []byte) (err error
 // Imported describes a snapshot that has been imported.
 type Imported struct {
 	Dir string
-	// Manifest is what the snapshot says now. Its memory files have new ids.
+	// Manifest is the imported snapshot's manifest. Its memory files have new ids.
 	Manifest *Manifest
-	// ManifestSHA256 is that of the manifest as it was sent.
+	// ManifestSHA256 is the hash of the manifest as it was sent.
 	ManifestSHA256 string
 }
 
-// Import reads a stream of Export from r, up to its end and no further, and makes
-// the snapshot in the directory parent, under its ID, which must not be taken.
-// Extra files go to place; if it is nil, a stream with such files is refused. All
-// is checked as it comes, against hashes that have come before, and nothing has
-// its name before all is there: then the extra files are committed, then the
-// snapshot. A stream that ends early, is damaged, of another kind or of another
-// version is refused with ErrIncomplete, ErrCorrupt, ErrForeign or ErrVersion,
-// and nothing is left of it; other errors are those of Create. The hashes are
-// against accidents: whoever can change the stream can change them too, so
-// compare ManifestSHA256 with what the sender says.
+// Import reads a stream of Export from r, up to its end and no further, and makes the snapshot in the directory
+// parent under its ID, which must not be taken. Extra files go to place; if place is nil, Import refuses a stream
+// that has any. Import checks all data as it arrives, against hashes that came earlier in the stream. It commits
+// the extra files and then the snapshot only when the whole stream is there. It fails with ErrIncomplete,
+// ErrCorrupt, ErrForeign or ErrVersion if the stream ends early, is damaged, or is of another kind or version, and
+// leaves nothing behind; other errors are those of Create. The hashes detect accidents only: an attacker who can
+// change the stream can change them too, so compare ManifestSHA256 with the sender's.
 //
-// The memory files get new ids. Caches of pages know a file by its id, which is in the
-// stream for its maker to choose: with the id of a file that is here already, one
-// snapshot could read, or replace, cached pages of another.
+// The memory files get new ids. Page caches identify a file by its id, and the maker of the stream chooses the id
+// in it. With the id of a local file, an imported snapshot could read or replace cached pages of another.
 func Import(ctx context.Context, r io.Reader, parent string, place Placer) (*Imported, error) {
 	in, err := importTo(ctx, r, filepath.Clean(parent), place, osFS{})
 	if err != nil {
@@ -270,7 +260,7 @@ type importer struct {
 	buf   []byte
 }
 
-// read fills p and adds it to the hash of all.
+// read fills p and adds it to the hash of the whole stream.
 func (im *importer) read(p []byte) error {
 	n, err := io.ReadFull(im.r, p)
 	im.at += int64(n)
@@ -378,10 +368,10 @@ func (im *importer) file(ctx context.Context, e exportEntry, w io.Writer) error 
 	return nil
 }
 
-// newHeader passes on a memory file, with another header. The first Write must have all of the header.
+// newHeader writes a memory file to w with another header. The first Write must have the whole old header.
 type newHeader struct {
 	w io.Writer
-	// of is the file as the stream's manifest has it, and id its new one.
+	// of is the file's entry in the stream's manifest, and id its new id.
 	of   MemoryFile
 	id   [16]byte
 	done bool
@@ -406,7 +396,7 @@ func (h *newHeader) Write(p []byte) (int, error) {
 	return fileHeader + n, err
 }
 
-// end reads the trailer.
+// end reads and checks the trailer.
 func (im *importer) end() error {
 	began := im.at
 	mark := make([]byte, len(exportEnd))
@@ -495,7 +485,7 @@ func importTo(ctx context.Context, r io.Reader, parent string, place Placer, fsy
 		mf := &m.Memory.Files[i]
 		h := &newHeader{of: *mf, id: randomID()}
 		mf.ID = hex.EncodeToString(h.id[:])
-		if i < own-2 { // the last is the snapshot's own, and has a name that does not depend on its id
+		if i < own-2 { // the last is the snapshot's own, whose name does not depend on its id
 			mf.Name = linkName(mf.ID)
 		}
 		if err := put(mf.Name, func(f io.Writer) error { h.w = f; return im.file(ctx, e, h) }); err != nil {
@@ -535,7 +525,7 @@ func importTo(ctx context.Context, r io.Reader, parent string, place Placer, fsy
 	if err := put(ManifestName, func(f io.Writer) error { _, err := f.Write(adopted); return err }); err != nil {
 		return nil, err
 	}
-	// It is what was sent; it must also be a snapshot.
+	// The bytes are those that were sent. Open checks that they are a valid snapshot.
 	s, err := Open(temp)
 	if err != nil {
 		return nil, err

@@ -11,12 +11,12 @@ import (
 
 const maxFrameBytes = MaxFramePages * guestmem.PageSize
 
-// compressor turns pages into frames. It is for one goroutine.
+// compressor turns pages into frames. Only one goroutine may use it.
 type compressor struct{ enc *zstd.Encoder }
 
 func newCompressor(level zstd.EncoderLevel) (*compressor, error) {
-	// No zstd checksum: the frame's own CRC-32C is over the compressed bytes and
-	// is looked at before the decoder sees them.
+	// No zstd checksum: the frame's own CRC-32C covers the compressed bytes and is checked before the decoder sees
+	// them.
 	enc, err := zstd.NewWriter(nil, zstd.WithEncoderConcurrency(1), zstd.WithEncoderLevel(level),
 		zstd.WithEncoderCRC(false), zstd.WithSingleSegment(true), zstd.WithLowerEncoderMem(true),
 		zstd.WithWindowSize(maxFrameBytes))
@@ -26,8 +26,7 @@ func newCompressor(level zstd.EncoderLevel) (*compressor, error) {
 	return &compressor{enc: enc}, nil
 }
 
-// append appends a frame with the pages in raw to dst. The file and the offset
-// of the frame are left for the caller.
+// append appends a frame with the pages in raw to dst. The caller sets the file and the offset of the frame.
 func (c *compressor) append(dst, raw []byte) ([]byte, Frame) {
 	at := len(dst)
 	f := Frame{codec: codecZstd, pages: uint8(len(raw) / guestmem.PageSize)}
@@ -41,9 +40,8 @@ func (c *compressor) append(dst, raw []byte) ([]byte, Frame) {
 	return dst, f
 }
 
-// A Decoder holds what reading frames needs, so that reading one allocates
-// nothing. It is for one goroutine at a time; get one with NewDecoder and give
-// it back with Release.
+// A Decoder holds the buffers for reading frames, so that reading one allocates nothing. Only one goroutine at a
+// time may use it. Get one with NewDecoder and give it back with Release.
 type Decoder struct {
 	zstd *zstd.Decoder
 	in   []byte
@@ -52,14 +50,15 @@ type Decoder struct {
 
 var decoders = sync.Pool{}
 
-// prepared are the decoders of PrepareDecoders that nobody has got yet.
+// prepared holds the decoders of PrepareDecoders until NewDecoder hands them out.
 var prepared = make(chan *Decoder, MaxPrepared)
 
 // MaxPrepared bounds the decoders that PrepareDecoders makes. Each takes 0.7 MiB.
 const MaxPrepared = 4
 
-// PrepareDecoders makes n decoders, MaxPrepared at most, that NewDecoder returns first, with their memory in place, for
-// a process in which a snapshot will be opened once, and fast. Those of earlier calls count.
+// PrepareDecoders makes n decoders, at most MaxPrepared, with their memory resident. NewDecoder returns them
+// first. It is for a process that will open one snapshot and must do so fast. Decoders left from earlier calls
+// count.
 func PrepareDecoders(n int) error {
 	c, err := newCompressor(frameLevel)
 	if err != nil {
@@ -73,7 +72,7 @@ func PrepareDecoders(n int) error {
 		if err != nil {
 			return err
 		}
-		// All of it is written to, and decoding makes its tables.
+		// Writing makes the buffers resident, and decoding a frame builds the tables.
 		clear(d.in)
 		clear(d.out)
 		if _, wrong := d.decode(&frame, stored); wrong != "" {
@@ -82,7 +81,7 @@ func PrepareDecoders(n int) error {
 		select {
 		case prepared <- d:
 		default:
-			d.Release() // somebody else has made them
+			d.Release() // another call has filled prepared
 		}
 	}
 	return nil
@@ -102,9 +101,8 @@ func NewDecoder() (*Decoder, error) {
 }
 
 func newDecoder() (*Decoder, error) {
-	// The output is bounded by the capacity of the buffer, which is the size of
-	// the frame as the index states it: a frame that expands to more is refused
-	// when it reaches that, however much it would have expanded to.
+	// The capacity of the output buffer bounds the output. It is the size that the index states, so the decoder
+	// refuses a frame that expands to more as soon as it reaches that size.
 	z, err := zstd.NewReader(nil, zstd.WithDecoderConcurrency(1), zstd.WithDecodeAllCapLimit(true),
 		zstd.WithDecoderMaxMemory(maxFrameBytes), zstd.WithDecoderMaxWindow(maxFrameBytes), zstd.WithDecoderLowmem(true))
 	if err != nil {
@@ -113,14 +111,14 @@ func newDecoder() (*Decoder, error) {
 	return &Decoder{zstd: z, in: make([]byte, maxFrameBytes), out: make([]byte, maxFrameBytes)}, nil
 }
 
-// Buffer has room for the pages of any frame, MaxFramePages. ReadFrame writes to it.
+// Buffer returns the buffer that ReadFrame writes to. It has room for the pages of any frame, MaxFramePages.
 func (d *Decoder) Buffer() []byte { return d.out }
 
-// Release gives the decoder back. What ReadFrame returned is not valid any more.
+// Release gives the decoder back. Pages that ReadFrame returned are no longer valid.
 func (d *Decoder) Release() { decoders.Put(d) }
 
-// decode checks in against the frame's checksum and returns the pages in it,
-// valid until the next call. What is wrong comes back as a text.
+// decode checks in against the frame's checksum and returns the pages in it, valid until the next call. If
+// something is wrong, it returns what as a text.
 func (d *Decoder) decode(f *Frame, in []byte) ([]byte, string) {
 	if got := checksum(in); got != f.crc {
 		return nil, fmt.Sprintf("frame checksum is %08x, the index says %08x", got, f.crc)

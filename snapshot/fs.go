@@ -11,33 +11,30 @@ import (
 	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
-// FS is what Create needs of a file system. Tests put one in its place that
-// fails, or that forgets what was not synced.
+// FS is what Create needs of a file system. Tests use one that fails, or that forgets what was not synced.
 type FS interface {
-	// Exists reports whether there is anything of that name.
+	// Exists reports whether a file or directory has that name.
 	Exists(name string) (bool, error)
 	// Mkdir makes a directory; it fails with fs.ErrExist if the name is taken.
 	Mkdir(name string) error
-	// Lock marks a directory as in use by this process, until the Closer is
-	// closed or the process ends. It fails if another has marked it, or if the
-	// directory is not there any more.
+	// Lock marks a directory as in use until the Closer is closed or the process ends. It fails if the directory
+	// is already locked or no longer exists.
 	Lock(name string) (io.Closer, error)
-	// Create makes a file that does not exist.
+	// Create makes a new file; it fails if the name is taken.
 	Create(name string) (File, error)
-	// Rename makes the directory oldname appear as newname in one step, and
-	// fails with fs.ErrExist if that name is taken.
+	// Rename renames the directory oldname to newname in one step, and fails with fs.ErrExist if that name is
+	// taken.
 	Rename(oldname, newname string) error
 	// Link gives the file oldname a second name, and fails with fs.ErrExist if
 	// that name is taken.
 	Link(oldname, newname string) error
-	// Exchange makes two directories change their names in one step.
+	// Exchange swaps the names of two directories in one step.
 	Exchange(a, b string) error
 	// SyncDir makes the entries of a directory durable.
 	SyncDir(name string) error
-	// RemoveAll removes a file, or a directory with everything in it; it is no
-	// error if there is none.
+	// RemoveAll removes a file, or a directory with everything in it. A missing name is not an error.
 	RemoveAll(name string) error
-	// Free is how many bytes can still be written to the file system of name.
+	// Free returns how many bytes can still be written to the file system of name.
 	Free(name string) (uint64, error)
 }
 
@@ -75,8 +72,7 @@ func (osFS) Create(name string) (File, error) {
 func (osFS) Rename(oldname, newname string) error {
 	err := unix.Renameat2(unix.AT_FDCWD, oldname, unix.AT_FDCWD, newname, unix.RENAME_NOREPLACE)
 	if errors.Is(err, unix.EINVAL) || errors.Is(err, unix.ENOSYS) {
-		// The file system cannot do it in one step. rename(2) itself refuses to
-		// replace anything but an empty directory.
+		// The file system has no RENAME_NOREPLACE. Plain rename(2) replaces only an empty directory.
 		if _, serr := os.Lstat(newname); serr == nil {
 			err = unix.EEXIST
 		} else {

@@ -10,8 +10,8 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// ChunkPages is how many pages one leaf of the index describes: 2 MiB of RAM,
-// what one page-table page maps.
+// ChunkPages is the number of pages that one leaf of the index describes: 2 MiB of RAM, as one page-table page
+// maps.
 const ChunkPages = 512
 
 // MaxFramePages is the most pages that a frame may have.
@@ -25,7 +25,7 @@ const (
 	leafHeader  = 8
 	frameEntry  = 24
 	maxLeaf     = leafHeader + ChunkPages*frameEntry + ChunkPages*2
-	// maxFileSize is what the 48 offset bits of a root entry reach.
+	// maxFileSize is the bound that the 48 offset bits of a root entry set.
 	maxFileSize = 1 << 48
 
 	pagePresent = 1 << 15
@@ -39,9 +39,8 @@ const (
 	codecZstd = 1
 )
 
-// CRC-32C, because the processor computes it at more than 10 GB/s and because
-// it finds every error of up to 3 bits, and every burst of up to 32, in a frame
-// for certain, where a hash finds them only very probably.
+// CRC-32C, because the processor computes it at more than 10 GB/s, and because it is certain to find every error
+// of up to 3 bits and every burst of up to 32 in a frame. A hash finds them only very probably.
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
 func checksum(p []byte) uint32 { return crc32.Checksum(p, castagnoli) }
@@ -50,7 +49,7 @@ func chunksOf(ram uint64) uint64 {
 	return (ram/guestmem.PageSize + ChunkPages - 1) / ChunkPages
 }
 
-// encodeFileHeader is the first piece of a memory file.
+// encodeFileHeader returns the header of a memory file.
 func encodeFileHeader(id [16]byte) []byte {
 	b := make([]byte, fileHeader)
 	copy(b, memoryMagic)
@@ -84,8 +83,7 @@ func checkFileHeader(b []byte, name, id string) error {
 	return nil
 }
 
-// rootRef is an entry of the root: where the leaf of a chunk is. The zero value
-// is a chunk of zeros.
+// rootRef is an entry of the root: the place of a chunk's leaf. The zero value means a chunk of zeros.
 type rootRef struct {
 	file   uint32
 	crc    uint32
@@ -111,7 +109,7 @@ func (r rootRef) put(b []byte) {
 
 func (r rootRef) length() int { return leafHeader + r.frames*frameEntry + ChunkPages*2 }
 
-// Frame says where a group of pages is stored, and how.
+// Frame says where and how a group of pages is stored.
 type Frame struct {
 	offset int64
 	stored uint32
@@ -121,19 +119,19 @@ type Frame struct {
 	pages  uint8
 }
 
-// Pages is the number of pages in the frame.
+// Pages returns the number of pages in the frame.
 func (f *Frame) Pages() int { return int(f.pages) }
 
-// StoredBytes is the size of the frame on disk.
+// StoredBytes returns the size of the frame on disk.
 func (f *Frame) StoredBytes() int { return int(f.stored) }
 
-// Offset is where the frame starts in its file, in bytes.
+// Offset returns where the frame starts in its file, in bytes.
 func (f *Frame) Offset() int64 { return f.offset }
 
-// File is the number of its file in the manifest.
+// File returns the number of the frame's file in the manifest.
 func (f *Frame) File() uint32 { return f.file }
 
-// Checksum is the CRC-32C of the frame as it is on disk.
+// Checksum returns the CRC-32C of the frame as stored on disk.
 func (f *Frame) Checksum() uint32 { return f.crc }
 
 func (f *Frame) put(b []byte) {
@@ -145,21 +143,20 @@ func (f *Frame) put(b []byte) {
 	b[22], b[23] = 0, 0
 }
 
-// A Leaf is the index of one chunk: which frame, and which page of it, each
-// page is in. A leaf does not change.
+// A Leaf is the index of one chunk. It maps each page to a frame and a position in it. A leaf does not change.
 type Leaf struct {
 	frames []Frame
 	pages  [ChunkPages]uint16
 }
 
-// NumFrames is the number of frames that the chunk's pages are in.
+// NumFrames returns the number of frames that hold the chunk's pages.
 func (l *Leaf) NumFrames() int { return len(l.frames) }
 
 // Frame returns the i-th frame.
 func (l *Leaf) Frame(i int) *Frame { return &l.frames[i] }
 
-// Page says where page i (below ChunkPages) of the chunk is: at position slot
-// of a frame. It is a page of zeros if ok is false.
+// Page returns where page i (below ChunkPages) of the chunk is: at position slot of a frame. If ok is false, the
+// page is zeros.
 func (l *Leaf) Page(i int) (frame, slot int, ok bool) {
 	e := l.pages[i]
 	return int(e&^pagePresent) >> slotBits, int(e & slotMask), e&pagePresent != 0
@@ -169,7 +166,7 @@ func (l *Leaf) setPage(i, frame, slot int) {
 	l.pages[i] = pagePresent | uint16(frame)<<slotBits | uint16(slot)
 }
 
-// leafFrames is the number of frames that an encoded leaf has.
+// leafFrames returns the number of frames in an encoded leaf.
 func leafFrames(b []byte) int { return int(binary.LittleEndian.Uint16(b[4:])) }
 
 // encodeLeaf appends the leaf of a chunk to b.
@@ -187,10 +184,9 @@ func encodeLeaf(b []byte, chunk uint64, l *Leaf) []byte {
 	return b
 }
 
-// decodeLeaf fills l, whose memory it uses again, and checks everything in b that
-// can be checked without reading frames: end(file) is where the frames of a
-// memory file end, 0 if the leaf may not refer to it. pages is how many pages
-// the chunk has. What is wrong comes back as a text, and l is of no use then.
+// decodeLeaf fills l, reusing its memory, and checks everything in b that can be checked without reading frames.
+// end(file) returns where the frames of a memory file end, 0 if the leaf may not refer to it. pages is the number
+// of pages in the chunk. If something is wrong, decodeLeaf returns what as a text, and l is invalid.
 func decodeLeaf(l *Leaf, b []byte, chunk uint64, pages int, end func(file uint32) int64) string {
 	if len(b) < leafHeader || uint64(binary.LittleEndian.Uint32(b)) != chunk || binary.LittleEndian.Uint16(b[6:]) != 0 {
 		return "it is the leaf of another chunk"
@@ -244,7 +240,7 @@ func decodeLeaf(l *Leaf, b []byte, chunk uint64, pages int, end func(file uint32
 	return ""
 }
 
-// live is how many pages of each frame the leaf refers to.
+// live returns how many pages of each frame the leaf refers to.
 func (l *Leaf) live() (n [ChunkPages]uint16) {
 	for i := range l.pages {
 		if frame, _, ok := l.Page(i); ok {
@@ -262,7 +258,7 @@ func pagesOf(slots []Slot) uint64 {
 	return n / guestmem.PageSize
 }
 
-// chunkOf copies the bits of a chunk out of a set and reports whether there are any.
+// chunkOf copies the bits of a chunk out of a set and reports whether any is set.
 func chunkOf(s *guestmem.PageSet, n uint64, bits *[ChunkPages / 64]uint64) bool {
 	*bits = [ChunkPages / 64]uint64{}
 	copy(bits[:], s.Words()[n*(ChunkPages/64):])

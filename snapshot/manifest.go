@@ -18,7 +18,7 @@ import (
 // Version is the format version that this package writes and reads.
 const Version = 2
 
-// Bounds of a manifest. Open refuses more before it allocates anything.
+// Bounds of a manifest. Open refuses larger values before it allocates anything.
 const (
 	MaxPayloads     = 1024
 	MaxPayloadBytes = 16 << 20 // of one payload
@@ -36,8 +36,8 @@ const (
 	maxSlots      = 8
 )
 
-// Names of the files of a snapshot. Files of its ancestors that it still needs
-// are there as well, as hard links with names that their ids make.
+// Names of the files of a snapshot. Its directory also has hard links to the files of ancestors that it still
+// needs, with names made from their ids.
 const (
 	ManifestName = "manifest"
 	MemoryName   = "memory"
@@ -53,16 +53,16 @@ const (
 	payloadHeader  = 12
 )
 
-// arch is the only architecture so far. A snapshot of another one is foreign.
+// arch is the only architecture so far. Open refuses a snapshot of another one with ErrForeign.
 const arch = "x86_64"
 
-// Payload is the state of one part of the machine, as its own code wrote it.
-// This package looks at nothing in it.
+// Payload is the state of one part of the machine, as that part's own code wrote it. This package does not
+// interpret it.
 type Payload struct {
-	// Name says which instance it is ("vcpu0", "blk1"), at most MaxNameBytes
-	// of printable text. Whether names may repeat is for the reader to say.
+	// Name is the instance ("vcpu0", "blk1"), at most MaxNameBytes of printable text. The reader decides whether
+	// names may repeat.
 	Name string
-	// Kind says what wrote it ("vcpu", "virtio-blk"), bounded like Name.
+	// Kind is the kind of part that wrote it ("vcpu", "virtio-blk"), bounded like Name.
 	Kind string
 	// Version is the version of Data's own layout.
 	Version uint32
@@ -76,41 +76,37 @@ type Manifest struct {
 	Arch    string `json:"arch"`
 	// ID is unique among all snapshots: 32 hex digits.
 	ID string `json:"id"`
-	// Base is the ID of the snapshot that this one is a delta of, empty for a
-	// full one. It says where the snapshot comes from; nothing of the base is
-	// needed to read it.
+	// Base is the ID of the snapshot that this one is a delta of, empty for a full one. It only records the
+	// origin: reading the snapshot does not need the base.
 	Base string `json:"base"`
-	// Depth is how many deltas lie between this snapshot and a full one: 0 for
-	// a full one itself.
+	// Depth is the number of deltas in the chain from a full snapshot to this one: 0 for a full snapshot.
 	Depth uint32 `json:"depth"`
-	// CreatedUnixNano is the host's wall clock when the snapshot was begun.
+	// CreatedUnixNano is Spec.Created or, without one, the host's wall clock when Create began.
 	CreatedUnixNano int64  `json:"created_unix_nano"`
 	Sandbox         string `json:"sandbox"`
 	VCPUs           int    `json:"vcpus"`
 	// Kernel and Image identify what the guest was booted from.
 	Kernel string `json:"kernel"`
 	Image  string `json:"image"`
-	// Memory is where RAM is.
+	// Memory says where RAM is stored.
 	Memory MemoryLayout `json:"memory"`
 	// Disks name the layers that belong to this instant; see package blk.
 	Disks []Disk `json:"disks"`
-	// Host has the facts of the host that the guest depends on (CPUID leaves,
-	// TSC rate, KVM capabilities, kind of KVM), in the words of the VMM.
+	// Host has the host facts that the guest depends on (CPUID leaves, TSC rate, KVM capabilities, kind of KVM),
+	// as the VMM words them.
 	Host map[string]string `json:"host"`
 	// Labels are the caller's own.
 	Labels map[string]string `json:"labels"`
-	// Stats say what the RAM of the snapshot takes, in all its files.
+	// Stats say how much space the snapshot's RAM takes in all its files.
 	Stats Stats `json:"stats"`
 }
 
 // MemoryLayout describes guest RAM and the files that hold it.
 type MemoryLayout struct {
-	// Slots are the pieces of RAM in ascending order. Pages are numbered
-	// through them, without the hole.
+	// Slots are the pieces of RAM in ascending order. Page numbers run through all slots and skip the hole.
 	Slots []Slot `json:"slots"`
-	// Files are in ascending order of their numbers. The last is the
-	// snapshot's own, with the root of the index at its end; the others are
-	// those of its ancestors that the index refers to.
+	// Files are in ascending order of their numbers. The last is the snapshot's own, with the root of the index at
+	// its end. The others are the ancestors' files that the index refers to.
 	Files []MemoryFile `json:"files"`
 	// RootCRC32C is the Castagnoli checksum of the root.
 	RootCRC32C uint32 `json:"root_crc32c"`
@@ -124,20 +120,18 @@ type Slot struct {
 
 // MemoryFile is one file with frames and leaves.
 type MemoryFile struct {
-	// Number is what the index calls the file. A delta's own file has a higher
-	// number than all files of its base, so that no number means two files in
-	// one chain.
+	// Number identifies the file in the index. A delta's own file has a higher number than all files of its base,
+	// so that a number is unique in a chain.
 	Number uint32 `json:"number"`
-	// ID is written into the file as well, 32 hex digits, so that a file of
-	// another snapshot is not mistaken for it.
+	// ID is 32 hex digits. The file's header has it too, so that a file of another snapshot is not mistaken for
+	// this one.
 	ID   string `json:"id"`
 	Name string `json:"name"`
-	// Size is the exact length in bytes, and Index where the frames end and
-	// the leaves begin.
+	// Size is the exact length in bytes, and Index the offset at which the frames end and the leaves begin.
 	Size  int64 `json:"size"`
 	Index int64 `json:"index"`
-	// StoredPages is how many pages the file held for the snapshot that wrote
-	// it, and Pages how many of them this snapshot has in it.
+	// StoredPages is how many pages the file held for the snapshot that wrote it, and Pages how many of them this
+	// snapshot uses.
 	StoredPages uint64 `json:"stored_pages"`
 	Pages       uint64 `json:"pages"`
 	// FrameBytes and LeafBytes are the sizes of the frames and of the leaves
@@ -146,15 +140,15 @@ type MemoryFile struct {
 	LeafBytes  uint64 `json:"leaf_bytes"`
 }
 
-// Disk is a writable disk of the machine at the instant of the snapshot. The
-// layers are named for the disk's own code, the lowest first.
+// Disk is a writable disk of the machine at the instant of the snapshot. The disk's own code gives the layers
+// their names; the lowest comes first.
 type Disk struct {
 	Name   string   `json:"name"`
 	Size   uint64   `json:"size"`
 	Layers []string `json:"layers"`
 }
 
-// Stats say how much RAM was stored in how much space.
+// Stats say how much RAM the snapshot stores, and in how much space.
 type Stats struct {
 	// Pages is the number of pages that are not all zeros.
 	Pages uint64 `json:"pages"`
@@ -164,7 +158,7 @@ type Stats struct {
 	StoredBytes uint64 `json:"stored_bytes"`
 }
 
-// RAM is the amount of guest memory in bytes.
+// RAM returns the amount of guest memory in bytes.
 func (m *Manifest) RAM() uint64 {
 	var n uint64
 	for _, s := range m.Memory.Slots {
@@ -184,8 +178,8 @@ func checkText(what, s string, limit int) error {
 		return fmt.Errorf("%s is not UTF-8: %w", what, ErrSpec)
 	}
 	for _, r := range s {
-		// Nothing that an encoder may write in two ways, and no U+FFFD, which is
-		// what decoders put in place of what they do not understand.
+		// Refuse characters that an encoder may write in two ways, and U+FFFD, which decoders put in place of
+		// invalid bytes.
 		if !unicode.IsPrint(r) || r == utf8.RuneError {
 			return fmt.Errorf("%s has the unprintable character %U: %w", what, r, ErrSpec)
 		}
@@ -193,7 +187,7 @@ func checkText(what, s string, limit int) error {
 	return nil
 }
 
-// plain says that s is of printable ASCII.
+// plain reports whether s is all printable ASCII.
 func plain(s string) bool {
 	for i := range len(s) {
 		if s[i] < ' ' || s[i] > '~' {
@@ -248,7 +242,7 @@ func checkSlots(slots []Slot) error {
 	return nil
 }
 
-// check says whether m keeps to the rules of the format, whoever wrote it.
+// check returns an error if m breaks a rule of the format. It serves both the writer and the reader.
 func (m *Manifest) check() error {
 	if m.Version != Version {
 		return fmt.Errorf("manifest of format %d in a file of format %d: %w", m.Version, Version, ErrSpec)
@@ -302,7 +296,7 @@ func (m *Manifest) check() error {
 	return m.checkFiles()
 }
 
-// rootBytes is the size of the root of the index.
+// rootBytes returns the size of the root of the index.
 func (m *Manifest) rootBytes() int64 { return int64(chunksOf(m.RAM())) * rootEntry }
 
 func (m *Manifest) checkFiles() error {
@@ -337,8 +331,8 @@ func (m *Manifest) checkFiles() error {
 	return nil
 }
 
-// check says whether a file can be one of a snapshot with that much RAM. All of
-// the snapshot's own file is in use, and something of every other.
+// check returns an error if f cannot be a file of a snapshot with that much RAM. A snapshot uses all of its own
+// file, and a part of every other.
 func (f *MemoryFile) check(ram uint64, own bool) error {
 	root := int64(chunksOf(ram)) * rootEntry
 	name := linkName(f.ID)
@@ -363,7 +357,7 @@ func (f *MemoryFile) check(ram uint64, own bool) error {
 	return nil
 }
 
-// encodeJSON writes the one form of m that decodeJSON accepts.
+// encodeJSON returns the one form of m that decodeJSON accepts.
 func (m *Manifest) encodeJSON() ([]byte, error) {
 	var b bytes.Buffer
 	enc := json.NewEncoder(&b)
@@ -374,7 +368,7 @@ func (m *Manifest) encodeJSON() ([]byte, error) {
 	return b.Bytes(), nil
 }
 
-// encodeManifest is the content of a manifest file.
+// encodeManifest returns the content of a manifest file.
 func encodeManifest(m *Manifest, payloads []Payload) ([]byte, error) {
 	if err := m.check(); err != nil {
 		return nil, err
@@ -440,7 +434,7 @@ func checkPayloads(ps []Payload) error {
 	return nil
 }
 
-// manifestSize says how long a manifest file with this header must be.
+// manifestSize returns the length that a manifest file with this header must have.
 func manifestSize(h []byte) (int64, error) {
 	if len(h) < manifestHeader {
 		if !strings.HasPrefix(manifestMagic, string(h[:min(len(h), len(manifestMagic))])) {
@@ -512,15 +506,15 @@ func decodeJSON(doc []byte) (*Manifest, error) {
 	if err := m.acceptable(); err != nil {
 		return nil, err
 	}
-	// Repeated names, names in other cases and missing fields pass the decoder.
-	// There is one way to write a manifest, and this was another.
+	// The decoder accepts repeated names, names in other cases and missing fields. A manifest has one canonical
+	// form, so encode it again and compare.
 	if again, err := m.encodeJSON(); err != nil || !bytes.Equal(again, doc) {
 		return nil, corrupt(ManifestName, manifestHeader, "JSON is not in canonical form")
 	}
 	return m, nil
 }
 
-// acceptable says what is wrong with a manifest that was read.
+// acceptable returns an error if a manifest that was read is foreign or corrupt.
 func (m *Manifest) acceptable() error {
 	if m.Arch != arch {
 		return fmt.Errorf("%s is of a %.20q machine, this is %s: %w", ManifestName, m.Arch, arch, ErrForeign)

@@ -18,12 +18,12 @@ type Memory struct {
 	pages uint64
 	files []memoryFile
 	root  []byte
-	// leaves are read and checked when they are first needed.
+	// leaves are read and checked on first use.
 	leaves []atomic.Pointer[Leaf]
 }
 
-// memoryFile is an open memory file: header, frames up to index, leaves up to
-// root, root.
+// memoryFile is an open memory file. It consists of the header, frames up to index, leaves up to root, and the
+// root.
 type memoryFile struct {
 	r           io.ReaderAt
 	name        string
@@ -61,22 +61,21 @@ func newMemoryIndex(slots []Slot, files []memoryFile) *Memory {
 // Slots returns the pieces of RAM in ascending order.
 func (m *Memory) Slots() []Slot { return append([]Slot(nil), m.slots...) }
 
-// Pages is the number of pages of RAM; they are numbered from 0 through all
-// slots, see guestmem.Memory.Linear.
+// Pages returns the number of pages of RAM. They are numbered from 0 through all slots, see
+// guestmem.Memory.Linear.
 func (m *Memory) Pages() uint64 { return m.pages }
 
-// Chunks is the number of chunks of ChunkPages pages; the last may be shorter.
+// Chunks returns the number of chunks of ChunkPages pages. The last may be shorter.
 func (m *Memory) Chunks() int { return len(m.leaves) }
 
-// ZeroChunk reports whether all of a chunk is zeros. It reads nothing.
+// ZeroChunk reports whether all of a chunk is zeros. It reads no file.
 func (m *Memory) ZeroChunk(chunk int) bool {
 	return binary.LittleEndian.Uint32(m.root[chunk*rootEntry:]) == 0
 }
 
-// Leaf returns the index of a chunk, nil for a chunk of zeros. The first call
-// for each chunk reads it from the file (1 to 13 KiB) and checks it; it fails
-// with ErrCorrupt, ErrIncomplete or the file's error, and the next call tries
-// again.
+// Leaf returns the index of a chunk, nil for a chunk of zeros. The first call for each chunk reads it from the
+// file (1 to 13 KiB) and checks it. If that fails, with ErrCorrupt, ErrIncomplete or the file's error, the next
+// call tries again.
 func (m *Memory) Leaf(chunk int) (*Leaf, error) {
 	if l := m.leaves[chunk].Load(); l != nil {
 		return l, nil
@@ -89,11 +88,11 @@ func (m *Memory) Leaf(chunk int) (*Leaf, error) {
 	return l, nil
 }
 
-// ref is the root's entry of a chunk.
+// ref returns the root's entry of a chunk.
 func (m *Memory) ref(chunk int) rootRef { return decodeRoot(m.root[chunk*rootEntry:]) }
 
-// checkRef says whether the leaf of a chunk that is not all zeros is where a
-// leaf can be. What is wrong comes back as a text.
+// checkRef checks that r, which is not zero, refers to a place where a leaf can be. If not, it returns what is
+// wrong as a text.
 func (m *Memory) checkRef(r rootRef) string {
 	f := m.file(r.file)
 	switch {
@@ -105,7 +104,7 @@ func (m *Memory) checkRef(r rootRef) string {
 	return ""
 }
 
-// checkRoot looks at every entry of the root.
+// checkRoot checks every entry of the root.
 func (m *Memory) checkRoot() error {
 	// Most of a large RAM is zeros.
 	var zeros [64 * rootEntry]byte
@@ -126,9 +125,8 @@ func (m *Memory) checkRoot() error {
 	return nil
 }
 
-// readLeaf reads and checks the index of a chunk into l, whatever has been read
-// before, and keeps nothing of it. It is false for a chunk of zeros. buf is used if
-// it is large enough; maxLeaf always is.
+// readLeaf reads the index of a chunk into l and checks it, without the cache of Leaf. It returns false for a
+// chunk of zeros. It reads into buf if that is large enough; maxLeaf bytes always are.
 func (m *Memory) readLeaf(chunk int, l *Leaf, buf []byte) (bool, error) {
 	r := m.ref(chunk)
 	if r == (rootRef{}) {
@@ -146,7 +144,7 @@ func (m *Memory) readLeaf(chunk int, l *Leaf, buf []byte) (bool, error) {
 		return false, corrupt(f.name, r.offset, "index leaf of chunk %d: checksum is %08x, the root says %08x", chunk, got, r.crc)
 	}
 	wrong := decodeLeaf(l, b, uint64(chunk), m.chunkPages(chunk), func(number uint32) int64 {
-		// A leaf was written after all that it refers to.
+		// A leaf was written after all frames that it refers to.
 		if g := m.file(number); g != nil && number <= r.file {
 			return g.index
 		}
@@ -158,14 +156,13 @@ func (m *Memory) readLeaf(chunk int, l *Leaf, buf []byte) (bool, error) {
 	return true, nil
 }
 
-// chunkPages is how many pages a chunk has.
+// chunkPages returns the number of pages in a chunk.
 func (m *Memory) chunkPages(chunk int) int {
 	return int(min(m.pages-uint64(chunk)*ChunkPages, ChunkPages))
 }
 
-// ReadFrame reads a frame, checks it, and returns its pages one after the
-// other, valid until d is used again or released. It allocates nothing unless
-// it fails: with ErrCorrupt, ErrIncomplete or the file's error.
+// ReadFrame reads a frame, checks it, and returns its pages one after the other, valid until d is used again or
+// released. It fails with ErrCorrupt, ErrIncomplete or the file's error, and allocates nothing otherwise.
 func (m *Memory) ReadFrame(f *Frame, d *Decoder) ([]byte, error) {
 	in, err := m.readStored(f, d)
 	if err != nil {
@@ -178,7 +175,7 @@ func (m *Memory) ReadFrame(f *Frame, d *Decoder) ([]byte, error) {
 	return out, nil
 }
 
-// readStored reads a frame as it is stored and checks nothing.
+// readStored reads the stored bytes of a frame without checking them.
 func (m *Memory) readStored(f *Frame, d *Decoder) ([]byte, error) {
 	file := m.file(f.file)
 	if file == nil {

@@ -28,16 +28,13 @@ func manifestDigest(body []byte) string {
 	return hex.EncodeToString(sum[:])
 }
 
-// Open opens the snapshot in dir and checks all of it but the RAM, and of that
-// the root of the index, and that all files are there, the right ones and of the
-// right length; leaves and frames are checked as they are read. The time that
-// takes hardly depends on the size of RAM, and not on the number of snapshots
-// that went before. It fails with ErrNotFound, ErrIncomplete, ErrCorrupt,
-// ErrVersion, ErrForeign, or the file system's error.
+// Open opens the snapshot in dir. It checks the manifest, the root of the index, and that every memory file is
+// there, is the right one and has the right length. Leaves and frames are checked as they are read. The time that
+// Open takes hardly depends on the size of RAM, and not on the length of the chain. It fails with ErrNotFound,
+// ErrIncomplete, ErrCorrupt, ErrVersion, ErrForeign, or the file system's error.
 //
-// The snapshot holds a descriptor of each of its memory files, at most MaxFiles,
-// and needs their names no more: it stays readable when the directory is removed
-// or compacted.
+// The snapshot holds a descriptor of each of its memory files, at most MaxFiles. So it stays readable when the
+// directory is removed or compacted.
 func Open(dir string) (*Snapshot, error) {
 	s, err := openWith(dir, (*Snapshot).openIn)
 	if err != nil {
@@ -46,10 +43,9 @@ func Open(dir string) (*Snapshot, error) {
 	return s, nil
 }
 
-// ReadManifest reads the manifest of the snapshot in dir, checks it, and looks at
-// no other file: it says what a snapshot needs also when its memory is damaged or
-// not there. It fails as Open does; ErrNotFound alone says that there is no
-// snapshot, and ErrIncomplete that the manifest is missing or cut off.
+// ReadManifest reads and checks the manifest of the snapshot in dir, and no other file. So it works even if the
+// memory files are damaged or missing. It fails as Open does: ErrNotFound means that there is no snapshot, and
+// ErrIncomplete that the manifest is missing or truncated.
 func ReadManifest(dir string) (*Manifest, error) {
 	s, err := openWith(dir, (*Snapshot).readIn)
 	if err != nil {
@@ -58,7 +54,7 @@ func ReadManifest(dir string) (*Manifest, error) {
 	return s.manifest, nil
 }
 
-// openWith opens what in reads of the snapshot in dir.
+// openWith opens the snapshot in dir with in, and tries again if Compact replaces the directory meanwhile.
 func openWith(dir string, in func(*Snapshot, *os.Root) error) (*Snapshot, error) {
 	var err error
 	for range openTries {
@@ -75,12 +71,10 @@ func openWith(dir string, in func(*Snapshot, *os.Root) error) (*Snapshot, error)
 	return nil, err
 }
 
-// openTries is how often a directory may be replaced by Compact while it is
-// being opened.
+// openTries is how often openWith tries.
 const openTries = 8
 
-// open says, when it fails, whether that may be because the directory has been
-// replaced meanwhile.
+// open reports, if it fails, whether the directory was replaced meanwhile, which may be the cause.
 func (s *Snapshot) open(in func(*Snapshot, *os.Root) error) (replaced bool, err error) {
 	root, err := os.OpenRoot(s.dir)
 	switch {
@@ -135,8 +129,7 @@ func readManifest(root *os.Root) ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	// The length is what the header says, within its bounds; the file must have
-	// that length exactly.
+	// The header states the length, within bounds. The file must have exactly that length.
 	if err := checkLength(f, ManifestName, size); err != nil {
 		return nil, err
 	}
@@ -147,7 +140,7 @@ func readManifest(root *os.Root) ([]byte, error) {
 	return body, nil
 }
 
-// checkLength says whether a file has the length that it must have.
+// checkLength returns an error unless a file has exactly the given length.
 func checkLength(f *os.File, name string, size int64) error {
 	st, err := f.Stat()
 	switch {
@@ -200,21 +193,20 @@ func (s *Snapshot) openMemory(root *os.Root) error {
 	return m.checkRoot()
 }
 
-// Dir is the directory of the snapshot.
+// Dir returns the directory of the snapshot.
 func (s *Snapshot) Dir() string { return s.dir }
 
-// Manifest describes the snapshot. It must not be changed.
+// Manifest returns the description of the snapshot. The caller must not change it.
 func (s *Snapshot) Manifest() *Manifest { return s.manifest }
 
-// ManifestSHA256 is over the whole manifest file, and so pins everything in the
-// snapshot.
+// ManifestSHA256 returns the hash of the whole manifest file, which pins everything in the snapshot.
 func (s *Snapshot) ManifestSHA256() string { return manifestDigest(s.body) }
 
-// Payloads are the states of the machine's parts, in the order in which they
-// were given to Create. They must not be changed.
+// Payloads returns the states of the machine's parts, in the order given to Create. The caller must not change
+// them.
 func (s *Snapshot) Payloads() []Payload { return s.payloads }
 
-// Memory is the RAM.
+// Memory returns the RAM in the snapshot.
 func (s *Snapshot) Memory() *Memory { return s.memory }
 
 // Close closes the files.

@@ -11,17 +11,16 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// Pagemap asks the kernel which pages of guest RAM it has committed, without
-// touching any: by PAGEMAP_SCAN (Linux 6.7), or else by /proc/self/pagemap,
-// which does not tell a mapped page of zeros from others. It is for one
-// goroutine at a time.
+// Pagemap asks the kernel which pages of guest RAM it has committed, without touching any. It uses PAGEMAP_SCAN
+// (Linux 6.7), or else reads /proc/self/pagemap, which does not tell a mapped zero page from others. Only one
+// goroutine at a time may use a Pagemap.
 type Pagemap struct {
 	f    *os.File
 	scan bool
-	// What one call has returned, in the one way and in the other.
+	// regions and entries are the results of one call, of PAGEMAP_SCAN and of pagemap.
 	regions [scanRegions]pageRegion
 	entries []byte
-	// runs are those of NextData between from and upto that nobody has gone past.
+	// runs are the runs found between from and upto that NextData has not passed yet.
 	runs       []pageRun
 	from, upto uint64
 }
@@ -45,13 +44,12 @@ func OpenPagemap() (*Pagemap, error) {
 	return &Pagemap{f: f, scan: true}, nil
 }
 
-// Close closes it.
+// Close closes the page map.
 func (p *Pagemap) Close() error { return p.f.Close() }
 
-// NextData returns the first run [first, end) of committed pages at or after
-// page, in the linear numbering of slots; first == end if there is none. The run may
-// end early. Many are asked for at once; asking from page 0 on makes sure that the
-// answers are not older than that.
+// NextData returns the first run [first, end) of committed pages at or after page, in the linear numbering of
+// slots; first == end if there is none. The run may end early. NextData fetches many runs at once and keeps them.
+// A call with page 0 discards them and asks the kernel again.
 func (p *Pagemap) NextData(slots []guestmem.Slot, page uint64) (first, end uint64, err error) {
 	if page == 0 || page < p.from || page > p.upto {
 		p.runs, p.upto = p.runs[:0], page
@@ -69,7 +67,7 @@ func (p *Pagemap) NextData(slots []guestmem.Slot, page uint64) (first, end uint6
 	}
 }
 
-// goOn looks at some pages from upto on, and says whether there are any.
+// goOn looks at some pages from upto on, and reports whether there were any left.
 func (p *Pagemap) goOn(slots []guestmem.Slot) (bool, error) {
 	for _, s := range slots {
 		base, n := s.Offset/guestmem.PageSize, s.Size/guestmem.PageSize
@@ -90,7 +88,7 @@ func (p *Pagemap) goOn(slots []guestmem.Slot) (bool, error) {
 	return false, nil
 }
 
-// Scan calls found with runs of committed pages among the n at hva, counted from there.
+// Scan calls found with the runs of committed pages among the n at hva. Page numbers count from hva.
 func (p *Pagemap) Scan(hva uintptr, n uint64, found func(lo, hi uint64)) error {
 	for at := uint64(0); at < n; {
 		seen, err := p.look(hva+uintptr(at)*guestmem.PageSize, n-at, func(lo, hi uint64) { found(at+lo, at+hi) })
@@ -102,7 +100,7 @@ func (p *Pagemap) Scan(hva uintptr, n uint64, found func(lo, hi uint64)) error {
 	return nil
 }
 
-// look is Scan for the first of the pages. It returns how many it has seen, one at least.
+// look is Scan for the first few of the pages. It returns how many it has looked at, at least one.
 func (p *Pagemap) look(hva uintptr, n uint64, found func(lo, hi uint64)) (seen uint64, err error) {
 	page := func(at uint64) uint64 { return (at - uint64(hva)) / guestmem.PageSize }
 	if p.scan {

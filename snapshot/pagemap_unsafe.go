@@ -22,16 +22,15 @@ const (
 	pageIsPresent    = 1 << 3
 	pageIsSwapped    = 1 << 4
 	pageIsPFNZero    = 1 << 5
-	// scanRegions is how many runs one call returns.
+	// scanRegions is the most runs that one call returns.
 	scanRegions = 256
 )
 
-// pagemapScan puts runs of pages in [start, end) into regions that are present
-// or swapped out, and not the kernel's page of zeros. It returns how many there are, and,
-// if they have no room for more, where it has stopped.
+// pagemapScan fills regions with the runs of pages in [start, end) that are present or swapped out, but not the
+// kernel's zero page. It returns the number of runs and, if regions is full, the address where it stopped.
 func pagemapScan(fd, start, end uintptr, regions *[scanRegions]pageRegion) (n int, at uint64, err error) {
-	// The kernel writes to regions through a number in arg, which the collector
-	// and the growing of stacks know nothing of.
+	// The kernel writes to regions through an address held as a number in arg. The garbage collector and stack
+	// growth do not see that.
 	var pin runtime.Pinner
 	pin.Pin(regions)
 	defer pin.Unpin()

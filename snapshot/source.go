@@ -6,45 +6,38 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// MemorySource is what Create reads RAM from: its content at one instant,
-// whatever the guest does meanwhile. Pages are numbered through all slots,
-// without the hole.
+// MemorySource is what Create reads RAM from: its content at one instant, even if the guest runs meanwhile. Page
+// numbers run through all slots and skip the hole.
 //
-// For a full snapshot Create asks NextData which pages there are, for a delta
-// the set of changed pages says so. Each page is read at most once. A source may
-// be slow: no more is read ahead than a few chunks for each goroutine. When it
-// fails, so does Create, with its error. Create does not close it.
+// For a full snapshot Create asks NextData which pages to read; for a delta it reads the set of changed pages. It
+// reads each page at most once. A source may be slow: each goroutine reads ahead only a few chunks. If the source
+// fails, Create fails with its error. Create does not close the source.
 type MemorySource interface {
 	// Slots are the pieces of RAM in ascending order.
 	Slots() []Slot
-	// NextData returns the first run [first, end) of pages at or after page
-	// that may be something else than zeros. The run may end early; there is
-	// nothing more if first == end. It is called from one goroutine at a time,
-	// and not at all for a delta.
+	// NextData returns the first run [first, end) of pages at or after page that may have other content than
+	// zeros. The run may end early. first == end means that there are no more. Create calls NextData from one
+	// goroutine at a time, and never for a delta.
 	NextData(page uint64) (first, end uint64, err error)
-	// ReadPages copies pages from page on into p, whose length is a multiple
-	// of guestmem.PageSize, at most 64 pages. It is called from several
-	// goroutines at once and must not make missing pages resident.
+	// ReadPages copies pages from page on into p, whose length is a multiple of guestmem.PageSize, at most 64
+	// pages. Create calls it from several goroutines at once. It must not make missing pages resident.
 	ReadPages(page uint64, p []byte) error
 }
 
-// PageReleaser is what a MemorySource may be as well: Release is called when the
-// pages [first, end) have been read and will not be asked for again, from the
-// goroutine that has read them. A source that keeps copies of pages which the
-// guest has overwritten since can let go of them. Pages that are never read are
-// not released.
+// PageReleaser is an optional interface of a MemorySource. Create calls Release when it has read the pages [first,
+// end) and will not ask for them again, from the goroutine that has read them. A source that keeps copies of pages
+// which the guest has overwritten can then free the copies. Create does not release pages that it never reads.
 type PageReleaser interface {
 	Release(first, end uint64)
 }
 
-// GuestSource reads RAM that is all there: the machine was not restored lazily,
-// or its restore is finished, or its RAM is mapped from an image. Package pager has the
-// source for the others.
+// GuestSource reads RAM that is complete: the machine was not restored lazily, its restore is finished, or its RAM
+// is mapped from an image. Package pager has the source for other machines.
 type GuestSource struct {
 	mem     *guestmem.Memory
 	slots   []guestmem.Slot
 	pagemap *Pagemap
-	// backed are the pages that an image has content for; nil without one.
+	// backed are the pages that the image has content for; nil without an image.
 	backed *guestmem.PageSet
 }
 
@@ -57,7 +50,7 @@ func NewGuestSource(mem *guestmem.Memory) (*GuestSource, error) {
 	return &GuestSource{mem: mem, slots: mem.Slots(), pagemap: pm, backed: mem.Backed()}, nil
 }
 
-// Close gives back what the source holds; the memory stays as it is.
+// Close releases the source's resources and leaves the memory unchanged.
 func (g *GuestSource) Close() error { return g.pagemap.Close() }
 
 // LayoutOf returns the slots of mem in the form of the manifest.
@@ -72,9 +65,8 @@ func LayoutOf(mem *guestmem.Memory) []Slot {
 // Slots implements MemorySource.
 func (g *GuestSource) Slots() []Slot { return LayoutOf(g.mem) }
 
-// NextData implements MemorySource: pages that the host never had to commit are
-// zeros, and so are those that it maps to its page of zeros, unless they are in the
-// image that RAM is mapped from.
+// NextData implements MemorySource. Pages that the host never committed, or maps to its zero page, are zeros
+// unless the image that RAM is mapped from has them.
 func (g *GuestSource) NextData(page uint64) (first, end uint64, err error) {
 	first, end, err = g.pagemap.NextData(g.slots, page)
 	if err != nil || g.backed == nil {

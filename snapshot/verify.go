@@ -12,10 +12,9 @@ import (
 // 600 KiB.
 const MaxVerifiers = 32
 
-// Verify opens the snapshot in dir, reads every leaf and every frame of it and
-// checks them, decompression included, with a goroutine for each processor. It
-// fails like Open, with the first error that it meets (a *CorruptError says
-// which file and where), or with the context's.
+// Verify opens the snapshot in dir, and reads, checks and decompresses every leaf and frame, with a goroutine for
+// each processor, at most MaxVerifiers. It fails like Open, with the first error that it finds (a *CorruptError
+// says which file and where), or with the context's.
 func Verify(ctx context.Context, dir string) error {
 	s, err := Open(dir)
 	if err != nil {
@@ -25,7 +24,7 @@ func Verify(ctx context.Context, dir string) error {
 	return s.Verify(ctx)
 }
 
-// Verify is the function of the same name for a snapshot that is open.
+// Verify is like the function Verify, for an open snapshot.
 func (s *Snapshot) Verify(ctx context.Context) error {
 	if err := s.verifyMemory(ctx); err != nil {
 		return fmt.Errorf("verifying snapshot %s: %w", s.dir, err)
@@ -33,7 +32,7 @@ func (s *Snapshot) Verify(ctx context.Context) error {
 	return nil
 }
 
-// verifier is what the goroutines of a verification share.
+// verifier is the state that the goroutines of a verification share.
 type verifier struct {
 	m    *Memory
 	next atomic.Int64
@@ -83,7 +82,7 @@ func (v *verifier) run(ctx context.Context) error {
 		}
 		for i := range l.frames {
 			if ctx.Err() != nil {
-				return nil // the cause is known
+				return nil // verifyMemory returns the cause
 			}
 			if _, err := v.m.ReadFrame(&l.frames[i], d); err != nil {
 				return err
@@ -138,7 +137,7 @@ func (t *tally) count(l *Leaf, file uint32, length int, sign uint64) {
 	t.frames += sign * uint64(len(l.frames))
 }
 
-// compare says whether the manifest has counted the same.
+// compare returns an error if the manifest's counts differ.
 func (t *tally) compare(m *Manifest) error {
 	frames := t.frames
 	for i := range m.Memory.Files {

@@ -13,21 +13,19 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// A job is one chunk that the index of the new snapshot needs a leaf for.
+// A job is one chunk whose leaf the new snapshot may have to write.
 type job struct {
 	chunk uint64
-	// read marks the pages that the source is asked for. They replace what the
-	// old leaf says about them.
+	// read marks the pages to read from the source. They replace those in the old leaf.
 	read [ChunkPages / 64]uint64
-	// leaf is the leaf that this snapshot has made for the chunk already, as it
-	// will be written; nil if the old one is that of the base.
+	// leaf is the encoded leaf that this snapshot has already made for the chunk; nil if the old leaf is the
+	// base's.
 	leaf []byte
 }
 
 func (j *job) reads(i int) bool { return j.read[i/64]>>(i%64)&1 != 0 }
 
-// A unit is a job on its way through the writer. Units are reused, so memory is
-// bounded by their number.
+// A unit is a job on its way through the writer. Units are reused, so their number bounds the memory.
 type unit struct {
 	job
 	done chan struct{}
@@ -38,19 +36,19 @@ type unit struct {
 	at   []int  // and their places in the chunk
 	blob []byte // new frames; their offsets count from its start
 
-	// old is the leaf before, oldFile and oldBytes where it is and how long;
-	// oldFile is 0 for none, and for one that was not written yet.
+	// old is the leaf before, oldFile its file and oldBytes its length. oldFile is 0 if there is none or it is not
+	// written yet.
 	old      Leaf
 	oldFile  uint32
 	oldBytes int
-	// leaf is the leaf after. Its first kept frames stay where they are.
+	// leaf is the leaf after. Its first kept frames are old frames that stay where they are.
 	leaf Leaf
 	kept int
-	// same is true if nothing about the chunk changes.
+	// same is true if the chunk does not change.
 	same bool
 }
 
-// readPages is how many pages a unit asks for at once.
+// readPages is the most pages that a unit reads at once.
 const readPages = 64
 
 func (w *writer) writers() int {
@@ -61,8 +59,8 @@ func (w *writer) writers() int {
 	return min(n, MaxWriters)
 }
 
-// writeMemory writes the memory file and completes the manifest in info. The
-// files of the base that are still needed get names in the directory dir.
+// writeMemory writes the memory file and completes the manifest in info. It links the files of the base that are
+// still needed into the directory dir.
 func (w *writer) writeMemory(ctx context.Context, f File, dir string, info *Info) (int64, error) {
 	m := info.Manifest
 	id := randomID()
@@ -131,15 +129,13 @@ type pass struct {
 	w      *writer
 	out    *memoryWriter
 	source MemorySource
-	// carried says of which files no frame and no leaf may be left; nil means
-	// of none.
+	// carried is the set of files that the index may no longer refer to; nil if there are none.
 	carried map[uint32]bool
 }
 
-// run makes units of the jobs that jobs emits, which must be in the order of
-// chunks: a unit is taken from free, given to a goroutine by work, and to the
-// one that writes, this one, by order. The file is the same whichever goroutine
-// is faster.
+// run processes the jobs that jobs emits, which must be in the order of chunks. It takes a unit from free, passes
+// it to a compressing goroutine through work, and to the writing goroutine, this one, through order. So the file
+// does not depend on which goroutine is faster.
 func (p *pass) run(ctx context.Context, jobs func(ctx context.Context, emit func(job) error) error) error {
 	ctx, cancel := context.WithCancel(ctx)
 	n := p.w.writers()
@@ -159,7 +155,7 @@ func (p *pass) run(ctx context.Context, jobs func(ctx context.Context, emit func
 			select {
 			case u := <-free:
 				u.job = j
-				// Both have room for every unit there is.
+				// Both channels have room for all units.
 				work <- u
 				order <- u
 				return nil
@@ -188,7 +184,7 @@ func (p *pass) run(ctx context.Context, jobs func(ctx context.Context, emit func
 	return jobsErr
 }
 
-// tools are what a compressing goroutine works with.
+// tools are the compressor and decoder of one compressing goroutine.
 type tools struct {
 	c *compressor
 	d *Decoder
@@ -212,7 +208,7 @@ func (p *pass) work(ctx context.Context, work <-chan *unit) {
 	}
 }
 
-// scan cuts what has to be read from the source into jobs.
+// scan splits the pages to read from the source into jobs.
 func (p *pass) scan(ctx context.Context, emit func(job) error) error {
 	if p.w.base != nil {
 		for c := range uint64(p.w.base.memory.Chunks()) {
@@ -260,7 +256,7 @@ func (p *pass) scan(ctx context.Context, emit func(job) error) error {
 	return nil
 }
 
-// nextData asks the source and does not believe everything.
+// nextData calls the source's NextData and checks the result.
 func (p *pass) nextData(page, pages uint64) (first, end uint64, err error) {
 	first, end, err = p.source.NextData(page)
 	if err == nil && (first < page || end < first || end > pages) {
@@ -310,7 +306,7 @@ func (p *pass) fill(u *unit, t *tools) error {
 	return nil
 }
 
-// readOld reads the leaf that the chunk has had so far.
+// readOld reads the chunk's current leaf.
 func (p *pass) readOld(u *unit) error {
 	u.old.frames, u.oldFile, u.oldBytes = u.old.frames[:0], 0, 0
 	clear(u.old.pages[:])
@@ -321,7 +317,7 @@ func (p *pass) readOld(u *unit) error {
 		if len(u.job.leaf) == 0 {
 			return nil
 		}
-		// It was made here; the other files are known to be there.
+		// This snapshot made the leaf, so the files that it refers to exist.
 		anywhere := func(uint32) int64 { return maxFileSize }
 		if wrong := decodeLeaf(&u.old, u.job.leaf, u.chunk, ChunkPages, anywhere); wrong != "" {
 			return fmt.Errorf("the new leaf of chunk %d is not readable: %s", u.chunk, wrong)
@@ -341,15 +337,13 @@ func (p *pass) readOld(u *unit) error {
 	return nil
 }
 
-// touches reports whether the old leaf, or a frame of it, is in a file that is
-// to be given up.
+// touches reports whether the old leaf, or a frame of it, is in a file that the snapshot drops.
 func (p *pass) touches(u *unit) bool {
 	return p.carried[u.oldFile] || slices.ContainsFunc(u.old.frames, func(f Frame) bool { return p.carried[f.file] })
 }
 
-// keep puts those old frames into the new leaf that stay where they are, and
-// returns, by number of the old frame, how many pages the chunk still has in
-// those that must move.
+// keep adds the old frames that stay where they are to the new leaf. For each old frame that must move, it returns
+// how many of its pages the chunk still needs.
 func (u *unit) keep(carried map[uint32]bool) (moved [ChunkPages]uint16) {
 	var place [ChunkPages]int // 1 + number of the frame in the new leaf
 	for i := range u.old.pages {
@@ -371,7 +365,7 @@ func (u *unit) keep(carried map[uint32]bool) (moved [ChunkPages]uint16) {
 	return moved
 }
 
-// readSource reads the unit's pages and packs what is not zeros into frames.
+// readSource reads the unit's pages and packs those that are not zeros into frames.
 func (p *pass) readSource(u *unit, c *compressor) error {
 	for i := 0; i < ChunkPages; {
 		n := 0
@@ -399,7 +393,7 @@ func (p *pass) readSource(u *unit, c *compressor) error {
 	return nil
 }
 
-// pack adds page i of the chunk to the frame that is being filled.
+// pack adds page i of the chunk to the current frame, and flushes a full one.
 func (u *unit) pack(c *compressor, page []byte, i int) {
 	u.raw = append(u.raw, page...)
 	u.at = append(u.at, i)
@@ -421,22 +415,21 @@ func (u *unit) flush(c *compressor) {
 	u.raw, u.at = u.raw[:0], u.at[:0]
 }
 
-// memoryWriter puts units one after the other into the file.
+// memoryWriter writes units to the file in order.
 type memoryWriter struct {
 	f      File
 	number uint32
 	size   int64
-	// leaves are those of chunks that have changed, as they will be written;
-	// empty for a chunk that is all zeros now. They are small enough to be held
-	// until the frames are out.
+	// leaves are the encoded leaves of chunks that have changed; empty for a chunk that is all zeros now. They are
+	// small enough to hold in memory until the frames are written.
 	leaves    map[uint64][]byte
 	leafBytes int64
-	// tally counts what the new index refers to, but for the new leaves.
+	// tally counts what the new index refers to, except the new leaves themselves.
 	tally   *tally
 	carried int64
 }
 
-// fromBase begins with what the base's index refers to.
+// fromBase starts the tally with what the base's index refers to.
 func (o *memoryWriter) fromBase(m *Manifest) {
 	o.tally.frames = m.Stats.Frames
 	for _, f := range m.Memory.Files {
@@ -444,7 +437,7 @@ func (o *memoryWriter) fromBase(m *Manifest) {
 	}
 }
 
-// total is how long the file would be with the leaves that there are.
+// total returns how long the file would be with the current leaves.
 func (o *memoryWriter) total() int64 { return o.size + o.leafBytes }
 
 func (o *memoryWriter) write(p []byte) error {

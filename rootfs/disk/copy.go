@@ -11,11 +11,11 @@ import (
 )
 
 const (
-	copyStep  = 64 << 20 // bytes copied between two looks at the context
+	copyStep  = 64 << 20 // bytes copied between two checks of the context
 	copyChunk = 1 << 20  // bytes of buffer
 )
 
-// ReadAt implements io.ReaderAt, for tools and tests; a device uses ReadExtent.
+// ReadAt implements io.ReaderAt, for tools and tests. A device uses ReadExtent.
 func (d *Disk) ReadAt(p []byte, off int64) (done int, err error) {
 	if off >= d.size {
 		return 0, io.EOF
@@ -43,7 +43,7 @@ func (d *Disk) ReadAt(p []byte, off int64) (done int, err error) {
 	return done, nil
 }
 
-// WriteAt implements io.WriterAt, for tools and tests; a device uses WriteExtent and Wrote.
+// WriteAt implements io.WriterAt, for tools and tests. A device uses WriteExtent and Wrote.
 func (d *Disk) WriteAt(p []byte, off int64) (done int, err error) {
 	for done < len(p) {
 		_, fileOff, n, err := d.WriteExtent(off+int64(done), int64(len(p)-done))
@@ -60,8 +60,8 @@ func (d *Disk) WriteAt(p []byte, off int64) (done int, err error) {
 	return done, nil
 }
 
-// Import makes a sealed layer with the content of a raw file of whole blocks, leaving out its zero blocks. The layer
-// appears under its name only when it is whole and durable. Fork writable disks over it.
+// Import makes a sealed layer in the file path with the content of a raw file of whole blocks, without its zero
+// blocks. The layer gets its name only when it is complete and durable. Fork writable disks over it.
 func Import(ctx context.Context, path, raw string) (Stack, error) {
 	return hostEnv().importRaw(ctx, path, raw)
 }
@@ -85,7 +85,7 @@ func (e env) importRaw(ctx context.Context, path, raw string) (s Stack, err erro
 	if err := checkSize(h.size); err != nil {
 		return Stack{}, err
 	}
-	src := &layer{path: raw, f: f, os: f.OS(), hdr: h} // whose block 0 is at its beginning
+	src := &layer{path: raw, f: f, os: f.OS(), hdr: h} // its block 0 is at the start of the file
 	x, err := src.filled(ctx)
 	if err != nil {
 		return Stack{}, err
@@ -96,7 +96,7 @@ func (e env) importRaw(ctx context.Context, path, raw string) (s Stack, err erro
 	return Stack{Layers: []string{path}}, nil
 }
 
-// filled gives the blocks of a raw file that are not zeros the source 1.
+// filled returns an index in which the nonzero blocks of a raw file have the source 1.
 func (l *layer) filled(ctx context.Context) (*index, error) {
 	x := newIndex(l.hdr.blocks())
 	buf := make([]byte, copyChunk)

@@ -16,18 +16,18 @@ import (
 )
 
 const (
-	// pendingRanges is how many ranges of unflushed, newly allocated blocks a disk remembers before a
-	// write flushes of its own accord, as a full write cache would.
+	// pendingRanges is how many ranges of unflushed, newly allocated blocks a disk remembers before a write
+	// flushes by itself, as a full write cache would.
 	pendingRanges = 8192
 	stripeCount   = 64
 )
 
-// Stack names the layers of a disk, bottom first. It is all that a snapshot has to remember of a disk.
+// Stack names the layers of a disk, bottom first. A snapshot need store nothing else of a disk.
 type Stack struct {
 	Layers []string `json:"layers,omitempty"`
 }
 
-// Top is the path of the uppermost layer; empty if there is none.
+// Top returns the path of the uppermost layer, empty if there is none.
 func (s Stack) Top() string {
 	if len(s.Layers) == 0 {
 		return ""
@@ -35,7 +35,7 @@ func (s Stack) Top() string {
 	return s.Layers[len(s.Layers)-1]
 }
 
-// With is the stack with one more layer on top. The receiver is not changed.
+// With returns the stack with one more layer on top. It does not change the receiver.
 func (s Stack) With(top string) Stack {
 	return Stack{Layers: append(append([]string(nil), s.Layers...), top)}
 }
@@ -44,42 +44,40 @@ func (s Stack) With(top string) Stack {
 type LayerInfo struct {
 	ID     ID
 	Parent ID
-	Merged ID // what it was made of by squashing, or what an older version has merged into it, or was merging
+	Merged ID // squashed: the second layer from the top of its parts; merged: its former ID; merging: the layer above
 	Path   string
 	State  string // "open", "frozen", "sealed" or "merging"
 	Size   int64  // of the disk, bytes
 }
 
-// Options change how a stack is opened. The zero value is right for a VM's disk.
+// Options are the options of Open. The zero value is right for a VM's disk.
 type Options struct {
 	// ReadOnly opens every layer for reading only; the top may be sealed.
 	ReadOnly bool
 }
 
-// Disk is an open stack. It is safe for concurrent use; reads and writes of different blocks do not
-// wait for each other, and neither allocates, but for 8 KiB the first time that a 16 MiB region gets
-// mixed sources.
+// Disk is an open stack. It is safe for concurrent use. Reads and writes of different blocks do not wait for each
+// other. They allocate nothing, except 8 KiB the first time that a 16 MiB region gets mixed sources.
 //
-// A write has three steps, because the bytes go from guest memory to the file without passing here:
+// A write has three steps, because the bytes go from guest memory to the file without passing through the Disk:
 //
 //	f, fileOff, length, err := d.WriteExtent(off, n) // where to write the first length bytes
 //	_, err = pwritev(f, guest memory, fileOff)       // exactly length bytes
 //	err = d.Wrote(off, length, err)                  // now they belong to the disk
 //
-// Until Wrote, newly allocated blocks keep their old content, so a process killed in between has
-// written nothing. Every WriteExtent that succeeds must be followed by exactly one Wrote, and a
-// goroutine must have called it before it calls any other method but ReadExtent: sealing, and the
-// copying up of a partly written block, wait until no write is under way.
+// Until Wrote, newly allocated blocks keep their old content, so a process killed in between has not changed them.
+// After every WriteExtent that succeeds, the goroutine must call Wrote exactly once, and must not call any method
+// but ReadExtent before it: sealing, and copying up a partly written block, wait until no write is under way.
 //
-// The files handed out stay valid until Close. Stop I/O before Close.
+// The returned files stay valid until Close. Stop I/O before Close.
 type Disk struct {
 	env      env
 	size     int64
 	readOnly bool
 	layers   atomic.Pointer[[]*layer]    // bottom first; source n is element n-1; only ever appended to
-	names    atomic.Pointer[[]layerName] // what Stack names, bottom first; changed under mu
+	names    atomic.Pointer[[]layerName] // the layers that Stack returns, bottom first; changed under mu
 	index    *index
-	stripes  [stripeCount]sync.Mutex // each guards map and index of the chunks of its number
+	stripes  [stripeCount]sync.Mutex // each guards map and index of its chunks, see stripe
 	gate     gate                    // inside: writes under way. alone: Seal, copying up, Close
 	dirty    atomic.Bool             // something was written since the last flush began
 	closed   atomic.Bool
@@ -87,22 +85,22 @@ type Disk struct {
 	flushMu sync.Mutex // one flush at a time; before mu
 
 	mu       sync.Mutex // guards what follows
-	pending  []run      // pending blocks of the top that no flush has taken yet
-	spare    []run      // the other buffer of that list
+	pending  []run      // pending blocks of the top that no flush has picked up yet
+	spare    []run      // the spare buffer for pending
 	unsealed []*layer   // frozen, not yet durable; oldest first
-	failed   error      // why no flush can be promised any more
-	prepared *layer     // of Prepare, for the next Seal
+	failed   error      // the failed sync; no later flush succeeds
+	prepared *layer     // the layer that Prepare made for the next Seal
 }
 
-// Open opens a stack for writing to its top layer, or for reading.
+// Open opens a stack for writing to its top layer or, with Options.ReadOnly, for reading.
 //
-// The top must be open, neither sealed (ErrSealed: Fork over it) nor in use by another disk
-// (ErrInUse). If a process was killed while it had the top open, what it wrote is kept; if the host
-// went down since, what was not flushed is dropped block by block. Opening reads every layer's header
-// and table, so its time grows with the number of layers and of their runs, not with data.
+// For writing, the top must be open: neither sealed (ErrSealed: Fork over it) nor in use by another disk
+// (ErrInUse). If a process was killed while it had the top open, Open keeps what it wrote. If the host went down
+// since, Open drops, block by block, what was not flushed. Open reads every layer's header and table, so its time
+// grows with the number of layers and of their runs, not with the amount of data.
 func Open(s Stack, o Options) (*Disk, error) { return hostEnv().open(s, o) }
 
-// all is the layers as of now, bottom first.
+// all returns the current layers, bottom first.
 func (d *Disk) all() []*layer {
 	if p := d.layers.Load(); p != nil {
 		return *p
@@ -110,19 +108,19 @@ func (d *Disk) all() []*layer {
 	return nil
 }
 
-// top is the writable layer, and its source. Stable while the caller is inside the gate.
+// top returns the writable layer and its source. They are stable while the caller is inside the gate.
 func (d *Disk) top() (*layer, source) {
 	ls := d.all()
 	return ls[len(ls)-1], source(len(ls))
 }
 
-// Size is the disk's size in bytes, a multiple of BlockSize.
+// Size returns the disk's size in bytes, a multiple of BlockSize.
 func (d *Disk) Size() int64 { return d.size }
 
-// ReadOnly says whether writes are refused.
+// ReadOnly reports whether the disk refuses writes.
 func (d *Disk) ReadOnly() bool { return d.readOnly }
 
-// Stack names the files that make up the disk now.
+// Stack returns the files that make up the disk now.
 func (d *Disk) Stack() Stack {
 	var s Stack
 	if names := d.names.Load(); names != nil {
@@ -133,13 +131,13 @@ func (d *Disk) Stack() Stack {
 	return s
 }
 
-// layerName is what Stack and Substitute know of a layer.
+// layerName is a layer as Stack and Substitute see it.
 type layerName struct {
 	path       string
 	id, parent ID
 }
 
-// named adds layers to those that Stack names. Alone, or under mu.
+// named adds layers to those that Stack returns. Precondition: d.mu is held, or no other goroutine uses the disk.
 func (d *Disk) named(ls ...*layer) {
 	var names []layerName
 	if p := d.names.Load(); p != nil {
@@ -158,8 +156,8 @@ func (d *Disk) check(off, n int64) error {
 	return nil
 }
 
-// ReadExtent resolves where the first bytes of [off, off+n) live: length of them, 0 < length <= n,
-// at fileOff in f. A nil f means that they are zeros. The range need not be aligned.
+// ReadExtent returns where the first length bytes of [off, off+n) are: at fileOff in f, 0 < length <= n. A nil f
+// means that they are zeros. The range need not be aligned.
 func (d *Disk) ReadExtent(off, n int64) (f *os.File, fileOff, length int64, err error) {
 	l, fileOff, length, err := d.resolve(off, n)
 	if l == nil {
@@ -168,7 +166,7 @@ func (d *Disk) ReadExtent(off, n int64) (f *os.File, fileOff, length int64, err 
 	return l.os, fileOff, length, err
 }
 
-// resolve is ReadExtent, with the layer for the file.
+// resolve is ReadExtent, but returns the layer instead of its file.
 func (d *Disk) resolve(off, n int64) (l *layer, fileOff, length int64, err error) {
 	if err := d.check(off, n); err != nil {
 		return nil, 0, 0, err
@@ -179,8 +177,8 @@ func (d *Disk) resolve(off, n int64) (l *layer, fileOff, length int64, err error
 	first := off / BlockSize
 	s := d.index.get(first)
 	blocks := d.index.runLen(first, (off+n+BlockSize-1)/BlockSize, s)
-	// A write by another goroutine may have changed the first block since get: it then counts as read
-	// before that write.
+	// A write by another goroutine may have changed the first block since get. The read then counts as before that
+	// write.
 	length = min(n, (first+max(blocks, 1))*BlockSize-off)
 	if s == 0 {
 		return nil, 0, length, nil
@@ -189,11 +187,11 @@ func (d *Disk) resolve(off, n int64) (l *layer, fileOff, length int64, err error
 	return l, l.data + off, length, nil
 }
 
-// WriteExtent resolves where the first bytes of [off, off+n) are to be written: length of them,
-// 0 < length <= n, at fileOff in f. See Disk for what must follow.
+// WriteExtent returns where to write the first length bytes of [off, off+n): at fileOff in f, 0 < length <= n. See
+// Disk for what must follow.
 //
-// A block that is written only in part, and that lies in a lower layer, is first copied up; this
-// waits until no write is under way. Aligned writes never wait for each other.
+// WriteExtent first copies up a block that is written only in part and is not in the top. That waits until no
+// write is under way. Aligned writes never wait for each other.
 func (d *Disk) WriteExtent(off, n int64) (f *os.File, fileOff, length int64, err error) {
 	if d.readOnly {
 		return nil, 0, 0, ErrReadOnly
@@ -212,7 +210,7 @@ func (d *Disk) WriteExtent(off, n int64) (f *os.File, fileOff, length int64, err
 			if err := d.gate.leave(); err != nil {
 				return nil, 0, 0, err
 			}
-			if err := d.copyUp(first); err != nil { // inside again, unless it failed
+			if err := d.copyUp(first); err != nil { // inside the gate again, unless it failed
 				return nil, 0, 0, err
 			}
 			top, src = d.top()
@@ -224,10 +222,10 @@ func (d *Disk) WriteExtent(off, n int64) (f *os.File, fileOff, length int64, err
 	return top.os, top.data + off, end - off, nil
 }
 
-// Wrote ends the write that WriteExtent began for [off, off+n): the bytes are in the file, if err is
-// nil, and become part of the disk. If err says why they could not be written, newly allocated blocks
-// keep their old content, and the same error is returned, typed (ErrNoSpace, ErrIO). Any other error
-// means that the write did not take effect in full, and the guest must be told so.
+// Wrote ends the write that WriteExtent began for [off, off+n). err is the result of writing the file. If it is
+// nil, the bytes become part of the disk. If not, newly allocated blocks keep their old content, and Wrote returns
+// err wrapped as ErrNoSpace or ErrIO. Any error of Wrote means that the write did not take effect in full or
+// cannot become durable, and the device must report it to the guest.
 func (d *Disk) Wrote(off, n int64, err error) error {
 	if d.readOnly {
 		return ErrReadOnly
@@ -251,8 +249,8 @@ func (d *Disk) Wrote(off, n int64, err error) error {
 	return err
 }
 
-// commit makes the blocks [b, end), whose data is in the top's file, part of the disk. It answers
-// whether the list of pending blocks is full. Precondition: the caller is inside the gate.
+// commit makes the blocks [b, end), whose data is in the top's file, part of the disk. It reports whether the list
+// of pending blocks is full. Precondition: the caller is inside the gate.
 func (d *Disk) commit(b, end int64) (full bool, err error) {
 	top, src := d.top()
 	for b < end {
@@ -306,8 +304,7 @@ func (d *Disk) addPending(b, n int64) (full bool) {
 	return len(d.pending) >= pendingRanges
 }
 
-// copyUp gives the top its own copy of a block that is about to be written in part. On success the
-// caller is inside the gate.
+// copyUp copies a block that will be written in part to the top. On success the caller is inside the gate.
 func (d *Disk) copyUp(b int64) error {
 	if err := d.gate.enterAlone(context.Background()); err != nil {
 		return err
@@ -315,7 +312,7 @@ func (d *Disk) copyUp(b int64) error {
 	done := false
 	defer func() { d.gate.leaveAlone(done) }()
 	top, src := d.top()
-	if d.index.get(b) == src { // somebody was faster
+	if d.index.get(b) == src { // another goroutine was faster
 		done = true
 		return nil
 	}
@@ -339,8 +336,8 @@ func (d *Disk) copyUp(b int64) error {
 	return err
 }
 
-// Discard tells that the guest no longer needs [off, off+n). Whole blocks within become zeros and
-// give their space in the top back; parts of blocks at the ends keep their content.
+// Discard says that the guest no longer needs [off, off+n). Whole blocks within become zeros, and their space in
+// the top is freed. Parts of blocks at the ends keep their content.
 func (d *Disk) Discard(off, n int64) error {
 	return d.inside(off, n, func() error {
 		first, end := (off+BlockSize-1)/BlockSize, (off+n)/BlockSize
@@ -348,9 +345,9 @@ func (d *Disk) Discard(off, n int64) error {
 	})
 }
 
-// WriteZeroes makes [off, off+n) read as zeros. If mayUnmap is false the range gets, or keeps, space
-// in the top, so that later writes to it cannot run out of it; whole blocks are then left as
-// preallocated space where the host's file system has that.
+// WriteZeroes makes [off, off+n) read as zeros. If mayUnmap is false, the range has space in the top afterwards,
+// so that later writes to it cannot run out of space. Whole blocks are then preallocated space if the host's file
+// system supports that.
 func (d *Disk) WriteZeroes(off, n int64, mayUnmap bool) error {
 	if d.readOnly {
 		return ErrReadOnly
@@ -394,12 +391,12 @@ func (d *Disk) inside(off, n int64, f func() error) error {
 	return errors.Join(err, d.gate.leave())
 }
 
-// zeroBlocks masks and frees blocks. Precondition: the caller is inside the gate.
+// zeroBlocks makes blocks zeros and frees their space. Precondition: the caller is inside the gate.
 func (d *Disk) zeroBlocks(b, end int64) error {
 	top, src := d.top()
 	for b < end {
 		stop := min(end, (b/chunkBlocks+1)*chunkBlocks)
-		if d.index.runLen(b, stop, 0) == stop-b { // nothing but zeros already
+		if d.index.runLen(b, stop, 0) == stop-b { // all zeros already
 			b = stop
 			continue
 		}
@@ -423,8 +420,8 @@ func (d *Disk) zeroChunk(top *layer, src source, b, stop int64) error {
 			continue
 		}
 		d.dirty.Store(true)
-		// The hole comes first: were the map first, a failing punch would leave old data under a
-		// block that says zero, for a later power loss to bring back.
+		// Punch the hole first. If the map came first and the punch failed, old data would stay under a block
+		// marked zero, and a later power loss could bring it back.
 		if s == src {
 			if err := top.f.Fallocate(unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, top.data+b*BlockSize, n*BlockSize); err != nil {
 				return ioError("free space in "+top.path, err)
@@ -439,7 +436,7 @@ func (d *Disk) zeroChunk(top *layer, src source, b, stop int64) error {
 	return nil
 }
 
-// zeroAllocated writes zeros over whole blocks without giving up their space.
+// zeroAllocated writes zeros over whole blocks and keeps their space allocated.
 func (d *Disk) zeroAllocated(off, n int64) error {
 	for n > 0 {
 		_, fileOff, length, err := d.WriteExtent(off, n)
@@ -462,9 +459,9 @@ func (d *Disk) zeroAllocated(off, n int64) error {
 	return nil
 }
 
-// Flush makes everything durable whose Wrote, Discard or WriteZeroes returned before Flush was
-// called, in the top and in layers sealed since the last flush. If nothing was written it costs no
-// system call. An error that is ErrSyncFailed is final for this Disk; after any other, retry.
+// Flush makes every write durable whose Wrote, Discard or WriteZeroes returned before Flush was called, in the top
+// and in layers sealed since the last flush. If nothing was written, it makes no system call. ErrSyncFailed is
+// final for this Disk. After any other error the caller may retry.
 func (d *Disk) Flush() error {
 	if d.readOnly {
 		return nil
@@ -502,7 +499,7 @@ func (d *Disk) flush() (err error) {
 			d.dirty.Store(true)
 			if errors.Is(err, ErrSyncFailed) {
 				if errors.Is(err, ErrNoSpace) {
-					// What a sync has lost does not come back with space on the host.
+					// More space on the host does not bring back what a sync has lost.
 					err = fmt.Errorf("%w: %w: %v", ErrSyncFailed, ErrIO, err)
 				}
 				if d.failed == nil {
@@ -541,7 +538,7 @@ func (d *Disk) flush() (err error) {
 	return nil
 }
 
-// syncTop makes the file durable, and the first time its name.
+// syncTop makes the top's file durable and, the first time, its name.
 func (d *Disk) syncTop(l *layer) error {
 	sync := l.f.Datasync
 	if l.fresh {
@@ -562,7 +559,7 @@ func (d *Disk) syncTop(l *layer) error {
 	return nil
 }
 
-// settle marks pending blocks, whose data is durable now, as data.
+// settle marks pending blocks as data, now that their data is durable.
 func (d *Disk) settle(top *layer, src source, r run) error {
 	for b, end := r.start, r.start+r.count; b < end; {
 		stop := min(end, (b/chunkBlocks+1)*chunkBlocks)
@@ -581,7 +578,7 @@ func (d *Disk) settleChunk(top *layer, src source, b, stop int64) error {
 	for b < stop {
 		s := d.index.get(b)
 		n := d.index.runLen(b, stop, s)
-		if s == src { // else it was discarded meanwhile
+		if s == src { // otherwise it was discarded meanwhile
 			if err := top.writeMap(b, n, blockData); err != nil {
 				return err
 			}
@@ -591,9 +588,9 @@ func (d *Disk) settleChunk(top *layer, src source, b, stop int64) error {
 	return nil
 }
 
-// Prepare makes the file newTop of the layer that the next Seal starts, and makes file and name durable, so that Seal
-// need not while the guest stands still. newTop must not exist. The file goes with Close, or with the next Prepare, if
-// no Seal takes it.
+// Prepare creates the file newTop for the layer that the next Seal starts, and makes file and name durable, so
+// that Seal need not do it while the guest is paused. newTop must not exist. If no Seal uses the file, Close or
+// the next Prepare removes it.
 func (d *Disk) Prepare(newTop string) error {
 	if d.readOnly {
 		return ErrReadOnly
@@ -614,13 +611,13 @@ func (d *Disk) Prepare(newTop string) error {
 	return nil
 }
 
-// above makes an open layer over the top as it is now, durably.
+// above makes a durable open layer over the current top.
 func (d *Disk) above(path string) (*layer, error) {
 	top, _ := d.top()
 	return d.env.create(path, header{size: d.size, id: newID(), parent: top.hdr.id, state: StateOpen, boot: d.env.boot}, true)
 }
 
-// unprepare removes what Prepare has made. Precondition: d.mu is held, or nobody else uses the disk.
+// unprepare removes what Prepare has made. Precondition: d.mu is held, or no other goroutine uses the disk.
 func (d *Disk) unprepare() error {
 	l := d.prepared
 	if l == nil {
@@ -630,23 +627,23 @@ func (d *Disk) unprepare() error {
 	return errors.Join(l.close(), ioError("remove a layer that is not needed", d.env.fs.Remove(l.path)))
 }
 
-// Seal ends the top layer and starts a new one in the file newTop, which must not exist unless Prepare has made it. It
-// waits for writes under way, and no longer: data, however much, is neither copied nor synced. What the disk holds at
-// this instant is the stack as it was, which Seal describes by its uppermost layer.
+// Seal ends the top layer and starts a new one in the file newTop, which must not exist unless Prepare has made
+// it. It waits only for writes under way: it neither copies nor syncs data. The old stack is then the disk's
+// content at this instant. Seal describes it by its uppermost layer.
 //
-// The sealed layer is durable once the next Flush has returned; commit a snapshot that refers to it
-// only then. Other disks on this host may be forked from it at once. newTop is durable when Seal returns.
-// Record the new stack ([Disk.Stack]) before the guest writes again: whoever opens the disk after a crash
-// must know of newTop ([Continues] tells it by its parent if need be).
+// The sealed layer is durable once the next Flush has returned; commit a snapshot that refers to it only then.
+// Other disks on this host may be forked from it at once. newTop is durable when Seal returns. Record the new
+// stack ([Disk.Stack]) before the guest writes again: opening the disk after a crash requires newTop ([Continues]
+// recognizes it by its parent if necessary).
 //
-// On error the old top goes on as if nothing had happened.
+// If Seal fails, the old top stays in use as before.
 func (d *Disk) Seal(ctx context.Context, newTop string) (LayerInfo, error) {
 	return d.SealThen(ctx, newTop, nil)
 }
 
-// SealThen is Seal for a guest that is not paused: writes wait until record has returned, which is
-// given the new stack to remember. It must not call methods of the disk. If record fails, the disk
-// is sealed all the same, and the error is returned.
+// SealThen is Seal for a guest that is not paused. It calls record with the new stack, and writes wait until
+// record has returned. record must not call methods of the disk. If record fails, the disk is still sealed, and
+// SealThen returns the error.
 func (d *Disk) SealThen(ctx context.Context, newTop string, record func(Stack) error) (LayerInfo, error) {
 	if d.readOnly {
 		return LayerInfo{}, ErrReadOnly
@@ -676,14 +673,14 @@ func (d *Disk) SealThen(ctx context.Context, newTop string, record func(Stack) e
 	}
 	if err := old.freeze(); err != nil {
 		_ = l.close()
-		_ = d.env.fs.Remove(newTop) // leave no trace of what did not happen
+		_ = d.env.fs.Remove(newTop) // leave no trace of the failed Seal
 		return LayerInfo{}, fmt.Errorf("seal: %w", err)
 	}
-	_ = old.flock(osfile.Shared) // from exclusive to shared it cannot fail for want of the lock
+	_ = old.flock(osfile.Shared) // changing from exclusive to shared cannot fail with ErrInUse
 	ls = append(ls, l)
 	d.layers.Store(&ls)
 	d.named(l)
-	d.pending = d.pending[:0] // sealing settles all that the old top has pending
+	d.pending = d.pending[:0] // sealing settles all pending blocks of the old top
 	d.unsealed = append(d.unsealed, old)
 	d.dirty.Store(true)
 	if record != nil {
@@ -694,8 +691,7 @@ func (d *Disk) SealThen(ctx context.Context, newTop string, record func(Stack) e
 	return old.info(), nil
 }
 
-// Close flushes and closes the disk. The files are closed even if the flush fails. A second Close
-// does nothing.
+// Close flushes and closes the disk. It closes the files even if the flush fails. A second Close does nothing.
 func (d *Disk) Close() error { return d.shut(false) }
 
 // CloseSealed flushes, seals the top without a new one over it, and closes the disk.

@@ -8,8 +8,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The kinds of failure that a caller may have to tell apart. They come wrapped, with the path and the
-// cause, so test with errors.Is.
+// Errors that a caller may have to distinguish. They are wrapped with the path and the cause, so test for them
+// with errors.Is.
 var (
 	// ErrCorrupt: a header, map or table breaks its checksum or a rule of the format.
 	ErrCorrupt = errors.New("layer is corrupt")
@@ -19,8 +19,8 @@ var (
 	ErrVersion = errors.New("layer has an unknown format version")
 	// ErrMissingParent: a stack lacks a layer, or its layers do not belong together.
 	ErrMissingParent = errors.New("layer's parent is not the one below it")
-	// ErrMerging: an older version was interrupted as it merged two layers, and one of them is of use only below the
-	// other.
+	// ErrMerging: an older version was interrupted while it merged two layers, and one of them is usable only
+	// below the other.
 	ErrMerging = errors.New("a merge of two layers was interrupted")
 	// ErrReadOnly: the disk was opened read-only or has no writable top.
 	ErrReadOnly = errors.New("disk is read-only")
@@ -28,26 +28,26 @@ var (
 	ErrSealed = errors.New("top layer is sealed")
 	// ErrInUse: another open disk, here or in another process, holds the layer's lock.
 	ErrInUse = errors.New("layer is in use")
-	// ErrNoSpace: the host's file system or quota is full. Retry when there is space.
+	// ErrNoSpace: the host's file system or quota is full. The caller may retry when there is space.
 	ErrNoSpace = errors.New("no space on the host")
 	// ErrIO: the host failed to read or write.
 	ErrIO = errors.New("host I/O error")
-	// ErrSyncFailed: a sync failed earlier, so flushes can no longer be promised. Go back to the last
-	// snapshot, or open the stack again, which keeps what was flushed before the failure.
+	// ErrSyncFailed: a sync failed, so the disk can no longer promise a flush. Go back to the last snapshot, or
+	// open the stack again, which keeps what was flushed before the failure.
 	ErrSyncFailed = errors.New("an earlier flush failed")
-	// ErrRange: an offset or length lies outside of the disk, or is not positive.
+	// ErrRange: a range is outside the disk, or its length is not positive.
 	ErrRange = errors.New("range is outside of the disk")
-	// ErrDamaged: a file system needs more repair than can be done without asking.
+	// ErrDamaged: a file system needs more repair than e2fsck -p does without asking.
 	ErrDamaged = errors.New("the file system is damaged")
 	// ErrClosed: the disk is closed.
 	ErrClosed = errors.New("disk is closed")
-	// ErrTooManyLayers: the stack is deeper than MaxLayers; merge or flatten it.
+	// ErrTooManyLayers: the stack is too deep, see MaxLayers. Squash layers.
 	ErrTooManyLayers = errors.New("too many layers")
 	// ErrSize: a disk size is not a positive multiple of BlockSize up to MaxSize.
 	ErrSize = errors.New("bad disk size")
 )
 
-// ioError wraps what the host answered into one of the typed errors, and keeps the cause.
+// ioError wraps an error of the host into ErrNoSpace or ErrIO, unless it is typed already, and keeps the cause.
 func ioError(doing string, err error) error {
 	switch {
 	case err == nil:

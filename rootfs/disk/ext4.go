@@ -19,18 +19,18 @@ import (
 )
 
 const (
-	// DefaultExt4Size is the size of a sandbox's writable disk unless told otherwise, in bytes.
+	// DefaultExt4Size is the default size of a sandbox's writable disk, in bytes.
 	DefaultExt4Size = 8 << 30
 	// MinExt4Size is the smallest disk that FormatExt4 makes: room for the journal and some files.
 	MinExt4Size = 16 << 20
 	// Ext4Label is the volume label of the file system.
 	Ext4Label = "drowse-rw"
 
-	// templateRevision is part of a template's name: raise it when ext4Args or ext4Config change.
+	// templateRevision is part of a template's name. Raise it when ext4Args or ext4Config change.
 	templateRevision = 1
 )
 
-// ext4Config stands in for /etc/mke2fs.conf, so that every host makes the same file system.
+// ext4Config replaces /etc/mke2fs.conf, so that every host makes the same file system.
 const ext4Config = `[defaults]
 	base_features = none
 	enable_periodic_fsck = 0
@@ -45,15 +45,15 @@ const ext4Config = `[defaults]
 	}
 `
 
-// ext4Args are the options of mkfs.ext4 for a disk of size bytes. The aim is that a guest, whose
-// kernel may be slow, has little to do when it mounts and writes:
+// ext4Args returns the options of mkfs.ext4 for a disk of size bytes. They give a guest, whose kernel may be slow,
+// little to do when it mounts and writes:
 //
-//   - No metadata_csum: the guest need not checksum 4 KiB for each metadata block that it writes.
-//     uninit_bg keeps checksums of the group descriptors, and with them the flag "inode table is
-//     zeroed", which mkfs sets for every group because it discards a sparse file first. So no thread
-//     of the guest goes round zeroing tables (ext4lazyinit) after the first mount.
-//   - A small journal: 16 MiB is 30 s of busy metadata, and it is the part of a disk that a guest
-//     rewrites for ever and that every snapshot would therefore carry again.
+//   - No metadata_csum: the guest need not checksum 4 KiB for each metadata block that it writes. uninit_bg keeps
+//     checksums of the group descriptors, and with them the flag "inode table is zeroed". mkfs sets that flag for
+//     every group because it discards a sparse file first. So no guest thread zeroes tables (ext4lazyinit) after
+//     the first mount.
+//   - A small journal: 16 MiB is 30 s of busy metadata. A guest rewrites the journal constantly, so every
+//     snapshot carries it again.
 //   - No resize_inode: it reserves tables for growing while mounted, and nothing grows then.
 func ext4Args(raw, label string, size int64) []string {
 	journal := int64(16)
@@ -69,11 +69,11 @@ func ext4Args(raw, label string, size int64) []string {
 	}
 }
 
-// FormatExt4 makes a new disk in the file path that holds an empty ext4 of size bytes (0:
-// DefaultExt4Size) with the label Ext4Label. The file system itself is a sealed layer, the template,
-// which is made once for each size under cacheDir with mkfs.ext4 and then shared by all disks: a new
-// disk costs one small file. All disks of a size thus have one file-system UUID; mount by device or
-// label. The template must stay as long as a disk refers to it.
+// FormatExt4 makes a new disk in the file path that holds an empty ext4 of size bytes (0: DefaultExt4Size) with
+// the label Ext4Label. The file system itself is a sealed layer, the template. FormatExt4 makes it once for each
+// size under cacheDir with mkfs.ext4, and all disks share it, so a new disk costs one small file. All disks of a
+// size have the same file-system UUID; mount by device or label. The template must stay as long as a disk refers
+// to it.
 func FormatExt4(ctx context.Context, cacheDir, path string, size int64) (Stack, error) {
 	template, err := Ext4Template(ctx, cacheDir, size)
 	if err != nil {
@@ -82,11 +82,10 @@ func FormatExt4(ctx context.Context, cacheDir, path string, size int64) (Stack, 
 	return Fork(path, template, 0)
 }
 
-// Ext4Template makes the template of FormatExt4 for a size, unless it exists, and names it.
+// Ext4Template returns the template of FormatExt4 for a size, and makes it if it does not exist.
 func Ext4Template(ctx context.Context, cacheDir string, size int64) (Stack, error) {
 	size = cmp.Or(size, DefaultExt4Size)
-	// Templates of different hosts differ, and a disk that has been brought from
-	// another host brings its own: so each has a name of its own.
+	// Templates of different hosts differ, and a disk from another host brings its own. So each has a unique name.
 	prefix := filepath.Join(cacheDir, fmt.Sprintf("ext4-%d-%d-", templateRevision, size))
 	if s, ok, err := existing(prefix); ok || err != nil {
 		return s, err
@@ -99,7 +98,7 @@ func Ext4Template(ctx context.Context, cacheDir string, size int64) (Stack, erro
 		return Stack{}, fmt.Errorf("format ext4: %w", err)
 	}
 	defer lock.Close()
-	if s, ok, err := existing(prefix); ok || err != nil { // somebody else was faster
+	if s, ok, err := existing(prefix); ok || err != nil { // another process was faster
 		return s, err
 	}
 	var random [8]byte
@@ -112,7 +111,7 @@ const (
 	templateLock   = ".ext4.lock"
 )
 
-// existing answers a template whose path begins so, if there is one and it is in order.
+// existing returns a template whose path begins with prefix, if there is one. It fails if that is damaged.
 func existing(prefix string) (s Stack, ok bool, err error) {
 	entries, err := os.ReadDir(filepath.Dir(prefix))
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -146,9 +145,9 @@ func makeTemplate(ctx context.Context, cacheDir, path string, size int64) (s Sta
 	return Import(ctx, path, raw)
 }
 
-// FormatRaw makes a sparse raw file of size bytes with an empty ext4 in it, as FormatExt4 makes it,
-// with a label of at most 16 bytes. A file that is there is overwritten. Nothing is synced, and
-// mke2fs.conf beside it, for the time of the call, must not be anybody's.
+// FormatRaw makes a sparse raw file of size bytes with an empty ext4 in it, as FormatExt4 makes it, with a label
+// of at most 16 bytes. It overwrites an existing file and syncs nothing. During the call it overwrites, and then
+// removes, the file mke2fs.conf in the same directory.
 func FormatRaw(ctx context.Context, raw, label string, size int64) (err error) {
 	if err := checkSize(size); err != nil {
 		return fmt.Errorf("format ext4: %w", err)
@@ -179,8 +178,7 @@ func FormatRaw(ctx context.Context, raw, label string, size int64) (err error) {
 	return nil
 }
 
-// mkfsNames is where mkfs.ext4 may be: in the path, or where Debian puts it, which is not in every
-// user's path.
+// mkfsNames are the places of mkfs.ext4: in PATH, or where Debian puts it, which is not in every user's PATH.
 var mkfsNames = []string{"mkfs.ext4", "/usr/sbin/mkfs.ext4", "/sbin/mkfs.ext4"}
 
 func findMkfs(names []string) (string, error) { return findTool("format ext4", names) }

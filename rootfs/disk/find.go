@@ -8,9 +8,8 @@ import (
 	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
-// Find describes every layer that lies in the directories, by reading their headers. Files that are
-// no layers, damaged or in use for writing are left out, so it is meant for a store whose disks are
-// at rest.
+// Find describes every layer in the directories by its header. It leaves out files that are not layers, damaged,
+// or in use for writing, so it is meant for a store whose disks are not in use.
 func Find(dirs ...string) ([]LayerInfo, error) { return hostEnv().find(dirs...) }
 
 func (e env) find(dirs ...string) (infos []LayerInfo, err error) {
@@ -26,7 +25,7 @@ func (e env) find(dirs ...string) (infos []LayerInfo, err error) {
 			l, err := e.openLayer(filepath.Join(dir, ent.Name()), os.O_RDONLY, osfile.Shared)
 			switch {
 			case errors.Is(err, ErrCorrupt), errors.Is(err, ErrTruncated), errors.Is(err, ErrVersion),
-				errors.Is(err, ErrInUse), errors.Is(err, ErrMissingParent): // the last: gone since ReadDir
+				errors.Is(err, ErrInUse), errors.Is(err, ErrMissingParent): // ErrMissingParent: removed since ReadDir
 				continue
 			case err != nil:
 				return nil, err
@@ -40,8 +39,8 @@ func (e env) find(dirs ...string) (infos []LayerInfo, err error) {
 	return infos, nil
 }
 
-// Inspect describes the layer at path by its header. One that is in use for writing is ErrInUse. The error of a file
-// that is not there wraps fs.ErrNotExist.
+// Inspect describes the layer at path by its header. It fails with ErrInUse if the layer is in use for writing,
+// and with an error that wraps fs.ErrNotExist if there is no file.
 func Inspect(path string) (LayerInfo, error) {
 	l, err := hostEnv().openLayer(path, os.O_RDONLY, osfile.Shared)
 	if err != nil {
@@ -50,8 +49,8 @@ func Inspect(path string) (LayerInfo, error) {
 	return l.info(), l.close()
 }
 
-// Continues says whether the layer in the file path was begun over the uppermost layer of a stack. It is false also if
-// there is no such file, or one that was never durable: then nothing in it was either.
+// Continues reports whether the parent of the layer in the file path is the uppermost layer of s. It also returns
+// false if there is no such file, or one that never became durable: then none of its data did either.
 func Continues(path string, s Stack) (bool, error) {
 	e := hostEnv()
 	var ids [2]header
@@ -71,7 +70,7 @@ func Continues(path string, s Stack) (bool, error) {
 	return ids[0].parent == ids[1].id, nil
 }
 
-// Sync makes the file of a layer durable, and its name: a stack that is recorded durably must not name one that is not.
+// Sync makes a layer's file and its name durable. A durably recorded stack must name only durable layers.
 func Sync(path string) error {
 	e := hostEnv()
 	f, err := e.fs.OpenFile(path, os.O_RDONLY, 0)

@@ -11,14 +11,15 @@ import (
 
 // Limits and units of the format. FORMAT.md describes it byte by byte.
 const (
-	// BlockSize is the unit of allocation in bytes. It is the block size of the guest's ext4 and the
-	// page size of both kernels, so a guest's write never needs a copy from a lower layer, and it is
-	// the smallest hole that host file systems can punch.
+	// BlockSize is the unit of allocation in bytes. It is the block size of the guest's ext4 and the page size of
+	// both kernels, so a guest's write never needs a copy from a lower layer. It is also the smallest hole that
+	// host file systems can punch.
 	BlockSize = 4096
-	// MaxSize bounds a disk, in bytes: the layer file, with header and map before the data and the
-	// table after it, must stay below ext4's largest file (16 TiB).
+	// MaxSize bounds a disk, in bytes. The layer file, with header and map before the data and the table after it,
+	// must be smaller than ext4's largest file (16 TiB).
 	MaxSize = 8 << 40
-	// MaxLayers bounds a stack: each layer costs a file descriptor.
+	// MaxLayers bounds a stack, because each layer costs a file descriptor. Open and Fork accept fewer than
+	// MaxLayers.
 	MaxLayers = 16384
 
 	formatVersion = 1
@@ -39,13 +40,13 @@ var crcTable = crc32.MakeTable(crc32.Castagnoli)
 // ID names a layer: 16 random bytes.
 type ID [16]byte
 
-// String is 32 hexadecimal digits.
+// String returns the ID as 32 hexadecimal digits.
 func (id ID) String() string { return hex.EncodeToString(id[:]) }
 
-// MarshalText makes an ID a string in JSON.
+// MarshalText returns the text of String, so that an ID is a string in JSON.
 func (id ID) MarshalText() ([]byte, error) { return []byte(id.String()), nil }
 
-// UnmarshalText reads what MarshalText wrote.
+// UnmarshalText parses the text of MarshalText.
 func (id *ID) UnmarshalText(p []byte) error {
 	if len(p) != 2*len(id) {
 		return fmt.Errorf("layer id %q: want 32 hexadecimal digits", p)
@@ -61,15 +62,15 @@ func newID() (id ID) {
 	return id
 }
 
-// State says how far a layer is on its way from being written to being shared.
+// State is the stage of a layer between being written and being shared.
 type State uint32
 
 // The states of a layer.
 const (
-	StateOpen    State = 1 // writable top; the map is the truth
-	StateFrozen  State = 2 // never written again, but maybe not durable; the map is the truth
-	StateSealed  State = 3 // durable; the table is the truth
-	StateMerging State = 4 // being overwritten by the layer above; useful only below that one
+	StateOpen    State = 1 // writable top; the map is authoritative
+	StateFrozen  State = 2 // never written again, but maybe not durable; the map is authoritative
+	StateSealed  State = 3 // durable; the table is authoritative
+	StateMerging State = 4 // being overwritten by the layer above; usable only below that one
 )
 
 func (s State) String() string {
@@ -87,8 +88,8 @@ func (s State) String() string {
 }
 
 const (
-	flagSyncFailed = 1 << 1 // an fsync failed: pending blocks must not be believed
-	flagSinking    = 1 << 2 // being merged into the layer below: that one relies on this file
+	flagSyncFailed = 1 << 1 // an fsync failed: pending blocks cannot be trusted
+	flagSinking    = 1 << 2 // being merged into the layer below, which relies on this file
 	knownFlags     = flagSyncFailed | flagSinking
 )
 
@@ -114,17 +115,17 @@ type header struct {
 	tableLen int64 // bytes
 	tableCRC uint32
 	boot     [bootIDSize]byte // boot of the host on which the map was written
-	merge    ID               // merging: the layer above; sealed: the layer that it swallowed, or zero
+	merge    ID               // merging: the layer above; sealed: see LayerInfo.Merged, or zero
 }
 
 func (h *header) blocks() int64 { return h.size / BlockSize }
 
-// dataOffset is where block 0 lies in the file.
+// dataOffset returns the offset of block 0 in the file.
 func (h *header) dataOffset() int64 {
 	return (mapOffset + h.blocks() + BlockSize - 1) / BlockSize * BlockSize
 }
 
-// endOfData is the file length of a layer without table.
+// endOfData returns the file length of a layer without a table.
 func (h *header) endOfData() int64 { return h.dataOffset() + h.size }
 
 func checkSize(size int64) error {
@@ -184,7 +185,7 @@ func decodeSlot(p []byte) (h header, err error) {
 	return h, h.check()
 }
 
-// check holds a decoded header against the rules of the format.
+// check returns an error if a decoded header breaks a rule of the format.
 func (h *header) check() error {
 	switch {
 	case checkSize(h.size) != nil:
@@ -215,9 +216,9 @@ func (h *header) check() error {
 	return nil
 }
 
-// decodeHeader picks the newer of the two slots. p holds the first headerSpace bytes of the file,
-// fewer if the file is shorter. One damaged slot is the trace of an interrupted header write, and the
-// other one then counts.
+// decodeHeader returns the newer of the two slots. p holds the first headerSpace bytes of the file, fewer if the
+// file is shorter. One damaged slot is the trace of an interrupted header write; decodeHeader then returns the
+// other one.
 func decodeHeader(p []byte) (header, error) {
 	if len(p) < headerSpace {
 		return header{}, fmt.Errorf("%w: %d bytes, too short for a header", ErrTruncated, len(p))
@@ -225,7 +226,7 @@ func decodeHeader(p []byte) (header, error) {
 	a, errA := decodeSlot(p[:headerSize])
 	b, errB := decodeSlot(p[slotStride : slotStride+headerSize])
 	switch {
-	case errors.Is(errA, ErrVersion): // maybe the newer one: the other slot must not be believed
+	case errors.Is(errA, ErrVersion): // maybe the newer one: the other slot cannot be trusted
 		return header{}, errA
 	case errors.Is(errB, ErrVersion):
 		return header{}, errB
@@ -239,7 +240,7 @@ func decodeHeader(p []byte) (header, error) {
 	return b, nil
 }
 
-// run is a range of blocks in one state: blockData or blockZero (or, from a map, a pending state).
+// run is a range of blocks in one state: blockData or blockZero or, from a map, a pending state.
 type run struct {
 	start, count int64
 	state        byte
@@ -280,8 +281,7 @@ func (d *tableDecoder) decode(p []byte, each func(run)) error {
 	return nil
 }
 
-// decodeMap calls each for the runs of non-absent blocks in a piece of a map that starts with block
-// first.
+// decodeMap calls each for the runs of non-absent blocks in a piece of a map that starts at block first.
 func decodeMap(p []byte, first int64, each func(run)) error {
 	for i := 0; i < len(p); {
 		s := p[i]

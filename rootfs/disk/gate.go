@@ -9,14 +9,14 @@ import (
 	"golang.org/x/sync/semaphore"
 )
 
-// everybody is the weight of whoever is alone in a gate.
+// everybody is the weight of a goroutine that is alone in a gate.
 const everybody = math.MaxInt64
 
-// gate lets any number of writers in together, or one goroutine alone. It differs from sync.RWMutex
-// in that waiting to be alone can be cancelled, that being alone can turn into being one of many, and
-// that leaving too often is an error rather than a panic.
+// gate admits any number of writers together, or one goroutine alone. Unlike with sync.RWMutex, waiting to be
+// alone can be cancelled, a goroutine that is alone can become one of many in one step, and leaving too often is
+// an error rather than a panic.
 type gate struct {
-	places *semaphore.Weighted // whoever waits to be alone keeps those out who come later
+	places *semaphore.Weighted // a goroutine that waits to be alone blocks later ones
 	inside atomic.Int64
 	closed atomic.Bool
 }
@@ -25,7 +25,7 @@ var errNotInside = errors.New("Wrote without a WriteExtent before it")
 
 func newGate() gate { return gate{places: semaphore.NewWeighted(everybody)} }
 
-// take waits for places, of which a closed gate has none.
+// take waits for places. It fails if the gate is closed.
 func (g *gate) take(ctx context.Context, places int64) error {
 	if err := g.places.Acquire(ctx, places); err != nil {
 		return err
@@ -38,7 +38,7 @@ func (g *gate) take(ctx context.Context, places int64) error {
 }
 
 func (g *gate) enter() error {
-	err := g.take(context.Background(), 1) // cannot be cancelled: whoever is alone is short
+	err := g.take(context.Background(), 1) // needs no cancelling: being alone is short
 	if err == nil {
 		g.inside.Add(1)
 	}
@@ -55,10 +55,10 @@ func (g *gate) leave() error {
 	return errNotInside
 }
 
-// enterAlone waits until nobody is inside, and keeps others out meanwhile.
+// enterAlone waits until the gate is empty, and keeps others out until leaveAlone.
 func (g *gate) enterAlone(ctx context.Context) error { return g.take(ctx, everybody) }
 
-// leaveAlone lets others in again; stay makes the caller one of many in the same step.
+// leaveAlone admits others again. With stay, the caller becomes one of many in the same step.
 func (g *gate) leaveAlone(stay bool) {
 	if stay {
 		g.inside.Add(1)

@@ -12,14 +12,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// GrowRaw makes a raw file with an ext4 longer, and its file system as large as the file, which is
-// size bytes then. The file system is checked before, and its journal replayed, as after a crash of
-// whoever had it mounted; one that needs more repair than that is refused with ErrDamaged. Nothing is
-// synced, and a file in which GrowRaw failed or was killed is of no use: give it a copy.
+// GrowRaw grows a raw file with an ext4, and its file system, to size bytes. It first checks the file system and
+// replays its journal, as after a crash. If the file system needs more repair than that, GrowRaw fails with
+// ErrDamaged. It syncs nothing. If it fails or is killed, the file is unusable: pass it a copy.
 //
-// A guest may have written anything to the file. So e2fsck(8) and resize2fs(8) run without privileges
-// where this process has some, see only the file, and their time, memory and output are bounded. The
-// file belongs to growUser meanwhile.
+// A guest may have written anything to the file. So GrowRaw runs e2fsck(8) and resize2fs(8) as the unprivileged
+// growUser if this process is root, gives them only the file, and bounds their time, memory and output. As root,
+// it makes growUser the owner of the file meanwhile.
 func GrowRaw(ctx context.Context, raw string, size int64) (err error) {
 	if err := checkSize(size); err != nil {
 		return fmt.Errorf("grow ext4: %w", err)
@@ -40,13 +39,12 @@ func GrowRaw(ctx context.Context, raw string, size int64) (err error) {
 		}
 		defer func() { err = errors.Join(err, f.Chown(0, os.Getegid())) }()
 	}
-	// resize2fs wants it to have been checked since it was mounted. -p repairs only what is safe to
-	// repair without asking.
+	// resize2fs requires a check since the last mount. -p repairs only what is safe to repair without asking.
 	out, code, err := runE2fs(ctx, f, "e2fsck", "-f", "-p")
 	switch {
 	case code > fsckRepaired:
 		return fmt.Errorf("grow ext4: %w: %w: %s", ErrDamaged, err, out)
-	case code < 0: // it did not run, or was killed
+	case code < 0: // e2fsck did not run, or was killed
 		return fmt.Errorf("grow ext4: %w: %s", err, out)
 	}
 	if err := f.Truncate(size); err != nil {
@@ -59,18 +57,17 @@ func GrowRaw(ctx context.Context, raw string, size int64) (err error) {
 }
 
 const (
-	// fsckRepaired is the highest exit status of e2fsck(8) that says that all is well: errors
-	// were corrected.
+	// fsckRepaired is the highest exit status of e2fsck(8) that means success: it corrected errors.
 	fsckRepaired = 1
-	// growUser is nobody, whom the kernel knows as the overflow user.
+	// growUser is the user nobody, the kernel's overflow UID.
 	growUser = 65534
-	// What the programs may take: for a file system of 1 TiB e2fsck takes some 100 MiB.
+	// Limits of the programs. For a file system of 1 TiB e2fsck takes some 100 MiB.
 	growMemory  = 4 << 30 // bytes of address space
 	growSeconds = 3600    // of processor time
 	growOutput  = 16 << 10
 )
 
-// head keeps the first bytes that are written to it.
+// head keeps the first growOutput bytes that are written to it.
 type head struct{ bytes.Buffer }
 
 func (h *head) Write(p []byte) (int, error) {
@@ -78,16 +75,16 @@ func (h *head) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// runE2fs runs a program of e2fsprogs on a file. It returns the beginning of its output, and its exit
-// status, -1 if it has none.
+// runE2fs runs a program of e2fsprogs on a file. It returns the beginning of its output and its exit status, -1 if
+// it has none.
 func runE2fs(ctx context.Context, f *os.File, name string, args ...string) (out string, code int, err error) {
 	tool, err := findTool("grow ext4", []string{name, "/usr/sbin/" + name, "/sbin/" + name})
 	if err != nil {
 		return "", -1, err
 	}
 	var h head
-	// The shell sets the limits, which are the program's then. The path leads to the file that is
-	// handed down, whatever directories it lies in.
+	// The shell sets the limits, and the program inherits them. The path /proc/self/fd/3 is the inherited file, so
+	// the program need not have access to its directories.
 	script := fmt.Sprintf(`ulimit -v %d && ulimit -t %d && exec "$0" "$@"`, growMemory>>10, growSeconds)
 	cmd := exec.CommandContext(ctx, "/bin/sh", append([]string{"-c", script, tool}, append(args, "/proc/self/fd/3")...)...)
 	cmd.Env = []string{"LC_ALL=C", "E2FSCK_CONFIG=/dev/null"}

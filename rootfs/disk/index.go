@@ -9,12 +9,12 @@ const (
 	spread      = 0x0001_0001_0001_0001 // times a source: a word full of it
 )
 
-// source says where a block is read from: 0 is zeros, n is layers[n-1] of the disk.
+// source is where a block is read from: 0 is zeros, n is layers[n-1] of the disk.
 type source = uint16
 
-// index maps every block to its source. A chunk whose blocks all have one source is one word, so an
-// empty or one-layer 64 GiB disk takes 64 KiB; the most it can take is 1/2048 of the disk's size (4
-// MiB for 8 GiB) and 16 bytes for each 16 MiB.
+// index maps every block to its source. A chunk whose blocks all have one source needs no array, so an empty or
+// one-layer 64 GiB disk takes 64 KiB. At most an index takes 1/2048 of the disk's size (4 MiB for 8 GiB) and 16
+// bytes for each 16 MiB.
 //
 // Reading needs no lock. Two goroutines must not change the same chunk at once.
 type index struct {
@@ -31,7 +31,7 @@ func newIndex(blocks int64) *index {
 	return &index{blocks: blocks, chunks: make([]indexChunk, (blocks+chunkBlocks-1)/chunkBlocks)}
 }
 
-// get answers the source of one block.
+// get returns the source of one block.
 func (x *index) get(b int64) source {
 	c := &x.chunks[b/chunkBlocks]
 	w := c.words.Load()
@@ -42,7 +42,7 @@ func (x *index) get(b int64) source {
 	return source(w[i/perWord].Load() >> (16 * (i % perWord)))
 }
 
-// runLen answers how many blocks from b, up to end, have the source s.
+// runLen returns how many blocks from b, up to end, have the source s.
 func (x *index) runLen(b, end int64, s source) int64 {
 	start := b
 	for b < end {

@@ -15,14 +15,14 @@ import (
 	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
-// env is what a disk needs from its host.
+// env is the part of the host that a disk uses.
 type env struct {
 	fs   osfile.FS
 	boot [bootIDSize]byte // zero: unknown, equal to none
 }
 
-// hostBoot reads the id of this boot (random(4)). Where there is no /proc it stays unknown, and what
-// an earlier process did not flush then counts as lost.
+// hostBoot reads the id of this boot (random(4)). Without /proc it stays unknown, and what an earlier process did
+// not flush then counts as lost.
 var hostBoot = sync.OnceValue(func() (id [bootIDSize]byte) {
 	text, _ := os.ReadFile("/proc/sys/kernel/random/boot_id")
 	p, err := hex.DecodeString(strings.ReplaceAll(strings.TrimSpace(string(text)), "-", ""))
@@ -78,10 +78,10 @@ func (e env) openLayer(path string, flag int, lock osfile.LockMode) (l *layer, e
 	return l, nil
 }
 
-// headerBufs spares a deep stack's Open the garbage of a buffer for each layer.
+// headerBufs are reused, so that Open of a deep stack does not allocate a buffer for each layer.
 var headerBufs = sync.Pool{New: func() any { return new([headerSpace]byte) }}
 
-// readHeader reads or re-reads the header. It leaves alone what readers of data look at.
+// readHeader reads or re-reads the header. It does not change the fields that readers of data use.
 func (l *layer) readHeader() error {
 	buf, _ := headerBufs.Get().(*[headerSpace]byte)
 	defer headerBufs.Put(buf)
@@ -106,7 +106,7 @@ func (l *layer) readHeader() error {
 	return nil
 }
 
-// writeHeader writes h into the slot that does not hold the current header, and takes it over.
+// writeHeader writes h into the slot that does not hold the current header, and makes h the current one.
 func (l *layer) writeHeader(h header) error {
 	var buf [headerSize]byte
 	h.gen = l.hdr.gen + 1
@@ -118,8 +118,8 @@ func (l *layer) writeHeader(h header) error {
 	return nil
 }
 
-// create makes a layer file under a temporary name and gives it its own name once it is whole. The
-// file is locked for writing. If durable is false, file and name become durable at the first flush.
+// create makes a layer file under a temporary name, locks it for writing, and renames it to path once it is
+// complete. If durable is false, file and name become durable at the first flush.
 func (e env) create(path string, h header, durable bool) (l *layer, err error) {
 	if err := checkSize(h.size); err != nil {
 		return nil, err
@@ -174,13 +174,13 @@ func (e env) create(path string, h header, durable bool) (l *layer, err error) {
 
 func (l *layer) close() error { return ioError("close "+l.path, l.f.Close()) }
 
-// pendingCounts says whether pending blocks of the map hold what was written: their data was in the
-// page cache of the boot that wrote them, and no sync has lost it.
+// pendingCounts reports whether pending blocks of the map hold what was written. They do if this boot wrote them,
+// so that their data was in its page cache, and no sync has lost it.
 func (e env) pendingCounts(h *header) bool {
 	return h.boot == e.boot && e.boot != [bootIDSize]byte{} && h.flags&flagSyncFailed == 0
 }
 
-// settled is what a pending state means for a reader now.
+// settled returns what a state means for a reader now. counts is the result of pendingCounts.
 func settled(s byte, counts bool) byte {
 	switch {
 	case s == blockPendingAbsent && counts, s == blockPendingZero && counts:
@@ -193,8 +193,8 @@ func settled(s byte, counts bool) byte {
 	return s
 }
 
-// runs calls each for the layer's runs, in order: from the table if it has one, else from the map. In
-// the latter case pending states appear as they are.
+// runs calls each for the layer's runs, in order: from the table if it has one, else from the map. Runs from the
+// map may have pending states.
 func (l *layer) runs(each func(run)) error {
 	if l.hdr.state == StateSealed || l.hdr.state == StateMerging {
 		return l.tableRuns(each)
@@ -203,8 +203,8 @@ func (l *layer) runs(each func(run)) error {
 }
 
 func (l *layer) tableRuns(each func(run)) error {
-	// A layer may come from elsewhere, and be a hole for the most part: what it states of its table bounds nothing that
-	// is held in memory.
+	// A layer may come from another host and be mostly a hole. So the table length that it states must not decide
+	// how much memory is allocated.
 	buf := make([]byte, min(l.hdr.tableLen, tablePiece))
 	crc := uint32(0)
 	if err := l.tablePieces(buf, func(p []byte) error {
@@ -223,7 +223,7 @@ func (l *layer) tableRuns(each func(run)) error {
 	return nil
 }
 
-// tablePiece is how much of a table is read at once, in bytes: whole entries.
+// tablePiece is the most bytes of a table read at once, a multiple of tableEntry.
 const tablePiece = 256 << 10
 
 // tablePieces calls f for all of the table, in order.
@@ -284,22 +284,22 @@ func (l *layer) writeMap(b, count int64, state byte) error {
 	return nil
 }
 
-// freeze marks a layer as never to be written again. It does no sync.
+// freeze marks a layer as never written again. It does not sync.
 func (l *layer) freeze() error {
 	h := l.hdr
 	h.state = StateFrozen
 	return l.writeHeader(h)
 }
 
-// taint records that a sync failed, as well as it can be recorded on a file that cannot be synced.
+// taint records that a sync failed, as well as is possible on a file that cannot be synced.
 func (l *layer) taint() {
 	h := l.hdr
 	h.flags |= flagSyncFailed
-	_ = l.writeHeader(h) // the disk itself remembers; this is for whoever opens it next
+	_ = l.writeHeader(h) // the Disk itself remembers; this is for the next Open
 }
 
-// seal makes a frozen layer durable and gives it its table. It can be repeated after a crash, and two
-// processes may do it at once, because both write the same bytes.
+// seal makes a frozen layer durable and writes its table. It can be repeated after a crash, and two processes may
+// seal a layer at once, because both write the same bytes.
 func (e env) seal(l *layer) error {
 	if err := l.readHeader(); err != nil || l.hdr.state == StateSealed {
 		return err
@@ -309,7 +309,7 @@ func (e env) seal(l *layer) error {
 	if h.tableOff, h.tableLen, h.tableCRC, err = l.writeTable(e.sealedRuns(l), h.endOfData()); err != nil {
 		return err
 	}
-	if err := l.f.Datasync(); err != nil { // data and table at once: neither counts before the header says so
+	if err := l.f.Datasync(); err != nil { // data and table at once: neither counts until the header says so
 		l.taint()
 		return ioError("sync "+l.path, fmt.Errorf("%w: %w", ErrSyncFailed, err))
 	}
@@ -317,8 +317,8 @@ func (e env) seal(l *layer) error {
 	return e.commitHeader(l, h)
 }
 
-// commitHeader writes a header that changes what the layer means, durably, and then into the other
-// slot too, so that damage to one slot can never bring the old meaning back.
+// commitHeader durably writes a header that changes what the layer means, and then writes it into the other slot
+// too, so that damage to one slot can never bring the old meaning back.
 func (e env) commitHeader(l *layer, h header) error {
 	for range 2 {
 		if err := l.writeHeader(h); err != nil {
@@ -337,8 +337,8 @@ func (e env) commitHeader(l *layer, h header) error {
 	return nil
 }
 
-// sealedRuns are the runs of a frozen layer as its table will have them: pending states settled,
-// neighbours joined.
+// sealedRuns returns the runs of a frozen layer as its table will have them: pending states settled, neighbours
+// joined.
 func (e env) sealedRuns(l *layer) func(each func(run)) error {
 	counts := e.pendingCounts(&l.hdr)
 	return func(each func(run)) error {
@@ -372,7 +372,7 @@ func (j *joiner) flush(each func(run)) {
 	j.last = run{}
 }
 
-// writeTable writes runs as a table at off and answers where it lies, its length and checksum.
+// writeTable writes runs as a table at off and returns its offset, length and checksum.
 func (l *layer) writeTable(runs func(func(run)) error, off int64) (start, length int64, crc uint32, err error) {
 	const flushAt = 64 << 10
 	buf := make([]byte, 0, flushAt+4096)

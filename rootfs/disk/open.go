@@ -17,10 +17,10 @@ func Create(path string, size int64) (Stack, error) {
 	return hostEnv().createDisk(path, Stack{}, header{size: size}, true)
 }
 
-// Fork makes a new open top in the file path over a stack whose uppermost layer is frozen or sealed,
-// and that may be shared with any number of other disks. size is the new disk's size in bytes: 0 is
-// the same as below, less is refused. It copies and syncs nothing: the file is durable after the
-// first Flush of the disk opened from it.
+// Fork makes a new open top in the file path over a stack whose uppermost layer is frozen or sealed. Any number of
+// other disks may share that stack. size is the new disk's size in bytes: 0 means the size of the stack below, and
+// less is refused. Fork copies and syncs nothing: the file is durable after the first Flush of the disk opened
+// from it.
 func Fork(path string, lower Stack, size int64) (Stack, error) {
 	return hostEnv().fork(path, lower, size)
 }
@@ -78,7 +78,7 @@ func (e env) open(s Stack, o Options) (d *Disk, err error) {
 			}
 		}
 	}()
-	var missing error // a layer that is not there; harmless if it was merged into the next one
+	var missing error // the error of a missing layer; harmless if it was merged into the next one
 	for i, path := range s.Layers {
 		last := i == len(s.Layers)-1
 		l, err := e.openInStack(path, last, o.ReadOnly)
@@ -90,7 +90,7 @@ func (e env) open(s Stack, o Options) (d *Disk, err error) {
 			return nil, err
 		}
 		if n := len(ls); n > 0 && ls[n-1].hdr.id == l.hdr.id {
-			// The file below has taken this layer in; only the rename of the merge is missing.
+			// The file below already has this layer's content; only the rename of the merge is missing.
 			if err := l.close(); err != nil {
 				return nil, err
 			}
@@ -117,11 +117,11 @@ func (e env) open(s Stack, o Options) (d *Disk, err error) {
 		return d, nil
 	}
 	d.spare = make([]run, 0, pendingRanges+1)
-	d.dirty.Store(true) // nobody knows what the last owner has synced
+	d.dirty.Store(true) // it is not known what the last owner has synced
 	return d, d.recover()
 }
 
-// openInStack opens one layer of a stack for what is to be done with it.
+// openInStack opens one layer of a stack in the mode that its place and state require.
 func (e env) openInStack(path string, top, readOnly bool) (*layer, error) {
 	if top && !readOnly {
 		l, err := e.openLayer(path, os.O_RDWR, osfile.Exclusive)
@@ -139,8 +139,8 @@ func (e env) openInStack(path string, top, readOnly bool) (*layer, error) {
 	if err != nil || readOnly || l.hdr.state == StateSealed || l.hdr.state == StateMerging {
 		return l, err
 	}
-	// The process that was sealing this layer has died, or has not flushed yet. Sealing it is then
-	// up to whoever flushes first.
+	// The process that was sealing this layer has died, or has not flushed yet. The first disk that flushes then
+	// seals it.
 	state := l.hdr.state
 	if err := l.close(); err != nil {
 		return nil, err
@@ -166,7 +166,7 @@ func (e env) openInStack(path string, top, readOnly bool) (*layer, error) {
 	return l, nil
 }
 
-// checkChain holds neighbouring layers against each other.
+// checkChain returns an error unless each layer fits the one below it.
 func checkChain(ls []*layer) error {
 	for i, l := range ls {
 		var want ID
@@ -187,7 +187,7 @@ func checkChain(ls []*layer) error {
 	return nil
 }
 
-// load enters a layer's runs into the index.
+// load adds a layer's runs to the index.
 func (d *Disk) load(l *layer, s source) error {
 	counts := d.env.pendingCounts(&l.hdr)
 	return l.runs(func(r run) {
@@ -200,7 +200,7 @@ func (d *Disk) load(l *layer, s source) error {
 	})
 }
 
-// recover deals with what the last owner of the top left pending, and makes the map this boot's own.
+// recover keeps or drops the top's pending blocks of its last owner, and marks the map as written by this boot.
 func (d *Disk) recover() error {
 	top, _ := d.top()
 	counts := d.env.pendingCounts(&top.hdr)
@@ -221,7 +221,7 @@ func (d *Disk) recover() error {
 		return err
 	}
 	if dropped {
-		// Before the header says that pending blocks of this boot count.
+		// Sync before the header says that pending blocks of this boot count.
 		if err := top.f.Datasync(); err != nil {
 			return ioError("sync "+top.path, fmt.Errorf("%w: %w", ErrSyncFailed, err))
 		}
@@ -239,9 +239,9 @@ func (d *Disk) recover() error {
 	return nil
 }
 
-// Verify checks a stack without writing to it: that every header, map and table keeps its checksum
-// and the rules of the format, that no file is too short, and that the layers belong together. It
-// does not read data. A top that is open for writing elsewhere is ErrInUse.
+// Verify checks a stack without writing to it: that every header, map and table has the right checksum and keeps
+// the rules of the format, that no file is too short, and that the layers belong together. It does not read data.
+// It fails with ErrInUse if the top is open for writing elsewhere.
 func Verify(s Stack) error {
 	d, err := hostEnv().open(s, Options{ReadOnly: true})
 	if err != nil {
@@ -250,9 +250,9 @@ func Verify(s Stack) error {
 	return d.Close()
 }
 
-// Data is how many bytes of the disk have data, each block once in whichever layer it is: what was written and neither
-// overwritten with zeros by the block nor discarded since. A write under way may count or not. It reads the index in
-// memory, 2 bytes a block at most.
+// Data returns how many bytes of the disk have data. It counts each block once, whichever layer has it, if it was
+// written and since then neither discarded nor overwritten as a whole block of zeros. A write under way may count
+// or not. Data reads the index in memory, 2 bytes a block at most.
 func (d *Disk) Data() int64 {
 	var blocks int64
 	_ = d.index.each(func(s source, _, count int64) error {

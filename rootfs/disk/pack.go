@@ -12,7 +12,7 @@ import (
 	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
-// A packed layer is what Pack writes of a sealed layer's file, which is mostly holes:
+// A packed layer is the form in which Pack writes a sealed layer's file, which is mostly holes:
 //
 //	8   "DROWSELP"
 //	4   version of this format, 1
@@ -21,7 +21,7 @@ import (
 //	16  for each extent, in ascending order: its offset and its length, not 0
 //	    the bytes of the extents
 //
-// Integers are little-endian. What no extent covers is zeros.
+// Integers are little-endian. Bytes that no extent covers are zeros.
 const (
 	packMagic   = "DROWSELP"
 	packVersion = 1
@@ -39,7 +39,7 @@ type packed struct {
 
 type extentOf struct{ off, length int64 }
 
-// PackedSize is how many bytes Pack writes of the layer at path.
+// PackedSize returns how many bytes Pack writes for the layer at path.
 func PackedSize(path string) (int64, error) {
 	f, err := os.Open(path)
 	if err != nil {
@@ -82,9 +82,8 @@ func findExtents(f *os.File) (*packed, error) {
 	return p, nil
 }
 
-// Pack writes the layer at path, which must be sealed, so that Unpack makes the same
-// file of it, holes included. As long as the file is not written to, it writes the same
-// bytes each time.
+// Pack writes the layer at path, which must be sealed, to w, so that Unpack makes the same file from it, holes
+// included. As long as the file is not written to, Pack writes the same bytes each time.
 func Pack(ctx context.Context, w io.Writer, path string) error {
 	f, err := os.Open(path)
 	if err != nil {
@@ -118,9 +117,9 @@ func Pack(ctx context.Context, w io.Writer, path string) error {
 	return nil
 }
 
-// Unpack makes the file at path, which must not exist, of what Pack has written, and
-// syncs it. It reads r to its end. Input that is not of Pack is ErrCorrupt, ErrTruncated
-// or ErrVersion, and no file is left. Whether it is a good layer is for Verify to say.
+// Unpack makes the file at path, which must not exist, from what Pack has written, and syncs it. It reads r to its
+// end. If the input is not from Pack, it fails with ErrCorrupt, ErrTruncated or ErrVersion and leaves no file.
+// Verify checks whether the file is a valid layer.
 func Unpack(ctx context.Context, r io.Reader, path string) (err error) {
 	f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {

@@ -12,17 +12,17 @@ import (
 	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
-// partSuffix ends the name of the file that a sealed layer is written to until it is whole. One that a crash has left
-// may be deleted.
+// partSuffix ends the name of the file of an incomplete sealed layer. Files that a crash has left may be deleted.
 const partSuffix = ".part"
 
-// Squash writes the content of layers that are neighbours in a stack, lowest first, to one new layer in the file path:
-// it can take the place of all of them in that stack, and in any other that has them in this order. They stay as they
-// are, so that others can go on with any of them. They must be sealed, and may be in use by disks that run.
+// Squash writes the content of layers that are neighbours in a stack, lowest first, to one new layer in the file
+// path. The new layer can replace all of them in that stack, and in any other that has them in this order. The old
+// layers stay unchanged, so that other disks can keep using them. They must be sealed, and may be in use by open
+// disks.
 //
-// The new layer has the id of the uppermost, and the parent of the lowest. It appears under its name
-// only when it is whole and durable. The cost is that of the data that is not covered by a layer
-// above, in time and, where the file system has no reflinks, in space.
+// The new layer has the id of the uppermost and the parent of the lowest. It gets its name only when it is
+// complete and durable. The cost in time, and in space if the file system has no reflinks, grows with the data
+// that no layer above covers.
 func Squash(ctx context.Context, layers []string, path string) error {
 	if err := hostEnv().squash(ctx, layers, path); err != nil {
 		return fmt.Errorf("squash %d layers into %s: %w", len(layers), path, err)
@@ -73,14 +73,14 @@ func (e env) squash(ctx context.Context, paths []string, path string) error {
 	}, ls, x)
 }
 
-// writeSealed makes a sealed layer with the blocks of others, as an index of them has it. It appears under its name
-// only when it is whole and durable.
+// writeSealed makes a sealed layer from the blocks of others, as the index x has them. It gets its name only when
+// it is complete and durable.
 func (e env) writeSealed(ctx context.Context, path string, h header, from []*layer, x *index) (err error) {
 	if _, err := e.fs.Stat(path); err == nil {
 		return ioError("create layer", &fs.PathError{Op: "create", Path: path, Err: fs.ErrExist})
 	}
 	part := path + partSuffix
-	if err := e.fs.Remove(part); err != nil && !errors.Is(err, fs.ErrNotExist) { // of a process that died
+	if err := e.fs.Remove(part); err != nil && !errors.Is(err, fs.ErrNotExist) { // left by a process that died
 		return ioError("create layer", err)
 	}
 	out, err := e.create(part, header{size: h.size, id: h.id, parent: h.parent, state: StateFrozen}, false)
@@ -102,7 +102,7 @@ func (e env) writeSealed(ctx context.Context, path string, h header, from []*lay
 	if h.tableOff, h.tableLen, h.tableCRC, err = out.writeTable(squashedRuns(x, len(from), h.parent == ID{}), h.endOfData()); err != nil {
 		return err
 	}
-	if err := out.f.Datasync(); err != nil { // data and table: neither counts before the header says so
+	if err := out.f.Datasync(); err != nil { // data and table: neither counts until the header says so
 		return ioError("sync "+part, fmt.Errorf("%w: %w", ErrSyncFailed, err))
 	}
 	if err := e.commitHeader(out, h); err != nil {
@@ -122,8 +122,8 @@ func (e env) writeSealed(ctx context.Context, path string, h header, from []*lay
 	return nil
 }
 
-// indexOf says for each block which of the layers has it: source n is the data of ls[n-1], 0 is none,
-// and len(ls)+1 is zeros.
+// indexOf returns an index of which layer has each block: source n is the data of ls[n-1], 0 is none, and
+// len(ls)+1 is zeros.
 func indexOf(ls []*layer) (*index, error) {
 	x := newIndex(ls[len(ls)-1].hdr.blocks())
 	for i, l := range ls {
@@ -154,8 +154,8 @@ func (x *index) each(f func(s source, start, count int64) error) error {
 	return nil
 }
 
-// squashedRuns are the runs of an index that indexOf has made of so many layers. Zeros are kept only
-// if something lies below.
+// squashedRuns returns the runs of an index that indexOf has made of that many layers. It leaves zeros out at the
+// bottom of a stack, where no layer lies below.
 func squashedRuns(x *index, layers int, bottom bool) func(func(run)) error {
 	return func(each func(run)) error {
 		var j joiner
@@ -174,7 +174,7 @@ func squashedRuns(x *index, layers int, bottom bool) func(func(run)) error {
 	}
 }
 
-// copyFrom copies the data of the layers to where their index has it.
+// copyFrom copies the blocks of the layers that their index x refers to into l.
 func (l *layer) copyFrom(ctx context.Context, ls []*layer, x *index) error {
 	buf := make([]byte, copyChunk)
 	return x.each(func(s source, start, count int64) error {
@@ -196,9 +196,9 @@ func (l *layer) copyFrom(ctx context.Context, ls []*layer, x *index) error {
 	})
 }
 
-// Substitute has Stack name one layer in place of neighbours below the top, which Squash has made of
-// them. The disk itself goes on with those that it has open; whoever opens it by the new names has
-// fewer. Nothing is changed if it fails.
+// Substitute makes Stack return one layer, which Squash made from neighbours below the top, in their place. The
+// disk itself keeps using the layers that it has open; a disk opened by the new names has fewer. If Substitute
+// fails, it changes nothing.
 func (d *Disk) Substitute(layers []string, by string) error {
 	l, err := d.env.openLayer(by, os.O_RDONLY, osfile.Shared)
 	if err != nil {

@@ -7,7 +7,7 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// Version of the encoding of a Map.
+// Version is the version of the encoding of a Map.
 const Version = 1
 
 // Sizes of the encoding, in bytes: seven numbers of 4 bytes, then extents of four numbers
@@ -17,7 +17,7 @@ const (
 	encodedExtent = 4 * 8
 )
 
-// Encode returns the map as bytes, to be kept with a snapshot.
+// Encode returns the map as bytes, to store with a snapshot.
 func (m *Map) Encode() []byte {
 	b := make([]byte, 0, encodedHeader+encodedExtent*len(m.extents))
 	for _, v := range []uint32{m.stride, m.refcount, m.mapcount, m.private, m.buddy, m.orders, m.levels} {
@@ -31,8 +31,8 @@ func (m *Map) Encode() []byte {
 	return b
 }
 
-// Decode reads what Encode has written, for the RAM in mem. The bytes are checked, and may
-// come from anywhere; with those of another guest nothing holds, see Holds.
+// Decode decodes the bytes of Encode, for the RAM in mem. It checks them, so they may come from any source. With
+// those of another guest, Holds returns false.
 func Decode(b []byte, mem *guestmem.Memory) (*Map, error) {
 	bad := func(what string) (*Map, error) {
 		return nil, fmt.Errorf("reading where struct pages are: %w: %s", ErrUnknown, what)

@@ -7,15 +7,15 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// worthwhile is how many pages of a block of the largest size (4 MiB) a capture must have
-// for a look at its struct pages, which takes about as long as copying this many pages: a
-// guest that has changed a page here and there does not stand still for it.
+// worthwhile is how many pages of a largest block (4 MiB) a capture must have before Free reads the block's struct
+// pages. That takes about as long as copying this many pages, so a guest with few changed pages is not paused for
+// it.
 const worthwhile = 16
 
-// Free returns the pages of candidates that the guest has no use for. Pages in blocks of
-// 2^(orders-1) pages that have fewer than 16 candidates are not looked at. The machine must
-// stand still, devices too, and run the kernel that the map is of, see Holds. Pages that a
-// lazy restore has not loaded are loaded where struct pages are.
+// Free returns the pages of candidates that the guest does not use. It skips blocks of 2^(orders-1) pages that
+// have fewer than 16 candidates. The machine and its devices must be paused, and the machine must run the kernel
+// that the map describes, see Holds. If a lazy restore has not loaded the struct pages that Free reads, Free loads
+// them.
 func (m *Map) Free(mem *guestmem.Memory, candidates *guestmem.PageSet) (*guestmem.PageSet, error) {
 	if candidates.Pages() != mem.Size()/guestmem.PageSize {
 		return nil, fmt.Errorf("looking for free pages: a set for %d pages, RAM has %d", candidates.Pages(), mem.Size()/guestmem.PageSize)
@@ -31,7 +31,7 @@ func (m *Map) Free(mem *guestmem.Memory, candidates *guestmem.PageSet) (*guestme
 			if err != nil {
 				return nil, fmt.Errorf("looking for free pages: %w", err)
 			}
-			// The extent is inside of one slot, so its pages are contiguous here too.
+			// The extent is inside one slot, so its linear page numbers are contiguous too.
 			page /= guestmem.PageSize
 			if candidates.LenBetween(page, page+hi-lo) < worthwhile {
 				continue
@@ -50,8 +50,7 @@ func (m *Map) Free(mem *guestmem.Memory, candidates *guestmem.PageSet) (*guestme
 	return free, nil
 }
 
-// scan calls found for each free block whose struct pages are all in b; those begin with
-// the one of page pfn.
+// scan calls found for each free block whose struct pages are all in b. b begins with the struct page of page pfn.
 func (m *Map) scan(b []byte, pfn uint64, found func(first, end uint64)) {
 	stride := uint64(m.stride)
 	n := uint64(len(b)) / stride
@@ -66,8 +65,8 @@ func (m *Map) scan(b []byte, pfn uint64, found func(first, end uint64)) {
 	}
 }
 
-// block is the size in pages of the free block that begins with page pfn, whose struct
-// page is at the start of b, and 0 if none does.
+// block returns the size in pages of the free block that begins with page pfn, 0 if none does. The struct page of
+// pfn is at the start of b.
 func (m *Map) block(b []byte, pfn uint64) uint64 {
 	if binary.LittleEndian.Uint32(b[m.mapcount:]) != m.buddy {
 		return 0
@@ -79,7 +78,7 @@ func (m *Map) block(b []byte, pfn uint64) uint64 {
 	return 1 << order
 }
 
-// unused reports whether no page has a reference, by the struct pages in b.
+// unused reports whether no struct page in b has a reference.
 func (m *Map) unused(b []byte) bool {
 	for ; len(b) > 0; b = b[m.stride:] {
 		if binary.LittleEndian.Uint32(b[m.refcount:]) != 0 {

@@ -7,11 +7,11 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// The kernel's text is mapped from here on, whatever its randomisation
+// kernelMap is where the mapping of the kernel's text begins, with any randomisation
 // (Documentation/arch/x86/x86_64/mm.rst).
 const kernelMap = 0xffff_ffff_8000_0000
 
-// Bounds of what a note may say.
+// Bounds of the values in a note.
 const (
 	minStride, maxStride = 32, 512 // bytes of a struct page
 	maxOrders            = 16
@@ -22,33 +22,32 @@ const (
 	sectionFlags = 1<<pageBits - 1
 )
 
-// extent says where the struct pages of a run of pages are.
+// extent is the place of the struct pages of a run of pages.
 type extent struct {
-	// pfn is the first page, by its physical address in pages, and pages how many.
+	// pfn is the first page, its physical address in pages, and pages is their number.
 	pfn, pages uint64
-	// gpa is where the struct page of the first is, va what the kernel calls that.
+	// gpa is the physical address of the first page's struct page, va the kernel's virtual address of it.
 	gpa guestmem.GPA
 	va  uint64
 }
 
-// Map says where in RAM a Linux guest has its struct pages, and what they look like. It
-// holds as long as the guest runs the same kernel, through captures and restores. It does
-// not change, so it may be used concurrently.
+// Map says where in RAM a Linux guest has its struct pages, and what layout they have. It is valid as long as the
+// guest runs the same kernel, through captures and restores. It does not change, so it may be used concurrently.
 type Map struct {
 	// stride is the size of a struct page; the others are offsets in it.
 	stride, refcount, mapcount, private uint32
-	// buddy is what _mapcount has in the first page of a free block.
+	// buddy is the value of _mapcount in the first page of a free block.
 	buddy uint32
-	// orders is how many sizes of blocks there are: 1<<0 to 1<<(orders-1) pages.
+	// orders is the number of block sizes: 1<<0 to 1<<(orders-1) pages.
 	orders uint32
-	// levels of the page tables.
+	// levels is the number of levels of the page tables.
 	levels  uint32
 	extents []extent
 }
 
-// Locate finds the struct pages of the guest in mem. at and size are what
-// /sys/kernel/vmcoreinfo says in the guest. The guest may run. It fails with ErrUnknown if
-// the guest's kernel does not tell all that is needed.
+// Locate finds the struct pages of the guest in mem. at and size are the values in the guest's
+// /sys/kernel/vmcoreinfo. The guest may run. Locate fails with ErrUnknown if the guest's kernel does not report
+// everything needed.
 func Locate(mem *guestmem.Memory, at guestmem.GPA, size uint64) (*Map, error) {
 	n, err := readNote(mem, at, size)
 	if err != nil {
@@ -97,7 +96,7 @@ func locate(mem *guestmem.Memory, n note) (*Map, error) {
 	return m, nil
 }
 
-// layout reads what a struct page looks like.
+// layout reads the layout of a struct page from the note.
 func (m *Map) layout(n note) error {
 	if size, err := n.number("PAGESIZE"); err != nil || size != guestmem.PageSize {
 		return unknown("pages of %q bytes", n["PAGESIZE"])
@@ -135,7 +134,7 @@ func (m *Map) layout(n note) error {
 	return m.check()
 }
 
-// check says what cannot be in the description of a struct page.
+// check returns an error if the description of a struct page is impossible.
 func (m *Map) check() error {
 	switch {
 	case m.stride < minStride || m.stride > maxStride:
@@ -145,7 +144,7 @@ func (m *Map) check() error {
 	case overlap(m.refcount, 4, m.mapcount, 4) || overlap(m.refcount, 4, m.private, 8) || overlap(m.mapcount, 4, m.private, 8):
 		return unknown("fields of a struct page are in the same place")
 	case int32(m.buddy) >= -1:
-		// The field counts from -1, a page that is not mapped, upwards.
+		// _mapcount counts upwards from -1, a page that is not mapped.
 		return unknown("free pages are marked by %d", int32(m.buddy))
 	case m.orders == 0 || m.orders > maxOrders:
 		return unknown("blocks of %d sizes", m.orders)
@@ -158,7 +157,7 @@ func (m *Map) check() error {
 // overlap reports whether two fields, given by offset and size, share bytes.
 func overlap(a, aSize, b, bSize uint32) bool { return a < b+bSize && b < a+aSize }
 
-// kernelTables are the page tables that all of the kernel's were copied from.
+// kernelTables returns the page tables that all of the kernel's others were copied from.
 func kernelTables(mem *guestmem.Memory, n note) (tables, error) {
 	t := tables{mem: mem, levels: 4}
 	top, err := n.address("SYMBOL(init_top_pgt)")
@@ -179,11 +178,11 @@ func kernelTables(mem *guestmem.Memory, n note) (tables, error) {
 	return t, nil
 }
 
-// sections are Linux's pieces of physical memory, which know where their struct pages are
+// sections are Linux's pieces of physical memory. Each section's descriptor says where its struct pages are
 // (Documentation/mm/memory-model.rst, SPARSEMEM).
 type sections struct {
 	t tables
-	// pages is how many pages a section has, and count how many sections there can be.
+	// pages is the number of pages in a section, and count the most sections that there can be.
 	pages, count uint64
 	// roots is the address of an array of lists of descriptors, or, if direct is set, of
 	// one list. A descriptor has size bytes and its word at offset; a list has perRoot.
@@ -227,8 +226,8 @@ func newSections(t tables, n note) (s sections, err error) {
 	return s, nil
 }
 
-// memmap is the address at which the struct page of page 0 would be if all struct pages
-// were where those of this section are. ok is false for a section without any.
+// memmap returns the address at which the struct page of page 0 would be if all struct pages were contiguous with
+// those of this section. ok is false for a section without struct pages.
 func (s sections) memmap(section uint64) (base uint64, ok bool, err error) {
 	if section >= s.count {
 		return 0, false, unknown("RAM beyond its last section")
@@ -248,7 +247,7 @@ func (s sections) memmap(section uint64) (base uint64, ok bool, err error) {
 	return word &^ sectionFlags, word&3 == 3, nil
 }
 
-// add finds the struct pages of the pages [pfn, end), whose base memmap has given.
+// add finds the struct pages of the pages [pfn, end) and adds them to the extents. base is the result of memmap.
 func (m *Map) add(t tables, base, pfn, end uint64) error {
 	stride := uint64(m.stride)
 	va, stop := base+pfn*stride, base+end*stride
@@ -261,7 +260,7 @@ func (m *Map) add(t tables, base, pfn, end uint64) error {
 			return err
 		}
 		first := va
-		// As far as they are contiguous.
+		// Extend the piece as far as it is physically contiguous.
 		for va += min(n, stop-va); va < stop; {
 			next, more, err := t.lookup(va)
 			if err != nil {
@@ -275,7 +274,7 @@ func (m *Map) add(t tables, base, pfn, end uint64) error {
 		if !t.mem.Contains(gpa, va-first) {
 			return unknown("struct pages at %#x, which is no RAM", gpa)
 		}
-		// One that is cut in two is left out: its page never counts as free.
+		// Leave out a struct page that is cut in two: its page never counts as free.
 		lo, hi := (first-base+stride-1)/stride, (va-base)/stride
 		if lo >= hi {
 			continue
@@ -289,7 +288,7 @@ func (m *Map) add(t tables, base, pfn, end uint64) error {
 	return nil
 }
 
-// holds reports whether page tables map the struct pages to where they were.
+// holds reports whether the page tables at cr3 map the struct pages to where they were.
 func (m *Map) holds(mem *guestmem.Memory, cr3 uint64) bool {
 	t := tables{mem: mem, root: cr3, levels: int(m.levels)}
 	for _, e := range m.extents {
@@ -300,12 +299,12 @@ func (m *Map) holds(mem *guestmem.Memory, cr3 uint64) bool {
 	return true
 }
 
-// Holds reports whether a vCPU whose CR3 is given, with 4 or 5 levels of page tables, runs
-// on the kernel that the map is of. The machine must stand still.
+// Holds reports whether a vCPU with the given CR3, and 4 or 5 levels of page tables, runs the kernel that the map
+// describes. The machine must be paused.
 func (m *Map) Holds(mem *guestmem.Memory, cr3 uint64, levels int) bool {
 	if levels != int(m.levels) {
 		return false
 	}
-	// In user space it may have page tables without the kernel.
+	// In user space a vCPU may have page tables without the kernel.
 	return m.holds(mem, cr3) || m.holds(mem, cr3&^userTables)
 }

@@ -11,11 +11,11 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// ErrUnknown says that a guest's kernel does not tell where its struct pages are, or not
-// in a way that this package knows. Snapshots then store free pages like others.
+// ErrUnknown: a guest's kernel does not say where its struct pages are, or not in a way that this package knows.
+// Snapshots then store free pages like others.
 var ErrUnknown = errors.New("the guest's kernel does not say which pages are free")
 
-// unknown is an ErrUnknown with a reason.
+// unknown returns an ErrUnknown with a reason.
 func unknown(format string, args ...any) error {
 	return fmt.Errorf("%w: "+format, append([]any{ErrUnknown}, args...)...)
 }
@@ -29,10 +29,10 @@ const (
 	MaxNote = 64 << 10
 )
 
-// note is what a VMCOREINFO note says: lines KEY=VALUE.
+// note has the lines KEY=VALUE of a VMCOREINFO note.
 type note map[string]string
 
-// readNote reads the note at gpa, whose size is at most size bytes.
+// readNote reads the note at gpa, which is at most size bytes long.
 func readNote(mem *guestmem.Memory, gpa guestmem.GPA, size uint64) (note, error) {
 	if size < noteHeader || size > MaxNote {
 		return nil, unknown("a note of %d bytes", size)
@@ -63,7 +63,7 @@ func parseNote(b []byte) (note, error) {
 	return nil, unknown("there is no note where the agent says")
 }
 
-// number is a decimal number of the note; SIZE, OFFSET, LENGTH and NUMBER have those.
+// number returns a decimal number of the note. SIZE, OFFSET, LENGTH and NUMBER are decimal.
 func (n note) number(key string) (int64, error) {
 	s, ok := n[key]
 	if !ok {
@@ -76,7 +76,7 @@ func (n note) number(key string) (int64, error) {
 	return v, nil
 }
 
-// between is a number with bounds.
+// between returns a number of the note, which must be from least to most.
 func (n note) between(key string, least, most int64) (uint64, error) {
 	v, err := n.number(key)
 	if err == nil && (v < least || v > most) {
@@ -85,7 +85,7 @@ func (n note) between(key string, least, most int64) (uint64, error) {
 	return uint64(v), err
 }
 
-// address is a hexadecimal number: SYMBOL has those.
+// address returns a hexadecimal number of the note. SYMBOL is hexadecimal.
 func (n note) address(key string) (uint64, error) {
 	s, ok := n[key]
 	if !ok {

@@ -5,8 +5,8 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// Without returns a source that has zeros in the pages of free, and else what src has. src
-// is not asked for those.
+// Without returns a source that has zeros in the pages of free, and the content of src in all others. It never
+// reads the pages of free from src.
 func Without(src snapshot.MemorySource, free *guestmem.PageSet) snapshot.MemorySource {
 	w := &without{MemorySource: src, free: free}
 	w.releaser, _ = src.(snapshot.PageReleaser)
@@ -15,7 +15,7 @@ func Without(src snapshot.MemorySource, free *guestmem.PageSet) snapshot.MemoryS
 
 type without struct {
 	snapshot.MemorySource
-	releaser snapshot.PageReleaser // nil if the source is none
+	releaser snapshot.PageReleaser // nil if the source is not a PageReleaser
 	free     *guestmem.PageSet
 }
 
@@ -65,7 +65,7 @@ func (w *without) Release(first, end uint64) {
 	})
 }
 
-// split calls f for the runs of [first, end) that are free, or are not, in order.
+// split calls f, in order, for the runs of [first, end) that are all free or all not free.
 func (w *without) split(first, end uint64, f func(first, end uint64, free bool) error) error {
 	for first < end {
 		lo, hi := w.free.NextBefore(first, end)

@@ -13,8 +13,8 @@ const (
 	addressMask = 0x000f_ffff_ffff_f000
 	tableBits   = 9
 	pageBits    = 12
-	// userTables is the bit by which Linux's page tables for user space differ from
-	// those of the kernel (page table isolation).
+	// userTables is the CR3 bit by which Linux's page tables for user space differ from those of the kernel (page
+	// table isolation).
 	userTables = 1 << pageBits
 )
 
@@ -25,8 +25,7 @@ type tables struct {
 	levels int    // 4 or 5
 }
 
-// lookup returns the physical address of va, and how many bytes from there on are mapped
-// by the same entry.
+// lookup returns the physical address of va, and how many bytes from there on the same entry maps.
 func (t tables) lookup(va uint64) (gpa guestmem.GPA, n uint64, err error) {
 	at := t.root & addressMask
 	for level := t.levels; level > 0; level-- {

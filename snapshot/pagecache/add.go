@@ -19,25 +19,23 @@ import (
 )
 
 const (
-	// minFree is how much of the file system a cache leaves to others, in bytes.
+	// minFree is the free space that a cache leaves on the file system, in bytes.
 	minFree = 1 << 30
-	// tempPrefix begins the names of files that are being written. Only who holds the
-	// lock writes, so others of that name have been left by somebody who was killed.
+	// tempPrefix begins the names of files that are being written. Only the holder of the lock writes, so any
+	// other file with this prefix was left by a killed writer.
 	tempPrefix = ".new-"
-	// slack: a file is not written again for less than one slackth of what it has.
+	// slack: a file is not rewritten for fewer new entries than 1/slack of those that it has.
 	slack = 32
 )
 
-// Add puts those frames into the cache that r has been asked for until now and did not
-// have, with what the files have already; what does not fit is left out. dir is the
-// directory of the snapshot. It is for the background, takes the time of decompressing them
-// once more, and waits for other writers. An error means that less is in the cache than
-// could be, and nothing else. Frames that are asked for later are not noted, so it is of
-// use once for each Reader.
+// Add adds the frames that r has missed so far to the cache files, and leaves out what does not fit. dir is the
+// directory of the snapshot. Call Add in the background: it takes the time of decompressing the frames once more,
+// and waits for other writers. An error only means that the cache has less than it could have. r notes no frames
+// that it misses later, so a second Add for a Reader does nothing.
 //
-// The memory file that a delta itself has written is most often read once: the VM goes on
-// and sleeps again. It is noted first, and its frames are added when there are missing ones a second
-// time.
+// The memory file that a delta itself has written is most often read only once, because the VM keeps running and
+// sleeps again. For such a file Add first only makes an empty cache file, and adds its frames when some are
+// missing a second time.
 func (c *Cache) Add(ctx context.Context, r *Reader, dir string) error {
 	if err := c.add(ctx, r, dir); err != nil {
 		return fmt.Errorf("keeping decompressed pages in %s: %w", c.dir, err)
@@ -48,7 +46,7 @@ func (c *Cache) Add(ctx context.Context, r *Reader, dir string) error {
 func (c *Cache) add(ctx context.Context, r *Reader, dir string) error {
 	now := time.Now()
 	for _, path := range r.paths {
-		// For evict. Whoever has removed it may have done so.
+		// The times are for evict. The file may have been removed meanwhile.
 		_ = os.Chtimes(path, now, now)
 	}
 	missed := r.takeMissed()
@@ -63,7 +61,7 @@ func (c *Cache) add(ctx context.Context, r *Reader, dir string) error {
 	if err := os.MkdirAll(c.dir, 0o700); err != nil {
 		return err
 	}
-	// Nobody else writes to the cache.
+	// The lock keeps other writers out of the cache.
 	lock, err := osfile.OpenLocked(ctx, c.dir, os.O_RDONLY, 0, osfile.Exclusive)
 	if err != nil {
 		return err
@@ -91,14 +89,14 @@ func (c *Cache) add(ctx context.Context, r *Reader, dir string) error {
 	return errors.Join(append(errs, c.evict())...)
 }
 
-// source is where the content of an entry comes from: a frame, or the file before.
+// source is where the content of an entry comes from: a frame, or the previous file.
 type source struct {
 	entry
 	frame *snapshot.Frame
 	old   *entry
 }
 
-// addTo writes the file of a memory file anew, with frames and what is in it already.
+// addTo rewrites the cache file of a memory file with frames and with its present entries.
 func (c *Cache) addTo(ctx context.Context, s *snapshot.Snapshot, mf snapshot.MemoryFile, frames []snapshot.Frame, noteFirst bool) error {
 	id, ok := parseID(mf.ID)
 	if !ok {
@@ -131,7 +129,7 @@ func (c *Cache) addTo(ctx context.Context, s *snapshot.Snapshot, mf snapshot.Mem
 	return c.write(ctx, s, id, before, sources)
 }
 
-// choose says what the next file is to have; nothing if that of before is good enough.
+// choose returns what the next file must have, nil if the previous one is good enough.
 func (c *Cache) choose(ctx context.Context, before *file, frames []snapshot.Frame) ([]source, error) {
 	sources := []source{}
 	has := map[int64]bool{}
@@ -154,7 +152,7 @@ func (c *Cache) choose(ctx context.Context, before *file, frames []snapshot.Fram
 		if before != nil {
 			if e := before.find(keyOf(f)); e != nil {
 				if good(e) {
-					continue // somebody else has added it meanwhile
+					continue // another process has added it meanwhile
 				}
 				damaged = true
 			}
@@ -221,8 +219,8 @@ func (c *Cache) write(ctx context.Context, s *snapshot.Snapshot, id [16]byte, be
 	if _, err := f.WriteAt(encodeIndex(id, c.boot(), entries), 0); err != nil {
 		return err
 	}
-	// Not synced: a loss of power ends the boot, and with it the use of the file. And a
-	// sleep, which waits for this, does not wait for a disk.
+	// Do not sync: a power loss ends the boot, and the file is not used after it. And a sleep, which waits for
+	// this, must not wait for a disk.
 	return os.Rename(f.Name(), c.path(fmt.Sprintf("%x", id)))
 }
 
@@ -243,11 +241,11 @@ func (c *Cache) removeTemps() error {
 // cached is a file of the cache.
 type cached struct {
 	id   string
-	size int64 // what it takes on disk, in bytes
+	size int64 // its size on disk, in bytes
 	used time.Time
 }
 
-// list returns the files of the cache, what was used least recently first.
+// list returns the files of the cache, the least recently used first.
 func (c *Cache) list() (out []cached, err error) {
 	all, err := os.ReadDir(c.dir)
 	if err != nil {
@@ -269,7 +267,7 @@ func (c *Cache) list() (out []cached, err error) {
 	return out, nil
 }
 
-// evict removes files until the others take no more than they may. The lock is held.
+// evict removes the least recently used files until the others fit into maxBytes. The lock is held.
 func (c *Cache) evict() error {
 	all, err := c.list()
 	if err != nil {
@@ -290,14 +288,14 @@ func (c *Cache) evict() error {
 	return errors.Join(errs...)
 }
 
-// Sweep removes the files of all memory files but those whose ids are in keep, and what
-// writers have left that were killed. It returns how many files went and what they took on
-// disk, in bytes. It does nothing while somebody writes.
+// Sweep removes the files of all memory files except those whose ids are in keep, and what killed writers have
+// left. It returns how many cache files it removed, not counting those of killed writers, and their size on disk,
+// in bytes. It does nothing while a writer holds the lock.
 func (c *Cache) Sweep(keep map[string]bool) (files int, bytes int64, err error) {
 	return c.sweep(func(id string) bool { return keep[id] })
 }
 
-// Forget removes the files of the memory files with these ids. It does nothing while somebody writes.
+// Forget removes the files of the memory files with these ids. It does nothing while a writer holds the lock.
 func (c *Cache) Forget(ids map[string]bool) error {
 	_, _, err := c.sweep(func(id string) bool { return !ids[id] })
 	return err

@@ -9,25 +9,25 @@ import (
 	"github.com/drowse-vm/drowse/snapshot"
 )
 
-// Cache is a directory of cache files. Any number of processes may use one at once. It
-// need not exist: the first Add makes it.
+// Cache is a directory of cache files. Any number of processes may use one at once. It need not exist: the first
+// Add creates it.
 type Cache struct {
 	dir  string
-	boot func() [16]byte // bootID, but in tests
-	// What MaxBytes, MaxFileBytes and minFree say, but in tests.
+	boot func() [16]byte // bootID, except in tests
+	// MaxBytes, MaxFileBytes and minFree, except in tests.
 	maxBytes, maxFile int64
 	minFree           uint64
 }
 
-// New returns the cache in a directory. It touches nothing.
+// New returns the cache in a directory. It does not access the directory.
 func New(dir string) *Cache {
 	return &Cache{dir: dir, boot: bootID, maxBytes: MaxBytes, maxFile: MaxFileBytes, minFree: minFree}
 }
 
 func (c *Cache) path(id string) string { return filepath.Join(c.dir, id+suffix) }
 
-// Open opens what there is for the memory files of a snapshot. What cannot be used is
-// left out. Close the reader when nobody reads any more.
+// Open opens the cache files of the memory files of a snapshot. It leaves out those that are missing or unusable.
+// Close the reader after the last Read.
 func (c *Cache) Open(m *snapshot.Manifest) *Reader {
 	r := &Reader{files: make(map[uint32]*file, len(m.Memory.Files)), missed: make([]snapshot.Frame, 0, maxMissed)}
 	for _, mf := range m.Memory.Files {
@@ -55,15 +55,15 @@ type Reader struct {
 
 	mu     sync.Mutex
 	missed []snapshot.Frame // never grows beyond its capacity
-	taken  bool             // and no more are wanted
+	taken  bool             // takeMissed was called; note no more
 }
 
-// maxMissed bounds the frames that a Reader notes, and so those that Add looks at.
+// maxMissed bounds the missed frames that a Reader notes, and so those that Add adds.
 const maxMissed = 2048
 
-// Read returns the pages of a frame, in buf, which has room for snapshot.MaxFramePages of
-// them; false if they are not there, or could be had only from the disk: the frame is smaller there.
-// They are what the snapshot has, or are not returned. It waits for nothing and allocates nothing.
+// Read returns the pages of a frame, in buf, which has room for snapshot.MaxFramePages of them. It returns false
+// if the cache does not have them, or has them only on disk, because the snapshot's frame is smaller to read
+// there. The returned pages are always those of the snapshot. Read does not wait for a disk and allocates nothing.
 func (r *Reader) Read(f *snapshot.Frame, buf []byte) ([]byte, bool) {
 	if c := r.files[f.File()]; c != nil {
 		if e := c.find(keyOf(f)); e != nil && e.size() <= len(buf) {
@@ -86,7 +86,7 @@ func (r *Reader) Read(f *snapshot.Frame, buf []byte) ([]byte, bool) {
 	return nil, false
 }
 
-// takeMissed returns the frames that were not there until now. No more are noted.
+// takeMissed returns the frames missed so far. The Reader notes no more afterwards.
 func (r *Reader) takeMissed() []snapshot.Frame {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -95,11 +95,11 @@ func (r *Reader) takeMissed() []snapshot.Frame {
 	return out
 }
 
-// Stats say what a reader has done.
+// Stats count what a Reader has done.
 type Stats struct {
-	// Hits and Misses are the frames that were there, and that were not.
+	// Hits and Misses count the frames that Read found, and that it did not.
 	Hits, Misses uint64
-	// Damaged are those of Misses that were there but not what had been written.
+	// Damaged counts the misses whose content had a wrong checksum.
 	Damaged uint64
 }
 

@@ -1,42 +1,39 @@
-// Package pagecache keeps pages of snapshots that are restored more than once, decompressed,
-// in files that all processes of a host share through its page cache.
+// Package pagecache keeps decompressed pages of snapshots that are restored more than once, in files that all
+// processes of a host share through its page cache.
 //
-// A restore reads the frames of its working set, each a group of pages that has to be
-// decompressed, which is most of the processor time that waking a VM takes. The next wake
-// from the same memory files, of the same snapshot, of a clone of it, or of a descendant,
-// finds them here: a frame costs a read from the page cache and a checksum then.
+// A restore reads the frames of its working set. Each is a group of pages, and decompressing them takes most of
+// the processor time of waking a VM. The next wake from the same memory files, of the same snapshot, a clone of
+// it, or a descendant, finds the frames here. A frame then costs a read from the page cache and a checksum.
 //
-//	Open   the cache files for the memory files of a snapshot; never fails
-//	Read   the pages of a frame, if they are there and what they were
-//	Add    in the background, after a wake: the frames of its working set
-//	Sweep  what belongs to no snapshot any more
+//	Open   opens the cache files for the memory files of a snapshot; never fails
+//	Read   returns the pages of a frame, if they are present and intact
+//	Add    adds the frames of the working set, in the background after a wake
+//	Sweep  removes the files that no snapshot needs
 //
-// # It is never needed
+// # The cache is never required
 //
-// Everything in a cache is in a snapshot as well. A file that is missing, short, damaged,
-// of another format or of another memory file is as if it were empty, and what cannot be
-// written is not there the next time. Nothing that is written to a snapshot is read from here.
+// Everything in a cache is in a snapshot too. A file that is missing, short, damaged, of another format or of
+// another memory file counts as empty. A frame that cannot be written is missing the next time. Nothing read from
+// a cache is ever written to a snapshot.
 //
-// # A page is right or it is not delivered
+// # Read returns only correct pages
 //
-// An entry says which bytes of which memory file it was made of: the random id of that
-// file, the frame's place and length in it, and the checksum over its compressed bytes, all
-// of which must be what the snapshot's index says. So a frame of another snapshot is not
-// taken for it. The header and the list of entries have a checksum, and so has each entry's
-// content, a CRC-32C as frames have. Content is read into memory of the reader's own by
-// pread(2) and looked at there: it cannot change afterwards, and a file that is cut short while it
-// is read is an end of file, not a SIGBUS as it were in a mapping.
+// An entry says which bytes of which memory file it was made from: the random id of that file, the frame's offset
+// and length in it, and the checksum over its compressed bytes. All of them must match the snapshot's index, so a
+// frame of another snapshot is not mistaken for it. The header and the list of entries have a checksum, and so has
+// each entry's content, a CRC-32C as in frames. Read copies content into the caller's memory by pread(2) and
+// checks it there, so it cannot change after the check. If a file is truncated while it is read, the reader gets
+// an end of file, not a SIGBUS as from a mapping.
 //
 // # Files
 //
-// One for each memory file that a snapshot refers to, so that clones and chains share what
-// they have in common, whatever the depth. It is written under another name and renamed,
-// and never changed after that: whoever has the old one open goes on with it. One writer at
-// a time has the lock of the directory. Nothing is synced, so a file is of use until the
-// host is booted again: what a loss of power has left of one is not looked at. Then, and
-// whenever the host has taken the memory of its page cache for something else, a frame is
-// read from the snapshot, where it is smaller: Read does not wait for a disk
-// (RWF_NOWAIT, preadv2(2)). Numbers are little-endian.
+// A cache has one file for each memory file that a snapshot refers to, so clones and chains of any depth share
+// what they have in common. A writer writes a file under another name and renames it, and no file changes after
+// that: a reader that has the old file open keeps using it. Only one writer at a time has the lock of the
+// directory. Writers sync nothing, so a file is valid only until the next boot of the host, and readers ignore
+// what a power loss has left. Then, and whenever the host has reclaimed its page cache, the pager reads the frame
+// from the snapshot, where it is smaller. Read does not wait for a disk (RWF_NOWAIT, preadv2(2)). Numbers are
+// little-endian.
 //
 //	 0  magic      "DROWSEPC"
 //	 8  version    4 bytes, 1

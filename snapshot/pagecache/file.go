@@ -33,19 +33,18 @@ const (
 const (
 	// MaxFileBytes is the most content that a file may have.
 	MaxFileBytes = 64 << 20
-	// MaxBytes is the most that all files of a cache may take: what was used least
-	// recently goes first.
+	// MaxBytes is the most that all files of a cache may take. Add evicts the least recently used files first.
 	MaxBytes = 1 << 30
-	// maxEntries follows: an entry has one page at least.
+	// maxEntries follows from that: an entry has at least one page.
 	maxEntries = MaxFileBytes / pageSize
 )
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
-// errUnusable says that a file is not a whole cache file of its memory file.
+// errUnusable: a file is not a complete cache file of its memory file.
 var errUnusable = errors.New("unusable cache file")
 
-// key is what an entry was made of.
+// key identifies the frame that an entry was made from.
 type key struct {
 	offset      int64
 	stored, crc uint32
@@ -68,17 +67,16 @@ func (e *entry) size() int { return int(e.pages) * pageSize }
 type file struct {
 	f       *os.File
 	entries []entry
-	// waits says that the file system knows no reading without waiting.
+	// waits is true if the file system does not support RWF_NOWAIT, so that reads may wait.
 	waits atomic.Bool
 }
 
-// contentAt is where the content of n entries begins.
+// contentAt returns the offset of the content of n entries.
 func contentAt(n int) int64 {
 	return (headerSize + int64(n)*entrySize + pageSize - 1) / pageSize * pageSize
 }
 
-// encodeIndex is everything before the content. The entries are in order and have their
-// places.
+// encodeIndex returns everything before the content. The entries must be in order and have their places.
 func encodeIndex(id, boot [16]byte, entries []entry) []byte {
 	b := make([]byte, contentAt(len(entries)))
 	copy(b, magic)
@@ -100,12 +98,12 @@ func encodeIndex(id, boot [16]byte, entries []entry) []byte {
 	return b
 }
 
-// indexSum is over a header, but for the sum itself, and the entries.
+// indexSum returns the checksum over a header, except the sum itself, and the entries.
 func indexSum(b []byte) uint32 {
 	return crc32.Update(crc32.Checksum(b[:sumAt], castagnoli), castagnoli, b[headerSize:])
 }
 
-// checkHeader returns the number of entries.
+// checkHeader checks a header and returns its number of entries.
 func checkHeader(b []byte, id, boot [16]byte) (int, error) {
 	le := binary.LittleEndian
 	n := le.Uint32(b[12:])
@@ -115,8 +113,7 @@ func checkHeader(b []byte, id, boot [16]byte) (int, error) {
 	return int(n), nil
 }
 
-// decodeIndex checks all but the content. b is the header and the entries, size that of
-// the file.
+// decodeIndex checks and returns the entries. b is the header and the entries, size is that of the file.
 func decodeIndex(b []byte, id, boot [16]byte, size int64) ([]entry, error) {
 	if len(b) < headerSize {
 		return nil, fmt.Errorf("%w: it has no header", errUnusable)
@@ -151,8 +148,8 @@ func decodeIndex(b []byte, id, boot [16]byte, size int64) ([]entry, error) {
 	return entries, nil
 }
 
-// openFile opens the cache file of a memory file, and checks all but the content.
-// With now, only if its list can be had without waiting for the disk.
+// openFile opens the cache file of a memory file, and checks all but the content. With now, it fails if reading
+// the list would have to wait for the disk.
 func openFile(path string, id, boot [16]byte, now bool) (*file, error) {
 	f, err := os.Open(path)
 	if err != nil {
@@ -171,8 +168,7 @@ func (c *file) readIndex(id, boot [16]byte, now bool) ([]entry, error) {
 	if err != nil {
 		return nil, err
 	}
-	// Most lists are short: one read has all of it, and for the others the header says
-	// how much it is.
+	// Most lists are short, and one read gets all of it. For a longer list the header says how long it is.
 	const guess = headerSize + 510*entrySize
 	b := make([]byte, min(guess, max(st.Size(), 0)))
 	if len(b) < headerSize || !c.readAt(b, 0, now) {
@@ -193,7 +189,7 @@ func (c *file) readIndex(id, boot [16]byte, now bool) ([]entry, error) {
 	return decodeIndex(b, id, boot, st.Size())
 }
 
-// find returns the entry that was made of k, nil if there is none.
+// find returns the entry that was made from k, nil if there is none.
 func (c *file) find(k key) *entry {
 	i, ok := slices.BinarySearchFunc(c.entries, k.offset, func(e entry, offset int64) int {
 		switch {
@@ -210,13 +206,13 @@ func (c *file) find(k key) *entry {
 	return &c.entries[i]
 }
 
-// readAt says whether all of p could be read.
+// readAt reports whether it could read all of p; with now, without waiting.
 func (c *file) readAt(p []byte, at int64, now bool) bool {
 	if now && !c.waits.Load() {
 		n, err := unix.Preadv2(int(c.f.Fd()), [][]byte{p}, at, unix.RWF_NOWAIT)
 		switch {
 		case errors.Is(err, unix.EOPNOTSUPP), errors.Is(err, unix.ENOSYS):
-			// The file system cannot say whether it would have to wait.
+			// The file system cannot tell whether a read would wait.
 			c.waits.Store(true)
 		default:
 			return err == nil && n == len(p)
@@ -226,17 +222,16 @@ func (c *file) readAt(p []byte, at int64, now bool) bool {
 	return n == len(p)
 }
 
-// What readNow has found.
+// readResult is what readNow has found.
 type readResult int
 
 const (
-	readNothing readResult = iota // not there, or not without waiting
+	readNothing readResult = iota // not there, or only by waiting
 	readDamaged
 	readGood
 )
 
-// readNow reads the content of an entry into p, which has its size, if that is in the page
-// cache.
+// readNow reads the content of an entry into p, which has its size, if the content is in the page cache.
 func (c *file) readNow(e *entry, p []byte) readResult {
 	switch {
 	case !c.readAt(p, int64(e.place)*pageSize, true):
@@ -247,12 +242,12 @@ func (c *file) readNow(e *entry, p []byte) readResult {
 	return readGood
 }
 
-// read does the same, wherever the content is, and says whether it is what was written.
+// read reads the content of an entry even from disk, and reports whether it is what was written.
 func (c *file) read(e *entry, p []byte) bool {
 	return c.readAt(p, int64(e.place)*pageSize, false) && crc32.Checksum(p, castagnoli) == e.sum
 }
 
-// bootID identifies this boot of the host (random(4)). Without one, no two are the same.
+// bootID identifies this boot of the host (random(4)). If the host has no boot id, each process uses a random one.
 var bootID = sync.OnceValue(func() (id [16]byte) {
 	text, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
 	if err == nil {
@@ -265,7 +260,7 @@ var bootID = sync.OnceValue(func() (id [16]byte) {
 	return id
 })
 
-// parseID is false for what is no id of a memory file.
+// parseID returns false if text is not the id of a memory file.
 func parseID(text string) (id [16]byte, ok bool) {
 	if len(text) != 2*len(id) {
 		return id, false

@@ -7,10 +7,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Features asks the kernel, in the way New does, for a userfaultfd that gets the
-// faults of KVM, and returns which optional features it has: the UFFD_FEATURE_ bits
-// of linux/userfaultfd.h. The error wraps ErrNotPermitted or ErrNotSupported where
-// that is the cause, and New would fail too.
+// Features opens a userfaultfd that gets the faults of KVM, as New does, and returns its optional features: the
+// UFFD_FEATURE_ bits of linux/userfaultfd.h. The error wraps ErrNotPermitted or ErrNotSupported where that is the
+// cause; New would fail then too.
 func Features() (uint64, error) {
 	fd, err := newUserfaultfd()
 	if err != nil {

@@ -19,51 +19,47 @@ var ErrBusy = guestmem.ErrGuarded
 
 // Bounds of FreezeOptions.
 const (
-	// DefaultCopyBytes has room for 64 MiB of changed pages and what a guest
-	// does on the side.
+	// DefaultCopyBytes has room for 64 MiB of changed pages and for what a guest overwrites meanwhile.
 	DefaultCopyBytes = 80 << 20
 	MinCopyBytes     = 2 << 20
 	MaxCopyBytes     = 4 << 30
 	maxCopyWorkers   = 8
 )
 
-// FreezeOptions of Prepare. The zero value is good.
+// FreezeOptions are the options of Prepare. The zero value is valid.
 type FreezeOptions struct {
-	// CopyBytes bounds the memory for copies of pages; DefaultCopyBytes if 0.
+	// CopyBytes bounds the memory for copies of pages. 0 means DefaultCopyBytes.
 	CopyBytes uint64
-	// Expect is how many pages the set is likely to have. Prepare makes memory
-	// for them ready, and for a quarter more, within CopyBytes. A set that fits
-	// is copied while the guest is paused. A larger one is write-protected, and
-	// all of CopyBytes then takes what the guest overwrites before it has been
-	// read.
+	// Expect is the likely number of pages in the set. Prepare commits memory for them and for a quarter more,
+	// within CopyBytes. Freeze copies a set that fits while the guest is paused. It write-protects a larger one;
+	// all of CopyBytes then holds pages that the guest overwrites before they have been read.
 	Expect uint64
 }
 
-// Frozen is the content of a set of pages as it was at one moment, while the guest
-// runs on and writes to them. It is a source for snapshot.Create. In order:
+// Frozen is the content of a set of pages at one moment, while the guest keeps running and writes to them. It is a
+// source for snapshot.Create. In order:
 //
 //	Prepare   while the guest runs
-//	Freeze    while it is paused, devices too
+//	Freeze    while it and its devices are paused
 //	          the guest runs again
 //	NextData, ReadPages, Release   by the writer of the snapshot
 //	Close     in every case; before pager, machine and memory are closed
 //
-// Memory is bounded by FreezeOptions.CopyBytes. A guest that overwrites pages faster
-// than they are read, when that is used up, waits until its page has been read.
+// FreezeOptions.CopyBytes bounds the memory. If the guest overwrites pages faster than they are read and uses it
+// up, it waits until its page has been read.
 type Frozen struct {
 	mem    *guestmem.Memory
 	p      *Pager // nil if RAM was not restored lazily
 	slots  []guestmem.Slot
 	copies *copies
 
-	// life is held for reading while pages are read, and for writing while the
-	// view comes into being and goes.
+	// life is read-locked while pages are read, and write-locked by Freeze and Close.
 	life   sync.RWMutex
 	closed bool
 	taken  bool
 
-	// data has the pages that may be something else than zeros; rank[w] is how
-	// many of them precede word w. They do not change after Freeze.
+	// data has the pages that may have other content than zeros; rank[w] is how many of them precede word w.
+	// Neither changes after Freeze.
 	data *guestmem.PageSet
 	rank []uint32
 	// live has a bit for each page of data that has not been released.
@@ -72,18 +68,17 @@ type Frozen struct {
 	protection
 }
 
-// FreezeStats say what a Frozen has done so far.
+// FreezeStats count what a Frozen has done so far.
 type FreezeStats struct {
-	// Protected is set if they were write-protected, not copied.
+	// Protected is set if the pages were write-protected, not copied.
 	Protected bool
-	// Saved is how many pages the guest or the VMM overwrote before they were
-	// read, and Waited how often one had to wait for memory.
+	// Saved is how many pages the guest or the VMM overwrote before they were read, and Waited how often a writer
+	// had to wait for memory.
 	Saved, Waited uint64
 }
 
-// Prepare makes a capture ready. p is the pager of mem, which has been started, or nil
-// if mem is not filled by one. It fails with ErrBusy while there is another Frozen of mem, and with ErrClosed
-// if the pager is closed.
+// Prepare prepares a capture. p is the started pager of mem, or nil if mem has none. Prepare fails with ErrBusy
+// while another Frozen of mem is open, and with ErrClosed if the pager is closed.
 func Prepare(mem *guestmem.Memory, p *Pager, o FreezeOptions) (*Frozen, error) {
 	if o.CopyBytes == 0 {
 		o.CopyBytes = DefaultCopyBytes
@@ -114,10 +109,9 @@ func (f *Frozen) prepare(o FreezeOptions) (err error) {
 	return err
 }
 
-// Freeze takes the content of the pages of set as it is now. The guest and its
-// devices must be paused, and may go on when Freeze has returned. If it fails, the
-// guest may go on as well; the pages of the set have then to be marked dirty again.
-// The set is not changed, and not kept.
+// Freeze captures the current content of the pages of set. The guest and its devices must be paused, and may run
+// again when Freeze has returned, even if it fails. If it fails, the caller must mark the pages of the set dirty
+// again. Freeze does not change or keep the set.
 //
 // Pages of the set that NextData leaves out are zeros.
 func (f *Frozen) Freeze(set *guestmem.PageSet) error {
@@ -140,14 +134,14 @@ func (f *Frozen) Freeze(set *guestmem.PageSet) error {
 
 func (f *Frozen) freeze(set *guestmem.PageSet) (err error) {
 	if n := set.Len(); n*pageSize <= f.copies.ready {
-		// Not worth asking which pages are zeros: whoever reads them sees it.
+		// Asking the kernel which pages are zeros is not worth it: the reader sees that.
 		f.data = set.Clone()
 	} else if err := f.loadMissing(set); err != nil {
 		return err
 	} else if f.data, err = inUse(f.slots, set); err != nil {
 		return err
 	} else if backed := f.mem.Backed(); backed != nil {
-		// What the host has committed nothing for is in the image then.
+		// The content of pages that the host has not committed is in the image.
 		for i, w := range backed.Words() {
 			f.data.Words()[i] |= w & set.Words()[i]
 		}
@@ -168,12 +162,12 @@ func (f *Frozen) freeze(set *guestmem.PageSet) (err error) {
 	return f.protectAll()
 }
 
-// loadMissing makes pages of the set resident that the pager has not filled. There is
-// seldom one: what has changed is there, or has been given away. No page of the set is
-// filled from then on, so the page map can be asked which of them are in use.
+// loadMissing loads the pages of the set that the pager has not filled. There are few: a changed page is present
+// or was given to the balloon. The pager fills no page of the set afterwards, so the page map then says which of
+// them are in use.
 func (f *Frozen) loadMissing(set *guestmem.PageSet) error {
 	if f.p == nil || f.p.loaded.Load() {
-		return nil // nothing but zeros is missing
+		return nil // only zeros are missing
 	}
 	b := make([]byte, 1)
 	for i, w := range set.Words() {
@@ -195,10 +189,10 @@ func (f *Frozen) loadMissing(set *guestmem.PageSet) error {
 	return nil
 }
 
-// copyShard is how many pages of RAM a goroutine looks through at once.
+// copyShard is the number of pages of RAM that a goroutine takes at once.
 const copyShard = chunkPages
 
-// copyAll copies n pages, on all processors if that is worth it.
+// copyAll copies the n pages of data, on several processors if that is worth it.
 func (f *Frozen) copyAll(n uint32) error {
 	var next atomic.Uint64
 	var failure atomic.Pointer[error]
@@ -208,7 +202,7 @@ func (f *Frozen) copyAll(n uint32) error {
 			if first >= f.data.Pages() {
 				return
 			}
-			// What is not in this piece is not written to.
+			// ReadSet writes only the copies of this shard's pages.
 			if err := f.mem.ReadSet(f.data, first, first+copyShard, f.copies.from(uint64(f.rank[first/64]))); err != nil {
 				failure.Store(&err)
 				return
@@ -228,7 +222,7 @@ func (f *Frozen) copyAll(n uint32) error {
 	return nil
 }
 
-// rankOf is the place of a page among those of data.
+// rankOf returns the position of a page among those of data.
 func (f *Frozen) rankOf(page uint64) uint64 {
 	return uint64(f.rank[page/64] + popcount(f.data.Words()[page/64]&(1<<(page%64)-1)))
 }
@@ -259,8 +253,8 @@ func (f *Frozen) readable() error {
 	return nil
 }
 
-// ReadPages implements snapshot.MemorySource. Pages that NextData leaves out read as
-// zeros; those that have been released cannot be read.
+// ReadPages implements snapshot.MemorySource. Pages that NextData leaves out read as zeros. Reading a released
+// page fails.
 func (f *Frozen) ReadPages(page uint64, b []byte) error {
 	f.life.RLock()
 	defer f.life.RUnlock()
@@ -292,9 +286,8 @@ func (f *Frozen) readPage(page uint64, b []byte) error {
 
 var errReleased = errors.New("it has been released")
 
-// Release says that the pages [first, end) have been read for the last time. Their
-// memory is given back, and the guest may write to them freely. It may be called from
-// several goroutines at once.
+// Release says that the pages [first, end) have been read for the last time. It frees their memory, and the guest
+// may write to them freely. Several goroutines may call it at once.
 func (f *Frozen) Release(first, end uint64) {
 	f.life.RLock()
 	defer f.life.RUnlock()
@@ -315,13 +308,13 @@ func (f *Frozen) Release(first, end uint64) {
 	}
 }
 
-// Stats returns what has happened so far.
+// Stats returns the counts so far.
 func (f *Frozen) Stats() FreezeStats {
 	return FreezeStats{Protected: f.active.Load(), Saved: f.saved.Load(), Waited: f.waited.Load()}
 }
 
-// Close lifts all protection and gives everything back, read or not. It may be called
-// at any time and more than once.
+// Close lifts all protection and frees all memory, even that of pages not read yet. It may be called at any time
+// and more than once.
 func (f *Frozen) Close() error {
 	f.life.Lock()
 	defer f.life.Unlock()
@@ -333,19 +326,18 @@ func (f *Frozen) Close() error {
 	if f.p != nil {
 		f.p.frozen.CompareAndSwap(f, nil)
 	}
-	// This waits until no Go code is asking f any more.
+	// SetGuard waits until no Go code is calling f any more.
 	return errors.Join(err, f.mem.SetGuard(nil), f.copies.close())
 }
 
 // copies is memory for copies of guest pages.
 type copies struct {
 	mapping []byte
-	mem     []byte // mapping from the first multiple of hugePage on
-	// ready bytes are committed. Committing them in the pause would take longer
-	// than copying: zeroing a huge page costs up to milliseconds where the host
-	// is itself a guest.
+	mem     []byte // the part of mapping from the first multiple of hugePage on
+	// ready is how many bytes are committed. Committing them in the pause would take longer than copying: zeroing
+	// a huge page can take milliseconds if the host is itself a guest.
 	ready uint64
-	// dropped counts pages in each block of hugePage that are not needed any more.
+	// dropped counts the pages in each block of hugePage that are no longer needed.
 	dropped []atomic.Uint32
 }
 
@@ -354,8 +346,7 @@ const (
 	blockSize = hugePage / pageSize
 )
 
-// newCopies reserves size bytes and commits as many of them as are expected to be
-// needed, and some more.
+// newCopies reserves size bytes and commits the expected number of them and some more.
 func newCopies(size, expect uint64) (*copies, error) {
 	size = (size + hugePage - 1) &^ (hugePage - 1)
 	m, err := unix.Mmap(-1, 0, int(size)+hugePage, unix.PROT_READ|unix.PROT_WRITE,
@@ -367,13 +358,13 @@ func newCopies(size, expect uint64) (*copies, error) {
 	c := &copies{mapping: m, mem: m[skip : skip+size], dropped: make([]atomic.Uint32, size/hugePage)}
 	c.ready = min((expect+expect/4+hugePage)&^(hugePage-1), size)
 	ready, rest := c.mem[:c.ready], c.mem[c.ready:]
-	// Guest RAM must not end up in a child process or in a core dump. Huge pages
-	// are made ready faster; a host without them does as well.
+	// Guest RAM must not end up in a child process or in a core dump. Huge pages are committed faster, but are not
+	// required.
 	_ = unix.Madvise(c.mem, unix.MADV_DONTFORK)
 	_ = unix.Madvise(c.mem, unix.MADV_DONTDUMP)
 	_ = unix.Madvise(ready, unix.MADV_HUGEPAGE)
 	if len(rest) > 0 {
-		// A page of it is taken while a vCPU waits.
+		// Pages of rest are committed one by one, while a vCPU waits.
 		_ = unix.Madvise(rest, unix.MADV_NOHUGEPAGE)
 	}
 	if err := unix.Madvise(ready, unix.MADV_POPULATE_WRITE); err != nil {
@@ -384,15 +375,16 @@ func newCopies(size, expect uint64) (*copies, error) {
 
 func (c *copies) size() uint64 { return uint64(len(c.mem)) }
 
-// pages is the memory of n pages.
+// pages returns the memory of n pages.
 func (c *copies) pages(first, n uint64) []byte {
 	return c.mem[first*pageSize : (first+n)*pageSize]
 }
 
-// from is the memory of a page and all behind it.
+// from returns the memory of a page and of all that follow.
 func (c *copies) from(page uint64) []byte { return c.mem[page*pageSize:] }
 
-// drop gives a page's memory back, when those around it are not needed either.
+// drop marks a page as no longer needed. It frees the block of hugePage that the page is in once all its pages are
+// dropped.
 func (c *copies) drop(page uint64) {
 	if b := page / blockSize; c.dropped[b].Add(1) == blockSize {
 		_ = unix.Madvise(c.mem[b*hugePage:(b+1)*hugePage], unix.MADV_DONTNEED)

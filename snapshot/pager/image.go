@@ -22,26 +22,25 @@ const (
 	maxNote = 64 << 20
 	// maxImageWriters bounds the goroutines that fill an image.
 	maxImageWriters = 4
-	// imagePiece is how many pages are read at once.
+	// imagePiece is the most pages read at once.
 	imagePiece = 64
 )
 
-// ErrImage says that a file is no image of this RAM.
+// ErrImage: the file is not an image of this RAM.
 var ErrImage = guestmem.ErrImage
 
-// Image is the RAM of a guest at one instant, in memory of its own (memfd_create(2)), for
-// guests that are to share it: see guestmem.NewPrivate. Pages of zeros take no memory. In
-// order:
+// Image is the RAM of a guest at one instant, in memory of its own (memfd_create(2)), for guests that will share
+// it: see guestmem.NewPrivate. Pages of zeros take no memory. In order:
 //
 //	NewImage
 //	CopyRunning  once or several times, while the guest runs, or never
-//	CopySet      what may have changed since, from a view that stands still, or
+//	CopySet      the pages that may have changed since, from a Frozen, or
 //	CopyAll      all of it, if nothing has been copied before
 //	SetNote, Seal
 //	File, and the methods of snapshot.MemorySource
 //	Close        in every case
 //
-// Copying and sealing are for one goroutine.
+// Only one goroutine may copy and seal.
 type Image struct {
 	mem   *guestmem.Memory
 	f     *os.File
@@ -71,20 +70,20 @@ func NewImage(mem *guestmem.Memory) (*Image, error) {
 	return i, nil
 }
 
-// Close gives up this process's hold of the image. Guests that are made of it keep it.
+// Close closes this process's descriptor of the image. Guests made from the image keep it alive.
 func (i *Image) Close() error { return i.f.Close() }
 
-// File is the image. It is sealed once Seal has returned.
+// File returns the image's file. It is sealed once Seal has returned nil.
 func (i *Image) File() *os.File { return i.f }
 
-// CopyRunning copies all of RAM while the guest and its devices may run: what changes
-// meanwhile is copied before or after the change, or half of it. p is the pager of mem, or
-// nil. Pages that the pager has not loaded are copied from where they are.
+// CopyRunning copies all of RAM while the guest and its devices may run. A page that changes meanwhile may be
+// copied before, in the middle of or after the change. p is the pager of mem, or nil. For pages that the pager has
+// not loaded, CopyRunning reads the snapshot.
 func (i *Image) CopyRunning(ctx context.Context, p *Pager) error {
 	return i.copyFrom(p, func(src snapshot.MemorySource) error { return i.CopyAll(ctx, src) })
 }
 
-// CopyLoaded is CopyRunning for the pages of set only.
+// CopyLoaded is like CopyRunning, for the pages of set only.
 func (i *Image) CopyLoaded(ctx context.Context, set *guestmem.PageSet, p *Pager) error {
 	return i.copyFrom(p, func(src snapshot.MemorySource) error { return i.CopySet(ctx, set, src) })
 }
@@ -104,7 +103,7 @@ func (i *Image) copyFrom(p *Pager, do func(snapshot.MemorySource) error) error {
 	return errors.Join(do(src), src.Close())
 }
 
-// CopyAll copies all that src has data for to an image that has nothing yet.
+// CopyAll copies all pages that src has data for to an image that is still empty.
 func (i *Image) CopyAll(ctx context.Context, src snapshot.MemorySource) error {
 	all := guestmem.NewPageSet(i.size / pageSize)
 	for page := uint64(0); ; {
@@ -121,8 +120,8 @@ func (i *Image) CopyAll(ctx context.Context, src snapshot.MemorySource) error {
 	return i.CopySet(ctx, all, src)
 }
 
-// CopySet copies the pages of set from src, which may be a Frozen: pages that it has no
-// data for become zeros. Pages are released when they have been copied.
+// CopySet copies the pages of set from src, which may be a Frozen. Pages that src has no data for become zeros.
+// CopySet releases pages once it has copied them.
 func (i *Image) CopySet(ctx context.Context, set *guestmem.PageSet, src snapshot.MemorySource) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
@@ -168,7 +167,7 @@ feed:
 
 var zeroPage = make([]byte, pageSize)
 
-// write puts pages from first on into the image.
+// write stores pages from first on in the image.
 func (i *Image) write(first uint64, b []byte) error {
 	n := uint64(len(b)) / pageSize
 	isZero := func(k uint64) bool { return bytes.Equal(b[k*pageSize:][:pageSize], zeroPage) }
@@ -204,7 +203,7 @@ func (i *Image) punch(first, end uint64) error {
 		unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, int64(first*pageSize), int64((end-first)*pageSize)))
 }
 
-// SetNote puts words behind the RAM, for whoever gets the image.
+// SetNote stores p after the RAM, for the receiver of the image. ImageNote reads it.
 func (i *Image) SetNote(p []byte) error {
 	if len(p) > maxNote {
 		return fmt.Errorf("%w: a note of %d bytes, at most %d", ErrImage, len(p), maxNote)
@@ -213,16 +212,16 @@ func (i *Image) SetNote(p []byte) error {
 	return err
 }
 
-// The kernel refuses to seal a file against writes while any of its pages is in use by more than the file, by EBUSY
-// after some tenths of a second (memfd_wait_for_pins in mm/memfd.c): a page that is being moved or reclaimed is, too,
-// for a moment.
+// The kernel refuses to seal a file against writes while any of its pages has extra references. It returns EBUSY
+// after some tenths of a second (memfd_wait_for_pins in mm/memfd.c). A page that is being moved or reclaimed also
+// has extra references for a moment.
 const (
 	sealTries = 20
 	sealPause = 50 * time.Millisecond
 )
 
-// Seal makes that nobody can change the image any more, this process included. It may take a second and more on a host
-// that is short of memory.
+// Seal makes the image immutable, for this process too. It may take a second or more on a host that is short of
+// memory.
 func (i *Image) Seal() error {
 	var err error
 	for try := 1; ; try++ {
@@ -239,7 +238,7 @@ func (i *Image) Seal() error {
 	return fmt.Errorf("sealing the image of guest RAM: %w", os.NewSyscallError("fcntl(F_ADD_SEALS)", err))
 }
 
-// Pages is how many pages of the image are not zeros.
+// Pages returns how many pages of the image are not zeros.
 func (i *Image) Pages() uint64 {
 	i.mu.Lock()
 	defer i.mu.Unlock()
@@ -267,7 +266,7 @@ func (i *Image) ReadPages(page uint64, b []byte) error {
 	return err
 }
 
-// ImageNote reads what SetNote has put into an image of RAM of the given size.
+// ImageNote returns the note that SetNote stored in an image of RAM of the given size.
 func ImageNote(f *os.File, ram uint64) ([]byte, error) {
 	st, err := f.Stat()
 	if err != nil {

@@ -16,19 +16,19 @@ import (
 
 // Errors of New.
 var (
-	// ErrNotPermitted: this process may not handle page faults of the kernel.
+	// ErrNotPermitted: this process may not handle page faults that the kernel takes.
 	ErrNotPermitted = errors.New("not permitted to use userfaultfd: run as root, or allow access to " +
 		userfaultfdDevice + ", or set vm.unprivileged_userfaultfd=1")
-	// ErrNotSupported: the kernel has no userfaultfd, or too old a one.
+	// ErrNotSupported: the kernel has no userfaultfd, or one that is too old.
 	ErrNotSupported = errors.New("the kernel lacks userfaultfd: use Linux 6.1 or later with CONFIG_USERFAULTFD")
-	// ErrLayout: the guest's RAM is not what the snapshot has.
+	// ErrLayout: the guest's RAM has another layout than the snapshot.
 	ErrLayout = errors.New("guest RAM differs from the snapshot's")
 )
 
-// ErrNotFresh is why a restore fails when guest RAM had been touched before New.
+// ErrNotFresh is the error of a restore whose guest RAM was touched before New.
 var ErrNotFresh = errors.New("guest RAM was in use before its pager was set up: give New memory that nothing has touched")
 
-// ErrClosed is what access to guest RAM fails with after Close.
+// ErrClosed is the error of access to guest RAM after Close.
 var ErrClosed = errors.New("guest RAM is gone: its pager was closed before everything was loaded")
 
 const (
@@ -37,13 +37,13 @@ const (
 	chunkBytes = chunkPages * pageSize
 	words      = chunkPages / 64
 
-	// zeroRun is how many neighbouring pages of zeros are filled at once, and
-	// aligned to it.
+	// zeroRun is the most neighbouring pages of zeros filled at once. A run stays within an aligned group of
+	// zeroRun pages.
 	zeroRun = 64
-	// maxRanges bounds the pieces that RAM is registered in: each costs the
-	// kernel a mapping, and New a system call.
+	// maxRanges bounds the ranges of RAM that New registers. Each costs the kernel a mapping, and New a system
+	// call.
 	maxRanges = 256
-	// messages is how many faults are taken from the kernel at once.
+	// messages is the most faults read from the kernel at once.
 	messages = 8
 )
 
@@ -56,32 +56,29 @@ const (
 	DefaultRecordTime  = 3 * time.Second
 )
 
-// Options of a Pager. The zero value is good.
+// Options are the options of New. The zero value is valid.
 type Options struct {
-	// WorkingSet are the pages that LoadWorkingSet loads ahead of the faults, in this
-	// order: what WorkingSet of an earlier pager has returned. Numbers that are
-	// out of range are ignored.
+	// WorkingSet has the pages that LoadWorkingSet loads ahead of the faults, in this order, as WorkingSet of an
+	// earlier pager returned them. The pager ignores numbers that are out of range.
 	WorkingSet []uint64
-	// Cache, if not nil, is asked for the pages of a frame before that is read from the
-	// snapshot. It must stay usable until Close.
+	// Cache, if not nil, is where the pager looks for a frame before it reads the snapshot. It must stay usable
+	// until Close.
 	Cache FrameCache
-	// OnFailure is called at most once, on a goroutine of its own, when a page
-	// cannot be had. The VM cannot go on.
+	// OnFailure, if not nil, is called when a page cannot be loaded, at most once and on its own goroutine. The VM
+	// cannot continue.
 	OnFailure func(error)
-	// RecordPages and RecordTime bound the recording of the working set: as
-	// many pages, for so long after Start. Defaults are used for 0; a negative
-	// RecordTime records nothing.
+	// RecordPages and RecordTime bound the recording of the working set: the number of pages, and the time after
+	// Start. 0 means the default. With a negative RecordTime the pager records nothing.
 	RecordPages int
 	RecordTime  time.Duration
-	// Handlers is how many faults are worked on at once; DefaultHandlers if 0.
+	// Handlers is how many faults the pager handles at once. 0 means DefaultHandlers.
 	Handlers int
 }
 
-// FrameCache has the pages of frames that were decompressed before.
+// FrameCache holds the pages of frames that were decompressed before.
 type FrameCache interface {
-	// Read returns the pages of a frame one after the other, in buf, which has room for
-	// snapshot.MaxFramePages; false if it does not have exactly those that the snapshot has.
-	// It may be called from several goroutines at once.
+	// Read returns the pages of a frame one after the other, in buf, which has room for snapshot.MaxFramePages. It
+	// returns false unless it has exactly the snapshot's content. Several goroutines may call it at once.
 	Read(f *snapshot.Frame, buf []byte) ([]byte, bool)
 }
 
@@ -95,28 +92,27 @@ type Pager struct {
 
 	uffd   int
 	stopFD int
-	// registered are the ranges of RAM that fault, in bytes of the linear
-	// numbering; inRange has a bit for each chunk in them.
+	// registered are the ranges of RAM that fault, in bytes of the linear numbering. inRange has a bit for each
+	// chunk, set if it is in one of them.
 	registered []span
 	inRange    []uint64
-	// chunks come into being when they are first needed.
+	// chunks are created on first use.
 	chunks []atomic.Pointer[chunk]
 
 	ctx    context.Context
 	cancel context.CancelCauseFunc
 	wg     sync.WaitGroup
 
-	// frozen is the view of RAM that is in use, which answers the faults of
-	// pages that are write-protected.
+	// frozen is the open Frozen, if any. It answers the faults of write-protected pages.
 	frozen atomic.Pointer[Frozen]
-	// protectable are the pieces of RAM that are registered alike, once all of it
-	// is registered for write protection.
+	// protectable are the areas of RAM that are each registered in one mode, once all of RAM is registered for
+	// write protection.
 	protectable []guestmem.Slot
 
 	failure  atomic.Pointer[error]
-	loaded   atomic.Bool // nothing but zeros is missing any more
+	loaded   atomic.Bool // only zeros are still missing
 	detached atomic.Bool // and nothing is registered
-	loading  atomic.Bool // the working set is, or has been, loaded
+	loading  atomic.Bool // LoadWorkingSet was called
 
 	mu      sync.Mutex // guards started and closed, and wg.Add against wg.Wait
 	started bool
@@ -132,8 +128,8 @@ type span struct{ start, end uint64 }
 // chunk is the state of 2 MiB of RAM, see the package comment.
 type chunk struct {
 	mu sync.Mutex
-	// known says that leaf has been read; it is nil if all pages are zeros. Both
-	// are guarded by mu, and do not change once known is set.
+	// known is true once leaf has been read. leaf is nil if all pages are zeros. mu guards both. They do not
+	// change once known is set.
 	known   bool
 	leaf    *snapshot.Leaf
 	present [words]atomic.Uint64
@@ -145,7 +141,7 @@ func bit(i int) (word int, mask uint64) { return i / 64, 1 << (i % 64) }
 func (c *chunk) isPresent(i int) bool { w, m := bit(i); return c.present[w].Load()&m != 0 }
 func (c *chunk) isZeroed(i int) bool  { w, m := bit(i); return c.zeroed[w].Load()&m != 0 }
 
-// missing reports whether page i may be given the snapshot's content.
+// missing reports whether a fill may give page i the snapshot's content.
 func (c *chunk) missing(i int) bool {
 	w, m := bit(i)
 	return (c.present[w].Load()|c.zeroed[w].Load())&m == 0
@@ -158,19 +154,18 @@ func (c *chunk) setPresent(first, n int) {
 	}
 }
 
-// A worker has what one goroutine needs to fill pages.
+// A worker is what one goroutine needs to fill pages.
 type worker struct {
 	fill filler
-	dec  *snapshot.Decoder // nil of one that nobody uses
+	dec  *snapshot.Decoder // nil while the worker is not in use
 }
 
-// New makes mem the RAM of the snapshot: pages get their content when they are
-// touched. mem must be as guestmem.New has made it, and must have the layout of
-// snap, or New fails with ErrLayout. Nothing touches mem before Start but
+// New makes mem the RAM of the snapshot: pages get their content when they are touched. mem must be fresh from
+// guestmem.New and have the layout of snap, or New fails with ErrLayout. Until Start, mem may be accessed only
 // through its own methods. The snapshot must stay open until Close.
 //
-// New does not read RAM, so its time depends on how many pieces of RAM are in
-// use but not on how large RAM is.
+// New reads no pages from the snapshot. Its time depends on how many pieces of RAM are in use, and hardly on the
+// size of RAM.
 func New(mem *guestmem.Memory, snap *snapshot.Memory, opts Options) (*Pager, error) {
 	p, err := newPager(mem, snap, opts)
 	if err != nil {
@@ -246,8 +241,7 @@ func (p *Pager) setUp() (err error) {
 	return nil
 }
 
-// ranges finds the parts of RAM that are not known to be zeros, at most
-// maxRanges of them, none across two slots.
+// ranges returns the ranges of RAM that may have content, at most maxRanges of them, none across two slots.
 func (p *Pager) ranges() []span {
 	var all []span
 	for _, s := range p.slots {
@@ -290,8 +284,7 @@ func (p *Pager) closeFDs() {
 	}
 }
 
-// Start begins to answer faults. It does
-// nothing when called again or after Close.
+// Start begins to answer faults. It does nothing if called again or after Close.
 func (p *Pager) Start() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -305,17 +298,17 @@ func (p *Pager) Start() {
 	}
 }
 
-// LoadWorkingSet loads Options.WorkingSet, on this thread. It returns when that is done, or the pager closed. Only the
-// first call does something.
+// LoadWorkingSet loads Options.WorkingSet on the calling thread. It returns when that is done, has failed, or the
+// pager is closed. Only the first call has an effect.
 func (p *Pager) LoadWorkingSet() {
 	if len(p.opts.WorkingSet) == 0 || p.loading.Swap(true) {
 		return
 	}
-	// A failure has been reported by fail, and Close wants no report.
+	// fail has already reported a failure, and Close needs no report.
 	_ = p.Prefetch(p.ctx, p.opts.WorkingSet)
 }
 
-// Err says why the restore has failed, nil if it has not.
+// Err returns why the restore has failed, nil if it has not.
 func (p *Pager) Err() error {
 	if e := p.failure.Load(); e != nil {
 		return *e
@@ -323,7 +316,7 @@ func (p *Pager) Err() error {
 	return nil
 }
 
-// fail makes err the reason of the failure, if it is the first.
+// fail records err as the reason of the failure if it is the first, and returns the recorded reason.
 func (p *Pager) fail(err error) error {
 	err = fmt.Errorf("restoring guest RAM: %w", err)
 	if p.failure.CompareAndSwap(nil, &err) && p.opts.OnFailure != nil {
@@ -332,14 +325,12 @@ func (p *Pager) fail(err error) error {
 	return p.Err()
 }
 
-// Close ends the restore, in any state of it, and gives everything back but the
-// memory. Stop vCPUs and device I/O first: unless Load has finished, whoever
-// still touches guest RAM gets EFAULT from then on, or ErrClosed from the
-// methods of guestmem.Memory. A Frozen that is still open is closed. The memory must
-// be closed after the pager.
+// Close ends the restore in any state and frees everything but the memory. Stop vCPUs and device I/O first: unless
+// Load has finished, later access to guest RAM gets EFAULT, or ErrClosed from the methods of guestmem.Memory.
+// Close closes an open Frozen. The memory must be closed after the pager.
 func (p *Pager) Close() error {
 	if f := p.frozen.Load(); f != nil {
-		// An error of it is in the way of nothing: the descriptor goes.
+		// Ignore its error: closing the descriptor lifts the protection.
 		_ = f.Close()
 	}
 	p.mu.Lock()
@@ -364,9 +355,8 @@ func (p *Pager) Close() error {
 	return err
 }
 
-// detach leaves RAM to the kernel, when only zeros are missing. Memory may be
-// in use. A range must not fault any more before Ensure stops being asked, or a
-// goroutine could fault with nobody to answer.
+// detach leaves RAM to the kernel when only zeros are missing. Memory may be in use. detach must unregister the
+// ranges before guestmem.Memory stops calling Ensure, or a goroutine could take a fault that no handler answers.
 func (p *Pager) detach() error {
 	p.detached.Store(true)
 	var errs []error
@@ -377,12 +367,12 @@ func (p *Pager) detach() error {
 	return errors.Join(errs...)
 }
 
-// revokeAll makes RAM inaccessible, but for what was never anything but zeros.
+// revokeAll makes all registered RAM inaccessible.
 func (p *Pager) revokeAll() error {
 	if len(p.mem.Slots()) == 0 {
-		return nil // unmapped: the addresses are not ours any more
+		return nil // unmapped: the addresses are no longer ours
 	}
-	// This waits until no Go code is looking at guest memory.
+	// SetResidency waits until no Go code is accessing guest memory.
 	p.mem.SetResidency(closedResidency{})
 	var errs []error
 	for _, r := range p.registered {
@@ -391,7 +381,7 @@ func (p *Pager) revokeAll() error {
 	return errors.Join(errs...)
 }
 
-// enter keeps Close waiting until leave.
+// enter makes Close wait until leave is called.
 func (p *Pager) enter() error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -419,7 +409,7 @@ type closedResidency struct{}
 func (closedResidency) Ensure(guestmem.GPA, uint64) error { return ErrClosed }
 func (closedResidency) Discarding(guestmem.GPA, uint64)   {}
 
-// hva is where a page lies in this process.
+// hva returns the address of a page in this process.
 func (p *Pager) hva(page uint64) uintptr {
 	off := page * pageSize
 	for i := range p.slots {
@@ -458,7 +448,7 @@ func (p *Pager) chunk(n uint64) *chunk {
 	}
 	c := new(chunk)
 	if !p.isRegistered(n) {
-		// The kernel fills these with zeros and asks nobody.
+		// The kernel fills these with zeros itself.
 		c.known = true
 		for i := range c.present {
 			c.present[i].Store(^uint64(0))
@@ -497,7 +487,7 @@ func (p *Pager) getWorker() (*worker, error) {
 	return w, nil
 }
 
-// putWorker gives the decoder to whoever needs one next, of any pager.
+// putWorker releases the decoder for any pager to use.
 func (p *Pager) putWorker(w *worker) {
 	if w.dec != nil {
 		w.dec.Release()
@@ -506,8 +496,8 @@ func (p *Pager) putWorker(w *worker) {
 	p.workers.Put(w)
 }
 
-// Ensure implements guestmem.Residency. Discard must be held off by the caller
-// until it has finished with the range, as the methods of guestmem.Memory do.
+// Ensure implements guestmem.Residency. The caller must hold off Discard until it has finished with the range, as
+// the methods of guestmem.Memory do.
 func (p *Pager) Ensure(gpa guestmem.GPA, n uint64) error {
 	off, ok := p.linear(gpa)
 	if !ok || n == 0 {
@@ -537,7 +527,7 @@ func (p *Pager) ensurePage(page uint64) error {
 	if c.isPresent(i) {
 		return nil
 	}
-	// Looked at under the mutex: see refuse.
+	// Err must be checked under the mutex: see refuse.
 	if err := p.Err(); err != nil {
 		return err
 	}
@@ -551,7 +541,7 @@ func (p *Pager) ensurePage(page uint64) error {
 	}
 	if err != nil {
 		if p.detached.Load() && errors.Is(err, unix.ENOENT) {
-			return nil // not registered any more: the kernel fills it with zeros
+			return nil // no longer registered: the kernel fills it with zeros
 		}
 		return p.fail(err)
 	}
@@ -581,8 +571,8 @@ func (p *Pager) Discarding(gpa guestmem.GPA, n uint64) {
 	}
 }
 
-// fill gives page, and what else is in its frame, the content that it has in
-// the snapshot. c.mu is held, and the page is missing.
+// fill gives page, and the other missing pages of its frame, their content from the snapshot. c.mu is held, and
+// page is missing.
 func (p *Pager) fill(c *chunk, page uint64, w *worker) error {
 	i := int(page % chunkPages)
 	leaf, err := p.leafOf(c, page/chunkPages)
@@ -613,8 +603,8 @@ func (p *Pager) readFrame(f *snapshot.Frame, w *worker) ([]byte, error) {
 	return p.snap.ReadFrame(f, w.dec)
 }
 
-// install puts those pages of a frame in place that are still missing. base is
-// the first page of the chunk. c.mu is held.
+// install copies the pages of a frame that are still missing into RAM. base is the first page of the chunk. c.mu
+// is held.
 func (p *Pager) install(c *chunk, base uint64, frame int, raw []byte, w *worker) error {
 	end := c.leaf.Frame(frame).Pages()
 	for i := 0; i < chunkPages; {
@@ -623,7 +613,7 @@ func (p *Pager) install(c *chunk, base uint64, frame int, raw []byte, w *worker)
 			i++
 			continue
 		}
-		// Neighbours in RAM that are neighbours in the frame go together.
+		// Copy pages that are neighbours in RAM and in the frame together.
 		n := 1
 		for i+n < chunkPages && slot+n < end && c.missing(i+n) {
 			if f, s, ok := c.leaf.Page(i + n); !ok || f != frame || s != slot+n {
@@ -631,7 +621,7 @@ func (p *Pager) install(c *chunk, base uint64, frame int, raw []byte, w *worker)
 			}
 			n++
 		}
-		// Counted first: those who wait run on before the system call returns.
+		// Count first, because the waiting threads run again before the system call returns.
 		p.stats.PagesCopied.Add(uint64(n))
 		if err := w.fill.copy(p.hva(base+uint64(i)), raw[slot*pageSize:(slot+n)*pageSize]); err != nil {
 			return err
@@ -642,7 +632,7 @@ func (p *Pager) install(c *chunk, base uint64, frame int, raw []byte, w *worker)
 	return nil
 }
 
-// installZeros fills page and those around it that are zeros. c.mu is held.
+// installZeros fills page and the missing zero pages around it. c.mu is held.
 func (p *Pager) installZeros(c *chunk, page uint64, w *worker) error {
 	at := int(page % chunkPages)
 	lo, hi := at, at+1

@@ -7,9 +7,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Prefetch loads the pages in the list, in its order, and what else is in their
-// frames. Pages that are there already cost next to nothing; numbers out of
-// range are ignored. It fails with the context's error, ErrClosed, or the error
+// Prefetch loads the pages in the list, in its order, and the other pages of their frames. Present pages cost next
+// to nothing. Prefetch ignores numbers out of range. It fails with the context's error, ErrClosed, or the error
 // that ended the restore. It may be called before Start.
 func (p *Pager) Prefetch(ctx context.Context, pages []uint64) error {
 	if err := p.enter(); err != nil {
@@ -35,7 +34,7 @@ func (p *Pager) Prefetch(ctx context.Context, pages []uint64) error {
 	return nil
 }
 
-// usable says whether background work may go on.
+// usable returns an error if background work must stop.
 func (p *Pager) usable(ctx context.Context) error {
 	switch {
 	case p.ctx.Err() != nil:
@@ -46,9 +45,9 @@ func (p *Pager) usable(ctx context.Context) error {
 	return p.Err()
 }
 
-// prefetch loads the frame of a page that nobody waits for yet. It decompresses
-// before it takes the chunk's mutex, so that a fault in the same chunk waits for
-// the copying only; if the fault was for the same frame, the work was in vain.
+// prefetch loads the frame of a page before any thread waits for it. It decompresses without the chunk's mutex, so
+// that a fault in the same chunk waits only for the copying. If the fault is for the same frame, prefetch's work
+// is wasted.
 func (p *Pager) prefetch(page uint64, w *worker) error {
 	c := p.chunk(page / chunkPages)
 	i := int(page % chunkPages)
@@ -57,7 +56,7 @@ func (p *Pager) prefetch(page uint64, w *worker) error {
 	}
 	c.mu.Lock()
 	leaf, err := p.leafOf(c, page/chunkPages)
-	missing := c.missing(i) // somebody who had the mutex may have loaded it
+	missing := c.missing(i) // the last holder of the mutex may have loaded it
 	c.mu.Unlock()
 	if err != nil || !missing {
 		return err
@@ -87,9 +86,8 @@ func (p *Pager) prefetch(page uint64, w *worker) error {
 // loadNice is the priority of Load's thread.
 const loadNice = 10
 
-// Load loads everything, at low priority, and returns when it is done. From then
-// on guest RAM does not need the snapshot any more, and Close leaves it as it
-// is. It fails like Prefetch.
+// Load loads all of RAM at low priority, and returns when it is done. From then on guest RAM does not need the
+// snapshot, and Close leaves it usable. It fails like Prefetch.
 func (p *Pager) Load(ctx context.Context) error {
 	if err := p.enter(); err != nil {
 		return err
@@ -97,8 +95,7 @@ func (p *Pager) Load(ctx context.Context) error {
 	defer p.leave()
 	errs := make(chan error, 1)
 	go func() {
-		// The thread is not given back, so it ends with this goroutine and its
-		// priority with it.
+		// The goroutine never unlocks the thread, so the thread and its priority end with it.
 		runtime.LockOSThread()
 		_ = unix.Setpriority(unix.PRIO_PROCESS, unix.Gettid(), loadNice)
 		errs <- p.load(ctx)

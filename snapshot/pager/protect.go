@@ -18,28 +18,27 @@ func popcount(w uint64) uint32        { return uint32(bits.OnesCount64(w)) }
 func trailingZeros(w uint64) uint64   { return uint64(bits.TrailingZeros64(w)) }
 func bitOf(page uint64) (int, uint64) { return int(page / 64), 1 << (page % 64) }
 
-// protectGap is the largest gap between pages to protect that is protected with them:
-// a write to a page in between costs a fault, a call for each page costs more.
+// protectGap is the largest gap between pages to protect that is protected along with them. A write to a page in
+// the gap costs a fault, but a call for each page costs more.
 const protectGap = 16
 
-// protection is the part of a Frozen that write-protects pages instead of copying
-// them. For each page of data one of these is true:
+// protection is the part of a Frozen that write-protects pages instead of copying them. Each page of data is in
+// one of these states:
 //
 //	protected   its content is in RAM, and a write to it faults
 //	saved       its content is in a slot of copies, and the guest may write to it
 //	neither     it has been released
 //
-// The protected bit of a page is cleared, under mu, after the protection has been
-// lifted, so whoever finds it clear, with or without mu, may write. Pages that are
-// not of data may be protected as well, for they lie between others; nothing has to
-// be saved of them.
+// lift clears the protected bit of a page, under mu, after it has lifted the protection. So a thread that finds
+// the bit clear, with or without mu, may write. Pages outside data may be protected too, because they lie between
+// others; they need no saving.
 type protection struct {
 	f *Frozen
 	// active is set when pages have been write-protected.
 	active    atomic.Bool
 	protected []atomic.Uint64
-	// areas are the pieces of RAM that are registered in the same way. Before
-	// Linux 6.4 or so a call may not reach beyond one.
+	// areas are the pieces of RAM that are each registered in one mode. Before Linux 6.4 or so a call may not
+	// cross their bounds.
 	areas  []guestmem.Slot
 	uffd   int // of the pager, or own
 	own    bool
@@ -49,14 +48,14 @@ type protection struct {
 	saved, waited atomic.Uint64
 
 	mu   sync.Mutex
-	cond *sync.Cond // a slot is free, or a page not protected any more
-	// slotOf says where a saved page is; free are slots that have been used and
-	// are free again, and those from used on have never been used.
+	cond *sync.Cond // a slot is free, or a page no longer protected
+	// slotOf maps a saved page to its slot. free are slots that are free again. Slots from used on have never been
+	// used.
 	slotOf map[uint64]uint32
 	free   []uint32
 	used   uint32
-	// pending are pages that the guest wants to write to and for which there
-	// was no slot. There are no more than threads that touch guest memory.
+	// pending are pages that the guest wants to write to but that found no slot. There are at most as many as
+	// threads that touch guest memory.
 	pending []uint64
 	err     error
 }
@@ -66,7 +65,7 @@ func (g *protection) init(f *Frozen) {
 	g.cond = sync.NewCond(&g.mu)
 }
 
-// protectAll makes all pages of data fault when they are written to.
+// protectAll write-protects all pages of data.
 func (f *Frozen) protectAll() error {
 	g := &f.protection
 	if err := g.register(); err != nil {
@@ -83,7 +82,7 @@ func (f *Frozen) protectAll() error {
 			g.protected[w].Or(m)
 		}
 	}
-	// From here on Go code asks before it writes, and what did not ask has ended.
+	// After Quiesce all Go code asks before it writes, and earlier writes have ended.
 	f.mem.Quiesce()
 	for first, end := range near(f.data, protectGap) {
 		err := pieces(g.areas, first, end, func(hva uintptr, _, n uint64) error { return protect(g.uffd, hva, n*pageSize) })
@@ -94,8 +93,8 @@ func (f *Frozen) protectAll() error {
 	return nil
 }
 
-// register makes write protection possible. A pager's userfaultfd is used if there is
-// one, since memory can be registered with one only.
+// register registers RAM for write protection. It uses the pager's userfaultfd if there is one, because memory can
+// be registered with only one.
 func (g *protection) register() (err error) {
 	f := g.f
 	if f.p != nil {
@@ -128,8 +127,8 @@ func (g *protection) register() (err error) {
 	return nil
 }
 
-// registerProtection registers all of RAM for write protection, on top of what is
-// registered for missing pages. It returns the pieces that are registered alike.
+// registerProtection registers all of RAM for write protection, in addition to the ranges registered for missing
+// pages. It returns the areas that are each registered in one mode.
 func (p *Pager) registerProtection() ([]guestmem.Slot, error) {
 	if p.protectable != nil {
 		return p.protectable, nil
@@ -158,7 +157,7 @@ func (p *Pager) registerProtection() ([]guestmem.Slot, error) {
 	return areas, nil
 }
 
-// fault takes a message of the kernel when there is no pager to do so.
+// fault handles a message of the kernel if there is no pager.
 func (g *protection) fault(b []byte) {
 	hva := uintptr(binary.LittleEndian.Uint64(b[messageAddress:]))
 	for _, s := range g.f.slots {
@@ -168,15 +167,13 @@ func (g *protection) fault(b []byte) {
 	}
 }
 
-// written lets a thread go on that wants to write to a page. It does not wait: if
-// there is no room to save the page, the thread sleeps until there is, or until the
-// page has been read.
+// written lets a thread continue that wants to write to a page. It does not wait: if there is no room to save the
+// page, the thread sleeps until there is, or until the page has been released.
 //
-// It returns false if the page is not protected any more. The caller then wakes those who
-// wait for it. Lifting the protection has woken those who waited at that time; one that
-// found the page protected just before, and only then began to wait, sleeps all the same:
-// the kernel asks whether the page is writable (userfaultfd_must_wait in fs/userfaultfd.c),
-// and one that has to be copied first is not.
+// It returns false if the page is no longer protected. The caller must then wake the threads that wait for it.
+// Lifting the protection woke the threads that waited at that time. But a thread that found the page protected
+// just before, and began to wait just after, still sleeps: the kernel checks whether the page is writable
+// (userfaultfd_must_wait in fs/userfaultfd.c), and a page that must be copied first is not.
 func (f *Frozen) written(page uint64) bool {
 	g := &f.protection
 	g.mu.Lock()
@@ -207,8 +204,8 @@ func (f *Frozen) BeforeDiscard(gpa guestmem.GPA, n uint64) {
 	}
 }
 
-// before returns when [gpa, gpa+n) is not protected any more. It may wait for pages
-// to be read, which needs no lock of guestmem.Memory.
+// before returns when [gpa, gpa+n) is no longer protected. It may wait for pages to be read, which needs no lock
+// of guestmem.Memory.
 func (g *protection) before(gpa guestmem.GPA, n uint64) error {
 	if !g.active.Load() || n == 0 {
 		return nil
@@ -252,8 +249,8 @@ func (g *protection) isProtected(page uint64) bool {
 	return g.protected[w].Load()&m != 0
 }
 
-// vacate saves a protected page, if that is needed, and lifts its protection. It
-// returns false if there is no room. mu is held.
+// vacate saves a protected page if necessary, and lifts its protection. It returns false if there is no room. mu
+// is held.
 func (g *protection) vacate(page uint64) (bool, error) {
 	if _, done := g.slotOf[page]; !done && g.f.isLive(page) {
 		var slot uint32
@@ -266,7 +263,7 @@ func (g *protection) vacate(page uint64) (bool, error) {
 		default:
 			return false, nil
 		}
-		// It is there, and nothing discards it before it is not protected.
+		// The page is present, and no Discard removes it while it is protected.
 		if err := g.readRAM(page, g.f.copies.pages(uint64(slot), 1)); err != nil {
 			return false, err
 		}
@@ -284,8 +281,8 @@ func (g *protection) readRAM(page uint64, b []byte) error {
 	return g.f.mem.CopyPresent(gpa, b)
 }
 
-// lift takes the protection from the protected pages of [first, end), and from those
-// between them, and wakes who waits for them. mu is held.
+// lift lifts the protection of the protected pages of [first, end), and wakes the threads that wait for them. mu
+// is held.
 func (g *protection) lift(first, end uint64) error {
 	for first < end {
 		w := g.protected[first/64].Load() >> (first % 64)
@@ -341,7 +338,7 @@ func (g *protection) read(page uint64, b []byte) error {
 	return g.readRAM(page, b)
 }
 
-// release forgets the pages [first, end), and lets those go on that had to wait.
+// release frees the pages [first, end), and lets waiting threads continue.
 func (g *protection) release(first, end uint64) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -379,7 +376,7 @@ func (g *protection) close() error {
 	var errs []error
 	if g.active.Load() {
 		g.mu.Lock()
-		if len(g.f.mem.Slots()) > 0 { // or else the addresses are not ours any more
+		if len(g.f.mem.Slots()) > 0 { // or else the addresses are no longer ours
 			errs = append(errs, g.lift(0, g.f.data.Pages()))
 		}
 		g.fail(ErrClosed)

@@ -8,12 +8,12 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// scanGap is the largest gap between pages of interest over which a scan goes on: looking at a page costs a hundredth
-// of a call.
+// scanGap is the largest gap between pages of interest that a scan includes: scanning a page costs a hundredth of
+// a call.
 const scanGap = 64
 
-// inUse returns those pages of set that the host has committed and that, as far as it tells, it does
-// not map to its page of zeros. It touches none. The others are zeros, or missing.
+// inUse returns the pages of set that the host has committed and, as far as the page map tells, does not map to
+// its zero page. It touches no page. The other pages are zeros, or missing.
 func inUse(slots []guestmem.Slot, set *guestmem.PageSet) (*guestmem.PageSet, error) {
 	pm, err := snapshot.OpenPagemap()
 	if err != nil {
@@ -35,8 +35,7 @@ func inUse(slots []guestmem.Slot, set *guestmem.PageSet) (*guestmem.PageSet, err
 	return out, nil
 }
 
-// near yields runs of pages that begin and end with pages of the set and have no gap
-// of more than gap pages in them.
+// near yields runs of pages that begin and end with a page of the set and include gaps of at most gap pages.
 func near(set *guestmem.PageSet, gap uint64) iter.Seq2[uint64, uint64] {
 	return func(yield func(uint64, uint64) bool) {
 		first, end := set.Next(0)
@@ -54,9 +53,9 @@ func near(set *guestmem.PageSet, gap uint64) iter.Seq2[uint64, uint64] {
 	}
 }
 
-// pieces calls f with the parts of the pages [first, end) that are in one slot each:
-// where they lie in this process, the first page, and how many. The slots may be
-// parts of those of the guest, in ascending order.
+// pieces splits the pages [first, end) at the bounds of slots and calls f with each part: its address in this
+// process, its first page, and its number of pages. The slots may be parts of the guest's slots, in ascending
+// order.
 func pieces(slots []guestmem.Slot, first, end uint64, f func(hva uintptr, page, n uint64) error) error {
 	i, _ := slices.BinarySearchFunc(slots, first*pageSize, func(s guestmem.Slot, off uint64) int {
 		if s.Offset+s.Size <= off {

@@ -8,14 +8,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// serve answers faults until Close. It touches no guest memory and, but for the
-// first fault in each chunk, allocates nothing, so nothing that the garbage
-// collector does can wait for a page.
+// serve answers faults until Close. It touches no guest memory and, except for the first fault in each chunk,
+// allocates nothing. So the garbage collector can never wait for a page.
 func (p *Pager) serve() {
 	w, err := p.getWorker()
 	if err != nil {
 		_ = p.fail(err) // Err has it
-		// Faults are still taken, so that those who wait for pages come free.
+		// Keep taking faults, so that the waiting threads are woken.
 		w = &worker{fill: filler{fd: p.uffd}}
 	}
 	defer p.putWorker(w)
@@ -24,8 +23,7 @@ func (p *Pager) serve() {
 	}
 }
 
-// readFaults hands on the messages of page faults until something can be read from
-// stopFD.
+// readFaults calls each with every page fault message until stopFD becomes readable.
 func readFaults(uffd, stopFD int, each func(message []byte)) error {
 	fds := []unix.PollFd{{Fd: int32(uffd), Events: unix.POLLIN}, {Fd: int32(stopFD), Events: unix.POLLIN}}
 	var buf [messages * messageSize]byte
@@ -76,7 +74,7 @@ func (p *Pager) fault(b []byte, w *worker) {
 	}
 }
 
-// resolve makes a page that somebody waits for appear.
+// resolve fills a page that a thread waits for.
 func (p *Pager) resolve(page uint64, w *worker) error {
 	c := p.chunk(page / chunkPages)
 	i := int(page % chunkPages)
@@ -84,7 +82,7 @@ func (p *Pager) resolve(page uint64, w *worker) error {
 	defer c.mu.Unlock()
 	switch {
 	case c.isPresent(i):
-		// Somebody was faster. Filling it has woken all who waited.
+		// Another fill was faster, and has woken all waiting threads.
 		return nil
 	case c.isZeroed(i):
 		return w.fill.zero(p.hva(page), pageSize)
@@ -96,11 +94,10 @@ func (p *Pager) resolve(page uint64, w *worker) error {
 	return p.fill(c, page, w)
 }
 
-// refuse lets those who wait for a page that cannot be had run into EFAULT.
+// refuse makes the threads that wait for an unavailable page get EFAULT.
 //
-// Everybody who fills pages looks at Err under the chunk's mutex, and refuse
-// sets it before it takes the mutex. So a page is either filled by then, and
-// stays accessible, or is never filled, and Go code never told that it is there.
+// Every fill checks Err under the chunk's mutex, and refuse sets it before it takes the mutex. So a page is either
+// filled by then and stays accessible, or it is never filled and Go code never learns that it is present.
 func (p *Pager) refuse(page uint64, w *worker, err error) {
 	_ = p.fail(err) // Err has it
 	hva := p.hva(page)
@@ -109,7 +106,7 @@ func (p *Pager) refuse(page uint64, w *worker, err error) {
 	defer c.mu.Unlock()
 	if !c.isPresent(int(page % chunkPages)) {
 		if err := revoke(hva, pageSize); err != nil {
-			// The waiters stay where they are, which is safe, until Close.
+			// The waiting threads keep waiting until Close, which is safe.
 			return
 		}
 	}

@@ -4,15 +4,14 @@ import (
 	"github.com/drowse-vm/drowse/snapshot"
 )
 
-// Source is the RAM of a machine that has been restored lazily, for
-// snapshot.Create. Pages that nobody has touched since are taken from the
-// snapshot that the machine came from; they do not become resident. The guest
-// and its devices must be paused while it is in use, or, as for Image.CopyRunning,
-// what they write from then on must be read again; Load may go on.
+// Source is the RAM of a lazily restored machine, for snapshot.Create. For pages that are not loaded, it reads the
+// snapshot that the machine came from, and does not make them resident. The guest and its devices must be paused
+// while it is in use, or, as for Image.CopyRunning, the caller must read what they write meanwhile again. Load may
+// continue.
 type Source struct {
 	p *Pager
-	// pagemap gives answers that may be old, which are right while the guest is paused: what Load fills meanwhile is
-	// stored.
+	// pagemap may give old answers. They are right while the guest is paused: NextData finds the pages that Load
+	// fills meanwhile in the snapshot.
 	pagemap *snapshot.Pagemap
 }
 
@@ -25,15 +24,14 @@ func (p *Pager) Source() (*Source, error) {
 	return &Source{p: p, pagemap: pm}, nil
 }
 
-// Close gives back what the source holds.
+// Close releases the source's resources.
 func (s *Source) Close() error { return s.pagemap.Close() }
 
 // Slots implements snapshot.MemorySource.
 func (s *Source) Slots() []snapshot.Slot { return snapshot.LayoutOf(s.p.mem) }
 
-// NextData implements snapshot.MemorySource: there may be data in pages that the
-// host has committed, and in those that the snapshot has content for, whether it
-// is there already or not: Load may fill them between two questions.
+// NextData implements snapshot.MemorySource. It returns pages that the host has committed and pages that the
+// snapshot has content for, present or not, because Load may fill them between two calls.
 func (s *Source) NextData(page uint64) (first, end uint64, err error) {
 	if first, end, err = s.pagemap.NextData(s.p.slots, page); err != nil {
 		return 0, 0, err
@@ -50,8 +48,8 @@ func (s *Source) NextData(page uint64) (first, end uint64, err error) {
 	return first, end, nil
 }
 
-// nextStored is the first run of pages from page on that the snapshot has content
-// for and that were not given to the balloon, not beyond the end of a chunk.
+// nextStored returns the first run of pages from page on that the snapshot has content for and that were not given
+// to the balloon. The run ends at the end of a chunk at the latest.
 func (s *Source) nextStored(page uint64) (first, end uint64, err error) {
 	p := s.p
 	for n := page / chunkPages; n < uint64(p.snap.Chunks()); n, page = n+1, (n+1)*chunkPages {
@@ -81,10 +79,9 @@ func (s *Source) nextStored(page uint64) (first, end uint64, err error) {
 	return page, page, nil
 }
 
-// stillMissing is missing for whoever takes a missing page's content from elsewhere. A fill
-// wakes those who wait for the page before it sets the present bit, and they may have
-// written to the page, and may even be paused again, before it does. So a bit that is not
-// set means something only under the mutex, which the fill holds.
+// stillMissing is missing for code that takes a missing page's content from elsewhere. A fill wakes the threads
+// that wait for the page before it sets the present bit. They may write to the page, and may even be paused again,
+// before the bit is set. So a clear bit is reliable only under the mutex, which the fill holds.
 func (c *chunk) stillMissing(i int) bool {
 	if !c.missing(i) {
 		return false
@@ -102,7 +99,7 @@ func (s *Source) ReadPages(page uint64, b []byte) error {
 		return err
 	}
 	defer d.Release()
-	var frame *snapshot.Frame // what raw holds the pages of
+	var frame *snapshot.Frame // the frame whose pages raw holds
 	var raw []byte
 	for ; len(b) > 0; b, page = b[pageSize:], page+1 {
 		n, i := page/chunkPages, int(page%chunkPages)
@@ -112,8 +109,7 @@ func (s *Source) ReadPages(page uint64, b []byte) error {
 		}
 		c := p.chunk(n)
 		if !c.stillMissing(i) {
-			// It was given to the balloon, or it is there; reading it from the
-			// guest puts at most a page of zeros in place.
+			// The page was given to the balloon or is present. Reading it from the guest maps a zero page at most.
 			if err := snapshot.ReadGuest(p.mem, page, b[:pageSize]); err != nil {
 				return err
 			}

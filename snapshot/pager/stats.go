@@ -8,29 +8,29 @@ import (
 
 // Stats count what a pager has done so far.
 type Stats struct {
-	// ReadFaults and WriteFaults are what vCPUs and system calls waited for.
+	// ReadFaults and WriteFaults count the faults for which vCPUs and system calls waited.
 	ReadFaults, WriteFaults atomic.Uint64
-	// Ensured is how many times Go code had to wait for a page.
+	// Ensured counts the pages that Go code had to wait for.
 	Ensured atomic.Uint64
-	// Prefetched is how many frames Prefetch and Load have filled.
+	// Prefetched counts the frames, and runs of zeros, that Prefetch and Load have filled.
 	Prefetched atomic.Uint64
-	// PagesCopied is how many pages with content were put in place.
+	// PagesCopied counts the pages with content that were copied into RAM.
 	PagesCopied atomic.Uint64
-	// Frames were read and decompressed, and FramesCached are those that Options.Cache had.
+	// Frames counts the frames read and decompressed, and FramesCached those that Options.Cache had.
 	Frames, FramesCached atomic.Uint64
 }
 
-// MiBTouched is the RAM that has been filled from the snapshot.
+// MiBTouched returns the amount of RAM filled with content from the snapshot.
 func (s *Stats) MiBTouched() float64 { return float64(s.PagesCopied.Load()) * pageSize / (1 << 20) }
 
-// Stats are the counts, which go on.
+// Stats returns the counts. They keep changing.
 func (p *Pager) Stats() *Stats { return &p.stats }
 
-// record is the list of pages that were waited for.
+// record is the list of pages that threads or Go code waited for.
 type record struct {
 	mu    sync.Mutex
 	pages []uint64 // never grows beyond its capacity
-	first int      // how many of them were waited for before Ready
+	first int      // how many of them were recorded before Ready
 	until time.Time
 }
 
@@ -41,7 +41,7 @@ func (r *record) init(o Options) {
 	r.until = time.Now().Add(o.RecordTime)
 }
 
-// start begins the window; what Ensure needed before is in it as well.
+// start begins the window. Pages that Ensure loaded before also count.
 func (r *record) start(d time.Duration) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -56,24 +56,23 @@ func (r *record) add(page uint64) {
 	}
 }
 
-// Ready says that the guest has done what it was first wanted for. Pages that it waited for
-// until then come first in WorkingSet.
+// Ready says that the guest has finished what it was woken for. Pages that it waited for until then come first in
+// WorkingSet.
 func (p *Pager) Ready() {
 	p.record.mu.Lock()
 	defer p.record.mu.Unlock()
 	p.record.first = len(p.record.pages)
 }
 
-// WorkingSet returns the pages to load ahead of faults next time, in the order
-// in which they are needed: those that were waited for before Ready, then
-// Options.WorkingSet as far as it was in range, then those that were waited for within
-// the recording window; at most Options.RecordPages, of which Options.WorkingSet has what
-// the others leave. There is one page for each
-// frame that was needed. It may be called at any time, also after Close.
+// WorkingSet returns the pages to load ahead of faults next time, in the order in which they are needed: first
+// those that the guest waited for before Ready, then the pages of Options.WorkingSet that are in range, then those
+// that it waited for later within the recording window. It returns at most Options.RecordPages; Options.WorkingSet
+// gets what the others leave. There is one page for each frame that was needed. WorkingSet may be called at any
+// time, even after Close.
 func (p *Pager) WorkingSet() []uint64 {
 	p.record.mu.Lock()
 	defer p.record.mu.Unlock()
-	// A page may be waited for before its turn in the list has come.
+	// The guest may wait for a page before its turn in the list comes.
 	waited := make(map[uint64]bool, len(p.record.pages))
 	for _, page := range p.record.pages {
 		waited[page] = true

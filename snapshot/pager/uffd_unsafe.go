@@ -57,15 +57,14 @@ type uffdZero struct {
 	zeroed int64
 }
 
-// openUserfaultfd returns a descriptor that also gets the faults of the kernel
-// itself, which is how KVM touches guest memory.
+// openUserfaultfd returns a descriptor that also gets faults in kernel mode, which is how KVM touches guest
+// memory.
 func openUserfaultfd() (int, error) {
 	fd, err := newUserfaultfd()
 	if err != nil {
 		return -1, err
 	}
-	// No optional feature is asked for: MISSING faults on anonymous memory have
-	// been there since Linux 4.3.
+	// Ask for no optional feature: Linux has had MISSING faults on anonymous memory since 4.3.
 	arg := uffdAPIArg{api: uffdAPI}
 	if err := ioctl(fd, ioctlAPI, unsafe.Pointer(&arg)); err != nil {
 		unix.Close(fd)
@@ -104,8 +103,7 @@ func ioctl(fd int, req uintptr, arg unsafe.Pointer) error {
 	return nil
 }
 
-// register asks for the faults of a range, of the kinds in mode. Registering again
-// replaces the mode.
+// register asks the kernel for the faults of a range, of the kinds in mode. Registering again replaces the mode.
 func register(fd int, hva uintptr, n, mode uint64) error {
 	arg := uffdRegister{r: uffdRange{uint64(hva), n}, mode: mode}
 	if err := ioctl(fd, ioctlRegister, unsafe.Pointer(&arg)); err != nil {
@@ -127,14 +125,13 @@ func register(fd int, hva uintptr, n, mode uint64) error {
 	return nil
 }
 
-// unregister leaves a range to the kernel, and wakes those who wait for it.
+// unregister leaves a range to the kernel, and wakes the threads that wait for it.
 func unregister(fd int, hva uintptr, n uint64) error {
 	arg := uffdRange{uint64(hva), n}
 	return os.NewSyscallError("ioctl(UFFDIO_UNREGISTER)", ioctl(fd, ioctlUnregister, unsafe.Pointer(&arg)))
 }
 
-// filler does the ioctls that fill pages. It is for one goroutine at a time, and
-// exists so that they allocate nothing.
+// filler makes the ioctls that fill pages, without allocating. Only one goroutine at a time may use it.
 type filler struct {
 	fd int
 	c  uffdCopy
@@ -142,9 +139,8 @@ type filler struct {
 	r  uffdRange
 }
 
-// copy puts src at hva, which is page aligned, page for page. A page that is
-// there already is an error: it has content that nobody has put there by the
-// rules.
+// copy copies src to the missing pages at hva, which is page-aligned. A present page is an error: its content was
+// put there against the rules.
 func (f *filler) copy(hva uintptr, src []byte) error {
 	for len(src) > 0 {
 		f.c = uffdCopy{dst: uint64(hva), src: uint64(uintptr(unsafe.Pointer(unsafe.SliceData(src)))), length: uint64(len(src))}
@@ -161,15 +157,14 @@ func (f *filler) copy(hva uintptr, src []byte) error {
 	return nil
 }
 
-// zero maps the kernel's page of zeros at the pages of [hva, hva+n) that are
-// missing. A page that is there already stays as it is.
+// zero maps the kernel's zero page at the missing pages of [hva, hva+n). It does not change present pages.
 func (f *filler) zero(hva uintptr, n uint64) error {
 	for n > 0 {
 		f.z = uffdZero{r: uffdRange{uint64(hva), n}}
 		err := ioctl(f.fd, ioctlZero, unsafe.Pointer(&f.z))
 		done, err := outcome(f.z.zeroed, n, err)
 		if errors.Is(err, unix.EEXIST) {
-			// Whoever waits for it shall look again.
+			// Make the waiting threads look again.
 			f.wake(hva, pageSize)
 			done, err = pageSize, nil
 		}
@@ -181,8 +176,7 @@ func (f *filler) zero(hva uintptr, n uint64) error {
 	return nil
 }
 
-// outcome says how many bytes of n are done after an ioctl has ended with err and
-// reported done bytes.
+// outcome returns how many bytes of n are done after an ioctl has returned err and reported done bytes.
 func outcome(done int64, n uint64, err error) (uint64, error) {
 	switch {
 	case err == nil:
@@ -198,14 +192,13 @@ func outcome(done int64, n uint64, err error) (uint64, error) {
 // wake makes the threads that wait for pages of a range look again.
 func (f *filler) wake(hva uintptr, n uint64) {
 	f.r = uffdRange{uint64(hva), n}
-	// It can only fail for a range that is not registered any more, and closing
-	// the descriptor has woken everybody then.
+	// It can only fail for a range that is no longer registered, and then unregistering it or closing the
+	// descriptor has woken all threads.
 	_ = ioctl(f.fd, ioctlWake, unsafe.Pointer(&f.r))
 }
 
-// protect makes the pages of a range that are there fault when they are written to;
-// unprotect takes that back and wakes those who wait. The range is registered with
-// registerWP.
+// protect makes writes to the present pages of a range fault. unprotect undoes that and wakes the waiting threads.
+// The range must be registered with registerWP.
 func protect(fd int, hva uintptr, n uint64) error {
 	return writeProtect(fd, hva, n, protectOn)
 }
@@ -225,8 +218,8 @@ func writeProtect(fd int, hva uintptr, n, mode uint64) error {
 		// EAGAIN: the address space is being changed at the same moment.
 		case errors.Is(err, unix.EINTR), errors.Is(err, unix.EAGAIN):
 			continue
-		// Before Linux 6.4 a call may not reach beyond one mapping, and neighbours of one kind are several if
-		// the guest wrote to each of them before they could become one.
+		// Before Linux 6.4 a call may not reach beyond one mapping. Neighbours of one kind stay separate mappings
+		// if the guest wrote to each of them before the kernel could merge them.
 		case errors.Is(err, unix.ENOENT) && n > pageSize:
 			half := n / 2 &^ (pageSize - 1)
 			if err := writeProtect(fd, hva, half, mode); err != nil {
@@ -239,8 +232,7 @@ func writeProtect(fd int, hva uintptr, n, mode uint64) error {
 	}
 }
 
-// revoke takes all access to pages away from this process and from KVM: system
-// calls and KVM_RUN get EFAULT when they touch them.
+// revoke makes pages inaccessible to this process and to KVM: system calls and KVM_RUN that touch them get EFAULT.
 func revoke(hva uintptr, n uint64) error {
 	if _, _, errno := unix.Syscall(unix.SYS_MPROTECT, hva, uintptr(n), unix.PROT_NONE); errno != 0 {
 		return os.NewSyscallError("mprotect guest RAM", errno)
@@ -248,5 +240,5 @@ func revoke(hva uintptr, n uint64) error {
 	return nil
 }
 
-// address is that of the first byte of b, for the kernel.
+// address returns the address of the first byte of b, for the kernel.
 func address(b []byte) uintptr { return uintptr(unsafe.Pointer(unsafe.SliceData(b))) }
