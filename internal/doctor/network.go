@@ -19,7 +19,7 @@ func (h host) network(g *group) {
 	if at := h.mounts("bpf"); len(at) > 0 {
 		g.add("bpffs", OK, "mounted at "+strings.Join(at, ", "), "")
 	} else {
-		g.add("bpffs", Missing, "not mounted", "eBPF programs cannot be pinned: mount -t bpf bpf /sys/fs/bpf. VMs of today run without any")
+		g.add("bpffs", Missing, "not mounted", "the first VM with a network mounts it")
 	}
 }
 
@@ -51,7 +51,7 @@ const noInterface = 1<<31 - 1
 // The kernel's error shows whether it has TCX.
 func programs(g *group) {
 	const (
-		needBPF = "the network of guests cannot be filtered with eBPF; VMs of today run without any"
+		needBPF = "VMs with a network do not start, since eBPF programs cannot filter it; those without one do"
 		needTCX = "eBPF programs for a link go in by tc (clsact) instead; Linux 6.6 has TCX"
 	)
 	p, err := ebpf.NewProgram(&ebpf.ProgramSpec{

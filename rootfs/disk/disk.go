@@ -658,7 +658,7 @@ func (d *Disk) SealThen(ctx context.Context, newTop string, record func(Stack) e
 		return LayerInfo{}, fmt.Errorf("seal: %w", d.failed)
 	}
 	ls := d.all()
-	if len(ls) >= MaxLayers {
+	if len(ls)+1 >= MaxLayers { // Open would refuse the stack
 		return LayerInfo{}, fmt.Errorf("seal: %w: %d", ErrTooManyLayers, len(ls))
 	}
 	old := ls[len(ls)-1]

@@ -63,7 +63,7 @@ func (e env) open(s Stack, o Options) (d *Disk, err error) {
 	if len(s.Layers) > MaxLayers-1 {
 		return nil, fmt.Errorf("open disk: %w: %d", ErrTooManyLayers, len(s.Layers))
 	}
-	if len(slices.Compact(slices.Clone(s.Layers))) != len(s.Layers) {
+	if len(slices.Compact(slices.Sorted(slices.Values(s.Layers)))) != len(s.Layers) {
 		return nil, fmt.Errorf("open disk: %w: a file is twice in the stack", ErrMissingParent)
 	}
 	if len(s.Layers) == 0 {
