@@ -156,8 +156,8 @@ func (f *Fleet) again(step lifetime.Step) lifetime.Plan {
 	return lifetime.Decide([]lifetime.Sandbox{f.lasts(r)}, nil, f.now())
 }
 
-// errGone ends a change of metadata that no longer exist. errStays means that the sandbox must not be removed
-// after all.
+// errGone ends a change of metadata that were removed. errStays means that the sandbox must not be removed after
+// all.
 var (
 	errGone  = errors.New("the sandbox was removed")
 	errStays = errors.New("the sandbox stays")
