@@ -7,8 +7,7 @@
 //	go run ./internal/test/hwkvm/cmd/hwkvm -- CMD ARGS...    # go run turns every failing status into 1
 //	go build -o bin/hwkvm ./internal/test/hwkvm/cmd/hwkvm && go test -exec "$PWD/bin/hwkvm --" ./vmm/...
 //
-// Use it to prove that code works on ordinary KVM, and to run real software in guests. Do not measure drowse
-// there.
+// Use it to prove that code works on ordinary KVM and to run real software in guests, not to measure drowse.
 //
 // # How it works
 //
