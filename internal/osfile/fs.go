@@ -41,13 +41,13 @@ type File interface {
 	Stat() (fs.FileInfo, error)
 	// Truncate sets the length in bytes; growing adds a hole.
 	Truncate(size int64) error
-	// Sync is fsync(2), Datasync fdatasync(2). After a failure the bytes written before it must be
-	// taken for lost, whatever a later call answers.
+	// Sync is fsync(2), Datasync fdatasync(2). After a failure the caller must consider the bytes written before
+	// it lost, even if a later call succeeds.
 	Sync() error
 	Datasync() error
 	// Fallocate is fallocate(2) with a FALLOC_FL_* mode.
 	Fallocate(mode uint32, off, n int64) error
-	// OS is the file that the kernel sees, for flock, lseek and I/O that goes round this interface.
+	// OS returns the file that the kernel sees, for flock, lseek and I/O that bypasses this interface.
 	OS() *os.File
 }
 
@@ -92,8 +92,8 @@ func (f osFile) Fallocate(mode uint32, off, n int64) error {
 	return f.control("fallocate", func(fd int) error { return unix.Fallocate(fd, mode, off, n) })
 }
 
-// control runs a system call on the descriptor, again when a signal interrupted it (the Go runtime
-// sends SIGURG to preempt, and fallocate answers EINTR to that).
+// control runs a system call on the descriptor, and repeats it when a signal interrupts it. The Go runtime sends
+// SIGURG to preempt, and fallocate returns EINTR then.
 func (f osFile) control(op string, call func(fd int) error) error {
 	rc, err := f.SyscallConn()
 	if err != nil {
@@ -116,8 +116,8 @@ func (f osFile) control(op string, call func(fd int) error) error {
 	return nil
 }
 
-// NextData is where the first data of a file from off on begins and ends (lseek(2), SEEK_DATA and SEEK_HOLE), neither
-// beyond end; both are end if only a hole is left. Where the file system does not know holes, all is data.
+// NextData returns where the first data of a file from off on begins and ends (lseek(2), SEEK_DATA and SEEK_HOLE),
+// both at most end. Both are end if only a hole is left. If the file system has no holes, everything is data.
 func NextData(f *os.File, off, end int64) (data, hole int64) {
 	data, err := f.Seek(off, unix.SEEK_DATA)
 	switch {
@@ -133,9 +133,9 @@ func NextData(f *os.File, off, end int64) (data, hole int64) {
 	return min(data, end), min(hole, end)
 }
 
-// CopyRange copies n bytes between two files: in the kernel, with reflinks where the file system has
-// them, if both are files of [OS], otherwise through buf, which must not be empty. A source that ends
-// early is io.ErrUnexpectedEOF.
+// CopyRange copies n bytes between two files. If both are files of [OS], the kernel copies, with reflinks where
+// the file system has them. Otherwise CopyRange copies through buf, which must not be empty. A source that ends
+// early gives io.ErrUnexpectedEOF.
 func CopyRange(dst File, dstOff int64, src File, srcOff, n int64, buf []byte) error {
 	d, ok1 := dst.(osFile)
 	s, ok2 := src.(osFile)
@@ -150,7 +150,7 @@ func CopyRange(dst File, dstOff int64, src File, srcOff, n int64, buf []byte) er
 		})
 		switch {
 		case errors.Is(err, unix.EXDEV), errors.Is(err, unix.EOPNOTSUPP), errors.Is(err, unix.ENOSYS), errors.Is(err, unix.EINVAL):
-			ok1 = false // the file system cannot; copy by hand below
+			ok1 = false // not supported by the file system: copy below
 			continue
 		case err != nil:
 			return err

@@ -11,28 +11,28 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// LockMode says who else may have a lock on the same file.
+// LockMode says which other locks on the same file are allowed.
 type LockMode int
 
 const (
-	Shared    LockMode = unix.LOCK_SH // any number of files locked so
-	Exclusive LockMode = unix.LOCK_EX // nobody
+	Shared    LockMode = unix.LOCK_SH // any number of shared locks
+	Exclusive LockMode = unix.LOCK_EX // no other lock
 )
 
-// ErrLocked says that a lock is held through another open file, by this process or another one. It is unix.EWOULDBLOCK
-// too.
+// ErrLocked means that another open file, of this process or another one, holds the lock. It is also
+// unix.EWOULDBLOCK.
 var ErrLocked = fmt.Errorf("somebody else has it locked (%w)", unix.EWOULDBLOCK)
 
-// Waiting for a lock polls, since flock(2) cannot be called off while it blocks: after an eighth of the time waited so
-// far, within these bounds.
+// A wait for a lock polls, because a blocked flock(2) cannot be canceled. It polls after an eighth of the time
+// waited so far, within these bounds.
 const (
 	minPoll = 200 * time.Microsecond
 	maxPoll = 10 * time.Millisecond
 )
 
-// TryLock takes the lock of an open file (flock(2)) or changes its mode, without waiting: ErrLocked if it is not to be
-// had, and then a change has lost the lock. The lock is that of the open file: child processes and receivers of the
-// descriptor share it, and it ends with their last descriptor.
+// TryLock takes the lock of an open file (flock(2)), or changes its mode, without waiting. If it is not available,
+// TryLock returns ErrLocked, and a change has lost the old lock. The lock belongs to the open file: child
+// processes and receivers of the descriptor share it, and it ends with the last descriptor.
 func TryLock(f *os.File, mode LockMode) error {
 	c, err := f.SyscallConn()
 	if err != nil {
@@ -53,7 +53,7 @@ func TryLock(f *os.File, mode LockMode) error {
 	return err
 }
 
-// Lock is TryLock that waits until ctx ends, whose cause is its error then. It tries at least once.
+// Lock is TryLock that waits until ctx ends, and then returns its cause. It tries at least once.
 func Lock(ctx context.Context, f *os.File, mode LockMode) error {
 	for begin := time.Now(); ; {
 		err := TryLock(f, mode)
@@ -68,13 +68,13 @@ func Lock(ctx context.Context, f *os.File, mode LockMode) error {
 	}
 }
 
-// OpenLocked opens a file or directory as os.OpenFile does and waits for its lock as Lock does. What it returns is what
-// has that name, also if the holder before has removed or replaced it. Closing it gives the lock back.
+// OpenLocked opens a file or directory like os.OpenFile and waits for its lock like Lock. The returned file has
+// the name path even if the previous holder removed or replaced it. Closing it releases the lock.
 func OpenLocked(ctx context.Context, path string, flag int, perm fs.FileMode, mode LockMode) (*os.File, error) {
 	return openLocked(path, flag, perm, func(f *os.File) error { return Lock(ctx, f, mode) })
 }
 
-// TryOpenLocked is OpenLocked without waiting: ErrLocked if the lock is not to be had.
+// TryOpenLocked is OpenLocked without waiting: it returns ErrLocked if the lock is not available.
 func TryOpenLocked(path string, flag int, perm fs.FileMode, mode LockMode) (*os.File, error) {
 	return openLocked(path, flag, perm, func(f *os.File) error { return TryLock(f, mode) })
 }

@@ -7,10 +7,10 @@ import (
 	"os"
 )
 
-// ErrShared says that others than its owner may read a file.
+// ErrShared means that users other than its owner may read a file.
 var ErrShared = errors.New("others may read it")
 
-// ReadPrivate reads a file that only its owner may read, and of it no more than limit bytes.
+// ReadPrivate reads a file that only its owner may read, at most limit bytes of it.
 func ReadPrivate(path string, limit int64) ([]byte, error) {
 	f, err := os.Open(path)
 	if err != nil {

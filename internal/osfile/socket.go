@@ -12,7 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// ListenUnix binds a Unix socket that only its owner may use, in the place of what is at path.
+// ListenUnix binds a Unix socket that only its owner may use. It replaces any file at path.
 func ListenUnix(path string) (net.Listener, error) {
 	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
 		return nil, err
@@ -20,10 +20,10 @@ func ListenUnix(path string) (net.Listener, error) {
 	return ListenUnixNew(context.Background(), path)
 }
 
-// ListenUnixNew is ListenUnix, but fails with fs.ErrExist if there is something at path.
+// ListenUnixNew is ListenUnix, but fails with fs.ErrExist if something exists at path.
 func ListenUnixNew(ctx context.Context, path string) (net.Listener, error) {
-	// A socket's file has its mode (net/unix/af_unix.c, unix_bind_bsd), so there is no moment at which others may use
-	// it, and the umask is that of the whole process.
+	// The file gets the socket's mode (net/unix/af_unix.c, unix_bind_bsd), so there is no moment at which other
+	// users may use it. A umask would not do: it is that of the whole process.
 	private := func(_, _ string, c syscall.RawConn) error {
 		var changed error
 		err := c.Control(func(fd uintptr) { changed = unix.Fchmod(int(fd), 0o600) })
@@ -36,7 +36,7 @@ func ListenUnixNew(ctx context.Context, path string) (net.Listener, error) {
 	return l, err
 }
 
-// PeerUser is the user of the process that has connected (SO_PEERCRED, unix(7)).
+// PeerUser returns the user of the process that has connected (SO_PEERCRED, unix(7)).
 func PeerUser(c *net.UnixConn) (uint32, error) {
 	raw, err := c.SyscallConn()
 	if err != nil {

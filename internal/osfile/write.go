@@ -8,14 +8,14 @@ import (
 	"path/filepath"
 )
 
-// TempPrefix begins the name of a file that has not got its own yet. After a crash it is garbage.
+// TempPrefix begins the name of a file without its final name. After a crash such a file is garbage.
 const TempPrefix = ".tmp-"
 
 // SyncDir makes the entries of a directory durable.
 func SyncDir(dir string) error { return OS.SyncDir(dir) }
 
-// WriteFile writes a file, or replaces it, durably: after a crash at any instant it is whole, the old or the new one,
-// and when WriteFile has returned nil, the new one.
+// WriteFile writes a file, or replaces it, durably: after a crash at any instant the file is complete, the old or
+// the new one. When WriteFile has returned nil, it is the new one.
 func WriteFile(path string, data []byte, perm fs.FileMode) error {
 	return WriteFileIn(OS, path, data, perm)
 }
@@ -29,7 +29,7 @@ func WriteFileIn(fsys FS, path string, data []byte, perm fs.FileMode) error {
 	return Put(fsys, temp, path)
 }
 
-// Replace is WriteFile with what write writes.
+// Replace is WriteFile with the content that write writes.
 func Replace(path string, perm fs.FileMode, write func(f *os.File) error) error {
 	temp, err := writeTemp(OS, path, perm, func(f File) error { return write(f.OS()) })
 	if err != nil {
@@ -38,7 +38,7 @@ func Replace(path string, perm fs.FileMode, write func(f *os.File) error) error 
 	return Put(OS, temp, path)
 }
 
-// WriteNew is WriteFile, but fails with fs.ErrExist, and changes nothing, if there is a file.
+// WriteNew is WriteFile, but if the file exists it fails with fs.ErrExist and changes nothing.
 func WriteNew(path string, data []byte, perm fs.FileMode) error {
 	temp, err := WriteTemp(OS, path, data, perm)
 	if err != nil {
@@ -46,12 +46,12 @@ func WriteNew(path string, data []byte, perm fs.FileMode) error {
 	}
 	lerr := os.Link(temp, path)
 	if err := errors.Join(os.Remove(temp), SyncDir(filepath.Dir(path))); err != nil {
-		return err // no caller passes it over, as it may fs.ErrExist
+		return err // more important than lerr, which may be fs.ErrExist
 	}
 	return lerr
 }
 
-// WriteTemp writes, durably, a file that is to get the name path by a rename, beside it and under another name.
+// WriteTemp durably writes a file under a temporary name beside path. A rename must then give it the name path.
 func WriteTemp(fsys FS, path string, data []byte, perm fs.FileMode) (temp string, err error) {
 	return writeTemp(fsys, path, perm, func(f File) error {
 		_, err := f.WriteAt(data, 0)
@@ -67,7 +67,7 @@ func writeTemp(fsys FS, path string, perm fs.FileMode, write func(File) error) (
 		return "", err
 	}
 	if err = write(f); err == nil && perm != private {
-		err = f.OS().Chmod(perm) // whatever the umask is
+		err = f.OS().Chmod(perm) // regardless of the umask
 	}
 	if err == nil {
 		err = f.Sync()
@@ -78,7 +78,7 @@ func writeTemp(fsys FS, path string, perm fs.FileMode, write func(File) error) (
 	return temp, nil
 }
 
-// Put gives what WriteTemp has written its name, durably.
+// Put durably gives the file of WriteTemp its final name.
 func Put(fsys FS, temp, path string) error {
 	if err := fsys.Rename(temp, path); err != nil {
 		return errors.Join(err, fsys.Remove(temp))

@@ -17,19 +17,19 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
 )
 
-// peerKey is for the peer of a Unix socket in the context of a connection.
+// peerKey is the context key for the peer of a Unix socket.
 type peerKey struct{}
 
-// peer is who is at the other end of a Unix socket.
+// peer is the process at the other end of a Unix socket.
 type peer struct {
 	uid uint32
 	err error
 }
 
-// connKey is for a connection whose listener is bounded.
+// connKey is the context key for a connection of a bounded listener.
 type connKey struct{}
 
-// connContext notes who has connected: http.Server.ConnContext.
+// connContext notes the peer of a connection: http.Server.ConnContext.
 func connContext(ctx context.Context, c net.Conn) context.Context {
 	if t, ok := c.(*tls.Conn); ok {
 		c = t.NetConn()
@@ -46,7 +46,7 @@ func connContext(ctx context.Context, c net.Conn) context.Context {
 	return context.WithValue(ctx, peerKey{}, peer{uid, err})
 }
 
-// caller is who sends a request. An error says why nobody is known.
+// caller returns the sender of a request. An error says why the sender is not known.
 func (s *Server) caller(r *http.Request) (Caller, error) {
 	if p, ok := r.Context().Value(peerKey{}).(peer); ok {
 		switch {
@@ -74,14 +74,14 @@ func (s *Server) caller(r *http.Request) (Caller, error) {
 
 var errOrigin = errors.New("the request comes from a page of another origin")
 
-// checkOrigin refuses what a page of somebody else's has a browser send: by an Origin or Sec-Fetch-Site that is not
-// this server's, and by a Host that is a name which was made to lead here (DNS rebinding). A browser reaches the Unix
-// socket as well, through a port that ssh forwards to it; and what a rebound page only reads has neither an Origin nor,
-// over plain HTTP, a Sec-Fetch header (https://www.w3.org/TR/fetch-metadata/, section 2).
+// checkOrigin refuses requests that a foreign page makes a browser send. It checks Origin and Sec-Fetch-Site, and
+// refuses a Host that is a foreign name pointed at this server (DNS rebinding). A browser also reaches the Unix
+// socket, through a port that ssh forwards to it. And a read of a rebound page has no Origin and, over plain HTTP,
+// no Sec-Fetch header (https://www.w3.org/TR/fetch-metadata/, section 2).
 func (s *Server) checkOrigin(r *http.Request) error {
 	_, local := r.Context().Value(peerKey{}).(peer)
-	// Programs ask the Unix socket by any word, as http://drowse: one without a dot is no name that somebody could make
-	// to lead here.
+	// Programs name the Unix socket by any word, such as http://drowse. A word without a dot cannot be a foreign
+	// name that was pointed here.
 	word := local && !fromBrowser(r) && !strings.Contains(r.Host, ".")
 	if !word && !s.ourHost(r.Host) {
 		return own(wire.CodeForbidden, "use an address or localhost, or name it with `drowse serve --host`", "%.200q is no name of this server", r.Host)
@@ -95,7 +95,7 @@ func (s *Server) checkOrigin(r *http.Request) error {
 		if r.TLS != nil {
 			scheme = "https"
 		}
-		// Behind a socket of another program TLS may have ended before.
+		// If another program forwards to the socket, TLS may have ended there.
 		if err != nil || u.Host == "" || !strings.EqualFold(u.Host, r.Host) || u.Scheme != scheme && !local {
 			return own(wire.CodeForbidden, "", "%w: %.200q", errOrigin, origin)
 		}
@@ -103,7 +103,7 @@ func (s *Server) checkOrigin(r *http.Request) error {
 	return nil
 }
 
-// fromBrowser says whether a request has what only browsers send, which pages cannot leave out.
+// fromBrowser reports whether a request has headers that only browsers send and that pages cannot leave out.
 func fromBrowser(r *http.Request) bool {
 	for name := range r.Header {
 		if name == "Origin" || strings.HasPrefix(name, "Sec-Fetch-") {
@@ -113,8 +113,8 @@ func fromBrowser(r *http.Request) bool {
 	return false
 }
 
-// ourHost says whether a Host is an address, localhost or one of those that were named. Any address will do: a page can
-// have a name lead elsewhere, but what an address leads to is no page's to choose.
+// ourHost reports whether a Host is an address, localhost or one of the configured names. Any address is safe: a
+// page can point a name elsewhere, but it cannot choose where an address leads.
 func (s *Server) ourHost(host string) bool {
 	name := host
 	if h, _, err := net.SplitHostPort(host); err == nil {

@@ -14,14 +14,14 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
 )
 
-// console is the end of what a VM has written to its serial port: at most n bytes.
+// console returns the end of a VM's serial output: at most n bytes.
 func console(h *sandbox.Host, name string, n int64) ([]byte, error) {
 	if _, err := h.Get(name); err != nil {
 		return nil, err
 	}
 	f, err := os.Open(h.State.ConsoleLog(name))
 	if errors.Is(err, os.ErrNotExist) {
-		return nil, nil // it has not begun
+		return nil, nil // the VM has written nothing yet
 	}
 	if err != nil {
 		return nil, fmt.Errorf("reading the console of %s: %w", name, err)
@@ -56,7 +56,7 @@ func (l *limited) Write(p []byte) (int, error) {
 	return l.Buffer.Write(p)
 }
 
-// execute runs a command and keeps what it says.
+// execute runs a command and keeps its output.
 func execute(ctx context.Context, b *sandbox.Sandbox, e *wire.Exec) (wire.Executed, error) {
 	if len(e.Command) == 0 || e.Command[0] == "" {
 		return wire.Executed{}, fmt.Errorf("%w: there is no command", sandbox.ErrSpec)

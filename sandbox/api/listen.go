@@ -29,25 +29,25 @@ const (
 	maxHeader     = 32 << 10
 	headerTime    = 10 * time.Second
 	idleTime      = 2 * time.Minute
-	drainTime     = 10 * time.Second // for requests that are under way when the server is to end
+	drainTime     = 10 * time.Second // for running requests when the server ends
 	maxSocketPath = 107              // bytes (unix(7))
 )
 
-// ErrListen says that the server cannot listen as it is told to.
+// ErrListen means that the server cannot listen as configured.
 var ErrListen = errors.New("the API cannot be served like that")
 
-// TCP says where to listen besides the Unix socket.
+// TCP says where to listen beside the Unix socket.
 type TCP struct {
-	// Address is HOST:PORT. An empty host is refused: all addresses are 0.0.0.0 or [::].
+	// Address is HOST:PORT. An empty host is refused: use 0.0.0.0 or [::] for all addresses.
 	Address string
 	// Cert and Key are PEM files; both or none.
 	Cert, Key string
-	// Plain allows an address that is not of the loopback without TLS, for where something else encrypts.
+	// Plain allows a non-loopback address without TLS, for a server behind something else that encrypts.
 	Plain bool
 }
 
-// Listen listens on TCP, with TLS if there is a certificate. It refuses to do so without any token, and without TLS at
-// an address that others reach.
+// Listen listens on TCP, with TLS if there is a certificate. It refuses to listen if no token exists, and without
+// TLS at an address that other hosts reach.
 func (t TCP) Listen(tokens Tokens) (net.Listener, error) {
 	all, err := tokens.Read()
 	if err != nil {
@@ -78,7 +78,7 @@ func (t TCP) Listen(tokens Tokens) (net.Listener, error) {
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrListen, err)
 	}
-	// What it has become counts, not how it was written: a name may be any address.
+	// The resolved address counts, not the text: a name may stand for any address.
 	at, ok := l.Addr().(*net.TCPAddr)
 	if config == nil && !t.Plain && (!ok || !loopback(at)) {
 		l.Close()
@@ -96,7 +96,7 @@ func loopback(a *net.TCPAddr) bool {
 	return ok && ip.Unmap().IsLoopback()
 }
 
-// unixListener is a listener on a Unix socket with a lock beside it, which says that its server is there.
+// unixListener is a listener on a Unix socket. A lock beside the socket shows that its server runs.
 type unixListener struct {
 	*net.UnixListener
 	path string
@@ -105,7 +105,7 @@ type unixListener struct {
 	err  error
 }
 
-// Addr is where the socket is now: it was made under another name.
+// Addr returns the socket's current name: it was made under another one.
 func (l *unixListener) Addr() net.Addr { return &net.UnixAddr{Name: l.path, Net: "unix"} }
 
 // Close stops listening and removes the socket.
@@ -116,8 +116,8 @@ func (l *unixListener) Close() error {
 	return l.err
 }
 
-// ListenUnix listens on a Unix socket that only its owner may use, from its first moment on. What a server that was
-// killed has left is replaced; one that is there is ErrListen.
+// ListenUnix listens on a Unix socket that only its owner may use, from the first moment. It replaces the socket
+// of a server that was killed. If a server runs, it returns ErrListen.
 func ListenUnix(path string) (net.Listener, error) {
 	if len(path)+len(".new") > maxSocketPath {
 		return nil, fmt.Errorf("%w: the path of the socket has %d bytes, and %d are possible: use a shorter state directory", ErrListen, len(path), maxSocketPath-len(".new"))
@@ -137,7 +137,7 @@ func ListenUnix(path string) (net.Listener, error) {
 	return &unixListener{UnixListener: l, path: path, lock: lock}, nil
 }
 
-// listenPrivately gives the socket its name when it has its mode.
+// listenPrivately gives the socket its name only after it has its mode.
 func listenPrivately(path string) (*net.UnixListener, error) {
 	tmp := path + ".new"
 	if err := os.Remove(tmp); err != nil && !errors.Is(err, os.ErrNotExist) {
@@ -157,15 +157,15 @@ func listenPrivately(path string) (*net.UnixListener, error) {
 	return l, nil
 }
 
-// Serve answers at listeners until ctx ends, which it closes then. Requests that are under way then have 10 s to end by
-// themselves. It is called once.
+// Serve serves the listeners until ctx ends, and then closes them. Requests that still run have 10 s to finish.
+// Serve may be called once.
 func (s *Server) Serve(ctx context.Context, listeners ...net.Listener) error {
 	base, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	defer cancel()
 	h := &http.Server{
 		Handler: s, ReadHeaderTimeout: headerTime, IdleTimeout: idleTime, MaxHeaderBytes: maxHeader, ConnContext: connContext,
 		BaseContext: func(net.Listener) context.Context { return base },
-		ErrorLog:    slog.NewLogLogger(s.log.Handler(), slog.LevelDebug), // what clients do wrong does not fill the log
+		ErrorLog:    slog.NewLogLogger(s.log.Handler(), slog.LevelDebug), // errors of clients do not fill the log
 	}
 	ended := make(chan error, len(listeners))
 	for _, l := range listeners {
@@ -191,7 +191,7 @@ func (s *Server) Serve(ctx context.Context, listeners ...net.Listener) error {
 	end, stop := context.WithTimeout(context.WithoutCancel(ctx), drainTime)
 	defer stop()
 	if serr := h.Shutdown(end); serr != nil {
-		// They are called off, and told so by their contexts.
+		// Their contexts end.
 		cancel()
 		err = errors.Join(err, h.Close())
 	}

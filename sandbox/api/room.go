@@ -9,33 +9,33 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
 )
 
-// How many requests of a kind are answered at once; one caller (a token, a user of the Unix socket, or for what asks
-// for no token an address) has half of them at most. Kinds do not share their room: who waits for commands or for slow
-// sleeps keeps nobody from looking, nor from stopping what is slow. /healthz and /readyz are not counted.
+// How many requests of a kind are answered at once; one caller has half of them at most. A caller is a token, a
+// user of the Unix socket, or an address if the path needs no token. Kinds do not share their room: waiting
+// commands or slow sleeps block neither reads nor the stop of what is slow. /healthz and /readyz do not count.
 const (
-	MaxReads   = 128 // what only reads
-	MaxChanges = 128 // what changes something
+	MaxReads   = 128 // reads
+	MaxChanges = 128 // changes
 	MaxExecs   = 256 // commands in sandboxes, which may take an hour
-	MaxStreams = 64  // mounted handlers that go on for long
-	MaxOpen    = 64  // what asks for no token
+	MaxStreams = 64  // mounted handlers that run long
+	MaxOpen    = 64  // requests without a token
 )
 
-// room bounds requests of a kind.
+// room bounds the requests of one kind.
 type room struct {
 	kind string
 	most int
 
 	mu sync.Mutex // guards what follows
 	n  int
-	of map[string]int // callers with requests under way
+	of map[string]int // running requests by caller
 }
 
 func newRoom(kind string, most int) *room {
 	return &room{kind: kind, most: most, of: map[string]int{}}
 }
 
-// enter lets a request of a caller in; leave ends it. The error is CodeTooMany where the caller has too many already,
-// and CodeBusy where all have.
+// enter lets a request of a caller in; leave ends it. It returns CodeTooMany if the caller has too many requests
+// already, and CodeBusy if all callers together have.
 func (r *room) enter(who string) (leave func(), err error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -57,8 +57,8 @@ func (r *room) enter(who string) (leave func(), err error) {
 	}, nil
 }
 
-// sourceOf is where a request comes from: an address of IPv4, or a network of IPv6 of the size that one host is given;
-// else the address as it is.
+// sourceOf returns the source of a request: an IPv4 address, or the /64 network of an IPv6 address, since one host
+// has a whole network; else the address unchanged.
 func sourceOf(address string) string {
 	at, err := netip.ParseAddrPort(address)
 	if err != nil {
@@ -73,23 +73,22 @@ func sourceOf(address string) string {
 	return ip.String()
 }
 
-// unread says that nobody reads the body of a request: its connection ends with the answer, which otherwise would wait
-// for a body that may never come.
+// unread tells the client that the server will not read the body: the connection ends with the answer. Otherwise
+// the answer would wait for a body that may never come.
 func unread(w http.ResponseWriter, r *http.Request) {
 	if r.ContentLength != 0 {
 		w.Header().Set("Connection", "close")
 	}
 }
 
-// limitedListener bounds the connections of a listener: all of them, and those of one address. Where there are too
-// many, the one that has been without a request for longest ends, so that those who hold connections and ask nothing
-// keep nobody out.
+// limitedListener bounds the connections of a listener: all of them, and those of one address. At the bound it
+// closes the connection that has been idle longest. So clients that hold idle connections cannot keep others out.
 type limitedListener struct {
 	net.Listener
 
 	mu    sync.Mutex // guards what follows, and the requests and turn of its connections
 	conns map[*limitedConn]struct{}
-	turn  uint64 // counts what happens
+	turn  uint64 // counts events
 }
 
 // limitedConn is a connection of a limitedListener.
@@ -97,7 +96,7 @@ type limitedConn struct {
 	net.Conn
 	of       *limitedListener
 	from     string
-	requests int    // that are being answered
+	requests int    // requests that are being answered
 	turn     uint64 // when the last of them ended, or when it was accepted
 }
 
@@ -115,16 +114,16 @@ func (l *limitedListener) Accept() (net.Conn, error) {
 		lc := &limitedConn{Conn: c, of: l, from: sourceOf(c.RemoteAddr().String())}
 		out, ok := l.add(lc)
 		if out != nil {
-			_ = out.Conn.Close() // its server sees that it has ended
+			_ = out.Conn.Close() // its server notices that it has ended
 		}
 		if ok {
 			return lc, nil
 		}
-		_ = c.Close() // nobody has asked for anything
+		_ = c.Close() // it carries no request yet
 	}
 }
 
-// add takes a connection up, or says that there is no room for it. out, if not nil, is to end for it.
+// add takes a connection, or returns false if there is no room. The caller must close out if it is not nil.
 func (l *limitedListener) add(c *limitedConn) (out *limitedConn, ok bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -134,7 +133,7 @@ func (l *limitedListener) add(c *limitedConn) (out *limitedConn, ok bool) {
 			same++
 		}
 	}
-	_, unix := c.Conn.(*net.UnixConn) // whose peers all have the same rights, and no address
+	_, unix := c.Conn.(*net.UnixConn) // its peers all have the same rights, and no address
 	alone := same >= maxConnsOfOne && !unix
 	if alone || len(l.conns) >= maxConns {
 		for have := range l.conns {

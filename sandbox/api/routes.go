@@ -23,51 +23,51 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// openAPI is the description of the API. A test makes it from the routes and the types of their bodies: `go test
-// ./sandbox/api -update`.
+// openAPI is the description of the API. A test generates it from the routes and the types of their bodies: `go
+// test ./sandbox/api -update`.
 //
 //go:embed openapi.json
 var openAPI []byte
 
-// OpenAPI is the description of the API, version 3.1 of the OpenAPI specification.
+// OpenAPI returns the description of the API, version 3.1 of the OpenAPI specification.
 func OpenAPI() []byte { return slices.Clone(openAPI) }
 
-// route is one of the paths with a method.
+// route is a path with a method.
 type route struct {
 	method, path string
 	scope        Scope
-	// op is what errors and the log call it, and says a line about it in the description.
+	// op names the operation in errors and the log; says is its line in the description.
 	op, says string
 	query    []param
-	// takes and gives are the types of the bodies of request and answer, for description and reading; nil is none. kind
-	// is the answer's media type if that is not JSON.
+	// takes and gives are the types of the bodies of request and answer, for the description and for reading; nil
+	// means no body. kind is the answer's media type if it is not JSON.
 	takes, gives       any
 	kind               string
 	needsBody, rawBody bool
-	// created says that 201 is a status of success as well, and unready that 503 has the same answer.
+	// created adds 201 as a status of success, and unready adds 503 with the same answer.
 	created, unready bool
-	limit            time.Duration // of a request, if not that of its scope
-	room             roomKind      // if not that of its scope
+	limit            time.Duration // of a request, if it differs from its scope's
+	room             roomKind      // if it differs from its scope's
 	serve            func(*Server, *request) (status int, answer any, err error)
 }
 
-// roomKind says with what a route shares the bound of requests that are answered at once.
+// roomKind says with which other routes a route shares its bound of simultaneous requests.
 type roomKind int
 
 const (
 	roomOfScope roomKind = iota
 	roomExecs            // with other commands
-	roomNone             // it has none
+	roomNone             // no bound
 )
 
-// param is one of a query.
+// param is a parameter of a query.
 type param struct {
 	name, says string
 	integer    bool
 	many       bool
 }
 
-// body is a new value to read the body into.
+// body returns a new value for the body, or nil.
 func (rt route) body() any {
 	if rt.takes == nil {
 		return &wire.Empty{}
@@ -75,7 +75,7 @@ func (rt route) body() any {
 	return reflect.New(reflect.TypeOf(rt.takes)).Interface()
 }
 
-// request is one that a route answers.
+// request is a request to a route.
 type request struct {
 	*http.Request
 	body any
@@ -85,10 +85,10 @@ type request struct {
 
 func (r *request) name() string { return r.PathValue("name") }
 
-// ok is how most end.
+// ok returns the answer of most routes.
 func ok[T any](v T, err error) (int, any, error) { return http.StatusOK, v, err }
 
-// onFleet serves what a Fleet does, and onSandbox what is done with one sandbox of the host.
+// onFleet serves an operation of a Fleet, and onSandbox one of a single sandbox of the host.
 func onFleet[T any](do func(ctx context.Context, f *fleet.Fleet, r *request) (T, error)) func(*Server, *request) (int, any, error) {
 	return func(s *Server, r *request) (int, any, error) {
 		return ok(do(r.Context(), s.fleet, r))
@@ -103,7 +103,7 @@ func onSandbox[T any](do func(ctx context.Context, b *sandbox.Sandbox, r *reques
 
 const onOne = "/v1/sandboxes/{name}"
 
-// routes are all of this package.
+// routes returns all routes of this package.
 func routes() []route {
 	get, post := http.MethodGet, http.MethodPost
 	return slices.Concat([]route{
@@ -165,9 +165,9 @@ func routes() []route {
 	})
 }
 
-// lifecycle are what brings a sandbox from one state into another.
+// lifecycle returns the routes that change the state of a sandbox.
 func lifecycle() []route {
-	// act is a route that does something with a sandbox, and answers with what that is then.
+	// act returns a route that does something with a sandbox and answers with its new record.
 	act := func(verb, says string, takes any, do func(ctx context.Context, b *sandbox.Sandbox, r *request) error) route {
 		return route{
 			method: http.MethodPost, path: onOne + "/" + verb, scope: ScopeWrite, op: verb, says: says, takes: takes, gives: records.Sandbox{}, needsBody: takes != any(wire.Empty{}),
@@ -260,7 +260,7 @@ func lifecycle() []route {
 	}
 }
 
-// reading are what says more of a sandbox. None of them wakes it.
+// reading returns the routes that report more of a sandbox. None of them wakes it.
 func reading() []route {
 	get := http.MethodGet
 	return []route{
@@ -319,14 +319,14 @@ func reading() []route {
 					return 0, nil, err
 				}
 				text, err := console(s.o.Host, r.name(), n)
-				// The guest has written it: no browser is to make anything of it.
+				// The guest has written it: browsers must not interpret it.
 				return http.StatusOK, rawText{"application/octet-stream", text}, err
 			},
 		},
 	}
 }
 
-// number is a parameter of the query.
+// number returns an integer parameter of the query.
 func (r *request) number(name string, without, least, most int64) (int64, error) {
 	text := r.URL.Query().Get(name)
 	if text == "" {
@@ -339,7 +339,7 @@ func (r *request) number(name string, without, least, most int64) (int64, error)
 	return n, nil
 }
 
-// filterOf reads the filter of a list from a query.
+// filterOf reads a list's filter from a query.
 func filterOf(r *request) (f records.Filter, err error) {
 	q := r.URL.Query()
 	for key := range q {
@@ -370,11 +370,11 @@ func list(ctx context.Context, f *fleet.Fleet, r *request) (wire.List, error) {
 func create(s *Server, r *request) (int, any, error) {
 	b := r.body.(*wire.Create)
 	if strings.Contains(b.Spec.Kernel, "/") && !CallerOf(r.Context()).Local {
-		// It would be a file of the host's, of which a token is no right to read.
+		// The path would be a file of the host, which a token gives no right to read.
 		return 0, nil, fmt.Errorf("%w: a kernel by its path: name one of the cache, or ask by the Unix socket", sandbox.ErrSpec)
 	}
 	if len(b.Spec.Shares) > 0 && !CallerOf(r.Context()).Local {
-		// So would be what is in a directory, to read and to write.
+		// The same holds for the files of a directory, to read and to write.
 		return 0, nil, fmt.Errorf("%w: shared directories of the host: ask by the Unix socket", sandbox.ErrSpec)
 	}
 	if err := mayPromote(r, &b.Metadata.Persist); err != nil {
@@ -401,7 +401,7 @@ func create(s *Server, r *request) (int, any, error) {
 	return http.StatusCreated, row, err
 }
 
-// mayPromote refuses directories of the host to those who have no right to its files.
+// mayPromote refuses directories of the host to callers without a right to its files.
 func mayPromote(r *request, p *lifetime.Persist) error {
 	if p == nil || len(p.Promote) == 0 || CallerOf(r.Context()).Local {
 		return nil
@@ -441,7 +441,7 @@ func (s *Server) snapshots(want func(spec.SnapshotInfo) bool) (wire.Snapshots, e
 	return out, err
 }
 
-// imageList is wire.Images with all that the records of images have.
+// imageList is wire.Images with the complete records of images.
 type imageList struct {
 	Version  int            `json:"version"`
 	Images   []*image.Image `json:"images"`
@@ -479,10 +479,10 @@ func flows(ctx context.Context, b *sandbox.Sandbox, _ *request) (wire.Flows, err
 	return out, err
 }
 
-// checkTime bounds one check, and how long somebody waits for all of them.
+// checkTime bounds one check, and how long a caller waits for all of them.
 const checkTime = 10 * time.Second
 
-// health says what checks say. Those who ask at once share one run of them: it costs the same however many ask.
+// health runs the checks. Simultaneous callers share one run, so many callers cost no more than one.
 func (s *Server) health(r *request, checks []Check) (int, any, error) {
 	run := s.checking.DoChan(r.URL.Path, func() (any, error) {
 		out := wire.Health{OK: true, Checks: []wire.Check{}}
@@ -510,7 +510,7 @@ func (s *Server) health(r *request, checks []Check) (int, any, error) {
 		return 0, nil, r.Context().Err()
 	}
 	if !CallerOf(r.Context()).Scope.allows(ScopeRead) {
-		out.Checks = slices.Clone(out.Checks) // others have them too
+		out.Checks = slices.Clone(out.Checks) // other callers share them
 		for i := range out.Checks {
 			out.Checks[i].Problem = ""
 		}

@@ -23,49 +23,49 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// Times that a request may take.
+// Time limits of a request.
 const (
-	readTime  = time.Minute      // what only reads
-	writeTime = 10 * time.Minute // what starts, saves or removes sandboxes: a boot with much memory takes minutes on a soft KVM
-	bodyTime  = 30 * time.Second // until the body of a request is there
-	sendTime  = 2 * time.Minute  // until an answer is taken
+	readTime  = time.Minute      // reads
+	writeTime = 10 * time.Minute // starts, saves and removals: a boot with much memory takes minutes on a soft KVM
+	bodyTime  = 30 * time.Second // until the body of a request has arrived
+	sendTime  = 2 * time.Minute  // until the client has taken an answer
 )
 
-// Options of New.
+// Options configure New.
 type Options struct {
-	// Host is what requests work on, with what its VMs are started by and who observes that.
+	// Host is what requests work on. It has the Launcher of its VMs and their Observer.
 	Host *sandbox.Host
 	// Version is the program's.
 	Version string
-	// Tokens are those of callers that do not come by the Unix socket.
+	// Tokens are those of callers that do not use the Unix socket.
 	Tokens Tokens
-	// Hosts are names by which callers may ask for this server, besides addresses and localhost: what else their Host
-	// says is refused.
+	// Hosts are the server's names that callers may use, beside addresses and localhost. The server refuses any
+	// other Host.
 	Hosts []string
 	// Live and Ready are the checks of /healthz and /readyz.
 	Live, Ready []Check
-	// Mounts are further handlers.
+	// Mounts are additional handlers.
 	Mounts []Mount
-	// Context, if not nil, makes the context of a request whose caller may make it, by its header.
+	// Context, if not nil, makes the context of an accepted request from its header.
 	Context func(ctx context.Context, h http.Header) context.Context
-	// Log gets what is changed and what goes wrong in the server; nil discards it.
+	// Log gets changes and errors of the server; nil discards them.
 	Log *slog.Logger
 }
 
-// Check is one of what /healthz or /readyz looks at. Do may be called from several goroutines; it has 10 s.
+// Check is one check of /healthz or /readyz. Do may be called from several goroutines; it has 10 s.
 type Check struct {
 	Name string
 	Do   func(ctx context.Context) error
 }
 
-// Mount is a handler besides those of this package. What is in the way of a request (tokens, Host, Origin) is looked at
-// before it, and it has no bounds of body and time but its own. It ends what goes on for long when Draining says so.
+// Mount is a handler in addition to those of this package. The server checks a request (tokens, Host, Origin)
+// first. The handler sets its own bounds of body and time. It must end long requests when Draining is closed.
 type Mount struct {
-	// Pattern is that of http.ServeMux.
+	// Pattern is a pattern of http.ServeMux.
 	Pattern string
 	Scope   Scope
 	Handler http.Handler
-	// Long says that it goes on until its client has enough: MaxStreams of them do at once.
+	// Long means that it runs until its client ends it. MaxStreams of such requests run at once.
 	Long bool
 }
 
@@ -76,10 +76,10 @@ type Server struct {
 	log      *slog.Logger
 	mux      *http.ServeMux
 	checking singleflight.Group // of checks of health, by path
-	draining chan struct{}      // closed when the server is to end
+	draining chan struct{}      // closed when the server must end
 }
 
-// New makes a Server.
+// New returns a Server.
 func New(o Options) *Server {
 	s := &Server{o: o, fleet: fleet.New(o.Host, fleet.Options{}), log: o.Log, mux: http.NewServeMux(), draining: make(chan struct{})}
 	if s.log == nil {
@@ -117,22 +117,22 @@ const (
 	keyDraining
 )
 
-// Draining is closed when the server of a request is to end: what goes on until its client has enough ends then.
+// Draining returns a channel that is closed when the server must end. Long requests must end then.
 func Draining(ctx context.Context) <-chan struct{} {
 	c, _ := ctx.Value(keyDraining).(chan struct{})
 	return c
 }
 
-// Caller is who asks.
+// Caller is the sender of a request.
 type Caller struct {
-	// Name is that of the token, or "uid N" of a peer of the Unix socket; empty for nobody who is known.
+	// Name is that of the token, or "uid N" of a peer of the Unix socket; empty for an unknown caller.
 	Name  string
 	Scope Scope
-	// Local says that it is a peer of the Unix socket.
+	// Local reports whether the caller is a peer of the Unix socket.
 	Local bool
 }
 
-// CallerOf is who asks in a request that a Mount gets.
+// CallerOf returns the caller of a request that a Mount gets.
 func CallerOf(ctx context.Context) Caller {
 	c, _ := ctx.Value(keyCaller).(Caller)
 	return c
@@ -151,7 +151,7 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	if _, pattern := s.mux.Handler(r); pattern != "" {
-		// The mux again, which sets the request's path values.
+		// Through the mux again: it sets the request's path values.
 		s.mux.ServeHTTP(w, r)
 		return
 	}
@@ -163,7 +163,7 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	s.refuse(w, r, own(wire.CodeNoRoute, "see /v1/openapi.json for what there is", "there is no %s", r.URL.Path))
 }
 
-// methodsOf are those that a path has.
+// methodsOf returns the methods of a path.
 func (s *Server) methodsOf(r *http.Request) (out []string) {
 	for _, m := range []string{http.MethodGet, http.MethodPost, http.MethodPut, http.MethodPatch, http.MethodDelete} {
 		other := *r
@@ -175,7 +175,7 @@ func (s *Server) methodsOf(r *http.Request) (out []string) {
 	return out
 }
 
-// bounded lets a request through that may do what the route does, if there is room; nil has no bound.
+// bounded passes on a request whose caller has the scope want, if in has room; a nil room has no bound.
 func (s *Server) bounded(want Scope, in *room, next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		c, err := s.caller(r)
@@ -203,7 +203,7 @@ func (s *Server) bounded(want Scope, in *room, next http.Handler) http.Handler {
 			defer leave()
 		}
 		if want == ScopeNone {
-			// Nobody who is not known keeps a place by reading slowly.
+			// An unknown caller must not keep its place by reading slowly.
 			_ = http.NewResponseController(w).SetWriteDeadline(time.Now().Add(sendTime))
 		}
 		ctx := context.WithValue(r.Context(), keyCaller, c)
@@ -223,7 +223,7 @@ func refused(c Caller, want Scope) error {
 	return own(wire.CodeForbidden, "use a token of scope "+string(want), "%s may only %s", c.Name, c.Scope)
 }
 
-// answer is the handler of a route of this package.
+// answer returns the handler of a route of this package.
 func (s *Server) answer(rt route) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		limit := readTime
@@ -234,11 +234,11 @@ func (s *Server) answer(rt route) http.Handler {
 			limit = rt.limit
 		}
 		out := http.NewResponseController(w)
-		// Not every writer of a test has deadlines.
+		// Test writers may lack deadlines.
 		_ = out.SetReadDeadline(time.Now().Add(bodyTime))
 		r.Body = http.MaxBytesReader(w, r.Body, wire.MaxBody)
 		if rt.scope == ScopeNone {
-			// Nor by a body that does not come.
+			// Nor by a body that never arrives.
 			unread(w, r)
 			r.Body = http.NoBody
 		}
@@ -247,7 +247,7 @@ func (s *Server) answer(rt route) http.Handler {
 			s.fail(w, r, fleet.Fail(rt.op, r.PathValue("name"), err))
 			return
 		}
-		// What goes on for long is called off when the client goes, not by this deadline.
+		// A long operation ends when its client goes, not by this deadline.
 		_ = out.SetReadDeadline(time.Time{})
 		ctx, cancel := context.WithTimeout(r.Context(), limit)
 		defer cancel()
@@ -265,20 +265,20 @@ func (s *Server) answer(rt route) http.Handler {
 		if text, ok := doc.(rawText); ok {
 			w.Header().Set("Content-Type", text.kind)
 			w.WriteHeader(status)
-			_, _ = w.Write(text.bytes) // the client has gone
+			_, _ = w.Write(text.bytes) // an error means that the client has gone
 			return
 		}
 		s.write(w, r, status, doc)
 	})
 }
 
-// rawText is an answer that is no JSON document of a Go value.
+// rawText is an answer that is not the JSON of a Go value.
 type rawText struct {
 	kind  string
 	bytes []byte
 }
 
-// readBody reads the body of a request into a value of the type that the route takes; nil for one that takes none.
+// readBody reads the body of a request into a value of the route's type; nil if the route takes no body.
 func readBody(r *http.Request, rt route) (any, error) {
 	data, err := io.ReadAll(r.Body)
 	var large *http.MaxBytesError
@@ -294,7 +294,7 @@ func readBody(r *http.Request, rt route) (any, error) {
 		}
 		data = []byte("{}")
 	} else if kind, _, err := mime.ParseMediaType(r.Header.Get("Content-Type")); err != nil || kind != "application/json" {
-		// A page of somebody else's cannot have a browser send this type unasked.
+		// A foreign page cannot make a browser send this type without asking first.
 		return nil, own(wire.CodeMediaType, "send application/json", "the body is %q", r.Header.Get("Content-Type"))
 	}
 	if rt.rawBody {
@@ -320,7 +320,7 @@ func (s *Server) write(w http.ResponseWriter, r *http.Request, status int, doc a
 	}
 	w.Header().Set("Content-Type", "application/json")
 	w.WriteHeader(status)
-	_, _ = w.Write(append(text, '\n')) // the client has gone
+	_, _ = w.Write(append(text, '\n')) // an error means that the client has gone
 }
 
 // fail answers with an error.
@@ -329,26 +329,26 @@ func (s *Server) fail(w http.ResponseWriter, r *http.Request, err error) {
 	s.write(w, r, StatusOf(e.Code), wire.ErrorDoc{Error: e})
 }
 
-// refuse answers with an error before the body of a request was read.
+// refuse answers with an error before the body of a request has been read.
 func (s *Server) refuse(w http.ResponseWriter, r *http.Request, err error) {
 	unread(w, r)
 	s.fail(w, r, err)
 }
 
-// Fail answers with an error as this package does, for mounted handlers.
+// Fail answers with an error in this package's form, for mounted handlers.
 func Fail(w http.ResponseWriter, err error) {
 	e := ErrorOf(err)
 	w.Header().Set("Content-Type", "application/json")
 	w.WriteHeader(StatusOf(e.Code))
-	_ = json.NewEncoder(w).Encode(wire.ErrorDoc{Error: e}) // the client has gone
+	_ = json.NewEncoder(w).Encode(wire.ErrorDoc{Error: e}) // an error means that the client has gone
 }
 
-// own makes an error of the server's.
+// own returns an error of the server itself.
 func own(code records.Code, remedy, format string, args ...any) error {
 	return &records.Error{Op: "request", Code: code, Remedy: remedy, Err: fmt.Errorf(format, args...)}
 }
 
-// statuses are those of HTTP for codes of errors. Those that are not here are the host's, and 500.
+// statuses are the HTTP statuses of error codes. Codes that are missing are the host's fault, and get 500.
 var statuses = byCode(map[int][]records.Code{
 	http.StatusBadRequest: {
 		"invalid", "metadata", "policy", "not-a-kernel", "no-room", "image-ambiguous", "guest-invalid",
@@ -359,7 +359,7 @@ var statuses = byCode(map[int][]records.Code{
 		"not-found", "snapshot-not-found", "volume-not-found", "image-not-found", "kernel-not-found", wire.CodeNoRoute,
 	},
 	http.StatusMethodNotAllowed: {wire.CodeMethod},
-	// What state something is in.
+	// The state does not allow it.
 	http.StatusConflict: {
 		"exists", "running", "not-running", "expired", "crashed", "ended", "stopped", "hooks", "host-hooks", "promote", "drop", "persist-limit", "secrets",
 		"snapshot-in-use", "snapshot-foreign", "foreign-snapshot", "foreign", "version", "disk-only", "disk-in-use", "disk-version",
@@ -368,9 +368,9 @@ var statuses = byCode(map[int][]records.Code{
 	http.StatusRequestEntityTooLarge: {wire.CodeTooLarge},
 	http.StatusUnsupportedMediaType:  {wire.CodeMediaType},
 	http.StatusTooManyRequests:       {wire.CodeTooMany},
-	// What the guest does wrong.
+	// Errors of the guest.
 	http.StatusBadGateway: {"guest-lost", "guest-protocol", "guest-limit", "guest-unsafe", "guest-failed"},
-	// What the host, or the guest, has no room or no means for now.
+	// The host or the guest has no room or no means at present.
 	http.StatusServiceUnavailable: {
 		"host-memory", "addresses-full", "address-range", "network-full", "network-nat", "network-pins", "policy-kernel", "no-kvm", "no-permission", "guest-full", "guest-unavailable",
 		records.CodeCanceled, wire.CodeBusy,
@@ -389,7 +389,7 @@ func byCode(byStatus map[int][]records.Code) map[records.Code]int {
 	return out
 }
 
-// StatusOf is the status of HTTP that an error of a code has.
+// StatusOf returns the HTTP status for an error code.
 func StatusOf(code records.Code) int {
 	if s := statuses[code]; s != 0 {
 		return s
@@ -397,7 +397,7 @@ func StatusOf(code records.Code) int {
 	return http.StatusInternalServerError
 }
 
-// ErrorOf describes an error.
+// ErrorOf returns the description of an error.
 func ErrorOf(err error) wire.Error {
 	out := wire.Error{Code: fleet.CodeOf(err), Message: requests.In(err.Error())}
 	var fe *records.Error

@@ -25,14 +25,14 @@ import (
 // Scope is what a caller may do.
 type Scope string
 
-// The scopes. Who may write may read.
+// The scopes. The write scope includes the read scope.
 const (
-	ScopeNone  Scope = "" // of a route: anybody
+	ScopeNone  Scope = "" // of a route: any caller
 	ScopeRead  Scope = "read"
 	ScopeWrite Scope = "write"
 )
 
-// allows says whether who has scope s may do what wants another one.
+// allows reports whether a caller of scope s may do what needs the scope want.
 func (s Scope) allows(want Scope) bool {
 	return want == ScopeNone || s == want || s == ScopeWrite && want == ScopeRead
 }
@@ -44,30 +44,30 @@ const TokensFile = "api.tokens"
 const (
 	MaxTokens    = 1000
 	maxTokenFile = 256 << 10 // bytes
-	maxTokenText = 512       // bytes of a token that is shown
+	maxTokenText = 512       // bytes of a token in a request
 )
 
-// tokenPrefix begins tokens, so that they are known for what they are where they should not be.
+// tokenPrefix begins tokens, so that a leaked token is recognized.
 const tokenPrefix = "drowse_"
 
 var tokenNameRE = regexp.MustCompile(`^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$`)
 
-// ErrTokens says that a file with tokens cannot be used.
+// ErrTokens means that a file with tokens cannot be used.
 var ErrTokens = errors.New("the file with tokens cannot be used")
 
-// Token is a line of the file: its name, the SHA-256 of what its holder shows, and what that holder may do.
+// Token is a line of the file: its name, the SHA-256 of the secret that its holder sends, and the holder's scope.
 type Token struct {
 	Name  string
 	Hash  [sha256.Size]byte
 	Scope Scope
 }
 
-// Tokens are a file of lines "NAME SHA256-HEX SCOPE"; empty ones and those that begin with # count nothing. It belongs
-// to this process's user and is nobody else's to read or write. It is read for each request, so that a token which is
-// taken away is of no use from then on.
+// Tokens is a file of lines "NAME SHA256-HEX SCOPE". Empty lines and lines that begin with # are ignored. It must
+// belong to this process's user or root, and no other user may read or write it. The server reads it for each
+// request, so a removed token fails at once.
 type Tokens struct{ Path string }
 
-// Read reads the file. One that is not there has no tokens.
+// Read reads the file. A missing file has no tokens.
 func (f Tokens) Read() ([]Token, error) {
 	file, err := os.OpenFile(f.Path, os.O_RDONLY|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -107,7 +107,7 @@ func parseTokens(text []byte) (out []Token, err error) {
 		if len(f) == 0 || strings.HasPrefix(f[0], "#") {
 			continue
 		}
-		// The line is not quoted: somebody may have put a token into it.
+		// The line is not quoted: it may contain a token by mistake.
 		bad := func(why string) error { return fmt.Errorf("%w: line %d: %s", ErrTokens, n, why) }
 		if len(f) != 3 {
 			return nil, bad("use NAME SHA256-HEX SCOPE")
@@ -136,8 +136,8 @@ func parseTokens(text []byte) (out []Token, err error) {
 	return out, nil
 }
 
-// Find returns the token that somebody shows. How long it takes does not depend on which one it is, nor on how far it
-// is right.
+// Find returns the token with the secret shown. Its time depends neither on which token it is, nor on how much of
+// the secret is right.
 func (f Tokens) Find(shown string) (t Token, ok bool, err error) {
 	all, err := f.Read()
 	if err != nil || len(shown) > maxTokenText {
@@ -152,7 +152,7 @@ func (f Tokens) Find(shown string) (t Token, ok bool, err error) {
 	return t, ok, nil
 }
 
-// Create makes a token and adds it to the file. What it returns is shown once: the file has only its hash.
+// Create makes a token and adds it to the file. It returns the secret, which the file stores only as a hash.
 func (f Tokens) Create(name string, scope Scope) (token string, err error) {
 	if !tokenNameRE.MatchString(name) {
 		return "", fmt.Errorf("%w: name %q: use letters, digits, dots, underscores and hyphens, 64 at most", ErrTokens, name)
@@ -176,7 +176,7 @@ func (f Tokens) Create(name string, scope Scope) (token string, err error) {
 	})
 }
 
-// Remove takes a token out of the file.
+// Remove removes a token from the file.
 func (f Tokens) Remove(name string) error {
 	return f.change(func(all []Token) ([]Token, error) {
 		for i, t := range all {
@@ -188,7 +188,7 @@ func (f Tokens) Remove(name string) error {
 	})
 }
 
-// change replaces the file, one after another: the lock is that of its directory's lock file.
+// change replaces the file. A lock file beside it orders concurrent changes.
 func (f Tokens) change(do func([]Token) ([]Token, error)) (err error) {
 	const flags = os.O_RDWR | os.O_CREATE | unix.O_NOFOLLOW
 	lock, err := osfile.OpenLocked(context.Background(), f.Path+".lock", flags, 0o600, osfile.Exclusive)

@@ -2,7 +2,7 @@ package api
 
 import "github.com/drowse-vm/drowse/sandbox/records"
 
-// requests are what errors, which speak of Go, are called over HTTP. $1 is a name.
+// requests translate the Go names in error texts into HTTP requests. $1 is a name.
 var requests = records.NewWords([][2]string{
 	{`Sandbox\("([^"]+)"\)\.Start with DiscardMemory`, "`drowse start --discard-memory $1` on the host"},
 	{`Sandbox\("([^"]+)"\)\.Start\b`, "POST /v1/sandboxes/$1/start"},

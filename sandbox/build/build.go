@@ -20,38 +20,37 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// Options say how an image is made of the steps of a build file. File and Tag are needed.
+// Options say how to make an image from the steps of a build file. File and Tag are required.
 type Options struct {
 	// File is the text of the build file: package drowsefile.
 	File string
-	// Context is the directory that COPY and ADD take files from; "" is none.
+	// Context is the directory that COPY and ADD take files from; "" means none.
 	Context string
-	// Tag is the image's, as image.NormalizeTag has it.
+	// Tag is the image's tag, in a form that image.NormalizeTag takes.
 	Tag string
 	// Args are values for ARG instructions.
 	Args map[string]string
-	// NoCache does all steps again, whatever is known of them. Their results are kept.
+	// NoCache runs all steps again, even if their results are known. The new results are kept.
 	NoCache bool
 
-	// From says how a base image is made that is a source and no image of the store:
-	// platform, plain HTTP, limits, log. Its Store, From and Tag are not looked at.
-	// MaxBytes and MaxFiles bound what the steps add as well.
+	// From says how to make a base image that is a source and not an image of the store: platform, plain HTTP,
+	// limits, log. Its Store, From and Tag are ignored. MaxBytes and MaxFiles bound what the steps add as well.
 	From builder.Options
-	// VM is what the commands run in: CPUs, memory, disk, kernel, network and policy. Its
-	// Name, Image and Hostname are not looked at. Without a network there is none.
+	// VM is the VM that commands run in: CPUs, memory, disk, kernel, network and policy. Its Name, Image and
+	// Hostname are ignored. Without a network, commands have none.
 	VM sandbox.Spec
 
-	// Progress is told of stages, as in builder.Options.
+	// Progress is called for stages, as in builder.Options.
 	Progress func(stage string, done, total int64)
-	// Begin is told of each step before it is done; n counts from 1.
+	// Begin is called before each step; n counts from 1.
 	Begin func(n, of int, step drowsefile.Step)
-	// Done is told of each step afterwards.
+	// Done is called after each step.
 	Done func(n int, step Step)
-	// Stdout and Stderr take what commands write. Nil discards.
+	// Stdout and Stderr get the output of commands; nil discards it.
 	Stdout, Stderr io.Writer
 }
 
-// Step says what became of a step.
+// Step is the result of a step.
 type Step struct {
 	Line   int     `json:"line"`
 	Text   string  `json:"text"`
@@ -59,15 +58,15 @@ type Step struct {
 	Ms     float64 `json:"elapsed_ms"`
 }
 
-// Result says what a build has made.
+// Result is the result of a build.
 type Result struct {
 	Image *image.Image
 	Steps []Step
-	// Boots is how many VMs were booted for it.
+	// Boots is how many VMs the build booted.
 	Boots int
 }
 
-// StepError is a command of a build that failed.
+// StepError is the failure of a command in a build.
 type StepError struct {
 	Line   int    // in the build file
 	Text   string // of the instruction
@@ -86,16 +85,16 @@ const (
 	buildMemory  = 512 // MiB
 	maxLayerSays = 4 << 10
 	cleanLimit   = time.Minute
-	// resolvConf is the VM's own, for its network: what a build finds there is not the image's.
+	// resolvConf is the VM's own, for its network. It does not become part of the image.
 	resolvConf = "etc/resolv.conf"
 )
 
-// Image makes an image of the steps of a build file. Commands run in a VM that is made from the image so far;
-// consecutive ones in the same. When it ends, in whatever way, the VM is gone, and so is what is not a whole image; the
-// results of steps are kept in the image store, for builds that begin in the same way.
+// Image makes an image from the steps of a build file. Commands run in a VM that is made from the image so far.
+// Consecutive commands share a VM. When Image returns, the VM and any incomplete image are gone. The image store
+// keeps the results of steps, for builds that begin in the same way.
 //
-// Errors a caller may look for: drowsefile.ErrSyntax, *StepError, spec.ErrInvalid, fs.ErrNotExist for files of the
-// context, those of builder.Build for the base image and of Host.Create for the VM.
+// Errors that a caller may look for: drowsefile.ErrSyntax, *StepError, spec.ErrInvalid, fs.ErrNotExist for files
+// of the context, those of builder.Build for the base image and of Host.Create for the VM.
 func Image(ctx context.Context, s *sandbox.Host, o Options) (_ Result, err error) {
 	tag, err := image.NormalizeTag(o.Tag)
 	if err != nil {
@@ -168,7 +167,7 @@ func Image(ctx context.Context, s *sandbox.Host, o Options) (_ Result, err error
 	return b.result, err
 }
 
-// build is a build under way.
+// build is the state of a build.
 type build struct {
 	s       *sandbox.Host
 	o       Options
@@ -177,14 +176,14 @@ type build struct {
 	ignore  *drowsefile.Ignore
 	result  Result
 
-	// The VM, if there is one.
+	// The VM, if one was booted.
 	vm     string
 	lock   *os.File
 	client *guest.Client
-	below  int // layers that it was booted with
+	below  int // the layers that it was booted with
 }
 
-// vmSpec is the VM of an image.
+// vmSpec returns the spec of a VM for an image.
 func (b *build) vmSpec(name, imageID string) sandbox.Spec {
 	vm := b.o.VM
 	vm.Name, vm.Image, vm.Hostname = name, imageID, buildHost
@@ -194,7 +193,7 @@ func (b *build) vmSpec(name, imageID string) sandbox.Spec {
 	return vm
 }
 
-// checkVM finds what is wrong with the VM before anything is done.
+// checkVM reports errors in the VM before the build begins.
 func (b *build) checkVM() error {
 	if len(b.o.VM.Volumes)+len(b.o.VM.Shares) > 0 {
 		return fmt.Errorf("%w: a build has no volumes and no shares", spec.ErrInvalid)
@@ -203,10 +202,10 @@ func (b *build) checkVM() error {
 	return err
 }
 
-// scratch is what FROM says for an empty root file system.
+// scratch is the name in FROM of an empty root file system.
 const scratch = "scratch"
 
-// from finds or makes the base image; nil is none.
+// from finds or makes the base image; nil means none.
 func (b *build) from(ctx context.Context, images *image.Store, ref string) (*image.Image, error) {
 	if ref == scratch {
 		return nil, nil
@@ -253,7 +252,7 @@ func (b *build) openContext() error {
 	return nil
 }
 
-// step does one step. A VM whose disk is no longer the image so far is ended.
+// step runs one step. It ends a VM whose disk is no longer the image so far.
 func (b *build) step(ctx context.Context, step drowsefile.Step) (cached bool, err error) {
 	switch {
 	case step.Run != nil:
@@ -288,7 +287,7 @@ func (b *build) copy(ctx context.Context, step drowsefile.Step) (cached bool, er
 	return b.asm.Copy(ctx, in, step.Text, b.o.NoCache)
 }
 
-// run runs a command in the VM, which is booted if there is none.
+// run runs a command in the VM, and boots the VM if there is none.
 func (b *build) run(ctx context.Context, step drowsefile.Step) (cached bool, err error) {
 	key, err := b.asm.Key(struct{ Run *drowsefile.Run }{step.Run})
 	if err != nil {
@@ -314,7 +313,7 @@ func (b *build) run(ctx context.Context, step drowsefile.Step) (cached bool, err
 	return false, b.capture(ctx, key, step.Text)
 }
 
-// boot makes the VM, from the image so far.
+// boot makes the VM from the image so far.
 func (b *build) boot(ctx context.Context) error {
 	if b.vm != "" {
 		return nil
@@ -338,13 +337,13 @@ func (b *build) boot(ctx context.Context) error {
 	return err
 }
 
-// StageBoot and StageCapture are stages of a build besides those of package image.
+// StageBoot and StageCapture are stages of a build, in addition to those of package image.
 const (
 	StageBoot    = "boot"    // starting the VM for commands
-	StageCapture = "capture" // taking what a command has written; bytes of content, total unknown (0)
+	StageCapture = "capture" // reading what a command has written; bytes of content, total unknown (0)
 )
 
-// capture takes what the VM has written since its boot.
+// capture makes a layer of what the VM has written since its boot.
 func (b *build) capture(ctx context.Context, key, text string) error {
 	if b.o.Progress != nil {
 		b.o.Progress(StageCapture, 0, 0)
@@ -363,10 +362,10 @@ func (b *build) capture(ctx context.Context, key, text string) error {
 		if errors.As(err, &exit) && said.String() != "" {
 			err = fmt.Errorf("the guest says: %q", said.String())
 		}
-		w.CloseWithError(err) // nil is the end of the stream
+		w.CloseWithError(err) // nil ends the stream
 	}()
 	err := b.asm.Put(ctx, key, text, b.below, r, resolvConf)
-	r.CloseWithError(errCaptured) // whoever still writes learns that nobody reads
+	r.CloseWithError(errCaptured) // a writer that still writes fails
 	cancel()
 	<-done
 	if err != nil {
@@ -389,7 +388,7 @@ func (f *firstBytes) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// endVM removes the VM, also when ctx has ended.
+// endVM removes the VM, even if ctx has ended.
 func (b *build) endVM(ctx context.Context) error {
 	if b.client != nil {
 		b.client.Close()
@@ -405,7 +404,7 @@ func (b *build) endVM(ctx context.Context) error {
 	return end(ctx, b.s, name, lock)
 }
 
-// close removes what is left of a build.
+// close removes the rest of a build.
 func (b *build) close(ctx context.Context) error {
 	err := b.endVM(ctx)
 	if b.context != nil {
@@ -414,7 +413,7 @@ func (b *build) close(ctx context.Context) error {
 	return errors.Join(err, b.asm.Close())
 }
 
-// begin names a VM for a build. The lock says that the build is under way.
+// begin picks a VM name for a build. The lock shows that the build runs.
 func begin(s *sandbox.Host) (name string, lock *os.File, err error) {
 	dir := filepath.Join(s.State.Dir(), buildsDir)
 	if err := os.MkdirAll(dir, 0o700); err != nil {
@@ -424,7 +423,7 @@ func begin(s *sandbox.Host) (name string, lock *os.File, err error) {
 		name = buildPrefix + spec.NewID()[:8]
 		f, err := osfile.TryOpenLocked(filepath.Join(dir, name), os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600, osfile.Exclusive)
 		if errors.Is(err, osfile.ErrLocked) {
-			continue // a sweep has come in between, and takes it away
+			continue // a sweep came in between, and removes it
 		}
 		if err != nil {
 			return "", nil, fmt.Errorf("beginning a build: %w", err)
@@ -446,7 +445,7 @@ func end(ctx context.Context, s *sandbox.Host, name string, lock *os.File) error
 	return nil
 }
 
-// Sweep removes the VMs of builds that have died.
+// Sweep removes the VMs of builds whose process has died.
 func Sweep(ctx context.Context, s *sandbox.Host) error {
 	dir := filepath.Join(s.State.Dir(), buildsDir)
 	entries, err := os.ReadDir(dir)
@@ -467,7 +466,7 @@ func Sweep(ctx context.Context, s *sandbox.Host) error {
 			continue
 		}
 		if osfile.TryLock(f, osfile.Exclusive) != nil || !strings.HasPrefix(e.Name(), buildPrefix) {
-			f.Close() // it is under way
+			f.Close() // the build runs
 			continue
 		}
 		errs = append(errs, end(ctx, s, e.Name(), f))

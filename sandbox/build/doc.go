@@ -1,3 +1,3 @@
-// Package build makes images of the steps of a build file. Its commands run in a VM of package sandbox, and what they
-// write becomes a layer of the image; files of the context become layers without one.
+// Package build makes images from the steps of a build file. Commands run in a VM of package sandbox, and what
+// they write becomes a layer of the image. Files of the context become layers without a VM.
 package build

@@ -17,18 +17,18 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// Orders is where a VM's process takes orders: POST Orders+NAME with JSON. Versions before that have taken them
-// elsewhere, and so refuse these, and these processes refuse theirs.
+// Orders is the path under which a VM's process takes orders: POST Orders+NAME with JSON. Processes of earlier
+// versions take orders at other paths. Old and new processes refuse each other's orders.
 const Orders = "/orders/"
 
 const (
-	// maxAnswer bounds an answer, in bytes.
+	// maxAnswer is the most bytes of an answer.
 	maxAnswer = 16 << 20
-	// MaxEventLine bounds one event as JSON, in bytes.
+	// MaxEventLine is the most bytes of one event as JSON.
 	MaxEventLine = 64 << 10
 )
 
-// Do gives a VM's process an order, with what it needs, and gets its answer unless out is nil.
+// Do gives a VM's process an order with its arguments, and decodes the answer into out unless out is nil.
 func Do(ctx context.Context, s *state.Store, name, order string, in, out any) error {
 	body, err := json.Marshal(in)
 	if err != nil {
@@ -38,12 +38,12 @@ func Do(ctx context.Context, s *state.Store, name, order string, in, out any) er
 	return call(ctx, s, name, http.MethodPost, Orders+order, body, into(out))
 }
 
-// Get asks a VM's process for something.
+// Get asks a VM's process for what is at path, and decodes the answer into out.
 func Get(ctx context.Context, s *state.Store, name, path string, out any) error {
 	return Read(ctx, s, name, path, into(out))
 }
 
-// Read is Get with what reads the answer.
+// Read is Get with a function that reads the answer.
 func Read(ctx context.Context, s *state.Store, name, path string, read func(io.Reader) error) error {
 	return call(ctx, s, name, http.MethodGet, path, nil, read)
 }
@@ -102,7 +102,7 @@ func call(ctx context.Context, s *state.Store, name, method, path string, send [
 	return nil
 }
 
-// unexpected is the error of a process that does not understand what it is asked at path.
+// unexpected returns the error for a process that does not know the request at path.
 func unexpected(resp *http.Response, path string) error {
 	if resp.StatusCode == http.StatusNotFound || resp.StatusCode == http.StatusMethodNotAllowed {
 		return fmt.Errorf("it is of another version of drowse, and does not know %s: put the VM to sleep by a SIGTERM to it (`drowse inspect` says its pid), and wake the VM", path)
@@ -110,10 +110,10 @@ func unexpected(resp *http.Response, path string) error {
 	return fmt.Errorf("it answered %s", resp.Status)
 }
 
-// causeHeader tells the process of a VM on whose behalf it is asked for something.
+// causeHeader tells the process of a VM on whose behalf a request is made.
 const causeHeader = "Drowse-Cause"
 
-// WithCause is the context for what a request asks for, which goes on if the one who asked goes away.
+// WithCause returns the context for the work of a request. The work continues if the caller goes away.
 func WithCause(r *http.Request) context.Context {
 	ctx := context.WithoutCancel(r.Context())
 	if c := events.Cause(r.Header.Get(causeHeader)); c.Check() == nil {

@@ -1,3 +1,3 @@
-// Package control is what a VM's process and its callers say to each other: orders and reports when it starts, requests
-// on its control socket (HTTP with JSON) later, and errors that keep their identity on the way.
+// Package control is the protocol between a VM's process and its callers: orders and reports when the process
+// starts, later requests on its control socket (HTTP with JSON), and errors that keep their identity on the way.
 package control

@@ -22,16 +22,16 @@ import (
 	"github.com/drowse-vm/drowse/vmm/kvm"
 )
 
-// ErrCanceled says that the caller who ordered a VM to be started waits for it no more.
+// ErrCanceled means that the caller who ordered the start of a VM no longer waits for it.
 var ErrCanceled = errors.New("it was called off")
 
-// ErrorReport is an error on its way from a VM's process to whoever asked.
+// ErrorReport is an error on its way from a VM's process to the caller.
 type ErrorReport struct {
 	Code    string `json:"code"`
 	Message string `json:"message"`
-	// Hooks are those in the guest that have refused, with code "hooks".
+	// Hooks are the hooks in the guest that refused, with code "hooks".
 	Hooks []guest.HookFailure `json:"hooks,omitempty"`
-	// HostHooks are those on the host that have refused, with code "host-hooks".
+	// HostHooks are the hooks on the host that refused, with code "host-hooks".
 	HostHooks []guest.HookFailure `json:"host_hooks,omitempty"`
 }
 
@@ -40,8 +40,7 @@ type errorCode = struct {
 	Err  error
 }
 
-// codes are the errors that keep their identity on that way, the more specific
-// first.
+// codes are the errors that keep their identity on the way, the more specific ones first.
 var codes = slices.Concat([]errorCode{
 	{"no-kvm", kvm.ErrNoKVM},
 	{"no-permission", kvm.ErrNoPermission},
@@ -90,7 +89,7 @@ var codes = slices.Concat([]errorCode{
 	{"network-pins", link.ErrRoot},
 	{"network-nat", hostnet.ErrNAT},
 	{"not-recorded", guest.ErrNotRecorded},
-	// What a guest says comes last: it is the cause of much else.
+	// The guest's errors come last: they cause many of the others.
 	{"guest-too-old", guest.ErrNoStats},
 	{"guest-invalid", guest.ErrInvalid},
 	{"guest-full", guest.ErrFull},
@@ -100,12 +99,12 @@ var codes = slices.Concat([]errorCode{
 	{"guest-limit", guest.ErrLimit},
 	{"guest-unsafe", guest.ErrUnsafe},
 	{"guest-failed", guest.ErrRemote},
-	// So does what the host's disk says.
+	// So do the errors of the host's disk.
 	{"no-space", unix.ENOSPC},
 	{"no-space", unix.EDQUOT},
 })
 
-// ReportError is the report of an error.
+// ReportError returns the report of an error.
 func ReportError(err error) *ErrorReport {
 	for _, c := range codes {
 		if errors.Is(err, c.Err) {
@@ -124,10 +123,10 @@ func ReportError(err error) *ErrorReport {
 	return &ErrorReport{Code: "error", Message: err.Error()}
 }
 
-// Error makes it an error again, which wraps the one that it was.
+// Error makes the report an error again, which wraps the original one.
 func (e *ErrorReport) Error() string { return e.Message }
 
-// ErrorCode is the word by which an error is known that a caller may want to tell apart; empty for others.
+// ErrorCode returns the code of an error that a caller may want to tell apart; empty for other errors.
 func ErrorCode(err error) string {
 	if err == nil {
 		return ""
@@ -148,24 +147,24 @@ func (e *ErrorReport) Unwrap() error {
 	return nil
 }
 
-// PersistLimitError is an ErrPersistLimit with how much there is. The process of a VM tells others of the
-// ErrPersistLimit alone.
+// PersistLimitError is an ErrPersistLimit with the amount of data. Only the ErrPersistLimit leaves the VM's
+// process.
 type PersistLimitError struct {
 	Bytes, Max int64
 	Name       string
 }
 
-// Error is one line.
+// Error returns one line.
 func (e *PersistLimitError) Error() string {
 	return fmt.Sprintf("%v: %d bytes, and %d are allowed: remove files in it, or allow more: Fleet.Update of %q with Persist.MaxBytes",
 		spec.ErrPersistLimit, e.Bytes, e.Max, e.Name)
 }
 
-// Unwrap makes it an ErrPersistLimit.
+// Unwrap returns ErrPersistLimit.
 func (e *PersistLimitError) Unwrap() error { return spec.ErrPersistLimit }
 
-// ErrStopped is why a VM ends whose process is told to.
+// ErrStopped is the error of a VM whose process was told to stop.
 var ErrStopped = errors.New("stopped from outside")
 
-// ErrSelfLimit says that a guest has asked for as much as it may have.
+// ErrSelfLimit means that a guest has asked for as much as it may have.
 var ErrSelfLimit = errors.New("the guest has asked for as many as it may have")

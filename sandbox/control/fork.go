@@ -8,9 +8,9 @@ type ForkOrder struct {
 	Note string `json:"note"`
 }
 
-// ForkLine is how a VM's process answers a ForkOrder: a line of JSON with the image attached to its
-// first byte (SCM_RIGHTS, unix(7)) when children can be made of it, and one when the
-// snapshot is on disk or cannot be. The caller may send forkAbort in between.
+// ForkLine is one line of JSON in the answer of a VM's process to a ForkOrder. The first line comes when children
+// can be made; the image is attached to its first byte (SCM_RIGHTS, unix(7)). The second comes when the snapshot
+// is on disk or has failed. The caller may send ForkAbort in between.
 type ForkLine struct {
 	Error  *ErrorReport       `json:"error,omitempty"`
 	Layers []string           `json:"layers,omitempty"`
@@ -21,6 +21,6 @@ type ForkLine struct {
 
 const (
 	ForkAbort = "abort\n"
-	// maxForkLine bounds such a line, in bytes.
+	// maxForkLine is the most bytes of such a line.
 	maxForkLine = 1 << 20
 )

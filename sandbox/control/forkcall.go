@@ -17,10 +17,10 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// ErrForkEnded: the parent's process has ended without a word on the snapshot.
+// ErrForkEnded means that the parent's process ended without a report on the snapshot.
 var ErrForkEnded = errors.New("the parent's process ended before the snapshot of the fork was on disk")
 
-// ForkConn is the caller's end.
+// ForkConn is the caller's end of a fork's connection.
 type ForkConn struct {
 	conn  *net.UnixConn
 	resp  *http.Response
@@ -29,7 +29,7 @@ type ForkConn struct {
 	Image *os.File
 }
 
-// rights reads from a socket and keeps the first descriptor that comes along.
+// rights reads from a socket and keeps the first descriptor that it receives.
 type rights struct {
 	conn *net.UnixConn
 	file *os.File
@@ -125,7 +125,7 @@ func (c *ForkConn) line() (l ForkLine, err error) {
 	return l, json.Unmarshal(text, &l)
 }
 
-// Wait returns when the snapshot is on disk, or will never be.
+// Wait returns when the snapshot is on disk or has failed.
 func (c *ForkConn) Wait(ctx context.Context) (spec.SleepResult, error) {
 	stop := context.AfterFunc(ctx, func() { c.Abort() })
 	defer stop()
@@ -141,10 +141,10 @@ func (c *ForkConn) Wait(ctx context.Context) (spec.SleepResult, error) {
 	return *l.Result, nil
 }
 
-// Abort tells the process that the snapshot is not needed.
+// Abort tells the process that the caller does not need the snapshot.
 func (c *ForkConn) Abort() { _, _ = io.WriteString(c.conn, ForkAbort) }
 
-// Close gives back what this process has of the fork.
+// Close releases what this process holds of the fork.
 func (c *ForkConn) Close() {
 	c.conn.Close()
 	if c.resp != nil {
@@ -155,7 +155,7 @@ func (c *ForkConn) Close() {
 	}
 }
 
-// SendLine sends a line, with a file attached to its first byte if there is one.
+// SendLine sends a line, with f, unless nil, attached to its first byte.
 func SendLine(c *net.UnixConn, l ForkLine, f *os.File) error {
 	text, err := json.Marshal(l)
 	if err != nil {

@@ -27,7 +27,7 @@ func (t *Tail) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// Last is the last line.
+// Last returns the last line.
 func (t *Tail) Last() string {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -35,10 +35,10 @@ func (t *Tail) Last() string {
 	return string(lines[len(lines)-1])
 }
 
-// maxLastLine is how much of a file's end lastLine looks at, in bytes.
+// maxLastLine is how many bytes at the end of a file LastLine reads.
 const maxLastLine = 4 << 10
 
-// LastLine is the last line of a file, or empty. Of a longer line it is the end.
+// LastLine returns the last line of a file, or "". It returns only the end of a long line.
 func LastLine(path string) string {
 	f, err := os.Open(path)
 	if err != nil {

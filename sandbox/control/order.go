@@ -14,7 +14,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// HasReader says whether somebody has the other end of a pipe that is written to.
+// HasReader reports whether the pipe that this process writes to still has a reader.
 func HasReader(pipe *os.File) bool {
 	fds := []unix.PollFd{{Fd: int32(pipe.Fd())}}
 	for {
@@ -26,23 +26,22 @@ func HasReader(pipe *os.File) bool {
 	}
 }
 
-// NoPageCacheEnv, set to anything, makes wakes do without a cache of decompressed pages: each
-// then decompresses what it needs, and nothing is written below pages/ of the store.
+// NoPageCacheEnv, set to any value, makes wakes run without the cache of decompressed pages. Each wake then
+// decompresses what it needs, and writes nothing below pages/ of the store.
 const NoPageCacheEnv = "DROWSE_NO_PAGE_CACHE"
 
-// The words on the socket between a pool and one of its processes, which is of type
-// SOCK_SEQPACKET: the process sends poolReady once, gets an order, as JSON with
-// files (its log, where its Report goes, and the image of a fork if it is one), and sends
-// poolTaken before it does anything for it.
+// The words on the SOCK_SEQPACKET socket between a pool and one of its processes. The process sends PoolReady
+// once. It gets an order, as JSON with files: its log, the pipe for its Report, and the image of a fork or the
+// socket of a hold, if there is one. It sends PoolTaken before it acts on the order.
 const (
 	PoolReady = "ready"
 	PoolTaken = "taken"
-	// maxOrder bounds an order, in bytes.
+	// MaxOrder is the most bytes of an order.
 	MaxOrder      = 64 << 10
 	maxOrderFiles = 3
 )
 
-// FileConn makes a file that is a socket a connection, and closes the file.
+// FileConn returns the connection of a file that is a socket, and closes the file.
 func FileConn(f *os.File) (*net.UnixConn, error) {
 	defer f.Close()
 	c, err := net.FileConn(f)
@@ -71,7 +70,8 @@ func SendOrder(c *net.UnixConn, ord Order, files ...*os.File) error {
 	return err
 }
 
-// ReceiveOrder returns the order and its files, as poolReady says; io.EOF if there will be none.
+// ReceiveOrder returns the next order and its files, in the order that PoolReady names; io.EOF if no more can
+// come.
 func ReceiveOrder(c *net.UnixConn) (ord Order, files []*os.File, err error) {
 	text := make([]byte, MaxOrder)
 	n, files, err := ReadWithFiles(c, text, maxOrderFiles)
@@ -100,7 +100,7 @@ func ReceiveOrder(c *net.UnixConn) (ord Order, files []*os.File, err error) {
 	return ord, files, nil
 }
 
-// ReadWithFiles reads a message with at most so many files, which are the caller's; none after an error.
+// ReadWithFiles reads a message with at most most files. The caller owns the files; an error returns none.
 func ReadWithFiles(c *net.UnixConn, p []byte, most int) (n int, files []*os.File, err error) {
 	defer func() {
 		if err != nil {
@@ -139,40 +139,38 @@ func CloseAll(files []*os.File) {
 	}
 }
 
-// Files that the process of a VM finds open when it is started: where it writes its
-// Report, and the image of RAM that a child of a fork is made of. A process that stands
-// by has its end of a socket instead, see Pool.
+// Descriptors of the files that the process of a VM inherits: the pipe for its Report, and the image of RAM that a
+// child of a fork is made of. A process in a pool has its end of a socket instead, see Pool.
 const (
 	ReportFD = 3
 	ThirdFD  = 4
 	PoolFD   = 3
 )
 
-// Order is what the process of a VM is to do. It comes with files: for the Report and,
-// with Fork, the image.
+// Order says what the process of a VM must do. It comes with files: the pipe for the Report and, with Fork, the
+// image.
 type Order struct {
 	Name string `json:"name"`
-	// Snapshot is what to restore; empty boots.
+	// Snapshot is the snapshot to restore. If empty, the VM boots.
 	Snapshot string `json:"snapshot,omitempty"`
-	// NewIdentity makes the guest a machine of its own, whatever its disk and memory
-	// were before.
+	// NewIdentity gives the guest a new identity, whatever its disk and memory had before.
 	NewIdentity bool `json:"new_identity,omitempty"`
-	// Fork says that it is made of an image.
+	// Fork reports that the VM is made from an image.
 	Fork bool `json:"fork,omitempty"`
-	// WakeLock says that the one who gives the order holds the VM awake, by one end of a socket. No fork has it.
+	// WakeLock reports that the caller holds the VM awake through one end of a socket. Forks never have it.
 	WakeLock bool `json:"wake_lock,omitempty"`
-	// Shared says that the VM is there already, so that others may wait for it as well; whoever gives the order alone
-	// knows.
+	// Shared reports that the VM exists already, so other callers may wait for it as well. It is not sent: only
+	// the caller knows it.
 	Shared bool `json:"-"`
-	// Cause is on whose behalf; for the event.
+	// Cause is on whose behalf the order is given, for the event.
 	Cause events.Cause `json:"cause,omitempty"`
 }
 
-// Ahead says whether a process that was made ahead is of use: a boot takes so long that
-// its start does not count.
+// Ahead reports whether a process that was started ahead helps. A boot takes so long that the start of its process
+// does not matter.
 func (o Order) Ahead() bool { return o.Snapshot != "" || o.Fork }
 
-// Args are the order as arguments of a process.
+// Args returns the order as arguments of a process.
 func (o Order) Args(dir string) []string {
 	return arguments(dir, "--order", o)
 }
@@ -182,14 +180,14 @@ func arguments(dir, flag string, v any) []string {
 	return []string{"--state", dir, flag, string(text)}
 }
 
-// StandbyArgs are the arguments of a process that waits for an order.
+// StandbyArgs returns the arguments of a process that waits for an order.
 func StandbyArgs(dir string, s spec.Shape) []string {
 	return arguments(dir, "--standby", s)
 }
 
-// GoMaxProcsEnv is read by the Go runtime.
+// GoMaxProcsEnv is a variable of the Go runtime.
 const GoMaxProcsEnv = "GOMAXPROCS"
 
-// Third says whether an order has a file besides the log and that for the report: the image of a fork, or the socket of
-// a hold.
+// Third reports whether an order has a third file, beside the log and the pipe for the report: the image of a fork
+// or the socket of a hold.
 func (o Order) Third() bool { return o.Fork || o.WakeLock }

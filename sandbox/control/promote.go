@@ -12,19 +12,19 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// Times that the guest has before a sleep.
+// Time limits for the guest before a sleep.
 const (
-	// PromoteTime is for all that is promoted.
+	// PromoteTime is for all promotions together.
 	PromoteTime = 15 * time.Minute
-	// DropTime is for all that is dropped.
+	// DropTime is for all drops together.
 	DropTime = 5 * time.Minute
-	// trimTime is for writing out and trimming the disk, which is done for more than trimWorth bytes or beyond the
-	// limit: where the guest's kernel is interpreted it takes seconds.
+	// TrimTime is for writing back and trimming the disk. That is done for TrimWorth freed bytes or more, or when
+	// the disk is beyond its limit. It takes seconds where the guest's kernel is interpreted.
 	TrimTime  = 2 * time.Minute
 	TrimWorth = 64 << 20
 )
 
-// Promote copies what is to be promoted, and returns what directories that are dropped, too, were before.
+// Promote copies what must be promoted. It also returns the state that directories to drop had before, by path.
 func Promote(ctx context.Context, c *guest.Client, name string, persist lifetime.Persist) ([]spec.Promoted, map[string]guest.Seen, error) {
 	if len(persist.Promote) == 0 {
 		return nil, nil, nil
@@ -60,7 +60,7 @@ func Promote(ctx context.Context, c *guest.Client, name string, persist lifetime
 	return copies, seen, nil
 }
 
-// PromotedDetails are those of the event.
+// PromotedDetails returns the details of the event.
 func PromotedDetails(m spec.Promoted) events.Details {
 	return events.Details{Path: m.At, Bytes: m.Bytes}
 }

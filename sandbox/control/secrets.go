@@ -11,7 +11,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// CheckSecret says what is wrong with a secret.
+// CheckSecret returns an error that says what is wrong with a secret.
 func CheckSecret(s *spec.Secret) error {
 	if err := spec.CheckSecretName(s.Name); err != nil {
 		return err
@@ -34,14 +34,14 @@ func CheckSecret(s *spec.Secret) error {
 	return nil
 }
 
-// oneLine is a value without the end of a line, which files have and headers cannot.
+// oneLine returns a value without its line end: files have one, headers cannot.
 func oneLine(value []byte) []byte {
 	value = bytes.TrimSuffix(value, []byte("\n"))
 	return bytes.TrimSuffix(value, []byte("\r"))
 }
 
-// ForProxy makes a secret the proxy's if the policy says so or it is so already. One that the guest has had is
-// none for the proxy, and the reverse.
+// ForProxy makes a secret the proxy's if the policy says so or the existing one is. A secret that the guest has
+// had as a file cannot become the proxy's, and a secret of the proxy stays the proxy's.
 func ForProxy(s *spec.Secret, policy *netpolicy.Policy, there []secrets.State) error {
 	s.Proxy = s.Proxy || policy.Injects(s.Name)
 	if i := slices.IndexFunc(there, func(t secrets.State) bool { return t.Name == s.Name }); i >= 0 {
@@ -56,7 +56,7 @@ func ForProxy(s *spec.Secret, policy *netpolicy.Policy, there []secrets.State) e
 	return CheckSecret(s)
 }
 
-// The rest is in the VM's process.
+// The rest of the code for secrets is in the VM's process.
 
-// MaxSecretsBody bounds a request with secrets, in bytes: values are in base64.
+// MaxSecretsBody is the most bytes of a request with secrets: values are in base64.
 const MaxSecretsBody = spec.MaxSecrets * (spec.MaxSecret*4/3 + 1024)

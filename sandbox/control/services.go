@@ -8,7 +8,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// guestCheck is what the agent is told of a check.
+// guestCheck returns the agent's form of a check.
 func guestCheck(c *spec.ServiceCheck) *guest.ServiceCheck {
 	if c == nil {
 		return nil
@@ -28,7 +28,7 @@ func guestCheck(c *spec.ServiceCheck) *guest.ServiceCheck {
 	return u
 }
 
-// GuestService is what the agent is told.
+// GuestService returns the agent's form of a service.
 func GuestService(s *spec.Service) guest.Service {
 	seconds := func(n int) time.Duration { return time.Duration(n) * time.Second }
 	u := guest.Service{
@@ -48,28 +48,28 @@ func GuestService(s *spec.Service) guest.Service {
 	return u
 }
 
-// ServiceStatus is a service of a VM, and how it is.
+// ServiceStatus is a service of a VM with its state.
 type ServiceStatus struct {
 	spec.Service
-	// State is that of guest.ServiceState while the VM runs. "unknown" is one that the guest
-	// does not know: start it. Of a VM that does not run it is "asleep", or empty.
+	// State is a guest.ServiceState while the VM runs, or "unknown" for a service that the guest does not know:
+	// start it. If the VM does not run, it is "asleep" or empty.
 	State    string     `json:"state,omitempty"`
 	PID      int        `json:"pid,omitempty"`
 	Restarts uint64     `json:"restarts"`
 	Started  *time.Time `json:"started,omitempty"`
-	// ExitCode, as a shell gives it, and Ended are of the last run that has ended.
+	// ExitCode, as a shell gives it, and Ended belong to the last run that ended.
 	ExitCode *int       `json:"exit_code,omitempty"`
 	Ended    *time.Time `json:"ended,omitempty"`
 	Problem  string     `json:"problem,omitempty"`
-	// Ready: it runs, and its check has passed since its start, at ReadyAt. CheckProblem is why the last check has
-	// failed, CheckRestarts how often it was ended for that.
+	// Ready reports that it runs and that its check has passed since its start, at ReadyAt. CheckProblem is why
+	// the last check failed. CheckRestarts counts the restarts because of failed checks.
 	Ready         bool       `json:"ready"`
 	ReadyAt       *time.Time `json:"ready_at,omitempty"`
 	CheckProblem  string     `json:"check_problem,omitempty"`
 	CheckRestarts uint64     `json:"check_restarts,omitempty"`
 }
 
-// ErrServiceNotReady: a service has stopped, ended or failed, and is not going to be ready by itself.
+// ErrServiceNotReady means that a service has stopped, ended or failed, and will not become ready by itself.
 var ErrServiceNotReady = errors.New("the service is not ready, and will not be by itself")
 
 // States of services that only the host knows.

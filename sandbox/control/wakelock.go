@@ -9,15 +9,15 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// DismissTime is how long a sleep waits for those who hold the VM awake to tell its guest that their connections
-// end. A guest that is not told goes on believing in them when it wakes.
+// DismissTime is how long a sleep waits for the holders of the VM to tell its guest that their connections end. A
+// guest that is not told still believes in them when it wakes.
 const DismissTime = time.Second
 
-// The lines of the answer to a hold. The first one goes on with the network, if the VM has one.
+// The lines of the answer to a hold. The VM's network, if it has one, follows on the first line.
 const (
 	HoldGranted = "held"
 	HoldEnds    = "ends\n"
-	// maxHoldLine bounds them, in bytes.
+	// MaxHoldLine is the most bytes of such a line.
 	MaxHoldLine = 64 << 10
 )
 

@@ -10,20 +10,20 @@ import (
 	"unicode/utf8"
 )
 
-// Version is that of the schema. It is counted up by incompatible changes; new types and new fields are none.
+// Version is the version of the schema. Incompatible changes increase it; new types and new fields do not.
 const Version = 1
 
-// Type says what has happened.
+// Type is the kind of an event.
 type Type string
 
 // The types.
 const (
-	Created     Type = "sandbox.created" // it has booted for the first time, or is a clone or a fork and runs
-	Started     Type = "sandbox.started" // it has booted again, with its disk as it was
+	Created     Type = "sandbox.created" // it booted for the first time, or is a clone or a fork and runs
+	Started     Type = "sandbox.started" // it booted again, with its disk unchanged
 	Woken       Type = "sandbox.woken"
 	Slept       Type = "sandbox.slept"
 	Snapshotted Type = "sandbox.snapshotted"
-	Forked      Type = "sandbox.forked" // children were made of it
+	Forked      Type = "sandbox.forked" // children were made from it
 	Restored    Type = "sandbox.restored"
 	Renamed     Type = "sandbox.renamed"
 	Updated     Type = "sandbox.updated"
@@ -35,21 +35,21 @@ const (
 	HookFailed  Type = "sandbox.hook_failed" // in the guest
 	TimerFired  Type = "sandbox.timer_fired"
 	Promoted    Type = "sandbox.promoted" // a part of it was copied to the host
-	// PersistFailed: something could not be promoted or dropped, or it has more data than may persist.
+	// PersistFailed: a promotion or a drop failed, or it has more data than may persist.
 	PersistFailed Type = "sandbox.persist_failed"
 
 	HostHookFailed Type = "sandbox.host_hook_failed"
 
 	PolicyChanged Type = "policy.changed"
 
-	Imported Type = "snapshot.imported" // from a stream; it is of no sandbox
+	Imported Type = "snapshot.imported" // from a stream; it belongs to no sandbox
 
-	// Sleeping and SleepFailed are in no file: hooks of the host get them before a sleep, and when it has not come
-	// about.
+	// Sleeping and SleepFailed are in no file. Hooks of the host get Sleeping before a sleep, and SleepFailed if
+	// the sleep fails.
 	Sleeping    Type = "sandbox.sleeping"
 	SleepFailed Type = "sandbox.sleep_failed"
 
-	// Lost is in no file: a reader gets it in place of events that were deleted before it had read them.
+	// Lost is in no file. A reader gets it in place of events that were deleted before the reader got them.
 	Lost Type = "events.lost"
 )
 
@@ -59,30 +59,30 @@ var Types = []Type{
 	HookFailed, HostHookFailed, TimerFired, Promoted, PersistFailed, PolicyChanged, Imported, Lost,
 }
 
-// Cause says who or what has brought it about.
+// Cause is the person or program on whose behalf something happened, or the reason for it.
 type Cause string
 
 // The causes.
 const (
 	CLI        Cause = "cli"
 	API        Cause = "api"
-	Library    Cause = "library" // a program that uses package sandbox, and does not say more
+	Library    Cause = "library" // a program that uses package sandbox, unless it sets another cause
 	Guest      Cause = "guest"   // a program in the sandbox
 	Idle       Cause = "idle"
 	Packet     Cause = "packet"
 	Connection Cause = "connection"
 	Timer      Cause = "timer"
 	Expiry     Cause = "expiry"
-	Killed     Cause = "killed"   // its process was killed, or told to end, by whomever
-	Rotation   Cause = "rotation" // it begins anew from a snapshot that is known to be good
+	Killed     Cause = "killed"   // its process was killed, or told to end
+	Rotation   Cause = "rotation" // it starts afresh from a good snapshot
 )
 
 var causes = []Cause{CLI, API, Library, Guest, Idle, Packet, Connection, Timer, Expiry, Killed, Rotation}
 
-// ErrInvalid says that events are asked for that there cannot be.
+// ErrInvalid means that a request for events is invalid.
 var ErrInvalid = errors.New("invalid request for events")
 
-// Check refuses what is no cause.
+// Check returns an error unless c is one of the causes.
 func (c Cause) Check() error {
 	if !slices.Contains(causes, c) {
 		return fmt.Errorf("%w: cause %q", ErrInvalid, string(c))
@@ -92,12 +92,12 @@ func (c Cause) Check() error {
 
 type causeKey struct{}
 
-// WithCause has what is done with a context be told of as done by a cause.
+// WithCause returns a context whose actions have the cause c in events.
 func WithCause(ctx context.Context, c Cause) context.Context {
 	return context.WithValue(ctx, causeKey{}, c)
 }
 
-// CauseOf is the cause of what is done with a context: Library if nobody has said.
+// CauseOf returns the cause of actions with a context: Library if none was set.
 func CauseOf(ctx context.Context) Cause {
 	if c, ok := ctx.Value(causeKey{}).(Cause); ok {
 		return c
@@ -105,64 +105,64 @@ func CauseOf(ctx context.Context) Cause {
 	return Library
 }
 
-// Event is one thing that has happened. Commands, their output, environment, secrets and addresses are not in events.
+// Event is one thing that happened. Events contain no commands, output, environment, secrets or addresses.
 type Event struct {
 	Version int `json:"version"`
-	// Cursor is the event's place in its journal: larger than those of all events before it, and below 2^53.
+	// Cursor is the event's place in its journal: larger than all earlier ones, and below 2^53.
 	Cursor uint64 `json:"cursor"`
-	// ID is 32 hex digits, by which an event is known that is delivered twice. That of Lost is empty.
+	// ID is 32 hex digits, and tells an event that is delivered twice. That of Lost is empty.
 	ID   string    `json:"id,omitempty"`
 	Time time.Time `json:"time"`
 	Type Type      `json:"type"`
-	// Sandbox is the name at that time, and SandboxID what stays when it is renamed.
+	// Sandbox is the name at that time. SandboxID stays the same when it is renamed.
 	Sandbox   string `json:"sandbox,omitempty"`
 	SandboxID string `json:"sandbox_id,omitempty"`
-	// Owner and Tags are those of its metadata at that time. Events of ephemeral sandboxes have none.
+	// Owner and Tags are those in its metadata at that time. Events of ephemeral sandboxes have none.
 	Owner   string   `json:"owner,omitempty"`
 	Tags    []string `json:"tags,omitempty"`
 	Cause   Cause    `json:"cause,omitempty"`
 	Details Details  `json:"details,omitzero"`
 }
 
-// Details say more of some types; docs/reference/events.md has which.
+// Details say more for some types; docs/reference/events.md says which.
 type Details struct {
 	Snapshot string `json:"snapshot,omitempty"`
-	// Bytes are what the snapshot takes on disk, or what a removal has freed.
+	// Bytes is the size of the snapshot on disk, or what a removal freed.
 	Bytes int64 `json:"bytes,omitempty"`
-	// Milliseconds is how long it took; for a sleep or a snapshot, how long the guest stood still.
+	// Milliseconds is the duration; for a sleep or a snapshot, how long the guest stood still.
 	Milliseconds float64 `json:"milliseconds,omitempty"`
-	// From is the name before, and Parent the sandbox that it is a fork of.
+	// From is the name before, and Parent the sandbox that it was forked from.
 	From     string   `json:"from,omitempty"`
 	Parent   string   `json:"parent,omitempty"`
 	Children []string `json:"children,omitempty"`
-	// Dropped are the fields that the stream of an imported snapshot has and that were not taken over.
+	// Dropped are the fields in the stream of an imported snapshot that were not taken over.
 	Dropped []string  `json:"dropped,omitempty"`
 	Expires time.Time `json:"expires,omitzero"`
-	// Reason is how a guest has ended, or the code of why it does not sleep; Hook and Event are which hook has failed,
-	// and Problem how.
+	// Reason is how a guest ended, or the error code of a failed sleep. Hook and Event name the hook that failed,
+	// and Problem says how. Path is the place of a copy on the host.
 	Reason  string `json:"reason,omitempty"`
 	Hook    string `json:"hook,omitempty"`
 	Event   string `json:"event,omitempty"`
 	Problem string `json:"problem,omitempty"`
 	// Path is where a copy is, on the host.
 	Path string `json:"path,omitempty"`
-	// After and Before are the cursors between which events were Lost, and Reset that the journal ends before the
-	// cursor that the reader has: another one is in its place.
+	// After and Before are the cursors between which events were Lost. Reset reports that the journal ends before
+	// the reader's cursor: another journal has replaced it.
 	After  uint64 `json:"after,omitempty"`
 	Before uint64 `json:"before,omitempty"`
 	Reset  bool   `json:"reset,omitempty"`
 }
 
-// Bounds of an event. What is longer is cut.
+// Bounds of an event. Longer values are cut.
 const (
 	maxText     = 1 << 10 // bytes
 	maxTags     = 96
 	maxChildren = 64
-	// MaxLine is the longest line of a journal, in bytes, its end included.
+	// MaxLine is the longest line of a journal, in bytes, with its end.
 	MaxLine = 16 << 10
 )
 
-// bound cuts what is too long.
+// bound cuts values that are too long.
 func (e *Event) bound() {
 	for _, s := range []*string{
 		(*string)(&e.Type), &e.Sandbox, &e.SandboxID, &e.Owner, (*string)(&e.Cause), &e.Details.Snapshot, &e.Details.From, &e.Details.Parent,
@@ -178,7 +178,7 @@ func (e *Event) bound() {
 	}
 }
 
-// clip cuts a text at a rune, and leaves nothing in it that is no text.
+// clip cuts a text at a rune, and replaces invalid UTF-8 in it.
 func clip(s string, n int) string {
 	s = strings.ToValidUTF8(s, "\uFFFD")
 	if len(s) <= n {
@@ -190,17 +190,17 @@ func clip(s string, n int) string {
 	return s[:n]
 }
 
-// Filter chooses events. The zero value is all. Lost passes every filter.
+// Filter selects events. The zero value selects all. Lost passes every filter.
 type Filter struct {
-	// Types are those of which an event has one; an entry that ends with ".*" stands for all that begin so.
+	// Types are the selected types; an entry that ends with ".*" selects all types that begin so.
 	Types []string
 	// Sandbox is a name or an id.
 	Sandbox, Owner string
-	// Tags are those that an event has all of.
+	// Tags must all be in an event.
 	Tags []string
 }
 
-// Check refuses a type that there is none of.
+// Check returns an error for a type that does not exist.
 func (f Filter) Check() error {
 	for _, want := range f.Types {
 		if !slices.ContainsFunc(Types, func(t Type) bool { return typeMatches(want, t) }) {
@@ -217,7 +217,7 @@ func typeMatches(want string, t Type) bool {
 	return want == string(t)
 }
 
-// Match says whether an event passes.
+// Match reports whether an event passes.
 func (f Filter) Match(e Event) bool {
 	switch {
 	case e.Type == Lost:

@@ -10,18 +10,18 @@ import (
 	"time"
 )
 
-// writeTime is how long who follows by HTTP may take for one event; then its connection ends, and it goes on from its
-// cursor. quietTime is after how long a stream without events gets a comment, by which both ends learn whether the
-// other is there.
+// writeTime is how long an HTTP follower may take for one event; then its connection ends, and it continues from
+// its cursor. quietTime is after how long a stream without events gets a comment, from which both ends learn
+// whether the other one still exists.
 const (
 	writeTime = 30 * time.Second
 	quietTime = 15 * time.Second
 )
 
-// Handler answers GET with events: one JSON object in each line, or server-sent events if Accept asks for
-// text/event-stream (https://html.spec.whatwg.org/multipage/server-sent-events.html), with the cursor as the id. The
-// query has since (a cursor, or "now"; Last-Event-ID comes before it), follow=1, type (several, or with commas),
-// sandbox, owner and tag. It does not ask who calls. refuse answers what is wrong with a request.
+// Handler answers GET with events: one JSON object per line, or server-sent events if Accept asks for
+// text/event-stream (https://html.spec.whatwg.org/multipage/server-sent-events.html), with the cursor as the id.
+// The query has since (a cursor, or "now"; Last-Event-ID takes precedence), follow=1, type (several, or with
+// commas), sandbox, owner and tag. It does not check the caller. refuse answers an invalid request.
 func Handler(j *Journal, refuse func(w http.ResponseWriter, err error)) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		o, follow, err := parseQuery(j, r)
@@ -62,7 +62,7 @@ func Handler(j *Journal, refuse func(w http.ResponseWriter, err error)) http.Han
 			return write(append(line, '\n'))
 		}
 		if !follow {
-			_, _ = j.Read(r.Context(), o, give) // the answer has begun: what is wrong ends it
+			_, _ = j.Read(r.Context(), o, give) // the answer has begun: an error ends it
 			return
 		}
 		begun := false
@@ -108,7 +108,7 @@ func parseQuery(j *Journal, r *http.Request) (o ReadOptions, follow bool, err er
 	return o, follow, o.Filter.Check()
 }
 
-// ParseCursor reads a cursor: a number, "now", or nothing for the oldest event that is kept.
+// ParseCursor reads a cursor: a number, "now", or nothing for the oldest kept event.
 func (j *Journal) ParseCursor(text string) (uint64, error) {
 	switch text {
 	case "":

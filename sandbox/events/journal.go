@@ -22,27 +22,27 @@ import (
 	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
-// What is kept, unless Options say otherwise: at most Segments files of SegmentBytes, and none whose last event is
-// older than Keep.
+// The default bounds of what is kept: at most Segments files of SegmentBytes, and none whose last event is older
+// than Keep.
 const (
 	SegmentBytes = 1 << 20
 	Segments     = 16
 	Keep         = 30 * 24 * time.Hour
 )
 
-// lockPatience is how long a writer waits for others, each of which writes one line.
+// lockPatience is how long a writer waits for other writers, each of which writes one line.
 const lockPatience = 2 * time.Second
 
 const (
 	lockName   = "lock"
 	segmentExt = ".jsonl"
-	// bootGap is by how much cursors jump at least when the machine has been started anew, since the last events before
-	// that may not have got to the disk, while a reader has had them. A segment has fewer lines, and is on the disk
-	// before the next one begins.
+	// bootGap is by how much cursors jump at least after a boot of the machine. The last events before it may not
+	// have reached the disk although a reader got them. A segment has fewer lines than this, and is on disk before
+	// the next one begins.
 	bootGap = 1 << 20
 )
 
-// Options of Open; zero is the default.
+// Options configure Open; zero means the default.
 type Options struct {
 	SegmentBytes int64
 	Segments     int
@@ -53,14 +53,14 @@ type Options struct {
 	now  func() time.Time
 }
 
-// Journal is that of one directory. Any number of processes may write and read it at once, and its methods may be
-// called from any goroutine. It holds nothing open.
+// Journal is the journal in a directory. Any number of processes may write and read it at once. Its methods may be
+// called from any goroutine. It holds no file open.
 type Journal struct {
 	dir string
 	o   Options
 }
 
-// Open is the journal in a directory, which the first event makes.
+// Open returns the journal in a directory. The first event creates the directory.
 func Open(dir string, o Options) *Journal {
 	if o.SegmentBytes == 0 {
 		o.SegmentBytes = SegmentBytes
@@ -80,10 +80,10 @@ func Open(dir string, o Options) *Journal {
 	return &Journal{dir: dir, o: o}
 }
 
-// Dir is the journal's directory.
+// Dir returns the journal's directory.
 func (j *Journal) Dir() string { return j.dir }
 
-// bootID names the time since the machine was started (proc_sys_kernel(5), random/boot_id).
+// bootID identifies the current boot of the machine (proc_sys_kernel(5), random/boot_id).
 func bootID() string {
 	data, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
 	if err != nil {
@@ -95,15 +95,15 @@ func bootID() string {
 // header is the first line of a segment.
 type header struct {
 	Header int `json:"drowse_events"` // Version
-	// Boot is that of the machine since when the segment is written, and Prev the cursor of the last event before it.
+	// Boot is the boot in which the segment was begun, and Prev the cursor of the last event before it.
 	Boot string `json:"boot"`
 	Prev uint64 `json:"prev"`
 }
 
-// maxHeader bounds it, in bytes.
+// maxHeader is the most bytes of a header.
 const maxHeader = 512
 
-// ErrBusy says that an event was not written, since another process has had the journal for too long.
+// ErrBusy means that an event was not written, because another process held the journal's lock too long.
 var ErrBusy = errors.New("the journal of events is locked")
 
 func (j *Journal) lock() (*os.File, error) {
@@ -123,7 +123,7 @@ func (j *Journal) lock() (*os.File, error) {
 // segment is a file of a journal.
 type segment struct {
 	name  string
-	first uint64 // no event in it has a smaller cursor
+	first uint64 // its events have no smaller cursor
 }
 
 func (j *Journal) segments() ([]segment, error) {
@@ -148,9 +148,9 @@ func (j *Journal) segments() ([]segment, error) {
 	return out, nil
 }
 
-// Append writes an event, to which it gives version, cursor, id and, if it has none, a time. It is there for readers,
-// and outlives this process, when Append returns; it is not on the disk yet, and may be lost when the machine loses
-// power within the time in which the kernel writes back (30 s by default). The error is ErrBusy, or one of files.
+// Append writes an event. It sets version, cursor and id, and the time if the event has none. When Append returns,
+// readers see the event and it outlives this process. It is not on disk yet: a power loss within the kernel's
+// write-back time (30 s by default) may lose it. The error is ErrBusy, or one of files.
 func (j *Journal) Append(e Event) (Event, error) {
 	var id [16]byte
 	_, _ = rand.Read(id[:]) // never fails
@@ -196,7 +196,7 @@ func (j *Journal) append(e *Event) error {
 		return err
 	}
 	if h.Boot != boot || size+int64(len(line)) > j.o.SegmentBytes {
-		// Readers may count on it that only the newest segment can lose anything.
+		// Readers may rely on this: only the newest segment can lose data.
 		if err := f.Sync(); err != nil {
 			return err
 		}
@@ -205,7 +205,7 @@ func (j *Journal) append(e *Event) error {
 	return write(f, line, size)
 }
 
-// write appends a line whole or not at all.
+// write appends a line completely or not at all.
 func write(f *os.File, line []byte, size int64) error {
 	n, err := f.Write(line)
 	if err != nil && n > 0 {
@@ -214,7 +214,7 @@ func write(f *os.File, line []byte, size int64) error {
 	return err
 }
 
-// line is an event as it is in a file.
+// line returns an event as a line of a file.
 func (e *Event) line() ([]byte, error) {
 	line, err := json.Marshal(e)
 	if err == nil && len(line) >= MaxLine {
@@ -228,12 +228,12 @@ func (e *Event) line() ([]byte, error) {
 	return append(line, '\n'), err
 }
 
-// begin begins a segment with an event, and deletes old ones. last is the cursor before, and before the header of the
-// segment before.
+// begin begins a segment with an event, and deletes old segments. last is the cursor before, and before the header
+// of the previous segment.
 func (j *Journal) begin(e *Event, last uint64, boot string, before *header) error {
 	e.Cursor = last + 1
 	if before == nil || before.Boot != boot {
-		// Larger than all that a reader can have had, also of a journal that was deleted: see bootGap.
+		// Larger than any cursor that a reader can have, even of a deleted journal: see bootGap.
 		e.Cursor = last + bootGap
 		if at := uint64(max(j.o.now().Unix(), 0)) << 20; at > e.Cursor {
 			e.Cursor = at
@@ -262,7 +262,7 @@ func (j *Journal) begin(e *Event, last uint64, boot string, before *header) erro
 	return j.trim()
 }
 
-// Trim deletes what is too old or too much. Writers do so as well when they begin a segment.
+// Trim deletes segments beyond the bounds of age and number. Writers do so too when they begin a segment.
 func (j *Journal) Trim() error {
 	if _, err := os.Stat(j.dir); errors.Is(err, fs.ErrNotExist) {
 		return nil
@@ -278,7 +278,7 @@ func (j *Journal) Trim() error {
 	return nil
 }
 
-// trim is Trim with the lock held. The newest segment stays: cursors go on from it.
+// trim is Trim with the lock held. The newest segment stays: the next cursor depends on it.
 func (j *Journal) trim() error {
 	segs, err := j.segments()
 	if err != nil || len(segs) == 0 {
@@ -290,11 +290,11 @@ func (j *Journal) trim() error {
 		path := filepath.Join(j.dir, s.name)
 		st, err := os.Stat(path)
 		if i >= len(segs)-j.o.Segments && err == nil && st.ModTime().After(old) {
-			break // those after it are newer
+			break // the ones after it are newer
 		}
 		errs = append(errs, os.Remove(path))
 	}
-	// What a killed writer has left.
+	// A killed writer leaves such files.
 	entries, err := os.ReadDir(j.dir)
 	errs = append(errs, err)
 	for _, e := range entries {
@@ -305,15 +305,15 @@ func (j *Journal) trim() error {
 	return errors.Join(errs...)
 }
 
-// repair cuts off a line that a killed writer has not finished, and says where the segment ends and what the last
-// cursor is.
+// repair cuts off the unfinished line of a killed writer. It returns the header, the end of the segment and the
+// last cursor.
 func repair(f *os.File, first uint64) (h header, size int64, last uint64, err error) {
 	st, err := f.Stat()
 	if err != nil {
 		return h, 0, 0, err
 	}
 	size = st.Size()
-	h, _ = readHeader(f) // one that is damaged is of no boot
+	h, _ = readHeader(f) // a damaged header belongs to no boot
 	tail, at := make([]byte, min(size, 2*MaxLine)), size-min(size, 2*MaxLine)
 	if _, err := f.ReadAt(tail, at); err != nil && !errors.Is(err, io.EOF) {
 		return h, 0, 0, err
@@ -332,8 +332,7 @@ func repair(f *os.File, first uint64) (h header, size int64, last uint64, err er
 			return h, size, e.Cursor, nil
 		}
 	}
-	// What a power loss has left need not be lines at all: the largest cursor counts, and the damage ends with a line's
-	// end.
+	// A power loss may leave data that are not lines. The largest cursor counts. A line end terminates the damage.
 	last = max(first, 1) - 1
 	whole := make([]byte, size)
 	if n, err := f.ReadAt(whole, 0); err != nil && !errors.Is(err, io.EOF) {

@@ -16,13 +16,13 @@ import (
 // pollTime is how often a follower looks for events.
 const pollTime = 100 * time.Millisecond
 
-// ReadOptions say which events are read.
+// ReadOptions say which events to read.
 type ReadOptions struct {
-	// Since is the cursor of the last event that the reader has; 0 begins with the oldest that is kept.
+	// Since is the cursor of the last event that the reader has; 0 begins with the oldest kept event.
 	Since  uint64
 	Filter Filter
-	// Idle, if not nil, is called by Follow with the cursor to go on from, whenever it has given all that there is; an
-	// error of it ends Follow and is returned.
+	// Idle, if not nil, is called by Follow with the cursor to continue from, each time Follow has given all
+	// events. If it fails, Follow ends and returns the error.
 	Idle func(cursor uint64) error
 }
 
@@ -30,13 +30,13 @@ type ReadOptions struct {
 type reader struct {
 	j    *Journal
 	o    ReadOptions
-	last uint64 // cursor of the last event that was passed, whether it was given or not
+	last uint64 // cursor of the last event passed, given or not
 
-	f      *os.File // the segment that is read; nil before the first
+	f      *os.File // the current segment; nil before the first
 	seg    segment
 	offset int64 // where the next line begins
 	begun  bool
-	// checked says that the cursor was compared with the newest event.
+	// checked reports that the cursor was compared with the newest event.
 	checked bool
 }
 
@@ -46,9 +46,9 @@ func (r *reader) close() {
 	}
 }
 
-// Read gives the events after a cursor to f, in order, until there are no more, and returns the cursor to go on from:
-// that of the last event looked at, whether it has passed the filter or not. If events after the cursor have been
-// deleted, f gets a Lost in their place. An error of f ends it and is returned, with the cursor before that event.
+// Read passes the events after a cursor to f, in order, until there are no more. It returns the cursor to continue
+// from: that of the last event it looked at, whether f got it or not. If events after the cursor were deleted, f
+// gets a Lost in their place. An error of f ends Read, which returns it with the cursor before that event.
 func (j *Journal) Read(ctx context.Context, o ReadOptions, f func(Event) error) (next uint64, err error) {
 	if err := o.Filter.Check(); err != nil {
 		return o.Since, err
@@ -70,12 +70,12 @@ func wrap(err error) error {
 	return fmt.Errorf("reading events: %w", err)
 }
 
-// giveError is what the reader's caller has failed with.
+// giveError is an error of the reader's caller.
 type giveError struct{ error }
 
 func (e *giveError) Unwrap() error { return e.error }
 
-// Follow is Read that waits for more, until ctx ends, whose error it returns. A slow f loses nothing that is kept.
+// Follow is Read that waits for more, until ctx ends, and then returns its error. A slow f misses no kept event.
 func (j *Journal) Follow(ctx context.Context, o ReadOptions, f func(Event) error) error {
 	if err := o.Filter.Check(); err != nil {
 		return err
@@ -103,13 +103,13 @@ func (j *Journal) Follow(ctx context.Context, o ReadOptions, f func(Event) error
 
 // Subscription is a Follow with a channel.
 type Subscription struct {
-	// C gets the events; it is closed when ctx has ended or nothing can be read any more. Nothing is read ahead of who
-	// receives but one event.
+	// C gets the events. It is closed when ctx has ended or reading fails. At most one event is read ahead of the
+	// receiver.
 	C   <-chan Event
 	err error
 }
 
-// Err is why C was closed, once it is.
+// Err returns why C was closed, once it is closed.
 func (s *Subscription) Err() error { return s.err }
 
 // Subscribe follows the journal until ctx ends.
@@ -130,7 +130,7 @@ func (j *Journal) Subscribe(ctx context.Context, o ReadOptions) *Subscription {
 	return s
 }
 
-// Newest is the cursor of the newest event, to follow from now on; 0 if there is none.
+// Newest returns the cursor of the newest event, to follow from now on; 0 if there is none.
 func (j *Journal) Newest() (uint64, error) {
 	for {
 		segs, err := j.segments()
@@ -141,13 +141,13 @@ func (j *Journal) Newest() (uint64, error) {
 		err = r.read(context.Background(), func(Event) error { return nil })
 		r.close()
 		if errors.Is(err, fs.ErrNotExist) {
-			continue // it was deleted meanwhile: there is a newer one
+			continue // deleted meanwhile: a newer one exists
 		}
 		return r.last, wrap(err)
 	}
 }
 
-// read gives all that there is.
+// read gives all events that exist now.
 func (r *reader) read(ctx context.Context, f func(Event) error) error {
 	for {
 		if r.f != nil {
@@ -164,7 +164,7 @@ func (r *reader) read(ctx context.Context, f func(Event) error) error {
 			return r.checkReset(f)
 		}
 		if r.f != nil {
-			// A writer may have been at it until it began the next one.
+			// A writer may have appended to it until it began the next one.
 			if err := r.lines(ctx, f); err != nil {
 				return err
 			}
@@ -188,10 +188,10 @@ func (r *reader) read(ctx context.Context, f func(Event) error) error {
 	}
 }
 
-// next is the segment to go on with.
+// next returns the segment to continue with.
 func (r *reader) next(segs []segment) (segment, bool) {
 	if r.f == nil {
-		// The last one that can have what comes after the cursor.
+		// Find the last segment that can have the events after the cursor.
 		for i := len(segs) - 1; i >= 0; i-- {
 			if i == 0 || segs[i].first <= r.last {
 				return segs[i], true
@@ -215,7 +215,7 @@ func (r *reader) lost(d Details, to uint64, f func(Event) error) error {
 	return nil
 }
 
-// checkReset tells a reader, once, whose cursor the journal has never got to.
+// checkReset gives a Lost, once, to a reader whose cursor the journal never reached.
 func (r *reader) checkReset(f func(Event) error) error {
 	if r.checked {
 		return nil
@@ -231,7 +231,7 @@ func (r *reader) checkReset(f func(Event) error) error {
 	return r.lost(Details{After: r.last, Before: newest, Reset: true}, newest, f)
 }
 
-// lines gives the events of the segment from the offset on. A line that is not finished is left for the next time.
+// lines gives the events of the segment from the offset on. It leaves an unfinished line for the next time.
 func (r *reader) lines(ctx context.Context, f func(Event) error) error {
 	in := bufio.NewReaderSize(io.NewSectionReader(r.f, r.offset, 1<<62), MaxLine)
 	for {

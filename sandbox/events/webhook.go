@@ -27,10 +27,10 @@ import (
 
 // Headers of a delivery.
 const (
-	// SignatureHeader is "v1=" and, in hex digits, the HMAC-SHA256 (RFC 2104) by the webhook's secret of: what
-	// TimestampHeader says, a dot, and the body.
+	// SignatureHeader is "v1=" and, in hex digits, the HMAC-SHA256 (RFC 2104) with the webhook's secret of: the
+	// value of TimestampHeader, a dot, and the body.
 	SignatureHeader = "Drowse-Signature"
-	// TimestampHeader is when this attempt was made, in seconds since 1970.
+	// TimestampHeader is the time of this attempt, in seconds since 1970.
 	TimestampHeader = "Drowse-Timestamp"
 	// IDHeader is the event's id, which is the same in all attempts.
 	IDHeader = "Drowse-Event-Id"
@@ -42,26 +42,26 @@ const (
 	MinSecret     = 16 // bytes
 	MaxSecret     = 4 << 10
 	deliveryTime  = 10 * time.Second // for one attempt
-	firstPause    = time.Second      // after the first failure, and twice as long after each that follows
+	firstPause    = time.Second      // after the first failure, and doubled after each further one
 	longestPause  = 5 * time.Minute
 	maxAnswer     = 4 << 10 // bytes of an answer that are read
 	saveIdleEvery = 10 * time.Second
 )
 
-// ErrDelivered says that another process delivers to a webhook.
+// ErrDelivered means that another process delivers to a webhook.
 var ErrDelivered = errors.New("another process delivers events to this webhook")
 
-// Webhook is where events are sent: one POST each with the event as JSON, in their order, each until it is answered
-// with a status of 200 to 299. An event may come more than once, and none is left out: those that were deleted before
-// they could be delivered are told of by one of type Lost.
+// Webhook is a receiver of events. It gets one POST per event, with the event as JSON, in order. Each is repeated
+// until the answer has a status of 200 to 299. An event may come more than once. None is left out: an event of
+// type Lost replaces events that were deleted before their delivery.
 type Webhook struct {
-	// URL is https, or http to an address of this host's own (127.0.0.0/8, ::1, localhost).
+	// URL is https, or http to an address of this host (127.0.0.0/8, ::1, localhost).
 	URL    string
 	Secret []byte
 	Filter Filter
 }
 
-// Check refuses what is no webhook.
+// Check returns an ErrInvalid for a webhook that cannot be used.
 func (w Webhook) Check() error {
 	u, err := url.Parse(w.URL)
 	switch {
@@ -82,7 +82,7 @@ func loopback(host string) bool {
 	return host == "localhost" || ip != nil && ip.IsLoopback()
 }
 
-// Sign is the value of SignatureHeader.
+// Sign returns the value of SignatureHeader.
 func Sign(secret []byte, timestamp string, body []byte) string {
 	m := hmac.New(sha256.New, secret)
 	m.Write([]byte(timestamp + "."))
@@ -90,8 +90,8 @@ func Sign(secret []byte, timestamp string, body []byte) string {
 	return "v1=" + hex.EncodeToString(m.Sum(nil))
 }
 
-// ReadSecret reads a webhook's secret from a file that only its owner may read. A line's end after it does not belong
-// to it.
+// ReadSecret reads a webhook's secret from a file that only its owner may read. A line end after the secret is not
+// part of it.
 func ReadSecret(path string) ([]byte, error) {
 	data, err := osfile.ReadPrivate(path, MaxSecret+3)
 	if errors.Is(err, osfile.ErrShared) {
@@ -103,11 +103,11 @@ func ReadSecret(path string) ([]byte, error) {
 	return bytes.TrimSuffix(bytes.TrimSuffix(data, []byte("\n")), []byte("\r")), nil
 }
 
-// maxConfig bounds a file of webhooks, in bytes.
+// maxConfig is the most bytes of a file of webhooks.
 const maxConfig = 64 << 10
 
-// ReadWebhooks reads a file with a JSON array of webhooks: url, secret_file, and types, sandbox, owner and tags, which
-// may be missing.
+// ReadWebhooks reads a file with a JSON array of webhooks: url, secret_file, and optionally types, sandbox, owner
+// and tags.
 func ReadWebhooks(path string) ([]Webhook, error) {
 	f, err := os.Open(path)
 	if err != nil {
@@ -138,11 +138,11 @@ func ReadWebhooks(path string) ([]Webhook, error) {
 	return out, nil
 }
 
-// Delivery delivers to one webhook.
+// Delivery delivers events to one webhook.
 type Delivery struct {
 	Journal *Journal
 	Webhook Webhook
-	// Dir is where it is kept, durably, up to where the webhook has its events.
+	// Dir is where the webhook's position in the journal is stored durably.
 	Dir string
 	// Log gets failures; nil discards them.
 	Log *slog.Logger
@@ -153,20 +153,20 @@ type Delivery struct {
 	timeout time.Duration
 }
 
-// progress is what is kept of a webhook.
+// progress is the stored position of a webhook.
 type progress struct {
 	Version int    `json:"version"`
 	Cursor  uint64 `json:"cursor"`
 }
 
-// path is that of the file with the progress. The address may have a token, so it is not in it.
+// path returns the file with the progress. Its name has no address, since that may have a token.
 func (d *Delivery) path() string {
 	sum := sha256.Sum256([]byte(d.Webhook.URL))
 	return filepath.Join(d.Dir, hex.EncodeToString(sum[:8]))
 }
 
-// Run delivers until ctx ends. A webhook that is new begins with what happens from now on. An error that is not the
-// context's is ErrInvalid, ErrDelivered, or one of files.
+// Run delivers until ctx ends. A new webhook begins with events from now on. An error other than the context's is
+// ErrInvalid, ErrDelivered, or one of files.
 func (d *Delivery) Run(ctx context.Context) error {
 	if err := d.Webhook.Check(); err != nil {
 		return err
@@ -202,7 +202,7 @@ func (d *Delivery) Run(ctx context.Context) error {
 	once.CheckRedirect = func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }
 	saved := time.Now()
 	save := func(cursor uint64) {
-		// If it is not kept, events come twice after a restart, which they may.
+		// An unsaved cursor means repeated events after a restart, which are allowed.
 		if err := d.save(cursor); err != nil {
 			log.Warn("it is not kept which events were delivered", "error", err)
 		}
@@ -210,7 +210,7 @@ func (d *Delivery) Run(ctx context.Context) error {
 	}
 	return d.Journal.Follow(ctx, ReadOptions{Since: at, Filter: d.Webhook.Filter, Idle: func(cursor uint64) error {
 		if cursor != at && time.Since(saved) >= saveIdleEvery {
-			save(cursor) // those that its filter has left out are not looked at again
+			save(cursor) // so that events outside its filter are not read again
 		}
 		return nil
 	}}, func(e Event) error {
@@ -299,7 +299,7 @@ func (d *Delivery) load() (uint64, error) {
 	return p.Cursor, nil
 }
 
-// save replaces the progress so that the old or the new is there after a crash at any instant.
+// save replaces the progress so that the old or the new one exists after a crash at any instant.
 func (d *Delivery) save(cursor uint64) error {
 	data, err := json.Marshal(progress{1, cursor})
 	if err != nil {
@@ -308,7 +308,7 @@ func (d *Delivery) save(cursor uint64) error {
 	return osfile.WriteFile(d.path(), append(data, '\n'), 0o600)
 }
 
-// DeliverAll delivers to several webhooks until ctx ends, and returns when all have ended. An error ends all of them.
+// DeliverAll delivers to several webhooks until ctx ends, and returns when all have ended. An error ends all.
 func DeliverAll(ctx context.Context, j *Journal, dir string, hooks []Webhook, log *slog.Logger) error {
 	if len(hooks) > MaxWebhooks {
 		return fmt.Errorf("%w: %d webhooks: use %d at most", ErrInvalid, len(hooks), MaxWebhooks)

@@ -10,7 +10,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/records"
 )
 
-// remedies say what to do about an error of a code.
+// remedies say what to do about an error, by code.
 var remedies = map[records.Code]string{
 	"not-found":          "list what there is, with Fleet.List",
 	"exists":             "choose another name, or use GetOrCreate",
@@ -90,11 +90,11 @@ var remedies = map[records.Code]string{
 	records.CodeTimeout:  "try again with more time: what had begun can be repeated",
 }
 
-// Fail makes an error of an operation that others do on the VMs of a Fleet; nil of nil, and what is an *Error already
-// stays as it is.
+// Fail returns the error of an operation that other packages do on the VMs of a Fleet. It returns nil for nil, and
+// an *Error unchanged.
 func Fail(op, name string, err error) error { return fail(op, name, err) }
 
-// fail makes an error of an operation.
+// fail returns the error of an operation.
 func fail(op, name string, err error) error {
 	if err == nil {
 		return nil
@@ -107,7 +107,7 @@ func fail(op, name string, err error) error {
 	return &records.Error{Op: op, Sandbox: name, Code: code, Remedy: remedies[code], Err: err}
 }
 
-// CodeOf is the code of any error.
+// CodeOf returns the code of any error.
 func CodeOf(err error) records.Code {
 	var have *records.Error
 	switch {
@@ -118,7 +118,7 @@ func CodeOf(err error) records.Code {
 	case errors.Is(err, lifetime.ErrKeep):
 		return "metadata"
 	}
-	// That the guest does not answer says less than that the time is up.
+	// A guest that does not answer says less than a deadline that has passed.
 	code := control.ErrorCode(err)
 	if code != "" && (!strings.HasPrefix(code, "guest-") || !errors.Is(err, context.DeadlineExceeded) && !errors.Is(err, context.Canceled)) {
 		return records.Code(code)

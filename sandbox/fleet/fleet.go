@@ -13,9 +13,9 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// Fleet are the sandboxes of a host. Its methods may be called from any goroutine, and those of several Fleets of one
-// host from any process. What an operation has done is on disk when it returns. Each may be repeated when its outcome
-// is not known. Errors are *records.Error.
+// Fleet is the sandboxes of a host. Its methods may be called from any goroutine, and several processes may have
+// Fleets of one host. The result of an operation is on disk when it returns. An operation with an unknown outcome
+// may be repeated. Errors are *records.Error.
 type Fleet struct {
 	host  *sandbox.Host
 	state *state.Store
@@ -25,13 +25,13 @@ type Fleet struct {
 	cache map[string]cached
 }
 
-// Options of New.
+// Options configure New.
 type Options struct {
 	// Now is the clock; nil is the host's.
 	Now func() time.Time
 }
 
-// New makes a Fleet.
+// New returns a Fleet.
 func New(h *sandbox.Host, o Options) *Fleet {
 	if o.Now == nil {
 		o.Now = time.Now
@@ -54,9 +54,9 @@ func (f *Fleet) get(name string) (records.Sandbox, error) {
 	return describe(r, l, err).At(f.now()), nil
 }
 
-// Fork makes children of a sandbox. When it is repeated with the same names, and these are forks of the sandbox
-// already, they are returned as they are. When some are there and some not, the error is sandbox.ErrExists and nothing
-// is made.
+// Fork makes children of a sandbox. If a call is repeated with the same names, and all of them are forks of the
+// sandbox already, it returns them unchanged. If only some exist, the error is sandbox.ErrExists and Fork makes
+// nothing.
 func (f *Fleet) Fork(ctx context.Context, name string, children []records.Child) ([]records.Sandbox, error) {
 	s, err := f.fork(ctx, name, children)
 	return s, fail("fork", name, err)
@@ -98,7 +98,7 @@ func (f *Fleet) fork(ctx context.Context, name string, children []records.Child)
 	return out, nil
 }
 
-// forks are the children if they are all there already.
+// forks returns the children if all of them exist already.
 func (f *Fleet) forks(parentID string, children []records.Child) ([]records.Sandbox, error) {
 	var out []records.Sandbox
 	for _, c := range children {
@@ -117,7 +117,7 @@ func (f *Fleet) forks(parentID string, children []records.Child) ([]records.Sand
 	return out, nil
 }
 
-// Update changes a sandbox: first what is said of the VM (sandbox.Sandbox.SetSpec, which wants most only of one that
+// Update changes a sandbox: first the VM (sandbox.Sandbox.SetSpec, which allows most changes only while the VM
 // does not run), then the metadata.
 func (f *Fleet) Update(ctx context.Context, name string, c records.Changes) (records.Sandbox, error) {
 	s, err := f.update(ctx, name, c)
@@ -156,7 +156,7 @@ func (f *Fleet) update(ctx context.Context, name string, c records.Changes) (rec
 		}
 		return nil
 	}
-	// What the metadata would be is checked before anything is changed.
+	// Check the new metadata before any change.
 	l, lerr := f.state.Metadata(name)
 	if err := change(&l, lerr); err != nil {
 		return records.Sandbox{}, err
@@ -182,7 +182,7 @@ func set[T any](to, from *T) {
 	}
 }
 
-// Extend lets a sandbox last until a time at least: one that lasts longer, or for ever, is left as it is.
+// Extend makes a sandbox last at least until a time. One that lasts longer, or never expires, stays unchanged.
 func (f *Fleet) Extend(ctx context.Context, name string, until time.Time) (records.Sandbox, error) {
 	_, err := f.state.SetMetadata(ctx, name, func(l *spec.Metadata, unreadable error) error {
 		if unreadable != nil {

@@ -14,21 +14,21 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// Prune does what metadata say is to be done by now: it puts expired sandboxes to sleep, removes those whose time is
-// over, and deletes sleeps that are not kept, disks that sandboxes have left which were taken back, and what nothing
-// needs. With dryRun it only says so. What one step fails with is a problem, and in no other's way.
+// Prune does what the metadata make due: it puts expired sandboxes to sleep, removes those whose time is over, and
+// deletes sleeps that are not kept, disks left by sandboxes that were taken back, and everything unneeded. With
+// dryRun it only reports this. A failed step is a problem, and does not stop other steps.
 func (f *Fleet) Prune(ctx context.Context, dryRun bool) (records.Pruned, error) {
 	p, err := f.prune(ctx, dryRun, true)
 	return p, fail("prune", "", err)
 }
 
-// Keep is Prune as it may be done without being asked for: the disks that sandboxes have left stay.
+// Keep is Prune for automatic use: it leaves the disks of sandboxes that were taken back.
 func (f *Fleet) Keep(ctx context.Context) (records.Pruned, error) {
 	p, err := f.prune(ctx, false, false)
 	return p, fail("prune", "", err)
 }
 
-// Due says whether there is a sandbox to be put to sleep or removed by now, at less cost than Prune.
+// Due reports whether a sandbox must be put to sleep or removed now. It costs less than Prune.
 func (f *Fleet) Due() (bool, error) {
 	all, err := f.state.List()
 	var sandboxes []lifetime.Sandbox
@@ -50,7 +50,7 @@ func (f *Fleet) prune(ctx context.Context, dryRun, abandoned bool) (records.Prun
 		return p, err
 	}
 	all, err := f.state.List()
-	whole := err == nil // else a sleep may be of a sandbox that cannot be read
+	whole := err == nil // else a sleep may belong to an unreadable sandbox
 	p.Problems = append(p.Problems, lines(err)...)
 	var sandboxes []lifetime.Sandbox
 	for _, r := range all {
@@ -105,7 +105,7 @@ func (f *Fleet) prune(ctx context.Context, dryRun, abandoned bool) (records.Prun
 	}
 	p.Histories, err = f.state.ForgetRemoved(f.now().Add(-state.HistoryTime))
 	problem(err)
-	// It looks again by itself, with everything locked that it has to be sure of.
+	// The sweep looks again by itself, with everything locked that it relies on.
 	sweep := f.state.Sweep
 	if abandoned {
 		sweep = f.state.SweepAbandoned
@@ -119,12 +119,12 @@ func (f *Fleet) prune(ctx context.Context, dryRun, abandoned bool) (records.Prun
 	return p, nil
 }
 
-// kindSleep is the kind of snapshot that a sandbox sleeps in: sandbox.SnapshotInfo.
+// kindSleep is the kind of a snapshot that a sandbox sleeps in, kindAbandoned that of an abandoned disk.
 const kindSleep, kindAbandoned = "sleep", "abandoned"
 
 const whyAbandoned lifetime.Why = "its sandbox was taken back"
 
-// untold says whether there is to be an event of a sandbox's expiry.
+// untold reports whether an event of a sandbox's expiry is missing.
 func (f *Fleet) untold(s lifetime.Sandbox) bool {
 	if s.Unknown || !lifetime.Expired(s.Expires, f.now()) {
 		return false
@@ -133,7 +133,7 @@ func (f *Fleet) untold(s lifetime.Sandbox) bool {
 	return err == nil && lifetime.Expired(l.Expires, f.now()) && !l.ExpiryTold.Equal(l.Expires)
 }
 
-// lasts is what counts of a VM for how long it lasts.
+// lasts returns the part of a VM that decides how long it lasts.
 func (f *Fleet) lasts(r *state.Record) lifetime.Sandbox {
 	l, err := f.state.Metadata(r.Spec.Name)
 	return lasts(r, l, err)
@@ -156,15 +156,15 @@ func (f *Fleet) again(step lifetime.Step) lifetime.Plan {
 	return lifetime.Decide([]lifetime.Sandbox{f.lasts(r)}, nil, f.now())
 }
 
-// errGone ends a change of metadata that is not there any more; errStays says that its sandbox is not to be removed
-// after all.
+// errGone ends a change of metadata that were removed. errStays means that the sandbox must not be removed after
+// all.
 var (
 	errGone  = errors.New("the sandbox was removed")
 	errStays = errors.New("the sandbox stays")
 )
 
-// expire removes a sandbox if that is still to be done. The metadata is locked meanwhile: whoever extends it does so
-// before, and then it stays, or finds it gone.
+// expire removes a sandbox if that is still due. It holds the lock of the metadata: a caller that extends the
+// sandbox does so before, and it stays, or finds it gone.
 func (f *Fleet) expire(ctx context.Context, step lifetime.Step) (freed spec.Freed, err error) {
 	_, err = f.state.SetMetadata(ctx, step.Name, func(l *spec.Metadata, unreadable error) error {
 		r, err := f.state.Get(step.Name)
@@ -175,7 +175,7 @@ func (f *Fleet) expire(ctx context.Context, step lifetime.Step) (freed spec.Free
 		if r.ID != step.ID || len(plan.Remove) == 0 {
 			return errStays
 		}
-		// Only an ephemeral one that has expired is removed while it runs. The others have been put to sleep, or were
+		// Only an expired ephemeral sandbox is removed while it runs. The others were put to sleep, or were
 		// started again just now.
 		force := l.Class == lifetime.Ephemeral && plan.Remove[0].Why == lifetime.WhyExpired
 		if err = f.host.Sandbox(step.Name).Delete(ctx, sandbox.DeleteOptions{Force: force, Freed: &freed}); err != nil {

@@ -18,7 +18,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// describe is the row of a VM.
+// describe returns the row of a VM.
 func describe(r *state.Record, l spec.Metadata, unreadable error) records.Sandbox {
 	s := records.Sandbox{
 		ID: r.ID, Name: r.Spec.Name, Class: l.EffectiveClass(), Owner: l.Owner, Purpose: l.Purpose,
@@ -47,7 +47,7 @@ func describe(r *state.Record, l spec.Metadata, unreadable error) records.Sandbo
 	return s
 }
 
-// status is what a record says, its time aside.
+// status returns the status in a record, without regard to expiry.
 func status(r *state.Record) records.Status {
 	switch r.Phase {
 	case state.Running:
@@ -66,14 +66,14 @@ func status(r *state.Record) records.Status {
 	return records.Crashed
 }
 
-// cached is a row with the stamp of the files that it was made of.
+// cached is a row with the stamp of the files that it was made from.
 type cached struct {
 	stamp string
 	row   records.Sandbox
 }
 
-// rows are those of all sandboxes, in the order of their names. The files of one that has not changed since the last
-// call, and has no process that might have died, are not read again. Problems are of sandboxes that cannot be read.
+// rows returns the rows of all sandboxes, in the order of their names. It does not read a sandbox's files again if
+// they are unchanged and no process of it may have died. problems are unreadable sandboxes.
 func (f *Fleet) rows(ctx context.Context) (out []records.Sandbox, problems []string, err error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -99,7 +99,7 @@ func (f *Fleet) rows(ctx context.Context) (out []records.Sandbox, problems []str
 			}
 			m, merr := f.state.Metadata(name)
 			c = cached{stamps[name], describe(r, m, merr)}
-			if merr != nil || r.Fork != nil && r.Snapshot == "" { // its parent may be writing what it comes back from
+			if merr != nil || r.Fork != nil && r.Snapshot == "" { // its parent may be writing its snapshot
 				c.stamp = ""
 			}
 		}
@@ -110,7 +110,7 @@ func (f *Fleet) rows(ctx context.Context) (out []records.Sandbox, problems []str
 	return out, problems, nil
 }
 
-// run is a command as the audit trail tells of it.
+// run returns a command from its entry in the audit trail.
 func run(e audit.Entry) records.Run {
 	r := records.Run{ID: e.ID, Command: e.Argv, User: e.User, State: string(e.Status), Begun: e.Begin, Ended: e.End}
 	if o := e.Outcome; o != nil {
@@ -119,8 +119,8 @@ func run(e audit.Entry) records.Run {
 	return r.Bounded()
 }
 
-// List returns those that are there as their files say, in the order of their names. A Fleet remembers what it has
-// read, so keep one for several lists.
+// List returns the sandboxes as their files describe them, in the order of their names. A Fleet caches what it
+// reads, so keep one for several lists.
 func (f *Fleet) List(ctx context.Context, filter records.Filter) (records.List, error) {
 	if err := filter.Check(); err != nil {
 		return records.List{}, fail("list", "", err)
@@ -145,8 +145,8 @@ func lines(err error) []string {
 	return strings.Split(err.Error(), "\n")
 }
 
-// History returns what was run in a sandbox, as far as its audit trail goes back, and its last sleeps, which are
-// state.MaxSleeps at most. It can be named by its id as well. Of one that was removed it is what is left, for
+// History returns the commands that ran in a sandbox, as far as its audit trail goes back, and its last sleeps, at
+// most state.MaxSleeps. name may be its id as well. For a removed sandbox it returns what is left, for
 // state.HistoryTime.
 func (f *Fleet) History(ctx context.Context, name string, span records.Span) (records.History, error) {
 	h, err := f.history(ctx, name, span)
@@ -173,7 +173,7 @@ func (f *Fleet) history(ctx context.Context, name string, span records.Span) (h 
 		if ctx.Err() != nil {
 			return h, ctx.Err()
 		}
-		if err == nil && is.VM != r.ID { // it has just been replaced
+		if err == nil && is.VM != r.ID { // replaced just now
 			runs = records.Part[records.Run]{Span: span, At: runs.At}
 		}
 		h.Problems = lines(err)
@@ -200,7 +200,7 @@ func (f *Fleet) history(ctx context.Context, name string, span records.Span) (h 
 	return h, nil
 }
 
-// byNameOrID returns the record of a sandbox that is there.
+// byNameOrID returns the record of an existing sandbox.
 func (f *Fleet) byNameOrID(ctx context.Context, name string) (*state.Record, error) {
 	r, err := f.state.Get(name)
 	if !errors.Is(err, sandbox.ErrNotFound) || !state.IDPattern.MatchString(name) {

@@ -17,41 +17,41 @@ import (
 const DirName = "hooks.d"
 
 const (
-	// MaxHooks is how many executables are run; more is a failure of all.
+	// MaxHooks is the most executables that run. With more, none runs.
 	MaxHooks = 64
-	// maxNames is how many entries of the directory are looked at.
+	// maxNames is the most entries of the directory that are read.
 	maxNames = 1024
 )
 
-// ErrUnsafe says that somebody else than root and the user of this process could have written what is to be run.
+// ErrUnsafe means that a user other than root and this process's could have written a hook.
 var ErrUnsafe = errors.New("it is not run")
 
-// Found is what there is in a directory of hooks.
+// Found is the content of a directory of hooks.
 type Found struct {
-	// Hooks are the names of what is run, in order.
+	// Hooks are the names of the hooks to run, in order.
 	Hooks []string
-	// LeftOut are regular files that are not executable. Names that begin with a dot or end with ~ are not looked at.
+	// LeftOut are regular files that are not executable. Names that begin with a dot or end with ~ are ignored.
 	LeftOut []string
 }
 
 // Dir is the directory of hooks of a store.
 type Dir struct {
 	path, store string
-	// users own what is run.
+	// users may own hooks.
 	users []uint32
 }
 
-// In is the directory of hooks of a store, which need not exist.
+// In returns the directory of hooks of a store. It need not exist.
 func In(store string) Dir {
 	return Dir{path: filepath.Join(store, DirName), store: store, users: []uint32{0, uint32(os.Geteuid())}}
 }
 
-// Path is where it is.
+// Path returns the path of the directory.
 func (d Dir) Path() string { return d.path }
 
-// Look finds the hooks. One directory that is not there has none, which costs one system call. The error is ErrUnsafe,
-// with what to do, if anything in the directory is not what may be run: a hook that is left out could be the one that
-// stands against something.
+// Look finds the hooks. A missing directory has none, which costs one system call. If anything in the directory
+// may not run, the error is ErrUnsafe, with a remedy: the hook that is left out could be the one that would refuse
+// something.
 func (d Dir) Look() (Found, error) {
 	var st unix.Stat_t
 	err := unix.Lstat(d.path, &st)
@@ -73,7 +73,7 @@ func (d Dir) Look() (Found, error) {
 		st, err := d.check(name)
 		switch {
 		case errors.Is(err, fs.ErrNotExist):
-			// It has just been removed.
+			// It was removed just now.
 		case err != nil:
 			return Found{}, err
 		case st.Mode&0o111 == 0:
@@ -88,7 +88,7 @@ func (d Dir) Look() (Found, error) {
 	return out, nil
 }
 
-// checkDirs refuses a directory, of whose entry the attributes are given, into which others could have put a hook.
+// checkDirs refuses a directory, whose entry has the attributes st, that other users could write to.
 func (d Dir) checkDirs(st unix.Stat_t) error {
 	if st.Mode&unix.S_IFMT != unix.S_IFDIR {
 		return fmt.Errorf("%s: %w: it is no directory: put one in its place", d.path, ErrUnsafe)
@@ -96,26 +96,26 @@ func (d Dir) checkDirs(st unix.Stat_t) error {
 	if err := d.owned(d.path, st); err != nil {
 		return err
 	}
-	// Whoever can write to the store can put another directory there. It may be found through a link.
+	// A user who can write to the store can put another directory there. The store may be behind a link.
 	if err := unix.Stat(d.store, &st); err != nil {
 		return fmt.Errorf("looking for hooks of the host: %s: %w", d.store, err)
 	}
 	return d.owned(d.store, st)
 }
 
-// owned refuses what others may write to.
+// owned refuses a file that other users may write to.
 func (d Dir) owned(path string, st unix.Stat_t) error {
 	if !slices.Contains(d.users, st.Uid) {
 		return fmt.Errorf("%s: %w: it belongs to user %d: use `chown root`", path, ErrUnsafe, st.Uid)
 	}
-	// An access control list that lets others write has the bit of the group set (acl(5)).
+	// An access control list that lets other users write sets the group bit (acl(5)).
 	if perm := st.Mode & 0o7777; perm&0o022 != 0 {
 		return fmt.Errorf("%s: %w: others may write to it (mode %04o): use `chmod go-w`", path, ErrUnsafe, perm)
 	}
 	return nil
 }
 
-// check refuses a file that is not to be run.
+// check refuses a file that must not run.
 func (d Dir) check(name string) (st unix.Stat_t, err error) {
 	path := filepath.Join(d.path, name)
 	if err := unix.Lstat(path, &st); err != nil {
@@ -127,7 +127,7 @@ func (d Dir) check(name string) (st unix.Stat_t, err error) {
 	return st, d.owned(path, st)
 }
 
-// names are those that are looked at, in order.
+// names returns the names to look at, in order.
 func (d Dir) names() ([]string, error) {
 	f, err := os.Open(d.path)
 	if err != nil {

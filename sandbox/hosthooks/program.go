@@ -13,21 +13,21 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// hookPath is where programs find others. What the process of a VM has in its environment is of whoever has started it,
-// or a pool.
+// hookPath is the PATH of hooks. The environment of a VM's process comes from the process that started it, or from
+// a pool.
 const hookPath = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
-// outputDelay is how long a program that has ended is waited for, if others that it has started still have its output.
+// outputDelay is how long the output of an ended program is read if its children still hold it open.
 const outputDelay = time.Second
 
-// environment is all that a program gets of it.
+// environment returns the whole environment of a program.
 func (d Dir) environment(c call) []string {
 	return append([]string{"PATH=" + hookPath, "HOME=/", "LANG=C.UTF-8", "DROWSE_STATE=" + d.store}, c.env...)
 }
 
-// run runs a program. Its process group is killed when its time is up, and it itself with the thread that waits for it.
+// run runs a program. It kills its process group when the time is up. The program dies with the waiting thread.
 func (d Dir) run(ctx context.Context, name string, c call) (problem, output string) {
-	// Once more: hooks before it may have taken time.
+	// Again: hooks before it may have taken time.
 	st, err := d.check(name)
 	if err == nil && st.Mode&0o111 == 0 {
 		err = errNoHook
@@ -62,7 +62,7 @@ func (d Dir) run(ctx context.Context, name string, c call) (problem, output stri
 		defer t.Stop()
 		select {
 		case <-ended: //nolint:errcheck // its time was up
-			// It is late also if it has ended in this moment by itself.
+			// It counts as late even if it ended by itself in this moment.
 			return context.Cause(ctx).Error() + ": killed", out.text()
 		case <-t.C:
 			return context.Cause(ctx).Error() + ": killed, and has not ended yet", ""
@@ -86,7 +86,7 @@ func end(ctx context.Context, cmd *exec.Cmd) error {
 	exited := make(chan struct{})
 	go func() {
 		defer close(exited)
-		// Without taking its status, so that its number stays that of this group until nothing is sent to it any more.
+		// Without taking its status: so its number keeps naming this group until the last signal.
 		for errors.Is(unix.Waitid(unix.P_PID, cmd.Process.Pid, nil, unix.WEXITED|unix.WNOWAIT, nil), unix.EINTR) {
 		}
 	}()

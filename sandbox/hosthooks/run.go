@@ -15,7 +15,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/events"
 )
 
-// Words by which hooks are told what they are run for: their only argument.
+// Words that tell hooks what they run for: their only argument.
 const (
 	Create = "create"
 	Sleep  = "sleep"
@@ -25,7 +25,7 @@ const (
 	Remove = "remove"
 )
 
-// Word is what hooks are run for when a type of event is told; empty is nothing.
+// Word returns the word for a type of event; empty if hooks do not run for it.
 func Word(t events.Type) string {
 	switch t {
 	case events.Created:
@@ -44,45 +44,45 @@ func Word(t events.Type) string {
 	return ""
 }
 
-// backwards says that hooks are run in the reverse order, so that what was stopped last goes on first.
+// backwards reports whether hooks run in reverse order, so that what was stopped last starts first.
 func backwards(word string) bool { return word == Wake || word == Remove }
 
 // Bounds of hooks.
 const (
-	// DefaultEach is the time for one hook, and DefaultAll for all of one event together.
+	// DefaultEach is the time for one hook, and DefaultAll for all hooks of one event together.
 	DefaultEach = 10 * time.Second
 	DefaultAll  = 30 * time.Second
-	// MaxOutput is how much of the end of what a hook has printed is kept, in bytes.
+	// MaxOutput is how many bytes at the end of a hook's output are kept.
 	MaxOutput = 1 << 10
-	// maxProblem bounds what is said of a failure, in bytes.
+	// maxProblem is the most bytes of a failure's description.
 	maxProblem = 1 << 10
 )
 
 // Func is a hook that is a function of the program.
 type Func struct {
-	// Name is what it is called in reports.
+	// Name is the function's name in reports.
 	Name string
-	// Run is told of events, which hooks are run for: events.Created, Sleeping, Woken, SleepFailed, Forked, Expired and
-	// Removed. It must return when ctx ends, and may be called from several goroutines, of different sandboxes at once.
-	// An error stands against a sleep, and is reported otherwise. What does not return is left behind, and has failed;
-	// so has what panics.
+	// Run gets the events that hooks run for: events.Created, Sleeping, Woken, SleepFailed, Forked, Expired and
+	// Removed. It must return when ctx ends, and may be called from several goroutines, for different sandboxes at
+	// once. An error refuses a sleep; for other events it is reported. A function that panics has failed. One that
+	// does not return has failed as well, and is left behind.
 	Run func(ctx context.Context, e events.Event) error
 }
 
-// Hooks are those that are there at one time.
+// Hooks are the hooks found at one time.
 type Hooks struct {
 	all []hook
-	// each and all are the times that they have.
+	// each and limit are the times for one hook and for all.
 	each, limit time.Duration
 }
 
-// hook is one of them.
+// hook is a function or an executable.
 type hook struct {
 	name string
 	run  func(ctx context.Context, c call) (problem, output string)
 }
 
-// call is what a hook is told.
+// call is what a hook gets.
 type call struct {
 	word  string
 	event events.Event
@@ -90,10 +90,10 @@ type call struct {
 	env   []string
 }
 
-// None says that there are no hooks.
+// None reports whether there are no hooks.
 func (h Hooks) None() bool { return len(h.all) == 0 }
 
-// Find returns the functions, and the hooks of a directory after them.
+// Find returns the functions, followed by the hooks of a directory.
 func Find(d Dir, funcs []Func) (Hooks, error) {
 	h := Hooks{each: DefaultEach, limit: DefaultAll}
 	for _, f := range funcs {
@@ -106,13 +106,13 @@ func Find(d Dir, funcs []Func) (Hooks, error) {
 	return h, err
 }
 
-// Before runs the hooks for something that is about to be. The first failure ends it, unless ignore is set. It returns
-// those that were started, which are to be told if it is not, and what has failed.
+// Before runs the hooks before something happens. The first failure ends it, unless ignore is set. It returns the
+// hooks that it started, which the caller must tell if the thing does not happen, and the failures.
 func (h Hooks) Before(ctx context.Context, e events.Event, ignore bool) (started Hooks, failures []report.HookFailure) {
 	return h.tell(ctx, e, func() bool { return !ignore })
 }
 
-// After runs the hooks for something that has been, all of them, whatever fails.
+// After runs all hooks after something happened, whatever fails.
 func (h Hooks) After(ctx context.Context, e events.Event) []report.HookFailure {
 	_, failures := h.tell(ctx, e, func() bool { return false })
 	return failures
@@ -163,7 +163,7 @@ func (h Hooks) tell(ctx context.Context, e events.Event, stop func() bool) (star
 	return started, failures
 }
 
-// call runs a function.
+// call runs the function.
 func (f Func) call(ctx context.Context, c call) (problem, _ string) {
 	ended := make(chan string, 1)
 	go func() {
@@ -194,10 +194,10 @@ func (f Func) call(ctx context.Context, c call) (problem, _ string) {
 	return context.Cause(ctx).Error(), ""
 }
 
-// killTime is how long something that is late is waited for. A variable, so that tests need not wait as long.
+// killTime is how long a late hook gets to return. A variable, so that tests can shorten it.
 var killTime = 2 * time.Second
 
-// line makes a text fit for a line of a log, and cuts its beginning.
+// line makes a text fit for a line of a log, and cuts off its beginning if it is too long.
 func line(s string, n int) string {
 	s = strings.TrimSpace(strings.Map(func(r rune) rune {
 		switch {
@@ -214,7 +214,7 @@ func line(s string, n int) string {
 	return s
 }
 
-// program is the file of a hook.
+// program returns the file of a hook.
 func (d Dir) program(name string) string { return filepath.Join(d.path, name) }
 
 var errNoHook = errors.New("it is not executable any more")

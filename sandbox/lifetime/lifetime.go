@@ -10,28 +10,28 @@ import (
 	"time"
 )
 
-// Class says what is to become of a sandbox that has ended or expired.
+// Class says what happens to a sandbox that has ended or expired.
 type Class string
 
 // The classes.
 const (
-	// Ephemeral: it is removed, with everything that tells of it, when its guest has ended, its process was killed or
-	// it has expired.
+	// Ephemeral: it is removed, with every trace of it, when its guest has ended, its process was killed or it has
+	// expired.
 	Ephemeral Class = "ephemeral"
-	// Resumable: it sleeps and wakes. When it has expired it is put to sleep and cannot be woken; it is removed
+	// Resumable: it sleeps and wakes. When it has expired it is put to sleep and cannot be woken. It is removed
 	// Keep.Expired later.
 	Resumable Class = "resumable"
-	// Workspace: as Resumable, but nothing removes it except whoever asks for that.
+	// Workspace: as Resumable, but it is only removed on request.
 	Workspace Class = "workspace"
 )
 
 // Classes are all classes.
 var Classes = []Class{Ephemeral, Resumable, Workspace}
 
-// ErrKeep says that sandboxes or snapshots cannot be kept like that.
+// ErrKeep means that a lifetime or a persistence is invalid.
 var ErrKeep = errors.New("invalid lifetime")
 
-// Check refuses what is no class.
+// Check returns an error unless c is one of the classes.
 func (c Class) Check() error {
 	if !slices.Contains(Classes, c) {
 		return fmt.Errorf("%w: class %q: use ephemeral, resumable or workspace", ErrKeep, c)
@@ -39,13 +39,13 @@ func (c Class) Check() error {
 	return nil
 }
 
-// Keep says what is kept for how long. The zero value keeps of a sandbox's sleeps the one that it comes back from.
+// Keep says what is kept and how long. The zero value keeps only the sleep that a sandbox comes back from.
 type Keep struct {
-	// Last is how many of its sleeps are kept, the newest ones: 0 to MaxLast. 0 keeps none for being among the last.
+	// Last is how many of its newest sleeps are kept: 0 to MaxLast. With 0, no sleep is kept for this reason.
 	Last int `json:"last,omitempty"`
-	// For is for how many seconds a sleep is kept: 0 to MaxSeconds.
+	// For is how many seconds a sleep is kept: 0 to MaxSeconds.
 	For int64 `json:"for_seconds,omitempty"`
-	// Expired is for how many seconds a resumable sandbox is kept that has expired: 0 is DefaultExpired.
+	// Expired is how many seconds an expired resumable sandbox is kept; 0 is DefaultExpired.
 	Expired int64 `json:"expired_seconds,omitempty"`
 }
 
@@ -56,7 +56,7 @@ const (
 	DefaultExpired = 24 * 60 * 60
 )
 
-// Check refuses what is out of its limits.
+// Check returns an error for values out of bounds.
 func (k Keep) Check() error {
 	switch {
 	case k.Last < 0 || k.Last > MaxLast:
@@ -69,7 +69,7 @@ func (k Keep) Check() error {
 	return nil
 }
 
-// String is what ParseKeep takes.
+// String returns the text form that ParseKeep reads.
 func (k Keep) String() string {
 	var parts []string
 	if k.Last != 0 {
@@ -84,8 +84,7 @@ func (k Keep) String() string {
 	return strings.Join(parts, ",")
 }
 
-// ParseKeep reads "last=5,for=72h,expired=24h", of which each part may be missing. Times are whole seconds, with d for
-// days.
+// ParseKeep reads "last=5,for=72h,expired=24h"; each part is optional. Times are whole seconds, with d for days.
 func ParseKeep(text string) (k Keep, err error) {
 	if text == "" {
 		return k, nil
@@ -119,7 +118,7 @@ func parseSeconds(text string) (int64, error) {
 	return int64(d / time.Second), err
 }
 
-// ParseDuration reads a duration of whole seconds of at most MaxSeconds, as 90s, 12h or 7d.
+// ParseDuration reads a duration of whole seconds of at most MaxSeconds, such as 90s, 12h or 7d.
 func ParseDuration(text string) (time.Duration, error) {
 	var d time.Duration
 	if days, ok := strings.CutSuffix(text, "d"); ok {
@@ -140,38 +139,38 @@ func ParseDuration(text string) (time.Duration, error) {
 	return d, nil
 }
 
-// Sandbox is what counts of a sandbox.
+// Sandbox is the part of a sandbox that decides how long it lasts.
 type Sandbox struct {
 	ID, Name string
 	Class    Class
 	Keep     Keep
 	// Expires is zero for never.
 	Expires time.Time
-	// Running says that it has a process, or is about to. Ended says that its guest has ended, or its process was
-	// killed.
+	// Running reports that it has a process or soon will. Ended reports that its guest has ended or its process
+	// was killed.
 	Running, Ended bool
-	// Needs are the snapshots that it comes back from, or may be taken back to at once.
+	// Needs are the snapshots that it comes back from, or can be taken back to at once.
 	Needs []string
-	// Unknown says that it could not be read for how long it lasts: nothing of it is removed.
+	// Unknown reports that its lifetime could not be read: nothing of it is removed.
 	Unknown bool
 }
 
-// Expired says whether a time of expiry, zero for never, has come.
+// Expired reports whether a time of expiry, zero for never, has come.
 func Expired(expires, now time.Time) bool { return !expires.IsZero() && !now.Before(expires) }
 
-// Sleep is a snapshot that a sandbox has slept in.
+// Sleep is a snapshot that a sandbox slept in.
 type Sleep struct {
 	ID string
-	// Owner is the id of the sandbox that it is of, which may be gone.
+	// Owner is the id of its sandbox, which may be gone.
 	Owner   string
 	Created time.Time
-	// Tagged says that somebody has marked it to be kept.
+	// Tagged reports that a user has marked it to be kept.
 	Tagged bool
-	// Bytes that removing it frees.
+	// Bytes is what its removal frees.
 	Bytes int64
 }
 
-// Why something is to be done.
+// Why is the reason for a step.
 type Why string
 
 // The reasons.
@@ -187,21 +186,21 @@ type Step struct {
 	ID   string `json:"id"`
 	Name string `json:"name,omitempty"`
 	Why  Why    `json:"why"`
-	// Bytes is what a snapshot frees.
+	// Bytes is what the deletion of a snapshot frees.
 	Bytes int64 `json:"bytes,omitempty"`
 }
 
-// Plan is what is to be done, in this order.
+// Plan is what must be done, in this order.
 type Plan struct {
-	// Sleep are sandboxes to put to sleep, and Remove those to remove.
+	// Sleep are sandboxes to put to sleep, and Remove sandboxes to remove.
 	Sleep  []Step `json:"sleep"`
 	Remove []Step `json:"remove"`
-	// Snapshots are sleeps to delete, besides those that go with the sandboxes.
+	// Snapshots are sleeps to delete, beside those that go with the sandboxes.
 	Snapshots []Step `json:"old_sleeps"`
 }
 
-// Decide says what is to be done at a time. The order of what it is given does not matter. What is in a Plan was
-// true when it was asked: whoever carries it out looks again.
+// Decide returns what must be done at a time. The order of its arguments' elements does not matter. A Plan holds
+// for the moment of the call: the caller must check again when it carries a step out.
 func Decide(sandboxes []Sandbox, sleeps []Sleep, now time.Time) Plan {
 	p := Plan{Sleep: []Step{}, Remove: []Step{}, Snapshots: []Step{}}
 	going := map[string]bool{}
@@ -240,7 +239,7 @@ func Decide(sandboxes []Sandbox, sleeps []Sleep, now time.Time) Plan {
 	return p
 }
 
-// removal is when an expired sandbox is to be removed, zero for never.
+// removal returns when an expired sandbox must be removed, zero for never.
 func (s Sandbox) removal() time.Time {
 	if s.Expires.IsZero() {
 		return time.Time{}
@@ -248,9 +247,9 @@ func (s Sandbox) removal() time.Time {
 	return s.Expires.Add(time.Duration(cmp.Or(s.Keep.Expired, DefaultExpired)) * time.Second)
 }
 
-// Unkept are the sleeps that nothing keeps: no sandbox needs them, nobody has tagged them, and their sandbox keeps
-// neither so many nor for so long, or is gone. Those of a sandbox that runs are left alone: one may have been written
-// just now and not be in its record yet.
+// Unkept returns the sleeps that nothing keeps: no sandbox needs them, they have no tag, and their sandbox is gone
+// or keeps fewer sleeps and for less long. It leaves out sleeps of a running sandbox: one may be new and not in
+// the sandbox's record yet.
 func Unkept(sandboxes []Sandbox, sleeps []Sleep, now time.Time) []Sleep {
 	owners, needed := map[string]Sandbox{}, map[string]bool{}
 	for _, s := range sandboxes {

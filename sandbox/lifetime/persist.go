@@ -9,13 +9,13 @@ import (
 	"unicode/utf8"
 )
 
-// Persist says what of a sandbox does not persist over its sleeps. The zero value is that all does.
+// Persist says what does not persist over a sandbox's sleeps. With the zero value everything persists.
 type Persist struct {
 	// Drop are directories in the guest whose contents are removed before each sleep: absolute, clean paths.
 	Drop []string `json:"drop,omitempty"`
-	// Promote are files and directories in the guest that are copied to the host before that.
+	// Promote are files and directories in the guest. They are copied to the host before the drops.
 	Promote []Promotion `json:"promote,omitempty"`
-	// MaxBytes is how much data its writable disk may have when it sleeps; 0 is as much as the disk takes.
+	// MaxBytes is how much data its writable disk may have when it sleeps; 0 is no limit.
 	MaxBytes int64 `json:"max_bytes,omitempty"`
 }
 
@@ -36,19 +36,19 @@ const (
 	MaxPersistPaths = 4096
 )
 
-// Empty says that all persists.
+// Empty reports whether everything persists.
 func (p Persist) Empty() bool { return len(p.Drop) == 0 && len(p.Promote) == 0 && p.MaxBytes == 0 }
 
-// Clone is a copy that shares nothing.
+// Clone returns a copy that shares nothing.
 func (p Persist) Clone() Persist {
 	p.Drop, p.Promote = slices.Clone(p.Drop), slices.Clone(p.Promote)
 	return p
 }
 
-// notOfDisk are directories in a guest that hold no files which a sleep would store.
+// notOfDisk are directories in a guest without files that a sleep would store.
 var notOfDisk = []string{"/proc", "/sys", "/dev", "/run"}
 
-// Check refuses what is out of its limits.
+// Check returns an error for values out of bounds.
 func (p Persist) Check() error {
 	switch {
 	case len(p.Drop) > MaxDrops:
@@ -93,7 +93,7 @@ func (p Persist) Check() error {
 	return nil
 }
 
-// checkPath refuses what does not name one thing below a root.
+// checkPath returns an error for a path that does not name one thing below a root.
 func checkPath(what, p string) error {
 	switch {
 	case len(p) > MaxPersistPath:
@@ -106,10 +106,10 @@ func checkPath(what, p string) error {
 	return nil
 }
 
-// within says that a path is another one, or below it. Both are clean.
+// within reports whether p is dir or below it. Both must be clean.
 func within(p, dir string) bool { return p == dir || strings.HasPrefix(p, dir+"/") }
 
-// Promoted says whether a directory that is dropped has something in it, or is in something, that is promoted.
+// Promoted reports whether a dropped directory contains something promoted, or is inside it.
 func (p Persist) Promoted(drop string) bool {
 	return slices.ContainsFunc(p.Promote, func(m Promotion) bool { return within(m.Path, drop) || within(drop, m.Path) })
 }

@@ -1,5 +1,5 @@
-// Package limits says what the awake VMs of a store may have of the host together, and holds them to it. No process has
-// to be alive for that.
+// Package limits sets what the awake VMs of a store may use of the host together, and enforces it. That needs no
+// permanent process.
 package limits
 
 import (
@@ -13,14 +13,14 @@ import (
 	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
-// Limits are what the awake VMs of a store may have of the host together. They hold for starts from the next on.
+// Limits are what the awake VMs of a store may use of the host together. New limits apply to later starts.
 type Limits struct {
-	// MemoryOvercommit is how many times the host's memory the RAM of all awake VMs may add up to: few guests use all
-	// of theirs. At least MinOvercommit.
+	// MemoryOvercommit is the ratio of the RAM of all awake VMs to the host's memory. It may exceed 1, since few
+	// guests use all of their RAM. At least MinOvercommit.
 	MemoryOvercommit float64 `json:"memory_overcommit"`
-	// WakeReservePercent of that is for VMs that wake; those that boot, are cloned or forked leave it free.
+	// WakeReservePercent of that is reserved for VMs that wake. VMs that boot, are cloned or forked leave it free.
 	WakeReservePercent int `json:"wake_reserve_percent"`
-	// MemoryWaitSeconds is how long a start waits for others to end or sleep before it fails.
+	// MemoryWaitSeconds is how long a start waits for other VMs to end or sleep before it fails.
 	MemoryWaitSeconds int `json:"memory_wait_seconds"`
 }
 
@@ -32,15 +32,15 @@ const (
 	MaxMemoryWaitSeconds  = 3600
 )
 
-// ErrLimits says that limits cannot be like that.
+// ErrLimits means that limits are invalid.
 var ErrLimits = errors.New("impossible limits")
 
-// Default holds for a store without a file of limits.
+// Default applies to a store without a file of limits.
 var Default = Limits{MemoryOvercommit: 4, WakeReservePercent: 10, MemoryWaitSeconds: 30}
 
 const limitsFile = "limits.json"
 
-// Read returns those of the store in a directory.
+// Read returns the limits of the store in a directory.
 func Read(dir string) (Limits, error) {
 	path := filepath.Join(dir, limitsFile)
 	b, err := os.ReadFile(path)
@@ -60,7 +60,7 @@ func Read(dir string) (Limits, error) {
 	return l, nil
 }
 
-// Write replaces those of the store in a directory.
+// Write replaces the limits of the store in a directory.
 func (l Limits) Write(dir string) error {
 	if err := l.validate(); err != nil {
 		return err

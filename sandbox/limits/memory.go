@@ -17,25 +17,25 @@ import (
 	"github.com/drowse-vm/drowse/vmm"
 )
 
-// The ledger of the host's memory is memory.lock, in which each awake VM has as many bytes locked as it has MiB of RAM
-// (fcntl(2), open file description locks). Nothing is written to it and nothing has to be tidied up: the kernel ends
-// the locks of a process that dies, in whatever way. Beyond the bytes of memory there are three more.
+// The ledger of the host's memory is the file memory.lock. Each awake VM locks one byte per MiB of its RAM in it
+// (fcntl(2), open file description locks). The file stays empty and needs no cleanup: the kernel ends the locks of
+// a dead process. Beyond the bytes of memory there are three more.
 const (
 	memoryLedger = "memory.lock"
 
 	ledgerMemory = int64(1) << 40 // bytes of memory are below this
-	ledgerTake   = ledgerMemory   // held while bytes are looked for and locked
+	ledgerTake   = ledgerMemory   // held while bytes are searched and locked
 	ledgerWakes  = ledgerMemory + 1
-	ledgerBoots  = ledgerMemory + 2 // these two are held by the first who waits, behind which others queue up
+	ledgerBoots  = ledgerMemory + 2 // these two are held by the first waiter, behind which others queue
 
-	// Waiting polls after an eighth of the time waited so far, within these bounds.
+	// A waiter polls after an eighth of its waiting time so far, within these bounds.
 	minLedgerPoll, maxLedgerPoll = 200 * time.Microsecond, 10 * time.Millisecond
 )
 
-// AdmitMemory waits until the host has room for an awake VM of so many MiB, and takes it until release is called or
-// this process has ended. A wake may use what others leave free for wakes, and does not wait behind others. The first
-// that waits is served before those that come later. AdmitMemory fails with vmm.ErrHostMemory when there is no room
-// after MemoryWaitSeconds or there never will be, and with the cause of ctx.
+// AdmitMemory waits until the host has room for an awake VM of mib MiB, and takes it until release is called or
+// this process has ended. A wake may use the reserve for wakes, and does not wait behind boots. Waiters of one
+// kind are served in order of arrival. AdmitMemory fails with vmm.ErrHostMemory if there is no room after
+// MemoryWaitSeconds or can never be, and with the cause of ctx.
 func AdmitMemory(ctx context.Context, dir string, mib int, wake bool) (release func() error, err error) {
 	defer func() {
 		if err != nil {
@@ -82,7 +82,7 @@ func AdmitMemory(ctx context.Context, dir string, mib int, wake bool) (release f
 	return l.f.Close, nil
 }
 
-// AwakeMemory says how many MiB of RAM awake VMs have, and how many they may have.
+// AwakeMemory returns how many MiB of RAM awake VMs have, and how many they may have.
 func AwakeMemory(dir string) (used, capacity int64, err error) {
 	limits, err := Read(dir)
 	if err != nil {
@@ -107,7 +107,7 @@ func AwakeMemory(dir string) (used, capacity int64, err error) {
 	return used, capacity, nil
 }
 
-// memory is how many MiB awake VMs may have.
+// memory returns how many MiB awake VMs may have.
 func (l Limits) memory() (int64, error) {
 	total, err := vmm.HostMemory()
 	return int64(float64(total>>20) * l.MemoryOvercommit), err
@@ -121,10 +121,10 @@ func openLedger(dir string) (*ledger, error) {
 	return &ledger{f}, nil
 }
 
-// ledger is an open file of the ledger; its locks are this one's.
+// ledger is an open file of the ledger. Its locks belong to the file.
 type ledger struct{ f *os.File }
 
-// await calls try until it says true.
+// await calls try until it returns true.
 func (l *ledger) await(ctx context.Context, try func() (bool, error)) error {
 	for begin := time.Now(); ; {
 		if ok, err := try(); ok || err != nil {
@@ -138,7 +138,7 @@ func (l *ledger) await(ctx context.Context, try func() (bool, error)) error {
 	}
 }
 
-// take locks so many free bytes below capacity, wherever they are, or none. The host must have memory as well.
+// take locks n free bytes below capacity, wherever they are, or none. The host must have memory available as well.
 func (l *ledger) take(n, capacity int64) (ok bool, err error) {
 	if enough, err := memoryAvailable(); err != nil || !enough {
 		return false, err
@@ -168,8 +168,8 @@ func (l *ledger) take(n, capacity int64) (ok bool, err error) {
 	return n == 0, nil
 }
 
-// taken finds the first bytes from at on that others have locked; they begin at end if there are none. The kernel says
-// any that are locked, not the first.
+// taken finds the first bytes from at on that other files have locked; begin is end if there are none. The kernel
+// reports some locked bytes, not the first.
 func (l *ledger) taken(at, end int64) (begin, after int64, err error) {
 	for begin, after = end, end; begin > at; {
 		lock := unix.Flock_t{Type: unix.F_WRLCK, Start: at, Len: begin - at}
@@ -184,7 +184,7 @@ func (l *ledger) taken(at, end int64) (begin, after int64, err error) {
 	return begin, after, nil
 }
 
-// lock locks bytes unless somebody else has some of them.
+// lock locks bytes, unless another file has locked some of them.
 func (l *ledger) lock(at, n int64) (bool, error) {
 	err := l.control(unix.F_OFD_SETLK, &unix.Flock_t{Type: unix.F_WRLCK, Start: at, Len: n})
 	if errors.Is(err, unix.EAGAIN) || errors.Is(err, unix.EACCES) {
@@ -210,11 +210,11 @@ func (l *ledger) control(cmd int, lock *unix.Flock_t) error {
 	}
 }
 
-// memoryFloor is what the host has to have available for a VM to be started: what wakes and boots touch at once, and
-// what keeps the host from looking for a process to kill.
+// memoryFloor is what the host must have available to start a VM: what wakes and boots touch at once, and a margin
+// that keeps the host from killing processes for memory.
 const memoryFloor = 128 << 20
 
-// memoryAvailable reports whether it has (proc_meminfo(5)).
+// memoryAvailable reports whether the host has that much (proc_meminfo(5)).
 func memoryAvailable() (bool, error) {
 	f, err := os.Open("/proc/meminfo")
 	if err != nil {

@@ -11,14 +11,14 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/supervisor"
 )
 
-// Bounds of looking at what a store takes on disk, which is a call for each file.
+// Bounds of measuring what a store takes on disk, which is a call for each file.
 const (
-	// weighEvery is for how long the figures are given out at least. When looking takes long, they are given out for
+	// weighEvery is how long figures are reused at least. If a measurement takes long, they are reused for
 	// weighPart times as long.
 	weighEvery = time.Minute
 	weighPart  = 20
-	// weighTime bounds one look. One that takes longer leaves the figures as they were, and drowse_store_bytes_readable
-	// says so.
+	// weighTime bounds one measurement. A longer one leaves the figures unchanged, and drowse_store_bytes_readable
+	// reports that.
 	weighTime = 10 * time.Second
 )
 
@@ -29,12 +29,12 @@ var (
 	storeReadDesc = prometheus.NewDesc("drowse_store_bytes_readable", "1 if drowse_store_bytes is of the last look, and 0 if that failed and it is of an earlier one.", nil, nil)
 )
 
-// disk are figures of what a store takes, as of the last look.
+// disk holds the figures of what a store takes, as of the last measurement.
 type disk struct {
 	ask func(ctx context.Context) (state.Usage, error)
 	now func() time.Time
 
-	mu     sync.Mutex // guards what follows, and is held while it is looked
+	mu     sync.Mutex // guards what follows, and is held during a measurement
 	next   time.Time
 	usage  state.Usage
 	known  bool
@@ -87,7 +87,7 @@ var (
 	poolFailedDesc = prometheus.NewDesc("drowse_pool_failed_total", "How often a process of the pool could not be made, or ended while it stood by.", nil, nil)
 )
 
-// pool are the figures of a supervisor's pool; without one there are none.
+// pool collects the figures of a supervisor's pool, if there is one.
 type pool struct{ counters *supervisor.Counters }
 
 func (pool) Describe(ch chan<- *prometheus.Desc) {

@@ -1,5 +1,5 @@
-// Package metrics says in figures, for Prometheus, what sandboxes do: how many there are in which status, and what the
-// process that serves them has done itself. docs/reference/telemetry.md has a line on each.
+// Package metrics reports to Prometheus what sandboxes do: how many have which status, and what the process that
+// serves them has done itself. docs/reference/telemetry.md has a line on each metric.
 package metrics
 
 import (
@@ -21,30 +21,30 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/supervisor"
 )
 
-// lookEvery is for how long the figures that are read from the files are given out before they are read again, however
-// often somebody asks.
+// lookEvery is how long figures from the files are reused before the files are read again, however often a client
+// asks.
 const lookEvery = 15 * time.Second
 
 // buckets of times in seconds: from 1 ms, in which a stage of a resume is done, to the minutes that a boot takes on a
 // soft KVM.
 var buckets = []float64{0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120}
 
-// stages are those of a resume that have a histogram: a name that is not here would be a label that somebody else
+// stages are the stages of a resume that have a histogram. Any other name would be a label that another process
 // chooses.
 var stages = map[string]bool{
 	"create_vm": true, "memory": true, "irqchip": true, "vcpus": true, "kvm_state": true, "prebuilt": true, "devices": true, "load": true, "import": true, "entry": true,
 	"agent_reached": true, "agent_answer": true, "resume_entry": true, "resume_ready": true, "network": true,
 }
 
-// Metrics are those of one process. Its methods may be called from any goroutine. Make it with New.
+// Metrics are the metrics of one process. Its methods may be called from any goroutine. Make it with New.
 type Metrics struct {
 	registry   *prometheus.Registry
 	operations *prometheus.HistogramVec
 	stages     *prometheus.HistogramVec
 }
 
-// New makes the metrics of a process that serves a host, whose observer (Observe) they have to be. counters are those
-// of its supervisor.
+// New returns the metrics of a process that serves a host. The host's observer must call Observe. counters are
+// those of the process's supervisor.
 func New(h *sandbox.Host, counters *supervisor.Counters, version string) *Metrics {
 	m := &Metrics{
 		registry: prometheus.NewRegistry(),
@@ -79,14 +79,14 @@ func New(h *sandbox.Host, counters *supervisor.Counters, version string) *Metric
 	return m
 }
 
-// Handler answers with the metrics.
+// Handler returns a handler that answers with the metrics.
 func (m *Metrics) Handler() http.Handler {
 	const atOnce = 4
 	return promhttp.HandlerFor(m.registry, promhttp.HandlerOpts{MaxRequestsInFlight: atOnce, Timeout: time.Minute})
 }
 
-// Observe notes what is done with sandboxes: a sandbox.Host's observer (control.Observer). What was done already is not
-// noted.
+// Observe counts operations on sandboxes: a sandbox.Host's observer (control.Observer). Operations that found
+// their work done are not counted.
 func (m *Metrics) Observe(ctx context.Context, _ control.OperationKind, _ string) (context.Context, func(*control.Operation)) {
 	return ctx, m.note
 }
@@ -98,7 +98,7 @@ func (m *Metrics) note(op *control.Operation) {
 	kind, outcome := op.Kind, "ok"
 	switch _, booted := op.Report.Stages["boot"]; {
 	case op.Err != nil:
-		outcome = string(fleet.CodeOf(op.Err)) // of a fixed set
+		outcome = string(fleet.CodeOf(op.Err)) // from a fixed set
 	case kind == control.OpWake && booted:
 		kind = control.OpStart // it had crashed
 	case kind == control.OpWake:
@@ -111,12 +111,12 @@ func (m *Metrics) note(op *control.Operation) {
 	m.operations.WithLabelValues(string(kind), outcome).Observe(op.Took.Seconds())
 }
 
-// files are the figures that are read from the files of the VMs, whoever has changed them.
+// files holds the figures from the files of the VMs, whichever process changed them.
 type files struct {
 	store *state.Store
 	fleet *fleet.Fleet
 
-	mu        sync.Mutex // guards what follows, and is held while they are read
+	mu        sync.Mutex // guards what follows, and is held while the files are read
 	at        time.Time
 	statuses  map[records.Status]int
 	snapshots map[string]int
@@ -131,7 +131,7 @@ var (
 	readDesc      = prometheus.NewDesc("drowse_files_readable", "1 if all files that these figures are from could be read, else 0.", nil, nil)
 )
 
-// kinds are those of snapshots; others count as "other".
+// kinds are the kinds of snapshots; others count as "other".
 var kinds = []string{"sleep", "named", "disk", "fork", "other"}
 
 func (*files) Describe(ch chan<- *prometheus.Desc) {

@@ -16,8 +16,8 @@ import (
 
 // Bounds of asking VMs.
 const (
-	// maxNetworks is of how many running VMs with a network there are figures: the first by name. Each has some twenty
-	// series, and is asked through its control socket.
+	// maxNetworks is the most running VMs with a network that have figures: the first by name. Each has some
+	// twenty series, and is asked through its control socket.
 	maxNetworks = 500
 	askedAtOnce = 8
 	askTime     = 2 * time.Second
@@ -37,12 +37,12 @@ var (
 		"Running sandboxes with a network of which there are no figures: they did not answer, or there are too many.", nil, nil)
 )
 
-// network are the figures of VMs that run, which their processes are asked for.
+// network holds figures that the processes of running VMs report.
 type network struct {
 	list func() ([]*state.Record, error)
 	ask  func(ctx context.Context, name string) (spec.NetworkStats, error)
 
-	mu      sync.Mutex // guards what follows, and is held while they are asked
+	mu      sync.Mutex // guards what follows, and is held while VMs are asked
 	at      time.Time
 	stats   []spec.NetworkStats
 	leftOut int
@@ -88,7 +88,7 @@ func (n *network) look() {
 	n.stats, n.leftOut = nil, 0
 	all, err := n.list()
 	if err != nil && len(all) == 0 {
-		return // drowse_files_readable says so
+		return // drowse_files_readable reports it
 	}
 	var names []string
 	for _, r := range all {
@@ -115,7 +115,7 @@ func (n *network) look() {
 			defer mu.Unlock()
 			switch {
 			case err == nil:
-				s.Name = name // its process says so too, and is not believed in what becomes a label
+				s.Name = name // the process also sends a name, which is not trusted as a label
 				n.stats = append(n.stats, s)
 			case !errors.Is(err, sandbox.ErrNotRunning) && !errors.Is(err, sandbox.ErrNotFound):
 				n.leftOut++

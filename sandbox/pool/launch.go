@@ -17,31 +17,31 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// Process is the process of a VM, or one that is to become it, as whoever starts or ends the VM has it.
+// Process is the process of a VM, or one that will become it, for the code that starts or ends the VM.
 type Process interface {
-	// Kill ends it, if it has not ended yet.
+	// Kill ends the process. It returns no error if it has ended already.
 	Kill() error
-	// Wait returns when it has ended, or says false after a time; 0 waits for as long as it takes.
+	// Wait returns true when the process has ended, or false after atMost; 0 waits without a limit.
 	Wait(atMost time.Duration) bool
-	// Close gives back what this process has of it. Its own life does not end by that.
+	// Close releases what this process holds of it. It does not end the process.
 	Close() error
 }
 
-// Processes are where VMs have their processes, in the place of the host's: package sandboxtest has them in memory.
+// Processes replaces the host's processes for VMs: package sandboxtest has them in memory.
 type Processes interface {
-	// Start starts one with an order. files are its log, where its control.Report goes, and what belongs to the order;
-	// they are the caller's.
+	// Start starts a process with an order. files are its log, the pipe for its control.Report, and the order's
+	// own files. The caller keeps them.
 	Start(s *state.Store, ord control.Order, files []*os.File) (Process, error)
-	// Find is the one of that number, whether it has ended or not.
+	// Find returns the process with that number, whether it has ended or not.
 	Find(pid int) (Process, error)
 }
 
-// Find is the process of a VM by the number in its record, whether it has ended or not. Close it.
+// Find returns the process of a VM by the number in its record, even if it has ended. The caller must close it.
 func (l Launcher) Find(pid int) (Process, error) {
 	if l.Processes != nil {
 		return l.Processes.Find(pid)
 	}
-	if pid == 0 { // the record has none
+	if pid == 0 { // the record names no process
 		return gone{}, nil
 	}
 	fd, err := unix.PidfdOpen(pid, 0)
@@ -61,14 +61,14 @@ func (gone) Kill() error             { return nil }
 func (gone) Wait(time.Duration) bool { return true }
 func (gone) Close() error            { return nil }
 
-// child is a Process that this process has started.
+// child is a Process that this process started.
 type child struct {
 	proc   *os.Process
 	exited chan struct{} // closed when it has ended
 }
 
-// startChild starts a process in a session of its own: it outlives the terminal and whoever started it.
-// ended, if not nil, is called when it has ended.
+// startChild starts a process in its own session: it outlives the terminal and its parent. ended, if not nil, is
+// called when the process has ended.
 func startChild(cmd *exec.Cmd, ended func()) (*child, error) {
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
 	if err := cmd.Start(); err != nil {
@@ -76,7 +76,7 @@ func startChild(cmd *exec.Cmd, ended func()) (*child, error) {
 	}
 	c := &child{proc: cmd.Process, exited: make(chan struct{})}
 	go func() {
-		_ = cmd.Wait() // so that it does not stay a zombie of a long-lived caller
+		_ = cmd.Wait() // or it would stay a zombie of a long-lived caller
 		close(c.exited)
 		if ended != nil {
 			ended()
@@ -112,7 +112,7 @@ func (c *child) Wait(atMost time.Duration) bool {
 	}
 }
 
-// foreign is a Process that is a child of another one, by a pidfd (pidfd_open(2)).
+// foreign is a Process that is a child of another process. It uses a pidfd (pidfd_open(2)).
 type foreign struct{ pidfd *os.File }
 
 // Kill implements Process.
@@ -144,8 +144,8 @@ func (f foreign) Wait(atMost time.Duration) bool {
 	}
 }
 
-// The process of a VM gets these variables of this one's environment: those that decide how its VM is, and others that
-// it and the Go runtime read. Any more, such as keys for a cloud, would be within reach of a guest that breaks out.
+// The process of a VM gets these variables of this process's environment: those that shape its VM, and others that
+// it and the Go runtime read. More, such as keys for a cloud, would be in reach of a guest that breaks out.
 var (
 	vmVariables = []string{
 		hostnet.RangeEnv, hostnet.Range6Env, instance.ProxyRootsEnv, instance.NoDirtyLogEnv, control.NoPageCacheEnv, control.GoMaxProcsEnv,
@@ -153,9 +153,9 @@ var (
 	otherVariables = []string{"PATH", "TMPDIR", "TZ", "SSL_CERT_FILE", "SSL_CERT_DIR", "GODEBUG", "GOGC", "GOMEMLIMIT", "GOTRACEBACK"}
 )
 
-// vmEnvironment is the environment of a VM's process.
+// vmEnvironment returns the environment of a VM's process.
 func vmEnvironment() []string {
-	env := []string{} // not nil, which would be all of this process's
+	env := []string{} // nil would pass on this process's whole environment
 	for _, name := range slices.Concat(vmVariables, otherVariables) {
 		if v, ok := os.LookupEnv(name); ok {
 			env = append(env, name+"="+v)
@@ -164,12 +164,12 @@ func vmEnvironment() []string {
 	return env
 }
 
-// program is what a process that stands by is of, as far as it matters to a VM: a process
-// of another version of drowse, or from elsewhere on the host, is not to become that of a VM. It says which file is
-// executed, with which first arguments and vmVariables, and in which namespaces (namespaces(7)).
+// program identifies a waiting process as far as it matters to a VM. A process of another version of drowse, or
+// from elsewhere on the host, must not become that of a VM. It names the executed file, its first arguments, the
+// vmVariables, and the namespaces (namespaces(7)).
 type program string
 
-// programOf says what a process is that this one starts by l now.
+// programOf identifies the process that l would start now.
 func programOf(l Launcher) (program, error) {
 	if len(l.Command) == 0 {
 		return "", fmt.Errorf("no program is configured for the process of a VM")

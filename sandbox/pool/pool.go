@@ -22,27 +22,25 @@ import (
 // MaxSize is the most processes that a Pool keeps ready.
 const MaxSize = 256
 
-// Options say what a Pool keeps.
+// Options configure a Pool.
 type Options struct {
-	// Processes is how many are ready: 1 to MaxSize.
+	// Processes is how many processes it keeps ready: 1 to MaxSize.
 	Processes int
-	// Shapes are what VMs they are made for, as many of each as its share of the list: 1 to
-	// MaxSize. Others can use them as well, and save only the start of the process.
+	// Shapes are the shapes that processes are made for, each in proportion to its share of the list: 1 to
+	// MaxSize. VMs of other shapes can use them as well, and save only the start of the process.
 	Shapes []spec.Shape
-	// Follow has each VM that is started take the place of the oldest shape, so that after a
-	// while the pool is one for the VMs that there are. Shapes may be empty then: it begins with
-	// those of the VMs that have been put to sleep last, or with that of a VM whose Spec says nothing.
+	// Follow makes the shape of each started VM replace the oldest shape, so the pool adapts to the VMs in use.
+	// Shapes may be empty then: the pool begins with the shapes of the VMs that went to sleep last, or with that
+	// of a VM whose Spec sets nothing.
 	Follow bool
-	// Log gets what goes wrong; nil discards it.
+	// Log gets errors; nil discards them.
 	Log *slog.Logger
 }
 
-// Pool keeps processes ready to be those of VMs that are to be woken, restored or
-// forked, each with what KVM has of a machine. A Launcher that has a pool takes a process
-// from it if one is ready, and starts one if not. The next is made when no VM of the pool's is
-// being started, since making it would be in their way. Processes that nobody has taken end with the
-// one that made them; those that were taken do not. The methods may be called from any
-// goroutine.
+// Pool keeps processes ready for VMs that are woken, restored or forked. Each has already set up the KVM part of a
+// machine. A Launcher with a pool takes a ready process from it, or starts one if none is ready. The pool makes
+// the next one when none of its VMs is being started: making it would slow the start. Unused processes end with
+// the process that made them; used ones do not. The methods may be called from any goroutine.
 type Pool struct {
 	launcher Launcher
 	store    *state.Store
@@ -51,36 +49,36 @@ type Pool struct {
 
 	stop context.CancelFunc
 	done sync.WaitGroup
-	// want is told that something may be to do.
+	// want signals that there may be work.
 	want chan struct{}
 
 	mu    sync.Mutex
 	ready []*standby
-	// shapes are what processes are wanted for, the oldest first.
+	// shapes are the shapes that processes are wanted for, the oldest first.
 	shapes []spec.Shape
-	// starting are VMs that are being started with processes of the pool, and calm is until when nothing is made after
-	// the last of them.
+	// starting counts VMs that are being started with processes of the pool. calm is until when the pool makes
+	// nothing after the last such start.
 	starting int
 	calm     time.Time
 	closed   bool
-	full     *sync.Cond // ready has changed, or making them has failed
+	full     *sync.Cond // ready has changed, or a process could not be made
 	failure  error      // of the last attempt
-	// counted is what Stats counts.
+	// counted holds the counters of Stats.
 	counted Stats
 }
 
-// Stats are what a Pool has and has done since it was made.
+// Stats are the figures of a Pool since it was made.
 type Stats struct {
-	// Size is how many processes it is to keep ready, and Ready how many there are.
+	// Size is how many processes the pool must keep ready, and Ready how many are ready.
 	Size, Ready int
-	// Taken were given to VMs that were woken, restored or forked, and Missed is how often there was none for one,
-	// which had a process started for it.
+	// Taken counts processes given to VMs that were woken, restored or forked. Missed counts VMs that found none
+	// ready and had a process started for them.
 	Taken, Missed uint64
-	// Failed is how often a process could not be made, or ended while it stood by.
+	// Failed counts processes that could not be made, or ended while they waited.
 	Failed uint64
 }
 
-// Stats are the figures of the pool.
+// Stats returns the figures of the pool.
 func (p *Pool) Stats() Stats {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -93,13 +91,13 @@ func (p *Pool) Stats() Stats {
 type standby struct {
 	Process
 	conn  *net.UnixConn
-	said  *control.Tail // what it has said on its standard error
+	said  *control.Tail // the end of its standard error
 	pid   int
 	shape spec.Shape
 	what  program
 }
 
-// New begins to make processes, which Close ends.
+// New starts a pool, which begins to make processes. Close ends it.
 func New(s *state.Store, l Launcher, o Options) (*Pool, error) {
 	if o.Processes < 1 || o.Processes > MaxSize {
 		return nil, fmt.Errorf("%w: a pool of %d processes: use 1 to %d", spec.ErrInvalid, o.Processes, MaxSize)
@@ -136,12 +134,12 @@ func New(s *state.Store, l Launcher, o Options) (*Pool, error) {
 	return p, nil
 }
 
-// shapesAsleep are those of the VMs that have been put to sleep last, the last one last; that of a VM by
-// default if none sleeps.
+// shapesAsleep returns the shapes of the VMs that went to sleep last, the latest last. If none sleeps, it returns
+// that of a default VM.
 func shapesAsleep(s *state.Store, most int) (shapes []spec.Shape, err error) {
 	all, err := s.List()
 	if err != nil && len(all) == 0 {
-		return nil, err // a record that cannot be read is no reason
+		return nil, err // one unreadable record is not an error
 	}
 	type asleep struct {
 		shape spec.Shape
@@ -149,7 +147,7 @@ func shapesAsleep(s *state.Store, most int) (shapes []spec.Shape, err error) {
 	}
 	var found []asleep
 	for _, r := range all {
-		// The record was written when it had gone to sleep.
+		// The VM's record was written when it went to sleep.
 		if st, err := os.Stat(s.RecordPath(r.Spec.Name)); err == nil && r.Phase == state.Asleep {
 			found = append(found, asleep{r.Spec.Shape(), st.ModTime()})
 		}
@@ -164,14 +162,14 @@ func shapesAsleep(s *state.Store, most int) (shapes []spec.Shape, err error) {
 	return shapes, nil
 }
 
-// Launcher is the one that the pool was made with, with the pool.
+// Launcher returns the pool's launcher with the pool set.
 func (p *Pool) Launcher() Launcher {
 	l := p.launcher
 	l.Pool = p
 	return l
 }
 
-// Wait returns when all processes are ready, or with why one could not be made or the error of ctx.
+// Wait returns when all processes are ready, a process could not be made, or ctx has ended.
 func (p *Pool) Wait(ctx context.Context) error {
 	stop := context.AfterFunc(ctx, func() {
 		p.mu.Lock()
@@ -195,7 +193,7 @@ func (p *Pool) Wait(ctx context.Context) error {
 	return nil
 }
 
-// PIDs are the processes that are ready.
+// PIDs returns the numbers of the ready processes.
 func (p *Pool) PIDs() (pids []int) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -205,7 +203,7 @@ func (p *Pool) PIDs() (pids []int) {
 	return pids
 }
 
-// Close ends the processes that nobody has taken, and returns when they are gone.
+// Close ends the unused processes, and returns when they have ended.
 func (p *Pool) Close() error {
 	p.mu.Lock()
 	p.closed = true
@@ -221,7 +219,7 @@ func (p *Pool) Close() error {
 	return nil
 }
 
-// wake has the pool look for what there is to do.
+// wake makes the pool look for work.
 func (p *Pool) wake() {
 	select {
 	case p.want <- struct{}{}:
@@ -229,17 +227,17 @@ func (p *Pool) wake() {
 	}
 }
 
-// poolCalm is how long nothing is made after a VM has started: whoever has woken it is about to use it, and to make a
-// process takes a processor for as long as that.
+// poolCalm is how long the pool makes nothing after a VM has started. The caller who woke the VM will use it now,
+// and making a process occupies a processor for about that time.
 const poolCalm = 50 * time.Millisecond
 
-// How long the pool waits after it could not make a process.
+// How long the pool waits after a failure to make a process.
 const (
 	poolRetry    = time.Second
 	poolMaxRetry = time.Minute
 )
 
-// keep makes processes.
+// keep makes processes until ctx ends.
 func (p *Pool) keep(ctx context.Context) {
 	retry := poolRetry
 	var again <-chan time.Time
@@ -280,8 +278,8 @@ func (p *Pool) keep(ctx context.Context) {
 	}
 }
 
-// short says whether a process is to be made now, and for what VM; surplus, if not nil, has
-// been taken out to make room for it.
+// short reports whether a process must be made now, and for which shape. surplus, if not nil, was taken out to
+// make room.
 func (p *Pool) short() (shape spec.Shape, surplus *standby, ok bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -298,7 +296,7 @@ func (p *Pool) short() (shape spec.Shape, surplus *standby, ok bool) {
 			over = i
 		}
 	}
-	// What was asked for last comes first.
+	// The shape that was asked for last comes first.
 	for _, s := range slices.Backward(p.shapes) {
 		if missing[s] > 0 {
 			shape, ok = s, true
@@ -315,7 +313,7 @@ func (p *Pool) short() (shape spec.Shape, surplus *standby, ok bool) {
 	return shape, surplus, true
 }
 
-// put adds a process, or why it could not be made.
+// put adds a process, or records the error that prevented it.
 func (p *Pool) put(s *standby, err error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -333,7 +331,7 @@ func (p *Pool) put(s *standby, err error) {
 	}
 }
 
-// make starts a process for VMs of a shape and waits until it stands by.
+// make starts a process for VMs of a shape and waits until it is ready for an order.
 func (p *Pool) make(ctx context.Context, shape spec.Shape) (*standby, error) {
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
@@ -377,7 +375,7 @@ func (p *Pool) make(ctx context.Context, shape spec.Shape) (*standby, error) {
 	return s, nil
 }
 
-// end ends a process that has no order.
+// end ends a process that got no order.
 func (s *standby) end() {
 	s.conn.Close()
 	if s.Wait(poolPatience) {
@@ -390,10 +388,10 @@ func (s *standby) end() {
 // poolPatience is how long a process has to end by itself.
 const poolPatience = 10 * time.Second
 
-// errNoOrder says that a process could not be given an order.
+// errNoOrder means that a process could not be given an order.
 var errNoOrder = errors.New("it takes no order")
 
-// start gives it an order.
+// start gives the process an order.
 func (s *standby) start(ord control.Order, files []*os.File) (Process, error) {
 	if err := control.SendOrder(s.conn, ord, files...); err != nil {
 		_ = s.Kill()
@@ -402,22 +400,21 @@ func (s *standby) start(ord control.Order, files []*os.File) (Process, error) {
 	return s.Process, nil
 }
 
-// close gives back what this process has of it. Its own life does not end by that.
+// close releases what this process holds of it. It does not end the process.
 func (s *standby) close() {
 	s.conn.Close()
 	s.Process.Close()
 }
 
-// took says whether a process that has ended has taken the order. Only then may anything
-// of the VM have changed.
+// took reports whether a process that has ended had taken the order. Only then may it have changed the VM.
 func (s *standby) took() bool {
 	word := make([]byte, len(control.PoolTaken)+1)
 	n, err := s.conn.Read(word)
 	return err == nil && string(word[:n]) == control.PoolTaken
 }
 
-// gone takes a process out that has ended, and has another one made some time later: what made
-// it end may do that to the next as well.
+// gone removes a process that has ended, and makes another one some time later: the cause of its end may end the
+// next one as well.
 func (p *Pool) gone(s *standby) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -432,17 +429,17 @@ func (p *Pool) gone(s *standby) {
 	time.AfterFunc(poolRetry, p.wake)
 }
 
-// pop takes a process out of the pool for a VM; nil if none is ready.
+// pop takes a process out of the pool for a VM; it returns nil if none is ready.
 func (p *Pool) pop(shape spec.Shape) *standby { return p.popIf(shape, nil) }
 
-// popIf is pop among those of a program, unless that is nil.
+// popIf is pop among the processes of a program, or among all if of is nil.
 func (p *Pool) popIf(shape spec.Shape, of *program) *standby {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.o.Follow && shape.Validate() == nil {
 		p.shapes = append(p.shapes[1:], shape)
 	}
-	// The one that has waited least: what it needs is most likely to be in caches.
+	// Prefer the one that has waited least: what it needs is most likely in caches.
 	found, fits := -1, false
 	for i, s := range slices.Backward(p.ready) {
 		if of != nil && s.what != *of {
@@ -466,8 +463,8 @@ func (p *Pool) popIf(shape spec.Shape, of *program) *standby {
 	return s
 }
 
-// starts says that a VM is being started, and started that it is there, or will not be.
-// Meanwhile no process is made.
+// starts tells the pool that a VM is being started, and started that the start has ended. The pool makes no
+// process in between.
 func (p *Pool) starts() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -478,7 +475,7 @@ func (p *Pool) started() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.starting--
-	// Not after each of many, or none would be made as long as they come.
+	// Not after each of many starts, or a steady stream of them would keep the pool from making any process.
 	if now := time.Now(); now.Sub(p.calm) > 4*poolCalm {
 		p.calm = now.Add(poolCalm)
 	}

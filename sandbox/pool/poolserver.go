@@ -22,10 +22,10 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// The conversation of a Launcher that is supervised with a process that serves a pool, on a
-// socket of type SOCK_SEQPACKET: each message is a JSON object. Each poolRequest is answered by a poolReply; one with
-// a PID comes with two files, the socket of the process that stands by and a pidfd of it. The connection stays open
-// until the VM is there or will not be: until then, no process is made.
+// The conversation of a supervised Launcher with a process that serves a pool, on a SOCK_SEQPACKET socket. Each
+// message is a JSON object. A poolReply answers each poolRequest. A reply with a PID has two files: the socket of
+// the waiting process and its pidfd. The connection stays open until the VM's start has ended. Until then the pool
+// makes no process.
 type (
 	poolRequest struct {
 		Version int        `json:"version"`
@@ -41,19 +41,19 @@ type (
 
 const (
 	poolVersion = 1
-	// maxPoolMessage bounds a message, in bytes.
+	// maxPoolMessage is the most bytes of a message.
 	maxPoolMessage = 64 << 10
 	// poolAnswer is how long a Launcher waits for a process: starting one takes some 5 ms.
 	poolAnswer = 250 * time.Millisecond
-	// poolHold is how long a VM may take to start before processes are made all the same.
+	// poolHold is how long the start of a VM can keep the pool from making processes.
 	poolHold = 30 * time.Second
 	// maxPoolClients bounds the VMs that are started at once with processes of a pool that is served.
 	maxPoolClients = 4 * MaxSize
 )
 
-// Serve hands processes of the pool to Launchers of other processes of this user or of root that are supervised, and
-// returns when ctx has ended. A store has one pool that is served: ErrServed says that another process does it. What is
-// of another program than the pool's, or in other namespaces, gets none.
+// Serve gives processes of the pool to supervised Launchers in other processes of this user or of root, and
+// returns when ctx has ended. A store serves one pool: ErrServed means that another process does it. Launchers of
+// another program than the pool's, or in other namespaces, get none.
 func (p *Pool) Serve(ctx context.Context) error {
 	lock, err := osfile.TryOpenLocked(filepath.Join(p.store.Dir(), "pool.lock"), os.O_RDWR|os.O_CREATE, 0o600, osfile.Exclusive)
 	switch {
@@ -67,7 +67,7 @@ func (p *Pool) Serve(ctx context.Context) error {
 	if len(path) > state.MaxSocketPath {
 		return fmt.Errorf("%w: the path of the pool's socket has %d bytes, and %d are possible: use a shorter state directory", spec.ErrInvalid, len(path), state.MaxSocketPath)
 	}
-	// Of one that was killed.
+	// A server that was killed leaves its socket.
 	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return fmt.Errorf("serving a pool: %w", err)
 	}
@@ -96,7 +96,7 @@ func (p *Pool) Serve(ctx context.Context) error {
 		select {
 		case room <- struct{}{}:
 		default:
-			c.Close() // it starts a process of its own
+			c.Close() // the client starts a process itself
 			continue
 		}
 		all.Go(func() {
@@ -123,7 +123,7 @@ func (p *Pool) serve(c *net.UnixConn) error {
 	for {
 		n, err := c.Read(buf)
 		if errors.Is(err, io.EOF) || err == nil && n == 0 || errors.Is(err, unix.ECONNRESET) {
-			return nil // its VM is there
+			return nil // its VM has started, or never will
 		}
 		if err != nil {
 			return err
@@ -148,7 +148,7 @@ func (p *Pool) answer(c *net.UnixConn, req poolRequest) error {
 	}
 	var files []byte
 	if ready != nil {
-		// Whoever has asked has it now; closing the last copy of its socket ends it.
+		// The client has the process now. Closing the last copy of its socket ends the process.
 		defer ready.conn.Close()
 		pidfd, err := unix.PidfdOpen(ready.pid, 0)
 		if err != nil {
@@ -170,11 +170,11 @@ func (p *Pool) answer(c *net.UnixConn, req poolRequest) error {
 	return err
 }
 
-// dropOld ends the processes of a program that has been replaced since they were started.
+// dropOld ends the processes whose program was replaced since they were started.
 func (p *Pool) dropOld() {
 	now, err := programOf(p.launcher)
 	if err != nil {
-		return // make will say it
+		return // make will report it
 	}
 	p.mu.Lock()
 	var old []*standby
@@ -194,7 +194,7 @@ func (p *Pool) dropOld() {
 	}
 }
 
-// checkPeer refuses other users than this one and root.
+// checkPeer refuses users other than this one and root.
 func checkPeer(c *net.UnixConn) error {
 	user, err := osfile.PeerUser(c)
 	if err == nil && user != 0 && int(user) != os.Geteuid() {
@@ -203,8 +203,8 @@ func checkPeer(c *net.UnixConn) error {
 	return err
 }
 
-// standbys says where processes come from that were started ahead, for one VM that is being started
-// until done is called; from returns nil when there is none.
+// standbys returns the source of processes that were started ahead, for the start of one VM. The start lasts until
+// done is called. from returns nil when no process is ready.
 func standbys(s *state.Store, l Launcher) (from func(spec.Shape) *standby, done func()) {
 	if l.Pool != nil {
 		l.Pool.starts()
@@ -216,14 +216,14 @@ func standbys(s *state.Store, l Launcher) (from func(spec.Shape) *standby, done 
 	}
 	what, err := programOf(l)
 	if err != nil {
-		return none, func() {} // starting it says so
+		return none, func() {} // the start of the process reports it
 	}
 	c, err := net.DialUnix("unixpacket", nil, &net.UnixAddr{Name: s.PoolSocket(), Net: "unixpacket"})
 	if err != nil {
 		return none, func() {}
 	}
 	return func(shape spec.Shape) *standby {
-		// Whatever is wrong with the pool, there is a way without it.
+		// Any error of the pool has a fallback: starting a process.
 		ready, err := askPool(c, poolRequest{Version: poolVersion, Shape: shape, Program: what})
 		if err != nil {
 			return nil
@@ -232,7 +232,7 @@ func standbys(s *state.Store, l Launcher) (from func(spec.Shape) *standby, done 
 	}, func() { c.Close() }
 }
 
-// askPool asks a process that serves a pool for one that stands by; nil if it has none.
+// askPool asks a process that serves a pool for a waiting process; it returns nil if the pool has none.
 func askPool(c *net.UnixConn, req poolRequest) (*standby, error) {
 	text, err := json.Marshal(req)
 	if err != nil {

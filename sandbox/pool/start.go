@@ -17,9 +17,9 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// canceled returns when a process has ended whose report nobody reads any more. One that has made its VM one that runs
-// before it noticed goes on: others may have been told, and use it. One that does not notice for a while has not, and
-// is killed.
+// canceled waits for the end of a process whose report has no reader any more. If the process made its VM a
+// running one before it noticed, it continues: other callers may have heard of the VM and use it. A process that
+// does neither within cancelTime is killed.
 func canceled(s *state.Store, proc Process, name string) {
 	for end := time.Now().Add(cancelTime); time.Now().Before(end); {
 		if proc.Wait(cancelPoll) {
@@ -33,33 +33,32 @@ func canceled(s *state.Store, proc Process, name string) {
 	proc.Wait(0)
 }
 
-// How long a process has to notice, and how often it is looked.
-// Variables, so that tests need not wait as long.
+// How long a process has to notice, and how often canceled looks. Variables, so that tests can shorten them.
 var (
 	cancelTime = 5 * time.Second
 	cancelPoll = 10 * time.Millisecond
 )
 
-// Launcher says how a Store starts the processes of VMs.
+// Launcher configures how a Store starts the processes of VMs.
 type Launcher struct {
-	// Command is the program with its first arguments; it is called with more after
-	// them, and must give those to ServeProcess. Its environment has only what a VM's process reads of this one's.
+	// Command is the program with its first arguments. The Launcher appends more arguments, which the program must
+	// pass to ServeProcess. The program's environment has only the variables that a VM's process reads.
 	Command []string
 	// Agent is the path of the guest's agent, a static program.
 	Agent string
-	// Pool, if not nil, has processes that were started ahead: see Pool.Launcher.
+	// Pool, if not nil, holds processes that were started ahead: see Pool.Launcher.
 	Pool *Pool
-	// Supervised takes such processes from another process that serves a pool for the store
-	// (Pool.Serve), if there is one and Pool is nil.
+	// Supervised takes such processes from another process that serves a pool for the store (Pool.Serve), if there
+	// is one and Pool is nil.
 	Supervised bool
-	// Processes, if not nil, are in the place of Command, Pool and Supervised.
+	// Processes, if not nil, replaces Command, Pool and Supervised.
 	Processes Processes
-	// Secrets, if not nil, is asked for the secrets of a VM that was woken or booted and
-	// waits for them: see Sandbox.SetSecrets. It may be called from several goroutines.
+	// Secrets, if not nil, returns the secrets that a woken or booted VM waits for: see Sandbox.SetSecrets. It may
+	// be called from several goroutines.
 	Secrets func(ctx context.Context, vm string, awaited []spec.SecretFile) ([]spec.Secret, error)
 }
 
-// Start is launchWith without what the VM waits for then.
+// Start starts a VM's process and waits for its report. It does not supply the secrets that the VM then waits for.
 func Start(ctx context.Context, s *state.Store, l Launcher, shape spec.Shape, ord control.Order, files ...*os.File) (rep control.Report, err error) {
 	ord.Cause = cmp.Or(ord.Cause, events.CauseOf(ctx))
 	log, err := os.OpenFile(s.ProcessLog(ord.Name), os.O_WRONLY|os.O_CREATE|os.O_APPEND, 0o600)
@@ -75,7 +74,7 @@ func Start(ctx context.Context, s *state.Store, l Launcher, shape spec.Shape, or
 		defer done()
 		for ready := from(shape); ready != nil; ready = from(shape) {
 			rep, err := launchBy(ctx, s, ord, log, files, ready.start)
-			// It may have been killed as it stood by: then nobody has the order.
+			// The process may have been killed while it waited. Then it has not taken the order.
 			again := (errors.Is(err, spec.ErrCrashed) || errors.Is(err, errNoOrder)) && !ready.took()
 			ready.close()
 			if !again {
@@ -89,8 +88,8 @@ func Start(ctx context.Context, s *state.Store, l Launcher, shape spec.Shape, or
 	})
 }
 
-// launchBy gives an order to a process by start, which gets the files of the order: the log,
-// that for the report, and those that follow. It waits for the report.
+// launchBy gives an order to a process by start, which gets the order's files: the log, the pipe for the report,
+// and then files. It waits for the report.
 func launchBy(ctx context.Context, s *state.Store, ord control.Order, log *os.File, files []*os.File,
 	start func(control.Order, []*os.File) (Process, error)) (rep control.Report, err error) {
 	name := ord.Name
@@ -117,7 +116,7 @@ func launchBy(ctx context.Context, s *state.Store, ord control.Order, log *os.Fi
 		canceled(s, proc, name)
 		return rep, fmt.Errorf("starting VM %s: %w", name, ctx.Err())
 	case err != nil:
-		// What does not report as it should is not left to itself.
+		// A process without a proper report must not run on.
 		_ = proc.Kill()
 		proc.Wait(0)
 		return rep, fmt.Errorf("starting VM %s: %w: its log ends with: %s", name, spec.ErrCrashed, control.LastLine(s.ProcessLog(name)))
@@ -128,7 +127,7 @@ func launchBy(ctx context.Context, s *state.Store, ord control.Order, log *os.Fi
 	return rep, nil
 }
 
-// startProcess starts a process with an order. files begin with its log.
+// startProcess starts a process with an order. The first file is its log.
 func startProcess(s *state.Store, l Launcher, ord control.Order, files []*os.File) (Process, error) {
 	if l.Processes != nil {
 		return l.Processes.Start(s, ord, files)

@@ -1,4 +1,4 @@
-// Package records has what lists and histories of sandboxes are made of: a sandbox as a row, a command that was run in
-// it, a time that it slept, and which of them an answer has; and what package fleet takes and gives besides. It knows
-// no store and no VM, and keeps nothing, so that clients of the HTTP API have it on other systems.
+// Package records has the parts of lists and histories of sandboxes: a sandbox as a row, a command that ran in it,
+// a time that it slept, and the filters of an answer. It also has the other types that package fleet takes and
+// returns. It uses no store and no VM, and stores nothing, so clients of the HTTP API can use it on other systems.
 package records

@@ -10,20 +10,20 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 )
 
-// Filter says which sandboxes are listed. The zero value of a field leaves none out.
+// Filter selects the sandboxes of a list. The zero value of a field selects all.
 type Filter struct {
 	Owner string
 	Class lifetime.Class
-	// Tags it has all of, and Statuses one of.
+	// A sandbox must have all of Tags, and one of Statuses.
 	Tags     []string
 	Statuses []Status
-	// After leaves out those up to this name: Page.Next of the page before.
+	// After leaves out all names up to this one: Page.Next of the page before.
 	After string
-	// Limit is the most of a page: 1 to MaxPage; 0 is DefaultPage.
+	// Limit is the most sandboxes of a page: 1 to MaxPage; 0 is DefaultPage.
 	Limit int
 }
 
-// Check refuses a filter that is out of bounds.
+// Check returns an error for a filter that is out of bounds.
 func (f Filter) Check() error {
 	if f.Limit < 0 || f.Limit > MaxPage {
 		return fmt.Errorf("%w: a page of %d: use 1 to %d", ErrInvalid, f.Limit, MaxPage)
@@ -62,7 +62,7 @@ func (f Filter) limit() int {
 	return f.Limit
 }
 
-// Matches says whether a sandbox is one of those that are listed, its place in the order aside.
+// Matches reports whether the filter selects a sandbox. It ignores After and Limit.
 func (f Filter) Matches(s Sandbox) bool {
 	switch {
 	case f.Owner != "" && s.Owner != f.Owner, f.Class != "" && s.Class != f.Class:
@@ -81,11 +81,11 @@ func (f Filter) Matches(s Sandbox) bool {
 // Page is a part of a list, in the order of names.
 type Page struct {
 	Sandboxes []Sandbox `json:"sandboxes"`
-	// Next is Filter.After of the next page, empty if this is the last.
+	// Next is Filter.After of the next page; empty on the last page.
 	Next string `json:"next,omitempty"`
 }
 
-// PageOf is the page of a list that a filter asks for. The list is in the order of names.
+// PageOf returns the page of a list that a filter asks for. The list must be in the order of names.
 func PageOf(all []Sandbox, f Filter) Page {
 	p := Page{Sandboxes: []Sandbox{}}
 	for _, s := range all {
@@ -101,7 +101,7 @@ func PageOf(all []Sandbox, f Filter) Page {
 	return p
 }
 
-// At is a sandbox's status when its time may be over.
+// At returns the sandbox with its status at a time, when it may have expired.
 func (s Sandbox) At(now time.Time) Sandbox {
 	if !s.Status.Live() && lifetime.Expired(s.Expires, now) {
 		s.Status = Expired
@@ -109,15 +109,15 @@ func (s Sandbox) At(now time.Time) Sandbox {
 	return s
 }
 
-// Span says which part of a history is read, the newest first.
+// Span selects the part of a history to read, the newest first.
 type Span struct {
-	// Before leaves out what began or was at this time or later; zero leaves nothing out.
+	// Before leaves out entries of this time or later; zero leaves out none.
 	Before time.Time
-	// Limit is 1 to MaxPage; 0 is DefaultPage.
+	// Limit is the most entries: 1 to MaxPage; 0 is DefaultPage.
 	Limit int
 }
 
-// Check refuses a span that is out of bounds.
+// Check returns an error for a span that is out of bounds.
 func (s Span) Check() error {
 	if s.Limit < 0 || s.Limit > MaxPage {
 		return fmt.Errorf("%w: a page of %d: use 1 to %d", ErrInvalid, s.Limit, MaxPage)
@@ -128,12 +128,12 @@ func (s Span) Check() error {
 // Part is a span of a history, collected from its entries in any order. Its memory is bounded by Span.Limit.
 type Part[T any] struct {
 	Span Span
-	// At is when an entry began or was.
+	// At returns the time of an entry.
 	At  func(T) time.Time
 	all []T
 }
 
-// Add takes an entry into account.
+// Add adds an entry, which Newest returns if it is in the span.
 func (p *Part[T]) Add(v T) {
 	if !p.Span.Before.IsZero() && !p.At(v).Before(p.Span.Before) {
 		return
@@ -143,7 +143,7 @@ func (p *Part[T]) Add(v T) {
 	}
 }
 
-// Newest returns the entries of the span, the newest first; of several at one time, that which was added last.
+// Newest returns the entries of the span, the newest first; at equal times, the last added first.
 func (p *Part[T]) Newest() []T {
 	out := append([]T{}, p.all...)
 	slices.Reverse(out)

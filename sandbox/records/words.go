@@ -2,8 +2,8 @@ package records
 
 import "regexp"
 
-// Words are how another interface than Go's calls what errors and problems name: `Sandbox("dev").Wake` may be
-// "`drowse wake dev`" there.
+// Words translate the Go names in errors and problems for another interface: `Sandbox("dev").Wake` may be "`drowse
+// wake dev`" there.
 type Words []word
 
 type word struct {
@@ -11,9 +11,8 @@ type word struct {
 	says string
 }
 
-// NewWords makes Words of pairs: a regular expression for the words of Go, and what is said instead, as
-// regexp.Regexp.ReplaceAllString takes it. Those that come first are looked for first. It panics if one is no regular
-// expression.
+// NewWords makes Words from pairs: a regular expression for the Go words, and its replacement, as for
+// regexp.Regexp.ReplaceAllString. Earlier pairs apply first. It panics if an expression is invalid.
 func NewWords(pairs ...[2]string) Words {
 	w := make(Words, len(pairs))
 	for i, p := range pairs {
@@ -22,7 +21,7 @@ func NewWords(pairs ...[2]string) Words {
 	return w
 }
 
-// In is a text in these words.
+// In returns a text in these words.
 func (w Words) In(text string) string {
 	for _, r := range w {
 		text = r.is.ReplaceAllString(text, r.says)

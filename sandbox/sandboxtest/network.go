@@ -12,16 +12,16 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// network is a link without packets, whose policy is compiled: process.Network.
+// network is a link without packets. Its policy is compiled: process.Network.
 type network struct {
 	vm      *vm
 	address netip.Addr
 
-	mu       sync.Mutex // guards it
+	mu       sync.Mutex // guards warnings
 	warnings []string
 }
 
-// addresses counts those that were given.
+// addresses counts the assigned addresses.
 var addresses atomic.Uint32
 
 func newNetwork(v *vm) (*network, error) {
@@ -60,7 +60,7 @@ func (n *network) SetTags([]string) error                     { return nil }
 func (n *network) SetUp() time.Duration                       { return 0 }
 func (n *network) Done() <-chan struct{}                      { return n.vm.ended }
 
-// RecentEvents implements process.Network: there are none.
+// RecentEvents implements process.Network. There are no events.
 func (n *network) RecentEvents(follow bool) (events []spec.NetEvent, f <-chan spec.NetEvent, stop func()) {
 	if follow {
 		f = make(chan spec.NetEvent)
@@ -68,7 +68,7 @@ func (n *network) RecentEvents(follow bool) (events []spec.NetEvent, f <-chan sp
 	return nil, f, func() {}
 }
 
-// Flows implements process.Network: they are those of VMs.Flows.
+// Flows implements process.Network with the flows of VMs.Flows.
 func (n *network) Flows(ctx context.Context, follow bool, f func([]netpolicy.FlowRecord) error) error {
 	if flows := n.vm.vms.Flows; flows != nil {
 		if err := f(flows(n.vm.parts.Spec.Name)); err != nil {

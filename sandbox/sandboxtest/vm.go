@@ -37,12 +37,12 @@ type machines struct {
 	p *proc
 }
 
-// Admit implements process.Machines: guests take no memory here.
+// Admit implements process.Machines. Guests take no memory here.
 func (machines) Admit(context.Context, string, int, bool) (func() error, error) {
 	return func() error { return nil }, nil
 }
 
-// Format implements process.Machines: the disk is empty.
+// Format implements process.Machines. The disk is empty.
 func (machines) Format(_ context.Context, _, path string, size int64) (disk.Stack, error) {
 	return disk.Create(path, size)
 }
@@ -67,7 +67,7 @@ func (m machines) Start(ctx context.Context, p instance.Parts, dir string, o ins
 	return v, nil
 }
 
-// vm is a VM in memory: process.VM, and process.Machine at the same time.
+// vm is a VM in memory: both a process.VM and a process.Machine.
 type vm struct {
 	parts    instance.Parts
 	vms      *VMs
@@ -81,16 +81,16 @@ type vm struct {
 	ready    time.Duration
 	restored bool
 	closers  []io.Closer
-	goOn     func() // lets a captured guest go on, if it is not nil
+	goOn     func() // resumes a captured guest, if not nil
 	close    func() error
 
 	once  sync.Once
 	ended chan struct{}
-	exit  vmm.Exit // once it has ended, as err is
+	exit  vmm.Exit // set once it has ended, like err
 	err   error
 }
 
-// errKilled says that the VM's process was killed.
+// errKilled means that the VM's process was killed.
 var errKilled = errors.New("killed by the test")
 
 func (v *vm) fail(op string) error {
@@ -100,7 +100,7 @@ func (v *vm) fail(op string) error {
 	return v.vms.Fail(op, v.parts.Spec.Name)
 }
 
-// The memory of a guest is in the state of its machine; the image of a fork has the same.
+// The memory of a guest is in the state of its machine. The image of a fork contains the same.
 const memoryKind, memoryVersion = "sandboxtest.memory", 1
 
 func (v *vm) start(ctx context.Context, dir string, o instance.RestoreOptions) (err error) {
@@ -164,13 +164,13 @@ func (v *vm) start(ctx context.Context, dir string, o instance.RestoreOptions) (
 	return ctx.Err()
 }
 
-// forkImage is what the image of a fork has.
+// forkImage is the content of a fork's image.
 type forkImage struct {
 	Memory  json.RawMessage
-	Volumes string // what the label of the snapshot says of them
+	Volumes string // volumes in the label of the snapshot
 }
 
-// readFork reads the memory that the image of a fork has, whose snapshot has or will have that id.
+// readFork reads the memory in the image of a fork whose snapshot has or will have that id.
 func (v *vm) readFork(id string, memory *fstest.MapFS) error {
 	st, err := v.parts.RAM.Stat()
 	if err != nil {
@@ -185,7 +185,7 @@ func (v *vm) readFork(id string, memory *fstest.MapFS) error {
 	return errors.Join(v.parts.CheckVolumes(m), json.Unmarshal(image.Memory, memory))
 }
 
-// readSnapshot reads the memory that a snapshot has.
+// readSnapshot reads the memory in a snapshot.
 func (v *vm) readSnapshot(dir string, memory *fstest.MapFS) error {
 	s, err := snapshot.Open(dir)
 	if err != nil {
@@ -203,7 +203,7 @@ func (v *vm) readSnapshot(dir string, memory *fstest.MapFS) error {
 	return fmt.Errorf("restoring %s: %w: it is not of a VM in memory", dir, snapshot.ErrForeign)
 }
 
-// inMemory says whether a file is not on the disk.
+// inMemory reports whether a file is in memory and not on the disk.
 func inMemory(name string) bool {
 	for _, dir := range []string{"run/", "tmp/", "dev/shm/"} {
 		if strings.HasPrefix(name+"/", dir) && name+"/" != dir {
@@ -213,7 +213,7 @@ func inMemory(name string) bool {
 	return false
 }
 
-// some are the files that are in memory, or those that are not.
+// some returns the files that are in memory, or those that are not.
 func some(files fstest.MapFS, memory bool) ([]byte, error) {
 	out := fstest.MapFS{}
 	for name, f := range files {
@@ -224,7 +224,7 @@ func some(files fstest.MapFS, memory bool) ([]byte, error) {
 	return json.Marshal(out)
 }
 
-// The disk begins with the length of its files as JSON, and these.
+// The disk begins with the length of its files as JSON, followed by the files.
 const diskHeader = 8
 
 func (v *vm) readDisk() (fstest.MapFS, error) {
@@ -268,7 +268,7 @@ func (v *vm) writeDisk(files fstest.MapFS) error {
 	return err
 }
 
-// end ends it.
+// end ends the VM.
 func (v *vm) end(x vmm.Exit, err error) {
 	v.once.Do(func() {
 		v.exit, v.err = x, err
@@ -276,7 +276,7 @@ func (v *vm) end(x vmm.Exit, err error) {
 	})
 }
 
-// kill has the VM's process end without a word: Wait fails, so it does not finish its record.
+// kill ends the VM's process without a report: Wait fails, so the process does not finish its record.
 func (v *vm) kill() { v.end(vmm.Exit{}, errKilled) }
 
 // Done implements process.Machine.
@@ -313,7 +313,7 @@ func (v *vm) KeepPages(context.Context) error { return nil }
 func (v *vm) ListenServices() error           { return nil }
 func (v *vm) CloseToo(c io.Closer)            { v.closers = append(v.closers, c) }
 
-// WakeFailures implements process.VM: there are no hooks.
+// WakeFailures implements process.VM. There are no hooks.
 func (v *vm) WakeFailures() []guest.HookFailure { return nil }
 
 // Network implements process.VM.
@@ -358,7 +358,7 @@ func (v *vm) Explain(_ context.Context, err error) error {
 	}
 }
 
-// noHooks are those that were run: none.
+// noHooks is the result of a run of no hooks.
 type noHooks struct{}
 
 func (noHooks) After(context.Context)       {}
@@ -369,10 +369,10 @@ func (v *vm) RunHooksBefore(context.Context, guest.HookEvent, spec.HookPolicy) (
 	return noHooks{}, nil
 }
 
-// NewIdentity implements process.VM: a guest that boots has the host name that the VM has.
+// NewIdentity implements process.VM. A guest boots with the VM's host name already.
 func (v *vm) NewIdentity(context.Context) error { return nil }
 
-// ServeSecrets implements process.VM: values do not reach the guest.
+// ServeSecrets implements process.VM. Values do not reach the guest.
 func (v *vm) ServeSecrets(context.Context) error { return nil }
 
 // TrustAuthority implements process.VM.
@@ -460,7 +460,7 @@ func (v *vm) Capture(ctx context.Context, o instance.CaptureOptions) (c *instanc
 	return c, nil
 }
 
-// give calls f with a file of the image.
+// give calls f with a file that has the image.
 func (i forkImage) give(f func(*os.File) error) error {
 	fd, err := unix.MemfdCreate("fork", unix.MFD_CLOEXEC)
 	if err != nil {
@@ -480,13 +480,13 @@ func (v *vm) Continue() error {
 	return nil
 }
 
-// Close implements process.VM. It may be called again.
+// Close implements process.VM. It may be called twice.
 func (v *vm) Close() error { return v.close() }
 
 func (v *vm) closeOnce() error {
 	v.end(vmm.Exit{Reason: vmm.Stopped, VCPU: -1}, nil)
 	if v.goOn != nil {
-		v.goOn() // commands that have waited find that they cannot write
+		v.goOn() // waiting commands find that they cannot write
 	}
 	var errs []error
 	if v.ports != nil {
@@ -496,7 +496,7 @@ func (v *vm) closeOnce() error {
 		errs = append(errs, c.Close())
 	}
 	if v.guest != nil {
-		_, resume := v.guest.Pause() // nobody is writing
+		_, resume := v.guest.Pause() // no command writes any more
 		defer resume()
 	}
 	if v.disk != nil {

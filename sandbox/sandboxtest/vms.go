@@ -29,25 +29,25 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// Image is the image that VMs are made of.
+// Image is the name of the image that VMs are made from.
 const Image = "test"
 
-// VMs are virtual machines in memory: pool.Processes. The zero value is ready. The fields must not be changed once
-// there are VMs; the methods may be called from any goroutine.
+// VMs are virtual machines in memory: pool.Processes. The zero value is ready. The fields must not change once VMs
+// exist. The methods may be called from any goroutine.
 type VMs struct {
-	// Commands are programs of all guests, besides fakeguest.Builtin.
+	// Commands are programs of all guests, in addition to fakeguest.Builtin.
 	Commands map[string]fakeguest.Command
-	// Fail, if not nil, is asked before a VM does something: "boot", "restore", "fork" (what starts one), "capture" and
-	// "policy". Its error is that of the operation. It may be called from several goroutines.
+	// Fail, if not nil, is called before a VM does something: "boot", "restore", "fork" (the start of a child),
+	// "capture" and "policy". The operation returns its error. It may be called from several goroutines.
 	Fail func(op, name string) error
-	// Flows, if not nil, are those of a VM with a network.
+	// Flows, if not nil, returns the flows of a VM with a network.
 	Flows func(name string) []netpolicy.FlowRecord
 
 	mu  sync.Mutex // guards all
 	all []*proc    // by number
 }
 
-// Open opens or makes the directory of a host whose VMs are these: see Launcher.
+// Open opens or makes the directory of a host with these VMs: see Launcher.
 func (v *VMs) Open(dir string) (*sandbox.Host, error) {
 	h, err := sandbox.Open(dir)
 	if err != nil {
@@ -60,7 +60,7 @@ func (v *VMs) Open(dir string) (*sandbox.Host, error) {
 	return h.With(l), nil
 }
 
-// Host is Open for a test, in a directory that goes with it: one with a short name, since Unix sockets lie in it.
+// Host is Open for a test, in a directory of the test. The directory's name is short: it contains Unix sockets.
 func (v *VMs) Host(t testing.TB) *sandbox.Host {
 	t.Helper()
 	dir, err := os.MkdirTemp("", "vms")
@@ -80,7 +80,7 @@ func (v *VMs) Host(t testing.TB) *sandbox.Host {
 	return h
 }
 
-// Launcher is for Host.With. It gives the host an image called Image and a kernel, unless they are there.
+// Launcher returns a launcher for Host.With. It gives the host a kernel and an image called Image if missing.
 func (v *VMs) Launcher(h *sandbox.Host) (pool.Launcher, error) {
 	agent, err := furnish(h.State)
 	if err != nil {
@@ -89,7 +89,7 @@ func (v *VMs) Launcher(h *sandbox.Host) (pool.Launcher, error) {
 	return pool.Launcher{Agent: agent, Processes: v}, nil
 }
 
-// furnish gives a host what VMs are made of, unless it is there. None of it can be booted.
+// furnish gives a host the files that VMs need, unless they exist. They cannot be booted.
 func furnish(s *state.Store) (agent string, err error) {
 	images, err := image.OpenStore(s.ImageDir())
 	if err != nil {
@@ -135,7 +135,7 @@ func furnish(s *state.Store) (agent string, err error) {
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return "", err
 	}
-	// The record last: by it the kernel is there.
+	// The record comes last: it makes the kernel exist.
 	for _, f := range [][2]string{{"agent", elf.ELFMAG}, {"vmlinux", "x"}, {"config", config}, {"kernel.json", string(record)}} {
 		path := filepath.Join(dir, f[0])
 		if _, err := os.Stat(path); !errors.Is(err, fs.ErrNotExist) {
@@ -148,10 +148,10 @@ func furnish(s *state.Store) (agent string, err error) {
 	return agent, nil
 }
 
-// config has what specs may ask of a kernel.
+// config has the options that specs may require of a kernel.
 const config = "CONFIG_TUN=y\nCONFIG_IPV6=y\nCONFIG_FUSE_FS=y\nCONFIG_VIRTIO_FS=y\n"
 
-// noPID is above all numbers of processes of Linux (PID_MAX_LIMIT), so that no record names a process of the host.
+// noPID is above all process numbers of Linux (PID_MAX_LIMIT), so that no record names a process of the host.
 const noPID = 1 << 22
 
 // proc is the life of a VM.
@@ -185,10 +185,10 @@ func (v *VMs) Start(s *state.Store, ord control.Order, files []*os.File) (pool.P
 	return p, nil
 }
 
-// serve is what a process of a VM does with its order: process.ServeProcess.
+// serve does what the process of a VM does with its order: process.ServeProcess.
 func (v *VMs) serve(ctx context.Context, p *proc, s *state.Store, pid int, ord control.Order, files []*os.File) {
 	log := slog.New(slog.NewTextHandler(files[0], nil)).With("vm", ord.Name)
-	defer control.CloseAll(files) // those that are closed already stay so
+	defer control.CloseAll(files) // those that are closed already stay closed
 	report := files[1]
 	o := process.ServeOptions{
 		Snapshot: ord.Snapshot, NewIdentity: ord.NewIdentity, Cause: ord.Cause, Log: log, Machines: machines{v, p}, PID: pid,
@@ -211,14 +211,14 @@ func (v *VMs) serve(ctx context.Context, p *proc, s *state.Store, pid int, ord c
 	}
 	err := process.Serve(ctx, s, ord.Name, o)
 	if errors.Is(err, errKilled) {
-		err = p.vm.Close() // as the kernel does with what a process had that was killed
+		err = p.vm.Close() // as the kernel releases what a killed process had
 	}
 	if err != nil {
 		log.Error("the VM has ended", "error", err)
 	}
 }
 
-// dup makes copies of files, since their owner closes them.
+// dup duplicates files, since their owner closes them.
 func dup(files []*os.File) (out []*os.File, err error) {
 	for _, f := range files {
 		fd, err := unix.FcntlInt(f.Fd(), unix.F_DUPFD_CLOEXEC, 0)
@@ -243,12 +243,12 @@ func (v *VMs) Find(pid int) (pool.Process, error) {
 	return gone, nil
 }
 
-// Kill ends the process of the VM of that name, if it has one, as SIGKILL does: nothing of it is saved or told.
+// Kill ends the process of the VM of that name, if it has one, like SIGKILL: it saves and reports nothing.
 func (v *VMs) Kill(name string) {
 	v.each(func(p *proc) bool { return p.name == name })
 }
 
-// Close kills all VMs, and returns when they are gone.
+// Close kills all VMs, and returns when they have ended.
 func (v *VMs) Close() { v.each(func(*proc) bool { return true }) }
 
 func (v *VMs) each(which func(*proc) bool) {
@@ -263,7 +263,7 @@ func (v *VMs) each(which func(*proc) bool) {
 	}
 }
 
-// Guest is the guest of the VM of that name; nil if it does not run.
+// Guest returns the guest of the VM of that name; nil if the VM does not run.
 func (v *VMs) Guest(name string) *fakeguest.Guest {
 	v.mu.Lock()
 	defer v.mu.Unlock()

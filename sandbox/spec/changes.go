@@ -6,19 +6,19 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 )
 
-// Changes are what of a VM can be changed once it is there; nil leaves a field as it is.
+// Changes are the settings of a VM that can change after it was made. A nil field stays unchanged.
 type Changes struct {
-	// Idle and Hooks hold from the next wake or boot on.
+	// Idle and Hooks take effect at the next wake or boot.
 	Idle  *Idle
 	Hooks *Hooks
-	// VCPUs and MemoryMiB hold from the next boot on. Those of a VM that sleeps are part of its memory, so it must have
-	// stopped.
+	// VCPUs and MemoryMiB take effect at the next boot. A sleeping VM has its size in its memory, so the VM must
+	// be stopped.
 	VCPUs, MemoryMiB *int
-	// Policy holds at once.
+	// Policy takes effect at once.
 	Policy *netpolicy.Policy
 }
 
-// Changed is the VM with changes. One that is asleep has its size in its memory.
+// Changed returns the VM with changes. It refuses a new size for a VM that is asleep.
 func (s VM) Changed(c Changes, asleep bool) (VM, error) {
 	resized := c.VCPUs != nil && *c.VCPUs != s.VCPUs || c.MemoryMiB != nil && *c.MemoryMiB != s.MemoryMiB
 	if resized && asleep {

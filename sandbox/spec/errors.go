@@ -9,35 +9,35 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 )
 
-// ErrHooks says that hooks in the guest stand against a sleep or a snapshot.
+// ErrHooks means that hooks in the guest refused a sleep or a snapshot.
 var ErrHooks = errors.New("hooks in the guest have refused")
 
-// HooksError is an ErrHooks with what the hooks said.
+// HooksError is an ErrHooks with the failures of the hooks.
 type HooksError struct{ Failures []report.HookFailure }
 
-// Error is one line.
+// Error returns one line.
 func (e *HooksError) Error() string {
 	return fmt.Sprintf("%v: %s: see to them in the guest, or use --hooks %s", ErrHooks, firstOf(e.Failures), HooksIgnore)
 }
 
-// Unwrap makes it an ErrHooks.
+// Unwrap returns ErrHooks.
 func (e *HooksError) Unwrap() error { return ErrHooks }
 
-// ErrHostHooks says that hooks on the host stand against a sleep.
+// ErrHostHooks means that hooks on the host refused a sleep.
 var ErrHostHooks = errors.New("hooks on the host have refused")
 
-// HostHooksError is an ErrHostHooks with the hooks that have failed.
+// HostHooksError is an ErrHostHooks with the hooks that failed.
 type HostHooksError struct{ Failures []report.HookFailure }
 
-// Error is one line.
+// Error returns one line.
 func (e *HostHooksError) Error() string {
 	return fmt.Sprintf("%v: %s: see to them, or use --hooks %s", ErrHostHooks, firstOf(e.Failures), HooksIgnore)
 }
 
-// Unwrap makes it an ErrHostHooks.
+// Unwrap returns ErrHostHooks.
 func (e *HostHooksError) Unwrap() error { return ErrHostHooks }
 
-// firstOf are the first failures, on one line.
+// firstOf returns the first failures in one line.
 func firstOf(failures []report.HookFailure) string {
 	var all []string
 	for i, f := range failures {
@@ -50,33 +50,33 @@ func firstOf(failures []report.HookFailure) string {
 	return strings.Join(all, "; ")
 }
 
-// ErrSecrets says that a VM cannot have a secret, or cannot be captured because of one.
+// ErrSecrets means that a VM cannot have a secret, or that a secret prevents its capture.
 var ErrSecrets = errors.New("secrets")
 
-// ErrShare says that the directory of a share cannot be shared.
+// ErrShare means that the directory of a share cannot be shared.
 var ErrShare = errors.New("unusable share")
 
-// Of snapshots.
+// Errors of snapshots.
 var (
-	// ErrSnapshotInUse says that a VM may still need the snapshot.
+	// ErrSnapshotInUse means that a VM may still need the snapshot.
 	ErrSnapshotInUse = errors.New("the snapshot is in use")
-	// ErrForeignSnapshot says that a VM cannot be taken back to the snapshot of another one.
+	// ErrForeignSnapshot means that the snapshot belongs to another VM, so this VM cannot go back to it.
 	ErrForeignSnapshot = errors.New("the snapshot is of another VM")
-	// ErrDiskOnly says that a snapshot has no memory, so that nothing can be restored from it as it was.
+	// ErrDiskOnly means that the snapshot has no memory, so a running machine cannot be restored from it.
 	ErrDiskOnly = errors.New("the snapshot is of a disk only")
 )
 
-// Of what does not persist over a sleep: docs/guides/persistence.md and ADR 0049.
+// Errors of data that does not persist over a sleep: docs/guides/persistence.md and ADR 0049.
 var (
-	// ErrPromote says that a part of the guest could not be copied to the host.
+	// ErrPromote means that a part of the guest could not be copied to the host.
 	ErrPromote = errors.New("not all that is to be promoted could be")
-	// ErrDrop says that a directory of the guest could not be emptied.
+	// ErrDrop means that a directory of the guest could not be emptied.
 	ErrDrop = errors.New("not all that is to be dropped could be")
-	// ErrPersistLimit says that a VM's disk has more data than may persist.
+	// ErrPersistLimit means that a VM's disk has more data than may persist.
 	ErrPersistLimit = errors.New("the disk has more data than may persist")
 )
 
-// What a caller may want to tell apart.
+// Errors that a caller may want to tell apart.
 var (
 	ErrNotFound   = errors.New("no such VM")
 	ErrExists     = errors.New("a VM of that name exists")
@@ -87,8 +87,7 @@ var (
 	ErrServed     = errors.New("another process does that already")
 )
 
-// ErrorCodes are the words by which the errors of this package are told apart where errors travel as text, the more
-// specific first.
+// ErrorCodes are the codes of this package's errors where errors travel as text, the more specific ones first.
 var ErrorCodes = []struct {
 	Code string
 	Err  error

@@ -4,21 +4,21 @@ import (
 	"fmt"
 )
 
-// HookPolicy says what hooks in the guest mean for what they are run before.
+// HookPolicy says what a failed hook in the guest means for the operation that it runs before.
 type HookPolicy string
 
-// The policies. The zero value is what the VM's Spec says, and there HooksRequire.
+// The policies. The zero value means the policy in the VM's Spec; there it means HooksRequire.
 const (
-	// HooksRequire: a hook that fails or is late refuses it, and so does a guest
-	// whose agent does not answer, which could not be woken either.
+	// HooksRequire: a hook that fails or is late refuses the operation. So does a guest whose agent does not
+	// answer: that guest could not be woken either.
 	HooksRequire HookPolicy = "require"
-	// HooksIgnore: hooks are run, and what fails is reported.
+	// HooksIgnore: the hooks run, and their failures are reported.
 	HooksIgnore HookPolicy = "ignore"
-	// HooksSkip: the guest is not asked.
+	// HooksSkip: the guest is not asked to run hooks.
 	HooksSkip HookPolicy = "skip"
 )
 
-// Validate says what is wrong with it, by an ErrInvalid.
+// Validate returns an ErrInvalid for an unknown policy.
 func (p HookPolicy) Validate() error {
 	switch p {
 	case "", HooksRequire, HooksIgnore, HooksSkip:
@@ -27,11 +27,11 @@ func (p HookPolicy) Validate() error {
 	return fmt.Errorf("%w: hooks %q: use %q, %q or %q", ErrInvalid, string(p), HooksRequire, HooksIgnore, HooksSkip)
 }
 
-// Hooks says how hooks in the guest (executables in /etc/drowse/hooks.d) are run.
+// Hooks says how hooks in the guest (executables in /etc/drowse/hooks.d) run.
 type Hooks struct {
 	Policy HookPolicy `json:"policy,omitempty"`
-	// TimeoutSeconds is the time for one hook, and AllSeconds for all of one event
-	// together: 1 to 300. Defaults: 10 and 30.
+	// TimeoutSeconds is the time for one hook. AllSeconds is the time for all hooks of one event together. Both
+	// are 1 to 300. Defaults: 10 and 30.
 	TimeoutSeconds int `json:"timeout_seconds,omitempty"`
 	AllSeconds     int `json:"all_seconds,omitempty"`
 }
@@ -52,7 +52,7 @@ func (h Hooks) check() error {
 	return h.Policy.Validate()
 }
 
-// Effective is what holds when over was asked for.
+// Effective returns the policy that applies to a request for over.
 func (h Hooks) Effective(over HookPolicy) HookPolicy {
 	switch {
 	case over != "":

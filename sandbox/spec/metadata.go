@@ -13,31 +13,31 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 )
 
-// Metadata says whose a sandbox is and how long it lasts. It is kept beside the record of its VM and can be changed
-// whether that runs or not. A VM without one has the zero Metadata, which counts as a workspace of nobody's that never
+// Metadata says who owns a sandbox and how long it lasts. It is kept beside the record of its VM and can change
+// whether the VM runs or not. A VM without metadata has the zero Metadata: a workspace without an owner that never
 // expires.
 type Metadata struct {
 	// Class is ephemeral, resumable or workspace; empty is workspace.
 	Class lifetime.Class `json:"class,omitempty"`
-	// Owner is at most MaxMetadataOwner bytes, Purpose MaxMetadataPurpose: printable characters in one line.
+	// Owner is at most MaxMetadataOwner bytes, Purpose MaxMetadataPurpose: one line of printable characters.
 	Owner   string `json:"owner,omitempty"`
 	Purpose string `json:"purpose,omitempty"`
-	// Tags are at most MaxMetadataTags words of at most MaxMetadataTag bytes. They are there to be found by; those that
-	// count in network policies are in the Spec.
+	// Tags are at most MaxMetadataTags words of at most MaxMetadataTag bytes. They serve to find sandboxes. The
+	// tags of network policies are in the Spec.
 	Tags []string `json:"tags,omitempty"`
-	// Expires is when its time is over, by the host's clock; zero is never.
+	// Expires is when the sandbox expires, by the host's clock; zero is never.
 	Expires time.Time `json:"expires,omitzero"`
 	// Keep says which of its sleeps are kept.
 	Keep lifetime.Keep `json:"keep,omitzero"`
-	// Wake is when it is woken; the zero value is never.
+	// Wake is when the sandbox is woken; the zero value is never.
 	Wake Timer `json:"wake,omitzero"`
-	// Rotate says at which wakes it begins anew, and from which snapshot; the zero value is never.
+	// Rotate says at which wakes the sandbox starts afresh, and from which snapshot; the zero value is never.
 	Rotate Rotation `json:"rotate,omitzero"`
-	// Persist says what of it does not persist over its sleeps.
+	// Persist says what does not persist over the sandbox's sleeps.
 	Persist lifetime.Persist `json:"persist,omitzero"`
-	// ExpiryTold is the time of expiry of which there is an event: Store.TellExpired.
+	// ExpiryTold is the time of expiry for which an event was written: Store.TellExpired.
 	ExpiryTold time.Time `json:"expiry_told,omitzero"`
-	// Asked is what of Expires and Wake the guest has asked for itself: Self.
+	// Asked is the part of Expires and Wake that the guest has asked for itself: Self.
 	Asked Asked `json:"asked,omitzero"`
 }
 
@@ -50,13 +50,13 @@ const (
 )
 
 var (
-	// ErrMetadata says that a sandbox cannot have such metadata, or that the one it has cannot be read.
+	// ErrMetadata means that metadata of a sandbox is invalid or unreadable.
 	ErrMetadata = errors.New("invalid metadata of a sandbox")
-	// ErrExpired says that a sandbox's time is over.
+	// ErrExpired means that a sandbox has expired.
 	ErrExpired = errors.New("the sandbox has expired")
 )
 
-// EffectiveClass is the class, or what an empty one counts as.
+// EffectiveClass returns the class; an empty one counts as lifetime.Workspace.
 func (l Metadata) EffectiveClass() lifetime.Class {
 	if l.Class == "" {
 		return lifetime.Workspace
@@ -64,20 +64,20 @@ func (l Metadata) EffectiveClass() lifetime.Class {
 	return l.Class
 }
 
-// ForChild is the metadata of a fork: without what was said of the one that is forked alone, its timer, its rotation
-// and what its guest has asked for. What the guest has put its expiry off by counts for the child as well.
+// ForChild returns the metadata of a fork, without what belongs to the parent alone: its timer, its rotation and
+// the wake and fork that its guest asked for. An expiry that the guest put off counts for the child as well.
 func (l Metadata) ForChild() Metadata {
 	l.Wake, l.Rotate, l.Asked.Wake, l.Asked.Fork = Timer{}, Rotation{}, time.Time{}, AskedFork{}
 	l.Tags, l.Persist = slices.Clone(l.Tags), l.Persist.Clone()
 	return l
 }
 
-// Empty says that it is what a VM without one has.
+// Empty reports whether the metadata is that of a VM without any.
 func (l Metadata) Empty() bool {
 	return l.Class == "" && l.Owner == "" && l.Purpose == "" && len(l.Tags) == 0 && l.Expires.IsZero() && l.Keep == lifetime.Keep{} && l.Wake == Timer{} && l.Rotate == Rotation{} && l.Persist.Empty()
 }
 
-// Check refuses what is out of bounds.
+// Check returns an ErrMetadata for values that are out of bounds.
 func (l Metadata) Check() error {
 	text := func(what, s string, limit int) error {
 		if len(s) > limit {
@@ -116,51 +116,51 @@ func (l Metadata) Check() error {
 	return nil
 }
 
-// Equal says whether two metadata say the same.
+// Equal reports whether two metadata are the same.
 func (l Metadata) Equal(m Metadata) bool {
 	a, aerr := json.Marshal(l)
 	b, berr := json.Marshal(m)
 	return aerr == nil && berr == nil && string(a) == string(b)
 }
 
-// AskedFork is a fork that a guest has asked for. A VM's own process starts no others, so it is written into the
-// metadata, as timers are, and who serves the store makes it.
+// AskedFork is a fork that a guest has asked for. A VM's own process starts no other VMs. So it writes the request
+// into the metadata, like a timer, and the process that serves the store makes the fork.
 type AskedFork struct {
-	// ID is the request's, and At when it was made.
+	// ID is the id of the request, and At its time.
 	ID string    `json:"id"`
 	At time.Time `json:"at"`
-	// Begun says that somebody is at it, who then says which Child it has become, or why it has not.
+	// Begun reports that a process makes the fork. That process then sets Child, or Error if it failed.
 	Begun bool   `json:"begun,omitempty"`
 	Child string `json:"child,omitempty"`
 	Error string `json:"error,omitempty"`
 }
 
-// Wanted says that nobody has begun with it, and that somebody waits for it.
+// Wanted reports whether the fork has not begun and its request is fresh enough that the guest still waits.
 func (a AskedFork) Wanted(now time.Time) bool {
 	age := now.Sub(a.At)
 	return a.ID != "" && !a.Begun && age < SelfForkBegin && age > -SelfForkBegin
 }
 
-// Asked is what a guest has asked for that is in its sandbox's Metadata, so that it can change that, and nothing that
-// its owner has set.
+// Asked is the part of a sandbox's Metadata that its guest has asked for. The guest can change this part, and
+// nothing that the owner has set.
 type Asked struct {
-	// Wake is the time of the timer that it has asked for. The Metadata's timer is the guest's as long as it is that
-	// one.
+	// Wake is the time of the timer that the guest asked for. The Metadata's timer is the guest's while it has
+	// this time.
 	Wake time.Time `json:"wake,omitzero"`
-	// Expires is the expiry that it has asked for, and From the one that its owner had set. They count as long as the
-	// Metadata expires then.
+	// Expires is the expiry that the guest asked for, and From the one that its owner had set. They count while
+	// the Metadata has this expiry.
 	Expires time.Time `json:"expires,omitzero"`
 	From    time.Time `json:"from,omitzero"`
-	// Fork is a fork that it has asked for, until it has been told of it.
+	// Fork is the fork that the guest asked for. It stays until the guest has its result.
 	Fork AskedFork `json:"fork,omitzero"`
 }
 
-// Timer says when a sandbox is woken. It is kept in its Metadata, and carried out by a supervisor, to within a second;
-// one that was due while there was none fires once when there is one again.
+// Timer says when a sandbox is woken. It is kept in the Metadata. A supervisor wakes the sandbox, to within a
+// second. A timer that came due while no supervisor ran fires once when one runs again.
 type Timer struct {
 	// At is the next time, by the host's clock; zero is never.
 	At time.Time `json:"at,omitzero"`
-	// Every is after how many seconds it is woken again, MinTimer to lifetime.MaxSeconds; 0 is once.
+	// Every is the number of seconds between wakes, MinTimer to lifetime.MaxSeconds; 0 is one wake only.
 	Every int64 `json:"every_seconds,omitempty"`
 }
 
@@ -179,10 +179,10 @@ func (t Timer) check() error {
 	return nil
 }
 
-// Due says whether it is time.
+// Due reports whether the timer is due.
 func (t Timer) Due(now time.Time) bool { return !t.At.IsZero() && !now.Before(t.At) }
 
-// After is the timer once it has fired: what was missed meanwhile is left out.
+// After returns the timer after it has fired. It skips the times that were missed.
 func (t Timer) After(now time.Time) Timer {
 	if t.Every == 0 {
 		return Timer{}
@@ -194,24 +194,24 @@ func (t Timer) After(now time.Time) Timer {
 	return t
 }
 
-// Rotation has a sandbox begin anew from a snapshot that is known to be good, at its wakes. What it has done since is
-// left then: its last sleep is kept until the next one, as by Store.RestoreTo. It is kept in the Metadata, so it needs
-// nobody who watches the time, and never interrupts a sandbox that runs. The zero value is none.
+// Rotation makes a sandbox start afresh, at its wakes, from a snapshot that is known to be good. The work since
+// then is left: its last sleep is kept until the next one, as by Store.RestoreTo. The Metadata holds the rotation,
+// so no process has to watch the time, and a rotation never interrupts a running sandbox. The zero value is none.
 type Rotation struct {
-	// To is the snapshot, one of the sandbox's own with memory; it is kept for as long as it is named here.
+	// To is the snapshot, one of the sandbox's own with memory. It is kept while it is named here.
 	To string `json:"to,omitempty"`
-	// At is from when on, by the host's clock: the first wake at that time or later begins anew, and those after it do
-	// not. The zero time is each wake.
+	// At is the first time, by the host's clock: the first wake at or after it starts afresh, and later wakes do
+	// not. The zero time means every wake.
 	At time.Time `json:"at,omitzero"`
-	// Every is after how many seconds a wake begins anew again, MinTimer to lifetime.MaxSeconds; 0 is once. It goes
-	// with At.
+	// Every is the number of seconds until a wake starts afresh again, MinTimer to lifetime.MaxSeconds; 0 is once.
+	// It needs At.
 	Every int64 `json:"every_seconds,omitempty"`
 }
 
-// timer is what of it is a time.
+// timer returns the times of the rotation as a Timer.
 func (r Rotation) timer() Timer { return Timer{At: r.At, Every: r.Every} }
 
-// Check refuses what is out of bounds.
+// Check returns an error for values that are out of bounds.
 func (r Rotation) Check() error {
 	if r == (Rotation{}) {
 		return nil
@@ -228,15 +228,15 @@ func (r Rotation) Check() error {
 	return nil
 }
 
-// MaxSnapshotID bounds what is given for the id of a snapshot, in bytes.
+// MaxSnapshotID is the most bytes of a snapshot's id in a request.
 const MaxSnapshotID = 64
 
-// Due says whether a wake now begins anew.
+// Due reports whether a wake at now starts afresh.
 func (r Rotation) Due(now time.Time) bool {
 	return r.To != "" && (r.At.IsZero() || r.timer().Due(now))
 }
 
-// After is the rotation once a wake has begun anew.
+// After returns the rotation after a wake has started afresh.
 func (r Rotation) After(now time.Time) Rotation {
 	if r.At.IsZero() {
 		return r
@@ -249,6 +249,6 @@ func (r Rotation) After(now time.Time) Rotation {
 	return r
 }
 
-// SelfForkBegin is until when somebody has to have begun with a fork that a guest asks for: a request that is older is
-// of nobody who still waits. It is a variable, so that tests need not wait as long.
+// SelfForkBegin is how long the store's process has to begin a fork that a guest asked for. The guest no longer
+// waits for an older request. It is a variable so that tests can shorten it.
 var SelfForkBegin = 10 * time.Second

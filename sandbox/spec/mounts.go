@@ -7,15 +7,14 @@ import (
 	"strings"
 )
 
-// Share is a directory of the host that a VM finds mounted.
+// Share is a directory of the host that is mounted in a VM.
 type Share struct {
-	// Source is the directory on the host: absolute, and neither the state directory nor
-	// above or below that. Symbolic links on the way to it are followed at each start.
+	// Source is the directory on the host: an absolute path, and not the state directory or a directory above or
+	// below it. Symbolic links on the way to it are followed at each start.
 	Source string `json:"source"`
-	// Path is where the guest finds it, as in VolumeMount.
+	// Path is the mount point in the guest, as in VolumeMount.
 	Path string `json:"path"`
-	// Writable lets the guest change what is in it. Otherwise the host refuses that,
-	// whatever the guest does.
+	// Writable lets the guest change the directory. Otherwise the host refuses every change.
 	Writable bool `json:"writable,omitempty"`
 }
 
@@ -23,20 +22,20 @@ type Share struct {
 const (
 	MaxShares      = 8
 	maxShareSource = 1024 // bytes
-	// MaxMounts bounds volumes and shares together: each is a device, besides system disk, image,
-	// disk, vsock, rng, balloon and net.
+	// MaxMounts bounds volumes and shares together. Each is a device, beside system disk, image, disk, vsock, rng,
+	// balloon and net.
 	MaxMounts = 12
 )
 
-// ParseShare reads HOSTDIR:/PATH, HOSTDIR:/PATH:ro or HOSTDIR:/PATH:rw. A relative HOSTDIR is
-// one below the working directory.
+// ParseShare reads HOSTDIR:/PATH, HOSTDIR:/PATH:ro or HOSTDIR:/PATH:rw. A relative HOSTDIR is below the working
+// directory.
 func ParseShare(s string) (Share, error) {
 	bad := fmt.Errorf("%w: share %q: use HOSTDIR:/PATH, HOSTDIR:/PATH:ro or HOSTDIR:/PATH:rw", ErrInvalid, s)
 	rest, mode := s, "ro"
 	if i := strings.LastIndexByte(rest, ':'); i >= 0 && (rest[i+1:] == "ro" || rest[i+1:] == "rw") {
 		rest, mode = rest[:i], rest[i+1:]
 	}
-	// A directory of the host may have a colon in its name, that in the guest may not.
+	// A directory of the host may have a colon in its name; a path in the guest may not.
 	i := strings.LastIndexByte(rest, ':')
 	if i <= 0 {
 		return Share{}, bad
@@ -48,7 +47,7 @@ func ParseShare(s string) (Share, error) {
 	return Share{Source: source, Path: rest[i+1:], Writable: mode == "rw"}, nil
 }
 
-// ValidateShares says what is wrong with the shares of a VM that has these volumes.
+// ValidateShares checks the shares of a VM with these volumes.
 func ValidateShares(shares []Share, volumes []VolumeMount) error {
 	bad := func(format string, args ...any) error {
 		return fmt.Errorf("%w: %s", ErrInvalid, fmt.Sprintf(format, args...))
@@ -80,10 +79,10 @@ func ValidateShares(shares []Share, volumes []VolumeMount) error {
 
 // VolumeMount is a volume in a VM.
 type VolumeMount struct {
-	// Name of the volume.
+	// Name is the name of the volume.
 	Name string `json:"name"`
-	// Path is where the guest finds it mounted: absolute, of letters, digits and
-	// "._-/", at most 100 bytes, and none of the guest's system directories.
+	// Path is the mount point in the guest: absolute, of letters, digits and "._-/", at most 100 bytes, and not
+	// one of the guest's system directories.
 	Path string `json:"path"`
 	// ReadOnly volumes may be in many VMs at once.
 	ReadOnly bool `json:"read_only,omitempty"`

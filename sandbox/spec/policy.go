@@ -7,7 +7,7 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 )
 
-// ValidatePolicy says whether a VM can have its policy.
+// ValidatePolicy returns an error if the VM cannot have its policy.
 func (s *VM) ValidatePolicy() error {
 	if s.Policy == nil {
 		return nil
@@ -18,7 +18,7 @@ func (s *VM) ValidatePolicy() error {
 	return s.Policy.Validate()
 }
 
-// checkTags says whether a VM can have its tags.
+// checkTags returns an error if the VM cannot have its tags.
 func (s *VM) checkTags() error {
 	if len(s.Tags) > 0 && s.Network != NetworkTAP {
 		return fmt.Errorf("%w: it has tags and no network in which they would count: add the network %q", ErrInvalid, NetworkTAP)
@@ -38,13 +38,13 @@ func (s *VM) UsePolicy(p *netpolicy.Policy) error {
 	return s.ValidatePolicy()
 }
 
-// TagChange is what SetTags asks a VM's process for.
+// TagChange is a request of SetTags to a VM's process.
 type TagChange struct {
 	Add    []string `json:"add,omitempty"`
 	Remove []string `json:"remove,omitempty"`
 }
 
-// of gives what tags become: the others in their order, and those that are new behind them.
+// of returns the new tags: those that stay in their order, and new ones after them.
 func (c TagChange) of(tags []string) []string {
 	out := slices.DeleteFunc(slices.Clone(tags), func(t string) bool { return slices.Contains(c.Remove, t) })
 	for _, t := range c.Add {
@@ -55,7 +55,7 @@ func (c TagChange) of(tags []string) []string {
 	return out
 }
 
-// Validate says what is wrong with it, by an ErrInvalid.
+// Validate returns an ErrInvalid for a change that cannot be made.
 func (c TagChange) Validate() error {
 	if len(c.Add)+len(c.Remove) == 0 {
 		return fmt.Errorf("%w: no tag to add or to remove", ErrInvalid)
@@ -73,7 +73,7 @@ func (c TagChange) Validate() error {
 	return nil
 }
 
-// UseTags changes a VM's tags.
+// UseTags changes the VM's tags.
 func (s *VM) UseTags(c TagChange) error {
 	next := *s
 	next.Tags = c.of(s.Tags)

@@ -12,44 +12,44 @@ const (
 	MaxSecret     = 64 << 10 // bytes of a value
 )
 
-// DefaultSecretMode is for everybody in the VM: the VM is what separates.
+// DefaultSecretMode lets every user in the VM read a secret: the VM is the boundary.
 const DefaultSecretMode = 0o444
 
-// SecretFile says what a secret looks like in the guest: a file in guest.SecretsDir, if it is not one of the proxy's.
+// SecretFile describes a secret in the guest: a file in guest.SecretsDir, unless the secret is one of the proxy's.
 type SecretFile struct {
 	// Name is 1 to 64 letters, digits, '.', '_' and '-', and does not begin with '.'.
 	Name string `json:"name"`
-	// Mode has its permissions; 0 is DefaultSecretMode.
+	// Mode is its permissions; 0 is DefaultSecretMode.
 	Mode uint16 `json:"mode,omitempty"`
-	// UID and GID are its owner, in numbers.
+	// UID and GID are the numbers of its owner.
 	UID uint32 `json:"uid,omitempty"`
 	GID uint32 `json:"gid,omitempty"`
-	// Proxy says that the guest does not get it: it is for the VM's proxy, which puts it into requests as the network
-	// policy says. Secrets that the policy names there are so in any case, and stay so. Mode, UID and GID are 0 then.
+	// Proxy reports that the guest does not get the secret. The VM's proxy puts it into requests, as the network
+	// policy says. Secrets that the policy names there are always so, and stay so. Mode, UID and GID are 0 then.
 	Proxy bool `json:"proxy,omitempty"`
 }
 
-// Secret is a secret with its value, which is in memory of the VM's process only.
+// Secret is a secret with its value. Only the memory of the VM's process has the value.
 type Secret struct {
 	SecretFile
 	// Value is at most MaxSecret bytes.
 	Value []byte `json:"value"`
-	// Transient says that the VM is not to wait for it after a wake or boot: its name is
-	// forgotten with its value. The name of any other is kept in the VM's record.
+	// Transient means that the VM does not wait for it after a wake or boot: its name is forgotten with its value.
+	// The VM's record keeps the names of all other secrets.
 	Transient bool `json:"transient,omitempty"`
 }
 
-// SecretState is what Sandbox.Secrets says of a secret.
+// SecretState is what Sandbox.Secrets reports of a secret.
 type SecretState struct {
 	SecretFile
-	// Present says that the value is there; else programs that open the file wait for it.
+	// Present reports whether the value is there. If not, programs that open the file wait for it.
 	Present bool `json:"present"`
 	Size    int  `json:"size"` // bytes
-	// Kept says that the VM waits for it after a wake or boot.
+	// Kept reports whether the VM waits for it after a wake or boot.
 	Kept bool `json:"kept"`
 }
 
-// CheckSecretName says whether a secret can be called so.
+// CheckSecretName returns an error if name cannot be the name of a secret.
 func CheckSecretName(name string) error {
 	ok := name != "" && len(name) <= MaxSecretName && name[0] != '.'
 	for _, c := range []byte(name) {

@@ -11,17 +11,17 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 )
 
-// Self says what programs in a VM may ask the host for, about this VM and no other. The grant is the
-// VM's: every program in it may use it. Forks and clones have it as well.
+// Self says what programs in a VM may ask the host for, about this VM and no other. The grant belongs to the VM:
+// every program in it may use it. Forks and clones get it as well.
 type Self struct {
-	// Allow has "sleep", "snapshot", "hold", "wake", "extend=TIME" and "fork=N", or some of them. TIME, as 90m, 24h or
-	// 7d, is by how much the guest may put its expiry off in all, beyond what its owner has set, and N how many
-	// children that it has asked for there may be at once, which have no such grant. Empty is nothing: the guest finds
-	// nobody to ask.
+	// Allow has some of "sleep", "snapshot", "hold", "wake", "extend=TIME" and "fork=N". TIME, such as 90m, 24h or
+	// 7d, is by how much the guest may put off its expiry in all, beyond what its owner has set. N is how many
+	// children that the guest asked for may exist at once; these children have no such grant. If empty, nothing is
+	// allowed, and nothing listens to the guest's requests.
 	Allow []string `json:"allow,omitempty"`
 }
 
-// Validate says what is wrong with it, by an ErrInvalid.
+// Validate returns an ErrInvalid for a grant that does not exist.
 func (s Self) Validate() error {
 	var seen []string
 	for _, entry := range s.Allow {
@@ -46,7 +46,7 @@ func (s Self) Validate() error {
 	return nil
 }
 
-// amount is what follows a word that is allowed, and whether it is.
+// amount returns the value of an allowed word, and whether the word is allowed.
 func (s Self) amount(word string) (amount string, allowed bool) {
 	for _, entry := range s.Allow {
 		if what, amount, _ := strings.Cut(entry, "="); what == word {
@@ -56,23 +56,23 @@ func (s Self) amount(word string) (amount string, allowed bool) {
 	return "", false
 }
 
-// Allows says whether a guest may ask for something.
+// Allows reports whether a guest may ask for what.
 func (s Self) Allows(what string) bool {
 	_, allowed := s.amount(what)
 	return allowed
 }
 
-// Extension is by how much the guest may put its expiry off in all.
+// Extension returns by how much the guest may put off its expiry in all.
 func (s Self) Extension() time.Duration {
 	amount, _ := s.amount(agentpb.SelfExtend)
-	d, _ := lifetime.ParseDuration(amount) // 0 of one that is not allowed
+	d, _ := lifetime.ParseDuration(amount) // 0 if it is not allowed
 	return d
 }
 
 // MaxSelfForks is how many children at once a guest may be allowed to ask for.
 const MaxSelfForks = 64
 
-// parseSelfForks is N of the grant "fork=N".
+// parseSelfForks returns N of the grant "fork=N".
 func parseSelfForks(amount string) (int, error) {
 	n, err := strconv.Atoi(amount)
 	if err != nil || n < 1 || n > MaxSelfForks {
@@ -81,14 +81,14 @@ func parseSelfForks(amount string) (int, error) {
 	return n, nil
 }
 
-// Forks is how many children that it has asked for a guest may have at once.
+// Forks returns how many children that it asked for a guest may have at once.
 func (s Self) Forks() int {
 	amount, _ := s.amount(agentpb.SelfFork)
-	n, _ := parseSelfForks(amount) // 0 of one that is not allowed
+	n, _ := parseSelfForks(amount) // 0 if it is not allowed
 	return n
 }
 
-// Childless is what a child may ask for that its parent has asked for: no forks, or they would multiply.
+// Childless returns the grant of a child that its parent asked for: no forks, or they would multiply.
 func (s Self) Childless() Self {
 	return Self{Allow: slices.DeleteFunc(slices.Clone(s.Allow), func(entry string) bool {
 		word, _, _ := strings.Cut(entry, "=")

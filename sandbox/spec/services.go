@@ -14,59 +14,58 @@ import (
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
 
-// Service is a program that the VM's agent keeps running: a service of the VM. It is
-// started whenever the VM boots. A sleep leaves it in memory as it is, and forks and clones
-// have it as the VM had it.
+// Service is a program that the VM's agent keeps running. The agent starts it whenever the VM boots. A sleep
+// leaves it in memory unchanged, and forks and clones have it in the state of their parent.
 type Service struct {
 	// Name is 1 to 63 lower-case letters, digits, '.', '_' and '-'.
 	Name string   `json:"name"`
 	Argv []string `json:"argv"`
-	// Env has KEY=VALUE over the least that a program needs. It is kept in the VM's record:
-	// secrets belong into files, see Sandbox.SetSecrets.
+	// Env has KEY=VALUE pairs, added to the minimum that a program needs. The VM's record keeps it. Secrets belong
+	// in files, see Sandbox.SetSecrets.
 	Env  []string `json:"env,omitempty"`
 	Dir  string   `json:"dir,omitempty"`
 	User string   `json:"user,omitempty"`
 	// Restart is "always" (the default), "on-failure" or "never".
 	Restart string `json:"restart,omitempty"`
-	// BackoffSeconds, 1 by default, are waited before the first restart in a row, and doubled
-	// for each up to MaxBackoffSeconds, 60 by default, at most 3600. A run of that length ends the row.
+	// BackoffSeconds, 1 by default, is the wait before the first restart in a row. It doubles for each restart, up
+	// to MaxBackoffSeconds, 60 by default, at most 3600. A run of that length ends the row.
 	BackoffSeconds    int `json:"backoff_seconds,omitempty"`
 	MaxBackoffSeconds int `json:"max_backoff_seconds,omitempty"`
-	// MaxRestarts is how many there are in a row: 10 by default; -1 is no limit.
+	// MaxRestarts is the most restarts in a row: 10 by default; -1 is no limit.
 	MaxRestarts int `json:"max_restarts,omitempty"`
-	// StopSignal is sent to stop it, 15 (SIGTERM) by default; after StopSeconds, 10 by
-	// default and at most 300, it is killed.
+	// StopSignal is the signal that stops it, 15 (SIGTERM) by default. After StopSeconds, 10 by default and at
+	// most 300, it is killed.
 	StopSignal  int `json:"stop_signal,omitempty"`
 	StopSeconds int `json:"stop_seconds,omitempty"`
-	// LogKiB of its newest output are kept in the guest: 4 to 1024; 256 by default.
+	// LogKiB is how much of its newest output the guest keeps: 4 to 1024 KiB; 256 by default.
 	LogKiB int `json:"log_kib,omitempty"`
-	// Check says how it is seen that it is ready; without one it is once it runs.
+	// Check tests whether it is ready. Without a check it is ready once it runs.
 	Check *ServiceCheck `json:"check,omitempty"`
 }
 
-// ServiceCheck is how it is seen, in the guest, that a service is ready and goes on working.
+// ServiceCheck says how the agent tests, in the guest, that a service is ready and continues to work.
 type ServiceCheck struct {
-	// One of these: a port of the guest itself (127.0.0.1:8080) that accepts a connection, a URL of http at one that
-	// answers with a status of 200 to 399, a Unix socket that accepts a connection, a path that is there, or a command
-	// that ends with status 0, as the user and with the variables and directory of the service.
+	// One of these: a port of the guest itself (127.0.0.1:8080) that accepts a connection, an http URL at such a
+	// port that answers with a status of 200 to 399, a Unix socket that accepts a connection, a path that exists,
+	// or a command that ends with status 0, with the user, variables and directory of the service.
 	TCP  string   `json:"tcp,omitempty"`
 	HTTP string   `json:"http,omitempty"`
 	Unix string   `json:"unix,omitempty"`
 	File string   `json:"file,omitempty"`
 	Exec []string `json:"exec,omitempty"`
-	// IntervalSeconds, 1 by default, are between two checks, 10 at least once it is ready; TimeoutSeconds, 5 by
-	// default, are for one. 1 to 600.
+	// IntervalSeconds, 1 by default, is the time between two checks, at least 10 once the service is ready.
+	// TimeoutSeconds, 5 by default, is the time for one check. Both are 1 to 600.
 	IntervalSeconds int `json:"interval_seconds,omitempty"`
 	TimeoutSeconds  int `json:"timeout_seconds,omitempty"`
-	// StartSeconds is how long it may take until it is ready, at most 3600, before it is ended and started again; 0 is
-	// for ever.
+	// StartSeconds is how long the service may take to be ready, at most 3600. After that it is ended and started
+	// again. 0 is no limit.
 	StartSeconds int `json:"start_seconds,omitempty"`
-	// AliveFailures is after how many failures in a row it is ended and started again once it was ready, at most 1000.
-	// 0: then it is not checked any more.
+	// AliveFailures is how many failed checks in a row, at most 1000, cause a restart of a service that was ready.
+	// 0 means that a ready service is not checked.
 	AliveFailures int `json:"alive_failures,omitempty"`
 }
 
-// check says what is wrong with it, beyond what the agent says.
+// check returns what is wrong with it, beyond the agent's own checks; empty if nothing is.
 func (c *ServiceCheck) check() string {
 	n := 0
 	for _, is := range []bool{c.TCP != "", c.HTTP != "", c.Unix != "", c.File != "", len(c.Exec) > 0} {
@@ -102,7 +101,7 @@ func (c *ServiceCheck) check() string {
 	return ""
 }
 
-// local says whether HOST:PORT is a port of the guest itself, which is all that a check may connect to.
+// local reports whether HOST:PORT is a port of the guest itself. A check may connect to nothing else.
 func local(address string) bool {
 	_, err := agentpb.Loopback(address)
 	return err == nil
@@ -111,15 +110,15 @@ func local(address string) bool {
 // Defaults and bounds of services.
 const (
 	DefaultMaxRestarts = 10
-	// MaxServices is how many a VM has, and MaxServicesBytes how long all of them are as JSON:
-	// they are in each snapshot's manifest.
+	// MaxServices is the most services of a VM, and MaxServicesBytes the most bytes of all of them as JSON: each
+	// snapshot's manifest contains them.
 	MaxServices      = agentpb.MaxServices
 	MaxServicesBytes = 16 << 10
 )
 
 var serviceRE = regexp.MustCompile(`^[a-z0-9][a-z0-9._-]{0,62}$`)
 
-// Validate says what is wrong with it, by an ErrInvalid.
+// Validate returns an ErrInvalid that says what is wrong with the service.
 func (s *Service) Validate() error {
 	bad := func(format string, args ...any) error {
 		return fmt.Errorf("%w: service %s: %s", ErrInvalid, s.Name, fmt.Sprintf(format, args...))
@@ -158,7 +157,7 @@ func (s *Service) Validate() error {
 	return nil
 }
 
-// ValidateServices says what is wrong with the services of a VM, each by itself and together.
+// ValidateServices checks the services of a VM, each by itself and all together.
 func ValidateServices(list []Service) error {
 	if len(list) > MaxServices {
 		return fmt.Errorf("%w: %d services: at most %d are possible", ErrInvalid, len(list), MaxServices)

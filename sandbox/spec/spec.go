@@ -13,48 +13,46 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 )
 
-// VM says what a VM is. The zero value of a field means its default.
+// VM describes a VM. The zero value of a field means its default.
 type VM struct {
-	// Name is what the VM is called: NamePattern. Empty lets the store choose.
+	// Name is the VM's name: NamePattern. If empty, the store chooses one.
 	Name string `json:"name,omitempty"`
 	// Image is a tag or id of the image store.
 	Image string `json:"image"`
-	// Kernel is "built", "debian", an id of the kernel cache, or the path of a
-	// vmlinux or bzImage that boots like the built one. Default: kernel.Choose, for
-	// the host and for what the image's label kernel.NeedsLabel asks for: "built" if
-	// the cache has one that will do, else "debian".
+	// Kernel is "built", "debian", an id of the kernel cache, or the path of a vmlinux or bzImage that boots like
+	// the built one. Default: kernel.Choose, for the host and the image's label kernel.NeedsLabel: "built" if the
+	// cache has one that fits, else "debian".
 	Kernel string `json:"kernel,omitempty"`
 	// VCPUs is 1 to 8. Default: 1.
 	VCPUs int `json:"vcpus,omitempty"`
 	// MemoryMiB is 64 to 16384. Default: 256.
 	MemoryMiB int `json:"memory_mib,omitempty"`
-	// DiskMiB is the size of the writable disk; it takes what is written to it.
-	// Default: 8192.
+	// DiskMiB is the size of the writable disk. The disk takes only as much space as was written to it. Default:
+	// 8192.
 	DiskMiB int `json:"disk_mib,omitempty"`
-	// Hostname inside the guest. Default: the name.
+	// Hostname is the host name inside the guest. Default: the name.
 	Hostname string `json:"hostname,omitempty"`
-	// Network is "none" or "tap". With "tap" the VM gets a link to the host, behind
-	// its Policy. Default: "none".
+	// Network is "none" or "tap". With "tap" the VM gets a link to the host, behind its Policy. Default: "none".
 	Network string `json:"network,omitempty"`
-	// IPv6 gives the VM an IPv6 address as well, and a way out by it.
+	// IPv6 gives the VM an IPv6 address and IPv6 routes as well.
 	IPv6 bool `json:"ipv6,omitempty"`
 	// Policy is what the network may do to and for the VM. Nil denies everything. It
 	// does not change once it is in a VM.
 	Policy *netpolicy.Policy `json:"policy,omitempty"`
-	// Tags are how rules of other VMs' policies name this one: at most
-	// netpolicy.MaxOwnTags. Forks and clones have them as well. Sandbox.SetTags changes them.
+	// Tags are the names by which rules of other VMs' policies refer to this VM: at most netpolicy.MaxOwnTags.
+	// Forks and clones get the same tags. Sandbox.SetTags changes them.
 	Tags []string `json:"tags,omitempty"`
 	// Cmdline is added to the kernel's command line.
 	Cmdline string `json:"cmdline,omitempty"`
 	// NoACPI names the devices on the command line, for kernels without ACPI.
 	NoACPI bool `json:"no_acpi,omitempty"`
-	// Hooks says how hooks in the guest are run. Default: they are required.
+	// Hooks says how hooks in the guest run. Default: they are required.
 	Hooks Hooks `json:"hooks,omitzero"`
 	// Idle says when the VM goes to sleep by itself. Default: never.
 	Idle Idle `json:"idle,omitzero"`
-	// Volumes are disks of the store's that the VM finds mounted.
+	// Volumes are disks of the store that are mounted in the VM.
 	Volumes []VolumeMount `json:"volumes,omitempty"`
-	// Shares are directories of the host that the VM finds mounted. Forks and clones have the same.
+	// Shares are directories of the host that are mounted in the VM. Forks and clones have the same.
 	Shares []Share `json:"shares,omitempty"`
 	// Services are programs that the VM's agent keeps running.
 	Services []Service `json:"services,omitempty"`
@@ -77,30 +75,29 @@ const (
 	MaxDiskMiB       = 1 << 20
 )
 
-// Limits of a VM's shape: what packages vmm/boot and vmm/guestmem can do.
+// Limits of a VM's shape: those of packages vmm/boot and vmm/guestmem.
 const (
 	MaxVCPUs     = 8
 	MinMemoryMiB = 64
 	MaxMemoryMiB = 16 << 10
 )
 
-// NamePattern is what the name of a VM looks like: a host name, so that it can be
-// one, and short enough for a Unix socket's path.
+// NamePattern is the pattern of a VM's name. A name is a valid host name, and short enough for a Unix socket's
+// path.
 const NamePattern = `^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$`
 
 var nameRE = regexp.MustCompile(NamePattern)
 
-// ValidName says whether a VM can be called so.
+// ValidName reports whether name can be the name of a VM.
 func ValidName(name string) bool { return nameRE.MatchString(name) }
 
-// ErrInvalid says that a VM cannot be like that.
+// ErrInvalid means that no VM can be like that.
 var ErrInvalid = errors.New("invalid VM")
 
-// maxSpec bounds a file with a VM, in bytes.
+// maxSpec is the most bytes of a VM as JSON.
 const maxSpec = 1 << 20
 
-// Parse reads a VM as JSON. Fields that do not exist are an error, since they
-// are a misspelling of one that does.
+// Parse reads a VM from JSON. An unknown field is an error: it is a misspelling of a known one.
 func Parse(r io.Reader) (VM, error) {
 	var s VM
 	d := json.NewDecoder(io.LimitReader(r, maxSpec))
@@ -114,7 +111,7 @@ func Parse(r io.Reader) (VM, error) {
 	return s, nil
 }
 
-// WithDefaults fills in what is not said, and checks the rest.
+// WithDefaults returns the VM with its defaults filled in, and checks the rest.
 func (s VM) WithDefaults() (VM, error) {
 	def := func(v *int, d int) {
 		if *v == 0 {
@@ -178,10 +175,10 @@ func (s VM) WithDefaults() (VM, error) {
 	return s, nil
 }
 
-// Memory is the size of its RAM in bytes.
+// Memory returns the size of its RAM in bytes.
 func (s VM) Memory() uint64 { return uint64(s.MemoryMiB) << 20 }
 
-// Features are those of a kernel without which the VM could not come up.
+// Features returns the kernel features that the VM needs to come up.
 func (s VM) Features() []string {
 	if len(s.Shares) > 0 {
 		return []string{featureShares}
@@ -189,27 +186,26 @@ func (s VM) Features() []string {
 	return nil
 }
 
-// featureShares is what a kernel must have for shares: package kernel.
+// featureShares is the kernel feature that shares need: package kernel.
 const featureShares = "shares"
 
-// Shape is what of a VM KVM has to know before there is anything else of it. Its limits are
-// those of a VM.
+// Shape is the part of a VM that KVM needs before anything else. Its limits are those of a VM.
 type Shape struct {
 	MemoryMiB int `json:"memory_mib"`
 	VCPUs     int `json:"vcpus"`
-	// Network says that it has a link to the host.
+	// Network reports whether the VM has a link to the host.
 	Network bool `json:"network,omitempty"`
 }
 
-// Shape is what KVM has to know of the VM first.
+// Shape returns what KVM needs to know of the VM first.
 func (s VM) Shape() Shape {
 	return Shape{MemoryMiB: s.MemoryMiB, VCPUs: s.VCPUs, Network: s.Network == NetworkTAP}
 }
 
-// Machine is what a machine of that shape has for KVM.
+// Machine returns the shape without the network: the part that concerns KVM.
 func (s Shape) Machine() Shape { return Shape{MemoryMiB: s.MemoryMiB, VCPUs: s.VCPUs} }
 
-// Validate refuses what no VM can be.
+// Validate returns an ErrInvalid for a shape that no VM can have.
 func (s Shape) Validate() error {
 	switch {
 	case s.VCPUs < 1 || s.VCPUs > MaxVCPUs:
@@ -220,7 +216,7 @@ func (s Shape) Validate() error {
 	return nil
 }
 
-// NewID makes an id of 32 hex digits.
+// NewID returns a random id of 32 hex digits.
 func NewID() string {
 	var b [16]byte
 	_, _ = rand.Read(b[:]) // never fails

@@ -7,23 +7,23 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/pool"
 )
 
-// Counters are what a supervisor counts while it runs, from its beginning on. They may be read from any goroutine. The
-// zero value is ready.
+// Counters are what a supervisor counts while it runs. They may be read from any goroutine. The zero value is
+// ready.
 type Counters struct {
-	// Connections is how many connections of published TCP ports are carried now, and Refused how many found no way to
-	// their VM.
+	// Connections is how many connections of published TCP ports are carried now. Refused counts connections that
+	// did not reach their VM.
 	Connections atomic.Int64
 	Refused     atomic.Uint64
-	// Held is how many packets to VMs that sleep were kept while these woke, and Dropped how many were let go: for want
-	// of room, since a policy would not let them in, or since the VM could not be woken.
+	// Held counts packets that were kept while their sleeping VM woke. Dropped counts packets that were discarded:
+	// for want of room, because a policy would not let them in, or because the VM could not be woken.
 	Held, Dropped atomic.Uint64
-	// round is when the supervisor has last looked for changes: nanoseconds of the Unix time.
+	// round is when the supervisor last looked for changes: nanoseconds of the Unix time.
 	round atomic.Int64
-	// pool is nil as long as there is none.
+	// pool is nil until the supervisor has a pool.
 	pool atomic.Pointer[pool.Pool]
 }
 
-// Pool are the figures of the supervisor's pool; false if it has none.
+// Pool returns the figures of the supervisor's pool; false if it has none.
 func (c *Counters) Pool() (pool.Stats, bool) {
 	p := c.pool.Load()
 	if p == nil {
@@ -32,7 +32,7 @@ func (c *Counters) Pool() (pool.Stats, bool) {
 	return p.Stats(), true
 }
 
-// LastRound is when the supervisor has last gone round its loop, which it does twice a second; the zero time is not
+// LastRound returns when the supervisor last ran its loop, which it does twice a second. The zero time means not
 // yet.
 func (c *Counters) LastRound() time.Time {
 	n := c.round.Load()

@@ -9,13 +9,13 @@ import (
 )
 
 const (
-	// DefaultPruneEvery is how often sandboxes are looked at whose time may be over.
+	// DefaultPruneEvery is how often the supervisor looks for sandboxes that may have expired.
 	DefaultPruneEvery = time.Minute
-	// sweepEvery is how often sleeps are looked for that are not kept any more, and histories that are too old.
+	// sweepEvery is how often it looks for sleeps that are no longer kept, and for histories that are too old.
 	sweepEvery = time.Hour
 )
 
-// keep does what metadata say is to be done by now, again and again until ctx ends. What it returns is closed when it
+// keep does what metadata make due, again and again until ctx ends. It returns a channel that is closed when it
 // has ended.
 func (v *supervisor) keep(ctx context.Context) <-chan struct{} {
 	done := make(chan struct{})
@@ -38,7 +38,7 @@ func (v *supervisor) keep(ctx context.Context) <-chan struct{} {
 	return done
 }
 
-// keeper is what is remembered from one look to the next.
+// keeper is the state between two looks.
 type keeper struct {
 	v     *supervisor
 	fleet *fleet.Fleet
@@ -50,7 +50,7 @@ func (k *keeper) once(ctx context.Context, now time.Time) error {
 	log := k.v.log
 	all := now.Sub(k.swept) >= sweepEvery
 	if !all {
-		// In nearly every minute there is nothing to do.
+		// In nearly every minute nothing is due.
 		due, err := k.fleet.Due()
 		if err != nil || !due {
 			return err

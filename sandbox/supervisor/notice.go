@@ -14,13 +14,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// notice notices when a file of a VM is replaced, and when a VM comes or goes, so that nobody has to look at all of
-// them again and again: with 1,000 VMs that is thousands of system calls a second. It never says what has changed.
+// notice notices that a file of a VM is replaced, and that a VM comes or goes. It saves repeated looks at all VMs:
+// with 1,000 VMs those are thousands of system calls a second. It does not say what changed.
 type notice struct {
 	dir string
 	f   *os.File
-	// seq counts what has changed, last is when that was last noticed, in nanoseconds since 1970, and blind says that
-	// not all is noticed.
+	// seq counts changes. last is when the last one was noticed, in nanoseconds since 1970. blind means that some
+	// changes are not noticed.
 	seq     atomic.Uint64
 	last    atomic.Int64
 	blind   atomic.Bool
@@ -28,14 +28,14 @@ type notice struct {
 }
 
 const (
-	// Directories of VMs are made, renamed and removed; their files are replaced by renaming.
+	// Directories of VMs are made, renamed and removed. Their files are replaced by renames.
 	dirEvents = unix.IN_CREATE | unix.IN_MOVED_TO | unix.IN_MOVED_FROM | unix.IN_DELETE | unix.IN_ONLYDIR
 	vmEvents  = unix.IN_MOVED_TO | unix.IN_DELETE | unix.IN_ONLYDIR
-	// noticeBuffer holds what comes at once; the kernel keeps more, or says that it could not.
+	// noticeBuffer holds the events of one read. The kernel queues more, or reports an overflow.
 	noticeBuffer = 64 << 10
 )
 
-// newNotice watches a directory with a directory for each VM. The error is what keeps it from noticing anything.
+// newNotice watches a directory with a directory for each VM. An error means that it cannot notice anything.
 func newNotice(dir string) (*notice, error) {
 	fd, err := unix.InotifyInit1(unix.IN_CLOEXEC | unix.IN_NONBLOCK)
 	if err != nil {
@@ -63,7 +63,7 @@ func (n *notice) close() {
 	n.reading.Wait()
 }
 
-// add watches the directory of a VM. One that is watched already, by whatever name, stays so.
+// add watches the directory of a VM. A directory that is already watched, under any name, stays so.
 func (n *notice) add(name string) {
 	rc, err := n.f.SyscallConn()
 	if err == nil {
@@ -71,7 +71,7 @@ func (n *notice) add(name string) {
 		err = errors.Join(err, cerr)
 	}
 	if err != nil && !errors.Is(err, unix.ENOENT) && !errors.Is(err, unix.ENOTDIR) {
-		n.blind.Store(true) // too many watches: it is looked for changes as often as before
+		n.blind.Store(true) // too many watches: every look reads all VMs again
 	}
 }
 
@@ -80,7 +80,7 @@ func (n *notice) changed() {
 	n.seq.Add(1)
 }
 
-// read takes what the kernel tells (inotify(7)) until the notice is closed.
+// read takes events from the kernel (inotify(7)) until the notice is closed.
 func (n *notice) read(top int32) {
 	buf := make([]byte, noticeBuffer)
 	for {
@@ -96,24 +96,24 @@ func (n *notice) read(top int32) {
 			name, _, _ := bytes.Cut(b[:min(length, len(b))], []byte{0})
 			b = b[min(length, len(b)):]
 			if mask&unix.IN_Q_OVERFLOW != 0 {
-				n.blind.Store(true) // a directory may have come of which nothing was told
+				n.blind.Store(true) // the event of a new directory may be lost
 			}
 			if wd == top && mask&(unix.IN_CREATE|unix.IN_MOVED_TO) != 0 {
 				n.add(string(name))
 			}
 		}
-		// After all is watched: whoever looks now sees what came before.
+		// After all is watched: a look from now on sees what came before.
 		n.changed()
 	}
 }
 
-// noticeEvery is how often it is looked all the same.
+// noticeEvery is how often all VMs are read even without a change.
 const noticeEvery = 10 * time.Second
 
-// noticed is what was read of all VMs, until something has changed. It is for one goroutine.
+// noticed is what was read of all VMs, until something changes. It is for one goroutine.
 type noticed[T any] struct {
 	read func() (T, error)
-	// n may be nil: then it is read each time.
+	// n may be nil: then every get reads.
 	n *notice
 
 	have T
@@ -131,7 +131,7 @@ func (c *noticed[T]) get() (T, error) {
 		return c.have, nil
 	}
 	have, err := c.read()
-	// The times of files that have just been replaced do not tell them from the next.
+	// The time of a file that was just replaced may equal that of its next version.
 	settled := now.Sub(time.Unix(0, c.n.last.Load())) > 2*settleTime
 	c.have, c.ok, c.seq, c.at = have, err == nil && settled, seq, now
 	return have, err

@@ -23,34 +23,34 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// Options say what a supervisor does.
+// Options configure a supervisor.
 type Options struct {
-	// Pool is how many processes it keeps ready, as sandbox.PoolOptions.Processes; 0 is none.
+	// Pool is how many processes it keeps ready, as sandbox.PoolOptions.Processes; 0 means no pool.
 	Pool int
-	// MaxConns is how many connections it carries at once for one published port; those beyond it wait. Of UDP, it is
-	// how many senders; datagrams of those beyond it are dropped. 0 is DefaultMaxConns.
+	// MaxConns is the most connections that it carries at once for one published port; further ones wait. For UDP
+	// it is the most senders; datagrams of further senders are dropped. 0 is DefaultMaxConns.
 	MaxConns int
-	// PruneEvery is how often it looks for sandboxes whose time is over, and for sleeps that are not kept any more:
+	// PruneEvery is how often it looks for expired sandboxes and for sleeps that are no longer kept:
 	// fleet.Fleet.Prune. 0 is DefaultPruneEvery, less than 0 never.
 	PruneEvery time.Duration
-	// Webhooks are where it sends events; at most events.MaxWebhooks.
+	// Webhooks are the receivers of events; at most events.MaxWebhooks.
 	Webhooks []events.Webhook
-	// Counters, if not nil, are counted up.
+	// Counters, if not nil, are incremented by the supervisor.
 	Counters *Counters
-	// Log gets what it does and what goes wrong; nil discards it.
+	// Log gets actions and errors; nil discards them.
 	Log *slog.Logger
-	// Activated, if it is not nil, is told of each connection, and of each packet to a VM's own address that woke it,
-	// when it was delivered. It is called from many goroutines, and what it takes whoever activated the VM waits for.
+	// Activated, if not nil, is called for each delivered connection, and for each delivered packet to a VM's own
+	// address that woke the VM. It is called from many goroutines, and it delays whoever activated the VM.
 	Activated func(Activation)
 }
 
-// Activation is what became of a connection to a published port, or of a packet to the address of a VM that slept.
+// Activation is the delivery of a connection to a published port, or of a packet to the address of a sleeping VM.
 type Activation struct {
 	VM string
 	// By is ByConnection or ByPacket.
 	By string
-	// Came is when the supervisor had it, Awake when the VM was awake and held so, and Delivered when the guest had
-	// accepted the connection, or its device the packet.
+	// Came is when the supervisor got it, Awake when the VM was awake and held, and Delivered when the guest had
+	// accepted the connection or its device the packet.
 	Came, Awake, Delivered time.Time
 }
 
@@ -60,14 +60,14 @@ const (
 	ByPacket     = "packet"
 )
 
-// DefaultMaxConns is how many connections are carried at once for one published port.
+// DefaultMaxConns is the most connections that are carried at once for one published port.
 const DefaultMaxConns = 256
 
-// lookEvery is how often it is looked for changes of VMs' records.
+// lookEvery is how often the supervisor looks for changes of VMs' records.
 const lookEvery = 500 * time.Millisecond
 
-// settleTime is how old a record has to be for its time to tell it from the next: file systems count in steps of
-// milliseconds.
+// settleTime is the age at which the time of a record tells it from its next version: file systems count in steps
+// of milliseconds.
 const settleTime = 100 * time.Millisecond
 
 const (
@@ -75,7 +75,7 @@ const (
 	wakeTime = time.Minute
 )
 
-// port is one that a VM publishes.
+// port is a port that a VM publishes.
 type port struct {
 	vm       string
 	listen   netip.AddrPort
@@ -83,31 +83,31 @@ type port struct {
 	protocol netpolicy.Protocol // TCP or UDP
 }
 
-// supervisor is a Run under way.
+// supervisor is the state of a Run.
 type supervisor struct {
-	host *sandbox.Host // with what starts VMs
+	host *sandbox.Host // has the Launcher that starts VMs
 	o    Options
 	log  *slog.Logger
 
 	stamps noticed[map[string]string]
 	seen   map[string]string // stamps of the records that have been read
 	pids   map[string]int    // processes of the VMs that ran then
-	// want are the ports that VMs publish, listeners those that are listened at, and refused why one is not.
+	// want are the ports that VMs publish, listeners the open ones, and refused why a port could not be opened.
 	want      map[string][]port
 	listeners map[port]closer
 	refused   map[port]string
 	carried   sync.WaitGroup
 
-	// guarded are the VMs that packets may wake, waker is who does it, and device where they come; nil until there is
-	// such a VM. wakerFailed is why there is none.
+	// guarded are the VMs that packets may wake, waker wakes them, and device receives the packets. Both are nil
+	// until there is such a VM. wakerFailed is the error that prevented them.
 	guarded     map[string]guarded
 	waker       *packetWaker
 	device      *wakerDevice
 	wakerFailed string
 }
 
-// Run supervises the VMs of a store until ctx ends, and returns when all that it has begun has ended. A store has one
-// supervisor with a pool: another one ends with spec.ErrServed.
+// Run supervises the VMs of a store until ctx ends, and returns when all that it began has ended. A store has one
+// supervisor with a pool: a second one returns spec.ErrServed.
 func Run(ctx context.Context, s *sandbox.Host, l pool.Launcher, o Options) (err error) {
 	if o.MaxConns < 0 {
 		return fmt.Errorf("%w: %d connections at once: use 1 or more", sandbox.ErrSpec, o.MaxConns)
@@ -236,7 +236,7 @@ func (v *supervisor) look(ctx context.Context) error {
 		}
 		v.seen[name] = stamp
 		if err != nil {
-			// Listeners that are open stay: the record will be whole again, or go.
+			// Open listeners stay: the record will become readable again, or disappear.
 			errs = append(errs, err)
 			continue
 		}
@@ -256,14 +256,14 @@ func (v *supervisor) look(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// ended says whether the process of a VM is gone that its record names: a process that is killed does not write that
-// down, and whoever reads the record then does (state.Store.Get).
+// ended reports whether the process that a VM's record names is gone. A killed process cannot record its end; the
+// next reader of the record does (state.Store.Get).
 func (v *supervisor) ended(name string) bool {
 	pid := v.pids[name]
 	return pid > 0 && errors.Is(unix.Kill(pid, 0), unix.ESRCH)
 }
 
-// published are the ports of a VM that can be listened for.
+// published returns the ports of a VM that the host can listen on.
 func published(s sandbox.Spec) (ports []port) {
 	if s.Policy == nil || s.Network != spec.NetworkTAP {
 		return nil
@@ -300,7 +300,7 @@ func (v *supervisor) open(ctx context.Context) {
 		}
 		d, err := v.listenTCP(ctx, p)
 		if err != nil {
-			// Another VM, or another program, may be there; it may go.
+			// Another VM or program may use the address; it may release it.
 			if v.refused[p] != err.Error() {
 				v.log.Warn("a published port is not listened for", "vm", p.vm, "at", p.listen, "protocol", p.protocol, "error", err)
 			}
@@ -313,14 +313,14 @@ func (v *supervisor) open(ctx context.Context) {
 	}
 }
 
-// awake sees to it that a VM is awake and stays so until the hold is released.
+// awake wakes a VM if it sleeps, and keeps it awake until the hold is released.
 func (v *supervisor) awake(ctx context.Context, name string) (*sandbox.WakeLock, *spec.NetworkInfo, error) {
 	hold, err := v.host.Sandbox(name).WakeWithLock(ctx)
 	if err != nil {
 		return nil, nil, err
 	}
 	n := hold.Network()
-	if n == nil { // the VM's process is one of an older drowse
+	if n == nil { // the VM's process is of an older drowse
 		var info control.Info
 		if info, err = v.host.Sandbox(name).Info(ctx); err == nil {
 			n = info.Network
@@ -336,7 +336,7 @@ func (v *supervisor) awake(ctx context.Context, name string) (*sandbox.WakeLock,
 	return hold, n, nil
 }
 
-// guardedOf is what the packet waker has to know of a VM, if a packet may wake it: if it sleeps, or is about to.
+// guardedOf returns what the packet waker needs to know of a VM that a packet may wake: it sleeps, or may soon.
 func (v *supervisor) guardedOf(r *state.Record) (vm guarded, ok bool) {
 	if r.Spec.Network != spec.NetworkTAP {
 		return vm, false
@@ -344,13 +344,13 @@ func (v *supervisor) guardedOf(r *state.Record) (vm guarded, ok bool) {
 	switch {
 	case r.Phase == state.Asleep, r.Phase == state.Running:
 	case r.Phase == state.Starting && r.Snapshot != "":
-		// It wakes, and may sleep again before it is looked at once more.
+		// It wakes, and may sleep again before the next look.
 	default:
 		return vm, false
 	}
 	in, err := hostnet.Range()
 	if err != nil {
-		return vm, false // its process says so
+		return vm, false // its process reports it
 	}
 	vm = guarded{name: r.Spec.Name, address4: hostnet.First(in, r.ID), policy: r.Spec.Policy, tags: r.Spec.Tags}
 	if r.Spec.IPv6 {
@@ -361,7 +361,7 @@ func (v *supervisor) guardedOf(r *state.Record) (vm guarded, ok bool) {
 	return vm, true
 }
 
-// openPacketWaker has the addresses of guarded VMs lead to the packet waker.
+// openPacketWaker routes the addresses of guarded VMs to the packet waker.
 func (v *supervisor) openPacketWaker(ctx context.Context) error {
 	if v.waker == nil {
 		if len(v.guarded) == 0 {
@@ -377,7 +377,7 @@ func (v *supervisor) openPacketWaker(ctx context.Context) error {
 		}
 		d, err := openWakerDevice(agents, agents6)
 		if err != nil {
-			// As long as it is the same, once.
+			// The same error is reported once.
 			if v.wakerFailed == err.Error() {
 				return nil
 			}
@@ -395,7 +395,7 @@ func (v *supervisor) openPacketWaker(ctx context.Context) error {
 		}
 		v.waker = g
 		v.carried.Go(func() {
-			// Or the first VM that wakes after a start of the host waits for it.
+			// Otherwise the first VM that wakes after a start of the host waits for it.
 			if err := link.Preload(""); err != nil {
 				v.log.Warn("the programs of policies are not loaded ahead", "error", err)
 			}

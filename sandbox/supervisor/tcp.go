@@ -23,25 +23,25 @@ type publishedPort struct {
 
 	mu     sync.Mutex // guards what follows
 	said   time.Time  // when a failure was logged
-	unsaid int        // how many since then were not
+	unsaid int        // failures since then that were not logged
 }
 
-// tcpListener is that of TCP.
+// tcpListener listens for one published port of TCP.
 type tcpListener struct {
 	publishedPort
 	listener *net.TCPListener
-	room     chan struct{} // has as many elements as connections are carried
+	room     chan struct{} // has one element per carried connection
 }
 
-// closer is what listens.
+// closer is a listener of either protocol.
 type closer interface{ close() }
 
 const (
-	// dialTime is how long a guest may take to accept it.
+	// dialTime is how long a guest may take to accept a connection.
 	dialTime = 30 * time.Second
 	// sayEvery is how often a failure is logged.
 	sayEvery = time.Second
-	// acceptPause is how long nothing is accepted after that has failed, for want of descriptors, say.
+	// acceptPause is the pause after a failed accept, for example for want of descriptors.
 	acceptPause = 100 * time.Millisecond
 )
 
@@ -60,7 +60,7 @@ func (v *supervisor) listenTCP(ctx context.Context, p port) (closer, error) {
 	return d, nil
 }
 
-// close stops listening, and ends the connections that are carried.
+// close stops listening, and ends the carried connections.
 func (d *tcpListener) close() {
 	d.cancel()
 	d.listener.Close()
@@ -99,7 +99,7 @@ func (d *tcpListener) accept() {
 	}
 }
 
-// failed logs why somebody found no way, once a second at most: whoever connects does not write the log.
+// failed logs a delivery that failed, at most once a second: clients must not be able to fill the log.
 func (e *publishedPort) failed(what string, from fmt.Stringer, err error) {
 	now := time.Now()
 	e.mu.Lock()
@@ -116,7 +116,7 @@ func (e *publishedPort) failed(what string, from fmt.Stringer, err error) {
 	}
 }
 
-// carry brings a connection to the guest, waking it if it sleeps. An error says that it did not get there.
+// carry brings a connection to the guest, and wakes the VM if it sleeps. An error means that it did not arrive.
 func (d *tcpListener) carry(c *net.TCPConn) error {
 	ctx, cancel := context.WithTimeout(d.ctx, wakeTime)
 	defer cancel()
@@ -139,7 +139,7 @@ func (d *tcpListener) carry(c *net.TCPConn) error {
 		d.v.o.Activated(activation)
 	}
 	guest := g.(*net.TCPConn)
-	// When the VM sleeps or ends, or the listener is closed, there is nobody at the other end.
+	// When the VM sleeps or ends, or the listener is closed, the connection has no other end any more.
 	ended := make(chan struct{})
 	var cut sync.WaitGroup
 	cut.Go(func() {
@@ -158,11 +158,11 @@ func (d *tcpListener) carry(c *net.TCPConn) error {
 	return nil
 }
 
-// relay carries bytes both ways until both ends have ended, or one has failed; then the other one is told so.
+// relay carries bytes both ways until both ends have closed. If one fails, it resets both.
 func relay(a, b *net.TCPConn) {
 	var both sync.WaitGroup
 	one := func(to, from *net.TCPConn) {
-		// Of TCP sockets this is splice(2): the bytes stay in the kernel.
+		// For TCP sockets this is splice(2): the bytes stay in the kernel.
 		if _, err := io.Copy(to, from); err != nil {
 			reset(to)
 			reset(from)
@@ -180,7 +180,7 @@ func relay(a, b *net.TCPConn) {
 	b.Close()
 }
 
-// reset ends a connection so that nobody takes it for one that has come to its end.
+// reset ends a connection with an error for its peer, so that the peer does not take it for a normal end.
 func reset(c *net.TCPConn) {
 	_ = c.SetLinger(0)
 	_ = c.Close()

@@ -13,25 +13,25 @@ import (
 )
 
 const (
-	// timerEvery is how often it is looked for timers that are due.
+	// timerEvery is how often the supervisor looks for timers that are due.
 	timerEvery = 250 * time.Millisecond
 	// maxTimers is how many sandboxes timers wake at once; others wait.
 	maxTimers = 8
-	// timerTries is how often a wake is tried that fails, and timerPause the time between two, twice as long after
-	// each.
+	// timerTries is how often a failing wake is tried, and timerPause the first pause between two tries. Each
+	// further pause is twice as long.
 	timerTries = 6
 	timerPause = time.Second
-	// forkTime bounds a fork that a guest has asked for.
+	// forkTime bounds a fork that a guest asked for.
 	forkTime = 2 * time.Minute
 )
 
-// timerVMs are what timers work on: sandbox.Store, with what its VMs are started by.
+// timerVMs are the VMs that timers work on: a sandbox.Store with its Launcher.
 type timerVMs interface {
 	FileStamps() (map[string]string, error)
 	Metadata(name string) (spec.Metadata, error)
 	TimerFired(ctx context.Context, name string, fired spec.Timer, problem error) error
 	wake(ctx context.Context, name string) error
-	// forkAsked makes the fork that a guest has asked for.
+	// forkAsked makes the fork that a guest asked for.
 	forkAsked(ctx context.Context, name string) error
 }
 
@@ -41,7 +41,7 @@ type launchedVMs struct {
 	stamps *noticed[map[string]string]
 }
 
-// FileStamps are those of the store, which are read when something has changed.
+// FileStamps returns those of the store. It reads them when something has changed.
 func (v launchedVMs) FileStamps() (map[string]string, error) { return v.stamps.get() }
 
 func (v launchedVMs) wake(ctx context.Context, name string) error {
@@ -53,8 +53,8 @@ func (v launchedVMs) forkAsked(ctx context.Context, name string) error {
 	return v.host.Sandbox(name).ForkAsked(ctx)
 }
 
-// timers wakes sandboxes at the times that their metadata say, and makes the forks that their guests have asked for,
-// which are there as well.
+// timers wakes sandboxes at the times in their metadata, and makes the forks that guests asked for, which are in
+// the metadata as well.
 type timers struct {
 	vms  timerVMs
 	log  func(msg string, args ...any)
@@ -75,7 +75,7 @@ func newTimers(vms timerVMs, log func(string, ...any)) *timers {
 	return &timers{vms: vms, log: log, seen: map[string]timerMetadata{}, busy: map[string]bool{}}
 }
 
-// run looks again and again until ctx ends, and returns when all that it has begun has ended.
+// run looks again and again until ctx ends, and returns when all that it began has ended.
 func (t *timers) run(ctx context.Context) {
 	defer t.running.Wait()
 	tick := time.NewTicker(timerEvery)
@@ -110,7 +110,7 @@ func (t *timers) look(ctx context.Context, now time.Time) error {
 		if !ok || stamp == "" || known.stamp != stamp {
 			l, err := t.vms.Metadata(name)
 			if err != nil {
-				delete(t.seen, name) // being made or removed, or nobody can say
+				delete(t.seen, name) // being made or removed, or unreadable
 				continue
 			}
 			known = timerMetadata{stamp, l.Wake, l.Asked.Fork}
@@ -132,7 +132,7 @@ func (t *timers) look(ctx context.Context, now time.Time) error {
 	return nil
 }
 
-// take says whether the timer of a sandbox may fire now.
+// take reports whether work for a sandbox may begin now, and marks the sandbox as busy.
 func (t *timers) take(name string) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -149,7 +149,7 @@ func (t *timers) leave(name string) {
 	delete(t.busy, name)
 }
 
-// fork makes the fork that a guest has asked for. The guest hears what was wrong with it.
+// fork makes the fork that a guest asked for. The guest gets the error, if any.
 func (t *timers) fork(ctx context.Context, name string) {
 	ctx, cancel := context.WithTimeout(ctx, forkTime)
 	defer cancel()
@@ -158,11 +158,11 @@ func (t *timers) fork(ctx context.Context, name string) {
 	}
 }
 
-// fire wakes a sandbox, and then says that it has: whoever is killed in between wakes it once more, which does nothing
-// if it runs.
+// fire wakes a sandbox, and then records that the timer has fired. A supervisor that is killed in between wakes it
+// once more, which does nothing if it runs.
 func (t *timers) fire(ctx context.Context, name string, timer spec.Timer) {
 	if l, err := t.vms.Metadata(name); err != nil || !l.Wake.At.Equal(timer.At) || l.Wake.Every != timer.Every {
-		return // it was changed since it was read, or has fired
+		return // changed since it was read, or it has fired
 	}
 	ctx = events.WithCause(ctx, events.Timer)
 	var err error
@@ -183,18 +183,18 @@ func (t *timers) fire(ctx context.Context, name string, timer spec.Timer) {
 		pause *= 2
 	}
 	if ctx.Err() != nil {
-		return // it fires when there is a supervisor again
+		return // the next supervisor fires it
 	}
 	if err := t.vms.TimerFired(ctx, name, timer, err); err != nil {
 		t.log("setting a timer to its next time", "sandbox", name, "error", err)
-		select { // not at once again
+		select { // a pause before the next try
 		case <-ctx.Done():
 		case <-time.After(timerPause):
 		}
 	}
 }
 
-// final says whether it is of no use to try a wake again.
+// final reports whether another try to wake is pointless.
 func final(err error) bool {
 	for _, e := range []error{spec.ErrExpired, sandbox.ErrNotRunning, sandbox.ErrNotFound} {
 		if errors.Is(err, e) {

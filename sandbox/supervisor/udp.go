@@ -16,22 +16,22 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/events"
 )
 
-// Bounds of what is kept for those who send datagrams. MaxConns bounds how many they are.
+// Bounds of what is kept for senders of datagrams. MaxConns bounds their number.
 const (
 	// maxDatagram is the largest datagram that is carried, in bytes. Policies deny fragments, so what passes is no
 	// larger than a packet of the VM's device.
 	maxDatagram = 9 << 10
-	// maxHeld is how many datagrams of one sender are held while the VM wakes, maxHeldBytes how many bytes of all
-	// senders to one port, and maxHeldAge how old they may be when it is awake. Those beyond are dropped, the newest
-	// first.
+	// maxHeld is how many datagrams of one sender are held while the VM wakes. maxHeldBytes bounds the bytes of
+	// all senders to one port. maxHeldAge is how old a datagram may be when the VM is awake. Datagrams beyond a
+	// bound are dropped, the newest first.
 	maxHeld      = 16
 	maxHeldBytes = 256 << 10
 	maxHeldAge   = 30 * time.Second
-	// A session ends, and lets the VM sleep, after so long without a datagram: before the first answer, and after.
-	// netpolicy forgets the flow of the first kind after 30 s, and of the second after 180 s.
+	// A session ends, and lets the VM sleep, after this time without a datagram: before the first answer, and
+	// after it. netpolicy forgets the flow of the first kind after 30 s, and of the second after 180 s.
 	unansweredTime = 10 * time.Second
 	answeredTime   = 60 * time.Second
-	// refusalTime is for how long nothing is tried for others when a VM could not be woken.
+	// refusalTime is how long other sessions do not try to wake a VM that could not be woken.
 	refusalTime = time.Second
 )
 
@@ -45,21 +45,21 @@ type held interface {
 type udpListener struct {
 	publishedPort
 	conn *net.UDPConn
-	// wake sees to it that the VM is awake, and says where its port is.
+	// wake wakes the VM if it sleeps, and returns the address of its port.
 	wake func(context.Context) (held, netip.AddrPort, error)
-	// turnstile lets one session at a time wake the VM. Who has it owns refused and why.
+	// turnstile lets one session at a time wake the VM. Its holder owns refused and why.
 	turnstile chan struct{}
 	refused   time.Time
 	why       error
 
-	unanswered, answered time.Duration // of sessions that pass nothing
+	unanswered, answered time.Duration // time limits of sessions without a datagram
 
-	// sessions are guarded by publishedPort.mu, and so is how many bytes they hold.
+	// publishedPort.mu guards sessions and bytes, which counts the bytes that the sessions hold.
 	sessions map[sender]*session
 	bytes    int
 }
 
-// sender is who sends, and which of the host's addresses to, where the port is listened for at all of them.
+// sender is a sender's address, and the host's address that it sent to if the listener listens at all of them.
 type sender struct {
 	from netip.AddrPort
 	to   netip.Addr
@@ -67,13 +67,13 @@ type sender struct {
 
 func (s sender) String() string { return s.from.String() }
 
-// session is what one sender has with the guest. The listener's mutex guards it.
+// session is the exchange of one sender with the guest. The listener's mutex guards it.
 type session struct {
 	sender
-	oob      []byte       // has answers come from the address that was asked
+	oob      []byte       // makes answers come from the address that was asked
 	guest    *net.UDPConn // nil until the VM is awake
 	held     []datagram
-	used     time.Time // when something passed last
+	used     time.Time // when a datagram last passed
 	answered bool
 }
 
@@ -102,7 +102,7 @@ func (v *supervisor) listenUDP(ctx context.Context, p port) (closer, error) {
 	return h, nil
 }
 
-// open listens.
+// open starts to listen.
 func (h *udpListener) open(ctx context.Context) error {
 	h.turnstile, h.sessions = make(chan struct{}, 1), map[sender]*session{}
 	network := "udp"
@@ -123,8 +123,8 @@ func (h *udpListener) open(ctx context.Context) error {
 	return nil
 }
 
-// tellDestinations has the kernel say to which address of the host's each datagram was sent (ip(7), ipv6(7)): the
-// answer has to come from there.
+// tellDestinations makes the kernel report to which address of the host each datagram was sent (ip(7), ipv6(7)):
+// the answer has to come from there.
 func tellDestinations(c *net.UDPConn, four bool) error {
 	raw, err := c.SyscallConn()
 	if err != nil {
@@ -141,8 +141,8 @@ func tellDestinations(c *net.UDPConn, four bool) error {
 	return os.NewSyscallError("setsockopt", set)
 }
 
-// destination reads what the kernel says, and gives what has an answer come from there. Both are empty if it says
-// nothing.
+// destination reads the kernel's report. It also returns the control message that makes an answer come from that
+// address. Both are empty without a report.
 func destination(oob []byte) (to netip.Addr, back []byte) {
 	msgs, err := unix.ParseSocketControlMessage(oob)
 	if err != nil {
@@ -151,7 +151,7 @@ func destination(oob []byte) (to netip.Addr, back []byte) {
 	for _, m := range msgs {
 		switch {
 		case m.Header.Level == unix.IPPROTO_IP && m.Header.Type == unix.IP_PKTINFO && len(m.Data) >= unix.SizeofInet4Pktinfo:
-			a := [4]byte(m.Data[4:8]) // ipi_spec_dst: the host's own, also of a broadcast
+			a := [4]byte(m.Data[4:8]) // ipi_spec_dst: the host's own address, even for a broadcast
 			return netip.AddrFrom4(a), unix.PktInfo4(&unix.Inet4Pktinfo{Spec_dst: a})
 		case m.Header.Level == unix.IPPROTO_IPV6 && m.Header.Type == unix.IPV6_PKTINFO && len(m.Data) >= unix.SizeofInet6Pktinfo:
 			a := [16]byte(m.Data[:16])
@@ -199,14 +199,14 @@ func (h *udpListener) receive() {
 	}
 }
 
-// take passes on a datagram, or holds it until the VM is awake. An error says that it was dropped.
+// take passes on a datagram, or holds it until the VM is awake. An error means that it was dropped.
 func (h *udpListener) take(from sender, back, b []byte) error {
 	for {
 		guest, err := h.hold(from, back, b)
 		if guest == nil || err != nil {
 			return err
 		}
-		// The kernel tells here of what became of one before.
+		// The kernel may report the fate of an earlier datagram here.
 		if _, err = guest.Write(b); errors.Is(err, syscall.ECONNREFUSED) {
 			_, err = guest.Write(b)
 		}
@@ -222,7 +222,7 @@ func (h *udpListener) take(from sender, back, b []byte) error {
 	}
 }
 
-// hold keeps a datagram if the VM is not awake yet, else it says by which socket it is to be sent. A sender without a
+// hold keeps a datagram if the VM is not awake yet; else it returns the socket to send it by. A sender without a
 // session gets one.
 func (h *udpListener) hold(from sender, back, b []byte) (*net.UDPConn, error) {
 	h.mu.Lock()
@@ -254,7 +254,7 @@ func (h *udpListener) hold(from sender, back, b []byte) (*net.UDPConn, error) {
 	return nil, nil
 }
 
-// carry is a session: it wakes the VM if it sleeps, passes on what is held, and then carries the answers.
+// carry runs a session: it wakes the VM if it sleeps, passes on what is held, and then carries the answers.
 func (h *udpListener) carry(s *session) error {
 	defer h.forget(s)
 	ctx, cancel := context.WithTimeout(h.ctx, wakeTime)
@@ -288,7 +288,7 @@ func (h *udpListener) carry(s *session) error {
 	return h.answers(s, guest)
 }
 
-// turn wakes the VM for one session after the other. If that has failed just now, it is not tried again at once.
+// turn wakes the VM for one session after the other. Shortly after a failure it returns that error at once.
 func (h *udpListener) turn(ctx context.Context) (held, netip.AddrPort, error) {
 	select {
 	case h.turnstile <- struct{}{}:
@@ -307,7 +307,7 @@ func (h *udpListener) turn(ctx context.Context) (held, netip.AddrPort, error) {
 	return hold, to, nil
 }
 
-// deliver sends what is held, in its order, before anything that comes from now on.
+// deliver sends what is held, in order, before anything that comes later.
 func (h *udpListener) deliver(s *session, guest *net.UDPConn) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -326,7 +326,7 @@ func (h *udpListener) deliver(s *session, guest *net.UDPConn) error {
 	return nil
 }
 
-// drop forgets what is held for a session.
+// drop discards what is held for a session.
 func (h *udpListener) drop(s *session) {
 	for _, d := range s.held {
 		h.bytes -= len(d.bytes)
@@ -344,7 +344,7 @@ func (h *udpListener) forget(s *session) {
 	}
 }
 
-// answers carries what the guest sends until nothing has passed for some time, or the VM sleeps.
+// answers carries what the guest sends until the session has been idle too long, or the VM sleeps.
 func (h *udpListener) answers(s *session, guest *net.UDPConn) error {
 	b := make([]byte, maxDatagram)
 	for {
@@ -358,7 +358,7 @@ func (h *udpListener) answers(s *session, guest *net.UDPConn) error {
 		n, _, flags, _, err := guest.ReadMsgUDPAddrPort(b, nil)
 		switch {
 		case errors.Is(err, os.ErrDeadlineExceeded), errors.Is(err, syscall.ECONNREFUSED):
-			continue // nobody listens in the guest, which may change
+			continue // no listener in the guest, which may change
 		case err != nil:
 			return closed(err)
 		case flags&unix.MSG_TRUNC != 0:
@@ -374,7 +374,7 @@ func (h *udpListener) answers(s *session, guest *net.UDPConn) error {
 	}
 }
 
-// closed is no error if it is that of a socket which was closed.
+// closed returns nil for the error of a closed socket.
 func closed(err error) error {
 	if errors.Is(err, net.ErrClosed) {
 		return nil
@@ -382,8 +382,8 @@ func closed(err error) error {
 	return err
 }
 
-// idle says when a session is over, and whether it is. Then nothing finds it any more: what comes from its sender later
-// begins another one.
+// idle returns when the session ends, and whether it is over. If it is over, it is removed: a later datagram of
+// its sender begins a new session.
 func (h *udpListener) idle(s *session) (end time.Time, over bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()

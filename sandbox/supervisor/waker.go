@@ -20,17 +20,17 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// packetWaker wakes VMs for packets. The addresses of VMs lead to a device of the waker's, by routes that are worse
-// than that of a VM that runs: what comes there is for one that sleeps. If its policy would let the packet in, the VM
-// is woken, and gets it on its own device, where its programs judge it like any other. So the waker decides whom a
-// packet may wake, and never what passes.
+// packetWaker wakes VMs for packets. The addresses of VMs lead to a device of the waker, by routes of lower
+// priority than that of a running VM. So what arrives there is for a sleeping VM. If the VM's policy would let the
+// packet in, the waker wakes the VM and puts the packet on the VM's own device. There the VM's programs judge it
+// like any other. So the waker decides whom a packet may wake, and never what passes.
 type packetWaker struct {
 	log *slog.Logger
 	// counters are those of the supervisor; nil, in tests, counts nothing.
 	counters *Counters
 	// activated is Options.Activated.
 	activated func(Activation)
-	// wake sees to it that a VM is awake, and stays so until the hold is released.
+	// wake wakes a VM if it sleeps, and keeps it awake until the hold is released.
 	wake func(ctx context.Context, name string) (hold, *spec.NetworkInfo, error)
 	// send puts a frame on a VM's device.
 	send            func(device string, frame []byte) error
@@ -43,13 +43,13 @@ type packetWaker struct {
 	host    []netip.Addr // of the host, as of hostAt
 	onLink  []netip.Prefix
 	hostAt  time.Time
-	judged  int // since second began
+	judged  int // packets judged in the second since second
 	second  time.Time
 
 	bringing sync.WaitGroup
 }
 
-// hold is what keeps a VM awake.
+// hold keeps a VM awake until it is released.
 type hold interface{ Release() }
 
 // guarded is a VM that a packet may wake.
@@ -67,21 +67,21 @@ type resting struct {
 	held    [][]byte // packets, without a link's header
 	bytes   int
 	waking  bool
-	refused time.Time // when it could not be woken
+	refused time.Time // when the VM could not be woken
 }
 
-// Bounds of what is held, for one address.
+// Bounds of the packets held for one address.
 const (
 	maxWakerHeld  = 64
 	maxWakerBytes = 256 << 10
 )
 
 const (
-	// maxJudged bounds for how many packets a second the model is asked.
+	// maxJudged is for how many packets a second the waker asks the model.
 	maxJudged = 2000
-	// restAfter is how long a VM that could not be woken is left alone.
+	// restAfter is how long the waker leaves a VM alone that could not be woken.
 	restAfter = 5 * time.Second
-	// hostFor is how long the host's addresses are taken to be what they were.
+	// hostFor is how long the waker caches the host's addresses.
 	hostFor = time.Second
 )
 
@@ -95,7 +95,7 @@ func (g *packetWaker) guard(vms map[string]guarded) {
 		vm := vms[name]
 		for _, a := range vm.addresses() {
 			if there[a] {
-				continue // another one would have it as well, and has it if it wakes first
+				continue // two VMs may share an address: the first to wake has it
 			}
 			there[a] = true
 			if r := g.resting[a]; r != nil && r.vm.name == vm.name {
@@ -112,7 +112,7 @@ func (g *packetWaker) guard(vms map[string]guarded) {
 	}
 }
 
-// addresses are those that lead to the waker.
+// addresses returns the addresses that lead to the waker.
 func (g *packetWaker) addresses() map[netip.Addr]bool {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -123,7 +123,7 @@ func (g *packetWaker) addresses() map[netip.Addr]bool {
 	return all
 }
 
-// addresses are those that lead to the waker while the VM has no device.
+// addresses returns the addresses that lead to the waker while the VM has no device.
 func (vm guarded) addresses() []netip.Addr {
 	if vm.address6.IsValid() {
 		return []netip.Addr{vm.address4, vm.address6}
@@ -131,7 +131,7 @@ func (vm guarded) addresses() []netip.Addr {
 	return []netip.Addr{vm.address4}
 }
 
-// packet takes a packet that has come to the waker. It does not keep p.
+// packet handles a packet that came to the waker. It does not keep p.
 func (g *packetWaker) packet(ctx context.Context, p []byte) {
 	dst, ok := packetTo(p)
 	if !ok {
@@ -166,15 +166,15 @@ func (g *packetWaker) packet(ctx context.Context, p []byte) {
 	g.bringing.Go(func() { g.bring(ctx, name, dst, r) })
 }
 
-// dropped counts packets that are let go.
+// dropped counts dropped packets.
 func (g *packetWaker) dropped(n int) {
 	if g.counters != nil {
 		g.counters.Dropped.Add(uint64(n))
 	}
 }
 
-// opens says whether the policy of a VM would let a packet in that belongs to no flow, and nobody has flooded the
-// waker. g.mu is held.
+// opens reports whether the policy of a VM would let in a packet that belongs to no flow. It is false while the
+// waker is flooded. g.mu is held.
 func (g *packetWaker) opens(vm guarded, p []byte, now time.Time) bool {
 	if vm.policy == nil {
 		return false
@@ -203,14 +203,14 @@ func (g *packetWaker) opens(vm guarded, p []byte, now time.Time) bool {
 	}
 	m := refmodel.New(vm.policy, netpolicy.Identity{Address4: vm.address4, Address6: vm.address6}, env)
 	f := refmodel.Frame{Direction: netpolicy.Ingress, Bytes: frame(p)}
-	// Only what has come by that VM's own device has got here: see link.GuardWaker.
+	// A packet with such a source came by that VM's own device: see link.GuardWaker.
 	if src, ok := packetFrom(p); ok && (g.agents.Contains(src) || g.agents6.Contains(src)) {
 		f.By = src
 	}
 	return m.Opens(f)
 }
 
-// bring wakes a VM and gives it what is held for one of its addresses.
+// bring wakes a VM and gives it the packets held for one of its addresses.
 func (g *packetWaker) bring(ctx context.Context, name string, addr netip.Addr, r *resting) {
 	ctx, cancel := context.WithTimeout(ctx, wakeTime)
 	defer cancel()
@@ -254,7 +254,7 @@ func (g *packetWaker) bring(ctx context.Context, name string, addr netip.Addr, r
 	}
 }
 
-// packetTo is where an IP packet goes.
+// packetTo returns the destination of an IP packet.
 func packetTo(p []byte) (netip.Addr, bool) {
 	switch {
 	case len(p) >= 20 && p[0]>>4 == 4:
@@ -265,7 +265,7 @@ func packetTo(p []byte) (netip.Addr, bool) {
 	return netip.Addr{}, false
 }
 
-// packetFrom is where an IP packet says that it is from.
+// packetFrom returns the source that an IP packet claims.
 func packetFrom(p []byte) (netip.Addr, bool) {
 	switch {
 	case len(p) >= 20 && p[0]>>4 == 4:
@@ -276,7 +276,7 @@ func packetFrom(p []byte) (netip.Addr, bool) {
 	return netip.Addr{}, false
 }
 
-// frame is an IP packet as its gateway sends it to a guest.
+// frame returns an IP packet as a frame from the gateway to a guest.
 func frame(p []byte) []byte {
 	f := make([]byte, 0, 14+len(p))
 	f = append(f, netpolicy.TheWire.GuestMAC[:]...)

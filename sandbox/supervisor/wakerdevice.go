@@ -16,21 +16,21 @@ import (
 )
 
 const (
-	// wakerMetric makes routes to the packet waker worse than those to VMs that run, which have 0, or 1024 with IPv6.
+	// wakerMetric makes routes to the packet waker worse than those to running VMs: 0, or 1024 with IPv6.
 	wakerMetric = 1 << 16
-	// maxWakers bounds how many supervisors of a network namespace have one, each of a store of its own.
+	// maxWakers bounds how many supervisors in a network namespace have a waker, each for its own store.
 	maxWakers = 64
 )
 
-// wakerDevice is the TUN device that addresses of VMs lead to which have none of their own. It goes with the process.
+// wakerDevice is the TUN device for addresses of VMs that have no device of their own. It ends with the process.
 type wakerDevice struct {
 	file   *os.File
 	link   netlink.Link
 	routes map[netip.Addr]bool
-	out    int // a socket for frames; to close one takes the kernel 10 ms and more, in which a packet would wait
+	out    int // a socket for frames, kept open: the kernel takes 10 ms or more to close one, and a packet would wait
 }
 
-// openWakerDevice makes the device. It has the wakerway's addresses, so that a connection of the host's has the same
+// openWakerDevice makes the device. It has the gateway's addresses, so that a connection of the host has the same
 // address before and after the VM has woken.
 func openWakerDevice(agents, agents6 netip.Prefix) (d *wakerDevice, err error) {
 	var tun *netlink.Tuntap
@@ -63,7 +63,7 @@ func openWakerDevice(agents, agents6 netip.Prefix) (d *wakerDevice, err error) {
 	if d.link, err = netlink.LinkByName(tun.Name); err != nil {
 		return nil, fmt.Errorf("looking at %s: %w", tun.Name, err)
 	}
-	// Nothing of its own is to be said on it: no link-local address, no questions for routers.
+	// The host must send nothing of its own on it: no link-local address, no router solicitations.
 	for name, value := range map[string]string{"addr_gen_mode": "1", "accept_ra": "0", "autoconf": "0", "router_solicitations": "0"} {
 		_ = os.WriteFile("/proc/sys/net/ipv6/conf/"+tun.Name+"/"+name, []byte(value+"\n"), 0o644)
 	}
@@ -90,7 +90,7 @@ func ipNet(a netip.Addr) *net.IPNet {
 	return &net.IPNet{IP: a.AsSlice(), Mask: net.CIDRMask(a.BitLen(), a.BitLen())}
 }
 
-// lead has these addresses lead to the device, and no others.
+// lead routes these addresses, and no others, to the device.
 func (d *wakerDevice) lead(want map[netip.Addr]bool) error {
 	var errs []error
 	for a := range want {
@@ -124,13 +124,13 @@ func (d *wakerDevice) lead(want map[netip.Addr]bool) error {
 
 func (d *wakerDevice) close() error { return errors.Join(d.file.Close(), unix.Close(d.out)) }
 
-// send puts a frame on a device, as the host does: its programs see it.
+// send puts a frame on a device, like the host: the device's programs see it.
 func (d *wakerDevice) send(device string, frame []byte) error {
 	ifi, err := net.InterfaceByName(device)
 	if err != nil {
 		return err
 	}
-	// Without the mark, what comes from another VM is not taken for its own: it is sent again by that one then.
+	// Without the mark, a packet from another VM is not recognized as that VM's. The other VM then sends it again.
 	if mark, err := link.WakerMark(""); err == nil {
 		if err := unix.SetsockoptInt(d.out, unix.SOL_SOCKET, unix.SO_MARK, int(mark)); err != nil {
 			return fmt.Errorf("marking a packet that was held: %w", err)

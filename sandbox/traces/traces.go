@@ -18,8 +18,8 @@ import (
 // Scope is the name of the instrumentation.
 const Scope = "github.com/drowse-vm/drowse/sandbox/traces"
 
-// Keys of attributes. None of them has what a command, its environment or a secret says: operations have them in their
-// errors too, so of an error there is the code alone.
+// Keys of attributes. No attribute contains a command, its environment or a secret. The errors of operations may
+// contain them, so a span has only an error's code.
 const (
 	keySandbox      = attribute.Key("drowse.sandbox")
 	keyCause        = attribute.Key("drowse.cause")
@@ -46,13 +46,13 @@ const (
 // Traces makes spans. Its methods may be called from any goroutine.
 type Traces struct{ tracer trace.Tracer }
 
-// New makes spans with a provider, which the caller shuts down.
+// New returns a Traces that makes spans with a provider. The caller shuts the provider down.
 func New(p trace.TracerProvider) *Traces { return &Traces{p.Tracer(Scope)} }
 
-// Observe makes a span of an operation, which is named after it: a sandbox.Host's observer (control.Observer). The
-// parent is that of the context. A wake that has found the VM awake, or being woken for somebody else, has the
-// attribute drowse.joined and no stages, and so has a sleep of one that slept. Of a command there is its sandbox and
-// how it has ended, and not what it is; a wake for it is a child.
+// Observe makes a span for an operation, with its name: a sandbox.Host's observer (control.Observer). The parent
+// comes from the context. A wake of a VM that was awake, or that another caller was waking, has the attribute
+// drowse.joined and no stages. So has a sleep of a sleeping VM. The span of a command has its sandbox and how it
+// ended, but not the command; a wake for it is a child span.
 func (t *Traces) Observe(ctx context.Context, kind control.OperationKind, _ string) (context.Context, func(*control.Operation)) {
 	begin := time.Now()
 	ctx, s := t.tracer.Start(ctx, prefix+string(kind), trace.WithTimestamp(begin))
@@ -65,7 +65,7 @@ func (t *Traces) Observe(ctx context.Context, kind control.OperationKind, _ stri
 		s.SetAttributes(keySandbox.String(op.Sandbox), keyCause.String(string(events.CauseOf(ctx))))
 		switch {
 		case op.Err != nil:
-			code := string(fleet.CodeOf(op.Err)) // of a fixed set
+			code := string(fleet.CodeOf(op.Err)) // from a fixed set
 			s.SetAttributes(keyErrorType.String(code))
 			s.SetStatus(codes.Error, code)
 		case op.Kind == control.OpSleep, op.Kind == control.OpSnapshot:
@@ -83,10 +83,10 @@ func (t *Traces) Observe(ctx context.Context, kind control.OperationKind, _ stri
 	}
 }
 
-// prefix is that of the names of spans of operations.
+// prefix begins the names of operations' spans.
 const prefix = "drowse."
 
-// operation is a span under way, with what its children have to lie in.
+// operation is an unfinished span, with the times that its children must lie within.
 type operation struct {
 	t          *Traces
 	ctx        context.Context
@@ -94,8 +94,8 @@ type operation struct {
 	begin, end time.Time
 }
 
-// stage makes a child. What the clocks of two processes or a clock that was set make of its times, it lies within the
-// operation.
+// stage makes a child span. It keeps the child within the operation, even if the clocks of two processes differ or
+// a clock was set.
 func (o *operation) stage(ctx context.Context, name string, begin, end time.Time, attrs ...attribute.KeyValue) context.Context {
 	begin, end = o.within(begin), o.within(end)
 	ctx, s := o.t.tracer.Start(ctx, name, trace.WithTimestamp(begin), trace.WithAttributes(attrs...))
@@ -120,8 +120,8 @@ func upAttributes(rep control.Report) []attribute.KeyValue {
 	}, beside(rep)...)
 }
 
-// Stages that a VM's process goes through one after the other until the guest runs, and what the guest does then. Those
-// of background and network go on beside them: how long they have taken is known, and not when they began, so they are
+// Stages that a VM's process passes one after the other until the guest runs, and then stages of the guest. The
+// stages in background and network run beside them. Only their duration is known, not their beginning, so they are
 // attributes.
 var (
 	inline     = []string{"prebuilt", "devices", "load", "import", "entry"}
@@ -140,7 +140,7 @@ func beside(rep control.Report) (out []attribute.KeyValue) {
 
 func millis(ms float64) time.Duration { return time.Duration(ms * float64(time.Millisecond)) }
 
-// up makes the stages of a VM that was brought up between begin and end.
+// up makes the stages of a VM that came up between begin and end.
 func (o *operation) up(ctx context.Context, rep control.Report, begin, end time.Time) {
 	if rep.Begun.IsZero() {
 		return
@@ -190,7 +190,7 @@ func (o *operation) saved(op *control.Operation) {
 		}
 	}
 	stage("hooks", res.Stages["hooks"])
-	// That of a snapshot of the disk is the time for which its file system was frozen.
+	// That of a disk snapshot is how long the file system was frozen.
 	for _, name := range []string{"pause", "frozen", "save"} {
 		stage(name, res.Stages[name])
 	}

@@ -60,12 +60,11 @@ const (
 	FeatureEventIdx uint64 = 1 << 29
 	FeatureVersion1 uint64 = 1 << 32
 
-	// AllFeatures accepts whatever the device offers.
+	// AllFeatures accepts every feature that the device offers.
 	AllFeatures = ^uint64(0)
 )
 
-// Guest memory as the driver uses it: rings, then buffers, then room for a test's
-// own purposes from FreeGPA to the end.
+// Guest memory as the driver uses it: rings, then buffers, then room for a test's own use from FreeGPA to the end.
 const (
 	MemorySize  = guestmem.MinSize
 	ringsGPA    = guestmem.GPA(1 << 20)
@@ -77,7 +76,7 @@ const (
 	FreeGPA     = buffersGPA + buffersSize
 )
 
-// NewMemory makes guest memory of MemorySize bytes that lasts as long as the test.
+// NewMemory returns guest memory of MemorySize bytes that lasts as long as the test.
 func NewMemory(t testing.TB) *guestmem.Memory {
 	t.Helper()
 	mem, err := guestmem.New(MemorySize)
@@ -92,16 +91,14 @@ func NewMemory(t testing.TB) *guestmem.Memory {
 	return mem
 }
 
-// Driver is a guest's virtio driver for one device. Requests may be made from
-// several goroutines; everything that fails the test at once (t.Fatal) must be
-// called from the test's own.
+// Driver is a guest's virtio driver for one device. Requests may be made from several goroutines. Methods that
+// fail the test at once (t.Fatal) must be called from the test's own goroutine.
 type Driver struct {
 	t   testing.TB
 	mem *guestmem.Memory
 	irq *devices.Event
 
-	// vcpu is held for reading by each access to the device, and for writing
-	// while the machine is stopped.
+	// vcpu is held for reading during each access to the device, and for writing while the machine is stopped.
 	vcpu      sync.RWMutex
 	transport *mmio.Transport
 	hostError atomic.Pointer[error]
@@ -119,8 +116,7 @@ type Driver struct {
 	done          chan struct{}
 }
 
-// NewDriver puts dev behind a transport of its own. Both are closed at the end of
-// the test.
+// NewDriver puts dev behind its own transport. Both are closed at the end of the test.
 func NewDriver(t testing.TB, dev devices.Device, mem *guestmem.Memory) *Driver {
 	t.Helper()
 	irq, err := devices.NewEvent()
@@ -140,8 +136,7 @@ func (d *Driver) newTransport(dev devices.Device) (*mmio.Transport, error) {
 	return mmio.New(dev, d.mem, d.irq, mmio.Options{OnError: func(err error) { d.hostError.Store(&err) }})
 }
 
-// Close stops the device and waits for the driver's goroutine. It is called at the
-// end of the test in any case.
+// Close stops the device and waits for the driver's goroutine. The test calls it at its end in any case.
 func (d *Driver) Close() {
 	if d.stopped.Swap(true) {
 		return
@@ -153,18 +148,17 @@ func (d *Driver) Close() {
 	}
 }
 
-// Mem is the guest's memory.
+// Mem returns the guest's memory.
 func (d *Driver) Mem() *guestmem.Memory { return d.mem }
 
-// Transport is the present one; Move replaces it.
+// Transport returns the current transport; Move replaces it.
 func (d *Driver) Transport() *mmio.Transport {
 	d.vcpu.RLock()
 	defer d.vcpu.RUnlock()
 	return d.transport
 }
 
-// HostError is the last error that the transport has reported to the machine's
-// owner, or nil.
+// HostError returns the last error that the transport reported to the machine's owner, or nil.
 func (d *Driver) HostError() error {
 	if p := d.hostError.Load(); p != nil {
 		return *p
@@ -172,15 +166,14 @@ func (d *Driver) HostError() error {
 	return nil
 }
 
-// Interrupts counts those that the driver has handled.
+// Interrupts returns how many interrupts the driver has handled.
 func (d *Driver) Interrupts() uint64 { return d.interrupts.Load() }
 
-// ConfigChanges counts the interrupts that announced a change of the configuration
-// space or of the status.
+// ConfigChanges returns how many interrupts announced a change of the configuration space or of the status.
 func (d *Driver) ConfigChanges() uint64 { return d.configChanges.Load() }
 
-// WithDevice calls f with the present device, which is not moved meanwhile: for
-// what a test does on the host's side of it. f must not use the driver.
+// WithDevice calls f with the current device, for what a test does on the host's side. The device does not move
+// meanwhile. f must not use the driver.
 func (d *Driver) WithDevice(f func(devices.Device)) {
 	d.vcpu.RLock()
 	defer d.vcpu.RUnlock()
@@ -219,7 +212,7 @@ func (d *Driver) WriteRaw(off uint64, p []byte) {
 	d.transport.WriteIO(off, p)
 }
 
-// Config reads n bytes of the configuration space, again if it changes meanwhile.
+// Config reads n bytes of the configuration space, and again if it changes meanwhile.
 func (d *Driver) Config(off uint64, n int) []byte {
 	p := make([]byte, n)
 	for {
@@ -236,10 +229,10 @@ func (d *Driver) Config(off uint64, n int) []byte {
 // Status reads the status register.
 func (d *Driver) Status() uint32 { return d.Read32(RegStatus) }
 
-// AddStatus sets bits of it.
+// AddStatus sets bits of the status register.
 func (d *Driver) AddStatus(bits uint32) { d.Write32(RegStatus, d.Status()|bits) }
 
-// Reset resets the device; requests that were under way are forgotten.
+// Reset resets the device and forgets the requests in flight.
 func (d *Driver) Reset() {
 	d.t.Helper()
 	d.Write32(RegStatus, 0)
@@ -255,14 +248,14 @@ func (d *Driver) Reset() {
 	d.buffers.reset()
 }
 
-// started are the queues that the interrupt handler is to look at.
+// started returns the queues that the interrupt handler must look at.
 func (d *Driver) started() []*Queue {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	return d.queues
 }
 
-// Offered reads the device's features.
+// Offered returns the features that the device offers.
 func (d *Driver) Offered() uint64 {
 	d.Write32(RegDeviceFeaturesSel, 0)
 	low := d.Read32(RegDeviceFeatures)
@@ -270,8 +263,8 @@ func (d *Driver) Offered() uint64 {
 	return uint64(low) | uint64(d.Read32(RegDeviceFeatures))<<32
 }
 
-// Negotiate resets the device, accepts those of its features that are in want, and
-// VERSION_1, and reports whether the device has agreed.
+// Negotiate resets the device, accepts VERSION_1 and those of its features that are in want, and reports whether
+// the device has agreed.
 func (d *Driver) Negotiate(want uint64) bool {
 	d.t.Helper()
 	d.Reset()
@@ -290,8 +283,8 @@ func (d *Driver) accept(features uint64) bool {
 	return d.Status()&StatusFeaturesOK != 0
 }
 
-// Start takes the device from reset to running, with all its queues at their
-// largest size and those of its features that are in want.
+// Start takes the device from reset to running, with those of its features that are in want. All its queues have
+// their largest size.
 func (d *Driver) Start(want uint64) {
 	d.t.Helper()
 	if !d.Negotiate(want) {
@@ -304,7 +297,7 @@ func (d *Driver) Start(want uint64) {
 	}
 }
 
-// Features are those that were negotiated last.
+// Features returns the features that were negotiated last.
 func (d *Driver) Features() uint64 { return d.features }
 
 // SetupQueues lays out all queues, between Negotiate and DRIVER_OK.
@@ -338,15 +331,15 @@ func (d *Driver) SetupQueues() {
 	}
 }
 
-// Queue is the i-th queue of a started device.
+// Queue returns the i-th queue of a started device.
 func (d *Driver) Queue(i int) *Queue { return d.started()[i] }
 
-// Queues is how many queues the started device has.
+// Queues returns how many queues the started device has.
 func (d *Driver) Queues() int { return len(d.started()) }
 
-// handleInterrupts is the guest's interrupt handler: it reads and acknowledges the
-// status and then looks at the queues, as Linux does. Nothing else looks at them,
-// so an interrupt that is never sent leaves requests unfinished.
+// handleInterrupts is the guest's interrupt handler: it reads and acknowledges the status and then looks at the
+// queues, as Linux does. No other code looks at them, so an interrupt that is never sent leaves requests
+// unfinished.
 func (d *Driver) handleInterrupts() {
 	defer close(d.done)
 	for {
@@ -383,9 +376,8 @@ func (d *Driver) handleInterrupts() {
 	}
 }
 
-// Move does what a sleep and a wake do: it stops the machine, saves the device,
-// puts the state into fresh, and lets the machine go on with that. The old device
-// is reset; its owner closes it.
+// Move does what a sleep and a wake do: it stops the machine, saves the device, restores the state into fresh, and
+// resumes the machine with fresh. It resets the old device; the device's owner closes it.
 func (d *Driver) Move(fresh devices.Device) error {
 	d.vcpu.Lock()
 	defer d.vcpu.Unlock()
@@ -416,7 +408,7 @@ func (d *Driver) Move(fresh devices.Device) error {
 	return next.Resume()
 }
 
-// PauseAndResume stops the device and lets it go on after the given time.
+// PauseAndResume stops the device and resumes it after the given time.
 func (d *Driver) PauseAndResume(rest time.Duration) error {
 	ctx, cancel := context.WithTimeout(context.Background(), Timeout)
 	defer cancel()
@@ -474,5 +466,5 @@ func (a *allocator) free(gpa guestmem.GPA, n int) {
 	clear(a.used[first : first+pages(n)])
 }
 
-// newRand is a source of random numbers that is the same in every run.
+// newRand returns a source of random numbers that is the same in every run.
 func newRand(seed uint64) *rand.Rand { return rand.New(rand.NewPCG(seed, 0x6472_6f77_7365)) }

@@ -9,9 +9,8 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// chains are what a hostile driver can make of the descriptors of a queue of the
-// given size; the head is descriptor 0, and FreeGPA is free for tables. bad says
-// that the queue itself must refuse it.
+// chains returns what a hostile driver can make of the descriptors of a queue of the given size. The head is
+// descriptor 0, and FreeGPA is free for tables. bad reports that the queue itself must refuse the chain.
 func chains(size uint16) []struct {
 	name  string
 	bad   bool
@@ -63,8 +62,8 @@ func chains(size uint16) []struct {
 	}
 }
 
-// hostileChains gives every queue every kind of bad chain. The bad ones come back
-// unused, and the device works on without a reset.
+// hostileChains gives every queue every kind of bad chain. The device returns the bad ones unused, and works on
+// without a reset.
 func hostileChains(t *testing.T, c Case) {
 	d := c.start(t, 0)
 	for i := range d.Queues() {
@@ -82,8 +81,7 @@ func hostileChains(t *testing.T, c Case) {
 				}
 			}
 			if !tc.bad {
-				// The device may do with it what it likes, but it stays
-				// well.
+				// The device may do anything with it, but must stay well.
 				q.giveAway(t, 0)
 				c.provoke(t, d, i)
 				time.Sleep(time.Millisecond)
@@ -116,7 +114,7 @@ func hostileChains(t *testing.T, c Case) {
 	c.works(t, d)
 }
 
-// provoke makes the device look at queue i, and reports whether it can.
+// provoke makes the device look at queue i, and reports whether that is possible.
 func (c Case) provoke(t testing.TB, d *Driver, i int) bool {
 	give, idle := c.Idle[i]
 	if give != nil {
@@ -125,7 +123,7 @@ func (c Case) provoke(t testing.TB, d *Driver, i int) bool {
 	return !idle || give != nil
 }
 
-// giveAway makes head available, as the head of a chain that is already there.
+// giveAway makes head available, as the head of a chain that already exists.
 func (q *Queue) giveAway(t testing.TB, head uint16) *Request {
 	t.Helper()
 	r := &Request{q: q, done: make(chan struct{})}
@@ -140,8 +138,7 @@ func (q *Queue) giveAway(t testing.TB, head uint16) *Request {
 	return r
 }
 
-// hostileRings breaks the rings themselves: the device asks for a reset and comes
-// back after it.
+// hostileRings breaks the rings themselves: the device asks for a reset and works again after it.
 func hostileRings(t *testing.T, c Case) {
 	d := c.start(t, 0)
 	for i := range d.Queues() {
@@ -165,7 +162,7 @@ func hostileRings(t *testing.T, c Case) {
 			}
 			WaitFor(t, fmt.Sprintf("queue %d, %s: NEEDS_RESET", i, tc.name), func() bool { return d.Status()&StatusNeedsReset != 0 })
 			WaitFor(t, "the interrupt for it", func() bool { return d.ConfigChanges() > 0 })
-			// Kicking a broken device again and again costs nothing.
+			// Repeated kicks of a broken device cost nothing.
 			resets := d.Transport().Stats().NeedsReset
 			for range 100 {
 				d.ForceKickAll()
@@ -173,7 +170,7 @@ func hostileRings(t *testing.T, c Case) {
 			if n := d.Transport().Stats().NeedsReset - resets; n > uint64(d.Queues()) {
 				t.Errorf("the device was given up %d times more", n)
 			}
-			// A broken device can be moved, and still has to be reset.
+			// A broken device can be moved, and then still needs a reset.
 			if err := d.Move(c.New(t, d.mem)); err != nil {
 				t.Fatal(err)
 			}
@@ -188,8 +185,7 @@ func hostileRings(t *testing.T, c Case) {
 	c.works(t, d)
 }
 
-// mutatedRings has other vCPUs scribble over the rings, descriptors and tables
-// while the device works on them.
+// mutatedRings makes other vCPUs scribble over the rings, descriptors and tables while the device works on them.
 func mutatedRings(t *testing.T, c Case) {
 	d := c.start(t, 0)
 	for round := range 20 {
@@ -246,7 +242,7 @@ func mutatedRings(t *testing.T, c Case) {
 	c.works(t, d)
 }
 
-// randomDesc is a descriptor that is good often enough to get somewhere.
+// randomDesc returns a descriptor that is valid often enough to get past the first checks.
 func randomDesc(v uint64, intn func(int) int, size uint16) Desc {
 	e := Desc{
 		Addr:  buffersGPA + guestmem.GPA(v%(1<<20)),

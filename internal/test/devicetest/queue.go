@@ -18,7 +18,7 @@ const (
 	DescIndirect = 4
 )
 
-// Desc is one descriptor as it lies in guest memory.
+// Desc is one descriptor in guest memory.
 type Desc struct {
 	Addr  guestmem.GPA
 	Len   uint32
@@ -53,7 +53,7 @@ type Queue struct {
 	err      error
 }
 
-// Request is a chain that the device has been given.
+// Request is a chain that the driver has given to the device.
 type Request struct {
 	q     *Queue
 	descs []uint16
@@ -83,24 +83,22 @@ func newQueue(d *Driver, index uint32, size uint16) *Queue {
 
 func (q *Queue) clearRings() error { return q.d.mem.Zero(q.desc, ringsStride) }
 
-// Size is the number of descriptors.
+// Size returns the number of descriptors.
 func (q *Queue) Size() uint16 { return q.size }
 
-// Rings says where descriptor table, avail ring and used ring lie.
+// Rings returns the addresses of descriptor table, avail ring and used ring.
 func (q *Queue) Rings() (desc, avail, used guestmem.GPA) { return q.desc, q.avail, q.used }
 
-// Do makes a request and waits for the answer: out is what the device is to read,
-// in are the sizes of what it may write. It returns the content of the latter and
-// how many bytes of it the device says it has written. The test fails when there
-// is no answer.
+// Do makes a request and waits for the answer. out is what the device reads; in are the sizes of the buffers that
+// it may write. Do returns the content of these buffers, and how many bytes the device says it has written. The
+// test fails if there is no answer.
 func (q *Queue) Do(out [][]byte, in ...int) (data []byte, used uint32) {
 	q.d.t.Helper()
 	r := q.Submit(out, in...)
 	return r.Wait()
 }
 
-// Submit adds a request and kicks the device if it wants to be. When the queue is
-// full it waits for room.
+// Submit adds a request and kicks the device if it wants kicks. If the queue is full, Submit waits for room.
 func (q *Queue) Submit(out [][]byte, in ...int) *Request {
 	q.d.t.Helper()
 	for deadline := time.Now().Add(Timeout); ; time.Sleep(50 * time.Microsecond) {
@@ -115,11 +113,11 @@ func (q *Queue) Submit(out [][]byte, in ...int) *Request {
 	}
 }
 
-// ErrFull says that a queue has no descriptors left.
+// ErrFull means that a queue has no descriptors left.
 var ErrFull = errors.New("the queue is full")
 
-// Add makes a request available without a kick. When the device allows indirect
-// tables every other request uses one.
+// Add makes a request available without a kick. If the device allows indirect tables, every other request uses
+// one.
 func (q *Queue) Add(out [][]byte, in ...int) (*Request, error) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -176,7 +174,7 @@ func (r *Request) place(out [][]byte, in []int) ([]Desc, error) {
 			err = mem.Write(gpa, out[i])
 		} else {
 			r.in = append(r.in, b)
-			// What the device does not write must not look as if it had.
+			// Bytes that the device does not write must not look written.
 			err = fill(mem, gpa, n, 0xee)
 		}
 		if err != nil {
@@ -231,7 +229,7 @@ func writeDesc(mem *guestmem.Memory, table guestmem.GPA, i int, e Desc) error {
 	return mem.Write(table+guestmem.GPA(16*i), p[:])
 }
 
-// WriteDesc writes a descriptor as it is.
+// WriteDesc writes a descriptor without checks.
 func (q *Queue) WriteDesc(i uint16, e Desc) error {
 	return writeDesc(q.d.mem, q.desc, int(i), e)
 }
@@ -245,15 +243,14 @@ func (q *Queue) publish(head uint16) error {
 	return q.d.mem.StoreUint16(q.avail+2, q.availIdx)
 }
 
-// Publish makes a head available as it is, whatever it is the head of.
+// Publish makes a head available without checks of its chain.
 func (q *Queue) Publish(head uint16) error {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	return q.publish(head)
 }
 
-// Kick tells the device of what has been added, if it wants to know (virtio 1.2,
-// 2.7.10).
+// Kick tells the device that requests were added, if the device wants to know (virtio 1.2, 2.7.10).
 func (q *Queue) Kick() {
 	q.mu.Lock()
 	wanted, err := q.kickWanted()
@@ -266,7 +263,7 @@ func (q *Queue) Kick() {
 	}
 }
 
-// ForceKick tells the device, wanted or not.
+// ForceKick kicks the device even if it does not want kicks.
 func (q *Queue) ForceKick() { q.d.Write32(RegQueueNotify, q.index) }
 
 func (q *Queue) kickWanted() (bool, error) {
@@ -281,7 +278,7 @@ func (q *Queue) kickWanted() (bool, error) {
 	return q.availIdx-event-1 < q.availIdx-last, err
 }
 
-// collect takes what the device has used.
+// collect takes the chains that the device has used.
 func (q *Queue) collect() {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -300,8 +297,7 @@ func (q *Queue) collect() {
 				return
 			}
 		}
-		// Did something come in before the device knew that we want to hear
-		// of it?
+		// Did a chain arrive before the device knew that the driver wants interrupts?
 		guestmem.Fence()
 		if again, err := q.d.mem.LoadUint16(q.used + 2); err != nil || again == q.usedIdx {
 			return
@@ -347,7 +343,7 @@ func (r *Request) release() {
 	}
 }
 
-// fail ends all requests of a queue that has gone wrong. q.mu is held.
+// fail ends all requests of a broken queue. q.mu is held.
 func (q *Queue) fail(err error) {
 	q.err = err
 	for _, r := range q.inFlight {
@@ -366,20 +362,20 @@ func (q *Queue) stop() {
 	}
 }
 
-// InFlight is how many requests the device has not answered.
+// InFlight returns how many requests the device has not answered.
 func (q *Queue) InFlight() int {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	return len(q.inFlight)
 }
 
-// Done is closed when the device has answered.
+// Done returns a channel that is closed when the device has answered.
 func (r *Request) Done() <-chan struct{} { return r.done }
 
-// Buffers says where the request's buffers lie in guest memory, in order.
+// Buffers returns where the request's buffers lie in guest memory, in order.
 func (r *Request) Buffers() []guestmem.Range { return r.bufs }
 
-// Wait returns the answer as Do does.
+// Wait returns the answer, like Do.
 func (r *Request) Wait() (data []byte, used uint32) {
 	d := r.q.d
 	d.t.Helper()

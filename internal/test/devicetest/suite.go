@@ -18,27 +18,22 @@ import (
 
 // Case is one device for Run.
 type Case struct {
-	// New makes a device, not yet activated, on the same host side each time:
-	// the same disk, the same socket. It is called several times in one test,
-	// on any goroutine, whenever the device moves; at most one of the devices
-	// is active. What it opens it closes by t.Cleanup.
+	// New makes a device, not yet activated, on the same host side each time: the same disk, the same socket. The
+	// suite calls it several times in one test, on any goroutine, whenever the device moves. At most one of the
+	// devices is active. New must close what it opens with t.Cleanup.
 	New func(t testing.TB, mem *guestmem.Memory) devices.Device
 
-	// Exercise makes requests of a started device and checks the answers. It
-	// is called again and again, on the test's goroutine, also while the
-	// device is paused, resumed or moved. What it did in an earlier call may
-	// have been undone: a hostile driver may have used the device, or a reset
-	// may have emptied its queues.
+	// Exercise makes requests of a started device and checks the answers. The suite calls it again and again, on
+	// the test's goroutine, also while the device is paused, resumed or moved. The effects of an earlier call may
+	// be undone: a hostile driver may have used the device, or a reset may have emptied its queues.
 	Exercise func(t testing.TB, d *Driver)
 
-	// Idle has the queues whose buffers the device takes only when the host
-	// has something for the guest, such as those for received packets. The
-	// function gives it something, so that it looks at the queue; nil says
-	// that this cannot be had.
+	// Idle has the queues whose buffers the device takes only when the host has something for the guest, such as
+	// received packets. The function gives the device something, so that it looks at the queue; nil means that
+	// this is not possible.
 	Idle map[int]func(t testing.TB, d *Driver)
 
-	// Features are those that the driver accepts, besides VERSION_1; zero
-	// means all.
+	// Features are the features that the driver accepts, in addition to VERSION_1; zero means all.
 	Features uint64
 
 	// Pauses is how often the device is paused under load; zero means 1000.
@@ -58,7 +53,7 @@ var featureSets = []struct {
 	{"with plain queues", FeatureIndirect | FeatureEventIdx},
 }
 
-// Run takes the device through the whole suite, each part as a subtest.
+// Run takes the device through the whole suite. Each part is a subtest.
 func Run(t *testing.T, c Case) {
 	if c.Features == 0 {
 		c.Features = AllFeatures
@@ -97,7 +92,7 @@ func Run(t *testing.T, c Case) {
 	} {
 		t.Run(part.name, func(t *testing.T) {
 			before := goleak.IgnoreCurrent()
-			// Registered first, so it runs after everything is closed.
+			// Registered first, so it runs after everything else is closed.
 			t.Cleanup(func() {
 				if err := goleak.Find(before); err != nil {
 					t.Error(err)
@@ -116,7 +111,7 @@ func (c Case) start(t testing.TB, drop uint64) *Driver {
 	return d
 }
 
-// works says that the device still does its work, or again after a reset.
+// works checks that the device still works, or works again after a reset.
 func (c Case) works(t testing.TB, d *Driver) {
 	t.Helper()
 	d.Start(c.Features)
@@ -294,7 +289,7 @@ func refusedFeatures(t *testing.T, c Case) {
 func fixedFeatures(t *testing.T, c Case) {
 	mem := NewMemory(t)
 	d := NewDriver(t, c.New(t, mem), mem)
-	// Before DRIVER, and after FEATURES_OK, nothing is taken.
+	// Before DRIVER, and after FEATURES_OK, the device ignores features.
 	d.Write32(RegDriverFeaturesSel, 0)
 	d.Write32(RegDriverFeatures, ^uint32(0))
 	if !d.accept(d.Offered() & (c.Features | FeatureVersion1)) {
@@ -334,7 +329,7 @@ func statusOrder(t *testing.T, c Case) {
 	c.works(t, d)
 }
 
-// counted counts what the transport asks of a device.
+// counted counts the calls of the transport to a device.
 type counted struct {
 	devices.Device
 	activations, resets atomic.Int32
@@ -366,7 +361,7 @@ func activatedOnce(t *testing.T, c Case) {
 	c.Exercise(t, d)
 }
 
-// queueRegisters are those that lay a queue out.
+// queueRegisters are the registers that lay out a queue.
 var queueRegisters = []uint64{
 	RegQueueNum, RegQueueDesc, RegQueueDesc + 4, RegQueueDriver, RegQueueDriver + 4, RegQueueDevice, RegQueueDevice + 4,
 }
@@ -374,7 +369,7 @@ var queueRegisters = []uint64{
 func fixedQueues(t *testing.T, c Case) {
 	mem := NewMemory(t)
 	d := NewDriver(t, c.New(t, mem), mem)
-	// Before FEATURES_OK nothing is taken.
+	// Before FEATURES_OK the device ignores the layout.
 	d.AddStatus(StatusAcknowledge | StatusDriver)
 	d.Write32(RegQueueSel, 0)
 	d.Write32(RegQueueReady, 1)
@@ -405,7 +400,7 @@ func fixedQueues(t *testing.T, c Case) {
 		}
 	}
 	c.Exercise(t, d)
-	// A layout that was taken after all would show when the state is moved.
+	// A layout that was accepted after all would show when the state moves.
 	if err := d.Move(c.New(t, mem)); err != nil {
 		t.Fatal(err)
 	}
@@ -492,8 +487,8 @@ func registerWalk(t *testing.T, c Case) {
 	for i := range stages {
 		d.Reset()
 		c.bring(t, d, i)
-		// Everything once, in this state: only an aligned 32-bit read may
-		// show something below the configuration space.
+		// Every access once, in this state: only an aligned 32-bit read may show something below the configuration
+		// space.
 		for off := uint64(0); off < mmio.WindowSize-16; off++ {
 			for _, n := range widths {
 				p := buf[:n]
@@ -508,7 +503,7 @@ func registerWalk(t *testing.T, c Case) {
 				}
 			}
 		}
-		// Writes of the wrong width change nothing.
+		// Writes of a wrong width change nothing.
 		status := d.Status()
 		for off := uint64(0); off < RegConfig; off++ {
 			for _, n := range widths {
@@ -521,7 +516,7 @@ func registerWalk(t *testing.T, c Case) {
 		if s := d.Status(); s != status {
 			t.Fatalf("%s: writes of odd widths changed the status from %#x to %#x", stages[i].name, status, s)
 		}
-		// And then anything at all, in any order.
+		// Then random accesses in any order.
 		for range 4000 {
 			off := uint64(r.IntN(0x210))
 			if r.IntN(4) != 0 {
@@ -609,7 +604,7 @@ func pausedIsQuiet(t *testing.T, c Case) {
 	d := c.start(t, 0)
 	c.Exercise(t, d)
 	ctx := context.Background()
-	for range 2 { // pausing twice is the same as once
+	for range 2 { // a second pause changes nothing
 		if err := d.Transport().Pause(ctx); err != nil {
 			t.Fatal(err)
 		}
@@ -646,7 +641,7 @@ func pauseContext(t *testing.T, c Case) {
 	ctx, cancel := context.WithCancel(context.Background())
 	cancel()
 	for range 50 {
-		// It may succeed, if there is nothing to wait for.
+		// It may succeed, if nothing has to be waited for.
 		if err := d.Transport().Pause(ctx); err != nil {
 			if !errors.Is(err, context.Canceled) {
 				t.Fatalf("got %v", err)
@@ -727,8 +722,7 @@ func damagedState(t *testing.T, c Case) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// A failed import changes nothing, and a reset undoes one that has not
-	// failed, so that one device will do.
+	// A failed import changes nothing, and a reset undoes a successful one, so one device is enough.
 	mem := NewMemory(t)
 	irq, err := devices.NewEvent()
 	if err != nil {
@@ -749,8 +743,7 @@ func damagedState(t *testing.T, c Case) {
 		case err != nil && !errors.Is(err, devices.ErrPayload):
 			t.Errorf("%s: error %v is not ErrPayload", what, err)
 		case err == nil:
-			// Not every bit can be known to be wrong. It must do no
-			// harm, and a reset must bring the device back.
+			// Some wrong bits cannot be recognized. They must do no harm, and a reset must bring the device back.
 			if err := tr.Restore(); err == nil {
 				if err := tr.Resume(); err != nil {
 					t.Errorf("%s: %v", what, err)

@@ -36,7 +36,7 @@ type fileOp struct {
 	data []byte
 }
 
-// dirOp is one change of a directory's entries; a rename within it removes and adds at once.
+// dirOp is one change of a directory's entries; a rename within the directory removes and adds at once.
 type dirOp struct {
 	remove string
 	add    string
@@ -49,7 +49,7 @@ type dirOp struct {
 	movedAt int // the number of changes of movedTo, ever, that include the arrival
 }
 
-// node is an inode: what is durable of it, and what has changed since.
+// node is an inode: its durable state, and the changes since.
 type node struct {
 	// File: durable pages and length, and the changes since.
 	pages map[int64]*[pageSize]byte
@@ -132,8 +132,8 @@ func (n *node) sync() {
 	n.log = nil
 }
 
-// lose forgets the data of changes that a failed sync should have written; lengths survive, because
-// the journal of the file system carries them.
+// lose drops the data of changes that a failed sync should have written. Lengths survive, because the journal of
+// the file system carries them.
 func (n *node) lose() {
 	for _, o := range n.log {
 		switch o.kind {
@@ -149,7 +149,7 @@ func (n *node) lose() {
 	n.log = nil
 }
 
-// cut picks how many of n changes have happened: often none, often all, else something between.
+// cut picks how many of n changes have happened: often none, often all, else a number in between.
 func cut(r *rand.Rand, n int) int {
 	switch r.IntN(4) {
 	case 0:
@@ -160,9 +160,8 @@ func cut(r *rand.Rand, n int) int {
 	return r.IntN(n + 1)
 }
 
-// Crash builds in dest, an empty existing directory, what a loss of power at this instant could have
-// left of the simulated directory. Equal seeds give equal results for equal histories. The Sim itself
-// is not changed.
+// Crash builds in dest, an empty existing directory, what a loss of power at this instant could have left of the
+// simulated directory. Equal seeds give equal results for equal histories. The Sim itself does not change.
 func (s *Sim) Crash(seed uint64, dest string) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -36,7 +36,7 @@ const (
 // Ops lists every kind.
 var Ops = []Op{OpOpen, OpRename, OpLink, OpExchange, OpRemove, OpMkdir, OpSyncDir, OpRead, OpWrite, OpTruncate, OpSync, OpFallocate}
 
-// ErrPowerCut is what every call answers after the power was cut.
+// ErrPowerCut is the error of every call after the power was cut.
 var ErrPowerCut = errors.New("faultfs: the power is cut")
 
 // Fault makes calls fail.
@@ -48,9 +48,9 @@ type Fault struct {
 	Nth int
 	// Times is how many calls fail in a row: 0 is one, negative is all until ClearFaults.
 	Times int
-	// Err is what the call answers, for instance unix.ENOSPC.
+	// Err is the error that the call returns, for instance unix.ENOSPC.
 	Err error
-	// Short lets a failing write put its first half down before it answers Err.
+	// Short lets a failing write write its first half before it returns Err.
 	Short bool
 }
 
@@ -74,8 +74,8 @@ type Sim struct {
 	twins  map[*os.File]*simFile
 }
 
-// NewSim makes a file system on the existing directory root. What lies there already is durable.
-// Every name given to its methods must lie under root.
+// NewSim returns a file system on the existing directory root. Existing files are durable. Every name given to its
+// methods must lie under root.
 func NewSim(root string) (*Sim, error) {
 	root, err := filepath.Abs(root)
 	if err != nil {
@@ -95,36 +95,36 @@ func (s *Sim) Inject(f Fault) {
 	s.faults = append(s.faults, &armed{Fault: f})
 }
 
-// ClearFaults disarms all faults, as when space is back.
+// ClearFaults disarms all faults, like a disk that has space again.
 func (s *Sim) ClearFaults() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.faults = nil
 }
 
-// CutAfter lets n more calls pass, of whatever kind; then the power is cut: every call fails with
-// ErrPowerCut and changes nothing, neither the directory nor what Crash makes of it.
+// CutAfter lets n more calls of any kind pass and then cuts the power: every call fails with ErrPowerCut and
+// changes nothing, neither the directory nor the result of Crash.
 func (s *Sim) CutAfter(n int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.cutAt = s.calls + n + 1
 }
 
-// Calls says how many calls of all kinds were made so far.
+// Calls returns how many calls of all kinds were made so far.
 func (s *Sim) Calls() int {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.calls
 }
 
-// Fired says how many calls were failed so far.
+// Fired returns how many calls have failed by faults so far.
 func (s *Sim) Fired() int {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.fired
 }
 
-// Count says how many calls of a kind were made so far, failed ones included.
+// Count returns how many calls of a kind were made so far, with failed ones.
 func (s *Sim) Count(op Op) int {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -141,7 +141,7 @@ func (s *Sim) Twin(f *os.File) osfile.File {
 	return nil
 }
 
-// fault counts the call and answers the error that it must fail with. Precondition: s.mu is held.
+// fault counts the call and returns the fault and error that it must fail with. s.mu must be held.
 func (s *Sim) fault(op Op, path string) (*Fault, error) {
 	s.counts[op]++
 	s.calls++
@@ -165,7 +165,7 @@ func (s *Sim) fault(op Op, path string) (*Fault, error) {
 	return nil, nil
 }
 
-// rel is the path of name below the root, as the elements of a walk.
+// rel returns the path of name below the root, as the elements of a walk.
 func (s *Sim) rel(name string) ([]string, error) {
 	abs, err := filepath.Abs(name)
 	if err != nil {
@@ -272,8 +272,8 @@ func (s *Sim) Link(oldname, newname string) error {
 	return nil
 }
 
-// Exchange lets two entries of one directory change their names in one step, as
-// renameat2(2) does with RENAME_EXCHANGE. It is no part of [osfile.FS].
+// Exchange swaps two entries of one directory in one step, like renameat2(2) with RENAME_EXCHANGE. It is not part
+// of [osfile.FS].
 func (s *Sim) Exchange(a, b string) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -346,7 +346,7 @@ func (s *Sim) SyncDir(name string) error {
 	defer s.mu.Unlock()
 	_, ferr := s.fault(OpSyncDir, name)
 	if ferr != nil {
-		return ferr // the entries stay undecided: a directory's log is retried by the next commit
+		return ferr // the entries stay undecided: the next commit retries a directory's log
 	}
 	_, _, n, err := s.find(name)
 	if err != nil {
@@ -408,7 +408,7 @@ func (f *simFile) Truncate(size int64) error {
 func (f *simFile) Sync() error     { return f.sync() }
 func (f *simFile) Datasync() error { return f.sync() }
 
-// sync does no real fsync: durability is what the simulation says it is, and tests stay fast.
+// sync does no real fsync: the simulation decides what is durable, and tests stay fast.
 func (f *simFile) sync() error {
 	f.sim.mu.Lock()
 	defer f.sim.mu.Unlock()

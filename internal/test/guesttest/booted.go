@@ -10,9 +10,9 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 )
 
-// Booted is a VM that is booted once for all tests of this process: a boot takes a guest whose kernel is interpreted
-// more than 20 seconds of processor time. Each test gets a store of its own with a copy of the VM, which sleeps, and
-// wakes it, forks it, or makes clones of its snapshot. Tests of what a boot does boot one of their own, by Env.Run.
+// Booted is a VM that is booted once for all tests of this process: a boot of an interpreted kernel takes more
+// than 20 seconds of processor time. Each test gets its own store with a copy of the sleeping VM, and wakes it,
+// forks it, or makes clones of its snapshot. Tests of a boot itself boot their own VM with Env.Run.
 type Booted struct {
 	Spec sandbox.Spec
 	// Prepare, if not nil, does something in the VM before it goes to sleep.
@@ -22,18 +22,18 @@ type Booted struct {
 	dir  string // with the copy; "" if there is none
 }
 
-// kept is what of a store a VM that sleeps needs, but for what all stores of the tests share.
+// kept are the parts of a store that a sleeping VM needs, except for what all stores of the tests share.
 var kept = []string{"vms", "snapshots", "layers"}
 
 var (
 	bootedDirs []string
-	bootedLock sync.Mutex // guards it while tests run
+	bootedLock sync.Mutex // guards bootedDirs while tests run
 )
 
-// New makes a store with that VM, asleep, for a test.
+// New makes a store with a sleeping copy of the VM, for a test.
 func (b *Booted) New(t testing.TB) *Env {
 	t.Helper()
-	e := New(t) // first: it skips the test where there are no guests
+	e := New(t) // first: it skips the test on a host without guests
 	b.once.Do(func() { b.boot(t) })
 	if b.dir == "" {
 		t.Fatalf("%s could not be booted: the first test of those that need it says why", b.Spec.Name)

@@ -1,7 +1,7 @@
-// Package guesttest is for tests that have a host half and a guest half: it finds
-// what they need (a kernel, an image with python3, the agent), gives each a store of
-// its own that shares these, and lets the test binary be the process of a VM.
+// Package guesttest is for tests with a host half and a guest half. It finds what they need (a kernel, an image
+// with python3, the agent), gives each its own store that shares these, and lets the test binary be the process of
+// a VM.
 //
-// What is needed is prepared by `make test`; $DROWSE_TEST_STATE names the directory. Without it such tests are skipped,
-// but never when $CI is set.
+// `make test` prepares these; $DROWSE_TEST_STATE names their directory. Without it such tests are skipped, unless
+// $CI is set.
 package guesttest

@@ -28,14 +28,14 @@ import (
 // StateEnv names the directory with images and kernels.
 const StateEnv = "DROWSE_TEST_STATE"
 
-// AgentEnv names the guest's agent; it is built when it is not set.
+// AgentEnv names the guest's agent. If it is not set, the agent is built.
 const AgentEnv = "DROWSE_AGENT"
 
 // ImageTag is the image of the tests: Debian with python3.
 const ImageTag = "debian-python"
 
-// Main runs the tests, or is the process of a VM when the test binary was started as
-// one. A package's TestMain calls it.
+// Main runs the tests, or the process of a VM if the test binary was started as one. A package's TestMain calls
+// it.
 func Main(m *testing.M) {
 	if len(os.Args) > 2 && os.Args[1] == vmmArg {
 		endWith(os.Args[2])
@@ -55,10 +55,10 @@ func Main(m *testing.M) {
 // vmmArg makes a test binary the process of a VM. It is followed by the PID of the test's process.
 const vmmArg = "vmm"
 
-// VMCommand is the pool.Launcher.Command by which a test's binary, self, is the process of a VM.
+// VMCommand returns the pool.Launcher.Command with which a test's binary, self, is the process of a VM.
 func VMCommand(self string) []string { return []string{self, vmmArg, os.Getenv(processEnv)} }
 
-// Process are the options of the processes of VMs. They are set before Main is called.
+// Process holds the options of the processes of VMs. Set it before Main is called.
 var Process process.ProcessOptions
 
 func serve(args []string) int {
@@ -69,7 +69,7 @@ func serve(args []string) int {
 	return 0
 }
 
-// Env is a store of a test's own.
+// Env is the store of one test.
 type Env struct {
 	T        testing.TB
 	Store    *sandbox.Host
@@ -78,10 +78,10 @@ type Env struct {
 
 var (
 	agentDir  string
-	agentLock sync.Mutex // guards it while tests run
+	agentLock sync.Mutex // guards agentDir while tests run
 )
 
-// New makes a store for a test, which removes its VMs when it ends.
+// New makes a store for a test. The test removes its VMs when it ends.
 func New(t testing.TB) *Env {
 	t.Helper()
 	missing := func(format string, args ...any) {
@@ -97,13 +97,13 @@ func New(t testing.TB) *Env {
 		missing("$%s names no directory with an image and a kernel: use `make test`", StateEnv)
 	}
 	if _, err := os.Stat("/dev/kvm"); err != nil {
-		// In CI as well: what this leaves out there is run on an emulated KVM, see .ci/run and testreport.
+		// In CI as well: tests that are skipped there run on an emulated KVM, see .ci/run and testreport.
 		t.Skipf("this host cannot run VMs: %v", err)
 	}
 	if os.Geteuid() != 0 {
 		missing("running VMs needs root")
 	}
-	// Short, since Unix sockets lie in it.
+	// The path must be short: it contains Unix sockets.
 	dir, err := os.MkdirTemp("", "dt")
 	if err != nil {
 		t.Fatal(err)
@@ -184,10 +184,10 @@ func (e *Env) cleanUp() {
 
 func tail(p []byte) []byte { return p[max(0, len(p)-4000):] }
 
-// Kernels are the kinds of kernel that this host can run and that are there.
+// Kernels returns the kinds of kernel that exist and that this host can run.
 func (e *Env) Kernels() []string {
 	if vmm.SoftKVM() {
-		// Debian's own kernel cannot run on a KVM that interprets it.
+		// A KVM that interprets the guest cannot run Debian's own kernel.
 		return []string{"built"}
 	}
 	return []string{"built", "debian"}
@@ -208,8 +208,7 @@ func (e *Env) Run(spec sandbox.Spec) control.Report {
 	return rep
 }
 
-// took notes in the test's log how long something in a guest has taken: what is slow there is seldom what is slow
-// elsewhere.
+// took logs how long something in a guest took. What is slow on an emulated KVM is seldom what is slow elsewhere.
 func (e *Env) took(what string) func() {
 	begin := time.Now()
 	return func() {
@@ -229,7 +228,7 @@ func (e *Env) Sleep(name string) spec.SleepResult {
 	return res
 }
 
-// Wake brings it back.
+// Wake wakes a VM.
 func (e *Env) Wake(name string) control.Report {
 	e.T.Helper()
 	defer e.took("wake of " + name)()
@@ -240,8 +239,8 @@ func (e *Env) Wake(name string) control.Report {
 	return rep
 }
 
-// Read returns what is in files of a VM, each without the line feed at its end, with one between two of them. It takes
-// no process in the guest: one costs a guest whose kernel is interpreted seconds.
+// Read returns the content of files of a VM, without their final line feeds and joined by line feeds. It starts no
+// process in the guest: a process takes an interpreted kernel seconds.
 func (e *Env) Read(name string, paths ...string) string {
 	e.T.Helper()
 	defer e.took(name + ": reading " + strings.Join(paths, ", "))()
@@ -258,13 +257,13 @@ func (e *Env) Read(name string, paths ...string) string {
 	return strings.Join(texts, "\n")
 }
 
-// Write puts a line into each of some files of a VM, without a process either.
+// Write puts a line into each of some files of a VM, also without a process.
 func (e *Env) Write(name, line string, paths ...string) {
 	e.T.Helper()
 	e.write(name, line, guest.WriteOptions{}, paths)
 }
 
-// WriteDurably is Write to new files that the guest has on its disk, and not in its cache alone, when this returns.
+// WriteDurably is Write to new files, which are on the guest's disk and not only in its cache when this returns.
 func (e *Env) WriteDurably(name, line string, paths ...string) {
 	e.T.Helper()
 	e.write(name, line, guest.WriteOptions{Atomic: true}, paths)
@@ -292,7 +291,7 @@ func (e *Env) Remove(name, path string) {
 	}
 }
 
-// Exists says whether a VM has a file.
+// Exists reports whether a VM has a file.
 func (e *Env) Exists(name, path string) bool {
 	e.T.Helper()
 	c := e.brief(name)
@@ -304,7 +303,7 @@ func (e *Env) Exists(name, path string) bool {
 	return err == nil
 }
 
-// brief is a connection to an agent that is not left open: a VM that falls asleep by itself waits for one.
+// brief connects to an agent for a short time: a VM that falls asleep by itself waits for open connections.
 func (e *Env) brief(name string) *guest.Client {
 	e.T.Helper()
 	c, err := e.Store.Sandbox(name).Agent(e.T.Context())

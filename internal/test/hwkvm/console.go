@@ -13,11 +13,11 @@ const (
 	consoleLines = 25       // lines of it shown in an error
 )
 
-// console keeps the last of what the machine, or QEMU, prints. It is safe for concurrent use.
+// console keeps the end of what the machine, or QEMU, prints. It is safe for concurrent use.
 type console struct {
 	mu  sync.Mutex // guards buf and tee
 	buf []byte
-	tee io.Writer // nil, or a copy goes there
+	tee io.Writer // gets a copy if not nil
 }
 
 func (c *console) Write(p []byte) (int, error) {
@@ -78,7 +78,7 @@ func lastWith(lines []string, mark string) string {
 	return ""
 }
 
-// diagnose says in a phrase why a machine ended before its command had.
+// diagnose returns a phrase that says why a machine ended before its command.
 func diagnose(guest, qemu []string) string {
 	if l := lastWith(guest, markPanic); l != "" {
 		if oom := lastWith(guest, "Out of memory"); oom != "" {

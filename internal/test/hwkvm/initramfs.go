@@ -12,9 +12,9 @@ import (
 	"github.com/drowse-vm/drowse/internal/test/hwkvm/wire"
 )
 
-// writeInitramfs writes an uncompressed newc archive (Documentation/driver-api/early-userspace/buffer-format.rst) with
-// init, the modules and their index. Uncompressed, because an emulated CPU is slow at decompressing and QEMU is quick
-// at loading.
+// writeInitramfs writes an uncompressed newc archive (Documentation/driver-api/early-userspace/buffer-format.rst)
+// with init, the modules and their index. It does not compress: an emulated CPU decompresses slowly, and QEMU
+// loads fast.
 func writeInitramfs(w io.Writer, init []byte, index wire.ModuleIndex, module func(name string) ([]byte, error)) error {
 	out := cpio.Newc.Writer(w)
 	records := []cpio.Record{

@@ -29,7 +29,7 @@ const (
 	kernelFile = "kernel.json"
 )
 
-// cachedKernel returns the kernel of the cache, and fetches it first if there is none.
+// cachedKernel returns the kernel in the cache. It fetches one first if the cache has none.
 func cachedKernel(ctx context.Context, cacheDir string) (kernel, error) {
 	if k, err := readKernel(cacheDir); err == nil {
 		return k, nil
@@ -60,7 +60,7 @@ func cachedKernel(ctx context.Context, cacheDir string) (kernel, error) {
 		return kernel{}, fmt.Errorf("read the kernel: %w", err)
 	}
 	k.Image = "vmlinux-" + k.Release
-	// QEMU starts an ELF kernel by its PVH entry point, and the emulated CPU is spared the decompression.
+	// QEMU starts an ELF kernel at its PVH entry point, which saves the emulated CPU the decompression.
 	elf, _, err := boot.UnpackBzImage(b)
 	if err != nil {
 		return kernel{}, fmt.Errorf("unpack the kernel: %w", err)
@@ -81,7 +81,7 @@ func cachedKernel(ctx context.Context, cacheDir string) (kernel, error) {
 	return k, nil
 }
 
-// readKernel reads the record of the cached kernel; fs.ErrNotExist says that it or a file it names is not there.
+// readKernel reads the record of the cached kernel; fs.ErrNotExist means that it or one of its files is missing.
 func readKernel(cacheDir string) (kernel, error) {
 	b, err := os.ReadFile(filepath.Join(cacheDir, kernelFile))
 	if err != nil {
@@ -135,7 +135,7 @@ func output(ctx context.Context, dir, name string, args ...string) ([]byte, erro
 	return out, nil
 }
 
-// commandError explains why a program failed: because its context ended, or with what it printed.
+// commandError explains why a program failed: its context ended, or what it printed.
 func commandError(ctx context.Context, name string, err error, printed []byte) error {
 	if ctx.Err() != nil {
 		return fmt.Errorf("%s was stopped: %w", name, ctx.Err())

@@ -17,11 +17,11 @@ import (
 	"github.com/drowse-vm/drowse/internal/test/hwkvm/wire"
 )
 
-// bootModules are loaded by init: the device drivers of the machine, the file system, KVM, and tap devices.
+// bootModules are loaded by init: the machine's device drivers, the file system, KVM, and tap devices.
 var bootModules = []string{"virtio_pci", "virtio_console", "9p", "9pnet_virtio", "kvm_amd", "tun"}
 
-// demandModules wait in the initramfs until the kernel asks for them by name or alias. One that a kernel does not have
-// is left out.
+// demandModules wait in the initramfs until the kernel asks for them by name or alias. Modules that a kernel does
+// not have are left out.
 var demandModules = []string{
 	"act_bpf", "act_gact", "act_mirred", "bridge", "cls_bpf", "cls_matchall", "cls_u32", "dummy", "erofs", "fuse", "ifb", "loop",
 	"overlay", "sch_clsact", "sch_fq", "sch_htb", "sch_ingress", "squashfs", "veth", "vhost_net", "vhost_vsock", "vsock",
@@ -32,25 +32,24 @@ var demandModules = []string{
 // avic are off because drowse's guests use neither, and both cost time on each entry.
 var moduleParams = map[string]string{"kvm_amd": "npt=1 nested=0 avic=0"}
 
-// ErrModule says that the kernel has no module of a name that is needed.
+// ErrModule means that the kernel lacks a module that is needed.
 var ErrModule = errors.New("kernel module not found")
 
-// errCycle says that modules depend on each other.
+// errCycle means that modules depend on each other.
 var errCycle = errors.New("kernel modules depend on each other")
 
-// maxModuleSize bounds one module file, decompressed, in bytes.
+// maxModuleSize is the most bytes of a decompressed module file.
 const maxModuleSize = 64 << 20
 
-// moduleInfo is what a module says of itself in its .modinfo section (Documentation/kbuild/modules.rst,
-// include/linux/module.h).
+// moduleInfo is a module's .modinfo section (Documentation/kbuild/modules.rst, include/linux/module.h).
 type moduleInfo struct {
 	depends []string // depends=, the modules whose symbols it uses
-	pre     []string // softdep=pre:, modules to load before if they are there
+	pre     []string // softdep=pre:, optional modules to load before
 	aliases []string // alias=
 }
 
-// moduleTree gives the modules of one kernel. A Debian kernel package has no modules.dep (depmod(8) makes it when the
-// package is installed), so the modules are asked themselves.
+// moduleTree has the modules of one kernel. A Debian kernel package has no modules.dep (depmod(8) makes it at
+// installation), so the tree reads the modules themselves.
 type moduleTree struct {
 	files   map[string]string // module name -> path of the file
 	builtin map[string]bool
@@ -58,7 +57,7 @@ type moduleTree struct {
 	cache   map[string]moduleInfo
 }
 
-// moduleName turns a file name or an alias-like spelling into the kernel's name of the module.
+// moduleName returns the kernel's name of the module for a file name or a spelling like an alias.
 func moduleName(s string) string {
 	s, _, _ = strings.Cut(filepath.Base(s), ".ko")
 	return strings.ReplaceAll(s, "-", "_")
@@ -98,8 +97,8 @@ func (t *moduleTree) modinfo(name string) (moduleInfo, error) {
 	return i, nil
 }
 
-// order lists the modules to insert for names, each once and after those it depends on. What is built into the kernel
-// is left out. A module that is neither there nor built in is ErrModule; a cycle is an error.
+// order lists the modules to insert for names, each once and after its dependencies. It leaves out what is built
+// into the kernel. A module that is missing and not built in is ErrModule; a cycle is an error.
 func (t *moduleTree) order(names ...string) ([]string, error) {
 	var out []string
 	const visiting, done = 1, 2
@@ -127,7 +126,7 @@ func (t *moduleTree) order(names ...string) ([]string, error) {
 			return err
 		}
 		for _, d := range info.pre {
-			// One that is not there, or leads back, is passed over, as modprobe(8) does.
+			// A soft dependency that is missing or leads back is skipped, as modprobe(8) does.
 			if err := visit(d, name); err != nil && !errors.Is(err, ErrModule) && !errors.Is(err, errCycle) {
 				return err
 			}
@@ -149,7 +148,7 @@ func (t *moduleTree) order(names ...string) ([]string, error) {
 	return out, nil
 }
 
-// index makes the module index of an initramfs.
+// index returns the module index of an initramfs.
 func (t *moduleTree) index(boot, demand []string) (wire.ModuleIndex, error) {
 	ix := wire.ModuleIndex{Modules: map[string]wire.Module{}}
 	var err error
@@ -181,7 +180,7 @@ func (t *moduleTree) index(boot, demand []string) (wire.ModuleIndex, error) {
 	return ix, nil
 }
 
-// readModule returns the ELF image of a module file, which may be compressed with xz as Debian does since release 13.
+// readModule returns the ELF image of a module file. It may be compressed with xz, as in Debian since 13.
 func readModule(path string) ([]byte, error) {
 	f, err := os.Open(path)
 	if err != nil {

@@ -26,16 +26,16 @@ const CacheEnv = "DROWSE_HWKVM_CACHE"
 
 const (
 	kernelPackage = "linux-image-amd64" // depends on Debian's current kernel
-	formatVersion = "1"                 // part of every cache key: raise it when the layout of the initramfs changes
-	staleAfter    = 7 * 24 * time.Hour  // an initramfs that was not used for so long is removed
+	formatVersion = "1"                 // part of every cache key: raise it when the initramfs's layout changes
+	staleAfter    = 7 * 24 * time.Hour  // an initramfs unused for this time is removed
 )
 
 var (
-	// ErrNoQEMU says that the machine has no qemu-system-x86_64.
+	// ErrNoQEMU means that the machine has no qemu-system-x86_64.
 	ErrNoQEMU = errors.New("qemu-system-x86_64 is not installed; on Debian: apt-get install --no-install-recommends qemu-system-x86")
-	// ErrNoKernel says that Debian's kernel package cannot be had.
+	// ErrNoKernel means that Debian's kernel package is not available.
 	ErrNoKernel = errors.New("cannot get Debian's kernel package " + kernelPackage)
-	// ErrNoGo says that there is no Go toolchain, which builds the init program.
+	// ErrNoGo means that there is no Go toolchain to build the init program.
 	ErrNoGo = errors.New("no go command in PATH; it is needed to build the init program of the virtual machine")
 )
 
@@ -44,7 +44,7 @@ var initSource embed.FS
 
 const initModule = "module github.com/drowse-vm/drowse\n\ngo 1.26\n"
 
-// Image is what a machine is started from. It does not change and may be used by several machines at once.
+// Image is what a machine starts from. It does not change, and several machines may use it at once.
 type Image struct {
 	QEMU      string // path of qemu-system-x86_64
 	Kernel    string // path of the uncompressed kernel
@@ -74,9 +74,9 @@ func FindQEMU() (string, error) {
 }
 
 // Prepare makes an Image, in cacheDir (DefaultCacheDir if empty), from what apt-get and the Go toolchain deliver.
-// Nothing is installed on the host. The first call fetches a package of 70 MB and takes about 10 s; later ones take
-// milliseconds and no network. A kernel that is in the cache stays in use until the folder is removed. Calls may run
-// concurrently, in other processes too: a lock on the folder puts them in order, and every file appears whole.
+// It installs nothing on the host. The first call fetches a package of 70 MB and takes about 10 s; later ones take
+// milliseconds and no network. A cached kernel stays in use until the folder is removed. Calls may run
+// concurrently, in other processes too: a lock on the folder orders them, and every file appears complete.
 func Prepare(ctx context.Context, cacheDir string) (*Image, error) {
 	if cacheDir == "" {
 		d, err := DefaultCacheDir()
@@ -172,7 +172,7 @@ func cachedInitramfs(ctx context.Context, cacheDir string, k kernel) (string, er
 	return path, nil
 }
 
-// removeStale removes initramfs files that nobody used for a while. That it cannot is of no consequence.
+// removeStale removes initramfs files that were unused for a while. Failures do not matter.
 func removeStale(cacheDir string) {
 	old, _ := filepath.Glob(filepath.Join(cacheDir, "initramfs-*.cpio"))
 	for _, p := range old {
@@ -182,8 +182,8 @@ func removeStale(cacheDir string) {
 	}
 }
 
-// buildInit builds the embedded init program and returns the static executable. It needs no network: the program has no
-// dependencies.
+// buildInit builds the embedded init program and returns the static executable. The program has no dependencies,
+// so this needs no network.
 func buildInit(ctx context.Context) ([]byte, error) {
 	goTool, err := exec.LookPath("go")
 	if err != nil {

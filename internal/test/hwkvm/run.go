@@ -32,49 +32,49 @@ const (
 
 const (
 	bootLimit   = 5 * time.Minute // a machine that has not started its command by then never will
-	signalGrace = 5 * time.Second // for a command to end after SIGINT, SIGTERM or SIGHUP
-	// silenceLimit is how long a machine whose command runs may say nothing at all.
+	signalGrace = 5 * time.Second // how long a command may take to end after SIGINT, SIGTERM or SIGHUP
+	// silenceLimit is how long a machine with a running command may be silent.
 	silenceLimit = 90 * time.Second
-	monitorLimit = 5 * time.Second // for QEMU to tell the registers of a machine that hangs
+	monitorLimit = 5 * time.Second // how long QEMU may take to report the registers of a hung machine
 )
 
-// Config says what to run, and on what machine. The zero value of every field but Args and Dir is usable.
+// Config says what to run, and on what machine. Every field but Args and Dir may be zero.
 type Config struct {
 	Args []string // the program and its arguments; a name without a slash is looked up in PATH of Env
-	Env  []string // its whole environment, NAME=VALUE; TMPDIR is replaced by a folder in memory
+	Env  []string // its whole environment, NAME=VALUE; a folder in memory replaces TMPDIR
 	Dir  string   // its working directory, an absolute path on the host
 
-	// Stdin is read ahead of the command; nil is an empty input. A read that blocks may outlive Run.
+	// Stdin is read ahead of the command; nil is an empty input. A blocked read may outlive Run.
 	Stdin          io.Reader
 	Stdout, Stderr io.Writer // nil discards
 
 	CPUs      int // 0 is DefaultCPUs
 	MemoryMiB int // 0 is DefaultMemoryMiB
 
-	// Signals are passed on to the command's process group. SIGINT, SIGTERM and SIGHUP also end the machine, five
-	// seconds later, or with the second of them, or at once while the machine boots.
+	// Signals are passed on to the command's process group. SIGINT, SIGTERM and SIGHUP also end the machine: five
+	// seconds later, at the second of them, or at once while the machine boots.
 	Signals <-chan os.Signal
 
-	Console    io.Writer // nil, or it gets a copy of the serial console
-	KernelArgs []string  // put before the kernel's own arguments
-	QEMUArgs   []string  // put after QEMU's own arguments
+	Console    io.Writer // gets a copy of the serial console if not nil
+	KernelArgs []string  // come before the kernel's own arguments
+	QEMUArgs   []string  // come after QEMU's own arguments
 
-	silence time.Duration // instead of silenceLimit, if not 0
+	silence time.Duration // replaces silenceLimit if not 0
 }
 
-// ErrHung says that a machine stood still: its kernel, or the processor that QEMU emulates.
+// ErrHung means that a machine stopped: its kernel, or the processor that QEMU emulates.
 var ErrHung = errors.New("it hangs: it has given no sign of life")
 
 // Result says how the command ended.
 type Result struct {
 	Status      int           // exit status; 128+n if signal n ended it, 126 and 127 as in a shell
-	Message     string        // why it could not be started, or empty
+	Message     string        // why it could not start, or empty
 	OutOfMemory string        // the kernel's line if it killed a process for want of memory, or empty
-	Boot        time.Duration // from the start of QEMU to the start of the command; 0 if it was never started
+	Boot        time.Duration // from the start of QEMU to the start of the command; 0 if it never started
 	Total       time.Duration // from the start of QEMU to its end
 }
 
-// MachineError says that the machine failed, not the command.
+// MachineError means that the machine failed, not the command.
 type MachineError struct {
 	Reason  string
 	Err     error  // ErrHung, or nil
@@ -91,12 +91,12 @@ func (e *MachineError) Error() string {
 // Unwrap returns Err.
 func (e *MachineError) Unwrap() error { return e.Err }
 
-// Run starts a machine, runs the command in it, and waits for both to end. When ctx ends first, the machine is killed
-// and the error wraps ctx.Err(). The command sees the host's file system as its root, with the host user's rights,
-// through 9p; /proc, /sys, /dev and /run are the machine's own. Run may be called concurrently; each call has its own
-// machine.
+// Run starts a machine, runs the command in it, and waits for both to end. If ctx ends first, Run kills the
+// machine and the error wraps ctx.Err(). The command sees the host's file system as its root, with the host user's
+// rights, through 9p. /proc, /sys, /dev and /run are the machine's own. Run may be called concurrently; each call
+// has its own machine.
 //
-// QEMU never outlives the calling process, whatever ends it.
+// QEMU never outlives the calling process, however that ends.
 func (im *Image) Run(ctx context.Context, cfg Config) (Result, error) {
 	if err := cfg.fill(); err != nil {
 		return Result{}, err
@@ -108,9 +108,9 @@ func (im *Image) Run(ctx context.Context, cfg Config) (Result, error) {
 	return m.run(ctx, cfg)
 }
 
-// run is the rest of Run: the machine has been started, and is gone at the end.
+// run is the rest of Run: the machine has started, and is gone when run returns.
 func (m *machine) run(ctx context.Context, cfg Config) (Result, error) {
-	// Not as soon as QEMU has ended: the result may wait in the socket then, unread.
+	// Not as soon as QEMU has ended: the socket may still have the unread result.
 	defer m.port.Close()
 	defer m.monitor.Close()
 	defer m.kill()
@@ -184,7 +184,7 @@ const (
 	monitorFD = 5
 )
 
-// kernelArgs is the kernel's command line. The first value of an option of our own counts, the last of the kernel's.
+// kernelArgs returns the kernel's command line. Our options take the first value, the kernel's the last.
 func (c *Config) kernelArgs() string {
 	return strings.Join(append(append([]string{}, c.KernelArgs...),
 		"hwkvm.9p=msize=512000,cache=loose", "console=ttyS0", "quiet", "panic=-1", "mitigations=off", "tsc=reliable",
@@ -211,21 +211,21 @@ func (im *Image) qemuArgs(c Config) []string {
 // machine is one QEMU process.
 type machine struct {
 	port          *os.File // the virtio-serial port of the machine; Run closes it
-	monitor       *os.File // QEMU's, for people; Run closes it
+	monitor       *os.File // QEMU's monitor, for people; Run closes it
 	console, qemu *console
 	started       time.Time
 	process       *os.Process
-	done          chan struct{} // closed when QEMU is gone and its output read
+	done          chan struct{} // closed when QEMU has ended and its output is read
 	killed        sync.Once
 }
 
-// socketpair returns our end, and theirs for a child. Both are closed on exec unless handed over.
+// socketpair returns our end and the child's. Both are closed on exec unless handed over.
 func socketpair(name string) (ours, theirs *os.File, err error) {
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		return nil, nil, os.NewSyscallError("socketpair", err)
 	}
-	// Only ours: with it, closing the file ends a read or write that waits.
+	// Only ours: non-blocking, so that closing the file ends a waiting read or write.
 	if err := unix.SetNonblock(fds[0], true); err != nil {
 		unix.Close(fds[0])
 		unix.Close(fds[1])
@@ -276,7 +276,7 @@ func (im *Image) start(cfg Config) (*machine, error) {
 		}
 		var serialRead sync.WaitGroup
 		serialRead.Go(func() { _, _ = io.Copy(m.console, serial) })
-		// How it ended does not matter: m is always killed in the end. What it said is in m.qemu.
+		// How it ended does not matter: m is always killed in the end. Its output is in m.qemu.
 		_ = cmd.Wait()
 		serialRead.Wait()
 		serial.Close()
@@ -291,16 +291,16 @@ func (im *Image) start(cfg Config) (*machine, error) {
 	return m, nil
 }
 
-// kill ends QEMU. Nothing is lost: what the command wrote has reached the host before it reports its end.
+// kill ends QEMU. Nothing is lost: the command's output reached the host before the report of its end.
 func (m *machine) kill() {
 	m.killed.Do(func() {
-		// It fails only when the process has ended.
+		// It fails only if the process has ended.
 		_ = m.process.Kill()
 	})
 }
 
-// registers asks QEMU twice where the processors are, which tells a loop from a halt. It returns what there is of an
-// answer.
+// registers asks QEMU twice where the processors are, which tells a loop from a halt. It returns as much of an
+// answer as it gets.
 func (m *machine) registers() string {
 	if err := m.monitor.SetDeadline(time.Now().Add(monitorLimit)); err != nil {
 		return ""
@@ -308,7 +308,7 @@ func (m *machine) registers() string {
 	var b strings.Builder
 	lines := bufio.NewScanner(m.monitor)
 	for range 2 {
-		// A line of our own ends the answer: the monitor repeats what it is told.
+		// Our own line marks the end of the answer: the monitor echoes its input.
 		if _, err := io.WriteString(m.monitor, "info registers -a\nprint 0\n"); err != nil {
 			return b.String()
 		}
@@ -321,7 +321,7 @@ func (m *machine) registers() string {
 	return b.String()
 }
 
-// errForced says that a signal ended the machine while the command still ran, or before.
+// errForced means that a signal ended the machine before the command had ended.
 var errForced = errors.New("ended by a signal")
 
 // session is the conversation with init.
@@ -330,17 +330,17 @@ type session struct {
 	m      *machine
 	out    *wire.Writer
 	booted func()
-	// silence runs while the machine is listened to, and kills it at the end.
+	// silence runs while the session listens to the machine, and kills the machine when it expires.
 	silence *time.Timer
 
 	mu        sync.Mutex // guards the rest
 	started   bool
 	forced    syscall.Signal // the signal that made us kill the machine
 	hung      bool
-	registers string // of a machine that hangs
+	registers string // of a hung machine
 }
 
-// hangs notes what the processors are at, and kills the machine.
+// hangs notes the state of the processors, and kills the machine.
 func (s *session) hangs() {
 	registers := s.m.registers()
 	s.mu.Lock()
@@ -349,7 +349,7 @@ func (s *session) hangs() {
 	s.m.kill()
 }
 
-// listen returns the next frame; the machine must be alive while it is waited for.
+// listen returns the next frame. The machine must show life while listen waits.
 func (s *session) listen(in *wire.Reader) (wire.Type, []byte, error) {
 	s.mu.Lock()
 	started := s.started
@@ -371,11 +371,11 @@ func (s *session) run() (Result, error) {
 	env := append([]string{}, s.cfg.Env...)
 	env = append(env, "TMPDIR="+wire.TempDir)
 	cmd := wire.Command{Args: s.cfg.Args, Env: lastWins(env), Dir: s.cfg.Dir, Time: time.Now().UnixNano()}
-	// The socket takes little until the machine has booted: sending must not hold up receiving.
+	// The socket takes little until the machine has booted: the send must not delay the receiver.
 	sent := make(chan error, 1)
 	go func() { sent <- s.out.SendCommand(cmd) }()
 
-	acks := make(chan uint32, wire.StdinWindow) // one for each frame on its way, so never full
+	acks := make(chan uint32, wire.StdinWindow) // one for each frame in flight, so never full
 	defer close(acks)
 	in := wire.NewReader(s.m.port)
 	var res Result
@@ -429,8 +429,8 @@ func (s *session) run() (Result, error) {
 	}
 }
 
-// nudge interrupts the machine now and then, since QEMU may lose the interrupt of its timer. Where that makes no
-// difference to an emulated machine, neither does this.
+// nudge interrupts the machine now and then, since QEMU may lose its timer's interrupt. Otherwise the interrupts
+// do no harm.
 func (s *session) nudge(ended <-chan struct{}) {
 	tick := time.NewTicker(wire.NudgeInterval)
 	defer tick.Stop()
@@ -439,7 +439,7 @@ func (s *session) nudge(ended <-chan struct{}) {
 		case <-ended:
 			return
 		case <-tick.C:
-			// A send that fails, or waits for ever, ends with the connection, which the receiver sees as well.
+			// A send that fails or blocks ends with the connection, which the receiver sees as well.
 			if s.out.Send(wire.Nudge, nil) != nil {
 				return
 			}
@@ -521,7 +521,7 @@ func (s *session) passSignals(ended <-chan struct{}) {
 			if !started {
 				continue
 			}
-			// A failed send means that the connection is gone, which the receiver sees as well.
+			// A failed send means that the connection has ended, which the receiver sees as well.
 			_ = s.out.SendUint32(wire.Signal, uint32(n))
 			if ends {
 				ending, grace = n, time.After(signalGrace)
@@ -530,8 +530,8 @@ func (s *session) passSignals(ended <-chan struct{}) {
 	}
 }
 
-// passStdin sends the standard input, at most wire.StdinWindow bytes ahead of the command. Errors in sending are left
-// to the receiver, which sees the broken connection too.
+// passStdin sends the standard input, at most wire.StdinWindow bytes ahead of the command. It ignores errors of
+// sending: the receiver sees the broken connection too.
 func (s *session) passStdin(acks <-chan uint32) {
 	flying := 0
 	if s.cfg.Stdin != nil {

@@ -1,6 +1,6 @@
-// Package client asks a drowse server (package api) over HTTP for what packages sandbox and fleet do in its process:
-// the methods have the same names, arguments and results. Errors are *records.Error with the same codes, and wrap the
-// errors of package spec, so that errors.Is finds these across the wire. It builds on all systems, and links no VMM.
+// Package client does over HTTP, through a drowse server (package api), what packages sandbox and fleet do
+// in-process. Its methods have the same names, arguments and results. Errors are *records.Error with the same
+// codes, and wrap the errors of package spec for errors.Is. It builds on all systems, and links no VMM.
 package client
 
 import (
@@ -23,10 +23,10 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// maxAnswer bounds an answer, in bytes.
+// maxAnswer is the most bytes of an answer.
 const maxAnswer = 64 << 20
 
-// Client asks one server. Its methods may be called from any goroutine. Make it with New or Unix.
+// Client is a client of one server. Its methods may be called from any goroutine. Make it with New or Unix.
 type Client struct {
 	base  string
 	token string
@@ -41,7 +41,7 @@ func New(base, token string, h *http.Client) *Client {
 	return &Client{strings.TrimSuffix(base, "/"), token, h}
 }
 
-// Unix asks the server at a Unix socket: api.sock in a state directory. Close it when done.
+// Unix returns a client of the server at a Unix socket: api.sock in a state directory. Close it when done.
 func Unix(path string) *Client {
 	t := &http.Transport{DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
 		var d net.Dialer
@@ -50,11 +50,11 @@ func Unix(path string) *Client {
 	return &Client{"http://drowse", "", &http.Client{Transport: t}}
 }
 
-// Close closes connections that are not in use.
+// Close closes idle connections.
 func (c *Client) Close() { c.http.CloseIdleConnections() }
 
-// Do sends a request and gives its answer, whatever its status. The caller closes its body. path begins with a slash.
-// body is sent as JSON; nil is none.
+// Do sends a request and returns its answer, whatever the status. The caller must close its body. path begins with
+// a slash. body is sent as JSON; nil sends none.
 func (c *Client) Do(ctx context.Context, method, path string, body any) (*http.Response, error) {
 	var send io.Reader
 	if body != nil {
@@ -82,7 +82,7 @@ func (c *Client) Do(ctx context.Context, method, path string, body any) (*http.R
 	return resp, err
 }
 
-// fail makes an error of an operation of one that the server has not answered.
+// fail returns the error of an operation for an error on the way to the server or back.
 func fail(op, name string, err error) error {
 	var have *records.Error
 	if err == nil || errors.As(err, &have) {
@@ -98,7 +98,7 @@ func fail(op, name string, err error) error {
 	return e
 }
 
-// call asks for a document.
+// call sends a request and decodes the answer into out.
 func (c *Client) call(ctx context.Context, op, name, method, path string, body, out any) error {
 	return fail(op, name, c.ask(ctx, method, path, body, out))
 }
@@ -135,7 +135,7 @@ func (c *Client) ask(ctx context.Context, method, path string, body, out any) er
 
 func one(name string) string { return "/v1/sandboxes/" + url.PathEscape(name) }
 
-// act posts to a sandbox.
+// act posts a verb to a sandbox.
 func act[T any](ctx context.Context, c *Client, verb, name string, body any) (out T, err error) {
 	err = c.call(ctx, verb, name, http.MethodPost, one(name)+"/"+verb, body, &out)
 	return out, err
@@ -187,7 +187,7 @@ func (c *Client) List(ctx context.Context, f records.Filter) (records.List, erro
 	return l.List, err
 }
 
-// query is a filter as the path of a list has it.
+// query returns a filter as the query of a list.
 func query(f records.Filter) url.Values {
 	q := url.Values{}
 	set := func(key, value string) {
@@ -225,7 +225,7 @@ func (c *Client) Sleep(ctx context.Context, name string, o spec.SleepOptions) (s
 	return act[spec.SleepResult](ctx, c, "sleep", name, wire.Sleep{Hooks: o.Hooks})
 }
 
-// Stop is sandbox.Sandbox.Stop; the zero value of o gives it 30 s.
+// Stop is sandbox.Sandbox.Stop; the zero value of o allows 30 s.
 func (c *Client) Stop(ctx context.Context, name string, o wire.Stop) (records.Sandbox, error) {
 	return act[records.Sandbox](ctx, c, "stop", name, o)
 }
@@ -266,7 +266,7 @@ func (c *Client) Extend(ctx context.Context, name string, until time.Time) (reco
 	return act[records.Sandbox](ctx, c, "extend", name, wire.Extend{Until: until})
 }
 
-// Exec runs a command, and wakes the sandbox first if it sleeps. A command that fails is no error.
+// Exec runs a command, and wakes the sandbox first if it sleeps. A command that fails is not an error.
 func (c *Client) Exec(ctx context.Context, name string, e wire.Exec) (wire.Executed, error) {
 	return act[wire.Executed](ctx, c, "exec", name, e)
 }
@@ -277,7 +277,7 @@ func (c *Client) Update(ctx context.Context, name string, ch records.Changes) (s
 	return s, err
 }
 
-// Delete is sandbox.Sandbox.Delete with Force, of one that may be gone already.
+// Delete is sandbox.Sandbox.Delete with Force. A missing sandbox is not an error.
 func (c *Client) Delete(ctx context.Context, name string) (f spec.Freed, err error) {
 	err = c.call(ctx, "delete", name, http.MethodDelete, one(name), nil, &f)
 	return f, err
@@ -312,17 +312,17 @@ func (c *Client) SetPolicy(ctx context.Context, name string, p *netpolicy.Policy
 	return res, err
 }
 
-// Flows are the open flows of a running sandbox, and the last that have ended or were denied.
+// Flows returns the open flows of a running sandbox, and the latest that ended or were denied.
 func (c *Client) Flows(ctx context.Context, name string) (wire.Flows, error) {
 	return get[wire.Flows](ctx, c, "flows", name, one(name)+"/flows")
 }
 
-// Console is the end of what a sandbox has written to its serial port: at most n bytes.
+// Console returns the end of a sandbox's serial output: at most n bytes.
 func (c *Client) Console(ctx context.Context, name string, n int) ([]byte, error) {
 	return get[[]byte](ctx, c, "console", name, one(name)+"/console?tail="+strconv.Itoa(n))
 }
 
-// Snapshots lists those of a sandbox, or all if the name is empty.
+// Snapshots lists the snapshots of a sandbox, or all snapshots if the name is empty.
 func (c *Client) Snapshots(ctx context.Context, name string) ([]spec.SnapshotInfo, error) {
 	path := "/v1/snapshots"
 	if name != "" {
@@ -357,12 +357,12 @@ func (c *Client) Prune(ctx context.Context, dryRun bool) (p records.Pruned, err 
 	return p, err
 }
 
-// Version says what serves.
+// Version returns the server's version.
 func (c *Client) Version(ctx context.Context) (wire.Is, error) {
 	return get[wire.Is](ctx, c, "version", "", "/v1/version")
 }
 
-// Ready is GET /readyz. That a check has failed is no error.
+// Ready is GET /readyz. A failed check is not an error.
 func (c *Client) Ready(ctx context.Context) (wire.Health, error) {
 	return get[wire.Health](ctx, c, "health", "", "/readyz")
 }

@@ -16,19 +16,19 @@ import (
 //go:embed static
 var static embed.FS
 
-// Prefix is below which the page's files are.
+// Prefix is the path below which the page's files are.
 const Prefix = "/ui/"
 
-// Policy is the Content-Security-Policy of the page. Scripts, styles, images and requests are its own origin's alone.
-// It is in no frame, sends no form, and markup and scripts cannot be made from texts: trusted types are required and
-// there are none. Source: https://www.w3.org/TR/CSP3/ and https://www.w3.org/TR/trusted-types/.
+// Policy is the Content-Security-Policy of the page. Scripts, styles, images and requests come from its own origin
+// alone. The page may not be in a frame and sends no form. Texts cannot become markup or scripts: trusted types
+// are required, and none exist. Source: https://www.w3.org/TR/CSP3/ and https://www.w3.org/TR/trusted-types/.
 const Policy = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; " +
 	"base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
 
-// sendTime is how long a file may take to be taken: nobody has shown who they are.
+// sendTime is how long a client may take to read a file: clients are unknown.
 const sendTime = 30 * time.Second
 
-// headers are those of each answer.
+// headers are the headers of every answer.
 var headers = map[string]string{
 	"Content-Security-Policy":      Policy,
 	"X-Content-Type-Options":       "nosniff",
@@ -37,11 +37,11 @@ var headers = map[string]string{
 	"Cross-Origin-Opener-Policy":   "same-origin",
 	"Cross-Origin-Resource-Policy": "same-origin",
 	"Permissions-Policy":           "camera=(), geolocation=(), microphone=()",
-	// A browser asks each time whether a file is still the one it has, so that pages never mix files of two versions.
+	// A browser asks each time whether its copy is current, so that pages never mix files of two versions.
 	"Cache-Control": "no-cache",
 }
 
-// types are by the ends of names, since those of the host may be others.
+// types are media types by file name suffix. The host's table may differ.
 var types = map[string]string{
 	".html": "text/html; charset=utf-8",
 	".css":  "text/css; charset=utf-8",
@@ -49,14 +49,14 @@ var types = map[string]string{
 	".svg":  "image/svg+xml",
 }
 
-// file is one that is served.
+// file is a file that the handler serves.
 type file struct {
 	content   []byte
 	mediaType string
 	etag      string
 }
 
-// load reads the embedded files. A file of a kind that is not in types is an error.
+// load reads the embedded files. A file with a suffix that is not in types is an error.
 func load() (map[string]file, error) {
 	files := map[string]file{}
 	err := fs.WalkDir(static, "static", func(name string, d fs.DirEntry, err error) error {
@@ -86,9 +86,9 @@ func load() (map[string]file, error) {
 	return files, nil
 }
 
-// Handler serves the page at Prefix, and sends who asks for "/" there. The files have no secrets: it wants no token,
-// and whoever mounts it need not ask for one. It answers GET and HEAD, reads no body, and may be called from any
-// goroutine. The error is one of how the program was built.
+// Handler serves the page at Prefix, and redirects "/" there. The files have no secrets, so it needs no token. It
+// answers GET and HEAD, reads no body, and may be called from any goroutine. An error means that the program was
+// built wrong.
 func Handler() (http.Handler, error) {
 	files, err := load()
 	if err != nil {
@@ -112,7 +112,7 @@ func Handler() (http.Handler, error) {
 			http.Error(w, "the page has no such file", http.StatusNotFound)
 			return
 		}
-		// Not every writer of a test has deadlines.
+		// Test writers may lack deadlines.
 		_ = http.NewResponseController(w).SetWriteDeadline(time.Now().Add(sendTime))
 		w.Header().Set("Content-Type", f.mediaType)
 		w.Header().Set("ETag", f.etag)

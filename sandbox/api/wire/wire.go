@@ -1,5 +1,5 @@
-// Package wire has the bodies of the HTTP API's requests and answers that are not documents of other packages: what a
-// server (package api) and a client (package client) have in common. docs/guides/api.md describes them.
+// Package wire has the bodies of the HTTP API's requests and answers that are not documents of other packages. A
+// server (package api) and a client (package client) share them. docs/guides/api.md describes them.
 package wire
 
 import (
@@ -15,36 +15,36 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// Version is that of the API: the v1 of its paths. Fields are added, and never change their meaning.
+// Version is the version of the API: the v1 of its paths. Fields may be added; their meaning never changes.
 const Version = 1
 
-// Bounds of what is asked for.
+// Bounds of requests and answers.
 const (
 	// MaxBody is the most bytes that the body of a request may have.
 	MaxBody = 1 << 20
-	// MaxStdin is the most that a command gets, and MaxOutput what is kept of its stdout, and as much of its stderr, in
-	// bytes.
+	// MaxStdin is the most bytes of a command's input. MaxOutput is how many bytes are kept of its stdout, and of
+	// its stderr.
 	MaxStdin  = 512 << 10
 	MaxOutput = 1 << 20
-	// DefaultExecSeconds is how long a command may take if nothing is said, and MaxExecSeconds the most that can be
-	// said.
+	// DefaultExecSeconds is how long a command may take by default, and MaxExecSeconds the most that a request can
+	// set.
 	DefaultExecSeconds = 60
 	MaxExecSeconds     = 3600
-	// DefaultStopSeconds is how long a guest may take to shut down, and MaxStopSeconds the most that can be said.
+	// DefaultStopSeconds is how long a guest may take to shut down by default, and MaxStopSeconds the most.
 	DefaultStopSeconds = 30
 	MaxStopSeconds     = 300
-	// DefaultTail is how much of a console is given, and MaxTail the most, in bytes.
+	// DefaultTail is how much of a console is returned by default, and MaxTail the most, in bytes.
 	DefaultTail = 64 << 10
 	MaxTail     = 4 << 20
 	// MaxFlows is the most flows in an answer: the newest ones.
 	MaxFlows = 1000
 )
 
-// Codes of errors that are the server's own. Others are those of records.Code.
+// Codes of the server's own errors. The other codes are those of records.Code.
 const (
-	CodeUnauthorized records.Code = "unauthorized" // no token, or none that is known
-	CodeForbidden    records.Code = "forbidden"    // a token that may not do this, or a request from somewhere else
-	CodeNoRoute      records.Code = "no-route"     // there is no such path
+	CodeUnauthorized records.Code = "unauthorized" // no token, or an unknown one
+	CodeForbidden    records.Code = "forbidden"    // a token without this right, or a foreign page's request
+	CodeNoRoute      records.Code = "no-route"     // unknown path
 	CodeMethod       records.Code = "method"       // the path has other methods
 	CodeTooLarge     records.Code = "too-large"    // the body has more than MaxBody bytes
 	CodeMediaType    records.Code = "media-type"   // the body is not application/json
@@ -52,26 +52,25 @@ const (
 	CodeTooMany      records.Code = "too-many"     // too many requests of this caller at once
 )
 
-// ErrorDoc is the answer to what failed.
+// ErrorDoc is the answer to a failed request.
 type ErrorDoc struct {
 	Error Error `json:"error"`
 }
 
-// Error is what a records.Error has, on its way.
+// Error is a records.Error in transit.
 type Error struct {
 	Code    records.Code `json:"code"`
 	Message string       `json:"message"`
 	Remedy  string       `json:"remedy,omitempty"`
 	Op      string       `json:"op,omitempty"`
 	Sandbox string       `json:"sandbox,omitempty"`
-	// Hooks are those in the guest that have refused, with code "hooks".
+	// Hooks are the hooks in the guest that refused, with code "hooks".
 	Hooks []report.HookFailure `json:"hooks,omitempty"`
-	// HostHooks are those on the host that have refused, with code "host-hooks".
+	// HostHooks are the hooks on the host that refused, with code "host-hooks".
 	HostHooks []report.HookFailure `json:"host_hooks,omitempty"`
 }
 
-// Err makes it an error again: a *records.Error that wraps the error of package spec that its code stands for, if there
-// is one.
+// Err makes it an error again: a *records.Error that wraps the package spec error of its code, if there is one.
 func (e Error) Err() error {
 	cause := errors.New(e.Message)
 	for _, c := range spec.ErrorCodes {
@@ -92,7 +91,7 @@ func (e Error) Err() error {
 	return &records.Error{Op: e.Op, Sandbox: e.Sandbox, Code: e.Code, Remedy: e.Remedy, Err: texted{e.Message, cause}}
 }
 
-// texted is an error with the text that it had at the other end.
+// texted is an error with its text from the other end.
 type texted struct {
 	text  string
 	cause error
@@ -101,7 +100,7 @@ type texted struct {
 func (t texted) Error() string { return t.text }
 func (t texted) Unwrap() error { return t.cause }
 
-// Empty is a body that says nothing.
+// Empty is a body without content.
 type Empty struct{}
 
 // List is GET /v1/sandboxes, as `drowse ls -o json`.
@@ -120,28 +119,28 @@ type History struct {
 type Create struct {
 	Spec     spec.VM       `json:"spec"`
 	Metadata spec.Metadata `json:"metadata,omitzero"`
-	// GetOrCreate returns the sandbox of that name as it is, if there is one.
+	// GetOrCreate returns the sandbox of that name unchanged if it exists.
 	GetOrCreate bool `json:"get_or_create,omitempty"`
 }
 
-// Changes is PATCH /v1/sandboxes/NAME: records.Changes. What is not there is left as it is.
+// Changes is PATCH /v1/sandboxes/NAME: records.Changes. A missing field stays unchanged.
 type Changes struct {
 	Class   *lifetime.Class `json:"class,omitempty"`
 	Owner   *string         `json:"owner,omitempty"`
 	Purpose *string         `json:"purpose,omitempty"`
 	Tags    *[]string       `json:"tags,omitempty"`
-	// Expires is when its time is over; NoExpiry lets it last for ever, and does not go with it.
+	// Expires is when it expires. NoExpiry removes the expiry, and excludes Expires.
 	Expires  *time.Time     `json:"expires,omitempty"`
 	NoExpiry bool           `json:"no_expiry,omitempty"`
 	Keep     *lifetime.Keep `json:"keep,omitempty"`
-	// Wake is when it is woken: spec.Timer. NoWake takes its timer away, and does not go with Wake.
+	// Wake is when it is woken: spec.Timer. NoWake removes its timer, and excludes Wake.
 	Wake   *spec.Timer `json:"wake,omitempty"`
 	NoWake bool        `json:"no_wake,omitempty"`
-	// Rotate says at which wakes it begins anew, and from which snapshot: spec.Rotation. NoRotate takes that away,
-	// and does not go with Rotate.
+	// Rotate says at which wakes it starts afresh, and from which snapshot: spec.Rotation. NoRotate removes the
+	// rotation, and excludes Rotate.
 	Rotate   *spec.Rotation `json:"rotate,omitempty"`
 	NoRotate bool           `json:"no_rotate,omitempty"`
-	// Persist says what of it does not persist over its sleeps, in place of all that was said before.
+	// Persist says what does not persist over its sleeps. It replaces all that was set before.
 	Persist *lifetime.Persist `json:"persist,omitempty"`
 	Reset   bool              `json:"reset,omitempty"`
 
@@ -152,7 +151,7 @@ type Changes struct {
 	Policy    *netpolicy.Policy `json:"policy,omitempty"`
 }
 
-// ChangesOf are changes as they are sent.
+// ChangesOf returns changes in the form for sending.
 func ChangesOf(c records.Changes) Changes {
 	out := Changes{
 		Class: c.Class, Owner: c.Owner, Purpose: c.Purpose, Tags: c.Tags, Expires: c.Expires, Keep: c.Keep, Wake: c.Wake, Rotate: c.Rotate, Persist: c.Persist, Reset: c.Reset,
@@ -170,7 +169,7 @@ func ChangesOf(c records.Changes) Changes {
 	return out
 }
 
-// Fleet are the changes as a Fleet takes them.
+// Fleet returns the changes in the form that a Fleet takes.
 func (c Changes) Fleet() (records.Changes, error) {
 	out := records.Changes{
 		Class: c.Class, Owner: c.Owner, Purpose: c.Purpose, Tags: c.Tags, Expires: c.Expires, Keep: c.Keep, Wake: c.Wake, Rotate: c.Rotate, Persist: c.Persist, Reset: c.Reset,
@@ -208,7 +207,7 @@ type Sleep struct {
 
 // Stop is POST /v1/sandboxes/NAME/stop.
 type Stop struct {
-	// Kill ends it at once, as if its power were cut.
+	// Kill ends it at once, like a power cut.
 	Kill bool `json:"kill,omitempty"`
 	// TimeoutSeconds is how long it may take: 1 to MaxStopSeconds; 0 is DefaultStopSeconds.
 	TimeoutSeconds int `json:"timeout_seconds,omitempty"`
@@ -228,7 +227,7 @@ type Promoted struct {
 
 // Restore is POST /v1/sandboxes/NAME/restore.
 type Restore struct {
-	// Snapshot is an id, or how it begins.
+	// Snapshot is an id, or its beginning.
 	Snapshot string `json:"snapshot"`
 }
 
@@ -258,7 +257,7 @@ type Extend struct {
 	Until time.Time `json:"until"`
 }
 
-// Exec is POST /v1/sandboxes/NAME/exec. Without user, cwd and env they are what the sandbox's image says.
+// Exec is POST /v1/sandboxes/NAME/exec. Without user, cwd and env, those of the sandbox's image apply.
 type Exec struct {
 	Command []string `json:"command"`
 	User    string   `json:"user,omitempty"`
@@ -267,20 +266,20 @@ type Exec struct {
 	Env []string `json:"env,omitempty"`
 	// Stdin is base64, and at most MaxStdin bytes.
 	Stdin []byte `json:"stdin,omitempty"`
-	// TimeoutSeconds is after how long it is killed: 1 to MaxExecSeconds; 0 is DefaultExecSeconds.
+	// TimeoutSeconds is after how long the command is killed: 1 to MaxExecSeconds; 0 is DefaultExecSeconds.
 	TimeoutSeconds int `json:"timeout_seconds,omitempty"`
 }
 
-// Executed is the answer to Exec. It is there also when the command has failed.
+// Executed is the answer to Exec. A command that failed has this answer as well.
 type Executed struct {
-	// ExitCode is the command's as a shell gives it: 128 + n when signal n ended it, 126 and 127 when it could not be
-	// started.
+	// ExitCode is the command's as a shell gives it: 128 + n when signal n ended it, 126 and 127 when it could not
+	// start.
 	ExitCode int  `json:"exit_code"`
 	Signal   int  `json:"signal,omitempty"`
 	TimedOut bool `json:"timed_out,omitempty"`
 	// NotStarted is why the command could not be started.
 	NotStarted string `json:"not_started,omitempty"`
-	// Stdout and Stderr are base64, MaxOutput bytes at most each; Truncated says that there was more.
+	// Stdout and Stderr are base64, at most MaxOutput bytes each; Truncated reports that there was more.
 	Stdout    []byte  `json:"stdout"`
 	Stderr    []byte  `json:"stderr"`
 	Truncated bool    `json:"truncated,omitempty"`
@@ -293,7 +292,7 @@ type Snapshots struct {
 	Snapshots []spec.SnapshotInfo `json:"snapshots"`
 }
 
-// Tags is POST /v1/snapshots/ID/tags: they take the place of those that it has.
+// Tags is POST /v1/snapshots/ID/tags: they replace its tags.
 type Tags struct {
 	Tags []string `json:"tags"`
 }
@@ -301,11 +300,11 @@ type Tags struct {
 // Flows is GET /v1/sandboxes/NAME/flows: what `drowse policy flows -o json` prints, the newest MaxFlows.
 type Flows struct {
 	Flows []netpolicy.FlowRecord `json:"flows"`
-	// Truncated says that there were more.
+	// Truncated reports that there were more.
 	Truncated bool `json:"truncated,omitempty"`
 }
 
-// Image is what a client needs of an image; the answer has all of its record.
+// Image is the part of an image's record that a client needs; the answer has all of the record.
 type Image struct {
 	ID           string    `json:"id"`
 	Tags         []string  `json:"tags"`
@@ -320,7 +319,7 @@ type Image struct {
 type Images struct {
 	Version int     `json:"version"`
 	Images  []Image `json:"images"`
-	// Problems are of images that cannot be read.
+	// Problems are unreadable images.
 	Problems []string `json:"problems,omitempty"`
 }
 
@@ -331,10 +330,10 @@ type Prune struct {
 
 // Is is GET /v1/version.
 type Is struct {
-	// Version is the program's, and API that of the paths.
+	// Version is the program's version, and API that of the paths.
 	Version string `json:"version"`
 	API     int    `json:"api"`
-	// Scope is what the caller may do: read or write.
+	// Scope is the caller's scope: read or write.
 	Scope string `json:"scope"`
 }
 
@@ -344,10 +343,10 @@ type Health struct {
 	Checks []Check `json:"checks"`
 }
 
-// Check is one of them.
+// Check is the result of one check.
 type Check struct {
 	Name string `json:"name"`
 	OK   bool   `json:"ok"`
-	// Problem is why not; only callers that may read are told.
+	// Problem is why it failed; only callers with the read scope get it.
 	Problem string `json:"problem,omitempty"`
 }

@@ -27,10 +27,10 @@ import (
 	"github.com/drowse-vm/drowse/snapshot"
 )
 
-// TempStore is an empty store.
+// TempStore returns an empty store.
 func TempStore(t *testing.T) *state.Store {
 	t.Helper()
-	// Short, since Unix sockets lie in it.
+	// The path must be short: it contains Unix sockets.
 	dir, err := os.MkdirTemp("", "ds")
 	if err != nil {
 		t.Fatal(err)
@@ -47,8 +47,8 @@ func TempStore(t *testing.T) *state.Store {
 	return s
 }
 
-// DialAs connects to a Unix socket as another user, whom the modes of its file and of the folders above do not keep out.
-// The kind is that of a socket, such as unix.SOCK_STREAM.
+// DialAs connects to a Unix socket as another user. It first opens the modes of the socket's file and of the
+// folders above to that user. The kind is that of a socket, such as unix.SOCK_STREAM.
 func DialAs(t *testing.T, uid, kind int, path string) *net.UnixConn {
 	t.Helper()
 	if os.Geteuid() != 0 {
@@ -61,7 +61,7 @@ func DialAs(t *testing.T, uid, kind int, path string) *net.UnixConn {
 	}
 	fd, connected := -1, make(chan error)
 	go func() {
-		// The thread is the other user's from now on, and ends with this goroutine.
+		// The thread belongs to the other user from now on, and ends with this goroutine.
 		runtime.LockOSThread()
 		connected <- func() (err error) {
 			if _, _, no := unix.RawSyscall(unix.SYS_SETRESUID, uintptr(uid), uintptr(uid), uintptr(uid)); no != 0 {
@@ -86,7 +86,7 @@ func DialAs(t *testing.T, uid, kind int, path string) *net.UnixConn {
 	return c.(*net.UnixConn)
 }
 
-// WithMetadata is a VM without a process.
+// WithMetadata makes a VM without a process.
 func WithMetadata(t *testing.T, s *state.Store, name string, phase state.Phase, l *spec.Metadata) *state.Record {
 	t.Helper()
 	r := &state.Record{Version: state.RecordVersion, ID: spec.NewID(), Spec: spec.VM{Name: name}, Phase: phase}
@@ -99,7 +99,7 @@ func WithMetadata(t *testing.T, s *state.Store, name string, phase state.Phase, 
 	}
 	lock.Release()
 	if l != nil && l.Asked != (spec.Asked{}) {
-		// New VMs have not asked for anything.
+		// New VMs have no requests of their guest.
 		if err := s.SetSelf(t.Context(), name, func(m *spec.Metadata) error { m.Asked = l.Asked; return nil }); err != nil {
 			t.Fatal(err)
 		}
@@ -107,7 +107,7 @@ func WithMetadata(t *testing.T, s *state.Store, name string, phase state.Phase, 
 	return r
 }
 
-// SnapshotOf is a snapshot of a VM, without memory.
+// SnapshotOf makes a snapshot of a VM, without memory.
 func SnapshotOf(t *testing.T, s *state.Store, r *state.Record, kind string, at time.Time) string {
 	t.Helper()
 	labels, err := r.Labels(kind)
@@ -124,7 +124,7 @@ func SnapshotOf(t *testing.T, s *state.Store, r *state.Record, kind string, at t
 	return id
 }
 
-// SleepingVM has a disk of so many layers that are its own, each with a block of its number.
+// SleepingVM makes a sleeping VM with that many disk layers of its own. Each layer has a block with its number.
 func SleepingVM(t *testing.T, s *state.Store, name string, layers int) *state.Record {
 	t.Helper()
 	r := &state.Record{Version: state.RecordVersion, ID: spec.NewID(), Spec: spec.VM{Name: name}, Phase: state.Asleep}
@@ -162,7 +162,7 @@ func SleepingVM(t *testing.T, s *state.Store, name string, layers int) *state.Re
 	return r
 }
 
-// DiskSnapshotOf is a snapshot without memory that has the disk of a VM.
+// DiskSnapshotOf makes a snapshot without memory that has the disk of a VM.
 func DiskSnapshotOf(t *testing.T, s *state.Store, r *state.Record, kind string) string {
 	t.Helper()
 	labels, err := r.Labels(kind)
@@ -179,7 +179,7 @@ func DiskSnapshotOf(t *testing.T, s *state.Store, r *state.Record, kind string) 
 	return id
 }
 
-// WantLayers says whether layers are to be there.
+// WantLayers fails the test unless the layers exist, or with want false if one does.
 func WantLayers(t *testing.T, s *state.Store, want bool, layers ...string) {
 	t.Helper()
 	for _, l := range layers {
@@ -189,7 +189,7 @@ func WantLayers(t *testing.T, s *state.Store, want bool, layers ...string) {
 	}
 }
 
-// Told are the types of a store's events, and the last event.
+// Told returns the types of a store's events, and the last event.
 func Told(t *testing.T, s *state.Store) (types []events.Type, last events.Event) {
 	t.Helper()
 	if _, err := s.Events().Read(t.Context(), events.ReadOptions{}, func(e events.Event) error {
@@ -211,7 +211,7 @@ func WantTold(t *testing.T, s *state.Store, want ...events.Type) events.Event {
 	return last
 }
 
-// Host is a store with an image, a kernel and the disk of an agent, as one in use has them, and no guest.
+// Host is a store with an image, a kernel and the disk of an agent, like a store in use, but without a guest.
 type Host struct {
 	*state.Store
 	t     *testing.T
@@ -219,10 +219,10 @@ type Host struct {
 	facts string
 }
 
-// agentDisk is what the disk with the agent is called, as package sysdisk does.
+// agentDisk is the name of the disk with the agent, as package sysdisk chooses it.
 const agentDisk = "cache/sysdisk/0123456789abcdef0123456789abcdef.erofs"
 
-// NewHost makes one.
+// NewHost returns a Host.
 func NewHost(t *testing.T) *Host {
 	t.Helper()
 	s, err := state.OpenStore(t.TempDir())
@@ -290,7 +290,7 @@ func (h *Host) Layer(name, word string, below ...string) {
 	}
 }
 
-// Record is of a VM without anything special.
+// Record returns the record of a plain VM.
 func (h *Host) Record(name string, layers ...string) *state.Record {
 	return &state.Record{
 		Version: state.RecordVersion, ID: spec.NewID(), Created: time.Now().UTC(), Phase: state.Asleep,
@@ -300,7 +300,7 @@ func (h *Host) Record(name string, layers ...string) *state.Record {
 	}
 }
 
-// Snapshot writes one of a VM, as its process would, and changes what it says first if change is not nil.
+// Snapshot writes a snapshot of a VM, as its process would. change, if not nil, changes its description first.
 func (h *Host) Snapshot(r *state.Record, kind string, change func(*snapshot.Spec)) string {
 	h.t.Helper()
 	labels, err := r.Labels(kind)
@@ -321,7 +321,7 @@ func (h *Host) Snapshot(r *state.Record, kind string, change func(*snapshot.Spec
 	return spec.ID
 }
 
-// Word is what the first block of a stack begins with.
+// Word returns the word at the beginning of a stack's first block.
 func (h *Host) Word(layers ...string) string {
 	h.t.Helper()
 	st, err := h.Absolute(disk.Stack{Layers: layers})
