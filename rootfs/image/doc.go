@@ -8,10 +8,10 @@
 // # The store
 //
 //	DIR/images/ID/root.erofs   the image; ID is its SHA-256 in hex
-// DIR/images/ID/image.json   its record: what it is and where it came from
-// DIR/blobs/ALGORITHM-HEX    layers as registries sent them, checked; no image needs them any more
-// DIR/tmp/                   builds under way; garbage after a crash, removed by the next build or Prune
-// DIR/locks/                 lock files (flock): the store's, and one for each spec being built
+//	DIR/images/ID/image.json   its record: what it is and where it came from
+//	DIR/blobs/ALGORITHM-HEX    layers as registries sent them, checked; no image needs them any more
+//	DIR/tmp/                   builds under way; garbage after a crash, removed by the next build or Prune
+//	DIR/locks/                 lock files (flock): the store's, and one for each spec being built
 //
 // An image is published by one rename after its files and directories were fsynced, so after a crash at any moment it
 // exists whole or not at all. Any number of processes may use a store at the same time.

@@ -132,7 +132,7 @@ func (a *apt) take(ctx context.Context, p aptPackage, wanted []string, inputs ma
 			return nil, fmt.Errorf("%w: the package %s has no /%s", ErrUnsupported, p.name, want)
 		}
 	}
-	// The changelogs, and a System.map that only names the package with the real one.
+	// The changelogs, and a System.map that only says where the real one is.
 	for _, drop := range []string{"usr", "boot/System.map-" + version} {
 		if err := os.RemoveAll(filepath.Join(staging, drop)); err != nil {
 			return nil, err

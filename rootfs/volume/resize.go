@@ -27,8 +27,8 @@ var ErrNoSpace = errors.New("no space for a copy of the volume")
 // the new one. So there must be room for a second copy of what the volume has allocated,
 // unless the host's file system has reflinks. In order: the record loses Settled; the copy
 // is made, grown and synced; it replaces the file; the record gets the new size. After a
-// kill or a loss of power in between, the volume is unchanged or has the new size; Resize may be called again.
-// the new size; Resize may then be called again.
+// kill or a loss of power in between, the volume is unchanged or has the new size. Then
+// Resize may be called again.
 func (s *Store) Resize(ctx context.Context, name string, size int64, allow func(*Record) error) (_ *Record, err error) {
 	defer failed("resizing", name, &err)
 	if err := errors.Join(checkName(name), checkSize(size)); err != nil {

@@ -55,10 +55,10 @@ const Label = "drowse-volume"
 
 // Store is a directory of volumes. Any number of processes may use it at the same time.
 //
-// NAME/data, NAME/volume.json   a volume
-// .lock                         held while a volume is made, resized or removed
-// .tmp-*                        volumes being made or removed, or left so by a dead process,
-//                               and the larger copy of a volume being resized
+//	NAME/data, NAME/volume.json   a volume
+//	.lock                         held while a volume is made, resized or removed
+//	.tmp-*                        volumes being made or removed, or left so by a dead process,
+//	                              and the larger copy of a volume being resized
 type Store struct {
 	dir string
 	fs  osfile.FS

@@ -91,7 +91,7 @@ func network4(sock int, n *Net) error {
 }
 
 // quiet6 stops an interface from asking for routes and addresses, and makes it use its own address at once:
-// everything is configured, and the link has no other guests. A kernel without one of these settings only sends
+// everything is configured, and no other machine is on the link. A kernel without one of these settings only sends
 // more.
 func quiet6(name string) {
 	for _, s := range []string{"accept_ra", "autoconf", "dad_transmits", "accept_dad", "router_solicitations"} {

@@ -268,7 +268,7 @@ func (d *dropper) removeBelow(dir *os.File, name, whole string, depth int) (goes
 	return true, d.empty(child, whole, depth+1)
 }
 
-// copied reports whether a copy to the host has the entry. It has no devices, pipes, sockets, links that may lead
+// copied reports whether a copy to the host has the entry. A copy has no devices, pipes, sockets, links that may lead
 // out of the tree, or unfinished files of other copies.
 func (d *dropper) copied(fd int, name string, mode uint32) bool {
 	if treetar.Unfinished(name) {

@@ -36,7 +36,7 @@ func rawReseed(fd uintptr) syscall.Errno {
 // rekeySize is the size of RNDREKEYCRNG's argument, in bytes.
 const rekeySize = 64
 
-// rawRekey is RNDREKEYCRNG, which only the kernels that drowse builds have.
+// rawRekey is RNDREKEYCRNG, which the kernels that drowse builds have.
 func rawRekey(fd uintptr, p *[rekeySize]byte) syscall.Errno {
 	const rndRekeyCRNG = 0x40405244 // _IOW('R', 0x44, __u8[64])
 	_, _, errno := syscall.RawSyscall(syscall.SYS_IOCTL, fd, rndRekeyCRNG, uintptr(unsafe.Pointer(p)))

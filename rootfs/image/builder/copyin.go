@@ -498,7 +498,7 @@ func (w *copyWriter) archive(f picked, dest string) error {
 		}
 		if there, err := w.at(layers.Split(e.Path)); err == nil && there != nil && !there.IsDir() && e.Inode.IsDir() && e.Link == "" {
 			if _, err := w.m.Find(layers.Split(e.Path), false, nil); err == nil {
-				continue // a symlink to a directory: what is unpacked goes there
+				continue // a symlink to a directory: the files are unpacked there
 			}
 		}
 		w.entries = append(w.entries, e)
@@ -555,8 +555,8 @@ func (w *copyWriter) write(tw *tar.Writer) error {
 	return nil
 }
 
-// account resolves USER[:GROUP] by the passwd(5) and group(5) of the tree. A number needs no entry; a user by number
-// without a group has the group of that number, one by name that of its entry.
+// account resolves USER[:GROUP] by the passwd(5) and group(5) of the tree. A number needs no entry. Without a group, a
+// numeric user gets the group of the same number, and a named user the group of its entry.
 func account(t *fstree.Tree, owner string) (uid, gid uint32, err error) {
 	if owner == "" {
 		return 0, 0, nil
@@ -575,7 +575,7 @@ func account(t *fstree.Tree, owner string) (uid, gid uint32, err error) {
 	return ids[0], ids[1], nil
 }
 
-// accountIDs gives so many numbers, from the third field on, of the line of a name; a number stands for itself.
+// accountIDs returns n numbers, from the third field on, of the line of a name; a numeric name stands for itself.
 func accountIDs(t *fstree.Tree, what, name, file string, n int) ([]uint32, error) {
 	if id, err := strconv.ParseUint(name, 10, 32); err == nil {
 		return slices.Repeat([]uint32{uint32(id)}, n), nil

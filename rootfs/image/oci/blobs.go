@@ -50,7 +50,7 @@ func putBlob(s *image.Store, digest string, size int64, tmp string, write func(i
 	}
 	defer func() {
 		if err != nil {
-			_ = f.Close() // a second Close, if the error came from the first, fails
+			_ = f.Close() // a second time, if closing failed
 			err = errors.Join(err, os.Remove(f.Name()))
 		}
 	}()
