@@ -16,28 +16,28 @@ import (
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
 
-// Limits of telling what has changed on the disk.
+// Limits of finding what has changed on the disk.
 const (
-	// recordEntries and recordTime bound each of the two walks of a command's record. An entry takes some 200 bytes
-	// until the command has ended, and one or two system calls.
+	// recordEntries and recordTime bound each of the two walks of a command's record. An entry takes some 200
+	// bytes until the command has ended, and one or two system calls.
 	recordEntries = 50_000
 	recordTime    = 10 * time.Second
-	// compareTime bounds the comparison of the two.
+	// compareTime bounds the comparison of the two walks.
 	compareTime = 20 * time.Second
-	// maxRecords bounds the commands that are recorded at once.
+	// maxRecords bounds the commands that are recorded at the same time.
 	maxRecords = 4
 	// pageEntries and pageTime bound the walk for one answer to Changes.
 	pageEntries = 4096
 	pageTime    = 3 * time.Second
 )
 
-// diskRecord is how the disk was when a command began.
+// diskRecord is the state of the disk when a command began.
 type diskRecord struct {
 	s      *Server
 	before *upper.View
 }
 
-// recordDisk looks at the disk before a command begins. The caller closes what is returned.
+// recordDisk looks at the disk before a command begins. The caller closes the record.
 func (s *Server) recordDisk(ctx context.Context, m *agentpb.ExecStart) (*diskRecord, error) {
 	if err := proc.CheckStart(m); err != nil {
 		return nil, err
@@ -53,7 +53,7 @@ func (s *Server) recordDisk(ctx context.Context, m *agentpb.ExecStart) (*diskRec
 		r.before, err = t.Look(ctx, "", upper.Budget{Entries: recordEntries, Time: recordTime})
 	}
 	if err == nil {
-		// So that what the command does has a later time than what was seen.
+		// The wait gives the command's changes later times than those recorded.
 		select {
 		case <-time.After(2 * upper.Tick()):
 		case <-ctx.Done():
@@ -69,7 +69,7 @@ func (s *Server) recordDisk(ctx context.Context, m *agentpb.ExecStart) (*diskRec
 
 func (r *diskRecord) close() { r.s.records.Add(-1) }
 
-// since says what has changed since then. What cannot be found out it says as well.
+// since returns what has changed since the record, and in Partial what it could not find out.
 func (r *diskRecord) since(ctx context.Context) *agentpb.DiskChanges {
 	ctx, cancel := context.WithTimeout(ctx, recordTime+compareTime)
 	defer cancel()
@@ -102,7 +102,7 @@ func (r *diskRecord) compare(ctx context.Context) (upper.Difference, error) {
 	return d, err
 }
 
-// changesMessage is a difference as it is sent, and how many changes found no room.
+// changesMessage returns the message for a difference, and how many changes did not fit into it.
 func changesMessage(d upper.Difference) (m *agentpb.DiskChanges, left int) {
 	m = &agentpb.DiskChanges{Changes: d.Changes, Partial: d.Partial}
 	total := 0
@@ -115,7 +115,7 @@ func changesMessage(d upper.Difference) (m *agentpb.DiskChanges, left int) {
 	return m, 0
 }
 
-// Changes implements agentpb.AgentService. Each call stands for itself, so a sleep between two of them harms nothing.
+// Changes implements agentpb.AgentService. Each call is independent, so a sleep between two calls does no harm.
 func (s *Server) Changes(ctx context.Context, m *agentpb.ChangesRequest) (*agentpb.DiskChanges, error) {
 	after := strings.TrimPrefix(string(m.After), "/")
 	if len(m.After) > agentpb.MaxPath+1 || after != "" && "/"+path.Clean(after) != string(m.After) {

@@ -19,14 +19,14 @@ import (
 )
 
 const (
-	// maxForwards bounds the connections of the forward port that are served at once;
-	// more are answered with CodeLimit. The device has room for 1024 in all.
+	// maxForwards bounds the connections of the forward port that are served at the same time. The agent answers
+	// more with CodeLimit. The device has room for 1024 in all.
 	maxForwards = 768
-	// maxPending bounds the connections of a listener that were announced and not taken.
+	// maxPending bounds a listener's connections that were announced and not accepted.
 	maxPending = 64
 	// forwardRequestTime is how long the host may take for its request.
 	forwardRequestTime = 30 * time.Second
-	// maxDatagramForwards bounds those of UDP among them, which have buffers for two datagrams each.
+	// maxDatagramForwards bounds the UDP connections among them. Each has buffers for two datagrams.
 	maxDatagramForwards = 64
 	// acceptPause is how long a listener that is out of descriptors or memory waits.
 	acceptPause = 100 * time.Millisecond
@@ -35,12 +35,12 @@ const (
 	maxDialTime     = 5 * time.Minute
 )
 
-// forwards are the connections and listeners that the host has opened at the forward
-// port. The zero value is ready.
+// forwards holds the connections and listeners that the host has opened at the forward port. The zero value is
+// ready.
 type forwards struct {
 	connections // the host's ends
 	wg          sync.WaitGroup
-	last        atomic.Uint64 // token given last
+	last        atomic.Uint64 // latest token
 	datagrams   atomic.Int32  // connections of UDP
 
 	listenMu  sync.Mutex
@@ -50,7 +50,7 @@ type forwards struct {
 // forwardListener is a listener in the guest. It lives as long as its connection.
 type forwardListener struct {
 	net.Listener
-	room   chan struct{} // holds an element for each pending connection, and the next one
+	room   chan struct{} // has an element for each pending connection, and one for the next
 	closed chan struct{}
 
 	mu      sync.Mutex
@@ -86,7 +86,7 @@ func (s *Server) ServeForward(ctx context.Context, l net.Listener) error {
 				f.serve(ctx, c)
 			})
 		case agentpb.CodeLimit:
-			// The answer fits into an empty connection: this does not wait.
+			// The answer fits into the empty buffer of a new connection: this does not block.
 			_ = answer(c, agentpb.CodeLimit, fmt.Sprintf("%d connections are open, the limit", maxForwards))
 			c.Close()
 		default:
@@ -95,7 +95,7 @@ func (s *Server) ServeForward(ctx context.Context, l net.Listener) error {
 	}
 }
 
-// accept accepts a connection. While there are no descriptors or memory for it, it waits in the kernel's queue.
+// accept accepts a connection. While descriptors or memory are short, the connection waits in the kernel's queue.
 func accept(l net.Listener, done <-chan struct{}) (net.Conn, error) {
 	for {
 		c, err := l.Accept()
@@ -110,7 +110,7 @@ func accept(l net.Listener, done <-chan struct{}) (net.Conn, error) {
 	}
 }
 
-// token returns a number that no listener or connection of this agent had before.
+// token returns a number that no listener or connection of this agent has had.
 func (f *forwards) token() uint64 { return f.last.Add(1) }
 
 // serve serves one connection of the host to its end.
@@ -155,7 +155,7 @@ func readRequest(c net.Conn) (m agentpb.ForwardRequest, payload []byte, err erro
 	return m, payload, c.SetReadDeadline(time.Time{})
 }
 
-// answer sends an answer. A text that is too long is cut.
+// answer sends an answer. It cuts a text that is too long.
 func answer(c net.Conn, code agentpb.ForwardCode, text string) error {
 	text = text[:min(len(text), agentpb.MaxForwardText)]
 	var head [agentpb.ForwardAnswerSize]byte
@@ -191,7 +191,7 @@ func (f *forwards) dial(ctx context.Context, c net.Conn, m agentpb.ForwardReques
 	join(c, to)
 }
 
-// join tells the host that a socket is there, and carries its bytes or datagrams.
+// join tells the host that the socket is connected, and carries its bytes or datagrams.
 func join(c, to net.Conn) {
 	end := relay.Socket(to)
 	if err := answer(c, agentpb.CodeOK, to.LocalAddr().String()); err != nil {
@@ -202,10 +202,10 @@ func join(c, to net.Conn) {
 		relay.JoinDatagrams(relay.NewStream(c), to)
 		return
 	}
-	_, _, _ = relay.Join(relay.NewStream(c), end) // whoever has a socket sees how it ended
+	_, _, _ = relay.Join(relay.NewStream(c), end) // each side sees how the other ended
 }
 
-// listen listens for as long as c lives, and announces there who connects.
+// listen listens as long as c lives, and announces incoming connections there.
 func (f *forwards) listen(ctx context.Context, c net.Conn, m agentpb.ForwardRequest, address string) {
 	if m.Network != agentpb.TCP && m.Network != agentpb.Unix {
 		_ = answer(c, agentpb.CodeInvalid, m.Network.String()+" is not served")
@@ -239,21 +239,21 @@ func (f *forwards) listen(ctx context.Context, c net.Conn, m agentpb.ForwardRequ
 	}
 	wg.Go(func() {
 		l.announce(f, c)
-		// Wakes the Read below; the connection is closed by who serves it.
+		// Wakes the Read below. serve closes the connection.
 		_ = c.SetReadDeadline(time.Unix(1, 0))
 	})
-	// What the host says now, agentpb.EndListener, or the end of the connection ends the listener. The host takes
-	// the end of the connection for the word that the address is free: the listener goes first.
+	// agentpb.EndListener from the host or the end of the connection ends the listener. The host takes the end of
+	// the connection as the sign that the address is free: the listener closes first.
 	var b [1]byte
 	_, _ = c.Read(b[:])
-	// An announcement that the host does not read must not keep the listener from ending.
+	// An announcement that the host does not read must not keep the listener open.
 	_ = c.SetWriteDeadline(time.Unix(1, 0))
 }
 
-// announce accepts connections and says so on c, until either is closed.
+// announce accepts connections and announces them on c, until the listener or c is closed.
 func (l *forwardListener) announce(f *forwards, c net.Conn) {
 	for {
-		// Once too many are pending, those that come next wait in the kernel's queue.
+		// When too many are pending, the next ones wait in the kernel's queue.
 		select {
 		case l.room <- struct{}{}:
 		case <-l.closed:
@@ -284,7 +284,7 @@ func (l *forwardListener) announce(f *forwards, c net.Conn) {
 	}
 }
 
-// take returns a pending connection, nil if there is none of that token.
+// take returns the pending connection with the token, or nil.
 func (l *forwardListener) take(token uint64) net.Conn {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -296,7 +296,7 @@ func (l *forwardListener) take(token uint64) net.Conn {
 	return conn
 }
 
-// end closes the listener and resets what nobody has taken.
+// end closes the listener and resets the connections that the host has not accepted.
 func (l *forwardListener) end() {
 	close(l.closed)
 	l.Close()
@@ -324,7 +324,7 @@ func (f *forwards) accept(c net.Conn, listener, token uint64) {
 	join(c, conn)
 }
 
-// codeOf says what kind of error a dial or a listen has ended with.
+// codeOf returns the code of an error of a dial or a listen.
 func codeOf(err error) agentpb.ForwardCode {
 	var (
 		dns     *net.DNSError
@@ -349,7 +349,7 @@ func codeOf(err error) agentpb.ForwardCode {
 	return agentpb.CodeFailed
 }
 
-// exhausted says that a call may succeed once others have given back what they hold.
+// exhausted reports whether a call may succeed once others have released descriptors or memory.
 func exhausted(err error) bool {
 	return slices.ContainsFunc([]syscall.Errno{syscall.EMFILE, syscall.ENFILE, syscall.ENOMEM, syscall.ENOBUFS}, func(e syscall.Errno) bool { return errors.Is(err, e) })
 }

@@ -28,10 +28,9 @@ func (s *Server) Shutdown(_ context.Context, m *agentpb.ShutdownRequest) (*agent
 	return &agentpb.Empty{}, nil
 }
 
-// Stop ends all processes and stops the machine; as PID 1 it ends those that
-// the agent did not start as well. Grace, 2 s when it is 0, is how long
-// processes have to comply with SIGTERM. Stop returns only when the machine
-// cannot be stopped, or when another Stop is under way.
+// Stop ends all processes and stops the machine. As PID 1 it also ends those that the agent did not start. grace
+// is how long processes have to comply with SIGTERM; 0 means 2 s. Stop returns only when the machine cannot be
+// stopped, or when another Stop is under way.
 func (s *Server) Stop(reboot bool, grace time.Duration) {
 	s.stopping.Do(func() {
 		if grace == 0 {

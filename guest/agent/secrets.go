@@ -14,11 +14,11 @@ import (
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
 
-// SecretsReady is what the process that serves secrets prints when it does.
+// SecretsReady is what the process that serves secrets prints once it serves them.
 const SecretsReady = "ready\n"
 
-// secretServer is the process that serves secrets: package secretfs. It is one of its own,
-// since the agent must not wait for files that it serves itself.
+// secretServer is the process that serves secrets (package secretfs). It is a separate process, since the agent
+// must not wait for files that it serves itself.
 type secretServer struct {
 	mu sync.Mutex
 	p  *proc.Process // nil: none was started yet
@@ -30,7 +30,7 @@ func (s *Server) Secrets(ctx context.Context, _ *agentpb.SecretsRequest) (*agent
 	defer s.secrets.mu.Unlock()
 	if p := s.secrets.p; p != nil {
 		select {
-		case <-p.Done(): // somebody has unmounted them, or killed it
+		case <-p.Done(): // a guest process has unmounted the secrets or killed their server
 		default:
 			p.WriteInput(ctx, []byte{'\n'})
 			return &agentpb.Empty{}, ctx.Err()

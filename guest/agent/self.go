@@ -17,18 +17,18 @@ import (
 )
 
 const (
-	// SelfProgram is where root finds this program in a guest, as a link.
+	// SelfProgram is the link through which the guest's root finds this program.
 	SelfProgram = "/run/drowse/agent"
 
-	// selfTries and selfPause bound the dialling of a host that is not ready yet, just after a wake.
+	// selfTries and selfPause bound the dialling of a host that is not ready yet just after a wake.
 	selfTries = 20
 	selfPause = 100 * time.Millisecond
 )
 
-// ErrNotAllowed says that the host does not listen: the VM's owner has allowed nothing.
+// ErrNotAllowed means that the host does not listen: the VM's owner has allowed no requests.
 var ErrNotAllowed = errors.New("this VM may not ask its host for anything: its owner allows it with `drowse run --allow-self`")
 
-// ErrInterrupted says that the connection ended before the answer: the VM was asleep meanwhile, or this is a
+// ErrInterrupted means that the connection ended before the answer came: the VM was asleep meanwhile, or this is a
 // copy of it.
 var ErrInterrupted = errors.New("the VM was asleep meanwhile, or this is a copy of it")
 
@@ -77,7 +77,7 @@ func LinkSelf() error {
 	if err := os.MkdirAll(filepath.Dir(SelfProgram), 0o755); err != nil {
 		return err
 	}
-	// One of an agent before this one may be there.
+	// An earlier agent may have left its link.
 	if err := os.Remove(SelfProgram); err != nil && !errors.Is(err, os.ErrNotExist) {
 		return err
 	}

@@ -27,27 +27,27 @@ import (
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
 
-// Config says what an agent is part of.
+// Config describes an agent's surroundings.
 type Config struct {
 	// Version is what Ping answers.
 	Version string
-	// Init says that the agent is PID 1: it reaps orphans and stops the machine.
+	// Init is set if the agent is PID 1: it reaps orphans and stops the machine.
 	Init bool
-	// Machine is the machine the agent changes. Required.
+	// Machine is the machine that the agent changes. It is required.
 	Machine machine.Machine
-	// Ports are where Handover meets the VMM; nil are the machine's.
+	// Ports are where Handover meets the VMM; nil means the machine's own ports.
 	Ports capture.Ports
 	// HookDir holds the executables that Hooks runs; "" is DefaultHookDir.
 	HookDir string
-	// ReportHooks, when set, is called when hooks have appeared or are all gone. It
-	// returns when the host knows.
+	// ReportHooks, when set, is called when hooks have appeared or the last one has gone. It returns when the host
+	// knows.
 	ReportHooks func(present bool) error
-	// ReportService, when set, is called with an event of a service (agentpb.ServiceEvent),
-	// one at a time. It returns when the host knows.
+	// ReportService, when set, is called with each event of a service (agentpb.ServiceEvent), one call at a time.
+	// It returns when the host knows.
 	ReportService func(line string) error
-	// AliveInterval is the least between two checks of a service that is ready; 0 is 10 s.
+	// AliveInterval is the least time between two checks of a service that is ready; 0 means 10 s.
 	AliveInterval time.Duration
-	// Disk opens the directories of the root's overlay; nil is upper.Open.
+	// Disk opens the directories of the root's overlay; nil means upper.Open.
 	Disk func() (*upper.Tree, error)
 }
 
@@ -57,7 +57,7 @@ type Server struct {
 	cfg Config
 	rpc *ttrpc.Server
 
-	// Their methods are methods of agentpb.AgentService.
+	// The methods of these implement agentpb.AgentService.
 	*proc.Table
 	*service.Services
 	*capture.Standby
@@ -87,8 +87,8 @@ func New(cfg Config) (*Server, error) {
 	if cfg.Ports == nil {
 		cfg.Ports = &capture.IOPorts{}
 	}
-	// ttrpc reports broken connections to a global logger. Here its output
-	// would be the console of the guest, where nobody waits for it.
+	// ttrpc reports broken connections to a global logger. Here its output would go to the guest's console, where
+	// it has no reader.
 	quietOnce.Do(func() { log.L.Logger.SetOutput(io.Discard) })
 	rpc, err := ttrpc.NewServer(ttrpc.WithUnaryServerInterceptor(safely))
 	if err != nil {
@@ -111,8 +111,7 @@ func New(cfg Config) (*Server, error) {
 
 var quietOnce sync.Once
 
-// safely turns a panic of a method into an error and an error of the system
-// into a status that says which kind it is.
+// safely turns a panic of a method into an error, and an error of the system into a status of the right kind.
 func safely(ctx context.Context, unmarshal ttrpc.Unmarshaler, _ *ttrpc.UnaryServerInfo, method ttrpc.Method) (_ any, err error) {
 	defer recovered(&err)
 	return method(ctx, unmarshal)
@@ -128,7 +127,7 @@ func recovered(err *error) {
 	*err = toStatus(*err)
 }
 
-// toStatus gives an error the code that the host tells it by.
+// toStatus gives an error the code by which the host recognises it.
 func toStatus(err error) error {
 	if err == nil {
 		return nil
@@ -158,8 +157,8 @@ func toStatus(err error) error {
 	return status.Error(code, err.Error())
 }
 
-// Serve serves connections from l until ctx ends or Close is called, and
-// closes l. A process that may not outlive its connection ends with it.
+// Serve serves connections from l until ctx ends or Close is called, and closes l. A process that is not detached
+// ends with its connection.
 func (s *Server) Serve(ctx context.Context, l net.Listener) error {
 	stop := context.AfterFunc(ctx, s.Close)
 	defer stop()
@@ -184,7 +183,7 @@ func (s *Server) Close() {
 	s.Services.Retire(true)
 }
 
-// maxConnections bounds the connections served at once; more are closed.
+// maxConnections bounds the connections served at the same time. The agent closes more.
 const maxConnections = 1024
 
 // trackedListener lets Close close connections that are in use, which
@@ -212,8 +211,8 @@ type trackedConn struct {
 	s *Server
 }
 
-// Read ends every broken connection alike: ttrpc keeps one whose error it does
-// not know, with the processes that should end with it.
+// Read makes every broken connection end alike: ttrpc keeps a connection whose error it does not know, and with it
+// the processes that should end.
 func (c *trackedConn) Read(p []byte) (int, error) {
 	n, err := c.Conn.Read(p)
 	if err != nil {
@@ -224,14 +223,14 @@ func (c *trackedConn) Read(p []byte) (int, error) {
 
 func (c *trackedConn) Close() error { return c.s.conns.remove(c.Conn) }
 
-// connections are those that are served. The zero value is ready.
+// connections are the connections that are served. The zero value is ready.
 type connections struct {
 	mu     sync.Mutex
 	closed bool
 	open   map[net.Conn]struct{}
 }
 
-// add takes one in: CodeLimit if there are so many, CodeFailed if all have been closed.
+// add adds c. It returns CodeLimit at the limit, and CodeFailed after close.
 func (s *connections) add(c net.Conn, most int) agentpb.ForwardCode {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -247,7 +246,7 @@ func (s *connections) add(c net.Conn, most int) agentpb.ForwardCode {
 	return agentpb.CodeOK
 }
 
-// remove closes one.
+// remove closes and removes c.
 func (s *connections) remove(c net.Conn) error {
 	s.mu.Lock()
 	delete(s.open, c)
@@ -255,7 +254,7 @@ func (s *connections) remove(c net.Conn) error {
 	return c.Close()
 }
 
-// close closes all, and says whether it is the first to.
+// close closes all connections, and reports whether it is the first call.
 func (s *connections) close() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -16,17 +16,17 @@ import (
 )
 
 const (
-	// maxProcFile bounds what is read of a file in /proc; a line that it cuts is left out.
+	// maxProcFile bounds what is read of a file in /proc. A line cut at the limit is left out.
 	maxProcFile = 256 << 10
-	// tick is USER_HZ, in which proc_stat(5) counts, in nanoseconds.
+	// tick is a USER_HZ tick, the unit of proc_stat(5), in nanoseconds.
 	tick = 1_000_000_000 / 100
-	// sectorSize is what /proc/diskstats counts in, whatever the disk's is
+	// sectorSize is the unit of /proc/diskstats, whatever the disk's own sector size
 	// (Documentation/admin-guide/iostats.rst).
 	sectorSize = 512
 )
 
-// Stats implements agentpb.AgentService. It reads seven files of /proc and asks each file system
-// once: nothing runs before or after.
+// Stats implements agentpb.AgentService. It reads seven files of /proc and queries each file system once. It keeps
+// nothing running between calls.
 func (s *Server) Stats(context.Context, *agentpb.StatsRequest) (*agentpb.StatsResponse, error) {
 	out := &agentpb.StatsResponse{Cpu: &agentpb.CPUTimes{}, Memory: &agentpb.MemoryUse{}}
 	var up unix.Timespec
@@ -75,7 +75,7 @@ func readProc(path string) ([]byte, error) {
 	return text, err
 }
 
-// each calls f for the fields of each line, at most limit of them.
+// each calls f with the fields of each line, at most limit of them.
 func each(text []byte, limit int, f func(fields []string)) {
 	for line := range bytes.Lines(text) {
 		fields := strings.Fields(string(line[:min(len(line), maxProcLine)]))
@@ -85,11 +85,10 @@ func each(text []byte, limit int, f func(fields []string)) {
 	}
 }
 
-// maxProcLine is more than what is used of a line: the one of interrupts in /proc/stat is
-// long.
+// maxProcLine is longer than the part of a line that is used: the line of interrupts in /proc/stat is long.
 const maxProcLine = 8 << 10
 
-// number is an unsigned number, 0 for what is none.
+// number parses an unsigned number; anything else is 0.
 func number(s string) uint64 {
 	n, err := strconv.ParseUint(s, 10, 64)
 	if err != nil {
@@ -98,7 +97,7 @@ func number(s string) uint64 {
 	return n
 }
 
-// at is a field as a number, 0 if there is none.
+// at returns field i as a number, 0 if it is missing.
 func at(fields []string, i int) uint64 {
 	if i >= len(fields) {
 		return 0
@@ -112,8 +111,8 @@ func parseStat(text []byte, out *agentpb.StatsResponse) {
 	each(text, fieldsOfCPU, func(f []string) {
 		switch cpu, ok := strings.CutPrefix(f[0], "cpu"); {
 		case ok && cpu == "":
-			// user nice system idle iowait irq softirq steal, then times of guests, which
-			// are in user and nice already.
+			// user nice system idle iowait irq softirq steal, then the times of guests, which user and nice
+			// already include.
 			out.Cpu = &agentpb.CPUTimes{
 				User: (at(f, 1) + at(f, 2)) * tick, System: at(f, 3) * tick, Idle: at(f, 4) * tick,
 				Iowait: at(f, 5) * tick, Irq: (at(f, 6) + at(f, 7)) * tick, Steal: at(f, 8) * tick,
@@ -162,7 +161,7 @@ func parseMemory(text []byte, out *agentpb.StatsResponse) {
 	out.Memory = m
 }
 
-// parseVMStat reads proc_vmstat(5). oom_kill is there since Linux 4.13.
+// parseVMStat reads proc_vmstat(5). oom_kill exists since Linux 4.13.
 func parseVMStat(text []byte, out *agentpb.StatsResponse) {
 	keyed(text, 1, map[string]*uint64{"oom_kill": &out.OomKills, "pgmajfault": &out.MajorFaults})
 }
@@ -212,8 +211,8 @@ func parseDisks(text []byte, out *agentpb.StatsResponse) {
 	})
 }
 
-// parseMounts finds the file systems whose use is of interest, in proc_pid_mounts(5): the
-// root, and those on disks that can be written to.
+// parseMounts finds in proc_pid_mounts(5) the file systems whose use is reported: the root, and those on writable
+// disks.
 func parseMounts(text []byte, out *agentpb.StatsResponse) {
 	seen := map[string]bool{}
 	each(text, 3, func(f []string) {
@@ -239,12 +238,12 @@ func parseMounts(text []byte, out *agentpb.StatsResponse) {
 // unescape undoes the escapes of proc_pid_mounts(5), and of mountinfo.
 var unescape = strings.NewReplacer(`\040`, " ", `\011`, "\t", `\012`, "\n", `\043`, "#", `\134`, `\`).Replace
 
-// text32 is a name as it may be sent.
+// text32 returns a name as it may be sent: valid UTF-8 and at most MaxStatsName bytes.
 func text32(s string) string {
 	return strings.ToValidUTF8(s[:min(len(s), agentpb.MaxStatsName)], "")
 }
 
-// measured are the file systems that tell their size.
+// measured returns the file systems whose size statfs tells, with their sizes.
 func measured(in []*agentpb.FileSystem, statfs func(string, *unix.Statfs_t) error) []*agentpb.FileSystem {
 	out := in[:0]
 	for _, fs := range in {

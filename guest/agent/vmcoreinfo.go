@@ -6,8 +6,8 @@ import (
 	"strings"
 )
 
-// vmcoreinfo says where the kernel describes itself; zeros if it does not. So they are
-// where the kernel checks free pages for a pattern: snapshots have to store them there.
+// vmcoreinfo returns where the kernel describes itself, or zeros if it does not. It also returns zeros where the
+// kernel checks free pages for a pattern: snapshots have to store them there.
 func vmcoreinfo() (at, size uint64) {
 	cmdline, err := os.ReadFile("/proc/cmdline")
 	if err != nil || strings.Contains(string(cmdline), "page_poison") || strings.Contains(string(cmdline), "debug_pagealloc") {

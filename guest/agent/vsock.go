@@ -26,9 +26,8 @@ func (a vsockAddr) String() string {
 	return strconv.FormatUint(uint64(a.cid), 10) + ":" + strconv.FormatUint(uint64(a.port), 10)
 }
 
-// vsockListener accepts connections from the host only. A process inside the
-// guest that reaches the port by local loopback is turned away: the agent
-// runs as root and obeys whoever may connect.
+// vsockListener accepts connections from the host only. It turns away a process inside the guest that reaches the
+// port by local loopback: the agent runs as root and obeys any peer.
 type vsockListener struct {
 	*poll.File
 	port uint32
@@ -89,10 +88,9 @@ func (l *vsockListener) Accept() (net.Conn, error) {
 // Addr is the address the listener is bound to.
 func (l *vsockListener) Addr() net.Addr { return vsockAddr{cid: unix.VMADDR_CID_ANY, port: l.port} }
 
-// ReportReady tells the host that the agent listens: it dials the given port
-// of the host and sends one line. A host that does not listen there is no error. One that
-// does not answer is dialled again for half a minute, since it waits for this line and a
-// busy one may need its time.
+// ReportReady tells the host that the agent listens: it dials the given port of the host and sends one line. A
+// host that does not listen there is not an error. ReportReady dials a host that does not answer again for half a
+// minute, since a busy host waits for this line and may need the time.
 func ReportReady(port uint32, version string) error {
 	r := agentpb.Ready{Version: version}
 	r.VMCoreInfo, r.VMCoreInfoSize = vmcoreinfo()
@@ -105,12 +103,12 @@ const (
 	readyTries          = 30
 )
 
-// maxInterrupted is how often in all a call is made again that a signal has interrupted.
+// maxInterrupted bounds how often again repeats a call that a signal interrupted.
 const maxInterrupted = 1000
 
-// again calls f until it does not time out, at most so often, and again when it is
-// interrupted: the runtime sends signals to threads whose time is up, and connect(2) of
-// AF_VSOCK gives up at any of them.
+// again calls f until it does not time out, at most tries times. It also repeats a call that a signal interrupts:
+// the runtime sends signals to threads whose time slice is over, and connect(2) of AF_VSOCK gives up at any
+// signal.
 func again(tries int, f func() error) error {
 	for interrupted := 0; ; {
 		err := f()
@@ -125,8 +123,8 @@ func again(tries int, f func() error) error {
 	}
 }
 
-// dialHost connects to a vsock port of the host, within some seconds, unless it is interrupted: another try takes
-// another socket. The file blocks.
+// dialHost connects to a vsock port of the host within the given seconds, unless a signal interrupts it: another
+// try needs another socket. The file is in blocking mode.
 func dialHost(port uint32, seconds int64) (*os.File, error) {
 	fd, err := unix.Socket(unix.AF_VSOCK, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
@@ -141,8 +139,7 @@ func dialHost(port uint32, seconds int64) (*os.File, error) {
 	return os.NewFile(uintptr(fd), "vsock"), nil
 }
 
-// tellHost sends a line to a port of the host and, if answer is set, waits until
-// that has answered with a byte.
+// tellHost sends a line to a port of the host. If answer is set, it waits until the host has answered with a byte.
 func tellHost(port uint32, line string, answer bool) error {
 	limit := int64(readyTimeoutSeconds)
 	if answer {
@@ -158,7 +155,7 @@ func tellHost(port uint32, line string, answer bool) error {
 	}
 	if err == nil && answer {
 		if err = unix.SetsockoptTimeval(int(f.Fd()), unix.SOL_SOCKET, unix.SO_RCVTIMEO, &unix.Timeval{Sec: limit}); err == nil {
-			_, err = f.Read(make([]byte, 1)) // its end is none
+			_, err = f.Read(make([]byte, 1)) // an end of file is not an answer
 		}
 	}
 	if err != nil {
@@ -167,8 +164,8 @@ func tellHost(port uint32, line string, answer bool) error {
 	return nil
 }
 
-// ReportHooks tells the host, which listens at the given port, whether there are
-// hooks, and waits until it knows. A host that does not listen does not ask.
+// ReportHooks tells the host, at the given port, whether there are hooks, and waits until the host knows. A host
+// that does not listen does not want to know.
 func ReportHooks(port uint32, present bool) error {
 	line := "hooks 0\n"
 	if present {
@@ -177,16 +174,15 @@ func ReportHooks(port uint32, present bool) error {
 	return again(1, func() error { return tellHost(port, line, true) })
 }
 
-// hostTimeoutSeconds bounds the dialling of the host, and the wait for its
-// answer.
+// hostTimeoutSeconds bounds the dialling of the host, and the wait for its answer.
 const hostTimeoutSeconds = 5
 
-// reportTries is how often the host is told of an event that it does not take: the connection
-// may have been cut by a wake.
+// reportTries bounds how often the agent reports an event that the host does not take: a wake may have cut the
+// connection.
 const reportTries = 3
 
-// ReportService tells the host, which listens at the given port, of an event, and waits
-// until it knows. A host that does not listen does not ask.
+// ReportService tells the host, at the given port, of an event, and waits until the host knows. A host that does
+// not listen does not want to know.
 func ReportService(port uint32, line string) error {
 	var err error
 	for range reportTries {

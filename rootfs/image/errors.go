@@ -7,7 +7,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image/fstree"
 )
 
-// Errors a caller may have to tell apart. They are wrapped in errors that name the object, the cause and the remedy.
+// Errors that a caller may have to distinguish. Errors that name the object, the cause and the remedy wrap them.
 var (
 	// ErrUnsupportedSource: the --from string names a kind of source this package does not build from, or is malformed.
 	ErrUnsupportedSource = errors.New("unsupported image source")
@@ -28,20 +28,20 @@ var (
 	// ErrBadArchive: a tar stream is damaged or holds an entry that cannot be part of a root filesystem.
 	ErrBadArchive = errors.New("bad archive")
 
-	// ErrDigest: what was read is not what the digest says that names it, or has another length.
+	// ErrDigest: the content does not match its digest, or has another length.
 	ErrDigest = errors.New("content does not have its digest")
 	// ErrBadManifest: an image's manifest, index or configuration is damaged, exceeds a limit, or is of a kind that
 	// this package does not build from (artifacts, encrypted and foreign layers, schema 1).
 	ErrBadManifest = errors.New("bad image manifest")
 	// ErrNoPlatform: the source has no image for the platform.
 	ErrNoPlatform = errors.New("no image for this platform")
-	// ErrNoSource: the source has no image of that name, or it is not clear which is meant.
+	// ErrNoSource: the source has no image of that name, or the name is ambiguous.
 	ErrNoSource = errors.New("no such image in the source")
-	// ErrAuth: a registry wants credentials, or others.
+	// ErrAuth: a registry requires credentials, or refuses those given.
 	ErrAuth = errors.New("the registry refuses the credentials")
-	// ErrRateLimited: a registry asks to be left alone for longer than a build waits.
+	// ErrRateLimited: a registry asks for a longer pause than a build waits.
 	ErrRateLimited = errors.New("the registry limits requests")
-	// ErrRegistry: a registry cannot be reached, breaks off, or answers what it should not.
+	// ErrRegistry: a registry cannot be reached, breaks off, or sends an invalid answer.
 	ErrRegistry = errors.New("the registry failed")
 
 	// ErrNotFound: no image has this tag or id.

@@ -1,9 +1,9 @@
 package image
 
-// Progress is told the stage of a build (Stage...), and what of it is done, in bytes; total is 0 when it is not known.
+// Progress gets the stage of a build (Stage...) and its progress in bytes; total is 0 if it is not known.
 type Progress func(stage string, done, total int64)
 
-// Stages of a build, in their order, as Progress is told them. A stage that has nothing to do is left out.
+// Stages of a build in order, as Progress gets them. A stage without work is left out.
 const (
 	StageWait     = "wait"     // another build of the same spec is under way
 	StageDeps     = "deps"     // installing the build tool

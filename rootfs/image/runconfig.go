@@ -10,35 +10,35 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image/fstree"
 )
 
-// Limits of what a configuration says about commands. The agent takes 4096 variables and 1 MiB of arguments and
+// Limits of a configuration's settings for commands. The agent takes 4096 variables and 1 MiB of arguments and
 // environment.
 const (
-	maxConfigItems = 1024      // variables, arguments, labels: of each
+	maxConfigItems = 1024      // variables, arguments, labels: of each kind
 	maxConfigBytes = 256 << 10 // of all of them together
 	maxUserBytes   = 256
 )
 
-// RunConfig is what an image says about how commands run in it: the part of an OCI image configuration that a VM can
-// follow. Empty fields leave it to the caller.
+// RunConfig has an image's settings for its commands: the part of an OCI image configuration that a VM can follow.
+// Empty fields leave the choice to the caller.
 type RunConfig struct {
-	// Entrypoint and Cmd are what the image would start. Nothing starts them by itself: a VM has an init of its own.
+	// Entrypoint and Cmd are what the image would start. Nothing starts them automatically: a VM has its own init.
 	Entrypoint []string `json:"entrypoint"`
 	Cmd        []string `json:"cmd"`
 	Env        []string `json:"env"`     // KEY=VALUE
-	User       string   `json:"user"`    // name or uid, with ":group" or ":gid" if need be
+	User       string   `json:"user"`    // name or uid, optionally with ":group" or ":gid"
 	Workdir    string   `json:"workdir"` // absolute and clean
-	// StopSignal, Labels and ExposedPorts (80/tcp, sorted) are kept to be looked at.
+	// StopSignal, Labels and ExposedPorts (80/tcp, sorted) are kept only for display.
 	StopSignal   string            `json:"stop_signal,omitempty"`
 	Labels       map[string]string `json:"labels,omitempty"`
 	ExposedPorts []string          `json:"exposed_ports,omitempty"`
 }
 
-// empty says that the image says nothing.
+// empty reports whether no field is set.
 func (c RunConfig) empty() bool {
 	return len(c.Entrypoint)+len(c.Cmd)+len(c.Env)+len(c.Labels)+len(c.ExposedPorts) == 0 && c.User == "" && c.Workdir == "" && c.StopSignal == ""
 }
 
-// Canonical gives the same bytes for the same configuration; nil when it says nothing.
+// Canonical returns the same bytes for the same configuration; nil if it is empty.
 func (c RunConfig) Canonical() ([]byte, error) {
 	if c.empty() {
 		return nil, nil
@@ -46,8 +46,8 @@ func (c RunConfig) Canonical() ([]byte, error) {
 	return json.Marshal(c) // maps are sorted
 }
 
-// Checked gives a configuration that comes from elsewhere in its clean form, or says which limit it exceeds. Variables
-// without a value or a name are left out: no process can have them.
+// Checked returns the clean form of a configuration from outside, or an error that says which limit it exceeds. It
+// leaves out variables without a value or a name: no process can have them.
 func (c RunConfig) Checked() (RunConfig, error) {
 	out := RunConfig{User: c.User, StopSignal: c.StopSignal}
 	total := len(c.User) + len(c.Workdir) + len(c.StopSignal)

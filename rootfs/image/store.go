@@ -56,10 +56,10 @@ type Package struct {
 
 // Layer is a layer of the source that an image was made from.
 type Layer struct {
-	Digest    string `json:"digest,omitempty"` // of the layer as it is stored, compressed or not; "" where the source has none
+	Digest    string `json:"digest,omitempty"` // of the layer as stored, compressed or not; "" if the source has none
 	DiffID    string `json:"diff_id"`          // of its tar stream
 	MediaType string `json:"media_type,omitempty"`
-	Size      int64  `json:"size"` // as it is stored, in bytes; -1 when the source does not say before it is read
+	Size      int64  `json:"size"` // as stored, in bytes; -1 if the source does not say before it is read
 }
 
 // Image is an image of a store, as its record image.json describes it.
@@ -67,9 +67,9 @@ type Image struct {
 	Version      int            `json:"version"` // of the record: RecordVersion
 	ID           string         `json:"id"`      // SHA-256 of root.erofs, 64 hex digits
 	Tags         []string       `json:"tags"`    // NAME:VERSION, sorted
-	Tagged       time.Time      `json:"tagged"`  // when the tags were last changed; of two images with one tag, the later has it
+	Tagged       time.Time      `json:"tagged"`  // last change of the tags; of two images with a tag, the later has it
 	Source       string         `json:"source"`  // as ParseSource reads it
-	Spec         string         `json:"spec"`    // hash of all that the build was told; equal specs share an image (see Options.MaxAge)
+	Spec         string         `json:"spec"`    // hash of all inputs; equal specs share an image (Options.MaxAge)
 	Include      []string       `json:"include"` // packages asked for
 	Packages     []Package      `json:"packages"`
 	Size         int64          `json:"size"`    // of root.erofs, in bytes; blocks of zeros take no disk space
@@ -79,34 +79,34 @@ type Image struct {
 	Architecture string         `json:"architecture"` // as Debian and Go name it: amd64
 	Skipped      fstree.Skipped `json:"skipped"`
 
-	// RunConfig is what the source says about how commands run in it. Those without layers say nothing.
+	// RunConfig has the source's settings for commands. Sources without layers have none.
 	RunConfig
 
-	// Of sources of layers; empty of others.
+	// Of sources of layers; empty for others.
 	Platform string  `json:"platform,omitempty"` // OS/ARCH, as its configuration says
-	Manifest string  `json:"manifest,omitempty"` // digest of the manifest; archives of docker's have none
+	Manifest string  `json:"manifest,omitempty"` // digest of the manifest; docker's archives have none
 	Config   string  `json:"config,omitempty"`   // digest of the configuration
-	Layers   []Layer `json:"layers,omitempty"`   // the lowest first; of images of steps, those over the base
+	Layers   []Layer `json:"layers,omitempty"`   // the lowest first; for images of steps, those over the base
 
-	// Of images of steps; empty of others.
+	// Of images of steps; empty for others.
 	Base  string   `json:"base,omitempty"`  // id of the image below
 	Steps []string `json:"steps,omitempty"` // keys of their results in the store
-	// Passing says that it was made for a build's VM, and is gone after it.
+	// Passing is set if the image was made for a build's VM, and is removed with it.
 	Passing bool `json:"passing,omitempty"`
 
-	// Cached says, of an image that Build returned, that it was there already.
+	// Cached is set if Build returned an existing image.
 	Cached bool `json:"-"`
 
 	dir string
 }
 
-// Path is the path of the EROFS image file. It must be opened read-only.
+// Path returns the path of the EROFS image file. It must be opened read-only.
 func (i *Image) Path() string { return filepath.Join(i.dir, RootName) }
 
-// ShortID is the beginning of the id, enough for people.
+// ShortID returns the beginning of the id, for display.
 func (i *Image) ShortID() string { return i.ID[:min(len(i.ID), shortID)] }
 
-// Name is how errors call the image.
+// Name returns the image's name for errors.
 func (i *Image) Name() string {
 	if len(i.Tags) > 0 {
 		return i.Tags[0] + " (" + i.ShortID() + ")"
@@ -114,10 +114,10 @@ func (i *Image) Name() string {
 	return i.ShortID()
 }
 
-// Store keeps images in a directory. Its methods may be called concurrently, also by several processes.
+// Store keeps images in a directory. Its methods may be called concurrently, also from several processes.
 type Store struct{ dir string }
 
-// OpenStore opens the store in a directory, which is made if it is not there.
+// OpenStore opens the store in a directory. It makes the directory if necessary.
 func OpenStore(dir string) (*Store, error) {
 	abs, err := filepath.Abs(dir)
 	if err != nil {
@@ -131,12 +131,12 @@ func OpenStore(dir string) (*Store, error) {
 	return &Store{dir: abs}, nil
 }
 
-// Dir is the directory of the store.
+// Dir returns the directory of the store.
 func (s *Store) Dir() string { return s.dir }
 
 const lockFlags = os.O_RDWR | os.O_CREATE | unix.O_NOFOLLOW
 
-// Lock waits for a lock of the store, by its name.
+// Lock waits for the store's lock of that name.
 func (s *Store) Lock(ctx context.Context, name string, mode osfile.LockMode) (*os.File, error) {
 	f, err := osfile.OpenLocked(ctx, filepath.Join(s.dir, locksDir, name), lockFlags, 0o600, mode)
 	if err != nil {
@@ -145,19 +145,19 @@ func (s *Store) Lock(ctx context.Context, name string, mode osfile.LockMode) (*o
 	return f, nil
 }
 
-// TryLock takes an exclusive lock of the store: osfile.ErrLocked if somebody else has it.
+// TryLock takes an exclusive lock of the store. It returns osfile.ErrLocked if it is taken.
 func (s *Store) TryLock(name string) (*os.File, error) {
 	return osfile.TryOpenLocked(filepath.Join(s.dir, locksDir, name), lockFlags, 0o600, osfile.Exclusive)
 }
 
-// lock takes the lock of the store, which guards all changes below images and the making of folders below tmp. It is
-// held for moments only.
+// lock takes the lock of the store, which guards all changes below images and the making of folders below tmp. It
+// is held only briefly.
 func (s *Store) lock(ctx context.Context) (*os.File, error) {
 	return s.Lock(ctx, storeLock, osfile.Exclusive)
 }
 
-// List gives all images, newest first. When records cannot be read, it gives the other images and an error that joins
-// the causes (ErrCorrupt).
+// List returns all images, newest first. When it cannot read some records, it returns the other images and an
+// error that joins the causes (ErrCorrupt).
 func (s *Store) List() ([]*Image, error) {
 	dir := filepath.Join(s.dir, imagesDir)
 	entries, err := os.ReadDir(dir)
@@ -180,7 +180,7 @@ func (s *Store) List() ([]*Image, error) {
 			out = append(out, img)
 		}
 	}
-	// Moving a tag adds it to one record and then takes it from another. Between, or after a crash, both have it.
+	// Moving a tag adds it to one record, then removes it from another. Between, or after a crash, both have it.
 	owner := map[string]*Image{}
 	for _, img := range out {
 		for _, t := range img.Tags {
@@ -225,9 +225,9 @@ func readRecord(dir string) (*Image, error) {
 	return &img, nil
 }
 
-// Find gives the image with a tag ("name" means "name:latest"), an id, or the beginning of an id (4 hex digits at
-// least; "sha256:" may stand in front). Errors are ErrNotFound, ErrAmbiguous, or ErrCorrupt when the record of that
-// image, or of one that may be meant, cannot be read.
+// Find returns the image with a tag ("name" means "name:latest"), an id, or the beginning of an id (4 hex digits
+// at least, optionally after "sha256:"). Errors are ErrNotFound, ErrAmbiguous, or ErrCorrupt when the record of
+// that image, or of one that may be meant, cannot be read.
 func (s *Store) Find(ref string) (*Image, error) {
 	all, listErr := s.List()
 	if tag, err := NormalizeTag(ref); err == nil {
@@ -261,7 +261,7 @@ func (s *Store) Find(ref string) (*Image, error) {
 	return nil, fmt.Errorf("find image %q in %s: %w; list the images to see what there is, or build it", ref, s.dir, ErrNotFound)
 }
 
-// ByID gives the image of a full id, and reads no record but its own. Errors are ErrNotFound and ErrCorrupt.
+// ByID returns the image with a full id, and reads only its record. Errors are ErrNotFound and ErrCorrupt.
 func (s *Store) ByID(id string) (*Image, error) {
 	dir := filepath.Join(s.dir, imagesDir, id)
 	if !idRE.MatchString(id) || !exists(dir) {
@@ -270,7 +270,7 @@ func (s *Store) ByID(id string) (*Image, error) {
 	return readRecord(dir)
 }
 
-// Tag gives a tag to an image. If another image has it, it moves.
+// Tag gives a tag to an image. If another image has the tag, it moves.
 func (s *Store) Tag(ctx context.Context, ref, tag string) error {
 	tag, err := NormalizeTag(tag)
 	if err != nil {
@@ -313,7 +313,7 @@ func (s *Store) untagOthers(keep *Image, tag string) error {
 		if e.Name() == keep.ID || !idRE.MatchString(e.Name()) {
 			continue
 		}
-		// Not List: that already hides tags which a record holds in vain.
+		// Not List: it hides tags that another image holds by now, but records still have.
 		other, err := readRecord(filepath.Join(s.dir, imagesDir, e.Name()))
 		if err != nil || !slices.Contains(other.Tags, tag) {
 			continue // a damaged record has no tags
@@ -330,7 +330,7 @@ func (s *Store) untagOthers(keep *Image, tag string) error {
 func writeRecord(img *Image) error {
 	for _, l := range []*[]string{&img.Tags, &img.Include, &img.Entrypoint, &img.Cmd, &img.Env} {
 		if *l == nil {
-			*l = []string{} // lists are lists for readers of the JSON, also when empty
+			*l = []string{} // JSON readers get a list, even an empty one
 		}
 	}
 	if img.Packages == nil {
@@ -349,8 +349,8 @@ func writeRecord(img *Image) error {
 	return nil
 }
 
-// Write makes the file of an image in the new folder dir, and what its record says of the content. Publish puts both
-// into the store. progress is told of StageWrite and StageHash.
+// Write makes the file of an image in the new folder dir, and fills in its record. Publish puts both into the
+// store. Write reports StageWrite and StageHash to progress.
 func (s *Store) Write(ctx context.Context, t *fstree.Tree, img *Image, dir string, progress Progress) error {
 	img.dir = dir
 	if err := os.Mkdir(dir, 0o755); err != nil {
@@ -360,7 +360,7 @@ func (s *Store) Write(ctx context.Context, t *fstree.Tree, img *Image, dir strin
 	if err != nil {
 		return err
 	}
-	defer func() { _ = f.Close() }() // synced before, errors would have come then
+	defer func() { _ = f.Close() }() // synced already, so Close hides no error
 	if err := erofs.Write(ctx, t, f, func(done, total int64) { progress(StageWrite, done, total) }); err != nil {
 		return err
 	}
@@ -376,8 +376,8 @@ func (s *Store) Write(ctx context.Context, t *fstree.Tree, img *Image, dir strin
 	return nil
 }
 
-// Reuse gives the newest image of the spec that is not older than maxAge (0: however old) and passes the cheap check,
-// and gives it the tag; nil if there is none.
+// Reuse returns the newest image of the spec that is at most maxAge old (0: any age) and passes the cheap check,
+// and gives it the tag. It returns nil if there is none.
 func (s *Store) Reuse(ctx context.Context, spec string, maxAge time.Duration, tag string) (*Image, error) {
 	l, err := s.lock(ctx)
 	if err != nil {
@@ -399,8 +399,8 @@ func (s *Store) Reuse(ctx context.Context, spec string, maxAge time.Duration, ta
 	return nil, nil
 }
 
-// Publish moves an image that Write has made into the store. When the store has an image of the same content, that one stays, with the new record and all tags. With tag "" it gets
-// none.
+// Publish moves an image that Write has made into the store. If the store has an image of the same content, that
+// image stays, with the new record and all tags. With tag "", Publish adds no tag.
 func (s *Store) Publish(ctx context.Context, img *Image, tag string) error {
 	l, err := s.lock(ctx)
 	if err != nil {
@@ -418,7 +418,7 @@ func (s *Store) Publish(ctx context.Context, img *Image, tag string) error {
 		img.Tags = slices.Compact(img.Tags)
 	}
 	if exists(final) {
-		// The same content. What is there may be in use, so it stays unless it is damaged.
+		// The same content. The existing file may be in use, so it stays unless it is damaged.
 		there := *img
 		there.dir = final
 		if err := checkFile(&there); err == nil {
@@ -445,18 +445,18 @@ func (s *Store) Publish(ctx context.Context, img *Image, tag string) error {
 	return s.untagOthers(img, tag)
 }
 
-// Removal says what Remove did.
+// Removal is the result of Remove.
 type Removal struct {
 	ID       string
-	Untagged []string // tags that are gone
-	Deleted  bool     // the image itself is gone
+	Untagged []string // removed tags
+	Deleted  bool     // the image itself was removed
 }
 
-// Remove removes what ref names. A tag of an image that has other tags is taken away and the image stays; otherwise the
-// image is deleted, with all its tags. It refuses with ErrInUse when inUse (which may be nil) says so of the id. An
-// image whose record is damaged can be removed by its full id.
+// Remove removes what ref names. If ref is a tag and the image has other tags, Remove only removes the tag;
+// otherwise it deletes the image with all its tags. It refuses with ErrInUse if inUse (which may be nil) returns
+// true for the id. An image with a damaged record can be removed by its full id.
 //
-// The image disappears by one rename, so that a crash leaves it whole or gone. Open files of it stay readable.
+// The image disappears by one rename, so a crash leaves it whole or gone. Open files of it stay readable.
 func (s *Store) Remove(ctx context.Context, ref string, inUse func(id string) bool) (Removal, error) {
 	l, err := s.lock(ctx)
 	if err != nil {
@@ -482,7 +482,7 @@ func (s *Store) Remove(ctx context.Context, ref string, inUse func(id string) bo
 	if err != nil {
 		return Removal{}, err
 	}
-	defer func() { _ = trash.Remove() }() // what stays is garbage, which Prune takes
+	defer func() { _ = trash.Remove() }() // Prune removes what remains
 	if err := os.Rename(img.dir, filepath.Join(trash.Dir, "image")); err != nil {
 		return Removal{}, fmt.Errorf("remove image %s: %w", img.Name(), err)
 	}
@@ -492,7 +492,7 @@ func (s *Store) Remove(ctx context.Context, ref string, inUse func(id string) bo
 	return Removal{ID: img.ID, Untagged: img.Tags, Deleted: true}, nil
 }
 
-// Temp is a temporary folder of the store, with a lock that says it is in use.
+// Temp is a temporary folder of the store. Its lock marks it as in use.
 type Temp struct {
 	Dir  string
 	lock *os.File
@@ -510,7 +510,7 @@ func (s *Store) NewTemp(ctx context.Context, prefix string) (*Temp, error) {
 	return s.newTemp(prefix)
 }
 
-// newTemp makes a folder below tmp. The store's lock must be held, so that Prune does not take it for garbage.
+// newTemp makes a folder below tmp. The store's lock must be held, so that Prune does not remove the folder.
 func (s *Store) newTemp(prefix string) (*Temp, error) {
 	dir, err := os.MkdirTemp(filepath.Join(s.dir, tmpDir), prefix)
 	if err != nil {
@@ -520,21 +520,21 @@ func (s *Store) newTemp(prefix string) (*Temp, error) {
 	if err != nil {
 		return nil, fmt.Errorf("make a temporary folder in the image store: %w", errors.Join(err, os.RemoveAll(dir)))
 	}
-	// The build tool's apt downloads as an unprivileged user, who must be able to pass.
+	// The build tool's apt downloads as an unprivileged user, who needs access to the folder.
 	if err := os.Chmod(dir, 0o755); err != nil {
 		return nil, fmt.Errorf("make a temporary folder in the image store: %w", errors.Join(err, l.Close(), os.RemoveAll(dir)))
 	}
 	return &Temp{Dir: dir, lock: l}, nil
 }
 
-// removePause is between two tries to remove a folder.
+// removePause is the time between two attempts to remove a folder.
 const removePause = 50 * time.Millisecond
 
 func lockTemp(dir string) (*os.File, error) {
 	return osfile.TryOpenLocked(filepath.Join(dir, tempLock), lockFlags, 0o600, osfile.Exclusive)
 }
 
-// Remove deletes the folder. Processes of the build tool that were just killed may still add a file: it is tried again.
+// Remove deletes the folder. It retries, since just killed processes of the build tool may still add files.
 func (t *Temp) Remove() error {
 	var err error
 	for range 20 {
@@ -546,7 +546,7 @@ func (t *Temp) Remove() error {
 	return errors.Join(err, t.lock.Close())
 }
 
-// Prune removes what builds that died left below tmp, and gives the number of such folders. Builds do it themselves.
+// Prune removes what dead builds left below tmp, and returns the number of such folders. Builds call it themselves.
 func (s *Store) Prune(ctx context.Context) (int, error) {
 	l, err := s.lock(ctx)
 	if err != nil {
@@ -580,16 +580,16 @@ func (s *Store) Prune(ctx context.Context) (int, error) {
 	return n, errors.Join(errs...)
 }
 
-// Freed is what PruneFolder has removed.
+// Freed is the result of PruneFolder.
 type Freed struct {
 	Names []string // of the files
 	Bytes int64
 	Busy  bool // a build that may need them is under way, so nothing was removed
 }
 
-// PruneFolder removes the files of a folder of the store that keep, which is told all images, does not want to stay.
-// Nothing is removed while somebody holds the lock of the folder's name, or when the record of an image cannot be read
-// (ErrCorrupt).
+// PruneFolder calls keep with all images, and removes those files of a folder of the store for which the returned
+// function returns false. It removes nothing while the lock of the folder's name is held, or when the record of an
+// image cannot be read (ErrCorrupt).
 func (s *Store) PruneFolder(folder string, keep func(images []*Image) (func(name string) bool, error)) (out Freed, err error) {
 	defer func() {
 		if err != nil {
@@ -631,7 +631,7 @@ func (s *Store) PruneFolder(folder string, keep func(images []*Image) (func(name
 	return out, err
 }
 
-// Check is the cheap check for every start of a VM: the file is there, has its size, and its superblock is sound and
+// Check is the cheap check for every start of a VM: the file has its recorded size, and a valid superblock that
 // fits the size. It takes one read of 4 KiB. Errors are ErrTruncated or ErrCorrupt, with cause and remedy.
 func (s *Store) Check(img *Image) error {
 	if err := checkFile(img); err != nil {
@@ -671,7 +671,7 @@ func checkFile(img *Image) error {
 	return nil
 }
 
-// Verify is the full check: Check, and the SHA-256 of the whole file against the id. onRead (may be nil) is told the
+// Verify is the full check: Check, and the SHA-256 of the whole file against the id. onRead (may be nil) gets the
 // bytes read and their total. Errors are ErrTruncated or ErrCorrupt, with cause and remedy, ErrNotFound, or the
 // context's.
 func (s *Store) Verify(ctx context.Context, ref string, onRead func(done, total int64)) error {
@@ -697,7 +697,7 @@ func (s *Store) Verify(ctx context.Context, ref string, onRead func(done, total 
 	return nil
 }
 
-// hashFile gives the SHA-256 of a file in hex.
+// hashFile returns the SHA-256 of a file in hex.
 func hashFile(ctx context.Context, f *os.File, onRead func(done, total int64)) (string, error) {
 	st, err := f.Stat()
 	if err != nil {

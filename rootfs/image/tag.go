@@ -14,8 +14,8 @@ var (
 // MaxTagName bounds the name of a tag, in bytes.
 const MaxTagName = 200
 
-// NormalizeTag checks a tag and completes it: "name" becomes "name:latest". Names are lower-case letters, digits and
-// single separators (. _ - /), as docker has them.
+// NormalizeTag checks a tag and completes it: "name" becomes "name:latest". Names are lower-case letters, digits
+// and single separators (. _ - /), as in docker.
 func NormalizeTag(tag string) (string, error) {
 	name, version, ok := strings.Cut(tag, ":")
 	if !ok {

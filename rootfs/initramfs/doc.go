@@ -1,3 +1,3 @@
-// Package initramfs makes the archive that a kernel without built-in virtio drivers unpacks into memory and starts
-// /init from: the guest program, and the modules it has to load before it can reach a disk or the host.
+// Package initramfs makes the archive from which a kernel without built-in virtio drivers starts /init, unpacked into
+// memory: the guest program, and the modules that it must load before it can reach a disk or the host.
 package initramfs

@@ -20,13 +20,13 @@ import (
 )
 
 const (
-	// InitPath, ModulesPath and OrderPath are where the guest finds what the archive carries. The file at OrderPath has
-	// the name of one file in ModulesPath on each line, in the order to load them.
+	// InitPath, ModulesPath and OrderPath are the archive's paths in the guest. Each line of the file at OrderPath
+	// is the name of a file in ModulesPath, in the order to load them.
 	InitPath    = "/init"
 	ModulesPath = "/modules"
 	OrderPath   = "/modules/order"
 
-	// MaxFile bounds each file, in bytes: newc holds sizes in 32 bits, and a guest has to keep it all in memory.
+	// MaxFile bounds each file, in bytes: newc has 32-bit sizes, and a guest must keep all of it in memory.
 	MaxFile = 256 << 20
 	// MaxTotal bounds all files together, in bytes.
 	MaxTotal = 512 << 20
@@ -48,13 +48,13 @@ type Spec struct {
 	Modules []string // paths on the host of .ko files, in the order to load them; their base names must differ
 }
 
-// ErrBadSpec: a Spec names something that cannot go into an archive.
+// ErrBadSpec: a Spec names a file that cannot go into an archive.
 var ErrBadSpec = errors.New("bad initramfs")
 
-// Ensure returns the path of the archive for spec in the cache, and makes it if it is not there: newc cpio (the
-// kernel's Documentation/driver-api/early-userspace/buffer-format.rst), not compressed. Equal content gives equal bytes
-// and the same path. Any number of calls and processes may do so at once. The error wraps ErrBadSpec if the spec is at
-// fault.
+// Ensure returns the path of the archive for spec in the cache, and makes a missing one: newc cpio (the kernel's
+// Documentation/driver-api/early-userspace/buffer-format.rst), not compressed. Equal content gives equal bytes and
+// the same path. Any number of calls and processes may do so at the same time. The error wraps ErrBadSpec if the
+// spec is wrong.
 func Ensure(ctx context.Context, cacheDir string, spec Spec) (string, error) {
 	path, err := ensure(ctx, cacheDir, spec)
 	if err != nil {
@@ -94,7 +94,7 @@ type file struct {
 	sum  string // SHA-256
 }
 
-// files checks the spec and returns what it names, with hashes. The first is /init.
+// files checks the spec and returns its files, with hashes. The first is /init.
 func (s Spec) files(ctx context.Context) ([]file, error) {
 	if s.Init == "" {
 		return nil, fmt.Errorf("%w: no init program given", ErrBadSpec)
@@ -177,7 +177,7 @@ func write(ctx context.Context, out io.Writer, files []file) error {
 	return cpio.WriteTrailer(w)
 }
 
-// putFile copies a file of the host, and fails if it is not the one that was hashed any more.
+// putFile copies a file of the host, and fails if the file has changed since it was hashed.
 func putFile(put func(cpio.Record) error, f file) error {
 	src, err := os.Open(f.host)
 	if err != nil {
@@ -198,7 +198,7 @@ func putFile(put func(cpio.Record) error, f file) error {
 	return nil
 }
 
-// hashingReader hashes what is read of it, which cpio reads once and in order.
+// hashingReader hashes what is read from it. cpio reads it once and in order.
 type hashingReader struct {
 	io.ReaderAt
 	hash io.Writer

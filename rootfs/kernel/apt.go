@@ -16,7 +16,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/internal/artifact"
 )
 
-// aptPackage is one version of a Debian package, as apt knows it.
+// aptPackage is a version of a Debian package, as apt knows it.
 type aptPackage struct {
 	name    string
 	version string
@@ -26,13 +26,13 @@ type aptPackage struct {
 	depends string // the Depends field
 }
 
-// ErrNoPackage: apt knows no such package.
+// ErrNoPackage means that apt knows no such package.
 var ErrNoPackage = errors.New("apt knows no such package")
 
-// progressPoll is how often the size of a file being downloaded is looked at.
+// progressPoll is the time between two looks at the size of a file during its download.
 const progressPoll = 250 * time.Millisecond
 
-// apt runs Debian's package tools. Nothing is installed, and no index is brought up to date, unless mayChange is set.
+// apt runs Debian's package tools. It installs packages and updates the index only if mayChange is set.
 type apt struct {
 	cacheDir  string
 	mayChange bool // may run apt-get update and apt-get install, which need root
@@ -93,7 +93,7 @@ func parseStanza(text string) (aptPackage, error) {
 		}
 		break
 	}
-	// They become parts of file names and of command lines.
+	// Name and version become parts of file names and of command lines.
 	if !packageName.MatchString(p.name) || !packageVersion.MatchString(p.version) {
 		return aptPackage{}, fmt.Errorf("package name %q or version %q are not those of a Debian package", p.name, p.version)
 	}
@@ -103,15 +103,15 @@ func parseStanza(text string) (aptPackage, error) {
 	return p, nil
 }
 
-// Debian Policy 5.6.1 and 5.6.12.
+// The patterns follow Debian Policy 5.6.1 and 5.6.12.
 var (
 	packageName    = regexp.MustCompile(`^[a-z0-9][a-z0-9+.-]+$`)
 	packageVersion = regexp.MustCompile(`^[0-9][A-Za-z0-9.+:~-]*$`)
 	sha256Hex      = regexp.MustCompile(`^[0-9a-f]{64}$`)
 )
 
-// download puts the package's .deb into the cache, unless it is there already, and checks its SHA-256 against apt's
-// index, which is signed. Older versions of the same package are removed from the cache.
+// download puts the package's .deb into the cache, unless it is there already, and checks its SHA-256 against
+// apt's signed index. It removes older versions of the package from the cache.
 func (a *apt) download(ctx context.Context, p aptPackage) (string, error) {
 	if p.sha256 == "" {
 		return "", fmt.Errorf("no archive in apt's index has the Debian package %s %s (bring it up to date with: apt-get update)", p.name, p.version)
@@ -129,7 +129,7 @@ func (a *apt) download(ctx context.Context, p aptPackage) (string, error) {
 	}
 	err = a.downloadTo(ctx, p, final)
 	if err != nil && ctx.Err() == nil && a.mayChange && !a.updated {
-		// An index that is out of date names files that the archive no longer has.
+		// An outdated index names files that the archive no longer has.
 		if err := a.update(ctx); err != nil {
 			return "", err
 		}
@@ -141,7 +141,7 @@ func (a *apt) download(ctx context.Context, p aptPackage) (string, error) {
 	old, _ := filepath.Glob(filepath.Join(dir, p.name+"_*.deb"))
 	for _, o := range old {
 		if o != final {
-			_ = os.Remove(o) // only disk space
+			_ = os.Remove(o) // failure costs only disk space
 		}
 	}
 	return final, nil
@@ -158,7 +158,7 @@ func (a *apt) downloadTo(ctx context.Context, p aptPackage, final string) error 
 
 	c := a.command("downloading the Debian package " + p.name)
 	c.dir = tmp
-	// Without the option apt, run as root, wants to write as the user _apt, who may not be able to reach the cache.
+	// Without the option apt, run as root, writes as the user _apt, who may have no access to the cache.
 	args := []string{"-q", "-o", "APT::Sandbox::User=root", "download", p.name + "=" + p.version}
 	if _, err := c.run(ctx, "apt-get", args...); err != nil {
 		return err
@@ -242,7 +242,7 @@ func (a *apt) installed(ctx context.Context, name string) (string, error) {
 	return "", nil
 }
 
-// intact reports whether the installed package's files are as they were when it was installed.
+// intact reports whether the installed package's files are unchanged.
 func (a *apt) intact(ctx context.Context, name string) (bool, error) {
 	out, err := a.command("verifying the installed package "+name).run(ctx, "dpkg", "--verify", name)
 	if err != nil && !exited(ctx, err) {

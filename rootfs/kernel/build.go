@@ -22,73 +22,73 @@ import (
 )
 
 const (
-	// recipeVersion is part of every hash of inputs. Raise it when the steps below change what comes out.
+	// recipeVersion is part of every hash of inputs. Raise it when the steps below change the result.
 	recipeVersion = "1"
 
-	// sourcePackage is the Debian package with the kernel's source that the patches are for.
+	// sourcePackage is the Debian package with the kernel source that the patches apply to.
 	sourcePackage = "linux-source-6.1"
 
-	// compileSteps is about how many lines make prints that progress is counted by, for the share that is done.
+	// compileSteps is about how many progress lines make prints. It is the total of the progress.
 	compileSteps = 1840
 )
 
-// BuildOptions says where and how to build. The zero value lacks only CacheDir.
+// BuildOptions says where and how to build. Only CacheDir is required.
 type BuildOptions struct {
-	// CacheDir is the folder for kernels, downloads and work; it needs some 1 GiB while building, 30 MiB after, and 140
-	// MiB for the source package unless that is installed.
+	// CacheDir is the folder for kernels, downloads and work. It needs some 1 GiB during a build, 30 MiB after,
+	// and 140 MiB for the source package unless that is installed.
 	CacheDir string
 
-	// SharedDir, if set, is a folder that the caches of a user have in common, as those of several checkouts: a kernel
-	// of the same inputs is copied from it if it is whole, and one that was built is copied to it. The newest four are
-	// kept.
+	// SharedDir, if set, is a folder that several caches of a user share, such as those of several checkouts.
+	// Build copies a kernel of the same inputs from it, if the kernel is intact, and copies a new one to it. It
+	// keeps the newest four.
 	SharedDir string
 
-	// Jobs is how many compilers run at once; 0 means one for each CPU.
+	// Jobs is how many compilers run at the same time; 0 means one for each CPU.
 	Jobs int
 
-	// InstallDeps lets Build run apt-get update and apt-get install, as root, for what it lacks. Otherwise an error
-	// names it.
+	// InstallDeps lets Build run apt-get update and apt-get install, as root, for missing packages. Otherwise an
+	// error names them.
 	InstallDeps bool
 
 	// SourceTarball is a linux-*.tar.xz to use instead of Debian's package, for hosts that are not Debian.
 	SourceTarball string
 
-	// Config are options of the caller's, in the form of a .config. They take the place of those of the guest's
-	// configuration and must hold in the finished one. Modules, and options that drowse cannot do with or without, are
-	// refused. At most 1 MiB.
+	// Config has the caller's options, in the form of a .config. They replace those of the guest's configuration
+	// and must hold in the finished one. Build refuses modules, options that drowse needs turned off, and options
+	// that it must not have turned on. At most 1 MiB.
 	Config string
 
-	// Update has the kernel made of the newest source that apt knows and with the compiler that is there, unless the
-	// cache has one of exactly these. Without it a kernel in the cache is used that has these patches and options.
+	// Update makes Build use the newest source that apt knows and the installed compiler, unless the cache has a
+	// kernel of exactly these. Otherwise it uses a kernel in the cache that has these patches and options.
 	Update bool
 
-	// Newer, if set, is called with the version of the source that apt knows when an older one in the cache is used.
+	// Newer, if set, is called with apt's version of the source when Build uses an older one from the cache.
 	Newer func(version string)
 
-	// Progress, if set, is called at the start of each stage and as it goes on, from one goroutine at a time. total is
-	// 0 where it is not known; done and total are bytes for "download" and steps for "compile".
+	// Progress, if set, is called at the start of each stage and during it, from one goroutine at a time. total is
+	// 0 if it is not known; done and total are bytes for "download" and steps for "compile".
 	Progress func(stage string, done, total int64)
 
-	// Log, if set, receives the output of all programs run. It is kept in a file of the cache as well.
+	// Log, if set, receives the output of all programs. A file of the cache gets it as well.
 	Log io.Writer
 }
 
-// source is where the kernel's source comes from.
+// source is the origin of the kernel's source.
 type source struct {
-	tarball  string     // a .tar.xz, or "" if it is still inside pkg's .deb
+	tarball  string     // a .tar.xz, or "" while it is still in pkg's .deb
 	pkg      aptPackage // zero for BuildOptions.SourceTarball
 	identity string     // for the hash of inputs
 }
 
-// Build returns the kernel made from Debian's kernel source with the patches and the configuration in this folder, from
-// the cache if it has one. Nothing is asked of apt or of compilers then. A kernel is known by its inputs: source
-// package, patches, configuration, compiler, linker and recipe; BuildOptions.Update says which of them matter. A build
-// takes 8 minutes of CPU time. Any number of calls and processes may build at once; those with the same inputs wait for
-// the first.
+// Build returns the kernel made from Debian's kernel source with the patches and the configuration in this folder,
+// from the cache if it has one: then Build needs neither apt nor compilers. The inputs identify a kernel: source
+// package, patches, configuration, compiler, linker and recipe. BuildOptions.Update says which of them matter. A
+// build takes 8 minutes of CPU time. Any number of calls and processes may build at once; those with the same
+// inputs wait for the first.
 //
-// When ctx ends, the compilers are stopped and the error wraps ctx's. A build that was interrupted in any way, also by
-// loss of power, leaves nothing that is taken for a result; the next one removes its remains. A failed program gives a
-// *CommandError; missing programs, an error that wraps ErrUnsupported and names the packages to install.
+// When ctx ends, Build stops the compilers, and its error wraps ctx's. An interrupted build, also one cut off by
+// loss of power, leaves nothing that passes for a result; the next build removes its remains. A failed program
+// gives a *CommandError; missing programs, an error that wraps ErrUnsupported and names the packages to install.
 func Build(ctx context.Context, opts BuildOptions) (*Kernel, error) {
 	b, err := newBuilder(opts)
 	if err != nil {
@@ -184,7 +184,7 @@ func (b *builder) build(ctx context.Context) (*Kernel, error) {
 	return k, err
 }
 
-// make takes the kernel from the shared folder, or builds it and shares it.
+// make copies the kernel from the shared folder, or builds it and shares it.
 func (b *builder) make(ctx context.Context, src source, inputs map[string]string, hash string) (*Kernel, error) {
 	logFile, err := b.openLog(hash)
 	if err != nil {
@@ -220,7 +220,7 @@ func (b *builder) make(ctx context.Context, src source, inputs map[string]string
 	return k, nil
 }
 
-// openLog makes the log file of this build, and sends all output there from now on.
+// openLog makes this build's log file, and sends all output there from now on.
 func (b *builder) openLog(hash string) (io.Closer, error) {
 	b.logPath = filepath.Join(b.opts.CacheDir, logsDir, "build-"+hash[:idHashLength]+".log")
 	if err := os.MkdirAll(filepath.Dir(b.logPath), 0o755); err != nil {
@@ -237,7 +237,7 @@ func (b *builder) openLog(hash string) (io.Closer, error) {
 	return f, nil
 }
 
-// need is something that the build cannot do without, and the Debian package that has it.
+// need is something that the build requires, and the Debian package that has it.
 type need struct {
 	program string
 	header  string // for the C compiler, in place of a program
@@ -261,7 +261,7 @@ var needs = []need{
 	{header: "openssl/opensslv.h", pkg: "libssl-dev"}, // scripts/ and certs/
 }
 
-// dependencies checks that the programs and headers of needs are there, and installs what is not if it may.
+// dependencies checks that the programs and headers of needs are installed. It installs missing ones if it may.
 func (b *builder) dependencies(ctx context.Context) error {
 	missing := b.missing(ctx)
 	if len(missing) > 0 && b.opts.InstallDeps {
@@ -299,8 +299,8 @@ func (b *builder) missing(ctx context.Context) []string {
 	return out
 }
 
-// source finds the kernel's source: the tarball that the caller names, the installed package if it is the version apt
-// would install, or else that version's .deb, which is not downloaded before it is needed.
+// source finds the kernel's source: the caller's tarball, the installed package if it has the version that apt
+// would install, or else that version's .deb, which is downloaded only when it is needed.
 func (b *builder) source(ctx context.Context) (source, error) {
 	if t := b.opts.SourceTarball; t != "" {
 		sum, _, err := artifact.HashFile(ctx, t)
@@ -329,7 +329,7 @@ func (b *builder) source(ctx context.Context) (source, error) {
 		return src, nil
 	}
 	src.tarball = tarball
-	if p.sha256 == "" { // installed once, and in no archive that apt knows now
+	if p.sha256 == "" { // installed once; apt knows no archive with it now
 		sum, _, err := artifact.HashFile(ctx, tarball)
 		if err != nil {
 			return source{}, err
@@ -339,7 +339,7 @@ func (b *builder) source(ctx context.Context) (source, error) {
 	return src, nil
 }
 
-// recipe returns what this program and its caller decide of what is built, by name.
+// recipe returns, by name, the inputs that this program and its caller decide.
 func (b *builder) recipe() map[string]string {
 	in := map[string]string{"recipe": recipeVersion, "config": sha256Of(b.config)}
 	if b.opts.Config != "" {
@@ -351,7 +351,7 @@ func (b *builder) recipe() map[string]string {
 	return in
 }
 
-// inputs returns everything that decides what is built, by name: the recipe, the source and the tools.
+// inputs returns all inputs of the build by name: the recipe, the source and the tools.
 func (b *builder) inputs(ctx context.Context, src source) (map[string]string, error) {
 	in := b.recipe()
 	in["source"] = src.identity
@@ -370,7 +370,7 @@ func sha256Of(s string) string {
 	return hex.EncodeToString(sum[:])
 }
 
-// hashInputs hashes names and values so that no two different maps give the same input to the hash.
+// hashInputs hashes names and values. Different maps give different input to the hash.
 func hashInputs(inputs map[string]string) string {
 	h := sha256.New()
 	for _, n := range slices.Sorted(maps.Keys(inputs)) {
@@ -383,15 +383,15 @@ func (b *builder) command(doing, dir string) command {
 	return command{doing: doing, dir: dir, log: b.log, logPath: b.logPath}
 }
 
-// unneeded are patterns of files that our kernel is made without: half of the source's files and bytes. Kconfig and
-// make want the Kconfig files and the Makefiles of every folder that they may go into, so those stay.
+// unneeded are patterns of files that the kernel's build does not need: half of the source's files and bytes.
+// Kconfig and make require the Kconfig files and the Makefiles of every folder that they may enter, so those stay.
 var unneeded = []string{
 	"Documentation/*.rst", "Documentation/*.yaml", "Documentation/*.txt",
 	"drivers/gpu/drm/*.[ch]", "drivers/media/*.[ch]", "drivers/net/ethernet/*.[ch]", "drivers/net/wireless/*.[ch]", "sound/*.[ch]",
 	"tools/perf", "tools/testing",
 }
 
-// otherArchs are the folders of arch/ that hold nothing for x86-64 but Kconfig files.
+// otherArchs are the folders of arch/ of which x86-64 needs only the Kconfig files.
 var otherArchs = []string{
 	"alpha", "arc", "arm", "arm64", "csky", "hexagon", "ia64", "loongarch", "m68k", "microblaze", "mips", "nios2", "openrisc", "parisc",
 	"powerpc", "riscv", "s390", "sh", "sparc", "um", "xtensa",
@@ -437,7 +437,7 @@ func (b *builder) unpack(ctx context.Context, src source, work string) (string, 
 	return tree, nil
 }
 
-// applyPatches applies them without fuzz: a place that only resembles the one a patch was made for is not good enough.
+// applyPatches applies the patches without fuzz: a place that only resembles a patch's context is an error.
 func (b *builder) applyPatches(ctx context.Context, tree string) error {
 	for i, p := range b.patches {
 		b.opts.Progress("patch", int64(i), int64(len(b.patches)))
@@ -450,7 +450,7 @@ func (b *builder) applyPatches(ctx context.Context, tree string) error {
 	return nil
 }
 
-// makeArgs makes the build the same on every machine: the kernel's version line tells user, host and time.
+// makeArgs makes the build reproducible: the kernel's version line names user, host and time.
 func makeArgs(tree string, target ...string) ([]string, error) {
 	info, err := os.Stat(filepath.Join(tree, "Kbuild")) // its time comes from the tarball
 	if err != nil {
@@ -518,10 +518,10 @@ func (b *builder) compile(ctx context.Context, tree string) error {
 	return nil
 }
 
-// release is what a kernel may call itself. It becomes part of a file name.
+// release matches a kernel's release. It becomes part of a file name.
 var release = regexp.MustCompile(`^[0-9]+\.[0-9A-Za-z.+~-]{1,63}$`)
 
-// collect takes the results out of the tree and publishes them.
+// collect moves the results out of the tree and publishes them.
 func (b *builder) collect(ctx context.Context, tree string, inputs map[string]string, hash string) (*Kernel, error) {
 	b.opts.Progress("publish", 0, 0)
 	args, err := makeArgs(tree, "-s", "kernelrelease")

@@ -7,9 +7,9 @@ import (
 	"strings"
 )
 
-// cached returns the newest kernel, of this cache or else of the shared one, that is made by this recipe with these
-// patches and options, or nil. Its compiler and the version of Debian's source do not matter, but a tarball that
-// the caller names does.
+// cached returns the newest kernel of this recipe with these patches and options, from this cache or else the
+// shared one, or nil. Its compiler and the version of Debian's source do not matter, but a tarball that the caller
+// names does.
 func (b *builder) cached(ctx context.Context) (*Kernel, error) {
 	named := ""
 	if b.opts.SourceTarball != "" {
@@ -44,7 +44,7 @@ func (b *builder) cached(ctx context.Context) (*Kernel, error) {
 	}
 	shared, err := findNewest(b.opts.SharedDir, fits)
 	if shared == nil || err != nil {
-		return nil, ctx.Err() // a shared folder that cannot be read is none
+		return nil, ctx.Err() // an unreadable shared folder counts as empty
 	}
 	return once(ctx, b.opts.CacheDir, Built, shared.InputsHash, func() (*Kernel, error) { return b.takeShared(ctx, shared.InputsHash) })
 }
@@ -60,9 +60,9 @@ func cachedCloud(cacheDir, modules string) (*Kernel, error) {
 	})
 }
 
-// tellNewer calls tell, if it is set, with the version that apt's index has, if that is newer than the one of the
-// identity of a package ("name version ..."). The index is taken as it is, and one that cannot be asked has nothing
-// newer.
+// tellNewer calls tell, if set, with the version in apt's index, if it is newer than the version in the identity
+// of a package ("name version ..."). It does not update the index. If it cannot read the index, it does not call
+// tell.
 func (a *apt) tellNewer(ctx context.Context, identity string, lookup func(context.Context) (aptPackage, error), tell func(version string)) {
 	f := strings.Fields(identity)
 	if tell == nil || len(f) < 2 || !packageVersion.MatchString(f[1]) {

@@ -22,7 +22,7 @@ type patch struct {
 	text string
 }
 
-// patches returns the patches in the order to apply them: by name.
+// patches returns the patches in the order in which they apply: by name.
 func patches() ([]patch, error) {
 	names, err := fs.Glob(patchFiles, "patches/*.patch")
 	if err != nil {
@@ -39,12 +39,12 @@ func patches() ([]patch, error) {
 	return out, nil
 }
 
-// kernelConfig maps the options of a .config to their values as written there; "n" and an option that is not set are
-// the same, and are left out.
+// kernelConfig maps the options of a .config to their values as written there. "n" and an option that is not set
+// are the same, and are left out.
 type kernelConfig map[string]string
 
-// parseConfig reads a .config or a fragment of one. It refuses an option that is set twice to different values, since
-// which of them holds depends on who reads it. With keepUnset, options set to n are kept, as "n".
+// parseConfig reads a .config or a fragment of one. It refuses an option that is set twice to different values:
+// readers differ in which of them holds. With keepUnset, it keeps options set to n, as "n".
 func parseConfig(text string, keepUnset bool) (kernelConfig, error) {
 	cfg, seen := kernelConfig{}, map[string]string{}
 	s := bufio.NewScanner(strings.NewReader(text))
@@ -75,8 +75,8 @@ func parseConfig(text string, keepUnset bool) (kernelConfig, error) {
 	return cfg, s.Err()
 }
 
-// vmmNeeds are options without which a built kernel does not get as far as its agent on one of the hosts that it is
-// for, or is not saved and restored as it should be.
+// vmmNeeds are options without which a built kernel does not reach its agent on one of its kinds of host, or does
+// not survive a snapshot and restore correctly.
 var vmmNeeds = []string{
 	"64BIT", "SMP", "ACPI", "PNPACPI", "VMGENID", "PVPANIC_MMIO", "X86_MPPARSE", "PVH", "KVM_GUEST", "KVM_GUEST_SOFT", "SERIAL_8250_CONSOLE",
 	"VIRTIO_MMIO", "VIRTIO_MMIO_CMDLINE_DEVICES", "VIRTIO_BLK", "VIRTIO_NET", "VIRTIO_VSOCKETS", "VIRTIO_BALLOON", "PAGE_REPORTING",
@@ -99,7 +99,7 @@ var vmmRefuses = map[string]string{
 const maxOwnConfig = 1 << 20
 
 // withOwn returns the guest's configuration with the options of fragment in place of its own. The error wraps
-// ErrUnsupported if a kernel with them could not be a guest's.
+// ErrUnsupported if a kernel with them could not run as a guest.
 func withOwn(config, fragment string) (string, error) {
 	if len(fragment) > maxOwnConfig {
 		return "", fmt.Errorf("%w: own options of %d bytes, more than %d", ErrUnsupported, len(fragment), maxOwnConfig)
@@ -130,7 +130,7 @@ func withOwn(config, fragment string) (string, error) {
 	return mergeConfig(config, fragment)
 }
 
-// mergeConfig returns the text of base with the options of fragment in place of its own. It is an input for make
+// mergeConfig returns the text of base with the options of fragment in place of its own, as input for make
 // olddefconfig.
 func mergeConfig(base, fragment string) (string, error) {
 	want, err := parseConfig(fragment, true)
@@ -150,9 +150,9 @@ func mergeConfig(base, fragment string) (string, error) {
 	return out.String(), nil
 }
 
-// checkConfig returns an error that names every option of fragment which does not hold in the finished configuration.
-// Kconfig drops an option whose dependencies are not met without a word; a kernel without, say, virtio would then be
-// found out at boot.
+// checkConfig returns an error that names every option of fragment that does not hold in the finished
+// configuration. Kconfig silently drops an option whose dependencies are not met; a kernel without, say, virtio
+// would then fail only at boot.
 func checkConfig(finished, fragment string) error {
 	have, err := parseConfig(finished, false)
 	if err != nil {

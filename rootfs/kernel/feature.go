@@ -10,27 +10,27 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/internal/artifact"
 )
 
-// Has tells whether a kernel has an option or a feature.
+// Has is whether a kernel has an option or a feature.
 type Has string
 
 const (
 	// Yes: it is built in, or in modules that are loaded before the guest's first program starts.
 	Yes Has = "yes"
-	// Module: it is, or a part of it is, in modules that nobody loads: see FetchOptions.ExtraModules.
+	// Module: all or part of it is in modules that nothing loads: see FetchOptions.ExtraModules.
 	Module Has = "module"
-	// No: it, or a part of it, is not there.
+	// No: all or part of it is missing.
 	No Has = "no"
 )
 
-// Feature is something that a guest may want of its kernel.
+// Feature is something that a guest may need of its kernel.
 type Feature struct {
 	Name    string         `json:"name"`    // as images and users name it
-	Purpose string         `json:"purpose"` // what it serves
+	Purpose string         `json:"purpose"` // what it is for
 	Has     Has            `json:"has"`     // the least of its options
-	Options map[string]Has `json:"options"` // the options that it takes, with CONFIG_
+	Options map[string]Has `json:"options"` // the options that it needs, with CONFIG_
 }
 
-// Lacks returns the options that keep the feature from being there, sorted.
+// Lacks returns the options that the kernel lacks or nothing loads, sorted.
 func (f *Feature) Lacks() []string {
 	var out []string
 	for name, has := range f.Options {
@@ -42,8 +42,8 @@ func (f *Feature) Lacks() []string {
 	return out
 }
 
-// Modules returns the modules that would have to be loaded for the feature, sorted; nil if that would not be enough, or
-// if it is there.
+// Modules returns the modules to load for the feature, sorted. It returns nil if the kernel has the feature, or if
+// loading modules would not suffice.
 func (f *Feature) Modules() []string {
 	if f.Has != Module {
 		return nil
@@ -58,13 +58,13 @@ func (f *Feature) Modules() []string {
 	return slices.Compact(out)
 }
 
-// wanted is a feature before a kernel has been asked for it. All options are needed, without CONFIG_.
+// wanted is a known feature, before a kernel is checked for it. It needs all of options, without CONFIG_.
 type wanted struct {
 	name, purpose string
 	options       string // separated by spaces
 }
 
-// wants are the features that are known, in the order in which they are shown. docs/reference/KERNELS.md has the same
+// wants are the known features, in the order in which they are shown. docs/reference/KERNELS.md has the same
 // table, and a test compares the two.
 var wants = []wanted{
 	{"guest", "disks, the agent's socket, the root file system: what no VM can do without", "VIRTIO_MMIO VIRTIO_BLK VIRTIO_VSOCKETS EROFS_FS EXT4_FS OVERLAY_FS DEVTMPFS PROC_FS SYSFS TMPFS"},
@@ -108,7 +108,7 @@ var wants = []wanted{
 	{"binfmt", "programs of other architectures by an emulator", "BINFMT_MISC"},
 }
 
-// optionModules are the modules of options that have others than moduleOf would say.
+// optionModules has the modules of options for which moduleOf would be wrong.
 var optionModules = map[string][]string{
 	"VIRTIO_FS":                      {"virtiofs"},
 	"VIRTIO_VSOCKETS":                {"vmw_vsock_virtio_transport"},
@@ -130,7 +130,7 @@ var optionModules = map[string][]string{
 	"NETFILTER_XT_TARGET_REDIRECT":   {"xt_REDIRECT"},
 }
 
-// modulesOf gives the modules of an option that can be one, without CONFIG_.
+// modulesOf returns the modules of an option that can be a module, without CONFIG_.
 func modulesOf(option string) []string {
 	if names, ok := optionModules[option]; ok {
 		return names
@@ -154,8 +154,8 @@ func readConfig(path string) (kernelConfig, error) {
 	return parseConfig(string(text), false)
 }
 
-// Features tells what the kernel has of all features that are known, in a fixed order. It reads the kernel's
-// configuration; the error wraps ErrDamaged if that cannot be read.
+// Features returns all known features with what the kernel has of each, in a fixed order. It reads the kernel's
+// configuration; the error wraps ErrDamaged if it cannot.
 func (k *Kernel) Features() ([]Feature, error) {
 	cfg, err := readConfig(k.Config)
 	if err != nil {
@@ -212,23 +212,23 @@ func (k *Kernel) Hosts() []Host {
 	return out
 }
 
-// Own says that the kernel was built with options of its maker's: BuildOptions.Config.
+// Own reports whether the kernel was built with options of its maker: BuildOptions.Config.
 func (k *Kernel) Own() bool { return k.Inputs[ownConfigInput] != "" }
 
 // ownConfigInput is the name of the hash of BuildOptions.Config among a kernel's inputs.
 const ownConfigInput = "own options"
 
-// NeedsLabel is the label of an image that names the features its programs want of a kernel, separated by commas or
-// spaces.
+// NeedsLabel is the label of an image that names the kernel features that its programs need, separated by commas
+// or spaces.
 const NeedsLabel = "drowse.kernel.needs"
 
-// maxNeeds bounds the features that an image can ask for.
+// maxNeeds bounds the features that an image can require.
 const maxNeeds = 64
 
-// ErrFeature: no kernel that could be used has what is wanted, or nobody knows what that is.
+// ErrFeature means that no usable kernel has the required features, or that one of them is unknown.
 var ErrFeature = errors.New("no kernel has what is needed")
 
-// ParseNeeds reads the value of NeedsLabel. The error wraps ErrFeature and names what is known if a feature is not.
+// ParseNeeds reads the value of NeedsLabel. For an unknown feature the error wraps ErrFeature and names the known.
 func ParseNeeds(value string) ([]string, error) {
 	var out []string
 	for _, name := range strings.FieldsFunc(value, func(r rune) bool { return r == ',' || r == ' ' }) {
@@ -246,7 +246,7 @@ func ParseNeeds(value string) ([]string, error) {
 	return out, nil
 }
 
-// missing returns those of needs that the kernel has not, or has in modules that nobody loads.
+// missing returns those of needs that the kernel lacks, or has in modules that nothing loads.
 func (k *Kernel) missing(needs []string) ([]Feature, error) {
 	if len(needs) == 0 {
 		return nil, nil
@@ -258,7 +258,7 @@ func (k *Kernel) missing(needs []string) ([]Feature, error) {
 	return slices.DeleteFunc(all, func(f Feature) bool { return f.Has == Yes || !slices.Contains(needs, f.Name) }), nil
 }
 
-// Need fails with ErrFeature, and says what puts them there, if the kernel lacks some of the features of that name.
+// Need fails with ErrFeature, and with the remedy, if the kernel lacks some of the named features.
 func (k *Kernel) Need(names []string) error {
 	lacks, err := k.missing(names)
 	if err == nil && len(lacks) > 0 {
@@ -267,11 +267,11 @@ func (k *Kernel) Need(names []string) error {
 	return err
 }
 
-// Choose returns the kernel of the cache that a VM gets when nobody names one: of those that this kind of host can run
-// and that have all features of needs, the newest built one; else the newest that was built with options of its
-// maker's; else the newest of Debian's. Without needs a kernel with own options is left to those who name it, unless
-// there is no other. The error wraps ErrNotFound where the cache has none that the host could run, and ErrFeature where
-// none has what is needed.
+// Choose returns the kernel of the cache for a VM that names none. It must run on this kind of host and have all
+// features of needs. Of those kernels Choose takes the newest built one; else the newest built with options of its
+// maker; else the newest of Debian's. Without needs it takes a kernel with own options only if there is no other.
+// The error wraps ErrNotFound if the cache has none that the host could run, and ErrFeature if none has what is
+// needed.
 func Choose(cacheDir string, host Host, needs []string) (*Kernel, error) {
 	all, err := List(cacheDir) // newest first
 	if err != nil {
@@ -315,7 +315,7 @@ func Choose(cacheDir string, host Host, needs []string) (*Kernel, error) {
 	return nil, fmt.Errorf("%w: make one with kernel.Build, or on hardware take Debian's with kernel.Fetch", ErrNotFound)
 }
 
-// remedies says what is missing in a kernel, and what puts it there.
+// remedies says what a kernel lacks, and how to get it.
 func remedies(missing []Feature, kind Kind) string {
 	var names, options, modules []string
 	for _, f := range missing {

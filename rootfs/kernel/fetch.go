@@ -18,30 +18,30 @@ import (
 // cloudPackage is the Debian package that depends on the newest stock kernel for virtual machines.
 const cloudPackage = "linux-image-cloud-amd64"
 
-// FetchOptions says where to put Debian's kernel. The zero value lacks only CacheDir.
+// FetchOptions says where to put Debian's kernel. Only CacheDir is required.
 type FetchOptions struct {
 	// CacheDir is the folder for kernels and downloads. A fetched kernel takes 110 MiB, its package 26 MiB.
 	CacheDir string
 
-	// ExtraModules are names of modules for Kernel.Modules besides those that every guest needs. Dependencies come by
-	// themselves.
+	// ExtraModules are names of modules for Kernel.Modules besides those that every guest needs. Fetch adds their
+	// dependencies.
 	ExtraModules []string
 
-	// Update has Fetch return the version that apt would install now. Without it a kernel in the cache is used.
+	// Update makes Fetch return the version that apt would install now. Otherwise it uses a kernel in the cache.
 	Update bool
 
-	// Newer, if set, is called with the version that apt knows when an older one in the cache is used.
+	// Newer, if set, is called with the version that apt knows when Fetch uses an older one in the cache.
 	Newer func(version string)
 
-	// UpdateIndex lets Fetch run apt-get update, as root, when apt does not know the package or its file is gone from
-	// the archive.
+	// UpdateIndex lets Fetch run apt-get update, as root, when apt does not know the package or the archive no
+	// longer has its file.
 	UpdateIndex bool
 
-	// Progress, if set, is called at the start of each stage and as it goes on, from one goroutine at a time. total is
-	// 0 where it is not known; done and total are bytes for "download".
+	// Progress, if set, is called at the start of each stage and during it, from one goroutine at a time. total is
+	// 0 if it is not known; done and total are bytes for "download".
 	Progress func(stage string, done, total int64)
 
-	// Log, if set, receives the messages of the programs run.
+	// Log, if set, receives the messages of the programs.
 	Log io.Writer
 }
 
@@ -49,12 +49,12 @@ type FetchOptions struct {
 var realKernel = regexp.MustCompile(`^linux-image-[0-9]`)
 
 // Fetch returns Debian's stock kernel for virtual machines, unmodified, from the cache if it is there;
-// FetchOptions.Update says in which version. It is downloaded by apt, compared with the hash in apt's signed index,
-// and unpacked in the cache; nothing is installed on the host.
+// FetchOptions.Update chooses the version. Apt downloads it, and Fetch compares it with the hash in apt's signed
+// index and unpacks it in the cache. It installs nothing on the host.
 //
-// Any number of calls and processes may fetch at once. When ctx ends, the programs are stopped and the error wraps
-// ctx's; an interrupted Fetch leaves nothing that is taken for a result. The error wraps ErrNoPackage if apt does not
-// know the package.
+// Any number of calls and processes may fetch at once. When ctx ends, Fetch stops the programs, and its error
+// wraps ctx's. An interrupted Fetch leaves nothing that passes for a result. The error wraps ErrNoPackage if apt
+// does not know the package.
 func Fetch(ctx context.Context, opts FetchOptions) (*Kernel, error) {
 	k, err := fetch(ctx, opts)
 	if err != nil {
@@ -157,8 +157,8 @@ func (a *apt) take(ctx context.Context, p aptPackage, wanted []string, inputs ma
 	return k.publish(ctx, a.cacheDir, staging)
 }
 
-// Download returns the path of the Debian package that holds the kernel that the package of a name stands for. It is in
-// the cache, fetched by apt if need be, and compared with the hash in apt's signed index.
+// Download returns the path, in the cache, of the Debian package with the kernel that a package name stands for.
+// Apt downloads it if necessary, and Download compares it with the hash in apt's signed index.
 func Download(ctx context.Context, cacheDir, name string) (string, error) {
 	a := &apt{cacheDir: cacheDir, report: func(string, int64, int64) {}}
 	p, err := resolveKernel(ctx, a.candidate, name)
@@ -168,7 +168,7 @@ func Download(ctx context.Context, cacheDir, name string) (string, error) {
 	return a.download(ctx, p)
 }
 
-// maxMetaPackages bounds the chain of packages that only depend on a kernel; Debian's has one.
+// maxMetaPackages bounds the chain of packages that only depend on a kernel; Debian's chain has one.
 const maxMetaPackages = 4
 
 // resolveKernel follows packages that only depend on a kernel to the one that holds it.

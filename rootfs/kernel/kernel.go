@@ -17,7 +17,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/internal/artifact"
 )
 
-// Kind tells where a kernel comes from, and with that what it needs to boot.
+// Kind is a kernel's origin, and with that what it needs to boot.
 type Kind string
 
 const (
@@ -27,8 +27,8 @@ const (
 	Debian Kind = "debian"
 )
 
-// Kernel is one kernel in the cache. Its paths are absolute, and its files are never changed; all methods may be called
-// from several goroutines at once.
+// Kernel is a kernel in the cache. Its paths are absolute, and its files never change. All methods may be called
+// concurrently.
 type Kernel struct {
 	ID      string `json:"id"`      // unique in the cache, and the name of the folder
 	Kind    Kind   `json:"kind"`    //
@@ -51,11 +51,11 @@ type Kernel struct {
 	symbols symbolCache
 }
 
-// Errors that a caller may want to tell apart.
+// Errors that a caller may want to distinguish.
 var (
 	// ErrNotFound: the cache holds no such kernel.
 	ErrNotFound = errors.New("no such kernel")
-	// ErrDamaged: a kernel's folder lacks a file, or one is not as it was published.
+	// ErrDamaged: a kernel's folder lacks a file, or one has changed since it was published.
 	ErrDamaged = errors.New("damaged kernel")
 	// ErrUnsupported: this host cannot make or run such a kernel.
 	ErrUnsupported = errors.New("not supported")
@@ -65,7 +65,7 @@ const (
 	// Layout of the cache folder.
 	kernelsDir   = "kernels"   // one folder for each kernel
 	downloadsDir = "downloads" // Debian packages
-	workDir      = "work"      // source trees while they are built
+	workDir      = "work"      // source trees during their build
 	locksDir     = "locks"
 	logsDir      = "logs"
 
@@ -73,11 +73,11 @@ const (
 	metadataVersion = 1
 	maxMetadata     = 1 << 20 // bytes of kernel.json that are read
 
-	// idHashLength is how many hexadecimal digits of the inputs' hash are in an ID.
+	// idHashLength is how many hexadecimal digits of the inputs' hash an ID has.
 	idHashLength = 12
 )
 
-// record is what kernel.json holds: a Kernel whose paths are relative to the folder, so that a cache can be moved.
+// record is the content of kernel.json: a Kernel with paths relative to the folder, so that a cache can be moved.
 type record struct {
 	FormatVersion int `json:"format_version"`
 	*Kernel
@@ -100,8 +100,8 @@ func (k *Kernel) eachPath(f func(*string) error) error {
 	return nil
 }
 
-// publish completes k, whose files lie in staging and whose paths are relative to it, and moves all to its final place
-// in the cache.
+// publish completes k, whose files are in staging and whose paths are relative to it, and moves everything to its
+// final place in the cache.
 func (k *Kernel) publish(ctx context.Context, cacheDir, staging string) (*Kernel, error) {
 	var err error
 	if k.ImageSHA256, k.ImageSize, err = artifact.HashFile(ctx, filepath.Join(staging, k.Image)); err != nil {
@@ -116,7 +116,7 @@ func (k *Kernel) publish(ctx context.Context, cacheDir, staging string) (*Kernel
 		return nil, err
 	}
 	final := filepath.Join(cacheDir, kernelsDir, k.ID)
-	// The caller holds the lock and has found no such kernel that can be opened: what has the name is damaged.
+	// The caller holds the lock and could open no such kernel: a folder of this name is damaged.
 	if err := os.RemoveAll(final); err != nil {
 		return nil, err
 	}
@@ -126,7 +126,7 @@ func (k *Kernel) publish(ctx context.Context, cacheDir, staging string) (*Kernel
 	return openDir(final)
 }
 
-// openDir reads the kernel in the folder dir and checks that its files are there.
+// openDir reads the kernel in the folder dir and checks that its files exist.
 func openDir(dir string) (*Kernel, error) {
 	dir, err := filepath.Abs(dir)
 	if err != nil {
@@ -170,8 +170,8 @@ func openDir(dir string) (*Kernel, error) {
 	return k, nil
 }
 
-// Verify reads the whole image and compares it with the hash it was published with. The error wraps ErrDamaged if they
-// differ.
+// Verify reads the whole image and compares it with the hash of its publication. The error wraps ErrDamaged if
+// they differ.
 func (k *Kernel) Verify(ctx context.Context) error {
 	sum, _, err := artifact.HashFile(ctx, k.Image)
 	if err != nil {
@@ -184,8 +184,8 @@ func (k *Kernel) Verify(ctx context.Context) error {
 	return nil
 }
 
-// List returns the kernels in the cache, newest first. A cache that does not exist is empty. Folders that hold no
-// usable kernel are left out; Open says what is wrong with one.
+// List returns the kernels in the cache, newest first. A cache that does not exist is empty. It leaves out folders
+// without a usable kernel; Open says what is wrong with one.
 func List(cacheDir string) ([]*Kernel, error) {
 	entries, err := os.ReadDir(filepath.Join(cacheDir, kernelsDir))
 	if errors.Is(err, fs.ErrNotExist) {
@@ -226,8 +226,8 @@ func Open(cacheDir, id string) (*Kernel, error) {
 	return openDir(dir)
 }
 
-// Find returns the kernel with this ID, or the newest of this Kind, or the only one whose ID begins so. Of this kind,
-// one that was built with options of its maker's is the last choice: who wants it names it. The error wraps
+// Find returns the kernel with this ID, or the newest of this Kind, or the only one whose ID has this prefix. For
+// a kind, it takes a kernel built with options of its maker last: those who want it name it. The error wraps
 // ErrNotFound, or ErrDamaged when the ID is that of a damaged kernel.
 func Find(cacheDir, idOrKind string) (*Kernel, error) {
 	k, err := Open(cacheDir, idOrKind)
@@ -278,7 +278,7 @@ func findInputs(cacheDir string, kind Kind, hash string) (*Kernel, error) {
 	return findNewest(cacheDir, func(k *Kernel) bool { return k.Kind == kind && k.InputsHash == hash })
 }
 
-// findNewest returns the newest kernel in the cache that fits, or nil.
+// findNewest returns the newest kernel in the cache for which fits returns true, or nil.
 func findNewest(cacheDir string, fits func(*Kernel) bool) (*Kernel, error) {
 	all, err := List(cacheDir)
 	if err != nil {
@@ -290,8 +290,8 @@ func findNewest(cacheDir string, fits func(*Kernel) bool) (*Kernel, error) {
 	return nil, nil
 }
 
-// lockKernel takes the lock that covers the making of the kernel of this kind and inputs, and removes what makers that
-// are gone have left in the cache.
+// lockKernel takes the lock for making the kernel of this kind and inputs, and removes what dead makers have left
+// in the cache.
 func lockKernel(ctx context.Context, cacheDir string, kind Kind, hash string) (unlock func(), err error) {
 	lockOf := func(kind Kind, key string) string {
 		return filepath.Join(cacheDir, locksDir, string(kind)+"-"+key[max(0, len(key)-idHashLength):])
@@ -308,10 +308,10 @@ func lockKernel(ctx context.Context, cacheDir string, kind Kind, hash string) (u
 	return artifact.Lock(ctx, lockOf(kind, hash[:idHashLength]))
 }
 
-// once returns the kernel of this kind and inputs: the one of the cache, or the one that fresh makes. Whoever wants the
-// same waits for it.
+// once returns the kernel of this kind and inputs: the cache's, or the one that fresh makes. Other callers for the
+// same kernel wait for it.
 func once(ctx context.Context, cacheDir string, kind Kind, hash string, fresh func() (*Kernel, error)) (*Kernel, error) {
-	// Without the lock first: a finished kernel needs no writable cache.
+	// First look without the lock: a finished kernel needs no writable cache.
 	if k, err := findInputs(cacheDir, kind, hash); k != nil || err != nil {
 		return k, err
 	}
@@ -326,8 +326,8 @@ func once(ctx context.Context, cacheDir string, kind Kind, hash string, fresh fu
 	return fresh()
 }
 
-// symbolCache keeps the parsed symbol map. It is shared by copies of a Kernel only if made before the copy; that costs
-// time, not correctness.
+// symbolCache keeps the parsed symbol map. Copies of a Kernel share it only if it was made before the copy;
+// otherwise they parse again, which costs only time.
 type symbolCache struct {
 	once sync.Once
 	syms []symbol

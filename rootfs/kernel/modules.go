@@ -20,39 +20,39 @@ const (
 	maxBuiltinList = 16 << 20 // bytes of modules.builtin
 )
 
-// wantedModules are what a guest needs before it has a root, or to be looked after from the host. What of it is built
-// into the kernel is left out; dependencies come by themselves. What is not here can be loaded later, from ModulesDir.
+// wantedModules are the modules that a guest needs before it has a root, or for its host. Those that are built
+// into the kernel are left out; dependencies are added. A guest can load others later, from ModulesDir.
 var wantedModules = []string{
 	"virtio_mmio",                // the transport, found by ACPI HID LNRO0005
 	"virtio_blk",                 // disks
 	"virtio_net",                 //
-	"vmw_vsock_virtio_transport", // the way to the host
+	"vmw_vsock_virtio_transport", // the connection to the host
 	"virtio_balloon",             //
 	"virtio_console",             //
 	"virtio_rng",                 //
 	"erofs", "ext4", "overlay",   // root: a shared image, and a writable disk over it
-	"pvpanic_mmio", // tells the host of a panic
+	"pvpanic_mmio", // reports a panic to the host
 	"fuse",         // secrets, see guest/agent/secretfs: nothing in a guest loads it
 }
 
-// optionalModules are those of wantedModules that a guest can do without. Any other that is neither a file nor built in
-// is an error.
+// optionalModules are those of wantedModules that a guest can do without. Any other that is neither a file nor
+// built in is an error.
 var optionalModules = []string{"pvpanic_mmio", "virtio_console", "fuse"}
 
-// moduleSet is the modules of one kernel.
+// moduleSet has the modules of one kernel.
 type moduleSet struct {
 	files   map[string]string // module name -> absolute path of the .ko file
-	builtin map[string]bool   // names of what is built in
+	builtin map[string]bool   // names of built-in modules
 	info    func(path string) (moduleInfo, error)
 }
 
-// moduleInfo is what a module says of itself.
+// moduleInfo is a module's description of itself.
 type moduleInfo struct {
 	depends []string // names of the modules whose symbols it uses
-	softPre []string // names of modules or aliases that had better be loaded before
+	softPre []string // names of modules or aliases that should be loaded before
 }
 
-// moduleName returns the kernel's name for a module file: '-' and '_' are the same in it (modprobe.d(5)).
+// moduleName returns the kernel's name of a module file, in which '-' and '_' are the same (modprobe.d(5)).
 func moduleName(file string) string {
 	return strings.ReplaceAll(strings.TrimSuffix(filepath.Base(file), ".ko"), "-", "_")
 }
@@ -99,8 +99,8 @@ func readModules(dir string) (*moduleSet, error) {
 	return s, nil
 }
 
-// order returns the paths of the modules wanted and of all that they need, each after what it needs: the order to load
-// them in. The order is the same for the same modules.
+// order returns the paths of the wanted modules and their dependencies, each after its dependencies: the order to
+// load them in. The same modules always give the same order.
 func (s *moduleSet) order(wanted, optional []string) ([]string, error) {
 	var out []string
 	state := map[string]int{} // 1: being visited, 2: in out
@@ -153,8 +153,8 @@ func (s *moduleSet) order(wanted, optional []string) ([]string, error) {
 }
 
 // readModuleInfo reads the section .modinfo of a module: strings "key=value", each ended by a zero byte
-// (include/linux/module.h). Debian's packages come without modules.dep, which depmod(8) makes from the same source when
-// a package is installed.
+// (include/linux/module.h). Debian's packages have no modules.dep; depmod(8) makes it from the same data at
+// installation.
 func readModuleInfo(path string) (moduleInfo, error) {
 	f, err := elf.Open(path)
 	if err != nil {

@@ -6,7 +6,7 @@ import (
 	"strings"
 )
 
-// Host is the kind of KVM a guest is to run on.
+// Host is the kind of KVM that a guest runs on.
 type Host string
 
 const (
@@ -17,48 +17,48 @@ const (
 	Soft Host = "soft"
 )
 
-// The parameters of kernels are those of Documentation/admin-guide/kernel-parameters.txt of the kernel, without a
-// word to the contrary.
+// Unless a comment says otherwise, Documentation/admin-guide/kernel-parameters.txt of the kernel describes the
+// parameters.
 
-// anyHost is what every guest gets.
+// anyHost has the parameters of every guest.
 var anyHost = []string{
 	// Messages go to the first serial port.
 	"console=ttyS0",
-	// Only warnings do: each character is an exit to the VMM, and a boot prints 10,000.
+	// Print warnings only: each character is an exit to the VMM, and a boot prints 10,000.
 	"quiet",
-	// Restart at once after a panic, so that the VMM learns of it; pvpanic has told it the reason before.
+	// Restart at once after a panic, so that the VMM learns of it; pvpanic has reported the reason before.
 	"panic=-1",
-	// Restart by the keyboard controller, a write of 0xfe to port 0x64: the VMM can tell it from a crash that ends
-	// in a triple fault.
+	// Restart by the keyboard controller, a write of 0xfe to port 0x64: the VMM can distinguish it from a crash
+	// that ends in a triple fault.
 	"reboot=k",
 }
 
-// softHost is what a built kernel gets besides on a soft KVM. fault_around_bytes is from the patches; README.md has the
-// figures.
+// softHost has further parameters for a built kernel on a soft KVM. fault_around_bytes is from the patches;
+// README.md has the figures.
 var softHost = []string{
-	// No clock watchdog: the interpreter is slow, the time stamp counter is not wrong.
+	// No clock watchdog: the interpreter is slow, but the time stamp counter is right.
 	"tsc=reliable",
-	// Do not wait for timer interrupts to see whether they come: they come late here.
+	// Do not test whether timer interrupts arrive: here they arrive late.
 	"no_timer_check",
 	// Do not walk and split the kernel's page tables to write-protect its text, 0.85 s of a boot; the VM is the
 	// boundary.
 	"rodata=off",
-	// No asynchronous page faults: KVM ends them all when a VM is restored, and the guest looks through its table
+	// No asynchronous page faults: KVM ends them all when a VM is restored, and the guest then searches its table
 	// of them for 1.3 ms.
 	"no-kvmapf",
-	// Connection tracking looks through its table after each wake and once a minute: 50 instructions for each of
-	// 2,048 buckets with 256 MiB, 65,536 with 4 GiB; 4,096 connections still fit.
+	// Connection tracking searches its table after each wake and once a minute: 50 instructions for each of 2,048
+	// buckets with 256 MiB, 65,536 with 4 GiB. 4,096 connections still fit.
 	"nf_conntrack.hashsize=512",
-	// Map one page on a fault in a file, not sixteen: each costs more to map and unmap than most faults it saves.
+	// Map one page on a fault in a file, not sixteen: mapping and unmapping the others costs more than they save.
 	"fault_around_bytes=4096",
 }
 
-// softHostEnv becomes the environment of the guest program, to which the kernel hands on what it does not know itself.
-// User code asks the CPU what it has, and finds the AVX of the host, which CPUID and XCR0 of the VM do not hide on a
-// soft KVM. The kernel saves x87 and SSE registers only, since the interpreter has no XSAVE: the upper halves of AVX
-// registers are lost, or those of another program, when a task is switched or moves to another CPU. So what programs
-// are made with is told not to use them. A program that looks for itself, as JavaScript and Java run-times do, is not
-// reached by this.
+// softHostEnv becomes the environment of the guest program: the kernel passes on parameters that it does not know.
+// User code asks the CPU for its features, and finds the host's AVX, which CPUID and XCR0 of the VM do not hide on
+// a soft KVM. The kernel saves x87 and SSE registers only, since the interpreter has no XSAVE: when a task is
+// switched or moves to another CPU, it loses the upper halves of AVX registers, or gets another program's. So
+// these variables tell common libraries not to use AVX. They do not reach a program that checks the CPU itself,
+// such as JavaScript and Java run-times.
 var softHostEnv = []string{
 	// No AVX in Go programs.
 	"GODEBUG=cpu.avx=off,cpu.avx2=off,cpu.avx512f=off,cpu.avx512bw=off,cpu.avx512vl=off",
@@ -68,9 +68,9 @@ var softHostEnv = []string{
 	"OPENSSL_ia32cap=~0x1000000000000000:~0xdc230020",
 }
 
-// DefaultParams returns the parameters with which a kernel of this kind starts best on this kind of host. What
-// depends on the VM (its root, its devices when it has no ACPI tables) is not in them. The error wraps ErrUnsupported
-// for Debian's kernel on a soft KVM, which cannot run it.
+// DefaultParams returns the parameters with which a kernel of this kind starts best on this kind of host. They do
+// not include what depends on the VM: its root, and its devices if it has no ACPI tables. The error wraps
+// ErrUnsupported for Debian's kernel on a soft KVM, which cannot run it.
 func DefaultParams(kind Kind, host Host) (string, error) {
 	switch {
 	case kind != Built && kind != Debian:

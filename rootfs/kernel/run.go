@@ -18,26 +18,26 @@ import (
 )
 
 const (
-	// tailLines is how much of a failed command's output goes into the error.
+	// tailLines is how many lines of a failed command's output the error has.
 	tailLines = 15
 	// maxTailLine bounds each of these lines, in bytes.
 	maxTailLine = 400
-	// killDelay is how long a cancelled command may take to end before it is killed. make(1) uses the time to remove
+	// killDelay is how long a cancelled command has to end before it is killed. make(1) uses the time to remove
 	// half-written targets.
 	killDelay = 5 * time.Second
 )
 
-// CommandError tells that a program that a build or fetch runs has failed.
+// CommandError means that a program of a build or fetch has failed.
 type CommandError struct {
-	Doing   string // what it was run for: "compiling the kernel"
+	Doing   string // its purpose: "compiling the kernel"
 	Command string
 	Tail    []string // the last lines of its output
 	LogPath string   // a file with all of the output, or ""
 	Err     error
 }
 
-// Error gives the cause on the first line, and then the end of the output. When the command was stopped because its
-// context ended, it says only that.
+// Error returns the cause on the first line, and then the end of the output. For a command stopped because its
+// context ended, it returns only that.
 func (e *CommandError) Error() string {
 	if errors.Is(e.Err, context.Canceled) || errors.Is(e.Err, context.DeadlineExceeded) {
 		return fmt.Sprintf("%s: %v", e.Doing, e.Err)
@@ -54,10 +54,10 @@ func (e *CommandError) Error() string {
 	return b.String()
 }
 
-// Unwrap returns the underlying error, which is the context's if it has ended.
+// Unwrap returns the underlying error, which is the context's if the context has ended.
 func (e *CommandError) Unwrap() error { return e.Err }
 
-// command is a program to run, and where its output goes.
+// command is a program to run, and the destination of its output.
 type command struct {
 	doing   string
 	dir     string
@@ -68,8 +68,8 @@ type command struct {
 	stdin   io.Reader
 }
 
-// run runs the program and returns its standard output. All output goes to the log. When ctx ends, the program and all
-// that it has started are told to end, and killed after killDelay.
+// run runs the program and returns its standard output. All output goes to the log. When ctx ends, the program and
+// all its children get SIGTERM, and SIGKILL after killDelay.
 func (c command) run(ctx context.Context, name string, args ...string) (string, error) {
 	var stdout bytes.Buffer
 	err := c.stream(ctx, &stdout, name, args...)
@@ -88,7 +88,7 @@ func (c command) stream(ctx context.Context, stdout io.Writer, name string, args
 	} else {
 		cmd.Stdout, cmd.Stderr = stdout, tail
 	}
-	// A group of its own, so that cancelling reaches the compilers as well; and not outliving this process.
+	// The program has its own group, so that cancelling reaches the compilers, and does not outlive this process.
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGTERM}
 	cmd.Cancel = func() error { return syscall.Kill(-cmd.Process.Pid, syscall.SIGTERM) }
 	cmd.WaitDelay = killDelay
@@ -99,7 +99,7 @@ func (c command) stream(ctx context.Context, stdout io.Writer, name string, args
 	err := cmd.Run()
 	if ctx.Err() != nil {
 		if cmd.Process != nil {
-			_ = syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) // what of the group ignored the first signal
+			_ = syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) // processes of the group that ignored the first signal
 		}
 		err = ctx.Err()
 	}
@@ -114,14 +114,14 @@ func (c command) stream(ctx context.Context, stdout io.Writer, name string, args
 	}
 }
 
-// exited says that a program has run to its end and failed, by itself.
+// exited reports whether a program has run to its end and failed by itself.
 func exited(ctx context.Context, err error) bool {
 	var exit *exec.ExitError
 	return ctx.Err() == nil && errors.As(err, &exit)
 }
 
-// environment returns what the programs see of this process's environment: not MAKEFLAGS, CC, ARCH, KCFLAGS and the
-// like, which would change what is built and are in no hash, nor the locale, since their messages are parsed.
+// environment returns the programs' part of this process's environment. It omits MAKEFLAGS, CC, ARCH, KCFLAGS and
+// the like, which would change the result and are in no hash, and the locale, since we parse the output.
 func environment() []string {
 	env := []string{"LC_ALL=C"}
 	for _, name := range []string{"PATH", "HOME", "TMPDIR", "http_proxy", "https_proxy", "no_proxy", "ftp_proxy", "all_proxy"} {
@@ -134,7 +134,7 @@ func environment() []string {
 	return env
 }
 
-// tailWriter keeps the last lines written to it, and hands everything on.
+// tailWriter keeps the last lines written to it, and passes everything on.
 type tailWriter struct {
 	artifact.LineWriter
 	log   io.Writer
@@ -156,7 +156,7 @@ func newTailWriter(log io.Writer, onLine func(string)) *tailWriter {
 
 func (t *tailWriter) Write(p []byte) (int, error) {
 	if t.log != nil {
-		// A log that cannot be written must not end a build that can.
+		// A log that cannot be written must not end a build that otherwise works.
 		_, _ = t.log.Write(p)
 	}
 	return t.LineWriter.Write(p)

@@ -11,11 +11,11 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/internal/artifact"
 )
 
-// sharedKernels is how many kernels a shared folder keeps: the newest.
+// sharedKernels is how many kernels a shared folder keeps: the newest ones.
 const sharedKernels = 4
 
-// takeShared returns a copy, in this cache, of the kernel with these inputs that another one has shared; nil if there
-// is none that is whole. The caller holds the lock of this cache.
+// takeShared copies the shared kernel with these inputs into this cache and returns it, or nil if there is no
+// intact one. The caller holds this cache's lock.
 func (b *builder) takeShared(ctx context.Context, hash string) (*Kernel, error) {
 	if b.opts.SharedDir == "" {
 		return nil, nil
@@ -27,14 +27,14 @@ func (b *builder) takeShared(ctx context.Context, hash string) (*Kernel, error) 
 		}
 	}
 	if err != nil {
-		// Whatever is wrong with it, or whoever has just removed it: it can be built here.
+		// It may be damaged, or another process may have just removed it: it can be built here.
 		b.note("taking the kernel from %s: %v", b.opts.SharedDir, err)
 		return nil, ctx.Err()
 	}
 	return k, nil
 }
 
-// offer shares a kernel that this cache has had, unless it is shared.
+// offer shares a kernel of this cache, unless it is already shared.
 func (b *builder) offer(ctx context.Context, k *Kernel) {
 	if b.opts.SharedDir == "" {
 		return
@@ -44,7 +44,7 @@ func (b *builder) offer(ctx context.Context, k *Kernel) {
 	}
 }
 
-// share gives a copy of a kernel that was built to other caches. That it cannot is no reason to fail.
+// share copies a built kernel to the shared folder. A failure is not an error of the build.
 func (b *builder) share(ctx context.Context, k *Kernel) {
 	if b.opts.SharedDir == "" {
 		return
@@ -79,8 +79,8 @@ func (b *builder) note(format string, args ...any) {
 	}
 }
 
-// copyTo publishes a copy of a built kernel in another cache, whose lock for it the caller holds, in place of what has
-// its name there.
+// copyTo publishes a copy of a built kernel in another cache. The caller holds that cache's lock for it. The copy
+// replaces a folder of the same name.
 func (k *Kernel) copyTo(ctx context.Context, cacheDir string) (*Kernel, error) {
 	staging, err := artifact.StagingDir(filepath.Join(cacheDir, kernelsDir), k.ID)
 	if err != nil {

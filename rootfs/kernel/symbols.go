@@ -12,7 +12,7 @@ import (
 )
 
 const (
-	// maxSymbols bounds what is kept of a symbol map; the built kernel has about 50,000.
+	// maxSymbols bounds the symbols kept of a symbol map; the built kernel has about 50,000.
 	maxSymbols = 1 << 20
 	// maxSymbolLine bounds a line of it, in bytes. The kernel's own limit for a name is 512.
 	maxSymbolLine = 4096
@@ -24,10 +24,10 @@ type symbol struct {
 	name string
 }
 
-// Symbolize returns the function of the kernel that holds the virtual address addr, and the distance of addr from its
-// start in bytes. ok is false for an address outside the kernel's code, and for a kernel without a symbol map
-// (Kernel.SymbolMap), or one whose map cannot be read. The addresses are those of the ELF file: the built kernel runs
-// there (RANDOMIZE_BASE is off).
+// Symbolize returns the kernel function that contains the virtual address addr, and the distance of addr from its
+// start in bytes. ok is false for an address outside the kernel's code, and for a kernel without a readable symbol
+// map (Kernel.SymbolMap). The addresses are those of the ELF file: the built kernel runs there (RANDOMIZE_BASE is
+// off).
 func (k *Kernel) Symbolize(addr uint64) (name string, off uint64, ok bool) {
 	k.symbols.once.Do(func() { k.symbols.syms, k.symbols.err = readSymbols(k.SymbolMap) })
 	return lookup(k.symbols.syms, addr)
@@ -50,8 +50,8 @@ func readSymbols(path string) ([]symbol, error) {
 }
 
 // parseSymbols reads the lines "address type name" of a System.map, as nm(1) prints them, and keeps the symbols in
-// code: types t, T, w and W. The marks at the ends of the sections (_etext, _einittext) are of type T or D; either way
-// they stay, as the ends of what can be looked up.
+// code: types t, T, w and W. It also keeps the marks at the ends of the sections (_etext, _einittext), which have
+// type T or D: they end the range of a lookup.
 func parseSymbols(r io.Reader) ([]symbol, error) {
 	var syms []symbol
 	s := bufio.NewScanner(r)
@@ -76,16 +76,16 @@ func parseSymbols(r io.Reader) ([]symbol, error) {
 	if err := s.Err(); err != nil {
 		return nil, err
 	}
-	// Of several names at one address the first in the map wins: sort stably and keep the first, but let an end of text
-	// stay one.
+	// Of several names at one address the first in the map wins: sort stably and keep the first, but let an end of
+	// text remain one.
 	slices.SortStableFunc(syms, func(a, b symbol) int {
 		return cmp.Or(cmp.Compare(a.addr, b.addr), cmp.Compare(rank(a.name), rank(b.name)))
 	})
 	return slices.CompactFunc(syms, func(a, b symbol) bool { return a.addr == b.addr }), nil
 }
 
-// isTextEnd reports whether name is the mark that the kernel's linker script (arch/x86/kernel/vmlinux.lds.S) sets
-// behind a section of code.
+// isTextEnd reports whether name is the mark behind a section of code that the kernel's linker script
+// (arch/x86/kernel/vmlinux.lds.S) sets.
 func isTextEnd(name string) bool { return name == "_etext" || name == "_einittext" }
 
 // isSectionStart reports whether name is a mark in front of code rather than a function.

@@ -16,11 +16,11 @@ import (
 )
 
 const (
-	// InitPath is where the guest finds its program.
+	// InitPath is the path of the guest's program.
 	InitPath = "/init"
 
-	// BlockSize is the file system's, in bytes, and the size of an image is a multiple of it. It is the size of a page:
-	// the kernel maps the program's pages straight from the blocks.
+	// BlockSize is the file system's block size, in bytes. The size of an image is a multiple of it. It is the
+	// size of a page: the kernel maps the program's pages straight from the blocks.
 	BlockSize = 4096
 
 	// MaxAgent bounds the guest program, in bytes.
@@ -35,9 +35,9 @@ const (
 // Dirs are the empty folders in the image: mount points for the guest program.
 var Dirs = [...]string{"/dev", "/proc", "/sys", "/run", "/newroot", "/image", "/rw"}
 
-// Ensure returns the path of the disk image that carries the guest program at agentPath, a statically linked ELF file,
-// and makes it if it is not in the cache. Equal programs give equal bytes and the same path. Any number of calls and
-// processes may do so at once.
+// Ensure returns the path of the disk image with the guest program at agentPath, a statically linked ELF file. It
+// makes the image if the cache lacks it. Equal programs give equal bytes and the same path. Any number of calls
+// and processes may do so at the same time.
 func Ensure(ctx context.Context, cacheDir, agentPath string) (string, error) {
 	path, err := ensure(ctx, cacheDir, agentPath)
 	if err != nil {
@@ -99,7 +99,7 @@ func write(ctx context.Context, f *os.File, agentPath, sum string) error {
 	if err := w.Close(); err != nil {
 		return err
 	}
-	// A disk has whole sectors, and the last block may be read ahead.
+	// A disk has whole sectors, and read-ahead may cover the whole last block.
 	end, err := f.Seek(0, io.SeekEnd)
 	if err != nil {
 		return err

@@ -15,20 +15,20 @@ import (
 // ErrNoSpace: the host's file system has no room for the larger copy of a volume.
 var ErrNoSpace = errors.New("no space for a copy of the volume")
 
-// Resize makes a volume that nobody has attached larger: size bytes, a multiple of 1 MiB,
-// and the file system in it with it. A volume of that size stays as it is; one that is
-// larger is refused with ErrSize. It fails with ErrInUse while anybody has the volume
-// attached, and with what allow says, which is called when nobody can attach it any more.
+// Resize enlarges a volume that is not attached, and its file system, to size bytes, a
+// multiple of 1 MiB. A volume of that size stays unchanged; a larger one is refused with
+// ErrSize. Resize fails with ErrInUse while the volume is attached, and with the error of
+// allow, which it calls once the volume cannot be attached any more.
 //
-// No memory of a guest belongs to the volume any more when Resize has begun to change
-// it: Settled is gone, whether it succeeds or fails.
+// Once Resize has begun to change the volume, no memory of a guest belongs to it any more:
+// Settled is gone, whether Resize succeeds or fails.
 //
-// The file system is made larger in a copy, since resize2fs(8) leaves neither the old nor the
-// new one when it is killed. So there must be room for what the volume has allocated once
-// more, unless the host's file system has reflinks. In order: the record loses Settled; the
-// copy is made, grown and synced; it takes the place of the file; the record gets the
-// new size. Whatever is killed or loses power in between, the volume is as before or has
-// the new size; Resize may then be called again.
+// The file system grows in a copy, since a killed resize2fs(8) leaves neither the old nor
+// the new one. So there must be room for a second copy of what the volume has allocated,
+// unless the host's file system has reflinks. In order: the record loses Settled; the copy
+// is made, grown and synced; it replaces the file; the record gets the new size. After a
+// kill or a loss of power in between, the volume is unchanged or has the new size. Then
+// Resize may be called again.
 func (s *Store) Resize(ctx context.Context, name string, size int64, allow func(*Record) error) (_ *Record, err error) {
 	defer failed("resizing", name, &err)
 	if err := errors.Join(checkName(name), checkSize(size)); err != nil {
@@ -68,8 +68,8 @@ func (s *Store) Resize(ctx context.Context, name string, size int64, allow func(
 	return &now, nil
 }
 
-// replace puts a larger copy in place of a volume's file. Preconditions: the store's lock and
-// the volume's for writing are held.
+// replace replaces a volume's file with a larger copy. Preconditions: the store's lock and the volume's for
+// writing are held.
 func (s *Store) replace(ctx context.Context, v *Volume, size int64) (err error) {
 	if err := s.checkRoom(v); err != nil {
 		return err
@@ -81,7 +81,7 @@ func (s *Store) replace(ctx context.Context, v *Volume, size int64) (err error) 
 	if err := s.fs.Mkdir(tmp, 0o700); err != nil {
 		return err
 	}
-	defer func() { _ = s.removeAll(tmp) }() // or the next one does
+	defer func() { _ = s.removeAll(tmp) }() // or the next lock does
 	path := filepath.Join(tmp, dataName)
 	if err := s.copyData(ctx, v, path); err != nil {
 		return fmt.Errorf("copying it: %w", err)
@@ -92,7 +92,7 @@ func (s *Store) replace(ctx context.Context, v *Volume, size int64) (err error) 
 	if err := s.syncFile(path); err != nil {
 		return err
 	}
-	// Those who open the new file must find it locked as long as the record is not written.
+	// A process that opens the new file must find it locked until the record is written.
 	f, err := s.fs.OpenFile(path, os.O_RDWR|unix.O_CLOEXEC, 0)
 	if err != nil {
 		return err
@@ -103,13 +103,13 @@ func (s *Store) replace(ctx context.Context, v *Volume, size int64) (err error) 
 	if err := s.fs.Rename(path, filepath.Join(v.dir, dataName)); err != nil {
 		return errors.Join(err, f.Close())
 	}
-	// The volume is its new file from here on.
+	// From here on the volume is its new file.
 	old := v.data
 	v.data, v.size = f, size
 	return errors.Join(old.Close(), s.fs.SyncDir(v.dir))
 }
 
-// checkRoom refuses at once what would fill the host's disk.
+// checkRoom refuses at once a copy that would fill the host's disk.
 func (s *Store) checkRoom(v *Volume) error {
 	var room unix.Statfs_t
 	var st unix.Stat_t
@@ -123,15 +123,15 @@ func (s *Store) checkRoom(v *Volume) error {
 	return nil
 }
 
-// reflinks says whether copies of files share their blocks on a file system of that type.
+// reflinks reports whether copies of files share their blocks on a file system of that type.
 func reflinks(magic int64) bool {
 	return magic == unix.XFS_SUPER_MAGIC || magic == unix.BTRFS_SUPER_MAGIC
 }
 
-// copyStep is how many bytes are copied between two looks at the context.
+// copyStep is how many bytes are copied between two checks of the context.
 const copyStep = 64 << 20
 
-// copyData makes a file with the content of a volume, and with its holes.
+// copyData makes a file with the content and the holes of a volume.
 func (s *Store) copyData(ctx context.Context, v *Volume, path string) (err error) {
 	f, err := s.fs.OpenFile(path, os.O_RDWR|os.O_CREATE|os.O_EXCL|unix.O_CLOEXEC, 0o600)
 	if err != nil {

@@ -19,7 +19,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/disk"
 )
 
-// NamePattern is what the name of a volume looks like.
+// NamePattern is the pattern of a volume's name.
 const NamePattern = `^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$`
 
 var nameRE = regexp.MustCompile(NamePattern)
@@ -37,7 +37,7 @@ const (
 	MaxSize = 1 << 40
 )
 
-// ErrSize says that a volume cannot have that size.
+// ErrSize means that a volume cannot have that size.
 var ErrSize = errors.New("bad size of a volume")
 
 func checkSize(size int64) error {
@@ -53,22 +53,22 @@ const idBytes = 16
 // Label is the label of a volume's file system.
 const Label = "drowse-volume"
 
-// Store is a directory of volumes, which any number of processes may use at once.
+// Store is a directory of volumes. Any number of processes may use it at the same time.
 //
 //	NAME/data, NAME/volume.json   a volume
-//	.lock                         held by who makes, resizes or removes one
-//	.tmp-*                        what is being made or removed, or was when its process died,
-//	                              and the larger copy of one that is being resized
+//	.lock                         held while a volume is made, resized or removed
+//	.tmp-*                        volumes being made or removed, or left so by a dead process,
+//	                              and the larger copy of a volume being resized
 type Store struct {
 	dir string
 	fs  osfile.FS
 	// format makes the file system in a new file.
 	format func(ctx context.Context, path string, size int64) error
-	// grow makes a file and the file system in it larger.
+	// grow enlarges a file and its file system.
 	grow func(ctx context.Context, path string, size int64) error
 }
 
-// Open names a directory of volumes. It is made when the first volume is.
+// Open names a directory of volumes. Create makes the directory with the first volume.
 func Open(dir string) *Store {
 	return &Store{dir: dir, fs: osfile.OS, grow: disk.GrowRaw, format: func(ctx context.Context, path string, size int64) error {
 		return disk.FormatRaw(ctx, path, Label, size)
@@ -80,8 +80,7 @@ const (
 	tempPrefix = ".tmp-"
 )
 
-// lock keeps all others from making, resizing and removing volumes, and tidies up what those
-// have left that were killed.
+// lock keeps all others from making, resizing and removing volumes, and removes what killed processes have left.
 func (s *Store) lock(ctx context.Context) (unlock func(), err error) {
 	if err := s.fs.Mkdir(s.dir, 0o700); err == nil {
 		err = s.fs.SyncDir(filepath.Dir(s.dir))
@@ -140,8 +139,8 @@ func newID() string {
 	return hex.EncodeToString(b[:])
 }
 
-// Create makes a volume of size bytes, a multiple of 1 MiB, with an empty ext4. It
-// takes the space of what is written to it. After a crash it is there or not.
+// Create makes a volume of size bytes, a multiple of 1 MiB, with an empty ext4. It takes disk space only for what
+// is written. After a crash it exists whole or not.
 func (s *Store) Create(ctx context.Context, name string, size int64) (_ *Record, err error) {
 	defer failed("making", name, &err)
 	if err := errors.Join(checkName(name), checkSize(size)); err != nil {
@@ -168,13 +167,13 @@ func (s *Store) Create(ctx context.Context, name string, size int64) (_ *Record,
 		err = s.fs.Rename(tmp, dir)
 	}
 	if err != nil {
-		_ = s.removeAll(tmp) // or the next one does
+		_ = s.removeAll(tmp) // or the next lock does
 		return nil, err
 	}
 	return r, s.fs.SyncDir(s.dir)
 }
 
-// fill makes the files of a volume, durably.
+// fill makes the files of a volume durably.
 func (s *Store) fill(ctx context.Context, dir string, r *Record) error {
 	path := filepath.Join(dir, dataName)
 	if err := s.format(ctx, path, r.Size); err != nil {
@@ -195,7 +194,7 @@ func (s *Store) syncFile(path string) error {
 	return errors.Join(f.Sync(), f.Close())
 }
 
-// failed, deferred, says what was done to which volume.
+// failed, deferred, adds the operation and the volume to an error.
 func failed(doing, name string, err *error) {
 	if *err != nil {
 		*err = fmt.Errorf("%s volume %s: %w", doing, name, *err)
@@ -220,8 +219,8 @@ func (s *Store) Get(name string) (*Record, error) {
 	return r, nil
 }
 
-// List returns all volumes in the order of their names. One that cannot be read is
-// reported, and does not hide the others.
+// List returns all volumes in the order of their names. It reports a volume that it cannot read, and still returns
+// the others.
 func (s *Store) List() ([]*Record, error) {
 	entries, err := s.fs.ReadDir(s.dir)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -250,7 +249,7 @@ func (s *Store) List() ([]*Record, error) {
 	return out, errors.Join(errs...)
 }
 
-// Allocated is how many bytes of disk a volume takes.
+// Allocated returns how many bytes a volume takes on the host's disk.
 func (s *Store) Allocated(name string) (int64, error) {
 	var st unix.Stat_t
 	if err := unix.Stat(filepath.Join(s.dir, name, dataName), &st); err != nil {
@@ -259,8 +258,8 @@ func (s *Store) Allocated(name string) (int64, error) {
 	return st.Blocks * 512, nil
 }
 
-// Remove deletes a volume that nobody has attached, unless allow, which is called
-// when nobody can attach it any more, says why not.
+// Remove deletes a volume that is not attached, unless allow returns an error. Remove calls allow once the volume
+// cannot be attached any more.
 func (s *Store) Remove(ctx context.Context, name string, allow func(*Record) error) (err error) {
 	defer failed("removing", name, &err)
 	unlock, err := s.lock(ctx)

@@ -18,41 +18,39 @@ import (
 	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
-// What a caller may want to tell apart.
+// Errors that a caller may want to distinguish.
 var (
 	ErrNotFound = errors.New("no such volume")
 	ErrExists   = errors.New("a volume of that name exists")
 	ErrName     = errors.New("invalid name of a volume")
-	// ErrInUse: somebody writes to it, or reads it while it was to be written to.
+	// ErrInUse: it is attached for writing, or is attached for reading and was requested for writing.
 	ErrInUse = errors.New("the volume is in use")
-	// ErrStale: the content is not that which a snapshot's memory belongs to.
+	// ErrStale: a snapshot's memory does not belong to the content.
 	ErrStale = errors.New("the volume has changed since the snapshot")
-	// ErrDirty: its file system was not unmounted and must be attached for writing
-	// once, to replay its journal.
+	// ErrDirty: its file system was not unmounted. Attach it for writing once, so that its journal is replayed.
 	ErrDirty = errors.New("the volume's file system was not unmounted")
 	// ErrRecord: the record is damaged or of another version.
 	ErrRecord = errors.New("unreadable volume record")
-	// ErrReadOnly: it was attached for reading.
+	// ErrReadOnly: it is attached for reading.
 	ErrReadOnly = errors.New("the volume is read-only")
-	// ErrSyncFailed: a flush has failed, so none can be promised any more.
+	// ErrSyncFailed: a flush has failed, so no flush can be trusted any more.
 	ErrSyncFailed = errors.New("an earlier flush failed")
 )
 
 // Version of a Record.
 const Version = 1
 
-// Record is what is kept of a volume.
+// Record is the persistent record of a volume.
 type Record struct {
 	Version int       `json:"version"`
 	ID      string    `json:"id"` // 32 hex digits
 	Name    string    `json:"name"`
 	Size    int64     `json:"size"` // bytes
 	Created time.Time `json:"created"`
-	// Generation counts the times that it was first written to by a VM that had
-	// booted, woken or been captured: equal generations of a volume that nobody
-	// writes to mean equal content.
+	// Generation counts first writes by a VM after a boot, a wake or a capture: equal generations of a volume that
+	// is not being written to mean equal content.
 	Generation uint64 `json:"generation"`
-	// Settled says which snapshot's memory the content belongs to; nil if none.
+	// Settled is the snapshot whose memory belongs to the content; nil if none.
 	Settled *Settled `json:"settled,omitempty"`
 }
 
@@ -69,8 +67,8 @@ const (
 	maxRecord  = 64 << 10 // bytes
 )
 
-// Volume is an attached volume: a disk for a block device. Its methods may be
-// called from any goroutine; Close must be the last.
+// Volume is an attached volume: a disk for a block device. Its methods may be called concurrently; Close must be
+// the last.
 type Volume struct {
 	fs       osfile.FS
 	dir      string
@@ -78,18 +76,18 @@ type Volume struct {
 	readOnly bool
 	size     int64
 
-	// written says that the record tells of writing.
+	// written is set once the record says that the volume is being written to.
 	written atomic.Bool
 	dirty   atomic.Bool // something was written since the last flush began
 
 	mu     sync.Mutex // guards what follows
 	rec    Record
-	failed error // why no flush can be promised
+	failed error // why flushes fail
 }
 
-// Attach opens a volume, for reading or for writing too. Its lock is held until
-// Close. allow, if not nil, is called when nobody else can take it, and may say why
-// not. A volume that cannot be read without being written to is ErrDirty.
+// Attach opens a volume, for reading or also for writing. It holds the lock until Close. It calls allow, if not
+// nil, once it has the lock; allow's error ends the attach. A volume that cannot be read without a write is
+// ErrDirty.
 func (s *Store) Attach(name string, readOnly bool, allow func(*Record) error) (_ *Volume, err error) {
 	defer failed("attaching", name, &err)
 	v, err := s.attach(name, readOnly)
@@ -140,11 +138,10 @@ func (s *Store) attachOnce(name string, readOnly bool) (*Volume, error) {
 	return v, nil
 }
 
-// errReplaced says that there is another file now in place of the one that was opened.
+// errReplaced means that another file has taken the place of the one that was opened.
 var errReplaced = fmt.Errorf("%w: it has just been removed", ErrNotFound)
 
-// attachTries is how often a volume may be resized, or removed and made again, while it is
-// being attached.
+// attachTries is how often a volume may be resized, or removed and made again, during an attach.
 const attachTries = 8
 
 func (v *Volume) open(mode osfile.LockMode) error {
@@ -159,7 +156,7 @@ func (v *Volume) open(mode osfile.LockMode) error {
 	if err != nil {
 		return err
 	}
-	// It may have been removed or resized, and another one made, since the file was opened.
+	// The volume may have been resized, or removed and made again, since the file was opened.
 	if now, err := v.fs.Stat(filepath.Join(v.dir, dataName)); err != nil || !os.SameFile(now, st) {
 		return errReplaced
 	}
@@ -175,17 +172,16 @@ func (v *Volume) open(mode osfile.LockMode) error {
 	return nil
 }
 
-// adopt makes the size of the file that of the record, if a resize was killed between the
-// two: see Resize. The record on disk says so when it is next written.
+// adopt sets the record's size to that of the file, if a resize was killed between the two: see Resize. The record
+// on disk gets it with its next write.
 func (r *Record) adopt(file int64) {
 	if file > r.Size && checkSize(file) == nil {
 		r.Size = file
 	}
 }
 
-// Where ext4 says that its journal must be replayed (Documentation/filesystems/ext4,
-// "The Super Block"): offsets in the file, the magic number, and
-// INCOMPAT_RECOVER.
+// Where ext4 says that its journal must be replayed (Documentation/filesystems/ext4, "The Super Block"): offsets
+// in the file, the magic number, and INCOMPAT_RECOVER.
 const (
 	superMagicAt   = 1024 + 0x38
 	superIncompat  = 1024 + 0x60
@@ -193,7 +189,7 @@ const (
 	incompatReplay = 0x4
 )
 
-// checkClean refuses a file system that cannot be read without being written to.
+// checkClean refuses a file system that cannot be read without a write.
 func checkClean(f osfile.File) error {
 	var magic [2]byte
 	var incompat [4]byte
@@ -209,16 +205,16 @@ func checkClean(f osfile.File) error {
 	return nil
 }
 
-// Record is what is known of the volume now.
+// Record returns the current record of the volume.
 func (v *Volume) Record() Record {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	return v.rec
 }
 
-// Check says whether a snapshot's memory may go on with the content: for writing,
-// that it has slept with it, as this VM, and nobody has written to it since; for
-// reading, that nobody has written since generation. It fails with ErrStale.
+// Check reports whether a snapshot's memory may continue with the content. For writing, this VM must have slept
+// with it in that snapshot, without a write since. For reading, there must be no write since generation. It fails
+// with ErrStale.
 func (v *Volume) Check(id string, generation uint64, as Settled) error {
 	r := v.Record()
 	return r.Check(id, generation, v.readOnly, as)
@@ -237,7 +233,7 @@ func (r *Record) Check(id string, generation uint64, readOnly bool, as Settled) 
 	return nil
 }
 
-// begin makes the record tell of writing, before the first byte.
+// begin makes the record say that the volume is being written to, before the first write.
 func (v *Volume) begin() error {
 	if v.written.Load() {
 		return nil
@@ -261,9 +257,8 @@ func (v *Volume) begin() error {
 	return nil
 }
 
-// Settle makes all that was written durable and notes, durably, that the content
-// belongs to a snapshot. Nothing may be written meanwhile. What is written later
-// takes the note back before it takes effect.
+// Settle makes all writes durable and records, durably, that the content belongs to a snapshot. There must be no
+// write meanwhile. The first later write removes that record before it takes effect.
 func (v *Volume) Settle(as Settled) error {
 	if v.readOnly {
 		return nil
@@ -275,8 +270,7 @@ func (v *Volume) Settle(as Settled) error {
 	defer v.mu.Unlock()
 	next := v.rec
 	next.Settled = &as
-	// If this fails the note may be there all the same: so the next write must
-	// take it back.
+	// If this fails the record may have been written all the same: so the next write must replace it.
 	v.written.Store(false)
 	if err := writeRecord(v.fs, v.dir, &next); err != nil {
 		return fmt.Errorf("noting that volume %s belongs to snapshot %s: %w", v.rec.Name, as.Snapshot, err)
@@ -285,21 +279,21 @@ func (v *Volume) Settle(as Settled) error {
 	return nil
 }
 
-// Close gives the volume back. What was not flushed is not made durable.
+// Close detaches the volume. It does not make unflushed writes durable.
 func (v *Volume) Close() error { return v.data.Close() }
 
-// Size of the disk in bytes.
+// Size returns the size of the disk in bytes.
 func (v *Volume) Size() int64 { return v.size }
 
-// ReadOnly says that it cannot be written to.
+// ReadOnly reports whether the volume is attached for reading only.
 func (v *Volume) ReadOnly() bool { return v.readOnly }
 
-// ReadExtent says where bytes are to be read.
+// ReadExtent returns the place in the file from which to read bytes of the disk.
 func (v *Volume) ReadExtent(off, n int64) (f *os.File, fileOff, length int64, err error) {
 	return v.data.OS(), off, n, nil
 }
 
-// WriteExtent says where bytes are to be written.
+// WriteExtent returns the place in the file to which to write bytes of the disk.
 func (v *Volume) WriteExtent(off, n int64) (f *os.File, fileOff, length int64, err error) {
 	if err := v.begin(); err != nil {
 		return nil, 0, 0, err
@@ -313,8 +307,7 @@ func (v *Volume) Wrote(_, _ int64, err error) error {
 	return err
 }
 
-// Flush makes durable all that was written before. An error that is ErrSyncFailed
-// is final.
+// Flush makes all earlier writes durable. An error that is ErrSyncFailed is final.
 func (v *Volume) Flush() error {
 	if v.readOnly {
 		return nil
@@ -334,8 +327,8 @@ func (v *Volume) Flush() error {
 	return nil
 }
 
-// Discard gives space back; the range reads as zeros where the file system can
-// punch holes, and is as it was elsewhere.
+// Discard frees space. The range then reads as zeros where the file system can punch holes, and stays unchanged
+// elsewhere.
 func (v *Volume) Discard(off, n int64) error {
 	err := v.allocate(unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, off, n)
 	if errors.Is(err, unix.EOPNOTSUPP) {
@@ -344,7 +337,7 @@ func (v *Volume) Discard(off, n int64) error {
 	return err
 }
 
-// WriteZeroes makes a range zeros, and gives space back if it may.
+// WriteZeroes zeroes a range, and frees its space if mayUnmap is set.
 func (v *Volume) WriteZeroes(off, n int64, mayUnmap bool) error {
 	mode := uint32(unix.FALLOC_FL_ZERO_RANGE | unix.FALLOC_FL_KEEP_SIZE)
 	if mayUnmap {
@@ -395,7 +388,7 @@ func readRecord(fsys osfile.FS, dir string) (*Record, error) {
 	return &r, nil
 }
 
-// writeRecord replaces a record: after a crash at any instant, the old or the new one is there.
+// writeRecord replaces a record: after a crash at any instant, the old or the new one exists.
 func writeRecord(fsys osfile.FS, dir string, r *Record) error {
 	data, err := json.MarshalIndent(r, "", "  ")
 	if err != nil {

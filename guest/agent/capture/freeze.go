@@ -13,17 +13,17 @@ import (
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
 
-const maxFrozen = time.Minute // that a request may ask for
+const maxFrozen = time.Minute // the most that a request may ask for
 
 // freeze is the state of the frozen file system.
 type freeze struct {
 	mu sync.Mutex
-	// active says that it is frozen. It changes with mu held.
+	// active reports whether it is frozen. It changes with mu held.
 	active atomic.Bool
-	// The others are guarded by mu, and mean something while it is frozen.
+	// mu guards the others. They are valid only while it is frozen.
 	since   time.Time
 	timer   *time.Timer
-	started []string // hooks that are due a "thaw"
+	started []string // hooks whose "thaw" is due
 	limits  hookLimits
 }
 
@@ -48,7 +48,7 @@ func (s *Standby) Freeze(ctx context.Context, m *agentpb.FreezeRequest) (*agentp
 	if !m.SkipHooks {
 		started, out.Refused = s.before(ctx, limits, agentpb.HookFreeze, &out.Failures)
 	}
-	// From here on the guest must go on even if the host has gone away.
+	// From here on the guest must be thawed even if the host has gone away.
 	if !out.Refused {
 		err = s.config.Machine.Freeze()
 	}
@@ -75,7 +75,7 @@ func (s *Standby) Thaw(ctx context.Context, _ *agentpb.ThawRequest) (*agentpb.Th
 	return out, err
 }
 
-// thawLate thaws when nobody has asked for it in time.
+// thawLate thaws if no Thaw has come in time.
 func (s *Standby) thawLate() {
 	f := &s.freeze
 	f.mu.Lock()
@@ -83,14 +83,14 @@ func (s *Standby) thawLate() {
 	if !f.active.Load() {
 		return
 	}
-	var failures []*agentpb.HookFailure // nobody is there to be told
+	var failures []*agentpb.HookFailure // no request waits for these
 	if err := s.thaw(context.Background(), &failures); err != nil {
 		os.Stderr.WriteString("drowse-agent: " + err.Error() + "\n")
 	}
 }
 
-// thaw lets writers go on, first of all. Precondition: s.freeze.mu is held, and
-// the file system is frozen.
+// thaw thaws the file system first, then runs the hooks. Precondition: s.freeze.mu is held, and the file system is
+// frozen.
 func (s *Standby) thaw(ctx context.Context, failures *[]*agentpb.HookFailure) error {
 	f := &s.freeze
 	f.timer.Stop()

@@ -11,43 +11,42 @@ import (
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
 
-// Ports are the handover ports of the machine. They are used from one thread, with
-// Open before and Close after.
+// Ports are the handover ports of the machine. One thread uses them, between Open and Close.
 type Ports interface {
-	// Open gives the calling thread the ports, and keeps everything else from running
-	// on its CPU as far as that is possible.
+	// Open gives the calling thread access to the ports, and as far as possible keeps everything else from running
+	// on its CPU.
 	Open() error
 	// Close undoes Open.
 	Close()
 	// Command writes the command register.
 	Command(v byte)
-	// Wait reads the status register until that is not StatusWait.
+	// Wait reads the status register until it is not StatusWait.
 	Wait() byte
 	// Message reads the data register.
 	Message(p *[agentpb.HandoverSize]byte)
 }
 
-// errNoHandover says that nobody waits at the ports.
+// errNoHandover means that no host waits at the ports.
 var errNoHandover = errors.New("the host does not wait at the handover ports")
 
-// Handover implements agentpb.AgentService. The machine is captured while it waits. When
-// it finds itself in a restored machine it has the wake path before it, on which nothing
-// is allocated, nobody is woken, and every system call counts.
+// Handover implements agentpb.AgentService. The host captures the machine while Handover waits. In a restored
+// machine it then runs the wake path, on which it allocates nothing and wakes no thread, and every system call
+// counts.
 func (s *Standby) Handover(context.Context, *agentpb.HandoverRequest) (*agentpb.HandoverResponse, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
-	// Ports that a restored machine does not let us have make a general protection fault:
-	// an error of this call, not the end of the machine's init.
+	// In a restored machine that denies access to the ports, they cause a general protection fault: an error of
+	// this call, not the end of the machine's init.
 	defer debug.SetPanicOnFault(debug.SetPanicOnFault(true))
 	p := s.config.Ports
 	if err := p.Open(); err != nil {
 		return nil, fmt.Errorf("open the handover ports: %w", err)
 	}
 	defer p.Close()
-	// The one instruction that reads the message must not meet a page that is not there: it
-	// would begin again where the device has gone on.
+	// Touch the buffer's page: one instruction reads the message, and a page fault would restart it after the
+	// device has moved on.
 	clear(s.handover.raw[:])
 	p.Command(agentpb.CommandStandBy)
 	switch status := p.Wait(); status {
@@ -63,7 +62,7 @@ func (s *Standby) Handover(context.Context, *agentpb.HandoverRequest) (*agentpb.
 		clear(s.handover.raw[:])
 		clear(m.Entropy[:])
 		if err != nil {
-			// The host falls back to Resume, and gets the error there if it is still one.
+			// The host falls back to Resume, and gets the error there if it persists.
 			p.Command(agentpb.CommandFailed)
 			os.Stderr.WriteString("drowse-agent: handover: " + err.Error() + "\n")
 			return nil, err
@@ -82,10 +81,10 @@ func (s *Standby) Handover(context.Context, *agentpb.HandoverRequest) (*agentpb.
 	}
 }
 
-// update brings the machine up to date. No time leaves the clock alone, no entropy adds none. The caller holds s.mu.
+// update brings the machine up to date. Time 0 leaves the clock, no entropy adds none. The caller holds s.mu.
 func (s *Standby) update(wallNanos int64, entropy []byte, newIdentity bool, hostname string) error {
 	s.config.Woken()
-	// First, since the time that the host says was that of a moment ago.
+	// The clock comes first: the host's time is already a moment old.
 	if wallNanos != 0 {
 		if err := s.config.Machine.SetClock(wallNanos); err != nil {
 			return err

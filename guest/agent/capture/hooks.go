@@ -20,32 +20,29 @@ import (
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
 
-// Hooks are the executables of a directory. Before a sleep, a snapshot or a
-// freeze each is run with the event as its argument, in the order of their
-// names; afterwards those that were started are run in the reverse order, so
-// that what was stopped last goes on first. A hook gets two arguments then:
-// the event, and the one before that it belongs to. This is what pm-utils did
-// (pm-action(8)), with the words of systemd-sleep(8) and of qemu-ga's
+// Hooks are the executables of a directory. Before a sleep, a snapshot or a freeze each is run with the event as
+// its argument, in the order of their names. Afterwards those that were started are run in reverse order, so that
+// what was stopped last starts first. A hook then gets two arguments: the event, and the earlier one that it
+// belongs to. This is what pm-utils did (pm-action(8)), with the words of systemd-sleep(8) and of qemu-ga's
 // fsfreeze-hook.
 const (
-	// DefaultHookDir is where a guest has its hooks.
+	// DefaultHookDir is the directory of a guest's hooks.
 	DefaultHookDir = "/etc/drowse/hooks.d"
 
 	maxHooks     = 64
-	maxHookNames = 1024            // entries of the directory that are looked at
-	maxHookTime  = 5 * time.Minute // that a request may give
-	killTime     = 2 * time.Second // how long a killed hook is waited for
+	maxHookNames = 1024            // entries read of the directory
+	maxHookTime  = 5 * time.Minute // the most that a request may give
+	killTime     = 2 * time.Second // how long to wait for a killed hook
 )
 
-// hooks is what the agent remembers of the hooks that it has run.
+// hooks is the agent's record of the hooks that it has run.
 type hooks struct {
 	mu sync.Mutex // one event at a time
-	// before is the event whose counterpart is due to started, in the order in
-	// which they ran. Both are in the memory that a snapshot keeps, so the wake
-	// path need not look into any directory. Guarded by mu.
+	// before is the last event, and started the hooks whose counterpart is due, in the order in which they ran.
+	// Both are in the memory that a snapshot keeps, so the wake path need not read a directory. Guarded by mu.
 	before  string
 	started []string
-	// waiting says that started is not empty.
+	// waiting reports whether started is not empty.
 	waiting atomic.Bool
 }
 
@@ -61,7 +58,7 @@ func (s *Standby) Hooks(ctx context.Context, m *agentpb.HooksRequest) (*agentpb.
 	out := &agentpb.HooksResponse{}
 	switch m.Event {
 	case agentpb.HookSleep, agentpb.HookSnapshot:
-		// What an attempt before has left undone comes first.
+		// The counterparts that an earlier attempt left undone come first.
 		s.counterpart(ctx, limits, agentpb.HookWake, out)
 		h.started, out.Refused = s.before(ctx, limits, m.Event, &out.Failures)
 		h.before = m.Event
@@ -79,8 +76,7 @@ func (s *Standby) Hooks(ctx context.Context, m *agentpb.HooksRequest) (*agentpb.
 	return out, nil
 }
 
-// counterpart runs the hooks that are due in reverse. Precondition: s.hooks.mu
-// is held.
+// counterpart runs the counterparts that are due. Precondition: s.hooks.mu is held.
 func (s *Standby) counterpart(ctx context.Context, l hookLimits, event string, out *agentpb.HooksResponse) {
 	h := &s.hooks
 	out.Ran += uint32(len(h.started))
@@ -89,10 +85,10 @@ func (s *Standby) counterpart(ctx context.Context, l hookLimits, event string, o
 	h.waiting.Store(false)
 }
 
-// hookLimits are the times that hooks have.
+// hookLimits are the time limits of hooks.
 type hookLimits struct {
 	each, all time.Duration
-	ignore    bool // go on after a failure
+	ignore    bool // continue after a failure
 }
 
 func newHookLimits(each, all int64, ignore bool) (hookLimits, error) {
@@ -103,8 +99,7 @@ func newHookLimits(each, all int64, ignore bool) (hookLimits, error) {
 	return l, nil
 }
 
-// before runs the hooks for an event that something is about to happen. It
-// returns those that were started, and whether one has refused.
+// before runs the hooks before an event. It returns the hooks that it started, and whether one has refused.
 func (s *Standby) before(ctx context.Context, l hookLimits, event string, failures *[]*agentpb.HookFailure) (started []string, refused bool) {
 	names, err := hookNames(s.config.HookDir)
 	if err != nil {
@@ -134,7 +129,7 @@ func (s *Standby) before(ctx context.Context, l hookLimits, event string, failur
 	return started, false
 }
 
-// after runs the counterparts. All are run, whatever fails.
+// after runs the counterparts, all of them even if some fail.
 func (s *Standby) after(ctx context.Context, l hookLimits, event, before string, started []string, failures *[]*agentpb.HookFailure) {
 	if len(started) == 0 {
 		return
@@ -148,9 +143,8 @@ func (s *Standby) after(ctx context.Context, l hookLimits, event, before string,
 	}
 }
 
-// hookNames lists the hooks of a directory in the order of their names. A
-// directory that is not there costs one system call. Hidden files, backups of
-// editors and what is not executable are no hooks.
+// hookNames lists the hooks of a directory in the order of their names. A missing directory costs one system call.
+// Hidden files, editors' backups and files that are not executable are not hooks.
 func hookNames(dir string) ([]string, error) {
 	d, err := os.Open(dir)
 	if errors.Is(err, os.ErrNotExist) {
@@ -185,8 +179,8 @@ func hookNames(dir string) ([]string, error) {
 	return names, nil
 }
 
-// runHook runs one hook and returns how it failed, or nil, and whether it was
-// started at all. Its process group is killed when its time is up.
+// runHook runs one hook and returns its failure, or nil, and whether it was started. It kills the hook's process
+// group when the time is up.
 func (s *Standby) runHook(ctx context.Context, limit time.Duration, name string, args ...string) (f *agentpb.HookFailure, ran bool) {
 	fail := func(problem string) *agentpb.HookFailure {
 		return &agentpb.HookFailure{Name: agentpb.Cut(name, agentpb.MaxHookName), Event: args[0], Problem: agentpb.Cut(problem, agentpb.MaxHookProblem)}
@@ -199,7 +193,7 @@ func (s *Standby) runHook(ctx context.Context, limit time.Duration, name string,
 	if err != nil {
 		return fail(err.Error()), false
 	}
-	p.KeepNewest() // the newest of what it prints
+	p.KeepNewest() // its newest output
 	ctx, cancel := context.WithTimeoutCause(ctx, limit, fmt.Errorf("not done within %v", limit))
 	defer cancel()
 	killed := ""

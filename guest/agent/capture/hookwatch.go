@@ -13,17 +13,15 @@ import (
 	"github.com/drowse-vm/drowse/guest/agent/poll"
 )
 
-// hookWatch knows whether there is something in the directory of hooks, and
-// tells the host when that changes. So the host need not ask before each sleep,
-// which would cost a guest without hooks more than the sleep itself where its
-// kernel is slow, and the wake path need not look.
+// hookWatch knows whether the directory of hooks has entries, and tells the host when that changes. So the host
+// need not ask before each sleep, and the wake path need not look. Asking would cost a guest without hooks more
+// than the sleep itself where its kernel is slow.
 //
-// The kernel queues an event before the call returns that has changed the
-// directory (inotify(7)). settle takes what is queued, so a change that was made
-// by a command whose end the host knows of is known to the host as well.
+// The kernel queues an event before the call that changed the directory returns (inotify(7)). settle takes what is
+// queued. So the host knows of every change made by a command whose end it knows of.
 type hookWatch struct {
 	dir string
-	// report tells the host. It is called with mu held, and waits for the answer.
+	// report tells the host. It is called with mu held, and returns when the host has answered.
 	report func(present bool) error
 	f      *poll.File // of inotify
 	done   chan struct{}
@@ -31,16 +29,15 @@ type hookWatch struct {
 	present atomic.Bool
 
 	mu   sync.Mutex // guards what follows
-	wd   int        // the one watch: dir, or the nearest directory above that is there
+	wd   int        // the one watch: on dir, or on its nearest existing ancestor
 	said bool       // what the host knows
 	buf  [4096]byte
 }
 
-// watchMask is what can make a hook appear or go, in the directory itself and
-// above.
+// watchMask has the events that can make a hook appear or vanish, in the directory itself and above it.
 const watchMask = unix.IN_CREATE | unix.IN_MOVED_TO | unix.IN_DELETE | unix.IN_MOVED_FROM | unix.IN_DELETE_SELF | unix.IN_MOVE_SELF | unix.IN_ONLYDIR
 
-// watchHooks begins to watch.
+// watchHooks starts a watch.
 func watchHooks(dir string, report func(present bool) error) (*hookWatch, error) {
 	fd, err := unix.InotifyInit1(unix.IN_CLOEXEC | unix.IN_NONBLOCK)
 	if err != nil {
@@ -62,7 +59,7 @@ func watchHooks(dir string, report func(present bool) error) (*hookWatch, error)
 	return w, nil
 }
 
-// run takes events as they come, until the watch is closed.
+// run takes events until the watch is closed.
 func (w *hookWatch) run() {
 	defer close(w.done)
 	for {
@@ -77,8 +74,7 @@ func (w *hookWatch) run() {
 	}
 }
 
-// settle takes the events that have been queued by now. It costs one system call
-// if there are none.
+// settle takes the events that are queued now. With none it costs one system call.
 func (w *hookWatch) settle() {
 	if w == nil {
 		return
@@ -95,12 +91,11 @@ func (w *hookWatch) close() {
 	}
 }
 
-// maxDrainReads bounds the reads of one drain: a directory that never stops
-// changing must not hold up whoever waits.
+// maxDrainReads bounds the reads of one drain: a directory that never stops changing must not hold up the caller.
 const maxDrainReads = 64
 
-// drain takes queued events, and says whether there were any. What they are does
-// not matter: the directory is looked at anew. Precondition: w.mu is held.
+// drain takes queued events, and reports whether there were any. It ignores what they say: refresh reads the
+// directory again. Precondition: w.mu is held.
 func (w *hookWatch) drain(fd uintptr) bool {
 	some := false
 	for range maxDrainReads {
@@ -109,7 +104,7 @@ func (w *hookWatch) drain(fd uintptr) bool {
 		}
 		some = true
 	}
-	// A report that failed is made again.
+	// A report that failed is repeated.
 	if some || w.said != w.present.Load() {
 		if err := w.refresh(int(fd)); err != nil {
 			os.Stderr.WriteString("drowse-agent: " + err.Error() + "\n")
@@ -118,12 +113,11 @@ func (w *hookWatch) drain(fd uintptr) bool {
 	return some
 }
 
-// maxRefresh bounds how often a directory may appear or vanish while it is being
-// looked at.
+// maxRefresh bounds how often a directory may appear or vanish during a refresh.
 const maxRefresh = 16
 
-// refresh watches the directory, or what is there of the path to it, and tells
-// the host what has changed. Precondition: w.mu is held.
+// refresh watches the directory, or its nearest existing ancestor, and tells the host of a change. Precondition:
+// w.mu is held.
 func (w *hookWatch) refresh(fd int) error {
 	present := false
 	for range maxRefresh {
@@ -133,13 +127,13 @@ func (w *hookWatch) refresh(fd int) error {
 		}
 		was := w.wd
 		if w.wd = wd; was >= 0 && was != wd {
-			_, _ = unix.InotifyRmWatch(fd, uint32(was)) // it may be gone by itself
+			_, _ = unix.InotifyRmWatch(fd, uint32(was)) // the kernel may have removed it
 		}
 		if at == w.dir {
 			present = notEmpty(w.dir)
 			break
 		}
-		// What is nearer may have appeared before the watch did, but not before one that was there already.
+		// A nearer directory may have appeared before a new watch did, but not unnoticed if the watch is the old one.
 		if was == wd {
 			break
 		}
@@ -155,7 +149,7 @@ func (w *hookWatch) refresh(fd int) error {
 	return nil
 }
 
-// nearest watches a directory, or the nearest one above it that is there.
+// nearest watches a directory, or its nearest existing ancestor.
 func nearest(fd int, dir string) (at string, wd int, err error) {
 	for at = dir; ; at = filepath.Dir(at) {
 		wd, err = unix.InotifyAddWatch(fd, at, watchMask)

@@ -12,16 +12,14 @@ import (
 // IOPorts are the machine's own ports. The zero value is ready.
 type IOPorts struct{ signals uint64 }
 
-// asynchronous is all signals but those that an instruction causes, which end a process that
-// blocks them.
+// asynchronous is every signal except those that an instruction causes: they end a process that blocks them.
 const asynchronous = ^uint64(1<<(unix.SIGILL-1) | 1<<(unix.SIGTRAP-1) | 1<<(unix.SIGBUS-1) | 1<<(unix.SIGFPE-1) | 1<<(unix.SIGSEGV-1))
 
 // schedParam is struct sched_param of linux/sched.h.
 type schedParam struct{ priority int32 }
 
-// Open implements Ports. The thread gets real-time priority: the tick, and whoever it wakes,
-// do not take the CPU from it; and no signal comes, such as the one by which the Go
-// runtime preempts.
+// Open implements Ports. It gives the thread real-time priority, so that neither the tick nor a thread that it
+// wakes takes the CPU. It blocks signals, such as the one by which the Go runtime preempts.
 func (p *IOPorts) Open() error {
 	if err := ioperm(1); err != 0 {
 		return err
@@ -32,7 +30,7 @@ func (p *IOPorts) Open() error {
 		_ = ioperm(0)
 		return errno
 	}
-	// Without it the hand-over works as well.
+	// The handover works without real-time priority as well.
 	schedule(unix.SCHED_FIFO, 1)
 	return nil
 }
@@ -44,7 +42,7 @@ func (p *IOPorts) Close() {
 	_ = ioperm(0)
 }
 
-// ioperm gives the thread the ports, or takes them away: ioperm(2).
+// ioperm grants the thread access to the ports, or revokes it: ioperm(2).
 func ioperm(on uintptr) syscall.Errno {
 	_, _, errno := syscall.RawSyscall(syscall.SYS_IOPERM, agentpb.HandoverPort, agentpb.HandoverPorts, on)
 	return errno
@@ -73,12 +71,12 @@ func (*IOPorts) Message(p *[agentpb.HandoverSize]byte) {
 //go:noescape
 func outb(port uint16, v byte)
 
-// inbWhile reads a port until it gives something else than v.
+// inbWhile reads a port until it returns something other than v.
 //
 //go:noescape
 func inbWhile(port uint16, v byte) byte
 
-// insb reads n bytes from a port: all in one exit to the VMM.
+// insb reads n bytes from a port, in one exit to the VMM.
 //
 //go:noescape
 func insb(port uint16, p *byte, n int)

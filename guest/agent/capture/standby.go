@@ -10,41 +10,41 @@ import (
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
 
-// Config says what a Standby is part of. All but Report are required.
+// Config describes a Standby's surroundings. All fields but Report are required.
 type Config struct {
 	Machine machine.Machine
 	Ports   Ports
 	HookDir string
 	Procs   *proc.Table
-	// Woken is called when the machine finds itself restored. It allocates nothing.
+	// Woken is called when the machine finds itself restored. It must not allocate.
 	Woken func()
-	// Report, when set, is called when hooks have appeared or are all gone. It
-	// returns when the host knows.
+	// Report, when set, is called when hooks have appeared or the last one has gone. It returns when the host
+	// knows.
 	Report func(present bool) error
 }
 
-// Standby has the machine ready to be captured, and brings it up to date when it has been restored.
+// Standby prepares the machine for a capture, and brings it up to date after a restore.
 type Standby struct {
 	config Config
 
-	mu     sync.Mutex // serialises what changes the machine
-	bootID string     // the latest identity; "" is the kernel's own
-	// handover is the message of a Handover, here since the wake path allocates nothing.
+	mu     sync.Mutex // serialises changes to the machine
+	bootID string     // the latest identity; "" means the kernel's own
+	// handover is the message of a Handover, kept here because the wake path allocates nothing.
 	handover struct {
 		raw     [agentpb.HandoverSize]byte
 		message agentpb.Handover
 	}
 
 	hooks     hooks
-	hookWatch *hookWatch // nil: the host asks whenever it must know
+	hookWatch *hookWatch // nil: the host has to ask each time
 	freeze    freeze
 }
 
-// New makes one, which watches for hooks if there is somebody to tell.
+// New makes a Standby. It watches for hooks if c.Report is set.
 func New(c Config) *Standby {
 	s := &Standby{config: c}
 	if c.Report != nil {
-		// Without it there would be hooks that nobody runs.
+		// Without the watch the host would miss hooks.
 		var err error
 		if s.hookWatch, err = watchHooks(c.HookDir, c.Report); err != nil {
 			os.Stderr.WriteString("drowse-agent: " + err.Error() + "\n")
@@ -53,7 +53,7 @@ func New(c Config) *Standby {
 	return s
 }
 
-// BootID returns the boot id, read from the kernel once.
+// BootID returns the boot id. It reads it from the kernel once.
 func (s *Standby) BootID() string {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -63,17 +63,17 @@ func (s *Standby) BootID() string {
 	return s.bootID
 }
 
-// Trim has the machine trim its disk, not while it is changed otherwise.
+// Trim makes the machine trim its disk. It excludes other changes to the machine.
 func (s *Standby) Trim() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.config.Machine.Trim()
 }
 
-// Settle tells the host whether there are hooks, if what has been done by now has changed that.
+// Settle tells the host whether there are hooks, if anything up to now has changed that.
 func (s *Standby) Settle() { s.hookWatch.settle() }
 
-// Close lets the guest go on that is frozen, and ends the watch for hooks.
+// Close thaws a frozen guest, and ends the watch for hooks.
 func (s *Standby) Close() {
 	s.thawLate()
 	s.hookWatch.close()
@@ -92,8 +92,8 @@ func (s *Standby) Resume(_ context.Context, m *agentpb.ResumeRequest) (*agentpb.
 	if m.NewIdentity {
 		out.BootId = id
 	}
-	// A guest without hooks spends no system call on them here. One that was
-	// captured while frozen must not stay so.
+	// A guest without hooks makes no system call for them here. A guest that was captured while frozen must not
+	// stay frozen.
 	out.HooksWait, out.Hooks = s.hooksState()
 	if s.freeze.active.Load() {
 		s.thawLate()
@@ -101,7 +101,7 @@ func (s *Standby) Resume(_ context.Context, m *agentpb.ResumeRequest) (*agentpb.
 	return out, nil
 }
 
-// hooksState says whether hooks wait for their counterpart, and whether there may be any.
+// hooksState reports whether hooks wait for their counterpart, and whether there may be any.
 func (s *Standby) hooksState() (waiting, present bool) {
 	return s.hooks.waiting.Load(), s.hookWatch == nil || s.hookWatch.present.Load()
 }

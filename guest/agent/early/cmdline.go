@@ -20,13 +20,13 @@ type Config struct {
 	TmpInRAM bool
 	Quiet    bool
 	Volumes  []Mount // in the order in which they are mounted
-	Shares   []Mount // the same; after the volumes
+	Shares   []Mount // the same; mounted after the volumes
 }
 
 // Net is the static address of eth0.
 type Net struct {
 	Addr    netip.Prefix
-	Gateway netip.Addr // not valid when there is none
+	Gateway netip.Addr // not valid if there is none
 	DNS     []netip.Addr
 }
 
@@ -37,9 +37,8 @@ const (
 	maxDNS      = 3   // MAXNS of resolv.conf(5)
 )
 
-// ParseCmdline reads the drowse.* words of a kernel command line. Other words
-// are left to the kernel; an unknown drowse.* word is an error, since a
-// mistyped one would silently do nothing.
+// ParseCmdline reads the drowse.* words of a kernel command line, and ignores the kernel's own words. An unknown
+// drowse.* word is an error, since a mistyped one would silently do nothing.
 func ParseCmdline(line string) (Config, error) {
 	c := Config{Wait: defaultWait}
 	for _, word := range strings.Fields(line) {
@@ -107,7 +106,7 @@ func (c *Config) set(key, value string) (err error) {
 	return err
 }
 
-// addMount reads NAME,rw,DIR or NAME,ro,DIR, where what says what the name is, of at most so many bytes.
+// addMount reads NAME,rw,DIR or NAME,ro,DIR. what describes NAME, which has at most most bytes.
 func addMount(to *[]Mount, kind, what string, most int, value string) error {
 	name, rest, _ := strings.Cut(value, ",")
 	mode, dir, _ := strings.Cut(rest, ",")
@@ -121,7 +120,7 @@ func addMount(to *[]Mount, kind, what string, most int, value string) error {
 	return nil
 }
 
-// parseNet reads ADDRESS/BITS[,GATEWAY[,DNS...]], with addresses of the family is, and so many name servers at most.
+// parseNet reads ADDRESS/BITS[,GATEWAY[,DNS...]], at most servers name servers. is checks an address's family.
 func parseNet(value, what, as string, servers int, is func(netip.Addr) bool) (*Net, error) {
 	parts := strings.Split(value, ",")
 	prefix, err := netip.ParsePrefix(parts[0])

@@ -1,9 +1,9 @@
 // Package early is what the agent does as PID 1 before it serves: it brings a
 // bare kernel to a root file system with the usual mounts, a hostname and a
-// network, with as few system calls as that takes.
+// network, with the fewest system calls.
 //
 // The kernel starts it either from a small read-only root disk or from an
-// initramfs, and tells it on its command line what to do:
+// initramfs. The kernel command line tells it what to do:
 //
 //	drowse.image=DEV        the EROFS image, lower layer of the root
 //	drowse.rw=DEV           an ext4 disk that holds the upper layer; without

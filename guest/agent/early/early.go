@@ -11,7 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Directories of the root that the agent starts from.
+// Directories in the root file system that the agent starts from.
 const (
 	newRoot  = "/newroot"
 	imageDir = "/image"
@@ -19,8 +19,8 @@ const (
 	modDir   = "/modules"
 )
 
-// Limits of the processes that the agent will start: enough descriptors for
-// servers, few enough for programs that close all that they may have.
+// Limits of the agent's processes: enough descriptors for servers, and few enough for programs that close every
+// possible descriptor.
 const (
 	softFiles = 65536
 	hardFiles = 1 << 20
@@ -34,8 +34,8 @@ type Machine struct {
 	rw      int // O_PATH descriptor of the writable disk's mount; -1 for a tmpfs
 }
 
-// Start brings the machine from a bare kernel to its final root. It may be
-// called once, by PID 1. An error says which step failed and why.
+// Start brings the machine from a bare kernel to its final root. PID 1 may call it once. The error says which step
+// failed and why.
 func Start() (*Machine, error) {
 	m := &Machine{rw: -1, started: time.Now()}
 	for _, step := range []func() error{mountBase, m.configure, loadModules, m.mountRoot, switchRoot, m.settle} {
@@ -46,7 +46,7 @@ func Start() (*Machine, error) {
 	return m, nil
 }
 
-// configure finds out what the machine is to be.
+// configure reads the machine's configuration.
 func (m *Machine) configure() error {
 	openConsole()
 	line, err := readSmall("/proc/cmdline")
@@ -59,7 +59,7 @@ func (m *Machine) configure() error {
 
 // mountBase mounts what the first steps need.
 func mountBase() error {
-	// With CONFIG_DEVTMPFS_MOUNT the kernel has mounted it: EBUSY.
+	// With CONFIG_DEVTMPFS_MOUNT the kernel has mounted it already: EBUSY.
 	if err := unix.Mount("devtmpfs", "/dev", "devtmpfs", unix.MS_NOSUID, "mode=0755"); err != nil && err != unix.EBUSY {
 		return fmt.Errorf("mount devtmpfs on /dev: %w", err)
 	}
@@ -69,8 +69,8 @@ func mountBase() error {
 	return nil
 }
 
-// openConsole makes sure that messages get out: the kernel opens the console
-// for its first process only when the root had a device node for it.
+// openConsole makes sure that messages reach the console: the kernel opens it for its first process only if the
+// root has a device node for it.
 func openConsole() {
 	var st unix.Stat_t
 	if unix.Fstat(2, &st) == nil && st.Mode&unix.S_IFMT == unix.S_IFCHR && st.Rdev != unix.Mkdev(1, 3) {
@@ -88,7 +88,7 @@ func openConsole() {
 	}
 }
 
-// readSmall reads a file of at most one page, as those of /proc are.
+// readSmall reads a file of at most one page, such as those of /proc.
 func readSmall(path string) (string, error) {
 	fd, err := unix.Open(path, unix.O_RDONLY|unix.O_CLOEXEC, 0)
 	if err != nil {
@@ -103,8 +103,8 @@ func readSmall(path string) (string, error) {
 	return string(buf[:n]), nil
 }
 
-// loadModules loads the kernel modules that modDir/order lists. Without that file
-// the kernel has what it needs built in.
+// loadModules loads the kernel modules that modDir/order lists. Without that file all the kernel needs is built
+// in.
 func loadModules() error {
 	order, err := os.ReadFile(modDir + "/order")
 	if errors.Is(err, os.ErrNotExist) {
@@ -153,7 +153,7 @@ func (m *Machine) mountRoot() error {
 		if err := mountDevice(m.Config.RW, rwDir, "ext4", unix.MS_NOATIME, deadline); err != nil {
 			return fmt.Errorf("mount the writable disk %s (is it formatted as ext4?): %w", m.Config.RW, err)
 		}
-		// Out of reach of paths after the switch of roots; kept for the end.
+		// After the switch of roots no path reaches it; the descriptor is kept for the end.
 		fd, err := unix.Open(rwDir, unix.O_PATH|unix.O_CLOEXEC, 0)
 		if err != nil {
 			return fmt.Errorf("open %s: %w", rwDir, err)
@@ -172,13 +172,13 @@ func (m *Machine) mountRoot() error {
 	return nil
 }
 
-// firstPoll and lastPoll are how often a missing disk is looked for.
+// firstPoll and lastPoll are the first and the longest pause between two looks for a missing disk.
 const (
 	firstPoll = time.Millisecond
 	lastPoll  = 50 * time.Millisecond
 )
 
-// await calls f until it says that there is nothing to wait for, or the time is up.
+// await calls f until it returns again = false, or the time is up.
 func await(deadline time.Time, f func() (again bool, err error)) error {
 	for wait := firstPoll; ; wait = min(2*wait, lastPoll) {
 		if again, err := f(); !again || !time.Now().Before(deadline) {
@@ -188,8 +188,8 @@ func await(deadline time.Time, f func() (again bool, err error)) error {
 	}
 }
 
-// mountDevice mounts a device, waiting for it to appear. The attempt is the test: a device
-// that is there costs one system call. The tag of a share that is not found yet is EINVAL.
+// mountDevice mounts a device, and waits for it to appear. It just tries to mount: a device that exists costs one
+// system call. The tag of a share that does not exist yet gives EINVAL.
 func mountDevice(dev, dir, fstype string, flags uintptr, deadline time.Time) error {
 	missing := false
 	err := await(deadline, func() (bool, error) {
@@ -206,8 +206,8 @@ func mountDevice(dev, dir, fstype string, flags uintptr, deadline time.Time) err
 	return err
 }
 
-// switchRoot makes the overlay the root of everything, in the manner of
-// switch_root(8), and frees the initramfs when there was one.
+// switchRoot makes the overlay the root of everything, as switch_root(8) does, and frees the initramfs if there
+// was one.
 func switchRoot() error {
 	for _, dir := range []string{"/dev", "/proc"} {
 		p := mountPoint{source: dir, dir: newRoot + dir, flags: unix.MS_MOVE}
@@ -231,14 +231,14 @@ func switchRoot() error {
 	return nil
 }
 
-// freeInitramfs removes the files of an initramfs, which would take memory for
-// as long as the machine runs. It touches nothing on any other file system.
+// freeInitramfs removes the files of an initramfs, which would take memory as long as the machine runs. It changes
+// no other file system.
 func freeInitramfs() {
 	var fs unix.Statfs_t
 	if unix.Statfs("/", &fs) != nil || fs.Type != unix.RAMFS_MAGIC && fs.Type != unix.TMPFS_MAGIC {
 		return
 	}
-	// What the archive is known to hold. Mount points are left: they are empty.
+	// These are the archive's known contents. The mount points stay: they are empty.
 	_ = os.RemoveAll(modDir)
 	_ = unix.Unlink("/init")
 }
@@ -276,7 +276,7 @@ func (p *mountPoint) mount() error {
 	return nil
 }
 
-// devLinks are the names that programs expect in /dev besides its nodes.
+// devLinks are the links that programs expect in /dev besides its nodes.
 var devLinks = [][2]string{
 	{"/proc/self/fd", "/dev/fd"},
 	{"/proc/self/fd/0", "/dev/stdin"},
@@ -284,7 +284,7 @@ var devLinks = [][2]string{
 	{"/proc/self/fd/2", "/dev/stderr"},
 }
 
-// settle does what is left in the new root.
+// settle does the remaining steps in the new root.
 func (m *Machine) settle() error {
 	mounts := usual
 	if m.Config.TmpInRAM {
@@ -322,7 +322,7 @@ func (m *Machine) settle() error {
 	if err := resolvConf(m.Config.Net); err != nil {
 		return fmt.Errorf("write /etc/resolv.conf: %w", err)
 	}
-	// Ctrl-Alt-Del and its like send SIGINT rather than reset the machine.
+	// Ctrl-Alt-Del and the like send SIGINT rather than reset the machine.
 	if err := unix.Reboot(unix.LINUX_REBOOT_CMD_CAD_OFF); err != nil {
 		return fmt.Errorf("take over Ctrl-Alt-Del: %w", err)
 	}
@@ -332,21 +332,20 @@ func (m *Machine) settle() error {
 	return nil
 }
 
-// fewPagesAside has the kernel keep as few free pages in the lists of each CPU as it can:
-// four batches, half a MiB. Those pages are free, but nothing says so to the host, which
-// would store them with every snapshot, up to 3 MiB of a guest of 512 MiB. A kernel without
-// this knob works as well.
+// fewPagesAside makes the kernel keep as few free pages in the lists of each CPU as it can: four batches, half a
+// MiB. Those pages are free, but the host does not know it, and would store them with every snapshot: up to 3 MiB
+// of a guest of 512 MiB. A kernel without this knob works as well.
 func fewPagesAside() {
 	fd, err := unix.Open("/proc/sys/vm/percpu_pagelist_high_fraction", unix.O_WRONLY|unix.O_CLOEXEC, 0)
 	if err != nil {
 		return
 	}
 	defer unix.Close(fd)
-	// The largest part of RAM would be 1/8; the least is what a fraction this small gives.
+	// The largest part of RAM would be 1/8; a fraction this small gives the least.
 	_, _ = unix.Write(fd, []byte("1000000\n"))
 }
 
-// Announce says on the console that the agent serves, unless told to be quiet.
+// Announce prints on the console that the agent serves, unless the command line says drowse.quiet.
 func (m *Machine) Announce(version string) {
 	if m.Config.Quiet {
 		return
@@ -357,8 +356,8 @@ func (m *Machine) Announce(version string) {
 		version, up.Nano()/1e6, time.Since(m.started).Milliseconds()))
 }
 
-// ReadOnly makes the file systems read-only, as far as that is possible, so
-// that their journals are clean. Call it when all other processes have ended.
+// ReadOnly makes the file systems read-only as far as possible, so that their journals are clean. Call it after
+// all other processes have ended.
 func (m *Machine) ReadOnly() {
 	unix.Sync()
 	m.unmountOthers()
@@ -368,8 +367,8 @@ func (m *Machine) ReadOnly() {
 	}
 }
 
-// Writable is a path to the writable disk's file system, which stays out of
-// reach of other paths; empty if the writable layer is a tmpfs.
+// Writable returns a path to the writable disk's file system, which no other path reaches. It is empty if the
+// writable layer is a tmpfs.
 func (m *Machine) Writable() string {
 	if m.rw < 0 {
 		return ""
@@ -377,8 +376,7 @@ func (m *Machine) Writable() string {
 	return fmt.Sprintf("/proc/self/fd/%d", m.rw)
 }
 
-// Fail prints one line on the console and turns the machine off: a machine
-// that hangs without a word helps nobody.
+// Fail prints one line on the console and turns the machine off: a machine that hangs silently helps no one.
 func Fail(err error) {
 	line := "drowse-agent: the VM cannot start: " + strings.ReplaceAll(err.Error(), "\n", " ") + "\n"
 	_, _ = io.WriteString(os.Stderr, line)
@@ -386,9 +384,8 @@ func Fail(err error) {
 	_ = PowerOff()
 }
 
-// PowerOff ends the machine. Without ACPI the kernel cannot power off: asked
-// to, it would halt for ever, unseen by the host. Then a reset is the only end
-// that shows; a VMM that is told not to reboot takes it as one.
+// PowerOff ends the machine. Without ACPI the kernel cannot power off: it would halt for ever, unseen by the host.
+// Then only a reset shows: a VMM told not to reboot takes it as the end.
 func PowerOff() error {
 	cmd := unix.LINUX_REBOOT_CMD_POWER_OFF
 	if !hasACPI() {
@@ -397,8 +394,7 @@ func PowerOff() error {
 	return unix.Reboot(cmd)
 }
 
-// hasACPI says whether the kernel found ACPI tables. sysfs may not be mounted
-// when the machine fails early.
+// hasACPI reports whether the kernel found ACPI tables. sysfs may not be mounted if the machine fails early.
 func hasACPI() bool {
 	const dir = "/sys/firmware/acpi"
 	var st unix.Stat_t

@@ -12,9 +12,9 @@ import (
 )
 
 // Mount is a further file system: a volume, which is a disk with an ext4, or a share, which is a directory of the
-// host's.
+// host.
 type Mount struct {
-	Name     string // serial number of a volume's block device, tag of a share's virtio file system device
+	Name     string // serial number of a volume's block device, or tag of a share's virtio file system device
 	Dir      string // absolute
 	ReadOnly bool
 }
@@ -33,9 +33,8 @@ const (
 // "serial" (Documentation/ABI/stable/sysfs-block).
 const blockDir = "/sys/block"
 
-// mountOthers mounts the volumes and then the shares that the command line names. One that
-// cannot be mounted ends the boot: a program that finds an empty directory in its place
-// would put its data where they are lost.
+// mountOthers mounts the volumes and then the shares that the command line names. One that cannot be mounted ends
+// the boot: a program that finds an empty directory in its place would put its data where they are lost.
 func (m *Machine) mountOthers() error {
 	deadline := time.Now().Add(m.Config.Wait)
 	for _, v := range m.Config.Volumes {
@@ -65,8 +64,8 @@ func (o *Mount) mount(dev, fstype string, flags uintptr, deadline time.Time) err
 	return mountDevice(dev, o.Dir, fstype, flags, deadline)
 }
 
-// findSerial returns the device of a block device with that serial number. The
-// letters of virtio disks go by the order in which they are found.
+// findSerial returns the block device with that serial number. The letters of virtio disks depend on the order in
+// which the kernel finds them.
 func findSerial(dir, serial string, deadline time.Time) (dev string, err error) {
 	err = await(deadline, func() (bool, error) {
 		names, err := filepath.Glob(filepath.Join(dir, "*", "serial"))
@@ -84,8 +83,8 @@ func findSerial(dir, serial string, deadline time.Time) (dev string, err error) 
 	return dev, err
 }
 
-// unmountOthers writes back what programs have changed, and makes the journals of the
-// volumes clean, as far as that is possible.
+// unmountOthers writes back what programs have changed, and makes the journals of the volumes clean, as far as
+// possible.
 func (m *Machine) unmountOthers() {
 	unmount := func(mounts []Mount, flags uintptr) {
 		for _, o := range slices.Backward(mounts) {

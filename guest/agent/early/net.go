@@ -8,10 +8,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The network is set up by the ioctls of netdevice(7): for one address and
-// one route they need fewer system calls, and far less code, than rtnetlink.
+// The ioctls of netdevice(7) set up the network: for one address and one route they need fewer system calls, and
+// far less code, than rtnetlink.
 
-// linkUp brings an interface up by way of any socket.
+// linkUp brings an interface up, through any socket.
 func linkUp(sock int, name string) error {
 	ifr, err := unix.NewIfreq(name)
 	if err != nil {
@@ -48,7 +48,7 @@ func netmask(bits int) []byte {
 	return []byte{byte(m >> 24), byte(m >> 16), byte(m >> 8), byte(m)}
 }
 
-// network brings up the loopback and, when asked to, eth0.
+// network brings up the loopback interface and, if configured, eth0.
 func network(n, n6 *Net) error {
 	sock, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
@@ -62,7 +62,7 @@ func network(n, n6 *Net) error {
 		return nil
 	}
 	if n6 != nil {
-		quiet6("eth0") // before it is up, when it would begin to ask
+		quiet6("eth0") // before it is up: then it would solicit routers
 	}
 	if n != nil {
 		if err := network4(sock, n); err != nil {
@@ -90,9 +90,9 @@ func network4(sock int, n *Net) error {
 	return nil
 }
 
-// quiet6 has an interface ask nobody for routes and addresses, and use its own at once:
-// all of it is known, and nobody else is on the link. A kernel that lacks one of these
-// settings only has more to say.
+// quiet6 stops an interface from asking for routes and addresses, and makes it use its own address at once:
+// everything is configured, and no other machine is on the link. A kernel without one of these settings only sends
+// more.
 func quiet6(name string) {
 	for _, s := range []string{"accept_ra", "autoconf", "dad_transmits", "accept_dad", "router_solicitations"} {
 		_ = os.WriteFile("/proc/sys/net/ipv6/conf/"+name+"/"+s, []byte("0\n"), 0o644)
@@ -128,8 +128,7 @@ func network6(n *Net) error {
 	return nil
 }
 
-// resolvConf replaces /etc/resolv.conf, which may be a link to a file that
-// nobody will make.
+// resolvConf replaces /etc/resolv.conf, which may be a link to a file that no program will make.
 func resolvConf(n *Net) error {
 	if n == nil || len(n.DNS) == 0 {
 		return nil

@@ -29,7 +29,7 @@ type rtentry struct {
 	_       [6]byte
 }
 
-// defaultRoute adds a route to everywhere by way of a gateway (SIOCADDRT).
+// defaultRoute adds a default route through a gateway (SIOCADDRT).
 func defaultRoute(sock int, gateway [4]byte) error {
 	rt := rtentry{
 		dst:     unix.RawSockaddrInet4{Family: unix.AF_INET},
@@ -70,7 +70,7 @@ func defaultRoute6(sock int, index uint32, gateway [16]byte) error {
 	return ioctl(sock, unix.SIOCADDRT, unsafe.Pointer(&rt))
 }
 
-// ioctl makes a request of a socket. That something is there already is no error.
+// ioctl makes a request of a socket. EEXIST is not an error.
 func ioctl(sock int, request uintptr, arg unsafe.Pointer) error {
 	_, _, errno := unix.Syscall(unix.SYS_IOCTL, uintptr(sock), request, uintptr(arg))
 	if errno != 0 && errno != unix.EEXIST {

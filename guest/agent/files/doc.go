@@ -1,3 +1,3 @@
-// Package files serves the guest's files to the host: single ones, copies of files and trees that can be resumed,
-// watches, and directories to be emptied before a capture.
+// Package files serves the guest's files to the host: single ones, resumable copies of files and trees, watches, and
+// directories that are emptied before a capture.
 package files

@@ -21,18 +21,18 @@ import (
 )
 
 const (
-	// maxDropDepth is how many directories deep a Drop goes: each is open meanwhile.
+	// maxDropDepth is how many directories deep a Drop goes. It keeps each of them open.
 	maxDropDepth = 256
-	// maxDropPasses is how often a directory is read again because something was removed from it: a file system may
-	// leave names out while others go. Whoever makes files at the same time gets the better of it.
+	// maxDropPasses bounds how often a Drop reads a directory again after it removed something: a file system may
+	// leave out names meanwhile. A program that makes files at the same time may outrun it.
 	maxDropPasses = 8
-	// dropNames is how many names of a directory are read at once.
+	// dropNames is how many names of a directory are read in one call.
 	dropNames = 256
-	// coarseWait bounds the wait for the clock that files have their times from, which ticks each 1 to 40 ms.
+	// coarseWait bounds the wait for the clock of file times, which ticks every 1 to 40 ms.
 	coarseWait = time.Second
 )
 
-// noLinks is how a path is resolved that must be what its name says.
+// noLinks is the openat2 resolution of a path that must contain no links.
 const noLinks = unix.RESOLVE_NO_SYMLINKS | unix.RESOLVE_NO_MAGICLINKS
 
 // Drop implements agentpb.AgentService.
@@ -79,9 +79,9 @@ func (f *Files) Drop(ctx context.Context, m *agentpb.DropRequest) (*agentpb.Drop
 	return out, nil
 }
 
-// nextTick waits until the coarse clock, which lags by a tick or more, is later than now, and returns its time. All
-// that has changed before the call has an earlier time: a file has its times from that clock or, since Linux 6.13, from
-// the one that does not lag (multigrain timestamps). All that changes after it has that time or a later one.
+// nextTick waits until the coarse clock, which lags by a tick or more, is later than now, and returns its time.
+// Every change before the call has an earlier time: files take their times from that clock or, since Linux 6.13,
+// from the one that does not lag (multigrain timestamps). Every later change has that time or a later one.
 func nextTick(ctx context.Context) (int64, error) {
 	var first, now unix.Timespec
 	if err := unix.ClockGettime(unix.CLOCK_REALTIME, &first); err != nil {
@@ -108,11 +108,11 @@ type dropper struct {
 	ctx  context.Context
 	path *agentpb.DropPath
 	out  *agentpb.DroppedPath
-	// failed is the first of what could not be removed.
+	// failed is the first error of an entry that could not be removed.
 	failed error
 }
 
-// run finds out what the path is, and, unless it is only to be looked at, removes what is in it.
+// run finds out what the path is. Unless look is set, it also removes what is in it.
 func (d *dropper) run(look bool) error {
 	p := d.path
 	at, err := openat2(unix.AT_FDCWD, p.Path, unix.O_PATH|unix.O_NOFOLLOW, noLinks)
@@ -169,8 +169,8 @@ func (d *dropper) run(look bool) error {
 	return d.failed
 }
 
-// empty removes what is in a directory. It fails when there is no going on; what only could not be removed is in
-// d.failed.
+// empty removes the contents of a directory. It fails if it cannot continue. d.failed has the first entry that it
+// could not remove.
 func (d *dropper) empty(dir *os.File, name string, depth int) error {
 	kept, mounts := d.out.Kept, d.out.Mounts
 	for range maxDropPasses {
@@ -178,7 +178,7 @@ func (d *dropper) empty(dir *os.File, name string, depth int) error {
 			return fmt.Errorf("read %s: %w", name, err)
 		}
 		removed := false
-		// What stays is counted in each pass anew.
+		// Each pass counts anew what stays.
 		d.out.Kept, d.out.Mounts = kept, mounts
 		for {
 			names, err := dir.Readdirnames(dropNames)
@@ -206,7 +206,7 @@ func (d *dropper) empty(dir *os.File, name string, depth int) error {
 	return nil
 }
 
-// remove removes one entry of a directory, and says whether it has.
+// remove removes one entry of a directory, and reports whether it did.
 func (d *dropper) remove(dir *os.File, name, whole string, depth int) (gone bool, err error) {
 	fd := int(dir.Fd())
 	var st unix.Stat_t
@@ -219,7 +219,7 @@ func (d *dropper) remove(dir *os.File, name, whole string, depth int) (gone bool
 	}
 	isDir := st.Mode&unix.S_IFMT == unix.S_IFDIR
 	if d.path.BeforeNanos != 0 && (st.Ctim.Nano() >= d.path.BeforeNanos || !d.copied(fd, name, st.Mode)) {
-		// A directory that was moved here since has files whose times are older.
+		// The files of a directory that was moved here since have older times.
 		d.out.Kept++
 		return false, nil
 	}
@@ -242,14 +242,14 @@ func (d *dropper) remove(dir *os.File, name, whole string, depth int) (gone bool
 	case errors.Is(err, unix.EBUSY):
 		d.out.Mounts++
 	case isDir && (errors.Is(err, unix.ENOTEMPTY) || errors.Is(err, unix.EEXIST)):
-		// What is in it stays, and is counted.
+		// Its contents stay, and are counted.
 	default:
 		return false, d.fail("remove", whole, err)
 	}
 	return false, nil
 }
 
-// removeBelow empties a directory below the one that is dropped, and says whether it may be removed itself.
+// removeBelow empties a directory below the dropped one, and reports whether it may be removed itself.
 func (d *dropper) removeBelow(dir *os.File, name, whole string, depth int) (goesOn bool, err error) {
 	if depth == maxDropDepth {
 		return false, d.fail("remove", whole, fmt.Errorf("more than %d directories deep", maxDropDepth))
@@ -260,7 +260,7 @@ func (d *dropper) removeBelow(dir *os.File, name, whole string, depth int) (goes
 		d.out.Mounts++
 		return false, nil
 	case errors.Is(err, unix.ENOENT), errors.Is(err, unix.ELOOP), errors.Is(err, unix.ENOTDIR):
-		return false, nil // it is another one since
+		return false, nil // replaced meanwhile
 	case err != nil:
 		return false, d.fail("open", whole, err)
 	}
@@ -268,8 +268,8 @@ func (d *dropper) removeBelow(dir *os.File, name, whole string, depth int) (goes
 	return true, d.empty(child, whole, depth+1)
 }
 
-// copied says whether a copy to the host has what is at a name: no devices, pipes, sockets, links that may lead out of
-// the tree, and unfinished files of other copies.
+// copied reports whether a copy to the host has the entry. A copy has no devices, pipes, sockets, links that may lead
+// out of the tree, or unfinished files of other copies.
 func (d *dropper) copied(fd int, name string, mode uint32) bool {
 	if treetar.Unfinished(name) {
 		return false
@@ -289,7 +289,7 @@ func (d *dropper) copied(fd int, name string, mode uint32) bool {
 	return false
 }
 
-// fail notes what could not be removed. The first one is told.
+// fail records an error. Only the first is reported.
 func (d *dropper) fail(doing, name string, err error) error {
 	if d.failed == nil {
 		d.failed = fmt.Errorf("%s %s: %w", doing, name, err)
@@ -297,8 +297,8 @@ func (d *dropper) fail(doing, name string, err error) error {
 	return nil
 }
 
-// openTries bounds how often an open is repeated: by a signal, or since something was moved meanwhile (openat2(2),
-// EAGAIN).
+// openTries bounds how often an open is repeated, after a signal or because something was moved meanwhile
+// (openat2(2), EAGAIN).
 const openTries = 100
 
 func openat2(dir int, name string, flags, resolve uint64) (fd int, err error) {

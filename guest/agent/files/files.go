@@ -14,20 +14,20 @@ import (
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
 
-// Files serves the files of the guest: single ones, streams of them, and what changes among them.
+// Files serves the files of the guest: single ones, streams of them, and watches of changes.
 type Files struct {
-	settle  func() // called when something may have become of the hooks
+	settle  func() // called when a request may have changed the hooks
 	trim    func() error
 	watches watches
 }
 
-// New makes one. settle is called after each change, trim when the disk is to forget what is not used.
+// New makes a Files. It calls settle after each change, and trim when the disk must discard unused blocks.
 func New(settle func(), trim func() error) *Files { return &Files{settle: settle, trim: trim} }
 
 // Close ends all watches.
 func (f *Files) Close() { f.watches.close() }
 
-// checkPath refuses paths that do not name a file of the guest from its root.
+// checkPath refuses paths that do not name a file from the guest's root.
 func checkPath(path string) error {
 	switch {
 	case !filepath.IsAbs(path):
@@ -71,8 +71,8 @@ func (f *Files) Stat(_ context.Context, m *agentpb.StatRequest) (*agentpb.FileIn
 	return statFile(m.Path, m.Follow)
 }
 
-// maxDirAnswer bounds the names and link targets of one ReadDir answer, in
-// bytes, so that the message stays within what the host accepts.
+// maxDirAnswer bounds the names and link targets of one ReadDir answer, in bytes, so that the message stays within
+// what the host accepts.
 const maxDirAnswer = agentpb.MaxMessage / 4
 
 // ReadDir implements agentpb.AgentService.
@@ -114,7 +114,7 @@ func (f *Files) ReadDir(_ context.Context, m *agentpb.ReadDirRequest) (*agentpb.
 
 const defaultDirMode = 0o755
 
-// change changes something about paths.
+// change checks paths and runs do, which changes them.
 func (f *Files) change(do func() error, paths ...string) (*agentpb.Empty, error) {
 	defer f.settle()
 	for _, p := range paths {

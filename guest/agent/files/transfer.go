@@ -25,10 +25,10 @@ type transfer struct {
 	stream     agentpb.Agent_TransferServer
 	ctx        context.Context
 	cancel     context.CancelCauseFunc
-	*flow.Pipe // to and from the host, at its end when the host has sent everything
+	*flow.Pipe // to and from the host; it ends when the host has sent everything
 }
 
-// errEnded says that the host has sent all that it sends.
+// errEnded means that the host has sent everything.
 var errEnded = errors.New("the session has ended")
 
 // Transfer implements agentpb.AgentService.
@@ -175,7 +175,7 @@ func (t *transfer) writeFile(m *agentpb.WriteFile) (*agentpb.TransferDone, error
 	return &agentpb.TransferDone{Bytes: n, Entries: 1}, err
 }
 
-// writeInPlace has a file filled that keeps its name meanwhile.
+// writeInPlace opens the file itself and has fill write it, so that it keeps its name meanwhile.
 func writeInPlace(m *agentpb.WriteFile, mode os.FileMode, fill func(*os.File) error) error {
 	flags := os.O_WRONLY | os.O_CREATE
 	switch {
@@ -191,7 +191,7 @@ func writeInPlace(m *agentpb.WriteFile, mode os.FileMode, fill func(*os.File) er
 	if m.Offset > 0 {
 		_, err = f.Seek(m.Offset, io.SeekStart)
 	}
-	if err == nil && m.Mode != 0 { // whatever umask and an old file have
+	if err == nil && m.Mode != 0 { // regardless of the umask and an existing file's mode
 		err = f.Chmod(mode)
 	}
 	if err == nil {
@@ -219,7 +219,7 @@ func (t *transfer) pack(m *agentpb.Pack, resume bool) (*agentpb.TransferDone, er
 	if path == "/" {
 		name = "root"
 	}
-	// A link named by the caller is followed; those inside the tree are not.
+	// A link that the caller names is followed; links inside the tree are not.
 	src, err := filepath.EvalSymlinks(path)
 	if err != nil {
 		return nil, err

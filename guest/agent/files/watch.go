@@ -17,20 +17,19 @@ import (
 )
 
 const (
-	// maxWatches bounds the watches of files that there are at once. The one whose connection was lost
-	// first goes when there are more.
+	// maxWatches bounds the watches of files. When there are more, the one whose connection was lost first is
+	// ended.
 	maxWatches = 16
-	// watchStays is how long a watch lasts without a connection, by the guest's clock, which stands still
-	// while it sleeps.
+	// watchStays is how long a watch lasts without a connection, by the guest's clock, which stops while it
+	// sleeps.
 	watchStays = 10 * time.Minute
-	// maxWatchQueue and maxWatchBytes bound what waits to be told, in events and in bytes. What is more is
-	// counted, and told as an overflow.
+	// maxWatchQueue and maxWatchBytes bound the queued events, in events and in bytes. Further events are counted,
+	// and reported as an overflow.
 	maxWatchQueue = 4096
 	maxWatchBytes = 512 << 10
-	// watchEventSize is what an event takes beside its names, about, in bytes.
+	// watchEventSize is about how many bytes an event takes besides its names.
 	watchEventSize = 128
-	// watchGather is how long events are gathered before the next are read: each reading costs
-	// a wake-up.
+	// watchGather is how long events are gathered before the next read: each read costs a wake-up.
 	watchGather = 20 * time.Millisecond
 )
 
@@ -42,8 +41,8 @@ type watches struct {
 	wg     sync.WaitGroup
 }
 
-// watch is a watch of files. It lives on for some time when its connection is lost, as all are when
-// the machine sleeps, and keeps what happens meanwhile.
+// watch is a watch of files. It survives the loss of its connection for some time, since every connection is lost
+// when the machine sleeps, and keeps the events meanwhile.
 type watch struct {
 	all       *watches
 	id        string
@@ -54,15 +53,15 @@ type watch struct {
 	mu      sync.Mutex
 	queue   []*agentpb.WatchEvent // not acknowledged
 	bytes   int
-	last    uint64 // number of the newest
-	sent    uint64 // number of the last that the connection was told
-	acked   uint64 // number of the last that was acknowledged, and when it was taken
+	last    uint64 // number of the newest event
+	sent    uint64 // number of the last event sent to the connection
+	acked   uint64 // number of the last event acknowledged, and its time
 	ackedAt int64
-	lost    uint64    // events since then for which there was no room
-	changed flow.Bell // there may be something to tell
-	over    bool      // no more comes
-	// takeOver ends the connection that is attached; nil for none. detached is since when there is none.
-	// turn counts connections.
+	lost    uint64    // later events, for which there was no room
+	changed flow.Bell // there may be something to send
+	over    bool      // no more events come
+	// takeOver ends the attached connection; it is nil for none. detached is when the last one ended. turn counts
+	// connections.
 	takeOver context.CancelCauseFunc
 	turn     uint64
 	detached time.Time
@@ -124,7 +123,7 @@ func checkWatch(m *agentpb.WatchStart) error {
 	return nil
 }
 
-// receive takes what the host says of its progress. It always returns an error.
+// receive handles the host's acknowledgements. It always returns an error.
 func (w *watch) receive(stream agentpb.Agent_WatchServer, turn uint64) error {
 	for {
 		m, err := stream.Recv()
@@ -141,7 +140,7 @@ func (w *watch) receive(stream agentpb.Agent_WatchServer, turn uint64) error {
 	}
 }
 
-// get returns the watch of that name, or a new one.
+// get returns the watch with that id, or a new one.
 func (a *watches) get(m *agentpb.WatchStart) (w *watch, resumed bool, err error) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -177,7 +176,7 @@ func (a *watches) get(m *agentpb.WatchStart) (w *watch, resumed bool, err error)
 	return w, false, nil
 }
 
-// knows says whether an event was the last that the host has, or waits for it to say so.
+// knows reports whether an event was the last that the host acknowledged, or waits for its acknowledgement.
 func (w *watch) knows(number uint64, nanos int64) bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -192,7 +191,7 @@ func (w *watch) knows(number uint64, nanos int64) bool {
 	return false
 }
 
-// dropOldest ends the watch that has been without a connection for longest. The lock is held.
+// dropOldest ends the watch that has been without a connection longest. The caller holds the lock.
 func (a *watches) dropOldest() bool {
 	var oldest *watch
 	var since time.Time
@@ -222,7 +221,7 @@ func (a *watches) close() {
 	a.wg.Wait()
 }
 
-// run takes changes as they come.
+// run takes changes until the watch is closed.
 func (w *watch) run() {
 	defer func() {
 		w.w.Close()
@@ -272,7 +271,7 @@ func watchSize(m *agentpb.WatchEvent) int {
 	return watchEventSize + len(m.Path) + len(m.From) + len(m.Problem)
 }
 
-// push queues an event. The lock is held.
+// push queues an event. The caller holds the lock.
 func (w *watch) push(m *agentpb.WatchEvent) {
 	w.last++
 	m.Number = w.last
@@ -280,7 +279,7 @@ func (w *watch) push(m *agentpb.WatchEvent) {
 	w.bytes += watchSize(m)
 }
 
-// ack takes the connection's word for what it has.
+// ack records the connection's acknowledgement.
 func (w *watch) ack(turn, number uint64) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -295,7 +294,7 @@ func (w *watch) ack(turn, number uint64) error {
 	return nil
 }
 
-// forget forgets events up to a number, and tells of those for which there was no room. The lock is held.
+// forget removes events up to a number, and queues an overflow for lost ones. The caller holds the lock.
 func (w *watch) forget(number uint64) {
 	n := 0
 	for n < len(w.queue) && w.queue[n].Number <= number {
@@ -313,7 +312,7 @@ func (w *watch) forget(number uint64) {
 	}
 }
 
-// attach has a connection, which has the events up to a number, take the place of the one before.
+// attach replaces the connection with a new one, which has the events up to a number.
 func (w *watch) attach(takeOver context.CancelCauseFunc, has uint64) (turn uint64, ok bool) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -332,7 +331,7 @@ func (w *watch) attach(takeOver context.CancelCauseFunc, has uint64) (turn uint6
 	return w.turn, true
 }
 
-// detach says that a connection has ended. The watch goes on for some time, unless another has taken it.
+// detach ends a connection. The watch lives on for some time, unless another connection has taken over.
 func (w *watch) detach(turn uint64) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -343,7 +342,7 @@ func (w *watch) detach(turn uint64) {
 	w.expire = time.AfterFunc(watchStays, func() { w.w.Close() })
 }
 
-// next returns events for the connection, as many as a message carries, once it has those before; or what to wait for.
+// next returns the next events for the connection, at most a message's worth, or what to wait for.
 func (w *watch) next(turn uint64) (events []*agentpb.WatchEvent, wait <-chan struct{}, err error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -366,7 +365,7 @@ func (w *watch) next(turn uint64) (events []*agentpb.WatchEvent, wait <-chan str
 	return events, nil, nil
 }
 
-// serve tells events until the connection ends.
+// serve sends events until the connection ends.
 func (w *watch) serve(ctx context.Context, stream agentpb.Agent_WatchServer, turn uint64) error {
 	for {
 		events, wait, err := w.next(turn)

@@ -18,7 +18,7 @@ import (
 // Kind is what has happened to a file or directory.
 type Kind string
 
-// The kinds. A file that is moved in from where nobody watches is created, and one that is moved out
+// The kinds. A file that is moved in from an unwatched place is created, and one that is moved out to such a place
 // is removed.
 const (
 	Created    Kind = "created"
@@ -26,7 +26,7 @@ const (
 	Attributes Kind = "attributes" // mode, owner, times, links, extended attributes
 	Removed    Kind = "removed"
 	Renamed    Kind = "renamed"
-	// Overflow says that something is not known: Problem says what.
+	// Overflow means that changes may have been missed; Problem says which.
 	Overflow Kind = "overflow"
 )
 
@@ -34,27 +34,27 @@ const (
 type Event struct {
 	Kind    Kind
 	Path    string // under the name that was given to New
-	From    string // of Renamed: the name before
+	From    string // of Renamed: the old name
 	Dir     bool
 	Problem string
 }
 
 // Limits.
 const (
-	// MaxDirs bounds the directories that a Watcher watches.
+	// MaxDirs bounds the directories of a Watcher.
 	MaxDirs = 8192
-	// maxFound bounds the events that one Read makes of what lies in new directories.
+	// maxFound bounds the events of one Read for the contents of new directories.
 	maxFound = 4096
-	// readBuffer is for one read of the kernel's queue, in bytes: some hundred events.
+	// readBuffer is the size of one read of the kernel's queue, in bytes: some hundred events.
 	readBuffer = 16 << 10
-	// pairWait is how long the second half of a rename is waited for. The kernel queues both in one go.
+	// pairWait is how long to wait for the second half of a rename. The kernel queues both together.
 	pairWait = 5 * time.Millisecond
 )
 
-// ErrLimit says that there are more directories than can be watched.
+// ErrLimit means that there are too many directories to watch.
 var ErrLimit = errors.New("too many directories to watch")
 
-// Watcher watches. Read is for one goroutine; Close may be called by another.
+// Watcher watches files and directories. One goroutine calls Read; another may call Close.
 type Watcher struct {
 	paths     []string
 	recursive bool
@@ -63,19 +63,19 @@ type Watcher struct {
 	dirs      map[int32]*dir
 	buf       [readBuffer]byte
 
-	// Of the Read that is under way.
+	// State of the Read under way.
 	out     []Event
 	moved   map[uint32]Event // first halves of renames, by cookie
-	order   []uint32         // of these
+	order   []uint32         // their cookies in order
 	found   int
-	limited bool // some directories are not watched, and that has been told
+	limited bool // some directories are not watched, and an event has said so
 }
 
 // dir is a watched directory.
 type dir struct {
 	path string
-	root bool // one that was named
-	// all that is in it is told, or these names only.
+	root bool // New named it
+	// Events of everything in it are reported (all), or of these names only.
 	all  bool
 	only map[string]bool
 }
@@ -86,9 +86,9 @@ const (
 	eventSize = 16 // of struct inotify_event without its name
 )
 
-// New begins to watch files and directories, which must exist, and with recursive what is below the
-// directories on the same file system. All that happens after it has returned is told. Names are
-// absolute. A file is watched by its name: one that takes its place is watched as well.
+// New starts to watch files and directories, which must exist. With recursive it also watches below the
+// directories on the same file system. It reports everything that happens after it has returned. Names are
+// absolute. A file is watched by its name: a file that replaces it is watched as well.
 func New(paths []string, recursive bool) (*Watcher, error) {
 	w := &Watcher{recursive: recursive}
 	for _, p := range paths {
@@ -128,7 +128,7 @@ func (w *Watcher) open() error {
 	return nil
 }
 
-// watch watches a file or directory that was named.
+// watch watches a file or directory that New named.
 func (w *Watcher) watch(path string) error {
 	fi, err := os.Stat(path)
 	if err != nil {
@@ -141,7 +141,7 @@ func (w *Watcher) watch(path string) error {
 	return err
 }
 
-// add watches a directory, for all that is in it if only is "".
+// add watches a directory: everything in it if only is "", otherwise that name.
 func (w *Watcher) add(path string, root bool, only string) (*dir, error) {
 	flags := uint32(mask)
 	if !root && only == "" {
@@ -178,8 +178,8 @@ func (w *Watcher) add(path string, root bool, only string) (*dir, error) {
 	return d, nil
 }
 
-// addTree watches a directory, and what is below it if that is wanted. With tell what is found there is
-// told as created: it was, before the watch.
+// addTree watches a directory, and what is below it if the Watcher is recursive. With tell it reports the contents
+// as created: they were, before the watch.
 func (w *Watcher) addTree(top string, root, tell bool) error {
 	todo := []string{top}
 	dev, known := uint64(0), false
@@ -195,7 +195,7 @@ func (w *Watcher) addTree(top string, root, tell bool) error {
 		case err != nil && root && first:
 			return err
 		case err != nil:
-			continue // gone, or no directory any more: its directory tells
+			continue // gone, or no longer a directory: the watch of its parent reports that
 		}
 		if !w.recursive {
 			return nil
@@ -228,7 +228,7 @@ func (w *Watcher) addTree(top string, root, tell bool) error {
 	return nil
 }
 
-// limit tells once that not all is watched.
+// limit reports, once, that some directories are not watched.
 func (w *Watcher) limit(path string) {
 	if !w.limited {
 		w.limited = true
@@ -236,7 +236,7 @@ func (w *Watcher) limit(path string) {
 	}
 }
 
-// find tells of what was there before its directory was watched.
+// find reports an entry that was created before its directory was watched.
 func (w *Watcher) find(path string, isDir bool) {
 	switch w.found++; {
 	case w.found < maxFound:
@@ -251,7 +251,7 @@ func (w *Watcher) drop(which func(*dir) bool) {
 	for wd, d := range w.dirs {
 		if which(d) {
 			_ = w.rc.Control(func(fd uintptr) {
-				_, _ = unix.InotifyRmWatch(int(fd), uint32(wd)) // it may be gone by itself
+				_, _ = unix.InotifyRmWatch(int(fd), uint32(wd)) // the kernel may have removed it
 			})
 			delete(w.dirs, wd)
 		}
@@ -262,7 +262,7 @@ func below(path, top string) bool {
 	return path == top || strings.HasPrefix(path, strings.TrimSuffix(top, "/")+"/")
 }
 
-// Read waits for changes and returns them in their order. Several changes of one kind to a file may be one
+// Read waits for changes and returns them in order. It may merge several changes of one kind to a file into one
 // event. It fails when the Watcher is closed.
 func (w *Watcher) Read() ([]Event, error) {
 	w.out, w.found = nil, 0
@@ -288,10 +288,10 @@ func (w *Watcher) Read() ([]Event, error) {
 	return w.out, nil
 }
 
-// Close ends watching.
+// Close ends the watch.
 func (w *Watcher) Close() error { return w.f.Close() }
 
-// parse takes events of the kernel's: struct inotify_event of inotify(7).
+// parse parses events of the kernel: struct inotify_event of inotify(7).
 func (w *Watcher) parse(b []byte) {
 	for len(b) >= eventSize {
 		wd := int32(binary.NativeEndian.Uint32(b))
@@ -305,17 +305,17 @@ func (w *Watcher) parse(b []byte) {
 		b = b[eventSize+size:]
 		if mask&unix.IN_Q_OVERFLOW != 0 {
 			w.again()
-			return // what follows is of watches that are gone
+			return // the rest is about watches that are gone
 		}
 		w.event(wd, mask, cookie, string(name))
 	}
 }
 
-// again begins anew after the kernel's queue was full: directories may have come and gone.
+// again starts over after the kernel's queue was full: directories may have come and gone.
 func (w *Watcher) again() {
 	w.tell(Event{Kind: Overflow, Problem: "the kernel's queue was full (fs.inotify.max_queued_events): changes are not known"})
 	w.drop(func(*dir) bool { return true })
-	// The numbers of those that are made now are new ones (inotify(7)).
+	// The kernel does not reuse the numbers of the old watches (inotify(7)).
 	clear(w.moved)
 	w.order = nil
 	for _, p := range w.paths {
@@ -327,7 +327,7 @@ func (w *Watcher) again() {
 
 func (w *Watcher) event(wd int32, mask, cookie uint32, name string) {
 	if _, pair := w.moved[cookie]; mask&unix.IN_MOVED_TO == 0 || !pair {
-		w.movedOut() // both halves of a rename follow upon each other
+		w.movedOut() // the halves of a rename follow each other
 	}
 	d := w.dirs[wd]
 	if d == nil {
@@ -409,11 +409,11 @@ func (w *Watcher) movedIn(in *dir, cookie uint32, path string, isDir bool) {
 		}
 	}
 	if !was {
-		w.arrived(in, path, true) // it came from where only its name was watched
+		w.arrived(in, path, true) // it came from a directory in which only its name was watched
 	}
 }
 
-// movedOut tells of what was moved to where nobody watches.
+// movedOut reports what was moved to an unwatched place as removed.
 func (w *Watcher) movedOut() {
 	for _, cookie := range w.order {
 		from, ok := w.moved[cookie]
@@ -429,7 +429,7 @@ func (w *Watcher) movedOut() {
 	w.order = w.order[:0]
 }
 
-// tell adds an event, unless it says what the one before has said.
+// tell adds an event, unless it equals the previous one.
 func (w *Watcher) tell(e Event) {
 	if n := len(w.out); n > 0 && w.out[n-1] == e {
 		return

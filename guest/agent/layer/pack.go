@@ -21,8 +21,8 @@ const (
 	opaque   = ".wh..wh..opq"
 )
 
-// What an overlay notes of files in its upper directory (Documentation/filesystems/overlayfs.rst). Where it says that a
-// file is not all there, as with redirect_dir and metacopy, it cannot be a layer by itself.
+// Attributes that an overlay gives to files in its upper directory (Documentation/filesystems/overlayfs.rst). A
+// file with one that says that part of it is elsewhere, as with redirect_dir and metacopy, cannot be in a layer.
 const (
 	overlayPrefix = "trusted.overlay."
 	overlayOpaque = overlayPrefix + "opaque"
@@ -40,8 +40,8 @@ const (
 
 const paxXattr = "SCHILY.xattr."
 
-// Pack writes the upper directory of an overlay as a tar stream: parents first, siblings in byte order. The directory
-// itself is no part of it. Sockets are left out. Nothing may change it meanwhile.
+// Pack writes the upper directory of an overlay as a tar stream: parents first, siblings in byte order. It leaves
+// out the directory itself and sockets. Nothing may change the directory meanwhile.
 func Pack(w io.Writer, upper string) error {
 	p := &packer{tw: tar.NewWriter(w), upper: upper, first: map[uint64]string{}}
 	if err := p.dir("", 0); err != nil {
@@ -56,7 +56,7 @@ func Pack(w io.Writer, upper string) error {
 type packer struct {
 	tw    *tar.Writer
 	upper string
-	first map[uint64]string // of inodes with several names: that which has the content
+	first map[uint64]string // by inode with several names: the name that has the content
 }
 
 func (p *packer) dir(rel string, depth int) error {
@@ -83,7 +83,7 @@ func (p *packer) one(name string, depth int) error {
 	}
 	dir, base := path.Split(name)
 	kind := st.Mode & unix.S_IFMT
-	// All whiteouts may be names of one inode.
+	// All whiteouts may be links to one inode.
 	if kind == unix.S_IFCHR && st.Rdev == 0 {
 		return p.tw.WriteHeader(&tar.Header{Typeflag: tar.TypeReg, Name: dir + whiteout + base, Format: tar.FormatPAX})
 	}
@@ -159,8 +159,8 @@ func (p *packer) content(full string, size int64) error {
 	return err
 }
 
-// xattrs adds a file's attributes to its header, those of the overlay excepted. It says whether it hides what layers
-// below have.
+// xattrs adds a file's attributes to its header, except those of the overlay. It reports whether the file hides
+// what the layers below have.
 func (p *packer) xattrs(full string, h *tar.Header) (hides bool, err error) {
 	names, err := listXattrs(full)
 	if err != nil {

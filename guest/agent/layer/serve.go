@@ -17,10 +17,10 @@ import (
 	"github.com/drowse-vm/drowse/guest/agent/upper"
 )
 
-// bufBytes is how much is written at once.
+// bufBytes is the size of one write.
 const bufBytes = 32 << 10
 
-// Serve brings the machine to rest and writes its layer to w. It must be root's, in a VM whose PID 1 is the agent.
+// Serve brings the machine to rest and writes its layer to w. It needs root, in a VM whose PID 1 is the agent.
 func Serve(w io.Writer) error {
 	if err := endOthers(); err != nil {
 		return err
@@ -55,7 +55,7 @@ const (
 // endOthers kills all processes but the agent and this one, and waits until they are gone.
 func endOthers() error {
 	for deadline := time.Now().Add(restPatience); ; time.Sleep(restPoll) {
-		// kill(2): all that there are, except PID 1 and the caller.
+		// kill(2): all processes except PID 1 and the caller.
 		if err := unix.Kill(-1, unix.SIGKILL); err != nil && !errors.Is(err, unix.ESRCH) {
 			return fmt.Errorf("end the processes that are left: %w", err)
 		}
@@ -72,7 +72,7 @@ func endOthers() error {
 	}
 }
 
-// others counts the processes besides PID 1 and this one. Threads of the kernel, and what has ended, have no program.
+// others counts the processes besides PID 1 and this one. Kernel threads and ended processes have no program.
 func others() (int, error) {
 	entries, err := os.ReadDir("/proc")
 	if err != nil {
@@ -94,7 +94,7 @@ func others() (int, error) {
 // own are the mounts of the machine itself.
 var own = []string{"/", "/dev", "/dev/pts", "/dev/shm", "/proc", "/run", "/sys", "/sys/fs/cgroup"}
 
-// unmountOthers takes away what commands have mounted: the newest first.
+// unmountOthers unmounts what commands have mounted, the newest first.
 func unmountOthers() error {
 	f, err := os.Open("/proc/self/mountinfo")
 	if err != nil {
@@ -113,8 +113,8 @@ func unmountOthers() error {
 	return nil
 }
 
-// foreignMounts gives the mount points of a mountinfo (proc(5)) that are not the machine's own, or lie over one that
-// is.
+// foreignMounts returns the mount points of a mountinfo (proc(5)) that are not the machine's own, or that cover
+// one of its own.
 func foreignMounts(text string) []string {
 	var out []string
 	seen := map[string]bool{}
@@ -134,12 +134,12 @@ func foreignMounts(text string) []string {
 	return out
 }
 
-// unescape takes back the octal escapes of mountinfo.
+// unescape decodes the octal escapes of mountinfo.
 func unescape(s string) string {
 	return strings.NewReplacer(`\040`, " ", `\011`, "\t", `\012`, "\n", `\134`, `\`).Replace(s)
 }
 
-// empty removes what is in a directory that is in memory alone, but the agent's own.
+// empty removes the contents of a directory that is in memory alone, except the agent's own.
 func empty(dir string) error {
 	entries, err := os.ReadDir(dir)
 	if err != nil {

@@ -15,37 +15,34 @@ import (
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
 
-// Machine is what the agent changes of the machine as a whole.
+// Machine is what the agent can change about the machine as a whole.
 type Machine interface {
-	// SetClock sets CLOCK_REALTIME to the given Unix time in nanoseconds. A clock that
-	// is right to within a millisecond may be left as it is.
+	// SetClock sets CLOCK_REALTIME to the given Unix time in nanoseconds. It may leave a clock that is right to
+	// within a millisecond.
 	SetClock(wallNanos int64) error
 	// AddEntropy mixes 32 to 512 bytes into the kernel's random number
 	// generator, credits them in full and reseeds it.
 	AddEntropy(p []byte) error
-	// NewIdentity gives the machine a boot id and a machine id of its own, and
-	// a hostname when it is not empty. It returns the boot id.
+	// NewIdentity gives the machine a new boot id and machine id, and the hostname if it is not empty. It returns
+	// the boot id.
 	NewIdentity(hostname string) (string, error)
-	// Freeze makes what was written to the writable disk durable, and holds up
-	// all that want to write to its file system. Thaw lets them go on; it is no
-	// error if nothing is frozen.
+	// Freeze makes everything written to the writable disk durable, and blocks all writers to its file system.
+	// Thaw unblocks them; it is not an error if nothing is frozen.
 	Freeze() error
 	Thaw() error
-	// Trim makes what was written to the writable disk durable, and has the disk forget what its file system does not
-	// use.
+	// Trim makes everything written to the writable disk durable, and tells the disk to discard the blocks that
+	// its file system does not use.
 	Trim() error
-	// Power stops the machine for good; it does not return when it succeeds.
+	// Power stops the machine. It returns only if it fails.
 	Power(reboot bool) error
 }
 
-// Kernel is the machine the agent runs in. Its methods are not to be called
-// concurrently; Server sees to it.
+// Kernel is the agent's machine. Its methods must not be called concurrently; Server ensures it.
 type Kernel struct {
 	// BeforePower, when set, is called after all processes have ended and
 	// before the machine stops: it makes the file systems read-only.
 	BeforePower func()
-	// Writable is a directory of the file system that Freeze freezes; empty if
-	// there is none that lasts.
+	// Writable is a directory of the file system that Freeze freezes. It is empty if there is no lasting one.
 	Writable string
 
 	frozen  *os.File // open while frozen
@@ -53,7 +50,7 @@ type Kernel struct {
 	noRekey bool     // this kernel has no RNDREKEYCRNG
 	entropy randPoolInfo
 	rekey   [rekeySize]byte
-	bootID  string // file mounted over bootIDPath, once there is one
+	bootID  string // file mounted over bootIDPath, once one is
 }
 
 const (
@@ -64,10 +61,9 @@ const (
 	uuidSize      = 36 // as text
 )
 
-// clockSlack is how far the clock may be off and is not set. Where the guest's TSC went on
-// while it slept, as it does if its host is a virtual machine that cannot stop it, the
-// clock is right, and setting it would cost the kernel thousands of instructions: it looks
-// at all timers then.
+// clockSlack is the error of the clock below which SetClock leaves it. Where the guest's TSC went on during a
+// sleep, as it does if the host is a virtual machine that cannot stop it, the clock is right. Setting it would
+// cost the kernel thousands of instructions: the kernel then checks all timers.
 const clockSlack = time.Millisecond
 
 // SetClock implements Machine.
@@ -97,9 +93,8 @@ func (k *Kernel) Prepare() error {
 	return nil
 }
 
-// AddEntropy implements Machine: RNDADDENTROPY and RNDRESEEDCRNG of random(4), or for
-// rekeySize bytes, if the kernel has it, RNDREKEYCRNG, which is the same in one step and
-// with a sixth of the work.
+// AddEntropy implements Machine: RNDADDENTROPY and RNDRESEEDCRNG of random(4). For rekeySize bytes it uses
+// RNDREKEYCRNG, if the kernel has it, which does the same in one step with a sixth of the work.
 func (k *Kernel) AddEntropy(p []byte) error {
 	if len(p) < agentpb.MinEntropy || len(p) > len(k.entropy.buf) {
 		return fmt.Errorf("add %d bytes of entropy, want %d to %d: %w", len(p), agentpb.MinEntropy, len(k.entropy.buf), unix.EINVAL)
@@ -155,7 +150,7 @@ func (k *Kernel) NewIdentity(hostname string) (string, error) {
 	return id, nil
 }
 
-// replaceMachineID writes a new machine id where there is one already.
+// replaceMachineID writes a new machine id, if the file has one.
 func replaceMachineID(path, id string) error {
 	fi, err := os.Lstat(path)
 	if err != nil || !fi.Mode().IsRegular() {
@@ -172,8 +167,8 @@ func replaceMachineID(path, id string) error {
 	return nil
 }
 
-// setBootID makes the kernel's boot id read as id: a file on a tmpfs, mounted
-// over it the first time and rewritten in place after that.
+// setBootID makes the kernel's boot id file read as id: it mounts a file of a tmpfs over it the first time, and
+// later rewrites that file in place.
 func (k *Kernel) setBootID(id string) error {
 	if k.bootID == "" {
 		if err := os.MkdirAll(filepath.Dir(bootIDFile), 0o755); err != nil {
@@ -205,8 +200,7 @@ func formatUUID(p []byte) string {
 	return h[:8] + "-" + h[8:12] + "-" + h[12:16] + "-" + h[16:20] + "-" + h[20:]
 }
 
-// Power implements Machine by reboot(2). A machine without ACPI ends by a
-// reset in either case.
+// Power implements Machine by reboot(2). A machine without ACPI ends by a reset in both cases.
 func (k *Kernel) Power(reboot bool) error {
 	if k.BeforePower != nil {
 		k.BeforePower()
@@ -230,9 +224,8 @@ const (
 	fiThaw   = 0xc0045878
 )
 
-// Freeze implements Machine by FIFREEZE, which writes out what is dirty, empties
-// the journal and flushes the device (ext4: ext4_freeze). The overlay above is
-// not frozen: all that is written to it is written to this file system.
+// Freeze implements Machine by FIFREEZE, which writes out dirty data, empties the journal and flushes the device
+// (ext4: ext4_freeze). The overlay above is not frozen: all writes to it go to this file system.
 func (k *Kernel) Freeze() error {
 	if k.Writable == "" {
 		return status.Error(codes.FailedPrecondition, "this guest has no writable disk of drowse's")
@@ -249,8 +242,8 @@ func (k *Kernel) Freeze() error {
 	return nil
 }
 
-// Thaw implements Machine by FITHAW. A file system that somebody in the guest
-// has thawed is an error: then it was not frozen all the time.
+// Thaw implements Machine by FITHAW. It is an error if a guest process has thawed the file system: then it was not
+// frozen all the time.
 func (k *Kernel) Thaw() error {
 	if k.frozen == nil {
 		return nil
@@ -262,7 +255,7 @@ func (k *Kernel) Thaw() error {
 	return nil
 }
 
-// BootID is the boot id that programs see; "" if there is none.
+// BootID returns the boot id that programs see, or "" if there is none.
 func BootID() string {
 	b, err := os.ReadFile(bootIDPath)
 	if err != nil || len(b) < uuidSize {

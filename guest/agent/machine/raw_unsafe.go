@@ -33,7 +33,7 @@ func rawReseed(fd uintptr) syscall.Errno {
 	return errno
 }
 
-// rekeySize is what RNDREKEYCRNG takes, in bytes.
+// rekeySize is the size of RNDREKEYCRNG's argument, in bytes.
 const rekeySize = 64
 
 // rawRekey is RNDREKEYCRNG, which the kernels that drowse builds have.

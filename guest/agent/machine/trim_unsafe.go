@@ -18,8 +18,8 @@ type fstrimRange struct {
 	start, length, minLength uint64
 }
 
-// Trim implements Machine by syncfs(2), since blocks of files that were removed are free when the journal says so, and
-// by FITRIM. A device that forgets nothing is none to wait for.
+// Trim implements Machine by syncfs(2), since the blocks of removed files are free only once the journal says so,
+// and by FITRIM. A device that cannot discard is not an error.
 func (k *Kernel) Trim() error {
 	if k.Writable == "" {
 		return nil

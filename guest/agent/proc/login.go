@@ -13,15 +13,15 @@ import (
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
 
-// Self is the agent's own program, also where its file cannot be reached by a path and for
-// a process that has another user's rights: proc(5).
+// Self is the agent's own program (proc(5)). It works also where no path reaches the program's file, and for a
+// process with another user's rights.
 const Self = "/proc/self/exe"
 
-// login makes of m what it stands for: the account's shell, or a program of the agent's. It
-// returns the account with what passwd(5) in dir says of it, and the file to execute.
+// login sets in m what it implies: the account's shell, or a program of the agent's. It returns the account with
+// its settings from passwd(5) in dir, and the file to execute.
 func login(dir string, m *agentpb.ExecStart, a account) (account, string, error) {
 	if m.User == "" {
-		// The account that needs no file may have other settings in it.
+		// lookupAccount took root from no file; passwd may have other settings for it.
 		switch r, err := lookupAccount(dir, root.name); {
 		case err == nil:
 			r.uid, r.gid, r.groups = a.uid, a.gid, a.groups

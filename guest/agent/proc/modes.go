@@ -10,25 +10,25 @@ import (
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
 
-// errModes says that bytes are no encoded terminal modes.
+// errModes means that the bytes are not encoded terminal modes.
 var errModes = errors.New("not encoded terminal modes (RFC 4254, section 8)")
 
 // Opcodes of RFC 4254, section 8, that are neither a character nor a flag.
 const (
 	modeEnd        = 0
-	modeFirstOther = 160 // opcodes from here on have no argument that is known; they end the list
+	modeFirstOther = 160 // opcodes from here on have arguments of unknown size; they end the list
 )
 
-// controlChars maps opcodes to the index of their character in c_cc. VDSUSP (11), VFLUSH
-// (15), VSWTCH (16) and VSTATUS (17) are not of Linux, but for VSWTC.
+// controlChars maps opcodes to the index of their character in c_cc. Linux has no VDSUSP (11), VFLUSH (15) or
+// VSTATUS (17); VSWTCH (16) is its VSWTC.
 var controlChars = map[byte]int{
 	1: unix.VINTR, 2: unix.VQUIT, 3: unix.VERASE, 4: unix.VKILL, 5: unix.VEOF, 6: unix.VEOL, 7: unix.VEOL2,
 	8: unix.VSTART, 9: unix.VSTOP, 10: unix.VSUSP, 12: unix.VREPRINT, 13: unix.VWERASE, 14: unix.VLNEXT,
 	16: unix.VSWTC, 18: unix.VDISCARD,
 }
 
-// inputFlags, localFlags and outputFlags map opcodes to bits of termios; ctrlFlags to what
-// is set and what is taken away first.
+// inputFlags, localFlags and outputFlags map opcodes to bits of termios. ctrlFlags maps them to the bits to set
+// and the mask to clear first.
 var (
 	inputFlags = map[byte]uint32{
 		30: unix.IGNPAR, 31: unix.PARMRK, 32: unix.INPCK, 33: unix.ISTRIP, 34: unix.INLCR, 35: unix.IGNCR, 36: unix.ICRNL,
@@ -46,11 +46,11 @@ var (
 	}
 )
 
-// vdisable is _POSIX_VDISABLE: no character does it. The protocol says 255 for that.
+// vdisable is _POSIX_VDISABLE, which disables a character. The protocol says 255 for that.
 const vdisable = 0
 
-// applyModes changes t as encoded terminal modes say. What Linux does not know, such as a
-// speed, which a pseudo-terminal has no use for, is passed over.
+// applyModes changes t as encoded terminal modes say. It skips what Linux does not know, and speeds, which mean
+// nothing to a pseudo-terminal.
 func applyModes(t *unix.Termios, p []byte) error {
 	if len(p) > agentpb.MaxTerminalModes {
 		return fmt.Errorf("%w: %d bytes, at most %d", errModes, len(p), agentpb.MaxTerminalModes)
@@ -79,7 +79,7 @@ func applyModes(t *unix.Termios, p []byte) error {
 			flag(&t.Lflag, bit, bit, v != 0)
 		} else if bit, ok := outputFlags[op]; ok {
 			flag(&t.Oflag, bit, bit, v != 0)
-		} else if c, ok := ctrlFlags[op]; ok && (v != 0 || c.mask != unix.CSIZE) { // a size that is not is no size
+		} else if c, ok := ctrlFlags[op]; ok && (v != 0 || c.mask != unix.CSIZE) { // a size cannot be cleared
 			flag(&t.Cflag, c.set, c.mask, v != 0)
 		}
 	}

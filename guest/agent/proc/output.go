@@ -8,37 +8,36 @@ import (
 	"github.com/drowse-vm/drowse/guest/internal/flow"
 )
 
-// Output holds what a process has written and nobody has taken yet, both
-// streams in the order in which they were read, within a fixed number of
-// bytes. With a reader attached, a full output holds the writer back, and so
-// the process. Without one, a kept output drops its oldest bytes.
+// Output holds what a process has written until it is taken, both streams in the order in which they were read,
+// within a fixed number of bytes. With a reader attached, a full output blocks the writer, and so the process.
+// Without one, a kept output drops its oldest bytes.
 type Output struct {
 	limit int
-	keep  bool // keep what was delivered as well, for a replay
+	keep  bool // keep what the reader has read until it acknowledges it, for a replay
 
 	mu     sync.Mutex
 	buf    []byte // a ring: byte of offset o is at index o % len(buf)
 	start  uint64 // offset of the oldest byte held
 	next   uint64 // offset of the first byte not handed to the reader
-	taken  uint64 // offset up to which the reader has what it needs
+	taken  uint64 // offset up to which the reader needs nothing again
 	end    uint64 // offset after the newest byte
 	segs   []segment
 	state  outputState
 	ended  bool   // no more writes will come
-	reader uint64 // who may read: the latest to attach
+	reader uint64 // the latest reader to attach, who alone may read
 
 	grown    flow.Bell     // there is more
-	readable chan struct{} // capacity 1: there is something new for the reader
+	readable chan struct{} // capacity 1: there is news for the reader
 	writable sync.Cond     // on mu: there may be room, or the state has changed
 }
 
-// outputState says what happens to output that does not fit.
+// outputState is what happens to output that does not fit.
 type outputState int
 
 const (
 	held    outputState = iota // a reader is attached: writers wait
-	kept                       // none is: the oldest bytes go
-	dropped                    // none will come: all bytes go
+	kept                       // no reader: the oldest bytes are dropped
+	dropped                    // no reader will come: all bytes are dropped
 )
 
 // segment is a run of bytes of one stream that ends before offset end.
@@ -58,7 +57,7 @@ func newOutput(limit int, keep bool) *Output {
 	return o
 }
 
-// NewLog makes an output that nobody attaches to: the oldest bytes go.
+// NewLog returns an output without a reader: it drops the oldest bytes.
 func NewLog(limit int) *Output {
 	o := newOutput(limit, false)
 	o.state = kept
@@ -88,8 +87,8 @@ func (o *Output) Write(stderr bool, p []byte) {
 	}
 }
 
-// makeRoom returns how many of n bytes fit now, growing the buffer and
-// dropping what may be dropped. Precondition: o.mu is held.
+// makeRoom returns how many of n bytes fit now. It grows the buffer and drops what the state allows. Precondition:
+// o.mu is held.
 func (o *Output) makeRoom(stderr bool, n int) int {
 	if used := int(o.end - o.start); used+n > len(o.buf) && len(o.buf) < o.limit {
 		o.grow(used + n)
@@ -126,8 +125,8 @@ func (o *Output) grow(n int) {
 	}
 }
 
-// rebuffer moves what is held into a buffer of another size, in which it has room.
-// Precondition: o.mu is held.
+// rebuffer moves the bytes into a buffer of another size, which must have room for them. Precondition: o.mu is
+// held.
 func (o *Output) rebuffer(size int) {
 	old := o.buf
 	o.buf = make([]byte, size)
@@ -143,7 +142,7 @@ func ringSlice(buf []byte, off uint64, n int) []byte {
 	return buf[i:min(i+n, len(buf))]
 }
 
-// copyIn copies as much of p as is contiguous at offset off.
+// copyIn copies as much of p as fits contiguously at offset off.
 func (o *Output) copyIn(off uint64, p []byte) int {
 	return copy(ringSlice(o.buf, off, len(p)), p)
 }
@@ -171,7 +170,7 @@ func (o *Output) put(stderr bool, p []byte) {
 	}
 }
 
-// drop forgets everything before offset to. Precondition: o.mu is held.
+// drop discards everything before offset to. Precondition: o.mu is held.
 func (o *Output) drop(to uint64) {
 	if to <= o.start {
 		return
@@ -186,8 +185,8 @@ func (o *Output) drop(to uint64) {
 	o.segs = slices.Delete(o.segs, 0, i)
 }
 
-// read copies the next bytes of one stream for the reader into p. n is 0 when
-// there are none now; ended then says that none will come.
+// read copies the next bytes of one stream for the reader into p. n is 0 when there are none now; ended then
+// reports that none will come.
 func (o *Output) read(reader uint64, p []byte) (n int, stderr bool, offset uint64, ended bool) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -210,7 +209,7 @@ func (o *Output) read(reader uint64, p []byte) (n int, stderr bool, offset uint6
 	return n, stderr, offset, false
 }
 
-// took tells that the reader has everything before the offset for good.
+// took records that the reader will not need anything before the offset again.
 func (o *Output) took(reader, offset uint64) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -219,7 +218,7 @@ func (o *Output) took(reader, offset uint64) {
 	}
 }
 
-// release lets go of everything before offset. Precondition: o.mu is held.
+// release frees everything before offset. Precondition: o.mu is held.
 func (o *Output) release(offset uint64) {
 	o.taken = max(o.taken, min(offset, o.end))
 	if !o.keep {
@@ -228,9 +227,8 @@ func (o *Output) release(offset uint64) {
 	o.writable.Broadcast()
 }
 
-// attach puts a new reader in the place of the one there was, at offset or at
-// the oldest byte still held. It returns where that is, and the reader's
-// right to read.
+// attach replaces the reader with a new one, at offset or at the oldest byte still held. It returns where that is,
+// and the new reader's number, with which it may read.
 func (o *Output) attach(offset uint64) (start, reader uint64) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -242,7 +240,7 @@ func (o *Output) attach(offset uint64) (start, reader uint64) {
 	return o.next, o.reader
 }
 
-// detach sets what happens from now on with output that does not fit.
+// detach sets what happens from now on to output that does not fit.
 func (o *Output) detach(state outputState) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -250,7 +248,7 @@ func (o *Output) detach(state outputState) {
 	o.writable.Broadcast()
 }
 
-// finish tells that no more writes will come.
+// finish records that no more writes will come.
 func (o *Output) finish() {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -258,14 +256,14 @@ func (o *Output) finish() {
 	poke(o.readable)
 }
 
-// Bounds returns the offsets of the oldest byte and after the newest one.
+// Bounds returns the offset of the oldest byte and the offset after the newest one.
 func (o *Output) Bounds() (start, end uint64) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	return o.start, o.end
 }
 
-// Resize sets how much is held. What does not fit any more goes, the oldest first.
+// Resize sets how much the output holds. It drops the oldest bytes that do not fit any more.
 func (o *Output) Resize(limit int) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -279,8 +277,8 @@ func (o *Output) Resize(limit int) {
 	o.rebuffer(limit)
 }
 
-// Look copies what is held from an offset on, of both streams, without being a reader. It
-// returns the offset of the first byte, and that behind the newest one.
+// Look copies both streams from an offset on, without being a reader. It returns the offset of the first byte, and
+// that behind the newest one.
 func (o *Output) Look(offset uint64, p []byte) (n int, at, end uint64) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -288,7 +286,7 @@ func (o *Output) Look(offset uint64, p []byte) (n int, at, end uint64) {
 	return o.copyOut(at, p[:min(uint64(len(p)), o.end-at)]), at, o.end
 }
 
-// WaitBehind waits until there is something behind an offset, which is the end, or ctx ends.
+// WaitBehind waits until there is output behind an offset, which is the end, or ctx ends.
 func (o *Output) WaitBehind(ctx context.Context, offset uint64) {
 	for {
 		o.mu.Lock()

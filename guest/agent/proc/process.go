@@ -26,11 +26,11 @@ import (
 // Limits of the processes that the agent keeps account of.
 const (
 	maxProcesses   = 1024      // running or kept
-	maxExitedKept  = 64        // detached ones that have ended, oldest forgotten first
+	maxExitedKept  = 64        // detached ones that have ended; the oldest are forgotten first
 	maxArgs        = 4096      // elements of argv and of the environment each
 	maxArgBytes    = 1 << 20   // of argv and environment together
 	attachedOutput = 256 << 10 // output held for a process that is not detached
-	minOutputLimit = 128 << 10 // so that acknowledgements keep pace with it
+	minOutputLimit = 128 << 10 // large enough that acknowledgements keep pace
 	maxListedArgv  = 4 << 10   // bytes of argv in a List answer
 	maxTimeout     = 365 * 24 * time.Hour
 )
@@ -44,7 +44,7 @@ const (
 
 const defaultPath = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
-// Process is one command that the agent has started.
+// Process is a command that the agent has started.
 type Process struct {
 	id      string
 	pid     int
@@ -62,8 +62,8 @@ type Process struct {
 
 	mu       sync.Mutex
 	timedOut bool
-	forget   bool     // forget it once it has ended
-	session  *session // attached now; nil when none is
+	forget   bool     // remove it from the table once it has ended
+	session  *session // the attached session, or nil
 
 	inputMu sync.Mutex // held while stdin is written; taken after mu
 }
@@ -71,38 +71,38 @@ type Process struct {
 // Table holds the processes by id.
 type Table struct {
 	reaper *reaper
-	// settle is called before the host is told that a process has ended.
+	// Settle is called before the host learns that a process has ended.
 	Settle func()
 
 	mu     sync.Mutex
 	byID   map[string]*Process // nil while it is being started
 	exited []*Process          // kept processes that have ended, oldest first
 	nextID uint64
-	closed bool           // none is started any more
-	starts sync.WaitGroup // those that are being started
+	closed bool           // no process starts any more
+	starts sync.WaitGroup // starts under way
 	wg     sync.WaitGroup // goroutines of processes
 }
 
-// NewTable makes an empty table. With init its reaper collects orphans as well, from reap on.
+// NewTable makes an empty table. With init set, its reaper also collects orphans, once Reap is called.
 func NewTable(init bool) *Table {
 	return &Table{reaper: newReaper(init), byID: make(map[string]*Process)}
 }
 
-// Reap begins to collect orphans, before the first process has been started.
+// Reap begins to collect orphans. It is called before the first process starts.
 func (t *Table) Reap() {
 	t.reaper.mu.Lock()
 	defer t.reaper.mu.Unlock()
 	t.reaper.run()
 }
 
-// Signal sends a signal to the group of a process. It is ESRCH for one that has ended.
+// Signal sends a signal to the process's group. It returns ESRCH if the process has ended.
 func (t *Table) Signal(p *Process, sig syscall.Signal) error { return t.reaper.signal(p.pid, sig) }
 
-// EndMachine ends every process of the machine but this one, as PID 1: SIGTERM, up to grace to comply, then SIGKILL.
+// EndMachine, as PID 1, ends all other processes of the machine: SIGTERM, up to grace to comply, then SIGKILL.
 func (t *Table) EndMachine(grace time.Duration) { t.reaper.endAll(grace) }
 
-// startError is a command that could not be started for a reason that a shell
-// reports with an exit code.
+// startError is the error of a command that could not be started for a reason that a shell reports with an exit
+// code.
 type startError struct {
 	code int32
 	err  error
@@ -112,26 +112,26 @@ func (e *startError) Error() string { return e.err.Error() }
 
 func (e *startError) Unwrap() error { return e.err }
 
-// Done is closed when the process has ended and all its output is there.
+// Done is closed when the process has ended and all its output is in.
 func (p *Process) Done() <-chan struct{} { return p.exited }
 
-// Exit is how the process has ended, once done is closed.
+// Exit returns how the process has ended. It is valid once Done is closed.
 func (p *Process) Exit() *agentpb.ExecExit { return p.exit }
 
-// PID is its process id.
+// PID returns the process's id in the kernel.
 func (p *Process) PID() int { return p.pid }
 
-// KeepNewest has the newest output kept, for a process that nobody attaches to.
+// KeepNewest keeps the newest output. It is for a process without a reader.
 func (p *Process) KeepNewest() { p.out.detach(kept) }
 
-// DropOutput has all output thrown away.
+// DropOutput discards all output.
 func (p *Process) DropOutput() { p.out.detach(dropped) }
 
-// StartOptions say what of a process is not in its message.
+// StartOptions say what the process's message does not.
 type StartOptions struct {
-	// path is the program; empty looks argv[0] up.
+	// Path is the program; if empty, Start looks argv[0] up.
 	Path string
-	// out gets the output; nil makes a place for it.
+	// Out receives the output; nil makes a new one.
 	Out *Output
 }
 
@@ -140,7 +140,7 @@ func (t *Table) Start(m *agentpb.ExecStart) (*Process, error) {
 	return t.StartWith(m, StartOptions{})
 }
 
-// StartWith is start with options.
+// StartWith is Start with options.
 func (t *Table) StartWith(m *agentpb.ExecStart, o StartOptions) (*Process, error) {
 	if err := CheckStart(m); err != nil {
 		return nil, err
@@ -188,7 +188,7 @@ func (t *Table) StartWith(m *agentpb.ExecStart, o StartOptions) (*Process, error
 	return p, nil
 }
 
-// CheckStart refuses what cannot or must not be started.
+// CheckStart refuses a command that cannot or must not be started.
 func CheckStart(m *agentpb.ExecStart) error {
 	bad := func(format string, args ...any) error { return status.Errorf(codes.InvalidArgument, format, args...) }
 	switch {
@@ -232,7 +232,7 @@ func CheckStart(m *agentpb.ExecStart) error {
 	return nil
 }
 
-// checkDir tells a missing working directory from a missing command.
+// checkDir returns an error of its own for a missing working directory, which exec reports as a missing command.
 func checkDir(dir string) error {
 	if dir == "" || dir == "/" {
 		return nil
@@ -258,12 +258,11 @@ func outputLimit(m *agentpb.ExecStart) int {
 	return int(min(max(m.OutputLimit, minOutputLimit), agentpb.MaxOutputLimit))
 }
 
-// inherited are variables that the kernel may have been started with for all
-// programs: they say which features of the CPU are not to be used.
+// inherited are variables that the kernel may have passed to init for all programs. They say which features of the
+// CPU programs must not use.
 var inherited = []string{"GODEBUG", "GLIBC_TUNABLES", "OPENSSL_ia32cap"}
 
-// environment is what the process gets: its own variables over a base that
-// names the account.
+// environment returns the process's environment: its own variables over a base that names the account.
 func environment(m *agentpb.ExecStart, a account) []string {
 	if m.ReplaceEnv {
 		return m.Env
@@ -329,7 +328,7 @@ func lookPath(name string, env []string, cwd string) (string, error) {
 	return "", &startError{codeNotFound, fmt.Errorf("%s: command not found", name)}
 }
 
-// reserve enters p under an id of its own.
+// reserve enters p under an id of its own, so that no other start can use it.
 func (t *Table) reserve(p *Process, id string) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -356,7 +355,7 @@ func (t *Table) reserve(p *Process, id string) error {
 	return nil
 }
 
-// forget removes p, which has ended.
+// forget removes p, which has ended, from the table.
 func (t *Table) forget(p *Process) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -368,14 +367,14 @@ func (t *Table) forget(p *Process) {
 	}
 }
 
-// all returns the processes that have been started.
+// all returns the started processes.
 func (t *Table) all() []*Process {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	return slices.DeleteFunc(slices.Collect(maps.Values(t.byID)), func(p *Process) bool { return p == nil })
 }
 
-// get returns the process of that id.
+// get returns the process with that id.
 func (t *Table) get(id string) (*Process, error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -388,18 +387,17 @@ func (t *Table) get(id string) (*Process, error) {
 
 // childFiles are the descriptors that a process starts with, and our ends.
 //
-// They are made, up to the fork, without waking the scheduler's monitor
-// thread: once awake it looks for blocked threads every 20 us while the fork
-// is under way, and in a slow guest that takes the time from the child.
+// Up to the fork they are made without waking the scheduler's monitor thread. Once awake, it looks for blocked
+// threads every 20 us during the fork, and in a slow guest that takes the child's time.
 type childFiles struct {
 	child [3]int // the child's stdin, stdout, stderr
-	ours  [3]int // our ends of them; -1 where there is none
+	ours  [3]int // our ends of them; -1 for none
 	// Once the process has started, our ends are on the poller.
-	input *poll.File   // nil: /dev/null
-	outs  []*poll.File // one, a terminal, or stdout and stderr
+	input *poll.File   // nil for /dev/null
+	outs  []*poll.File // one for a terminal, or stdout and stderr
 }
 
-// closeAll closes the given descriptors, each once.
+// closeAll closes each of the given descriptors once.
 func closeAll(fds *[3]int) {
 	for i, fd := range fds {
 		if fd >= 0 && !slices.Contains(fds[:i], fd) {
@@ -448,7 +446,7 @@ func openFiles(m *agentpb.ExecStart, a account) (*childFiles, error) {
 	return c, nil
 }
 
-// devNull returns a copy of a descriptor of /dev/null that is opened once.
+// devNull returns a copy of a descriptor of /dev/null. It opens /dev/null once.
 func devNull() (int, error) {
 	fd, err := openNull()
 	if err != nil {
@@ -465,7 +463,7 @@ var openNull = sync.OnceValues(func() (int, error) {
 	return unix.Open("/dev/null", unix.O_RDONLY|unix.O_CLOEXEC, 0)
 })
 
-// pipe makes a pipe whose both ends block, as programs expect.
+// pipe makes a pipe. Both its ends block, as programs expect.
 func pipe() (r, w int, err error) {
 	var fds [2]int
 	if err := unix.Pipe2(fds[:], unix.O_CLOEXEC); err != nil { // a raw call in this package
@@ -491,7 +489,7 @@ func (c *childFiles) poll() error {
 	for i, fd := range c.ours {
 		if fd >= 0 && err == nil {
 			files[i], err = poll.New(fd, "stdio")
-			c.ours[i] = -1 // the file's now
+			c.ours[i] = -1 // the file owns it now
 		}
 	}
 	if err != nil {
@@ -572,8 +570,7 @@ func startFailure(path string, err error) error {
 	return &startError{codeNotExecutable, fmt.Errorf("%s: %w", path, err)}
 }
 
-// await waits for the process to end, gathers what it had written by then, and
-// publishes its exit.
+// await waits for the process to end, gathers what it has written by then, and publishes its exit.
 func (t *Table) await(p *Process, pumps []*pump, ended <-chan waitStatus) {
 	ws := <-ended
 	if p.timer != nil {
@@ -626,9 +623,8 @@ func exitOf(ws waitStatus, timedOut bool) *agentpb.ExecExit {
 	return e
 }
 
-// pump moves what a process writes into its output. When the process has
-// ended it takes what is in the pipe, says so, and from then on throws away
-// what children left behind write, so that they neither block nor get SIGPIPE.
+// pump moves a process's output into its Output. When the process has ended, the pump drains the pipe and closes
+// drained. From then on it discards what surviving children write, so that they neither block nor get SIGPIPE.
 type pump struct {
 	f       *poll.File
 	out     *Output
@@ -638,8 +634,8 @@ type pump struct {
 
 const (
 	firstRead = 4 << 10 // bytes of the first read buffer, doubled when it fills
-	// maxDrain bounds what is taken after the end, in bytes: the most that a
-	// pipe can hold (fs.pipe-max-size).
+	// maxDrain bounds what pump reads after the end, in bytes. It is the most that a pipe can hold
+	// (fs.pipe-max-size).
 	maxDrain = 1 << 20
 )
 
@@ -687,9 +683,8 @@ func (pm *pump) processEnded() {
 	_ = pm.f.SetReadDeadline(time.Unix(1, 0))
 }
 
-// EndAll kills every process that the agent has started and waits for them.
-// None is started from then on, and one whose start has begun is one of them: a service may be about to be started
-// again.
+// EndAll kills every process that the agent has started and waits for them. No process starts from then on. EndAll
+// also waits for starts under way and kills what they start: a service may be about to restart.
 func (t *Table) EndAll() {
 	t.mu.Lock()
 	t.closed = true
@@ -706,7 +701,7 @@ func (t *Table) EndAll() {
 	t.reaper.stop()
 }
 
-// Problem is what an error says, without the code that it has for the host.
+// Problem returns the text of an error, without its code for the host.
 func Problem(err error) string {
 	if st, ok := status.FromError(err); ok {
 		return st.Message()
@@ -714,10 +709,10 @@ func Problem(err error) string {
 	return err.Error()
 }
 
-// ErrStopping says that nothing is started any more.
+// ErrStopping means that no process starts any more.
 var ErrStopping = status.Error(codes.Unavailable, "the machine is being stopped")
 
-// LastOutput is the end of what the process has printed, at most n bytes.
+// LastOutput returns the end of the process's output, at most n bytes.
 func (p *Process) LastOutput(n int) string {
 	_, end := p.out.Bounds()
 	buf := make([]byte, n)
@@ -725,8 +720,8 @@ func (p *Process) LastOutput(n int) string {
 	return strings.ToValidUTF8(strings.TrimSpace(string(buf[:k])), "?")
 }
 
-// AwaitOutput waits until the output of a process that nobody attaches to begins with want. If it does not, the error
-// is io.EOF, and said is what there was, of at most the given bytes.
+// AwaitOutput waits until the output of a process without a reader begins with want. If it does not, the error is
+// io.EOF, and said is the output, at most the given number of bytes.
 func (p *Process) AwaitOutput(ctx context.Context, want string, most int) (said string, err error) {
 	_, reader := p.out.attach(0)
 	buf := make([]byte, most)

@@ -8,12 +8,11 @@ import (
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
 
-// endOfTransmission is what a terminal in its usual mode takes for end of
-// input: VEOF of termios(3).
+// endOfTransmission is the character that ends input of a terminal in its usual mode: VEOF of termios(3).
 const endOfTransmission = 0x04
 
-// openPty opens a pseudo-terminal of the given size and modes for an account: the
-// master, non-blocking, for the agent, and the slave for the process.
+// openPty opens a pseudo-terminal of the given size and modes for an account. It returns the master, non-blocking,
+// for the agent, and the slave for the process.
 func openPty(p *agentpb.Pty, a account) (master, slave int, err error) {
 	master, err = unix.Open("/dev/ptmx", unix.O_RDWR|unix.O_NOCTTY|unix.O_NONBLOCK|unix.O_CLOEXEC, 0)
 	if err != nil {
@@ -36,8 +35,7 @@ func openSlave(master int, p *agentpb.Pty, a account) (int, error) {
 	if err := setModes(master, p.Modes); err != nil {
 		return -1, err
 	}
-	// TIOCGPTPEER (Linux 4.13) opens the slave without a path, so that it does
-	// not matter where devpts is mounted.
+	// TIOCGPTPEER (Linux 4.13) opens the slave without a path: devpts may be mounted anywhere.
 	slave, _, errno := unix.Syscall(unix.SYS_IOCTL, uintptr(master), unix.TIOCGPTPEER, unix.O_RDWR|unix.O_NOCTTY|unix.O_CLOEXEC)
 	if errno != 0 {
 		return -1, fmt.Errorf("open a terminal's other end: %w", errno)

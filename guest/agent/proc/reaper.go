@@ -11,14 +11,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// reaper starts processes and owns wait4(2): every status passes through it,
-// so that as PID 1 it can collect orphans without stealing a status from
-// whoever started a process.
+// reaper starts processes and owns wait4(2). Every status passes through it, so that as PID 1 it can collect
+// orphans without stealing a status from the code that started a process.
 type reaper struct {
 	init bool // reap every child: orphans as well
 
-	// mu is held from before a fork until the child is registered, and while
-	// children are reaped: a pid found in waiting has not been reused.
+	// mu is held from before a fork until the child is registered, and while children are reaped: the kernel has
+	// not reused a pid found in waiting.
 	mu      sync.Mutex
 	waiting map[int]chan waitStatus
 	started bool
@@ -58,7 +57,7 @@ func (r *reaper) run() {
 	}()
 }
 
-// stop ends the goroutine. Statuses that come later are not delivered.
+// stop ends the goroutine. It does not deliver later statuses.
 func (r *reaper) stop() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -95,8 +94,7 @@ func (r *reaper) reap() {
 	}
 }
 
-// wait collects one status without blocking and says whether there was one.
-// Precondition: r.mu is held.
+// wait collects one status without blocking and reports whether there was one. Precondition: r.mu is held.
 func (r *reaper) wait(pid int) bool {
 	var ws waitStatus
 	for {
@@ -109,14 +107,13 @@ func (r *reaper) wait(pid int) bool {
 		}
 		if ch, ok := r.waiting[got]; ok {
 			delete(r.waiting, got)
-			ch <- ws // buffered: one status a process
+			ch <- ws // does not block: one status per process
 		}
 		return true
 	}
 }
 
-// signal sends sig to the process group that pid leads, unless pid has been
-// reaped: then it returns ESRCH.
+// signal sends sig to the process group that pid leads. It returns ESRCH if pid has been reaped.
 func (r *reaper) signal(pid int, sig syscall.Signal) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -129,8 +126,7 @@ func (r *reaper) signal(pid int, sig syscall.Signal) error {
 	return nil
 }
 
-// endAll ends every process of the machine but this one: SIGTERM, up to grace
-// to comply, then SIGKILL. Only for PID 1.
+// endAll, for PID 1 only, ends every other process of the machine: SIGTERM, up to grace to comply, then SIGKILL.
 func (r *reaper) endAll(grace time.Duration) {
 	_ = unix.Kill(-1, unix.SIGTERM)
 	_ = unix.Kill(-1, unix.SIGCONT) // a stopped process cannot comply
@@ -141,7 +137,7 @@ func (r *reaper) endAll(grace time.Duration) {
 	r.waitNone(grace)
 }
 
-// waitNone reaps until no child is left or the time is over.
+// waitNone reaps until no child is left or the time is up.
 func (r *reaper) waitNone(limit time.Duration) bool {
 	const step = 20 * time.Millisecond
 	for deadline := time.Now().Add(limit); ; time.Sleep(step) {

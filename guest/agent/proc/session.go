@@ -16,9 +16,8 @@ import (
 	"github.com/drowse-vm/drowse/guest/internal/flow"
 )
 
-// session is one connection attached to a process. A process has one at most;
-// a new one takes the place of the old, whose connection may be dead without
-// the guest knowing it.
+// session is one connection attached to a process. A process has at most one. A new session replaces the old one,
+// whose connection may be dead without the guest knowing it.
 type session struct {
 	t      *Table
 	p      *Process
@@ -26,12 +25,12 @@ type session struct {
 	ctx    context.Context
 	cancel context.CancelCauseFunc
 	reader uint64 // this session's right to read the output
-	// changes says what the process has changed; nil: nobody asks.
+	// changes returns what the process has changed on the disk; nil if the host does not ask.
 	changes func(context.Context) *agentpb.DiskChanges
 
-	pipe *flow.Pipe // of stdin, and the window of the output
-	// ends[n%Window] is the output offset after the n-th message. It is written
-	// before the message is sent and read after it was acknowledged.
+	pipe *flow.Pipe // for stdin, and the window of the output
+	// ends[n%Window] is the output offset after the n-th message. It is written before the message is sent and
+	// read after the host has acknowledged it.
 	ends [agentpb.Window]uint64
 }
 
@@ -40,8 +39,8 @@ var (
 	errEnded     = errors.New("the session has ended")
 )
 
-// Run starts a command and serves the stream that has asked for it. changes, if it is not nil, says what the command
-// has changed on the disk, once it has ended.
+// Run starts a command and serves the stream that requested it. changes, if not nil, returns what the command has
+// changed on the disk. Run calls it once the command has ended.
 func (t *Table) Run(ctx context.Context, stream agentpb.Agent_ExecServer, m *agentpb.ExecStart, changes func(context.Context) *agentpb.DiskChanges) error {
 	p, err := t.Start(m)
 	var se *startError
@@ -55,7 +54,7 @@ func (t *Table) Run(ctx context.Context, stream agentpb.Agent_ExecServer, m *age
 	return t.serve(ctx, stream, p, 0, changes)
 }
 
-// Attach serves a stream that goes on with a process.
+// Attach serves a stream that attaches to an existing process.
 func (t *Table) Attach(ctx context.Context, stream agentpb.Agent_ExecServer, m *agentpb.ExecAttach) error {
 	p, err := t.get(m.Id)
 	if err != nil {
@@ -67,8 +66,7 @@ func (t *Table) Attach(ctx context.Context, stream agentpb.Agent_ExecServer, m *
 	return t.serve(ctx, stream, p, m.Offset, nil)
 }
 
-// serve attaches the stream to p until the process ends, the connection does,
-// or another one attaches.
+// serve attaches the stream to p until the process ends, the connection ends, or another one attaches.
 func (t *Table) serve(ctx context.Context, stream agentpb.Agent_ExecServer, p *Process, offset uint64, changes func(context.Context) *agentpb.DiskChanges) error {
 	s := &session{t: t, changes: changes, p: p, stream: stream}
 	s.ctx, s.cancel = context.WithCancelCause(ctx)
@@ -94,8 +92,7 @@ func (t *Table) serve(ctx context.Context, stream agentpb.Agent_ExecServer, p *P
 	return nil
 }
 
-// attach makes this the session of its process and returns the offset of the
-// output that it will see first.
+// attach makes s the session of its process and returns the offset of the first output that it will see.
 func (s *session) attach(offset uint64) uint64 {
 	p := s.p
 	p.mu.Lock()
@@ -105,8 +102,7 @@ func (s *session) attach(offset uint64) uint64 {
 	}
 	p.session = s
 	if p.input != nil {
-		// Free a writer of the old session; it looks at its context before it
-		// writes again.
+		// Unblock a writer of the old session. It checks its context before it writes again.
 		_ = p.input.SetWriteDeadline(longAgo)
 		p.inputMu.Lock()
 		_ = p.input.SetWriteDeadline(time.Time{})
@@ -120,8 +116,7 @@ func (s *session) attach(offset uint64) uint64 {
 // longAgo is a deadline that makes a blocked call return.
 var longAgo = time.Unix(1, 0)
 
-// detach leaves the process: to itself when it may outlive its connection,
-// and killed otherwise.
+// detach leaves the process. A detached process lives on; any other is killed.
 func (s *session) detach() {
 	s.cancel(errEnded)
 	p := s.p
@@ -222,7 +217,7 @@ func (s *session) receive() error {
 		case *agentpb.ExecRequest_Resize:
 			s.p.resize(m.Resize)
 		case *agentpb.ExecRequest_Signal:
-			// A process that has just ended is no error: its exit is on the way.
+			// A process that has just ended is not an error: its exit is on the way.
 			_ = s.t.reaper.signal(s.p.pid, syscall.Signal(m.Signal))
 		default:
 			return status.Errorf(codes.InvalidArgument, "unexpected message %T in a session", m)
@@ -230,8 +225,8 @@ func (s *session) receive() error {
 	}
 }
 
-// writeInput writes stdin to the process, and closes it at its end.
-// Input for a process that does not take it is thrown away.
+// writeInput writes stdin to the process, and closes it at its end. It discards input that the process does not
+// take.
 func (s *session) writeInput() {
 	for {
 		data, err := s.pipe.Next()
@@ -244,8 +239,7 @@ func (s *session) writeInput() {
 	}
 }
 
-// WriteInput writes data, or closes stdin when it is nil. It returns false
-// when ctx ended first.
+// WriteInput writes data, or closes stdin when data is nil. It returns false if ctx ends first.
 func (p *Process) WriteInput(ctx context.Context, data []byte) bool {
 	if p.input == nil {
 		return true
@@ -266,7 +260,7 @@ func (p *Process) WriteInput(ctx context.Context, data []byte) bool {
 	return ctx.Err() == nil
 }
 
-// resize sets the size of the process's terminal, when it has one.
+// resize sets the size of the process's terminal, if it has one.
 func (p *Process) resize(size *agentpb.WindowSize) {
 	if p.master == nil {
 		return
@@ -292,7 +286,7 @@ func (p *Process) info() *agentpb.Process {
 	return i
 }
 
-// cutArgv bounds what List says of a command line.
+// cutArgv cuts a command line to what List may return.
 func cutArgv(argv []string) []string {
 	total := 0
 	for i, a := range argv {
@@ -313,14 +307,14 @@ func (t *Table) List(context.Context, *agentpb.ListRequest) (*agentpb.ListRespon
 	for _, p := range t.all() {
 		i := p.info()
 		if size += proto.Size(i); size > maxListBytes {
-			i.Argv = nil // the processes are all there, if without their words
+			i.Argv = nil // the answer lists every process, if without its arguments
 		}
 		out.Processes = append(out.Processes, i)
 	}
 	return out, nil
 }
 
-// Kill implements agentpb.AgentService: it sends a signal to a process, or forgets it, or both.
+// Kill implements agentpb.AgentService: it sends a signal to a process, forgets it, or both.
 func (t *Table) Kill(_ context.Context, m *agentpb.KillRequest) (*agentpb.Empty, error) {
 	p, err := t.get(m.Id)
 	if err != nil {

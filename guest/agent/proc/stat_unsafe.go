@@ -7,8 +7,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// rawStat is stat(2), for a path whose directories the kernel has cached as a
-// rule: a look at the disk holds up the agent for as long as it takes.
+// rawStat is stat(2) for a path whose directories the kernel usually has cached: an access to the disk blocks the
+// agent for as long as it takes.
 func rawStat(path string, st *unix.Stat_t) syscall.Errno {
 	p, err := syscall.BytePtrFromString(path)
 	if err != nil {

@@ -10,7 +10,7 @@ import (
 	"strings"
 )
 
-// account is whom a process runs as.
+// account is the user that a process runs as.
 type account struct {
 	uid, gid uint32
 	groups   []uint32
@@ -24,12 +24,11 @@ var root = account{name: "root", home: "/root", shell: "/bin/sh"}
 // maxAccountFile bounds how much of passwd(5) and group(5) is read, in bytes.
 const maxAccountFile = 1 << 20
 
-// maxGroups is the kernel's limit of supplementary groups that matters here.
+// maxGroups bounds the supplementary groups.
 const maxGroups = 256
 
-// lookupAccount resolves "user", "uid", "user:group" and so on against the
-// passwd and group files under dir. A numeric uid needs no entry. The empty
-// string is root without a look at any file.
+// lookupAccount resolves "user", "uid", "user:group" and so on against the passwd and group files under dir. A
+// numeric uid needs no entry. The empty string is root; it needs no file.
 func lookupAccount(dir, spec string) (account, error) {
 	if spec == "" {
 		return root, nil
@@ -67,8 +66,7 @@ func lookupUser(path, user string) (account, error) {
 	return a, nil
 }
 
-// lookupGroups sets the groups of a: the one asked for, or else all that list
-// its name.
+// lookupGroups sets a's group to the one asked for, or else adds all groups that list its name.
 func lookupGroups(path string, a *account, group string, asked bool) error {
 	id, idErr := strconv.ParseUint(group, 10, 32)
 	found := false
@@ -95,8 +93,8 @@ func lookupGroups(path string, a *account, group string, asked bool) error {
 	return nil
 }
 
-// eachEntry calls f for each entry of passwd(5) or group(5) that has so many fields, and so many numbers from the third
-// on, until f returns false. Comments and what else is none are left out.
+// eachEntry calls f for each entry of passwd(5) or group(5) with the given number of fields, and of numbers from
+// the third field on, until f returns false. It skips comments and malformed lines.
 func eachEntry(path string, fields, numbers int, f func(fields []string, ids []uint32) bool) error {
 	file, err := os.Open(path)
 	if err != nil {

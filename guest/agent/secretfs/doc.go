@@ -1,17 +1,16 @@
-// Package secretfs serves the secrets of a VM to its programs as files, which are in the
-// guest only while somebody reads them.
+// Package secretfs serves the secrets of a VM to its programs as files. Their values are in the
+// guest only while a program reads them.
 //
-// It is a read-only file system by FUSE (the kernel's Documentation/filesystems/fuse.rst
-// and include/uapi/linux/fuse.h). All files are opened with FOPEN_DIRECT_IO, so the guest's
-// kernel keeps no pages of them: a read brings the bytes from the VMM's I/O ports into one
-// buffer of this process, from there into the memory of whoever reads, and the buffer is
-// wiped before anything else is done. Files cannot be mapped: the kernel would keep what it
-// has read for that.
+// It is a read-only FUSE file system (the kernel's Documentation/filesystems/fuse.rst and
+// include/uapi/linux/fuse.h). All files are opened with FOPEN_DIRECT_IO, so the guest's kernel
+// caches no pages of them. A read brings the bytes from the VMM's I/O ports into one buffer of
+// this process, and from there into the reader's memory. This process wipes the buffer before it
+// does anything else. Files cannot be mapped: the kernel would keep the pages for the mapping.
 //
-// A secret whose value the host does not have yet, as after a wake, makes who opens or
-// reads it wait, for a minute at most.
 //
-// It is a process of its own. The agent, which starts it, must never wait for a file that
-// only the agent could serve, as it would in the midst of a fork whose child is to start in
-// this directory.
+// If the host does not have a secret's value yet, as after a wake, opens and reads of it wait,
+// for a minute at most.
+//
+// It is a separate process. The agent, which starts it, must never wait for a file that only the
+// agent could serve. It would do so in the midst of a fork whose child starts in this directory.
 package secretfs

@@ -9,10 +9,10 @@ import (
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
 
-// IOPorts are the machine's own ports, for the thread that has opened them.
+// IOPorts are the machine's own ports. They work on the thread that has opened them.
 type IOPorts struct{}
 
-// OpenPorts gives the calling thread the ports (ioperm(2)), for as long as it lives.
+// OpenPorts gives the calling thread access to the ports (ioperm(2)) as long as the thread lives.
 func OpenPorts() (IOPorts, error) {
 	_, _, errno := syscall.RawSyscall(unix.SYS_IOPERM, agentpb.SecretsPort, agentpb.SecretsPorts, 1)
 	if errno != 0 {

@@ -8,7 +8,7 @@ import (
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
 
-// Of include/uapi/linux/fuse.h: operations, flags, and sizes in bytes.
+// Operations, flags, and sizes in bytes, from include/uapi/linux/fuse.h.
 const (
 	opLookup      = 1
 	opForget      = 2
@@ -27,24 +27,22 @@ const (
 
 	versionMajor = 7
 	versionMinor = 31
-	minMinor     = 23 // since Linux 3.15; before, answers are shorter
+	minMinor     = 23 // since Linux 3.15; older answers are shorter
 
 	openDirectIO = 1 << 0 // FOPEN_DIRECT_IO
-	// readLockOwner (FUSE_READ_LOCKOWNER) is set in reads for programs
-	// (fuse_direct_io), and not in those for the kernel's page cache (fuse_do_readpage,
-	// fuse_readahead), by which mapped files are read.
+	// readLockOwner (FUSE_READ_LOCKOWNER) is set in reads for programs (fuse_direct_io). It is not set in reads
+	// for the kernel's page cache (fuse_do_readpage, fuse_readahead), which serve mapped files.
 	readLockOwner = 1 << 1
 
 	inHeader  = 40
 	outHeader = 16
 	rootNode  = 1
 	maxWrite  = 4096
-	// minReadBuffer is the least that the kernel takes for requests
-	// (FUSE_MIN_READ_BUFFER).
+	// minReadBuffer is the smallest buffer that the kernel accepts for requests (FUSE_MIN_READ_BUFFER).
 	minReadBuffer = 8192
 )
 
-// request is one of the kernel's.
+// request is a request of the kernel.
 type request struct {
 	op     uint32
 	unique uint64
@@ -52,7 +50,7 @@ type request struct {
 	body   []byte
 }
 
-// parse takes a message of the kernel's apart.
+// parse parses a message of the kernel.
 func parse(b []byte) (r request, ok bool) {
 	if len(b) < inHeader || int(binary.LittleEndian.Uint32(b)) != len(b) {
 		return r, false
@@ -66,7 +64,7 @@ func parse(b []byte) (r request, ok bool) {
 func (r request) u32(off int) uint32 { return binary.LittleEndian.Uint32(r.field(off, 4)) }
 func (r request) u64(off int) uint64 { return binary.LittleEndian.Uint64(r.field(off, 8)) }
 
-// field is so many bytes of the body, zeros if it has none there.
+// field returns n bytes of the body at off, or zeros if the body is too short.
 func (r request) field(off, n int) []byte {
 	if off+n > len(r.body) {
 		return make([]byte, n)
@@ -83,20 +81,20 @@ func putHeader(b []byte, n int, unique uint64, errno unix.Errno) {
 
 var le = binary.LittleEndian
 
-// appendInit is struct fuse_init_out.
+// appendInit appends struct fuse_init_out.
 func appendInit(b []byte) []byte {
 	b = le.AppendUint32(b, versionMajor)
 	b = le.AppendUint32(b, versionMinor)
 	b = le.AppendUint32(b, 0)  // no read-ahead
 	b = le.AppendUint32(b, 0)  // no flags
-	b = le.AppendUint16(b, 16) // background requests, and when there are many
+	b = le.AppendUint16(b, 16) // background requests, and the number that counts as congestion
 	b = le.AppendUint16(b, 12)
 	b = le.AppendUint32(b, maxWrite)
 	b = le.AppendUint32(b, 1_000_000_000) // time stamps are in seconds
 	return append(b, make([]byte, 36)...)
 }
 
-// appendAttr is struct fuse_attr: of the directory if s is nil.
+// appendAttr appends struct fuse_attr: the directory's if s is nil.
 func appendAttr(b []byte, node uint64, s *agentpb.Secret) []byte {
 	mode, size, links := uint32(unix.S_IFDIR|0o555), uint64(0), uint32(2)
 	var uid, gid uint32
@@ -114,26 +112,26 @@ func appendAttr(b []byte, node uint64, s *agentpb.Secret) []byte {
 	return b
 }
 
-// appendEntry is struct fuse_entry_out. Nothing may be remembered: the host changes it.
+// appendEntry appends struct fuse_entry_out. The kernel may cache nothing: the host changes it.
 func appendEntry(b []byte, node uint64, s *agentpb.Secret) []byte {
 	b = le.AppendUint64(b, node)
-	b = append(b, make([]byte, 8+8+8+4+4)...) // generation, and how long it holds
+	b = append(b, make([]byte, 8+8+8+4+4)...) // generation, and how long it is valid
 	return appendAttr(b, node, s)
 }
 
-// appendAttrOut is struct fuse_attr_out.
+// appendAttrOut appends struct fuse_attr_out.
 func appendAttrOut(b []byte, node uint64, s *agentpb.Secret) []byte {
 	return appendAttr(append(b, make([]byte, 16)...), node, s)
 }
 
-// appendOpen is struct fuse_open_out.
+// appendOpen appends struct fuse_open_out.
 func appendOpen(b []byte, flags uint32) []byte {
 	b = append(b, make([]byte, 8)...)
 	b = le.AppendUint32(b, flags)
 	return le.AppendUint32(b, 0)
 }
 
-// appendStatfs is struct fuse_kstatfs.
+// appendStatfs appends struct fuse_kstatfs.
 func appendStatfs(b []byte, files int) []byte {
 	b = append(b, make([]byte, 3*8)...)
 	b = le.AppendUint64(b, uint64(files))
@@ -144,10 +142,10 @@ func appendStatfs(b []byte, files int) []byte {
 	return b
 }
 
-// direntSize is that of struct fuse_dirent with its name.
+// direntSize returns the size of struct fuse_dirent with its name.
 func direntSize(name string) int { return (24 + len(name) + 7) &^ 7 }
 
-// appendDirent is struct fuse_dirent; next is the offset of the one behind it.
+// appendDirent appends struct fuse_dirent; next is the offset of the entry after it.
 func appendDirent(b []byte, node, next uint64, name string, kind uint32) []byte {
 	b = le.AppendUint64(b, node)
 	b = le.AppendUint64(b, next)

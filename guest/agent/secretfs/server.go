@@ -14,22 +14,22 @@ import (
 )
 
 const (
-	// waitTicks is how long a secret is waited for, in ticks. Ticks are counted, since the
-	// guest's clock may jump when it wakes, and that is when there is something to wait for.
+	// waitTicks is how long requests wait for a secret, in ticks. The server counts ticks, since the guest's clock
+	// may jump when it wakes, just when there is a secret to wait for.
 	waitTicks = 60
 	tick      = time.Second
-	// maxParked bounds the requests that wait. More fail at once, with EAGAIN.
+	// maxParked bounds the requests that wait. Further ones fail at once, with EAGAIN.
 	maxParked = 256
-	// maxNodes bounds the files that the kernel knows at a time.
+	// maxNodes bounds the files that the kernel knows at the same time.
 	maxNodes = 4096
 )
 
-// server answers the kernel. It is used from one goroutine.
+// server answers the kernel. One goroutine uses it.
 type server struct {
 	fuse  int
 	store store
-	// buf is where values pass through: locked memory that is in no core dump. It has
-	// room for a header and the largest value, and is all zeros between two requests.
+	// Values pass through buf: locked memory that is in no core dump. It has room for a header and the largest
+	// value, and is all zeros between two requests.
 	buf []byte
 	out []byte // for everything else
 
@@ -38,7 +38,7 @@ type server struct {
 	lastID  uint64
 	waiting []*parked
 	ticked  time.Time
-	// patience is how many ticks a secret is waited for.
+	// patience is how many ticks a request waits for a secret.
 	patience int
 }
 
@@ -47,16 +47,15 @@ type node struct {
 	lookups uint64
 }
 
-// parked is an open or a read of a secret that is awaited.
+// parked is an open or a read that waits for its secret.
 type parked struct {
 	request
 	left int // ticks
 }
 
-// Serve mounts the secrets at a directory, which is made if it is not there, calls ready,
-// and serves them until they are unmounted or control ends. Each byte from control has it
-// look at once for secrets that are awaited; it looks every second as well. It locks the
-// calling goroutine to its thread, which must be the one that has opened the ports.
+// Serve mounts the secrets at a directory, which it makes if necessary, calls ready, and serves them until they
+// are unmounted or control ends. On each byte from control, and every second, it looks for the secrets that
+// requests wait for. It locks the calling goroutine to its thread, which must have opened the ports.
 func Serve(dir string, ports Ports, control *os.File, ready func()) error {
 	return serve(dir, ports, control, waitTicks, ready)
 }
@@ -86,11 +85,11 @@ func serve(dir string, ports Ports, control *os.File, patience int, ready func()
 	return s.run(control)
 }
 
-// mount mounts a file system at dir, and returns the kernel's end of it.
+// mount mounts a file system at dir, and returns the descriptor of its FUSE connection.
 func mount(dir string) (int, error) {
 	var st unix.Stat_t
 	if errors.Is(unix.Stat(dir, &st), unix.ENOTCONN) {
-		// It is mounted, and who has served it was killed.
+		// It is mounted, and its server was killed.
 		if err := unix.Unmount(dir, unix.MNT_DETACH); err != nil {
 			return -1, fmt.Errorf("unmount the secrets of a server that is gone: %w", err)
 		}
@@ -102,7 +101,7 @@ func mount(dir string) (int, error) {
 	if err != nil {
 		return -1, fmt.Errorf("mount secrets: open /dev/fuse: %w: the guest's kernel needs FUSE (CONFIG_FUSE_FS, or the module fuse)", err)
 	}
-	// The kernel checks permissions by what GETATTR says.
+	// The kernel checks permissions by the attributes of GETATTR.
 	options := fmt.Sprintf("fd=%d,rootmode=40555,user_id=0,group_id=0,allow_other,default_permissions", fd)
 	err = unix.Mount("drowse-secrets", dir, "fuse", unix.MS_RDONLY|unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC|unix.MS_NOATIME, options)
 	if err != nil {
@@ -112,7 +111,7 @@ func mount(dir string) (int, error) {
 	return fd, nil
 }
 
-// run answers until the end.
+// run answers requests until the end.
 func (s *server) run(control *os.File) error {
 	in := make([]byte, minReadBuffer+maxWrite)
 	fds := []unix.PollFd{{Fd: int32(s.fuse), Events: unix.POLLIN}, {Fd: int32(control.Fd()), Events: unix.POLLIN}}
@@ -154,7 +153,7 @@ func (s *server) run(control *os.File) error {
 	}
 }
 
-// handle answers one request, now or later.
+// handle answers one request, or parks it.
 func (s *server) handle(r request) {
 	switch r.op {
 	case opForget:
@@ -174,7 +173,7 @@ func (s *server) handle(r request) {
 	}
 }
 
-// park keeps a request until its secret is there.
+// park keeps a request until its secret is available.
 func (s *server) park(r request) {
 	if len(s.waiting) >= maxParked {
 		s.reply(r, nil, unix.EAGAIN)
@@ -187,8 +186,7 @@ func (s *server) park(r request) {
 	s.waiting = append(s.waiting, &parked{request: r, left: s.patience})
 }
 
-// retry looks again for what is awaited. With ticked, those that have waited for too long
-// fail.
+// retry retries the parked requests. With ticked set, those that have waited too long fail.
 func (s *server) retry(ticked bool) {
 	s.waiting = slices.DeleteFunc(s.waiting, func(p *parked) bool {
 		if s.answer(p.request) {
@@ -204,7 +202,7 @@ func (s *server) retry(ticked bool) {
 	})
 }
 
-// interrupt ends a request that waits, since its program has got a signal.
+// interrupt ends a parked request whose program has got a signal.
 func (s *server) interrupt(unique uint64) {
 	s.waiting = slices.DeleteFunc(s.waiting, func(p *parked) bool {
 		if p.unique != unique {
@@ -215,7 +213,7 @@ func (s *server) interrupt(unique uint64) {
 	})
 }
 
-// answer answers a request; false says that its secret is awaited.
+// answer answers a request; false means that its secret is not available yet.
 func (s *server) answer(r request) bool {
 	s.out = s.out[:0]
 	switch r.op {
@@ -262,7 +260,7 @@ func (s *server) answer(r request) bool {
 	return true
 }
 
-// answerFile is answer for what is asked of a file; sec is nil if it is gone.
+// answerFile answers a request about a file; sec is nil if the secret is gone.
 func (s *server) answerFile(r request, sec *agentpb.Secret) bool {
 	switch {
 	case sec == nil:
@@ -307,7 +305,7 @@ func (s *server) lookup(r request, table []agentpb.Secret) {
 	s.reply(r, appendEntry(s.out, id, sec), 0)
 }
 
-// forget drops references of the kernel's to a node.
+// forget drops the kernel's references to a node.
 func (s *server) forget(id, count uint64) {
 	n := s.nodes[id]
 	if n == nil {
@@ -335,17 +333,17 @@ func (s *server) readdir(r request, table []agentpb.Secret) {
 			kind, id = unix.DT_DIR, rootNode
 		}
 		if id == 0 {
-			id = ^uint64(0) // the kernel has not asked for it yet; any number but 0
+			id = ^uint64(0) // the kernel has not looked it up yet; any number but 0
 		}
 		s.out = appendDirent(s.out, id, i+1, names[i], kind)
 	}
 	s.reply(r, s.out, 0)
 }
 
-// read brings bytes of a value to who reads, and leaves none behind.
+// read copies bytes of a value to the reader, and leaves none behind.
 func (s *server) read(r request, sec agentpb.Secret) {
 	if r.u32(20)&readLockOwner == 0 {
-		// For the page cache, where it would stay: a mapped file.
+		// A read for the page cache, where the bytes would stay: a mapped file.
 		s.reply(r, nil, unix.EIO)
 		return
 	}
@@ -372,8 +370,7 @@ func (s *server) reply(r request, body []byte, errno unix.Errno) {
 	s.write(append(msg, body...))
 }
 
-// write hands a message to the kernel. One for a request that was interrupted is refused,
-// and nobody misses it.
+// write hands a message to the kernel. The kernel refuses one for an interrupted request, which does no harm.
 func (s *server) write(msg []byte) {
 	for {
 		if _, err := unix.Write(s.fuse, msg); !errors.Is(err, unix.EINTR) {

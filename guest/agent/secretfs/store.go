@@ -14,12 +14,12 @@ import (
 type Ports interface {
 	Write(reg uint16, v uint32)
 	Read(reg uint16) uint32
-	// Fill reads the data register as often as p is long.
+	// Fill fills p from the data register.
 	Fill(p []byte)
 	Wiped()
 }
 
-// store reads what the host has.
+// store reads the host's secrets.
 type store struct{ ports Ports }
 
 // What can go wrong at the ports.
@@ -30,11 +30,11 @@ var (
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
-// tries bounds how often something is read that changes while it is read, or that a page
-// fault has torn: the instruction that reads it begins again then, where the device goes on.
+// tries bounds the reads of data that change during a read, or that a page fault has torn: the fault restarts the
+// instruction, but the device goes on from where it was.
 const tries = 4
 
-// table returns all secrets. Names and sizes are no secrets.
+// table returns all secrets. Names and sizes are not secret.
 func (s store) table() ([]agentpb.Secret, error) {
 	for range tries {
 		s.ports.Write(agentpb.SecretsSelect, agentpb.SecretsTable)
@@ -50,14 +50,14 @@ func (s store) table() ([]agentpb.Secret, error) {
 	return nil, fmt.Errorf("read the table of secrets: %w", unix.EIO)
 }
 
-// fill reads into p, and says whether it is what the host has sent.
+// fill reads into p, and reports whether p has what the host sent.
 func (s store) fill(p []byte) bool {
 	s.ports.Fill(p)
 	return s.ports.Read(agentpb.SecretsSeek) == crc32.Checksum(p, castagnoli)
 }
 
-// read fills p, which must be in memory that is wiped, with bytes of a secret, and returns
-// how many there were. The caller says Wiped.
+// read fills p with bytes of a secret, and returns how many there were. p must be in memory that is wiped. The
+// caller calls Wiped.
 func (s store) read(sec agentpb.Secret, off uint64, p []byte) (int, error) {
 	if off >= uint64(sec.Size) {
 		return 0, nil

@@ -30,8 +30,8 @@ const (
 	maxCheckTime         = 10 * time.Minute
 	maxCheckStart        = time.Hour
 	maxCheckAlive        = 1000
-	// aliveInterval is the least between two checks of a service that is ready: they go on as long as it runs, and must
-	// not be what keeps a machine awake.
+	// aliveInterval is the least time between two checks of a service that is ready. They go on as long as the
+	// service runs, and must not keep the machine awake.
 	aliveInterval = 10 * time.Second
 	// maxHTTPLine bounds the first line of an answer, in bytes.
 	maxHTTPLine = 1 << 10
@@ -39,7 +39,7 @@ const (
 	maxServiceWait = 30 * time.Second
 )
 
-// checkCheck gives a check its defaults, or says why it cannot be.
+// checkCheck gives a check its defaults, or returns why it is not valid.
 func checkCheck(c *agentpb.Check) error {
 	bad := func(format string, args ...any) error {
 		return status.Errorf(codes.InvalidArgument, "check: "+format, args...)
@@ -95,7 +95,7 @@ func localURL(s string) (address string, u *url.URL, err error) {
 	return address, u, err
 }
 
-// check looks once whether a service works.
+// check checks once whether a service works.
 func (v *daemon) check(ctx context.Context, u *agentpb.Service) error {
 	c := u.Check
 	ctx, cancel := context.WithTimeout(ctx, time.Duration(c.TimeoutNanos))
@@ -141,7 +141,7 @@ func closed(c net.Conn, err error) error {
 	return err
 }
 
-// get asks a local server for something, and takes a status of 200 to 399 (RFC 9110, section 15).
+// get sends a GET request to a local server. It accepts a status of 200 to 399 (RFC 9110, section 15).
 func get(ctx context.Context, s string) error {
 	address, u, err := localURL(s)
 	if err != nil {
@@ -169,11 +169,11 @@ func get(ctx context.Context, s string) error {
 	return nil
 }
 
-// watchOver checks a service that has been started until it is ready, and after that, if it is to be kept alive, until
-// ctx ends. It returns why the service is to be ended; "" if it is not.
+// watchOver checks a started service until it is ready. After that, if the check has Alive set, it checks until
+// ctx ends. It returns why the service must be ended, or "".
 //
-// Time asleep says nothing of a service: a failure of the first check that ends after a wake does not count, and
-// of the time that it may take to be ready a sleep takes no more than one check and one interval.
+// Time asleep says nothing about a service: a failure of the first check that ends after a wake does not count. A
+// sleep takes no more than one check and one interval from the time that the service has to become ready.
 func (v *daemon) watchOver(ctx context.Context, u *agentpb.Service) (why string) {
 	c := u.Check
 	wait, longest := time.Duration(c.IntervalNanos), time.Duration(c.IntervalNanos+c.TimeoutNanos)
@@ -219,7 +219,7 @@ func (v *daemon) watchOver(ctx context.Context, u *agentpb.Service) (why string)
 	}
 }
 
-// checked notes what a check has found.
+// checked records the result of a check.
 func (v *daemon) checked(err error) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -237,7 +237,7 @@ func (v *daemon) checked(err error) {
 	v.changed.Ring()
 }
 
-// supervised waits for the end of a service's process, which it ends if a check says so; failed says that.
+// supervised waits for the end of a service's process. If a check fails, it ends the process and returns true.
 func (v *daemon) supervised(u *agentpb.Service, p *proc.Process, stop chan struct{}) (failed bool) {
 	ctx, cancel := context.WithCancel(context.Background())
 	var checks sync.WaitGroup
@@ -271,7 +271,7 @@ func (v *daemon) supervised(u *agentpb.Service, p *proc.Process, stop chan struc
 	}
 }
 
-// signalEnd tells a process to end, kills it when its time is up, and waits for its end.
+// signalEnd signals a process to end, kills it when its time is up, and waits for its end.
 func (v *daemon) signalEnd(p *proc.Process, u *agentpb.Service) {
 	_ = v.all.procs.Signal(p, syscall.Signal(u.StopSignal))
 	t := time.AfterFunc(time.Duration(u.StopNanos), func() { _ = v.all.procs.Signal(p, syscall.SIGKILL) })

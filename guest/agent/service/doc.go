@@ -1,3 +1,3 @@
-// Package service keeps programs running in the guest: it starts them again, checks whether they work, keeps their
-// logs, and tells the host what becomes of them.
+// Package service keeps programs running in the guest: it restarts them, checks whether they work, keeps their logs,
+// and reports their events to the host.
 package service

@@ -29,11 +29,11 @@ const (
 	defaultBackoff  = time.Second
 	defaultMaxWait  = time.Minute
 	maxLogWait      = 30 * time.Second
-	maxEvents       = 64 // that wait for the host
+	maxEvents       = 64 // waiting for the host
 )
 
-// Services are the programs that the agent keeps running. They and what is known of them are
-// in the agent's memory, so a sleep and a wake change nothing, and a fork has them too.
+// Services are the programs that the agent keeps running. Their whole state is in the agent's memory, so a sleep
+// and a wake change nothing, and a fork has them too.
 type Services struct {
 	procs *proc.Table
 
@@ -42,14 +42,14 @@ type Services struct {
 	closed bool
 	wg     sync.WaitGroup
 
-	alive time.Duration // the least between two checks of one that is ready
+	alive time.Duration // the least time between two checks of a ready service
 	wakes atomic.Uint64 // how often the machine has been restored
 
-	events *eventQueue // nil: nobody is told
+	events *eventQueue // nil: no events are reported
 }
 
-// New keeps services running as processes of a table. alive is the least between two checks of one that is ready, 0 is
-// 10 s; report, if it is not nil, tells the host of an event, one at a time.
+// New keeps services running as processes of a table. alive is the least time between two checks of a ready
+// service; 0 means 10 s. report, if not nil, tells the host of an event, one call at a time.
 func New(procs *proc.Table, alive time.Duration, report func(line string) error) *Services {
 	if alive == 0 {
 		alive = aliveInterval
@@ -61,16 +61,15 @@ func New(procs *proc.Table, alive time.Duration, report func(line string) error)
 	return a
 }
 
-// Woken notes that the machine has been restored.
+// Woken records that the machine has been restored.
 func (a *Services) Woken() { a.wakes.Add(1) }
 
-// daemon is one of them. Its supervisor, a goroutine, exists while it runs or waits to be
-// started again.
+// daemon is a service. Its supervisor, a goroutine, exists while the service runs or waits for a restart.
 type daemon struct {
 	all *Services
 	log *proc.Output
 
-	// change serialises what starts and stops it. It is held while a stop waits.
+	// change serialises starts and stops. It is held while a stop waits.
 	change sync.Mutex
 
 	mu       sync.Mutex // guards what follows; taken after change
@@ -85,11 +84,11 @@ type daemon struct {
 	endedAt  time.Time
 	problem  string
 
-	ready         bool // it runs, and works as far as is known
+	ready         bool // it runs, and its check, if any, has succeeded
 	readyAt       time.Time
 	checkProblem  string
 	checkRestarts uint64
-	changed       flow.Bell // for who waits
+	changed       flow.Bell // wakes waiters
 }
 
 // SetService implements agentpb.AgentService.
@@ -167,7 +166,7 @@ func (a *Services) ServiceLog(ctx context.Context, m *agentpb.ServiceLogRequest)
 	return out, nil
 }
 
-// checkService returns the unit with its defaults, or says why it cannot be.
+// checkService returns the unit with its defaults, or why it is not valid.
 func checkService(m *agentpb.Service) (*agentpb.Service, error) {
 	bad := func(format string, args ...any) (*agentpb.Service, error) {
 		return nil, status.Errorf(codes.InvalidArgument, format, args...)
@@ -203,19 +202,19 @@ func checkService(m *agentpb.Service) (*agentpb.Service, error) {
 	return u, checkCheck(u.Check)
 }
 
-// def gives a time its default.
+// def sets a time to its default if it is 0.
 func def(v *int64, d time.Duration) {
 	if *v == 0 {
 		*v = int64(d)
 	}
 }
 
-// startOf is what a service is as a command.
+// startOf returns the command of a service.
 func startOf(u *agentpb.Service) *agentpb.ExecStart {
 	return &agentpb.ExecStart{Argv: u.Argv, Env: u.Env, Cwd: u.Cwd, User: u.User, NoStdin: true}
 }
 
-// enter returns the service of that name, which it makes if there is none.
+// enter returns the service with the unit's name. It makes one if there is none.
 func (a *Services) enter(unit *agentpb.Service) (*daemon, error) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -255,8 +254,8 @@ func (v *daemon) name() string {
 	return v.unit.Name
 }
 
-// Retire ends the supervision of all: what ends from now on is not started again. With wait
-// it waits for the supervisors, whose processes must have been ended.
+// Retire ends all supervision: a service that ends from now on is not restarted. With wait set, it waits for the
+// supervisors, whose processes must have been ended.
 func (a *Services) Retire(wait bool) {
 	a.mu.Lock()
 	a.closed = true
@@ -272,7 +271,7 @@ func (a *Services) Retire(wait bool) {
 	}
 }
 
-// quit tells the supervisor not to start it again. The caller holds v.mu.
+// quit tells the supervisor not to restart the service. The caller holds v.mu.
 func (v *daemon) quit() {
 	if v.stop != nil {
 		close(v.stop)
@@ -280,7 +279,7 @@ func (v *daemon) quit() {
 	}
 }
 
-// begin starts the supervisor, if there is none. The caller holds v.change.
+// begin starts the supervisor, if none runs. The caller holds v.change.
 func (v *daemon) begin(ctx context.Context) error {
 	v.mu.Lock()
 	old, running := v.ended, v.stop != nil
@@ -289,7 +288,7 @@ func (v *daemon) begin(ctx context.Context) error {
 		return nil
 	}
 	if old != nil {
-		// One that has been told to stop may still be at it.
+		// A stopped supervisor may not have ended yet.
 		select {
 		case <-old:
 		case <-ctx.Done():
@@ -309,11 +308,11 @@ func (v *daemon) begin(ctx context.Context) error {
 	v.mu.Unlock()
 	a.wg.Go(func() { v.supervise(stop, ended, first) })
 	a.mu.Unlock()
-	<-first // whoever asked is told the process
+	<-first // so that the caller's answer has the process
 	return nil
 }
 
-// end stops it and waits until it has ended. The caller holds v.change.
+// end stops the service and waits until it has ended. The caller holds v.change.
 func (v *daemon) end(ctx context.Context) error {
 	v.mu.Lock()
 	ended := v.ended
@@ -329,12 +328,11 @@ func (v *daemon) end(ctx context.Context) error {
 	case <-ended:
 		return nil
 	case <-ctx.Done():
-		return ctx.Err() // the supervisor goes on with it
+		return ctx.Err() // the supervisor continues to end it
 	}
 }
 
-// supervise starts the program again and again, as the unit says. first is closed when it has
-// been started once, or could not be.
+// supervise starts the program repeatedly, as the unit says. It closes first after the first attempt to start it.
 func (v *daemon) supervise(stop, ended, first chan struct{}) {
 	defer close(ended)
 	row := uint32(0) // restarts in a row
@@ -345,7 +343,7 @@ func (v *daemon) supervise(stop, ended, first chan struct{}) {
 			break
 		}
 		row++
-		if wait == 0 { // it ran for long
+		if wait == 0 { // it ran for a long time
 			row, wait = 1, time.Duration(v.current().BackoffNanos)
 		}
 		if limit := v.current().MaxRestarts; limit > 0 && row > limit {
@@ -371,8 +369,8 @@ func (v *daemon) supervise(stop, ended, first chan struct{}) {
 	}
 }
 
-// run runs the program once. It says whether to start it again, and after which time: 0 if
-// it ran for so long that no row of restarts goes on.
+// run runs the program once. It returns whether to restart it, and after what time: 0 if it ran so long that the
+// row of restarts ends.
 func (v *daemon) run(stop, first chan struct{}, row uint32) (wait time.Duration, again bool) {
 	u := v.current()
 	p, err := v.all.procs.StartWith(startOf(u), proc.StartOptions{Out: v.log})
@@ -439,8 +437,8 @@ func (v *daemon) run(stop, first chan struct{}, row uint32) (wait time.Duration,
 	return wait, true
 }
 
-// terminate waits for a process that is not to be started again: one that is to be stopped
-// is told so, and killed when its time is up. The end of the machine ends it by itself.
+// terminate waits for a process that is not restarted. It signals a process that must stop, and kills it when its
+// time is up. When the machine ends, the process ends without that.
 func (v *daemon) terminate(p *proc.Process) {
 	v.mu.Lock()
 	stopping, u := v.state == agentpb.ServiceStopping, v.unit
@@ -458,7 +456,7 @@ func (v *daemon) current() *agentpb.Service {
 	return v.unit
 }
 
-// over notes that it is not started again.
+// over records that the service is not restarted.
 func (v *daemon) over(state, problem string) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -470,7 +468,7 @@ func (v *daemon) over(state, problem string) {
 	v.changed.Ring()
 }
 
-// note writes a line of the agent's into the log.
+// note writes a line of the agent into the service's log.
 func (v *daemon) note(text string) {
 	v.log.Write(true, []byte("drowse: "+v.name()+" "+text+"\n"))
 }
@@ -482,7 +480,7 @@ func exitText(e *agentpb.ExecExit) string {
 	return fmt.Sprintf("has ended with status %d", e.Code)
 }
 
-// tell tells the host.
+// tell reports an event to the host.
 func (v *daemon) tell(e agentpb.ServiceEvent) {
 	v.mu.Lock()
 	e.Name, e.Restarts = v.unit.Name, v.restarts
@@ -490,7 +488,7 @@ func (v *daemon) tell(e agentpb.ServiceEvent) {
 	v.all.events.put(e)
 }
 
-// describe says how it is.
+// describe returns the service's state.
 func (v *daemon) describe() *agentpb.ServiceState {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -512,8 +510,7 @@ func (v *daemon) describe() *agentpb.ServiceState {
 	return out
 }
 
-// eventQueue tells the host of events, one after the other, without holding up whom they
-// are of.
+// eventQueue reports events to the host, one after the other, without holding up the services.
 type eventQueue struct {
 	report  func(line string) error
 	waiting chan agentpb.ServiceEvent
@@ -553,7 +550,7 @@ func (q *eventQueue) run() {
 	}
 }
 
-// close ends it. Nothing may be put any more.
+// close closes the queue. No put may follow.
 func (q *eventQueue) close() {
 	if q != nil && !q.closed.Swap(true) {
 		close(q.waiting)

@@ -2,8 +2,8 @@
 // (draft-ietf-secsh-filexfer-02), with the extensions of OpenSSH that its clients use
 // (PROTOCOL of OpenSSH, section 4).
 //
-// It runs in a process of its own, with the rights of the user who has logged in, so the
-// kernel decides what that user may do. It handles one request at a time in two buffers,
-// and its client, which is the host, is trusted with the guest anyway: its bounds are
-// there so that a mistake does not take the guest's memory.
+// It runs in a separate process, with the rights of the user who has logged in, so the
+// kernel decides what that user may do. It handles one request at a time in two buffers.
+// Its client, which is the host, is trusted with the guest anyway: the limits only keep a
+// mistake from taking the guest's memory.
 package sftp

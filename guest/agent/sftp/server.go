@@ -16,20 +16,19 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Limits, which are those of OpenSSH's server. Sizes in bytes.
+// Limits, the same as those of OpenSSH's server. Sizes are in bytes.
 const (
 	maxPacket = 256 << 10
 	maxData   = maxPacket - 1024
-	// maxHandles bounds the files and directories that are open at once.
+	// maxHandles bounds the files and directories that are open at the same time.
 	maxHandles = 256
 	// maxEntries bounds the entries of one answer to a readdir.
 	maxEntries = 100
-	// version of the protocol.
+	// version is the protocol's version.
 	version = 3
 )
 
-// ErrPacket says that the client does not keep to the protocol so far that no answer is
-// possible.
+// ErrPacket means that the client's packet is not valid, and that no answer is possible.
 var ErrPacket = errors.New("sftp: a packet that is none")
 
 // server is one session.
@@ -38,7 +37,7 @@ type server struct {
 	in      *bufio.Reader
 	out     *bufio.Writer
 	handles map[string]*handle
-	last    uint64 // handle given last
+	last    uint64 // latest handle
 	request []byte
 	reply   []byte
 }
@@ -46,11 +45,11 @@ type server struct {
 type handle struct {
 	f   *os.File
 	dir bool
-	app bool // writes go to the end
+	app bool // append
 }
 
-// Serve answers requests until r ends. Relative paths begin at the working directory, and
-// "~" is home. One request is handled at a time.
+// Serve answers requests until r ends, one at a time. Relative paths begin at the working directory, and "~" is
+// home.
 func Serve(r io.Reader, w io.Writer, home string) error {
 	s := &server{
 		home: home, in: bufio.NewReaderSize(r, 32<<10), out: bufio.NewWriterSize(w, 32<<10),
@@ -75,7 +74,7 @@ func Serve(r io.Reader, w io.Writer, home string) error {
 		if _, err := s.out.Write(s.reply); err != nil {
 			return err
 		}
-		// Answers to requests that have come together go together.
+		// Send the answers to requests that came together, together.
 		if s.in.Buffered() < 4 {
 			if err := s.out.Flush(); err != nil {
 				return err
@@ -84,7 +83,7 @@ func Serve(r io.Reader, w io.Writer, home string) error {
 	}
 }
 
-// next reads a packet: its type, and the rest.
+// next reads a packet. It returns its type and its body.
 func (s *server) next() (typ byte, body []byte, err error) {
 	var head [5]byte
 	if _, err := io.ReadFull(s.in, head[:]); err != nil {
@@ -135,8 +134,8 @@ func (s *server) begin(typ byte, id uint32) {
 	s.reply = binary.BigEndian.AppendUint32(append(s.reply, typ), id)
 }
 
-// handle carries a request out. It leaves the answer in s.reply, or nothing if that is a
-// status, of the error it returns.
+// handle executes a request. It leaves the answer in s.reply. If the answer is a status, it leaves s.reply empty
+// and returns the error for it.
 func (s *server) handle(typ byte, id uint32, r *reader) error {
 	switch typ {
 	case typeOpen:
@@ -186,7 +185,7 @@ func (s *server) handle(typ byte, id uint32, r *reader) error {
 	case typeRename:
 		return onPaths(r, renameNew)
 	case typeSymlink:
-		// OpenSSH has the two in this order, unlike the draft, and so have its clients.
+		// OpenSSH and its clients have the two in this order, unlike the draft.
 		target := r.string()
 		return onPath(r, func(path string) error { return os.Symlink(target, path) })
 	case typeExtended:
@@ -195,7 +194,7 @@ func (s *server) handle(typ byte, id uint32, r *reader) error {
 	return errUnsupported
 }
 
-// path reads a path. An empty one is the working directory.
+// path reads a path. An empty path is the working directory.
 func (r *reader) path() string {
 	p := r.string()
 	if p == "" {
@@ -207,7 +206,7 @@ func (r *reader) path() string {
 	return p
 }
 
-// onPath calls f with a path that it reads.
+// onPath reads a path and calls f with it.
 func onPath(r *reader, f func(path string) error) error {
 	path := r.path()
 	if r.bad {
@@ -216,13 +215,13 @@ func onPath(r *reader, f func(path string) error) error {
 	return f(path)
 }
 
-// onPaths calls f with two of them.
+// onPaths reads two paths and calls f with them.
 func onPaths(r *reader, f func(from, to string) error) error {
 	from := r.path()
 	return onPath(r, func(to string) error { return f(from, to) })
 }
 
-// stat answers with what f finds out of a file.
+// stat answers with the attributes that f reads.
 func (s *server) stat(id uint32, f func(*unix.Stat_t) error) error {
 	var st unix.Stat_t
 	if err := f(&st); err != nil {
@@ -233,7 +232,7 @@ func (s *server) stat(id uint32, f func(*unix.Stat_t) error) error {
 	return nil
 }
 
-// mkdir makes a directory with the attributes that come next.
+// mkdir reads attributes and makes a directory with them.
 func mkdir(path string, r *reader) error {
 	a := r.attrs()
 	if r.bad {
@@ -242,7 +241,7 @@ func mkdir(path string, r *reader) error {
 	return unix.Mkdir(path, a.mode(0o777))
 }
 
-// get reads a handle.
+// get reads a handle and returns it.
 func (s *server) get(r *reader) (*handle, error) {
 	h := s.handles[r.string()]
 	if h == nil || r.bad {
@@ -251,7 +250,7 @@ func (s *server) get(r *reader) (*handle, error) {
 	return h, nil
 }
 
-// onHandle calls f with the file of a handle that it reads.
+// onHandle reads a handle and calls f with it.
 func (s *server) onHandle(r *reader, f func(*handle) error) error {
 	h, err := s.get(r)
 	if err != nil {
@@ -260,7 +259,7 @@ func (s *server) onHandle(r *reader, f func(*handle) error) error {
 	return f(h)
 }
 
-// add answers with a handle of a file that open(2) gives.
+// add opens a file with open(2) and answers with a handle of it.
 func (s *server) add(id uint32, path string, flags int, mode uint32, h *handle) error {
 	if len(s.handles) >= maxHandles {
 		return errHandles
@@ -313,7 +312,7 @@ func (s *server) read(id uint32, r *reader) error {
 		got, err = h.f.Read(s.reply[at+4:])
 	}
 	if got == 0 && n > 0 {
-		s.reply = s.reply[:4] // whatever the error is, it is the answer
+		s.reply = s.reply[:4] // the error is the answer, whatever it is
 		if err == nil {
 			err = io.EOF
 		}
@@ -339,7 +338,7 @@ func (s *server) write(r *reader) error {
 	return err
 }
 
-// setstat gives a file the attributes that come next.
+// setstat reads attributes and sets them on a file.
 func setstat(path string, r *reader, follow bool) error {
 	a := r.attrs()
 	if r.bad {
@@ -357,7 +356,7 @@ func setstat(path string, r *reader, follow bool) error {
 		func(ts []unix.Timespec) error { return unix.UtimesNanoAt(unix.AT_FDCWD, path, ts, flags) })
 }
 
-// fsetstat changes an open file, whatever its name is by now.
+// fsetstat reads attributes and sets them on an open file, whatever its name is now.
 func fsetstat(f *os.File, r *reader) error {
 	a, fd := r.attrs(), int(f.Fd())
 	if r.bad {
@@ -371,7 +370,7 @@ func fsetstat(f *os.File, r *reader) error {
 		})
 }
 
-// set sets the attributes that there are.
+// set sets the attributes that a has.
 func (a attrs) set(size func(int64) error, owner func(uid, gid int) error, mode func(uint32) error, times func([]unix.Timespec) error) error {
 	var err error
 	if a.flags&attrSize != 0 {
@@ -383,7 +382,7 @@ func (a attrs) set(size func(int64) error, owner func(uid, gid int) error, mode 
 	if err == nil && a.flags&attrOwner != 0 {
 		err = owner(int(a.uid), int(a.gid))
 	}
-	// After the owner, whose change takes set-id bits away.
+	// After the owner: a change of owner clears the set-id bits.
 	if err == nil && a.flags&attrPermissions != 0 {
 		err = mode(a.permissions & 0o7777)
 	}
@@ -448,20 +447,20 @@ func (s *server) realpath(id uint32, path string) error {
 	return nil
 }
 
-// renameNew renames what must not replace anything: section 6.5.
+// renameNew renames a file without replacing another: section 6.5.
 func renameNew(from, to string) error {
 	err := unix.Renameat2(unix.AT_FDCWD, from, unix.AT_FDCWD, to, unix.RENAME_NOREPLACE)
 	if !errors.Is(err, unix.EINVAL) && !errors.Is(err, unix.ENOSYS) {
 		return err
 	}
-	// A file system that cannot do it at once.
+	// This file system cannot do it atomically.
 	if _, err := os.Lstat(to); err == nil {
 		return unix.EEXIST
 	}
 	return unix.Rename(from, to)
 }
 
-// extensions that are served: PROTOCOL of OpenSSH, section 4.
+// extensions are the extensions that the server offers: PROTOCOL of OpenSSH, section 4.
 var extensions = []struct{ name, version string }{
 	{"posix-rename@openssh.com", "1"},
 	{"statvfs@openssh.com", "2"},
@@ -511,7 +510,7 @@ func (s *server) extended(id uint32, r *reader) error {
 	return errUnsupported
 }
 
-// statvfs answers with what f finds out of a file system.
+// statvfs answers with the file system's state that f reads.
 func (s *server) statvfs(id uint32, f func(*unix.Statfs_t) error) error {
 	var st unix.Statfs_t
 	if err := f(&st); err != nil {

@@ -76,8 +76,7 @@ const (
 
 var errMessage = errors.New("the packet is malformed")
 
-// reader takes a packet apart. After the first thing that is not there, all are zero and
-// bad is set.
+// reader parses a packet. After the first missing field it returns zero values, and bad is set.
 type reader struct {
 	p   []byte
 	bad bool
@@ -111,7 +110,7 @@ func (r *reader) bytes() []byte { return r.take(int(r.uint32())) }
 
 func (r *reader) string() string { return string(r.bytes()) }
 
-// attrs are attributes to be set.
+// attrs are attributes to set.
 type attrs struct {
 	flags        uint32
 	size         uint64
@@ -143,7 +142,7 @@ func (r *reader) attrs() (a attrs) {
 	return a
 }
 
-// mode is that of a new file, otherwise if none is to be set.
+// mode returns the mode of a new file: otherwise if a has none.
 func (a attrs) mode(otherwise uint32) uint32 {
 	if a.flags&attrPermissions != 0 {
 		return a.permissions & 0o7777
@@ -155,7 +154,7 @@ func appendString(b []byte, s string) []byte {
 	return append(binary.BigEndian.AppendUint32(b, uint32(len(s))), s...)
 }
 
-// appendAttrs adds all that the protocol can say of a file.
+// appendAttrs appends all attributes that the protocol has.
 func appendAttrs(b []byte, st *unix.Stat_t) []byte {
 	b = binary.BigEndian.AppendUint32(b, attrSize|attrOwner|attrPermissions|attrTimes)
 	b = binary.BigEndian.AppendUint64(b, uint64(st.Size))
@@ -166,7 +165,7 @@ func appendAttrs(b []byte, st *unix.Stat_t) []byte {
 	return binary.BigEndian.AppendUint32(b, uint32(st.Mtim.Sec))
 }
 
-// statusOf turns an error into a code and its words.
+// statusOf returns the status code and the message of an error.
 func statusOf(err error) (uint32, string) {
 	switch {
 	case err == nil:
@@ -185,7 +184,7 @@ func statusOf(err error) (uint32, string) {
 
 var errUnsupported = errors.New("not supported")
 
-// words leaves out the path, which the client knows.
+// words returns an error's message without the path, which the client knows.
 func words(err error) string {
 	var errno syscall.Errno
 	if errors.As(err, &errno) {
@@ -194,7 +193,7 @@ func words(err error) string {
 	return err.Error()
 }
 
-// longName is what "ls -l" says of a file, as clients print it.
+// longName returns the line of "ls -l" for a file, as clients print it.
 func longName(name string, st *unix.Stat_t) string {
 	t := time.Unix(st.Mtim.Unix())
 	when := t.Format("Jan _2 15:04")
@@ -228,7 +227,7 @@ func lsMode(mode uint32) string {
 	return string(b)
 }
 
-// openFlags turns the flags of an open into those of open(2).
+// openFlags converts the flags of an open to those of open(2).
 func openFlags(pflags uint32) (int, error) {
 	var flags int
 	switch pflags & (openRead | openWrite) {

@@ -13,19 +13,19 @@ import (
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
 
-// Difference is what Compare finds.
+// Difference is the result of Compare.
 type Difference struct {
 	Changes []*agentpb.DiskChange // in the order of a walk
-	More    int                   // changes behind these
-	// Until is how far both views go; "" is to the end.
+	More    int                   // how many further changes there are
+	// Until is the last path that both views cover; "" means that both are complete.
 	Until string
-	// Partial says what is not known, "" if nothing.
+	// Partial says what is not known; "" means nothing.
 	Partial string
 }
 
-// Compare tells what differs between two views, of paths behind after, limit of them at most. A file has changed if its
-// inode, size or time of change has; one of the image also if it was opened for writing and not written to, since it
-// was copied then. A directory has changed if its owner or mode has.
+// Compare returns the differences between two views, of paths behind after, at most limit of them. A file has
+// changed if its inode, size or time of change has. A file of the image has also changed if it was opened for
+// writing without a write, since the overlay copied it then. A directory has changed if its owner or mode has.
 func (t *Tree) Compare(ctx context.Context, before, now *View, after string, limit int) (Difference, error) {
 	c := &comparison{ctx: ctx, t: t, before: before, now: now, after: after, seen: map[string]bool{}, image: map[string]*node{}, buf: make([]byte, nameBuf)}
 	for _, v := range []*View{before, now} {
@@ -57,7 +57,7 @@ func (t *Tree) Compare(ctx context.Context, before, now *View, after string, lim
 	return d, nil
 }
 
-// maxCandidates bounds the paths of one comparison beyond which no directory of the image is looked into.
+// maxCandidates bounds the paths of one comparison. Beyond it, Compare reads no further directory of the image.
 const maxCandidates = 1 << 19
 
 type comparison struct {
@@ -70,12 +70,12 @@ type comparison struct {
 
 	paths []string
 	seen  map[string]bool
-	image map[string]*node // what the image has at a path; nil: nothing
+	image map[string]*node // the image's entry at a path; nil: none
 	buf   []byte
 }
 
-// candidates are all paths that may differ, in order: those of both views, and what the image has where a directory
-// hides it.
+// candidates collects all paths that may differ, in order: those of both views, and the image's entries that a
+// directory hides.
 func (c *comparison) candidates() error {
 	for _, v := range []*View{c.before, c.now} {
 		for p := range v.nodes {
@@ -108,7 +108,7 @@ func (c *comparison) candidate(p string) {
 	c.paths = append(c.paths, p)
 }
 
-// children adds what the image has in a directory.
+// children adds the entries of a directory of the image.
 func (c *comparison) children(p string) error {
 	if err := c.ctx.Err(); err != nil {
 		return err
@@ -139,13 +139,13 @@ func (c *comparison) children(p string) error {
 	return nil
 }
 
-// lower is what the image has at a path, without following links; nil is nothing.
+// lower returns the image's entry at a path, without following links; nil means none.
 func (c *comparison) lower(p string) (*node, error) {
 	if n, ok := c.image[p]; ok {
 		return n, nil
 	}
 	if up := parent(p); up != "" {
-		// Else a link in the place of a directory would be followed.
+		// Otherwise Fstatat would follow a link in the place of a directory.
 		n, err := c.lower(up)
 		if err != nil {
 			return nil, err
@@ -169,7 +169,7 @@ func (c *comparison) lower(p string) (*node, error) {
 	return n, nil
 }
 
-// at is what there is at a path in a view; nil is nothing. below says that it is the image's.
+// at returns the entry at a path in a view; nil means none. below reports that it is the image's.
 func (c *comparison) at(v *View, p string) (n *node, below bool, err error) {
 	if n, ok := v.nodes[p]; ok {
 		if n.whiteout() {
@@ -186,7 +186,7 @@ func (c *comparison) at(v *View, p string) (n *node, below bool, err error) {
 	return n, true, err
 }
 
-// one says what has become of a path; nil is nothing.
+// one returns the change of a path; nil means none.
 func (c *comparison) one(p string) (*agentpb.DiskChange, error) {
 	if err := c.ctx.Err(); err != nil {
 		return nil, err
@@ -206,7 +206,7 @@ func (c *comparison) one(p string) (*agentpb.DiskChange, error) {
 		if up := parent(p); up != "" {
 			d, _, err := c.at(c.now, up)
 			if err != nil || d == nil || !d.dir() {
-				return nil, err // told of what is above
+				return nil, err // the change of the parent says it
 			}
 		}
 		return was.change(agentpb.ChangeRemoved, p), nil
@@ -218,7 +218,7 @@ func (c *comparison) one(p string) (*agentpb.DiskChange, error) {
 		ch.Op, ch.Before = agentpb.ChangeChanged, was.mode
 	}
 	if is.redirect != "" {
-		// Documentation/filesystems/overlayfs.rst, "Redirecting directories": from the root, or beside what it is now.
+		// Documentation/filesystems/overlayfs.rst, "Redirecting directories": from the root, or in the same directory.
 		from := is.redirect
 		if !strings.HasPrefix(from, "/") {
 			from = "/" + join(parent(p), from)
@@ -229,7 +229,7 @@ func (c *comparison) one(p string) (*agentpb.DiskChange, error) {
 	return ch, nil
 }
 
-// same says whether nothing has become of a path. copied: one of the two is the image's.
+// same reports whether a path is unchanged. copied is set if one of the two is the image's.
 func (n *node) same(o *node, copied bool) bool {
 	if n.mode != o.mode || n.uid != o.uid || n.gid != o.gid {
 		return false
@@ -240,7 +240,7 @@ func (n *node) same(o *node, copied bool) bool {
 	return !copied && n.ino == o.ino && n.size == o.size && n.rdev == o.rdev && n.mtime == o.mtime && n.ctime == o.ctime
 }
 
-// change describes what has become of a path where the node is, or was.
+// change returns the change of a path whose entry is, or was, n.
 func (n *node) change(op uint32, p string) *agentpb.DiskChange {
 	ch := &agentpb.DiskChange{Op: op, Path: []byte("/" + p), Mode: n.mode, Uid: n.uid, Gid: n.gid}
 	if n.mode&unix.S_IFMT == unix.S_IFREG || n.mode&unix.S_IFMT == unix.S_IFLNK {

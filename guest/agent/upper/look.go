@@ -15,22 +15,22 @@ import (
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
 
-// Limits of a walk. What is beyond them is not looked at, and Partial says so.
+// Limits of a walk. It does not look beyond them, and then Partial says so.
 const (
-	maxDepth = 256         // directories above each other, each of which is open meanwhile
+	maxDepth = 256         // levels of directories; a walk keeps one of each level open
 	maxPath  = 4095        // bytes: PATH_MAX without its zero
 	maxNames = 1 << 18     // of one directory
 	nameBuf  = 32 << 10    // bytes of directory entries read at once
-	xattrBuf = maxPath + 1 // bytes of an attribute of the overlay's: a path, or one letter
+	xattrBuf = maxPath + 1 // bytes of an overlay attribute: a path, or one letter
 )
 
 // Attributes that an overlay gives to directories of its upper layer.
 const (
 	attrOpaque   = "trusted.overlay.opaque"   // "y": nothing of the lower directory shows through
-	attrRedirect = "trusted.overlay.redirect" // what shows through is that of another path
+	attrRedirect = "trusted.overlay.redirect" // the directory of another path shows through
 )
 
-// node is an entry of the upper directory as it was at a moment.
+// node is an entry of the upper directory at one moment.
 type node struct {
 	mode         uint32 // st_mode
 	uid, gid     uint32
@@ -42,36 +42,36 @@ type node struct {
 	redirect     string
 }
 
-// whiteout says that the path is not there, whatever the image has: a device 0/0, which nobody else can make on an
-// overlay.
+// whiteout reports whether the entry hides the image's path: it is a device 0/0, which only the overlay itself can
+// make.
 func (n *node) whiteout() bool { return n.mode&unix.S_IFMT == unix.S_IFCHR && n.rdev == 0 }
 func (n *node) dir() bool      { return n.mode&unix.S_IFMT == unix.S_IFDIR }
 
-// View is what a walk has found. A walk goes in one order: a directory before what is in it, siblings by the bytes of
-// their names.
+// View is the result of a walk. A walk has a fixed order: a directory before its contents, siblings by the bytes
+// of their names.
 type View struct {
-	nodes map[string]node // by paths without a slash at their beginning
-	last  string          // how far it came, if not done
+	nodes map[string]node // by path, without a leading slash
+	last  string          // the last path, if not done
 	done  bool
 	part  string
 }
 
-// Untouched is the view of a disk to which nothing was written.
+// Untouched returns the view of a disk that was never written.
 func Untouched() *View { return &View{done: true} }
 
-// Last is how far the walk has come, "" if it is done.
+// Last returns the last path of the walk, or "" if the walk is complete.
 func (v *View) Last() string { return v.last }
 
-// Budget bounds a walk. Zero is no bound.
+// Budget bounds a walk. Zero means no bound.
 type Budget struct {
 	Entries int
 	Time    time.Duration
-	// Until is the last path of interest; "" is none.
+	// Until is the last path of interest; "" means no bound.
 	Until string
 }
 
-// Look walks the upper directory, from behind a path on ("" is from the beginning), as far as the budget allows, but
-// for at least one entry. What comes and goes meanwhile is in the view or not.
+// Look walks the upper directory from behind a path ("" means from the beginning), as far as the budget allows,
+// but at least one entry. What changes meanwhile may be in the view or not.
 func (t *Tree) Look(ctx context.Context, after string, b Budget) (*View, error) {
 	w := &walk{ctx: ctx, after: after, b: b, v: &View{nodes: map[string]node{}}, buf: make([]byte, nameBuf)}
 	if b.Time > 0 {
@@ -90,7 +90,7 @@ func (t *Tree) Look(ctx context.Context, after string, b Budget) (*View, error) 
 	return w.v, nil
 }
 
-// errBudget ends a walk before its end.
+// errBudget ends a walk early.
 var errBudget = errors.New("the budget is spent")
 
 type walk struct {
@@ -103,7 +103,7 @@ type walk struct {
 	buf      []byte
 }
 
-// dir walks a directory, which it closes.
+// dir walks a directory and closes it.
 func (w *walk) dir(fd int, rel string, depth int) error {
 	defer unix.Close(fd)
 	names, all, err := readNames(fd, w.buf)
@@ -153,7 +153,7 @@ func (w *walk) one(fd int, name, p string, depth int, above bool) error {
 	if n.dir() {
 		sub, err = unix.Openat(fd, name, dirFlags, 0)
 		if errors.Is(err, unix.ENOENT) || errors.Is(err, unix.ENOTDIR) || errors.Is(err, unix.ELOOP) {
-			return nil // another one meanwhile
+			return nil // replaced meanwhile
 		}
 		if err != nil {
 			return &fs.PathError{Op: "open", Path: "/" + p, Err: err}
@@ -185,7 +185,7 @@ func (w *walk) one(fd int, name, p string, depth int, above bool) error {
 	return w.dir(sub, p, depth+1)
 }
 
-// attributes reads what the overlay has noted of a directory.
+// attributes reads the overlay's attributes of a directory.
 func (n *node) attributes(fd int) error {
 	var buf [xattrBuf]byte
 	get := func(name string) (string, error) {
@@ -204,7 +204,7 @@ func (n *node) attributes(fd int) error {
 	return err
 }
 
-// readNames returns the names of a directory, sorted, and whether that is all of them.
+// readNames returns the names of a directory, sorted, and whether they are complete.
 func readNames(fd int, buf []byte) (names []string, all bool, err error) {
 	for {
 		n, err := unix.ReadDirent(fd, buf)
@@ -241,11 +241,11 @@ func parent(p string) string {
 	return ""
 }
 
-// Tick is the longest that this kernel takes between two times of change that it gives, 1/CONFIG_HZ (clock_getres(2)).
-// A file that is looked at and written to within one may look the same. Let one pass between a walk and what is to be
-// told from it.
+// Tick returns the longest time between two values of this kernel's time of change, 1/CONFIG_HZ (clock_getres(2)).
+// A file that is looked at and written to within one tick may look the same. Wait for one between a walk and the
+// changes that it must reveal.
 var Tick = sync.OnceValue(func() time.Duration {
-	const longest = 40 * time.Millisecond // of the kernels that drowse builds
+	const longest = 40 * time.Millisecond // in the kernels that drowse builds
 	var res unix.Timespec
 	if err := unix.ClockGetres(unix.CLOCK_REALTIME_COARSE, &res); err != nil {
 		return longest

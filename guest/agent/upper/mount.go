@@ -10,13 +10,13 @@ import (
 	"github.com/drowse-vm/drowse/guest/agent/early"
 )
 
-// Tree is the two directories of an overlay. It may be used by one goroutine at a time.
+// Tree has the two directories of an overlay. One goroutine at a time may use it.
 type Tree struct {
 	upper, lower int // directories, open
 }
 
-// Open mounts the machine's writable disk and its image once more, nowhere: their mounts of the boot are out of reach.
-// All mounts of a disk show the same files. It needs root.
+// Open mounts the machine's writable disk and its image a second time, without a mount point: no path reaches the
+// mounts of the boot. All mounts of a disk show the same files. Open needs root.
 func Open() (*Tree, error) {
 	c, err := disks()
 	if err != nil {
@@ -55,10 +55,10 @@ func OpenAt(upper, lower string) (*Tree, error) {
 
 const dirFlags = unix.O_RDONLY | unix.O_DIRECTORY | unix.O_NOFOLLOW | unix.O_CLOEXEC
 
-// Close lets the disks go.
+// Close unmounts the disks.
 func (t *Tree) Close() { unix.Close(t.upper); unix.Close(t.lower) }
 
-// OpenWritten mounts the writable disk alone, and returns a path of the upper directory that holds until done is
+// OpenWritten mounts the writable disk alone. It returns a path of the upper directory that is valid until done is
 // called.
 func OpenWritten() (dir string, done func(), err error) {
 	c, err := disks()
@@ -72,7 +72,7 @@ func OpenWritten() (dir string, done func(), err error) {
 	return fmt.Sprintf("/proc/self/fd/%d/upper", fd), func() { unix.Close(fd) }, nil
 }
 
-// disks says which disks the root is made of.
+// disks returns the disks of the root.
 func disks() (early.Config, error) {
 	line, err := os.ReadFile("/proc/cmdline")
 	if err != nil {
@@ -88,7 +88,7 @@ func disks() (early.Config, error) {
 	return c, nil
 }
 
-// mount mounts a disk nowhere, and returns its root.
+// mount mounts a disk without a mount point, and returns its root.
 func mount(fstype, dev string, readOnly bool) (fd int, err error) {
 	fail := func(what string, err error) (int, error) { return -1, fmt.Errorf("mount %s: %s: %w", dev, what, err) }
 	fsfd, err := unix.Fsopen(fstype, unix.FSOPEN_CLOEXEC)
@@ -99,7 +99,7 @@ func mount(fstype, dev string, readOnly bool) (fd int, err error) {
 	if err := unix.FsconfigSetString(fsfd, "source", dev); err != nil {
 		return fail("source", err)
 	}
-	// As at the boot: mounts of one disk agree in this. The writable one is written to by the overlay.
+	// As at boot: all mounts of one disk must agree in this. The overlay writes to the writable one.
 	if readOnly {
 		if err := unix.FsconfigSetFlag(fsfd, "ro"); err != nil {
 			return fail("ro", err)

@@ -23,10 +23,10 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/internal/artifact"
 )
 
-// AssemblyOptions say what steps are put on. Store is needed, the rest may be zero.
+// AssemblyOptions are the options of an Assembly. Store is required, the rest may be zero.
 type AssemblyOptions struct {
 	Store *image.Store
-	// Base is the image below; nil is an empty root filesystem.
+	// Base is the image below the steps; nil means an empty root filesystem.
 	Base *image.Image
 	// MaxBytes and MaxFiles bound what all steps together add, as in Options.
 	MaxBytes int64
@@ -35,12 +35,12 @@ type AssemblyOptions struct {
 	Progress image.Progress
 }
 
-// Assembly is an image that is made of steps: a base, and layers over it. What a step makes is kept in the store under
-// a key, and need not be made again while what is below it is the same. It is not safe for concurrent use. Close it.
+// Assembly is an image that is made of steps: a base, and layers over it. The store keeps each step's result under
+// a key, for reuse while everything below the step is the same. Not safe for concurrent use. Close it.
 type Assembly struct {
 	b      *buildOptions
 	base   *image.Image
-	file   *os.File // of the base; nil without one
+	file   *os.File // of the base; nil if there is none
 	lock   *os.File // keeps steps from being pruned
 	tmp    *image.Temp
 	layers []image.Layer
@@ -51,23 +51,23 @@ type Assembly struct {
 	made   []*image.Image // images to boot from, removed by Close
 }
 
-// stepsDir holds what steps have made: a record for each step under its key, and layers under their digests.
+// stepsDir holds the results of steps: a record for each step under its key, and layers under their digests.
 const stepsDir = "steps"
 
-// stepRecipe is raised when the same step gives another result than before.
+// stepRecipe is raised when the same step gives a different result than before.
 const stepRecipe = 1
 
-// maxStepRecord bounds the record of a step, in bytes: its layers are no more than those of an image.
+// maxStepRecord bounds the record of a step, in bytes. Its layers are no more than those of an image.
 const maxStepRecord = 256 << 10
 
-// stepRecord is what a step has made: all layers over the base.
+// stepRecord is the result of a step: all layers over the base.
 type stepRecord struct {
 	Version int           `json:"version"`
-	Step    string        `json:"step"` // for people
+	Step    string        `json:"step"` // for display
 	Layers  []image.Layer `json:"layers"`
 }
 
-// NewAssembly begins an image of steps.
+// NewAssembly starts an image of steps.
 func NewAssembly(ctx context.Context, o AssemblyOptions) (_ *Assembly, err error) {
 	if o.Store == nil {
 		return nil, fmt.Errorf("make an image of steps: %w: no store is given", image.ErrInvalidOption)
@@ -106,7 +106,7 @@ func NewAssembly(ctx context.Context, o AssemblyOptions) (_ *Assembly, err error
 	return a, nil
 }
 
-// Close removes what is no image of the store, and the images that Boot has made.
+// Close removes temporary files, and the images that Boot has made.
 func (a *Assembly) Close() error {
 	var errs []error
 	a.dropSpools()
@@ -130,7 +130,7 @@ func (a *Assembly) Close() error {
 
 func (a *Assembly) dropSpools() {
 	for _, f := range a.spools {
-		_ = f.Close() // thrown away
+		_ = f.Close() // the spool is discarded
 	}
 	a.spools = nil
 }
@@ -142,8 +142,8 @@ func (a *Assembly) baseID() string {
 	return a.base.ID
 }
 
-// Key names a step by all that decides its result: what is below it, and what it does, which must become the same JSON
-// when it is the same.
+// Key returns a key for a step from everything that decides its result: what is below it, and what it does. Equal
+// values of what must give equal JSON.
 func (a *Assembly) Key(what any) (string, error) {
 	diffs := make([]string, 0, len(a.layers))
 	for _, l := range a.layers {
@@ -162,7 +162,7 @@ func (a *Assembly) Key(what any) (string, error) {
 	return hex.EncodeToString(sum[:]), nil
 }
 
-// Layers is how many layers lie over the base.
+// Layers returns how many layers lie over the base.
 func (a *Assembly) Layers() int { return len(a.layers) }
 
 func stepPath(s *image.Store, key string) string {
@@ -173,10 +173,10 @@ func layerPath(s *image.Store, diff string) string {
 	return filepath.Join(s.Dir(), stepsDir, layerFile(diff))
 }
 
-// layerFile is the name of the file of a layer whose tar stream has a digest.
+// layerFile returns the file name of a layer, by the digest of its tar stream.
 func layerFile(diff string) string { return strings.ReplaceAll(diff, ":", "-") + ".tar.zst" }
 
-// Use takes the result of a step from the store, if it is there whole.
+// Use takes the result of a step from the store. It returns false if the result is not there whole.
 func (a *Assembly) Use(key string) bool {
 	r, err := readStep(a.b.Store, key)
 	if err != nil {
@@ -212,9 +212,9 @@ func readStep(s *image.Store, key string) (*stepRecord, error) {
 	return &r, nil
 }
 
-// Put keeps the result of a step: the first below layers, and over them what the tar stream says, with whiteouts as the
-// OCI image specification has them. The stream is not trusted: it is bounded, and written anew from what is understood
-// of it. text is the step for people. Names of the drop list are left out: guests have files of their own there.
+// Put keeps the result of a step: the first below layers, and over them the content of the tar stream, with
+// whiteouts as in the OCI image specification. The stream is not trusted: Put bounds it, and writes it anew from
+// the parsed entries. text is the step for display. Put omits names in drop: guests have files of their own there.
 func (a *Assembly) Put(ctx context.Context, key, text string, below int, stream io.Reader, drop ...string) error {
 	if below < 0 || below > len(a.layers) {
 		return fmt.Errorf("%w: %d layers below a step, there are %d", image.ErrInvalidOption, below, len(a.layers))
@@ -223,7 +223,7 @@ func (a *Assembly) Put(ctx context.Context, key, text string, below int, stream 
 	return a.commit(ctx, key, text, below, func(tw *tar.Writer) error { return layers.Copy(ctx, tw, stream, lim, drop) })
 }
 
-// Keep notes that a step changes nothing.
+// Keep records that a step changes nothing.
 func (a *Assembly) Keep(key, text string) error {
 	if err := writeStep(a.b.Store, key, &stepRecord{Version: stepRecipe, Step: text, Layers: a.layers}); err != nil {
 		return err
@@ -232,7 +232,7 @@ func (a *Assembly) Keep(key, text string) error {
 	return nil
 }
 
-// commit writes a layer, looks whether it can be put on what is below, and keeps it.
+// commit writes a layer, checks that it can be applied to the layers below, and keeps it.
 func (a *Assembly) commit(ctx context.Context, key, text string, below int, write func(*tar.Writer) error) error {
 	if below+1 > layers.MaxLayers {
 		return fmt.Errorf("%w: the steps make more than %d layers", image.ErrTooLarge, layers.MaxLayers)
@@ -265,7 +265,7 @@ func (a *Assembly) commit(ctx context.Context, key, text string, below int, writ
 	return a.Keep(key, text)
 }
 
-// writeStep keeps the record of a step, after its layers.
+// writeStep writes the record of a step. Its layers must be there already.
 func writeStep(s *image.Store, key string, r *stepRecord) error {
 	if !layers.IsDigest("sha256:" + key) {
 		return fmt.Errorf("%w: %.80q is no key of a step", image.ErrInvalidOption, key)
@@ -277,14 +277,14 @@ func writeStep(s *image.Store, key string, r *stepRecord) error {
 	if err != nil {
 		return fmt.Errorf("keep the result of a step: %w", err)
 	}
-	// PruneSteps takes what a crash leaves beside it.
+	// PruneSteps removes temporary files that a crash leaves.
 	if err := osfile.WriteFile(stepPath(s, key), j, 0o644); err != nil {
 		return fmt.Errorf("keep the result of a step: %w", err)
 	}
 	return nil
 }
 
-// tree puts the layers on the base. It may be called again and again; the tree before is of no use then.
+// tree applies the layers to the base. Each call invalidates the previous tree.
 func (a *Assembly) tree(ctx context.Context) (*layers.Merger, error) {
 	a.dropSpools()
 	m := layers.NewMerger(a.b.MaxFiles)
@@ -296,7 +296,7 @@ func (a *Assembly) tree(ctx context.Context) (*layers.Merger, error) {
 		m.Tree = t
 	}
 	for i, l := range a.layers {
-		// Cumulative layers say much again, so each has a budget of its own.
+		// Cumulative layers repeat files of others, so each has its own budget.
 		lim := a.b.newBudget()
 		spool, err := layers.NewSpool(a.tmp.Dir)
 		if err != nil {
@@ -315,7 +315,7 @@ func (a *Assembly) tree(ctx context.Context) (*layers.Merger, error) {
 		}
 		if errors.Is(err, image.ErrDigest) || errors.Is(err, image.ErrBadArchive) {
 			err = errors.Join(err, os.Remove(layerPath(a.b.Store, l.DiffID)))
-			if l.DiffID != a.fresh { // it could be read when it was kept
+			if l.DiffID != a.fresh { // it was readable when it was kept
 				err = fmt.Errorf("%w: %w; it was damaged in the image store: build again, which makes it anew", image.ErrDigest, err)
 			}
 		}
@@ -326,12 +326,12 @@ func (a *Assembly) tree(ctx context.Context) (*layers.Merger, error) {
 	return m, nil
 }
 
-// Boot gives an image of the state so far for a VM: the base itself, or one that is gone when the assembly is closed.
+// Boot returns an image of the current state for a VM: the base itself, or an image that Close removes.
 func (a *Assembly) Boot(ctx context.Context) (*image.Image, error) {
 	if a.base != nil && len(a.layers) == 0 {
 		return a.base, nil
 	}
-	// With a configuration of its own it is no image that anybody else has.
+	// A configuration of its own gives the image an id that no other image has.
 	img, err := a.write(ctx, &image.Image{Passing: true}, []byte(a.nonce+fmt.Sprint(len(a.made))))
 	if err != nil {
 		return nil, err
@@ -343,13 +343,13 @@ func (a *Assembly) Boot(ctx context.Context) (*image.Image, error) {
 	return img, nil
 }
 
-// Finish makes the image and gives it the tag. If there is one of the same base, layers and configuration, that is it.
+// Finish makes the image and gives it the tag. It reuses an image of the same base, layers and configuration.
 func (a *Assembly) Finish(ctx context.Context, run image.RunConfig, tag string) (*image.Image, error) {
 	tag, err := image.NormalizeTag(tag)
 	if err != nil {
 		return nil, err
 	}
-	// Held to the limits of a configuration from elsewhere.
+	// The limits are those of a configuration from outside.
 	if run, err = run.Checked(); err != nil {
 		return nil, err
 	}
@@ -369,7 +369,7 @@ func (a *Assembly) Finish(ctx context.Context, run image.RunConfig, tag string) 
 		return nil, err
 	}
 	if img.ID == a.baseID() {
-		// Nothing has changed: the base keeps what is known of it, and gets the tag.
+		// Nothing has changed: the base keeps its record, and gets the tag.
 		if err := a.b.Store.Tag(ctx, img.ID, tag); err != nil {
 			return nil, err
 		}
@@ -407,8 +407,8 @@ func (a *Assembly) write(ctx context.Context, img *image.Image, config []byte) (
 	return img, nil
 }
 
-// PruneSteps removes results of steps that belong to no image, and images to boot from that a build has left that died.
-// Nothing is removed while a build of steps is under way, or when the record of an image cannot be read (ErrCorrupt).
+// PruneSteps removes results of steps that belong to no image, and images to boot from that dead builds left. It
+// removes nothing while a build of steps is under way, or when the record of an image cannot be read (ErrCorrupt).
 func PruneSteps(ctx context.Context, s *image.Store, inUse func(id string) bool) (image.Freed, error) {
 	out, err := s.PruneFolder(stepsDir, func(images []*image.Image) (func(string) bool, error) {
 		var errs []error
@@ -430,7 +430,7 @@ func PruneSteps(ctx context.Context, s *image.Store, inUse func(id string) bool)
 		}
 		return func(name string) bool { return needed[name] }, errors.Join(errs...)
 	})
-	// Layers of steps are parts of their results.
+	// Do not report layers of steps: they are parts of results.
 	out.Names = slices.DeleteFunc(out.Names, func(name string) bool { return !strings.HasSuffix(name, ".json") })
 	return out, err
 }

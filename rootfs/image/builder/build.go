@@ -30,52 +30,52 @@ const (
 	DefaultMaxFiles = 1 << 20
 )
 
-// Options says what to build and where to. Store and From are needed, the rest may be zero.
+// Options says what to build, and in which store. Store and From are required, the rest may be zero.
 type Options struct {
 	Store   *image.Store
 	From    string   // see ParseSource
-	Include []string // Debian packages; items may hold several, separated by commas. Of debian: sources only
-	// Tag is NAME or NAME:VERSION. Default: debian-FIRSTPACKAGE:latest (python3 gives debian-python), dir-NAME:latest,
-	// the repository and tag of an image of a registry, the name of a file.
+	Include []string // Debian packages; items may hold several, separated by commas. For debian: sources only
+	// Tag is NAME or NAME:VERSION. Default: debian-FIRSTPACKAGE:latest (python3 gives debian-python),
+	// dir-NAME:latest, the repository and tag of a registry's image, or the name of a file.
 	Tag string
 
-	// Platform chooses among images for several: OS/ARCH or OS/ARCH/VARIANT. Default: linux and the architecture of
-	// this program. Of sources of layers only.
+	// Platform selects an image where the source has several: OS/ARCH or OS/ARCH/VARIANT. Default: linux and the
+	// architecture of this program. For sources of layers only.
 	Platform string
-	// PlainHTTP talks to the registry without TLS. Those on this host are talked to so in any case.
+	// PlainHTTP allows access to the registry without TLS. Registries on this host are always accessed so.
 	PlainHTTP bool
-	// Stdin is what the path "-" stands for.
+	// Stdin is read for the path "-".
 	Stdin io.Reader
 
-	// Mirrors replaces the host's apt sources: each item is a URL of a Debian archive (of which the suite and component
-	// main are taken), or a line as in sources.list(5).
+	// Mirrors replaces the host's apt sources: each item is a URL of a Debian archive, with the suite and the
+	// component main, or a line as in sources.list(5).
 	Mirrors []string
 	// NoDocs leaves documentation, manual and info pages out of Debian images (copyright files stay).
 	NoDocs bool
 
-	// MaxAge is how old an image of the same spec may be to be used instead of a new build; zero means DefaultMaxAge.
-	// The spec is the source, the set of packages, mirrors, NoDocs and the architecture; not the tag. Directories and
-	// tar streams are always read anew, but equal content gives the same image. Images of layers are asked for anew,
-	// and built again only when their manifest is another one, whatever their age.
+	// MaxAge is the age up to which an image of the same spec is used instead of a new build; zero means
+	// DefaultMaxAge. The spec is the source, the set of packages, mirrors, NoDocs and the architecture, but not
+	// the tag. Directories and tar streams are always read again, but equal content gives the same image. Images
+	// of layers are always looked up again, and are rebuilt only when their manifest differs, at any age.
 	MaxAge time.Duration
-	// NoCache builds anew in any case.
+	// NoCache always builds anew.
 	NoCache bool
 
-	// InstallDeps installs a missing build tool with the host's apt. Otherwise that is an ErrToolMissing.
+	// InstallDeps installs a missing build tool with the host's apt. Without it, a missing tool is an ErrToolMissing.
 	InstallDeps bool
 	// MaxBytes bounds the sum of the file sizes of the source, in all its layers together; zero means DefaultMaxBytes.
 	MaxBytes int64
-	// MaxFiles bounds the entries of archives, in all layers together, and the directories that they imply; zero means
-	// DefaultMaxFiles, the most is 8,388,608. A build takes about 2 KiB of memory for each at worst. Of sources of
-	// layers and tar streams.
+	// MaxFiles bounds the entries of archives, in all layers together, and the directories that they imply; zero
+	// means DefaultMaxFiles, the most is 8,388,608. A build takes at worst about 2 KiB of memory for each. For
+	// sources of layers and tar streams.
 	MaxFiles int
-	// Progress is told the stage (Stage...), and what of it is done, in bytes; total is 0 when it is not known. It is
-	// called often, from several goroutines but never from two at once, and must return quickly.
+	// Progress is called with the stage (Stage...) and its progress in bytes; total is 0 if it is not known. It is
+	// called often, from several goroutines but never concurrently, and must return quickly.
 	Progress image.Progress
-	// Log takes the messages of the build tool. It need not be safe for concurrent use.
+	// Log receives the messages of the build tool. It need not be safe for concurrent use.
 	Log io.Writer
 
-	// pause waits between tries of a request; nil waits by the clock.
+	// pause waits between attempts of a request; nil uses the clock.
 	pause func(context.Context, time.Duration) error
 }
 
@@ -136,12 +136,12 @@ func checkOptions(o Options) (*buildOptions, error) {
 	return b, nil
 }
 
-// recipeVersion is raised when the same options give another image than before, so that older ones are not taken for
-// it.
+// recipeVersion is raised when the same options give a different image than before, so that older images are not
+// reused.
 const recipeVersion = 1
 
-// spec is a hash of all that decides what is built. content names what the source holds, where that is known
-// beforehand.
+// spec returns a hash of everything that decides the result. content identifies the source's content if it is
+// known beforehand.
 func (b *buildOptions) spec(content string) (string, error) {
 	j, err := json.Marshal(struct {
 		Recipe   int
@@ -159,16 +159,16 @@ func (b *buildOptions) spec(content string) (string, error) {
 	return hex.EncodeToString(sum[:]), nil
 }
 
-// Build makes an image and puts it into the store, or finds a recent one of the same spec there (see Options.MaxAge),
-// and gives it the tag. A tag that another image has moves. When ctx ends, all processes of the build are killed, what
-// it wrote is removed, and the context's cause is in the error.
+// Build makes an image and puts it into the store, or finds a recent one of the same spec there (see
+// Options.MaxAge), and gives it the tag. A tag of another image moves. When ctx ends, Build kills all its
+// processes, removes what it wrote, and returns the context's cause in its error.
 //
-// Of several builds of one spec at the same time, in any processes, one does the work and the others take its image.
+// Of concurrent builds of one spec, in any processes, one does the work and the others take its image.
 //
-// Debian sources need root, and the programs mmdebstrap and unshare. Errors a caller may look for:
+// Debian sources need root, and the programs mmdebstrap and unshare. Errors a caller may check for:
 // ErrUnsupportedSource, ErrInvalidOption, ErrNotRoot, ErrToolMissing, ErrNoMirror, ErrBuildTool, ErrTooLarge,
-// ErrChanged; of archives ErrBadArchive; of layers ErrDigest, ErrBadManifest, ErrNoPlatform, ErrNoSource; of registries
-// ErrAuth, ErrRateLimited, ErrRegistry.
+// ErrChanged; for archives ErrBadArchive; for layers ErrDigest, ErrBadManifest, ErrNoPlatform, ErrNoSource; for
+// registries ErrAuth, ErrRateLimited, ErrRegistry.
 func Build(ctx context.Context, opts Options) (*image.Image, error) {
 	o, err := checkOptions(opts)
 	if err != nil {
@@ -209,7 +209,7 @@ func (b *buildOptions) lockSpec(ctx context.Context, spec string) (*os.File, err
 	return l, nil
 }
 
-// inTemp builds in a temporary folder of the store, which is gone afterwards.
+// inTemp builds in a temporary folder of the store, and removes the folder.
 func (b *buildOptions) inTemp(ctx context.Context, build func(ctx context.Context, tmp string) (*image.Image, error)) (*image.Image, error) {
 	if _, err := b.Store.Prune(ctx); err != nil {
 		return nil, err
@@ -234,7 +234,7 @@ func (b *buildOptions) build(ctx context.Context, spec, tmp string) (*image.Imag
 	if err != nil {
 		return nil, fmt.Errorf("build from %s: %w", b.source, err)
 	}
-	defer func() { _ = spool.Close() }() // thrown away
+	defer func() { _ = spool.Close() }() // the spool is discarded
 	var t *fstree.Tree
 	switch b.source.Kind {
 	case KindDebian:
@@ -254,7 +254,7 @@ func (b *buildOptions) build(ctx context.Context, spec, tmp string) (*image.Imag
 	return b.finish(ctx, t, &image.Image{Architecture: runtime.GOARCH}, spec, tmp)
 }
 
-// finish makes an image of a tree and publishes it. img has what only its source knows.
+// finish makes an image of a tree and publishes it. img has the part of the record that only its source knows.
 func (b *buildOptions) finish(ctx context.Context, t *fstree.Tree, img *image.Image, spec, tmp string) (*image.Image, error) {
 	if err := addVMFiles(t, b.source.Kind == KindDebian); err != nil {
 		return nil, fmt.Errorf("build from %s: %w", b.source, err)

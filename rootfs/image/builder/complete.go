@@ -11,10 +11,10 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/internal/artifact"
 )
 
-// addVMFiles adds what a VM needs. Mount points and files that a directory source has already stay as they are, except
-// for the machine id: all VMs share the image, so it is emptied, which systemd and dbus take as "make one at the first
-// boot" (machine-id(5)). In Debian images host name and resolver configuration are those of the build host, and are
-// replaced.
+// addVMFiles adds what a VM needs. Existing mount points and files of a directory source stay as they are, except
+// for the machine id: all VMs share the image, so addVMFiles empties it, which systemd and dbus take as "make one
+// at the first boot" (machine-id(5)). Debian images have host name and resolver configuration of the build host;
+// it replaces them.
 func addVMFiles(t *fstree.Tree, replace bool) error {
 	for _, d := range []struct {
 		name string
@@ -30,7 +30,7 @@ func addVMFiles(t *fstree.Tree, replace bool) error {
 		}
 	}
 	if n := t.Lookup("etc"); n != nil && !n.IsDir() {
-		return nil // not a root filesystem that we could complete
+		return nil // not a root filesystem to complete
 	}
 	for _, f := range []struct{ name, text string }{{"etc/hostname", "localhost\n"}, {"etc/resolv.conf", ""}} {
 		if replace || t.Lookup(f.name) == nil {
@@ -42,8 +42,8 @@ func addVMFiles(t *fstree.Tree, replace bool) error {
 	return t.SetFile("etc/machine-id", "")
 }
 
-// Limits of dpkg's database, which anybody may have written. The record of an image must stay below maxRecordBytes with
-// what is taken from it; Debian's whole archive has 65,000 packages, and no system a tenth of them.
+// Limits of dpkg's database, which is not trusted. With what is taken from it, the record of an image must stay
+// below maxRecordBytes. Debian's whole archive has 65,000 packages, and no system a tenth of them.
 const (
 	maxStatusBytes   = 32 << 20 // it is read into memory
 	maxInstalled     = 32 << 10 // packages
@@ -52,7 +52,7 @@ const (
 
 var archRE = regexp.MustCompile(`^[a-z0-9][a-z0-9-]{0,31}$`)
 
-// describePackages takes the list of installed packages, and the architecture, from the dpkg database of a tree if it
+// describePackages takes the list of installed packages and the architecture from the tree's dpkg database, if it
 // has one.
 func describePackages(t *fstree.Tree, img *image.Image) error {
 	status, err := t.ReadText("var/lib/dpkg/status", maxStatusBytes)
@@ -66,14 +66,14 @@ func describePackages(t *fstree.Tree, img *image.Image) error {
 	if err != nil {
 		return err
 	}
-	// The configuration of an image of layers has said for what it is.
+	// For an image of layers, the configuration has given the architecture.
 	if native, _, _ := strings.Cut(strings.TrimSpace(arch), "\n"); img.Platform == "" && archRE.MatchString(native) {
 		img.Architecture = native
 	}
 	return nil
 }
 
-// parseDpkgStatus gives the installed packages of a dpkg status file, in its order.
+// parseDpkgStatus returns the installed packages of a dpkg status file, in its order.
 func parseDpkgStatus(text string) (out []image.Package, err error) {
 	total := 0
 	for f := range artifact.Stanzas(text, "package", "status", "version", "architecture") {

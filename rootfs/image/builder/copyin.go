@@ -23,32 +23,32 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/internal/artifact"
 )
 
-// Limits of a copy from a context. Those of a tree and of Options hold as well.
+// Limits of a copy from a context. The limits of a tree and of Options apply as well.
 const (
-	maxContextDepth = 256 // directories above each other
+	maxContextDepth = 256 // levels of directories
 	maxContextFiles = DefaultMaxFiles
 	archivePeek     = 1 << 20 // bytes in which the first entry of an archive must show
 )
 
-// CopyIn says which files of a directory of the host go into an image.
+// CopyIn says which files of a directory of the host to copy into an image.
 type CopyIn struct {
-	// Context is the directory; symlinks are followed within it alone. Nil when there are no Sources.
+	// Context is the directory; symlinks are followed only within it. Nil if there are no Sources.
 	Context *os.Root
-	// Ignore says which files are no part of it, by their path in it; nil takes all. Deep says that something below an
-	// ignored directory may be a part of it.
+	// Ignore reports whether a file is excluded, by its path in the context; nil excludes none. Deep is set if
+	// files below an ignored directory may be included.
 	Ignore func(p string) bool
 	Deep   bool
-	// Sources are paths in the context, or patterns as path.Match has them. Of a directory what is in it is copied.
+	// Sources are paths in the context, or patterns of path.Match. Of a directory its contents are copied.
 	Sources []string
-	// Inline are files that are given here: names and contents.
+	// Inline are files given directly: names and contents.
 	Inline []InlineFile
-	// Dest is where they go: absolute and clean. It is a directory if DestDir says so, if one is there, or if there are
-	// several files.
+	// Dest is the destination: absolute and clean. It is a directory if DestDir is set, if a directory is there,
+	// or if there are several files.
 	Dest    string
 	DestDir bool
-	// Unpack unpacks archives among the sources, which their content tells, into Dest.
+	// Unpack unpacks archives among the sources, detected by their content, into Dest.
 	Unpack bool
-	// Owner is USER[:GROUP], by name or number; "" is root. Mode has the permissions, or is -1: those of the files.
+	// Owner is USER[:GROUP], by name or number; "" is root. Mode has the permissions; -1 keeps those of the files.
 	Owner string
 	Mode  int64
 }
@@ -56,11 +56,11 @@ type CopyIn struct {
 // InlineFile is a file given as text.
 type InlineFile struct{ Name, Text string }
 
-// picked is a file that is to be copied.
+// picked is a file to copy.
 type picked struct {
 	src    string // in the context; "" for a text
-	name   string // below the destination; "" for what may be named by it
-	base   string // how it is called if the destination is a directory
+	name   string // below the destination; "" for the destination itself
+	base   string // its name if the destination is a directory
 	mode   fs.FileMode
 	size   int64
 	link   string
@@ -70,7 +70,7 @@ type picked struct {
 	packed bool // an archive
 }
 
-// pick finds the files of a copy and hashes them. dir says that the destination must be a directory.
+// pick finds the files of a copy and hashes them. dir reports that the destination must be a directory.
 func (a *Assembly) pick(ctx context.Context, c *CopyIn) (list []picked, dir bool, err error) {
 	p := &picker{ctx: ctx, c: c, lim: a.b.newBudget()}
 	for _, s := range c.Sources {
@@ -106,7 +106,7 @@ type picker struct {
 
 func (p *picker) ignored(name string) bool { return p.c.Ignore != nil && p.c.Ignore(name) }
 
-// matches gives the files of the context that a pattern names, in byte order.
+// matches returns the files of the context that match a pattern, in byte order.
 func (p *picker) matches(pattern string) ([]string, error) {
 	if !strings.ContainsAny(pattern, `*?[\`) {
 		return []string{pattern}, nil
@@ -127,7 +127,7 @@ func (p *picker) matches(pattern string) ([]string, error) {
 	}), nil
 }
 
-// source takes what a COPY names. A symlink there stands for what it leads to.
+// source picks a source of a COPY. It follows a symlink there.
 func (p *picker) source(name string) error {
 	if name != "." && p.ignored(name) && !p.c.Deep {
 		return fmt.Errorf("%w: it is ignored (.dockerignore)", fs.ErrNotExist)
@@ -147,7 +147,7 @@ func (p *picker) source(name string) error {
 	return p.file(name, "", st)
 }
 
-// below takes what is in a directory.
+// below picks the contents of a directory.
 func (p *picker) below(dir, as string, depth int) error {
 	if depth > maxContextDepth {
 		return fmt.Errorf("%w: more than %d directories above each other", image.ErrTooLarge, maxContextDepth)
@@ -184,7 +184,7 @@ func (p *picker) below(dir, as string, depth int) error {
 			return err
 		}
 		if ignored && len(p.list) == at+1 {
-			p.list = p.list[:at] // nothing in it is a part of the context
+			p.list = p.list[:at] // the context includes nothing of it
 		}
 	}
 	return nil
@@ -234,21 +234,21 @@ func (p *picker) file(name, to string, st fs.FileInfo) error {
 	return nil
 }
 
-// isArchive says whether a file is a tar archive, compressed or not.
+// isArchive reports whether a file is a tar archive, compressed or not.
 func isArchive(f *os.File) (bool, error) {
 	if _, err := f.Seek(0, io.SeekStart); err != nil {
 		return false, err
 	}
 	u, err := layers.Unpack(f, true, archivePeek)
 	if err != nil {
-		return false, nil // it only begins like one
+		return false, nil // not an archive after all
 	}
 	defer func() { _ = u.Close() }() // only read
 	h, err := tar.NewReader(u).Next()
 	return err == nil && h.Name != "", nil
 }
 
-// copyKey names a copy: the state, what goes where, and the content of all files. Times are no part of it.
+// copyKey returns the key of a copy: the state, what goes where, and the content of all files, but no times.
 func (a *Assembly) copyKey(c *CopyIn, list []picked, dir bool) (string, error) {
 	type file struct {
 		Name, Base, Link, Sum string
@@ -268,7 +268,7 @@ func (a *Assembly) copyKey(c *CopyIn, list []picked, dir bool) (string, error) {
 	}{c.Dest, dir, c.Unpack, c.Owner, c.Mode, files})
 }
 
-// Copy puts files into the image, and says whether the result was there already. text is the step for people.
+// Copy copies files into the image, and reports whether the result existed. text describes the step for display.
 func (a *Assembly) Copy(ctx context.Context, c CopyIn, text string, noCache bool) (cached bool, err error) {
 	if clean := path.Clean(c.Dest); !path.IsAbs(c.Dest) || clean != c.Dest {
 		return false, fmt.Errorf("%w: the destination %.200q is not absolute and clean", image.ErrInvalidOption, c.Dest)
@@ -297,7 +297,7 @@ func (a *Assembly) Copy(ctx context.Context, c CopyIn, text string, noCache bool
 	}
 	defer func() {
 		for _, f := range w.spools {
-			_ = f.Close() // thrown away
+			_ = f.Close() // the spool is discarded
 		}
 	}()
 	if err := w.collect(list, dir); err != nil {
@@ -306,8 +306,8 @@ func (a *Assembly) Copy(ctx context.Context, c CopyIn, text string, noCache bool
 	return false, a.commit(ctx, key, text, len(a.layers), func(tw *tar.Writer) error { return w.write(tw) })
 }
 
-// MakeDir makes a directory, and those above it, if it is not there. It says whether the result was there already, and
-// whether it has changed anything.
+// MakeDir makes a directory and its parents, if necessary. It reports whether the result existed, and whether it
+// changed anything.
 func (a *Assembly) MakeDir(ctx context.Context, dir, text string, noCache bool) (cached, changed bool, err error) {
 	key, err := a.Key(struct{ Dir string }{dir})
 	if err != nil {
@@ -336,13 +336,13 @@ type copyWriter struct {
 	ctx      context.Context
 	a        *Assembly
 	c        *CopyIn
-	m        *layers.Merger // what is below
+	m        *layers.Merger // the layers below
 	uid, gid uint32
 	entries  []layers.Entry
 	spools   []*os.File
 }
 
-// parents adds the directories of a path that are not there.
+// parents adds the missing directories of a path.
 func (w *copyWriter) parents(dir string) error {
 	parts, err := fstree.SplitPath(dir)
 	if err != nil {
@@ -368,7 +368,7 @@ func (w *copyWriter) parents(dir string) error {
 	return nil
 }
 
-// at gives what the image has at a path, symlinks on the way followed, not at its end.
+// at returns the image's file at a path. It follows symlinks on the way, but not at the end.
 func (w *copyWriter) at(parts []string) (*fstree.Inode, error) {
 	if len(parts) == 0 {
 		return w.m.Tree.Root, nil
@@ -438,7 +438,7 @@ func (w *copyWriter) add(f picked, to string) error {
 			if _, err := w.m.Find(slices.Clone(parts), false, nil); err != nil {
 				return fmt.Errorf("%w: %s is a directory in the context and none in the image", image.ErrInvalidOption, to)
 			}
-			return nil // a symlink to a directory: what is copied goes there
+			return nil // a symlink to a directory: the files are copied there
 		}
 	} else if there != nil && there.IsDir() {
 		return fmt.Errorf("%w: %s is a directory in the image and none in the context", image.ErrInvalidOption, to)
@@ -458,7 +458,7 @@ func (w *copyWriter) add(f picked, to string) error {
 	return nil
 }
 
-// archive adds what is in an archive, with its own owners and permissions.
+// archive adds the contents of an archive, with their own owners and permissions.
 func (w *copyWriter) archive(f picked, dest string) error {
 	if w.c.Owner != "" || w.c.Mode >= 0 {
 		return fmt.Errorf("%w: what an archive has keeps its owners and permissions: leave out --chown and --chmod", image.ErrInvalidOption)
@@ -485,12 +485,12 @@ func (w *copyWriter) archive(f picked, dest string) error {
 	if _, err := io.Copy(io.Discard, u); err != nil {
 		return err
 	}
-	if _, err := io.Copy(io.Discard, r); err != nil { // to the end, where it is compared with its hash
+	if _, err := io.Copy(io.Discard, r); err != nil { // to the end, where the hash is checked
 		return err
 	}
 	for _, e := range l.Entries {
 		if e.Path == "" {
-			continue // the destination is what it is
+			continue // the destination itself stays unchanged
 		}
 		e.Path = path.Join(dest, e.Path)
 		if e.Link != "" {
@@ -498,7 +498,7 @@ func (w *copyWriter) archive(f picked, dest string) error {
 		}
 		if there, err := w.at(layers.Split(e.Path)); err == nil && there != nil && !there.IsDir() && e.Inode.IsDir() && e.Link == "" {
 			if _, err := w.m.Find(layers.Split(e.Path), false, nil); err == nil {
-				continue // a symlink to a directory: what is unpacked goes there
+				continue // a symlink to a directory: the files are unpacked there
 			}
 		}
 		w.entries = append(w.entries, e)
@@ -555,8 +555,8 @@ func (w *copyWriter) write(tw *tar.Writer) error {
 	return nil
 }
 
-// account resolves USER[:GROUP] by the passwd(5) and group(5) of the tree. A number needs no entry; a user by number
-// without a group has the group of that number, one by name that of its entry.
+// account resolves USER[:GROUP] by the passwd(5) and group(5) of the tree. A number needs no entry. Without a group, a
+// numeric user gets the group of the same number, and a named user the group of its entry.
 func account(t *fstree.Tree, owner string) (uid, gid uint32, err error) {
 	if owner == "" {
 		return 0, 0, nil
@@ -575,7 +575,7 @@ func account(t *fstree.Tree, owner string) (uid, gid uint32, err error) {
 	return ids[0], ids[1], nil
 }
 
-// accountIDs gives so many numbers, from the third field on, of the line of a name; a number stands for itself.
+// accountIDs returns n numbers, from the third field on, of the line of a name; a numeric name stands for itself.
 func accountIDs(t *fstree.Tree, what, name, file string, n int) ([]uint32, error) {
 	if id, err := strconv.ParseUint(name, 10, 32); err == nil {
 		return slices.Repeat([]uint32{uint32(id)}, n), nil

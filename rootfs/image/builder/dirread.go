@@ -19,11 +19,11 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image/sparse"
 )
 
-// readDir reads a directory tree of the host into a tree. File contents are not read yet: the tree refers to the files,
-// and reading them later fails with ErrChanged when they are not as they were now.
+// readDir reads a directory tree of the host into a tree. It does not read file contents: the tree refers to the
+// files, and reading them later fails with ErrChanged if they have changed.
 //
-// A symlink given as the root is resolved. Mount points below the root are not entered: statx mount ids tell them, bind
-// mounts included (on kernels before 5.8, which have no such ids, a change of the device number does).
+// readDir resolves a symlink given as the root. It does not enter mount points below the root: statx mount ids
+// tell them, including bind mounts (before Linux 5.8, which has no such ids, a change of the device number does).
 func readDir(ctx context.Context, root string, maxBytes int64, onRead func(int64)) (*fstree.Tree, error) {
 	resolved, err := filepath.EvalSymlinks(root)
 	if err != nil {
@@ -61,7 +61,7 @@ type dirReader struct {
 	seen     map[devIno]*fstree.Inode // files with several names
 }
 
-// statx describes a path without following a symlink.
+// statx returns the attributes of a path without following a symlink.
 func statx(p string) (*unix.Statx_t, error) {
 	var st unix.Statx_t
 	for {
@@ -81,7 +81,7 @@ func mountOf(st *unix.Statx_t) mountID {
 	return mountID{dev: devOf(st)}
 }
 
-// read adds the file at rel and, for a directory, what is below it.
+// read adds the file at rel and, for a directory, its contents.
 func (d *dirReader) read(rel string, st *unix.Statx_t) error {
 	if err := context.Cause(d.ctx); err != nil {
 		return err
@@ -206,8 +206,8 @@ func (d *dirReader) readXattrs(p string) (map[string]string, error) {
 	return out, nil
 }
 
-// growing calls a system call that fills a buffer, with the size it asks for, until the size fits (it may change
-// between).
+// growing calls a system call that fills a buffer, with the size that it reports, until the size fits (it may
+// change meanwhile).
 func growing(call func([]byte) (int, error)) ([]byte, error) {
 	const tries = 8
 	for range tries {
@@ -225,7 +225,7 @@ func growing(call func([]byte) (int, error)) ([]byte, error) {
 	return nil, unix.EBUSY
 }
 
-// vanished words an error of a path below the source. A path that is gone was there when its directory was read.
+// vanished describes an error of a path below the source. A missing path existed when its directory was read.
 func vanished(doing, p string, err error) error {
 	if errors.Is(err, fs.ErrNotExist) {
 		return fmt.Errorf("%s %s: %w: it vanished; stop what changes the directory and try again", doing, p, image.ErrChanged)
@@ -233,7 +233,7 @@ func vanished(doing, p string, err error) error {
 	return fmt.Errorf("%s %s: %w", doing, p, err)
 }
 
-// hostContent is the content of a file of the host, which must stay as it was when the tree was read.
+// hostContent is the content of a file of the host, which must not change after the tree was read.
 type hostContent struct {
 	path  string
 	size  int64
@@ -242,7 +242,7 @@ type hostContent struct {
 }
 
 func (c *hostContent) Open() (io.ReadCloser, error) {
-	// O_NONBLOCK: should the file have become a FIFO, opening must not wait for a writer.
+	// O_NONBLOCK: if the file has become a FIFO, opening must not wait for a writer.
 	f, err := os.OpenFile(c.path, os.O_RDONLY|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0)
 	if err != nil {
 		return nil, vanished("open", c.path, err)
@@ -254,7 +254,7 @@ func (c *hostContent) Open() (io.ReadCloser, error) {
 	return r, nil
 }
 
-// hostFile compares the file with what the tree knows of it when it is opened and when its end is reached.
+// hostFile compares the file with the tree's record of it when it is opened and at its end.
 type hostFile struct {
 	f    *os.File
 	r    *sparse.Reader

@@ -14,7 +14,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/internal/artifact"
 )
 
-// buildLayered builds from a source of layers, or finds an image that was built from the very same content.
+// buildLayered builds from a source of layers, or finds an image that was built from the same content.
 func (b *buildOptions) buildLayered(ctx context.Context, tmp string) (img *image.Image, err error) {
 	b.progress(image.StageResolve, 0, 0)
 	src, err := b.openLayered(ctx, tmp)
@@ -32,7 +32,7 @@ func (b *buildOptions) buildLayered(ctx context.Context, tmp string) (img *image
 			return nil, err
 		}
 		defer l.Close()
-		// The content has a name that says all of it, so the age is of no matter.
+		// The identity covers the whole content, so the age does not matter.
 		img, err := b.Store.Reuse(ctx, spec, 0, b.tag)
 		if err != nil || img != nil {
 			return img, err
@@ -46,10 +46,10 @@ func (b *buildOptions) buildLayered(ctx context.Context, tmp string) (img *image
 	return b.finish(ctx, t, src.Describe(), spec, tmp)
 }
 
-// layeredRecipe is recipeVersion for images of layers alone.
+// layeredRecipe is the recipeVersion of images of layers only.
 const layeredRecipe = " 2"
 
-// openLayered opens a source of layers and reads its documents; of a registry no layer yet.
+// openLayered opens a source of layers and reads its documents. It fetches no layer from a registry.
 func (b *buildOptions) openLayered(ctx context.Context, tmp string) (*oci.Source, error) {
 	s := b.source
 	a := oci.Archive{File: s.Path, Tmp: tmp, MaxBytes: b.MaxBytes, OnRead: func(n int64) { b.progress(image.StageRead, n, 0) }}
@@ -96,14 +96,14 @@ func (b *buildOptions) readTarball(ctx context.Context, spool *os.File) (t *fstr
 	if t, err = layers.ReadTree(ctx, u, spool, b.newBudget()); err != nil {
 		return nil, err
 	}
-	// The checksum of a compressed stream comes at its very end.
+	// The checksum of a compressed stream is at its very end.
 	if _, err := io.Copy(io.Discard, u); err != nil {
 		return nil, err
 	}
 	return t, notImageArchive(t)
 }
 
-// notImageArchive is an error for what docker or skopeo has saved: as a root filesystem it is of no use to anybody.
+// notImageArchive returns an error for an archive of docker or skopeo, which is not a root filesystem.
 func notImageArchive(t *fstree.Tree) error {
 	for _, dir := range []string{"bin", "etc", "sbin", "usr"} {
 		if t.Lookup(dir) != nil {

@@ -26,22 +26,22 @@ const (
 	KindRegistry      Kind = "docker"         // an image of a registry
 )
 
-// stdinPath in the place of a file means the standard input.
+// stdinPath in place of a file means the standard input.
 const stdinPath = "-"
 
 // Source is a parsed --from string.
 type Source struct {
 	Kind  Kind
 	Suite string // of KindDebian: bookworm, trixie, sid, ...
-	// Path is absolute, cleaned, symlinks not yet resolved; of all kinds but KindDebian and KindRegistry. "-" is the
-	// standard input, of the kinds that are one file.
+	// Path is absolute and cleaned, with symlinks not yet resolved, for all kinds but KindDebian and KindRegistry.
+	// "-" is the standard input, for the kinds that are one file.
 	Path string
-	// Ref is, of KindRegistry, the whole reference with its registry; of KindOCI, KindOCIArchive and KindDockerArchive
-	// the name of the image in it, or "@" and the digest of its manifest; "" means the only one.
+	// Ref is the full reference, with its registry, for KindRegistry. For KindOCI, KindOCIArchive and KindDockerArchive
+	// it is the image's name in the source, or "@" and the digest of its manifest; "" means the only one.
 	Ref string
 }
 
-// layered says that the source is an image of layers with a manifest.
+// layered reports whether the source is an image of layers with a manifest.
 func (s Source) layered() bool {
 	switch s.Kind {
 	case KindOCI, KindOCIArchive, KindDockerArchive, KindRegistry:
@@ -50,7 +50,7 @@ func (s Source) layered() bool {
 	return false
 }
 
-// String gives the source in the form that [ParseSource] reads.
+// String returns the source in the form that [ParseSource] reads.
 func (s Source) String() string {
 	switch {
 	case s.Kind == KindDebian:
@@ -69,10 +69,10 @@ const supportedSources = `supported are "debian:SUITE" (such as debian:bookworm)
 var suiteRE = regexp.MustCompile(`^[a-z][a-z0-9-]{0,63}$`)
 
 // ParseSource reads a --from string: "debian:SUITE", "dir:PATH", "tar:FILE", "oci:PATH[:NAME]",
-// "oci-archive:FILE[:NAME]", "docker-archive:FILE[:NAME]", where "@DIGEST" may stand in place of ":NAME", or
+// "oci-archive:FILE[:NAME]", "docker-archive:FILE[:NAME]", where "@DIGEST" may take the place of ":NAME", or
 // "docker://REFERENCE", also written "registry:REFERENCE". The spellings are those of containers-transports(5). A
-// relative path is taken from the current directory; FILE may be "-", the standard input. A PATH or FILE before ":NAME"
-// ends at its first colon. All other strings give an error that is [ErrUnsupportedSource] and says what is supported.
+// relative path starts at the current directory; FILE may be "-", the standard input. A PATH or FILE before
+// ":NAME" ends at its first colon. Any other string is an [ErrUnsupportedSource] that lists what is supported.
 func ParseSource(from string) (Source, error) {
 	scheme, rest, ok := strings.Cut(from, ":")
 	switch {
@@ -133,10 +133,10 @@ var (
 	trailingVerRE = regexp.MustCompile(`[0-9.]+$`)
 )
 
-// defaultTag derives the tag of an image from what it is made of: "debian:latest" without packages, else
-// "debian-PACKAGE:latest" with the package that the caller named first, its version digits cut off (python3 gives
-// debian-python:latest); "dir-NAME:latest" for a directory; repository and tag for an image of a registry; for a file
-// its name, and the name that is asked for in it if that can be a version.
+// defaultTag derives the tag of an image from its source: "debian:latest" without packages, else
+// "debian-PACKAGE:latest" with the first package that the caller named, without its version digits (python3 gives
+// debian-python:latest); "dir-NAME:latest" for a directory; repository and tag for a registry's image; for a file
+// its name, and the requested name in it if that can be a version.
 func defaultTag(s Source, include []string) string {
 	name, first, version := "debian", "", "latest"
 	switch s.Kind {

@@ -12,8 +12,8 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/internal/artifact"
 )
 
-// What a build takes from the host's apt: where the packages come from (mirrors), which keys sign them (trust), and how
-// to get there (proxies, certificates, checks, credentials).
+// What a build takes from the host's apt: the origin of packages (mirrors), the keys that sign them (trust), and
+// how to reach them (proxies, certificates, checks, credentials).
 
 // aptSource is one repository of the host's apt sources: one URI and one suite.
 type aptSource struct {
@@ -119,15 +119,15 @@ func parseDeb822Sources(text string) []aptSource {
 	return out
 }
 
-// suitesWithoutUpdates are the names of suites that have no -updates and -security.
+// suitesWithoutUpdates are the names of suites without -updates and -security.
 var suitesWithoutUpdates = []string{"sid", "unstable", "experimental"}
 
-// mirrorsFor chooses from the host's apt sources those that serve a suite of Debian. hostSuite is the release of the
-// host, from os-release, or empty.
+// mirrorsFor returns those of the host's apt sources that serve a suite of Debian. hostSuite is the host's release
+// from os-release, or empty.
 //
-// When the sources name the suite itself, they are used with its -updates and -security suites. Otherwise those of the
-// host's own release are used, with the suite's name put in place of the release's. Only repositories with the
-// component "main" count: Debian's archive has it, vendors that borrow the suite names have others.
+// If the sources name the suite itself, mirrorsFor uses them with its -updates and -security suites. Otherwise it
+// uses those of the host's own release, and replaces the release's name with the suite's. Only repositories with
+// the component "main" count: Debian's archive has it, vendors that borrow the suite names have others.
 func mirrorsFor(suite, hostSuite string, all []aptSource) []aptSource {
 	pick := func(base string) []aptSource {
 		var out []aptSource
@@ -169,7 +169,7 @@ func suiteKind(s, base string) (kind string, ok bool) {
 	return rest, ok && slices.Contains([]string{"", "-updates", "-security"}, rest)
 }
 
-// line gives the source in one-line style. Key material is written to a file below tmp, as this style takes files only.
+// line returns the source in one-line style, which takes only key files: it writes key material to one below tmp.
 func (s aptSource) line(tmp string, n int) (string, error) {
 	opts := slices.Clone(s.options)
 	if s.signedBy != "" {
@@ -189,7 +189,7 @@ func (s aptSource) line(tmp string, n int) (string, error) {
 	return head + s.uri + " " + s.suite + " " + strings.Join(s.components, " "), nil
 }
 
-// deb822Text undoes the escape of empty lines (" .") in a multi-line field.
+// deb822Text decodes the escape of empty lines (" .") in a multi-line field.
 func deb822Text(v string) string {
 	lines := strings.Split(strings.TrimSpace(v), "\n")
 	for i, l := range lines {
@@ -200,7 +200,7 @@ func deb822Text(v string) string {
 	return strings.Join(lines, "\n") + "\n"
 }
 
-// withoutCredentials gives a URI of apt without user and password.
+// withoutCredentials returns an apt URI without user and password.
 func withoutCredentials(uri string) string {
 	u, err := url.Parse(uri)
 	if err != nil || u.User == nil {
@@ -243,16 +243,16 @@ func parseMirror(m, suite string) (aptSource, error) {
 	return aptSource{uri: m, suite: suite, components: []string{"main"}}, nil
 }
 
-// aptConfPrefixes are the settings of the host's apt that a build takes over (apt.conf(5), apt-transport-http(1),
-// apt-transport-https(1)): how to reach the mirrors and how strict to be. Not taken over: hooks, pins, caching.
+// aptConfPrefixes are the settings of the host's apt that a build uses (apt.conf(5), apt-transport-http(1),
+// apt-transport-https(1)): how to reach the mirrors and how strict to be. It does not use hooks, pins and caching.
 var aptConfPrefixes = []string{
 	"acquire::http", "acquire::https", "acquire::ftp", "acquire::socks", "acquire::forceipv", "acquire::check-",
 	"acquire::max-validtime", "acquire::min-validtime", "acquire::retries", "acquire::allow", "acquire::proxy",
 	"acquire::queue-mode", "dir::etc::netrc",
 }
 
-// filterAptConf takes from the output of "apt-config dump" the settings a build takes over. Relative paths of
-// credential files are made absolute: the build's apt has its configuration elsewhere.
+// filterAptConf returns those settings in the output of "apt-config dump" that a build uses. It makes relative
+// paths of credential files absolute: the build's apt has its configuration elsewhere.
 func filterAptConf(dump, dir string) string {
 	var b strings.Builder
 	for line := range strings.Lines(dump) {

@@ -22,19 +22,19 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/internal/artifact"
 )
 
-// The tool that assembles a Debian root. Measured on the same machine for bookworm with python3 and git: mmdebstrap 22
-// s, debootstrap 98 s (on a busier machine, but with twice the processor time). mmdebstrap also writes a tar stream
-// itself, uses apt's own dependency solver, and needs no unpacked tree that someone must remove.
+// The tool that assembles a Debian root. Measured on the same machine for bookworm with python3 and git:
+// mmdebstrap 22 s, debootstrap 98 s (on a busier machine, but with twice the processor time). mmdebstrap also
+// writes a tar stream itself, uses apt's own dependency solver, and leaves no unpacked tree to remove.
 const (
 	debianTool    = "mmdebstrap"
 	debianToolGet = "apt-get install --no-install-recommends " + debianTool
 	unshareTool   = "unshare" // of util-linux, which is essential in Debian
 )
 
-// aptDir is where the host's apt is configured.
+// aptDir has the configuration of the host's apt.
 const aptDir = "/etc/apt"
 
-// debianTool and the scripts of packages see only these variables of the caller's environment.
+// passedEnv are the only variables of the caller's environment that debianTool and scripts of packages see.
 var passedEnv = []string{
 	"PATH", "http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "FTP_PROXY",
 	"ALL_PROXY", "NO_PROXY", "SSL_CERT_FILE", "SSL_CERT_DIR",
@@ -53,10 +53,10 @@ func toolEnv(extra ...string) []string {
 	return append(env, extra...)
 }
 
-// Options says which Debian root to make, as the options of a build of the same names do.
+// Options says which Debian root to make. A build has options of the same names.
 type Options struct {
 	Suite       string
-	Packages    []string // as NormalizePackages gives them
+	Packages    []string // from NormalizePackages
 	Mirrors     []string
 	NoDocs      bool
 	InstallDeps bool
@@ -64,8 +64,8 @@ type Options struct {
 	Log         io.Writer
 }
 
-// Build makes the tree of a Debian root. tmp is an empty directory for everything temporary; the caller removes
-// it. read makes a tree of the tar stream of a root filesystem.
+// Build makes the tree of a Debian root. tmp is an empty directory for temporary files; the caller removes it.
+// read makes a tree from the tar stream of a root filesystem.
 func Build(ctx context.Context, o Options, tmp string, read func(io.Reader) (*fstree.Tree, error)) (*fstree.Tree, error) {
 	if os.Geteuid() != 0 {
 		return nil, fmt.Errorf("%w: its files have many owners and its package scripts run in a chroot; run as root", image.ErrNotRoot)
@@ -83,7 +83,7 @@ func Build(ctx context.Context, o Options, tmp string, read func(io.Reader) (*fs
 		lines = append(lines, l)
 		s.uri = withoutCredentials(s.uri)
 		if strings.Contains(s.signedBy, "\n") {
-			s.signedBy = "" // the key is among the trusted keys that the tool copies, or the guest must be given it
+			s.signedBy = "" // the tool copies trusted keys; the guest must be given any other key
 		}
 		if l, err = s.line(tmp, i); err != nil {
 			return nil, err
@@ -102,19 +102,19 @@ func Build(ctx context.Context, o Options, tmp string, read func(io.Reader) (*fs
 		return nil, fmt.Errorf("prepare apt's configuration: %w", err)
 	}
 	args := []string{"--variant=minbase", "--mode=root", "--format=tar",
-		"--dpkgopt=force-unsafe-io", // the tree is thrown away after it was read: dpkg need not fsync each file
+		"--dpkgopt=force-unsafe-io", // the tree is discarded after it was read: dpkg need not fsync each file
 	}
 	if conf != "" {
 		args = append(args, "--aptopt="+confFile)
 	}
 	if len(o.Packages) > 0 {
 		args = append(args, "--include="+strings.Join(o.Packages, ","),
-			// Ask apt whether the packages can be had before a minute goes into what comes first. The names have been
-			// checked (packageRE), nothing in them means anything to the shell.
+			// Ask apt whether it can get the packages before the tool spends a minute on the base. The names have
+			// been checked (packageRE), so they contain nothing special for the shell.
 			`--extract-hook=APT_CONFIG="$MMDEBSTRAP_APT_CONFIG" apt-get --simulate --quiet=2 install `+
 				strings.Join(o.Packages, " ")+` >/dev/null`)
 	}
-	// The sources go in by standard input: they may carry passwords, and a command line is public.
+	// Pass the sources by standard input: they may have passwords, and a command line is public.
 	args = append(args, o.Suite, "-", "-")
 	t, err := runTarTool(ctx, o, tmp, args, read, strings.Join(lines, "\n")+"\n")
 	if err != nil {
@@ -127,7 +127,7 @@ func Build(ctx context.Context, o Options, tmp string, read func(io.Reader) (*fs
 	return t, nil
 }
 
-// debianSources gives the repositories of a build: those of the caller, or those of the host's apt that serve the
+// debianSources returns the repositories of a build: the caller's, or those of the host's apt that serve the
 // suite.
 func debianSources(o Options) ([]aptSource, error) {
 	out, err := ParseMirrors(o.Mirrors, o.Suite)
@@ -148,7 +148,7 @@ func debianSources(o Options) ([]aptSource, error) {
 	return out, nil
 }
 
-// hostSuite gives the release name of a Debian host from the text of os-release(5), or "" for other systems.
+// hostSuite returns the release name of a Debian host from the text of os-release(5), or "" for other systems.
 func hostSuite(osRelease string) string {
 	v := map[string]string{}
 	for line := range strings.Lines(osRelease) {
@@ -162,7 +162,7 @@ func hostSuite(osRelease string) string {
 	return v["VERSION_CODENAME"]
 }
 
-// hostAptConf gives those settings of the host's apt that say how to reach the mirrors.
+// hostAptConf returns those settings of the host's apt that say how to reach the mirrors.
 func hostAptConf(ctx context.Context) (string, error) {
 	cmd := exec.CommandContext(ctx, "apt-config", "dump")
 	cmd.Env = toolEnv()
@@ -173,7 +173,7 @@ func hostAptConf(ctx context.Context) (string, error) {
 	return filterAptConf(string(out), aptDir), nil
 }
 
-// ensureTool checks that the tools are there, and installs the missing ones when the caller wishes it.
+// ensureTool checks that the tools are installed, and installs missing ones if the caller wants it.
 func ensureTool(ctx context.Context, o Options) error {
 	if _, err := exec.LookPath(unshareTool); err != nil {
 		return fmt.Errorf("%w: %s; run: apt-get install util-linux", image.ErrToolMissing, unshareTool)
@@ -202,8 +202,8 @@ func ensureTool(ctx context.Context, o Options) error {
 	return nil
 }
 
-// runQuiet runs a program to its end and gives its last messages in the error. Cancelling asks it to stop (SIGTERM), so
-// that the host's package database stays in order, and kills it after a while.
+// runQuiet runs a program and returns its last messages in the error. Cancelling asks it to stop (SIGTERM), so
+// that the host's package database stays consistent, and later kills it.
 func runQuiet(ctx context.Context, log io.Writer, name string, args ...string) error {
 	cmd := exec.CommandContext(ctx, name, args...)
 	cmd.Env = toolEnv()
@@ -223,12 +223,12 @@ func runQuiet(ctx context.Context, log io.Writer, name string, args ...string) e
 
 // runTarTool runs the Debian tool and reads the tar stream it writes.
 //
-// The tool runs in a PID namespace of its own (unshare --kill-child), so that killing one process kills all that it
-// started, package scripts and daemons among them, whatever process group they moved to; and in a mount namespace of
-// its own, so that no mount is left. Its temporary tree lies in tmp.
+// The tool runs in its own PID namespace (unshare --kill-child), so that killing one process kills all that it
+// started, including package scripts and daemons in other process groups. It also has its own mount namespace, so
+// that no mount is left. Its temporary tree is in tmp.
 func runTarTool(ctx context.Context, o Options, tmp string, args []string, read func(io.Reader) (*fstree.Tree, error), stdin string) (*fstree.Tree, error) {
 	work := filepath.Join(tmp, "work")
-	// The tool's apt drops privileges to a user that must be able to pass.
+	// The tool's apt drops privileges to a user that needs access to the folder.
 	if err := os.Mkdir(work, 0o755); err != nil {
 		return nil, err
 	}
@@ -236,7 +236,7 @@ func runTarTool(ctx context.Context, o Options, tmp string, args []string, read 
 	if err != nil {
 		return nil, err
 	}
-	defer func() { _, _ = pr.Close(), pw.Close() }() // pw again, when the start failed
+	defer func() { _, _ = pr.Close(), pw.Close() }() // pw a second time, unless the start failed
 
 	full := append([]string{"--fork", "--pid", "--mount-proc", "--kill-child=SIGKILL", "--", debianTool}, args...)
 	cmd := exec.Command(unshareTool, full...)
@@ -248,7 +248,7 @@ func runTarTool(ctx context.Context, o Options, tmp string, args []string, read 
 	cmd.Stderr = msgs
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
 
-	// The death signal is tied to the thread that forks, so one thread is kept for start and wait.
+	// The death signal is tied to the thread that forks, so keep one thread for start and wait.
 	started, waited := make(chan error, 1), make(chan error, 1)
 	go func() {
 		runtime.LockOSThread()
@@ -263,23 +263,23 @@ func runTarTool(ctx context.Context, o Options, tmp string, args []string, read 
 	if err := <-started; err != nil {
 		return nil, fmt.Errorf("start %s: %w", debianTool, err)
 	}
-	_ = pw.Close() // the child has it; the reader must see the end when the child is gone
+	_ = pw.Close() // the child has it; the reader must see the end when the child has ended
 
-	// Killing happens before the wait is over, so the process group is surely still the tool's.
+	// Killing happens before the wait returns, so the process group is still the tool's.
 	kill := func() { _ = syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) }
 	stop := context.AfterFunc(ctx, func() {
 		kill()
-		_ = pr.SetReadDeadline(time.Now()) // should something else hold the pipe open
+		_ = pr.SetReadDeadline(time.Now()) // in case another process holds the pipe open
 	})
 	defer stop()
 
 	t, readErr := read(artifact.NewReader(ctx, pr))
 	if readErr == nil {
-		// Past the end marker of the archive comes padding at most. It must be read, or the tool dies of a closed pipe.
+		// At most padding follows the end marker of the archive. Read it, or the tool dies of a closed pipe.
 		_, readErr = io.Copy(io.Discard, artifact.NewReader(ctx, pr))
 	}
-	// A stream that ends too early is the tool's failure, which it tells itself. On any other error it is of no use any
-	// more.
+	// A stream that ends too early is the tool's failure, which the tool reports itself. After any other error the
+	// tool's output is useless.
 	killed := readErr != nil && !errors.Is(readErr, io.ErrUnexpectedEOF)
 	if killed {
 		kill()
@@ -299,7 +299,7 @@ func runTarTool(ctx context.Context, o Options, tmp string, args []string, read 
 	return t, nil
 }
 
-// messages collects what a tool says, line by line: passes it on, keeps the last complaints, and tells stages from it.
+// messages takes the tool's output line by line: it logs it, keeps the last errors, and derives stages from it.
 type messages struct {
 	log      io.Writer
 	progress image.Progress
@@ -315,7 +315,7 @@ const (
 	maxMessageLines = 12
 )
 
-// toolStages says which stage begins when the tool prints a line with this text.
+// toolStages has the stage that begins when the tool prints a line with this text.
 var toolStages = []struct{ text, stage string }{
 	{"running apt-get update", image.StageIndex},
 	{"downloading packages", image.StageDownload},
@@ -355,10 +355,10 @@ func (m *messages) line(s string) {
 	}
 }
 
-// consequences begin those errors of the tool that only repeat that a command failed, after the command told why.
+// consequences start those errors of the tool that only repeat that a command failed, which gave the reason.
 var consequences = []string{"E: " + debianTool + " failed", "E: setup failed", "E: command failed", "E: apt-get "}
 
-// last gives the errors, or else the last lines, in one line.
+// last returns the errors, or else the last lines, in one line.
 func (m *messages) last() string {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -374,16 +374,16 @@ func (m *messages) last() string {
 	return strings.Join(lines, "; ")
 }
 
-// debianTrim takes out of a Debian root what a sandbox does not need and package tools make anew: apt's lists, archives
-// and caches, logs of the installation, backup copies of dpkg's database, and what the build tool left behind: its apt
-// settings, which are the host's and may hold credentials. With noDocs documentation as well, but for copyright files,
-// which licences want kept.
+// debianTrim removes from a Debian root what a sandbox does not need and package tools recreate: apt's lists,
+// archives and caches, logs of the installation, backup copies of dpkg's database, and what the build tool left:
+// its apt settings, which are the host's and may hold credentials. With noDocs it also removes documentation,
+// except for copyright files, which licences require.
 //
 // /dev keeps its static nodes: a kernel that mounts no devtmpfs needs /dev/console for the first process.
 func debianTrim(t *fstree.Tree, noDocs bool) {
 	all := func(string, *fstree.Inode) bool { return true }
 	files := func(_ string, n *fstree.Inode) bool { return !n.IsDir() }
-	cached := func(name string, _ *fstree.Inode) bool { return name != "partial" } // apt wants these folders
+	cached := func(name string, _ *fstree.Inode) bool { return name != "partial" } // apt requires these folders
 	t.RemoveIn("var/lib/apt/lists", cached)
 	t.RemoveIn("var/lib/apt/mirrors", cached)
 	t.RemoveIn("var/cache/apt", files)
@@ -416,14 +416,14 @@ func debianTrim(t *fstree.Tree, noDocs bool) {
 	}
 }
 
-// packageRE is of Debian policy 5.6.1 (Package), plus an optional architecture, and an optional version or suite as
-// apt-get takes them.
+// packageRE follows Debian policy 5.6.1 (Package), with an optional architecture, and an optional version or suite
+// as in apt-get.
 var packageRE = regexp.MustCompile(`^[a-z0-9][a-z0-9+.-]+(:[a-z0-9-]+)?(=[A-Za-z0-9.+:~-]+|/[a-z][a-z0-9-]*)?$`)
 
 // maxPackages bounds the list of packages of one spec.
 const maxPackages = 1000
 
-// NormalizePackages splits items at commas and blanks, checks each name, sorts, and drops repetitions.
+// NormalizePackages splits items at commas and blanks, checks each name, sorts, and removes duplicates.
 func NormalizePackages(include []string) ([]string, error) {
 	var out []string
 	for _, item := range include {

@@ -5,24 +5,24 @@ import (
 	"strings"
 )
 
-// maxExpanded bounds what variables make of one instruction, in bytes.
+// maxExpanded bounds one instruction after the expansion of variables, in bytes.
 const maxExpanded = 1 << 20
 
 // maxNested bounds ${a:-${b:-...}}.
 const maxNested = 16
 
-// expander replaces variables and takes quotes away, as the shell does it (POSIX XCU 2.2 and 2.6.2), of which it knows
-// $NAME, ${NAME}, ${NAME:-WORD}, ${NAME-WORD}, ${NAME:+WORD} and ${NAME+WORD}.
+// expander replaces variables and removes quotes as the shell does (POSIX XCU 2.2 and 2.6.2). It knows $NAME,
+// ${NAME}, ${NAME:-WORD}, ${NAME-WORD}, ${NAME:+WORD} and ${NAME+WORD}.
 type expander struct {
 	get func(name string) (string, bool)
 	s   string
 	at  int
-	// out is the word under way; begun says that there is one, also when it is empty as in "".
+	// out is the current word. begun is set once there is one, even an empty one as in "".
 	out   strings.Builder
 	begun bool
 }
 
-// expand gives the whole of s as one word.
+// expand returns the whole of s, expanded, as one word.
 func expand(s string, get func(string) (string, bool)) (string, error) {
 	e := &expander{get: get, s: s}
 	words, err := e.words(false)
@@ -32,13 +32,13 @@ func expand(s string, get func(string) (string, bool)) (string, error) {
 	return words[0], nil
 }
 
-// expandWords splits s into words at blanks that are not quoted. What a variable holds is not split.
+// expandWords splits s into words at unquoted blanks. It does not split the values of variables.
 func expandWords(s string, get func(string) (string, bool)) ([]string, error) {
 	e := &expander{get: get, s: s}
 	return e.words(true)
 }
 
-// expandText replaces variables in a text in which quotes mean nothing, as the shell does in a here-document.
+// expandText replaces variables in a text without quoting, as the shell does in a here-document.
 func expandText(s string, get func(string) (string, bool)) (string, error) {
 	e := &expander{get: get, s: s}
 	for e.at < len(e.s) {
@@ -121,7 +121,7 @@ func (e *expander) doubleQuoted() error {
 	return fmt.Errorf("a \" has no end")
 }
 
-// quotedByte takes one byte, or a variable, where \ is special only before some others.
+// quotedByte takes one byte, or a variable. A \ is special only before the bytes in escaped.
 func (e *expander) quotedByte(escaped string) error {
 	switch c := e.s[e.at]; {
 	case c == '$':
@@ -138,7 +138,7 @@ func nameByte(c byte, first bool) bool {
 	return c == '_' || c >= 'a' && c <= 'z' || c >= 'A' && c <= 'Z' || !first && c >= '0' && c <= '9'
 }
 
-// variable takes what begins with $.
+// variable takes a variable, which begins with $.
 func (e *expander) variable(depth int) error {
 	v, err := e.value(depth)
 	if err != nil {
@@ -205,7 +205,7 @@ func (e *expander) name() string {
 	return e.s[start:e.at]
 }
 
-// braced takes the word of ${NAME:-WORD} with the brace that ends it.
+// braced takes the word of ${NAME:-WORD} and the closing brace.
 func (e *expander) braced(depth int) (string, error) {
 	var b strings.Builder
 	for e.at < len(e.s) {

@@ -14,7 +14,7 @@ const (
 	maxPatterns = 1024
 )
 
-// Ignore says which files of a context are no part of it, as a .dockerignore does.
+// Ignore says which files of a context are excluded, as a .dockerignore does.
 type Ignore struct{ rules []rule }
 
 type rule struct {
@@ -22,8 +22,8 @@ type rule struct {
 	keep bool // it begins with "!"
 }
 
-// ParseIgnore reads patterns: one a line, "#" begins a comment, "!" takes back what earlier ones say, "*" and "?" stop
-// at a slash, "**" does not. The last pattern that fits a file, or a directory above it, decides.
+// ParseIgnore reads patterns, one per line. "#" begins a comment, "!" makes an exception to earlier patterns, "*"
+// and "?" stop at a slash, "**" does not. The last pattern that matches a file, or a directory above it, decides.
 func ParseIgnore(text string) (*Ignore, error) {
 	if len(text) > MaxIgnore {
 		return nil, fmt.Errorf("%w: the list of files to ignore has more than %d bytes", ErrSyntax, MaxIgnore)
@@ -42,7 +42,7 @@ func ParseIgnore(text string) (*Ignore, error) {
 		}
 		line = strings.TrimPrefix(path.Clean("/"+line), "/")
 		if line == "" {
-			continue // the context itself cannot be left out
+			continue // the context itself cannot be excluded
 		}
 		var err error
 		if r.re, err = globRE(line); err != nil {
@@ -55,7 +55,7 @@ func ParseIgnore(text string) (*Ignore, error) {
 	return ig, nil
 }
 
-// globRE makes a regular expression of a pattern that also fits all below what it fits.
+// globRE converts a pattern to a regular expression that also matches everything below its matches.
 func globRE(glob string) (*regexp.Regexp, error) {
 	var b strings.Builder
 	b.WriteString("^")
@@ -111,7 +111,7 @@ func globRE(glob string) (*regexp.Regexp, error) {
 	return re, nil
 }
 
-// Match says whether a file is no part of the context. p is relative to it, by slashes.
+// Match reports whether a file is excluded from the context. p is relative to it, with slashes.
 func (ig *Ignore) Match(p string) bool {
 	ignored := false
 	for _, r := range ig.rules {
@@ -122,7 +122,7 @@ func (ig *Ignore) Match(p string) bool {
 	return ignored
 }
 
-// Exceptions says whether something below an ignored directory may be a part of the context all the same.
+// Exceptions reports whether the context may still include files below an ignored directory.
 func (ig *Ignore) Exceptions() bool {
 	return slices.ContainsFunc(ig.rules, func(r rule) bool { return r.keep })
 }

@@ -15,16 +15,16 @@ const (
 	MaxFile         = 1 << 20 // bytes
 	maxInstructions = 1024
 	maxHeredocs     = 16  // of one instruction
-	maxQuoted       = 100 // bytes of a text that an error quotes
+	maxQuoted       = 100 // bytes of a quotation in an error
 )
 
-// ErrSyntax says that a file is not one of steps, or has what is not supported. Errors name line and instruction.
+// ErrSyntax means that a file is malformed, or uses something unsupported. Errors name line and instruction.
 var ErrSyntax = errors.New("bad build file")
 
-// Error is what is wrong with a line.
+// Error is an error in a line.
 type Error struct {
 	Line        int    // counted from 1
-	Instruction string // in upper case; "" when it is none
+	Instruction string // in upper case; "" if the line has none
 	Problem     string
 }
 
@@ -39,10 +39,10 @@ func (e *Error) Error() string {
 // Is implements errors.Is.
 func (e *Error) Is(target error) bool { return target == ErrSyntax }
 
-// Flag is --Name=Value behind an instruction's name.
+// Flag is --Name=Value after an instruction's name.
 type Flag struct{ Name, Value string }
 
-// Heredoc is a text that follows an instruction in lines of its own.
+// Heredoc is a text that follows an instruction on lines of its own.
 type Heredoc struct {
 	Name   string // the word that ends it
 	Expand bool   // variables in it are replaced
@@ -53,9 +53,9 @@ type Heredoc struct {
 type Instruction struct {
 	Line     int
 	Name     string   // in upper case
-	Flags    []Flag   // in their order
-	Rest     string   // what follows, continuation lines joined
-	List     []string // what follows, if that is a JSON array of strings; else nil
+	Flags    []Flag   // in order
+	Rest     string   // the rest, with continuation lines joined
+	List     []string // the rest, if it is a JSON array of strings; else nil
 	Heredocs []Heredoc
 }
 
@@ -63,7 +63,7 @@ func (i *Instruction) fail(format string, args ...any) error {
 	return &Error{i.Line, i.Name, fmt.Sprintf(format, args...)}
 }
 
-// wrong is fail for an error that there may be.
+// wrong is fail for an error that may be nil.
 func (i *Instruction) wrong(err error) error {
 	if err == nil {
 		return nil
@@ -76,14 +76,14 @@ type File struct {
 	Instructions []Instruction
 }
 
-// known are the instructions, and which flags each has.
+// known has the instructions, with the flags of each.
 var known = map[string][]string{
 	"FROM": nil, "RUN": nil, "ENV": nil, "ARG": nil, "WORKDIR": nil, "USER": nil, "ENTRYPOINT": nil, "CMD": nil,
 	"LABEL": nil, "EXPOSE": nil, "STOPSIGNAL": nil,
 	"COPY": {"chown", "chmod"}, "ADD": {"chown", "chmod"},
 }
 
-// listed are those that may be followed by a JSON array, and heredocs those that may have texts.
+// listed are the instructions that may have a JSON array, and heredocs those that may have here-documents.
 var (
 	listed   = []string{"RUN", "CMD", "ENTRYPOINT", "COPY", "ADD"}
 	heredocs = []string{"RUN", "COPY", "ADD"}
@@ -118,7 +118,7 @@ func Parse(text string) (*File, error) {
 	return f, f.check()
 }
 
-// check holds what is true of the file as a whole.
+// check checks the file as a whole.
 func (f *File) check() error {
 	from := 0
 	for n := range f.Instructions {
@@ -184,7 +184,7 @@ func (p *parser) next() (*Instruction, error) {
 		return nil, i.fail("nothing follows it")
 	}
 	if slices.Contains(listed, i.Name) && strings.HasPrefix(i.Rest, "[") {
-		// What is no JSON array is a command of the shell: [ -f x ] && y.
+		// If it is not a JSON array, it is a shell command: [ -f x ] && y.
 		var list []string
 		if json.Unmarshal([]byte(i.Rest), &list) == nil && list != nil {
 			i.List = list
@@ -196,7 +196,7 @@ func (p *parser) next() (*Instruction, error) {
 	return i, nil
 }
 
-// logical joins a line with those that continue it. Comments among them are left out, and so are empty lines.
+// logical joins a line with its continuation lines. It leaves out comments and empty lines among them.
 func (p *parser) logical() string {
 	var b strings.Builder
 	for first := true; p.at < len(p.lines); first = false {
@@ -224,9 +224,9 @@ func cutSpace(s string) (before, after string, found bool) {
 	return s[:at], strings.TrimLeft(s[at:], " \t"), true
 }
 
-// takeFlags takes the flags off what follows an instruction's name.
+// takeFlags removes the flags from the text after an instruction's name.
 func (i *Instruction) takeFlags(rest string, may []string) (string, error) {
-	// Of FROM and of a command of the shell, a word that begins so is a flag as well.
+	// For FROM and for a shell command, too, a word that begins so is a flag.
 	for strings.HasPrefix(rest, "--") {
 		word, after, _ := cutSpace(rest)
 		m := flagRE.FindStringSubmatch(word)
@@ -248,7 +248,7 @@ func (i *Instruction) takeFlags(rest string, may []string) (string, error) {
 	return rest, nil
 }
 
-// heredocs reads the texts that an instruction's words ask for.
+// heredocs reads the texts that the words of an instruction announce.
 func (p *parser) heredocs(i *Instruction) error {
 	for _, word := range shellWords(i.Rest) {
 		m := heredocRE.FindStringSubmatch(word)
@@ -280,7 +280,7 @@ func (p *parser) heredocs(i *Instruction) error {
 	return nil
 }
 
-// shellWords splits at blanks outside of quotes, and leaves the quotes where they are.
+// shellWords splits at blanks outside of quotes, and keeps the quotes.
 func shellWords(s string) []string {
 	var out []string
 	var quote byte

@@ -13,45 +13,45 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image"
 )
 
-// Step is one thing to do. One of Run, Copy and Workdir is set.
+// Step is one step of a build. One of Run, Copy and Workdir is set.
 type Step struct {
 	Line int
-	Text string // for people, one line
+	Text string // for display, one line
 	Run  *Run
 	Copy *Copy
-	// Workdir is a directory that is made if it is not there; absolute and clean.
+	// Workdir is a directory to make if it is missing; absolute and clean.
 	Workdir string
 }
 
 // Run is a command.
 type Run struct {
 	Argv []string
-	Env  []string // all of the image and the arguments, each key once
+	Env  []string // the image's variables and the arguments, each key once
 	User string
 	Dir  string // absolute, or ""
 }
 
 // Copy says which files go where.
 type Copy struct {
-	Sources []string // paths or patterns in the context, by slashes; none leads out of it
+	Sources []string // paths or patterns in the context, with slashes; none leads out of it
 	Inline  []Inline
 	Dest    string // absolute and clean
-	DestDir bool   // Dest is a directory, whatever is there
+	DestDir bool   // Dest is a directory even if none is there
 	Unpack  bool   // archives among the sources are unpacked
 	Owner   string // USER[:GROUP], or "" for root
 	Mode    int64  // permissions; -1 keeps those of the files
 }
 
-// Inline is a file whose content stands in the build file.
+// Inline is a file whose content is in the build file.
 type Inline struct{ Name, Text string }
 
-// ShellArgv is how a command that is no list is run.
+// ShellArgv returns the arguments of a command that is not a list.
 func ShellArgv(script string) []string { return []string{"/bin/sh", "-c", script} }
 
-// maxConfigVars bounds the variables, labels and ports of an image, each.
+// maxConfigVars bounds each of the variables, labels and ports of an image.
 const maxConfigVars = 1024
 
-// From gives the base image's name, with the arguments that were given put in, and the line of FROM.
+// From returns the base image's name, with the given arguments inserted, and the line of FROM.
 func (f *File) From(args map[string]string) (string, int, error) {
 	b := &builder{args: args, declared: map[string]string{}}
 	for n := range f.Instructions {
@@ -76,8 +76,8 @@ func (f *File) From(args map[string]string) (string, int, error) {
 	return "", 0, &Error{1, "", "there is no FROM, which says what to begin with"}
 }
 
-// Build gives the steps and what the image says of commands in the end. base is what the base image says; args are the
-// values given for ARG instructions, each of which must be there. Errors match ErrSyntax.
+// Build returns the steps and the image's final configuration. base is the base image's configuration. args are
+// the values of ARG instructions, each of which must exist. Errors match ErrSyntax.
 func (f *File) Build(base image.RunConfig, args map[string]string) ([]Step, image.RunConfig, error) {
 	b := &builder{args: args, declared: map[string]string{}, global: map[string]string{}, used: map[string]bool{}}
 	base.Env, base.ExposedPorts, base.Labels = slices.Clone(base.Env), slices.Clone(base.ExposedPorts), maps.Clone(base.Labels)
@@ -103,15 +103,15 @@ func (f *File) Build(base image.RunConfig, args map[string]string) ([]Step, imag
 type builder struct {
 	args     map[string]string // given
 	global   map[string]string // declared before FROM, with their values
-	declared map[string]string // in force, with their values; those without a value are not here
+	declared map[string]string // in force, with their values; those without a value are left out
 	used     map[string]bool
 	inStage  bool
-	config   image.RunConfig // of which each variable is there once
+	config   image.RunConfig // it has each variable once
 	cmdSet   bool
 	steps    []Step
 }
 
-// get gives the value of a variable: ENV goes before ARG.
+// get returns the value of a variable. ENV overrides ARG.
 func (b *builder) get(name string) (string, bool) {
 	for _, kv := range b.config.Env {
 		if k, v, _ := strings.Cut(kv, "="); k == name {
@@ -157,7 +157,7 @@ func (b *builder) instruction(i *Instruction) (err error) {
 	case "ENTRYPOINT":
 		b.config.Entrypoint = command(i)
 		if !b.cmdSet {
-			b.config.Cmd = nil // that of the base image belongs to the entrypoint of that
+			b.config.Cmd = nil // the base image's belongs to its entrypoint
 		}
 	case "CMD":
 		b.config.Cmd, b.cmdSet = command(i), true
@@ -167,7 +167,7 @@ func (b *builder) instruction(i *Instruction) (err error) {
 	return err
 }
 
-// bound holds the limit of what an image says.
+// bound enforces the limit of variables, labels and ports.
 func (b *builder) bound(i *Instruction, n int) error {
 	if n > maxConfigVars {
 		return i.fail("the image would have more than %d of these", maxConfigVars)
@@ -200,19 +200,19 @@ func command(i *Instruction) []string {
 	return ShellArgv(i.Rest)
 }
 
-// words expands what follows an instruction.
+// words expands the words after an instruction's name.
 func (b *builder) words(i *Instruction) ([]string, error) {
 	words, err := expandWords(i.Rest, b.get)
 	return words, i.wrong(err)
 }
 
-// word expands a part of it as one word.
+// word expands a part of them as one word.
 func (b *builder) word(i *Instruction, s string) (string, error) {
 	v, err := expand(s, b.get)
 	return v, i.wrong(err)
 }
 
-// one expands what must be one word.
+// one expands what must be exactly one word.
 func (b *builder) one(i *Instruction) (string, error) {
 	words, err := b.words(i)
 	if err == nil && (len(words) != 1 || words[0] == "") {
@@ -224,7 +224,7 @@ func (b *builder) one(i *Instruction) (string, error) {
 	return words[0], nil
 }
 
-// arg declares arguments. Within the stage, one that was declared before FROM has that value.
+// arg declares arguments. Within the stage, an argument without a value takes that of an ARG before FROM.
 func (b *builder) arg(i *Instruction, stage bool) error {
 	words, err := b.words(i)
 	if err != nil {
@@ -272,7 +272,7 @@ func (b *builder) pairs(i *Instruction, set func(k, v string) error) error {
 		}
 		return set(key, value)
 	}
-	// All values are those before the instruction.
+	// All values are expanded with the variables before the instruction.
 	words, err := b.words(i)
 	if err != nil {
 		return err
@@ -294,7 +294,7 @@ func (b *builder) add(i *Instruction, s Step) {
 	b.steps = append(b.steps, s)
 }
 
-// summary is an instruction in one line.
+// summary returns an instruction in one line.
 func summary(i *Instruction) string {
 	const most = 200 // bytes
 	text := i.Name
@@ -340,7 +340,7 @@ func (b *builder) run(i *Instruction) error {
 	return nil
 }
 
-// inWorkdir makes a path of the image absolute and clean. An image is a root of its own: ".." stops there.
+// inWorkdir makes a path of the image absolute and clean. ".." stops at the image's root.
 func (b *builder) inWorkdir(p string) string {
 	if !path.IsAbs(p) {
 		p = path.Join("/", b.config.Workdir, p)

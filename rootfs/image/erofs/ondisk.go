@@ -55,7 +55,7 @@ const (
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
-// superChecksum computes the checksum that Linux' erofs_superblock_csum_verify wants: CRC-32C, begun with all ones and
+// superChecksum computes the checksum for Linux' erofs_superblock_csum_verify: CRC-32C, started with all ones and
 // not inverted at the end. block is block 0.
 func superChecksum(block []byte) uint32 {
 	b := append([]byte(nil), block[superOffset:]...)
@@ -76,15 +76,15 @@ var errLayout = errors.New("unexpected EROFS layout")
 var (
 	// ErrTruncated: the file is shorter than its image.
 	ErrTruncated = errors.New("image is truncated")
-	// ErrCorrupt: the file is not an image as Write makes it.
+	// ErrCorrupt: the file is not an image that Write made.
 	ErrCorrupt = errors.New("image is corrupt")
 )
 
-// nidShift is added to all inode numbers. go-erofs gives the root number 0, which user space takes for "no such entry":
-// readdir of the C library leaves "." and ".." out then. So the metadata area is declared to begin one block earlier.
+// nidShift is added to all inode numbers. go-erofs gives the root number 0, which user space takes for "no such
+// entry": the C library's readdir omits "." and "..". So the metadata area is declared to begin a block earlier.
 const nidShift = sparse.BlockSize / nidUnit
 
-// finishEROFS makes the further names of hard-linked inodes refer to the one inode, moves inode numbers away from 0,
+// finishEROFS points the further names of hard-linked inodes to the one inode, moves inode numbers away from 0,
 // corrects the number of inodes, and sets UUID and checksum of the superblock.
 func finishEROFS(ctx context.Context, f *os.File, links []fstree.HardLink, config []byte) error {
 	block := make([]byte, sparse.BlockSize)
@@ -117,10 +117,10 @@ func finishEROFS(ctx context.Context, f *os.File, links []fstree.HardLink, confi
 	le.PutUint16(sb[sbRootNid:], uint16(root+nidShift))
 	le.PutUint64(sb[sbInodes:], le.Uint64(sb[sbInodes:])-uint64(len(links)))
 
-	// The UUID says which content this is, as far as the metadata tells; it needs no randomness.
+	// The UUID identifies the content as far as the metadata does; it needs no randomness.
 	uuid := sha256.New()
 	uuid.Write(sb)
-	uuid.Write(config) // images that differ in nothing else are two
+	uuid.Write(config) // images that differ only in this get different UUIDs
 	if _, err := io.Copy(uuid, io.NewSectionReader(f, d.meta, math.MaxInt64-d.meta)); err != nil {
 		return err
 	}
@@ -133,8 +133,8 @@ func finishEROFS(ctx context.Context, f *os.File, links []fstree.HardLink, confi
 	return err
 }
 
-// renumber writes all directories anew: inode numbers are shifted by nidShift, and the names in alias get the number
-// (before the shift) given there.
+// renumber rewrites all directories: it shifts inode numbers by nidShift, and gives the names in alias the number
+// (before the shift) found there.
 func (d *onDisk) renumber(ctx context.Context, root uint64, alias map[string]uint64) error {
 	type todo struct {
 		nid  uint64
@@ -176,7 +176,7 @@ func (d *onDisk) renumber(ctx context.Context, root uint64, alias map[string]uin
 	return nil
 }
 
-// lookup finds the inode number of a path as fstree.Tree.Walk gives it.
+// lookup returns the inode number of a path in the form of fstree.Tree.Walk.
 func (d *onDisk) lookup(root uint64, p string) (uint64, error) {
 	nid := root
 next:
@@ -202,7 +202,7 @@ next:
 	return nid, nil
 }
 
-// dirBlock is one block of a directory, the last of it cut to the directory's size, and its offset in the image.
+// dirBlock is a block of a directory and its offset in the image. The last one is cut to the directory's size.
 type dirBlock struct {
 	data []byte
 	at   int64
@@ -260,13 +260,13 @@ type dirent struct {
 	off      int // of the record in the block
 }
 
-// direntsOf gives the entries of one directory block.
+// direntsOf returns the entries of one directory block.
 func direntsOf(b []byte) ([]dirent, error) {
 	le := binary.LittleEndian
 	if len(b) < direntSize {
 		return nil, fmt.Errorf("%w: a block of %d bytes", errLayout, len(b))
 	}
-	// The first name lies behind the last record, so its offset gives the number of records.
+	// The first name follows the last record, so its offset gives the number of records.
 	names := int(le.Uint16(b[direntName:]))
 	if names == 0 || names%direntSize != 0 || names > len(b) {
 		return nil, fmt.Errorf("%w: names at offset %d", errLayout, names)
@@ -287,10 +287,10 @@ func direntsOf(b []byte) ([]dirent, error) {
 	return out, nil
 }
 
-// Superblock is what the cheap check needs to know.
+// Superblock has what the cheap check needs.
 type Superblock struct{ Blocks int64 }
 
-// ReadSuper reads block 0 and checks magic, block size and checksum. Its errors are errTruncated or errCorrupt.
+// ReadSuper reads block 0 and checks magic, block size and checksum. Its errors include ErrTruncated and ErrCorrupt.
 func ReadSuper(r io.ReaderAt) (Superblock, error) {
 	block := make([]byte, sparse.BlockSize)
 	if n, err := r.ReadAt(block, 0); err != nil {

@@ -40,7 +40,7 @@ func Read(ctx context.Context, f *os.File) (*fstree.Tree, error) {
 			return t.Add(p, n)
 		}
 		n := &fstree.Inode{UID: st.UID, GID: st.GID, Mtime: time.Unix(int64(st.Mtime), int64(st.MtimeNs)), Xattrs: UnixXattrs(st.Xattrs)}
-		n.Mode = info.Mode().Type() | st.Mode&^fs.ModeType // of info it lacks setuid, setgid and sticky
+		n.Mode = info.Mode().Type() | st.Mode&^fs.ModeType // info's lacks setuid, setgid and sticky
 		switch info.Mode().Type() {
 		case 0:
 			n.Size = info.Size()

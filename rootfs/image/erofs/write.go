@@ -18,10 +18,10 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image/sparse"
 )
 
-// Write writes a finished tree as an EROFS image to an empty file, and fsyncs it. onWrite is told the bytes of file
+// Write writes a finished tree as an EROFS image to an empty file, and fsyncs it. onWrite gets the bytes of file
 // content written so far and their total.
 //
-// The image is the same, byte for byte, for the same tree: its build time is the newest modification time in it, its
+// The same tree gives the same image, byte for byte: its build time is the newest modification time in it, and its
 // UUID is derived from the content.
 func Write(ctx context.Context, t *fstree.Tree, out *os.File, onWrite func(done, total int64)) error {
 	links, err := t.Finish()
@@ -68,8 +68,8 @@ func Write(ctx context.Context, t *fstree.Tree, out *os.File, onWrite func(done,
 	return nil
 }
 
-// treeFS shows a tree to go-erofs, which takes owner, link count, device number and extended attributes of a file from
-// a *erofs.Stat in FileInfo.Sys. Further names of an inode appear as empty files: finishEROFS points them to the inode.
+// treeFS presents a tree to go-erofs, which takes a file's owner, link count, device number and extended attributes
+// from a *erofs.Stat in FileInfo.Sys. Further names of an inode appear as empty files: finishEROFS redirects them.
 type treeFS struct {
 	ctx    context.Context
 	t      *fstree.Tree
@@ -90,7 +90,7 @@ func (f *treeFS) info(p string) (*treeInfo, error) {
 // Stat implements fs.StatFS.
 func (f *treeFS) Stat(p string) (fs.FileInfo, error) { return f.info(p) }
 
-// ReadLink gives the target of a symlink.
+// ReadLink returns the target of a symlink.
 func (f *treeFS) ReadLink(p string) (string, error) {
 	n := f.t.Lookup(p)
 	if n == nil {
@@ -115,8 +115,8 @@ func (f *treeFS) ReadDir(p string) ([]fs.DirEntry, error) {
 	return out, nil
 }
 
-// Open implements fs.FS for regular files. go-erofs opens all files before it reads the first, so the content is opened
-// at the first read only.
+// Open implements fs.FS for regular files. go-erofs opens all files before it reads the first, so the content is
+// opened only at the first read.
 func (f *treeFS) Open(p string) (fs.File, error) {
 	i, err := f.info(p)
 	if err != nil {
@@ -146,7 +146,7 @@ func (i *treeInfo) Size() int64 {
 	return i.n.Size
 }
 
-// Sys gives what fs.FileInfo cannot express.
+// Sys returns what fs.FileInfo cannot express.
 func (i *treeInfo) Sys() any {
 	st := &erofs.Stat{
 		UID: i.n.UID, GID: i.n.GID, Mtime: uint64(i.n.Mtime.Unix()), MtimeNs: uint32(i.n.Mtime.Nanosecond()),
@@ -158,7 +158,7 @@ func (i *treeInfo) Sys() any {
 	return st
 }
 
-// treeFile reads the content of one file and insists on its size: go-erofs would accept a short one in places.
+// treeFile reads the content of one file and checks its size: go-erofs would accept a short one in places.
 type treeFile struct {
 	f    *treeFS
 	path string

@@ -10,7 +10,7 @@ const (
 	aclDefault = "system.posix_acl_default"
 )
 
-// KeepXattr says whether EROFS has a name space for an extended attribute (erofs_fs.h, EROFS_XATTR_INDEX_*).
+// KeepXattr reports whether EROFS has a name space for an extended attribute (erofs_fs.h, EROFS_XATTR_INDEX_*).
 func KeepXattr(name string) bool {
 	if name == ACLAccess || name == aclDefault {
 		return true
@@ -23,13 +23,13 @@ func KeepXattr(name string) bool {
 	return false
 }
 
-// erofsXattrs gives the attributes under the names that go-erofs maps to the right index. For the POSIX ACLs EROFS
-// wants an index and an empty rest of the name; go-erofs makes that of the name with a dot at its end.
+// erofsXattrs returns the attributes under the names that go-erofs maps to the right index. EROFS stores a POSIX
+// ACL with an index and an empty rest of the name; go-erofs does that for the name with a dot at its end.
 func erofsXattrs(in map[string]string) map[string]string {
 	return renamed(in, map[string]string{ACLAccess: ACLAccess + ".", aclDefault: aclDefault + "."})
 }
 
-// UnixXattrs is the reverse of erofsXattrs.
+// UnixXattrs reverses erofsXattrs.
 func UnixXattrs(in map[string]string) map[string]string {
 	return renamed(in, map[string]string{ACLAccess + ".": ACLAccess, aclDefault + ".": aclDefault})
 }

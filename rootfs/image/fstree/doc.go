@@ -1,3 +1,3 @@
-// Package fstree is a root filesystem as a tree of inodes in memory, whose contents stay where they are: what every
-// source of an image becomes, and what an image is written from.
+// Package fstree is a root filesystem as a tree of inodes in memory, whose contents stay in place. Every source of an
+// image becomes such a tree, and an image is written from it.
 package fstree

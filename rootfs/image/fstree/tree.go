@@ -19,21 +19,21 @@ const (
 	MaxPathBytes = 4096    // PATH_MAX of Linux
 	MaxNameBytes = 255     // EROFS_NAME_LEN
 	maxXattrs    = 256     // of one inode
-	// The record of EROFS counts an inode's inline extended attributes in 4-byte units in 16 bits; value lengths have
-	// 16 bits.
+	// EROFS records the size of an inode's inline extended attributes in 4-byte units in 16 bits; value lengths
+	// have 16 bits.
 	maxXattrBytes = 64 << 10
 	maxSymlink    = 4095 // PATH_MAX less the terminating zero
 )
 
 // Errors of trees.
 var (
-	// ErrTooLarge: the source has more, or larger things, than a tree may have.
+	// ErrTooLarge: the source has more files, or larger ones, than a tree may have.
 	ErrTooLarge = errors.New("the image source exceeds a limit")
-	// ErrChanged: a content is no longer what it was when the tree was made.
+	// ErrChanged: a content has changed since the tree was made.
 	ErrChanged = errors.New("the source changed while it was read")
 )
 
-// Content gives the bytes of one regular file.
+// Content opens the bytes of one regular file.
 type Content interface {
 	// Open is called once for each image that is written.
 	Open() (io.ReadCloser, error)
@@ -61,37 +61,37 @@ type Inode struct {
 	Nlink    uint32            // set by Tree.Finish
 }
 
-// Mode turns st_mode of inode(7), which tar has too, into Go's form.
+// Mode converts st_mode of inode(7), which tar has too, to Go's form.
 func Mode(st int64) fs.FileMode { return (&tar.Header{Mode: st}).FileInfo().Mode() }
 
-// IsDir says whether it is a directory.
+// IsDir reports whether n is a directory.
 func (n *Inode) IsDir() bool { return n.Mode.IsDir() }
 
-// Tree is a root filesystem being put together. It is not safe for concurrent use.
+// Tree is a root filesystem under construction. It is not safe for concurrent use.
 type Tree struct {
 	Root    *Inode
 	Inodes  int
 	Bytes   int64 // sum of the sizes of regular files
 	Skipped Skipped
-	// Config is what the image says about commands, as canonical JSON, if it says anything: a part of the image's id.
+	// Config has the image's settings for commands, if any, as canonical JSON. It is part of the image's id.
 	Config []byte
 }
 
-// Skipped counts what a source holds and its image does not.
+// Skipped counts what a source has and its image does not.
 type Skipped struct {
 	Sockets int `json:"sockets,omitempty"` // Unix sockets
 	Mounts  int `json:"mounts,omitempty"`  // mount points below a directory source, whose content was left out
 	Xattrs  int `json:"xattrs,omitempty"`  // extended attributes outside user, trusted, security and POSIX ACLs
-	Times   int `json:"times,omitempty"`   // modification times of archives before 1970 or after 9999: the nearest of these instead
+	Times   int `json:"times,omitempty"`   // mtimes of archives before 1970 or after 9999, replaced by the nearest
 }
 
-// New gives a tree that has only a root.
+// New returns a tree with only a root.
 func New() *Tree {
 	return &Tree{Root: &Inode{Mode: fs.ModeDir | 0o755, Mtime: time.Unix(0, 0), Children: map[string]*Inode{}}, Inodes: 1}
 }
 
-// SplitPath gives the components of a slash-separated path, "." and empty ones left out. It refuses "..", over-long
-// paths and names, and NUL bytes.
+// SplitPath returns the components of a slash-separated path, without "." and empty ones. It refuses "..",
+// over-long paths and names, and NUL bytes.
 func SplitPath(p string) ([]string, error) {
 	if len(p) > MaxPathBytes {
 		return nil, fmt.Errorf("path of %d bytes (%.40q...) is longer than %d", len(p), p, MaxPathBytes)
@@ -112,7 +112,7 @@ func SplitPath(p string) ([]string, error) {
 	return parts, nil
 }
 
-// Lookup gives the inode at a path; symlinks are not followed. It returns nil when there is none.
+// Lookup returns the inode at a path, or nil. It does not follow symlinks.
 func (t *Tree) Lookup(p string) *Inode {
 	parts, err := SplitPath(p)
 	if err != nil {
@@ -127,8 +127,8 @@ func (t *Tree) Lookup(p string) *Inode {
 	return n
 }
 
-// Add puts an inode at a path. Missing parents are made, with mode 0755 and owner root. What was at the path before is
-// replaced; a directory put on a directory keeps its children. A parent that is not a directory is an error.
+// Add puts an inode at a path. It makes missing parents, with mode 0755 and owner root. It replaces what is at the
+// path, but a directory put on a directory keeps its children. A parent that is not a directory is an error.
 func (t *Tree) Add(p string, n *Inode) error {
 	parts, err := SplitPath(p)
 	if err != nil {
@@ -174,8 +174,8 @@ func (t *Tree) Add(p string, n *Inode) error {
 	return nil
 }
 
-// ReadText gives the content of a regular file of the tree, or "" when there is none. One of more than most bytes is
-// ErrTooLarge.
+// ReadText returns the content of a regular file of the tree, or "" if there is none. A file of more than most
+// bytes is ErrTooLarge.
 func (t *Tree) ReadText(p string, most int64) (string, error) {
 	n := t.Lookup(p)
 	if n == nil || !n.Mode.IsRegular() || n.Size == 0 {
@@ -196,7 +196,7 @@ func (t *Tree) ReadText(p string, most int64) (string, error) {
 	return string(b), nil
 }
 
-// SetFile puts a regular file of root, mode 0644, with the given text at a path.
+// SetFile puts a regular file with the given text, owner root and mode 0644 at a path.
 func (t *Tree) SetFile(p, text string) error {
 	n := &Inode{Mode: 0o644, Mtime: t.Root.Mtime, Size: int64(len(text))}
 	if text != "" {
@@ -208,7 +208,7 @@ func (t *Tree) SetFile(p, text string) error {
 	return nil
 }
 
-// Count adds to the number of inodes. More than MaxInodes are ErrTooLarge.
+// Count adds to the number of inodes. More than MaxInodes is ErrTooLarge.
 func (t *Tree) Count(n int) error {
 	if t.Inodes += n; t.Inodes > MaxInodes {
 		return fmt.Errorf("%w: it has more than %d files", ErrTooLarge, MaxInodes)
@@ -216,7 +216,7 @@ func (t *Tree) Count(n int) error {
 	return nil
 }
 
-// CheckInode says why EROFS cannot hold an inode, if it cannot.
+// CheckInode returns an error if EROFS cannot hold an inode.
 func CheckInode(n *Inode) error {
 	if len(n.Target) > maxSymlink {
 		return fmt.Errorf("symlink target of %d bytes is longer than %d", len(n.Target), maxSymlink)
@@ -243,7 +243,7 @@ func CheckInode(n *Inode) error {
 	return nil
 }
 
-// Remove takes a path out of the tree, with all below it. It says whether there was something.
+// Remove removes a path and everything below it from the tree. It reports whether the path existed.
 func (t *Tree) Remove(p string) bool {
 	dir, name := path.Split(path.Clean("/" + p))
 	d := t.Lookup(dir)
@@ -254,7 +254,7 @@ func (t *Tree) Remove(p string) bool {
 	return true
 }
 
-// RemoveIn takes out those entries of a directory that drop says. Nothing happens when the directory is not there.
+// RemoveIn removes those entries of a directory for which drop returns true. A missing directory is not an error.
 func (t *Tree) RemoveIn(dir string, drop func(name string, n *Inode) bool) {
 	if d := t.Lookup(dir); d != nil {
 		maps.DeleteFunc(d.Children, drop)
@@ -277,13 +277,13 @@ func walkFrom(p string, n *Inode, f func(string, *Inode) error) error {
 	return nil
 }
 
-// HardLink says that the name at path is a further name of the inode that is first met at primary.
+// HardLink means that Path is a further name of the inode first met at Primary.
 type HardLink struct{ Path, Primary string }
 
-// Finish computes link counts, the number of inodes and of bytes, and the hard links, after the last change of the
-// tree.
+// Finish computes link counts, the numbers of inodes and bytes, and the hard links. Call it after the last change
+// of the tree.
 func (t *Tree) Finish() ([]HardLink, error) {
-	// Paths are kept of those inodes only that have several: of all of them they could take gigabytes.
+	// Keep the paths only of inodes with several names: all paths could take gigabytes.
 	if err := t.Walk(func(_ string, n *Inode) error { n.Nlink = 0; return nil }); err != nil {
 		return nil, err
 	}
@@ -319,7 +319,7 @@ func (t *Tree) Finish() ([]HardLink, error) {
 	return links, err
 }
 
-// EncodeDev gives Linux' 32-bit form of a device number (new_encode_dev in include/linux/kdev_t.h), which EROFS stores.
+// EncodeDev returns Linux' 32-bit device number (new_encode_dev in include/linux/kdev_t.h), which EROFS stores.
 func EncodeDev(major, minor uint32) (uint32, error) {
 	if major >= 1<<12 || minor >= 1<<20 {
 		return 0, fmt.Errorf("device number %d:%d is out of range (12 bits : 20 bits)", major, minor)

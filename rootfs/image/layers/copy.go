@@ -42,11 +42,11 @@ func Write(f *os.File, write func(*tar.Writer) error) (image.Layer, error) {
 	return image.Layer{DiffID: plain.Digest(), Size: st.Size()}, nil
 }
 
-// overlayXattr begins the attributes in which an overlay keeps its books: in an image they would be taken for those of
-// the VM's.
+// overlayXattr is the prefix of an overlay's own attributes. In an image, the VM's overlay would take them for its
+// own.
 const overlayXattr = "trusted.overlay."
 
-// Copy writes a tar stream anew, without the names of the drop list.
+// Copy copies a tar stream entry by entry, without the names in drop.
 func Copy(ctx context.Context, tw *tar.Writer, stream io.Reader, lim *Budget, drop []string) error {
 	src := artifact.NewReader(ctx, io.LimitReader(stream, lim.MaxBytes+MaxTarOverhead))
 	err := eachEntry(ctx, src, lim, func(h *tar.Header, data io.Reader) error {
@@ -68,7 +68,7 @@ func copyEntry(tw *tar.Writer, h *tar.Header, data io.Reader, drop []string) err
 	}
 	name := strings.Join(parts, "/")
 	if name == "" {
-		return nil // the root of an overlay is that of its upper directory: it says nothing of the image's
+		return nil // an overlay's root is that of its upper directory: it says nothing about the image's
 	}
 	for _, d := range drop {
 		dir, base := filepath.Split(d)

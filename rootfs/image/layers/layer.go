@@ -17,38 +17,38 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/internal/artifact"
 )
 
-// Limits of archives: they bound what a damaged or hostile one can make this package allocate, write or compute. Those
-// of a tree (package fstree) hold as well.
+// Limits of archives: they bound what a damaged or hostile archive can make this package allocate, write or
+// compute. The limits of a tree (package fstree) apply as well.
 const (
 	MaxLayers = 512 // of an image
-	// For each file that an image may have (Options.MaxFiles), all may have so many bytes together: of names, link
-	// targets and extended attributes in the archives, and of whole paths in the image, which the writer keeps.
+	// All files together may have this many bytes for each allowed file (Options.MaxFiles): of names, link targets
+	// and extended attributes in the archives, and of full paths in the image, which the writer keeps.
 	metaPerFile = 256
 	pathPerFile = 256
-	leastMeta   = 64 << 20 // bytes of each that are possible in any case
-	MaxDepth    = 1024     // directories above each other
-	maxLinkHops = 40       // symlinks on the way of one path, as Linux has it (MAXSYMLINKS)
+	leastMeta   = 64 << 20 // bytes of each that are always allowed
+	MaxDepth    = 1024     // levels of directories
+	maxLinkHops = 40       // symlinks on the way of one path, as in Linux (MAXSYMLINKS)
 	maxFollowed = 16 << 20 // components of the targets of symlinks on the ways of all paths of an image
-	// What a tar stream may have besides contents: headers and padding, of the largest number of entries.
+	// MaxTarOverhead is what a tar stream may have besides contents: headers and padding, of the most entries.
 	MaxTarOverhead = 8 << 30
-	// A PAX record, or another header that extends the next one, is at most 1 MiB: package archive/tar holds that.
+	// A PAX record, or another header that extends the next one, is at most 1 MiB: package archive/tar ensures it.
 )
 
 // Names of the OCI image specification, "Layer Filesystem Changeset", Whiteouts.
 const (
 	whiteoutPrefix = ".wh."
-	whiteoutMeta   = ".wh..wh." // of AUFS; only the next one means something
+	whiteoutMeta   = ".wh..wh." // of AUFS; only the next one has a meaning
 	whiteoutOpaque = ".wh..wh..opq"
 )
 
-// Budget is what all layers of an image may have together. Safe for concurrent use.
+// Budget is what all layers of an image together may have. It is safe for concurrent use.
 type Budget struct {
 	MaxBytes int64
 	MaxFiles int64
 	bytes    atomic.Int64 // content of regular files
 	entries  atomic.Int64
 	meta     atomic.Int64
-	OnRead   func(n int64) // may be nil; told the content so far
+	OnRead   func(n int64) // may be nil; gets the content so far
 }
 
 func NewBudget(maxBytes int64, maxFiles int) *Budget {
@@ -70,21 +70,21 @@ func (b *Budget) Take(h *tar.Header, size int64) error {
 	if most := max(metaPerFile*b.MaxFiles, leastMeta); b.meta.Add(meta) > most {
 		return fmt.Errorf("%w: names and attributes have more than %d bytes; raise MaxFiles (--max-files) to take it", image.ErrTooLarge, most)
 	}
-	// Not by adding first: sizes may be near the end of the range.
+	// Do not add first: sizes may be near the end of the range.
 	if size > b.MaxBytes || b.bytes.Add(size) > b.MaxBytes {
 		return fmt.Errorf("%w: its files have more than %d bytes; raise MaxBytes (--max-size) to take it", image.ErrTooLarge, b.MaxBytes)
 	}
 	return nil
 }
 
-// Layer is a read tar stream that is not yet part of a tree. File contents lie in its spool file.
+// Layer is a tar stream that was read and is not yet part of a tree. Its file contents are in its spool file.
 type Layer struct {
 	Entries   []Entry // in the order of the stream
 	whiteouts []whiteout
 	skipped   fstree.Skipped
 }
 
-// named gives the paths that the layer says something of: those of its entries, and of what its whiteouts hide.
+// named returns the paths that the layer names: those of its entries, and those that its whiteouts hide.
 func (l *Layer) named() map[string]struct{} {
 	out := make(map[string]struct{}, len(l.Entries)+len(l.whiteouts))
 	for _, e := range l.Entries {
@@ -101,20 +101,20 @@ func (l *Layer) named() map[string]struct{} {
 type Entry struct {
 	Path  string // components joined by slashes; "" is the root
 	Inode *fstree.Inode
-	Link  string // of a hard link: the path it refers to, unlike "" for all others
+	Link  string // of a hard link: the path of its target, never ""; "" for all others
 }
 
-// whiteout hides something of the layers below: one name of a directory, or with name "" all that it has.
+// whiteout hides an entry of the layers below: one name of a directory, or with name "" all its contents.
 type whiteout struct{ dir, name string }
 
 // eachEntry calls do for each entry of a tar stream.
 //
-// Errors of r are passed on as they are, and so are ErrTooLarge and ErrSpool; a damaged archive, and an entry that do
-// refuses, is ErrBadArchive.
+// It returns errors of r, ErrTooLarge and ErrSpool unchanged. A damaged archive, and an entry that do refuses, is
+// ErrBadArchive.
 func eachEntry(ctx context.Context, r io.Reader, b *Budget, do func(h *tar.Header, data io.Reader) error) error {
 	src := artifact.NewReader(ctx, r)
 	tr := tar.NewReader(src)
-	data := artifact.NewReader(ctx, tr) // holes of sparse files are given without a look at src
+	data := artifact.NewReader(ctx, tr) // returns holes of sparse files without reading src
 	for {
 		h, err := tr.Next()
 		if err == io.EOF {
@@ -142,9 +142,9 @@ func eachEntry(ctx context.Context, r io.Reader, b *Budget, do func(h *tar.Heade
 	}
 }
 
-// Read reads a whole tar stream. Contents go to the spool, which must be an empty file and stay open as long as the
-// layer's inodes are used. whiteouts says that names with the prefix .wh. have the meaning of the image specification.
-// Its errors are those of eachEntry.
+// Read reads a whole tar stream. It writes contents to the spool, which must be an empty file and stay open as
+// long as the layer's inodes are used. whiteouts gives names with the prefix .wh. the meaning of the image
+// specification. Its errors are those of eachEntry.
 func Read(ctx context.Context, r io.Reader, spool *os.File, b *Budget, whiteouts bool) (*Layer, error) {
 	l := &Layer{}
 	w := sparse.NewWriter(spool)
@@ -181,7 +181,7 @@ func (l *Layer) addTar(h *tar.Header, data io.Reader, w *sparse.Writer, spool *o
 	if err := b.Take(h, n.Size); err != nil {
 		return err
 	}
-	e := Entry{Path: strings.Clone(strings.Join(parts, "/")), Inode: n} // a single part is not copied by Join: see headerInode
+	e := Entry{Path: strings.Clone(strings.Join(parts, "/")), Inode: n} // Join copies no single part: see headerInode
 	switch {
 	case h.Typeflag == tar.TypeLink:
 		to, err := fstree.SplitPath(h.Linkname)
@@ -209,7 +209,7 @@ func (l *Layer) addTar(h *tar.Header, data io.Reader, w *sparse.Writer, spool *o
 	return nil
 }
 
-// addWhiteout takes a name with a meaning of its own. It says whether that is one.
+// addWhiteout adds a whiteout if the path is one, and reports whether it is a name with a special meaning.
 func (l *Layer) addWhiteout(parts []string) (bool, error) {
 	for i, s := range parts {
 		if !strings.HasPrefix(s, whiteoutPrefix) {
@@ -221,7 +221,7 @@ func (l *Layer) addWhiteout(parts []string) (bool, error) {
 		case s == whiteoutOpaque && last:
 			l.whiteouts = append(l.whiteouts, whiteout{dir: dir})
 		case strings.HasPrefix(s, whiteoutMeta) && s != whiteoutOpaque:
-			// Book-keeping of AUFS, with all below it. No tool has written it for years, none reads it.
+			// Records of AUFS, and everything below them. No tool has written them for years, and none reads them.
 		case !last:
 			return true, errors.New("something below a whiteout")
 		case name == "" || name == "." || name == "..":

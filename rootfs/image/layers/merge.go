@@ -14,26 +14,26 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image/fstree"
 )
 
-// Merger puts layers on a tree, the lowest first. It follows the OCI image specification ("Layer Filesystem Changeset",
-// "Applying Changesets"), and where that says nothing does what container runtimes do:
+// Merger applies layers to a tree, the lowest first. It follows the OCI image specification ("Layer Filesystem
+// Changeset", "Applying Changesets"). Where that is silent it does what container runtimes do:
 //
-//   - Whiteouts hide what layers below have, never what their own layer has, wherever in it they stand.
-//   - An entry replaces what is at its path, except that a directory put on a directory keeps what is in it.
-//   - A directory that an entry needs and nobody named is made: mode 0755, owner root, the time of its parent.
+//   - Whiteouts hide entries of the layers below, never those of their own layer, at any position in it.
+//   - An entry replaces the file at its path, but a directory applied to a directory keeps its contents.
+//   - A directory that an entry needs and no layer named is made: mode 0755, owner root, the time of its parent.
 //   - Symlinks on the way to an entry, but not at its end, are followed within the tree: ".." stops at its root, an absolute
-//     target begins there. So no layer reaches anything outside, whatever links an earlier one has left.
+//     target begins there. So no layer reaches anything outside, whatever links an earlier layer has left.
 //   - A hard link refers to what earlier entries, or layers below, have put at its target.
 type Merger struct {
 	Tree     *fstree.Tree
 	maxFiles int64
-	files    int64 // put so far, those replaced again included
+	files    int64 // added so far, including those replaced again
 	paths    int64 // bytes of their paths
 	followed int   // components of symlinks so far
 }
 
 func NewMerger(maxFiles int) *Merger { return &Merger{Tree: fstree.New(), maxFiles: int64(maxFiles)} }
 
-// count takes a file into account that is to be put at a path of so many bytes.
+// count counts a new file, with a path of the given length.
 func (m *Merger) count(pathBytes int) error {
 	if m.files++; m.files > m.maxFiles {
 		return TooManyFiles(m.maxFiles)
@@ -45,7 +45,7 @@ func (m *Merger) count(pathBytes int) error {
 	return m.Tree.Count(1)
 }
 
-// place is a directory of the tree and where it is.
+// place is a directory of the tree and its position.
 type place struct {
 	Dir   *fstree.Inode
 	depth int // directories above it
@@ -54,12 +54,12 @@ type place struct {
 
 var ErrNotThere = errors.New("no such directory")
 
-// Find walks from the root along parts to a directory. With make, directories that are missing are made. With replaced
-// (of whiteouts; may be nil), a symlink that stands at one of these paths is no way to anything: the layer replaces it.
+// Find walks from the root along parts to a directory. With create, it makes missing directories. A symlink at one
+// of the paths in replaced (of whiteouts; may be nil) leads nowhere: the layer replaces it.
 func (m *Merger) Find(parts []string, create bool, replaced map[string]struct{}) (place, error) {
 	stack := append(make([]place, 0, len(parts)+1), place{Dir: m.Tree.Root})
 	todo, hops := parts, 0
-	own := len(parts) // of todo, this many at the end are of parts; the others of link targets
+	own := len(parts) // this many of todo, at the end, are of parts; the others are of link targets
 	for len(todo) > 0 {
 		name := todo[0]
 		todo = todo[1:]
@@ -122,7 +122,7 @@ func (m *Merger) Find(parts []string, create bool, replaced map[string]struct{})
 	return stack[len(stack)-1], nil
 }
 
-// check holds the bounds of a path: links could lead deeper at every entry.
+// check enforces the limits of a path: links could lead deeper at every entry.
 func (p place) check() error {
 	if p.depth > MaxDepth {
 		return fmt.Errorf("more than %d directories above each other", MaxDepth)
@@ -133,7 +133,7 @@ func (p place) check() error {
 	return nil
 }
 
-// Split is splitPath for what has been through it.
+// Split is fstree.SplitPath for a path that has been through it.
 func Split(p string) []string {
 	if p == "" {
 		return nil
@@ -141,8 +141,8 @@ func Split(p string) []string {
 	return strings.Split(p, "/")
 }
 
-// Apply puts a layer on the tree. Errors are ErrBadArchive or ErrTooLarge, or the context's; the tree is of no use
-// then.
+// Apply applies a layer to the tree. Errors are ErrBadArchive or ErrTooLarge, or the context's. After an error the
+// tree must not be used.
 func (m *Merger) Apply(ctx context.Context, l *Layer) error {
 	m.Tree.Skipped.Xattrs += l.skipped.Xattrs
 	m.Tree.Skipped.Times += l.skipped.Times
@@ -159,7 +159,7 @@ func (m *Merger) Apply(ctx context.Context, l *Layer) error {
 		case errors.Is(err, image.ErrTooLarge):
 			return err
 		case err != nil:
-			// There is nothing to hide; a loop of links leads to nothing as well.
+			// There is nothing to hide; a loop of links leads nowhere either.
 		case w.name == "":
 			clear(p.Dir.Children)
 		default:
@@ -232,8 +232,8 @@ func (m *Merger) linkTarget(link string) (*fstree.Inode, error) {
 	return to, nil
 }
 
-// EnsureDir makes a directory, and those above it, if there is nothing at its path. It says nothing of other files
-// there.
+// EnsureDir makes a directory and its parents, if nothing is at its path. A file on the way that is neither a
+// directory nor a symlink to one is an error.
 func (m *Merger) EnsureDir(p string) error {
 	parts, err := fstree.SplitPath(p)
 	if err != nil {
@@ -243,8 +243,8 @@ func (m *Merger) EnsureDir(p string) error {
 	return err
 }
 
-// ReadTree reads the tar stream of a whole root filesystem into a tree, whose contents are in the spool. Names with the
-// prefix .wh. are names like others there.
+// ReadTree reads the tar stream of a whole root filesystem into a tree, whose contents are in the spool. Names
+// with the prefix .wh. have no special meaning there.
 func ReadTree(ctx context.Context, r io.Reader, spool *os.File, b *Budget) (*fstree.Tree, error) {
 	l, err := Read(ctx, r, spool, b, false)
 	if err != nil {

@@ -14,13 +14,13 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/internal/artifact"
 )
 
-// LayerSource is a layer and where its bytes are. Open may be called several times, and at once.
+// Source is a layer and the origin of its bytes. Open may be called several times, also concurrently.
 type Source struct {
 	image.Layer
 	Open func(ctx context.Context) (io.ReadCloser, error)
 }
 
-// NewSpool makes a file without a name.
+// NewSpool makes an unnamed file.
 func NewSpool(tmp string) (*os.File, error) {
 	f, err := os.CreateTemp(tmp, "spool-")
 	if err != nil {
@@ -32,7 +32,7 @@ func NewSpool(tmp string) (*os.File, error) {
 	return f, nil
 }
 
-// Name is how errors call the layer.
+// Name returns the layer's name for errors.
 func (l *Source) Name() string {
 	if l.Digest != "" {
 		return l.Digest
@@ -40,8 +40,8 @@ func (l *Source) Name() string {
 	return l.DiffID
 }
 
-// Read reads the layer and checks its digests, compressed and not. That it is not what its digest says is told rather
-// than what else is wrong with it then.
+// Read reads the layer and checks its digests, compressed and not. If a digest does not match, Read reports that
+// rather than other errors, which may follow from it.
 func (l *Source) Read(ctx context.Context, spool *os.File, lim *Budget) (*Layer, error) {
 	r, err := l.Open(ctx)
 	if err != nil {
@@ -65,7 +65,7 @@ func (l *Source) Read(ctx context.Context, spool *os.File, lim *Budget) (*Layer,
 	}
 	out, err := Read(ctx, plain, spool, lim, true)
 	if err == nil {
-		_, err = io.Copy(io.Discard, plain) // what lies behind the end of the archive belongs to the digest
+		_, err = io.Copy(io.Discard, plain) // data behind the end of the archive counts for the digest
 	}
 	if err == nil {
 		_, err = io.Copy(io.Discard, raw)
@@ -79,7 +79,7 @@ func (l *Source) Read(ctx context.Context, spool *os.File, lim *Budget) (*Layer,
 	return out, nil
 }
 
-// blame looks whether a layer that cannot be read is another one than its digest says.
+// blame returns a digest error if a layer that cannot be read does not match its digest, otherwise err.
 func (d *digester) blame(ctx context.Context, err error) error {
 	if !errors.Is(err, image.ErrBadArchive) || context.Cause(ctx) != nil {
 		return err
@@ -107,7 +107,7 @@ func (h *HashedWriter) Write(p []byte) (int, error) {
 	return n, err
 }
 
-// Digest is that of SHA-256, which h must be.
+// Digest returns the digest. Hash must be SHA-256.
 func (h *HashedWriter) Digest() string { return fmt.Sprintf("sha256:%x", h.Hash.Sum(nil)) }
 
 // OpenRegular opens a regular file of the host.

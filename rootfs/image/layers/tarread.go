@@ -20,8 +20,8 @@ const paxXattr = "SCHILY.xattr."
 
 var ErrSpool = errors.New("write the spool file (is the disk of the image store full?)")
 
-// headerInode makes the inode that a header describes, without its content, and without what a hard link refers to. It
-// counts in skipped what cannot be kept; of times that EROFS cannot hold, the nearest is taken.
+// headerInode makes the inode of a header, without its content and without the target of a hard link. It counts in
+// skipped what it cannot keep. For a time that EROFS cannot hold it takes the nearest one.
 func headerInode(h *tar.Header, skipped *fstree.Skipped) (*fstree.Inode, error) {
 	if h.Uid < 0 || h.Gid < 0 || int64(h.Uid) > 1<<32-2 || int64(h.Gid) > 1<<32-2 {
 		return nil, fmt.Errorf("owner %d:%d is out of range", h.Uid, h.Gid)
@@ -43,7 +43,7 @@ func headerInode(h *tar.Header, skipped *fstree.Skipped) (*fstree.Inode, error) 
 		if n.Xattrs == nil {
 			n.Xattrs = map[string]string{}
 		}
-		// Records are pieces of one string of up to 1 MiB, which stays as long as any piece of it.
+		// Records are substrings of one string of up to 1 MiB, which stays in memory with any of them.
 		n.Xattrs[strings.Clone(name)] = strings.Clone(v)
 	}
 	perm := n.Mode &^ fs.ModeType
@@ -76,10 +76,10 @@ func headerInode(h *tar.Header, skipped *fstree.Skipped) (*fstree.Inode, error) 
 	return n, nil
 }
 
-// maxSeconds is the end of the year 9999. Times beyond it are no times of files.
+// maxSeconds is the end of the year 9999. Later times are not valid times of files.
 const maxSeconds = 253402300799
 
-// spoolContent is the content of a file that lies in a spool file.
+// spoolContent is the content of a file in a spool file.
 type spoolContent struct {
 	f         *os.File
 	off, size int64
@@ -110,7 +110,7 @@ func spoolFile(n *fstree.Inode, data io.Reader, w *sparse.Writer, spool *os.File
 	return nil
 }
 
-// SpoolWriter writes to w and tells its failures apart from those of what is read: they are ErrSpool.
+// SpoolWriter writes to w. It marks the errors of w as ErrSpool, unlike those of the source.
 func SpoolWriter(w io.Writer) io.Writer { return spoolWriter{w} }
 
 type spoolWriter struct{ w io.Writer }

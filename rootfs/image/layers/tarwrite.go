@@ -17,9 +17,9 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/internal/artifact"
 )
 
-// WriteTree writes the files of a tree as a tar stream: parents first, siblings in byte order. Of several names of an
-// inode the first has the content, and the others are hard links to it. Of a layer, names that mean something else
-// there are an error.
+// WriteTree writes the files of a tree as a tar stream: parents first, siblings in byte order. The first of
+// several names of an inode has the content, and the others are hard links to it. With layer set, names with a
+// special meaning in a layer are an error.
 func WriteTree(ctx context.Context, t *fstree.Tree, w io.Writer, layer bool, progress func(done int64)) error {
 	tw := tar.NewWriter(w)
 	first := map[*fstree.Inode]string{}
@@ -52,7 +52,7 @@ func WriteTree(ctx context.Context, t *fstree.Tree, w io.Writer, layer bool, pro
 
 func IsWhiteout(p string) bool { return strings.HasPrefix(path.Base(p), whiteoutPrefix) }
 
-// WriteEntry writes an entry of a tree as one of a tar stream.
+// WriteEntry writes an entry of a tree to a tar stream.
 func WriteEntry(ctx context.Context, tw *tar.Writer, e Entry) error {
 	n := e.Inode
 	h := &tar.Header{Name: e.Path, Uid: int(n.UID), Gid: int(n.GID), ModTime: n.Mtime, Format: tar.FormatPAX, Mode: int64(n.Mode.Perm())}

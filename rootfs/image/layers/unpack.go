@@ -24,15 +24,15 @@ import (
 
 // Limits of decompression.
 const (
-	maxWindow = 128 << 20 // bytes of history that a zstd frame or an xz block may ask for; zstd --long=27 needs as many
-	// A stream may expand to freeBytes however small it is, and beyond that to maxExpansion times its own size. Root
-	// filesystems compress to between half and a tenth.
+	maxWindow = 128 << 20 // bytes of history that a zstd frame or an xz block may require; zstd --long=27 needs as many
+	// Any stream may expand to freeBytes, and beyond that to maxExpansion times its own size. Root filesystems
+	// compress to between half and a tenth.
 	freeBytes    = 1 << 30
 	maxExpansion = 500
 )
 
-// Beginnings of compressed streams: RFC 1952 (gzip), RFC 8878 (zstd, and its skippable frames), the .xz file format,
-// bzip2.
+// Magic numbers of compressed streams: RFC 1952 (gzip), RFC 8878 (zstd, and its skippable frames), the .xz file
+// format, bzip2.
 var (
 	magicGzip = []byte{0x1f, 0x8b}
 	magicZstd = []byte{0x28, 0xb5, 0x2f, 0xfd}
@@ -40,20 +40,20 @@ var (
 	magicBz2  = []byte("BZh")
 )
 
-// Unpacked is what a stream gives that may be compressed, which its first bytes tell. Its errors are ErrBadArchive and
-// ErrTooLarge; those of the stream below are passed on as they are.
+// Unpacked is the plain form of a stream that may be compressed, as its first bytes say. Its errors are
+// ErrBadArchive and ErrTooLarge; errors of the stream below stay as they are.
 type Unpacked struct {
 	src     *artifact.Reader
 	r       io.Reader
 	close   func()
 	Packed  bool  // it is compressed
-	out     int64 // bytes given so far
-	max     int64 // bytes to give at most
-	failure error // of before
+	out     int64 // bytes returned so far
+	max     int64 // bytes to return at most
+	failure error // the first error
 }
 
-// Unpack looks at the beginning of a stream. all says that xz and bzip2 are wanted too: layers are never compressed by
-// these. most bounds what comes out, in bytes. Close frees memory, and leaves r open.
+// Unpack detects the compression from the beginning of a stream. all accepts xz and bzip2 too, which layers never
+// use. most bounds the output, in bytes. Close frees memory, and leaves r open.
 func Unpack(r io.Reader, all bool, most int64) (*Unpacked, error) {
 	src := artifact.NewReader(context.Background(), r)
 	b := bufio.NewReaderSize(src, 64<<10)
@@ -68,7 +68,7 @@ func Unpack(r io.Reader, all bool, most int64) (*Unpacked, error) {
 		if err != nil {
 			return nil, u.failed("gzip", err)
 		}
-		u.r, u.close = z, func() { _ = z.Close() } // nothing is left to say
+		u.r, u.close = z, func() { _ = z.Close() } // no error can follow
 	case bytes.HasPrefix(head, magicZstd), len(head) > 3 && head[0]&0xf0 == 0x50 && bytes.Equal(head[1:4], []byte{0x2a, 0x4d, 0x18}):
 		z, err := zstd.NewReader(b, zstd.WithDecoderConcurrency(1), zstd.WithDecoderLowmem(true), zstd.WithDecoderMaxWindow(maxWindow))
 		if err != nil {
@@ -120,19 +120,19 @@ func (u *Unpacked) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// Close frees what decompression needed.
+// Close frees the memory of the decompression.
 func (u *Unpacked) Close() error {
 	u.close()
 	return nil
 }
 
-// digestRE is of the digests that the OCI image specification registers.
+// digestRE matches the digests that the OCI image specification registers.
 var digestRE = regexp.MustCompile(`^(sha256:[0-9a-f]{64}|sha512:[0-9a-f]{128})$`)
 
-// IsDigest says whether a text is a digest that can be checked.
+// IsDigest reports whether s is a digest that can be checked.
 func IsDigest(s string) bool { return digestRE.MatchString(s) }
 
-// Verifier is a hash that compares itself with a digest when all has been written to it.
+// Verifier is a hash that is compared with a digest after everything has been written to it.
 type Verifier struct {
 	hash.Hash
 	want string
@@ -148,7 +148,7 @@ func NewVerifier(digest string) (*Verifier, error) {
 	return &Verifier{sha256.New(), digest}, nil
 }
 
-// Check is ErrDigest if the digest is another one.
+// Check returns ErrDigest if the digest differs.
 func (v *Verifier) Check() error {
 	algorithm, want, _ := strings.Cut(v.want, ":")
 	if got := fmt.Sprintf("%x", v.Sum(nil)); got != want {
@@ -157,12 +157,12 @@ func (v *Verifier) Check() error {
 	return nil
 }
 
-// digester hashes what is read through it and knows how long that should be.
+// digester hashes a stream as it is read, and knows its expected length.
 type digester struct {
 	r    io.Reader
-	v    *Verifier // nil: nothing to compare
+	v    *Verifier // nil: no digest to compare
 	n    int64
-	size int64 // expected; -1 when nobody has said
+	size int64 // expected; -1 if unknown
 }
 
 func (d *digester) Read(p []byte) (int, error) {
@@ -176,7 +176,7 @@ func (d *digester) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// check compares when all has been read.
+// check compares length and digest. Everything must have been read.
 func (d *digester) check() error {
 	if d.size >= 0 && d.n != d.size {
 		return fmt.Errorf("%w: it has %d bytes, its descriptor says %d", image.ErrDigest, d.n, d.size)

@@ -15,12 +15,12 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image/layers"
 )
 
-// blobsDir holds layers as a registry gave them, each under its digest, for images that have them in common.
+// blobsDir holds layers as a registry sent them, each under its digest, shared by images.
 const blobsDir = "blobs"
 
 var blobRE = regexp.MustCompile(`^(sha256-[0-9a-f]{64}|sha512-[0-9a-f]{128})$`)
 
-// blobFile is the name of the file of a blob.
+// blobFile returns the file name of a blob.
 func blobFile(digest string) string { return strings.ReplaceAll(digest, ":", "-") }
 
 func blobPath(s *image.Store, digest string) string {
@@ -35,14 +35,14 @@ func shareBlobs(ctx context.Context, s *image.Store) (*os.File, error) {
 	return s.Lock(ctx, blobsDir, osfile.Shared)
 }
 
-// hasBlob says that a blob is in the store, with its right length.
+// hasBlob reports whether the store has a blob, with the right length.
 func hasBlob(s *image.Store, digest string, size int64) bool {
 	st, err := os.Lstat(blobPath(s, digest))
 	return err == nil && st.Mode().IsRegular() && st.Size() == size
 }
 
-// putBlob writes a blob into the store. write gets a file to write to, which is checked afterwards; the blob is there
-// whole or not at all, after a crash too.
+// putBlob writes a blob into the store. write writes the content to a file, which putBlob then checks. The blob is
+// there whole or not at all, also after a crash.
 func putBlob(s *image.Store, digest string, size int64, tmp string, write func(io.Writer) error) (err error) {
 	f, err := os.CreateTemp(tmp, "blob-")
 	if err != nil {
@@ -50,7 +50,7 @@ func putBlob(s *image.Store, digest string, size int64, tmp string, write func(i
 	}
 	defer func() {
 		if err != nil {
-			_ = f.Close() // again, if it was the file that failed
+			_ = f.Close() // a second time, if closing failed
 			err = errors.Join(err, os.Remove(f.Name()))
 		}
 	}()
@@ -77,9 +77,9 @@ func putBlob(s *image.Store, digest string, size int64, tmp string, write func(i
 	return osfile.SyncDir(filepath.Join(s.Dir(), blobsDir))
 }
 
-// PruneBlobs removes downloaded layers that belong to no image of the store. A layer only saves its download: images
-// need none. Nothing is removed while a build from a registry is under way, or when the record of an image cannot be
-// read (image.ErrCorrupt).
+// PruneBlobs removes downloaded layers that belong to no image of the store. A layer only saves its download:
+// images do not need it. PruneBlobs removes nothing while a build from a registry is under way, or when the record
+// of an image cannot be read (image.ErrCorrupt).
 func PruneBlobs(s *image.Store) (image.Freed, error) {
 	return s.PruneFolder(blobsDir, func(images []*image.Image) (func(string) bool, error) {
 		needed := map[string]bool{}

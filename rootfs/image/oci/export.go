@@ -28,19 +28,18 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/internal/artifact"
 )
 
-// Format is a form in which an image can leave the store.
+// Format is an export format of an image.
 type Format string
 
-// The formats of Export. What comes out is the same for the same image.
+// The formats of Export. The same image always gives the same bytes.
 const (
-	FormatEROFS      Format = "erofs"       // the image file as it is
+	FormatEROFS      Format = "erofs"       // the unchanged image file
 	FormatTar        Format = "tar"         // its files as a PAX archive, uncompressed
 	FormatOCIArchive Format = "oci-archive" // an OCI image of one layer with its configuration, as a tar archive that docker loads too
 )
 
-// Export writes an image to w. progress (may be nil) is told the bytes of file content that are done, and their total.
-// Errors are ErrInvalidOption for a format that is not there, ErrTruncated or ErrCorrupt, the context's, and those of
-// w.
+// Export writes an image to w. progress (may be nil) gets the bytes of file content written, and their total.
+// Errors are ErrInvalidOption for an unknown format, ErrTruncated or ErrCorrupt, the context's, and those of w.
 func Export(ctx context.Context, s *image.Store, img *image.Image, format Format, w io.Writer, progress func(done, total int64)) error {
 	if progress == nil {
 		progress = func(int64, int64) {}
@@ -89,7 +88,7 @@ func exportOCI(ctx context.Context, s *image.Store, img *image.Image, f *os.File
 	if err != nil {
 		return err
 	}
-	defer func() { _ = spool.Close() }() // thrown away
+	defer func() { _ = spool.Close() }() // the spool is discarded
 	buffered := bufio.NewWriterSize(layers.SpoolWriter(spool), sparse.BufBytes)
 	packed := &layers.HashedWriter{W: buffered, Hash: sha256.New()}
 	z := gzip.NewWriter(packed) // no name and no time in its header
@@ -117,7 +116,7 @@ func writeOCI(w io.Writer, img *image.Image, layer *layers.HashedWriter, diff st
 		_, err := io.Copy(tw, r)
 		return err
 	}
-	// document puts a document under its name, or as the blob that its descriptor tells of.
+	// document writes a document under its name, or as a blob, and returns its descriptor.
 	document := func(name string, t types.MediaType, v any) (v1.Descriptor, error) {
 		b, err := json.Marshal(v)
 		if err != nil {
@@ -163,7 +162,7 @@ func writeOCI(w io.Writer, img *image.Image, layer *layers.HashedWriter, diff st
 	if _, err := document("index.json", "", index); err != nil {
 		return err
 	}
-	// As `docker save` does: the same blobs once more, for readers of its own format.
+	// Like `docker save`, list the same blobs once more, for readers of its own format.
 	docker := []dockerManifest{{Config: blobName(config.Digest), RepoTags: img.Tags, Layers: []string{blobName(d.Digest)}}}
 	if _, err := document("manifest.json", "", docker); err != nil {
 		return err

@@ -30,9 +30,9 @@ const (
 	maxMemberLinks = 8        // links from one to another
 )
 
-// members are the files of an image archive or of a layout directory. Safe for concurrent use.
+// members are the files of an image archive or of a layout directory. They are safe for concurrent use.
 type members interface {
-	// open gives a regular file and its size in bytes. The error is fs.ErrNotExist when there is none.
+	// open opens a regular file and returns its size in bytes. The error is fs.ErrNotExist if there is none.
 	open(name string) (io.ReadCloser, int64, error)
 	Close() error
 }
@@ -54,7 +54,7 @@ func readMember(m members, name string) ([]byte, error) {
 	return b, err
 }
 
-// dirMembers are the files of a directory. Nothing outside of it is opened, whatever links it holds.
+// dirMembers are the files of a directory. No link in it leads outside of it.
 type dirMembers struct{ root *os.Root }
 
 func openDirMembers(dir string) (members, error) {
@@ -87,7 +87,7 @@ func (d dirMembers) Close() error { return d.root.Close() }
 type tarMembers struct {
 	f     *os.File
 	files map[string]section
-	links map[string]string // archives of old dockers name layers that are the same by links
+	links map[string]string // archives of old dockers name identical layers by links
 }
 
 type section struct{ off, size int64 }
@@ -146,7 +146,7 @@ func openTarMembers(ctx context.Context, f *os.File) (m members, err error) {
 			if err != nil {
 				return nil, err
 			}
-			// Sparse members do not lie in one piece; no tool makes them.
+			// Sparse members are not contiguous; no tool makes them.
 			if _, sparse := h.PAXRecords["GNU.sparse.major"]; sparse || h.PAXRecords["GNU.sparse.map"] != "" || off > st.Size()-h.Size {
 				return nil, fmt.Errorf("%w: file %.200q does not lie in it in one piece", image.ErrBadArchive, p)
 			}
@@ -163,13 +163,13 @@ func openTarMembers(ctx context.Context, f *os.File) (m members, err error) {
 	}
 }
 
-// blobName is where a layout has a blob.
+// blobName returns the path of a blob in a layout.
 func blobName(h v1.Hash) string { return "blobs/" + h.Algorithm + "/" + h.Hex }
 
 const refNameAnnotation = "org.opencontainers.image.ref.name"
 
-// loadLayout reads the documents of an OCI image layout (image-layout.md of the OCI image specification). ref is a name
-// that the index gives to an image, or "@" and a digest, or "" for the only one.
+// loadLayout reads the documents of an OCI image layout (image-layout.md of the OCI image specification). ref is
+// an image's name in the index, or "@" and a digest, or "" for the only one.
 func loadLayout(m members, ref string, want v1.Platform) (*manifest, error) {
 	b, err := readMember(m, "oci-layout")
 	if err != nil {
@@ -219,8 +219,8 @@ func missingBlob(name string, err error) error {
 	return err
 }
 
-// chooseNamed takes the entry of a layout's index that ref means: by the name that the specification knows, or the one
-// that containerd writes.
+// chooseNamed returns the entry of a layout's index for ref: by the name of the specification, or the one that
+// containerd writes.
 func chooseNamed(list []v1.Descriptor, ref string, want v1.Platform) (v1.Descriptor, error) {
 	var found []v1.Descriptor
 	var names []string
@@ -242,7 +242,7 @@ func chooseNamed(list []v1.Descriptor, ref string, want v1.Platform) (v1.Descrip
 	case len(found) == 1:
 		return found[0], nil
 	}
-	// Several of one name, or without any, may be for several platforms.
+	// Several entries with the same name, or without one, may be for several platforms.
 	d, err := choose(found, want)
 	if err != nil {
 		return d, err
@@ -262,8 +262,7 @@ type dockerManifest struct {
 	Layers   []string
 }
 
-// loadDockerArchive reads the documents of an archive as `docker save` writes it. ref is a tag, or "" for the only
-// image.
+// loadDockerArchive reads the documents of an archive of `docker save`. ref is a tag, or "" for the only image.
 func loadDockerArchive(m members, ref string, want v1.Platform) (*manifest, error) {
 	b, err := readMember(m, "manifest.json")
 	if errors.Is(err, fs.ErrNotExist) {
@@ -295,7 +294,7 @@ func loadDockerArchive(m members, ref string, want v1.Platform) (*manifest, erro
 		return nil, err
 	}
 	out.config = h.String()
-	// The file's name is the digest of its content, in all versions of this format.
+	// In all versions of this format, the file's name is the digest of its content.
 	if base := strings.TrimSuffix(path.Base(doc.Config), ".json"); layers.IsDigest("sha256:"+base) && base != h.Hex {
 		return nil, fmt.Errorf("%w: the configuration %s has the digest %s", image.ErrDigest, doc.Config, h)
 	}
@@ -335,7 +334,7 @@ func chooseTagged(list []dockerManifest, ref string) (dockerManifest, error) {
 	return dockerManifest{}, fmt.Errorf("%w: it has several; name one of %q behind the path", image.ErrNoSource, tags)
 }
 
-// sameTag says that two references mean the same: "debian" is docker.io/library/debian:latest.
+// sameTag reports whether two references mean the same: "debian" is docker.io/library/debian:latest.
 func sameTag(a, b string) bool {
 	if a == b {
 		return true
@@ -351,13 +350,13 @@ func sameTag(a, b string) bool {
 // Archive is an image archive, compressed or not.
 type Archive struct {
 	File     string
-	Stdin    io.Reader // in place of File, if it is set
-	Tmp      string    // folder for what has to be unpacked
+	Stdin    io.Reader // replaces File if it is set
+	Tmp      string    // folder for unpacked files
 	MaxBytes int64
-	OnRead   func(n int64) // told the bytes unpacked so far
+	OnRead   func(n int64) // gets the bytes unpacked so far
 }
 
-// openArchive opens an image archive for reading anywhere in it.
+// openArchive opens an image archive for random access.
 func openArchive(ctx context.Context, a Archive) (members, error) {
 	if a.Stdin != nil {
 		return spoolArchive(ctx, a, a.Stdin)
@@ -371,7 +370,7 @@ func openArchive(ctx context.Context, a Archive) (members, error) {
 		return nil, errors.Join(err, f.Close())
 	}
 	packed := u.Packed
-	_ = u.Close() // it was only a look
+	_ = u.Close() // it only detected the compression
 	if _, err := f.Seek(0, io.SeekStart); err != nil {
 		return nil, errors.Join(err, f.Close())
 	}
@@ -382,8 +381,7 @@ func openArchive(ctx context.Context, a Archive) (members, error) {
 	return m, errors.Join(err, f.Close())
 }
 
-// spoolArchive puts a stream, or a compressed archive, into an uncompressed file without a name, which can be read
-// anywhere in it.
+// spoolArchive unpacks a stream, or a compressed archive, into an unnamed file, which allows random access.
 func spoolArchive(ctx context.Context, a Archive, r io.Reader) (members, error) {
 	u, err := layers.Unpack(artifact.NewReader(ctx, r), true, a.MaxBytes+layers.MaxTarOverhead)
 	if err != nil {

@@ -21,17 +21,17 @@ import (
 
 // Limits of the documents of an image.
 const (
-	maxManifestBytes = 4 << 20 // of an index, a manifest or a configuration; registries take 4 MiB
+	maxManifestBytes = 4 << 20 // of an index, a manifest or a configuration; registries accept 4 MiB
 	maxIndexEntries  = 4096
 	maxIndexDepth    = 4 // indexes in indexes
 )
 
-// Platform says what an image runs on.
+// Platform is what an image runs on.
 type Platform = v1.Platform
 
-// manifest is what the documents of one image say, checked.
+// manifest is the checked content of an image's documents.
 type manifest struct {
-	digest   string // of the manifest; "" in an archive of docker's
+	digest   string // of the manifest; "" in an archive of docker
 	config   string // digest of the configuration
 	platform string
 	arch     string
@@ -39,13 +39,13 @@ type manifest struct {
 	layers   []layers.Source // the lowest first
 }
 
-// Identity names all that decides the content of the image.
+// Identity identifies everything that decides the content of the image.
 func (m *manifest) Identity() string { return m.digest + " " + m.config }
 
-// fetcher gives a document that a descriptor names, unchecked.
+// fetcher returns the document of a descriptor, unchecked.
 type fetcher func(v1.Descriptor) ([]byte, error)
 
-// document fetches what a descriptor names and checks size and digest.
+// document fetches the document of a descriptor and checks size and digest.
 func (get fetcher) document(d v1.Descriptor) ([]byte, error) {
 	if d.Size < 0 || d.Size > maxManifestBytes {
 		return nil, fmt.Errorf("%w: the descriptor of %s says that it has %d bytes, at most %d are possible",
@@ -66,7 +66,7 @@ func (get fetcher) document(d v1.Descriptor) ([]byte, error) {
 	return b, v.Check()
 }
 
-// ParsePlatform reads OS/ARCH or OS/ARCH/VARIANT; "" is what this program runs on.
+// ParsePlatform reads OS/ARCH or OS/ARCH/VARIANT; "" means this program's platform.
 func ParsePlatform(s string) (v1.Platform, error) {
 	if s == "" {
 		return v1.Platform{OS: "linux", Architecture: runtime.GOARCH}, nil
@@ -121,7 +121,7 @@ func parseIndex(b []byte) (*v1.IndexManifest, error) {
 	return &ix, nil
 }
 
-// descend goes from a descriptor through indexes to the manifest of the platform. It returns that document too.
+// descend follows indexes from a descriptor to the platform's manifest. It returns that document too.
 func (get fetcher) descend(d v1.Descriptor, want v1.Platform) (v1.Descriptor, []byte, error) {
 	for range maxIndexDepth {
 		b, err := get.document(d)
@@ -146,14 +146,14 @@ func (get fetcher) descend(d v1.Descriptor, want v1.Platform) (v1.Descriptor, []
 	return d, nil, fmt.Errorf("%w: more than %d indexes lie in each other", image.ErrBadManifest, maxIndexDepth)
 }
 
-// choose takes the entry of an index that is for a platform.
+// choose returns the entry of an index for a platform.
 func choose(list []v1.Descriptor, want v1.Platform) (v1.Descriptor, error) {
 	var have []string
-	var silent []v1.Descriptor // those that do not say what they are for
+	var silent []v1.Descriptor // those without a platform
 	for _, d := range list {
 		switch {
 		case !d.MediaType.IsIndex() && !d.MediaType.IsImage():
-		case d.Annotations["vnd.docker.reference.type"] != "": // attestations of BuildKit's
+		case d.Annotations["vnd.docker.reference.type"] != "": // attestations of BuildKit
 		case d.Platform == nil || d.Platform.OS == "" && d.Platform.Architecture == "":
 			silent = append(silent, d)
 		case d.Platform.Satisfies(want):
@@ -163,7 +163,7 @@ func choose(list []v1.Descriptor, want v1.Platform) (v1.Descriptor, error) {
 		}
 	}
 	if len(silent) == 1 && len(have) == 0 {
-		return silent[0], nil // its configuration will tell
+		return silent[0], nil // its configuration has the platform
 	}
 	if len(have) > 20 {
 		have = append(have[:20], "...")
@@ -200,10 +200,10 @@ func checkLayerCount(n int) error {
 	return nil
 }
 
-// dockerLayerZstd is what BuildKit calls a layer compressed with zstd in a manifest of docker's.
+// dockerLayerZstd is BuildKit's media type of a zstd layer in a docker manifest.
 const dockerLayerZstd = types.MediaType("application/vnd.docker.image.rootfs.diff.tar.zstd")
 
-// checkLayerType refuses what is no layer of a root filesystem that is there for everybody.
+// checkLayerType refuses what is not a freely available layer of a root filesystem.
 func checkLayerType(t types.MediaType) error {
 	switch t {
 	case types.OCILayer, types.OCILayerZStd, types.OCIUncompressedLayer, types.DockerLayer, types.DockerUncompressedLayer, dockerLayerZstd:
@@ -215,7 +215,7 @@ func checkLayerType(t types.MediaType) error {
 	return fmt.Errorf("%w: a layer is of type %.100q, which is not known", image.ErrBadManifest, t)
 }
 
-// image reads manifest and configuration that a descriptor leads to. blob gives the bytes of a layer.
+// image reads the manifest and configuration of a descriptor. blob opens a layer.
 func (get fetcher) image(d v1.Descriptor, want v1.Platform, blob func(context.Context, v1.Descriptor) (io.ReadCloser, error)) (*manifest, error) {
 	d, b, err := get.descend(d, want)
 	if err != nil {
@@ -252,14 +252,14 @@ func (get fetcher) image(d v1.Descriptor, want v1.Platform, blob func(context.Co
 	return m, nil
 }
 
-// parseConfig reads a configuration and gives the digests of the layers' tar streams.
+// parseConfig reads a configuration and returns the digests of the layers' tar streams.
 func parseConfig(b []byte, want v1.Platform) (*manifest, []v1.Hash, error) {
 	var c v1.ConfigFile
 	if err := parseJSON("configuration", b, &c); err != nil {
 		return nil, nil, err
 	}
 	have := v1.Platform{OS: c.OS, Architecture: c.Architecture, Variant: c.Variant}
-	// The variant of a configuration is often left out.
+	// Configurations often leave out the variant.
 	if !have.Satisfies(v1.Platform{OS: want.OS, Architecture: want.Architecture}) {
 		return nil, nil, fmt.Errorf("%w: it is for %.100q, not for %s; choose with --platform", image.ErrNoPlatform, have, want)
 	}
@@ -276,7 +276,7 @@ func parseConfig(b []byte, want v1.Platform) (*manifest, []v1.Hash, error) {
 	return &manifest{platform: have.String(), arch: c.Architecture, run: run}, c.RootFS.DiffIDs, nil
 }
 
-// runConfig takes over what a configuration says.
+// runConfig converts a configuration, and checks it.
 func runConfig(c v1.Config) (image.RunConfig, error) {
 	return image.RunConfig{
 		Entrypoint: c.Entrypoint, Cmd: c.Cmd, Env: c.Env, User: c.User, Workdir: c.WorkingDir, StopSignal: c.StopSignal, Labels: c.Labels,
@@ -284,7 +284,7 @@ func runConfig(c v1.Config) (image.RunConfig, error) {
 	}.Checked()
 }
 
-// configOf is the configuration in the form of the OCI image specification.
+// configOf returns the configuration in the form of the OCI image specification.
 func configOf(c image.RunConfig) v1.Config {
 	out := v1.Config{Entrypoint: c.Entrypoint, Cmd: c.Cmd, Env: c.Env, User: c.User, WorkingDir: c.Workdir, StopSignal: c.StopSignal, Labels: c.Labels}
 	if len(c.ExposedPorts) > 0 {

@@ -26,19 +26,19 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image/layers"
 )
 
-// How patient a build is with a registry.
+// Limits of a build's patience with a registry.
 const (
-	maxTries    = 4                // of a request that is limited or fails for the moment, and of a layer
+	maxTries    = 4                // of a request that is limited or fails temporarily, and of a layer
 	firstPause  = time.Second      // before the second try; doubled each time
-	maxPause    = time.Minute      // that a registry may ask for
+	maxPause    = time.Minute      // the most that a registry may ask for
 	maxStall    = 2 * time.Minute  // without a byte, also of the headers
-	dialTimeout = 30 * time.Second // also of a TLS handshake
+	dialTimeout = 30 * time.Second // also for a TLS handshake
 	fetchAtOnce = 4                // layers
-	maxDrain    = 64 << 10         // bytes of an answer that is thrown away
+	maxDrain    = 64 << 10         // bytes read of a discarded answer
 	userAgent   = "drowse"
 )
 
-// registry is one image of a registry.
+// registry is an image of a registry.
 type registry struct {
 	ref    name.Reference
 	puller *remote.Puller
@@ -46,7 +46,7 @@ type registry struct {
 	pause  func(context.Context, time.Duration) error
 }
 
-// sleep waits, or ends with the context.
+// sleep waits for d, or until the context ends.
 func sleep(ctx context.Context, d time.Duration) error {
 	select {
 	case <-time.After(d):
@@ -65,7 +65,7 @@ func parseReference(s string, plainHTTP bool) (name.Reference, error) {
 	return name.ParseReference(s, o...)
 }
 
-// FullName is a reference with all that it leaves out: docker.io/library/debian:latest for debian.
+// FullName returns a reference in full: docker.io/library/debian:latest for debian.
 func FullName(ref string) (string, error) {
 	r, err := parseReference(ref, false)
 	if err != nil {
@@ -74,8 +74,8 @@ func FullName(ref string) (string, error) {
 	return r.Name(), nil
 }
 
-// ShortName is the repository of a reference, without its registry and docker's "library/", and its tag; "latest" when
-// it has a digest.
+// ShortName returns the repository of a reference, without its registry and docker's "library/", and its tag,
+// which is "latest" if the reference has a digest.
 func ShortName(ref string) string {
 	r, err := parseReference(ref, false)
 	if err != nil {
@@ -88,8 +88,8 @@ func ShortName(ref string) string {
 	return strings.TrimPrefix(r.Context().RepositoryStr(), "library/") + ":" + version
 }
 
-// newRegistry prepares for a reference. Credentials come from docker's configuration ($DOCKER_CONFIG,
-// ~/.docker/config.json, its helpers), or podman's. Close must be called.
+// newRegistry prepares access to a reference. Credentials come from docker's configuration ($DOCKER_CONFIG,
+// ~/.docker/config.json, its helpers), or podman's. The caller must call Close.
 func newRegistry(ref string, plainHTTP bool, pause func(context.Context, time.Duration) error) (*registry, error) {
 	if pause == nil {
 		pause = sleep
@@ -113,7 +113,7 @@ func newRegistry(ref string, plainHTTP bool, pause func(context.Context, time.Du
 		remote.WithAuthFromKeychain(authn.DefaultKeychain),
 		remote.WithUserAgent(userAgent),
 		remote.WithJobs(fetchAtOnce),
-		// patient tries again, as it is told to.
+		// patient does the retries.
 		remote.WithRetryStatusCodes(), remote.WithRetryPredicate(func(error) bool { return false }),
 	)
 	if err != nil {
@@ -122,7 +122,7 @@ func newRegistry(ref string, plainHTTP bool, pause func(context.Context, time.Du
 	return r, nil
 }
 
-// Close gives up connections.
+// Close closes idle connections.
 func (r *registry) Close() error {
 	r.web.CloseIdleConnections()
 	return nil
@@ -157,7 +157,7 @@ func (r *registry) image(ctx context.Context, want v1.Platform) (*manifest, erro
 		if err != nil && int64(len(b)) < d.Size {
 			return nil, registryError(ctx, err)
 		}
-		return b, nil // its length and digest are checked next
+		return b, nil // the caller checks its length and digest
 	})
 	if top.MediaType.IsSchema1() {
 		return nil, fmt.Errorf("%w: it is a manifest of schema 1, which was given up in 2017: push the image again", image.ErrBadManifest)
@@ -178,8 +178,8 @@ func (r *registry) blob(ctx context.Context, d v1.Descriptor) (io.ReadCloser, er
 	return body, nil
 }
 
-// fetch puts the layers that are not there into the store, several at once, and makes m read them from there. Each is
-// checked before it is one of the store's. The lock of shareBlobs must be held.
+// fetch puts missing layers into the store, several at the same time, and makes m read them from there. It checks
+// each before it enters the store. The lock of shareBlobs must be held.
 func (r *registry) fetch(ctx context.Context, m *manifest, s *image.Store, tmp string, most int64, progress func(done, total int64)) error {
 	var total int64
 	var todo []v1.Descriptor
@@ -220,7 +220,7 @@ func (r *registry) fetch(ctx context.Context, m *manifest, s *image.Store, tmp s
 	return g.Wait()
 }
 
-// fetchOne gets one layer. A connection that breaks, and content that is not what it should be, get a second chance.
+// fetchOne gets one layer. It retries after a broken connection and after wrong content.
 func (r *registry) fetchOne(ctx context.Context, d v1.Descriptor, s *image.Store, tmp string, tell func(int64)) error {
 	wait := firstPause
 	for try := 1; ; try++ {
@@ -260,11 +260,11 @@ func (r *registry) copyBlob(ctx context.Context, d v1.Descriptor, w io.Writer, t
 		}
 		tell(int64(n))
 		if errors.Is(err, io.EOF) {
-			return nil // who asked checks what it is
+			return nil // the caller checks the content
 		}
 		if err != nil {
-			// The reader of the registry's also checks the digest, and says so by an error. What has come is whole
-			// then.
+			// The registry's reader also checks the digest, and reports a mismatch as an error. All bytes have
+			// come then.
 			if left == 0 {
 				return nil
 			}
@@ -273,7 +273,7 @@ func (r *registry) copyBlob(ctx context.Context, d v1.Descriptor, w io.Writer, t
 	}
 }
 
-// registryError makes an error of a registry one of this package's.
+// registryError converts an error of a registry to one of this package.
 func registryError(ctx context.Context, err error) error {
 	if cause := context.Cause(ctx); cause != nil {
 		return cause
@@ -298,9 +298,9 @@ func registryError(ctx context.Context, err error) error {
 	return fmt.Errorf("%w: %w", image.ErrRegistry, err)
 }
 
-// patient tries requests again that a registry has put off (RFC 9110, 10.2.3, Retry-After; RFC 6585, 429) or failed to
-// answer for the moment. It bounds answers, gives up those that stand still, and asks nobody without TLS who is not on
-// this host, whatever a registry or a redirect says, unless plainHTTP is set.
+// patient retries requests that a registry has postponed (RFC 9110, 10.2.3, Retry-After; RFC 6585, 429) or
+// temporarily failed to answer. It bounds answers, and aborts those that stall. Unless plainHTTP is set, it sends
+// no request without TLS except to this host, whatever a registry or a redirect says.
 type patient struct {
 	inner     http.RoundTripper
 	pause     func(context.Context, time.Duration) error
@@ -310,10 +310,10 @@ type patient struct {
 
 // RoundTrip implements http.RoundTripper.
 func (p *patient) RoundTrip(req *http.Request) (*http.Response, error) {
-	withBody := req.Body != nil && req.Body != http.NoBody // of exchanges of tokens only
+	withBody := req.Body != nil && req.Body != http.NoBody // only in token exchanges
 	if req.URL.Scheme != "https" && !p.plainHTTP && !onThisHost(req.URL.Hostname()) {
 		if withBody {
-			_ = req.Body.Close() // as RoundTripper wants it
+			_ = req.Body.Close() // as RoundTripper requires
 		}
 		return nil, fmt.Errorf("%w: %s would be asked without TLS; use --plain-http (PlainHTTP) if its network can be trusted", image.ErrRegistry, req.URL.Host)
 	}
@@ -333,7 +333,7 @@ func (p *patient) RoundTrip(req *http.Request) (*http.Response, error) {
 				image.ErrRateLimited, req.URL.Host, asked.Round(time.Second))
 		}
 		if try == maxTries {
-			return resp, nil // the caller reads what it says
+			return resp, nil // the caller reads the error in it
 		}
 		drain(resp)
 		if !ok {
@@ -346,7 +346,7 @@ func (p *patient) RoundTrip(req *http.Request) (*http.Response, error) {
 	}
 }
 
-// onThisHost says that a host name means this host (RFC 6761, 6.3, and loopback addresses).
+// onThisHost reports whether a host name means this host (RFC 6761, 6.3, and loopback addresses).
 func onThisHost(name string) bool {
 	if name == "localhost" || strings.HasSuffix(name, ".localhost") {
 		return true
@@ -355,7 +355,7 @@ func onThisHost(name string) bool {
 	return ip != nil && ip.IsLoopback()
 }
 
-// once asks once.
+// once sends one request.
 func (p *patient) once(req *http.Request) (*http.Response, error) {
 	ctx, cancel := context.WithCancelCause(req.Context())
 	resp, err := p.inner.RoundTrip(req.WithContext(ctx))
@@ -363,7 +363,7 @@ func (p *patient) once(req *http.Request) (*http.Response, error) {
 		cancel(nil)
 		return nil, err
 	}
-	// What was asked for first tells what the answer to a redirect is.
+	// The kind of answer follows from the first request, before redirects.
 	first := req
 	for first.Response != nil && first.Response.Request != nil {
 		first = first.Response.Request
@@ -373,22 +373,22 @@ func (p *patient) once(req *http.Request) (*http.Response, error) {
 	switch {
 	case req.Method != http.MethodGet || resp.StatusCode != http.StatusOK:
 	case kind == "blobs":
-		a.left = math.MaxInt64 // who reads it knows how long it is
+		a.left = math.MaxInt64 // the reader knows its length
 	case kind == "manifests":
-		a.v, _ = layers.NewVerifier(last) // a tag has nothing to compare
+		a.v, _ = layers.NewVerifier(last) // for a tag there is no digest to compare
 	}
 	resp.Body = a
 	return resp, nil
 }
 
-// answer is the body of an answer, with its bounds.
+// answer is the body of an answer, with its limits.
 type answer struct {
 	io.ReadCloser
 	ctx    context.Context // of the request
 	cancel context.CancelCauseFunc
 	stall  time.Duration
 	left   int64
-	v      *layers.Verifier // nil: nothing to compare
+	v      *layers.Verifier // nil: no digest to compare
 }
 
 func (a *answer) Read(p []byte) (int, error) {
@@ -411,7 +411,7 @@ func (a *answer) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// Close gives up what was not read.
+// Close discards the rest.
 func (a *answer) Close() error {
 	err := a.ReadCloser.Close()
 	a.cancel(nil)
@@ -425,7 +425,7 @@ func retryable(status int) bool {
 	}, status)
 }
 
-// drain reads an answer that nobody wants, so that its connection can be used again.
+// drain reads and discards an answer, so that its connection can be used again.
 func drain(resp *http.Response) {
 	_, _ = io.CopyN(io.Discard, resp.Body, maxDrain)
 	_ = resp.Body.Close()

@@ -16,17 +16,17 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image/layers"
 )
 
-// readAtOnce is how many layers are decompressed and read at the same time, at most.
+// readAtOnce bounds how many layers are decompressed and read at the same time.
 const readAtOnce = 4
 
-// Source is an opened image of layers, whose documents are read and checked. Close it.
+// Source is an open image of layers, whose documents are read and checked. Close it.
 type Source struct {
 	*manifest
-	reg *registry // nil if it is in files
+	reg *registry // nil for an image in files
 	io.Closer
 }
 
-// OpenRegistry opens an image of a registry. pause waits between tries of a request; nil waits by the clock.
+// OpenRegistry opens an image of a registry. pause waits between attempts of a request; nil uses the clock.
 func OpenRegistry(ctx context.Context, ref string, plainHTTP bool, want Platform, pause func(context.Context, time.Duration) error) (*Source, error) {
 	r, err := newRegistry(ref, plainHTTP, pause)
 	if err != nil {
@@ -39,7 +39,7 @@ func OpenRegistry(ctx context.Context, ref string, plainHTTP bool, want Platform
 	return &Source{m, r, r}, nil
 }
 
-// OpenLayout opens an image of a directory with an OCI image layout. ref is a name that the index gives to it, or "@"
+// OpenLayout opens an image of a directory with an OCI image layout. ref is the image's name in the index, or "@"
 // and a digest, or "" for the only one.
 func OpenLayout(dir, ref string, want Platform) (*Source, error) {
 	files, err := openDirMembers(dir)
@@ -49,8 +49,8 @@ func OpenLayout(dir, ref string, want Platform) (*Source, error) {
 	return opened(files, loadLayout, ref, want)
 }
 
-// OpenArchive opens an image of an archive of such a directory, or, of docker's, of one as `docker save` writes it,
-// whose ref is a tag, or "" for the only image.
+// OpenArchive opens an image of an archive of such a directory or, with docker set, of an archive of `docker
+// save`, whose ref is a tag, or "" for the only image.
 func OpenArchive(ctx context.Context, a Archive, docker bool, ref string, want Platform) (*Source, error) {
 	files, err := openArchive(ctx, a)
 	if err != nil {
@@ -70,7 +70,7 @@ func opened(files members, load func(members, string, Platform) (*manifest, erro
 	return &Source{m, nil, files}, nil
 }
 
-// Describe is what the documents say about the image, for its record.
+// Describe returns the part of the image's record that its documents give.
 func (s *Source) Describe() *image.Image {
 	img := &image.Image{RunConfig: s.run, Platform: s.platform, Architecture: s.arch, Manifest: s.digest, Config: s.config}
 	for _, l := range s.layers {
@@ -79,14 +79,14 @@ func (s *Source) Describe() *image.Image {
 	return img
 }
 
-// Read makes the tree of the image; of a registry, it fetches the layers that the store lacks, and keeps them there.
-// The temporary folder has the contents. release must be called when the tree is no longer used, and after the image is
-// published, also when there is an error.
+// Read makes the tree of the image. It fetches layers of a registry that the store lacks, and keeps them there.
+// The file contents are in the temporary folder. The caller must call release when the tree is no longer used, and
+// after the image is published, also after an error.
 func (s *Source) Read(ctx context.Context, store *image.Store, tmp string, lim *layers.Budget, progress image.Progress) (t *fstree.Tree, release func(), err error) {
 	var held []io.Closer
 	release = func() {
 		for _, c := range held {
-			_ = c.Close() // spools, which are thrown away, and a lock
+			_ = c.Close() // spools, which are discarded, and a lock
 		}
 	}
 	if s.reg != nil {
@@ -104,7 +104,7 @@ func (s *Source) Read(ctx context.Context, store *image.Store, tmp string, lim *
 		held = append(held, f)
 	}
 	if err != nil && s.reg != nil && errors.Is(err, image.ErrDigest) {
-		// A layer was right when it came: either it has been damaged where it is kept, or the configuration says
+		// The layer was right when it came: either the stored copy has been damaged, or the configuration has
 		// another diff_id.
 		if s.dropDamaged(store) {
 			err = fmt.Errorf("%w; it was damaged in the image store, and is fetched again by the next build", err)
@@ -117,7 +117,7 @@ func (s *Source) Read(ctx context.Context, store *image.Store, tmp string, lim *
 	return t, release, err
 }
 
-// dropDamaged removes the layers of the image whose bytes are not what they should be. It says whether there were any.
+// dropDamaged removes the stored layers of the image whose bytes are wrong. It reports whether there were any.
 func (s *Source) dropDamaged(store *image.Store) (dropped bool) {
 	for _, l := range s.layers {
 		v, err := layers.NewVerifier(l.Digest)
@@ -129,15 +129,15 @@ func (s *Source) dropDamaged(store *image.Store) (dropped bool) {
 			continue
 		}
 		if _, err := io.Copy(v, f); err == nil && v.Check() != nil {
-			dropped = os.Remove(f.Name()) == nil || dropped // if it stays, another build tells again
+			dropped = os.Remove(f.Name()) == nil || dropped // if it stays, the next build reports it again
 		}
 		_ = f.Close() // only read
 	}
 	return dropped
 }
 
-// readLayers reads all layers, several at once, and puts them on each other. The spools hold the contents of the tree's
-// files and must be closed by the caller, also when there is an error.
+// readLayers reads all layers, several at the same time, and applies them in order. The spools hold the contents
+// of the tree's files. The caller must close them, also after an error.
 func (m *manifest) readLayers(ctx context.Context, tmp string, lim *layers.Budget) (*fstree.Tree, []*os.File, error) {
 	spools := make([]*os.File, 0, len(m.layers))
 	for range m.layers {

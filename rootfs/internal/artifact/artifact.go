@@ -18,17 +18,17 @@ import (
 )
 
 const (
-	// tempPrefix starts the name of everything that is not finished.
+	// tempPrefix starts the name of everything unfinished.
 	tempPrefix = osfile.TempPrefix
 
-	// staleAfter is the age at which a temporary file can only be what a crash has left: nothing here takes an hour to
+	// staleAfter is the age at which a temporary file must be left from a crash: nothing here takes an hour to
 	// write.
 	staleAfter = time.Hour
 
 	dirMode  = 0o755
 	fileMode = 0o644
 
-	// Whoever may open a lock's file may hold the lock.
+	// A user who can open a lock's file can hold the lock.
 	lockDirMode  = 0o700
 	lockFileMode = 0o600
 )
@@ -36,11 +36,11 @@ const (
 // IsTemp reports whether name, the last element of a path, is that of an unfinished file or folder.
 func IsTemp(name string) bool { return strings.HasPrefix(name, tempPrefix) }
 
-// lockFlags are those of a lock's file, which is made if need be and stays.
+// lockFlags are the open flags of a lock's file. It is made if necessary, and stays.
 const lockFlags = os.O_RDWR | os.O_CREATE
 
-// Lock takes the exclusive lock of the file at path, which is made if need be, and waits for it as long as ctx lasts.
-// The lock is held against other goroutines and other processes alike, and ends with the process.
+// Lock takes the exclusive lock of the file at path, which it makes if necessary. It waits until ctx ends. The
+// lock excludes other goroutines and other processes alike, and ends with the process.
 func Lock(ctx context.Context, path string) (unlock func(), err error) {
 	if err := os.MkdirAll(filepath.Dir(path), lockDirMode); err != nil {
 		return nil, fmt.Errorf("lock: %w", err)
@@ -52,8 +52,8 @@ func Lock(ctx context.Context, path string) (unlock func(), err error) {
 	return func() { f.Close() }, nil
 }
 
-// RemoveRemains removes the staging folders in dir whose makers are gone: lockPath gives the lock that covers a folder
-// by its key, or "" for one to leave alone. It is tidiness, not correctness, so errors are passed over.
+// RemoveRemains removes the staging folders in dir whose makers are dead. lockPath returns the lock that covers a
+// folder by its key, or "" for a folder to leave alone. Correctness does not depend on it, so it ignores errors.
 func RemoveRemains(dir string, lockPath func(key string) string) {
 	entries, err := os.ReadDir(dir)
 	if err != nil {
@@ -78,8 +78,8 @@ func RemoveRemains(dir string, lockPath func(key string) string) {
 	}
 }
 
-// WriteFile makes the file at path with what write puts into it: the whole file or, after an error, none. An existing
-// file of that name is replaced. Two callers may write the same path at once; one of the two files stays.
+// WriteFile makes the file at path with what write puts into it: the whole file or, after an error, none. It
+// replaces an existing file of that name. Two callers may write the same path at once; one of the two files stays.
 func WriteFile(path string, write func(f *os.File) error) error {
 	dir := filepath.Dir(path)
 	if err := os.MkdirAll(dir, dirMode); err != nil {
@@ -89,11 +89,11 @@ func WriteFile(path string, write func(f *os.File) error) error {
 	return osfile.Replace(path, fileMode, write)
 }
 
-// nameLength is how many hexadecimal digits of a hash are in the name of a Made file.
+// nameLength is how many hexadecimal digits of a hash the name of a Made file has.
 const nameLength = 32
 
-// Made returns the absolute path of a file of the cache that is named by a hash of all that decides its content, and
-// makes it with write if it is not there. program is the first that a guest starts of it: see RequireStatic.
+// Made returns the absolute path of a cached file, whose name is a hash of everything that decides its content. It
+// makes a missing file with write. program is the first program that a guest starts from it: see RequireStatic.
 func Made(cacheDir, folder string, hash []byte, ext, program string, write func(f *os.File) error) (string, error) {
 	path, err := filepath.Abs(filepath.Join(cacheDir, folder, hex.EncodeToString(hash)[:nameLength]+ext))
 	if err != nil {
@@ -108,8 +108,8 @@ func Made(cacheDir, folder string, hash []byte, ext, program string, write func(
 	return path, WriteFile(path, write)
 }
 
-// StagingDir makes an empty folder in dir, with a temporary name that holds key. A folder that an interrupted run has
-// left under the same key is removed first, so the caller must hold a lock that covers key.
+// StagingDir makes an empty folder in dir, with a temporary name that holds key. It first removes a folder that an
+// interrupted run has left under the same key, so the caller must hold a lock that covers key.
 func StagingDir(dir, key string) (string, error) {
 	p := filepath.Join(dir, tempPrefix+key)
 	if err := os.RemoveAll(p); err != nil {
@@ -121,8 +121,8 @@ func StagingDir(dir, key string) (string, error) {
 	return p, nil
 }
 
-// PublishDir writes all of staging through to disk and gives it its final name, which must not exist. Both are on one
-// file system.
+// PublishDir writes all of staging through to disk and gives it its final name, which must not exist. Both must be
+// on one file system.
 func PublishDir(ctx context.Context, staging, final string) error {
 	err := filepath.WalkDir(staging, func(p string, d fs.DirEntry, err error) error {
 		if err != nil {
@@ -131,10 +131,10 @@ func PublishDir(ctx context.Context, staging, final string) error {
 		if err := ctx.Err(); err != nil {
 			return err
 		}
-		if d.Type()&^fs.ModeDir != 0 { // links and the like live in their folder
+		if d.Type()&^fs.ModeDir != 0 { // the folder has the links and the like
 			return nil
 		}
-		return osfile.SyncDir(p) // fsync(2) is the same for files
+		return osfile.SyncDir(p) // fsync(2) works the same for files
 	})
 	if err != nil {
 		return fmt.Errorf("writing %s to disk: %w", final, err)
@@ -160,8 +160,8 @@ func HashFile(ctx context.Context, path string) (sum string, size int64, err err
 	return hex.EncodeToString(h.Sum(nil)), size, nil
 }
 
-// Reader fails with the cause once its context has ended. It counts what it gives, and remembers the error of the
-// reader below.
+// Reader fails with the context's cause once its context has ended. It counts the bytes that it returns, and keeps
+// the error of the reader below.
 type Reader struct {
 	ctx context.Context
 	r   io.Reader
@@ -169,7 +169,7 @@ type Reader struct {
 	Err error // not io.EOF
 }
 
-// NewReader returns a reader of r that lasts as long as ctx.
+// NewReader returns a reader of r that works until ctx ends.
 func NewReader(ctx context.Context, r io.Reader) *Reader { return &Reader{ctx: ctx, r: r} }
 
 // Read implements io.Reader.
@@ -186,7 +186,7 @@ func (c *Reader) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// CountingWriter tells how many bytes have been written to it.
+// CountingWriter returns a writer that calls tell with the number of bytes written to it so far.
 func CountingWriter(tell func(total int64)) io.Writer { return &countingWriter{tell: tell} }
 
 type countingWriter struct {
@@ -200,8 +200,8 @@ func (c *countingWriter) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// LineWriter calls Line for each line that is written to it, of which it keeps the first Max bytes. A carriage return
-// ends a line too.
+// LineWriter calls Line with each line written to it, cut to its first Max bytes. A carriage return ends a line
+// too.
 type LineWriter struct {
 	Max  int
 	Line func(line string)
@@ -226,7 +226,7 @@ func (w *LineWriter) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// Flush ends a line that has no end yet.
+// Flush ends an unfinished line.
 func (w *LineWriter) Flush() {
 	w.Line(string(w.part))
 	w.part = w.part[:0]
@@ -246,8 +246,8 @@ func ReadFile(name string, limit int64) ([]byte, error) {
 	return b, err
 }
 
-// removeStale removes temporary files in dir that no living writer can own. It is tidiness, not correctness, so errors
-// are passed over.
+// removeStale removes temporary files in dir that no living writer can own. Correctness does not depend on it, so
+// it ignores errors.
 func removeStale(dir string) {
 	entries, err := os.ReadDir(dir)
 	if err != nil {

@@ -6,9 +6,9 @@ import (
 	"strings"
 )
 
-// Stanzas gives the stanzas of a text in Debian's control format (deb822(5)), one after the other: of each the fields
-// of these names, which are in lower case, if it has any of them. Further lines of a field are joined with newlines.
-// A line that is no field is one of the name "". No value is a piece of the text.
+// Stanzas returns the stanzas of a text in Debian's control format (deb822(5)), in order. Each has the fields in
+// names, which are in lower case; a stanza without any of them is skipped. Further lines of a field are joined
+// with newlines. A line that is not a field has the name "". Values are copies, not substrings of the text.
 func Stanzas(text string, names ...string) iter.Seq[map[string]string] {
 	return func(yield func(map[string]string) bool) {
 		fields, name := map[string]string{}, ""

@@ -5,9 +5,8 @@ import (
 	"fmt"
 )
 
-// RequireStatic refuses an ELF program that needs a dynamic linker, which what a guest
-// starts from does not have: its kernel would panic for want of a first program. What is
-// no ELF file passes.
+// RequireStatic refuses an ELF program that needs a dynamic linker. What a guest starts from has none, and its
+// kernel would panic for lack of a first program. A file that is not ELF passes.
 func RequireStatic(path string) error {
 	f, err := elf.Open(path)
 	if err != nil {
