@@ -36,7 +36,7 @@ export DROWSE_TEST_CYCLES ?= 10
 # Packages whose tests run on a KVM of the hardware kind as well.
 HARD_PKGS ?= ./sandbox/...
 # Which of their tests: others take too long there.
-HARD_RUN ?= -run 'TestSleepAndWake|TestManySleeps|TestWithClones'
+HARD_RUN ?= -run 'TestSleep_and_wake|TestMany_sleeps|TestWith_clones'
 TEST_FLAGS ?= -timeout 3h -p 3
 HARD_FLAGS ?= -timeout 3h -parallel 1
 
@@ -160,7 +160,7 @@ workloads-state: build kernel
 	@$(DROWSE) image build --from $(IMAGE_FROM) --include $(WORKLOADS_INCLUDE) --no-docs --tag $(WORKLOADS_TAG) --install-deps >&2
 
 test-workloads: workloads-state image
-	@$(GO_TEST) -tags workloads -count 1 -run UnderLoad -v ./sandbox
+	@$(GO_TEST) -tags workloads -count 1 -run under_load -v ./sandbox
 	@$(GO_TEST) -tags workloads -count 1 -timeout 90m -v -run TestWorkloads ./internal/test/workloads
 
 # The program of the container is made outside, where the processor is not emulated.
@@ -183,7 +183,7 @@ test-browser: test-state $(REPORT)
 .PHONY: agent-proofs
 agent-proofs: test-state
 	@$(GO_TEST) -count 1 -v -run TestBulk ./guest -bulk-mib 1024
-	@$(GO_TEST) -count 1 -v -run 'TestWithClonesOfOneSnapshot/(forwards|a_copy)' ./sandbox -agent-copies
+	@$(GO_TEST) -count 1 -v -run 'TestWith_clones_of_one_snapshot/(forwards|a_copy)' ./sandbox -agent-copies
 
 # agent-proofs-hard shows it with a real guest, on a KVM of the hardware kind that is emulated if need be: copies of 1 GiB into it and out of it,
 # 100 commands at once, one that prints 1 GiB, and one that floods and stalls all streams. Half an hour. Less: make agent-proofs-hard BULK='-bulk-mib 64'.
@@ -193,7 +193,7 @@ agent-proofs-hard: test-state
 	@scripts/deps hard
 	@$(GO_BUILD) -o bin/hwkvm ./internal/test/hwkvm/cmd/hwkvm
 	@bin/hwkvm --prepare
-	@$(GO_TEST) -tags workloads -count 1 -timeout 3h -v -run TestAgentOfAGuest -exec "$(CURDIR)/bin/hwkvm -memory 4096 --" ./internal/test/workloads $(BULK)
+	@$(GO_TEST) -tags workloads -count 1 -timeout 3h -v -run TestAgent_of_a_guest -exec "$(CURDIR)/bin/hwkvm -memory 4096 --" ./internal/test/workloads $(BULK)
 
 # life-proofs has one busy guest sleep 200 times, and then clients work on 200 of 1,000 sandboxes for ten minutes, and then has 300 of the processes killed that take part: half an hour
 # and more, on a machine with nothing else to do. Fewer: make life-proofs LIFE='-life-asleep 24 -life-recorded 100'.
@@ -201,8 +201,8 @@ agent-proofs-hard: test-state
 LIFE ?= -life-for 10m -life-asleep 200 -life-recorded 1000 -life-kills 300
 .PHONY: life-proofs
 life-proofs: test-state
-	@$(GO_TEST) -count 1 -timeout 2h -v -run TestManySleeps ./sandbox -cycles 200
-	@$(GO_TEST) -tags workloads -count 1 -timeout 3h -v -run TestLifeOfManySandboxes ./sandbox $(LIFE)
+	@$(GO_TEST) -count 1 -timeout 2h -v -run TestMany_sleeps ./sandbox -cycles 200
+	@$(GO_TEST) -tags workloads -count 1 -timeout 3h -v -run TestLife_of_many_sandboxes ./sandbox $(LIFE)
 
 # example runs the program in examples/embed.
 .PHONY: example

@@ -132,7 +132,7 @@ func TestCountsBetween_counters_give_packets_and_bytes_by_direction(t *testing.T
 	}
 	before := []netpolicy.Counter{count(netpolicy.Egress, netpolicy.Allow, 1, 100), count(netpolicy.Ingress, netpolicy.Deny, 2, 200)}
 	after := []netpolicy.Counter{
-		count(netpolicy.Egress, netpolicy.Allow, 4, 700), count(netpolicy.Egress, netpolicy.Allow, 2, 50), // of another reason
+		count(netpolicy.Egress, netpolicy.Allow, 4, 700), count(netpolicy.Egress, netpolicy.Allow, 2, 50), // another reason
 		count(netpolicy.Ingress, netpolicy.Allow, 5, 300), count(netpolicy.Ingress, netpolicy.Deny, 3, 250), count(netpolicy.Egress, netpolicy.Reject, 1, 9),
 	}
 	want := map[string]int64{"egress_packets": 5, "egress_bytes": 650, "ingress_packets": 5, "ingress_bytes": 300, "denied_packets": 2}

@@ -118,7 +118,7 @@ func TestAttack_turn_of_a_worker_ends_after_so_many_bytes(t *testing.T) {
 }
 
 // A request that stops for a pause is handled anew after it, and counts once.
-func TestServeHandlesARequestAgainThatStoppedForAPause(t *testing.T) {
+func TestServe_handles_a_request_again_that_stopped_for_a_pause(t *testing.T) {
 	q, _ := newQueue(t, 3)
 	var irq interrupts
 	var c virtq.Chain
@@ -146,7 +146,7 @@ func TestServeHandlesARequestAgainThatStoppedForAPause(t *testing.T) {
 	}
 }
 
-func TestSlowLeavesWhatTakesLongAndWaitsForItTheNextTime(t *testing.T) {
+func TestSlow_leaves_what_takes_long_and_waits_for_it_the_next_time(t *testing.T) {
 	q, _ := newQueue(t, 0)
 	w := q.StartWorker(func() {})
 	defer w.Stop()

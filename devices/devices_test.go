@@ -33,7 +33,7 @@ func newEvent(t testing.TB) *Event {
 	return e
 }
 
-func TestEventCountsAndIsHarmlessAfterClose(t *testing.T) {
+func TestEvent_counts_and_is_harmless_after_close(t *testing.T) {
 	e := newEvent(t)
 	for range 3 {
 		e.Signal()
@@ -85,7 +85,7 @@ func (r *registers) ReadIO(off uint64, p []byte) {
 
 func (r *registers) WriteIO(off uint64, p []byte) { r.off, r.data = off, bytes.Clone(p) }
 
-func TestBusFindsTheWindow(t *testing.T) {
+func TestBus_finds_the_window(t *testing.T) {
 	var bus Bus
 	low, high, top := &registers{}, &registers{}, &registers{}
 	for _, w := range []struct {
@@ -134,7 +134,7 @@ func TestBusFindsTheWindow(t *testing.T) {
 	}
 }
 
-func TestDecoderReadsWhatTheEncoderWrote(t *testing.T) {
+func TestDecoder_reads_what_the_encoder_wrote(t *testing.T) {
 	var e Encoder
 	e.Bool(true)
 	e.Uint8(1)
@@ -184,7 +184,7 @@ func TestDecoderReadsWhatTheEncoderWrote(t *testing.T) {
 	}
 }
 
-func TestPayloadOfAnotherKindIsRefused(t *testing.T) {
+func TestPayload_of_another_kind_is_refused(t *testing.T) {
 	good := Payload{Kind: "x", Version: 3}
 	if err := good.Check("x", 3); err != nil {
 		t.Error(err)
@@ -207,7 +207,7 @@ func startWorker(event *Event, handle func()) *Worker {
 	return w
 }
 
-func TestWorkerRunsAfterEachSignalAndNotWhilePaused(t *testing.T) {
+func TestWorker_runs_after_each_signal_and_not_while_paused(t *testing.T) {
 	e := newEvent(t)
 	var calls atomic.Int64
 	w := startWorker(e, func() { calls.Add(1) })
@@ -231,7 +231,7 @@ func TestWorkerRunsAfterEachSignalAndNotWhilePaused(t *testing.T) {
 	waitFor(t, func() bool { return calls.Load() > before })
 }
 
-func TestWorkerResumeRunsItOnceWithoutASignal(t *testing.T) {
+func TestWorker_resume_runs_it_once_without_a_signal(t *testing.T) {
 	e := newEvent(t)
 	var calls atomic.Int64
 	w := startWorker(e, func() { calls.Add(1) })
@@ -252,7 +252,7 @@ func waitFor(t testing.TB, f func() bool) {
 	}
 }
 
-func TestWorkerPauseGivesUpWithItsContextAndTheWorkerRunsOn(t *testing.T) {
+func TestWorker_pause_gives_up_with_its_context_and_the_worker_runs_on(t *testing.T) {
 	e := newEvent(t)
 	entered, leave := make(chan struct{}), make(chan struct{})
 	w := startWorker(e, func() { entered <- struct{}{}; <-leave })
@@ -273,7 +273,7 @@ func TestWorkerPauseGivesUpWithItsContextAndTheWorkerRunsOn(t *testing.T) {
 }
 
 // Two that pause at once, of which one gives up, do not undo each other.
-func TestWorkerPausesThatOverlap(t *testing.T) {
+func TestWorker_pauses_that_overlap(t *testing.T) {
 	e := newEvent(t)
 	var calls atomic.Int64
 	entered, leave := make(chan struct{}, 10), make(chan struct{})
@@ -307,7 +307,7 @@ func TestWorkerPausesThatOverlap(t *testing.T) {
 	w.Stop()
 }
 
-func TestWorkerStopsFromAnyState(t *testing.T) {
+func TestWorker_stops_from_any_state(t *testing.T) {
 	for _, paused := range []bool{false, true} {
 		w := startWorker(newEvent(t), func() {})
 		if paused {
@@ -322,7 +322,7 @@ func TestWorkerStopsFromAnyState(t *testing.T) {
 	}
 }
 
-func TestWorkersPauseAllOrNone(t *testing.T) {
+func TestWorkers_pause_all_or_none(t *testing.T) {
 	a, b := newEvent(t), newEvent(t)
 	var calls atomic.Int64
 	entered, leave := make(chan struct{}), make(chan struct{})
@@ -383,7 +383,7 @@ func newQueue(t *testing.T, available int) (*Queue, *guestmem.Memory) {
 	return &Queue{Queue: q, Kick: newEvent(t)}, mem
 }
 
-func TestServeReturnsAfterABatchAndKicksItself(t *testing.T) {
+func TestServe_returns_after_a_batch_and_kicks_itself(t *testing.T) {
 	q, _ := newQueue(t, serveBatch+5)
 	var irq interrupts
 	var c virtq.Chain
@@ -410,7 +410,7 @@ func TestServeReturnsAfterABatchAndKicksItself(t *testing.T) {
 	}
 }
 
-func TestServeTakesWhatComesWhileItEnds(t *testing.T) {
+func TestServe_takes_what_comes_while_it_ends(t *testing.T) {
 	q, mem := newQueue(t, 1)
 	var irq interrupts
 	var c virtq.Chain
@@ -427,7 +427,7 @@ func TestServeTakesWhatComesWhileItEnds(t *testing.T) {
 	}
 }
 
-func TestServeGivesTheDeviceUpOnce(t *testing.T) {
+func TestServe_gives_the_device_up_once(t *testing.T) {
 	q, _ := newQueue(t, 3)
 	var irq interrupts
 	var c virtq.Chain
@@ -465,7 +465,7 @@ func (g *gated) String() string {
 	return g.b.String()
 }
 
-func TestOutputIsWrittenInOrder(t *testing.T) {
+func TestOutput_is_written_in_order(t *testing.T) {
 	g := &gated{gate: make(chan struct{})}
 	close(g.gate)
 	o := NewOutput(g)
@@ -498,7 +498,7 @@ func TestOutputIsWrittenInOrder(t *testing.T) {
 	}
 }
 
-func TestOutputKeepsTheOldestWhenItIsFull(t *testing.T) {
+func TestOutput_keeps_the_oldest_when_it_is_full(t *testing.T) {
 	g := &gated{gate: make(chan struct{})}
 	o := NewOutput(g)
 	_, _ = o.Write([]byte("x"))
@@ -517,7 +517,7 @@ func TestOutputKeepsTheOldestWhenItIsFull(t *testing.T) {
 	}
 }
 
-func TestOutputDropsAllAfterItsWriterHasFailed(t *testing.T) {
+func TestOutput_drops_all_after_its_writer_has_failed(t *testing.T) {
 	g := &gated{gate: make(chan struct{}), err: os.ErrPermission}
 	close(g.gate)
 	o := NewOutput(g)
@@ -529,7 +529,7 @@ func TestOutputDropsAllAfterItsWriterHasFailed(t *testing.T) {
 	}
 }
 
-func TestOutputOfAStuckWriterIsGivenUpAtClose(t *testing.T) {
+func TestOutput_of_a_stuck_writer_is_given_up_at_close(t *testing.T) {
 	g := &gated{gate: make(chan struct{})}
 	o := NewOutput(g)
 	_, _ = o.Write(make([]byte, 2*outputChunk))

@@ -61,7 +61,7 @@ func eventually(t *testing.T, what string, f func() bool) {
 	}
 }
 
-func TestLoopTellsOfEachSignalOnceAndSleepsInBetween(t *testing.T) {
+func TestLoop_tells_of_each_signal_once_and_sleeps_in_between(t *testing.T) {
 	l, c := newCountingLoop(t, false)
 	defer l.Stop()
 	for i := range int64(3) {
@@ -78,7 +78,7 @@ func TestLoopTellsOfEachSignalOnceAndSleepsInBetween(t *testing.T) {
 	eventually(t, "a turn", func() bool { return c.turns.Load() > turns })
 }
 
-func TestLoopTakesATurnWhenItsTimeHasCome(t *testing.T) {
+func TestLoop_takes_a_turn_when_its_time_has_come(t *testing.T) {
 	l, c := newCountingLoop(t, false)
 	defer l.Stop()
 	c.delay.Store(int64(time.Millisecond))
@@ -86,7 +86,7 @@ func TestLoopTakesATurnWhenItsTimeHasCome(t *testing.T) {
 	eventually(t, "ten turns", func() bool { return c.turns.Load() > 10 })
 }
 
-func TestPausedLoopDoesNothingAndKeepsItsEvents(t *testing.T) {
+func TestPaused_loop_does_nothing_and_keeps_its_events(t *testing.T) {
 	l, c := newCountingLoop(t, true)
 	ctx := context.Background()
 	for range 2 {
@@ -116,7 +116,7 @@ func TestPausedLoopDoesNothingAndKeepsItsEvents(t *testing.T) {
 	}
 }
 
-func TestPauseOfABusyLoopEndsWithItsContextAndTheLoopGoesOn(t *testing.T) {
+func TestPause_of_a_busy_loop_ends_with_its_context_and_the_loop_goes_on(t *testing.T) {
 	l, err := NewLoop(Activation{})
 	if err != nil {
 		t.Fatal(err)
@@ -149,7 +149,7 @@ func (s *stuckLooper) Turn() (time.Duration, error) {
 	return -1, nil
 }
 
-func TestLoopThatNeverStartedReleasesWhatItHas(t *testing.T) {
+func TestLoop_that_never_started_releases_what_it_has(t *testing.T) {
 	l, err := NewLoop(Activation{})
 	if err != nil {
 		t.Fatal(err)

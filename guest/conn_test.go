@@ -8,7 +8,7 @@ import (
 	"testing"
 )
 
-func TestAConnectionThatEndsWithinAMessageIsLost(t *testing.T) {
+func TestA_connection_that_ends_within_a_message_is_lost(t *testing.T) {
 	var header [frameHeader]byte
 	binary.BigEndian.PutUint32(header[0:], 8)
 	binary.BigEndian.PutUint32(header[4:], 1)

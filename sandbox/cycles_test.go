@@ -146,7 +146,7 @@ func (s *stream) follow(c net.Conn, enough int64, reached chan<- struct{}) error
 // busy is the VM that works.
 const busy = "base"
 
-func TestManySleepsOfABusyGuestLoseNothing(t *testing.T) {
+func TestMany_sleeps_of_a_busy_guest_lose_nothing(t *testing.T) {
 	t.Parallel()
 	e, _, _ := base(t)
 	e.Wake(busy)

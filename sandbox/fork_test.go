@@ -70,7 +70,7 @@ func openImages(t *testing.T, pid int) (n int) {
 }
 
 // One boot serves them all.
-func TestForksOfARunningVM(t *testing.T) {
+func TestForks_of_a_running_VM(t *testing.T) {
 	t.Parallel()
 	e := guesttest.New(t)
 	e.Run(sandbox.Spec{Name: "parent"})

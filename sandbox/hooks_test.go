@@ -43,7 +43,7 @@ func wantNotes(e *guesttest.Env, vm string, want ...string) {
 }
 
 // One boot serves them all.
-func TestHooksInAGuest(t *testing.T) {
+func TestHooks_in_a_guest(t *testing.T) {
 	t.Parallel()
 	e := guesttest.New(t)
 	// Time enough for a machine that does much else.

@@ -81,7 +81,7 @@ func identity(e *guesttest.Env, name string) []string {
 }
 
 // The main job, with every kernel that this host can run, on one CPU and on two.
-func TestSleepAndWakeKeepProcessesMemoryAndFiles(t *testing.T) {
+func TestSleep_and_wake_keep_processes_memory_and_files(t *testing.T) {
 	t.Parallel()
 	host := guesttest.New(t)
 	for _, kernel := range host.Kernels() {
@@ -285,7 +285,7 @@ func clone(e *guesttest.Env, snap, name string) {
 }
 
 // One boot serves them all.
-func TestWithClonesOfOneSnapshot(t *testing.T) {
+func TestWith_clones_of_one_snapshot(t *testing.T) {
 	t.Parallel()
 	e, snap, said := base(t)
 	sub := func(name string, f func(t *testing.T, e *guesttest.Env)) {

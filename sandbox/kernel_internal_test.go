@@ -9,7 +9,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state/statetest"
 )
 
-func TestKernelIsTheOneThatIsNamedOrOneForHostAndImage(t *testing.T) {
+func TestKernel_is_the_one_that_is_named_or_one_for_host_and_image(t *testing.T) {
 	s, err := Open(t.TempDir())
 	if err != nil {
 		t.Fatal(err)

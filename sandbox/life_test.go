@@ -113,7 +113,7 @@ type lifeProc struct {
 
 // Many sandboxes are woken, counted in, put to sleep, forked, and removed by many clients at once, and then while
 // supervisor, VMs' processes and clients are killed. No count may be lost or doubled, and nothing may be left.
-func TestLifeOfManySandboxesUnderLoad(t *testing.T) {
+func TestLife_of_many_sandboxes_under_load(t *testing.T) {
 	e := guesttest.New(t)
 	dir, err := os.MkdirTemp("", "dl")
 	if err != nil {

@@ -50,7 +50,7 @@ while True:
 
 // A VM writes to a database and talks to itself over a sleep: what of internal/test/workloads takes two minutes on a
 // soft KVM, in the image of these tests.
-func TestDatabaseUnderLoadAndConnectionToItselfGoOnAfterASleep(t *testing.T) {
+func TestDatabase_under_load_and_connection_to_itself_go_on_after_a_sleep(t *testing.T) {
 	const name = "loaded"
 	e := guesttest.New(t)
 	e.Run(sandbox.Spec{Name: name})

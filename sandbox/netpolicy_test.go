@@ -418,7 +418,7 @@ dns: {upstreams: ["93.184.216.53:53"]}
 proxy: {enabled: true, inject: [{secret: API_KEY, hosts: [api.example], header: Authorization, prefix: "Bearer "}]}
 `
 
-func TestNetworkPolicyOfAGuest(t *testing.T) {
+func TestNetwork_policy_of_a_guest(t *testing.T) {
 	t.Parallel()
 	e := guesttest.New(t)
 	o := newOutside(t, "93.184.216.34/32", "93.184.216.35/32", "93.184.216.36/32", "93.184.216.37/32", "93.184.216.53/32", "93.184.216.99/32", "10.99.0.1/32", "2001:db8:1::34/128", "2001:db8:1::99/128")

@@ -124,7 +124,7 @@ func echo(t *testing.T, tap string) (port uint16) {
 	return l.Addr().(*net.TCPAddr).AddrPort().Port()
 }
 
-func TestNetworkOfAGuestLeadsToTheHostAndGoesWithItsProcess(t *testing.T) {
+func TestNetwork_of_a_guest_leads_to_the_host_and_goes_with_its_process(t *testing.T) {
 	t.Parallel()
 	e := guesttest.New(t)
 	one := func(rep control.Report, n int) string {

@@ -46,7 +46,7 @@ func filesBelow(t testing.TB, dir string) []string {
 	return out
 }
 
-// persistence is what TestHooksInAGuest does with what does not persist, on its way.
+// persistence is what TestHooks_in_a_guest does with what does not persist, on its way.
 type persistence struct {
 	e    *guesttest.Env
 	host string

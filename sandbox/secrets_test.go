@@ -153,7 +153,7 @@ func inFile(path, text string) (n int, err error) {
 	}
 }
 
-func TestSecretsAreInNoSnapshot(t *testing.T) {
+func TestSecrets_are_in_no_snapshot(t *testing.T) {
 	t.Parallel()
 	e, snapshotOfBase, _ := base(t)
 	clone(e, snapshotOfBase, "sec")

@@ -38,7 +38,7 @@ func service(e *guesttest.Env, vm, name, state string) control.ServiceStatus {
 }
 
 // A VM that was woken, and a boot of it.
-func TestServicesOfAGuest(t *testing.T) {
+func TestServices_of_a_guest(t *testing.T) {
 	t.Parallel()
 	e, snap, _ := base(t)
 	// Ready when it has begun; a file that is there needs no process to look for.

@@ -13,7 +13,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state/statetest"
 )
 
-func TestParseShareIsReadOnlyUnlessSaidOtherwise(t *testing.T) {
+func TestParse_share_is_read_only_unless_said_otherwise(t *testing.T) {
 	wd, err := os.Getwd()
 	if err != nil {
 		t.Fatal(err)
@@ -36,7 +36,7 @@ func TestParseShareIsReadOnlyUnlessSaidOtherwise(t *testing.T) {
 	}
 }
 
-func TestSharesThatCannotBeAreRefused(t *testing.T) {
+func TestShares_that_cannot_be_are_refused(t *testing.T) {
 	many := func(n int) (all []spec.Share) {
 		for i := range n {
 			all = append(all, spec.Share{Source: "/srv", Path: fmt.Sprint("/mnt/", i)})
@@ -73,7 +73,7 @@ func TestSharesThatCannotBeAreRefused(t *testing.T) {
 	}
 }
 
-func TestSharesOfWhatIsMissingOrTheStateItselfAreRefused(t *testing.T) {
+func TestShares_of_what_is_missing_or_the_state_itself_are_refused(t *testing.T) {
 	dir := t.TempDir()
 	state := filepath.Join(dir, "state")
 	s, err := Open(state)
@@ -98,7 +98,7 @@ func TestSharesOfWhatIsMissingOrTheStateItselfAreRefused(t *testing.T) {
 	}
 }
 
-func TestKernelWithoutVirtiofsIsRefusedForShares(t *testing.T) {
+func TestKernel_without_virtiofs_is_refused_for_shares(t *testing.T) {
 	s, err := Open(t.TempDir())
 	if err != nil {
 		t.Fatal(err)

@@ -10,7 +10,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// shared is a pair of directories of the host that a guest has. Another test's VM uses them: TestHooksInAGuest.
+// shared is a pair of directories of the host that a guest has. Another test's VM uses them: TestHooks_in_a_guest.
 type shared struct {
 	e      *guesttest.Env
 	rw, ro string

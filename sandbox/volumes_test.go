@@ -99,7 +99,7 @@ while True:
 // dropCaches has a guest forget what of its files is only a copy in memory.
 const dropCaches = "/proc/sys/vm/drop_caches"
 
-func TestVolumesLiveBeyondVMsAndNeverMeetMemoryOfAnotherTime(t *testing.T) {
+func TestVolumes_live_beyond_VMs_and_never_meet_memory_of_another_time(t *testing.T) {
 	t.Parallel()
 	e := guesttest.New(t)
 	ctx := t.Context()
@@ -280,7 +280,7 @@ func (zeros) ReadPages(_ uint64, p []byte) error {
 
 // A VM whose memory has become useless, as after a wake that failed when the guest had
 // written already, can be booted, and one whose memory is good cannot.
-func TestSleepingVMWhoseVolumeHasMovedOnCanBeStarted(t *testing.T) {
+func TestSleeping_VM_whose_volume_has_moved_on_can_be_started(t *testing.T) {
 	if _, err := exec.LookPath("mkfs.ext4"); err != nil {
 		if os.Getenv("CI") != "" {
 			t.Fatal(err)

@@ -63,7 +63,7 @@ func (c *crafted) seal(t *testing.T, leafToo bool) {
 	}
 }
 
-func TestARootThatRefersToWrongPlacesIsRefusedByOpen(t *testing.T) {
+func TestA_root_that_refers_to_wrong_places_is_refused_by_open(t *testing.T) {
 	for _, tc := range []struct {
 		name  string
 		spoil func(c *crafted, e []byte)
@@ -94,7 +94,7 @@ func TestARootThatRefersToWrongPlacesIsRefusedByOpen(t *testing.T) {
 	}
 }
 
-func TestALeafThatRefersToWrongPlacesIsRefused(t *testing.T) {
+func TestA_leaf_that_refers_to_wrong_places_is_refused(t *testing.T) {
 	for _, tc := range []struct {
 		name  string
 		spoil func(c *crafted)
@@ -152,7 +152,7 @@ func TestALeafThatRefersToWrongPlacesIsRefused(t *testing.T) {
 }
 
 // A younger file may not be referred to by an older leaf, whatever is there.
-func TestALeafThatRefersToAYoungerFileIsRefused(t *testing.T) {
+func TestA_leaf_that_refers_to_a_younger_file_is_refused(t *testing.T) {
 	c := craft(t)
 	s := open(t, c.dir)
 	m := s.Memory()
@@ -182,7 +182,7 @@ func TestALeafThatRefersToAYoungerFileIsRefused(t *testing.T) {
 	}
 }
 
-func TestAManifestWithAnImpossibleTableOfFilesIsRefused(t *testing.T) {
+func TestA_manifest_with_an_impossible_table_of_files_is_refused(t *testing.T) {
 	id := strings.Repeat("ab", 16)
 	for _, tc := range []struct {
 		name  string
@@ -239,7 +239,7 @@ func TestAManifestWithAnImpossibleTableOfFilesIsRefused(t *testing.T) {
 }
 
 // What the manifest says about the use of its files is counted anew by Verify.
-func TestVerifyFindsAWrongAccount(t *testing.T) {
+func TestVerify_finds_a_wrong_account(t *testing.T) {
 	for _, tc := range []struct {
 		name  string
 		spoil func(m *Manifest)
@@ -260,7 +260,7 @@ func TestVerifyFindsAWrongAccount(t *testing.T) {
 }
 
 // The other file of another snapshot, and that of a newer format.
-func TestTheWrongFileInPlaceOfALinkIsRefusedByOpen(t *testing.T) {
+func TestThe_wrong_file_in_place_of_a_link_is_refused_by_open(t *testing.T) {
 	c := craft(t)
 	link := filepath.Join(c.dir, c.m.Memory.Files[0].Name)
 	good, err := os.ReadFile(link)

@@ -130,7 +130,7 @@ var kills = flag.Int("snapshot.kills", 0, "how often to kill a process that writ
 
 // SIGKILL at any moment leaves every snapshot whole or not there, and Clean
 // removes the rest.
-func TestAKilledWriterLeavesEverySnapshotWholeOrNotThere(t *testing.T) {
+func TestA_killed_writer_leaves_every_snapshot_whole_or_not_there(t *testing.T) {
 	parent := t.TempDir()
 	n := *kills
 	if n == 0 {
@@ -185,7 +185,7 @@ func TestAKilledWriterLeavesEverySnapshotWholeOrNotThere(t *testing.T) {
 	}
 }
 
-func TestCleanDoesNotDisturbACreateAtWork(t *testing.T) {
+func TestClean_does_not_disturb_a_create_at_work(t *testing.T) {
 	mem := testMemory(t, guestmem.MinSize)
 	writePage(t, mem, 9, []byte("x"))
 	parent := t.TempDir()

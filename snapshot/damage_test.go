@@ -212,7 +212,7 @@ func (s *Snapshot) readAll(t *testing.T, want *ram, what string, d *Decoder) err
 	return first
 }
 
-func TestEveryFlippedBitIsRefused(t *testing.T) {
+func TestEvery_flipped_bit_is_refused(t *testing.T) {
 	for _, sn := range small {
 		t.Run(sn.name, func(t *testing.T) {
 			dir, want := sn.make(t)
@@ -285,7 +285,7 @@ func flipEveryBit(t *testing.T, dir, name string, want *ram, need []bool) (spare
 	return spare / 8
 }
 
-func TestEveryTruncationIsRefusedByOpen(t *testing.T) {
+func TestEvery_truncation_is_refused_by_open(t *testing.T) {
 	for _, sn := range small {
 		t.Run(sn.name, func(t *testing.T) {
 			dir, want := sn.make(t)
@@ -344,7 +344,7 @@ var corruptions = flag.Int("snapshot.corruptions", 0, "how many random corruptio
 
 // Random damage of every kind to a larger chain: runs of bytes that are
 // overwritten, moved, swapped or zeroed, sectors that are lost.
-func TestRandomDamageNeverGivesWrongPages(t *testing.T) {
+func TestRandom_damage_never_gives_wrong_pages(t *testing.T) {
 	n := *corruptions
 	if n == 0 {
 		n = racetest.Cases(20_000, 1000)
@@ -437,7 +437,7 @@ func TestRandomDamageNeverGivesWrongPages(t *testing.T) {
 	}
 }
 
-func TestWhatIsNoSnapshotIsToldApart(t *testing.T) {
+func TestWhat_is_no_snapshot_is_told_apart(t *testing.T) {
 	dir, _ := smallSnapshot(t)
 	other, _ := smallSnapshot(t)
 	if _, err := Open(filepath.Join(dir, "nothing")); !errors.Is(err, ErrNotFound) {
@@ -477,7 +477,7 @@ func TestWhatIsNoSnapshotIsToldApart(t *testing.T) {
 	}
 }
 
-func TestVerifyFindsADamagedFrame(t *testing.T) {
+func TestVerify_finds_a_damaged_frame(t *testing.T) {
 	dir, _ := smallSnapshot(t)
 	s, err := Open(dir)
 	if err != nil {
@@ -506,7 +506,7 @@ func TestVerifyFindsADamagedFrame(t *testing.T) {
 	}
 }
 
-func TestAFrameThatExpandsTooFarIsRefused(t *testing.T) {
+func TestA_frame_that_expands_too_far_is_refused(t *testing.T) {
 	enc, err := zstd.NewWriter(nil, zstd.WithEncoderConcurrency(1))
 	if err != nil {
 		t.Fatal(err)
@@ -552,7 +552,7 @@ func TestAFrameThatExpandsTooFarIsRefused(t *testing.T) {
 	}
 }
 
-func TestReadingAFrameAllocatesNothing(t *testing.T) {
+func TestReading_a_frame_allocates_nothing(t *testing.T) {
 	dir, _ := smallSnapshot(t)
 	s, err := Open(dir)
 	if err != nil {

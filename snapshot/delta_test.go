@@ -247,7 +247,7 @@ var chainSeeds = flag.Int("snapshot.chains", 0, "how many random chains of snaps
 
 // Random chains of deltas with forks, compaction and removal, of one and of two
 // memory slots: every snapshot has the RAM of its instant, to the byte.
-func TestEverySnapshotOfAChainHasTheRAMOfItsInstant(t *testing.T) {
+func TestEvery_snapshot_of_a_chain_has_the_RAM_of_its_instant(t *testing.T) {
 	n := *chainSeeds
 	if n == 0 {
 		n = racetest.Cases(1000, 50)
@@ -412,7 +412,7 @@ func smallRAM(chunks uint64, rnd *rand.Rand) *ram {
 	return r
 }
 
-func TestADeltaIsRefusedBeforeAnythingIsWritten(t *testing.T) {
+func TestA_delta_is_refused_before_anything_is_written(t *testing.T) {
 	rnd := rand.New(rand.NewPCG(1, 1))
 	r := smallRAM(4, rnd)
 	dir := filepath.Join(t.TempDir(), "base")
@@ -468,7 +468,7 @@ const writeFactor = 3.0
 
 // A long chain writes only a small factor more than the deltas themselves, has
 // few files, and is whole at its end.
-func TestAThousandDeltasWriteLittleMoreThanTheirOwnBytes(t *testing.T) {
+func TestA_thousand_deltas_write_little_more_than_their_own_bytes(t *testing.T) {
 	depth, limits := racetest.Cases(1000, 200), []int{deltaFiles}
 	// 256 pages, for deltas of 1 MiB, take minutes.
 	pages := uint64(32)
@@ -575,7 +575,7 @@ func reads(s *Snapshot) (calls *atomic.Int64) {
 	return calls
 }
 
-func TestAPageAtAnyDepthCostsOneLeafAndOneFrame(t *testing.T) {
+func TestA_page_at_any_depth_costs_one_leaf_and_one_frame(t *testing.T) {
 	rnd := rand.New(rand.NewPCG(9, 9))
 	r := smallRAM(4, rnd)
 	parent := t.TempDir()
@@ -615,7 +615,7 @@ func TestAPageAtAnyDepthCostsOneLeafAndOneFrame(t *testing.T) {
 }
 
 // The work of a delta goes with what has changed.
-func TestADeltaReadsOnlyLeavesOfChunksThatHaveChanged(t *testing.T) {
+func TestA_delta_reads_only_leaves_of_chunks_that_have_changed(t *testing.T) {
 	rnd := rand.New(rand.NewPCG(2, 9))
 	r := smallRAM(64, rnd)
 	dir := filepath.Join(t.TempDir(), "base")
@@ -639,7 +639,7 @@ func TestADeltaReadsOnlyLeavesOfChunksThatHaveChanged(t *testing.T) {
 	}
 }
 
-func TestOneChangedPageInEachChunkIsStoredAlone(t *testing.T) {
+func TestOne_changed_page_in_each_chunk_is_stored_alone(t *testing.T) {
 	r := newRAM(Slot{Size: 64 * ChunkPages * guestmem.PageSize})
 	for p := uint64(0); p < r.total(); p++ {
 		if p%ChunkPages < 64 {
@@ -665,7 +665,7 @@ func TestOneChangedPageInEachChunkIsStoredAlone(t *testing.T) {
 
 // A pager that runs while the snapshot is replaced: whatever Open meets, it is one
 // of the two.
-func TestOpenAndCompactDoNotDisturbEachOther(t *testing.T) {
+func TestOpen_and_compact_do_not_disturb_each_other(t *testing.T) {
 	r := smallRAM(4, rand.New(rand.NewPCG(4, 6)))
 	parent := t.TempDir()
 	dir := filepath.Join(parent, "snap")
@@ -703,13 +703,13 @@ func TestOpenAndCompactDoNotDisturbEachOther(t *testing.T) {
 	}
 }
 
-func TestVerifyOfNoSnapshotSaysSo(t *testing.T) {
+func TestVerify_of_no_snapshot_says_so(t *testing.T) {
 	if err := Verify(context.Background(), filepath.Join(t.TempDir(), "x")); !errors.Is(err, ErrNotFound) {
 		t.Errorf("got %v, want ErrNotFound", err)
 	}
 }
 
-func TestADeltaWithoutChangesIsTheRootAlone(t *testing.T) {
+func TestA_delta_without_changes_is_the_root_alone(t *testing.T) {
 	r := smallRAM(4, rand.New(rand.NewPCG(4, 4)))
 	dir := filepath.Join(t.TempDir(), "base")
 	if _, err := Create(context.Background(), dir, r.spec()); err != nil {
@@ -721,7 +721,7 @@ func TestADeltaWithoutChangesIsTheRootAlone(t *testing.T) {
 	}
 }
 
-func TestFilesThatNothingRefersToAreNotLinked(t *testing.T) {
+func TestFiles_that_nothing_refers_to_are_not_linked(t *testing.T) {
 	rnd := rand.New(rand.NewPCG(4, 4))
 	r := smallRAM(4, rnd)
 	dir := filepath.Join(t.TempDir(), "base")
@@ -737,7 +737,7 @@ func TestFilesThatNothingRefersToAreNotLinked(t *testing.T) {
 	}
 }
 
-func TestAFileIsGivenUpWhenLessThanAQuarterOfItIsNeeded(t *testing.T) {
+func TestA_file_is_given_up_when_less_than_a_quarter_of_it_is_needed(t *testing.T) {
 	for _, tc := range []struct {
 		name    string
 		changed uint64 // of 400 pages, from the first on
@@ -774,7 +774,7 @@ func TestAFileIsGivenUpWhenLessThanAQuarterOfItIsNeeded(t *testing.T) {
 	}
 }
 
-func TestWhatIsLeftOfAFrameIsPackedAnewWhenHalfOfItIsDead(t *testing.T) {
+func TestWhat_is_left_of_a_frame_is_packed_anew_when_half_of_it_is_dead(t *testing.T) {
 	for _, tc := range []struct {
 		name   string
 		dead   uint64 // pages of each of two frames
@@ -817,7 +817,7 @@ func TestWhatIsLeftOfAFrameIsPackedAnewWhenHalfOfItIsDead(t *testing.T) {
 	}
 }
 
-func TestTwoCompactionsOfOneSnapshotAtOnceAreRefused(t *testing.T) {
+func TestTwo_compactions_of_one_snapshot_at_once_are_refused(t *testing.T) {
 	dir, r := smallDelta(t)
 	lock, err := osFS{}.Lock(dir)
 	if err != nil {
@@ -840,7 +840,7 @@ func TestTwoCompactionsOfOneSnapshotAtOnceAreRefused(t *testing.T) {
 
 // A file may have nothing but a leaf, which refers to an older file. When that one
 // is given up, the leaf is written anew, and the file is of no use any more.
-func TestAFileWithNothingButARewrittenLeafIsNotKept(t *testing.T) {
+func TestA_file_with_nothing_but_a_rewritten_leaf_is_not_kept(t *testing.T) {
 	r := newRAM(Slot{Size: 2 * ChunkPages * guestmem.PageSize})
 	for p := range r.total() {
 		r.pages[p] = bytes.Repeat([]byte{byte(p), byte(p >> 8), 1, 2}, guestmem.PageSize/4)
@@ -898,7 +898,7 @@ func (u unlinkable) Link(a, b string) error {
 	return u.noSync.Link(a, b)
 }
 
-func TestADeltaOnABaseThatHasBeenCompactedOrRemovedIsWhole(t *testing.T) {
+func TestA_delta_on_a_base_that_has_been_compacted_or_removed_is_whole(t *testing.T) {
 	for _, how := range []string{"compacted", "removed"} {
 		t.Run(how, func(t *testing.T) {
 			rnd := rand.New(rand.NewPCG(4, 5))
@@ -935,7 +935,7 @@ func TestADeltaOnABaseThatHasBeenCompactedOrRemovedIsWhole(t *testing.T) {
 	}
 }
 
-func TestCompactLeavesOneFileWithNothingToSpare(t *testing.T) {
+func TestCompact_leaves_one_file_with_nothing_to_spare(t *testing.T) {
 	rnd := rand.New(rand.NewPCG(6, 6))
 	r := smallRAM(6, rnd)
 	parent := t.TempDir()

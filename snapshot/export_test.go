@@ -105,7 +105,7 @@ func empty(t testing.TB, dir string) {
 	}
 }
 
-func TestWhatWasExportedIsImported(t *testing.T) {
+func TestWhat_was_exported_is_imported(t *testing.T) {
 	parent := t.TempDir()
 	names, rams := chain(t, parent, 16)
 	for i, name := range names {
@@ -186,7 +186,7 @@ func TestAttack_import_with_the_ids_of_local_memory_files_meets_none_of_their_ca
 	}
 }
 
-func TestADamagedExportIsRefusedAndNothingIsLeft(t *testing.T) {
+func TestA_damaged_export_is_refused_and_nothing_is_left(t *testing.T) {
 	dir, _ := smallDelta(t)
 	stream := exportOf(t, dir, extras())
 	store := fastDir(t)
@@ -253,7 +253,7 @@ func entry(name string, b []byte, extra bool) exportEntry {
 	return exportEntry{Name: name, Size: int64(len(b)), SHA256: fmt.Sprintf("%x", sha256.Sum256(b)), Extra: extra}
 }
 
-func TestAnExportThatDoesNotFitTogetherIsRefused(t *testing.T) {
+func TestAn_export_that_does_not_fit_together_is_refused(t *testing.T) {
 	dir, _ := smallSnapshot(t)
 	other, _ := smallSnapshot(t)
 	read := func(dir, name string) []byte {
@@ -295,7 +295,7 @@ func TestAnExportThatDoesNotFitTogetherIsRefused(t *testing.T) {
 	}
 }
 
-func TestAnImportThatFailsLeavesNothing(t *testing.T) {
+func TestAn_import_that_fails_leaves_nothing(t *testing.T) {
 	dir, r := smallDelta(t)
 	stream := exportOf(t, dir, extras())
 	store := t.TempDir()
@@ -342,7 +342,7 @@ func TestAnImportThatFailsLeavesNothing(t *testing.T) {
 	}
 }
 
-func TestExtraFilesThatCannotBeSentAreRefused(t *testing.T) {
+func TestExtra_files_that_cannot_be_sent_are_refused(t *testing.T) {
 	dir, _ := smallSnapshot(t)
 	content := func(b ...string) func() (io.ReadCloser, error) {
 		n := -1
@@ -395,7 +395,7 @@ func FuzzExportTable(f *testing.F) {
 }
 
 // An export does not hold the snapshot in memory, nor does an import.
-func TestExportAndImportStream(t *testing.T) {
+func TestExport_and_import_stream(t *testing.T) {
 	rnd := rand.New(rand.NewPCG(17, 1))
 	r := smallRAM(8, rnd)
 	dir := filepath.Join(t.TempDir(), "snap")

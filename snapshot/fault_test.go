@@ -157,7 +157,7 @@ var failing = []struct {
 	}},
 }
 
-func TestAFailureAtAnyCallLeavesNothingBehind(t *testing.T) {
+func TestA_failure_at_any_call_leaves_nothing_behind(t *testing.T) {
 	for _, f := range failing {
 		for _, e := range []struct {
 			name  string
@@ -258,7 +258,7 @@ func content(t *testing.T, dir string) map[string][]byte {
 }
 
 // Where links cannot be had, the delta holds all that it needs itself.
-func TestADeltaWithoutLinksIsWhole(t *testing.T) {
+func TestA_delta_without_links_is_whole(t *testing.T) {
 	for _, e := range []error{unix.EXDEV, unix.EMLINK, unix.EPERM, unix.EOPNOTSUPP} {
 		rnd := rand.New(rand.NewPCG(8, 9))
 		r := smallRAM(3, rnd)
@@ -294,7 +294,7 @@ func (n noLinks) Link(a, b string) error {
 	return &os.LinkError{Op: "link", Old: a, New: b, Err: n.err}
 }
 
-func TestAFullDiskIsNoticedBeforeAnythingIsWritten(t *testing.T) {
+func TestA_full_disk_is_noticed_before_anything_is_written(t *testing.T) {
 	mem := testMemory(t, guestmem.MinSize)
 	spec := testSpec(t, mem)
 	f := &failFS{free: 100}
@@ -305,7 +305,7 @@ func TestAFullDiskIsNoticedBeforeAnythingIsWritten(t *testing.T) {
 	}
 }
 
-func TestNothingIsOverwritten(t *testing.T) {
+func TestNothing_is_overwritten(t *testing.T) {
 	mem := testMemory(t, guestmem.MinSize)
 	for _, tc := range []struct {
 		name string
@@ -334,7 +334,7 @@ func TestNothingIsOverwritten(t *testing.T) {
 	}
 }
 
-func TestACancelledCreateLeavesNothingBehind(t *testing.T) {
+func TestA_cancelled_create_leaves_nothing_behind(t *testing.T) {
 	mem := testMemory(t, guestmem.MinSize)
 	p := make([]byte, guestmem.PageSize)
 	for page := uint64(0); page < 8*ChunkPages; page += 3 {
@@ -359,7 +359,7 @@ func TestACancelledCreateLeavesNothingBehind(t *testing.T) {
 }
 
 // The last moment at which a cancellation counts is before the rename.
-func TestACreateThatIsCancelledWhenAllIsWrittenLeavesNothingBehind(t *testing.T) {
+func TestA_create_that_is_cancelled_when_all_is_written_leaves_nothing_behind(t *testing.T) {
 	r := smallRAM(2, rand.New(rand.NewPCG(8, 13)))
 	ctx, cancel := context.WithCancel(context.Background())
 	parent := t.TempDir()
@@ -395,7 +395,7 @@ func (h *hookSource) ReadPages(page uint64, p []byte) error {
 	return errors.Join(h.err, h.MemorySource.ReadPages(page, p))
 }
 
-func TestAnErrorOfTheSourceEndsCreate(t *testing.T) {
+func TestAn_error_of_the_source_ends_create(t *testing.T) {
 	mem := testMemory(t, guestmem.MinSize)
 	writePage(t, mem, 9, []byte("x"))
 	spec := testSpec(t, mem)
@@ -412,7 +412,7 @@ func TestAnErrorOfTheSourceEndsCreate(t *testing.T) {
 
 // A source that fails half-way through a delta, and a base that is damaged where
 // the delta needs it: nothing is left, and the base is as it was.
-func TestADeltaWhoseInputFailsIsGone(t *testing.T) {
+func TestA_delta_whose_input_fails_is_gone(t *testing.T) {
 	rnd := rand.New(rand.NewPCG(8, 10))
 	r := smallRAM(8, rnd)
 	parent := t.TempDir()
@@ -480,7 +480,7 @@ func (f *failingSource) ReadPages(page uint64, p []byte) error {
 
 // A base that cannot be read, at any of its reads, ends the delta with the host's
 // error.
-func TestADeltaWhoseBaseCannotBeReadIsGone(t *testing.T) {
+func TestA_delta_whose_base_cannot_be_read_is_gone(t *testing.T) {
 	r := smallRAM(4, rand.New(rand.NewPCG(8, 12)))
 	parent := t.TempDir()
 	basedir := filepath.Join(parent, "base")
@@ -540,7 +540,7 @@ func (f *failingReads) ReadAt(p []byte, off int64) (int, error) {
 // However slow the source and whichever goroutine is held up, no more is read
 // ahead than the units can hold: of a full snapshot, and of a delta with a page
 // here and there.
-func TestAHeldUpWriterStopsReading(t *testing.T) {
+func TestA_held_up_writer_stops_reading(t *testing.T) {
 	for _, kind := range []string{"full", "delta"} {
 		t.Run(kind, func(t *testing.T) {
 			r := smallRAM(64, rand.New(rand.NewPCG(8, 11)))
@@ -625,7 +625,7 @@ func (h *holdFile) Write(p []byte) (int, error) {
 	return h.File.Write(p)
 }
 
-func TestUnusableDescriptionsAreRefusedBeforeRAMIsRead(t *testing.T) {
+func TestUnusable_descriptions_are_refused_before_RAM_is_read(t *testing.T) {
 	mem := testMemory(t, guestmem.MinSize)
 	long := strings.Repeat("x", MaxNameBytes+1)
 	for _, tc := range []struct {

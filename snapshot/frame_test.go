@@ -2,7 +2,7 @@ package snapshot
 
 import "testing"
 
-func TestPreparedDecodersComeFirstAndAreBounded(t *testing.T) {
+func TestPrepared_decoders_come_first_and_are_bounded(t *testing.T) {
 	defer func() {
 		for len(prepared) > 0 {
 			<-prepared

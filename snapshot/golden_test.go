@@ -101,7 +101,7 @@ func chain(t *testing.T, parent string, seed uint64) (names []string, rams []*ra
 // ever, and have the pages that they had. Write them anew, with -update, only
 // together with a new version of the format. Deltas have copies of the files that
 // would be hard links, since git knows none.
-func TestGoldenSnapshotsOpenAndHaveTheirPages(t *testing.T) {
+func TestGolden_snapshots_open_and_have_their_pages(t *testing.T) {
 	if *update {
 		if err := os.RemoveAll(golden); err != nil {
 			t.Fatal(err)
@@ -139,7 +139,7 @@ func TestGoldenSnapshotsOpenAndHaveTheirPages(t *testing.T) {
 
 // An independent reader, written from FORMAT.md, reads the same: the golden
 // snapshots, and a chain that was written just now.
-func TestAnIndependentReaderReadsTheSame(t *testing.T) {
+func TestAn_independent_reader_reads_the_same(t *testing.T) {
 	for _, tool := range []string{"python3", "zstd"} {
 		if _, err := exec.LookPath(tool); err != nil {
 			t.Skipf("this needs %s: apt-get install python3 zstd", tool)

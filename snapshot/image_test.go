@@ -12,7 +12,7 @@ import (
 )
 
 // RAM that is mapped from an image has content that the page map knows nothing of.
-func TestASnapshotOfMappedRAMHasTheImageTheWritesAndNoDiscardedPages(t *testing.T) {
+func TestA_snapshot_of_mapped_RAM_has_the_image_the_writes_and_no_discarded_pages(t *testing.T) {
 	const size = 4 << 30
 	hole := uint64(guestmem.HoleStart) / guestmem.PageSize
 	last := uint64(size/guestmem.PageSize - 1)

@@ -13,8 +13,8 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// TestMoreRunsThanOneCallReturns has runs of one page at every other place.
-func TestMoreRunsThanOneCallReturns(t *testing.T) {
+// TestMore_runs_than_one_call_returns has runs of one page at every other place.
+func TestMore_runs_than_one_call_returns(t *testing.T) {
 	mem := testMemory(t, 64<<20)
 	for _, s := range mem.Slots() {
 		if _, _, errno := unix.Syscall(unix.SYS_MADVISE, s.HVA, uintptr(s.Size), unix.MADV_NOHUGEPAGE); errno != 0 && errno != unix.EINVAL {
@@ -82,7 +82,7 @@ func hasPagemapScan(t *testing.T, mem *guestmem.Memory) bool {
 	return pm.scan
 }
 
-func TestThePagemapKnowsWhatWasTouched(t *testing.T) {
+func TestThe_pagemap_knows_what_was_touched(t *testing.T) {
 	mem := testMemory(t, 4<<30)
 	// Without huge pages, which the kernel may commit for a single byte.
 	for _, s := range mem.Slots() {
@@ -103,7 +103,8 @@ func TestThePagemapKnowsWhatWasTouched(t *testing.T) {
 	scan := hasPagemapScan(t, mem)
 	scanned := written
 	if cmdline, _ := os.ReadFile("/proc/cmdline"); strings.Contains(string(cmdline), "pvm_no_zero_page=1") {
-		scanned = slices.Sorted(slices.Values(append([]uint64{7}, written...))) // such a kernel gives each reader a page of its own
+		// Such a kernel gives each reader a page of its own.
+		scanned = slices.Sorted(slices.Values(append([]uint64{7}, written...)))
 	}
 	for _, tc := range []struct {
 		name string
@@ -146,7 +147,7 @@ func TestThePagemapKnowsWhatWasTouched(t *testing.T) {
 	}
 }
 
-func TestASnapshotCommitsNoMemoryOfTheGuest(t *testing.T) {
+func TestA_snapshot_commits_no_memory_of_the_guest(t *testing.T) {
 	mem := testMemory(t, 4<<30)
 	for page := uint64(0); page < 300; page++ {
 		writePage(t, mem, page*1000, []byte{1})
@@ -168,7 +169,7 @@ func TestASnapshotCommitsNoMemoryOfTheGuest(t *testing.T) {
 	}
 }
 
-func TestSnapshotsAreTheSameWithoutPagemapScan(t *testing.T) {
+func TestSnapshots_are_the_same_without_pagemap_scan(t *testing.T) {
 	mem := testMemory(t, 4<<30)
 	p := make([]byte, guestmem.PageSize)
 	for page := uint64(0); page < 900; page += 2 {

@@ -242,7 +242,7 @@ var powerSeeds = flag.Int("snapshot.powercuts", 0, "how many losses of power to 
 // What was not synced when the power failed is there, or not, or in part, in any
 // order: every snapshot that Create had said is there is whole, and any other is
 // whole or not there.
-func TestALossOfPowerLeavesEverySnapshotWholeOrNotThere(t *testing.T) {
+func TestA_loss_of_power_leaves_every_snapshot_whole_or_not_there(t *testing.T) {
 	all, counted := simHistory(t, 0)
 	if err := all.run(0); err != nil {
 		t.Fatal(err)

@@ -64,7 +64,7 @@ func testSpec(t testing.TB, mem *guestmem.Memory) Spec {
 	}
 }
 
-func TestWhatWasWrittenIsReadBack(t *testing.T) {
+func TestWhat_was_written_is_read_back(t *testing.T) {
 	mem := testMemory(t, 4<<30)
 	want := map[uint64][]byte{}
 	put := func(page uint64, p []byte) {

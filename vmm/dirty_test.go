@@ -28,7 +28,8 @@ var scribbler = []byte{
 	0x48, 0x89, 0xc2, 0xf0, 0x48, 0x0f, 0xc1, 0x54, 0x0b, 0x40, // mov rdx, rax; lock xadd [rbx+rcx+0x40], rdx
 	0x48, 0x89, 0xc1, 0x48, 0xc1, 0xe9, 0x1c, 0x48, 0x21, 0xf1, 0x48, 0xc1, 0xe1, 0x0c, // rcx = (rax>>28 & rsi) << 12
 	0x48, 0x89, 0xc7, 0x48, 0x8b, 0x84, 0x0b, 0x80, 0x00, 0x00, 0x00, // mov rdi, rax; mov rax, [rbx+rcx+0x80]
-	0xf0, 0x48, 0x0f, 0xb1, 0xbc, 0x0b, 0x80, 0x00, 0x00, 0x00, 0x48, 0x89, 0xf8, // lock cmpxchg [rbx+rcx+0x80], rdi; mov rax, rdi
+	// lock cmpxchg [rbx+rcx+0x80], rdi; mov rax, rdi
+	0xf0, 0x48, 0x0f, 0xb1, 0xbc, 0x0b, 0x80, 0x00, 0x00, 0x00, 0x48, 0x89, 0xf8,
 	0x48, 0x89, 0xc1, 0x48, 0xc1, 0xe9, 0x18, 0x48, 0x21, 0xf1, 0x48, 0xc1, 0xe1, 0x0c, // rcx = (rax>>24 & rsi) << 12
 	0x48, 0x8d, 0xbc, 0x0b, 0xf0, 0x0f, 0x00, 0x00, // lea rdi, [rbx+rcx+0xff0]
 	0xb9, 0x04, 0x00, 0x00, 0x00, 0xfc, 0xf3, 0x48, 0xab, // mov ecx, 4; cld; rep stosq, across two pages
@@ -218,7 +219,7 @@ func vmmWrites(t *testing.T, m *Machine, f *os.File) {
 	}
 }
 
-func TestEveryPageThatChangesIsInTheDirtySet(t *testing.T) {
+func TestEvery_page_that_changes_is_in_the_dirty_set(t *testing.T) {
 	noise := make([]byte, 16<<10)
 	for i := range noise {
 		noise[i] = byte(rand.Uint32())
@@ -319,7 +320,7 @@ func areaOf(mode scribbleMode, off int) string {
 	return "rest"
 }
 
-func TestTakeDirtyIsRefusedWhereItWouldLie(t *testing.T) {
+func TestTake_dirty_is_refused_where_it_would_lie(t *testing.T) {
 	m := newMachine(t, testConfig{})
 	start(t, m, counting...)
 	if err := m.Pause(t.Context()); err != nil {
@@ -338,7 +339,7 @@ func TestTakeDirtyIsRefusedWhereItWouldLie(t *testing.T) {
 	}
 }
 
-func TestPagesGivenBackAreReportedAgain(t *testing.T) {
+func TestPages_given_back_are_reported_again(t *testing.T) {
 	m := newMachine(t, testConfig{TrackDirty: true})
 	start(t, m, counting...)
 	waitCount(t, m, 10)
@@ -374,7 +375,7 @@ func TestPagesGivenBackAreReportedAgain(t *testing.T) {
 }
 
 // KVM's bitmaps end with a word that is not full.
-func TestTakeDirtyOfRAMThatFillsNoWholeWord(t *testing.T) {
+func TestTake_dirty_of_RAM_that_fills_no_whole_word(t *testing.T) {
 	for _, ram := range []uint64{lowRAM + guestmem.PageSize, uint64(guestmem.HoleStart) + 3*guestmem.PageSize} {
 		m := newMachineOf(t, testConfig{TrackDirty: true}, ram)
 		start(t, m, counting...)

@@ -15,7 +15,7 @@ type asDisk struct{ *rng.Device }
 
 func (asDisk) ID() devices.ID { return devices.IDBlock }
 
-func TestFirstPagesAreThoseOfDisks(t *testing.T) {
+func TestFirst_pages_are_those_of_disks(t *testing.T) {
 	const beyond = guestmem.GPA(1) << 40
 	for name, tc := range map[string]struct {
 		avail, used guestmem.GPA

@@ -82,7 +82,7 @@ func child(t *testing.T, image *os.File, mode scribbleMode, tracked bool) *Machi
 // A guest, its children and theirs go on from the same RAM and never see each other's
 // writes. Whether RAM was copied ahead of the pause, or all of it write-protected in it,
 // or the machine keeps no log, makes no difference.
-func TestAChildsRAMIsTheParentsAtTheForkByteForByte(t *testing.T) {
+func TestA_childs_RAM_is_the_parents_at_the_fork_byte_for_byte(t *testing.T) {
 	for _, how := range []struct {
 		name    string
 		ahead   bool

@@ -12,7 +12,7 @@ import (
 
 // A capture, whatever the guest does meanwhile, has the bytes of the moment when the
 // guest was paused.
-func TestAFrozenViewKeepsItsBytesWhileTheGuestWrites(t *testing.T) {
+func TestA_frozen_view_keeps_its_bytes_while_the_guest_writes(t *testing.T) {
 	for _, how := range []struct {
 		name string
 		opts pager.FreezeOptions
@@ -132,7 +132,7 @@ func checkFrozen(t *testing.T, m *Machine, mode scribbleMode, f *pager.Frozen, i
 	}
 }
 
-func TestASecondCaptureIsRefusedWhileThereIsOne(t *testing.T) {
+func TestA_second_capture_is_refused_while_there_is_one(t *testing.T) {
 	m := startScribbler(t, scribbleModes[0])
 	f, err := pager.Prepare(m.Memory(), nil, pager.FreezeOptions{})
 	if err != nil {

@@ -43,7 +43,7 @@ func quietTime(m *Machine) bool {
 	return m.quiet.on && !m.quiet.over
 }
 
-func TestAgentThatStandsByIsBroughtUpToDateWhenItIsRestored(t *testing.T) {
+func TestAgent_that_stands_by_is_brought_up_to_date_when_it_is_restored(t *testing.T) {
 	a := newMachine(t, testConfig{VCPUs: 1})
 	ready := a.Handover().Expect()
 	start(t, a, agent()...)

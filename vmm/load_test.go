@@ -48,7 +48,7 @@ func loadBeside(t *testing.T, mem *guestmem.Memory, states []State) (m *Machine,
 	return m, loading, <-made
 }
 
-func TestStateIsLoadedWhileTheMachineIsMade(t *testing.T) {
+func TestState_is_loaded_while_the_machine_is_made(t *testing.T) {
 	a, states := saved(t)
 	mem, err := guestmem.New(64 << 20)
 	if err != nil {
@@ -88,7 +88,7 @@ func TestStateIsLoadedWhileTheMachineIsMade(t *testing.T) {
 	waitCount(t, b, before+10)
 }
 
-func TestLoadRefusesWhatItCannotTakeAndTheMachineCanBeClosed(t *testing.T) {
+func TestLoad_refuses_what_it_cannot_take_and_the_machine_can_be_closed(t *testing.T) {
 	_, states := saved(t)
 	before := openFiles(t)
 	damaged := without(states, "vcpu/1")
@@ -116,7 +116,7 @@ func TestLoadRefusesWhatItCannotTakeAndTheMachineCanBeClosed(t *testing.T) {
 	}
 }
 
-func TestPrebuiltVMTakesOneState(t *testing.T) {
+func TestPrebuilt_VM_takes_one_state(t *testing.T) {
 	_, states := saved(t)
 	mem, err := guestmem.New(64 << 20)
 	if err != nil {

@@ -128,7 +128,7 @@ func out8(port uint16, v byte) []byte {
 
 var loop = []byte{0xeb, 0xfe} // jmp to itself
 
-func TestEndsOfAGuestAreToldApart(t *testing.T) {
+func TestEnds_of_a_guest_are_told_apart(t *testing.T) {
 	soft := SoftKVM()
 	unknown := []byte{0x0f, 0xc7, 0x0d, 0, 0, 0, 0} // cmpxchg8b of its own bytes, harmless
 	if soft {
@@ -175,7 +175,7 @@ func TestEndsOfAGuestAreToldApart(t *testing.T) {
 	}
 }
 
-func TestALoopWithInterruptsOffIsReported(t *testing.T) {
+func TestA_loop_with_interrupts_off_is_reported(t *testing.T) {
 	m := newMachine(t, testConfig{})
 	m.watchInterval = 20 * time.Millisecond
 	start(t, m, append([]byte{0xfa}, loop...)...) // cli
@@ -220,7 +220,7 @@ var ticking = []byte{
 	0x48, 0xcf, // iretq
 }
 
-func TestAGuestThatTakesInterruptsIsNotHung(t *testing.T) {
+func TestA_guest_that_takes_interrupts_is_not_hung(t *testing.T) {
 	m := newMachine(t, testConfig{})
 	m.watchInterval = 20 * time.Millisecond
 	start(t, m, ticking...)
@@ -242,7 +242,7 @@ func TestAGuestThatTakesInterruptsIsNotHung(t *testing.T) {
 	t.Logf("%d interrupts", taken)
 }
 
-func TestAHaltedGuestIsNotHung(t *testing.T) {
+func TestA_halted_guest_is_not_hung(t *testing.T) {
 	m := newMachine(t, testConfig{})
 	m.watchInterval = 10 * time.Millisecond
 	start(t, m, 0xfa, 0xf4) // cli; hlt
@@ -252,7 +252,7 @@ func TestAHaltedGuestIsNotHung(t *testing.T) {
 	}
 }
 
-func TestFactsAreToldWhileTheGuestHalts(t *testing.T) {
+func TestFacts_are_told_while_the_guest_halts(t *testing.T) {
 	m := newMachine(t, testConfig{})
 	start(t, m, 0xfa, 0xf4) // cli; hlt
 	if err := m.WaitEntry(t.Context()); err != nil {
@@ -300,7 +300,7 @@ func waitCount(t *testing.T, m *Machine, above uint64) uint64 {
 	}
 }
 
-func TestPauseStopsTheGuestAndResumeLetsItGoOn(t *testing.T) {
+func TestPause_stops_the_guest_and_resume_lets_it_go_on(t *testing.T) {
 	m := newMachine(t, testConfig{VCPUs: 2})
 	start(t, m, counting...)
 	var last uint64
@@ -320,7 +320,7 @@ func TestPauseStopsTheGuestAndResumeLetsItGoOn(t *testing.T) {
 	}
 }
 
-func TestStateMovesToAnotherMachine(t *testing.T) {
+func TestState_moves_to_another_machine(t *testing.T) {
 	devs := func() []Device { return []Device{{Name: "rng", Device: rng.New(rng.Options{})}} }
 	a := newMachine(t, testConfig{VCPUs: 2, Devices: devs()})
 	start(t, a, counting...)
@@ -358,7 +358,7 @@ func TestStateMovesToAnotherMachine(t *testing.T) {
 	}
 }
 
-func TestImportRefusesWhatDoesNotFit(t *testing.T) {
+func TestImport_refuses_what_does_not_fit(t *testing.T) {
 	devs := []Device{{Name: "rng", Device: rng.New(rng.Options{})}}
 	a := newMachine(t, testConfig{Devices: devs})
 	start(t, a, counting...)
@@ -386,7 +386,7 @@ func TestImportRefusesWhatDoesNotFit(t *testing.T) {
 	}
 }
 
-func TestImpossibleMachinesAreRefused(t *testing.T) {
+func TestImpossible_machines_are_refused(t *testing.T) {
 	mem, err := guestmem.New(64 << 20)
 	if err != nil {
 		t.Fatal(err)
@@ -408,7 +408,7 @@ func TestImpossibleMachinesAreRefused(t *testing.T) {
 	}
 }
 
-func TestFeaturesThatThisCPULacksMakeASnapshotForeign(t *testing.T) {
+func TestFeatures_that_this_CPU_lacks_make_a_snapshot_foreign(t *testing.T) {
 	needKVM(t)
 	sys, err := kvm.Open()
 	if err != nil {

@@ -18,7 +18,7 @@ func openFiles(t *testing.T) int {
 	return len(fds)
 }
 
-func TestPrebuiltVMThatNobodyTakesIsGivenBack(t *testing.T) {
+func TestPrebuilt_VM_that_nobody_takes_is_given_back(t *testing.T) {
 	needKVM(t)
 	mem, err := guestmem.New(64 << 20)
 	if err != nil {
@@ -48,7 +48,7 @@ func TestPrebuiltVMThatNobodyTakesIsGivenBack(t *testing.T) {
 	}
 }
 
-func TestWiresOfAPlaceFitItsDevice(t *testing.T) {
+func TestWires_of_a_place_fit_its_device(t *testing.T) {
 	needKVM(t)
 	mem, err := guestmem.New(64 << 20)
 	if err != nil {
@@ -94,7 +94,7 @@ func TestWiresOfAPlaceFitItsDevice(t *testing.T) {
 	}
 }
 
-func TestPrebuiltVMOfAMachineThatCannotBeIsGivenBack(t *testing.T) {
+func TestPrebuilt_VM_of_a_machine_that_cannot_be_is_given_back(t *testing.T) {
 	needKVM(t)
 	mem, err := guestmem.New(64 << 20)
 	if err != nil {

@@ -14,7 +14,7 @@ import (
 func TestMain(m *testing.M) { guesttest.Main(m) }
 
 // What a user can get wrong ends in one line that says what to do, and leaves nothing.
-func TestRunWithBadInputIsOneLineAndLeavesNothing(t *testing.T) {
+func TestRun_with_bad_input_is_one_line_and_leaves_nothing(t *testing.T) {
 	e := guesttest.New(t)
 	status := e.Store.State.Dir()
 	t.Setenv("DROWSE_AGENT", e.Launcher.Agent)
@@ -193,7 +193,7 @@ func TestAttack_misspelt_state_directory_is_made_and_nothing_said(t *testing.T) 
 	}
 }
 
-func TestCommandsThatBeginSomethingMakeTheStateDirectory(t *testing.T) {
+func TestCommands_that_begin_something_make_the_state_directory(t *testing.T) {
 	for args, want := range map[string]int{"volume create v --size 16": 0, "token create t": 0, "snapshot import /dev/null": exitFailed, "run --image none": exitUsage} {
 		state := filepath.Join(t.TempDir(), "new", "state")
 		if code, _, stderr := drowse(t, state, strings.Fields(args)...); code != want {

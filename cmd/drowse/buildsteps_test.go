@@ -10,7 +10,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image"
 )
 
-func TestFlagsThatDoNotGoTogetherAreUsageErrors(t *testing.T) {
+func TestFlags_that_do_not_go_together_are_usage_errors(t *testing.T) {
 	state := t.TempDir()
 	file := filepath.Join(t.TempDir(), "Drowsefile")
 	if err := os.WriteFile(file, []byte("FROM scratch\nVOLUME /x\n"), 0o600); err != nil {
@@ -46,7 +46,7 @@ func TestFlagsThatDoNotGoTogetherAreUsageErrors(t *testing.T) {
 }
 
 // Where no command runs, no VM is booted.
-func TestImageOfStepsWithoutCommands(t *testing.T) {
+func TestImage_of_steps_without_commands(t *testing.T) {
 	state, dir := t.TempDir(), t.TempDir()
 	file := filepath.Join(dir, "Drowsefile")
 	for name, text := range map[string]string{"Drowsefile": "ARG V=1\nFROM scratch\nARG V\nCOPY f /d/\nCMD [\"/d/f\", \"$V\"]\nLABEL v=$V\n", "f": "text"} {
@@ -95,7 +95,7 @@ func TestImageOfStepsWithoutCommands(t *testing.T) {
 	}
 }
 
-func TestLineWriterPassesOnWholeLinesWithoutCommandsForATerminal(t *testing.T) {
+func TestLine_writer_passes_on_whole_lines_without_commands_for_a_terminal(t *testing.T) {
 	for name, tt := range map[string]struct {
 		in   []string
 		want string

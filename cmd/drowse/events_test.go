@@ -54,7 +54,7 @@ func TestEventsCommand(t *testing.T) {
 	}
 }
 
-func TestServeRefusesWebhooksThatCannotBe(t *testing.T) {
+func TestServe_refuses_webhooks_that_cannot_be(t *testing.T) {
 	secret := filepath.Join(t.TempDir(), "secret")
 	if err := os.WriteFile(secret, []byte("0123456789abcdef"), 0o600); err != nil {
 		t.Fatal(err)
@@ -109,7 +109,7 @@ func TestTimerFlags(t *testing.T) {
 	}
 }
 
-func TestEventsOverHTTPSayWhatIsWrongAsTheAPIDoes(t *testing.T) {
+func TestEvents_over_HTTP_say_what_is_wrong_as_the_API_does(t *testing.T) {
 	j := events.Open(t.TempDir(), events.Options{})
 	e, err := j.Append(events.Event{Type: events.Woken, Sandbox: "a"})
 	if err != nil {

@@ -33,7 +33,7 @@ func putKernel(t *testing.T, state, id, kind, config string, inputs map[string]s
 	return dir
 }
 
-func TestKernelInspectSaysWhatAKernelHasAndLacks(t *testing.T) {
+func TestKernel_inspect_says_what_a_kernel_has_and_lacks(t *testing.T) {
 	state := t.TempDir()
 	putKernel(t, state, "built-6.1.9-aaaa", "built", "CONFIG_TUN=y\n", map[string]string{"source": "linux-source 6.1.9-1 deb sha256:0123"})
 	dir := putKernel(t, state, "debian-6.1.9-bbbb", "debian", "CONFIG_TUN=m\nCONFIG_SWAP=y\n", nil)

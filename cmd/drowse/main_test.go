@@ -25,7 +25,7 @@ func drowse(t *testing.T, state string, args ...string) (code int, stdout, stder
 	return code, out.String(), errs.String()
 }
 
-func TestWrongCommandLines(t *testing.T) {
+func TestWrong_command_lines(t *testing.T) {
 	tests := []struct {
 		args string
 		want int
@@ -180,7 +180,7 @@ func decode(t *testing.T, text string, v any) {
 	}
 }
 
-func TestEmptyListsAreListsInJSON(t *testing.T) {
+func TestEmpty_lists_are_lists_in_JSON(t *testing.T) {
 	for _, args := range []string{"kernel ls", "image ls", "ps", "snapshot ls", "volume ls", "ssh-config"} {
 		t.Run(args, func(t *testing.T) {
 			code, stdout, stderr := drowse(t, t.TempDir(), append(strings.Fields(args), "-o", "json")...)
@@ -253,7 +253,7 @@ func TestDoctorJSON(t *testing.T) {
 	}
 }
 
-func TestImageLifeCycle(t *testing.T) {
+func TestImage_life_cycle(t *testing.T) {
 	state, dir := t.TempDir(), t.TempDir()
 	if err := os.WriteFile(filepath.Join(dir, "hello"), []byte("world"), 0o644); err != nil {
 		t.Fatal(err)
@@ -322,7 +322,7 @@ func TestImageLifeCycle(t *testing.T) {
 	}
 }
 
-func TestProgressOffTerminalsIsALineForEachStage(t *testing.T) {
+func TestProgress_off_terminals_is_a_line_for_each_stage(t *testing.T) {
 	var out strings.Builder
 	a := &app{stderr: &out}
 	p := a.newProgress("work")

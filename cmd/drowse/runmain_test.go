@@ -35,7 +35,7 @@ func shareImages(t *testing.T, state string) {
 	}
 }
 
-func TestRunStartsWhatTheImageSays(t *testing.T) {
+func TestRun_starts_what_the_image_says(t *testing.T) {
 	e := guesttest.New(t)
 	t.Setenv("DROWSE_AGENT", e.Launcher.Agent)
 	state := e.Store.State.Dir()

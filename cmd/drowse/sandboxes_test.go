@@ -51,7 +51,7 @@ func ls(t *testing.T, state string, args ...string) (out []string, stderr string
 	return out, stderr
 }
 
-func TestSandboxesAreListedByWhatTheirFilesSay(t *testing.T) {
+func TestSandboxes_are_listed_by_what_their_files_say(t *testing.T) {
 	state := t.TempDir()
 	writeVM(t, state, "a", strings.Repeat("a", 32), "")
 	writeVM(t, state, "b", strings.Repeat("b", 32), `{"version":1,"class":"resumable","owner":"build","tags":["ci"]}`)
@@ -84,7 +84,7 @@ func TestSandboxesAreListedByWhatTheirFilesSay(t *testing.T) {
 	})
 }
 
-func TestSandboxIsChangedRenamedAndRemoved(t *testing.T) {
+func TestSandbox_is_changed_renamed_and_removed(t *testing.T) {
 	state := t.TempDir()
 	writeVM(t, state, "a", strings.Repeat("a", 32), "")
 	for _, line := range []string{

@@ -102,7 +102,7 @@ func start(t *testing.T, memory func(*guestmem.Memory) Discarder, features uint6
 func ram(mem *guestmem.Memory) Discarder { return mem }
 
 // Versions that asked the guest for memory and statistics have saved both.
-func TestStateOfAnOlderVersionStaysAsItIs(t *testing.T) {
+func TestState_of_an_older_version_stays_as_it_is(t *testing.T) {
 	var e devices.Encoder
 	e.Uint32(10)
 	e.Uint32(7)
@@ -149,7 +149,7 @@ func (r *recorder) Discard(gpa guestmem.GPA, n uint64) error {
 	return r.err
 }
 
-func TestNeighbouringPagesGoTogether(t *testing.T) {
+func TestNeighbouring_pages_go_together(t *testing.T) {
 	r := &recorder{}
 	d, dev := start(t, func(*guestmem.Memory) Discarder { return r }, devicetest.AllFeatures)
 	d.Queue(queueInflate).Do([][]byte{pageNumbers(5*PageSize, 3*PageSize, 4*PageSize, 4*PageSize, 9*PageSize)})
@@ -163,7 +163,7 @@ func TestNeighbouringPagesGoTogether(t *testing.T) {
 	}
 }
 
-func TestPagesThatAreNotRAMAreCountedAndNothingElseHappens(t *testing.T) {
+func TestPages_that_are_not_RAM_are_counted_and_nothing_else_happens(t *testing.T) {
 	d, dev := start(t, ram, devicetest.AllFeatures)
 	base := devicetest.FreeGPA + 16*PageSize
 	fillPages(t, d.Mem(), base, 2)
@@ -179,7 +179,7 @@ func TestPagesThatAreNotRAMAreCountedAndNothingElseHappens(t *testing.T) {
 	}
 }
 
-func TestEndlessListIsDoneOnlySoFar(t *testing.T) {
+func TestEndless_list_is_done_only_so_far(t *testing.T) {
 	r := &recorder{}
 	d, dev := start(t, func(*guestmem.Memory) Discarder { return r }, devicetest.AllFeatures)
 	list := make([]byte, 4*(MaxPages+1000)+3)
@@ -190,7 +190,7 @@ func TestEndlessListIsDoneOnlySoFar(t *testing.T) {
 	}
 }
 
-func TestHostErrorIsReportedOnceAndTheGuestGoesOn(t *testing.T) {
+func TestHost_error_is_reported_once_and_the_guest_goes_on(t *testing.T) {
 	r := &recorder{err: errors.New("no")}
 	var told atomic.Int32
 	mem := devicetest.NewMemory(t)
@@ -214,7 +214,7 @@ func TestHostErrorIsReportedOnceAndTheGuestGoesOn(t *testing.T) {
 	}
 }
 
-func TestQueuesAreNumberedWithoutGaps(t *testing.T) {
+func TestQueues_are_numbered_without_gaps(t *testing.T) {
 	for _, tc := range []struct {
 		name     string
 		features uint64

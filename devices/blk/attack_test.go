@@ -241,7 +241,7 @@ func TestAttack_pause_does_not_wait_for_a_flush(t *testing.T) {
 
 // What the configuration space says is what the device does: a driver that keeps to it never meets the limit of one
 // request.
-func TestLimitsThatADriverIsToldKeepItBelowTheLargestRequest(t *testing.T) {
+func TestLimits_that_a_driver_is_told_keep_it_below_the_largest_request(t *testing.T) {
 	_, d := newWatched(t, 2*MaxRequest)
 	le := binary.LittleEndian
 	size, segments := le.Uint32(d.Config(configSizeMax, 4)), le.Uint32(d.Config(configSegMax, 4))

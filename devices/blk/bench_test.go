@@ -75,7 +75,7 @@ func (s *served) request(tb testing.TB) {
 	}
 }
 
-func TestReadsAndWritesAllocateNothing(t *testing.T) {
+func TestReads_and_writes_allocate_nothing(t *testing.T) {
 	for kind, name := range map[uint32]string{typeIn: "read", typeOut: "write", typeGetID: "serial number"} {
 		s := newServed(t, kind, 8192)
 		if n := testing.AllocsPerRun(100, func() { s.request(t) }); n != 0 {

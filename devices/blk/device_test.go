@@ -137,7 +137,7 @@ func start(t testing.TB, b Backend, o Options) disk {
 	return disk{t, d}
 }
 
-func TestConfigurationSaysWhatTheDiskIs(t *testing.T) {
+func TestConfiguration_says_what_the_disk_is(t *testing.T) {
 	for _, readOnly := range []bool{false, true} {
 		d := start(t, newFile(t, diskSize, readOnly), Options{})
 		le := binary.LittleEndian
@@ -238,7 +238,7 @@ func TestRequests(t *testing.T) {
 	}
 }
 
-func TestRequestsWithoutHeaderOrStatusAreGivenBack(t *testing.T) {
+func TestRequests_without_header_or_status_are_given_back(t *testing.T) {
 	mem := devicetest.NewMemory(t)
 	dev := New(newFile(t, diskSize, false), Options{})
 	d := devicetest.NewDriver(t, dev, mem)
@@ -257,7 +257,7 @@ func TestRequestsWithoutHeaderOrStatusAreGivenBack(t *testing.T) {
 	}
 }
 
-func TestRequestsAsLongAsTheQueueAllows(t *testing.T) {
+func TestRequests_as_long_as_the_queue_allows(t *testing.T) {
 	d := start(t, newFile(t, diskSize, false), Options{})
 	var out [][]byte
 	var in []int
@@ -272,7 +272,7 @@ func TestRequestsAsLongAsTheQueueAllows(t *testing.T) {
 	}
 }
 
-func TestSerialNumberIsCutToTwentyBytes(t *testing.T) {
+func TestSerial_number_is_cut_to_twenty_bytes(t *testing.T) {
 	for serial, want := range map[string]string{
 		"":                        "",
 		"short":                   "short",
@@ -286,7 +286,7 @@ func TestSerialNumberIsCutToTwentyBytes(t *testing.T) {
 	}
 }
 
-func TestWriteZeroesAndDiscardClearTheRangeAndNothingElse(t *testing.T) {
+func TestWrite_zeroes_and_discard_clear_the_range_and_nothing_else(t *testing.T) {
 	d := start(t, newFile(t, diskSize, false), Options{})
 	data := pattern(64*SectorSize, 9)
 	for _, flags := range []uint64{0, flagUnmap} {
@@ -349,7 +349,7 @@ func (b *broken) Flush() error {
 	return b.Backend.Flush()
 }
 
-func TestHostErrorsReachTheGuestEachTimeAndTheOwnerOnce(t *testing.T) {
+func TestHost_errors_reach_the_guest_each_time_and_the_owner_once(t *testing.T) {
 	b := &broken{Backend: newFile(t, diskSize, false)}
 	reported := make(chan error, 100)
 	d := start(t, b, Options{OnError: func(err error) { reported <- err }})
@@ -389,7 +389,7 @@ func TestHostErrorsReachTheGuestEachTimeAndTheOwnerOnce(t *testing.T) {
 	}
 }
 
-func TestTruncatedImageIsAnIOErrorAndEveryWriteIsEnded(t *testing.T) {
+func TestTruncated_image_is_an_IO_error_and_every_write_is_ended(t *testing.T) {
 	path := newImage(t, diskSize)
 	f, err := OpenFile(path, false)
 	if err != nil {
@@ -428,7 +428,7 @@ func (l layered) WriteExtent(off, n int64) (*os.File, int64, int64, error) {
 	return l.f, off, min(n, l.stripe-off%l.stripe), nil
 }
 
-func TestRequestsCrossExtents(t *testing.T) {
+func TestRequests_cross_extents(t *testing.T) {
 	d := start(t, layered{newFile(t, diskSize, false), 3 * SectorSize}, Options{})
 	data := pattern(30*SectorSize, 5)
 	d.mustDo(typeOut, 2, [][]byte{data[:777], data[777:]})
@@ -449,7 +449,7 @@ func (b badExtent) ReadExtent(off, n int64) (*os.File, int64, int64, error) {
 	return nil, 0, (off/SectorSize%3 - 1) * 2 * n, nil
 }
 
-func TestDiskThatGivesImpossibleExtentsIsAHostError(t *testing.T) {
+func TestDisk_that_gives_impossible_extents_is_a_host_error(t *testing.T) {
 	var told error
 	d := start(t, badExtent{newFile(t, diskSize, false)}, Options{OnError: func(err error) { told = err }})
 	for sector := range uint64(3) {
@@ -463,7 +463,7 @@ func TestDiskThatGivesImpossibleExtentsIsAHostError(t *testing.T) {
 	}
 }
 
-func TestWritesAreFlushedForADriverThatCannotFlush(t *testing.T) {
+func TestWrites_are_flushed_for_a_driver_that_cannot_flush(t *testing.T) {
 	b := &flushes{File: newFile(t, diskSize, false)}
 	mem := devicetest.NewMemory(t)
 	d := disk{t, devicetest.NewDriver(t, New(b, Options{}), mem)}
@@ -490,7 +490,7 @@ func (f *flushes) Flush() error {
 	return f.File.Flush()
 }
 
-func TestRequestsNeedTheirFeature(t *testing.T) {
+func TestRequests_need_their_feature(t *testing.T) {
 	d := disk{t, devicetest.NewDriver(t, New(newFile(t, diskSize, false), Options{}), devicetest.NewMemory(t))}
 	d.Start(0)
 	for _, kind := range []uint32{typeDiscard, typeWriteZeroes} {
@@ -500,7 +500,7 @@ func TestRequestsNeedTheirFeature(t *testing.T) {
 	}
 }
 
-func TestStateOfAnotherDiskIsRefused(t *testing.T) {
+func TestState_of_another_disk_is_refused(t *testing.T) {
 	state, err := New(newFile(t, diskSize, false), Options{}).Export()
 	if err != nil {
 		t.Fatal(err)
@@ -568,7 +568,7 @@ func TestOpenFile(t *testing.T) {
 }
 
 // tmpfs, which memfd_create(2) files are on, can punch holes but not zero a range.
-func TestWriteZeroesWhereTheFileSystemCannotZero(t *testing.T) {
+func TestWrite_zeroes_where_the_file_system_cannot_zero(t *testing.T) {
 	fd, err := unix.MemfdCreate("disk", unix.MFD_CLOEXEC)
 	if err != nil {
 		t.Fatal(err)

@@ -225,7 +225,7 @@ func TestConformance(t *testing.T) {
 	})
 }
 
-func TestWhatIsWrittenIsAtTheHostAndTheOtherWayRound(t *testing.T) {
+func TestWhat_is_written_is_at_the_host_and_the_other_way_round(t *testing.T) {
 	dir := t.TempDir()
 	if err := os.Chown(dir, 1234, 2345); err != nil {
 		t.Skip(err)
@@ -287,7 +287,7 @@ func TestWhatIsWrittenIsAtTheHostAndTheOtherWayRound(t *testing.T) {
 	c.want(unix.ESTALE, opGetattr, node, make([]byte, 16), attrOutSize)
 }
 
-func TestDirectoryOf300FilesIsReadWhole(t *testing.T) {
+func TestDirectory_of300_files_is_read_whole(t *testing.T) {
 	dir := t.TempDir()
 	var want []string
 	for i := range 300 {
@@ -310,7 +310,7 @@ func setattrBody(valid uint32, fh, size uint64, mode, uid uint32) []byte {
 	return append(p, words(1, 2, 0, mode, 0, uid, 0, 0)...)
 }
 
-func TestReadOnlyShareRefusesEveryChange(t *testing.T) {
+func TestRead_only_share_refuses_every_change(t *testing.T) {
 	dir := t.TempDir()
 	if err := os.WriteFile(filepath.Join(dir, "f"), []byte("as it was"), 0o666); err != nil {
 		t.Fatal(err)
@@ -346,7 +346,7 @@ func TestReadOnlyShareRefusesEveryChange(t *testing.T) {
 	}
 }
 
-func TestHostileRequestsAreAnsweredWithErrors(t *testing.T) {
+func TestHostile_requests_are_answered_with_errors(t *testing.T) {
 	parent := t.TempDir()
 	dir := filepath.Join(parent, "shared")
 	for _, d := range []string{dir, filepath.Join(dir, "sub")} {
@@ -448,7 +448,7 @@ func TestHostileRequestsAreAnsweredWithErrors(t *testing.T) {
 	}
 }
 
-func TestSetuidIsTakenFromWhatTheGuestChanges(t *testing.T) {
+func TestSetuid_is_taken_from_what_the_guest_changes(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "su")
 	c := start(t, dir, true)
@@ -471,7 +471,7 @@ func TestSetuidIsTakenFromWhatTheGuestChanges(t *testing.T) {
 	}
 }
 
-func TestNodesAndHandlesHaveAnEnd(t *testing.T) {
+func TestNodes_and_handles_have_an_end(t *testing.T) {
 	dir := t.TempDir()
 	if err := os.WriteFile(filepath.Join(dir, "f"), nil, 0o644); err != nil {
 		t.Fatal(err)
@@ -520,7 +520,7 @@ func (c *client) move(dir string) {
 	}
 }
 
-func TestOpenFilesGoOnAfterASleepUnlessTheyHaveGone(t *testing.T) {
+func TestOpen_files_go_on_after_a_sleep_unless_they_have_gone(t *testing.T) {
 	dir := t.TempDir()
 	c := start(t, dir, true)
 	sub := binary.LittleEndian.Uint64(c.mustDo(opMkdir, rootID, append(words(0o755, 0), text("sub")...), entrySize))
@@ -556,7 +556,7 @@ func TestOpenFilesGoOnAfterASleepUnlessTheyHaveGone(t *testing.T) {
 	}
 }
 
-func TestStateOfAnotherShareIsRefused(t *testing.T) {
+func TestState_of_another_share_is_refused(t *testing.T) {
 	needRoot(t)
 	dir := t.TempDir()
 	p, err := New(openDir(t, dir, true), "share", Options{}).Export()
@@ -573,7 +573,7 @@ func TestStateOfAnotherShareIsRefused(t *testing.T) {
 	}
 }
 
-func TestNothingLeadsOutOfTheShareWhileTheHostMovesThings(t *testing.T) {
+func TestNothing_leads_out_of_the_share_while_the_host_moves_things(t *testing.T) {
 	parent := t.TempDir()
 	dir, outside := filepath.Join(parent, "shared"), filepath.Join(parent, "outside")
 	if err := errors.Join(os.MkdirAll(filepath.Join(dir, "a", "b"), 0o755), os.MkdirAll(filepath.Join(outside, "b"), 0o755),
@@ -645,7 +645,7 @@ func TestNothingLeadsOutOfTheShareWhileTheHostMovesThings(t *testing.T) {
 	c.want(unix.ESTALE, opMkdir, b, append(words(0o755, 0), text("x")...), entrySize)
 }
 
-func TestWhatIsMountedBelowTheShareIsNotSeen(t *testing.T) {
+func TestWhat_is_mounted_below_the_share_is_not_seen(t *testing.T) {
 	dir := t.TempDir()
 	below := filepath.Join(dir, "below")
 	if err := os.Mkdir(below, 0o755); err != nil {
@@ -661,7 +661,7 @@ func TestWhatIsMountedBelowTheShareIsNotSeen(t *testing.T) {
 	c.want(unix.ESTALE, opMkdir, node, append(words(0o755, 0), text("x")...), entrySize)
 }
 
-func TestFullFileSystemIsENOSPCAndTheOwnerIsToldOnce(t *testing.T) {
+func TestFull_file_system_is_ENOSPC_and_the_owner_is_told_once(t *testing.T) {
 	needRoot(t)
 	dir := t.TempDir()
 	if err := unix.Mount("tmpfs", dir, "tmpfs", 0, "size=64k"); err != nil {
@@ -696,7 +696,7 @@ func TestFullFileSystemIsENOSPCAndTheOwnerIsToldOnce(t *testing.T) {
 	}
 }
 
-func TestOpenRefusesWhatIsNoDirectoryOfFiles(t *testing.T) {
+func TestOpen_refuses_what_is_no_directory_of_files(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "f")
 	if err := os.WriteFile(file, nil, 0o644); err != nil {
 		t.Fatal(err)

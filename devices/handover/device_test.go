@@ -48,7 +48,7 @@ func closed(c <-chan struct{}) bool {
 	}
 }
 
-func TestAgentWaitsUntilItIsReleased(t *testing.T) {
+func TestAgent_waits_until_it_is_released(t *testing.T) {
 	d := New(nil)
 	g := newGuest(t, d)
 	g.command(CommandStandBy)
@@ -98,7 +98,7 @@ func restored(t *testing.T, at bool, event func(Event)) *Device {
 	return to
 }
 
-func TestRestoredAgentGetsItsMessageAndAnswers(t *testing.T) {
+func TestRestored_agent_gets_its_message_and_answers(t *testing.T) {
 	for command, want := range map[byte]Answer{CommandDone: Done, CommandFailed: Failed, CommandAsk: Ask} {
 		var events []Event
 		var answer <-chan Answer
@@ -140,7 +140,7 @@ func TestRestoredAgentGetsItsMessageAndAnswers(t *testing.T) {
 	}
 }
 
-func TestRestoredAgentThatNobodyTellsAnythingGoesOn(t *testing.T) {
+func TestRestored_agent_that_nobody_tells_anything_goes_on(t *testing.T) {
 	for _, at := range []bool{true, false} {
 		newGuest(t, restored(t, at, nil)).want(StatusGoOn)
 	}
@@ -155,7 +155,7 @@ func TestRestoredAgentThatNobodyTellsAnythingGoesOn(t *testing.T) {
 	}
 }
 
-func TestHostileGuestGetsNothing(t *testing.T) {
+func TestHostile_guest_gets_nothing(t *testing.T) {
 	d := New(nil)
 	g := newGuest(t, d)
 	for v := range 256 {
@@ -182,7 +182,7 @@ func TestHostileGuestGetsNothing(t *testing.T) {
 	}
 }
 
-func TestImportRefusesWhatIsNoState(t *testing.T) {
+func TestImport_refuses_what_is_no_state(t *testing.T) {
 	for name, p := range map[string]devices.Payload{
 		"another kind":    {Kind: "x", Version: 1, Data: []byte{0}},
 		"another version": {Kind: stateKind, Version: 2, Data: []byte{0}},

@@ -142,7 +142,7 @@ func (m *machine) start() {
 	m.out(regStatus, statusAcknowledge|statusDriver|statusFeaturesOK|statusDriverOK)
 }
 
-func TestDevicesThatCannotBeAreRefused(t *testing.T) {
+func TestDevices_that_cannot_be_are_refused(t *testing.T) {
 	for name, sizes := range map[string][]uint16{
 		"size zero":           {8, 0},
 		"size not a power":    {8, 12},
@@ -162,7 +162,7 @@ type sized struct {
 
 func (s sized) QueueSizes() []uint16 { return s.sizes }
 
-func TestActivationHasWhatTheDriverChose(t *testing.T) {
+func TestActivation_has_what_the_driver_chose(t *testing.T) {
 	dev := &plain{}
 	m := newMachine(t, dev)
 	m.start()
@@ -182,7 +182,7 @@ func TestActivationHasWhatTheDriverChose(t *testing.T) {
 	}
 }
 
-func TestKicksMadeAheadAreTaken(t *testing.T) {
+func TestKicks_made_ahead_are_taken(t *testing.T) {
 	var kicks []*devices.Event
 	for range 2 {
 		e, err := devices.NewEvent()
@@ -222,7 +222,7 @@ func TestKicksMadeAheadAreTaken(t *testing.T) {
 	}
 }
 
-func TestBothHalvesOfAnAddressCount(t *testing.T) {
+func TestBoth_halves_of_an_address_count(t *testing.T) {
 	dev := &plain{}
 	m := newMachine(t, dev)
 	m.out(regStatus, statusAcknowledge)
@@ -243,7 +243,7 @@ func TestBothHalvesOfAnAddressCount(t *testing.T) {
 	}
 }
 
-func TestActivationThatFailsNeedsAReset(t *testing.T) {
+func TestActivation_that_fails_needs_a_reset(t *testing.T) {
 	for _, tc := range []struct {
 		name string
 		err  error
@@ -280,7 +280,7 @@ func TestActivationThatFailsNeedsAReset(t *testing.T) {
 	}
 }
 
-func TestDeviceThatCannotBeStoppedKeepsAskingForAReset(t *testing.T) {
+func TestDevice_that_cannot_be_stopped_keeps_asking_for_a_reset(t *testing.T) {
 	dev := &plain{}
 	m := newMachine(t, dev)
 	m.start()
@@ -303,7 +303,7 @@ func TestDeviceThatCannotBeStoppedKeepsAskingForAReset(t *testing.T) {
 	}
 }
 
-func TestEveryInterruptIsAnEdge(t *testing.T) {
+func TestEvery_interrupt_is_an_edge(t *testing.T) {
 	dev := &plain{}
 	m := newMachine(t, dev)
 	// Without a driver there is nobody to interrupt.
@@ -345,7 +345,7 @@ func TestEveryInterruptIsAnEdge(t *testing.T) {
 	}
 }
 
-func TestInterruptsThatAreHeldComeAsOneWithRelease(t *testing.T) {
+func TestInterrupts_that_are_held_come_as_one_with_release(t *testing.T) {
 	dev := &plain{}
 	m := newMachine(t, dev)
 	m.start()
@@ -379,7 +379,7 @@ func TestInterruptsThatAreHeldComeAsOneWithRelease(t *testing.T) {
 	}
 }
 
-func TestConfigGenerationMovesWithEveryChange(t *testing.T) {
+func TestConfig_generation_moves_with_every_change(t *testing.T) {
 	m := newMachine(t, &plain{})
 	m.start()
 	before := m.in(regConfigGeneration)
@@ -390,7 +390,7 @@ func TestConfigGenerationMovesWithEveryChange(t *testing.T) {
 	}
 }
 
-func TestConfigurationSpaceTakesAnyWidthAndEndsAtItsEnd(t *testing.T) {
+func TestConfiguration_space_takes_any_width_and_ends_at_its_end(t *testing.T) {
 	dev := &plain{}
 	for i := range dev.config {
 		dev.config[i] = byte(i + 1)
@@ -429,7 +429,7 @@ func TestConfigurationSpaceTakesAnyWidthAndEndsAtItsEnd(t *testing.T) {
 	}
 }
 
-func TestKicksReachTheirQueue(t *testing.T) {
+func TestKicks_reach_their_queue(t *testing.T) {
 	m := newMachine(t, &plain{})
 	m.start()
 	for _, v := range []uint32{1, 2, 64, 1 << 16, ^uint32(0)} {
@@ -443,7 +443,7 @@ func TestKicksReachTheirQueue(t *testing.T) {
 	}
 }
 
-func TestSharedMemoryRegionsDoNotExist(t *testing.T) {
+func TestShared_memory_regions_do_not_exist(t *testing.T) {
 	m := newMachine(t, &plain{})
 	for reg := uint64(regSHMLenLow); reg <= regSHMBaseHigh; reg += 4 {
 		if v := m.in(reg); v != ^uint32(0) {
@@ -452,7 +452,7 @@ func TestSharedMemoryRegionsDoNotExist(t *testing.T) {
 	}
 }
 
-func TestStateOfADeviceWithoutAnyOfItsOwn(t *testing.T) {
+func TestState_of_a_device_without_any_of_its_own(t *testing.T) {
 	dev := &plain{}
 	m := newMachine(t, dev)
 	m.start()
@@ -505,7 +505,7 @@ func TestStateOfADeviceWithoutAnyOfItsOwn(t *testing.T) {
 	}
 }
 
-func TestStateThatCannotBeIsRefused(t *testing.T) {
+func TestState_that_cannot_be_is_refused(t *testing.T) {
 	dev := &plain{}
 	m := newMachine(t, dev)
 	m.start()
@@ -561,7 +561,7 @@ func TestStateThatCannotBeIsRefused(t *testing.T) {
 	}
 }
 
-func TestRestoreThatFailsSaysSo(t *testing.T) {
+func TestRestore_that_fails_says_so(t *testing.T) {
 	dev := &plain{}
 	m := newMachine(t, dev)
 	m.start()
@@ -611,7 +611,7 @@ func (d *slow) Resume() error {
 	return nil
 }
 
-func TestInterruptRegistersDoNotWaitForAPause(t *testing.T) {
+func TestInterrupt_registers_do_not_wait_for_a_pause(t *testing.T) {
 	dev := &slow{release: make(chan struct{})}
 	m := newMachine(t, dev)
 	m.start()
@@ -647,7 +647,7 @@ func TestInterruptRegistersDoNotWaitForAPause(t *testing.T) {
 	}
 }
 
-func TestPauseThatIsGivenUpLeavesTheDeviceRunning(t *testing.T) {
+func TestPause_that_is_given_up_leaves_the_device_running(t *testing.T) {
 	dev := &slow{release: make(chan struct{})}
 	m := newMachine(t, dev)
 	m.start()
@@ -662,7 +662,7 @@ func TestPauseThatIsGivenUpLeavesTheDeviceRunning(t *testing.T) {
 	close(dev.release)
 }
 
-func TestDeviceStartedInAPausedMachineIsPaused(t *testing.T) {
+func TestDevice_started_in_a_paused_machine_is_paused(t *testing.T) {
 	dev := &slow{release: make(chan struct{})}
 	close(dev.release)
 	m := newMachine(t, dev)
@@ -679,7 +679,7 @@ func TestDeviceStartedInAPausedMachineIsPaused(t *testing.T) {
 }
 
 // Several vCPUs at the registers at once, for the race detector.
-func TestRegistersFromSeveralVCPUs(t *testing.T) {
+func TestRegisters_from_several_VCPUs(t *testing.T) {
 	dev := &plain{}
 	m := newMachine(t, dev)
 	var vcpus sync.WaitGroup

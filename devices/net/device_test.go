@@ -147,7 +147,7 @@ func until(t testing.TB, what string, f func() bool) {
 	}
 }
 
-func TestFramesGoBothWays(t *testing.T) {
+func TestFrames_go_both_ways(t *testing.T) {
 	n := start(t, Config{}, devicetest.AllFeatures)
 	for _, size := range []int{60, 1000, 1514} {
 		n.transmit(nil, frame(size, size)).Wait()
@@ -170,7 +170,7 @@ func TestFramesGoBothWays(t *testing.T) {
 	}
 }
 
-func TestLargeSegmentIsSpreadOverMergedBuffers(t *testing.T) {
+func TestLarge_segment_is_spread_over_merged_buffers(t *testing.T) {
 	n := start(t, Config{}, devicetest.AllFeatures)
 	var rs []*devicetest.Request
 	for range 50 {
@@ -195,7 +195,7 @@ func TestLargeSegmentIsSpreadOverMergedBuffers(t *testing.T) {
 	}
 }
 
-func TestFrameWithoutMergedBuffersNeedsABufferOfItsOwn(t *testing.T) {
+func TestFrame_without_merged_buffers_needs_a_buffer_of_its_own(t *testing.T) {
 	n := start(t, Config{}, allButTSO&^featureMrgRxbuf)
 	small := n.post(HeaderSize, 488)
 	big := n.post(HeaderSize, 1514) // what virtio asks for, and no byte more
@@ -212,7 +212,7 @@ func TestFrameWithoutMergedBuffersNeedsABufferOfItsOwn(t *testing.T) {
 	}
 }
 
-func TestFewBuffersDelayButDoNotFreezeReception(t *testing.T) {
+func TestFew_buffers_delay_but_do_not_freeze_reception(t *testing.T) {
 	// Segments of 64 KiB could come, and the guest never has room for one.
 	n := start(t, Config{}, devicetest.AllFeatures)
 	fastest := time.Hour
@@ -238,7 +238,7 @@ func TestFewBuffersDelayButDoNotFreezeReception(t *testing.T) {
 	}
 }
 
-func TestFramesWaitWhileTheGuestHasNoBuffers(t *testing.T) {
+func TestFrames_wait_while_the_guest_has_no_buffers(t *testing.T) {
 	n := start(t, Config{}, allButTSO)
 	for i := range 10 {
 		n.w.send(t, frame(i, 100))
@@ -257,7 +257,7 @@ func TestFramesWaitWhileTheGuestHasNoBuffers(t *testing.T) {
 	}
 }
 
-func TestFramesThatHaveComeReachTheGuestBeforeThePause(t *testing.T) {
+func TestFrames_that_have_come_reach_the_guest_before_the_pause(t *testing.T) {
 	n := start(t, Config{}, allButTSO)
 	n.w.send(t, frame(7, 100))
 	// Without a buffer the device waits for a kick, which does not come: so it is the pause that takes the frame.
@@ -277,7 +277,7 @@ func TestFramesThatHaveComeReachTheGuestBeforeThePause(t *testing.T) {
 	}
 }
 
-func TestFullBackendDelaysAndDoesNotFreeze(t *testing.T) {
+func TestFull_backend_delays_and_does_not_freeze(t *testing.T) {
 	n := start(t, Config{}, allButTSO)
 	var rs []*devicetest.Request
 	const frames = 80
@@ -299,7 +299,7 @@ func TestFullBackendDelaysAndDoesNotFreeze(t *testing.T) {
 	}
 }
 
-func TestHeaderLiesAreDroppedAndCounted(t *testing.T) {
+func TestHeader_lies_are_dropped_and_counted(t *testing.T) {
 	header := func(flags, gso byte, hdrLen, size, start, offset uint16) []byte {
 		p := make([]byte, HeaderSize)
 		p[headerFlags], p[headerGSOType] = flags, gso
@@ -359,7 +359,7 @@ func TestHeaderLiesAreDroppedAndCounted(t *testing.T) {
 	}
 }
 
-func TestShortFramesOfTheHostAreDroppedAndCounted(t *testing.T) {
+func TestShort_frames_of_the_host_are_dropped_and_counted(t *testing.T) {
 	n := start(t, Config{}, allButTSO)
 	r := n.post(1600)
 	for _, size := range []int{1, HeaderSize, HeaderSize + minFrame - 1} {
@@ -375,7 +375,7 @@ func TestShortFramesOfTheHostAreDroppedAndCounted(t *testing.T) {
 	}
 }
 
-func TestBuffersThatCannotTakeAHeaderComeBackEmpty(t *testing.T) {
+func TestBuffers_that_cannot_take_a_header_come_back_empty(t *testing.T) {
 	n := start(t, Config{}, allButTSO)
 	tiny := n.post(HeaderSize - 1)
 	fine := n.post(1600)
@@ -388,7 +388,7 @@ func TestBuffersThatCannotTakeAHeaderComeBackEmpty(t *testing.T) {
 	}
 }
 
-func TestOffloadsAreThoseThatTheDriverAccepts(t *testing.T) {
+func TestOffloads_are_those_that_the_driver_accepts(t *testing.T) {
 	for _, tc := range []struct {
 		features uint64
 		want     int
@@ -406,7 +406,7 @@ func TestOffloadsAreThoseThatTheDriverAccepts(t *testing.T) {
 	}
 }
 
-func TestLinkThatGoesDownDropsFramesOfTheGuestAndKeepsThoseForIt(t *testing.T) {
+func TestLink_that_goes_down_drops_frames_of_the_guest_and_keeps_those_for_it(t *testing.T) {
 	n := start(t, Config{}, allButTSO)
 	status := func() uint16 { return binary.LittleEndian.Uint16(n.Config(configStatus, 2)) }
 	if status() != statusLinkUp {
@@ -438,7 +438,7 @@ func TestLinkThatGoesDownDropsFramesOfTheGuestAndKeepsThoseForIt(t *testing.T) {
 	}
 }
 
-func TestCloneKeepsItsLinkDownUntilTold(t *testing.T) {
+func TestClone_keeps_its_link_down_until_told(t *testing.T) {
 	n := start(t, Config{}, allButTSO)
 	n.w.send(t, frame(4, 100))
 	clone, err := New(n.Mem(), n.w, Config{MAC: MAC{2, 9, 9, 9, 9, 9}, LinkDown: true})
@@ -470,7 +470,7 @@ func TestCloneKeepsItsLinkDownUntilTold(t *testing.T) {
 }
 
 // A guest that wakes hears and says nothing until it is released, loses nothing of either, and does not learn of it.
-func TestHeldDeviceKeepsFramesOfBothSidesUntilReleased(t *testing.T) {
+func TestHeld_device_keeps_frames_of_both_sides_until_released(t *testing.T) {
 	n := start(t, Config{}, allButTSO)
 	for i := range 2 {
 		// The second time it sleeps while it is held.
@@ -506,7 +506,7 @@ func TestHeldDeviceKeepsFramesOfBothSidesUntilReleased(t *testing.T) {
 	}
 }
 
-func TestBackendThatFailsGivesTheDeviceUp(t *testing.T) {
+func TestBackend_that_fails_gives_the_device_up(t *testing.T) {
 	n := start(t, Config{}, allButTSO)
 	n.post(1600)
 	// Reading a directory fails for good.
@@ -524,7 +524,7 @@ func TestBackendThatFailsGivesTheDeviceUp(t *testing.T) {
 	}
 }
 
-func TestRefusedOffloadsFailTheActivation(t *testing.T) {
+func TestRefused_offloads_fail_the_activation(t *testing.T) {
 	w := newWire(t)
 	w.err = errors.New("no such ioctl")
 	mem := devicetest.NewMemory(t)
@@ -541,7 +541,7 @@ func TestRefusedOffloadsFailTheActivation(t *testing.T) {
 	}
 }
 
-func TestNewRefusesBadConfigurations(t *testing.T) {
+func TestNew_refuses_bad_configurations(t *testing.T) {
 	mem := devicetest.NewMemory(t)
 	for name, cfg := range map[string]Config{
 		"no MAC":             {},
@@ -565,7 +565,7 @@ func TestNewRefusesBadConfigurations(t *testing.T) {
 	}
 }
 
-func TestImportRefusesBadStatesAndChangesNothing(t *testing.T) {
+func TestImport_refuses_bad_states_and_changes_nothing(t *testing.T) {
 	mem := devicetest.NewMemory(t)
 	d, err := New(mem, newWire(t), Config{MAC: testMAC})
 	must(t, err)
@@ -594,7 +594,7 @@ func TestImportRefusesBadStatesAndChangesNothing(t *testing.T) {
 	must(t, d.Import(good))
 }
 
-func TestExportRefusesARunningDevice(t *testing.T) {
+func TestExport_refuses_a_running_device(t *testing.T) {
 	n := start(t, Config{}, allButTSO)
 	if _, err := n.dev.Export(); !errors.Is(err, devices.ErrNotPaused) {
 		t.Fatalf("got %v", err)

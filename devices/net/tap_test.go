@@ -102,7 +102,7 @@ func nextUDP(d *devicetest.Driver) (header, payload []byte) {
 	}
 }
 
-func TestUDPCrossesATAPBothWays(t *testing.T) {
+func TestUDP_crosses_a_TAP_both_ways(t *testing.T) {
 	for name, features := range map[string]uint64{"with offloads": devicetest.AllFeatures, "without": 0} {
 		t.Run(name, func(t *testing.T) {
 			d, dev := startOnTAP(t, features)
@@ -139,7 +139,7 @@ func TestUDPCrossesATAPBothWays(t *testing.T) {
 	}
 }
 
-func TestFloodedTAPDoesNotFreezeWhenBuffersComeBack(t *testing.T) {
+func TestFlooded_TAP_does_not_freeze_when_buffers_come_back(t *testing.T) {
 	d, _ := startOnTAP(t, allButTSO)
 	host, err := stdnet.DialUDP("udp4", nil, &stdnet.UDPAddr{IP: stdnet.IPv4(10, 9, 0, 2), Port: 4000})
 	must(t, err)
@@ -165,7 +165,7 @@ func TestFloodedTAPDoesNotFreezeWhenBuffersComeBack(t *testing.T) {
 	}
 }
 
-func TestFramesThatTheKernelRefusesAreCounted(t *testing.T) {
+func TestFrames_that_the_kernel_refuses_are_counted(t *testing.T) {
 	d, dev := startOnTAP(t, devicetest.AllFeatures)
 	links, err := netlink.LinkList()
 	must(t, err)

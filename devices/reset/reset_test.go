@@ -16,7 +16,7 @@ func newBus(t *testing.T, report Report) *devices.Bus {
 	return &bus
 }
 
-func TestWritesThatEndTheGuest(t *testing.T) {
+func TestWrites_that_end_the_guest(t *testing.T) {
 	for _, tc := range []struct {
 		name string
 		port uint64
@@ -55,7 +55,7 @@ func TestWritesThatEndTheGuest(t *testing.T) {
 	}
 }
 
-func TestWhatReadsShow(t *testing.T) {
+func TestWhat_reads_show(t *testing.T) {
 	bus := newBus(t, func(e Event) { t.Errorf("a read caused %v", e) })
 	for port, want := range map[uint64]byte{
 		0x60: 0, 0x64: 1, ResetPort: 0, SleepControlPort: 0, SleepStatusPort: 0, PVPanicPort: 3,
@@ -73,7 +73,7 @@ func TestWhatReadsShow(t *testing.T) {
 
 // i8042_flush of Linux reads data while the output buffer is full, at most 16
 // times, and then takes it that there is no controller.
-func TestLinuxKeyboardProbeGivesUpAfterSixteenReads(t *testing.T) {
+func TestLinux_keyboard_probe_gives_up_after_sixteen_reads(t *testing.T) {
 	bus := newBus(t, func(Event) {})
 	p := make([]byte, 1)
 	for n := 0; ; n++ {
@@ -90,7 +90,7 @@ func TestLinuxKeyboardProbeGivesUpAfterSixteenReads(t *testing.T) {
 	}
 }
 
-func TestPortsCannotBeAddedTwice(t *testing.T) {
+func TestPorts_cannot_be_added_twice(t *testing.T) {
 	if err := AddTo(newBus(t, nil), nil); err == nil {
 		t.Error("they were added twice")
 	}

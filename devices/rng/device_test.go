@@ -55,7 +55,7 @@ func (s *pattern) Read(p []byte) (int, error) {
 	return len(p), nil
 }
 
-func TestBufferIsFilledFromTheSourceInOrder(t *testing.T) {
+func TestBuffer_is_filled_from_the_source_in_order(t *testing.T) {
 	d := start(t, &pattern{})
 	got, used := d.Queue(0).Do(nil, 5000, 1, 5000)
 	if used != 10001 {
@@ -68,7 +68,7 @@ func TestBufferIsFilledFromTheSourceInOrder(t *testing.T) {
 	}
 }
 
-func TestHugeBufferGetsNoMoreThanTheLimit(t *testing.T) {
+func TestHuge_buffer_gets_no_more_than_the_limit(t *testing.T) {
 	d := start(t, &pattern{})
 	got, used := d.Queue(0).Do(nil, 8<<20)
 	if used != MaxRequest {
@@ -79,14 +79,14 @@ func TestHugeBufferGetsNoMoreThanTheLimit(t *testing.T) {
 	}
 }
 
-func TestBufferThatCannotBeWrittenGetsNothing(t *testing.T) {
+func TestBuffer_that_cannot_be_written_gets_nothing(t *testing.T) {
 	d := start(t, nil)
 	if _, used := d.Queue(0).Do([][]byte{make([]byte, 64)}); used != 0 {
 		t.Fatalf("used %d", used)
 	}
 }
 
-func TestFailingSourceGivesTheDeviceUp(t *testing.T) {
+func TestFailing_source_gives_the_device_up(t *testing.T) {
 	d := start(t, io.LimitReader(&pattern{}, 100))
 	r := d.Queue(0).Submit(nil, 200)
 	devicetest.WaitFor(t, "NEEDS_RESET", func() bool { return d.Status()&devicetest.StatusNeedsReset != 0 })

@@ -35,7 +35,7 @@ func mustSet(t *testing.T, d *Device, name, value string) {
 	}
 }
 
-func TestGuestReadsTableAndValue(t *testing.T) {
+func TestGuest_reads_table_and_value(t *testing.T) {
 	d := New()
 	defer d.Close()
 	mustSet(t, d, "b", "value")
@@ -74,7 +74,7 @@ func TestGuestReadsTableAndValue(t *testing.T) {
 	}
 }
 
-func TestSecretThatIsReplacedWhileItIsReadHasAWrongSum(t *testing.T) {
+func TestSecret_that_is_replaced_while_it_is_read_has_a_wrong_sum(t *testing.T) {
 	for name, change := range map[string]func(*Device){
 		"replaced": func(d *Device) { mustSet(t, d, "a", "other") },
 		"removed":  func(d *Device) { d.Remove("a") },
@@ -94,7 +94,7 @@ func TestSecretThatIsReplacedWhileItIsReadHasAWrongSum(t *testing.T) {
 	}
 }
 
-func TestAwaitedSecretKeepsAValueThatThereIs(t *testing.T) {
+func TestAwaited_secret_keeps_a_value_that_there_is(t *testing.T) {
 	d := New()
 	defer d.Close()
 	mustSet(t, d, "a", "value")
@@ -110,7 +110,7 @@ func TestAwaitedSecretKeepsAValueThatThereIs(t *testing.T) {
 	}
 }
 
-func TestImpossibleSecretsAreRefused(t *testing.T) {
+func TestImpossible_secrets_are_refused(t *testing.T) {
 	d := New()
 	defer d.Close()
 	for _, s := range []Secret{{Name: ""}, {Name: ".."}, {Name: "a/b"}, {Name: "a\x00"}, {Name: strings.Repeat("a", MaxName+1)}, {Name: "a", Mode: 0o1777}} {
@@ -129,7 +129,7 @@ func TestImpossibleSecretsAreRefused(t *testing.T) {
 	}
 }
 
-func TestNothingIsLeftOfSecretsThatAreGone(t *testing.T) {
+func TestNothing_is_left_of_secrets_that_are_gone(t *testing.T) {
 	d := New()
 	mustSet(t, d, "a", "value")
 	d.out32(Select, 1)
@@ -171,7 +171,7 @@ func FuzzPorts(f *testing.F) {
 	})
 }
 
-func TestHiddenSecretIsNotThereForTheGuest(t *testing.T) {
+func TestHidden_secret_is_not_there_for_the_guest(t *testing.T) {
 	d := New()
 	defer d.Close()
 	if _, changed := d.Use("key", func([]byte) { t.Error("a value that is not there") }); changed == nil {

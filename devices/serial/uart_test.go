@@ -63,7 +63,7 @@ func (b *buffer) String() string {
 }
 
 // The sequence of Linux's autoconfig(), drivers/tty/serial/8250/8250_port.c.
-func TestLinuxProbeFindsA16550A(t *testing.T) {
+func TestLinux_probe_finds_a_16550_a(t *testing.T) {
 	p := newPort(t, nil)
 	p.out(regIER, 0)
 	if v := p.in(regIER); v != 0 {
@@ -114,7 +114,7 @@ func TestLinuxProbeFindsA16550A(t *testing.T) {
 }
 
 // serial8250_THRE_test: enabling the interrupt again must raise it again.
-func TestTransmitInterruptRisesEachTimeItIsEnabled(t *testing.T) {
+func TestTransmit_interrupt_rises_each_time_it_is_enabled(t *testing.T) {
 	p := newPort(t, nil)
 	for i := range 3 {
 		if n := p.edgesOf(func() { p.out(regIER, ierTransmit) }); n != 1 {
@@ -130,7 +130,7 @@ func TestTransmitInterruptRisesEachTimeItIsEnabled(t *testing.T) {
 	}
 }
 
-func TestEachOutputAfterAnEmptyInterruptRaisesAgain(t *testing.T) {
+func TestEach_output_after_an_empty_interrupt_raises_again(t *testing.T) {
 	var out buffer
 	p := newPort(t, &out)
 	p.out(regIER, ierTransmit)
@@ -160,7 +160,7 @@ func (p *port) loop(text string) {
 	p.out(regMCR, mcr)
 }
 
-func TestInputInterruptsUntilItIsRead(t *testing.T) {
+func TestInput_interrupts_until_it_is_read(t *testing.T) {
 	p := newPort(t, nil)
 	p.out(regIER, ierReceive)
 	if n := p.edgesOf(func() { p.loop("ab") }); n != 1 {
@@ -179,7 +179,7 @@ func TestInputInterruptsUntilItIsRead(t *testing.T) {
 	}
 }
 
-func TestInputFloodIsBounded(t *testing.T) {
+func TestInput_flood_is_bounded(t *testing.T) {
 	p := newPort(t, nil)
 	// A guest that floods itself in loopback.
 	for range 3 {
@@ -194,7 +194,7 @@ func TestInputFloodIsBounded(t *testing.T) {
 	}
 }
 
-func TestClearingTheFIFODropsSixteenBytes(t *testing.T) {
+func TestClearing_the_FIFO_drops_sixteen_bytes(t *testing.T) {
 	p := newPort(t, nil)
 	p.loop("0123456789abcdefREST")
 	p.out(regIIR, fcrEnable|fcrClear)
@@ -208,7 +208,7 @@ func TestClearingTheFIFODropsSixteenBytes(t *testing.T) {
 	}
 }
 
-func TestDivisorLatchHidesData(t *testing.T) {
+func TestDivisor_latch_hides_data(t *testing.T) {
 	var out buffer
 	p := newPort(t, &out)
 	p.out(regLCR, lcrDLAB)
@@ -227,7 +227,7 @@ func TestDivisorLatchHidesData(t *testing.T) {
 	}
 }
 
-func TestAnyAccessOfAnyWidthIsHarmless(t *testing.T) {
+func TestAny_access_of_any_width_is_harmless(t *testing.T) {
 	p := newPort(t, nil)
 	for off := uint64(0); off < 20; off++ {
 		for _, n := range []int{0, 1, 2, 4, 8, 3} {
@@ -251,7 +251,7 @@ func (s *stuck) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-func TestStuckWriterBlocksNeitherGuestNorPauseAndOutputIsKept(t *testing.T) {
+func TestStuck_writer_blocks_neither_guest_nor_pause_and_output_is_kept(t *testing.T) {
 	w := &stuck{make(chan struct{})}
 	p := newPort(t, w)
 	defer close(w.release)
@@ -286,7 +286,7 @@ func TestStuckWriterBlocksNeitherGuestNorPauseAndOutputIsKept(t *testing.T) {
 	}
 }
 
-func TestPauseEndsWithItsContext(t *testing.T) {
+func TestPause_ends_with_its_context(t *testing.T) {
 	w := &stuck{make(chan struct{})}
 	p := newPort(t, w)
 	defer close(w.release)
@@ -298,7 +298,7 @@ func TestPauseEndsWithItsContext(t *testing.T) {
 	}
 }
 
-func TestStateGoesOnInAnotherPort(t *testing.T) {
+func TestState_goes_on_in_another_port(t *testing.T) {
 	p := newPort(t, nil)
 	p.out(regIIR, fcrEnable)
 	p.out(regIER, ierReceive|ierTransmit)
@@ -334,7 +334,7 @@ func TestStateGoesOnInAnotherPort(t *testing.T) {
 	}
 }
 
-func TestDamagedStateIsRefused(t *testing.T) {
+func TestDamaged_state_is_refused(t *testing.T) {
 	p := newPort(t, nil)
 	p.loop("abc")
 	good, err := p.Export()

@@ -6,7 +6,7 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-func TestUnpoppedChainsComeAgainInTheirOrder(t *testing.T) {
+func TestUnpopped_chains_come_again_in_their_order(t *testing.T) {
 	r := newRing(t, 8, 0)
 	for i := range uint16(3) {
 		r.desc(descGPA, int(i), desc{addr: dataAt + 0x1000*guestmem.GPA(i), n: 100, flags: descWrite})
@@ -38,7 +38,7 @@ func TestUnpoppedChainsComeAgainInTheirOrder(t *testing.T) {
 	}
 }
 
-func TestPushAllWritesEveryElementAndOneIndex(t *testing.T) {
+func TestPush_all_writes_every_element_and_one_index(t *testing.T) {
 	r := newRing(t, 4, 0)
 	r.q.SetPosition(Position{NextAvail: 65534, NextUsed: 65534})
 	r.must(r.q.PushAll([]Used{{3, 10}, {1, 20}, {2, 30}}))

@@ -100,7 +100,7 @@ func (r *ring) pop(c *Chain) bool {
 	return ok
 }
 
-func TestLayoutsThatCannotBeAreRefused(t *testing.T) {
+func TestLayouts_that_cannot_be_are_refused(t *testing.T) {
 	mem, err := guestmem.New(ramSize)
 	if err != nil {
 		t.Fatal(err)
@@ -229,7 +229,7 @@ func straight(n int) []desc {
 	return ds
 }
 
-func TestChainOfMoreThanFourGiBIsRefused(t *testing.T) {
+func TestChain_of_more_than_four_gi_b_is_refused(t *testing.T) {
 	r := newRing(t, 128, 0)
 	for i := range 65 {
 		r.desc(descGPA, i, desc{0, ramSize, descNext, uint16(i + 1)})
@@ -246,7 +246,7 @@ func TestChainOfMoreThanFourGiBIsRefused(t *testing.T) {
 	}
 }
 
-func TestBrokenRingsStopTheQueue(t *testing.T) {
+func TestBroken_rings_stop_the_queue(t *testing.T) {
 	for _, tc := range []struct {
 		name  string
 		spoil func(r *ring)
@@ -280,7 +280,7 @@ func TestBrokenRingsStopTheQueue(t *testing.T) {
 	}
 }
 
-func TestFullRingIsNotTooFar(t *testing.T) {
+func TestFull_ring_is_not_too_far(t *testing.T) {
 	r := newRing(t, 8, 0)
 	for i := range uint16(8) {
 		r.desc(descGPA, int(i), desc{dataAt + guestmem.GPA(i), uint32(i) + 1, 0, 0})
@@ -297,7 +297,7 @@ func TestFullRingIsNotTooFar(t *testing.T) {
 	}
 }
 
-func TestBadChainsDoNotHideTheGoodOneBehindThem(t *testing.T) {
+func TestBad_chains_do_not_hide_the_good_one_behind_them(t *testing.T) {
 	r := newRing(t, 8, 0)
 	r.desc(descGPA, 0, desc{dataAt, 0, 0, 0})
 	r.desc(descGPA, 1, desc{dataAt, 5, 0, 0})
@@ -314,7 +314,7 @@ func TestBadChainsDoNotHideTheGoodOneBehindThem(t *testing.T) {
 	}
 }
 
-func TestIndicesWrapAround(t *testing.T) {
+func TestIndices_wrap_around(t *testing.T) {
 	for _, features := range []uint64{0, FeatureEventIdx} {
 		r := newRing(t, 8, features)
 		r.q.SetPosition(Position{NextAvail: 0xfffd, NextUsed: 0xfffd})
@@ -347,7 +347,7 @@ func TestIndicesWrapAround(t *testing.T) {
 	}
 }
 
-func TestInterruptsWithoutEventIndex(t *testing.T) {
+func TestInterrupts_without_event_index(t *testing.T) {
 	r := newRing(t, 8, 0)
 	wanted := func() bool {
 		t.Helper()
@@ -372,7 +372,7 @@ func TestInterruptsWithoutEventIndex(t *testing.T) {
 	}
 }
 
-func TestInterruptsWithEventIndex(t *testing.T) {
+func TestInterrupts_with_event_index(t *testing.T) {
 	for _, tc := range []struct {
 		name   string
 		event  uint16
@@ -401,7 +401,7 @@ func TestInterruptsWithEventIndex(t *testing.T) {
 	}
 }
 
-func TestKicksAreAskedForAndHeldOff(t *testing.T) {
+func TestKicks_are_asked_for_and_held_off(t *testing.T) {
 	for _, features := range []uint64{0, FeatureEventIdx} {
 		r := newRing(t, 8, features)
 		r.desc(descGPA, 0, desc{dataAt, 1, 0, 0})
@@ -441,7 +441,7 @@ func TestKicksAreAskedForAndHeldOff(t *testing.T) {
 	}
 }
 
-func TestReaderAndWriterCrossSegments(t *testing.T) {
+func TestReader_and_writer_cross_segments(t *testing.T) {
 	r := newRing(t, 8, 0)
 	r.desc(descGPA, 0, desc{dataAt, 3, descNext, 1})
 	r.desc(descGPA, 1, desc{dataAt + 100, 4, descNext, 2})
@@ -500,7 +500,7 @@ func TestReaderAndWriterCrossSegments(t *testing.T) {
 	}
 }
 
-func TestFileTransfersOfAChain(t *testing.T) {
+func TestFile_transfers_of_a_chain(t *testing.T) {
 	r := newRing(t, 64, 0)
 	// Many small segments, each in another page.
 	want := make([]byte, 0, 1000)
@@ -571,7 +571,7 @@ type failing struct{ err error }
 func (f *failing) Ensure(guestmem.GPA, uint64) error { return f.err }
 func (f *failing) Discarding(guestmem.GPA, uint64)   {}
 
-func TestMemoryThatCannotBeLoadedIsTheHostsError(t *testing.T) {
+func TestMemory_that_cannot_be_loaded_is_the_hosts_error(t *testing.T) {
 	r := newRing(t, 8, 0)
 	f := &failing{}
 	r.mem.SetResidency(f)
@@ -593,7 +593,7 @@ func TestMemoryThatCannotBeLoadedIsTheHostsError(t *testing.T) {
 	}
 }
 
-func TestPopAllocatesNothing(t *testing.T) {
+func TestPop_allocates_nothing(t *testing.T) {
 	for name, features := range map[string]uint64{"direct": 0, "indirect": FeatureIndirectDesc} {
 		r := newRing(t, 256, features)
 		if features == 0 {

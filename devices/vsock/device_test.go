@@ -11,7 +11,7 @@ import (
 	"time"
 )
 
-func TestHostConnectsToGuestAndBytesFlowBothWays(t *testing.T) {
+func TestHost_connects_to_guest_and_bytes_flow_both_ways(t *testing.T) {
 	g := newGuest(t, 64)
 	c, s := g.connect(5000)
 	for _, n := range []int{1, 100, rxBuffer - headerSize, rxBuffer, 70000} {
@@ -25,7 +25,7 @@ func TestHostConnectsToGuestAndBytesFlowBothWays(t *testing.T) {
 	}
 }
 
-func TestGuestConnectsToHostAndBytesFlowBothWays(t *testing.T) {
+func TestGuest_connects_to_host_and_bytes_flow_both_ways(t *testing.T) {
 	g := newGuest(t, 64)
 	c, s := g.open(1234, 7)
 	s.write([]byte("hello"))
@@ -36,7 +36,7 @@ func TestGuestConnectsToHostAndBytesFlowBothWays(t *testing.T) {
 	}
 }
 
-func TestRequestToPortWithoutListenerIsReset(t *testing.T) {
+func TestRequest_to_port_without_listener_is_reset(t *testing.T) {
 	g := newGuest(t, 4)
 	s := &stream{g: g, local: 9, remote: 99}
 	s.send(opRequest, 0)
@@ -45,7 +45,7 @@ func TestRequestToPortWithoutListenerIsReset(t *testing.T) {
 	}
 }
 
-func TestRefusalOfGuestClosesClientWithoutOK(t *testing.T) {
+func TestRefusal_of_guest_closes_client_without_OK(t *testing.T) {
 	g := newGuest(t, 4)
 	c := g.dial(1)
 	p := g.receive(opRequest)
@@ -53,7 +53,7 @@ func TestRefusalOfGuestClosesClientWithoutOK(t *testing.T) {
 	wantEOF(t, c)
 }
 
-func TestClientNeedNotWaitForOK(t *testing.T) {
+func TestClient_need_not_wait_for_OK(t *testing.T) {
 	g := newGuest(t, 4)
 	c, err := net.Dial("unix", g.path)
 	must(t, err)
@@ -67,7 +67,7 @@ func TestClientNeedNotWaitForOK(t *testing.T) {
 	}
 }
 
-func TestBadLinesCloseTheClient(t *testing.T) {
+func TestBad_lines_close_the_client(t *testing.T) {
 	g := newGuest(t, 4)
 	for _, line := range []string{
 		"\n", "CONNECT\n", "CONNECT \n", "CONNECT x\n", "connect 1\n", "CONNECT -1\n", "CONNECT +1\n", "CONNECT 4294967295\n",
@@ -90,7 +90,7 @@ func isTimeout(err error) bool {
 	return errors.As(err, &ne) && ne.Timeout()
 }
 
-func TestLineMayComeInPieces(t *testing.T) {
+func TestLine_may_come_in_pieces(t *testing.T) {
 	g := newGuest(t, 4)
 	c, err := net.Dial("unix", g.path)
 	must(t, err)
@@ -104,7 +104,7 @@ func TestLineMayComeInPieces(t *testing.T) {
 	}
 }
 
-func TestHalfCloseOfClientReachesGuestAndReplyComesBack(t *testing.T) {
+func TestHalf_close_of_client_reaches_guest_and_reply_comes_back(t *testing.T) {
 	g := newGuest(t, 16)
 	c, s := g.connect(80)
 	c.Write([]byte("question"))
@@ -124,7 +124,7 @@ func TestHalfCloseOfClientReachesGuestAndReplyComesBack(t *testing.T) {
 	g.receive(opReset)
 }
 
-func TestHalfCloseOfGuestReachesClientAndReplyComesBack(t *testing.T) {
+func TestHalf_close_of_guest_reaches_client_and_reply_comes_back(t *testing.T) {
 	g := newGuest(t, 16)
 	c, s := g.connect(80)
 	s.write([]byte("question"))
@@ -145,7 +145,7 @@ func TestHalfCloseOfGuestReachesClientAndReplyComesBack(t *testing.T) {
 	g.silent(10 * time.Millisecond)
 }
 
-func TestGuestThatWillNotReceiveFailsTheClientsWrites(t *testing.T) {
+func TestGuest_that_will_not_receive_fails_the_clients_writes(t *testing.T) {
 	g := newGuest(t, 16)
 	c, s := g.connect(80)
 	s.send(opShutdown, shutdownReceive)
@@ -162,7 +162,7 @@ func TestGuestThatWillNotReceiveFailsTheClientsWrites(t *testing.T) {
 	readFull(t, c, []byte("still here"))
 }
 
-func TestClientThatClosesEndsBothDirections(t *testing.T) {
+func TestClient_that_closes_ends_both_directions(t *testing.T) {
 	g := newGuest(t, 16)
 	c, s := g.connect(80)
 	c.Close()
@@ -184,7 +184,7 @@ func (g *guest) paused(f func(e *engine) bool) bool {
 	return f(g.dev.engine)
 }
 
-func TestGuestsLastBytesReachASlowClientAfterTheConnectionHasEnded(t *testing.T) {
+func TestGuests_last_bytes_reach_a_slow_client_after_the_connection_has_ended(t *testing.T) {
 	for _, end := range []string{"shutdown", "reset"} {
 		t.Run(end, func(t *testing.T) {
 			g := newGuest(t, 16)
@@ -206,7 +206,7 @@ func TestGuestsLastBytesReachASlowClientAfterTheConnectionHasEnded(t *testing.T)
 	}
 }
 
-func TestBytesGoBothWaysAtOnceOnManyConnections(t *testing.T) {
+func TestBytes_go_both_ways_at_once_on_many_connections(t *testing.T) {
 	g := newGuest(t, 200)
 	const conns, size = 8, 300000
 	type pair struct {

@@ -66,7 +66,7 @@ func TestHeaderLies(t *testing.T) {
 	}
 }
 
-func TestUnknownSocketTypeIsReset(t *testing.T) {
+func TestUnknown_socket_type_is_reset(t *testing.T) {
 	g := newGuest(t, 4)
 	s := &stream{g: g, local: 1, remote: 2}
 	h := s.header(opRequest)
@@ -77,7 +77,7 @@ func TestUnknownSocketTypeIsReset(t *testing.T) {
 	}
 }
 
-func TestEveryOperationOnAnUnknownConnectionButResetIsReset(t *testing.T) {
+func TestEvery_operation_on_an_unknown_connection_but_reset_is_reset(t *testing.T) {
 	g := newGuest(t, 16)
 	for op := range uint16(10) {
 		s := &stream{g: g, local: 1, remote: 2}
@@ -89,7 +89,7 @@ func TestEveryOperationOnAnUnknownConnectionButResetIsReset(t *testing.T) {
 	g.silent(5 * time.Millisecond)
 }
 
-func TestAnswersToARequestThatWasNeverDeliveredAreViolations(t *testing.T) {
+func TestAnswers_to_a_request_that_was_never_delivered_are_violations(t *testing.T) {
 	g := newGuest(t, 0)
 	c := g.dial(80)
 	g.wait("the connection", func() bool { return g.paused(func(e *engine) bool { return len(e.conns) == 1 }) })
@@ -100,7 +100,7 @@ func TestAnswersToARequestThatWasNeverDeliveredAreViolations(t *testing.T) {
 	g.receive(opReset)
 }
 
-func TestDataBeforeTheResponseIsAViolation(t *testing.T) {
+func TestData_before_the_response_is_a_violation(t *testing.T) {
 	g := newGuest(t, 4)
 	c := g.dial(80)
 	p := g.receive(opRequest)
@@ -110,7 +110,7 @@ func TestDataBeforeTheResponseIsAViolation(t *testing.T) {
 	wantEOF(t, c)
 }
 
-func TestDataAfterItsEndIsAViolation(t *testing.T) {
+func TestData_after_its_end_is_a_violation(t *testing.T) {
 	g := newGuest(t, 8)
 	_, s := g.connect(80)
 	s.send(opShutdown, shutdownSend)
@@ -121,7 +121,7 @@ func TestDataAfterItsEndIsAViolation(t *testing.T) {
 	}
 }
 
-func TestShortPacketsAndBuffersAreCountedAndSkipped(t *testing.T) {
+func TestShort_packets_and_buffers_are_counted_and_skipped(t *testing.T) {
 	g := newGuest(t, 0)
 	g.tx.add(txPool, headerSize-1, false)
 	g.rx.add(rxPool, headerSize, true) // no room for payload
@@ -142,7 +142,7 @@ func TestShortPacketsAndBuffersAreCountedAndSkipped(t *testing.T) {
 	g.receive(opRequest)
 }
 
-func TestBuffersSplitOverManyDescriptorsAreFilledRight(t *testing.T) {
+func TestBuffers_split_over_many_descriptors_are_filled_right(t *testing.T) {
 	g := newGuest(t, 4)
 	c, s := g.connect(80)
 	for range 3 {
@@ -189,7 +189,7 @@ func TestBuffersSplitOverManyDescriptorsAreFilledRight(t *testing.T) {
 	}
 }
 
-func TestGuestThatIgnoresCreditIsReset(t *testing.T) {
+func TestGuest_that_ignores_credit_is_reset(t *testing.T) {
 	g := newGuest(t, 64)
 	c, s := g.connect(80)
 	chunk := make([]byte, 65536)
@@ -209,7 +209,7 @@ func TestGuestThatIgnoresCreditIsReset(t *testing.T) {
 	}
 }
 
-func TestClientThatDoesNotReadStallsItsOwnConnectionOnly(t *testing.T) {
+func TestClient_that_does_not_read_stalls_its_own_connection_only(t *testing.T) {
 	g := newGuest(t, 64)
 	slow, s1 := g.connect(80)
 	quick, s2 := g.connect(81)
@@ -241,7 +241,7 @@ func TestClientThatDoesNotReadStallsItsOwnConnectionOnly(t *testing.T) {
 	})
 }
 
-func TestGuestWithoutReceiveBuffersStallsNobodyAndGetsEverythingLater(t *testing.T) {
+func TestGuest_without_receive_buffers_stalls_nobody_and_gets_everything_later(t *testing.T) {
 	g := newGuest(t, 1)
 	c, s := g.connect(80) // takes the buffer and posts one
 	data := pattern(7, 100000)
@@ -267,7 +267,7 @@ func TestGuestWithoutReceiveBuffersStallsNobodyAndGetsEverythingLater(t *testing
 	}
 }
 
-func TestNoByteIsSentBeyondTheGuestsCredit(t *testing.T) {
+func TestNo_byte_is_sent_beyond_the_guests_credit(t *testing.T) {
 	for _, alloc := range []uint32{0, 1, 1000, 5000} {
 		g := newGuest(t, 64)
 		c := g.dial(80)
@@ -308,7 +308,7 @@ func TestNoByteIsSentBeyondTheGuestsCredit(t *testing.T) {
 	}
 }
 
-func TestCreditThatShrinksOrRunsBackwardsSendsNothing(t *testing.T) {
+func TestCredit_that_shrinks_or_runs_backwards_sends_nothing(t *testing.T) {
 	g := newGuest(t, 64)
 	c, s := g.connect(80)
 	c.Write(make([]byte, 5000))
@@ -328,7 +328,7 @@ func TestCreditThatShrinksOrRunsBackwardsSendsNothing(t *testing.T) {
 	s.read(1)
 }
 
-func TestCreditIsNotAdvertisedMoreOftenThanHalfABuffer(t *testing.T) {
+func TestCredit_is_not_advertised_more_often_than_half_a_buffer(t *testing.T) {
 	g := newGuest(t, 64)
 	c, s := g.connect(80)
 	chunk := make([]byte, 4096)
@@ -361,7 +361,7 @@ func TestCreditIsNotAdvertisedMoreOftenThanHalfABuffer(t *testing.T) {
 	}
 }
 
-func TestRequestAndReplyTakeNoExtraPacketsAndOneInterruptEach(t *testing.T) {
+func TestRequest_and_reply_take_no_extra_packets_and_one_interrupt_each(t *testing.T) {
 	g := newGuest(t, 64)
 	c, s := g.connect(80)
 	before, interrupts := g.dev.Stats().PacketsToGuest.Load(), g.count()
@@ -382,7 +382,7 @@ func TestRequestAndReplyTakeNoExtraPacketsAndOneInterruptEach(t *testing.T) {
 	}
 }
 
-func TestStormsOfPacketsLeaveNothingBehind(t *testing.T) {
+func TestStorms_of_packets_leave_nothing_behind(t *testing.T) {
 	for name, op := range map[string]uint16{
 		"data": opData, "request": opRequest, "response": opResponse, "shutdown": opShutdown,
 		"credit request": opCreditRequest, "reset": opReset, "unknown": 77,
@@ -431,7 +431,7 @@ func TestStormsOfPacketsLeaveNothingBehind(t *testing.T) {
 	}
 }
 
-func TestCreditRequestStormOnOneConnectionIsAnsweredAtMostOncePerBuffer(t *testing.T) {
+func TestCredit_request_storm_on_one_connection_is_answered_at_most_once_per_buffer(t *testing.T) {
 	g := newGuest(t, 2)
 	_, s := g.connect(80)
 	for range 1000 {
@@ -444,7 +444,7 @@ func TestCreditRequestStormOnOneConnectionIsAnsweredAtMostOncePerBuffer(t *testi
 	}
 }
 
-func TestConnectionsBeyondTheLimitAreRefusedAndOthersWork(t *testing.T) {
+func TestConnections_beyond_the_limit_are_refused_and_others_work(t *testing.T) {
 	var limit unix.Rlimit
 	must(t, unix.Getrlimit(unix.RLIMIT_NOFILE, &limit))
 	if limit.Cur < 3*MaxConnections {
@@ -513,7 +513,7 @@ func TestConnectionsBeyondTheLimitAreRefusedAndOthersWork(t *testing.T) {
 	g.receive(opCreditUpdate)
 }
 
-func TestClientsThatSayNothingAreClosedInTime(t *testing.T) {
+func TestClients_that_say_nothing_are_closed_in_time(t *testing.T) {
 	if testing.Short() {
 		t.Skip("waits for a time limit of seconds")
 	}
@@ -530,7 +530,7 @@ func TestClientsThatSayNothingAreClosedInTime(t *testing.T) {
 	}
 }
 
-func TestGuestThatDoesNotAnswerARequestIsResetInTime(t *testing.T) {
+func TestGuest_that_does_not_answer_a_request_is_reset_in_time(t *testing.T) {
 	if testing.Short() {
 		t.Skip("waits for a time limit of seconds")
 	}
@@ -543,7 +543,7 @@ func TestGuestThatDoesNotAnswerARequestIsResetInTime(t *testing.T) {
 	g.receive(opReset)
 }
 
-func TestBrokenRingGivesTheDeviceUpAndFreesTheClients(t *testing.T) {
+func TestBroken_ring_gives_the_device_up_and_frees_the_clients(t *testing.T) {
 	for name, q := range map[string]int{"rx": queueRX, "tx": queueTX} {
 		t.Run(name, func(t *testing.T) {
 			g := newGuest(t, 8)
@@ -569,7 +569,7 @@ func TestBrokenRingGivesTheDeviceUpAndFreesTheClients(t *testing.T) {
 	}
 }
 
-func TestMalformedChainsAreGivenBackAndCounted(t *testing.T) {
+func TestMalformed_chains_are_given_back_and_counted(t *testing.T) {
 	g := newGuest(t, 0)
 	g.tx.add(0x7fffffff000, 100, false)
 	g.tx.kick.Signal()

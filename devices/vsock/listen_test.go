@@ -17,7 +17,7 @@ func newDevice(t *testing.T, path string) (*Device, error) {
 	return New(newMemory(t), Config{CID: testCID, Path: path})
 }
 
-func TestCloseRemovesTheSocketAndItsLock(t *testing.T) {
+func TestClose_removes_the_socket_and_its_lock(t *testing.T) {
 	dir := t.TempDir()
 	d, err := newDevice(t, filepath.Join(dir, "v"))
 	must(t, err)
@@ -35,7 +35,7 @@ func TestCloseRemovesTheSocketAndItsLock(t *testing.T) {
 	}
 }
 
-func TestPathThatSomebodyServesIsRefused(t *testing.T) {
+func TestPath_that_somebody_serves_is_refused(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "v")
 	d, err := newDevice(t, path)
 	must(t, err)
@@ -57,7 +57,7 @@ func TestPathThatSomebodyServesIsRefused(t *testing.T) {
 	c.Close()
 }
 
-func TestSocketOfADeadOwnerIsReplaced(t *testing.T) {
+func TestSocket_of_a_dead_owner_is_replaced(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "v")
 	l, err := net.Listen("unix", path)
 	must(t, err)
@@ -72,7 +72,7 @@ func TestSocketOfADeadOwnerIsReplaced(t *testing.T) {
 	must(t, d.Close())
 }
 
-func TestOnlyOneOfManyTakesAStalePath(t *testing.T) {
+func TestOnly_one_of_many_takes_a_stale_path(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "v")
 	mem := newMemory(t)
 	for range 20 {
@@ -110,7 +110,7 @@ func TestOnlyOneOfManyTakesAStalePath(t *testing.T) {
 	}
 }
 
-func TestBadPathsAreRefusedWithTheReason(t *testing.T) {
+func TestBad_paths_are_refused_with_the_reason(t *testing.T) {
 	dir := t.TempDir()
 	file := filepath.Join(dir, "file")
 	must(t, os.WriteFile(file, []byte("precious"), 0o600))
@@ -138,7 +138,7 @@ func TestBadPathsAreRefusedWithTheReason(t *testing.T) {
 	}
 }
 
-func TestPathLongerThanASocketAddressWorks(t *testing.T) {
+func TestPath_longer_than_a_socket_address_works(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), strings.Repeat("d", 100), strings.Repeat("e", 100))
 	must(t, os.MkdirAll(dir, 0o700))
 	g := inactiveGuest(t, newMemory(t), filepath.Join(dir, "v"))
@@ -154,7 +154,7 @@ func TestPathLongerThanASocketAddressWorks(t *testing.T) {
 	readFull(t, c, []byte("x"))
 }
 
-func TestListenerThatTheOwnerHoldsIsServedAndLeftAlone(t *testing.T) {
+func TestListener_that_the_owner_holds_is_served_and_left_alone(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "v")
 	l, err := net.Listen("unix", path)
 	must(t, err)
@@ -186,7 +186,7 @@ func TestListenerThatTheOwnerHoldsIsServedAndLeftAlone(t *testing.T) {
 	}
 }
 
-func TestFileThatIsNotAListenerIsRefused(t *testing.T) {
+func TestFile_that_is_not_a_listener_is_refused(t *testing.T) {
 	f, err := os.Open(os.DevNull)
 	must(t, err)
 	defer f.Close()
@@ -195,7 +195,7 @@ func TestFileThatIsNotAListenerIsRefused(t *testing.T) {
 	}
 }
 
-func TestKilledProcessLeavesAPathThatCanBeTaken(t *testing.T) {
+func TestKilled_process_leaves_a_path_that_can_be_taken(t *testing.T) {
 	if path := os.Getenv("VSOCK_TEST_HOLD"); path != "" {
 		_, err := newDevice(t, path)
 		must(t, err)
@@ -204,7 +204,7 @@ func TestKilledProcessLeavesAPathThatCanBeTaken(t *testing.T) {
 		return
 	}
 	path := filepath.Join(t.TempDir(), "v")
-	cmd := exec.Command(os.Args[0], "-test.run=^TestKilledProcessLeavesAPathThatCanBeTaken$")
+	cmd := exec.Command(os.Args[0], "-test.run=^TestKilled_process_leaves_a_path_that_can_be_taken$")
 	cmd.Env = append(os.Environ(), "VSOCK_TEST_HOLD="+path)
 	out, err := cmd.StdoutPipe()
 	must(t, err)
@@ -222,7 +222,7 @@ func TestKilledProcessLeavesAPathThatCanBeTaken(t *testing.T) {
 	must(t, d.Close())
 }
 
-func TestContextIDsOutOfRangeAreRefused(t *testing.T) {
+func TestContext_IDs_out_of_range_are_refused(t *testing.T) {
 	for _, cid := range []uint64{0, 1, 2, MaxCID + 1, 1 << 40} {
 		if d, err := New(newMemory(t), Config{CID: cid, Path: filepath.Join(t.TempDir(), "v")}); err == nil {
 			d.Close()

@@ -61,7 +61,7 @@ func (g *guest) noEvent() {
 	}
 }
 
-func TestConnectionsOutliveAPause(t *testing.T) {
+func TestConnections_outlive_a_pause(t *testing.T) {
 	g := newGuest(t, 16)
 	c, s := g.connect(80)
 	for range 3 {
@@ -82,7 +82,7 @@ func TestConnectionsOutliveAPause(t *testing.T) {
 	g.noEvent()
 }
 
-func TestPauseTouchesNoGuestMemoryUntilResume(t *testing.T) {
+func TestPause_touches_no_guest_memory_until_resume(t *testing.T) {
 	g := newGuest(t, 16)
 	c, s := g.connect(80)
 	must(t, g.dev.Pause(context.Background()))
@@ -101,7 +101,7 @@ func TestPauseTouchesNoGuestMemoryUntilResume(t *testing.T) {
 	g.receive(opRequest)
 }
 
-func TestPauseDeliversWhatTheGuestHasSent(t *testing.T) {
+func TestPause_delivers_what_the_guest_has_sent(t *testing.T) {
 	g := newGuest(t, 16)
 	c, s := g.connect(80)
 	for i := range 10 {
@@ -112,7 +112,7 @@ func TestPauseDeliversWhatTheGuestHasSent(t *testing.T) {
 	must(t, g.dev.Close())
 }
 
-func TestBytesThatTheGuestKnowsAsReceivedOutliveTheProcess(t *testing.T) {
+func TestBytes_that_the_guest_knows_as_received_outlive_the_process(t *testing.T) {
 	g := newGuest(t, 16)
 	c, s := g.connect(80)
 	data := pattern(3, largeBuffer)
@@ -131,7 +131,7 @@ func TestBytesThatTheGuestKnowsAsReceivedOutliveTheProcess(t *testing.T) {
 	readFull(t, c, data[:known])
 }
 
-func TestPauseReturnsWhenItsContextEndsAndTheDeviceRunsOn(t *testing.T) {
+func TestPause_returns_when_its_context_ends_and_the_device_runs_on(t *testing.T) {
 	g := newGuest(t, 16)
 	ctx, cancel := context.WithCancel(context.Background())
 	cancel()
@@ -145,7 +145,7 @@ func TestPauseReturnsWhenItsContextEndsAndTheDeviceRunsOn(t *testing.T) {
 	g.connect(80)
 }
 
-func TestRestoredGuestHearsOfLostConnectionsBeforeAnythingElse(t *testing.T) {
+func TestRestored_guest_hears_of_lost_connections_before_anything_else(t *testing.T) {
 	g := newGuest(t, 16)
 	g.postEvents(8)
 	_, old := g.connect(80)
@@ -175,7 +175,7 @@ func TestRestoredGuestHearsOfLostConnectionsBeforeAnythingElse(t *testing.T) {
 	n.noEvent()
 }
 
-func TestRestoredGuestThatNeverReturnsTheEventBufferGetsPacketsInTheEnd(t *testing.T) {
+func TestRestored_guest_that_never_returns_the_event_buffer_gets_packets_in_the_end(t *testing.T) {
 	t.Parallel()
 	g := newGuest(t, 16)
 	g.postEvents(1)
@@ -191,7 +191,7 @@ func TestRestoredGuestThatNeverReturnsTheEventBufferGetsPacketsInTheEnd(t *testi
 	}
 }
 
-func TestRestoredGuestWithoutEventBuffersGetsResets(t *testing.T) {
+func TestRestored_guest_without_event_buffers_gets_resets(t *testing.T) {
 	g := newGuest(t, 16)
 	_, s := g.connect(80)
 	n := g.restore(filepath.Join(t.TempDir(), "other.sock"))
@@ -203,7 +203,7 @@ func TestRestoredGuestWithoutEventBuffersGetsResets(t *testing.T) {
 	n.receive(opRequest)
 }
 
-func TestRestoredGuestWithoutConnectionsHearsNothing(t *testing.T) {
+func TestRestored_guest_without_connections_hears_nothing(t *testing.T) {
 	g := newGuest(t, 16)
 	g.postEvents(8)
 	c, s := g.connect(80)
@@ -217,7 +217,7 @@ func TestRestoredGuestWithoutConnectionsHearsNothing(t *testing.T) {
 	n.connect(81)
 }
 
-func TestSnapshotBeforeTheEventIsHandledSendsItAgain(t *testing.T) {
+func TestSnapshot_before_the_event_is_handled_sends_it_again(t *testing.T) {
 	g := newGuest(t, 16)
 	g.postEvents(8)
 	g.connect(80)
@@ -233,7 +233,7 @@ func TestSnapshotBeforeTheEventIsHandledSendsItAgain(t *testing.T) {
 	n.receive(opRequest)
 }
 
-func TestSnapshotOfARestoredDeviceThatNeverRanKeepsItsState(t *testing.T) {
+func TestSnapshot_of_a_restored_device_that_never_ran_keeps_its_state(t *testing.T) {
 	g := newGuest(t, 16)
 	g.postEvents(8)
 	g.connect(80)
@@ -243,7 +243,7 @@ func TestSnapshotOfARestoredDeviceThatNeverRanKeepsItsState(t *testing.T) {
 	n.receiveEvent()
 }
 
-func TestConnectThatTheGuestStillWaitsForIsResetAfterRestore(t *testing.T) {
+func TestConnect_that_the_guest_still_waits_for_is_reset_after_restore(t *testing.T) {
 	g := newGuest(t, 0)
 	g.postEvents(8)
 	l := g.serve(7)
@@ -261,7 +261,7 @@ func TestConnectThatTheGuestStillWaitsForIsResetAfterRestore(t *testing.T) {
 	}
 }
 
-func TestRequestTheGuestNeverSawIsForgottenByASnapshot(t *testing.T) {
+func TestRequest_the_guest_never_saw_is_forgotten_by_a_snapshot(t *testing.T) {
 	g := newGuest(t, 0)
 	g.postEvents(8)
 	g.dial(80)
@@ -275,7 +275,7 @@ func TestRequestTheGuestNeverSawIsForgottenByASnapshot(t *testing.T) {
 	n.noEvent()
 }
 
-func TestDriverResetClosesAllConnectionsAndTheNextDriverStartsAfresh(t *testing.T) {
+func TestDriver_reset_closes_all_connections_and_the_next_driver_starts_afresh(t *testing.T) {
 	g := newGuest(t, 16)
 	c, _ := g.connect(80)
 	waiting := g.dial(81)
@@ -299,14 +299,14 @@ func TestDriverResetClosesAllConnectionsAndTheNextDriverStartsAfresh(t *testing.
 	late.Close()
 }
 
-func TestExportRefusesARunningDevice(t *testing.T) {
+func TestExport_refuses_a_running_device(t *testing.T) {
 	g := newGuest(t, 4)
 	if _, err := g.dev.Export(); !errors.Is(err, devices.ErrNotPaused) {
 		t.Fatalf("got %v", err)
 	}
 }
 
-func TestImportTakesOverTheContextID(t *testing.T) {
+func TestImport_takes_over_the_context_ID(t *testing.T) {
 	mem := newMemory(t)
 	d, err := New(mem, Config{CID: 3, Path: filepath.Join(t.TempDir(), "a")})
 	must(t, err)
@@ -325,7 +325,7 @@ func TestImportTakesOverTheContextID(t *testing.T) {
 	}
 }
 
-func TestImportRefusesBadStatesAndChangesNothing(t *testing.T) {
+func TestImport_refuses_bad_states_and_changes_nothing(t *testing.T) {
 	mem := newMemory(t)
 	d, err := New(mem, Config{CID: 3, Path: filepath.Join(t.TempDir(), "a")})
 	must(t, err)

@@ -60,7 +60,7 @@ func other(t *testing.T, what ...string) (end func()) {
 	}
 }
 
-func TestUsesAreConnectionsOfOtherProcessesThatDoNotSayThatTheyAreIdle(t *testing.T) {
+func TestUses_are_connections_of_other_processes_that_do_not_say_that_they_are_idle(t *testing.T) {
 	for _, tc := range []struct {
 		name string
 		open func(g *guest) (end func())

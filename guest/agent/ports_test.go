@@ -21,7 +21,7 @@ func (p *lostPorts) Close() { p.closed = true }
 
 func (*lostPorts) Command(byte) {}
 
-func TestPortsThatAreTakenAwayAreAnErrorOfTheCall(t *testing.T) {
+func TestPorts_that_are_taken_away_are_an_error_of_the_call(t *testing.T) {
 	ports := &lostPorts{}
 	s, err := New(Config{Machine: panicMachine{}, Ports: ports})
 	if err != nil {

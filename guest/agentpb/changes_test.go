@@ -2,7 +2,7 @@ package agentpb
 
 import "testing"
 
-func TestComparePathsOrdersAsAWalkDoes(t *testing.T) {
+func TestCompare_paths_orders_as_a_walk_does(t *testing.T) {
 	paths := []string{"a", "a/b", "a/b/c", "a/b-", "a!", "a-", "a-/x", "a0", "b"}
 	for i := range paths {
 		for k := range paths {

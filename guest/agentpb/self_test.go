@@ -9,7 +9,7 @@ import (
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
 
-func TestParseSelfRequest(t *testing.T) {
+func TestParse_self_request(t *testing.T) {
 	for _, tt := range []struct {
 		name, line string
 		want       agentpb.SelfRequest

@@ -6,7 +6,7 @@ import (
 	"testing"
 )
 
-func TestParseServiceEvent(t *testing.T) {
+func TestParse_service_event(t *testing.T) {
 	e := ServiceEvent{Name: "web", Event: EventEnded, Exit: 137, Signal: 9, Restarts: 3, Lost: 1, Problem: "a \"quoted\" one"}
 	got, err := ParseServiceEvent(strings.TrimSuffix(e.Line(), "\n"))
 	if err != nil || got != e {

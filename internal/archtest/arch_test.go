@@ -85,7 +85,7 @@ var rules = []rule{
 	{"devices/...", []string{"devices", "devices/virtq", "vmm/guestmem"}},
 
 	{"snapshot/...", []string{"snapshot", "vmm/guestmem", "internal/osfile"}},
-	// What a policy is, also for a client on another system: see TestModelOfPoliciesIsForAllSystems.
+	// What a policy is, also for a client on another system: see TestModel_of_policies_is_for_all_systems.
 	{"netpolicy", nil},
 	{"netpolicy/bpf", nil},
 	{"netpolicy/refmodel", []string{"netpolicy"}},
@@ -253,7 +253,7 @@ func sources(t *testing.T) []source {
 	return out
 }
 
-func TestImportsRunOneWayAndUnsafeStaysInItsFiles(t *testing.T) {
+func TestImports_run_one_way_and_unsafe_stays_in_its_files(t *testing.T) {
 	all := sources(t)
 	if len(all) < 100 {
 		t.Fatalf("only %d Go files found: is this the module?", len(all))
@@ -266,7 +266,7 @@ func TestImportsRunOneWayAndUnsafeStaysInItsFiles(t *testing.T) {
 }
 
 // The program of a VM's process has no more than a VM needs: all of it is within reach of a guest that breaks out.
-func TestProgramOfAVMHasNoMoreThanAVMNeeds(t *testing.T) {
+func TestProgram_of_a_VM_has_no_more_than_a_VM_needs(t *testing.T) {
 	imports := map[string]map[string]bool{} // by package of this module: what it imports
 	for _, s := range sources(t) {
 		if s.isTest() {
@@ -314,7 +314,7 @@ func TestProgramOfAVMHasNoMoreThanAVMNeeds(t *testing.T) {
 }
 
 // What is kept is in files: docs/adr/0041-lists-and-histories-are-read-from-the-files.md.
-func TestNoPackageAndNoDependencyIsADatabase(t *testing.T) {
+func TestNo_package_and_no_dependency_is_a_database(t *testing.T) {
 	for _, s := range sources(t) {
 		for _, i := range s.file.Imports {
 			if strings.Contains(i.Path.Value, "sqlite") || i.Path.Value == `"database/sql"` {
@@ -333,7 +333,7 @@ func TestNoPackageAndNoDependencyIsADatabase(t *testing.T) {
 
 // Programs on other systems use the HTTP API by the client, which the compiler for these has to accept, and which has
 // nothing of a VMM: only documents.
-func TestClientOfTheAPIIsForAllSystems(t *testing.T) {
+func TestClient_of_the_API_is_for_all_systems(t *testing.T) {
 	const client = module + "/sandbox/api/client"
 	out, err := exec.Command("go", "list", "-deps", client).Output()
 	if err != nil {
@@ -356,7 +356,7 @@ func TestClientOfTheAPIIsForAllSystems(t *testing.T) {
 }
 
 // A client on another system reads and writes policies, and the records of what they did.
-func TestModelOfPoliciesIsForAllSystems(t *testing.T) {
+func TestModel_of_policies_is_for_all_systems(t *testing.T) {
 	seen := false
 	for _, s := range sources(t) {
 		if s.pkg() != "netpolicy" || s.isTest() {
@@ -378,7 +378,7 @@ func TestModelOfPoliciesIsForAllSystems(t *testing.T) {
 	}
 }
 
-func TestEveryPackageSaysWhatItIsFor(t *testing.T) {
+func TestEvery_package_says_what_it_is_for(t *testing.T) {
 	documented := map[string]bool{}
 	for _, s := range sources(t) {
 		if !s.isTest() {
@@ -392,7 +392,7 @@ func TestEveryPackageSaysWhatItIsFor(t *testing.T) {
 	}
 }
 
-func TestViolationsAreFound(t *testing.T) {
+func TestViolations_are_found(t *testing.T) {
 	tests := []struct {
 		file, imports string
 		want          int

@@ -40,7 +40,7 @@ func codeLines(text []byte) int {
 	}
 }
 
-func TestPackagesAreSmallOrHaveAReason(t *testing.T) {
+func TestPackages_are_small_or_have_a_reason(t *testing.T) {
 	code, files := map[string]int{}, map[string]int{}
 	for _, s := range sources(t) {
 		text, err := os.ReadFile(filepath.Join("../..", s.path))
@@ -79,7 +79,7 @@ func TestCodeLines_are_those_with_code(t *testing.T) {
 // maxNames is how many names package sandbox may export, methods included: a user has to find his way among them.
 const maxNames = 80
 
-func TestPackageSandboxHasFewNames(t *testing.T) {
+func TestPackage_sandbox_has_few_names(t *testing.T) {
 	names := 0
 	add := func(id *ast.Ident) {
 		if id.IsExported() {

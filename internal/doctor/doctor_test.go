@@ -55,7 +55,7 @@ func files(t *testing.T, dir string) []string {
 	return out
 }
 
-func TestExamineThisHostLeavesNothingBehind(t *testing.T) {
+func TestExamine_this_host_leaves_nothing_behind(t *testing.T) {
 	dir := t.TempDir()
 	before := files(t, dir)
 	r, err := Examine(t.Context(), Options{StateDir: filepath.Join(dir, "not", "there"), Agent: filepath.Join(dir, "agent"), VMM: filepath.Join(dir, "agent")})
@@ -99,7 +99,7 @@ func TestExamineThisHostLeavesNothingBehind(t *testing.T) {
 	}
 }
 
-func TestExamineEndsWithItsContext(t *testing.T) {
+func TestExamine_ends_with_its_context(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	if _, err := Examine(ctx, Options{}); !errors.Is(err, context.Canceled) {
@@ -107,7 +107,7 @@ func TestExamineEndsWithItsContext(t *testing.T) {
 	}
 }
 
-func TestKVMOfHostsWithoutIt(t *testing.T) {
+func TestKVM_of_hosts_without_it(t *testing.T) {
 	tests := []struct {
 		name  string
 		files map[string]string
@@ -156,7 +156,7 @@ func TestVendorModule(t *testing.T) {
 	}
 }
 
-func TestMemoryAndSystemFacts(t *testing.T) {
+func TestMemory_and_system_facts(t *testing.T) {
 	const (
 		plenty = "MemTotal: 8000000 kB\nMemAvailable: 4000000 kB\nHugePages_Total: 3\n"
 		little = "MemTotal: 8000000 kB\nMemAvailable: 100000 kB\n"
@@ -235,7 +235,7 @@ func TestStateDirectory(t *testing.T) {
 	}
 }
 
-func TestAgentAndProgramOfAVMAreRequired(t *testing.T) {
+func TestAgent_and_program_of_a_VM_are_required(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "file")
 	if err := os.WriteFile(file, []byte("x"), 0o755); err != nil {
 		t.Fatal(err)

@@ -369,7 +369,7 @@ func TestFlowLog_denied_packets_of_one_flow_are_one_record(t *testing.T) {
 	}
 	e.Direction, e.Reason, e.Verdict, e.Rule, e.PeerPort = Ingress, ReasonNoFlow, Deny, -1, 443
 	b.log.Denied(e)
-	b.log.Denied(Event{Direction: Egress, Verdict: Deny, Reason: ReasonEtherType, Peer: netip.IPv6Unspecified()}) // no flow
+	b.log.Denied(Event{Direction: Egress, Verdict: Deny, Reason: ReasonEtherType, Peer: netip.IPv6Unspecified()}) // none
 	b.wait(4 * time.Second)
 	const out, in = ` egress tcp 10.200.3.7:4000 198.51.100.1:22 "" reject rule "no"  {3 162} {0 0} 2s`,
 		` ingress tcp 10.200.3.7:4000 198.51.100.1:443 "" deny no-flow ""  {0 0} {1 54} 0s`

@@ -244,7 +244,8 @@ func TestAttach_frame_of_the_packet_waker_is_of_whom_it_says(t *testing.T) {
 	send := func(text string) {
 		t.Helper()
 		f := ethernet(wire.GuestMAC, wire.GatewayMAC, 0x0800, ip(from, to, 17, udp(5000, 5432, []byte(text)...)))
-		if err := unix.Sendto(sock, f, 0, &unix.SockaddrLinklayer{Ifindex: nl.Attrs().Index, Protocol: 8}); err != nil && !errors.Is(err, unix.ENOBUFS) { // which says that it was denied
+		// ENOBUFS says that it was denied.
+		if err := unix.Sendto(sock, f, 0, &unix.SockaddrLinklayer{Ifindex: nl.Attrs().Index, Protocol: 8}); err != nil && !errors.Is(err, unix.ENOBUFS) {
 			t.Fatal(err)
 		}
 	}

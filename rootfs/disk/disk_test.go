@@ -79,7 +79,7 @@ func wantBytes(t testing.TB, d *Disk, off int64, want []byte) {
 	}
 }
 
-func TestWriteThenReadAcrossSealsGivesTheNewestBytes(t *testing.T) {
+func TestWrite_then_read_across_seals_gives_the_newest_bytes(t *testing.T) {
 	s, dir := mustCreate(t, 64*mib)
 	d := mustOpen(t, s)
 	wantBytes(t, d, 0, make([]byte, 3*BlockSize))
@@ -114,7 +114,7 @@ func TestWriteThenReadAcrossSealsGivesTheNewestBytes(t *testing.T) {
 	must(t, ro.Close())
 }
 
-func TestConcurrentWritersSealsAndFlushesKeepEveryBlock(t *testing.T) {
+func TestConcurrent_writers_seals_and_flushes_keep_every_block(t *testing.T) {
 	s, dir := mustCreate(t, 64*mib)
 	d := mustOpen(t, s)
 	const writers, blocks = 4, 64
@@ -203,7 +203,7 @@ func TestConcurrentWritersSealsAndFlushesKeepEveryBlock(t *testing.T) {
 	must(t, Verify(d.Stack()))
 }
 
-func TestSectorsOfOneBlockWrittenAtOnceAllArrive(t *testing.T) {
+func TestSectors_of_one_block_written_at_once_all_arrive(t *testing.T) {
 	s, dir := mustCreate(t, 4*mib)
 	d := mustOpen(t, s)
 	mustWrite(t, d, 0, fillBlock(0xaa, mib))
@@ -232,7 +232,7 @@ func TestSectorsOfOneBlockWrittenAtOnceAllArrive(t *testing.T) {
 	}
 }
 
-func TestSealWaitsForTheWriteUnderWayAndCanBeCancelled(t *testing.T) {
+func TestSeal_waits_for_the_write_under_way_and_can_be_cancelled(t *testing.T) {
 	s, dir := mustCreate(t, 4*mib)
 	d := mustOpen(t, s)
 	f, off, n, err := d.WriteExtent(0, BlockSize)
@@ -261,7 +261,7 @@ func TestSealWaitsForTheWriteUnderWayAndCanBeCancelled(t *testing.T) {
 }
 
 // A guest that is not paused must not get a write into a layer that nobody knows of yet.
-func TestSealThenKeepsWritesOutUntilTheNewLayerIsRemembered(t *testing.T) {
+func TestSeal_then_keeps_writes_out_until_the_new_layer_is_remembered(t *testing.T) {
 	s, dir := mustCreate(t, 4*mib)
 	d := mustOpen(t, s)
 	top := filepath.Join(dir, "1")
@@ -296,7 +296,7 @@ func TestSealThenKeepsWritesOutUntilTheNewLayerIsRemembered(t *testing.T) {
 	wantBytes(t, d, BlockSize, fillBlock(8, BlockSize))
 }
 
-func TestFailedWriteKeepsTheOldContent(t *testing.T) {
+func TestFailed_write_keeps_the_old_content(t *testing.T) {
 	s, dir := mustCreate(t, 4*mib)
 	d := mustOpen(t, s)
 	mustWrite(t, d, 0, fillBlock(1, BlockSize))
@@ -313,7 +313,7 @@ func TestFailedWriteKeepsTheOldContent(t *testing.T) {
 	}
 }
 
-func TestDiscardMasksLowerLayersAndGivesSpaceBack(t *testing.T) {
+func TestDiscard_masks_lower_layers_and_gives_space_back(t *testing.T) {
 	s, dir := mustCreate(t, 64*mib)
 	d := mustOpen(t, s)
 	mustWrite(t, d, 0, fillBlock(1, 8*mib))
@@ -339,7 +339,7 @@ func TestDiscardMasksLowerLayersAndGivesSpaceBack(t *testing.T) {
 	}
 }
 
-func TestDataCountsEachBlockOnceAndNoneThatWasDiscarded(t *testing.T) {
+func TestData_counts_each_block_once_and_none_that_was_discarded(t *testing.T) {
 	s, dir := mustCreate(t, 64*mib)
 	d := mustOpen(t, s)
 	want := func(n int64) {
@@ -366,7 +366,7 @@ func TestDataCountsEachBlockOnceAndNoneThatWasDiscarded(t *testing.T) {
 	want(6*mib + BlockSize)
 }
 
-func TestWriteZeroesWithoutUnmapKeepsTheSpace(t *testing.T) {
+func TestWrite_zeroes_without_unmap_keeps_the_space(t *testing.T) {
 	s, _ := mustCreate(t, 64*mib)
 	d := mustOpen(t, s)
 	must(t, d.WriteZeroes(0, 4*mib, false))
@@ -379,7 +379,7 @@ func TestWriteZeroesWithoutUnmapKeepsTheSpace(t *testing.T) {
 	}
 }
 
-func TestReadOnlyDiskRefusesChanges(t *testing.T) {
+func TestRead_only_disk_refuses_changes(t *testing.T) {
 	s, dir := mustCreate(t, 2*BlockSize)
 	w := mustOpen(t, s)
 	mustWrite(t, w, 0, fillBlock(7, 2*BlockSize))
@@ -397,7 +397,7 @@ func TestReadOnlyDiskRefusesChanges(t *testing.T) {
 	must(t, d.Flush())
 }
 
-func TestForksShareSealedLayersAndDoNotSeeEachOther(t *testing.T) {
+func TestForks_share_sealed_layers_and_do_not_see_each_other(t *testing.T) {
 	s, dir := mustCreate(t, 4*mib)
 	parent := mustOpen(t, s)
 	mustWrite(t, parent, 0, fillBlock(1, mib))
@@ -441,7 +441,7 @@ func TestForksShareSealedLayersAndDoNotSeeEachOther(t *testing.T) {
 	wantErr(t, err, ErrInUse)
 }
 
-func TestTopIsLockedAgainstASecondWriterAndMergesAgainstReaders(t *testing.T) {
+func TestTop_is_locked_against_a_second_writer_and_merges_against_readers(t *testing.T) {
 	s, dir := mustCreate(t, 4*mib)
 	d := mustOpen(t, s)
 	_, err := Open(s, Options{})
@@ -458,7 +458,7 @@ func TestTopIsLockedAgainstASecondWriterAndMergesAgainstReaders(t *testing.T) {
 	must(t, Merge(t.Context(), s.Top(), d.Stack().Top()))
 }
 
-func TestRangesOutsideOfTheDiskAreRefused(t *testing.T) {
+func TestRanges_outside_of_the_disk_are_refused(t *testing.T) {
 	s, _ := mustCreate(t, mib)
 	d := mustOpen(t, s)
 	const big = math.MaxInt64
@@ -476,7 +476,7 @@ func TestRangesOutsideOfTheDiskAreRefused(t *testing.T) {
 	}
 }
 
-func TestClosedDiskAnswersErrClosed(t *testing.T) {
+func TestClosed_disk_answers_err_closed(t *testing.T) {
 	s, dir := mustCreate(t, mib)
 	d := mustOpen(t, s)
 	must(t, d.Close())
@@ -493,7 +493,7 @@ func TestClosedDiskAnswersErrClosed(t *testing.T) {
 	wantErr(t, err, ErrClosed)
 }
 
-func TestUnflushedWritesOfAnotherBootAreDroppedBlockByBlock(t *testing.T) {
+func TestUnflushed_writes_of_another_boot_are_dropped_block_by_block(t *testing.T) {
 	dir := t.TempDir()
 	s, err := env{fs: osfile.OS, boot: testBoot}.createDisk(filepath.Join(dir, "0"), Stack{}, header{size: mib}, true)
 	must(t, err)
@@ -524,7 +524,7 @@ func TestUnflushedWritesOfAnotherBootAreDroppedBlockByBlock(t *testing.T) {
 	must(t, ro.Close())
 }
 
-func TestFullListOfPendingBlocksFlushesByItself(t *testing.T) {
+func TestFull_list_of_pending_blocks_flushes_by_itself(t *testing.T) {
 	s, _ := mustCreate(t, 128*mib)
 	d := mustOpen(t, s)
 	for i := range int64(pendingRanges + 10) {
@@ -538,7 +538,7 @@ func TestFullListOfPendingBlocksFlushesByItself(t *testing.T) {
 	}
 }
 
-func TestDamagedLayersAreRefusedWithTypedErrors(t *testing.T) {
+func TestDamaged_layers_are_refused_with_typed_errors(t *testing.T) {
 	s, dir := mustCreate(t, mib)
 	d := mustOpen(t, s)
 	mustWrite(t, d, 0, fillBlock(1, 5*BlockSize))
@@ -646,7 +646,7 @@ func TestDamagedLayersAreRefusedWithTypedErrors(t *testing.T) {
 	})
 }
 
-func TestDiskLeaksNoFileDescriptor(t *testing.T) {
+func TestDisk_leaks_no_file_descriptor(t *testing.T) {
 	count := func() int {
 		ents, err := os.ReadDir("/proc/self/fd")
 		must(t, err)
@@ -671,7 +671,7 @@ func TestDiskLeaksNoFileDescriptor(t *testing.T) {
 	}
 }
 
-func TestIndexReadsBackWhatWasSetOverChunkBorders(t *testing.T) {
+func TestIndex_reads_back_what_was_set_over_chunk_borders(t *testing.T) {
 	const blocks = 3*chunkBlocks + 5
 	r := rand.New(rand.NewPCG(1, 2))
 	x := newIndex(blocks)

@@ -34,7 +34,7 @@ func e2fsTool(t *testing.T, name string) string {
 	return ""
 }
 
-func TestFormatExt4MakesACleanFileSystemWithLabelAndZeroedInodeTables(t *testing.T) {
+func TestFormat_ext4_makes_a_clean_file_system_with_label_and_zeroed_inode_tables(t *testing.T) {
 	needsE2fsprogs(t)
 	fsck, dump := e2fsTool(t, "e2fsck"), e2fsTool(t, "dumpe2fs")
 	for _, size := range []int64{MinExt4Size, 256 * mib, DefaultExt4Size} {
@@ -72,7 +72,7 @@ func TestFormatExt4MakesACleanFileSystemWithLabelAndZeroedInodeTables(t *testing
 	}
 }
 
-func TestFormatExt4SharesOneTemplateAmongConcurrentDisks(t *testing.T) {
+func TestFormat_ext4_shares_one_template_among_concurrent_disks(t *testing.T) {
 	needsE2fsprogs(t)
 	dir := t.TempDir()
 	cache := filepath.Join(dir, "cache")
@@ -101,7 +101,7 @@ func TestFormatExt4SharesOneTemplateAmongConcurrentDisks(t *testing.T) {
 	}
 }
 
-func TestMissingMkfsNamesThePackage(t *testing.T) {
+func TestMissing_mkfs_names_the_package(t *testing.T) {
 	_, err := findMkfs([]string{filepath.Join(t.TempDir(), "mkfs.ext4")})
 	wantErr(t, err, exec.ErrNotFound)
 	if !strings.Contains(err.Error(), "apt-get install e2fsprogs") {
@@ -109,7 +109,7 @@ func TestMissingMkfsNamesThePackage(t *testing.T) {
 	}
 }
 
-func TestFailingMkfsIsQuotedAndLeavesNothingBehind(t *testing.T) {
+func TestFailing_mkfs_is_quoted_and_leaves_nothing_behind(t *testing.T) {
 	bin := t.TempDir()
 	must(t, os.WriteFile(filepath.Join(bin, "mkfs.ext4"), []byte("#!/bin/sh\necho no luck >&2\nexit 3\n"), 0o755))
 	t.Setenv("PATH", bin)
@@ -125,7 +125,7 @@ func TestFailingMkfsIsQuotedAndLeavesNothingBehind(t *testing.T) {
 	}
 }
 
-func TestFormatExt4RefusesBadSizesAndADamagedTemplate(t *testing.T) {
+func TestFormat_ext4_refuses_bad_sizes_and_a_damaged_template(t *testing.T) {
 	dir := t.TempDir()
 	for _, size := range []int64{-BlockSize, 1, MinExt4Size - BlockSize, MinExt4Size + 1, MaxSize + BlockSize} {
 		_, err := Ext4Template(t.Context(), dir, size)
@@ -139,7 +139,7 @@ func TestFormatExt4RefusesBadSizesAndADamagedTemplate(t *testing.T) {
 	wantErr(t, err, ErrTruncated)
 }
 
-func TestExt4TemplateStopsWaitingForTheLockWhenCancelled(t *testing.T) {
+func TestExt4_template_stops_waiting_for_the_lock_when_cancelled(t *testing.T) {
 	dir := t.TempDir()
 	lock, err := osfile.TryOpenLocked(filepath.Join(dir, templateLock), os.O_RDWR|os.O_CREATE, 0o644, osfile.Exclusive)
 	must(t, err)
@@ -152,8 +152,8 @@ func TestExt4TemplateStopsWaitingForTheLockWhenCancelled(t *testing.T) {
 	}
 }
 
-// TestFormattedDiskMountsInAKernelAndStaysClean lets the host's kernel play the guest's.
-func TestFormattedDiskMountsInAKernelAndStaysClean(t *testing.T) {
+// TestFormatted_disk_mounts_in_a_kernel_and_stays_clean lets the host's kernel play the guest's.
+func TestFormatted_disk_mounts_in_a_kernel_and_stays_clean(t *testing.T) {
 	needsE2fsprogs(t)
 	fsck := e2fsTool(t, "e2fsck")
 	if os.Getuid() != 0 {

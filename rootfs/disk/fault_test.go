@@ -63,9 +63,9 @@ func (w *world) script() (errs []error) {
 	return errs
 }
 
-// TestEveryFaultLeavesADiskThatReadsRightAndGoesOn fails every call of every kind once, with every
+// TestEvery_fault_leaves_a_disk_that_reads_right_and_goes_on fails every call of every kind once, with every
 // error, and holds the disk against the model afterwards.
-func TestEveryFaultLeavesADiskThatReadsRightAndGoesOn(t *testing.T) {
+func TestEvery_fault_leaves_a_disk_that_reads_right_and_goes_on(t *testing.T) {
 	type kind struct {
 		op    faultfs.Op
 		err   error
@@ -144,8 +144,8 @@ func TestEveryFaultLeavesADiskThatReadsRightAndGoesOn(t *testing.T) {
 	}
 }
 
-// TestFailedCreationLeavesNoFileAndCanBeRepeated fails every call of Create, Fork and Import.
-func TestFailedCreationLeavesNoFileAndCanBeRepeated(t *testing.T) {
+// TestFailed_creation_leaves_no_file_and_can_be_repeated fails every call of Create, Fork and Import.
+func TestFailed_creation_leaves_no_file_and_can_be_repeated(t *testing.T) {
 	dir := t.TempDir()
 	raw := filepath.Join(dir, "raw")
 	src := mustOpenNew(t, filepath.Join(dir, "src"))
@@ -211,9 +211,9 @@ func mustOpenNew(t testing.TB, path string) *Disk {
 	return mustOpen(t, s)
 }
 
-// TestEveryFaultInAMergeLeavesTheStackReadable fails every call of a merge, reads through the stack as
+// TestEvery_fault_in_a_merge_leaves_the_stack_readable fails every call of a merge, reads through the stack as
 // it then is, repeats the merge, and reads again.
-func TestEveryFaultInAMergeLeavesTheStackReadable(t *testing.T) {
+func TestEvery_fault_in_a_merge_leaves_the_stack_readable(t *testing.T) {
 	for _, op := range faultfs.Ops {
 		for n := 1; ; n++ {
 			w := newWorld(t, env{}, t.TempDir(), 1)
@@ -248,7 +248,7 @@ func TestEveryFaultInAMergeLeavesTheStackReadable(t *testing.T) {
 	}
 }
 
-func TestInterruptedMergeCanBeCancelledAndRepeated(t *testing.T) {
+func TestInterrupted_merge_can_be_cancelled_and_repeated(t *testing.T) {
 	s, dir := mustCreate(t, 8*mib)
 	d := mustOpen(t, s)
 	mustWrite(t, d, 0, fillBlock(1, mib))

@@ -124,9 +124,9 @@ func writeStack(dir string, s Stack) error {
 	return os.Rename(tmp, filepath.Join(dir, "stack"))
 }
 
-// TestKilledProcessLosesNoFinishedWrite kills a writing child at random moments, many times over the
+// TestKilled_process_loses_no_finished_write kills a writing child at random moments, many times over the
 // same disk, and reads the disk as the next process would.
-func TestKilledProcessLosesNoFinishedWrite(t *testing.T) {
+func TestKilled_process_loses_no_finished_write(t *testing.T) {
 	if hostBoot() == [bootIDSize]byte{} {
 		t.Skip("no /proc/sys/kernel/random/boot_id, by which the page cache of a killed process is believed")
 	}

@@ -392,7 +392,7 @@ func (w *world) checkSnapshots() {
 
 var testBoot = [bootIDSize]byte{1}
 
-func TestRandomWorkloadReadsLikeTheModel(t *testing.T) {
+func TestRandom_workload_reads_like_the_model(t *testing.T) {
 	for i := range *modelSeeds {
 		seed := *firstSeed + uint64(i)
 		t.Run(fmt.Sprintf("seed %d", seed), func(t *testing.T) {
@@ -450,7 +450,7 @@ func (w *world) openAfterCrash() error {
 	return err
 }
 
-func TestPowerLossKeepsWhatWasFlushedAndEverySnapshot(t *testing.T) {
+func TestPower_loss_keeps_what_was_flushed_and_every_snapshot(t *testing.T) {
 	n := *powerLossSeeds
 	if n == 0 {
 		n = racetest.Cases(150, 15)

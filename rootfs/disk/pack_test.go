@@ -45,7 +45,7 @@ func sparse(t *testing.T, size int64, at ...int64) string {
 	return path
 }
 
-func TestPackedLayersComeBackWithTheirHoles(t *testing.T) {
+func TestPacked_layers_come_back_with_their_holes(t *testing.T) {
 	for _, tt := range []struct {
 		name string
 		size int64
@@ -77,7 +77,7 @@ func TestPackedLayersComeBackWithTheirHoles(t *testing.T) {
 	}
 }
 
-func TestDamagedPackedLayersAreRefusedAndLeaveNothing(t *testing.T) {
+func TestDamaged_packed_layers_are_refused_and_leave_nothing(t *testing.T) {
 	good := packOf(t, sparse(t, 1<<20, 4096, 512<<10))
 	with := func(off int, v uint64, n int) []byte {
 		b := bytes.Clone(good)

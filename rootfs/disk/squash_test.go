@@ -38,7 +38,7 @@ func deepDisk(t *testing.T, s Stack, layers int) (*Disk, []byte) {
 	return d, want
 }
 
-func TestSquashedLayersReadAsBeforeWithTheDiskOpenAndThoseTheyWereMadeOfGone(t *testing.T) {
+func TestSquashed_layers_read_as_before_with_the_disk_open_and_those_they_were_made_of_gone(t *testing.T) {
 	s, dir := mustCreate(t, mib)
 	d, want := deepDisk(t, s, 6)
 	all := d.Stack().Layers
@@ -66,7 +66,7 @@ func TestSquashedLayersReadAsBeforeWithTheDiskOpenAndThoseTheyWereMadeOfGone(t *
 	must(t, d.Close())
 }
 
-func TestSquashRefusesWhatDoesNotBelongTogether(t *testing.T) {
+func TestSquash_refuses_what_does_not_belong_together(t *testing.T) {
 	s, dir := mustCreate(t, mib)
 	d, _ := deepDisk(t, s, 4)
 	defer func() { must(t, d.Close()) }()
@@ -103,7 +103,7 @@ func TestSquashRefusesWhatDoesNotBelongTogether(t *testing.T) {
 	}
 }
 
-func TestFailedOrCancelledSquashLeavesNothing(t *testing.T) {
+func TestFailed_or_cancelled_squash_leaves_nothing(t *testing.T) {
 	s, dir := mustCreate(t, mib)
 	d, want := deepDisk(t, s, 4)
 	ls := d.Stack().Layers

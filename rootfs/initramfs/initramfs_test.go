@@ -37,7 +37,7 @@ func spec(t *testing.T) Spec {
 	}
 }
 
-func TestArchiveHoldsProgramModulesInOrderAndNodes(t *testing.T) {
+func TestArchive_holds_program_modules_in_order_and_nodes(t *testing.T) {
 	path, err := Ensure(t.Context(), t.TempDir(), spec(t))
 	if err != nil {
 		t.Fatal(err)
@@ -105,7 +105,7 @@ func TestArchiveHoldsProgramModulesInOrderAndNodes(t *testing.T) {
 	}
 }
 
-func TestEqualContentGivesEqualBytesAndSameName(t *testing.T) {
+func TestEqual_content_gives_equal_bytes_and_same_name(t *testing.T) {
 	var got [2][]byte
 	var names [2]string
 	for i := range got {
@@ -123,7 +123,7 @@ func TestEqualContentGivesEqualBytesAndSameName(t *testing.T) {
 	}
 }
 
-func TestOtherOrderOrContentGivesOtherName(t *testing.T) {
+func TestOther_order_or_content_gives_other_name(t *testing.T) {
 	s := spec(t)
 	cache := t.TempDir()
 	ensure := func(s Spec) string {
@@ -147,7 +147,7 @@ func TestOtherOrderOrContentGivesOtherName(t *testing.T) {
 	}
 }
 
-func TestBadSpecIsRefusedAndLeavesNothing(t *testing.T) {
+func TestBad_spec_is_refused_and_leaves_nothing(t *testing.T) {
 	good := spec(t)
 	dir := t.TempDir()
 	cancelled, cancel := context.WithCancel(t.Context())
@@ -179,7 +179,7 @@ func TestBadSpecIsRefusedAndLeavesNothing(t *testing.T) {
 	}
 }
 
-func TestFileTooLargeIsRefusedBeforeItIsRead(t *testing.T) {
+func TestFile_too_large_is_refused_before_it_is_read(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "large")
 	f, err := os.Create(path)
 	if err != nil {
@@ -194,7 +194,7 @@ func TestFileTooLargeIsRefusedBeforeItIsRead(t *testing.T) {
 	}
 }
 
-func TestFileThatChangesWhileCopiedIsRefused(t *testing.T) {
+func TestFile_that_changes_while_copied_is_refused(t *testing.T) {
 	s := spec(t)
 	files, err := s.files(t.Context())
 	if err != nil {

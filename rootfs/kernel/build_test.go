@@ -42,7 +42,8 @@ case "$*" in
 *install*) for p in $(cat "$T/installable" 2>/dev/null); do cp "$T/spare/$p" "$T/bin/$p"; done;;
 esac`,
 	"dpkg-query": `exit 1`,
-	"dpkg":       `[ "$2" != "$4" ] && [ "$(printf '%s\n' "$2" "$4" | sort -V | head -n 1)" = "$2" ]`, // --compare-versions A lt B
+	// --compare-versions A lt B
+	"dpkg":       `[ "$2" != "$4" ] && [ "$(printf '%s\n' "$2" "$4" | sort -V | head -n 1)" = "$2" ]`,
 	"dpkg-deb":   `mkdir -p "$3" && cp -r "$T/package/." "$3"`,
 }
 
@@ -87,7 +88,7 @@ func noRemains(t *testing.T, cache string) {
 	}
 }
 
-func TestBuildWithOwnOptionsIsAnotherKernel(t *testing.T) {
+func TestBuild_with_own_options_is_another_kernel(t *testing.T) {
 	dir := fake(t)
 	opts := testOptions(dir)
 	usual, err := Build(t.Context(), opts)
@@ -118,7 +119,7 @@ func TestBuildWithOwnOptionsIsAnotherKernel(t *testing.T) {
 	}
 }
 
-func TestBuildPublishesKernelAndSecondCallTakesItFromCache(t *testing.T) {
+func TestBuild_publishes_kernel_and_second_call_takes_it_from_cache(t *testing.T) {
 	dir := fake(t)
 	opts := testOptions(dir)
 	var stages []string
@@ -173,7 +174,7 @@ func TestBuildPublishesKernelAndSecondCallTakesItFromCache(t *testing.T) {
 	}
 }
 
-func TestBuildIsMadeAnewForOtherInputsOnly(t *testing.T) {
+func TestBuild_is_made_anew_for_other_inputs_only(t *testing.T) {
 	dir := fake(t)
 	opts := testOptions(dir)
 	build := func() *Kernel {
@@ -207,7 +208,7 @@ func TestBuildIsMadeAnewForOtherInputsOnly(t *testing.T) {
 	}
 }
 
-func TestInputsHoldSourceConfigurationAndPatches(t *testing.T) {
+func TestInputs_hold_source_configuration_and_patches(t *testing.T) {
 	opts := testOptions(fake(t))
 	seen := map[string]string{}
 	for _, c := range []struct {
@@ -239,7 +240,7 @@ func TestInputsHoldSourceConfigurationAndPatches(t *testing.T) {
 	}
 }
 
-func TestBuildsAtOnceCompileOnce(t *testing.T) {
+func TestBuilds_at_once_compile_once(t *testing.T) {
 	dir := fake(t)
 	var wg sync.WaitGroup
 	ids := make([]string, 4)
@@ -263,7 +264,7 @@ func TestBuildsAtOnceCompileOnce(t *testing.T) {
 	}
 }
 
-func TestBuildDoesNotPassOnVariablesThatChangeTheResult(t *testing.T) {
+func TestBuild_does_not_pass_on_variables_that_change_the_result(t *testing.T) {
 	dir := fake(t)
 	for _, name := range []string{"MAKEFLAGS", "ARCH", "CC", "KCFLAGS", "CROSS_COMPILE", "LANG"} {
 		t.Setenv(name, "harmful")
@@ -280,7 +281,7 @@ func TestBuildDoesNotPassOnVariablesThatChangeTheResult(t *testing.T) {
 	}
 }
 
-func TestCancelledBuildStopsCompilerLeavesNothingAndNextOneSucceeds(t *testing.T) {
+func TestCancelled_build_stops_compiler_leaves_nothing_and_next_one_succeeds(t *testing.T) {
 	dir := fake(t)
 	opts := testOptions(dir)
 	writeTree(t, dir, map[string]string{"hang": ""})
@@ -314,7 +315,7 @@ func TestCancelledBuildStopsCompilerLeavesNothingAndNextOneSucceeds(t *testing.T
 	}
 }
 
-func TestBuildAfterCrashIgnoresAndReplacesItsRemains(t *testing.T) {
+func TestBuild_after_crash_ignores_and_replaces_its_remains(t *testing.T) {
 	dir := fake(t)
 	opts := testOptions(dir)
 	k, err := Build(t.Context(), opts)
@@ -345,7 +346,7 @@ func TestBuildAfterCrashIgnoresAndReplacesItsRemains(t *testing.T) {
 	noRemains(t, opts.CacheDir)
 }
 
-func TestBuildFailureTellsStepOutputAndLog(t *testing.T) {
+func TestBuild_failure_tells_step_output_and_log(t *testing.T) {
 	for _, c := range []struct {
 		file, content string
 		want          []string
@@ -379,7 +380,7 @@ func TestBuildFailureTellsStepOutputAndLog(t *testing.T) {
 	}
 }
 
-func TestMissingBuildDependenciesAreNamedInOneError(t *testing.T) {
+func TestMissing_build_dependencies_are_named_in_one_error(t *testing.T) {
 	dir := fake(t)
 	for _, p := range []string{"bison", "bc"} {
 		if err := os.Remove(filepath.Join(dir, "bin", p)); err != nil {
@@ -396,7 +397,7 @@ func TestMissingBuildDependenciesAreNamedInOneError(t *testing.T) {
 	}
 }
 
-func TestInstallDepsInstallsWhatIsMissing(t *testing.T) {
+func TestInstall_deps_installs_what_is_missing(t *testing.T) {
 	dir := fake(t)
 	if err := os.Mkdir(filepath.Join(dir, "spare"), 0o755); err != nil {
 		t.Fatal(err)
@@ -418,7 +419,7 @@ func TestInstallDepsInstallsWhatIsMissing(t *testing.T) {
 	}
 }
 
-func TestHashInputsDependsOnEveryNameAndValue(t *testing.T) {
+func TestHash_inputs_depends_on_every_name_and_value(t *testing.T) {
 	seen := map[string]int{}
 	for i, m := range []map[string]string{
 		nil, {"a": "b"}, {"a": "c"}, {"b": "b"}, {"a": "b", "c": ""}, {"a": "b\nc="}, {"a=b": ""}, {"a": "=b"}, {"": "a=b"},

@@ -6,7 +6,7 @@ import (
 	"testing"
 )
 
-func TestMergeReplacesOptionsAndCheckAcceptsResult(t *testing.T) {
+func TestMerge_replaces_options_and_check_accepts_result(t *testing.T) {
 	base := "CONFIG_A=y\n# CONFIG_B is not set\nCONFIG_C=m\nCONFIG_AB=y\n"
 	fragment := "# why\nCONFIG_A=n\nCONFIG_B=y\nCONFIG_NAME=\"x=y\"\n"
 	merged, err := mergeConfig(base, fragment)
@@ -31,7 +31,7 @@ func TestMergeReplacesOptionsAndCheckAcceptsResult(t *testing.T) {
 	}
 }
 
-func TestCheckConfigNamesEveryOptionThatDoesNotHold(t *testing.T) {
+func TestCheck_config_names_every_option_that_does_not_hold(t *testing.T) {
 	fragment := "CONFIG_LOST=y\nCONFIG_STAYS=n\nCONFIG_SIZE=15\nCONFIG_GONE=n\nCONFIG_RIGHT=y\n"
 	finished := "CONFIG_STAYS=y\nCONFIG_SIZE=17\nCONFIG_RIGHT=y\n# CONFIG_LOST is not set\n"
 	err := checkConfig(finished, fragment)
@@ -50,7 +50,7 @@ func TestCheckConfigNamesEveryOptionThatDoesNotHold(t *testing.T) {
 	}
 }
 
-func TestParseConfigRefusesBadLines(t *testing.T) {
+func TestParse_config_refuses_bad_lines(t *testing.T) {
 	for name, text := range map[string]string{
 		"contradiction":   "CONFIG_A=y\nCONFIG_A=n\n",
 		"set and not set": "CONFIG_A=y\n# CONFIG_A is not set\n",
@@ -64,7 +64,7 @@ func TestParseConfigRefusesBadLines(t *testing.T) {
 	}
 }
 
-func TestGuestConfigHasWhatTheVMMRelyOn(t *testing.T) {
+func TestGuest_config_has_what_the_VMM_rely_on(t *testing.T) {
 	cfg, err := parseConfig(guestConfig, false)
 	if err != nil {
 		t.Fatal(err)
@@ -84,7 +84,7 @@ func TestGuestConfigHasWhatTheVMMRelyOn(t *testing.T) {
 	}
 }
 
-func TestPatchesAreInOrderAndInTheFormOfPatch(t *testing.T) {
+func TestPatches_are_in_order_and_in_the_form_of_patch(t *testing.T) {
 	ps, err := patches()
 	if err != nil || len(ps) == 0 {
 		t.Fatalf("%d patches, %v", len(ps), err)
@@ -99,7 +99,7 @@ func TestPatchesAreInOrderAndInTheFormOfPatch(t *testing.T) {
 	}
 }
 
-func TestOwnOptionsTakeThePlaceOfTheGuestsOrAreRefused(t *testing.T) {
+func TestOwn_options_take_the_place_of_the_guests_or_are_refused(t *testing.T) {
 	for _, c := range []struct{ name, own, want, err string }{
 		{"an option that was not there", "CONFIG_VXLAN=y\n", "CONFIG_VXLAN=y", ""},
 		{"another value", "CONFIG_NR_CPUS=4\n", "CONFIG_NR_CPUS=4", ""},

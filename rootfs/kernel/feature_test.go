@@ -23,7 +23,7 @@ func feature(t *testing.T, all []Feature, name string) Feature {
 	return Feature{}
 }
 
-func TestFeatureHasTheLeastOfItsOptions(t *testing.T) {
+func TestFeature_has_the_least_of_its_options(t *testing.T) {
 	for _, c := range []struct {
 		name, feature string
 		cfg           kernelConfig
@@ -54,7 +54,7 @@ func TestFeatureHasTheLeastOfItsOptions(t *testing.T) {
 	}
 }
 
-func TestOptionOfTwoModulesNeedsBoth(t *testing.T) {
+func TestOption_of_two_modules_needs_both(t *testing.T) {
 	cfg := kernelConfig{}
 	for _, o := range strings.Fields("NF_TABLES NF_TABLES_IPV4 NF_TABLES_IPV6 NFT_COMPAT NFT_MASQ NFT_CT NETFILTER_XTABLES") {
 		cfg["CONFIG_"+o] = "y"
@@ -83,7 +83,7 @@ func putConfig(t *testing.T, cache string, kind Kind, hash, config string, own b
 	return k
 }
 
-func TestChooseTakesTheHostAndTheImageIntoAccount(t *testing.T) {
+func TestChoose_takes_the_host_and_the_image_into_account(t *testing.T) {
 	const fuse, vxlan = "CONFIG_FUSE_FS=y\n", "CONFIG_VXLAN=y\nCONFIG_IP_VS=y\n"
 	cache := t.TempDir()
 	old := putConfig(t, cache, Built, "aaaa", fuse, false)
@@ -137,7 +137,7 @@ func TestChooseTakesTheHostAndTheImageIntoAccount(t *testing.T) {
 	}
 }
 
-func TestChooseWithoutAKernelThatCouldRunSaysWhatToDo(t *testing.T) {
+func TestChoose_without_a_kernel_that_could_run_says_what_to_do(t *testing.T) {
 	cache := t.TempDir()
 	if _, err := Choose(cache, Hardware, nil); !errors.Is(err, ErrNotFound) || !strings.Contains(err.Error(), "kernel.Build") {
 		t.Errorf("an empty cache: %v", err)
@@ -155,7 +155,7 @@ func TestChooseWithoutAKernelThatCouldRunSaysWhatToDo(t *testing.T) {
 	}
 }
 
-func TestParseNeedsRefusesWhatIsNotKnown(t *testing.T) {
+func TestParse_needs_refuses_what_is_not_known(t *testing.T) {
 	if got, err := ParseNeeds(" fuse, tun ,,nftables "); err != nil || !slices.Equal(got, []string{"fuse", "tun", "nftables"}) {
 		t.Errorf("got %q, %v", got, err)
 	}
@@ -167,7 +167,7 @@ func TestParseNeedsRefusesWhatIsNotKnown(t *testing.T) {
 	}
 }
 
-func TestGuestConfigIsKnownToTheFeatures(t *testing.T) {
+func TestGuest_config_is_known_to_the_features(t *testing.T) {
 	// Every option of a feature that the guest's configuration names is set as the table says, not to something else.
 	seen := map[string]bool{}
 	for _, w := range wants {
@@ -185,7 +185,7 @@ func TestGuestConfigIsKnownToTheFeatures(t *testing.T) {
 
 // The table of the documentation has what the code knows, and says what the two kernels have; TestRealBuild checks the
 // latter.
-func TestDocumentedFeaturesAreThoseThatAreKnown(t *testing.T) {
+func TestDocumented_features_are_those_that_are_known(t *testing.T) {
 	doc := documented(t)
 	if len(doc) != len(wants) {
 		t.Errorf("%d features are documented, %d are known", len(doc), len(wants))

@@ -67,7 +67,7 @@ func moduleNames(k *Kernel) string {
 	return strings.Join(names, " ")
 }
 
-func TestFetchFollowsMetaPackageAndOrdersModules(t *testing.T) {
+func TestFetch_follows_meta_package_and_orders_modules(t *testing.T) {
 	dir, opts := fakeArchive(t)
 	opts.ExtraModules = []string{"extra"}
 	k, err := Fetch(t.Context(), opts)
@@ -108,7 +108,7 @@ func TestFetchFollowsMetaPackageAndOrdersModules(t *testing.T) {
 	}
 }
 
-func TestFetchesAtOnceDownloadOnce(t *testing.T) {
+func TestFetches_at_once_download_once(t *testing.T) {
 	dir, opts := fakeArchive(t)
 	var wg sync.WaitGroup
 	for range 4 {
@@ -124,7 +124,7 @@ func TestFetchesAtOnceDownloadOnce(t *testing.T) {
 	}
 }
 
-func TestDownloadThatDiffersFromIndexIsRefused(t *testing.T) {
+func TestDownload_that_differs_from_index_is_refused(t *testing.T) {
 	dir, opts := fakeArchive(t)
 	writeTree(t, dir, map[string]string{"deb": "another package"})
 	_, err := Fetch(t.Context(), opts)
@@ -137,7 +137,7 @@ func TestDownloadThatDiffersFromIndexIsRefused(t *testing.T) {
 	}
 }
 
-func TestDamagedDownloadInCacheIsReplaced(t *testing.T) {
+func TestDamaged_download_in_cache_is_replaced(t *testing.T) {
 	dir, opts := fakeArchive(t)
 	if _, err := Fetch(t.Context(), opts); err != nil {
 		t.Fatal(err)
@@ -158,7 +158,7 @@ func TestDamagedDownloadInCacheIsReplaced(t *testing.T) {
 	}
 }
 
-func TestUnknownPackageIsLookedUpAgainAfterUpdateOnlyIfAllowed(t *testing.T) {
+func TestUnknown_package_is_looked_up_again_after_update_only_if_allowed(t *testing.T) {
 	dir, opts := fakeArchive(t)
 	if err := os.Rename(filepath.Join(dir, "apt"), filepath.Join(dir, "new-index")); err != nil {
 		t.Fatal(err)
@@ -176,7 +176,7 @@ func TestUnknownPackageIsLookedUpAgainAfterUpdateOnlyIfAllowed(t *testing.T) {
 	}
 }
 
-func TestFileGoneFromArchiveIsTriedAgainAfterUpdateOnlyIfAllowed(t *testing.T) {
+func TestFile_gone_from_archive_is_tried_again_after_update_only_if_allowed(t *testing.T) {
 	dir, opts := fakeArchive(t)
 	writeTree(t, dir, map[string]string{"stale": ""})
 	_, err := Fetch(t.Context(), opts)
@@ -190,7 +190,7 @@ func TestFileGoneFromArchiveIsTriedAgainAfterUpdateOnlyIfAllowed(t *testing.T) {
 	}
 }
 
-func TestFetchRefusesPackageThatIsNoKernel(t *testing.T) {
+func TestFetch_refuses_package_that_is_no_kernel(t *testing.T) {
 	dir, opts := fakeArchive(t)
 	writeTree(t, dir, map[string]string{"apt/bash": stanza("bash", "base-files", strings.Repeat("0", 64))})
 	if _, err := Download(t.Context(), opts.CacheDir, "bash"); !errors.Is(err, ErrUnsupported) {
@@ -198,7 +198,7 @@ func TestFetchRefusesPackageThatIsNoKernel(t *testing.T) {
 	}
 }
 
-func TestFetchRefusesKernelWithoutNeededModule(t *testing.T) {
+func TestFetch_refuses_kernel_without_needed_module(t *testing.T) {
 	dir, opts := fakeArchive(t)
 	if err := os.Remove(filepath.Join(dir, "package/lib/modules/6.1.0-9-cloud-amd64/kernel/overlay.ko")); err != nil {
 		t.Fatal(err)
@@ -209,7 +209,7 @@ func TestFetchRefusesKernelWithoutNeededModule(t *testing.T) {
 	noRemains(t, opts.CacheDir)
 }
 
-func TestResolveKernelEndsWhenPackagesDependOnEachOther(t *testing.T) {
+func TestResolve_kernel_ends_when_packages_depend_on_each_other(t *testing.T) {
 	calls := 0
 	candidate := func(_ context.Context, name string) (aptPackage, error) {
 		calls++

@@ -62,7 +62,7 @@ func edit(t *testing.T, k *Kernel, change func(map[string]any)) {
 	}
 }
 
-func TestFindByIDKindAndPrefix(t *testing.T) {
+func TestFind_by_ID_kind_and_prefix(t *testing.T) {
 	cache := t.TempDir()
 	old, newer := put(t, cache, Built, "aaaa11"), put(t, cache, Built, "aaaa22")
 	deb := put(t, cache, Debian, "bbbb11")
@@ -96,7 +96,7 @@ func TestFindByIDKindAndPrefix(t *testing.T) {
 	}
 }
 
-func TestFindInEmptyCacheSaysWhatToRun(t *testing.T) {
+func TestFind_in_empty_cache_says_what_to_run(t *testing.T) {
 	for kind, want := range map[Kind]string{Built: "drowse kernel build", Debian: "drowse kernel fetch"} {
 		_, err := Find(t.TempDir(), string(kind))
 		if !errors.Is(err, ErrNotFound) || !strings.Contains(err.Error(), want) {
@@ -105,7 +105,7 @@ func TestFindInEmptyCacheSaysWhatToRun(t *testing.T) {
 	}
 }
 
-func TestPublishedKernelHasAbsolutePathsAndSurvivesMoveOfCache(t *testing.T) {
+func TestPublished_kernel_has_absolute_paths_and_survives_move_of_cache(t *testing.T) {
 	cache := filepath.Join(t.TempDir(), "cache")
 	k := put(t, cache, Debian, "cccc")
 	moved := cache + "-moved"
@@ -129,7 +129,7 @@ func TestPublishedKernelHasAbsolutePathsAndSurvivesMoveOfCache(t *testing.T) {
 	}
 }
 
-func TestDamagedKernelIsNotListedAndOpenSaysWhy(t *testing.T) {
+func TestDamaged_kernel_is_not_listed_and_open_says_why(t *testing.T) {
 	for name, c := range map[string]struct {
 		damage func(k *Kernel, dir string)
 		err    string
@@ -159,7 +159,7 @@ func TestDamagedKernelIsNotListedAndOpenSaysWhy(t *testing.T) {
 	}
 }
 
-func TestVerifyFindsFlippedBit(t *testing.T) {
+func TestVerify_finds_flipped_bit(t *testing.T) {
 	k := put(t, t.TempDir(), Built, "eeee")
 	if err := os.WriteFile(k.Image, []byte("imagf eeee"), 0o644); err != nil {
 		t.Fatal(err)

@@ -129,7 +129,7 @@ func writeTree(t *testing.T, dir string, files map[string]string) {
 	}
 }
 
-func TestReadModulesFindsFilesBuiltinsAndTheirDependencies(t *testing.T) {
+func TestRead_modules_finds_files_builtins_and_their_dependencies(t *testing.T) {
 	dir := t.TempDir()
 	writeTree(t, dir, map[string]string{
 		"modules.builtin":                     "kernel/fs/ext4/ext4.ko\nkernel/lib/crc-ccitt.ko\n",
@@ -155,7 +155,7 @@ func TestReadModulesFindsFilesBuiltinsAndTheirDependencies(t *testing.T) {
 	}
 }
 
-func TestReadModulesRefusesWhatItCannotUse(t *testing.T) {
+func TestRead_modules_refuses_what_it_cannot_use(t *testing.T) {
 	for name, files := range map[string]map[string]string{
 		"compressed module":       {"modules.builtin": "", "kernel/a.ko.xz": "x"},
 		"two modules of one name": {"modules.builtin": "", "kernel/x/a-b.ko": "x", "kernel/y/a_b.ko": "x"},

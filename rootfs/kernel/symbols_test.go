@@ -25,7 +25,7 @@ ffffffff81000900 T _einittext
 ffffffff81000a00 t exit_setup
 `
 
-func TestSymbolizeNamesFunctionAndOffset(t *testing.T) {
+func TestSymbolize_names_function_and_offset(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "System.map")
 	if err := os.WriteFile(path, []byte(systemMap), 0o644); err != nil {
 		t.Fatal(err)
@@ -58,7 +58,7 @@ func TestSymbolizeNamesFunctionAndOffset(t *testing.T) {
 	}
 }
 
-func TestSymbolizeWithoutMapOrWithBadOneFindsNothing(t *testing.T) {
+func TestSymbolize_without_map_or_with_bad_one_finds_nothing(t *testing.T) {
 	bad := filepath.Join(t.TempDir(), "bad")
 	if err := os.WriteFile(bad, []byte("not a map\n"), 0o644); err != nil {
 		t.Fatal(err)
@@ -70,7 +70,7 @@ func TestSymbolizeWithoutMapOrWithBadOneFindsNothing(t *testing.T) {
 	}
 }
 
-func TestParseSymbolsRefusesBadLines(t *testing.T) {
+func TestParse_symbols_refuses_bad_lines(t *testing.T) {
 	for _, text := range []string{"zz T name\n", "ffffffff81000000 T\n", "ffffffff81000000 T a b\n", strings.Repeat("x", 2*maxSymbolLine)} {
 		if syms, err := parseSymbols(strings.NewReader(text)); err == nil {
 			t.Errorf("%.30q gave %v", text, syms)

@@ -65,7 +65,7 @@ func checkTree(t *testing.T, fsys fs.FS, want []byte) {
 	}
 }
 
-func TestImageReadsBackForAllSizesOfLastBlock(t *testing.T) {
+func TestImage_reads_back_for_all_sizes_of_last_block(t *testing.T) {
 	for _, size := range []int{1, BlockSize - 1, BlockSize, BlockSize + 1, 1<<20 + 17} {
 		path, want := agent(t, size)
 		image, err := Ensure(t.Context(), t.TempDir(), path)
@@ -89,7 +89,7 @@ func TestImageReadsBackForAllSizesOfLastBlock(t *testing.T) {
 	}
 }
 
-func TestEqualProgramsGiveEqualBytesAndSameName(t *testing.T) {
+func TestEqual_programs_give_equal_bytes_and_same_name(t *testing.T) {
 	var images [2][]byte
 	var names [2]string
 	for i := range images {
@@ -108,7 +108,7 @@ func TestEqualProgramsGiveEqualBytesAndSameName(t *testing.T) {
 	}
 }
 
-func TestSecondCallTakesCachedImageAndOtherProgramGetsItsOwn(t *testing.T) {
+func TestSecond_call_takes_cached_image_and_other_program_gets_its_own(t *testing.T) {
 	cache := t.TempDir()
 	path, _ := agent(t, 5000)
 	first, err := Ensure(t.Context(), cache, path)
@@ -134,7 +134,7 @@ func TestSecondCallTakesCachedImageAndOtherProgramGetsItsOwn(t *testing.T) {
 	}
 }
 
-func TestFailureLeavesNothingInCache(t *testing.T) {
+func TestFailure_leaves_nothing_in_cache(t *testing.T) {
 	path, _ := agent(t, 1<<20)
 	empty, _ := agent(t, 0)
 	cancelled, cancel := context.WithCancel(t.Context())
@@ -162,7 +162,7 @@ func TestFailureLeavesNothingInCache(t *testing.T) {
 	}
 }
 
-func TestProgramThatChangesWhileCopiedIsRefused(t *testing.T) {
+func TestProgram_that_changes_while_copied_is_refused(t *testing.T) {
 	path, _ := agent(t, 5000)
 	f, err := os.Create(filepath.Join(t.TempDir(), "image"))
 	if err != nil {
@@ -175,7 +175,7 @@ func TestProgramThatChangesWhileCopiedIsRefused(t *testing.T) {
 	}
 }
 
-func TestKernelMountsImage(t *testing.T) {
+func TestKernel_mounts_image(t *testing.T) {
 	list, err := os.ReadFile("/proc/filesystems")
 	if err != nil {
 		t.Fatal(err)
@@ -206,7 +206,7 @@ func TestKernelMountsImage(t *testing.T) {
 	checkTree(t, os.DirFS(mnt), want)
 }
 
-func TestFsckFindsNoFault(t *testing.T) {
+func TestFsck_finds_no_fault(t *testing.T) {
 	fsck, err := exec.LookPath("fsck.erofs")
 	if err != nil {
 		t.Skip("no fsck.erofs here (package erofs-utils)")

@@ -321,7 +321,8 @@ func (v *Volume) Flush() error {
 		return nil
 	}
 	if err := v.data.Datasync(); err != nil {
-		v.failed = fmt.Errorf("flushing volume %s: %w: %v", v.rec.Name, ErrSyncFailed, err) // not %w: space on the host does not bring back what was lost
+		// Not %w: space on the host does not bring back what was lost.
+		v.failed = fmt.Errorf("flushing volume %s: %w: %v", v.rec.Name, ErrSyncFailed, err)
 		return v.failed
 	}
 	return nil

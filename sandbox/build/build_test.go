@@ -79,7 +79,7 @@ func (w *endsAt) Write(p []byte) (int, error) {
 }
 
 // One VM each for a build that is interrupted and for one that fails, and none for one of which everything is known.
-func TestBuildOfSteps(t *testing.T) {
+func TestBuild_of_steps(t *testing.T) {
 	t.Parallel()
 	e := guesttest.New(t)
 	images := ownImages(t, e)
@@ -190,7 +190,7 @@ func filesOf(t *testing.T, images *image.Store, img *image.Image) map[string]fil
 }
 
 // What is wrong with a build is found before a VM is booted.
-func TestBuildThatCannotBeIsRefusedBeforeItBegins(t *testing.T) {
+func TestBuild_that_cannot_be_is_refused_before_it_begins(t *testing.T) {
 	s, err := sandbox.Open(t.TempDir())
 	if err != nil {
 		t.Fatal(err)
@@ -221,7 +221,7 @@ func TestBuildThatCannotBeIsRefusedBeforeItBegins(t *testing.T) {
 }
 
 // The VM of a build that was killed is removed by the next, and that of one under way is not.
-func TestSweepBuildsLeavesThoseUnderWay(t *testing.T) {
+func TestSweep_builds_leaves_those_under_way(t *testing.T) {
 	s, err := sandbox.Open(t.TempDir())
 	if err != nil {
 		t.Fatal(err)

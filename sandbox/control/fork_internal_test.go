@@ -65,7 +65,7 @@ func send(t *testing.T, c *net.UnixConn, l ForkLine, f *os.File) {
 	}
 }
 
-func TestAForkGetsTheImageAndThenTheOutcome(t *testing.T) {
+func TestA_fork_gets_the_image_and_then_the_outcome(t *testing.T) {
 	f, err := os.CreateTemp(t.TempDir(), "image")
 	if err != nil {
 		t.Fatal(err)
@@ -117,7 +117,7 @@ func TestAForkGetsTheImageAndThenTheOutcome(t *testing.T) {
 	}
 }
 
-func TestAForkThatCannotBeBegunSaysWhy(t *testing.T) {
+func TestA_fork_that_cannot_be_begun_says_why(t *testing.T) {
 	s := parentSays(t, func(c *net.UnixConn) { send(t, c, ForkLine{Error: ReportError(spec.ErrNotRunning)}, nil) })
 	if _, err := DialFork(t.Context(), s, "p", spec.NewID(), ""); !errors.Is(err, spec.ErrNotRunning) {
 		t.Errorf("refused: got %v, want ErrNotRunning", err)

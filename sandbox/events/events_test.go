@@ -67,7 +67,7 @@ func want(t *testing.T, got []string, want ...string) {
 	}
 }
 
-func TestReadGoesOnFromACursorOverSegments(t *testing.T) {
+func TestRead_goes_on_from_a_cursor_over_segments(t *testing.T) {
 	j := Open(t.TempDir(), Options{SegmentBytes: 700, Segments: 100})
 	var names []string
 	for i := range 40 {
@@ -93,7 +93,7 @@ func TestReadGoesOnFromACursorOverSegments(t *testing.T) {
 	}
 }
 
-func TestALineThatAKilledWriterLeftIsRepairedAndNothingBeforeItIsLost(t *testing.T) {
+func TestA_line_that_a_killed_writer_left_is_repaired_and_nothing_before_it_is_lost(t *testing.T) {
 	for _, torn := range []string{"{", `{"version":1,"cursor":`, strings.Repeat("x", 3000)} {
 		j := Open(t.TempDir(), Options{})
 		mustAppend(t, j, "a", "b")
@@ -121,7 +121,7 @@ func TestALineThatAKilledWriterLeftIsRepairedAndNothingBeforeItIsLost(t *testing
 	}
 }
 
-func TestDamagedLinesAreSkippedAndCursorsGoOnAfterThem(t *testing.T) {
+func TestDamaged_lines_are_skipped_and_cursors_go_on_after_them(t *testing.T) {
 	j := Open(t.TempDir(), Options{})
 	es := mustAppend(t, j, "a", "b")
 	segs, _ := j.segments()
@@ -137,7 +137,7 @@ func TestDamagedLinesAreSkippedAndCursorsGoOnAfterThem(t *testing.T) {
 	want(t, got, "a", "b", "c", "d")
 }
 
-func TestAReaderIsToldWhenEventsWereDeletedBeforeItReadThem(t *testing.T) {
+func TestA_reader_is_told_when_events_were_deleted_before_it_read_them(t *testing.T) {
 	j := Open(t.TempDir(), Options{SegmentBytes: 700, Segments: 3})
 	first := mustAppend(t, j, "first")[0]
 	for i := range 60 {
@@ -159,7 +159,7 @@ func TestAReaderIsToldWhenEventsWereDeletedBeforeItReadThem(t *testing.T) {
 	want(t, got, "lost", "s59")
 }
 
-func TestOldSegmentsAreDeletedButTheNewestStays(t *testing.T) {
+func TestOld_segments_are_deleted_but_the_newest_stays(t *testing.T) {
 	now := time.Now()
 	j := Open(t.TempDir(), Options{SegmentBytes: 300, now: func() time.Time { return now }})
 	es := mustAppend(t, j, "a", "b", "c", "d")
@@ -176,7 +176,7 @@ func TestOldSegmentsAreDeletedButTheNewestStays(t *testing.T) {
 	}
 }
 
-func TestAfterAPowerLossACursorIsNotGivenTwice(t *testing.T) {
+func TestAfter_a_power_loss_a_cursor_is_not_given_twice(t *testing.T) {
 	boot := "one"
 	now := time.Unix(1_000_000, 0) // and the clock stands still
 	j := Open(t.TempDir(), Options{boot: func() string { return boot }, now: func() time.Time { return now }})
@@ -185,7 +185,7 @@ func TestAfterAPowerLossACursorIsNotGivenTwice(t *testing.T) {
 	path := filepath.Join(j.dir, segs[0].name)
 	data, _ := os.ReadFile(path)
 	lines := strings.SplitAfter(string(data), "\n")
-	if err := os.WriteFile(path, []byte(strings.Join(lines[:2], "")), 0o600); err != nil { // b and c did not get to the disk
+	if err := os.WriteFile(path, []byte(strings.Join(lines[:2], "")), 0o600); err != nil { // without b and c
 		t.Fatal(err)
 	}
 	boot = "two"
@@ -197,7 +197,7 @@ func TestAfterAPowerLossACursorIsNotGivenTwice(t *testing.T) {
 	want(t, got, "d")
 }
 
-func TestACursorOfAJournalThatIsGoneIsSaid(t *testing.T) {
+func TestA_cursor_of_a_journal_that_is_gone_is_said(t *testing.T) {
 	j := Open(t.TempDir(), Options{})
 	last := mustAppend(t, j, "a")[0]
 	var got []Event
@@ -207,7 +207,7 @@ func TestACursorOfAJournalThatIsGoneIsSaid(t *testing.T) {
 	}
 }
 
-func TestWritersOfManyProcessesShareAJournalAndAFollowerGetsAll(t *testing.T) {
+func TestWriters_of_many_processes_share_a_journal_and_a_follower_gets_all(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "events")
 	j := Open(dir, Options{})
 	ctx, cancel := context.WithCancel(t.Context())
@@ -244,7 +244,7 @@ func TestWritersOfManyProcessesShareAJournalAndAFollowerGetsAll(t *testing.T) {
 	}
 }
 
-func TestAnEventIsCutToItsBounds(t *testing.T) {
+func TestAn_event_is_cut_to_its_bounds(t *testing.T) {
 	j := Open(t.TempDir(), Options{})
 	tags := make([]string, 200)
 	for i := range tags {
@@ -291,7 +291,7 @@ func TestFilters(t *testing.T) {
 	}
 }
 
-func TestAWriterDoesNotWaitForEverForALock(t *testing.T) {
+func TestA_writer_does_not_wait_for_ever_for_a_lock(t *testing.T) {
 	j := Open(t.TempDir(), Options{})
 	l, err := j.lock()
 	if err != nil {

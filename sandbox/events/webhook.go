@@ -66,7 +66,8 @@ func (w Webhook) Check() error {
 	u, err := url.Parse(w.URL)
 	switch {
 	case err != nil:
-		return fmt.Errorf("%w: the webhook's address is no URL", ErrInvalid) // the error would show it, and it may have a token
+		// Without err, which would show the address: it may have a token.
+		return fmt.Errorf("%w: the webhook's address is no URL", ErrInvalid)
 	case u.User != nil:
 		return fmt.Errorf("%w: the webhook %s has a user in its address: deliveries are signed instead", ErrInvalid, u.Host)
 	case u.Host == "" || u.Scheme != "https" && !(u.Scheme == "http" && loopback(u.Hostname())):

@@ -80,7 +80,7 @@ func run(t *testing.T, d *Delivery) (stop func() error) {
 	return func() error { once(); return err }
 }
 
-func TestAWebhookThatFailsHangsAndRedirectsGetsAllInOrder(t *testing.T) {
+func TestA_webhook_that_fails_hangs_and_redirects_gets_all_in_order(t *testing.T) {
 	release := make(chan struct{})
 	defer close(release)
 	v := newReceiver(t, func(w http.ResponseWriter, r *http.Request, n int) {
@@ -126,7 +126,7 @@ func TestAWebhookThatFailsHangsAndRedirectsGetsAllInOrder(t *testing.T) {
 	}
 }
 
-func TestAWebhookGoesOnAfterARestartWhereItWas(t *testing.T) {
+func TestA_webhook_goes_on_after_a_restart_where_it_was(t *testing.T) {
 	v := newReceiver(t, func(http.ResponseWriter, *http.Request, int) {})
 	j, dir := Open(t.TempDir(), Options{}), t.TempDir()
 	mustAppend(t, j, "before it was there")
@@ -153,7 +153,7 @@ func TestAWebhookGoesOnAfterARestartWhereItWas(t *testing.T) {
 	want(t, got, "b", "c")
 }
 
-func TestTwoDoNotDeliverToOneWebhook(t *testing.T) {
+func TestTwo_do_not_deliver_to_one_webhook(t *testing.T) {
 	v := newReceiver(t, func(http.ResponseWriter, *http.Request, int) {})
 	j, dir := Open(t.TempDir(), Options{}), t.TempDir()
 	d := v.delivery(j, dir)
@@ -168,7 +168,7 @@ func TestTwoDoNotDeliverToOneWebhook(t *testing.T) {
 	}
 }
 
-func TestACertificateThatIsNotTrustedGetsNothing(t *testing.T) {
+func TestA_certificate_that_is_not_trusted_gets_nothing(t *testing.T) {
 	v := newReceiver(t, func(http.ResponseWriter, *http.Request, int) {})
 	d := v.delivery(Open(t.TempDir(), Options{}), t.TempDir())
 	if err := d.deliver(t.Context(), &http.Client{Transport: &http.Transport{}}, Event{ID: "x"}); err == nil || !strings.Contains(err.Error(), "certificate") {
@@ -179,7 +179,7 @@ func TestACertificateThatIsNotTrustedGetsNothing(t *testing.T) {
 	}
 }
 
-func TestWebhooksThatAreRefused(t *testing.T) {
+func TestWebhooks_that_are_refused(t *testing.T) {
 	for name, w := range map[string]Webhook{
 		"plain http to elsewhere": {URL: "http://example.com/x", Secret: testSecret},
 		"a user":                  {URL: "https://u:p@example.com/x", Secret: testSecret},
@@ -199,7 +199,7 @@ func TestWebhooksThatAreRefused(t *testing.T) {
 	}
 }
 
-func TestASecretThatOthersMayReadIsRefused(t *testing.T) {
+func TestA_secret_that_others_may_read_is_refused(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "secret")
 	if err := os.WriteFile(path, append(slices.Clone(testSecret), '\n'), 0o600); err != nil {
 		t.Fatal(err)
@@ -235,7 +235,7 @@ func get(t *testing.T, s *httptest.Server, query, accept string) (int, string) {
 	return resp.StatusCode, string(body)
 }
 
-func TestEventsByHTTP(t *testing.T) {
+func TestEvents_by_HTTP(t *testing.T) {
 	j := Open(t.TempDir(), Options{})
 	es := mustAppend(t, j, "a", "b")
 	s := httptest.NewServer(Handler(j, func(w http.ResponseWriter, err error) { http.Error(w, err.Error(), http.StatusBadRequest) }))

@@ -9,7 +9,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/sandboxtest"
 )
 
-func TestListReadsNothingAgainThatSleepsAndHasNotChanged(t *testing.T) {
+func TestList_reads_nothing_again_that_sleeps_and_has_not_changed(t *testing.T) {
 	h := (&sandboxtest.VMs{}).Host(t)
 	f := New(h, Options{})
 	for _, name := range []string{"a", "b", "c"} {

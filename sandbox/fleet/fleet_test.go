@@ -90,7 +90,7 @@ func run(t *testing.T, f fleettest.Sandboxes, name string, argv ...string) {
 	}
 }
 
-func TestOfManyWhoGetOrCreateOneMakesIt(t *testing.T) {
+func TestOf_many_who_get_or_create_one_makes_it(t *testing.T) {
 	v := &sandboxtest.VMs{}
 	var boots atomic.Int32
 	v.Fail = func(string, string) error { boots.Add(1); return nil }
@@ -118,7 +118,7 @@ func TestOfManyWhoGetOrCreateOneMakesIt(t *testing.T) {
 	}
 }
 
-func TestManyWakesMakeOneVM(t *testing.T) {
+func TestMany_wakes_make_one_VM(t *testing.T) {
 	v := &sandboxtest.VMs{}
 	var wakes atomic.Int32
 	v.Fail = func(op, _ string) error {
@@ -146,7 +146,7 @@ func TestManyWakesMakeOneVM(t *testing.T) {
 	}
 }
 
-func TestErrorsHaveCodeCauseAndRemedy(t *testing.T) {
+func TestErrors_have_code_cause_and_remedy(t *testing.T) {
 	full := errors.New("no space left on device")
 	v := &sandboxtest.VMs{Fail: func(_, name string) error {
 		if name == "full" {
@@ -235,7 +235,7 @@ func TestErrorsHaveCodeCauseAndRemedy(t *testing.T) {
 	}
 }
 
-func TestPruneDoesWhatMetadataSays(t *testing.T) {
+func TestPrune_does_what_metadata_says(t *testing.T) {
 	f, _, c := rig(t)
 	in := func(d time.Duration) time.Time { return c.now().Add(d) }
 	create(t, f, "workspace", spec.Metadata{Expires: in(time.Hour)})
@@ -360,7 +360,7 @@ func TestAttack_supervisor_prunes_the_disks_that_were_left(t *testing.T) {
 	}
 }
 
-func TestRetentionKeepsTheLastTheYoungAndTheTagged(t *testing.T) {
+func TestRetention_keeps_the_last_the_young_and_the_tagged(t *testing.T) {
 	f, _, _ := rig(t)
 	create(t, f, "s", spec.Metadata{Keep: lifetime.Keep{Last: 2, For: 3600}})
 	var slept []string
@@ -414,7 +414,7 @@ func TestRetentionKeepsTheLastTheYoungAndTheTagged(t *testing.T) {
 	}
 }
 
-func TestWhoExtendsBeforeThePruningKeepsIt(t *testing.T) {
+func TestWho_extends_before_the_pruning_keeps_it(t *testing.T) {
 	f, _, c := rig(t)
 	create(t, f, "s", spec.Metadata{Class: lifetime.Ephemeral, Expires: c.now().Add(time.Hour)})
 	c.add(2 * time.Hour)
@@ -437,7 +437,7 @@ func TestWhoExtendsBeforeThePruningKeepsIt(t *testing.T) {
 	}
 }
 
-func TestHistoryHasWhatWasRunAndSlept(t *testing.T) {
+func TestHistory_has_what_was_run_and_slept(t *testing.T) {
 	exit := func(_ context.Context, p *fakeguest.Process) int {
 		n, err := strconv.Atoi(p.Args[1])
 		if err != nil {
@@ -481,7 +481,7 @@ func TestHistoryHasWhatWasRunAndSlept(t *testing.T) {
 	}
 }
 
-func TestListOfAFleetThatHasReadBeforeIsThatOfANewOne(t *testing.T) {
+func TestList_of_a_fleet_that_has_read_before_is_that_of_a_new_one(t *testing.T) {
 	f, vms, _ := rig(t)
 	kept := fleet.New(f.Host, fleet.Options{})
 	create(t, f, "a", spec.Metadata{Owner: "build"})
@@ -529,7 +529,7 @@ func TestListOfAFleetThatHasReadBeforeIsThatOfANewOne(t *testing.T) {
 	}
 }
 
-func TestPagesTogetherAreTheList(t *testing.T) {
+func TestPages_together_are_the_list(t *testing.T) {
 	f, _, _ := rig(t)
 	for i := range 25 {
 		create(t, f, fmt.Sprintf("s%02d", i), spec.Metadata{Owner: []string{"build", "tests"}[i%2]})

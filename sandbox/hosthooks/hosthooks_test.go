@@ -135,7 +135,7 @@ func hidden(d Dir, n int) {
 }
 
 // What a hook finds is what is documented, and nothing of this process's.
-func TestAProgramGetsTheEventAndLittleElse(t *testing.T) {
+func TestA_program_gets_the_event_and_little_else(t *testing.T) {
 	d := store(t)
 	t.Setenv("SECRET_OF_THE_HOST", "x")
 	// What the process of a VM does first thing; what whoever runs this test has left open does not count.
@@ -176,7 +176,7 @@ func TestAProgramGetsTheEventAndLittleElse(t *testing.T) {
 	}
 }
 
-func TestFailuresOfProgramsAreSaid(t *testing.T) {
+func TestFailures_of_programs_are_said(t *testing.T) {
 	for name, c := range map[string]struct {
 		text, problem, output string
 		mode                  os.FileMode
@@ -218,7 +218,7 @@ func TestFailuresOfProgramsAreSaid(t *testing.T) {
 	}
 }
 
-func TestALateProgramIsKilledWithItsGroup(t *testing.T) {
+func TestA_late_program_is_killed_with_its_group(t *testing.T) {
 	d := store(t)
 	script(t, d, "a", `echo waiting; sleep 1000 & echo $! >"$DROWSE_STATE/pid.new"; mv "$DROWSE_STATE/pid.new" "$DROWSE_STATE/pid"; sleep 1000`)
 	h := patient(t, d)
@@ -251,7 +251,7 @@ func zombie(pid int) bool {
 	return err != nil || strings.Contains(string(stat), ") Z ")
 }
 
-func TestTimesAreBounded(t *testing.T) {
+func TestTimes_are_bounded(t *testing.T) {
 	d := store(t)
 	script(t, d, "a", "sleep 1000")
 	h := patient(t, d)
@@ -282,7 +282,7 @@ func notes(t *testing.T, d Dir, fails string, names ...string) (read func() stri
 	}
 }
 
-func TestBeforeEndsWithTheFirstFailureAndTellsThoseThatWereStarted(t *testing.T) {
+func TestBefore_ends_with_the_first_failure_and_tells_those_that_were_started(t *testing.T) {
 	d := store(t)
 	read := notes(t, d, Sleep, "a", "b", "c")
 	h := patient(t, d)
@@ -306,7 +306,7 @@ func TestBeforeEndsWithTheFirstFailureAndTellsThoseThatWereStarted(t *testing.T)
 	}
 }
 
-func TestAfterRunsAllInTheirOrder(t *testing.T) {
+func TestAfter_runs_all_in_their_order(t *testing.T) {
 	d := store(t)
 	read := notes(t, d, Wake, "a", "b", "c")
 	for typ, want := range map[events.Type]string{
@@ -323,7 +323,7 @@ func TestAfterRunsAllInTheirOrder(t *testing.T) {
 	}
 }
 
-func TestWhatChangesAfterItWasFoundIsNotRun(t *testing.T) {
+func TestWhat_changes_after_it_was_found_is_not_run(t *testing.T) {
 	d := store(t)
 	read := notes(t, d, "", "a", "b", "c")
 	h := patient(t, d)
@@ -374,7 +374,7 @@ func TestFunctions(t *testing.T) {
 	}
 }
 
-func TestFunctionsComeBeforeProgramsAndStayWhenThoseAreRefused(t *testing.T) {
+func TestFunctions_come_before_programs_and_stay_when_those_are_refused(t *testing.T) {
 	d := store(t)
 	read := notes(t, d, "", "a")
 	note := Func{"f", func(context.Context, events.Event) error {

@@ -8,7 +8,7 @@ import (
 	"github.com/drowse-vm/drowse/vmm"
 )
 
-func TestFactsOfAnotherHostAreRefusedAlsoAfterGoodOnes(t *testing.T) {
+func TestFacts_of_another_host_are_refused_also_after_good_ones(t *testing.T) {
 	defer GoodFacts.Store(GoodFacts.Load())
 	good := "those of this host"
 	GoodFacts.Store(&good)

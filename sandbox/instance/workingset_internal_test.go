@@ -8,7 +8,7 @@ import (
 	"github.com/drowse-vm/drowse/snapshot"
 )
 
-func TestWorkingSetIsTakenOutOfTheStates(t *testing.T) {
+func TestWorking_set_is_taken_out_of_the_states(t *testing.T) {
 	vcpu := snapshot.Payload{Name: "vcpu/0", Kind: "kvm-vcpu"}
 	set := func(version uint32, data ...byte) snapshot.Payload {
 		return snapshot.Payload{Name: workingSetName, Kind: workingSetKind, Version: version, Data: data}
@@ -40,7 +40,7 @@ func TestWorkingSetIsTakenOutOfTheStates(t *testing.T) {
 	}
 }
 
-func TestWorkingSetBeginsWithWhatRestoringTakes(t *testing.T) {
+func TestWorking_set_begins_with_what_restoring_takes(t *testing.T) {
 	if p, ok := workingSet(nil, nil); ok {
 		t.Errorf("of nothing: %+v", p)
 	}

@@ -101,7 +101,7 @@ func TestDecide(t *testing.T) {
 }
 
 // Whatever there is: what is needed or tagged stays, as many stay as are to be kept, and the order does not matter.
-func TestUnkeptNeverTakesWhatIsKept(t *testing.T) {
+func TestUnkept_never_takes_what_is_kept(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	for range 2000 {
 		var sandboxes []Sandbox

@@ -11,7 +11,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/control"
 )
 
-func TestABadRequestForAForkIsRefused(t *testing.T) {
+func TestA_bad_request_for_a_fork_is_refused(t *testing.T) {
 	for _, order := range []string{"", `{"id":""}`, `{"id":"../../x"}`, `{"id":"` + strings.Repeat("G", 32) + `"}`} {
 		p := &process{}
 		mux := http.NewServeMux()

@@ -11,7 +11,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 )
 
-func TestFiltersAreChecked(t *testing.T) {
+func TestFilters_are_checked(t *testing.T) {
 	for name, f := range map[string]Filter{
 		"a page too long":       {Limit: MaxPage + 1},
 		"a page of less than 0": {Limit: -1},
@@ -35,7 +35,7 @@ func TestFiltersAreChecked(t *testing.T) {
 	}
 }
 
-func TestPagesTogetherAreWhatMatches(t *testing.T) {
+func TestPages_together_are_what_matches(t *testing.T) {
 	now := time.Unix(1000, 0)
 	var all []Sandbox
 	for i := range 60 {
@@ -87,7 +87,7 @@ func TestPagesTogetherAreWhatMatches(t *testing.T) {
 	}
 }
 
-func TestPartOfAHistoryHasTheNewestBeforeATime(t *testing.T) {
+func TestPart_of_a_history_has_the_newest_before_a_time(t *testing.T) {
 	at := func(n int) time.Time { return time.Unix(int64(n), 0) }
 	for name, tt := range map[string]struct {
 		span  Span
@@ -120,7 +120,7 @@ func TestPartOfAHistoryHasTheNewestBeforeATime(t *testing.T) {
 	}
 }
 
-func TestCommandThatIsTooLongIsCut(t *testing.T) {
+func TestCommand_that_is_too_long_is_cut(t *testing.T) {
 	long := strings.Repeat("\x01ü", 1<<14)
 	r := Run{Command: slices.Repeat([]string{long}, 2*maxArgs), User: long}.Bounded()
 	if n := len(strings.Join(r.Command, "")); n == 0 || n > maxCommand || len(r.User) > MaxOwner {

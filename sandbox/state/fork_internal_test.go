@@ -10,7 +10,7 @@ import (
 )
 
 // Whether a child has a snapshot is what the disk says at this moment.
-func TestAForksRecordClaimsASnapshotThatIsThereOnly(t *testing.T) {
+func TestA_forks_record_claims_a_snapshot_that_is_there_only(t *testing.T) {
 	s, err := OpenStore(t.TempDir())
 	if err != nil {
 		t.Fatal(err)

@@ -119,7 +119,7 @@ func writeGolden(t *testing.T, dir string) {
 
 // What a version has written is opened by every later one: an upgrade takes nothing from anybody. A new version of a
 // format adds a directory, by scripts/golden, and leaves the others as they are.
-func TestGoldenStatesOfEveryVersionOpen(t *testing.T) {
+func TestGolden_states_of_every_version_open(t *testing.T) {
 	if *updateGolden {
 		writeGolden(t, filepath.Join(goldenDir, fmt.Sprintf("v%d", RecordVersion)))
 	}

@@ -58,7 +58,7 @@ func histories1(t *testing.T, s *Store) (names []string) {
 	return names
 }
 
-func TestRemovedVMLeavesItsHistoryAndAnEphemeralOneNothing(t *testing.T) {
+func TestRemoved_VM_leaves_its_history_and_an_ephemeral_one_nothing(t *testing.T) {
 	s, err := OpenStore(t.TempDir())
 	if err != nil {
 		t.Fatal(err)
@@ -111,7 +111,7 @@ func TestRemovedVMLeavesItsHistoryAndAnEphemeralOneNothing(t *testing.T) {
 	}
 }
 
-func TestRemovalThatIsRepeatedAfterItWasCutShortKeepsOneHistory(t *testing.T) {
+func TestRemoval_that_is_repeated_after_it_was_cut_short_keeps_one_history(t *testing.T) {
 	s, err := OpenStore(t.TempDir())
 	if err != nil {
 		t.Fatal(err)
@@ -141,7 +141,7 @@ func TestRemovalThatIsRepeatedAfterItWasCutShortKeepsOneHistory(t *testing.T) {
 	}
 }
 
-func TestHistoryThatCannotBeKeptDoesNotKeepTheVM(t *testing.T) {
+func TestHistory_that_cannot_be_kept_does_not_keep_the_VM(t *testing.T) {
 	for name, spoil := range map[string]func(s *Store, r *Record) error{
 		"no directory can be made": func(s *Store, _ *Record) error { return os.WriteFile(s.removedDir(), nil, 0o600) },
 		"the trail is damaged":     func(s *Store, r *Record) error { return os.WriteFile(s.AuditPath(r.Spec.Name), []byte("x\n"), 0o600) },
@@ -170,7 +170,7 @@ func TestHistoryThatCannotBeKeptDoesNotKeepTheVM(t *testing.T) {
 	}
 }
 
-func TestHistoryThatIsDamagedOrNewerIsAnError(t *testing.T) {
+func TestHistory_that_is_damaged_or_newer_is_an_error(t *testing.T) {
 	s, err := OpenStore(t.TempDir())
 	if err != nil {
 		t.Fatal(err)
@@ -190,7 +190,7 @@ func TestHistoryThatIsDamagedOrNewerIsAnError(t *testing.T) {
 	}
 }
 
-func TestSweepForgetsHistoriesThatAreOldOrTooMany(t *testing.T) {
+func TestSweep_forgets_histories_that_are_old_or_too_many(t *testing.T) {
 	now := time.Now()
 	for name, tt := range map[string]struct {
 		sizes []int64         // from the newest on
@@ -240,7 +240,7 @@ func TestSweepForgetsHistoriesThatAreOldOrTooMany(t *testing.T) {
 	}
 }
 
-func TestSweepDeletesWhatRemovalsAndEarlierVersionsHaveLeft(t *testing.T) {
+func TestSweep_deletes_what_removals_and_earlier_versions_have_left(t *testing.T) {
 	s, err := OpenStore(t.TempDir())
 	if err != nil {
 		t.Fatal(err)
@@ -303,7 +303,7 @@ func TestSweepDeletesWhatRemovalsAndEarlierVersionsHaveLeft(t *testing.T) {
 // removerEnv makes the test binary one that makes and removes VMs in a store until it is killed.
 const removerEnv = "DROWSE_STATE_REMOVER"
 
-func TestRemovalThatIsKilledLeavesAWholeVMOrAWholeHistory(t *testing.T) {
+func TestRemoval_that_is_killed_leaves_a_whole_VM_or_a_whole_history(t *testing.T) {
 	if dir := os.Getenv(removerEnv); dir != "" {
 		s, err := OpenStore(dir)
 		if err != nil {
@@ -367,7 +367,7 @@ func TestRemovalThatIsKilledLeavesAWholeVMOrAWholeHistory(t *testing.T) {
 	t.Logf("%d VMs were removed, %d were still whole", gone, whole)
 }
 
-func TestHistoryIsAsFormatSays(t *testing.T) {
+func TestHistory_is_as_format_says(t *testing.T) {
 	s, err := OpenStore(t.TempDir())
 	if err != nil {
 		t.Fatal(err)

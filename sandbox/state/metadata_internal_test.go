@@ -221,8 +221,8 @@ func TestSetLabel_by_many_loses_no_change(t *testing.T) {
 // metadataWriterEnv makes the test binary a writer of metadata.
 const metadataWriterEnv = "DROWSE_TEST_LABEL_WRITER"
 
-// TestHelperWritesMetadata is no test, but a process of the next one.
-func TestHelperWritesMetadata(t *testing.T) {
+// TestHelper_writes_metadata is no test, but a process of the next one.
+func TestHelper_writes_metadata(t *testing.T) {
 	dir := os.Getenv(metadataWriterEnv)
 	if dir == "" {
 		return
@@ -248,7 +248,7 @@ func TestSetLabel_by_processes_that_are_killed_loses_no_committed_change(t *test
 	for round := range 3 {
 		var wg sync.WaitGroup
 		for w := range 3 {
-			cmd := exec.Command(os.Args[0], "-test.run=^TestHelperWritesMetadata$")
+			cmd := exec.Command(os.Args[0], "-test.run=^TestHelper_writes_metadata$")
 			cmd.Env = append(os.Environ(), metadataWriterEnv+"="+s.Dir())
 			out, err := cmd.StdoutPipe()
 			if err != nil {

@@ -4,7 +4,7 @@ import (
 	"testing"
 )
 
-func TestLightestFindsTheWindowWithTheLeastData(t *testing.T) {
+func TestLightest_finds_the_window_with_the_least_data(t *testing.T) {
 	for name, tt := range map[string]struct {
 		sizes        []int64
 		window, want int

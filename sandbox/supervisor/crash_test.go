@@ -16,7 +16,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-func TestAProcessThatIsKilledIsToldOfOnce(t *testing.T) {
+func TestA_process_that_is_killed_is_told_of_once(t *testing.T) {
 	s, err := sandbox.Open(t.TempDir())
 	if err != nil {
 		t.Fatal(err)

@@ -88,7 +88,7 @@ func (v *fakeVMs) look(t *testing.T, ts *timers, now time.Time) {
 
 func quiet(string, ...any) {}
 
-func TestForksThatGuestsHaveAskedForAreMadeOnceAndNoneOfThosePast(t *testing.T) {
+func TestForks_that_guests_have_asked_for_are_made_once_and_none_of_those_past(t *testing.T) {
 	now := time.Now()
 	v := &fakeVMs{
 		labels: map[string]spec.Timer{"none": {}, "wanted": {}, "begun": {}, "past": {}, "to come": {}},
@@ -106,7 +106,7 @@ func TestForksThatGuestsHaveAskedForAreMadeOnceAndNoneOfThosePast(t *testing.T) 
 	}
 }
 
-func TestTimersThatAreDueFireOnceAndOthersDoNot(t *testing.T) {
+func TestTimers_that_are_due_fire_once_and_others_do_not(t *testing.T) {
 	now := time.Now()
 	v := &fakeVMs{fired: map[string][]error{}, labels: map[string]spec.Timer{
 		"none": {}, "later": {At: now.Add(time.Hour)}, "now": {At: now}, "missed": {At: now.Add(-24 * time.Hour)},
@@ -125,7 +125,7 @@ func TestTimersThatAreDueFireOnceAndOthersDoNot(t *testing.T) {
 	}
 }
 
-func TestATimerThatFailsIsTriedAgainAndOneThatCannotWorkIsNot(t *testing.T) {
+func TestA_timer_that_fails_is_tried_again_and_one_that_cannot_work_is_not(t *testing.T) {
 	now := time.Now()
 	busy := errors.New("out of memory")
 	v := &fakeVMs{fired: map[string][]error{}, labels: map[string]spec.Timer{"a": {At: now}}}
@@ -149,7 +149,7 @@ func TestATimerThatFailsIsTriedAgainAndOneThatCannotWorkIsNot(t *testing.T) {
 	}
 }
 
-func TestATimerThatWasChangedSinceItWasReadDoesNotFire(t *testing.T) {
+func TestA_timer_that_was_changed_since_it_was_read_does_not_fire(t *testing.T) {
 	now := time.Now()
 	v := &fakeVMs{fired: map[string][]error{}, labels: map[string]spec.Timer{"a": {At: now.Add(time.Hour)}}}
 	newTimers(v, quiet).fire(t.Context(), "a", spec.Timer{At: now})
@@ -158,7 +158,7 @@ func TestATimerThatWasChangedSinceItWasReadDoesNotFire(t *testing.T) {
 	}
 }
 
-func TestTheEndOfASupervisorLeavesATimerToTheNextOne(t *testing.T) {
+func TestThe_end_of_a_supervisor_leaves_a_timer_to_the_next_one(t *testing.T) {
 	now := time.Now()
 	ctx, cancel := context.WithCancel(t.Context())
 	v := &fakeVMs{fired: map[string][]error{}, labels: map[string]spec.Timer{"a": {At: now}}}
@@ -180,7 +180,7 @@ func (v heldVMs) wake(ctx context.Context, name string) error {
 	return v.fakeVMs.wake(ctx, name)
 }
 
-func TestTimersBeyondTheBoundWaitUntilOneHasWokenItsSandbox(t *testing.T) {
+func TestTimers_beyond_the_bound_wait_until_one_has_woken_its_sandbox(t *testing.T) {
 	now := time.Now()
 	v := heldVMs{&fakeVMs{fired: map[string][]error{}, labels: map[string]spec.Timer{}}, make(chan struct{})}
 	for i := range maxTimers + 1 {

@@ -176,7 +176,7 @@ func overwrite(t testing.TB, path string, b []byte) {
 	}
 }
 
-func TestTheSecondWakeFindsAllFramesOfTheFirst(t *testing.T) {
+func TestThe_second_wake_finds_all_frames_of_the_first(t *testing.T) {
 	c, s := newCache(t), full(t, 1, 300)
 	n := len(framesOf(t, s))
 	if n < 2 {
@@ -190,7 +190,7 @@ func TestTheSecondWakeFindsAllFramesOfTheFirst(t *testing.T) {
 }
 
 // A clone's first snapshot, and each later one, refers to the files of those before.
-func TestAChainFindsWhatItHasInCommonAtAnyDepth(t *testing.T) {
+func TestA_chain_finds_what_it_has_in_common_at_any_depth(t *testing.T) {
 	const depth = 40
 	c, mem := newCache(t), newRAM(t)
 	fill(t, mem, 1, 0, 300)
@@ -225,7 +225,7 @@ func TestAChainFindsWhatItHasInCommonAtAnyDepth(t *testing.T) {
 	}
 }
 
-func TestADeltasOwnFileIsKeptWhenItIsMissedTheSecondTime(t *testing.T) {
+func TestA_deltas_own_file_is_kept_when_it_is_missed_the_second_time(t *testing.T) {
 	c, mem := newCache(t), newRAM(t)
 	fill(t, mem, 1, 0, 64)
 	base := take(t, mem, nil, 0, 0)
@@ -240,7 +240,7 @@ func TestADeltasOwnFileIsKeptWhenItIsMissedTheSecondTime(t *testing.T) {
 }
 
 // Bits of a small file, one after the other: all of its header and its list, some of its content.
-func TestNoFlippedBitDeliversAnythingElse(t *testing.T) {
+func TestNo_flipped_bit_delivers_anything_else(t *testing.T) {
 	c, s := newCache(t), full(t, 1, 2)
 	wake(t, c, s)
 	n := len(framesOf(t, s))
@@ -276,7 +276,7 @@ func TestNoFlippedBitDeliversAnythingElse(t *testing.T) {
 	}
 }
 
-func TestAFileThatIsCutShortDeliversNothingElse(t *testing.T) {
+func TestA_file_that_is_cut_short_delivers_nothing_else(t *testing.T) {
 	c, s := newCache(t), full(t, 1, 40)
 	wake(t, c, s)
 	path := theFile(c, s)
@@ -294,7 +294,7 @@ func TestAFileThatIsCutShortDeliversNothingElse(t *testing.T) {
 }
 
 // One that is cut short while it is open as well: there is no mapping of it.
-func TestAFileThatIsCutShortWhileItIsReadIsMissed(t *testing.T) {
+func TestA_file_that_is_cut_short_while_it_is_read_is_missed(t *testing.T) {
 	c, s := newCache(t), full(t, 1, 300)
 	wake(t, c, s)
 	r := c.Open(s.Manifest())
@@ -307,7 +307,7 @@ func TestAFileThatIsCutShortWhileItIsReadIsMissed(t *testing.T) {
 	}
 }
 
-func TestWhatIsNotOfThisSnapshotIsNotDelivered(t *testing.T) {
+func TestWhat_is_not_of_this_snapshot_is_not_delivered(t *testing.T) {
 	le := binary.LittleEndian
 	resum := func(b []byte) {
 		n := int(le.Uint32(b[12:]))
@@ -355,7 +355,7 @@ func TestWhatIsNotOfThisSnapshotIsNotDelivered(t *testing.T) {
 }
 
 // A file that has all but one of many frames is not written again for it, unless it is damaged.
-func TestADamagedFrameIsPutRight(t *testing.T) {
+func TestA_damaged_frame_is_put_right(t *testing.T) {
 	c, s := newCache(t), full(t, 1, 1024)
 	wake(t, c, s)
 	n := len(framesOf(t, s))
@@ -372,7 +372,7 @@ func TestADamagedFrameIsPutRight(t *testing.T) {
 	}
 }
 
-func TestManyWritersAtOnceLeaveWholeFiles(t *testing.T) {
+func TestMany_writers_at_once_leave_whole_files(t *testing.T) {
 	c := newCache(t)
 	mem := newRAM(t)
 	fill(t, mem, 1, 0, 300)
@@ -417,7 +417,7 @@ func noTemps(t *testing.T, c *Cache) {
 	}
 }
 
-func TestWithoutRoomNothingIsKept(t *testing.T) {
+func TestWithout_room_nothing_is_kept(t *testing.T) {
 	c, s := newCache(t), full(t, 1, 64)
 	c.minFree = 1 << 60
 	r := c.Open(s.Manifest())
@@ -433,7 +433,7 @@ func TestWithoutRoomNothingIsKept(t *testing.T) {
 }
 
 // The file system is full in the midst of a file.
-func TestAFileThatCannotBeWrittenLeavesTheOthers(t *testing.T) {
+func TestA_file_that_cannot_be_written_leaves_the_others(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "small")
 	if err := os.Mkdir(dir, 0o700); err != nil {
 		t.Fatal(err)
@@ -470,7 +470,7 @@ func TestAFileThatCannotBeWrittenLeavesTheOthers(t *testing.T) {
 	}
 }
 
-func TestAFileHasNoMoreThanItMay(t *testing.T) {
+func TestA_file_has_no_more_than_it_may(t *testing.T) {
 	c, s := newCache(t), full(t, 1, 400)
 	c.maxFile = 100 * pageSize
 	for range 3 {
@@ -484,7 +484,7 @@ func TestAFileHasNoMoreThanItMay(t *testing.T) {
 	}
 }
 
-func TestWhatWasUsedLeastRecentlyGoesFirst(t *testing.T) {
+func TestWhat_was_used_least_recently_goes_first(t *testing.T) {
 	c := newCache(t)
 	var all []*snapshot.Snapshot
 	for i := range uint64(4) {
@@ -507,7 +507,7 @@ func TestWhatWasUsedLeastRecentlyGoesFirst(t *testing.T) {
 	}
 }
 
-func TestSweepKeepsWhatSnapshotsHaveAndOthersFiles(t *testing.T) {
+func TestSweep_keeps_what_snapshots_have_and_others_files(t *testing.T) {
 	c, s, gone := newCache(t), full(t, 1, 64), full(t, 2, 64)
 	if n, bytes, err := c.Sweep(nil); n != 0 || bytes != 0 || err != nil {
 		t.Errorf("without a cache: %d files, %d bytes, %v", n, bytes, err)
@@ -533,7 +533,7 @@ func TestSweepKeepsWhatSnapshotsHaveAndOthersFiles(t *testing.T) {
 	noTemps(t, c)
 }
 
-func TestSweepDoesNotWaitForAWriter(t *testing.T) {
+func TestSweep_does_not_wait_for_a_writer(t *testing.T) {
 	c, s := newCache(t), full(t, 1, 64)
 	wake(t, c, s)
 	lock, err := osfile.TryOpenLocked(c.dir, os.O_RDONLY, 0, osfile.Exclusive)
@@ -546,7 +546,7 @@ func TestSweepDoesNotWaitForAWriter(t *testing.T) {
 	}
 }
 
-func TestAddEndsWithItsContext(t *testing.T) {
+func TestAdd_ends_with_its_context(t *testing.T) {
 	c, s := newCache(t), full(t, 1, 64)
 	if err := os.MkdirAll(c.dir, 0o700); err != nil {
 		t.Fatal(err)
@@ -568,7 +568,7 @@ func TestAddEndsWithItsContext(t *testing.T) {
 	}
 }
 
-func TestAddOfASnapshotThatIsGoneChangesNothing(t *testing.T) {
+func TestAdd_of_a_snapshot_that_is_gone_changes_nothing(t *testing.T) {
 	c, s := newCache(t), full(t, 1, 64)
 	r := c.Open(s.Manifest())
 	defer r.Close()
@@ -582,7 +582,7 @@ func TestAddOfASnapshotThatIsGoneChangesNothing(t *testing.T) {
 }
 
 // Pages that are not in memory are read from the snapshot, where they are smaller.
-func TestReadDoesNotWaitForTheDisk(t *testing.T) {
+func TestRead_does_not_wait_for_the_disk(t *testing.T) {
 	c, s := newCache(t), full(t, 1, 300)
 	wake(t, c, s)
 	f, err := os.Open(theFile(c, s))
@@ -606,7 +606,7 @@ func TestReadDoesNotWaitForTheDisk(t *testing.T) {
 	}
 }
 
-func TestReadAllocatesNothing(t *testing.T) {
+func TestRead_allocates_nothing(t *testing.T) {
 	c, s := newCache(t), full(t, 1, 300)
 	wake(t, c, s)
 	r := c.Open(s.Manifest())

@@ -228,7 +228,7 @@ func newContent(way uint64) []byte {
 	return bytes.Repeat([]byte{0xc0 + byte(way)}, pageSize)
 }
 
-func TestFrozenPagesKeepTheirContentAndWritesAreNotLost(t *testing.T) {
+func TestFrozen_pages_keep_their_content_and_writes_are_not_lost(t *testing.T) {
 	for _, tc := range []struct {
 		name string
 		kind ramKind
@@ -277,7 +277,7 @@ func TestFrozenPagesKeepTheirContentAndWritesAreNotLost(t *testing.T) {
 }
 
 // A writer that is faster than the reader waits, and memory stays bounded.
-func TestAWriterWaitsWhenThereIsNoRoomForCopies(t *testing.T) {
+func TestA_writer_waits_when_there_is_no_room_for_copies(t *testing.T) {
 	const room = MinCopyBytes / pageSize
 	for _, kind := range []ramKind{booted, lazy, mapped} {
 		for _, end := range []string{"reading", "Close"} {
@@ -316,7 +316,7 @@ func TestAWriterWaitsWhenThereIsNoRoomForCopies(t *testing.T) {
 	}
 }
 
-func TestFrozenRefusesWhatIsOutOfOrder(t *testing.T) {
+func TestFrozen_refuses_what_is_out_of_order(t *testing.T) {
 	c := newFrozenCase(t, lazy)
 	f, err := Prepare(c.mem, c.p, FreezeOptions{CopyBytes: MinCopyBytes})
 	if err != nil {
@@ -368,7 +368,7 @@ func TestFrozenRefusesWhatIsOutOfOrder(t *testing.T) {
 }
 
 // A capture that is given up in the midst of it, by whoever does so first.
-func TestCloseInTheMidstOfReadingAndWriting(t *testing.T) {
+func TestClose_in_the_midst_of_reading_and_writing(t *testing.T) {
 	for _, o := range []FreezeOptions{{Expect: 4400}, {CopyBytes: MinCopyBytes}} {
 		c := newFrozenCase(t, lazy)
 		f := c.freeze(t, o)
@@ -419,7 +419,7 @@ func TestCloseInTheMidstOfReadingAndWriting(t *testing.T) {
 
 // Pages that nobody has touched are loaded together with others, which may lie anywhere
 // in the same chunk, and perhaps by somebody else at the same moment.
-func TestFreezingAllOfALazilyRestoredGuestMissesNothing(t *testing.T) {
+func TestFreezing_all_of_a_lazily_restored_guest_misses_nothing(t *testing.T) {
 	for _, loading := range []bool{false, true} {
 		c := &frozenCase{image: offHeap(t, frozenSize), set: guestmem.NewPageSet(frozenSize / pageSize)}
 		for page := range uint64(frozenSize / pageSize) {
@@ -443,7 +443,7 @@ func TestFreezingAllOfALazilyRestoredGuestMissesNothing(t *testing.T) {
 // A thread may find a page protected and ask for it after the protection was lifted for
 // another one, which has not woken it. The kernel lets it sleep as long as the page is
 // not writable, which lifting does not make it.
-func TestAWriterThatAsksAfterTheProtectionWasLiftedIsWoken(t *testing.T) {
+func TestA_writer_that_asks_after_the_protection_was_lifted_is_woken(t *testing.T) {
 	for _, kind := range []ramKind{booted, lazy, mapped} {
 		for _, closed := range []bool{false, true} {
 			if closed && kind != lazy {

@@ -26,7 +26,7 @@ func newImage(t *testing.T, mem *guestmem.Memory) *Image {
 
 // What is copied while RAM changes, and then what has changed from a frozen view, is RAM
 // as it was frozen.
-func TestAnImageOfChangingRAMIsRAMAtTheMomentOfTheFreeze(t *testing.T) {
+func TestAn_image_of_changing_RAM_is_RAM_at_the_moment_of_the_freeze(t *testing.T) {
 	for _, kind := range []ramKind{booted, lazy, mapped} {
 		for name, opts := range map[string]FreezeOptions{"copied": {Expect: 4400}, "protected": {CopyBytes: MinCopyBytes}} {
 			t.Run(string(kind)+", "+name, func(t *testing.T) {
@@ -108,7 +108,7 @@ func TestAnImageOfChangingRAMIsRAMAtTheMomentOfTheFreeze(t *testing.T) {
 
 // Pages that somebody else uses for a moment do not fail a fork; a mapping through which the file could be written
 // stands for them.
-func TestSealWaitsForPagesThatAreInUse(t *testing.T) {
+func TestSeal_waits_for_pages_that_are_in_use(t *testing.T) {
 	for name, ends := range map[string]bool{"for a moment": true, "for ever": false} {
 		t.Run(name, func(t *testing.T) {
 			i := newImage(t, newMemory(t, frozenSize))
@@ -132,7 +132,7 @@ func TestSealWaitsForPagesThatAreInUse(t *testing.T) {
 	}
 }
 
-func TestASealedImageCannotBeChanged(t *testing.T) {
+func TestA_sealed_image_cannot_be_changed(t *testing.T) {
 	mem := newMemory(t, frozenSize)
 	if err := mem.Write(gpa(5), []byte{1}); err != nil {
 		t.Fatal(err)
@@ -183,7 +183,7 @@ func TestASealedImageCannotBeChanged(t *testing.T) {
 	}
 }
 
-func TestCopyingToAnImageEndsWithItsContextAndWithAFailingSource(t *testing.T) {
+func TestCopying_to_an_image_ends_with_its_context_and_with_a_failing_source(t *testing.T) {
 	c := newFrozenCase(t, booted)
 	i := newImage(t, c.mem)
 	ctx, cancel := context.WithCancel(t.Context())

@@ -196,7 +196,7 @@ func (g *tinyGuest) await(done <-chan exit, limit time.Duration) exit {
 	}
 }
 
-func TestAGuestReadsAndWritesMissingPages(t *testing.T) {
+func TestA_guest_reads_and_writes_missing_pages(t *testing.T) {
 	dir := makeSnapshot(t, 64<<20, guestRAM)
 	eachMode(t, func(t *testing.T, m guestMode) {
 		want := make([]byte, pageSize)
@@ -227,7 +227,7 @@ func TestAGuestReadsAndWritesMissingPages(t *testing.T) {
 }
 
 // The vCPU must come out of KVM_RUN by itself, soon, and must not have run on.
-func TestAGuestThatTouchesABadPageLeavesKVM(t *testing.T) {
+func TestA_guest_that_touches_a_bad_page_leaves_KVM(t *testing.T) {
 	eachMode(t, func(t *testing.T, m guestMode) {
 		for name, code := range map[string][]byte{"read": m.read, "write": m.write} {
 			dir := makeSnapshot(t, 64<<20, guestRAM)
@@ -270,7 +270,7 @@ func badAt(t *testing.T, s *snapshot.Snapshot, page uint64) int64 {
 // What a signal does to a vCPU that waits for a page depends on how KVM touches
 // the page. It must do no harm: either the vCPU leaves KVM_RUN with EINTR and
 // goes on when it is run again, or it stays until the page is there.
-func TestASignalToAWaitingVCPUDoesNoHarm(t *testing.T) {
+func TestA_signal_to_a_waiting_VCPU_does_no_harm(t *testing.T) {
 	dir := makeSnapshot(t, 64<<20, guestRAM)
 	want := make([]byte, pageSize)
 	content(5, want)
@@ -313,7 +313,7 @@ func TestASignalToAWaitingVCPUDoesNoHarm(t *testing.T) {
 }
 
 // A vCPU that nobody has stopped gets nothing from a closed pager.
-func TestCloseDrivesAWaitingVCPUOut(t *testing.T) {
+func TestClose_drives_a_waiting_VCPU_out(t *testing.T) {
 	dir := makeSnapshot(t, 64<<20, guestRAM)
 	eachMode(t, func(t *testing.T, m guestMode) {
 		p, mem := newPagerFor(t, openSnapshot(t, dir), Options{})
@@ -331,7 +331,7 @@ func TestCloseDrivesAWaitingVCPUOut(t *testing.T) {
 	})
 }
 
-func TestLoadUnderAGuestKeepsItsWrites(t *testing.T) {
+func TestLoad_under_a_guest_keeps_its_writes(t *testing.T) {
 	dir := makeSnapshot(t, 64<<20, guestRAM)
 	eachMode(t, func(t *testing.T, m guestMode) {
 		p, mem := restore(t, dir, Options{})
@@ -395,7 +395,7 @@ func (g *tinyGuest) spin() (stop func() error) {
 
 // A guest that was restored lazily and writes all the time, while another page of
 // its RAM after the other is loaded, frozen and read.
-func TestAFrozenViewOfALazilyRestoredGuestThatWrites(t *testing.T) {
+func TestA_frozen_view_of_a_lazily_restored_guest_that_writes(t *testing.T) {
 	dir := makeSnapshot(t, 64<<20, []part{{0, 2}, {0x40, 3000}})
 	for _, how := range []struct {
 		name string

@@ -195,7 +195,7 @@ func within(t testing.TB, limit time.Duration, what string, f func() error) erro
 	}
 }
 
-func TestEveryWayOfTouchingAPageGivesTheSnapshotsContent(t *testing.T) {
+func TestEvery_way_of_touching_a_page_gives_the_snapshots_content(t *testing.T) {
 	const size = 64 << 20
 	dir := makeSnapshot(t, size, smallRAM)
 	p, mem := restore(t, dir, Options{WorkingSet: []uint64{2000, 100, 1 << 40, 2999}})
@@ -253,7 +253,7 @@ func TestEveryWayOfTouchingAPageGivesTheSnapshotsContent(t *testing.T) {
 	}
 }
 
-func TestWritesStayAndNeighboursOfTheFrameDoNotComeBack(t *testing.T) {
+func TestWrites_stay_and_neighbours_of_the_frame_do_not_come_back(t *testing.T) {
 	dir := makeSnapshot(t, 64<<20, smallRAM)
 	_, mem := restore(t, dir, Options{})
 	o := newToucher(t)
@@ -288,7 +288,7 @@ func TestWritesStayAndNeighboursOfTheFrameDoNotComeBack(t *testing.T) {
 // Pages are discarded while others touch them in every way. Whoever sees a page
 // after Discard has returned sees zeros; before that, the snapshot's content or
 // zeros, and nothing in between.
-func TestDiscardedPagesAreZeroForEver(t *testing.T) {
+func TestDiscarded_pages_are_zero_for_ever(t *testing.T) {
 	const pages = 2048
 	parts := []part{{0, pages}}
 	dir := makeSnapshot(t, 64<<20, parts)
@@ -366,7 +366,7 @@ func damage(t testing.TB, dir string, off int64) {
 	}
 }
 
-func TestABadFrameStopsEverybodyAndFeedsNobody(t *testing.T) {
+func TestA_bad_frame_stops_everybody_and_feeds_nobody(t *testing.T) {
 	for _, tc := range []struct {
 		name string
 		harm func(t *testing.T, dir string)
@@ -425,7 +425,7 @@ func TestABadFrameStopsEverybodyAndFeedsNobody(t *testing.T) {
 	}
 }
 
-func TestCloseFreesThoseWhoWaitAndFeedsThemNothing(t *testing.T) {
+func TestClose_frees_those_who_wait_and_feeds_them_nothing(t *testing.T) {
 	dir := makeSnapshot(t, 64<<20, smallRAM)
 	p, mem := newPagerFor(t, openSnapshot(t, dir), Options{})
 	// Nobody answers: the pager is not started.
@@ -456,7 +456,7 @@ func TestCloseFreesThoseWhoWaitAndFeedsThemNothing(t *testing.T) {
 	}
 }
 
-func TestAfterLoadThePagerCanBeClosedWhileMemoryIsInUse(t *testing.T) {
+func TestAfter_load_the_pager_can_be_closed_while_memory_is_in_use(t *testing.T) {
 	dir := makeSnapshot(t, 64<<20, smallRAM)
 	s := openSnapshot(t, dir)
 	p, mem := newPagerFor(t, s, Options{})
@@ -499,7 +499,7 @@ func TestAfterLoadThePagerCanBeClosedWhileMemoryIsInUse(t *testing.T) {
 	wg.Wait()
 }
 
-func TestTheRecordedWorkingSetSparesTheNextResumeItsFaults(t *testing.T) {
+func TestThe_recorded_working_set_spares_the_next_resume_its_faults(t *testing.T) {
 	dir := makeSnapshot(t, 64<<20, smallRAM)
 	touch := func(mem *guestmem.Memory) {
 		o := newToucher(t)
@@ -593,7 +593,7 @@ func tellsZeros(t testing.TB) bool {
 	return committed(t, mem) == 0
 }
 
-func TestASnapshotOfALazyMachineDoesNotLoadIt(t *testing.T) {
+func TestA_snapshot_of_a_lazy_machine_does_not_load_it(t *testing.T) {
 	dir := makeSnapshot(t, 64<<20, smallRAM)
 	p, mem := restore(t, dir, Options{})
 	mine := bytes.Repeat([]byte{7}, pageSize)
@@ -655,7 +655,7 @@ func TestASnapshotOfALazyMachineDoesNotLoadIt(t *testing.T) {
 	}
 }
 
-func TestASnapshotWhileEverythingIsBeingLoadedMissesNothing(t *testing.T) {
+func TestA_snapshot_while_everything_is_being_loaded_misses_nothing(t *testing.T) {
 	dir := makeSnapshot(t, 64<<20, smallRAM)
 	p, _ := restore(t, dir, Options{})
 	src, err := p.Source()
@@ -697,7 +697,7 @@ func (s *loadingSource) NextData(page uint64) (uint64, uint64, error) {
 	return first, end, err
 }
 
-func TestRAMOfAnotherLayoutIsRefused(t *testing.T) {
+func TestRAM_of_another_layout_is_refused(t *testing.T) {
 	s := openSnapshot(t, makeSnapshot(t, 64<<20, smallRAM))
 	mem := newMemory(t, 128<<20)
 	if _, err := New(mem, s.Memory(), Options{}); !errors.Is(err, ErrLayout) {
@@ -705,7 +705,7 @@ func TestRAMOfAnotherLayoutIsRefused(t *testing.T) {
 	}
 }
 
-func TestRAMThatWasInUseBeforeIsNoticed(t *testing.T) {
+func TestRAM_that_was_in_use_before_is_noticed(t *testing.T) {
 	s := openSnapshot(t, makeSnapshot(t, 64<<20, smallRAM))
 	mem := newMemory(t, 64<<20)
 	if err := mem.Write(0, []byte{9}); err != nil {
@@ -733,7 +733,7 @@ func somePages(below uint64) []uint64 {
 
 // A system call that waits for a page is not interrupted by the signals that the
 // Go runtime sends; it neither fails with EFAULT nor transfers less.
-func TestASignalToAWaitingSystemCallDoesNoHarm(t *testing.T) {
+func TestA_signal_to_a_waiting_system_call_does_no_harm(t *testing.T) {
 	dir := makeSnapshot(t, 64<<20, smallRAM)
 	for _, name := range []string{"read", "write"} {
 		t.Run(name, func(t *testing.T) {
@@ -783,7 +783,7 @@ func TestASignalToAWaitingSystemCallDoesNoHarm(t *testing.T) {
 	}
 }
 
-func TestAFaultAllocatesNothing(t *testing.T) {
+func TestA_fault_allocates_nothing(t *testing.T) {
 	const pages = 8 * chunkPages
 	dir := makeSnapshot(t, 64<<20, []part{{0, pages}})
 	p, mem := restore(t, dir, Options{})
@@ -822,7 +822,7 @@ func TestAFaultAllocatesNothing(t *testing.T) {
 // A delta of a machine that was restored lazily: its source gives pages that were
 // written, given away and never loaded, and the pager reads frames and leaves of
 // several files.
-func TestDeltasOfARestoredMachineAreRestoredInTheirTurn(t *testing.T) {
+func TestDeltas_of_a_restored_machine_are_restored_in_their_turn(t *testing.T) {
 	dir := makeSnapshot(t, 64<<20, smallRAM)
 	changed := map[uint64][]byte{} // against the first snapshot
 	for round := range uint64(4) {
@@ -912,7 +912,7 @@ func (c *someFrames) Read(f *snapshot.Frame, buf []byte) ([]byte, bool) {
 	return buf[:copy(buf, raw)], err == nil
 }
 
-func TestWorkingSetIsLoadedWhenThatIsWantedAndOnce(t *testing.T) {
+func TestWorking_set_is_loaded_when_that_is_wanted_and_once(t *testing.T) {
 	p, _ := newPagerFor(t, openSnapshot(t, makeSnapshot(t, 64<<20, smallRAM)), Options{WorkingSet: []uint64{2000, 100, 1 << 40}})
 	p.Start()
 	time.Sleep(20 * time.Millisecond)
@@ -935,7 +935,7 @@ func TestWorkingSetIsLoadedWhenThatIsWantedAndOnce(t *testing.T) {
 	}
 }
 
-func TestWithACacheThatHasSomeFramesAllPagesAreRight(t *testing.T) {
+func TestWith_a_cache_that_has_some_frames_all_pages_are_right(t *testing.T) {
 	s := openSnapshot(t, makeSnapshot(t, 64<<20, smallRAM))
 	cache := &someFrames{mem: s.Memory()}
 	p, mem := newPagerFor(t, s, Options{Cache: cache, WorkingSet: []uint64{2000, 100, 2999}})
@@ -966,7 +966,7 @@ func TestWithACacheThatHasSomeFramesAllPagesAreRight(t *testing.T) {
 }
 
 // What a snapshot is made of comes from the snapshot before, whatever a cache has.
-func TestASourceDoesNotAskACache(t *testing.T) {
+func TestA_source_does_not_ask_a_cache(t *testing.T) {
 	s := openSnapshot(t, makeSnapshot(t, 64<<20, smallRAM))
 	cache := &someFrames{mem: s.Memory()}
 	p, _ := newPagerFor(t, s, Options{Cache: cache})

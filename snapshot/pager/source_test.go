@@ -9,7 +9,7 @@ import (
 // A handler wakes those who wait for a page before it has noted that the page is there.
 // What they write before it has done so is in the source, for a page that the snapshot has
 // and for one that is zeros in it: here the handler is held up just then.
-func TestASourceHasWhatWasWrittenBeforeTheHandlerHadNotedThePage(t *testing.T) {
+func TestA_source_has_what_was_written_before_the_handler_had_noted_the_page(t *testing.T) {
 	dir := makeSnapshot(t, 64<<20, smallRAM)
 	for _, tt := range []struct {
 		name string

@@ -177,7 +177,7 @@ func collectDuringFault(p *Pager, touch func(uint64, []byte) error, collect bool
 	return <-touched
 }
 
-func TestTheCollectorAndThePagerDoNotWaitForEachOther(t *testing.T) {
+func TestThe_collector_and_the_pager_do_not_wait_for_each_other(t *testing.T) {
 	dir := makeSnapshot(t, 64<<20, smallRAM)
 	newPagerFor(t, openSnapshot(t, dir), Options{}) // skips where there is no userfaultfd
 	const tries = 3

@@ -72,7 +72,7 @@ func write(t *testing.T, p []byte) string {
 	return path
 }
 
-func TestKernelsOfBothFormsLandAtTheirAddress(t *testing.T) {
+func TestKernels_of_both_forms_land_at_their_address(t *testing.T) {
 	code := bytes.Repeat([]byte("kernel! "), 1000)
 	image := kernelELF(0x1000000, 0x10000, code)
 	for name, file := range map[string][]byte{"vmlinux": image, "bzImage": bzImage(gzipped(image))} {
@@ -103,7 +103,7 @@ func TestKernelsOfBothFormsLandAtTheirAddress(t *testing.T) {
 	}
 }
 
-func TestUnbootableFilesAreRefusedWithTheirReason(t *testing.T) {
+func TestUnbootable_files_are_refused_with_their_reason(t *testing.T) {
 	good := kernelELF(0x1000000, 0x10000, []byte("code"))
 	arm := bytes.Clone(good)
 	arm[18] = byte(elf.EM_AARCH64)
@@ -147,7 +147,7 @@ func TestUnbootableFilesAreRefusedWithTheirReason(t *testing.T) {
 	}
 }
 
-func TestCommandLinesAreBoundedAndPrintable(t *testing.T) {
+func TestCommand_lines_are_bounded_and_printable(t *testing.T) {
 	k := write(t, kernelELF(0x1000000, 0x10000, []byte("code")))
 	for name, cmdline := range map[string]string{
 		"too long": strings.Repeat("x", MaxCmdline+1), "newline": "a\nb", "zero byte": "a\x00b",
@@ -158,7 +158,7 @@ func TestCommandLinesAreBoundedAndPrintable(t *testing.T) {
 	}
 }
 
-func TestInitramfsLandsBelowTheHoleAndMustFit(t *testing.T) {
+func TestInitramfs_lands_below_the_hole_and_must_fit(t *testing.T) {
 	k := write(t, kernelELF(0x1000000, 0x10000, []byte("code")))
 	initrd := bytes.Repeat([]byte("070701"), 100000)
 	mem := newMemory(t, 4<<30)
@@ -183,7 +183,7 @@ func TestInitramfsLandsBelowTheHoleAndMustFit(t *testing.T) {
 	}
 }
 
-func TestE820LeavesTheHoleOutAndCoversAllRAM(t *testing.T) {
+func TestE820_leaves_the_hole_out_and_covers_all_RAM(t *testing.T) {
 	k := write(t, kernelELF(0x1000000, 0x10000, []byte("code")))
 	for _, size := range []uint64{64 << 20, 3 << 30, 4 << 30, 16 << 30} {
 		mem := newMemory(t, size)
@@ -235,7 +235,7 @@ func readTable(t *testing.T, mem *guestmem.Memory, at guestmem.GPA, signature st
 	return p
 }
 
-func TestACPITablesLinkUpAndSumToZero(t *testing.T) {
+func TestACPI_tables_link_up_and_sum_to_zero(t *testing.T) {
 	k := write(t, kernelELF(0x1000000, 0x10000, []byte("code")))
 	mem := newMemory(t, 64<<20)
 	c := Config{Kernel: k, VCPUs: 8, Hardware: Hardware{
@@ -270,7 +270,7 @@ func TestACPITablesLinkUpAndSumToZero(t *testing.T) {
 	}
 }
 
-func TestMPTableSumsToZero(t *testing.T) {
+func TestMP_table_sums_to_zero(t *testing.T) {
 	mem := newMemory(t, 64<<20)
 	if err := writeMPTable(mem, 8); err != nil {
 		t.Fatal(err)
@@ -307,7 +307,7 @@ func FuzzUnpackBzImage(f *testing.F) {
 }
 
 // xz --check=crc32 --x86 --lzma2=dict=1MiB, as scripts/xz_wrap.sh packs kernels.
-func TestPayloadOfXzWithTheFilterForX86IsUnpacked(t *testing.T) {
+func TestPayload_of_xz_with_the_filter_for_X86_is_unpacked(t *testing.T) {
 	const want = "\x7fELF and what follows it, so that a payload is not only zeros"
 	payload, err := hex.DecodeString("fd377a585a0000016922de3602010400210110008b216f4901003c7f454c4620616e64207768617420666f6c6c6f7773" +
 		"2069742c20736f20746861742061207061796c6f6164206973206e6f74206f6e6c79207a65726f73000000003b77929d0001513d2f954edb9042990d010000000001595a")

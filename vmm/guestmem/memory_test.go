@@ -21,7 +21,7 @@ func newMemory(t *testing.T, size uint64) *Memory {
 	return m
 }
 
-func TestNewRefusesSizesOutOfBounds(t *testing.T) {
+func TestNew_refuses_sizes_out_of_bounds(t *testing.T) {
 	for _, size := range []uint64{0, 1, MinSize - PageSize, MinSize + 1, MaxSize + PageSize, 1 << 63} {
 		if _, err := New(size); !errors.Is(err, ErrSize) {
 			t.Errorf("New(%d): got %v, want ErrSize", size, err)
@@ -29,7 +29,7 @@ func TestNewRefusesSizesOutOfBounds(t *testing.T) {
 	}
 }
 
-func TestRangesAreCheckedWithoutOverflow(t *testing.T) {
+func TestRanges_are_checked_without_overflow(t *testing.T) {
 	const size = 4 << 30
 	m := newMemory(t, size)
 	for _, tc := range []struct {
@@ -58,7 +58,7 @@ func TestRangesAreCheckedWithoutOverflow(t *testing.T) {
 	}
 }
 
-func TestLinearNumberingSkipsTheHole(t *testing.T) {
+func TestLinear_numbering_skips_the_hole(t *testing.T) {
 	m := newMemory(t, 4<<30)
 	for _, gpa := range []GPA{0, HoleStart - 1, HoleEnd, HoleEnd + (1 << 30) - 1} {
 		off, err := m.Linear(gpa)
@@ -75,7 +75,7 @@ func TestLinearNumberingSkipsTheHole(t *testing.T) {
 	}
 }
 
-func TestWriteMarksExactlyThePagesItTouchesDirty(t *testing.T) {
+func TestWrite_marks_exactly_the_pages_it_touches_dirty(t *testing.T) {
 	m := newMemory(t, 4<<30)
 	if err := m.Write(4095, []byte{1, 2}); err != nil {
 		t.Fatal(err)
@@ -106,7 +106,7 @@ func TestWriteMarksExactlyThePagesItTouchesDirty(t *testing.T) {
 	m.TakeDirty(func(p uint64) { t.Errorf("page %d dirty after TakeDirty", p) })
 }
 
-func TestFileTransfersCrossPagesAndMarkDirty(t *testing.T) {
+func TestFile_transfers_cross_pages_and_mark_dirty(t *testing.T) {
 	m := newMemory(t, MinSize)
 	data := make([]byte, 10000)
 	for i := range data {
@@ -153,7 +153,7 @@ func TestFileTransfersCrossPagesAndMarkDirty(t *testing.T) {
 	}
 }
 
-func TestVectoredSocketIOReturnsEAGAINAsIs(t *testing.T) {
+func TestVectored_socket_IO_returns_EAGAIN_as_is(t *testing.T) {
 	m := newMemory(t, MinSize)
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_NONBLOCK, 0)
 	if err != nil {
@@ -180,7 +180,7 @@ func TestVectoredSocketIOReturnsEAGAINAsIs(t *testing.T) {
 	}
 }
 
-func TestDiscardZeroesWholePagesOnly(t *testing.T) {
+func TestDiscard_zeroes_whole_pages_only(t *testing.T) {
 	m := newMemory(t, MinSize)
 	if err := m.Write(0, bytes.Repeat([]byte{0xaa}, 4*4096)); err != nil {
 		t.Fatal(err)
@@ -206,7 +206,7 @@ func TestDiscardZeroesWholePagesOnly(t *testing.T) {
 	}
 }
 
-func TestUnalignedWordsAreRefused(t *testing.T) {
+func TestUnaligned_words_are_refused(t *testing.T) {
 	m := newMemory(t, MinSize)
 	if _, err := m.LoadUint16(1); !errors.Is(err, ErrRange) {
 		t.Errorf("LoadUint16(1): %v", err)

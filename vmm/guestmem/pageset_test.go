@@ -6,7 +6,7 @@ import (
 	"testing"
 )
 
-func TestPageSetRunsAreThoseOfAPlainArray(t *testing.T) {
+func TestPage_set_runs_are_those_of_a_plain_array(t *testing.T) {
 	r := rand.New(rand.NewPCG(1, 2))
 	for _, pages := range []uint64{1, 63, 64, 65, 200, 1000} {
 		for range 50 {
@@ -60,7 +60,7 @@ func TestPageSetRunsAreThoseOfAPlainArray(t *testing.T) {
 	}
 }
 
-func TestReadSetPacksThePagesAcrossTheHole(t *testing.T) {
+func TestRead_set_packs_the_pages_across_the_hole(t *testing.T) {
 	m := newMemory(t, 4<<30)
 	hole := uint64(HoleStart) / PageSize
 	set := NewPageSet(m.Size() / PageSize)

@@ -70,7 +70,7 @@ func upTo(n uint64) []uint64 {
 	return out
 }
 
-func TestMemoriesOfOneImageDoNotSeeEachOthersWrites(t *testing.T) {
+func TestMemories_of_one_image_do_not_see_each_others_writes(t *testing.T) {
 	const size = 4 << 30
 	hole := uint64(HoleStart) / PageSize
 	f := memfd(t, size, ImageSeals, 3, 4, hole-1, hole, size/PageSize-1)
@@ -98,7 +98,7 @@ func TestMemoriesOfOneImageDoNotSeeEachOthersWrites(t *testing.T) {
 	}
 }
 
-func TestDiscardOfAnImagesPagesGivesZerosNotTheImage(t *testing.T) {
+func TestDiscard_of_an_images_pages_gives_zeros_not_the_image(t *testing.T) {
 	for _, tc := range []struct {
 		name     string
 		replaced int
@@ -174,7 +174,7 @@ func TestDiscardOfAnImagesPagesGivesZerosNotTheImage(t *testing.T) {
 	}
 }
 
-func TestDiscardedPagesTakeNoMemory(t *testing.T) {
+func TestDiscarded_pages_take_no_memory(t *testing.T) {
 	const pages = 8192
 	f := memfd(t, MinSize, ImageSeals, upTo(pages)...)
 	m := newPrivate(t, f, MinSize)
@@ -197,7 +197,7 @@ func TestDiscardedPagesTakeNoMemory(t *testing.T) {
 	}
 }
 
-func TestAreasCoverRAMInPiecesOfOneKind(t *testing.T) {
+func TestAreas_cover_RAM_in_pieces_of_one_kind(t *testing.T) {
 	const size = 4 << 30
 	hole := uint64(HoleStart) / PageSize
 	f := memfd(t, size, ImageSeals, 0, 1, 500, hole-2, hole-1, hole, size/PageSize-1)
@@ -227,7 +227,7 @@ func TestAreasCoverRAMInPiecesOfOneKind(t *testing.T) {
 	}
 }
 
-func TestAnImageOfManyPiecesIsMappedInFew(t *testing.T) {
+func TestAn_image_of_many_pieces_is_mapped_in_few(t *testing.T) {
 	var pages []uint64
 	for p := uint64(0); p < MinSize/PageSize; p += minHole + 1 {
 		pages = append(pages, p)
@@ -250,7 +250,7 @@ func TestAnImageOfManyPiecesIsMappedInFew(t *testing.T) {
 	}
 }
 
-func TestAnImageThatSomebodyCouldChangeIsRefused(t *testing.T) {
+func TestAn_image_that_somebody_could_change_is_refused(t *testing.T) {
 	plain, err := os.CreateTemp(t.TempDir(), "plain")
 	if err != nil {
 		t.Fatal(err)

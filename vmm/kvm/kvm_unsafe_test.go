@@ -16,7 +16,7 @@ import (
 )
 
 // Sizes are those that the kernel's headers give for x86-64.
-func TestStructsHaveTheKernelsSizes(t *testing.T) {
+func TestStructs_have_the_kernels_sizes(t *testing.T) {
 	for _, tc := range []struct {
 		name      string
 		got, want uintptr
@@ -46,7 +46,7 @@ func TestStructsHaveTheKernelsSizes(t *testing.T) {
 	}
 }
 
-func TestOpenPathSaysWhyThereIsNoKVM(t *testing.T) {
+func TestOpen_path_says_why_there_is_no_KVM(t *testing.T) {
 	if _, err := OpenPath(filepath.Join(t.TempDir(), "kvm")); !errors.Is(err, ErrNoKVM) {
 		t.Errorf("missing device: got %v, want ErrNoKVM", err)
 	}
@@ -137,7 +137,7 @@ func (g *guest) run(t *testing.T) uint32 {
 // out counts al up and writes it to port dx, for ever.
 var out = []byte{0xee, 0x40, 0xeb, 0xfc} // out dx,al; inc ax; jmp -4
 
-func TestGuestCodeRunsAndItsStateMovesToAnotherVM(t *testing.T) {
+func TestGuest_code_runs_and_its_state_moves_to_another_VM(t *testing.T) {
 	g := newGuest(t, out)
 	g.start(t, codeAt)
 	var got []byte
@@ -196,7 +196,7 @@ func TestGuestCodeRunsAndItsStateMovesToAnotherVM(t *testing.T) {
 	}
 }
 
-func TestATimerThatIsPutOffGetsItsDeadlineBack(t *testing.T) {
+func TestA_timer_that_is_put_off_gets_its_deadline_back(t *testing.T) {
 	sys, err := Open()
 	if errors.Is(err, ErrNoKVM) {
 		t.Skip(err)
@@ -271,7 +271,7 @@ func TestATimerThatIsPutOffGetsItsDeadlineBack(t *testing.T) {
 	}
 }
 
-func TestStateOfAVCPUWithXSAVEHasItsXCR0(t *testing.T) {
+func TestState_of_a_VCPU_with_XSAVE_has_its_XCR0(t *testing.T) {
 	g := newGuest(t, out)
 	g.start(t, codeAt)
 	xsave := []CPUIDEntry{{Function: 1, ECX: 1 << 26}}
@@ -300,7 +300,7 @@ func TestStateOfAVCPUWithXSAVEHasItsXCR0(t *testing.T) {
 	}
 }
 
-func TestImportRefusesDamagedState(t *testing.T) {
+func TestImport_refuses_damaged_state(t *testing.T) {
 	g := newGuest(t, out)
 	g.start(t, codeAt)
 	state, err := g.cpu.Export(nil, nil, nil)
@@ -320,7 +320,7 @@ func TestImportRefusesDamagedState(t *testing.T) {
 	}
 }
 
-func TestKickBringsAVCPUOutOfAnEndlessLoop(t *testing.T) {
+func TestKick_brings_a_VCPU_out_of_an_endless_loop(t *testing.T) {
 	g := newGuest(t, []byte{0xeb, 0xfe}) // jmp to itself
 	g.start(t, codeAt)
 	tid := make(chan int)
@@ -356,7 +356,7 @@ func TestKickBringsAVCPUOutOfAnEndlessLoop(t *testing.T) {
 	}
 }
 
-func TestKicksAndInterruptsBypassUserSpace(t *testing.T) {
+func TestKicks_and_interrupts_bypass_user_space(t *testing.T) {
 	// mov ax,0x9000; mov ds,ax cannot reach above 1 MiB in real mode, so the
 	// doorbell is below RAM's end: an MMIO window at 0xf0000 outside the slot.
 	g := newGuest(t, []byte{
@@ -421,7 +421,7 @@ func TestKicksAndInterruptsBypassUserSpace(t *testing.T) {
 	}
 }
 
-func TestMSRsThatCannotBeReadAreLeftOut(t *testing.T) {
+func TestMSRs_that_cannot_be_read_are_left_out(t *testing.T) {
 	g := newGuest(t, out)
 	got, err := g.cpu.MSRs([]uint32{0x10, 0xdeadbeef, 0x174})
 	if err != nil {
@@ -432,7 +432,7 @@ func TestMSRsThatCannotBeReadAreLeftOut(t *testing.T) {
 	}
 }
 
-func TestDirtyLogNamesThePagesThatTheGuestWrites(t *testing.T) {
+func TestDirty_log_names_the_pages_that_the_guest_writes(t *testing.T) {
 	g := newGuest(t, []byte{
 		0xc6, 0x06, 0x00, 0x30, 0x07, // mov byte [0x3000], 7
 		0xee, // out dx, al
@@ -466,7 +466,7 @@ func TestDirtyLogNamesThePagesThatTheGuestWrites(t *testing.T) {
 	}
 }
 
-func TestStatsCountExits(t *testing.T) {
+func TestStats_count_exits(t *testing.T) {
 	g := newGuest(t, out)
 	g.start(t, codeAt)
 	before, err := g.cpu.Stats()

@@ -43,7 +43,7 @@ func must(t *testing.T, err error) {
 	}
 }
 
-func TestCreatedDeviceIsAsConfiguredAndVanishesOnClose(t *testing.T) {
+func TestCreated_device_is_as_configured_and_vanishes_on_close(t *testing.T) {
 	isolate(t)
 	mac := net.HardwareAddr{2, 0, 0, 0, 0, 9}
 	d, err := Create(Config{
@@ -85,7 +85,7 @@ func TestCreatedDeviceIsAsConfiguredAndVanishesOnClose(t *testing.T) {
 	}
 }
 
-func TestCreateRefusesBadAndTakenNames(t *testing.T) {
+func TestCreate_refuses_bad_and_taken_names(t *testing.T) {
 	isolate(t)
 	d, err := Create(Config{Name: "taken"})
 	must(t, err)
@@ -128,14 +128,14 @@ func TestCreateRefusesBadAndTakenNames(t *testing.T) {
 	}
 }
 
-func TestWithoutPermissionTheErrorSaysSo(t *testing.T) {
+func TestWithout_permission_the_error_says_so(t *testing.T) {
 	if os.Getenv("TAP_TEST_UNPRIVILEGED") != "" {
 		_, err := Create(Config{Name: "denied"})
 		fmt.Printf("permission=%v err=%v\n", errors.Is(err, os.ErrPermission), err)
 		return
 	}
 	isolate(t)
-	cmd := exec.Command("/proc/self/exe", "-test.run=^TestWithoutPermissionTheErrorSaysSo$")
+	cmd := exec.Command("/proc/self/exe", "-test.run=^TestWithout_permission_the_error_says_so$")
 	cmd.Env = append(os.Environ(), "TAP_TEST_UNPRIVILEGED=1")
 	cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 65534, Gid: 65534}}
 	out, err := cmd.CombinedOutput()
@@ -147,7 +147,7 @@ func TestWithoutPermissionTheErrorSaysSo(t *testing.T) {
 	}
 }
 
-func TestDeviceVanishesWithAKilledProcess(t *testing.T) {
+func TestDevice_vanishes_with_a_killed_process(t *testing.T) {
 	if os.Getenv("TAP_TEST_HOLD") != "" {
 		_, err := Create(Config{Name: "held"})
 		fmt.Println("created", err)
@@ -155,7 +155,7 @@ func TestDeviceVanishesWithAKilledProcess(t *testing.T) {
 		return
 	}
 	isolate(t)
-	cmd := exec.Command("/proc/self/exe", "-test.run=^TestDeviceVanishesWithAKilledProcess$")
+	cmd := exec.Command("/proc/self/exe", "-test.run=^TestDevice_vanishes_with_a_killed_process$")
 	cmd.Env = append(os.Environ(), "TAP_TEST_HOLD=1")
 	out, err := cmd.StdoutPipe()
 	must(t, err)

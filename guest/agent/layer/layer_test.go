@@ -65,7 +65,7 @@ func list(t *testing.T, dir string) []string {
 	}
 }
 
-func TestPackGivesWhatTheUpperDirectoryMeans(t *testing.T) {
+func TestPack_gives_what_the_upper_directory_means(t *testing.T) {
 	dir := upperDir(t)
 	p := func(name string) string { return filepath.Join(dir, name) }
 	must(t,
@@ -98,7 +98,7 @@ func TestPackGivesWhatTheUpperDirectoryMeans(t *testing.T) {
 	}
 }
 
-func TestPackRefusesWhatCannotBeALayer(t *testing.T) {
+func TestPack_refuses_what_cannot_be_a_layer(t *testing.T) {
 	for name, c := range map[string]struct {
 		make func(dir string) error
 		want string
@@ -124,7 +124,7 @@ func TestPackRefusesWhatCannotBeALayer(t *testing.T) {
 	}
 }
 
-func TestForeignMountsAreThoseOfCommandsNewestFirst(t *testing.T) {
+func TestForeign_mounts_are_those_of_commands_newest_first(t *testing.T) {
 	text := `21 1 0:20 / / rw - overlay overlay rw
 22 21 0:5 / /dev rw - devtmpfs devtmpfs rw
 23 21 0:4 / /proc rw - proc proc rw

@@ -110,7 +110,7 @@ func (o *overlay) compare(before *View) Difference {
 	return d
 }
 
-func TestCompareTellsWhatACommandHasDone(t *testing.T) {
+func TestCompare_tells_what_a_command_has_done(t *testing.T) {
 	for name, c := range map[string]struct {
 		before func(o *overlay)
 		do     func(o *overlay)
@@ -217,7 +217,7 @@ func TestCompareTellsWhatACommandHasDone(t *testing.T) {
 	}
 }
 
-func TestCompareTellsADirectoryOfTheImageThatWasMovedAsAWhole(t *testing.T) {
+func TestCompare_tells_a_directory_of_the_image_that_was_moved_as_a_whole(t *testing.T) {
 	o := newOverlay(t, "redirect_dir=on", "metacopy=on")
 	o.do(os.Rename(o.p("d"), o.p("moved")), o.write("moved/new", "1"), os.Chmod(o.p("f"), 0o600))
 	d := o.compare(Untouched())
@@ -232,7 +232,7 @@ func TestCompareTellsADirectoryOfTheImageThatWasMovedAsAWhole(t *testing.T) {
 	}
 }
 
-func TestCompareOfViewsThatEndEarlyTellsOfWhatBothHave(t *testing.T) {
+func TestCompare_of_views_that_end_early_tells_of_what_both_have(t *testing.T) {
 	o := newOverlay(t)
 	for i := range 9 {
 		o.do(o.write(fmt.Sprintf("n%d", i), "1"))

@@ -87,7 +87,7 @@ func wantOutcomes(t *testing.T, got map[string]int, want ...string) {
 	}
 }
 
-func TestSyncedFileInSyncedDirectorySurvivesEveryCrash(t *testing.T) {
+func TestSynced_file_in_synced_directory_survives_every_crash(t *testing.T) {
 	s, dir := newSim(t)
 	f := create(t, s, filepath.Join(dir, "a"))
 	write(t, f, append(sector(1), sector(2)...), 0)
@@ -96,7 +96,7 @@ func TestSyncedFileInSyncedDirectorySurvivesEveryCrash(t *testing.T) {
 	wantOutcomes(t, outcomes(t, s, "a", 20), "12")
 }
 
-func TestSyncedFileInUnsyncedDirectoryMayBeMissing(t *testing.T) {
+func TestSynced_file_in_unsynced_directory_may_be_missing(t *testing.T) {
 	s, dir := newSim(t)
 	f := create(t, s, filepath.Join(dir, "a"))
 	write(t, f, sector(1), 0)
@@ -104,7 +104,7 @@ func TestSyncedFileInUnsyncedDirectoryMayBeMissing(t *testing.T) {
 	wantOutcomes(t, outcomes(t, s, "a", 40), "-", "1")
 }
 
-func TestUnsyncedOverwritesAreOldOrNewSectorBySector(t *testing.T) {
+func TestUnsynced_overwrites_are_old_or_new_sector_by_sector(t *testing.T) {
 	s, dir := newSim(t)
 	f := create(t, s, filepath.Join(dir, "a"))
 	write(t, f, append(sector(1), sector(1)...), 0)
@@ -115,7 +115,7 @@ func TestUnsyncedOverwritesAreOldOrNewSectorBySector(t *testing.T) {
 	wantOutcomes(t, outcomes(t, s, "a", 300), "11", "12", "13", "21", "22", "23")
 }
 
-func TestUnsyncedGrowthMayBeShortOrZeros(t *testing.T) {
+func TestUnsynced_growth_may_be_short_or_zeros(t *testing.T) {
 	s, dir := newSim(t)
 	f := create(t, s, filepath.Join(dir, "a"))
 	must(t, s.SyncDir(dir))
@@ -123,7 +123,7 @@ func TestUnsyncedGrowthMayBeShortOrZeros(t *testing.T) {
 	wantOutcomes(t, outcomes(t, s, "a", 100), "", "0", "1")
 }
 
-func TestHolesAndTruncationAreUndecidedUntilSync(t *testing.T) {
+func TestHoles_and_truncation_are_undecided_until_sync(t *testing.T) {
 	s, dir := newSim(t)
 	f := create(t, s, filepath.Join(dir, "a"))
 	write(t, f, bytes.Repeat(sector(1), 16), 0)
@@ -141,7 +141,7 @@ func TestHolesAndTruncationAreUndecidedUntilSync(t *testing.T) {
 	wantOutcomes(t, outcomes(t, s, "a", 5), "00000000")
 }
 
-func TestRenameIsAtomicAndUndecidedUntilSyncDir(t *testing.T) {
+func TestRename_is_atomic_and_undecided_until_sync_dir(t *testing.T) {
 	s, dir := newSim(t)
 	for i, name := range []string{"a", "a.tmp"} {
 		f := create(t, s, filepath.Join(dir, name))
@@ -157,7 +157,7 @@ func TestRenameIsAtomicAndUndecidedUntilSyncDir(t *testing.T) {
 	wantOutcomes(t, outcomes(t, s, "a.tmp", 10), "-")
 }
 
-func TestFileRenamedAcrossDirectoriesIsNeverLost(t *testing.T) {
+func TestFile_renamed_across_directories_is_never_lost(t *testing.T) {
 	s, dir := newSim(t)
 	x, y := filepath.Join(dir, "x"), filepath.Join(dir, "y")
 	must(t, s.Mkdir(x, 0o755))
@@ -188,7 +188,7 @@ func TestFileRenamedAcrossDirectoriesIsNeverLost(t *testing.T) {
 	}
 }
 
-func TestLinkAndRemoveSurviveTogether(t *testing.T) {
+func TestLink_and_remove_survive_together(t *testing.T) {
 	s, dir := newSim(t)
 	a, b := filepath.Join(dir, "a"), filepath.Join(dir, "b")
 	f := create(t, s, a)
@@ -204,7 +204,7 @@ func TestLinkAndRemoveSurviveTogether(t *testing.T) {
 	wantOutcomes(t, outcomes(t, s, "b", 5), "7")
 }
 
-func TestFailedSyncLosesItsDataForEver(t *testing.T) {
+func TestFailed_sync_loses_its_data_for_ever(t *testing.T) {
 	s, dir := newSim(t)
 	f := create(t, s, filepath.Join(dir, "a"))
 	write(t, f, sector(1), 0)
@@ -225,7 +225,7 @@ func TestFailedSyncLosesItsDataForEver(t *testing.T) {
 	}
 }
 
-func TestFaultsHitTheNthMatchingCallAndStop(t *testing.T) {
+func TestFaults_hit_the_nth_matching_call_and_stop(t *testing.T) {
 	s, dir := newSim(t)
 	f := create(t, s, filepath.Join(dir, "a"))
 	g := create(t, s, filepath.Join(dir, "b"))
@@ -247,7 +247,7 @@ func TestFaultsHitTheNthMatchingCallAndStop(t *testing.T) {
 	}
 }
 
-func TestShortWritePutsDownHalf(t *testing.T) {
+func TestShort_write_puts_down_half(t *testing.T) {
 	s, dir := newSim(t)
 	f := create(t, s, filepath.Join(dir, "a"))
 	s.Inject(Fault{Op: OpWrite, Nth: 1, Times: -1, Err: unix.ENOSPC, Short: true})
@@ -262,7 +262,7 @@ func TestShortWritePutsDownHalf(t *testing.T) {
 }
 
 // Two directories that were exchanged have changed their names both or not at all.
-func TestAnExchangeIsWholeOrDidNotHappen(t *testing.T) {
+func TestAn_exchange_is_whole_or_did_not_happen(t *testing.T) {
 	s, dir := newSim(t)
 	a, b := filepath.Join(dir, "a"), filepath.Join(dir, "b")
 	for _, d := range []string{a, b} {
@@ -303,7 +303,7 @@ func TestAnExchangeIsWholeOrDidNotHappen(t *testing.T) {
 	}
 }
 
-func TestEveryKindOfCallCanFail(t *testing.T) {
+func TestEvery_kind_of_call_can_fail(t *testing.T) {
 	for _, op := range Ops {
 		s, dir := newSim(t)
 		a, b := filepath.Join(dir, "a"), filepath.Join(dir, "b")
@@ -332,7 +332,7 @@ func TestEveryKindOfCallCanFail(t *testing.T) {
 	}
 }
 
-func TestPowerCutStopsEverythingAndDecidesNothing(t *testing.T) {
+func TestPower_cut_stops_everything_and_decides_nothing(t *testing.T) {
 	s, dir := newSim(t)
 	f := create(t, s, filepath.Join(dir, "a"))
 	must(t, s.SyncDir(dir))
@@ -346,7 +346,7 @@ func TestPowerCutStopsEverythingAndDecidesNothing(t *testing.T) {
 	wantOutcomes(t, outcomes(t, s, "a", 100), "", "0", "1")
 }
 
-func TestSimTakesOverAnExistingDirectoryAndCrashesAlikeForOneSeed(t *testing.T) {
+func TestSim_takes_over_an_existing_directory_and_crashes_alike_for_one_seed(t *testing.T) {
 	dir := t.TempDir()
 	must(t, os.Mkdir(filepath.Join(dir, "sub"), 0o755))
 	must(t, os.WriteFile(filepath.Join(dir, "sub/a"), append(make([]byte, 9000), 5), 0o644))
@@ -373,7 +373,7 @@ func TestSimTakesOverAnExistingDirectoryAndCrashesAlikeForOneSeed(t *testing.T) 
 	}
 }
 
-func TestTwinLeadsFromTheKernelsFileToTheRecordedOne(t *testing.T) {
+func TestTwin_leads_from_the_kernels_file_to_the_recorded_one(t *testing.T) {
 	s, dir := newSim(t)
 	f := create(t, s, filepath.Join(dir, "a"))
 	if s.Twin(f.OS()) != f {
@@ -385,7 +385,7 @@ func TestTwinLeadsFromTheKernelsFileToTheRecordedOne(t *testing.T) {
 	}
 }
 
-func TestCopyRangeGivesTheSameBytesInKernelAndByHand(t *testing.T) {
+func TestCopy_range_gives_the_same_bytes_in_kernel_and_by_hand(t *testing.T) {
 	src := bytes.Repeat([]byte("0123456789"), 2000)
 	s, dir := newSim(t)
 	for _, fsys := range []osfile.FS{osfile.OS, s} {

@@ -34,7 +34,7 @@ func TestDiagnose(t *testing.T) {
 	}
 }
 
-func TestExcerptShowsThePanicFromItsBeginningElseTheEnd(t *testing.T) {
+func TestExcerpt_shows_the_panic_from_its_beginning_else_the_end(t *testing.T) {
 	var lines []string
 	for range 100 {
 		lines = append(lines, "noise")
@@ -49,7 +49,7 @@ func TestExcerptShowsThePanicFromItsBeginningElseTheEnd(t *testing.T) {
 	}
 }
 
-func TestConsoleKeepsTheEndAndCopiesAll(t *testing.T) {
+func TestConsole_keeps_the_end_and_copies_all(t *testing.T) {
 	var tee bytes.Buffer
 	c := &console{tee: &tee}
 	for range 3 {
@@ -68,7 +68,7 @@ func TestConsoleKeepsTheEndAndCopiesAll(t *testing.T) {
 	}
 }
 
-func TestConfigIsRefusedOrFilled(t *testing.T) {
+func TestConfig_is_refused_or_filled(t *testing.T) {
 	ok := Config{Args: []string{"true"}, Dir: "/"}
 	with := func(f func(*Config)) Config { c := ok; f(&c); return c }
 	for _, c := range []struct {
@@ -94,14 +94,14 @@ func TestConfigIsRefusedOrFilled(t *testing.T) {
 	}
 }
 
-func TestLastWinsKeepsTheLastValueOfEachVariable(t *testing.T) {
+func TestLast_wins_keeps_the_last_value_of_each_variable(t *testing.T) {
 	got := lastWins([]string{"A=1", "B=2", "A=3", "C="})
 	if want := []string{"B=2", "A=3", "C="}; !slices.Equal(got, want) {
 		t.Errorf("got %q, want %q", got, want)
 	}
 }
 
-func TestReadKernelWithoutItsFilesIsNotThere(t *testing.T) {
+func TestRead_kernel_without_its_files_is_not_there(t *testing.T) {
 	dir := t.TempDir()
 	if _, err := readKernel(dir); !errors.Is(err, fs.ErrNotExist) {
 		t.Errorf("an empty cache gives %v", err)
@@ -121,7 +121,7 @@ func TestReadKernelWithoutItsFilesIsNotThere(t *testing.T) {
 	}
 }
 
-func TestPrepareWithoutQEMUSaysHowToInstallIt(t *testing.T) {
+func TestPrepare_without_QEMU_says_how_to_install_it(t *testing.T) {
 	t.Setenv("PATH", t.TempDir())
 	_, err := Prepare(t.Context(), t.TempDir())
 	if !errors.Is(err, ErrNoQEMU) || !strings.Contains(err.Error(), "apt-get install") {
@@ -129,7 +129,7 @@ func TestPrepareWithoutQEMUSaysHowToInstallIt(t *testing.T) {
 	}
 }
 
-func TestInitKeyDependsOnTheKernel(t *testing.T) {
+func TestInit_key_depends_on_the_kernel(t *testing.T) {
 	a, errA := initKey(kernel{Package: "a"})
 	b, errB := initKey(kernel{Package: "b"})
 	again, err := initKey(kernel{Package: "a"})
@@ -138,7 +138,7 @@ func TestInitKeyDependsOnTheKernel(t *testing.T) {
 	}
 }
 
-func TestProgramStoppedByItsContextIsReportedAsThat(t *testing.T) {
+func TestProgram_stopped_by_its_context_is_reported_as_that(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
 	defer cancel()
 	if _, err := output(ctx, "", "sleep", "100"); !errors.Is(err, context.DeadlineExceeded) {

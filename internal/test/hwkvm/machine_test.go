@@ -157,7 +157,7 @@ func nudged() error {
 	}
 }
 
-func TestMachineThatWaitsForAnInterruptIsGivenOne(t *testing.T) {
+func TestMachine_that_waits_for_an_interrupt_is_given_one(t *testing.T) {
 	t.Setenv(helperEnv, "nudged")
 	im := &Image{QEMU: self(t)}
 	res, err := im.Run(t.Context(), Config{Args: []string{"true"}, Dir: "/", silence: 60 * wire.NudgeInterval})
@@ -168,7 +168,7 @@ func TestMachineThatWaitsForAnInterruptIsGivenOne(t *testing.T) {
 
 const hangSilence = 400 * time.Millisecond
 
-func TestMachineThatHangsIsKilled(t *testing.T) {
+func TestMachine_that_hangs_is_killed(t *testing.T) {
 	t.Setenv(helperEnv, "hang")
 	im := &Image{QEMU: self(t)}
 	begin := time.Now()
@@ -182,7 +182,7 @@ func TestMachineThatHangsIsKilled(t *testing.T) {
 }
 
 // A machine that may not be silent for as long as it always is hangs as far as the runner can tell.
-func TestMachineThatHangsIsReportedWithWhereItsProcessorsAre(t *testing.T) {
+func TestMachine_that_hangs_is_reported_with_where_its_processors_are(t *testing.T) {
 	_, err := runIn(t, testImage(t), Config{Args: []string{"sleep", "1000"}, silence: wire.AliveInterval / 4})
 	if !errors.Is(err, ErrHung) || strings.Count(err.Error(), "RIP=") != 2*DefaultCPUs {
 		t.Errorf("got %v, want ErrHung and each processor twice", err)
@@ -194,7 +194,7 @@ type writerFunc func([]byte) (int, error)
 
 func (f writerFunc) Write(p []byte) (int, error) { return f(p) }
 
-func TestResultThatIsReadAfterTheMachineHasGoneIsNotLost(t *testing.T) {
+func TestResult_that_is_read_after_the_machine_has_gone_is_not_lost(t *testing.T) {
 	t.Setenv(helperEnv, "qemu")
 	im := &Image{QEMU: self(t)}
 	cfg := Config{Args: []string{"true"}, Dir: "/"}
@@ -273,7 +273,7 @@ func self(t *testing.T) string {
 	return p
 }
 
-func TestMachinePassesOnStatusStreamsFolderAndInput(t *testing.T) {
+func TestMachine_passes_on_status_streams_folder_and_input(t *testing.T) {
 	im := testImage(t)
 	dir := t.TempDir()
 	cfg := Config{
@@ -300,14 +300,14 @@ func TestMachinePassesOnStatusStreamsFolderAndInput(t *testing.T) {
 	}
 }
 
-func TestMachineRunsTrue(t *testing.T) {
+func TestMachine_runs_true(t *testing.T) {
 	o, err := runIn(t, testImage(t), Config{Args: []string{"true"}})
 	if err != nil || o.Status != 0 || o.stdout.Len() != 0 || o.stderr.Len() != 0 {
 		t.Errorf("result %+v, stdout %q, stderr %q, error %v", o.Result, o.stdout.Bytes(), o.stderr.Bytes(), err)
 	}
 }
 
-func TestMachineKeepsStreamsApartAndBinary(t *testing.T) {
+func TestMachine_keeps_streams_apart_and_binary(t *testing.T) {
 	o, err := runIn(t, testImage(t), Config{Args: []string{self(t)}, Env: []string{helperEnv + "=binary"}})
 	if err != nil || o.Status != 0 {
 		t.Fatalf("result %+v, error %v", o.Result, err)
@@ -332,7 +332,7 @@ func (w *slowWriter) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-func TestMachineWhoseOutputIsReadSlowlyLosesNoneOfIt(t *testing.T) {
+func TestMachine_whose_output_is_read_slowly_loses_none_of_it(t *testing.T) {
 	const size = 600 << 10
 	w := &slowWriter{delays: 3}
 	o, err := testImage(t).Run(t.Context(), Config{Args: []string{"head", "-c", strconv.Itoa(size), "/dev/zero"}, Dir: "/", Env: os.Environ(), Stdout: w})
@@ -341,14 +341,14 @@ func TestMachineWhoseOutputIsReadSlowlyLosesNoneOfIt(t *testing.T) {
 	}
 }
 
-func TestMachineHasAWorkingKVM(t *testing.T) {
+func TestMachine_has_a_working_KVM(t *testing.T) {
 	o, err := runIn(t, testImage(t), Config{Args: []string{self(t)}, Env: []string{helperEnv + "=kvm"}})
 	if err != nil || o.Status != 0 || o.stdout.String() != "kvm works\n" {
 		t.Errorf("result %+v, stdout %q, stderr %q, error %v", o.Result, o.stdout.Bytes(), o.stderr.Bytes(), err)
 	}
 }
 
-func TestMachineLoadsModulesOnDemandAndHasItsFileSystems(t *testing.T) {
+func TestMachine_loads_modules_on_demand_and_has_its_file_systems(t *testing.T) {
 	// /sbin/modprobe is the host's; the kernel asks init's loader when a file system of an unknown type is mounted.
 	const script = `set -e
 ! grep -q overlay /proc/filesystems
@@ -363,7 +363,7 @@ test "$(cat /sys/class/net/lo/operstate)" = unknown`
 	}
 }
 
-func TestMachineReportsASignalAndAMissingProgramAndAMissingFolder(t *testing.T) {
+func TestMachine_reports_a_signal_and_a_missing_program_and_a_missing_folder(t *testing.T) {
 	im := testImage(t)
 	o, err := runIn(t, im, Config{Args: []string{"sh", "-c", "kill -9 $$"}})
 	if err != nil || o.Status != 137 {
@@ -380,7 +380,7 @@ func TestMachineReportsASignalAndAMissingProgramAndAMissingFolder(t *testing.T) 
 	}
 }
 
-func TestMachineThatPanicsIsReportedWithThePanic(t *testing.T) {
+func TestMachine_that_panics_is_reported_with_the_panic(t *testing.T) {
 	_, err := runIn(t, testImage(t), Config{Args: []string{"sh", "-c", "echo 1 > /proc/sys/kernel/sysrq; echo c > /proc/sysrq-trigger"}})
 	var broken *MachineError
 	if !errors.As(err, &broken) || !strings.Contains(broken.Reason, "sysrq triggered crash") || !strings.Contains(broken.Console, "Call Trace") {
@@ -388,7 +388,7 @@ func TestMachineThatPanicsIsReportedWithThePanic(t *testing.T) {
 	}
 }
 
-func TestMachineThatRunsOutOfMemorySaysSo(t *testing.T) {
+func TestMachine_that_runs_out_of_memory_says_so(t *testing.T) {
 	cfg := Config{Args: []string{"sh", "-c", "tail /dev/zero"}, MemoryMiB: MinMemoryMiB}
 	o, err := runIn(t, testImage(t), cfg)
 	if err != nil || o.Status != 137 || !strings.Contains(o.OutOfMemory, "tail") {
@@ -396,7 +396,7 @@ func TestMachineThatRunsOutOfMemorySaysSo(t *testing.T) {
 	}
 }
 
-func TestMachineEndsWithTheContext(t *testing.T) {
+func TestMachine_ends_with_the_context(t *testing.T) {
 	im := testImage(t)
 	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Second)
 	defer cancel()
@@ -407,7 +407,7 @@ func TestMachineEndsWithTheContext(t *testing.T) {
 	}
 }
 
-func TestMachinePassesOnSignals(t *testing.T) {
+func TestMachine_passes_on_signals(t *testing.T) {
 	im := testImage(t)
 	signals := make(chan os.Signal, 1)
 	out, in, err := os.Pipe()
@@ -434,7 +434,7 @@ func TestMachinePassesOnSignals(t *testing.T) {
 	}
 }
 
-func TestSignalWhileTheMachineBootsEndsIt(t *testing.T) {
+func TestSignal_while_the_machine_boots_ends_it(t *testing.T) {
 	im := testImage(t)
 	signals := make(chan os.Signal, 1)
 	signals <- syscall.SIGINT
@@ -469,7 +469,7 @@ func running(pid int) bool {
 	return i >= 0 && i+2 < len(b) && b[i+2] != 'Z' && b[i+2] != 'X'
 }
 
-func TestKilledRunnerLeavesNoQEMU(t *testing.T) {
+func TestKilled_runner_leaves_no_QEMU(t *testing.T) {
 	testImage(t) // so that the runner finds all it needs
 	cmd := exec.Command(self(t))
 	cmd.Env = append(os.Environ(), helperEnv+"=runner")

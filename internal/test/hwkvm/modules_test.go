@@ -71,14 +71,14 @@ func TestModuleOrder(t *testing.T) {
 	}
 }
 
-func TestModuleOrderFollowsASoftDependencyThatLeadsBackNoFurther(t *testing.T) {
+func TestModule_order_follows_a_soft_dependency_that_leads_back_no_further(t *testing.T) {
 	got, err := fakeTree(nil, "p: | q", "q: | p").order("p")
 	if want := []string{"q", "p"}; err != nil || !slices.Equal(got, want) {
 		t.Errorf("got %q, error %v; want %q", got, err, want)
 	}
 }
 
-func TestIndexLeavesOutWhatTheKernelLacksAndRefusesWhatIsNeeded(t *testing.T) {
+func TestIndex_leaves_out_what_the_kernel_lacks_and_refuses_what_is_needed(t *testing.T) {
 	tree := fakeTree(nil, "kvm_amd: kvm", "kvm:", "veth:")
 	ix, err := tree.index([]string{"kvm_amd"}, []string{"veth", "absent"})
 	if err != nil {
@@ -97,7 +97,7 @@ func TestIndexLeavesOutWhatTheKernelLacksAndRefusesWhatIsNeeded(t *testing.T) {
 	}
 }
 
-func TestParseModuleInfo(t *testing.T) {
+func TestParse_module_info(t *testing.T) {
 	got := parseModuleInfo([]byte("license=GPL\x00depends=kvm,ccp\x00alias=a-*\x00alias=b\x00softdep=pre: x y post: z\x00vermagic=6.1 SMP\x00\x00"))
 	want := moduleInfo{depends: []string{"kvm", "ccp"}, pre: []string{"x", "y"}, aliases: []string{"a-*", "b"}}
 	if !reflect.DeepEqual(got, want) {
@@ -108,7 +108,7 @@ func TestParseModuleInfo(t *testing.T) {
 	}
 }
 
-func TestOpenModuleTreeKnowsFilesAndBuiltins(t *testing.T) {
+func TestOpen_module_tree_knows_files_and_builtins(t *testing.T) {
 	dir := t.TempDir()
 	for _, f := range []string{"kernel/net/9p/9pnet_virtio.ko", "kernel/arch/x86/kvm/kvm-amd.ko.xz", "kernel/README"} {
 		if err := os.MkdirAll(filepath.Join(dir, filepath.Dir(f)), 0o755); err != nil {
@@ -130,7 +130,7 @@ func TestOpenModuleTreeKnowsFilesAndBuiltins(t *testing.T) {
 	}
 }
 
-func TestInitramfsHoldsInitConsoleModulesAndIndex(t *testing.T) {
+func TestInitramfs_holds_init_console_modules_and_index(t *testing.T) {
 	index := wire.ModuleIndex{Boot: []string{"a", "b"}, Modules: map[string]wire.Module{"a": {}, "b": {Deps: []string{"a"}}}}
 	var buf bytes.Buffer
 	err := writeInitramfs(&buf, []byte("INIT"), index, func(name string) ([]byte, error) { return []byte("module " + name), nil })

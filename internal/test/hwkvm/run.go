@@ -78,7 +78,7 @@ type Result struct {
 type MachineError struct {
 	Reason  string
 	Err     error  // ErrHung, or nil
-	Console string // QEMU's own messages and the lines of the serial console that matter: the last, or the first of a panic
+	Console string // QEMU's own messages and the lines of the serial console that matter: the last, or a panic's first
 }
 
 func (e *MachineError) Error() string {

@@ -79,7 +79,7 @@ func resident(t *testing.T, pids ...int) (end func() (before, peak []int)) {
 }
 
 // What the agent of a real guest carries in bulk: package guest has the same with client and agent on the host.
-func TestAgentOfAGuestCarriesInBulk(t *testing.T) {
+func TestAgent_of_a_guest_carries_in_bulk(t *testing.T) {
 	e := guesttest.New(t)
 	size := *bulkMiB << 20
 	e.Run(sandbox.Spec{Name: bulkVM, MemoryMiB: 512, DiskMiB: int(*bulkMiB) + 4096})

@@ -220,7 +220,7 @@ type workload struct {
 	after  func(*work) // checks that this goes on, and does it anew
 }
 
-func TestWorkloadsGoOnAfterSleepAndAreDoneAgain(t *testing.T) {
+func TestWorkloads_go_on_after_sleep_and_are_done_again(t *testing.T) {
 	w := &work{Env: guesttest.New(t), dir: t.TempDir()}
 	var held []net.Listener
 	for _, address := range []*string{&w.published, &w.container} {

@@ -456,7 +456,7 @@ func TestBoot_makes_an_image_that_is_gone_afterwards(t *testing.T) {
 	}
 }
 
-func TestDamagedLayerOfAStepIsToldAndMadeAnew(t *testing.T) {
+func TestDamaged_layer_of_a_step_is_told_and_made_anew(t *testing.T) {
 	s := newStore(t)
 	a := assemble(t, s, nil)
 	c := contextOf(t, "a=some text")
@@ -489,7 +489,7 @@ func TestDamagedLayerOfAStepIsToldAndMadeAnew(t *testing.T) {
 	}
 }
 
-func TestFileThatChangesWhileItIsCopiedIsToldAndLeavesNothing(t *testing.T) {
+func TestFile_that_changes_while_it_is_copied_is_told_and_leaves_nothing(t *testing.T) {
 	a := assemble(t, newStore(t), nil)
 	c := contextOf(t, "a=1")
 	in := CopyIn{Context: c, Sources: []string{"a"}, Dest: "/a", Mode: -1}

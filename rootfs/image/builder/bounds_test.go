@@ -14,7 +14,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image/imagetest"
 )
 
-func TestDpkgStatusGivesInstalledPackages(t *testing.T) {
+func TestDpkg_status_gives_installed_packages(t *testing.T) {
 	got, err := parseDpkgStatus(`Package: git
 Status: install ok installed
 Architecture: amd64

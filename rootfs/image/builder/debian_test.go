@@ -55,7 +55,7 @@ func fakeOptions(s *image.Store) Options {
 	return Options{Store: s, From: "debian:bookworm", Include: []string{"git"}, Mirrors: []string{"http://user:secret@m.example/debian"}}
 }
 
-func TestDebianBuildCompletesWhatTheToolMade(t *testing.T) {
+func TestDebian_build_completes_what_the_tool_made(t *testing.T) {
 	fakeTool(t, `cat >"$DIR/stdin"; echo "$@" >"$DIR/args"; echo "I: running apt-get update..." >&2; cat "$TAR"`)
 	s := testStore(t)
 	o := fakeOptions(s)
@@ -110,7 +110,7 @@ func TestDebianBuildCompletesWhatTheToolMade(t *testing.T) {
 	}
 }
 
-func TestSameSpecIsBuiltOnceWithinItsAge(t *testing.T) {
+func TestSame_spec_is_built_once_within_its_age(t *testing.T) {
 	fakeTool(t, `cat >/dev/null; echo x >>"$DIR/runs"; date +%N >"$DIR/now"; cat "$TAR"`)
 	s, o := testStore(t), Options{}
 	dir := filepath.Dir(imagetest.Must(exec.LookPath("mmdebstrap")))
@@ -144,7 +144,7 @@ func TestSameSpecIsBuiltOnceWithinItsAge(t *testing.T) {
 	build(6, false, "damaged", func() { o.NoDocs = true })
 }
 
-func TestConcurrentBuildsOfOneSpecRunTheToolOnce(t *testing.T) {
+func TestConcurrent_builds_of_one_spec_run_the_tool_once(t *testing.T) {
 	fakeTool(t, `cat >/dev/null; echo x >>"$DIR/runs"; sleep 0.3; cat "$TAR"`)
 	s := testStore(t)
 	var wg sync.WaitGroup
@@ -161,7 +161,7 @@ func TestConcurrentBuildsOfOneSpecRunTheToolOnce(t *testing.T) {
 	}
 }
 
-func TestFailingToolIsToldWithItsErrors(t *testing.T) {
+func TestFailing_tool_is_told_with_its_errors(t *testing.T) {
 	for name, c := range map[string]struct {
 		script string
 		want   error
@@ -190,7 +190,7 @@ echo "E: setup failed: E: command failed: x" >&2; exit 1`, image.ErrBuildTool, "
 	}
 }
 
-func TestTooLargeStreamStopsTheTool(t *testing.T) {
+func TestToo_large_stream_stops_the_tool(t *testing.T) {
 	fakeTool(t, `cat >/dev/null; cat "$TAR"; sleep 1000`)
 	s := testStore(t)
 	o := fakeOptions(s)
@@ -201,7 +201,7 @@ func TestTooLargeStreamStopsTheTool(t *testing.T) {
 	wantEmpty(t, s)
 }
 
-func TestMissingToolIsOneErrorWithTheRemedy(t *testing.T) {
+func TestMissing_tool_is_one_error_with_the_remedy(t *testing.T) {
 	fakeTool(t, "")
 	empty := t.TempDir()
 	for _, p := range []string{"unshare", "apt-config"} {
@@ -218,7 +218,7 @@ func TestMissingToolIsOneErrorWithTheRemedy(t *testing.T) {
 	wantEmpty(t, s)
 }
 
-func TestInstallDepsInstallsTheMissingTool(t *testing.T) {
+func TestInstall_deps_installs_the_missing_tool(t *testing.T) {
 	fakeTool(t, `cat >/dev/null; cat "$TAR"`)
 	tool := imagetest.Must(exec.LookPath("mmdebstrap"))
 	bin := t.TempDir()
@@ -253,7 +253,7 @@ func TestInstallDepsInstallsTheMissingTool(t *testing.T) {
 }
 
 // The tool's descendants leave its process group and session, as apt's do, and hold its output open.
-func TestCancellingKillsAllThatTheToolStarted(t *testing.T) {
+func TestCancelling_kills_all_that_the_tool_started(t *testing.T) {
 	fakeTool(t, `cat >/dev/null
 setsid sh -c 'trap "" TERM HUP INT; echo started >>"$0/up"; sleep 987654' "$DIR" &
 mkdir -p "$TMPDIR/root/etc" "$TMPDIR/mnt"
@@ -309,7 +309,7 @@ func processesWith(t *testing.T, arg string) (pids []int) {
 
 // The real thing, which needs the network and a minute: DROWSE_TEST_DEBIAN=bookworm builds that suite with python3 and
 // git. DROWSE_TEST_DEBIAN_STORE names a store that keeps the image.
-func TestRealDebianImageEqualsWhatTheToolMade(t *testing.T) {
+func TestReal_Debian_image_equals_what_the_tool_made(t *testing.T) {
 	suite := os.Getenv("DROWSE_TEST_DEBIAN")
 	if suite == "" {
 		t.Skip("set DROWSE_TEST_DEBIAN to a suite, such as bookworm, to build a real image over the network")

@@ -87,7 +87,7 @@ func wantVM(want map[string]imagetest.Entry, empty string) {
 	}
 }
 
-func TestDirectoryBecomesTheSameImage(t *testing.T) {
+func TestDirectory_becomes_the_same_image(t *testing.T) {
 	root, s := sampleDir(t), testStore(t)
 	img, err := Build(t.Context(), Options{Store: s, From: "dir:" + root, Tag: "sample"})
 	if err != nil {
@@ -117,7 +117,7 @@ func TestDirectoryBecomesTheSameImage(t *testing.T) {
 	}
 }
 
-func TestMountsBelowADirectoryAreNotEntered(t *testing.T) {
+func TestMounts_below_a_directory_are_not_entered(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Skip("mounting needs root")
 	}
@@ -151,7 +151,7 @@ func TestMountsBelowADirectoryAreNotEntered(t *testing.T) {
 	}
 }
 
-func TestFileThatChangesWhileReadIsAnError(t *testing.T) {
+func TestFile_that_changes_while_read_is_an_error(t *testing.T) {
 	for name, change := range map[string]func(p string) error{
 		"vanishes": os.Remove,
 		"shrinks":  func(p string) error { return os.Truncate(p, 10) },
@@ -197,7 +197,7 @@ func wantEmpty(t *testing.T, s *image.Store) {
 	}
 }
 
-func TestBadDirectorySourceIsRefused(t *testing.T) {
+func TestBad_directory_source_is_refused(t *testing.T) {
 	dir := t.TempDir()
 	imagetest.Write(t, filepath.Join(dir, "file"), "not a directory")
 	imagetest.Write(t, filepath.Join(dir, "d/big"), strings.Repeat("x", 1000))
@@ -228,7 +228,7 @@ func TestBadDirectorySourceIsRefused(t *testing.T) {
 	}
 }
 
-func TestCancelledDirectoryBuildLeavesNothing(t *testing.T) {
+func TestCancelled_directory_build_leaves_nothing(t *testing.T) {
 	root, s := sampleDir(t), testStore(t)
 	for _, at := range []string{image.StageRead, image.StageWrite, image.StageHash} {
 		ctx, cancel := context.WithCancelCause(t.Context())
@@ -248,7 +248,7 @@ func TestCancelledDirectoryBuildLeavesNothing(t *testing.T) {
 
 // The file is larger than 32 bits can count, which EROFS keeps in another inode form, and has data before, at and
 // behind that limit.
-func TestSparseFileOfMoreThan4GiBKeepsDataAndHoles(t *testing.T) {
+func TestSparse_file_of_more_than4_gi_b_keeps_data_and_holes(t *testing.T) {
 	root := t.TempDir()
 	f, err := os.Create(filepath.Join(root, "huge"))
 	if err != nil {

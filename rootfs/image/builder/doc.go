@@ -10,13 +10,13 @@
 // symlink target, device number, extended attributes (file capabilities, POSIX ACLs, user, trusted and security names),
 // hard links (one inode, a correct link count) and content, except:
 //
-//   - Sockets are left out, as they mean nothing without the process that made them. They are counted in [fstree.Skipped].
+//   - Sockets are left out, as they mean nothing without the process that made them. [fstree.Skipped] counts them.
 //   - Extended attributes that EROFS has no name space for (such as btrfs.*) are left out and counted.
 //   - A directory source does not cross mount points, bind mounts included: what is mounted there is left out, an empty
 //     directory or file takes its place, and it is counted.
 //   - Times of archives outside of 1970 to 9999 become the nearest of these, and are counted.
-//   - Caches and logs of the package manager are trimmed from Debian images (see package debian), documentation only when
-//     [Options.NoDocs] is set. Credentials of the host (proxies, mirror passwords) are never part of an image.
+//   - Caches and logs of the package manager are trimmed from Debian images (see package debian), documentation only
+//     when [Options.NoDocs] is set. Credentials of the host (proxies, mirror passwords) are never part of an image.
 //   - What a VM needs is added (see complete.go): the mount points /dev /proc /sys /run /tmp, /etc/hostname, an empty
 //     /etc/resolv.conf and an empty /etc/machine-id.
 //

@@ -55,7 +55,7 @@ func there(name string) bool {
 	return err == nil
 }
 
-func TestFindByTagIdAndPrefix(t *testing.T) {
+func TestFind_by_tag_id_and_prefix(t *testing.T) {
 	s := testStore(t)
 	a, b := buildDir(t, s, "a", "a"), buildDir(t, s, "b", "b:v2")
 	for ref, want := range map[string]*image.Image{
@@ -77,7 +77,7 @@ func TestFindByTagIdAndPrefix(t *testing.T) {
 	}
 }
 
-func TestPrefixOfTwoIdsIsAmbiguous(t *testing.T) {
+func TestPrefix_of_two_ids_is_ambiguous(t *testing.T) {
 	s := testStore(t)
 	for _, id := range []string{"abcd" + strings.Repeat("0", 60), "abcd" + strings.Repeat("1", 60)} {
 		imagetest.Write(t, filepath.Join(s.Dir(), "images", id, "image.json"), fmt.Sprintf(`{"version": %d, "id": %q}`, image.RecordVersion, id))
@@ -90,7 +90,7 @@ func TestPrefixOfTwoIdsIsAmbiguous(t *testing.T) {
 	}
 }
 
-func TestTagMovesToTheNewImage(t *testing.T) {
+func TestTag_moves_to_the_new_image(t *testing.T) {
 	s := testStore(t)
 	a, b := buildDir(t, s, "a", "x"), buildDir(t, s, "b", "x")
 	if got, err := s.Find("x"); err != nil || got.ID != b.ID {
@@ -149,7 +149,7 @@ func TestRemove(t *testing.T) {
 	}
 }
 
-func TestDamagedImageIsToldByCheckAndVerify(t *testing.T) {
+func TestDamaged_image_is_told_by_check_and_verify(t *testing.T) {
 	text := strings.Repeat("content of the file. ", 1000)
 	for name, c := range map[string]struct {
 		damage          func(img *image.Image) error
@@ -214,7 +214,7 @@ func flip(at int64) func(*image.Image) error {
 	}
 }
 
-func TestDamagedRecordIsToldAndCanBeRemoved(t *testing.T) {
+func TestDamaged_record_is_told_and_can_be_removed(t *testing.T) {
 	for name, c := range map[string]struct{ text, want string }{
 		"cut":            {`{"version": 1, "id": "`, "image.json"},
 		"empty":          {"", "image.json"},
@@ -248,7 +248,7 @@ func TestDamagedRecordIsToldAndCanBeRemoved(t *testing.T) {
 	}
 }
 
-func TestGarbageOfDeadBuildsIsPrunedAndLivingOnesAreKept(t *testing.T) {
+func TestGarbage_of_dead_builds_is_pruned_and_living_ones_are_kept(t *testing.T) {
 	s := testStore(t)
 	living, err := s.NewTemp(t.Context(), "build-")
 	if err != nil {
@@ -272,7 +272,7 @@ func TestGarbageOfDeadBuildsIsPrunedAndLivingOnesAreKept(t *testing.T) {
 	}
 }
 
-func TestConcurrentBuildsOfOneDirectoryGiveOneImage(t *testing.T) {
+func TestConcurrent_builds_of_one_directory_give_one_image(t *testing.T) {
 	s, root := testStore(t), sampleDir(t)
 	var wg sync.WaitGroup
 	ids := make([]string, 8)
@@ -298,7 +298,7 @@ func TestConcurrentBuildsOfOneDirectoryGiveOneImage(t *testing.T) {
 	}
 }
 
-func TestWaitForALockEndsWithTheContext(t *testing.T) {
+func TestWait_for_a_lock_ends_with_the_context(t *testing.T) {
 	s := testStore(t)
 	l, err := s.Lock(t.Context(), "store", osfile.Exclusive)
 	if err != nil {
@@ -312,7 +312,7 @@ func TestWaitForALockEndsWithTheContext(t *testing.T) {
 	}
 }
 
-func TestBadOptionsAreRefused(t *testing.T) {
+func TestBad_options_are_refused(t *testing.T) {
 	s := testStore(t)
 	for name, o := range map[string]Options{
 		"no store":          {From: "debian:sid"},

@@ -54,7 +54,7 @@ Components: main
 	return dir
 }
 
-func TestAptSourcesOfBothStylesAreRead(t *testing.T) {
+func TestApt_sources_of_both_styles_are_read(t *testing.T) {
 	got, err := readAptSources(sampleSources(t))
 	if err != nil {
 		t.Fatal(err)
@@ -76,7 +76,7 @@ func TestAptSourcesOfBothStylesAreRead(t *testing.T) {
 	}
 }
 
-func TestMirrorsAreThoseThatServeTheSuite(t *testing.T) {
+func TestMirrors_are_those_that_serve_the_suite(t *testing.T) {
 	all, err := readAptSources(sampleSources(t))
 	if err != nil {
 		t.Fatal(err)
@@ -109,7 +109,7 @@ func TestMirrorsAreThoseThatServeTheSuite(t *testing.T) {
 	}
 }
 
-func TestSourceLineWritesKeyMaterialToAFile(t *testing.T) {
+func TestSource_line_writes_key_material_to_a_file(t *testing.T) {
 	tmp := t.TempDir()
 	s := aptSource{uri: "http://a.example/debian", suite: "bookworm", components: []string{"main"}, signedBy: keyText, options: []string{"trusted=no"}}
 	got, err := s.line(tmp, 3)
@@ -140,7 +140,7 @@ func TestParseMirror(t *testing.T) {
 	}
 }
 
-func TestCredentialsAreCutFromURIs(t *testing.T) {
+func TestCredentials_are_cut_from_URIs(t *testing.T) {
 	for in, want := range map[string]string{
 		"https://user:secret@m.example/debian": "https://m.example/debian",
 		"http://m.example/debian":              "http://m.example/debian",
@@ -152,7 +152,7 @@ func TestCredentialsAreCutFromURIs(t *testing.T) {
 	}
 }
 
-func TestAptConfOfTheHostIsFiltered(t *testing.T) {
+func TestApt_conf_of_the_host_is_filtered(t *testing.T) {
 	dump := `APT "";
 Acquire "";
 Acquire::http "";

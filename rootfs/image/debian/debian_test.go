@@ -10,7 +10,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image/fstree"
 )
 
-func TestMessagesKeepTheLastErrorsAndBoundLines(t *testing.T) {
+func TestMessages_keep_the_last_errors_and_bound_lines(t *testing.T) {
 	var log bytes.Buffer
 	m := &messages{log: &log}
 	for i := range 100 {
@@ -30,7 +30,7 @@ func TestMessagesKeepTheLastErrorsAndBoundLines(t *testing.T) {
 	}
 }
 
-func TestDebianTrimLeavesWhatIsNeeded(t *testing.T) {
+func TestDebian_trim_leaves_what_is_needed(t *testing.T) {
 	names := []string{
 		"var/lib/apt/lists/x_Packages", "var/cache/apt/pkgcache.bin", "var/cache/apt/archives/x.deb", "var/lib/dpkg/status-old",
 		"etc/apt/apt.conf.d/99mmdebstrap", "var/log/dpkg.log", "tmp/x", "run/x", // gone

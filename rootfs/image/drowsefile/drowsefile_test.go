@@ -17,7 +17,7 @@ func build(text string, base image.RunConfig, args map[string]string) ([]Step, i
 	return f.Build(base, args)
 }
 
-func TestWhatIsNotSupportedIsAnErrorWithLineAndInstruction(t *testing.T) {
+func TestWhat_is_not_supported_is_an_error_with_line_and_instruction(t *testing.T) {
 	for name, c := range map[string]struct {
 		text, want string
 		args       map[string]string
@@ -71,7 +71,7 @@ func TestWhatIsNotSupportedIsAnErrorWithLineAndInstruction(t *testing.T) {
 	}
 }
 
-func TestFromTakesArgumentsDeclaredBeforeIt(t *testing.T) {
+func TestFrom_takes_arguments_declared_before_it(t *testing.T) {
 	for name, c := range map[string]struct {
 		text, want, fail string
 		args             map[string]string
@@ -101,7 +101,7 @@ func TestFromTakesArgumentsDeclaredBeforeIt(t *testing.T) {
 	}
 }
 
-func TestStepsSayAllThatIsDone(t *testing.T) {
+func TestSteps_say_all_that_is_done(t *testing.T) {
 	base := image.RunConfig{Env: []string{"PATH=/bin"}, User: "app", Workdir: "/srv", Cmd: []string{"old"}, Entrypoint: []string{"e"}}
 	sh := ShellArgv
 	for name, c := range map[string]struct {
@@ -183,7 +183,7 @@ func dump(steps []Step) (out []any) {
 	return out
 }
 
-func TestTheConfigurationIsThatOfBaseAndInstructions(t *testing.T) {
+func TestThe_configuration_is_that_of_base_and_instructions(t *testing.T) {
 	base := image.RunConfig{Env: []string{"A=1"}, Cmd: []string{"old"}, Labels: map[string]string{"x": "y"}, ExposedPorts: []string{"1/tcp"}}
 	_, got, err := build(`FROM a
 ENV B ${A:+set} ${none:-default}

@@ -20,8 +20,8 @@ import (
 //   - Whiteouts hide entries of the layers below, never those of their own layer, at any position in it.
 //   - An entry replaces the file at its path, but a directory applied to a directory keeps its contents.
 //   - A directory that an entry needs and no layer named is made: mode 0755, owner root, the time of its parent.
-//   - Symlinks on the way to an entry, but not at its end, are followed within the tree: ".." stops at its root, an absolute
-//     target begins there. So no layer reaches anything outside, whatever links an earlier layer has left.
+//   - Symlinks on the way to an entry, but not at its end, are followed within the tree: ".." stops at its root, an
+//     absolute target begins there. So no layer reaches anything outside, whatever links an earlier layer has left.
 //   - A hard link refers to what earlier entries, or layers below, have put at its target.
 type Merger struct {
 	Tree     *fstree.Tree

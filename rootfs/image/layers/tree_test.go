@@ -29,7 +29,7 @@ func buildTar(t *testing.T, stream []byte) *os.File {
 	return out
 }
 
-func TestTarWithEveryKindOfFileBecomesTheSameImage(t *testing.T) {
+func TestTar_with_every_kind_of_file_becomes_the_same_image(t *testing.T) {
 	stream := imagetest.Everything(t)
 	out := buildTar(t, stream)
 	imagetest.CheckImage(t, out.Name(), imagetest.DumpTar(t, bytes.NewReader(stream)))
@@ -42,7 +42,7 @@ func TestTarWithEveryKindOfFileBecomesTheSameImage(t *testing.T) {
 	}
 }
 
-func TestSameTreeGivesTheSameBytes(t *testing.T) {
+func TestSame_tree_gives_the_same_bytes(t *testing.T) {
 	stream := imagetest.Everything(t)
 	a, err := os.ReadFile(buildTar(t, stream).Name())
 	if err != nil {
@@ -57,7 +57,7 @@ func TestSameTreeGivesTheSameBytes(t *testing.T) {
 	}
 }
 
-func TestZerosTakeNoDiskSpace(t *testing.T) {
+func TestZeros_take_no_disk_space(t *testing.T) {
 	out := buildTar(t, imagetest.TarOf(t, map[string][]byte{"zeros": make([]byte, 32<<20)}, tar.Header{Name: "zeros", Mode: 0o644}))
 	st, err := out.Stat()
 	if err != nil {
@@ -68,7 +68,7 @@ func TestZerosTakeNoDiskSpace(t *testing.T) {
 	}
 }
 
-func TestTarIsRefused(t *testing.T) {
+func TestTar_is_refused(t *testing.T) {
 	good := imagetest.Everything(t)
 	one := func(h tar.Header) []byte { return imagetest.TarOf(t, nil, h) }
 	for name, c := range map[string]struct {
@@ -106,7 +106,7 @@ func TestTarIsRefused(t *testing.T) {
 	}
 }
 
-func TestReadErrorOfTheStreamIsPassedOn(t *testing.T) {
+func TestRead_error_of_the_stream_is_passed_on(t *testing.T) {
 	cause := errors.New("the wire broke")
 	r := io.MultiReader(bytes.NewReader(imagetest.Everything(t)[:100000]), errReader{cause})
 	_, err := ReadTree(t.Context(), r, imagetest.TempFile(t), NewBudget(64<<30, 1<<20))
@@ -119,7 +119,7 @@ type errReader struct{ err error }
 
 func (r errReader) Read([]byte) (int, error) { return 0, r.err }
 
-func TestLaterEntryReplacesEarlierAndKeepsChildren(t *testing.T) {
+func TestLater_entry_replaces_earlier_and_keeps_children(t *testing.T) {
 	stream := imagetest.TarOf(t, map[string][]byte{"d/f": []byte("1")},
 		tar.Header{Name: "d/", Typeflag: tar.TypeDir, Mode: 0o700}, tar.Header{Name: "d/f", Mode: 0o600},
 		tar.Header{Name: "d/", Typeflag: tar.TypeDir, Mode: 0o711}, tar.Header{Name: "d/f", Typeflag: tar.TypeSymlink, Linkname: "x"})
@@ -129,7 +129,7 @@ func TestLaterEntryReplacesEarlierAndKeepsChildren(t *testing.T) {
 	}
 }
 
-func TestForeignXattrsAreCountedAndLeftOut(t *testing.T) {
+func TestForeign_xattrs_are_counted_and_left_out(t *testing.T) {
 	tr, err := ReadTree(t.Context(), bytes.NewReader(imagetest.TarOf(t, nil, tar.Header{Name: "f", PAXRecords: map[string]string{
 		"SCHILY.xattr.btrfs.compression": "zstd", "SCHILY.xattr.user.kept": "1", "SCHILY.xattr.user.": "no name"}})),
 		imagetest.TempFile(t), NewBudget(64<<30, 1<<20))
@@ -141,7 +141,7 @@ func TestForeignXattrsAreCountedAndLeftOut(t *testing.T) {
 	}
 }
 
-func TestCancelledWriteFailsWithTheCause(t *testing.T) {
+func TestCancelled_write_fails_with_the_cause(t *testing.T) {
 	tr, err := ReadTree(t.Context(), bytes.NewReader(imagetest.Everything(t)), imagetest.TempFile(t), NewBudget(64<<30, 1<<20))
 	if err != nil {
 		t.Fatal(err)
@@ -158,7 +158,7 @@ func TestCancelledWriteFailsWithTheCause(t *testing.T) {
 	}
 }
 
-func TestFullDiskIsToldAsSuch(t *testing.T) {
+func TestFull_disk_is_told_as_such(t *testing.T) {
 	full, err := os.OpenFile("/dev/full", os.O_RDWR, 0)
 	if err != nil {
 		t.Skipf("no /dev/full here: %v", err)

@@ -35,7 +35,7 @@ type Format string
 const (
 	FormatEROFS      Format = "erofs"       // the unchanged image file
 	FormatTar        Format = "tar"         // its files as a PAX archive, uncompressed
-	FormatOCIArchive Format = "oci-archive" // an OCI image of one layer with its configuration, as a tar archive that docker loads too
+	FormatOCIArchive Format = "oci-archive" // an OCI image of one layer, as a tar archive that docker loads too
 )
 
 // Export writes an image to w. progress (may be nil) gets the bytes of file content written, and their total.

@@ -8,7 +8,7 @@ import (
 	"testing"
 )
 
-func TestWriterWritesWhatItIsGiven(t *testing.T) {
+func TestWriter_writes_what_it_is_given(t *testing.T) {
 	f, err := os.Create(filepath.Join(t.TempDir(), "f"))
 	if err != nil {
 		t.Fatal(err)

@@ -24,7 +24,7 @@ func names(t *testing.T, dir string) []string {
 	return out
 }
 
-func TestWriteFileReplacesWholeFile(t *testing.T) {
+func TestWrite_file_replaces_whole_file(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "sub", "a")
 	for _, want := range []string{"first and longer", "second"} {
 		err := WriteFile(path, func(f *os.File) error { _, err := f.WriteString(want); return err })
@@ -41,7 +41,7 @@ func TestWriteFileReplacesWholeFile(t *testing.T) {
 	}
 }
 
-func TestWriteFileThatFailsLeavesOldFileAndNoOther(t *testing.T) {
+func TestWrite_file_that_fails_leaves_old_file_and_no_other(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "a")
 	if err := os.WriteFile(path, []byte("old"), 0o644); err != nil {
@@ -60,7 +60,7 @@ func TestWriteFileThatFailsLeavesOldFileAndNoOther(t *testing.T) {
 	}
 }
 
-func TestWriteFileRemovesOnlyStaleTemporaryFiles(t *testing.T) {
+func TestWrite_file_removes_only_stale_temporary_files(t *testing.T) {
 	dir := t.TempDir()
 	old, young := filepath.Join(dir, tempPrefix+"old"), filepath.Join(dir, tempPrefix+"young")
 	for _, p := range []string{old, young} {
@@ -83,7 +83,7 @@ func TestWriteFileRemovesOnlyStaleTemporaryFiles(t *testing.T) {
 	}
 }
 
-func TestLockIsExclusiveAndWaitEndsWithContext(t *testing.T) {
+func TestLock_is_exclusive_and_wait_ends_with_context(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "lock")
 	unlock, err := Lock(t.Context(), path)
 	if err != nil {
@@ -108,7 +108,7 @@ func TestLockIsExclusiveAndWaitEndsWithContext(t *testing.T) {
 	}
 }
 
-func TestStagingDirStartsEmptyAfterInterruptedRun(t *testing.T) {
+func TestStaging_dir_starts_empty_after_interrupted_run(t *testing.T) {
 	dir := t.TempDir()
 	first, err := StagingDir(dir, "key")
 	if err != nil {
@@ -126,7 +126,7 @@ func TestStagingDirStartsEmptyAfterInterruptedRun(t *testing.T) {
 	}
 }
 
-func TestPublishDirGivesFinalNameAndRefusesExistingOne(t *testing.T) {
+func TestPublish_dir_gives_final_name_and_refuses_existing_one(t *testing.T) {
 	dir := t.TempDir()
 	final := filepath.Join(dir, "final")
 	publish := func() error {
@@ -150,7 +150,7 @@ func TestPublishDirGivesFinalNameAndRefusesExistingOne(t *testing.T) {
 	}
 }
 
-func TestHashFileKnownSum(t *testing.T) {
+func TestHash_file_known_sum(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "a")
 	if err := os.WriteFile(path, []byte("abc"), 0o644); err != nil {
 		t.Fatal(err)
@@ -168,7 +168,7 @@ func TestHashFileKnownSum(t *testing.T) {
 	}
 }
 
-func TestRemoveRemainsLeavesWhatIsLockedOrUnknown(t *testing.T) {
+func TestRemove_remains_leaves_what_is_locked_or_unknown(t *testing.T) {
 	dir := t.TempDir()
 	for _, key := range []string{"dead", "alive", "unknown"} {
 		if _, err := StagingDir(dir, key); err != nil {
@@ -196,7 +196,7 @@ func TestRemoveRemainsLeavesWhatIsLockedOrUnknown(t *testing.T) {
 	}
 }
 
-func TestLineWriterGivesLinesCutToTheirBound(t *testing.T) {
+func TestLine_writer_gives_lines_cut_to_their_bound(t *testing.T) {
 	var got []string
 	w := &LineWriter{Max: 4, Line: func(line string) { got = append(got, line) }}
 	for _, piece := range []string{"ab", "c\nde", "fghi", "j\r\nk", "", strings.Repeat("z", 100)} {

@@ -72,7 +72,7 @@ func TestAnswers(t *testing.T) {
 	}
 }
 
-func TestPolicyAllowsNothingInlineAndNothingFromElsewhere(t *testing.T) {
+func TestPolicy_allows_nothing_inline_and_nothing_from_elsewhere(t *testing.T) {
 	allowed := map[string]string{
 		"default-src": "'none'", "script-src": "'self'", "style-src": "'self'", "img-src": "'self'", "connect-src": "'self'",
 		"base-uri": "'none'", "form-action": "'none'", "frame-ancestors": "'none'", "require-trusted-types-for": "'script'", "trusted-types": "'none'",
@@ -92,7 +92,7 @@ func TestPolicyAllowsNothingInlineAndNothingFromElsewhere(t *testing.T) {
 	}
 }
 
-func TestFileThatABrowserHasIsNotSentAgain(t *testing.T) {
+func TestFile_that_a_browser_has_is_not_sent_again(t *testing.T) {
 	first := ask(t, "GET", "/ui/app.js", nil)
 	etag := first.Header.Get("ETag")
 	if etag == "" {
@@ -122,7 +122,7 @@ func each(t *testing.T, f func(name, text string)) {
 	}
 }
 
-func TestFilesNameNoOtherHost(t *testing.T) {
+func TestFiles_name_no_other_host(t *testing.T) {
 	url := regexp.MustCompile(`(?i)(\b(?:https?|wss?)://|["'(]//)[^\s"')]*`)
 	each(t, func(name, text string) {
 		for _, u := range url.FindAllString(text, -1) {
@@ -134,7 +134,7 @@ func TestFilesNameNoOtherHost(t *testing.T) {
 }
 
 // What the policy of the page has a browser refuse is not written in the first place.
-func TestScriptsMakeNoMarkupAndNoCodeOfTexts(t *testing.T) {
+func TestScripts_make_no_markup_and_no_code_of_texts(t *testing.T) {
 	banned := regexp.MustCompile(`\b(innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval|Function|DOMParser|createContextualFragment|setHTMLUnsafe|srcdoc|localStorage|document\.cookie)\b|setAttribute\(\s*'(on|style)|javascript:`)
 	each(t, func(name, text string) {
 		if path.Ext(name) != ".js" {
@@ -148,7 +148,7 @@ func TestScriptsMakeNoMarkupAndNoCodeOfTexts(t *testing.T) {
 	})
 }
 
-func TestScriptsImportOnlyFilesThatAreThere(t *testing.T) {
+func TestScripts_import_only_files_that_are_there(t *testing.T) {
 	imported := regexp.MustCompile(`(?m)^\s*(?:import|export)\b[^;]*?from\s+'([^']+)'|\bimport\(`)
 	each(t, func(name, text string) {
 		if path.Ext(name) != ".js" {
@@ -166,7 +166,7 @@ func TestScriptsImportOnlyFilesThatAreThere(t *testing.T) {
 	})
 }
 
-func TestPageHasNothingInlineAndNamesFilesThatAreThere(t *testing.T) {
+func TestPage_has_nothing_inline_and_names_files_that_are_there(t *testing.T) {
 	files, err := load()
 	if err != nil {
 		t.Fatal(err)
@@ -225,7 +225,7 @@ func TestScriptsParse(t *testing.T) {
 	}
 }
 
-func TestEachFileOfTheFolderIsServed(t *testing.T) {
+func TestEach_file_of_the_folder_is_served(t *testing.T) {
 	entries, err := os.ReadDir("static")
 	if err != nil {
 		t.Fatal(err)

@@ -57,7 +57,7 @@ func TestStaticNodes(t *testing.T) {
 	}
 }
 
-func TestLookPathUsesThePathOfTheCommand(t *testing.T) {
+func TestLook_path_uses_the_path_of_the_command(t *testing.T) {
 	empty, full := t.TempDir(), t.TempDir()
 	prog := filepath.Join(full, "prog")
 	if err := os.WriteFile(prog, []byte("#!/bin/sh\n"), 0o755); err != nil {

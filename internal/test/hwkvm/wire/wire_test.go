@@ -31,7 +31,7 @@ func TestResultStatus(t *testing.T) {
 	}
 }
 
-func TestFramesArriveAsTheyWereSent(t *testing.T) {
+func TestFrames_arrive_as_they_were_sent(t *testing.T) {
 	var buf bytes.Buffer
 	w := NewWriter(&buf)
 	payloads := [][]byte{nil, {0, 255, '\n', 4}, bytes.Repeat([]byte{7}, MaxPayload)}
@@ -82,14 +82,14 @@ func TestReaderRefuses(t *testing.T) {
 	}
 }
 
-func TestWriterRefusesAPayloadOverTheLimit(t *testing.T) {
+func TestWriter_refuses_a_payload_over_the_limit(t *testing.T) {
 	var buf bytes.Buffer
 	if err := NewWriter(&buf).Send(Stdout, make([]byte, MaxPayload+1)); !errors.Is(err, ErrFrame) || buf.Len() != 0 {
 		t.Errorf("error %v and %d bytes sent, want ErrFrame and none", err, buf.Len())
 	}
 }
 
-func TestCommandOfManyFramesArrivesWhole(t *testing.T) {
+func TestCommand_of_many_frames_arrives_whole(t *testing.T) {
 	want := Command{Args: []string{"a", strings.Repeat("x", 3*MaxPayload), "\x00\n"}, Env: []string{"A=ü"}, Dir: "/", Time: 1 << 62}
 	var buf bytes.Buffer
 	if err := NewWriter(&buf).SendCommand(want); err != nil {
@@ -101,7 +101,7 @@ func TestCommandOfManyFramesArrivesWhole(t *testing.T) {
 	}
 }
 
-func TestCommandOverTheLimitIsRefused(t *testing.T) {
+func TestCommand_over_the_limit_is_refused(t *testing.T) {
 	var buf bytes.Buffer
 	err := NewWriter(&buf).SendCommand(Command{Args: []string{strings.Repeat("x", MaxRequest)}})
 	if !errors.Is(err, ErrFrame) || buf.Len() != 0 {

@@ -28,7 +28,7 @@ const programEnv = "DROWSE_TEST_PROGRAM"
 func TestMain(m *testing.M) { guesttest.Main(m) }
 
 // The page and the API of the program itself, with a guest behind them.
-func TestPageOfDrowseServeWithAGuest(t *testing.T) {
+func TestPage_of_drowse_serve_with_a_guest(t *testing.T) {
 	program := os.Getenv(programEnv)
 	if program == "" {
 		t.Skipf("$%s names no drowse program: use `make test-browser`", programEnv)

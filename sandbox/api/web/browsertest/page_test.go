@@ -369,7 +369,7 @@ var hostile = []string{
 	`{{constructor.constructor('window.pwned=1')()}}`, `</td></table><a href="//elsewhere.example/">here</a>`,
 }
 
-func TestPageInABrowser(t *testing.T) {
+func TestPage_in_a_browser(t *testing.T) {
 	path, err := chromium.Find()
 	if err != nil {
 		t.Fatal(err)

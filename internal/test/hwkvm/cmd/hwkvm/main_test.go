@@ -34,7 +34,7 @@ func TestParse(t *testing.T) {
 	}
 }
 
-func TestEnvironmentPassesWhatIsListedOrAskedFor(t *testing.T) {
+func TestEnvironment_passes_what_is_listed_or_asked_for(t *testing.T) {
 	got := environment([]string{"PATH=/bin", "GOCACHE=/c", "DROWSE_STATE=/s", "SECRET=1", "WANTED=2", "LC_ALL=C", "PATHS=no"}, []string{"WANTED", "SET=3"})
 	want := []string{"PATH=/bin", "GOCACHE=/c", "DROWSE_STATE=/s", "WANTED=2", "LC_ALL=C", "SET=3"}
 	if !slices.Equal(got, want) {
@@ -42,7 +42,7 @@ func TestEnvironmentPassesWhatIsListedOrAskedFor(t *testing.T) {
 	}
 }
 
-func TestUsageErrorIsStatus2(t *testing.T) {
+func TestUsage_error_is_status2(t *testing.T) {
 	if got := run([]string{"-bogus"}); got != statusUsage {
 		t.Errorf("status %d, want %d", got, statusUsage)
 	}
