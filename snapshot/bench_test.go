@@ -16,9 +16,8 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// benchRAM names a file with the RAM of a guest to measure with, as QEMU's
-// pmemsave writes it. Without it the benchmarks take this test's own binary,
-// which compresses like program text and nothing else.
+// benchRAM names a file with the RAM of a guest to measure with, in the format of QEMU's pmemsave. Without it the
+// benchmarks use this test's own binary, which compresses like program text and like nothing else.
 const benchRAM = "DROWSE_BENCH_RAM"
 
 func ramPages(b *testing.B) []byte {
@@ -34,7 +33,7 @@ func ramPages(b *testing.B) []byte {
 	return data[:len(data)/guestmem.PageSize*guestmem.PageSize]
 }
 
-// framesOf packs the pages of data that are not zeros as the writer does.
+// framesOf packs the nonzero pages of data as the writer does.
 func framesOf(data []byte, pages int) (frames [][]byte, total int) {
 	var cur []byte
 	for i := 0; i < len(data); i += guestmem.PageSize {
@@ -56,8 +55,8 @@ func framesOf(data []byte, pages int) (frames [][]byte, total int) {
 	return frames, total
 }
 
-// cpuTime is what this process has used of the processors, in microseconds. On
-// a busy machine it says more than the time that has passed.
+// cpuTime returns the processor time of this process in microseconds. On a busy machine it says more than elapsed
+// time.
 func cpuTime(b *testing.B) float64 {
 	b.Helper()
 	var u unix.Rusage
@@ -67,8 +66,8 @@ func cpuTime(b *testing.B) float64 {
 	return float64(u.Utime.Nano()+u.Stime.Nano()) / 1e3
 }
 
-// BenchmarkFrame is what FramePages and frameLevel were chosen by: the time to
-// compress and to decompress a frame on one processor, and the ratio.
+// BenchmarkFrame measures the time to compress and to decompress a frame on one processor, and the ratio.
+// FramePages and frameLevel were chosen by it.
 func BenchmarkFrame(b *testing.B) {
 	data := ramPages(b)
 	for _, pages := range []int{8, 16, 32, 64} {
@@ -126,8 +125,7 @@ func loadRAM(b *testing.B, mem *guestmem.Memory, data []byte) {
 	}
 }
 
-// BenchmarkCreate writes whole snapshots, with everything that makes them
-// durable, and BenchmarkOpen opens them.
+// BenchmarkCreate writes whole snapshots and makes them durable. BenchmarkOpen opens them.
 func BenchmarkCreate(b *testing.B) {
 	data := ramPages(b)
 	mem := testMemory(b, 4<<30)
@@ -170,9 +168,8 @@ func BenchmarkOpen(b *testing.B) {
 	}
 }
 
-// BenchmarkDelta writes deltas, without waiting for the disk, of RAM that has
-// something in every chunk: what they cost goes with what has changed, and hardly
-// with the size of RAM.
+// BenchmarkDelta writes deltas of RAM that has content in every chunk, without waiting for the disk. The cost of a
+// delta grows with what has changed, and hardly with the size of RAM.
 func BenchmarkDelta(b *testing.B) {
 	for _, mib := range []uint64{256, 4096, 16384} {
 		r := newRAM(Slot{Size: mib << 20})
@@ -221,8 +218,8 @@ func BenchmarkDelta(b *testing.B) {
 	}
 }
 
-// BenchmarkDepth opens snapshots at the beginning and far down a chain, and reads
-// pages of them with nothing in memory but what Open has read.
+// BenchmarkDepth opens snapshots at the beginning and far down a chain, and reads pages of them. Only what Open
+// has read is in memory.
 func BenchmarkDepth(b *testing.B) {
 	rnd := rand.New(rand.NewPCG(18, 1))
 	r := newRAM(Slot{Size: 256 << 20})
@@ -295,7 +292,7 @@ func BenchmarkDepth(b *testing.B) {
 	}
 }
 
-// BenchmarkChecksum is the price of looking at a frame before believing it.
+// BenchmarkChecksum measures the cost of verifying a frame's checksum before the frame is used.
 func BenchmarkChecksum(b *testing.B) {
 	p := make([]byte, 16<<10)
 	b.SetBytes(int64(len(p)))

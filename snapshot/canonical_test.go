@@ -8,7 +8,7 @@ import (
 	"testing"
 )
 
-// full is a manifest with something in each field, which no check has seen.
+// full returns a manifest with a value in each field. No check has seen it.
 func full() *Manifest {
 	return &Manifest{
 		Version: 2, Arch: "x86-64", ID: "i", Base: "b", Depth: 3, CreatedUnixNano: -5, Sandbox: `a "quoted" \ name`, VCPUs: 4, Kernel: "k", Image: `\"`,
@@ -61,7 +61,7 @@ func TestCanonical_reads_what_is_written(t *testing.T) {
 	}
 }
 
-// A field that is added to a manifest must be read as well: this fails if full does not have it.
+// The parser must read each field that is added to a manifest. The test fails if full does not set the field.
 func TestCanonical_knows_all_fields(t *testing.T) {
 	var walk func(v reflect.Value, path string)
 	walk = func(v reflect.Value, path string) {
@@ -124,7 +124,7 @@ func TestCanonical_leaves_the_rest_to_encoding_json(t *testing.T) {
 	}
 }
 
-// Whatever it reads, encoding/json reads in the same way, and writes again byte by byte.
+// FuzzCanonical checks that encoding/json reads what canonical reads in the same way, and writes it byte by byte.
 func FuzzCanonical(f *testing.F) {
 	for _, m := range []*Manifest{full(), {}} {
 		doc, err := m.encodeJSON()

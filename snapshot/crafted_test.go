@@ -12,12 +12,12 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// crafted is a small delta whose checksums are made right again after a change,
-// as only a writer with a bug or ill will would make it.
+// crafted is a small delta that gets right checksums again after a change. Only a writer with a bug or an attacker
+// would make it.
 type crafted struct {
 	m      *Manifest
 	ps     []Payload
-	memory []byte // the own memory file
+	memory []byte // the delta's own memory file
 	dir    string
 }
 
@@ -32,12 +32,12 @@ func craft(t *testing.T) *crafted {
 	return &crafted{m: s.manifest, ps: s.payloads, memory: b, dir: dir}
 }
 
-// root is the root's entry of chunk 0, whose leaf is in the own file.
+// root returns the root's entry of chunk 0, whose leaf is in the delta's own file.
 func (c *crafted) root() []byte {
 	return c.memory[int64(len(c.memory))-c.m.rootBytes():][:rootEntry]
 }
 
-// leaf is that leaf. Its first frame is in file 1, the second in file 2.
+// leaf returns that leaf. Its first frame is in file 1, the second in file 2.
 func (c *crafted) leaf() []byte {
 	r := decodeRoot(c.root())
 	return c.memory[r.offset:][:r.length()]
@@ -45,7 +45,7 @@ func (c *crafted) leaf() []byte {
 
 func (c *crafted) frame(i int) []byte { return c.leaf()[leafHeader+i*frameEntry:] }
 
-// seal writes all of it with right checksums.
+// seal writes the manifest and memory with right checksums.
 func (c *crafted) seal(t *testing.T, leafToo bool) {
 	t.Helper()
 	if leafToo {
@@ -151,7 +151,7 @@ func TestA_leaf_that_refers_to_wrong_places_is_refused(t *testing.T) {
 	}
 }
 
-// A younger file may not be referred to by an older leaf, whatever is there.
+// An older leaf must not refer to a younger file, whatever that file holds.
 func TestA_leaf_that_refers_to_a_younger_file_is_refused(t *testing.T) {
 	c := craft(t)
 	s := open(t, c.dir)
@@ -166,7 +166,7 @@ func TestA_leaf_that_refers_to_a_younger_file_is_refused(t *testing.T) {
 		t.Fatal(err)
 	}
 	leaf := b[r.offset:][:r.length()]
-	// A frame that is there, and right but for its age.
+	// A frame that exists and is right but for its age.
 	copy(leaf[leafHeader:], c.frame(1)[:frameEntry])
 	if leaf[leafHeader+16] != 2 {
 		t.Fatalf("the frame is in file %d", leaf[leafHeader+16])
@@ -238,7 +238,7 @@ func TestA_manifest_with_an_impossible_table_of_files_is_refused(t *testing.T) {
 	}
 }
 
-// What the manifest says about the use of its files is counted anew by Verify.
+// Verify counts anew what the manifest says about the use of its files.
 func TestVerify_finds_a_wrong_account(t *testing.T) {
 	for _, tc := range []struct {
 		name  string
@@ -259,7 +259,7 @@ func TestVerify_finds_a_wrong_account(t *testing.T) {
 	}
 }
 
-// The other file of another snapshot, and that of a newer format.
+// The other file is from another snapshot, or has a newer format.
 func TestThe_wrong_file_in_place_of_a_link_is_refused_by_open(t *testing.T) {
 	c := craft(t)
 	link := filepath.Join(c.dir, c.m.Memory.Files[0].Name)

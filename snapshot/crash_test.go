@@ -19,8 +19,7 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// crashEnv makes the test binary write snapshots into that directory until it is
-// killed.
+// crashEnv makes the test binary write snapshots into the directory that it names, until it is killed.
 const crashEnv = "DROWSE_SNAPSHOT_CRASH"
 
 func TestMain(m *testing.M) {
@@ -34,8 +33,7 @@ func TestMain(m *testing.M) {
 	goleak.VerifyTestMain(m)
 }
 
-// crashRAM is what RAM is in the n-th snapshot of a chain, and what has changed
-// since the one before.
+// crashRAM returns RAM in the n-th snapshot of a chain, and what has changed since the one before.
 func crashRAM(n int) (*ram, *guestmem.PageSet) {
 	r := newRAM(Slot{Size: 3000 * guestmem.PageSize}, Slot{GPA: 4 << 30, Size: 1000 * guestmem.PageSize})
 	var changed *guestmem.PageSet
@@ -53,8 +51,8 @@ func crashRAM(n int) (*ram, *guestmem.PageSet) {
 	return r, changed
 }
 
-// crashNumbers are those of the snapshots in parent, in order. After crashChain of
-// them the chain begins anew.
+// crashNumbers returns the numbers of the snapshots in parent, in order. After crashChain of them the chain begins
+// anew.
 func crashNumbers(parent string) ([]int, error) {
 	entries, err := os.ReadDir(parent)
 	var out []int
@@ -69,13 +67,12 @@ func crashNumbers(parent string) ([]int, error) {
 
 const crashChain = 40
 
-// crashChild goes on with the chain that is in parent: it writes deltas, compacts
-// one here and there, and removes what is old.
+// crashChild continues the chain that is in parent: it writes deltas, sometimes compacts one, and removes what is
+// old.
 func crashChild(parent string) error {
 	ctx := context.Background()
 	for {
-		// The parent counts steps, so that there is progress however slow the
-		// machine is.
+		// The parent counts steps, so that the test makes progress on a slow machine too.
 		if _, err := os.Stdout.WriteString("."); err != nil {
 			return err
 		}
@@ -128,8 +125,7 @@ func crashChild(parent string) error {
 
 var kills = flag.Int("snapshot.kills", 0, "how often to kill a process that writes snapshots; 0: 20, or 4 with -short or -race")
 
-// SIGKILL at any moment leaves every snapshot whole or not there, and Clean
-// removes the rest.
+// SIGKILL at any moment leaves every snapshot either whole or absent, and Clean removes the rest.
 func TestA_killed_writer_leaves_every_snapshot_whole_or_not_there(t *testing.T) {
 	parent := t.TempDir()
 	n := *kills
@@ -151,7 +147,7 @@ func TestA_killed_writer_leaves_every_snapshot_whole_or_not_there(t *testing.T) 
 		if _, err := io.ReadFull(out, make([]byte, 1+i%3)); err != nil {
 			t.Fatal(err)
 		}
-		// Any moment from here on will do.
+		// Any moment from here on is good enough.
 		time.Sleep(time.Duration(rand.Int64N(int64(200 * time.Millisecond))))
 		if err := cmd.Process.Kill(); err != nil {
 			t.Fatalf("the writer has ended by itself: %v", err)

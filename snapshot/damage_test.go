@@ -19,8 +19,7 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// smallSnapshot has frames of both codecs in two chunks, and is small enough to
-// try every bit of it.
+// smallSnapshot has frames of both codecs in two chunks. It is small enough to flip every bit of it.
 func smallSnapshot(t testing.TB) (dir string, r *ram) {
 	t.Helper()
 	r = newRAM(Slot{Size: 2 * ChunkPages * guestmem.PageSize}, Slot{GPA: 4 << 30, Size: 40 * guestmem.PageSize})
@@ -40,8 +39,8 @@ func smallSnapshot(t testing.TB) (dir string, r *ram) {
 	return dir, r
 }
 
-// smallDelta is a delta on such a snapshot: a chunk with frames in two files, one
-// with a leaf in the old file, and parts of the old file that it does not need.
+// smallDelta is a delta on such a snapshot. It has a chunk with frames in two files and one with a leaf in the old
+// file. It does not need all of the old file.
 func smallDelta(t testing.TB) (dir string, r *ram) {
 	t.Helper()
 	full, before := smallSnapshot(t)
@@ -56,7 +55,7 @@ func smallDelta(t testing.TB) (dir string, r *ram) {
 	return dir, r
 }
 
-// small are the snapshots that are damaged bit by bit.
+// small lists the snapshots that the tests damage bit by bit.
 var small = []struct {
 	name string
 	make func(t testing.TB) (string, *ram)
@@ -65,8 +64,7 @@ var small = []struct {
 	{"delta", smallDelta},
 }
 
-// needed marks the bytes of the memory files that the snapshot refers to. The
-// files of ancestors have others too.
+// needed marks the bytes of the memory files that the snapshot refers to. The files of ancestors have others too.
 func needed(t *testing.T, dir string) map[string][]bool {
 	t.Helper()
 	s := open(t, dir)
@@ -110,8 +108,7 @@ func isTyped(err error) bool {
 	return false
 }
 
-// readAll opens the snapshot and reads all pages. It returns the first error;
-// wrong bytes are fatal.
+// readAll opens the snapshot and reads all pages. It returns the first error. Wrong bytes are fatal.
 func readAll(t *testing.T, dir string, want *ram, what string) error {
 	t.Helper()
 	s, err := Open(dir)
@@ -127,8 +124,8 @@ func readAll(t *testing.T, dir string, want *ram, what string) error {
 	return s.readAll(t, want, what, d)
 }
 
-// again opens the memory files anew, as Open does, and reads all pages, when only
-// they can have changed: the manifest takes most of the time.
+// again opens the memory files anew, as Open does, and reads all pages. It is for damage to the memory files
+// alone: parsing the manifest takes most of the time.
 func (s *Snapshot) again(t *testing.T, want *ram, what string, d *Decoder) error {
 	t.Helper()
 	root, err := os.OpenRoot(s.dir)
@@ -163,7 +160,7 @@ func (s *Snapshot) readAll(t *testing.T, want *ram, what string, d *Decoder) err
 			continue
 		}
 		pages := m.chunkPages(c)
-		// place[k] are the pages of frame k by their slots, -1 for none.
+		// place[k] holds the pages of frame k by their slots, -1 for none.
 		var place [][MaxFramePages]int
 		if l != nil {
 			place = make([][MaxFramePages]int, l.NumFrames())
@@ -238,8 +235,7 @@ func TestEvery_flipped_bit_is_refused(t *testing.T) {
 	}
 }
 
-// flipEveryBit returns how many bytes of the file may have any value, because
-// nothing refers to them.
+// flipEveryBit returns how many bytes of the file may have any value, because nothing refers to them.
 func flipEveryBit(t *testing.T, dir, name string, want *ram, need []bool) (spare int) {
 	t.Helper()
 	f, err := os.OpenFile(filepath.Join(dir, name), os.O_RDWR, 0)
@@ -342,8 +338,8 @@ func truncateEverywhere(t *testing.T, dir, name string) {
 
 var corruptions = flag.Int("snapshot.corruptions", 0, "how many random corruptions of a larger snapshot to try; 0: 20,000, or 1,000 with -short or -race")
 
-// Random damage of every kind to a larger chain: runs of bytes that are
-// overwritten, moved, swapped or zeroed, sectors that are lost.
+// The test does random damage of every kind to a larger chain: it overwrites, moves, swaps or zeroes runs of
+// bytes, and loses sectors.
 func TestRandom_damage_never_gives_wrong_pages(t *testing.T) {
 	n := *corruptions
 	if n == 0 {

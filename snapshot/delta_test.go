@@ -22,11 +22,11 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// ram is the model of a machine's RAM that snapshots are compared with. It is a
-// MemorySource as well, which counts how often each page is read and released.
+// ram models a machine's RAM, and the tests compare snapshots with it. It is also a MemorySource that counts how
+// often each page is read and released.
 type ram struct {
 	slots []Slot
-	pages map[uint64][]byte // that are not zeros
+	pages map[uint64][]byte // the nonzero pages
 
 	mu       sync.Mutex
 	read     map[uint64]int
@@ -75,14 +75,14 @@ func (r *ram) Release(first, end uint64) {
 	}
 }
 
-// clone is the same RAM at this instant, with nothing read.
+// clone returns the same RAM at this instant, with no page counted as read.
 func (r *ram) clone() *ram {
 	c := newRAM(r.slots...)
 	c.pages = maps.Clone(r.pages)
 	return c
 }
 
-// set gives a page one of a few kinds of content: zeros, text, noise.
+// set gives a page one of a few kinds of content: zeros, text or noise.
 func (r *ram) set(page uint64, rnd *rand.Rand) {
 	if rnd.IntN(4) == 0 {
 		delete(r.pages, page)
@@ -93,8 +93,7 @@ func (r *ram) set(page uint64, rnd *rand.Rand) {
 	r.pages[page] = p
 }
 
-// dirty changes pages as a guest might, and returns the set of those that may
-// have changed, which has some more.
+// dirty changes pages as a guest might. It returns the set of pages that may have changed, and a few more.
 func (r *ram) dirty(rnd *rand.Rand) *guestmem.PageSet {
 	s := guestmem.NewPageSet(r.total())
 	for range rnd.IntN(4) {
@@ -107,13 +106,13 @@ func (r *ram) dirty(rnd *rand.Rand) *guestmem.PageSet {
 			}
 		}
 	}
-	if rnd.IntN(3) == 0 { // here and there
+	if rnd.IntN(3) == 0 { // scattered pages
 		for p := rnd.Uint64N(200); p < r.total(); p += 1 + rnd.Uint64N(400) {
 			s.Add(p, p+1)
 			r.set(p, rnd)
 		}
 	}
-	if rnd.IntN(6) == 0 { // a chunk is given back
+	if rnd.IntN(6) == 0 { // the guest gives back a chunk
 		first := rnd.Uint64N(r.total()) &^ (ChunkPages - 1)
 		s.Add(first, first+ChunkPages)
 		for p := first; p < min(first+ChunkPages, r.total()); p++ {
@@ -123,8 +122,8 @@ func (r *ram) dirty(rnd *rand.Rand) *guestmem.PageSet {
 	return s
 }
 
-// noSync is the machine's file system without waiting for the disk, for tests
-// that write many snapshots and cut no power.
+// noSync is the machine's file system without waiting for the disk. It is for tests that write many snapshots and
+// do not cut the power.
 type noSync struct{ osFS }
 
 type noSyncFile struct{ File }
@@ -138,8 +137,8 @@ func (n noSync) Create(name string) (File, error) {
 	return noSyncFile{f}, err
 }
 
-// fastDir is a temporary directory in memory where there is one with room, for
-// tests that make many small files and need no disk.
+// fastDir returns a temporary directory in memory, if there is one with room. It is for tests that make many small
+// files and need no disk.
 func fastDir(t testing.TB) string {
 	t.Helper()
 	const shm, room = "/dev/shm", 512 << 20
@@ -162,7 +161,7 @@ func (r *ram) spec() Spec {
 	return Spec{VCPUs: 1, Memory: r, FS: noSync{}, Payloads: []Payload{{Name: "vcpu0", Kind: "vcpu", Version: 1, Data: []byte("regs")}}}
 }
 
-// open opens a snapshot for the time of the test.
+// open opens a snapshot and closes it when the test ends.
 func open(t testing.TB, dir string) *Snapshot {
 	t.Helper()
 	s, err := Open(dir)
@@ -173,7 +172,7 @@ func open(t testing.TB, dir string) *Snapshot {
 	return s
 }
 
-// compare says how RAM in the snapshot in dir differs from r, reading every page.
+// compare reads every page and reports how RAM in the snapshot in dir differs from r.
 func (r *ram) compare(dir string) error {
 	s, err := Open(dir)
 	if err != nil {
@@ -228,7 +227,7 @@ func (r *ram) compareOpen(s *Snapshot) error {
 	return nil
 }
 
-// delta writes a delta and compares it.
+// delta writes a delta and compares it with r.
 func (r *ram) delta(t testing.TB, dir string, base *Snapshot, changed *guestmem.PageSet) *Info {
 	t.Helper()
 	spec := r.spec()
@@ -245,8 +244,8 @@ func (r *ram) delta(t testing.TB, dir string, base *Snapshot, changed *guestmem.
 
 var chainSeeds = flag.Int("snapshot.chains", 0, "how many random chains of snapshots to write; 0: a number that takes seconds")
 
-// Random chains of deltas with forks, compaction and removal, of one and of two
-// memory slots: every snapshot has the RAM of its instant, to the byte.
+// The test makes random chains of deltas with forks, compaction and removal, with one and with two memory slots.
+// Every snapshot must equal RAM at its instant, to the byte.
 func TestEvery_snapshot_of_a_chain_has_the_RAM_of_its_instant(t *testing.T) {
 	n := *chainSeeds
 	if n == 0 {
@@ -296,7 +295,7 @@ func runChain(t *testing.T, parent string, seed uint64, depth int) {
 		changed := guestmem.NewPageSet(r.total())
 		var base *Snapshot
 		if i > 0 {
-			// Now and then a fork: an older one is the base of two.
+			// Sometimes the chain forks: an older snapshot is the base of two.
 			from := all[len(all)-1]
 			if rnd.IntN(5) == 0 {
 				from = all[rnd.IntN(len(all))]
@@ -312,7 +311,7 @@ func runChain(t *testing.T, parent string, seed uint64, depth int) {
 		spec.Memory = next
 		dir := filepath.Join(parent, fmt.Sprint(i))
 		if base != nil && rnd.IntN(12) == 0 {
-			// The base is compacted or removed while the delta is written.
+			// The test compacts or removes the base while the delta is written.
 			if rnd.IntN(2) == 0 {
 				if _, err := compact(context.Background(), base.Dir(), noSync{}); err != nil {
 					fail("compacting the base: %v", err)
@@ -368,7 +367,7 @@ func runChain(t *testing.T, parent string, seed uint64, depth int) {
 	}
 }
 
-// readOnce says whether exactly the changed pages were read and released.
+// readOnce checks that exactly the changed pages were read and released, once each.
 func (r *ram) readOnce(changed *guestmem.PageSet) error {
 	for p := range r.total() {
 		want := 0
@@ -382,7 +381,7 @@ func (r *ram) readOnce(changed *guestmem.PageSet) error {
 	return nil
 }
 
-// checkDir says whether the directory has what the manifest says and no more.
+// checkDir checks that the directory has what the manifest says and no more.
 func checkDir(dir string, m *Manifest) error {
 	want := []string{ManifestName}
 	for _, f := range m.Memory.Files {
@@ -403,7 +402,7 @@ func checkDir(dir string, m *Manifest) error {
 	return nil
 }
 
-// smallRAM has a few pages in each of n chunks.
+// smallRAM returns RAM with a few nonzero pages in each of the given number of chunks.
 func smallRAM(chunks uint64, rnd *rand.Rand) *ram {
 	r := newRAM(Slot{Size: chunks * ChunkPages * guestmem.PageSize})
 	for p := uint64(0); p < r.total(); p += 20 {
@@ -462,12 +461,11 @@ func TestA_delta_is_refused_before_anything_is_written(t *testing.T) {
 	}
 }
 
-// writeFactor is what a thousand small deltas may write for each byte that they
-// would have written without carrying anything over.
+// writeFactor limits what a thousand small deltas may write. It is in bytes for each byte that they would have
+// written without carrying anything over.
 const writeFactor = 3.0
 
-// A long chain writes only a small factor more than the deltas themselves, has
-// few files, and is whole at its end.
+// A long chain writes only a small factor more than the deltas themselves, has few files, and is whole at its end.
 func TestA_thousand_deltas_write_little_more_than_their_own_bytes(t *testing.T) {
 	depth, limits := racetest.Cases(1000, 200), []int{deltaFiles}
 	// 256 pages, for deltas of 1 MiB, take minutes.
@@ -487,9 +485,8 @@ func TestA_thousand_deltas_write_little_more_than_their_own_bytes(t *testing.T) 
 	}
 }
 
-// longChain writes deltas of that many pages of noise. RAM is so large that most
-// pages stay what they are, which is the worst case: nothing of what was written
-// becomes needless.
+// longChain writes deltas of run pages of noise. RAM is so large that most pages stay the same. This is the worst
+// case: nothing that was written becomes needless.
 func longChain(t *testing.T, depth int, pages, run uint64, limit int) {
 	rnd := rand.New(rand.NewPCG(5, uint64(limit)))
 	r := newRAM(Slot{Size: uint64(depth) * pages * 2 * guestmem.PageSize})
@@ -552,7 +549,7 @@ func longChain(t *testing.T, depth int, pages, run uint64, limit int) {
 	}
 }
 
-// counting counts what is read of a file.
+// counting counts the reads of a file.
 type counting struct {
 	f interface {
 		ReadAt(p []byte, off int64) (int, error)
@@ -565,7 +562,7 @@ func (c counting) ReadAt(p []byte, off int64) (int, error) {
 	return c.f.ReadAt(p, off)
 }
 
-// reads replaces the files of a snapshot by such that count.
+// reads replaces the files of a snapshot by ones that count reads.
 func reads(s *Snapshot) (calls *atomic.Int64) {
 	calls = new(atomic.Int64)
 	for i := range s.memory.files {
@@ -614,7 +611,7 @@ func TestA_page_at_any_depth_costs_one_leaf_and_one_frame(t *testing.T) {
 	}
 }
 
-// The work of a delta goes with what has changed.
+// The work of a delta grows with what has changed.
 func TestA_delta_reads_only_leaves_of_chunks_that_have_changed(t *testing.T) {
 	rnd := rand.New(rand.NewPCG(2, 9))
 	r := smallRAM(64, rnd)
@@ -663,8 +660,7 @@ func TestOne_changed_page_in_each_chunk_is_stored_alone(t *testing.T) {
 	}
 }
 
-// A pager that runs while the snapshot is replaced: whatever Open meets, it is one
-// of the two.
+// A pager may run while the snapshot is replaced. Open must meet the old snapshot or the new one.
 func TestOpen_and_compact_do_not_disturb_each_other(t *testing.T) {
 	r := smallRAM(4, rand.New(rand.NewPCG(4, 6)))
 	parent := t.TempDir()
@@ -677,7 +673,7 @@ func TestOpen_and_compact_do_not_disturb_each_other(t *testing.T) {
 	go func() {
 		var err error
 		for range opens {
-			// What Compact does when there is something to do.
+			// This is what Compact does when it has work.
 			other := filepath.Join(parent, "other")
 			if err == nil {
 				err = errors.Join(os.CopyFS(other, os.DirFS(dir)), osFS{}.Exchange(dir, other), os.RemoveAll(other))
@@ -740,7 +736,7 @@ func TestFiles_that_nothing_refers_to_are_not_linked(t *testing.T) {
 func TestA_file_is_given_up_when_less_than_a_quarter_of_it_is_needed(t *testing.T) {
 	for _, tc := range []struct {
 		name    string
-		changed uint64 // of 400 pages, from the first on
+		changed uint64 // of 400 pages, from the first
 		files   int
 	}{
 		{"a quarter is kept", 300, 2},
@@ -779,7 +775,7 @@ func TestWhat_is_left_of_a_frame_is_packed_anew_when_half_of_it_is_dead(t *testi
 		name   string
 		dead   uint64 // pages of each of two frames
 		frames uint64
-		pages  uint64 // stored, needed or not
+		pages  uint64 // stored pages, needed or not
 	}{
 		{"half", FramePages / 2, 1, FramePages},
 		{"less", FramePages/2 - 1, 2, 2 * FramePages},
@@ -789,7 +785,7 @@ func TestWhat_is_left_of_a_frame_is_packed_anew_when_half_of_it_is_dead(t *testi
 			changed := guestmem.NewPageSet(r.total())
 			for p := range uint64(2 * FramePages) {
 				r.pages[p] = make([]byte, guestmem.PageSize)
-				fillPage(r.pages[p], p, true) // stored as it is
+				fillPage(r.pages[p], p, true) // stored uncompressed
 			}
 			dir := filepath.Join(t.TempDir(), "base")
 			if _, err := Create(context.Background(), dir, r.spec()); err != nil {
@@ -838,8 +834,8 @@ func TestTwo_compactions_of_one_snapshot_at_once_are_refused(t *testing.T) {
 	}
 }
 
-// A file may have nothing but a leaf, which refers to an older file. When that one
-// is given up, the leaf is written anew, and the file is of no use any more.
+// A file may have only a leaf, which refers to an older file. When the writer gives up that older file, it writes
+// the leaf anew and no longer needs the file.
 func TestA_file_with_nothing_but_a_rewritten_leaf_is_not_kept(t *testing.T) {
 	r := newRAM(Slot{Size: 2 * ChunkPages * guestmem.PageSize})
 	for p := range r.total() {
@@ -850,7 +846,7 @@ func TestA_file_with_nothing_but_a_rewritten_leaf_is_not_kept(t *testing.T) {
 	if _, err := Create(context.Background(), path(1), r.spec()); err != nil {
 		t.Fatal(err)
 	}
-	// Pages of chunk 0 become zeros: a leaf and no frames.
+	// Pages of chunk 0 become zeros. This makes a leaf and no frames.
 	changed := guestmem.NewPageSet(r.total())
 	changed.Add(0, 20)
 	for p := range uint64(20) {
@@ -860,8 +856,7 @@ func TestA_file_with_nothing_but_a_rewritten_leaf_is_not_kept(t *testing.T) {
 	if own := info.Manifest.Memory.Files[1]; own.Pages != 0 || own.LeafBytes == 0 {
 		t.Fatalf("the second file has %d pages and leaves of %d bytes", own.Pages, own.LeafBytes)
 	}
-	// The first file cannot be linked, and so is given up, while the second one
-	// can.
+	// The first file cannot be linked, so the writer gives it up. The second one can be linked.
 	changed = guestmem.NewPageSet(r.total())
 	changed.Add(ChunkPages, 2*ChunkPages)
 	for p := uint64(ChunkPages); p < 2*ChunkPages; p++ {
@@ -885,7 +880,7 @@ func TestA_file_with_nothing_but_a_rewritten_leaf_is_not_kept(t *testing.T) {
 	}
 }
 
-// unlinkable has too many links of one file.
+// unlinkable lets one file have too many links.
 type unlinkable struct {
 	noSync
 	name string

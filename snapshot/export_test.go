@@ -113,7 +113,7 @@ func TestWhat_was_exported_is_imported(t *testing.T) {
 		stream := exportOf(t, dir, extras())
 		store := t.TempDir()
 		place := &shelf{}
-		// Nothing behind the end is read.
+		// Import reads nothing after the end.
 		r := bytes.NewReader(append(bytes.Clone(stream), "more"...))
 		in, err := Import(context.Background(), r, store, place)
 		if err != nil {
@@ -149,7 +149,7 @@ func TestWhat_was_exported_is_imported(t *testing.T) {
 	}
 }
 
-// Caches of pages are keyed by the ids of memory files, and these are in the stream for its maker to choose.
+// Caches of pages are keyed by the ids of memory files. The maker of the stream chooses these.
 func TestAttack_import_with_the_ids_of_local_memory_files_meets_none_of_their_cached_pages(t *testing.T) {
 	parent := t.TempDir()
 	names, rams := chain(t, parent, 3)
@@ -379,12 +379,12 @@ func FuzzExportTable(f *testing.F) {
 	f.Fuzz(func(t *testing.T, doc []byte) {
 		table, err := decodeExportTable(doc)
 		if err != nil {
-			return // Import makes an ErrCorrupt of it
+			return // Import turns this into an ErrCorrupt
 		}
 		if again, err := table.encode(); err != nil || !bytes.Equal(again, doc) {
 			t.Fatal("what was read is written in another way")
 		}
-		// The contents are missing, so whatever the table says, it is refused.
+		// The contents are missing, so Import refuses every table.
 		store := t.TempDir()
 		stream := sealExport(doc)
 		if _, err := Import(context.Background(), bytes.NewReader(stream), store, &shelf{}); !isTyped(err) && !errors.Is(err, ErrSpec) {
@@ -394,7 +394,7 @@ func FuzzExportTable(f *testing.F) {
 	})
 }
 
-// An export does not hold the snapshot in memory, nor does an import.
+// Neither Export nor Import holds the snapshot in memory.
 func TestExport_and_import_stream(t *testing.T) {
 	rnd := rand.New(rand.NewPCG(17, 1))
 	r := smallRAM(8, rnd)

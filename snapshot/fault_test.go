@@ -25,9 +25,9 @@ type failFS struct {
 	osFS
 	n     int
 	err   error
-	short bool // a write does half of its work first
+	short bool // a write does half of its work before it fails
 	calls int
-	// failed is the call that has failed.
+	// failed names the call that has failed.
 	failed string
 	free   uint64
 }
@@ -113,7 +113,7 @@ func (f *failFile) Write(p []byte) (int, error) {
 }
 
 func (f *failFile) Sync() error {
-	// Nobody cuts the power here.
+	// These tests do not cut the power.
 	return f.fs.fail("fsync", f.name)
 }
 
@@ -122,11 +122,11 @@ func (f *failFile) Close() error {
 	return errors.Join(err, f.File.Close())
 }
 
-// What is done when a call fails: a full snapshot, a delta that links the files of
-// its base, one that carries everything over, and a compaction.
+// failing lists operations in which a call fails: a full snapshot, a delta that links the files of its base, a
+// delta that carries everything over, and a compaction.
 var failing = []struct {
 	name string
-	// calls is how many there must be at least, or the test tests nothing.
+	// calls is the least number of calls. With fewer the test would test nothing.
 	calls int
 	run   func(fs FS, dir string, base *Snapshot, r *ram, changed *guestmem.PageSet) error
 }{
@@ -241,7 +241,7 @@ func TestA_failure_at_any_call_leaves_nothing_behind(t *testing.T) {
 	}
 }
 
-// content is what the files of a directory have.
+// content returns the content of each file of a directory.
 func content(t *testing.T, dir string) map[string][]byte {
 	t.Helper()
 	entries, err := os.ReadDir(dir)
@@ -257,7 +257,7 @@ func content(t *testing.T, dir string) map[string][]byte {
 	return out
 }
 
-// Where links cannot be had, the delta holds all that it needs itself.
+// Where links are not possible, the delta holds everything that it needs itself.
 func TestA_delta_without_links_is_whole(t *testing.T) {
 	for _, e := range []error{unix.EXDEV, unix.EMLINK, unix.EPERM, unix.EOPNOTSUPP} {
 		rnd := rand.New(rand.NewPCG(8, 9))
@@ -373,7 +373,7 @@ func TestA_create_that_is_cancelled_when_all_is_written_leaves_nothing_behind(t 
 	}
 }
 
-// cancelFS cancels when the first directory is synced: that of the snapshot.
+// cancelFS cancels when the first directory is synced, which is the snapshot's.
 type cancelFS struct {
 	noSync
 	cancel func()
@@ -410,8 +410,8 @@ func TestAn_error_of_the_source_ends_create(t *testing.T) {
 	}
 }
 
-// A source that fails half-way through a delta, and a base that is damaged where
-// the delta needs it: nothing is left, and the base is as it was.
+// A source fails half-way through a delta, or a base is damaged where the delta needs it. Nothing is left behind,
+// and the base is unchanged.
 func TestA_delta_whose_input_fails_is_gone(t *testing.T) {
 	rnd := rand.New(rand.NewPCG(8, 10))
 	r := smallRAM(8, rnd)
@@ -432,7 +432,7 @@ func TestA_delta_whose_input_fails_is_gone(t *testing.T) {
 	if err := r.verify(basedir); err != nil {
 		t.Error(err)
 	}
-	// The leaf of chunk 3, and then a frame of it that must be carried over.
+	// Damage the leaf of chunk 3, and then a frame of it that must be carried over.
 	f, err := os.OpenFile(filepath.Join(basedir, MemoryName), os.O_RDWR, 0)
 	if err != nil {
 		t.Fatal(err)
@@ -478,8 +478,7 @@ func (f *failingSource) ReadPages(page uint64, p []byte) error {
 	return f.ram.ReadPages(page, p)
 }
 
-// A base that cannot be read, at any of its reads, ends the delta with the host's
-// error.
+// An error at any read of the base ends the delta with the host's error.
 func TestA_delta_whose_base_cannot_be_read_is_gone(t *testing.T) {
 	r := smallRAM(4, rand.New(rand.NewPCG(8, 12)))
 	parent := t.TempDir()
@@ -499,7 +498,7 @@ func TestA_delta_whose_base_cannot_be_read_is_gone(t *testing.T) {
 		fail := &failingReads{r: base.memory.files[0].r, n: n}
 		base.memory.files[0].r = fail
 		spec := r.spec()
-		// Everything is carried over: all leaves and frames are read.
+		// The delta carries everything over, and so reads all leaves and frames.
 		spec.Base, spec.Changed, spec.maxFiles, spec.Writers = base, changed, 1, 1
 		_, err = Create(context.Background(), filepath.Join(parent, "delta"), spec)
 		base.Close()
@@ -537,9 +536,8 @@ func (f *failingReads) ReadAt(p []byte, off int64) (int, error) {
 	return f.r.ReadAt(p, off)
 }
 
-// However slow the source and whichever goroutine is held up, no more is read
-// ahead than the units can hold: of a full snapshot, and of a delta with a page
-// here and there.
+// However slow the source is, and whichever goroutine is held up, the reader reads no more ahead than the units
+// can hold. This is tested for a full snapshot and for a delta of scattered pages.
 func TestA_held_up_writer_stops_reading(t *testing.T) {
 	for _, kind := range []string{"full", "delta"} {
 		t.Run(kind, func(t *testing.T) {
@@ -574,7 +572,7 @@ func heldUp(t *testing.T, r *ram, spec Spec, dir string) {
 		done <- err
 	}()
 	<-hold.held
-	// What can be read is read in the end; there is no more room than that.
+	// The reader reads in the end as much as there is room for.
 	chunks := func() int {
 		r.mu.Lock()
 		defer r.mu.Unlock()

@@ -11,10 +11,10 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// The seeds are a real snapshot's pieces; more are in testdata/fuzz.
+// The seeds are pieces of a real snapshot. More are in testdata/fuzz.
 
-// FuzzManifest gives the parser manifests whose checksum is right. What it
-// takes, it must be able to write again, bit for bit.
+// FuzzManifest gives the parser manifests with a right checksum. What the parser takes must be written again bit
+// for bit.
 func FuzzManifest(f *testing.F) {
 	for _, sn := range small {
 		dir, _ := sn.make(f)
@@ -44,8 +44,7 @@ func FuzzManifest(f *testing.F) {
 	})
 }
 
-// FuzzJSON is FuzzManifest for the document alone, which mutations reach more
-// easily without the lengths around it.
+// FuzzJSON is FuzzManifest for the document alone. Without the lengths around it, mutations reach it more easily.
 func FuzzJSON(f *testing.F) {
 	for _, sn := range small {
 		dir, _ := sn.make(f)
@@ -74,7 +73,7 @@ func FuzzJSON(f *testing.F) {
 	})
 }
 
-// FuzzLeaf gives the parser leaves whose checksum is right.
+// FuzzLeaf gives the parser leaves with a right checksum.
 func FuzzLeaf(f *testing.F) {
 	l := &Leaf{frames: []Frame{
 		{offset: fileHeader, stored: 100, crc: 1, file: 1, codec: codecZstd, pages: 2},
@@ -114,7 +113,7 @@ func FuzzLeaf(f *testing.F) {
 	})
 }
 
-// FuzzRoot opens memory whose root is anything at all, with a right checksum.
+// FuzzRoot opens memory with an arbitrary root and a right checksum.
 func FuzzRoot(f *testing.F) {
 	dir, _ := smallDelta(f)
 	s, err := Open(dir)
@@ -144,7 +143,7 @@ func FuzzRoot(f *testing.F) {
 	})
 }
 
-// FuzzFrame gives the decoder frames whose checksum is right.
+// FuzzFrame gives the decoder frames with a right checksum.
 func FuzzFrame(f *testing.F) {
 	c, err := newCompressor(frameLevel)
 	if err != nil {
@@ -157,7 +156,7 @@ func FuzzFrame(f *testing.F) {
 	f.Add(raw, uint8(0), uint8(2))
 	f.Add([]byte{0x28, 0xb5, 0x2f, 0xfd, 0xe0, 0, 0, 0, 0, 1, 0, 0, 0}, uint8(1), uint8(64))
 	f.Fuzz(func(t *testing.T, in []byte, codec, pages uint8) {
-		// The index parser lets through no others.
+		// The index parser lets no others through.
 		pages = pages%MaxFramePages + 1
 		if len(in) > int(pages)*guestmem.PageSize || codec > 1 || codec == codecRaw && len(in) != int(pages)*guestmem.PageSize {
 			return
@@ -178,8 +177,7 @@ func FuzzFrame(f *testing.F) {
 	})
 }
 
-// FuzzManifestHeader is for the lengths that are believed before the checksum
-// can be looked at.
+// FuzzManifestHeader tests the lengths that the parser must believe before it can verify the checksum.
 func FuzzManifestHeader(f *testing.F) {
 	h := append([]byte(manifestMagic), make([]byte, manifestHeader-8)...)
 	binary.LittleEndian.PutUint32(h[8:], Version)

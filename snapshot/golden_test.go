@@ -20,7 +20,7 @@ var update = flag.Bool("update", false, "write the golden snapshots anew")
 
 const golden = "testdata/golden"
 
-// hashes lists the pages of a snapshot that are stored, as read_snapshot.py does.
+// hashes lists the stored pages of a snapshot as read_snapshot.py does.
 func hashes(t *testing.T, dir string) []byte {
 	t.Helper()
 	s := open(t, dir)
@@ -53,7 +53,7 @@ func hashes(t *testing.T, dir string) []byte {
 	return out.Bytes()
 }
 
-// listed is the same list by the model.
+// listed returns the same list from the model.
 func (r *ram) listed() []byte {
 	var pages []uint64
 	for p := range r.pages {
@@ -67,8 +67,8 @@ func (r *ram) listed() []byte {
 	return out.Bytes()
 }
 
-// chain writes a full snapshot and two deltas to parent, with RAM of two slots,
-// frames of both codecs, and pages that become zeros and come back.
+// chain writes a full snapshot and two deltas to parent. RAM has two slots, frames of both codecs, and pages that
+// become zeros and come back.
 func chain(t *testing.T, parent string, seed uint64) (names []string, rams []*ram) {
 	t.Helper()
 	rnd := rand.New(rand.NewPCG(seed, 14))
@@ -97,10 +97,9 @@ func chain(t *testing.T, parent string, seed uint64) (names []string, rams []*ra
 	return names, rams
 }
 
-// The golden snapshots were written by this format's first version: they open for
-// ever, and have the pages that they had. Write them anew, with -update, only
-// together with a new version of the format. Deltas have copies of the files that
-// would be hard links, since git knows none.
+// The first version of this format wrote the golden snapshots. They must always open and have the same pages.
+// Write them anew, with -update, only together with a new version of the format. Deltas have copies of the files
+// that would be hard links, since git does not store hard links.
 func TestGolden_snapshots_open_and_have_their_pages(t *testing.T) {
 	if *update {
 		if err := os.RemoveAll(golden); err != nil {
@@ -137,8 +136,8 @@ func TestGolden_snapshots_open_and_have_their_pages(t *testing.T) {
 	}
 }
 
-// An independent reader, written from FORMAT.md, reads the same: the golden
-// snapshots, and a chain that was written just now.
+// An independent reader, written from FORMAT.md, reads the same pages from the golden snapshots and from a chain
+// that this test writes.
 func TestAn_independent_reader_reads_the_same(t *testing.T) {
 	for _, tool := range []string{"python3", "zstd"} {
 		if _, err := exec.LookPath(tool); err != nil {
@@ -193,7 +192,7 @@ func TestAn_independent_reader_reads_the_same(t *testing.T) {
 			t.Fatalf("page %d of RAM is another", p)
 		}
 	}
-	// It refuses what is damaged.
+	// The reader refuses damaged data.
 	f, err := os.OpenFile(filepath.Join(last, MemoryName), os.O_RDWR, 0)
 	if err != nil {
 		t.Fatal(err)

@@ -11,7 +11,7 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// RAM that is mapped from an image has content that the page map knows nothing of.
+// The page map does not know the content of RAM that is mapped from an image.
 func TestA_snapshot_of_mapped_RAM_has_the_image_the_writes_and_no_discarded_pages(t *testing.T) {
 	const size = 4 << 30
 	hole := uint64(guestmem.HoleStart) / guestmem.PageSize

@@ -13,7 +13,7 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// TestMore_runs_than_one_call_returns has runs of one page at every other place.
+// The test has runs of one page each, at every other page.
 func TestMore_runs_than_one_call_returns(t *testing.T) {
 	mem := testMemory(t, 64<<20)
 	for _, s := range mem.Slots() {
@@ -84,7 +84,7 @@ func hasPagemapScan(t *testing.T, mem *guestmem.Memory) bool {
 
 func TestThe_pagemap_knows_what_was_touched(t *testing.T) {
 	mem := testMemory(t, 4<<30)
-	// Without huge pages, which the kernel may commit for a single byte.
+	// Turn off huge pages: the kernel may commit one for a single byte.
 	for _, s := range mem.Slots() {
 		if _, _, errno := unix.Syscall(unix.SYS_MADVISE, s.HVA, uintptr(s.Size), unix.MADV_NOHUGEPAGE); errno != 0 && errno != unix.EINVAL {
 			t.Fatal(errno)

@@ -84,18 +84,18 @@ func (w *simWriter) Write(p []byte) (int, error) {
 	return n, err
 }
 
-// A history writes, compacts and removes snapshots one after the other. Each of
-// its steps is over or not when the power fails.
+// A history writes, compacts and removes snapshots one after the other. When the power fails, each of its steps is
+// over or not.
 type history struct {
 	dir  string
 	fs   FS
 	rams map[string]*ram
-	// sure are the snapshots that must be there after a crash now, and maybe
-	// those that may be. All of them must be whole.
+	// sure names the snapshots that must exist after a crash now, maybe those that may exist. All of them must be
+	// whole.
 	sure, maybe map[string]bool
 }
 
-// small RAM, so that a seed takes milliseconds.
+// historyRAM returns RAM so small that a seed takes milliseconds.
 func historyRAM() *ram {
 	r := newRAM(Slot{Size: 700 * guestmem.PageSize}, Slot{GPA: 4 << 30, Size: 300 * guestmem.PageSize})
 	return r
@@ -140,7 +140,7 @@ func (h *history) remove(name string) error {
 	return nil
 }
 
-// run goes through the history until something fails.
+// run executes the history until something fails.
 func (h *history) run(seed uint64) error {
 	rnd := rand.New(rand.NewPCG(seed, 2))
 	r := historyRAM()
@@ -178,7 +178,7 @@ func (h *history) run(seed uint64) error {
 	return nil
 }
 
-// verify compares everything.
+// verify compares every page.
 func (r *ram) verify(dir string) error {
 	s, err := Open(dir)
 	if err != nil {
@@ -191,7 +191,7 @@ func (r *ram) verify(dir string) error {
 	return s.Verify(context.Background())
 }
 
-// check says what is wrong with what a crash has left in dir.
+// check returns what is wrong with what a crash has left in dir.
 func (h *history) check(dir string) error {
 	newest := ""
 	for name, r := range h.rams {
@@ -216,7 +216,7 @@ func (h *history) check(dir string) error {
 			return fmt.Errorf("%s is there", e.Name())
 		}
 	}
-	// And it goes on.
+	// The history must be able to continue.
 	if _, err := Clean(dir); err != nil {
 		return err
 	}
@@ -239,9 +239,8 @@ func (h *history) check(dir string) error {
 
 var powerSeeds = flag.Int("snapshot.powercuts", 0, "how many losses of power to simulate; 0: 1,000, or 100 with -short or -race")
 
-// What was not synced when the power failed is there, or not, or in part, in any
-// order: every snapshot that Create had said is there is whole, and any other is
-// whole or not there.
+// After a loss of power, unsynced data is present, absent or partial, in any order. Every snapshot that Create has
+// reported as written is whole, and any other is whole or absent.
 func TestA_loss_of_power_leaves_every_snapshot_whole_or_not_there(t *testing.T) {
 	all, counted := simHistory(t, 0)
 	if err := all.run(0); err != nil {
@@ -297,7 +296,7 @@ func simHistory(t *testing.T, seed uint64) (*history, *faultfs.Sim) {
 	return newHistory(dir, simFS{sim}), sim
 }
 
-// remove is Remove on a file system of the test's.
+// remove is Remove on a given file system.
 func remove(dir string, fsys FS) error {
 	temp, err := discard(dir, fsys)
 	if err != nil || temp == "" {

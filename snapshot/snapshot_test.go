@@ -10,8 +10,7 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// testMemory has pages of every kind: zeros never touched, zeros that were
-// touched, text, and noise that does not compress.
+// testMemory has pages of every kind: untouched zeros, touched zeros, text, and noise that does not compress.
 func testMemory(t testing.TB, size uint64) *guestmem.Memory {
 	t.Helper()
 	mem, err := guestmem.New(size)

@@ -25,7 +25,7 @@ var configs = []struct {
 	{"five levels, one list of sections", linuxConfig{ram: testRAM, stride: 64, levels: 5, buddy: -129, direct: true}},
 }
 
-// everything is a set of all pages.
+// everything returns a set of all pages.
 func everything(mem *guestmem.Memory) *guestmem.PageSet {
 	all := guestmem.NewPageSet(mem.Size() / guestmem.PageSize)
 	all.Add(0, all.Pages())
@@ -59,7 +59,7 @@ func TestFree_pages_of_a_guest_are_those_of_its_free_blocks(t *testing.T) {
 				t.Fatalf("%d pages are free: the test is worth nothing", n)
 			}
 			if c.stride != 64 || c.small {
-				// Blocks whose struct pages lie across a gap are left out, and no others.
+				// Free may leave out blocks whose struct pages lie across a gap. It must find only free pages.
 				lost := want.Clone()
 				lost.Subtract(got)
 				if c.small && got.Len() == 0 || !c.small && lost.Len() > want.Len()/3 {
@@ -168,7 +168,7 @@ func TestHolds_not_for_page_tables_of_another_kernel(t *testing.T) {
 	if m.Holds(l.mem, l.root, 5) {
 		t.Error("it holds for tables of five levels")
 	}
-	// Page tables for user space are beside those of the kernel, a page higher.
+	// Put page tables for user space beside the kernel's, a page higher.
 	l.next = (l.next + 2*guestmem.PageSize - 1) &^ (2*guestmem.PageSize - 1)
 	kernel := l.alloc(2)
 	l.mapPage(kernel, vmemmap, l.memmap[vmemmap/guestmem.PageSize], true)
@@ -202,7 +202,7 @@ func TestLocate_refuses_notes_that_lack_something_or_make_no_sense(t *testing.T)
 		}
 		for _, value := range []string{"", key + "=\n", key + "=x\n", key + "=-7000000000000\n", key + "=0\n", key + "=999999999\n", key + "=9223372036854775807\n"} {
 			if strings.HasPrefix(key, "OFFSET") && strings.HasSuffix(value, "=0\n") {
-				continue // it may be so
+				continue // taking it is allowed
 			}
 			l.next = 32 << 20
 			l.writeNote(text(key, value))
@@ -385,7 +385,7 @@ func FuzzNote(f *testing.F) {
 	})
 }
 
-// FuzzDecode reads maps of any bytes, and uses those that are taken.
+// FuzzDecode decodes arbitrary bytes, and uses the maps that Decode takes.
 func FuzzDecode(f *testing.F) {
 	mem, err := guestmem.New(testRAM)
 	if err != nil {

@@ -10,17 +10,17 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// linux is RAM with as much of a Linux kernel as this package reads: a note, page tables,
-// sections and struct pages.
+// linux is RAM with as much of a Linux kernel as this package reads: a note, page tables, sections and struct
+// pages.
 type linux struct {
 	t   *testing.T
 	mem *guestmem.Memory
 	linuxConfig
-	next uint64 // physical address of the next free page for its own needs
+	next uint64 // physical address of the next page that alloc gives out
 	root uint64
 	note struct{ at, size uint64 }
-	// memmap[pfn] is where the struct page of pfn begins, in pieces: pages of memmap in
-	// order of their virtual address.
+	// memmap[pfn] is where the struct page of pfn begins, in pieces: pages of memmap in order of their virtual
+	// address.
 	memmap map[uint64]uint64 // virtual page -> physical page
 }
 
@@ -31,10 +31,10 @@ type linuxConfig struct {
 	direct   bool // sections in one list, not in lists of lists
 	small    bool // struct pages mapped by pages of 4 KiB, scattered
 	buddy    int32
-	sections []bool // which exist; all if nil
+	sections []bool // sections that exist; all if nil
 }
 
-// What the kernel of these tests is like.
+// The layout of the kernel of these tests.
 const (
 	physBase    = 0x0100_0000
 	directMap   = 0xffff_8880_0000_0000
@@ -84,7 +84,7 @@ func (l *linux) mapPage(root, va, pa uint64, big bool) {
 	for level := l.levels; ; level-- {
 		entry := at + 8*(va>>(pageBits+tableBits*(level-1))&(1<<tableBits-1))
 		if level == last {
-			e := pa | present | 1<<63 // and not executable
+			e := pa | present | 1<<63 // and no-execute
 			if big {
 				e |= large
 			}
@@ -120,7 +120,7 @@ func newLinux(t *testing.T, c linuxConfig) *linux {
 	return l
 }
 
-// mapStructPages gives every page of RAM a struct page that says nothing.
+// mapStructPages gives every page of RAM an empty struct page.
 func (l *linux) mapStructPages() {
 	for _, slot := range l.mem.Slots() {
 		first := vmemmap + uint64(slot.GPA)/guestmem.PageSize*l.stride
@@ -130,7 +130,7 @@ func (l *linux) mapStructPages() {
 			for va := first &^ (guestmem.PageSize - 1); va < end; va += guestmem.PageSize {
 				pages = append(pages, va)
 			}
-			// Not in order, so that no two are contiguous.
+			// Map them out of order, so that no two are contiguous.
 			for i := range pages {
 				if i%2 == 1 {
 					pages[i-1], pages[i] = pages[i], pages[i-1]
@@ -195,7 +195,7 @@ func (l *linux) noteText(length, roots uint64) string {
 	return b.String()
 }
 
-// asNote is an ELF note with a text.
+// asNote returns an ELF note with the given text.
 func asNote(text string) []byte {
 	b := binary.LittleEndian.AppendUint32(nil, uint32(len(noteName)))
 	b = binary.LittleEndian.AppendUint32(b, uint32(len(text)))
@@ -214,7 +214,7 @@ func (l *linux) locate() (*Map, error) {
 	return Locate(l.mem, guestmem.GPA(l.note.at), l.note.size)
 }
 
-// field is where 4 bytes of the struct page of pfn are.
+// field returns the physical address of 4 bytes of the struct page of pfn.
 func (l *linux) field(pfn, off uint64) uint64 {
 	va := vmemmap + pfn*l.stride + off
 	return l.memmap[va/guestmem.PageSize] + va%guestmem.PageSize
@@ -238,8 +238,8 @@ func (l *linux) free(pfn uint64, order uint) {
 	l.put32(l.field(pfn, offPrivate+4), 0)
 }
 
-// populate makes blocks within a block of the given order free or not at random, and says
-// which pages are free.
+// populate makes blocks within a block of the given order free or not, at random, and calls isFree for the free
+// ones.
 func (l *linux) populate(r *rand.Rand, pfn uint64, order uint, isFree func(first, end uint64)) {
 	switch n := r.IntN(10); {
 	case n < 4 && order > 0:

@@ -36,7 +36,7 @@ func newRAM(t testing.TB) *guestmem.Memory {
 	return mem
 }
 
-// fill gives pages [first, end) content that compresses, of its own for each seed.
+// fill gives pages [first, end) content that compresses and differs between seeds.
 func fill(t testing.TB, mem *guestmem.Memory, seed, first, end uint64) {
 	t.Helper()
 	p := make([]byte, pageSize)
@@ -51,8 +51,7 @@ func fill(t testing.TB, mem *guestmem.Memory, seed, first, end uint64) {
 	}
 }
 
-// take writes a snapshot of mem, a delta if there is a base, of which pages [first, end) have
-// changed.
+// take writes a snapshot of mem. With a base it is a delta in which pages [first, end) have changed.
 func take(t testing.TB, mem *guestmem.Memory, base *snapshot.Snapshot, first, end uint64) *snapshot.Snapshot {
 	t.Helper()
 	src, err := snapshot.NewGuestSource(mem)
@@ -77,7 +76,7 @@ func take(t testing.TB, mem *guestmem.Memory, base *snapshot.Snapshot, first, en
 	return s
 }
 
-// full is a snapshot with n pages that have content.
+// full returns a snapshot with n pages that have content.
 func full(t testing.TB, seed, n uint64) *snapshot.Snapshot {
 	t.Helper()
 	mem := newRAM(t)
@@ -107,8 +106,8 @@ func framesOf(t testing.TB, s *snapshot.Snapshot) (out []*snapshot.Frame) {
 	return out
 }
 
-// look asks a reader for all frames, and says how many were there. It is an error if one
-// has not the pages that the snapshot has.
+// look asks a reader for all frames and returns the count of hits. A frame without the pages of the snapshot is an
+// error.
 func look(t testing.TB, r *Reader, s *snapshot.Snapshot) (hits int) {
 	t.Helper()
 	d, err := snapshot.NewDecoder()
@@ -134,7 +133,7 @@ func look(t testing.TB, r *Reader, s *snapshot.Snapshot) (hits int) {
 	return hits
 }
 
-// lookOnce is look with a reader of its own.
+// lookOnce is look with a new reader.
 func lookOnce(t testing.TB, c *Cache, s *snapshot.Snapshot) int {
 	t.Helper()
 	r := c.Open(s.Manifest())
@@ -142,7 +141,7 @@ func lookOnce(t testing.TB, c *Cache, s *snapshot.Snapshot) int {
 	return look(t, r, s)
 }
 
-// wake looks, and adds what was not there.
+// wake looks, and adds what was missing.
 func wake(t testing.TB, c *Cache, s *snapshot.Snapshot) (hits int) {
 	t.Helper()
 	r := c.Open(s.Manifest())
@@ -154,7 +153,7 @@ func wake(t testing.TB, c *Cache, s *snapshot.Snapshot) (hits int) {
 	return hits
 }
 
-// theFile is the cache file of the last memory file of a snapshot.
+// theFile returns the cache file of the last memory file of a snapshot.
 func theFile(c *Cache, s *snapshot.Snapshot) string {
 	files := s.Manifest().Memory.Files
 	return c.path(files[len(files)-1].ID)
@@ -189,7 +188,7 @@ func TestThe_second_wake_finds_all_frames_of_the_first(t *testing.T) {
 	}
 }
 
-// A clone's first snapshot, and each later one, refers to the files of those before.
+// The first snapshot of a clone, and each later one, refers to the files of earlier snapshots.
 func TestA_chain_finds_what_it_has_in_common_at_any_depth(t *testing.T) {
 	const depth = 40
 	c, mem := newCache(t), newRAM(t)
@@ -210,7 +209,7 @@ func TestA_chain_finds_what_it_has_in_common_at_any_depth(t *testing.T) {
 	if got := wake(t, c, s); got != want || want == 0 {
 		t.Errorf("found %d frames of the first file, which has %d", got, want)
 	}
-	// A sleep later, what the ancestors have is there.
+	// After another sleep, the cache has what the ancestors have.
 	last := s
 	s = take(t, mem, s, 0, 0)
 	own := last.Manifest().Memory.Files[len(last.Manifest().Memory.Files)-1].Number
@@ -239,7 +238,7 @@ func TestA_deltas_own_file_is_kept_when_it_is_missed_the_second_time(t *testing.
 	}
 }
 
-// Bits of a small file, one after the other: all of its header and its list, some of its content.
+// The test flips bits of a small file in turn: all of its header and its list, and some of its content.
 func TestNo_flipped_bit_delivers_anything_else(t *testing.T) {
 	c, s := newCache(t), full(t, 1, 2)
 	wake(t, c, s)
@@ -256,7 +255,7 @@ func TestNo_flipped_bit_delivers_anything_else(t *testing.T) {
 		bits = append(bits, bit)
 	}
 	for _, bit := range bits {
-		// In place, so that the file stays in the page cache.
+		// Write in place, so that the file stays in the page cache.
 		bad := good[bit/8] ^ 1<<(bit%8)
 		f, err := os.OpenFile(path, os.O_WRONLY, 0)
 		if err != nil {
@@ -293,7 +292,7 @@ func TestA_file_that_is_cut_short_delivers_nothing_else(t *testing.T) {
 	}
 }
 
-// One that is cut short while it is open as well: there is no mapping of it.
+// A file that is cut short while it is open is missed as well: the reader has no mapping of it.
 func TestA_file_that_is_cut_short_while_it_is_read_is_missed(t *testing.T) {
 	c, s := newCache(t), full(t, 1, 300)
 	wake(t, c, s)
@@ -346,7 +345,7 @@ func TestWhat_is_not_of_this_snapshot_is_not_delivered(t *testing.T) {
 			if got := wake(t, c, s); got != 0 {
 				t.Errorf("%d frames were there", got)
 			}
-			// The wake has put it right.
+			// The wake must have repaired the file.
 			if got, n := lookOnce(t, c, s), len(framesOf(t, s)); got != n {
 				t.Errorf("afterwards %d frames of %d were there", got, n)
 			}
@@ -354,7 +353,7 @@ func TestWhat_is_not_of_this_snapshot_is_not_delivered(t *testing.T) {
 	}
 }
 
-// A file that has all but one of many frames is not written again for it, unless it is damaged.
+// A file that lacks only one of many frames is not written again for it, unless it is damaged.
 func TestA_damaged_frame_is_put_right(t *testing.T) {
 	c, s := newCache(t), full(t, 1, 1024)
 	wake(t, c, s)
@@ -389,7 +388,7 @@ func TestMany_writers_at_once_leave_whole_files(t *testing.T) {
 			defer r.Close()
 			buf := make([]byte, snapshot.MaxFramePages*pageSize)
 			for k, f := range framesOf(t, all[i%4]) {
-				if k%4 == i%4 || f.File() != 1 { // each has missed others
+				if k%4 == i%4 || f.File() != 1 { // each add has missed other frames
 					r.Read(f, buf)
 				}
 			}
@@ -432,7 +431,7 @@ func TestWithout_room_nothing_is_kept(t *testing.T) {
 	noTemps(t, c)
 }
 
-// The file system is full in the midst of a file.
+// The file system becomes full in the middle of a file.
 func TestA_file_that_cannot_be_written_leaves_the_others(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "small")
 	if err := os.Mkdir(dir, 0o700); err != nil {
@@ -456,7 +455,7 @@ func TestA_file_that_cannot_be_written_leaves_the_others(t *testing.T) {
 	if got := lookOnce(t, c, s); got != n {
 		t.Fatalf("%d frames of %d were kept", got, n)
 	}
-	// The question for room comes too early to know that others write as well.
+	// The check for room comes before others write as well, and so passes.
 	more := full(t, 2, 400)
 	r := c.Open(more.Manifest())
 	defer r.Close()
@@ -497,7 +496,7 @@ func TestWhat_was_used_least_recently_goes_first(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	wake(t, c, all[0]) // finds all, so it is used
+	wake(t, c, all[0]) // hits all, so the file counts as used
 	c.maxBytes = 3 * 66 * pageSize
 	wake(t, c, all[3])
 	for i, want := range []bool{true, false, true, true} {
@@ -581,7 +580,7 @@ func TestAdd_of_a_snapshot_that_is_gone_changes_nothing(t *testing.T) {
 	}
 }
 
-// Pages that are not in memory are read from the snapshot, where they are smaller.
+// Pages that are not in memory are read from the snapshot, in which they are smaller.
 func TestRead_does_not_wait_for_the_disk(t *testing.T) {
 	c, s := newCache(t), full(t, 1, 300)
 	wake(t, c, s)
@@ -628,7 +627,7 @@ func FuzzDecodeIndex(f *testing.F) {
 	f.Add([]byte(magic), int64(8))
 	f.Fuzz(func(t *testing.T, b []byte, size int64) {
 		if len(b) >= headerSize {
-			// The fuzzer does not find a checksum.
+			// The fuzzer does not find a checksum by itself.
 			b = bytes.Clone(b)
 			binary.LittleEndian.PutUint32(b[sumAt:], crc32.Update(crc32.Checksum(b[:sumAt], castagnoli), castagnoli, b[headerSize:]))
 		}
@@ -650,8 +649,8 @@ func FuzzDecodeIndex(f *testing.F) {
 	})
 }
 
-// BenchmarkFrame is what a page of a frame costs from a snapshot, and from a cache, until it
-// can be put in place.
+// BenchmarkFrame measures the cost of a page of a frame, from a snapshot and from a cache, until it can be put in
+// place.
 func BenchmarkFrame(b *testing.B) {
 	c, s := newCache(b), full(b, 1, 512)
 	wake(b, c, s)

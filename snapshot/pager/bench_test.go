@@ -10,7 +10,7 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// benchRAM names a file with the RAM of a guest, see package snapshot.
+// benchRAM names a file with the RAM of a guest; see package snapshot.
 const benchRAM = "DROWSE_BENCH_RAM"
 
 func benchSnapshot(b *testing.B, size uint64) string {
@@ -42,9 +42,8 @@ func benchSnapshot(b *testing.B, size uint64) string {
 	return create(b, src)
 }
 
-// BenchmarkNew is what a resume pays before its first KVM_RUN: opening the
-// snapshot, reserving RAM and registering it. The content is the same for all
-// sizes of RAM.
+// BenchmarkNew measures what a resume pays before its first KVM_RUN: opening the snapshot, reserving RAM and
+// registering it. The content is the same for all sizes of RAM.
 func BenchmarkNew(b *testing.B) {
 	for _, mib := range []uint64{256, 4096, 16384} {
 		b.Run(fmt.Sprintf("RAM=%dMiB", mib), func(b *testing.B) {
@@ -74,8 +73,7 @@ func BenchmarkNew(b *testing.B) {
 	}
 }
 
-// BenchmarkFault is one page of each frame, touched by a system call, or by Go
-// code through Ensure.
+// BenchmarkFault touches one page of each frame, by a system call, or by Go code through Ensure.
 func BenchmarkFault(b *testing.B) {
 	dir := benchSnapshot(b, 256<<20)
 	s := openSnapshot(b, dir)
@@ -131,7 +129,7 @@ func BenchmarkFault(b *testing.B) {
 	}
 }
 
-// BenchmarkEnsurePresent is the price of the rule for a page that is there.
+// BenchmarkEnsurePresent measures Ensure for a page that is present.
 func BenchmarkEnsurePresent(b *testing.B) {
 	dir := makeSnapshot(b, 64<<20, smallRAM)
 	p, _ := restore(b, dir, Options{})
@@ -142,7 +140,7 @@ func BenchmarkEnsurePresent(b *testing.B) {
 	}
 }
 
-// BenchmarkLoad is the speed of loading everything on one processor.
+// BenchmarkLoad measures the speed of loading everything on one processor.
 func BenchmarkLoad(b *testing.B) {
 	dir := benchSnapshot(b, 256<<20)
 	s := openSnapshot(b, dir)
@@ -166,9 +164,8 @@ func BenchmarkLoad(b *testing.B) {
 	}
 }
 
-// BenchmarkZeros touches every page of RAM that is zeros: in chunks that are
-// registered because another page of them has content, and in chunks that are
-// left to the kernel.
+// BenchmarkZeros touches every zero page of RAM. Some are in chunks that are registered because another page of
+// them has content, others in chunks that are left to the kernel.
 func BenchmarkZeros(b *testing.B) {
 	const chunks = 32
 	var one []part

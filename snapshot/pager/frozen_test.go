@@ -22,7 +22,7 @@ type frozenCase struct {
 	mem *guestmem.Memory
 	p   *Pager
 	set *guestmem.PageSet
-	// image is what RAM holds when it is frozen.
+	// image is the content of RAM when it is frozen.
 	image []byte
 }
 
@@ -30,7 +30,7 @@ const frozenSize = 64 << 20
 
 func gpa(page uint64) guestmem.GPA { return guestmem.GPA(page * pageSize) }
 
-// ramKind is where RAM has come from.
+// ramKind is the origin of RAM.
 type ramKind string
 
 const (
@@ -39,8 +39,8 @@ const (
 	mapped ramKind = "mapped from an image"
 )
 
-// offHeap has room for an image of RAM. It is not the heap's: the race detector takes ten times as long to fill and to
-// compare what is.
+// offHeap returns room for an image of RAM outside the heap: the race detector takes ten times as long to fill and
+// to compare heap memory.
 func offHeap(t *testing.T, size int) []byte {
 	t.Helper()
 	p, err := unix.Mmap(-1, 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
@@ -55,8 +55,8 @@ func offHeap(t *testing.T, size int) []byte {
 	return p
 }
 
-// newFrozenCase makes RAM in which some pages of the set have never been touched, are
-// zeros, were discarded, or, with a pager, have not been loaded.
+// newFrozenCase makes RAM in which some pages of the set have never been touched, are zeros or were discarded.
+// With a pager some have not been loaded.
 func newFrozenCase(t *testing.T, kind ramKind) *frozenCase {
 	t.Helper()
 	c := &frozenCase{image: offHeap(t, frozenSize)}
@@ -75,7 +75,7 @@ func newFrozenCase(t *testing.T, kind ramKind) *frozenCase {
 	}
 	for page := uint64(0); page < 4000; page++ {
 		if kind != booted && page%16 == 15 {
-			continue // not loaded, perhaps
+			continue // may stay unloaded
 		}
 		b := c.image[page*pageSize:][:pageSize]
 		switch page % 4 {
@@ -111,7 +111,7 @@ func newFrozenCase(t *testing.T, kind ramKind) *frozenCase {
 	return c
 }
 
-// newMapped is RAM that is mapped from an image with the given content.
+// newMapped returns RAM that is mapped from an image with the given content.
 func newMapped(t *testing.T, content []byte) *guestmem.Memory {
 	t.Helper()
 	fd, err := unix.MemfdCreate("image", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
@@ -161,8 +161,8 @@ func (c *frozenCase) freeze(t *testing.T, o FreezeOptions) *Frozen {
 	return f
 }
 
-// read compares everything with the image, in pieces of up to 64 pages; what is not
-// data must have been zeros.
+// read compares everything with the image, in pieces of up to 64 pages. Pages that are not data must have been
+// zeros.
 func (c *frozenCase) read(f *Frozen) error {
 	seen := guestmem.NewPageSet(c.set.Pages())
 	buf := make([]byte, 64*pageSize)
@@ -198,8 +198,7 @@ func (c *frozenCase) read(f *Frozen) error {
 	return nil
 }
 
-// overwrite writes to all pages from first on, every fourth, in the way that its
-// number says, and returns what they must hold in the end.
+// overwrite writes newContent(way) to every fourth page from page from on, in the given way.
 func (c *frozenCase) overwrite(o *toucher, way uint64, from uint64) error {
 	want := newContent(way)
 	for page := from; page < 4400; page += 4 {
@@ -276,7 +275,7 @@ func TestFrozen_pages_keep_their_content_and_writes_are_not_lost(t *testing.T) {
 	}
 }
 
-// A writer that is faster than the reader waits, and memory stays bounded.
+// A writer that is faster than the reader waits, so memory stays bounded.
 func TestA_writer_waits_when_there_is_no_room_for_copies(t *testing.T) {
 	const room = MinCopyBytes / pageSize
 	for _, kind := range []ramKind{booted, lazy, mapped} {
@@ -352,7 +351,7 @@ func TestFrozen_refuses_what_is_out_of_order(t *testing.T) {
 	if got := f.Slots(); !slices.Equal(got, c.p.snap.Slots()) {
 		t.Errorf("slots %v", got)
 	}
-	// The pager takes its view along.
+	// The pager closes its view too.
 	if err := c.p.Close(); err != nil {
 		t.Fatal(err)
 	}
@@ -367,7 +366,7 @@ func TestFrozen_refuses_what_is_out_of_order(t *testing.T) {
 	}
 }
 
-// A capture that is given up in the midst of it, by whoever does so first.
+// A capture may be given up half-way, by the reader or by any other party.
 func TestClose_in_the_midst_of_reading_and_writing(t *testing.T) {
 	for _, o := range []FreezeOptions{{Expect: 4400}, {CopyBytes: MinCopyBytes}} {
 		c := newFrozenCase(t, lazy)
@@ -417,8 +416,8 @@ func TestClose_in_the_midst_of_reading_and_writing(t *testing.T) {
 	}
 }
 
-// Pages that nobody has touched are loaded together with others, which may lie anywhere
-// in the same chunk, and perhaps by somebody else at the same moment.
+// Untouched pages are loaded together with others. These may be anywhere in the same chunk, and another goroutine
+// may load them at the same moment.
 func TestFreezing_all_of_a_lazily_restored_guest_misses_nothing(t *testing.T) {
 	for _, loading := range []bool{false, true} {
 		c := &frozenCase{image: offHeap(t, frozenSize), set: guestmem.NewPageSet(frozenSize / pageSize)}
@@ -440,25 +439,25 @@ func TestFreezing_all_of_a_lazily_restored_guest_misses_nothing(t *testing.T) {
 	}
 }
 
-// A thread may find a page protected and ask for it after the protection was lifted for
-// another one, which has not woken it. The kernel lets it sleep as long as the page is
-// not writable, which lifting does not make it.
+// A thread may find a page protected and ask for it after the protection was lifted for another thread, which has
+// not woken it. The kernel lets the thread sleep while the page is not writable. Lifting the protection does not
+// make it writable.
 func TestA_writer_that_asks_after_the_protection_was_lifted_is_woken(t *testing.T) {
 	for _, kind := range []ramKind{booted, lazy, mapped} {
 		for _, closed := range []bool{false, true} {
 			if closed && kind != lazy {
-				continue // closing a userfaultfd wakes all
+				continue // closing a userfaultfd wakes all waiters
 			}
 			t.Run(fmt.Sprintf("%s, view closed: %v", kind, closed), func(t *testing.T) {
 				c := newFrozenCase(t, kind)
 				for page := uint64(0); page < 40; page += 4 {
 					f := c.freeze(t, FreezeOptions{CopyBytes: MinCopyBytes})
 					o := newToucher(t)
-					// Whoever reads the message of the fault waits for this.
+					// The handler that reads the message of the fault waits for this lock.
 					f.mu.Lock()
 					done := make(chan error, 1)
 					go func() { done <- o.write(c.mem, gpa(page), newContent(0)) }()
-					time.Sleep(5 * time.Millisecond) // most likely it has asked by then
+					time.Sleep(5 * time.Millisecond) // by now the thread has most likely asked
 					err := pieces(f.areas, page, page+1, func(hva uintptr, _, n uint64) error {
 						return writeProtect(f.uffd, hva, n*pageSize, dontWake)
 					})

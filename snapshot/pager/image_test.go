@@ -24,8 +24,8 @@ func newImage(t *testing.T, mem *guestmem.Memory) *Image {
 	return i
 }
 
-// What is copied while RAM changes, and then what has changed from a frozen view, is RAM
-// as it was frozen.
+// A copy is made while RAM changes. Together with what has changed, read from a frozen view, it is RAM at the
+// freeze.
 func TestAn_image_of_changing_RAM_is_RAM_at_the_moment_of_the_freeze(t *testing.T) {
 	for _, kind := range []ramKind{booted, lazy, mapped} {
 		for name, opts := range map[string]FreezeOptions{"copied": {Expect: 4400}, "protected": {CopyBytes: MinCopyBytes}} {
@@ -35,7 +35,7 @@ func TestAn_image_of_changing_RAM_is_RAM_at_the_moment_of_the_freeze(t *testing.
 				c.mem.TakeDirty(func(uint64) {})
 				stop, stopped := make(chan struct{}), make(chan error, 1)
 				go func() {
-					// Writes, zeros and discards, before, during and after the copy.
+					// Write, zero and discard pages before, during and after the copy.
 					for n := 0; ; n++ {
 						page := rand.Uint64N(4200)
 						var err error
@@ -106,8 +106,8 @@ func TestAn_image_of_changing_RAM_is_RAM_at_the_moment_of_the_freeze(t *testing.
 	}
 }
 
-// Pages that somebody else uses for a moment do not fail a fork; a mapping through which the file could be written
-// stands for them.
+// Pages that another user holds for a moment do not fail a fork. The test represents such use by a writable
+// mapping of the file.
 func TestSeal_waits_for_pages_that_are_in_use(t *testing.T) {
 	for name, ends := range map[string]bool{"for a moment": true, "for ever": false} {
 		t.Run(name, func(t *testing.T) {

@@ -36,7 +36,7 @@ const (
 	kvmExitInternal = 17
 )
 
-// tinyGuest is one vCPU over guest memory.
+// tinyGuest is a guest with one vCPU over guest memory.
 type tinyGuest struct {
 	t    *testing.T
 	vcpu int
@@ -52,9 +52,8 @@ func kvmIoctl(fd int, req, arg uintptr) (int, error) {
 	return int(r), nil
 }
 
-// A guestMode is a way of running code in a guest. Real mode is interpreted by
-// KVM's emulator on some hosts, which touches guest memory like a system call;
-// user code always runs on the processor, and KVM looks its pages up.
+// A guestMode is a way of running code in a guest. On some hosts KVM's emulator interprets real mode, and touches
+// guest memory like a system call. User code always runs on the processor, and KVM looks up its pages.
 type guestMode struct {
 	name        string
 	read, write []byte // code that touches the byte at 0x5000 and then exits
@@ -135,7 +134,7 @@ func newTinyGuest(t *testing.T, mem *guestmem.Memory, mode guestMode, code []byt
 	defer unix.Close(kvm)
 	vm := must(kvmIoctl(kvm, kvmCreateVM, 0))
 	t.Cleanup(func() { unix.Close(vm) })
-	_, _ = kvmIoctl(vm, kvmSetTSS, 0xfffbd000) // only VMX wants it
+	_, _ = kvmIoctl(vm, kvmSetTSS, 0xfffbd000) // only VMX needs it
 	s := mem.Slots()[0]
 	region := [4]uint64{0, uint64(s.GPA), s.Size, uint64(s.HVA)}
 	must(kvmIoctl(vm, kvmSetRegion, uintptr(unsafe.Pointer(&region))))
@@ -181,8 +180,7 @@ func (g *tinyGuest) start() (tid int, done <-chan exit) {
 	return <-tids, exits
 }
 
-// The page at 0x5000 is in a frame of its own chunk's first pages; code and page
-// tables are in pages of zeros.
+// The page at 0x5000 is in a frame of the first pages of its chunk. Code and page tables are in pages of zeros.
 var guestRAM = []part{{0, 2}, {5, 6}, {600, 700}}
 
 func (g *tinyGuest) await(done <-chan exit, limit time.Duration) exit {
@@ -226,7 +224,7 @@ func TestA_guest_reads_and_writes_missing_pages(t *testing.T) {
 	})
 }
 
-// The vCPU must come out of KVM_RUN by itself, soon, and must not have run on.
+// The vCPU must leave KVM_RUN by itself, soon, and must not have executed further code.
 func TestA_guest_that_touches_a_bad_page_leaves_KVM(t *testing.T) {
 	eachMode(t, func(t *testing.T, m guestMode) {
 		for name, code := range map[string][]byte{"read": m.read, "write": m.write} {
@@ -239,7 +237,7 @@ func TestA_guest_that_touches_a_bad_page_leaves_KVM(t *testing.T) {
 			_, done := g.start()
 			e := g.await(done, time.Second)
 			t.Logf("%s: KVM_RUN returned %v, exit reason %d, address %#x", name, e.err, e.reason, e.gpa)
-			// The emulator takes what it cannot reach for a device.
+			// The emulator treats memory that it cannot reach as a device.
 			if !errors.Is(e.err, unix.EFAULT) && !(e.err == nil && e.reason == kvmExitMMIO && e.gpa == 0x5000) {
 				t.Errorf("%s: KVM_RUN: %+v, want EFAULT or an MMIO exit at the bad page", name, e)
 			}
@@ -267,9 +265,9 @@ func badAt(t *testing.T, s *snapshot.Snapshot, page uint64) int64 {
 	return l.Frame(frame).Offset() + 10
 }
 
-// What a signal does to a vCPU that waits for a page depends on how KVM touches
-// the page. It must do no harm: either the vCPU leaves KVM_RUN with EINTR and
-// goes on when it is run again, or it stays until the page is there.
+// What a signal does to a vCPU that waits for a page depends on how KVM touches the page. It must do no harm.
+// Either the vCPU leaves KVM_RUN with EINTR and continues when it runs again, or it stays until the page is
+// present.
 func TestA_signal_to_a_waiting_VCPU_does_no_harm(t *testing.T) {
 	dir := makeSnapshot(t, 64<<20, guestRAM)
 	want := make([]byte, pageSize)
@@ -277,7 +275,7 @@ func TestA_signal_to_a_waiting_VCPU_does_no_harm(t *testing.T) {
 	eachMode(t, func(t *testing.T, m guestMode) {
 		p, mem := newPagerFor(t, openSnapshot(t, dir), Options{})
 		g := newTinyGuest(t, mem, m, m.read)
-		// The code was put in place without a fault; now 0x5000 must be missing.
+		// The code was put in place without a fault. Page 5, at 0x5000, must still be missing.
 		if c := p.chunk(0); !c.missing(5) {
 			t.Fatal("the page is there already")
 		}
@@ -312,7 +310,7 @@ func TestA_signal_to_a_waiting_VCPU_does_no_harm(t *testing.T) {
 	})
 }
 
-// A vCPU that nobody has stopped gets nothing from a closed pager.
+// A vCPU that has not been stopped gets nothing from a closed pager.
 func TestClose_drives_a_waiting_VCPU_out(t *testing.T) {
 	dir := makeSnapshot(t, 64<<20, guestRAM)
 	eachMode(t, func(t *testing.T, m guestMode) {
@@ -350,7 +348,7 @@ func TestLoad_under_a_guest_keeps_its_writes(t *testing.T) {
 	})
 }
 
-// incrementer adds one to a word in every page from 0x40000 to 0x1fffff, for ever.
+// incrementer adds one to a word in every page from 0x40000 to 0x1fffff, in an endless loop.
 var incrementer = []byte{
 	0xbb, 0, 0, 4, 0, // mov ebx, 0x40000
 	0x48, 0xff, 0x03, // inc qword [rbx]
@@ -360,7 +358,7 @@ var incrementer = []byte{
 	0xeb, 0xe8, // jmp to the start
 }
 
-// spin runs the vCPU until stop is called.
+// spin runs the vCPU until the caller calls stop.
 func (g *tinyGuest) spin() (stop func() error) {
 	tids, done := make(chan int, 1), make(chan error, 1)
 	var stopping atomic.Bool
@@ -380,7 +378,7 @@ func (g *tinyGuest) spin() (stop func() error) {
 	return func() error {
 		stopping.Store(true)
 		for {
-			// Again, for the signal may come before KVM_RUN does.
+			// Signal repeatedly, for the signal may come before KVM_RUN does.
 			if err := unix.Tgkill(os.Getpid(), tid, unix.SIGURG); err != nil && !errors.Is(err, unix.ESRCH) {
 				return err
 			}
@@ -393,8 +391,8 @@ func (g *tinyGuest) spin() (stop func() error) {
 	}
 }
 
-// A guest that was restored lazily and writes all the time, while another page of
-// its RAM after the other is loaded, frozen and read.
+// The guest was restored lazily and writes all the time. Meanwhile all other pages of its RAM are loaded, frozen
+// and read.
 func TestA_frozen_view_of_a_lazily_restored_guest_that_writes(t *testing.T) {
 	dir := makeSnapshot(t, 64<<20, []part{{0, 2}, {0x40, 3000}})
 	for _, how := range []struct {
@@ -405,7 +403,7 @@ func TestA_frozen_view_of_a_lazily_restored_guest_that_writes(t *testing.T) {
 			p, mem := restore(t, dir, Options{})
 			g := newTinyGuest(t, mem, guestModes[1], incrementer)
 			stop := g.spin()
-			const pages = 0x200 + 700 // what the guest writes to, and some more
+			const pages = 0x200 + 700 // the pages that the guest writes to, and some more
 			saved := uint64(0)
 			for round := range 8 {
 				for from, b := counterOf(t, mem), []byte{0}; counterOf(t, mem) < from+2; {
@@ -432,7 +430,7 @@ func TestA_frozen_view_of_a_lazily_restored_guest_that_writes(t *testing.T) {
 					t.Fatal(err)
 				}
 				stop = g.spin()
-				// In every other round the guest is first, everywhere.
+				// In every other round the guest comes first, at every page.
 				const written = 0x200 - 0x40
 				for deadline := time.Now().Add(time.Minute); round%2 == 0 && f.Stats().Protected && f.Stats().Saved < written; {
 					if time.Now().After(deadline) {
@@ -468,7 +466,7 @@ func TestA_frozen_view_of_a_lazily_restored_guest_that_writes(t *testing.T) {
 	}
 }
 
-// counterOf is the word of the last page that the incrementer writes to.
+// counterOf returns the word of the last page that the incrementer writes to.
 func counterOf(t *testing.T, mem *guestmem.Memory) uint64 {
 	t.Helper()
 	var b [8]byte

@@ -29,8 +29,8 @@ func TestMain(m *testing.M) {
 	goleak.VerifyTestMain(m)
 }
 
-// content is what the tests store in a page: nothing at all, in every third
-// page something that does not compress.
+// content fills a page with what the tests store in it: zeros, or, in every third page, data that does not
+// compress.
 func content(page uint64, p []byte) {
 	clear(p)
 	if page%7 == 3 {
@@ -47,7 +47,7 @@ func content(page uint64, p []byte) {
 	p[0] = 1
 }
 
-// parts are the pages that have content: two pieces, one in a chunk of its own.
+// A part is a range of pages that have content.
 type part struct{ first, end uint64 }
 
 var smallRAM = []part{{0, 3000}, {8 * chunkPages, 8*chunkPages + 20}}
@@ -152,8 +152,8 @@ func restore(t testing.TB, dir string, opts Options) (*Pager, *guestmem.Memory) 
 	return p, mem
 }
 
-// toucher touches pages as a device's system calls do: the kernel takes the
-// fault, and nothing has asked for residency.
+// toucher touches pages as the system calls of a device do: the kernel takes the fault, and no code has called
+// Ensure.
 type toucher struct{ f *os.File }
 
 func newToucher(t testing.TB) *toucher {
@@ -285,9 +285,8 @@ func TestWrites_stay_and_neighbours_of_the_frame_do_not_come_back(t *testing.T) 
 	}
 }
 
-// Pages are discarded while others touch them in every way. Whoever sees a page
-// after Discard has returned sees zeros; before that, the snapshot's content or
-// zeros, and nothing in between.
+// The test discards pages while others touch them in every way. After Discard has returned, a reader sees zeros.
+// Before that, it sees the snapshot's content or zeros, and nothing in between.
 func TestDiscarded_pages_are_zero_for_ever(t *testing.T) {
 	const pages = 2048
 	parts := []part{{0, pages}}
@@ -348,7 +347,7 @@ func TestDiscarded_pages_are_zero_for_ever(t *testing.T) {
 	wg.Wait()
 }
 
-// damage changes one byte of a frame with page in it, and returns its offset.
+// damage changes the byte of the memory file at off.
 func damage(t testing.TB, dir string, off int64) {
 	t.Helper()
 	f, err := os.OpenFile(filepath.Join(dir, snapshot.MemoryName), os.O_RDWR, 0)
@@ -407,7 +406,7 @@ func TestA_bad_frame_stops_everybody_and_feeds_nobody(t *testing.T) {
 			if err := mem.Read(0, buf); !errors.Is(err, tc.want) {
 				t.Errorf("Read of a bad page: got %v, want %v", err, tc.want)
 			}
-			// It is over for all other pages, too.
+			// All other pages fail as well.
 			err = within(t, time.Second, "writing another page", func() error { return o.write(mem, 2000*pageSize, buf) })
 			if !errors.Is(err, unix.EFAULT) {
 				t.Errorf("system call on another page: got %v, want EFAULT", err)
@@ -428,7 +427,7 @@ func TestA_bad_frame_stops_everybody_and_feeds_nobody(t *testing.T) {
 func TestClose_frees_those_who_wait_and_feeds_them_nothing(t *testing.T) {
 	dir := makeSnapshot(t, 64<<20, smallRAM)
 	p, mem := newPagerFor(t, openSnapshot(t, dir), Options{})
-	// Nobody answers: the pager is not started.
+	// The pager is not started, so nothing answers.
 	const waiters = 4
 	errs := make(chan error, waiters)
 	for i := range waiters {
@@ -537,7 +536,7 @@ func TestThe_recorded_working_set_spares_the_next_resume_its_faults(t *testing.T
 	if n := len(p4.WorkingSet()); n != 0 {
 		t.Errorf("%d pages recorded, want none", n)
 	}
-	// What was replayed is in the next list, unless what is new needs the room.
+	// The next list has what was replayed, unless new pages need the room.
 	p5, mem5 := newPagerFor(t, openSnapshot(t, dir), Options{WorkingSet: []uint64{0, 1 << 50, 100, 2990}, RecordPages: 3})
 	for _, page := range []uint64{2000, 100} {
 		if err := mem5.Read(guestmem.GPA(page*pageSize), make([]byte, 1)); err != nil {
@@ -547,7 +546,7 @@ func TestThe_recorded_working_set_spares_the_next_resume_its_faults(t *testing.T
 	if got, want := p5.WorkingSet(), []uint64{0, 2000, 100}; !slices.Equal(got, want) {
 		t.Errorf("working set %v, want %v", got, want)
 	}
-	// What was waited for before the guest was ready comes first.
+	// Pages that were waited for before the guest was ready come first.
 	p6, mem6 := newPagerFor(t, openSnapshot(t, dir), Options{WorkingSet: []uint64{0, 100, 2990}, RecordPages: 5})
 	for i, page := range []uint64{2000, 100, 1000} {
 		if i == 2 {
@@ -582,8 +581,8 @@ func committed(t testing.TB, mem *guestmem.Memory) uint64 {
 	}
 }
 
-// tellsZeros says whether the kernel has a page of zeros, and tells it from committed ones, which takes PAGEMAP_SCAN
-// (Linux 6.7).
+// tellsZeros reports whether the kernel has a page of zeros and tells it from committed pages. The latter takes
+// PAGEMAP_SCAN (Linux 6.7).
 func tellsZeros(t testing.TB) bool {
 	t.Helper()
 	mem := newMemory(t, guestmem.MinSize)
@@ -610,7 +609,7 @@ func TestA_snapshot_of_a_lazy_machine_does_not_load_it(t *testing.T) {
 		}
 		changed[page] = make([]byte, pageSize)
 	}
-	// A page that was given away and is used again.
+	// A page that was given away is used again.
 	o := newToucher(t)
 	if err := mem.Discard(gpaOf(t, mem, 1600), pageSize); err != nil {
 		t.Fatal(err)
@@ -680,7 +679,7 @@ func TestA_snapshot_while_everything_is_being_loaded_misses_nothing(t *testing.T
 	}
 }
 
-// loadingSource loads everything after the first question, the worst moment.
+// loadingSource loads everything after the first question, which is the worst moment.
 type loadingSource struct {
 	*Source
 	t    *testing.T
@@ -731,8 +730,8 @@ func somePages(below uint64) []uint64 {
 	return out
 }
 
-// A system call that waits for a page is not interrupted by the signals that the
-// Go runtime sends; it neither fails with EFAULT nor transfers less.
+// The signals that the Go runtime sends do not interrupt a system call that waits for a page. It does not fail
+// with EFAULT and does not transfer less.
 func TestA_signal_to_a_waiting_system_call_does_no_harm(t *testing.T) {
 	dir := makeSnapshot(t, 64<<20, smallRAM)
 	for _, name := range []string{"read", "write"} {
@@ -819,9 +818,8 @@ func TestA_fault_allocates_nothing(t *testing.T) {
 	}
 }
 
-// A delta of a machine that was restored lazily: its source gives pages that were
-// written, given away and never loaded, and the pager reads frames and leaves of
-// several files.
+// The test takes deltas of a machine that was restored lazily. Their source gives pages that were written, given
+// away and never loaded, and the pager reads frames and leaves of several files.
 func TestDeltas_of_a_restored_machine_are_restored_in_their_turn(t *testing.T) {
 	dir := makeSnapshot(t, 64<<20, smallRAM)
 	changed := map[uint64][]byte{} // against the first snapshot
@@ -849,7 +847,7 @@ func TestDeltas_of_a_restored_machine_are_restored_in_their_turn(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		// It may be in the set and not have changed, and not even be loaded.
+		// A page may be in the set without having changed, even without having been loaded.
 		dirty.Add(2000, 2003)
 		dirty.Add(12000, 12003)
 		before := committed(t, mem)
@@ -889,8 +887,8 @@ func TestDeltas_of_a_restored_machine_are_restored_in_their_turn(t *testing.T) {
 	}
 }
 
-// someFrames is a cache that has every other frame, and the right number of pages of none
-// in every fifth.
+// someFrames is a cache that has every other frame. In every fifth it has the right number of pages, but wrong
+// ones.
 type someFrames struct {
 	mem  *snapshot.Memory
 	asks atomic.Uint64
@@ -945,7 +943,7 @@ func TestWith_a_cache_that_has_some_frames_all_pages_are_right(t *testing.T) {
 	got, want := make([]byte, pageSize), make([]byte, pageSize)
 	for page := range mem.Size() / pageSize {
 		if page > 3100 && page%64 != 0 {
-			continue // zeros, which no cache is asked for
+			continue // zeros: the pager asks no cache for them
 		}
 		read := mem.Read
 		if page%2 == 0 {
@@ -965,7 +963,7 @@ func TestWith_a_cache_that_has_some_frames_all_pages_are_right(t *testing.T) {
 	}
 }
 
-// What a snapshot is made of comes from the snapshot before, whatever a cache has.
+// A snapshot is made of data of the snapshot before, whatever a cache has.
 func TestA_source_does_not_ask_a_cache(t *testing.T) {
 	s := openSnapshot(t, makeSnapshot(t, 64<<20, smallRAM))
 	cache := &someFrames{mem: s.Memory()}

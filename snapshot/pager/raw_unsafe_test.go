@@ -6,7 +6,7 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// rawPage is what nobody may have: a slice of guest memory.
+// rawPage returns what production code must never have: a slice of guest memory.
 func rawPage(mem *guestmem.Memory, page uint64) []byte {
 	hva := mem.Slots()[0].HVA + uintptr(page*pageSize)
 	return unsafe.Slice((*byte)(*(*unsafe.Pointer)(unsafe.Pointer(&hva))), pageSize)

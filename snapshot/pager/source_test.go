@@ -6,9 +6,9 @@ import (
 	"testing"
 )
 
-// A handler wakes those who wait for a page before it has noted that the page is there.
-// What they write before it has done so is in the source, for a page that the snapshot has
-// and for one that is zeros in it: here the handler is held up just then.
+// A handler wakes the waiters for a page before it has noted that the page is present. The source has what they
+// write before the handler notes it. The test holds up the handler at that moment, for a page with content in the
+// snapshot and for a zero page.
 func TestA_source_has_what_was_written_before_the_handler_had_noted_the_page(t *testing.T) {
 	dir := makeSnapshot(t, 64<<20, smallRAM)
 	for _, tt := range []struct {
@@ -39,7 +39,7 @@ func TestA_source_has_what_was_written_before_the_handler_had_noted_the_page(t *
 			if err := w.fill.copy(p.hva(tt.page), bytes.Repeat([]byte{1}, pageSize)); err != nil {
 				t.Error(err)
 			}
-			// By a system call, as the guest's writes are: nobody is asked.
+			// Write by a system call, as the guest's writes come: without Ensure.
 			if err := o.write(mem, gpaOf(t, mem, tt.page), want); err != nil {
 				t.Error(err)
 			}

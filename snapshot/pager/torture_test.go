@@ -19,16 +19,14 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// childEnv makes the test binary run one of the torture children instead of the
-// tests; its value is the child's name and the snapshot's directory.
+// childEnv makes the test binary run one of the torture children instead of the tests. Its value is the child's
+// name and the snapshot's directory.
 const childEnv = "DROWSE_PAGER_TORTURE"
 
-// collecting is what a child says before it starts the collector while a page is
-// being waited for.
+// collecting is what a child prints before it starts the collector while a page is awaited.
 const collecting = "collecting\n"
 
-// collected ends the names of children that run the collector; the others run
-// without any collection.
+// collected ends the names of children that run the collector. The others run without any collection.
 const collected = " while the collector runs"
 
 func childMain() (code int, ok bool) {
@@ -43,8 +41,8 @@ func childMain() (code int, ok bool) {
 	return 0, true
 }
 
-// torture touches all of a restored RAM in the way that name says: by the rule
-// of package guestmem, or against it.
+// torture touches all of a restored RAM in the way that name gives: by the rule of package guestmem, or against
+// it.
 func torture(name, dir string) error {
 	t := &childT{}
 	s := openSnapshot(t, dir)
@@ -116,8 +114,8 @@ func torture(name, dir string) error {
 	return err
 }
 
-// frozenRAM begins the names of children that touch pages which are all there but
-// write-protected. There is room for few copies, so a reader has to make progress.
+// frozenRAM begins the names of children that touch pages which are all present but write-protected. There is room
+// for few copies, so a reader must make progress.
 const frozenRAM = "frozen, "
 
 func protectForTorture(p *Pager, mem *guestmem.Memory) (read func() error, err error) {
@@ -152,15 +150,14 @@ func protectForTorture(p *Pager, mem *guestmem.Memory) (read func() error, err e
 	}, nil
 }
 
-// collectDuringFault runs the collector at the very moment when a page is being
-// waited for, and only then lets the pager work.
+// collectDuringFault runs the collector at the moment when a page is awaited, and only then lets the pager work.
 func collectDuringFault(p *Pager, touch func(uint64, []byte) error, collect bool) error {
 	touched := make(chan error, 1)
 	go func() { touched <- touch(1, make([]byte, pageSize)) }()
 	fds := []unix.PollFd{{Fd: int32(p.uffd), Events: unix.POLLIN}}
 	for fds[0].Revents == 0 {
 		select {
-		case err := <-touched: // without a fault: Ensure did it
+		case err := <-touched: // no fault: Ensure has loaded the page
 			p.Start()
 			return err
 		default:
@@ -232,14 +229,12 @@ func TestThe_collector_and_the_pager_do_not_wait_for_each_other(t *testing.T) {
 	}
 }
 
-// hangs says what is wrong if a child does not hang from the moment on when it
-// starts the collector.
+// hangs returns an error if a child does not hang from the moment at which it starts the collector.
 func hangs(name, dir string) error {
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
 	cmd := exec.CommandContext(ctx, os.Args[0])
-	// Only the collection that the child asks for: one that comes by itself would
-	// hang it earlier.
+	// Only the child's own collection may run: one that comes by itself would hang it earlier.
 	cmd.Env = append(os.Environ(), childEnv+"="+name+":"+dir, "GOGC=off")
 	out, err := cmd.StdoutPipe()
 	if err != nil {
