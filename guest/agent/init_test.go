@@ -20,7 +20,7 @@ import (
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
 
-// initEnv makes the test binary PID 1 of a namespace: its value names what to do.
+// initEnv makes the test binary PID 1 of a namespace. Its value names the task.
 const initEnv = "DROWSE_TEST_INIT"
 
 func TestMain(m *testing.M) {
@@ -89,8 +89,7 @@ func asInit(what string) int {
 	return 1
 }
 
-// initReap starts commands that leave orphans, and commands with statuses to
-// get right, at the same time.
+// initReap starts at the same time commands that leave orphans and commands whose statuses must be right.
 func initReap(fail func(error) int) int {
 	s, err := New(Config{Init: true, Machine: &machine.Kernel{}})
 	if err != nil {
@@ -142,7 +141,7 @@ func children() int {
 	return len(stats) - 1
 }
 
-// printMachine says what happens to it.
+// printMachine prints the calls that it gets.
 type printMachine struct{ machine.Kernel }
 
 func (m *printMachine) Power(reboot bool) error {
@@ -169,7 +168,7 @@ func initStop(fail func(error) int) int {
 			return fail(err)
 		}
 		if strings.Contains(script, "up") {
-			if _, err := p.AwaitOutput(context.Background(), "up", 16); err != nil { // its trap is set
+			if _, err := p.AwaitOutput(context.Background(), "up", 16); err != nil { // the program has set its trap
 				return fail(err)
 			}
 		}
@@ -209,7 +208,7 @@ func initIdentity(fail func(error) int) int {
 		}
 		seen[id], seen[string(machine)] = true, true
 	}
-	if err := k.AddEntropy(make([]byte, 32)); err != nil { // any bytes do no harm
+	if err := k.AddEntropy(make([]byte, 32)); err != nil { // any bytes are harmless
 		return fail(err)
 	}
 	if err := k.AddEntropy(make([]byte, 31)); err == nil {

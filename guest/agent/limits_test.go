@@ -53,7 +53,7 @@ func TestForwards_one_more_than_there_may_be_is_refused(t *testing.T) {
 		t.Errorf("socket %d of UDP: %v, want the limit", maxDatagramForwards, code)
 	}
 	f.datagrams.Store(maxDatagramForwards - 1)
-	for range 2 { // the second finds the room that the first has left
+	for range 2 { // the second round finds the room that the first has left
 		if code := dialUDP(); code != agentpb.CodeOK {
 			t.Errorf("a socket of UDP for which there is room: %v", code)
 		}

@@ -111,7 +111,7 @@ func FuzzStats(f *testing.F) {
 		if len(out.Interfaces) > agentpb.MaxStatsItems || len(out.Disks) > agentpb.MaxStatsItems || len(out.FileSystems) > agentpb.MaxStatsItems {
 			t.Errorf("%d interfaces, %d disks, %d file systems", len(out.Interfaces), len(out.Disks), len(out.FileSystems))
 		}
-		// Texts that are not UTF-8 cannot be sent.
+		// protobuf cannot send texts that are not UTF-8.
 		data, err := proto.Marshal(out)
 		if err != nil || len(data) > agentpb.MaxMessage {
 			t.Errorf("%d bytes, %v", len(data), err)

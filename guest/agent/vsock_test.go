@@ -12,7 +12,7 @@ func TestAgain_calls_that_were_interrupted_or_timed_out_are_made_again(t *testin
 	wrapped := func(e error) error { return fmt.Errorf("tell the host: %w", e) }
 	for _, c := range []struct {
 		name  string
-		gives []error // the last for ever
+		gives []error // errors in turn; the last repeats
 		tries int
 		calls int
 		want  error

@@ -21,8 +21,8 @@ import (
 	"github.com/drowse-vm/drowse/guest/sshd"
 )
 
-// TestMain is the agent's program for file transfer as well, since the agent executes the
-// program that it is in itself: this one.
+// TestMain also makes the test binary the agent's program for file transfer: the agent executes its own program,
+// which is this one.
 func TestMain(m *testing.M) {
 	if len(os.Args) == 2 && os.Args[1] == agentpb.SubsystemSFTP {
 		if err := sftp.Serve(os.Stdin, os.Stdout, os.Getenv("HOME")); err != nil {
@@ -34,12 +34,12 @@ func TestMain(m *testing.M) {
 	goleak.VerifyTestMain(m)
 }
 
-// host is an SSH server for an agent on this machine, at a port for the tests' clients.
+// A host is an SSH server for an agent on this machine, on a port for the tests' clients.
 type host struct {
 	guest  *agenttest.Guest
 	addr   string
 	key    ssh.PublicKey
-	config string // of OpenSSH's clients, which know the guest as "vm"
+	config string // for OpenSSH's clients, which know the guest as "vm"
 }
 
 func start(t *testing.T) *host {
@@ -82,7 +82,7 @@ func start(t *testing.T) *host {
 	return h
 }
 
-// run runs a program of OpenSSH's, or rsync, with the configuration.
+// run runs an OpenSSH program or rsync with the configuration.
 func (h *host) run(t *testing.T, stdin, name string, args ...string) (stdout, stderr string, err error) {
 	t.Helper()
 	if name == "rsync" {
@@ -100,7 +100,7 @@ func (h *host) run(t *testing.T, stdin, name string, args ...string) (stdout, st
 	return out.String(), errs.String(), err
 }
 
-// must is run that succeeds.
+// must is run, but fails the test on an error.
 func (h *host) must(t *testing.T, stdin, name string, args ...string) string {
 	t.Helper()
 	out, errs, err := h.run(t, stdin, name, args...)

@@ -33,7 +33,7 @@ func TestOpenSSH_commands_have_streams_and_status(t *testing.T) {
 	if out := h.must(t, "", "ssh", "vm", "--", "echo", "'a  b'", "$HOME"); !strings.HasPrefix(out, "a  b /") {
 		t.Errorf("got %q", out)
 	}
-	// A command ends when its client goes, though it reads nothing.
+	// ssh exits with status 255 if a signal has ended the command.
 	if _, _, err := h.run(t, "", "ssh", "vm", "kill -9 $$"); exitCode(err) != 255 {
 		t.Errorf("a command that a signal has ended: %v", err)
 	}
@@ -69,7 +69,7 @@ func TestOpenSSH_sftp_has_the_rights_of_its_user(t *testing.T) {
 		_, _, err := h.run(t, batch+"\n", "sftp", "-b", "-", "nobody@vm")
 		return err
 	}
-	// t.TempDir's parents are for everybody to pass through.
+	// All users must be able to pass through t.TempDir's parents.
 	if err := os.Chmod(filepath.Dir(dir), 0o755); err != nil {
 		t.Fatal(err)
 	}
@@ -106,7 +106,7 @@ func TestOpenSSH_a_VM_that_sleeps_ends_the_session_without_a_status(t *testing.T
 	}
 }
 
-// tree makes files of many kinds and returns what describes them.
+// tree makes files of many kinds.
 func tree(t *testing.T, dir string) {
 	t.Helper()
 	big := make([]byte, 5<<20+3)

@@ -39,7 +39,7 @@ func TestSession_exits_are_told_by_status_or_by_signal(t *testing.T) {
 		"exit 42":                  {42, ""},
 		"kill -TERM $$":            {0, "TERM"},
 		"kill -KILL $$":            {0, "KILL"},
-		"kill -TRAP $$; sleep 100": {128 + 5, ""}, // a signal that the protocol has no name for
+		"kill -TRAP $$; sleep 100": {128 + 5, ""}, // a signal that the protocol does not name
 	} {
 		err := session(t, c).Run(command)
 		var exit *ssh.ExitError
@@ -100,7 +100,7 @@ func TestSession_terminals_have_size_modes_and_environment(t *testing.T) {
 	}
 	for i := range 100 {
 		if s.WindowChange(50+i%3, 120) != nil {
-			break // one was enough
+			break // one is enough
 		}
 	}
 	rest, _ := io.ReadAll(pipe)
@@ -207,13 +207,13 @@ func TestConnection_a_client_that_leaves_ends_its_commands(t *testing.T) {
 	if _, err := io.ReadFull(out, make([]byte, 6)); err != nil {
 		t.Fatal(err)
 	}
-	f, err := os.Open(path) // waits for the command to open it
+	f, err := os.Open(path) // blocks until the command opens it
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer f.Close()
 	c.Close()
-	if _, err := f.Read(make([]byte, 1)); err != io.EOF { // when the command ends
+	if _, err := f.Read(make([]byte, 1)); err != io.EOF { // returns when the command ends
 		t.Errorf("got %v", err)
 	}
 }
@@ -234,8 +234,8 @@ func TestConnection_a_command_that_nobody_reads_holds_up_itself_alone(t *testing
 	if got, err := session(t, c).Output("echo beside"); err != nil || string(got) != "beside\n" {
 		t.Errorf("got %q, %v", got, err)
 	}
-	// The client leaves while the guest is in the middle of its flood: the test's end sees
-	// whether anything stays.
+	// The client leaves in the middle of the guest's flood. The check at the end of the test finds anything that
+	// stays.
 	c.Close()
 }
 
@@ -273,7 +273,7 @@ func TestServe_a_name_that_is_too_long_is_refused(t *testing.T) {
 	}
 }
 
-// What a client asks for while the guest is silent waits, and ends with the client.
+// A client's request to a silent guest waits, and ends with the client.
 func TestServe_a_guest_that_is_silent_ends_with_the_client(t *testing.T) {
 	key, _, err := sshd.LoadHostKey(t.TempDir())
 	if err != nil {

@@ -34,7 +34,7 @@ func BenchmarkReadExtent(b *testing.B) {
 	}
 }
 
-// BenchmarkWriteExtent is WriteExtent and Wrote, without the write between them.
+// BenchmarkWriteExtent measures WriteExtent and Wrote, without the write between them.
 func BenchmarkWriteExtent(b *testing.B) {
 	b.Run("overwrite", func(b *testing.B) {
 		s, _ := mustCreate(b, 64*mib)
@@ -69,7 +69,7 @@ func BenchmarkWriteExtent(b *testing.B) {
 	})
 }
 
-// BenchmarkSeal reports how long Seal takes after much and after little was written, both unflushed.
+// BenchmarkSeal measures Seal after much and after little unflushed data was written.
 func BenchmarkSeal(b *testing.B) {
 	for _, data := range []int64{mib, 64 * mib} {
 		b.Run(fmt.Sprintf("data=%dMiB", data/mib), func(b *testing.B) {
@@ -93,7 +93,7 @@ func BenchmarkSeal(b *testing.B) {
 	}
 }
 
-// noSync is the machine's file system without its slow part, to build long chains fast.
+// noSync is the machine's file system without its slow syncs. Long chains are built fast with it.
 type noSync struct{ osfile.FS }
 
 type noSyncFile struct{ osfile.File }

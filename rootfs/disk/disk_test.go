@@ -56,7 +56,7 @@ func wantErr(t testing.TB, err, want error) {
 	}
 }
 
-// fillBlock is a block whose content depends on seed.
+// fillBlock returns n bytes of value seed.
 func fillBlock(seed byte, n int) []byte { return bytes.Repeat([]byte{seed}, n) }
 
 func mustWrite(t testing.TB, d *Disk, off int64, p []byte) {
@@ -97,7 +97,7 @@ func TestWrite_then_read_across_seals_gives_the_newest_bytes(t *testing.T) {
 	wantBytes(t, d, 0, want)
 	must(t, d.Close())
 	must(t, Verify(s2))
-	// The sealed layer alone is the disk as it was.
+	// The sealed layer alone is the disk at the time of the seal.
 	ro, err := Open(s, Options{ReadOnly: true})
 	must(t, err)
 	wantBytes(t, ro, 0, fillBlock(1, 3*BlockSize))
@@ -143,7 +143,7 @@ func TestConcurrent_writers_seals_and_flushes_keep_every_block(t *testing.T) {
 	background(func(int) error { _, err := d.stats(); return err })
 	background(func(i int) error { return d.Discard(48*mib+int64(i%100)*BlockSize, mib) })
 	background(func(i int) error {
-		// Parts of the blocks between the writers' own: sectors of one block from many goroutines.
+		// Write parts of the blocks between the writers' own: sectors of one block from many goroutines.
 		_, err := d.WriteAt(fillBlock(0xee, 512), 32*mib+int64(i%8)*512)
 		return err
 	})
@@ -213,7 +213,7 @@ func TestSectors_of_one_block_written_at_once_all_arrive(t *testing.T) {
 		var wg sync.WaitGroup
 		for i := range int64(8) {
 			if i == 3 {
-				continue // stays as it is below
+				continue // keeps what the layer below has
 			}
 			wg.Go(func() {
 				if _, err := d.WriteAt(fillBlock(byte(i+1), 512), b*BlockSize+i*512); err != nil {
@@ -260,7 +260,7 @@ func TestSeal_waits_for_the_write_under_way_and_can_be_cancelled(t *testing.T) {
 	}
 }
 
-// A guest that is not paused must not get a write into a layer that nobody knows of yet.
+// A guest that is not paused must not get a write into a layer that no record names yet.
 func TestSeal_then_keeps_writes_out_until_the_new_layer_is_remembered(t *testing.T) {
 	s, dir := mustCreate(t, 4*mib)
 	d := mustOpen(t, s)
@@ -276,7 +276,7 @@ func TestSeal_then_keeps_writes_out_until_the_new_layer_is_remembered(t *testing
 		if d.gate.places.TryAcquire(1) {
 			t.Error("the gate is open for writes before the layer is remembered")
 		}
-		wantBytes(t, d, 0, make([]byte, BlockSize)) // reading goes on
+		wantBytes(t, d, 0, make([]byte, BlockSize)) // reads continue
 		return nil
 	})
 	must(t, err)
@@ -286,7 +286,7 @@ func TestSeal_then_keeps_writes_out_until_the_new_layer_is_remembered(t *testing
 	}
 	wantBytes(t, d, 0, fillBlock(7, BlockSize))
 
-	// The disk goes on when the record cannot be written.
+	// The disk continues when the record cannot be written.
 	refused := errors.New("no record")
 	_, err = d.SealThen(t.Context(), filepath.Join(dir, "2"), func(Stack) error { return refused })
 	wantErr(t, err, refused)
@@ -325,7 +325,7 @@ func TestDiscard_masks_lower_layers_and_gives_space_back(t *testing.T) {
 	before, err := d.stats()
 	must(t, err)
 	must(t, d.Discard(512, 6*mib))
-	wantBytes(t, d, 0, fillBlock(2, BlockSize)) // a part of the block: kept
+	wantBytes(t, d, 0, fillBlock(2, BlockSize)) // part of a block: kept
 	wantBytes(t, d, BlockSize, make([]byte, 6*mib-BlockSize))
 	wantBytes(t, d, 6*mib, fillBlock(1, mib))
 	must(t, d.Flush())
@@ -350,7 +350,7 @@ func TestData_counts_each_block_once_and_none_that_was_discarded(t *testing.T) {
 	}
 	want(0)
 	mustWrite(t, d, 0, fillBlock(1, 8*mib))
-	mustWrite(t, d, 20*mib, fillBlock(1, 512)) // a part of a block is one
+	mustWrite(t, d, 20*mib, fillBlock(1, 512)) // part of a block counts as one
 	want(8*mib + BlockSize)
 	must(t, d.Flush())
 	_, err := d.Seal(t.Context(), filepath.Join(dir, "1"))
@@ -403,7 +403,7 @@ func TestForks_share_sealed_layers_and_do_not_see_each_other(t *testing.T) {
 	mustWrite(t, parent, 0, fillBlock(1, mib))
 	_, err := parent.Seal(t.Context(), filepath.Join(dir, "parent"))
 	must(t, err)
-	// Not flushed: a fork of a running disk needs no sync.
+	// The disk is not flushed: a fork of a running disk needs no sync.
 	var forks []*Disk
 	for i := range 3 {
 		fs, err := Fork(filepath.Join(dir, fmt.Sprintf("fork-%d", i)), s, 0)
@@ -414,7 +414,7 @@ func TestForks_share_sealed_layers_and_do_not_see_each_other(t *testing.T) {
 	}
 	mustWrite(t, parent, 3*BlockSize, fillBlock(20, BlockSize))
 	var wg sync.WaitGroup
-	for _, d := range append(forks, parent) { // all of them make the shared layer durable
+	for _, d := range append(forks, parent) { // each of them makes the shared layer durable
 		wg.Go(func() {
 			if err := d.Flush(); err != nil {
 				t.Error(err)
@@ -517,7 +517,7 @@ func TestUnflushed_writes_of_another_boot_are_dropped_block_by_block(t *testing.
 	d, err = next.open(s, Options{})
 	must(t, err)
 	must(t, d.closeFiles())
-	// What was dropped once does not come back.
+	// Data that was dropped once does not come back.
 	ro, err = next.open(s, Options{ReadOnly: true})
 	must(t, err)
 	wantBytes(t, ro, BlockSize, make([]byte, BlockSize))

@@ -14,7 +14,7 @@ import (
 	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
-// needsE2fsprogs skips where the host has no mkfs.ext4.
+// needsE2fsprogs skips the test if the host has no mkfs.ext4.
 func needsE2fsprogs(t *testing.T) {
 	t.Helper()
 	if _, err := findMkfs(mkfsNames); err != nil {
@@ -22,7 +22,7 @@ func needsE2fsprogs(t *testing.T) {
 	}
 }
 
-// e2fsTool finds a program of e2fsprogs where Debian puts it.
+// e2fsTool finds a program of e2fsprogs where Debian installs it.
 func e2fsTool(t *testing.T, name string) string {
 	t.Helper()
 	for _, p := range []string{name, "/usr/sbin/" + name, "/sbin/" + name} {
@@ -96,7 +96,7 @@ func TestFormat_ext4_shares_one_template_among_concurrent_disks(t *testing.T) {
 	}
 	ents, err := os.ReadDir(cache)
 	must(t, err)
-	if len(ents) != 2 { // the template and the lock
+	if len(ents) != 2 { // besides the template and the lock
 		t.Errorf("the cache holds %v, want the template and the lock only", ents)
 	}
 }
@@ -152,7 +152,7 @@ func TestExt4_template_stops_waiting_for_the_lock_when_cancelled(t *testing.T) {
 	}
 }
 
-// TestFormatted_disk_mounts_in_a_kernel_and_stays_clean lets the host's kernel play the guest's.
+// TestFormatted_disk_mounts_in_a_kernel_and_stays_clean mounts with the host's kernel in place of the guest's.
 func TestFormatted_disk_mounts_in_a_kernel_and_stays_clean(t *testing.T) {
 	needsE2fsprogs(t)
 	fsck := e2fsTool(t, "e2fsck")
@@ -180,7 +180,7 @@ func TestFormatted_disk_mounts_in_a_kernel_and_stays_clean(t *testing.T) {
 	if out, err := exec.Command(fsck, "-fn", raw).CombinedOutput(); err != nil {
 		t.Errorf("e2fsck: %v\n%s", err, out)
 	}
-	// What a guest writes when it mounts, stores 1 MiB and unmounts: little beyond that.
+	// A guest that mounts, stores 1 MiB and unmounts must write little beyond that.
 	after, err := Import(t.Context(), filepath.Join(dir, "after"), raw)
 	must(t, err)
 	ro, err := Open(after, Options{ReadOnly: true})

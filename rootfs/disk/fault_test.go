@@ -14,8 +14,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// script is a short life of a disk that makes every kind of call. It goes on after an error, as a
-// guest that gets an I/O error does, and answers the errors.
+// script is a short life of a disk that makes every kind of call. It continues after an error, as a guest that
+// gets an I/O error does, and returns the errors.
 func (w *world) script() (errs []error) {
 	note := func(err error) {
 		if err != nil {
@@ -54,7 +54,7 @@ func (w *world) script() (errs []error) {
 	note(w.flush())
 	zero(2*BlockSize, BlockSize, true)
 	zero(3*BlockSize, BlockSize, false)
-	writeAt([2]int64{2 * BlockSize, 1024}) // a short write puts half down: keep that whole sectors
+	writeAt([2]int64{2 * BlockSize, 1024}) // a short write stores half: keep that whole sectors
 	seal()
 	writeAt([2]int64{0, BlockSize})
 	zero(0, 1024, true)
@@ -64,7 +64,7 @@ func (w *world) script() (errs []error) {
 }
 
 // TestEvery_fault_leaves_a_disk_that_reads_right_and_goes_on fails every call of every kind once, with every
-// error, and holds the disk against the model afterwards.
+// error. Afterwards it compares the disk with the model.
 func TestEvery_fault_leaves_a_disk_that_reads_right_and_goes_on(t *testing.T) {
 	type kind struct {
 		op    faultfs.Op
@@ -107,7 +107,7 @@ func TestEvery_fault_leaves_a_disk_that_reads_right_and_goes_on(t *testing.T) {
 			if hit {
 				fired++
 			}
-			// The disk goes on: it reads right, takes writes, and unless a sync was lost it flushes.
+			// The disk must continue: it reads right and takes writes. Unless a sync was lost it also flushes.
 			w.fatal(w.m.check(w.d, true), what)
 			again := w.script()
 			if syncLost {
@@ -128,7 +128,7 @@ func TestEvery_fault_leaves_a_disk_that_reads_right_and_goes_on(t *testing.T) {
 			}
 			w.d, err = w.env.open(s, Options{})
 			w.fatal(err, what+": reopen")
-			if !syncLost { // else writes since the last good flush may be gone
+			if !syncLost { // otherwise writes since the last good flush may be lost
 				w.fatal(before.check(w.d, false), what+": reopen")
 			}
 			w.checkSnapshots()
@@ -180,7 +180,7 @@ func TestFailed_creation_leaves_no_file_and_can_be_repeated(t *testing.T) {
 				if err == nil {
 					if op == faultfs.OpRemove {
 						must(t, sim.Remove(path))
-						continue // removing what was never there
+						continue // removal of a file that never existed
 					}
 					t.Fatalf("%s: no error", what)
 				}
@@ -190,7 +190,7 @@ func TestFailed_creation_leaves_no_file_and_can_be_repeated(t *testing.T) {
 				ents, err := sim.ReadDir(dir)
 				must(t, err)
 				left := slices.DeleteFunc(ents, func(e fs.DirEntry) bool { return e.Name() == "raw" || e.Name() == "src" })
-				// Only an error after the final rename may leave the file, and then it is whole.
+				// Only an error after the final rename may leave the file, which is then whole.
 				if len(left) > 0 && !(len(left) == 1 && left[0].Name() == "new" && op == faultfs.OpSyncDir) {
 					t.Fatalf("%s: left %v behind", what, left)
 				}
@@ -211,8 +211,8 @@ func mustOpenNew(t testing.TB, path string) *Disk {
 	return mustOpen(t, s)
 }
 
-// TestEvery_fault_in_a_merge_leaves_the_stack_readable fails every call of a merge, reads through the stack as
-// it then is, repeats the merge, and reads again.
+// TestEvery_fault_in_a_merge_leaves_the_stack_readable fails every call of a merge and reads through the resulting
+// stack. Then it repeats the merge and reads again.
 func TestEvery_fault_in_a_merge_leaves_the_stack_readable(t *testing.T) {
 	for _, op := range faultfs.Ops {
 		for n := 1; ; n++ {

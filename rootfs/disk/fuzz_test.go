@@ -18,7 +18,7 @@ func FuzzDecodeHeader(f *testing.F) {
 		if b != nil {
 			b.encode(p[slotStride:])
 		}
-		// The corpus holds both slots only: what lies between them is never looked at.
+		// The corpus has only the two slots: the decoder never reads what is between them.
 		f.Add(append(bytes.Clone(p[:headerSize]), p[slotStride:slotStride+headerSize]...), true)
 	}
 	open := &header{size: mib, id: ID{1}, state: StateOpen}
@@ -27,7 +27,7 @@ func FuzzDecodeHeader(f *testing.F) {
 	add(open, nil)
 	add(open, sealed)
 	add(merging, sealed)
-	// With resum the checksums are made to fit, so that mutations reach the rules behind them.
+	// With resum the test makes the checksums right, so that mutations reach the rules behind them.
 	f.Fuzz(func(t *testing.T, slots []byte, resum bool) {
 		if len(slots) < 2*headerSize {
 			if _, err := decodeHeader(slots); err == nil {
@@ -47,7 +47,7 @@ func FuzzDecodeHeader(f *testing.F) {
 		if err != nil {
 			return
 		}
-		// What is accepted obeys the rules, and survives being written again.
+		// An accepted header obeys the rules and survives another write.
 		if err := h.check(); err != nil {
 			t.Fatal(err)
 		}
@@ -102,8 +102,8 @@ func FuzzDecodeMap(f *testing.F) {
 	})
 }
 
-// FuzzOpenLayer opens a small layer in which the fuzzer has overwritten some bytes, header and
-// checksums included: whatever happens, it is an error or a disk that can be read to its end.
+// FuzzOpenLayer opens a small layer in which the fuzzer has overwritten some bytes, including header and
+// checksums. The result must be an error or a disk that can be read to its end.
 func FuzzOpenLayer(f *testing.F) {
 	dir := f.TempDir()
 	s, err := Create(filepath.Join(dir, "0"), 4*BlockSize)
@@ -151,11 +151,11 @@ func FuzzOpenLayer(f *testing.F) {
 	})
 }
 
-// FuzzUnpack gives streams to Unpack beside a file that must stay as it is. A stream is refused and leaves nothing, or
-// it becomes a file that has its extents and zeros, holds no more of the disk than came, and packs again to the same
-// content.
+// FuzzUnpack gives streams to Unpack beside a file that must not change. Unpack refuses a stream and leaves
+// nothing behind, or makes a file that has the stream's extents and zeros, holds no more of the disk than came,
+// and packs again to the same content.
 func FuzzUnpack(f *testing.F) {
-	// In memory where there is such a place: Unpack syncs.
+	// Use memory if possible: Unpack syncs.
 	dir, err := os.MkdirTemp("/dev/shm", "drowse-unpack-")
 	if err != nil {
 		dir = f.TempDir()
@@ -230,7 +230,7 @@ func FuzzUnpack(f *testing.F) {
 		if q.size != p.size {
 			t.Fatalf("packed again it has %d bytes, not %d", q.size, p.size)
 		}
-		// What is packed again covers what was written, and has zeros around it.
+		// The new packing covers what was written, with zeros around it.
 		at = packHeader + packExtent*len(q.extents)
 		for _, e := range q.extents {
 			want := make([]byte, e.length)
@@ -242,7 +242,7 @@ func FuzzUnpack(f *testing.F) {
 	})
 }
 
-// decodeTable checks a table, whose checksum has been verified, and calls each for its runs in order.
+// decodeTable checks a table whose checksum has been verified, and calls each for its runs in order.
 func decodeTable(p []byte, blocks int64, each func(run)) error {
 	d := tableDecoder{blocks: blocks}
 	return d.decode(p, each)

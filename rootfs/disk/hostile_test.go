@@ -8,7 +8,7 @@ import (
 	"testing"
 )
 
-// A layer of a few KiB may state a table of gigabytes, which is a hole of its file.
+// A layer of a few KiB may claim a table of gigabytes, which is a hole in its file.
 func TestAttack_layer_with_a_table_that_is_a_hole_takes_no_memory(t *testing.T) {
 	const tableLen = 256 << 20
 	h := header{size: 256 << 30, id: ID{1}, state: StateSealed, tableLen: tableLen}

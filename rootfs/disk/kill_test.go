@@ -31,13 +31,13 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// killBlocks is how many blocks the child writes to, in turn, straddling an index chunk.
+// killBlocks is the number of blocks that the child writes to, in turn. They straddle an index chunk.
 const killBlocks = 64
 
 func killOffset(i int64) int64 { return (chunkBlocks - killBlocks/2 + i) * BlockSize }
 
-// writeForEver writes numbered versions to the disk in dir, block after block, and says on stdout
-// before ("b") and after ("a") each write which it is. It seals and flushes now and then.
+// writeForEver writes numbered versions to the disk in dir, block after block. It prints the version to stdout
+// before ("b") and after ("a") each write. From time to time it seals and flushes.
 func writeForEver(dir string) error {
 	s, err := readStack(dir)
 	if err != nil {
@@ -124,8 +124,8 @@ func writeStack(dir string, s Stack) error {
 	return os.Rename(tmp, filepath.Join(dir, "stack"))
 }
 
-// TestKilled_process_loses_no_finished_write kills a writing child at random moments, many times over the
-// same disk, and reads the disk as the next process would.
+// TestKilled_process_loses_no_finished_write kills a writing child at varying moments, many times over the same
+// disk, and reads the disk as the next process would.
 func TestKilled_process_loses_no_finished_write(t *testing.T) {
 	if hostBoot() == [bootIDSize]byte{} {
 		t.Skip("no /proc/sys/kernel/random/boot_id, by which the page cache of a killed process is believed")
@@ -145,13 +145,13 @@ func TestKilled_process_loses_no_finished_write(t *testing.T) {
 		must(t, err)
 		must(t, cmd.Start())
 		in := bufio.NewReader(out)
-		first, err := in.ReadString('\n') // from then on it writes, however long its start has taken
+		first, err := in.ReadString('\n') // from here on it writes, however long its start took
 		must(t, err)
 		timer := time.AfterFunc(time.Duration(20+round*7%60)*time.Millisecond, func() { _ = cmd.Process.Kill() })
 		lines, err := io.ReadAll(in)
 		must(t, err)
 		lines = append([]byte(first), lines...)
-		_ = cmd.Wait() // it was killed
+		_ = cmd.Wait() // the test has killed it
 		timer.Stop()
 		var what string
 		var v uint64
@@ -162,7 +162,7 @@ func TestKilled_process_loses_no_finished_write(t *testing.T) {
 				i++
 			}
 			if i == len(rest) {
-				break // the last line was cut
+				break // the last line is incomplete
 			}
 			if _, err := fmt.Sscanf(string(rest[:i]), "%s %d %d %d", &what, &v, &off, &n); err != nil {
 				t.Fatalf("child said %q: %v", rest[:i], err)
@@ -174,7 +174,7 @@ func TestKilled_process_loses_no_finished_write(t *testing.T) {
 		}
 		s, err := readStack(dir)
 		must(t, err)
-		// Another boot id is a power loss, for which only flushed data counts, so read with this one.
+		// Read with this boot id. Another one means a power loss, for which only flushed data counts.
 		d, err := env{fs: osfile.OS, boot: hostBoot()}.open(s, Options{ReadOnly: true})
 		must(t, err)
 		for i := range int64(killBlocks) {

@@ -13,22 +13,22 @@ import (
 	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
-// Merge does what older versions did to shorten a stack, so that tests can open what it leaves: at each stage of a
-// merge, and after it. Nothing does it any more, since it changes the content of a layer under its name.
+// Merge shortens a stack as older versions did, so that tests can open what each stage of a merge leaves. Production
+// code does not merge, since a merge changes the content of a layer under its name.
 //
-// It joins two neighbouring layers into one: the data of upper is copied into
-// lower's file, which then takes upper's id, its place below whatever lies above, and its path.
-// Afterwards lower's path is gone, and a stack [.., lower, upper, ..] has become [.., upper, ..].
+// It joins two neighbouring layers into one. It copies the data of upper into lower's file. The file then takes
+// upper's id, its place below the layers above it, and its path. Afterwards lower's path is gone, and a stack [..,
+// lower, upper, ..] has become [.., upper, ..].
 //
-// Preconditions: lower is sealed and nothing else refers to it, be it another layer, a snapshot or a
-// running VM (those it can see are ErrInUse). Upper may be shared with stacks that have lower below
-// it, but not with one that has in lower's place the layers that [Squash] has made it of. If upper is
-// not sealed yet, it is sealed first. The cost is that of upper's data.
+// Preconditions: lower is sealed, and no other layer, snapshot or running VM refers to it (those that Merge can
+// see are ErrInUse). Stacks that have lower below upper may share upper. A stack must not share it that has, in
+// lower's place, the layers that [Squash] has made of lower. Merge first seals upper if it is not sealed yet. The
+// cost is that of upper's data.
 //
-// A merge that was interrupted, by ctx, an error or a crash, leaves a stack that reads as before as
-// long as lower is used only below upper, which Open enforces. Repeating it completes it; repeating a
-// complete one does nothing. Open takes the old list of files at every stage, and after the end too,
-// so the list need not change in the same instant.
+// A merge that was interrupted by ctx, an error or a crash leaves a stack that reads as before while lower is used
+// only below upper, which Open enforces. Repeating it completes it, and repeating a complete one does nothing.
+// Open takes the old list of files at every stage and after the end, so the list need not change in the same
+// instant.
 func Merge(ctx context.Context, lower, upper string) error {
 	if err := hostEnv().merge(ctx, lower, upper); err != nil {
 		return fmt.Errorf("merge %s into %s: %w", upper, lower, err)
@@ -46,7 +46,7 @@ func (e env) merge(ctx context.Context, lower, upper string) (err error) {
 		return fmt.Errorf("%w: of %v into %s", ErrMerging, up.hdr.merge, upper)
 	}
 	if _, err := e.fs.Stat(lower); errors.Is(err, fs.ErrNotExist) && up.hdr.merge != (ID{}) {
-		return ioError("sync directory", e.fs.SyncDir(filepath.Dir(upper))) // done before, up to here
+		return ioError("sync directory", e.fs.SyncDir(filepath.Dir(upper))) // an earlier merge came this far
 	}
 	low, err := e.openLayer(lower, os.O_RDWR, osfile.Exclusive)
 	if err != nil {
@@ -54,7 +54,7 @@ func (e env) merge(ctx context.Context, lower, upper string) (err error) {
 	}
 	defer func() { err = errors.Join(err, low.close()) }()
 
-	if low.hdr.id != up.hdr.id { // else only the last step is missing
+	if low.hdr.id != up.hdr.id { // otherwise only the last step is missing
 		if err := e.mergeInto(ctx, low, up); err != nil {
 			return err
 		}
@@ -131,8 +131,8 @@ func (e env) mergeInto(ctx context.Context, low, up *layer) error {
 	return e.commitHeader(low, h)
 }
 
-// mergedRuns are the runs of both layers, upper first where they overlap. Zeros are kept only if
-// something lies below, and otherwise left out.
+// mergedRuns returns the runs of both layers, upper first where they overlap. It keeps zeros only if there is a
+// layer below.
 func mergedRuns(low, up *layer) (func(func(run)) error, error) {
 	x := newIndex(low.hdr.blocks())
 	fill := func(r run) { x.set(r.start, r.count, source(r.state)) }

@@ -27,15 +27,14 @@ var (
 
 const (
 	sectorSize = 512
-	// modelSize makes an index of three chunks, the last of them short and not a whole word.
+	// modelSize makes an index of three chunks. The last is short and not a whole word.
 	modelSize = (2*chunkBlocks + 7) * BlockSize
 )
 
 // windows are the block ranges that the model tests use: the ends, and both sides of a chunk border.
 var windows = [][2]int64{{0, 10}, {chunkBlocks - 6, chunkBlocks + 6}, {2*chunkBlocks - 1, 2*chunkBlocks + 7}}
 
-// stamp fills a sector so that its version can be told, and a mixture with anything else be seen.
-// Version 0 is zeros.
+// stamp fills a sector with its version, so that a mixture with other data is visible. Version 0 is zeros.
 func stamp(p []byte, sector int64, version uint64) {
 	for i := 0; i < sectorSize; i += 8 {
 		v := version
@@ -46,7 +45,7 @@ func stamp(p []byte, sector int64, version uint64) {
 	}
 }
 
-// versionOf tells which version a sector holds; ok is false if it was never written like that.
+// versionOf returns the version that a sector holds. ok is false if stamp did not write the content.
 func versionOf(p []byte, sector int64) (version uint64, ok bool) {
 	var want [sectorSize]byte
 	if v := binary.LittleEndian.Uint64(p); v != 0 {
@@ -56,8 +55,8 @@ func versionOf(p []byte, sector int64) (version uint64, ok bool) {
 	return version, string(want[:]) == string(p[:sectorSize])
 }
 
-// model is what a disk may hold: for each sector the versions that are possible, the newest last. A
-// sector that is not in the map is zero.
+// A model maps each sector to the versions that it may hold, the newest last. A sector that is not in the map is
+// zero.
 type model map[int64][]uint64
 
 func (m model) get(s int64) []uint64 {
@@ -67,7 +66,7 @@ func (m model) get(s int64) []uint64 {
 	return []uint64{0}
 }
 
-// put writes a version; if unsure, the older ones stay possible.
+// put adds a version. If unsure, the older ones stay possible.
 func (m model) put(off, n int64, version uint64, unsure bool) {
 	for s := off / sectorSize; s < (off+n)/sectorSize; s++ {
 		if unsure {
@@ -78,8 +77,8 @@ func (m model) put(off, n int64, version uint64, unsure bool) {
 	}
 }
 
-// check reads all windows, and answers what is there or what is wrong. learn narrows the model to
-// what was read.
+// check reads all windows and returns an error if the disk differs from the model. learn narrows the model to what
+// was read.
 func (m model) check(d *Disk, learn bool) error {
 	var errs []error
 	for _, w := range windows {
@@ -107,7 +106,7 @@ func (m model) check(d *Disk, learn bool) error {
 	return errors.Join(errs...)
 }
 
-// snapshot is a sealed stack and what it must hold for ever.
+// A snapshot is a sealed stack and what it must always hold.
 type snapshot struct {
 	stack Stack
 	want  model
@@ -120,15 +119,15 @@ type world struct {
 	env  env
 	dir  string
 	d    *Disk
-	m    model // what reads may give now
+	m    model // what reads may return now
 	next uint64
 	file int
 
-	// durable is what may be there after a power loss: the versions since the last flush.
+	// durable holds what may be on disk after a power loss: the versions since the last flush.
 	durable   model
-	committed Stack // as of the last flush
+	committed Stack // at the last flush
 	snaps     []snapshot
-	unsynced  []snapshot // sealed since the last flush
+	unsynced  []snapshot // those sealed since the last flush
 	log       []string
 	squashed  bool
 }
@@ -156,11 +155,11 @@ func (w *world) span() (off, n int64) {
 	return win[0]*BlockSize + a*sectorSize, (b - a) * sectorSize
 }
 
-// put notes a change in both models.
+// put records a change in both models.
 func (w *world) put(off, n int64, version uint64, failed bool) {
 	w.m.put(off, n, version, failed)
 	w.durable.put(off, n, version, true)
-	if failed { // the old content stays possible, and stays behind the new one
+	if failed { // the old content stays possible, after the new one
 		for s := off / sectorSize; s < (off+n)/sectorSize; s++ {
 			w.durable[s] = append(w.durable[s], w.m[s]...)
 		}
@@ -227,7 +226,7 @@ func (w *world) seal() error {
 	return err
 }
 
-// fork leaves the disk and goes on with a new one over one of its snapshots.
+// fork leaves the disk and continues with a new one over one of its snapshots.
 func (w *world) fork() error {
 	if len(w.snaps) == 0 {
 		return nil
@@ -261,8 +260,7 @@ func (w *world) reopen() error {
 	return err
 }
 
-// merge joins two layers below the top, after forgetting the snapshots that refer to the lower one
-// as their uppermost.
+// merge joins two layers below the top. It first forgets the snapshots whose top is the lower one.
 func (w *world) merge() error {
 	s := w.d.Stack()
 	if len(s.Layers) < 3 {
@@ -271,11 +269,11 @@ func (w *world) merge() error {
 	i := w.r.IntN(len(s.Layers) - 2)
 	lower, upper := s.Layers[i], s.Layers[i+1]
 	for _, sn := range slices.Concat(w.snaps, w.unsynced) {
-		// Another disk may sit on the lower layer without the upper one: then it is not ours to merge.
+		// Another disk may use the lower layer without the upper one. Then this disk must not merge it.
 		if j := slices.Index(sn.stack.Layers, lower); j >= 0 && j+1 < len(sn.stack.Layers) && sn.stack.Layers[j+1] != upper {
 			return nil
 		}
-		// And where the upper lies over what a squashed one was made of, it must stay as it is.
+		// An upper layer over the parts of a squashed layer must not change either.
 		if slices.Contains(sn.stack.Layers, upper) && !slices.Contains(sn.stack.Layers, lower) {
 			return nil
 		}
@@ -287,7 +285,7 @@ func (w *world) merge() error {
 	w.flushed()
 	w.snaps = slices.DeleteFunc(w.snaps, func(sn snapshot) bool { return sn.stack.Top() == lower })
 	err := w.env.merge(context.Background(), lower, upper)
-	if err == nil { // the owner of the stacks now takes note
+	if err == nil { // record it in the stacks, as their owner does
 		without := func(s Stack) Stack {
 			return Stack{Layers: slices.DeleteFunc(slices.Clone(s.Layers), func(p string) bool { return p == lower })}
 		}
@@ -297,7 +295,7 @@ func (w *world) merge() error {
 		s = without(s)
 		w.committed = s
 	}
-	if errors.Is(err, ErrMerging) { // an earlier one was interrupted, and is not repeated here
+	if errors.Is(err, ErrMerging) { // an earlier merge was interrupted; do not repeat it here
 		err = nil
 	}
 	var oerr error
@@ -305,7 +303,7 @@ func (w *world) merge() error {
 	return errors.Join(err, oerr)
 }
 
-// squash puts one layer in the place of some below the top, which stay for those that have them.
+// squash replaces some layers below the top by one. The old ones stay for the stacks that have them.
 func (w *world) squash() error {
 	s := w.d.Stack()
 	if len(s.Layers) < 3 {
@@ -316,7 +314,7 @@ func (w *world) squash() error {
 	path := w.path()
 	w.log = append(w.log, fmt.Sprintf("squash %s to %s into %s", filepath.Base(some[0]), filepath.Base(some[len(some)-1]), filepath.Base(path)))
 	err := w.env.squash(context.Background(), some, path)
-	if errors.Is(err, ErrInUse) || errors.Is(err, ErrMerging) { // not sealed before the next flush; an interrupted merge
+	if errors.Is(err, ErrInUse) || errors.Is(err, ErrMerging) { // unsealed until a flush, or a merge was cut
 		return nil
 	}
 	if err != nil {
@@ -379,7 +377,7 @@ func (w *world) fatal(err error, doing string) {
 	w.t.Fatalf("%s: %v", doing, err)
 }
 
-// checkSnapshots opens every committed snapshot by itself.
+// checkSnapshots opens each committed snapshot and checks it.
 func (w *world) checkSnapshots() {
 	w.t.Helper()
 	for _, sn := range w.snaps {
@@ -426,7 +424,7 @@ func TestRandom_workload_reads_like_the_model(t *testing.T) {
 					w.fatal(err, "open the chain")
 					w.fatal(w.m.check(ro, false), "chain")
 					w.fatal(ro.Close(), "close")
-					// One that was squashed is as good as those that it was made of.
+					// A squashed layer is equivalent to the layers that it was made of.
 					if !w.squashed && !slices.Equal(s.Layers, w.committed.Layers) {
 						t.Errorf("chain is %v, want %v", s.Layers, w.committed.Layers)
 					}
@@ -436,8 +434,8 @@ func TestRandom_workload_reads_like_the_model(t *testing.T) {
 	}
 }
 
-// openAfterCrash opens the committed stack; if its top was sealed just before the crash, that is
-// forked over, as the owner of a disk does.
+// openAfterCrash opens the committed stack. If its top was sealed just before the crash, it opens a fork over it,
+// as the owner of a disk does.
 func (w *world) openAfterCrash() error {
 	var err error
 	w.d, err = w.env.open(w.committed, Options{})
@@ -484,8 +482,8 @@ func TestPower_loss_keeps_what_was_flushed_and_every_snapshot(t *testing.T) {
 					w.fatal(w.openAfterCrash(), "open after a power loss")
 					w.m = w.durable
 					w.fatal(w.m.check(w.d, true), "after a power loss")
-					// What was read is what the guest goes on from, but nothing of it is flushed yet: the
-					// next loss may bring an older version back only if it was not durable then. It was.
+					// The guest continues from what was read. It is not flushed again, but it has survived a power
+					// loss. So it is durable, and the next loss cannot bring back an older version.
 					w.durable = maps.Clone(w.m)
 					w.checkSnapshots()
 				}
@@ -502,7 +500,7 @@ func TestPower_loss_keeps_what_was_flushed_and_every_snapshot(t *testing.T) {
 				next := t.TempDir()
 				must(t, sim.Crash(seed*10+uint64(life), next))
 				if w.d != nil {
-					_ = w.d.Close() // the power is out: only the descriptors are given back
+					_ = w.d.Close() // the power is off: this only closes the descriptors
 				}
 				must(t, os.RemoveAll(dir))
 				dir = next
@@ -511,8 +509,8 @@ func TestPower_loss_keeps_what_was_flushed_and_every_snapshot(t *testing.T) {
 	}
 }
 
-// chain puts together the stack whose uppermost layer is top from layers that Find has found. Where an interrupted
-// merge has left two files of one id, the merged one counts.
+// chain builds, from layers that Find has found, the stack whose top is layer top. If an interrupted merge has
+// left two files of one id, the merged one counts.
 func chain(layers []LayerInfo, top ID) (Stack, error) {
 	byID := map[ID]LayerInfo{}
 	for _, l := range layers {
@@ -527,7 +525,7 @@ func chain(layers []LayerInfo, top ID) (Stack, error) {
 		if !ok {
 			return Stack{}, fmt.Errorf("%w: layer %v was not found", ErrMissingParent, id)
 		}
-		delete(byID, id) // each at most once: a cycle ends above
+		delete(byID, id) // each at most once: a cycle ends with the error above
 		s.Layers = append(s.Layers, l.Path)
 		id = l.Parent
 	}

@@ -25,7 +25,7 @@ func packOf(t *testing.T, path string) []byte {
 	return b.Bytes()
 }
 
-// sparse makes a file with data here and there.
+// sparse makes a file with data at the given offsets.
 func sparse(t *testing.T, size int64, at ...int64) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "file")

@@ -8,14 +8,14 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// layerStats is what a layer holds.
+// layerStats describes the content of a layer.
 type layerStats struct {
 	LayerInfo
-	Data, Zero int64 // bytes that the layer supplies, and that it makes zero
+	Data, Zero int64 // bytes that the layer supplies, and bytes that it makes zero
 	Allocated  int64 // bytes on the host, with map and table
 }
 
-// stats describes every layer of the disk, bottom first. It reads the tables and maps, and waits for a flush under way.
+// stats describes every layer, bottom first. It reads the tables and maps, and waits for a flush under way.
 func (d *Disk) stats() ([]layerStats, error) {
 	d.flushMu.Lock()
 	defer d.flushMu.Unlock()
@@ -46,7 +46,7 @@ func (d *Disk) stats() ([]layerStats, error) {
 	return out, nil
 }
 
-// allocated is the space that a file takes on the host, in bytes.
+// allocated returns the space that a file takes on the host, in bytes.
 func allocated(f *os.File) (int64, error) {
 	var st unix.Stat_t
 	if err := unix.Fstat(int(f.Fd()), &st); err != nil {
@@ -55,7 +55,7 @@ func allocated(f *os.File) (int64, error) {
 	return st.Blocks * 512, nil
 }
 
-// rawCopy makes a raw file with the content of a disk, holes where it has no data.
+// rawCopy makes a raw file with the content of a disk, with holes where the disk has no data.
 func rawCopy(t testing.TB, d *Disk, path string) {
 	t.Helper()
 	f, err := os.Create(path)

@@ -15,8 +15,8 @@ import (
 	"github.com/drowse-vm/drowse/internal/test/faultfs"
 )
 
-// deepDisk opens a disk of a mebibyte whose layers each have half of what the next one covers; the
-// second makes some blocks zero. It returns what the disk holds.
+// deepDisk opens a disk of 1 MiB in which each layer has half of what the next one covers. The second makes some
+// blocks zero. deepDisk also returns the content of the disk.
 func deepDisk(t *testing.T, s Stack, layers int) (*Disk, []byte) {
 	t.Helper()
 	d := mustOpen(t, s)

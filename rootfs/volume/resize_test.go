@@ -18,7 +18,7 @@ import (
 
 const largerSize = 2 * testSize
 
-// sector reads what put has written.
+// sector returns what put has written.
 func sector(t *testing.T, v *Volume, off int64) byte {
 	t.Helper()
 	p := make([]byte, 512)
@@ -98,7 +98,7 @@ func TestResize_makes_larger_never_smaller_and_may_be_repeated(t *testing.T) {
 	}
 }
 
-// What a program that makes a file system larger leaves when it fails is not the volume.
+// The volume does not become what a failed resize program leaves behind.
 func TestResize_that_fails_half_way_leaves_the_volume_as_it_was(t *testing.T) {
 	s, sim := simStore(t)
 	create(t, s, "v")
@@ -138,7 +138,7 @@ func TestResize_that_fails_half_way_leaves_the_volume_as_it_was(t *testing.T) {
 	}
 }
 
-// The power is cut after each call in turn.
+// The test cuts the power after each call in turn.
 func TestResize_leaves_the_old_or_the_new_when_the_power_goes(t *testing.T) {
 	sizes := map[int64]int{}
 	for cut := 0; ; cut++ {
@@ -187,12 +187,12 @@ func TestResize_leaves_the_old_or_the_new_when_the_power_goes(t *testing.T) {
 			if kept, err := readRecord(after.fs, filepath.Join(after.dir, "v")); err != nil || *kept != *again {
 				fatal("its record is ", kept, err)
 			}
-			if left, err := os.ReadDir(after.dir); err != nil || len(left) != 2 { // the volume and the lock
+			if left, err := os.ReadDir(after.dir); err != nil || len(left) != 2 { // besides the volume and the lock
 				fatal(left, " is left ", err)
 			}
 		}
 		if rerr == nil {
-			break // nothing left to cut
+			break // no more calls to cut
 		}
 	}
 	if sizes[testSize] == 0 || sizes[largerSize] == 0 {
@@ -225,7 +225,7 @@ func TestAttach_while_the_volume_is_resized_waits_for_nobody_and_finds_it(t *tes
 	for size := int64(testSize); size < testSize+20<<20; {
 		r, err := s.Resize(t.Context(), "v", size+1<<20, nil)
 		if errors.Is(err, ErrInUse) {
-			continue // it is being read
+			continue // the volume is being read
 		}
 		if err != nil {
 			t.Error(err)
@@ -246,7 +246,7 @@ func e2fs(t *testing.T, name string, args ...string) string {
 	return string(out)
 }
 
-// With real file systems, also beyond 16 GiB, where there must be more group descriptors.
+// The test uses real file systems, also beyond 16 GiB, where a resize needs more group descriptors.
 func TestResize_keeps_the_files_and_fills_the_volume(t *testing.T) {
 	for _, name := range []string{"mkfs.ext4", "e2fsck", "resize2fs", "debugfs", "dumpe2fs"} {
 		if _, err := exec.LookPath(name); err != nil {
@@ -289,7 +289,7 @@ func TestResize_keeps_the_files_and_fills_the_volume(t *testing.T) {
 		t.Errorf("it takes %d bytes (%v)", n, err)
 	}
 
-	// One that is damaged stays as it is.
+	// A damaged volume does not change.
 	f, err := os.OpenFile(data, os.O_RDWR, 0)
 	if err != nil {
 		t.Fatal(err)

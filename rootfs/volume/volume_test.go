@@ -19,7 +19,7 @@ import (
 
 const testSize = MinSize
 
-// simStore is a store on a file system that fails on demand, with a cheap format.
+// simStore returns a store on a file system that fails on demand, with a cheap format.
 func simStore(t *testing.T) (*Store, *faultfs.Sim) {
 	t.Helper()
 	root := t.TempDir()
@@ -56,7 +56,7 @@ func attach(t *testing.T, s *Store, name string, readOnly bool) *Volume {
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { _ = v.Close() }) // it may be closed already
+	t.Cleanup(func() { _ = v.Close() }) // the test may have closed it already
 	return v
 }
 
@@ -188,8 +188,8 @@ func TestCheck_takes_only_the_content_that_the_memory_belongs_to(t *testing.T) {
 	for name, tt := range map[string]struct {
 		do   func(*testing.T, *Store, *faultfs.Sim)
 		as   Settled
-		rw   bool // may go on writing
-		read bool // may go on reading
+		rw   bool // may continue to write
+		read bool // may continue to read
 	}{
 		"nothing":        {func(*testing.T, *Store, *faultfs.Sim) {}, mine, true, true},
 		"another VM":     {func(*testing.T, *Store, *faultfs.Sim) {}, Settled{"s", "b"}, false, true},
@@ -330,7 +330,7 @@ func TestDiscard_gives_space_back(t *testing.T) {
 	}
 }
 
-// The power is cut after each call in turn.
+// The test cuts the power after each call in turn.
 func TestCreate_and_Remove_leave_all_or_nothing_when_the_power_goes(t *testing.T) {
 	for cut := 0; ; cut++ {
 		s, sim := simStore(t)
@@ -339,7 +339,7 @@ func TestCreate_and_Remove_leave_all_or_nothing_when_the_power_goes(t *testing.T
 		if cerr == nil {
 			cerr = s.Remove(t.Context(), "v", func(*Record) error { return nil })
 			if cerr == nil {
-				return // nothing left to cut
+				return // no more calls to cut
 			}
 		}
 		for seed := range uint64(8) {
@@ -360,25 +360,25 @@ func TestCreate_and_Remove_leave_all_or_nothing_when_the_power_goes(t *testing.T
 			} else if !errors.Is(err, ErrNotFound) {
 				t.Fatalf("cut %d, seed %d: %v", cut, seed, err)
 			}
-			// What was left half done is not in the way, and goes.
+			// A half-done operation does not block Create, and its remains go.
 			if _, err := after.Create(t.Context(), "v", testSize); err != nil {
 				t.Fatalf("cut %d, seed %d: %v", cut, seed, err)
 			}
 			left, err := os.ReadDir(after.dir)
-			if err != nil || len(left) != 2 { // the volume and the lock
+			if err != nil || len(left) != 2 { // besides the volume and the lock
 				t.Fatalf("cut %d, seed %d: %v is left (%v)", cut, seed, left, err)
 			}
 		}
 	}
 }
 
-// Whatever call is the last one before the power goes or fails: a volume that says it
-// belongs to a snapshot has the content of then.
+// Whichever call is the last before the power goes or an error comes, a volume that names a snapshot has the
+// content of that snapshot.
 func TestSettled_content_is_that_of_the_snapshot_whatever_fails(t *testing.T) {
 	type want struct{ first byte }
 	settled := map[Settled]want{{"s1", "a"}: {1}, {"s2", "a"}: {2}}
 	life := func(v *Volume, sim *faultfs.Sim) {
-		// Errors are what the guest sees; it goes on.
+		// The guest sees the errors and continues.
 		_ = put(v, sim, 1, 0)
 		_ = v.Settle(Settled{"s1", "a"})
 		_ = put(v, sim, 2, 0)
