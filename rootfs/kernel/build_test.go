@@ -13,8 +13,8 @@ import (
 	"time"
 )
 
-// The programs that Build and Fetch run, in a few lines each: they do what matters to their caller, count how often
-// they were run, and do as the files in the folder $T say.
+// fakePrograms are short versions of the programs that Build and Fetch run. They do what their caller needs, count
+// how often they were run, and obey the files in the folder $T.
 var fakePrograms = map[string]string{
 	"gcc":   `case "$1" in --version) cat "$T/gcc-version";; *) grep -q "$(cat "$T/no-header" 2>/dev/null || echo none)" && exit 1; exit 0;; esac`,
 	"ld":    `echo "ld 1"`,
@@ -47,7 +47,7 @@ esac`,
 	"dpkg-deb":   `mkdir -p "$3" && cp -r "$T/package/." "$3"`,
 }
 
-// fake puts the fake programs in place of all others and returns the folder $T.
+// fake replaces all programs by the fake ones and returns the folder $T.
 func fake(t *testing.T) string {
 	t.Helper()
 	dir := t.TempDir()
@@ -78,7 +78,7 @@ func count(t *testing.T, dir, what string) int {
 	return strings.Count(string(data), what)
 }
 
-// noRemains fails the test if anything unfinished is left in the cache.
+// noRemains fails the test if the cache holds anything unfinished.
 func noRemains(t *testing.T, cache string) {
 	t.Helper()
 	for _, pattern := range []string{"kernels/.*", "work/*", "work/.*", "downloads/.*"} {
@@ -322,8 +322,7 @@ func TestBuild_after_crash_ignores_and_replaces_its_remains(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// As a loss of power may leave it: a half-built tree, half of what was to be published, and a result with a hole in
-	// it.
+	// A loss of power may leave this: a half-built tree, half of what was to be published, and a damaged result.
 	writeTree(t, opts.CacheDir, map[string]string{
 		"work/.tmp-build-" + k.InputsHash[:idHashLength] + "/linux/old.o": "x",
 		"kernels/.tmp-" + k.ID + "/vmlinux":                               "half",
@@ -435,7 +434,7 @@ func TestHash_inputs_depends_on_every_name_and_value(t *testing.T) {
 	}
 }
 
-// TestRealBuild builds the kernel in truth. It takes minutes, so it has to be asked for.
+// TestRealBuild really builds the kernel. It takes minutes, so it runs only on request.
 func TestRealBuild(t *testing.T) {
 	cache := os.Getenv("DROWSE_TEST_KERNEL_CACHE")
 	if cache == "" {

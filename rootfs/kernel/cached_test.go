@@ -9,7 +9,7 @@ import (
 	"testing"
 )
 
-// putSource puts a version of the package with the kernel's source into the fake apt's index.
+// putSource puts a version of the kernel's source package into the fake apt's index.
 func putSource(t *testing.T, dir, version string) {
 	t.Helper()
 	sum := sha256.Sum256([]byte(debContent))
@@ -51,7 +51,7 @@ func TestBuild_uses_the_kernel_that_is_there_until_the_newest_is_asked_for(t *te
 		t.Errorf("an index that is older has newer kernels: %q", newer)
 	}
 
-	// Another cache takes it from the shared one, without an index, and without a compiler.
+	// Another cache takes the kernel from the shared one, without an index and without a compiler.
 	opts.CacheDir = filepath.Join(dir, "other")
 	if err := os.RemoveAll(filepath.Join(dir, "apt")); err != nil {
 		t.Fatal(err)

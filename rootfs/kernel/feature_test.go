@@ -11,7 +11,7 @@ import (
 	"time"
 )
 
-// feature finds one of a kernel by its name.
+// feature returns the feature of a kernel with the given name.
 func feature(t *testing.T, all []Feature, name string) Feature {
 	t.Helper()
 	for _, f := range all {
@@ -168,7 +168,7 @@ func TestParse_needs_refuses_what_is_not_known(t *testing.T) {
 }
 
 func TestGuest_config_is_known_to_the_features(t *testing.T) {
-	// Every option of a feature that the guest's configuration names is set as the table says, not to something else.
+	// Each feature has a name of its own, a purpose, and options in upper case without CONFIG_.
 	seen := map[string]bool{}
 	for _, w := range wants {
 		if seen[w.name] || w.purpose == "" || len(strings.Fields(w.options)) == 0 {
@@ -183,8 +183,8 @@ func TestGuest_config_is_known_to_the_features(t *testing.T) {
 	}
 }
 
-// The table of the documentation has what the code knows, and says what the two kernels have; TestRealBuild checks the
-// latter.
+// The table in the documentation has what the code knows, and says what the two kernels have. TestRealBuild checks
+// the latter.
 func TestDocumented_features_are_those_that_are_known(t *testing.T) {
 	doc := documented(t)
 	if len(doc) != len(wants) {
@@ -232,7 +232,7 @@ func documented(t *testing.T) (out []documentedFeature) {
 	return out
 }
 
-// checkFeatures compares what real kernels have with the documentation.
+// checkFeatures compares the features of real kernels with the documentation.
 func checkFeatures(t *testing.T, built, debian *Kernel) {
 	t.Helper()
 	doc := documented(t)
@@ -253,7 +253,7 @@ func checkFeatures(t *testing.T, built, debian *Kernel) {
 			}
 		}
 	}
-	// All that is a module of Debian's can be had by the names that are shown.
+	// Debian's modules can be found by the names that the features give.
 	all, err := debian.Features()
 	if err != nil {
 		t.Fatal(err)

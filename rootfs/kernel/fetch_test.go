@@ -32,7 +32,7 @@ Version: 6.1.8-1
 `, name, depends, len(debContent), sum, name)
 }
 
-// fakeArchive puts Debian's two packages of a kernel with the modules that a guest needs into the fake apt's index.
+// fakeArchive puts Debian's two packages of a kernel with a guest's modules into the fake apt's index.
 func fakeArchive(t *testing.T) (dir string, opts FetchOptions) {
 	t.Helper()
 	dir = fake(t)
@@ -85,7 +85,7 @@ func TestFetch_follows_meta_package_and_orders_modules(t *testing.T) {
 	if got := moduleNames(k); got != want {
 		t.Errorf("modules %s, want %s", got, want)
 	}
-	// What the guest may load later is there; what nobody needs is not.
+	// Fetch keeps modules that the guest may load later, and drops documentation.
 	if _, err := os.Stat(filepath.Join(k.ModulesDir, "kernel/not-for-guests.ko")); err != nil {
 		t.Error(err)
 	}

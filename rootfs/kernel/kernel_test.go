@@ -36,7 +36,7 @@ func put(t *testing.T, cache string, kind Kind, hash string) *Kernel {
 	return k
 }
 
-// age changes when a kernel was made.
+// age makes a kernel older by d.
 func age(t *testing.T, k *Kernel, d time.Duration) {
 	t.Helper()
 	edit(t, k, func(m map[string]any) { m["created"] = time.Now().Add(-d).UTC().Format(time.RFC3339) })

@@ -12,7 +12,7 @@ import (
 	"testing"
 )
 
-// set makes a module set from "name: dependency dependency" lines; a dependency with a leading '~' is a soft one.
+// set makes a module set from "name: dependency dependency" lines. A leading '~' marks a soft dependency.
 func set(builtin []string, lines ...string) *moduleSet {
 	s := &moduleSet{files: map[string]string{}, builtin: map[string]bool{}}
 	infos := map[string]moduleInfo{}

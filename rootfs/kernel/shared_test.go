@@ -44,7 +44,7 @@ func TestBuild_shares_what_it_made_with_other_caches(t *testing.T) {
 		}
 	}
 
-	// A damaged one is built again, and replaced.
+	// A damaged kernel is built again and replaced.
 	kept, err := Open(shared, first.ID)
 	if err != nil {
 		t.Fatal(err)
@@ -58,14 +58,14 @@ func TestBuild_shares_what_it_made_with_other_caches(t *testing.T) {
 	}
 	build("fourth", 2)
 
-	// One that was there before the folder is shared as well.
+	// A kernel that was built before the folder existed is shared as well.
 	if err := os.RemoveAll(shared); err != nil {
 		t.Fatal(err)
 	}
 	build("first", 2)
 	build("fifth", 2)
 
-	// A folder that cannot be used is none.
+	// A folder that cannot be used counts as absent.
 	o := in("sixth")
 	o.SharedDir = filepath.Join(first.Image, "no folder")
 	if _, err := Build(t.Context(), o); err != nil {

@@ -20,7 +20,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image/sparse"
 )
 
-// baseOf makes an image of a tar stream.
+// baseOf builds an image from a tar stream.
 func baseOf(t *testing.T, s *image.Store, stream []byte) *image.Image {
 	t.Helper()
 	img, err := Build(t.Context(), Options{Store: s, From: "tar:-", Tag: "base", Stdin: bytes.NewReader(stream)})
@@ -44,7 +44,7 @@ func assemble(t *testing.T, s *image.Store, base *image.Image) *Assembly {
 	return a
 }
 
-// contextOf makes a context: names end in a slash for directories, have "->" for symlinks and "=" for files.
+// contextOf makes a build context. Names end in a slash for directories, have "->" for symlinks and "=" for files.
 func contextOf(t *testing.T, files ...string) *os.Root {
 	t.Helper()
 	dir := t.TempDir()
@@ -113,7 +113,7 @@ func TestCopy_puts_files_where_a_Dockerfile_does(t *testing.T) {
 	for name, c := range map[string]struct {
 		files []string
 		in    CopyIn
-		want  string // what is not in the base
+		want  string // what the base does not have
 		fail  error
 		says  string
 	}{
@@ -282,7 +282,7 @@ func TestSteps_are_known_by_their_content(t *testing.T) {
 	if _, made, copied = build("four", c, true); made || copied {
 		t.Errorf("without the cache: %v %v", made, copied)
 	}
-	// The steps of images that are gone are pruned, those of others are not.
+	// PruneSteps removes the steps of images that are gone, and keeps the others.
 	for _, tag := range []string{"one", "two"} {
 		if _, err := s.Remove(t.Context(), tag, nil); err != nil {
 			t.Fatal(err)
@@ -337,7 +337,7 @@ func TestPut_takes_what_a_guest_has_written(t *testing.T) {
 			t.Errorf("after the first command it is %s: of %s", got, want)
 		}
 	}
-	// The second command of the same VM says all that is there, which no longer has what the first had made.
+	// The second command of the same VM reports all that it has, which no longer includes what the first had made.
 	if key, err = a.Key("RUN two"); err != nil {
 		t.Fatal(err)
 	}
@@ -430,7 +430,7 @@ func TestBoot_makes_an_image_that_is_gone_afterwards(t *testing.T) {
 	if list, err := s.List(); err != nil || len(list) != 1 {
 		t.Errorf("there are %v (%v)", list, err)
 	}
-	// One that a dead build has left is pruned.
+	// A prune removes an image that a dead build has left.
 	b := assemble(t, s, base)
 	if _, _, err := b.MakeDir(t.Context(), "/x", "", false); err != nil {
 		t.Fatal(err)
@@ -469,7 +469,7 @@ func TestDamaged_layer_of_a_step_is_told_and_made_anew(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// Another stream of the same length: uncompressed, with zeros behind it.
+	// Another stream of the same length: uncompressed zeros.
 	for i := range data {
 		data[i] = 0
 	}

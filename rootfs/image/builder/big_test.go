@@ -16,14 +16,14 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image/imagetest"
 )
 
-// node is a file of the reference: hard links are names of one node.
+// A node is a file of the reference. Hard links are names of one node.
 type node struct {
 	imagetest.Entry
 	names int
 }
 
-// reference applies layers to a map of paths, in the words of the OCI image specification, "Applying Changesets": it
-// knows neither trees nor spools, and follows no links.
+// A reference applies layers to a map of paths, as the OCI image specification says in "Applying Changesets". It
+// has neither trees nor spools, and follows no links.
 type reference map[string]*node
 
 // apply applies one layer. "Whiteout files MUST only apply to resources in lower/parent layers": these come first.
@@ -103,7 +103,7 @@ func (r reference) apply(t *testing.T, layer []byte) {
 	})
 }
 
-// entries gives what an image of the reference must hold.
+// entries returns what an image of the reference must hold.
 func (r reference) entries() map[string]imagetest.Entry {
 	out := make(map[string]imagetest.Entry, len(r))
 	for _, n := range r {
@@ -119,12 +119,12 @@ func (r reference) entries() map[string]imagetest.Entry {
 	return out
 }
 
-// generate writes layers of files of all kinds, seeded, so that a failure can be repeated. Paths are chosen from what
-// exists, so that later layers replace, hide, link to and uncover what earlier ones have.
+// generate writes layers with files of all kinds. The seed makes a failure repeatable. It chooses paths from those
+// that exist, so that later layers replace, hide, link to and uncover what earlier ones have.
 func generate(t *testing.T, seed uint64, files, layers int) [][]byte {
 	t.Helper()
 	rnd := rand.New(rand.NewPCG(seed, 1))
-	kinds := map[string]byte{} // what is there, as the generator believes; the reference is what decides
+	kinds := map[string]byte{} // what exists in the generator's view; the reference decides
 	dirs := []string{"."}
 	var paths []string
 	var out [][]byte
@@ -163,8 +163,8 @@ func generate(t *testing.T, seed uint64, files, layers int) [][]byte {
 			}
 		}
 		inLayer := map[string]bool{}
-		// What hides comes first, in the middle or last in a stream: here it is all one, as it says nothing of its own
-		// layer.
+		// A whiteout may come first, in the middle or last in a stream. The order does not matter, as a whiteout
+		// does not apply to its own layer.
 		if l > 0 {
 			for range 200 {
 				p := pick(paths)
@@ -190,7 +190,7 @@ func generate(t *testing.T, seed uint64, files, layers int) [][]byte {
 				d = "."
 			}
 			p := path.Join(d, fmt.Sprintf("%c%d-%d", "abcXYZ-_."[rnd.IntN(9)], l, i))
-			if l > 0 && rnd.IntN(10) == 0 { // in the place of something
+			if l > 0 && rnd.IntN(10) == 0 { // replace an existing path
 				if q := pick(paths); kinds[q] != 0 && alive(path.Dir(q)) && !inLayer[q] && (kinds[q] != tar.TypeDir || rnd.IntN(20) == 0) {
 					p = q
 					remove(q)
@@ -255,7 +255,7 @@ func TestLayers_of_many_files_become_what_the_specification_says(t *testing.T) {
 	}
 	r := recipe{layers: streams, pack: []string{"gzip", "zstd", "", "gzip", "zstd"}}
 	img := build(t, "oci-archive:"+r.layout(t).archive(t))
-	// A second time, in another store and packed otherwise.
+	// Build again, in another store and with other compression.
 	r.pack = []string{"zstd", "", "gzip", "gzip", ""}
 	if again := build(t, "oci-archive:"+r.layout(t).archive(t)); again.ID != img.ID {
 		t.Errorf("a second build gives %.12s, the first %.12s", again.ID, img.ID)
@@ -266,7 +266,7 @@ func TestLayers_of_many_files_become_what_the_specification_says(t *testing.T) {
 	}
 	got, inodes := imagetest.DumpImage(t, img.Path())
 	imagetest.Compare(t, "image", entries, got, append([]string{"."}, vmFiles...)...)
-	// Names of one node have one inode number, and those of two have two.
+	// Names of one node share an inode number, and different nodes have different numbers.
 	byInode := map[int64]*node{}
 	for p, n := range want {
 		if other := byInode[inodes[p]]; other != nil && other != n {

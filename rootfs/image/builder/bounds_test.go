@@ -93,7 +93,7 @@ func TestDpkgStatus_of_somebody_else_is_bounded(t *testing.T) {
 			if len(got) != c.n || !errors.Is(err, c.want) || c.want == nil && err != nil {
 				t.Fatalf("%d packages, %v; want %d, %v", len(got), err, c.n, c.want)
 			}
-			// What is taken can be read again from the record, whatever JSON makes of its bytes.
+			// The record of an accepted image can be read again, whatever JSON makes of its bytes.
 			if c.want != nil {
 				return
 			}
@@ -118,7 +118,7 @@ func TestBuild_architecture_is_not_any_text(t *testing.T) {
 			t.Errorf("%.40q: %v, want %q", text, err, want)
 		}
 	}
-	// An image of layers has said so in its configuration.
+	// For an image of layers the configuration gives the architecture.
 	r := recipe{layers: [][]byte{imagetest.TarOf(t, map[string][]byte{"var/lib/dpkg/arch": []byte("i386\n")}, imagetest.Reg("var/lib/dpkg/arch"))}}
 	if img := build(t, "oci:"+r.layout(t).dir(t)); img.Architecture != "amd64" {
 		t.Errorf("of layers: %q", img.Architecture)
@@ -129,7 +129,7 @@ func TestBuild_tar_of_an_image_archive_says_which_kind_it_is(t *testing.T) {
 	r := small(t)
 	for name, c := range map[string]struct {
 		stream []byte
-		says   string // "" when it is taken
+		says   string // "" when Build accepts it
 	}{
 		"of an OCI layout":                        {r.layout(t).tar(t), "oci-archive:"},
 		"of docker's":                             {r.dockerArchive(t, "a:b").tar(t), "docker-archive:"},

@@ -22,8 +22,8 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image/imagetest"
 )
 
-// fakeTool puts a shell script in the place of the Debian tool, and the tar stream that it may copy to $TAR. The build
-// needs no network then.
+// fakeTool replaces the Debian tool by a shell script, and makes the tar stream that the script may copy to $TAR.
+// The build then needs no network.
 func fakeTool(t *testing.T, script string) {
 	t.Helper()
 	if os.Geteuid() != 0 {
@@ -227,7 +227,7 @@ func TestInstall_deps_installs_the_missing_tool(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	// The first install fails, as with old package lists; after an update it succeeds.
+	// The first install fails, as with old package lists. After an update it succeeds.
 	script := "#!/bin/sh\nif [ \"$1\" = update ]; then touch " + bin + "/updated; exit 0; fi\n" +
 		"[ -e " + bin + "/updated ] || { echo 'E: no candidate' >&2; exit 100; }\nln -s " + tool + " " + bin + "/" + "mmdebstrap" + "\n"
 	imagetest.Write(t, filepath.Join(bin, "apt-get"), script)
@@ -252,7 +252,7 @@ func TestInstall_deps_installs_the_missing_tool(t *testing.T) {
 	}
 }
 
-// The tool's descendants leave its process group and session, as apt's do, and hold its output open.
+// The tool's descendants leave its process group and session, as apt's do, and keep its output open.
 func TestCancelling_kills_all_that_the_tool_started(t *testing.T) {
 	fakeTool(t, `cat >/dev/null
 setsid sh -c 'trap "" TERM HUP INT; echo started >>"$0/up"; sleep 987654' "$DIR" &
@@ -291,7 +291,7 @@ wait`)
 	}
 }
 
-// processesWith gives the processes that have an argument.
+// processesWith returns the processes that have the given argument.
 func processesWith(t *testing.T, arg string) (pids []int) {
 	t.Helper()
 	for _, e := range imagetest.Must(os.ReadDir("/proc")) {
@@ -307,8 +307,8 @@ func processesWith(t *testing.T, arg string) (pids []int) {
 	return pids
 }
 
-// The real thing, which needs the network and a minute: DROWSE_TEST_DEBIAN=bookworm builds that suite with python3 and
-// git. DROWSE_TEST_DEBIAN_STORE names a store that keeps the image.
+// The real tool needs the network and a minute: DROWSE_TEST_DEBIAN=bookworm builds that suite with python3 and
+// ca-certificates. DROWSE_TEST_DEBIAN_STORE names a store that keeps the image.
 func TestReal_Debian_image_equals_what_the_tool_made(t *testing.T) {
 	suite := os.Getenv("DROWSE_TEST_DEBIAN")
 	if suite == "" {
@@ -318,7 +318,7 @@ func TestReal_Debian_image_equals_what_the_tool_made(t *testing.T) {
 	if err != nil {
 		t.Skipf("%s is not installed", "mmdebstrap")
 	}
-	// The tool's stream is copied on its way.
+	// Copy the tool's stream on its way.
 	fakeTool(t, real+` "$@" | tee "$DIR/copy.tar"`)
 	dir := filepath.Dir(imagetest.Must(exec.LookPath("mmdebstrap")))
 	s := testStore(t)
@@ -340,7 +340,7 @@ func TestReal_Debian_image_equals_what_the_tool_made(t *testing.T) {
 	f := imagetest.Must(os.Open(filepath.Join(dir, "copy.tar")))
 	defer f.Close()
 	want := imagetest.DumpTar(t, f)
-	// What the build takes away and puts in, by path and not by the code under test.
+	// List by path, and not with the code under test, what the build removes and adds.
 	trimmed := []string{"var/lib/apt/lists/", "var/lib/apt/mirrors/", "var/cache/apt/archives/", "var/log/apt/", "tmp/", "var/tmp/"}
 	for p := range want {
 		below := slices.ContainsFunc(trimmed, func(d string) bool { return strings.HasPrefix(p, d) && p != d })

@@ -20,7 +20,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image/imagetest"
 )
 
-// sampleDir makes a directory tree with each kind of file that the caller may make.
+// sampleDir makes a directory tree with each kind of file that the caller has the rights to make.
 func sampleDir(t *testing.T) string {
 	t.Helper()
 	root := t.TempDir()
@@ -103,7 +103,7 @@ func TestDirectory_becomes_the_same_image(t *testing.T) {
 		t.Error(err)
 	}
 
-	// The same content is the same image, also by way of a symlink.
+	// The same content gives the same image, also through a symlink.
 	link := filepath.Join(t.TempDir(), "link")
 	if err := os.Symlink(root, link); err != nil {
 		t.Fatal(err)
@@ -124,7 +124,7 @@ func TestMounts_below_a_directory_are_not_entered(t *testing.T) {
 	root, s := sampleDir(t), testStore(t)
 	imagetest.Write(t, filepath.Join(root, "bound/inside"), "not to be seen")
 	imagetest.Write(t, filepath.Join(root, "from/secret"), "not to be seen either")
-	for _, m := range [][2]string{{"from", "bound"}, {"etc/passwd", "empty"}} { // of a directory, and of a file
+	for _, m := range [][2]string{{"from", "bound"}, {"etc/passwd", "empty"}} { // mount a directory, and a file
 		target := filepath.Join(root, m[1])
 		if err := unix.Mount(filepath.Join(root, m[0]), target, "", unix.MS_BIND, ""); err != nil {
 			t.Skipf("bind mounts are not possible here: %v", err)
@@ -183,7 +183,7 @@ func TestFile_that_changes_while_read_is_an_error(t *testing.T) {
 	}
 }
 
-// wantEmpty fails when the store holds an image or garbage.
+// wantEmpty fails the test if the store holds an image or garbage.
 func wantEmpty(t *testing.T, s *image.Store) {
 	t.Helper()
 	for _, d := range []string{"images", "tmp"} {
@@ -246,8 +246,8 @@ func TestCancelled_directory_build_leaves_nothing(t *testing.T) {
 	}
 }
 
-// The file is larger than 32 bits can count, which EROFS keeps in another inode form, and has data before, at and
-// behind that limit.
+// The size of the file needs more than 32 bits, for which EROFS uses another inode form. It has data before, at
+// and after that limit.
 func TestSparse_file_of_more_than4_gi_b_keeps_data_and_holes(t *testing.T) {
 	root := t.TempDir()
 	f, err := os.Create(filepath.Join(root, "huge"))
@@ -264,7 +264,7 @@ func TestSparse_file_of_more_than4_gi_b_keeps_data_and_holes(t *testing.T) {
 	if err := f.Close(); err != nil {
 		t.Fatal(err)
 	}
-	// Not Build: the hash of so many zeros takes long.
+	// Do not use Build: hashing so many zeros takes long.
 	tr, err := readDir(t.Context(), root, DefaultMaxBytes, nil)
 	if err != nil {
 		t.Fatal(err)

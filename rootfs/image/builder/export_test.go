@@ -14,7 +14,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image/oci"
 )
 
-// export gives an image of a store of its own in a format.
+// export returns an image of a store of its own in the given format.
 func export(t *testing.T, img *image.Image, f oci.Format) []byte {
 	t.Helper()
 	s := imagetest.Must(image.OpenStore(filepath.Dir(filepath.Dir(filepath.Dir(img.Path())))))

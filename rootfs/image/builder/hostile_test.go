@@ -17,7 +17,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image/layers"
 )
 
-// canary is a directory of the host with a file, which archives try to reach.
+// A canary is a directory of the host with a file. Archives try to reach both.
 type canary struct{ dir, file string }
 
 func newCanary(t *testing.T) canary {
@@ -36,7 +36,7 @@ func newCanary(t *testing.T) canary {
 	return c
 }
 
-// look fails the test if anything of the directory is not as it was: another file would have changed its time.
+// look fails the test if the directory has changed in any way. A new file would have changed its time.
 func (c canary) look(t *testing.T) {
 	t.Helper()
 	text, err := os.ReadFile(c.file)
@@ -55,15 +55,15 @@ func (c canary) look(t *testing.T) {
 	}
 }
 
-// Archives that try to write where they must not, or more than they may: each is refused, or becomes an image in which
-// all of it is inside.
+// The archives try to write where they must not, or more than they may. Build refuses each, or makes an image that
+// contains all of it.
 func TestBuild_hostile_archive_is_refused_or_contained_and_nothing_is_written_outside(t *testing.T) {
 	can := newCanary(t)
 	random := make([]byte, 8)
 	if _, err := rand.Read(random); err != nil {
 		t.Fatal(err)
 	}
-	// What no file of the host is called.
+	// No file of the host has this name.
 	unique := "drowse-escape-" + hex.EncodeToString(random)
 	up := strings.Repeat("../", 40)
 	inside := strings.TrimPrefix(can.dir, "/")
@@ -75,7 +75,7 @@ func TestBuild_hostile_archive_is_refused_or_contained_and_nothing_is_written_ou
 	for name, c := range map[string]struct {
 		layers [][]byte
 		want   error  // nil: contained
-		path   string // that the image has then
+		path   string // path in the resulting image
 	}{
 		"an absolute path":                           {layers: [][]byte{L(imagetest.Reg(can.dir + "/" + unique))}, path: inside + "/" + unique},
 		"an absolute path of many slashes":           {layers: [][]byte{L(imagetest.Reg("///" + can.dir + "//" + unique))}, path: inside + "/" + unique},
@@ -114,7 +114,7 @@ func TestBuild_hostile_archive_is_refused_or_contained_and_nothing_is_written_ou
 			r := recipe{layers: c.layers, pack: []string{"gzip", "gzip"}}
 			write := func(f ociFiles) string { return f.archive(t) }
 			sources := []string{"oci-archive:" + write(r.layout(t)), "docker-archive:" + write(r.dockerArchive(t, "x:1"))}
-			// The tar file of a root has no whiteouts: such names are files there.
+			// The tar file of a root has no whiteouts: there such names are files.
 			if len(c.layers) == 1 && name != "a whiteout of dots" {
 				file := filepath.Join(t.TempDir(), "root.tar")
 				if err := os.WriteFile(file, imagetest.Pack(t, "gzip", c.layers[0]), 0o600); err != nil {
@@ -162,7 +162,7 @@ func repeat(h tar.Header, n int) []tar.Header {
 	return out
 }
 
-// bombOf is a layer of one file of zeros.
+// bombOf returns a layer of one file of zeros.
 func bombOf(t *testing.T, size int) []byte {
 	t.Helper()
 	return imagetest.TarOf(t, map[string][]byte{"zeros": make([]byte, size)}, imagetest.Reg("zeros"))

@@ -23,7 +23,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image/imagetest"
 )
 
-// small is an image of three layers with a configuration.
+// small returns an image of three layers with a configuration.
 func small(t *testing.T) recipe {
 	return recipe{
 		layers: [][]byte{
@@ -44,7 +44,7 @@ func TestBuild_every_source_of_one_image_gives_the_same_id(t *testing.T) {
 	index := layout.dir(t)
 	squeezed := filepath.Join(t.TempDir(), "docker.tar.gz")
 	imagetest.Write(t, squeezed, string(imagetest.Pack(t, "gzip", docker.tar(t))))
-	// docker 25 and later: a layout, with a manifest.json that names blobs of it.
+	// docker 25 and later write a layout with a manifest.json that names its blobs.
 	both := r.layout(t)
 	for i, l := range r.layers {
 		how := []string{"gzip", "", "zstd"}[i]
@@ -97,7 +97,7 @@ func TestBuild_layout_gives_image_with_its_record(t *testing.T) {
 	if d, ok := got["srv/app/x"]; !ok || !d.Mode.IsDir() {
 		t.Error("the working directory was not made")
 	}
-	// What is on disk, not what Build returned.
+	// Check the record on disk, not what Build returned.
 	if img, err = s.Find(img.ID); err != nil {
 		t.Fatal(err)
 	}
@@ -128,7 +128,7 @@ func TestBuild_configuration_is_part_of_the_id(t *testing.T) {
 	if c.ID == a.ID || c.ID == b.ID {
 		t.Error("an image without a configuration has the id of one with it")
 	}
-	// Without one, what counts is the file system alone.
+	// Without a configuration, only the file system counts.
 	imagetest.Write(t, plain, string(imagetest.LayerOf(t, imagetest.Dirh("./"), imagetest.Reg("f=1"))))
 	single := recipe{layers: [][]byte{imagetest.LayerOf(t, imagetest.Dirh("./"), imagetest.Reg("f=1"))}}
 	if x, y := build(t, "oci:"+single.layout(t).dir(t)), buildTarFile(t, plain, nil); x.ID != y.ID {
@@ -171,7 +171,7 @@ func TestBuild_same_input_gives_the_same_id_whatever_the_surroundings(t *testing
 	}
 }
 
-// bz2 is a tar stream with a file f that holds "bz", compressed by bzip2: Go has no writer for it.
+// bz2 is a tar stream with a file f that holds "bz", compressed by bzip2, for which Go has no writer.
 const bz2 = "QlpoOTFBWSZTWdelxiMAAG/bgMkAQAB3gAAA8QAeEAgIIABUQmjRoNAGgkUmjQYmRkfW2IIQZiCEcPzreLkaoEMGcwm0aMR2QgV4yW9DxJDcHWXjN5kERAPi7kinChIa9LjEYA=="
 
 func TestBuild_tar_compressed_in_any_way_is_the_same(t *testing.T) {
@@ -223,7 +223,7 @@ func TestBuild_unchanged_image_is_not_built_again(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	first.Created = first.Created.Add(-1000 * time.Hour) // the age is of no matter
+	first.Created = first.Created.Add(-1000 * time.Hour) // the age does not matter
 	rewriteRecord(t, first)
 	o.Tag = "two"
 	again, err := Build(t.Context(), o)
@@ -244,7 +244,7 @@ func TestBuild_unchanged_image_is_not_built_again(t *testing.T) {
 	}
 }
 
-// nothingLeft fails if a failed build has left something in a store, or anything has appeared beside it.
+// nothingLeft fails the test if a failed build has left something in a store or beside it.
 func nothingLeft(t *testing.T, s *image.Store, outside string) {
 	t.Helper()
 	for _, dir := range []string{"images", "tmp"} {
@@ -327,7 +327,7 @@ func TestBuild_hostile_image_is_refused_and_leaves_nothing(t *testing.T) {
 		"a layer that is no archive": {edit: func(t *testing.T, r *recipe) { r.layers[1] = bytes.Repeat([]byte("garbage!"), 1000) }, want: image.ErrBadArchive},
 		"a layer that ends in the middle of gzip": {edit: func(t *testing.T, r *recipe) {
 			b := imagetest.Pack(t, "gzip", r.layers[1])
-			r.layers[1] = b[:len(b)-9] // its digest is right, and its diff id will not matter
+			r.layers[1] = b[:len(b)-9] // its digest is right, and its diff id does not matter
 		}, want: image.ErrBadArchive},
 		"too few diff ids": {edit: func(_ *testing.T, r *recipe) {
 			r.editConfig = func(d doc) { d["rootfs"].(doc)["diff_ids"] = []string{} }
@@ -375,7 +375,7 @@ func TestBuild_hostile_image_is_refused_and_leaves_nothing(t *testing.T) {
 			r.editIndex = func(d doc) { d["manifests"].([]doc)[0]["mediaType"] = "text/plain" }
 		}, want: image.ErrBadManifest},
 		"an index that leads to itself": {f: func(t *testing.T, _ recipe, f ociFiles) {
-			// A ring of digests cannot be made, so the length of the chain is what has to end.
+			// A ring of digests is impossible to make. So Build must limit the length of the chain.
 			d := f.typed(typeIndex, []byte(`{"schemaVersion":2,"manifests":[]}`))
 			for range 10 {
 				d = f.typed(typeIndex, jsonOf(t, doc{"schemaVersion": 2, "manifests": []doc{d}}))
@@ -458,7 +458,7 @@ func TestBuild_docker_archive_that_lies_is_refused(t *testing.T) {
 		return tar.Header{Name: name, Typeflag: tar.TypeSymlink, Linkname: to, Mode: 0o777}
 	}
 	for name, c := range map[string]struct {
-		f    func(t *testing.T, f ociFiles) []tar.Header // more members
+		f    func(t *testing.T, f ociFiles) []tar.Header // returns further members
 		from string
 		want error
 	}{
@@ -585,7 +585,7 @@ func TestBuild_image_of_several_platforms_is_chosen(t *testing.T) {
 			}
 		}
 	}
-	// By the digest of one of them, too.
+	// The digest of one of them selects it too.
 	img, err := Build(t.Context(), Options{Store: newStore(t), From: "oci:" + dir + "@" + d["digest"].(string), Platform: "linux/amd64"})
 	if err != nil || img.Architecture != "amd64" {
 		t.Errorf("by digest: %v", err)

@@ -17,7 +17,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image/imagetest"
 )
 
-// doc is a JSON document of an image, written by hand: the code under test must not be what writes it.
+// A doc is a JSON document of an image, written by hand: the code under test must not write it.
 type doc = map[string]any
 
 func jsonOf(t *testing.T, v any) []byte {
@@ -41,7 +41,7 @@ const (
 	typeLayer    = "application/vnd.oci.image.layer.v1.tar"
 )
 
-// ociFiles are the files of a layout by name.
+// ociFiles maps names in a layout to contents.
 type ociFiles map[string][]byte
 
 func (f ociFiles) blob(b []byte) doc {
@@ -56,19 +56,19 @@ func (f ociFiles) typed(mediaType string, b []byte) doc {
 	return d
 }
 
-// recipe is an image for tests.
+// A recipe describes an image for tests.
 type recipe struct {
 	layers [][]byte // tar streams
 	pack   []string // of each layer: "", "gzip" or "zstd"
 	config doc      // "config" of the configuration
 	arch   string   // amd64 when empty
 	tag    string   // ref.name in the index
-	// Called before each document is written, to spoil it.
+	// These are called before each document is written, to spoil it.
 	editConfig, editManifest, editIndex func(doc)
 	editLayer                           func(i int, d doc)
 }
 
-// manifest adds the image's blobs and gives the descriptor of its manifest.
+// manifest adds the image's blobs and returns the descriptor of its manifest.
 func (r recipe) manifest(t *testing.T, f ociFiles) doc {
 	t.Helper()
 	var diffs []string
@@ -108,7 +108,7 @@ func (r recipe) manifest(t *testing.T, f ociFiles) doc {
 	return d
 }
 
-// layout gives the files of an OCI image layout.
+// layout returns the files of an OCI image layout.
 func (r recipe) layout(t *testing.T) ociFiles {
 	t.Helper()
 	f := ociFiles{}
@@ -122,7 +122,7 @@ func (r recipe) layout(t *testing.T) ociFiles {
 	return f
 }
 
-// dir writes the files below a new directory.
+// dir writes the files to a new directory.
 func (f ociFiles) dir(t *testing.T) string {
 	t.Helper()
 	dir := t.TempDir()
@@ -160,7 +160,7 @@ func (f ociFiles) tar(t *testing.T) []byte {
 	return out.Bytes()
 }
 
-// dockerArchive gives the image as `docker save` wrote it before docker 25.
+// dockerArchive returns the image as `docker save` wrote it before docker 25.
 func (r recipe) dockerArchive(t *testing.T, tags ...string) ociFiles {
 	t.Helper()
 	f, diffs, names := ociFiles{}, []string{}, []string{}
@@ -190,7 +190,7 @@ func newStore(t *testing.T) *image.Store {
 	return s
 }
 
-// build builds into a store of its own.
+// build builds an image in a new store.
 func build(t *testing.T, from string) *image.Image {
 	t.Helper()
 	img, err := Build(t.Context(), Options{Store: newStore(t), From: from, Platform: "linux/amd64"})
@@ -200,5 +200,5 @@ func build(t *testing.T, from string) *image.Image {
 	return img
 }
 
-// vmFiles are what every image gets besides what its source has.
+// vmFiles lists what every image gets besides the content of its source.
 var vmFiles = []string{"dev", "proc", "sys", "run", "tmp", "etc", "etc/hostname", "etc/resolv.conf", "etc/machine-id"}

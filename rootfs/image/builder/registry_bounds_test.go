@@ -70,7 +70,7 @@ func TestRegistry_credentials_stay_with_their_host(t *testing.T) {
 			imagetest.Write(t, filepath.Join(config, "config.json"), fmt.Sprintf(`{"auths":{%q:{"username":"me","password":"secret"}}}`, h.host()))
 			var mu sync.Mutex
 			asked := 0
-			// Another registry, which wants credentials itself and then gives what it is asked for.
+			// other is another registry. It wants credentials itself and then returns what the client asks for.
 			other := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 				mu.Lock()
 				asked++

@@ -26,7 +26,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image/oci"
 )
 
-// hub is a registry on this host whose answers a test can spoil.
+// A hub is a registry on this host whose answers a test can spoil.
 type hub struct {
 	*httptest.Server
 	mu    sync.Mutex                                                      // guards the rest
@@ -36,7 +36,7 @@ type hub struct {
 
 func newHub(t *testing.T) *hub {
 	t.Helper()
-	// Credentials of who runs the tests have no place in them.
+	// The tests must not use the credentials of the user who runs them.
 	t.Setenv("DOCKER_CONFIG", t.TempDir())
 	t.Setenv("REGISTRY_AUTH_FILE", filepath.Join(t.TempDir(), "none"))
 	t.Setenv("XDG_RUNTIME_DIR", t.TempDir())
@@ -63,7 +63,7 @@ func (h *hub) set(spoil func(w http.ResponseWriter, r *http.Request, next http.H
 	h.spoil, h.asked = spoil, map[string]int{}
 }
 
-// count is the number of requests whose method and path contain a text.
+// count returns the number of requests whose method and path contain a text.
 func (h *hub) count(text string) (n int) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -94,7 +94,7 @@ func (h *hub) do(t *testing.T, method, path, contentType string, body []byte) {
 	}
 }
 
-// push puts an image into the registry and gives the digest of its manifest.
+// push puts an image into the registry and returns the digest of its manifest.
 func (h *hub) push(t *testing.T, repo, tag string, r recipe) string {
 	t.Helper()
 	f := ociFiles{}
@@ -110,7 +110,7 @@ func (h *hub) push(t *testing.T, repo, tag string, r recipe) string {
 	return digest
 }
 
-// noPause waits for nothing, and writes down how long it should have been.
+// noPause does not wait, and records how long each wait should have been.
 type noPause struct {
 	mu   sync.Mutex
 	list []time.Duration
@@ -149,7 +149,7 @@ func TestRegistry_image_is_that_of_its_layout(t *testing.T) {
 		t.Errorf("stages %v, want %v", stages, wantStages)
 	}
 
-	// A second time: only the manifest is asked for, and nothing built.
+	// The second build fetches only the manifest and the configuration, and builds nothing.
 	h.set(nil)
 	if again, err := Build(t.Context(), o); err != nil || !again.Cached || h.count("/blobs/") != 1 {
 		t.Errorf("again: %+v (%v), %v", again, err, h.asked)
@@ -162,7 +162,7 @@ func TestRegistry_image_is_that_of_its_layout(t *testing.T) {
 	if other, err := Build(t.Context(), o); err != nil || other.Cached || other.ID == img.ID || h.count("/blobs/") != 1 {
 		t.Errorf("other: %+v (%v), %v", other, err, h.asked)
 	}
-	// By digest, as it is written everywhere.
+	// Build by digest, in the usual notation.
 	o.From = "registry:" + h.host() + "/me/app@" + digest
 	if byDigest, err := Build(t.Context(), o); err != nil || byDigest.ID != img.ID {
 		t.Errorf("by digest: %+v (%v)", byDigest, err)
@@ -276,7 +276,7 @@ func TestRegistry_that_fails(t *testing.T) {
 			next.ServeHTTP(w, r)
 		}
 	}
-	// first spoils only so many answers.
+	// first spoils only the first n answers.
 	first := func(n int, a answer) answer {
 		var mu sync.Mutex
 		return func(w http.ResponseWriter, r *http.Request, next http.Handler) {
@@ -299,7 +299,7 @@ func TestRegistry_that_fails(t *testing.T) {
 			w.WriteHeader(code)
 		}
 	}
-	// changed passes the right answer through a function.
+	// changed passes the right answer through f.
 	changed := func(f func(b []byte) []byte) answer {
 		return func(w http.ResponseWriter, r *http.Request, next http.Handler) {
 			rec := httptest.NewRecorder()
@@ -313,13 +313,13 @@ func TestRegistry_that_fails(t *testing.T) {
 			_, _ = w.Write(f(rec.Body.Bytes()))
 		}
 	}
-	// cut promises all and closes the connection in the middle.
+	// cut announces the whole answer and closes the connection in the middle.
 	cut := func(w http.ResponseWriter, r *http.Request, next http.Handler) {
 		rec := httptest.NewRecorder()
 		next.ServeHTTP(rec, r)
 		w.Header().Set("Content-Length", fmt.Sprint(rec.Body.Len()))
 		_, _ = w.Write(rec.Body.Bytes()[:rec.Body.Len()/2])
-		// A connection that closes before the first byte of an answer is tried again by package http itself.
+		// Package http itself repeats a request if the connection closes before the first byte of an answer.
 		_ = http.NewResponseController(w).Flush()
 		panic(http.ErrAbortHandler)
 	}
@@ -343,7 +343,7 @@ func TestRegistry_that_fails(t *testing.T) {
 	for name, c := range map[string]struct {
 		spoil  answer
 		ref    string // instead of the tag
-		want   error  // nil: it works in the end
+		want   error  // nil: the build succeeds in the end
 		pauses int    // at least
 		asked  time.Duration
 	}{
@@ -405,7 +405,7 @@ func TestRegistry_that_fails(t *testing.T) {
 			if c.want != nil {
 				nothingLeft(t, s, outside)
 			}
-			// What is kept is what it should be, whatever was sent.
+			// Every kept layer has its right digest, whatever the registry sent.
 			entries, _ := os.ReadDir(filepath.Join(s.Dir(), "blobs"))
 			for _, e := range entries {
 				if got := digestOf(imagetest.Must(os.ReadFile(filepath.Join(s.Dir(), "blobs", e.Name())))); got != strings.Replace(e.Name(), "-", ":", 1) {
@@ -482,7 +482,7 @@ func TestRegistry_build_ends_with_its_context(t *testing.T) {
 	h.set(func(w http.ResponseWriter, r *http.Request, next http.Handler) {
 		if strings.Contains(r.URL.Path, "/blobs/") {
 			cancel(cause)
-			<-r.Context().Done() // until the client has gone
+			<-r.Context().Done() // until the client leaves
 			return
 		}
 		next.ServeHTTP(w, r)

@@ -40,7 +40,7 @@ func buildDir(t *testing.T, s *image.Store, text, tag string) *image.Image {
 	return img
 }
 
-// rewriteRecord writes the record of an image as it is.
+// rewriteRecord writes img as its record.
 func rewriteRecord(t *testing.T, img *image.Image) {
 	t.Helper()
 	j, err := json.Marshal(img)
@@ -105,7 +105,7 @@ func TestTag_moves_to_the_new_image(t *testing.T) {
 	if got, err := s.Find("x"); err != nil || got.ID != a.ID {
 		t.Errorf("got %+v (%v), want the first image", got, err)
 	}
-	// As after a crash between the two records: both hold the tag, the later one has it.
+	// This is the state after a crash between the two records: both hold the tag, and the later one has it.
 	b.Tags, b.Tagged = []string{"x:latest"}, time.Now().Add(time.Minute)
 	rewriteRecord(t, b)
 	all, err := s.List()
@@ -132,7 +132,7 @@ func TestRemove(t *testing.T) {
 	if _, err := s.Remove(t.Context(), a.ShortID(), used); !errors.Is(err, image.ErrInUse) {
 		t.Errorf("by id: got %v, want ErrInUse", err)
 	}
-	got, err := s.Remove(t.Context(), "one", used) // a tag of several: the image stays
+	got, err := s.Remove(t.Context(), "one", used) // one of several tags: the image stays
 	if err != nil || got.Deleted || !slices.Equal(got.Untagged, []string{"one:latest"}) {
 		t.Errorf("got %+v (%v), want only the tag gone", got, err)
 	}
@@ -182,7 +182,7 @@ func TestDamaged_image_is_told_by_check_and_verify(t *testing.T) {
 			if !errors.Is(err, c.verified) || (err != nil && !strings.Contains(err.Error(), "build it again")) {
 				t.Errorf("verify: got %v, want %v with a remedy", err, c.verified)
 			}
-			// Building the same again repairs what the cheap check sees.
+			// Building the same image again repairs what the cheap check finds.
 			if c.check != nil {
 				again := buildDir(t, s, text, "x")
 				if err := s.Verify(t.Context(), "x", nil); err != nil || again.ID != img.ID {
@@ -254,7 +254,7 @@ func TestGarbage_of_dead_builds_is_pruned_and_living_ones_are_kept(t *testing.T)
 	if err != nil {
 		t.Fatal(err)
 	}
-	dead := filepath.Join(s.Dir(), "tmp", "build-dead") // nobody has its lock, as after the death of its process
+	dead := filepath.Join(s.Dir(), "tmp", "build-dead") // its lock is free, as after the death of its process
 	imagetest.Write(t, filepath.Join(dead, "work/root/etc/x"), "left behind")
 	imagetest.Write(t, filepath.Join(dead, "lock"), "")
 	imagetest.Write(t, filepath.Join(s.Dir(), "tmp", "stray"), "file")

@@ -33,10 +33,10 @@ func TestMessages_keep_the_last_errors_and_bound_lines(t *testing.T) {
 func TestDebian_trim_leaves_what_is_needed(t *testing.T) {
 	names := []string{
 		"var/lib/apt/lists/x_Packages", "var/cache/apt/pkgcache.bin", "var/cache/apt/archives/x.deb", "var/lib/dpkg/status-old",
-		"etc/apt/apt.conf.d/99mmdebstrap", "var/log/dpkg.log", "tmp/x", "run/x", // gone
+		"etc/apt/apt.conf.d/99mmdebstrap", "var/log/dpkg.log", "tmp/x", "run/x", // removed
 		"var/lib/apt/lists/partial/", "var/cache/apt/archives/partial/", "run/lock/", "var/lib/dpkg/status",
-		"etc/apt/apt.conf.d/70debconf", "var/log/lastlog", // stay
-		"usr/share/doc/p/changelog.gz", "usr/share/man/man1/p.1.gz", // gone with noDocs
+		"etc/apt/apt.conf.d/70debconf", "var/log/lastlog", // kept
+		"usr/share/doc/p/changelog.gz", "usr/share/man/man1/p.1.gz", // removed with noDocs
 		"usr/share/doc/p/copyright",
 	}
 	gone, docs := names[:8], names[14:16]

@@ -14,7 +14,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image/imagetest"
 )
 
-// heap is how much is in use after a collection of garbage.
+// heap returns the heap in use after a garbage collection.
 func heap() int64 {
 	var m runtime.MemStats
 	runtime.GC()
@@ -52,7 +52,7 @@ func TestReadLayer_long_headers_are_not_kept(t *testing.T) {
 }
 
 func TestMerge_paths_of_all_files_are_bounded(t *testing.T) {
-	// A symlink makes long paths of short names: "nn/nn/f" has 8 bytes with the slash before it.
+	// A symlink makes long paths from short names: "nn/nn/f" has 8 bytes with the slash before it.
 	l, err := Read(t.Context(), bytes.NewReader(imagetest.LayerOf(t, imagetest.Sym("l", "nn/nn"), imagetest.Reg("l/f=1"))), imagetest.TempFile(t), NewBudget(10, 1<<20), true)
 	if err != nil {
 		t.Fatal(err)
@@ -67,7 +67,7 @@ func TestMerge_paths_of_all_files_are_bounded(t *testing.T) {
 	}
 }
 
-// cancelAt cancels when so many bytes have been read through it.
+// cancelAt cancels when n bytes have been read through it.
 type cancelAt struct {
 	r      io.Reader
 	left   int
@@ -83,7 +83,7 @@ func (c *cancelAt) Read(p []byte) (int, error) {
 }
 
 func TestReadLayer_hole_of_a_sparse_file_ends_with_the_context(t *testing.T) {
-	// A hole of 4 EiB, and no byte of the archive behind it.
+	// A hole of 4 EiB, and no data of the archive after it.
 	stream := imagetest.PaxTar("GNU.sparse.major=0", "GNU.sparse.minor=1", "GNU.sparse.numblocks=1", "GNU.sparse.map=4611686018427387904,0",
 		"GNU.sparse.size=4611686018427387904", "GNU.sparse.name=s")
 	cause := errors.New("enough")

@@ -23,8 +23,8 @@ func memFile(t *testing.T) *os.File {
 	return os.NewFile(uintptr(fd), "spool")
 }
 
-// FuzzLayers puts two streams on each other. Whatever they hold, the tree is one that can be written, or the error is
-// of the two kinds that tell.
+// FuzzLayers merges two streams. Whatever they hold, the result is a tree that can be written, or an error of the
+// two expected kinds.
 func FuzzLayers(f *testing.F) {
 	f.Fuzz(func(t *testing.T, lower, upper []byte) {
 		const most = 1 << 20

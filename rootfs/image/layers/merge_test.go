@@ -16,7 +16,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image/imagetest"
 )
 
-// mergeAll puts tar streams on each other.
+// mergeAll merges tar streams in order.
 func mergeAll(t *testing.T, streams ...[]byte) (*fstree.Tree, error) {
 	t.Helper()
 	m := NewMerger(1 << 20)

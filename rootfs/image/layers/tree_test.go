@@ -15,7 +15,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image/imagetest"
 )
 
-// buildTar makes an image file of a tar stream and nothing else.
+// buildTar makes an image file of a tar stream alone.
 func buildTar(t *testing.T, stream []byte) *os.File {
 	t.Helper()
 	tr, err := ReadTree(t.Context(), bytes.NewReader(stream), imagetest.TempFile(t), NewBudget(64<<30, 1<<20))

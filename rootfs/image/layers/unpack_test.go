@@ -17,7 +17,7 @@ import (
 )
 
 func TestUnpack_bombs_are_stopped(t *testing.T) {
-	// Members of gzip behind each other are one stream.
+	// Consecutive gzip members are one stream.
 	const member = 1 << 20
 	zip := imagetest.Pack(t, "gzip", make([]byte, member))
 	bomb := func(n int64) io.Reader { return bytes.NewReader(bytes.Repeat(zip, int(n/member))) }
@@ -31,7 +31,7 @@ func TestUnpack_bombs_are_stopped(t *testing.T) {
 	if n, err := io.Copy(io.Discard, u); !errors.Is(err, image.ErrTooLarge) || n > 2<<20 {
 		t.Errorf("by its length: %v after %d bytes", err, n)
 	}
-	// Histories larger than the bound are refused before they are allocated: 2 GiB of zstd (window descriptor 0xa8),
+	// Unpack refuses histories above the bound before it allocates them: 2 GiB of zstd (window descriptor 0xa8),
 	// and 1.5 GiB of xz (dictionary size 37 of the LZMA2 filter).
 	crc := func(b string) string {
 		return string(binary.LittleEndian.AppendUint32(nil, crc32.ChecksumIEEE([]byte(b))))

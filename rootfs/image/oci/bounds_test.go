@@ -10,7 +10,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image/imagetest"
 )
 
-// heap is how much is in use after a collection of garbage.
+// heap returns the heap in use after a garbage collection.
 func heap() int64 {
 	var m runtime.MemStats
 	runtime.GC()

@@ -12,7 +12,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image/layers"
 )
 
-// FuzzDocuments reads indexes, manifests and configurations. What is taken holds the bounds.
+// FuzzDocuments reads indexes, manifests and configurations. Accepted documents keep the bounds.
 func FuzzDocuments(f *testing.F) {
 	f.Fuzz(func(t *testing.T, b []byte) {
 		want := v1.Platform{OS: "linux", Architecture: "amd64"}

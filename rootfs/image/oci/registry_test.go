@@ -12,7 +12,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image/imagetest"
 )
 
-// answers is a transport that a test writes.
+// answers is a transport that a test defines.
 type answers func(*http.Request) (*http.Response, error)
 
 func (f answers) RoundTrip(r *http.Request) (*http.Response, error) { return f(r) }
@@ -41,7 +41,7 @@ func TestRegistry_is_not_asked_without_TLS(t *testing.T) {
 	}
 }
 
-// stillBody gives nothing until its request is given up.
+// stillBody blocks every Read until its request is cancelled.
 type stillBody struct{ ctx context.Context }
 
 func (s stillBody) Read([]byte) (int, error) {
