@@ -20,7 +20,7 @@ import (
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
 
-// asked is a call of the host's, and what it takes from the answer: texts that have to be printable.
+// asked is a call of the host. The texts that it takes from the answer must be printable.
 type asked struct {
 	name   string
 	stream bool
@@ -29,9 +29,9 @@ type asked struct {
 }
 
 const (
-	// fuzzTime is far more than a call takes whose guest has hung up.
+	// fuzzTime is far more than a call takes after its guest has hung up.
 	fuzzTime = time.Minute
-	// maxText bounds a text that a guest has chosen, in bytes, with the words around it.
+	// maxText bounds, in bytes, a text that a guest has chosen, with the words around it.
 	maxText = 64 << 10
 	maxCopy = 1 << 20
 )
@@ -140,8 +140,8 @@ func copyOut(resume bool) func(ctx context.Context, c *guest.Client, dir string)
 	}
 }
 
-// said is what the guest says to a call: raw bytes, or an answer that is well framed with any content. In a stream the
-// first byte of a piece says how long that is.
+// said returns what the guest sends to a call: raw bytes, or a well-framed answer with any content. In a stream
+// the first byte of a piece gives its length.
 func said(a asked, raw bool, in []byte) []byte {
 	if raw {
 		return in
@@ -158,8 +158,8 @@ func said(a asked, raw bool, in []byte) []byte {
 	return append(out, frame(1, 2, 0, message(&ttrpc.Response{}))...)
 }
 
-// FuzzAgentAnswers has a guest answer calls with anything and hang up. The call ends, its texts and its error are
-// bounded and printable, and a copy changes nothing but itself.
+// FuzzAgentAnswers has a guest answer calls with arbitrary bytes and hang up. The call must end, with bounded and
+// printable texts and error. A copy must change nothing but itself.
 func FuzzAgentAnswers(f *testing.F) {
 	for i, a := range asks {
 		m := message(a.seed)
@@ -220,18 +220,18 @@ func FuzzAgentAnswers(f *testing.F) {
 	})
 }
 
-// shows says that a text has nothing that drives a terminal. Errors that are joined are on lines of their own, and
-// those of package proto have a no-break space now and then.
+// shows reports whether a text has nothing that drives a terminal. Joined errors are on separate lines, and errors
+// of package proto sometimes have a no-break space.
 func shows(s string) bool {
 	return !strings.ContainsFunc(s, func(r rune) bool { return r != '\n' && r != '\u00a0' && !unicode.IsPrint(r) })
 }
 
-// stringsOf are the strings in a value.
+// stringsOf returns the strings in a value.
 func stringsOf(t *testing.T, v any) (list []string) {
 	t.Helper()
 	b, err := json.Marshal(v)
 	if err != nil {
-		return nil // numbers that JSON does not have
+		return nil // JSON does not have some numbers
 	}
 	var doc any
 	if err := json.Unmarshal(b, &doc); err != nil {

@@ -19,7 +19,7 @@ import (
 
 var bulkMiB = flag.Int64("bulk-mib", 128, "copy files of so many MiB, and print as much: more than the heap may take")
 
-// heapPeak watches the Go heap, of client and agent together, until what it returns is called.
+// heapPeak watches the Go heap, of client and agent together, until the caller calls end.
 func heapPeak() (end func() (mib uint64)) {
 	var peak atomic.Uint64
 	stop, done := make(chan struct{}), make(chan struct{})
@@ -41,8 +41,8 @@ func heapPeak() (end func() (mib uint64)) {
 	return func() uint64 { close(stop); <-done; return peak.Load() >> 20 }
 }
 
-// Client and agent are in one process here, without a guest in between: what is shown is that neither keeps
-// what passes, and that a copy of any size can be cut.
+// Client and agent run in this process, without a guest. The test shows that neither keeps what passes, and that a
+// copy of any size can be cut.
 func TestBulk_long_streams_take_no_memory_and_are_cut_and_resumed(t *testing.T) {
 	const maxHeap = 64 // MiB, whatever the size
 	size := *bulkMiB << 20

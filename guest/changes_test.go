@@ -17,8 +17,8 @@ import (
 	"github.com/drowse-vm/drowse/guest/internal/agenttest"
 )
 
-// guestWithDisk is an agent whose overlay's upper directory is one of the host, over an empty image; its trail is
-// beside its socket.
+// guestWithDisk starts an agent with an overlay over an empty image. The overlay's upper directory is on the host.
+// The agent's trail is beside its socket.
 func guestWithDisk(t *testing.T) (c *guest.Client, dir, trail string) {
 	t.Helper()
 	dir = t.TempDir()
@@ -148,7 +148,7 @@ func TestHostile_changes_are_refused(t *testing.T) {
 			}
 		})
 	}
-	// In the exit of a command they are said to be unknown, and the exit counts.
+	// The exit of a command reports changes as unknown, and the exit still counts.
 	exit := func(m *agentpb.DiskChanges) []byte {
 		return data(&agentpb.ExecResponse{Msg: &agentpb.ExecResponse_Exit{Exit: &agentpb.ExecExit{Changes: m}}})
 	}

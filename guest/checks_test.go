@@ -17,7 +17,7 @@ import (
 
 const checkEvery = 100 * time.Millisecond
 
-// waitReady waits until service s is ready, or is not going to be.
+// waitReady waits until service s is ready or can no longer become ready.
 func waitReady(t *testing.T, c *guest.Client) guest.ServiceState {
 	t.Helper()
 	for {
@@ -31,7 +31,7 @@ func waitReady(t *testing.T, c *guest.Client) guest.ServiceState {
 	}
 }
 
-// A check of each kind fails until what it looks for is there.
+// A check of each kind fails until its target exists.
 func TestServiceCheck_of_each_kind_passes_when_it_is_there_and_not_before(t *testing.T) {
 	for _, kind := range []string{guest.CheckFile, guest.CheckUnix, guest.CheckTCP, guest.CheckHTTP, guest.CheckExec} {
 		t.Run(kind, func(t *testing.T) {
@@ -64,7 +64,7 @@ func TestServiceCheck_of_each_kind_passes_when_it_is_there_and_not_before(t *tes
 				l.Close()
 				appear = func() { listen("tcp", check.Address) }
 			case guest.CheckHTTP:
-				// It accepts from the beginning, and says first that it is not ready.
+				// The server accepts from the beginning, and first answers that it is not ready.
 				l := listen("tcp", "127.0.0.1:0")
 				check.Address = "http://" + l.Addr().String() + "/health?x=1"
 				appeared := make(chan struct{})
@@ -145,7 +145,7 @@ func TestServiceCheck_that_fails_ends_the_service_which_is_started_again(t *test
 	v := startVM(t)
 	c := v.dial(t)
 	dir := t.TempDir()
-	// It ends well when it is told to: that a check has failed is a failure all the same.
+	// The service exits with 0 when it is told to end. The failed check still counts as a failure.
 	s := shService("trap 'exit 0' TERM; : > "+dir+"/f; while :; do sleep 0.05; done", guest.RestartOnFailure)
 	s.Check = &guest.ServiceCheck{Kind: guest.CheckFile, Address: dir + "/f", Interval: checkEvery, Alive: 2}
 	mustSetService(t, c, s, false)
@@ -185,7 +185,7 @@ func TestServiceCheck_failures_of_which_each_is_the_first_after_a_wake_do_not_co
 	c := v.dial(t)
 	dir := t.TempDir()
 	s := shService(": > "+dir+"/f; exec sleep 1000", guest.RestartAlways)
-	// Each check wakes the machine, as far as the agent knows, and fails once the file is gone.
+	// As far as the agent knows, the machine wakes during each check, which fails once the file is gone.
 	resume := func() {
 		if _, err := c.Resume(t.Context(), guest.Resume{}); err != nil {
 			t.Error(err)
@@ -199,7 +199,7 @@ func TestServiceCheck_failures_of_which_each_is_the_first_after_a_wake_do_not_co
 		t.Fatal(err)
 	}
 	for range 2 {
-		resume() // while it sleeps, or in the midst of the check
+		resume() // between checks or during one
 		write(t, dir+"/go", "", 0o644)
 		for {
 			if _, err := os.Stat(dir + "/go"); err != nil {
@@ -207,7 +207,7 @@ func TestServiceCheck_failures_of_which_each_is_the_first_after_a_wake_do_not_co
 			}
 			time.Sleep(time.Millisecond)
 		}
-		// The next one begins before the machine is restored again, or not: both count from the wake on.
+		// The next check may begin before or after the next resume. Both count from the wake on.
 		for n := lines(t, fifo); lines(t, fifo) == n; {
 			time.Sleep(time.Millisecond)
 		}
@@ -216,7 +216,7 @@ func TestServiceCheck_failures_of_which_each_is_the_first_after_a_wake_do_not_co
 	if err != nil || list[0].PID != first.PID || list[0].CheckRestarts != 0 || list[0].CheckProblem == "" {
 		t.Errorf("after two failures behind wakes it is %+v, %v", list, err)
 	}
-	// One that is not behind a wake counts.
+	// A failure that does not follow a wake counts.
 	write(t, dir+"/go", "", 0o644)
 	for {
 		list, err := c.Services(t.Context())

@@ -5,5 +5,5 @@ import "time"
 // SetCloseTime bounds how long Close of a listener waits for the guest.
 func SetCloseTime(l *Listener, d time.Duration) { l.closeTime = d }
 
-// CheckChanges is what takes a list of changes from a guest.
+// CheckChanges checks a list of changes from a guest.
 var CheckChanges = changes

@@ -90,7 +90,7 @@ func TestReadFile_a_slow_reader_gets_it_all(t *testing.T) {
 	n := 0
 	_, err := c.ReadFile(t.Context(), path, writerFunc(func(p []byte) (int, error) {
 		if n == 0 {
-			time.Sleep(1500 * time.Millisecond) // longer than ttrpc waits
+			time.Sleep(1500 * time.Millisecond) // longer than ttrpc waits for a reader
 		}
 		n += len(p)
 		return len(p), nil
@@ -176,7 +176,7 @@ func TestReadDir_lists_more_than_one_answer_holds(t *testing.T) {
 	}
 }
 
-// sample makes a tree with what a copy must keep.
+// sample makes a tree with everything that a copy must preserve.
 func sample(t *testing.T) string {
 	t.Helper()
 	src := filepath.Join(t.TempDir(), "tree")
@@ -201,7 +201,7 @@ func sample(t *testing.T) string {
 	return src
 }
 
-// tree describes a tree, for comparison.
+// tree describes a tree for comparison.
 func tree(t *testing.T, dir string) string {
 	t.Helper()
 	var b strings.Builder

@@ -18,8 +18,8 @@ import (
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
 
-// liar is a guest that answers each connection of the forward port with the bytes that it
-// is given, and then keeps it open until the host closes it, or ends the listener.
+// liar is a guest that answers each connection of the forward port with the given bytes. It then keeps the
+// connection open until the host closes it or ends the listener.
 func liar(t *testing.T, say func(n int) []byte) *guest.Client {
 	t.Helper()
 	return clientOf(t, lies(t, say))
@@ -35,7 +35,7 @@ func clientOf(t *testing.T, dial guest.Dialer) *guest.Client {
 	return c
 }
 
-// lies leads to a liar.
+// lies returns a Dialer that leads to a liar.
 func lies(t *testing.T, say func(n int) []byte) guest.Dialer {
 	t.Helper()
 	var (

@@ -11,7 +11,7 @@ import (
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
 
-// saidConn is a connection to a guest that has said all.
+// saidConn is a connection to a guest that has sent everything.
 type saidConn struct {
 	net.Conn
 	said   io.Reader
@@ -21,7 +21,7 @@ type saidConn struct {
 func (c *saidConn) Read(p []byte) (int, error) { return c.said.Read(p) }
 func (c *saidConn) Close() error               { c.closed = true; return nil }
 
-// seedFrame is a frame of n bytes.
+// seedFrame returns a frame with n bytes of content.
 func seedFrame(id uint32, kind, flags byte, n int) []byte {
 	b := make([]byte, frameHeader+n)
 	binary.BigEndian.PutUint32(b, uint32(n))
@@ -30,8 +30,8 @@ func seedFrame(id uint32, kind, flags byte, n int) []byte {
 	return b
 }
 
-// FuzzFrameConn has a guest say anything. What is passed on are whole frames of the call that is under way, none too
-// long, no more than are taken, and nothing after the first that breaks the rules.
+// FuzzFrameConn has a guest send arbitrary bytes. frameConn must pass on only whole frames of the current call, none
+// too long, no more than the client takes, and none after the first that breaks the rules.
 func FuzzFrameConn(f *testing.F) {
 	join := func(list ...[]byte) []byte { return bytes.Join(list, nil) }
 	f.Add(join(seedFrame(1, frameData, 0, 5), seedFrame(1, frameResponse, 0, 3), seedFrame(1, frameResponse, 0, 9), seedFrame(3, frameResponse, 0, 0)), byte(7), byte(0))
@@ -74,7 +74,7 @@ func FuzzFrameConn(f *testing.F) {
 					next += 2
 					c.expected.Store(next)
 				} else if last {
-					next = 0 // nothing may come
+					next = 0 // no further frame may come
 				}
 				header, body = header[:0], int(length)
 			}

@@ -29,7 +29,7 @@ import (
 
 func TestMain(m *testing.M) {
 	goleak.VerifyTestMain(m,
-		// os/signal keeps one goroutine for the life of the process.
+		// os/signal keeps one goroutine until the process ends.
 		goleak.IgnoreTopFunction("os/signal.signal_recv"),
 		goleak.IgnoreTopFunction("os/signal.loop"))
 }
@@ -41,10 +41,10 @@ type fakeMachine struct {
 	entropy []byte
 	host    string
 	power   chan bool
-	// frozen counts Freeze without Thaw; freezeErr is what Freeze answers.
+	// frozen counts Freeze without Thaw. Freeze returns freezeErr.
 	frozen    int
 	freezeErr error
-	// trims counts Trim; trimErr is what it answers.
+	// trims counts calls of Trim, which returns trimErr.
 	trims   int
 	trimErr error
 }
@@ -114,16 +114,15 @@ func (m *fakeMachine) Power(reboot bool) error {
 	return nil
 }
 
-// vm is an agent served on this host behind a Unix socket that behaves as the
-// vsock device of a VM does.
+// A vm is an agent served on this host, behind a Unix socket that behaves as the vsock device of a VM does.
 type vm struct {
 	path    string
 	machine *fakeMachine
 	ports   *ports
 	server  *agent.Server
-	hooks   string      // the directory of hooks; it does not exist yet
+	hooks   string      // the directory of hooks, which does not exist yet
 	events  chan string // lines about services
-	conns   sync.Map    // of net.Conn, as the device's end
+	conns   sync.Map    // of net.Conn, the device's ends
 }
 
 // chanListener hands connections to the agent.
@@ -434,7 +433,7 @@ func TestExec_pty_takes_input_and_interrupts(t *testing.T) {
 	}
 }
 
-// watched is a writer whose content can be waited for.
+// watched is a writer whose content a test can wait for.
 type watched struct {
 	mu   sync.Mutex
 	buf  bytes.Buffer
@@ -546,7 +545,7 @@ func TestExec_100_at_once_each_get_their_own(t *testing.T) {
 	wg.Wait()
 }
 
-// blocked is a writer that blocks until it is let go.
+// blocked is a writer that blocks until it is released.
 type blocked struct {
 	n    atomic.Int64
 	gate chan struct{}
@@ -562,7 +561,7 @@ func TestExec_a_reader_that_stalls_stalls_its_process_and_nothing_else(t *testin
 	c := startVM(t).dial(t)
 	count := filepath.Join(t.TempDir(), "count")
 	w := &blocked{gate: make(chan struct{})}
-	// dd tells on its stderr how much it could write before it was killed.
+	// dd prints to stderr how much it could write before it was killed.
 	s, err := c.Start(t.Context(), guest.Cmd{Argv: []string{"sh", "-c", `exec dd if=/dev/zero bs=64k count=1024 2>` + count}, IO: guest.IO{Stdout: w}})
 	if err != nil {
 		t.Fatal(err)
@@ -605,7 +604,7 @@ func TestExec_a_process_that_does_not_read_stalls_its_writer_for_as_long_as_it_t
 	}
 }
 
-// alive says whether a process exists.
+// alive reports whether a process exists.
 func alive(pid int) bool { return syscall.Kill(pid, 0) == nil }
 
 func eventually(t *testing.T, what string, f func() bool) {
@@ -699,7 +698,7 @@ func TestAttach_a_shell_survives_the_loss_of_its_connection(t *testing.T) {
 func TestAttach_replays_from_the_offset_that_the_last_session_reached(t *testing.T) {
 	v := startVM(t)
 	c := v.dial(t)
-	// 20,000 numbered lines, far more than is kept, with pauses to be cut in.
+	// The script prints 20,000 numbered lines, far more than the agent keeps, with pauses in which to cut.
 	const script = `i=0; while [ $i -lt 200 ]; do j=0; while [ $j -lt 100 ]; do echo line $i $j; j=$((j+1)); done; i=$((i+1)); done`
 	var want strings.Builder
 	for i := range 200 {

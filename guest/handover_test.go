@@ -12,7 +12,7 @@ import (
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
 
-// ports leads the agent to a device of this process.
+// ports leads the agent to a device in this process.
 type ports struct {
 	device *handover.Device
 	open   bool
@@ -39,7 +39,7 @@ func (p *ports) Message(m *[agentpb.HandoverSize]byte) {
 	}
 }
 
-// handOver has the agent stand by, and returns what the call is going to end with.
+// handOver has the agent stand by, and returns a channel for the error of the call.
 func handOver(t *testing.T, v *vm) <-chan error {
 	t.Helper()
 	c := v.dial(t)

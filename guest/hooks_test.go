@@ -20,11 +20,11 @@ import (
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
 
-// patient are limits that no hook of these tests reaches.
+// patient has limits that no hook of these tests reaches.
 var patient = guest.HookLimits{Each: time.Minute, All: 2 * time.Minute}
 
-// hook writes a hook that notes its name and arguments, and then does what more
-// says. It returns the file with the notes.
+// hook writes a hook that notes its name and arguments and then runs the script more. It returns the file with the
+// notes.
 func (v *vm) hook(t *testing.T, name, more string) (notes string) {
 	t.Helper()
 	notes = filepath.Join(filepath.Dir(v.hooks), "notes")
@@ -32,7 +32,7 @@ func (v *vm) hook(t *testing.T, name, more string) (notes string) {
 	return notes
 }
 
-// noted returns what the hooks have noted, and forgets it.
+// noted returns what the hooks have noted, and removes the notes.
 func noted(t *testing.T, notes string) []string {
 	t.Helper()
 	b, err := os.ReadFile(notes)
@@ -79,7 +79,7 @@ func TestHooks_run_in_order_before_and_in_reverse_after(t *testing.T) {
 		if err != nil || got.Ran != 2 || len(got.Failures) != 0 {
 			t.Fatalf("%s: %+v, %v", before, got, err)
 		}
-		// The clock stops, as it were, here: the agent itself remembers.
+		// At this point the clock would stop. The agent itself remembers the hooks.
 		if r, err := c.Resume(t.Context(), guest.Resume{}); err != nil || !r.HooksWait {
 			t.Fatalf("after %s: %+v, %v", before, r, err)
 		}
@@ -113,7 +113,7 @@ func TestHooks_failure_before_refuses_and_those_started_go_on(t *testing.T) {
 		t.Fatalf("%+v, %v", got, err)
 	}
 	if f := got.Failures[0]; f.Name != "2" || f.Event != guest.HookSleep || f.Problem != "exit status 3" ||
-		!strings.Contains(f.Output, "out") || !strings.Contains(f.Output, "no luck") { // two pipes: in either order
+		!strings.Contains(f.Output, "out") || !strings.Contains(f.Output, "no luck") { // two pipes: either order
 		t.Errorf("failure %+v", f)
 	}
 	if got, want := noted(t, notes), []string{"1 sleep", "2 sleep", "2 wake sleep", "1 wake sleep"}; !slices.Equal(got, want) {
@@ -140,7 +140,7 @@ func TestHooks_late_one_is_killed_with_its_children(t *testing.T) {
 	child := filepath.Join(filepath.Dir(v.hooks), "child")
 	v.hook(t, "late", "[ $1 = wake ] && exit 0; sleep 1000 & echo $! >"+child+".tmp; mv "+child+".tmp "+child+"; wait")
 	v.hook(t, "never", "")
-	// The first attempts may be too short for the hook to get that far.
+	// The first limits may be too short for the hook to write the file.
 	var pid int
 	for limit := 250 * time.Millisecond; pid == 0; limit *= 2 {
 		got, err := c.Hooks(t.Context(), guest.HookSleep, guest.HookLimits{Each: limit, All: time.Minute})
@@ -168,7 +168,7 @@ func TestHooks_time_for_all_of_them_is_bounded(t *testing.T) {
 	v.hook(t, "1", "[ $1 = wake ] || sleep 1000")
 	v.hook(t, "2", "")
 	var got guest.Hooked
-	// The first attempts may be too short for the first to be started.
+	// The first limits may be too short to start the first hook.
 	for limit := 250 * time.Millisecond; got.Ran != 1; limit *= 2 {
 		var err error
 		got, err = c.Hooks(t.Context(), guest.HookSleep, guest.HookLimits{Each: time.Minute, All: limit, IgnoreFailures: true})
@@ -328,7 +328,7 @@ func TestServeHooks_takes_two_lines_and_nothing_else(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	var said []bool // only touched by the server until it has ended
+	var said []bool // only the server uses it until the server has ended
 	ended := make(chan struct{})
 	go func() {
 		defer close(ended)
@@ -345,7 +345,7 @@ func TestServeHooks_takes_two_lines_and_nothing_else(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		_, _ = io.WriteString(c, tt.line) // it may be cut off in the middle
+		_, _ = io.WriteString(c, tt.line) // the server may cut it off in the middle
 		_ = c.(*net.UnixConn).CloseWrite()
 		var b [2]byte
 		n, _ := io.ReadFull(c, b[:])

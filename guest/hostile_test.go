@@ -22,7 +22,7 @@ import (
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
 
-// frame is a ttrpc message of the guest: type 2 is a response, 3 is data.
+// frame returns a ttrpc message of the guest: type 2 is a response, 3 is data.
 func frame(id uint32, kind, flags byte, body []byte) []byte {
 	b := make([]byte, 10, 10+len(body))
 	binary.BigEndian.PutUint32(b[0:], uint32(len(body)))
@@ -45,16 +45,16 @@ func response(id uint32, m proto.Message) []byte {
 	return frame(id, 2, 0, message(&ttrpc.Response{Payload: message(m)}))
 }
 
-// hostileGuest answers every connection, once the host has sent something,
-// with the bytes it is given, and then keeps the connection open.
+// hostileGuest waits on each connection until the host has sent something. It then answers with the given bytes
+// and keeps the connection open.
 func hostileGuest(t *testing.T, say ...[]byte) *guest.Client {
 	t.Helper()
 	c, _ := hostileGuestSays(t, say...)
 	return c
 }
 
-// hostileGuestSays is hostileGuest and tells when the first connection has
-// carried all there is to say, or was closed by the host.
+// hostileGuestSays is hostileGuest with a channel. The channel closes when the first connection has carried all
+// the bytes, or the host has closed it.
 func hostileGuestSays(t *testing.T, say ...[]byte) (*guest.Client, <-chan struct{}) {
 	t.Helper()
 	var (
@@ -154,8 +154,7 @@ func TestHostile_answers_end_the_connection_and_not_the_host(t *testing.T) {
 	}
 }
 
-// stalled is a Stdout that takes nothing before the guest has said all it has
-// to say, or was cut off.
+// stalled is a Stdout that takes nothing until the guest has sent everything or was cut off.
 type stalled struct{ said <-chan struct{} }
 
 func (w stalled) Write(p []byte) (int, error) {
@@ -273,7 +272,7 @@ func TestHostile_archives_do_not_leave_their_directory(t *testing.T) {
 	}
 }
 
-// The second link is named by way of the first, so that it leads higher than its name says.
+// The name of the second link goes through the first, so it leads higher than its name says.
 func linkThroughLink(top string) []byte {
 	dir := func(name string) *tar.Header {
 		return &tar.Header{Name: name, Typeflag: tar.TypeDir, Mode: 0o755}

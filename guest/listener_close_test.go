@@ -25,7 +25,7 @@ func TestListener_its_address_is_free_when_Close_returns(t *testing.T) {
 		for range 50 {
 			l, err := c.Listen(t.Context(), network, address)
 			if errors.Is(err, syscall.EADDRINUSE) && network == "tcp" {
-				address = first // somebody else has it now
+				address = first // another process has it now
 				continue
 			}
 			if err != nil {
@@ -52,7 +52,7 @@ func TestListener_its_address_is_free_when_Close_returns(t *testing.T) {
 	}
 }
 
-// listening is a client with a listener of an agent of the test's own, which talk has to itself.
+// listening returns a listener of a fake agent. talk gets the agent's end of its connection.
 func listening(t *testing.T, talk func(net.Conn)) *guest.Listener {
 	t.Helper()
 	var wg sync.WaitGroup
@@ -91,7 +91,7 @@ func TestListener_Close_waits_for_the_agent_to_end_it(t *testing.T) {
 		if _, err := io.ReadFull(far, b[:]); err != nil || b[0] != agentpb.EndListener {
 			t.Errorf("the host says %q, %v", b, err)
 		}
-		time.Sleep(20 * time.Millisecond) // a guest with much to do
+		time.Sleep(20 * time.Millisecond) // the guest is busy
 		ended.Store(true)
 	})
 	if err := l.Close(); err != nil {
@@ -105,7 +105,7 @@ func TestListener_Close_waits_for_the_agent_to_end_it(t *testing.T) {
 func TestListener_Close_leaves_an_agent_that_does_not_end_it(t *testing.T) {
 	for name, talk := range map[string]func(net.Conn){
 		"it takes nothing": func(far net.Conn) {
-			// A deadline is all that lets the host's write end.
+			// Only a deadline ends the host's write.
 			time.Sleep(100 * time.Millisecond)
 			io.Copy(io.Discard, far)
 		},

@@ -31,7 +31,7 @@ func promote(t *testing.T, c *guest.Client, items ...guest.Promotion) ([]guest.P
 	return c.Promote(t.Context(), "vm", items, seen)
 }
 
-// names are what there is below a directory.
+// names returns the names below a directory.
 func names(t *testing.T, dir string) []string {
 	t.Helper()
 	out := []string{}
@@ -232,7 +232,7 @@ func TestPromote_of_a_hostile_guest_makes_nothing_outside_and_no_half_copy(t *te
 			c := hostileGuest(t, data(&agentpb.TransferResponse{Msg: &agentpb.TransferResponse_Data{Data: sent}}), done)
 			got, err := c.Promote(t.Context(), "vm", []guest.Promotion{{Path: "/work/out", Dir: host}}, []guest.Seen{{State: guest.DropDirectory}})
 			if err == nil {
-				// What is cut down to what is allowed may stay.
+				// Promote may keep the part that is allowed.
 				t.Logf("promoted %+v", got)
 			}
 			if list := entries(t, top); !slices.Equal(list, []string{"a"}) {
@@ -262,7 +262,7 @@ func TestAttack_promotion_makes_a_link_that_leads_out_of_its_tree(t *testing.T) 
 	}
 }
 
-// The guest says that the second path is a directory, and has made a link of its parent with the first.
+// The guest says that the second path is a directory. With the first it has made a link of that path's parent.
 func TestAttack_promotion_goes_through_a_link_that_another_one_has_made(t *testing.T) {
 	host := t.TempDir()
 	sent := func(hs ...*tar.Header) [][]byte {

@@ -15,14 +15,14 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 )
 
-// promoterEnv is where the process of TestPromote_in_a_process finds the agent, and what it promotes, and to where.
+// promoterEnv tells the process of TestPromote_in_a_process where the agent is, what to promote, and where to.
 const promoterEnv = "DROWSE_TEST_PROMOTER"
 
 // TestPromote_in_a_process is the process that TestPromote_of_a_process_that_is_killed kills.
 func TestPromote_in_a_process(t *testing.T) {
 	words := strings.Split(os.Getenv(promoterEnv), ":")
 	if len(words) != 4 {
-		return // it is the other test's
+		return // the environment is set only by the other test
 	}
 	c, err := guest.Dial(context.Background(), guest.UnixDialer(words[0]))
 	if err != nil {
@@ -49,8 +49,8 @@ func TestPromote_of_a_process_that_is_killed_leaves_whole_copies_or_none(t *test
 			t.Fatal(err)
 		}
 	}
-	// check says how many copies there are, which are whole, and how many are left that have no name, and removes the
-	// former.
+	// check counts the copies, which must be whole, and the parts left without a final name. It removes the
+	// copies.
 	check := func() (copies, parts int) {
 		t.Helper()
 		for _, host := range hosts {
@@ -88,7 +88,7 @@ func TestPromote_of_a_process_that_is_killed_leaves_whole_copies_or_none(t *test
 		if err := p.Start(); err != nil {
 			t.Fatal(err)
 		}
-		// It is there: from now on it may be killed at any moment.
+		// The process has begun: from here on the test may kill it at any moment.
 		if _, err := out.Read(make([]byte, 16)); err != nil {
 			t.Errorf("a process that promotes has ended: %v", err)
 		}

@@ -19,7 +19,7 @@ import (
 	"github.com/drowse-vm/drowse/guest/internal/agenttest"
 )
 
-// recordedGuest is an agent with a trail beside its socket.
+// recordedGuest starts an agent with a trail beside its socket.
 func recordedGuest(t *testing.T) (g *agenttest.Guest, trail string) {
 	t.Helper()
 	g = agenttest.Start(t)
@@ -41,7 +41,7 @@ func trailOf(t *testing.T, path string) (out []audit.Entry) {
 	return out
 }
 
-// only is the one entry that was made since the last call.
+// only returns the one entry that was made since the last call.
 func only(t *testing.T, path string, seen *int) audit.Entry {
 	t.Helper()
 	all := trailOf(t, path)
@@ -52,8 +52,8 @@ func only(t *testing.T, path string, seen *int) audit.Entry {
 	return all[len(all)-1]
 }
 
-// Each method of a Client either does something that is recorded, or says nothing of the
-// guest's commands and files but what is named here.
+// Each method of a Client is recorded, or belongs to a class below that names what it tells of the guest's
+// commands and files.
 func TestRecord_every_method_of_a_client_was_thought_of(t *testing.T) {
 	classes := map[string][]string{
 		"recorded":                     {"Exec", "Start", "Attach", "Kill", "Forget", "ReadFile", "WriteFile", "CopyIn", "CopyOut", "Mkdir", "Remove", "Rename", "Symlink", "Dial", "Listen", "SetService", "StopService", "CopyOutTo", "Promote", "Drop"},
@@ -277,7 +277,7 @@ func TestRecord_connections_to_one_address_are_one_entry(t *testing.T) {
 	if o := trailOf(t, trail)[0].Outcome; o == nil || o.Connections != 3 || o.BytesIn != 9 || o.BytesOut != 15 {
 		t.Errorf("the listener ended with %+v", o)
 	}
-	// A connection that was given away outlives its client.
+	// A connection that the caller got outlives its client.
 	c.Close()
 	if e := trailOf(t, trail)[1]; e.Status != audit.Running {
 		t.Errorf("a connection is open: %+v, %+v", e, e.Outcome)
@@ -320,7 +320,7 @@ func TestRecord_more_addresses_than_are_kept_open_are_recorded_all(t *testing.T)
 	defer l.Close()
 	const addresses = 300 // more than a client keeps
 	for i := range addresses {
-		// All of 127.0.0.0/8 is this host.
+		// All of 127.0.0.0/8 is on this host.
 		conn, err := c.Dial(t.Context(), "tcp", fmt.Sprintf("127.0.%d.%d:%d", i/100, 1+i%100, l.Addr().(*net.TCPAddr).Port))
 		if err != nil {
 			t.Fatal(err)
@@ -368,7 +368,7 @@ func TestRecord_what_cannot_be_recorded_is_not_done(t *testing.T) {
 	if left, err := os.ReadDir(dir); err != nil || len(left) != 0 {
 		t.Errorf("it has been done all the same: %v, %v", left, err)
 	}
-	// What tells nothing of the content goes on.
+	// Calls that tell nothing of the guest's content still work.
 	if _, err := c.Ping(t.Context()); err != nil {
 		t.Error(err)
 	}

@@ -12,14 +12,14 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 )
 
-// bulk is n bytes that depend on a seed.
+// bulk returns n bytes that depend on a seed.
 func bulk(seed byte, n int) []byte {
 	b := make([]byte, n)
 	rand.NewChaCha8([32]byte{seed}).Read(b)
 	return b
 }
 
-// unfinished are the unfinished files in a directory, by their sizes.
+// unfinished returns the paths of the unfinished files in a directory.
 func unfinished(t *testing.T, dir string) (paths []string) {
 	t.Helper()
 	paths, err := filepath.Glob(dir + "/.drowse-part-*")
@@ -29,7 +29,7 @@ func unfinished(t *testing.T, dir string) (paths []string) {
 	return paths
 }
 
-// A copy is cut in its midst, as by the sleep of a VM or by a client that is killed, and gone on with.
+// A copy is cut half-way, as by the sleep of a VM or by a client that is killed, and then resumed.
 func TestCopy_that_is_cut_goes_on_where_it_was(t *testing.T) {
 	const size, cutAt = 12 << 20, 6 << 20
 	type way struct {
@@ -110,7 +110,7 @@ func TestCopy_that_is_cut_goes_on_where_it_was(t *testing.T) {
 	}
 }
 
-// Where the copy of a tree goes must not depend on how far the one before it came.
+// The destination of a tree's copy must not depend on how far the previous copy came.
 func TestCopy_of_a_tree_that_is_cut_goes_on_in_the_same_place(t *testing.T) {
 	const size = 8 << 20
 	for _, exists := range []bool{false, true} {
@@ -163,7 +163,7 @@ func TestCopy_of_a_tree_that_is_cut_goes_on_in_the_same_place(t *testing.T) {
 				if got, want := tree(t, at), tree(t, src); got != want {
 					t.Errorf("got:\n%swant:\n%s", got, want)
 				}
-				// Once more: all of it is there, and it is still no directory to copy into for one that is exact.
+				// Copy once more. All of it exists, and an exact copy still does not copy into that directory.
 				res, err = copyTree(guest.CopyOptions{Resume: true, Exact: !exists})
 				if err != nil || res.At != at || res.Bytes != 0 || res.Kept != size+2000 {
 					t.Errorf("again: %+v, %v", res, err)

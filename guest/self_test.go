@@ -31,7 +31,7 @@ func TestServeSelf_answers_one_line_and_is_not_led_astray(t *testing.T) {
 	})
 	for _, tt := range []struct {
 		name, say string
-		answer    string // "" is an end without one
+		answer    string // "" means an end without an answer
 	}{
 		{"a request", `{"do":"sleep"}` + "\n", `{"ok":true}`},
 		{"a request with more behind it", `{"do":"sleep"}` + "\n" + strings.Repeat("x", 10<<10), `{"ok":true}`},
@@ -44,7 +44,7 @@ func TestServeSelf_answers_one_line_and_is_not_led_astray(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		_, _ = io.WriteString(c, tt.say) // it may be cut off
+		_, _ = io.WriteString(c, tt.say) // the server may cut it off
 		_ = c.(*net.UnixConn).CloseWrite()
 		line, _ := bufio.NewReader(c).ReadString('\n')
 		if !strings.HasPrefix(line, tt.answer) || tt.answer == "" && line != "" || len(line) > 4<<10 {

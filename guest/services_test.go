@@ -17,7 +17,7 @@ import (
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
 
-// shService is a service of a shell command that is started again at once.
+// shService returns a service that runs a shell command and restarts at once.
 func shService(script, restart string) guest.Service {
 	return guest.Service{Name: "s", Argv: []string{"/bin/sh", "-c", script}, Restart: restart, Backoff: time.Millisecond, MaxBackoff: time.Hour}
 }
@@ -31,7 +31,7 @@ func mustSetService(t *testing.T, c *guest.Client, s guest.Service, restart bool
 	return st
 }
 
-// logUntil waits until the log of service s has a text.
+// logUntil waits until the log of service s contains a text.
 func logUntil(t *testing.T, c *guest.Client, text string) string {
 	t.Helper()
 	var all string
@@ -46,7 +46,7 @@ func logUntil(t *testing.T, c *guest.Client, text string) string {
 	return all
 }
 
-// stateUntil waits until service s is in a state.
+// stateUntil waits until service s is in the given state.
 func stateUntil(t *testing.T, c *guest.Client, state string) guest.ServiceState {
 	t.Helper()
 	for {
@@ -128,7 +128,7 @@ func TestService_is_started_again_as_its_policy_says(t *testing.T) {
 			if n := strings.Count(string(data), "run\n"); err != nil || n != c.runs {
 				t.Errorf("it ran %d times, want %d: %q, %v", n, c.runs, data, err)
 			}
-			// It can be started once more, and the row begins anew.
+			// The service can be started again.
 			if st := mustSetService(t, client, s, false); st.Started.IsZero() {
 				t.Errorf("started again, it is %+v", st)
 			}
@@ -161,7 +161,7 @@ func TestService_waits_between_restarts_and_can_be_stopped_then(t *testing.T) {
 	if st := stateUntil(t, c, "waiting"); st.Restarts != 0 || st.Exit.Code != 1 {
 		t.Errorf("it is %+v", st)
 	}
-	// Who starts it does not wait.
+	// A start by the caller does not wait for the backoff.
 	mustSetService(t, c, s, false)
 	for log := ""; strings.Count(log, "has ended") < 2; {
 		log = logUntil(t, c, "has ended")

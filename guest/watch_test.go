@@ -13,7 +13,7 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 )
 
-// watching is a watch that a test reads.
+// watching is a watch that a test reads from.
 type watching struct {
 	t      *testing.T
 	w      *guest.Watch
@@ -22,7 +22,7 @@ type watching struct {
 	ended  chan error
 }
 
-// watch begins or goes on with a watch.
+// watch begins or resumes a watch.
 func (v *vm) watch(t *testing.T, w *guest.Watch, events chan guest.WatchEvent) *watching {
 	t.Helper()
 	ctx, cancel := context.WithCancel(t.Context())
@@ -48,7 +48,7 @@ func (v *vm) watch(t *testing.T, w *guest.Watch, events chan guest.WatchEvent) *
 	return x
 }
 
-// until returns the kinds and names of what is told until the file "end" is.
+// until returns the kinds and names of the events before that of the file end.
 func (x *watching) until(end string) (lines []string) {
 	x.t.Helper()
 	limit := time.After(time.Minute)
@@ -80,7 +80,7 @@ func TestWatch_goes_on_after_its_connection_was_cut_and_misses_nothing(t *testin
 	}
 	for round := range 3 {
 		v.reset()
-		// What was on its way may come before the end is known.
+		// Events that were under way may come before the watch ends.
 		var before []string
 		for ended := false; !ended; {
 			select {
@@ -118,7 +118,7 @@ func TestWatch_that_the_guest_does_not_know_any_more_says_that_something_was_mis
 	x.until(d + "/f")
 	x.cancel()
 	<-x.ended
-	// Another agent, as in a VM that was booted anew.
+	// This is another agent, as in a VM that was booted anew.
 	x = startVM(t).watch(t, w, events)
 	write(t, d+"/end", "", 0o644)
 	if lines := x.until(d + "/end"); len(lines) == 0 || !strings.HasPrefix(lines[0], guest.WatchOverflow) {
@@ -132,7 +132,7 @@ func TestWatch_of_a_reader_that_is_slow_says_how_much_was_lost(t *testing.T) {
 	events := make(chan guest.WatchEvent)
 	x := v.watch(t, guest.NewWatch([]string{d}, false), events)
 	write(t, d+"/first", "", 0o644)
-	first := <-x.events // and no more for now
+	first := <-x.events // take no more for now
 	if first.Path != d+"/first" {
 		t.Errorf("the first event is %+v", first)
 	}
@@ -142,7 +142,7 @@ func TestWatch_of_a_reader_that_is_slow_says_how_much_was_lost(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	// More than the agent and the kernel keep together is lost; how much is said, and it goes on.
+	// The agent and the kernel lose what they cannot keep. The watch reports how much, and continues.
 	lost, n := false, 0
 	deadline := time.After(time.Minute)
 	for !lost {

@@ -21,7 +21,7 @@ import (
 	"github.com/drowse-vm/drowse/guest/audit"
 )
 
-// What the test binary does in place of tests, to be another process.
+// With these the test binary acts as another process instead of running tests.
 const (
 	helperEnv  = "DROWSE_AUDIT_HELPER"
 	helperPath = "DROWSE_AUDIT_PATH"
@@ -164,7 +164,7 @@ func TestTrail_of_many_processes_has_whole_lines_and_bounds(t *testing.T) {
 			pids[i] = cmd.Process.Pid
 		})
 	}
-	// A reader meanwhile never sees damage.
+	// A concurrent reader never sees damage.
 	stop := make(chan struct{})
 	var reading sync.WaitGroup
 	reading.Go(func() {
@@ -203,7 +203,7 @@ func TestTrail_of_many_processes_has_whole_lines_and_bounds(t *testing.T) {
 		}
 		seen[e.ID] = true
 		if len(e.Argv) == 0 {
-			continue // its beginning is gone
+			continue // its begin entry is gone
 		}
 		var i int
 		if _, err := fmt.Sscan(e.Argv[1], &i); err != nil || int64(i) != e.Outcome.BytesOut {
@@ -275,7 +275,7 @@ func TestRead_action_whose_process_is_killed_is_unknown(t *testing.T) {
 	if got, _ := entries(t, path, audit.ReadOptions{}); len(got) != 1 || got[0].Status != audit.Unknown || got[0].Argv[0] != "left" {
 		t.Errorf("after its death: %+v", got)
 	}
-	// What began before and has no end is nothing that was there later.
+	// An action that began earlier and has no end is not listed as one since now.
 	if got, _ := entries(t, path, audit.ReadOptions{Since: time.Now()}); len(got) != 0 {
 		t.Errorf("since now: %+v", got)
 	}
@@ -379,7 +379,7 @@ func TestTrail_on_a_full_disk_refuses_and_leaves_no_part_of_a_line(t *testing.T)
 	}
 	tr := audit.Open(path)
 	fill := filepath.Join(dir, "fill")
-	// The file system gives whole pages: the line has to need another one.
+	// The file system allocates whole pages, so the line must need another page.
 	big := audit.Action{Kind: audit.KindExec, Argv: []string{strings.Repeat("x", 8<<10)}}
 	if err := os.WriteFile(fill, make([]byte, 60<<10), 0o600); err != nil {
 		t.Fatal(err)
@@ -523,7 +523,7 @@ func FuzzRead(f *testing.F) {
 		if err == nil && n > bytes.Count(text, []byte("\n")) {
 			t.Errorf("%d entries of %d lines", n, bytes.Count(text, []byte("\n")))
 		}
-		// Whatever is there, it can be written on or is refused.
+		// Whatever the file holds, the trail appends to it or refuses it.
 		tr := audit.Open(path)
 		p, berr := tr.Begin(t.Context(), audit.Action{Kind: audit.KindExec, Argv: []string{"mine"}})
 		if (p == nil) == (berr == nil) || (err == nil) != (berr == nil) {

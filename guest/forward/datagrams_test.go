@@ -76,7 +76,7 @@ func dialUDP(t *testing.T, address string) net.Conn {
 	return c
 }
 
-// ask sends a datagram until an answer comes that is not for an earlier one: any may be lost.
+// ask sends a datagram until any answer comes, also a late one to an earlier datagram. Any may be lost.
 func ask(t *testing.T, c net.Conn, p []byte) []byte {
 	t.Helper()
 	buf := make([]byte, 1<<16)
@@ -135,7 +135,7 @@ func TestDatagrams_a_session_that_is_idle_or_cut_makes_room_for_another(t *testi
 			first := ask(t, dialUDP(t, address), []byte("who"))
 			if cut {
 				other := dialUDP(t, address)
-				for failed.Load() == 0 { // there is no room
+				for failed.Load() == 0 { // until there is no room
 					if _, err := other.Write([]byte("who")); err != nil {
 						t.Fatal(err)
 					}
@@ -171,8 +171,8 @@ func TestDatagrams_to_where_nobody_listens_end_nothing(t *testing.T) {
 	}
 }
 
-// lateListener has datagrams sent to a port at which nobody listens, and listens there then. A
-// port that somebody else takes meanwhile is given up for another.
+// lateListener sends datagrams to a port without a listener, and then listens there. If another process takes the
+// port meanwhile, it tries a different one.
 func lateListener(t *testing.T, g *agenttest.Guest) (l net.PacketConn, c net.Conn) {
 	t.Helper()
 	const tries = 20

@@ -91,8 +91,7 @@ func FuzzParse(f *testing.F) {
 	})
 }
 
-// serve carries connections of l on the host to an address in the guest, until the test
-// ends.
+// serve carries connections of l on the host to an address in the guest, until the test ends.
 func serve(t *testing.T, l net.Listener, c *guest.Client, to forward.Address, limit int) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
@@ -112,7 +111,7 @@ func serve(t *testing.T, l net.Listener, c *guest.Client, to forward.Address, li
 	})
 }
 
-// echo answers every connection with what it says, until the test ends.
+// echo answers every connection with what it receives, until the test ends.
 func echo(t *testing.T, network, address string) net.Listener {
 	t.Helper()
 	l, err := net.Listen(network, address)
@@ -161,7 +160,7 @@ func dial(t *testing.T, addr net.Addr) halfCloser {
 	return c.(halfCloser)
 }
 
-// say sends what it is given, ends its direction, and returns the answer.
+// say sends p, ends its direction, and returns the answer.
 func say(c halfCloser, p []byte) ([]byte, error) {
 	var wg sync.WaitGroup
 	wg.Go(func() {
@@ -202,7 +201,7 @@ func TestForward_a_guest_that_refuses_resets_the_connection(t *testing.T) {
 	c := agenttest.Start(t).Client(t)
 	l := listen(t, forward.Address{Network: "tcp", Address: "127.0.0.1:0"})
 	serve(t, l, c, forward.Address{Network: "tcp", Address: "127.0.0.1:1"}, 0)
-	// The reset may be there before connect(2) has returned.
+	// The reset may come before connect(2) returns.
 	conn, err := net.Dial("tcp", l.Addr().String())
 	if err == nil {
 		defer conn.Close()
@@ -248,7 +247,7 @@ func TestForward_connections_beyond_the_limit_wait(t *testing.T) {
 		_, err := io.ReadFull(second, make([]byte, 1))
 		answered <- err
 	}()
-	// The first still works, so the second, if it had been let in, would have as well.
+	// The first connection still works. If the second had been let in, it would have worked too.
 	first.Write([]byte("x"))
 	if _, err := io.ReadFull(first, make([]byte, 1)); err != nil {
 		t.Fatal(err)
@@ -357,7 +356,7 @@ func TestClientListen_ends_when_the_VM_sleeps_and_frees_its_address(t *testing.T
 	if err != nil {
 		t.Fatal(err)
 	}
-	// One waits in the agent, and nobody takes it.
+	// One connection waits in the agent, where no caller accepts it.
 	waiting := dial(t, l.Addr())
 	g.Cut()
 	if _, err := waiting.Read(make([]byte, 1)); err == nil {
@@ -371,7 +370,7 @@ func TestClientListen_ends_when_the_VM_sleeps_and_frees_its_address(t *testing.T
 			t.Fatalf("accept: %v, want ErrConnectionLost", err)
 		}
 	}
-	// The agent ends the old one in its own time.
+	// The agent ends the old listener in its own time.
 	for {
 		again, err := c.Listen(t.Context(), "unix", l.Addr().String())
 		if err == nil {
@@ -385,8 +384,7 @@ func TestClientListen_ends_when_the_VM_sleeps_and_frees_its_address(t *testing.T
 	l.Close()
 }
 
-// forwardGoroutines counts what runs or waits for forwards in the agent and its client,
-// which are in one process here.
+// forwardGoroutines counts the goroutines for forwards in the agent and its client, which share this process.
 func forwardGoroutines() (n int) {
 	buf := make([]byte, 1<<20)
 	for g := range bytes.SplitSeq(buf[:runtime.Stack(buf, true)], []byte("\n\n")) {
@@ -400,7 +398,7 @@ func forwardGoroutines() (n int) {
 	return n
 }
 
-// A VM that wakes runs what waits in its agent: the fewer the better.
+// When a VM wakes, it runs the goroutines that wait in its agent. There should be few.
 func TestAgent_at_rest_has_one_goroutine_for_forwards(t *testing.T) {
 	c := agenttest.Start(t).Client(t)
 	l, err := c.Listen(t.Context(), "tcp", "127.0.0.1:0")
@@ -420,7 +418,7 @@ func TestAgent_at_rest_has_one_goroutine_for_forwards(t *testing.T) {
 		in.Abort()
 	}
 	l.Close()
-	for forwardGoroutines() != 1 { // they end in their own time, or the test does not
+	for forwardGoroutines() != 1 { // they end in their own time, or the test fails
 		runtime.Gosched()
 	}
 }

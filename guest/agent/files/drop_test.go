@@ -27,7 +27,7 @@ func drop(t *testing.T, p *agentpb.DropPath, look bool) *agentpb.DroppedPath {
 	return d.out
 }
 
-// tree makes files with their own names in them, directories ("a/"), and links ("a -> b").
+// tree makes files that contain their own names, directories ("a/"), and links ("a -> b").
 func tree(t *testing.T, entries ...string) string {
 	t.Helper()
 	root := t.TempDir()
@@ -51,7 +51,7 @@ func tree(t *testing.T, entries ...string) string {
 	return root
 }
 
-// left is what there is in a tree, without directories that have something in them.
+// left returns the content of a tree, without directories that are not empty.
 func left(t *testing.T, root string) []string {
 	t.Helper()
 	out := []string{}
@@ -79,7 +79,7 @@ func left(t *testing.T, root string) []string {
 	return out
 }
 
-// ctime is when an inode has changed last.
+// ctime returns when an inode last changed.
 func ctime(t *testing.T, p string) int64 {
 	t.Helper()
 	var st unix.Stat_t
@@ -89,7 +89,7 @@ func ctime(t *testing.T, p string) int64 {
 	return st.Ctim.Nano()
 }
 
-// later waits until the clock of files has moved on, so that what follows has later times than what was before.
+// later waits until the clock of files has advanced, so that later changes have later times.
 func later(t *testing.T) int64 {
 	t.Helper()
 	now, err := nextTick(t.Context())
@@ -188,7 +188,7 @@ func TestDrop_since_a_look_leaves_another_directory_of_that_name(t *testing.T) {
 }
 
 func TestDrop_does_not_cross_a_mount(t *testing.T) {
-	// A thread with mounts of its own, which ends with the test.
+	// Use a thread with its own mounts. It ends with the test.
 	runtime.LockOSThread()
 	if err := unix.Unshare(unix.CLONE_NEWNS); err != nil {
 		t.Skipf("mounts of its own: %v", err)
@@ -221,7 +221,7 @@ func TestDrop_does_not_cross_a_mount(t *testing.T) {
 func TestDrop_goes_no_deeper_than_its_bound_and_says_so(t *testing.T) {
 	root := t.TempDir()
 	at := root
-	if err := os.Chdir(root); err != nil { // paths get too long otherwise
+	if err := os.Chdir(root); err != nil { // paths would get too long
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = os.Chdir("/") })
@@ -267,7 +267,7 @@ func TestDrop_refuses_what_is_out_of_bounds(t *testing.T) {
 func TestNextTick_is_between_what_was_written_before_and_after(t *testing.T) {
 	p := filepath.Join(t.TempDir(), "f")
 	for i := range 200 {
-		// A file that is looked at between changes has finer times (multigrain timestamps).
+		// A file that is examined between changes has finer times (multigrain timestamps).
 		for range i % 3 {
 			if err := os.WriteFile(p, nil, 0o600); err != nil {
 				t.Fatal(err)

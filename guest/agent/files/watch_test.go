@@ -36,7 +36,7 @@ func TestWatches_one_more_than_there_may_be_is_refused(t *testing.T) {
 	if _, err := start(maxWatches); status.Code(err) != codes.ResourceExhausted {
 		t.Errorf("watch %d: %v, want ResourceExhausted", maxWatches, err)
 	}
-	// One that nobody reads makes way.
+	// A watch without a reader makes way.
 	last.detach(turn)
 	if _, err := start(maxWatches); err != nil {
 		t.Errorf("when one has lost its connection: %v", err)

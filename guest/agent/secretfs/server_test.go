@@ -22,14 +22,14 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// devicePorts leads to a device of this process.
+// devicePorts leads to a device in this process.
 type devicePorts struct {
 	d *secrets.Device
 
 	mu   sync.Mutex
-	last []byte // where the last value went
+	last []byte // the buffer of the last value
 	tear bool   // the next value loses its first byte
-	left bool   // something was not wiped
+	left bool   // some value was not wiped
 }
 
 func (p *devicePorts) Write(reg uint16, v uint32) {
@@ -172,7 +172,7 @@ func TestServe_files_have_the_values_and_attributes_of_secrets(t *testing.T) {
 	}
 }
 
-// What the kernel reads for its page cache would stay there.
+// What the kernel reads into its page cache would stay there.
 func TestServe_a_mapped_file_gives_nothing(t *testing.T) {
 	m := serveSecrets(t, waitTicks)
 	m.set(secrets.Secret{Name: "token", Mode: 0o444}, "swordfish")
@@ -186,7 +186,7 @@ func TestServe_a_mapped_file_gives_nothing(t *testing.T) {
 	}
 	mem, err := unix.Mmap(int(f.Fd()), 0, 9, unix.PROT_READ, unix.MAP_PRIVATE)
 	if err != nil {
-		return // all the better
+		return // a refused mmap is even better
 	}
 	defer unix.Munmap(mem)
 	r, w, err := os.Pipe()
@@ -195,7 +195,7 @@ func TestServe_a_mapped_file_gives_nothing(t *testing.T) {
 	}
 	defer r.Close()
 	defer w.Close()
-	// The kernel looks, so that a fault is an error.
+	// The kernel reads the mapping, so that a fault is an error.
 	if n, err := unix.Write(int(w.Fd()), mem); !errors.Is(err, unix.EFAULT) {
 		t.Errorf("%d bytes of a mapped file, %v; want EFAULT", n, err)
 	}
@@ -218,7 +218,7 @@ func TestServe_an_awaited_secret_is_waited_for(t *testing.T) {
 		got <- name + "=" + string(b)
 	}
 	go read("a")
-	// Others are served meanwhile.
+	// The server serves other requests meanwhile.
 	m.set(secrets.Secret{Name: "c", Mode: 0o444}, "there")
 	if b, err := os.ReadFile(m.path("c")); string(b) != "there" {
 		t.Errorf("got %q, %v", b, err)
@@ -227,7 +227,7 @@ func TestServe_an_awaited_secret_is_waited_for(t *testing.T) {
 	if s := <-got; s != "a=1" {
 		t.Errorf("got %q", s)
 	}
-	// A program that waits can be ended.
+	// A program that waits can be killed.
 	cmd := exec.Command("cat", m.path("b"))
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
@@ -289,7 +289,7 @@ func TestStore_a_torn_read_is_repeated(t *testing.T) {
 		t.Fatal(err)
 	}
 	buf := make([]byte, 9)
-	if _, err := s.read(table[0], 0, buf); err != nil { // now the device is busy
+	if _, err := s.read(table[0], 0, buf); err != nil { // from here on the device is busy
 		t.Fatal(err)
 	}
 	clear(buf)
@@ -338,7 +338,7 @@ func FuzzDecodeSecrets(f *testing.F) {
 	})
 }
 
-// The kernel is not hostile, but a program in the guest decides what it sends.
+// The kernel is not hostile, but a program in the guest decides what the kernel sends.
 func FuzzHandle(f *testing.F) {
 	f.Add([]byte{48, 0, 0, 0, opLookup, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 't', 0, 0, 0, 0, 0, 0, 0})
 	null, err := os.OpenFile("/dev/null", os.O_WRONLY, 0)

@@ -15,7 +15,7 @@ import (
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
 
-// overlay is a real one, that is mounted nowhere.
+// overlay is a real overlay that is attached to no directory.
 type overlay struct {
 	t    *testing.T
 	tree *Tree
@@ -70,7 +70,7 @@ func newOverlay(t *testing.T, options ...string) *overlay {
 	return &overlay{t: t, tree: tree, root: fmt.Sprintf("/proc/self/fd/%d", fd)}
 }
 
-// do does one thing in the overlay.
+// do fails the test if a change in the overlay has failed.
 func (o *overlay) do(errs ...error) {
 	o.t.Helper()
 	if err := errors.Join(errs...); err != nil {
@@ -87,7 +87,7 @@ func (o *overlay) look(b Budget) *View {
 	o.t.Helper()
 	v, err := o.tree.Look(o.t.Context(), "", b)
 	o.do(err)
-	// Times of change are those of the kernel's tick.
+	// Change times have the resolution of the kernel's tick.
 	time.Sleep(2 * Tick())
 	return v
 }
@@ -194,7 +194,7 @@ func TestCompare_tells_what_a_command_has_done(t *testing.T) {
 			if got := text(o.compare(Untouched()).Changes); !slices.Equal(got, c.image) {
 				t.Errorf("since the image:\n%q\nwant\n%q", got, c.image)
 			}
-			// The same in parts, however small.
+			// Read the same in parts of any size.
 			var parts []string
 			for after, n := "", 0; ; n++ {
 				v, err := o.tree.Look(t.Context(), after, Budget{Entries: 1})

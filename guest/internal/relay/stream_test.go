@@ -157,7 +157,7 @@ func TestStream_breaking_the_protocol_ends_it(t *testing.T) {
 	}
 }
 
-// chain joins two sockets of TCP by a stream, and returns the outer ends.
+// chain joins two TCP sockets by a stream and returns the outer ends.
 func chain(t *testing.T) (left, right *net.TCPConn, wait func()) {
 	t.Helper()
 	l, li := tcpPair(t)
@@ -216,7 +216,7 @@ func TestJoin_a_reset_comes_out_as_a_reset(t *testing.T) {
 			t.Fatal(err)
 		}
 		if ended {
-			// The other end has nothing more to say, and waits for an answer.
+			// The other end has ended its direction and waits for an answer.
 			right.CloseWrite()
 			if _, err := left.Read(make([]byte, 1)); err != io.EOF {
 				t.Fatalf("read %v, want the end", err)
@@ -232,7 +232,7 @@ func TestJoin_a_reset_comes_out_as_a_reset(t *testing.T) {
 }
 
 func TestJoin_what_a_server_says_before_it_hangs_up_arrives(t *testing.T) {
-	// A server that answers before it has read the request, and closes.
+	// The server answers before it has read the request, and closes.
 	dir := t.TempDir()
 	l, err := net.Listen("unix", filepath.Join(dir, "s"))
 	if err != nil {
@@ -273,7 +273,7 @@ func TestJoin_a_cut_is_seen_although_the_socket_takes_no_more(t *testing.T) {
 	var wg sync.WaitGroup
 	var err error
 	wg.Go(func() { _, _, err = Join(NewStream(d), Socket(socket)) })
-	// The application reads nothing, and says nothing.
+	// The application neither reads nor writes.
 	s := NewStream(c)
 	if _, err := s.Write(noise(1<<20, 2)); err != nil {
 		t.Fatal(err)
@@ -288,7 +288,7 @@ func TestJoin_a_cut_is_seen_although_the_socket_takes_no_more(t *testing.T) {
 	}
 }
 
-// deaf is an endpoint that takes nothing, and ends its direction when it is told to.
+// deaf is an endpoint that accepts no bytes, and ends its direction when end is closed.
 type deaf struct {
 	refused chan struct{} // closed by the first Write
 	once    sync.Once
@@ -313,7 +313,7 @@ func TestJoin_bytes_that_a_socket_did_not_take_end_in_a_cut(t *testing.T) {
 	var err error
 	wg.Go(func() { _, in, err = Join(NewStream(d), e) })
 	s := NewStream(c)
-	// More than once: what comes later is dropped.
+	// Write more than once: Join drops what comes later.
 	for range 100 {
 		if _, err := s.Write(noise(1<<10, 1)); err != nil {
 			t.Fatal(err)
@@ -351,7 +351,7 @@ func TestJoin_waits_for_a_reader_that_is_slow(t *testing.T) {
 		n, _ := left.Write(noise(size, 3))
 		sent <- n
 	})
-	// Nobody reads: what is under way is bounded by the sockets' buffers.
+	// No reader drains the chain, so the sockets' buffers bound what is under way.
 	first := make([]byte, 1)
 	if _, err := io.ReadFull(right, first); err != nil {
 		t.Fatal(err)

@@ -21,15 +21,15 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// copied is the name of the copies in these tests.
+// copied is the name of each copy in these tests.
 const copied = "copy"
 
-// scene is a directory on the host that a tree is copied into, with what the user has beside the copy, above
-// it, and in it from before.
+// A scene is a directory on the host that a tree is copied into. The user has files beside the copy and above it,
+// and files in it from before.
 type scene struct {
 	top, dst string
 	was      map[string]string // outside
-	broken   bool              // something but the copy has changed
+	broken   bool              // something other than the copy has changed
 }
 
 func newScene(t testing.TB) *scene {
@@ -49,7 +49,7 @@ func (s *scene) begin(t testing.TB) {
 	s.was = s.outside(t)
 }
 
-// again takes the last copy away, and with merged has something there that the next one is merged into.
+// again removes the last copy. With merged it makes a directory that the next copy is merged into.
 func (s *scene) again(t testing.TB, merged bool) {
 	t.Helper()
 	away := []string{s.dst + "/" + copied, s.dst + "/" + partName(copied)}
@@ -84,7 +84,7 @@ func (s *scene) symlink(t testing.TB, target, at string) {
 	}
 }
 
-// outside describes all that there is but the copy, and an unfinished file of its own beside it.
+// outside describes everything except the copy and its unfinished file beside it.
 func (s *scene) outside(t testing.TB) map[string]string {
 	t.Helper()
 	out := map[string]string{}
@@ -106,7 +106,7 @@ func (s *scene) outside(t testing.TB) map[string]string {
 			return err
 		}
 		what := fi.Mode().String()
-		if p != s.dst { // which has a new name in it
+		if p != s.dst { // it has a new name in it
 			what += fi.ModTime().String()
 		}
 		switch fi.Mode().Type() {
@@ -147,8 +147,8 @@ func difference(before, after map[string]string) (list []string) {
 	return list
 }
 
-// leading are the links in a copy that lead out of it, by the kernel's word, and what is neither file, directory
-// nor link.
+// leading returns the links in a copy that lead out of it by the kernel's path resolution, and whatever is neither
+// file, directory nor link.
 func (s *scene) leading(t testing.TB) (list []string) {
 	t.Helper()
 	top := s.dst + "/" + copied
@@ -187,8 +187,8 @@ func (s *scene) leading(t testing.TB) (list []string) {
 	return list
 }
 
-// entries makes an archive. Names end in a slash for directories; "a -> b" is a symbolic link, "a = b" a hard link,
-// and all else a file that has "evil" in it.
+// entries makes an archive. Names end in a slash for directories. "a -> b" is a symbolic link, "a = b" a hard
+// link, and any other entry a file that contains "evil".
 func entries(t testing.TB, list []string) []byte {
 	t.Helper()
 	var b bytes.Buffer
@@ -217,7 +217,7 @@ func entries(t testing.TB, list []string) []byte {
 	return b.Bytes()
 }
 
-// unpackers are the ways to unpack an archive.
+// unpackers maps names to ways to unpack an archive.
 var unpackers = map[string]func(t testing.TB, archive []byte, root *os.Root, o Options) error{
 	"in one go": func(t testing.TB, archive []byte, root *os.Root, o Options) error {
 		_, err := Unpack(t.Context(), bytes.NewReader(archive), root, o)
@@ -231,7 +231,7 @@ var unpackers = map[string]func(t testing.TB, archive []byte, root *os.Root, o O
 	},
 }
 
-// unpackIn unpacks an archive in a scene and says what it has done that it may not.
+// unpackIn unpacks an archive in a scene and returns the forbidden changes that it has made.
 func unpackIn(t testing.TB, s *scene, o Options, unpack func(root *os.Root, o Options) error) (err error, wrong []string) {
 	t.Helper()
 	root, err := os.OpenRoot(s.dst)
@@ -249,7 +249,7 @@ func unpackIn(t testing.TB, s *scene, o Options, unpack func(root *os.Root, o Op
 func TestAttack_archive_link_through_a_link_overwrites_a_neighbour(t *testing.T) {
 	for name, tt := range map[string]struct {
 		list []string
-		ok   bool // the archive is taken
+		ok   bool // Unpack accepts the archive
 	}{
 		"a link made below a link that leads up":        {[]string{"r/", "r/a/", "r/a/b/", "r/a/b/x -> ../..", "r/a/b/x/y -> ..", "r/y/bait"}, false},
 		"a directory made below a link":                 {[]string{"r/a/", "r/a/x -> ..", "r/a/x/../bait", "r/a/x/d/", "r/a/x/d/bait"}, false},
@@ -286,8 +286,8 @@ func TestAttack_archive_link_through_a_link_overwrites_a_neighbour(t *testing.T)
 	}
 }
 
-// A copy that goes on describes the files that are there. One that has a name outside, too, would be described there as
-// well.
+// A resumed copy sets the attributes of the files that exist. A file that also has a name outside would change
+// there as well.
 func TestAttack_resumed_copy_changes_the_mode_of_a_file_that_is_linked_outside(t *testing.T) {
 	s := newScene(t)
 	s.again(t, true)
@@ -303,8 +303,8 @@ func TestAttack_resumed_copy_changes_the_mode_of_a_file_that_is_linked_outside(t
 	}
 }
 
-// randomEntries are an archive's, of a few names in all arrangements: each is in what another one is, or below it. next
-// says which of n is taken.
+// randomEntries returns entries of an archive with a few names in all arrangements: each is another's name or
+// below it. next(n) chooses one of n.
 func randomEntries(next func(n int) int) (list []string) {
 	elements := []string{"a", "b", "bait", "a", "b", "up", "linked", "..", partName("a"), partName(copied)}
 	targets := []string{"..", "../..", "..", "../..", "a", "b", "a/b", "../a", "a/..", "up", "/", "../../.."}
@@ -336,7 +336,7 @@ func randomEntries(next func(n int) int) (list []string) {
 	return list
 }
 
-// holds unpacks an archive into a new place and over what is there, and checks that nothing else has changed and that
+// holds unpacks an archive into a new place or over what exists. It checks that nothing else has changed and that
 // no link of a new copy leads out.
 func (s *scene) holds(t testing.TB, archive []byte, way string, merged bool) error {
 	t.Helper()
@@ -368,13 +368,13 @@ func TestAttack_no_archive_changes_anything_but_its_copy(t *testing.T) {
 			t.Fatalf("archive %d, %s: %q", i, way, list)
 		}
 	}
-	// Else the archives would be no test of what is made.
+	// Otherwise the archives would not test what Unpack makes.
 	if taken < archives/10 {
 		t.Errorf("%d of %d archives were taken", taken, archives)
 	}
 }
 
-// FuzzUnpack unpacks archives that the input chooses: entry by entry, or, with an odd first byte, as they are.
+// FuzzUnpack unpacks archives of entries that the input chooses, or, with an odd first byte, the rest of the input.
 func FuzzUnpack(f *testing.F) {
 	f.Add([]byte{0, 3, 1, 0, 2, 4, 1, 1, 5, 0, 9, 7, 3, 2})
 	for _, list := range [][]string{
@@ -422,8 +422,8 @@ func TestUnpack_links_come_last_and_the_last_entry_of_a_name_counts(t *testing.T
 	}
 }
 
-// swapper has a directory of a tree replaced by a link to elsewhere when its name is written: by a guest, say, that
-// shares the tree.
+// swapper replaces a directory of a tree by a link to elsewhere when its name is written, as a guest that shares
+// the tree may do.
 type swapper struct {
 	b    bytes.Buffer
 	swap func()

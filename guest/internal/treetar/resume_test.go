@@ -17,7 +17,7 @@ import (
 	"time"
 )
 
-// noise is n bytes that depend on a seed.
+// noise returns n bytes that depend on a seed.
 func noise(seed byte, n int) []byte {
 	b := make([]byte, n)
 	rand.NewChaCha8([32]byte{seed}).Read(b)
@@ -34,7 +34,7 @@ func put(t testing.TB, path string, data []byte) {
 	}
 }
 
-// over copies src to the name "copy" in dst, as a copy that is resumed.
+// over copies src to the name "copy" in dst, as a resumed copy.
 func over(t *testing.T, src, dst string, o Options) (sent, got Result, err error) {
 	t.Helper()
 	root, err := os.OpenRoot(dst)
@@ -166,7 +166,7 @@ func TestResume_of_a_tree_sends_what_is_missing_in_more_than_one_batch(t *testin
 	}
 }
 
-// cutReader fails after some bytes.
+// cutReader fails after left bytes.
 type cutReader struct {
 	r    io.Reader
 	left int
@@ -188,7 +188,7 @@ func TestUnpack_that_is_cut_has_no_half_file_and_keeps_what_there_is_of_a_large_
 		name string
 		size int
 		cut  int
-		want int64 // of the unfinished file; -1 for none
+		want int64 // size of the unfinished file; -1 for none
 	}{
 		{"a large file of which much is there", large, large - 1000, large - 1000},
 		{"a large file of which little is there", large, KeepPart - 1, -1},
@@ -313,7 +313,7 @@ func TestUnfinishedFile_of_two_copies_at_once_is_written_by_one(t *testing.T) {
 	}
 }
 
-// frames are frames as a sender sends them.
+// frames returns frames as a sender sends them.
 func frames(list ...any) []byte {
 	var b bytes.Buffer
 	for i := 0; i < len(list); i += 2 {
@@ -336,7 +336,7 @@ func archive(records map[string]string, name string, data []byte) []byte {
 	return b.Bytes()
 }
 
-// hostile are senders that lie.
+// hostile returns the bytes of senders that lie.
 func hostile() map[string][]byte {
 	zeros := make([]byte, 32)
 	return map[string][]byte{
@@ -358,7 +358,7 @@ func hostile() map[string][]byte {
 	}
 }
 
-// deaf is a connection to a sender that has said all, and does not hear.
+// deaf is a connection to a sender that has sent everything and does not listen.
 type deaf struct{ io.Reader }
 
 func (deaf) Write(p []byte) (int, error) { return len(p), nil }

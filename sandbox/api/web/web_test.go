@@ -62,7 +62,7 @@ func TestAnswers(t *testing.T) {
 			if res.StatusCode != c.status || c.kind != "" && res.Header.Get("Content-Type") != c.kind || res.Header.Get("Location") != c.to {
 				t.Errorf("%s %s: %d, %q, %q: want %+v", c.method, c.path, res.StatusCode, res.Header.Get("Content-Type"), res.Header.Get("Location"), c)
 			}
-			// Also what is refused could be opened as a page.
+			// A browser could open a refused path as a page too, so it needs the headers.
 			for name, value := range headers {
 				if got := res.Header.Get(name); got != value {
 					t.Errorf("%s is %q: want %q", name, got, value)
@@ -126,14 +126,14 @@ func TestFiles_name_no_other_host(t *testing.T) {
 	url := regexp.MustCompile(`(?i)(\b(?:https?|wss?)://|["'(]//)[^\s"')]*`)
 	each(t, func(name, text string) {
 		for _, u := range url.FindAllString(text, -1) {
-			if u != "http://www.w3.org/2000/svg" { // the name of a namespace
+			if u != "http://www.w3.org/2000/svg" { // an XML namespace
 				t.Errorf("%s names %s: the page has all that it needs with it", name, u)
 			}
 		}
 	})
 }
 
-// What the policy of the page has a browser refuse is not written in the first place.
+// The scripts must not even contain what the page's policy makes a browser refuse.
 func TestScripts_make_no_markup_and_no_code_of_texts(t *testing.T) {
 	banned := regexp.MustCompile(`\b(innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval|Function|DOMParser|createContextualFragment|setHTMLUnsafe|srcdoc|localStorage|document\.cookie)\b|setAttribute\(\s*'(on|style)|javascript:`)
 	each(t, func(name, text string) {
@@ -200,7 +200,7 @@ func TestPage_has_nothing_inline_and_names_files_that_are_there(t *testing.T) {
 	}
 }
 
-// Without node this shows nothing; `make test-browser` runs the scripts in a browser.
+// Without node this tests nothing. `make test-browser` runs the scripts in a browser.
 func TestScriptsParse(t *testing.T) {
 	node, err := exec.LookPath("node")
 	if err != nil {

@@ -22,12 +22,12 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// programEnv names the drowse program, which lies beside its agent.
+// programEnv names the drowse program. Its agent must be beside it.
 const programEnv = "DROWSE_TEST_PROGRAM"
 
 func TestMain(m *testing.M) { guesttest.Main(m) }
 
-// The page and the API of the program itself, with a guest behind them.
+// The test runs the page and the API of the program itself, with a guest behind them.
 func TestPage_of_drowse_serve_with_a_guest(t *testing.T) {
 	program := os.Getenv(programEnv)
 	if program == "" {
@@ -89,7 +89,7 @@ func TestPage_of_drowse_serve_with_a_guest(t *testing.T) {
 	p.lists("real")
 	p.wait(`document.querySelector('#link').textContent === 'live'`)
 	p.must(p.Eval(p.ctx, `location.hash = '#/sandbox/real/console'`, nil))
-	p.sees("drowse-agent") // what the agent writes when it is ready
+	p.sees("drowse-agent") // the agent prints this when it is ready
 
 	say := func(what, want string) {
 		t.Helper()
@@ -128,6 +128,6 @@ func TestPage_of_drowse_serve_with_a_guest(t *testing.T) {
 	p.click("[data-op=wake]")
 	p.wait(`document.querySelector('.heading [data-status=running]')`)
 	p.sees("Awake, in")
-	// What was only in memory is there.
+	// The wake keeps what was only in memory.
 	say("read x < /run/kept; echo $x", "kept\n")
 }

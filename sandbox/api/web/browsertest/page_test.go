@@ -37,10 +37,10 @@ import (
 
 var shots = flag.String("shots", "", "write screenshots into this directory")
 
-// patience is how long a test waits for a page. Nothing depends on how long it takes.
+// patience is how long a test waits for a page. Results do not depend on it.
 const patience = 90 * time.Second
 
-// host is the API and the page on VMs in memory, with answers that these do not give.
+// host serves the API and the page on VMs in memory. It adds answers that these do not give.
 type host struct {
 	vms sandboxtest.VMs
 	fleettest.Sandboxes
@@ -49,16 +49,16 @@ type host struct {
 	page   http.Handler
 	flows  []netpolicy.FlowRecord
 	stats  sandbox.Stats
-	events bool // there is a stream of them
+	events bool // there is a stream of events
 	url    string
 
-	mu      sync.Mutex // guards what follows
+	mu      sync.Mutex // guards the fields below
 	console string
 	wakes   int
-	fails   error // what wakes fail with, if it is not nil
+	fails   error // the error of wakes, if not nil
 }
 
-// started is what VMs.Fail asks.
+// started is the VMs.Fail function: it counts wakes, and fails them if h.fails is set.
 func (h *host) started(op, _ string) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -75,18 +75,18 @@ func (h *host) woken() int {
 	return h.wakes
 }
 
-// follow is a stream of events: a line whenever something has changed.
+// follow writes a stream of events: a line for each change.
 func (h *host) follow(w http.ResponseWriter, r *http.Request) {
 	w.Header().Set("Content-Type", "application/x-ndjson")
 	out := http.NewResponseController(w)
 	last := ""
 	for n := 0; ; n++ {
-		stamps, _ := h.Host.State.FileStamps() // the next look may have them
+		stamps, _ := h.Host.State.FileStamps() // on an error the next round tries again
 		if now := fmt.Sprint(stamps); now != last {
 			last = now
 			fmt.Fprintf(w, "{\"version\":1,\"cursor\":\"c%d\",\"type\":\"sandbox.updated\"}\n", n)
 		}
-		_ = out.Flush() // the client may have gone
+		_ = out.Flush() // the client may have left
 		select {
 		case <-r.Context().Done():
 			return
@@ -123,7 +123,7 @@ func newHost(t *testing.T) *host {
 	return h
 }
 
-// serve begins to serve what is set by then.
+// serve starts the server with the settings made so far.
 func (h *host) serve(t *testing.T) {
 	t.Helper()
 	o := api.Options{
@@ -141,7 +141,7 @@ func (h *host) serve(t *testing.T) {
 	} {
 		mux.HandleFunc("GET /v1/sandboxes/{name}/"+path, func(w http.ResponseWriter, _ *http.Request) {
 			w.Header().Set("Content-Type", "application/json")
-			_ = json.NewEncoder(w).Encode(answer()) // the client may have gone
+			_ = json.NewEncoder(w).Encode(answer()) // the client may have left
 		})
 	}
 	mux.HandleFunc("GET /v1/sandboxes/{name}/console", func(w http.ResponseWriter, r *http.Request) {
@@ -150,7 +150,7 @@ func (h *host) serve(t *testing.T) {
 			text = text[max(0, len(text)-n):]
 		}
 		w.Header().Set("Content-Type", "application/octet-stream")
-		_, _ = io.WriteString(w, text) // the client may have gone
+		_, _ = io.WriteString(w, text) // the client may have left
 	})
 	s := httptest.NewServer(mux)
 	t.Cleanup(func() {
@@ -206,18 +206,18 @@ type tab struct {
 	t    *testing.T
 	ctx  context.Context
 	host *host
-	// expected are parts of lines about answers that the test has asked for.
+	// expected lists parts of messages about answers that the test provokes.
 	expected []string
 }
 
-// open opens a tab at a hash of the page. What it says until the test ends is looked at then: nothing but what is
-// expected may be an error, nothing is refused by the policy, and all requests are to the server.
+// open opens a tab at a hash of the page. At its end the test checks what the page has logged. Only expected
+// messages may be errors, the policy must not refuse anything, and all requests must go to the server.
 func open(t *testing.T, b *chromium.Browser, h *host, hash string, width, height int) *tab {
 	t.Helper()
 	return openWith(t, b, h, h.writes, hash, width, height)
 }
 
-// openWith opens a tab that has a token, if it is not empty.
+// openWith opens a tab, with a token unless that is empty.
 func openWith(t *testing.T, b *chromium.Browser, h *host, token, hash string, width, height int) *tab {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
@@ -323,7 +323,7 @@ func (b *tab) names() (out []string) {
 
 func (b *tab) lists(names ...string) {
 	b.t.Helper()
-	names = append([]string{}, names...) // none is []
+	names = append([]string{}, names...) // an empty list must become []
 	b.wait(`JSON.stringify([...document.querySelectorAll('#sandboxes tbody tr')].map((r) => r.cells[0].querySelector('a').textContent)) === ` + quote(string(mustJSON(names))))
 }
 
@@ -341,7 +341,7 @@ func (b *tab) str(expression string) (out string) {
 	return out
 }
 
-// shot writes a screenshot, if they are wanted.
+// shot writes a screenshot if the user wants them.
 func (b *tab) shot(name string) {
 	b.t.Helper()
 	if *shots == "" {
@@ -362,7 +362,7 @@ func (b *tab) scheme(dark bool) {
 	b.must(b.Call(b.ctx, "Emulation.setEmulatedMedia", map[string]any{"features": []map[string]string{{"name": "prefers-color-scheme", "value": value}}}, nil))
 }
 
-// hostile are texts that guests and users choose, for one who would put markup, scripts or an order of their own into a
+// hostile lists texts that guests and users choose, to put markup, scripts or a text order of their own into a
 // page.
 var hostile = []string{
 	`<script>window.pwned = 1</script>`, `"><img src=x onerror="window.pwned = 1">`, `javascript:window.pwned=1`, "rtl \u202etxt.exe\u202c", "zero\u200bwidth", "\u0007bell\u001b[31mred",
@@ -455,13 +455,13 @@ func testList(t *testing.T, b *chromium.Browser) {
 	p.lists("notebook")
 	p.choose("#filter-status", "")
 
-	p.click("#sandboxes th:nth-child(1) button") // by name already: the other way round
+	p.click("#sandboxes th:nth-child(1) button") // already sorted by name: reverse the order
 	p.lists("old", "notebook", "build", "agent")
 	p.click("#sandboxes th:nth-child(2) button")
 	p.lists("agent", "build", "notebook", "old")
 	p.wait(`document.querySelector('#sandboxes th:nth-child(2)').getAttribute('aria-sort') === 'ascending'`)
 
-	// What changes on the server is seen without asking, and rows that stay are the same elements.
+	// Changes on the server show without a reload, and rows that stay are the same elements.
 	p.must(p.Eval(p.ctx, `window.kept = document.querySelector('#sandboxes tbody tr')`, nil))
 	if _, err := h.Wake(t.Context(), "notebook"); err != nil {
 		t.Fatal(err)
@@ -534,7 +534,7 @@ func testButtons(t *testing.T, b *chromium.Browser) {
 		t.Errorf("%d wakes", wakes)
 	}
 	p.sees("Awake, in")
-	// A button that is off does nothing.
+	// A disabled button does nothing.
 	p.click("[data-op=wake]")
 	p.click("[data-op=sleep]")
 	p.wait(`document.querySelector('.heading [data-status=asleep]')`)
@@ -556,7 +556,7 @@ func testButtons(t *testing.T, b *chromium.Browser) {
 		}
 	}
 
-	// What destroys is asked about, and Enter alone does not do it.
+	// The page asks before it destroys something, and Enter alone does not confirm.
 	p.click("[data-op=delete]")
 	p.wait(`document.querySelector('dialog').open && document.activeElement.textContent === 'Cancel'`)
 	p.shot("delete")
@@ -653,7 +653,7 @@ func testHostile(t *testing.T, b *chromium.Browser) {
 	p.click("#all")
 	p.sees("evil")
 	harmless("the lineage")
-	// An address that somebody was given.
+	// An address may come from a stranger.
 	for _, hash := range []string{`#/sandbox/%3Cimg%20src=x%20onerror=window.pwned=1%3E`, `#/sandbox/..%2F..%2Fv1/flows`, `#/?q=%3Cscript%3E&status=%22%3E&sort=__proto__&page=-1`, `#/sandbox/%ff/__proto__`, `#/snapshots?id=%3Cb%3E`} {
 		p.expected = append(p.expected, "/v1/sandboxes/")
 		p.must(p.Eval(p.ctx, `location.hash = `+quote(hash), nil))
@@ -662,7 +662,7 @@ func testHostile(t *testing.T, b *chromium.Browser) {
 	}
 }
 
-// What the other tests count as nothing is something when it is there.
+// The test shows that the checks of the other tests find a violation if there is one.
 func testPolicy(t *testing.T, b *chromium.Browser) {
 	h := newHost(t)
 	h.serve(t)
@@ -694,7 +694,7 @@ func testPolicy(t *testing.T, b *chromium.Browser) {
 		t.Error("a script ran")
 	}
 	p.must(p.Open(p.ctx, "about:blank"))
-	// These were wanted, and so was the request to elsewhere, which was never sent.
+	// These complaints were wanted. So was the request to elsewhere, which the browser never sent.
 	p.Forget()
 }
 
@@ -732,7 +732,7 @@ func testLineage(t *testing.T, b *chromium.Browser) {
 	focus("leaf-2")
 	p.press("ArrowLeft")
 	focus("left")
-	p.press("ArrowLeft") // closes it
+	p.press("ArrowLeft") // closes the node
 	p.wait(seen + ` === '1alone 1gone 2orphan 1root 2left 2right'`)
 	p.press("ArrowDown")
 	focus("right")
@@ -774,7 +774,7 @@ func testSnapshots(t *testing.T, b *chromium.Browser) {
 	p.sees("none, it is whole")
 	p.must(p.Eval(p.ctx, `location.hash = '#/snapshots?id=0000'`, nil))
 	p.sees("There is no such snapshot any more")
-	// Deltas hang below what they are of, whatever their ids say.
+	// A delta is shown below its base, whatever their ids are.
 	got := p.str(`(async () => { const m = await import('/ui/snapshots.js'); return m.arranged([
 		{id: 'c', base: 'b', created: '2026-01-03T00:00:00Z'}, {id: 'a', created: '2026-01-01T00:00:00Z'}, {id: 'b', base: 'a', created: '2026-01-02T00:00:00Z'},
 		{id: 'd', base: 'gone', created: '2026-01-04T00:00:00Z'}, {id: 'x', base: 'y'}, {id: 'y', base: 'x'}]).map((i) => i.level + i.id).join(' ') })()`)
@@ -845,7 +845,7 @@ func testConsole(t *testing.T, b *chromium.Browser) {
 	h.print("login: \r\n")
 	p.sees("login: ")
 	p.wait(bottom)
-	// Who scrolls up is left there.
+	// The view stays where the user has scrolled to.
 	p.must(p.Eval(p.ctx, `document.querySelector('#console').scrollTop = 0`, nil))
 	p.wait(`!document.querySelector('#follow').checked`)
 	h.print("later\r\n")
@@ -877,7 +877,7 @@ func testTokens(t *testing.T, b *chromium.Browser) {
 	if kept := p.str(`sessionStorage.getItem('drowse-token') + localStorage.length + document.cookie`); kept != reads+"0" {
 		t.Errorf("the tab keeps %q", kept)
 	}
-	// It is kept over a reload, and not in the address.
+	// A reload keeps the token, and the address does not contain it.
 	p.must(p.Open(p.ctx, h.url+"/ui/?again#/sandbox/build"))
 	p.wait(`document.querySelector('.heading [data-status=running]') && !document.querySelector('dialog').open`)
 	p.wait(`document.querySelector('.actions').hidden`)
@@ -888,7 +888,7 @@ func testTokens(t *testing.T, b *chromium.Browser) {
 	p.wait(`document.querySelector('.heading [data-status=running]') && !document.querySelector('.actions').hidden && document.querySelector('#scope').hidden`)
 	p.click("[data-op=sleep]")
 	p.wait(`document.querySelector('.heading [data-status=asleep]')`)
-	// The answer to one question is not that to another, which comes while it is open.
+	// An answer to one question must not answer another that comes up while it is open.
 	p.click("[data-op=delete]")
 	p.wait(`document.querySelector('dialog').open && document.querySelector('dialog').innerText.includes('Delete build?')`)
 	if err := h.tokens.Remove("writer"); err != nil {
@@ -962,7 +962,7 @@ func testHidden(t *testing.T, b *chromium.Browser) {
 		p.must(p.Eval(p.ctx, fmt.Sprintf(`(() => { Object.defineProperty(document, 'hidden', {configurable: true, value: %t}); document.dispatchEvent(new Event('visibilitychange')); })()`, hidden), nil))
 	}
 	set(true)
-	// Requests that were on their way are done; the console would be asked for three times in this time.
+	// By then requests under way are done. In the second wait a visible tab would ask for the console three times.
 	time.Sleep(500 * time.Millisecond)
 	before := len(p.Requests())
 	time.Sleep(5 * time.Second)
