@@ -17,7 +17,7 @@ import (
 )
 
 // benchRAM names a file with the RAM of a guest to measure with, in the format of QEMU's pmemsave. Without it the
-// benchmarks use this test's own binary, which compresses like program text and like nothing else.
+// benchmarks use this test's own binary, which compresses as program text alone does.
 const benchRAM = "DROWSE_BENCH_RAM"
 
 func ramPages(b *testing.B) []byte {

@@ -124,7 +124,7 @@ func TestCanonical_leaves_the_rest_to_encoding_json(t *testing.T) {
 	}
 }
 
-// FuzzCanonical checks that encoding/json reads what canonical reads in the same way, and writes it byte by byte.
+// FuzzCanonical checks that encoding/json reads the same as canonical, and that it is written as the same bytes.
 func FuzzCanonical(f *testing.F) {
 	for _, m := range []*Manifest{full(), {}} {
 		doc, err := m.encodeJSON()

@@ -572,7 +572,7 @@ func heldUp(t *testing.T, r *ram, spec Spec, dir string) {
 		done <- err
 	}()
 	<-hold.held
-	// The reader reads in the end as much as there is room for.
+	// Give the reader time to read as much as there is room for.
 	chunks := func() int {
 		r.mu.Lock()
 		defer r.mu.Unlock()

@@ -106,8 +106,8 @@ func TestAn_image_of_changing_RAM_is_RAM_at_the_moment_of_the_freeze(t *testing.
 	}
 }
 
-// Pages that another user holds for a moment do not fail a fork. The test represents such use by a writable
-// mapping of the file.
+// Pages that another user holds for a moment do not fail a fork. In the test that user is a shared mapping, through
+// which the file could be written.
 func TestSeal_waits_for_pages_that_are_in_use(t *testing.T) {
 	for name, ends := range map[string]bool{"for a moment": true, "for ever": false} {
 		t.Run(name, func(t *testing.T) {

@@ -391,8 +391,8 @@ func (g *tinyGuest) spin() (stop func() error) {
 	}
 }
 
-// The guest was restored lazily and writes all the time. Meanwhile all other pages of its RAM are loaded, frozen
-// and read.
+// The guest was restored lazily and writes all the time. Meanwhile the test loads, freezes and reads its RAM, page by
+// page.
 func TestA_frozen_view_of_a_lazily_restored_guest_that_writes(t *testing.T) {
 	dir := makeSnapshot(t, 64<<20, []part{{0, 2}, {0x40, 3000}})
 	for _, how := range []struct {

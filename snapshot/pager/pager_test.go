@@ -29,8 +29,8 @@ func TestMain(m *testing.M) {
 	goleak.VerifyTestMain(m)
 }
 
-// content fills a page with what the tests store in it: zeros, or, in every third page, data that does not
-// compress.
+// content fills a page with what the tests store in it: zeros if page%7 is 3, otherwise noise in every third page
+// and data that compresses in the rest.
 func content(page uint64, p []byte) {
 	clear(p)
 	if page%7 == 3 {
@@ -887,8 +887,7 @@ func TestDeltas_of_a_restored_machine_are_restored_in_their_turn(t *testing.T) {
 	}
 }
 
-// someFrames is a cache that has every other frame. In every fifth it has the right number of pages, but wrong
-// ones.
+// someFrames is a cache that has about every other frame. Every fifth answer has one page too few.
 type someFrames struct {
 	mem  *snapshot.Memory
 	asks atomic.Uint64
