@@ -64,16 +64,23 @@ func (c *Client) stat(ctx context.Context, path string, follow bool) (FileInfo, 
 // MaxDirEntries is the most entries that ReadDir returns. For a larger directory it fails with ErrLimit.
 const MaxDirEntries = 1 << 16
 
-// ReadDir lists a directory, sorted by name.
+// maxDirNames bounds the names, and targets of links, that ReadDir returns, in bytes.
+const maxDirNames = 32 << 20
+
+// ReadDir lists a directory, sorted by name. The error is ErrLimit if it has more than MaxDirEntries entries, or 32 MiB
+// of names.
 func (c *Client) ReadDir(ctx context.Context, dir string) ([]FileInfo, error) {
 	var out []FileInfo
-	after := ""
+	after, held := "", 0
 	for {
 		r, err := call(ctx, c, "read directory "+dir, agentpb.AgentClient.ReadDir, &agentpb.ReadDirRequest{Path: dir, After: after})
 		if err != nil {
 			return nil, err
 		}
 		for _, e := range r.Entries {
+			if held += len(e.Name) + len(e.Link); held > maxDirNames {
+				return nil, fmt.Errorf("guest: read directory %s: %w: more than %d bytes of names", dir, ErrLimit, maxDirNames)
+			}
 			if e.Name <= after || e.Name == "." || e.Name == ".." || strings.ContainsAny(e.Name, "/\x00") {
 				return nil, fmt.Errorf("guest: read directory %s: %w: an entry named %q after %q", dir, ErrProtocol, e.Name, after)
 			}
@@ -209,9 +216,12 @@ func (c *Client) WriteFile(ctx context.Context, path string, r io.Reader, o Writ
 	}))
 }
 
+// DefaultCopyBytes bounds a copy whose options say nothing else.
+const DefaultCopyBytes = treetar.DefaultBytes
+
 // CopyOptions bounds and shapes a copy of a tree.
 type CopyOptions struct {
-	MaxBytes   int64 // 0: 64 GiB
+	MaxBytes   int64 // 0: DefaultCopyBytes
 	MaxEntries int64 // 0: 1048576
 	// Owner owns everything that CopyIn creates in the guest; nil is root. CopyOut ignores it: its files belong to
 	// the caller.

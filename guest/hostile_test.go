@@ -6,10 +6,12 @@ import (
 	"context"
 	"encoding/binary"
 	"errors"
+	"fmt"
 	"io"
 	"net"
 	"os"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"sync"
 	"testing"
@@ -399,5 +401,46 @@ func TestWaitReady_waits_for_the_report_and_ignores_others(t *testing.T) {
 	defer cancel()
 	if _, err := guest.WaitReady(ctx, l); !errors.Is(err, context.DeadlineExceeded) {
 		t.Errorf("with nobody there: %v", err)
+	}
+}
+
+// Each page of a directory is within the bound of a message, and there are pages for 32 GiB.
+func TestAttack_pages_of_a_directory_fill_the_memory_of_the_host(t *testing.T) {
+	t.Parallel()
+	link := strings.Repeat("x", agentpb.MaxMessage-1000)
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	c, err := guest.Dial(t.Context(), func(context.Context, uint32) (net.Conn, error) {
+		host, evil := net.Pipe()
+		wg.Go(func() {
+			defer evil.Close()
+			head := make([]byte, 10)
+			for n := 0; ; n++ {
+				if _, err := io.ReadFull(evil, head); err != nil {
+					return
+				}
+				if _, err := io.CopyN(io.Discard, evil, int64(binary.BigEndian.Uint32(head))); err != nil {
+					return
+				}
+				page := &agentpb.ReadDirResponse{More: true, Entries: []*agentpb.FileInfo{{Name: fmt.Sprintf("%08d", n), Link: link}}}
+				if _, err := evil.Write(response(binary.BigEndian.Uint32(head[4:]), page)); err != nil {
+					return
+				}
+			}
+		})
+		return host, nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	var before, after runtime.MemStats
+	runtime.ReadMemStats(&before)
+	if _, err := c.ReadDir(t.Context(), "/"); !errors.Is(err, guest.ErrLimit) {
+		t.Errorf("error %v, want ErrLimit", err)
+	}
+	runtime.ReadMemStats(&after)
+	if grown := int64(after.HeapAlloc) - int64(before.HeapAlloc); grown > 1<<30 {
+		t.Errorf("the host holds %d MiB more", grown>>20)
 	}
 }

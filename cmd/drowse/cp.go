@@ -55,8 +55,10 @@ not wake the VM for that.`,
 					o.Progress = func(n int64) { p.report(stageCopy, n, 0) }
 				}
 			}
+			left := int64(guest.DefaultCopyBytes) // of all tries: a hostile guest cuts them one after the other
 			res, err := a.copyOn(cmd.Context(), s, src.vm+dst.vm, retry, func(c *guest.Client, again bool) (res guest.CopyResult, err error) {
-				o.Resume = o.Resume || again
+				o.Resume, o.MaxBytes = o.Resume || again, max(left, 1)
+				defer func() { left -= res.Bytes }()
 				if src.vm == "" {
 					res, err = c.CopyIn(cmd.Context(), src.path, dst.path, o)
 				} else {

@@ -473,3 +473,33 @@ func TestAttack_copy_of_a_tree_that_a_guest_changes_reads_what_is_elsewhere(t *t
 		})
 	}
 }
+
+// A name of 200 directories is one entry, and makes 200 files of the host.
+func TestAttack_names_of_an_archive_make_more_directories_than_it_may_have_entries(t *testing.T) {
+	t.Parallel()
+	var b bytes.Buffer
+	tw := tar.NewWriter(&b)
+	for i := range 10 {
+		name := copied + fmt.Sprintf("/%d", i) + strings.Repeat("/d", 198) + "/f"
+		if err := tw.WriteHeader(&tar.Header{Name: name, Mode: 0o644, Format: tar.FormatPAX}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := tw.Close(); err != nil {
+		t.Fatal(err)
+	}
+	dir := t.TempDir()
+	root, err := os.OpenRoot(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer root.Close()
+	const most = 300
+	if _, err := Unpack(t.Context(), &b, root, Options{Limits: Limits{Entries: most}}); !errors.Is(err, ErrLimit) {
+		t.Errorf("got %v, want ErrLimit", err)
+	}
+	files := 0
+	if err := filepath.WalkDir(dir, func(string, fs.DirEntry, error) error { files++; return nil }); err != nil || files > most+1 {
+		t.Errorf("%d files were made (%v), of at most %d", files, err, most)
+	}
+}

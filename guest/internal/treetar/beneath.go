@@ -18,11 +18,15 @@ const openNoFollow = unix.O_NOFOLLOW | unix.O_NONBLOCK
 // and a name of one element, and follows no link. The descriptor was reached from this directory without a link, a
 // "..", or a magic link (openat2(2)). So a name means what it says, whatever links are in the tree, who made them,
 // and when.
-type beneath struct{ top *os.File }
+type beneath struct {
+	top *os.File
+	// made, if not nil, is called before a directory is made that no entry names.
+	made func() error
+}
 
 func openBeneath(root *os.Root) (*beneath, error) {
 	top, err := root.Open(".")
-	return &beneath{top}, err
+	return &beneath{top: top}, err
 }
 
 func (b *beneath) close() {
@@ -67,6 +71,11 @@ func (b *beneath) dir(name string, create bool) (*os.File, error) {
 		return nil, err
 	}
 	defer parent.Close()
+	if b.made != nil {
+		if err := b.made(); err != nil {
+			return nil, err
+		}
+	}
 	if err := (&spot{parent, path.Base(name)}).mkdir(0o755); err != nil && !errors.Is(err, fs.ErrExist) {
 		return nil, err
 	}

@@ -216,7 +216,17 @@ func newUnpacker(ctx context.Context, root *os.Root, o Options) (*unpacker, erro
 	if o.Names <= 0 {
 		o.Names = DefaultNames
 	}
-	return &unpacker{ctx: ctx, in: in, o: o, links: make(map[string]link)}, nil
+	u := &unpacker{ctx: ctx, in: in, o: o, links: make(map[string]link)}
+	in.made = u.count
+	return u, nil
+}
+
+// count counts an entry, or a directory that an entry's name implies.
+func (u *unpacker) count() error {
+	if u.res.Entries++; u.res.Entries > u.o.Entries {
+		return fmt.Errorf("%w: more than %d entries", ErrLimit, u.o.Entries)
+	}
+	return u.ctx.Err()
 }
 
 // close gives up the tree, and the files of a batch that no entry has used.
@@ -238,8 +248,8 @@ func (u *unpacker) unpack(r io.Reader) (Result, error) {
 		if err != nil {
 			return u.res, fmt.Errorf("read the archive: %w", err)
 		}
-		if u.res.Entries++; u.res.Entries > u.o.Entries {
-			return u.res, fmt.Errorf("%w: more than %d entries", ErrLimit, u.o.Entries)
+		if err := u.count(); err != nil {
+			return u.res, err
 		}
 		if err := u.entry(h, tr); err != nil {
 			return u.res, fmt.Errorf("unpack %q: %w", clip(h.Name), err)

@@ -102,11 +102,18 @@ func finishEROFS(ctx context.Context, f *os.File, links []fstree.HardLink, confi
 	}
 	d := &onDisk{f: f, meta: int64(metaBlock) * sparse.BlockSize}
 
+	nids := make(map[string]uint64, len(links))
+	for _, l := range links {
+		nids[path.Clean(l.Primary)] = noNid
+	}
+	if err := d.find(ctx, root, nids); err != nil {
+		return err
+	}
 	alias := make(map[string]uint64, len(links))
 	for _, l := range links {
-		to, err := d.lookup(root, l.Primary)
-		if err != nil {
-			return err
+		to := nids[path.Clean(l.Primary)]
+		if to == noNid {
+			return fmt.Errorf("find %s: %w", l.Primary, fs.ErrNotExist)
 		}
 		alias[l.Path] = to
 	}
@@ -136,11 +143,48 @@ func finishEROFS(ctx context.Context, f *os.File, links []fstree.HardLink, confi
 // renumber rewrites all directories: it shifts inode numbers by nidShift, and gives the names in alias the number
 // (before the shift) found there.
 func (d *onDisk) renumber(ctx context.Context, root uint64, alias map[string]uint64) error {
+	return d.walk(ctx, root, func(b dirBlock, entries []dirent, in string) error {
+		for _, e := range entries {
+			nid := e.nid
+			if e.name != "." && e.name != ".." {
+				if to, ok := alias[path.Join(in, e.name)]; ok {
+					nid = to
+				}
+			}
+			binary.LittleEndian.PutUint64(b.data[e.off:], nid+nidShift)
+		}
+		_, err := d.f.WriteAt(b.data, b.at)
+		return err
+	})
+}
+
+// noNid is the number of no inode.
+const noNid = math.MaxUint64
+
+// find puts the inode numbers of the paths in nids there, which have the form of fstree.Tree.Walk. It reads each
+// directory once: an image may have a large directory and as many hard links into it.
+func (d *onDisk) find(ctx context.Context, root uint64, nids map[string]uint64) error {
+	if len(nids) == 0 {
+		return nil
+	}
+	return d.walk(ctx, root, func(_ dirBlock, entries []dirent, in string) error {
+		for _, e := range entries {
+			if p := path.Join(in, e.name); e.name != "." && e.name != ".." {
+				if _, ok := nids[p]; ok {
+					nids[p] = e.nid
+				}
+			}
+		}
+		return nil
+	})
+}
+
+// walk calls f for each block of each directory, with the directory's path.
+func (d *onDisk) walk(ctx context.Context, root uint64, f func(b dirBlock, entries []dirent, in string) error) error {
 	type todo struct {
 		nid  uint64
 		path string
 	}
-	le := binary.LittleEndian
 	for stack := []todo{{root, "."}}; len(stack) > 0; {
 		if err := context.Cause(ctx); err != nil {
 			return err
@@ -157,49 +201,16 @@ func (d *onDisk) renumber(ctx context.Context, root uint64, alias map[string]uin
 				return fmt.Errorf("directory %s: %w", cur.path, err)
 			}
 			for _, e := range entries {
-				p := path.Join(cur.path, e.name)
-				nid := e.nid
-				if e.name != "." && e.name != ".." {
-					if to, ok := alias[p]; ok {
-						nid = to
-					} else if e.fileType == fileTypeDir {
-						stack = append(stack, todo{nid, p})
-					}
+				if e.fileType == fileTypeDir && e.name != "." && e.name != ".." {
+					stack = append(stack, todo{e.nid, path.Join(cur.path, e.name)})
 				}
-				le.PutUint64(b.data[e.off:], nid+nidShift)
 			}
-			if _, err := d.f.WriteAt(b.data, b.at); err != nil {
+			if err := f(b, entries, cur.path); err != nil {
 				return err
 			}
 		}
 	}
 	return nil
-}
-
-// lookup returns the inode number of a path in the form of fstree.Tree.Walk.
-func (d *onDisk) lookup(root uint64, p string) (uint64, error) {
-	nid := root
-next:
-	for part := range strings.SplitSeq(path.Clean(p), "/") {
-		blocks, err := d.dir(nid)
-		if err != nil {
-			return 0, fmt.Errorf("find %s: %w", p, err)
-		}
-		for _, b := range blocks {
-			entries, err := direntsOf(b.data)
-			if err != nil {
-				return 0, fmt.Errorf("find %s: %w", p, err)
-			}
-			for _, e := range entries {
-				if e.name == part {
-					nid = e.nid
-					continue next
-				}
-			}
-		}
-		return 0, fmt.Errorf("find %s: %w", p, fs.ErrNotExist)
-	}
-	return nid, nil
 }
 
 // dirBlock is a block of a directory and its offset in the image. The last one is cut to the directory's size.
