@@ -17,8 +17,8 @@ type hostile struct {
 	reason Reason
 }
 
-// hostilePolicy opens as much as a policy can, except one peer and two ports, so that little but the checks of
-// frames and the floor deny anything.
+// hostilePolicy opens as much as a policy can, except one peer and two ports, so that hardly anything but the
+// checks of frames and the floor denies frames.
 const hostilePolicy = `
 default: {egress: allow, ingress: allow}
 rules:
