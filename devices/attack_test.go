@@ -12,7 +12,7 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// withLength gives all descriptors of newQueue's queue n bytes to read.
+// withLength gives all descriptors of newQueue's queue n readable bytes.
 func withLength(t *testing.T, mem *guestmem.Memory, n uint32) {
 	t.Helper()
 	for i := range 256 {
@@ -24,8 +24,8 @@ func withLength(t *testing.T, mem *guestmem.Memory, n uint32) {
 	}
 }
 
-// A queue is full of requests when a pause is wanted in the midst of the first one: that is the last one before the
-// pause.
+// A pause is requested while the device handles the first request of a full queue. That request is the last one
+// before the pause.
 func TestAttack_pause_comes_after_the_request_under_way_however_many_wait(t *testing.T) {
 	q, mem := newQueue(t, 200)
 	withLength(t, mem, 1<<20)
@@ -64,9 +64,9 @@ func TestAttack_pause_comes_after_the_request_under_way_however_many_wait(t *tes
 	})
 }
 
-// A guest resets a device while a queue does a request without an end, and a request of another queue waits for it.
+// A guest resets a device while one queue handles an endless request, which a request of another queue waits for.
 func TestAttack_reset_waits_for_a_queue_that_waits_for_another(t *testing.T) {
-	var mu sync.Mutex // as that of a device
+	var mu sync.Mutex // like a device's lock
 	entered, waiting := make(chan struct{}), make(chan struct{})
 	long, _ := newQueue(t, 1)
 	short, _ := newQueue(t, 1)
@@ -98,7 +98,7 @@ func TestAttack_reset_waits_for_a_queue_that_waits_for_another(t *testing.T) {
 	}
 }
 
-// A turn of a worker has a size in bytes as well as in requests.
+// A worker's turn is limited in bytes as well as in requests.
 func TestAttack_turn_of_a_worker_ends_after_so_many_bytes(t *testing.T) {
 	q, mem := newQueue(t, 200)
 	const size = 1 << 20
@@ -112,12 +112,12 @@ func TestAttack_turn_of_a_worker_ends_after_so_many_bytes(t *testing.T) {
 	if done == 0 || done > TurnBytes/size {
 		t.Errorf("%d requests of %d bytes were done in one turn of %d", done, size, TurnBytes)
 	}
-	if err := q.Kick.Wait(); err != nil { // it would block without a kick
+	if err := q.Kick.Wait(); err != nil { // without a kick this would block
 		t.Fatal(err)
 	}
 }
 
-// A request that stops for a pause is handled anew after it, and counts once.
+// A request that stops for a pause is handled again after it, and counts once.
 func TestServe_handles_a_request_again_that_stopped_for_a_pause(t *testing.T) {
 	q, _ := newQueue(t, 3)
 	var irq interrupts

@@ -55,7 +55,7 @@ func TestEvent_counts_and_is_harmless_after_close(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	// Whoever has got the descriptor's number meanwhile is not written to.
+	// Signal does not write to a file that has since got the descriptor's number.
 	f, err := os.Create(t.TempDir() + "/f")
 	if err != nil {
 		t.Fatal(err)
@@ -70,7 +70,7 @@ func TestEvent_counts_and_is_harmless_after_close(t *testing.T) {
 	}
 }
 
-// registers is a window that remembers what it was asked.
+// registers is a window that records its last access.
 type registers struct {
 	off  uint64
 	data []byte
@@ -267,12 +267,12 @@ func TestWorker_pause_gives_up_with_its_context_and_the_worker_runs_on(t *testin
 	e.Signal()
 	<-entered
 	leave <- struct{}{}
-	// With nothing to wait for, even a context that has ended will do.
+	// With nothing to wait for, Pause succeeds even with an ended context.
 	waitFor(t, func() bool { return w.Pause(ctx) == nil })
 	w.Stop()
 }
 
-// Two that pause at once, of which one gives up, do not undo each other.
+// Of two overlapping pauses, one gives up. Neither undoes the other.
 func TestWorker_pauses_that_overlap(t *testing.T) {
 	e := newEvent(t)
 	var calls atomic.Int64
@@ -344,7 +344,7 @@ func TestWorkers_pause_all_or_none(t *testing.T) {
 	ws.Stop()
 }
 
-// interrupts counts what a device sends.
+// interrupts counts the interrupts that a device sends.
 type interrupts struct {
 	queue, config atomic.Int64
 	mu            sync.Mutex
@@ -359,8 +359,7 @@ func (i *interrupts) NeedsReset(err error) {
 	i.reasons = append(i.reasons, err)
 }
 
-// newQueue has all its descriptors filled with one byte to read, and so many of
-// them available.
+// newQueue fills all descriptors with one readable byte, and makes this many of them available.
 func newQueue(t *testing.T, available int) (*Queue, *guestmem.Memory) {
 	t.Helper()
 	mem, err := guestmem.New(guestmem.MinSize)
@@ -395,7 +394,7 @@ func TestServe_returns_after_a_batch_and_kicks_itself(t *testing.T) {
 	if done != serveBatch || irq.queue.Load() != 1 {
 		t.Fatalf("%d chains and %d interrupts in one call", done, irq.queue.Load())
 	}
-	if err := q.Kick.Wait(); err != nil { // it would block without a kick
+	if err := q.Kick.Wait(); err != nil { // without a kick this would block
 		t.Fatal(err)
 	}
 	if err := q.Serve(&irq, &c, handle); err != nil {
@@ -404,7 +403,7 @@ func TestServe_returns_after_a_batch_and_kicks_itself(t *testing.T) {
 	if done != serveBatch+5 || irq.queue.Load() != 2 {
 		t.Fatalf("%d chains and %d interrupts in all", done, irq.queue.Load())
 	}
-	// An empty queue is not interrupted for.
+	// An empty queue causes no interrupt.
 	if err := q.Serve(&irq, &c, handle); err != nil || irq.queue.Load() != 2 {
 		t.Fatalf("%d interrupts, %v", irq.queue.Load(), err)
 	}
@@ -417,7 +416,7 @@ func TestServe_takes_what_comes_while_it_ends(t *testing.T) {
 	done := 0
 	if err := q.Serve(&irq, &c, func(*virtq.Chain) error {
 		done++
-		// Without a kick: the device has asked for none.
+		// Without a kick: the device asked for none.
 		return mem.StoreUint16(0x20002, uint16(min(done+1, 7)))
 	}); err != nil {
 		t.Fatal(err)
@@ -443,7 +442,7 @@ func TestServe_gives_the_device_up_once(t *testing.T) {
 	}
 }
 
-// gated is a writer that takes nothing until it is opened.
+// gated is a writer that blocks until its gate opens.
 type gated struct {
 	mu   sync.Mutex
 	b    strings.Builder

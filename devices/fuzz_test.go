@@ -40,12 +40,12 @@ const (
 	pattern     = 0xa5
 )
 
-// zeros never ends: random numbers would not be the same in two runs.
+// zeros never ends. Random numbers would differ between runs.
 type zeros struct{}
 
 func (zeros) Read(p []byte) (int, error) { clear(p); return len(p), nil }
 
-// discarded counts what a balloon gives back, and takes nothing.
+// discarded counts what a balloon gives back, and discards nothing.
 type discarded struct{ calls, bytes atomic.Uint64 }
 
 func (d *discarded) Discard(gpa guestmem.GPA, n uint64) error {
@@ -57,25 +57,25 @@ func (d *discarded) Discard(gpa guestmem.GPA, n uint64) error {
 	return nil
 }
 
-// sink is a network that takes frames and has none.
+// sink is a network that takes frames and sends none.
 type sink struct{ fd int }
 
 func (s sink) FD() int             { return s.fd }
 func (sink) SetOffloads(int) error { return nil }
 
-// rig is one device behind a transport. It is used again by each run of a fuzz target, which begins with a reset.
+// rig is one device behind a transport. Each run of a fuzz target uses it again, after a reset.
 type rig struct {
 	mem    *guestmem.Memory
 	dev    devices.Device
 	tr     *mmio.Transport
-	failed atomic.Pointer[error] // what the owner was told
+	failed atomic.Pointer[error] // the error that the owner was told
 	good   int                   // the queue that gives every request back
 	kicks  []*devices.Event
-	idle   int           // the queue whose kicks nobody takes; 0 if there is none
-	work   func() uint64 // bytes that the device says it has moved, if it does
+	idle   int           // the queue whose kicks the device does not take; 0 if there is none
+	work   func() uint64 // the bytes that the device says it has moved; nil if it does not say
 }
 
-// newRigs makes the devices that requests are made of.
+// newRigs makes the devices for FuzzRequests.
 func newRigs(t testing.TB) []*rig {
 	t.Helper()
 	must := func(err error) {
@@ -83,7 +83,7 @@ func newRigs(t testing.TB) []*rig {
 			t.Fatal(err)
 		}
 	}
-	ram, err := unix.MemfdCreate("disk", unix.MFD_CLOEXEC) // whose flushes cost nothing
+	ram, err := unix.MemfdCreate("disk", unix.MFD_CLOEXEC) // flushes to it cost nothing
 	must(err)
 	must(unix.Ftruncate(ram, 1<<20))
 	file, err := blk.OpenFile(fmt.Sprintf("/proc/self/fd/%d", ram), false)
@@ -92,7 +92,7 @@ func newRigs(t testing.TB) []*rig {
 	pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
 	must(err)
 	stop := make(chan struct{})
-	go func() { // somebody takes the frames
+	go func() { // take the frames
 		defer close(stop)
 		p := make([]byte, 1<<17)
 		fds := []unix.PollFd{{Fd: int32(pair[1]), Events: unix.POLLIN}}
@@ -120,7 +120,7 @@ func newRigs(t testing.TB) []*rig {
 	rigs := []*rig{
 		disk,
 		{dev: nic, good: 1, work: func() uint64 { return nic.Stats().FramesFromGuest.Load() }},
-		{dev: balloon.New(gone, balloon.Options{}), good: 0, idle: 2}, // statistics, for which nobody asks
+		{dev: balloon.New(gone, balloon.Options{}), good: 0, idle: 2}, // the owner asks for no statistics
 		{dev: rng.New(rng.Options{Source: zeros{}}), good: 0},
 	}
 	for _, r := range rigs {
@@ -153,7 +153,7 @@ func (r *rig) write(reg uint64, v uint32) {
 
 func ring(q int) guestmem.GPA { return ringsAt + guestmem.GPA(q)*ringStride }
 
-// start takes the device from anywhere to DRIVER_OK, with all its queues and without the features in drop.
+// start takes the device from any state to DRIVER_OK, with all its queues and without the features in drop.
 func (r *rig) start(t testing.TB, drop uint64) {
 	t.Helper()
 	r.write(devicetest.RegStatus, 0)
@@ -186,8 +186,8 @@ func (r *rig) start(t testing.TB, drop uint64) {
 	}
 }
 
-// settle has the device do what it was kicked for, and returns when it stands still. Of the queue that gives everything
-// back it waits for all chains; what becomes of others is the device's business.
+// settle lets the device handle its kicks, and returns when it stands still. It waits for all chains of the queue
+// that gives everything back. The other queues may keep theirs.
 func (r *rig) settle(t testing.TB, next []uint16) {
 	t.Helper()
 	for q := range next {
@@ -203,7 +203,7 @@ func (r *rig) settle(t testing.TB, next []uint16) {
 			return n == 0 && err == nil
 		})
 	}
-	if r.dev.ID() != devices.IDNet { // whose other end may not take all
+	if r.dev.ID() != devices.IDNet { // the other end may not take all
 		wait(t, "all chains of a queue that waits for nothing", func() bool { return r.usedIndex(t, r.good) == next[r.good] })
 	}
 	if err := r.tr.Pause(context.Background()); err != nil {
@@ -233,7 +233,7 @@ func wait(t testing.TB, what string, f func() bool) {
 	}
 }
 
-// works makes one small request.
+// works makes one small request, which the device must answer.
 func (r *rig) works(t testing.TB) {
 	t.Helper()
 	r.start(t, 0)
@@ -261,7 +261,7 @@ type chain struct {
 	head     uint16
 }
 
-// lay puts the chain into its queue: descriptors from free on, and the next place of the avail ring.
+// lay puts the chain into its queue: descriptors from free on, and the next entry of the avail ring.
 func (c *chain) lay(r *rig, free, next []uint16) error {
 	size := r.dev.QueueSizes()[c.queue]
 	c.head = free[c.queue]
@@ -295,7 +295,7 @@ func (c *chain) lay(r *rig, free, next []uint16) error {
 	return errors.Join(err, r.mem.StoreUint16(at+availOff+2, next[c.queue]))
 }
 
-// bits takes numbers from the input of a fuzz target; zeros when there are no more.
+// bits takes numbers from a fuzz target's input, and zeros at its end.
 type bits struct{ p []byte }
 
 func (b *bits) u8() byte {
@@ -322,8 +322,8 @@ const (
 	maxSegs   = 6
 )
 
-// decode makes chains of the input, and fills what the device may read. allowed has the bytes of the window that a
-// device may write.
+// decode makes chains from the input, and fills what the device may read. It marks the window's bytes that the
+// device may write in allowed.
 func (r *rig) decode(t testing.TB, b *bits, window, allowed []byte) (all []*chain, total uint64) {
 	sizes := r.dev.QueueSizes()
 	for len(b.p) > 0 && len(all) < maxChains {
@@ -348,7 +348,7 @@ func (r *rig) decode(t testing.TB, b *bits, window, allowed []byte) (all []*chai
 			case 3:
 				e.Addr, bad = ^guestmem.GPA(0), true
 			case 4:
-				e.Addr, e.Len, e.Flags = 16<<20, 32<<20, 0 // much, only to be read
+				e.Addr, e.Len, e.Flags = 16<<20, 32<<20, 0 // much, and only readable
 			}
 			if e.Len == 0 || writing && e.Flags == 0 {
 				bad = true
@@ -378,16 +378,16 @@ func (r *rig) decode(t testing.TB, b *bits, window, allowed []byte) (all []*chai
 	return all, total
 }
 
-// FuzzRequests gives devices chains of all kinds through real queues. Whatever they are, the device writes to what it
-// may write alone, gives back no more than it was given, moves no more bytes than the chains have, does not ask for a
-// reset, says nothing to its owner, and works after a reset.
+// FuzzRequests gives devices chains of all kinds through real queues. The device writes only where it may, gives
+// back no more than it got, moves no more bytes than the chains have, asks for no reset, reports nothing to its
+// owner, and works after a reset.
 func FuzzRequests(f *testing.F) {
 	le := binary.LittleEndian
 	seg := func(how byte, off, n uint16, content ...byte) []byte {
 		return append(le.AppendUint16(le.AppendUint16([]byte{how}, off), n), content...)
 	}
 	join := func(parts ...[]byte) []byte { return bytes.Join(parts, nil) }
-	// A read and a write of a sector, a discard; a frame; a list of pages and a report; a line; random bytes.
+	// The disk: a read, a write, a discard, 32 MiB of readable data. The NIC: a frame. The balloon: pages, a report.
 	f.Add(byte(0), byte(0), join([]byte{0, 2}, seg(0, 0, 16, make([]byte, 16)...), seg(1, 4096, 512), seg(1, 64, 1)))
 	f.Add(byte(0), byte(0), join([]byte{0, 0x82}, seg(0, 0, 16, append([]byte{1}, make([]byte, 15)...)...), seg(0, 4096, 512, make([]byte, 512)...), seg(1, 64, 1)))
 	f.Add(byte(0), byte(1), join([]byte{0, 2}, seg(0, 0, 16, append([]byte{11}, make([]byte, 15)...)...), seg(0, 64, 16, 0, 0, 0, 0, 0, 0, 0, 0, 8, 0, 0, 0, 0, 0, 0, 0), seg(1, 256, 1)))
@@ -447,8 +447,7 @@ func FuzzRequests(f *testing.F) {
 	})
 }
 
-// checkUsed checks what has been given back: chains that were given, each once, with no more written than they can
-// hold.
+// checkUsed checks the used chains: each came back once, with no more bytes written than it can hold.
 func (r *rig) checkUsed(t *testing.T, all []*chain, next []uint16) {
 	t.Helper()
 	for q := range next {
@@ -477,8 +476,8 @@ func (r *rig) checkUsed(t *testing.T, all []*chain, next []uint16) {
 	}
 }
 
-// FuzzRegisters does register accesses of any offset, width, value and order. No read or write fails, an access of an
-// odd width shows nothing below the configuration space, and a reset brings the device back from wherever it is.
+// FuzzRegisters accesses registers at any offset, width and value, in any order. No access fails, one of an odd
+// width reads zeros below the configuration space, and a reset brings the device back from any state.
 func FuzzRegisters(f *testing.F) {
 	op := func(write byte, off uint16, width byte, v uint32) []byte {
 		return binary.LittleEndian.AppendUint32(append(binary.LittleEndian.AppendUint16([]byte{write}, off), width), v)
@@ -501,7 +500,7 @@ func FuzzRegisters(f *testing.F) {
 		r := rigs[int(kind)%len(rigs)]
 		r.failed.Store(nil)
 		r.write(devicetest.RegStatus, 0)
-		// Rings that a sequence may find are empty.
+		// Sequences that start a queue find empty rings.
 		for q := range r.dev.QueueSizes() {
 			if err := r.mem.Zero(ring(q), ringStride); err != nil {
 				t.Fatal(err)
@@ -544,13 +543,13 @@ type closed struct {
 
 func (c closed) close() { _ = c.Close() }
 
-// disk is one without content.
+// disk is a disk without content.
 type disk struct{ blk.Backend }
 
 func (disk) Size() int64    { return 1 << 20 }
 func (disk) ReadOnly() bool { return false }
 
-// importable are the devices that are not given a target of their own: shares and vsock have one.
+// importable are the devices without an import target of their own. Shares and vsock have one.
 var importable = []struct {
 	kind string
 	make func(t testing.TB) stateful
@@ -572,7 +571,7 @@ var importable = []struct {
 	{"handover", func(testing.TB) stateful { return plainState{handover.New(nil)} }},
 }
 
-// FuzzImport: a state that a device takes is the one that it gives, and one that it refuses has changed nothing.
+// FuzzImport: a state that a device takes is the one that it exports. One that it refuses changes nothing.
 func FuzzImport(f *testing.F) {
 	for i, d := range importable {
 		s := d.make(f)

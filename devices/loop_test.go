@@ -11,7 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// countingLooper counts what its loop asks of it.
+// countingLooper counts the calls of its loop.
 type countingLooper struct {
 	event                     *Event
 	turns, ready              atomic.Int64
@@ -157,7 +157,7 @@ func TestLoop_that_never_started_releases_what_it_has(t *testing.T) {
 	l.Stop()
 }
 
-// slowLooper does something slow before a pause, until that is enough.
+// slowLooper does slow work before a pause until Enough reports true.
 type slowLooper struct {
 	countingLooper
 	loop  *Loop

@@ -116,7 +116,7 @@ func TestPolicy_unmarshal_into_a_used_policy_leaves_nothing(t *testing.T) {
 	}
 }
 
-// The schema is written by hand; its fields are those of the types.
+// The hand-written schema has exactly the fields of the types.
 func TestSchema_has_the_fields_of_the_types(t *testing.T) {
 	type object struct {
 		Properties map[string]json.RawMessage

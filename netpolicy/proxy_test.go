@@ -20,7 +20,7 @@ func TestParse_proxy(t *testing.T) {
 	const good = `{secret: API_KEY, hosts: [api.example.com], header: Authorization, prefix: "Bearer "}`
 	for name, c := range map[string]struct {
 		text string
-		want string // in the error; empty is none
+		want string // in the error; empty means none
 		on   bool
 	}{
 		"absent is off":                   {proxyRules, "", false},

@@ -11,7 +11,7 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// busy is a device that has finished what a pause waits for when both of two are asked for one.
+// busy is a device whose Pause returns only when Pause of two devices has been called.
 type busy struct {
 	*rng.Device
 	asked *atomic.Int32
@@ -29,7 +29,7 @@ func (b busy) Pause(ctx context.Context) error {
 	return b.Device.Pause(ctx)
 }
 
-// A guest has each device finish as much as it may before a pause: they do so at the same time.
+// A guest gives each device as much work to finish before a pause as it can. The devices finish at the same time.
 func TestAttack_pause_waits_for_one_busy_device_after_another(t *testing.T) {
 	var asked atomic.Int32
 	m := newMachine(t, testConfig{Devices: []Device{

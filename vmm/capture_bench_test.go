@@ -16,9 +16,8 @@ import (
 	"github.com/drowse-vm/drowse/vmm/kvm"
 )
 
-// rewriter waits for a word to change and then writes to a number of pages, one word
-// each, in the order k*R8 & RSI from RBX on. R10 has what is done, what is wanted, and
-// how many.
+// rewriter waits for a word to change and then writes one word to each of a number of pages, in the order k*R8 & RSI
+// from RBX on. R10 points to the work done, the work wanted, and the number of pages.
 var rewriter = []byte{
 	0xf3, 0x90, 0x49, 0x8b, 0x4a, 0x08, // pause; mov rcx, [r10+8]
 	0x49, 0x3b, 0x0a, 0x74, 0xf5, 0x48, 0x31, 0xc0, // cmp rcx, [r10]; je back; xor rax, rax
@@ -30,7 +29,7 @@ var rewriter = []byte{
 
 const wishAt = 0x1800000
 
-// rewriting is a guest whose RAM is all in use and of which it rewrites a part.
+// rewriting is a guest that uses all of its RAM and rewrites a part of it.
 type rewriting struct {
 	m    *Machine
 	wish uint64
@@ -61,7 +60,7 @@ func newRewriting(b *testing.B, ram uint64, tracked, scattered bool) *rewriting 
 	if err := m.Boot(BootOptions{Kernel: program(b, rewriter...)}); err != nil {
 		b.Fatal(err)
 	}
-	// All of the first 5 GiB, one to one, for user code, in pages of 2 MiB.
+	// Map the first 5 GiB one to one, for user code, in pages of 2 MiB.
 	le, tables := binary.LittleEndian, make([]byte, 7*guestmem.PageSize)
 	le.PutUint64(tables, scribbleTable+0x1000|7)
 	for i := range uint64(5) {
@@ -92,7 +91,7 @@ func newRewriting(b *testing.B, ram uint64, tracked, scattered bool) *rewriting 
 	return &rewriting{m: m}
 }
 
-// ask makes the guest rewrite pages and does not wait.
+// ask makes the guest rewrite pages, and returns at once.
 func (r *rewriting) ask(b *testing.B, pages uint64) {
 	b.Helper()
 	r.wish++
@@ -107,7 +106,7 @@ func (r *rewriting) ask(b *testing.B, pages uint64) {
 	}
 }
 
-// wait returns how long it takes until the guest has done it.
+// wait waits for the guest to finish, and returns how long that took.
 func (r *rewriting) wait(b *testing.B) time.Duration {
 	b.Helper()
 	began := time.Now()
@@ -119,7 +118,7 @@ func (r *rewriting) wait(b *testing.B) time.Duration {
 	return time.Since(began)
 }
 
-// times are measurements of one thing, in milliseconds.
+// times are measurements in milliseconds, by name.
 type times map[string][]float64
 
 func (s times) add(name string, d time.Duration) { s[name] = append(s[name], float64(d)/1e6) }
@@ -136,8 +135,8 @@ func (s times) report(b *testing.B) {
 	}
 }
 
-// BenchmarkCapture is what a capture costs the guest: the pause and its parts, and
-// the time to rewrite the same pages while the capture is read and after it.
+// BenchmarkCapture measures what a capture costs the guest: the pause and its parts, and the time to rewrite the
+// same pages while the capture is read and after it.
 //
 //	go test ./vmm -run xxx -bench Capture -benchtime 20x
 func BenchmarkCapture(b *testing.B) {
@@ -181,7 +180,7 @@ func BenchmarkCapture(b *testing.B) {
 	}
 }
 
-// captureNow pauses the machine, freezes what has changed, and lets it run on.
+// captureNow pauses the machine, freezes what has changed, and resumes the machine.
 func captureNow(b *testing.B, m *Machine, o pager.FreezeOptions, s times) *pager.Frozen {
 	b.Helper()
 	began := time.Now()
@@ -246,8 +245,8 @@ func readAll(b *testing.B, f *pager.Frozen) {
 	wg.Wait()
 }
 
-// BenchmarkTracking is what the log costs a guest: the time to write to 64 MiB for
-// the first time, again, and, with a log, after it has been taken.
+// BenchmarkTracking measures what the dirty log costs a guest: the time to write to 64 MiB for the first time,
+// again, and, with a log, after it was taken.
 func BenchmarkTracking(b *testing.B) {
 	for _, tracked := range []bool{false, true} {
 		b.Run(fmt.Sprintf("tracked=%v", tracked), func(b *testing.B) {

@@ -41,8 +41,8 @@ var scribbler = []byte{
 	0xe9, 0x59, 0xff, 0xff, 0xff, // jmp to the start
 }
 
-// Where things are in the scribbler's RAM. Virtual addresses equal physical ones but
-// for its data, which may lie elsewhere.
+// The layout of the scribbler's RAM. Virtual addresses equal physical ones, except for its data, which may lie
+// elsewhere.
 const (
 	scribbleVA    = 0x2000000
 	scribblePages = 2048
@@ -76,8 +76,8 @@ var scribbleModes = []scribbleMode{
 	{"user code above the hole", true, 4 << 30, guestmem.HoleEnd},
 }
 
-// startScribbler runs the scribbler with page tables of 4 KiB pages in which nothing
-// is accessed or dirty yet, so that the processor, or KVM, has to write to them.
+// startScribbler runs the scribbler with page tables of 4 KiB pages without any accessed or dirty bit, so that the
+// processor, or KVM, must write to them.
 func startScribbler(t *testing.T, mode scribbleMode) *Machine {
 	t.Helper()
 	return startScribblerOf(t, mode, testConfig{TrackDirty: true})
@@ -112,7 +112,7 @@ func startScribblerOf(t *testing.T, mode scribbleMode, cfg testConfig) *Machine 
 	sregs.CR3 = scribbleTable
 	flags := uint64(2)
 	if mode.user {
-		// As if an IRETQ had gone to user code, with the right to use ports.
+		// As if IRETQ had returned to user code that may use ports.
 		code := kvm.Segment{Limit: 0xffffffff, Selector: 0x33, Typ: 0xb, Present: 1, DPL: 3, S: 1, L: 1, G: 1}
 		data := kvm.Segment{Limit: 0xffffffff, Selector: 0x2b, Typ: 3, Present: 1, DPL: 3, DB: 1, S: 1, G: 1}
 		sregs.CS, sregs.DS, sregs.ES, sregs.FS, sregs.GS, sregs.SS = code, data, data, data, data, data
@@ -136,7 +136,7 @@ func startScribblerOf(t *testing.T, mode scribbleMode, cfg testConfig) *Machine 
 	return m
 }
 
-// scribble returns when the guest has gone round n times more.
+// scribble returns when the guest has made n more rounds.
 func scribble(t *testing.T, m *Machine, n uint64) {
 	t.Helper()
 	rounds := func() uint64 {
@@ -160,8 +160,8 @@ func scribble(t *testing.T, m *Machine, n uint64) {
 	}
 }
 
-// newImage has room for an image of RAM. It is not the heap's: the race detector takes ten times as long to compare
-// what is.
+// newImage returns memory for an image of RAM. It is not on the heap, which the race detector takes ten times as
+// long to compare.
 func newImage(t *testing.T) []byte {
 	t.Helper()
 	p, err := unix.Mmap(-1, 0, lowRAM+(scribblePages+1)*guestmem.PageSize, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
@@ -176,7 +176,7 @@ func newImage(t *testing.T) []byte {
 	return p
 }
 
-// ramImage is all of the RAM that the scribbler can reach.
+// ramImage returns all RAM that the scribbler can reach.
 func ramImage(t *testing.T, m *Machine, mode scribbleMode, into []byte) []byte {
 	t.Helper()
 	if into == nil {
@@ -188,7 +188,7 @@ func ramImage(t *testing.T, m *Machine, mode scribbleMode, into []byte) []byte {
 	return into
 }
 
-// pageOfImage is the linear number of the page at an offset of an image.
+// pageOfImage returns the linear number of the page at an offset of an image.
 func pageOfImage(t *testing.T, m *Machine, mode scribbleMode, off int) uint64 {
 	t.Helper()
 	if off < lowRAM {
@@ -201,7 +201,7 @@ func pageOfImage(t *testing.T, m *Machine, mode scribbleMode, off int) uint64 {
 	return (at + uint64(off-lowRAM)) / guestmem.PageSize
 }
 
-// vmmWrites writes to RAM in each way that a device has.
+// vmmWrites writes to RAM in every way that a device can.
 func vmmWrites(t *testing.T, m *Machine, f *os.File) {
 	t.Helper()
 	mem := m.Memory()
@@ -279,7 +279,7 @@ func TestEvery_page_that_changes_is_in_the_dirty_set(t *testing.T) {
 				if again, err := m.TakeDirty(); err != nil || again.Len() != 0 {
 					t.Errorf("taken twice in one pause: %d pages, %v", again.Len(), err)
 				}
-				// What the machine does while it is paused must not change RAM.
+				// A paused machine's own work must not change RAM.
 				if _, err := m.Export(); err != nil {
 					t.Fatal(err)
 				}

@@ -10,7 +10,7 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// asDisk is a device that says it is a disk.
+// asDisk is a device that claims to be a disk.
 type asDisk struct{ *rng.Device }
 
 func (asDisk) ID() devices.ID { return devices.IDBlock }
@@ -47,7 +47,7 @@ func TestFirst_pages_are_those_of_disks(t *testing.T) {
 	}
 }
 
-// setQueue does what a driver does for its first queue (virtio 1.2, 4.2.2).
+// setQueue sets up a device's first queue as a driver does (virtio 1.2, 4.2.2).
 func setQueue(t *transport, avail, used guestmem.GPA) {
 	for _, r := range []struct {
 		at    uint64

@@ -11,8 +11,8 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// fork makes an image of a running machine, which runs on, with its state and what its
-// RAM held at that moment.
+// fork makes an image of a running machine, which keeps running. It returns the image, the machine's state, and its
+// RAM at that moment.
 func fork(t *testing.T, m *Machine, mode scribbleMode, ahead bool, o pager.FreezeOptions) (i *pager.Image, states []State, ram []byte) {
 	t.Helper()
 	i, err := pager.NewImage(m.Memory())
@@ -59,8 +59,8 @@ func fork(t *testing.T, m *Machine, mode scribbleMode, ahead bool, o pager.Freez
 	return i, states, ram
 }
 
-// child makes a machine of an image, with nothing to run yet: KVM writes to the RAM of a
-// machine that takes on a state.
+// child makes a machine from an image. The machine does not run yet: KVM writes to the RAM of a machine that takes
+// on a state.
 func child(t *testing.T, image *os.File, mode scribbleMode, tracked bool) *Machine {
 	t.Helper()
 	mem, err := guestmem.NewPrivate(mode.ram, image)
@@ -79,9 +79,8 @@ func child(t *testing.T, image *os.File, mode scribbleMode, tracked bool) *Machi
 	return m
 }
 
-// A guest, its children and theirs go on from the same RAM and never see each other's
-// writes. Whether RAM was copied ahead of the pause, or all of it write-protected in it,
-// or the machine keeps no log, makes no difference.
+// A guest, its children and theirs continue from the same RAM and never see each other's writes. This holds if RAM
+// was copied ahead of the pause, if all of it was write-protected in the pause, and if the machine keeps no log.
 func TestA_childs_RAM_is_the_parents_at_the_fork_byte_for_byte(t *testing.T) {
 	for _, how := range []struct {
 		name    string
@@ -119,7 +118,7 @@ func TestA_childs_RAM_is_the_parents_at_the_fork_byte_for_byte(t *testing.T) {
 			if got := ramImage(t, b, mode, nil); !bytes.Equal(got, ram) {
 				t.Fatalf("a child sees its sibling's writes, at %#x", differ(got, ram))
 			}
-			// The child that has run and given memory back is forked in its turn.
+			// Fork the child too, which has run and given memory back.
 			image2, states2, ram2 := fork(t, a, mode, how.ahead, how.opts)
 			scribble(t, a, 100)
 			c := child(t, image2.File(), mode, how.tracked)

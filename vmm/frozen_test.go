@@ -10,15 +10,14 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// A capture, whatever the guest does meanwhile, has the bytes of the moment when the
-// guest was paused.
+// Whatever the guest does meanwhile, a capture has the bytes of the moment when the guest was paused.
 func TestA_frozen_view_keeps_its_bytes_while_the_guest_writes(t *testing.T) {
 	for _, how := range []struct {
 		name string
 		opts pager.FreezeOptions
 	}{
 		{"copied", pager.FreezeOptions{Expect: 80 << 20 / guestmem.PageSize}},
-		// Too little for all, enough for what the guest can overwrite.
+		// Too little for all RAM, enough for what the guest can overwrite.
 		{"protected", pager.FreezeOptions{CopyBytes: 10 << 20}},
 	} {
 		for _, mode := range scribbleModes {
@@ -44,7 +43,7 @@ func TestA_frozen_view_keeps_its_bytes_while_the_guest_writes(t *testing.T) {
 					if err := f.Close(); err != nil {
 						t.Fatal(err)
 					}
-					// Everything again, so that there is always much to do.
+					// Mark everything again, so that there is always much to do.
 					all := guestmem.NewPageSet(m.Memory().Size() / guestmem.PageSize)
 					all.Add(0, all.Pages())
 					m.MarkDirty(all)
@@ -59,7 +58,7 @@ func TestA_frozen_view_keeps_its_bytes_while_the_guest_writes(t *testing.T) {
 	}
 }
 
-// freezeNow is what a capture does; the machine runs on when it returns.
+// freezeNow does what a capture does. The machine runs when it returns.
 func freezeNow(t *testing.T, m *Machine, mode scribbleMode, o pager.FreezeOptions, image []byte) (*pager.Frozen, []byte) {
 	t.Helper()
 	f, err := pager.Prepare(m.Memory(), nil, o)
@@ -82,7 +81,7 @@ func freezeNow(t *testing.T, m *Machine, mode scribbleMode, o pager.FreezeOption
 	return f, image
 }
 
-// checkFrozen reads the view in pieces, in no order, while the guest writes.
+// checkFrozen reads the view in pieces, in random order, while the guest writes.
 func checkFrozen(t *testing.T, m *Machine, mode scribbleMode, f *pager.Frozen, image []byte) {
 	t.Helper()
 	atData, err := m.Memory().Linear(mode.data)

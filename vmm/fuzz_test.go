@@ -18,7 +18,7 @@ var fuzzNames = []string{"irqchip/0", "irqchip/1", "irqchip/2", "pit", "clock", 
 
 var fuzzKinds = []string{kindIRQChip, kindPIT, kindClock, kindVCPU, "handover", "x"}
 
-// statesOf makes states of bytes: for each a name, a kind, a version, a length of 16 bits, and that many bytes.
+// statesOf makes states from bytes: for each a name, a kind, a version, a 16-bit length, and that many bytes.
 func statesOf(p []byte) (states []State) {
 	for len(p) >= 5 && len(states) < 16 {
 		n := min(int(binary.LittleEndian.Uint16(p[3:])), len(p)-5)
@@ -40,7 +40,7 @@ func bytesOfStates(states []State) (p []byte) {
 	return p
 }
 
-// emptyVCPU is the state of a vCPU with a zero in all registers, in the sizes of KVM's structs
+// emptyVCPU returns the state of a vCPU with all registers zero, in the sizes of KVM's structs
 // (include/uapi/linux/kvm.h).
 func emptyVCPU() (p []byte) {
 	for _, r := range []struct{ tag, size uint32 }{{1, 0}, {3, 4}, {4, 144}, {6, 312}, {7, 4096}, {9, 128}, {10, 64}, {11, 1024}, {12, 0}} {
@@ -61,8 +61,8 @@ func emptyStates() []State {
 	}
 }
 
-// Whatever has been saved, it is refused with a typed error before KVM is given any of it, or complete: all parts are
-// there, and in their sizes. What is for the devices is left to them untouched.
+// Any saved state is either refused with a typed error before KVM gets any of it, or complete: it has all parts, in
+// their sizes. The parts of devices are left untouched.
 func FuzzLoadState(f *testing.F) {
 	good := emptyStates()
 	f.Add(bytesOfStates(good))
@@ -104,7 +104,7 @@ func FuzzLoadState(f *testing.F) {
 				t.Fatalf("interrupt controller %d of %d bytes accepted", chip, len(b))
 			}
 		}
-		// Taken are the six that KVM has, and nothing else.
+		// Only KVM's six parts are taken.
 		if len(all)-len(parts) != 6 {
 			t.Fatalf("%d parts of %d are left", len(parts), len(all))
 		}
@@ -130,7 +130,7 @@ func TestAttack_saved_machine_with_a_damaged_last_part_is_refused_before_KVM_is_
 	}
 	last := &states[len(states)-1].Payload
 	last.Data = last.Data[:len(last.Data)-1]
-	// A prebuilt VM without KVM: whatever is given to KVM panics.
+	// A prebuilt VM without KVM: any use of KVM panics.
 	s := &Prebuilt{vcpus: make([]*kvm.VCPU, 1), cpuid: make([][]kvm.CPUIDEntry, 1)}
 	if err := s.load(states); !errors.Is(err, kvm.ErrState) {
 		t.Errorf("got %v, want ErrState", err)

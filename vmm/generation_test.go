@@ -13,8 +13,8 @@ import (
 	"github.com/drowse-vm/drowse/vmm/kvm"
 )
 
-// generationOf is the machine's VM generation ID, and whether an interrupt about it is pending: the PIC's IRR has that
-// bit also where the guest has masked it (struct kvm_pic_state: last_irr, irr, ...).
+// generationOf returns the machine's VM generation ID, and whether its interrupt is pending: the PIC's IRR has that
+// bit even if the guest has masked it (struct kvm_pic_state: last_irr, irr, ...).
 func generationOf(t *testing.T, m *Machine) (id [generationSize]byte, pending bool) {
 	t.Helper()
 	if err := m.Memory().Read(boot.GenerationIDAddr, id[:]); err != nil {
@@ -65,7 +65,7 @@ func TestGenerationID_changes_and_is_notified_before_the_first_instruction_only_
 func TestGenerationID_of_a_guest_without_one_is_left_alone(t *testing.T) {
 	a, states := saved(t)
 	b := newMachine(t, testConfig{VCPUs: 2, Devices: []Device{{Name: "rng", Device: rng.New(rng.Options{})}}})
-	// All that the guest runs on, but for its ID.
+	// All RAM that the guest uses, except its ID.
 	page := make([]byte, 1<<20)
 	for gpa := guestmem.GPA(1 << 20); gpa < 64<<20; gpa += 1 << 20 {
 		if err := errors.Join(a.Memory().Read(gpa, page), b.Memory().Write(gpa, page)); err != nil {

@@ -16,7 +16,7 @@ const (
 	messageSize = 100
 )
 
-// agent stands by, takes a message if it finds itself restored, and counts for ever.
+// agent stands by, takes a message if it finds itself restored, and then counts without end.
 func agent() []byte {
 	code := out8(handover.Port+handover.Command, handover.CommandStandBy)
 	code = append(code,
@@ -88,7 +88,7 @@ func TestAgent_that_stands_by_is_brought_up_to_date_when_it_is_restored(t *testi
 			}
 			var answer <-chan handover.Answer
 			if tc.told {
-				// Only the answer may end the time in which interrupts are kept back.
+				// Only the answer may end the time in which interrupts are held back.
 				defer func(d time.Duration) { quietLimit = d }(quietLimit)
 				quietLimit = time.Hour
 				if !b.Handover().StandingBy() {
@@ -100,7 +100,7 @@ func TestAgent_that_stands_by_is_brought_up_to_date_when_it_is_restored(t *testi
 				t.Fatal(err)
 			}
 			waitCount(t, b, 0)
-			// An answer ends the time in which interrupts are kept back; so does its limit.
+			// An answer ends the time in which interrupts are held back; so does its limit.
 			for deadline := time.Now().Add(30 * time.Second); quietTime(b); time.Sleep(time.Millisecond) {
 				if time.Now().After(deadline) {
 					t.Fatal("interrupts are kept back for good")

@@ -10,7 +10,7 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// saved boots a guest that counts, stops it, and returns its state and RAM.
+// saved boots a guest that counts, pauses it, and returns the machine and its state.
 func saved(t *testing.T) (*Machine, []State) {
 	t.Helper()
 	m := newMachine(t, testConfig{VCPUs: 2, Devices: []Device{{Name: "rng", Device: rng.New(rng.Options{})}}})
@@ -26,12 +26,12 @@ func saved(t *testing.T) (*Machine, []State) {
 	return m, states
 }
 
-// without returns the states but for that of a name.
+// without returns the states except the one with this name.
 func without(states []State, name string) []State {
 	return slices.DeleteFunc(slices.Clone(states), func(s State) bool { return s.Name == name })
 }
 
-// loadBeside makes a machine while its prebuilt VM is given a saved state.
+// loadBeside makes a machine while its prebuilt VM loads a saved state.
 func loadBeside(t *testing.T, mem *guestmem.Memory, states []State) (m *Machine, loading, making error) {
 	t.Helper()
 	prebuilt, err := NewPrebuilt(PrebuiltConfig{VCPUs: 2, Memory: mem})

@@ -21,8 +21,7 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// The tests' guests are programs of a few bytes that start where a kernel would, in
-// 64-bit mode.
+// The tests' guests are programs of a few bytes. They start where a kernel would, in 64-bit mode.
 const codeAt = 0x1000000
 
 func program(t testing.TB, code ...byte) string {
@@ -66,7 +65,7 @@ func needKVM(t *testing.T) {
 	t.Skip(err)
 }
 
-// testConfig is what a test wants of a machine; of vCPUs, one unless it says more.
+// testConfig is what a test asks of a machine. It gets one vCPU unless VCPUs asks for more.
 type testConfig struct {
 	VCPUs      int
 	TrackDirty bool
@@ -76,8 +75,8 @@ type testConfig struct {
 
 // with makes the machine.
 func (c testConfig) with(mem *guestmem.Memory) (*Machine, error) {
-	// The first place has too many or just as many doorbells for most devices, the second none, and others are not
-	// known ahead.
+	// For most devices, the first slot has too many doorbells or just enough. The second has none, and the others
+	// are not known ahead.
 	prebuilt, err := NewPrebuilt(PrebuiltConfig{VCPUs: max(c.VCPUs, 1), Memory: mem, TrackDirty: c.TrackDirty, Queues: []int{2, 0}})
 	if err != nil {
 		return nil, err
@@ -85,13 +84,13 @@ func (c testConfig) with(mem *guestmem.Memory) (*Machine, error) {
 	return New(prebuilt, Config{Devices: c.Devices, Symbolize: c.Symbolize})
 }
 
-// newMachine makes a machine that is closed with the test.
+// newMachine makes a machine that the test closes at its end.
 func newMachine(t *testing.T, cfg testConfig) *Machine {
 	t.Helper()
 	return newMachineOf(t, cfg, 64<<20)
 }
 
-// newMachineOf makes one with so many bytes of RAM.
+// newMachineOf makes a machine with this many bytes of RAM.
 func newMachineOf(t *testing.T, cfg testConfig, ram uint64) *Machine {
 	t.Helper()
 	needKVM(t)
@@ -121,7 +120,7 @@ func start(t *testing.T, m *Machine, code ...byte) {
 	}
 }
 
-// out8 writes a byte to a port.
+// out8 returns code that writes a byte to a port.
 func out8(port uint16, v byte) []byte {
 	return []byte{0x66, 0xba, byte(port), byte(port >> 8), 0xb0, v, 0xee} // mov dx,port; mov al,v; out dx,al
 }
@@ -191,8 +190,8 @@ func TestA_loop_with_interrupts_off_is_reported(t *testing.T) {
 	}
 }
 
-// ticking takes a timer's interrupts, for which it is ready 6% of the time: no shorter at
-// a stretch, since a KVM that interprets looks for them once in a thousand instructions.
+// ticking takes a timer's interrupts. It is ready for them 6% of the time, at no shorter stretch: a KVM that
+// interprets looks for interrupts once in a thousand instructions.
 var ticking = []byte{
 	0xfa,                                     // cli
 	0x48, 0xc7, 0xc4, 0x00, 0x00, 0x10, 0x02, // mov rsp,0x2100000
@@ -266,13 +265,13 @@ func TestFacts_are_told_while_the_guest_halts(t *testing.T) {
 			t.Errorf("facts %+v", f)
 		}
 	case <-time.After(time.Minute):
-		// Closing the machine lets the vCPU go, and the goroutine with it.
+		// Closing the machine releases the vCPU, and with it the goroutine.
 		t.Error("no facts while the vCPU is in the guest")
 		go func() { <-told }()
 	}
 }
 
-// counting writes a counter to memory for ever: mov rbx,0x2000000; inc qword [rbx]; jmp
+// counting increments a counter in memory without end: mov rbx,0x2000000; inc qword [rbx]; jmp
 var counting = []byte{0x48, 0xc7, 0xc3, 0, 0, 0, 2, 0x48, 0xff, 0x03, 0xeb, 0xfb}
 
 const counterAt = 0x2000000

@@ -76,8 +76,8 @@ func TestWires_of_a_place_fit_its_device(t *testing.T) {
 			t.Error(err)
 		}
 	}
-	// A line and a doorbell for each of the first two places, and all three of the last one, were closed; the first has
-	// one left.
+	// One line and one doorbell of each of the first two slots were closed, and all three of the last slot. The
+	// first slot has one doorbell left.
 	if now := openFiles(t); now != ahead-8 {
 		t.Errorf("%d open files, want %d", now, ahead-8)
 	}

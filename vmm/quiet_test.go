@@ -8,7 +8,7 @@ import (
 func TestQuiet_time_is_longer_for_a_machine_that_lacks_processors(t *testing.T) {
 	const ms = time.Millisecond
 	for name, tc := range map[string]struct {
-		elapsed, used, sinceLook time.Duration // used before the look at which sinceLook begins
+		elapsed, used, sinceLook time.Duration // used: before the look at which sinceLook begins
 		over                     bool
 		more                     bool
 	}{

@@ -8,12 +8,12 @@ import (
 	"github.com/drowse-vm/drowse/vmm/kvm"
 )
 
-// entry is one leaf; registers in the order of the instruction's.
+// entry returns one CPUID leaf, with the registers in the instruction's order.
 func entry(function, index, a, b, c, d uint32) kvm.CPUIDEntry {
 	return kvm.CPUIDEntry{Function: function, Index: index, EAX: a, EBX: b, ECX: c, EDX: d}
 }
 
-// all sets every feature that there is, those without registers of their own included.
+// all sets every existing feature, even those without registers of their own.
 func all(components uint64) []kvm.CPUIDEntry {
 	const every = ^uint32(0)
 	return []kvm.CPUIDEntry{
@@ -74,7 +74,7 @@ func TestSavedFeatures_none_is_offered_whose_registers_are_not_saved(t *testing.
 	}
 }
 
-// bare is all without XSAVE and what needs it. The numbers are written out from the manuals, not taken from the code's
+// bare is all without XSAVE and the features that need it. The numbers come from the manuals, not from the code's
 // table.
 func bare() []kvm.CPUIDEntry {
 	return []kvm.CPUIDEntry{
@@ -106,7 +106,7 @@ func TestCheckFacts_features_that_were_of_no_use_to_the_guest_are_not_missed(t *
 	if err != nil {
 		t.Fatal(err)
 	}
-	// What older versions have shown where there is no XSAVE: AVX and AVX2 all the same, and an area.
+	// Older versions showed AVX, AVX2 and an XSAVE area even where there is no XSAVE.
 	saved := append(savedFeatures(have, false), entry(0xd, 0, 0xe7, 2432, 2432, 0))
 	for i := range saved {
 		switch e := &saved[i]; {

@@ -11,14 +11,14 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// spied is a balloon whose first discard waits until a pause is wanted.
+// spied is a balloon whose first discard waits until a pause is requested.
 type spied struct {
 	*Device
 	queues []*devices.Queue
 	queue  int
 	hold   atomic.Bool
 	held   chan struct{}
-	after  atomic.Int64 // discards since a pause is wanted
+	after  atomic.Int64 // discards since a pause was requested
 	bytes  atomic.Int64
 }
 
@@ -42,8 +42,8 @@ func (s *spied) Discard(_ guestmem.GPA, n uint64) error {
 	return nil
 }
 
-// Lists of 65536 pages that do not touch, and reports of all of RAM a hundred times over: a pause waits for a small
-// part of the first.
+// The guest sends lists of 65536 pages without neighbours, and reports all of RAM a hundred times. A pause waits for
+// a small part of the first request.
 func TestAttack_pause_waits_for_a_part_of_one_request(t *testing.T) {
 	list := make([]guestmem.GPA, MaxPages)
 	for i := range list {

@@ -38,7 +38,7 @@ func fillPages(t testing.TB, mem *guestmem.Memory, gpa guestmem.GPA, pages int) 
 	}
 }
 
-// kept says which of the pages that fillPages has filled are still so.
+// kept shows which of the pages that fillPages filled are unchanged.
 func kept(t testing.TB, mem *guestmem.Memory, gpa guestmem.GPA, pages int) string {
 	t.Helper()
 	p := make([]byte, pages*PageSize)
@@ -86,7 +86,7 @@ func TestConformance(t *testing.T) {
 			return New(mem, Options{OnError: func(err error) { t.Errorf("host error: %v", err) }})
 		},
 		Exercise: exercise,
-		Idle:     map[int]func(testing.TB, *devicetest.Driver){queueStats: nil}, // nobody asks for statistics
+		Idle:     map[int]func(testing.TB, *devicetest.Driver){queueStats: nil}, // the owner asks for no statistics
 	})
 }
 
@@ -101,7 +101,7 @@ func start(t *testing.T, memory func(*guestmem.Memory) Discarder, features uint6
 
 func ram(mem *guestmem.Memory) Discarder { return mem }
 
-// Versions that asked the guest for memory and statistics have saved both.
+// Older versions, which asked the guest for memory and statistics, saved both.
 func TestState_of_an_older_version_stays_as_it_is(t *testing.T) {
 	var e devices.Encoder
 	e.Uint32(10)
@@ -135,7 +135,7 @@ func TestState_of_an_older_version_stays_as_it_is(t *testing.T) {
 	}
 }
 
-// recorder is a host that counts what it gets.
+// recorder is a host that records the discarded ranges.
 type recorder struct {
 	mu     sync.Mutex
 	ranges []guestmem.Range

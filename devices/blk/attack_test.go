@@ -13,13 +13,13 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// watched is a disk that knows whether a pause is wanted, and holds its first request up until then.
+// watched is a disk that sees whether a pause is requested, and delays its first request until then.
 type watched struct {
 	Backend
 	dev     *Device
-	hold    bool // until a pause is wanted
+	hold    bool // the first request, until a pause is requested
 	held    chan struct{}
-	after   atomic.Int64 // bytes that were begun since a pause is wanted, the request under way included
+	after   atomic.Int64 // bytes begun since a pause was requested, including the request under way
 	flushes atomic.Int64
 	gate    chan struct{} // of flushes; nil if there is none
 }
@@ -76,8 +76,7 @@ func newWatched(t *testing.T, size int64) (*watched, disk) {
 	return w, d
 }
 
-// chain lays a request out as an indirect table in free memory, whose pieces may be the same memory, and makes it
-// available.
+// chain lays a request out as an indirect table in free memory, and makes it available. Its pieces may overlap.
 func (d disk) chain(at guestmem.GPA, head uint16, descs []devicetest.Desc) {
 	d.t.Helper()
 	table := make([]byte, 16*len(descs))
@@ -113,7 +112,7 @@ func (d disk) used() uint16 {
 	return n
 }
 
-// Seventy descriptors over the same memory are a request of almost 4 GiB, and the ring takes 256 of them.
+// Seventy descriptors over the same memory make a request of almost 4 GiB, and the ring holds 256 of them.
 func TestAttack_requests_of_four_gibibytes_over_the_same_memory_fail_at_once(t *testing.T) {
 	for name, c := range map[string]struct {
 		kind  uint32
@@ -165,7 +164,7 @@ func TestAttack_requests_of_four_gibibytes_over_the_same_memory_fail_at_once(t *
 	}
 }
 
-// A full ring of the largest requests that are done, and then a pause.
+// The ring is full of the largest allowed requests when a pause comes.
 func TestAttack_pause_waits_for_a_piece_of_one_request_of_a_flood(t *testing.T) {
 	for name, c := range map[string]struct {
 		kind  uint32
@@ -215,8 +214,8 @@ func TestAttack_pause_waits_for_a_piece_of_one_request_of_a_flood(t *testing.T) 
 	}
 }
 
-// A flush takes as long as the host's disk likes. A pause does not wait for it, and the guest hears that it is done
-// only after a flush that began after the pause.
+// A flush takes as long as the host's disk needs. A pause does not wait for it. The guest gets its completion only
+// from a flush that began after the pause.
 func TestAttack_pause_does_not_wait_for_a_flush(t *testing.T) {
 	w, d := newWatched(t, diskSize)
 	w.gate = make(chan struct{})
@@ -239,8 +238,8 @@ func TestAttack_pause_does_not_wait_for_a_flush(t *testing.T) {
 	}
 }
 
-// What the configuration space says is what the device does: a driver that keeps to it never meets the limit of one
-// request.
+// The limits in the configuration space are those of the device. A driver that keeps to them never exceeds the limit
+// of one request.
 func TestLimits_that_a_driver_is_told_keep_it_below_the_largest_request(t *testing.T) {
 	_, d := newWatched(t, 2*MaxRequest)
 	le := binary.LittleEndian
@@ -251,7 +250,7 @@ func TestLimits_that_a_driver_is_told_keep_it_below_the_largest_request(t *testi
 	if n := uint64(size) * uint64(segments); n > MaxRequest || size < guestmem.PageSize {
 		t.Errorf("%d pieces of %d bytes are %d, more than %d", segments, size, n, MaxRequest)
 	}
-	// Both halves of each request are the same memory.
+	// Both halves of each request lie in the same memory.
 	const half, header, status = MaxRequest / 2, devicetest.FreeGPA, devicetest.FreeGPA + 4096
 	for i, c := range []struct{ more, want uint32 }{{0, statusOK}, {SectorSize, statusIOError}} {
 		if err := errors.Join(d.Mem().Zero(header, headerSize), d.Mem().Write(status, []byte{0xff})); err != nil {

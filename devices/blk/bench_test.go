@@ -18,8 +18,7 @@ func (silent) Queue()           {}
 func (silent) Config()          {}
 func (silent) NeedsReset(error) {}
 
-// served is a device whose queue is served by the caller instead of a worker, with
-// one request that is made again and again.
+// served is a device whose queue the caller serves, not a worker, with one request that is repeated.
 type served struct {
 	*Device
 	mem   *guestmem.Memory

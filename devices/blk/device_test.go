@@ -47,7 +47,7 @@ func newFile(t testing.TB, size int64, readOnly bool) *File {
 	return f
 }
 
-// disk is a driver with the requests of a block device.
+// disk is a driver that makes block requests.
 type disk struct {
 	t testing.TB
 	*devicetest.Driver
@@ -301,7 +301,7 @@ func TestWrite_zeroes_and_discard_clear_the_range_and_nothing_else(t *testing.T)
 	}
 }
 
-// broken is a disk that fails.
+// broken is a disk that fails with err.
 type broken struct {
 	Backend
 	mu    sync.Mutex
@@ -410,7 +410,7 @@ func TestTruncated_image_is_an_IO_error_and_every_write_is_ended(t *testing.T) {
 	}
 }
 
-// layered is a disk of stripes: file, zeros, file, ...
+// layered is a disk in stripes: file, zeros, file, ...
 type layered struct {
 	*File
 	stripe int64

@@ -13,7 +13,7 @@ import (
 	"github.com/drowse-vm/drowse/internal/test/devicetest"
 )
 
-// A guest whose journal meets an I/O error has a read-only root from then on, also when the host has room again.
+// An I/O error in its journal makes a guest's root read-only from then on, even when the host has room again.
 func TestAttack_full_host_disk_does_not_reach_the_guest_as_an_IO_error(t *testing.T) {
 	for _, tc := range []struct {
 		name    string
@@ -52,12 +52,12 @@ func TestAttack_full_host_disk_does_not_reach_the_guest_as_an_IO_error(t *testin
 			tc.fill(b, &full)
 			waits := tc.request(d)
 			<-told
-			// One behind it waits as well: nothing overtakes.
+			// A request behind it waits as well: none overtakes.
 			behind := d.Queue(0).Submit([][]byte{header(typeIn, 8)}, 4096, statusSize)
 			if n := d.Queue(0).InFlight(); n != 2 {
 				t.Fatalf("%d requests in flight, want both", n)
 			}
-			// A snapshot has them as not begun, and the device that is restored from it does them.
+			// A snapshot has both as not begun, and the device restored from it does them.
 			if err := d.Move(New(b, o)); err != nil {
 				t.Fatal(err)
 			}

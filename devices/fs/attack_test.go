@@ -14,8 +14,8 @@ import (
 	"github.com/drowse-vm/drowse/internal/test/devicetest"
 )
 
-// What a guest brings about itself by too many files or a position beyond the end of one is its own failure: the
-// machine's owner, who would write it into a log, hears nothing of it.
+// Too many files, or a position beyond the end of one, are the guest's own failure. The machine's owner, who would
+// log each failure, hears of none.
 func TestAttack_limits_that_a_guest_reaches_are_no_failures_of_the_host(t *testing.T) {
 	needRoot(t)
 	dir := t.TempDir()
@@ -43,8 +43,8 @@ func TestAttack_limits_that_a_guest_reaches_are_no_failures_of_the_host(t *testi
 	c.want(unix.ENFILE, opOpendir, rootID, words(0, 0), openOutSize)
 }
 
-// A guest has gigabytes allocated, or a disk's worth written back: while a pause is wanted a request that takes so long
-// stops between two pieces, or goes on without the worker, and is done anew after the pause.
+// A guest has gigabytes allocated, or a disk's worth written back. While a pause is requested, such a slow request
+// stops between two pieces, or continues without the worker. It is repeated after the pause.
 func TestAttack_pause_does_not_wait_for_allocations_and_fsync(t *testing.T) {
 	needRoot(t)
 	dir := t.TempDir()
@@ -88,7 +88,7 @@ func TestAttack_pause_does_not_wait_for_allocations_and_fsync(t *testing.T) {
 	if err := allocate(); !errors.Is(err, devices.ErrAgain) || size() != 0 {
 		t.Errorf("an allocation while a pause is wanted: %v, the file has %d bytes", err, size())
 	}
-	// One that is done before it is looked at may be told, which is so seldom: it is done in another goroutine.
+	// fsync runs in another goroutine. It may end before the worker looks, which is rare, and then reports success.
 	var again error
 	for range 100 {
 		if again = fsync(); again != nil {
@@ -102,7 +102,7 @@ func TestAttack_pause_does_not_wait_for_allocations_and_fsync(t *testing.T) {
 	if err := errors.Join(allocate(), fsync()); err != nil || size() != allocatePiece+4096 {
 		t.Errorf("after the pause: %v, the file has %d bytes", err, size())
 	}
-	// What has no blocks takes a system call for each piece: there is an end to them.
+	// A range without blocks takes a system call for each piece, so its length is bounded.
 	const free = unix.FALLOC_FL_PUNCH_HOLE | unix.FALLOC_FL_KEEP_SIZE
 	for length, want := range map[uint64]error{allocateEnd / 2: nil, allocateEnd + 1: unix.EFBIG, math.MaxInt64: unix.EFBIG} {
 		if err := fallocate(0, length, free); !errors.Is(err, want) {

@@ -62,7 +62,7 @@ func start(t testing.TB, path string, writable bool) *client {
 	return c
 }
 
-// words and longs lay out fields of 32 and 64 bits.
+// words and longs encode 32-bit and 64-bit fields.
 func words(vs ...uint32) (p []byte) {
 	for _, v := range vs {
 		p = binary.LittleEndian.AppendUint32(p, v)
@@ -252,7 +252,7 @@ func TestWhat_is_written_is_at_the_host_and_the_other_way_round(t *testing.T) {
 	if got := c.read(fh, MaxTransfer+100, 100); len(got) != 0 {
 		t.Errorf("%d bytes after the end", len(got))
 	}
-	// Pages of the guest's cache go to their place by any handle.
+	// Pages of the guest's cache go to their own position by any handle.
 	c.mustDo(opWrite, 0, writeBody(fh, 1, []byte("X"), writeCached, unix.O_APPEND), 8)
 	if got := c.read(fh, 0, 3); got[1] != 'X' {
 		t.Errorf("read % x", got)
@@ -278,7 +278,7 @@ func TestWhat_is_written_is_at_the_host_and_the_other_way_round(t *testing.T) {
 	c.mustDo(opUnlink, sub, text("b"), 0)
 	c.mustDo(opUnlink, rootID, text("c"), 0)
 	c.mustDo(opRmdir, rootID, text("sub"), 0)
-	// It is open still.
+	// It is still open.
 	c.mustDo(opGetattr, node, make([]byte, 16), attrOutSize)
 	if got := c.read(fh, MaxTransfer, 3); string(got) != "end" {
 		t.Errorf("of the file without a name %q was read", got)
@@ -498,7 +498,7 @@ func TestNodes_and_handles_have_an_end(t *testing.T) {
 		t.Fatal(err)
 	}
 	c.want(unix.ENFILE, opLookup, rootID, text("h"), entrySize)
-	// The largest state can be saved and loaded.
+	// The largest state can be exported and imported.
 	c.WithDevice(func(dev devices.Device) {
 		p, err := dev.(*Device).Export()
 		if err == nil {
@@ -512,7 +512,7 @@ func TestNodes_and_handles_have_an_end(t *testing.T) {
 	c.lookup(rootID, "h")
 }
 
-// move takes the share to a new device, as a sleep and a wake do.
+// move moves the share to a new device, as a sleep and a wake do.
 func (c *client) move(dir string) {
 	c.t.Helper()
 	if err := c.Move(New(openDir(c.t, dir, true), "share", Options{})); err != nil {
@@ -531,7 +531,7 @@ func TestOpen_files_go_on_after_a_sleep_unless_they_have_gone(t *testing.T) {
 	dirFH := binary.LittleEndian.Uint64(c.mustDo(opOpendir, sub, words(0, 0), openOutSize))
 	c.write(keptFH, 0, []byte("before "), 0)
 	other := filepath.Join(dir, "sub", "other")
-	old, err := os.Open(other) // its inode number is not used again
+	old, err := os.Open(other) // so that its inode number is not reused
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -594,7 +594,7 @@ func TestNothing_leads_out_of_the_share_while_the_host_moves_things(t *testing.T
 				return
 			default:
 			}
-			// Away, out of the share, with a link to the outside in its place, and back.
+			// Move it out of the share, put a link to the outside in its place, and move it back.
 			if os.Rename(in, away) == nil {
 				_ = os.Symlink(outside, in)
 				_ = os.Remove(in)
@@ -630,14 +630,14 @@ func TestNothing_leads_out_of_the_share_while_the_host_moves_things(t *testing.T
 		t.Errorf("a file was made outside: %v", err)
 	}
 	t.Logf("inside %d times", inside)
-	// What is away is not to be reached any more, though the guest knows it.
+	// The guest can no longer reach what has left the share, though it knows the node.
 	if err := os.Rename(filepath.Join(dir, "a"), filepath.Join(outside, "a")); err != nil {
 		t.Fatal(err)
 	}
 	c.want(unix.ESTALE, opLookup, b, text("f"), entrySize)
 	c.want(unix.ESTALE, opGetattr, a, make([]byte, 16), attrOutSize)
 	c.want(unix.ESTALE, opMkdir, b, append(words(0o755, 0), text("x")...), entrySize)
-	// Nor by a link in its place, that leads to the very same files.
+	// Neither through a link in its place that leads to the very same files.
 	if err := os.Symlink(filepath.Join(outside, "a"), filepath.Join(dir, "a")); err != nil {
 		t.Fatal(err)
 	}
@@ -678,7 +678,7 @@ func TestFull_file_system_is_ENOSPC_and_the_owner_is_told_once(t *testing.T) {
 	c.Start(devicetest.AllFeatures)
 	c.mustDo(opInit, 0, words(7, 37, 1<<20, ^uint32(0)), initOutSize)
 	_, fh := c.create(rootID, "f", unix.O_RDWR, 0o644)
-	// What fits is written, and the guest is told how much.
+	// The guest gets what fits written, and learns how much that is.
 	b := c.mustDo(opWrite, 0, writeBody(fh, 0, pattern(100<<10), 0, 0), 8)
 	n := binary.LittleEndian.Uint32(b)
 	if n == 0 || n > 64<<10 {

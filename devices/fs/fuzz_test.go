@@ -10,7 +10,7 @@ import (
 	"github.com/drowse-vm/drowse/devices"
 )
 
-// FuzzRequest makes any request of a share, and looks whether what lies beside it is as it was.
+// FuzzRequest makes any one request of a share, and checks that the file beside the share is unchanged.
 func FuzzRequest(f *testing.F) {
 	f.Add(uint32(opLookup), uint64(rootID), text("f"), uint16(entrySize))
 	f.Add(uint32(opCreate), uint64(rootID), append(words(2, 0o644, 0, 0), text("g")...), uint16(entrySize+openOutSize))
@@ -55,7 +55,7 @@ func FuzzRequest(f *testing.F) {
 	})
 }
 
-// FuzzImport: what can be loaded can be saved as the same.
+// FuzzImport: a state that can be imported exports as the same bytes.
 func FuzzImport(f *testing.F) {
 	var e devices.Encoder
 	e.Bytes([]byte("share"))

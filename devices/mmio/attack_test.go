@@ -6,9 +6,9 @@ import (
 	"time"
 )
 
-// Where a device cannot be started because of the host, say for want of file descriptors, a driver repeats that as fast
-// as it resets the device. The owner hears of the first failures, then of one each ErrorEvery and of how many there
-// were.
+// If a device cannot start because of the host, for want of file descriptors for example, a driver can repeat that
+// as fast as it resets the device. The owner hears of the first failures, then of one per ErrorEvery and how many
+// there were.
 func TestAttack_failure_of_the_host_that_a_driver_repeats_is_told_a_few_times(t *testing.T) {
 	const rounds = 100_000
 	dev := &plain{activateErr: errors.New("no file descriptors")}

@@ -9,7 +9,7 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// kept is a device with a state of its own: three bytes, which it takes if there are three.
+// kept is a device with a state of its own. It imports exactly three bytes.
 type kept struct {
 	plain
 	state [3]byte
@@ -32,9 +32,9 @@ func (k *kept) Import(p devices.Payload) error {
 	return nil
 }
 
-// FuzzImport: a state that is refused is ErrPayload and leaves transport and device as they were, ready for another.
-// One that is taken is saved as one that gives itself, is started once at most, on queues inside RAM, and is undone by
-// a reset.
+// FuzzImport: a refused state gives ErrPayload and leaves transport and device unchanged, ready for another. An
+// accepted state exports as one that exports itself, starts the device once at most, on queues inside RAM, and a
+// reset undoes it.
 func FuzzImport(f *testing.F) {
 	mem, err := guestmem.New(guestmem.MinSize)
 	if err != nil {

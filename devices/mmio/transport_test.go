@@ -20,8 +20,7 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// plain is a device of two queues that does nothing, and can neither pause nor be
-// saved.
+// plain is a device with two queues that does nothing. It can neither be paused nor saved.
 type plain struct {
 	config      [16]byte
 	activateErr error
@@ -114,11 +113,11 @@ func (m *machine) out(reg uint64, v uint32) {
 	m.WriteIO(reg, p[:])
 }
 
-// signals is how many edges have been sent since the last call.
+// signals returns how many edges were sent since the last call.
 func (m *machine) signals() uint64 {
 	m.t.Helper()
 	before := m.irq.Taken()
-	m.irq.Signal() // so that there is one at least
+	m.irq.Signal() // so that Wait does not block
 	if err := m.irq.Wait(); err != nil {
 		m.t.Fatal(err)
 	}
@@ -205,7 +204,7 @@ func TestKicks_made_ahead_are_taken(t *testing.T) {
 		t.Fatal(err)
 	}
 	for i, k := range kicks {
-		// Closed events know no signals.
+		// Wait fails for a closed event.
 		k.Signal()
 		if err := k.Wait(); err != nil {
 			t.Errorf("after what failed, event %d: %v", i, err)
@@ -267,7 +266,7 @@ func TestActivation_that_fails_needs_a_reset(t *testing.T) {
 		if dev.resets == 0 {
 			t.Errorf("%s: what had been started was not stopped", tc.name)
 		}
-		// Trying again without a reset does nothing, with one it works.
+		// Another try does nothing without a reset, and works with one.
 		m.out(regStatus, m.in(regStatus)|statusDriverOK)
 		if dev.activations != 1 {
 			t.Errorf("%s: activated %d times", tc.name, dev.activations)
@@ -306,7 +305,7 @@ func TestDevice_that_cannot_be_stopped_keeps_asking_for_a_reset(t *testing.T) {
 func TestEvery_interrupt_is_an_edge(t *testing.T) {
 	dev := &plain{}
 	m := newMachine(t, dev)
-	// Without a driver there is nobody to interrupt.
+	// Without a driver the transport interrupts nothing.
 	m.Transport.Queue()
 	m.Config()
 	if m.in(regInterruptStatus) != 0 || m.signals() != 0 {
@@ -319,7 +318,7 @@ func TestEvery_interrupt_is_an_edge(t *testing.T) {
 	if s, n := m.in(regInterruptStatus), m.signals(); s != interruptQueue || n != 2 {
 		t.Errorf("status %#x after %d edges", s, n)
 	}
-	// The one between the driver's read and its acknowledgement.
+	// An interrupt between the driver's read and its acknowledgement.
 	irq.Queue()
 	irq.Config()
 	m.out(regInterruptACK, interruptQueue)
@@ -338,7 +337,7 @@ func TestEvery_interrupt_is_an_edge(t *testing.T) {
 	if m.in(regInterruptStatus) != 0 {
 		t.Error("a reset leaves an interrupt")
 	}
-	// A goroutine of the device's owner that is late.
+	// A late goroutine of the device's owner.
 	irq.Config()
 	if m.in(regInterruptStatus) != 0 || m.signals() != 0 {
 		t.Error("an interrupt after a reset")
@@ -350,7 +349,7 @@ func TestInterrupts_that_are_held_come_as_one_with_release(t *testing.T) {
 	m := newMachine(t, dev)
 	m.start()
 	irq := dev.activation.Interrupt
-	m.Release() // of nothing
+	m.Release() // none is held
 	m.Hold()
 	irq.Queue()
 	irq.Config()
@@ -366,7 +365,7 @@ func TestInterrupts_that_are_held_come_as_one_with_release(t *testing.T) {
 	if n := m.signals(); n != 1 {
 		t.Errorf("%d signals afterwards, want 1", n)
 	}
-	// None gets lost between the two.
+	// None gets lost between Hold and Release.
 	for range 1000 {
 		m.Hold()
 		var wg sync.WaitGroup
@@ -485,8 +484,7 @@ func TestState_of_a_device_without_any_of_its_own(t *testing.T) {
 	if err := n.Resume(); err == nil {
 		t.Error("resumed before it was restored")
 	}
-	// What has been imported can be exported again, before it is restored and
-	// after.
+	// An imported state can be exported again, before Restore and after it.
 	for range 2 {
 		again, err := n.Export()
 		if err != nil || string(again.Data) != string(state.Data) {
@@ -589,7 +587,7 @@ func TestRestore_that_fails_says_so(t *testing.T) {
 	}
 }
 
-// slow can pause, but not at once.
+// slow can be paused, but not at once.
 type slow struct {
 	plain
 	pauses, resumes atomic.Int32
@@ -620,7 +618,7 @@ func TestInterrupt_registers_do_not_wait_for_a_pause(t *testing.T) {
 	for dev.pauses.Load() == 0 {
 		time.Sleep(time.Millisecond)
 	}
-	// The device waits for its last request; its interrupt must get through.
+	// The device waits for its last request, whose interrupt must get through.
 	m.Transport.Queue()
 	done := make(chan uint32)
 	go func() {
@@ -678,7 +676,7 @@ func TestDevice_started_in_a_paused_machine_is_paused(t *testing.T) {
 	}
 }
 
-// Several vCPUs at the registers at once, for the race detector.
+// Several vCPUs access the registers at once, for the race detector.
 func TestRegisters_from_several_VCPUs(t *testing.T) {
 	dev := &plain{}
 	m := newMachine(t, dev)

@@ -12,7 +12,7 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// scribbler is another vCPU: it changes guest memory when the device comes to read a certain address.
+// scribbler acts as another vCPU: it changes guest memory when the device is about to read a certain address.
 type scribbler struct {
 	at   guestmem.GPA
 	then atomic.Pointer[func()] // called once
@@ -29,12 +29,12 @@ func (s *scribbler) Ensure(gpa guestmem.GPA, _ uint64) error {
 
 func (s *scribbler) Discarding(guestmem.GPA, uint64) {}
 
-// The header of a frame is checked in a copy while another vCPU rewrites it. What goes to the backend is what was
-// checked.
+// The device checks a frame's header in a copy while another vCPU rewrites the original. It sends the backend the
+// header that it checked.
 func TestAttack_header_that_changes_after_it_was_checked_is_not_what_is_sent(t *testing.T) {
 	w := newWire(t)
 	mem := devicetest.NewMemory(t)
-	// The header lies in two pieces: as the second one is read, the first one has been.
+	// The header lies in two pieces. When the device reads the second one, it has read the first.
 	const at, half = devicetest.FreeGPA, HeaderSize / 2
 	s := &scribbler{at: at + half}
 	mem.SetResidency(s)
@@ -43,14 +43,14 @@ func TestAttack_header_that_changes_after_it_was_checked_is_not_what_is_sent(t *
 	d := devicetest.NewDriver(t, dev, mem)
 	d.Start(devicetest.AllFeatures)
 
-	honest := make([]byte, HeaderSize) // a whole frame, nothing left to the host
+	honest := make([]byte, HeaderSize) // a whole frame, with no work left to the host
 	payload := frame(1, 200)
 	must(t, mem.Write(at, append(bytes.Clone(honest), payload...)))
 	q := d.Queue(queueTX)
 	must(t, q.WriteDesc(0, devicetest.Desc{Addr: at, Len: half, Flags: devicetest.DescNext, Next: 1}))
 	must(t, q.WriteDesc(1, devicetest.Desc{Addr: at + half, Len: uint32(half + len(payload))}))
 	scribble := func() {
-		// Segments of TCP of no size, with headers longer than the frame: valid refuses all of it.
+		// TCP segments of size 0, with headers longer than the frame: valid refuses all of it.
 		if err := mem.Write(at, []byte{flagNeedsCsum, gsoTCPv6, 0xff, 0xff, 0, 0}); err != nil {
 			t.Error(err)
 		}
@@ -67,8 +67,8 @@ func TestAttack_header_that_changes_after_it_was_checked_is_not_what_is_sent(t *
 	}
 }
 
-// A queue full of frames waits when a pause is wanted: the turn under way ends, and what the pause still sends is
-// bounded.
+// A queue full of frames waits when a pause is requested. The turn under way ends, and the pause sends a bounded
+// amount more.
 func TestAttack_turn_with_a_full_queue_ends_when_a_pause_is_wanted(t *testing.T) {
 	n := start(t, Config{}, devicetest.AllFeatures)
 	must(t, n.Transport().Pause(context.Background()))
@@ -76,7 +76,7 @@ func TestAttack_turn_with_a_full_queue_ends_when_a_pause_is_wanted(t *testing.T)
 	for i := range frames {
 		n.transmit(nil, frame(i, 60000))
 	}
-	// The loop stands still, so its work can be done here.
+	// The loop stands still, so the test can do its work here.
 	e := n.dev.engine
 	e.txReady = true
 	must(t, e.turn())

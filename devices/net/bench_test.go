@@ -13,8 +13,7 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// lean is a driver that allocates nothing: each chain is one descriptor that was
-// written once.
+// lean is a driver that allocates nothing: each chain is one descriptor that was written once.
 type lean struct {
 	b      testing.TB
 	mem    *guestmem.Memory

@@ -30,7 +30,7 @@ func must(t testing.TB, err error) {
 
 var testMAC = MAC{2, 0, 0, 1, 2, 3}
 
-// wire is a backend that is one end of a socket pair; the test has the other.
+// wire is a backend on one end of a socket pair. The test has the other end.
 type wire struct {
 	fd, peer int
 	offloads atomic.Int64
@@ -64,8 +64,7 @@ func (w *wire) send(t testing.TB, frame []byte) {
 	}
 }
 
-// receive returns the next frame of the guest and its header; nil after a while
-// without one.
+// receive returns the guest's next frame and its header, or nil if none comes within wait.
 func (w *wire) receive(t testing.TB, wait time.Duration) (header, frame []byte) {
 	t.Helper()
 	tv := unix.NsecToTimeval(int64(wait))
@@ -79,8 +78,8 @@ func (w *wire) receive(t testing.TB, wait time.Duration) (header, frame []byte) 
 	return p[:HeaderSize], p[HeaderSize:n]
 }
 
-// read reads one packet. A receive with a time limit is not begun again by Linux after a signal (signal(7)), such as
-// those by which Go's scheduler preempts.
+// read reads one packet. Linux does not restart a receive with a timeout after a signal (signal(7)), such as those
+// that Go's scheduler preempts with.
 func (w *wire) read(p []byte) (int, error) {
 	for {
 		if n, err := unix.Read(w.peer, p); !errors.Is(err, unix.EINTR) {
@@ -137,7 +136,7 @@ func (n nic) transmit(header, frame []byte) *devicetest.Request {
 	return n.Queue(queueTX).Submit([][]byte{header, frame[:cut+1], frame[cut+1:]})
 }
 
-// until fails the test unless f comes true.
+// until fails the test unless f becomes true.
 func until(t testing.TB, what string, f func() bool) {
 	t.Helper()
 	for deadline := time.Now().Add(60 * time.Second); !f(); time.Sleep(time.Millisecond) {
@@ -198,7 +197,7 @@ func TestLarge_segment_is_spread_over_merged_buffers(t *testing.T) {
 func TestFrame_without_merged_buffers_needs_a_buffer_of_its_own(t *testing.T) {
 	n := start(t, Config{}, allButTSO&^featureMrgRxbuf)
 	small := n.post(HeaderSize, 488)
-	big := n.post(HeaderSize, 1514) // what virtio asks for, and no byte more
+	big := n.post(HeaderSize, 1514) // the least that virtio requires
 	n.w.send(t, frame(1, 1000))
 	until(t, "the frame to be dropped", func() bool { return n.dev.Stats().TooLong.Load() == 1 })
 	n.w.send(t, frame(2, 400))
@@ -213,7 +212,7 @@ func TestFrame_without_merged_buffers_needs_a_buffer_of_its_own(t *testing.T) {
 }
 
 func TestFew_buffers_delay_but_do_not_freeze_reception(t *testing.T) {
-	// Segments of 64 KiB could come, and the guest never has room for one.
+	// Segments of 64 KiB could arrive, and the guest never has room for one.
 	n := start(t, Config{}, devicetest.AllFeatures)
 	fastest := time.Hour
 	for i := range 100 {
@@ -225,7 +224,7 @@ func TestFew_buffers_delay_but_do_not_freeze_reception(t *testing.T) {
 		}
 		fastest = min(fastest, time.Since(began))
 	}
-	// On a machine that is busy many take longer, but not all.
+	// On a busy machine many take longer, but not all.
 	if fastest >= rxPatience {
 		t.Errorf("the fastest of 100 frames took %v: each has waited", fastest)
 	}
@@ -243,7 +242,7 @@ func TestFrames_wait_while_the_guest_has_no_buffers(t *testing.T) {
 	for i := range 10 {
 		n.w.send(t, frame(i, 100))
 	}
-	// The other direction works.
+	// The other direction still works.
 	for i := range 10 {
 		n.transmit(nil, frame(i, 100)).Wait()
 		if _, got := n.w.receive(t, 10*time.Second); serialOf(got) != uint32(i) {
@@ -260,9 +259,9 @@ func TestFrames_wait_while_the_guest_has_no_buffers(t *testing.T) {
 func TestFrames_that_have_come_reach_the_guest_before_the_pause(t *testing.T) {
 	n := start(t, Config{}, allButTSO)
 	n.w.send(t, frame(7, 100))
-	// Without a buffer the device waits for a kick, which does not come: so it is the pause that takes the frame.
+	// Without a buffer the device waits for a kick, which does not come. So the pause takes the frame.
 	for i := range 2 {
-		n.transmit(nil, frame(i, 100)).Wait() // so a whole turn has found none
+		n.transmit(nil, frame(i, 100)).Wait() // so that a whole turn found no buffer
 		n.w.receive(t, 10*time.Second)
 	}
 	r, err := n.Queue(queueRX).Add(nil, 1600)
@@ -285,7 +284,7 @@ func TestFull_backend_delays_and_does_not_freeze(t *testing.T) {
 		rs = append(rs, n.transmit(nil, frame(i, 60000)))
 	}
 	until(t, "the backend to be full", func() bool { return n.dev.Stats().Waits.Load() > 0 })
-	// The other direction works.
+	// The other direction still works.
 	r := n.post(1600)
 	n.w.send(t, frame(5, 100))
 	r.Wait()
@@ -459,7 +458,7 @@ func TestClone_keeps_its_link_down_until_told(t *testing.T) {
 		t.Error("the frame that waited is lost")
 	}
 	until(t, "the second interrupt", func() bool { return n.ConfigChanges() == 2 })
-	// One that was told in another process is not told again.
+	// The driver already knew this state from another process, and is not told again.
 	next, err := New(n.Mem(), n.w, Config{MAC: testMAC})
 	must(t, err)
 	must(t, n.Move(next))
@@ -469,11 +468,11 @@ func TestClone_keeps_its_link_down_until_told(t *testing.T) {
 	}
 }
 
-// A guest that wakes hears and says nothing until it is released, loses nothing of either, and does not learn of it.
+// A waking guest sends and receives nothing until it is released. It loses no frame, and does not notice.
 func TestHeld_device_keeps_frames_of_both_sides_until_released(t *testing.T) {
 	n := start(t, Config{}, allButTSO)
 	for i := range 2 {
-		// The second time it sleeps while it is held.
+		// The second time it goes to sleep while held.
 		held, err := New(n.Mem(), n.w, Config{MAC: testMAC, Held: true})
 		must(t, err)
 		must(t, n.Move(held))
@@ -509,14 +508,14 @@ func TestHeld_device_keeps_frames_of_both_sides_until_released(t *testing.T) {
 func TestBackend_that_fails_gives_the_device_up(t *testing.T) {
 	n := start(t, Config{}, allButTSO)
 	n.post(1600)
-	// Reading a directory fails for good.
+	// Reading a directory always fails.
 	fd, err := unix.Open("/", unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
 	must(t, err)
 	defer unix.Close(fd)
 	must(t, unix.Dup3(fd, n.w.fd, unix.O_CLOEXEC))
 	n.transmit(nil, frame(1, 100))
 	until(t, "the failure to be reported", func() bool { return n.Status()&devicetest.StatusNeedsReset != 0 })
-	// The owner is told right after the driver.
+	// The owner hears of it right after the driver.
 	until(t, "the owner to be told", func() bool { return n.HostError() != nil })
 	var failed *BackendError
 	if err := n.HostError(); !errors.As(err, &failed) {
@@ -606,7 +605,7 @@ func TestExport_refuses_a_running_device(t *testing.T) {
 	must(t, n.dev.Resume())
 }
 
-// collector reads the frames that come out of a wire, whoever has sent them.
+// collector reads all frames that come out of a wire, from any device.
 type collector struct {
 	mu   sync.Mutex
 	seen map[uint32]int
@@ -654,7 +653,7 @@ func TestConformance(t *testing.T) {
 				must(t, unix.Shutdown(w.peer, unix.SHUT_RDWR))
 				<-out.done
 			}()
-			// Serials that no garbage of a hostile driver is likely to have.
+			// Serials that garbage of a hostile driver is unlikely to have.
 			serial := uint32(0x6472_0000)
 			devicetest.Run(t, devicetest.Case{
 				New: func(t testing.TB, mem *guestmem.Memory) devices.Device {
@@ -663,8 +662,7 @@ func TestConformance(t *testing.T) {
 					return dev
 				},
 				Exercise: func(t testing.TB, d *devicetest.Driver) {
-					// Every frame gets through once and in order, both
-					// ways, whatever happens in between.
+					// Every frame arrives once and in order in both directions, whatever happens in between.
 					const batch = 20
 					first := serial
 					serial += batch
@@ -678,7 +676,7 @@ func TestConformance(t *testing.T) {
 						data, used := d.Queue(queueRX).Do(nil, 20, 1600)
 						got := serialOf(data[HeaderSize:])
 						if got < first {
-							continue // of an earlier call, which a reset has cut short
+							continue // of an earlier call that a reset cut short
 						}
 						if got != want || used != HeaderSize+1000 || !bytes.Equal(data[HeaderSize:used], frame(int(want), 1000)) {
 							t.Fatalf("frame %d, %d bytes; want %d", got, used, want)

@@ -17,8 +17,7 @@ import (
 	"github.com/drowse-vm/drowse/internal/test/devicetest"
 )
 
-// newTAP makes a TAP device in a network namespace of the test's own. The host is
-// 10.9.0.1, the guest 10.9.0.2 with testMAC.
+// newTAP makes a TAP device in a new network namespace. The host is 10.9.0.1, the guest 10.9.0.2 with testMAC.
 func newTAP(t testing.TB) *tap.Device {
 	t.Helper()
 	if os.Geteuid() != 0 {
@@ -27,7 +26,7 @@ func newTAP(t testing.TB) *tap.Device {
 	if _, err := os.Stat("/dev/net/tun"); err != nil {
 		t.Skipf("the host has no TAP devices: %v", err)
 	}
-	runtime.LockOSThread() // and never unlocked: the thread ends with the test
+	runtime.LockOSThread() // never unlocked: the thread ends with the test
 	ns, err := netns.New()
 	if err != nil {
 		t.Skipf("the host does not allow network namespaces: %v", err)
@@ -46,8 +45,7 @@ func newTAP(t testing.TB) *tap.Device {
 	return dev
 }
 
-// udp is a frame from the guest to the host with a UDP checksum that is left to
-// the receiver, as Linux sends it.
+// udp returns a frame from the guest to the host whose UDP checksum is left to the receiver, as Linux sends it.
 func udp(port uint16, payload []byte) (header, frame []byte) {
 	be := binary.BigEndian
 	f := []byte{2, 0, 0, 0, 0, 1}
@@ -69,7 +67,7 @@ func udp(port uint16, payload []byte) (header, frame []byte) {
 	return header, append(f, payload...)
 }
 
-// sum is the Internet checksum, not inverted.
+// sum returns the Internet checksum, not inverted.
 func sum(p []byte) uint16 {
 	s := uint32(0)
 	for i := 0; i+1 < len(p); i += 2 {
@@ -91,7 +89,7 @@ func startOnTAP(t testing.TB, features uint64) (*devicetest.Driver, *Device) {
 	return drv, d
 }
 
-// nextUDP receives frames until one of UDP comes.
+// nextUDP receives frames until a UDP frame arrives.
 func nextUDP(d *devicetest.Driver) (header, payload []byte) {
 	for {
 		data, used := d.Queue(queueRX).Do(nil, 1700)
@@ -122,7 +120,7 @@ func TestUDP_crosses_a_TAP_both_ways(t *testing.T) {
 			}
 			h, f := udp(uint16(host.LocalAddr().(*stdnet.UDPAddr).Port), payload)
 			if features == 0 {
-				// The host is to believe in a sum that is right.
+				// The frame carries a right checksum, which the host verifies.
 				binary.BigEndian.PutUint16(f[40:], ^sum(append(f[34:], make([]byte, len(f)%2)...)))
 				clear(h)
 			}
@@ -145,7 +143,7 @@ func TestFlooded_TAP_does_not_freeze_when_buffers_come_back(t *testing.T) {
 	must(t, err)
 	defer host.Close()
 	for range 5 {
-		// More than the queue of the TAP holds.
+		// More than the TAP's queue holds.
 		for range 3000 {
 			host.Write([]byte("flood"))
 		}
@@ -155,7 +153,7 @@ func TestFlooded_TAP_does_not_freeze_when_buffers_come_back(t *testing.T) {
 			}
 		}
 	}
-	// The guest drains what is left, and a new packet gets through.
+	// The guest drains the rest, and a new packet gets through.
 	host.Write([]byte("last"))
 	for {
 		if _, got := nextUDP(d); string(got) == "last" {

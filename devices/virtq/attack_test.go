@@ -7,8 +7,8 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// A ring that is full of chains that loop through the whole table costs the square of its size. One Pop looks at a part
-// of them, and all are given back in the end.
+// A ring full of chains that loop through the whole table costs the square of its size. One Pop looks at a part of
+// them, and in the end all are given back.
 func TestAttack_ring_of_endless_chains_is_looked_at_in_bounded_pieces(t *testing.T) {
 	const size = MaxSize
 	mem, err := guestmem.New(guestmem.MinSize)

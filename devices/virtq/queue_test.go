@@ -25,7 +25,7 @@ const (
 	dataAt  = guestmem.GPA(0x100000)
 )
 
-// ring is a driver of the simplest kind.
+// ring is the simplest driver.
 type ring struct {
 	t     testing.TB
 	mem   *guestmem.Memory
@@ -142,7 +142,7 @@ func TestLayouts_that_cannot_be_are_refused(t *testing.T) {
 	}
 }
 
-// Each case is one chain, and what Pop finds wrong with it.
+// Each case is one chain, and the fault that Pop finds in it.
 func TestChains(t *testing.T) {
 	type half struct{ readable, writable int }
 	for _, tc := range []struct {
@@ -219,7 +219,7 @@ func TestChains(t *testing.T) {
 	}
 }
 
-// straight is a chain of n single bytes.
+// straight returns a chain of n single bytes.
 func straight(n int) []desc {
 	ds := make([]desc, n)
 	for i := range ds {
@@ -239,7 +239,7 @@ func TestChain_of_more_than_four_gi_b_is_refused(t *testing.T) {
 	if err := r.q.walk(&c, 0); err != ErrTotal {
 		t.Errorf("65 times %d bytes: %v, want ErrTotal", ramSize, err)
 	}
-	// The largest that a u32 holds is fine.
+	// The largest total that a u32 holds is fine.
 	r.desc(descGPA, 63, desc{0, ramSize - 1, 0, 0})
 	if err := r.q.walk(&c, 0); err != nil || c.Reader.Remaining() != math.MaxUint32 {
 		t.Errorf("%d bytes: %v", c.Reader.Remaining(), err)
@@ -263,7 +263,7 @@ func TestBroken_rings_stop_the_queue(t *testing.T) {
 		if ok, err := r.q.Pop(&c); ok || err != tc.want {
 			t.Errorf("%s: Pop = %v, %v, want %v", tc.name, ok, err, tc.want)
 		}
-		// It stays stopped, also when the driver repairs the ring.
+		// It stays stopped, even when the driver repairs the ring.
 		r.must(r.mem.StoreUint16(availAt+2, 0))
 		if r.q.Broken() != tc.want {
 			t.Errorf("%s: Broken = %v", tc.name, r.q.Broken())
@@ -324,7 +324,7 @@ func TestIndices_wrap_around(t *testing.T) {
 		var c Chain
 		for i := range uint16(7) {
 			want := 0xfffd + i
-			// The driver wants to hear of exactly this one.
+			// The driver wants an interrupt for exactly this one.
 			r.must(r.mem.StoreUint16(availAt+4+16, want))
 			r.offer(3)
 			if p, err := r.q.Pending(); !p || err != nil {
@@ -405,7 +405,7 @@ func TestKicks_are_asked_for_and_held_off(t *testing.T) {
 	for _, features := range []uint64{0, FeatureEventIdx} {
 		r := newRing(t, 8, features)
 		r.desc(descGPA, 0, desc{dataAt, 1, 0, 0})
-		// kicks says whether a driver that adds one chain would kick.
+		// kicks reports whether a driver that adds one chain would kick.
 		kicks := func() bool {
 			t.Helper()
 			if features == 0 {
@@ -502,7 +502,7 @@ func TestReader_and_writer_cross_segments(t *testing.T) {
 
 func TestFile_transfers_of_a_chain(t *testing.T) {
 	r := newRing(t, 64, 0)
-	// Many small segments, each in another page.
+	// Many small segments, each in a different page.
 	want := make([]byte, 0, 1000)
 	for i := range 20 {
 		flags := uint16(descNext)
@@ -549,8 +549,7 @@ func TestFile_transfers_of_a_chain(t *testing.T) {
 		}
 		at += len(p)
 	}
-	// A file that ends early is the host's error, and nothing counts as
-	// written.
+	// A file that ends early is the host's error, and nothing counts as written.
 	r.offer(0)
 	if !r.pop(&c) {
 		t.Fatal("nothing popped")
@@ -564,8 +563,8 @@ func TestFile_transfers_of_a_chain(t *testing.T) {
 	}
 }
 
-// A residency that fails stands for a pager that cannot load a page: that is the
-// host's error and not the driver's.
+// failing is a residency that fails, like a pager that cannot load a page. That is the host's error, not the
+// driver's.
 type failing struct{ err error }
 
 func (f *failing) Ensure(guestmem.GPA, uint64) error { return f.err }
@@ -623,7 +622,7 @@ func TestPop_allocates_nothing(t *testing.T) {
 	}
 }
 
-// popImage pops until nothing is left of what lies in guest memory.
+// popImage pops until no chain in guest memory is left.
 func popImage(t testing.TB, mem *guestmem.Memory, layout Layout, features uint64, pos Position) {
 	q, err := New(mem, layout, features)
 	if err != nil {
@@ -658,7 +657,7 @@ func popImage(t testing.TB, mem *guestmem.Memory, layout Layout, features uint64
 	}
 }
 
-// checkChain holds what Pop promises.
+// checkChain checks what Pop promises.
 func checkChain(t testing.TB, mem *guestmem.Memory, c *Chain, size uint16) {
 	if c.Head() >= size || len(c.segments) == 0 || len(c.segments) > MaxSegments {
 		t.Fatalf("head %d, %d segments in a queue of %d", c.Head(), len(c.segments), size)
@@ -682,8 +681,8 @@ func checkChain(t testing.TB, mem *guestmem.Memory, c *Chain, size uint16) {
 	}
 }
 
-// FuzzPop puts an image at the start of guest memory, in which a queue lies
-// wherever the input says, its parts over each other if need be, and pops.
+// FuzzPop writes an image to the start of guest memory and pops from a queue inside. The input places the queue's
+// parts, which may overlap.
 func FuzzPop(f *testing.F) {
 	for _, chain := range [][]desc{
 		{{64, 16, descNext, 1}, {80, 16, descWrite, 0}},
@@ -727,7 +726,7 @@ func FuzzPop(f *testing.F) {
 	})
 }
 
-// What FuzzPop does, over images that are mostly right, in every test run.
+// TestRandomImages does the work of FuzzPop in every test run, with mostly valid images.
 func TestRandomImages(t *testing.T) {
 	const size = 16
 	mem, err := guestmem.New(ramSize)

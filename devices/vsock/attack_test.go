@@ -13,8 +13,8 @@ import (
 	"github.com/drowse-vm/drowse/internal/test/devicetest"
 )
 
-// A driver can start a device without queues and reset it a million times a second. None of that is a failure of the
-// host, so the machine's owner, who would write each into a log, hears nothing of it.
+// A driver can start a device without queues and reset it a million times a second. None of this is a failure of the
+// host. So the machine's owner, who would log each failure, hears of none.
 func TestAttack_driver_ok_without_queues_says_nothing_to_the_owner(t *testing.T) {
 	const rounds = 100_000
 	mem := devicetest.NewMemory(t)
@@ -56,17 +56,17 @@ func TestAttack_driver_ok_without_queues_says_nothing_to_the_owner(t *testing.T)
 	}
 }
 
-// A queue full of packets waits when a pause is wanted: the turn under way ends, and what the pause still takes is
-// bounded.
+// A queue full of packets waits when a pause is requested. The turn under way ends, and the pause takes a bounded
+// amount more.
 func TestAttack_turn_with_a_full_queue_ends_when_a_pause_is_wanted(t *testing.T) {
 	g := newGuest(t, 16)
 	must(t, g.dev.Pause(t.Context()))
-	// Packets of 32 MiB, of which nothing but the header counts.
+	// Packets of 32 MiB, of which only the header counts.
 	const packets = 200
 	for range packets {
 		g.tx.add(0x100000, 32<<20, false)
 	}
-	// The loop stands still, so its work can be done here.
+	// The loop stands still, so the test can do its work here.
 	e := g.dev.engine
 	e.txReady = true
 	begin := e.tx.Work()
@@ -82,8 +82,8 @@ func TestAttack_turn_with_a_full_queue_ends_when_a_pause_is_wanted(t *testing.T)
 	g.wait("all packets to be taken", func() bool { return g.dev.Stats().PacketsFromGuest.Load() == packets })
 }
 
-// What the device holds for sockets that take it only now is written in bounded amounts while a pause is wanted: all
-// connections together may hold 64 MiB, and a guest that floods them would hold up its pause for that long.
+// While a pause is requested, the device writes only bounded amounts of what it holds for sockets. All connections
+// together may hold 64 MiB, and a guest that floods them could delay its pause by that much.
 func TestAttack_pause_does_not_wait_for_all_that_waits_for_sockets(t *testing.T) {
 	g := newGuest(t, 16)
 	must(t, g.dev.Pause(t.Context()))

@@ -14,16 +14,15 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// lean is a driver that allocates nothing: every chain is one descriptor that
-// was written once, and is made available again under its own number.
+// lean is a driver that allocates nothing. Every chain is one descriptor that was written once, and is made
+// available again under its own number.
 type lean struct {
 	*guest
 	raw  [headerSize]byte
 	elem [8]byte
 }
 
-// newLean posts all receive buffers and prepares the tx descriptors with packets
-// of n bytes of payload on the given stream.
+// newLean posts all receive buffers and fills the tx descriptors with packets of n bytes of payload on one stream.
 func newLean(b *testing.B, n int) (*lean, net.Conn, *stream) {
 	g := inactiveGuest(b, newMemory(b), filepath.Join(b.TempDir(), "v.sock"))
 	g.feats = 0
@@ -90,10 +89,9 @@ func (l *lean) take(r *ring) (h header) {
 	return h
 }
 
-// BenchmarkRoundTrip is a request of 64 bytes from a host client and an answer
-// of the guest, which sleeps until it is interrupted. It contains four wake-ups of
-// sleeping threads, as few as there can be; BenchmarkSocketRoundTrip, without a
-// device in between, has two.
+// BenchmarkRoundTrip is a 64-byte request from a host client and the answer of the guest, which sleeps until it is
+// interrupted. It wakes sleeping threads four times, the least possible. BenchmarkSocketRoundTrip, without a device
+// in between, wakes two.
 func BenchmarkRoundTrip(b *testing.B) {
 	const n = 64
 	l, c, _ := newLean(b, n)

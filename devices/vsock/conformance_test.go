@@ -9,8 +9,7 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// probe is a packet of a connection that does not exist, to be answered with a
-// reset.
+// probe returns a packet of a connection that does not exist. The device must answer it with a reset.
 func probe(port uint32) []byte {
 	var raw [headerSize]byte
 	h := header{srcCID: testCID, dstCID: HostCID, srcPort: port, dstPort: ^port, typ: typeStream, op: opCreditUpdate}
@@ -22,9 +21,8 @@ func TestConformance(t *testing.T) {
 	if testing.Short() {
 		t.Skip("takes a minute")
 	}
-	// Every packet for which there is no connection is answered exactly once,
-	// whatever happens in between: pauses and moves must not lose or repeat
-	// any. (Connections do not survive a move; other tests are about them.)
+	// The device answers every packet without a connection exactly once, whatever happens in between. Pauses and
+	// moves must not lose or repeat any. (Connections do not survive a move; other tests are about them.)
 	var serial uint32
 	exercise := func(t testing.TB, d *devicetest.Driver) {
 		const batch = 40
@@ -53,7 +51,7 @@ func TestConformance(t *testing.T) {
 				t.Fatalf("%d bytes, %+v", used, h)
 			}
 			if h.dstPort < first {
-				continue // of an earlier call, which a reset has cut short
+				continue // of an earlier call that a reset cut short
 			}
 			if seen[h.dstPort] {
 				t.Fatalf("a second answer to packet %d", h.dstPort)
@@ -68,7 +66,7 @@ func TestConformance(t *testing.T) {
 	}
 	devicetest.Run(t, devicetest.Case{
 		New: func(t testing.TB, mem *guestmem.Memory) devices.Device {
-			// Each device has a path of its own, as in another process.
+			// Each device has its own path, as in another process.
 			dev, err := New(mem, Config{CID: testCID, Path: filepath.Join(t.TempDir(), "v")})
 			must(t, err)
 			t.Cleanup(func() { must(t, dev.Close()) })

@@ -169,14 +169,14 @@ func TestClient_that_closes_ends_both_directions(t *testing.T) {
 	if p := g.receive(opShutdown); p.flags != shutdownBoth {
 		t.Fatalf("got %v", p)
 	}
-	// In flight already; nobody minds.
+	// Already in flight; the device accepts it.
 	s.write([]byte("late"))
 	s.send(opReset, 0)
 	g.silent(10 * time.Millisecond)
 	g.wait("the connection to go", func() bool { return g.paused(func(e *engine) bool { return e.open == 0 }) })
 }
 
-// paused looks at the engine while it stands still.
+// paused runs f on the engine during a pause.
 func (g *guest) paused(f func(e *engine) bool) bool {
 	g.t.Helper()
 	must(g.t, g.dev.Pause(context.Background()))

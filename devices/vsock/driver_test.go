@@ -22,8 +22,8 @@ import (
 // testCID is the guest's context ID in the tests.
 const testCID = 42
 
-// ring is the driver's end of a virtqueue, laid out by hand in guest memory.
-// Each chain is one descriptor, or two with a header of its own.
+// ring is the driver's end of a virtqueue, laid out by hand in guest memory. Each chain is one descriptor, or two if
+// the header has its own.
 type ring struct {
 	t      testing.TB
 	mem    *guestmem.Memory
@@ -158,7 +158,7 @@ type guest struct {
 	interrupts int
 	broken     error
 	wake       chan struct{}
-	sleeper    atomic.Pointer[devices.Event] // woken instead, when not nil
+	sleeper    atomic.Pointer[devices.Event] // woken instead of wake, if not nil
 }
 
 func (g *guest) Queue() {
@@ -202,8 +202,7 @@ func newMemory(t testing.TB) *guestmem.Memory {
 	return mem
 }
 
-// newGuest makes a device with an active driver. rxBuffers receive buffers are
-// posted.
+// newGuest makes a device with an active driver, and posts this many receive buffers.
 func newGuest(t testing.TB, rxBuffers int) *guest {
 	g := inactiveGuest(t, newMemory(t), filepath.Join(t.TempDir(), "v.sock"))
 	g.activate(false)
@@ -242,8 +241,7 @@ func (g *guest) activate(restored bool, positions ...virtq.Position) {
 	must(g.t, g.dev.Activate(a))
 }
 
-// positions of the queues, when all that was made available was used or not
-// touched.
+// positions returns the queues' positions, when every available chain was either used or not touched.
 func (g *guest) positions() []virtq.Position {
 	var ps []virtq.Position
 	for _, q := range []*queue{g.dev.engine.rx, g.dev.engine.tx, g.dev.engine.event} {
@@ -280,8 +278,7 @@ func (g *guest) wait(what string, f func() bool) {
 	}
 }
 
-// next takes the next packet that the device has sent, if there is one, and
-// gives the buffer back.
+// next takes the next packet that the device has sent, if any, and frees its descriptor.
 func (g *guest) next() (packet, bool) {
 	g.t.Helper()
 	var p packet
@@ -305,8 +302,7 @@ func (g *guest) next() (packet, bool) {
 	return p, true
 }
 
-// receive waits for the next packet, checks its operation, and posts the buffer
-// again.
+// receive waits for the next packet, checks its operation, and posts a buffer again.
 func (g *guest) receive(op uint16) packet {
 	g.t.Helper()
 	var p packet
@@ -350,7 +346,7 @@ func (g *guest) silent(d time.Duration) {
 	}
 }
 
-// put queues a packet without a kick. The header is taken as it is.
+// put queues a packet without a kick, with the header as given.
 func (g *guest) put(p packet) {
 	for {
 		if _, _, ok := g.tx.reap(); !ok {
@@ -410,7 +406,7 @@ func (s *stream) data(payload []byte) packet {
 
 func (s *stream) write(payload []byte) { s.g.send(s.data(payload)) }
 
-// read receives packets until n bytes have come.
+// read receives packets until it has n bytes.
 func (s *stream) read(n int) []byte {
 	s.g.t.Helper()
 	var out []byte
@@ -477,7 +473,7 @@ func (g *guest) serve(port uint32) net.Listener {
 	return l
 }
 
-// pattern is n bytes that depend on where they are.
+// pattern returns n bytes that depend on their positions.
 func pattern(seed byte, n int) []byte {
 	p := make([]byte, n)
 	for i := range p {

@@ -11,7 +11,7 @@ import (
 	"github.com/drowse-vm/drowse/devices"
 )
 
-// check fails unless everything that must always hold of a paused engine does.
+// check returns an error unless all invariants of a paused engine hold.
 func (e *engine) check() error {
 	var errs []error
 	bad := func(format string, args ...any) { errs = append(errs, fmt.Errorf(format, args...)) }
@@ -80,8 +80,8 @@ func (e *engine) check() error {
 	return errors.Join(errs...)
 }
 
-// FuzzPackets sends packets of the fuzzer's making, while host clients come, talk
-// and go. The device must keep its books.
+// FuzzPackets sends packets made by the fuzzer, while host clients connect, talk and leave. The device's counts must
+// stay right.
 func FuzzPackets(f *testing.F) {
 	mem := newMemory(f)
 	dir := f.TempDir()
@@ -110,13 +110,13 @@ func FuzzPackets(f *testing.F) {
 		}
 		for steps := 0; len(script) > 0 && steps < 64; steps++ {
 			switch action := next(); action % 8 {
-			case 0: // a header as it comes
+			case 0: // a raw header
 				var raw [headerSize]byte
 				script = script[copy(raw[:], script):]
 				var h header
 				h.decode(&raw)
 				g.send(packet{header: h, payload: make([]byte, next())})
-			case 1, 2, 3: // a packet that is nearly right
+			case 1, 2, 3: // a nearly correct packet
 				h := header{
 					srcCID: testCID, dstCID: HostCID, typ: typeStream, op: uint16(next() % 9), flags: uint32(next()),
 					srcPort: uint32(next() % 4), dstPort: uint32(next() % 3), bufAlloc: uint32(next()) << 6, fwdCnt: uint32(int8(next())),
@@ -146,7 +146,7 @@ func FuzzPackets(f *testing.F) {
 						c.Close()
 					}
 				}
-			case 7: // receive buffers, and what has come in others
+			case 7: // take received packets and post buffers
 				for range int(next()) % 16 {
 					if p, ok := g.next(); ok && p.op == opRequest {
 						requested = append(requested, p.srcPort)
@@ -179,7 +179,7 @@ func FuzzPackets(f *testing.F) {
 	})
 }
 
-// FuzzImport gives the device states of the fuzzer's making.
+// FuzzImport imports states made by the fuzzer.
 func FuzzImport(f *testing.F) {
 	f.Add((&state{cid: 9, nextPort: firstHostPort, live: []key{{1, 2}}, refused: []key{{3, 4}}}).encode())
 	mem := newMemory(f)

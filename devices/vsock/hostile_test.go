@@ -150,7 +150,7 @@ func TestBuffers_split_over_many_descriptors_are_filled_right(t *testing.T) {
 			t.Fatal("unexpected packet")
 		}
 	}
-	// The posted buffers go first.
+	// The posted buffers fill first.
 	data := pattern(9, 4*(rxBuffer-headerSize))
 	c.Write(data)
 	var got []byte
@@ -163,7 +163,7 @@ func TestBuffers_split_over_many_descriptors_are_filled_right(t *testing.T) {
 		t.Fatal("data differs")
 	}
 	s.forwarded += uint32(len(data))
-	// Now one chain whose pieces do not respect the header.
+	// Now one chain whose descriptors split the header.
 	sizes := []uint32{1, 42, 3, 100, 1, 53}
 	var ids []uint16
 	at := guestmem.GPA(rxPool)
@@ -233,7 +233,7 @@ func TestClient_that_does_not_read_stalls_its_own_connection_only(t *testing.T) 
 	}
 	readFull(t, slow, data)
 	g.wait("the buffer to be empty", func() bool { return g.dev.Stats().Buffered.Load() == 0 })
-	// All credit is back.
+	// All credit has come back.
 	s1.send(opCreditRequest, 0)
 	g.wait("full credit", func() bool {
 		p, ok := g.next()
@@ -250,7 +250,7 @@ func TestGuest_without_receive_buffers_stalls_nobody_and_gets_everything_later(t
 		_, err := c.Write(data)
 		written <- err
 	}()
-	// The direction to the host works all the time.
+	// The direction to the host works all the while.
 	for range 50 {
 		s.write(data[:1000])
 		readFull(t, c, data[:1000])
@@ -375,8 +375,7 @@ func TestRequest_and_reply_take_no_extra_packets_and_one_interrupt_each(t *testi
 	if n := g.dev.Stats().PacketsToGuest.Load() - before; n != rounds {
 		t.Errorf("%d packets to the guest for %d requests", n, rounds)
 	}
-	// A transmitted buffer may come back with an interrupt of its own when the
-	// test is slow.
+	// A transmitted buffer may come back with its own interrupt when the test is slow.
 	if n := g.count() - interrupts; n > rounds+rounds/2 {
 		t.Errorf("%d interrupts for %d requests", n, rounds)
 	}
@@ -490,8 +489,8 @@ func TestConnections_beyond_the_limit_are_refused_and_others_work(t *testing.T) 
 			return true
 		})
 	}
-	// The accepting process may be slow, and its backlog full, so some are
-	// refused early; never are too many accepted.
+	// The accepting process may be slow, and its backlog full, so some are refused early. But never too many are
+	// accepted.
 	if accepted > MaxConnections-1 || accepted+refused != MaxConnections+50 {
 		t.Errorf("%d accepted, %d refused", accepted, refused)
 	}

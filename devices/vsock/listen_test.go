@@ -144,7 +144,7 @@ func TestPath_longer_than_a_socket_address_works(t *testing.T) {
 	g := inactiveGuest(t, newMemory(t), filepath.Join(dir, "v"))
 	g.activate(false)
 	g.post(8)
-	// The test reaches it through a short name for the directory.
+	// The test reaches the path through a short name for the directory.
 	short := filepath.Join(t.TempDir(), "s")
 	must(t, os.Symlink(dir, short))
 	g.path = filepath.Join(short, "v")

@@ -8,7 +8,7 @@ import (
 )
 
 func TestMain(m *testing.M) {
-	// The drivers of the tests are quick, or do not answer at all.
+	// The drivers of the tests answer quickly or never.
 	requestTimeout, ackTimeout = 10*time.Second, 2*time.Second
 	goleak.VerifyTestMain(m)
 }

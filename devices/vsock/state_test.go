@@ -11,8 +11,8 @@ import (
 	"github.com/drowse-vm/drowse/devices/virtq"
 )
 
-// restore pauses g, saves it, and makes another guest over the same memory with
-// the saved state: the machine of another process. g's device is closed.
+// restore pauses g, saves it, closes its device, and makes another guest over the same memory from the saved state,
+// as the machine of another process would be.
 func (g *guest) restore(path string) *guest {
 	g.t.Helper()
 	must(g.t, g.dev.Pause(context.Background()))
@@ -37,7 +37,7 @@ func (g *guest) restore(path string) *guest {
 
 func (g *guest) resume() { must(g.t, g.dev.Resume()) }
 
-// receiveEvent waits for an event and returns how many there were.
+// receiveEvent waits for an event and checks it.
 func (g *guest) receiveEvent() {
 	g.t.Helper()
 	g.wait("an event", func() bool {
@@ -156,7 +156,7 @@ func TestRestored_guest_hears_of_lost_connections_before_anything_else(t *testin
 	n.noEvent()
 	n.resume()
 	n.receiveEvent()
-	// The driver has not handled the event yet, so nothing else may come.
+	// The driver has not handled the event yet, so nothing else may arrive.
 	n.silent(20 * time.Millisecond)
 	n.postEvents(1)
 	p := n.receive(opRequest)

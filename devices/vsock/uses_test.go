@@ -11,8 +11,8 @@ import (
 	"testing"
 )
 
-// otherEnv makes this test program, run anew, a process that is not the device's: "dial" or "listen", a
-// path, and a line to begin with.
+// otherEnv makes this test binary run as another process than the device's. Its value is "dial" or "listen", a path,
+// and a line to begin with.
 const otherEnv = "DROWSE_TEST_VSOCK_OTHER"
 
 func TestMainOfAnotherProcess(*testing.T) {
@@ -41,7 +41,7 @@ func TestMainOfAnotherProcess(*testing.T) {
 	os.Exit(0)
 }
 
-// other starts another process, which ends with what is returned.
+// other starts another process. The returned function ends it.
 func other(t *testing.T, what ...string) (end func()) {
 	t.Helper()
 	cmd := exec.CommandContext(t.Context(), os.Args[0], "-test.run=^TestMainOfAnotherProcess$")

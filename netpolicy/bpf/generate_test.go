@@ -10,15 +10,15 @@ import (
 	"testing"
 )
 
-// The clang that made the committed objects: Debian bookworm's.
+// The clang that made the committed objects, from Debian bookworm.
 const (
 	compiler        = "clang-14"
 	compilerVersion = "Debian clang version 14.0.6"
 )
 
-// The committed objects are what go generate makes of the source, byte for byte. It is skipped, which
-// CI counts as a failure, where the compiler is not there or is another one: the tests of
-// package netpolicy run the committed objects in any case.
+// go generate makes the committed objects from the source, byte for byte. The test is skipped, which CI counts as a
+// failure, if the compiler is absent or another version. The tests of package netpolicy/link run the committed
+// objects in any case.
 func TestGenerate_makes_the_committed_objects(t *testing.T) {
 	version, err := exec.Command(compiler, "--version").Output()
 	if err != nil || !strings.HasPrefix(string(version), compilerVersion) {
@@ -63,7 +63,7 @@ func TestGenerate_makes_the_committed_objects(t *testing.T) {
 	}
 }
 
-// generateArgs are the arguments of bpf2go in the go:generate line.
+// generateArgs returns the arguments of bpf2go in the go:generate line.
 func generateArgs(t *testing.T, file string) []string {
 	t.Helper()
 	text, err := os.ReadFile(file)

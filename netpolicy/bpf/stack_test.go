@@ -7,9 +7,9 @@ import (
 	"github.com/cilium/ebpf/asm"
 )
 
-// Linux 6.1 lets the functions of a chain of calls have 512 bytes of stack in all, each rounded up to 32 and
-// 32 at least (check_max_stack_depth in kernel/bpf/verifier.c). Later kernels count less, so a
-// program that is too deep is not noticed there.
+// Linux 6.1 allows the functions of a call chain 512 bytes of stack in all, each rounded up to 32 and at least 32
+// (check_max_stack_depth in kernel/bpf/verifier.c). Later kernels count less, and so do not notice a program that is
+// too deep.
 const (
 	maxStack   = 512
 	stackAlign = 32
@@ -26,13 +26,13 @@ func TestPrograms_deepest_chain_of_calls_fits_the_stack_of_Linux_6_1(t *testing.
 		if depth > maxStack {
 			t.Errorf("%s: the deepest chain of calls has %d bytes of stack, more than %d", name, depth, maxStack)
 		}
-		if depth < maxStack/4 && name != "to_waker" { // which calls nothing
+		if depth < maxStack/4 && name != "to_waker" { // it calls nothing
 			t.Errorf("%s: the deepest chain of calls has %d bytes of stack: the calls were not followed", name, depth)
 		}
 	}
 }
 
-// deepest is the bytes of stack of the deepest chain of calls of a program.
+// deepest returns the stack bytes of a program's deepest call chain.
 func deepest(t *testing.T, p *ebpf.ProgramSpec) int {
 	t.Helper()
 	frames, calls := map[string]int{}, map[string]map[string]bool{}
@@ -68,7 +68,7 @@ func deepest(t *testing.T, p *ebpf.ProgramSpec) int {
 	return depth(p.Instructions[0].Symbol())
 }
 
-// ebpfFunction says whether a symbol is that of a function and not of a place in one.
+// ebpfFunction reports whether a symbol names a function, not a place in one.
 func ebpfFunction(p *ebpf.ProgramSpec, symbol string) bool {
 	for _, ins := range p.Instructions {
 		if (ins.IsFunctionCall() || ins.IsFunctionReference()) && ins.Reference() == symbol {
@@ -78,7 +78,7 @@ func ebpfFunction(p *ebpf.ProgramSpec, symbol string) bool {
 	return false
 }
 
-// movedFrame says whether an instruction copies the frame's address to a register.
+// movedFrame reports whether an instruction copies the frame's address to a register.
 func movedFrame(ins asm.Instruction, to asm.Register) bool {
 	return ins.OpCode.Class().IsALU() && ins.OpCode.ALUOp() == asm.Mov && ins.Src == asm.RFP && ins.Dst == to
 }

@@ -29,14 +29,14 @@ import (
 
 var small = netip.MustParsePrefix("10.213.7.0/29")
 
-// holderEnv has this test binary take an address and wait to be killed.
+// holderEnv makes this test binary take an address and wait to be killed.
 const holderEnv = "DROWSE_TEST_HOLD_ADDRESS"
 
 func TestMain(m *testing.M) {
 	if dir := os.Getenv(holderEnv); dir != "" {
 		a, err := Take(dir, small, "killed")
 		fmt.Println(addrOf(a), err)
-		_, _ = io.Copy(io.Discard, os.Stdin) // until it is killed, or whoever has started it ends
+		_, _ = io.Copy(io.Discard, os.Stdin) // until it is killed, or its parent ends
 		runtime.KeepAlive(a)
 		return
 	}
@@ -184,7 +184,7 @@ func TestTake_many_at_once_never_gives_one_address_twice(t *testing.T) {
 	for i := range 5 {
 		wg.Go(func() {
 			for range 300 {
-				a, err := Take(dir, small, fmt.Sprint(i%2)) // most want the same
+				a, err := Take(dir, small, fmt.Sprint(i%2)) // most want the same address
 				if err != nil {
 					t.Error(err)
 					return
@@ -261,8 +261,7 @@ func TestTake_address_of_a_killed_process_is_free_again(t *testing.T) {
 	}
 }
 
-// ownNamespace moves the test into a network namespace of its own, which ends with its
-// thread.
+// ownNamespace moves the test into a new network namespace, which ends with its thread.
 func ownNamespace(t *testing.T) {
 	t.Helper()
 	if os.Geteuid() != 0 {
@@ -299,7 +298,7 @@ func TestTake_range_with_a_network_of_the_host_is_refused(t *testing.T) {
 	}
 }
 
-// setting is a file of sysctls.
+// setting reads a sysctl's file.
 func setting(t *testing.T, path string) string {
 	t.Helper()
 	b, err := os.ReadFile(path)
@@ -417,8 +416,8 @@ func TestTranslate_unusable_range_is_refused(t *testing.T) {
 	}
 }
 
-// A machine of the host's network says that it is a VM: the host's own services do not hear of it, whatever rp_filter
-// is.
+// A machine of the host's network forges the source address of a VM. The host's own services do not get its packets,
+// under any rp_filter.
 func TestAttack_forged_source_of_a_VM_reaches_the_host(t *testing.T) {
 	for _, x := range []struct {
 		family             *family
@@ -508,7 +507,7 @@ func TestAttack_forged_source_of_a_VM_reaches_the_host(t *testing.T) {
 					must(server.SetReadDeadline(time.Now().Add(100 * time.Millisecond)))
 					n, _, err := server.ReadFrom(b)
 					if errors.Is(err, os.ErrDeadlineExceeded) {
-						socket[send.by](send.by) // an address of IPv6 may not have been in service
+						socket[send.by](send.by) // an IPv6 address may not have been ready
 						continue
 					}
 					must(err)
@@ -531,8 +530,8 @@ func TestForward_drops_what_is_neither_from_nor_to_a_vm(t *testing.T) {
 	})
 }
 
-// dropsOthers has two networks of a host's and that of a VM send to each other. Subnets are
-// of the left, the right and the VM's network; the host is number 1, the other end 2.
+// dropsOthers has two networks of the host and one of a VM send to each other. The subnets are those of the left,
+// the right and the VM's network. The host is number 1, the other end 2.
 func dropsOthers(t *testing.T, f *family, network, leftNet, rightNet, vmNet string) {
 	ownNamespace(t)
 	must := func(err error) {
@@ -556,7 +555,7 @@ func dropsOthers(t *testing.T, f *family, network, leftNet, rightNet, vmNet stri
 		must(netlink.AddrAdd(l, a))
 		must(netlink.LinkSetUp(l))
 	}
-	// Two networks of the host's, and one whose device is named as a VM's.
+	// Two networks of the host, and one whose device is named like a VM's.
 	other := map[string]netns.NsHandle{}
 	for device, subnet := range map[string]string{"left": leftNet, "right": rightNet, "drowse0": vmNet} {
 		ns, err := netns.New()
@@ -588,7 +587,7 @@ func dropsOthers(t *testing.T, f *family, network, leftNet, rightNet, vmNet stri
 	}
 	must(netns.Set(host))
 	const patience = time.Minute
-	// passes sends until it arrives: the first may be lost while an address is looked for.
+	// passes sends until a packet arrives. The first may be lost during address resolution.
 	passes := func(from, word string) {
 		t.Helper()
 		b := make([]byte, 64)
@@ -638,14 +637,14 @@ func dropsOthers(t *testing.T, f *family, network, leftNet, rightNet, vmNet stri
 			t.Fatal("what was sent from left to right has not been dropped")
 		}
 	}
-	passes("drowse0", "from a VM again") // and nothing from left was before it
+	passes("drowse0", "from a VM again") // and nothing from left came before it
 	must(Remove())
 	must(f.setForwarding("1"))
 	passes("left", "without the rule")
 }
 
-// A VM sends datagrams from as many ports and to as many as there are, each of which would be a connection to the
-// host's tracking.
+// A VM sends datagrams between all pairs of many ports. The host's connection tracking would take each for a
+// connection.
 func TestAttack_flood_of_datagrams_fills_connection_tracking(t *testing.T) {
 	usual := Connections(&netpolicy.Policy{})
 	for _, x := range []struct {
@@ -653,7 +652,7 @@ func TestAttack_flood_of_datagrams_fills_connection_tracking(t *testing.T) {
 		in          netip.Prefix
 		to          netip.Addr
 		connections int
-		datagrams   int // each takes the longer the more connections there are
+		datagrams   int // each takes longer, the more connections there are
 	}{
 		{"IPv4", DefaultRange, netip.MustParseAddr("198.51.100.2"), usual, 8_000},
 		{"IPv6", DefaultRange6, netip.MustParseAddr("2001:db8:1::2"), usual, 8_000},
@@ -672,7 +671,7 @@ func TestAttack_flood_of_datagrams_fills_connection_tracking(t *testing.T) {
 			f := familyOf(x.in)
 			vm := x.in.Addr().Next().Next()
 			must(Translate(x.in))
-			// As it is when another VM had the address before, and when it starts again.
+			// As after another VM that had the address, and after a restart.
 			must(Bound(x.in, vm, 77))
 			for range 2 {
 				must(Bound(x.in, vm, x.connections))
@@ -693,7 +692,7 @@ func TestAttack_flood_of_datagrams_fills_connection_tracking(t *testing.T) {
 				return &net.IPNet{IP: a.AsSlice(), Mask: net.CIDRMask(a.BitLen(), a.BitLen())}
 			}
 			must(netlink.RouteReplace(&netlink.Route{LinkIndex: l.Attrs().Index, Dst: whole(vm), Scope: netlink.SCOPE_LINK}))
-			// What leaves the host is not the question.
+			// The other end of out does not answer, and need not.
 			must(netlink.LinkAdd(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "out"}, PeerName: "away", PeerNamespace: netlink.NsFd(ns)}))
 			out, err := netlink.LinkByName("out")
 			must(err)
@@ -731,14 +730,14 @@ func TestAttack_flood_of_datagrams_fills_connection_tracking(t *testing.T) {
 				u := frame[len(frame)-10:]
 				binary.BigEndian.PutUint16(u, src)
 				binary.BigEndian.PutUint16(u[2:], dst)
-				binary.BigEndian.PutUint16(u[8:], 0xffff-src-dst) // so that the checksum stays
+				binary.BigEndian.PutUint16(u[8:], 0xffff-src-dst) // so that the checksum stays right
 				_, err := unix.Write(sock, frame)
 				must(err)
 				if i%2000 == 0 {
 					most = max(most, entries())
 				}
 			}
-			// The kernel's own packets of IPv6 have a few.
+			// The kernel's own IPv6 packets add a few.
 			if most = max(most, entries()); most > x.connections+16 || most < x.connections-16 {
 				t.Errorf("%d datagrams: %d connections are tracked, want %d", x.datagrams, most, x.connections)
 			}
@@ -758,7 +757,7 @@ func TestAttack_flood_of_datagrams_fills_connection_tracking(t *testing.T) {
 	}
 }
 
-// datagram is one of UDP whose ports and payload, of two bytes, have 0xffff for their sum.
+// datagram returns a UDP frame whose ports and 2-byte payload add up to 0xffff.
 func datagram(to net.HardwareAddr, src, dst netip.Addr) []byte {
 	f := append(append([]byte{}, to...), 2, 9, 9, 9, 9, 9)
 	if src.Is6() {

@@ -8,8 +8,8 @@ import (
 	. "github.com/drowse-vm/drowse/netpolicy"
 )
 
-// A host of many services has many addresses. None of them is public to a guest, and if they are too many nothing is
-// open.
+// A host of many services has many addresses. None of them is public to a guest. More addresses than the limit make
+// Compile fail, so that nothing is open.
 func TestAttack_host_address_beyond_the_256th_passes_as_public(t *testing.T) {
 	e := newEngine(t, DefaultFlows)
 	p := &Policy{Default: Defaults{Egress: Allow}, Rules: []Rule{
@@ -17,7 +17,7 @@ func TestAttack_host_address_beyond_the_256th_passes_as_public(t *testing.T) {
 	}}
 	var env Environment
 	for a, b := netip.MustParseAddr("198.51.0.0"), netip.MustParseAddr("2001:db8:7::"); len(env.Host) < MaxHostAddresses; a, b = a.Next().Next(), b.Next().Next() {
-		env.Host = append(env.Host, a, b) // with gaps, so that each has its own place in the tree
+		env.Host = append(env.Host, a, b) // with gaps, so that each takes a separate place in the tree
 	}
 	s, err := Compile(p, endpoint, env)
 	if err != nil {

@@ -12,7 +12,7 @@ import (
 	. "github.com/drowse-vm/drowse/netpolicy/link"
 )
 
-// manyRules has n rules of which only the last one allows.
+// manyRules returns a policy of n rules of which only the last one allows.
 func manyRules(n int) *Policy {
 	p := &Policy{Limits: Limits{Egress: Rates{Packets: &Rate{PerSecond: 1e9}, Connections: &Rate{PerSecond: 1e6, Burst: 1e12}}}}
 	for i := range n - 1 {
@@ -25,11 +25,9 @@ func manyRules(n int) *Policy {
 	return p
 }
 
-// BenchmarkPacket is one packet through the program, by the kernel's own clock. About
-// 40 ns of it are BPF_PROG_RUN's own.
-// A loop of BPF_PROG_RUN uses the same skb again, which an allowed packet of IPv4 does
-// not survive unchanged; so the rules are asked by a packet that ends up denied, and
-// the flow by one whose address stays.
+// BenchmarkPacket measures one packet through the program, by the kernel's own clock. About 40 ns of it are the cost
+// of BPF_PROG_RUN. A loop of BPF_PROG_RUN reuses one skb, which an allowed IPv4 packet does not leave unchanged. So
+// a packet that ends up denied measures the rules, and one whose address stays measures the flow.
 func BenchmarkPacket(b *testing.B) {
 	needRoot(b)
 	e, err := NewEngine(DefaultFlows, false) // with the kernel's clock
@@ -81,8 +79,8 @@ func benchRun(p *ebpf.Program, f []byte, repeat int) (uint32, time.Duration, err
 	return p.Benchmark(f, repeat, nil)
 }
 
-// BenchmarkSwap is a swap, with the wait until no packet is judged by the old policy:
-// what comes before the new one is at work is BenchmarkTable.
+// BenchmarkSwap measures a swap, with the wait until the old policy judges no packet any more. BenchmarkTable
+// measures what comes before the new policy is in force.
 func BenchmarkSwap(b *testing.B) {
 	e := newEngine(b, DefaultFlows)
 	for _, n := range []int{10, 1000} {
@@ -100,7 +98,7 @@ func BenchmarkSwap(b *testing.B) {
 	}
 }
 
-// BenchmarkTable is filling the map of a table, after which one pointer is replaced.
+// BenchmarkTable measures the filling of a table's map. A swap then replaces one pointer.
 func BenchmarkTable(b *testing.B) {
 	e := newEngine(b, DefaultFlows)
 	for _, n := range []int{10, 1000} {
@@ -131,7 +129,7 @@ func BenchmarkCompile(b *testing.B) {
 	}
 }
 
-// BenchmarkLoad is what a new endpoint costs.
+// BenchmarkLoad measures the cost of a new endpoint.
 func BenchmarkLoad(b *testing.B) {
 	needRoot(b)
 	for b.Loop() {
@@ -143,7 +141,7 @@ func BenchmarkLoad(b *testing.B) {
 	}
 }
 
-// BenchmarkFlowLog_look is a look at a full flow table, which is at most one in flowShare of the time.
+// BenchmarkFlowLog_look measures a look at a full flow table. Looks take at most one in flowShare of the time.
 func BenchmarkFlowLog_look(b *testing.B) {
 	needRoot(b)
 	for _, n := range []int{DefaultFlows, MaxFlows} {

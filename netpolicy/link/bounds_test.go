@@ -9,7 +9,7 @@ import (
 	. "github.com/drowse-vm/drowse/netpolicy"
 )
 
-// Each policy is as large as it may be, and has one more of something.
+// Each policy is as large as the limits allow, and then has one item more.
 func TestPolicy_one_more_than_each_limit_is_refused(t *testing.T) {
 	rule := Rule{Direction: Egress, Verdict: Allow, Protocols: []Protocol{TCP}, Ports: []PortRange{AnyPort}, Groups: []Group{Any}}
 	cidr := func(i int) CIDR {

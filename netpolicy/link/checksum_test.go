@@ -11,8 +11,8 @@ import (
 	. "github.com/drowse-vm/drowse/netpolicy/link"
 )
 
-// What one guest sends to another is translated twice, and its checksum is finished by
-// the host at the end if the guest has left that to others, or was right all the time.
+// The programs translate twice what one guest sends to another. If the sender left the checksum to others, the host
+// completes it at the end; else it must have stayed right all the time.
 func TestLink_checksums_survive_two_translations(t *testing.T) {
 	ownNamespace(t)
 	if err := os.WriteFile("/proc/sys/net/ipv4/ip_forward", []byte("1\n"), 0o644); err != nil {
@@ -60,7 +60,7 @@ rules:
 	} {
 		for n := range 200 {
 			port++
-			// Payloads that make all kinds of sums, with carries.
+			// Payloads with all kinds of sums, with carries.
 			payload := bytes.Repeat([]byte{0xff - byte(n), byte(n * 7), byte(n), 0xff}, 5)[:n%17]
 			whole := sent(other.Address4, tt.proto, tt.frames(payload))
 			partial := clone(whole, func(f []byte) {
@@ -82,7 +82,7 @@ rules:
 			}
 		}
 	}
-	// No checksum stays none.
+	// A datagram without a checksum stays without one.
 	none := clone(sent(other.Address4, 17, udp(4000, 80, 1, 2, 3)), func(f []byte) { f[40], f[41] = 0, 0 })
 	taps["tapa"].send(none)
 	if f := taps["tapb"].receive(0x0800, 17); f[40] != 0 || f[41] != 0 || checksum(f[14:34]) != 0 {

@@ -10,7 +10,7 @@ import (
 	. "github.com/drowse-vm/drowse/netpolicy/link"
 )
 
-// opening is a packet without fault that opens a flow, if the policy says so.
+// opening is a well-formed packet that opens a flow if the policy allows it.
 type opening struct {
 	dir   Direction
 	peer  netip.Addr
@@ -38,10 +38,10 @@ func (o opening) to(prefixes ...string) bool {
 	return slices.ContainsFunc(prefixes, func(p string) bool { return netip.MustParsePrefix(p).Contains(o.peer) })
 }
 
-// public says the same as the policies' group, of the addresses below.
+// public reports whether the peer is in the policies' group public. It knows only the addresses below.
 func (o opening) public() bool { return o.to("198.51.0.0/16", "8.8.8.0/24", "2001:db8::/32") }
 
-// craftedPolicies say in two ways what they let pass: in their own words, and in Go.
+// craftedPolicies say twice what they let pass: as policy text, and in Go.
 var craftedPolicies = []struct {
 	text  string
 	names func(o opening) bool
@@ -82,9 +82,9 @@ var craftedPolicies = []struct {
 		}},
 }
 
-// Frames that are crafted for each check, and packets without fault to and from every kind of address, meet policies of
-// every kind. Of the former none passes whatever the policy says, of the latter those that it names, and each for the
-// reason that is expected.
+// Crafted frames for each check, and well-formed packets to and from every kind of address, meet policies of every
+// kind. No crafted frame passes, whatever the policy says. Well-formed packets pass where the policy names them.
+// Each has the expected reason.
 func TestPrograms_crafted_frames_pass_only_where_the_policy_names_them(t *testing.T) {
 	e := newEngine(t, DefaultFlows)
 	if err := e.SetTime(1e9); err != nil {
@@ -98,8 +98,8 @@ func TestPrograms_crafted_frames_pass_only_where_the_policy_names_them(t *testin
 			t.Fatal(err)
 		}
 	}
-	// What is denied for the policy of the other test alone, or because endpoints are not there that are here, is
-	// crafted for nothing here.
+	// Leave out the frames that only the other test's policy denies, and those denied for the absence of endpoints
+	// that exist here.
 	broken := slices.DeleteFunc(hostileFrames(), func(h hostile) bool {
 		return h.reason == ReasonRule || h.reason == ReasonDefault || h.reason == ReasonSrcInterface
 	})

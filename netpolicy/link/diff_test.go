@@ -22,8 +22,8 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/refmodel/flowtest"
 )
 
-// How many packets and policies TestPrograms_agree_with_the_model compares. Long runs
-// set them: -packets 1000000 -policies 1000.
+// TestPrograms_agree_with_the_model compares this many packets and policies. Long runs set them: -packets 1000000
+// -policies 1000.
 var (
 	packetsFlag  = flag.Int("packets", envInt("DROWSE_POLICY_PACKETS", 60000), "packets to compare with the model")
 	policiesFlag = flag.Int("policies", envInt("DROWSE_POLICY_POLICIES", 150), "policies to compare with the model")
@@ -37,14 +37,14 @@ func envInt(name string, otherwise int) int {
 	return otherwise
 }
 
-// random makes policies and packets that meet each other often.
+// random makes policies and packets that often match each other.
 type random struct {
 	*rand.Rand
 	policy  *Policy
 	env     Environment
 	addrs   []netip.Addr
 	ports   []uint16
-	history [][]byte // packets that passed, as the other side sees them
+	history [][]byte // packets that passed, as the receiver sees them
 	dirs    []Direction
 	names   bool // mostly names, few addresses and ports
 }
@@ -240,10 +240,10 @@ func (r *random) payload() []byte {
 	return b
 }
 
-// answerTo makes a frame that belongs to one that passed before.
+// answerTo makes a frame that belongs to an earlier frame that passed.
 func (r *random) answerTo(f []byte, d Direction) ([]byte, Direction) {
-	// f is as the receiver sees it: from the guest it has the endpoint's address, to
-	// the guest it has the guest's.
+	// f is as the receiver sees it: if the guest sent it, it has the endpoint's address; if the guest received it,
+	// it has the guest's.
 	six := be.Uint16(f[12:]) == 0x86dd
 	var src, dst netip.Addr
 	var p []byte
@@ -257,7 +257,7 @@ func (r *random) answerTo(f []byte, d Direction) ([]byte, Direction) {
 	if d == Ingress {
 		peer, back = src, Egress
 	}
-	same := r.one(3) // the next packet of the same side
+	same := r.one(3) // the next packet of the same direction
 	if same {
 		back = d
 	}
@@ -269,7 +269,7 @@ func (r *random) answerTo(f []byte, d Direction) ([]byte, Direction) {
 		proto = 1
 	}
 	if !same && r.one(4) {
-		// An ICMP error about it.
+		// An ICMP error about f.
 		if r.one(6) {
 			p = p[:min(len(p), r.IntN(12))]
 			f = f[:len(f)-len(p)]
@@ -311,7 +311,7 @@ func (r *random) answerTo(f []byte, d Direction) ([]byte, Direction) {
 	return frame(peer, 1, echo(pick(r, types...), be.Uint16(p[4:]), r.payload()...)), back
 }
 
-// frame makes any frame.
+// frame makes an arbitrary frame.
 func (r *random) frame() ([]byte, Direction, int) {
 	if len(r.history) > 0 && !r.one(3) {
 		i := r.IntN(len(r.history))
@@ -348,7 +348,7 @@ func (r *random) frame() ([]byte, Direction, int) {
 	return f, d, r.gso(f)
 }
 
-// way is whose interface a frame has come to the host by: mostly that of its source.
+// way returns the address whose interface a frame came to the host by: mostly its source.
 func (r *random) way(f []byte, d Direction) (by netip.Addr) {
 	if d == Egress {
 		return by
@@ -426,8 +426,8 @@ func (r *random) maybeBreak(f []byte) []byte {
 	return f
 }
 
-// sumsRight says whether the checksums that a translation touches are right; the model
-// makes them anew, the programs adjust them.
+// sumsRight reports whether the checksums that a translation touches are right. The model computes them anew; the
+// programs adjust them.
 func sumsRight(f []byte) bool {
 	if len(f) < 34 {
 		return false
@@ -478,7 +478,7 @@ func newEngine(t testing.TB, flows int) *Engine {
 	return e
 }
 
-// oneEngine serves tests that have no use for flows of their own. TestMain closes it.
+// oneEngine serves tests that need no flows of their own. TestMain closes it.
 var (
 	oneEngine  *Engine
 	engineOnce sync.Once
@@ -496,7 +496,7 @@ func sharedEngine(t testing.TB) *Engine {
 	if oneEngine == nil {
 		t.Fatal("the programs could not be loaded")
 	}
-	// Others have set the clock meanwhile.
+	// Other tests have set the clock.
 	if err := oneEngine.SetTime(0); err != nil {
 		t.Fatal(err)
 	}
@@ -549,7 +549,7 @@ func compareWithModel(t *testing.T, r *random) map[string]int {
 		if err != nil {
 			t.Fatalf("policy %d: %v", i, err)
 		}
-		// An endpoint is always there, so that flows with it are judged by the rules alone.
+		// Endpoints always have these addresses, so that only the rules judge flows with them.
 		peers := []Peer{{Address: netip.MustParseAddr("10.200.3.8")}, {Address: netip.MustParseAddr("fd77::3:8")}, {Address: netip.MustParseAddr("10.77.0.1")}}
 		if err := e.SetPeers(append(peers, r.env.Peers...)); err != nil {
 			t.Fatal(err)
@@ -580,7 +580,7 @@ func compareWithModel(t *testing.T, r *random) map[string]int {
 			case 1, 2, 3:
 				now += uint64(r.IntN(1e6))
 			case 4:
-				// Just when flows and pins end.
+				// Exactly when flows and pins end, give or take 1 ns.
 				now += uint64(pick(r, 30*time.Second, 60*time.Second, 180*time.Second, 4*time.Hour) + pick(r, -time.Nanosecond, 0, 0, time.Nanosecond))
 			}
 			if r.one(20) || r.names && r.one(5) {
@@ -610,7 +610,7 @@ func compareWithModel(t *testing.T, r *random) map[string]int {
 			}
 			ran, err := e.RunBy(d, f, gso, by)
 			if errors.Is(err, unix.EINVAL) && want.Reason == ReasonTruncated {
-				continue // BPF_PROG_RUN takes no frame whose IP header is cut off
+				continue // BPF_PROG_RUN refuses a frame whose IP header is cut off
 			}
 			if err != nil {
 				t.Fatalf("policy %d, packet %d: %v (%d bytes)", i, j, err, len(f))
@@ -673,10 +673,10 @@ func compareWithModel(t *testing.T, r *random) map[string]int {
 	return reasons
 }
 
-// tlsPort is where names are checked in random environments.
+// tlsPort is the host's port that checks names in random environments.
 const tlsPort = 40443
 
-// splicedBy is the guest's port on the host of a packet that goes there to have its name checked; else 0.
+// splicedBy returns the guest's port if the packet goes to the host to have its name checked, else 0.
 func splicedBy(f []byte) uint16 {
 	if len(f) < 54 || be.Uint16(f[12:]) != 0x0800 || f[23] != 6 || netip.AddrFrom4([4]byte(f[30:34])) != wire.Gateway4 || be.Uint16(f[36:]) != tlsPort {
 		return 0
@@ -684,7 +684,7 @@ func splicedBy(f []byte) uint16 {
 	return be.Uint16(f[34:])
 }
 
-// turned is a packet with the two sides of an IPv4 header and its ports exchanged.
+// turned returns the packet with the two addresses of its IPv4 header and its two ports exchanged.
 func turned(f []byte) []byte {
 	if len(f) < 54 {
 		return f

@@ -7,8 +7,8 @@ import (
 	. "github.com/drowse-vm/drowse/netpolicy/link"
 )
 
-// Somebody opens and closes connections without end, answers none, or sends datagrams from ever new ports. Connections
-// that are established, and idle, stay.
+// An attacker opens and closes connections without end, answers none, or sends datagrams from ever new ports.
+// Established connections stay, even idle ones.
 func TestAttack_flood_of_short_flows_evicts_established_ones(t *testing.T) {
 	const room, established, flood = 1024, 200, 20000
 	for _, x := range []struct {

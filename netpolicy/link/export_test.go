@@ -19,7 +19,7 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/flow"
 )
 
-// Engine is the programs without a TAP device, with a clock that tests set.
+// Engine is the programs without a TAP device, on a clock that tests set.
 type Engine struct {
 	*engine
 	clock *ebpf.Variable
@@ -27,15 +27,15 @@ type Engine struct {
 }
 
 // testPrograms are the programs with a clock that tests set. They are loaded once, since the kernel's verifier takes
-// about a second of processor time for them, and each engine has a slot of its own, as the endpoints of a host have.
+// about a second of processor time for them. Each engine has its own slot, as the endpoints of a host have.
 var testPrograms struct {
 	mu     sync.Mutex // guards what follows
 	loaded *programs
 	clock  *ebpf.Variable
-	slots  uint32 // that were given away
+	slots  uint32 // how many were handed out
 }
 
-// CloseTestPrograms closes what engines have shared.
+// CloseTestPrograms closes what the engines share.
 func CloseTestPrograms() error {
 	t := &testPrograms
 	t.mu.Lock()
@@ -48,8 +48,8 @@ func CloseTestPrograms() error {
 	return err
 }
 
-// shareTestPrograms gives an engine descriptors of its own, and a slot. Nobody is known to the programs, and their
-// clock stands at 0.
+// shareTestPrograms returns new descriptors of the programs and a slot for an engine. It makes the programs forget
+// all endpoints, and sets their clock to 0.
 func shareTestPrograms() (p *programs, clock *ebpf.Variable, slot uint32, err error) {
 	t := &testPrograms
 	t.mu.Lock()
@@ -84,7 +84,7 @@ func shareTestPrograms() (p *programs, clock *ebpf.Variable, slot uint32, err er
 	return p, t.clock, t.slots % netpolicy.MaxEndpoints, nil
 }
 
-// NewEngine makes an engine by the clock of tests, or with programs of its own by that of the kernel.
+// NewEngine makes an engine on the tests' clock, or one with programs of its own on the kernel's clock.
 func NewEngine(flows int, testing bool) (*Engine, error) {
 	slot := uint32(5)
 	var p *programs
@@ -105,9 +105,9 @@ func NewEngine(flows int, testing bool) (*Engine, error) {
 	return &Engine{engine: e, clock: clock}, nil
 }
 
-// Close empties the engine's slot as well.
+// Close also empties the engine's slot.
 func (e *Engine) Close() error {
-	e.wg.Wait() // for those who still write into the slot
+	e.wg.Wait() // for goroutines that still write into the slot
 	return errors.Join(e.shared.empty(e.place.slot), e.close())
 }
 
@@ -126,7 +126,7 @@ func (e *Engine) Program(d netpolicy.Direction) *ebpf.Program {
 	return e.entries[1]
 }
 
-// Install is the first installation, or a swap.
+// Install makes the first installation, or a swap.
 func (e *Engine) Install(s *netpolicy.Spec) error {
 	if e.spec == nil {
 		return e.start(s, true)
@@ -134,8 +134,8 @@ func (e *Engine) Install(s *netpolicy.Spec) error {
 	return e.install(s)
 }
 
-// PausedProgram is that for egress, in which so many looks at the clock go by between the choice of a table and its
-// use.
+// PausedProgram returns the egress program with a delay: it reads the clock this many times between the choice of a
+// table and its use.
 func (e *Engine) PausedProgram(looks int32) (*ebpf.Program, error) {
 	return e.pausedEntry(e.shared.calls, 0, nil, asm.Instructions{
 		asm.Mov.Imm(asm.R1, looks),
@@ -148,16 +148,16 @@ func (e *Engine) PausedProgram(looks int32) (*ebpf.Program, error) {
 	})
 }
 
-// Names is how many an address has.
+// Names returns how many names an address has.
 func (e *Engine) Names(a netip.Addr) int { return len(e.names[a]) }
 
-// NameSets is how many sets of names are remembered.
+// NameSets returns how many sets of names the engine remembers.
 func (e *Engine) NameSets() int { return len(e.nameSets.names) }
 
-// Room is how many rows there is room for in both tables.
+// Room returns how many rows each of the two tables has room for.
 func (e *Engine) Room() (rows [2]int) { return [2]int{e.tables[0].rows, e.tables[1].rows} }
 
-// Runs is how many runs by both tables have begun and ended.
+// Runs returns how many runs by both tables have begun and ended.
 func (e *Engine) Runs() (begun, ended uint64, err error) {
 	for which := range uint32(len(e.tables)) {
 		b, n, err := e.runs(which)
@@ -169,8 +169,7 @@ func (e *Engine) Runs() (begun, ended uint64, err error) {
 	return begun, ended, nil
 }
 
-// BeginSwap is what a process has done that is killed in a swap: the spare table is filled, and names are pinned for
-// it.
+// BeginSwap does what a process has done that is killed in a swap: it fills the spare table and pins names for it.
 func (l *Link) BeginSwap(s *netpolicy.Spec) error {
 	e := l.eng
 	if err := e.prepareSpare(s, 1-e.which); err != nil {
@@ -202,13 +201,13 @@ func (e *Engine) ForgetFlows() error {
 	return nil
 }
 
-// ForgetState drops flows, the use of limits and pins.
+// ForgetState drops flows, the use of limits, and pins.
 func (e *Engine) ForgetState() error {
 	if err := e.ForgetFlows(); err != nil {
 		return err
 	}
 	clear(e.names)
-	e.gen++ // makes them old for a moment
+	e.gen++ // makes the pins old for a moment
 	err := e.unpinOld()
 	e.gen--
 	if err != nil {
@@ -220,7 +219,7 @@ func (e *Engine) ForgetState() error {
 // ForgetUsage drops the use of limits.
 func (e *Engine) ForgetUsage() error { return e.shared.resetUsage(e.place.slot) }
 
-// Context is struct __sk_buff as far as tests use it.
+// Context is the part of struct __sk_buff that tests use.
 type Context [192]byte
 
 const (
@@ -239,7 +238,7 @@ type Ran struct {
 	Bytes   []byte
 }
 
-// Run runs a program on a frame, which has come to the host where its source says.
+// Run runs a program on a frame, as if it came by the interface of its source.
 func (e *Engine) Run(d netpolicy.Direction, frame []byte, gsoSize int) (Ran, error) {
 	var by netip.Addr
 	switch {
@@ -255,8 +254,8 @@ func (e *Engine) Run(d netpolicy.Direction, frame []byte, gsoSize int) (Ran, err
 	return e.RunBy(d, frame, gsoSize, by)
 }
 
-// RunBy runs a program on a frame that has come to the host by the interface of an address; none is that the host has
-// made it.
+// RunBy runs a program on a frame that came to the host by the interface of an address. The zero Addr means that the
+// host made the frame.
 func (e *Engine) RunBy(d netpolicy.Direction, frame []byte, gsoSize int, by netip.Addr) (Ran, error) {
 	var in, out Context
 	binary.LittleEndian.PutUint32(in[ctxIngress:], interfaceOf(by))
@@ -274,7 +273,7 @@ func (e *Engine) RunBy(d netpolicy.Direction, frame []byte, gsoSize int, by neti
 	return r, nil
 }
 
-// SlotsUsed says whether a live endpoint has a slot of this version's programs.
+// SlotsUsed reports whether a live endpoint has a slot of this version's programs.
 func SlotsUsed(root string) (bool, error) {
 	s, err := lockShared(root, digest())
 	if err != nil {
@@ -284,7 +283,7 @@ func SlotsUsed(root string) (bool, error) {
 	return s.used()
 }
 
-// TakeSlot makes an endpoint that has a slot and nothing else, beginning to look at one.
+// TakeSlot makes an endpoint that has only a slot. It looks for a free one from first on.
 func TakeSlot(root, endpoint string, first uint32) (uint32, error) {
 	if err := os.MkdirAll(filepath.Join(root, endpoint), bpffsMode); err != nil {
 		return 0, err
@@ -298,7 +297,7 @@ func TakeSlot(root, endpoint string, first uint32) (uint32, error) {
 	return at.slot, err
 }
 
-// InstallFor installs a table that says it is of another claim.
+// InstallFor installs a table that bears another claim.
 func (e *Engine) InstallFor(s *netpolicy.Spec, claim uint32) error {
 	mine := e.place.claim
 	e.place.claim = claim
@@ -306,7 +305,7 @@ func (e *Engine) InstallFor(s *netpolicy.Spec, claim uint32) error {
 	return e.install(s)
 }
 
-// LoadShared opens the programs that endpoints share, or loads them; it says which they are.
+// LoadShared opens the programs that endpoints share, or loads them. It returns the id of their first program.
 func LoadShared(root string) (id uint32, loaded bool, err error) {
 	s, err := lockShared(root, digest())
 	if err != nil {
@@ -321,7 +320,7 @@ func LoadShared(root string) (id uint32, loaded bool, err error) {
 	return id, loaded, errors.Join(err, p.close())
 }
 
-// Occupy is an endpoint without a device that takes a slot, which must be free, and fills it.
+// Occupy makes an endpoint without a device that takes a slot, which must be free, and fills it.
 func Occupy(root, endpoint string, slot uint32, s *netpolicy.Spec) error {
 	if _, err := TakeSlot(root, endpoint, slot); err != nil {
 		return err
@@ -349,7 +348,7 @@ func Occupy(root, endpoint string, slot uint32, s *netpolicy.Spec) error {
 	return errors.Join(e.start(s, false), e.close())
 }
 
-// SetPeers says which endpoints there are. Each address always has the same claim.
+// SetPeers sets the endpoints of addresses. An address always has the same claim.
 func (e *Engine) SetPeers(peers []netpolicy.Peer) error {
 	for _, p := range peers {
 		h := fnv.New32a()
@@ -361,7 +360,7 @@ func (e *Engine) SetPeers(peers []netpolicy.Peer) error {
 	return nil
 }
 
-// interfaceOf is the number of the interface that an address has in tests.
+// interfaceOf returns the interface number of an address in tests.
 func interfaceOf(a netip.Addr) uint32 {
 	if !a.IsValid() {
 		return 0
@@ -371,7 +370,7 @@ func interfaceOf(a netip.Addr) uint32 {
 	return h.Sum32()>>1 | 1
 }
 
-// SetPeer says which endpoint has an address, and by what claim; 0 is none. The same one may have other tags.
+// SetPeer sets which endpoint has an address, and its claim; claim 0 removes it. The same claim may get other tags.
 func (e *Engine) SetPeer(p netpolicy.Peer, claim uint32) error {
 	if claim == 0 {
 		return e.shared.endpoints.Delete(p.Address.As16())
@@ -394,13 +393,13 @@ func (e *Engine) SetPeer(p netpolicy.Peer, claim uint32) error {
 	return e.shared.endpoints.Put(p.Address.As16(), &v)
 }
 
-// FlowLog is a log on the clock that tests set, from now on.
+// FlowLog returns a log that begins now, on the clock that tests set.
 func (e *Engine) FlowLog() (*flow.Log, error) {
 	return flow.NewLog(e.flowTable(), e.spec.Identity(), func() uint64 { return e.now }, e.now)
 }
 
-// OpensName says whether the rules open the flow that a connection to the TLS port is of, by its server
-// name, and when the flow was opened.
+// OpensName reports whether the rules open the flow of a connection to the TLS port, by its server name, and when
+// the flow was opened.
 func (e *Engine) OpensName(via uint16, name string) (ok bool, first uint64, err error) {
 	c, err := e.checked(via, e.now)
 	if err != nil {
@@ -409,14 +408,14 @@ func (e *Engine) OpensName(via uint16, name string) (ok bool, first uint64, err 
 	return e.opensName(c, name, e.now), c.Opened, nil
 }
 
-// Generation is that of the table that is installed.
+// Generation returns the generation of the installed table.
 func (e *Engine) Generation() uint32 { return e.gen }
 
-// Flows is the table of flows that do not last.
+// Flows returns the table of flows that do not last.
 func (l *Link) Flows() *ebpf.Map { return l.eng.flows }
 
-// CountersOn reads the counters of the programs on a device, whoever has put them there. There has to be one for each
-// direction.
+// CountersOn reads the counters of the programs on a device, whichever process attached them. Each direction must
+// have one program.
 func CountersOn(device string) (out []netpolicy.Counter, err error) {
 	nl, err := netlink.LinkByName(device)
 	if err != nil {
@@ -456,5 +455,5 @@ func CountersOn(device string) (out []netpolicy.Counter, err error) {
 	return out, nil
 }
 
-// Abandon is what the end of its process does to a Reserved, but for the device.
+// Abandon does to a Reserved what the end of its process does, except to the device.
 func (r *Reserved) Abandon() error { return r.link.Close() }

@@ -26,7 +26,7 @@ rules:
   - {name: in, direction: ingress, verdict: allow, groups: [public], protocols: [tcp, udp], ports: [80]}
 `
 
-// flowBench is an engine with a log, whose clock is set.
+// flowBench is an engine with a log, on a clock that the test sets.
 type flowBench struct {
 	t   *testing.T
 	e   *Engine
@@ -61,7 +61,7 @@ func (b *flowBench) wait(d time.Duration) {
 	}
 }
 
-// run judges a frame, and the next one comes 10 ms later.
+// run judges a frame, and then moves the clock by 10 ms.
 func (b *flowBench) run(d Direction, frame []byte, want Verdict) {
 	b.t.Helper()
 	r, err := b.e.Run(d, frame, 0)
@@ -78,7 +78,7 @@ func (b *flowBench) look() {
 	}
 }
 
-// records are what is kept and what is open.
+// records returns the kept records and the open flows.
 func records(t *testing.T, g *flow.Log) (flows []FlowRecord, lost FlowsLost) {
 	t.Helper()
 	err := g.Records(t.Context(), false, func(recs []FlowRecord) error {
@@ -99,7 +99,7 @@ func records(t *testing.T, g *flow.Log) (flows []FlowRecord, lost FlowsLost) {
 	return flows, lost
 }
 
-// text is a record without its time.
+// text returns a record without its absolute times.
 func text(r FlowRecord) string {
 	return fmt.Sprintf("%s %s %s %s:%d %s:%d %q %s %s %q %s %v %v %v", r.End, r.Direction, r.Protocol, r.Guest, r.GuestPort, r.Peer, r.PeerPort,
 		r.Name, r.Verdict, r.Reason, r.Rule, r.State, r.Egress, r.Ingress, r.Last.Sub(r.First))
@@ -194,7 +194,7 @@ func TestFlowLog_swap_cuts_or_renames(t *testing.T) {
 		`cut egress tcp 10.200.3.7:4000 198.51.100.1:443 "" allow rule "web" opening {1 54} {0 0} 0s`,
 		`open ingress udp 10.200.3.7:80 198.51.100.1:9000 "" allow rule "other" one-way {0 0} {2 86} 20ms`,
 	)
-	// What was cut is not there for the programs, and may be opened anew.
+	// A cut flow is unknown to the programs, and can be opened anew.
 	b.swap(flowPolicy)
 	b.run(Egress, sent(peer4, 6, tcp(4000, 443, ack)), Deny)
 	b.run(Egress, web, Allow)
@@ -218,7 +218,7 @@ func TestFlowLog_ends(t *testing.T) {
 	b.run(Egress, ping, Allow) // another flow
 	connect(4000)
 	b.look()
-	connect(4000) // the guest has begun anew
+	connect(4000) // the guest begins anew
 	connect(4001)
 	b.run(Ingress, got(peer4, 6, tcp(443, 4001, rst|ack)), Allow)
 	b.look()
@@ -237,7 +237,7 @@ func TestFlowLog_ends(t *testing.T) {
 		`stopped egress tcp 10.200.3.7:4001` + web + `established {1 54} {1 54} 10ms`,
 		`closed egress tcp 10.200.3.7:4002` + web + `closing {2 108} {1 54} 20ms`,
 	}
-	// The first echo was over and replaced before anybody looked.
+	// The first echo flow had ended and was replaced before a look.
 	flows, lost := records(t, b.log)
 	var is []string
 	for _, r := range flows {
@@ -248,7 +248,7 @@ func TestFlowLog_ends(t *testing.T) {
 	}
 }
 
-// The records of all flows together have what the counters have.
+// All flow records together add up to the counters.
 func TestFlowLog_counts_add_up_to_those_of_the_programs(t *testing.T) {
 	b := newFlowBench(t, DefaultFlows, flowPolicy)
 	r := rand.New(rand.NewPCG(*seedFlag, 5))
@@ -300,7 +300,7 @@ func TestFlowLog_counts_add_up_to_those_of_the_programs(t *testing.T) {
 	}
 }
 
-// A guest opens many times more flows than there is room for.
+// A guest opens many times more flows than the table has room for.
 func TestFlowLog_flood_of_flows_is_counted_to_the_last(t *testing.T) {
 	const flows = 20000
 	b := newFlowBench(t, MinFlows, "{default: {egress: allow}, limits: {egress: {connections: {per_second: 100000, burst: 100000}}}}")
@@ -330,7 +330,7 @@ func TestFlowLog_flood_of_flows_is_counted_to_the_last(t *testing.T) {
 	}
 }
 
-// Events of a flood come from as many addresses as there are.
+// Events of a flood come from as many different addresses.
 func TestFlowLog_flood_of_denials_is_bounded_and_counted(t *testing.T) {
 	b := newFlowBench(t, MinFlows, "")
 	const events, suppressed = 100000, 7
@@ -376,7 +376,7 @@ func TestFlowLog_denied_packets_of_one_flow_are_one_record(t *testing.T) {
 	b.expect("at first", "open"+out, "open"+in)
 	b.wait(8 * time.Second)
 	b.expect("after 10 s", "denied"+out, "open"+in)
-	// It is told of though it does not end.
+	// A record is written every minute though the flow does not end.
 	e.Direction, e.GuestPort = Egress, 4001
 	for range 14 {
 		e.Uptime = time.Duration(b.now)
@@ -388,7 +388,7 @@ func TestFlowLog_denied_packets_of_one_flow_are_one_record(t *testing.T) {
 	b.expect("a minute later", "denied"+out, "denied"+in, "denied"+on+"{12 648} {0 0} 55s", "open"+on+"{2 108} {0 0} 5s")
 }
 
-// What a reader has missed, it is told of; and it ends when the log does.
+// A reader learns how many records it has missed. Records returns when the log ends.
 func TestFlowLog_reader_who_comes_late_is_told_what_is_missing(t *testing.T) {
 	const flows = flow.MaxRecords + 1000
 	b := newFlowBench(t, MaxFlows, "{default: {egress: allow}, limits: {egress: {connections: {per_second: 100000, burst: 100000}}}}")
@@ -424,7 +424,7 @@ func TestFlowLog_reader_who_comes_late_is_told_what_is_missing(t *testing.T) {
 	}
 }
 
-// The lines are what others read: fields may be added, and no more.
+// Other programs read these lines: fields may be added, and nothing else may change.
 func TestFlowRecord_json(t *testing.T) {
 	at := time.Date(2026, 1, 2, 3, 4, 5, 678000000, time.UTC)
 	for want, r := range map[string]FlowRecord{
@@ -454,7 +454,7 @@ func TestFlowRecord_json(t *testing.T) {
 	}
 }
 
-// On a device: what passes, what is denied, and who follows until the end.
+// On a device: a packet that passes, one that is denied, and a reader that follows until the end.
 func TestLink_flow_log_of_a_device(t *testing.T) {
 	ownNamespace(t)
 	tap := newTAP(t, "tap0")
@@ -545,7 +545,7 @@ func TestLink_flow_log_of_a_device(t *testing.T) {
 	}
 }
 
-// end writes what is open, as at the end of a VM's process.
+// end writes the records of open flows, as at the end of a VM's process.
 func end(g *flow.Log) error {
 	ctx, cancel := context.WithCancel(context.Background())
 	cancel()

@@ -16,14 +16,14 @@ import (
 	. "github.com/drowse-vm/drowse/netpolicy/link"
 )
 
-// neighbour is somebody else who can send frames to the host: a machine of its network, or a container.
+// neighbour is another sender of frames to the host: a machine of its network, or a container.
 type neighbour struct {
 	t    *testing.T
 	sock int
 	to   [6]byte // the MAC of the host's end
 }
 
-// newNeighbour has a namespace of its own behind a veth pair, whose host's end has these addresses.
+// newNeighbour makes a namespace behind a veth pair, whose host end has these addresses.
 func newNeighbour(t *testing.T, name string, addrs ...string) *neighbour {
 	t.Helper()
 	must := func(err error) {
@@ -65,7 +65,7 @@ func newNeighbour(t *testing.T, name string, addrs ...string) *neighbour {
 	return n
 }
 
-// send has the host get a packet.
+// send sends the host a packet.
 func (n *neighbour) send(src, dst netip.Addr, proto byte, m []byte) {
 	n.t.Helper()
 	if _, err := unix.Write(n.sock, ethernet(n.to, [6]byte{2, 9, 9, 9, 9, 9}, etherTypeOf(dst), ip(src, dst, proto, m))); err != nil {
@@ -80,8 +80,8 @@ func sysctl(t *testing.T, name, value string) {
 	}
 }
 
-// Whoever can send frames to the host says that they are from another VM, or from the host itself: from its network and
-// from a container, whatever rp_filter is.
+// A sender outside forges the source address of another VM, or of the host itself. It sends from the host's network
+// and from a container, under every rp_filter.
 func TestAttack_forged_source_passes_as_a_VM_or_as_the_host(t *testing.T) {
 	env := Environment{Endpoints: []netip.Prefix{netip.MustParsePrefix("10.200.0.0/16"), netip.MustParsePrefix("fd77::/64")}}
 	web := Identity{Address4: netip.MustParseAddr("10.200.3.7"), Address6: netip.MustParseAddr("fd77::3:7")}
@@ -162,7 +162,7 @@ rules:
 					for _, h := range hosts {
 						lan.send(h, to, 17, udp(5000, 5433, []byte("forged as the host")...))
 					}
-					// What is its own passes, and nothing that was sent before it.
+					// A packet with the neighbour's own address passes, and no packet that it sent before.
 					lan.send(own, to, 17, udp(5000, 5434, []byte("honest")...))
 					next(b, "honest")
 					if n := count(t, lb, Ingress, ReasonSrcInterface); filter != "1" && n == denied {
@@ -170,7 +170,7 @@ rules:
 					} else {
 						denied = n
 					}
-					// What is the VM's passes, and the host's. Nobody else answers for the other VM.
+					// Packets of the VM and of the host pass. A forged answer of the other VM does not.
 					a.send(sent(to, 17, udp(5001, 5432, []byte("query")...)))
 					next(b, "query")
 					before := count(t, la, Ingress, ReasonSrcInterface)
@@ -195,8 +195,8 @@ rules:
 	}
 }
 
-// A packet that has waited for its VM to wake is put on the device by the host: it is taken for another VM's only with
-// the mark of the packet waker, which has seen where it came by.
+// The host puts a packet on the device that has waited for its VM to wake. The programs take it for another VM's
+// only with the mark of the packet waker, which has seen which interface it came by.
 func TestAttach_frame_of_the_packet_waker_is_of_whom_it_says(t *testing.T) {
 	ownNamespace(t)
 	root := testRoot(t)
@@ -244,7 +244,7 @@ func TestAttach_frame_of_the_packet_waker_is_of_whom_it_says(t *testing.T) {
 	send := func(text string) {
 		t.Helper()
 		f := ethernet(wire.GuestMAC, wire.GatewayMAC, 0x0800, ip(from, to, 17, udp(5000, 5432, []byte(text)...)))
-		// ENOBUFS says that it was denied.
+		// ENOBUFS means that the programs denied it.
 		if err := unix.Sendto(sock, f, 0, &unix.SockaddrLinklayer{Ifindex: nl.Attrs().Index, Protocol: 8}); err != nil && !errors.Is(err, unix.ENOBUFS) {
 			t.Fatal(err)
 		}

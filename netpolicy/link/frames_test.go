@@ -7,8 +7,7 @@ import (
 	. "github.com/drowse-vm/drowse/netpolicy"
 )
 
-// Frames of tests are built from these, with right lengths and checksums, and broken
-// afterwards where a test wants it.
+// These functions build the tests' frames, with right lengths and checksums. A test may break them afterwards.
 
 var (
 	wire     = TheWire
@@ -23,7 +22,7 @@ func ethernet(dst, src [6]byte, ethertype uint16, payload []byte) []byte {
 	return append(b, payload...)
 }
 
-// checksum is RFC 1071.
+// checksum computes the checksum of RFC 1071.
 func checksum(parts ...[]byte) uint16 {
 	var s uint64
 	for _, b := range parts {
@@ -71,7 +70,7 @@ func sumL4(src, dst netip.Addr, proto byte, m []byte) {
 	be.PutUint16(m[at:], c)
 }
 
-// ip is a packet of IP.
+// ip returns an IP packet.
 func ip(src, dst netip.Addr, proto byte, m []byte) []byte {
 	m = append([]byte{}, m...)
 	sumL4(src, dst, proto, m)
@@ -101,7 +100,7 @@ func echo(typ byte, id uint16, payload ...byte) []byte {
 	return append([]byte{typ, 0, 0, 0, byte(id >> 8), byte(id), 0, 1}, payload...)
 }
 
-// icmpError quotes a packet.
+// icmpError returns an ICMP error that quotes a packet.
 func icmpError(typ, code byte, quoted []byte) []byte {
 	return append([]byte{typ, code, 0, 0, 0, 0, 0, 0}, quoted...)
 }
@@ -120,8 +119,8 @@ func protoOf(a netip.Addr, proto byte) byte {
 	return proto
 }
 
-// sent is a frame from the guest to a peer, got is one from a peer to the endpoint, as the
-// host hands it to the TAP device.
+// sent returns a frame from the guest to a peer. got returns one from a peer to the endpoint, as the host hands it
+// to the TAP device.
 func sent(peer netip.Addr, proto byte, m []byte) []byte {
 	src := wire.Guest4
 	if peer.Is6() {
@@ -147,7 +146,7 @@ func arp(op uint16, mac [6]byte, sender netip.Addr, target netip.Addr) []byte {
 
 var broadcast = [6]byte{255, 255, 255, 255, 255, 255}
 
-// nd is a message of neighbour discovery with hop limit 255.
+// nd returns a neighbour discovery message with hop limit 255.
 func nd(dstMAC, srcMAC [6]byte, src, dst netip.Addr, typ byte, target netip.Addr, option ...byte) []byte {
 	m := append([]byte{typ, 0, 0, 0, 0, 0, 0, 0}, target.AsSlice()...)
 	p := ip(src, dst, 58, append(m, option...))

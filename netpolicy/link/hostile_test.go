@@ -8,7 +8,7 @@ import (
 	. "github.com/drowse-vm/drowse/netpolicy"
 )
 
-// hostile is a crafted frame that no policy lets pass, or that this one does not name.
+// hostile is a crafted frame that no policy lets pass, or that hostilePolicy denies.
 type hostile struct {
 	name   string
 	dir    Direction
@@ -17,8 +17,8 @@ type hostile struct {
 	reason Reason
 }
 
-// hostilePolicy opens as much as a policy can to the guest but for one peer and port,
-// so that little but the checks of frames and the floor stand in the way.
+// hostilePolicy opens as much as a policy can, except one peer and two ports, so that hardly anything but the
+// checks of frames and the floor denies frames.
 const hostilePolicy = `
 default: {egress: allow, ingress: allow}
 rules:
@@ -36,7 +36,7 @@ var (
 
 func ipOf(f []byte) []byte { return f[14:] }
 
-// fix makes the checksum of the IPv4 header right again.
+// fix corrects the checksum of the IPv4 header.
 func fix(f []byte) {
 	h := ipOf(f)
 	n := int(h[0]&15) * 4
@@ -322,7 +322,7 @@ func hostileFrames() (out []hostile) {
 		}
 	}
 
-	// ICMP: other types, replies and errors that belong to nothing.
+	// ICMP: other types, and replies and errors that belong to no flow.
 	for n := range 256 {
 		switch n {
 		case 0:
@@ -344,7 +344,7 @@ func hostileFrames() (out []hostile) {
 		add(Egress, ReasonICMPType, sent(peer6, 1, echo(n, 7)), "ICMPv6 type %d", n)
 	}
 
-	// The floor, by every protocol; and what is not named.
+	// The floor, by every protocol; and peers that no rule names.
 	floor := []string{
 		"169.254.169.254", "169.254.170.2", "169.254.0.1", "100.100.100.200", "168.63.129.16", "127.0.0.1", "127.1.2.3", "0.0.0.0", "0.1.2.3",
 		"224.0.0.1", "224.0.0.251", "239.255.255.250", "240.0.0.1", "255.255.255.255", "192.0.0.8", "192.88.99.1",
@@ -424,7 +424,7 @@ func TestPrograms_hostile_frames_are_denied(t *testing.T) {
 	}
 	t.Logf("%d frames", len(frames))
 
-	// The same policy lets these pass, so that the frames above fail for their reason.
+	// The same policy lets these pass. So the frames above fail for their stated reason.
 	for name, f := range map[string][]byte{
 		"TCP": sent(peer4, 6, tcp(4000, 443, syn)), "UDP": sent(peer4, 17, udp(4000, 443, 1)), "echo": sent(peer4, 1, echo(8, 7)),
 		"TCP on IPv6": sent(peer6, 6, tcp(4000, 443, syn)), "UDP on IPv6": sent(peer6, 17, udp(4000, 443, 1)), "echo on IPv6": sent(peer6, 1, echo(128, 7)),
@@ -451,7 +451,7 @@ func TestPrograms_without_a_policy_deny(t *testing.T) {
 	}
 }
 
-// The flow of an IPv4 peer is not that of the IPv6 address that carries it.
+// The flow of an IPv4 peer does not open the IPv6 address that maps it.
 func TestPrograms_flow_does_not_open_the_mapped_address(t *testing.T) {
 	e := newEngine(t, DefaultFlows)
 	if err := e.Install(compile(t, hostilePolicy)); err != nil {

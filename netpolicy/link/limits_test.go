@@ -10,7 +10,7 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/refmodel/flowtest"
 )
 
-// Limits at rates that packets often exceed, and sometimes only just.
+// Packets often exceed the rates of these limits, sometimes only just.
 func TestPrograms_limits_agree_with_the_model(t *testing.T) {
 	e := newEngine(t, MaxFlows)
 	r := rand.New(rand.NewPCG(*seedFlag, 2))
@@ -88,7 +88,7 @@ func TestPrograms_limits_agree_with_the_model(t *testing.T) {
 // it can.
 func TestAttack_flood_without_limits_of_the_policy_is_bounded(t *testing.T) {
 	e := newEngine(t, DefaultFlows)
-	// The guest's address stays as it is, so that one frame can be sent again and again.
+	// The guest's address is not translated, so that one frame can be sent again and again.
 	s, err := Compile(&Policy{Default: Defaults{Egress: Allow}}, Identity{Address4: wire.Guest4}, Environment{})
 	if err != nil {
 		t.Fatal(err)
@@ -119,8 +119,8 @@ func TestAttack_flood_without_limits_of_the_policy_is_bounded(t *testing.T) {
 	if n := flood(100_000); n != int(DefaultConnections.Burst) {
 		t.Errorf("%d connections were opened at once, want %d", n, DefaultConnections.Burst)
 	}
-	// What an installation of packages does in a minute: 50 at once, each with two names looked up, and 10 more each
-	// second.
+	// The connections of a package installation in a minute: 50 at once, each with two name lookups, and 10 more
+	// each second.
 	if err := e.ForgetState(); err != nil {
 		t.Fatal(err)
 	}
@@ -154,7 +154,7 @@ func TestAttack_flood_without_limits_of_the_policy_is_bounded(t *testing.T) {
 	}
 }
 
-// passed is how many packets have.
+// passed returns how many packets have passed.
 func passed(t *testing.T, e *Engine) (n uint64) {
 	t.Helper()
 	all, err := e.Counters()

@@ -23,11 +23,10 @@ import (
 	. "github.com/drowse-vm/drowse/netpolicy/link"
 )
 
-// waitMost is how long a test waits for what comes at once on any machine that works.
+// waitMost bounds a test's wait for an event that is immediate on any working machine.
 const waitMost = 60 * time.Second
 
-// ownNamespace moves the test into a network namespace of its own. Its thread ends
-// with it.
+// ownNamespace moves the test's thread into a new network namespace. The thread ends with the test.
 func ownNamespace(t *testing.T) {
 	t.Helper()
 	needRoot(t)
@@ -199,7 +198,7 @@ func packets(all []Counter, d Direction, reason Reason) uint64 {
 	return 0
 }
 
-// countOn counts what the guest has sent, by the programs on a device whose process has ended.
+// countOn returns the egress packets counted by the programs on a device whose process has ended.
 func countOn(t *testing.T, device string, reason Reason) uint64 {
 	t.Helper()
 	all, err := CountersOn(device)
@@ -209,7 +208,7 @@ func countOn(t *testing.T, device string, reason Reason) uint64 {
 	return packets(all, Egress, reason)
 }
 
-// listenHost is a UDP socket on the host's side, with 4 or 6 addresses.
+// listenHost opens a UDP socket on the host's side, for IPv4 or IPv6.
 func listenHost(t *testing.T, network, address string) *net.UDPConn {
 	t.Helper()
 	a, err := net.ResolveUDPAddr(network, address)
@@ -351,7 +350,7 @@ rules:
 				if !sumsRight(got) {
 					t.Errorf("a checksum of %x is wrong", got)
 				}
-				// The model of a header differs in its identification.
+				// The expected IP header differs in its identification.
 				if !bytes.Equal(got[head:], want[head:]) || !bytes.Equal(got[:14], want[:14]) || !bytes.Contains(got[:head], peer.AsSlice()) {
 					t.Errorf("the guest got\n%x, want\n%x", got, want)
 				}
@@ -369,7 +368,7 @@ rules:
 					check(tap.receive(etherTypeOf(peer), proto), from(icmpError(unreachable[0], unreachable[1], f[14:head+8]), proto))
 				})
 			}
-			// Nobody else is told anything, and the answers are no flows.
+			// No other party gets an answer, and the answers open no flows.
 			if n := count(t, l, Ingress, ReasonRule); n != 0 {
 				t.Errorf("%d packets in by a rule", n)
 			}
@@ -377,8 +376,8 @@ rules:
 	}
 }
 
-// A guest that has slept, or whose policy was swapped, goes on with connections that have no flow any more. It is told
-// at once, and nobody else is told anything.
+// A guest that has slept, or whose policy was swapped, continues connections that have no flow any more. It gets a
+// reset at once, and no other party gets one.
 func TestAttack_connection_without_a_flow_waits_for_long(t *testing.T) {
 	for _, peer := range []netip.Addr{peer4, peer6} {
 		for _, x := range []struct {
@@ -413,7 +412,7 @@ func TestAttack_connection_without_a_flow_waits_for_long(t *testing.T) {
 					binary.LittleEndian.PutUint16(header[2:], uint16(head+20))
 					binary.LittleEndian.PutUint16(header[4:], x.segment)
 				}
-				// A reset of the guest's, and what others send, is answered to nobody.
+				// Neither a reset from the guest nor a packet from outside gets an answer.
 				tap.send(sent(peer, 6, tcp(4001, 443, rst|ack)))
 				tap.sendWith(header, frame)
 				got := tap.receive(etherTypeOf(peer), 6)
@@ -472,8 +471,8 @@ func TestLink_checksum_stored_elsewhere_is_denied(t *testing.T) {
 	if denied < 3 {
 		t.Errorf("only %d requests reached the programs", denied)
 	}
-	// The right one passes, and comes out right. What the guest puts into the
-	// field is the sum of the pseudo header.
+	// The right request passes, and its checksum comes out right. The guest puts the sum of the pseudo header into
+	// the field.
 	pseudo := append(append(wire.Guest4.AsSlice(), wire.Gateway4.AsSlice()...), 0, 17, 0, 13)
 	frame = clone(sent(wire.Gateway4, 17, udp(5000, 7, []byte("right")...)), func(f []byte) { be.PutUint16(f[40:], ^checksum(pseudo)) })
 	tap.sendWith(header(34, 6), frame)
@@ -483,7 +482,7 @@ func TestLink_checksum_stored_elsewhere_is_denied(t *testing.T) {
 	}
 }
 
-// What BPF_PROG_RUN cannot send.
+// Frames that BPF_PROG_RUN cannot send.
 func TestLink_frames_of_real_devices_that_must_not_pass(t *testing.T) {
 	ownNamespace(t)
 	tap := newTAP(t, "tap0")
@@ -600,7 +599,7 @@ rules:
 			_, err = b.ReadFrom(c)
 			done <- result{from: c.RemoteAddr(), data: b.Bytes(), err: err}
 		}()
-		// A dialer of the net package may use another thread for names; there are none.
+		// A dialer of the net package may resolve names on another thread; there are no names here.
 		c, err := net.DialTimeout("tcp", dial, waitMost)
 		if err != nil {
 			ln.Close()
@@ -626,7 +625,7 @@ rules:
 	exchange(guestNS, "["+wire.Gateway6.String()+"]:83", onHost6, own6)
 	exchange(hostNS, "["+own6.String()+"]:82", onGuest6, wire.Gateway6)
 
-	// What is rejected looks refused, and at once.
+	// A rejected port refuses at once.
 	enter(guestNS)
 	if c, err := net.DialTimeout("tcp4", "172.31.255.1:82", waitMost); !errors.Is(err, unix.ECONNREFUSED) {
 		t.Errorf("dialing a port that is rejected: %v, %v, want ECONNREFUSED; %s", c, err, counters(l))
@@ -676,11 +675,10 @@ func TestAttach_names_and_interfaces_that_are_not(t *testing.T) {
 
 const (
 	helperEnv = "DROWSE_NETPOLICY_HELPER"
-	beginEnv  = "DROWSE_NETPOLICY_BEGIN" // if set, helper says "begin" before it attaches
+	beginEnv  = "DROWSE_NETPOLICY_BEGIN" // if set, helper prints "begin" before it attaches
 )
 
-// helper is the process that makes a persistent TAP device with a policy, says so, and
-// waits to be killed.
+// helper runs as the process that makes a persistent TAP device with a policy, reports it, and waits to be killed.
 func helper() int {
 	fail := func(err error) int {
 		fmt.Fprintln(os.Stderr, err)
@@ -717,7 +715,7 @@ func TestLink_survives_the_death_of_its_process(t *testing.T) {
 	ownNamespace(t)
 	root := testRoot(t)
 	cfg := Config{Endpoint: "a1", Interface: "tap0", Root: root}
-	// It inherits this thread's namespace.
+	// The helper inherits this thread's namespace.
 	cmd := exec.Command("/proc/self/exe")
 	cmd.Env = append(os.Environ(), helperEnv+"="+root)
 	cmd.Stderr = os.Stderr

@@ -27,7 +27,7 @@ func TestMain(m *testing.M) {
 		fmt.Fprintln(os.Stderr, err)
 		code = 1
 	}
-	// What is opened once for the process: the kernel's BTF, epoll and its event.
+	// The process opens these once: the kernel's BTF, epoll and its event.
 	if after := openFiles(); code == 0 && after > before+6 {
 		fmt.Fprintf(os.Stderr, "%d files were open at the start, %d at the end\n", before, after)
 		code = 1

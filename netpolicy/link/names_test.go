@@ -11,8 +11,8 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/resolver"
 )
 
-// The guest asks for a name over its TAP device, and reaches the address that it gets,
-// which it did not reach before.
+// The guest looks up a name over its TAP device. It can then reach the returned address, which it could not reach
+// before.
 func TestLink_name_opens_the_address_that_the_guest_was_given(t *testing.T) {
 	ownNamespace(t)
 	tap := newTAP(t, "tap0")
@@ -77,7 +77,7 @@ dns: {upstreams: ["192.0.2.53:53"]}
 	if n := count(t, l, Egress, ReasonDefault); n != 3 {
 		t.Errorf("%d packets denied, want 3: %s", n, counters(l))
 	}
-	// The address stays over a swap of the policy that has the name as well.
+	// The address stays open over a swap to a policy that also has the name.
 	if err := l.Swap(compile(t, text)); err != nil {
 		t.Fatal(err)
 	}

@@ -62,7 +62,7 @@ func addRoute(t *testing.T, nl netlink.Link, to, gw string, table int) {
 	}
 }
 
-// neighbourhood is a network namespace of a host with public addresses, and what OnLink has to say of it.
+// neighbourhood makes a namespace of a host with public addresses, and returns what OnLink must find in it.
 func neighbourhood(t *testing.T) (want []string) {
 	t.Helper()
 	ownNamespace(t)
@@ -139,8 +139,8 @@ rules:
 dns: {}
 `
 
-// TestAttack_public_does_not_open_the_neighbours_of_the_host has a guest ask for what stands beside its host: a router,
-// a neighbour's management interface, another customer. They have public addresses, and the policy opens public ones.
+// TestAttack_public_does_not_open_the_neighbours_of_the_host has a guest try its host's neighbours: a router, a
+// management interface, another customer. They have public addresses, and the policy opens public ones.
 func TestAttack_public_does_not_open_the_neighbours_of_the_host(t *testing.T) {
 	neighbourhood(t)
 	env := Environment{}
@@ -169,7 +169,7 @@ func TestAttack_public_does_not_open_the_neighbours_of_the_host(t *testing.T) {
 		}
 		passed := ran.Verdict == Allow
 		m := refmodel.New(p, endpoint, env).Ask(refmodel.Question{Direction: Egress, Protocol: UDP, Peer: a, Port: 5000, Names: []string{"a.example"}})
-		// TCP, by what connects for a guest.
+		// TCP is judged by the proxy, which connects for a guest.
 		_, opens := s.Opens(netip.AddrPortFrom(a, 5000), []string{"a.example"}, "a.example")
 		if passed != (m.Verdict == Allow) || opens != passed || s.Public(a) != (m.Class == "public") {
 			t.Errorf("%s: the programs let it pass: %v, the proxy: %v, public: %v, the model: %+v", peer, passed, opens, s.Public(a), m)
@@ -187,7 +187,7 @@ func TestAttack_public_does_not_open_the_neighbours_of_the_host(t *testing.T) {
 			t.Errorf("%s is %s, and the verdict %s, want %s", peer, class, verdict, want)
 		}
 	}
-	// What a rule names is open.
+	// What a rule names explicitly is open.
 	for rule, peers := range map[string]map[string]Verdict{
 		"groups: [private]":                     {"203.0.113.9": Allow, "2a00:9::1": Allow, "10.0.0.1": Allow, "8.8.8.8": Deny},
 		"cidrs: [203.0.113.8/29]":               {"203.0.113.9": Allow, "203.0.113.16": Deny},

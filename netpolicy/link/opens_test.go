@@ -14,8 +14,8 @@ rules: [{direction: egress, verdict: allow, names: [api.example.com, "*.example.
 dns: {upstreams: ["192.0.2.53:53"]}
 `
 
-// What is connected to on an endpoint's behalf is judged as the model judges the endpoint's own connections, but for
-// the host and other endpoints, which are never.
+// Spec.Opens judges connections on an endpoint's behalf as the model judges the endpoint's own ones. But it never
+// opens the host or other endpoints.
 func TestSpec_opens_beyond_the_host_what_the_model_opens(t *testing.T) {
 	r := &random{Rand: rand.New(rand.NewPCG(*seedFlag, 77))}
 	opened, closed := 0, 0

@@ -10,7 +10,7 @@ import (
 	. "github.com/drowse-vm/drowse/netpolicy"
 )
 
-// Each name opens a port of the same address, and they expire one after the other.
+// Each name opens a port of the same address, and the names expire one after the other.
 func TestPin_names_of_an_address_end_one_by_one(t *testing.T) {
 	const names = 6 // more than there are slots
 	var text strings.Builder
@@ -46,7 +46,7 @@ func TestPin_names_of_an_address_end_one_by_one(t *testing.T) {
 			if r.Verdict == Allow && !alive {
 				t.Errorf("%d ns: name %d still opens its port", int64(now-start), i)
 			}
-			// Beyond four times, the first to expire expire early.
+			// Of more than four different times, the earliest expire early.
 			if r.Verdict != Allow && alive && i >= names-4 {
 				t.Errorf("%d ns: name %d does not open its port: %s", int64(now-start), i, r.Reason)
 			}
@@ -65,7 +65,7 @@ func TestPin_names_of_an_address_end_one_by_one(t *testing.T) {
 			}
 		}
 		if round == 0 {
-			// The same again after a swap. What was used of the limits is of a later time.
+			// The same again after a swap. The use of limits is of a later time, so drop it.
 			if err := e.ForgetUsage(); err != nil {
 				t.Fatal(err)
 			}
@@ -93,8 +93,8 @@ func TestPin_more_than_there_is_room_for_gives_an_error(t *testing.T) {
 	}
 }
 
-// A guest asks for ever new names of one address, as a content network has them: it gets answers, whether the old ones
-// have expired or not.
+// A guest looks up ever new names of one address, as a content delivery network has them. It gets answers, whether
+// or not the old names have expired.
 func TestAttack_many_names_of_one_address_end_its_resolving(t *testing.T) {
 	for _, what := range []string{"names that have expired", "names that live"} {
 		t.Run(what, func(t *testing.T) {
@@ -144,8 +144,8 @@ func TestAttack_many_names_of_one_address_end_its_resolving(t *testing.T) {
 	}
 }
 
-// The host gets an address, or somebody sets the policy that there is, and it is put into force again: a connection
-// whose name has been looked up long ago goes on, as long as the policy has the name that it was opened for.
+// The same policy is swapped in again, because the host gets an address or a caller sets it. A connection whose name
+// was looked up long ago continues, as long as the policy has the name that it was opened for.
 func TestAttack_swap_cuts_connections_whose_names_have_expired(t *testing.T) {
 	const rule = "- {direction: egress, verdict: allow, names: [%s], protocols: [tcp, udp], ports: [443, 5000], tls: [%s]}\n"
 	one := "dns: {}\nrules:\n" + fmt.Sprintf(rule, "a.example.com", "none")
@@ -197,14 +197,13 @@ func TestAttack_swap_cuts_connections_whose_names_have_expired(t *testing.T) {
 				run(Egress, sent(peer4, 6, tcp(4000, 443, ack)), x.passes)
 				run(Ingress, got(peer4, 6, tcp(443, 4000, ack)), x.passes)
 			}
-			// A new one needs the name to be looked up again.
+			// A new connection needs a new lookup of the name.
 			run(Egress, sent(peer4, 6, tcp(4001, 443, syn)), x.also != "")
 		})
 	}
 }
 
-// A guest looks up names without end. What is remembered of them for flows has a bound, and flows that are open keep
-// theirs.
+// A guest looks up names without end. The engine bounds how many it remembers for flows, and open flows keep theirs.
 func TestPin_names_without_end_leave_those_of_flows(t *testing.T) {
 	e := newEngine(t, DefaultFlows)
 	text := "dns: {}\nrules: [{direction: egress, verdict: allow, names: ['*.example.com'], protocols: [udp], ports: [9]}]"

@@ -13,7 +13,7 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/refmodel"
 )
 
-// lists are the ways in which a list, or what contains it, can be left out.
+// lists are the ways to leave out a list, or a field that contains it.
 var lists = []string{"", "%s: null", "%s: ~", "%s:", "%s: []"}
 
 func TestPolicy_lists_left_out_never_allow(t *testing.T) {
@@ -66,7 +66,7 @@ func TestPolicy_lists_left_out_never_allow(t *testing.T) {
 					}
 				}
 				if field == "ports" {
-					// ICMP has none.
+					// ICMP has no ports.
 					lines = append(lines, "")
 					for i, l := range lines {
 						if strings.HasPrefix(l, "protocols") {
@@ -120,7 +120,7 @@ func TestPolicy_lists_left_out_never_allow(t *testing.T) {
 	})
 }
 
-// compiledAllows asks the programs what a model answers from the policy.
+// compiledAllows asks the programs what never asks the model, and returns what they allow.
 func compiledAllows(t *testing.T, p *Policy) (out []string) {
 	t.Helper()
 	s, err := Compile(p, endpoint, Environment{})
@@ -155,7 +155,7 @@ func compiledAllows(t *testing.T, p *Policy) (out []string) {
 	return out
 }
 
-// roundTrips are the policy after it was stored and read in several ways.
+// roundTrips returns the policy itself and after storing and reading it in several ways.
 func roundTrips(t *testing.T, p *Policy) []*Policy {
 	t.Helper()
 	forms := []*Policy{p}

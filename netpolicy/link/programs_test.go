@@ -19,7 +19,7 @@ import (
 	. "github.com/drowse-vm/drowse/netpolicy/link"
 )
 
-// attachOne attaches an endpoint to a device of its own, without raising it.
+// attachOne attaches an endpoint to a new device, and does not raise it.
 func attachOne(t *testing.T, root, name string) (*Link, Config) {
 	t.Helper()
 	newTAP(t, name)
@@ -31,7 +31,7 @@ func attachOne(t *testing.T, root, name string) (*Link, Config) {
 	return l, cfg
 }
 
-// programsOf is the directory of the programs that endpoints share, of which there is one.
+// programsOf returns the directory of the shared programs. There must be exactly one.
 func programsOf(t *testing.T, root string) string {
 	t.Helper()
 	dirs, err := filepath.Glob(filepath.Join(root, "_programs-*"))
@@ -74,7 +74,7 @@ func TestAttach_second_endpoint_shares_the_programs_and_nothing_else(t *testing.
 	if len(slots) != 2 {
 		t.Errorf("slots %v, want two", slots)
 	}
-	// A swap of one is none of the other's.
+	// A swap of one does not affect the other.
 	if err := a.Up(endpoint); err != nil {
 		t.Fatal(err)
 	}
@@ -86,14 +86,14 @@ func TestAttach_second_endpoint_shares_the_programs_and_nothing_else(t *testing.
 			t.Error(err)
 		}
 	}
-	// The programs stay for the next one, without slots.
+	// The programs stay for the next endpoint, without slots.
 	left, err := filepath.Glob(filepath.Join(programsOf(t, root), "slot-*"))
 	if err != nil || len(left) > 0 {
 		t.Errorf("slots left: %v, %v", left, err)
 	}
 }
 
-// The pins of the shared programs are only where new endpoints find them.
+// The shared programs' pins serve only new endpoints.
 func TestLink_without_the_shared_pins_judges_as_before(t *testing.T) {
 	ownNamespace(t)
 	tap := newTAP(t, "tap0")
@@ -133,7 +133,7 @@ func TestLink_without_the_shared_pins_judges_as_before(t *testing.T) {
 	}
 }
 
-// The kernel empties the map of calls when neither a process nor a pin has it.
+// The kernel empties the map of calls when no process and no pin holds it.
 func TestLink_without_any_pin_and_process_denies(t *testing.T) {
 	ownNamespace(t)
 	root := testRoot(t)
@@ -165,8 +165,8 @@ func TestLink_without_any_pin_and_process_denies(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	// The kernel hands a frame to the socket before the write of it returns; but it empties
-	// the map some time later, and until then the policy decides.
+	// The kernel hands a frame to the socket before the write of the frame returns. But it empties the map some time
+	// later, and until then the policy decides.
 	for end := time.Now().Add(time.Minute); ; {
 		send()
 		if !waiting(t, c) {
@@ -187,7 +187,7 @@ func TestLink_without_any_pin_and_process_denies(t *testing.T) {
 	}
 }
 
-// waiting takes a datagram if there is one.
+// waiting takes a datagram and reports whether there was one.
 func waiting(t *testing.T, c *net.UDPConn) bool {
 	t.Helper()
 	raw, err := c.SyscallConn()
@@ -214,7 +214,7 @@ func TestAttach_slot_of_a_dead_endpoint_is_taken_and_not_mixed_up(t *testing.T) 
 		t.Fatal(err)
 	}
 	n := strings.Split(slot, "/")[1]
-	// Its directory is gone, but nobody has given the slot back.
+	// The endpoint's directory is gone, but its slot was not given back.
 	if err := a.Close(); err != nil {
 		t.Fatal(err)
 	}
@@ -233,7 +233,7 @@ func TestAttach_slot_of_a_dead_endpoint_is_taken_and_not_mixed_up(t *testing.T) 
 	if at != slotNumber {
 		t.Errorf("slot %d, want %d", at, slotNumber)
 	}
-	// The next one who begins there gets another.
+	// The next endpoint that begins there gets another slot.
 	other, err := TakeSlot(root, "c1", slotNumber)
 	if err != nil || other == slotNumber {
 		t.Errorf("slot %d was given twice: %v", other, err)
@@ -248,7 +248,7 @@ func TestAttach_slot_of_a_dead_endpoint_is_taken_and_not_mixed_up(t *testing.T) 
 	}
 }
 
-// A table in the wrong slot is nobody's.
+// A table in the wrong slot counts for no endpoint.
 func TestPrograms_table_of_another_claim_denies(t *testing.T) {
 	e := newEngine(t, DefaultFlows)
 	if err := e.Install(compile(t, `default: {egress: allow}`)); err != nil {
@@ -284,7 +284,7 @@ func TestAttach_incomplete_programs_are_loaded_again(t *testing.T) {
 	if err := b.Remove(); err != nil {
 		t.Fatal(err)
 	}
-	// Those of a version that nobody uses are removed, those in use are not.
+	// Sweep removes the programs of an unused version, but not those in use.
 	old := filepath.Join(root, "_programs-old")
 	if err := os.Mkdir(old, 0o700); err != nil {
 		t.Fatal(err)
@@ -306,7 +306,7 @@ func TestAttach_incomplete_programs_are_loaded_again(t *testing.T) {
 	if err := c.Remove(); err != nil {
 		t.Fatal(err)
 	}
-	// Those of this version wait for the next endpoint, but for who wants all to go.
+	// SweepOld keeps this version's programs for the next endpoint. Sweep removes them too.
 	if err := os.Mkdir(old, 0o700); err != nil {
 		t.Fatal(err)
 	}
@@ -330,7 +330,7 @@ func TestAttach_incomplete_programs_are_loaded_again(t *testing.T) {
 func TestPreload_endpoint_that_comes_next_finds_the_programs(t *testing.T) {
 	ownNamespace(t)
 	root := testRoot(t)
-	for range 2 { // and a second time it changes nothing
+	for range 2 { // the second call changes nothing
 		if err := Preload(root); err != nil {
 			t.Fatal(err)
 		}
@@ -345,7 +345,7 @@ func TestPreload_endpoint_that_comes_next_finds_the_programs(t *testing.T) {
 	}
 }
 
-// programsOf2 is programsOf beside another version's.
+// programsOf2 is programsOf if another version's programs are there as well.
 func programsOf2(t *testing.T, root string) string {
 	t.Helper()
 	dirs, err := filepath.Glob(filepath.Join(root, "_programs-*", "ready"))
@@ -411,8 +411,8 @@ func TestLoadShared_by_many_at_the_same_moment_gives_all_the_same(t *testing.T) 
 	}
 }
 
-// What a process that has died between two pins has left, or what somebody has put in
-// the place of a pin, is not used.
+// LoadShared does not use the pins of a process that died between two of them, or an object that another process put
+// in the place of a pin.
 func TestLoadShared_pin_that_is_missing_or_wrong_gives_new_programs(t *testing.T) {
 	root := testRoot(t)
 	if err := os.MkdirAll(root, 0o700); err != nil {
@@ -495,7 +495,7 @@ func TestAttach_over_what_a_dead_process_has_not_finished(t *testing.T) {
 		if err := l.Close(); err != nil {
 			t.Fatal(err)
 		}
-		// The process that is to come finds the device down, as a new one is.
+		// The next process finds the device down, as a new device is.
 		nl, err := netlink.LinkByName("tap0")
 		if err != nil {
 			t.Fatal(err)
@@ -517,8 +517,8 @@ func TestAttach_over_what_a_dead_process_has_not_finished(t *testing.T) {
 	}
 }
 
-// At whatever moment a process is killed that attaches an endpoint, its device is down, or
-// behind the whole policy.
+// A process may be killed at any moment of attaching an endpoint. Its device is then down, or behind the whole
+// policy.
 func TestAttach_killed_at_any_moment_leaves_no_open_device(t *testing.T) {
 	ownNamespace(t)
 	root := testRoot(t)
@@ -533,7 +533,7 @@ func TestAttach_killed_at_any_moment_leaves_no_open_device(t *testing.T) {
 	if err := os.MkdirAll(root, 0o700); err != nil {
 		t.Fatal(err)
 	}
-	if _, _, err := LoadShared(root); err != nil { // which takes long by itself
+	if _, _, err := LoadShared(root); err != nil { // slow by itself
 		t.Fatal(err)
 	}
 	for n := range 24 {
@@ -550,7 +550,7 @@ func TestAttach_killed_at_any_moment_leaves_no_open_device(t *testing.T) {
 			cmd.Process.Kill()
 			t.Fatalf("helper: %v, %v", err, cmd.Wait())
 		}
-		time.Sleep(time.Duration(n) * time.Millisecond) // which moment does not matter
+		time.Sleep(time.Duration(n) * time.Millisecond) // the exact moment does not matter
 		cmd.Process.Kill()
 		cmd.Wait()
 		tap := newTAP(t, "tap0")
@@ -586,9 +586,9 @@ func TestAttach_killed_at_any_moment_leaves_no_open_device(t *testing.T) {
 	t.Log(states)
 }
 
-// Somebody removes the pins of an endpoint that lives, and another gets its slot.
+// Another process removes the pins of a live endpoint, and another endpoint gets its slot.
 func TestLink_swap_after_its_slot_was_given_away_gives_an_error(t *testing.T) {
-	for swaps := range 3 { // so that either of its tables is in force, and the other one is there or not
+	for swaps := range 3 { // so that each table is in force once, and the other one exists or not
 		t.Run(fmt.Sprintf("%d swaps before", swaps), func(t *testing.T) { swapAfterItsSlotWasGivenAway(t, swaps) })
 	}
 }
@@ -642,7 +642,7 @@ func swapAfterItsSlotWasGivenAway(t *testing.T, swaps int) {
 	if err := l.Remove(); err != nil {
 		t.Error(err)
 	}
-	// What is the other's has stayed.
+	// The other endpoint's objects have stayed.
 	if used, err := SlotsUsed(root); err != nil || !used {
 		t.Errorf("the slot's new endpoint has lost it: %v", err)
 	}
@@ -666,7 +666,7 @@ func TestAttach_leaves_programs_of_another_version_to_those_who_use_them(t *test
 	if err := os.Symlink("o1", filepath.Join(old, "slot-5")); err != nil {
 		t.Fatal(err)
 	}
-	// One whose first endpoint is about to come.
+	// A version whose first endpoint is about to come.
 	lock, err := os.Open(filepath.Join(root, "_programs-locked"))
 	if err != nil {
 		t.Fatal(err)
@@ -699,7 +699,7 @@ func TestAttach_leaves_programs_of_another_version_to_those_who_use_them(t *test
 	}
 }
 
-// A root of pins that somebody else has made could lead anywhere.
+// Another user's root of pins could lead anywhere.
 func TestSweepAndRemove_root_of_somebody_else_gives_an_error(t *testing.T) {
 	ownNamespace(t)
 	root := testRoot(t)
@@ -733,7 +733,7 @@ func TestSweepAndRemove_root_of_somebody_else_gives_an_error(t *testing.T) {
 			t.Errorf("%s: %v, want ErrRoot", what, err)
 		}
 	}
-	// Links in a root of one's own are followed no more than these.
+	// Sweep and Remove do not follow links in the caller's own root either.
 	if err := os.Chown(trap, os.Getuid(), os.Getgid()); err != nil {
 		t.Fatal(err)
 	}

@@ -26,7 +26,7 @@ func TestReserved_denies_everything_and_then_what_its_policy_denies(t *testing.T
 	tap := newTAP(t, "tap0")
 	allowed, denied := listenHost(t, "udp", "0.0.0.0:7"), listenHost(t, "udp", "0.0.0.0:8")
 	r := reserve(t, Config{Endpoint: "a1", Interface: "tap0", Root: root})
-	// Nobody raises it before it has a policy; what if somebody does?
+	// The runtime does not raise the device before it has a policy. This test does.
 	nl, err := netlink.LinkByName("tap0")
 	if err != nil {
 		t.Fatal(err)
@@ -86,7 +86,7 @@ func TestReserved_gets_the_table_of_flows_that_its_policy_asks_for(t *testing.T)
 	if err := m.NextKey(nil, &key); err != nil || m.MaxEntries() != 2048 {
 		t.Errorf("the table has room for %d flows, and the first is %x, %v", m.MaxEntries(), key, err)
 	}
-	// An answer passes by the flow that is in it.
+	// The flow in the table lets an answer pass.
 	if _, err := c.WriteToUDPAddrPort([]byte{2}, from); err != nil {
 		t.Fatal(err)
 	}
@@ -140,7 +140,7 @@ func TestReserved_that_was_tidied_away_fails_and_the_device_can_be_used(t *testi
 			if err := spoil(t, root); err != nil {
 				t.Fatal(err)
 			}
-			// Somebody else has come, and had the programs loaded anew.
+			// Another process has had the programs loaded anew.
 			if _, _, err := LoadShared(root); err != nil {
 				t.Fatal(err)
 			}
@@ -164,7 +164,7 @@ func TestReserved_that_was_tidied_away_fails_and_the_device_can_be_used(t *testi
 	}
 }
 
-// remove takes a Link away.
+// remove removes a Link.
 func remove(t *testing.T, l *Link) {
 	t.Helper()
 	if err := l.Remove(); err != nil {

@@ -15,8 +15,8 @@ import (
 	. "github.com/drowse-vm/drowse/netpolicy/link"
 )
 
-// While policies are swapped, a packet that both allow always passes, and one that only
-// a mixture of them would allow never does.
+// During swaps, a packet that both policies allow always passes. A packet that only a mixture of them would allow
+// never does.
 func TestInstall_under_load_judges_each_packet_by_one_policy(t *testing.T) {
 	e := newEngine(t, MaxFlows)
 	policy := func(peer, port string) *Spec {
@@ -81,7 +81,7 @@ limits: {egress: {packets: {per_second: 1000000000, burst: 1000000000000}, conne
 	t.Logf("%v", seen)
 }
 
-// judged counts the packets that a rule has allowed and denied.
+// judged returns how many packets rules have allowed and denied.
 func judged(t *testing.T, e *Engine) map[Verdict]uint64 {
 	t.Helper()
 	counters, err := e.Counters()
@@ -97,7 +97,7 @@ func judged(t *testing.T, e *Engine) map[Verdict]uint64 {
 	return n
 }
 
-// oppositePolicies are policies that allow and deny the same packet by a rule. It opens no flow.
+// oppositePolicies returns policies with a rule that denies or allows the same packet. The packet opens no flow.
 func oppositePolicies(t *testing.T) (specs [2]*Spec, want [2]Verdict, frame []byte) {
 	t.Helper()
 	for i, v := range []Verdict{Deny, Allow} {
@@ -108,8 +108,8 @@ limits: {egress: {packets: {per_second: 1000000000, burst: 1000000000000}, conne
 	return specs, want, sent(peer4, 6, tcp(4000, 443, syn))
 }
 
-// A packet that has found its table stays there for some time. When Install returns, none is left that will be judged
-// by the old one.
+// A packet that has found its table uses it for some time. When Install returns, the old table judges no packet any
+// more.
 func TestInstall_waits_for_packets_that_have_found_the_old_table(t *testing.T) {
 	e := newEngine(t, DefaultFlows)
 	specs, want, frame := oppositePolicies(t)
@@ -160,8 +160,8 @@ func TestInstall_waits_for_packets_that_have_found_the_old_table(t *testing.T) {
 	}
 }
 
-// Whoever sends a packet after Install has returned finds the new policy, and whoever sends all the time never finds an
-// older one again.
+// A packet sent after Install has returned meets the new policy. A sender that never stops does not meet an older
+// policy again.
 func TestInstall_first_packet_after_it_is_judged_by_the_new_policy(t *testing.T) {
 	e := newEngine(t, DefaultFlows)
 	specs, want, frame := oppositePolicies(t)
@@ -202,7 +202,7 @@ func TestInstall_first_packet_after_it_is_judged_by_the_new_policy(t *testing.T)
 	}
 }
 
-// Tables that are too small, or much too large, are replaced; others are used again.
+// Install replaces tables that are too small, or much too large, and reuses others.
 func TestInstall_policies_of_many_sizes(t *testing.T) {
 	e := newEngine(t, DefaultFlows)
 	frame := sent(netip.MustParseAddr("20.1.77.9"), 6, tcp(4000, 443, syn))
@@ -234,7 +234,7 @@ func TestInstall_policies_of_many_sizes(t *testing.T) {
 	}
 }
 
-// The process ends in the midst of a swap. What it was about to put into force counts for nothing.
+// The process ends during a swap. Its unfinished table has no effect.
 func TestLink_whose_process_ended_in_a_swap_keeps_its_policy(t *testing.T) {
 	for swaps := range 3 {
 		t.Run(fmt.Sprintf("%d swaps before", swaps), func(t *testing.T) {

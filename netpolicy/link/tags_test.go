@@ -22,7 +22,7 @@ rules:
   - {direction: ingress, verdict: allow, agents: [web], protocols: [tcp, udp, icmp], ports: [81]}
 `
 
-// What the rules say of another endpoint depends on which one has the address now.
+// What the rules say of another endpoint depends on which endpoint has the address now.
 func TestPrograms_endpoints_that_come_and_go(t *testing.T) {
 	for _, other := range []netip.Addr{netip.MustParseAddr("10.200.3.8"), netip.MustParseAddr("fd77::3:8")} {
 		proto, request, unreachable, guest := byte(1), byte(8), byte(3), wire.Guest4
@@ -31,12 +31,11 @@ func TestPrograms_endpoints_that_come_and_go(t *testing.T) {
 		}
 		type step struct {
 			what  string
-			claim uint32 // of who has the address; 0 is nobody
+			claim uint32 // of the endpoint that has the address; 0 is none
 			tags  []string
-			out   bool // whether what opens a flow passes to port 80
-			in    bool // the same from the other to port 81
-			// Whether what belongs to a flow that was opened in the step before passes still: to the other, and from
-			// it.
+			out   bool // whether a packet that opens a flow passes to port 80
+			in    bool // whether one from the other endpoint passes to port 81
+			// Whether packets of a flow opened in the step before still pass: to the other endpoint, and from it.
 			old, oldIn bool
 		}
 		steps := []step{
@@ -120,8 +119,8 @@ func TestPrograms_endpoints_that_come_and_go(t *testing.T) {
 	}
 }
 
-// An open flow is not one of whoever gets the address, and a policy that is swapped in asks about the
-// one who has it.
+// An open flow does not pass to the next endpoint with the address. A policy that is swapped in judges the endpoint
+// that has it now.
 func TestPrograms_flow_with_an_endpoint_after_a_swap(t *testing.T) {
 	other := netip.MustParseAddr("10.200.3.8")
 	for _, tt := range []struct {
@@ -188,7 +187,7 @@ func TestCheckTags(t *testing.T) {
 	}
 }
 
-// know says who is known by which address to the programs of a directory.
+// know returns the endpoint addresses that the programs in a directory know.
 func know(t *testing.T, programs string) (known []string) {
 	t.Helper()
 	m, err := ebpf.LoadPinnedMap(filepath.Join(programs, "agents"), nil)
@@ -225,7 +224,7 @@ func TestAttach_endpoints_are_known_until_they_are_removed(t *testing.T) {
 		}
 		return l, cfg
 	}
-	// Programs of another version know who had the address before.
+	// Programs of another version know the address's earlier endpoint.
 	old := filepath.Join(root, "_programs-old")
 	if err := os.MkdirAll(old, 0o700); err != nil {
 		t.Fatal(err)
@@ -245,7 +244,7 @@ func TestAttach_endpoints_are_known_until_they_are_removed(t *testing.T) {
 	if err := errors.Join(m.Pin(filepath.Join(old, "agents")), m.Close()); err != nil {
 		t.Fatal(err)
 	}
-	// It is in use, so that the first endpoint does not sweep it away.
+	// An endpoint uses them, so that the first Attach does not sweep them away.
 	if err := os.Mkdir(filepath.Join(root, "o1"), 0o700); err != nil {
 		t.Fatal(err)
 	}
@@ -262,7 +261,7 @@ func TestAttach_endpoints_are_known_until_they_are_removed(t *testing.T) {
 	if got := know(t, old); !slices.Equal(got, []string{stays.String()}) {
 		t.Errorf("programs of another version know %v, want only %v", got, stays)
 	}
-	// Its process ends, another endpoint gets its addresses, and then what it has left is removed.
+	// Its process ends, another endpoint gets its addresses, and only then are its remains removed.
 	if err := first.Close(); err != nil {
 		t.Fatal(err)
 	}
@@ -284,7 +283,7 @@ func TestAttach_endpoints_are_known_until_they_are_removed(t *testing.T) {
 	}
 }
 
-// onlyOther is the mark of the programs that are complete.
+// onlyOther returns the ready mark of the only complete programs.
 func onlyOther(t *testing.T, root, old string) string {
 	t.Helper()
 	marks, err := filepath.Glob(filepath.Join(root, "_programs-*", "ready"))
@@ -294,7 +293,7 @@ func onlyOther(t *testing.T, root, old string) string {
 	return marks[0]
 }
 
-// Endpoints of one host, by the host's way from one device to the other.
+// Endpoints of one host reach each other over the host's routing from one device to the other.
 func TestLink_endpoints_reach_each_other_by_their_tags(t *testing.T) {
 	ownNamespace(t)
 	if err := os.WriteFile("/proc/sys/net/ipv4/ip_forward", []byte("1\n"), 0o644); err != nil {
@@ -343,7 +342,7 @@ func TestLink_endpoints_reach_each_other_by_their_tags(t *testing.T) {
 	if f := a.receive(0x0800, 17); string(f[42:]) != "answer" || netip.AddrFrom4([4]byte(f[26:30])) != server {
 		t.Errorf("the answer is %x", f)
 	}
-	// Nobody else's: another gets the address, with another tag.
+	// The tag is not inherited: another endpoint gets the address, with another tag.
 	if err := lb.Remove(); err != nil {
 		t.Fatal(err)
 	}
@@ -354,7 +353,7 @@ func TestLink_endpoints_reach_each_other_by_their_tags(t *testing.T) {
 	if n := count(t, la, Egress, ReasonDefault); n != before+2 {
 		t.Errorf("%d denied, want %d: %s", n, before+2, counters(la))
 	}
-	// The other side asks as well: one without the tag that it wants.
+	// The other side checks too: a client without the tag that it wants.
 	if err := la.Remove(); err != nil {
 		t.Fatal(err)
 	}
@@ -371,8 +370,8 @@ func TestLink_endpoints_reach_each_other_by_their_tags(t *testing.T) {
 	}
 }
 
-// Tags change while others send. What they open passes, what they do not open any more is cut, and what another tag
-// opens goes on.
+// Tags change while others send. What the new tags open passes, what they no longer open is cut, and a flow that
+// another tag opens continues.
 func TestLink_tags_of_an_endpoint_change_while_it_is_there(t *testing.T) {
 	ownNamespace(t)
 	if err := os.WriteFile("/proc/sys/net/ipv4/ip_forward", []byte("1\n"), 0o644); err != nil {
@@ -436,7 +435,7 @@ func TestLink_tags_of_an_endpoint_change_while_it_is_there(t *testing.T) {
 	}
 	set(lb)
 	passes(5000, false)
-	// An answer of the flow that was cut does not pass either.
+	// Neither does an answer of the cut flow pass.
 	n := count(t, la, Ingress, ReasonDefault)
 	b.send(sent(client, 17, udp(5432, 5000, []byte("answer")...)))
 	if count(t, la, Ingress, ReasonDefault) != n+1 {
@@ -452,7 +451,7 @@ func TestLink_tags_of_an_endpoint_change_while_it_is_there(t *testing.T) {
 	}
 	passes(5001, true)
 
-	// Nobody can be told any more, and what was said stays.
+	// The programs' pins are gone: SetTags fails, and the old tags stay.
 	if err := os.RemoveAll(programsOf(t, root)); err != nil {
 		t.Fatal(err)
 	}
@@ -465,7 +464,7 @@ func TestLink_tags_of_an_endpoint_change_while_it_is_there(t *testing.T) {
 	}
 }
 
-// Who gets the address of one that is gone is not given its tags.
+// SetTags fails for an endpoint whose address has passed to another.
 func TestLink_tags_of_one_whose_address_is_another_s_are_refused(t *testing.T) {
 	ownNamespace(t)
 	root := testRoot(t)

@@ -22,8 +22,8 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 )
 
-// rankSum says by how many standard deviations the ranks of two samples differ from those of samples of one
-// distribution (Mann and Whitney). What disturbs both alike, as a busy machine does, does not matter to it.
+// rankSum returns by how many standard deviations the ranks of two samples differ from those of samples of one
+// distribution (Mann and Whitney). A disturbance of both alike, as of a busy machine, does not affect it.
 func rankSum(a, b []float64) float64 {
 	type sample struct {
 		v float64
@@ -36,7 +36,7 @@ func rankSum(a, b []float64) float64 {
 	for _, v := range b {
 		all = append(all, sample{v, false})
 	}
-	rand.Shuffle(len(all), func(i, j int) { all[i], all[j] = all[j], all[i] }) // equal ones get ranks by chance
+	rand.Shuffle(len(all), func(i, j int) { all[i], all[j] = all[j], all[i] }) // equal values get ranks by chance
 	slices.SortStableFunc(all, func(x, y sample) int {
 		switch {
 		case x.v < y.v:
@@ -56,10 +56,10 @@ func rankSum(a, b []float64) float64 {
 	return (sum - na*(na+nb+1)/2) / math.Sqrt(na*nb*(na+nb+1)/12)
 }
 
-// records is a connection that notes the records of TLS that come by it (RFC 8446, 5.1).
+// records is a connection that notes the TLS records that it reads (RFC 8446, 5.1).
 type records struct {
 	net.Conn
-	left    int    // of the record that is read
+	left    int    // bytes left of the current record
 	head    []byte // of the next one
 	lengths []int
 }
@@ -81,8 +81,8 @@ func (r *records) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// seen is what the records so far tell. crypto/tls makes them smaller at the beginning of a connection and after
-// pauses, so that of more than 1 KiB the sum of what is in them (17 bytes less, RFC 8446, 5.2) is what can be compared.
+// seen describes the records so far. crypto/tls makes them smaller at the start of a connection and after pauses. So
+// of more than 1 KiB it gives only the sum of their contents (17 bytes less each, RFC 8446, 5.2).
 func (r *records) seen() string {
 	sum := 0
 	for _, n := range r.lengths {
@@ -94,11 +94,11 @@ func (r *records) seen() string {
 	return fmt.Sprint(r.lengths)
 }
 
-// spy is a guest and a server that work together to find out a secret that the server never says it knows.
+// spy is a guest and a server that together try to find out a secret that the server does not know.
 type spy struct {
 	w *world
-	// script is what the server answers next: it sends each text as a record of its own, and waits for the guest before
-	// each that is empty.
+	// script is the server's next answer. The server sends each text as a record of its own. Before each empty text
+	// it waits for the guest.
 	script [][]byte
 	goOn   chan struct{}
 	conn   *records
@@ -148,7 +148,7 @@ func (s *spy) answer(c net.Conn) {
 	}
 }
 
-// connect makes the guest's connection anew.
+// connect makes a new connection of the guest.
 func (s *spy) connect() {
 	s.w.t.Helper()
 	c, head := s.w.tunnel("api.example.com:443")
@@ -166,8 +166,8 @@ func (s *spy) connect() {
 	s.in = bufio.NewReader(s.client)
 }
 
-// ask makes one request. The guest tells the server to go on when the body has as many bytes as until says. seen is all
-// that it can observe but for time, and first and rest are how long it has waited for each part.
+// ask makes one request. The guest tells the server to continue when the body has until bytes. seen is all that the
+// guest can observe except time. first and rest are how long it waited for each part.
 func (s *spy) ask(until int) (seen string, first, rest time.Duration) {
 	s.w.t.Helper()
 	if s.client == nil {
@@ -190,7 +190,7 @@ func (s *spy) ask(until int) (seen string, first, rest time.Duration) {
 		s.w.t.Fatal(err)
 	}
 	first = time.Since(begin)
-	early := "" // nobody has waited
+	early := "" // empty if the server did not wait
 	begin = time.Now()
 	if until > 0 {
 		early = s.conn.seen()
@@ -215,8 +215,8 @@ func (s *spy) ask(until int) (seen string, first, rest time.Duration) {
 
 func chunk(b []byte) []byte { return fmt.Appendf(nil, "%x\r\n%s\r\n", len(b), b) }
 
-// TestAttack_beginnings_of_a_secret_that_a_server_says_are_not_told_from_others is a guest that has a server say
-// guesses of its key, a byte more each time. It must not be able to tell for which of some keys a guess is right.
+// TestAttack_beginnings_of_a_secret_that_a_server_says_are_not_told_from_others has a server send the guest guesses
+// of its key, each a byte longer. The guest must not find out for which of some keys a guess is right.
 func TestAttack_beginnings_of_a_secret_that_a_server_says_are_not_told_from_others(t *testing.T) {
 	const head = "HTTP/1.1 200 OK\r\nX-Guess: %s\r\n"
 	line, page := []byte("a line\n"), append(bytes.Repeat([]byte("a page "), 1200), '\n')
@@ -229,12 +229,12 @@ func TestAttack_beginnings_of_a_secret_that_a_server_says_are_not_told_from_othe
 	}
 	var wait []byte
 	last := []byte("0\r\n\r\n")
-	// Each has the server say a guess, and perhaps stop then; until is how much of the body comes in any case.
+	// In each way the server sends a guess and may pause. until is how much of the body comes before the pause.
 	ways := []struct {
 		name   string
 		script func(guess []byte) [][]byte
 		until  int
-		less   int // how many times less often
+		less   int // how many times less often it runs
 	}{
 		{"sized", func(g []byte) [][]byte {
 			return [][]byte{fmt.Appendf(nil, head+"Content-Length: %d\r\n\r\n", g, len(line)+len(g)+1), slices.Concat(line, g), []byte("\n")}
@@ -326,8 +326,8 @@ func TestAttack_beginnings_of_a_secret_that_a_server_says_are_not_told_from_othe
 	}
 }
 
-// A guest that sends requests on one connection, to a server that closes its own after each, has the host open as many
-// connections as there are requests: the programs count only those of the guest.
+// A guest sends requests on one connection to a server that closes its own connection after each. The host opens one
+// connection for each request, and the programs count only the guest's.
 func TestAttack_requests_on_one_connection_open_connections_of_the_host_without_end(t *testing.T) {
 	t.Parallel()
 	s := New(Config{})

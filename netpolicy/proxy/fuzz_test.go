@@ -18,27 +18,27 @@ import (
 	"time"
 )
 
-// backend is all servers that the proxy of a fuzz target can connect to. They answer without TLS, also where the proxy
+// backend is all servers that the proxy of a fuzz target can reach. They answer without TLS, even where the proxy
 // would speak it.
 type backend struct {
 	w *world
-	// answer is what each connection answers its first request with, before it is closed; nil is a right answer to
-	// each.
+	// answer is what each connection answers its first request with, before it closes. nil means a right answer to
+	// each request.
 	answer []byte
 
-	// The listeners of servers and of tunnels are made once: a port that somebody listened at is not free for a client
-	// until its last connection has been closed for a minute, and a minute of inputs would use up all of them.
+	// The listeners of servers and tunnels are made once. A port that had a listener is not free for a client until
+	// a minute after its last connection, and a minute of inputs would use up all ports.
 	servers, tunnels net.Listener
 
 	mu    sync.Mutex        // guards what follows, and answer
 	peers map[string]string // by the address of the proxy's end of a connection
-	got   map[string][]byte // by the peer, all that its connections have brought
-	// open are the connections that are served now, and idle is told when there are none.
+	got   map[string][]byte // by the peer, all bytes of its connections
+	// open counts the connections served now. idle wakes when there are none.
 	open int
 	idle *sync.Cond
 }
 
-// newBackend is a proxy with them.
+// newBackend returns a proxy with these servers.
 func newBackend(f *testing.F) *backend {
 	w := newWorld(f, func(c *Config) {
 		c.HeaderTimeout, c.SecretTimeout = 200*time.Millisecond, 10*time.Millisecond
@@ -52,7 +52,7 @@ func newBackend(f *testing.F) *backend {
 		}
 		return w.srv.reach(ctx, t, true)
 	}
-	w.srv.transport.DisableKeepAlives = true // so that an input ends with what it has opened
+	w.srv.transport.DisableKeepAlives = true // so that an input's connections end with it
 	w.srv.cfg.Dial = func(ctx context.Context, peer netip.AddrPort) (*net.TCPConn, error) {
 		b.mu.Lock()
 		defer b.mu.Unlock()
@@ -89,7 +89,7 @@ func newBackend(f *testing.F) *backend {
 	return b
 }
 
-// accepted serves a connection, unless the proxy has given it up while it was made.
+// accepted serves a connection, unless the proxy gave it up while it was being made.
 func (b *backend) accepted(c net.Conn) {
 	b.mu.Lock()
 	from := c.RemoteAddr().String()
@@ -108,7 +108,7 @@ func (b *backend) accepted(c net.Conn) {
 	}
 }
 
-// serve answers one connection. It notes what has come until an answer was sent, or the connection has ended.
+// serve answers one connection. It notes what came before each answer, or before the connection's end.
 func (b *backend) serve(c net.Conn, peer string) {
 	defer c.Close()
 	_ = c.SetDeadline(time.Now().Add(10 * time.Second))
@@ -139,8 +139,8 @@ func (b *backend) serve(c net.Conn, peer string) {
 	}
 }
 
-// run gives the proxy what a guest sends, in a tunnel that ends there or as it comes, and returns what the guest gets
-// and what peers have got.
+// run gives the proxy the bytes of a guest, inside a tunnel that ends at the proxy or directly. It returns what the
+// guest gets and what the peers got.
 func (b *backend) run(t *testing.T, data []byte, inner bool) (answer []byte, got map[string][]byte) {
 	t.Helper()
 	w := b.w
@@ -191,8 +191,8 @@ func (b *backend) run(t *testing.T, data []byte, inner bool) (answer []byte, got
 	return answer, got
 }
 
-// FuzzRequest is what a guest sends to its proxy. What comes out at the other side is requests that were judged, each
-// to the host that it names, with the secret where it belongs and nowhere else.
+// FuzzRequest is what a guest sends to its proxy. The servers get only judged requests, each to the host that it
+// names, with the secret in its place and nowhere else.
 func FuzzRequest(f *testing.F) {
 	b := newBackend(f)
 	holder := b.w.placeholder("API_KEY")
@@ -230,13 +230,13 @@ func FuzzRequest(f *testing.F) {
 				t.Fatalf("%s was connected to", peer)
 			}
 			if len(all) == 0 {
-				continue // http.Transport goes on connecting for a request that was given up, which may be that of the last input
+				continue // http.Transport may still connect for a request that was given up, even of the last input
 			}
 			if inner && peer != apiAddr+":443" {
 				t.Fatalf("a tunnel to %s:443 leads to %s", apiAddr, peer)
 			}
 			if !inner && after.Tunnels > before.Tunnels {
-				continue // bytes of the guest's own
+				continue // the guest's own bytes
 			}
 			in := bufio.NewReader(bytes.NewReader(all))
 			for {
@@ -249,7 +249,7 @@ func FuzzRequest(f *testing.F) {
 				}
 				body, err := io.ReadAll(r.Body)
 				if err != nil {
-					break // of a request that has broken off
+					break // the request broke off
 				}
 				forwarded++
 				host := r.Host
@@ -290,8 +290,8 @@ func FuzzRequest(f *testing.F) {
 	})
 }
 
-// FuzzServerAnswer is what a server says to a request with a secret. The guest gets an answer of HTTP that ends, or a
-// connection that breaks off, and no secret.
+// FuzzServerAnswer is what a server answers to a request with a secret. The guest gets an HTTP answer that ends, or
+// a connection that breaks off, and no secret.
 func FuzzServerAnswer(f *testing.F) {
 	b := newBackend(f)
 	request := []byte("GET / HTTP/1.1\r\nHost: api.example.com\r\nAuthorization: Bearer " + b.w.placeholder("API_KEY") + "\r\nConnection: close\r\n\r\n")
@@ -323,14 +323,14 @@ func FuzzServerAnswer(f *testing.F) {
 			if len(got) > 0 && !errors.Is(err, io.ErrUnexpectedEOF) {
 				t.Fatalf("the guest gets %q: %v", got, err)
 			}
-			return // before anything of the answer was sent
+			return // broken off before any of the answer was sent
 		}
 		body, err := io.ReadAll(r.Body)
 		if bytes.Contains(body, []byte(apiKey)) {
 			t.Fatalf("the guest gets the secret: %q", got)
 		}
 		if err != nil {
-			return // what has broken off is seen to have
+			return // the guest sees that it broke off
 		}
 		if r.StatusCode < 200 || r.Header.Get("Upgrade") != "" || r.Trailer != nil {
 			t.Fatalf("the guest gets %q", got)

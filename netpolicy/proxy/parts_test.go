@@ -23,7 +23,7 @@ func TestParseTarget(t *testing.T) {
 	for _, c := range []struct {
 		in    string
 		deflt uint16
-		want  string // empty is an error
+		want  string // empty means an error
 	}{
 		{"example.com:443", 0, "example.com:443"},
 		{"Example.COM", 80, "example.com:80"},
@@ -66,7 +66,7 @@ func FuzzParseTarget(f *testing.F) {
 			}
 			return
 		}
-		// What was understood has one form, and is understood in the same way again.
+		// An accepted target has one form, and that form parses to the same target.
 		again, err := ParseTarget(got.String(), 0)
 		if err != nil || again != got {
 			t.Fatalf("%q is %v, and that is %v, %v", s, got, again, err)
@@ -80,7 +80,7 @@ func FuzzParseTarget(f *testing.F) {
 	})
 }
 
-// pieces are what a mask gives on for each piece of a text, and then the rest.
+// pieces returns what a mask passes on for each piece of a text, and then the rest.
 func pieces(secrets []string, chunks ...string) (given []string) {
 	m := newMask(secrets)
 	for _, c := range chunks {
@@ -147,10 +147,10 @@ func FuzzMask(f *testing.F) {
 			}
 		}
 		var chunks []string
-		for c := range slices.Chunk(text, int(step)+1+len(text)/256) { // not so many that it takes long
+		for c := range slices.Chunk(text, int(step)+1+len(text)/256) { // few chunks, so that it does not take long
 			chunks = append(chunks, string(c))
 		}
-		// What is given on, and when, is the same for both, but for asterisks where all of one is.
+		// The masks pass on the same bytes at the same times, except for asterisks in place of a whole secret.
 		a, b, both := pieces([]string{one}, chunks...), pieces([]string{two}, chunks...), pieces([]string{one, two}, chunks...)
 		hidden := func(secret string) []bool {
 			is := make([]bool, len(text))
@@ -194,8 +194,8 @@ func FuzzMask(f *testing.F) {
 	})
 }
 
-// A client gets a line that does not end, a while after it has come, and no part of a secret before all of it could
-// have come.
+// A client gets a line without an end after a while, and no part of a secret before all of the secret could have
+// come.
 func TestAnswerer_gives_on_what_is_held_back_when_nothing_comes(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		rec := httptest.NewRecorder()
@@ -217,7 +217,7 @@ func TestAnswerer_gives_on_what_is_held_back_when_nothing_comes(t *testing.T) {
 		got("one\n")
 		time.Sleep(HeldTimeout - 1)
 		got("one\n")
-		write(apiKey[10:20]) // and it waits anew
+		write(apiKey[10:20]) // and the wait starts again
 		time.Sleep(HeldTimeout - 1)
 		got("one\n")
 		write(apiKey[20:])
@@ -234,8 +234,8 @@ func TestAnswerer_gives_on_what_is_held_back_when_nothing_comes(t *testing.T) {
 	})
 }
 
-// TestAttack_time_of_a_search_does_not_tell_a_right_guess has a text of many beginnings of a secret, which a search
-// that compares bytes takes longer for.
+// TestAttack_time_of_a_search_does_not_tell_a_right_guess has a text of many beginnings of a secret. A search that
+// compares bytes takes longer for it.
 func TestAttack_time_of_a_search_does_not_tell_a_right_guess(t *testing.T) {
 	const secret = "sk-the-real-key-0123456789abcdef"
 	for _, k := range []int{1, 2, 8, 31} {
@@ -243,7 +243,7 @@ func TestAttack_time_of_a_search_does_not_tell_a_right_guess(t *testing.T) {
 		var times [2][]float64
 		for range 400 {
 			for _, which := range rand.Perm(2) {
-				// The wrong one differs in the first byte.
+				// The wrong secret differs in the first byte.
 				m := newMask([]string{[]string{secret, "x" + secret[1:]}[which]})
 				begin := time.Now()
 				m.take(text)
@@ -294,7 +294,7 @@ func TestIdentity_is_the_same_for_a_lineage_and_differs_between_them(t *testing.
 	if p, _ := a.Placeholder("OTHER"); p == holder(a) {
 		t.Error("two secrets have one placeholder")
 	}
-	// A certificate of the one made later is believed by who trusts the first, which is what a wake needs.
+	// A client that trusts the first identity accepts a certificate of the second. A wake needs this.
 	block, _ := pem.Decode(a.Root())
 	root, err := x509.ParseCertificate(block.Bytes)
 	if err != nil {

@@ -58,11 +58,11 @@ const (
 	webAddr   = "93.184.216.36"
 )
 
-// world is a proxy with servers that it may reach, or not.
+// world is a proxy with servers, some of which it may reach.
 type world struct {
 	t       testing.TB
 	srv     *Server
-	at      string // where it listens
+	at      string // the proxy's address
 	id      *Identity
 	dialled chan netip.AddrPort
 
@@ -71,13 +71,13 @@ type world struct {
 	pins    map[netip.Addr][]string
 	zone    map[string]string
 	lookups int
-	routes  map[string]string // peer -> where it is in truth
+	routes  map[string]string // peer -> its real address
 	values  map[string]string
 	changed chan struct{}
 	events  []Event
-	log     []string // requests that servers have got
+	log     []string // requests that the servers got
 
-	// ca is the authority of servers.
+	// ca is the servers' certificate authority.
 	ca    *x509.Certificate
 	caKey *ecdsa.PrivateKey
 }
@@ -208,7 +208,7 @@ func newWorld(t testing.TB, edit ...func(*Config)) *world {
 	return w
 }
 
-// setPolicy is what a swap does. The resolver may be nil, if its policy stays.
+// setPolicy swaps the policy. res may be nil if the resolver's policy stays.
 func (w *world) setPolicy(res *resolver.Resolver, text string) {
 	w.t.Helper()
 	p, err := netpolicy.Parse([]byte(text))
@@ -233,7 +233,7 @@ func (w *world) setPolicy(res *resolver.Resolver, text string) {
 	w.srv.SetPolicy(p)
 }
 
-// certificate is one of the servers' authority.
+// certificate returns a certificate signed by the servers' authority.
 func (w *world) certificate(names ...string) tls.Certificate {
 	w.t.Helper()
 	c := &x509.Certificate{SerialNumber: big.NewInt(2), DNSNames: names, NotAfter: time.Now().Add(time.Hour)}
@@ -244,7 +244,7 @@ func (w *world) certificate(names ...string) tls.Certificate {
 	return tls.Certificate{Certificate: [][]byte{der}, PrivateKey: w.caKey}
 }
 
-// serve is a server at a peer's address, with TLS if there are names for its certificate. Its handler may be nil.
+// serve makes a server at a peer's address, with TLS if names are given for its certificate. h may be nil.
 func (w *world) serve(peer string, h http.HandlerFunc, names ...string) *httptest.Server {
 	w.t.Helper()
 	s := httptest.NewUnstartedServer(http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) {
@@ -270,7 +270,7 @@ func (w *world) serve(peer string, h http.HandlerFunc, names ...string) *httptes
 	return s
 }
 
-// client is a program in the VM.
+// client returns an HTTP client as a program in the VM has it.
 func (w *world) client() *http.Client {
 	trust := x509.NewCertPool()
 	trust.AppendCertsFromPEM(w.id.Root())
@@ -291,7 +291,7 @@ func (w *world) placeholder(secret string) string {
 	return p
 }
 
-// get asks for a URL, with header fields "Name: value".
+// get requests a URL, with header fields "Name: value".
 func (w *world) get(c *http.Client, u string, fields ...string) (status int, body string, h http.Header) {
 	w.t.Helper()
 	r, err := http.NewRequestWithContext(w.t.Context(), http.MethodGet, u, nil)
@@ -314,7 +314,7 @@ func (w *world) get(c *http.Client, u string, fields ...string) (status int, bod
 	return resp.StatusCode, string(b), resp.Header
 }
 
-// raw sends bytes to the proxy and returns what comes until the proxy closes the connection.
+// raw sends bytes to the proxy and returns what the proxy answers until it closes the connection.
 func (w *world) raw(text string) string {
 	w.t.Helper()
 	c, err := net.Dial("tcp4", w.at)
@@ -373,7 +373,7 @@ func TestServer_puts_a_secret_where_its_placeholder_is_and_nowhere_else(t *testi
 	for _, x := range []struct {
 		name, url string
 		fields    []string
-		want      string // what the server has got
+		want      string // what the server got
 	}{
 		{"the rule's header", "https://api.example.com/v1?q=1", []string{"Authorization: Bearer " + holder}, "GET api.example.com /v1?q=1 auth=[\"Bearer " + apiKey + "\"]"},
 		{"another prefix", "https://api.example.com/b", []string{"Authorization: Token " + holder}, "/b auth=[\"Token " + holder + "\"]"},
@@ -419,7 +419,7 @@ func TestServer_reflected_secret_does_not_come_back(t *testing.T) {
 			rw.Header().Set("Content-Length", fmt.Sprint(len(auth)+2))
 		}
 		rw.WriteHeader(http.StatusFound)
-		for _, b := range []byte("<" + auth + ">") { // piece by piece
+		for _, b := range []byte("<" + auth + ">") { // byte by byte
 			_, _ = rw.Write([]byte{b})
 			if r.URL.Path == "/pieces" {
 				_ = http.NewResponseController(rw).Flush()
@@ -437,7 +437,7 @@ func TestServer_reflected_secret_does_not_come_back(t *testing.T) {
 			t.Errorf("%s: %v", path, h)
 		}
 	}
-	// A later answer may have it as well.
+	// A later answer may contain it too.
 	w.serve(apiAddr+":443", func(rw http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(rw, apiKey) }, "api.example.com")
 	w.srv.transport.CloseIdleConnections()
 	if _, body, _ := w.get(c, "https://api.example.com/"); strings.Contains(body, apiKey) || body != stars(len(apiKey)) {
@@ -478,7 +478,7 @@ func TestServer_error_that_has_the_secret_in_it_does_not_say_it(t *testing.T) {
 	}
 }
 
-// What THREAT_MODEL says is not prevented.
+// THREAT_MODEL says that this is not prevented.
 func TestServer_compressed_reflection_is_passed_on(t *testing.T) {
 	w := newWorld(t)
 	w.serve(apiAddr+":443", func(rw http.ResponseWriter, r *http.Request) {
@@ -583,7 +583,7 @@ func TestServer_refuses_what_the_policy_does_not_open(t *testing.T) {
 	} {
 		status, body, _ := w.get(c, x.url)
 		if status != x.status || !strings.Contains(body, "drowse proxy: ") && x.url != "http://user@other.example.com/" {
-			// With a user the client sends the name, and Authorization.
+			// With a user in the URL, the client sends the name and Authorization.
 			t.Errorf("%s: %d %q, want %d", name, status, body, x.status)
 		}
 		if x.status == 502 {
@@ -591,7 +591,7 @@ func TestServer_refuses_what_the_policy_does_not_open(t *testing.T) {
 		}
 		w.neverDialled(name)
 		if name == "TLS port without TLS" {
-			continue // it is a tunnel's
+			continue // this port is for tunnels
 		}
 		_, answer := w.tunnel(strings.TrimSuffix(strings.TrimPrefix(x.url, "http://"), "/") + map[bool]string{true: ":80"}[strings.Count(x.url, ":") == 1 || strings.HasSuffix(x.url, "]/")])
 		if answer == "" || strings.HasPrefix(answer, "2") {
@@ -621,7 +621,7 @@ func TestServer_private_address_that_a_rule_names_is_reached(t *testing.T) {
 	}
 }
 
-// Whatever a name server says the second time, what is connected to is what was judged.
+// Whatever a name server answers the second time, the proxy connects to the address that it judged.
 func TestServer_rebinding_is_judged_by_the_address(t *testing.T) {
 	w := newWorld(t)
 	w.serve(webAddr+":80", nil)
@@ -634,7 +634,7 @@ func TestServer_rebinding_is_judged_by_the_address(t *testing.T) {
 		}
 		w.neverDialled(zone)
 	}
-	// Of several, those that are allowed are tried; it is asked for once.
+	// The proxy tries the allowed ones of several addresses. It looks the name up once.
 	w.mu.Lock()
 	w.zone["web.example.com"] = "127.0.0.1 93.184.216.99 93.184.216.40 " + webAddr
 	w.lookups = 0
@@ -660,14 +660,14 @@ func TestServer_redirect_is_not_followed(t *testing.T) {
 		t.Errorf("%d %v", status, h)
 	}
 	<-w.dialled
-	c.CheckRedirect = nil // the client does, and is refused
+	c.CheckRedirect = nil // the client follows it, and is refused
 	if status, _, _ := w.get(c, "http://web.example.com/"); status != http.StatusForbidden {
 		t.Errorf("the redirect is answered with %d", status)
 	}
 	w.neverDialled("the redirect")
 }
 
-// handshake speaks TLS through a tunnel.
+// handshake starts TLS in a tunnel.
 func (w *world) handshake(c net.Conn, cfg *tls.Config) (*tls.Conn, error) {
 	if cfg.RootCAs == nil {
 		cfg.RootCAs = x509.NewCertPool()
@@ -690,7 +690,7 @@ func TestServer_tunnel_is_for_the_name_that_was_asked_for(t *testing.T) {
 		}
 		return c
 	}
-	// Through a blind tunnel: the name of the tunnel, and none else, though a rule has it.
+	// A blind tunnel takes only the tunnel's own name, even if a rule has the other one.
 	if _, err := w.handshake(open("blind.example.com:443"), &tls.Config{ServerName: "blind.example.com"}); err != nil {
 		t.Error(err)
 	}
@@ -706,14 +706,14 @@ func TestServer_tunnel_is_for_the_name_that_was_asked_for(t *testing.T) {
 	if b, err := io.ReadAll(c); len(b) > 0 || err == nil {
 		t.Errorf("what is no TLS is answered with %q, %v", b, err)
 	}
-	// Where the tunnel ends here it is the same.
+	// The same holds for a tunnel that ends at the proxy.
 	for _, name := range []string{"evil.example.com", "blind.example.com", "api2.example.com", ""} {
 		if _, err := w.handshake(open("api.example.com:443"), &tls.Config{ServerName: name, InsecureSkipVerify: true}); err == nil {
 			t.Errorf("a tunnel to api.example.com takes a hello for %q", name)
 		}
 	}
 	reasons := map[netpolicy.Reason]int{}
-	for len(w.told()) < 8 { // or the test does not end: a tunnel that is refused is cut, and then told of
+	for len(w.told()) < 8 { // or the test does not end: the proxy cuts a refused tunnel first, and then reports it
 		time.Sleep(time.Millisecond)
 	}
 	for _, e := range w.told() {
@@ -723,7 +723,7 @@ func TestServer_tunnel_is_for_the_name_that_was_asked_for(t *testing.T) {
 		t.Errorf("reasons: %v", reasons)
 	}
 
-	// In it, each request has to be for its host.
+	// In such a tunnel, each request must be for the tunnel's host.
 	s, err := w.handshake(open("API.example.com:443"), &tls.Config{ServerName: "api.example.com", NextProtos: []string{"h2", "http/1.1"}})
 	if err != nil {
 		t.Fatal(err)
@@ -791,7 +791,7 @@ func TestServer_tunnel_where_no_name_is_checked_carries_anything(t *testing.T) {
 		b, _ := io.ReadAll(c) // until the other half is closed
 		_, _ = c.Write(append([]byte("got "), b...))
 	}()
-	// The first bytes come with CONNECT, without waiting for its answer.
+	// The first bytes come with CONNECT, before its answer.
 	c, err := net.Dial("tcp4", w.at)
 	if err != nil {
 		t.Fatal(err)
@@ -805,7 +805,7 @@ func TestServer_tunnel_where_no_name_is_checked_carries_anything(t *testing.T) {
 	}
 }
 
-// Upstream there is one message, and what looks like another one is in its body, or is never read.
+// The server gets one message. What looks like another one is in its body, or is never read.
 func TestServer_smuggled_requests_do_not_get_out(t *testing.T) {
 	w := newWorld(t)
 	w.serve(webAddr+":80", nil)
@@ -839,7 +839,7 @@ func TestServer_smuggled_requests_do_not_get_out(t *testing.T) {
 	if got := w.got(); strings.Contains(got, "GET web.example.com") || strings.Contains(got, "evil.example.com ") {
 		t.Errorf("the server has got\n%s", got)
 	}
-	// Requests one after another are judged each by itself.
+	// The proxy judges each of several requests in a row.
 	answer := w.raw("GET http://web.example.com/first HTTP/1.1\r\nHost: a\r\n\r\nGET http://169.254.169.254/ HTTP/1.1\r\nHost: web.example.com\r\n\r\nGET http://web.example.com/third HTTP/1.1\r\nHost: a\r\n\r\n")
 	if !strings.HasPrefix(answer, "HTTP/1.1 200") || strings.Count(answer, "HTTP/1.1 ") != 2 || !strings.Contains(answer, "HTTP/1.1 403") {
 		t.Errorf("%q", answer)
@@ -873,7 +873,7 @@ func TestServer_fields_of_one_connection_are_not_passed_on(t *testing.T) {
 	}
 }
 
-// strange answers one connection at a peer's address with bytes.
+// strange answers each connection at a peer's address with these bytes.
 func (w *world) strange(peer, answer string) {
 	w.t.Helper()
 	ln, err := net.Listen("tcp4", "127.0.0.1:0")
@@ -922,7 +922,7 @@ func TestServer_strange_answers_are_errors(t *testing.T) {
 		w.srv.transport.CloseIdleConnections()
 		status, body, _ := w.get(w.client(), "http://web.example.com/")
 		if x.want == "broken" && status == 0 {
-			continue // before its head was sent
+			continue // broken off before its head was sent
 		}
 		if status != x.status || x.want != "502" && !strings.Contains(body, x.want) {
 			t.Errorf("%s: %d %q, want %d %q", name, status, body, x.status, x.want)
@@ -952,7 +952,7 @@ func TestServer_bounds_of_requests(t *testing.T) {
 		}
 	}
 	w.neverDialled("a request that is none")
-	// One that never comes to its end is let go; the test would wait for ever.
+	// A request that never ends is given up; else this test would not end.
 	for _, begin := range []string{"", "GET http://web.example.com/ HTTP/1.1\r\nX: ", "CONNECT api.example.com:443 HTTP/1.1\r\nHost: x\r\n\r\n"} {
 		c, err := net.Dial("tcp4", w.at)
 		if err != nil {
@@ -1013,7 +1013,7 @@ func TestServer_idle_connections_are_cut(t *testing.T) {
 	for w.srv.Stats().Cut == 0 { // or the test does not end
 		c, err := net.Dial("tcp4", w.at)
 		if errors.Is(err, unix.ECONNRESET) {
-			continue // it is cut before it is there
+			continue // it was cut before the dial returned
 		}
 		if err != nil {
 			t.Fatal(err)
@@ -1075,7 +1075,7 @@ func TestServer_new_policy_cuts_what_it_does_not_open(t *testing.T) {
 		}
 	}
 	before := strings.Count(w.got(), apiKey)
-	// Without the injection, the tunnel that ends here goes, though its host stays allowed.
+	// Without the injection, the proxy cuts the tunnel that ends here, though its host stays allowed.
 	without := strings.Replace(policyText, "{secret: API_KEY", "{secret: OTHER", 1)
 	without = strings.Replace(without, "hosts: [api.example.com]", "hosts: [api2.example.com]", 1)
 	w.setPolicy(nil, without)
@@ -1143,7 +1143,7 @@ func TestServer_events_are_bounded(t *testing.T) {
 	}
 }
 
-// A large body goes both ways as it comes, and is not kept.
+// A large body streams in both directions, and is not kept.
 func TestServer_streams(t *testing.T) {
 	w := newWorld(t)
 	const size = 8 << 20
@@ -1173,9 +1173,9 @@ func TestServer_streams(t *testing.T) {
 	}
 }
 
-// Requests of sizes on both sides of what net/http reads ahead, 256 KiB.
+// Requests smaller and larger than what net/http reads ahead, 256 KiB.
 func TestServer_request_that_is_answered_before_its_end_arrives_whole(t *testing.T) {
-	const first = 64 << 10 // more than clients keep back
+	const first = 64 << 10 // more than clients hold back
 	w := newWorld(t)
 	s := httptest.NewUnstartedServer(http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) {
 		c := http.NewResponseController(rw)
@@ -1225,7 +1225,7 @@ func (zeros) Read(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// Whatever the environment of the host says of proxies, they are not asked.
+// The proxy does not use the proxies that the host's environment names.
 func TestServer_does_not_use_the_hosts_own_proxy(t *testing.T) {
 	for _, name := range []string{"http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"} {
 		t.Setenv(name, "http://127.0.0.1:1")

@@ -12,7 +12,7 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 )
 
-// pinList notes what is pinned.
+// pinList records the pins.
 type pinList struct {
 	names []string
 	addrs []netip.Addr
@@ -33,8 +33,8 @@ func packed(f *testing.F, m *dns.Msg) []byte {
 	return b
 }
 
-// FuzzAnswer is a query of a guest's and what an upstream answers, as they come by wire. The guest gets public
-// addresses of names of rules, what it gets is pinned, and nothing else of it or of the upstream goes through.
+// FuzzAnswer is a guest's query and an upstream's answer, in wire format. The guest gets public addresses of names
+// in rules. The resolver pins them, and passes on nothing else of the query or of the answer.
 func FuzzAnswer(f *testing.F) {
 	for _, records := range [][]string{
 		{"example.com. 300 IN A 93.184.216.34", "example.com. 0 IN A 127.0.0.1", "example.com. 4294967295 IN A 10.200.0.9"},
@@ -116,14 +116,14 @@ func FuzzAnswer(f *testing.F) {
 				t.Fatalf("%v is pinned for %v", pins.addrs[i], pins.lives[i])
 			}
 		}
-		// As it goes out, over TCP and over UDP.
+		// As sent over TCP and over UDP.
 		for _, udp := range []bool{false, true} {
 			if udp {
 				a.Truncate(udpSize(before))
 			}
 			wire, err := a.Pack()
 			if err != nil {
-				// miekg/dns unpacks names that it does not pack; then nothing is sent.
+				// miekg/dns unpacks names that it does not pack. Nothing is sent then.
 				continue
 			}
 			if udp && len(wire) > maxUDP || len(wire) > dns.MaxMsgSize {

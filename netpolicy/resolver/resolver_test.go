@@ -39,7 +39,7 @@ func (p *pins) Pin(name string, a netip.Addr, ttl time.Duration) error {
 	return p.fail
 }
 
-// zone answers with records in the form of zone files.
+// zone answers with records in zone file format.
 type zone struct {
 	records []string
 	rcode   int
@@ -246,7 +246,7 @@ func TestAnswer_more_at_once_than_the_bound_gives_nothing(t *testing.T) {
 		t.Errorf("%d were dropped, want 3", n)
 	}
 	go func() {
-		for range asked { // each asks the second upstream as well
+		for range asked { // each also asks the second upstream
 		}
 	}()
 	close(more)
@@ -317,7 +317,7 @@ func TestLookup_gives_what_the_guest_would_get(t *testing.T) {
 			t.Errorf("%s: %v, %v, pinned %v; want %v, %v", what, text, err, pinned.all, c.want, c.err)
 		}
 	}
-	// It counts as the guest's own queries do.
+	// A lookup counts like the guest's own queries.
 	r, _ := newResolver(t, &zone{records: []string{"example.com. 60 IN A 93.184.216.34"}}, false)
 	failed := 0
 	for range 20 {
@@ -369,14 +369,14 @@ func TestServe_connection_beyond_the_bound_waits_until_another_ends(t *testing.T
 	select {
 	case <-asked:
 		t.Errorf("%d connections are served at once", maxConnections+1)
-	case <-time.After(50 * time.Millisecond): // on a host that is busy a bound that is missing may go unseen
+	case <-time.After(50 * time.Millisecond): // on a busy host a missing bound may go unnoticed
 	}
 	close(more)
 	for i, conn := range conns {
 		if a, err := conn.ReadMsg(); err != nil || a.Rcode != dns.RcodeSuccess {
 			t.Fatalf("connection %d: %v, %v", i, a, err)
 		}
-		conn.Close() // and the last one is served
+		conn.Close() // then the last one is served
 	}
 	cancel()
 	if err := <-done; err != nil {

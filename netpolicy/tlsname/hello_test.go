@@ -16,10 +16,10 @@ import (
 	"go.uber.org/goleak"
 )
 
-// Child is what this program does instead of tests, as a process of its own that a test kills.
+// Child is what this binary runs instead of tests, as a process that a test kills.
 var Child func() error
 
-// ChildEnv says so, and where the pins are.
+// ChildEnv makes the binary run Child, and is the directory of the pins.
 const ChildEnv = "DROWSE_TEST_TLSNAME_CHILD"
 
 func TestMain(m *testing.M) {
@@ -33,7 +33,7 @@ func TestMain(m *testing.M) {
 	goleak.VerifyTestMain(m)
 }
 
-// goHello is what crypto/tls sends first.
+// goHello returns the first message of crypto/tls.
 func goHello(t testing.TB, cfg *tls.Config) []byte {
 	t.Helper()
 	a, b := net.Pipe()
@@ -63,7 +63,7 @@ type ext struct {
 
 func u16(n int) []byte { return []byte{byte(n >> 8), byte(n)} }
 
-// sni is a server_name extension with entries of type 0.
+// sni returns a server_name extension with entries of type 0.
 func sni(names ...string) ext {
 	var list []byte
 	for _, n := range names {
@@ -72,7 +72,7 @@ func sni(names ...string) ext {
 	return ext{extServerName, append(u16(len(list)), list...)}
 }
 
-// message is a ClientHello with extensions; nil has none at all.
+// message returns a ClientHello with these extensions. nil leaves out even their list.
 func message(exts []ext) []byte {
 	m := append([]byte{3, 3}, bytes.Repeat([]byte{7}, 32)...)
 	m = append(m, 4, 1, 2, 3, 4)                // session id
@@ -88,7 +88,7 @@ func message(exts []ext) []byte {
 	return append([]byte{clientHello, byte(len(m) >> 16), byte(len(m) >> 8), byte(len(m))}, m...)
 }
 
-// records puts a message into records of so many bytes each.
+// records splits a message into records of at most this many bytes.
 func records(msg []byte, each int) (out []byte) {
 	for part := range slices.Chunk(msg, each) {
 		out = append(append(append(out, typeHandshake, 3, 1), u16(len(part))...), part...)
@@ -208,7 +208,7 @@ func TestHello_that_is_not_as_the_RFCs_have_it_is_refused(t *testing.T) {
 	}
 }
 
-// A server of crypto/tls gets the name that Hello has found, of all single damaged bytes.
+// For all single damaged bytes, a server of crypto/tls sees the name that Hello finds.
 func TestHello_damaged_has_the_name_that_a_server_sees_or_none(t *testing.T) {
 	good := goHello(t, &tls.Config{ServerName: "www.example.com", InsecureSkipVerify: true, CurvePreferences: []tls.CurveID{tls.X25519}})
 	passed := 0
@@ -231,7 +231,7 @@ func TestHello_damaged_has_the_name_that_a_server_sees_or_none(t *testing.T) {
 	}
 }
 
-// seenByServer is the name that crypto/tls takes from a hello, if it takes the hello.
+// seenByServer returns the name that crypto/tls takes from a hello, if it accepts the hello.
 func seenByServer(b []byte) (name string, ok bool) {
 	a, c := net.Pipe()
 	srv := tls.Server(a, &tls.Config{GetConfigForClient: func(h *tls.ClientHelloInfo) (*tls.Config, error) {
@@ -274,7 +274,7 @@ func TestAsksAgain(t *testing.T) {
 	}
 }
 
-// Whatever the bytes are: a part of a hello is never one, and records do not change what it says.
+// For any bytes: a part of a hello is not a hello, and its records do not change its name.
 func FuzzHello(f *testing.F) {
 	f.Add(helloFor(sni("example.com")))
 	f.Add(records(message([]ext{{0x0a0a, nil}, sni("a.example.com"), {0x0033, make([]byte, 40)}}), 7))

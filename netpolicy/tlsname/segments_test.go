@@ -11,11 +11,11 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/tlsname"
 )
 
-// stranger is a guest that makes its segments itself.
+// stranger is a guest that makes its own TCP segments.
 type stranger struct {
 	l        *lab
 	port     uint16
-	seq, ack uint32 // of the first byte of its stream, and of the other's
+	seq, ack uint32 // of the first byte of its stream, and of the peer's
 }
 
 const (
@@ -41,7 +41,7 @@ func sum(parts ...[]byte) uint16 {
 	return ^uint16(s)
 }
 
-// segment sends one; at is its place in the stream.
+// segment sends a segment. at is its place in the stream.
 func (s *stranger) segment(flags byte, at int, payload []byte, edit ...func(frame []byte)) {
 	s.l.t.Helper()
 	be, w := binary.BigEndian, netpolicy.TheWire
@@ -69,7 +69,7 @@ func (s *stranger) segment(flags byte, at int, payload []byte, edit ...func(fram
 	}
 }
 
-// connect shakes hands. The SYN carries data.
+// connect makes the TCP handshake. The SYN carries data.
 func (s *stranger) connect(data []byte) {
 	s.l.t.Helper()
 	s.segment(syn, -1, data)
@@ -104,7 +104,7 @@ func TestServer_segments_that_say_two_things(t *testing.T) {
 	good := clientHello(t, "good.example")
 	evil := bytes.Replace(good, []byte("good.example"), []byte("evil.example"), 1)
 	cut := bytes.Index(good, []byte("good.example"))
-	x, y := cut+2, cut+8 // the middle part has the letters in question, as the first has
+	x, y := cut+2, cut+8 // the middle part has the letters that differ, and so has the first
 	badSum := func(f []byte) { f[len(f)-1] ^= 1 }
 	port := uint16(5000)
 	for _, c := range []struct {
@@ -169,7 +169,7 @@ func TestServer_segments_that_say_two_things(t *testing.T) {
 		port++
 		s := &stranger{l: l, port: port, seq: 1000}
 		c.do(s)
-		// The end, for a peer that has got something. It may come before the rest has.
+		// The end, for a peer that got something. It may arrive before the rest.
 		s.segment(ack|fin, len(good), nil)
 		var peerGot []byte
 		for refused, end := false, time.Now().Add(waitMost); !refused && peerGot == nil; time.Sleep(time.Millisecond) {

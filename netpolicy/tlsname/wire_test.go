@@ -36,13 +36,13 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/tlsname"
 )
 
-// waitMost is how long a test waits for what comes at once on any machine that works.
+// waitMost bounds a test's wait for an event that is immediate on any working machine.
 const waitMost = 60 * time.Second
 
 var own = netpolicy.Identity{Address4: netip.MustParseAddr("10.200.3.7")}
 
-// lab is a host with an endpoint's TAP device, its policy and its server, between two namespaces: the
-// outside, and a guest, whose kernel is this one as well.
+// lab is a host with an endpoint's TAP device, its policy and its server. It stands between two namespaces: the
+// outside, and a guest that uses this kernel too.
 type lab struct {
 	t                    *testing.T
 	host, outside, guest netns.NsHandle
@@ -79,7 +79,7 @@ func must(t *testing.T, err error) {
 	}
 }
 
-// newLab has a guest with a kernel, or one that is frames of the test's.
+// newLab makes a lab whose guest has a kernel, or whose guest is frames that the test sends.
 func newLab(t *testing.T, kernel bool, helloTimeout time.Duration) *lab {
 	t.Helper()
 	l := newWires(t)
@@ -90,7 +90,7 @@ func newLab(t *testing.T, kernel bool, helloTimeout time.Duration) *lab {
 	return l
 }
 
-// newWires is a lab without its process and guest.
+// newWires makes a lab without its process and guest.
 func newWires(t *testing.T) *lab {
 	t.Helper()
 	if os.Getuid() != 0 {
@@ -130,7 +130,7 @@ func up(t *testing.T, name string, addrs ...string) {
 	must(t, netlink.LinkSetUp(nl))
 }
 
-// start does what the VM's process does.
+// start does the work of the VM's process.
 func (l *lab) start(helloTimeout time.Duration) {
 	t := l.t
 	t.Helper()
@@ -184,7 +184,7 @@ func (l *lab) start(helloTimeout time.Duration) {
 	t.Cleanup(l.stop)
 }
 
-// startGuest has a guest with a kernel.
+// startGuest adds a guest with a kernel.
 func (l *lab) startGuest() {
 	t := l.t
 	t.Helper()
@@ -217,7 +217,7 @@ func compile(policy string, port uint16) (*netpolicy.Spec, error) {
 	return netpolicy.Compile(p, own, netpolicy.Environment{Endpoints: []netip.Prefix{netip.MustParsePrefix("10.200.0.0/16")}, TLSPort: port})
 }
 
-// in does something in a namespace, on the test's own thread, which is the host's otherwise.
+// in runs do in a namespace, on the test's own thread, which is otherwise in the host's.
 func (l *lab) in(ns netns.NsHandle, do func()) {
 	l.t.Helper()
 	must(l.t, netns.Set(ns))
@@ -225,7 +225,7 @@ func (l *lab) in(ns netns.NsHandle, do func()) {
 	must(l.t, netns.Set(l.host))
 }
 
-// away does something in a namespace on another thread, from any goroutine.
+// away runs do in a namespace on another thread, from any goroutine.
 func (l *lab) away(ns netns.NsHandle, do func()) {
 	done := make(chan struct{})
 	go func() {
@@ -259,7 +259,7 @@ func openTAP(t *testing.T, name string) *os.File {
 	return f
 }
 
-// pump is the wire between two TAP devices.
+// pump connects two TAP devices.
 func pump(t *testing.T, a, b *os.File) {
 	var wg sync.WaitGroup
 	one := func(to, from *os.File) {
@@ -269,7 +269,7 @@ func pump(t *testing.T, a, b *os.File) {
 			if err != nil {
 				return
 			}
-			_, _ = to.Write(buf[:n]) // what a device that is down does not take is lost
+			_, _ = to.Write(buf[:n]) // a device that is down drops frames
 		}
 	}
 	wg.Go(func() { one(a, b) })
@@ -300,7 +300,7 @@ func (l *lab) dial(at netip.AddrPort, localPort int) (c *net.TCPConn, err error)
 	return c, err
 }
 
-// count is how many packets of the guest's had a fate.
+// count returns how many of the guest's packets got this verdict for this reason.
 func (l *lab) count(v netpolicy.Verdict, reason netpolicy.Reason) uint64 {
 	all, err := l.link.Counters()
 	if err != nil {
@@ -358,7 +358,7 @@ func (l *lab) serve(at netip.AddrPort, do func(*net.TCPConn)) *peer {
 	return p
 }
 
-// tlsConfig is that of a server, for any name.
+// tlsConfig returns the configuration of a server, for any name.
 func tlsConfig(t *testing.T, curves ...tls.CurveID) *tls.Config {
 	t.Helper()
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
@@ -373,7 +373,7 @@ func clientConfig(name string) *tls.Config {
 	return &tls.Config{ServerName: name, InsecureSkipVerify: true}
 }
 
-// sums answers with what it has got until the end of the stream, and then ends as well.
+// sums reads until the end of the stream, sends it all back, and closes.
 func sums(cfg *tls.Config) func(*net.TCPConn) {
 	return func(c *net.TCPConn) {
 		s := tls.Server(c, cfg)
@@ -388,7 +388,7 @@ func sums(cfg *tls.Config) func(*net.TCPConn) {
 	}
 }
 
-// records are the flows of the log.
+// records returns the TCP flows of the log.
 func (l *lab) records() (out []netpolicy.FlowRecord) {
 	l.t.Helper()
 	err := l.flows.Records(l.t.Context(), false, func(recs []netpolicy.FlowRecord) error {
@@ -403,7 +403,7 @@ func (l *lab) records() (out []netpolicy.FlowRecord) {
 	return out
 }
 
-// wait waits for a refusal, and takes all that there are.
+// wait waits for a refusal, and returns all refusals so far.
 func (l *lab) wait() []tlsname.Refusal {
 	l.t.Helper()
 	for end := time.Now().Add(waitMost); ; time.Sleep(time.Millisecond) {
@@ -420,7 +420,7 @@ func (l *lab) wait() []tlsname.Refusal {
 	}
 }
 
-// refusedFor checks that a connection of the guest is reset, and why.
+// refusedFor checks that a connection of the guest is reset, and for which reason.
 func (l *lab) refusedFor(c *net.TCPConn, reason netpolicy.Reason, name string) {
 	l.t.Helper()
 	_, err := io.ReadAll(c)
@@ -468,7 +468,7 @@ func TestServer_connection_with_an_allowed_name_is_the_peers(t *testing.T) {
 	if u, err := l.link.Usage(netpolicy.Egress); err != nil || u.Bytes < 6<<20 {
 		t.Errorf("%d bytes sent are counted, %v", u.Bytes, err)
 	}
-	// Not to be had otherwise: from the guest straight to the server, or by UDP.
+	// There is no other way: neither straight from the guest to the server, nor by UDP.
 	l.away(l.guest, func() {
 		ctx, cancel := context.WithCancel(context.Background())
 		go func() {
@@ -537,7 +537,7 @@ func TestServer_what_is_refused_never_reaches_the_peer(t *testing.T) {
 	if n := p.accepted.Load() + l.dialed.Load(); n != 0 {
 		t.Errorf("the peer was called %d times", n)
 	}
-	// The log says so of each, and of none that it was allowed.
+	// The log has a refusal for each, and no record that one was allowed.
 	logged := map[string]int{}
 	for _, r := range l.records() {
 		if r.Verdict != netpolicy.Reject || r.End != netpolicy.FlowRefused || r.Rule != "good" || r.Egress.Packets == 0 || r.Peer != peerA {
@@ -551,7 +551,7 @@ func TestServer_what_is_refused_never_reaches_the_peer(t *testing.T) {
 	}
 }
 
-// record takes what comes, until the end, and says it.
+// record reads until the end, and sends what it read to got.
 func record(got chan<- []byte) func(*net.TCPConn) {
 	return func(c *net.TCPConn) {
 		b := make([]byte, 64<<10)
@@ -562,7 +562,7 @@ func record(got chan<- []byte) func(*net.TCPConn) {
 			if err != nil {
 				break
 			}
-			// An alert, so that the client's next bytes come.
+			// An alert, so that the client sends its next bytes.
 			if n == m {
 				_, _ = c.Write([]byte{21, 3, 3, 0, 2, 1, 0})
 			}
@@ -616,7 +616,7 @@ func TestServer_second_hello_has_to_have_the_same_name(t *testing.T) {
 	c.Close()
 
 	first := clientHello(t, "good.example", tls.X25519, tls.CurveP384)
-	second := clientHello(t, "www.good.example", tls.CurveP384) // allowed, but another one
+	second := clientHello(t, "www.good.example", tls.CurveP384) // allowed, but another name
 	conn := l.mustDial(p.at)
 	if _, err := conn.Write(append(bytes.Clone(first), second...)); err != nil {
 		t.Fatal(err)
@@ -662,7 +662,7 @@ func TestServer_new_policy_cuts_what_it_does_not_allow(t *testing.T) {
 	a, b := tls.Client(l.mustDial(p.at), clientConfig("good.example")), tls.Client(l.mustDial(p.at), clientConfig("www.good.example"))
 	talk(a)
 	talk(b)
-	// The address stays open, by the name of one of the two.
+	// The address stays open under one of the two names.
 	must(t, l.link.Swap(l.compile(`
 rules: [{direction: egress, verdict: allow, names: [good.example], protocols: [tcp], ports: [443]}]
 dns: {upstreams: ["192.0.2.53:53"]}
@@ -675,7 +675,7 @@ dns: {upstreams: ["192.0.2.53:53"]}
 		t.Errorf("the guest got %v", err)
 	}
 	talk(a)
-	// Now it is closed: no packet of the guest's comes to the host any more.
+	// Now it is closed: no packet of the guest reaches the host any more.
 	must(t, l.link.Swap(l.compile("")))
 	l.server.Recheck()
 	if err := <-ended; err == nil {
@@ -717,7 +717,7 @@ func TestServer_same_port_of_the_guest_to_two_peers(t *testing.T) {
 	}
 }
 
-// The process of a VM, on a device that another one keeps, so that it is there when it is killed.
+// The process of a VM. The test keeps the device, so that it outlives the killed process.
 func init() {
 	tlsname.Child = func() error {
 		ctx := context.Background()
@@ -789,9 +789,9 @@ func TestServer_killed_in_the_midst_lets_nothing_pass(t *testing.T) {
 	if _, err := io.ReadFull(c, make([]byte, 5)); err != nil {
 		t.Fatal(err)
 	}
-	half := l.mustDial(p.at) // one whose hello has not come
+	half := l.mustDial(p.at) // its hello has not come
 	kill()
-	// A socket tells once that it was reset, to whoever writes or reads first.
+	// A socket reports a reset once, to the first write or read.
 	_, wrote := c.NetConn().Write([]byte("after the end"))
 	_, wroteHalf := half.Write(clientHello(t, "good.example"))
 	if n := <-got; n != 0 {
@@ -813,8 +813,8 @@ func TestServer_killed_in_the_midst_lets_nothing_pass(t *testing.T) {
 	}
 }
 
-// When the process ends, the kernel resets its connections and answers for its listener. Nothing of the
-// guest's goes to the peer.
+// When the process ends, the kernel resets its connections and answers for its listener. No byte of the guest
+// reaches the peer.
 func TestServer_that_has_ended_lets_nothing_pass(t *testing.T) {
 	l := newLab(t, true, waitMost)
 	got := make(chan int64, 8)
@@ -872,7 +872,7 @@ func TestServer_has_a_bound_of_connections(t *testing.T) {
 	}
 }
 
-// clientHello is what crypto/tls sends first.
+// clientHello returns the first message of crypto/tls.
 func clientHello(t *testing.T, name string, curves ...tls.CurveID) []byte {
 	t.Helper()
 	if len(curves) == 0 {
@@ -896,7 +896,7 @@ func clientHello(t *testing.T, name string, curves ...tls.CurveID) []byte {
 	return append(head, body...)
 }
 
-// inRecords puts a message into records of so many bytes.
+// inRecords splits a message into records of at most this many bytes.
 func inRecords(msg []byte, each int) (out []byte) {
 	for part := range slices.Chunk(msg, each) {
 		out = append(append(out, 22, 3, 1, byte(len(part)>>8), byte(len(part))), part...)

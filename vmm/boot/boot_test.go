@@ -25,7 +25,7 @@ func newMemory(t *testing.T, size uint64) *guestmem.Memory {
 	return m
 }
 
-// kernelELF is an ELF executable with one segment.
+// kernelELF returns an ELF executable with one segment.
 func kernelELF(paddr, memsz uint64, data []byte) []byte {
 	var b bytes.Buffer
 	h := elf.Header64{
@@ -140,7 +140,7 @@ func TestUnbootable_files_are_refused_with_their_reason(t *testing.T) {
 	if _, err := Load(newMemory(t, 64<<20), Config{Kernel: filepath.Join(t.TempDir(), "none"), VCPUs: 1}); !errors.Is(err, os.ErrNotExist) {
 		t.Errorf("missing kernel: got %v", err)
 	}
-	// The file says more than it has.
+	// The header announces more bytes than the file has.
 	short := write(t, good[:len(good)-2])
 	if _, err := Load(newMemory(t, 64<<20), Config{Kernel: short, VCPUs: 1}); err == nil || !strings.Contains(err.Error(), "truncated") {
 		t.Errorf("truncated segment: got %v", err)
@@ -306,7 +306,7 @@ func FuzzUnpackBzImage(f *testing.F) {
 	})
 }
 
-// xz --check=crc32 --x86 --lzma2=dict=1MiB, as scripts/xz_wrap.sh packs kernels.
+// Made with xz --check=crc32 --x86 --lzma2=dict=1MiB, as scripts/xz_wrap.sh packs kernels.
 func TestPayload_of_xz_with_the_filter_for_X86_is_unpacked(t *testing.T) {
 	const want = "\x7fELF and what follows it, so that a payload is not only zeros"
 	payload, err := hex.DecodeString("fd377a585a0000016922de3602010400210110008b216f4901003c7f454c4620616e64207768617420666f6c6c6f7773" +

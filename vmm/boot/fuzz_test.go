@@ -16,14 +16,14 @@ import (
 
 const fuzzRAM = 64 << 20
 
-// touched are the pages that have been written to since the last call.
+// touched returns the pages written to since the last call.
 func touched(mem *guestmem.Memory) (pages []guestmem.GPA) {
 	mem.TakeDirty(func(page uint64) { pages = append(pages, guestmem.GPA(page*guestmem.PageSize)) })
 	return pages
 }
 
-// cheap says whether a file can be tried in no time: it has to be no bzImage, or one with a small payload that is not
-// packed, or by gzip. The other packers take megabytes for themselves first.
+// cheap reports whether a file can be tried quickly: it is no bzImage, or has a small payload that is unpacked or
+// packed with gzip. The other packers allocate megabytes first.
 func cheap(image []byte) bool {
 	if len(image) < hdrEnd || string(image[hdrMagic:hdrMagic+4]) != "HdrS" || bytes.HasPrefix(image, []byte(elf.ELFMAG)) {
 		return true
@@ -39,8 +39,8 @@ func cheap(image []byte) bool {
 	return true
 }
 
-// A file is loaded as its segments say, inside of RAM above the first megabyte, or refused with ErrNotKernel or
-// ErrNoRoom, and RAM is as it was.
+// A file is either loaded as its segments say, in RAM above the first megabyte, or refused with ErrNotKernel or
+// ErrNoRoom. A refusal leaves RAM unchanged.
 func FuzzLoadKernel(f *testing.F) {
 	good := kernelELF(0x100000, 0x2000, []byte("code"))
 	f.Add(good)
@@ -49,7 +49,7 @@ func FuzzLoadKernel(f *testing.F) {
 	f.Add(bzImage(append(bytes.Clone(good), 0, 0, 0, 0)))
 	f.Add(kernelELF(fuzzRAM-4096, 4097, []byte("code")))
 	f.Add(kernelELF(^uint64(0)-4095, 8192, []byte("code")))
-	// In memory: a file system may write out each file that has replaced another.
+	// In memory, because a file system may write out each file that replaces another.
 	fd, err := unix.MemfdCreate("kernel", unix.MFD_CLOEXEC)
 	if err != nil {
 		f.Fatal(err)
@@ -96,7 +96,7 @@ func FuzzLoadKernel(f *testing.F) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		// The last segment has been put over the others.
+		// The last segment was written over the others.
 		var last *elf.Prog
 		for _, p := range e.Progs {
 			if p.Type == elf.PT_LOAD && p.Memsz > 0 {
@@ -110,7 +110,7 @@ func FuzzLoadKernel(f *testing.F) {
 	})
 }
 
-// twoSegments is a kernel whose second segment is changed by change.
+// twoSegments returns a kernel whose second segment change has edited.
 func twoSegments(change func(*elf.Prog64)) []byte {
 	image := kernelELF(0x200000, 0x1000, make([]byte, 56))
 	binary.LittleEndian.PutUint16(image[56:], 2) // Phnum

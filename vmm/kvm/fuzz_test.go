@@ -9,7 +9,7 @@ import (
 	gokvm "github.com/bobuhiro11/gokvm/kvm"
 )
 
-// savedVCPU is a state that CheckSaved takes, of zeros but for what is given.
+// savedVCPU returns a state that CheckSaved accepts, of zeros except for the arguments.
 func savedVCPU(cpuid []CPUIDEntry, khz uint64, msrs []MSR) []byte {
 	var list, values []byte
 	for i := range cpuid {
@@ -29,7 +29,7 @@ func savedVCPU(cpuid []CPUIDEntry, khz uint64, msrs []MSR) []byte {
 	return record(p, tagMSRs, values)
 }
 
-// Whatever the bytes are, a state is taken whole or refused with ErrState, and nothing is longer than the state itself.
+// For any bytes, a state is taken whole or refused with ErrState, and no part is longer than the state itself.
 func FuzzSavedVCPU(f *testing.F) {
 	good := savedVCPU([]CPUIDEntry{{Function: 1}}, 2_000_000, []MSR{{Index: msrTSC, Value: 1}, {Index: msrTSCDeadline, Value: 2}, {Index: msrClockNew, Value: 0x1001}})
 	f.Add(good)
@@ -51,7 +51,7 @@ func FuzzSavedVCPU(f *testing.F) {
 		if err != nil {
 			return
 		}
-		// Each record is there as it was, and once.
+		// Each record is present unchanged, and once.
 		total := 0
 		for _, b := range rec {
 			if b != nil {
@@ -124,7 +124,7 @@ func TestAttack_saved_vCPU_that_is_damaged_is_refused_before_KVM_is_given_any_of
 		"no registers":                        replaced(tagRegs, nil),
 		"a TSC frequency that KVM would wrap": replaced(tagTSCKHz, binary.LittleEndian.AppendUint64(nil, 1<<32+2_000_000)),
 	} {
-		// A vCPU that is none: any call of KVM would fail otherwise than with ErrState.
+		// An invalid vCPU: any call of KVM would fail with another error than ErrState.
 		c := &VCPU{fd: -1, xsave: make([]byte, 4096)}
 		if _, err := c.Import(p, 0); !errors.Is(err, ErrState) {
 			t.Errorf("%s: got %v, want ErrState", name, err)

@@ -15,7 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Sizes are those that the kernel's headers give for x86-64.
+// The sizes are those of the kernel's headers for x86-64.
 func TestStructs_have_the_kernels_sizes(t *testing.T) {
 	for _, tc := range []struct {
 		name      string
@@ -55,7 +55,7 @@ func TestOpen_path_says_why_there_is_no_KVM(t *testing.T) {
 	}
 }
 
-// guest is a VM of one vCPU in real mode with a page of code at 0x1000.
+// guest is a VM with one vCPU in real mode and a page of code at 0x1000.
 type guest struct {
 	vm   *VM
 	cpu  *VCPU
@@ -119,7 +119,7 @@ func (g *guest) start(t *testing.T, ip uint64) {
 	}
 }
 
-// run runs the guest until KVM has something to say.
+// run runs the guest until KVM_RUN returns an exit.
 func (g *guest) run(t *testing.T) uint32 {
 	t.Helper()
 	for {
@@ -134,7 +134,7 @@ func (g *guest) run(t *testing.T) uint32 {
 	}
 }
 
-// out counts al up and writes it to port dx, for ever.
+// out writes al to port dx and increments ax, without end.
 var out = []byte{0xee, 0x40, 0xeb, 0xfc} // out dx,al; inc ax; jmp -4
 
 func TestGuest_code_runs_and_its_state_moves_to_another_VM(t *testing.T) {
@@ -151,7 +151,7 @@ func TestGuest_code_runs_and_its_state_moves_to_another_VM(t *testing.T) {
 		}
 		got = append(got, io.Data...)
 	}
-	// Finish the instruction, so that the state is between two.
+	// Finish the instruction, so that the state is between two instructions.
 	g.cpu.SetImmediateExit(true)
 	if err := g.cpu.Run(); !errors.Is(err, unix.EINTR) {
 		t.Fatalf("KVM_RUN with immediate exit: %v, want EINTR", err)
@@ -211,7 +211,7 @@ func TestA_timer_that_is_put_off_gets_its_deadline_back(t *testing.T) {
 	}
 	for i := range cpuid {
 		if cpuid[i].Function == 1 {
-			cpuid[i].ECX |= 1 << 24 // TSC deadline: KVM has it whatever the CPU has
+			cpuid[i].ECX |= 1 << 24 // TSC deadline: KVM has it even if the CPU does not
 		}
 	}
 	g := newGuest(t, out)
@@ -236,7 +236,7 @@ func TestA_timer_that_is_put_off_gets_its_deadline_back(t *testing.T) {
 		}
 		return m[0].Value
 	}
-	const hour = 3600 * 4_000_000_000 // cycles, or a little more
+	const hour = 3600 * 4_000_000_000 // in cycles, or a little more
 	deadline := msr(g.cpu, msrTSC) + hour
 	if _, err := g.cpu.SetMSRs([]MSR{{Index: msrTSCDeadline, Value: deadline}}); err != nil {
 		t.Fatal(err)
@@ -357,8 +357,8 @@ func TestKick_brings_a_VCPU_out_of_an_endless_loop(t *testing.T) {
 }
 
 func TestKicks_and_interrupts_bypass_user_space(t *testing.T) {
-	// mov ax,0x9000; mov ds,ax cannot reach above 1 MiB in real mode, so the
-	// doorbell is below RAM's end: an MMIO window at 0xf0000 outside the slot.
+	// Real mode cannot reach above 1 MiB, so the doorbell is below it: an MMIO window at 0xf0000 outside of the
+	// slot.
 	g := newGuest(t, []byte{
 		0xb8, 0x00, 0xf0, // mov ax, 0xf000
 		0x8e, 0xd8, // mov ds, ax

@@ -9,13 +9,13 @@ import (
 	"testing"
 )
 
-// The compiler that made the committed guest: Debian bookworm's.
+// The compiler that made the committed guest, from Debian bookworm.
 const (
 	compiler        = "gcc-12"
 	compilerVersion = "gcc-12 (Debian 12.2.0"
 )
 
-// The committed guest is what go generate makes of the source, byte for byte.
+// go generate makes the committed guest from the source, byte for byte.
 func TestGenerate_makes_the_committed_guest(t *testing.T) {
 	version, err := exec.Command(compiler, "--version").Output()
 	if err != nil || !strings.HasPrefix(string(version), compilerVersion) {

@@ -41,7 +41,7 @@ const (
 	maxDevices   = 16
 )
 
-// kindNames are what is wrong with a chain.
+// kindNames name the fault of each kind of chain.
 var kindNames = []string{
 	"plain", "follows itself", "next beyond the table", "zero length", "address wraps", "beyond RAM", "across the end of RAM", "in the hole",
 	"readable after writable", "empty table", "table of odd length", "table too long", "nested table", "table with a next", "loop in a table",
@@ -69,15 +69,15 @@ func readControl(mem *guestmem.Memory) (c control, err error) {
 	return c, err
 }
 
-// counts are the guest's own, over all of its lives. A guest may have written to them by mistake, so they are told, and
-// what must be shown is shown by the host's figures.
+// counts are the guest's own counts over all its lives. The guest may have overwritten them by mistake. So they are
+// only reported, and the host's figures must prove what needs proof.
 type counts struct {
 	kinds                                [kinds]uint64
 	faults, refused, strings, ports      uint64
 	chains, kicks, mutations, regs, init uint64
 }
 
-// add takes the difference between two looks, unless it cannot be one.
+// add adds the differences between two looks, and ignores those that are impossible.
 func (n *counts) add(before, now *control) {
 	const most = 1 << 32
 	take := func(sum *uint64, before, now uint64) {
@@ -104,14 +104,14 @@ func (n *counts) add(before, now *control) {
 
 // Bounds on what a guest may cost the host, beyond its RAM.
 const (
-	// moreMemory is what devices may hold for a guest (vsock alone 64 MiB), and the garbage of this test, in bytes.
+	// moreMemory is what devices may hold for a guest (vsock alone 64 MiB), plus this test's garbage, in bytes.
 	moreMemory = 128 << 20
-	// moreFiles are for connections and files that the guest has open: those of vsock and of a share are bounded. A
-	// connection has two ends here.
+	// moreFiles are for the guest's open connections and files: vsock and a share bound theirs. A connection has two
+	// ends here.
 	moreFiles = 2600
-	// moreGoroutines are those of a machine and its devices: none for a connection or a request.
+	// moreGoroutines are those of a machine and its devices. Connections and requests have none.
 	moreGoroutines = 100
-	// A machine's log has a few lines of its life; the guest adds none.
+	// logPerMachine is for the few lines that a machine logs. The guest adds none.
 	logPerMachine = 4 << 10
 )
 
@@ -126,18 +126,18 @@ type attack struct {
 
 	began time.Time
 	last  control   // the last look at the guest's counts
-	moved time.Time // when it was last seen to have done something
-	till  time.Time // this guest's life
+	moved time.Time // when it last made progress
+	till  time.Time // the end of this guest's life
 
 	counts   counts
-	pauses   []time.Duration // from the wish to stillness
-	work     []time.Duration // processor time of this process meanwhile: what a busy machine does not add to
+	pauses   []time.Duration // from the request until the guest stands still
+	work     []time.Duration // this process's processor time in them, to which a busy machine does not add
 	boots    int
 	restores int
-	lost     int // guests that did nothing any more
+	lost     int // guests that stopped making progress
 	endings  map[vmm.ExitReason]int
-	arrived  int // at the handover ports
-	read     int // times that a secret had been read
+	arrived  int // times that the guest reached the handover ports
+	read     int // times that the guest had read a secret
 	most     usage
 }
 
@@ -189,10 +189,10 @@ func TestAttack_hostile_guest_drives_every_device_and_the_host_stays_calm(t *tes
 	a.judge(before)
 }
 
-// patience is how long the run goes on at most for the sake of what the guest has not reached yet.
+// patience bounds how long the run continues for what the guest has not reached yet.
 const patience = 10 * time.Minute
 
-// run has guests attack until the time is over and everything has been reached.
+// run has guests attack until the time is over and they have reached everything.
 func (a *attack) run() {
 	look, tell := time.Now(), time.Now()
 	a.began = time.Now()
@@ -226,8 +226,8 @@ func (a *attack) run() {
 	}
 }
 
-// boot starts a guest in fresh RAM. Every second one may end itself, and every third one drowns the queues in malformed
-// chains.
+// boot starts a guest in fresh RAM. Every second guest may end itself, and every third floods the queues with
+// malformed chains.
 func (a *attack) boot() {
 	t := a.t
 	if err := a.mem.Discard(0, ramSize); err != nil {
@@ -259,8 +259,8 @@ func (a *attack) boot() {
 	a.moved, a.till = time.Now(), time.Now().Add(time.Duration(5+a.r.IntN(25))*time.Second)
 }
 
-// ended takes note of a guest that has ended. One that may not end itself still can, by a descriptor that the device
-// itself has written over.
+// ended records the end of a guest. Even a guest that may not end itself still can, by a descriptor that the device
+// itself overwrote.
 func (a *attack) ended() {
 	x, err := a.m.Wait(context.Background())
 	if err != nil {
@@ -282,7 +282,7 @@ func (a *attack) close() {
 	a.m = nil
 }
 
-// handover has the machine meet an agent that is not one.
+// handover treats the guest as an agent, which it is not.
 func (a *attack) handover() {
 	if a.r.IntN(4) > 0 {
 		return
@@ -299,10 +299,10 @@ func (a *attack) handover() {
 	h.Expect()
 }
 
-// pauseLimit is how long a pause may take before the run is given up.
+// pauseLimit bounds a pause before the run is given up.
 const pauseLimit = 2 * time.Minute
 
-// pause stops the guest, looks at what it has done, and lets it go on: here, or restored from its state.
+// pause stops the guest, looks at its counts, and lets it continue: as it is, or restored from its state.
 func (a *attack) pause() {
 	ctx, cancel := context.WithTimeout(context.Background(), pauseLimit)
 	defer cancel()
@@ -335,7 +335,7 @@ func (a *attack) pause() {
 	}
 	switch {
 	case time.Since(a.moved) > 20*time.Second:
-		// It has broken itself, or somebody holds it up.
+		// It has broken itself, or something blocks it.
 		a.lost++
 		a.t.Logf("the guest has done nothing for 20 s: %+v, deadly %d", a.m.Health(), deadly)
 		a.close()
@@ -350,7 +350,7 @@ func (a *attack) pause() {
 	}
 }
 
-// parts says what the last pause waited for, in milliseconds: first for the vCPUs, and then for all devices at once.
+// parts returns what the last pause waited for, in milliseconds: first for the vCPUs, then for all devices at once.
 func (a *attack) parts(took time.Duration) string {
 	var list []string
 	var devices time.Duration
@@ -362,7 +362,7 @@ func (a *attack) parts(took time.Duration) string {
 	return fmt.Sprintf("%s, vCPUs %.1f ms", strings.Join(list, ", "), (took-devices).Seconds()*1000)
 }
 
-// restore saves the paused guest and goes on with it in a new machine.
+// restore saves the paused guest and continues it in a new machine.
 func (a *attack) restore() {
 	states, err := a.m.Export()
 	if err != nil {
@@ -380,7 +380,7 @@ func (a *attack) restore() {
 	a.restores++
 }
 
-// watch looks at what the guest costs.
+// watch records what the guest costs.
 func (a *attack) watch() {
 	u := a.usage()
 	a.most.memory = max(a.most.memory, u.memory)
@@ -400,7 +400,7 @@ func (a *attack) usage() usage {
 	return u
 }
 
-// resident is how much memory of this process is in RAM, without the guest's.
+// resident returns this process's resident memory in bytes, without the guest's RAM.
 func (a *attack) resident() (sum uint64, err error) {
 	f, err := os.Open("/proc/self/smaps")
 	if err != nil {
@@ -432,14 +432,14 @@ func (a *attack) resident() (sum uint64, err error) {
 	return sum, nil
 }
 
-// ofGuest says whether a mapping is of the guest's RAM.
+// ofGuest reports whether a mapping belongs to the guest's RAM.
 func (a *attack) ofGuest(start, end uint64) bool {
 	return a.mem != nil && slices.ContainsFunc(a.mem.Slots(), func(s guestmem.Slot) bool {
 		return start < uint64(s.HVA)+s.Size && end > uint64(s.HVA)
 	})
 }
 
-// malformed are the chains that queues and devices have refused.
+// malformed returns how many chains the queues and devices have refused.
 func (a *attack) malformed() (n uint64) {
 	for _, f := range a.w.figures {
 		n += f.badChains()
@@ -447,7 +447,7 @@ func (a *attack) malformed() (n uint64) {
 	return n
 }
 
-// missed is what the guest has not done yet.
+// missed returns what the guest has not reached yet.
 func (a *attack) missed() (list []string) {
 	w := a.w
 	add := func(missed bool, what string) {
@@ -480,7 +480,7 @@ func percentile(sorted []time.Duration, p float64) time.Duration {
 	return sorted[min(int(p*float64(len(sorted))), len(sorted)-1)]
 }
 
-// spread says how durations are distributed.
+// spread describes the distribution of durations.
 func spread(all []time.Duration) string {
 	p := slices.Clone(all)
 	slices.Sort(p)
@@ -489,10 +489,10 @@ func spread(all []time.Duration) string {
 	return fmt.Sprintf("p50 %v, p99 %v, max %v, %d over %v", at(0.5), at(0.99), at(1), len(p)-below, pauseGoal)
 }
 
-// pauseGoal is what a pause is to take at most on a machine that is not busy.
+// pauseGoal is the longest that a pause should take on an idle machine.
 const pauseGoal = 50 * time.Millisecond
 
-// processorTime is what this process has used, guests included.
+// processorTime returns the processor time of this process, guests included.
 func processorTime() time.Duration {
 	var u unix.Rusage
 	if unix.Getrusage(unix.RUSAGE_SELF, &u) != nil {
@@ -501,7 +501,7 @@ func processorTime() time.Duration {
 	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }
 
-// figures is the run in one line.
+// figures describes the run in one line.
 func (a *attack) figures() string {
 	lane := "hardware"
 	if vmm.SoftKVM() {
@@ -516,7 +516,7 @@ func (a *attack) figures() string {
 		len(a.pauses), spread(a.pauses), spread(a.work), a.most.memory>>20, a.most.files, a.most.goroutines, a.w.log.n.Load())
 }
 
-// judge says whether the attack has achieved anything, and whether it has been one.
+// judge checks that the attack achieved nothing, and that it was an attack.
 func (a *attack) judge(before usage) {
 	t, w := a.t, a.w
 	a.watch()
@@ -534,7 +534,7 @@ func (a *attack) judge(before usage) {
 		t.Errorf("what the guest did became the host's failure, %d times: %s", n, err)
 	}
 	w.mu.Unlock()
-	// On emulated processors a machine's time is its processes' time, whoever else has had it.
+	// On emulated processors a process is charged for time that others on the machine take.
 	half, most := time.Second, 20*time.Second
 	if *hostilePause > 0 {
 		half, most = *hostilePause, *hostilePause
@@ -555,7 +555,7 @@ func (a *attack) judge(before usage) {
 	if a.m != nil {
 		a.close()
 	}
-	// What the guest had is given back; connections that were cut end in their own time.
+	// What the guest held is released. Connections that were cut end in their own time.
 	var after usage
 	for range 100 {
 		debug.FreeOSMemory()

@@ -11,20 +11,20 @@ import (
 	"github.com/drowse-vm/drowse/devices/virtq"
 )
 
-// figures count what happens to one device, over all machines that have it.
+// figures count the events of one device, over all machines that have it.
 type figures struct {
 	starts     atomic.Uint64 // of the device by its driver
 	interrupts atomic.Uint64
 	broken     atomic.Uint64 // times that it was given up because of its driver
 	longest    atomic.Int64  // pause of this device alone, in nanoseconds
-	last       atomic.Int64  // and its last one
+	last       atomic.Int64  // its last pause
 
 	mu     sync.Mutex
-	bad    uint64           // malformed chains of activations that are over
-	queues []*devices.Queue // of the present one
+	bad    uint64           // malformed chains of earlier activations
+	queues []*devices.Queue // of the current activation
 }
 
-// badChains are those that the queues themselves have refused.
+// badChains returns how many chains the queues themselves have refused.
 func (f *figures) badChains() uint64 {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -44,7 +44,7 @@ func (f *figures) have(queues []*devices.Queue) {
 	f.bad, f.queues = bad, queues
 }
 
-// watched is a device whose figures are kept, and whose failures of the host's kind are told.
+// watched is a device with figures. It reports failures of the host.
 type watched struct {
 	devices.Device
 	name string
@@ -85,7 +85,7 @@ func (w *watched) Import(p devices.Payload) error {
 	return w.told(w.Device.(devices.Stateful).Import(p))
 }
 
-// told passes an error on, having told of it unless the guest is to blame.
+// told returns err, and reports it first unless the guest is to blame.
 func (w *watched) told(err error) error {
 	if err != nil && !errors.Is(err, virtq.ErrDriver) {
 		w.hostError(w.name, err)

@@ -35,14 +35,14 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// Sizes of what the guest may fill, in bytes.
+// What the guest may fill, in bytes.
 const (
 	diskSize  = 64 << 20
 	imageSize = 16 << 20
 	shareSize = 64 << 20
 )
 
-// Names of the devices, in the order in which the guest finds them.
+// The devices, in the order in which the guest finds them.
 const (
 	nameImage   = "image"
 	nameDisk    = "disk"
@@ -51,12 +51,12 @@ const (
 	nameBalloon = "balloon"
 	nameNet     = "net"
 	nameShare   = "share"
-	nameMirror  = "mirror" // a share that the guest can only read
+	nameMirror  = "mirror" // a share that the guest may only read
 )
 
 var deviceNames = []string{nameImage, nameDisk, nameVsock, nameRNG, nameBalloon, nameNet, nameShare, nameMirror}
 
-// world is what is behind the devices. It outlives the machines.
+// world is everything behind the devices. It outlives the machines.
 type world struct {
 	dir    string
 	image  *blk.File
@@ -75,15 +75,15 @@ type world struct {
 	entropy counter
 
 	mu     sync.Mutex
-	errors map[string]int // failures of the host's kind, and how often
+	errors map[string]int // failures of the host, and how often each came
 
 	closers []func() error
 	done    chan struct{}
 	wg      sync.WaitGroup
-	serving atomic.Int64 // goroutines of the host's ends of connections, which are not the VMM's
+	serving atomic.Int64 // goroutines of the host's ends of connections; they do not belong to the VMM
 }
 
-// serve runs f, which ends when the world does.
+// serve runs f, which must end when the world does.
 func (w *world) serve(f func()) {
 	w.serving.Add(1)
 	w.wg.Go(func() {
@@ -100,7 +100,7 @@ func (c *counter) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// source is random bytes that are counted.
+// source gives predictable bytes, and counts them.
 type source struct{ c *counter }
 
 func (s source) Read(p []byte) (int, error) {
@@ -116,8 +116,8 @@ func (w *world) hostError(device string, err error) {
 	w.errors[device+": "+err.Error()]++
 }
 
-// fullOrOdd are failures of the share's file system that a guest may well cause: it is small, and what is asked of it
-// odd.
+// fullOrOdd reports whether a guest may well cause this failure of the share's file system: the file system is
+// small, and the guest's requests are odd.
 func fullOrOdd(err error) bool {
 	var errno syscall.Errno
 	return errors.As(err, &errno) && (errno == unix.ENOSPC || errno == unix.EFBIG || errno == unix.EOVERFLOW)
@@ -171,13 +171,13 @@ func newWorld(t *testing.T) *world {
 	return w
 }
 
-// openNamespace makes what would change the host: a network device, and a file system of bounded size, both in
+// openNamespace makes what would otherwise change the host: a network device and a bounded file system, in
 // namespaces of a thread that ends with the test.
 func (w *world) openNamespace(t *testing.T) {
 	t.Helper()
 	made := make(chan error)
 	w.wg.Go(func() {
-		runtime.LockOSThread() // and never unlocked: the thread, and its namespaces, end with this goroutine
+		runtime.LockOSThread() // never unlocked: the thread, and its namespaces, end with this goroutine
 		err := w.makeInNamespace()
 		made <- err
 		if err == nil {
@@ -235,10 +235,10 @@ func (w *world) makeInNamespace() error {
 	return nil
 }
 
-// socket is where the guest's vsock ports are reached.
+// socket returns the path that leads to the guest's vsock ports.
 func (w *world) socket() string { return filepath.Join(w.dir, "v.sock") }
 
-// listen serves connections of the guest's to a port of the host.
+// listen serves the guest's connections to a port of the host.
 func (w *world) listen(t *testing.T, port int, serve func(stdnet.Conn)) {
 	t.Helper()
 	l, err := stdnet.Listen("unix", fmt.Sprintf("%s_%d", w.socket(), port))
@@ -268,7 +268,7 @@ func (w *world) listen(t *testing.T, port int, serve func(stdnet.Conn)) {
 	})
 }
 
-// emptyShare takes from the share what the guest has put there, under the guest's hands.
+// emptyShare removes the guest's files from the share while the guest uses it.
 func (w *world) emptyShare() {
 	root := fmt.Sprintf("/proc/self/fd/%d", w.shared)
 	names, err := os.ReadDir(root)
@@ -276,11 +276,11 @@ func (w *world) emptyShare() {
 		return
 	}
 	for _, e := range names {
-		_ = os.RemoveAll(filepath.Join(root, e.Name())) // the guest may make something in it meanwhile
+		_ = os.RemoveAll(filepath.Join(root, e.Name())) // the guest may add files meanwhile
 	}
 }
 
-// machine is one life of the guest, or a part of it between two restores.
+// machine is one life of the guest, or the part of it between two restores.
 type machine struct {
 	*vmm.Machine
 	vsock *vsock.Device
@@ -289,7 +289,7 @@ type machine struct {
 	fs    *fs.Device
 }
 
-// newMachine makes one around mem, which stays the caller's.
+// newMachine makes a machine around mem, which the caller keeps.
 func (w *world) newMachine(mem *guestmem.Memory) (m *machine, err error) {
 	m = &machine{}
 	shell, err := vmm.NewPrebuilt(vmm.PrebuiltConfig{VCPUs: 2, Memory: mem})
@@ -340,7 +340,7 @@ func (m *machine) close() error {
 	return errors.Join(m.Close(), m.vsock.Close())
 }
 
-// use does from outside what a host does with a VM, while the guest attacks.
+// use does what a host does with a VM from outside, while the guest attacks.
 func (m *machine) use(w *world, r *rand.Rand) {
 	switch r.IntN(5) {
 	case 0:
@@ -363,11 +363,11 @@ func (m *machine) use(w *world, r *rand.Rand) {
 	}
 }
 
-// dial connects to a port of the guest and holds the line for a moment.
+// dial connects to a port of the guest and holds the connection for a moment.
 func (w *world) dial(r *rand.Rand) {
 	c, err := stdnet.Dial("unix", w.socket())
 	if err != nil {
-		return // there is none while a machine is made
+		return // the socket is absent while a machine is made
 	}
 	port, size := 1000+r.IntN(64), r.IntN(100_000)
 	w.serve(func() {

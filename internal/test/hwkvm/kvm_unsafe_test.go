@@ -10,8 +10,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The ioctls that a guest needs that does nothing but leave (Documentation/virt/kvm/api.rst, 4.3 to 4.35, and
-// struct kvm_run, kvm_regs, kvm_sregs).
+// The ioctls and struct offsets of a guest that only exits (Documentation/virt/kvm/api.rst, 4.3 to 4.35, and struct
+// kvm_run, kvm_regs, kvm_sregs).
 const (
 	kvmGetVCPUMmapSize     = 0xae04
 	kvmRun                 = 0xae80
@@ -34,7 +34,7 @@ func ioctlBytes(fd, request int, p []byte) error {
 	return nil
 }
 
-// benchmarkExits runs real-mode code that leaves the guest in each round of a loop.
+// benchmarkExits runs real-mode code that exits from the guest in each round of a loop.
 func benchmarkExits(b *testing.B, code []byte, wantExit uint32) {
 	dev, err := unix.Open("/dev/kvm", unix.O_RDWR|unix.O_CLOEXEC, 0)
 	if err != nil {
@@ -119,7 +119,7 @@ func BenchmarkMMIOExit(b *testing.B) {
 	}, exitMMIO)
 }
 
-// BenchmarkCPU is arithmetic that the compiler cannot shorten: 1,000 rounds of xorshift64.
+// BenchmarkCPU measures arithmetic that the compiler cannot shorten: 1,000 rounds of xorshift64.
 func BenchmarkCPU(b *testing.B) {
 	x := uint64(88172645463325252)
 	for b.Loop() {
@@ -152,7 +152,7 @@ func BenchmarkForkExec(b *testing.B) {
 	}
 }
 
-// BenchmarkReadFile reads 200 MB through the file system at hand, in the machine 9p, with a cold cache in the reader.
+// BenchmarkReadFile reads a file with a cold cache in the reader. In the machine its file system is 9p.
 func BenchmarkReadFile(b *testing.B) {
 	path := os.Getenv("DROWSE_HWKVM_BENCH_FILE")
 	if path == "" {

@@ -21,7 +21,7 @@ import (
 	"github.com/drowse-vm/drowse/internal/test/hwkvm/wire"
 )
 
-// helperEnv makes the test binary do one thing instead of testing, in a machine or as the runner of one.
+// helperEnv makes the test binary run one helper instead of tests, in a machine or as the runner of one.
 const helperEnv = "DROWSE_HWKVM_TEST_HELPER"
 
 var helpers = map[string]func() error{
@@ -44,7 +44,7 @@ func TestMain(m *testing.M) {
 	goleak.VerifyTestMain(m)
 }
 
-// allBytes is every byte value, in both orders, more than a frame or a pipe holds.
+// allBytes returns all byte values, ascending or descending, more than a frame or a pipe holds.
 func allBytes(up bool) []byte {
 	b := make([]byte, 300<<10)
 	for i := range b {
@@ -109,7 +109,7 @@ func runForever() error {
 	return err
 }
 
-// endAtOnce takes the place of QEMU: a machine that turns itself off in the instant that its command has ended.
+// endAtOnce stands in for QEMU: the machine turns itself off in the instant when its command ends.
 func endAtOnce() error {
 	port := os.NewFile(portFD, "port")
 	if _, err := wire.NewReader(port).Command(); err != nil {
@@ -119,7 +119,7 @@ func endAtOnce() error {
 	return errors.Join(w.Send(wire.Started, nil), w.Send(wire.Stdout, []byte("done")), w.SendJSON(wire.Exit, wire.Result{}))
 }
 
-// hang takes the place of QEMU: a machine that runs for a while and then stands still.
+// hang stands in for QEMU: the machine runs for a while and then stands still.
 func hang() error {
 	port := os.NewFile(portFD, "port")
 	if _, err := wire.NewReader(port).Command(); err != nil {
@@ -137,7 +137,7 @@ func hang() error {
 	return err
 }
 
-// nudged takes the place of QEMU: a machine that goes on only when it is interrupted.
+// nudged stands in for QEMU: the machine continues only when it is interrupted.
 func nudged() error {
 	port := os.NewFile(portFD, "port")
 	in, out := wire.NewReader(port), wire.NewWriter(port)
@@ -181,7 +181,7 @@ func TestMachine_that_hangs_is_killed(t *testing.T) {
 	}
 }
 
-// A machine that may not be silent for as long as it always is hangs as far as the runner can tell.
+// To the runner, a machine hangs if it is silent longer than allowed. Here that is less than its usual silence.
 func TestMachine_that_hangs_is_reported_with_where_its_processors_are(t *testing.T) {
 	_, err := runIn(t, testImage(t), Config{Args: []string{"sleep", "1000"}, silence: wire.AliveInterval / 4})
 	if !errors.Is(err, ErrHung) || strings.Count(err.Error(), "RIP=") != 2*DefaultCPUs {
@@ -189,7 +189,7 @@ func TestMachine_that_hangs_is_reported_with_where_its_processors_are(t *testing
 	}
 }
 
-// writerFunc makes a writer of a function.
+// writerFunc makes a writer from a function.
 type writerFunc func([]byte) (int, error)
 
 func (f writerFunc) Write(p []byte) (int, error) { return f(p) }
@@ -216,7 +216,7 @@ func TestResult_that_is_read_after_the_machine_has_gone_is_not_lost(t *testing.T
 	}
 }
 
-// testImage prepares an image in the user's own cache folder, because to fetch a kernel for each run would be rude.
+// testImage prepares an image in the user's own cache folder, so that not every run fetches a kernel.
 func testImage(t *testing.T) *Image {
 	t.Helper()
 	if testing.Short() {
@@ -317,7 +317,7 @@ func TestMachine_keeps_streams_apart_and_binary(t *testing.T) {
 	}
 }
 
-// slowWriter lets the machine's output wait for it until the socket and the rings behind it are full.
+// slowWriter makes the machine's output wait until the socket and the rings behind it are full.
 type slowWriter struct {
 	delays int
 	n      int
@@ -444,7 +444,7 @@ func TestSignal_while_the_machine_boots_ends_it(t *testing.T) {
 	}
 }
 
-// childrenOf lists the child processes of a process.
+// childrenOf returns the child processes of a process.
 func childrenOf(pid int) []int {
 	files, _ := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/children", pid))
 	var pids []int
@@ -459,7 +459,7 @@ func childrenOf(pid int) []int {
 	return pids
 }
 
-// running says whether a process is there and more than a zombie (proc(5), field 3 of stat).
+// running reports whether a process exists and is not a zombie (proc(5), field 3 of stat).
 func running(pid int) bool {
 	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
 	if err != nil {
@@ -470,7 +470,7 @@ func running(pid int) bool {
 }
 
 func TestKilled_runner_leaves_no_QEMU(t *testing.T) {
-	testImage(t) // so that the runner finds all it needs
+	testImage(t) // so that the runner finds all that it needs
 	cmd := exec.Command(self(t))
 	cmd.Env = append(os.Environ(), helperEnv+"=runner")
 	if err := cmd.Start(); err != nil {
@@ -484,7 +484,7 @@ func TestKilled_runner_leaves_no_QEMU(t *testing.T) {
 			}
 		}
 	}
-	time.Sleep(500 * time.Millisecond) // let it get somewhere
+	time.Sleep(500 * time.Millisecond) // let QEMU boot a little
 	if qemu == 0 || !running(qemu) {
 		t.Fatalf("QEMU (process %d) is not running", qemu)
 	}
