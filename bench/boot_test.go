@@ -27,13 +27,13 @@ func TestBoot_reports_give_a_row_whose_stages_are_the_whole(t *testing.T) {
 			t.Errorf("stage %s: %v, want %v", name, got, ms)
 		}
 	}
-	// Those of the prebuilt VM go on in the background, and a boot has no network.
+	// The prebuilt VM's stages run in the background, and a boot has no network.
 	if len(r.Stages) != len(want) {
 		t.Errorf("%v", r.Stages)
 	}
 }
 
-// near says whether a figure is one, to the three digits of a histogram.
+// near reports whether got is want, to the three digits of a histogram.
 func near(got, want float64) bool { return got >= want*0.998 && got <= want*1.002 }
 
 func TestBoot_report_without_a_boot_gives_error(t *testing.T) {

@@ -16,7 +16,7 @@ func TestApplyGoals_rows_give_limits_and_verdicts(t *testing.T) {
 	}
 	type params = map[string]any
 	tests := map[string]struct {
-		rows []Row // the goal of the first is looked at
+		rows []Row // the goal of the first row is checked
 		want string
 	}{
 		"within both limits":           {[]Row{{Name: "a", Params: params{"pool": true}, N: 100, P50: 10, P99: 20}}, "met: p50 ≤ 10, p99 ≤ 20"},

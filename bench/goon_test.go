@@ -9,7 +9,7 @@ import (
 	"testing"
 )
 
-// clean makes this build one of a commit without changes.
+// clean makes this build look like one of an unchanged commit.
 func clean(t *testing.T) {
 	t.Helper()
 	before := Commit
@@ -38,7 +38,7 @@ func TestReadReport_reads_what_a_report_is_written_as(t *testing.T) {
 	if err != nil || string(again) != string(doc) {
 		t.Errorf("%v: %s became %s", err, doc, again)
 	}
-	// The goal is of the parameters, whose numbers have another type now.
+	// The goal is found by the parameters, although JSON changes the type of their numbers.
 	if g := NewReport(got.Rows).Rows[0].Goal; g == nil || g.Met {
 		t.Errorf("the goal is %v", g)
 	}

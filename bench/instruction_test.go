@@ -9,7 +9,7 @@ import (
 	"github.com/drowse-vm/drowse/vmm/kvm"
 )
 
-// A turn is one pass of the loop, and of what it calls: as many instructions as it says.
+// A turn is one pass of the loop and of what it calls. It must have the number of instructions that it claims.
 func TestTurns_have_as_many_instructions_as_they_say(t *testing.T) {
 	for _, turn := range turns {
 		code := turn.program(7)

@@ -7,7 +7,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// missedMemory is memory whose pages come by a userfaultfd.
+// missedMemory returns memory whose pages a userfaultfd provides.
 func missedMemory(n int) (uffd int, memory []byte, base uint64, err error) {
 	memory, err = unix.Mmap(-1, 0, n, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
 	if err != nil {

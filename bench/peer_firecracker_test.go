@@ -18,12 +18,12 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// fakeFCEnv makes the test binary answer as Firecracker does, or as its value says.
+// fakeFCEnv makes the test binary answer as Firecracker does, or fail as its value says.
 const fakeFCEnv = "DROWSE_BENCH_FIRECRACKER"
 
-const fakeFCPages = 300 // of the memory of its guest
+const fakeFCPages = 300 // the guest's memory, in pages
 
-// fakeMemory is what the guest has in a page.
+// fakeMemory returns the content of a page of the guest.
 func fakeMemory(page int) []byte {
 	sum := sha256.Sum256([]byte{byte(page), byte(page >> 8)})
 	p := make([]byte, 4096)
@@ -33,8 +33,8 @@ func fakeMemory(page int) []byte {
 	return p
 }
 
-// fakeFirecracker is what the test binary does in the place of Firecracker. What it is asked for in another form than
-// Firecracker's documentation has gets an error, as there.
+// fakeFirecracker runs in place of Firecracker. Like Firecracker, it answers a request that does not match the
+// documentation with an error.
 func fakeFirecracker(how string, args []string) error {
 	fmt.Println("this is no Firecracker")
 	if how == "dies" {
@@ -57,7 +57,7 @@ func fakeFirecracker(how string, args []string) error {
 				if err != nil {
 					return
 				}
-				if n < 3 { // as when the guest does not listen yet
+				if n < 3 { // as if the guest did not listen yet
 					c.Close()
 					continue
 				}
@@ -165,7 +165,7 @@ func fakeFirecracker(how string, args []string) error {
 	}))
 }
 
-// fakeUffdGuest has memory that is given by a handler, and looks whether all of it is right.
+// fakeUffdGuest gets its memory from a fault handler, and checks all of it.
 func fakeUffdGuest(socket, how string) error {
 	uffd, memory, base, err := missedMemory(fakeFCPages * 4096)
 	if err != nil {
@@ -175,7 +175,7 @@ func fakeUffdGuest(socket, how string) error {
 	if err != nil {
 		return err
 	}
-	// Two regions, as above and below the hole, the later one first.
+	// Two regions, like those above and below the hole, the later one first.
 	half := uint64(fakeFCPages / 2 * 4096)
 	regions := []fcRegion{
 		{Base: base + half, Size: uint64(len(memory)) - half, Offset: half, PageSize: 4096, PageKiB: 4096},
@@ -192,7 +192,7 @@ func fakeUffdGuest(socket, how string) error {
 		return err
 	}
 	if how != "" {
-		return nil // there will be no memory
+		return nil // the handler will provide no memory
 	}
 	for i := range fakeFCPages {
 		at := (i * 37 % fakeFCPages) * 4096
@@ -203,7 +203,7 @@ func fakeUffdGuest(socket, how string) error {
 	return nil
 }
 
-// saveFake has the test binary in the place of Firecracker, with a guest that is saved if it goes well.
+// saveFake saves a guest with the test binary in place of Firecracker.
 func saveFake(t *testing.T, how string, uffd bool) (*beside, error) {
 	t.Helper()
 	self, err := os.Executable()

@@ -15,13 +15,13 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 )
 
-// patience is what a test waits for what is to come.
+// patience bounds the waits of a test.
 const patience = time.Minute
 
-// pair is two connected sockets.
+// pair returns two connected sockets.
 func pair(t *testing.T) (a, b *net.UnixConn) {
 	t.Helper()
-	// Short: t.TempDir may be too long for a socket's path.
+	// t.TempDir may be too long for a socket's path.
 	dir, err := os.MkdirTemp("", "db")
 	if err != nil {
 		t.Fatal(err)
@@ -45,7 +45,7 @@ func pair(t *testing.T) (a, b *net.UnixConn) {
 
 const greeting = `{"QMP": {"version": {"qemu": {"micro": 3, "minor": 2, "major": 7}}, "capabilities": ["oob"]}}`
 
-// answers is a QEMU that says hello, and then a line (or several) to each command.
+// answers starts a QEMU that sends hello, and then one of lines (which may be several) to each command.
 func answers(t *testing.T, hello string, lines ...string) *net.UnixConn {
 	t.Helper()
 	a, b := pair(t)
@@ -153,7 +153,7 @@ func TestPreparePeer_that_is_not_there_gives_row_that_says_why(t *testing.T) {
 	}
 }
 
-// fakeQEMU puts a script in the place of QEMU, and a kernel.
+// fakeQEMU puts a script in place of QEMU. It returns the path of a kernel, which does not exist.
 func fakeQEMU(t *testing.T, script string) (e Env, kernel string) {
 	t.Helper()
 	dir := t.TempDir()
@@ -188,7 +188,7 @@ func TestQEMU_that_never_talks_is_ended_with_the_context(t *testing.T) {
 	}
 }
 
-// fakePeer resumes as it is told.
+// A fakePeer resumes in the given times, and then fails.
 type fakePeer struct {
 	times []time.Duration
 	err   error

@@ -24,7 +24,7 @@ func TestPolicyPacket_gives_a_row_for_each_policy_and_flow(t *testing.T) {
 	if len(rows) != 8 {
 		t.Fatalf("%d rows, want 8", len(rows))
 	}
-	// Two short runs beside other tests may be slower where there is nothing to judge; not all of them.
+	// Two short runs beside other tests may be slower where there is nothing to judge, but not in all rows.
 	slower := 0
 	for _, r := range rows {
 		if r.Unit != "ns" || r.N != 2 || r.P50 <= 0 || r.Stages["empty"] <= 0 || r.Stages["judged"] < 0 {
@@ -66,9 +66,9 @@ func TestPolicyAttach_leaves_nothing_behind(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Setenv(attachHelperEnv, "1")
-	// Of a benchmark that was killed; no process has such a number.
+	// The pins of a killed benchmark. No process has such a pid.
 	left := attachRootPrefix + "99999999"
-	// Remove mounts what is needed.
+	// link.Remove mounts the file system for them.
 	if err := link.Remove(link.Config{Endpoint: "b0", Interface: "none0", Root: left}); err != nil {
 		t.Fatal(err)
 	}

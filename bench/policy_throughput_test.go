@@ -30,13 +30,13 @@ func TestPolicyOf_rules_give_a_policy_whose_last_one_allows(t *testing.T) {
 	}
 }
 
-// ended is how a transfer has ended.
+// ended is the result of a transfer.
 type ended struct {
 	transfer
 	err error
 }
 
-// tcp begins a transfer on the host's side, and gives the other end's connection.
+// tcp starts a transfer on the host's side, and returns the other end's connection.
 func tcp(t *testing.T, ctx context.Context, d netpolicy.Direction, send time.Duration) (net.Conn, <-chan ended) {
 	t.Helper()
 	l, err := net.Listen("tcp4", "127.0.0.1:0")
@@ -66,7 +66,7 @@ func TestServeTransfer_counts_what_the_guest_sends(t *testing.T) {
 	if err := c.(*net.TCPConn).CloseWrite(); err != nil {
 		t.Fatal(err)
 	}
-	// It closes when it has read all.
+	// The host closes the connection when it has read everything.
 	if rest, err := io.ReadAll(c); err != nil || len(rest) > 0 {
 		t.Errorf("%d bytes, %v", len(rest), err)
 	}
@@ -150,7 +150,7 @@ func TestCountsBetween_counters_give_packets_and_bytes_by_direction(t *testing.T
 func TestPassed_check_finds_runs_that_were_judged_otherwise_than_they_say(t *testing.T) {
 	tests := map[string]struct {
 		rules int
-		bytes int64 // by the programs
+		bytes int64 // counted by the programs
 		good  bool
 	}{
 		"all judged":              {10, 1100, true},
@@ -169,7 +169,7 @@ func TestPassed_check_finds_runs_that_were_judged_otherwise_than_they_say(t *tes
 
 func TestThroughputs_rounds_give_rates_and_ratios_of_pairs(t *testing.T) {
 	all := newThroughputs([]int{1, 1000})
-	// The machine gets slower from round to round, which the ratios do not see.
+	// The machine gets slower from round to round, which the ratios must not show.
 	for _, slower := range []float64{1, 2, 4} {
 		round := map[flowWay]passed{}
 		for w, mib := range map[flowWay]float64{
@@ -205,7 +205,7 @@ func TestThroughputs_rounds_give_rates_and_ratios_of_pairs(t *testing.T) {
 		if r.Name != w.name || p["direction"] != w.direction || p["policy"] != w.policy || p["rules"] != w.rules || p["memory_mib"] != 256 {
 			t.Errorf("row %d: %s %v, want %+v", i, r.Name, p, w)
 		}
-		// A ratio is cut to thousandths.
+		// Ratios are cut to thousandths.
 		if r.N != 3 || r.P50 < w.p50*0.997 || r.P50 > w.p50*1.003 || r.Goal.String() != w.goal {
 			t.Errorf("row %d: %+v, goal %s, want %+v", i, r, r.Goal, w)
 		}
@@ -217,7 +217,7 @@ func TestThroughputs_rounds_give_rates_and_ratios_of_pairs(t *testing.T) {
 
 func TestLinkPrograms_go_off_and_on_again(t *testing.T) {
 	needRoot(t)
-	// The thread's, which ends with the test.
+	// The network namespace belongs to the thread, and ends with the test.
 	runtime.LockOSThread()
 	if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
 		t.Fatal(err)
@@ -251,7 +251,7 @@ func TestLinkPrograms_go_off_and_on_again(t *testing.T) {
 			t.Error(err)
 		}
 	}()
-	// Up fails if a program is missing.
+	// Link.Up fails if a program is missing.
 	for range 2 {
 		if err := p.off(); err != nil {
 			t.Fatal(err)

@@ -11,7 +11,7 @@ import (
 	"github.com/drowse-vm/drowse/bench/page"
 )
 
-// The ranks are those of published tables of the sign test.
+// The ranks come from published tables of the sign test.
 func TestRankOfMedian_runs_give_rank_of_95_percent(t *testing.T) {
 	for n, want := range map[int64]int64{0: 0, 1: 0, 5: 0, 6: 1, 8: 1, 9: 2, 10: 2, 20: 6, 30: 10, 50: 18, 100: 40, 1000: 469} {
 		if got := rankOfMedian(n); got != want {

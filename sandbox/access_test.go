@@ -22,8 +22,8 @@ import (
 	"github.com/drowse-vm/drowse/internal/test/guesttest"
 )
 
-// forwardsEndWithTheSleep takes connections through both ends of the guest's loopback, puts
-// the VM to sleep under them, and does it again after the wake.
+// forwardsEndWithTheSleep opens connections through both ends of the guest's loopback, puts the VM to sleep under
+// them, and connects again after the wake.
 func forwardsEndWithTheSleep(t *testing.T, e *guesttest.Env, name string) {
 	c := e.Agent(name)
 	l, err := c.Listen(t.Context(), "tcp", "127.0.0.1:0")
@@ -58,7 +58,7 @@ func forwardsEndWithTheSleep(t *testing.T, e *guesttest.Env, name string) {
 		t.Errorf("%d bytes have arrived, changed or not all, %v", len(got), err)
 	}
 	wg.Wait()
-	// One direction has ended, the other is open: neither may look ended after the sleep.
+	// One direction has ended, the other is open. The sleep must reset the open one, not end it.
 	if _, err := out.Write([]byte("x")); err != nil {
 		t.Fatal(err)
 	}
@@ -74,7 +74,7 @@ func forwardsEndWithTheSleep(t *testing.T, e *guesttest.Env, name string) {
 	}
 	e.Wake(name)
 	c = e.Agent(name)
-	// The agent hears of the sleep after the wake, and frees the address then.
+	// The agent learns of the sleep after the wake, and only then frees the address.
 	for deadline := time.Now().Add(time.Minute); ; time.Sleep(10 * time.Millisecond) {
 		if l, err = c.Listen(t.Context(), "tcp", address); err == nil {
 			break

@@ -24,10 +24,10 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// selfProgram is how root in a guest asks the host.
+// selfProgram is the command by which root in a guest makes requests of the host.
 const selfProgram = "/run/drowse/agent self "
 
-// told are the events of a watch.
+// told collects the events of a watch.
 type told struct {
 	mu   sync.Mutex
 	list []guest.WatchEvent
@@ -45,7 +45,7 @@ func (w *told) add(e guest.WatchEvent) error {
 	return nil
 }
 
-// until waits for an event, and fails if something is not known.
+// until waits for an event, and fails if the watch overflowed.
 func (w *told) until(t *testing.T, kind, path string) {
 	t.Helper()
 	limit := time.After(5 * time.Minute)
@@ -70,8 +70,8 @@ func (w *told) until(t *testing.T, kind, path string) {
 	}
 }
 
-// workThatASleepCuts has a copy, a watch and a terminal in the midst of a sleep: the guest is asleep
-// and wakes, and all three go on.
+// workThatASleepCuts puts the VM to sleep and wakes it while a watch, a terminal and, with -agent-copies, a copy
+// are under way. All of them must continue.
 func workThatASleepCuts(t *testing.T, e *guesttest.Env, name string) {
 	ctx, cancel := context.WithCancel(t.Context())
 	if err := e.Agent(name).Mkdir(ctx, "/root/watched", 0, true); err != nil {
@@ -140,10 +140,10 @@ func workThatASleepCuts(t *testing.T, e *guesttest.Env, name string) {
 	}
 }
 
-// agentCopies has copies of some MiB cut by a sleep: a guest whose kernel is interpreted takes minutes for them.
+// agentCopies enables a copy of 6 MiB that a sleep cuts. A guest with an interpreted kernel takes minutes for it.
 var agentCopies = flag.Bool("agent-copies", false, "have a sleep cut the copy of a large file, and go on")
 
-// copyThatASleepCuts copies a file, has the VM sleep in the midst of it, and goes on.
+// copyThatASleepCuts copies a file, puts the VM to sleep midway, and resumes the copy after the wake.
 func copyThatASleepCuts(t *testing.T, e *guesttest.Env, name string) {
 	const size = 6 << 20
 	data := make([]byte, size)
@@ -184,7 +184,7 @@ func copyThatASleepCuts(t *testing.T, e *guesttest.Env, name string) {
 	}
 }
 
-// screen is what a terminal has shown.
+// screen collects the output of a terminal.
 type screen struct {
 	mu   sync.Mutex
 	text []byte
@@ -222,10 +222,10 @@ func (s *screen) until(t *testing.T, want string) {
 	}
 }
 
-// guestForksItself has a guest ask for a child, which goes on from the middle of asking, and for one more than it may
-// have.
+// guestForksItself has a guest request a fork, in which the child continues in the middle of the request, and then
+// one fork more than its limit.
 func guestForksItself(t *testing.T, e *guesttest.Env, name string) {
-	// As drowse serve does.
+	// drowse serve does the same.
 	ctx, stop := context.WithCancel(t.Context())
 	served := make(chan []error, 1)
 	go func() {
@@ -238,7 +238,7 @@ func guestForksItself(t *testing.T, e *guesttest.Env, name string) {
 		}
 		served <- errs
 	}()
-	// It is not cut with the connection of whoever has started it.
+	// A detached command outlives the connection that started it.
 	p, err := e.Agent(name).Start(t.Context(), guest.Cmd{Detach: true, Argv: []string{"/bin/sh", "-c",
 		selfProgram + "fork > /run/child; echo $? > /run/forked; " + selfProgram + "fork 2> /run/why; echo $? > /run/again"}})
 	if err != nil {
@@ -284,7 +284,7 @@ func guestForksItself(t *testing.T, e *guesttest.Env, name string) {
 	}
 }
 
-// guestAsksItsHost has a guest ask for what it may, and for what it may not.
+// guestAsksItsHost has a guest make requests that it may make, and one that it may not.
 func guestAsksItsHost(t *testing.T, e *guesttest.Env, name string) {
 	id := e.Sh(name, selfProgram+"snapshot 'made by me'")
 	list, err := e.Store.State.Snapshots()
@@ -306,14 +306,14 @@ func guestAsksItsHost(t *testing.T, e *guesttest.Env, name string) {
 		t.Error(err)
 	}
 	guestForksItself(t, e, name)
-	// What has asked goes on when the VM is awake again. A hold is for sleeps that nobody has asked for.
+	// The requesting program continues after the wake. A hold blocks only automatic sleeps.
 	s, err := e.Agent(name).Start(t.Context(), guest.Cmd{
 		Argv: []string{"/bin/sh", "-c", selfProgram + "hold 60s && " + selfProgram + "sleep"}, Detach: true, ID: "asks",
 	})
 	if err != nil {
 		t.Fatal(err)
 	}
-	_, _ = s.Wait() // it is cut
+	_, _ = s.Wait() // the sleep cuts it
 	e.WaitPhase(name, state.Asleep, 5*time.Minute)
 	e.Wake(name)
 	var said bytes.Buffer

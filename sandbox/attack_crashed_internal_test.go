@@ -19,8 +19,8 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// crashed is a VM that has slept, was woken, has written a block durably and was killed. Its process says with which
-// arguments it was started.
+// crashed returns a VM that slept, woke, wrote a block durably and was killed. started returns the arguments with
+// which its process was started.
 func crashed(t *testing.T) (s *Host, l pool.Launcher, r *state.Record, sleep string, started func() []string) {
 	t.Helper()
 	s = tempStore(t)
@@ -43,7 +43,7 @@ func crashed(t *testing.T) (s *Host, l pool.Launcher, r *state.Record, sleep str
 	}
 }
 
-// write has a VM crash after it has written a block to a new layer of its disk.
+// write makes a VM that crashed after it wrote a block to a new layer of its disk.
 func write(t *testing.T, s *Host, r *state.Record, word byte) {
 	t.Helper()
 	below, err := s.State.Absolute(r.Disk)
@@ -65,7 +65,7 @@ func write(t *testing.T, s *Host, r *state.Record, word byte) {
 	r.Disk, r.Phase, r.PID, r.Problem = s.State.Relative(st), state.Crashed, 0, "its process was killed"
 }
 
-// wantWord reads what write has written.
+// wantWord checks the block that write wrote.
 func wantWord(t *testing.T, s *Host, st disk.Stack, want byte) {
 	t.Helper()
 	d, err := disk.Open(st, disk.Options{ReadOnly: true})

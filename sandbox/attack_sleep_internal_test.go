@@ -24,8 +24,8 @@ import (
 	"github.com/drowse-vm/drowse/snapshot"
 )
 
-// falling is a VM that runs, as far as the store can tell, has slept before, and sleeps in a new snapshot when it is
-// asked to. With lost its answer is lost.
+// falling returns a VM that runs, as far as the store can tell, and that has slept before. Asked to sleep, it
+// sleeps in a new snapshot. With lost, its answer is lost.
 func falling(t *testing.T, lost bool) (s *Host, r *state.Record, old string) {
 	t.Helper()
 	s = tempStore(t)
@@ -117,7 +117,7 @@ func TestAttack_sleep_fails_although_the_vm_sleeps(t *testing.T) {
 
 func TestAttack_each_sleep_reads_all_snapshots_of_the_store(t *testing.T) {
 	s, _, old := falling(t, false)
-	// A pipe in place of a manifest holds up whoever reads it.
+	// A pipe in place of a manifest blocks its readers.
 	id := spec.NewID()
 	if err := errors.Join(os.Mkdir(s.State.SnapshotDir(id), 0o700), unix.Mkfifo(filepath.Join(s.State.SnapshotDir(id), snapshot.ManifestName), 0o600)); err != nil {
 		t.Fatal(err)
@@ -213,15 +213,15 @@ func TestAttack_fork_waits_for_a_sweep_without_end(t *testing.T) {
 	case <-time.After(30 * time.Second):
 		t.Error("it waits on")
 	}
-	// And whoever gives no end waits for a time.
+	// A caller without a deadline waits for a limited time.
 	begin := time.Now()
 	if _, err := s.State.LockStore(context.Background(), osfile.Shared, 20*time.Millisecond); !errors.Is(err, state.ErrStoreBusy) || time.Since(begin) < 20*time.Millisecond {
 		t.Errorf("got %v after %v", err, time.Since(begin))
 	}
 }
 
-// clonable is a store with a snapshot from which VMs are restored and booted that have a shell for a process, and
-// nobody else who has its layers.
+// clonable returns a store with a snapshot from which VMs can be restored and booted. Their process is a shell. No
+// other VM or snapshot has its layers.
 func clonable(t *testing.T) (s *Host, l pool.Launcher, r *state.Record, snap string) {
 	t.Helper()
 	s = tempStore(t)
@@ -252,7 +252,7 @@ func clonable(t *testing.T) (s *Host, l pool.Launcher, r *state.Record, snap str
 	return s, l, r, snap
 }
 
-// Whoever names what another one names keeps those who delete out, and waits for them no longer than its context lasts.
+// A call that adds references to layers excludes deletions, and waits for one only as long as its context lasts.
 func TestAttack_clone_that_begins_during_a_sweep_loses_its_layers(t *testing.T) {
 	s, l, r, snap := clonable(t)
 	ways := map[string]func(ctx context.Context, name string) error{
@@ -318,7 +318,7 @@ func TestAttack_clone_that_begins_during_a_sweep_loses_its_layers(t *testing.T) 
 func TestAttack_snapshot_is_removed_while_it_is_restored(t *testing.T) {
 	s, l, r, snap := clonable(t)
 	s.State.Grace = 0
-	keep := diskSnapshotOf(t, s, r, state.KindNamed) // its layers are wanted again and again
+	keep := diskSnapshotOf(t, s, r, state.KindNamed) // holds the layers for all rounds
 	if err := snapshot.Remove(s.State.SnapshotDir(snap)); err != nil {
 		t.Fatal(err)
 	}

@@ -9,8 +9,8 @@ import (
 	"github.com/drowse-vm/drowse/internal/test/guesttest"
 )
 
-// recordedInTheTrail looks for what sshServesAGuestWithoutAServer and forwardsEndWithTheSleep
-// have done in a clone, which has slept meanwhile.
+// recordedInTheTrail checks the audit trail of a clone, which has slept since, for the actions of
+// sshServesAGuestWithoutAServer and forwardsEndWithTheSleep.
 func recordedInTheTrail(t *testing.T, e *guesttest.Env, name string) {
 	if got := e.Sh(name, "echo last"); got != "last" {
 		t.Errorf("got %q", got)

@@ -20,7 +20,7 @@ import (
 
 var cycles = flag.Int("cycles", fromEnv("DROWSE_TEST_CYCLES", 200), "how many times the busy guest sleeps and wakes")
 
-// fromEnv is a number from the environment, for runs that have little time.
+// fromEnv returns a number from the environment, for runs that must be short.
 func fromEnv(name string, def int) int {
 	if n, err := strconv.Atoi(os.Getenv(name)); err == nil && n > 0 {
 		return n
@@ -28,8 +28,8 @@ func fromEnv(name string, def int) int {
 	return def
 }
 
-// worker writes blocks to disk and reads earlier ones back, counts, serves an endless stream on a vsock port, and looks
-// whether monotonic time goes back, all from one loop that the sleeps interrupt anywhere.
+// worker writes blocks to disk and reads earlier ones back, counts, serves an endless stream on a vsock port, and
+// checks that monotonic time never goes back. One loop does all of it, so a sleep can interrupt it anywhere.
 const worker = `
 import hashlib, os, random, select, socket, time
 SIZE, BLOCKS = 4096, 1024
@@ -96,12 +96,12 @@ while True:
             drop(fd)
 `
 
-// stream is what the worker sends, from its first byte on.
+// stream checks what the worker sends, from its first byte on.
 type stream struct{ at int64 }
 
 const streamBlock = 4096
 
-// check compares p with what comes next.
+// check compares p with the next bytes of the stream.
 func (s *stream) check(p []byte) error {
 	for len(p) > 0 {
 		sum := sha256.Sum256(fmt.Append(nil, s.at/streamBlock))
@@ -117,8 +117,7 @@ func (s *stream) check(p []byte) error {
 	return nil
 }
 
-// follow reads the stream until it ends, and says what is wrong with it. reached is
-// closed when enough bytes have come.
+// follow reads the stream until it ends and returns what is wrong with it. It closes reached after enough bytes.
 func (s *stream) follow(c net.Conn, enough int64, reached chan<- struct{}) error {
 	buf := make([]byte, 64<<10)
 	start := s.at
@@ -143,7 +142,7 @@ func (s *stream) follow(c net.Conn, enough int64, reached chan<- struct{}) error
 	}
 }
 
-// busy is the VM that works.
+// busy is the VM that runs the worker.
 const busy = "base"
 
 func TestMany_sleeps_of_a_busy_guest_lose_nothing(t *testing.T) {
@@ -226,7 +225,7 @@ func TestMany_sleeps_of_a_busy_guest_lose_nothing(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// The empty file system, a few loose layers, and the one being written to.
+	// The empty file system, a few loose layers, and the one that the VM writes to.
 	if n := len(r.Disk.Layers); n > 8 {
 		t.Errorf("after %d sleeps the disk has %d layers", *cycles, n)
 	}

@@ -8,10 +8,10 @@ import (
 	"github.com/drowse-vm/drowse/internal/test/guesttest"
 )
 
-// diskOfAGuest has a command change the disk of a real guest, and asks what has changed.
+// diskOfAGuest has a command change the disk of a real guest, and checks the reported changes.
 func diskOfAGuest(t *testing.T, e *guesttest.Env, name string) {
 	c := e.Agent(name)
-	// One process: the shell's own commands.
+	// The shell's builtins keep this to one process.
 	st, err := c.Exec(t.Context(), guest.Cmd{
 		Argv:    []string{"/bin/sh", "-c", "set -e; umask 077; cd /etc; echo x >> passwd; echo > 'a new\nname'; exec rm /etc/group"},
 		Changes: true,

@@ -43,7 +43,7 @@ func TestAttack_damaged_memory_leaves_a_way_to_the_disk(t *testing.T) {
 			} else if err := unreadable("vm", err); !strings.Contains(err.Error(), `Sandbox("vm").Start with DiscardMemory`) {
 				t.Errorf("a wake says %v", err)
 			}
-			// All that has to do with the disk goes by the manifest.
+			// Everything about the disk needs only the manifest.
 			if st, err := h.SnapshotDisk(r.Snapshot); err != nil || len(st.Layers) != 1 {
 				t.Errorf("its disk is %v (%v)", st, err)
 			}
@@ -62,8 +62,8 @@ func TestAttack_damaged_memory_leaves_a_way_to_the_disk(t *testing.T) {
 			if made, err := s.With(pool.Launcher{Agent: agent}).recordFromDisk(t.Context(), Spec{Name: "other", Kernel: "built"}, m); err != nil || !slices.Equal(made.Disk.Layers, r.Disk.Layers) {
 				t.Errorf("another VM of its disk is %+v (%v)", made, err)
 			}
-			// The start itself needs a guest. What it finds is a stopped VM with that disk, so `drowse start` goes on
-			// if this is killed now.
+			// The start itself needs a guest. It finds a stopped VM with that disk, so `drowse start` works even
+			// if this process is killed here.
 			if _, err := s.With(pool.Launcher{}).Sandbox("vm").Start(t.Context(), StartOptions{}); !errors.Is(err, ErrNotRunning) {
 				t.Errorf("a start that does not give up the memory: %v", err)
 			}

@@ -23,7 +23,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// recorder appends records to a file and says which is durable.
+// recorder appends records to a file and prints the number of each one that is durable.
 const recorder = `
 import os
 f = os.open('/root/records', os.O_WRONLY|os.O_CREAT|os.O_APPEND)
@@ -35,10 +35,10 @@ while True:
     os.write(1, b'%d\n' % n)
 `
 
-// acknowledged is told the recorder's words.
+// acknowledged reads the recorder's output.
 type acknowledged struct {
 	mu   sync.Mutex
-	more sync.Cond // on mu
+	more sync.Cond // its L is &mu
 	last int
 	rest []byte
 }
@@ -62,7 +62,7 @@ func (a *acknowledged) Write(p []byte) (int, error) {
 	}
 }
 
-// beyond waits for a record after n, and returns the last.
+// beyond waits for a record after n, and returns the number of the last one.
 func (a *acknowledged) beyond(n int) int {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -81,7 +81,7 @@ func tool(t *testing.T, name string, args ...string) string {
 	return string(out)
 }
 
-// rawCopy makes a raw file with the content of a disk, holes where it has no data.
+// rawCopy makes a raw file with the content of a disk, and leaves holes where the disk has no data.
 func rawCopy(t *testing.T, d *disk.Disk, path string) {
 	t.Helper()
 	f, err := os.Create(path)
@@ -104,8 +104,8 @@ func rawCopy(t *testing.T, d *disk.Disk, path string) {
 	}
 }
 
-// checkDiskSnapshot checks that the file system in a snapshot is clean without its journal,
-// and returns how many whole records are in it.
+// checkDiskSnapshot checks that the file system in a snapshot is clean without its journal, and returns its number
+// of whole records.
 func checkDiskSnapshot(t *testing.T, e *guesttest.Env, id string) int {
 	t.Helper()
 	st, err := e.Store.State.SnapshotDisk(id)
@@ -127,11 +127,11 @@ func checkDiskSnapshot(t *testing.T, e *guesttest.Env, id string) int {
 		t.Errorf("snapshot %s: e2fsck says:\n%s", id, out)
 	}
 	records := tool(t, "debugfs", "-R", "cat /upper/root/records", raw)
-	_, records, _ = strings.Cut(records, "\n") // its version
+	_, records, _ = strings.Cut(records, "\n") // debugfs prints its version first
 	n := 0
 	for line := range strings.Lines(records) {
 		if len(line) != 8+1+1000+1 || line[8] != ' ' {
-			break // the last one, which nobody has been told of
+			break // the last one, which was not acknowledged
 		}
 		if got, err := strconv.Atoi(line[:8]); err != nil || got != n+1 {
 			t.Errorf("snapshot %s: record %q follows %d", id, line[:8], n)
@@ -176,7 +176,7 @@ func TestDisk_snapshots_of_a_busy_guest_are_clean_and_have_all_that_was_acknowle
 		if i == snapshots-1 {
 			putHook(e, writer, "10-a", "")
 		}
-		// New records between any two of them.
+		// At least one new record comes between any two snapshots.
 		n = said.beyond(n)
 		res, err := e.Store.Sandbox(writer).Snapshot(t.Context(), sandbox.SnapshotOptions{DiskOnly: true, Note: fmt.Sprint(i)})
 		if err != nil {
@@ -185,7 +185,7 @@ func TestDisk_snapshots_of_a_busy_guest_are_clean_and_have_all_that_was_acknowle
 		t.Logf("after record %d: %v", n, res.Stages)
 		all = append(all, taken{res.Snapshot, n})
 	}
-	said.beyond(n + 1) // it goes on
+	said.beyond(n + 1) // the recorder continues
 	for deadline := time.Now().Add(time.Minute); ; time.Sleep(50 * time.Millisecond) {
 		r, err := e.Store.State.Get(writer)
 		if err != nil {
@@ -216,11 +216,11 @@ func TestDisk_snapshots_of_a_busy_guest_are_clean_and_have_all_that_was_acknowle
 		t.Error(err)
 	}
 	list, err := e.Store.State.Snapshots()
-	list = slices.DeleteFunc(list, func(s spec.SnapshotInfo) bool { return s.Kind == "sleep" }) // that it was woken from
+	list = slices.DeleteFunc(list, func(s spec.SnapshotInfo) bool { return s.Kind == "sleep" }) // it woke from it
 	if err != nil || len(list) != snapshots || list[0].Kind != "disk" || list[0].RAM != 0 {
 		t.Errorf("listed as %+v (%v)", list, err)
 	}
-	// The layers stay when nobody else needs them.
+	// The snapshot keeps its layers after the VM is deleted.
 	if err := e.Store.Sandbox(writer).Delete(t.Context(), sandbox.DeleteOptions{Force: true}); err != nil {
 		t.Fatal(err)
 	}
@@ -244,7 +244,7 @@ func TestDisk_snapshots_of_a_busy_guest_are_clean_and_have_all_that_was_acknowle
 	if _, err := other.Store.With(other.Launcher).Create(t.Context(), sandbox.Spec{Name: "n"}, sandbox.CreateOptions{Disk: last.id}); err != nil {
 		t.Fatal(err)
 	}
-	if got := strings.Count(other.Read("n", "/root/records"), "x\n"); got < last.least-1 { // without the last line feed
+	if got := strings.Count(other.Read("n", "/root/records"), "x\n"); got < last.least-1 { // no last line feed
 		t.Errorf("the new VM has %d records of %d", got+1, last.least)
 	}
 	if got := other.Read("n", "/etc/machine-id", hostname); strings.HasPrefix(got, "00000000000000000000000000000001") || !strings.HasSuffix(got, "\nn") {

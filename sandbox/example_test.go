@@ -11,16 +11,16 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/pool"
 )
 
-// A program that makes a sandbox, runs a command in it, puts it to sleep and runs another one, which wakes it. It needs
-// root and /dev/kvm; image and kernel have been made with `drowse image build` and `drowse kernel build`.
+// This program makes a sandbox, runs a command in it, puts it to sleep and runs another command, which wakes it.
+// It needs root, /dev/kvm, an image from `drowse image build` and a kernel from `drowse kernel build`.
 func Example() {
 	ctx := context.Background()
 	host, err := sandbox.Open("/var/lib/drowse")
 	if err != nil {
 		log.Fatal(err)
 	}
-	// Each VM gets a process of its own, which outlives this program. drowse-vmm is its program; one whose main calls
-	// process.ServeProcess is another.
+	// Each VM gets its own process, which outlives this program. Its program is drowse-vmm, or any other whose
+	// main calls process.ServeProcess.
 	host = host.With(pool.Launcher{
 		Command: []string{"/usr/local/bin/drowse-vmm"},
 		Agent:   "/usr/local/bin/drowse-agent",
@@ -33,7 +33,7 @@ func Example() {
 	if _, err := worker.Exec(ctx, hello); err != nil {
 		log.Fatal(err)
 	}
-	// Now it has no process and no memory any more, only files.
+	// The sleeping sandbox has no process and no memory, only files.
 	slept, err := worker.Sleep(ctx, sandbox.SleepOptions{})
 	if err != nil {
 		log.Fatal(err)
@@ -42,7 +42,7 @@ func Example() {
 	if _, err := worker.Exec(ctx, hello); err != nil {
 		log.Fatal(err)
 	}
-	// Three that go on from this very moment.
+	// Three children continue from this moment.
 	forked, err := worker.Fork(ctx, sandbox.ForkOptions{Count: 3, Name: "child"})
 	if err != nil {
 		log.Fatal(err)

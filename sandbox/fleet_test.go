@@ -21,12 +21,12 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// sandboxesOfGuests has what package fleet promises shown by real guests, which are clones.
+// sandboxesOfGuests runs the conformance tests of package fleet on real guests, which are clones.
 func sandboxesOfGuests(t *testing.T, e *guesttest.Env, snap string) {
 	begin := time.Now()
 	defer func() { t.Logf("it took %v", time.Since(begin).Round(time.Millisecond)) }()
 	f := fleet.New(e.Store, fleet.Options{})
-	// It is asked by its API, which promises the same.
+	// The tests go through the API, which promises the same.
 	c := overHTTP(t, e)
 
 	in := func(t *testing.T) *guesttest.Env {
@@ -44,7 +44,7 @@ func sandboxesOfGuests(t *testing.T, e *guesttest.Env, snap string) {
 		Write: func(t *testing.T, name, word string) {
 			in(t).Write(name, word, "/run/word")
 		},
-		// Builtins of the shell: a process costs a guest much time here.
+		// It uses builtins of the shell, since a new process costs a guest much time here.
 		Read: func(t *testing.T, name string) string {
 			out, err := c.Exec(t.Context(), name, wire.Exec{Command: []string{"/bin/sh", "-c", "read w < /run/word; echo $w; exit 3"}})
 			if err != nil || out.ExitCode != 3 {
@@ -108,7 +108,7 @@ func overHTTP(t *testing.T, e *guesttest.Env) *client.Client {
 	return c
 }
 
-// conformanceEvents looks at what the journal has of what was done to sandboxes before.
+// conformanceEvents checks the journal's events of the conformance tests.
 func conformanceEvents(t *testing.T, e *guesttest.Env) {
 	seen, first := map[events.Type]int{}, map[string]events.Type{}
 	woken := 0
@@ -142,7 +142,7 @@ func conformanceEvents(t *testing.T, e *guesttest.Env) {
 	}
 }
 
-// A wake that comes while a VM falls asleep has to find it awake in the end.
+// wakeDuringSleep checks that a wake that comes while a VM falls asleep ends with the VM awake.
 func wakeDuringSleep(t *testing.T, e *guesttest.Env, name string) {
 	slept := make(chan error, 1)
 	go func() {

@@ -37,8 +37,7 @@ func forks(e *guesttest.Env, parent string, o sandbox.ForkOptions) control.ForkR
 	return res
 }
 
-// files lists what a store has of layers and snapshots, and descriptors of images that
-// this process has open.
+// files lists the layers, snapshots and VMs of a store.
 func files(t *testing.T, s *sandbox.Host) []string {
 	t.Helper()
 	var out []string
@@ -69,13 +68,13 @@ func openImages(t *testing.T, pid int) (n int) {
 	return n
 }
 
-// One boot serves them all.
+// One boot serves all subtests.
 func TestForks_of_a_running_VM(t *testing.T) {
 	t.Parallel()
 	e := guesttest.New(t)
 	e.Run(sandbox.Spec{Name: "parent"})
 	said := keep(e, "parent")
-	const memory, disk = "/run/memory", "/root/disk" // files, the one in RAM
+	const memory, disk = "/run/memory", "/root/disk" // two files, the first one in RAM
 	e.Write("parent", "parent", memory, disk)
 	sub := func(name string, f func(t *testing.T, e *guesttest.Env)) {
 		t.Run(name, func(t *testing.T) {
@@ -94,7 +93,7 @@ func TestForks_of_a_running_VM(t *testing.T) {
 	}
 	var first control.ForkResult
 	sub("three children go on from the same memory and differ in randomness and identity", func(t *testing.T, e *guesttest.Env) {
-		// A stream that is open in the parent all the while.
+		// A stream stays open in the parent during the fork.
 		c := e.Agent("parent")
 		out, in := newPipes(t)
 		cmd := guest.Cmd{Argv: []string{"/bin/cat"}}
@@ -127,7 +126,7 @@ func TestForks_of_a_running_VM(t *testing.T) {
 				t.Errorf("the keeper says %q in %s, %q before the fork", got, name, said)
 			}
 			is := identity(e, name)
-			if name != "parent" { // a VM that is no clone has no machine id if its image has none
+			if name != "parent" { // only a clone gets a machine id that its image does not have
 				id := e.Read(name, "/etc/machine-id")
 				if len(id) != 32 {
 					t.Errorf("the machine id of a child is %q", id)
@@ -238,7 +237,7 @@ func TestForks_of_a_running_VM(t *testing.T) {
 			t.Errorf("its record says %q", r.Problem)
 		}
 		e.Wake("c-3")
-		// Forked at once, while most of its memory is still on disk.
+		// The fork comes at once, while most of the memory is still on disk.
 		forks(e, "c-3", sandbox.ForkOptions{Name: "lazy"})
 		for _, name := range []string{"c-3", "lazy"} {
 			if got := askAndRead(e, name, memory, disk); got != said+"\nparent\nparent" {
@@ -280,12 +279,12 @@ func TestForks_of_a_running_VM(t *testing.T) {
 			if err := do(); !errors.Is(err, want) {
 				t.Errorf("%s: got %v, want %v", name, err, want)
 			}
-			// A capture that was begun has put a layer on top of the parent's disk.
+			// A capture that was begun leaves a new layer on top of the parent's disk.
 			if _, err := e.Store.State.Sweep(t.Context()); err != nil {
 				t.Error(err)
 			}
-			// The snapshot may have been on disk before the children were given up. Then the
-			// parent's next one builds upon it.
+			// The snapshot may have reached the disk before the fork gave up the children. The parent's next
+			// snapshot then builds upon it.
 			parent, err := e.Store.State.Get("parent")
 			if err != nil {
 				t.Fatal(err)
@@ -335,7 +334,7 @@ func TestForks_of_a_running_VM(t *testing.T) {
 		if got := askAndRead(e, "parent", memory); got != said+"\nkept" {
 			t.Errorf("the parent has %q", got)
 		}
-		// What had changed before a failure is in the next snapshot.
+		// Pages that changed before a failure are in the next snapshot.
 		res := forks(e, "parent", sandbox.ForkOptions{Name: "later"})
 		if err := unix.Kill(pid(t, "later"), unix.SIGKILL); err != nil {
 			t.Fatal(err)
@@ -361,7 +360,7 @@ func TestForks_of_a_running_VM(t *testing.T) {
 		if err := conn.Close(); err != nil {
 			t.Fatal(err)
 		}
-		// This one has to wait until that one is over.
+		// The snapshot has to wait until the fork is over.
 		res, err := e.Store.Sandbox("parent").Snapshot(t.Context(), sandbox.SnapshotOptions{})
 		if err != nil {
 			t.Fatal(err)
@@ -382,7 +381,7 @@ func TestForks_of_a_running_VM(t *testing.T) {
 			t.Fatal(err)
 		}
 		res, err := e.Store.With(e.Launcher).Sandbox("parent").Fork(t.Context(), sandbox.ForkOptions{Name: "mayfly", Early: true})
-		// This one waits until the first has failed.
+		// The snapshot waits until the fork's own has failed.
 		_, serr := e.Store.Sandbox("parent").Snapshot(t.Context(), sandbox.SnapshotOptions{})
 		if err := unix.Unmount(dir, 0); err != nil {
 			t.Fatal(err)

@@ -16,8 +16,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// putHook puts a hook into a guest. It notes its arguments in /root/notes, and then
-// does what more says.
+// putHook puts a hook into a guest. The hook appends its arguments to /root/notes, and then runs the script more.
 func putHook(e *guesttest.Env, vm, name, more string) {
 	e.T.Helper()
 	script := "#!/bin/sh\necho " + name + " $* >> /root/notes\n" + more + "\n"
@@ -27,7 +26,7 @@ func putHook(e *guesttest.Env, vm, name, more string) {
 	}
 }
 
-// notes are what the hooks of a guest have noted since the last look.
+// notes returns what the hooks of a guest have noted since the last call.
 func notes(e *guesttest.Env, vm string) []string {
 	e.T.Helper()
 	text := e.Read(vm, "/root/notes")
@@ -42,12 +41,12 @@ func wantNotes(e *guesttest.Env, vm string, want ...string) {
 	}
 }
 
-// One boot serves them all.
+// One boot serves all of this.
 func TestHooks_in_a_guest(t *testing.T) {
 	t.Parallel()
 	e := guesttest.New(t)
-	// Time enough for a machine that does much else.
 	shared := newShared(e)
+	// The maximum timeouts are long enough for a busy machine.
 	e.Run(sandbox.Spec{
 		Name: "h", Hooks: spec.Hooks{TimeoutSeconds: spec.MaxHookSeconds, AllSeconds: spec.MaxHookSeconds}, Shares: shared.specs(),
 	})
@@ -87,10 +86,10 @@ func TestHooks_in_a_guest(t *testing.T) {
 	host.noted("notes", "create c")
 	wantNotes(e, "c", "10-a snapshot", "20-b snapshot", "20-b clone snapshot", "10-a clone snapshot")
 
-	// The children of a fork find themselves between its hooks.
+	// The children of a fork start between its hooks.
 	forks(e, "h", sandbox.ForkOptions{Count: 1, Name: "f"})
 	host.noted("notes", "fork h", "create f")
-	// Those of the host are asked first.
+	// The host's hooks run before the guest's.
 	host.refuses("f")
 	wantNotes(e, "h", "10-a snapshot", "20-b snapshot", "20-b wake snapshot", "10-a wake snapshot")
 	wantNotes(e, "f", "10-a snapshot", "20-b snapshot", "20-b clone snapshot", "10-a clone snapshot")
@@ -141,7 +140,7 @@ func TestHooks_in_a_guest(t *testing.T) {
 	if !e.Exists("c", "/root/out/more") {
 		t.Error("what was not promoted was dropped")
 	}
-	host.noted("notes", "sleep c", "wake c", "wake c") // once it was skipped
+	host.noted("notes", "sleep c", "wake c", "wake c") // HooksSkip skipped one sleep
 	if err := e.Store.Sandbox("c").Delete(t.Context(), sandbox.DeleteOptions{Force: true}); err != nil {
 		t.Fatal(err)
 	}

@@ -18,7 +18,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// stateArg is the store that the process of a VM is of.
+// stateArg returns the store of a VM's process, from its arguments.
 func stateArg() string {
 	i := slices.Index(os.Args, "--state")
 	if i < 0 || i+1 >= len(os.Args) {
@@ -27,10 +27,10 @@ func stateArg() string {
 	return os.Args[i+1]
 }
 
-// funcNotes is where noteInProcess notes, if the file is there.
+// funcNotes is the file in which noteInProcess notes events, if it exists.
 const funcNotes = "func-notes"
 
-// noteInProcess is a hook that is a function in the process of a VM.
+// noteInProcess is a hook in the form of a function in the process of a VM.
 func noteInProcess(_ context.Context, e events.Event) error {
 	f, err := os.OpenFile(filepath.Join(stateArg(), funcNotes), os.O_APPEND|os.O_WRONLY, 0)
 	if errors.Is(err, os.ErrNotExist) {
@@ -43,7 +43,7 @@ func noteInProcess(_ context.Context, e events.Event) error {
 	return errors.Join(err, f.Close())
 }
 
-// onHost are hooks of the host in a store. They note what they are told.
+// onHost installs hooks of the host in a store. They note the events that they get.
 type onHost struct{ e *guesttest.Env }
 
 func newOnHost(e *guesttest.Env) onHost {
@@ -64,8 +64,8 @@ echo "$1 $DROWSE_SANDBOX" >>"$DROWSE_STATE/notes"
 
 func (h onHost) path(name string) string { return filepath.Join(h.e.Store.State.Dir(), name) }
 
-// noted waits until hooks have noted something since the last look, in whatever order they are told of different VMs,
-// and no more, and takes it away. Hooks after a wake are not waited for by whoever has asked for it.
+// noted waits until hooks have noted want and nothing else since the last call, in any order, and clears the file.
+// It has to wait since a wake returns before its hooks have run.
 func (h onHost) noted(file string, want ...string) {
 	h.e.T.Helper()
 	slices.Sort(want)
@@ -75,7 +75,7 @@ func (h onHost) noted(file string, want ...string) {
 		if err != nil && !errors.Is(err, os.ErrNotExist) {
 			h.e.T.Fatal(err)
 		}
-		if got = strings.Split(string(text), "\n"); len(got) > len(want) { // each ends with a line feed
+		if got = strings.Split(string(text), "\n"); len(got) > len(want) { // each note ends with a line feed
 			got = got[:len(got)-1]
 			break
 		}
@@ -88,7 +88,7 @@ func (h onHost) noted(file string, want ...string) {
 	}
 }
 
-// told are the events that hooks have got.
+// told returns the events that the hooks got.
 func (h onHost) told() (all []events.Event) {
 	h.e.T.Helper()
 	data, err := os.ReadFile(h.path("told"))
@@ -105,7 +105,7 @@ func (h onHost) told() (all []events.Event) {
 	return all
 }
 
-// refuses has them refuse a sleep of a VM that runs. The guest is not asked.
+// refuses has the hooks refuse the sleep of a running VM. The guest's hooks do not run.
 func (h onHost) refuses(vm string) {
 	h.e.T.Helper()
 	if err := os.WriteFile(h.path("fail-sleep"), nil, 0o600); err != nil {
@@ -125,7 +125,7 @@ func (h onHost) refuses(vm string) {
 	}
 }
 
-// complete says whether all that was told of was in the journal, where it belongs there, and what a hook had open.
+// complete checks that the journal has each event that a hook got (not those before a sleep), and one failed hook.
 func (h onHost) complete() {
 	h.e.T.Helper()
 	var failed []events.Event
@@ -163,7 +163,7 @@ func (h onHost) complete() {
 	}
 }
 
-// fds says which files the last hook had open: its own three, and that by which it has looked.
+// fds checks the files that the last hook had open: its standard streams, and the directory that it lists.
 func (h onHost) fds() {
 	h.e.T.Helper()
 	if open, err := os.ReadFile(h.path("fds")); err != nil || string(open) != "0 1 2 3 " {

@@ -12,13 +12,13 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// idleVM has a VM that goes to sleep by itself: it is asleep when nobody uses it, and only then.
+// idleVM checks that a VM falls asleep by itself when it is unused, and only then.
 func idleVM(t *testing.T, e *guesttest.Env, snap, said string) {
 	const seconds = 1
 	if _, err := e.Store.With(e.Launcher).Clone(t.Context(), snap, sandbox.CloneOptions{Name: "i", Idle: &spec.Idle{SleepSeconds: seconds}}); err != nil {
 		t.Fatal(err)
 	}
-	// use is what a command does: a VM that sleeps is woken first.
+	// use connects as a command does, which wakes a sleeping VM first.
 	use := func() *guest.Client {
 		t.Helper()
 		for {
@@ -57,7 +57,7 @@ func idleVM(t *testing.T, e *guesttest.Env, snap, said string) {
 	}
 	use().Close()
 	r = e.WaitPhase("i", state.Asleep, 5*time.Minute)
-	// A clone that does not fall asleep between two questions.
+	// This clone does not fall asleep between two questions.
 	if _, err := e.Store.With(e.Launcher).Clone(t.Context(), r.Snapshot, sandbox.CloneOptions{Name: "j", Idle: &spec.Idle{}}); err != nil {
 		t.Fatal(err)
 	}

@@ -30,12 +30,12 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// keeper holds a random value in memory and tells it with its pid. It is a shell that starts nothing: a process costs a
-// guest whose kernel is interpreted seconds.
+// keeper holds a random value in memory and answers each question with its pid and that value. It is a shell that
+// starts no process: in a guest whose kernel is interpreted each one costs seconds.
 const keeper = `read value </proc/sys/kernel/random/uuid
 while read question </run/ask; do echo $$ $value >/run/answer; done`
 
-// keep starts the keeper in a VM and returns what it says.
+// keep starts the keeper in a VM and returns its answer.
 func keep(e *guesttest.Env, name string) string {
 	e.T.Helper()
 	e.Do(name, "mkfifo", "/run/ask", "/run/answer")
@@ -55,14 +55,14 @@ func ask(e *guesttest.Env, name string) string {
 	return order(e, name, "", "/run/ask", "/run/answer")
 }
 
-// order gives a program of a VM a line by one named pipe, and returns what comes back by the other.
+// order writes a line to one named pipe of a VM, and returns the answer from the other.
 func order(e *guesttest.Env, name, line, to, from string) string {
 	e.T.Helper()
 	e.Write(name, line, to)
 	return e.Read(name, from)
 }
 
-// askAndRead asks the keeper, and reads files as well.
+// askAndRead asks the keeper, and then reads files.
 func askAndRead(e *guesttest.Env, name string, paths ...string) string {
 	e.T.Helper()
 	return ask(e, name) + "\n" + e.Read(name, paths...)
@@ -70,7 +70,7 @@ func askAndRead(e *guesttest.Env, name string, paths ...string) string {
 
 const hostname = "/proc/sys/kernel/hostname"
 
-// identity is what must differ between any two VMs.
+// identity returns values that must differ between any two VMs.
 func identity(e *guesttest.Env, name string) []string {
 	e.T.Helper()
 	var random bytes.Buffer
@@ -80,7 +80,7 @@ func identity(e *guesttest.Env, name string) []string {
 	return append(strings.Split(e.Read(name, "/proc/sys/kernel/random/uuid", "/proc/sys/kernel/random/boot_id", hostname), "\n"), random.String())
 }
 
-// The main job, with every kernel that this host can run, on one CPU and on two.
+// The main job, with every kernel that this host can run, with one vCPU and with two.
 func TestSleep_and_wake_keep_processes_memory_and_files(t *testing.T) {
 	t.Parallel()
 	host := guesttest.New(t)
@@ -95,7 +95,7 @@ func TestSleep_and_wake_keep_processes_memory_and_files(t *testing.T) {
 				if got := e.Read("main", "/sys/devices/system/cpu/online", "/proc/filesystems"); !strings.HasPrefix(got, cpus+"\n") || !slices.Contains(strings.Fields(got), "fuse") {
 					t.Errorf("CPUs, and file systems: %q, want %s and fuse", got, cpus)
 				}
-				// A service that a VM is made with starts when it boots.
+				// A service in the spec starts when the VM boots.
 				started := service(e, "main", "given", "running")
 				if started.PID == 0 || started.Restarts != 0 {
 					t.Errorf("after the boot the service is %+v", started)
@@ -123,12 +123,12 @@ func TestSleep_and_wake_keep_processes_memory_and_files(t *testing.T) {
 				e.Sh("main", fmt.Sprintf("exec head -c %d /dev/zero > /dev/shm/passing", passing))
 				e.Remove("main", "/dev/shm/passing")
 				res := e.Sleep("main")
-				// What is left of the file is not the only thing that is free.
+				// Other pages than the file's are free as well.
 				if least := uint64(passing / guestmem.PageSize / 2); res.PagesFree < least || res.PagesFree >= res.PagesChanged {
 					t.Errorf("of %d pages that have changed %d are left out since they are free; at least %d are", res.PagesChanged, res.PagesFree, least)
 				}
 				for deadline := time.Now().Add(time.Minute); ; time.Sleep(time.Millisecond) {
-					// This test is its parent, which has to notice its end.
+					// This test is the parent of the process and has to reap it.
 					if _, err := os.Stat(fmt.Sprintf("/proc/%d", r.PID)); errors.Is(err, fs.ErrNotExist) {
 						break
 					}
@@ -166,8 +166,8 @@ func TestSleep_and_wake_keep_processes_memory_and_files(t *testing.T) {
 	}
 }
 
-// onlyItsUsers checks that a state directory, and all that is in it, is open to its user alone: but for the folder in
-// which images are made, which the tools that make them pass as another user.
+// onlyItsUsers checks that only its user can open a state directory and everything in it. tmp is an exception: the
+// tools that make images there run as another user.
 func onlyItsUsers(t *testing.T, dir string) {
 	t.Helper()
 	err := filepath.WalkDir(dir, func(path string, d fs.DirEntry, err error) error {
@@ -185,9 +185,8 @@ func onlyItsUsers(t *testing.T, dir string) {
 	}
 }
 
-// registersAreSaved checks that programs in the guest use no registers that its kernel
-// does not save when it switches between them: without XSAVE among its flags, a kernel
-// saves those of x87 and SSE only.
+// registersAreSaved checks that programs in the guest use no registers that its kernel does not save on a context
+// switch. A kernel without XSAVE among its flags saves only the registers of x87 and SSE.
 func registersAreSaved(e *guesttest.Env, name string) {
 	e.T.Helper()
 	for line := range strings.Lines(e.Read(name, "/proc/cpuinfo")) {
@@ -195,8 +194,8 @@ func registersAreSaved(e *guesttest.Env, name string) {
 			return
 		}
 	}
-	// The C library's view of leaf 1 ECX and leaf 7 EBX: what the CPU says to a
-	// program, and what it makes of that.
+	// The C library prints what CPUID says to a program (cpuid) and which of it the library uses (active), for
+	// leaf 1 ECX and leaf 7 EBX.
 	say := map[string]uint64{}
 	for line := range strings.Lines(e.Do(name, "/lib64/ld-linux-x86-64.so.2", "--list-diagnostics")) {
 		if what, value, ok := strings.Cut(strings.TrimSpace(line), "="); ok && strings.HasPrefix(what, "x86.cpu_features.features[") {
@@ -207,7 +206,7 @@ func registersAreSaved(e *guesttest.Env, name string) {
 			say[strings.TrimPrefix(what, "x86.cpu_features.features")] = n
 		}
 	}
-	// Leaf 1 is the first element and leaf 7 the second; of their registers EBX is 1 and ECX 2.
+	// Leaf 1 is the first element and leaf 7 the second. Among their registers EBX has index 1 and ECX index 2.
 	const cpuidLeaf1ECX, activeLeaf1ECX, activeLeaf7EBX = "[0x0].cpuid[0x2]", "[0x0].active[0x2]", "[0x1].active[0x1]"
 	for _, what := range []string{cpuidLeaf1ECX, activeLeaf1ECX, activeLeaf7EBX} {
 		if _, ok := say[what]; !ok {
@@ -217,7 +216,7 @@ func registersAreSaved(e *guesttest.Env, name string) {
 	cpuid1c, active1c, active7b := say[cpuidLeaf1ECX], say[activeLeaf1ECX], say[activeLeaf7EBX]
 	const osxsave, avx, avx2, avx512f = 1 << 27, 1 << 28, 1 << 5, 1 << 16
 	if cpuid1c&osxsave == 0 {
-		return // no program uses AVX then
+		return // without OSXSAVE no program uses AVX
 	}
 	if active1c&avx != 0 || active7b&(avx2|avx512f) != 0 {
 		e.T.Errorf("the C library uses AVX: %v", say)
@@ -227,7 +226,7 @@ func registersAreSaved(e *guesttest.Env, name string) {
 	}
 }
 
-// booted is a VM that sleeps with a keeper in it.
+// booted is a sleeping VM with a keeper in it.
 var booted = guesttest.Booted{
 	Spec: sandbox.Spec{
 		Name: "base", DiskMiB: 256, Self: spec.Self{Allow: []string{guest.SelfSleep, guest.SelfSnapshot, guest.SelfHold, guest.SelfFork + "=1"}},
@@ -236,10 +235,10 @@ var booted = guesttest.Booted{
 	Prepare: func(e *guesttest.Env) { bootedSays = keep(e, "base") },
 }
 
-// bootedSays is what its keeper says, once there is a copy of it.
+// bootedSays is the answer of its keeper, set by Prepare.
 var bootedSays string
 
-// base is a store with that VM; tests make clones of its snapshot.
+// base returns a store with that VM, its snapshot to make clones of, and the keeper's answer.
 func base(t *testing.T) (e *guesttest.Env, snap, said string) {
 	t.Helper()
 	e = booted.New(t)
@@ -250,7 +249,7 @@ func base(t *testing.T) (e *guesttest.Env, snap, said string) {
 	return e, r.Snapshot, bootedSays
 }
 
-// standbys are the processes that stand by for VMs of a store, and are none's yet.
+// standbys returns the standby processes of a store that no VM has taken yet.
 func standbys(e *guesttest.Env) (pids []int) {
 	e.T.Helper()
 	records, err := e.Store.State.List()
@@ -284,7 +283,7 @@ func clone(e *guesttest.Env, snap, name string) {
 	}
 }
 
-// One boot serves them all.
+// One boot serves all subtests.
 func TestWith_clones_of_one_snapshot(t *testing.T) {
 	t.Parallel()
 	e, snap, said := base(t)
@@ -311,7 +310,7 @@ func TestWith_clones_of_one_snapshot(t *testing.T) {
 		}
 	})
 	sub("the kernel learns of a clone and of a way back in time, and not of a wake", func(t *testing.T, e *guesttest.Env) {
-		// It says so when it has found another VM generation ID.
+		// The kernel logs a line when it finds a new VM generation ID.
 		until := func(want int) {
 			t.Helper()
 			got := -1
@@ -367,7 +366,7 @@ func TestWith_clones_of_one_snapshot(t *testing.T) {
 		if _, err := other.Store.State.ImportSnapshot(t.Context(), bytes.NewReader(file.Bytes()), state.ImportOptions{}); !errors.Is(err, snapshot.ErrExists) {
 			t.Errorf("a second time: got %v, want ErrExists", err)
 		}
-		// It was one of a sleep, and nothing here sleeps in it.
+		// It is a sleep snapshot, and no VM of this store sleeps in it. The sweep must keep it.
 		if _, err := other.Store.State.Sweep(t.Context()); err != nil {
 			t.Fatal(err)
 		}
@@ -380,7 +379,7 @@ func TestWith_clones_of_one_snapshot(t *testing.T) {
 		}
 	})
 	sub("a later clone finds pages decompressed, and no damaged one", func(t *testing.T, e *guesttest.Env) {
-		// What one needs is kept a while after it is awake; that of those above as well.
+		// Each wake stores the pages that it needed, some time after it. The clones above did so too.
 		pages := filepath.Join(e.Store.State.Dir(), "pages")
 		kept := func() (files []string) {
 			all, err := filepath.Glob(filepath.Join(pages, "*.pages"))
@@ -411,7 +410,7 @@ func TestWith_clones_of_one_snapshot(t *testing.T) {
 		if rep := again("cached"); rep.FramesCached <= rep.FramesRead {
 			t.Errorf("%d frames were in the cache, %d were decompressed", rep.FramesCached, rep.FramesRead)
 		}
-		// Who adds pages meanwhile would put right what is damaged.
+		// The lock keeps VMs from adding pages, which would repair the damage.
 		lock, err := os.Open(pages)
 		if err != nil {
 			t.Fatal(err)
@@ -425,7 +424,7 @@ func TestWith_clones_of_one_snapshot(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			// In each page of the content, which begins behind the list.
+			// Flip a bit in each page of the content, which follows the list.
 			for at := (64 + 32*int(binary.LittleEndian.Uint32(b[12:])) + 4095) / 4096 * 4096; at < len(b); at += 4096 {
 				b[at+at/4096%4096] ^= 1
 			}
@@ -512,7 +511,7 @@ func TestWith_clones_of_one_snapshot(t *testing.T) {
 			t.Fatalf("%d processes stand by", len(ahead))
 		}
 		l := pool.Launcher()
-		l.Command = []string{"/bin/false"} // what the pool does not have
+		l.Command = []string{"/bin/false"} // only the pool's processes work
 		begin := time.Now().Round(0)
 		var rep control.Report
 		_, err = e.Store.With(l).Clone(t.Context(), snap, sandbox.CloneOptions{Name: "p", Report: &rep})
@@ -529,7 +528,7 @@ func TestWith_clones_of_one_snapshot(t *testing.T) {
 		if !slices.Contains(ahead, r.PID) {
 			t.Errorf("the VM's process is %d, and %v stood by", r.PID, ahead)
 		}
-		// One that ends while it stands by is in nobody's way.
+		// A standby process that dies does no harm.
 		if err := pool.Wait(t.Context()); err != nil {
 			t.Fatal(err)
 		}
@@ -541,7 +540,7 @@ func TestWith_clones_of_one_snapshot(t *testing.T) {
 		if _, err := e.Store.With(pool.Launcher()).Clone(t.Context(), snap, sandbox.CloneOptions{Name: "q"}); err != nil {
 			t.Fatal(err)
 		}
-		// Another process has them from one that serves them.
+		// Another process gets its standby processes from the one that serves the pool.
 		if err := pool.Wait(t.Context()); err != nil {
 			t.Fatal(err)
 		}
@@ -739,7 +738,7 @@ func TestWith_clones_of_one_snapshot(t *testing.T) {
 		}
 		for _, sub := range []string{"layers", "vms"} {
 			left, err := os.ReadDir(filepath.Join(e.Store.State.Dir(), sub))
-			// The empty file systems that disks begin with stay.
+			// The store keeps the empty file systems that disks begin with.
 			left = slices.DeleteFunc(left, func(f fs.DirEntry) bool { return strings.HasPrefix(f.Name(), "ext4-") || f.Name() == ".ext4.lock" })
 			if err != nil || len(left) != 0 {
 				t.Errorf("%s: %v left (%v)", sub, left, err)

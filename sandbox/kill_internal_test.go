@@ -13,7 +13,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// startingVM is a VM in a store of its own that has no process yet, or a made-up one.
+// startingVM makes a VM in its own store. It has no process, or a made-up one.
 func startingVM(t *testing.T, phase state.Phase, pid, maker int) *Host {
 	t.Helper()
 	s, err := Open(t.TempDir())
@@ -28,7 +28,7 @@ func startingVM(t *testing.T, phase state.Phase, pid, maker int) *Host {
 	return s
 }
 
-// holder is a process that holds the lock of the VM until it is killed.
+// holder starts a process that holds the lock of the VM until it is killed.
 func holder(t *testing.T, s *Host) *exec.Cmd {
 	t.Helper()
 	cmd := exec.Command("/bin/sh", "-c", `exec 9>>"$0" && flock 9 && echo held && exec sleep 1000`, filepath.Join(s.State.VMDir("a"), "lock"))
@@ -49,7 +49,7 @@ func holder(t *testing.T, s *Host) *exec.Cmd {
 	return cmd
 }
 
-// Each of these would end the test itself if the wrong process were killed.
+// Each of these kills the test itself if Kill or Delete picks the wrong process.
 func TestStop_kills_nobody_but_the_process_of_the_vm(t *testing.T) {
 	t.Parallel()
 	t.Run("whose maker has given it up", func(t *testing.T) {
@@ -102,7 +102,7 @@ func TestStop_kills_nobody_but_the_process_of_the_vm(t *testing.T) {
 func TestRemove_waits_for_who_looks_at_the_vm(t *testing.T) {
 	t.Parallel()
 	s := startingVM(t, state.Stopped, 0, 0)
-	// Programs that other tests start have its descriptor for a moment.
+	// Programs that other tests start inherit its descriptor for a moment, hence LockSoon.
 	l, err := s.State.LockSoon(t.Context(), "a")
 	if err != nil {
 		t.Fatal(err)

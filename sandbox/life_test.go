@@ -41,7 +41,7 @@ var (
 	lifePatience = flag.Duration("life-patience", 3*time.Minute, "how long one operation may take: more where the machine may stand still")
 )
 
-// tally counts in the guest's memory and in a file, and says both: '+' is one more, '=' as it is.
+// tally counts in the guest's memory and in a file. It answers '+', which adds one, and '=' with both counts.
 const tally = `
 import os, socket
 s = socket.create_server(('127.0.0.1', 8000), backlog=64)
@@ -94,7 +94,7 @@ func startTally(ctx context.Context, s *sandbox.Host, name string) error {
 	}
 }
 
-// life is one run.
+// A life is one run of the test.
 type life struct {
 	*guesttest.Env
 	dir   lifeFiles
@@ -108,11 +108,11 @@ type lifeProc struct {
 	cmd   *exec.Cmd
 	log   *os.File
 	ended chan struct{}
-	err   error // once ended is closed
+	err   error // valid once ended is closed
 }
 
-// Many sandboxes are woken, counted in, put to sleep, forked, and removed by many clients at once, and then while
-// supervisor, VMs' processes and clients are killed. No count may be lost or doubled, and nothing may be left.
+// Many clients at once wake, use, fork and remove sandboxes and put them to sleep, later while supervisor, VM
+// processes and clients are killed. No count may be lost or doubled, and nothing may be left.
 func TestLife_of_many_sandboxes_under_load(t *testing.T) {
 	e := guesttest.New(t)
 	dir, err := os.MkdirTemp("", "dl")
@@ -194,11 +194,11 @@ func TestLife_of_many_sandboxes_under_load(t *testing.T) {
 	v.nothingLeft(snap)
 }
 
-// lifeLogs are the files of a VM that tell what became of it.
+// lifeLogs are the files of a VM that show what happened to it.
 var lifeLogs = []string{"vm.json", "vmm.log", "console.log"}
 
-// keep removes the files of the run. Of one that has failed it keeps them, with what the store has that tells what
-// happened: the store itself goes.
+// keep removes the files of a run that passed. For one that failed it adds logs and events of the store, which
+// itself is removed.
 func (v *life) keep() {
 	if !v.T.Failed() {
 		if err := os.RemoveAll(string(v.dir)); err != nil {
@@ -247,7 +247,7 @@ func (v *life) configure(kills bool) {
 	}
 }
 
-// recordOthers records sandboxes that have stopped: each is a copy of the base's record with a name and id of its own.
+// recordOthers writes n records of stopped sandboxes: copies of the base's with their own names and ids.
 func (v *life) recordOthers(n int) {
 	v.T.Helper()
 	b, err := os.ReadFile(filepath.Join(v.Store.State.Dir(), "vms", "base", "vm.json"))
@@ -295,7 +295,7 @@ func (v *life) start(role string) {
 	v.procs[role] = p
 }
 
-// anyEnded says that a client or the supervisor has given up.
+// anyEnded reports whether a client or the supervisor has given up.
 func (v *life) anyEnded() bool {
 	for role, p := range v.procs {
 		select {
@@ -309,7 +309,7 @@ func (v *life) anyEnded() bool {
 	return false
 }
 
-// stopAll has clients finish what they do, and then the supervisor.
+// stopAll stops the clients after their current work, and then the supervisor.
 func (v *life) stopAll() {
 	v.T.Helper()
 	v.anyEnded()
@@ -321,7 +321,7 @@ func (v *life) stopAll() {
 			<-p.ended
 			v.T.Errorf("%s did not end by itself", role)
 		}
-		// One that was started just now does not take the signal yet, and has done nothing.
+		// A process that was just started does not catch the signal yet, and has done nothing.
 		var exit *exec.ExitError
 		early := errors.As(p.err, &exit) && exit.Sys().(syscall.WaitStatus).Signal() == syscall.SIGTERM
 		if p.err != nil && !early {
@@ -349,10 +349,10 @@ func (v *life) stopAll() {
 	}
 }
 
-// lifeCounts are what clients count.
+// lifeCounts are the counters of the clients.
 var lifeCounts = []string{"adds", "sleeps", "wakes", "forks", "deletes", "makes", "again"}
 
-// countAnew forgets what making and looking at the sandboxes has counted.
+// countAnew resets the counters after the sandboxes are made or checked.
 func (v *life) countAnew() {
 	for _, kind := range lifeCounts {
 		_ = os.Remove(v.dir.path("all", kind))
@@ -372,7 +372,7 @@ func (v *life) figures(what string, took time.Duration) {
 	v.T.Logf("%s, in %v with %d clients on %d sandboxes: %s", what, took.Round(time.Second), *lifeClients, *lifeAsleep, strings.Join(said, ", "))
 }
 
-// each does something with all sandboxes that are worked on, four at once.
+// each calls do for every sandbox of the clients, four at once.
 func (v *life) each(do func(i int) error) {
 	var all sync.WaitGroup
 	next := make(chan int)
@@ -392,7 +392,7 @@ func (v *life) each(do func(i int) error) {
 	all.Wait()
 }
 
-// checkAll looks at each counter.
+// checkAll checks the counter of each sandbox.
 func (v *life) checkAll(when string) {
 	v.T.Helper()
 	begin := time.Now()
@@ -421,7 +421,7 @@ func (v *life) checkAll(when string) {
 	v.T.Logf("%s: the counters of %d sandboxes are what they should be, %d in all; looked at in %v", when, *lifeAsleep, total.Load(), time.Since(begin).Round(time.Second))
 }
 
-// killOne kills one of the processes at random, and says of which kind; none if there was nothing to kill.
+// killOne kills a random process and returns its kind, or "" if it killed none.
 func (v *life) killOne() string {
 	v.T.Helper()
 	switch n := v.rand.IntN(100); {
@@ -445,7 +445,7 @@ func (v *life) killOne() string {
 		v.start(role)
 		return "client"
 	case n < 50:
-		// One that stands by, and may become a VM's at this moment.
+		// A standby process may become a VM's at this moment.
 		if pids := standbys(v.Env); len(pids) > 0 {
 			return v.killVMM("", pids[v.rand.IntN(len(pids))])
 		}
@@ -465,9 +465,9 @@ func (v *life) killOne() string {
 	return v.killVMM(r.Spec.Name, r.PID)
 }
 
-// killVMM kills the process of a VM, or one that stands by. What may be lost is noted before and after.
+// killVMM kills the process of a VM or a standby. It notes the kill of each VM concerned, before and after.
 func (v *life) killVMM(name string, pid int) string {
-	fd, err := os.FindProcess(pid) // by a pidfd
+	fd, err := os.FindProcess(pid) // uses a pidfd
 	if err != nil {
 		return ""
 	}
@@ -478,7 +478,7 @@ func (v *life) killVMM(name string, pid int) string {
 	}
 	kind, names := "VM's process", []string{name}
 	if name == "" {
-		// Whose it becomes is not known.
+		// Any VM may be getting this process.
 		kind, names = "standby", nil
 		for i := range *lifeAsleep {
 			names = append(names, lifeName(i), lifeName(i)+"-f")
@@ -515,7 +515,7 @@ func (v *life) watch(ctx context.Context) {
 			if len(pids) < 2 {
 				continue
 			}
-			// One may be on its way out: twice the same two are not.
+			// One may be exiting, so only the same pair in three looks in a row is an error.
 			key := fmt.Sprint(name, pids)
 			if now[key] = seen[key] + 1; now[key] == 3 {
 				v.T.Errorf("%s has processes %v", name, pids)
@@ -531,7 +531,7 @@ func (v *life) watch(ctx context.Context) {
 	v.T.Logf("it was looked for two processes with one VM %d times", looks)
 }
 
-// machines are the processes that have a KVM machine and files of a VM of the store, by its name.
+// machines returns the processes that have a KVM machine and files of a VM of the store, by the VM's name.
 func (v *life) machines() map[string][]int {
 	out := map[string][]int{}
 	dirs, _ := filepath.Glob("/proc/[0-9]*/fd")
@@ -539,7 +539,7 @@ func (v *life) machines() map[string][]int {
 	for _, dir := range dirs {
 		fds, err := os.ReadDir(dir)
 		if err != nil {
-			continue // it has ended
+			continue // the process has ended
 		}
 		pid, _ := strconv.Atoi(filepath.Base(filepath.Dir(dir)))
 		machine, names := false, map[string]bool{}
@@ -567,7 +567,7 @@ func newLifeLeft(store string) *lifeLeft {
 	return &lifeLeft{store: store, ids: map[string]string{}, proc: "/proc", cgroups: "/sys/fs/cgroup", pins: link.DefaultRoot, netns: "/run/netns"}
 }
 
-// nothingLeft removes all sandboxes, and looks for what nobody has any more.
+// nothingLeft removes all sandboxes, and checks that nothing of them is left.
 func (v *life) nothingLeft(snap string) {
 	t := v.T
 	t.Helper()
@@ -597,7 +597,7 @@ func (v *life) nothingLeft(snap string) {
 	if err := look.told(); err != nil {
 		t.Error(err)
 	}
-	// What was told to end may need a moment.
+	// Stopping processes may need a moment.
 	for end := time.Now().Add(time.Minute); ; time.Sleep(100 * time.Millisecond) {
 		left, err := look.host()
 		if err == nil && len(left) == 0 {
@@ -613,7 +613,7 @@ func (v *life) nothingLeft(snap string) {
 			t.Error(err)
 		}
 	}
-	// What killed processes have left is of this minute.
+	// The leftovers of killed processes are younger than the grace period.
 	v.Store.State.Grace = 0
 	freed, err := v.Store.State.Sweep(t.Context())
 	if err != nil {

@@ -25,15 +25,15 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/supervisor"
 )
 
-// lifeArg has the test binary be a client of the long run, or its supervisor: both are processes of their own, to be
-// killed.
+// lifeArg makes the test binary a client of the long run or its supervisor. Each is its own process, so that it
+// can be killed.
 const lifeArg = "life"
 
-// lifeRun is what client and supervisor have to know.
+// lifeRun is the configuration of client and supervisor.
 type lifeRun struct {
 	Store, Agent, Snapshot string
 	Sandboxes              int
-	// Kills says that processes are killed: operations may fail, and are tried again.
+	// Kills is set while processes are killed: operations may fail, and clients try them again.
 	Kills bool
 	Seed  uint64
 	// Patience bounds one operation.
@@ -42,7 +42,7 @@ type lifeRun struct {
 
 func lifeName(i int) string { return "life-" + strconv.Itoa(i) }
 
-// lifeProcess is such a process.
+// lifeProcess runs a client or the supervisor and returns its exit code.
 func lifeProcess(dir, role string) int {
 	err := func() error {
 		b, err := os.ReadFile(filepath.Join(dir, "run.json"))
@@ -65,7 +65,7 @@ func lifeProcess(dir, role string) int {
 		ctx, stop := signal.NotifyContext(context.Background(), unix.SIGTERM)
 		defer stop()
 		if role == "serve" {
-			// A supervisor that was killed may have one of its processes at the pool's socket for a moment.
+			// For a moment a process of a killed supervisor may still be at the pool's socket.
 			return supervisor.Run(ctx, s, l, supervisor.Options{Pool: 2, PruneEvery: 10 * time.Second, Log: slog.New(slog.NewTextHandler(os.Stderr, nil))})
 		}
 		n, err := strconv.Atoi(role)
@@ -95,10 +95,10 @@ type lifeClient struct {
 	rand  *rand.Rand
 }
 
-// lifeTries is how often an operation is tried where something is killed all the time.
+// lifeTries is how often a client tries an operation while processes are killed.
 const lifeTries = 40
 
-// try does something that can be repeated. Where nothing is killed it has to be right at once.
+// try calls do, which must be repeatable. Without kills it must succeed at once.
 func (c *lifeClient) try(what string, do func(ctx context.Context) error) error {
 	for i := 1; ; i++ {
 		ctx, cancel := context.WithTimeout(context.Background(), c.Patience)
@@ -117,11 +117,11 @@ func (c *lifeClient) try(what string, do func(ctx context.Context) error) error 
 	}
 }
 
-// once does one thing with a sandbox.
+// once does one operation on a random sandbox.
 func (c *lifeClient) once() error {
 	name := lifeName(c.rand.IntN(c.Sandboxes))
 	if c.rand.IntN(10) == 0 {
-		// Whatever another client does with it at this moment.
+		// This wake takes no lock, whatever another client does at the moment.
 		ctx, cancel := context.WithTimeout(context.Background(), c.Patience)
 		defer cancel()
 		_, err := c.store.With(c.l).Sandbox(name).Wake(ctx)
@@ -138,7 +138,7 @@ func (c *lifeClient) once() error {
 	return c.work(name)
 }
 
-// busy says that another client has it, who may remove it.
+// busy reports whether another client holds the sandbox, which may remove it.
 func (c *lifeClient) busy(name string) bool {
 	lock, err := c.dir.lock(name, false)
 	if lock != nil {
@@ -147,7 +147,7 @@ func (c *lifeClient) busy(name string) bool {
 	return err == nil && lock == nil
 }
 
-// work is what the holder of the lock does.
+// work is done by the holder of the sandbox's lock.
 func (c *lifeClient) work(name string) error {
 	m, err := c.settled(name)
 	if err != nil {
@@ -164,7 +164,7 @@ func (c *lifeClient) work(name string) error {
 	case n < 12:
 		return c.renew(name, m)
 	case n < 20:
-		return nil // it stays awake
+		return nil // the sandbox stays awake
 	}
 	if err != nil {
 		return err
@@ -172,7 +172,7 @@ func (c *lifeClient) work(name string) error {
 	return c.sleep(name, m)
 }
 
-// settled finishes what a client has begun that was killed.
+// settled finishes the operation of a client that was killed.
 func (c *lifeClient) settled(name string) (*lifeModel, error) {
 	m, err := c.dir.load(name)
 	if err != nil {
@@ -198,13 +198,13 @@ func (c *lifeClient) doing(name string, m *lifeModel, what string) error {
 	return c.dir.save(name, m)
 }
 
-// done concludes: as save, with nothing under way.
+// done saves m with no operation under way, and counts the operation.
 func (c *lifeClient) done(name string, m *lifeModel, count string) error {
 	m.Doing = ""
 	return errors.Join(c.dir.save(name, m), c.dir.note("all", count))
 }
 
-// add asks the guest, waking it if it sleeps. The guest's own two counts have to agree.
+// add asks the guest, which it wakes first. The guest's own two counts must agree.
 func (c *lifeClient) add(name string, m *lifeModel, one bool) error {
 	what, question := "asking", "="
 	if one {
@@ -272,8 +272,8 @@ func askTally(to io.ReadWriter, question string) (n, file int, err error) {
 	return readTally(line)
 }
 
-// readTally reads what the program in the guest says: what it has in memory, and what is in its file, which has leading
-// zeros and is not octal.
+// readTally parses the answer of tally: its count in memory and the one in its file. The latter has leading zeros
+// and is decimal.
 func readTally(line string) (n, file int, err error) {
 	_, err = fmt.Sscanf(line, "%d %d\n", &n, &file)
 	return n, file, err
@@ -293,7 +293,7 @@ func TestReadTally_takes_numbers_with_leading_zeros_as_decimal(t *testing.T) {
 	}
 }
 
-// wrong keeps what no repetition makes right.
+// wrong records an error that no retry can repair.
 func (c *lifeClient) wrong(err error) error {
 	f, ferr := os.OpenFile(c.dir.path("all", "wrong"), os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
 	if ferr != nil {
@@ -329,10 +329,10 @@ func (c *lifeClient) sleep(name string, m *lifeModel) error {
 	})
 }
 
-// fork makes a child, has it count on from where its parent is, and removes it.
+// fork makes a child, has it count on from its parent's count, and removes it.
 func (c *lifeClient) fork(name string, m *lifeModel) error {
 	child := name + "-f"
-	// Whatever becomes of the child, the parent is what it was.
+	// The parent's count does not depend on the child's fate.
 	if err := c.doing(name, m, lifeFork); err != nil {
 		return err
 	}
@@ -393,7 +393,7 @@ func (c *lifeClient) remove(name string) error {
 	})
 }
 
-// renew removes a sandbox and makes a new one of its name.
+// renew removes a sandbox and makes a new one with its name.
 func (c *lifeClient) renew(name string, m *lifeModel) error {
 	if err := c.doing(name, m, lifeDelete); err != nil {
 		return err
@@ -411,7 +411,7 @@ func (c *lifeClient) renew(name string, m *lifeModel) error {
 	return nil
 }
 
-// make makes a sandbox that is a clone, and sleeps.
+// make clones a sandbox and puts it to sleep.
 func (c *lifeClient) make(name string) error {
 	kills, err := c.dir.count(name, "kills")
 	if err != nil {

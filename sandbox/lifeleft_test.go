@@ -19,20 +19,20 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/hostnet"
 )
 
-// lifeLeft looks for what is left of sandboxes when none runs, and when none is there any more. Each method says what
-// it has found.
+// lifeLeft looks for remains of sandboxes when none runs, and when none exists any more. Each method returns what
+// it finds.
 type lifeLeft struct {
 	store string
-	// ids are those of sandboxes, with their names: also of those that were removed, which can leave something as well.
+	// ids maps the id of each sandbox to its name. Removed ones are included: they can leave something too.
 	ids map[string]string
-	// Where it is looked, so that a test can have something lie there.
+	// proc, cgroups, pins and netns are the directories to look in, so that a test can plant something there.
 	proc, cgroups, pins, netns string
 }
 
-// lifeShortID is how much of an id is in the names of devices.
+// lifeShortID is how many digits of an id are in the names of devices.
 const lifeShortID = 9
 
-// of is whose a name of the host is; empty if it is nobody's of this store.
+// of returns the sandbox whose id is in a name on the host, or "" if it is none of this store.
 func (l *lifeLeft) of(name string) string {
 	for id, who := range l.ids {
 		if strings.Contains(name, id[:min(lifeShortID, len(id))]) {
@@ -42,7 +42,7 @@ func (l *lifeLeft) of(name string) string {
 	return ""
 }
 
-// told adds the sandboxes that the events tell of: all that have ever run, also those that were removed.
+// told adds the sandboxes from the journal: all that ever ran, removed ones included.
 func (l *lifeLeft) told() error {
 	files, err := filepath.Glob(filepath.Join(l.store, "events", "*"))
 	if err != nil {
@@ -58,7 +58,7 @@ func (l *lifeLeft) told() error {
 				Sandbox string `json:"sandbox"`
 				ID      string `json:"sandbox_id"`
 			}
-			// What is no event, as the header, names none.
+			// Other lines, such as the header, name no sandbox.
 			if json.Unmarshal(line, &e) == nil && len(e.ID) >= lifeShortID {
 				l.ids[e.ID] = e.Sandbox
 			}
@@ -67,7 +67,7 @@ func (l *lifeLeft) told() error {
 	return nil
 }
 
-// processes are those that were started for the store.
+// processes returns the processes that were started for the store.
 func (l *lifeLeft) processes() (left []string) {
 	lines, _ := filepath.Glob(filepath.Join(l.proc, "[0-9]*", "cmdline"))
 	for _, path := range lines {
@@ -78,13 +78,13 @@ func (l *lifeLeft) processes() (left []string) {
 	return left
 }
 
-// mounts are those in or of the store, in the mount namespace of whatever process.
+// mounts returns the mounts in or of the store, in the mount namespace of any process.
 func (l *lifeLeft) mounts() (left []string) {
 	tables, _ := filepath.Glob(filepath.Join(l.proc, "[0-9]*", "mountinfo"))
 	for _, path := range tables {
 		b, err := os.ReadFile(path)
 		if err != nil {
-			continue // it has ended
+			continue // the process has ended
 		}
 		for line := range bytes.Lines(b) {
 			if bytes.Contains(line, []byte(l.store)) && !slices.Contains(left, string(line)) {
@@ -95,7 +95,7 @@ func (l *lifeLeft) mounts() (left []string) {
 	return left
 }
 
-// devices are those of the network that are a sandbox's.
+// devices returns the network devices of sandboxes.
 func (l *lifeLeft) devices() (left []string, err error) {
 	links, err := net.Interfaces()
 	for _, dev := range links {
@@ -106,7 +106,7 @@ func (l *lifeLeft) devices() (left []string, err error) {
 	return left, err
 }
 
-// sockets are the Unix sockets in the store that somebody has open, whether their files are there or not.
+// sockets returns the open Unix sockets in the store, whether or not their files still exist.
 func (l *lifeLeft) sockets() (left []string, err error) {
 	f, err := os.Open(filepath.Join(l.proc, "net", "unix"))
 	if err != nil {
@@ -122,11 +122,11 @@ func (l *lifeLeft) sockets() (left []string, err error) {
 	return left, lines.Err()
 }
 
-// named are the entries of a directory of the host that have a sandbox's id in their names, at any depth.
+// named returns the entries under a directory of the host, at any depth, that have a sandbox's id in their names.
 func (l *lifeLeft) named(root string) (left []string, err error) {
 	err = filepath.WalkDir(root, func(path string, d fs.DirEntry, err error) error {
 		if err != nil {
-			return nil // it has gone, or there is none
+			return nil // the entry is gone, or root does not exist
 		}
 		if who := l.of(d.Name()); who != "" && path != root {
 			left = append(left, fmt.Sprintf("%s of %s", path, who))
@@ -139,10 +139,10 @@ func (l *lifeLeft) named(root string) (left []string, err error) {
 	return left, err
 }
 
-// lifeKept are the files of a store that belong to no sandbox, up to the star.
+// lifeKept are the patterns of top-level files of a store that belong to no sandbox.
 var lifeKept = []string{"cache", "images", "kernels", "events", "import.lock", "pool.lock", "removed"}
 
-// files are those in the store that are there though it has no sandbox and no snapshot.
+// files returns the files in a store without sandboxes and snapshots that should not be there.
 func (l *lifeLeft) files() (left []string, err error) {
 	top, err := os.ReadDir(l.store)
 	if err != nil {
@@ -162,7 +162,7 @@ func (l *lifeLeft) files() (left []string, err error) {
 			return left, err
 		}
 		for _, f := range in {
-			// An empty file system of the size of a disk stays, for the next VM with such a disk.
+			// The store keeps an empty file system for the next VM with a disk of its size.
 			if d.Name() != "layers" || !strings.HasPrefix(f.Name(), "ext4-") {
 				left = append(left, filepath.Join(path, f.Name()))
 			}
@@ -171,7 +171,7 @@ func (l *lifeLeft) files() (left []string, err error) {
 	return left, nil
 }
 
-// host is what a sandbox that does not run must not have on its host.
+// host returns what a sandbox that does not run must not have on its host.
 func (l *lifeLeft) host() (left []string, err error) {
 	dev, derr := l.devices()
 	socks, serr := l.sockets()
@@ -184,7 +184,7 @@ func (l *lifeLeft) host() (left []string, err error) {
 	return left, err
 }
 
-// Each kind of thing is left once, and has to be found; and nothing is found before.
+// Each case leaves one kind of thing. lifeLeft.all must find it, and nothing before.
 func TestLifeLeft_finds_what_is_left_of_each_kind(t *testing.T) {
 	const id, other = "0a1b2c3d4e5f60718293a4b5c6d7e8f9", "f9e8d7c6b5a493827160f5e4d3c2b1a0"
 	for _, c := range []struct {
@@ -245,7 +245,7 @@ func TestLifeLeft_finds_what_is_left_of_each_kind(t *testing.T) {
 			if c.root && os.Geteuid() != 0 {
 				t.Skip("making a network device needs root")
 			}
-			dir, err := os.MkdirTemp("", "ll") // short, since a Unix socket lies in it
+			dir, err := os.MkdirTemp("", "ll") // short, since the path of a Unix socket is limited
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -284,7 +284,7 @@ func TestLifeLeft_finds_what_is_left_of_each_kind(t *testing.T) {
 	}
 }
 
-// all is what is left of everything.
+// all returns the remains of every kind.
 func (l *lifeLeft) all(t testing.TB) []string {
 	t.Helper()
 	left, err := l.host()
@@ -303,7 +303,7 @@ func lifeFile(path string) func(*testing.T, *lifeLeft) {
 	}
 }
 
-// lifePlant makes a file, with what is above it.
+// lifePlant makes a file and its parent directories.
 func lifePlant(t *testing.T, path, text string) {
 	t.Helper()
 	err := os.MkdirAll(filepath.Dir(path), 0o700)

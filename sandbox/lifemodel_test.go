@@ -13,20 +13,20 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// lifeModel is what is known of a sandbox's counter, by what clients were told. Who works on the sandbox holds its
-// lock, and the file has what a client that was killed was about to do.
+// lifeModel is what the clients know of a sandbox's counter. A client that works on the sandbox holds its lock.
+// The file also has what the client is about to do, in case it is killed.
 type lifeModel struct {
-	// Now are the numbers that the counter may have, and Slept those that it may have where it goes back to when its
-	// process is killed. Unless something is killed each has one.
+	// Now are the numbers that the counter may have, and Slept those that it may return to when its process is
+	// killed. Without kills each has one.
 	Now   []int `json:"now"`
 	Slept []int `json:"slept"`
-	// Kills are those of the sandbox's process that Now knows of.
+	// Kills counts the kills of the sandbox's process that Now accounts for.
 	Kills int64 `json:"kills"`
-	// Doing is what was begun; empty if nothing is under way.
+	// Doing is the operation under way, or empty.
 	Doing string `json:"doing,omitempty"`
 }
 
-// What a client does with a sandbox, besides waking it, which changes no counter.
+// The operations of a client, except waking, which changes no counter.
 const (
 	lifeAdd    = "add"
 	lifeSleep  = "sleep"
@@ -39,14 +39,14 @@ func union(a, b []int) []int {
 	return slices.Compact(slices.Sorted(slices.Values(append(slices.Clone(a), b...))))
 }
 
-// killed is to be called whenever something is concluded: a process that was killed has gone back to where it slept.
+// killed must be called before each conclusion: a killed process has returned to its last sleep.
 func (m *lifeModel) killed(kills int64) {
 	if kills != m.Kills {
 		m.Now, m.Kills = union(m.Now, m.Slept), kills
 	}
 }
 
-// unknown concludes what was being done, and has or has not happened.
+// unknown ends the operation under way when its outcome is unknown.
 func (m *lifeModel) unknown() {
 	switch m.Doing {
 	case lifeAdd:
@@ -64,7 +64,7 @@ func plusOne(s []int) []int {
 	return out
 }
 
-// said concludes that the guest has said a number; before is how many kills there were before it was asked.
+// said concludes that the guest answered n. before and kills count the kills before and after the question.
 func (m *lifeModel) said(n int, added bool, before, kills int64) error {
 	m.killed(before)
 	may := m.Now
@@ -72,7 +72,7 @@ func (m *lifeModel) said(n int, added bool, before, kills int64) error {
 		may = plusOne(m.Now)
 	}
 	if kills != before {
-		// Killed and woken between the question and the answer.
+		// The VM was killed and woken between the question and the answer.
 		back := m.Slept
 		if added {
 			back = plusOne(back)
@@ -121,13 +121,13 @@ func TestLifeModel_finds_what_is_lost_and_what_is_done_twice(t *testing.T) {
 	}
 }
 
-// lifeFiles is the directory in which clients, killer and test tell each other what they do.
+// lifeFiles is the directory through which clients, killer and test share their state.
 type lifeFiles string
 
 func (d lifeFiles) path(name, kind string) string { return filepath.Join(string(d), name+"."+kind) }
 
-// lock waits for the lock of a sandbox, which ends with the process. wait false does not wait: nil says that another
-// has it.
+// lock takes the lock of a sandbox, which ends with the process. Without wait it returns nil if another process
+// has the lock.
 func (d lifeFiles) lock(name string, wait bool) (*os.File, error) {
 	f, err := os.OpenFile(d.path(name, "lock"), os.O_CREATE|os.O_RDWR, 0o600)
 	if err != nil {
@@ -160,7 +160,7 @@ func (d lifeFiles) load(name string) (m lifeModel, err error) {
 	return m, json.Unmarshal(b, &m)
 }
 
-// save is atomic for whoever survives this process; it is not for a host that fails.
+// save is atomic if this process is killed, but not if the host fails.
 func (d lifeFiles) save(name string, m *lifeModel) error {
 	b, err := json.Marshal(m)
 	if err != nil {
@@ -172,7 +172,7 @@ func (d lifeFiles) save(name string, m *lifeModel) error {
 	return os.Rename(d.path(name, "new"), d.path(name, "model"))
 }
 
-// note adds a byte to a file that counts: kills of a sandbox, and what was done.
+// note adds one to a counter, which is the size of a file: kills of a sandbox, or operations.
 func (d lifeFiles) note(name, kind string) error {
 	f, err := os.OpenFile(d.path(name, kind), os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
 	if err != nil {

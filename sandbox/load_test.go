@@ -12,9 +12,9 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 )
 
-// loader writes to a database without end, and has a connection to itself. Whenever it is asked it sends a byte over
-// that connection and back, and says: its pid, the port of the connection, how often it was asked, how many
-// transactions it has committed, how many rows there are, and the number of the last one.
+// loader writes to a database without end, and has a connection to itself. When asked, it sends a byte over that
+// connection and back, and answers with its pid, the port of the connection, the number of questions, of committed
+// transactions and of rows, and the number of the last row.
 const loader = `
 import os, socket, sqlite3, threading, time
 path = '/root/load.db'
@@ -48,8 +48,8 @@ while True:
         f.write('%d %d %d %d %d %d\n' % (os.getpid(), mine.getsockname()[1], asked, committed, rows, last or 0))
 `
 
-// A VM writes to a database and talks to itself over a sleep: what of internal/test/workloads takes two minutes on a
-// soft KVM, in the image of these tests.
+// A VM writes to a database and talks to itself across a sleep. This is the part of internal/test/workloads that
+// takes two minutes on a soft KVM, in the image of these tests.
 func TestDatabase_under_load_and_connection_to_itself_go_on_after_a_sleep(t *testing.T) {
 	const name = "loaded"
 	e := guesttest.New(t)
@@ -81,7 +81,7 @@ func TestDatabase_under_load_and_connection_to_itself_go_on_after_a_sleep(t *tes
 	if after.pid != before.pid || after.port != before.port || after.asked != before.asked+1 || after.committed < before.committed {
 		t.Errorf("before the sleep %+v, after it %+v", before, after)
 	}
-	// It goes on writing: the first answer after a wake could come before the first transaction.
+	// The loader must continue to write. The first answer after a wake may come before the first transaction.
 	for goesOn := after; goesOn.committed == after.committed; goesOn = ask() {
 		if t.Context().Err() != nil {
 			t.Fatal("it does not write any more")

@@ -14,7 +14,7 @@ import (
 	"github.com/drowse-vm/drowse/vmm"
 )
 
-// A VM that finds no room in the host's memory stays as it was, and the one that has asked for it learns why.
+// A VM for which the host has no memory stays as it was, and the caller learns why.
 func TestServe_vm_without_room_in_memory_is_left_as_it_was(t *testing.T) {
 	const snap = "11111111111111111111111111111111"
 	for _, c := range []struct {
@@ -22,7 +22,7 @@ func TestServe_vm_without_room_in_memory_is_left_as_it_was(t *testing.T) {
 		before   state.Phase
 		after    state.Phase
 		snapshot string
-		unwanted bool // nobody waits any more
+		unwanted bool // the caller no longer waits
 		want     error
 	}{
 		{"one that sleeps", state.Asleep, state.Asleep, snap, false, vmm.ErrHostMemory},

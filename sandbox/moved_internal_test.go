@@ -13,8 +13,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state/statetest"
 )
 
-// TestAttack_state_directory_that_was_moved_has_its_boot_files: a sleeping VM wakes with its image and the disk of its
-// agent, so a record must find them where the store is now.
+// A sleeping VM wakes with its image and the disk of its agent. Its record must find them where the store is now.
 func TestAttack_state_directory_that_was_moved_has_its_boot_files(t *testing.T) {
 	h := statetest.NewHost(t)
 	s := &Host{State: h.Store}
@@ -25,7 +24,7 @@ func TestAttack_state_directory_that_was_moved_has_its_boot_files(t *testing.T) 
 	if err != nil {
 		t.Fatal(err)
 	}
-	before := now // as older versions have written it
+	before := now // as older versions wrote it
 	for _, p := range []*string{&before.Kernel, &before.SystemDisk, &before.Image} {
 		if *p == "" || filepath.IsAbs(*p) {
 			t.Errorf("a record has the path %q", *p)
@@ -64,7 +63,7 @@ func TestAttack_state_directory_that_was_moved_has_its_boot_files(t *testing.T) 
 			if b, err := s.With(l).resolveAgain(t.Context(), *r); err != nil || b.SystemDisk != now.SystemDisk {
 				t.Errorf("a clone of %q has the agent's disk %q (%v), want %q", name, b.SystemDisk, err, now.SystemDisk)
 			}
-			// One of the user's own is where it is.
+			// The path of a user's own kernel stays as it is.
 			if got := s.State.BootPath("/boot/vmlinux"); got != "/boot/vmlinux" {
 				t.Errorf("the user's kernel is %q", got)
 			}

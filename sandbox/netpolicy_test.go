@@ -44,9 +44,9 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// prober does in a guest what it is told, line by line, and says what came of it. What is sent to a server comes back.
-// Each line begins with a number, and so does its answer. It is started once, and then sleeps, wakes and is cloned with
-// its guest.
+// prober runs in a guest. It executes orders, line by line, and prints their results. The servers echo what it
+// sends. Each order begins with a number, and so does its answer. The prober starts once, and then sleeps, wakes
+// and is cloned with its guest.
 const prober = `
 import errno, socket, sys
 held = {}
@@ -86,29 +86,29 @@ for line in sys.stdin:
     print(number, r, flush=True)
 `
 
-// Times that a guest waits for an answer, in seconds: where none is to come, and where one is.
+// How long a guest waits for an answer, in seconds, if none may come and if one must.
 const (
 	inVain  = "3"
 	forSure = "200"
 )
 
-// outside is a network namespace that is the Internet, with the test's own as the host.
+// outside is a network namespace that plays the Internet. The test's own namespace is the host.
 type outside struct {
 	t    *testing.T
 	host netns.NsHandle
 	ns   netns.NsHandle
 
-	mu  sync.Mutex // guards got
-	got []string   // what servers have been sent, and from where
-	// names are the server names that the server of TLS was asked for, and config is what it answers by.
+	mu  sync.Mutex // guards got, names and config
+	got []string   // what servers received, and from where
+	// names are the server names that clients asked the TLS server for. config is its configuration.
 	names  []string
 	config *tls.Config
-	// asked are queries that the name server got.
+	// asked counts the queries to the name server.
 	asked atomic.Int64
 }
 
-// newOutside moves the test's thread into a namespace of its own, a host that forwards to
-// another one. Processes that the test starts from this goroutine are on that host.
+// newOutside moves the test's thread into a new namespace, a host that forwards to another one. Processes that the
+// test starts from this goroutine are on that host.
 func newOutside(t *testing.T, addresses ...string) *outside {
 	t.Helper()
 	must := func(err error) {
@@ -117,7 +117,7 @@ func newOutside(t *testing.T, addresses ...string) *outside {
 			t.Fatal(err)
 		}
 	}
-	// Never unlocked: the thread, and with it the namespace, ends with the test.
+	// The thread is never unlocked, so it and its namespace end with the test.
 	runtime.LockOSThread()
 	o := &outside{t: t}
 	var err error
@@ -153,7 +153,7 @@ func newOutside(t *testing.T, addresses ...string) *outside {
 	return o
 }
 
-// there does something in the outer namespace.
+// there calls do in the outer namespace.
 func (o *outside) there(do func()) {
 	o.t.Helper()
 	if err := netns.Set(o.ns); err != nil {
@@ -165,7 +165,7 @@ func (o *outside) there(do func()) {
 	}
 }
 
-// echo answers connections with what they bring, and notes it.
+// echo echoes each line of a connection, and notes it.
 func (o *outside) echo(lc net.ListenConfig, at string) {
 	o.t.Helper()
 	l, err := lc.Listen(o.t.Context(), "tcp", at)
@@ -200,7 +200,7 @@ func (o *outside) echo(lc net.ListenConfig, at string) {
 	}()
 }
 
-// tls is a server of TLS that notes what names it is asked for, and has no certificate for any.
+// tls starts a TLS server that notes the server names that clients ask for. Its certificate is self-signed.
 func (o *outside) tls(at string) {
 	o.t.Helper()
 	l, err := net.Listen("tcp4", at)
@@ -250,7 +250,7 @@ func (o *outside) serverNames() []string {
 	return slices.Clone(o.names)
 }
 
-// clientHello is what crypto/tls sends first, in hexadecimal digits.
+// clientHello returns the first message of crypto/tls, in hexadecimal digits.
 func clientHello(t *testing.T, name string) string {
 	t.Helper()
 	a, b := net.Pipe()
@@ -278,7 +278,7 @@ func (o *outside) hasGot(prefix string) bool {
 	return false
 }
 
-// nameServer answers with the address of each name.
+// nameServer starts a DNS server that answers from zone.
 func (o *outside) nameServer(at string, zone map[string]string) {
 	o.t.Helper()
 	pc, err := net.ListenPacket("udp4", at)
@@ -298,7 +298,7 @@ func (o *outside) nameServer(at string, zone map[string]string) {
 	o.t.Cleanup(func() { pc.Close() })
 }
 
-// probe is a prober in a guest.
+// A probe talks to a prober in a guest.
 type probe struct {
 	t      *testing.T
 	in     *io.PipeWriter
@@ -316,7 +316,7 @@ func startProbe(t *testing.T, e *guesttest.Env, name string) *probe {
 	})
 }
 
-// after is the same prober after a sleep, or in a clone.
+// after returns a probe of the same prober after a sleep, or in a clone.
 func (p *probe) after(e *guesttest.Env, name string) *probe {
 	p.t.Helper()
 	again := probeBy(p.t, e, name, func(ctx context.Context, c *guest.Client, streams guest.IO) (*guest.Session, error) {
@@ -345,7 +345,7 @@ func probeBy(t *testing.T, e *guesttest.Env, name string, begin func(context.Con
 		outW.CloseWithError(fmt.Errorf("the prober has ended: %w", errors.Join(err, io.EOF)))
 	}()
 	t.Cleanup(func() {
-		outR.Close() // or the session would wait until what has come is read
+		outR.Close() // or the session waits until all output is read
 		s.Close()
 		inW.Close()
 		<-ended
@@ -354,7 +354,7 @@ func probeBy(t *testing.T, e *guesttest.Env, name string, begin func(context.Con
 	return &probe{t: t, in: inW, out: bufio.NewReader(outR)}
 }
 
-// ask has the guest do something, and returns what comes of it.
+// ask gives the prober an order, and returns the result.
 func (p *probe) ask(what string) string {
 	p.t.Helper()
 	begin := time.Now()
@@ -367,7 +367,7 @@ func (p *probe) ask(what string) string {
 		if err != nil {
 			p.t.Fatalf("%s: %v", what, err)
 		}
-		// Whoever comes later is told the answers of before once more.
+		// An attached session first gets the earlier answers again.
 		if got, ok := strings.CutPrefix(strings.TrimSpace(line), fmt.Sprint(p.number)+" "); ok {
 			p.t.Logf("%s: %s (%v)", what, got, time.Since(begin).Round(time.Millisecond))
 			return got
@@ -382,7 +382,7 @@ func (p *probe) expect(what, want string) {
 	}
 }
 
-// event waits for a denied packet.
+// event waits for a network event.
 func event(t *testing.T, e *guesttest.Env, name, what string, is func(spec.NetEvent) bool) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
@@ -438,7 +438,7 @@ func TestNetwork_policy_of_a_guest(t *testing.T) {
 	if rep.Network == nil {
 		t.Fatal("the report has no network")
 	}
-	// A host without nftables has others as well.
+	// A host without nftables gives other warnings as well.
 	for _, want := range []string{"net.ipv4.ip_forward", "net.ipv6.conf.all.forwarding"} {
 		if !slices.ContainsFunc(rep.Network.Warnings, func(w string) bool { return strings.Contains(w, want) }) {
 			t.Fatalf("no warning of a host that does not forward has %s: %q", want, rep.Network.Warnings)
@@ -465,12 +465,12 @@ func TestNetwork_policy_of_a_guest(t *testing.T) {
 	}
 	p := startProbe(t, e, "pol")
 
-	// What is allowed, and what is not.
+	// Allowed and denied connections.
 	p.expect("tcp 93.184.216.34 80 "+forSure, "ping")
 	if !o.hasGot("ping from 192.0.2.1") {
 		t.Errorf("the server has got %q, not from the host's own address", o.got)
 	}
-	holder := startCaller(t, e, "pol") // which it does while others wait
+	holder := startCaller(t, e, "pol") // it starts while others wait
 	p.expect("tcp 172.31.255.1 7000 "+forSure, "ping")
 	if !o.hasGot("ping from " + own.String()) {
 		t.Errorf("the host has got %q, not from the VM's own address %v", o.got, own)
@@ -485,7 +485,7 @@ func TestNetwork_policy_of_a_guest(t *testing.T) {
 		return ev.Verdict == netpolicy.Reject && ev.Reason == netpolicy.ReasonRule && ev.Rule == "never" && ev.Peer == netip.MustParseAddr("93.184.216.99")
 	})
 
-	// The same by IPv6, from the host's own address and at once.
+	// The same with IPv6: from the host's own address, without a wait.
 	p.expect("tcp 2001:db8:1::34 80 "+forSure, "ping")
 	if !o.hasGot("ping from 2001:db8:99::1") {
 		t.Errorf("the server has got %q, not from the host's own IPv6 address", o.got)
@@ -497,7 +497,7 @@ func TestNetwork_policy_of_a_guest(t *testing.T) {
 	})
 	p.expect("tcp 2001:db8:1::99 80 "+forSure, "ECONNREFUSED")
 
-	// An address is the host's as soon as the host has it, and this rule is not about the host.
+	// A new address of the host belongs to the group host at once. The rule for it is not about the host.
 	p.expect("tcp 93.184.216.36 80 "+forSure, "ping")
 	up, err := netlink.LinkByName("up0")
 	if err != nil {
@@ -508,7 +508,7 @@ func TestNetwork_policy_of_a_guest(t *testing.T) {
 		t.Fatal(err)
 	}
 	for deadline, denied := time.Now().Add(2*time.Minute), false; !denied; {
-		// Until then the host says that nobody listens there.
+		// Until then the host refuses the connection, since no server listens there.
 		got := p.ask("tcp 93.184.216.36 80 " + inVain)
 		if got == "ping" || time.Now().After(deadline) {
 			t.Fatalf("a new address of the host: %s", got)
@@ -532,7 +532,7 @@ func TestNetwork_policy_of_a_guest(t *testing.T) {
 	p.expect("tcp 93.184.216.35 8081 "+inVain, "timeout")
 	event(t, e, "pol", "an address with a name", func(ev spec.NetEvent) bool { return ev.PeerPort == 8081 && ev.Name == "good.example" })
 
-	// The name has to be the one in TLS too, where that is checked: the peer never hears of another one.
+	// Where the policy checks it, TLS must have the same name. The peer never sees a connection with another.
 	p.expect("hello 93.184.216.35 443 "+forSure+" "+clientHello(t, "good.example"), "record 22")
 	p.expect("hello 93.184.216.35 443 "+forSure+" "+clientHello(t, "evil.example"), "ECONNRESET")
 	event(t, e, "pol", "another name in TLS", func(ev spec.NetEvent) bool {
@@ -554,7 +554,7 @@ func TestNetwork_policy_of_a_guest(t *testing.T) {
 		t.Errorf("%+v, %v", st, err)
 	}
 
-	// The flows of all that.
+	// Flows of the connections above.
 	flows := map[string]netpolicy.FlowRecord{}
 	err = e.Store.Sandbox("pol").NetworkFlows(t.Context(), false, func(r netpolicy.FlowRecord) error {
 		if r.FlowInfo != nil && r.Guest == own {
@@ -581,7 +581,7 @@ func TestNetwork_policy_of_a_guest(t *testing.T) {
 		})
 	}()
 
-	// A live swap cuts what it does not allow.
+	// A live policy change cuts the flows that it does not allow.
 	p.expect("hold 93.184.216.34 80 "+forSure, "held")
 	res, err := e.Store.Sandbox("pol").SetPolicy(t.Context(), nil)
 	if err != nil || !res.Live || res.Network.Address != own {
@@ -599,15 +599,15 @@ func TestNetwork_policy_of_a_guest(t *testing.T) {
 	if got, err := e.Store.Sandbox("pol").Policy(); err != nil || len(got.Rules) != 0 || got.DNS != nil {
 		t.Errorf("%+v, %v", got, err)
 	}
-	// What cannot be is refused, and changes nothing.
+	// An invalid policy is refused, and changes nothing.
 	if _, err := e.Store.Sandbox("pol").SetPolicy(t.Context(), &netpolicy.Policy{Flows: -1}); !errors.Is(err, netpolicy.ErrPolicy) {
 		t.Errorf("an impossible policy: %v", err)
 	}
 
-	// Asleep, it gets another one, and comes back with that.
+	// The sleeping VM gets another policy, and wakes with it.
 	e.Sleep("pol")
 	gone(t, device, own, own6)
-	// Whoever has followed its flows has got them all, and the one that was cut with all that it has sent.
+	// The follower has received all flows, and the cut one with all its packets.
 	if err := <-follower; err != nil {
 		t.Error(err)
 	}
@@ -632,10 +632,10 @@ func TestNetwork_policy_of_a_guest(t *testing.T) {
 	p.expect("tcp 93.184.216.34 80 "+forSure, "ping")
 	p.expect("tcp 93.184.216.34 81 "+inVain, "timeout")
 	p.expect("tcp 2001:db8:1::34 80 "+forSure, "ping")
-	p.expect("tcp 93.184.216.35 8080 "+inVain, "timeout") // what was found before the sleep
+	p.expect("tcp 93.184.216.35 8080 "+inVain, "timeout") // the resolved name does not survive the sleep
 	p.expect("name good.example", "93.184.216.35")
 
-	// A clone is behind the same policy, at an address of its own.
+	// A clone has the same policy, and its own address.
 	snap, err := e.Store.Sandbox("pol").Snapshot(t.Context(), sandbox.SnapshotOptions{})
 	if err != nil {
 		t.Fatal(err)
@@ -654,14 +654,14 @@ func TestNetwork_policy_of_a_guest(t *testing.T) {
 	event(t, e, "pol2", "a denied packet of the clone", func(ev spec.NetEvent) bool { return ev.PeerPort == 81 && ev.Guest == clone.Network.Address })
 	p.expect("tcp 93.184.216.34 80 "+forSure, "ping") // beside it
 
-	// They reach each other by their tags, which the clone has as well. Nobody listens, and the other guest says so.
+	// The VMs reach each other by their tag, which the clone has too. No server listens, so the guest refuses.
 	if r, err := e.Store.State.Get("pol2"); err != nil || !slices.Equal(r.Spec.Tags, []string{"probe"}) {
 		t.Errorf("the clone has tags %q, %v", r.Spec.Tags, err)
 	}
 	p.expect("tcp "+clone.Network.Address.String()+" 9000 "+forSure, "ECONNREFUSED")
 	p2.expect("tcp "+own.String()+" 9000 "+forSure, "ECONNREFUSED")
 	p2.expect("tcp "+own6.String()+" 9000 "+forSure, "ECONNREFUSED")
-	// Without it they do not, in one direction and the other, and with it they do again.
+	// Without the tag neither direction works. With it both work again.
 	if res, err := e.Store.Sandbox("pol2").SetTags(t.Context(), []string{"other"}, []string{"probe"}); err != nil || !res.Live || !slices.Equal(res.Tags, []string{"other"}) {
 		t.Fatalf("%+v, %v", res, err)
 	}
@@ -676,7 +676,7 @@ func TestNetwork_policy_of_a_guest(t *testing.T) {
 		return ev.Direction == netpolicy.Ingress && ev.Peer == own && ev.GuestPort == 9001
 	})
 
-	// Nothing is left of a process that was killed.
+	// A killed process leaves nothing.
 	r, err := e.Store.State.Get("pol")
 	if err != nil {
 		t.Fatal(err)
@@ -689,7 +689,7 @@ func TestNetwork_policy_of_a_guest(t *testing.T) {
 	if _, err := os.Stat(filepath.Join(link.DefaultRoot, r.ID)); !errors.Is(err, os.ErrNotExist) {
 		t.Errorf("the killed VM has left pins: %v", err)
 	}
-	p2.expect("tcp 93.184.216.34 80 "+forSure, "ping") // the clone does not care
+	p2.expect("tcp 93.184.216.34 80 "+forSure, "ping") // the clone is not affected
 
 	keysOfAGuest(t, e, "pol2", holder, api)
 	if err := hostnet.Remove(); err != nil {
@@ -697,7 +697,7 @@ func TestNetwork_policy_of_a_guest(t *testing.T) {
 	}
 }
 
-// gone says that there is neither a TAP device nor a route.
+// gone checks that the TAP device and the routes no longer exist.
 func gone(t *testing.T, device string, addresses ...netip.Addr) {
 	t.Helper()
 	if _, err := netlink.LinkByName(device); err == nil {

@@ -26,9 +26,9 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// sender sends what it is told to the host, and tells what comes back: its length, and whether it is the same. It
-// starts once, which takes long where the guest's kernel is interpreted, and then sleeps, wakes and is forked with its
-// guest.
+// sender sends data to the host as ordered, and answers with the length of the echo and whether it is the same. It
+// starts once, which takes long where the guest's kernel is interpreted, and then sleeps, wakes and is forked with
+// its guest.
 const sender = `
 import hashlib, socket
 while True:
@@ -50,13 +50,13 @@ while True:
         f.write(answer + '\n')
 `
 
-// taps are the TAP devices with the host's end of the links of a store, and those that no process has. Tests beside
-// this one have others.
+// taps returns the TAP devices of a store's links, and those that no process has. Tests that run in parallel have
+// others.
 func taps(t *testing.T, e *guesttest.Env) []string {
 	t.Helper()
 	for deadline := time.Now().Add(time.Minute); ; time.Sleep(20 * time.Millisecond) {
 		mine, nobodys := heldTAPs(t, e)
-		// One that is just made or just goes has no process for a moment.
+		// A device has no process for a moment when it is made or removed.
 		if len(nobodys) == 0 || time.Now().After(deadline) {
 			return append(mine, nobodys...)
 		}
@@ -75,7 +75,7 @@ func heldTAPs(t *testing.T, e *guesttest.Env) (mine, nobodys []string) {
 		t.Fatal(err)
 	}
 	for _, path := range infos {
-		text, _ := os.ReadFile(path) // its process may have ended
+		text, _ := os.ReadFile(path) // the process may have ended
 		if _, after, ok := strings.Cut(string(text), "\niff:\t"); ok {
 			tap, _, _ := strings.Cut(after, "\n")
 			args, _ := os.ReadFile(filepath.Join(filepath.Dir(filepath.Dir(path)), "cmdline"))
@@ -95,10 +95,10 @@ func heldTAPs(t *testing.T, e *guesttest.Env) (mine, nobodys []string) {
 	return mine, nobodys
 }
 
-// echo answers connections from the guest behind a TAP device with what they bring.
+// echo echoes connections from the guest behind a TAP device.
 func echo(t *testing.T, tap string) (port uint16) {
 	t.Helper()
-	// Other guests have the same address behind other devices.
+	// The same address is behind other devices for other guests.
 	lc := net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) error {
 		var bound error
 		err := c.Control(func(fd uintptr) { bound = unix.BindToDevice(int(fd), tap) })
@@ -163,8 +163,7 @@ rules: [{direction: egress, verdict: allow, groups: [host], protocols: [tcp], po
 	rep = e.Wake("net")
 	exchange("net", "woken", one(rep, 1))
 
-	// A fork is behind the policy of its VM, or behind another one, at an address of its own, and has the tags of that
-	// moment.
+	// A fork has the policy of its VM or one given, its own address, and the VM's tags of that moment.
 	if res, err := e.Store.Sandbox("net").SetTags(t.Context(), []string{"db", "old"}, nil); err != nil || !res.Live {
 		t.Fatalf("%+v, %v", res, err)
 	}
@@ -227,7 +226,7 @@ rules: [{direction: egress, verdict: allow, groups: [host], protocols: [tcp], po
 		t.Errorf("the killed VM has left the sockets %v (%v)", sockets, err)
 	}
 
-	// A link that was made ahead becomes the VM's, and goes with its process or with the pool.
+	// A VM takes a prebuilt link. It ends with the VM's process or with the pool.
 	pool, err := pool.New(e.Store.State, e.Launcher, pool.Options{Processes: 1, Shapes: []spec.Shape{{MemoryMiB: spec.DefaultMemoryMiB, VCPUs: 1, Network: true}}})
 	if err != nil {
 		t.Fatal(err)

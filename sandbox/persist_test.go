@@ -19,7 +19,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// setPersist says what does not persist of a VM.
+// setPersist sets which files of a VM do not persist.
 func setPersist(e *guesttest.Env, vm string, p lifetime.Persist) {
 	e.T.Helper()
 	if _, err := e.Store.State.SetMetadata(e.T.Context(), vm, func(l *spec.Metadata, _ error) error {
@@ -30,7 +30,7 @@ func setPersist(e *guesttest.Env, vm string, p lifetime.Persist) {
 	}
 }
 
-// filesBelow are the files below a directory of the host.
+// filesBelow returns the files below a directory of the host.
 func filesBelow(t testing.TB, dir string) []string {
 	t.Helper()
 	out := []string{}
@@ -46,7 +46,7 @@ func filesBelow(t testing.TB, dir string) []string {
 	return out
 }
 
-// persistence is what TestHooks_in_a_guest does with what does not persist, on its way.
+// persistence is the part of TestHooks_in_a_guest that is about lifetime.Persist.
 type persistence struct {
 	e    *guesttest.Env
 	host string
@@ -54,7 +54,7 @@ type persistence struct {
 
 func newPersistence(e *guesttest.Env) *persistence { return &persistence{e, e.T.TempDir()} }
 
-// begin has a VM without hooks promote and drop before its next sleep.
+// begin sets what a VM without hooks promotes and drops before its next sleep.
 func (p *persistence) begin(name string) {
 	setPersist(p.e, name, lifetime.Persist{
 		Drop:    []string{"/root/cache", "/root/out", "/root/none"},
@@ -62,7 +62,7 @@ func (p *persistence) begin(name string) {
 	})
 	c := p.e.Agent(name)
 	defer c.Close()
-	// Without a process in the guest, each of which takes long.
+	// These calls start no process in the guest, each of which would take long.
 	for file, text := range map[string]string{"cache/d/f": "c", "kept": "keep", "out/report": "result\n", "log": "line\n"} {
 		if err := c.WriteFile(p.e.T.Context(), "/root/"+file, strings.NewReader(text), guest.WriteOptions{Parents: true}); err != nil {
 			p.e.T.Fatal(err)
@@ -73,7 +73,7 @@ func (p *persistence) begin(name string) {
 	}
 }
 
-// slept looks at what that sleep has done.
+// slept checks the result of that sleep.
 func (p *persistence) slept(res spec.SleepResult) {
 	t := p.e.T
 	t.Helper()
@@ -92,7 +92,7 @@ func (p *persistence) slept(res spec.SleepResult) {
 	}
 }
 
-// woken looks at what is left after the wake, and promotes while the VM runs.
+// woken checks what is left after the wake, and promotes while the VM runs.
 func (p *persistence) woken(name string) {
 	t := p.e.T
 	t.Helper()
@@ -120,7 +120,7 @@ func (p *persistence) woken(name string) {
 	}
 }
 
-// nowhere has nowhere to promote to.
+// nowhere returns a promotion to a directory that does not exist.
 func (p *persistence) nowhere() lifetime.Persist {
 	return lifetime.Persist{
 		Drop:     []string{"/root/cache", "/root/out"},
@@ -129,7 +129,7 @@ func (p *persistence) nowhere() lifetime.Persist {
 	}
 }
 
-// refused has a VM with hooks 10-a and 20-b be refused its sleep after they have run: they go on, and nothing is gone.
+// refused has a sleep fail after the hooks 10-a and 20-b ran: the guest continues and has lost nothing.
 func (p *persistence) refused(name string) {
 	t := p.e.T
 	t.Helper()
@@ -149,7 +149,7 @@ func (p *persistence) refused(name string) {
 	setPersist(p.e, name, lifetime.Persist{})
 }
 
-// ignored looks at a sleep of a VM for which that was to be ignored.
+// ignored checks a sleep for which that failure was ignored.
 func (p *persistence) ignored(res spec.SleepResult) {
 	p.e.T.Helper()
 	if did := res.Persist; did == nil || len(did.Problems) != 1 || len(did.Promoted) != 0 || did.DiskBytes <= 0 || len(did.Dropped) != 1 || did.Dropped[0].Path != "/root/cache" {
@@ -157,7 +157,7 @@ func (p *persistence) ignored(res spec.SleepResult) {
 	}
 }
 
-// told looks at the events of a VM whose processes have all ended.
+// told checks the events of a VM whose processes have all ended.
 func (p *persistence) told(name string, want map[events.Type]int) {
 	t := p.e.T
 	t.Helper()

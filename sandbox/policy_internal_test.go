@@ -28,7 +28,7 @@ func parsePolicy(t *testing.T, text string) *netpolicy.Policy {
 	return p
 }
 
-// hugePolicy is larger than a label can be.
+// hugePolicy returns a policy larger than a label can be.
 func hugePolicy(t *testing.T) *netpolicy.Policy {
 	t.Helper()
 	var b strings.Builder
@@ -75,7 +75,7 @@ func TestPolicyLabels_give_the_policy_back_or_an_error(t *testing.T) {
 		if len(labels) < 5 {
 			t.Errorf("only %d labels: this tests nothing", len(labels))
 		}
-		// A piece that is missing or changed must not leave a shorter policy.
+		// A missing or changed piece must not result in a shorter policy.
 		for i := range len(labels) - 3 {
 			key := fmt.Sprint(state.LabelPolicy, i)
 			less := maps.Clone(labels)
@@ -176,7 +176,7 @@ func TestSetPolicy_of_a_vm_without_a_process_is_stored(t *testing.T) {
 	if _, err := s.Sandbox("nobody").SetPolicy(t.Context(), p); !errors.Is(err, ErrNotFound) {
 		t.Error(err)
 	}
-	// A record whose policy has been changed into nonsense is not read.
+	// A record with a damaged policy cannot be read.
 	path := s.State.VMDir("with") + "/vm.json"
 	text, err := os.ReadFile(path)
 	if err != nil {
@@ -196,7 +196,7 @@ func TestServe_record_with_an_invalid_policy_is_refused_before_anything_is_start
 		if err != nil {
 			t.Fatal(err)
 		}
-		// As somebody may write into a record: it parses, and cannot be.
+		// A user may have edited the record: it parses, but is invalid.
 		l, err := s.State.Create(&state.Record{Version: state.RecordVersion, ID: spec.NewID(), Spec: Spec{Name: "a", Network: spec.NetworkTAP, Policy: &netpolicy.Policy{Flows: -1}}, Phase: before})
 		if err != nil {
 			t.Fatal(err)

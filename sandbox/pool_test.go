@@ -84,7 +84,7 @@ func TestPool_Wait_ends_with_its_context(t *testing.T) {
 	if err := p.Wait(ctx); !errors.Is(err, context.Canceled) {
 		t.Errorf("got %v, want context.Canceled", err)
 	}
-	// While a process is being made.
+	// Close comes while the pool makes a process.
 	if err := p.Close(); err != nil {
 		t.Error(err)
 	}

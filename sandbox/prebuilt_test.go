@@ -35,11 +35,11 @@ func TestPrebuiltVMs_that_nobody_takes_are_given_back(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// It has a descriptor of KVM, one of the VM and one for each vCPU, and lines and doorbells of seven devices.
+	// The prebuilt VM has descriptors of KVM, the VM and each vCPU, and the lines and doorbells of seven devices.
 	if got, want := open()-before, 2+2+7+13; got != want {
 		t.Errorf("there are %d more descriptors, want %d", got, want)
 	}
-	for range 2 { // the second time there is nothing to do
+	for range 2 { // the second Close does nothing
 		if err := s.Close(); err != nil {
 			t.Fatal(err)
 		}

@@ -28,7 +28,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// caller asks an API whenever it is told to, with the key that it believes to have.
+// caller asks an API when ordered, with the key that it believes it has.
 const caller = `
 import os, socket, ssl
 trust = ssl.create_default_context() # by SSL_CERT_FILE
@@ -55,7 +55,7 @@ while True:
         f.write('%d %s\n' % (os.getpid(), out))
 `
 
-// apiServer answers by TLS, and notes the keys that it is asked with.
+// apiServer answers over TLS, and notes the keys of requests.
 type apiServer struct {
 	roots string // a file with the certificate of its authority
 
@@ -69,7 +69,7 @@ func (s *apiServer) got() []string {
 	return slices.Clone(s.keys)
 }
 
-// api is a server for api.example, with a certificate.
+// api starts a server for api.example, with a certificate.
 func (o *outside) api(at string) *apiServer {
 	o.t.Helper()
 	s := &apiServer{roots: filepath.Join(o.t.TempDir(), "roots.pem")}
@@ -109,7 +109,7 @@ func (o *outside) api(at string) *apiServer {
 	return s
 }
 
-// startCaller starts caller in a VM, and returns the placeholder that it has for its key.
+// startCaller starts caller in a VM, and returns the placeholder that it has in place of the key.
 func startCaller(t *testing.T, e *guesttest.Env, vm string) (holder string) {
 	t.Helper()
 	c := e.Agent(vm)
@@ -135,8 +135,8 @@ func startCaller(t *testing.T, e *guesttest.Env, vm string) (holder string) {
 	return strings.TrimPrefix(cmd.Env[i], "API_KEY=")
 }
 
-// keysOfAGuest has a program use a key of an API that its VM never has. The VM is a clone of the one in which the
-// program was started, so all that the program knows of the proxy it has from there.
+// keysOfAGuest has a program use an API key that its VM never has. The VM is a clone of the one in which the
+// program started, so all that the program knows of the proxy comes from there.
 func keysOfAGuest(t *testing.T, e *guesttest.Env, vm, holder string, api *apiServer) {
 	t.Helper()
 	begin := time.Now()
@@ -145,11 +145,11 @@ func keysOfAGuest(t *testing.T, e *guesttest.Env, vm, holder string, api *apiSer
 		t.Errorf("a clone has %+v, %v", list, err)
 	}
 	key := randomText(t, "sk-")
-	// As from a file with a line, and without a word that it is for the proxy: the policy says so.
+	// The value ends like a line of a file. The caller does not mark it for the proxy: the policy does.
 	if err := e.Store.Sandbox(vm).SetSecrets(t.Context(), spec.Secret{SecretFile: spec.SecretFile{Name: "API_KEY"}, Value: []byte(key + "\n")}); err != nil {
 		t.Fatal(err)
 	}
-	// What comes back has no key either.
+	// The proxy hides the key in the answer.
 	want := "hello, you have Bearer " + strings.Repeat("*", len(key))
 	asked := 0
 	works := func(when string) (pid string) {
@@ -192,7 +192,7 @@ func keysOfAGuest(t *testing.T, e *guesttest.Env, vm, holder string, api *apiSer
 	}
 	search("a sleep", e.Sleep(vm).Snapshot)
 
-	// The program goes on with what it has in memory. Its owner hands the key in.
+	// The program continues with what it has in memory. The wake gets the key from Secrets.
 	l := e.Launcher
 	l.Secrets = func(_ context.Context, _ string, awaited []spec.SecretFile) ([]spec.Secret, error) {
 		if len(awaited) != 1 || awaited[0] != (spec.SecretFile{Name: "API_KEY", Proxy: true}) {

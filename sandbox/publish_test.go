@@ -21,8 +21,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/supervisor"
 )
 
-// counter answers each line, and each datagram, with how many it has had, and ends a connection when the other side
-// does.
+// counter answers each line and each datagram with its number, and ends a connection when the other side does.
 const counter = `
 import select, socket
 s = socket.create_server(('', 8000), backlog=64)
@@ -46,7 +45,7 @@ while True:
     c.close()
 `
 
-// publishedPortWakes has a supervisor carry connections to a VM that runs, and to one that sleeps.
+// publishedPortWakes has a supervisor forward connections to a VM that runs, and to one that sleeps.
 func publishedPortWakes(t *testing.T, e *guesttest.Env, name string) {
 	free, err := net.Listen("tcp4", "127.0.0.1:0")
 	if err != nil {
@@ -108,7 +107,7 @@ func publishedPortWakes(t *testing.T, e *guesttest.Env, name string) {
 	if got := ask(running); got != "1" {
 		t.Errorf("the guest says %q, want 1", got)
 	}
-	// What ends on one side ends on the other.
+	// An end on one side ends the other side as well.
 	if err := running.(*net.TCPConn).CloseWrite(); err != nil {
 		t.Fatal(err)
 	}
@@ -125,13 +124,13 @@ func publishedPortWakes(t *testing.T, e *guesttest.Env, name string) {
 		t.Errorf("after it has answered it is %v (%v)", r.Phase, err)
 	}
 
-	// A sleep that somebody asks for cuts a connection, which must not look as if it had come to its end.
+	// A requested sleep cuts a connection, which must end with a reset and not with an ordinary end.
 	e.Sleep(name)
 	if _, err := io.ReadAll(woken); !errors.Is(err, syscall.ECONNRESET) {
 		t.Errorf("a connection to a VM that was put to sleep ends with %v, want a reset", err)
 	}
 
-	// Several at once make one VM.
+	// Several connections at once wake one VM.
 	answers := make(chan string, 3)
 	for range cap(answers) {
 		c := dial()
@@ -151,7 +150,7 @@ func publishedPortWakes(t *testing.T, e *guesttest.Env, name string) {
 		t.Errorf("three connections at once got %v, want 3, 4 and 5", seen)
 	}
 
-	// Datagrams wake it as well, and none is lost. What was said of its tags meanwhile holds.
+	// Datagrams wake the VM as well, and none is lost. Tags that were set meanwhile hold.
 	e.Sleep(name)
 	if res, err := e.Store.Sandbox(name).SetTags(t.Context(), []string{"asleep"}, nil); err != nil || res.Live {
 		t.Errorf("tags of a VM that sleeps: %+v, %v", res, err)
@@ -180,7 +179,7 @@ func publishedPortWakes(t *testing.T, e *guesttest.Env, name string) {
 		t.Errorf("tags of the VM that was woken: %+v, %v", res, err)
 	}
 
-	// A packet to its own address wakes it as well, and nothing that the policy does not let in.
+	// A packet to the VM's own address wakes it as well, but only if the policy allows the packet.
 	info, err := e.Store.Sandbox(name).Info(t.Context())
 	if err != nil {
 		t.Fatal(err)
@@ -203,7 +202,7 @@ func publishedPortWakes(t *testing.T, e *guesttest.Env, name string) {
 		t.Errorf("the guest that was woken by a packet says %q, want 8", got)
 	}
 
-	// A port that is not published any more is not listened for.
+	// The supervisor stops listening on a port that is no longer published.
 	if _, err := e.Store.Sandbox(name).SetPolicy(t.Context(), mustPolicy(t, "rules: []\n")); err != nil {
 		t.Fatal(err)
 	}

@@ -25,8 +25,8 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// user reads a secret whenever it is asked, makes a number of it, and wipes its copy. What it
-// reads of a control string it keeps.
+// user reads a secret when asked, answers with a hash of it, and wipes its copy. It keeps a control string in
+// memory.
 const user = `
 import os
 control = open('/root/control', 'rb').read()
@@ -47,7 +47,7 @@ while True:
         f.write('%d %s\n' % (os.getpid(), h))
 `
 
-// number is what user makes of a secret.
+// number returns the hash of a secret that user computes.
 func number(secret string) string {
 	h := 7
 	for _, c := range []byte(secret) {
@@ -65,8 +65,8 @@ func randomText(t *testing.T, prefix string) string {
 	return prefix + hex.EncodeToString(b)
 }
 
-// copies counts where a text is in a snapshot: in its memory, decompressed, and in the
-// states of its devices. Sixteen bytes in a row of it are enough.
+// copies counts a text in a snapshot: in its memory, decompressed, and in the states of its devices. Sixteen bytes
+// in a row of the text count as a copy.
 func copies(t *testing.T, dir, text string) (memory, states int) {
 	t.Helper()
 	s, err := snapshot.Open(dir)
@@ -82,7 +82,7 @@ func copies(t *testing.T, dir, text string) (memory, states int) {
 		t.Fatal(err)
 	}
 	defer d.Release()
-	// The end of the page before is looked at once more.
+	// The search covers the end of the previous page again, for copies across two pages.
 	const overlap = piece - 1
 	buf := make([]byte, overlap+guestmem.PageSize)
 	for page := range s.Memory().Pages() {
@@ -104,7 +104,7 @@ func count(data []byte, text string) (n int) {
 	return n
 }
 
-// inFiles counts where a text is in the files of a store, as they are.
+// inFiles counts a text in the files of a store, which it does not decompress.
 func inFiles(t *testing.T, s *sandbox.Host, text string) (n int) {
 	t.Helper()
 	for _, sub := range []string{"vms", "snapshots", "layers"} {
@@ -123,7 +123,7 @@ func inFiles(t *testing.T, s *sandbox.Host, text string) (n int) {
 	return n
 }
 
-// inFile counts in one file, of which a layer of a disk is large and has holes.
+// inFile counts a text in one file. It skips holes, since a layer of a disk is large and sparse.
 func inFile(path, text string) (n int, err error) {
 	f, err := os.Open(path)
 	if err != nil {
@@ -135,7 +135,7 @@ func inFile(path, text string) (n int, err error) {
 	for at := int64(0); ; {
 		data, err := f.Seek(at, unix.SEEK_DATA)
 		if errors.Is(err, unix.ENXIO) {
-			return n, nil // nothing but a hole
+			return n, nil // only a hole is left
 		}
 		if err != nil {
 			return n, err
@@ -189,8 +189,7 @@ func TestSecrets_are_in_no_snapshot(t *testing.T) {
 	if !strings.HasSuffix(first, " "+number(secret)) {
 		t.Fatalf("the program says %q of its secret, want %s", first, number(secret))
 	}
-	// search looks for the secret wherever it could be, and for the control string, which
-	// says that it would be found.
+	// search looks for the secret everywhere, and for the control string, which proves that the search works.
 	search := func(what, snap string) {
 		t.Helper()
 		memory, states := copies(t, filepath.Join(e.Store.State.Dir(), "snapshots", snap), secret)
@@ -219,7 +218,7 @@ func TestSecrets_are_in_no_snapshot(t *testing.T) {
 	if got := ask(e, "f"); !strings.HasSuffix(got, " No such file or directory") {
 		t.Errorf("a fork says %q of the secret", got)
 	}
-	// It can have one of its own.
+	// The fork can get its own secret.
 	set("f", "other")
 	if got := ask(e, "f"); !strings.HasSuffix(got, " "+number("other")) {
 		t.Errorf("a fork with a secret of its own says %q", got)
@@ -238,7 +237,7 @@ func TestSecrets_are_in_no_snapshot(t *testing.T) {
 		t.Errorf("a secret for a VM that sleeps: %v, want ErrNotRunning", err)
 	}
 
-	// The program asks for it before it is there, and gets it.
+	// The program asks for the secret before the VM has it again, and gets it.
 	e.Wake("sec")
 	asking := e.Agent("sec")
 	said := make(chan string, 1)
@@ -259,7 +258,7 @@ func TestSecrets_are_in_no_snapshot(t *testing.T) {
 	}
 	search("a second sleep", e.Sleep("sec").Snapshot)
 
-	// Whoever brings it back may be asked.
+	// A wake can ask its caller for the secret.
 	l := e.Launcher
 	l.Secrets = func(_ context.Context, vm string, awaited []spec.SecretFile) ([]spec.Secret, error) {
 		if vm != "sec" || len(awaited) != 1 || awaited[0].Name != "token" {

@@ -54,7 +54,7 @@ func TestSelfSpec_forks_are_bounded_and_children_have_none(t *testing.T) {
 	}
 }
 
-// quickForks has requests time out soon.
+// quickForks shortens the timeouts of fork requests.
 func quickForks(t *testing.T) {
 	t.Helper()
 	begin, all, poll := spec.SelfForkBegin, state.SelfForkTime, state.SelfForkPoll
@@ -72,7 +72,7 @@ func askedFork(t *testing.T, s *Host, change func(*spec.AskedFork)) {
 func TestSelfFork_waits_for_whoever_makes_it(t *testing.T) {
 	quickForks(t)
 	for name, c := range map[string]struct {
-		make func(*spec.AskedFork) // once it is asked for; nil is nobody
+		make func(*spec.AskedFork) // serves the request; nil: never served
 		want string
 		err  error
 	}{

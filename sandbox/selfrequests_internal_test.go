@@ -79,14 +79,14 @@ func TestSelfExtend_is_bounded_in_all_by_what_the_owner_has_set(t *testing.T) {
 	if e := wantTold(t, s, events.Extended); e.Cause != events.Guest {
 		t.Fatalf("%+v", e)
 	}
-	// From the owner's time, not from its own: it cannot go on and on.
+	// The limit counts from the owner's time, not from the guest's last extension.
 	if _, err := s.State.SelfExtend(t.Context(), "a", may, hours(4)); !errors.Is(err, state.ErrExtension) || !strings.Contains(err.Error(), own.Add(2*time.Hour).Format(time.RFC3339)) {
 		t.Fatal(err)
 	}
 	if l := metadataOf(t, s, "a"); !l.Expires.Equal(first) {
 		t.Fatalf("what was refused has set %v", l.Expires)
 	}
-	// The owner has set another time: it counts from there.
+	// The owner sets another time, from which the limit counts now.
 	own = own.Add(24 * time.Hour)
 	if _, err := s.State.SetMetadata(t.Context(), "a", func(l *spec.Metadata, _ error) error { l.Expires = own; return nil }); err != nil {
 		t.Fatal(err)

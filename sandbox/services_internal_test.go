@@ -63,7 +63,7 @@ func TestSecretNames(t *testing.T) {
 	}
 }
 
-// Clones are made by the record in a snapshot.
+// A clone gets its record from its snapshot.
 func TestRecord_in_a_snapshot_has_services_and_no_secrets(t *testing.T) {
 	r := &state.Record{Spec: Spec{Name: "a", Services: []spec.Service{{Name: "web", Argv: []string{"x"}}}}, Secrets: []spec.SecretFile{{Name: "token"}}}
 	labels, err := r.Labels(state.KindSleep)

@@ -14,7 +14,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// service returns a service of a VM once it is in a state.
+// service waits until a service of a VM is in a state, and returns it.
 func service(e *guesttest.Env, vm, name, state string) control.ServiceStatus {
 	e.T.Helper()
 	for deadline := time.Now().Add(10 * time.Minute); ; time.Sleep(50 * time.Millisecond) {
@@ -37,11 +37,11 @@ func service(e *guesttest.Env, vm, name, state string) control.ServiceStatus {
 	}
 }
 
-// A VM that was woken, and a boot of it.
+// The same services in a VM that was woken, and after a boot of it.
 func TestServices_of_a_guest(t *testing.T) {
 	t.Parallel()
 	e, snap, _ := base(t)
-	// Ready when it has begun; a file that is there needs no process to look for.
+	// The service is ready when it has begun. A check for a file needs no process in the guest.
 	keep := spec.Service{
 		Name: "keep", Argv: []string{"/bin/sh", "-c", "echo begins; : > /root/ready; exec sleep 1000000"},
 		Check: &spec.ServiceCheck{File: "/root/ready", AliveFailures: 1},
@@ -65,7 +65,7 @@ func TestServices_of_a_guest(t *testing.T) {
 	if s := service(e, "sv", "crash", "failed"); s.Restarts != 1 || s.ExitCode == nil || *s.ExitCode != 1 {
 		t.Errorf("one that fails is %+v", s)
 	}
-	// Without a check it is ready as long as it runs, so only its end tells.
+	// A service without a check is ready while it runs, so only its failure shows.
 	if _, err := e.Store.Sandbox("sv").WaitService(t.Context(), "crash"); !errors.Is(err, control.ErrServiceNotReady) {
 		t.Errorf("waiting for one that fails: %v, want ErrServiceNotReady", err)
 	}
@@ -94,7 +94,7 @@ func TestServices_of_a_guest(t *testing.T) {
 	if s := service(e, "sv", "keep", "running"); s.PID != first.PID || s.Restarts != 0 || !s.Ready {
 		t.Errorf("after the wake it is %+v, before %+v", s, first)
 	}
-	// What it does after a wake is told as well.
+	// The trail also gets what the service does after a wake.
 	if _, err := e.Store.Sandbox("sv").StopService(t.Context(), "keep"); err != nil {
 		t.Fatal(err)
 	}
@@ -108,12 +108,12 @@ func TestServices_of_a_guest(t *testing.T) {
 		t.Errorf("removing it twice: %v, want ErrNotFound", err)
 	}
 
-	// A guest that is killed takes with it what it has not told.
+	// A killed guest loses the entries that it has not sent.
 	trailHas(e, "sv", map[string]int{"service-start keep": 2, "service-exit keep": 1, "service-stop keep": 1})
 	if err := e.Store.Sandbox("sv").Kill(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	// One that has stopped starts its services when it boots, those that it is given now too.
+	// A stopped VM starts its services when it boots, including those that it gets while stopped.
 	late := spec.Service{Name: "late", Argv: []string{"/no/such/program"}, Restart: guest.RestartNever}
 	if s, err := e.Store.Sandbox("sv").SetService(t.Context(), late); err != nil || s.State != "" {
 		t.Errorf("setting one of a VM that has stopped: %+v, %v", s, err)
@@ -129,12 +129,12 @@ func TestServices_of_a_guest(t *testing.T) {
 	// The trail has a start for each run, and an end for each that has ended.
 	trailHas(e, "sv", map[string]int{
 		"service-start keep": 3, "service-exit keep": 1, "service-stop keep": 1,
-		"service-start crash": 2, "service-exit crash": 3, // two, and that it was given up
+		"service-start crash": 2, "service-exit crash": 3, // two exits, and the one that gave it up
 		"service-start late": 1,
 	})
 }
 
-// trailHas waits until the trail of a VM has so many entries of each kind and service, and fails if it has more.
+// trailHas waits until the trail of a VM has that many entries of each kind and service, and fails if it has more.
 func trailHas(e *guesttest.Env, vm string, want map[string]int) {
 	e.T.Helper()
 	for deadline := time.Now().Add(10 * time.Minute); ; time.Sleep(50 * time.Millisecond) {

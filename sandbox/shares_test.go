@@ -10,7 +10,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// shared is a pair of directories of the host that a guest has. Another test's VM uses them: TestHooks_in_a_guest.
+// shared is a pair of host directories that a guest mounts. The VM is that of TestHooks_in_a_guest.
 type shared struct {
 	e      *guesttest.Env
 	rw, ro string
@@ -53,8 +53,8 @@ func (s *shared) want(name, want string) {
 	}
 }
 
-// use reads, writes, appends from both sides, renames and lists; and leaves a shell behind that has a file open and
-// waits to read on and write on in it.
+// use reads, writes, appends from both sides, renames and lists. It leaves a shell that has a file open and waits
+// to continue reading and writing it.
 func (s *shared) use(vm string) {
 	s.e.T.Helper()
 	got := s.e.Sh(vm, `cd /srv/rw; read x <from-host; echo $x; echo guest >>from-host; echo one >made; mv made moved
@@ -75,7 +75,7 @@ func (s *shared) use(vm string) {
 	}
 }
 
-// goesOn lets that shell go on, after a sleep.
+// goesOn lets that shell continue, after a sleep.
 func (s *shared) goesOn(vm string) {
 	s.e.T.Helper()
 	s.e.Sh(vm, `: >/run/go-on; until [ -e /srv/rw/done ]; do sleep 0.2; done`)

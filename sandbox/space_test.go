@@ -15,7 +15,7 @@ import (
 	"github.com/drowse-vm/drowse/vmm"
 )
 
-// waitInfo waits until a running VM says what is wanted of it.
+// waitInfo waits until the info of a running VM satisfies want.
 func waitInfo(e *guesttest.Env, name, what string, want func(control.Info) bool) {
 	e.T.Helper()
 	for deadline := time.Now().Add(3 * time.Minute); ; time.Sleep(100 * time.Millisecond) {
@@ -36,7 +36,7 @@ func TestAttack_full_host_disk_pauses_the_VM_which_sleeps_wakes_and_goes_on(t *t
 	if vmm.SoftKVM() {
 		t.Skip("a guest whose kernel is interpreted writes too little in minutes: `make test-hard` runs this")
 	}
-	small, err := os.MkdirTemp("", "df") // short, since Unix sockets lie in it
+	small, err := os.MkdirTemp("", "df") // short, since Unix socket paths are limited
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -49,7 +49,7 @@ func TestAttack_full_host_disk_pauses_the_VM_which_sleeps_wakes_and_goes_on(t *t
 	e := guesttest.New(t)
 	e.Run(sandbox.Spec{Name: "full", MemoryMiB: 256})
 
-	// Somebody else takes all but a little more than the reserve.
+	// Another file takes all space but a little more than the reserve.
 	var st unix.Statfs_t
 	if err := unix.Statfs(small, &st); err != nil {
 		t.Fatal(err)
@@ -65,14 +65,14 @@ func TestAttack_full_host_disk_pauses_the_VM_which_sleeps_wakes_and_goes_on(t *t
 	}
 	f.Close()
 
-	// More than is left. The guest's own program must not see an error, ever.
+	// The guest writes more than is left. Its program must never see an error.
 	wrote := make(chan string, 1)
 	go func() {
 		wrote <- e.Sh("full", "dd if=/dev/urandom of=/root/big bs=64k count=512 2>/tmp/dd; sync; echo $?; sha256sum </root/big")
 	}()
 	waitInfo(e, "full", "paused", func(i control.Info) bool { return i.NoSpace && strings.Contains(i.Problem, "full") })
 
-	// Room is made: it goes on by itself.
+	// With space again the VM continues by itself.
 	if err := os.Remove(ballast); err != nil {
 		t.Fatal(err)
 	}
@@ -82,7 +82,7 @@ func TestAttack_full_host_disk_pauses_the_VM_which_sleeps_wakes_and_goes_on(t *t
 	}
 	waitInfo(e, "full", "at work again", func(i control.Info) bool { return !i.NoSpace })
 
-	// Full again; now it is put to sleep, out of the reserve, and woken while there is still no room.
+	// The disk is full again. Now the VM falls asleep, using the reserve, and wakes while the disk is still full.
 	if err := unix.Statfs(small, &st); err != nil {
 		t.Fatal(err)
 	}

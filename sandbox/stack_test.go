@@ -4,7 +4,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/process"
 )
 
-// In tests stacks are kept very short, so that layers are joined all the time.
+// Tests keep stacks very short, so that layers are merged all the time.
 const maxStackOfTests = 5
 
 func init() { process.SetStack(maxStackOfTests, 3) }

@@ -13,14 +13,14 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// An order to wake or boot a VM may come late: the VM has run meanwhile. Its record is then as the run has left it.
+// An order to wake or boot a VM may come late, after the VM has run. The record must stay as that run left it.
 func TestServe_refuses_an_order_from_before_the_VM_has_run(t *testing.T) {
 	const old, last = "11111111111111111111111111111111", "22222222222222222222222222222222"
 	for _, c := range []struct {
 		name  string
 		phase state.Phase
 		maker int
-		order string // the snapshot it is to come back from; empty is a boot
+		order string // the snapshot to wake from; empty is a boot
 		late  bool
 	}{
 		{"a wake from an older sleep", state.Asleep, 0, old, true},
@@ -36,7 +36,7 @@ func TestServe_refuses_an_order_from_before_the_VM_has_run(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			// The kernel is not there, so that what is not refused fails before it needs KVM.
+			// The kernel does not exist, so an accepted order fails before it needs KVM.
 			l, err := s.State.Create(&state.Record{Version: state.RecordVersion, ID: spec.NewID(), Spec: Spec{Name: "a"}, Phase: c.phase, Maker: c.maker, Snapshot: last})
 			if err != nil {
 				t.Fatal(err)

@@ -22,7 +22,7 @@ func TestProcessStats_are_those_of_the_process(t *testing.T) {
 	for i := 0; i < size; i += 4096 {
 		held[i] = 1
 	}
-	// Processor time of a tick at least.
+	// Use the processor for at least a tick.
 	for deadline := time.Now().Add(time.Minute); ; {
 		var u unix.Rusage
 		if err := unix.Getrusage(unix.RUSAGE_SELF, &u); err != nil {
@@ -40,7 +40,7 @@ func TestProcessStats_are_those_of_the_process(t *testing.T) {
 	if h.PID != os.Getpid() || h.CPUUserMs <= 0 || h.MemoryPrivate < size || h.MemoryShared == 0 {
 		t.Errorf("got %+v", h)
 	}
-	// A process that has just begun: in steps of a tick.
+	// A process that has just started. The kernel counts in ticks.
 	cmd := exec.CommandContext(t.Context(), "sleep", "1000")
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)

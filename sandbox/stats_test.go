@@ -6,7 +6,7 @@ import (
 	"github.com/drowse-vm/drowse/internal/test/guesttest"
 )
 
-// statsOfAGuest measures a clone with one vCPU and 256 MiB that has come back from a snapshot.
+// statsOfAGuest checks the stats of a clone with one vCPU and 256 MiB that has woken from a snapshot.
 func statsOfAGuest(t *testing.T, e *guesttest.Env, name string) {
 	r, err := e.Store.State.Get(name)
 	if err != nil {
@@ -40,7 +40,7 @@ func statsOfAGuest(t *testing.T, e *guesttest.Env, name string) {
 	if len(g.Disks) < 2 || read == 0 {
 		t.Errorf("its disks are %+v", g.Disks)
 	}
-	// The forwards of before went through its loopback.
+	// The earlier forwards went through the guest's loopback.
 	if len(g.Interfaces) == 0 || g.Interfaces[0].Name != "lo" || g.Interfaces[0].ReceivedBytes == 0 {
 		t.Errorf("its interfaces are %+v", g.Interfaces)
 	}

@@ -64,7 +64,7 @@ func TestSetTags_of_a_vm_without_a_process_is_stored(t *testing.T) {
 		}
 		l.Release()
 	}
-	// At once, each by somebody else: none is lost.
+	// Concurrent callers each set a tag, and none is lost.
 	var want []string
 	var wg sync.WaitGroup
 	for i := range netpolicy.MaxOwnTags {

@@ -16,9 +16,9 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// shutDown does to processes what systemd does to those of a scope, and in the end to all that are left, when the host
-// shuts down: it tells each to end, and kills those that have not ended after a time. That is 90 s there, and more
-// here, for a machine that does much else.
+// shutDown does what systemd does to the processes of a scope, and at the end to all others, when the host shuts
+// down: it sends SIGTERM to each, and SIGKILL after a timeout to those that still run. systemd waits 90 s; this
+// waits longer, for a busy machine.
 func shutDown(t *testing.T, pids map[string]int) {
 	t.Helper()
 	fds := map[string]int{}
@@ -71,7 +71,7 @@ func TestAttack_host_that_shuts_down_takes_the_memory_of_vms_that_run(t *testing
 		t.Fatal(err)
 	}
 	running("ephemeral")
-	// One has a connection open that holds it awake, and one is just being woken.
+	// One VM has an open connection that holds it awake, and one is just waking.
 	agent := e.Agent("plain")
 	p, err := agent.Start(t.Context(), guest.Cmd{Argv: []string{"sleep", "1000000"}})
 	if err != nil {
@@ -95,7 +95,7 @@ func TestAttack_host_that_shuts_down_takes_the_memory_of_vms_that_run(t *testing
 	}
 	shutDown(t, pids)
 	if err := <-woken; err != nil {
-		t.Logf("whoever woke it is told: %v", err) // it may have slept before it could be told of
+		t.Logf("whoever woke it is told: %v", err) // it may have fallen asleep before it could report
 	}
 	for _, name := range []string{"plain", "refuses", "waking"} {
 		if r, err := e.Store.State.Get(name); err != nil || r.Phase != state.Asleep {

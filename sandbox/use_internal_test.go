@@ -25,7 +25,7 @@ func TestHost_has_the_sandboxes_that_there_are(t *testing.T) {
 	}
 }
 
-// A use wakes what sleeps. It boots nothing that its owner has stopped, and says of what is not there that it is not.
+// A use wakes a sleeping VM. It does not boot a VM that its owner stopped, and reports a missing one.
 func TestUse_of_a_sandbox_that_cannot_be_woken_says_why(t *testing.T) {
 	t.Parallel()
 	h := tempStore(t)

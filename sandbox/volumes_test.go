@@ -1,6 +1,3 @@
-// This file has its name so that its test, which takes longest, is among the first: tests begin in the order of their
-// files, and one that is left over at the end has one of the machine's processors to itself.
-
 package sandbox_test
 
 import (
@@ -81,7 +78,7 @@ func TestRun_refuses_volumes_that_cannot_be(t *testing.T) {
 	}
 }
 
-// appender appends lines to a file of the volume when it is told to.
+// appender appends a line to a file of the volume when asked.
 const appender = `
 import os
 f = open('/data/lines', 'a')
@@ -96,7 +93,7 @@ while True:
         a.write('%d\n' % n)
 `
 
-// dropCaches has a guest forget what of its files is only a copy in memory.
+// Writing to dropCaches makes the guest drop cached copies of its files.
 const dropCaches = "/proc/sys/vm/drop_caches"
 
 func TestVolumes_live_beyond_VMs_and_never_meet_memory_of_another_time(t *testing.T) {
@@ -168,7 +165,7 @@ func TestVolumes_live_beyond_VMs_and_never_meet_memory_of_another_time(t *testin
 	wantStale("a clone of its older snapshot", restore(named.Snapshot, "x"))
 	e.Wake("a")
 	wantLine(3)
-	// Nothing in the guest's cache: what it reads now is what is on the host.
+	// With an empty cache the guest reads what is on the host.
 	e.Write("a", "3", dropCaches)
 	if got := e.Read("a", "/data/first", "/data/lines"); got != "first\nline 1\nline 2\nline 3" {
 		t.Errorf("after the wake the volume has %q", got)
@@ -232,7 +229,7 @@ func TestVolumes_live_beyond_VMs_and_never_meet_memory_of_another_time(t *testin
 		t.Errorf("after the shutdown e2fsck says:\n%s", out)
 	}
 
-	// Many may read it, and clones may.
+	// Many VMs may read the volume, clones among them.
 	e.Run(sandbox.Spec{Name: "c", Volumes: ro})
 	if got := e.Read("c", "/data/first"); got != "first" {
 		t.Errorf("read-only, the volume has %q", got)
@@ -264,7 +261,7 @@ func TestVolumes_live_beyond_VMs_and_never_meet_memory_of_another_time(t *testin
 	}
 }
 
-// zeros is the RAM of a machine that has done nothing.
+// zeros is the memory of a machine that has done nothing.
 type zeros struct{}
 
 func (zeros) Slots() []snapshot.Slot { return []snapshot.Slot{{Size: guestmem.PageSize}} }
@@ -278,8 +275,8 @@ func (zeros) ReadPages(_ uint64, p []byte) error {
 	return nil
 }
 
-// A VM whose memory has become useless, as after a wake that failed when the guest had
-// written already, can be booted, and one whose memory is good cannot.
+// A VM with stale memory can be booted, and one with good memory cannot. Memory is stale after a failed wake in
+// which the guest wrote to its volume.
 func TestSleeping_VM_whose_volume_has_moved_on_can_be_started(t *testing.T) {
 	if _, err := exec.LookPath("mkfs.ext4"); err != nil {
 		if os.Getenv("CI") != "" {
@@ -317,7 +314,7 @@ func TestSleeping_VM_whose_volume_has_moved_on_can_be_started(t *testing.T) {
 	if err := os.WriteFile(filepath.Join(dir, "vm.json"), record, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	// write changes the volume as a guest does, or only attaches it.
+	// use attaches the volume and, with write, changes it as a guest does.
 	use := func(write bool, settle bool) {
 		t.Helper()
 		a, err := s.State.Volumes().Attach("v", false, nil)
@@ -334,7 +331,7 @@ func TestSleeping_VM_whose_volume_has_moved_on_can_be_started(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	// Without a program for its process, whatever is allowed fails with another error.
+	// No launcher has a program, so an allowed call fails with another error.
 	ctx, none := t.Context(), pool.Launcher{}
 	check := func(what string, stale bool) {
 		t.Helper()
@@ -356,7 +353,7 @@ func TestSleeping_VM_whose_volume_has_moved_on_can_be_started(t *testing.T) {
 	if err := s.Sandbox("a").Delete(ctx, sandbox.DeleteOptions{}); err != nil {
 		t.Fatal(err)
 	}
-	// Nobody keeps it any more. What was discarded above is its superblock.
+	// No VM holds the volume any more. The discard above has erased its superblock.
 	if _, err := s.State.ResizeVolume(ctx, "v", 2*volume.MinSize); !errors.Is(err, disk.ErrDamaged) {
 		t.Errorf("resizing what has no file system any more: %v, want ErrDamaged", err)
 	}

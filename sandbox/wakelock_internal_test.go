@@ -11,7 +11,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// sleeper is a store with a VM that sleeps, but for a snapshot.
+// sleeper returns a store with a sleeping VM, which has no snapshot.
 func sleeper(t *testing.T, name string) *Host {
 	t.Helper()
 	s, err := Open(t.TempDir())

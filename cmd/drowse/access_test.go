@@ -17,7 +17,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// fakeVM is a VM that is reached as by commands: it has no agent.
+// A fakeVM is a VM as commands reach it, without an agent.
 type fakeVM struct {
 	t     *testing.T
 	phase state.Phase
@@ -101,7 +101,7 @@ func TestDoor_other_errors_and_too_many_tries_end_it(t *testing.T) {
 	}
 }
 
-// What ssh makes of the configuration is what was meant, whatever the paths look like.
+// ssh must read the configuration as it was meant, whatever the paths look like.
 func TestSSHOptions_are_read_by_ssh_as_they_were_meant(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "a state's 100% dir")
 	s, err := sandbox.Open(dir)
@@ -136,7 +136,7 @@ func TestSSHOptions_are_read_by_ssh_as_they_were_meant(t *testing.T) {
 		got := make(map[string]string)
 		for line := range strings.Lines(string(out)) {
 			key, value, _ := strings.Cut(strings.TrimSuffix(line, "\n"), " ")
-			got[key] = strings.ReplaceAll(value, "%%", "%") // which some versions have expanded
+			got[key] = strings.ReplaceAll(value, "%%", "%") // some versions expand it
 		}
 		self, _ := os.Executable()
 		for key, want := range map[string]string{

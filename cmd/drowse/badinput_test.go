@@ -13,7 +13,7 @@ import (
 
 func TestMain(m *testing.M) { guesttest.Main(m) }
 
-// What a user can get wrong ends in one line that says what to do, and leaves nothing.
+// A user's mistake ends in one line that says what to do, and leaves nothing.
 func TestRun_with_bad_input_is_one_line_and_leaves_nothing(t *testing.T) {
 	e := guesttest.New(t)
 	status := e.Store.State.Dir()
@@ -37,7 +37,7 @@ func TestRun_with_bad_input_is_one_line_and_leaves_nothing(t *testing.T) {
 	}
 	var images []listed
 	decode(t, stdout, &images)
-	// The store may have others, of tests that take long.
+	// The store may have other images, of tests that take long.
 	used := slices.IndexFunc(images, func(i listed) bool { return slices.Contains(i.Tags, guesttest.ImageTag+":latest") })
 	if used < 0 {
 		t.Fatalf("there is no image %s to run, only %v", guesttest.ImageTag, images)
@@ -79,7 +79,7 @@ func TestRun_with_bad_input_is_one_line_and_leaves_nothing(t *testing.T) {
 	}
 
 	t.Run("truncated image", func(t *testing.T) {
-		// Short, since Unix sockets lie in it.
+		// A short path, since that of a Unix socket is limited.
 		own, err := os.MkdirTemp("", "dt")
 		if err != nil {
 			t.Fatal(err)
@@ -151,7 +151,7 @@ func leavesNothing(t *testing.T, state string) {
 			t.Fatal(err)
 		}
 		for _, f := range left {
-			// The empty file systems that disks begin with stay.
+			// The store keeps the empty file systems that disks begin with.
 			if base := filepath.Base(f); !strings.HasPrefix(base, "ext4-") && base != ".ext4.lock" {
 				t.Errorf("%s is left", f)
 			}
@@ -168,7 +168,7 @@ func evalSymlinks(t *testing.T, path string) string {
 	return path
 }
 
-// A state directory that is misspelt must not be taken for an empty one, and made.
+// A misspelt state directory must not be created, nor pass for an empty one.
 func TestAttack_misspelt_state_directory_is_made_and_nothing_said(t *testing.T) {
 	for _, args := range []string{
 		"ps", "ls", "top --once", "history a", "events", "inspect a", "logs a", "audit a", "stats a", "diff a", "watch a /x", "exec a true", "cp a:/x y", "cp x a:/y",

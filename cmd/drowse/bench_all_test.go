@@ -16,8 +16,7 @@ import (
 	"github.com/drowse-vm/drowse/bench"
 )
 
-// fakes are benchmarks on the host: each has a row of its own name, and what says goes
-// wrong with it.
+// fakes are benchmarks on the host. Each has a row with its name, and fails with its entry in fails.
 type fakes struct {
 	benches
 	out, log strings.Builder
@@ -51,7 +50,7 @@ func newFakes(t *testing.T, names ...string) *fakes {
 	return f
 }
 
-// printed are the rows that were printed, by name, with ! behind those that failed.
+// printed returns the names of the rows of a report, with ! after those that failed.
 func printed(t *testing.T, doc string) string {
 	t.Helper()
 	r, err := bench.ReadReport(strings.NewReader(doc))
@@ -137,7 +136,7 @@ func TestBenchAll_failure_keeps_all_rows_and_gives_error(t *testing.T) {
 	if err == nil || !strings.Contains(err.Error(), "measuring b: broken") {
 		t.Errorf("error %v", err)
 	}
-	// What b has measured before it failed is there too.
+	// The report has what b measured before it failed.
 	if got := printed(t, f.out.String()); got != "a b b! c" {
 		t.Errorf("rows %s", got)
 	}
@@ -192,7 +191,7 @@ func TestBenchAll_resume_measures_only_what_is_missing(t *testing.T) {
 	o := allOptions{out: out, resume: out}
 	first := newFakes(t, "a", "b", "c", "d")
 	first.fails["b"] = errors.New("broken")
-	// The file is not there yet.
+	// The file does not exist yet.
 	if err := first.runAll(t.Context(), &o); err == nil {
 		t.Error("no error")
 	}
@@ -209,7 +208,7 @@ func TestBenchAll_resume_measures_only_what_is_missing(t *testing.T) {
 	if !slices.Equal(second.began, []string{"b"}) || printed(t, second.out.String()) != "a c d b" {
 		t.Errorf("ran %q, rows %s", second.began, printed(t, second.out.String()))
 	}
-	// Other options are another measurement, and what is not chosen stays.
+	// Other options make another measurement. The rest stays.
 	third := newFakes(t, "a", "b", "c", "d")
 	other := o
 	other.runs, other.only = 5, []string{"c"}
@@ -219,7 +218,7 @@ func TestBenchAll_resume_measures_only_what_is_missing(t *testing.T) {
 	if !slices.Equal(third.began, []string{"c"}) || printed(t, third.out.String()) != "a c d b c" {
 		t.Errorf("ran %q, rows %s", third.began, printed(t, third.out.String()))
 	}
-	// All is there.
+	// Nothing is missing.
 	fourth := newFakes(t, "a", "b", "c", "d")
 	if err := fourth.runAll(t.Context(), &o); err != nil || len(fourth.began) > 0 {
 		t.Errorf("ran %q: %v", fourth.began, err)
@@ -270,7 +269,7 @@ func TestEstimate_says_how_far_and_about_how_long(t *testing.T) {
 		want  string
 	}{
 		{0, "measuring density, 1 of 4"},
-		// Six of 13 minutes took three: as fast as that, seven take three and a half.
+		// Six of 13 estimated minutes took three, so the other seven take three and a half.
 		{3 * time.Minute, "measuring vsock_rtt, 2 of 4, after 3m; about 4m are left"},
 		{3*time.Minute + 30*time.Second, "measuring blk, 3 of 4, after 4m; about 3m are left"},
 		{6 * time.Minute, "measuring other, 4 of 4, after 6m; about 30s are left"},

@@ -79,7 +79,7 @@ func TestBenchAll_quick_has_valid_options_for_each(t *testing.T) {
 			t.Error(err)
 		}
 	}
-	// All that there are, and what is none.
+	// All benchmarks, and three commands that are none.
 	if got := len((&app{}).benchCommand().Commands()); got != len(names)+3 || len(names) != 20 {
 		t.Errorf("bench has %d commands, and there are %d benchmarks", got, len(names))
 	}

@@ -16,7 +16,7 @@ func TestFlags_that_do_not_go_together_are_usage_errors(t *testing.T) {
 	if err := os.WriteFile(file, []byte("FROM scratch\nVOLUME /x\n"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	t.Setenv("DROWSE_AGENT", file) // any file: no VM is booted
+	t.Setenv("DROWSE_AGENT", file) // any file, since no VM boots
 	for name, tt := range map[string]struct {
 		args []string
 		want string
@@ -45,7 +45,7 @@ func TestFlags_that_do_not_go_together_are_usage_errors(t *testing.T) {
 	}
 }
 
-// Where no command runs, no VM is booted.
+// A build without commands boots no VM.
 func TestImage_of_steps_without_commands(t *testing.T) {
 	state, dir := t.TempDir(), t.TempDir()
 	file := filepath.Join(dir, "Drowsefile")
@@ -72,7 +72,7 @@ func TestImage_of_steps_without_commands(t *testing.T) {
 	if err != nil || !slices.Equal(img.Cmd, []string{"/d/f", "$V"}) {
 		t.Errorf("the image is %+v (%v)", img, err)
 	}
-	// An image without anything to run is found out before a boot.
+	// An image without a command fails before a boot.
 	if err := os.WriteFile(file, []byte("FROM scratch\nLABEL a=b\n"), 0o600); err != nil {
 		t.Fatal(err)
 	}

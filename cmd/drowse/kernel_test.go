@@ -11,7 +11,7 @@ import (
 	"testing"
 )
 
-// putKernel puts a kernel into a state directory and returns its folder.
+// putKernel puts a kernel into a state directory and returns the kernel's own directory.
 func putKernel(t *testing.T, state, id, kind, config string, inputs map[string]string) string {
 	t.Helper()
 	dir := filepath.Join(state, "kernels", id)
@@ -40,7 +40,7 @@ func TestKernel_inspect_says_what_a_kernel_has_and_lacks(t *testing.T) {
 	putKernel(t, state, "built-6.1.9-cccc", "built", "CONFIG_TUN=y\nCONFIG_SWAP=y\n", map[string]string{"own options": "x"})
 	for _, c := range []struct {
 		kernel string
-		want   []string // expressions
+		want   []string // regular expressions
 	}{
 		{"built-6.1.9-aaaa", []string{`(?m)^version +6\.1\.9$`, `(?m)^runs on KVM +hardware, soft$`, `(?m)^source +linux-source 6\.1\.9-1 deb sha256:0123$`, `(?m)^tun +yes `, `(?m)^swap +no .* CONFIG_SWAP$`}},
 		{"debian", []string{`(?m)^runs on KVM +hardware$`, `(?m)^tun +module .* --module tun$`, `(?m)^swap +yes `}},

@@ -148,7 +148,7 @@ func TestWrong_command_lines(t *testing.T) {
 		{"bench report /nonexistent/x", exitFailed, "/nonexistent/x"},
 		{"bench report -o json x", exitUsage, "writes HTML"},
 	}
-	t.Setenv("DROWSE_AGENT", os.Args[0]) // it is looked for before some arguments are, and not used
+	t.Setenv("DROWSE_AGENT", os.Args[0]) // some commands look for it first, and none uses it
 	for _, tt := range tests {
 		t.Run(tt.args, func(t *testing.T) {
 			code, stdout, stderr := drowse(t, t.TempDir(), strings.Fields(tt.args)...)
@@ -204,7 +204,7 @@ func TestHelp_fits_a_terminal_and_has_one_word_for_the_value_of_a_flag(t *testin
 			}
 		}
 		c.LocalFlags().VisitAll(func(f *pflag.Flag) {
-			// What is in backquotes names the value.
+			// The word in backquotes names the value.
 			if name, _ := pflag.UnquoteUsage(f); strings.Contains(name, " ") {
 				t.Errorf("%s --%s: its value is called %q", c.CommandPath(), f.Name, name)
 			}
@@ -472,7 +472,7 @@ func TestPatientReader_gives_up_with_the_context(t *testing.T) {
 	cause := errors.New("enough")
 	done := make(chan error)
 	go func() {
-		_, err := in.Read(b) // nothing is there
+		_, err := in.Read(b) // the pipe is empty
 		done <- err
 	}()
 	cancel(cause)

@@ -39,7 +39,7 @@ func TestPolicyText_means_the_same_policy(t *testing.T) {
 		if err != nil {
 			t.Fatalf("%s\n%v", out, err)
 		}
-		// Lists that are empty or absent mean the same.
+		// An empty list and an absent one mean the same.
 		want, _ := json.Marshal(p)
 		got, _ := json.Marshal(q)
 		same := func(b []byte) string { return strings.ReplaceAll(string(b), "null", "[]") }
@@ -130,7 +130,7 @@ func TestPolicyCommands_of_vms_that_are_not_there_or_files_that_are_wrong(t *tes
 			t.Fatal(err)
 		}
 	}
-	t.Setenv("DROWSE_AGENT", good) // which is not looked into
+	t.Setenv("DROWSE_AGENT", good) // no command reads it
 	for _, tt := range []struct {
 		args string
 		code int

@@ -10,7 +10,7 @@ import (
 	"github.com/drowse-vm/drowse/internal/test/guesttest"
 )
 
-// shareImages gives a test's state an image folder of its own, with links to the images of all tests.
+// shareImages gives a test's state its own image directory, with links to the images that all tests share.
 func shareImages(t *testing.T, state string) {
 	t.Helper()
 	dir := filepath.Join(state, "images")

@@ -12,7 +12,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 )
 
-// writeVM puts the files of a VM that sleeps into a state directory.
+// writeVM writes the files of a sleeping VM into a state directory.
 func writeVM(t *testing.T, state, name, id, label string) {
 	t.Helper()
 	dir := filepath.Join(state, "vms", name)
@@ -31,7 +31,7 @@ func writeVM(t *testing.T, state, name, id, label string) {
 	}
 }
 
-// ls returns the names and statuses that a command line lists.
+// ls returns the name, status and class of each sandbox that a command line lists.
 func ls(t *testing.T, state string, args ...string) (out []string, stderr string) {
 	t.Helper()
 	code, stdout, stderr := drowse(t, state, append([]string{"ls", "-o", "json"}, args...)...)

@@ -13,7 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// openTerminal opens a terminal, and returns what was shown on it once it is closed.
+// openTerminal opens a terminal. shown closes it and returns what it has shown.
 func openTerminal(t *testing.T) (tty *os.File, shown func() string) {
 	t.Helper()
 	master, err := os.OpenFile("/dev/ptmx", os.O_RDWR|unix.O_NOCTTY, 0)
@@ -35,7 +35,7 @@ func openTerminal(t *testing.T) (tty *os.File, shown func() string) {
 	t.Cleanup(func() { tty.Close() })
 	read := make(chan string)
 	go func() {
-		b, _ := io.ReadAll(master) // which ends with EIO when nobody has the terminal open
+		b, _ := io.ReadAll(master) // ends with EIO once the terminal is closed
 		read <- string(b)
 	}()
 	return tty, func() string {
@@ -44,7 +44,7 @@ func openTerminal(t *testing.T) (tty *os.File, shown func() string) {
 	}
 }
 
-// onTerminal runs a command line with a terminal for stdout and stderr.
+// onTerminal runs a command line with a terminal as stdout and stderr.
 func onTerminal(t *testing.T, state string, args ...string) (code int, shown string) {
 	t.Helper()
 	tty, end := openTerminal(t)
@@ -52,14 +52,14 @@ func onTerminal(t *testing.T, state string, args ...string) (code int, shown str
 	return code, end()
 }
 
-// drives are what terminals take for commands, or what makes text look like another one.
+// drives are texts that a terminal executes, or that look like other text.
 var drives = []string{
 	"\x1b]0;title\a", "\x1b[2J\x1b[H", "\x1b[6n", "over\rwritten", "\b\b", "\x7f", "\u009b31m", "\u202eevil\u202c", "\u2066x\u2069", "\x9b31m", "\xff\xfe", "\x0e", "\v\f",
 }
 
-// left says what in a text drives a terminal.
+// left returns the characters of a text that drive a terminal.
 func left(shown string) (out []string) {
-	for _, r := range strings.ReplaceAll(shown, "\r\n", "\n") { // which the terminal itself makes of "\n"
+	for _, r := range strings.ReplaceAll(shown, "\r\n", "\n") { // the terminal itself turns "\n" into "\r\n"
 		if r != '\n' && r != '\t' && !unicode.IsPrint(r) {
 			out = append(out, fmt.Sprintf("%U", r))
 		}
@@ -97,7 +97,7 @@ func TestAttack_words_of_a_record_or_an_error_drive_the_terminal(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// JSON has the first as it is: it is no control character of ASCII.
+	// JSON does not escape the first, which is not an ASCII control character.
 	b = bytes.Replace(b, []byte(`"image":"app"`), []byte(`"image":"app\u009b31m\u001b[2J\u202e"`), 1)
 	if err := os.WriteFile(path, b, 0o600); err != nil {
 		t.Fatal(err)

@@ -27,11 +27,11 @@ import (
 )
 
 func TestServe_answers_at_its_socket_until_it_is_told_to_end(t *testing.T) {
-	state, err := os.MkdirTemp("", "drowse-serve") // short, for the paths of sockets
+	state, err := os.MkdirTemp("", "drowse-serve") // short, since socket paths are limited
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { _ = os.RemoveAll(state) }) // a rest in /tmp fails no test
+	t.Cleanup(func() { _ = os.RemoveAll(state) }) // leftovers in /tmp must not fail a test
 	agent := filepath.Join(state, "agent")
 	if err := os.WriteFile(agent, nil, 0o700); err != nil {
 		t.Fatal(err)
@@ -199,7 +199,7 @@ func TestUnits_are_as_systemd_wants_them(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		// The program is not installed where it is tested.
+		// The program is not installed on the machine of the test.
 		text = bytes.ReplaceAll(text, []byte("/usr/local/bin/drowse"), []byte("/bin/true"))
 		if err := os.WriteFile(filepath.Join(dir, name), text, 0o600); err != nil {
 			t.Fatal(err)

@@ -20,7 +20,7 @@ func TestWriteVMStats_prints_what_there_is(t *testing.T) {
 	st.Host.Faults = 7
 	st.Guest = &guest.Stats{
 		CPUs: 2, Load1: 0.5, OOMKills: 3, Memory: guest.MemoryUse{Total: math.MaxUint64},
-		// A guest that lies prints nonsense, and nothing more.
+		// The numbers of a lying guest make no sense, but do no harm.
 		FileSystems: []guest.FileSystem{{Path: "/", Type: "overlay", Size: 1 << 20, Free: 1 << 30}},
 		Disks:       []guest.Disk{{Name: "vda", ReadBytes: 2 << 10}},
 		Interfaces:  []guest.Interface{{Name: "eth0", SentDropped: 9}},

@@ -16,7 +16,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// counted are networks that have let through 100 bytes more to the guest, and denied 10 packets more, at each look.
+// counted are networks that count at each look 100 more bytes to the guest and 10 more denied packets.
 type counted struct{ looks map[string]uint64 }
 
 func (c counted) ask(_ context.Context, name string) (spec.NetworkStats, error) {
@@ -28,7 +28,7 @@ func (c counted) ask(_ context.Context, name string) (spec.NetworkStats, error) 
 	}}, nil
 }
 
-// numbered are records of VMs with processes of their own.
+// numbered returns records of VMs with the given pids.
 func numbered(h *sandbox.Host, pids map[string]int) func(string) (*state.Record, error) {
 	return func(name string) (*state.Record, error) {
 		r, err := h.State.Get(name)
@@ -87,7 +87,7 @@ func TestTop_says_what_was_used_between_two_looks(t *testing.T) {
 	if text := b.String(); !strings.HasPrefix(text, "2 running, 1 asleep\n") || !strings.Contains(text, "50.0%") || strings.Contains(text, "quiet") {
 		t.Errorf("it prints %q", text)
 	}
-	// A process that is another one begins anew, and one that has gone is not there.
+	// Another process starts from zero, and one that is gone is not listed.
 	top.record = numbered(h, map[string]int{"busy": busy, "quiet": 102})
 	top.use = func(pid int) (time.Duration, int64, error) {
 		if pid == busy {

@@ -6,7 +6,7 @@ import (
 	"github.com/drowse-vm/drowse/internal/test/guesttest"
 )
 
-// The program of these tests is drowse and the process of a VM as well: see guesttest.Main.
+// The test binary is both drowse and the process of a VM. See guesttest.Main.
 func init() {
 	vmmCommand = func() ([]string, error) {
 		self, err := os.Executable()

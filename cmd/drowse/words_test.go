@@ -12,7 +12,7 @@ import (
 	"testing"
 )
 
-// named are calls of Go that an error or a problem names.
+// named matches the Go calls that errors and problems name.
 var named = regexp.MustCompile(`\b((Sandbox(\(%q\))?|Host|Fleet|Store|Volumes\(\))\.[A-Z]\w+|kernel\.(Build|Fetch|List)\b)( of (%q|"%\.12s"))?( with [A-Z][\w.]*)?`)
 
 func TestErrors_that_name_a_call_of_Go_name_a_command_here(t *testing.T) {

@@ -18,52 +18,52 @@ import (
 
 const module = "github.com/drowse-vm/drowse"
 
-// rule says what a package may import of this module. Every package may import what is
-// below its own folder. "x/..." is x and all below it.
+// A rule says what a package may import of this module. Every package may import the packages below its own
+// directory. "x/..." is x and everything below it.
 type rule struct {
 	of  string
 	may []string
 }
 
-// rules are in order: the first whose "of" matches a package is the one. A package
-// that none matches may import nothing of this module.
+// The first of the rules whose "of" matches a package applies. A package that matches no rule may import nothing
+// of this module.
 //
-// cmd -> sandbox -> {vmm, snapshot, netpolicy, rootfs, guest}; vmm -> {devices,
-// snapshot/pager}; devices -> {devices, devices/virtq} -> vmm/guestmem; snapshot ->
-// vmm/guestmem. netpolicy, rootfs and guest know nothing of VMs.
+// cmd -> sandbox -> {vmm, snapshot, netpolicy, rootfs, guest}; vmm -> {devices, snapshot/pager}; devices -> {devices,
+// devices/virtq} -> vmm/guestmem; snapshot -> vmm/guestmem. netpolicy, rootfs and guest know nothing of VMs.
 var rules = []rule{
 	{"cmd/drowse-agent", []string{"guest/..."}},
 	{"cmd/drowse-vmm", []string{"sandbox/process"}},
 	{"cmd/drowse-peer-guest", nil},
 	{"cmd/...", []string{"sandbox/...", "bench/...", "netpolicy/...", "rootfs/...", "guest", "guest/audit", "guest/forward", "guest/sshd", "internal/osfile", "internal/doctor", "guest/report"}},
 
-	// As programs elsewhere use the library.
+	// Examples import what programs elsewhere import.
 	{"examples/...", []string{"sandbox/...", "netpolicy", "netpolicy/link", "guest"}},
 	{"bench/...", []string{"sandbox/...", "vmm/...", "devices/...", "snapshot/...", "netpolicy/...", "rootfs/...", "guest"}},
 	{"sandbox/supervisor", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/spec", "sandbox/fleet", "sandbox/events", "netpolicy", "netpolicy/link", "netpolicy/hostnet", "netpolicy/refmodel"}},
-	// The lifecycle stands on top of VMs; what it keeps, and how long what lasts, knows nothing of them.
+	// The lifecycle builds upon VMs. Records and lifetimes know nothing of VMs.
 	{"sandbox/fleet/...", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/spec", "sandbox/fleet", "sandbox/records", "sandbox/lifetime", "sandbox/events", "snapshot", "guest/audit"}},
 	{"sandbox/records", []string{"sandbox/lifetime", "sandbox/spec"}},
 	{"sandbox/metrics", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/spec", "sandbox/fleet/...", "sandbox/records", "sandbox/supervisor", "netpolicy/..."}},
-	// Embedders make spans with a provider of their own; only what sets one up by the environment has the SDK.
+	// Embedders make spans with their own provider. Only the package that sets one up from the environment imports
+	// the SDK.
 	{"sandbox/traces/otlp", nil},
 	{"sandbox/traces", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/spec", "sandbox/fleet/...", "sandbox/events", "guest"}},
-	// The API is a way to a host; its client shares with it what goes over the wire.
+	// The API leads to a host. Its client shares the wire format with it.
 	{"sandbox/api/wire", []string{"sandbox/spec", "sandbox/records", "sandbox/lifetime", "netpolicy", "guest/report"}},
 	{"sandbox/api/client", []string{"sandbox/spec", "sandbox/api/wire", "sandbox/records", "netpolicy"}},
-	// The page is files; its tests put it before an API.
+	// The page is files. Its tests serve it with an API.
 	{"sandbox/api/web/browsertest", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/spec", "sandbox/api/...", "sandbox/fleet/...", "sandbox/records", "netpolicy", "rootfs/image", "guest"}},
 	{"sandbox/api/web", nil},
 	{"sandbox/api", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/spec", "sandbox/fleet/...", "sandbox/records", "sandbox/lifetime", "sandbox/events", "netpolicy", "rootfs/image", "guest", "internal/osfile", "guest/report"}},
 	{"sandbox/lifetime", nil},
 	{"sandbox/build", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/spec", "rootfs/image/...", "guest", "internal/osfile"}},
-	// What a VM is, also for a client on another system.
+	// The description of a VM, also for clients on other systems.
 	{"sandbox/spec", []string{"netpolicy", "guest/agentpb", "guest/report", "sandbox/lifetime"}},
-	// One VM in this process.
+	// A single VM in this process.
 	{"sandbox/instance", []string{"sandbox/spec", "vmm/...", "devices/...", "snapshot", "snapshot/freepages", "snapshot/pagecache", "snapshot/pager", "netpolicy", "netpolicy/link", "netpolicy/flow", "netpolicy/resolver", "netpolicy/tlsname", "netpolicy/proxy", "netpolicy/hostnet", "rootfs/...", "guest", "internal/osfile"}},
-	// A VM in memory, below its process.
+	// VMs in memory, which replace the VM below the process.
 	{"sandbox/sandboxtest", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/spec", "sandbox/process", "sandbox/instance", "vmm", "devices/secrets", "devices/vsock", "snapshot", "snapshot/pager", "netpolicy", "rootfs/disk", "rootfs/image", "rootfs/image/fstree", "rootfs/kernel", "guest", "guest/agentpb", "guest/fakeguest"}},
-	// The process of a VM; who starts it; what the two say to each other.
+	// The process of a VM, its launcher, and the protocol between the two.
 	{"sandbox/process", []string{"sandbox/control", "sandbox/limits", "sandbox/instance", "sandbox/spec", "sandbox/state/...", "sandbox/lifetime", "sandbox/events", "sandbox/hosthooks", "vmm/...", "devices/secrets", "devices/vsock", "snapshot", "snapshot/pager", "netpolicy", "netpolicy/hostnet", "netpolicy/proxy", "rootfs/...", "guest", "guest/audit", "internal/osfile", "guest/report"}},
 	{"sandbox/pool", []string{"sandbox/control", "sandbox/instance", "sandbox/spec", "sandbox/state/...", "sandbox/events", "netpolicy/hostnet", "rootfs/image", "guest", "internal/osfile"}},
 	{"sandbox/control", []string{"sandbox/spec", "sandbox/state/...", "sandbox/lifetime", "sandbox/events", "vmm", "vmm/kvm", "vmm/boot", "snapshot", "netpolicy", "netpolicy/link", "netpolicy/hostnet", "netpolicy/proxy", "rootfs/...", "guest", "devices/secrets"}},
@@ -85,7 +85,7 @@ var rules = []rule{
 	{"devices/...", []string{"devices", "devices/virtq", "vmm/guestmem"}},
 
 	{"snapshot/...", []string{"snapshot", "vmm/guestmem", "internal/osfile"}},
-	// What a policy is, also for a client on another system: see TestModel_of_policies_is_for_all_systems.
+	// The model of policies, also for clients on other systems. See TestModel_of_policies_is_for_all_systems.
 	{"netpolicy", nil},
 	{"netpolicy/bpf", nil},
 	{"netpolicy/refmodel", []string{"netpolicy"}},
@@ -93,7 +93,7 @@ var rules = []rule{
 	{"netpolicy/flow", []string{"netpolicy", "netpolicy/bpf"}},
 	{"netpolicy/link", []string{"netpolicy", "netpolicy/bpf", "netpolicy/flow", "internal/osfile"}},
 	{"netpolicy/...", []string{"netpolicy", "netpolicy/flow", "netpolicy/tlsname", "netpolicy/resolver", "internal/osfile"}},
-	// The store knows no source of images: a VM's process has it.
+	// The store imports no source of images, since a VM's process imports the store.
 	{"rootfs/image", []string{"rootfs/image/fstree", "rootfs/image/sparse", "rootfs/image/erofs", "rootfs/internal/artifact", "internal/osfile"}},
 	{"rootfs/image/imagetest", []string{"rootfs/image/erofs", "rootfs/image/fstree", "rootfs/image/sparse"}},
 	{"rootfs/image/fstree", nil},
@@ -103,42 +103,42 @@ var rules = []rule{
 	{"rootfs/image/layers", []string{"rootfs/image", "rootfs/image/fstree", "rootfs/image/sparse", "rootfs/image/erofs", "rootfs/internal/artifact"}},
 	{"rootfs/image/oci", []string{"rootfs/image", "rootfs/image/fstree", "rootfs/image/sparse", "rootfs/image/erofs", "rootfs/image/layers", "rootfs/internal/artifact", "internal/osfile"}},
 	{"rootfs/...", []string{"rootfs/...", "internal/osfile"}},
-	// The parts of the agent know nothing of it, nor of each other but what is below.
+	// The parts of the agent import neither the agent nor each other, except for lower parts.
 	{"guest/agent/poll", nil},
 	{"guest/agent/machine", []string{"guest/agent/early", "guest/agentpb"}},
 	{"guest/agent/proc", []string{"guest/agent/poll", "guest/agentpb", "guest/internal/flow"}},
 	{"guest/agent/service", []string{"guest/agent/proc", "guest/agentpb", "guest/internal/flow"}},
 	{"guest/agent/capture", []string{"guest/agent/proc", "guest/agent/machine", "guest/agent/poll", "guest/agentpb"}},
 	{"guest/agent/files", []string{"guest/agent/fswatch", "guest/agentpb", "guest/internal/...", "internal/osfile"}},
-	// The agent's program has what it needs in a guest, and no more.
+	// The agent's program has only what it needs in a guest.
 	{"guest/agent/...", []string{"guest/..."}},
 	{"guest/...", []string{"guest/...", "internal/osfile"}},
 
 	{"internal/doctor", []string{"vmm", "vmm/kvm", "vmm/boot", "snapshot/pager", "rootfs/...", "sandbox/hosthooks"}},
-	// What only tests import.
+	// Packages that only tests import.
 	{"internal/test/devicetest", []string{"devices", "devices/virtq", "devices/mmio", "vmm/guestmem"}},
 	{"internal/test/guesttest/...", []string{"sandbox/...", "vmm/...", "devices/...", "snapshot/...", "rootfs/...", "guest", "internal/test/hwkvm/..."}},
 	{"internal/test/faultfs", []string{"internal/osfile"}},
-	// What runs inside has no dependencies: it is built offline.
+	// What runs inside has no dependencies, since it is built offline.
 	{"internal/test/hwkvm/guestinit", []string{"internal/test/hwkvm/wire"}},
 	{"internal/test/hwkvm/wire", nil},
 	{"internal/test/hwkvm/...", []string{"internal/test/hwkvm/...", "internal/osfile", "rootfs/kernel", "vmm/boot"}},
-	// It stands where a VM's process does, with every device.
+	// It takes the place of a VM's process, with every device.
 	{"internal/test/hostileguest", []string{"vmm/...", "devices/...", "rootfs/disk"}},
 	{"internal/test/workloads", []string{"sandbox/...", "netpolicy", "guest", "guest/forward"}},
 }
 
-// forTests is what tests may import on top.
+// forTests is what all tests may import in addition.
 var forTests = []string{"sandbox/sandboxtest", "guest/fakeguest", "devices/handover", "devices/secrets", "devices/mmio", "vmm/guestmem", "guest/sshd", "internal/..."}
 
-// testsOf is what tests of single packages may import on top of that.
+// testsOf is what the tests of single packages may import in addition to forTests.
 var testsOf = map[string][]string{
-	// Each error that any package exports has its answer: one test names them all.
+	// One test names every exported error and its answer.
 	"sandbox/api": {"guest/audit", "netpolicy/flow", "netpolicy/hostnet", "netpolicy/link", "rootfs/...", "snapshot", "vmm/..."},
-	// It is to keep what package fleet promises.
+	// The tests check that it keeps what package fleet promises.
 	"sandbox/sandboxtest": {"sandbox/fleet/..."},
 	"sandbox/fleet":       {"guest"},
-	// Policies are compared with what the reference model says, and their parts are tested together.
+	// The tests compare policies with the reference model, and test their parts together.
 	"netpolicy/link":      {"netpolicy/refmodel/...", "netpolicy/hostnet", "netpolicy/resolver"},
 	"netpolicy/resolver":  {"netpolicy/link"},
 	"netpolicy/tlsname":   {"netpolicy/link"},
@@ -171,7 +171,7 @@ func allowed(pkg, imported string, test bool) bool {
 	return false
 }
 
-// source is a Go file, its path relative to the module.
+// A source is a Go file. Its path is relative to the module.
 type source struct {
 	path string
 	file *ast.File
@@ -180,17 +180,17 @@ type source struct {
 func (s source) pkg() string  { return path.Dir(s.path) }
 func (s source) isTest() bool { return strings.HasSuffix(s.path, "_test.go") }
 
-// violations lists what is wrong with the imports of a file.
+// violations returns the forbidden imports of a file.
 func (s source) violations() []string {
 	var out []string
 	for _, spec := range s.file.Imports {
 		name, err := strconv.Unquote(spec.Path.Value)
 		if err != nil {
-			continue // the compiler will tell
+			continue // the compiler reports it
 		}
 		switch rest, own := strings.CutPrefix(name, module+"/"); {
 		case name == "unsafe" && ast.IsGenerated(s.file):
-			// protoc-gen-go does so.
+			// protoc-gen-go imports unsafe.
 		case name == "unsafe" && !strings.HasSuffix(s.path, "_unsafe.go") && !strings.HasSuffix(s.path, "_unsafe_test.go"):
 			out = append(out, s.path+" imports unsafe: put what needs it into a file named *_unsafe.go")
 		case name == "C":
@@ -265,9 +265,9 @@ func TestImports_run_one_way_and_unsafe_stays_in_its_files(t *testing.T) {
 	}
 }
 
-// The program of a VM's process has no more than a VM needs: all of it is within reach of a guest that breaks out.
+// The program of a VM's process must have only what a VM needs: a guest that breaks out reaches all of it.
 func TestProgram_of_a_VM_has_no_more_than_a_VM_needs(t *testing.T) {
-	imports := map[string]map[string]bool{} // by package of this module: what it imports
+	imports := map[string]map[string]bool{} // imports of each package of this module
 	for _, s := range sources(t) {
 		if s.isTest() {
 			continue
@@ -285,7 +285,7 @@ func TestProgram_of_a_VM_has_no_more_than_a_VM_needs(t *testing.T) {
 			of[name] = true
 		}
 	}
-	from := map[string]string{"cmd/drowse-vmm": ""} // who imports it
+	from := map[string]string{"cmd/drowse-vmm": ""} // the importer of each package
 	for next := []string{"cmd/drowse-vmm"}; len(next) > 0; next = next[1:] {
 		for name := range imports[next[0]] {
 			own, ok := strings.CutPrefix(name, module+"/")
@@ -313,7 +313,7 @@ func TestProgram_of_a_VM_has_no_more_than_a_VM_needs(t *testing.T) {
 	}
 }
 
-// What is kept is in files: docs/adr/0041-lists-and-histories-are-read-from-the-files.md.
+// All state is in files: docs/adr/0041-lists-and-histories-are-read-from-the-files.md.
 func TestNo_package_and_no_dependency_is_a_database(t *testing.T) {
 	for _, s := range sources(t) {
 		for _, i := range s.file.Imports {
@@ -331,8 +331,8 @@ func TestNo_package_and_no_dependency_is_a_database(t *testing.T) {
 	}
 }
 
-// Programs on other systems use the HTTP API by the client, which the compiler for these has to accept, and which has
-// nothing of a VMM: only documents.
+// Programs on other systems use the HTTP API through the client. It must compile for these systems, and must
+// import only documents and nothing of a VMM.
 func TestClient_of_the_API_is_for_all_systems(t *testing.T) {
 	const client = module + "/sandbox/api/client"
 	out, err := exec.Command("go", "list", "-deps", client).Output()
@@ -355,7 +355,7 @@ func TestClient_of_the_API_is_for_all_systems(t *testing.T) {
 	}
 }
 
-// A client on another system reads and writes policies, and the records of what they did.
+// Clients on other systems read and write policies, and the records of their effects.
 func TestModel_of_policies_is_for_all_systems(t *testing.T) {
 	seen := false
 	for _, s := range sources(t) {

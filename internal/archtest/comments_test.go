@@ -14,10 +14,10 @@ import (
 	"unicode/utf8"
 )
 
-// maxColumns is how wide a line with a comment may be, a tab being one column as in most linters.
+// maxColumns is the maximum width of a line with a comment. A tab counts as one column, as in most linters.
 const maxColumns = 120
 
-// longComments returns the lines of a Go file where a comment goes beyond maxColumns. Directives cannot be wrapped.
+// longComments returns the lines of a Go file whose comments exceed maxColumns. Directives cannot be wrapped.
 func longComments(text []byte) []int {
 	var out []int
 	lines := bytes.Split(text, []byte("\n"))
@@ -85,7 +85,7 @@ func TestWide_comments_are_found(t *testing.T) {
 	}
 }
 
-// oneWord is how long the name of a test may be that does not say what happens, as TestConformance.
+// oneWord is the maximum length of a test name that does not say what happens, such as TestConformance.
 const oneWord = 24
 
 func TestNames_of_tests_say_what_happens_in_words_joined_by_underscores(t *testing.T) {

@@ -11,10 +11,10 @@ import (
 	"testing"
 )
 
-// Limits of a package without a reason in largePackages: lines of code, and files, both without tests.
+// The limits of a package that is not in largePackages: lines of code, and files, both without tests.
 const maxCode, maxFiles = 4000, 25
 
-// largePackages are beyond a limit, for a reason.
+// largePackages exceed a limit, for a reason.
 var largePackages = map[string]string{
 	"cmd/drowse": "a file for each command, which nothing else shares",
 	"bench":      "a file for each published number",
@@ -31,7 +31,7 @@ func codeLines(text []byte) int {
 		switch {
 		case tok == token.EOF:
 			return len(lines)
-		case tok == token.SEMICOLON && lit == "\n": // the scanner's own
+		case tok == token.SEMICOLON && lit == "\n": // inserted by the scanner
 			continue
 		}
 		for i := range 1 + strings.Count(lit, "\n") {
@@ -76,7 +76,7 @@ func TestCodeLines_are_those_with_code(t *testing.T) {
 	}
 }
 
-// maxNames is how many names package sandbox may export, methods included: a user has to find his way among them.
+// maxNames bounds the exported names of package sandbox, methods included, so that users find their way.
 const maxNames = 80
 
 func TestPackage_sandbox_has_few_names(t *testing.T) {

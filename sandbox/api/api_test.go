@@ -37,16 +37,16 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// machines are the VMs of a host in memory, with a command "run" in all guests.
+// machines are the VMs of a host in memory. All guests have a command "run".
 type machines struct {
 	sandboxtest.VMs
 	host *sandbox.Host
 
 	mu     sync.Mutex // guards what follows
 	ran    []*fakeguest.Process
-	exec   fakeguest.Command           // what "run" does, if it is not nil
-	fails  func(op, name string) error // what starts and captures fail with, if it is not nil
-	starts map[string]int              // of VMs, by how they started
+	exec   fakeguest.Command           // the work of "run", if not nil
+	fails  func(op, name string) error // errors of starts and captures, if not nil
+	starts map[string]int              // number of VMs by kind of start
 	flows  []netpolicy.FlowRecord
 }
 
@@ -73,7 +73,7 @@ func newMachines(t testing.TB) *machines {
 	return m
 }
 
-// run says hello with its input, and ends with 3.
+// run writes hello and its input, and exits with 3.
 func (m *machines) run(ctx context.Context, p *fakeguest.Process) int {
 	m.mu.Lock()
 	m.ran = append(m.ran, p)
@@ -91,21 +91,21 @@ func (m *machines) run(ctx context.Context, p *fakeguest.Process) int {
 	return 3
 }
 
-// set changes what is guarded.
+// set calls change with mu locked.
 func (m *machines) set(change func()) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	change()
 }
 
-// started is how many VMs started like that.
+// started returns how many VMs started in this way.
 func (m *machines) started(op string) int {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	return m.starts[op]
 }
 
-// served is a server and who asks it over its Unix socket.
+// served is a server and a client on its Unix socket.
 type served struct {
 	vms    *machines
 	server *api.Server
@@ -114,8 +114,8 @@ type served struct {
 	end    func() // of the server
 }
 
-// serve makes a server over VMs in memory that listens on a Unix socket; what it answers is checked
-// against its description.
+// serve starts a server over VMs in memory that listens on a Unix socket. The client checks each answer against
+// the API's description.
 func serve(t *testing.T, change ...func(*api.Options)) *served {
 	t.Helper()
 	dir := t.TempDir()
@@ -139,7 +139,7 @@ func serve(t *testing.T, change ...func(*api.Options)) *served {
 	return s
 }
 
-// run serves at a listener until the test ends.
+// run serves a listener until the test ends.
 func (s *served) run(t *testing.T, l net.Listener) {
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error, 1)
@@ -153,7 +153,7 @@ func (s *served) run(t *testing.T, l net.Listener) {
 	t.Cleanup(s.end)
 }
 
-// describedTransport checks that what is asked and answered is as the description says.
+// describedTransport checks that answers match the description.
 type describedTransport struct {
 	t    *testing.T
 	next http.RoundTripper
@@ -179,7 +179,7 @@ func (d describedTransport) RoundTrip(r *http.Request) (*http.Response, error) {
 	return resp, nil
 }
 
-// description is what is looked at of an OpenAPI document.
+// description is the part of an OpenAPI document that the tests use.
 type description struct {
 	OpenAPI string `json:"openapi"`
 	Paths   map[string]map[string]struct {
@@ -201,7 +201,7 @@ var theDescription = sync.OnceValues(func() (d description, err error) {
 	return d, err
 })
 
-// described says whether an answer is one of the description.
+// described returns an error if an answer does not match the description.
 func described(method, path string, status int, kind string, body []byte) error {
 	d, err := theDescription()
 	if err != nil {
@@ -284,7 +284,7 @@ func TestConformance_holds_over_HTTP(t *testing.T) {
 	})
 }
 
-// made makes a sandbox.
+// made creates a sandbox.
 func (s *served) made(t *testing.T, name string) {
 	t.Helper()
 	if _, err := s.client.Create(t.Context(), records.Request{Spec: sandbox.Spec{Name: name, Image: sandboxtest.Image, Network: spec.NetworkTAP}}); err != nil {

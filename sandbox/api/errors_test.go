@@ -41,7 +41,7 @@ import (
 	"github.com/drowse-vm/drowse/vmm/kvm"
 )
 
-// answered is what becomes of an error in an answer; never, why it gets into none, or only within another one.
+// answered is how an answer reports an error. never says why no answer has it, or only within another one.
 type answered struct {
 	err    error
 	code   records.Code
@@ -60,7 +60,7 @@ const (
 	internal = "it is a mistake of the program's, and 500"
 )
 
-// sentinels has all errors that packages export which the server is made of.
+// sentinels has all exported errors of the packages that the server is made of.
 var sentinels = map[string]answered{
 	"spec.ErrNotFound":           {sandbox.ErrNotFound, "not-found", 404, ""},
 	"spec.ErrExists":             {sandbox.ErrExists, "exists", 409, ""},
@@ -216,13 +216,13 @@ var sentinels = map[string]answered{
 	"kvm.ErrState":        never("a snapshot with such a state is ErrCorrupt or ErrForeign"),
 }
 
-// sources are the folders of the packages, from the top of the repository.
+// sources are the directories of these packages, from the root of the repository.
 var sources = []string{
 	"sandbox", "sandbox/spec", "sandbox/state", "sandbox/control", "sandbox/process", "sandbox/pool", "sandbox/fleet", "sandbox/lifetime", "sandbox/records", "rootfs/image", "rootfs/kernel", "rootfs/volume", "rootfs/disk", "snapshot",
 	"guest", "guest/audit", "netpolicy", "netpolicy/link", "netpolicy/flow", "netpolicy/hostnet", "vmm", "vmm/kvm", "vmm/boot",
 }
 
-// exported are the names of errors that are exported there, as package.ErrName.
+// exported returns the names of the errors that these packages export, as package.ErrName.
 func exported(t *testing.T) (names []string) {
 	t.Helper()
 	isErr := regexp.MustCompile(`^Err[A-Z]`)
@@ -246,7 +246,7 @@ func exported(t *testing.T) (names []string) {
 				}
 				for _, s := range g.Specs {
 					for i, id := range s.(*ast.ValueSpec).Names {
-						// Another name for one of another package is that one.
+						// An alias of an error of package spec does not count.
 						alias := false
 						if v := s.(*ast.ValueSpec); i < len(v.Values) {
 							if of, ok := v.Values[i].(*ast.SelectorExpr); ok {
@@ -290,13 +290,13 @@ func TestErrors_every_sentinel_has_a_status_a_code_and_a_remedy(t *testing.T) {
 	}
 }
 
-// TestAttack_request_for_what_is_not_there_is_the_servers_fault asks a store for what it does not have.
+// Requests ask an empty store for things that it does not have.
 func TestAttack_request_for_what_is_not_there_is_the_servers_fault(t *testing.T) {
-	dir, err := os.MkdirTemp("", "da") // short, for the paths of sockets
+	dir, err := os.MkdirTemp("", "da") // short, since socket paths are limited
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { _ = os.RemoveAll(dir) }) // a rest in /tmp fails no test
+	t.Cleanup(func() { _ = os.RemoveAll(dir) }) // leftovers in /tmp must not fail a test
 	store, err := sandbox.Open(dir)
 	if err != nil {
 		t.Fatal(err)

@@ -20,9 +20,9 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// FuzzRequests sends any body, query and name to any path, with a token that may do all. The answer is as the
-// description says and of a bounded length; it is never the server's fault; and what is refused as impossible has
-// changed nothing.
+// FuzzRequests sends any body, query and name to any path, with a token that may do everything. The answer must
+// match the description, have a bounded length and never be a server error. A request refused as invalid must
+// change nothing.
 func FuzzRequests(f *testing.F) {
 	var paths []string
 	d, err := theDescription()
@@ -69,7 +69,7 @@ func FuzzRequests(f *testing.F) {
 		w := httptest.NewRecorder()
 		s.ServeHTTP(w, req)
 		if w.Code == http.StatusMovedPermanently || w.Code == http.StatusTemporaryRedirect {
-			return // a name with dots makes another path of it
+			return // a name with dots results in another path
 		}
 		if w.Code == http.StatusInternalServerError {
 			t.Errorf("%s %s: %s", method, where, w.Body)
@@ -93,7 +93,7 @@ func FuzzRequests(f *testing.F) {
 	})
 }
 
-// onlyOne leaves a host one sandbox, which runs, is called "a" and is as it was made.
+// onlyOne leaves a host with one sandbox "a", which is new and runs.
 func onlyOne(t *testing.T, h *sandbox.Host) {
 	t.Helper()
 	all, err := h.List()
@@ -110,7 +110,7 @@ func onlyOne(t *testing.T, h *sandbox.Host) {
 	}
 }
 
-// stateOf is what there is of sandboxes.
+// stateOf describes all sandboxes of a host.
 func stateOf(t *testing.T, h *sandbox.Host) string {
 	t.Helper()
 	all, err := h.State.List()
@@ -125,7 +125,7 @@ func stateOf(t *testing.T, h *sandbox.Host) string {
 	return out.String()
 }
 
-// FuzzChanges reads any body as changes of a sandbox: what is taken says the same when it is sent on.
+// FuzzChanges reads any body as changes of a sandbox. Accepted changes must survive encoding.
 func FuzzChanges(f *testing.F) {
 	for _, body := range []string{
 		`{}`, `{"owner":"","tags":[],"expires":"2100-01-01T00:00:00Z"}`, `{"no_expiry":true}`, `{"no_wake":true,"no_rotate":true}`, `{"wake":{"at":"2100-01-01T00:00:00Z","every_seconds":7}}`,
@@ -144,7 +144,7 @@ func FuzzChanges(f *testing.F) {
 		}
 		text, err := json.Marshal(wire.ChangesOf(first))
 		if err != nil {
-			return // a time that JSON does not have
+			return // a time that JSON cannot express
 		}
 		var again wire.Changes
 		if err := json.Unmarshal(text, &again); err != nil {

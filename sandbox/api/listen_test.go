@@ -37,7 +37,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state/statetest"
 )
 
-// certificate makes one for localhost that signs itself.
+// certificate makes a self-signed certificate for localhost.
 func certificate(t *testing.T) (cert, key string, pool *x509.CertPool) {
 	t.Helper()
 	private, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
@@ -140,7 +140,7 @@ func TestTCP_callers_may_do_what_their_tokens_say_until_these_are_taken_away(t *
 	t.Cleanup(tr.CloseIdleConnections)
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error, 1)
-	// A server serves once.
+	// A Server can serve only once.
 	tcp := api.New(api.Options{Host: s.vms.host, Tokens: tokens, Ready: []api.Check{{Name: "kvm", Do: func(context.Context) error { return errors.New("a secret path") }}}})
 	go func() { done <- tcp.Serve(ctx, l) }()
 	defer func() {
@@ -284,7 +284,7 @@ func TestTokens_the_file_has_hashes_and_is_its_owners_alone(t *testing.T) {
 func TestListenUnix_is_its_owners_alone_replaces_what_was_left_and_is_there_once(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "api.sock")
 	if err := os.WriteFile(path, nil, 0o644); err != nil {
-		t.Fatal(err) // as if it had been left
+		t.Fatal(err) // as if an old server had left it
 	}
 	l, err := api.ListenUnix(path)
 	if err != nil {

@@ -24,8 +24,8 @@ import (
 
 var update = flag.Bool("update", false, "write openapi.json")
 
-// schemasOf are types that the library takes for something else than their JSON, since they write it themselves, and
-// those that other documents describe.
+// schemasOf returns schemas for types whose JSON the library cannot derive, since they encode themselves, and for
+// types that other documents describe.
 func schemasOf() map[reflect.Type]*jsonschema.Schema {
 	text := func(says string) *jsonschema.Schema { return &jsonschema.Schema{Type: "string", Description: says} }
 	return map[reflect.Type]*jsonschema.Schema{
@@ -41,13 +41,13 @@ func schemasOf() map[reflect.Type]*jsonschema.Schema {
 	}
 }
 
-// forAnswers lets fields be added.
+// forAnswers allows additional fields.
 func forAnswers(schema object) { delete(schema, "additionalProperties") }
 
-// forBodies takes no field for required: what a request cannot do without the server says.
+// forBodies makes every field optional. The server reports what a request lacks.
 func forBodies(schema object) { delete(schema, "required") }
 
-// everywhere changes a schema and those in it.
+// everywhere applies change to a schema and the schemas in it.
 func everywhere(v any, change func(object)) {
 	switch v := v.(type) {
 	case object:

@@ -13,8 +13,8 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/records"
 )
 
-// TestAttack_dns_rebinding_of_a_forwarded_socket has a page whose name was made to lead to a forwarded port ask the
-// server: the browser calls the page's own name in Host and, where it sends one, in Origin.
+// A page rebinds its name to a forwarded port and asks the server. The browser sends the page's own name in Host
+// and, where it sends one, in Origin.
 func TestAttack_dns_rebinding_of_a_forwarded_socket(t *testing.T) {
 	const evil, named = "evil.example:7070", "box.example"
 	s := serve(t, func(o *api.Options) { o.Hosts = []string{named} })
@@ -30,12 +30,12 @@ func TestAttack_dns_rebinding_of_a_forwarded_socket(t *testing.T) {
 	}
 	tcp := &served{vms: s.vms, server: api.New(api.Options{Host: s.vms.host, Tokens: tokens, Hosts: []string{named}})}
 	tcp.run(t, l)
-	const unix, both = 1, 3 // which listeners answer
+	const unix, both = 1, 3 // bits of the listeners that answer
 	rows := map[string]struct {
 		host, origin, site string
-		answered           int // by which
+		answered           int // by which listeners
 	}{
-		// A browser through a port that is forwarded.
+		// A browser, through a forwarded port.
 		"the page at localhost":                {"localhost:7070", "http://localhost:7070", "same-origin", both},
 		"the page at an address":               {"127.0.0.1:7070", "http://127.0.0.1:7070", "same-origin", both},
 		"the page at an address of IPv6":       {"[::1]:7070", "http://[::1]:7070", "", both},

@@ -25,12 +25,12 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/records"
 )
 
-// overTCP serves the VMs of s over TCP as well, and gives clients by names of tokens, which it makes.
+// overTCP serves the VMs of s over TCP as well. as makes a token of a name and returns a client with it.
 func overTCP(t *testing.T, s *served, o api.Options) (address string, as func(name string) *client.Client) {
 	t.Helper()
 	o.Host, o.Tokens = s.vms.host, api.Tokens{Path: filepath.Join(filepath.Dir(s.path), api.TokensFile)}
 	if _, err := o.Tokens.Create("first", api.ScopeRead); err != nil {
-		t.Fatal(err) // there has to be one
+		t.Fatal(err) // Listen requires a token
 	}
 	l, err := api.TCP{Address: "127.0.0.1:0"}.Listen(o.Tokens)
 	if err != nil {
@@ -49,7 +49,7 @@ func overTCP(t *testing.T, s *served, o api.Options) (address string, as func(na
 	}
 }
 
-// works asks for what does not go on for long, as an operator would who sees to a host that is full.
+// works makes short requests, like an operator who looks after a full host.
 func works(t *testing.T, when string, c *client.Client) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
@@ -104,7 +104,7 @@ func TestAttack_long_commands_take_health_and_short_requests_down(t *testing.T) 
 	fill(greedy)
 	works(t, "one caller has all that it may have", greedy)
 	refused(t, "one more of the same caller", run(greedy), wire.CodeTooMany)
-	fill(other) // has its own half
+	fill(other) // it has its own half
 	works(t, "no command more is possible", greedy)
 	works(t, "no command more is possible", third)
 	refused(t, "one more of somebody else", run(third), wire.CodeBusy)
@@ -172,7 +172,7 @@ func TestAttack_streams_and_slow_changes_take_short_requests_down(t *testing.T) 
 				}
 			})
 		}
-		for range api.MaxChanges/2 - 1 { // one is left for works
+		for range api.MaxChanges/2 - 1 { // leaves one for works
 			wg.Go(func() {
 				if _, err := c.Sleep(t.Context(), "b", sandbox.SleepOptions{}); err != nil {
 					t.Error(err)
@@ -193,7 +193,7 @@ func TestAttack_streams_and_slow_changes_take_short_requests_down(t *testing.T) 
 	if resp.StatusCode != http.StatusServiceUnavailable {
 		t.Errorf("one stream more: %s", resp.Status)
 	}
-	// Those that nobody knows announce a body and send none; the page's answer is too large to wait for it.
+	// Callers without a token announce a body and send none. The page is too large to wait for the body.
 	for range 2 * api.MaxOpen {
 		conn, err := net.Dial("tcp", address)
 		if err != nil {
@@ -237,7 +237,7 @@ func TestAttack_idle_connections_keep_others_out(t *testing.T) {
 		}
 		held = append(held, conn)
 		switch i % 3 {
-		case 0: // is kept after an answer
+		case 0: // stays open after an answer
 			_ = conn.SetDeadline(time.Now().Add(time.Minute))
 			if _, err := io.WriteString(conn, "GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"); err != nil {
 				t.Fatal(err)
@@ -247,9 +247,9 @@ func TestAttack_idle_connections_keep_others_out(t *testing.T) {
 				t.Fatalf("connection %d gets no answer: %v", i, err)
 			}
 			resp.Body.Close()
-		case 1: // does not come to its end
+		case 1: // an incomplete request
 			if _, err := io.WriteString(conn, "GET /healthz HTTP/1.1\r\nHost: local"); err != nil {
-				continue // it has ended already
+				continue // the server has closed it
 			}
 		}
 	}
@@ -296,7 +296,7 @@ func TestHealth_of_many_who_ask_at_once_is_looked_at_once_and_a_check_that_hangs
 	}
 }
 
-// One caller has half of a kind, two have all of it, and the next of either is refused with what to do.
+// One caller gets half of the slots of a kind, and two get all. The server refuses the next request with a remedy.
 func TestRequests_beyond_the_bound_of_their_kind_are_refused(t *testing.T) {
 	for _, x := range []struct {
 		kind  string
@@ -326,7 +326,7 @@ func TestRequests_beyond_the_bound_of_their_kind_are_refused(t *testing.T) {
 			server := api.New(o)
 			get := func(caller int) *httptest.ResponseRecorder {
 				r := httptest.NewRequest(http.MethodGet, "http://localhost/hold", nil)
-				r.RemoteAddr = fmt.Sprintf("192.0.2.%d:4000", caller) // tells those without a token from each other
+				r.RemoteAddr = fmt.Sprintf("192.0.2.%d:4000", caller) // identifies callers without a token
 				r.Header.Set("Authorization", "Bearer "+tokens[caller])
 				w := httptest.NewRecorder()
 				server.ServeHTTP(w, r)

@@ -20,7 +20,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// ownImages gives a test's store an image folder of its own, with links to the images of all tests.
+// ownImages gives a test's store its own image directory, with links to the images that all tests share.
 func ownImages(t *testing.T, e *guesttest.Env) *image.Store {
 	t.Helper()
 	dir := filepath.Join(e.Store.State.Dir(), "images")
@@ -44,7 +44,7 @@ func ownImages(t *testing.T, e *guesttest.Env) *image.Store {
 	return s
 }
 
-// nothingLeft fails if a build has left a VM, or an image beside the one that was there.
+// nothingLeft fails the test if a build has left a VM, files, or another number of images than want.
 func nothingLeft(t *testing.T, e *guesttest.Env, images *image.Store, want int) {
 	t.Helper()
 	if vms, err := e.Store.State.List(); err != nil || len(vms) != 0 {
@@ -60,7 +60,7 @@ func nothingLeft(t *testing.T, e *guesttest.Env, images *image.Store, want int) 
 	}
 }
 
-// endsAt ends a context when a text has been written.
+// endsAt cancels a context once a text was written to it.
 type endsAt struct {
 	text   string
 	cancel context.CancelFunc
@@ -78,7 +78,7 @@ func (w *endsAt) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// One VM each for a build that is interrupted and for one that fails, and none for one of which everything is known.
+// An interrupted build and a failing one boot one VM each. A build with all steps cached boots none.
 func TestBuild_of_steps(t *testing.T) {
 	t.Parallel()
 	e := guesttest.New(t)
@@ -112,7 +112,7 @@ RUN echo "$GREETING by $(id -un) in $PWD" > said; ln said also; rm /etc/debian_v
 	}
 	nothingLeft(t, e, images, len(list))
 
-	// The first command's files are known, and what it left otherwise is gone.
+	// The files of the first command are cached. Everything else that it left is gone.
 	const second = "RUN test ! -e /run/kept && test ! -e /etc/debian_version && test said -ef also && rm also && mkdir -m 700 made && chown nobody made\n"
 	var stderr bytes.Buffer
 	o = opts(second + "USER nobody\nRUN echo wrong >&2; id -un >&2; exit 7")
@@ -189,7 +189,7 @@ func filesOf(t *testing.T, images *image.Store, img *image.Image) map[string]fil
 	}
 }
 
-// What is wrong with a build is found before a VM is booted.
+// Errors in a build are found before a VM boots.
 func TestBuild_that_cannot_be_is_refused_before_it_begins(t *testing.T) {
 	s, err := sandbox.Open(t.TempDir())
 	if err != nil {
@@ -213,14 +213,14 @@ func TestBuild_that_cannot_be_is_refused_before_it_begins(t *testing.T) {
 			}
 		})
 	}
-	// No VM is needed where no command runs.
+	// A build without commands needs no VM.
 	res, err := build.Image(t.Context(), s, build.Options{File: "FROM scratch\nCOPY <<E /etc/motd\nhi\nE\n", Tag: "t"})
 	if err != nil || res.Boots != 0 || res.Image.Source != "steps:scratch" {
 		t.Errorf("%+v (%v)", res, err)
 	}
 }
 
-// The VM of a build that was killed is removed by the next, and that of one under way is not.
+// A sweep removes the VM of a killed build, but not that of a running one.
 func TestSweep_builds_leaves_those_under_way(t *testing.T) {
 	s, err := sandbox.Open(t.TempDir())
 	if err != nil {

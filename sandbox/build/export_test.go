@@ -6,7 +6,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 )
 
-// Hold begins a build that is under way until the test ends, and gives its name.
+// Hold begins a build that lasts until the test ends, and returns its name.
 func Hold(t *testing.T, s *sandbox.Host) string {
 	t.Helper()
 	name, lock, err := begin(s)

@@ -43,7 +43,7 @@ func mustAppend(t *testing.T, j *Journal, names ...string) []Event {
 	return out
 }
 
-// all reads names and types of lost events, and the cursor to go on from.
+// all returns the names of sandboxes, with "lost" for lost events, and the cursor to continue from.
 func all(t *testing.T, j *Journal, o ReadOptions) (names []string, next uint64) {
 	t.Helper()
 	next, err := j.Read(t.Context(), o, func(e Event) error {
@@ -150,11 +150,11 @@ func TestA_reader_is_told_when_events_were_deleted_before_it_read_them(t *testin
 	if got[0] != "lost" || slices.Contains(got[1:], "lost") || got[len(got)-1] != "s59" {
 		t.Fatalf("got %v", got)
 	}
-	// Who has none begins with the oldest, and has lost nothing.
+	// A reader without a cursor starts with the oldest event, and has lost nothing.
 	if got, _ := all(t, j, ReadOptions{}); slices.Contains(got, "lost") {
 		t.Fatalf("got %v", got)
 	}
-	// The filter is not in the way.
+	// A filter does not hide the Lost event.
 	got, _ = all(t, j, ReadOptions{Since: first.Cursor, Filter: Filter{Sandbox: "s59"}})
 	want(t, got, "lost", "s59")
 }
@@ -178,7 +178,7 @@ func TestOld_segments_are_deleted_but_the_newest_stays(t *testing.T) {
 
 func TestAfter_a_power_loss_a_cursor_is_not_given_twice(t *testing.T) {
 	boot := "one"
-	now := time.Unix(1_000_000, 0) // and the clock stands still
+	now := time.Unix(1_000_000, 0) // the clock stands still
 	j := Open(t.TempDir(), Options{boot: func() string { return boot }, now: func() time.Time { return now }})
 	es := mustAppend(t, j, "a", "b", "c")
 	segs, _ := j.segments()

@@ -20,14 +20,14 @@ import (
 
 var testSecret = []byte("0123456789abcdef")
 
-// receiver is a webhook whose answers a test chooses.
+// A receiver is a webhook whose answers a test chooses.
 type receiver struct {
 	*httptest.Server
 	mu     sync.Mutex
 	answer func(w http.ResponseWriter, r *http.Request, n int)
 	n      int
 	bad    []string
-	got    chan Event // events that were answered with 200
+	got    chan Event // events answered with 200
 }
 
 func newReceiver(t *testing.T, answer func(w http.ResponseWriter, r *http.Request, n int)) *receiver {
@@ -36,7 +36,7 @@ func newReceiver(t *testing.T, answer func(w http.ResponseWriter, r *http.Reques
 		body, err := io.ReadAll(r.Body)
 		var e Event
 		if err = errors.Join(err, json.Unmarshal(body, &e)); err != nil {
-			return // the other end has given up
+			return // the sender has given up
 		}
 		v.mu.Lock()
 		v.n++
@@ -68,7 +68,7 @@ func (v *receiver) delivery(j *Journal, dir string) *Delivery {
 	}
 }
 
-// run delivers until stop is called, which returns what Run has.
+// run delivers until stop is called, which returns Run's error.
 func run(t *testing.T, d *Delivery) (stop func() error) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(t.Context())
@@ -88,7 +88,7 @@ func TestA_webhook_that_fails_hangs_and_redirects_gets_all_in_order(t *testing.T
 		case 1, 2:
 			w.WriteHeader(http.StatusInternalServerError)
 		case 3:
-			select { // until the sender gives up
+			select { // the sender gives up first
 			case <-r.Context().Done():
 			case <-release:
 			}
@@ -108,7 +108,7 @@ func TestA_webhook_that_fails_hangs_and_redirects_gets_all_in_order(t *testing.T
 	last := ""
 	for _, want := range es {
 		got := <-v.got
-		for got.ID == last { // it was answered too late
+		for got.ID == last { // the sender repeats an event whose answer came too late
 			got = <-v.got
 		}
 		if last = got.ID; got.ID != want.ID {
@@ -121,7 +121,7 @@ func TestA_webhook_that_fails_hangs_and_redirects_gets_all_in_order(t *testing.T
 	if len(v.bad) > 0 {
 		t.Fatalf("badly signed: %v", v.bad)
 	}
-	if v.n < 7 { // four failures
+	if v.n < 7 { // three events and four failures
 		t.Fatalf("%d attempts", v.n)
 	}
 }
@@ -148,7 +148,7 @@ func TestA_webhook_goes_on_after_a_restart_where_it_was(t *testing.T) {
 	for len(got) < 2 || got[len(got)-1] != "c" {
 		got = append(got, (<-v.got).Sandbox)
 	}
-	// The one whose answer was cut off by the end may come again.
+	// The event whose answer the end of the first delivery cut off may come again.
 	got = slices.DeleteFunc(got, func(s string) bool { return s == "a" })
 	want(t, got, "b", "c")
 }
@@ -162,7 +162,7 @@ func TestTwo_do_not_deliver_to_one_webhook(t *testing.T) {
 	}
 	mustAppend(t, j, "a")
 	_ = run(t, d)
-	<-v.got // it has the lock
+	<-v.got // this delivery has the lock
 	if err := v.delivery(j, dir).Run(t.Context()); !errors.Is(err, ErrDelivered) {
 		t.Fatal(err)
 	}
@@ -252,7 +252,7 @@ func TestEvents_by_HTTP(t *testing.T) {
 			t.Fatalf("%s: %d %s", bad, code, body)
 		}
 	}
-	// One that follows gets what comes, from the event after its last one.
+	// A follower gets the events after its last one.
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, s.URL+"/?follow=1&since=now", nil)

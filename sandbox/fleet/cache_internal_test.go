@@ -29,7 +29,7 @@ func TestList_reads_nothing_again_that_sleeps_and_has_not_changed(t *testing.T) 
 		}
 		return l.Sandboxes
 	}
-	for { // files that were just written are always read again
+	for { // a list always reads files again that were just written
 		stamps, err := h.State.FileStamps()
 		if err != nil {
 			t.Fatal(err)

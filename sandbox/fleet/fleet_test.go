@@ -28,7 +28,7 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// clock is one that tests set.
+// A clock is set by tests.
 type clock struct {
 	mu sync.Mutex
 	at time.Time
@@ -46,7 +46,7 @@ func (c *clock) add(d time.Duration) {
 	c.at = c.at.Add(d)
 }
 
-// rig are the sandboxes of a host with VMs in memory. The Fleet's clock is one of its own, which begins now.
+// rig returns the sandboxes of a host with VMs in memory. The Fleet has its own clock, which starts now.
 func rig(t *testing.T) (fleettest.Sandboxes, *sandboxtest.VMs, *clock) {
 	t.Helper()
 	c := &clock{at: time.Now()}
@@ -65,7 +65,7 @@ func create(t *testing.T, f fleettest.Sandboxes, name string, l spec.Metadata) r
 	return s
 }
 
-// write and read are of a file on the disk of a sandbox, kill ends its process, and run runs a command in it.
+// write and read access a file on the disk of a sandbox. run runs a command in it.
 func write(t *testing.T, v *sandboxtest.VMs, name, text string) {
 	t.Helper()
 	if err := v.Guest(name).WriteFile("/root/word", []byte(text)); err != nil {
@@ -402,7 +402,7 @@ func TestRetention_keeps_the_last_the_young_and_the_tagged(t *testing.T) {
 	if _, err := f.Update(t.Context(), "s", records.Changes{Keep: &lifetime.Keep{Last: 2}}); err != nil {
 		t.Fatal(err)
 	}
-	// The tagged one; two; and the one that it sleeps in.
+	// The tagged one and the last two are left. It sleeps in the last one.
 	if got := left(); !slices.Equal(got, []int{0, 5, 6}) {
 		t.Errorf("of those, with two to be kept, %v are left", got)
 	}
@@ -418,7 +418,7 @@ func TestWho_extends_before_the_pruning_keeps_it(t *testing.T) {
 	f, _, c := rig(t)
 	create(t, f, "s", spec.Metadata{Class: lifetime.Ephemeral, Expires: c.now().Add(time.Hour)})
 	c.add(2 * time.Hour)
-	// The extension comes when the metadata was read, and before the step.
+	// The extension comes after Prune has read the metadata, and before it acts.
 	var extend sync.Once
 	other := fleet.New(f.Host, fleet.Options{Now: func() time.Time {
 		extend.Do(func() {
@@ -451,7 +451,7 @@ func TestHistory_has_what_was_run_and_slept(t *testing.T) {
 	for i := range 5 {
 		run(t, f, "s", "exit", strconv.Itoa(i))
 	}
-	for range 2 { // twice is no more
+	for range 2 { // the second time must give the same
 		h, err := f.History(t.Context(), "s", records.Span{Limit: 3})
 		if err != nil || len(h.Runs) != 3 || *h.Runs[0].Exit != 4 || h.Runs[0].Command[1] != "4" {
 			t.Fatalf("history %+v (%v)", h, err)
@@ -496,7 +496,7 @@ func TestList_of_a_fleet_that_has_read_before_is_that_of_a_new_one(t *testing.T)
 		if g, w := fmt.Sprintf("%+v", got), fmt.Sprintf("%+v", want); g != w {
 			t.Errorf("%s: it says\n%s\nand a new one\n%s", what, g, w)
 		}
-		for _, s := range got.Sandboxes { // the caller's own
+		for _, s := range got.Sandboxes { // changes the caller's copy
 			if len(s.Tags) > 0 {
 				s.Tags[0] = "changed"
 			}

@@ -13,11 +13,11 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/records"
 )
 
-// listedEnv is how many sandboxes BenchmarkList lists: 1,000 if it is not set.
+// listedEnv sets how many sandboxes BenchmarkList lists. The default is 1,000.
 const listedEnv = "DROWSE_BENCH_LISTED"
 
-// BenchmarkList lists the first page of sandboxes that sleep, by a Fleet that has read their files before and by a new
-// one.
+// BenchmarkList lists the first page of sleeping sandboxes, with a new Fleet and with one that has read their
+// files before.
 func BenchmarkList(b *testing.B) {
 	n, err := strconv.Atoi(os.Getenv(listedEnv))
 	if err != nil {
@@ -41,7 +41,7 @@ func BenchmarkList(b *testing.B) {
 			b.Fatal(err)
 		}
 	}
-	time.Sleep(time.Second) // files that were just written are always read again
+	time.Sleep(time.Second) // a list always reads files again that were just written
 	list := func(b *testing.B, f *fleet.Fleet) {
 		l, err := f.List(b.Context(), records.Filter{Owner: "build"})
 		if err != nil || len(l.Sandboxes) != records.DefaultPage || len(l.Problems) != 0 {

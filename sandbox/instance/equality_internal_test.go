@@ -30,15 +30,14 @@ import (
 	"github.com/drowse-vm/drowse/vmm/kvm"
 )
 
-// This test is here, and inside of the package, since it is about what Instance.Capture,
-// Restore and RestoreFork do with KVM's log, guestmem's marks, frozen views, images,
-// snapshots and the pager together. Package vmm may not know snapshots, nor snapshot
-// machines; and a test that went through the same steps on its own would prove nothing
-// about the steps that are taken here.
+// This test is inside this package because it is about what Instance.Capture, Restore and RestoreFork do with KVM's
+// log, guestmem's marks, frozen views, images, snapshots and the pager together. Package vmm may not know snapshots,
+// and package snapshot may not know machines. A test that repeated the same steps on its own would prove nothing about
+// the steps taken here.
 //
-// What RAM must be is known from elsewhere: while the machine is paused, the pages that
-// the host has committed are read through /proc/self/mem, and the others are what they
-// were when the machine was restored, unless the test has given them away since.
+// The test knows the expected RAM independently. While the machine is paused, it reads the pages that the host has
+// committed through /proc/self/mem. The others are what they were when the machine was restored, unless the test has
+// discarded them since.
 
 var (
 	equalitySeeds = flag.Int("sandbox.equality-seeds", 0, "how many random histories of machines to compare page by page; 0: a number that takes seconds")
@@ -47,14 +46,14 @@ var (
 
 const (
 	equalityDefault = 14
-	// Of so many seeds two have a long chain.
+	// Two of this many seeds have a long chain.
 	equalityDeepEvery = 100
 	equalityDeep      = 32
 )
 
-// writingGuest writes to pages for ever, and has a disk write to pages. It is in its own
-// page tables, and in user mode if its parameters say so. Its parameters, which may change
-// while it runs, are at RBX; pages are numbers of a window at R11.
+// writingGuest writes to pages for ever, and has a disk write to pages. It has its own page tables, and runs in
+// user mode if its parameters say so. Its parameters, which may change while it runs, are at RBX. Page numbers are
+// relative to a window at R11.
 //
 //	R12 random number  R8, R9 multiplier and increment  R10 counter of rounds  RBP virtqueue
 var writingGuest = []byte{
@@ -103,8 +102,8 @@ var writingGuest = []byte{
 	0x49, 0xff, 0x02, 0xe9, 0x21, 0xff, 0xff, 0xff, // end: inc qword [r10]; jmp loop
 }
 
-// Where things are in the guest's RAM. Virtual addresses equal physical ones but for the
-// window. What the guest and devices write to at random lies from dataFrom on.
+// The layout of the guest's RAM. Virtual addresses equal physical ones except in the window. The guest and devices
+// write at random from dataFrom on.
 const (
 	guestCode    = 0x1000000
 	guestParams  = 0x1200000
@@ -121,7 +120,7 @@ const (
 	diskSectors  = 128
 )
 
-// guestProgram is an ELF file that is entered like a kernel.
+// guestProgram returns an ELF file that is entered like a kernel.
 func guestProgram(code []byte) []byte {
 	var b bytes.Buffer
 	h := elf.Header64{
@@ -140,19 +139,19 @@ func guestProgram(code []byte) []byte {
 	return b.Bytes()
 }
 
-// content is RAM at one instant: pages that are not zeros, by their linear number.
+// content is RAM at one instant: the pages that are not zeros, by their linear number.
 type content map[uint64][]byte
 
 var zeros = make([]byte, guestmem.PageSize)
 
-// instant is a snapshot and what it must hold.
+// An instant is a snapshot and the RAM that it must hold.
 type instant struct {
 	dir   string
 	ram   content
 	depth int // of the chain, 1 for one without a base
 }
 
-// history is what happens to the machines of one seed.
+// A history is the course of events of one seed.
 type history struct {
 	t        *testing.T
 	seed     uint64
@@ -166,17 +165,17 @@ type history struct {
 	pagemap  *os.File
 	instants []*instant
 	machines []*testMachine
-	last     content // what was seen last, to share what is equal
+	last     content // the last content seen, to share equal pages
 	names    int
 	saw      *sightings
 }
 
-// sightings count what the histories were about.
+// sightings count the events of all histories.
 type sightings struct {
 	captures, deltas, live, forks, childCaptures, wokenCaptures, failures, whole, discards, waking, compared, pages, diskReads, deepest, cachedFrames, damagedFrames, damages int
 }
 
-// testMachine is a machine that runs.
+// A testMachine is a running machine.
 type testMachine struct {
 	h     *history
 	in    *Instance
@@ -209,11 +208,11 @@ func (h *history) chance(n int) bool { return h.rnd.IntN(n) == 0 }
 
 func (h *history) pages() uint64 { return h.spec.Memory() / guestmem.PageSize }
 
-// Every page of every restored machine equals that of the machine that was captured, at
-// the instant of the capture: of chains of deltas, forks, and chains that go on in both,
-// whatever the guest, a disk and the host write, and the balloon gives away, before, during
-// and after it, and whether captures between fail or not. RAM is one slot, or two. Threads
-// run as they like, so a seed gives the same course of events, not the same bytes.
+// Every page of every restored machine must equal that of the captured machine at the instant of the capture. This
+// holds for chains of deltas, for forks, and for chains that continue in both, whatever the guest, a disk and the
+// host write and the balloon discards before, during and after the capture, and whether captures in between fail
+// or not. RAM is one slot or two. Threads are not synchronized, so a seed gives the same course of events but not
+// the same bytes.
 func TestEvery_page_of_a_restored_machine_equals_that_of_the_captured_one(t *testing.T) {
 	t.Parallel()
 	needMachines(t)
@@ -221,7 +220,7 @@ func TestEvery_page_of_a_restored_machine_equals_that_of_the_captured_one(t *tes
 	if n == 0 {
 		n = equalityDefault
 	}
-	// Machines are made by the hundred, and their RAM is not the collector's.
+	// The test makes hundreds of machines, whose RAM is not the garbage collector's.
 	defer debug.SetGCPercent(debug.SetGCPercent(400))
 	saw := &sightings{}
 	for seed := *equalityFirst; seed < *equalityFirst+uint64(n); seed++ {
@@ -261,8 +260,8 @@ func needMachines(t *testing.T) {
 	t.Skip(err)
 }
 
-// memoryDir is a directory in memory where there is one with room: no power is cut here,
-// and files are synced hundreds of times.
+// memoryDir returns a directory in memory if there is one with room. The test needs no durability, and syncs files
+// hundreds of times.
 func memoryDir(t *testing.T) string {
 	t.Helper()
 	const shm, room = "/dev/shm", 1 << 30
@@ -294,7 +293,7 @@ func runHistory(t *testing.T, seed uint64, saw *sightings) {
 		}
 		m.work()
 		i, child := m.capture()
-		if i == nil { // it was meant to fail
+		if i == nil { // the capture was meant to fail
 			if child != nil && h.chance(2) {
 				m = h.only(child)
 			}
@@ -308,7 +307,7 @@ func runHistory(t *testing.T, seed uint64, saw *sightings) {
 		saw.diskReads += int(binary.LittleEndian.Uint16(p[2:])) // used.idx
 	}
 	if len(h.instants) == 0 {
-		return // the only one has been removed, and then nothing but failures came
+		return // the only one was removed, and all later captures failed
 	}
 	h.compare(h.instants[len(h.instants)-1], seed < 2)
 	for range 3 {
@@ -316,7 +315,7 @@ func runHistory(t *testing.T, seed uint64, saw *sightings) {
 	}
 }
 
-// goOn says in which machine the chain goes on after a capture.
+// goOn chooses the machine in which the chain continues after a capture.
 func (h *history) goOn(m, child *testMachine, i *instant, deep bool) *testMachine {
 	h.t.Helper()
 	next := m
@@ -363,7 +362,7 @@ func (m *testMachine) close() {
 	m.h.machines = slices.DeleteFunc(m.h.machines, func(o *testMachine) bool { return o == m })
 }
 
-// prepare chooses what the machines of this history are like.
+// prepare chooses the properties of this history's machines.
 func (h *history) prepare() {
 	h.spec = spec.VM{Name: "equal", VCPUs: 1, MemoryMiB: 64 + h.rnd.IntN(200)}
 	if h.seed%2 == 1 {
@@ -391,8 +390,8 @@ func (h *history) prepare() {
 
 func (h *history) file(name string) string { return filepath.Join(h.dir, name) }
 
-// choosePool takes pages in runs and alone, in an order of no meaning, among them the
-// first and the last page of each slot that are free.
+// choosePool chooses pages in runs and alone, in random order. The first and the last free page of each slot are
+// among them.
 func (h *history) choosePool() {
 	first, low, all := uint64(dataFrom/guestmem.PageSize), uint64(guestmem.HoleStart/guestmem.PageSize), h.pages()
 	taken := guestmem.NewPageSet(all)
@@ -427,16 +426,16 @@ func (h *history) parts() Parts {
 	return p
 }
 
-// adopt makes an instance with its devices one of the machines of this history.
+// adopt adds an instance with its devices to the machines of this history.
 func (h *history) adopt(in *Instance, born content, depth int) *testMachine {
-	// There is no agent that could stand by: nobody is to wait for it.
+	// Without an agent at this socket no call waits for one.
 	in.parts.Socket = h.file("nobody")
 	m := &testMachine{h: h, in: in, born: born, depth: depth, gone: guestmem.NewPageSet(h.pages())}
 	h.machines = append(h.machines, m)
 	return m
 }
 
-// gpa of a linear page.
+// gpa returns the address of a linear page.
 func (m *testMachine) gpa(page uint64) guestmem.GPA {
 	a, err := m.in.mem.FromLinear(page * guestmem.PageSize)
 	m.h.must(err)
@@ -457,7 +456,7 @@ func (h *history) boot() *testMachine {
 	return m
 }
 
-// furnish puts into RAM what the guest needs before its first instruction.
+// furnish writes to RAM what the guest needs before its first instruction.
 func (m *testMachine) furnish() {
 	h, le := m.h, binary.LittleEndian
 	write := func(at guestmem.GPA, p []byte) { h.must(m.in.mem.Write(at, p)) }
@@ -487,8 +486,8 @@ func (m *testMachine) furnish() {
 	write(guestGDT, gdt)
 	write(guestGDT+0x1000, le.AppendUint64([]byte{0x3f, 0}, guestGDT))
 
-	// What begins a virtio device (virtio 1.2, 3.1.1 and 4.2.3), and MSRs by which a
-	// guest tells KVM where to write (Documentation/virt/kvm/x86/msr.rst).
+	// The register writes that start a virtio device (virtio 1.2, 3.1.1 and 4.2.3), and MSRs by which a guest
+	// tells KVM where to write (Documentation/virt/kvm/x86/msr.rst).
 	var script []byte
 	for _, s := range [][2]uint32{
 		{0x70, 0}, {0x70, 1}, {0x70, 3}, {0x24, 1}, {0x20, 1}, {0x24, 0}, {0x20, 0}, {0x70, 0xb},
@@ -558,8 +557,8 @@ func (h *history) wake(i *instant) *testMachine {
 	return m
 }
 
-// keepPages puts pages that a machine was restored with into the cache, and damages one of
-// the cache's files now and then: a machine that is restored from it must not notice.
+// keepPages adds pages that a machine was restored with to the cache, and sometimes damages one of the cache's
+// files. A machine that is restored from it must not notice.
 func (h *history) keepPages(in *Instance) {
 	h.t.Helper()
 	if err := in.KeepPages(h.t.Context()); !errors.Is(err, snapshot.ErrNotFound) { // it may have been removed
@@ -578,15 +577,15 @@ func (h *history) keepPages(in *Instance) {
 		b[at] ^= 1 << h.rnd.IntN(8)
 	case 1:
 		b = b[:at]
-	case 2: // in another one's place
+	case 2: // in place of another file
 		path = files[h.rnd.IntN(len(files))]
 	}
-	// Whoever has it open sees it change.
+	// Machines that have the file open see the change.
 	h.must(os.WriteFile(path, b, 0o600))
 	h.saw.damages++
 }
 
-// work lets the guest write to some pages, and read others, and writes to some itself.
+// work lets the guest write to some pages and read others, and writes to some from the host.
 func (m *testMachine) work() {
 	h := m.h
 	h.t.Helper()
@@ -601,8 +600,8 @@ func (m *testMachine) work() {
 			p = binary.LittleEndian.AppendUint64(binary.LittleEndian.AppendUint64(p, base), mask)
 		}
 		p = binary.LittleEndian.AppendUint64(p, uint64(h.rnd.IntN(2)))
-		// The mask last, or the guest could see a mask that is too large for its base
-		// and leave its window.
+		// The mask must come last. Otherwise the guest could see a mask that is too large for its base, and leave
+		// its window.
 		h.must(m.in.mem.Write(guestParams+0x08, zeros[:8]))
 		h.must(m.in.mem.Write(guestParams+0x18, zeros[:8]))
 		m.rounds(1)
@@ -621,7 +620,7 @@ func (m *testMachine) work() {
 	}
 }
 
-// rounds returns when the guest has gone round n times more.
+// rounds waits until the guest has done n more rounds.
 func (m *testMachine) rounds(n uint64) {
 	m.h.t.Helper()
 	count := func() uint64 {
@@ -643,7 +642,7 @@ func (m *testMachine) rounds(n uint64) {
 	}
 }
 
-// write writes once, in one of the ways that the VMM and its devices have.
+// write writes once, in one of the ways of the VMM and its devices.
 func (m *testMachine) write(rnd *rand.Rand) error {
 	mem, h := m.in.mem, m.h
 	page := h.pool[rnd.IntN(len(h.pool))]
@@ -676,7 +675,7 @@ func (m *testMachine) write(rnd *rand.Rand) error {
 	}
 }
 
-// discard gives pages away, as the balloon does.
+// discard discards pages, as the balloon does.
 func (m *testMachine) discard(first, end uint64) error {
 	at, err := m.in.mem.FromLinear(first * guestmem.PageSize)
 	if err != nil {
@@ -690,7 +689,7 @@ func (m *testMachine) discard(first, end uint64) error {
 	return m.in.mem.Discard(at, (end-first)*guestmem.PageSize)
 }
 
-// burst writes so much at once that a live capture cannot copy it, or gives as much away.
+// burst writes more at once than a live capture can copy, or discards as much.
 func (m *testMachine) burst(rnd *rand.Rand) error {
 	n := 600 + rnd.Uint64N(600)
 	first := uint64(dataFrom/guestmem.PageSize) + rnd.Uint64N(m.h.pages()-dataFrom/guestmem.PageSize-n)
@@ -711,8 +710,8 @@ func (m *testMachine) burst(rnd *rand.Rand) error {
 	return nil
 }
 
-// resident are the pages that the host has committed in the RAM of a machine: present or
-// swapped out (Documentation/admin-guide/mm/pagemap.rst).
+// resident returns the pages in the RAM of a machine that the host has committed: present or swapped out
+// (Documentation/admin-guide/mm/pagemap.rst).
 func (h *history) resident(mem *guestmem.Memory) (*guestmem.PageSet, error) {
 	const present, swapped = 1 << 63, 1 << 62
 	set := guestmem.NewPageSet(mem.Size() / guestmem.PageSize)
@@ -735,7 +734,7 @@ func (h *history) resident(mem *guestmem.Memory) (*guestmem.PageSet, error) {
 	return set, nil
 }
 
-// look returns what a paused machine's RAM holds, and makes no page of it resident.
+// look returns the content of a paused machine's RAM, and makes none of its pages resident.
 func (m *testMachine) look() (content, error) {
 	h := m.h
 	there, err := h.resident(m.in.mem)
@@ -772,20 +771,19 @@ func (m *testMachine) look() (content, error) {
 
 // Ways in which a capture is made to fail.
 const (
-	fails      = iota // not
+	fails      = iota // does not fail
 	failSealed        // the layers of the disk cannot be recorded
 	failFork          // no child can be started
-	failCancel        // it is called off when all has been frozen
-	failExists        // there is a snapshot of that name
-	failStill         // somebody objects when the guest stands still
+	failCancel        // canceled when everything is frozen
+	failExists        // a snapshot of that name exists
+	failStill         // Still returns an error
 	failKinds
 )
 
 var errMeant = errors.New("meant to fail")
 
-// capture takes a snapshot, with a fork or without. It returns nil if it was meant to
-// fail, and the child, which runs, if there is one: of a capture that has failed afterwards,
-// one that has no snapshot to build upon.
+// capture takes a snapshot, with or without a fork. It returns a nil instant if the capture was meant to fail.
+// child, if not nil, runs. After a capture that failed late, the child has no snapshot to build upon.
 func (m *testMachine) capture() (i *instant, child *testMachine) {
 	h := m.h
 	h.t.Helper()
@@ -821,7 +819,7 @@ func (m *testMachine) capture() (i *instant, child *testMachine) {
 			}
 			return err
 		},
-		// Devices write on while the snapshot is being written.
+		// Devices keep writing while the capture writes the snapshot.
 		Resumed: func() {
 			writing = true
 			go func() { writer <- m.writeUntil(stop, rand.New(rand.NewPCG(deviceSeed, 5))) }()
@@ -896,7 +894,7 @@ func (m *testMachine) writeUntil(stop <-chan struct{}, rnd *rand.Rand) error {
 	}
 }
 
-// disturbBase compacts or removes the snapshot that the next one would build upon.
+// disturbBase sometimes compacts or removes the snapshot that the next one would build upon.
 func (m *testMachine) disturbBase() {
 	h := m.h
 	dir := m.in.forkBase
@@ -907,7 +905,7 @@ func (m *testMachine) disturbBase() {
 		return
 	}
 	if _, err := os.Stat(filepath.Join(dir, snapshot.ManifestName)); err != nil {
-		return // it never came, or is gone already, and a capture has failed since
+		return // never written, or removed before a capture failed
 	}
 	if h.chance(2) {
 		_, err := snapshot.Compact(h.t.Context(), dir)
@@ -939,7 +937,7 @@ func (h *history) compareImage(image *os.File, want content) {
 	h.comparePages(mem, mem.Backed(), want, "of the image of a fork", false)
 }
 
-// compare restores a snapshot without running it, and touches its pages in no order.
+// compare restores a snapshot without running it, and touches its pages in random order.
 func (h *history) compare(i *instant, all bool) {
 	h.t.Helper()
 	snap, err := snapshot.Open(i.dir)
@@ -981,11 +979,11 @@ func (h *history) compare(i *instant, all bool) {
 	h.must(p.Err())
 }
 
-// comparePages compares the pages that may be something else than zeros, in have or in
-// want, those that were ever written to, and some that never were; or all there are.
+// comparePages compares the pages that may differ from zeros, in have or in want, those of the pool, and some that
+// were never written to, or all pages.
 func (h *history) comparePages(mem *guestmem.Memory, have *guestmem.PageSet, want content, what string, all bool) {
 	h.t.Helper()
-	// A generator of its own: how often it is asked is for the threads to say.
+	// Its own generator, since the threads determine how often the test uses it.
 	rnd := rand.New(rand.NewPCG(h.seed, 7+uint64(h.names)))
 	set := have.Clone()
 	for page := range want {
@@ -1015,7 +1013,7 @@ func (h *history) comparePages(mem *guestmem.Memory, have *guestmem.PageSet, wan
 	for _, page := range order {
 		at, err := mem.FromLinear(page * guestmem.PageSize)
 		h.must(err)
-		if rnd.IntN(8) == 0 { // by the kernel, which faults
+		if rnd.IntN(8) == 0 { // the kernel reads it, and faults
 			err = mem.DrainTo(at, guestmem.PageSize, copied, 0)
 			if err == nil {
 				_, err = copied.ReadAt(buf, 0)

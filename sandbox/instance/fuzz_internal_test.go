@@ -11,7 +11,7 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// The note of a fork is of the version and machine that are wanted, or an error that says so.
+// A fork note has the version and the vCPUs that are wanted, or parseForkNote returns an error.
 func FuzzForkNote(f *testing.F) {
 	whole, err := json.Marshal(forkNote{forkVersion, 1, map[string]string{FactsKey: "{}"}, []snapshot.Payload{{Name: "vcpu0", Kind: "vcpu", Version: 1, Data: []byte{1}}}, "v"})
 	if err != nil {

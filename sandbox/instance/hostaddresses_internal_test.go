@@ -9,7 +9,7 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/hostnet"
 )
 
-// A host gets more addresses than a policy can know while VMs run: one that is not known would be open as a public one.
+// A host may get more addresses than a policy can hold. An unknown one would count as public, and be open.
 func TestAttack_host_with_too_many_addresses_opens_nothing(t *testing.T) {
 	n := &Network{log: slog.New(slog.DiscardHandler), agents: netip.MustParsePrefix("10.200.0.0/16"), agents6: netip.MustParsePrefix("fd64:726f:7773:2::/64")}
 	p := &netpolicy.Policy{Rules: []netpolicy.Rule{{

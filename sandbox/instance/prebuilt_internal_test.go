@@ -35,7 +35,7 @@ func TestPrebuiltVMs_have_links_to_the_host_for_shapes_with_a_network(t *testing
 			t.Error("a VM of another shape has taken it")
 		}
 		if taken {
-			// What a record says is what its VM gets, and a VM without a network takes the machine as well.
+			// The VM gets the link of the id in its record. A VM without a network can take the machine as well.
 			id := s.NextNetwork()
 			if n, err := s.network(); err != nil || n != made || n.id != id {
 				t.Fatalf("got %+v, %v, want %s", n, err, id)

@@ -14,7 +14,7 @@ import (
 	"github.com/drowse-vm/drowse/vmm"
 )
 
-// loopingInstance runs a guest that loops, without an agent.
+// loopingInstance starts a guest that loops, without an agent.
 func loopingInstance(t *testing.T) *Instance {
 	t.Helper()
 	if testing.Short() {
@@ -37,7 +37,7 @@ func loopingInstance(t *testing.T) *Instance {
 	}
 	in, err := begin(Parts{
 		Spec:   spec.VM{Name: "a", VCPUs: 1, MemoryMiB: 64},
-		Kernel: file("kernel", guestProgram([]byte{0xeb, 0xfe})), // jmp to itself
+		Kernel: file("kernel", guestProgram([]byte{0xeb, 0xfe})), // jmp $
 		Image:  file("image", make([]byte, 4096)), Disk: st, Socket: filepath.Join(dir, "s"), VM: "0",
 	})
 	if err != nil {
@@ -58,7 +58,7 @@ func loopingInstance(t *testing.T) *Instance {
 	return in
 }
 
-// A guest is captured only when drowse has no copy of a secret in it.
+// A capture waits until drowse has no copy of a secret in the guest.
 func TestStandStill_waits_until_a_secret_is_wiped(t *testing.T) {
 	in := loopingInstance(t)
 	dev := in.machine.Secrets()
@@ -84,7 +84,7 @@ func TestStandStill_waits_until_a_secret_is_wiped(t *testing.T) {
 		release()
 		done <- result{}
 	}()
-	// It has time to see that it must wait. With less it does not have to.
+	// Give standStill time to see that it must wait. With less time the test still passes.
 	time.Sleep(100 * time.Millisecond)
 	dev.WriteIO(secrets.Wiped, []byte{1})
 	if r := <-done; r.busy || r.err != nil {

@@ -12,7 +12,7 @@ import (
 	"github.com/drowse-vm/drowse/devices/vsock"
 )
 
-// Or eventfds are made on the way of a wake, which nobody would notice.
+// Otherwise a wake makes the missing eventfds itself, which costs time unnoticed.
 func TestQueuesAhead_are_those_of_the_devices_of_a_VM(t *testing.T) {
 	t.Parallel()
 	disk := &blk.Device{}

@@ -15,7 +15,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state/statetest"
 )
 
-// starting is a process that is to start a VM.
+// starting is a fake process that has to start a VM.
 type starting struct {
 	report *os.File
 	ended  chan struct{}
@@ -46,7 +46,7 @@ func (p *starting) Wait(atMost time.Duration) bool {
 	}
 }
 
-// A wake that is called off must not take a VM away from others who have been told that it runs.
+// A canceled wake must not kill a VM that others already use.
 func TestLaunch_that_is_called_off_kills_only_what_nobody_else_can_use(t *testing.T) {
 	limit := cancelTime
 	cancelTime = 200 * time.Millisecond
@@ -54,7 +54,7 @@ func TestLaunch_that_is_called_off_kills_only_what_nobody_else_can_use(t *testin
 	for _, c := range []struct {
 		name   string
 		shared bool
-		do     func(t *testing.T, s *state.Store, p *starting) // once its report has no reader
+		do     func(t *testing.T, s *state.Store, p *starting) // after its report lost its reader
 		killed bool
 	}{
 		{"it notices and gives up", true, func(_ *testing.T, _ *state.Store, p *starting) { close(p.ended) }, false},
@@ -74,7 +74,7 @@ func TestLaunch_that_is_called_off_kills_only_what_nobody_else_can_use(t *testin
 		t.Run(c.name, func(t *testing.T) {
 			s := statetest.TempStore(t)
 			statetest.WithMetadata(t, s, "a", state.Asleep, nil)
-			// As a VM that runs has it: without it the record is of one that has crashed.
+			// A running VM holds the lock. Without it the record is that of a crashed VM.
 			l, err := s.Lock("a")
 			if err != nil {
 				t.Fatal(err)

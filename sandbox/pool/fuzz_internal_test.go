@@ -18,7 +18,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// packets is a pair of sockets as between a pool and its processes.
+// packets returns a pair of sockets like those between a pool and its processes.
 func packets(t *testing.T) (here, there *net.UnixConn) {
 	t.Helper()
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
@@ -34,7 +34,7 @@ func packets(t *testing.T) (here, there *net.UnixConn) {
 	return here, there
 }
 
-// canary is a file of which copies are passed on, and that says whether all of them have been closed.
+// A canary passes on copies of a file, and knows whether all of them are closed.
 type canary struct{ read, write *os.File }
 
 func newCanary(t *testing.T) canary {
@@ -47,7 +47,7 @@ func newCanary(t *testing.T) canary {
 	return canary{r, w}
 }
 
-// pass sends a message with n copies.
+// pass sends a message with n copies of the file.
 func (c canary) pass(t *testing.T, to *net.UnixConn, text []byte, n int) {
 	t.Helper()
 	var oob []byte
@@ -63,7 +63,7 @@ func (c canary) pass(t *testing.T, to *net.UnixConn, text []byte, n int) {
 	}
 }
 
-// gone fails if a copy is open.
+// gone fails the test if a copy is still open.
 func (c canary) gone(t *testing.T) {
 	t.Helper()
 	c.write.Close()
@@ -73,11 +73,11 @@ func (c canary) gone(t *testing.T) {
 	}
 }
 
-// maxFuzzed bounds inputs, in bytes: more than what is read of a message, but not by much.
+// maxFuzzed bounds inputs, in bytes. It is a little more than what is read of a message.
 const maxFuzzed = control.MaxOrder + 1024
 
-// FuzzPoolOrder gives a process that stands by any message for an order: it is one with as many files as it says, or
-// all files are closed.
+// FuzzPoolOrder sends any message as an order to a standby process. Either it is an order with the right number of
+// files, or all files are closed.
 func FuzzPoolOrder(f *testing.F) {
 	for _, ord := range []control.Order{{Name: "a"}, {Name: "a", Snapshot: "0123", WakeLock: true}, {Name: "a", Fork: true, NewIdentity: true, Cause: "cli"}} {
 		text, err := json.Marshal(ord)
@@ -109,7 +109,7 @@ func FuzzPoolOrder(f *testing.F) {
 			if len(files) != want || n != want || len(text) > control.MaxOrder {
 				t.Errorf("%+v with %d files of %d", ord, len(files), n)
 			}
-			// What was understood is understood again.
+			// An order that was understood is understood again.
 			if err := control.SendOrder(there, ord, files...); err != nil {
 				t.Fatal(err)
 			}
@@ -124,8 +124,8 @@ func FuzzPoolOrder(f *testing.F) {
 	})
 }
 
-// FuzzPoolReply answers one who asks a pool for a process with any message: a process has both its files, and all
-// others are closed.
+// FuzzPoolReply answers a request to a pool with any message. A process comes with both its files, and all other
+// files are closed.
 func FuzzPoolReply(f *testing.F) {
 	for n := range 4 {
 		f.Add([]byte(`{"version":1,"pid":7}`), n)
@@ -141,7 +141,7 @@ func FuzzPoolReply(f *testing.F) {
 		if n == 0 {
 			c.pass(t, there, text, 0)
 		} else {
-			// The first is the process's socket.
+			// The first file is the process's socket.
 			mine, theirs := packets(t)
 			sock, err := theirs.File()
 			if err != nil {
@@ -158,7 +158,7 @@ func FuzzPoolReply(f *testing.F) {
 				t.Fatal(err)
 			}
 			defer func() {
-				// The other end is closed everywhere.
+				// Every copy of the other end must be closed.
 				_ = mine.SetReadDeadline(time.Now().Add(time.Minute))
 				if k, err := mine.Read(make([]byte, 16)); k != 0 || err != nil && !errors.Is(err, io.EOF) && !errors.Is(err, unix.ECONNRESET) {
 					t.Errorf("the socket that was passed is open: %d, %v", k, err)
@@ -172,14 +172,14 @@ func FuzzPoolReply(f *testing.F) {
 			}
 			ready.close()
 		}
-		// As whoever asks does when its VM is there. What was not read, because it came too late, ends with that.
+		// A caller closes its end once its VM runs. That ends what came too late to be read.
 		here.Close()
 		c.gone(t)
 	})
 }
 
-// FuzzPoolRequest asks one who serves a pool by any message. A process is given to who asks for one of the same program
-// by this version, and to nobody else.
+// FuzzPoolRequest sends any message as a request to the server of a pool. The server gives a process only to a
+// request of this version for the same program.
 func FuzzPoolRequest(f *testing.F) {
 	of := program(`1 2 3 4 ["vmm"] "a" n`)
 	shape := spec.Shape{MemoryMiB: 128, VCPUs: 1}
@@ -205,7 +205,7 @@ func FuzzPoolRequest(f *testing.F) {
 		known := json.Unmarshal(cut, &req) == nil
 		give := known && req.Version == poolVersion && req.Program == of
 		if !give {
-			p.ready[0].what = "" // and dropOld, which asks the host which program it is, has nothing to do
+			p.ready[0].what = "" // so that dropOld has no program to look up
 			p.ready = nil
 		}
 		if _, err := there.Write(text); err != nil {

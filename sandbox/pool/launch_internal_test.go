@@ -11,7 +11,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// What a VM's process has in its environment is read from a program that stands for one.
+// A program that stands in for a VM's process writes down its environment.
 func TestAttack_process_of_a_VM_has_the_secrets_of_its_callers_environment(t *testing.T) {
 	for name, value := range map[string]string{
 		"OTEL_EXPORTER_OTLP_HEADERS": "authorization=hunter2", "OTEL_SERVICE_NAME": "hunter2", "TRACEPARENT": "hunter2", "TRACESTATE": "hunter2", "BAGGAGE": "hunter2",
@@ -55,7 +55,7 @@ func TestAttack_process_of_a_VM_has_the_secrets_of_its_callers_environment(t *te
 	})
 	t.Run("one that stands by", func(t *testing.T) {
 		p := &Pool{launcher: l, store: s}
-		// It ends without a word, since it is none.
+		// The program is not a VM's process, and ends without reporting that it is ready.
 		if _, err := p.make(t.Context(), spec.Shape{MemoryMiB: 256, VCPUs: 1}); err == nil {
 			t.Error("a program that is none stands by")
 		}

@@ -14,13 +14,13 @@ import (
 func TestLaunch_takes_another_process_only_where_nobody_has_the_order(t *testing.T) {
 	t.Parallel()
 	for name, tc := range map[string]struct {
-		standby string // what a process of the pool does after it has said that it is ready
-		again   bool   // whether another one is given the order
+		standby string // what the pool's process does once it is ready
+		again   bool   // whether another process gets the order
 	}{
 		"it ends at once":                     {"exit 1", true},
 		"it ends with the order on its way":   {"sleep 0.1; exit 1", true},
 		"it ends after it has read the order": {"dd bs=65536 count=1 <&3 >/dev/null 2>&1; exit 1", true},
-		// It says so before: the report is lost as soon as a prebuilt VM has read the order.
+		// It reports first: the report is lost as soon as a prebuilt VM has read the order.
 		"it ends after it has taken the order": {"printf taken >&3; dd bs=65536 count=1 <&3 >/dev/null 2>&1; exit 1", false},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -20,8 +20,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state/statetest"
 )
 
-// standsBy is a program whose processes stand by, and report that they have been started
-// when they are not of a pool.
+// standsBy is a script whose processes stand by, and report a started VM when they are not of a pool.
 const standsBy = `case "$*" in *--standby*) printf ready >&3; exec dd bs=65536 count=1 <&3 >/dev/null 2>&1;; *) echo '{"name":"a","faults":7}' >&3;; esac`
 
 func shellLauncher(script string) Launcher {
@@ -83,7 +82,7 @@ func TestServe_gives_another_user_nothing(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	_, _ = c.Write(request) // it may be refused before
+	_, _ = c.Write(request) // the server may have closed it already
 	if n, err := c.Read(make([]byte, 4096)); n != 0 {
 		t.Errorf("another user is answered with %d bytes, %v", n, err)
 	}
@@ -130,7 +129,7 @@ func TestServe_gives_a_process_to_a_launcher_of_the_same_program_alone(t *testin
 			if again := from(oneShape()[0]); again != nil {
 				t.Error("the only process was given twice")
 			}
-			// It is ours: it ends with our end of the socket.
+			// The process is ours, and ends with our end of the socket.
 			if ready.Wait(time.Millisecond) {
 				t.Error("it has ended")
 			}
@@ -233,20 +232,20 @@ func TestServe_of_one_launcher_too_many_leaves_it_to_start_a_process(t *testing.
 	}
 	l := shellLauncher(standsBy)
 	servePool(t, s, l, Options{Shapes: oneShape(), Processes: 1})
-	// asks says whether a launcher is listened to; what it asks in is of another version, and gets no process.
+	// asks reports whether the server answers a launcher. The request is of another version, and gets no process.
 	asks := func() (c net.Conn, answered bool) {
 		c, err := net.Dial("unixpacket", s.PoolSocket())
 		if err != nil {
 			t.Fatal(err)
 		}
 		t.Cleanup(func() { c.Close() })
-		_, _ = c.Write([]byte(`{"version":0}`)) // fails if it has been closed already
+		_, _ = c.Write([]byte(`{"version":0}`)) // fails if the server has closed it
 		n, err := c.Read(make([]byte, maxPoolMessage))
 		return c, n > 0 && err == nil
 	}
 	var last net.Conn
 	for i := range maxPoolClients {
-		// One that has gone may have its place still.
+		// A launcher that is gone may still occupy a place.
 		eventually(t, fmt.Sprintf("launcher %d of %d is answered", i+1, maxPoolClients), func() (answered bool) {
 			last, answered = asks()
 			return answered
@@ -309,7 +308,7 @@ func TestLaunch_without_a_pool_that_answers_starts_a_process(t *testing.T) {
 	}
 }
 
-// fakePool answers a request with a text, or not at all.
+// fakePool answers a request with a text, or never if it is empty.
 func fakePool(text string) func(t *testing.T, path string) {
 	return func(t *testing.T, path string) {
 		l, err := net.ListenUnix("unixpacket", &net.UnixAddr{Name: path, Net: "unixpacket"})

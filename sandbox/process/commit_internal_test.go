@@ -31,7 +31,7 @@ import (
 
 var commitRounds = flag.Int("commit-rounds", 8, "how many kills, and how many power cuts, each file system gets")
 
-// commitEnv makes the test binary the process of a VM without a guest: see commitForEver.
+// commitEnv makes the test binary the process of a VM without a guest. See commitForEver.
 const commitEnv = "DROWSE_COMMIT_TEST"
 
 func init() {
@@ -66,7 +66,7 @@ func commitVM(dir string) error {
 	return errors.Join(osfile.SyncDir(dir), osfile.SyncDir(filepath.Join(dir, "vms")), osfile.SyncDir(s.VMDir("a")))
 }
 
-// beginVM does what the process of a VM does with its disk when it boots or wakes.
+// beginVM does what the process of a VM does with its disk at a boot or wake.
 func beginVM(s *state.Store) (*process, *disk.Disk, error) {
 	r, err := s.Get("a")
 	if err != nil {
@@ -97,8 +97,8 @@ func beginVM(s *state.Store) (*process, *disk.Disk, error) {
 	return p, d, err
 }
 
-// commitForEver writes numbers to the VM's disk, flushes, and says so; now and then it takes a snapshot, or sleeps and
-// wakes, by the steps of Capture and sleep, but without a guest.
+// commitForEver writes numbers to the VM's disk, flushes and reports each. Sometimes it takes a snapshot, or
+// sleeps and wakes, with the steps of Capture and sleep but without a guest.
 func commitForEver(dir string) error {
 	s, err := state.OpenStore(dir)
 	if err != nil {
@@ -108,7 +108,7 @@ func commitForEver(dir string) error {
 	if err != nil {
 		return err
 	}
-	l.Release() // whoever looks at the VM finds its process gone: beginVM does
+	l.Release() // with the lock free, beginVM finds the VM's process gone
 	p, d, err := beginVM(s)
 	if err != nil {
 		return err
@@ -173,8 +173,8 @@ func commitForEver(dir string) error {
 	}
 }
 
-// recovered opens the VM of a store whose process is gone and checks that all that was flushed is there, and what its
-// record names.
+// recovered opens the VM of a store whose process is gone, and checks that everything flushed and everything that
+// the record names is there.
 func recovered(dir string, flushed, last uint64) error {
 	s, err := state.OpenStore(dir)
 	if err != nil {
@@ -217,7 +217,7 @@ func recovered(dir string, flushed, last uint64) error {
 	return nil
 }
 
-// runAndKill has a process work on the VM for a while and kills it. It returns the last number that was flushed.
+// runAndKill runs a process that works on the VM, and kills it after a while. It returns the last flushed number.
 func runAndKill(t *testing.T, dir string, next uint64, after time.Duration) uint64 {
 	t.Helper()
 	cmd := exec.Command("/proc/self/exe")
@@ -236,7 +236,7 @@ func runAndKill(t *testing.T, dir string, next uint64, after time.Duration) uint
 	in := bufio.NewReader(out)
 	for line, err := in.ReadString('\n'); err == nil; line, err = in.ReadString('\n') {
 		if n, ok := strings.CutPrefix(line, "flushed "); ok {
-			if flushed == next-1 { // from its first flush on
+			if flushed == next-1 { // the time runs from the first flush
 				time.AfterFunc(after, func() { _ = cmd.Process.Kill() })
 			}
 			fmt.Sscan(n, &flushed)
@@ -249,8 +249,8 @@ func runAndKill(t *testing.T, dir string, next uint64, after time.Duration) uint
 	return flushed
 }
 
-// A kill between sealing a layer and recording it once had the next boot fail, or go on without what the guest had
-// flushed; and a record could be durable before the layer that it names.
+// A kill between sealing a layer and recording it once made the next boot fail, or lose what the guest had
+// flushed. A record could also be durable before the layer that it names.
 func TestAttack_kill_between_sealing_a_disk_and_recording_it(t *testing.T) {
 	dir := t.TempDir()
 	if err := commitVM(dir); err != nil {
@@ -268,7 +268,7 @@ func TestAttack_kill_between_sealing_a_disk_and_recording_it(t *testing.T) {
 	}
 }
 
-// fresh begins with a new VM every now and then, so that its disk does not get too many layers.
+// fresh changes to a new VM every 16 rounds, so that its disk does not get too many layers.
 func fresh(t *testing.T, round int, next uint64, dir, other string) (uint64, string) {
 	t.Helper()
 	if round%16 != 15 {
@@ -291,8 +291,8 @@ func TestAttack_power_cut_between_sealing_a_disk_and_recording_it(t *testing.T) 
 		options string
 	}{
 		{"ext4", []string{"mkfs.ext4", "-q", "-F"}, 64 << 20, "defaults"},
-		// The copy has the id of a file system that is mounted still if another process has made a mount namespace
-		// meanwhile.
+		// The copy has the same id as a file system that may still be mounted: another process may have made a
+		// mount namespace meanwhile.
 		{"xfs", []string{"mkfs.xfs", "-q", "-f"}, 320 << 20, "nouuid"},
 		{"btrfs", []string{"mkfs.btrfs", "-q", "-f"}, 128 << 20, "defaults"},
 	} {
@@ -329,14 +329,14 @@ func TestAttack_power_cut_between_sealing_a_disk_and_recording_it(t *testing.T) 
 	}
 }
 
-// cutDisk is a file system on an image, whose power can be cut.
+// A cutDisk is a file system on an image, whose power can be cut.
 type cutDisk struct {
 	t     *testing.T
 	dir   string
 	image string
 	n     int
 	loop  string
-	// options it is mounted with.
+	// options are the mount options.
 	options string
 }
 
@@ -385,8 +385,8 @@ func (m *cutDisk) unmount() {
 	}
 }
 
-// cut leaves what the device has had of the file system, and nothing that it has in memory: it is mounted from a copy
-// of the image that was made while nothing was written to it.
+// cut keeps what the device has of the file system, and loses what is in memory: it mounts a copy of the image,
+// made while the file system did not write.
 func (m *cutDisk) cut() {
 	m.t.Helper()
 	copied := m.next()
@@ -406,7 +406,7 @@ func (m *cutDisk) cut() {
 	m.mount()
 }
 
-// writes is a count of what was written to the device; empty while something is under way.
+// writes returns the count of writes to the device, or "" while one is under way.
 func (m *cutDisk) writes() string {
 	sys := "/sys/block/" + filepath.Base(m.loop)
 	stat, err := os.ReadFile(sys + "/stat")
@@ -440,10 +440,10 @@ func TestAttack_record_that_cannot_be_saved_leaves_no_flushed_byte_behind(t *tes
 			if err := p.sealed(d.Stack()); err == nil {
 				t.Fatal("the fault was not met")
 			}
-			// The VM runs on, and the guest flushes.
+			// The VM continues to run, and the guest flushes.
 			writeBlock(t, d, 0, 7)
 			writeBlock(t, d, 1, 8)
-			if err := d.Close(); err != nil { // as a killed process's kernel does, less the flush
+			if err := d.Close(); err != nil { // like the kernel for a killed process, but with a flush
 				t.Fatal(err)
 			}
 			s.FS = osfile.OS

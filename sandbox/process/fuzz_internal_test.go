@@ -14,9 +14,9 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// FuzzControl asks the process of a VM that has just gone to sleep for anything. Each request is answered, nothing is
-// done for it, and its error is one that can be passed on. Bodies that change a record leave one that may be, or the
-// one that was.
+// FuzzControl sends arbitrary requests to the process of a VM that has just gone to sleep. The process must answer
+// each one, change nothing, and report an error that can be passed on. A body that changes a record must leave a
+// valid record, or the old one.
 func FuzzControl(f *testing.F) {
 	methods := []string{http.MethodGet, http.MethodPost, http.MethodPut, http.MethodPatch, http.MethodDelete}
 	orders := []string{"sleep", "snapshot", "policy", "tags", "secrets", "remove-secrets", "service", "remove-service", "none"}
@@ -57,7 +57,7 @@ func FuzzControl(f *testing.F) {
 		default:
 			t.Errorf("%s %s of one that sleeps: %d %.200s", req.Method, where, w.Code, w.Body)
 		}
-		// What a body changes of a record.
+		// What a body changes in a record.
 		var service spec.Service
 		if json.Unmarshal(body, &service) == nil {
 			if err := r.SetService(service); err == nil {
@@ -85,5 +85,5 @@ func FuzzControl(f *testing.F) {
 	})
 }
 
-// maxFuzzed bounds what is tried, in bytes.
+// maxFuzzed bounds the bodies of FuzzControl, in bytes.
 const maxFuzzed = control.MaxOrder + 1024

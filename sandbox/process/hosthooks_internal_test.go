@@ -22,7 +22,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state/statetest"
 )
 
-// putHostHook puts an executable into hooks.d of a store. It notes what it is told for, and the event.
+// putHostHook puts an executable into hooks.d. It notes its argument and the event, and then runs the script more.
 func putHostHook(t *testing.T, s *state.Store, name, more string) {
 	t.Helper()
 	dir := hosthooks.In(s.Dir()).Path()
@@ -32,7 +32,7 @@ func putHostHook(t *testing.T, s *state.Store, name, more string) {
 	}
 }
 
-// hostNotes are what the hooks have noted since the last look.
+// hostNotes returns what the hooks have noted.
 func hostNotes(t *testing.T, s *state.Store) (notes []string) {
 	t.Helper()
 	data, err := os.ReadFile(filepath.Join(s.Dir(), "notes"))
@@ -45,7 +45,7 @@ func hostNotes(t *testing.T, s *state.Store) (notes []string) {
 	return strings.Split(strings.TrimSpace(string(data)), "\n")
 }
 
-// What is told of with a cursor has been written before.
+// An event with a cursor is in the journal before a hook gets it.
 func TestHostHooks_are_told_of_removals_and_expiries_by_who_carries_them_out(t *testing.T) {
 	s := statetest.TempStore(t)
 	putHostHook(t, s, "a", "")
@@ -56,7 +56,7 @@ func TestHostHooks_are_told_of_removals_and_expiries_by_who_carries_them_out(t *
 		if types, last := statetest.Told(t, s); last.ID != e.ID || last.Cursor != e.Cursor || types[len(types)-1] != e.Type {
 			t.Errorf("told of %+v, and the journal ends with %+v", e, last)
 		}
-		// Whoever has asked for it has gone, and the metadata is not locked.
+		// The caller is gone, and the metadata is not locked.
 		if e.Type == events.Expired {
 			if _, err := s.SetMetadata(ctx, e.Sandbox, func(l *spec.Metadata, _ error) error { l.Owner = "other"; return nil }); err != nil {
 				t.Error(err)
@@ -109,7 +109,7 @@ func TestHostHooks_that_fail_afterwards_are_events_and_stand_against_nothing(t *
 	}
 }
 
-// begunProcess is a VM's process as far as hooks of the host know it.
+// begunProcess makes a VM's process, as far as hooks of the host need it.
 func begunProcess(t *testing.T, s *state.Store, name string, policy spec.HookPolicy) *process {
 	t.Helper()
 	r := statetest.WithMetadata(t, s, name, state.Stopped, nil)
@@ -126,7 +126,7 @@ func begunProcess(t *testing.T, s *state.Store, name string, policy spec.HookPol
 func TestHostHooks_before_a_sleep(t *testing.T) {
 	for name, c := range map[string]struct {
 		spec, over spec.HookPolicy
-		hook       string // what it does besides
+		hook       string // the rest of its script
 		unsafe     bool
 		fails      string
 		failures   int
@@ -179,7 +179,7 @@ func TestHostHooks_before_a_sleep(t *testing.T) {
 	}
 }
 
-// Whatever stands against a sleep after them, they are told, and not in the words of the guest.
+// Hooks learn of a sleep that fails after them, whatever the cause, but not in the guest's words.
 func TestHostHooks_are_told_when_the_sleep_has_not_come_about(t *testing.T) {
 	for why, err := range map[string]error{
 		"hooks":    &spec.HooksError{Failures: []guest.HookFailure{{Name: "x", Output: "the guest's words"}}},
@@ -213,7 +213,7 @@ func TestHostHooks_are_told_when_the_sleep_has_not_come_about(t *testing.T) {
 
 func reportOf(code string) error { return &control.ErrorReport{Code: code, Message: code} }
 
-// The beginning of a VM's process is told of in the background, with what is in the journal, and before a sleep.
+// Hooks get the beginning of a VM's process in the background, once it is in the journal, and before a sleep.
 func TestHostHooks_of_a_beginning_are_not_waited_for_but_by_a_sleep(t *testing.T) {
 	for typ, want := range map[events.Type][]string{
 		events.Woken:   {"woken", "sleeping"},
@@ -244,7 +244,7 @@ func TestHostHooks_of_a_beginning_are_not_waited_for_but_by_a_sleep(t *testing.T
 			if typ == events.Started {
 				p.welcomed.Wait()
 			} else {
-				<-begun // and whoever tells of it has gone on
+				<-begun // and tellThen has returned
 			}
 			slept := make(chan error, 1)
 			go func() { _, err := p.hostBefore(t.Context(), ""); slept <- err }()
@@ -267,10 +267,10 @@ func TestHostHooks_of_a_beginning_are_not_waited_for_but_by_a_sleep(t *testing.T
 	}
 }
 
-// An event that cannot be written is told to hooks all the same: without a cursor.
+// Hooks get an event even if it cannot be written, then without a cursor.
 func TestHostHooks_do_not_depend_on_the_journal(t *testing.T) {
 	s := statetest.TempStore(t)
-	if err := os.WriteFile(s.Events().Dir(), nil, 0o600); err != nil { // no directory
+	if err := os.WriteFile(s.Events().Dir(), nil, 0o600); err != nil { // a file in place of the directory
 		t.Fatal(err)
 	}
 	var got events.Event

@@ -30,12 +30,12 @@ func TestIdleSpec_that_cannot_be_is_refused(t *testing.T) {
 func TestIdleWatch(t *testing.T) {
 	t.Parallel()
 	const second = time.Second
-	// Each step is a second after the one before; uses add up as said.
+	// Each step comes a second after the last one. In uses, made and cpu are running totals.
 	type step struct {
 		u    uses
 		late time.Duration // more than a second
 		want time.Duration
-		// burst says that it is working right now, and so does not sleep.
+		// burst means that the guest works right now, and so must not sleep.
 		burst bool
 	}
 	for name, tc := range map[string]struct {
@@ -53,7 +53,7 @@ func TestIdleWatch(t *testing.T) {
 			{u: uses{packet: true, quiet: 3 * second / 2}, want: 3 * second / 2}, {u: uses{packet: true, quiet: second}, want: second},
 		}},
 		"the only packet is old": {steps: []step{{u: uses{packet: true, quiet: 10 * second}, want: second}, {u: uses{packet: true, quiet: 11 * second}, want: 2 * second}}},
-		// In ten seconds, a tenth of a processor is a second of one.
+		// A tenth of a processor over ten seconds is one second of it.
 		"it computes": {steps: []step{
 			{u: uses{cpu: second / 20}, want: second}, {u: uses{cpu: second/20 + 6*second/5}}, {u: uses{cpu: second/20 + 6*second/5}, want: second},
 		}},

@@ -13,7 +13,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/control"
 )
 
-// sizes is how many bytes the files of a directory have together.
+// sizes returns the total size of the files in a directory.
 func sizes(t *testing.T, dir string) (total int64) {
 	t.Helper()
 	all, err := os.ReadDir(dir)
@@ -30,8 +30,7 @@ func sizes(t *testing.T, dir string) (total int64) {
 	return total
 }
 
-// A guest that has its process say something as fast as it can, and as long as it likes, takes two files of the log's
-// size.
+// A guest that makes its process log as fast and as long as it can fills at most two files of the log's size.
 func TestAttack_log_of_a_process_that_a_guest_fills_is_bounded(t *testing.T) {
 	const limit = 64 << 10
 	path := filepath.Join(t.TempDir(), "vmm.log")
@@ -48,7 +47,7 @@ func TestAttack_log_of_a_process_that_a_guest_fills_is_bounded(t *testing.T) {
 		now = now.Add(logEvery) // slow enough to be written
 		log.Warn("device needs a reset", "n", i, "cause", strings.Repeat("x", 200))
 		if i%5000 == 0 {
-			log.Warn(strings.Repeat("y", 1<<20)) // one that is longer than the log
+			log.Warn(strings.Repeat("y", 1<<20)) // a line that is longer than the log
 			if total := sizes(t, filepath.Dir(path)); total > 2*(limit+maxLogLine+64) {
 				t.Fatalf("the log takes %d bytes after a message of 1 MiB", total)
 			}
@@ -65,7 +64,7 @@ func TestAttack_log_of_a_process_that_a_guest_fills_is_bounded(t *testing.T) {
 	}
 }
 
-// What comes faster than logEvery is counted, not written.
+// Lines that come faster than logEvery are counted, not written.
 func TestAttack_log_of_a_process_has_a_rate(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "vmm.log")
 	l, err := newProcessLog(path, maxProcessLog, nil)

@@ -41,7 +41,7 @@ func TestSelfSpec_that_cannot_be_is_refused(t *testing.T) {
 	}
 }
 
-// newSelf is the host's end of a guest that may ask, with a clock.
+// newSelf returns the host's end for a guest with the grants allow, with a clock that pass advances.
 func newSelf(t *testing.T, allow ...string) (s *self, pass func(time.Duration), trail func() []audit.Entry) {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "vsock.sock")
@@ -162,20 +162,19 @@ func TestSelf_holds_the_VM_once_and_for_a_bounded_time(t *testing.T) {
 	held(0)
 	hold(1)
 	held(0) // by itself
-	// A sleep that somebody asks for does not wait for it.
+	// A requested sleep does not wait for a hold.
 	hold(MaxSelfHold)
 	held(1)
 	s.holders.dismiss(time.Minute)
 	held(0)
 }
 
-// TestAttack_guest_takes_more_snapshots_of_itself_than_it_may asks for one after another, as a guest does that wants to
-// fill the disk.
+// The guest asks for one snapshot after another to fill the disk.
 func TestAttack_guest_takes_more_snapshots_of_itself_than_it_may(t *testing.T) {
 	t.Parallel()
 	s := statetest.TempStore(t)
 	r, other := statetest.WithMetadata(t, s, "vm", state.Stopped, nil), statetest.WithMetadata(t, s, "other", state.Stopped, nil)
-	// What a request leaves behind when it was served; see process.capture.
+	// take makes what a served request leaves. See process.capture.
 	take := func(r *state.Record, note string) string {
 		t.Helper()
 		labels, err := r.Labels(state.KindNamed)
@@ -189,7 +188,7 @@ func TestAttack_guest_takes_more_snapshots_of_itself_than_it_may(t *testing.T) {
 		}
 		return id
 	}
-	// A VM that sleeps takes none, so that a request which is not refused before fails with that.
+	// A sleeping VM takes no snapshot, so a request that passes the limit fails with ErrNotRunning.
 	p := &process{store: s, r: r, asleep: true}
 	ask := func() error {
 		t.Helper()
@@ -213,7 +212,7 @@ func TestAttack_guest_takes_more_snapshots_of_itself_than_it_may(t *testing.T) {
 			t.Fatalf("with %d snapshots: %v, want control.ErrSelfLimit", MaxSelfSnapshots, err)
 		}
 	}
-	// Another name is no other VM.
+	// A rename does not reset the limit.
 	r.Spec.Name = "renamed"
 	if err := ask(); !errors.Is(err, control.ErrSelfLimit) {
 		t.Errorf("under another name: %v, want control.ErrSelfLimit", err)

@@ -11,7 +11,7 @@ import (
 	"github.com/drowse-vm/drowse/guest/audit"
 )
 
-// A guest that tells of services without end must not push out what others have done.
+// A guest that reports services without end must not push out the entries of others.
 func TestServiceTrail_is_bounded_and_knows_its_services(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "audit.jsonl")
 	if err := audit.Ensure(context.Background(), path, audit.Head{VM: "v", Name: "n"}); err != nil {

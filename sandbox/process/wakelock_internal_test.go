@@ -33,7 +33,7 @@ func TestHoldSet_that_are_dismissed_are_waited_for(t *testing.T) {
 	}
 	second()
 	<-dismissed
-	// Whoever comes later is not dismissed.
+	// A later lock is not dismissed.
 	leave, done = h.join()
 	select {
 	case <-leave:

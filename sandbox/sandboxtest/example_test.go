@@ -14,7 +14,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// A program that embeds package sandbox is tested on VMs in memory as it runs on real ones.
+// A program that embeds package sandbox can be tested on VMs in memory, which it uses like real ones.
 func Example() {
 	ctx := context.Background()
 	dir, err := os.MkdirTemp("", "vms")
@@ -22,7 +22,7 @@ func Example() {
 	defer os.RemoveAll(dir)
 	vms := &sandboxtest.VMs{Commands: map[string]fakeguest.Command{
 		"count": func(_ context.Context, p *fakeguest.Process) int {
-			was, _ := p.Guest.ReadFile("/run/count") // none at first
+			was, _ := p.Guest.ReadFile("/run/count") // missing at first
 			check(p.Guest.WriteFile("/run/count", append(was, 'x')))
 			fmt.Fprintln(p.Stdout, len(was)+1)
 			return 0

@@ -18,7 +18,7 @@ import (
 	"github.com/drowse-vm/drowse/snapshot"
 )
 
-// diskSnapshotOf is a snapshot without memory that has the disk of a VM.
+// diskSnapshotOf makes a snapshot without memory that has the disk of a VM.
 func diskSnapshotOf(t *testing.T, s *Store, r *Record, kind string) string {
 	t.Helper()
 	labels, err := r.Labels(kind)
@@ -63,7 +63,7 @@ func TestAttack_sweep_takes_a_named_snapshot_that_lacks_a_memory_file_for_gone(t
 	if err != nil || len(list) != 1 || list[0].ID != id || list[0].Problem == "" {
 		t.Errorf("it is listed as %+v, %v", list, err)
 	}
-	// It goes when somebody says so, and what it needed with it.
+	// A removal deletes it, and the layers that only it needed.
 	if err := s.RemoveSnapshot(t.Context(), id); err != nil {
 		t.Fatal(err)
 	}
@@ -84,12 +84,12 @@ func TestAttack_image_is_removed_under_an_incomplete_or_disk_only_snapshot(t *te
 	}
 }
 
-// The record of one VM is a pipe, so that the sweep waits there in the midst of reading records.
+// The record of one VM is a pipe, so that the sweep waits there while it reads records.
 func TestAttack_layer_moves_from_a_record_to_a_new_snapshot_while_the_sweep_reads(t *testing.T) {
 	s := tempStore(t)
 	s.Grace = 0
 	b := sleepingVM(t, s, "b", 2)
-	// A layer of a VM that is gone, as that of a clone is.
+	// The disk has a layer of a removed VM, like that of a clone.
 	gone := sleepingVM(t, s, "gone", 1)
 	b.Disk = gone.Disk
 	if err := s.Save(b); err != nil {
@@ -108,8 +108,8 @@ func TestAttack_layer_moves_from_a_record_to_a_new_snapshot_while_the_sweep_read
 	wantLayers(t, s, true, gone.Disk.Layers...)
 }
 
-// sweepThatWaits sweeps a store, and has something done while the sweep reads the record of a VM of this name, which is
-// a pipe. Records are read in the order of their names.
+// sweepThatWaits sweeps a store, and calls meanwhile while the sweep reads the record of the VM with this name,
+// which is a pipe. A sweep reads records in the order of their names.
 func sweepThatWaits(t *testing.T, s *Store, name string, meanwhile func()) {
 	t.Helper()
 	text, err := EncodeRecord(withMetadata(t, s, name, Asleep, nil))
@@ -125,7 +125,7 @@ func sweepThatWaits(t *testing.T, s *Store, name string, meanwhile func()) {
 		_, err := s.Sweep(context.Background())
 		swept <- err
 	}()
-	// Opening it waits for the reader.
+	// openPipe waits for the reader.
 	done := false
 	for {
 		f, err := openPipe(path, swept)
@@ -143,14 +143,14 @@ func sweepThatWaits(t *testing.T, s *Store, name string, meanwhile func()) {
 		if err := errors.Join(err, f.Close()); err != nil {
 			t.Fatal(err)
 		}
-		time.Sleep(5 * time.Millisecond) // or one reader could get it twice
+		time.Sleep(5 * time.Millisecond) // otherwise one reader could get the text twice
 	}
 	if !done {
 		t.Fatal("the sweep has read no record")
 	}
 }
 
-// openPipe opens a named pipe for whoever reads it; nil if the sweep has ended.
+// openPipe waits for a reader of a named pipe and opens it. It returns nil if the sweep has ended.
 func openPipe(path string, swept chan error) (*os.File, error) {
 	for {
 		fd, err := unix.Open(path, unix.O_WRONLY|unix.O_NONBLOCK|unix.O_CLOEXEC, 0)
@@ -173,7 +173,7 @@ func TestAttack_fork_snapshot_is_swept_before_its_child_has_seen_it(t *testing.T
 	s.Grace = 0
 	parent := sleepingVM(t, s, "p", 1)
 	id := diskSnapshotOf(t, s, parent, KindFork)
-	// As it is in the instant between reading the child's record and finding the snapshot.
+	// The state between reading the child's record and finding the snapshot.
 	child := &Record{Version: RecordVersion, ID: spec.NewID(), Spec: spec.VM{Name: "c"}, Phase: Running, Parent: id, Fork: parent.Origin()}
 	m := &mark{layers: holders{}, snapshots: map[string]string{}, bases: map[string]bool{}, running: map[string]bool{}, unclear: map[string]bool{}}
 	lock, err := s.Create(child)
@@ -200,9 +200,9 @@ func TestAttack_sleep_between_the_records_and_the_snapshots_of_a_sweep(t *testin
 		t.Fatal(err)
 	}
 	var next string
-	sweepThatWaits(t, s, "b", func() { // the record of a has been read
+	sweepThatWaits(t, s, "b", func() { // the sweep has read the record of a
 		next = diskSnapshotOf(t, s, r, KindSleep)
-		r.Snapshot = next // it was woken, and sleeps again
+		r.Snapshot = next // it woke, and sleeps again
 		if err := s.Save(r); err != nil {
 			t.Fatal(err)
 		}
@@ -226,7 +226,7 @@ func TestAttack_unreadable_record_stops_all_collection(t *testing.T) {
 			r := sleepingVM(t, s, "a", 1)
 			sleep := diskSnapshotOf(t, s, r, KindSleep)
 			r.Snapshot = sleep
-			// Its disk lies over a layer of a VM that is gone.
+			// Its disk lies over a layer of a removed VM.
 			top := filepath.Join(s.LayerDir(), r.NewLayer())
 			under, err := s.Absolute(below.Disk)
 			if err != nil {

@@ -59,7 +59,7 @@ func TestAudit_begins_empty_with_its_VM_and_names_what_it_was_made_of(t *testing
 		t.Errorf("a VM that is not there gives %v", err)
 	}
 
-	// One of a version that knew no trails.
+	// A VM of a version without trails.
 	if err := os.Remove(s.AuditPath("child")); err != nil {
 		t.Fatal(err)
 	}
@@ -76,7 +76,7 @@ func TestAudit_begins_empty_with_its_VM_and_names_what_it_was_made_of(t *testing
 		t.Errorf("with a trail made later it has %+v, %v", is, all)
 	}
 
-	// A power cut may leave zeros of what was written just before.
+	// A power cut may leave zeros in place of recent writes.
 	if err := os.WriteFile(s.AuditPath("child"), make([]byte, 64), 0o600); err != nil {
 		t.Fatal(err)
 	}
@@ -90,7 +90,7 @@ func TestAudit_begins_empty_with_its_VM_and_names_what_it_was_made_of(t *testing
 		t.Errorf("after that it has %+v, %v", is, all)
 	}
 
-	// A VM of the same name has nothing of the one before.
+	// A new VM has nothing from an older one of the same name.
 	if err := s.remove(t.Context(), "parent", true); err != nil {
 		t.Fatal(err)
 	}

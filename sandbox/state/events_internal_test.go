@@ -15,7 +15,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// told are the types of a store's events, and the last event.
+// told returns the types of a store's events, and the last event.
 func told(t *testing.T, s *Store) (types []events.Type, last events.Event) {
 	t.Helper()
 	if _, err := s.Events().Read(t.Context(), events.ReadOptions{}, func(e events.Event) error {
@@ -87,7 +87,7 @@ func TestEvents_of_changes_say_what_they_are_and_by_whom(t *testing.T) {
 	}
 }
 
-// A sandbox that is gone has been removed, whatever is left of what only it needed: nobody can remove it once more.
+// A sandbox that is gone counts as removed even if files of it are left, since a second removal is impossible.
 func TestEvents_tell_of_a_removal_once_though_what_it_leaves_cannot_be_deleted(t *testing.T) {
 	for name, damage := range map[string]func(t *testing.T, s *Store){
 		"a record that can be read":    func(*testing.T, *Store) {},
@@ -98,7 +98,7 @@ func TestEvents_tell_of_a_removal_once_though_what_it_leaves_cannot_be_deleted(t
 			withMetadata(t, s, "a", Stopped, &spec.Metadata{Owner: "team"})
 			withMetadata(t, s, "b", Stopped, nil)
 			damage(t, s)
-			writeRecord(t, s, "b") // nothing is deleted that it may need
+			writeRecord(t, s, "b") // blocks deletion of whatever b may need
 			freed, err := s.Remove(t.Context(), "a", true)
 			if !errors.Is(err, spec.ErrRecord) {
 				t.Fatalf("got %v, want ErrRecord of the other one", err)
@@ -117,7 +117,7 @@ func TestEvents_tell_of_a_removal_once_though_what_it_leaves_cannot_be_deleted(t
 	}
 }
 
-// One that could not be removed is not told of.
+// A failed removal makes no event.
 func TestEvents_do_not_tell_of_a_removal_that_was_called_off(t *testing.T) {
 	s := tempStore(t)
 	withMetadata(t, s, "a", Stopped, nil)
@@ -134,7 +134,7 @@ func TestEvents_do_not_tell_of_a_removal_that_was_called_off(t *testing.T) {
 	wantTold(t, s)
 }
 
-// writeRecord puts something in the place of a VM's record that is none.
+// writeRecord overwrites a VM's record with something that is not a record.
 func writeRecord(t *testing.T, s *Store, name string) {
 	t.Helper()
 	if err := os.WriteFile(s.RecordPath(name), []byte("damaged"), 0o600); err != nil {
@@ -187,11 +187,11 @@ func TestEventWriter_writes_in_order_and_nothing_after_its_end(t *testing.T) {
 	wantTold(t, s, events.Woken, events.Slept)
 }
 
-// A journal that cannot be written is in nobody's way.
+// An unwritable journal does not make operations fail.
 func TestEvents_that_cannot_be_written_fail_nothing(t *testing.T) {
 	s := tempStore(t)
 	withMetadata(t, s, "a", Stopped, nil)
-	if err := os.WriteFile(s.Events().Dir(), nil, 0o600); err != nil { // a file where the directory would be
+	if err := os.WriteFile(s.Events().Dir(), nil, 0o600); err != nil { // a file in place of the directory
 		t.Fatal(err)
 	}
 	if err := s.remove(context.Background(), "a", false); err != nil {

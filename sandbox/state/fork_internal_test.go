@@ -9,7 +9,7 @@ import (
 	"github.com/drowse-vm/drowse/snapshot"
 )
 
-// Whether a child has a snapshot is what the disk says at this moment.
+// Only the disk decides, at the moment of the call, whether a child has a snapshot.
 func TestA_forks_record_claims_a_snapshot_that_is_there_only(t *testing.T) {
 	s, err := OpenStore(t.TempDir())
 	if err != nil {
@@ -40,7 +40,7 @@ func TestA_forks_record_claims_a_snapshot_that_is_there_only(t *testing.T) {
 		t.Fatal(err)
 	}
 	claims(id)
-	r.Snapshot = spec.NewID() // it has slept since
+	r.Snapshot = spec.NewID() // it slept since
 	if err := s.Save(r); err != nil {
 		t.Fatal(err)
 	}

@@ -15,7 +15,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// What is read of a record is what is written of it, and a sweep finds each id of one that another build cannot read.
+// A decoded record survives encoding, and a sweep finds each id in a record that another build cannot read.
 func FuzzRecord(f *testing.F) {
 	id, other := strings.Repeat("0123456789abcdef", 2), strings.Repeat("fedcba9876543210", 2)
 	whole, err := EncodeRecord(&Record{
@@ -69,7 +69,7 @@ func FuzzRecord(f *testing.F) {
 	})
 }
 
-// A metadata that is accepted keeps its bounds and says the same when it is read again.
+// Accepted metadata keeps its bounds and is the same when it is written and read again.
 func FuzzMetadataFile(f *testing.F) {
 	for _, s := range []string{
 		"", "{}", `{"version":1}`, `{"version":2}`, `{"version":1,"class":"resumable","owner":"a","tags":["x"],"expires":"2026-11-22T12:00:00Z","keep":{"last":1}}`,

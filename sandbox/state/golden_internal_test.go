@@ -21,14 +21,13 @@ import (
 
 var updateGolden = flag.Bool("update", false, "write the golden state of this version anew; those of others are never changed")
 
-// goldenDir has a state directory for each version of the formats, as a build that has that version wrote it. Those of
-// version 1, and the databases of schemas 1 and 2, were written when the tests were, which is later than the versions
-// themselves.
+// goldenDir has a state directory for each version of the formats, as a build of that version wrote it. That of
+// version 1 was written along with the tests, later than the version itself.
 const goldenDir = "testdata/golden"
 
 var goldenTime = time.Date(2026, 1, 2, 3, 4, 5, 6, time.UTC)
 
-// goldenRecord has something in each field.
+// goldenRecord returns a record with a value in each field.
 func goldenRecord(t *testing.T) *Record {
 	t.Helper()
 	p, err := netpolicy.Parse([]byte("publish: [{listen: \"127.0.0.1:8080\", port: 80, protocol: tcp}]\n"))
@@ -117,8 +116,8 @@ func writeGolden(t *testing.T, dir string) {
 	}
 }
 
-// What a version has written is opened by every later one: an upgrade takes nothing from anybody. A new version of a
-// format adds a directory, by scripts/golden, and leaves the others as they are.
+// Every later version must open what a version wrote: an upgrade loses nothing. A new version of a format adds a
+// directory, with scripts/golden, and leaves the others unchanged.
 func TestGolden_states_of_every_version_open(t *testing.T) {
 	if *updateGolden {
 		writeGolden(t, filepath.Join(goldenDir, fmt.Sprintf("v%d", RecordVersion)))
@@ -156,7 +155,7 @@ func TestGolden_states_of_every_version_open(t *testing.T) {
 			if v, err := s.Volumes().Get("data"); err != nil || v.Generation != 7 || v.Settled == nil || v.Size != 1<<30 {
 				t.Errorf("the volume is %+v (%v)", v, err)
 			}
-			// It is not only read: what changes it works, and it is still whole then.
+			// Changes to it work as well, and leave it whole.
 			if _, err := s.SetMetadata(t.Context(), "golden", func(l *spec.Metadata, _ error) error { l.Owner = "other"; return nil }); err != nil {
 				t.Error(err)
 			}

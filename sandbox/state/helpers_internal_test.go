@@ -14,7 +14,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// startingVM is a VM in a store of its own that has no process yet, or a made-up one.
+// startingVM makes a VM in its own store. It has no process, or a made-up one.
 func startingVM(t *testing.T, phase Phase, pid, maker int) *Store {
 	t.Helper()
 	s, err := OpenStore(t.TempDir())
@@ -29,7 +29,7 @@ func startingVM(t *testing.T, phase Phase, pid, maker int) *Store {
 	return s
 }
 
-// holder is a process that holds the lock of the VM until it is killed.
+// holder starts a process that holds the lock of the VM until it is killed.
 func holder(t *testing.T, s *Store) *exec.Cmd {
 	t.Helper()
 	cmd := exec.Command("/bin/sh", "-c", `exec 9>>"$0" && flock 9 && echo held && exec sleep 1000`, filepath.Join(s.VMDir("a"), "lock"))
@@ -71,7 +71,7 @@ func putKernel(t *testing.T, s *Store, id string, kind kernel.Kind, config strin
 	}
 }
 
-// remove is Remove where nobody asks what it frees.
+// remove is Remove without the report of what it freed.
 func (s *Store) remove(ctx context.Context, name string, damaged bool) error {
 	_, err := s.Remove(ctx, name, damaged)
 	return err

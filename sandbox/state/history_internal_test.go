@@ -19,7 +19,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// ranVM is a VM in which a command was run that has ended, and one that has not.
+// ranVM makes a VM that ran a command that has ended, and one that has not.
 func ranVM(t *testing.T, s *Store, name string, m spec.Metadata) *Record {
 	t.Helper()
 	r := &Record{
@@ -45,7 +45,7 @@ func ranVM(t *testing.T, s *Store, name string, m spec.Metadata) *Record {
 	return r
 }
 
-// histories1 are the names of the files below removed/.
+// histories1 returns the names of the files below removed/.
 func histories1(t *testing.T, s *Store) (names []string) {
 	t.Helper()
 	entries, err := os.ReadDir(s.removedDir())
@@ -117,7 +117,7 @@ func TestRemoval_that_is_repeated_after_it_was_cut_short_keeps_one_history(t *te
 		t.Fatal(err)
 	}
 	r := ranVM(t, s, "a", spec.Metadata{})
-	if err := s.keepHistory(t.Context(), r); err != nil { // and then it was killed
+	if err := s.keepHistory(t.Context(), r); err != nil { // and then the process was killed
 		t.Fatal(err)
 	}
 	if err := s.remove(t.Context(), "a", false); err != nil {
@@ -300,7 +300,7 @@ func TestSweep_deletes_what_removals_and_earlier_versions_have_left(t *testing.T
 	}
 }
 
-// removerEnv makes the test binary one that makes and removes VMs in a store until it is killed.
+// removerEnv makes the test binary a process that makes and removes VMs in a store until it is killed.
 const removerEnv = "DROWSE_STATE_REMOVER"
 
 func TestRemoval_that_is_killed_leaves_a_whole_VM_or_a_whole_history(t *testing.T) {

@@ -22,7 +22,7 @@ import (
 
 func tempStore(t *testing.T) *Store {
 	t.Helper()
-	// Short, since Unix sockets lie in it.
+	// A short path, since that of a Unix socket is limited.
 	dir, err := os.MkdirTemp("", "ds")
 	if err != nil {
 		t.Fatal(err)
@@ -39,7 +39,7 @@ func tempStore(t *testing.T) *Store {
 	return s
 }
 
-// withMetadata is a VM without a process.
+// withMetadata makes a VM without a process.
 func withMetadata(t *testing.T, s *Store, name string, phase Phase, l *spec.Metadata) *Record {
 	t.Helper()
 	r := &Record{Version: RecordVersion, ID: spec.NewID(), Spec: spec.VM{Name: name}, Phase: phase, metadata: l}
@@ -51,7 +51,7 @@ func withMetadata(t *testing.T, s *Store, name string, phase Phase, l *spec.Meta
 	return r
 }
 
-// snapshotOf is a snapshot of a VM, without memory.
+// snapshotOf makes a snapshot of a VM, without memory.
 func snapshotOf(t *testing.T, s *Store, r *Record, kind string, at time.Time) string {
 	t.Helper()
 	labels, err := r.Labels(kind)
@@ -117,7 +117,7 @@ func TestLabel_is_kept_as_it_was_given_and_bounded(t *testing.T) {
 func TestLabel_that_is_as_large_as_it_may_be_can_be_read_again(t *testing.T) {
 	s := tempStore(t)
 	withMetadata(t, s, "a", Stopped, nil)
-	// Each of them takes six bytes in JSON.
+	// Each "<" takes six bytes in JSON.
 	wide := func(n int) string { return strings.Repeat("<", n) }
 	want := spec.Metadata{Owner: wide(spec.MaxMetadataOwner), Purpose: wide(spec.MaxMetadataPurpose), Persist: lifetime.Persist{
 		Drop:    []string{"/" + wide(lifetime.MaxPersistPath-1), "/a" + wide(lifetime.MaxPersistPath-2)},
@@ -221,7 +221,7 @@ func TestSetLabel_by_many_loses_no_change(t *testing.T) {
 // metadataWriterEnv makes the test binary a writer of metadata.
 const metadataWriterEnv = "DROWSE_TEST_LABEL_WRITER"
 
-// TestHelper_writes_metadata is no test, but a process of the next one.
+// TestHelper_writes_metadata is not a test but a process of the next one.
 func TestHelper_writes_metadata(t *testing.T) {
 	dir := os.Getenv(metadataWriterEnv)
 	if dir == "" {
@@ -316,7 +316,7 @@ func TestRename_that_is_cut_off_anywhere_leaves_one_of_both_names(t *testing.T) 
 			if err != nil || len(list) != 1 || list[0].ID != before.ID {
 				t.Fatalf("there are %+v, %v", list, err)
 			}
-			// Whoever repeats it gets it done.
+			// A repeated call completes the rename.
 			if err := s.Rename(t.Context(), "a", "b"); err != nil {
 				t.Fatal(err)
 			}
@@ -371,7 +371,7 @@ func TestSweep_keeps_the_sleeps_that_a_label_keeps(t *testing.T) {
 	now := time.Now()
 	for name, tt := range map[string]struct {
 		label *spec.Metadata
-		want  []int // of sleeps that are 0, 1, 2, 3 hours old, the first of which it comes back from
+		want  []int // indexes of sleeps 0, 1, 2 and 3 hours old; the VM wakes from the first
 	}{
 		"without metadata the one it comes back from": {nil, []int{0}},
 		"the last two":                  {&spec.Metadata{Keep: lifetime.Keep{Last: 2}}, []int{0, 1}},
@@ -505,7 +505,7 @@ func FuzzParseMetadata(f *testing.F) {
 	})
 }
 
-// What every sleep pays for what does not persist: a look at its metadata.
+// BenchmarkMetadata measures what lifetime.Persist costs every sleep: one look at the metadata.
 func BenchmarkMetadata(b *testing.B) {
 	dir := b.TempDir()
 	s, err := OpenStore(dir)

@@ -11,7 +11,7 @@ import (
 	"github.com/drowse-vm/drowse/snapshot"
 )
 
-// rotating is a VM that sleeps, and two snapshots of its own: the good one, and the one that it sleeps in.
+// rotating makes a sleeping VM with two snapshots: the good one, and the one that it sleeps in.
 func rotating(t *testing.T, s *Store) (good, last string) {
 	t.Helper()
 	r := sleepingVM(t, s, "a", 1)
@@ -23,7 +23,7 @@ func rotating(t *testing.T, s *Store) (good, last string) {
 	return good, r.Snapshot
 }
 
-// wakes is what a wake takes a VM from, which has no process here. asleep has it sleep in another snapshot first.
+// wakes returns the snapshot that a wake restores. With asleep the VM, which has no process, sleeps in that one first.
 func wakes(t *testing.T, s *Store, asleep string) (string, error) {
 	t.Helper()
 	r, err := s.Load("a")
@@ -72,7 +72,7 @@ func TestRotate_begins_each_wake_anew(t *testing.T) {
 		if r, err := s.Load("a"); err != nil || r.Previous != last {
 			t.Errorf("what it leaves is not kept: %+v, %v", r, err)
 		}
-		// A second wake at once finds it there already.
+		// A second wake right after it finds the VM there already.
 		if got, err := wakes(t, s, ""); err != nil || got != good {
 			t.Errorf("it wakes from %s, %v, want %s", got, err, good)
 		}
@@ -117,7 +117,7 @@ func TestRotate_begins_anew_once_for_each_time(t *testing.T) {
 	if got, err := wakes(t, s, last); err != nil || got != last {
 		t.Errorf("the wake after that is from %s, %v", got, err)
 	}
-	// Once, and it is over.
+	// Without a period the rotation happens once.
 	if _, err := setRotation(t, s, spec.Rotation{To: good, At: at}); err != nil {
 		t.Fatal(err)
 	}
@@ -137,8 +137,8 @@ func TestRotate_begins_anew_once_for_each_time(t *testing.T) {
 	}
 }
 
-// Killed after the VM was taken back and before the metadata says so, the next wake must not lose what was done
-// between.
+// If the process is killed after it took the VM back and before it updated the metadata, the next wake must not
+// lose later work.
 func TestRotate_that_was_killed_half_way_is_not_done_twice(t *testing.T) {
 	for name, every := range map[string]int64{"once": 0, "again and again": 3600} {
 		t.Run(name, func(t *testing.T) {

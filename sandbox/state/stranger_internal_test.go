@@ -26,7 +26,7 @@ import (
 	"github.com/drowse-vm/drowse/vmm"
 )
 
-// host is a store with an image, a kernel and the disk of an agent, as one in use has them, and no guest.
+// A host is a store with an image, a kernel and the disk of an agent, like one in use, and without a guest.
 type host struct {
 	*Store
 	t     *testing.T
@@ -34,7 +34,7 @@ type host struct {
 	facts string
 }
 
-// agentDisk is what the disk with the agent is called, as package sysdisk does.
+// agentDisk is the agent's disk, with a name as package sysdisk makes it.
 const agentDisk = "cache/sysdisk/0123456789abcdef0123456789abcdef.erofs"
 
 func newHost(t *testing.T) *host {
@@ -57,7 +57,7 @@ func newHost(t *testing.T) *host {
 	h.Image = img.ID
 	putKernel(t, s, "built-1", kernel.Built, "CONFIG_TUN=y\n")
 	h.Write(filepath.Join(s.Dir(), agentDisk), "the agent")
-	// As if a VM had run here.
+	// The store looks as if a VM had run here.
 	h.facts = "facts of this host"
 	before := instance.GoodFacts.Load()
 	instance.GoodFacts.Store(&h.facts)
@@ -65,7 +65,7 @@ func newHost(t *testing.T) *host {
 	return h
 }
 
-// another is a store with the same image and kernel, and nothing else.
+// another returns a store with the same image and kernel, and nothing else.
 func (h *host) another() *host {
 	h.t.Helper()
 	s, err := OpenStore(h.t.TempDir())
@@ -91,7 +91,7 @@ func (h *host) Write(path, text string) {
 
 const testDiskSize = 64 << 20
 
-// layer makes a sealed layer over others, with a word in its first block.
+// Layer makes a sealed layer over others, with a word in its first block.
 func (h *host) Layer(name, word string, below ...string) {
 	h.t.Helper()
 	path := filepath.Join(h.LayerDir(), name)
@@ -120,7 +120,7 @@ func (h *host) Layer(name, word string, below ...string) {
 	}
 }
 
-// word is what the first block of a stack begins with.
+// Word returns the word at the beginning of the first block of a stack.
 func (h *host) Word(layers ...string) string {
 	h.t.Helper()
 	st, err := h.Absolute(disk.Stack{Layers: layers})
@@ -139,7 +139,7 @@ func (h *host) Word(layers ...string) string {
 	return strings.TrimRight(string(b), "\x00")
 }
 
-// record is of a VM without anything special.
+// Record returns the record of an ordinary VM.
 func (h *host) Record(name string, layers ...string) *Record {
 	return &Record{
 		Version: RecordVersion, ID: spec.NewID(), Created: time.Now().UTC(), Phase: Asleep,
@@ -149,7 +149,7 @@ func (h *host) Record(name string, layers ...string) *Record {
 	}
 }
 
-// snapshot writes one of a VM, as its process would, and changes what it says first if change is not nil.
+// Snapshot writes a snapshot of a VM, as its process would. change, if not nil, first changes its spec.
 func (h *host) Snapshot(r *Record, kind string, change func(*snapshot.Spec)) string {
 	h.t.Helper()
 	labels, err := r.Labels(kind)
@@ -170,7 +170,7 @@ func (h *host) Snapshot(r *Record, kind string, change func(*snapshot.Spec)) str
 	return spec.ID
 }
 
-// stream is an export.
+// stream exports a snapshot.
 func (h *host) stream(id string) []byte {
 	h.t.Helper()
 	var b bytes.Buffer
@@ -180,8 +180,8 @@ func (h *host) stream(id string) []byte {
 	return b.Bytes()
 }
 
-// forged is a stream with those layers alone, whatever its manifest says, by the names that the manifest has for them,
-// and with the disk of the agent.
+// forged exports a snapshot with only these layers, whatever its manifest says, and with the agent's disk. layers
+// maps the names in the manifest to layers of this store.
 func (h *host) forged(id string, layers map[string]string) []byte {
 	h.t.Helper()
 	var files []snapshot.ExtraFile
@@ -205,7 +205,7 @@ func (h *host) forged(id string, layers map[string]string) []byte {
 	return b.Bytes()
 }
 
-// take imports a stream that is accepted.
+// take imports a stream, which must succeed.
 func (h *host) take(stream []byte, o ImportOptions) (ImportResult, *snapshot.Manifest) {
 	h.t.Helper()
 	res, err := h.ImportSnapshot(h.t.Context(), bytes.NewReader(stream), o)
@@ -227,7 +227,7 @@ func recordOf(t *testing.T, m *snapshot.Manifest) (r Record) {
 	return r
 }
 
-// greedy is the record of a VM that asks for all that there is.
+// greedy returns the record of a VM that asks for everything.
 func (h *host) greedy() *Record {
 	h.t.Helper()
 	p, err := netpolicy.Parse([]byte("publish: [{listen: \"0.0.0.0:22\", port: 22, protocol: tcp}]\n"))
@@ -287,7 +287,7 @@ func TestAttack_import_brings_no_policy_tags_grants_kernel_path_or_owner(t *test
 		t.Errorf("told was %+v (%v)", told, err)
 	}
 
-	// Who knows the maker has all of it.
+	// With Trust an import keeps everything.
 	trusting := from.another()
 	res, m = trusting.take(stream, ImportOptions{Trust: true})
 	if len(res.Dropped) != 0 || res.Owner != victim || res.Kind != KindSleep {
@@ -301,7 +301,7 @@ func TestAttack_import_brings_no_policy_tags_grants_kernel_path_or_owner(t *test
 	}
 }
 
-// Whoever adds a field says here what an import does with it.
+// The author of a new field must say here what an import does with it.
 func TestAttack_import_decides_about_every_field_of_a_record(t *testing.T) {
 	const kept, replaced, dropped = "kept", "replaced by what this store has", "dropped"
 	for _, tt := range []struct {
@@ -350,7 +350,7 @@ func TestAttack_import_decides_about_every_field_of_a_record(t *testing.T) {
 	}
 }
 
-// fill puts something into each field.
+// fill sets each field to a value that is not zero.
 func fill(v reflect.Value) {
 	switch v.Kind() {
 	case reflect.Bool:
@@ -381,7 +381,7 @@ func fill(v reflect.Value) {
 func TestAttack_import_gets_no_layer_of_a_local_VM_by_its_name(t *testing.T) {
 	from := newHost(t)
 	secret, secretUpper := spec.NewID()+"-1", spec.NewID()+"-2"
-	// The stranger has layers of his own by these names, to have a snapshot of them, and leaves them out of the stream.
+	// The stranger makes layers with these names to get a snapshot of them, and leaves them out of the stream.
 	from.Layer(secret, "bait")
 	from.Layer(secretUpper, "bait", secret)
 	r := from.Record("x", secret, secretUpper)
@@ -442,7 +442,7 @@ func TestAttack_import_takes_no_name_that_a_local_VM_is_going_to_give_a_layer(t 
 	if got := to.Word(SnapshotStack(m).Layers...); got != "stranger 2" {
 		t.Errorf("the disk of what was imported begins with %q", got)
 	}
-	// The same layers by the same names are the same: nothing is there twice.
+	// The same layers with the same names are not stored twice.
 	back := from.another()
 	for _, l := range []string{local + "-1", local + "-2"} {
 		if err := os.Link(filepath.Join(from.LayerDir(), l), filepath.Join(back.LayerDir(), l)); err != nil {
@@ -526,7 +526,7 @@ func TestAttack_import_does_not_become_what_a_local_VM_comes_back_from(t *testin
 			if to.IsThere(id) {
 				t.Error("it is there")
 			}
-			to.take(stream, ImportOptions{Trust: true}) // a copy that was made before it was lost
+			to.take(stream, ImportOptions{Trust: true}) // a copy made before the snapshot was lost
 		})
 	}
 }
@@ -541,7 +541,7 @@ func TestAttack_import_succeeds_only_if_a_restore_has_all_that_it_needs(t *testi
 		s := *from
 		bare := *r
 		bare.Boot.SystemDisk = ""
-		// As older versions have sent it: the record names the disk, and the stream has none.
+		// Older versions exported this: the record names the disk, but the stream does not have it.
 		id := s.Snapshot(&bare, KindNamed, func(sp *snapshot.Spec) {
 			labels, err := r.Labels(KindNamed)
 			if err != nil {
@@ -620,8 +620,8 @@ func TestAttack_import_succeeds_only_if_a_restore_has_all_that_it_needs(t *testi
 	}
 }
 
-// A layer of some bytes may say that it is of a disk of terabytes, whose index would take gigabytes of memory, or that
-// it is still written to.
+// A tiny layer may claim to be of a disk of terabytes, whose index would take gigabytes of memory, or may not be
+// sealed.
 func TestAttack_import_refuses_layers_that_are_too_large_or_not_sealed(t *testing.T) {
 	const layer = "ext4-1-64-0123456789abcdef.layer"
 	for name, tt := range map[string]struct {

@@ -16,7 +16,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// sleepingVM has a disk of so many layers that are its own, each with a block of its number.
+// sleepingVM makes a VM whose disk has this many layers of its own, each with a block of its number.
 func sleepingVM(t *testing.T, s *Store, name string, layers int) *Record {
 	t.Helper()
 	r := &Record{Version: RecordVersion, ID: spec.NewID(), Spec: spec.VM{Name: name}, Phase: Asleep}
@@ -54,7 +54,7 @@ func sleepingVM(t *testing.T, s *Store, name string, layers int) *Record {
 	return r
 }
 
-// wantBlocks reads what sleepingVM has written.
+// wantBlocks checks the blocks that sleepingVM wrote.
 func wantBlocks(t *testing.T, s *Store, name string, n int) {
 	t.Helper()
 	r, err := s.Load(name)
@@ -78,8 +78,8 @@ func wantBlocks(t *testing.T, s *Store, name string, n int) {
 	}
 }
 
-// An export that was taken before and one that was taken after must be able to lie in one store, and a snapshot that
-// names the layers before must find them as they were.
+// One store must be able to import an export from before and one from after. A snapshot that names the old layers
+// must find them unchanged.
 func TestAttack_joining_layers_of_a_sleeping_VM_changes_no_layer_under_its_name(t *testing.T) {
 	const layers = 8
 	s, err := OpenStore(t.TempDir())
@@ -95,7 +95,7 @@ func TestAttack_joining_layers_of_a_sleeping_VM_changes_no_layer_under_its_name(
 		}
 		before[l] = b
 	}
-	// A clone that is made of them, or an export, reads them.
+	// A new clone or an export would read them like this.
 	for l := range before {
 		f, err := os.Open(filepath.Join(s.LayerDir(), l))
 		if err != nil {
@@ -126,7 +126,7 @@ func TestAttack_joining_layers_of_a_sleeping_VM_changes_no_layer_under_its_name(
 			t.Errorf("the content of layer %s has changed, or it is gone (%v)", l, err)
 		}
 	}
-	// The list from before is what it was.
+	// The old list of layers still has the same content.
 	if err := s.Save(r); err != nil {
 		t.Fatal(err)
 	}
@@ -168,7 +168,7 @@ func TestJoinLayers_leaves_what_others_need_and_what_has_much_data(t *testing.T)
 	}
 }
 
-// Pages of snapshots that are gone hold what was in the memory of their guests.
+// Pages of removed snapshots would keep content of their guests' memory.
 func TestSweep_removes_cached_pages_of_no_snapshot(t *testing.T) {
 	s, err := OpenStore(t.TempDir())
 	if err != nil {
@@ -196,7 +196,7 @@ func TestSweep_removes_cached_pages_of_no_snapshot(t *testing.T) {
 	}
 }
 
-// Else a sweep of one would remove the pages of the other.
+// Otherwise a sweep of one store would remove the pages of the other.
 func TestStores_that_share_a_cache_directory_do_not_share_pages(t *testing.T) {
 	var stores [2]*Store
 	cache := t.TempDir()

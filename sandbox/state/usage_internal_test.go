@@ -22,7 +22,7 @@ func TestUsage_counts_each_file_once_by_what_it_is_for(t *testing.T) {
 		if err := os.MkdirAll(filepath.Dir(name), 0o700); err != nil {
 			t.Fatal(err)
 		}
-		// Random enough for file systems that compress.
+		// The data must not shrink on file systems that compress.
 		data := make([]byte, size)
 		for i := range data {
 			data[i] = byte(i*i>>3 ^ i)
@@ -35,7 +35,7 @@ func TestUsage_counts_each_file_once_by_what_it_is_for(t *testing.T) {
 		if _, err := f.Write(data); err != nil {
 			t.Fatal(err)
 		}
-		if err := f.Sync(); err != nil { // blocks are given late
+		if err := f.Sync(); err != nil { // file systems allocate blocks late
 			t.Fatal(err)
 		}
 		return name
@@ -58,7 +58,7 @@ func TestUsage_counts_each_file_once_by_what_it_is_for(t *testing.T) {
 	}
 	write(512*kib, "pages", "p")
 	write(1024*kib, "volumes", "v", "disk")
-	// Images of several stores lie in one place.
+	// Several stores may share a directory of images.
 	elsewhere := t.TempDir()
 	if err := os.WriteFile(filepath.Join(elsewhere, "i"), make([]byte, 1), 0o600); err != nil {
 		t.Fatal(err)
@@ -70,7 +70,7 @@ func TestUsage_counts_each_file_once_by_what_it_is_for(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// Directories and the blocks of a file system's own come on top.
+	// Directories and the file system's own blocks come on top.
 	const slack = 48 * kib
 	for _, c := range []struct {
 		kind      string

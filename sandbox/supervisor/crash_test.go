@@ -21,7 +21,7 @@ func TestA_process_that_is_killed_is_told_of_once(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// It stands for that of a VM: what counts is its number, and who has the lock.
+	// This process stands in for a VM's. Only its pid and the holder of the lock matter.
 	cmd := exec.Command("sleep", "1000")
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)

@@ -20,7 +20,7 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// pair is a TCP connection with both its ends.
+// pair returns both ends of a TCP connection.
 func pair(t *testing.T) (a, b *net.TCPConn) {
 	t.Helper()
 	l, err := net.ListenTCP("tcp4", &net.TCPAddr{IP: net.IPv4(127, 0, 0, 1)})
@@ -39,7 +39,7 @@ func pair(t *testing.T) (a, b *net.TCPConn) {
 	return a, b
 }
 
-// relayed is a connection that is relayed: what is written to one end comes out of the other one.
+// relayed returns the outer ends of two connections that relay joins. ended is closed when relay returns.
 func relayed(t *testing.T) (client, server *net.TCPConn, ended <-chan struct{}) {
 	t.Helper()
 	client, a := pair(t)

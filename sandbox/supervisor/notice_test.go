@@ -10,7 +10,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 )
 
-// replace replaces a file as records and metadata are.
+// replace replaces a file like a store replaces records and metadata.
 func replace(t testing.TB, path string) {
 	t.Helper()
 	if err := os.MkdirAll(filepath.Dir(path), 0o700); err != nil {
@@ -42,7 +42,7 @@ func TestNotice_has_all_read_again_when_something_changes_and_not_otherwise(t *t
 		}
 		return v
 	}
-	// rests is when nothing has it read again.
+	// rests waits until nothing causes another read.
 	rests := func() {
 		t.Helper()
 		for end, last := time.Now().Add(30*time.Second), -1; ; time.Sleep(10 * time.Millisecond) {
@@ -90,7 +90,7 @@ func TestNotice_has_all_read_again_when_something_changes_and_not_otherwise(t *t
 		}
 	}
 	rests()
-	// Whoever is blind looks each time.
+	// A blind notice causes a read each time.
 	n.blind.Store(true)
 	if a, b := get(), get(); a == b {
 		t.Error("a notice that does not notice all is believed")
@@ -119,7 +119,7 @@ func TestNoticed_reads_each_time_without_a_notice_and_after_an_error(t *testing.
 			t.Errorf("read %d times, want 5", got)
 		}
 	}
-	// In case something was not noticed.
+	// noticeEvery covers changes that the notice missed.
 	c.at = c.at.Add(-noticeEvery)
 	if got, _ := c.get(); got != 6 {
 		t.Errorf("after %v: read %d times, want 6", noticeEvery, got)
@@ -129,7 +129,7 @@ func TestNoticed_reads_each_time_without_a_notice_and_after_an_error(t *testing.
 	}
 }
 
-// What one look for timers costs with 1,000 sandboxes, four of which there are each second.
+// BenchmarkTimers_look measures one look for timers with 1,000 sandboxes. The supervisor takes four each second.
 func BenchmarkTimers_look(b *testing.B) {
 	s, err := sandbox.Open(b.TempDir())
 	if err != nil {

@@ -14,7 +14,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// fakeVMs have timers and can be woken.
+// fakeVMs are VMs with timers that can be woken.
 type fakeVMs struct {
 	mu     sync.Mutex
 	labels map[string]spec.Timer
@@ -41,7 +41,7 @@ func (v *fakeVMs) FileStamps() (map[string]string, error) {
 	defer v.mu.Unlock()
 	out := map[string]string{}
 	for name := range v.labels {
-		out[name] = "" // may be replaced at any moment
+		out[name] = "" // empty, so that look reads the metadata
 	}
 	return out, nil
 }
@@ -77,7 +77,7 @@ func (v *fakeVMs) wake(ctx context.Context, name string) error {
 	return v.fail(name, len(v.wakes))
 }
 
-// look has everything fired that is due.
+// look fires every timer that is due, and waits for the wakes.
 func (v *fakeVMs) look(t *testing.T, ts *timers, now time.Time) {
 	t.Helper()
 	if err := ts.look(t.Context(), now); err != nil {
@@ -169,7 +169,7 @@ func TestThe_end_of_a_supervisor_leaves_a_timer_to_the_next_one(t *testing.T) {
 	}
 }
 
-// heldVMs take until a channel is closed to wake.
+// heldVMs wake only when a channel is closed.
 type heldVMs struct {
 	*fakeVMs
 	until chan struct{}

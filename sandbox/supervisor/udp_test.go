@@ -16,10 +16,10 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 )
 
-// testWait is how long a test waits for what comes at once on any machine that works.
+// testWait bounds the wait for what happens at once on any machine that works.
 const testWait = time.Minute
 
-// guestPort is the guest's end: it gives what it gets, and answers it with a word before it.
+// guestPort is the guest's end. It passes each datagram to got, and answers with "re " and the datagram.
 type guestPort struct {
 	*net.UDPConn
 	at  netip.AddrPort
@@ -69,12 +69,12 @@ func (g *guestPort) want(t *testing.T, want string) {
 	}
 }
 
-// vm is one whose sleep and wakes a test decides on.
+// A vm sleeps and wakes when the test says so.
 type vm struct {
 	guest netip.AddrPort
 	awake chan struct{} // closed when it may wake
 	wakes atomic.Int32
-	holds atomic.Int32 // that there are
+	holds atomic.Int32 // current holds
 	err   error
 
 	mu     sync.Mutex
@@ -90,7 +90,7 @@ type holdOf struct {
 func (h *holdOf) Done() <-chan struct{} { return h.asleep }
 func (h *holdOf) Release()              { h.once.Do(func() { h.v.holds.Add(-1) }) }
 
-// sleep ends what holds it, and it may be woken again.
+// sleep ends all holds, after which the VM can be woken again.
 func (v *vm) sleep() {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -114,7 +114,7 @@ func (v *vm) wake(ctx context.Context) (held, netip.AddrPort, error) {
 	return &holdOf{v: v, asleep: v.asleep}, v.guest, nil
 }
 
-// newTestListener listens for a VM's port. The VM is awake already if it sleeps not.
+// newTestListener listens for a VM's port. Without sleeps the VM is already awake.
 func newTestListener(t *testing.T, listen string, v *vm, sleeps bool) *udpListener {
 	t.Helper()
 	v.awake, v.asleep = make(chan struct{}), make(chan struct{})
@@ -142,7 +142,7 @@ func newTestListener(t *testing.T, listen string, v *vm, sleeps bool) *udpListen
 
 func (h *udpListener) address() netip.AddrPort { return h.conn.LocalAddr().(*net.UDPAddr).AddrPort() }
 
-// client sends to a listener, at an address of its own if it listens at all.
+// client connects to a listener, by its own address if to is not valid.
 func client(t *testing.T, h *udpListener, to netip.Addr) *net.UDPConn {
 	t.Helper()
 	if !to.IsValid() {
@@ -175,7 +175,7 @@ func receive(t *testing.T, c *net.UDPConn, want string) {
 	}
 }
 
-// until waits for what another goroutine does.
+// until waits until done is true, which another goroutine causes.
 func until(t *testing.T, h *udpListener, what string, done func() bool) {
 	t.Helper()
 	for end := time.Now().Add(testWait); ; time.Sleep(time.Millisecond) {
@@ -215,7 +215,7 @@ func TestHatch_datagrams_wait_for_the_VM_and_come_in_their_order(t *testing.T) {
 	send(t, c, "later")
 	g.want(t, "later")
 	receive(t, c, "re later")
-	// Another sender has a session of its own.
+	// Another sender gets its own session.
 	other := client(t, h, netip.Addr{})
 	send(t, other, "other")
 	g.want(t, "other")
@@ -233,7 +233,7 @@ func TestHatch_what_is_held_has_bounds(t *testing.T) {
 	for name, tt := range map[string]struct {
 		senders uint16
 		each    int // bytes
-		n, want int // datagrams of each; those that are held of all
+		n, want int // datagrams of each sender; those held in all
 	}{
 		"as many datagrams as there may be": {1, 10, maxHeld, maxHeld},
 		"more datagrams":                    {1, 10, maxHeld + 5, maxHeld},
@@ -300,7 +300,7 @@ func TestHatch_a_sleep_ends_the_session_and_the_next_datagram_wakes(t *testing.T
 	}
 }
 
-// The session's socket is closed before the session is gone: a datagram in between is not lost.
+// The socket of a session closes before the session is removed. A datagram in between must not be lost.
 func TestHatch_a_datagram_at_the_moment_of_a_sleep_wakes(t *testing.T) {
 	g := listenGuest(t, "127.0.0.1:0")
 	v := &vm{guest: g.at}
@@ -343,12 +343,12 @@ func TestHatch_a_VM_that_does_not_wake_is_left_alone_for_a_while(t *testing.T) {
 		last  time.Duration // since the last refusal
 		wakes int32
 	}{{0, 1}, {-time.Hour, 1}, {refusalTime + time.Second, 2}} {
-		h.refused = time.Now().Add(-tt.last) // nobody else has the waker
+		h.refused = time.Now().Add(-tt.last) // no other goroutine uses the waker
 		if _, _, err := h.turn(t.Context()); !errors.Is(err, v.err) || v.wakes.Load() != tt.wakes {
 			t.Errorf("turn %d: %v, tried %d times, want %d", i, err, v.wakes.Load(), tt.wakes)
 		}
 	}
-	// What was held for it is gone.
+	// The datagrams for it are dropped.
 	if err := h.take(sender{from: netip.MustParseAddrPort("192.0.2.1:1")}, nil, []byte("x")); err != nil {
 		t.Fatal(err)
 	}
@@ -395,7 +395,7 @@ func TestHatch_too_large_a_datagram_is_dropped_and_not_cut(t *testing.T) {
 	receive(t, c, "re "+largest)
 }
 
-// Where a port is listened for at all addresses, answers come from the one that was asked.
+// With a listener on all addresses, answers come from the address that the client asked.
 func TestHatch_answers_come_from_the_address_that_was_asked(t *testing.T) {
 	for listen, to := range map[string][]string{
 		"0.0.0.0:0": {"127.0.0.1", "127.0.0.2"},
@@ -405,7 +405,7 @@ func TestHatch_answers_come_from_the_address_that_was_asked(t *testing.T) {
 			g := listenGuest(t, "127.0.0.1:0")
 			h := newTestListener(t, listen, &vm{guest: g.at}, false)
 			for _, a := range to {
-				// A connected socket gets nothing from another address.
+				// A connected socket receives nothing from another address.
 				c := client(t, h, netip.MustParseAddr(a))
 				send(t, c, a)
 				receive(t, c, "re "+a)

@@ -26,7 +26,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// syn opens a TCP connection, or is another packet of it.
+// syn returns a packet that opens a TCP connection, or another one of it, depending on flags.
 func syn(from, to string, port uint16, flags byte) []byte {
 	src, dst := netip.MustParseAddr(from), netip.MustParseAddr(to)
 	tcp := make([]byte, 20)
@@ -49,14 +49,14 @@ func syn(from, to string, port uint16, flags byte) []byte {
 
 const opening = 2 // SYN
 
-// stage is a packet waker with what it does to VMs noted.
+// A stage is a packet waker that notes what it does to VMs.
 type stage struct {
 	*packetWaker
 	mu       sync.Mutex
 	woken    []string
-	sent     []string // device, and the packet's TCP port
+	sent     []string // device, second byte of the EtherType, TCP port
 	released int
-	awake    chan struct{} // wakes wait until it is closed
+	awake    chan struct{} // wakes wait until awake is closed
 	fails    error
 	info     spec.NetworkInfo
 	clock    time.Time
@@ -107,7 +107,7 @@ func newStage(t *testing.T, policy string) *stage {
 	return s
 }
 
-// let lets wakes go on, and waits for them.
+// let lets the wakes continue, and waits for them.
 func (s *stage) let() {
 	close(s.awake)
 	s.bringing.Wait()
@@ -161,7 +161,7 @@ func TestWaker_several_packets_wake_once_and_come_in_order(t *testing.T) {
 		s.packet(t.Context(), syn("93.184.216.34", "10.200.0.7", port, opening))
 	}
 	s.let()
-	// What comes while it wakes is judged by the VM's programs.
+	// The VM's own programs judge the packets that come during the wake.
 	if want := []string{"tap-a 0 80", "tap-a 0 81", "tap-a 0 22", "tap-a 0 82"}; !slices.Equal(s.sent, want) || len(s.woken) != 1 || s.released != 1 {
 		t.Errorf("woken %v, sent %v, released %d", s.woken, s.sent, s.released)
 	}
@@ -257,12 +257,12 @@ func TestWakerDevice_has_packets_that_no_device_of_a_VM_takes(t *testing.T) {
 	must(netlink.LinkSetUp(lo))
 	first, err := openWakerDevice(hostnet.DefaultRange, hostnet.DefaultRange6)
 	must(err)
-	d, err := openWakerDevice(hostnet.DefaultRange, hostnet.DefaultRange6) // another supervisor's
+	d, err := openWakerDevice(hostnet.DefaultRange, hostnet.DefaultRange6) // of another supervisor
 	must(err)
 	must(first.close())
 	defer func() { must(d.close()) }()
 	must(d.lead(map[netip.Addr]bool{own: true, own6: true}))
-	must(d.lead(map[netip.Addr]bool{own: true, own6: true})) // again
+	must(d.lead(map[netip.Addr]bool{own: true, own6: true})) // a second time
 
 	next := func() netip.Addr {
 		t.Helper()
@@ -289,7 +289,7 @@ func TestWakerDevice_has_packets_that_no_device_of_a_VM_takes(t *testing.T) {
 			t.Errorf("there is a packet to %v, want one to %v", got, a)
 		}
 	}
-	// The route of a VM that runs is better, and when it is gone, packets come here again.
+	// The route of a running VM is better. When it is gone, packets come here again.
 	must(netlink.LinkAdd(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "drowse0"}, PeerName: "peer"}))
 	tap, err := netlink.LinkByName("drowse0")
 	must(err)
@@ -328,7 +328,7 @@ func TestWakerDevice_of_one_supervisor_too_many_is_refused(t *testing.T) {
 		t.Fatal(err)
 	}
 	name := func(i int) string { return fmt.Sprintf("%s-waker%d", hostnet.InterfacePrefix, i) }
-	for i := 0; i < maxWakers-2; i += 2 { // others', which the kernel makes sooner in pairs
+	for i := 0; i < maxWakers-2; i += 2 { // of others: the kernel makes pairs faster
 		pair := &netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: name(i)}, PeerName: name(i + 1)}
 		if err := netlink.LinkAdd(pair); err != nil {
 			t.Fatal(err)
@@ -355,8 +355,7 @@ func TestWakerDevice_of_one_supervisor_too_many_is_refused(t *testing.T) {
 	}
 }
 
-// A VM that wakes may sleep again before the supervisor looks once more, and a packet that comes then has to find the
-// waker.
+// A VM that wakes may sleep again before the supervisor looks again. A packet in between must find the waker.
 func TestGuardedOf_is_whatever_may_be_asleep_when_it_is_looked_again(t *testing.T) {
 	v := &supervisor{}
 	for name, tt := range map[string]struct {
@@ -377,8 +376,8 @@ func TestGuardedOf_is_whatever_may_be_asleep_when_it_is_looked_again(t *testing.
 	}
 }
 
-// A machine of the host's network says that it is another VM, or the host: its packets do not reach the waker, which
-// would give them to the VM as if they were from there.
+// A machine in the host's network pretends to be another VM, or the host. Its packets must not reach the waker,
+// which would pass them to the VM as if they came from there.
 func TestAttack_forged_source_wakes_a_VM(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Skip("this needs root")
@@ -414,7 +413,7 @@ func TestAttack_forged_source_wakes_a_VM(t *testing.T) {
 	must(err)
 	must(d.lead(map[netip.Addr]bool{asleep: true, asleep6: true, another: true, another6: true}))
 
-	// Two devices of the host's: one is the network's, the other one that of a VM which is awake.
+	// Two devices of the host: one of its network, and one of a VM that is awake.
 	send := map[string]func(src, dst netip.Addr, port uint16){}
 	for name, addrs := range map[string][]string{"lan0": {"198.51.100.1/24", "2001:db8:9::1/64"}, "drowse0": nil} {
 		must(netlink.LinkAdd(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: name}, PeerName: name, PeerNamespace: netlink.NsFd(int(other.Fd()))}))
@@ -450,7 +449,7 @@ func TestAttack_forged_source_wakes_a_VM(t *testing.T) {
 			f := frame(syn(src.String(), dst.String(), port, opening))
 			copy(f, l.Attrs().HardwareAddr)
 			if src.Is4() {
-				h := f[14:34] // the host looks at its checksum
+				h := f[14:34] // the host checks its checksum
 				var sum uint32
 				for i := 0; i < 20; i += 2 {
 					sum += uint32(binary.BigEndian.Uint16(h[i:]))
@@ -466,7 +465,7 @@ func TestAttack_forged_source_wakes_a_VM(t *testing.T) {
 		must(d.file.SetReadDeadline(time.Now().Add(time.Minute)))
 		buf := make([]byte, 2000)
 		n, err := d.file.Read(buf)
-		for err == nil && buf[9] != unix.IPPROTO_TCP && buf[6] != unix.IPPROTO_TCP { // the kernel's own of IPv6
+		for err == nil && buf[9] != unix.IPPROTO_TCP && buf[6] != unix.IPPROTO_TCP { // the kernel's own IPv6
 			n, err = d.file.Read(buf)
 		}
 		must(err)
@@ -480,7 +479,7 @@ func TestAttack_forged_source_wakes_a_VM(t *testing.T) {
 		{asleep6, another6, netip.MustParseAddr("2001:db8:9::2"), netip.MustParseAddr("2001:db8:9::1"), netpolicy.TheWire.Gateway6},
 	} {
 		for _, a := range []netip.Addr{x.host, x.gateway} {
-			// The kernel puts an address of IPv6 into service some time after it has said yes.
+			// The kernel activates an IPv6 address some time after it has accepted it.
 			for end := time.Now().Add(time.Minute); ; time.Sleep(time.Millisecond) {
 				routes, err := netlink.RouteGet(a.AsSlice())
 				must(err)

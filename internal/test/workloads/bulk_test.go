@@ -35,12 +35,12 @@ const (
 	bulkVM    = "bulk"
 	neighbour = "neighbour"
 
-	// maxGrowth is by how much client and VM's process may grow while a command prints, in MiB: far less than it
-	// prints.
+	// maxGrowth bounds the growth of the client and the VM's process while a command prints, in MiB. It is far
+	// less than the command prints.
 	maxGrowth = 64
 )
 
-// resident is the memory of processes, in MiB, at its most until what it returns is called, and when it began.
+// resident samples the memory of processes, in MiB. end returns the first values and the highest ones.
 func resident(t *testing.T, pids ...int) (end func() (before, peak []int)) {
 	t.Helper()
 	now := func(pid int) int {
@@ -78,7 +78,7 @@ func resident(t *testing.T, pids ...int) (end func() (before, peak []int)) {
 	return func() ([]int, []int) { close(stop); <-done; return before, peak }
 }
 
-// What the agent of a real guest carries in bulk: package guest has the same with client and agent on the host.
+// The agent of a real guest carries bulk data. Package guest has the same test with client and agent on the host.
 func TestAgent_of_a_guest_carries_in_bulk(t *testing.T) {
 	e := guesttest.New(t)
 	size := *bulkMiB << 20
@@ -166,7 +166,7 @@ func TestAgent_of_a_guest_carries_in_bulk(t *testing.T) {
 	})
 
 	t.Run("a command that prints without end takes no memory of the host", func(t *testing.T) {
-		// What it takes the first time it takes for good.
+		// The first run takes memory that it keeps.
 		e.Sh(bulkVM, "head -c 1048576 /dev/zero | wc -c")
 		end := resident(t, pids...)
 		begin := time.Now()
@@ -208,7 +208,7 @@ func TestAgent_of_a_guest_carries_in_bulk(t *testing.T) {
 				default:
 				}
 				if i%2 == 0 {
-					<-ctx.Done() // nobody reads on
+					<-ctx.Done() // the reader stalls
 				}
 				return len(p), nil
 			})
@@ -237,7 +237,7 @@ func TestAgent_of_a_guest_carries_in_bulk(t *testing.T) {
 				t.Errorf("the %s grew by %d MiB, more than %d", who, peak[i]-before[i], maxGrowth)
 			}
 		}
-		// The flood takes a processor at the most for each vCPU and each reader: what there is to share is shared.
+		// The flood takes at most one processor for each vCPU and each reader. The rest is shared.
 		if beside > 20*alone {
 			t.Errorf("a neighbour's command takes %v, %v alone", beside, alone)
 		}
@@ -251,7 +251,7 @@ func TestAgent_of_a_guest_carries_in_bulk(t *testing.T) {
 	e.Sh(bulkVM, "true")
 }
 
-// answerTimes is what a command takes in a VM, the median of some.
+// answerTimes returns the median time of a command in a VM.
 func answerTimes(t *testing.T, e *guesttest.Env, name string) time.Duration {
 	t.Helper()
 	var all []time.Duration

@@ -58,7 +58,7 @@ const (
 	memoryMiB = 1536
 
 	// Ports in the guest.
-	gitPort    = 9418 // carried to the host
+	gitPort    = 9418 // forwarded to the host
 	wheelPort  = 7001
 	clientPort = 7002
 	writerPort = 7003
@@ -66,29 +66,29 @@ const (
 	webPort    = 8000 // published
 	appPort    = 8081 // of the container, on the guest's addresses
 
-	// chosenEnv names some of the workloads, for work on them: git,pip,npm,go,podman,sqlite.
+	// chosenEnv selects some of the workloads while one works on them: git,pip,npm,go,podman,sqlite.
 	chosenEnv = "DROWSE_WORKLOADS"
 
-	// appEnv names the program of testdata/app; it is built if there is none.
+	// appEnv is the built program of testdata/app. If it is not set, the test builds the program.
 	appEnv = "DROWSE_WORKLOADS_APP"
 
 	guestAddress = "172.31.255.2"
 	hostAddress  = "172.31.255.1"
 
-	// answerLimit is how long a server in the guest may take for an answer, its start included.
+	// answerLimit is the time that a server in the guest has for an answer, including its start.
 	answerLimit = 10 * time.Minute
 )
 
-// work is the VM and what the host has for it.
+// work is the VM and its counterparts on the host.
 type work struct {
 	*guesttest.Env
 	dir       string // inputs on the host
 	published string // address of the web server on the host
 	container string // address of the container on the host
-	plain     string // address of a server on the host that says hello, as the guest sees it
+	plain     string // address of a server on the host that sends hello, as the guest sees it
 }
 
-// with is the same for a subtest.
+// with returns a copy for a subtest.
 func (w *work) with(t *testing.T) *work {
 	own, env := *w, *w.Env
 	env.T = t
@@ -96,7 +96,7 @@ func (w *work) with(t *testing.T) *work {
 	return &own
 }
 
-// sh runs a shell command in the guest, and tells how long it took.
+// sh runs a shell command in the guest, and logs how long it took.
 func (w *work) sh(script string) string {
 	w.T.Helper()
 	begin := time.Now()
@@ -123,7 +123,7 @@ func (w *work) putData(path, from string) {
 	w.put(path, data)
 }
 
-// start runs a program in the guest that goes on by itself; its output is in /root/log.
+// start runs a detached program in the guest. Its output goes to the file log in /root.
 func (w *work) start(log, script string) {
 	w.T.Helper()
 	c := w.Agent(vm)
@@ -161,7 +161,7 @@ func ask(ctx context.Context, c *guest.Client, address, line string) (string, er
 	return exchange(conn, line)
 }
 
-// askHost does the same from the host.
+// askHost sends a line from the host and returns the answer.
 func (w *work) askHost(address, line string) string {
 	w.T.Helper()
 	for end := time.Now().Add(answerLimit); ; time.Sleep(500 * time.Millisecond) {
@@ -195,7 +195,8 @@ func exchange(conn net.Conn, line string) (string, error) {
 
 func loopback(port int) string { return net.JoinHostPort("127.0.0.1", strconv.Itoa(port)) }
 
-// counted reads an answer that ends with a count, which must be one more than before; the rest must be the same.
+// counted compares two answers that end with a count. The second count must be one more. The rest must be the
+// same.
 func counted(t testing.TB, what, before, after string) {
 	t.Helper()
 	split := func(s string) (string, int) {
@@ -212,12 +213,12 @@ func counted(t testing.TB, what, before, after string) {
 	}
 }
 
-// workload is one of the things that people do.
+// A workload is one of the things that people do.
 type workload struct {
-	key    string // by which $DROWSE_WORKLOADS chooses it
+	key    string // name in $DROWSE_WORKLOADS
 	name   string
-	before func(*work) // does it, and leaves something under way
-	after  func(*work) // checks that this goes on, and does it anew
+	before func(*work) // does it, and leaves some work in progress
+	after  func(*work) // checks that this continues, and does it again
 }
 
 func TestWorkloads_go_on_after_sleep_and_are_done_again(t *testing.T) {
@@ -260,7 +261,7 @@ publish:
 
 	all := []workload{gitWorkload(), pipWorkload(), npmWorkload(), goWorkload(), podmanWorkload(), sqliteWorkload(), webWorkload()}
 	if keys := os.Getenv(chosenEnv); keys != "" {
-		// The web server is always there: a connection to it wakes the VM.
+		// The web server always runs: a connection to it wakes the VM.
 		all = slices.DeleteFunc(all, func(l workload) bool {
 			return l.key != "web" && !slices.Contains(strings.Split(keys, ","), l.key)
 		})
@@ -284,7 +285,7 @@ publish:
 	}
 }
 
-// sleep puts the VM to sleep, and waits until its process is gone.
+// sleep puts the VM to sleep, and waits until its process has exited.
 func (w *work) sleep(t *testing.T) {
 	r, err := w.Store.State.Get(vm)
 	if err != nil {
@@ -312,7 +313,7 @@ func (w *work) sleep(t *testing.T) {
 	}
 }
 
-// supervise listens at the published port, as `drowse serve` does.
+// supervise listens on the published port, as `drowse serve` does.
 func (w *work) supervise() {
 	ctx, stop := context.WithCancel(context.Background())
 	ended := make(chan error, 1)
@@ -348,7 +349,7 @@ func (w *work) get() string {
 	}
 }
 
-// web is what the web server said last through the published port.
+// web is the last answer of the web server through the published port.
 var web string
 
 func (w *work) wakeByPort() {
@@ -362,7 +363,7 @@ func (w *work) wakeByPort() {
 	}
 }
 
-// hello listens at the host's end of the guest's link, and says hello to who connects.
+// hello listens at the host's end of the guest's link, and sends hello to each client.
 func hello(t *testing.T, tap string) string {
 	t.Helper()
 	lc := net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) error {
@@ -402,7 +403,7 @@ func (w *work) host(dir string, argv ...string) string {
 	return strings.TrimSpace(string(out))
 }
 
-// carry lets the guest connect to a port of the host, as `drowse port-forward --reverse` does, until the end of the
+// carry forwards a port of the guest to the host, as `drowse port-forward --reverse` does, until the end of the
 // test or a sleep.
 func (w *work) carry(port int, to string) {
 	w.T.Helper()
@@ -435,7 +436,7 @@ func (w *work) carry(port int, to string) {
 func gitWorkload() workload {
 	const blob = "the content of a file\n"
 	var daemon, bare, src, first, said string
-	// serveGit starts a server for the repositories of the host; it ends with the subtest.
+	// serveGit starts a server for the repositories on the host. It ends with the subtest.
 	serveGit := func(w *work) {
 		free, err := net.Listen("tcp4", "127.0.0.1:0")
 		if err != nil {
@@ -490,7 +491,7 @@ func gitWorkload() workload {
 			if got := w.sh("cd /root/repo && git rev-parse HEAD && git status --porcelain"); got != first {
 				w.T.Errorf("the clone is at %q, the repository at %s", got, first)
 			}
-			// A process that has the pack mapped, and waits for what to read from it.
+			// A process that has the pack mapped, and waits for the names of objects to read.
 			w.sh("mkfifo /run/git.in /run/git.out")
 			w.start("git", "cd /root/repo && exec 3<>/run/git.in 4<>/run/git.out && exec git cat-file --batch <&3 >&4")
 			said = w.sh("echo HEAD:file0 > /run/git.in; head -n 3 < /run/git.out")
@@ -520,7 +521,7 @@ func gitWorkload() workload {
 	}
 }
 
-// wheel is a wheel of the module drowse_probe (PEP 427).
+// wheel returns a wheel of the module drowse_probe (PEP 427).
 func wheel(t testing.TB, version string) []byte {
 	t.Helper()
 	var buf bytes.Buffer
@@ -583,7 +584,7 @@ func pipWorkload() workload {
 	}
 }
 
-// tgz is a package of npm's.
+// tgz returns an npm package.
 func tgz(t testing.TB, files map[string]string) []byte {
 	t.Helper()
 	var buf bytes.Buffer
@@ -664,7 +665,7 @@ func goWorkload() workload {
 			if got := w.sh("echo | /root/job/job"); !strings.HasSuffix(got, " v2 1") {
 				w.T.Errorf("the new program says %q", got)
 			}
-			// What has been built is known: nothing is compiled for the same again.
+			// The build cache has the packages, so nothing is compiled again.
 			if got := w.sh("{ " + strings.Replace(build, "go build", "go build -x", 1) + "; } 2>&1 | grep -c '/compile ' || :"); got != "0" {
 				w.T.Errorf("%s packages were compiled again", got)
 			}
@@ -674,7 +675,7 @@ func goWorkload() workload {
 
 func sqliteWorkload() workload {
 	const db, log = "/root/load.db", "/root/load.done"
-	// state is how many transactions the writer has committed.
+	// state returns the writer's pid and its number of committed transactions.
 	state := func(w *work) (pid string, n int) {
 		answer := w.ask(loopback(writerPort), "")
 		f := strings.Fields(answer)
@@ -696,7 +697,7 @@ func sqliteWorkload() workload {
 		if n, err := strconv.Atoi(f[0]); err != nil || n < least {
 			w.T.Errorf("%s rows, and %d had been committed before", f[0], least)
 		}
-		// What the writer has noted as committed, without a gap.
+		// The writer's list of commits must have no gap.
 		if got := w.sh("awk '$1 != NR { print \"line\", NR, \"is\", $1; exit } END { print (NR >= " + strconv.Itoa(least) + ") }' " + log); got != "1" {
 			w.T.Errorf("the list of commits: %q", got)
 		}
@@ -722,7 +723,7 @@ func sqliteWorkload() workload {
 				w.T.Errorf("the writer was %s with %d transactions, and is %s with %d", pid, n, pid2, n2)
 			}
 			check(w, n2)
-			for n3 := n2; n3 <= n2+10; _, n3 = state(w) { // it goes on
+			for n3 := n2; n3 <= n2+10; _, n3 = state(w) { // the writer continues
 				time.Sleep(time.Second)
 			}
 			if got := w.sh("sqlite3 /root/half.db 'SELECT count(*) FROM t'"); got != "1" {
@@ -756,13 +757,12 @@ func webWorkload() workload {
 			if strings.HasPrefix(kept, "broken") {
 				w.T.Fatal(kept)
 			}
-			// By the published port again: the server has one process and one count.
+			// The published port leads to the same server, which has one process and one count.
 			web = w.get()
 			counted(w.T, "the web server", kept[strings.IndexByte(kept, ' ')+1:], web)
 		},
 		func(w *work) {
-			// The same port of its own: the same connection. The request that has woken the VM has been counted as
-			// well.
+			// The same local port means the same connection. The request that woke the VM counts as well.
 			before, after := strings.Fields(kept), strings.Fields(w.ask(loopback(clientPort), ""))
 			if len(after) != 3 || after[0] != before[0] || after[1] != before[1] {
 				w.T.Fatalf("the client with an open connection said %q before the sleep, %q after it", before, after)
@@ -774,10 +774,10 @@ func webWorkload() workload {
 	}
 }
 
-// archive is a container image of one static program, as `docker save` writes it.
+// archive returns a container image of one static program, as `docker save` writes it.
 func (w *work) archive() []byte {
 	w.T.Helper()
-	// Where a processor is emulated, the program is made outside.
+	// On an emulated processor, the program is built outside.
 	program := os.Getenv(appEnv)
 	if program == "" {
 		program = filepath.Join(w.dir, "app")
@@ -831,8 +831,8 @@ func (w *work) archive() []byte {
 	return out.Bytes()
 }
 
-// containersConf is for a guest without systemd. With env_host a container's programs leave AVX alone where the guest's
-// have to.
+// containersConf is for a guest without systemd. With env_host, programs in a container avoid AVX where those of
+// the guest must.
 const containersConf = `
 [containers]
 env_host = true
@@ -877,8 +877,8 @@ func podmanWorkload() workload {
 			if said = w.ask(address, ""); !strings.HasSuffix(said, " 1 1") || !strings.HasPrefix(said, id[:12]) {
 				w.T.Errorf("the container says %q; its id is %s, and its program its first process", said, id)
 			}
-			// Over the bridge, by the port of the guest that leads to it from within and from the host, and out of it
-			// to the host.
+			// Requests over the bridge, through the guest's port that leads to it, from within and from the host,
+			// and from the container to the host.
 			before := said
 			said = w.ask(published(appPort), "")
 			counted(w.T, "the container by its published port", before, said)
@@ -898,7 +898,7 @@ func podmanWorkload() workload {
 			byPort := w.ask(published(appPort), "")
 			counted(w.T, "the container by its published port", after, byPort)
 			counted(w.T, "the container by its published port and the guest's", byPort, w.askHost(w.container, ""))
-			// The link of the VM is another device on the host now.
+			// After the wake, the VM's link is another device on the host.
 			info, err := w.Store.Sandbox(vm).Info(w.T.Context())
 			if err != nil || info.Report.Network == nil {
 				w.T.Fatalf("the VM's network: %+v, %v", info.Report.Network, err)
@@ -909,7 +909,7 @@ func podmanWorkload() workload {
 			if got := w.sh("podman rm -f -t 0 app"); got != "app" && got != id {
 				w.T.Errorf("podman rm says %q", got)
 			}
-			// A new one gets the port, and bridge, links and rules anew.
+			// A new container gets the port, with a new bridge, links and rules.
 			second := w.sh(fmt.Sprintf(run+bridge, "app2", appPort) + image)
 			if got := w.ask(published(appPort), ""); second == id || !strings.HasPrefix(got, second[:min(12, len(second))]) || !strings.HasSuffix(got, " 1 1") {
 				w.T.Errorf("a new container %s says %q", second, got)
