@@ -78,7 +78,7 @@ func (p *Policy) flatten(tlsPort uint16) (rules []flat, names []string) {
 	if p.DNS != nil {
 		rules = append(rules, flat{Rule{
 			Direction: Egress, Verdict: Allow, Protocols: []Protocol{TCP, UDP}, Ports: []PortRange{{53, 53}},
-		}, gateway})
+		}, []netip.Addr{TheWire.Gateway4}}) // the resolver does not listen by IPv6
 		names = append(names, "(resolver)")
 	}
 	if p.ProxyOn() {

@@ -63,7 +63,8 @@ type Environment struct {
 }
 
 // HostAddresses returns the addresses of this host that Environment.Host should have: those of all interfaces in
-// this network namespace, except addresses of the floor or a gateway.
+// this network namespace, with the broadcast and anycast addresses of their ranges, except addresses of the floor or a
+// gateway.
 func HostAddresses() ([]netip.Addr, error) {
 	all, err := InterfaceAddresses()
 	if err != nil {
@@ -71,14 +72,35 @@ func HostAddresses() ([]netip.Addr, error) {
 	}
 	var out []netip.Addr
 	for _, p := range all {
-		addr := p.Addr()
-		if addr == TheWire.Gateway4 || addr == TheWire.Gateway6 ||
-			inside(netip.PrefixFrom(addr, addr.BitLen()), floor) || slices.Contains(out, addr) {
-			continue
+		for _, addr := range deliveredTo(p) {
+			if addr == TheWire.Gateway4 || addr == TheWire.Gateway6 ||
+				inside(netip.PrefixFrom(addr, addr.BitLen()), floor) || slices.Contains(out, addr) {
+				continue
+			}
+			out = append(out, addr)
 		}
-		out = append(out, addr)
 	}
 	return out, nil
+}
+
+// deliveredTo returns the addresses that the kernel delivers to a host with the address p: its own, and those by which
+// a datagram reaches all sockets of its port: the broadcast addresses of IPv4, and the subnet-router anycast address of
+// IPv6 (RFC 4291, 2.6.1).
+func deliveredTo(p netip.Prefix) []netip.Addr {
+	out := []netip.Addr{p.Addr()}
+	if p.Bits() >= p.Addr().BitLen()-1 {
+		return out // one or two hosts (RFC 3021, RFC 6164)
+	}
+	first := p.Masked().Addr()
+	out = append(out, first)
+	if first.Is4() {
+		last := first.As4()
+		for bit := p.Bits(); bit < 32; bit++ {
+			last[bit/8] |= 0x80 >> (bit % 8)
+		}
+		out = append(out, netip.AddrFrom4(last))
+	}
+	return out
 }
 
 // InterfaceAddresses returns the addresses of all interfaces in this network namespace, each with its prefix

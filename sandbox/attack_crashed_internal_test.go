@@ -268,3 +268,37 @@ func TestAttack_crashed_vm_that_was_brought_up_meanwhile_is_taken_back(t *testin
 		t.Errorf("its disk is %+v, %v", got, err)
 	}
 }
+
+func TestAttack_rotation_deletes_a_disk_that_somebody_has_tagged(t *testing.T) {
+	s, _, _, sleep, _ := crashed(t)
+	s.State.Grace = 0
+	if _, err := s.State.SetMetadata(t.Context(), "a", func(l *spec.Metadata, _ error) error { l.Rotate = spec.Rotation{To: sleep}; return nil }); err != nil {
+		t.Fatal(err)
+	}
+	tagged := ""
+	for word := range byte(2) {
+		before, err := s.State.Load("a")
+		if err != nil {
+			t.Fatal(err)
+		}
+		if word > 0 {
+			write(t, s, before, word)
+			before.Phase = state.Stopped
+			if err := s.State.Save(before); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if _, err := s.State.RotateIfDue(events.WithCause(t.Context(), events.Packet), before, spec.Rotation{To: sleep}); err != nil {
+			t.Fatal(err)
+		}
+		ids := abandonedOf(t, s)
+		if tagged == "" {
+			tagged = ids[0]
+			if _, err := s.State.TagSnapshot(tagged, []string{"keep"}); err != nil {
+				t.Fatal(err)
+			}
+		} else if !slices.Contains(ids, tagged) {
+			t.Errorf("%s is gone, there are %v", tagged, ids)
+		}
+	}
+}

@@ -151,6 +151,16 @@ func TestSleep_and_wake_keep_processes_memory_and_files(t *testing.T) {
 				if err != nil {
 					t.Fatal(err)
 				}
+				e.Sh("main", "echo heard after the wake >/dev/console")
+				for deadline := time.Now().Add(time.Minute); ; time.Sleep(10 * time.Millisecond) {
+					if log, err := os.ReadFile(e.Store.State.ConsoleLog("main")); err == nil && bytes.Contains(log, []byte("heard after the wake")) {
+						break
+					}
+					if time.Now().After(deadline) {
+						t.Error("what the guest writes to its console after the wake is not in its log")
+						break
+					}
+				}
 				if off := time.Since(info.Wall).Abs(); off > 5*time.Second {
 					t.Errorf("the guest's clock is off by %v", off)
 				}

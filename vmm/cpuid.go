@@ -7,6 +7,7 @@ import (
 	"runtime"
 	"sync"
 
+	"github.com/drowse-vm/drowse/devices"
 	"github.com/drowse-vm/drowse/vmm/kvm"
 )
 
@@ -88,6 +89,32 @@ func guestCPUID(supported []kvm.CPUIDEntry, id, n int, tscDeadline bool) []kvm.C
 			kvm.CPUIDEntry{Function: leafTopology, Index: 1, Flags: significantIndex, EAX: idBits, EBX: uint32(n), ECX: 1 | typeCore, EDX: uint32(id)})
 	}
 	return out
+}
+
+// What a CPUID of KVM's emulation of Hyper-V begins with (Hypervisor Top Level Functional Specification, 2.4).
+const (
+	leafHyperV      = 0x40000001
+	hyperVInterface = 0x31237648 // "Hv#1"
+)
+
+// checkGuestCPUID refuses a saved vCPU with parts of KVM that no guest is given: nested virtualisation and Hyper-V. The
+// facts of a snapshot are elsewhere, and another hand may have written either.
+func checkGuestCPUID(vcpu []byte) error {
+	list, err := kvm.SavedCPUID(vcpu)
+	if err != nil {
+		return err
+	}
+	return checkCPUID(list)
+}
+
+func checkCPUID(list []kvm.CPUIDEntry) error {
+	for _, e := range list {
+		if e.Function == leafFeatures && e.ECX&ecxVMX != 0 || e.Function == leafExtFeatures && e.ECX&ecxSVM != 0 ||
+			e.Function == leafHyperV && e.EAX == hyperVInterface {
+			return fmt.Errorf("%w: its vCPU has what no guest is given: CPUID leaf %#x", devices.ErrPayload, e.Function)
+		}
+	}
+	return nil
 }
 
 // HostFacts are the properties of the host's CPU that a guest depends on. A snapshot keeps them.

@@ -3,11 +3,14 @@ package vmm
 import (
 	"errors"
 	"slices"
+	"sync"
 	"testing"
+	"time"
 
 	"github.com/drowse-vm/drowse/devices"
 	"github.com/drowse-vm/drowse/devices/rng"
 	"github.com/drowse-vm/drowse/vmm/guestmem"
+	"github.com/drowse-vm/drowse/vmm/kvm"
 )
 
 // saved boots a guest that counts, pauses it, and returns the machine and its state.
@@ -138,5 +141,62 @@ func TestPrebuilt_VM_takes_one_state(t *testing.T) {
 	}
 	if err := s.Load(states); !errors.Is(err, ErrConfig) {
 		t.Errorf("after Close: got %v, want ErrConfig", err)
+	}
+}
+
+// first is a writer that says when something was written.
+type first struct {
+	once sync.Once
+	is   chan struct{}
+}
+
+func (f *first) Write(p []byte) (int, error) {
+	f.once.Do(func() { close(f.is) })
+	return len(p), nil
+}
+
+func TestSerial_port_of_a_restored_machine_is_heard(t *testing.T) {
+	a := newMachine(t, testConfig{VCPUs: 1})
+	start(t, a, 0x66, 0xba, 0xf8, 0x03, 0xb0, 'x', 0xee, 0xeb, 0xfd) // mov dx, 0x3f8; mov al, 'x'; 1: out dx, al; jmp 1
+	if err := a.Pause(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	states, err := a.Export()
+	if err != nil {
+		t.Fatal(err)
+	}
+	heard := &first{is: make(chan struct{})}
+	b := newMachine(t, testConfig{VCPUs: 1, Console: heard})
+	page := make([]byte, 1<<20)
+	for gpa := guestmem.GPA(0); gpa < 64<<20; gpa += 1 << 20 {
+		if err := errors.Join(a.Memory().Read(gpa, page), b.Memory().Write(gpa, page)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := errors.Join(b.Import(states), b.Start()); err != nil {
+		t.Fatal(err)
+	}
+	select {
+	case <-heard.is:
+	case <-time.After(time.Minute):
+		t.Error("what the guest writes does not come out")
+	}
+}
+
+func TestCPUID_of_a_saved_vCPU_may_not_have_what_no_guest_is_given(t *testing.T) {
+	_, states := saved(t)
+	for name, e := range map[string]kvm.CPUIDEntry{
+		"VMX": {Function: leafFeatures, ECX: ecxVMX}, "SVM": {Function: leafExtFeatures, ECX: ecxSVM}, "Hyper-V": {Function: leafHyperV, EAX: hyperVInterface},
+	} {
+		if err := checkCPUID([]kvm.CPUIDEntry{{Function: leafFeatures}, e}); !errors.Is(err, devices.ErrPayload) {
+			t.Errorf("%s: %v, want ErrPayload", name, err)
+		}
+	}
+	for _, s := range states {
+		if s.Payload.Kind == kindVCPU {
+			if err := checkGuestCPUID(s.Payload.Data); err != nil {
+				t.Errorf("of a guest of ours: %v", err)
+			}
+		}
 	}
 }

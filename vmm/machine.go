@@ -348,6 +348,9 @@ func (m *Machine) Start() error {
 				return err
 			}
 		}
+		if !m.quiet.on { // else EndQuiet does it
+			return m.serial.Resume()
+		}
 	}
 	return nil
 }

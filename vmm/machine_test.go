@@ -70,6 +70,7 @@ type testConfig struct {
 	VCPUs      int
 	TrackDirty bool
 	Devices    []Device
+	Console    io.Writer
 	Symbolize  Symbolizer
 }
 
@@ -81,7 +82,7 @@ func (c testConfig) with(mem *guestmem.Memory) (*Machine, error) {
 	if err != nil {
 		return nil, err
 	}
-	return New(prebuilt, Config{Devices: c.Devices, Symbolize: c.Symbolize})
+	return New(prebuilt, Config{Devices: c.Devices, Console: c.Console, Symbolize: c.Symbolize})
 }
 
 // newMachine makes a machine that the test closes at its end.

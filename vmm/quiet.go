@@ -114,6 +114,10 @@ func (m *Machine) EndQuiet() {
 		}
 		t.Release()
 	}
+	if err := m.serial.Resume(); err != nil {
+		m.finish(Exit{Reason: HostError, VCPU: -1, Detail: err.Error(), Err: err})
+		return
+	}
 	m.gate.mu.Lock()
 	defer m.gate.mu.Unlock()
 	if m.gate.stopped {

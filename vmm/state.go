@@ -231,6 +231,9 @@ func kvmStateOf(parts savedParts, vcpus int) (k kvmState, err error) {
 		if err == nil {
 			err = kvm.CheckSaved(b)
 		}
+		if err == nil {
+			err = checkGuestCPUID(b)
+		}
 		if err != nil {
 			return k, err
 		}

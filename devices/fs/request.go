@@ -534,6 +534,9 @@ func (d *Device) rename(r *request) error {
 		return err
 	}
 	defer toDir.close()
+	if known := d.places[place{fromParent, from}]; known != nil && flags&unix.RENAME_EXCHANGE == 0 && d.names+len(to)-len(from) > MaxNames {
+		return errTooMany // its state could not be restored
+	}
 	if err := unix.Renameat2(fromDir.fd, from, toDir.fd, to, uint(flags)); err != nil {
 		return err
 	}

@@ -169,7 +169,7 @@ func (t *tree) know(id identity, parent *node, name string) (*node, error) {
 		n = &node{id: t.nextNode, identity: id}
 		t.nextNode++
 		t.nodes[n.id], t.identities[id] = n, n
-	} else if t.names+len(name) > MaxNames {
+	} else if t.names+len(name)-len(n.name) > MaxNames {
 		return nil, errTooMany
 	}
 	if n.lookups == math.MaxUint64 {

@@ -191,7 +191,13 @@ func (e *engine) Turn() (time.Duration, error) {
 		if e.acceptReady {
 			e.accept()
 		}
-		return -1, nil
+		switch {
+		case !e.acceptReady:
+			return -1, nil
+		case e.acceptAfter != 0:
+			return time.Duration(max(0, e.acceptAfter-e.now)), nil
+		}
+		return 0, nil // more clients wait
 	}
 	if err := e.turn(); err != nil {
 		return 0, err

@@ -781,3 +781,33 @@ func datagram(to net.HardwareAddr, src, dst netip.Addr) []byte {
 	binary.BigEndian.PutUint16(h[10:], ^uint16(sum>>16+sum))
 	return append(append(append(f, 8, 0), h...), 0, 0, 0, 0, 0, 10, 0, 0, 0, 0)
 }
+
+func TestContain_adds_one_rule_for_each_range_that_goes_with_the_others(t *testing.T) {
+	ownNamespace(t)
+	for f, in := range map[*family]netip.Prefix{ip4: DefaultRange, ip6: DefaultRange6} {
+		n, err := open(f)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for range 2 {
+			if err := Contain(in); err != nil {
+				t.Fatal(err)
+			}
+			if have, err := n.comments(chainStray); err != nil || len(have) != 1 || have[0] != strayPrefix+in.String() {
+				t.Errorf("%s: rules %q, %v", in, have, err)
+			}
+		}
+	}
+	if err := Remove(); err != nil {
+		t.Fatal(err)
+	}
+	for _, f := range []*family{ip4, ip6} {
+		n, err := open(f)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if have, err := n.comments(chainStray); err != nil || len(have) != 0 {
+			t.Errorf("after Remove: rules %q, %v", have, err)
+		}
+	}
+}

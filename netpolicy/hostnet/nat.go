@@ -35,9 +35,11 @@ const (
 	chainGuard  = "forward"
 	chainRA     = "accept_ra"
 	chainSource = "sources"
+	chainStray  = "strays"
 	guardWords  = "drowse: forward only from and to VMs"
 	rangePrefix = "drowse: agents "
 	ownPrefix   = "drowse: from agents alone "
+	strayPrefix = "drowse: to agents alone "
 )
 
 // family has the differences between IPv4 and IPv6.
@@ -214,9 +216,12 @@ func (n *nft) add(chain *nftables.Chain, words string, exprs []expr.Any) error {
 func comment(words string) []byte { return userdata.AppendString(nil, userdata.TypeComment, words) }
 
 // from matches packets with a source in a range.
-func (f *family) from(in netip.Prefix) []expr.Any {
+func (f *family) from(in netip.Prefix) []expr.Any { return f.address(f.source, in) }
+
+// address matches packets with an address in a range, at this offset of their header.
+func (f *family) address(offset uint32, in netip.Prefix) []expr.Any {
 	return []expr.Any{
-		&expr.Payload{DestRegister: 1, Base: expr.PayloadBaseNetworkHeader, Offset: f.source, Len: f.length},
+		&expr.Payload{DestRegister: 1, Base: expr.PayloadBaseNetworkHeader, Offset: offset, Len: f.length},
 		&expr.Bitwise{SourceRegister: 1, DestRegister: 1, Len: f.length, Mask: net.CIDRMask(in.Bits(), int(8*f.length)), Xor: make([]byte, f.length)},
 		&expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: in.Addr().AsSlice()},
 	}
@@ -228,6 +233,32 @@ func (f *family) from(in netip.Prefix) []expr.Any {
 func Own(in netip.Prefix) error {
 	return once(in, ownPrefix+in.String(), expr.MetaKeyIIFNAME, &expr.Verdict{Kind: expr.VerdictDrop}, &nftables.Chain{
 		Name: chainSource, Type: nftables.ChainTypeFilter, Hooknum: nftables.ChainHookPrerouting, Priority: nftables.ChainPriorityRaw,
+	})
+}
+
+// Contain makes the host drop what an endpoint sends to an address in a range of endpoints that would leave by another
+// interface than an endpoint's: the endpoint with that address has been killed, or is not there yet, and the host's
+// routes may lead to a stranger with the same address. Like Translate, it changes nothing if the rule exists.
+func Contain(in netip.Prefix) error {
+	return locked(func() error {
+		n, err := open(familyOf(in))
+		if err != nil {
+			return err
+		}
+		words := strayPrefix + in.String()
+		have, err := n.comments(chainStray)
+		if err != nil || slices.Contains(have, words) {
+			return err
+		}
+		exprs := []expr.Any{
+			&expr.Meta{Key: expr.MetaKeyIIFNAME, Register: 1},
+			&expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: []byte(InterfacePrefix)},
+		}
+		exprs = append(exprs, n.family.address(n.family.source+n.family.length, in)...)
+		exprs = append(exprs, notEndpoints(expr.MetaKeyOIFNAME)...)
+		return n.add(&nftables.Chain{
+			Name: chainStray, Type: nftables.ChainTypeFilter, Hooknum: nftables.ChainHookForward, Priority: nftables.ChainPriorityFilter,
+		}, words, append(exprs, &expr.Counter{}, &expr.Verdict{Kind: expr.VerdictDrop}))
 	})
 }
 
@@ -349,7 +380,7 @@ func setAcceptRA(name, value string) error {
 	return nil
 }
 
-// Remove undoes Translate, Own, Bound, Forward and Forward6: first forwarding, if they switched it on, then the
+// Remove undoes Translate, Own, Contain, Bound, Forward and Forward6: first forwarding, if they switched it on, then the
 // tables. Missing tables are not an error.
 func Remove() error {
 	return locked(func() error { return errors.Join(ip4.remove(), ip6.remove()) })

@@ -69,6 +69,7 @@ func (s *Server) reach(ctx context.Context, t Target, secure bool) (*peerConn, e
 		}
 	}
 	var failed, denied error
+	tried := 0
 	for _, a := range addresses {
 		c := &peerConn{s: s, target: t, peer: netip.AddrPortFrom(a, t.Port)}
 		var ok bool
@@ -80,6 +81,11 @@ func (s *Server) reach(ctx context.Context, t Target, secure bool) (*peerConn, e
 			denied = &peerError{c.peer, c.rule, errDenied}
 			continue
 		}
+		// The first connection was admitted above.
+		if tried > 0 && !s.admit() {
+			return nil, &peerError{c.peer, c.rule, errRate}
+		}
+		tried++
 		var err error
 		if c.TCPConn, err = s.cfg.Dial(ctx, c.peer); err != nil {
 			failed = &peerError{c.peer, c.rule, err}

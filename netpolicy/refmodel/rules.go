@@ -109,7 +109,7 @@ func (m *Model) scan(q Question, k kind, by matching) Answer {
 		return Answer{Verdict: netpolicy.Deny, Reason: netpolicy.ReasonFloor, Rule: -1}
 	}
 	gateway := q.Peer == netpolicy.TheWire.Gateway4 || q.Peer == netpolicy.TheWire.Gateway6
-	if gateway && m.policy.DNS != nil && q.Direction == netpolicy.Egress && q.Protocol != netpolicy.ICMP && q.Port == 53 {
+	if q.Peer == netpolicy.TheWire.Gateway4 && m.policy.DNS != nil && q.Direction == netpolicy.Egress && q.Protocol != netpolicy.ICMP && q.Port == 53 {
 		return Answer{Verdict: netpolicy.Allow, Reason: netpolicy.ReasonRule, Rule: -1, Implicit: "resolver"}
 	}
 	if q.Peer == netpolicy.TheWire.Gateway4 && m.policy.Proxy != nil && m.policy.Proxy.Enabled && q.Direction == netpolicy.Egress && q.Protocol == netpolicy.TCP && q.Port == 3128 {

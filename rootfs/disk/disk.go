@@ -409,6 +409,13 @@ func (d *Disk) zeroBlocks(b, end int64) error {
 }
 
 func (d *Disk) zeroChunk(top *layer, src source, b, stop int64) error {
+	changed := false
+	defer func() {
+		// After the work: a flush beside it, of a capture, must leave the next flush something to do.
+		if changed {
+			d.dirty.Store(true)
+		}
+	}()
 	m := d.stripe(b)
 	m.Lock()
 	defer m.Unlock()
@@ -419,7 +426,7 @@ func (d *Disk) zeroChunk(top *layer, src source, b, stop int64) error {
 			b += n
 			continue
 		}
-		d.dirty.Store(true)
+		changed = true
 		// Punch the hole first. If the map came first and the punch failed, old data would stay under a block
 		// marked zero, and a later power loss could bring it back.
 		if s == src {

@@ -522,8 +522,8 @@ func (n *Network) lookOutside() {
 	if why, is := tooManyAddresses(n.host); is {
 		warn(why)
 	}
-	outside := opensOutside(n.policy)
-	if !outside && !opensAgents(n.policy) {
+	outside, others := opensOutside(n.policy), opensAgents(n.policy)
+	if !outside && !others && !opensHost(n.policy) {
 		return
 	}
 	what := "other VMs"
@@ -535,6 +535,9 @@ func (n *Network) lookOutside() {
 		if err := hostnet.Own(r); err != nil {
 			warn("the host does not drop packets of others that have a VM's address as their source: " + err.Error())
 		}
+		if err := hostnet.Contain(r); err != nil {
+			warn("packets to a VM that has just ended can leave the host: " + err.Error())
+		}
 	}
 	for i, own := range []netip.Addr{n.address.Addr(), n.own6} {
 		if !own.IsValid() {
@@ -543,6 +546,9 @@ func (n *Network) lookOutside() {
 		if err := hostnet.Bound(ranges[i], own, hostnet.Connections(n.policy)); err != nil {
 			warn("the VM can fill the host's connection tracking: " + err.Error())
 		}
+	}
+	if !outside && !others {
+		return
 	}
 	if outside {
 		what = "addresses beyond the host"
@@ -576,6 +582,13 @@ func opensOutside(p *netpolicy.Policy) bool {
 	return p.Default.Egress == netpolicy.Allow || slices.ContainsFunc(p.Rules, func(r netpolicy.Rule) bool {
 		return r.Direction == netpolicy.Egress && r.Verdict == netpolicy.Allow && len(r.Protocols) > 0 &&
 			(len(r.CIDRs)+len(r.Names) > 0 || slices.ContainsFunc(r.Groups, func(g netpolicy.Group) bool { return g != netpolicy.Host }))
+	})
+}
+
+// opensHost reports whether a policy lets packets out to the host.
+func opensHost(p *netpolicy.Policy) bool {
+	return slices.ContainsFunc(p.Rules, func(r netpolicy.Rule) bool {
+		return r.Direction == netpolicy.Egress && r.Verdict == netpolicy.Allow && len(r.Protocols) > 0 && slices.Contains(r.Groups, netpolicy.Host)
 	})
 }
 

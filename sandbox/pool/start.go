@@ -35,7 +35,7 @@ func canceled(s *state.Store, proc Process, name string) {
 
 // How long a process has to notice, and how often canceled looks. Variables, so that tests can shorten them.
 var (
-	cancelTime = 5 * time.Second
+	cancelTime = 30 * time.Second
 	cancelPoll = 10 * time.Millisecond
 )
 

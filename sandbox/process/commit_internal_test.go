@@ -543,3 +543,24 @@ func readBlock(t *testing.T, d *disk.Disk, block int64) uint64 {
 	}
 	return binary.LittleEndian.Uint64(b[:])
 }
+
+// The rename of a record succeeds, and the sync of its directory fails: what the file says then must not be true of a
+// VM that runs on.
+func TestAttack_sleep_that_fails_after_its_record_was_put_in_place_loses_what_the_guest_writes_then(t *testing.T) {
+	s, p, d := runningDisk(t)
+	defer d.Close()
+	sim, err := faultfs.NewSim(s.VMDir("a"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	s.FS = sim
+	sim.Inject(faultfs.Fault{Op: faultfs.OpSyncDir, Nth: 1, Err: unix.EIO})
+	before := p.r.Phase
+	if err := p.save(func() error { p.r.Phase = state.Asleep; return nil }); !errors.Is(err, unix.EIO) {
+		t.Fatalf("got %v, want the fault", err)
+	}
+	s.FS = osfile.OS
+	if r, err := s.Load("a"); err != nil || r.Phase != before || p.r.Phase != before {
+		t.Errorf("the record says %s (%v), the process %s, want %s", r.Phase, err, p.r.Phase, before)
+	}
+}

@@ -131,8 +131,18 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 	if err := p.stillMeant(o); err != nil {
 		return err
 	}
+	// The caller kills a process whose report it does not want, and with it the memory of a VM that is awake by then.
+	// So a start that nobody waits for fails by itself, and the VM sleeps on.
+	wanted, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	settled := make(chan struct{})
+	settle := sync.OnceFunc(func() { close(settled) })
+	defer settle()
+	if o.Wanted != nil {
+		go cancelUnwanted(o.Wanted, settled, cancel)
+	}
 	// While the VM waits for memory, its record stays unchanged.
-	release, err := p.admit(ctx, o)
+	release, err := p.admit(wanted, o)
 	if err != nil {
 		return p.notStarted(err)
 	}
@@ -141,7 +151,9 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 	// In parallel with the start of the guest.
 	made := make(chan *http.Server, 1)
 	go func() { made <- p.control() }()
-	if err := p.start(ctx, o); err != nil {
+	err = p.start(wanted, o)
+	settle()
+	if err != nil {
 		top := p.r.Disk
 		// Restore the record as it was. The maker of a VM that was just being made removes it.
 		p.r.Phase, p.r.PID, p.r.Problem = before.Phase, 0, before.Problem
@@ -228,27 +240,26 @@ func (p *process) notStarted(err error) error {
 	return err
 }
 
-// wantedPoll is how often a VM that waits for memory checks that it is still wanted.
+// wantedPoll is how often a VM that is started checks that it is still wanted.
 const wantedPoll = 100 * time.Millisecond
+
+// cancelUnwanted calls cancel when nobody waits for the VM any more, until settled is closed.
+func cancelUnwanted(wanted func() bool, settled <-chan struct{}, cancel context.CancelCauseFunc) {
+	for {
+		select {
+		case <-settled:
+			return
+		case <-time.After(wantedPoll):
+			if !wanted() {
+				cancel(control.ErrCanceled)
+				return
+			}
+		}
+	}
+}
 
 // admit waits for room in the host's memory.
 func (p *process) admit(ctx context.Context, o ServeOptions) (release func() error, err error) {
-	ctx, cancel := context.WithCancelCause(ctx)
-	defer cancel(nil)
-	if o.Wanted != nil {
-		go func() {
-			for {
-				select {
-				case <-ctx.Done():
-					return
-				case <-time.After(wantedPoll):
-					if !o.Wanted() {
-						cancel(control.ErrCanceled)
-					}
-				}
-			}
-		}()
-	}
 	release, err = p.machines.Admit(ctx, p.store.Dir(), p.r.Spec.MemoryMiB, o.Snapshot != "" && p.r.Phase == state.Asleep)
 	if err != nil {
 		return nil, fmt.Errorf("starting %s: %w", p.r.Spec.Name, err)
@@ -613,12 +624,15 @@ func (p *process) begin() (end func(), err error) {
 // save applies change to the record and writes it. If either fails, the record is as before. p.op must be held.
 func (p *process) save(change func() error) error {
 	before := *p.r
-	err := change()
-	if err == nil {
-		err = p.store.Save(p.r)
+	if err := change(); err != nil {
+		*p.r = before
+		return err
 	}
+	err := p.store.Save(p.r)
 	if err != nil {
 		*p.r = before
+		// The record that failed may be in its place all the same.
+		err = errors.Join(err, p.store.Save(p.r))
 	}
 	return err
 }

@@ -2,6 +2,7 @@ package process
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"strings"
 	"sync"
@@ -12,6 +13,7 @@ import (
 	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -37,6 +39,8 @@ type self struct {
 	now   func() time.Time
 	trail *audit.Trail
 
+	// leaves is an error if the VM must leave no snapshot.
+	leaves   func() error
 	snapshot func(note string) (id string, err error)
 	sleep    func()
 	wake     func(at time.Time) error
@@ -67,6 +71,7 @@ func (p *process) serveSelf(ctx context.Context) (stop func(), err error) {
 	asking, cancel := context.WithCancel(ctx)
 	s := &self{
 		allow: spec, now: time.Now, trail: audit.Open(p.store.AuditPath(name)), holders: &p.holders,
+		leaves:   p.leaves,
 		snapshot: func(note string) (string, error) { return p.selfSnapshot(ctx, note) },
 		sleep:    func() { p.selfSleep(ctx) },
 		wake:     func(at time.Time) error { return p.store.SelfWake(ctx, name, at) },
@@ -98,9 +103,13 @@ func (s *self) do(r guest.SelfRequest) (answer guest.SelfAnswer, then func()) {
 	case !s.allow.Allows(r.Do):
 		err = fmt.Errorf("this VM may not ask for %s: its owner allows it with `drowse run --allow-self`", r.Do)
 	case r.Do == guest.SelfSleep:
-		then = s.sleep
+		if err = s.leaves(); err == nil {
+			then = s.sleep
+		}
 	case r.Do == guest.SelfSnapshot:
-		answer.Snapshot, err = s.snapshot(r.Note)
+		if err = s.leaves(); err == nil {
+			answer.Snapshot, err = s.snapshot(r.Note)
+		}
 	case r.Do == guest.SelfHold:
 		answer.Seconds, err = r.Seconds, s.hold(r.Seconds)
 	case r.Do == guest.SelfWake:
@@ -181,6 +190,15 @@ func (s *self) hold(seconds int) error {
 
 // end ends a hold.
 func (s *self) end() { _ = s.hold(0) }
+
+// leaves returns an error if the VM is ephemeral: nothing may be left of it.
+func (p *process) leaves() error {
+	l, err := p.store.Metadata(p.r.Spec.Name)
+	if err == nil && l.Class == lifetime.Ephemeral {
+		return errors.New("this VM is ephemeral: it never sleeps, and no snapshot is left of it")
+	}
+	return nil
+}
 
 // selfSleep puts the VM to sleep.
 func (p *process) selfSleep(ctx context.Context) {

@@ -51,6 +51,7 @@ func newSelf(t *testing.T, allow ...string) (s *self, pass func(time.Duration), 
 	now := time.Unix(1000, 0)
 	s = &self{
 		allow: spec.Self{Allow: allow}, now: func() time.Time { return now }, trail: audit.Open(audit.Path(path)), holders: &wakeLocks{},
+		leaves:   func() error { return nil },
 		snapshot: func(note string) (string, error) { return "snap of " + note, nil },
 		sleep:    func() {},
 	}
@@ -64,6 +65,17 @@ func newSelf(t *testing.T, allow ...string) (s *self, pass func(time.Duration), 
 			t.Fatal(err)
 		}
 		return list
+	}
+}
+
+func TestSelf_leaves_no_snapshot_of_an_ephemeral_VM(t *testing.T) {
+	t.Parallel()
+	s, _, _ := newSelf(t, guest.SelfSnapshot, guest.SelfSleep)
+	s.leaves = func() error { return errors.New("it is ephemeral") }
+	for _, do := range []string{guest.SelfSnapshot, guest.SelfSleep} {
+		if a, then := s.do(guest.SelfRequest{Do: do}); a.OK || then != nil || a.Snapshot != "" {
+			t.Errorf("%s: %+v", do, a)
+		}
 	}
 }
 

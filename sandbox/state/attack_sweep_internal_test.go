@@ -322,3 +322,32 @@ func TestAttack_layer_that_somebody_has_open_is_swept(t *testing.T) {
 	}
 	wantLayers(t, s, false, r.Disk.Layers...)
 }
+
+func TestAttack_vm_that_is_renamed_during_a_sweep_is_swept(t *testing.T) {
+	s := tempStore(t)
+	s.Grace = 0
+	r := sleepingVM(t, s, "z", 1)
+	r.Snapshot = diskSnapshotOf(t, s, r, KindSleep)
+	if err := s.Save(r); err != nil {
+		t.Fatal(err)
+	}
+	renamed := make(chan error, 1)
+	sweepThatWaits(t, s, "b", func() { // the sweep has listed z
+		go func() { renamed <- s.Rename(context.Background(), "z", "y") }()
+		select {
+		case err := <-renamed:
+			renamed <- err
+		case <-time.After(200 * time.Millisecond): // it waits for the sweep
+		}
+	})
+	if err := <-renamed; err != nil {
+		t.Fatal(err)
+	}
+	if got, err := s.Get("y"); err != nil || got.Snapshot != r.Snapshot {
+		t.Errorf("%+v, %v", got, err)
+	}
+	if _, err := snapshot.ReadManifest(s.SnapshotDir(r.Snapshot)); err != nil {
+		t.Errorf("what it sleeps in is gone: %v", err)
+	}
+	wantLayers(t, s, true, r.Disk.Layers...)
+}

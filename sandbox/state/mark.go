@@ -189,8 +189,8 @@ func (s *Store) readManifests(ctx context.Context, have manifests) (there map[st
 	return there, unread, nil
 }
 
-// maxGuess is how much of an unreadable file is searched for ids, in bytes.
-const maxGuess = 1 << 20
+// maxGuess is how much of a file is searched for ids, in bytes. A record with the largest policy has 2 MiB.
+const maxGuess = 8 << 20
 
 // vmFiles returns the files in a VM's directory that may say what it needs: its record, a new record not yet in
 // its place, its metadata, and its audit trail, which begins with the VM's id and origin.

@@ -524,3 +524,27 @@ func BenchmarkMetadata(b *testing.B) {
 		}
 	}
 }
+
+func TestRestoreTo_another_snapshot_still_keeps_where_the_VM_slept(t *testing.T) {
+	s := tempStore(t)
+	r := sleepingVM(t, s, "a", 1)
+	r.Spec.VCPUs, r.Spec.MemoryMiB = 1, 256
+	then := *r
+	then.Disk = disk.Stack{}
+	first, second := snapshotOf(t, s, &then, KindNamed, time.Now()), snapshotOf(t, s, &then, KindNamed, time.Now())
+	r.Snapshot = snapshotOf(t, s, r, KindSleep, time.Now())
+	if err := s.Save(r); err != nil {
+		t.Fatal(err)
+	}
+	for _, to := range []string{first, second} {
+		if got, err := s.RestoreTo(t.Context(), "a", to); err != nil || got.Previous != r.Snapshot {
+			t.Fatalf("%+v, %v", got, err)
+		}
+	}
+	if _, err := s.Sweep(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if got, err := s.RestoreTo(t.Context(), "a", r.Snapshot); err != nil || got.Snapshot != r.Snapshot {
+		t.Errorf("going back to it: %+v, %v", got, err)
+	}
+}

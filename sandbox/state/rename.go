@@ -27,6 +27,12 @@ func (s *Store) Rename(ctx context.Context, name, to string) error {
 		_, err := s.Get(name)
 		return err
 	}
+	// A sweep that lists the VMs meanwhile could miss both names.
+	unlock, err := s.Share(ctx)
+	if err != nil {
+		return fmt.Errorf("renaming VM %s: %w", name, err)
+	}
+	defer func() { _ = unlock() }()
 	running := fmt.Errorf("%w: %s: put it to sleep or stop it before it gets another name", spec.ErrRunning, name)
 	r, l, err := s.atRest(ctx, name, running)
 	if errors.Is(err, spec.ErrNotFound) {

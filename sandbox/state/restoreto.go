@@ -1,6 +1,7 @@
 package state
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"fmt"
@@ -70,7 +71,8 @@ func (s *Store) restoreTo(ctx context.Context, name, id string, note func(*Recor
 		return fail(err)
 	}
 	if r.Phase == Asleep {
-		r.Previous = r.Snapshot
+		// Taken back twice, it still comes back from where it slept.
+		r.Previous = cmp.Or(r.Previous, r.Snapshot)
 	} else if left, err := s.Abandon(ctx, r, m); err != nil {
 		return fail(err)
 	} else if left != "" && events.CauseOf(ctx) == events.Rotation {

@@ -66,7 +66,7 @@ func (s *Store) RotateIfDue(ctx context.Context, r *Record, rot spec.Rotation) (
 		}
 		if left != "" && r.Left != left {
 			// Otherwise a guest that ends repeatedly would fill the host's disk. If this fails, pruning removes it.
-			_ = s.RemoveSnapshot(ctx, left)
+			_ = s.removeSnapshot(ctx, left, s.kept)
 		}
 	}
 	if always {

@@ -250,6 +250,11 @@ func (s *Store) VerifySnapshot(ctx context.Context, prefix string) error {
 // RemoveSnapshot deletes a snapshot. It returns ErrSnapshotInUse when a VM sleeps in it or was made from it and
 // has not slept since. While another process restores it, it waits for some seconds until that VM is recorded.
 func (s *Store) RemoveSnapshot(ctx context.Context, prefix string) error {
+	return s.removeSnapshot(ctx, prefix, func(string) bool { return false })
+}
+
+// removeSnapshot is RemoveSnapshot, unless the snapshot is to be spared.
+func (s *Store) removeSnapshot(ctx context.Context, prefix string, spared func(id string) bool) error {
 	id, err := s.FindSnapshot(prefix)
 	if err != nil {
 		return err
@@ -263,6 +268,9 @@ func (s *Store) RemoveSnapshot(ctx context.Context, prefix string) error {
 		}
 		if why, named := m.names(id); named {
 			return fmt.Errorf("%w: snapshot %s %s", spec.ErrSnapshotInUse, id, why)
+		}
+		if spared(id) {
+			return nil
 		}
 		// An unreadable one goes as well. What it needed then goes once it is old enough.
 		if m, err := snapshot.ReadManifest(s.SnapshotDir(id)); err == nil {

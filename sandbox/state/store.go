@@ -731,6 +731,9 @@ func (s *Store) Create(r *Record) (*VMLock, error) {
 	if err = errors.Join(s.beginAudit(r), s.beginMetadata(r)); err == nil {
 		err = s.Save(r)
 	}
+	if err == nil {
+		err = osfile.SyncDir(filepath.Dir(dir))
+	}
 	if err != nil {
 		l.Release()
 		return nil, err

@@ -76,30 +76,44 @@ func (s *Store) ResizeVolume(ctx context.Context, name string, size int64) (*vol
 	})
 }
 
-// eachUser calls f for each VM that names a volume. An unreadable record may name it, and is an error.
+// eachUser calls f for each VM that names a volume, perhaps more than once. An unreadable record may name it, and is an
+// error.
 func (s *Store) eachUser(name string, f func(*Record, spec.VolumeMount) error) error {
-	entries, err := os.ReadDir(filepath.Join(s.dir, "vms"))
-	if err != nil {
-		return err
-	}
-	for _, e := range entries {
-		vm, err := s.Load(e.Name())
-		if errors.Is(err, spec.ErrNotFound) {
-			continue // being made, or removed
-		}
-		if err != nil {
+	for before := []string(nil); ; {
+		names, err := s.directories()
+		if err != nil || before != nil && slices.Equal(names, before) {
 			return err
 		}
-		for _, m := range vm.Spec.Volumes {
-			if m.Name != name {
-				continue
+		for _, n := range names {
+			vm, err := s.Load(n)
+			if errors.Is(err, spec.ErrNotFound) {
+				continue // being made, removed or renamed
 			}
-			if err := f(vm, m); err != nil {
+			if err != nil {
 				return err
 			}
+			for _, m := range vm.Spec.Volumes {
+				if m.Name != name {
+					continue
+				}
+				if err := f(vm, m); err != nil {
+					return err
+				}
+			}
 		}
+		// A VM that was renamed meanwhile may have been missed under both names.
+		before = names
 	}
-	return nil
+}
+
+// directories lists those of VMs, by name. It is not nil.
+func (s *Store) directories() ([]string, error) {
+	entries, err := os.ReadDir(filepath.Join(s.dir, "vms"))
+	names := make([]string, len(entries))
+	for i, e := range entries {
+		names[i] = e.Name()
+	}
+	return names, err
 }
 
 // FindVolumes refuses early if a volume does not exist.

@@ -51,6 +51,7 @@ func Decode(b []byte, mem *guestmem.Memory) (*Map, error) {
 		return bad("the number of pieces")
 	}
 	const most = guestmem.MaxSize / guestmem.PageSize * 2 // page numbers, with the hole
+	total := uint64(0)
 	for ; len(b) > 0; b = b[encodedExtent:] {
 		e := extent{
 			pfn: binary.LittleEndian.Uint64(b), pages: binary.LittleEndian.Uint64(b[8:]),
@@ -59,6 +60,10 @@ func Decode(b []byte, mem *guestmem.Memory) (*Map, error) {
 		if e.pfn > most || e.pages == 0 || e.pages > most ||
 			!mem.Contains(guestmem.GPA(e.pfn*guestmem.PageSize), e.pages*guestmem.PageSize) || !mem.Contains(e.gpa, e.pages*uint64(m.stride)) {
 			return bad("a piece that is not RAM")
+		}
+		// Free looks at each page of each piece while the guest stands still.
+		if total += e.pages; total > mem.Size()/guestmem.PageSize {
+			return bad("pieces that overlap")
 		}
 		m.extents = append(m.extents, e)
 	}

@@ -255,6 +255,7 @@ func TestDecode_refuses_what_it_has_not_written(t *testing.T) {
 	refused("nothing", nil)
 	refused("no extents", good[:encodedHeader])
 	refused("cut off", good[:len(good)-1])
+	refused("extents that overlap", append(slices.Clone(good), bytes.Repeat(good[encodedHeader:encodedHeader+encodedExtent], 100)...))
 	refused("too many extents", append(slices.Clone(good), bytes.Repeat(good[encodedHeader:encodedHeader+encodedExtent], maxExtents)...))
 	for i := range encodedHeader + encodedExtent {
 		b := slices.Clone(good)
