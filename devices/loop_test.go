@@ -187,3 +187,18 @@ func TestAttack_pause_ends_in_time_whatever_requests_cost_that_move_no_bytes(t *
 		t.Errorf("%d requests of a quarter of the time were done", s.done)
 	}
 }
+
+func TestSlow_tells_of_a_failure_before_and_when_it_is_settled(t *testing.T) {
+	failed := errors.New("failed")
+	s := Slow{done: make(chan error, 1)}
+	go func(done chan<- error) { done <- failed }(s.done)
+	for range 2 {
+		if err := s.Failed(); !errors.Is(err, failed) {
+			t.Errorf("got %v, want the failure", err)
+		}
+	}
+	s.End()
+	if err := s.Failed(); err != nil {
+		t.Errorf("nothing runs: %v", err)
+	}
+}

@@ -31,6 +31,16 @@ func (s *Slow) Settle(q *Queue) error {
 	}
 }
 
+// Failed waits for a running operation and returns its result, which Settle will return as well.
+func (s *Slow) Failed() error {
+	if s.done == nil {
+		return nil
+	}
+	err := <-s.done
+	s.done <- err // it has room for one
+	return err
+}
+
 // End waits for a running operation and drops its result.
 func (s *Slow) End() {
 	if s.done != nil {

@@ -149,6 +149,14 @@ func (d *Device) Activate(a devices.Activation) error {
 	return nil
 }
 
+// Settled waits for an fsync that a pause has cut, and returns its error. The device must be paused. A machine that is
+// restored does the fsync anew: the kernel would not report the error again.
+func (d *Device) Settled() error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.syncing.Failed()
+}
+
 // Reset implements [devices.Device]. The guest begins anew: the device forgets all nodes and closes all handles.
 func (d *Device) Reset() error {
 	d.workers.Stop()

@@ -125,6 +125,7 @@ type Instance struct {
 	net         *virtionet.Device // nil without a network, like network
 	network     *Network
 	vsock       *vsock.Device
+	shares      []*fs.Device
 
 	started time.Time
 	ready   time.Duration
@@ -214,7 +215,9 @@ func (in *Instance) assemble(net netStart) (err error) {
 			return err
 		}
 		in.closers = append(in.closers, dir)
-		add(shareTag(i), fs.New(dir, shareTag(i), fs.Options{OnError: in.deviceError(shareTag(i))}))
+		d := fs.New(dir, shareTag(i), fs.Options{OnError: in.deviceError(shareTag(i))})
+		in.shares = append(in.shares, d)
+		add(shareTag(i), d)
 	}
 	in.machine, err = vmm.New(in.prebuilt, vmm.Config{Devices: devs, Console: p.Console, Symbolize: p.Symbolize, Log: in.log})
 	if err != nil {
@@ -772,6 +775,13 @@ func (in *Instance) Capture(ctx context.Context, o CaptureOptions) (c *Capture, 
 	if o.Still != nil {
 		if err := o.Still(); err != nil {
 			return nil, err
+		}
+	}
+	if !o.Live {
+		for _, d := range in.shares {
+			if err := d.Settled(); err != nil {
+				return nil, fmt.Errorf("syncing a share: %w", err)
+			}
 		}
 	}
 	c = &Capture{ID: o.ID, Dir: o.Dir, Disk: in.disk.Stack()}
