@@ -43,8 +43,7 @@ type packetWaker struct {
 	host    []netip.Addr // of the host, as of hostAt
 	onLink  []netip.Prefix
 	hostAt  time.Time
-	judged  int // packets judged in the second since second
-	second  time.Time
+	asked   quota // of the model, for packets of all VMs
 
 	bringing sync.WaitGroup
 }
@@ -68,6 +67,22 @@ type resting struct {
 	bytes   int
 	waking  bool
 	refused time.Time // when the VM could not be woken
+	asked   quota     // of the model
+}
+
+// quota counts what is done in a second.
+type quota struct {
+	second time.Time
+	n      int
+}
+
+// take reports whether one more of most is left.
+func (q *quota) take(now time.Time, most int) bool {
+	if now.Sub(q.second) >= time.Second {
+		q.second, q.n = now, 0
+	}
+	q.n++
+	return q.n <= most
 }
 
 // Bounds of the packets held for one address.
@@ -77,8 +92,9 @@ const (
 )
 
 const (
-	// maxJudged is for how many packets a second the waker asks the model.
-	maxJudged = 2000
+	// maxJudged is for how many packets a second the waker asks the model, and maxJudgedOfOne to one address.
+	maxJudged      = 2000
+	maxJudgedOfOne = maxJudged / 8
 	// restAfter is how long the waker leaves a VM alone that could not be woken.
 	restAfter = 5 * time.Second
 	// hostFor is how long the waker caches the host's addresses.
@@ -145,7 +161,7 @@ func (g *packetWaker) packet(ctx context.Context, p []byte) {
 	}
 	if !r.waking {
 		now := g.now()
-		if now.Sub(r.refused) < restAfter || !g.opens(r.vm, p, now) {
+		if now.Sub(r.refused) < restAfter || !g.opens(r, p, now) {
 			g.dropped(1)
 			return
 		}
@@ -175,14 +191,13 @@ func (g *packetWaker) dropped(n int) {
 
 // opens reports whether the policy of a VM would let in a packet that belongs to no flow. It is false while the
 // waker is flooded. g.mu is held.
-func (g *packetWaker) opens(vm guarded, p []byte, now time.Time) bool {
+func (g *packetWaker) opens(r *resting, p []byte, now time.Time) bool {
+	vm := r.vm
 	if vm.policy == nil {
 		return false
 	}
-	if now.Sub(g.second) >= time.Second {
-		g.second, g.judged = now, 0
-	}
-	if g.judged++; g.judged > maxJudged {
+	// A flood to one address must not keep packets from waking other VMs.
+	if !r.asked.take(now, maxJudgedOfOne) || !g.asked.take(now, maxJudged) {
 		return false
 	}
 	if now.Sub(g.hostAt) >= hostFor {

@@ -199,6 +199,18 @@ func TestWaker_flood_does_not_ask_the_model_without_end(t *testing.T) {
 	}
 }
 
+func TestAttack_flood_to_one_sleeping_VM_keeps_packets_from_waking_another(t *testing.T) {
+	s := newStage(t, opensHTTP)
+	for range 2 * maxJudged {
+		s.packet(t.Context(), syn("93.184.216.34", "10.200.0.9", 22, opening)) // of the peer, which denies it
+	}
+	s.packet(t.Context(), syn("93.184.216.34", "10.200.0.7", 81, opening))
+	s.let()
+	if !slices.Equal(s.sent, []string{"tap-a 0 81"}) {
+		t.Errorf("sent %v", s.sent)
+	}
+}
+
 func TestWaker_VM_that_cannot_be_woken_is_left_alone_for_a_while(t *testing.T) {
 	for name, spoil := range map[string]func(s *stage) func(){
 		"fails": func(s *stage) func() { s.fails = errors.New("no disk"); return func() { s.fails = nil } },
