@@ -43,8 +43,8 @@ case "$*" in
 esac`,
 	"dpkg-query": `exit 1`,
 	// --compare-versions A lt B
-	"dpkg":       `[ "$2" != "$4" ] && [ "$(printf '%s\n' "$2" "$4" | sort -V | head -n 1)" = "$2" ]`,
-	"dpkg-deb":   `mkdir -p "$3" && cp -r "$T/package/." "$3"`,
+	"dpkg":     `[ "$2" != "$4" ] && [ "$(printf '%s\n' "$2" "$4" | sort -V | head -n 1)" = "$2" ]`,
+	"dpkg-deb": `mkdir -p "$3" && cp -r "$T/package/." "$3"`,
 }
 
 // fake replaces all programs by the fake ones and returns the folder $T.

@@ -8,7 +8,6 @@
 // that it does not belong to, whatever process dies or loses power at whatever
 // instant. A mismatch is refused, and the file system's own journal handles the rest.
 //
-//
 // # What survives what
 //
 // As for any disk with a volatile cache: after a loss of power, everything up to the

@@ -7,7 +7,6 @@
 // this process, and from there into the reader's memory. This process wipes the buffer before it
 // does anything else. Files cannot be mapped: the kernel would keep the pages for the mapping.
 //
-//
 // If the host does not have a secret's value yet, as after a wake, opens and reads of it wait,
 // for a minute at most.
 //

@@ -29,7 +29,7 @@ func openSource(src string) (*source, error) {
 		dir, top = filepath.Dir(src), filepath.Base(src)
 	}
 	f, err := os.OpenFile(dir, unix.O_PATH|unix.O_DIRECTORY, 0)
-	return &source{&beneath{f}, top}, err
+	return &source{&beneath{top: f}, top}, err
 }
 
 // rename returns the name of rel in an archive in which the whole tree is called name.
