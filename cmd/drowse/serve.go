@@ -39,8 +39,8 @@ connections that it carries end. With --on-exit sleep it puts all VMs to sleep f
   datagram. A packet to the address of a sleeping VM wakes it if its policy would let it in;
 - carries out timers, and removes what has expired;
 - sends events to webhooks, in order, each until it is accepted, also across restarts;
-- serves the HTTP API on the Unix socket ` + "`api.sock`" + ` of the state directory, to root and its own user,
-  and with --listen over TCP, to callers with a token (docs/guides/api.md), with a web page
+- serves the HTTP API on the Unix socket ` + "`api.sock`" + ` of the state directory, to root and its own
+  user, and with --listen over TCP, to callers with a token (docs/guides/api.md), with a web page
   (docs/guides/web.md);
 - sends traces to the collector of OTEL_EXPORTER_OTLP_ENDPOINT (docs/guides/monitoring.md).`,
 		RunE: a.onHost(func(cmd *cobra.Command, _ []string, s *sandbox.Host) error {

@@ -134,7 +134,7 @@ var forTests = []string{"sandbox/sandboxtest", "guest/fakeguest", "devices/hando
 // testsOf is what the tests of single packages may import in addition to forTests.
 var testsOf = map[string][]string{
 	// One test names every exported error and its answer.
-	"sandbox/api": {"guest/audit", "netpolicy/flow", "netpolicy/hostnet", "netpolicy/link", "rootfs/...", "snapshot", "vmm/..."},
+	"sandbox/api": {"guest/audit", "netpolicy/flow", "netpolicy/hostnet", "netpolicy/link", "rootfs/...", "sandbox/state/statetest", "snapshot", "vmm/..."},
 	// The tests check that it keeps what package fleet promises.
 	"sandbox/sandboxtest": {"sandbox/fleet/..."},
 	"sandbox/fleet":       {"guest"},

@@ -380,8 +380,8 @@ func setAcceptRA(name, value string) error {
 	return nil
 }
 
-// Remove undoes Translate, Own, Contain, Bound, Forward and Forward6: first forwarding, if they switched it on, then the
-// tables. Missing tables are not an error.
+// Remove undoes Translate, Own, Contain, Bound, Forward and Forward6: first forwarding, if they switched it on, then
+// the tables. Missing tables are not an error.
 func Remove() error {
 	return locked(func() error { return errors.Join(ip4.remove(), ip6.remove()) })
 }
