@@ -10,6 +10,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
@@ -157,9 +158,9 @@ func (w *writer) link(f *os.File, oldname, newname string) (bool, error) {
 	if err != nil {
 		return false, err
 	}
-	if got, err := os.Lstat(newname); err != nil {
+	if got, err := w.fs.Stat(newname); err != nil {
 		return false, err
-	} else if !os.SameFile(got, want) {
+	} else if !osfile.SameFile(got, want) {
 		return false, w.fs.RemoveAll(newname)
 	}
 	return true, nil

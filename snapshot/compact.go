@@ -9,6 +9,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
 // Compact rewrites the snapshot in dir so that it has one memory file with only what the snapshot needs. It copies
@@ -21,14 +23,14 @@ import (
 // the snapshot unchanged. But if it fails after the exchange, which the message says, either version may be there
 // after a power loss. If another Compact is at work on the directory, Compact fails with EWOULDBLOCK.
 func Compact(ctx context.Context, dir string) (*Info, error) {
-	info, err := compact(ctx, filepath.Clean(dir), osFS{})
+	info, err := compact(ctx, filepath.Clean(dir), osfile.OS)
 	if err != nil {
 		return nil, writeError(fmt.Sprintf("compacting snapshot %s", dir), err)
 	}
 	return info, nil
 }
 
-func compact(ctx context.Context, dir string, fs FS) (info *Info, err error) {
+func compact(ctx context.Context, dir string, fs osfile.FS) (info *Info, err error) {
 	w := &writer{fs: fs, start: time.Now(), dense: true}
 	// The lock keeps another Compact from replacing the directory meanwhile.
 	lock, err := fs.Lock(dir)

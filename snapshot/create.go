@@ -18,6 +18,7 @@ import (
 	"github.com/klauspost/compress/zstd"
 	"golang.org/x/sys/unix"
 
+	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
@@ -60,7 +61,7 @@ type Spec struct {
 	// Writers is the number of goroutines that compress, at most MaxWriters. 0 means GOMAXPROCS.
 	Writers int
 	// FS, if not nil, replaces the host's file system.
-	FS FS
+	FS osfile.FS
 
 	// maxFiles replaces deltaFiles if not 0.
 	maxFiles int
@@ -100,7 +101,7 @@ const tempPrefix = ".drowse-snapshot-"
 func Create(ctx context.Context, dir string, spec Spec) (*Info, error) {
 	w := &writer{spec: spec, fs: spec.FS, base: spec.Base, start: time.Now(), maxFiles: spec.maxFiles}
 	if w.fs == nil {
-		w.fs = osFS{}
+		w.fs = osfile.OS
 	}
 	if w.maxFiles == 0 {
 		w.maxFiles = deltaFiles
@@ -114,7 +115,7 @@ func Create(ctx context.Context, dir string, spec Spec) (*Info, error) {
 
 type writer struct {
 	spec  Spec
-	fs    FS
+	fs    osfile.FS
 	start time.Time
 	// base is the snapshot whose index the new one extends, nil for a full snapshot.
 	base     *Snapshot
@@ -220,16 +221,14 @@ func (w *writer) create(ctx context.Context, dir string) (*Info, error) {
 	}
 	parent := filepath.Dir(dir)
 	// The rename at the end makes the final check, but it comes late.
-	if exists, err := w.fs.Exists(dir); err != nil {
+	if err := unused(w.fs, dir); err != nil {
 		return nil, err
-	} else if exists {
-		return nil, fs.ErrExist
 	}
 	if err := w.checkFree(parent, m, w.spec.Payloads); err != nil {
 		return nil, err
 	}
 	info, err := w.build(ctx, parent, m, w.spec.Payloads, func(temp string) (string, error) {
-		if err := w.fs.Rename(temp, dir); err != nil {
+		if err := w.fs.RenameNew(temp, dir); err != nil {
 			return temp, err
 		}
 		return dir, nil
@@ -239,6 +238,18 @@ func (w *writer) create(ctx context.Context, dir string) (*Info, error) {
 	}
 	info.Dir = dir
 	return info, nil
+}
+
+// unused returns fs.ErrExist if a file or directory has that name.
+func unused(fsys osfile.FS, name string) error {
+	_, err := fsys.Stat(name)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err == nil {
+		err = fs.ErrExist
+	}
+	return err
 }
 
 // checkFree returns ErrNoSpace if the space is certainly too little. The compressed size of the pages is not known
@@ -267,7 +278,7 @@ func (w *writer) build(ctx context.Context, parent string, m *Manifest, payloads
 		}
 	}()
 	info = &Info{Manifest: m}
-	memSize, err := w.writeFile(filepath.Join(temp, MemoryName), func(f File) (int64, error) {
+	memSize, err := w.writeFile(filepath.Join(temp, MemoryName), func(f io.Writer) (int64, error) {
 		return w.writeMemory(ctx, f, temp, info)
 	})
 	if err != nil {
@@ -278,7 +289,7 @@ func (w *writer) build(ctx context.Context, parent string, m *Manifest, payloads
 	if err != nil {
 		return nil, err
 	}
-	if _, err := w.writeFile(filepath.Join(temp, ManifestName), func(f File) (int64, error) {
+	if _, err := w.writeFile(filepath.Join(temp, ManifestName), func(f io.Writer) (int64, error) {
 		n, err := f.Write(body)
 		return int64(n), err
 	}); err != nil {
@@ -313,7 +324,7 @@ func (w *writer) tempDir(parent string) (name string, lock io.Closer, err error)
 	for range tempTries {
 		id := randomID()
 		name = filepath.Join(parent, tempPrefix+hex.EncodeToString(id[:8]))
-		if err = w.fs.Mkdir(name); err != nil {
+		if err = w.fs.Mkdir(name, 0o700); err != nil {
 			return "", nil, err
 		}
 		if lock, err = w.fs.Lock(name); err == nil {
@@ -341,7 +352,7 @@ func Clean(parent string) (int, error) {
 			continue
 		}
 		name := filepath.Join(parent, e.Name())
-		lock, err := osFS{}.Lock(name)
+		lock, err := osfile.OS.Lock(name)
 		if err != nil {
 			continue // in use, or removed by another process
 		}
@@ -359,13 +370,13 @@ func Clean(parent string) (int, error) {
 }
 
 // writeFile creates a file, lets write fill it, and makes it durable.
-func (w *writer) writeFile(name string, write func(File) (int64, error)) (n int64, err error) {
-	f, err := w.fs.Create(name)
+func (w *writer) writeFile(name string, write func(io.Writer) (int64, error)) (n int64, err error) {
+	f, err := w.fs.OpenFile(name, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {
 		return 0, err
 	}
 	defer func() { err = errors.Join(err, f.Close()) }()
-	if n, err = write(f); err != nil {
+	if n, err = write(io.NewOffsetWriter(f, 0)); err != nil {
 		return n, err
 	}
 	return n, f.Sync()
@@ -390,7 +401,7 @@ func Discard(dir string) (free func() error, err error) {
 		}
 		return err
 	}
-	temp, err := discard(filepath.Clean(dir), osFS{})
+	temp, err := discard(filepath.Clean(dir), osfile.OS)
 	if err != nil {
 		return nil, wrap(err)
 	}
@@ -398,15 +409,15 @@ func Discard(dir string) (free func() error, err error) {
 		if temp == "" {
 			return nil
 		}
-		return wrap(osFS{}.RemoveAll(temp))
+		return wrap(osfile.OS.RemoveAll(temp))
 	}, nil
 }
 
 // discard renames a snapshot to a name that Clean recognizes, and returns it; empty if there is no snapshot.
-func discard(dir string, fsys FS) (temp string, err error) {
+func discard(dir string, fsys osfile.FS) (temp string, err error) {
 	id := randomID()
 	temp = filepath.Join(filepath.Dir(dir), tempPrefix+hex.EncodeToString(id[:8]))
-	if err := fsys.Rename(dir, temp); errors.Is(err, fs.ErrNotExist) {
+	if err := fsys.RenameNew(dir, temp); errors.Is(err, fs.ErrNotExist) {
 		return "", nil
 	} else if err != nil {
 		return "", err

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"flag"
 	"fmt"
+	"io/fs"
 	"maps"
 	"math/rand/v2"
 	"os"
@@ -18,6 +19,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/internal/test/racetest"
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
@@ -124,17 +126,22 @@ func (r *ram) dirty(rnd *rand.Rand) *guestmem.PageSet {
 
 // noSync is the machine's file system without waiting for the disk. It is for tests that write many snapshots and
 // do not cut the power.
-type noSync struct{ osFS }
+type noSync struct{ osfile.FS }
 
-type noSyncFile struct{ File }
+var fast = noSync{osfile.OS}
+
+type noSyncFile struct{ osfile.File }
 
 func (noSyncFile) Sync() error { return nil }
 
 func (noSync) SyncDir(string) error { return nil }
 
-func (n noSync) Create(name string) (File, error) {
-	f, err := n.osFS.Create(name)
-	return noSyncFile{f}, err
+func (n noSync) OpenFile(name string, flag int, perm fs.FileMode) (osfile.File, error) {
+	f, err := n.FS.OpenFile(name, flag, perm)
+	if err != nil {
+		return nil, err
+	}
+	return noSyncFile{f}, nil
 }
 
 // fastDir returns a temporary directory in memory, if there is one with room. It is for tests that make many small
@@ -142,7 +149,7 @@ func (n noSync) Create(name string) (File, error) {
 func fastDir(t testing.TB) string {
 	t.Helper()
 	const shm, room = "/dev/shm", 512 << 20
-	if free, err := (osFS{}).Free(shm); err != nil || free < room {
+	if free, err := osfile.OS.Free(shm); err != nil || free < room {
 		return t.TempDir()
 	}
 	dir, err := os.MkdirTemp(shm, "drowse-snapshot-test-")
@@ -158,7 +165,7 @@ func fastDir(t testing.TB) string {
 }
 
 func (r *ram) spec() Spec {
-	return Spec{VCPUs: 1, Memory: r, FS: noSync{}, Payloads: []Payload{{Name: "vcpu0", Kind: "vcpu", Version: 1, Data: []byte("regs")}}}
+	return Spec{VCPUs: 1, Memory: r, FS: fast, Payloads: []Payload{{Name: "vcpu0", Kind: "vcpu", Version: 1, Data: []byte("regs")}}}
 }
 
 // open opens a snapshot and closes it when the test ends.
@@ -313,7 +320,7 @@ func runChain(t *testing.T, parent string, seed uint64, depth int) {
 		if base != nil && rnd.IntN(12) == 0 {
 			// The test compacts or removes the base while the delta is written.
 			if rnd.IntN(2) == 0 {
-				if _, err := compact(context.Background(), base.Dir(), noSync{}); err != nil {
+				if _, err := compact(context.Background(), base.Dir(), fast); err != nil {
 					fail("compacting the base: %v", err)
 				}
 			} else {
@@ -341,7 +348,7 @@ func runChain(t *testing.T, parent string, seed uint64, depth int) {
 			fail("snapshot %d: %v", i, err)
 		}
 		if rnd.IntN(10) == 0 {
-			if _, err := compact(context.Background(), dir, noSync{}); err != nil {
+			if _, err := compact(context.Background(), dir, fast); err != nil {
 				fail("compacting snapshot %d: %v", i, err)
 			}
 		}
@@ -445,7 +452,7 @@ func TestA_delta_is_refused_before_anything_is_written(t *testing.T) {
 		t.Run(tc.name, func(t *testing.T) {
 			spec := r.spec()
 			spec.Base, spec.Changed = base, guestmem.NewPageSet(r.total())
-			spec.FS = &failFS{n: 1, err: errors.New("something was written")}
+			spec.FS = &failFS{FS: osfile.OS, n: 1, err: errors.New("something was written")}
 			tc.spoil(&spec)
 			target := tc.dir
 			if target == "" {
@@ -676,7 +683,7 @@ func TestOpen_and_compact_do_not_disturb_each_other(t *testing.T) {
 			// This is what Compact does when it has work.
 			other := filepath.Join(parent, "other")
 			if err == nil {
-				err = errors.Join(os.CopyFS(other, os.DirFS(dir)), osFS{}.Exchange(dir, other), os.RemoveAll(other))
+				err = errors.Join(os.CopyFS(other, os.DirFS(dir)), osfile.OS.Exchange(dir, other), os.RemoveAll(other))
 			}
 		}
 		done <- err
@@ -815,7 +822,7 @@ func TestWhat_is_left_of_a_frame_is_packed_anew_when_half_of_it_is_dead(t *testi
 
 func TestTwo_compactions_of_one_snapshot_at_once_are_refused(t *testing.T) {
 	dir, r := smallDelta(t)
-	lock, err := osFS{}.Lock(dir)
+	lock, err := osfile.OS.Lock(dir)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -864,7 +871,7 @@ func TestA_file_with_nothing_but_a_rewritten_leaf_is_not_kept(t *testing.T) {
 	}
 	base := open(t, path(2))
 	spec := r.spec()
-	spec.Base, spec.Changed, spec.FS = base, changed, unlinkable{name: linkName(base.manifest.Memory.Files[0].ID)}
+	spec.Base, spec.Changed, spec.FS = base, changed, unlinkable{noSync: fast, name: linkName(base.manifest.Memory.Files[0].ID)}
 	info, err := Create(context.Background(), path(3), spec)
 	if err != nil {
 		t.Fatal(err)

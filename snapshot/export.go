@@ -11,9 +11,10 @@ import (
 	"fmt"
 	"hash"
 	"io"
-	"io/fs"
 	"path/filepath"
 	"strings"
+
+	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
 // ExportVersion is the version of the stream that Export writes and Import reads.
@@ -245,7 +246,7 @@ type Imported struct {
 // The memory files get new ids. Page caches identify a file by its id, and the maker of the stream chooses the id
 // in it. With the id of a local file, an imported snapshot could read or replace cached pages of another.
 func Import(ctx context.Context, r io.Reader, parent string, place Placer) (*Imported, error) {
-	in, err := importTo(ctx, r, filepath.Clean(parent), place, osFS{})
+	in, err := importTo(ctx, r, filepath.Clean(parent), place, osfile.OS)
 	if err != nil {
 		return nil, writeError(fmt.Sprintf("importing a snapshot to %s", parent), err)
 	}
@@ -414,7 +415,7 @@ func (im *importer) end() error {
 	return nil
 }
 
-func importTo(ctx context.Context, r io.Reader, parent string, place Placer, fsys FS) (in *Imported, err error) {
+func importTo(ctx context.Context, r io.Reader, parent string, place Placer, fsys osfile.FS) (in *Imported, err error) {
 	w := &writer{fs: fsys}
 	im := &importer{r: r, whole: sha256.New(), buf: make([]byte, exportBuffer)}
 	t, err := im.table()
@@ -447,10 +448,8 @@ func importTo(ctx context.Context, r io.Reader, parent string, place Placer, fsy
 		need += uint64(f.Size)
 	}
 	dir := filepath.Join(parent, m.ID)
-	if exists, err := fsys.Exists(dir); err != nil {
-		return nil, err
-	} else if exists {
-		return nil, fmt.Errorf("%s: %w", m.ID, fs.ErrExist)
+	if err := unused(fsys, dir); err != nil {
+		return nil, fmt.Errorf("%s: %w", m.ID, err)
 	}
 	if free, err := fsys.Free(parent); err == nil && free < need {
 		return nil, fmt.Errorf("%s has %d bytes left and %d are needed: %w", parent, free, need, ErrNoSpace)
@@ -478,7 +477,7 @@ func importTo(ctx context.Context, r io.Reader, parent string, place Placer, fsy
 		}
 	}()
 	put := func(name string, write func(io.Writer) error) error {
-		_, err := w.writeFile(filepath.Join(temp, name), func(f File) (int64, error) { return 0, write(f) })
+		_, err := w.writeFile(filepath.Join(temp, name), func(f io.Writer) (int64, error) { return 0, write(f) })
 		return err
 	}
 	for i, e := range t.Files[1:own] {
@@ -534,7 +533,7 @@ func importTo(ctx context.Context, r io.Reader, parent string, place Placer, fsy
 	if err := fsys.SyncDir(temp); err != nil {
 		return nil, err
 	}
-	if err := fsys.Rename(temp, dir); err != nil {
+	if err := fsys.RenameNew(temp, dir); err != nil {
 		return nil, err
 	}
 	unwanted = dir

@@ -15,6 +15,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/internal/test/racetest"
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
@@ -193,7 +194,7 @@ func TestA_damaged_export_is_refused_and_nothing_is_left(t *testing.T) {
 	try := func(b []byte, what string, want ...error) {
 		t.Helper()
 		place := &shelf{}
-		_, err := importTo(context.Background(), bytes.NewReader(b), store, place, noSync{})
+		_, err := importTo(context.Background(), bytes.NewReader(b), store, place, fast)
 		if err == nil {
 			t.Fatalf("%s: it was imported", what)
 		}
@@ -318,7 +319,7 @@ func TestAn_import_that_fails_leaves_nothing(t *testing.T) {
 	}
 	empty(t, store)
 	for n := 1; ; n++ {
-		f := &failFS{n: n, err: unix.EIO}
+		f := &failFS{FS: osfile.OS, n: n, err: unix.EIO}
 		place := &shelf{}
 		in, err := importTo(context.Background(), bytes.NewReader(stream), store, place, f)
 		if f.calls < n {

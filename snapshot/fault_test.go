@@ -17,12 +17,13 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
 // failFS fails its n-th call that changes something.
 type failFS struct {
-	osFS
+	osfile.FS
 	n     int
 	err   error
 	short bool // a write does half of its work before it fails
@@ -41,47 +42,50 @@ func (f *failFS) fail(op, name string) error {
 	return nil
 }
 
-func (f *failFS) Mkdir(name string) error {
+func (f *failFS) Mkdir(name string, perm fs.FileMode) error {
 	if err := f.fail("mkdir", name); err != nil {
 		return err
 	}
-	return f.osFS.Mkdir(name)
+	return f.FS.Mkdir(name, perm)
 }
 
 func (f *failFS) Lock(name string) (io.Closer, error) {
 	if err := f.fail("flock", name); err != nil {
 		return nil, err
 	}
-	return f.osFS.Lock(name)
+	return f.FS.Lock(name)
 }
 
-func (f *failFS) Create(name string) (File, error) {
+func (f *failFS) OpenFile(name string, flag int, perm fs.FileMode) (osfile.File, error) {
+	if flag&os.O_CREATE == 0 {
+		return f.FS.OpenFile(name, flag, perm)
+	}
 	if err := f.fail("open", name); err != nil {
 		return nil, err
 	}
-	g, err := f.osFS.Create(name)
+	g, err := f.FS.OpenFile(name, flag, perm)
 	return &failFile{g, f, name}, err
 }
 
-func (f *failFS) Rename(a, b string) error {
+func (f *failFS) RenameNew(a, b string) error {
 	if err := f.fail("rename", a); err != nil {
 		return err
 	}
-	return f.osFS.Rename(a, b)
+	return f.FS.RenameNew(a, b)
 }
 
 func (f *failFS) Link(a, b string) error {
 	if err := f.fail("link", b); err != nil {
 		return err
 	}
-	return f.osFS.Link(a, b)
+	return f.FS.Link(a, b)
 }
 
 func (f *failFS) Exchange(a, b string) error {
 	if err := f.fail("exchange", b); err != nil {
 		return err
 	}
-	return f.osFS.Exchange(a, b)
+	return f.FS.Exchange(a, b)
 }
 
 func (f *failFS) SyncDir(name string) error {
@@ -92,24 +96,24 @@ func (f *failFS) Free(name string) (uint64, error) {
 	if f.free != 0 {
 		return f.free, nil
 	}
-	return f.osFS.Free(name)
+	return f.FS.Free(name)
 }
 
 type failFile struct {
-	File
+	osfile.File
 	fs   *failFS
 	name string
 }
 
-func (f *failFile) Write(p []byte) (int, error) {
+func (f *failFile) WriteAt(p []byte, off int64) (int, error) {
 	if err := f.fs.fail("write", f.name); err != nil {
 		if f.fs.short {
-			n, _ := f.File.Write(p[:len(p)/2])
+			n, _ := f.File.WriteAt(p[:len(p)/2], off)
 			return n, err
 		}
 		return 0, err
 	}
-	return f.File.Write(p)
+	return f.File.WriteAt(p, off)
 }
 
 func (f *failFile) Sync() error {
@@ -128,27 +132,27 @@ var failing = []struct {
 	name string
 	// calls is the least number of calls. With fewer the test would test nothing.
 	calls int
-	run   func(fs FS, dir string, base *Snapshot, r *ram, changed *guestmem.PageSet) error
+	run   func(fs osfile.FS, dir string, base *Snapshot, r *ram, changed *guestmem.PageSet) error
 }{
-	{"full", 13, func(fs FS, dir string, _ *Snapshot, r *ram, _ *guestmem.PageSet) error {
+	{"full", 13, func(fs osfile.FS, dir string, _ *Snapshot, r *ram, _ *guestmem.PageSet) error {
 		spec := r.spec()
 		spec.FS = fs
 		_, err := Create(context.Background(), dir, spec)
 		return err
 	}},
-	{"delta", 15, func(fs FS, dir string, base *Snapshot, r *ram, changed *guestmem.PageSet) error {
+	{"delta", 15, func(fs osfile.FS, dir string, base *Snapshot, r *ram, changed *guestmem.PageSet) error {
 		spec := r.spec()
 		spec.FS, spec.Base, spec.Changed = fs, base, changed
 		_, err := Create(context.Background(), dir, spec)
 		return err
 	}},
-	{"delta that carries frames over", 15, func(fs FS, dir string, base *Snapshot, r *ram, changed *guestmem.PageSet) error {
+	{"delta that carries frames over", 15, func(fs osfile.FS, dir string, base *Snapshot, r *ram, changed *guestmem.PageSet) error {
 		spec := r.spec()
 		spec.FS, spec.Base, spec.Changed, spec.maxFiles = fs, base, changed, 2
 		_, err := Create(context.Background(), dir, spec)
 		return err
 	}},
-	{"compaction", 13, func(fs FS, _ string, base *Snapshot, _ *ram, _ *guestmem.PageSet) error {
+	{"compaction", 13, func(fs osfile.FS, _ string, base *Snapshot, _ *ram, _ *guestmem.PageSet) error {
 		_, err := compact(context.Background(), base.Dir(), fs)
 		if err != nil {
 			err = writeError("compacting", err)
@@ -195,7 +199,7 @@ func TestA_failure_at_any_call_leaves_nothing_behind(t *testing.T) {
 				dir := filepath.Join(parent, "snap")
 				n := 1
 				for ; ; n++ {
-					fs := &failFS{n: n, err: e.err, short: e.short}
+					fs := &failFS{FS: osfile.OS, n: n, err: e.err, short: e.short}
 					err := f.run(fs, dir, base, after, changed)
 					if fs.calls < n {
 						if err != nil {
@@ -271,7 +275,7 @@ func TestA_delta_without_links_is_whole(t *testing.T) {
 		spec.Changed = guestmem.NewPageSet(r.total())
 		spec.Changed.Add(0, 1)
 		r.set(0, rnd)
-		spec.FS = noLinks{err: e}
+		spec.FS = noLinks{noSync: fast, err: e}
 		info, err := Create(context.Background(), filepath.Join(parent, "delta"), spec)
 		if err != nil {
 			t.Fatalf("%v: %v", e, err)
@@ -297,7 +301,7 @@ func (n noLinks) Link(a, b string) error {
 func TestA_full_disk_is_noticed_before_anything_is_written(t *testing.T) {
 	mem := testMemory(t, guestmem.MinSize)
 	spec := testSpec(t, mem)
-	f := &failFS{free: 100}
+	f := &failFS{FS: osfile.OS, free: 100}
 	spec.FS = f
 	_, err := Create(context.Background(), filepath.Join(t.TempDir(), "snap"), spec)
 	if !errors.Is(err, ErrNoSpace) || f.calls != 0 {
@@ -364,7 +368,7 @@ func TestA_create_that_is_cancelled_when_all_is_written_leaves_nothing_behind(t 
 	ctx, cancel := context.WithCancel(context.Background())
 	parent := t.TempDir()
 	spec := r.spec()
-	spec.FS = &cancelFS{cancel: cancel}
+	spec.FS = &cancelFS{noSync: fast, cancel: cancel}
 	if _, err := Create(ctx, filepath.Join(parent, "snap"), spec); !errors.Is(err, context.Canceled) {
 		t.Errorf("got %v, want context.Canceled", err)
 	}
@@ -564,7 +568,7 @@ func TestA_held_up_writer_stops_reading(t *testing.T) {
 
 func heldUp(t *testing.T, r *ram, spec Spec, dir string) {
 	t.Helper()
-	hold := &holdFS{held: make(chan struct{}), release: make(chan struct{})}
+	hold := &holdFS{noSync: fast, held: make(chan struct{}), release: make(chan struct{})}
 	spec.FS = hold
 	done := make(chan error)
 	go func() {
@@ -605,22 +609,22 @@ type holdFS struct {
 }
 
 type holdFile struct {
-	File
+	osfile.File
 	fs     *holdFS
 	writes int
 }
 
-func (h *holdFS) Create(name string) (File, error) {
-	f, err := h.noSync.Create(name)
+func (h *holdFS) OpenFile(name string, flag int, perm fs.FileMode) (osfile.File, error) {
+	f, err := h.noSync.OpenFile(name, flag, perm)
 	return &holdFile{File: f, fs: h}, err
 }
 
-func (h *holdFile) Write(p []byte) (int, error) {
+func (h *holdFile) WriteAt(p []byte, off int64) (int, error) {
 	if h.writes++; h.writes == 2 {
 		close(h.fs.held)
 		<-h.fs.release
 	}
-	return h.File.Write(p)
+	return h.File.WriteAt(p, off)
 }
 
 func TestUnusable_descriptions_are_refused_before_RAM_is_read(t *testing.T) {
@@ -644,7 +648,7 @@ func TestUnusable_descriptions_are_refused_before_RAM_is_read(t *testing.T) {
 		{"too many disks", func(s *Spec) { s.Disks = make([]Disk, MaxDisks+1) }},
 	} {
 		spec := testSpec(t, mem)
-		spec.FS = &failFS{n: 1, err: errors.New("something was written")}
+		spec.FS = &failFS{FS: osfile.OS, n: 1, err: errors.New("something was written")}
 		tc.spoil(&spec)
 		if _, err := Create(context.Background(), filepath.Join(t.TempDir(), "snap"), spec); !errors.Is(err, ErrSpec) {
 			t.Errorf("%s: got %v, want ErrSpec", tc.name, err)

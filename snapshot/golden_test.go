@@ -170,7 +170,7 @@ func TestAn_independent_reader_reads_the_same(t *testing.T) {
 	if err := os.CopyFS(last, os.DirFS(filepath.Join(parent, names[2]))); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := compact(context.Background(), last, noSync{}); err != nil {
+	if _, err := compact(context.Background(), last, fast); err != nil {
 		t.Fatal(err)
 	}
 	for i, name := range append(names, "compact") {

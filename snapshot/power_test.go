@@ -5,15 +5,11 @@ import (
 	"errors"
 	"flag"
 	"fmt"
-	"io"
-	"io/fs"
 	"math/rand/v2"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
-
-	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/internal/test/faultfs"
@@ -21,74 +17,11 @@ import (
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// simFS is a file system that remembers what is durable.
-type simFS struct{ sim *faultfs.Sim }
-
-func (s simFS) Exists(name string) (bool, error) { return osFS{}.Exists(name) }
-
-func (s simFS) Mkdir(name string) error { return s.sim.Mkdir(name, 0o700) }
-
-func (s simFS) Lock(name string) (io.Closer, error) { return osFS{}.Lock(name) }
-
-func (s simFS) Create(name string) (File, error) {
-	f, err := s.sim.OpenFile(name, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
-	if err != nil {
-		return nil, err
-	}
-	return &simWriter{File: f}, nil
-}
-
-func (s simFS) Rename(a, b string) error {
-	if _, err := os.Lstat(b); err == nil {
-		return &os.LinkError{Op: "rename", Old: a, New: b, Err: unix.EEXIST}
-	}
-	return s.sim.Rename(a, b)
-}
-
-func (s simFS) Link(a, b string) error     { return s.sim.Link(a, b) }
-func (s simFS) Exchange(a, b string) error { return s.sim.Exchange(a, b) }
-func (s simFS) SyncDir(name string) error  { return s.sim.SyncDir(name) }
-
-func (s simFS) RemoveAll(name string) error {
-	st, err := os.Lstat(name)
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil
-	}
-	if err != nil {
-		return err
-	}
-	if st.IsDir() {
-		entries, err := s.sim.ReadDir(name)
-		if err != nil {
-			return err
-		}
-		for _, e := range entries {
-			if err := s.RemoveAll(filepath.Join(name, e.Name())); err != nil {
-				return err
-			}
-		}
-	}
-	return s.sim.Remove(name)
-}
-
-func (s simFS) Free(string) (uint64, error) { return 1 << 40, nil }
-
-type simWriter struct {
-	osfile.File
-	off int64
-}
-
-func (w *simWriter) Write(p []byte) (int, error) {
-	n, err := w.WriteAt(p, w.off)
-	w.off += int64(n)
-	return n, err
-}
-
 // A history writes, compacts and removes snapshots one after the other. When the power fails, each of its steps is
 // over or not.
 type history struct {
 	dir  string
-	fs   FS
+	fs   osfile.FS
 	rams map[string]*ram
 	// sure names the snapshots that must exist after a crash now, maybe those that may exist. All of them must be
 	// whole.
@@ -101,7 +34,7 @@ func historyRAM() *ram {
 	return r
 }
 
-func newHistory(dir string, fs FS) *history {
+func newHistory(dir string, fs osfile.FS) *history {
 	return &history{dir: dir, fs: fs, rams: map[string]*ram{}, sure: map[string]bool{}, maybe: map[string]bool{}}
 }
 
@@ -226,7 +159,7 @@ func (h *history) check(dir string) error {
 	if err := h.rams[newest].verify(filepath.Join(dir, newest)); err != nil {
 		return err
 	}
-	after := newHistory(dir, noSync{})
+	after := newHistory(dir, fast)
 	r := h.rams[newest].clone()
 	changed := guestmem.NewPageSet(r.total())
 	changed.Add(1, 2)
@@ -293,11 +226,11 @@ func simHistory(t *testing.T, seed uint64) (*history, *faultfs.Sim) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	return newHistory(dir, simFS{sim}), sim
+	return newHistory(dir, sim), sim
 }
 
 // remove is Remove on a given file system.
-func remove(dir string, fsys FS) error {
+func remove(dir string, fsys osfile.FS) error {
 	temp, err := discard(dir, fsys)
 	if err != nil || temp == "" {
 		return err

@@ -5,6 +5,7 @@ import (
 	"context"
 	"encoding/hex"
 	"fmt"
+	"io"
 	"maps"
 	"runtime"
 	"slices"
@@ -61,7 +62,7 @@ func (w *writer) writers() int {
 
 // writeMemory writes the memory file and completes the manifest in info. It links the files of the base that are
 // still needed into the directory dir.
-func (w *writer) writeMemory(ctx context.Context, f File, dir string, info *Info) (int64, error) {
+func (w *writer) writeMemory(ctx context.Context, f io.Writer, dir string, info *Info) (int64, error) {
 	m := info.Manifest
 	id := randomID()
 	out := &memoryWriter{f: f, number: w.number(), leaves: map[uint64][]byte{}, tally: newTally()}
@@ -417,7 +418,7 @@ func (u *unit) flush(c *compressor) {
 
 // memoryWriter writes units to the file in order.
 type memoryWriter struct {
-	f      File
+	f      io.Writer
 	number uint32
 	size   int64
 	// leaves are the encoded leaves of chunks that have changed; empty for a chunk that is all zeros now. They are

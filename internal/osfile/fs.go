@@ -6,22 +6,29 @@ import (
 	"io"
 	"io/fs"
 	"os"
+	"syscall"
 
 	"golang.org/x/sys/unix"
 )
 
 // FS is the set of file-system calls that crash-safe code needs. Implementations are safe for
 // concurrent use. Errors are those of package os (*fs.PathError and the like), so errors.Is works
-// with fs.ErrNotExist and with unix error numbers.
+// with fs.ErrNotExist and with unix error numbers. Compare the results of Stat with [SameFile].
 type FS interface {
 	// OpenFile is os.OpenFile; the file is close-on-exec.
 	OpenFile(name string, flag int, perm fs.FileMode) (File, error)
 	// Rename replaces newname atomically. It is durable after SyncDir of both directories.
 	Rename(oldname, newname string) error
+	// RenameNew is Rename, but fails with fs.ErrExist if newname exists.
+	RenameNew(oldname, newname string) error
+	// Exchange swaps two names in one step.
+	Exchange(a, b string) error
 	// Link makes a second name and fails with fs.ErrExist if newname exists.
 	Link(oldname, newname string) error
 	// Remove deletes a file or an empty directory.
 	Remove(name string) error
+	// RemoveAll deletes a file, or a directory with all in it. A missing name is no error.
+	RemoveAll(name string) error
 	// Mkdir makes one directory.
 	Mkdir(name string, perm fs.FileMode) error
 	// Stat is os.Stat.
@@ -30,6 +37,10 @@ type FS interface {
 	ReadDir(name string) ([]fs.DirEntry, error)
 	// SyncDir makes the directory's entries durable.
 	SyncDir(name string) error
+	// Lock takes the exclusive lock of an existing file or directory, as TryOpenLocked does, until it is closed.
+	Lock(name string) (io.Closer, error)
+	// Free returns how many bytes can still be written to the file system that has name.
+	Free(name string) (uint64, error)
 }
 
 // File is an open file. ReadAt and WriteAt may be called from several goroutines.
@@ -58,17 +69,28 @@ type osFS struct{}
 
 type osFile struct{ *os.File }
 
+// NewFile returns f as a file of [OS]. Close of the result closes f.
+func NewFile(f *os.File) File { return osFile{f} }
+
+// SameFile is os.SameFile for a FileInfo of any [FS]: it compares the device and inode in Sys.
+func SameFile(a, b fs.FileInfo) bool {
+	x, ok1 := a.Sys().(*syscall.Stat_t)
+	y, ok2 := b.Sys().(*syscall.Stat_t)
+	return ok1 && ok2 && x.Dev == y.Dev && x.Ino == y.Ino
+}
+
 func (osFS) OpenFile(name string, flag int, perm fs.FileMode) (File, error) {
 	f, err := os.OpenFile(name, flag, perm)
 	if err != nil {
 		return nil, err
 	}
-	return osFile{f}, nil
+	return NewFile(f), nil
 }
 
 func (osFS) Rename(oldname, newname string) error       { return os.Rename(oldname, newname) }
 func (osFS) Link(oldname, newname string) error         { return os.Link(oldname, newname) }
 func (osFS) Remove(name string) error                   { return os.Remove(name) }
+func (osFS) RemoveAll(name string) error                { return os.RemoveAll(name) }
 func (osFS) Mkdir(name string, perm fs.FileMode) error  { return os.Mkdir(name, perm) }
 func (osFS) Stat(name string) (fs.FileInfo, error)      { return os.Stat(name) }
 func (osFS) ReadDir(name string) ([]fs.DirEntry, error) { return os.ReadDir(name) }
@@ -80,6 +102,45 @@ func (osFS) SyncDir(name string) error {
 	}
 	err = d.Sync()
 	return errors.Join(err, d.Close())
+}
+
+func (osFS) RenameNew(oldname, newname string) error {
+	err := unix.Renameat2(unix.AT_FDCWD, oldname, unix.AT_FDCWD, newname, unix.RENAME_NOREPLACE)
+	if errors.Is(err, unix.EINVAL) || errors.Is(err, unix.ENOSYS) {
+		// The file system has no RENAME_NOREPLACE. Plain rename(2) replaces only a file or an empty directory.
+		if _, serr := os.Lstat(newname); serr == nil {
+			err = unix.EEXIST
+		} else {
+			err = unix.Rename(oldname, newname)
+		}
+	}
+	if err != nil {
+		return &os.LinkError{Op: "rename", Old: oldname, New: newname, Err: err}
+	}
+	return nil
+}
+
+func (osFS) Exchange(a, b string) error {
+	if err := unix.Renameat2(unix.AT_FDCWD, a, unix.AT_FDCWD, b, unix.RENAME_EXCHANGE); err != nil {
+		return &os.LinkError{Op: "exchange", Old: a, New: b, Err: err}
+	}
+	return nil
+}
+
+func (osFS) Lock(name string) (io.Closer, error) {
+	f, err := TryOpenLocked(name, os.O_RDONLY, 0, Exclusive)
+	if err != nil {
+		return nil, err
+	}
+	return f, nil
+}
+
+func (osFS) Free(name string) (uint64, error) {
+	var st unix.Statfs_t
+	if err := unix.Statfs(name, &st); err != nil {
+		return 0, &fs.PathError{Op: "statfs", Path: name, Err: err}
+	}
+	return st.Bavail * uint64(st.Bsize), nil
 }
 
 func (f osFile) OS() *os.File { return f.File }

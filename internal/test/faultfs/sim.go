@@ -3,6 +3,7 @@ package faultfs
 import (
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"os"
 	"path/filepath"
@@ -225,6 +226,15 @@ func (s *Sim) OpenFile(name string, flag int, perm fs.FileMode) (osfile.File, er
 
 // Rename implements [osfile.FS].
 func (s *Sim) Rename(oldname, newname string) error {
+	return s.rename(oldname, newname, osfile.OS.Rename)
+}
+
+// RenameNew implements [osfile.FS]. It counts as [OpRename].
+func (s *Sim) RenameNew(oldname, newname string) error {
+	return s.rename(oldname, newname, osfile.OS.RenameNew)
+}
+
+func (s *Sim) rename(oldname, newname string, rename func(oldname, newname string) error) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if _, err := s.fault(OpRename, newname); err != nil {
@@ -238,7 +248,7 @@ func (s *Sim) Rename(oldname, newname string) error {
 	if err != nil {
 		return err
 	}
-	if err := osfile.OS.Rename(oldname, newname); err != nil {
+	if err := rename(oldname, newname); err != nil {
 		return err
 	}
 	if od == nd {
@@ -272,8 +282,7 @@ func (s *Sim) Link(oldname, newname string) error {
 	return nil
 }
 
-// Exchange swaps two entries of one directory in one step, like renameat2(2) with RENAME_EXCHANGE. It is not part
-// of [osfile.FS].
+// Exchange implements [osfile.FS] for two entries of one directory.
 func (s *Sim) Exchange(a, b string) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -291,8 +300,8 @@ func (s *Sim) Exchange(a, b string) error {
 	if ad != bd {
 		return &fs.PathError{Op: "exchange", Path: b, Err: unix.EXDEV}
 	}
-	if err := unix.Renameat2(unix.AT_FDCWD, a, unix.AT_FDCWD, b, unix.RENAME_EXCHANGE); err != nil {
-		return &os.LinkError{Op: "exchange", Old: a, New: b, Err: err}
+	if err := osfile.OS.Exchange(a, b); err != nil {
+		return err
 	}
 	ad.change(dirOp{add: ab, node: bn, add2: bb, node2: an})
 	return nil
@@ -314,6 +323,29 @@ func (s *Sim) Remove(name string) error {
 	}
 	d.change(dirOp{remove: b})
 	return nil
+}
+
+// RemoveAll implements [osfile.FS] with a call of Remove for each name.
+func (s *Sim) RemoveAll(name string) error {
+	st, err := os.Lstat(name)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	if st.IsDir() {
+		entries, err := s.ReadDir(name)
+		if err != nil {
+			return err
+		}
+		for _, e := range entries {
+			if err := s.RemoveAll(filepath.Join(name, e.Name())); err != nil {
+				return err
+			}
+		}
+	}
+	return s.Remove(name)
 }
 
 // Mkdir implements [osfile.FS].
@@ -339,6 +371,12 @@ func (s *Sim) Stat(name string) (fs.FileInfo, error) { return osfile.OS.Stat(nam
 
 // ReadDir implements [osfile.FS].
 func (s *Sim) ReadDir(name string) ([]fs.DirEntry, error) { return osfile.OS.ReadDir(name) }
+
+// Lock implements [osfile.FS].
+func (s *Sim) Lock(name string) (io.Closer, error) { return osfile.OS.Lock(name) }
+
+// Free implements [osfile.FS].
+func (s *Sim) Free(name string) (uint64, error) { return osfile.OS.Free(name) }
 
 // SyncDir implements [osfile.FS].
 func (s *Sim) SyncDir(name string) error {
