@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
-	"os"
 	"path/filepath"
 
 	"golang.org/x/sys/unix"
@@ -144,7 +143,7 @@ func (w *writer) mayTouch(out *memoryWriter, carried map[uint32]bool) func(conte
 // link makes newname a hard link to the base's open file f. It returns false without an error if no link is
 // possible but nothing is broken: the base was removed or compacted since it was opened, it is on another file
 // system, the file system has no hard links, or the file has too many.
-func (w *writer) link(f *os.File, oldname, newname string) (bool, error) {
+func (w *writer) link(f osfile.File, oldname, newname string) (bool, error) {
 	err := w.fs.Link(oldname, newname)
 	for _, e := range []error{fs.ErrNotExist, unix.EXDEV, unix.EMLINK, unix.EPERM, unix.EOPNOTSUPP, unix.ENOSYS} {
 		if errors.Is(err, e) {

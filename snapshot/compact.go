@@ -41,7 +41,7 @@ func compact(ctx context.Context, dir string, fs osfile.FS) (info *Info, err err
 		return nil, err
 	}
 	defer lock.Close()
-	s, err := Open(dir)
+	s, err := OpenIn(fs, dir)
 	if err != nil {
 		return nil, err
 	}

@@ -128,14 +128,9 @@ func readAll(t *testing.T, dir string, want *ram, what string) error {
 // alone: parsing the manifest takes most of the time.
 func (s *Snapshot) again(t *testing.T, want *ram, what string, d *Decoder) error {
 	t.Helper()
-	root, err := os.OpenRoot(s.dir)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer root.Close()
-	n := &Snapshot{dir: s.dir, manifest: s.manifest, payloads: s.payloads}
+	n := &Snapshot{fs: s.fs, dir: s.dir, manifest: s.manifest, payloads: s.payloads}
 	defer n.Close()
-	if err := n.openMemory(root); err != nil {
+	if err := n.openMemory(); err != nil {
 		return err
 	}
 	return n.readAll(t, want, what, d)

@@ -525,7 +525,7 @@ func importTo(ctx context.Context, r io.Reader, parent string, place Placer, fsy
 		return nil, err
 	}
 	// The bytes are those that were sent. Open checks that they are a valid snapshot.
-	s, err := Open(temp)
+	s, err := OpenIn(fsys, temp)
 	if err != nil {
 		return nil, err
 	}

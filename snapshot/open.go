@@ -8,19 +8,23 @@ import (
 	"io"
 	"io/fs"
 	"os"
+	"path/filepath"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
 // Snapshot is an opened snapshot. Its methods may be called from several
 // goroutines at once; Close must be the last call, after every pager on it.
 type Snapshot struct {
+	fs       osfile.FS
 	dir      string
 	manifest *Manifest
 	payloads []Payload
 	body     []byte // the manifest file
 	memory   *Memory
-	files    []*os.File // in the order of the manifest
+	files    []osfile.File // in the order of the manifest
 }
 
 func manifestDigest(body []byte) string {
@@ -35,8 +39,11 @@ func manifestDigest(body []byte) string {
 //
 // The snapshot holds a descriptor of each of its memory files, at most MaxFiles. So it stays readable when the
 // directory is removed or compacted.
-func Open(dir string) (*Snapshot, error) {
-	s, err := openWith(dir, (*Snapshot).openIn)
+func Open(dir string) (*Snapshot, error) { return OpenIn(osfile.OS, dir) }
+
+// OpenIn is Open in another file system than the host's.
+func OpenIn(fsys osfile.FS, dir string) (*Snapshot, error) {
+	s, err := openWith(fsys, dir, (*Snapshot).openFiles)
 	if err != nil {
 		return nil, fmt.Errorf("opening snapshot %s: %w", dir, err)
 	}
@@ -47,7 +54,7 @@ func Open(dir string) (*Snapshot, error) {
 // memory files are damaged or missing. It fails as Open does: ErrNotFound means that there is no snapshot, and
 // ErrIncomplete that the manifest is missing or truncated.
 func ReadManifest(dir string) (*Manifest, error) {
-	s, err := openWith(dir, (*Snapshot).readIn)
+	s, err := openWith(osfile.OS, dir, (*Snapshot).readIn)
 	if err != nil {
 		return nil, fmt.Errorf("reading the manifest of snapshot %s: %w", dir, err)
 	}
@@ -55,10 +62,10 @@ func ReadManifest(dir string) (*Manifest, error) {
 }
 
 // openWith opens the snapshot in dir with in, and tries again if Compact replaces the directory meanwhile.
-func openWith(dir string, in func(*Snapshot, *os.Root) error) (*Snapshot, error) {
+func openWith(fsys osfile.FS, dir string, in func(*Snapshot) error) (*Snapshot, error) {
 	var err error
 	for range openTries {
-		s := &Snapshot{dir: dir}
+		s := &Snapshot{fs: fsys, dir: dir}
 		var replaced bool
 		if replaced, err = s.open(in); err == nil {
 			return s, nil
@@ -74,35 +81,35 @@ func openWith(dir string, in func(*Snapshot, *os.Root) error) (*Snapshot, error)
 // openTries is how often openWith tries.
 const openTries = 8
 
-// open reports, if it fails, whether the directory was replaced meanwhile, which may be the cause.
-func (s *Snapshot) open(in func(*Snapshot, *os.Root) error) (replaced bool, err error) {
-	root, err := os.OpenRoot(s.dir)
+// open reports, if it fails, whether the directory was replaced meanwhile, which may be the cause. Success needs no
+// such check: ids and checksums in the manifest pin what belongs to it in the other files.
+func (s *Snapshot) open(in func(*Snapshot) error) (replaced bool, err error) {
+	before, err := s.fs.Stat(s.dir)
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
 		return false, fmt.Errorf("%w: %w", ErrNotFound, err)
-	case errors.Is(err, unix.ENOTDIR):
-		return false, fmt.Errorf("it is not a directory: %w: %w", ErrForeign, err)
-	case err != nil:
+	case err != nil && !errors.Is(err, unix.ENOTDIR):
 		return false, err
+	case err != nil || !before.IsDir():
+		return false, fmt.Errorf("%s is not a directory: %w: %w", s.dir, ErrForeign, unix.ENOTDIR)
 	}
-	defer root.Close()
-	if err = in(s, root); err == nil {
+	if err = in(s); err == nil {
 		return false, nil
 	}
-	held, herr := root.Stat(".")
-	there, terr := os.Stat(s.dir)
-	return herr == nil && terr == nil && !os.SameFile(held, there), err
+	// A new directory may have the inode of the one that was removed.
+	after, serr := s.fs.Stat(s.dir)
+	return serr == nil && (!osfile.SameFile(before, after) || !before.ModTime().Equal(after.ModTime())), err
 }
 
-func (s *Snapshot) openIn(root *os.Root) error {
-	if err := s.readIn(root); err != nil {
+func (s *Snapshot) openFiles() error {
+	if err := s.readIn(); err != nil {
 		return err
 	}
-	return s.openMemory(root)
+	return s.openMemory()
 }
 
-func (s *Snapshot) readIn(root *os.Root) error {
-	body, err := readManifest(root)
+func (s *Snapshot) readIn() error {
+	body, err := s.readManifest()
 	if err != nil {
 		return err
 	}
@@ -111,18 +118,24 @@ func (s *Snapshot) readIn(root *os.Root) error {
 	return err
 }
 
-func readManifest(root *os.Root) ([]byte, error) {
-	f, err := root.Open(ManifestName)
+// openFile opens a file of the directory, whose name is valid. A symbolic link is none of its files.
+func (s *Snapshot) openFile(name string) (osfile.File, error) {
+	f, err := s.fs.OpenFile(filepath.Join(s.dir, name), os.O_RDONLY|unix.O_NOFOLLOW, 0)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, fmt.Errorf("%w: %w", ErrIncomplete, err)
+	}
+	return f, err
+}
+
+func (s *Snapshot) readManifest() ([]byte, error) {
+	f, err := s.openFile(ManifestName)
 	if err != nil {
-		if errors.Is(err, fs.ErrNotExist) {
-			return nil, fmt.Errorf("%w: %w", ErrIncomplete, err)
-		}
 		return nil, err
 	}
 	defer f.Close()
 	header := make([]byte, manifestHeader)
-	n, err := io.ReadFull(f, header)
-	if err != nil && !errors.Is(err, io.EOF) && !errors.Is(err, io.ErrUnexpectedEOF) {
+	n, err := f.ReadAt(header, 0)
+	if err != nil && !errors.Is(err, io.EOF) {
 		return nil, err
 	}
 	size, err := manifestSize(header[:n])
@@ -141,7 +154,7 @@ func readManifest(root *os.Root) ([]byte, error) {
 }
 
 // checkLength returns an error unless a file has exactly the given length.
-func checkLength(f *os.File, name string, size int64) error {
+func checkLength(f osfile.File, name string, size int64) error {
 	st, err := f.Stat()
 	switch {
 	case err != nil:
@@ -154,15 +167,12 @@ func checkLength(f *os.File, name string, size int64) error {
 	return nil
 }
 
-func (s *Snapshot) openMemory(root *os.Root) error {
+func (s *Snapshot) openMemory() error {
 	l := &s.manifest.Memory
 	files := make([]memoryFile, 0, len(l.Files))
 	for _, mf := range l.Files {
-		f, err := root.Open(mf.Name)
+		f, err := s.openFile(mf.Name)
 		if err != nil {
-			if errors.Is(err, fs.ErrNotExist) {
-				return fmt.Errorf("%w: %w", ErrIncomplete, err)
-			}
 			return err
 		}
 		s.files = append(s.files, f)
@@ -195,6 +205,15 @@ func (s *Snapshot) openMemory(root *os.Root) error {
 
 // Dir returns the directory of the snapshot.
 func (s *Snapshot) Dir() string { return s.dir }
+
+// Files returns the memory files, in the order of the manifest. They are open until Close.
+func (s *Snapshot) Files() []*os.File {
+	out := make([]*os.File, len(s.files))
+	for i, f := range s.files {
+		out[i] = f.OS()
+	}
+	return out
+}
 
 // Manifest returns the description of the snapshot. The caller must not change it.
 func (s *Snapshot) Manifest() *Manifest { return s.manifest }
