@@ -54,6 +54,9 @@ type LayerInfo struct {
 type Options struct {
 	// ReadOnly opens every layer for reading only; the top may be sealed.
 	ReadOnly bool
+	// FS has the layers, also those that are made later; nil means the host's file system. The disk takes the locks
+	// of the files that it gets. So no other descriptor of the same open file may outlive the disk's.
+	FS osfile.FS
 }
 
 // Disk is an open stack. It is safe for concurrent use. Reads and writes of different blocks do not wait for each
@@ -98,7 +101,13 @@ type Disk struct {
 // (ErrInUse). If a process was killed while it had the top open, Open keeps what it wrote. If the host went down
 // since, Open drops, block by block, what was not flushed. Open reads every layer's header and table, so its time
 // grows with the number of layers and of their runs, not with the amount of data.
-func Open(s Stack, o Options) (*Disk, error) { return hostEnv().open(s, o) }
+func Open(s Stack, o Options) (*Disk, error) {
+	e := hostEnv()
+	if o.FS != nil {
+		e.fs = o.FS
+	}
+	return e.open(s, o)
+}
 
 // all returns the current layers, bottom first.
 func (d *Disk) all() []*layer {
@@ -116,6 +125,16 @@ func (d *Disk) top() (*layer, source) {
 
 // Size returns the disk's size in bytes, a multiple of BlockSize.
 func (d *Disk) Size() int64 { return d.size }
+
+// Statfs describes the file system of the top layer.
+func (d *Disk) Statfs() (st unix.Statfs_t, err error) {
+	ls := d.all()
+	f := ls[len(ls)-1].os
+	for err = unix.EINTR; errors.Is(err, unix.EINTR); {
+		err = unix.Fstatfs(int(f.Fd()), &st)
+	}
+	return st, ioError("look for space", os.NewSyscallError("fstatfs", err))
+}
 
 // ReadOnly reports whether the disk refuses writes.
 func (d *Disk) ReadOnly() bool { return d.readOnly }
