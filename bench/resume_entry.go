@@ -258,7 +258,7 @@ func (v *sleeper) restore(ctx context.Context, dir string, way variant, counts b
 		p.PageCache = ""
 	}
 	if way.pool {
-		if p.Prebuilt, err = instance.NewPrebuilt(p.Spec.Shape().Machine()); err != nil {
+		if p.Prebuilt, err = instance.NewPrebuilt(p.Spec.Shape().Machine(), instance.PrebuiltOptions{}); err != nil {
 			return err
 		}
 		defer func() { err = errors.Join(err, p.Prebuilt.Close()) }()

@@ -13,7 +13,7 @@ import (
 func TestPrebuiltVMs_of_an_impossible_shape_are_refused(t *testing.T) {
 	t.Parallel()
 	for _, shape := range []spec.Shape{{}, {MemoryMiB: 256}, {VCPUs: 1}, {MemoryMiB: 1 << 30, VCPUs: 1}} {
-		if _, err := instance.NewPrebuilt(shape); !errors.Is(err, sandbox.ErrSpec) {
+		if _, err := instance.NewPrebuilt(shape, instance.PrebuiltOptions{}); !errors.Is(err, sandbox.ErrSpec) {
 			t.Errorf("%+v: got %v, want ErrSpec", shape, err)
 		}
 	}
@@ -31,7 +31,7 @@ func TestPrebuiltVMs_that_nobody_takes_are_given_back(t *testing.T) {
 		return len(fds)
 	}
 	before := open()
-	s, err := instance.NewPrebuilt(spec.Shape{MemoryMiB: 128, VCPUs: 2})
+	s, err := instance.NewPrebuilt(spec.Shape{MemoryMiB: 128, VCPUs: 2}, instance.PrebuiltOptions{})
 	if err != nil {
 		t.Fatal(err)
 	}

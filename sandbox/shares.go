@@ -5,6 +5,7 @@ import (
 	"path/filepath"
 	"strings"
 
+	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
@@ -19,7 +20,7 @@ func (s *Host) findShares(shares []spec.Share) error {
 		return err
 	}
 	for _, sh := range shares {
-		d, err := instance.OpenShare(sh)
+		d, err := instance.OpenShare(osfile.OS, sh)
 		if err != nil {
 			return err
 		}

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"os"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -262,6 +263,8 @@ type BootOptions struct {
 	Kernel string
 	// Initramfs is the path of an initramfs, or empty.
 	Initramfs string
+	// Open opens both; nil means os.Open.
+	Open func(name string) (*os.File, error)
 	// Cmdline is the kernel's command line.
 	Cmdline string
 	// NoACPI is for kernels without ACPI: Boot names the virtio devices on the command line instead.
@@ -278,7 +281,7 @@ func (m *Machine) Boot(o BootOptions) error {
 		return fmt.Errorf("booting: %w: the machine already has something to run", ErrConfig)
 	}
 	c := boot.Config{
-		Kernel: o.Kernel, Initramfs: o.Initramfs, Cmdline: o.Cmdline, Seed: o.Seed, VCPUs: len(m.cpus),
+		Kernel: o.Kernel, Initramfs: o.Initramfs, Open: o.Open, Cmdline: o.Cmdline, Seed: o.Seed, VCPUs: len(m.cpus),
 		Hardware: boot.Hardware{
 			SerialPort: serial.Port, SerialGSI: serial.IRQ,
 			ResetPort: reset.ResetPort, ResetValue: reset.ResetValue,

@@ -46,17 +46,27 @@ type File struct {
 // OpenFile opens a raw image and locks it with flock(2): any number of readers, or one writer. It fails with
 // ErrLocked if it cannot get the lock. The size must be a positive multiple of 512 bytes.
 func OpenFile(path string, readOnly bool) (*File, error) {
-	flags, lock := os.O_RDWR, unix.LOCK_EX
+	flags := os.O_RDWR
 	if readOnly {
-		flags, lock = os.O_RDONLY, unix.LOCK_SH
+		flags = os.O_RDONLY
 	}
 	f, err := os.OpenFile(path, flags|unix.O_CLOEXEC|unix.O_NOCTTY, 0)
 	if err != nil {
 		return nil, fmt.Errorf("opening a disk image: %w", err)
 	}
+	return NewFile(f, readOnly)
+}
+
+// NewFile is OpenFile for an image that is open already, for reading if readOnly, or else also for writing. It takes
+// f over, and closes it if it fails.
+func NewFile(f *os.File, readOnly bool) (*File, error) {
+	lock := unix.LOCK_EX
+	if readOnly {
+		lock = unix.LOCK_SH
+	}
 	b, err := lockFile(f, lock)
 	if err != nil {
-		return nil, errors.Join(fmt.Errorf("opening the disk image %s: %w", path, err), f.Close())
+		return nil, errors.Join(fmt.Errorf("opening the disk image %s: %w", f.Name(), err), f.Close())
 	}
 	b.readOnly = readOnly
 	return b, nil

@@ -52,7 +52,8 @@ const (
 
 // Dir is a shared directory of the host.
 type Dir struct {
-	fd       int
+	f        *os.File
+	fd       int // that of f
 	uid, gid uint32
 	writable bool
 }
@@ -67,11 +68,20 @@ var foreign = map[int64]string{
 // Open opens a directory for New. What the device makes in it will belong to the directory's present owner and
 // group. Open fails if the path is no directory, and for file systems such as proc and sysfs.
 func Open(path string, writable bool) (*Dir, error) {
-	fd, err := unix.Open(path, unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+	f, err := os.OpenFile(path, OpenFlags, 0)
 	if err != nil {
-		return nil, fmt.Errorf("opening the shared directory %s: %w", path, err)
+		return nil, fmt.Errorf("opening the shared directory: %w", err)
 	}
-	d := &Dir{fd: fd, writable: writable}
+	return NewDir(f, writable)
+}
+
+// OpenFlags are the flags of open(2) for the directory of NewDir.
+const OpenFlags = unix.O_PATH | unix.O_DIRECTORY | unix.O_CLOEXEC
+
+// NewDir is Open for a directory that was opened with OpenFlags. It takes f over, and closes it if it fails.
+func NewDir(f *os.File, writable bool) (*Dir, error) {
+	fd, path := int(f.Fd()), f.Name()
+	d := &Dir{f: f, fd: fd, writable: writable}
 	var st unix.Stat_t
 	var sf unix.Statfs_t
 	if err := errors.Join(unix.Fstat(fd, &st), unix.Fstatfs(fd, &sf)); err != nil {
@@ -85,7 +95,7 @@ func Open(path string, writable bool) (*Dir, error) {
 }
 
 // Close closes the directory. The device that uses it must have been reset.
-func (d *Dir) Close() error { return unix.Close(d.fd) }
+func (d *Dir) Close() error { return d.f.Close() }
 
 // Options are the optional settings of New.
 type Options struct {

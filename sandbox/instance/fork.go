@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"os"
 	"path/filepath"
 	"time"
 
@@ -225,10 +224,10 @@ func (in *Instance) adoptForkBase() {
 	if in.base != nil || in.forkBase == "" {
 		return
 	}
-	if _, err := os.Stat(filepath.Join(in.forkBase, snapshot.ManifestName)); err != nil {
+	if _, err := in.parts.files().Stat(filepath.Join(in.forkBase, snapshot.ManifestName)); err != nil {
 		return // not yet, or never: all of RAM is written
 	}
-	base, err := snapshot.Open(in.forkBase)
+	base, err := snapshot.OpenIn(in.parts.files(), in.forkBase)
 	if err != nil {
 		in.log.Warn("the snapshot of the fork cannot be built upon: writing all of RAM", "error", err)
 		return

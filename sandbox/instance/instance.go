@@ -16,6 +16,8 @@ import (
 	"sync/atomic"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/drowse-vm/drowse/devices"
 	"github.com/drowse-vm/drowse/devices/balloon"
 	"github.com/drowse-vm/drowse/devices/blk"
@@ -40,6 +42,12 @@ import (
 // Parts are the pieces of a VM on this host. Paths are absolute.
 type Parts struct {
 	Spec spec.VM
+	// Files has all files and directories named here and in CaptureOptions, except Socket; nil means the host's
+	// file system.
+	Files osfile.FS
+	// NoDirtyLog makes the VM do without KVM's log of changed pages. Each snapshot then has all of RAM, and a running
+	// guest stands still until it is written.
+	NoDirtyLog bool
 	// Kernel, and Initramfs or SystemDisk, are what the VM boots. A restore needs only SystemDisk, if the VM was
 	// booted with one.
 	Kernel     string
@@ -140,7 +148,7 @@ type Instance struct {
 
 // begin makes the guest's RAM and has KVM prepare for it in the background, unless both were made ahead.
 func begin(p Parts) (in *Instance, err error) {
-	in = &Instance{parts: p, log: p.Log, started: time.Now(), tracked: trackDirty(), assembled: make(chan struct{})}
+	in = &Instance{parts: p, log: p.Log, started: time.Now(), tracked: !p.NoDirtyLog, assembled: make(chan struct{})}
 	if in.log == nil {
 		in.log = slog.New(slog.DiscardHandler)
 	}
@@ -168,7 +176,11 @@ func (in *Instance) assemble(net netStart) (err error) {
 	var devs []vmm.Device
 	add := func(name string, d devices.Device) { devs = append(devs, vmm.Device{Name: name, Device: d}) }
 	readOnly := func(name, path string) error {
-		f, err := blk.OpenFile(path, true)
+		open, err := p.files().OpenFile(path, os.O_RDONLY|unix.O_NOCTTY, 0)
+		if err != nil {
+			return fmt.Errorf("opening a disk image: %w", err)
+		}
+		f, err := blk.NewFile(open.OS(), true)
 		if err != nil {
 			return err
 		}
@@ -184,10 +196,10 @@ func (in *Instance) assemble(net netStart) (err error) {
 	if err = readOnly(deviceImage, p.Image); err != nil {
 		return err
 	}
-	if in.disk, err = disk.Open(p.Disk, disk.Options{}); err != nil {
+	if in.disk, err = disk.Open(p.Disk, disk.Options{FS: p.files()}); err != nil {
 		return fmt.Errorf("opening the VM's disk: %w", err)
 	}
-	in.space.space = newSpace(filepath.Dir(p.Disk.Top()), int64(in.mem.Size()))
+	in.space.space = newSpace(filepath.Dir(p.Disk.Top()), in.disk.Statfs, int64(in.mem.Size()))
 	add(DeviceDisk, blk.New(in.disk, in.writable(DeviceDisk, "drowse-"+DeviceDisk)))
 	vs, err := vsock.New(in.mem, vsock.Config{CID: guestCID, Path: p.Socket})
 	if err != nil {
@@ -210,7 +222,7 @@ func (in *Instance) assemble(net netStart) (err error) {
 		add(deviceVolume+r.Name, blk.New(v, in.writable(deviceVolume+r.Name, volumeSerial(&r))))
 	}
 	for i, sh := range p.Spec.Shares {
-		dir, err := OpenShare(sh)
+		dir, err := OpenShare(p.files(), sh)
 		if err != nil {
 			return err
 		}
@@ -232,11 +244,25 @@ func (in *Instance) writable(name, serial string) blk.Options {
 	return blk.Options{Serial: serial, OnError: in.deviceError(name), Space: in.space.take, OnFull: in.space.wait}
 }
 
-// NoDirtyLogEnv, set to anything, makes VMs do without KVM's log of changed pages, for hosts on which that log
-// misbehaves. Each snapshot then has all of RAM, and a running guest stands still until it is written.
+// NoDirtyLogEnv, set to anything, makes a VM's process set Parts.NoDirtyLog, for hosts on which the log misbehaves.
 const NoDirtyLogEnv = "DROWSE_NO_DIRTY_LOG"
 
-func trackDirty() bool { return os.Getenv(NoDirtyLogEnv) == "" }
+// files returns the file system of the parts.
+func (p Parts) files() osfile.FS {
+	if p.Files == nil {
+		return osfile.OS
+	}
+	return p.Files
+}
+
+// openFile opens a file for reading.
+func (p Parts) openFile(name string) (*os.File, error) {
+	f, err := p.files().OpenFile(name, os.O_RDONLY, 0)
+	if err != nil {
+		return nil, err
+	}
+	return f.OS(), nil
+}
 
 func (in *Instance) deviceError(name string) func(error) {
 	return func(err error) { in.log.Error("device I/O failed", "device", name, "error", err) }
@@ -301,7 +327,7 @@ func (in *Instance) boot(ctx context.Context) error {
 		return err
 	}
 	err := in.machine.Boot(vmm.BootOptions{
-		Kernel: in.parts.Kernel, Initramfs: in.parts.Initramfs, Cmdline: in.parts.cmdline(),
+		Kernel: in.parts.Kernel, Initramfs: in.parts.Initramfs, Open: in.parts.openFile, Cmdline: in.parts.cmdline(),
 		NoACPI: in.parts.Spec.NoACPI, Seed: seed,
 	})
 	if err != nil {
@@ -455,7 +481,7 @@ func (in *Instance) putTogether(net netStart, open func() ([]snapshot.Payload, e
 
 // open opens the snapshot in a directory, starts a pager for RAM, and returns the states of the machine's parts.
 func (in *Instance) open(dir string) (states []snapshot.Payload, err error) {
-	if in.snap, err = snapshot.Open(dir); err != nil {
+	if in.snap, err = snapshot.OpenIn(in.parts.files(), dir); err != nil {
 		return nil, err
 	}
 	m := in.snap.Manifest()
@@ -714,7 +740,7 @@ func (in *Instance) Capture(ctx context.Context, o CaptureOptions) (c *Capture, 
 		base = nil
 	}
 	if base != nil {
-		if _, err := os.Stat(filepath.Join(base.Dir(), snapshot.ManifestName)); err != nil {
+		if _, err := in.parts.files().Stat(filepath.Join(base.Dir(), snapshot.ManifestName)); err != nil {
 			// The snapshot was deleted, but RAM still has its pages.
 			in.log.Warn("the snapshot before is not there to build upon: writing all of RAM", "error", err)
 			base = nil
@@ -861,6 +887,7 @@ func (in *Instance) Capture(ctx context.Context, o CaptureOptions) (c *Capture, 
 		Labels:   o.Labels,
 		Payloads: toPayloads(states),
 		Memory:   source,
+		FS:       in.parts.files(),
 	}
 	if fp, ok := in.freePagesPayload(); ok {
 		spec.Payloads = append(spec.Payloads, fp)
@@ -910,7 +937,7 @@ func (in *Instance) closing(what string, f func() error) {
 
 // rebase makes a snapshot the base of the next one. Without a base, the next one has all of RAM.
 func (in *Instance) rebase(dir string) {
-	next, err := snapshot.Open(dir)
+	next, err := snapshot.OpenIn(in.parts.files(), dir)
 	if err != nil {
 		// The snapshot is on disk and was checked as it was written. Only the next one suffers.
 		in.log.Warn("the new snapshot cannot be built upon", "error", err)

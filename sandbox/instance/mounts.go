@@ -6,6 +6,7 @@ import (
 	"strconv"
 
 	"github.com/drowse-vm/drowse/devices/fs"
+	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/rootfs/volume"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/snapshot"
@@ -17,8 +18,11 @@ const deviceShare = "share-"
 func shareTag(i int) string { return deviceShare + strconv.Itoa(i) }
 
 // OpenShare opens the directory of a share. It returns ErrShare if the directory cannot be shared.
-func OpenShare(sh spec.Share) (*fs.Dir, error) {
-	d, err := fs.Open(sh.Source, sh.Writable)
+func OpenShare(files osfile.FS, sh spec.Share) (d *fs.Dir, err error) {
+	f, err := files.OpenFile(sh.Source, fs.OpenFlags, 0)
+	if err == nil {
+		d, err = fs.NewDir(f.OS(), sh.Writable)
+	}
 	if err != nil {
 		return nil, fmt.Errorf("%w for %s in the guest: %w: put the directory there; its content is not part of a snapshot", spec.ErrShare, sh.Path, err)
 	}

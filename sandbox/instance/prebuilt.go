@@ -38,15 +38,21 @@ type Prebuilt struct {
 	failure error
 }
 
+// PrebuiltOptions are the options of NewPrebuilt.
+type PrebuiltOptions struct {
+	// NoDirtyLog is that of the VM's Parts.
+	NoDirtyLog bool
+}
+
 // NewPrebuilt makes a Prebuilt, and returns when it is ready. A link that cannot be made is not an error.
-func NewPrebuilt(shape spec.Shape) (s *Prebuilt, err error) {
+func NewPrebuilt(shape spec.Shape, o PrebuiltOptions) (s *Prebuilt, err error) {
 	if err := shape.Validate(); err != nil {
 		return nil, err
 	}
 	s = &Prebuilt{shape: shape.Machine()}
 	s.mem, err = guestmem.New(spec.VM{MemoryMiB: shape.MemoryMiB}.Memory())
 	if err == nil {
-		s.vm, err = newPrebuiltVM(s.mem, shape.VCPUs, trackDirty())
+		s.vm, err = newPrebuiltVM(s.mem, shape.VCPUs, !o.NoDirtyLog)
 	}
 	if err == nil {
 		err = s.vm.Wait()

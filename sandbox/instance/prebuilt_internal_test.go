@@ -18,7 +18,7 @@ func TestPrebuiltVMs_have_links_to_the_host_for_shapes_with_a_network(t *testing
 	}
 	with := spec.Shape{MemoryMiB: 128, VCPUs: 1, Network: true}
 	for _, taken := range []bool{true, false} {
-		s, err := NewPrebuilt(with)
+		s, err := NewPrebuilt(with, PrebuiltOptions{})
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -32,22 +32,23 @@ const (
 
 // space limits how much a VM may write to the file system of a directory. It is safe for concurrent use.
 type space struct {
-	dir string
-	ram int64 // of the VM, bytes
+	dir    string
+	statfs func() (unix.Statfs_t, error) // of dir
+	ram    int64                         // of the VM, bytes
 	// grant is how many bytes may be written before the next look at the file system.
 	grant atomic.Int64
 	// full has a value when a write waits.
 	full chan struct{}
 }
 
-func newSpace(dir string, ram int64) *space {
-	return &space{dir: dir, ram: ram, full: make(chan struct{}, 1)}
+func newSpace(dir string, statfs func() (unix.Statfs_t, error), ram int64) *space {
+	return &space{dir: dir, statfs: statfs, ram: ram, full: make(chan struct{}, 1)}
 }
 
 // spare returns how much is free above the reserve, in bytes; it may be negative.
 func (s *space) spare() (spare, reserve int64, err error) {
-	var st unix.Statfs_t
-	if err := unix.Statfs(s.dir, &st); err != nil {
+	st, err := s.statfs()
+	if err != nil {
 		return 0, 0, fmt.Errorf("looking for space in %s: %w", s.dir, err)
 	}
 	reserve = min(s.ram, int64(st.Blocks)*st.Bsize/reservePart)

@@ -13,7 +13,8 @@ func TestSpace_grants_are_parts_of_what_is_free_and_keep_the_reserve(t *testing.
 		t.Skipf("mounting a tmpfs needs root: %v", err)
 	}
 	t.Cleanup(func() { _ = unix.Unmount(dir, unix.MNT_DETACH) })
-	s := newSpace(dir, 1<<40)
+	statfs := func() (st unix.Statfs_t, err error) { return st, unix.Statfs(dir, &st) }
+	s := newSpace(dir, statfs, 1<<40)
 	spare, reserve, err := s.spare()
 	if err != nil || reserve != 64<<20/reservePart || spare > 64<<20-reserve {
 		t.Fatalf("%d bytes and a reserve of %d, %v", spare, reserve, err)
@@ -30,7 +31,7 @@ func TestSpace_grants_are_parts_of_what_is_free_and_keep_the_reserve(t *testing.
 	if err := s.take(4096); err != nil {
 		t.Errorf("after a refusal, what there is room for: %v", err)
 	}
-	if small := newSpace(dir, 1<<20); !small.room() {
+	if small := newSpace(dir, statfs, 1<<20); !small.room() {
 		t.Error("no room on an empty file system")
 	} else if more, _, _ := small.spare(); more <= spare {
 		t.Errorf("a VM with less RAM keeps as large a reserve: %d and %d are spare", more, spare)

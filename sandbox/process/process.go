@@ -428,6 +428,7 @@ func Parts(s *state.Store, r *state.Record, d disk.Stack) instance.Parts {
 	p := instance.Parts{
 		Spec: r.Spec, Kernel: s.BootPath(r.Boot.Kernel), Initramfs: s.BootPath(r.Boot.Initramfs), SystemDisk: s.BootPath(r.Boot.SystemDisk),
 		Cmdline: r.Boot.Cmdline, Image: s.BootPath(r.Boot.Image), Disk: d, Socket: s.VsockPath(r.Spec.Name), VM: r.ID, Secrets: r.Secrets,
+		NoDirtyLog: noDirtyLog(),
 	}
 	if os.Getenv(control.NoPageCacheEnv) == "" {
 		p.PageCache = s.PageCacheDir()
@@ -893,3 +894,6 @@ func writeError(w http.ResponseWriter, err error) {
 	w.WriteHeader(http.StatusInternalServerError)
 	_ = json.NewEncoder(w).Encode(control.ReportError(err))
 }
+
+// noDirtyLog reports whether VMs do without KVM's log of changed pages.
+func noDirtyLog() bool { return os.Getenv(instance.NoDirtyLogEnv) != "" }

@@ -157,7 +157,7 @@ func obey(ctx, terminated context.Context, s *state.Store, ord control.Order, fi
 // standBy prepares for a VM, says so, and waits for the order. Without an order it returns when the other end of
 // the socket is closed, or terminated ends.
 func standBy(ctx, terminated context.Context, s *state.Store, shape spec.Shape) (err error) {
-	prebuilt, err := instance.NewPrebuilt(shape)
+	prebuilt, err := instance.NewPrebuilt(shape, instance.PrebuiltOptions{NoDirtyLog: noDirtyLog()})
 	if err != nil {
 		return err
 	}

@@ -71,7 +71,7 @@ func FuzzLoadKernel(f *testing.F) {
 		if err := errors.Join(err, file.Truncate(int64(len(image)))); err != nil {
 			t.Fatal(err)
 		}
-		l, err := loadKernel(mem, path)
+		l, err := loadKernel(mem, path, os.Open)
 		if err != nil {
 			if !errors.Is(err, ErrNotKernel) && !errors.Is(err, ErrNoRoom) {
 				t.Fatalf("refused with %v: neither ErrNotKernel nor ErrNoRoom", err)
@@ -134,7 +134,7 @@ func TestAttack_kernel_with_one_bad_segment_leaves_nothing_in_RAM(t *testing.T) 
 		"longer in file":    func(p *elf.Prog64) { p.Memsz = 15 },
 	} {
 		mem := newMemory(t, fuzzRAM)
-		_, err := loadKernel(mem, write(t, twoSegments(change)))
+		_, err := loadKernel(mem, write(t, twoSegments(change)), os.Open)
 		if !errors.Is(err, ErrNotKernel) && !errors.Is(err, ErrNoRoom) {
 			t.Errorf("%s: got %v, want ErrNotKernel or ErrNoRoom", name, err)
 		}
@@ -156,7 +156,7 @@ func TestAttack_kernel_whose_segments_are_the_same_bytes_many_times_is_refused(t
 	file := append(image.Bytes(), make([]byte, data)...)
 	binary.LittleEndian.PutUint16(file[56:], segments)
 	mem := newMemory(t, fuzzRAM)
-	if _, err := loadKernel(mem, write(t, file)); !errors.Is(err, ErrNotKernel) {
+	if _, err := loadKernel(mem, write(t, file), os.Open); !errors.Is(err, ErrNotKernel) {
 		t.Errorf("got %v, want ErrNotKernel", err)
 	}
 	if pages := touched(mem); pages != nil {

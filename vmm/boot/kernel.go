@@ -38,8 +38,8 @@ type loaded struct {
 
 // loadKernel loads the kernel at path into RAM: an ELF vmlinux, or a bzImage. It unpacks the payload of a bzImage,
 // which would take seconds in the guest.
-func loadKernel(mem *guestmem.Memory, path string) (loaded, error) {
-	f, err := os.Open(path)
+func loadKernel(mem *guestmem.Memory, path string, open func(string) (*os.File, error)) (loaded, error) {
+	f, err := open(path)
 	if err != nil {
 		return loaded{}, fmt.Errorf("opening the kernel: %w: build one with kernel.Build or name another", err)
 	}

@@ -15,6 +15,8 @@ type Config struct {
 	Kernel string
 	// Initramfs is the path of an archive for the kernel, or empty.
 	Initramfs string
+	// Open opens both; nil means os.Open.
+	Open func(name string) (*os.File, error)
 	// Cmdline is the kernel's command line, at most MaxCmdline bytes of ASCII.
 	Cmdline string
 	// Seed goes into the kernel's random number generator, at most 64 bytes; the kernel wipes it from memory. It
@@ -78,11 +80,15 @@ func Load(mem *guestmem.Memory, c Config) (Entry, error) {
 	if c.VCPUs < 1 || c.VCPUs > MaxVCPUs {
 		return Entry{}, fmt.Errorf("%d vCPUs: use 1 to %d", c.VCPUs, MaxVCPUs)
 	}
-	k, err := loadKernel(mem, c.Kernel)
+	open := c.Open
+	if open == nil {
+		open = os.Open
+	}
+	k, err := loadKernel(mem, c.Kernel, open)
 	if err != nil {
 		return Entry{}, err
 	}
-	initrd, initrdSize, err := loadInitramfs(mem, c.Initramfs, k.end)
+	initrd, initrdSize, err := loadInitramfs(mem, c.Initramfs, k.end, open)
 	if err != nil {
 		return Entry{}, err
 	}
@@ -111,11 +117,11 @@ func Load(mem *guestmem.Memory, c Config) (Entry, error) {
 }
 
 // loadInitramfs loads the archive as high as low memory allows, page aligned.
-func loadInitramfs(mem *guestmem.Memory, path string, kernelEnd guestmem.GPA) (guestmem.GPA, uint32, error) {
+func loadInitramfs(mem *guestmem.Memory, path string, kernelEnd guestmem.GPA, open func(string) (*os.File, error)) (guestmem.GPA, uint32, error) {
 	if path == "" {
 		return 0, 0, nil
 	}
-	f, err := os.Open(path)
+	f, err := open(path)
 	if err != nil {
 		return 0, 0, fmt.Errorf("opening the initramfs: %w", err)
 	}
