@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"sync/atomic"
 
 	"golang.org/x/sys/unix"
 
@@ -15,8 +16,9 @@ import (
 // (Linux 6.7), or else reads /proc/self/pagemap, which does not tell a mapped zero page from others. Only one
 // goroutine at a time may use a Pagemap.
 type Pagemap struct {
-	f    *os.File
-	scan bool
+	f      *os.File
+	shared bool // f is that of OpenAhead
+	scan   bool
 	// regions and entries are the results of one call, of PAGEMAP_SCAN and of pagemap.
 	regions [scanRegions]pageRegion
 	entries []byte
@@ -35,17 +37,51 @@ const (
 	pagemapBatch   = 4096 // entries
 )
 
+// ahead is the page map that OpenAhead has opened, or nil.
+var ahead atomic.Pointer[os.File]
+
+// OpenAhead opens the page map for all later calls of OpenPagemap, for a process that can open no path later.
+func OpenAhead() error {
+	if ahead.Load() != nil {
+		return nil
+	}
+	f, err := openPagemap()
+	if err != nil {
+		return err
+	}
+	if !ahead.CompareAndSwap(nil, f) {
+		return f.Close()
+	}
+	return nil
+}
+
 // OpenPagemap opens the page map of this process.
 func OpenPagemap() (*Pagemap, error) {
-	f, err := os.Open("/proc/self/pagemap")
+	if f := ahead.Load(); f != nil {
+		return &Pagemap{f: f, scan: true, shared: true}, nil
+	}
+	f, err := openPagemap()
 	if err != nil {
-		return nil, fmt.Errorf("asking which guest pages are in use: %w: mount /proc", err)
+		return nil, err
 	}
 	return &Pagemap{f: f, scan: true}, nil
 }
 
+func openPagemap() (*os.File, error) {
+	f, err := os.Open("/proc/self/pagemap")
+	if err != nil {
+		return nil, fmt.Errorf("asking which guest pages are in use: %w: mount /proc", err)
+	}
+	return f, nil
+}
+
 // Close closes the page map.
-func (p *Pagemap) Close() error { return p.f.Close() }
+func (p *Pagemap) Close() error {
+	if p.shared {
+		return nil
+	}
+	return p.f.Close()
+}
 
 // NextData returns the first run [first, end) of committed pages at or after page, in the linear numbering of
 // slots; first == end if there is none. The run may end early. NextData fetches many runs at once and keeps them.

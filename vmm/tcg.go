@@ -32,6 +32,12 @@ var emulatedByTCG = sync.OnceValue(func() bool {
 	return bytes.Contains(p[:n], []byte(tcgName))
 })
 
+// OpenAhead opens or reads what machines need of the host by path, for a process that can open no path later.
+func OpenAhead() error {
+	emulatedByTCG()
+	return kvm.OpenAhead()
+}
+
 // makeTSSAvailable works around an error of QEMU's TCG. When a program uses an I/O port, TCG looks into the
 // task-state segment only if the segment is marked available, and otherwise refuses the port. A segment in use is
 // marked busy and is saved like that (SDM volume 3, 8.2.2; volume 1, 19.5.2). KVM and SVM ignore the mark.

@@ -320,7 +320,7 @@ func (d *Device) setattr(r *request) error {
 		if kind == unix.S_IFREG {
 			mode &= 0o777
 		}
-		if err := unix.Chmod(f.proc(), mode); err != nil {
+		if err := f.chmod(mode); err != nil {
 			return err
 		}
 	}

@@ -32,6 +32,9 @@ var hostBoot = sync.OnceValue(func() (id [bootIDSize]byte) {
 	return id
 })
 
+// OpenAhead reads what disks need of the host by path, for a process that can open no path later.
+func OpenAhead() { hostBoot() }
+
 func hostEnv() env { return env{fs: osfile.OS, boot: hostBoot()} }
 
 // layer is one open file of a stack.

@@ -260,6 +260,9 @@ var bootID = sync.OnceValue(func() (id [16]byte) {
 	return id
 })
 
+// OpenAhead reads what caches need of the host by path, for a process that can open no path later.
+func OpenAhead() { bootID() }
+
 // parseID returns false if text is not the id of a memory file.
 func parseID(text string) (id [16]byte, ok bool) {
 	if len(text) != 2*len(id) {

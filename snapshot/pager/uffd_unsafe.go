@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"sync/atomic"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -73,16 +74,52 @@ func openUserfaultfd() (int, error) {
 	return fd, nil
 }
 
+// ahead is the device that OpenAhead has opened, or nil.
+var ahead atomic.Pointer[os.File]
+
+// OpenAhead opens /dev/userfaultfd for all later uses, for a process that can open no path later. On a host without
+// that device it does nothing: there is userfaultfd(2).
+func OpenAhead() error {
+	if ahead.Load() != nil {
+		return nil
+	}
+	f, err := os.OpenFile(userfaultfdDevice, os.O_RDWR, 0)
+	if errors.Is(err, os.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("%w: %w", ErrNotPermitted, err)
+	}
+	if !ahead.CompareAndSwap(nil, f) {
+		return f.Close()
+	}
+	return nil
+}
+
+// userfaultfdByDevice makes a userfaultfd by ioctl(2) of the device.
+func userfaultfdByDevice(flags uintptr) (int, error) {
+	dev := -1
+	if f := ahead.Load(); f != nil {
+		dev = int(f.Fd())
+	} else {
+		var err error
+		if dev, err = unix.Open(userfaultfdDevice, unix.O_RDWR|unix.O_CLOEXEC, 0); err != nil {
+			return -1, err
+		}
+		defer unix.Close(dev)
+	}
+	fd, _, errno := unix.Syscall(unix.SYS_IOCTL, uintptr(dev), ioctlNew, flags)
+	if errno != 0 {
+		return -1, errno
+	}
+	return int(fd), nil
+}
+
 func newUserfaultfd() (int, error) {
 	const flags = unix.O_CLOEXEC | unix.O_NONBLOCK
-	dev, derr := unix.Open(userfaultfdDevice, unix.O_RDWR|unix.O_CLOEXEC, 0)
+	dev, derr := userfaultfdByDevice(flags)
 	if derr == nil {
-		fd, _, errno := unix.Syscall(unix.SYS_IOCTL, uintptr(dev), ioctlNew, flags)
-		unix.Close(dev)
-		if errno == 0 {
-			return int(fd), nil
-		}
-		derr = errno
+		return dev, nil
 	}
 	fd, _, errno := unix.Syscall(unix.SYS_USERFAULTFD, flags, 0, 0)
 	switch {

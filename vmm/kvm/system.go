@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"sync"
+	"sync/atomic"
 
 	gokvm "github.com/bobuhiro11/gokvm/kvm"
 	"golang.org/x/sys/unix"
@@ -28,13 +29,42 @@ type System struct {
 	cpuidErr  error
 }
 
+const device = "/dev/kvm"
+
+// ahead is the device that OpenAhead has opened, or nil.
+var ahead atomic.Pointer[System]
+
+// OpenAhead opens /dev/kvm for all later calls of Open, for a process that can open no path later.
+func OpenAhead() error {
+	if ahead.Load() != nil {
+		return nil
+	}
+	s, err := Open()
+	if err != nil {
+		return err
+	}
+	if !ahead.CompareAndSwap(nil, s) {
+		return s.Close()
+	}
+	return nil
+}
+
 // Open opens /dev/kvm. The error wraps ErrNoKVM or ErrNoPermission where that is
 // the cause.
-func Open() (*System, error) { return OpenPath("/dev/kvm") }
+func Open() (*System, error) {
+	if s := ahead.Load(); s != nil {
+		return open(device, func() (int, error) { return unix.FcntlInt(uintptr(s.fd), unix.F_DUPFD_CLOEXEC, 0) })
+	}
+	return OpenPath(device)
+}
 
 // OpenPath is Open for another device node.
 func OpenPath(path string) (*System, error) {
-	fd, err := unix.Open(path, unix.O_RDWR|unix.O_CLOEXEC, 0)
+	return open(path, func() (int, error) { return unix.Open(path, unix.O_RDWR|unix.O_CLOEXEC, 0) })
+}
+
+func open(path string, get func() (int, error)) (*System, error) {
+	fd, err := get()
 	switch {
 	case errors.Is(err, unix.ENOENT), errors.Is(err, unix.ENODEV), errors.Is(err, unix.ENXIO):
 		return nil, fmt.Errorf("opening %s: %w (%w): enable virtualisation in the firmware and load kvm_intel or kvm_amd, or run where /dev/kvm is passed through",
