@@ -288,8 +288,10 @@ func (v *sleeper) restore(ctx context.Context, dir string, way variant, counts b
 	// Not every host has these counters.
 	kvm, _ := in.Machine().KVMStats()
 	// For the next restore that uses the pages, if there is one.
-	if err := in.KeepPages(ctx); err != nil {
-		return errors.Join(err, in.Close())
+	if missed := in.MissedPages(); len(missed) > 0 {
+		if err := instance.KeepPages(ctx, p.PageCache, v.snap, missed); err != nil {
+			return errors.Join(err, in.Close())
+		}
 	}
 	if err := in.Close(); err != nil {
 		return err

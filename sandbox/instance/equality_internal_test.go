@@ -19,6 +19,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/snapshot"
@@ -561,8 +562,11 @@ func (h *history) wake(i *instant) *testMachine {
 // files. A machine that is restored from it must not notice.
 func (h *history) keepPages(in *Instance) {
 	h.t.Helper()
-	if err := in.KeepPages(h.t.Context()); !errors.Is(err, snapshot.ErrNotFound) { // it may have been removed
-		h.must(err)
+	if in.Caches() {
+		err := KeepPages(h.t.Context(), in.parts.PageCache, in.snap.Dir(), in.MissedPages())
+		if !errors.Is(err, snapshot.ErrNotFound) { // it may have been removed
+			h.must(err)
+		}
 	}
 	files, err := filepath.Glob(filepath.Join(h.file("pages"), "*"))
 	h.must(err)
@@ -948,13 +952,13 @@ func (h *history) compare(i *instant, all bool) {
 	defer mem.Close()
 	var o pager.Options
 	if h.seed%4 != 3 {
-		cached := pagecache.New(h.file("pages")).Open(snap.Manifest())
+		cached := pagecache.New(h.file("pages")).Open(osfile.OS, snap)
 		defer cached.Close()
 		defer func() {
 			st := cached.Stats()
 			h.saw.cachedFrames += int(st.Hits)
 			h.saw.damagedFrames += int(st.Damaged)
-			h.must(pagecache.New(h.file("pages")).Add(h.t.Context(), cached, i.dir))
+			h.must(pagecache.New(h.file("pages")).Add(h.t.Context(), i.dir, cached.Missed()))
 		}()
 		o.Cache = cached
 	}

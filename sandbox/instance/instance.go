@@ -502,7 +502,7 @@ func (in *Instance) open(dir string) (states []snapshot.Payload, err error) {
 	}
 	opts := pager.Options{OnFailure: in.fail, WorkingSet: pages}
 	if in.parts.PageCache != "" {
-		in.cached = pagecache.New(in.parts.PageCache).Open(m)
+		in.cached = pagecache.New(in.parts.PageCache).Open(in.parts.files(), in.snap)
 		opts.Cache = in.cached
 	}
 	if in.pager, err = pager.New(in.mem, in.snap.Memory(), opts); err != nil {

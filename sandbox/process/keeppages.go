@@ -3,6 +3,7 @@ package process
 import (
 	"time"
 
+	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/snapshot/pager"
 )
 
@@ -21,7 +22,7 @@ func (p *process) keepPages() {
 			return
 		case <-time.After(keepDelay):
 		}
-		if err := p.in.KeepPages(p.lasting); err != nil && p.lasting.Err() == nil {
+		if err := instance.KeepPages(p.lasting, p.store.PageCacheDir(), p.from, p.in.MissedPages()); err != nil && p.lasting.Err() == nil {
 			p.log.Info("the next wake will decompress what this one has", "cause", err)
 		}
 	})

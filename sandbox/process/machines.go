@@ -58,7 +58,7 @@ type VM interface {
 		[]guest.HookFailure, error)
 	Continue() error
 	Caches() bool
-	KeepPages(context.Context) error
+	MissedPages() []uint64
 
 	CloseToo(io.Closer)
 	Close() error

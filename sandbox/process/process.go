@@ -39,6 +39,7 @@ type process struct {
 	prioritize func() (calm func())
 	machines   Machines
 	in         VM
+	from       string // the directory of the snapshot that the VM came from, or empty
 
 	// op is held by operations on the whole VM, and guards the fields below.
 	op     sync.Mutex
@@ -361,6 +362,7 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 	case o.Snapshot != "":
 		from = p.store.SnapshotDir(o.Snapshot)
 	}
+	p.from = from
 	p.in, err = p.machines.Start(ctx, parts, from, instance.RestoreOptions{NewIdentity: o.NewIdentity, Again: again})
 	if o.Fork != nil {
 		err = errors.Join(err, o.Fork.Close())

@@ -309,7 +309,7 @@ func (v *vm) Faults() (*pager.Stats, bool)    { return &pager.Stats{}, v.restore
 func (v *vm) SpaceProblem() string            { return "" }
 func (v *vm) KeepRunning() (release func())   { return func() {} }
 func (v *vm) Caches() bool                    { return false }
-func (v *vm) KeepPages(context.Context) error { return nil }
+func (v *vm) MissedPages() []uint64           { return nil }
 func (v *vm) ListenServices() error           { return nil }
 func (v *vm) CloseToo(c io.Closer)            { v.closers = append(v.closers, c) }
 

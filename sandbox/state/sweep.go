@@ -95,8 +95,8 @@ func (s *Store) SweepExcept(ctx context.Context, now Exempt) (freed spec.Freed, 
 	errs := append(m.problems, err)
 	memory := map[string]bool{}
 	for _, man := range have {
-		for _, f := range man.Memory.Files {
-			memory[f.ID] = true
+		for _, name := range s.cacheFiles(man) {
+			memory[name] = true
 		}
 	}
 	// A snapshot made meanwhile is not in the list. Its next wake does without the pages that the cache already
@@ -232,6 +232,16 @@ func (s *Store) joinAlone(ctx context.Context, name string, have manifests) erro
 	return err
 }
 
+// cacheFiles returns the names of the cache files of a snapshot's memory files that are there.
+func (s *Store) cacheFiles(m *snapshot.Manifest) (names []string) {
+	for _, f := range m.Memory.Files {
+		if name, err := pagecache.NameOf(filepath.Join(s.SnapshotDir(m.ID), f.Name)); err == nil {
+			names = append(names, name)
+		}
+	}
+	return names
+}
+
 // SweepSlept deletes those sleeps of a VM that has just slept which its metadata does not keep: usually the
 // previous one. It reads only these, and the bytes of all records, in case another VM comes back from one of them.
 // It leaves a VM that has been woken meanwhile alone.
@@ -256,14 +266,15 @@ func (s *Store) SweepSlept(ctx context.Context, name string) error {
 			if needed[man.ID] || s.kept(man.ID) {
 				continue
 			}
+			names := s.cacheFiles(man)
 			remove, err := snapshot.Discard(s.SnapshotDir(man.ID))
 			if err != nil {
 				return err
 			}
 			before := free
 			free = func() { before(); _ = remove() }
-			for _, f := range man.Memory.Files {
-				pages[f.ID] = true
+			for _, name := range names {
+				pages[name] = true
 			}
 			for _, l := range SnapshotStack(man).Layers {
 				if !slices.Contains(r.Disk.Layers, l) {
@@ -275,8 +286,8 @@ func (s *Store) SweepSlept(ctx context.Context, name string) error {
 		if err != nil {
 			return err
 		}
-		for _, f := range last.Memory.Files {
-			delete(pages, f.ID)
+		for _, name := range s.cacheFiles(last) {
+			delete(pages, name)
 		}
 		return nil
 	})

@@ -28,36 +28,41 @@ const (
 	slack = 32
 )
 
-// Add adds the frames that r has missed so far to the cache files, and leaves out what does not fit. dir is the
-// directory of the snapshot. Call Add in the background: it takes the time of decompressing the frames once more,
-// and waits for other writers. An error only means that the cache has less than it could have. r notes no frames
-// that it misses later, so a second Add for a Reader does nothing.
+// Add adds the frames that have the pages missed, of the snapshot in dir, to the cache files, and leaves out what does
+// not fit. missed need not be trusted: the frames come from the snapshot's own index, and Add ignores pages that it
+// lacks and more than MaxMissed. Call Add in the background: it takes the time of decompressing the frames, and waits
+// for other writers. An error only means that the cache has less than it could have.
 //
 // The memory file that a delta itself has written is most often read only once, because the VM keeps running and
 // sleeps again. For such a file Add first only makes an empty cache file, and adds its frames when some are
 // missing a second time.
-func (c *Cache) Add(ctx context.Context, r *Reader, dir string) error {
-	if err := c.add(ctx, r, dir); err != nil {
+func (c *Cache) Add(ctx context.Context, dir string, missed []uint64) error {
+	if err := c.add(ctx, dir, missed[:min(len(missed), MaxMissed)]); err != nil {
 		return fmt.Errorf("keeping decompressed pages in %s: %w", c.dir, err)
 	}
 	return nil
 }
 
-func (c *Cache) add(ctx context.Context, r *Reader, dir string) error {
-	now := time.Now()
-	for _, path := range r.paths {
-		// The times are for evict. The file may have been removed meanwhile.
-		_ = os.Chtimes(path, now, now)
-	}
-	missed := r.takeMissed()
-	if len(missed) == 0 {
-		return nil
-	}
+func (c *Cache) add(ctx context.Context, dir string, missed []uint64) error {
 	s, err := snapshot.Open(dir)
 	if err != nil {
 		return err
 	}
 	defer s.Close()
+	now := time.Now()
+	memory := s.Manifest().Memory.Files
+	ids := make([]identity, len(memory))
+	for i, f := range s.Files() {
+		if ids[i], err = identityOf(f); err != nil {
+			return err
+		}
+		// The times are for evict. There may be no such file.
+		_ = os.Chtimes(c.path(ids[i].name()), now, now)
+	}
+	frames, err := framesWith(s.Memory(), missed)
+	if err != nil || len(frames) == 0 {
+		return err
+	}
 	if err := os.MkdirAll(c.dir, 0o700); err != nil {
 		return err
 	}
@@ -70,23 +75,39 @@ func (c *Cache) add(ctx context.Context, r *Reader, dir string) error {
 	if err := c.removeTemps(); err != nil {
 		return err
 	}
-	own := len(s.Manifest().Memory.Files) - 1
+	own := len(memory) - 1
 	var errs []error
-	for i, mf := range s.Manifest().Memory.Files {
+	for i, mf := range memory {
 		if err := ctx.Err(); err != nil {
 			return err
 		}
-		var frames []snapshot.Frame
-		for _, f := range missed {
-			if f.File() == mf.Number {
-				frames = append(frames, f)
-			}
-		}
-		if len(frames) > 0 {
-			errs = append(errs, c.addTo(ctx, s, mf, frames, i == own && s.Manifest().Base != ""))
+		if of := frames[mf.Number]; len(of) > 0 {
+			errs = append(errs, c.addTo(ctx, s, ids[i], of, i == own && s.Manifest().Base != ""))
 		}
 	}
 	return errors.Join(append(errs, c.evict())...)
+}
+
+// framesWith returns the frames of each memory file that have the given pages.
+func framesWith(m *snapshot.Memory, pages []uint64) (map[uint32][]snapshot.Frame, error) {
+	out := map[uint32][]snapshot.Frame{}
+	for _, page := range pages {
+		if page >= m.Pages() {
+			continue
+		}
+		l, err := m.Leaf(int(page / snapshot.ChunkPages))
+		if err != nil {
+			return nil, err
+		}
+		if l == nil {
+			continue
+		}
+		if i, _, ok := l.Page(int(page % snapshot.ChunkPages)); ok {
+			f := l.Frame(i)
+			out[f.File()] = append(out[f.File()], *f)
+		}
+	}
+	return out, nil
 }
 
 // source is where the content of an entry comes from: a frame, or the previous file.
@@ -97,12 +118,8 @@ type source struct {
 }
 
 // addTo rewrites the cache file of a memory file with frames and with its present entries.
-func (c *Cache) addTo(ctx context.Context, s *snapshot.Snapshot, mf snapshot.MemoryFile, frames []snapshot.Frame, noteFirst bool) error {
-	id, ok := parseID(mf.ID)
-	if !ok {
-		return nil
-	}
-	before, err := openFile(c.path(mf.ID), id, c.boot(), false)
+func (c *Cache) addTo(ctx context.Context, s *snapshot.Snapshot, id identity, frames []snapshot.Frame, noteFirst bool) error {
+	before, err := openFile(osfile.OS, c.path(id.name()), id, c.boot(), false)
 	if err == nil {
 		defer before.f.Close()
 	} else {
@@ -176,7 +193,7 @@ func (c *Cache) choose(ctx context.Context, before *file, frames []snapshot.Fram
 	return sources, nil
 }
 
-func (c *Cache) write(ctx context.Context, s *snapshot.Snapshot, id [16]byte, before *file, sources []source) (err error) {
+func (c *Cache) write(ctx context.Context, s *snapshot.Snapshot, id identity, before *file, sources []source) (err error) {
 	slices.SortFunc(sources, func(a, b source) int { return cmp.Compare(a.offset, b.offset) })
 	f, err := os.CreateTemp(c.dir, tempPrefix)
 	if err != nil {
@@ -221,7 +238,7 @@ func (c *Cache) write(ctx context.Context, s *snapshot.Snapshot, id [16]byte, be
 	}
 	// Do not sync: a power loss ends the boot, and the file is not used after it. And a sleep, which waits for
 	// this, must not wait for a disk.
-	return os.Rename(f.Name(), c.path(fmt.Sprintf("%x", id)))
+	return os.Rename(f.Name(), c.path(id.name()))
 }
 
 func (c *Cache) removeTemps() error {
@@ -240,7 +257,7 @@ func (c *Cache) removeTemps() error {
 
 // cached is a file of the cache.
 type cached struct {
-	id   string
+	name string
 	size int64 // its size on disk, in bytes
 	used time.Time
 }
@@ -252,8 +269,8 @@ func (c *Cache) list() (out []cached, err error) {
 		return nil, err
 	}
 	for _, e := range all {
-		id, ok := strings.CutSuffix(e.Name(), suffix)
-		if _, isID := parseID(id); !ok || !isID {
+		digits, ok := strings.CutSuffix(e.Name(), suffix)
+		if _, isName := parseHex(digits); !ok || !isName {
 			continue
 		}
 		var st unix.Stat_t
@@ -261,7 +278,7 @@ func (c *Cache) list() (out []cached, err error) {
 			return nil, &os.PathError{Op: "stat", Path: e.Name(), Err: err}
 		}
 		const block = 512 // of st_blocks, stat(2)
-		out = append(out, cached{id: id, size: max(st.Size, st.Blocks*block), used: time.Unix(st.Mtim.Unix())})
+		out = append(out, cached{name: e.Name(), size: max(st.Size, st.Blocks*block), used: time.Unix(st.Mtim.Unix())})
 	}
 	slices.SortFunc(out, func(a, b cached) int { return a.used.Compare(b.used) })
 	return out, nil
@@ -282,26 +299,26 @@ func (c *Cache) evict() error {
 		if total <= c.maxBytes {
 			break
 		}
-		errs = append(errs, os.Remove(c.path(f.id)))
+		errs = append(errs, os.Remove(c.path(f.name)))
 		total -= f.size
 	}
 	return errors.Join(errs...)
 }
 
-// Sweep removes the files of all memory files except those whose ids are in keep, and what killed writers have
+// Sweep removes all cache files except those whose names (Name, NameOf) are in keep, and what killed writers have
 // left. It returns how many cache files it removed, not counting those of killed writers, and their size on disk,
 // in bytes. It does nothing while a writer holds the lock.
 func (c *Cache) Sweep(keep map[string]bool) (files int, bytes int64, err error) {
-	return c.sweep(func(id string) bool { return keep[id] })
+	return c.sweep(func(name string) bool { return keep[name] })
 }
 
-// Forget removes the files of the memory files with these ids. It does nothing while a writer holds the lock.
-func (c *Cache) Forget(ids map[string]bool) error {
-	_, _, err := c.sweep(func(id string) bool { return !ids[id] })
+// Forget removes the cache files with these names. It does nothing while a writer holds the lock.
+func (c *Cache) Forget(names map[string]bool) error {
+	_, _, err := c.sweep(func(name string) bool { return !names[name] })
 	return err
 }
 
-func (c *Cache) sweep(keep func(id string) bool) (files int, bytes int64, err error) {
+func (c *Cache) sweep(keep func(name string) bool) (files int, bytes int64, err error) {
 	lock, err := osfile.TryOpenLocked(c.dir, os.O_RDONLY, 0, osfile.Exclusive)
 	switch {
 	case errors.Is(err, os.ErrNotExist), errors.Is(err, osfile.ErrLocked):
@@ -314,10 +331,10 @@ func (c *Cache) sweep(keep func(id string) bool) (files int, bytes int64, err er
 	all, err := c.list()
 	errs = append(errs, err)
 	for _, f := range all {
-		if keep(f.id) {
+		if keep(f.name) {
 			continue
 		}
-		err := os.Remove(c.path(f.id))
+		err := os.Remove(c.path(f.name))
 		errs = append(errs, err)
 		if err == nil {
 			files++

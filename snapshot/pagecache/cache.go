@@ -6,6 +6,7 @@ import (
 	"sync"
 	"sync/atomic"
 
+	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/snapshot"
 )
 
@@ -24,23 +25,23 @@ func New(dir string) *Cache {
 	return &Cache{dir: dir, boot: bootID, maxBytes: MaxBytes, maxFile: MaxFileBytes, minFree: minFree}
 }
 
-func (c *Cache) path(id string) string { return filepath.Join(c.dir, id+suffix) }
+func (c *Cache) path(name string) string { return filepath.Join(c.dir, name) }
 
-// Open opens the cache files of the memory files of a snapshot. It leaves out those that are missing or unusable.
-// Close the reader after the last Read.
-func (c *Cache) Open(m *snapshot.Manifest) *Reader {
-	r := &Reader{files: make(map[uint32]*file, len(m.Memory.Files)), missed: make([]snapshot.Frame, 0, maxMissed)}
-	for _, mf := range m.Memory.Files {
-		id, ok := parseID(mf.ID)
-		if !ok {
+// Open opens the cache files of the memory files of a snapshot, in a file system that has the cache's directory. It
+// leaves out those that are missing or unusable. Close the reader after the last Read.
+func (c *Cache) Open(fsys osfile.FS, s *snapshot.Snapshot) *Reader {
+	files := s.Files()
+	r := &Reader{files: make(map[uint32]*file, len(files)), missed: make([]uint64, 0, MaxMissed)}
+	for i, mf := range s.Manifest().Memory.Files {
+		id, err := identityOf(files[i])
+		if err != nil {
 			continue
 		}
-		f, err := openFile(c.path(mf.ID), id, c.boot(), true)
+		f, err := openFile(fsys, c.path(id.name()), id, c.boot(), true)
 		if err != nil {
 			continue
 		}
 		r.files[mf.Number] = f
-		r.paths = append(r.paths, c.path(mf.ID))
 	}
 	return r
 }
@@ -49,22 +50,22 @@ func (c *Cache) Open(m *snapshot.Manifest) *Reader {
 // several goroutines at once; Close must be the last.
 type Reader struct {
 	files map[uint32]*file
-	paths []string
 
 	hits, misses, damaged atomic.Uint64
 
 	mu     sync.Mutex
-	missed []snapshot.Frame // never grows beyond its capacity
-	taken  bool             // takeMissed was called; note no more
+	missed []uint64 // never grows beyond its capacity
+	taken  bool     // Missed was called; note no more
 }
 
-// maxMissed bounds the missed frames that a Reader notes, and so those that Add adds.
-const maxMissed = 2048
+// MaxMissed bounds the missed frames that a Reader notes, and those that Add adds.
+const MaxMissed = 2048
 
-// Read returns the pages of a frame, in buf, which has room for snapshot.MaxFramePages of them. It returns false
-// if the cache does not have them, or has them only on disk, because the snapshot's frame is smaller to read
-// there. The returned pages are always those of the snapshot. Read does not wait for a disk and allocates nothing.
-func (r *Reader) Read(f *snapshot.Frame, buf []byte) ([]byte, bool) {
+// Read returns the pages of the frame f, which has a page of RAM, in buf, which has room for snapshot.MaxFramePages
+// of them. It returns false if the cache does not have them, or has them only on disk, because the snapshot's frame is
+// smaller to read there. The returned pages are always those of the snapshot. Read does not wait for a disk and
+// allocates nothing.
+func (r *Reader) Read(page uint64, f *snapshot.Frame, buf []byte) ([]byte, bool) {
 	if c := r.files[f.File()]; c != nil {
 		if e := c.find(keyOf(f)); e != nil && e.size() <= len(buf) {
 			p := buf[:e.size()]
@@ -81,13 +82,13 @@ func (r *Reader) Read(f *snapshot.Frame, buf []byte) ([]byte, bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if !r.taken && len(r.missed) < cap(r.missed) {
-		r.missed = append(r.missed, *f)
+		r.missed = append(r.missed, page)
 	}
 	return nil, false
 }
 
-// takeMissed returns the frames missed so far. The Reader notes no more afterwards.
-func (r *Reader) takeMissed() []snapshot.Frame {
+// Missed returns a page of RAM of each frame that was missed so far. The Reader notes no more afterwards.
+func (r *Reader) Missed() []uint64 {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	out := r.missed

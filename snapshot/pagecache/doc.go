@@ -18,16 +18,17 @@
 //
 // # Read returns only correct pages
 //
-// An entry says which bytes of which memory file it was made from: the random id of that file, the frame's offset
-// and length in it, and the checksum over its compressed bytes. All of them must match the snapshot's index, so a
-// frame of another snapshot is not mistaken for it. The header and the list of entries have a checksum, and so has
+// An entry says which bytes of which memory file it was made from: the file's device, inode, times of birth and change,
+// and size; the frame's offset and length in it, and the checksum over its compressed bytes. All of them must match
+// the open memory file and the snapshot's index, so a frame of another snapshot is not mistaken for it. Only who has
+// that very file open finds what is kept of it, and Add writes nothing but what it has decompressed from it. The header and the list of entries have a checksum, and so has
 // each entry's content, a CRC-32C as in frames. Read copies content into the caller's memory by pread(2) and
 // checks it there, so it cannot change after the check. If a file is truncated while it is read, the reader gets
 // an end of file, not a SIGBUS as from a mapping.
 //
 // # Files
 //
-// A cache has one file for each memory file that a snapshot refers to, so clones and chains of any depth share
+// A cache has one file for each memory file that a snapshot refers to, named by a hash of what identifies it, so clones and chains of any depth share
 // what they have in common. A writer writes a file under another name and renames it, and no file changes after
 // that: a reader that has the old file open keeps using it. Only one writer at a time has the lock of the
 // directory. Writers sync nothing, so a file is valid only until the next boot of the host, and readers ignore
@@ -36,13 +37,17 @@
 // little-endian.
 //
 //	 0  magic      "DROWSEPC"
-//	 8  version    4 bytes, 1
+//	 8  version    4 bytes, 2
 //	12  entries    4 bytes
-//	16  id         16 bytes, that of the memory file
-//	32  boot       16 bytes, the host's boot id (random(4))
-//	48  zeros      12 bytes
-//	60  CRC-32C    4 bytes, over all before and the entries
-//	64  entries    32 bytes each, in ascending order of offset:
+//	16  boot       16 bytes, the host's boot id (random(4))
+//	32  device     8 bytes, major and minor number; these five are of the memory file
+//	40  inode      8 bytes
+//	48  birth      8 bytes, ns since 1970, 0 if unknown
+//	56  change     8 bytes, of the content, ns since 1970
+//	64  size       8 bytes
+//	72  zeros      4 bytes
+//	76  CRC-32C    4 bytes, over all before and the entries
+//	80  entries    32 bytes each, in ascending order of offset:
 //	     0  offset of the frame in the memory file, 8 bytes
 //	     8  its length there, 4 bytes
 //	    12  its CRC-32C there, 4 bytes

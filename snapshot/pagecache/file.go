@@ -15,6 +15,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
@@ -22,10 +23,12 @@ import (
 const (
 	pageSize   = guestmem.PageSize
 	magic      = "DROWSEPC"
-	version    = 1
-	headerSize = 64
+	version    = 2
+	headerSize = 80
 	entrySize  = 32
-	sumAt      = 60
+	bootAt     = 16
+	identityAt = 32
+	sumAt      = 76
 	suffix     = ".pages"
 )
 
@@ -77,14 +80,14 @@ func contentAt(n int) int64 {
 }
 
 // encodeIndex returns everything before the content. The entries must be in order and have their places.
-func encodeIndex(id, boot [16]byte, entries []entry) []byte {
+func encodeIndex(id identity, boot [16]byte, entries []entry) []byte {
 	b := make([]byte, contentAt(len(entries)))
 	copy(b, magic)
 	le := binary.LittleEndian
 	le.PutUint32(b[8:], version)
 	le.PutUint32(b[12:], uint32(len(entries)))
-	copy(b[16:32], id[:])
-	copy(b[32:48], boot[:])
+	copy(b[bootAt:], boot[:])
+	copy(b[identityAt:], id[:])
 	for i := range entries {
 		e, p := &entries[i], b[headerSize+i*entrySize:]
 		le.PutUint64(p, uint64(e.offset))
@@ -104,17 +107,17 @@ func indexSum(b []byte) uint32 {
 }
 
 // checkHeader checks a header and returns its number of entries.
-func checkHeader(b []byte, id, boot [16]byte) (int, error) {
+func checkHeader(b []byte, id identity, boot [16]byte) (int, error) {
 	le := binary.LittleEndian
 	n := le.Uint32(b[12:])
-	if string(b[:8]) != magic || le.Uint32(b[8:]) != version || [16]byte(b[16:32]) != id || [16]byte(b[32:48]) != boot || n > maxEntries {
+	if string(b[:8]) != magic || le.Uint32(b[8:]) != version || [16]byte(b[bootAt:]) != boot || identity(b[identityAt:]) != id || n > maxEntries {
 		return 0, fmt.Errorf("%w: its header is not that of the memory file's", errUnusable)
 	}
 	return int(n), nil
 }
 
 // decodeIndex checks and returns the entries. b is the header and the entries, size is that of the file.
-func decodeIndex(b []byte, id, boot [16]byte, size int64) ([]entry, error) {
+func decodeIndex(b []byte, id identity, boot [16]byte, size int64) ([]entry, error) {
 	if len(b) < headerSize {
 		return nil, fmt.Errorf("%w: it has no header", errUnusable)
 	}
@@ -150,12 +153,12 @@ func decodeIndex(b []byte, id, boot [16]byte, size int64) ([]entry, error) {
 
 // openFile opens the cache file of a memory file, and checks all but the content. With now, it fails if reading
 // the list would have to wait for the disk.
-func openFile(path string, id, boot [16]byte, now bool) (*file, error) {
-	f, err := os.Open(path)
+func openFile(fsys osfile.FS, path string, id identity, boot [16]byte, now bool) (*file, error) {
+	f, err := fsys.OpenFile(path, os.O_RDONLY, 0)
 	if err != nil {
 		return nil, err
 	}
-	c := &file{f: f}
+	c := &file{f: f.OS()}
 	if c.entries, err = c.readIndex(id, boot, now); err != nil {
 		f.Close()
 		return nil, err
@@ -163,7 +166,7 @@ func openFile(path string, id, boot [16]byte, now bool) (*file, error) {
 	return c, nil
 }
 
-func (c *file) readIndex(id, boot [16]byte, now bool) ([]entry, error) {
+func (c *file) readIndex(id identity, boot [16]byte, now bool) ([]entry, error) {
 	st, err := c.f.Stat()
 	if err != nil {
 		return nil, err
@@ -252,7 +255,7 @@ var bootID = sync.OnceValue(func() (id [16]byte) {
 	text, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
 	if err == nil {
 		var ok bool
-		if id, ok = parseID(strings.ReplaceAll(strings.TrimSpace(string(text)), "-", "")); ok {
+		if id, ok = parseHex(strings.ReplaceAll(strings.TrimSpace(string(text)), "-", "")); ok {
 			return id
 		}
 	}
@@ -263,8 +266,8 @@ var bootID = sync.OnceValue(func() (id [16]byte) {
 // OpenAhead reads what caches need of the host by path, for a process that can open no path later.
 func OpenAhead() { bootID() }
 
-// parseID returns false if text is not the id of a memory file.
-func parseID(text string) (id [16]byte, ok bool) {
+// parseHex returns false if text is not 32 hex digits.
+func parseHex(text string) (id [16]byte, ok bool) {
 	if len(text) != 2*len(id) {
 		return id, false
 	}

@@ -91,8 +91,14 @@ func newCache(t testing.TB) *Cache {
 	return c
 }
 
+// placed is a frame and a page of RAM that it has.
+type placed struct {
+	*snapshot.Frame
+	page uint64
+}
+
 // framesOf returns all frames of a snapshot.
-func framesOf(t testing.TB, s *snapshot.Snapshot) (out []*snapshot.Frame) {
+func framesOf(t testing.TB, s *snapshot.Snapshot) (out []placed) {
 	t.Helper()
 	for i := range s.Memory().Chunks() {
 		l, err := s.Memory().Leaf(i)
@@ -100,10 +106,22 @@ func framesOf(t testing.TB, s *snapshot.Snapshot) (out []*snapshot.Frame) {
 			t.Fatal(err)
 		}
 		for k := 0; l != nil && k < l.NumFrames(); k++ {
-			out = append(out, l.Frame(k))
+			out = append(out, placed{l.Frame(k), pageIn(t, l, k) + uint64(i)*snapshot.ChunkPages})
 		}
 	}
 	return out
+}
+
+// pageIn returns the first page of the chunk that a frame has.
+func pageIn(t testing.TB, l *snapshot.Leaf, frame int) uint64 {
+	t.Helper()
+	for i := range snapshot.ChunkPages {
+		if f, _, ok := l.Page(i); ok && f == frame {
+			return uint64(i)
+		}
+	}
+	t.Fatalf("frame %d has no page", frame)
+	return 0
 }
 
 // look asks a reader for all frames and returns the count of hits. A frame without the pages of the snapshot is an
@@ -117,12 +135,12 @@ func look(t testing.TB, r *Reader, s *snapshot.Snapshot) (hits int) {
 	defer d.Release()
 	buf := make([]byte, snapshot.MaxFramePages*pageSize)
 	for _, f := range framesOf(t, s) {
-		got, ok := r.Read(f, buf)
+		got, ok := r.Read(f.page, f.Frame, buf)
 		if !ok {
 			continue
 		}
 		hits++
-		want, err := s.Memory().ReadFrame(f, d)
+		want, err := s.Memory().ReadFrame(f.Frame, d)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -136,7 +154,7 @@ func look(t testing.TB, r *Reader, s *snapshot.Snapshot) (hits int) {
 // lookOnce is look with a new reader.
 func lookOnce(t testing.TB, c *Cache, s *snapshot.Snapshot) int {
 	t.Helper()
-	r := c.Open(s.Manifest())
+	r := c.Open(osfile.OS, s)
 	defer r.Close()
 	return look(t, r, s)
 }
@@ -144,10 +162,10 @@ func lookOnce(t testing.TB, c *Cache, s *snapshot.Snapshot) int {
 // wake looks, and adds what was missing.
 func wake(t testing.TB, c *Cache, s *snapshot.Snapshot) (hits int) {
 	t.Helper()
-	r := c.Open(s.Manifest())
+	r := c.Open(osfile.OS, s)
 	defer r.Close()
 	hits = look(t, r, s)
-	if err := c.Add(t.Context(), r, s.Dir()); err != nil {
+	if err := c.Add(t.Context(), s.Dir(), r.Missed()); err != nil {
 		t.Fatal(err)
 	}
 	return hits
@@ -155,8 +173,12 @@ func wake(t testing.TB, c *Cache, s *snapshot.Snapshot) (hits int) {
 
 // theFile returns the cache file of the last memory file of a snapshot.
 func theFile(c *Cache, s *snapshot.Snapshot) string {
-	files := s.Manifest().Memory.Files
-	return c.path(files[len(files)-1].ID)
+	files := s.Files()
+	name, err := Name(files[len(files)-1])
+	if err != nil {
+		panic(err) // a memory file that is open
+	}
+	return c.path(name)
 }
 
 func read(t testing.TB, path string) []byte {
@@ -296,7 +318,7 @@ func TestA_file_that_is_cut_short_delivers_nothing_else(t *testing.T) {
 func TestA_file_that_is_cut_short_while_it_is_read_is_missed(t *testing.T) {
 	c, s := newCache(t), full(t, 1, 300)
 	wake(t, c, s)
-	r := c.Open(s.Manifest())
+	r := c.Open(osfile.OS, s)
 	defer r.Close()
 	if err := os.Truncate(theFile(c, s), contentAt(len(framesOf(t, s)))+pageSize); err != nil {
 		t.Fatal(err)
@@ -322,7 +344,7 @@ func TestWhat_is_not_of_this_snapshot_is_not_delivered(t *testing.T) {
 			return append(b[:contentAt(n)], other[contentAt(n):]...)
 		}},
 		{"of another version", func(b, _ []byte) []byte { b[8]++; resum(b); return b }},
-		{"of another boot", func(b, _ []byte) []byte { b[32]++; resum(b); return b }},
+		{"of another boot", func(b, _ []byte) []byte { b[bootAt]++; resum(b); return b }},
 		{"with more entries than there may be", func(b, _ []byte) []byte { le.PutUint32(b[12:], 1<<31); return b }},
 		{"whose frames have another checksum", func(b, _ []byte) []byte {
 			for i := range int(le.Uint32(b[12:])) {
@@ -384,15 +406,15 @@ func TestMany_writers_at_once_leave_whole_files(t *testing.T) {
 	var writers sync.WaitGroup
 	for i := range 12 {
 		writers.Go(func() {
-			r := c.Open(all[i%4].Manifest())
+			r := c.Open(osfile.OS, all[i%4])
 			defer r.Close()
 			buf := make([]byte, snapshot.MaxFramePages*pageSize)
 			for k, f := range framesOf(t, all[i%4]) {
 				if k%4 == i%4 || f.File() != 1 { // each add has missed other frames
-					r.Read(f, buf)
+					r.Read(f.page, f.Frame, buf)
 				}
 			}
-			if err := c.Add(t.Context(), r, all[i%4].Dir()); err != nil {
+			if err := c.Add(t.Context(), all[i%4].Dir(), r.Missed()); err != nil {
 				t.Error(err)
 			}
 		})
@@ -419,10 +441,10 @@ func noTemps(t *testing.T, c *Cache) {
 func TestWithout_room_nothing_is_kept(t *testing.T) {
 	c, s := newCache(t), full(t, 1, 64)
 	c.minFree = 1 << 60
-	r := c.Open(s.Manifest())
+	r := c.Open(osfile.OS, s)
 	defer r.Close()
 	look(t, r, s)
-	if err := c.Add(t.Context(), r, s.Dir()); !errors.Is(err, unix.ENOSPC) {
+	if err := c.Add(t.Context(), s.Dir(), r.Missed()); !errors.Is(err, unix.ENOSPC) {
 		t.Errorf("got %v, want ENOSPC", err)
 	}
 	if got := lookOnce(t, c, s); got != 0 {
@@ -457,10 +479,10 @@ func TestA_file_that_cannot_be_written_leaves_the_others(t *testing.T) {
 	}
 	// The check for room comes before others write as well, and so passes.
 	more := full(t, 2, 400)
-	r := c.Open(more.Manifest())
+	r := c.Open(osfile.OS, more)
 	defer r.Close()
 	look(t, r, more)
-	if err := c.Add(t.Context(), r, more.Dir()); !errors.Is(err, unix.ENOSPC) {
+	if err := c.Add(t.Context(), more.Dir(), r.Missed()); !errors.Is(err, unix.ENOSPC) {
 		t.Errorf("got %v, want ENOSPC", err)
 	}
 	noTemps(t, c)
@@ -516,7 +538,7 @@ func TestSweep_keeps_what_snapshots_have_and_others_files(t *testing.T) {
 	strange := filepath.Join(c.dir, "notes.txt")
 	overwrite(t, strange, []byte("mine"))
 	overwrite(t, filepath.Join(c.dir, tempPrefix+"123"), []byte("half"))
-	n, bytes, err := c.Sweep(map[string]bool{s.Manifest().Memory.Files[0].ID: true})
+	n, bytes, err := c.Sweep(map[string]bool{filepath.Base(theFile(c, s)): true})
 	if n != 1 || bytes < 64*pageSize || err != nil {
 		t.Errorf("%d files, %d bytes, %v", n, bytes, err)
 	}
@@ -555,12 +577,12 @@ func TestAdd_ends_with_its_context(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer lock.Close()
-	r := c.Open(s.Manifest())
+	r := c.Open(osfile.OS, s)
 	defer r.Close()
 	look(t, r, s)
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error, 1)
-	go func() { done <- c.Add(ctx, r, s.Dir()) }()
+	go func() { done <- c.Add(ctx, s.Dir(), r.Missed()) }()
 	cancel()
 	if err := <-done; !errors.Is(err, context.Canceled) {
 		t.Errorf("got %v, want that it was told to end", err)
@@ -569,13 +591,13 @@ func TestAdd_ends_with_its_context(t *testing.T) {
 
 func TestAdd_of_a_snapshot_that_is_gone_changes_nothing(t *testing.T) {
 	c, s := newCache(t), full(t, 1, 64)
-	r := c.Open(s.Manifest())
+	r := c.Open(osfile.OS, s)
 	defer r.Close()
 	look(t, r, s)
 	if err := os.RemoveAll(s.Dir()); err != nil {
 		t.Fatal(err)
 	}
-	if err := c.Add(t.Context(), r, s.Dir()); !errors.Is(err, snapshot.ErrNotFound) {
+	if err := c.Add(t.Context(), s.Dir(), r.Missed()); !errors.Is(err, snapshot.ErrNotFound) {
 		t.Errorf("got %v, want ErrNotFound", err)
 	}
 }
@@ -589,7 +611,7 @@ func TestRead_does_not_wait_for_the_disk(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer f.Close()
-	r := c.Open(s.Manifest())
+	r := c.Open(osfile.OS, s)
 	defer r.Close()
 	if err := errors.Join(f.Sync(), unix.Fadvise(int(f.Fd()), 0, 0, unix.FADV_DONTNEED)); err != nil {
 		t.Fatal(err)
@@ -608,19 +630,80 @@ func TestRead_does_not_wait_for_the_disk(t *testing.T) {
 func TestRead_allocates_nothing(t *testing.T) {
 	c, s := newCache(t), full(t, 1, 300)
 	wake(t, c, s)
-	r := c.Open(s.Manifest())
+	r := c.Open(osfile.OS, s)
 	defer r.Close()
 	there, absent := framesOf(t, s)[0], framesOf(t, full(t, 2, 64))[0]
 	buf := make([]byte, snapshot.MaxFramePages*pageSize)
-	for name, f := range map[string]*snapshot.Frame{"a frame that is there": there, "one that is not": absent} {
-		if n := testing.AllocsPerRun(100, func() { r.Read(f, buf) }); n != 0 {
+	for name, f := range map[string]placed{"a frame that is there": there, "one that is not": absent} {
+		if n := testing.AllocsPerRun(100, func() { r.Read(f.page, f.Frame, buf) }); n != 0 {
 			t.Errorf("reading %s allocates %v times", name, n)
 		}
 	}
 }
 
+// Whoever writes a memory file chooses the id in it.
+func TestA_copy_of_a_memory_file_shares_no_pages_with_it(t *testing.T) {
+	c, s := newCache(t), full(t, 1, 64)
+	wake(t, c, s)
+	dir := filepath.Join(t.TempDir(), "copy")
+	if err := os.CopyFS(dir, os.DirFS(s.Dir())); err != nil {
+		t.Fatal(err)
+	}
+	other, err := snapshot.Open(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer other.Close()
+	if other.Manifest().Memory.Files[0].ID != s.Manifest().Memory.Files[0].ID {
+		t.Fatal("the copy has another id: this test shows nothing")
+	}
+	if got := lookOnce(t, c, other); got != 0 {
+		t.Errorf("it has got %d frames", got)
+	}
+	if got := wake(t, c, s); got != len(framesOf(t, s)) {
+		t.Errorf("of the file itself, only %d frames are there", got)
+	}
+}
+
+func TestA_link_to_a_memory_file_has_its_pages_and_a_changed_file_does_not(t *testing.T) {
+	c, s := newCache(t), full(t, 1, 64)
+	wake(t, c, s)
+	path := filepath.Join(s.Dir(), snapshot.MemoryName)
+	if err := os.Link(path, filepath.Join(t.TempDir(), "link")); err != nil {
+		t.Fatal(err)
+	}
+	if got := lookOnce(t, c, s); got != len(framesOf(t, s)) {
+		t.Errorf("after a link, only %d frames are there", got)
+	}
+	now := time.Now()
+	if err := os.Chtimes(path, now, now); err != nil {
+		t.Fatal(err)
+	}
+	if got := lookOnce(t, c, s); got != 0 {
+		t.Errorf("after a change, %d frames are there", got)
+	}
+}
+
+// Another process says what it has missed.
+func TestAdd_takes_any_list_of_pages(t *testing.T) {
+	c, s := newCache(t), full(t, 1, 64)
+	missed := []uint64{1 << 63, ^uint64(0), ramBytes / pageSize, ramBytes/pageSize - 1, 0, 0, 1, 0}
+	for range MaxMissed {
+		missed = append(missed, 40)
+	}
+	if err := c.Add(t.Context(), s.Dir(), missed); err != nil {
+		t.Fatal(err)
+	}
+	if got := lookOnce(t, c, s); got != 2 {
+		t.Errorf("%d frames are there, 2 were missed", got)
+	}
+	if err := c.Add(t.Context(), s.Dir(), nil); err != nil {
+		t.Error(err)
+	}
+}
+
 func FuzzDecodeIndex(f *testing.F) {
-	id, boot := [16]byte{1}, [16]byte{2}
+	id, boot := identity{1}, [16]byte{2}
 	good := encodeIndex(id, boot, []entry{{key: key{offset: 64, stored: 9, crc: 1, pages: 16}, place: 1, sum: 3}, {key: key{offset: 99, pages: 1}, place: 17}})
 	f.Add(good[:headerSize+2*entrySize], int64(18*pageSize))
 	f.Add(encodeIndex(id, boot, nil)[:headerSize], int64(pageSize))
@@ -643,7 +726,7 @@ func FuzzDecodeIndex(f *testing.F) {
 				t.Errorf("entry %d is outside of the file", i)
 			}
 		}
-		if again := encodeIndex(id, boot, entries)[:len(b)]; !bytes.Equal(again[:sumAt], b[:sumAt]) && bytes.Equal(b[48:sumAt], make([]byte, sumAt-48)) {
+		if again := encodeIndex(id, boot, entries)[:len(b)]; !bytes.Equal(again[:sumAt], b[:sumAt]) && bytes.Equal(b[identityAt+len(id):sumAt], make([]byte, sumAt-identityAt-len(id))) {
 			t.Errorf("%x is written as %x", b, again)
 		}
 	})
@@ -654,7 +737,7 @@ func FuzzDecodeIndex(f *testing.F) {
 func BenchmarkFrame(b *testing.B) {
 	c, s := newCache(b), full(b, 1, 512)
 	wake(b, c, s)
-	r := c.Open(s.Manifest())
+	r := c.Open(osfile.OS, s)
 	defer r.Close()
 	d, err := snapshot.NewDecoder()
 	if err != nil {
@@ -665,14 +748,14 @@ func BenchmarkFrame(b *testing.B) {
 	buf := make([]byte, snapshot.MaxFramePages*pageSize)
 	b.Run("snapshot", func(b *testing.B) {
 		for i := range b.N {
-			if _, err := s.Memory().ReadFrame(frames[i%len(frames)], d); err != nil {
+			if _, err := s.Memory().ReadFrame(frames[i%len(frames)].Frame, d); err != nil {
 				b.Fatal(err)
 			}
 		}
 	})
 	b.Run("cache", func(b *testing.B) {
 		for i := range b.N {
-			if _, ok := r.Read(frames[i%len(frames)], buf); !ok {
+			if _, ok := r.Read(frames[i%len(frames)].page, frames[i%len(frames)].Frame, buf); !ok {
 				b.Fatal("it is not there")
 			}
 		}

@@ -77,9 +77,10 @@ type Options struct {
 
 // FrameCache holds the pages of frames that were decompressed before.
 type FrameCache interface {
-	// Read returns the pages of a frame one after the other, in buf, which has room for snapshot.MaxFramePages. It
-	// returns false unless it has exactly the snapshot's content. Several goroutines may call it at once.
-	Read(f *snapshot.Frame, buf []byte) ([]byte, bool)
+	// Read returns the pages of a frame, which has a page of RAM, one after the other, in buf, which has room for
+	// snapshot.MaxFramePages. It returns false unless it has exactly the snapshot's content. Several goroutines may
+	// call it at once.
+	Read(page uint64, f *snapshot.Frame, buf []byte) ([]byte, bool)
 }
 
 // Pager fills guest RAM from a snapshot. It implements guestmem.Residency. Its
@@ -581,7 +582,7 @@ func (p *Pager) fill(c *chunk, page uint64, w *worker) error {
 	}
 	if leaf != nil {
 		if frame, _, ok := leaf.Page(i); ok {
-			raw, err := p.readFrame(leaf.Frame(frame), w)
+			raw, err := p.readFrame(page, leaf.Frame(frame), w)
 			if err != nil {
 				return err
 			}
@@ -591,10 +592,10 @@ func (p *Pager) fill(c *chunk, page uint64, w *worker) error {
 	return p.installZeros(c, page, w)
 }
 
-// readFrame returns the pages of a frame, from the cache if it has them.
-func (p *Pager) readFrame(f *snapshot.Frame, w *worker) ([]byte, error) {
+// readFrame returns the pages of the frame that has a page, from the cache if it has them.
+func (p *Pager) readFrame(page uint64, f *snapshot.Frame, w *worker) ([]byte, error) {
 	if p.opts.Cache != nil {
-		if raw, ok := p.opts.Cache.Read(f, w.dec.Buffer()); ok && len(raw) == f.Pages()*pageSize {
+		if raw, ok := p.opts.Cache.Read(page, f, w.dec.Buffer()); ok && len(raw) == f.Pages()*pageSize {
 			p.stats.FramesCached.Add(1)
 			return raw, nil
 		}

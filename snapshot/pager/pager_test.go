@@ -893,7 +893,7 @@ type someFrames struct {
 	asks atomic.Uint64
 }
 
-func (c *someFrames) Read(f *snapshot.Frame, buf []byte) ([]byte, bool) {
+func (c *someFrames) Read(_ uint64, f *snapshot.Frame, buf []byte) ([]byte, bool) {
 	switch n := c.asks.Add(1); {
 	case n%5 == 0:
 		return buf[:pageSize*(f.Pages()-1)], true

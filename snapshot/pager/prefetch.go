@@ -67,7 +67,7 @@ func (p *Pager) prefetch(page uint64, w *worker) error {
 		frame, _, stored = leaf.Page(i)
 	}
 	if stored {
-		if raw, err = p.readFrame(leaf.Frame(frame), w); err != nil {
+		if raw, err = p.readFrame(page, leaf.Frame(frame), w); err != nil {
 			return err
 		}
 	}
