@@ -119,6 +119,7 @@ var rules = []rule{
 	{"internal/test/devicetest", []string{"devices", "devices/virtq", "devices/mmio", "vmm/guestmem"}},
 	{"internal/test/guesttest/...", []string{"sandbox/...", "vmm/...", "devices/...", "snapshot/...", "rootfs/...", "guest", "internal/test/hwkvm/..."}},
 	{"internal/test/faultfs", []string{"internal/osfile"}},
+	{"internal/test/farfiles", []string{"internal/osfile"}},
 	// What runs inside has no dependencies, since it is built offline.
 	{"internal/test/hwkvm/guestinit", []string{"internal/test/hwkvm/wire"}},
 	{"internal/test/hwkvm/wire", nil},
