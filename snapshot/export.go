@@ -243,8 +243,7 @@ type Imported struct {
 // leaves nothing behind; other errors are those of Create. The hashes detect accidents only: an attacker who can
 // change the stream can change them too, so compare ManifestSHA256 with the sender's.
 //
-// The memory files get new ids. Page caches identify a file by its id, and the maker of the stream chooses the id
-// in it. With the id of a local file, an imported snapshot could read or replace cached pages of another.
+// The memory files get new ids, because the maker of the stream has chosen those in it.
 func Import(ctx context.Context, r io.Reader, parent string, place Placer) (*Imported, error) {
 	in, err := importTo(ctx, r, filepath.Clean(parent), place, osfile.OS)
 	if err != nil {

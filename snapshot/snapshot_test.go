@@ -3,10 +3,13 @@ package snapshot
 import (
 	"bytes"
 	"context"
+	"errors"
 	"math/rand/v2"
+	"os"
 	"path/filepath"
 	"testing"
 
+	"github.com/drowse-vm/drowse/internal/test/farfiles"
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
@@ -122,5 +125,85 @@ func TestWhat_was_written_is_read_back(t *testing.T) {
 		if !bytes.Equal(got, w) {
 			t.Fatalf("page %d differs", page)
 		}
+	}
+}
+
+func TestOpenIn_opens_the_files_of_another_process(t *testing.T) {
+	r := smallRAM(3, rand.New(rand.NewPCG(8, 21)))
+	parent := t.TempDir()
+	if _, err := Create(t.Context(), filepath.Join(parent, "base"), r.spec()); err != nil {
+		t.Fatal(err)
+	}
+	c, f, err := farfiles.Pair()
+	if err != nil {
+		t.Fatal(err)
+	}
+	far, err := farfiles.New(f)
+	if err != nil {
+		t.Fatal(err)
+	}
+	done := make(chan error, 1)
+	go func() {
+		_, err := farfiles.Serve(c, nil)
+		done <- err
+	}()
+	defer func() {
+		if err := errors.Join(far.Close(), <-done, c.Close()); err != nil {
+			t.Error(err)
+		}
+	}()
+	base, err := OpenIn(far, filepath.Join(parent, "base"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer base.Close()
+	spec := r.spec()
+	spec.FS, spec.Base, spec.Changed = far, base, guestmem.NewPageSet(r.total())
+	info, err := Create(t.Context(), filepath.Join(parent, "delta"), spec)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if info.SharedBytes == 0 {
+		t.Error("it has no link to the base's file")
+	}
+	s, err := OpenIn(far, info.Dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s.Close()
+	if files := s.Files(); len(files) != len(s.Manifest().Memory.Files) || files[0].Name() != filepath.Join(info.Dir, s.Manifest().Memory.Files[0].Name) {
+		t.Errorf("its files are %v", files)
+	}
+	if err := r.compareOpen(s); err != nil {
+		t.Error(err)
+	}
+	if _, err := OpenIn(far, filepath.Join(parent, "none")); !errors.Is(err, ErrNotFound) {
+		t.Errorf("no snapshot: got %v, want ErrNotFound", err)
+	}
+}
+
+// The directory may be written by somebody who wants another file to be read.
+func TestOpen_follows_no_link_from_the_directory(t *testing.T) {
+	r := smallRAM(3, rand.New(rand.NewPCG(8, 22)))
+	dir := filepath.Join(t.TempDir(), "snap")
+	if _, err := Create(t.Context(), dir, r.spec()); err != nil {
+		t.Fatal(err)
+	}
+	for _, name := range []string{ManifestName, MemoryName} {
+		elsewhere := filepath.Join(t.TempDir(), name)
+		path := filepath.Join(dir, name)
+		if err := errors.Join(os.Rename(path, elsewhere), os.Symlink(elsewhere, path)); err != nil {
+			t.Fatal(err)
+		}
+		if s, err := Open(dir); err == nil {
+			s.Close()
+			t.Errorf("%s was opened elsewhere", name)
+		}
+		if err := os.Rename(elsewhere, path); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := r.verify(dir); err != nil {
+		t.Error(err)
 	}
 }

@@ -18,6 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/internal/osfile"
+	"github.com/drowse-vm/drowse/internal/test/farfiles"
 )
 
 const mib = 1 << 20
@@ -703,5 +704,51 @@ func TestIndex_reads_back_what_was_set_over_chunk_borders(t *testing.T) {
 		if got := x.runLen(b, blocks, want[b]); got != n {
 			t.Fatalf("run from %d is %d, want %d", b, got, n)
 		}
+	}
+}
+
+// Another process opens its files, as for a process that may open none.
+func TestA_disk_makes_its_layers_in_its_file_system(t *testing.T) {
+	s, dir := mustCreate(t, 64*mib)
+	c, f, err := farfiles.Pair()
+	must(t, err)
+	far, err := farfiles.New(f)
+	must(t, err)
+	type result struct {
+		calls map[string]int
+		err   error
+	}
+	done := make(chan result, 1)
+	go func() {
+		calls, err := farfiles.Serve(c, nil)
+		done <- result{calls, err}
+	}()
+	for i := range 3 {
+		d, err := Open(s, Options{FS: far})
+		must(t, err)
+		if _, err := Open(s, Options{}); !errors.Is(err, ErrInUse) {
+			t.Errorf("a second time for writing: got %v, want ErrInUse", err)
+		}
+		mustWrite(t, d, int64(i)*BlockSize, fillBlock(byte(1+i), BlockSize))
+		top := filepath.Join(dir, fmt.Sprint(i+1))
+		must(t, d.Prepare(top))
+		_, err = d.Seal(context.Background(), top)
+		must(t, err)
+		must(t, d.Flush())
+		if st, err := d.Statfs(); err != nil || st.Blocks == 0 {
+			t.Errorf("%d blocks, %v", st.Blocks, err)
+		}
+		s = d.Stack()
+		must(t, d.Close())
+	}
+	must(t, far.Close())
+	got := <-done
+	must(t, errors.Join(got.err, c.Close()))
+	if got.calls["rename"] != 3 || got.calls["open"] < 3*3 {
+		t.Errorf("the other process was asked for %v", got.calls)
+	}
+	d := mustOpen(t, s)
+	for i := range 3 {
+		wantBytes(t, d, int64(i)*BlockSize, fillBlock(byte(1+i), BlockSize))
 	}
 }

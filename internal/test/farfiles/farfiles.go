@@ -162,6 +162,9 @@ func New(f *os.File) (*Files, error) {
 	return &Files{c: c, buf: make([]byte, maxMessage)}, nil
 }
 
+// Close ends the connection.
+func (s *Files) Close() error { return s.c.Close() }
+
 // Ask has the other process do something else than calls of osfile.FS.
 func (s *Files) Ask(op string, in, out any) error {
 	text, err := json.Marshal(in)
