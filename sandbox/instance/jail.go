@@ -3,6 +3,8 @@ package instance
 import (
 	"errors"
 	"fmt"
+	"net"
+	"time"
 
 	"github.com/drowse-vm/drowse/devices/fs"
 	"github.com/drowse-vm/drowse/rootfs/disk"
@@ -18,8 +20,20 @@ import (
 func PrepareJail() error {
 	disk.OpenAhead()
 	pagecache.OpenAhead()
-	if err := errors.Join(vmm.OpenAhead(), snapshot.OpenAhead(), pager.OpenAhead(), fs.OpenAhead()); err != nil {
+	err := errors.Join(vmm.OpenAhead(), snapshot.OpenAhead(), pager.OpenAhead(), fs.OpenAhead(), libraryAhead())
+	if err != nil {
 		return fmt.Errorf("preparing a process that can open no files: %w", err)
 	}
 	return nil
+}
+
+// libraryAhead has Go's library read what it reads by path at the first use: the time zone for the text of a time, and
+// the kernel's limit of waiting connections for a listener.
+func libraryAhead() error {
+	time.Now().Zone()
+	l, err := net.ListenUnix("unix", &net.UnixAddr{}) // the kernel chooses an abstract name (unix(7), autobind)
+	if err != nil {
+		return err
+	}
+	return l.Close()
 }
