@@ -134,12 +134,15 @@ func jailed(ctx context.Context, files *farfiles.Files) (err error) {
 		err = files.Ask("fork", diskFork{in(name), lower}, &st)
 		return st, err
 	}
-	parts := instance.Parts{Spec: o.Spec, Files: files, Kernel: o.Kernel, Initramfs: o.Initramfs, SystemDisk: o.SystemDisk,
-		Cmdline: o.Cmdline, Image: o.Image, Disk: o.Disk, Socket: "/vsock.sock", PageCache: in("pages")}
-	capture := func(vm *instance.Instance, name string, live bool, forked func(*os.File, *instance.Capture) error) (*instance.Capture, error) {
+	parts := instance.Parts{
+		Spec: o.Spec, Files: files, Kernel: o.Kernel, Initramfs: o.Initramfs, SystemDisk: o.SystemDisk,
+		Cmdline: o.Cmdline, Image: o.Image, Disk: o.Disk, Socket: "/vsock.sock", PageCache: in("pages"),
+	}
+	type forked = func(*os.File, *instance.Capture) error
+	capture := func(vm *instance.Instance, name string, live bool, f forked) (*instance.Capture, error) {
 		return vm.Capture(ctx, instance.CaptureOptions{
-			Dir: in(name), ID: spec.NewID(), Live: live, NewTop: in(name + "-top"), Labels: map[string]string{}, Fork: forked,
-			Names: func(st disk.Stack) []string { return st.Layers }, Sealed: func(disk.Stack) error { return nil },
+			Dir: in(name), ID: spec.NewID(), Live: live, NewTop: in(name + "-top"), Fork: f,
+			Labels: map[string]string{}, Names: func(st disk.Stack) []string { return st.Layers }, Sealed: func(disk.Stack) error { return nil },
 		})
 	}
 
@@ -209,6 +212,7 @@ func write(ctx context.Context, vm *instance.Instance) error {
 		return err
 	}
 	defer c.Close()
-	_, err = c.Exec(ctx, guest.Cmd{Argv: []string{"/bin/sh", "-c", "echo here >/mnt/share/note && read line </mnt/share/note"}})
+	const script = "echo here >/mnt/share/note && read line </mnt/share/note"
+	_, err = c.Exec(ctx, guest.Cmd{Argv: []string{"/bin/sh", "-c", script}})
 	return err
 }

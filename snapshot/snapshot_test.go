@@ -171,8 +171,10 @@ func TestOpenIn_opens_the_files_of_another_process(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer s.Close()
-	if files := s.Files(); len(files) != len(s.Manifest().Memory.Files) || files[0].Name() != filepath.Join(info.Dir, s.Manifest().Memory.Files[0].Name) {
-		t.Errorf("its files are %v", files)
+	for i, f := range s.Files() {
+		if want := filepath.Join(info.Dir, s.Manifest().Memory.Files[i].Name); f.Name() != want {
+			t.Errorf("file %d is %s, want %s", i, f.Name(), want)
+		}
 	}
 	if err := r.compareOpen(s); err != nil {
 		t.Error(err)

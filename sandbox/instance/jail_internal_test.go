@@ -49,8 +49,9 @@ func TestAn_instance_needs_no_path(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	share := []spec.Share{{Source: t.TempDir(), Path: "/mnt/a"}}
 	p := Parts{
-		Spec:   spec.VM{Name: "a", VCPUs: 1, MemoryMiB: 64, Shares: []spec.Share{{Source: t.TempDir(), Path: "/mnt/a"}}},
+		Spec:   spec.VM{Name: "a", VCPUs: 1, MemoryMiB: 64, Shares: share},
 		Kernel: file("kernel", guestProgram([]byte{0xeb, 0xfe})), // jmp $
 		Image:  file("image", make([]byte, 4096)), Disk: st, VM: "0", PageCache: filepath.Join(dir, "pages"),
 	}
@@ -114,14 +115,18 @@ func TestJailed_process(t *testing.T) {
 	if _, err := os.Stat("/proc"); !errors.Is(err, fs.ErrNotExist) {
 		t.Fatalf("it still sees files: %v", err)
 	}
-	p := Parts{Files: files, Spec: far.Spec, Kernel: far.Kernel, Image: far.Image, PageCache: far.PageCache, Disk: far.Disk, VM: "0", Socket: "/boot"}
+	p := Parts{
+		Files: files, Spec: far.Spec, Kernel: far.Kernel, Image: far.Image, PageCache: far.PageCache, Disk: far.Disk,
+		VM: "0", Socket: "/boot",
+	}
 	dir := filepath.Dir(p.Kernel)
 	capture := func(in *Instance, name string, live bool, forked func(*os.File, *Capture) error) *Capture {
 		t.Helper()
 		in.parts.Socket = "/nobody" // no agent is there, and nothing waits for one
 		c, err := in.Capture(t.Context(), CaptureOptions{
-			Dir: filepath.Join(dir, name), ID: spec.NewID(), Live: live, NewTop: filepath.Join(dir, name+"-top"), Labels: map[string]string{},
-			Names: func(st disk.Stack) []string { return st.Layers }, Sealed: func(disk.Stack) error { return nil }, Fork: forked,
+			Dir: filepath.Join(dir, name), ID: spec.NewID(), Live: live, NewTop: filepath.Join(dir, name+"-top"),
+			Labels: map[string]string{}, Names: func(st disk.Stack) []string { return st.Layers },
+			Sealed: func(disk.Stack) error { return nil }, Fork: forked,
 		})
 		must(err)
 		return c

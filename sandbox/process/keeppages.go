@@ -22,7 +22,8 @@ func (p *process) keepPages() {
 			return
 		case <-time.After(keepDelay):
 		}
-		if err := instance.KeepPages(p.lasting, p.store.PageCacheDir(), p.from, p.in.MissedPages()); err != nil && p.lasting.Err() == nil {
+		err := instance.KeepPages(p.lasting, p.store.PageCacheDir(), p.from, p.in.MissedPages())
+		if err != nil && p.lasting.Err() == nil {
 			p.log.Info("the next wake will decompress what this one has", "cause", err)
 		}
 	})

@@ -118,7 +118,8 @@ type source struct {
 }
 
 // addTo rewrites the cache file of a memory file with frames and with its present entries.
-func (c *Cache) addTo(ctx context.Context, s *snapshot.Snapshot, id identity, frames []snapshot.Frame, noteFirst bool) error {
+func (c *Cache) addTo(ctx context.Context, s *snapshot.Snapshot, id identity, frames []snapshot.Frame,
+	noteFirst bool) error {
 	before, err := openFile(osfile.OS, c.path(id.name()), id, c.boot(), false)
 	if err == nil {
 		defer before.f.Close()
@@ -193,7 +194,8 @@ func (c *Cache) choose(ctx context.Context, before *file, frames []snapshot.Fram
 	return sources, nil
 }
 
-func (c *Cache) write(ctx context.Context, s *snapshot.Snapshot, id identity, before *file, sources []source) (err error) {
+func (c *Cache) write(ctx context.Context, s *snapshot.Snapshot, id identity, before *file,
+	sources []source) (err error) {
 	slices.SortFunc(sources, func(a, b source) int { return cmp.Compare(a.offset, b.offset) })
 	f, err := os.CreateTemp(c.dir, tempPrefix)
 	if err != nil {

@@ -18,23 +18,24 @@
 //
 // # Read returns only correct pages
 //
-// An entry says which bytes of which memory file it was made from: the file's device, inode, times of birth and change,
-// and size; the frame's offset and length in it, and the checksum over its compressed bytes. All of them must match
-// the open memory file and the snapshot's index, so a frame of another snapshot is not mistaken for it. Only who has
-// that very file open finds what is kept of it, and Add writes nothing but what it has decompressed from it. The header and the list of entries have a checksum, and so has
-// each entry's content, a CRC-32C as in frames. Read copies content into the caller's memory by pread(2) and
-// checks it there, so it cannot change after the check. If a file is truncated while it is read, the reader gets
-// an end of file, not a SIGBUS as from a mapping.
+// An entry says which bytes of which memory file it was made from: the file's device, inode, times of birth and
+// change, and size; the frame's offset and length in it, and the checksum over its compressed bytes. All of them
+// must match the open memory file and the snapshot's index, so a frame of another snapshot is not mistaken for it.
+// Only a process that has that very file open finds what is kept of it. Add writes only what it has decompressed
+// from it. The header and the list of entries have a checksum, and so has each entry's content, a CRC-32C as in
+// frames. Read copies content into the caller's memory by pread(2) and checks it there, so it cannot change after
+// the check. If a file is truncated while it is read, the reader gets an end of file, not a SIGBUS as from a
+// mapping.
 //
 // # Files
 //
-// A cache has one file for each memory file that a snapshot refers to, named by a hash of what identifies it, so clones and chains of any depth share
-// what they have in common. A writer writes a file under another name and renames it, and no file changes after
-// that: a reader that has the old file open keeps using it. Only one writer at a time has the lock of the
-// directory. Writers sync nothing, so a file is valid only until the next boot of the host, and readers ignore
-// what a power loss has left. Then, and whenever the host has reclaimed its page cache, the pager reads the frame
-// from the snapshot, where it is smaller. Read does not wait for a disk (RWF_NOWAIT, preadv2(2)). Numbers are
-// little-endian.
+// A cache has one file for each memory file that a snapshot refers to, named by a hash of what identifies it, so
+// clones and chains of any depth share what they have in common. A writer writes a file under another name and
+// renames it, and no file changes after that: a reader that has the old file open keeps using it. Only one writer
+// at a time has the lock of the directory. Writers sync nothing, so a file is valid only until the next boot of the
+// host, and readers ignore what a power loss has left. Then, and whenever the host has reclaimed its page cache,
+// the pager reads the frame from the snapshot, where it is smaller. Read does not wait for a disk (RWF_NOWAIT,
+// preadv2(2)). Numbers are little-endian.
 //
 //	 0  magic      "DROWSEPC"
 //	 8  version    4 bytes, 2

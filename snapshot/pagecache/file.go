@@ -110,7 +110,8 @@ func indexSum(b []byte) uint32 {
 func checkHeader(b []byte, id identity, boot [16]byte) (int, error) {
 	le := binary.LittleEndian
 	n := le.Uint32(b[12:])
-	if string(b[:8]) != magic || le.Uint32(b[8:]) != version || [16]byte(b[bootAt:]) != boot || identity(b[identityAt:]) != id || n > maxEntries {
+	if string(b[:8]) != magic || le.Uint32(b[8:]) != version || n > maxEntries ||
+		[16]byte(b[bootAt:]) != boot || identity(b[identityAt:]) != id {
 		return 0, fmt.Errorf("%w: its header is not that of the memory file's", errUnusable)
 	}
 	return int(n), nil

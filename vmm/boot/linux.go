@@ -117,7 +117,8 @@ func Load(mem *guestmem.Memory, c Config) (Entry, error) {
 }
 
 // loadInitramfs loads the archive as high as low memory allows, page aligned.
-func loadInitramfs(mem *guestmem.Memory, path string, kernelEnd guestmem.GPA, open func(string) (*os.File, error)) (guestmem.GPA, uint32, error) {
+func loadInitramfs(mem *guestmem.Memory, path string, kernelEnd guestmem.GPA,
+	open func(string) (*os.File, error)) (guestmem.GPA, uint32, error) {
 	if path == "" {
 		return 0, 0, nil
 	}
