@@ -47,7 +47,7 @@ type Config struct {
 }
 
 // Network is the host's end of a VM's link, with its policy. Nothing passes before the policy is in place: until
-// then the TAP device is down and has no address.
+// then the TAP device is down and has no address, and only TAP, Wait and Close may be called.
 type Network struct {
 	log     *slog.Logger
 	agent   string       // the name of its pins: the VM's id, or the prebuilt network's
@@ -86,88 +86,82 @@ type Network struct {
 	closed    bool
 }
 
-// New makes a VM's TAP device, or takes the one that was made ahead. The policy is attached in the background, because
-// the kernel takes long to verify programs: see Wait.
+// New makes a VM's TAP device, or takes the one that was made ahead. All else is made in the background, because the
+// kernel takes long to verify programs: see Wait.
 func New(c Config) (*Network, error) {
-	n, err := start(c)
-	if err != nil {
-		return nil, fmt.Errorf("setting up the VM's network: %w", err)
+	if c.Policy == nil {
+		c.Policy = &netpolicy.Policy{}
 	}
-	return n, nil
-}
-
-func start(c Config) (n *Network, err error) {
-	id, policy, log := c.ID, c.Policy, c.Log
-	if policy == nil {
-		policy = &netpolicy.Policy{}
+	if c.ID == "" {
+		c.ID = spec.NewID()
 	}
-	if id == "" {
-		id = spec.NewID()
+	if c.Log == nil {
+		c.Log = slog.New(slog.DiscardHandler)
 	}
-	if log == nil {
-		log = slog.New(slog.DiscardHandler)
-	}
-	n = &Network{log: log, agent: id, config: c, policy: policy, attached: make(chan struct{}), events: newEventLog()}
-	if n.agents, err = hostnet.Range(); err != nil {
-		return nil, err
-	}
-	if n.agents6, err = hostnet.Range6(); err != nil {
-		return nil, err
-	}
-	if n.address, err = hostnet.Take("", n.agents, id); err != nil {
-		return nil, err
-	}
+	n := &Network{log: c.Log, agent: c.ID, config: c, policy: c.Policy, attached: make(chan struct{}), events: newEventLog()}
 	var ahead *link.Reserved
-	defer func() {
-		if err != nil {
-			if n.cancel != nil {
-				n.cancel()
-			}
-			if ahead != nil {
-				err = errors.Join(err, ahead.Remove())
-			}
-			err = errors.Join(err, n.release())
-		}
-	}()
-	if c.IPv6 {
-		if n.own6, err = hostnet.Address6(n.agents6, n.address.Addr()); err != nil {
-			return nil, err
-		}
-	}
-	if n.host, err = netpolicy.HostAddresses(); err != nil {
-		return nil, err
-	}
-	if n.onLink, err = hostnet.OnLink(); err != nil {
-		return nil, err
-	}
-	made, failure := c.Prebuilt.take()
-	if failure != nil {
-		log.Warn("the VM's network was not made ahead", "error", failure)
+	made, err := c.Prebuilt.take()
+	if err != nil {
+		n.log.Warn("the VM's network was not made ahead", "error", err)
 	}
 	if made != nil {
 		n.agent, n.tap, ahead = made.id, made.tap, made.link
-	} else if n.tap, err = tap.Create(tap.Config{Name: hostnet.InterfaceName(id), Down: true}); err != nil {
-		return nil, err
+	} else if n.tap, err = tap.Create(tap.Config{Name: hostnet.InterfaceName(c.ID), Down: true}); err != nil {
+		return nil, fmt.Errorf("setting up the VM's network: %w", err)
 	}
 	n.ctx, n.cancel = context.WithCancel(context.Background())
-	ln, err := n.listenTLS(policy)
-	if err != nil {
-		return nil, err
-	}
-	spec, err := n.compile(policy, n.host, n.onLink)
-	if err != nil {
-		if ln != nil {
-			err = errors.Join(err, ln.Close())
-		}
-		return nil, err
-	}
 	begin := time.Now()
 	n.wg.Go(func() {
 		defer close(n.attached)
-		n.err = n.attach(ahead, spec, c.Tags, ln)
+		n.err = n.setUp(ahead)
 		n.took = time.Since(begin)
 	})
 	return n, nil
+}
+
+// setUp puts the policy on the device and brings it up.
+func (n *Network) setUp(ahead *link.Reserved) error {
+	spec, ln, err := n.prepare()
+	if err == nil {
+		return n.attach(ahead, spec, ln)
+	}
+	if ahead != nil {
+		err = errors.Join(err, ahead.Remove())
+	}
+	return err
+}
+
+// prepare takes an address and compiles the policy for this host. ln is the listener that checks names, if the policy
+// has names to check.
+func (n *Network) prepare() (_ *netpolicy.Spec, ln *net.TCPListener, err error) {
+	if n.agents, err = hostnet.Range(); err != nil {
+		return nil, nil, err
+	}
+	if n.agents6, err = hostnet.Range6(); err != nil {
+		return nil, nil, err
+	}
+	if n.address, err = hostnet.Take("", n.agents, n.config.ID); err != nil {
+		return nil, nil, err
+	}
+	if n.config.IPv6 {
+		if n.own6, err = hostnet.Address6(n.agents6, n.address.Addr()); err != nil {
+			return nil, nil, err
+		}
+	}
+	if n.host, err = netpolicy.HostAddresses(); err != nil {
+		return nil, nil, err
+	}
+	if n.onLink, err = hostnet.OnLink(); err != nil {
+		return nil, nil, err
+	}
+	if ln, err = n.listenTLS(n.policy); err != nil {
+		return nil, nil, err
+	}
+	spec, err := n.compile(n.policy, n.host, n.onLink)
+	if err != nil && ln != nil {
+		err = errors.Join(err, ln.Close())
+	}
+	return spec, ln, err
 }
 
 // tooManyAddresses reports whether a host has more addresses than a policy can know.
@@ -189,7 +183,7 @@ func (n *Network) compile(p *netpolicy.Policy, host []netip.Addr, onLink []netip
 
 // attach puts the policy on the device and brings it up. ln is the listener that checks names, if the policy has
 // names to check.
-func (n *Network) attach(ahead *link.Reserved, spec *netpolicy.Spec, tags []string, ln *net.TCPListener) (err error) {
+func (n *Network) attach(ahead *link.Reserved, spec *netpolicy.Spec, ln *net.TCPListener) (err error) {
 	if ln != nil {
 		defer func() {
 			if err != nil && n.tls == nil {
@@ -198,7 +192,7 @@ func (n *Network) attach(ahead *link.Reserved, spec *netpolicy.Spec, tags []stri
 		}()
 	}
 	begin := uptime()
-	if n.link, err = n.enforce(ahead, spec, tags); err != nil {
+	if n.link, err = n.enforce(ahead, spec); err != nil {
 		return err
 	}
 	n.history = []installed{{spec, begin, begin}}
@@ -244,16 +238,16 @@ func (n *Network) attach(ahead *link.Reserved, spec *netpolicy.Spec, tags []stri
 }
 
 // enforce puts the policy on the device.
-func (n *Network) enforce(ahead *link.Reserved, spec *netpolicy.Spec, tags []string) (*link.Link, error) {
+func (n *Network) enforce(ahead *link.Reserved, spec *netpolicy.Spec) (*link.Link, error) {
 	if ahead != nil {
-		link, err := ahead.Attach(tags, spec)
+		link, err := ahead.Attach(n.config.Tags, spec)
 		if err == nil {
 			return link, nil
 		}
 		// It has stood idle for long, and a sweep may have removed it.
 		n.log.Warn("the network that was made ahead is of no use: another is made", "error", err)
 	}
-	return link.Attach(link.Config{Endpoint: n.agent, Interface: n.tap.Name(), Tags: tags}, spec)
+	return link.Attach(link.Config{Endpoint: n.agent, Interface: n.tap.Name(), Tags: n.config.Tags}, spec)
 }
 
 // settle6 silences the host's own IPv6 packets on a device that is not up yet: the policy would only deny and
@@ -302,20 +296,15 @@ func (n *Network) Close() error {
 	if n.flows != nil {
 		n.flows.Drain(drainFlows)
 	}
-	var err error
-	if n.link != nil {
-		err = n.link.Remove()
-	}
-	return errors.Join(err, n.release())
-}
-
-// release gives back the address and the TAP device.
-func (n *Network) release() error {
 	var errs []error
-	if n.tap != nil {
-		errs = append(errs, n.tap.Close())
+	if n.link != nil {
+		errs = append(errs, n.link.Remove())
 	}
-	return errors.Join(append(errs, n.address.Release())...)
+	errs = append(errs, n.tap.Close())
+	if n.address != nil {
+		errs = append(errs, n.address.Release())
+	}
+	return errors.Join(errs...)
 }
 
 // Info describes the network.

@@ -28,7 +28,7 @@ type Machines interface {
 	// Start makes a VM that runs: from the parts' image of a fork if there is one, else from the snapshot
 	// directory if not empty, else by a boot. With an image, snapshot is that of the fork and may not exist yet.
 	Start(ctx context.Context, p instance.Parts, snapshot string, o instance.RestoreOptions) (VM, error)
-	// Network makes the host's end of a VM's link, and returns when its TAP device is there.
+	// Network makes the host's end of a VM's link. It returns with the TAP device, and makes the rest in the background.
 	Network(network.Config) (Network, error)
 }
 

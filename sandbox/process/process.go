@@ -305,13 +305,15 @@ func (p *process) letGo() {
 // start boots or restores the guest.
 func (p *process) start(ctx context.Context, o ServeOptions) (err error) {
 	r := p.r
-	linked := p.connect(o)
 	defer func() {
 		if err != nil {
-			_ = linked()
 			err = errors.Join(err, p.close())
 		}
 	}()
+	// First, since it is done in the background.
+	if err := p.connect(o); err != nil {
+		return err
+	}
 	if err := p.awaitHidden(); err != nil {
 		return err
 	}
@@ -366,9 +368,6 @@ func (p *process) start(ctx context.Context, o ServeOptions) (err error) {
 	parts := Parts(p.store, r, st)
 	parts.Console, parts.Log, parts.Prebuilt = console, p.log, o.Prebuilt
 	parts.ServiceEvent = p.serviceEvents()
-	if err := linked(); err != nil {
-		return errors.Join(err, console.Close())
-	}
 	if p.net != nil {
 		parts.TAP, parts.LinkReady = p.net.TAP(), p.net.Wait
 	}
@@ -416,25 +415,19 @@ func (p *process) start(ctx context.Context, o ServeOptions) (err error) {
 	return p.store.SaveBy(p.store.ReplaceFile, r)
 }
 
-// connect makes the VM's network in the background, if it has one. made waits for it: p.net is set from then on.
-func (p *process) connect(o ServeOptions) (made func() error) {
+// connect begins to make the VM's network, if it has one.
+func (p *process) connect(o ServeOptions) (err error) {
 	r := p.r
 	p.identity = sync.OnceValues(func() (*proxy.Identity, error) { return p.store.ProxyIdentity(r) })
 	if r.NetworkID = ""; r.Spec.Network != spec.NetworkTAP {
-		return func() error { return nil }
+		return nil
 	}
 	r.NetworkID = o.Link.ID()
-	c := network.Config{
+	p.net, err = p.machines.Network(network.Config{
 		Name: r.Spec.Name, ID: r.ID, IPv6: r.Spec.IPv6, Policy: r.Spec.Policy, Tags: r.Spec.Tags,
 		Identity: p.identity, Secrets: &p.hidden, Prebuilt: o.Link, Log: p.log,
-	}
-	done := make(chan error, 1)
-	go func() {
-		var err error
-		p.net, err = p.machines.Network(c)
-		done <- err
-	}()
-	return sync.OnceValue(func() error { return <-done })
+	})
+	return err
 }
 
 // close stops the VM as if its power were cut, and then its network.
