@@ -32,7 +32,9 @@ const (
 // connect makes the guest's end of the network.
 func (in *Instance) connect(start netStart) (*virtionet.Device, error) {
 	if in.parts.TAP == nil || in.parts.LinkReady == nil {
-		return nil, fmt.Errorf("setting up the VM's network: %w: it has one, and Parts.TAP or Parts.LinkReady is missing", spec.ErrInvalid)
+		return nil, fmt.Errorf("connecting the VM's network: %w: Parts.TAP and Parts.LinkReady must be set", spec.ErrInvalid)
 	}
-	return virtionet.New(in.mem, in.parts.TAP, virtionet.Config{MAC: netpolicy.TheWire.GuestMAC, LinkDown: start == netDown, Held: start == netHeld})
+	return virtionet.New(in.mem, in.parts.TAP, virtionet.Config{
+		MAC: netpolicy.TheWire.GuestMAC, LinkDown: start == netDown, Held: start == netHeld,
+	})
 }

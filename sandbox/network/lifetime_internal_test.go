@@ -78,7 +78,7 @@ func TestNetwork_denies_everything_without_a_policy(t *testing.T) {
 	if err := n.Wait(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	if n.policy.Default.Egress == netpolicy.Allow || n.policy.Default.Ingress == netpolicy.Allow || len(n.policy.Rules) > 0 {
+	if d := n.policy.Default; d.Egress == netpolicy.Allow || d.Ingress == netpolicy.Allow || len(n.policy.Rules) > 0 {
 		t.Errorf("its policy is %+v", n.policy)
 	}
 	in, out := n.Bytes()

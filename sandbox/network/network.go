@@ -98,7 +98,9 @@ func New(c Config) (*Network, error) {
 	if c.Log == nil {
 		c.Log = slog.New(slog.DiscardHandler)
 	}
-	n := &Network{log: c.Log, agent: c.ID, config: c, policy: c.Policy, attached: make(chan struct{}), events: newEventLog()}
+	n := &Network{
+		log: c.Log, agent: c.ID, config: c, policy: c.Policy, attached: make(chan struct{}), events: newEventLog(),
+	}
 	var ahead *link.Reserved
 	made, err := c.Prebuilt.take()
 	if err != nil {

@@ -30,7 +30,9 @@ func (n *Network) listenProxy() error {
 	if err != nil {
 		return fmt.Errorf("%w: is there a server of the host's on port %d of all addresses?", err, netpolicy.ProxyPort)
 	}
-	server := proxy.New(proxy.Config{Identity: id, Rules: n.link, Names: n.dns, Secrets: n.config.Secrets, Roots: roots, Event: n.proxied})
+	server := proxy.New(proxy.Config{
+		Identity: id, Rules: n.link, Names: n.dns, Secrets: n.config.Secrets, Roots: roots, Event: n.proxied,
+	})
 	n.proxy = server
 	n.stopProxy = n.serve("the VM's proxy has failed", func(ctx context.Context) error { return server.Serve(ctx, ln) })
 	return nil

@@ -60,7 +60,8 @@ func (p *process) setSecrets(ctx context.Context, list []spec.Secret) (err error
 		}
 		if !known[l.Name] {
 			if len(known) >= spec.MaxSecrets {
-				return fmt.Errorf("%w: a VM has %d at most: take some away (Sandbox.RemoveSecrets)", spec.ErrSecrets, spec.MaxSecrets)
+				return fmt.Errorf("%w: a VM has %d at most: take some away (Sandbox.RemoveSecrets)", spec.ErrSecrets,
+					spec.MaxSecrets)
 			}
 			known[l.Name] = true
 			added = append(added, l.SecretFile)

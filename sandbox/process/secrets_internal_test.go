@@ -36,7 +36,10 @@ func TestHidden_secret_is_not_there_for_the_guest(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	r := &state.Record{Version: state.RecordVersion, ID: spec.NewID(), Phase: state.Running, Created: time.Now(), Spec: spec.VM{Name: "a", VCPUs: 1}}
+	r := &state.Record{
+		Version: state.RecordVersion, ID: spec.NewID(), Phase: state.Running, Created: time.Now(),
+		Spec: spec.VM{Name: "a", VCPUs: 1},
+	}
 	l, err := s.Create(r)
 	if err != nil {
 		t.Fatal(err)
@@ -71,7 +74,8 @@ func TestHidden_secret_is_not_there_for_the_guest(t *testing.T) {
 	}
 	// A request that fails leaves none of its new secrets.
 	vm.serve = errors.New("made by the test")
-	if err := p.setSecrets(t.Context(), []spec.Secret{secret("more", true), secret("other", false)}); !errors.Is(err, vm.serve) {
+	err = p.setSecrets(t.Context(), []spec.Secret{secret("more", true), secret("other", false)})
+	if !errors.Is(err, vm.serve) {
 		t.Errorf("got %v, want %v", err, vm.serve)
 	}
 	if n, m := len(p.hidden.List()), len(vm.ports.List()); n != 1 || m != 1 || len(p.r.Secrets) != 2 {

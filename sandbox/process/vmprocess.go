@@ -121,7 +121,8 @@ func ServeProcessWith(ctx context.Context, args []string, o ProcessOptions) erro
 }
 
 // obey carries out an order. The VM goes to sleep when terminated ends. The first of files is for the report.
-func obey(ctx, terminated context.Context, s *state.Store, ord control.Order, files []*os.File, prebuilt *instance.Prebuilt, link *network.Prebuilt) error {
+func obey(ctx, terminated context.Context, s *state.Store, ord control.Order, files []*os.File,
+	prebuilt *instance.Prebuilt, link *network.Prebuilt) error {
 	report := files[0]
 	var fork, hold *os.File
 	switch {
@@ -144,8 +145,9 @@ func obey(ctx, terminated context.Context, s *state.Store, ord control.Order, fi
 		defer ready()
 	}
 	return Serve(ctx, s, ord.Name, ServeOptions{
-		Snapshot: ord.Snapshot, NewIdentity: ord.NewIdentity, Fork: fork, Prebuilt: prebuilt, Link: link, Log: log, Cause: ord.Cause,
-		prioritize: prioritize, WakeLock: hold, terminated: terminated, Wanted: func() bool { return control.HasReader(report) },
+		Snapshot: ord.Snapshot, NewIdentity: ord.NewIdentity, Fork: fork, Prebuilt: prebuilt, Link: link, Log: log,
+		Cause: ord.Cause, prioritize: prioritize, WakeLock: hold, terminated: terminated,
+		Wanted: func() bool { return control.HasReader(report) },
 		Report: func(r control.Report) {
 			if err := json.NewEncoder(report).Encode(r); err != nil {
 				log.Warn("nobody reads the report", "error", err)

@@ -32,7 +32,8 @@ var addresses atomic.Uint32
 // Network implements process.Machines.
 func (m machines) Network(c network.Config) (process.Network, error) {
 	n := addresses.Add(1)
-	out := &link{vms: m.v, name: c.Name, address: netip.AddrFrom4([4]byte{198, 18, byte(n >> 8), byte(n)}), ended: make(chan struct{})}
+	address := netip.AddrFrom4([4]byte{198, 18, byte(n >> 8), byte(n)})
+	out := &link{vms: m.v, name: c.Name, address: address, ended: make(chan struct{})}
 	if err := out.SetPolicy(c.Policy); err != nil {
 		return nil, err
 	}

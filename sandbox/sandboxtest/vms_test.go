@@ -265,7 +265,8 @@ func TestSecrets_of_the_guest_and_of_the_proxy_are_one_list(t *testing.T) {
 	file := func(name string) spec.SecretFile { return spec.SecretFile{Name: name, Mode: spec.DefaultSecretMode} }
 	hidden := spec.SecretFile{Name: "b", Proxy: true}
 	all := []spec.SecretState{
-		{SecretFile: file("a"), Present: true, Size: 11, Kept: true}, {SecretFile: hidden, Present: true, Size: 11, Kept: true},
+		{SecretFile: file("a"), Present: true, Size: 11, Kept: true},
+		{SecretFile: hidden, Present: true, Size: 11, Kept: true},
 		{SecretFile: file("c"), Present: true, Size: 11, Kept: true},
 	}
 	check("after they were set", all...)
