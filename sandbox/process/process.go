@@ -220,18 +220,19 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 	p.welcomed.Add(1)
 	p.tellThen(cmp.Or(o.Cause, events.Library), begun, details, p.welcome)
 	p.tellHooks(events.WithCause(ctx, cmp.Or(o.Cause, events.Library)), p.in.WakeFailures())
+	sleeps, long := p.r.Spec.Idle.SleepSeconds > 0, len(p.r.Disk.Layers) > 2*maxStack
 	unlock()
 	if err := errors.Join(o.Prebuilt.Close(), o.Link.Close()); err != nil {
 		p.log.Warn("closing what was made ahead and is not needed", "error", err)
 	}
-	if p.r.Spec.Idle.SleepSeconds > 0 {
+	if sleeps {
 		p.background.Go(func() { p.sleepWhenIdle(lasting) })
 	}
 	if o.terminated != nil {
 		p.background.Go(func() { p.sleepOnTerminate(lasting, o.terminated) })
 	}
 	// Leave a VM that has just come back alone, unless its stack is far too long.
-	if len(p.r.Disk.Layers) > 2*maxStack {
+	if long {
 		p.shortenDisk()
 	}
 	p.keepPages()
