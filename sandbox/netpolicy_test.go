@@ -37,9 +37,9 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/netpolicy/hostnet"
 	"github.com/drowse-vm/drowse/netpolicy/link"
+	"github.com/drowse-vm/drowse/netpolicy/proxy"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/control"
-	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
@@ -431,7 +431,7 @@ func TestNetwork_policy_of_a_guest(t *testing.T) {
 		o.tls("93.184.216.35:443")
 		o.nameServer("93.184.216.53:53", map[string]string{"good.example": "93.184.216.35", "evil.example": "10.99.0.1", "other.example": "93.184.216.34", "api.example": "93.184.216.37"})
 	})
-	e.Launcher.Command = slices.Concat([]string{"/usr/bin/env", instance.ProxyRootsEnv + "=" + api.roots}, e.Launcher.Command)
+	e.Launcher.Command = slices.Concat([]string{"/usr/bin/env", proxy.RootsEnv + "=" + api.roots}, e.Launcher.Command)
 	policy := mustPolicy(t, probePolicy)
 
 	rep := e.Run(sandbox.Spec{Name: "pol", Network: spec.NetworkTAP, IPv6: true, Policy: policy, Tags: []string{"probe"}})

@@ -10,7 +10,6 @@ import (
 	"sync"
 	"testing"
 
-	"github.com/drowse-vm/drowse/devices/secrets"
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/netpolicy/proxy"
 	"github.com/drowse-vm/drowse/sandbox/control"
@@ -90,8 +89,8 @@ proxy: {enabled: true, inject: [{secret: API_KEY, hosts: [api.example], header: 
 `
 
 func TestSecret_becomes_what_the_policy_says_and_stays_so(t *testing.T) {
-	state := func(name string, hidden bool) []secrets.State {
-		return []secrets.State{{Secret: secrets.Secret{Name: name, Hidden: hidden}}}
+	state := func(name string, proxy bool) []spec.SecretState {
+		return []spec.SecretState{{SecretFile: spec.SecretFile{Name: name, Proxy: proxy}}}
 	}
 	file := func(name, value string) spec.Secret {
 		return spec.Secret{SecretFile: spec.SecretFile{Name: name, Mode: 0o400, UID: 1}, Value: []byte(value)}
@@ -100,7 +99,7 @@ func TestSecret_becomes_what_the_policy_says_and_stays_so(t *testing.T) {
 	for name, c := range map[string]struct {
 		secret spec.Secret
 		policy *netpolicy.Policy
-		there  []secrets.State
+		there  []spec.SecretState
 		proxy  bool
 		value  string
 		bad    bool

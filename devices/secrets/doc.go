@@ -10,12 +10,12 @@
 //	8       1      the next byte                -
 //	12      1      -                            1: what was read has been wiped
 //
-// The layout of the table is in table.go. Values are in locked memory of this process, left out of core dumps, and
-// in no saved state of a snapshot. Device.Busy reports whether the guest has read of a value and has not yet
+// The layout of the table is in table.go. Values are in locked memory of this process (Store), left out of core dumps,
+// and in no saved state of a snapshot. Device.Busy reports whether the guest has read of a value and has not yet
 // reported its copy as wiped. No snapshot may be taken in between.
 //
-// A hidden secret is for what the host does in the VM's name (Device.Use). The guest can read neither its value
-// nor its name.
+// Secrets that the host uses in the VM's name are in a Store without a Device: the guest can read neither their values
+// nor their names.
 //
 // The ports never wait. A guest that misuses them gets only the secrets of its own VM, which are meant for it.
 package secrets

@@ -22,9 +22,6 @@ const (
 func (d *Device) encodeTable() []byte {
 	b := []byte{tableVersion, 0}
 	for _, e := range d.entries {
-		if e.Hidden {
-			continue
-		}
 		b[1]++
 		b = binary.LittleEndian.AppendUint32(b, e.id)
 		size := Awaited

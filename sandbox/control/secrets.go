@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"slices"
 
-	"github.com/drowse-vm/drowse/devices/secrets"
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/netpolicy/proxy"
 	"github.com/drowse-vm/drowse/sandbox/spec"
@@ -42,13 +41,13 @@ func oneLine(value []byte) []byte {
 
 // ForProxy makes a secret the proxy's if the policy says so or the existing one is. A secret that the guest has
 // had as a file cannot become the proxy's, and a secret of the proxy stays the proxy's.
-func ForProxy(s *spec.Secret, policy *netpolicy.Policy, there []secrets.State) error {
+func ForProxy(s *spec.Secret, policy *netpolicy.Policy, there []spec.SecretState) error {
 	s.Proxy = s.Proxy || policy.Injects(s.Name)
-	if i := slices.IndexFunc(there, func(t secrets.State) bool { return t.Name == s.Name }); i >= 0 {
-		if s.Proxy && !there[i].Hidden {
+	if i := slices.IndexFunc(there, func(t spec.SecretState) bool { return t.Name == s.Name }); i >= 0 {
+		if s.Proxy && !there[i].Proxy {
 			return fmt.Errorf("%w: the guest has %s as a file: take it away first (Sandbox.RemoveSecrets), and let the proxy have a new one, since the guest may have kept that", spec.ErrSecrets, s.Name)
 		}
-		s.Proxy = there[i].Hidden
+		s.Proxy = there[i].Proxy
 	}
 	if s.Proxy {
 		s.Mode, s.UID, s.GID, s.Value = 0, 0, 0, oneLine(s.Value)

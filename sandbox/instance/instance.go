@@ -27,7 +27,6 @@ import (
 	"github.com/drowse-vm/drowse/devices/vsock"
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/internal/osfile"
-	"github.com/drowse-vm/drowse/netpolicy/proxy"
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/rootfs/volume"
 	"github.com/drowse-vm/drowse/sandbox/spec"
@@ -70,10 +69,13 @@ type Parts struct {
 	VM string
 	// RAM is the image of a fork that RAM is mapped from, for RestoreFork.
 	RAM *os.File
+	// TAP is the host's end of the network that Spec.Network asks for: see sandbox/network. The caller, which made it,
+	// closes it after the instance.
+	TAP virtionet.Backend
+	// LinkReady waits until the policy is in force. No packet of the guest passes before it has returned nil.
+	LinkReady func(context.Context) error
 	// Secrets are those that the guest waits for until they are in Machine().Secrets().
 	Secrets []spec.SecretFile
-	// ProxyIdentity returns the identity that the guest trusts. It may be called repeatedly, if the policy has a proxy.
-	ProxyIdentity func() (*proxy.Identity, error)
 	// ServiceEvent, if not nil, is called with each report of the guest on its services, one at a time.
 	ServiceEvent func(guest.ServiceEvent)
 	// Prebuilt, if not nil, may have a part of the VM that was made ahead.
@@ -130,8 +132,7 @@ type Instance struct {
 	forkBase string
 	// structPages locates the guest's marks of free pages; nil if unknown.
 	structPages *freepages.Map
-	net         *virtionet.Device // nil without a network, like network
-	network     *Network
+	net         *virtionet.Device // nil without a network
 	vsock       *vsock.Device
 	shares      []*fs.Device
 
@@ -341,8 +342,8 @@ func (in *Instance) boot(ctx context.Context) error {
 	if err := in.listenHooks(); err != nil {
 		return err
 	}
-	if in.network != nil {
-		if err := in.network.wait(ctx); err != nil {
+	if in.net != nil {
+		if err := in.parts.LinkReady(ctx); err != nil {
 			return err
 		}
 	}
@@ -560,7 +561,7 @@ func (in *Instance) goOn(ctx context.Context, o RestoreOptions) error {
 	in.machine.EndQuiet()
 	if in.net != nil {
 		// The network stays silent until the policy is in force and the guest has its identity.
-		if err := in.network.wait(ctx); err != nil {
+		if err := in.parts.LinkReady(ctx); err != nil {
 			return in.Explain(ctx, err)
 		}
 		in.net.SetLink(true)
@@ -632,9 +633,6 @@ func (in *Instance) Dial(ctx context.Context, port uint32) (net.Conn, error) {
 
 // Parts returns the pieces that the VM was made of.
 func (in *Instance) Parts() Parts { return in.parts }
-
-// Network returns the host's end of the VM's link; nil without a network.
-func (in *Instance) Network() *Network { return in.network }
 
 // Disk returns the VM's writable disk.
 func (in *Instance) Disk() *disk.Disk { return in.disk }

@@ -5,9 +5,6 @@ import (
 	"fmt"
 	"sync"
 
-	"github.com/drowse-vm/drowse/devices/net/tap"
-	"github.com/drowse-vm/drowse/netpolicy/hostnet"
-	"github.com/drowse-vm/drowse/netpolicy/link"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/vmm"
 	"github.com/drowse-vm/drowse/vmm/guestmem"
@@ -22,20 +19,16 @@ func newPrebuiltVM(mem *guestmem.Memory, vcpus int, tracked bool) (*vmm.Prebuilt
 	return vmm.NewPrebuilt(vmm.PrebuiltConfig{VCPUs: vcpus, Memory: mem, TrackDirty: tracked, Queues: queuesAhead})
 }
 
-// Prebuilt is the part of a VM that can be made knowing only its shape: RAM, KVM's part, which takes longest, and
-// the link to the host if the shape has one. An empty VM takes no guest memory, some 100 KiB of KVM's, and 10
-// bytes for each page of RAM where KVM shadows the guest's page tables. A link takes some 850 KiB of the kernel's
-// memory. The methods may be called from any goroutine. A nil Prebuilt has nothing.
+// Prebuilt is the part of a VM that can be made knowing only its shape: RAM, and KVM's part, which takes longest. An
+// empty VM takes no guest memory, some 100 KiB of KVM's, and 10 bytes for each page of RAM where KVM shadows the
+// guest's page tables. The methods may be called from any goroutine. A nil Prebuilt has nothing.
 type Prebuilt struct {
 	shape spec.Shape // without a network
 
 	mu sync.Mutex // guards what follows
-	// mem and vm are nil once taken, and so is link.
-	mem  *guestmem.Memory
-	vm   *vmm.Prebuilt
-	link *prebuiltNetwork
-	// failure is why there is no link: a VM that needs one makes it itself.
-	failure error
+	// mem and vm are nil once taken.
+	mem *guestmem.Memory
+	vm  *vmm.Prebuilt
 }
 
 // PrebuiltOptions are the options of NewPrebuilt.
@@ -44,7 +37,7 @@ type PrebuiltOptions struct {
 	NoDirtyLog bool
 }
 
-// NewPrebuilt makes a Prebuilt, and returns when it is ready. A link that cannot be made is not an error.
+// NewPrebuilt makes a Prebuilt, and returns when it is ready.
 func NewPrebuilt(shape spec.Shape, o PrebuiltOptions) (s *Prebuilt, err error) {
 	if err := shape.Validate(); err != nil {
 		return nil, err
@@ -61,34 +54,7 @@ func NewPrebuilt(shape spec.Shape, o PrebuiltOptions) (s *Prebuilt, err error) {
 		err = fmt.Errorf("making a machine of %d MiB with %d vCPUs ahead: %w", shape.MemoryMiB, shape.VCPUs, err)
 		return nil, errors.Join(err, s.Close())
 	}
-	if shape.Network {
-		s.link, s.failure = newPrebuiltNetwork()
-	}
 	return s, nil
-}
-
-// NextNetwork returns the id of the network that network returns next; empty if there is none.
-func (s *Prebuilt) NextNetwork() string {
-	if s == nil {
-		return ""
-	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.link == nil {
-		return ""
-	}
-	return s.link.id
-}
-
-// network returns the network, or nil. err is why it could not be made.
-func (s *Prebuilt) network() (n *prebuiltNetwork, err error) {
-	if s == nil {
-		return nil, nil
-	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	n, s.link = s.link, nil
-	return n, s.failure
 }
 
 // take returns RAM and KVM's part for a VM of a shape; nil if it has none for that shape.
@@ -106,6 +72,9 @@ func (s *Prebuilt) take(shape spec.Shape) (mem *guestmem.Memory, vm *vmm.Prebuil
 
 // Close releases what was not taken.
 func (s *Prebuilt) Close() error {
+	if s == nil {
+		return nil
+	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	var errs []error
@@ -115,31 +84,6 @@ func (s *Prebuilt) Close() error {
 	if s.mem != nil {
 		errs = append(errs, s.mem.Close())
 	}
-	if s.link != nil {
-		errs = append(errs, s.link.close())
-	}
-	s.vm, s.mem, s.link = nil, nil, nil
+	s.vm, s.mem = nil, nil
 	return errors.Join(errs...)
 }
-
-// prebuiltNetwork is the part of a VM's link to the host that can be made before the VM is known: a TAP device
-// that is down, with programs that deny everything. Its id is like that of a VM, so that the cleanup after killed
-// processes finds it.
-type prebuiltNetwork struct {
-	id   string
-	tap  *tap.Device
-	link *link.Reserved
-}
-
-func newPrebuiltNetwork() (_ *prebuiltNetwork, err error) {
-	s := &prebuiltNetwork{id: spec.NewID()}
-	if s.tap, err = tap.Create(tap.Config{Name: hostnet.InterfaceName(s.id), Down: true}); err != nil {
-		return nil, err
-	}
-	if s.link, err = link.Reserve(link.Config{Endpoint: s.id, Interface: s.tap.Name()}); err != nil {
-		return nil, errors.Join(err, s.tap.Close())
-	}
-	return s, nil
-}
-
-func (s *prebuiltNetwork) close() error { return errors.Join(s.link.Remove(), s.tap.Close()) }

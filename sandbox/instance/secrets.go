@@ -15,7 +15,7 @@ func DeviceSecret(f spec.SecretFile) secrets.Secret {
 	if f.Mode == 0 {
 		f.Mode = spec.DefaultSecretMode
 	}
-	return secrets.Secret{Name: f.Name, Mode: f.Mode, UID: f.UID, GID: f.GID, Hidden: f.Proxy}
+	return secrets.Secret{Name: f.Name, Mode: f.Mode, UID: f.UID, GID: f.GID}
 }
 
 // serveSecretsLimit is how long the agent may take to start serving secrets.

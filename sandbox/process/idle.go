@@ -167,7 +167,7 @@ func (p *process) uses() uses {
 		u.busy = true
 	}
 	u.cpu = processCPU()
-	if n := p.in.Network(); n != nil {
+	if n := p.net; n != nil {
 		u.packet, u.quiet = n.LastPacket()
 	}
 	return u

@@ -5,12 +5,14 @@ import (
 	"io"
 	"time"
 
+	virtionet "github.com/drowse-vm/drowse/devices/net"
 	"github.com/drowse-vm/drowse/devices/secrets"
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/limits"
+	"github.com/drowse-vm/drowse/sandbox/network"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/snapshot/pager"
 	"github.com/drowse-vm/drowse/vmm"
@@ -26,13 +28,15 @@ type Machines interface {
 	// Start makes a VM that runs: from the parts' image of a fork if there is one, else from the snapshot
 	// directory if not empty, else by a boot. With an image, snapshot is that of the fork and may not exist yet.
 	Start(ctx context.Context, p instance.Parts, snapshot string, o instance.RestoreOptions) (VM, error)
+	// Network makes the host's end of a VM's link. It returns with the TAP device, and makes the rest in the background.
+	Network(network.Config) (Network, error)
 }
 
 // VM is one VM in this process. See instance.Instance for the methods.
 type VM interface {
 	Machine() Machine
-	// Network is nil without one.
-	Network() Network
+	// Secrets are those that the guest reads.
+	Secrets() Secrets
 	Disk() *disk.Disk
 	Parts() instance.Parts
 	Agent(context.Context) (*guest.Client, error)
@@ -51,7 +55,6 @@ type VM interface {
 	NewIdentity(context.Context) error
 	ServeSecrets(context.Context) error
 	ListenServices() error
-	TrustAuthority(ctx context.Context, root []byte) error
 
 	Capture(context.Context, instance.CaptureOptions) (*instance.Capture, error)
 	SealFrozen(ctx context.Context, newTop string, l guest.HookLimits, recorded func(disk.Stack) error) (disk.Stack, time.Duration,
@@ -71,12 +74,20 @@ type Machine interface {
 	Fail(error)
 	Health() vmm.Health
 	Facts() vmm.HostFacts
-	Secrets() *secrets.Device
 	Stages() *vmm.Stages
 }
 
-// Network is the host's end of a VM's link: see instance.Network.
+// Secrets are the values of a VM's secrets: see secrets.Store.
+type Secrets interface {
+	Set(s secrets.Secret, value []byte) error
+	Remove(name string) bool
+	List() []secrets.State
+}
+
+// Network is the host's end of a VM's link: see network.Network. Close comes after that of the VM.
 type Network interface {
+	TAP() virtionet.Backend
+	Wait(context.Context) error
 	Info() *spec.NetworkInfo
 	Stats() (spec.NetworkStats, error)
 	Bytes() (in, out uint64)
@@ -88,6 +99,7 @@ type Network interface {
 	Flows(ctx context.Context, follow bool, f func([]netpolicy.FlowRecord) error) error
 	SetUp() time.Duration
 	Done() <-chan struct{}
+	Close() error
 }
 
 // Hooks are hooks of the guest that ran before an operation: see Instance.RunHooksBefore.
@@ -96,7 +108,7 @@ type Hooks interface {
 	Failed() []guest.HookFailure
 }
 
-// kvmMachines makes the VMs of package instance.
+// kvmMachines makes the VMs of package instance, and their networks of package network.
 type kvmMachines struct{}
 
 func (kvmMachines) Admit(ctx context.Context, dir string, mib int, wake bool) (func() error, error) {
@@ -124,17 +136,20 @@ func (kvmMachines) Start(ctx context.Context, p instance.Parts, snapshot string,
 	return kvmVM{in}, nil
 }
 
+func (kvmMachines) Network(c network.Config) (Network, error) {
+	n, err := network.New(c)
+	if err != nil {
+		return nil, err
+	}
+	return n, nil
+}
+
 // kvmVM adapts an Instance to VM.
 type kvmVM struct{ *instance.Instance }
 
 func (v kvmVM) Machine() Machine { return v.Instance.Machine() }
 
-func (v kvmVM) Network() Network {
-	if n := v.Instance.Network(); n != nil {
-		return n
-	}
-	return nil
-}
+func (v kvmVM) Secrets() Secrets { return v.Instance.Machine().Secrets() }
 
 func (v kvmVM) RunHooksBefore(ctx context.Context, e guest.HookEvent, over spec.HookPolicy) (Hooks, error) {
 	return v.Instance.RunHooksBefore(ctx, e, over)

@@ -18,7 +18,7 @@ func (p *process) setPolicy(policy *netpolicy.Policy) (spec.PolicyResult, error)
 		return spec.PolicyResult{}, err
 	}
 	defer end()
-	n := p.in.Network()
+	n := p.net
 	if n == nil {
 		return spec.PolicyResult{}, control.NoNetwork(p.r.Spec.Name)
 	}
@@ -43,7 +43,7 @@ func (p *process) setPolicy(policy *netpolicy.Policy) (spec.PolicyResult, error)
 }
 
 func (p *process) networkStats() (st spec.NetworkStats, err error) {
-	n := p.in.Network()
+	n := p.net
 	if n == nil {
 		return st, control.NoNetwork(p.r.Spec.Name)
 	}
@@ -53,7 +53,7 @@ func (p *process) networkStats() (st spec.NetworkStats, err error) {
 // watched returns the network whose records the client wants. Without a network it answers with an error and
 // returns nil.
 func (p *process) watched(w http.ResponseWriter) Network {
-	if n := p.in.Network(); n != nil {
+	if n := p.net; n != nil {
 		return n
 	}
 	writeError(w, control.NoNetwork(p.r.Spec.Name))

@@ -18,6 +18,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/drowse-vm/drowse/devices/secrets"
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/netpolicy"
@@ -28,6 +29,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/instance"
+	"github.com/drowse-vm/drowse/sandbox/network"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
@@ -40,6 +42,11 @@ type process struct {
 	machines   Machines
 	in         VM
 	from       string // the directory of the snapshot that the VM came from, or empty
+	net        Network // nil without one
+	// identity is that of the VM's proxy, and hidden has the secrets that it puts into requests, which the guest never
+	// gets.
+	identity func() (*proxy.Identity, error)
+	hidden   secrets.Store
 
 	// op is held by operations on the whole VM, and guards the fields below.
 	op     sync.Mutex
@@ -77,8 +84,10 @@ type ServeOptions struct {
 	NewIdentity bool
 	// Fork, if not nil, is the image of a child. Serve closes it.
 	Fork *os.File
-	// Prebuilt, if not nil, may have a part of the VM that was made ahead. Serve closes what the VM does not need.
+	// Prebuilt and Link, if not nil, may have a part of the VM and its network that were made ahead. Serve closes what
+	// the VM does not need.
 	Prebuilt *instance.Prebuilt
+	Link     *network.Prebuilt
 	// Report is called once, when the guest is ready or cannot be.
 	Report func(control.Report)
 	// Log gets the process's log.
@@ -106,6 +115,7 @@ func Serve(ctx context.Context, s *state.Store, name string, o ServeOptions) err
 	if p.machines == nil {
 		p.machines = kvmMachines{}
 	}
+	defer p.hidden.Close()
 	err := p.serve(ctx, name, o)
 	if err != nil {
 		o.Report(control.Report{Name: name, Error: control.ReportError(err)})
@@ -188,18 +198,18 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 	defer unlock()
 	control := <-made
 	if err := p.listen(control); err != nil {
-		return errors.Join(err, p.in.Close())
+		return errors.Join(err, p.close())
 	}
 	defer control.Close()
 	unask, err := p.serveSelf(lasting)
 	if err != nil {
-		return errors.Join(err, p.in.Close())
+		return errors.Join(err, p.close())
 	}
 	// After the background was told to end, and before it is waited for.
 	defer unask()
 	if o.WakeLock != nil {
 		if err := p.lockedBy(o.WakeLock); err != nil {
-			return errors.Join(err, p.in.Close())
+			return errors.Join(err, p.close())
 		}
 	}
 	o.Report(p.report())
@@ -211,20 +221,19 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 	p.welcomed.Add(1)
 	p.tellThen(cmp.Or(o.Cause, events.Library), begun, details, p.welcome)
 	p.tellHooks(events.WithCause(ctx, cmp.Or(o.Cause, events.Library)), p.in.WakeFailures())
+	sleeps, long := p.r.Spec.Idle.SleepSeconds > 0, len(p.r.Disk.Layers) > 2*maxStack
 	unlock()
-	if o.Prebuilt != nil {
-		if err := o.Prebuilt.Close(); err != nil {
-			p.log.Warn("closing what was made ahead and is not needed", "error", err)
-		}
+	if err := errors.Join(o.Prebuilt.Close(), o.Link.Close()); err != nil {
+		p.log.Warn("closing what was made ahead and is not needed", "error", err)
 	}
-	if p.r.Spec.Idle.SleepSeconds > 0 {
+	if sleeps {
 		p.background.Go(func() { p.sleepWhenIdle(lasting) })
 	}
 	if o.terminated != nil {
 		p.background.Go(func() { p.sleepOnTerminate(lasting, o.terminated) })
 	}
 	// Leave a VM that has just come back alone, unless its stack is far too long.
-	if len(p.r.Disk.Layers) > 2*maxStack {
+	if long {
 		p.shortenDisk()
 	}
 	p.keepPages()
@@ -296,8 +305,20 @@ func (p *process) letGo() {
 }
 
 // start boots or restores the guest.
-func (p *process) start(ctx context.Context, o ServeOptions) error {
+func (p *process) start(ctx context.Context, o ServeOptions) (err error) {
 	r := p.r
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, p.close())
+		}
+	}()
+	// First, since it is done in the background.
+	if err := p.connect(o); err != nil {
+		return err
+	}
+	if err := p.awaitHidden(); err != nil {
+		return err
+	}
 	// With volumes, a later start must find the guest's writes to its disk and to its volumes together.
 	waking := o.Snapshot != "" && r.Phase == state.Asleep && len(r.Spec.Volumes) == 0
 	st, err := p.store.Absolute(r.Disk)
@@ -319,9 +340,6 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 	// A second wake from the same snapshot goes back in time.
 	again := o.Snapshot != "" && r.Resumed == o.Snapshot
 	r.Resumed = o.Snapshot
-	if r.NetworkID = ""; r.Spec.Network == spec.NetworkTAP {
-		r.NetworkID = o.Prebuilt.NextNetwork()
-	}
 	// A wake does not wait for the disk. Until the record says that the VM is awake, its lock does. After a loss
 	// of power the VM is asleep, as of the snapshot that it comes back from anyway. The caller gets its answer
 	// when the record is safe.
@@ -352,6 +370,9 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 	parts := Parts(p.store, r, st)
 	parts.Console, parts.Log, parts.Prebuilt = console, p.log, o.Prebuilt
 	parts.ServiceEvent = p.serviceEvents()
+	if p.net != nil {
+		parts.TAP, parts.LinkReady = p.net.TAP(), p.net.Wait
+	}
 	if parts.Volumes, err = p.store.AttachVolumes(r); err != nil {
 		return errors.Join(err, console.Close())
 	}
@@ -367,37 +388,61 @@ func (p *process) start(ctx context.Context, o ServeOptions) error {
 	if o.Fork != nil {
 		err = errors.Join(err, o.Fork.Close())
 	}
-	if err == nil && from == "" {
-		if err = p.booted(ctx, o); err != nil {
-			err = errors.Join(err, p.in.Close())
-		}
-	}
 	if err != nil {
 		return errors.Join(err, console.Close())
 	}
 	p.in.CloseToo(console)
+	if from == "" {
+		if err := p.booted(ctx, o); err != nil {
+			return err
+		}
+	}
 	if o.Snapshot != "" || o.Fork != nil {
 		p.trustProxy(ctx)
 	}
 	if err := saved(); err != nil {
-		return errors.Join(err, p.in.Close())
+		return err
 	}
 	// From here on others may use the VM: see canceled in package pool.
 	if o.Wanted != nil && !o.Wanted() {
-		return errors.Join(fmt.Errorf("starting %s: %w", r.Spec.Name, control.ErrCanceled), p.in.Close())
+		return fmt.Errorf("starting %s: %w", r.Spec.Name, control.ErrCanceled)
 	}
 	r.Phase = state.Running
 	// After a loss of power, a VM that was starting counts as one that was running.
 	if done, err := ahead.Commit(r); err != nil {
-		return errors.Join(err, p.in.Close())
+		return err
 	} else if done {
 		p.replaced, ahead.Before = ahead.Before, nil
 		return nil
 	}
-	if err := p.store.SaveBy(p.store.ReplaceFile, r); err != nil {
-		return errors.Join(err, p.in.Close())
+	return p.store.SaveBy(p.store.ReplaceFile, r)
+}
+
+// connect begins to make the VM's network, if it has one.
+func (p *process) connect(o ServeOptions) (err error) {
+	r := p.r
+	p.identity = sync.OnceValues(func() (*proxy.Identity, error) { return p.store.ProxyIdentity(r) })
+	if r.NetworkID = ""; r.Spec.Network != spec.NetworkTAP {
+		return nil
 	}
-	return nil
+	r.NetworkID = o.Link.ID()
+	p.net, err = p.machines.Network(network.Config{
+		Name: r.Spec.Name, ID: r.ID, IPv6: r.Spec.IPv6, Policy: r.Spec.Policy, Tags: r.Spec.Tags,
+		Identity: p.identity, Secrets: &p.hidden, Prebuilt: o.Link, Log: p.log,
+	})
+	return err
+}
+
+// close stops the VM as if its power were cut, and then its network.
+func (p *process) close() error {
+	var errs []error
+	if p.in != nil {
+		errs = append(errs, p.in.Close())
+	}
+	if p.net != nil {
+		errs = append(errs, p.net.Close())
+	}
+	return errors.Join(append(errs, p.hidden.Close())...)
 }
 
 // booted prepares a guest that has booted for use.
@@ -429,13 +474,13 @@ func (p *process) booted(ctx context.Context, o ServeOptions) error {
 func Parts(s *state.Store, r *state.Record, d disk.Stack) instance.Parts {
 	p := instance.Parts{
 		Spec: r.Spec, Kernel: s.BootPath(r.Boot.Kernel), Initramfs: s.BootPath(r.Boot.Initramfs), SystemDisk: s.BootPath(r.Boot.SystemDisk),
-		Cmdline: r.Boot.Cmdline, Image: s.BootPath(r.Boot.Image), Disk: d, Socket: s.VsockPath(r.Spec.Name), VM: r.ID, Secrets: r.Secrets,
+		Cmdline: r.Boot.Cmdline, Image: s.BootPath(r.Boot.Image), Disk: d, Socket: s.VsockPath(r.Spec.Name), VM: r.ID,
+		Secrets:    slices.DeleteFunc(slices.Clone(r.Secrets), func(f spec.SecretFile) bool { return f.Proxy }),
 		NoDirtyLog: noDirtyLog(),
 	}
 	if os.Getenv(control.NoPageCacheEnv) == "" {
 		p.PageCache = s.PageCacheDir()
 	}
-	p.ProxyIdentity = sync.OnceValues(func() (*proxy.Identity, error) { return s.ProxyIdentity(r) })
 	if k, err := kernel.Open(s.KernelDir(), r.Boot.KernelID); err == nil {
 		p.Symbolize = k.Symbolize
 	}
@@ -500,7 +545,7 @@ func (p *process) report() control.Report {
 	} else {
 		rep.Stages["boot"] = control.Milliseconds(ready)
 	}
-	if n := p.in.Network(); n != nil {
+	if n := p.net; n != nil {
 		rep.Network, rep.Stages["network"] = n.Info(), control.Milliseconds(n.SetUp())
 	}
 	return rep
@@ -532,7 +577,7 @@ func (p *process) wait(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	err = p.in.Close()
+	err = p.close()
 	p.r.Phase, p.r.PID = state.Stopped, 0
 	p.r.Exit = &state.ExitRecord{Reason: string(x.Reason), Detail: x.Detail, Time: time.Now().UTC()}
 	if err = errors.Join(err, p.store.Save(p.r)); err != nil {
@@ -558,7 +603,7 @@ func (p *process) sleepRecord(res spec.SleepResult) state.SleepRecord {
 		Snapshot: res.Snapshot, Awake: p.r.Awake, Asleep: time.Now().UTC(),
 		Raw: res.BytesRaw, Stored: res.BytesStored, Shared: res.BytesShared, CPUSeconds: max(processCPU()-p.cpuBefore, 0).Seconds(),
 	}
-	if n := p.in.Network(); n != nil {
+	if n := p.net; n != nil {
 		s.NetworkIn, s.NetworkOut = n.Bytes()
 	}
 	return s
@@ -701,7 +746,7 @@ func (p *process) sleep(ctx context.Context, policy spec.HookPolicy, still func(
 	p.asleep = true
 	p.tell(ctx, events.Slept, events.Details{Snapshot: c.ID, Bytes: res.BytesStored, Milliseconds: res.Stages["pause"]})
 	p.tellHooks(ctx, res.Hooks)
-	if err := p.in.Close(); err != nil {
+	if err := p.close(); err != nil {
 		p.log.Warn("closing the VM after its sleep", "error", err)
 	}
 	// The layer that the guest would have written to next is empty.

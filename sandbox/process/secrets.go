@@ -4,12 +4,33 @@ import (
 	"context"
 	"fmt"
 	"slices"
+	"strings"
 
-	"github.com/drowse-vm/drowse/devices/secrets"
 	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
+
+// awaitHidden makes the proxy wait for its secrets.
+func (p *process) awaitHidden() error {
+	for _, f := range p.r.Secrets {
+		if !f.Proxy {
+			continue
+		}
+		if err := p.hidden.Await(instance.DeviceSecret(f)); err != nil {
+			return fmt.Errorf("%w: %w", spec.ErrSecrets, err)
+		}
+	}
+	return nil
+}
+
+// secretsOf returns the store of the proxy's secrets, or of the guest's.
+func (p *process) secretsOf(proxy bool) Secrets {
+	if proxy {
+		return &p.hidden
+	}
+	return p.in.Secrets()
+}
 
 func (p *process) setSecrets(ctx context.Context, list []spec.Secret) (err error) {
 	end, err := p.begin()
@@ -17,16 +38,18 @@ func (p *process) setSecrets(ctx context.Context, list []spec.Secret) (err error
 		return err
 	}
 	defer end()
-	dev := p.in.Machine().Secrets()
-	before := dev.List()
+	before := p.secretStates()
+	known := map[string]bool{}
+	for _, s := range before {
+		known[s.Name] = true
+	}
+	var added []spec.SecretFile
 	defer func() {
 		if err == nil {
 			return
 		}
-		for _, l := range list {
-			if !slices.ContainsFunc(before, func(s secrets.State) bool { return s.Name == l.Name }) {
-				dev.Remove(l.Name)
-			}
+		for _, f := range added {
+			p.secretsOf(f.Proxy).Remove(f.Name)
 		}
 	}()
 	names := slices.Clone(p.r.Secrets)
@@ -35,7 +58,15 @@ func (p *process) setSecrets(ctx context.Context, list []spec.Secret) (err error
 		if err := control.ForProxy(l, p.r.Spec.Policy, before); err != nil {
 			return err
 		}
-		if err := dev.Set(instance.DeviceSecret(l.SecretFile), l.Value); err != nil {
+		if !known[l.Name] {
+			if len(known) >= spec.MaxSecrets {
+				return fmt.Errorf("%w: a VM has %d at most: take some away (Sandbox.RemoveSecrets)", spec.ErrSecrets,
+					spec.MaxSecrets)
+			}
+			known[l.Name] = true
+			added = append(added, l.SecretFile)
+		}
+		if err := p.secretsOf(l.Proxy).Set(instance.DeviceSecret(l.SecretFile), l.Value); err != nil {
 			return fmt.Errorf("%w: %w", spec.ErrSecrets, err)
 		}
 		names = slices.DeleteFunc(names, func(f spec.SecretFile) bool { return f.Name == l.Name })
@@ -65,19 +96,22 @@ func (p *process) removeSecrets(names []string) error {
 		return err
 	}
 	defer end()
-	dev := p.in.Machine().Secrets()
+	there := p.secretStates()
+	var gone []spec.SecretState
 	kept := slices.Clone(p.r.Secrets)
 	for _, n := range names {
-		if !slices.ContainsFunc(dev.List(), func(s secrets.State) bool { return s.Name == n }) {
+		i := slices.IndexFunc(there, func(s spec.SecretState) bool { return s.Name == n })
+		if i < 0 {
 			return fmt.Errorf("%w: %s has no secret %q", spec.ErrNotFound, p.r.Spec.Name, n)
 		}
+		gone = append(gone, there[i])
 		kept = slices.DeleteFunc(kept, func(f spec.SecretFile) bool { return f.Name == n })
 	}
 	if err := p.awaitSecrets(kept); err != nil {
 		return err
 	}
-	for _, n := range names {
-		dev.Remove(n)
+	for _, s := range gone {
+		p.secretsOf(s.Proxy).Remove(s.Name)
 	}
 	return nil
 }
@@ -85,20 +119,24 @@ func (p *process) removeSecrets(names []string) error {
 func (p *process) listSecrets() []spec.SecretState {
 	p.op.Lock()
 	defer p.op.Unlock()
-	out := []spec.SecretState{}
-	for _, s := range p.in.Machine().Secrets().List() {
-		out = append(out, spec.SecretState{
-			SecretFile: stateFile(s.Secret), Present: s.Present, Size: s.Size,
-			Kept: slices.ContainsFunc(p.r.Secrets, func(f spec.SecretFile) bool { return f.Name == s.Name }),
-		})
-	}
-	return out
+	return p.secretStates()
 }
 
-// stateFile returns the file of a secret. Secrets of the proxy have none.
-func stateFile(s secrets.Secret) spec.SecretFile {
-	if s.Hidden {
-		return spec.SecretFile{Name: s.Name, Proxy: true}
+// secretStates returns all secrets in the order of their names. p.op must be held.
+func (p *process) secretStates() []spec.SecretState {
+	out := []spec.SecretState{}
+	for _, proxy := range []bool{false, true} {
+		for _, s := range p.secretsOf(proxy).List() {
+			f := spec.SecretFile{Name: s.Name, Proxy: true}
+			if !proxy {
+				f = spec.SecretFile{Name: s.Name, Mode: s.Mode, UID: s.UID, GID: s.GID}
+			}
+			out = append(out, spec.SecretState{
+				SecretFile: f, Present: s.Present, Size: s.Size,
+				Kept: slices.ContainsFunc(p.r.Secrets, func(f spec.SecretFile) bool { return f.Name == s.Name }),
+			})
+		}
 	}
-	return spec.SecretFile{Name: s.Name, Mode: s.Mode, UID: s.UID, GID: s.GID}
+	slices.SortFunc(out, func(a, b spec.SecretState) int { return strings.Compare(a.Name, b.Name) })
+	return out
 }

@@ -14,7 +14,7 @@ func (p *process) setTags(c spec.TagChange) (control.TagsResult, error) {
 		return control.TagsResult{}, err
 	}
 	defer end()
-	n := p.in.Network()
+	n := p.net
 	if n == nil {
 		return control.TagsResult{}, control.NoNetworkTags(p.r.Spec.Name)
 	}

@@ -22,6 +22,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/hosthooks"
 	"github.com/drowse-vm/drowse/sandbox/instance"
+	"github.com/drowse-vm/drowse/sandbox/network"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/snapshot"
@@ -116,11 +117,12 @@ func ServeProcessWith(ctx context.Context, args []string, o ProcessOptions) erro
 	if ord.Third() {
 		files = append(files, os.NewFile(control.ThirdFD, "fork or hold"))
 	}
-	return obey(ctx, terminated, s, ord, files, nil)
+	return obey(ctx, terminated, s, ord, files, nil, nil)
 }
 
 // obey carries out an order. The VM goes to sleep when terminated ends. The first of files is for the report.
-func obey(ctx, terminated context.Context, s *state.Store, ord control.Order, files []*os.File, prebuilt *instance.Prebuilt) error {
+func obey(ctx, terminated context.Context, s *state.Store, ord control.Order, files []*os.File,
+	prebuilt *instance.Prebuilt, link *network.Prebuilt) error {
 	report := files[0]
 	var fork, hold *os.File
 	switch {
@@ -143,7 +145,9 @@ func obey(ctx, terminated context.Context, s *state.Store, ord control.Order, fi
 		defer ready()
 	}
 	return Serve(ctx, s, ord.Name, ServeOptions{
-		Snapshot: ord.Snapshot, NewIdentity: ord.NewIdentity, Fork: fork, Prebuilt: prebuilt, Log: log, Cause: ord.Cause, prioritize: prioritize, WakeLock: hold, terminated: terminated, Wanted: func() bool { return control.HasReader(report) },
+		Snapshot: ord.Snapshot, NewIdentity: ord.NewIdentity, Fork: fork, Prebuilt: prebuilt, Link: link, Log: log,
+		Cause: ord.Cause, prioritize: prioritize, WakeLock: hold, terminated: terminated,
+		Wanted: func() bool { return control.HasReader(report) },
 		Report: func(r control.Report) {
 			if err := json.NewEncoder(report).Encode(r); err != nil {
 				log.Warn("nobody reads the report", "error", err)
@@ -162,6 +166,11 @@ func standBy(ctx, terminated context.Context, s *state.Store, shape spec.Shape) 
 		return err
 	}
 	defer func() { err = errors.Join(err, prebuilt.Close()) }()
+	var link *network.Prebuilt
+	if shape.Network {
+		link = network.NewPrebuilt()
+		defer func() { err = errors.Join(err, link.Close()) }()
+	}
 	// Do now what a restore would otherwise do for the first time.
 	_, _ = kernel.List(s.KernelDir())
 	_ = warmUp()                                            // if it fails, so does the wake, which reports why
@@ -195,5 +204,5 @@ func standBy(ctx, terminated context.Context, s *state.Store, shape spec.Shape) 
 		return fmt.Errorf("opening the log of VM %s: %w", ord.Name, err)
 	}
 	files[0].Close()
-	return obey(ctx, terminated, s, ord, files[1:], prebuilt)
+	return obey(ctx, terminated, s, ord, files[1:], prebuilt, link)
 }

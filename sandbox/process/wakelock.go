@@ -137,10 +137,10 @@ func (p *process) lockedBy(end *os.File) error {
 
 // held returns the first line. It has the network's address, so that a client that wants to connect need not ask again.
 func (p *process) held() string {
-	if p.in.Network() == nil {
+	if p.net == nil {
 		return control.HoldGranted + "\n"
 	}
-	info, err := json.Marshal(p.in.Network().Info())
+	info, err := json.Marshal(p.net.Info())
 	if err != nil || len(info) > control.MaxHoldLine/2 {
 		return control.HoldGranted + "\n"
 	}

@@ -73,7 +73,6 @@ type vm struct {
 	vms      *VMs
 	guest    *fakeguest.Guest
 	ports    *fakeguest.Ports
-	net      *network
 	disk     *disk.Disk
 	secrets  *secrets.Device
 	stages   vmm.Stages
@@ -93,12 +92,7 @@ type vm struct {
 // errKilled means that the VM's process was killed.
 var errKilled = errors.New("killed by the test")
 
-func (v *vm) fail(op string) error {
-	if v.vms.Fail == nil {
-		return nil
-	}
-	return v.vms.Fail(op, v.parts.Spec.Name)
-}
+func (v *vm) fail(op string) error { return v.vms.fail(op, v.parts.Spec.Name) }
 
 // The memory of a guest is in the state of its machine. The image of a fork contains the same.
 const memoryKind, memoryVersion = "sandboxtest.memory", 1
@@ -141,11 +135,6 @@ func (v *vm) start(ctx context.Context, dir string, o instance.RestoreOptions) (
 	}
 	if !v.restored || o.NewIdentity {
 		if err := v.guest.WriteFile("/etc/hostname", []byte(v.parts.Spec.Hostname+"\n")); err != nil {
-			return err
-		}
-	}
-	if v.parts.Spec.Network == spec.NetworkTAP {
-		if v.net, err = newNetwork(v); err != nil {
 			return err
 		}
 	}
@@ -297,32 +286,24 @@ func (v *vm) Fail(err error) {
 	v.end(vmm.Exit{Reason: vmm.HostError, VCPU: -1, Detail: err.Error(), Err: err}, nil)
 }
 
-func (v *vm) Machine() process.Machine      { return v }
-func (v *vm) Health() vmm.Health            { return vmm.Health{} }
-func (v *vm) Facts() vmm.HostFacts          { return vmm.HostFacts{Arch: "sandboxtest"} }
-func (v *vm) Secrets() *secrets.Device      { return v.secrets }
-func (v *vm) Stages() *vmm.Stages           { return &v.stages }
-func (v *vm) Disk() *disk.Disk              { return v.disk }
-func (v *vm) Parts() instance.Parts         { return v.parts }
-func (v *vm) Begun() time.Time              { return v.begun }
-func (v *vm) Faults() (*pager.Stats, bool)  { return &pager.Stats{}, v.restored }
-func (v *vm) SpaceProblem() string          { return "" }
-func (v *vm) KeepRunning() (release func()) { return func() {} }
-func (v *vm) Caches() bool                  { return false }
-func (v *vm) MissedPages() []uint64         { return nil }
-func (v *vm) ListenServices() error         { return nil }
-func (v *vm) CloseToo(c io.Closer)          { v.closers = append(v.closers, c) }
+func (v *vm) Machine() process.Machine        { return v }
+func (v *vm) Health() vmm.Health              { return vmm.Health{} }
+func (v *vm) Facts() vmm.HostFacts            { return vmm.HostFacts{Arch: "sandboxtest"} }
+func (v *vm) Secrets() process.Secrets        { return v.secrets }
+func (v *vm) Stages() *vmm.Stages             { return &v.stages }
+func (v *vm) Disk() *disk.Disk                { return v.disk }
+func (v *vm) Parts() instance.Parts           { return v.parts }
+func (v *vm) Begun() time.Time                { return v.begun }
+func (v *vm) Faults() (*pager.Stats, bool)    { return &pager.Stats{}, v.restored }
+func (v *vm) SpaceProblem() string            { return "" }
+func (v *vm) KeepRunning() (release func())   { return func() {} }
+func (v *vm) Caches() bool                    { return false }
+func (v *vm) MissedPages() []uint64           { return nil }
+func (v *vm) ListenServices() error           { return nil }
+func (v *vm) CloseToo(c io.Closer)            { v.closers = append(v.closers, c) }
 
 // WakeFailures implements process.VM. There are no hooks.
 func (v *vm) WakeFailures() []guest.HookFailure { return nil }
-
-// Network implements process.VM.
-func (v *vm) Network() process.Network {
-	if v.net == nil {
-		return nil
-	}
-	return v.net
-}
 
 // Timing implements process.VM.
 func (v *vm) Timing() (entry, ready time.Duration) { return v.ready, v.ready }
@@ -374,11 +355,6 @@ func (v *vm) NewIdentity(context.Context) error { return nil }
 
 // ServeSecrets implements process.VM. Values do not reach the guest.
 func (v *vm) ServeSecrets(context.Context) error { return nil }
-
-// TrustAuthority implements process.VM.
-func (v *vm) TrustAuthority(_ context.Context, root []byte) error {
-	return v.guest.WriteFile("/run/drowse/proxy-ca.pem", root)
-}
 
 // SealFrozen implements process.VM.
 func (v *vm) SealFrozen(ctx context.Context, newTop string, _ guest.HookLimits, recorded func(disk.Stack) error) (

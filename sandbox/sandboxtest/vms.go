@@ -89,6 +89,13 @@ func (v *VMs) Launcher(h *sandbox.Host) (pool.Launcher, error) {
 	return pool.Launcher{Agent: agent, Processes: v}, nil
 }
 
+func (v *VMs) fail(op, name string) error {
+	if v.Fail == nil {
+		return nil
+	}
+	return v.Fail(op, name)
+}
+
 // furnish gives a host the files that VMs need, unless they exist. They cannot be booted.
 func furnish(s *state.Store) (agent string, err error) {
 	images, err := image.OpenStore(s.ImageDir())

@@ -3,8 +3,10 @@ package sandboxtest_test
 import (
 	"bytes"
 	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -243,6 +245,56 @@ func TestVM_that_is_held_is_woken_stays_awake_and_sleeps_when_it_is_asked_to(t *
 		t.Fatal(err)
 	}
 	want(t, h, "a", state.Asleep)
+}
+
+func TestSecrets_of_the_guest_and_of_the_proxy_are_one_list(t *testing.T) {
+	h := (&sandboxtest.VMs{}).Host(t)
+	b := create(t, h, sandbox.Spec{Name: "a", Network: spec.NetworkTAP})
+	secret := func(name string, proxy bool) spec.Secret {
+		return spec.Secret{SecretFile: spec.SecretFile{Name: name, Proxy: proxy}, Value: []byte("long-enough")}
+	}
+	check := func(when string, want ...spec.SecretState) {
+		t.Helper()
+		if got, err := b.Secrets(t.Context()); err != nil || !slices.Equal(got, want) {
+			t.Errorf("%s: %+v, %v, want %+v", when, got, err, want)
+		}
+	}
+	if err := b.SetSecrets(t.Context(), secret("b", true), secret("c", false), secret("a", false)); err != nil {
+		t.Fatal(err)
+	}
+	file := func(name string) spec.SecretFile { return spec.SecretFile{Name: name, Mode: spec.DefaultSecretMode} }
+	hidden := spec.SecretFile{Name: "b", Proxy: true}
+	all := []spec.SecretState{
+		{SecretFile: file("a"), Present: true, Size: 11, Kept: true},
+		{SecretFile: hidden, Present: true, Size: 11, Kept: true},
+		{SecretFile: file("c"), Present: true, Size: 11, Kept: true},
+	}
+	check("after they were set", all...)
+	var many []spec.Secret
+	for i := range spec.MaxSecrets - 2 {
+		many = append(many, secret(fmt.Sprintf("d%02d", i), i%2 == 0))
+	}
+	if err := b.SetSecrets(t.Context(), many...); !errors.Is(err, spec.ErrSecrets) {
+		t.Errorf("one too many: %v, want spec.ErrSecrets", err)
+	}
+	check("after too many", all...)
+	if err := b.SetSecrets(t.Context(), secret("a", true)); !errors.Is(err, spec.ErrSecrets) {
+		t.Errorf("a secret of the guest's becomes the proxy's: %v, want spec.ErrSecrets", err)
+	}
+	if err := b.RemoveSecrets(t.Context(), "c"); err != nil {
+		t.Error(err)
+	}
+	if _, err := b.Sleep(t.Context(), sandbox.SleepOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := b.Wake(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	check("after a wake", spec.SecretState{SecretFile: file("a"), Kept: true}, spec.SecretState{SecretFile: hidden, Kept: true})
+	if err := b.RemoveSecrets(t.Context(), "a", "b"); err != nil {
+		t.Error(err)
+	}
+	check("after all were removed")
 }
 
 func TestSecrets_policies_and_tags_are_those_of_the_record_and_of_the_process(t *testing.T) {

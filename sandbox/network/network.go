@@ -1,4 +1,4 @@
-package instance
+package network
 
 import (
 	"context"
@@ -26,59 +26,28 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// Bytes returns how many bytes the policy has let pass to the guest and from it; zeros if that is unknown.
-func (n *Network) Bytes() (in, out uint64) {
-	select {
-	case <-n.attached:
-	default:
-		return 0, 0
-	}
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	if n.closed || n.link == nil {
-		return 0, 0
-	}
-	if use, err := n.link.Usage(netpolicy.Ingress); err == nil {
-		in = use.Bytes
-	}
-	if use, err := n.link.Usage(netpolicy.Egress); err == nil {
-		out = use.Bytes
-	}
-	return in, out
+// Config describes the network of a VM.
+type Config struct {
+	// Name is the VM's name. ID is its id, which pins and the TAP device are called by, unless they are prebuilt; empty
+	// for any.
+	Name, ID string
+	// IPv6 gives the VM an address of IPv6 too.
+	IPv6 bool
+	// Policy is in force first; nil denies everything. Tags are those by which others know the VM.
+	Policy *netpolicy.Policy
+	Tags   []string
+	// Identity returns the identity that the guest trusts its proxy by, and Secrets are what the proxy puts into
+	// requests. Only a policy with a proxy needs them. Identity may be called repeatedly.
+	Identity func() (*proxy.Identity, error)
+	Secrets  proxy.Secrets
+	// Prebuilt, if not nil, may have a link that was made ahead.
+	Prebuilt *Prebuilt
+	// Log gets the log records; nil discards them.
+	Log *slog.Logger
 }
-
-// LastPacket reports whether a packet has ever passed in either direction, and how long ago the last one did. An
-// error counts as a packet that has just passed.
-func (n *Network) LastPacket() (ever bool, ago time.Duration) {
-	select {
-	case <-n.attached:
-	default:
-		return true, 0 // it is being set up
-	}
-	if n.link == nil {
-		return false, 0
-	}
-	for _, d := range []netpolicy.Direction{netpolicy.Egress, netpolicy.Ingress} {
-		use, err := n.link.Usage(d)
-		if err != nil {
-			return true, 0
-		}
-		if use.Idle >= 0 && (!ever || use.Idle < ago) {
-			ever, ago = true, use.Idle
-		}
-	}
-	return ever, ago
-}
-
-// All guests have the same address and the same gateway, which is also their name server: a clone keeps them. The
-// programs on a VM's TAP device translate.
-var guestAddress = fmt.Sprintf("%v/30,%v,%v", netpolicy.TheWire.Guest4, netpolicy.TheWire.Gateway4, netpolicy.TheWire.Gateway4)
-
-// guestAddress6 is the same for IPv6, if a VM has it. Guests query names over IPv4.
-var guestAddress6 = fmt.Sprintf("%v/64,%v", netpolicy.TheWire.Guest6, netpolicy.TheWire.Gateway6)
 
 // Network is the host's end of a VM's link, with its policy. Nothing passes before the policy is in place: until
-// then the TAP device is down and has no address.
+// then the TAP device is down and has no address, and only TAP, Wait and Close may be called.
 type Network struct {
 	log     *slog.Logger
 	agent   string       // the name of its pins: the VM's id, or the prebuilt network's
@@ -88,8 +57,7 @@ type Network struct {
 	own6    netip.Addr // not valid without IPv6
 	tap     *tap.Device
 	dns     *resolver.Resolver
-	parts   Parts
-	secrets proxy.Secrets
+	config  Config
 	events  *eventLog
 	flows   *flow.Log // nil until the policy is on the device
 
@@ -118,101 +86,84 @@ type Network struct {
 	closed    bool
 }
 
-// netStart is the state in which a guest first finds its network.
-type netStart int
-
-const (
-	// netOpen: the guest boots, once the policy is in force.
-	netOpen netStart = iota
-	// netHeld: the link is as the guest left it, and its packets wait for the policy. If the link went down and up,
-	// Linux would drop packets until it had noticed both, among them the answer to the packet that woke the guest.
-	netHeld
-	// netDown: the guest's packets are dropped until it has its own identity, since another machine would send the
-	// same.
-	netDown
-)
-
-// connect makes the VM's TAP device, which lives as long as this process, and the guest's end of it. The policy is
-// attached in the background, because the kernel takes long to verify programs; see Network.wait.
-func (in *Instance) connect(start netStart) (*virtionet.Device, error) {
-	n, err := newNetwork(in.parts, hiddenSecrets{in}, in.log)
+// New makes a VM's TAP device, or takes the one that was made ahead. All else is made in the background, because the
+// kernel takes long to verify programs: see Wait.
+func New(c Config) (*Network, error) {
+	if c.Policy == nil {
+		c.Policy = &netpolicy.Policy{}
+	}
+	if c.ID == "" {
+		c.ID = spec.NewID()
+	}
+	if c.Log == nil {
+		c.Log = slog.New(slog.DiscardHandler)
+	}
+	n := &Network{
+		log: c.Log, agent: c.ID, config: c, policy: c.Policy, attached: make(chan struct{}), events: newEventLog(),
+	}
+	var ahead *link.Reserved
+	made, err := c.Prebuilt.take()
 	if err != nil {
+		n.log.Warn("the VM's network was not made ahead", "error", err)
+	}
+	if made != nil {
+		n.agent, n.tap, ahead = made.id, made.tap, made.link
+	} else if n.tap, err = tap.Create(tap.Config{Name: hostnet.InterfaceName(c.ID), Down: true}); err != nil {
 		return nil, fmt.Errorf("setting up the VM's network: %w", err)
 	}
-	in.network = n
-	in.closers = append(in.closers, n)
-	return virtionet.New(in.mem, n.tap, virtionet.Config{MAC: netpolicy.TheWire.GuestMAC, LinkDown: start == netDown, Held: start == netHeld})
-}
-
-func newNetwork(p Parts, secrets proxy.Secrets, log *slog.Logger) (n *Network, err error) {
-	id, policy := p.VM, p.Spec.Policy
-	if policy == nil {
-		policy = &netpolicy.Policy{}
-	}
-	if id == "" {
-		id = spec.NewID()
-	}
-	n = &Network{log: log, agent: id, parts: p, secrets: secrets, policy: policy, attached: make(chan struct{}), events: newEventLog()}
-	if n.agents, err = hostnet.Range(); err != nil {
-		return nil, err
-	}
-	if n.agents6, err = hostnet.Range6(); err != nil {
-		return nil, err
-	}
-	if n.address, err = hostnet.Take("", n.agents, id); err != nil {
-		return nil, err
-	}
-	var reserved *link.Reserved
-	defer func() {
-		if err != nil {
-			if n.cancel != nil {
-				n.cancel()
-			}
-			if reserved != nil {
-				err = errors.Join(err, reserved.Remove())
-			}
-			err = errors.Join(err, n.release())
-		}
-	}()
-	if p.Spec.IPv6 {
-		if n.own6, err = hostnet.Address6(n.agents6, n.address.Addr()); err != nil {
-			return nil, err
-		}
-	}
-	if n.host, err = netpolicy.HostAddresses(); err != nil {
-		return nil, err
-	}
-	if n.onLink, err = hostnet.OnLink(); err != nil {
-		return nil, err
-	}
-	ahead, aerr := p.Prebuilt.network()
-	if aerr != nil {
-		log.Warn("the VM's network was not made ahead", "error", aerr)
-	}
-	if ahead != nil {
-		n.agent, n.tap, reserved = ahead.id, ahead.tap, ahead.link
-	} else if n.tap, err = tap.Create(tap.Config{Name: hostnet.InterfaceName(id), Down: true}); err != nil {
-		return nil, err
-	}
 	n.ctx, n.cancel = context.WithCancel(context.Background())
-	ln, err := n.listenTLS(policy)
-	if err != nil {
-		return nil, err
-	}
-	spec, err := n.compile(policy, n.host, n.onLink)
-	if err != nil {
-		if ln != nil {
-			err = errors.Join(err, ln.Close())
-		}
-		return nil, err
-	}
 	begin := time.Now()
 	n.wg.Go(func() {
 		defer close(n.attached)
-		n.err = n.attach(reserved, spec, p.Spec.Tags, ln)
+		n.err = n.setUp(ahead)
 		n.took = time.Since(begin)
 	})
 	return n, nil
+}
+
+// setUp puts the policy on the device and brings it up.
+func (n *Network) setUp(ahead *link.Reserved) error {
+	spec, ln, err := n.prepare()
+	if err == nil {
+		return n.attach(ahead, spec, ln)
+	}
+	if ahead != nil {
+		err = errors.Join(err, ahead.Remove())
+	}
+	return err
+}
+
+// prepare takes an address and compiles the policy for this host. ln is the listener that checks names, if the policy
+// has names to check.
+func (n *Network) prepare() (_ *netpolicy.Spec, ln *net.TCPListener, err error) {
+	if n.agents, err = hostnet.Range(); err != nil {
+		return nil, nil, err
+	}
+	if n.agents6, err = hostnet.Range6(); err != nil {
+		return nil, nil, err
+	}
+	if n.address, err = hostnet.Take("", n.agents, n.config.ID); err != nil {
+		return nil, nil, err
+	}
+	if n.config.IPv6 {
+		if n.own6, err = hostnet.Address6(n.agents6, n.address.Addr()); err != nil {
+			return nil, nil, err
+		}
+	}
+	if n.host, err = netpolicy.HostAddresses(); err != nil {
+		return nil, nil, err
+	}
+	if n.onLink, err = hostnet.OnLink(); err != nil {
+		return nil, nil, err
+	}
+	if ln, err = n.listenTLS(n.policy); err != nil {
+		return nil, nil, err
+	}
+	spec, err := n.compile(n.policy, n.host, n.onLink)
+	if err != nil && ln != nil {
+		err = errors.Join(err, ln.Close())
+	}
+	return spec, ln, err
 }
 
 // tooManyAddresses reports whether a host has more addresses than a policy can know.
@@ -234,7 +185,7 @@ func (n *Network) compile(p *netpolicy.Policy, host []netip.Addr, onLink []netip
 
 // attach puts the policy on the device and brings it up. ln is the listener that checks names, if the policy has
 // names to check.
-func (n *Network) attach(reserved *link.Reserved, spec *netpolicy.Spec, tags []string, ln *net.TCPListener) (err error) {
+func (n *Network) attach(ahead *link.Reserved, spec *netpolicy.Spec, ln *net.TCPListener) (err error) {
 	if ln != nil {
 		defer func() {
 			if err != nil && n.tls == nil {
@@ -243,7 +194,7 @@ func (n *Network) attach(reserved *link.Reserved, spec *netpolicy.Spec, tags []s
 		}()
 	}
 	begin := uptime()
-	if n.link, err = n.enforce(reserved, spec, tags); err != nil {
+	if n.link, err = n.enforce(ahead, spec); err != nil {
 		return err
 	}
 	n.history = []installed{{spec, begin, begin}}
@@ -289,16 +240,16 @@ func (n *Network) attach(reserved *link.Reserved, spec *netpolicy.Spec, tags []s
 }
 
 // enforce puts the policy on the device.
-func (n *Network) enforce(reserved *link.Reserved, spec *netpolicy.Spec, tags []string) (*link.Link, error) {
-	if reserved != nil {
-		link, err := reserved.Attach(tags, spec)
+func (n *Network) enforce(ahead *link.Reserved, spec *netpolicy.Spec) (*link.Link, error) {
+	if ahead != nil {
+		link, err := ahead.Attach(n.config.Tags, spec)
 		if err == nil {
 			return link, nil
 		}
 		// It has stood idle for long, and a sweep may have removed it.
 		n.log.Warn("the network that was made ahead is of no use: another is made", "error", err)
 	}
-	return link.Attach(link.Config{Endpoint: n.agent, Interface: n.tap.Name(), Tags: tags}, spec)
+	return link.Attach(link.Config{Endpoint: n.agent, Interface: n.tap.Name(), Tags: n.config.Tags}, spec)
 }
 
 // settle6 silences the host's own IPv6 packets on a device that is not up yet: the policy would only deny and
@@ -315,8 +266,11 @@ func (n *Network) settle6() {
 	}
 }
 
-// wait returns when the policy is on the device and the device is up.
-func (n *Network) wait(ctx context.Context) error {
+// TAP returns the TAP device as the backend of the guest's device. The network closes it.
+func (n *Network) TAP() virtionet.Backend { return n.tap }
+
+// Wait returns when the policy is on the TAP device and that is up.
+func (n *Network) Wait(ctx context.Context) error {
 	select {
 	case <-n.attached:
 	case <-ctx.Done():
@@ -331,7 +285,7 @@ func (n *Network) wait(ctx context.Context) error {
 // drainFlows is how long a network that closes waits for the followers of its flows.
 const drainFlows = time.Second
 
-// Close removes the network.
+// Close removes the network, with its TAP device. The guest's device must not use that any more.
 func (n *Network) Close() error {
 	<-n.attached
 	n.cancel()
@@ -344,20 +298,15 @@ func (n *Network) Close() error {
 	if n.flows != nil {
 		n.flows.Drain(drainFlows)
 	}
-	var err error
-	if n.link != nil {
-		err = n.link.Remove()
-	}
-	return errors.Join(err, n.release())
-}
-
-// release gives back the address and the TAP device.
-func (n *Network) release() error {
 	var errs []error
-	if n.tap != nil {
-		errs = append(errs, n.tap.Close())
+	if n.link != nil {
+		errs = append(errs, n.link.Remove())
 	}
-	return errors.Join(append(errs, n.address.Release())...)
+	errs = append(errs, n.tap.Close())
+	if n.address != nil {
+		errs = append(errs, n.address.Release())
+	}
+	return errors.Join(errs...)
 }
 
 // Info describes the network.
@@ -683,7 +632,7 @@ func (n *Network) refresh() error {
 
 // Stats returns the counts of the network since its beginning.
 func (n *Network) Stats() (st spec.NetworkStats, err error) {
-	st = spec.NetworkStats{Name: n.parts.Spec.Name, NetworkInfo: *n.Info(), DNS: n.dns.Stats()}
+	st = spec.NetworkStats{Name: n.config.Name, NetworkInfo: *n.Info(), DNS: n.dns.Stats()}
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	if n.closed {
@@ -704,6 +653,50 @@ func (n *Network) Stats() (st spec.NetworkStats, err error) {
 		st.Counters = []netpolicy.Counter{}
 	}
 	return st, errors.Join(errs[:]...)
+}
+
+// Bytes returns how many bytes the policy has let pass to the guest and from it; zeros if that is unknown.
+func (n *Network) Bytes() (in, out uint64) {
+	select {
+	case <-n.attached:
+	default:
+		return 0, 0
+	}
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.closed || n.link == nil {
+		return 0, 0
+	}
+	if use, err := n.link.Usage(netpolicy.Ingress); err == nil {
+		in = use.Bytes
+	}
+	if use, err := n.link.Usage(netpolicy.Egress); err == nil {
+		out = use.Bytes
+	}
+	return in, out
+}
+
+// LastPacket reports whether a packet has ever passed in either direction, and how long ago the last one did. An
+// error counts as a packet that has just passed.
+func (n *Network) LastPacket() (ever bool, ago time.Duration) {
+	select {
+	case <-n.attached:
+	default:
+		return true, 0 // it is being set up
+	}
+	if n.link == nil {
+		return false, 0
+	}
+	for _, d := range []netpolicy.Direction{netpolicy.Egress, netpolicy.Ingress} {
+		use, err := n.link.Usage(d)
+		if err != nil {
+			return true, 0
+		}
+		if use.Idle >= 0 && (!ever || use.Idle < ago) {
+			ever, ago = true, use.Idle
+		}
+	}
+	return ever, ago
 }
 
 // Flows passes the log's records of flows to f: see flow.Log.Records.

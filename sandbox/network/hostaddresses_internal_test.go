@@ -1,4 +1,4 @@
-package instance
+package network
 
 import (
 	"log/slog"

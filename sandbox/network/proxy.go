@@ -1,0 +1,54 @@
+package network
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/netpolicy/proxy"
+	"github.com/drowse-vm/drowse/sandbox/spec"
+)
+
+// listenProxy starts the proxy if the policy has one. The lock must be held.
+func (n *Network) listenProxy() error {
+	if !n.policy.ProxyOn() || n.proxy != nil {
+		return nil
+	}
+	if n.config.Identity == nil {
+		return fmt.Errorf("%w: the policy has a proxy, and there is no identity for one", spec.ErrInvalid)
+	}
+	id, err := n.config.Identity()
+	if err != nil {
+		return err
+	}
+	roots, err := proxy.Roots()
+	if err != nil {
+		return err
+	}
+	ln, err := proxy.Listen(n.ctx, n.tap.Name())
+	if err != nil {
+		return fmt.Errorf("%w: is there a server of the host's on port %d of all addresses?", err, netpolicy.ProxyPort)
+	}
+	server := proxy.New(proxy.Config{
+		Identity: id, Rules: n.link, Names: n.dns, Secrets: n.config.Secrets, Roots: roots, Event: n.proxied,
+	})
+	n.proxy = server
+	n.stopProxy = n.serve("the VM's proxy has failed", func(ctx context.Context) error { return server.Serve(ctx, ln) })
+	return nil
+}
+
+// proxied records an event of the proxy.
+func (n *Network) proxied(e proxy.Event) {
+	ev := spec.NetEvent{
+		Time: time.Now().UTC(), Direction: netpolicy.Egress, Verdict: netpolicy.Reject, Reason: e.Reason, Rule: e.Rule, Protocol: "tcp",
+		PeerPort: e.Port, Guest: n.address.Addr(), Host: e.Host, Secret: e.Secret, Status: e.Status, Suppressed: e.Suppressed,
+	}
+	if e.Sent {
+		ev.Verdict = netpolicy.Allow
+	}
+	if e.Peer.IsValid() {
+		ev.Peer = e.Peer.Addr()
+	}
+	n.events.add(ev)
+}
