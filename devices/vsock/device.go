@@ -81,9 +81,9 @@ var (
 	_ devices.Stateful = (*Device)(nil)
 )
 
-// New makes a device and listens on its path, or takes over the listener. Clients that connect before the guest's driver is ready wait. New
-// fails with ErrInUse when another process listens on the path, and with ErrPath when the path cannot be a
-// socket's.
+// New makes a device and listens on its path, or takes over the listener. Clients that connect before the guest's
+// driver is ready wait. New fails with ErrInUse when another process listens on the path, and with ErrPath when the
+// path cannot be a socket's.
 func New(mem *guestmem.Memory, cfg Config) (*Device, error) {
 	if cfg.CID < MinCID || cfg.CID > MaxCID {
 		return nil, fmt.Errorf("making a vsock device: context ID %d is not from %d to %d", cfg.CID, MinCID, uint64(MaxCID))
