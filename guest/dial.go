@@ -14,6 +14,16 @@ import (
 	"github.com/drowse-vm/drowse/guest/audit"
 )
 
+// Ports of the protocol. The guest's agent listens on AgentPort and ForwardPort, the host on the others.
+const (
+	AgentPort    = agentpb.AgentPort
+	ForwardPort  = agentpb.ForwardPort
+	SelfPort     = agentpb.SelfPort     // for ServeSelf
+	ServicesPort = agentpb.ServicesPort // for ServeServices
+	HooksPort    = agentpb.HooksPort    // for ServeHooks
+	ReadyPort    = agentpb.ReadyPort    // for WaitReady
+)
+
 // Dialer opens a connection to a vsock port in the guest.
 type Dialer func(ctx context.Context, port uint32) (net.Conn, error)
 
@@ -29,12 +39,38 @@ func UnixDialer(path string) Dialer { return unixDialer(path, "") }
 // going to sleep.
 func IdleDialer(path string) Dialer { return unixDialer(path, " idle") }
 
-func unixDialer(path, suffix string) Dialer {
-	beside := path
-	if abs, err := filepath.Abs(path); err == nil {
-		beside = abs
+// RecordedDialer is dial for clients that record their actions in the audit trail beside path, as those of UnixDialer
+// do, although dial itself may use no path. An empty path records nothing. The connections of dial must be of type
+// *net.UnixConn. If dial fails before ctx ends, the error is ErrUnavailable.
+func RecordedDialer(path string, dial Dialer) Dialer {
+	trail := trailBeside(path)
+	return func(ctx context.Context, port uint32) (net.Conn, error) {
+		c, err := dial(ctx, port)
+		if err != nil {
+			return nil, unreachable(ctx, port, err)
+		}
+		u, ok := c.(*net.UnixConn)
+		if !ok {
+			c.Close()
+			return nil, fmt.Errorf("guest: vsock port %d: connections of type %T are not recorded: use *net.UnixConn", port, c)
+		}
+		return &vsockConn{u, trail}, nil
 	}
-	trail := audit.Open(audit.Path(beside))
+}
+
+// trailBeside returns the audit trail of the VM with this vsock socket.
+func trailBeside(path string) *audit.Trail {
+	if path == "" {
+		return nil
+	}
+	if abs, err := filepath.Abs(path); err == nil {
+		path = abs
+	}
+	return audit.Open(audit.Path(path))
+}
+
+func unixDialer(path, suffix string) Dialer {
+	trail := trailBeside(path)
 	return func(ctx context.Context, port uint32) (net.Conn, error) {
 		var d net.Dialer
 		c, err := d.DialContext(ctx, "unix", path)
@@ -101,18 +137,12 @@ func readLine(r io.Reader, limit int) (string, error) {
 	return "", fmt.Errorf("%w: a line of more than %d bytes", ErrProtocol, limit)
 }
 
-// ReadyPath returns the path of the host's socket for the agent's report. path is the Unix socket of the vsock
-// device.
-func ReadyPath(path string) string {
-	return path + "_" + strconv.Itoa(agentpb.ReadyPort)
-}
-
 const readyTimeout = 5 * time.Second
 
 // Ready is the agent's report that it serves.
 type Ready = agentpb.Ready
 
-// WaitReady waits on a listener at ReadyPath until the agent reports that it serves, and returns the report. It
+// WaitReady waits on a listener at ReadyPort until the agent reports that it serves, and returns the report. It
 // closes the listener only if ctx ends first. It ignores connections that send anything else.
 func WaitReady(ctx context.Context, l net.Listener) (Ready, error) {
 	stop := context.AfterFunc(ctx, func() { l.Close() })

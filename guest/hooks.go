@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"net"
-	"strconv"
 	"time"
 
 	"google.golang.org/grpc/codes"
@@ -137,18 +136,14 @@ func (c *Client) Thaw(ctx context.Context, l HookLimits) (Thawed, error) {
 	return Thawed{Frozen: time.Duration(max(resp.FrozenNanos, 0)), Failures: hookFailures(resp.Failures)}, nil
 }
 
-// HooksPath returns the path of the host's socket at which the agent reports that hooks have appeared or are gone.
-// path is the Unix socket of the vsock device.
-func HooksPath(path string) string { return path + "_" + strconv.Itoa(agentpb.HooksPort) }
-
 const (
 	maxHooksLine = 16 // bytes
 	hooksTimeout = 5 * time.Second
 )
 
-// ServeHooks calls known whenever the agent reports whether the guest has hooks, until the listener is closed. The
-// report of a change that a command made arrives before the host learns of the command's end. ServeHooks serves one
-// connection at a time, for 5 s at most, so a guest can hold up only itself.
+// ServeHooks calls known whenever the agent reports whether the guest has hooks, until the listener at HooksPort is
+// closed. The report of a change that a command made arrives before the host learns of the command's end. ServeHooks
+// serves one connection at a time, for 5 s at most, so a guest can hold up only itself.
 func ServeHooks(l net.Listener, known func(present bool)) {
 	serveLines(l, maxHooksLine, func(line string) (ok bool) {
 		if ok = line == "hooks 0" || line == "hooks 1"; ok {

@@ -372,10 +372,7 @@ func TestUnixDialer_that_gets_no_answer_ends_with_its_context(t *testing.T) {
 }
 
 func TestWaitReady_waits_for_the_report_and_ignores_others(t *testing.T) {
-	path := guest.ReadyPath(filepath.Join(t.TempDir(), "s"))
-	if !strings.HasSuffix(path, "_1023") {
-		t.Errorf("the host listens at %s", path)
-	}
+	path := filepath.Join(t.TempDir(), "s")
 	l, err := net.Listen("unix", path)
 	if err != nil {
 		t.Fatal(err)

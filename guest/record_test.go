@@ -2,6 +2,7 @@ package guest_test
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -394,4 +395,62 @@ func TestRecord_drops_and_promotions_by_what_went_and_where_to(t *testing.T) {
 	if e := only(t, trail, &seen); e.Kind != audit.KindRemove || e.Path != in || !e.Recursive || e.Outcome.Error != "" {
 		t.Errorf("a drop is %+v", e)
 	}
+}
+
+func TestRecordedDialer_records_beside_a_path_that_it_does_not_dial(t *testing.T) {
+	g := agenttest.Start(t)
+	path := filepath.Join(t.TempDir(), "vsock.sock")
+	trail := audit.Path(path)
+	if err := audit.Ensure(t.Context(), trail, audit.Head{VM: "0123", Name: "vm"}); err != nil {
+		t.Fatal(err)
+	}
+	dial := func(_ context.Context, port uint32) (net.Conn, error) {
+		c, err := net.Dial("unix", g.Path)
+		if err == nil {
+			_, err = fmt.Fprintf(c, "CONNECT %d\n", port)
+		}
+		for b := []byte{0}; err == nil && b[0] != '\n'; {
+			_, err = c.Read(b)
+		}
+		return c, err
+	}
+	exec := func(path string) {
+		c, err := guest.Dial(t.Context(), guest.RecordedDialer(path, dial))
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+		if _, err := c.Exec(t.Context(), guest.Cmd{Argv: []string{"true"}}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	seen := 0
+	exec(path)
+	if e := only(t, trail, &seen); e.Kind != audit.KindExec || e.Argv[0] != "true" {
+		t.Errorf("recorded %+v", e)
+	}
+	exec("")
+	if n := len(trailOf(t, trail)); n != seen {
+		t.Errorf("%d entries after an action without a path, want %d", n, seen)
+	}
+	no := errors.New("no")
+	for _, ctx := range []context.Context{t.Context(), ended(t)} {
+		_, err := guest.RecordedDialer(path, func(context.Context, uint32) (net.Conn, error) { return nil, no })(ctx, 1)
+		if want := cmp.Or(ctx.Err(), guest.ErrUnavailable); !errors.Is(err, want) {
+			t.Errorf("got %v, want %v", err, want)
+		}
+	}
+	_, err := guest.RecordedDialer(path, func(context.Context, uint32) (net.Conn, error) {
+		c, _ := net.Pipe()
+		return c, nil
+	})(t.Context(), 1)
+	if err == nil || !strings.Contains(err.Error(), "not recorded") {
+		t.Errorf("a connection that cannot be recorded: got %v", err)
+	}
+}
+
+func ended(t *testing.T) context.Context {
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	return ctx
 }

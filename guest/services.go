@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"net"
-	"strconv"
 	"time"
 
 	"github.com/drowse-vm/drowse/guest/agentpb"
@@ -227,12 +226,8 @@ const (
 	EventUnhealthy = agentpb.EventUnhealthy // the agent ends it because its check failed
 )
 
-// ServicesPath returns the path of the host's socket for events of services. path is the Unix socket of the vsock
-// device.
-func ServicesPath(path string) string { return path + "_" + strconv.Itoa(agentpb.ServicesPort) }
-
-// ServeServices calls f for each event that the agent reports, until the listener is closed. It serves one
-// connection at a time, for 5 s at most, so a guest can hold up only itself. It ignores lines that are not events.
+// ServeServices calls f for each event that the agent reports, until the listener at ServicesPort is closed. It serves
+// one connection at a time, for 5 s at most, so a guest can hold up only itself. It ignores lines that are not events.
 func ServeServices(l net.Listener, f func(ServiceEvent)) {
 	serveLines(l, agentpb.MaxServiceEvent, func(line string) (ok bool) {
 		e, err := agentpb.ParseServiceEvent(line)

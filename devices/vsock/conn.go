@@ -7,8 +7,8 @@ import (
 
 // Limits on connections.
 const (
-	// MaxConnections bounds all connections of one device together, including those whose client has not sent its
-	// line yet.
+	// MaxConnections bounds all connections of one device together. They include those whose client has not sent its
+	// line yet, and calls of Config.Connect without an answer.
 	MaxConnections = 1024
 	// largeBuffer is how many bytes the guest may have in flight on each of the first largeBuffers connections,
 	// smallBuffer on each of the others: 60 MiB altogether.
@@ -33,6 +33,8 @@ const (
 	stateHandshake connState = iota
 	// stateRequested: the device has sent the guest a request, or will, and has no answer yet.
 	stateRequested
+	// stateConnecting: Config.Connect has not answered a request of the guest yet. There is no socket.
+	stateConnecting
 	// stateOpen: bytes flow.
 	stateOpen
 	// stateClosing: the device has told the guest, or will, that the host's end is gone. The guest has not
@@ -55,10 +57,12 @@ const (
 type conn struct {
 	slot  int32 // in engine.slots
 	gen   int32 // distinguishes late events of an earlier connection in the slot
-	fd    int   // -1 after the host's end was closed
+	fd    int   // -1 before the host's end is connected, and after it was closed
 	state connState
 	key   key
-	own   bool // this process is at the host's end, or the client said "idle"
+	own   bool // does not count as use: this process is at the host's end, the client said "idle", or stateConnecting
+
+	dialed chan<- error // gets the outcome of a Device.Dial that waits; else nil
 
 	say    uint8
 	queued bool  // in the engine's queue towards the guest

@@ -42,17 +42,26 @@ type Config struct {
 	// the ID in the saved state, which the guest knows.
 	CID uint64
 	// Path is the Unix socket for host clients; the guest reaches port P at Path_P. Its last element is at most 96
-	// bytes long when Path itself fits in a Unix socket address; longer paths need /proc.
+	// bytes long when Path itself fits in a Unix socket address; longer paths need /proc. With Listener, Path may be
+	// empty; with Connect too, the device does not use it.
 	Path string
-	// Listener, if not nil, is a socket that already listens for Path: the device takes a duplicate of it, and
-	// neither creates nor removes a file.
+	// Listener, if not nil, is a Unix socket that already listens for host clients. The device takes a duplicate of
+	// it, and neither creates nor removes a file.
 	Listener *os.File
+	// Connect, if not nil, connects the guest to a port of the host in place of Path_P. The device calls it on its
+	// own goroutine, so it must not block. It calls done exactly once, from any goroutine. Without an error fd is a
+	// connected stream socket that does not block, and that the device then owns. own says that the connection does
+	// not count as use: see [Stats].
+	Connect func(port uint32, done func(fd int, own bool, err error))
 }
 
 // Device is a virtio socket device. Any goroutine may call its methods.
 type Device struct {
 	mem   *guestmem.Memory
 	stats Stats
+	inbox inbox
+	// connect is Config.Connect.
+	connect func(uint32, func(int, bool, error))
 
 	mu       sync.Mutex // guards what follows
 	cid      uint64
@@ -72,18 +81,22 @@ var (
 	_ devices.Stateful = (*Device)(nil)
 )
 
-// New makes a device and listens on its path. Clients that connect before the guest's driver is ready wait. New
-// fails with ErrInUse when another process listens on the path, and with ErrPath when the path cannot be a
-// socket's.
+// New makes a device and listens on its path, or takes over the listener. Clients that connect before the guest's
+// driver is ready wait. New fails with ErrInUse when another process listens on the path, and with ErrPath when the
+// path cannot be a socket's.
 func New(mem *guestmem.Memory, cfg Config) (*Device, error) {
 	if cfg.CID < MinCID || cfg.CID > MaxCID {
 		return nil, fmt.Errorf("making a vsock device: context ID %d is not from %d to %d", cfg.CID, MinCID, uint64(MaxCID))
 	}
-	e, err := openEndpoint(cfg.Path, cfg.Listener)
+	path := cfg.Path
+	if cfg.Listener != nil && cfg.Connect != nil {
+		path = ""
+	}
+	e, err := openEndpoint(path, cfg.Listener)
 	if err != nil {
 		return nil, fmt.Errorf("making a vsock device: %w", err)
 	}
-	return &Device{mem: mem, cid: cfg.CID, endpoint: e, nextPort: firstHostPort}, nil
+	return &Device{mem: mem, connect: cfg.Connect, cid: cfg.CID, endpoint: e, nextPort: firstHostPort}, nil
 }
 
 // ID returns the virtio device type.
@@ -146,11 +159,13 @@ func (d *Device) reset() {
 		return
 	}
 	d.engine.loop.Stop()
+	d.inbox.detach()
 	d.nextPort = d.engine.nextPort
 	d.engine = nil
 }
 
-// Close resets the device and removes its socket. The device cannot be used afterwards.
+// Close resets the device, ends the listeners of Listen, and removes the device's socket. The device cannot be used
+// afterwards.
 func (d *Device) Close() error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -159,6 +174,7 @@ func (d *Device) Close() error {
 	}
 	d.closed = true
 	d.reset()
+	d.inbox.close()
 	return d.endpoint.close()
 }
 

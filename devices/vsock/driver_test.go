@@ -211,7 +211,12 @@ func newGuest(t testing.TB, rxBuffers int) *guest {
 }
 
 func inactiveGuest(t testing.TB, mem *guestmem.Memory, path string) *guest {
-	dev, err := New(mem, Config{CID: testCID, Path: path})
+	return inactiveGuestOf(t, mem, path, Config{CID: testCID, Path: path})
+}
+
+// inactiveGuestOf makes a guest of a device with this configuration. Host clients connect to path.
+func inactiveGuestOf(t testing.TB, mem *guestmem.Memory, path string, cfg Config) *guest {
+	dev, err := New(mem, cfg)
 	must(t, err)
 	g := &guest{t: t, mem: mem, dev: dev, path: path, wake: make(chan struct{}, 1), feats: virtq.FeatureEventIdx | virtq.FeatureIndirectDesc}
 	t.Cleanup(func() { must(t, g.dev.Close()) })

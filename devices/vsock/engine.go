@@ -65,6 +65,8 @@ type engine struct {
 	mem      *guestmem.Memory
 	stats    *Stats
 	endpoint *endpoint
+	inbox    *inbox
+	connect  func(uint32, func(int, bool, error)) // Config.Connect
 	cid      uint64
 	rx, tx   *queue
 	event    *queue // or nil
@@ -79,7 +81,7 @@ type engine struct {
 	slots      []*conn
 	freeSlots  []int32
 	generation int32
-	open       int // slots in use
+	open       int // slots in use, without those in stateConnecting
 	large      int // connections that advertise largeBuffer
 	spare      [][]byte
 
@@ -113,6 +115,8 @@ func newEngine(d *Device, a devices.Activation) (*engine, error) {
 		mem:      d.mem,
 		stats:    &d.stats,
 		endpoint: d.endpoint,
+		inbox:    &d.inbox,
+		connect:  d.connect,
 		cid:      d.cid,
 		rx:       newQueue(a.Queues[queueRX]),
 		tx:       newQueue(a.Queues[queueTX]),
@@ -134,6 +138,7 @@ func newEngine(d *Device, a devices.Activation) (*engine, error) {
 		e.loop.Stop()
 		return nil, err
 	}
+	e.inbox.attach(e.loop)
 	e.loop.Start(e)
 	return e, nil
 }
@@ -188,6 +193,7 @@ func (e *engine) End() {
 func (e *engine) Turn() (time.Duration, error) {
 	e.now = e.clock()
 	if e.loop.Failed() {
+		e.takeIn()
 		if e.acceptReady {
 			e.accept()
 		}
@@ -260,6 +266,7 @@ func (e *engine) turn() error {
 	if e.acceptReady {
 		e.accept()
 	}
+	e.takeIn()
 	if e.txReady {
 		if err := e.drainTX(turnChains); err != nil {
 			return err

@@ -18,12 +18,16 @@ func (e *engine) check() error {
 	if e.loop.Failed() {
 		return nil
 	}
-	open, large, buffered, keyed, queued := 0, 0, 0, 0, 0
+	open, connecting, large, buffered, keyed, queued := 0, 0, 0, 0, 0, 0
 	for i, c := range e.slots {
 		if c == nil {
 			continue
 		}
-		open++
+		if c.state == stateConnecting {
+			connecting++
+		} else {
+			open++
+		}
 		if c.slot != int32(i) {
 			bad("slot %d has connection of slot %d", i, c.slot)
 		}
@@ -48,7 +52,7 @@ func (e *engine) check() error {
 		if c.state == stateClosing && c.deadline == 0 {
 			bad("a closing connection without a time limit")
 		}
-		if (c.fd < 0) != (c.state == stateClosing) {
+		if (c.fd < 0) != (c.state == stateClosing || c.state == stateConnecting) {
 			bad("descriptor %d in state %d", c.fd, c.state)
 		}
 	}
@@ -68,6 +72,9 @@ func (e *engine) check() error {
 	if listed != queued {
 		bad("%d connections in the queue, %d think so", listed, queued)
 	}
+	if calls := int(e.inbox.calls.Load()); calls < connecting || calls+open > MaxConnections {
+		bad("%d connections wait for an answer, %d calls, %d open", connecting, calls, open)
+	}
 	if open != e.open || open > MaxConnections || large != e.large || large > largeBuffers {
 		bad("%d open (counted %d), %d large (counted %d)", open, e.open, large, e.large)
 	}
@@ -81,7 +88,7 @@ func (e *engine) check() error {
 }
 
 // FuzzPackets sends packets made by the fuzzer, while host clients connect, talk and leave. The device's counts must
-// stay right.
+// stay right. Every other script has a device with Config.Connect.
 func FuzzPackets(f *testing.F) {
 	mem := newMemory(f)
 	dir := f.TempDir()
@@ -90,9 +97,23 @@ func FuzzPackets(f *testing.F) {
 			t.Skip("longer scripts only take longer")
 		}
 		must(t, mem.Zero(rxRing, 0x30000))
-		g := inactiveGuest(t, mem, filepath.Join(dir, "v"))
+		path := filepath.Join(dir, "v")
+		cfg := Config{CID: testCID, Path: path}
+		calls := newCalls()
+		if len(script)%2 == 1 {
+			host, err := net.Listen("unix", path)
+			must(t, err)
+			defer host.Close()
+			cfg.Listener, err = host.(*net.UnixListener).File()
+			must(t, err)
+			defer cfg.Listener.Close()
+			cfg.Connect = calls.connect
+		}
+		g := inactiveGuestOf(t, mem, path, cfg)
 		g.activate(false)
 		l := g.serve(1)
+		_, err := g.dev.Listen(2)
+		must(t, err)
 		var clients []net.Conn
 		defer func() {
 			for _, c := range clients {
@@ -155,6 +176,13 @@ func FuzzPackets(f *testing.F) {
 				for range min(int(next())%16, len(g.rx.free)) {
 					g.post(1)
 				}
+				if c := calls.poll(); c != nil {
+					if action >= 64 {
+						clients = append(clients, c.accept(t))
+					} else {
+						c.done(-1, false, errors.New("refused"))
+					}
+				}
 				if action >= 128 {
 					l.(*net.UnixListener).SetDeadline(aMoment())
 					if c, err := l.Accept(); err == nil {
@@ -176,6 +204,12 @@ func FuzzPackets(f *testing.F) {
 		}
 		must(t, g.dev.Close())
 		l.Close()
+		for c := calls.poll(); c != nil; c = calls.poll() {
+			clients = append(clients, c.accept(t))
+		}
+		if n := g.dev.inbox.calls.Load(); n != 0 {
+			t.Fatalf("%d calls are counted after all were answered", n)
+		}
 	})
 }
 

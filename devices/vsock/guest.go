@@ -43,7 +43,7 @@ func (e *engine) packet(r *virtq.Reader) error {
 		return nil
 	}
 	c := e.conns[k]
-	if c != nil && c.state == stateClosing && h.op == opRequest {
+	if c != nil && h.op == opRequest && (c.state == stateClosing || c.state == stateConnecting) {
 		// The guest has forgotten a connection that the device still has, and uses its port again.
 		e.drop(c)
 		c = nil
@@ -56,6 +56,10 @@ func (e *engine) packet(r *virtq.Reader) error {
 		default:
 			e.sendReset(k, typeStream)
 		}
+		return nil
+	}
+	if c.state == stateConnecting && h.op != opReset {
+		e.violation(c)
 		return nil
 	}
 	c.peerAlloc, c.peerForwarded = h.bufAlloc, h.fwdCnt
@@ -96,19 +100,37 @@ func (e *engine) violation(c *conn) {
 
 // request connects the guest to a service of the host.
 func (e *engine) request(k key, h *header) {
-	var c *conn
-	if fd, err := e.endpoint.connect(k.hostPort); err == nil {
-		// Connections to this process itself, such as those of its hooks, do not count as use.
-		c = e.newConn(fd, stateOpen, own(fd))
-	}
+	c := e.reach(k.hostPort)
 	if c == nil {
 		e.sendReset(k, typeStream)
 		return
 	}
 	e.register(c, k)
 	c.peerAlloc, c.peerForwarded = h.bufAlloc, h.fwdCnt
+	if c.state == stateConnecting {
+		e.call(c)
+		return
+	}
 	c.say |= sayResponse
 	e.enqueue(c)
+}
+
+// reach makes a connection to a port of the host, or returns nil.
+func (e *engine) reach(port uint32) *conn {
+	if fd, listening := e.inbox.offer(port); listening {
+		if fd < 0 {
+			return nil
+		}
+		return e.newConn(fd, stateOpen, true)
+	}
+	if e.connect != nil {
+		return e.newConn(-1, stateConnecting, true)
+	}
+	fd, err := e.endpoint.connect(port)
+	if err != nil {
+		return nil
+	}
+	return e.newConn(fd, stateOpen, own(fd))
 }
 
 // accepted opens a connection that a host client has requested.

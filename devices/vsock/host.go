@@ -55,11 +55,13 @@ func own(fd int) bool {
 	return err == nil && int(cred.Pid) == unix.Getpid()
 }
 
-// newConn makes a connection that owns fd, or closes fd and returns nil if there are too many. The connection
-// counts as a use unless this process is at its other end.
+// newConn makes a connection that owns fd, or closes fd and returns nil if there are too many. In stateConnecting it
+// has no fd yet. The connection counts as a use unless this process is at its other end.
 func (e *engine) newConn(fd int, s connState, own bool) *conn {
-	if e.open >= MaxConnections {
-		unix.Close(fd)
+	if e.open+int(e.inbox.calls.Load()) >= MaxConnections {
+		if fd >= 0 {
+			unix.Close(fd)
+		}
 		return nil
 	}
 	var slot int32
@@ -72,18 +74,27 @@ func (e *engine) newConn(fd int, s connState, own bool) *conn {
 	}
 	e.generation++
 	c := &conn{slot: slot, gen: e.generation, fd: fd, state: s, burst: 1, own: own}
+	if s == stateConnecting {
+		e.slots[slot] = c
+		return c
+	}
 	if err := e.loop.Watch(fd, watched, slot, c.gen); err != nil {
 		unix.Close(fd)
 		e.freeSlots = append(e.freeSlots, slot)
 		return nil
 	}
 	e.slots[slot] = c
+	e.opened(c)
+	return c
+}
+
+// opened counts a connection with a socket.
+func (e *engine) opened(c *conn) {
 	e.open++
-	if !own {
+	if !c.own {
 		e.stats.Open.Add(1)
 		e.stats.Uses.Add(1)
 	}
-	return c
 }
 
 // register records a connection by its ports, and gives it its share of the buffer space.
@@ -155,7 +166,13 @@ func (e *engine) drop(c *conn) {
 	}
 	e.slots[c.slot] = nil
 	e.freeSlots = append(e.freeSlots, c.slot)
-	e.open--
+	if c.state != stateConnecting {
+		e.open--
+	}
+	if c.dialed != nil {
+		c.dialed <- errRefused
+		c.dialed = nil
+	}
 	if !c.own {
 		e.stats.Open.Add(^uint64(0))
 	}
@@ -240,12 +257,20 @@ func (e *engine) handshake(c *conn) {
 		e.stats.Open.Add(^uint64(0))
 		e.stats.Uses.Add(^uint64(0))
 	}
-	e.register(c, key{guestPort: port, hostPort: e.freePort(port)})
 	c.state = stateRequested
+	e.ask(c, port)
+}
+
+// ask requests a connection to a port of the guest.
+func (e *engine) ask(c *conn, port uint32) {
+	e.register(c, key{guestPort: port, hostPort: e.freePort(port)})
 	c.say |= sayRequest
 	e.setDeadline(c, requestTimeout)
 	e.enqueue(c)
 }
+
+// anyPort is VMADDR_PORT_ANY, which is no port.
+const anyPort = 1<<32 - 1
 
 // parseConnect parses "CONNECT <port>", and "CONNECT <port> idle" for a connection that does not count as use.
 func parseConnect(line string) (port uint32, idle, ok bool) {
@@ -255,8 +280,7 @@ func parseConnect(line string) (port uint32, idle, ok bool) {
 	}
 	digits, idle = strings.CutSuffix(digits, " idle")
 	n, err := strconv.ParseUint(digits, 10, 32)
-	// All ones means "any port" (VMADDR_PORT_ANY).
-	if err != nil || n == 1<<32-1 {
+	if err != nil || n == anyPort {
 		return 0, false, false
 	}
 	return uint32(n), idle, true
@@ -287,6 +311,11 @@ func (e *engine) refuse(c *conn) {
 
 // greet tells the client that the guest has accepted.
 func (e *engine) greet(c *conn) bool {
+	if c.dialed != nil {
+		c.dialed <- nil
+		c.dialed = nil
+		return true
+	}
 	line := append(e.line[:0], "OK "...)
 	line = strconv.AppendUint(line, uint64(c.key.hostPort), 10)
 	line = append(line, '\n')

@@ -32,8 +32,8 @@ const (
 // endpoint is the device's place in the file system: the socket for host clients, and the prefix of the sockets
 // that the guest can reach.
 type endpoint struct {
-	path  string
-	dir   *os.File // the directory that holds the socket
+	path  string   // empty if there is only a listener
+	dir   *os.File // the directory that holds the socket; nil without a path
 	base  string   // its name there
 	fd    int      // the listening socket
 	owned bool     // the socket file is ours to remove
@@ -42,10 +42,24 @@ type endpoint struct {
 }
 
 // openEndpoint makes the listening socket at path, or takes listener if it is not nil. It replaces a socket file
-// whose owner has died, but not one with a listener.
+// whose owner has died, but not one with a listener. With a listener path may be empty: the guest then reaches nothing
+// by a path.
 func openEndpoint(path string, listener *os.File) (_ *endpoint, err error) {
-	path, err = absolute(path)
-	if err != nil {
+	e := &endpoint{fd: -1}
+	defer func() {
+		if err != nil {
+			e.close()
+		}
+	}()
+	if listener != nil {
+		if err := e.adopt(listener); err != nil {
+			return nil, err
+		}
+		if path == "" {
+			return e, nil
+		}
+	}
+	if path, err = absolute(path); err != nil {
 		return nil, err
 	}
 	dirName, base := filepath.Split(path)
@@ -56,18 +70,13 @@ func openEndpoint(path string, listener *os.File) (_ *endpoint, err error) {
 	if err != nil {
 		return nil, fmt.Errorf("opening the directory of vsock path %q: %w", path, err)
 	}
-	e := &endpoint{path: path, dir: dir, base: base, fd: -1}
-	defer func() {
-		if err != nil {
-			e.close()
-		}
-	}()
+	e.path, e.dir, e.base = path, dir, base
 	if name := e.address(""); len(name)+maxPortSuffix > maxSunPath {
 		return nil, fmt.Errorf("vsock path %q: %w: its last element is too long for a Unix socket: use at most %d bytes",
 			path, ErrPath, maxSunPath-maxPortSuffix-(len(name)-len(base)))
 	}
 	if listener != nil {
-		return e, e.adopt(listener)
+		return e, nil
 	}
 	if err := e.acquire(); err != nil {
 		return nil, err
@@ -99,18 +108,18 @@ func (e *endpoint) address(suffix string) string {
 	return "/proc/self/fd/" + strconv.Itoa(int(e.dir.Fd())) + "/" + e.base + suffix
 }
 
-func (e *endpoint) adopt(listener *os.File) error {
-	fd, err := unix.FcntlInt(listener.Fd(), unix.F_DUPFD_CLOEXEC, 0)
-	if err != nil {
-		return fmt.Errorf("taking over the listener of vsock path %q: %w", e.path, err)
+// adopt takes a duplicate of a listening socket.
+func (e *endpoint) adopt(listener *os.File) (err error) {
+	if e.fd, err = unix.FcntlInt(listener.Fd(), unix.F_DUPFD_CLOEXEC, 0); err != nil {
+		e.fd = -1
+		return fmt.Errorf("taking over a vsock listener: %w", err)
 	}
-	e.fd = fd
-	accepting, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_ACCEPTCONN)
+	accepting, err := unix.GetsockoptInt(e.fd, unix.SOL_SOCKET, unix.SO_ACCEPTCONN)
 	if err != nil || accepting == 0 {
-		return fmt.Errorf("taking over the listener of vsock path %q: %w: it is not a listening socket", e.path, ErrPath)
+		return fmt.Errorf("taking over a vsock listener: %w: %s is not a listening socket", ErrPath, listener.Name())
 	}
-	if err := unix.SetNonblock(fd, true); err != nil {
-		return fmt.Errorf("taking over the listener of vsock path %q: %w", e.path, err)
+	if err := unix.SetNonblock(e.fd, true); err != nil {
+		return fmt.Errorf("taking over a vsock listener: %w", err)
 	}
 	return nil
 }
@@ -204,6 +213,9 @@ func (e *endpoint) listen() error {
 // connect connects to the service at the given port for the guest. It does not block: if the backlog of a listener
 // is full it fails with unix.EAGAIN.
 func (e *endpoint) connect(port uint32) (int, error) {
+	if e.dir == nil {
+		return -1, unix.ECONNREFUSED
+	}
 	return connectUnix(e.address("_" + strconv.FormatUint(uint64(port), 10)))
 }
 

@@ -120,7 +120,7 @@ func (e *engine) export(s *state) {
 		switch {
 		case c == nil, c.state == stateHandshake, c.state == stateDraining:
 		case c.say&sayRequest != 0: // the guest has never heard of it
-		case c.say&sayResponse != 0:
+		case c.say&sayResponse != 0, c.state == stateConnecting:
 			s.refused = append(s.refused, c.key)
 		default:
 			s.live = append(s.live, c.key)

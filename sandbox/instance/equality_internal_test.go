@@ -429,8 +429,6 @@ func (h *history) parts() Parts {
 
 // adopt adds an instance with its devices to the machines of this history.
 func (h *history) adopt(in *Instance, born content, depth int) *testMachine {
-	// Without an agent at this socket no call waits for one.
-	in.parts.Socket = h.file("nobody")
 	m := &testMachine{h: h, in: in, born: born, depth: depth, gone: guestmem.NewPageSet(h.pages())}
 	h.machines = append(h.machines, m)
 	return m

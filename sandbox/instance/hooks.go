@@ -2,12 +2,13 @@ package instance
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"sync"
+	"syscall"
 	"time"
 
 	"github.com/drowse-vm/drowse/guest"
-	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -35,13 +36,13 @@ type hookRun struct {
 	once     sync.Once
 }
 
-// listenHooks lets the guest report that it has hooks. A guest without hooks is then not asked before each sleep.
+// listenHooks lets the guest report that it has hooks. A guest without hooks is then not asked before each sleep. The
+// device ends the listener.
 func (in *Instance) listenHooks() error {
-	l, err := osfile.ListenUnix(guest.HooksPath(in.parts.Socket))
+	l, err := in.vsock.Listen(guest.HooksPort)
 	if err != nil {
 		return fmt.Errorf("listening for hooks of the guest: %w", err)
 	}
-	in.closers = append(in.closers, l)
 	go guest.ServeHooks(l, in.hooks.Store)
 	return nil
 }
@@ -112,18 +113,19 @@ func (in *Instance) afterHooks(ctx context.Context, event guest.HookEvent) []gue
 // Failed returns the failures of the hooks.
 func (h *hookRun) Failed() []guest.HookFailure { return h.failures }
 
-// ListenServices lets the guest report the state of its services. A VM without services does not listen.
+// ListenServices lets the guest report the state of its services. A VM without services does not listen. A second call
+// does nothing.
 func (in *Instance) ListenServices() error {
-	in.servicesMu.Lock()
-	defer in.servicesMu.Unlock()
-	if in.services != nil || in.parts.ServiceEvent == nil {
+	if in.parts.ServiceEvent == nil {
 		return nil
 	}
-	l, err := osfile.ListenUnix(guest.ServicesPath(in.parts.Socket))
+	l, err := in.vsock.Listen(guest.ServicesPort)
+	if errors.Is(err, syscall.EADDRINUSE) {
+		return nil
+	}
 	if err != nil {
 		return fmt.Errorf("listening for services of the guest: %w", err)
 	}
-	in.services = l
 	go guest.ServeServices(l, in.parts.ServiceEvent)
 	return nil
 }

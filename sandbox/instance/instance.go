@@ -12,7 +12,6 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
-	"sync"
 	"sync/atomic"
 	"time"
 
@@ -58,9 +57,12 @@ type Parts struct {
 	Image string
 	// Disk is the writable disk; its top layer is open for writing.
 	Disk disk.Stack
-	// Socket is the path of the Unix socket that leads to the guest's vsock
-	// ports.
+	// Socket is the path of the Unix socket that leads to the guest's vsock ports. The audit trail is beside it.
 	Socket string
+	// Listener and Connect, if not nil, connect host and guest in place of Socket: see vsock.Config. The caller
+	// closes Listener.
+	Listener *os.File
+	Connect  func(port uint32, done func(fd int, own bool, err error))
 	// Console gets the guest's serial output; nil discards it.
 	Console io.Writer
 	// Volumes are attached, in the order of Spec.Volumes; the instance closes them.
@@ -140,9 +142,6 @@ type Instance struct {
 	ready   time.Duration
 	// hooks reports that the guest has hooks.
 	hooks atomic.Bool
-	// services is where the guest reports on its services; nil if the instance does not listen.
-	services   net.Listener
-	servicesMu sync.Mutex // guards it
 	// hookFailures are the failures of hooks that ran after the restore.
 	hookFailures []guest.HookFailure
 }
@@ -202,7 +201,7 @@ func (in *Instance) assemble(net netStart) (err error) {
 	}
 	in.space.space = newSpace(filepath.Dir(p.Disk.Top()), in.disk.Statfs, int64(in.mem.Size()))
 	add(DeviceDisk, blk.New(in.disk, in.writable(DeviceDisk, "drowse-"+DeviceDisk)))
-	vs, err := vsock.New(in.mem, vsock.Config{CID: guestCID, Path: p.Socket})
+	vs, err := vsock.New(in.mem, vsock.Config{CID: guestCID, Path: p.Socket, Listener: p.Listener, Connect: p.Connect})
 	if err != nil {
 		return err
 	}
@@ -334,7 +333,7 @@ func (in *Instance) boot(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	ready, err := osfile.ListenUnix(guest.ReadyPath(in.parts.Socket))
+	ready, err := in.vsock.Listen(guest.ReadyPort)
 	if err != nil {
 		return fmt.Errorf("listening for the agent: %w", err)
 	}
@@ -623,12 +622,12 @@ func toPayloads(states []vmm.State) []snapshot.Payload {
 
 // Agent opens a connection to the agent in the guest. Close the client when done.
 func (in *Instance) Agent(ctx context.Context) (*guest.Client, error) {
-	return guest.Dial(ctx, guest.UnixDialer(in.parts.Socket))
+	return guest.Dial(ctx, in.Dial)
 }
 
 // Dial opens a connection to a vsock port of the guest.
 func (in *Instance) Dial(ctx context.Context, port uint32) (net.Conn, error) {
-	return guest.UnixDialer(in.parts.Socket)(ctx, port)
+	return guest.RecordedDialer(in.parts.Socket, in.vsock.Dial)(ctx, port)
 }
 
 // Parts returns the pieces that the VM was made of.
@@ -990,11 +989,6 @@ func (in *Instance) Close() error {
 	if in.snap != nil {
 		errs = append(errs, in.snap.Close())
 	}
-	in.servicesMu.Lock()
-	if in.services != nil {
-		errs = append(errs, in.services.Close())
-	}
-	in.servicesMu.Unlock()
 	for _, c := range in.closers {
 		errs = append(errs, c.Close())
 	}

@@ -51,7 +51,6 @@ func loopingInstance(t *testing.T) *Instance {
 	if err := in.assemble(netOpen); err != nil {
 		t.Fatal(err)
 	}
-	in.parts.Socket = filepath.Join(dir, "nobody")
 	if err := errors.Join(in.machine.Boot(vmm.BootOptions{Kernel: in.parts.Kernel}), in.machine.Start()); err != nil {
 		t.Fatal(err)
 	}

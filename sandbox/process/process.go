@@ -41,7 +41,7 @@ type process struct {
 	prioritize func() (calm func())
 	machines   Machines
 	in         VM
-	from       string // the directory of the snapshot that the VM came from, or empty
+	from       string  // the directory of the snapshot that the VM came from, or empty
 	net        Network // nil without one
 	// identity is that of the VM's proxy, and hidden has the secrets that it puts into requests, which the guest never
 	// gets.

@@ -32,7 +32,7 @@ const MaxSocketPath = 107
 
 // CheckPaths refuses a name whose sockets would have paths that are too long.
 func (s *Store) CheckPaths(name string) error {
-	if n := len(guest.ReadyPath(s.VsockPath(name))); n > MaxSocketPath {
+	if n := len(guest.SelfPath(s.VsockPath(name))); n > MaxSocketPath {
 		return fmt.Errorf("%w: the paths of its sockets have %d bytes, and %d are possible: use a shorter name or state directory", spec.ErrInvalid, n, MaxSocketPath)
 	}
 	return nil
