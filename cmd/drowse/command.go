@@ -119,6 +119,27 @@ func (a *app) answer(v any, err error, text func(w io.Writer)) error {
 	return a.print(v, text)
 }
 
+// removeAll removes what each word names, and prints what it has removed.
+func removeAll[T any](a *app, words []string, remove func(word string) (T, error)) error {
+	var names []string
+	var errs []error
+	removed := []T{}
+	for _, w := range words {
+		v, err := remove(w)
+		if err != nil {
+			errs = append(errs, err)
+			continue
+		}
+		names, removed = append(names, w), append(removed, v)
+	}
+	perr := a.print(map[string][]T{"removed": removed}, func(w io.Writer) {
+		for _, name := range names {
+			fmt.Fprintln(w, name)
+		}
+	})
+	return errors.Join(append(errs, perr)...)
+}
+
 // some returns a list that is [] in JSON if it is empty, and not null.
 func some[T any](list []T) []T {
 	if list == nil {
