@@ -157,6 +157,17 @@ func (a *apt) take(ctx context.Context, p aptPackage, wanted []string, inputs ma
 	return k.publish(ctx, a.cacheDir, staging)
 }
 
+// Download returns the path, in the cache, of the Debian package with the kernel that a package name stands for.
+// Apt downloads it if necessary, and Download compares it with the hash in apt's signed index.
+func Download(ctx context.Context, cacheDir, name string) (string, error) {
+	a := &apt{cacheDir: cacheDir, report: func(string, int64, int64) {}}
+	p, err := resolveKernel(ctx, a.candidate, name)
+	if err != nil {
+		return "", err
+	}
+	return a.download(ctx, p)
+}
+
 // maxMetaPackages bounds the chain of packages that only depend on a kernel; Debian's chain has one.
 const maxMetaPackages = 4
 
