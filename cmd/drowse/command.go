@@ -119,6 +119,17 @@ func (a *app) answer(v any, err error, text func(w io.Writer)) error {
 	return a.print(v, text)
 }
 
+// showCommand returns a command that prints what its argument names as JSON.
+func (a *app) showCommand(use, short string, read func(s *sandbox.Host, name string) (any, error)) *cobra.Command {
+	return &cobra.Command{
+		Use: use, Short: short, Args: cobra.ExactArgs(1),
+		RunE: a.onHost(func(_ *cobra.Command, args []string, s *sandbox.Host) error {
+			v, err := read(s, args[0])
+			return a.answer(v, err, func(w io.Writer) { _ = printJSON(w, v) })
+		}),
+	}
+}
+
 // removeAll removes what each word names, and prints what it has removed.
 func removeAll[T any](a *app, words []string, remove func(word string) (T, error)) error {
 	var names []string
