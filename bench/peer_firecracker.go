@@ -133,7 +133,7 @@ func (f *firecracker) start(ctx context.Context, handle bool) (_ *fcRun, err err
 	})
 	r.process = time.Since(r.begin)
 	if err != nil {
-		return nil, errors.Join(r.explain(err), r.close())
+		return nil, closed(r, err)
 	}
 	return r, nil
 }
@@ -247,12 +247,7 @@ func (f *firecracker) save(ctx context.Context) (err error) {
 	if err != nil {
 		return err
 	}
-	defer func() {
-		if err != nil {
-			err = r.explain(err)
-		}
-		err = errors.Join(err, r.close())
-	}()
+	defer func() { err = closed(r, err) }()
 	var version struct {
 		Version string `json:"firecracker_version"`
 	}
@@ -308,7 +303,7 @@ func (f *firecracker) resume(ctx context.Context) (total time.Duration, stages m
 	}
 	now := time.Now()
 	if err != nil {
-		return 0, nil, errors.Join(r.explain(err), r.close())
+		return 0, nil, closed(r, err)
 	}
 	if err := r.close(); err != nil {
 		return 0, nil, err

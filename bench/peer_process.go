@@ -193,6 +193,17 @@ func (r *peerProcess) end(rest func() error) (err error) {
 	return err
 }
 
+// closed closes a run, after it has explained an error.
+func closed(r interface {
+	explain(error) error
+	close() error
+}, err error) error {
+	if err != nil {
+		err = r.explain(err)
+	}
+	return errors.Join(err, r.close())
+}
+
 // expect waits for a byte of the guest.
 func (r *peerProcess) expect(ctx context.Context, want byte) error {
 	defer context.AfterFunc(ctx, func() { _ = r.conn.SetDeadline(time.Unix(1, 0)) })()

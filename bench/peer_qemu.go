@@ -127,7 +127,7 @@ func (q *qemu) start(ctx context.Context, state *os.File) (_ *qemuRun, err error
 	}
 	defer func() {
 		if err != nil {
-			err = errors.Join(r.explain(err), r.close())
+			err = closed(r, err)
 		}
 	}()
 	conns := make([]*net.UnixConn, len(sockets))
@@ -192,12 +192,7 @@ func (q *qemu) save(ctx context.Context) (err error) {
 	if err != nil {
 		return err
 	}
-	defer func() {
-		if err != nil {
-			err = r.explain(err)
-		}
-		err = errors.Join(err, r.close())
-	}()
+	defer func() { err = closed(r, err) }()
 	q.version = r.qmp.version
 	if err := r.expect(ctx, PeerReady); err != nil {
 		return err
@@ -255,7 +250,7 @@ func (q *qemu) resume(ctx context.Context) (total time.Duration, stages map[stri
 		return 0, nil, err
 	}
 	if err := r.ask(ctx, '!'); err != nil {
-		return 0, nil, errors.Join(r.explain(err), r.close())
+		return 0, nil, closed(r, err)
 	}
 	now := time.Now()
 	loaded := now

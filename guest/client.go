@@ -347,18 +347,6 @@ func (r Resume) Handover() ([]byte, error) {
 	return b[:], nil
 }
 
-// SetClock sets the guest's wall clock.
-func (c *Client) SetClock(ctx context.Context, wall time.Time) error {
-	_, err := call(ctx, c, "set the clock", agentpb.AgentClient.SetClock, &agentpb.SetClockRequest{WallNanos: wall.UnixNano()})
-	return err
-}
-
-// AddEntropy mixes 32 to 512 bytes into the guest's random number generator and makes it reseed.
-func (c *Client) AddEntropy(ctx context.Context, p []byte) error {
-	_, err := call(ctx, c, "add entropy", agentpb.AgentClient.AddEntropy, &agentpb.AddEntropyRequest{Entropy: p})
-	return err
-}
-
 // Shutdown says how to stop a guest.
 type Shutdown struct {
 	Reboot bool

@@ -18,8 +18,7 @@ import (
 // WaitService waits until a service of a running VM is ready, or ctx ends. This counts as use, so the VM does not
 // go to sleep by itself meanwhile. It returns ErrServiceNotReady if the service will not become ready.
 func (b *Sandbox) WaitService(ctx context.Context, service string) (control.ServiceStatus, error) {
-	s, name := b.host, b.name
-	spec, c, err := s.serviceOf(ctx, name, service)
+	spec, c, err := b.serviceOf(ctx, service)
 	if err != nil {
 		return control.ServiceStatus{}, err
 	}
@@ -36,12 +35,12 @@ func (b *Sandbox) WaitService(ctx context.Context, service string) (control.Serv
 		case g.Ready:
 			return out, nil
 		case g.State == guest.ServiceStopped || g.State == guest.ServiceEnded || g.State == guest.ServiceFailed:
-			return out, fmt.Errorf("%w: %s of %s has %s: see Sandbox(%q).ServiceLog of %q", control.ErrServiceNotReady, service, name, g.State, name, service)
+			return out, fmt.Errorf("%w: %s of %s has %s: see Sandbox(%q).ServiceLog of %q", control.ErrServiceNotReady, service, b.name, g.State, b.name, service)
 		}
 		// A guest that answers at once without an end must not be asked in a loop.
 		if time.Since(begun) < time.Second {
 			if err := rest(ctx, time.Second); err != nil {
-				return out, fmt.Errorf("waiting for service %s of %s: %w", service, name, err)
+				return out, fmt.Errorf("waiting for service %s of %s: %w", service, b.name, err)
 			}
 		}
 	}
@@ -63,13 +62,12 @@ func (b *Sandbox) SetService(ctx context.Context, spec spec.Service) (control.Se
 
 // RemoveService stops a service and removes it from the VM permanently.
 func (b *Sandbox) RemoveService(ctx context.Context, service string) error {
-	s, name := b.host, b.name
-	r, err := s.State.Get(name)
+	r, err := b.host.State.Get(b.name)
 	if err != nil {
 		return err
 	}
 	if state.FindService(r.Spec.Services, service) < 0 {
-		return state.NoService(name, service)
+		return state.NoService(b.name, service)
 	}
 	if r.Phase == state.Running {
 		c, err := b.Agent(ctx)
@@ -88,30 +86,27 @@ func (b *Sandbox) RemoveService(ctx context.Context, service string) error {
 
 // StartService starts a service of a running VM if it does not run; with restart, in any case.
 func (b *Sandbox) StartService(ctx context.Context, service string, restart bool) (control.ServiceStatus, error) {
-	s, name := b.host, b.name
-	spec, c, err := s.serviceOf(ctx, name, service)
-	if err != nil {
-		return control.ServiceStatus{}, err
-	}
-	defer c.Close()
-	out := control.ServiceStatus{Service: spec}
-	state, err := c.SetService(ctx, control.GuestService(&spec), true, restart)
-	if err == nil {
-		out.Set(state)
-	}
-	return out, err
+	return b.order(ctx, service, func(c *guest.Client, spec *spec.Service) (guest.ServiceState, error) {
+		return c.SetService(ctx, control.GuestService(spec), true, restart)
+	})
 }
 
 // StopService stops a service of a running VM until it is started or the VM boots.
 func (b *Sandbox) StopService(ctx context.Context, service string) (control.ServiceStatus, error) {
-	s, name := b.host, b.name
-	spec, c, err := s.serviceOf(ctx, name, service)
+	return b.order(ctx, service, func(c *guest.Client, _ *spec.Service) (guest.ServiceState, error) {
+		return c.StopService(ctx, service, false)
+	})
+}
+
+// order gives the guest of a running VM an order about a service, and returns the status after it.
+func (b *Sandbox) order(ctx context.Context, service string, do func(*guest.Client, *spec.Service) (guest.ServiceState, error)) (control.ServiceStatus, error) {
+	spec, c, err := b.serviceOf(ctx, service)
 	if err != nil {
 		return control.ServiceStatus{}, err
 	}
 	defer c.Close()
 	out := control.ServiceStatus{Service: spec}
-	state, err := c.StopService(ctx, service, false)
+	state, err := do(c, &spec)
 	if err == nil {
 		out.Set(state)
 	}
@@ -119,23 +114,22 @@ func (b *Sandbox) StopService(ctx context.Context, service string) (control.Serv
 }
 
 // serviceOf returns a service of a running VM, and a client that the caller must close.
-func (s *Host) serviceOf(ctx context.Context, name, service string) (spec.Service, *guest.Client, error) {
-	r, err := s.State.Get(name)
+func (b *Sandbox) serviceOf(ctx context.Context, service string) (spec.Service, *guest.Client, error) {
+	r, err := b.host.State.Get(b.name)
 	if err != nil {
 		return spec.Service{}, nil, err
 	}
 	i := state.FindService(r.Spec.Services, service)
 	if i < 0 {
-		return spec.Service{}, nil, state.NoService(name, service)
+		return spec.Service{}, nil, state.NoService(b.name, service)
 	}
-	c, err := s.Sandbox(name).Agent(ctx)
+	c, err := b.Agent(ctx)
 	return r.Spec.Services[i], c, err
 }
 
 // Services lists the services of a VM in the order of their names. It does not wake a VM that sleeps.
 func (b *Sandbox) Services(ctx context.Context) ([]control.ServiceStatus, error) {
-	s, name := b.host, b.name
-	r, err := s.State.Get(name)
+	r, err := b.host.State.Get(b.name)
 	if err != nil {
 		return nil, err
 	}
@@ -173,8 +167,7 @@ func (b *Sandbox) Services(ctx context.Context) ([]control.ServiceStatus, error)
 // ServiceLog writes the output of a service that its guest has kept to w, and with follow later output until ctx
 // ends. A line names how many bytes were dropped before they could be written.
 func (b *Sandbox) ServiceLog(ctx context.Context, service string, w io.Writer, follow bool) error {
-	s, name := b.host, b.name
-	_, c, err := s.serviceOf(ctx, name, service)
+	_, c, err := b.serviceOf(ctx, service)
 	if err != nil {
 		return err
 	}

@@ -119,6 +119,38 @@ func (a *app) answer(v any, err error, text func(w io.Writer)) error {
 	return a.print(v, text)
 }
 
+// showCommand returns a command that prints what its argument names as JSON.
+func (a *app) showCommand(use, short string, read func(s *sandbox.Host, name string) (any, error)) *cobra.Command {
+	return &cobra.Command{
+		Use: use, Short: short, Args: cobra.ExactArgs(1),
+		RunE: a.onHost(func(_ *cobra.Command, args []string, s *sandbox.Host) error {
+			v, err := read(s, args[0])
+			return a.answer(v, err, func(w io.Writer) { _ = printJSON(w, v) })
+		}),
+	}
+}
+
+// removeAll removes what each word names, and prints what it has removed.
+func removeAll[T any](a *app, words []string, remove func(word string) (T, error)) error {
+	var names []string
+	var errs []error
+	removed := []T{}
+	for _, w := range words {
+		v, err := remove(w)
+		if err != nil {
+			errs = append(errs, err)
+			continue
+		}
+		names, removed = append(names, w), append(removed, v)
+	}
+	perr := a.print(map[string][]T{"removed": removed}, func(w io.Writer) {
+		for _, name := range names {
+			fmt.Fprintln(w, name)
+		}
+	})
+	return errors.Join(append(errs, perr)...)
+}
+
 // some returns a list that is [] in JSON if it is empty, and not null.
 func some[T any](list []T) []T {
 	if list == nil {

@@ -5,11 +5,11 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"os"
 
 	"github.com/spf13/cobra"
 
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 func (a *app) forkCommand() *cobra.Command {
@@ -36,34 +36,25 @@ names of the children.`,
 				return err
 			}
 			o.Policy = p
-			s, err := a.launching(cmd.Context())
-			if err != nil {
-				return err
-			}
-			list, err := readSecrets(secrets, os.Stdin)
-			if err != nil {
-				return err
-			}
-			defer wipeSecrets(list)
-			ctx, cancel := context.WithTimeout(cmd.Context(), limit)
-			defer cancel()
-			res, err := s.Sandbox(args[0]).Fork(ctx, o)
-			if err != nil {
-				return err
-			}
-			if res.Problem != "" {
-				a.log.Warn("the children run, and cannot be brought back if they are killed", "cause", res.Problem)
-			}
-			var names []string
-			for _, c := range res.Children {
-				a.warnNetwork(c.Name, c.Network)
-				names = append(names, c.Name)
-			}
-			return errors.Join(handIn(ctx, s, list, names...), a.print(res, func(w io.Writer) {
-				for _, c := range res.Children {
-					fmt.Fprintln(w, c.Name)
+			return a.launchingWith(cmd.Context(), secrets, limit, func(ctx context.Context, s *sandbox.Host, list []spec.Secret) error {
+				res, err := s.Sandbox(args[0]).Fork(ctx, o)
+				if err != nil {
+					return err
 				}
-			}))
+				if res.Problem != "" {
+					a.log.Warn("the children run, and cannot be brought back if they are killed", "cause", res.Problem)
+				}
+				var names []string
+				for _, c := range res.Children {
+					a.warnNetwork(c.Name, c.Network)
+					names = append(names, c.Name)
+				}
+				return errors.Join(handIn(ctx, s, list, names...), a.print(res, func(w io.Writer) {
+					for _, c := range res.Children {
+						fmt.Fprintln(w, c.Name)
+					}
+				}))
+			})
 		},
 	}
 	f := cmd.Flags()

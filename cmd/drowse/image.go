@@ -190,22 +190,10 @@ the image has other tags, only the given tag is removed.`,
 				Untagged []string `json:"untagged"`
 				Deleted  bool     `json:"deleted"`
 			}
-			rows := []row{}
-			var errs []error
-			for _, ref := range args {
+			return removeAll(a, args, func(ref string) (row, error) {
 				r, err := removeImage(cmd.Context(), s, images, ref)
-				if err != nil {
-					errs = append(errs, err)
-					continue
-				}
-				rows = append(rows, row{ref, r.ID, some(r.Untagged), r.Deleted})
-			}
-			perr := a.print(map[string][]row{"removed": rows}, func(w io.Writer) {
-				for _, r := range rows {
-					fmt.Fprintln(w, r.Ref)
-				}
+				return row{ref, r.ID, some(r.Untagged), r.Deleted}, err
 			})
-			return errors.Join(append(errs, perr)...)
 		}),
 	}
 }

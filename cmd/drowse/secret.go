@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"time"
 
 	"github.com/spf13/cobra"
 
@@ -189,6 +190,22 @@ func (a *app) wakeFor(ctx context.Context, s *sandbox.Host, name string) error {
 		return err
 	}
 	return c.Close()
+}
+
+// launchingWith calls do with a launching host, the secrets that words describe, and a time limit.
+func (a *app) launchingWith(ctx context.Context, words []string, limit time.Duration, do func(context.Context, *sandbox.Host, []spec.Secret) error) error {
+	s, err := a.launching(ctx)
+	if err != nil {
+		return err
+	}
+	list, err := readSecrets(words, os.Stdin)
+	if err != nil {
+		return err
+	}
+	defer wipeSecrets(list)
+	ctx, cancel := context.WithTimeout(ctx, limit)
+	defer cancel()
+	return do(ctx, s, list)
 }
 
 // handIn gives secrets to running VMs.

@@ -36,7 +36,9 @@ func (a *app) snapshotCommand() *cobra.Command {
 				})
 			}),
 		},
-		a.snapshotTreeCommand(), a.snapshotInspectCommand(), a.snapshotCompactCommand(), a.snapshotExportCommand(), a.snapshotImportCommand(), a.snapshotTagCommand(), a.pruneCommand(),
+		a.snapshotTreeCommand(),
+		a.showCommand("inspect ID", "Show a snapshot, as JSON", func(s *sandbox.Host, id string) (any, error) { return s.State.InspectSnapshot(id) }),
+		a.snapshotCompactCommand(), a.snapshotExportCommand(), a.snapshotImportCommand(), a.snapshotTagCommand(), a.pruneCommand(),
 		a.snapshotVerb("verify", "Read all of a snapshot and check it", "ok", func(ctx context.Context, s *sandbox.Host, id string) error { return s.State.VerifySnapshot(ctx, id) }),
 		a.snapshotVerb("rm", "Delete a snapshot", "removed", func(ctx context.Context, s *sandbox.Host, id string) error { return s.State.RemoveSnapshot(ctx, id) }),
 	)
@@ -126,16 +128,6 @@ func (a *app) snapshotTreeCommand() *cobra.Command {
 			list, err := s.State.Snapshots()
 			roots := tree(list)
 			return a.answer(roots, err, func(w io.Writer) { printTree(w, roots, "") })
-		}),
-	}
-}
-
-func (a *app) snapshotInspectCommand() *cobra.Command {
-	return &cobra.Command{
-		Use: "inspect ID", Short: "Show a snapshot, as JSON", Args: cobra.ExactArgs(1),
-		RunE: a.onHost(func(_ *cobra.Command, args []string, s *sandbox.Host) error {
-			d, err := s.State.InspectSnapshot(args[0])
-			return a.answer(d, err, func(w io.Writer) { _ = printJSON(w, d) })
 		}),
 	}
 }

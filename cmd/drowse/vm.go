@@ -99,30 +99,21 @@ this, and "drowse serve" every minute.`,
 				}
 				own = &l
 			}
-			s, err := a.launching(cmd.Context())
-			if err != nil {
-				return err
-			}
-			list, err := readSecrets(secrets, os.Stdin)
-			if err != nil {
-				return err
-			}
-			defer wipeSecrets(list)
-			if fromDisk == "" {
-				if err := main.check(s, full.Image); err != nil {
+			return a.launchingWith(cmd.Context(), secrets, limit, func(ctx context.Context, s *sandbox.Host, list []spec.Secret) error {
+				if fromDisk == "" {
+					if err := main.check(s, full.Image); err != nil {
+						return err
+					}
+				}
+				var rep control.Report
+				if _, err := s.Create(ctx, full, sandbox.CreateOptions{Metadata: own, Disk: fromDisk, Report: &rep}); err != nil {
 					return err
 				}
-			}
-			ctx, cancel := context.WithTimeout(cmd.Context(), limit)
-			defer cancel()
-			var rep control.Report
-			if _, err := s.Create(ctx, full, sandbox.CreateOptions{Metadata: own, Disk: fromDisk, Report: &rep}); err != nil {
-				return err
-			}
-			if err := handIn(ctx, s, list, rep.Name); err != nil || !main.wanted() {
-				return errors.Join(err, a.printReport(rep))
-			}
-			return a.runMain(cmd.Context(), s, rep, &main)
+				if err := handIn(ctx, s, list, rep.Name); err != nil || !main.wanted() {
+					return errors.Join(err, a.printReport(rep))
+				}
+				return a.runMain(cmd.Context(), s, rep, &main)
+			})
 		},
 	}
 	secretFlag(cmd, &secrets, " once it runs (see \"drowse secret\")")
@@ -215,22 +206,13 @@ func (a *app) vmCommand(use, short string, do func(context.Context, *sandbox.Hos
 	cmd := &cobra.Command{
 		Use: use + " NAME", Short: short, Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
 		RunE: func(cmd *cobra.Command, args []string) error {
-			s, err := a.launching(cmd.Context())
-			if err != nil {
-				return err
-			}
-			list, err := readSecrets(secrets, os.Stdin)
-			if err != nil {
-				return err
-			}
-			defer wipeSecrets(list)
-			ctx, cancel := context.WithTimeout(cmd.Context(), limit)
-			defer cancel()
-			rep, err := do(ctx, s, args[0])
-			if err != nil {
-				return err
-			}
-			return errors.Join(handIn(ctx, s, list, rep.Name), a.printReport(rep))
+			return a.launchingWith(cmd.Context(), secrets, limit, func(ctx context.Context, s *sandbox.Host, list []spec.Secret) error {
+				rep, err := do(ctx, s, args[0])
+				if err != nil {
+					return err
+				}
+				return errors.Join(handIn(ctx, s, list, rep.Name), a.printReport(rep))
+			})
 		},
 	}
 	cmd.Flags().DurationVar(&limit, "timeout", limit, "give up after this time")
@@ -359,26 +341,14 @@ func (a *app) rmCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "rm NAME...", Short: "Delete VMs with their disks", Args: cobra.MinimumNArgs(1), ValidArgsFunction: a.completeVM,
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
-			var errs []error
-			removed := []string{}
-			for _, name := range args {
+			return removeAll(a, args, func(name string) (string, error) {
 				var freed spec.Freed
 				err := s.Sandbox(name).Delete(cmd.Context(), sandbox.DeleteOptions{Force: force, Freed: &freed})
 				for _, p := range freed.Problems {
 					a.log.Warn("removed, but not all could be done", "name", name, "cause", printable(p))
 				}
-				if err != nil {
-					errs = append(errs, err)
-					continue
-				}
-				removed = append(removed, name)
-			}
-			perr := a.print(map[string][]string{"removed": removed}, func(w io.Writer) {
-				for _, name := range removed {
-					fmt.Fprintln(w, name)
-				}
+				return name, err
 			})
-			return errors.Join(append(errs, perr)...)
 		}),
 	}
 	cmd.Flags().BoolVarP(&force, "force", "f", false, "also delete running VMs")

@@ -25,7 +25,9 @@ VM keeps its volumes.
 
 No snapshot has the content of a volume. A woken VM finds its volumes as it left them. A snapshot
 of a VM that could write to a volume cannot be cloned.`,
-	}, a.volumeCreateCommand(), a.volumeListCommand(), a.volumeInspectCommand(), a.volumeResizeCommand(), a.volumeRemoveCommand())
+	}, a.volumeCreateCommand(), a.volumeListCommand(),
+		a.showCommand("inspect NAME", "Show a volume, as JSON", func(s *sandbox.Host, name string) (any, error) { return s.State.InspectVolume(name) }),
+		a.volumeResizeCommand(), a.volumeRemoveCommand())
 }
 
 func (a *app) volumeCreateCommand() *cobra.Command {
@@ -84,16 +86,6 @@ func volumeUsers(i *state.VolumeInfo) string {
 		users = append(users, fmt.Sprintf("%s (%s)", u.VM, u.Phase))
 	}
 	return strings.Join(users, ", ")
-}
-
-func (a *app) volumeInspectCommand() *cobra.Command {
-	return &cobra.Command{
-		Use: "inspect NAME", Short: "Show a volume, as JSON", Args: cobra.ExactArgs(1),
-		RunE: a.onHost(func(_ *cobra.Command, args []string, s *sandbox.Host) error {
-			i, err := s.State.InspectVolume(args[0])
-			return a.answer(i, err, func(w io.Writer) { _ = printJSON(w, i) })
-		}),
-	}
 }
 
 func (a *app) volumeResizeCommand() *cobra.Command {

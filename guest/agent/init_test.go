@@ -228,7 +228,7 @@ func TestServer_a_panic_in_a_method_is_an_error_and_the_agent_lives(t *testing.T
 	}
 	defer s.Close()
 	_, err = safely(t.Context(), nil, nil, func(ctx context.Context, _ func(any) error) (any, error) {
-		return s.SetClock(ctx, &agentpb.SetClockRequest{WallNanos: 1})
+		return s.Resume(ctx, &agentpb.ResumeRequest{WallNanos: 1})
 	})
 	if err == nil || !strings.Contains(err.Error(), "the agent failed") {
 		t.Errorf("got %v", err)

@@ -34,7 +34,7 @@ func TestPorts_that_are_taken_away_are_an_error_of_the_call(t *testing.T) {
 	if err == nil || !strings.Contains(err.Error(), "invalid memory address") {
 		t.Errorf("got %v, want what the fault became", err)
 	}
-	if _, err := s.AddEntropy(t.Context(), &agentpb.AddEntropyRequest{}); err != nil || !ports.closed {
+	if _, err := s.Resume(t.Context(), &agentpb.ResumeRequest{}); err != nil || !ports.closed {
 		t.Error("the agent is still at its ports")
 	}
 }

@@ -1471,94 +1471,6 @@ func (*HandoverResponse) Descriptor() ([]byte, []int) {
 	return file_agent_proto_rawDescGZIP(), []int{20}
 }
 
-type SetClockRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	WallNanos     int64                  `protobuf:"varint,1,opt,name=wall_nanos,json=wallNanos,proto3" json:"wall_nanos,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *SetClockRequest) Reset() {
-	*x = SetClockRequest{}
-	mi := &file_agent_proto_msgTypes[21]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *SetClockRequest) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*SetClockRequest) ProtoMessage() {}
-
-func (x *SetClockRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[21]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use SetClockRequest.ProtoReflect.Descriptor instead.
-func (*SetClockRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{21}
-}
-
-func (x *SetClockRequest) GetWallNanos() int64 {
-	if x != nil {
-		return x.WallNanos
-	}
-	return 0
-}
-
-type AddEntropyRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Entropy       []byte                 `protobuf:"bytes,1,opt,name=entropy,proto3" json:"entropy,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *AddEntropyRequest) Reset() {
-	*x = AddEntropyRequest{}
-	mi := &file_agent_proto_msgTypes[22]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *AddEntropyRequest) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*AddEntropyRequest) ProtoMessage() {}
-
-func (x *AddEntropyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[22]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use AddEntropyRequest.ProtoReflect.Descriptor instead.
-func (*AddEntropyRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{22}
-}
-
-func (x *AddEntropyRequest) GetEntropy() []byte {
-	if x != nil {
-		return x.Entropy
-	}
-	return nil
-}
-
 type ExecRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Types that are valid to be assigned to Msg:
@@ -1577,7 +1489,7 @@ type ExecRequest struct {
 
 func (x *ExecRequest) Reset() {
 	*x = ExecRequest{}
-	mi := &file_agent_proto_msgTypes[23]
+	mi := &file_agent_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1589,7 +1501,7 @@ func (x *ExecRequest) String() string {
 func (*ExecRequest) ProtoMessage() {}
 
 func (x *ExecRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[23]
+	mi := &file_agent_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1602,7 +1514,7 @@ func (x *ExecRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExecRequest.ProtoReflect.Descriptor instead.
 func (*ExecRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{23}
+	return file_agent_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *ExecRequest) GetMsg() isExecRequest_Msg {
@@ -1748,7 +1660,7 @@ type ExecStart struct {
 
 func (x *ExecStart) Reset() {
 	*x = ExecStart{}
-	mi := &file_agent_proto_msgTypes[24]
+	mi := &file_agent_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1760,7 +1672,7 @@ func (x *ExecStart) String() string {
 func (*ExecStart) ProtoMessage() {}
 
 func (x *ExecStart) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[24]
+	mi := &file_agent_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1773,7 +1685,7 @@ func (x *ExecStart) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExecStart.ProtoReflect.Descriptor instead.
 func (*ExecStart) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{24}
+	return file_agent_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *ExecStart) GetArgv() []string {
@@ -1884,7 +1796,7 @@ type ExecAttach struct {
 
 func (x *ExecAttach) Reset() {
 	*x = ExecAttach{}
-	mi := &file_agent_proto_msgTypes[25]
+	mi := &file_agent_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1896,7 +1808,7 @@ func (x *ExecAttach) String() string {
 func (*ExecAttach) ProtoMessage() {}
 
 func (x *ExecAttach) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[25]
+	mi := &file_agent_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1909,7 +1821,7 @@ func (x *ExecAttach) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExecAttach.ProtoReflect.Descriptor instead.
 func (*ExecAttach) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{25}
+	return file_agent_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *ExecAttach) GetId() string {
@@ -1937,7 +1849,7 @@ type Pty struct {
 
 func (x *Pty) Reset() {
 	*x = Pty{}
-	mi := &file_agent_proto_msgTypes[26]
+	mi := &file_agent_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1949,7 +1861,7 @@ func (x *Pty) String() string {
 func (*Pty) ProtoMessage() {}
 
 func (x *Pty) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[26]
+	mi := &file_agent_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1962,7 +1874,7 @@ func (x *Pty) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Pty.ProtoReflect.Descriptor instead.
 func (*Pty) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{26}
+	return file_agent_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *Pty) GetSize() *WindowSize {
@@ -1996,7 +1908,7 @@ type WindowSize struct {
 
 func (x *WindowSize) Reset() {
 	*x = WindowSize{}
-	mi := &file_agent_proto_msgTypes[27]
+	mi := &file_agent_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2008,7 +1920,7 @@ func (x *WindowSize) String() string {
 func (*WindowSize) ProtoMessage() {}
 
 func (x *WindowSize) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[27]
+	mi := &file_agent_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2021,7 +1933,7 @@ func (x *WindowSize) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WindowSize.ProtoReflect.Descriptor instead.
 func (*WindowSize) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{27}
+	return file_agent_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *WindowSize) GetRows() uint32 {
@@ -2053,7 +1965,7 @@ type ExecResponse struct {
 
 func (x *ExecResponse) Reset() {
 	*x = ExecResponse{}
-	mi := &file_agent_proto_msgTypes[28]
+	mi := &file_agent_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2065,7 +1977,7 @@ func (x *ExecResponse) String() string {
 func (*ExecResponse) ProtoMessage() {}
 
 func (x *ExecResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[28]
+	mi := &file_agent_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2078,7 +1990,7 @@ func (x *ExecResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExecResponse.ProtoReflect.Descriptor instead.
 func (*ExecResponse) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{28}
+	return file_agent_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *ExecResponse) GetMsg() isExecResponse_Msg {
@@ -2164,7 +2076,7 @@ type ExecStarted struct {
 
 func (x *ExecStarted) Reset() {
 	*x = ExecStarted{}
-	mi := &file_agent_proto_msgTypes[29]
+	mi := &file_agent_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2176,7 +2088,7 @@ func (x *ExecStarted) String() string {
 func (*ExecStarted) ProtoMessage() {}
 
 func (x *ExecStarted) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[29]
+	mi := &file_agent_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2189,7 +2101,7 @@ func (x *ExecStarted) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExecStarted.ProtoReflect.Descriptor instead.
 func (*ExecStarted) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{29}
+	return file_agent_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *ExecStarted) GetId() string {
@@ -2231,7 +2143,7 @@ type ExecOutput struct {
 
 func (x *ExecOutput) Reset() {
 	*x = ExecOutput{}
-	mi := &file_agent_proto_msgTypes[30]
+	mi := &file_agent_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2243,7 +2155,7 @@ func (x *ExecOutput) String() string {
 func (*ExecOutput) ProtoMessage() {}
 
 func (x *ExecOutput) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[30]
+	mi := &file_agent_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2256,7 +2168,7 @@ func (x *ExecOutput) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExecOutput.ProtoReflect.Descriptor instead.
 func (*ExecOutput) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{30}
+	return file_agent_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *ExecOutput) GetStderr() bool {
@@ -2297,7 +2209,7 @@ type ExecExit struct {
 
 func (x *ExecExit) Reset() {
 	*x = ExecExit{}
-	mi := &file_agent_proto_msgTypes[31]
+	mi := &file_agent_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2309,7 +2221,7 @@ func (x *ExecExit) String() string {
 func (*ExecExit) ProtoMessage() {}
 
 func (x *ExecExit) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[31]
+	mi := &file_agent_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2322,7 +2234,7 @@ func (x *ExecExit) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExecExit.ProtoReflect.Descriptor instead.
 func (*ExecExit) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{31}
+	return file_agent_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *ExecExit) GetCode() int32 {
@@ -2397,7 +2309,7 @@ type ChangesRequest struct {
 
 func (x *ChangesRequest) Reset() {
 	*x = ChangesRequest{}
-	mi := &file_agent_proto_msgTypes[32]
+	mi := &file_agent_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2409,7 +2321,7 @@ func (x *ChangesRequest) String() string {
 func (*ChangesRequest) ProtoMessage() {}
 
 func (x *ChangesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[32]
+	mi := &file_agent_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2422,7 +2334,7 @@ func (x *ChangesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ChangesRequest.ProtoReflect.Descriptor instead.
 func (*ChangesRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{32}
+	return file_agent_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *ChangesRequest) GetAfter() []byte {
@@ -2445,7 +2357,7 @@ type DiskChanges struct {
 
 func (x *DiskChanges) Reset() {
 	*x = DiskChanges{}
-	mi := &file_agent_proto_msgTypes[33]
+	mi := &file_agent_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2457,7 +2369,7 @@ func (x *DiskChanges) String() string {
 func (*DiskChanges) ProtoMessage() {}
 
 func (x *DiskChanges) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[33]
+	mi := &file_agent_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2470,7 +2382,7 @@ func (x *DiskChanges) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DiskChanges.ProtoReflect.Descriptor instead.
 func (*DiskChanges) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{33}
+	return file_agent_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *DiskChanges) GetChanges() []*DiskChange {
@@ -2517,7 +2429,7 @@ type DiskChange struct {
 
 func (x *DiskChange) Reset() {
 	*x = DiskChange{}
-	mi := &file_agent_proto_msgTypes[34]
+	mi := &file_agent_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2529,7 +2441,7 @@ func (x *DiskChange) String() string {
 func (*DiskChange) ProtoMessage() {}
 
 func (x *DiskChange) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[34]
+	mi := &file_agent_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2542,7 +2454,7 @@ func (x *DiskChange) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DiskChange.ProtoReflect.Descriptor instead.
 func (*DiskChange) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{34}
+	return file_agent_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *DiskChange) GetOp() uint32 {
@@ -2609,7 +2521,7 @@ type ListRequest struct {
 
 func (x *ListRequest) Reset() {
 	*x = ListRequest{}
-	mi := &file_agent_proto_msgTypes[35]
+	mi := &file_agent_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2621,7 +2533,7 @@ func (x *ListRequest) String() string {
 func (*ListRequest) ProtoMessage() {}
 
 func (x *ListRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[35]
+	mi := &file_agent_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2634,7 +2546,7 @@ func (x *ListRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListRequest.ProtoReflect.Descriptor instead.
 func (*ListRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{35}
+	return file_agent_proto_rawDescGZIP(), []int{33}
 }
 
 type ListResponse struct {
@@ -2646,7 +2558,7 @@ type ListResponse struct {
 
 func (x *ListResponse) Reset() {
 	*x = ListResponse{}
-	mi := &file_agent_proto_msgTypes[36]
+	mi := &file_agent_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2658,7 +2570,7 @@ func (x *ListResponse) String() string {
 func (*ListResponse) ProtoMessage() {}
 
 func (x *ListResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[36]
+	mi := &file_agent_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2671,7 +2583,7 @@ func (x *ListResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListResponse.ProtoReflect.Descriptor instead.
 func (*ListResponse) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{36}
+	return file_agent_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *ListResponse) GetProcesses() []*Process {
@@ -2699,7 +2611,7 @@ type Process struct {
 
 func (x *Process) Reset() {
 	*x = Process{}
-	mi := &file_agent_proto_msgTypes[37]
+	mi := &file_agent_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2711,7 +2623,7 @@ func (x *Process) String() string {
 func (*Process) ProtoMessage() {}
 
 func (x *Process) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[37]
+	mi := &file_agent_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2724,7 +2636,7 @@ func (x *Process) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Process.ProtoReflect.Descriptor instead.
 func (*Process) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{37}
+	return file_agent_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *Process) GetId() string {
@@ -2809,7 +2721,7 @@ type KillRequest struct {
 
 func (x *KillRequest) Reset() {
 	*x = KillRequest{}
-	mi := &file_agent_proto_msgTypes[38]
+	mi := &file_agent_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2821,7 +2733,7 @@ func (x *KillRequest) String() string {
 func (*KillRequest) ProtoMessage() {}
 
 func (x *KillRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[38]
+	mi := &file_agent_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2834,7 +2746,7 @@ func (x *KillRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KillRequest.ProtoReflect.Descriptor instead.
 func (*KillRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{38}
+	return file_agent_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *KillRequest) GetId() string {
@@ -2873,7 +2785,7 @@ type FileInfo struct {
 
 func (x *FileInfo) Reset() {
 	*x = FileInfo{}
-	mi := &file_agent_proto_msgTypes[39]
+	mi := &file_agent_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2885,7 +2797,7 @@ func (x *FileInfo) String() string {
 func (*FileInfo) ProtoMessage() {}
 
 func (x *FileInfo) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[39]
+	mi := &file_agent_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2898,7 +2810,7 @@ func (x *FileInfo) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FileInfo.ProtoReflect.Descriptor instead.
 func (*FileInfo) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{39}
+	return file_agent_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *FileInfo) GetName() string {
@@ -2960,7 +2872,7 @@ type StatRequest struct {
 
 func (x *StatRequest) Reset() {
 	*x = StatRequest{}
-	mi := &file_agent_proto_msgTypes[40]
+	mi := &file_agent_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2972,7 +2884,7 @@ func (x *StatRequest) String() string {
 func (*StatRequest) ProtoMessage() {}
 
 func (x *StatRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[40]
+	mi := &file_agent_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2985,7 +2897,7 @@ func (x *StatRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatRequest.ProtoReflect.Descriptor instead.
 func (*StatRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{40}
+	return file_agent_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *StatRequest) GetPath() string {
@@ -3012,7 +2924,7 @@ type ReadDirRequest struct {
 
 func (x *ReadDirRequest) Reset() {
 	*x = ReadDirRequest{}
-	mi := &file_agent_proto_msgTypes[41]
+	mi := &file_agent_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3024,7 +2936,7 @@ func (x *ReadDirRequest) String() string {
 func (*ReadDirRequest) ProtoMessage() {}
 
 func (x *ReadDirRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[41]
+	mi := &file_agent_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3037,7 +2949,7 @@ func (x *ReadDirRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadDirRequest.ProtoReflect.Descriptor instead.
 func (*ReadDirRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{41}
+	return file_agent_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *ReadDirRequest) GetPath() string {
@@ -3064,7 +2976,7 @@ type ReadDirResponse struct {
 
 func (x *ReadDirResponse) Reset() {
 	*x = ReadDirResponse{}
-	mi := &file_agent_proto_msgTypes[42]
+	mi := &file_agent_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3076,7 +2988,7 @@ func (x *ReadDirResponse) String() string {
 func (*ReadDirResponse) ProtoMessage() {}
 
 func (x *ReadDirResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[42]
+	mi := &file_agent_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3089,7 +3001,7 @@ func (x *ReadDirResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadDirResponse.ProtoReflect.Descriptor instead.
 func (*ReadDirResponse) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{42}
+	return file_agent_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *ReadDirResponse) GetEntries() []*FileInfo {
@@ -3117,7 +3029,7 @@ type MkdirRequest struct {
 
 func (x *MkdirRequest) Reset() {
 	*x = MkdirRequest{}
-	mi := &file_agent_proto_msgTypes[43]
+	mi := &file_agent_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3129,7 +3041,7 @@ func (x *MkdirRequest) String() string {
 func (*MkdirRequest) ProtoMessage() {}
 
 func (x *MkdirRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[43]
+	mi := &file_agent_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3142,7 +3054,7 @@ func (x *MkdirRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MkdirRequest.ProtoReflect.Descriptor instead.
 func (*MkdirRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{43}
+	return file_agent_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *MkdirRequest) GetPath() string {
@@ -3176,7 +3088,7 @@ type RemoveRequest struct {
 
 func (x *RemoveRequest) Reset() {
 	*x = RemoveRequest{}
-	mi := &file_agent_proto_msgTypes[44]
+	mi := &file_agent_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3188,7 +3100,7 @@ func (x *RemoveRequest) String() string {
 func (*RemoveRequest) ProtoMessage() {}
 
 func (x *RemoveRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[44]
+	mi := &file_agent_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3201,7 +3113,7 @@ func (x *RemoveRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RemoveRequest.ProtoReflect.Descriptor instead.
 func (*RemoveRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{44}
+	return file_agent_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *RemoveRequest) GetPath() string {
@@ -3228,7 +3140,7 @@ type RenameRequest struct {
 
 func (x *RenameRequest) Reset() {
 	*x = RenameRequest{}
-	mi := &file_agent_proto_msgTypes[45]
+	mi := &file_agent_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3240,7 +3152,7 @@ func (x *RenameRequest) String() string {
 func (*RenameRequest) ProtoMessage() {}
 
 func (x *RenameRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[45]
+	mi := &file_agent_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3253,7 +3165,7 @@ func (x *RenameRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenameRequest.ProtoReflect.Descriptor instead.
 func (*RenameRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{45}
+	return file_agent_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *RenameRequest) GetFrom() string {
@@ -3280,7 +3192,7 @@ type SymlinkRequest struct {
 
 func (x *SymlinkRequest) Reset() {
 	*x = SymlinkRequest{}
-	mi := &file_agent_proto_msgTypes[46]
+	mi := &file_agent_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3292,7 +3204,7 @@ func (x *SymlinkRequest) String() string {
 func (*SymlinkRequest) ProtoMessage() {}
 
 func (x *SymlinkRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[46]
+	mi := &file_agent_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3305,7 +3217,7 @@ func (x *SymlinkRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SymlinkRequest.ProtoReflect.Descriptor instead.
 func (*SymlinkRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{46}
+	return file_agent_proto_rawDescGZIP(), []int{44}
 }
 
 func (x *SymlinkRequest) GetTarget() string {
@@ -3331,7 +3243,7 @@ type ReadlinkRequest struct {
 
 func (x *ReadlinkRequest) Reset() {
 	*x = ReadlinkRequest{}
-	mi := &file_agent_proto_msgTypes[47]
+	mi := &file_agent_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3343,7 +3255,7 @@ func (x *ReadlinkRequest) String() string {
 func (*ReadlinkRequest) ProtoMessage() {}
 
 func (x *ReadlinkRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[47]
+	mi := &file_agent_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3356,7 +3268,7 @@ func (x *ReadlinkRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadlinkRequest.ProtoReflect.Descriptor instead.
 func (*ReadlinkRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{47}
+	return file_agent_proto_rawDescGZIP(), []int{45}
 }
 
 func (x *ReadlinkRequest) GetPath() string {
@@ -3375,7 +3287,7 @@ type ReadlinkResponse struct {
 
 func (x *ReadlinkResponse) Reset() {
 	*x = ReadlinkResponse{}
-	mi := &file_agent_proto_msgTypes[48]
+	mi := &file_agent_proto_msgTypes[46]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3387,7 +3299,7 @@ func (x *ReadlinkResponse) String() string {
 func (*ReadlinkResponse) ProtoMessage() {}
 
 func (x *ReadlinkResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[48]
+	mi := &file_agent_proto_msgTypes[46]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3400,7 +3312,7 @@ func (x *ReadlinkResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadlinkResponse.ProtoReflect.Descriptor instead.
 func (*ReadlinkResponse) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{48}
+	return file_agent_proto_rawDescGZIP(), []int{46}
 }
 
 func (x *ReadlinkResponse) GetTarget() string {
@@ -3430,7 +3342,7 @@ type TransferRequest struct {
 
 func (x *TransferRequest) Reset() {
 	*x = TransferRequest{}
-	mi := &file_agent_proto_msgTypes[49]
+	mi := &file_agent_proto_msgTypes[47]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3442,7 +3354,7 @@ func (x *TransferRequest) String() string {
 func (*TransferRequest) ProtoMessage() {}
 
 func (x *TransferRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[49]
+	mi := &file_agent_proto_msgTypes[47]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3455,7 +3367,7 @@ func (x *TransferRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TransferRequest.ProtoReflect.Descriptor instead.
 func (*TransferRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{49}
+	return file_agent_proto_rawDescGZIP(), []int{47}
 }
 
 func (x *TransferRequest) GetMsg() isTransferRequest_Msg {
@@ -3617,7 +3529,7 @@ type ReadFile struct {
 
 func (x *ReadFile) Reset() {
 	*x = ReadFile{}
-	mi := &file_agent_proto_msgTypes[50]
+	mi := &file_agent_proto_msgTypes[48]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3629,7 +3541,7 @@ func (x *ReadFile) String() string {
 func (*ReadFile) ProtoMessage() {}
 
 func (x *ReadFile) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[50]
+	mi := &file_agent_proto_msgTypes[48]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3642,7 +3554,7 @@ func (x *ReadFile) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadFile.ProtoReflect.Descriptor instead.
 func (*ReadFile) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{50}
+	return file_agent_proto_rawDescGZIP(), []int{48}
 }
 
 func (x *ReadFile) GetPath() string {
@@ -3682,7 +3594,7 @@ type WriteFile struct {
 
 func (x *WriteFile) Reset() {
 	*x = WriteFile{}
-	mi := &file_agent_proto_msgTypes[51]
+	mi := &file_agent_proto_msgTypes[49]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3694,7 +3606,7 @@ func (x *WriteFile) String() string {
 func (*WriteFile) ProtoMessage() {}
 
 func (x *WriteFile) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[51]
+	mi := &file_agent_proto_msgTypes[49]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3707,7 +3619,7 @@ func (x *WriteFile) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WriteFile.ProtoReflect.Descriptor instead.
 func (*WriteFile) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{51}
+	return file_agent_proto_rawDescGZIP(), []int{49}
 }
 
 func (x *WriteFile) GetPath() string {
@@ -3776,7 +3688,7 @@ type Owner struct {
 
 func (x *Owner) Reset() {
 	*x = Owner{}
-	mi := &file_agent_proto_msgTypes[52]
+	mi := &file_agent_proto_msgTypes[50]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3788,7 +3700,7 @@ func (x *Owner) String() string {
 func (*Owner) ProtoMessage() {}
 
 func (x *Owner) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[52]
+	mi := &file_agent_proto_msgTypes[50]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3801,7 +3713,7 @@ func (x *Owner) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Owner.ProtoReflect.Descriptor instead.
 func (*Owner) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{52}
+	return file_agent_proto_rawDescGZIP(), []int{50}
 }
 
 func (x *Owner) GetUid() uint32 {
@@ -3827,7 +3739,7 @@ type Pack struct {
 
 func (x *Pack) Reset() {
 	*x = Pack{}
-	mi := &file_agent_proto_msgTypes[53]
+	mi := &file_agent_proto_msgTypes[51]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3839,7 +3751,7 @@ func (x *Pack) String() string {
 func (*Pack) ProtoMessage() {}
 
 func (x *Pack) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[53]
+	mi := &file_agent_proto_msgTypes[51]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3852,7 +3764,7 @@ func (x *Pack) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Pack.ProtoReflect.Descriptor instead.
 func (*Pack) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{53}
+	return file_agent_proto_rawDescGZIP(), []int{51}
 }
 
 func (x *Pack) GetPath() string {
@@ -3877,7 +3789,7 @@ type Unpack struct {
 
 func (x *Unpack) Reset() {
 	*x = Unpack{}
-	mi := &file_agent_proto_msgTypes[54]
+	mi := &file_agent_proto_msgTypes[52]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3889,7 +3801,7 @@ func (x *Unpack) String() string {
 func (*Unpack) ProtoMessage() {}
 
 func (x *Unpack) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[54]
+	mi := &file_agent_proto_msgTypes[52]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3902,7 +3814,7 @@ func (x *Unpack) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Unpack.ProtoReflect.Descriptor instead.
 func (*Unpack) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{54}
+	return file_agent_proto_rawDescGZIP(), []int{52}
 }
 
 func (x *Unpack) GetPath() string {
@@ -3955,7 +3867,7 @@ type TransferResponse struct {
 
 func (x *TransferResponse) Reset() {
 	*x = TransferResponse{}
-	mi := &file_agent_proto_msgTypes[55]
+	mi := &file_agent_proto_msgTypes[53]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3967,7 +3879,7 @@ func (x *TransferResponse) String() string {
 func (*TransferResponse) ProtoMessage() {}
 
 func (x *TransferResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[55]
+	mi := &file_agent_proto_msgTypes[53]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3980,7 +3892,7 @@ func (x *TransferResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TransferResponse.ProtoReflect.Descriptor instead.
 func (*TransferResponse) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{55}
+	return file_agent_proto_rawDescGZIP(), []int{53}
 }
 
 func (x *TransferResponse) GetMsg() isTransferResponse_Msg {
@@ -4064,7 +3976,7 @@ type TransferDone struct {
 
 func (x *TransferDone) Reset() {
 	*x = TransferDone{}
-	mi := &file_agent_proto_msgTypes[56]
+	mi := &file_agent_proto_msgTypes[54]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4076,7 +3988,7 @@ func (x *TransferDone) String() string {
 func (*TransferDone) ProtoMessage() {}
 
 func (x *TransferDone) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[56]
+	mi := &file_agent_proto_msgTypes[54]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4089,7 +4001,7 @@ func (x *TransferDone) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TransferDone.ProtoReflect.Descriptor instead.
 func (*TransferDone) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{56}
+	return file_agent_proto_rawDescGZIP(), []int{54}
 }
 
 func (x *TransferDone) GetBytes() int64 {
@@ -4116,7 +4028,7 @@ type ShutdownRequest struct {
 
 func (x *ShutdownRequest) Reset() {
 	*x = ShutdownRequest{}
-	mi := &file_agent_proto_msgTypes[57]
+	mi := &file_agent_proto_msgTypes[55]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4128,7 +4040,7 @@ func (x *ShutdownRequest) String() string {
 func (*ShutdownRequest) ProtoMessage() {}
 
 func (x *ShutdownRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[57]
+	mi := &file_agent_proto_msgTypes[55]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4141,7 +4053,7 @@ func (x *ShutdownRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ShutdownRequest.ProtoReflect.Descriptor instead.
 func (*ShutdownRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{57}
+	return file_agent_proto_rawDescGZIP(), []int{55}
 }
 
 func (x *ShutdownRequest) GetReboot() bool {
@@ -4166,7 +4078,7 @@ type SecretsRequest struct {
 
 func (x *SecretsRequest) Reset() {
 	*x = SecretsRequest{}
-	mi := &file_agent_proto_msgTypes[58]
+	mi := &file_agent_proto_msgTypes[56]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4178,7 +4090,7 @@ func (x *SecretsRequest) String() string {
 func (*SecretsRequest) ProtoMessage() {}
 
 func (x *SecretsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[58]
+	mi := &file_agent_proto_msgTypes[56]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4191,7 +4103,7 @@ func (x *SecretsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SecretsRequest.ProtoReflect.Descriptor instead.
 func (*SecretsRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{58}
+	return file_agent_proto_rawDescGZIP(), []int{56}
 }
 
 // Service is a program that the agent keeps running. It tells port 1021 of the host when
@@ -4217,7 +4129,7 @@ type Service struct {
 
 func (x *Service) Reset() {
 	*x = Service{}
-	mi := &file_agent_proto_msgTypes[59]
+	mi := &file_agent_proto_msgTypes[57]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4229,7 +4141,7 @@ func (x *Service) String() string {
 func (*Service) ProtoMessage() {}
 
 func (x *Service) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[59]
+	mi := &file_agent_proto_msgTypes[57]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4242,7 +4154,7 @@ func (x *Service) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Service.ProtoReflect.Descriptor instead.
 func (*Service) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{59}
+	return file_agent_proto_rawDescGZIP(), []int{57}
 }
 
 func (x *Service) GetName() string {
@@ -4352,7 +4264,7 @@ type Check struct {
 
 func (x *Check) Reset() {
 	*x = Check{}
-	mi := &file_agent_proto_msgTypes[60]
+	mi := &file_agent_proto_msgTypes[58]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4364,7 +4276,7 @@ func (x *Check) String() string {
 func (*Check) ProtoMessage() {}
 
 func (x *Check) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[60]
+	mi := &file_agent_proto_msgTypes[58]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4377,7 +4289,7 @@ func (x *Check) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Check.ProtoReflect.Descriptor instead.
 func (*Check) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{60}
+	return file_agent_proto_rawDescGZIP(), []int{58}
 }
 
 func (x *Check) GetKind() string {
@@ -4441,7 +4353,7 @@ type SetServiceRequest struct {
 
 func (x *SetServiceRequest) Reset() {
 	*x = SetServiceRequest{}
-	mi := &file_agent_proto_msgTypes[61]
+	mi := &file_agent_proto_msgTypes[59]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4453,7 +4365,7 @@ func (x *SetServiceRequest) String() string {
 func (*SetServiceRequest) ProtoMessage() {}
 
 func (x *SetServiceRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[61]
+	mi := &file_agent_proto_msgTypes[59]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4466,7 +4378,7 @@ func (x *SetServiceRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetServiceRequest.ProtoReflect.Descriptor instead.
 func (*SetServiceRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{61}
+	return file_agent_proto_rawDescGZIP(), []int{59}
 }
 
 func (x *SetServiceRequest) GetService() *Service {
@@ -4500,7 +4412,7 @@ type StopServiceRequest struct {
 
 func (x *StopServiceRequest) Reset() {
 	*x = StopServiceRequest{}
-	mi := &file_agent_proto_msgTypes[62]
+	mi := &file_agent_proto_msgTypes[60]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4512,7 +4424,7 @@ func (x *StopServiceRequest) String() string {
 func (*StopServiceRequest) ProtoMessage() {}
 
 func (x *StopServiceRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[62]
+	mi := &file_agent_proto_msgTypes[60]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4525,7 +4437,7 @@ func (x *StopServiceRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StopServiceRequest.ProtoReflect.Descriptor instead.
 func (*StopServiceRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{62}
+	return file_agent_proto_rawDescGZIP(), []int{60}
 }
 
 func (x *StopServiceRequest) GetName() string {
@@ -4550,7 +4462,7 @@ type ListServicesRequest struct {
 
 func (x *ListServicesRequest) Reset() {
 	*x = ListServicesRequest{}
-	mi := &file_agent_proto_msgTypes[63]
+	mi := &file_agent_proto_msgTypes[61]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4562,7 +4474,7 @@ func (x *ListServicesRequest) String() string {
 func (*ListServicesRequest) ProtoMessage() {}
 
 func (x *ListServicesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[63]
+	mi := &file_agent_proto_msgTypes[61]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4575,7 +4487,7 @@ func (x *ListServicesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListServicesRequest.ProtoReflect.Descriptor instead.
 func (*ListServicesRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{63}
+	return file_agent_proto_rawDescGZIP(), []int{61}
 }
 
 type ListServicesResponse struct {
@@ -4587,7 +4499,7 @@ type ListServicesResponse struct {
 
 func (x *ListServicesResponse) Reset() {
 	*x = ListServicesResponse{}
-	mi := &file_agent_proto_msgTypes[64]
+	mi := &file_agent_proto_msgTypes[62]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4599,7 +4511,7 @@ func (x *ListServicesResponse) String() string {
 func (*ListServicesResponse) ProtoMessage() {}
 
 func (x *ListServicesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[64]
+	mi := &file_agent_proto_msgTypes[62]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4612,7 +4524,7 @@ func (x *ListServicesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListServicesResponse.ProtoReflect.Descriptor instead.
 func (*ListServicesResponse) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{64}
+	return file_agent_proto_rawDescGZIP(), []int{62}
 }
 
 func (x *ListServicesResponse) GetServices() []*ServiceState {
@@ -4644,7 +4556,7 @@ type ServiceState struct {
 
 func (x *ServiceState) Reset() {
 	*x = ServiceState{}
-	mi := &file_agent_proto_msgTypes[65]
+	mi := &file_agent_proto_msgTypes[63]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4656,7 +4568,7 @@ func (x *ServiceState) String() string {
 func (*ServiceState) ProtoMessage() {}
 
 func (x *ServiceState) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[65]
+	mi := &file_agent_proto_msgTypes[63]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4669,7 +4581,7 @@ func (x *ServiceState) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ServiceState.ProtoReflect.Descriptor instead.
 func (*ServiceState) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{65}
+	return file_agent_proto_rawDescGZIP(), []int{63}
 }
 
 func (x *ServiceState) GetName() string {
@@ -4779,7 +4691,7 @@ type WaitServiceRequest struct {
 
 func (x *WaitServiceRequest) Reset() {
 	*x = WaitServiceRequest{}
-	mi := &file_agent_proto_msgTypes[66]
+	mi := &file_agent_proto_msgTypes[64]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4791,7 +4703,7 @@ func (x *WaitServiceRequest) String() string {
 func (*WaitServiceRequest) ProtoMessage() {}
 
 func (x *WaitServiceRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[66]
+	mi := &file_agent_proto_msgTypes[64]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4804,7 +4716,7 @@ func (x *WaitServiceRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WaitServiceRequest.ProtoReflect.Descriptor instead.
 func (*WaitServiceRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{66}
+	return file_agent_proto_rawDescGZIP(), []int{64}
 }
 
 func (x *WaitServiceRequest) GetName() string {
@@ -4825,7 +4737,7 @@ type ServiceLogRequest struct {
 
 func (x *ServiceLogRequest) Reset() {
 	*x = ServiceLogRequest{}
-	mi := &file_agent_proto_msgTypes[67]
+	mi := &file_agent_proto_msgTypes[65]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4837,7 +4749,7 @@ func (x *ServiceLogRequest) String() string {
 func (*ServiceLogRequest) ProtoMessage() {}
 
 func (x *ServiceLogRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[67]
+	mi := &file_agent_proto_msgTypes[65]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4850,7 +4762,7 @@ func (x *ServiceLogRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ServiceLogRequest.ProtoReflect.Descriptor instead.
 func (*ServiceLogRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{67}
+	return file_agent_proto_rawDescGZIP(), []int{65}
 }
 
 func (x *ServiceLogRequest) GetName() string {
@@ -4885,7 +4797,7 @@ type ServiceLogResponse struct {
 
 func (x *ServiceLogResponse) Reset() {
 	*x = ServiceLogResponse{}
-	mi := &file_agent_proto_msgTypes[68]
+	mi := &file_agent_proto_msgTypes[66]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4897,7 +4809,7 @@ func (x *ServiceLogResponse) String() string {
 func (*ServiceLogResponse) ProtoMessage() {}
 
 func (x *ServiceLogResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[68]
+	mi := &file_agent_proto_msgTypes[66]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4910,7 +4822,7 @@ func (x *ServiceLogResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ServiceLogResponse.ProtoReflect.Descriptor instead.
 func (*ServiceLogResponse) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{68}
+	return file_agent_proto_rawDescGZIP(), []int{66}
 }
 
 func (x *ServiceLogResponse) GetOffset() uint64 {
@@ -4947,7 +4859,7 @@ type DropRequest struct {
 
 func (x *DropRequest) Reset() {
 	*x = DropRequest{}
-	mi := &file_agent_proto_msgTypes[69]
+	mi := &file_agent_proto_msgTypes[67]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4959,7 +4871,7 @@ func (x *DropRequest) String() string {
 func (*DropRequest) ProtoMessage() {}
 
 func (x *DropRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[69]
+	mi := &file_agent_proto_msgTypes[67]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4972,7 +4884,7 @@ func (x *DropRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DropRequest.ProtoReflect.Descriptor instead.
 func (*DropRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{69}
+	return file_agent_proto_rawDescGZIP(), []int{67}
 }
 
 func (x *DropRequest) GetPaths() []*DropPath {
@@ -5018,7 +4930,7 @@ type DropPath struct {
 
 func (x *DropPath) Reset() {
 	*x = DropPath{}
-	mi := &file_agent_proto_msgTypes[70]
+	mi := &file_agent_proto_msgTypes[68]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5030,7 +4942,7 @@ func (x *DropPath) String() string {
 func (*DropPath) ProtoMessage() {}
 
 func (x *DropPath) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[70]
+	mi := &file_agent_proto_msgTypes[68]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5043,7 +4955,7 @@ func (x *DropPath) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DropPath.ProtoReflect.Descriptor instead.
 func (*DropPath) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{70}
+	return file_agent_proto_rawDescGZIP(), []int{68}
 }
 
 func (x *DropPath) GetPath() string {
@@ -5087,7 +4999,7 @@ type DropResponse struct {
 
 func (x *DropResponse) Reset() {
 	*x = DropResponse{}
-	mi := &file_agent_proto_msgTypes[71]
+	mi := &file_agent_proto_msgTypes[69]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5099,7 +5011,7 @@ func (x *DropResponse) String() string {
 func (*DropResponse) ProtoMessage() {}
 
 func (x *DropResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[71]
+	mi := &file_agent_proto_msgTypes[69]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5112,7 +5024,7 @@ func (x *DropResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DropResponse.ProtoReflect.Descriptor instead.
 func (*DropResponse) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{71}
+	return file_agent_proto_rawDescGZIP(), []int{69}
 }
 
 func (x *DropResponse) GetNowNanos() int64 {
@@ -5154,7 +5066,7 @@ type DroppedPath struct {
 
 func (x *DroppedPath) Reset() {
 	*x = DroppedPath{}
-	mi := &file_agent_proto_msgTypes[72]
+	mi := &file_agent_proto_msgTypes[70]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5166,7 +5078,7 @@ func (x *DroppedPath) String() string {
 func (*DroppedPath) ProtoMessage() {}
 
 func (x *DroppedPath) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[72]
+	mi := &file_agent_proto_msgTypes[70]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5179,7 +5091,7 @@ func (x *DroppedPath) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DroppedPath.ProtoReflect.Descriptor instead.
 func (*DroppedPath) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{72}
+	return file_agent_proto_rawDescGZIP(), []int{70}
 }
 
 func (x *DroppedPath) GetState() string {
@@ -5251,7 +5163,7 @@ type WatchRequest struct {
 
 func (x *WatchRequest) Reset() {
 	*x = WatchRequest{}
-	mi := &file_agent_proto_msgTypes[73]
+	mi := &file_agent_proto_msgTypes[71]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5263,7 +5175,7 @@ func (x *WatchRequest) String() string {
 func (*WatchRequest) ProtoMessage() {}
 
 func (x *WatchRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[73]
+	mi := &file_agent_proto_msgTypes[71]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5276,7 +5188,7 @@ func (x *WatchRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchRequest.ProtoReflect.Descriptor instead.
 func (*WatchRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{73}
+	return file_agent_proto_rawDescGZIP(), []int{71}
 }
 
 func (x *WatchRequest) GetMsg() isWatchRequest_Msg {
@@ -5337,7 +5249,7 @@ type WatchStart struct {
 
 func (x *WatchStart) Reset() {
 	*x = WatchStart{}
-	mi := &file_agent_proto_msgTypes[74]
+	mi := &file_agent_proto_msgTypes[72]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5349,7 +5261,7 @@ func (x *WatchStart) String() string {
 func (*WatchStart) ProtoMessage() {}
 
 func (x *WatchStart) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[74]
+	mi := &file_agent_proto_msgTypes[72]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5362,7 +5274,7 @@ func (x *WatchStart) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchStart.ProtoReflect.Descriptor instead.
 func (*WatchStart) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{74}
+	return file_agent_proto_rawDescGZIP(), []int{72}
 }
 
 func (x *WatchStart) GetPaths() []string {
@@ -5412,7 +5324,7 @@ type WatchResponse struct {
 
 func (x *WatchResponse) Reset() {
 	*x = WatchResponse{}
-	mi := &file_agent_proto_msgTypes[75]
+	mi := &file_agent_proto_msgTypes[73]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5424,7 +5336,7 @@ func (x *WatchResponse) String() string {
 func (*WatchResponse) ProtoMessage() {}
 
 func (x *WatchResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[75]
+	mi := &file_agent_proto_msgTypes[73]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5437,7 +5349,7 @@ func (x *WatchResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchResponse.ProtoReflect.Descriptor instead.
 func (*WatchResponse) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{75}
+	return file_agent_proto_rawDescGZIP(), []int{73}
 }
 
 func (x *WatchResponse) GetReady() bool {
@@ -5476,7 +5388,7 @@ type WatchEvent struct {
 
 func (x *WatchEvent) Reset() {
 	*x = WatchEvent{}
-	mi := &file_agent_proto_msgTypes[76]
+	mi := &file_agent_proto_msgTypes[74]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5488,7 +5400,7 @@ func (x *WatchEvent) String() string {
 func (*WatchEvent) ProtoMessage() {}
 
 func (x *WatchEvent) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[76]
+	mi := &file_agent_proto_msgTypes[74]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5501,7 +5413,7 @@ func (x *WatchEvent) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchEvent.ProtoReflect.Descriptor instead.
 func (*WatchEvent) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{76}
+	return file_agent_proto_rawDescGZIP(), []int{74}
 }
 
 func (x *WatchEvent) GetNumber() uint64 {
@@ -5678,12 +5590,7 @@ const file_agent_proto_rawDesc = "" +
 	"\ffrozen_nanos\x18\x02 \x01(\x03R\vfrozenNanos\x128\n" +
 	"\bfailures\x18\x03 \x03(\v2\x1c.drowse.guest.v1.HookFailureR\bfailures\"\x11\n" +
 	"\x0fHandoverRequest\"\x12\n" +
-	"\x10HandoverResponse\"0\n" +
-	"\x0fSetClockRequest\x12\x1d\n" +
-	"\n" +
-	"wall_nanos\x18\x01 \x01(\x03R\twallNanos\"-\n" +
-	"\x11AddEntropyRequest\x12\x18\n" +
-	"\aentropy\x18\x01 \x01(\fR\aentropy\"\xb7\x02\n" +
+	"\x10HandoverResponse\"\xb7\x02\n" +
 	"\vExecRequest\x122\n" +
 	"\x05start\x18\x01 \x01(\v2\x1a.drowse.guest.v1.ExecStartH\x00R\x05start\x125\n" +
 	"\x06attach\x18\x02 \x01(\v2\x1b.drowse.guest.v1.ExecAttachH\x00R\x06attach\x12\x16\n" +
@@ -5988,15 +5895,12 @@ const file_agent_proto_rawDesc = "" +
 	"\x03dir\x18\x05 \x01(\bR\x03dir\x12\x1d\n" +
 	"\n" +
 	"wall_nanos\x18\x06 \x01(\x03R\twallNanos\x12\x18\n" +
-	"\aproblem\x18\a \x01(\tR\aproblem2\xb1\x11\n" +
+	"\aproblem\x18\a \x01(\tR\aproblem2\xa1\x10\n" +
 	"\x05Agent\x12C\n" +
 	"\x04Ping\x12\x1c.drowse.guest.v1.PingRequest\x1a\x1d.drowse.guest.v1.PingResponse\x12I\n" +
 	"\x06Resume\x12\x1e.drowse.guest.v1.ResumeRequest\x1a\x1f.drowse.guest.v1.ResumeResponse\x12O\n" +
 	"\bHandover\x12 .drowse.guest.v1.HandoverRequest\x1a!.drowse.guest.v1.HandoverResponse\x12F\n" +
-	"\x05Stats\x12\x1d.drowse.guest.v1.StatsRequest\x1a\x1e.drowse.guest.v1.StatsResponse\x12D\n" +
-	"\bSetClock\x12 .drowse.guest.v1.SetClockRequest\x1a\x16.drowse.guest.v1.Empty\x12H\n" +
-	"\n" +
-	"AddEntropy\x12\".drowse.guest.v1.AddEntropyRequest\x1a\x16.drowse.guest.v1.Empty\x12F\n" +
+	"\x05Stats\x12\x1d.drowse.guest.v1.StatsRequest\x1a\x1e.drowse.guest.v1.StatsResponse\x12F\n" +
 	"\x05Hooks\x12\x1d.drowse.guest.v1.HooksRequest\x1a\x1e.drowse.guest.v1.HooksResponse\x12I\n" +
 	"\x06Freeze\x12\x1e.drowse.guest.v1.FreezeRequest\x1a\x1f.drowse.guest.v1.FreezeResponse\x12C\n" +
 	"\x04Thaw\x12\x1c.drowse.guest.v1.ThawRequest\x1a\x1d.drowse.guest.v1.ThawResponse\x12G\n" +
@@ -6036,7 +5940,7 @@ func file_agent_proto_rawDescGZIP() []byte {
 	return file_agent_proto_rawDescData
 }
 
-var file_agent_proto_msgTypes = make([]protoimpl.MessageInfo, 77)
+var file_agent_proto_msgTypes = make([]protoimpl.MessageInfo, 75)
 var file_agent_proto_goTypes = []any{
 	(*Empty)(nil),                // 0: drowse.guest.v1.Empty
 	(*PingRequest)(nil),          // 1: drowse.guest.v1.PingRequest
@@ -6059,62 +5963,60 @@ var file_agent_proto_goTypes = []any{
 	(*ThawResponse)(nil),         // 18: drowse.guest.v1.ThawResponse
 	(*HandoverRequest)(nil),      // 19: drowse.guest.v1.HandoverRequest
 	(*HandoverResponse)(nil),     // 20: drowse.guest.v1.HandoverResponse
-	(*SetClockRequest)(nil),      // 21: drowse.guest.v1.SetClockRequest
-	(*AddEntropyRequest)(nil),    // 22: drowse.guest.v1.AddEntropyRequest
-	(*ExecRequest)(nil),          // 23: drowse.guest.v1.ExecRequest
-	(*ExecStart)(nil),            // 24: drowse.guest.v1.ExecStart
-	(*ExecAttach)(nil),           // 25: drowse.guest.v1.ExecAttach
-	(*Pty)(nil),                  // 26: drowse.guest.v1.Pty
-	(*WindowSize)(nil),           // 27: drowse.guest.v1.WindowSize
-	(*ExecResponse)(nil),         // 28: drowse.guest.v1.ExecResponse
-	(*ExecStarted)(nil),          // 29: drowse.guest.v1.ExecStarted
-	(*ExecOutput)(nil),           // 30: drowse.guest.v1.ExecOutput
-	(*ExecExit)(nil),             // 31: drowse.guest.v1.ExecExit
-	(*ChangesRequest)(nil),       // 32: drowse.guest.v1.ChangesRequest
-	(*DiskChanges)(nil),          // 33: drowse.guest.v1.DiskChanges
-	(*DiskChange)(nil),           // 34: drowse.guest.v1.DiskChange
-	(*ListRequest)(nil),          // 35: drowse.guest.v1.ListRequest
-	(*ListResponse)(nil),         // 36: drowse.guest.v1.ListResponse
-	(*Process)(nil),              // 37: drowse.guest.v1.Process
-	(*KillRequest)(nil),          // 38: drowse.guest.v1.KillRequest
-	(*FileInfo)(nil),             // 39: drowse.guest.v1.FileInfo
-	(*StatRequest)(nil),          // 40: drowse.guest.v1.StatRequest
-	(*ReadDirRequest)(nil),       // 41: drowse.guest.v1.ReadDirRequest
-	(*ReadDirResponse)(nil),      // 42: drowse.guest.v1.ReadDirResponse
-	(*MkdirRequest)(nil),         // 43: drowse.guest.v1.MkdirRequest
-	(*RemoveRequest)(nil),        // 44: drowse.guest.v1.RemoveRequest
-	(*RenameRequest)(nil),        // 45: drowse.guest.v1.RenameRequest
-	(*SymlinkRequest)(nil),       // 46: drowse.guest.v1.SymlinkRequest
-	(*ReadlinkRequest)(nil),      // 47: drowse.guest.v1.ReadlinkRequest
-	(*ReadlinkResponse)(nil),     // 48: drowse.guest.v1.ReadlinkResponse
-	(*TransferRequest)(nil),      // 49: drowse.guest.v1.TransferRequest
-	(*ReadFile)(nil),             // 50: drowse.guest.v1.ReadFile
-	(*WriteFile)(nil),            // 51: drowse.guest.v1.WriteFile
-	(*Owner)(nil),                // 52: drowse.guest.v1.Owner
-	(*Pack)(nil),                 // 53: drowse.guest.v1.Pack
-	(*Unpack)(nil),               // 54: drowse.guest.v1.Unpack
-	(*TransferResponse)(nil),     // 55: drowse.guest.v1.TransferResponse
-	(*TransferDone)(nil),         // 56: drowse.guest.v1.TransferDone
-	(*ShutdownRequest)(nil),      // 57: drowse.guest.v1.ShutdownRequest
-	(*SecretsRequest)(nil),       // 58: drowse.guest.v1.SecretsRequest
-	(*Service)(nil),              // 59: drowse.guest.v1.Service
-	(*Check)(nil),                // 60: drowse.guest.v1.Check
-	(*SetServiceRequest)(nil),    // 61: drowse.guest.v1.SetServiceRequest
-	(*StopServiceRequest)(nil),   // 62: drowse.guest.v1.StopServiceRequest
-	(*ListServicesRequest)(nil),  // 63: drowse.guest.v1.ListServicesRequest
-	(*ListServicesResponse)(nil), // 64: drowse.guest.v1.ListServicesResponse
-	(*ServiceState)(nil),         // 65: drowse.guest.v1.ServiceState
-	(*WaitServiceRequest)(nil),   // 66: drowse.guest.v1.WaitServiceRequest
-	(*ServiceLogRequest)(nil),    // 67: drowse.guest.v1.ServiceLogRequest
-	(*ServiceLogResponse)(nil),   // 68: drowse.guest.v1.ServiceLogResponse
-	(*DropRequest)(nil),          // 69: drowse.guest.v1.DropRequest
-	(*DropPath)(nil),             // 70: drowse.guest.v1.DropPath
-	(*DropResponse)(nil),         // 71: drowse.guest.v1.DropResponse
-	(*DroppedPath)(nil),          // 72: drowse.guest.v1.DroppedPath
-	(*WatchRequest)(nil),         // 73: drowse.guest.v1.WatchRequest
-	(*WatchStart)(nil),           // 74: drowse.guest.v1.WatchStart
-	(*WatchResponse)(nil),        // 75: drowse.guest.v1.WatchResponse
-	(*WatchEvent)(nil),           // 76: drowse.guest.v1.WatchEvent
+	(*ExecRequest)(nil),          // 21: drowse.guest.v1.ExecRequest
+	(*ExecStart)(nil),            // 22: drowse.guest.v1.ExecStart
+	(*ExecAttach)(nil),           // 23: drowse.guest.v1.ExecAttach
+	(*Pty)(nil),                  // 24: drowse.guest.v1.Pty
+	(*WindowSize)(nil),           // 25: drowse.guest.v1.WindowSize
+	(*ExecResponse)(nil),         // 26: drowse.guest.v1.ExecResponse
+	(*ExecStarted)(nil),          // 27: drowse.guest.v1.ExecStarted
+	(*ExecOutput)(nil),           // 28: drowse.guest.v1.ExecOutput
+	(*ExecExit)(nil),             // 29: drowse.guest.v1.ExecExit
+	(*ChangesRequest)(nil),       // 30: drowse.guest.v1.ChangesRequest
+	(*DiskChanges)(nil),          // 31: drowse.guest.v1.DiskChanges
+	(*DiskChange)(nil),           // 32: drowse.guest.v1.DiskChange
+	(*ListRequest)(nil),          // 33: drowse.guest.v1.ListRequest
+	(*ListResponse)(nil),         // 34: drowse.guest.v1.ListResponse
+	(*Process)(nil),              // 35: drowse.guest.v1.Process
+	(*KillRequest)(nil),          // 36: drowse.guest.v1.KillRequest
+	(*FileInfo)(nil),             // 37: drowse.guest.v1.FileInfo
+	(*StatRequest)(nil),          // 38: drowse.guest.v1.StatRequest
+	(*ReadDirRequest)(nil),       // 39: drowse.guest.v1.ReadDirRequest
+	(*ReadDirResponse)(nil),      // 40: drowse.guest.v1.ReadDirResponse
+	(*MkdirRequest)(nil),         // 41: drowse.guest.v1.MkdirRequest
+	(*RemoveRequest)(nil),        // 42: drowse.guest.v1.RemoveRequest
+	(*RenameRequest)(nil),        // 43: drowse.guest.v1.RenameRequest
+	(*SymlinkRequest)(nil),       // 44: drowse.guest.v1.SymlinkRequest
+	(*ReadlinkRequest)(nil),      // 45: drowse.guest.v1.ReadlinkRequest
+	(*ReadlinkResponse)(nil),     // 46: drowse.guest.v1.ReadlinkResponse
+	(*TransferRequest)(nil),      // 47: drowse.guest.v1.TransferRequest
+	(*ReadFile)(nil),             // 48: drowse.guest.v1.ReadFile
+	(*WriteFile)(nil),            // 49: drowse.guest.v1.WriteFile
+	(*Owner)(nil),                // 50: drowse.guest.v1.Owner
+	(*Pack)(nil),                 // 51: drowse.guest.v1.Pack
+	(*Unpack)(nil),               // 52: drowse.guest.v1.Unpack
+	(*TransferResponse)(nil),     // 53: drowse.guest.v1.TransferResponse
+	(*TransferDone)(nil),         // 54: drowse.guest.v1.TransferDone
+	(*ShutdownRequest)(nil),      // 55: drowse.guest.v1.ShutdownRequest
+	(*SecretsRequest)(nil),       // 56: drowse.guest.v1.SecretsRequest
+	(*Service)(nil),              // 57: drowse.guest.v1.Service
+	(*Check)(nil),                // 58: drowse.guest.v1.Check
+	(*SetServiceRequest)(nil),    // 59: drowse.guest.v1.SetServiceRequest
+	(*StopServiceRequest)(nil),   // 60: drowse.guest.v1.StopServiceRequest
+	(*ListServicesRequest)(nil),  // 61: drowse.guest.v1.ListServicesRequest
+	(*ListServicesResponse)(nil), // 62: drowse.guest.v1.ListServicesResponse
+	(*ServiceState)(nil),         // 63: drowse.guest.v1.ServiceState
+	(*WaitServiceRequest)(nil),   // 64: drowse.guest.v1.WaitServiceRequest
+	(*ServiceLogRequest)(nil),    // 65: drowse.guest.v1.ServiceLogRequest
+	(*ServiceLogResponse)(nil),   // 66: drowse.guest.v1.ServiceLogResponse
+	(*DropRequest)(nil),          // 67: drowse.guest.v1.DropRequest
+	(*DropPath)(nil),             // 68: drowse.guest.v1.DropPath
+	(*DropResponse)(nil),         // 69: drowse.guest.v1.DropResponse
+	(*DroppedPath)(nil),          // 70: drowse.guest.v1.DroppedPath
+	(*WatchRequest)(nil),         // 71: drowse.guest.v1.WatchRequest
+	(*WatchStart)(nil),           // 72: drowse.guest.v1.WatchStart
+	(*WatchResponse)(nil),        // 73: drowse.guest.v1.WatchResponse
+	(*WatchEvent)(nil),           // 74: drowse.guest.v1.WatchEvent
 }
 var file_agent_proto_depIdxs = []int32{
 	5,  // 0: drowse.guest.v1.StatsResponse.cpu:type_name -> drowse.guest.v1.CPUTimes
@@ -6125,101 +6027,97 @@ var file_agent_proto_depIdxs = []int32{
 	14, // 5: drowse.guest.v1.HooksResponse.failures:type_name -> drowse.guest.v1.HookFailure
 	14, // 6: drowse.guest.v1.FreezeResponse.failures:type_name -> drowse.guest.v1.HookFailure
 	14, // 7: drowse.guest.v1.ThawResponse.failures:type_name -> drowse.guest.v1.HookFailure
-	24, // 8: drowse.guest.v1.ExecRequest.start:type_name -> drowse.guest.v1.ExecStart
-	25, // 9: drowse.guest.v1.ExecRequest.attach:type_name -> drowse.guest.v1.ExecAttach
+	22, // 8: drowse.guest.v1.ExecRequest.start:type_name -> drowse.guest.v1.ExecStart
+	23, // 9: drowse.guest.v1.ExecRequest.attach:type_name -> drowse.guest.v1.ExecAttach
 	0,  // 10: drowse.guest.v1.ExecRequest.stdin_close:type_name -> drowse.guest.v1.Empty
-	27, // 11: drowse.guest.v1.ExecRequest.resize:type_name -> drowse.guest.v1.WindowSize
-	26, // 12: drowse.guest.v1.ExecStart.pty:type_name -> drowse.guest.v1.Pty
-	27, // 13: drowse.guest.v1.Pty.size:type_name -> drowse.guest.v1.WindowSize
-	29, // 14: drowse.guest.v1.ExecResponse.started:type_name -> drowse.guest.v1.ExecStarted
-	30, // 15: drowse.guest.v1.ExecResponse.output:type_name -> drowse.guest.v1.ExecOutput
-	31, // 16: drowse.guest.v1.ExecResponse.exit:type_name -> drowse.guest.v1.ExecExit
-	33, // 17: drowse.guest.v1.ExecExit.changes:type_name -> drowse.guest.v1.DiskChanges
-	34, // 18: drowse.guest.v1.DiskChanges.changes:type_name -> drowse.guest.v1.DiskChange
-	37, // 19: drowse.guest.v1.ListResponse.processes:type_name -> drowse.guest.v1.Process
-	31, // 20: drowse.guest.v1.Process.exit:type_name -> drowse.guest.v1.ExecExit
-	39, // 21: drowse.guest.v1.ReadDirResponse.entries:type_name -> drowse.guest.v1.FileInfo
-	50, // 22: drowse.guest.v1.TransferRequest.read:type_name -> drowse.guest.v1.ReadFile
-	51, // 23: drowse.guest.v1.TransferRequest.write:type_name -> drowse.guest.v1.WriteFile
-	53, // 24: drowse.guest.v1.TransferRequest.pack:type_name -> drowse.guest.v1.Pack
-	54, // 25: drowse.guest.v1.TransferRequest.unpack:type_name -> drowse.guest.v1.Unpack
+	25, // 11: drowse.guest.v1.ExecRequest.resize:type_name -> drowse.guest.v1.WindowSize
+	24, // 12: drowse.guest.v1.ExecStart.pty:type_name -> drowse.guest.v1.Pty
+	25, // 13: drowse.guest.v1.Pty.size:type_name -> drowse.guest.v1.WindowSize
+	27, // 14: drowse.guest.v1.ExecResponse.started:type_name -> drowse.guest.v1.ExecStarted
+	28, // 15: drowse.guest.v1.ExecResponse.output:type_name -> drowse.guest.v1.ExecOutput
+	29, // 16: drowse.guest.v1.ExecResponse.exit:type_name -> drowse.guest.v1.ExecExit
+	31, // 17: drowse.guest.v1.ExecExit.changes:type_name -> drowse.guest.v1.DiskChanges
+	32, // 18: drowse.guest.v1.DiskChanges.changes:type_name -> drowse.guest.v1.DiskChange
+	35, // 19: drowse.guest.v1.ListResponse.processes:type_name -> drowse.guest.v1.Process
+	29, // 20: drowse.guest.v1.Process.exit:type_name -> drowse.guest.v1.ExecExit
+	37, // 21: drowse.guest.v1.ReadDirResponse.entries:type_name -> drowse.guest.v1.FileInfo
+	48, // 22: drowse.guest.v1.TransferRequest.read:type_name -> drowse.guest.v1.ReadFile
+	49, // 23: drowse.guest.v1.TransferRequest.write:type_name -> drowse.guest.v1.WriteFile
+	51, // 24: drowse.guest.v1.TransferRequest.pack:type_name -> drowse.guest.v1.Pack
+	52, // 25: drowse.guest.v1.TransferRequest.unpack:type_name -> drowse.guest.v1.Unpack
 	0,  // 26: drowse.guest.v1.TransferRequest.end:type_name -> drowse.guest.v1.Empty
-	53, // 27: drowse.guest.v1.TransferRequest.resume_pack:type_name -> drowse.guest.v1.Pack
-	54, // 28: drowse.guest.v1.TransferRequest.resume_unpack:type_name -> drowse.guest.v1.Unpack
-	52, // 29: drowse.guest.v1.WriteFile.owner:type_name -> drowse.guest.v1.Owner
-	52, // 30: drowse.guest.v1.Unpack.owner:type_name -> drowse.guest.v1.Owner
-	39, // 31: drowse.guest.v1.TransferResponse.info:type_name -> drowse.guest.v1.FileInfo
-	56, // 32: drowse.guest.v1.TransferResponse.done:type_name -> drowse.guest.v1.TransferDone
-	60, // 33: drowse.guest.v1.Service.check:type_name -> drowse.guest.v1.Check
-	59, // 34: drowse.guest.v1.SetServiceRequest.service:type_name -> drowse.guest.v1.Service
-	65, // 35: drowse.guest.v1.ListServicesResponse.services:type_name -> drowse.guest.v1.ServiceState
-	31, // 36: drowse.guest.v1.ServiceState.exit:type_name -> drowse.guest.v1.ExecExit
-	70, // 37: drowse.guest.v1.DropRequest.paths:type_name -> drowse.guest.v1.DropPath
-	72, // 38: drowse.guest.v1.DropResponse.paths:type_name -> drowse.guest.v1.DroppedPath
-	74, // 39: drowse.guest.v1.WatchRequest.start:type_name -> drowse.guest.v1.WatchStart
-	76, // 40: drowse.guest.v1.WatchResponse.events:type_name -> drowse.guest.v1.WatchEvent
+	51, // 27: drowse.guest.v1.TransferRequest.resume_pack:type_name -> drowse.guest.v1.Pack
+	52, // 28: drowse.guest.v1.TransferRequest.resume_unpack:type_name -> drowse.guest.v1.Unpack
+	50, // 29: drowse.guest.v1.WriteFile.owner:type_name -> drowse.guest.v1.Owner
+	50, // 30: drowse.guest.v1.Unpack.owner:type_name -> drowse.guest.v1.Owner
+	37, // 31: drowse.guest.v1.TransferResponse.info:type_name -> drowse.guest.v1.FileInfo
+	54, // 32: drowse.guest.v1.TransferResponse.done:type_name -> drowse.guest.v1.TransferDone
+	58, // 33: drowse.guest.v1.Service.check:type_name -> drowse.guest.v1.Check
+	57, // 34: drowse.guest.v1.SetServiceRequest.service:type_name -> drowse.guest.v1.Service
+	63, // 35: drowse.guest.v1.ListServicesResponse.services:type_name -> drowse.guest.v1.ServiceState
+	29, // 36: drowse.guest.v1.ServiceState.exit:type_name -> drowse.guest.v1.ExecExit
+	68, // 37: drowse.guest.v1.DropRequest.paths:type_name -> drowse.guest.v1.DropPath
+	70, // 38: drowse.guest.v1.DropResponse.paths:type_name -> drowse.guest.v1.DroppedPath
+	72, // 39: drowse.guest.v1.WatchRequest.start:type_name -> drowse.guest.v1.WatchStart
+	74, // 40: drowse.guest.v1.WatchResponse.events:type_name -> drowse.guest.v1.WatchEvent
 	1,  // 41: drowse.guest.v1.Agent.Ping:input_type -> drowse.guest.v1.PingRequest
 	10, // 42: drowse.guest.v1.Agent.Resume:input_type -> drowse.guest.v1.ResumeRequest
 	19, // 43: drowse.guest.v1.Agent.Handover:input_type -> drowse.guest.v1.HandoverRequest
 	3,  // 44: drowse.guest.v1.Agent.Stats:input_type -> drowse.guest.v1.StatsRequest
-	21, // 45: drowse.guest.v1.Agent.SetClock:input_type -> drowse.guest.v1.SetClockRequest
-	22, // 46: drowse.guest.v1.Agent.AddEntropy:input_type -> drowse.guest.v1.AddEntropyRequest
-	12, // 47: drowse.guest.v1.Agent.Hooks:input_type -> drowse.guest.v1.HooksRequest
-	15, // 48: drowse.guest.v1.Agent.Freeze:input_type -> drowse.guest.v1.FreezeRequest
-	17, // 49: drowse.guest.v1.Agent.Thaw:input_type -> drowse.guest.v1.ThawRequest
-	23, // 50: drowse.guest.v1.Agent.Exec:input_type -> drowse.guest.v1.ExecRequest
-	35, // 51: drowse.guest.v1.Agent.List:input_type -> drowse.guest.v1.ListRequest
-	38, // 52: drowse.guest.v1.Agent.Kill:input_type -> drowse.guest.v1.KillRequest
-	40, // 53: drowse.guest.v1.Agent.Stat:input_type -> drowse.guest.v1.StatRequest
-	41, // 54: drowse.guest.v1.Agent.ReadDir:input_type -> drowse.guest.v1.ReadDirRequest
-	43, // 55: drowse.guest.v1.Agent.Mkdir:input_type -> drowse.guest.v1.MkdirRequest
-	44, // 56: drowse.guest.v1.Agent.Remove:input_type -> drowse.guest.v1.RemoveRequest
-	45, // 57: drowse.guest.v1.Agent.Rename:input_type -> drowse.guest.v1.RenameRequest
-	46, // 58: drowse.guest.v1.Agent.Symlink:input_type -> drowse.guest.v1.SymlinkRequest
-	47, // 59: drowse.guest.v1.Agent.Readlink:input_type -> drowse.guest.v1.ReadlinkRequest
-	49, // 60: drowse.guest.v1.Agent.Transfer:input_type -> drowse.guest.v1.TransferRequest
-	57, // 61: drowse.guest.v1.Agent.Shutdown:input_type -> drowse.guest.v1.ShutdownRequest
-	58, // 62: drowse.guest.v1.Agent.Secrets:input_type -> drowse.guest.v1.SecretsRequest
-	61, // 63: drowse.guest.v1.Agent.SetService:input_type -> drowse.guest.v1.SetServiceRequest
-	62, // 64: drowse.guest.v1.Agent.StopService:input_type -> drowse.guest.v1.StopServiceRequest
-	63, // 65: drowse.guest.v1.Agent.ListServices:input_type -> drowse.guest.v1.ListServicesRequest
-	67, // 66: drowse.guest.v1.Agent.ServiceLog:input_type -> drowse.guest.v1.ServiceLogRequest
-	32, // 67: drowse.guest.v1.Agent.Changes:input_type -> drowse.guest.v1.ChangesRequest
-	66, // 68: drowse.guest.v1.Agent.WaitService:input_type -> drowse.guest.v1.WaitServiceRequest
-	69, // 69: drowse.guest.v1.Agent.Drop:input_type -> drowse.guest.v1.DropRequest
-	73, // 70: drowse.guest.v1.Agent.Watch:input_type -> drowse.guest.v1.WatchRequest
-	2,  // 71: drowse.guest.v1.Agent.Ping:output_type -> drowse.guest.v1.PingResponse
-	11, // 72: drowse.guest.v1.Agent.Resume:output_type -> drowse.guest.v1.ResumeResponse
-	20, // 73: drowse.guest.v1.Agent.Handover:output_type -> drowse.guest.v1.HandoverResponse
-	4,  // 74: drowse.guest.v1.Agent.Stats:output_type -> drowse.guest.v1.StatsResponse
-	0,  // 75: drowse.guest.v1.Agent.SetClock:output_type -> drowse.guest.v1.Empty
-	0,  // 76: drowse.guest.v1.Agent.AddEntropy:output_type -> drowse.guest.v1.Empty
-	13, // 77: drowse.guest.v1.Agent.Hooks:output_type -> drowse.guest.v1.HooksResponse
-	16, // 78: drowse.guest.v1.Agent.Freeze:output_type -> drowse.guest.v1.FreezeResponse
-	18, // 79: drowse.guest.v1.Agent.Thaw:output_type -> drowse.guest.v1.ThawResponse
-	28, // 80: drowse.guest.v1.Agent.Exec:output_type -> drowse.guest.v1.ExecResponse
-	36, // 81: drowse.guest.v1.Agent.List:output_type -> drowse.guest.v1.ListResponse
-	0,  // 82: drowse.guest.v1.Agent.Kill:output_type -> drowse.guest.v1.Empty
-	39, // 83: drowse.guest.v1.Agent.Stat:output_type -> drowse.guest.v1.FileInfo
-	42, // 84: drowse.guest.v1.Agent.ReadDir:output_type -> drowse.guest.v1.ReadDirResponse
-	0,  // 85: drowse.guest.v1.Agent.Mkdir:output_type -> drowse.guest.v1.Empty
-	0,  // 86: drowse.guest.v1.Agent.Remove:output_type -> drowse.guest.v1.Empty
-	0,  // 87: drowse.guest.v1.Agent.Rename:output_type -> drowse.guest.v1.Empty
-	0,  // 88: drowse.guest.v1.Agent.Symlink:output_type -> drowse.guest.v1.Empty
-	48, // 89: drowse.guest.v1.Agent.Readlink:output_type -> drowse.guest.v1.ReadlinkResponse
-	55, // 90: drowse.guest.v1.Agent.Transfer:output_type -> drowse.guest.v1.TransferResponse
-	0,  // 91: drowse.guest.v1.Agent.Shutdown:output_type -> drowse.guest.v1.Empty
-	0,  // 92: drowse.guest.v1.Agent.Secrets:output_type -> drowse.guest.v1.Empty
-	65, // 93: drowse.guest.v1.Agent.SetService:output_type -> drowse.guest.v1.ServiceState
-	65, // 94: drowse.guest.v1.Agent.StopService:output_type -> drowse.guest.v1.ServiceState
-	64, // 95: drowse.guest.v1.Agent.ListServices:output_type -> drowse.guest.v1.ListServicesResponse
-	68, // 96: drowse.guest.v1.Agent.ServiceLog:output_type -> drowse.guest.v1.ServiceLogResponse
-	33, // 97: drowse.guest.v1.Agent.Changes:output_type -> drowse.guest.v1.DiskChanges
-	65, // 98: drowse.guest.v1.Agent.WaitService:output_type -> drowse.guest.v1.ServiceState
-	71, // 99: drowse.guest.v1.Agent.Drop:output_type -> drowse.guest.v1.DropResponse
-	75, // 100: drowse.guest.v1.Agent.Watch:output_type -> drowse.guest.v1.WatchResponse
-	71, // [71:101] is the sub-list for method output_type
-	41, // [41:71] is the sub-list for method input_type
+	12, // 45: drowse.guest.v1.Agent.Hooks:input_type -> drowse.guest.v1.HooksRequest
+	15, // 46: drowse.guest.v1.Agent.Freeze:input_type -> drowse.guest.v1.FreezeRequest
+	17, // 47: drowse.guest.v1.Agent.Thaw:input_type -> drowse.guest.v1.ThawRequest
+	21, // 48: drowse.guest.v1.Agent.Exec:input_type -> drowse.guest.v1.ExecRequest
+	33, // 49: drowse.guest.v1.Agent.List:input_type -> drowse.guest.v1.ListRequest
+	36, // 50: drowse.guest.v1.Agent.Kill:input_type -> drowse.guest.v1.KillRequest
+	38, // 51: drowse.guest.v1.Agent.Stat:input_type -> drowse.guest.v1.StatRequest
+	39, // 52: drowse.guest.v1.Agent.ReadDir:input_type -> drowse.guest.v1.ReadDirRequest
+	41, // 53: drowse.guest.v1.Agent.Mkdir:input_type -> drowse.guest.v1.MkdirRequest
+	42, // 54: drowse.guest.v1.Agent.Remove:input_type -> drowse.guest.v1.RemoveRequest
+	43, // 55: drowse.guest.v1.Agent.Rename:input_type -> drowse.guest.v1.RenameRequest
+	44, // 56: drowse.guest.v1.Agent.Symlink:input_type -> drowse.guest.v1.SymlinkRequest
+	45, // 57: drowse.guest.v1.Agent.Readlink:input_type -> drowse.guest.v1.ReadlinkRequest
+	47, // 58: drowse.guest.v1.Agent.Transfer:input_type -> drowse.guest.v1.TransferRequest
+	55, // 59: drowse.guest.v1.Agent.Shutdown:input_type -> drowse.guest.v1.ShutdownRequest
+	56, // 60: drowse.guest.v1.Agent.Secrets:input_type -> drowse.guest.v1.SecretsRequest
+	59, // 61: drowse.guest.v1.Agent.SetService:input_type -> drowse.guest.v1.SetServiceRequest
+	60, // 62: drowse.guest.v1.Agent.StopService:input_type -> drowse.guest.v1.StopServiceRequest
+	61, // 63: drowse.guest.v1.Agent.ListServices:input_type -> drowse.guest.v1.ListServicesRequest
+	65, // 64: drowse.guest.v1.Agent.ServiceLog:input_type -> drowse.guest.v1.ServiceLogRequest
+	30, // 65: drowse.guest.v1.Agent.Changes:input_type -> drowse.guest.v1.ChangesRequest
+	64, // 66: drowse.guest.v1.Agent.WaitService:input_type -> drowse.guest.v1.WaitServiceRequest
+	67, // 67: drowse.guest.v1.Agent.Drop:input_type -> drowse.guest.v1.DropRequest
+	71, // 68: drowse.guest.v1.Agent.Watch:input_type -> drowse.guest.v1.WatchRequest
+	2,  // 69: drowse.guest.v1.Agent.Ping:output_type -> drowse.guest.v1.PingResponse
+	11, // 70: drowse.guest.v1.Agent.Resume:output_type -> drowse.guest.v1.ResumeResponse
+	20, // 71: drowse.guest.v1.Agent.Handover:output_type -> drowse.guest.v1.HandoverResponse
+	4,  // 72: drowse.guest.v1.Agent.Stats:output_type -> drowse.guest.v1.StatsResponse
+	13, // 73: drowse.guest.v1.Agent.Hooks:output_type -> drowse.guest.v1.HooksResponse
+	16, // 74: drowse.guest.v1.Agent.Freeze:output_type -> drowse.guest.v1.FreezeResponse
+	18, // 75: drowse.guest.v1.Agent.Thaw:output_type -> drowse.guest.v1.ThawResponse
+	26, // 76: drowse.guest.v1.Agent.Exec:output_type -> drowse.guest.v1.ExecResponse
+	34, // 77: drowse.guest.v1.Agent.List:output_type -> drowse.guest.v1.ListResponse
+	0,  // 78: drowse.guest.v1.Agent.Kill:output_type -> drowse.guest.v1.Empty
+	37, // 79: drowse.guest.v1.Agent.Stat:output_type -> drowse.guest.v1.FileInfo
+	40, // 80: drowse.guest.v1.Agent.ReadDir:output_type -> drowse.guest.v1.ReadDirResponse
+	0,  // 81: drowse.guest.v1.Agent.Mkdir:output_type -> drowse.guest.v1.Empty
+	0,  // 82: drowse.guest.v1.Agent.Remove:output_type -> drowse.guest.v1.Empty
+	0,  // 83: drowse.guest.v1.Agent.Rename:output_type -> drowse.guest.v1.Empty
+	0,  // 84: drowse.guest.v1.Agent.Symlink:output_type -> drowse.guest.v1.Empty
+	46, // 85: drowse.guest.v1.Agent.Readlink:output_type -> drowse.guest.v1.ReadlinkResponse
+	53, // 86: drowse.guest.v1.Agent.Transfer:output_type -> drowse.guest.v1.TransferResponse
+	0,  // 87: drowse.guest.v1.Agent.Shutdown:output_type -> drowse.guest.v1.Empty
+	0,  // 88: drowse.guest.v1.Agent.Secrets:output_type -> drowse.guest.v1.Empty
+	63, // 89: drowse.guest.v1.Agent.SetService:output_type -> drowse.guest.v1.ServiceState
+	63, // 90: drowse.guest.v1.Agent.StopService:output_type -> drowse.guest.v1.ServiceState
+	62, // 91: drowse.guest.v1.Agent.ListServices:output_type -> drowse.guest.v1.ListServicesResponse
+	66, // 92: drowse.guest.v1.Agent.ServiceLog:output_type -> drowse.guest.v1.ServiceLogResponse
+	31, // 93: drowse.guest.v1.Agent.Changes:output_type -> drowse.guest.v1.DiskChanges
+	63, // 94: drowse.guest.v1.Agent.WaitService:output_type -> drowse.guest.v1.ServiceState
+	69, // 95: drowse.guest.v1.Agent.Drop:output_type -> drowse.guest.v1.DropResponse
+	73, // 96: drowse.guest.v1.Agent.Watch:output_type -> drowse.guest.v1.WatchResponse
+	69, // [69:97] is the sub-list for method output_type
+	41, // [41:69] is the sub-list for method input_type
 	41, // [41:41] is the sub-list for extension type_name
 	41, // [41:41] is the sub-list for extension extendee
 	0,  // [0:41] is the sub-list for field type_name
@@ -6230,7 +6128,7 @@ func file_agent_proto_init() {
 	if File_agent_proto != nil {
 		return
 	}
-	file_agent_proto_msgTypes[23].OneofWrappers = []any{
+	file_agent_proto_msgTypes[21].OneofWrappers = []any{
 		(*ExecRequest_Start)(nil),
 		(*ExecRequest_Attach)(nil),
 		(*ExecRequest_Stdin)(nil),
@@ -6239,13 +6137,13 @@ func file_agent_proto_init() {
 		(*ExecRequest_Signal)(nil),
 		(*ExecRequest_Ack)(nil),
 	}
-	file_agent_proto_msgTypes[28].OneofWrappers = []any{
+	file_agent_proto_msgTypes[26].OneofWrappers = []any{
 		(*ExecResponse_Started)(nil),
 		(*ExecResponse_Output)(nil),
 		(*ExecResponse_Exit)(nil),
 		(*ExecResponse_Ack)(nil),
 	}
-	file_agent_proto_msgTypes[49].OneofWrappers = []any{
+	file_agent_proto_msgTypes[47].OneofWrappers = []any{
 		(*TransferRequest_Read)(nil),
 		(*TransferRequest_Write)(nil),
 		(*TransferRequest_Pack)(nil),
@@ -6256,13 +6154,13 @@ func file_agent_proto_init() {
 		(*TransferRequest_ResumePack)(nil),
 		(*TransferRequest_ResumeUnpack)(nil),
 	}
-	file_agent_proto_msgTypes[55].OneofWrappers = []any{
+	file_agent_proto_msgTypes[53].OneofWrappers = []any{
 		(*TransferResponse_Info)(nil),
 		(*TransferResponse_Data)(nil),
 		(*TransferResponse_Ack)(nil),
 		(*TransferResponse_Done)(nil),
 	}
-	file_agent_proto_msgTypes[73].OneofWrappers = []any{
+	file_agent_proto_msgTypes[71].OneofWrappers = []any{
 		(*WatchRequest_Start)(nil),
 		(*WatchRequest_Ack)(nil),
 	}
@@ -6272,7 +6170,7 @@ func file_agent_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_agent_proto_rawDesc), len(file_agent_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   77,
+			NumMessages:   75,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -12,8 +12,6 @@ type AgentService interface {
 	Resume(context.Context, *ResumeRequest) (*ResumeResponse, error)
 	Handover(context.Context, *HandoverRequest) (*HandoverResponse, error)
 	Stats(context.Context, *StatsRequest) (*StatsResponse, error)
-	SetClock(context.Context, *SetClockRequest) (*Empty, error)
-	AddEntropy(context.Context, *AddEntropyRequest) (*Empty, error)
 	Hooks(context.Context, *HooksRequest) (*HooksResponse, error)
 	Freeze(context.Context, *FreezeRequest) (*FreezeResponse, error)
 	Thaw(context.Context, *ThawRequest) (*ThawResponse, error)
@@ -136,20 +134,6 @@ func RegisterAgentService(srv *ttrpc.Server, svc AgentService) {
 					return nil, err
 				}
 				return svc.Stats(ctx, &req)
-			},
-			"SetClock": func(ctx context.Context, unmarshal func(interface{}) error) (interface{}, error) {
-				var req SetClockRequest
-				if err := unmarshal(&req); err != nil {
-					return nil, err
-				}
-				return svc.SetClock(ctx, &req)
-			},
-			"AddEntropy": func(ctx context.Context, unmarshal func(interface{}) error) (interface{}, error) {
-				var req AddEntropyRequest
-				if err := unmarshal(&req); err != nil {
-					return nil, err
-				}
-				return svc.AddEntropy(ctx, &req)
 			},
 			"Hooks": func(ctx context.Context, unmarshal func(interface{}) error) (interface{}, error) {
 				var req HooksRequest
@@ -330,8 +314,6 @@ type AgentClient interface {
 	Resume(context.Context, *ResumeRequest) (*ResumeResponse, error)
 	Handover(context.Context, *HandoverRequest) (*HandoverResponse, error)
 	Stats(context.Context, *StatsRequest) (*StatsResponse, error)
-	SetClock(context.Context, *SetClockRequest) (*Empty, error)
-	AddEntropy(context.Context, *AddEntropyRequest) (*Empty, error)
 	Hooks(context.Context, *HooksRequest) (*HooksResponse, error)
 	Freeze(context.Context, *FreezeRequest) (*FreezeResponse, error)
 	Thaw(context.Context, *ThawRequest) (*ThawResponse, error)
@@ -395,22 +377,6 @@ func (c *agentClient) Handover(ctx context.Context, req *HandoverRequest) (*Hand
 func (c *agentClient) Stats(ctx context.Context, req *StatsRequest) (*StatsResponse, error) {
 	var resp StatsResponse
 	if err := c.client.Call(ctx, "drowse.guest.v1.Agent", "Stats", req, &resp); err != nil {
-		return nil, err
-	}
-	return &resp, nil
-}
-
-func (c *agentClient) SetClock(ctx context.Context, req *SetClockRequest) (*Empty, error) {
-	var resp Empty
-	if err := c.client.Call(ctx, "drowse.guest.v1.Agent", "SetClock", req, &resp); err != nil {
-		return nil, err
-	}
-	return &resp, nil
-}
-
-func (c *agentClient) AddEntropy(ctx context.Context, req *AddEntropyRequest) (*Empty, error) {
-	var resp Empty
-	if err := c.client.Call(ctx, "drowse.guest.v1.Agent", "AddEntropy", req, &resp); err != nil {
 		return nil, err
 	}
 	return &resp, nil

@@ -183,7 +183,7 @@ type agent struct {
 func interceptor(ctx context.Context, u ttrpc.Unmarshaler, info *ttrpc.UnaryServerInfo, method ttrpc.Method) (answer any, err error) {
 	_, name, _ := strings.Cut(strings.TrimPrefix(info.FullMethod, "/"), "/")
 	switch name {
-	case "Ping", "Resume", "Stats", "SetClock", "AddEntropy", "Hooks", "Freeze", "Thaw", "List", "Stat", "ReadDir", "Mkdir", "Remove", "Rename",
+	case "Ping", "Resume", "Stats", "Hooks", "Freeze", "Thaw", "List", "Stat", "ReadDir", "Mkdir", "Remove", "Rename",
 		"Shutdown", "Secrets", "Drop":
 		answer, err = method(ctx, u)
 		return answer, toStatus(err)
@@ -233,14 +233,6 @@ func (a agent) Stats(context.Context, *agentpb.StatsRequest) (*agentpb.StatsResp
 		Memory:      &agentpb.MemoryUse{Total: size, Free: size - used, Available: size - used},
 		FileSystems: []*agentpb.FileSystem{{Path: "/", Type: "memory", Size: size, Free: size - used, Available: size - used}},
 	}, nil
-}
-
-func (agent) SetClock(context.Context, *agentpb.SetClockRequest) (*agentpb.Empty, error) {
-	return &agentpb.Empty{}, nil
-}
-
-func (agent) AddEntropy(context.Context, *agentpb.AddEntropyRequest) (*agentpb.Empty, error) {
-	return &agentpb.Empty{}, nil
 }
 
 func (agent) Secrets(context.Context, *agentpb.SecretsRequest) (*agentpb.Empty, error) {

@@ -184,15 +184,16 @@ func Translate(in netip.Prefix) error {
 	if err := check(in); err != nil {
 		return err
 	}
-	return once(in, rangeWords(in), expr.MetaKeyOIFNAME, &expr.Masq{}, &nftables.Chain{
+	f := familyOf(in)
+	return once(f, rangeWords(in), &nftables.Chain{
 		Name: chainNAT, Type: nftables.ChainTypeNAT, Hooknum: nftables.ChainHookPostrouting, Priority: nftables.ChainPriorityNATSource,
-	})
+	}, &expr.Masq{}, f.from(in), notEndpoints(expr.MetaKeyOIFNAME))
 }
 
-// once adds a rule, unless it exists, for packets with a source in a range whose interface is not an endpoint's.
-func once(in netip.Prefix, words string, interfaces expr.MetaKey, does expr.Any, chain *nftables.Chain) error {
+// once adds a rule to a chain, unless it exists. The rule counts the packets that match, and does something to them.
+func once(f *family, words string, chain *nftables.Chain, does expr.Any, match ...[]expr.Any) error {
 	return locked(func() error {
-		n, err := open(familyOf(in))
+		n, err := open(f)
 		if err != nil {
 			return err
 		}
@@ -200,7 +201,7 @@ func once(in netip.Prefix, words string, interfaces expr.MetaKey, does expr.Any,
 		if err != nil || slices.Contains(have, words) {
 			return err
 		}
-		return n.add(chain, words, append(append(n.family.from(in), notEndpoints(interfaces)...), &expr.Counter{}, does))
+		return n.add(chain, words, append(slices.Concat(match...), &expr.Counter{}, does))
 	})
 }
 
@@ -231,35 +232,23 @@ func (f *family) address(offset uint32, in netip.Prefix) []expr.Any {
 // interface. The programs of endpoints reject such packets anyway; this keeps them from the host itself. Like
 // Translate, it changes nothing if the rule exists.
 func Own(in netip.Prefix) error {
-	return once(in, ownPrefix+in.String(), expr.MetaKeyIIFNAME, &expr.Verdict{Kind: expr.VerdictDrop}, &nftables.Chain{
+	f := familyOf(in)
+	return once(f, ownPrefix+in.String(), &nftables.Chain{
 		Name: chainSource, Type: nftables.ChainTypeFilter, Hooknum: nftables.ChainHookPrerouting, Priority: nftables.ChainPriorityRaw,
-	})
+	}, &expr.Verdict{Kind: expr.VerdictDrop}, f.from(in), notEndpoints(expr.MetaKeyIIFNAME))
 }
 
 // Contain makes the host drop what an endpoint sends to an address in a range of endpoints that would leave by another
 // interface than an endpoint's: the endpoint with that address has been killed, or is not there yet, and the host's
 // routes may lead to a stranger with the same address. Like Translate, it changes nothing if the rule exists.
 func Contain(in netip.Prefix) error {
-	return locked(func() error {
-		n, err := open(familyOf(in))
-		if err != nil {
-			return err
-		}
-		words := strayPrefix + in.String()
-		have, err := n.comments(chainStray)
-		if err != nil || slices.Contains(have, words) {
-			return err
-		}
-		exprs := []expr.Any{
-			&expr.Meta{Key: expr.MetaKeyIIFNAME, Register: 1},
-			&expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: []byte(InterfacePrefix)},
-		}
-		exprs = append(exprs, n.family.address(n.family.source+n.family.length, in)...)
-		exprs = append(exprs, notEndpoints(expr.MetaKeyOIFNAME)...)
-		return n.add(&nftables.Chain{
-			Name: chainStray, Type: nftables.ChainTypeFilter, Hooknum: nftables.ChainHookForward, Priority: nftables.ChainPriorityFilter,
-		}, words, append(exprs, &expr.Counter{}, &expr.Verdict{Kind: expr.VerdictDrop}))
-	})
+	f := familyOf(in)
+	return once(f, strayPrefix+in.String(), &nftables.Chain{
+		Name: chainStray, Type: nftables.ChainTypeFilter, Hooknum: nftables.ChainHookForward, Priority: nftables.ChainPriorityFilter,
+	}, &expr.Verdict{Kind: expr.VerdictDrop}, []expr.Any{
+		&expr.Meta{Key: expr.MetaKeyIIFNAME, Register: 1},
+		&expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: []byte(InterfacePrefix)},
+	}, f.address(f.source+f.length, in), notEndpoints(expr.MetaKeyOIFNAME))
 }
 
 // Forwarding reports whether the host forwards IPv4 packets.

@@ -671,40 +671,11 @@ func checkFile(img *Image) error {
 	return nil
 }
 
-// Verify is the full check: Check, and the SHA-256 of the whole file against the id. onRead (may be nil) gets the
-// bytes read and their total. Errors are ErrTruncated or ErrCorrupt, with cause and remedy, ErrNotFound, or the
-// context's.
-func (s *Store) Verify(ctx context.Context, ref string, onRead func(done, total int64)) error {
-	img, err := s.Find(ref)
-	if err != nil {
-		return err
-	}
-	if err := s.Check(img); err != nil {
-		return err
-	}
-	f, err := os.Open(img.Path())
-	if err != nil {
-		return fmt.Errorf("verify image %s: %w", img.Name(), err)
-	}
-	defer func() { _ = f.Close() }() // only read
-	got, err := hashFile(ctx, f, onRead)
-	if err != nil {
-		return fmt.Errorf("verify image %s: %w", img.Name(), err)
-	}
-	if got != img.ID {
-		return fmt.Errorf("verify image %s: %w: its content has SHA-256 %s; remove it and build it again", img.Name(), ErrCorrupt, got)
-	}
-	return nil
-}
-
 // hashFile returns the SHA-256 of a file in hex.
 func hashFile(ctx context.Context, f *os.File, onRead func(done, total int64)) (string, error) {
 	st, err := f.Stat()
 	if err != nil {
 		return "", err
-	}
-	if onRead == nil {
-		onRead = func(int64, int64) {}
 	}
 	h := sha256.New()
 	told := artifact.CountingWriter(func(n int64) { onRead(n, st.Size()) })

@@ -192,8 +192,8 @@ func TestFile_gone_from_archive_is_tried_again_after_update_only_if_allowed(t *t
 
 func TestFetch_refuses_package_that_is_no_kernel(t *testing.T) {
 	dir, opts := fakeArchive(t)
-	writeTree(t, dir, map[string]string{"apt/bash": stanza("bash", "base-files", strings.Repeat("0", 64))})
-	if _, err := Download(t.Context(), opts.CacheDir, "bash"); !errors.Is(err, ErrUnsupported) {
+	writeTree(t, dir, map[string]string{"apt/" + cloudPackage: stanza(cloudPackage, "base-files", strings.Repeat("0", 64))})
+	if _, err := Fetch(t.Context(), opts); !errors.Is(err, ErrUnsupported) {
 		t.Errorf("got %v", err)
 	}
 }

@@ -11,7 +11,6 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
-	"sync"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -98,29 +97,18 @@ func loopback(a *net.TCPAddr) bool {
 
 // unixListener is a listener on a Unix socket. A lock beside the socket shows that its server runs.
 type unixListener struct {
-	*net.UnixListener
-	path string
+	net.Listener
 	lock *os.File
-	once sync.Once
-	err  error
 }
-
-// Addr returns the socket's current name: it was made under another one.
-func (l *unixListener) Addr() net.Addr { return &net.UnixAddr{Name: l.path, Net: "unix"} }
 
 // Close stops listening and removes the socket.
-func (l *unixListener) Close() error {
-	l.once.Do(func() {
-		l.err = errors.Join(os.Remove(l.path), l.UnixListener.Close(), l.lock.Close())
-	})
-	return l.err
-}
+func (l *unixListener) Close() error { return errors.Join(l.Listener.Close(), l.lock.Close()) }
 
 // ListenUnix listens on a Unix socket that only its owner may use, from the first moment. It replaces the socket
 // of a server that was killed. If a server runs, it returns ErrListen.
 func ListenUnix(path string) (net.Listener, error) {
-	if len(path)+len(".new") > maxSocketPath {
-		return nil, fmt.Errorf("%w: the path of the socket has %d bytes, and %d are possible: use a shorter state directory", ErrListen, len(path), maxSocketPath-len(".new"))
+	if len(path) > maxSocketPath {
+		return nil, fmt.Errorf("%w: the path of the socket has %d bytes, and %d are possible: use a shorter state directory", ErrListen, len(path), maxSocketPath)
 	}
 	lock, err := osfile.TryOpenLocked(path+".lock", os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW, 0o600, osfile.Exclusive)
 	if errors.Is(err, osfile.ErrLocked) {
@@ -129,32 +117,12 @@ func ListenUnix(path string) (net.Listener, error) {
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrListen, err)
 	}
-	l, err := listenPrivately(path)
+	l, err := osfile.ListenUnix(path)
 	if err != nil {
 		lock.Close()
 		return nil, fmt.Errorf("%w: %w", ErrListen, err)
 	}
-	return &unixListener{UnixListener: l, path: path, lock: lock}, nil
-}
-
-// listenPrivately gives the socket its name only after it has its mode.
-func listenPrivately(path string) (*net.UnixListener, error) {
-	tmp := path + ".new"
-	if err := os.Remove(tmp); err != nil && !errors.Is(err, os.ErrNotExist) {
-		return nil, err
-	}
-	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: tmp, Net: "unix"})
-	if err != nil {
-		return nil, err
-	}
-	l.SetUnlinkOnClose(false)
-	if err = os.Chmod(tmp, 0o600); err == nil {
-		err = os.Rename(tmp, path)
-	}
-	if err != nil {
-		return nil, errors.Join(err, os.Remove(tmp), l.Close())
-	}
-	return l, nil
+	return &unixListener{l, lock}, nil
 }
 
 // Serve serves the listeners until ctx ends, and then closes them. Requests that still run have 10 s to finish.

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // Filter selects the sandboxes of a list. The zero value of a field selects all.
@@ -28,7 +29,7 @@ func (f Filter) Check() error {
 	if f.Limit < 0 || f.Limit > MaxPage {
 		return fmt.Errorf("%w: a page of %d: use 1 to %d", ErrInvalid, f.Limit, MaxPage)
 	}
-	if err := CheckText("owner", f.Owner, MaxOwner); err != nil {
+	if err := spec.CheckText(ErrInvalid, "owner", f.Owner, MaxOwner); err != nil {
 		return err
 	}
 	if f.Class != "" {
@@ -44,7 +45,7 @@ func (f Filter) Check() error {
 	if len(f.After) > maxName {
 		return fmt.Errorf("%w: a page after a name of %d bytes", ErrInvalid, len(f.After))
 	}
-	return CheckTags(f.Tags)
+	return spec.CheckTags(ErrInvalid, f.Tags, MaxTags)
 }
 
 func statusList() string {

@@ -2,10 +2,8 @@ package records
 
 import (
 	"errors"
-	"fmt"
 	"strings"
 	"time"
-	"unicode"
 	"unicode/utf8"
 
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
@@ -125,8 +123,6 @@ type Run struct {
 // Bounds of texts, in bytes, and of lists.
 const (
 	MaxOwner   = 128
-	MaxPurpose = 1024
-	MaxTag     = 64
 	MaxTags    = 64
 	maxName    = 64
 	maxCommand = 4096 // all arguments of a run together
@@ -138,33 +134,6 @@ const (
 
 // ErrInvalid means that a request is out of bounds.
 var ErrInvalid = errors.New("invalid record")
-
-// CheckText returns an error for a text that is too long, or that could mislead a terminal or a log.
-func CheckText(what, text string, limit int) error {
-	if len(text) > limit {
-		return fmt.Errorf("%w: %s of %d bytes: use %d at most", ErrInvalid, what, len(text), limit)
-	}
-	if !utf8.ValidString(text) || strings.ContainsFunc(text, func(r rune) bool { return !unicode.IsPrint(r) }) {
-		return fmt.Errorf("%w: %s %q: use printable characters in one line", ErrInvalid, what, text)
-	}
-	return nil
-}
-
-// CheckTags returns an error for tags that are too many, too long, empty or unprintable.
-func CheckTags(tags []string) error {
-	if len(tags) > MaxTags {
-		return fmt.Errorf("%w: %d tags: use %d at most", ErrInvalid, len(tags), MaxTags)
-	}
-	for _, t := range tags {
-		if t == "" || strings.ContainsAny(t, ", ") {
-			return fmt.Errorf("%w: tag %q: use a word without spaces and commas, as team or team=web", ErrInvalid, t)
-		}
-		if err := CheckText("tag", t, MaxTag); err != nil {
-			return err
-		}
-	}
-	return nil
-}
 
 // cut keeps the first n bytes, or a few less so that no character is split.
 func cut(s string, n int) string {

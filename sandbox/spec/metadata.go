@@ -77,35 +77,45 @@ func (l Metadata) Empty() bool {
 	return l.Class == "" && l.Owner == "" && l.Purpose == "" && len(l.Tags) == 0 && l.Expires.IsZero() && l.Keep == lifetime.Keep{} && l.Wake == Timer{} && l.Rotate == Rotation{} && l.Persist.Empty()
 }
 
+// CheckText returns a kind of error for a text that is too long, or that could mislead a terminal or a log.
+func CheckText(kind error, what, text string, limit int) error {
+	if len(text) > limit {
+		return fmt.Errorf("%w: %s of %d bytes: use %d at most", kind, what, len(text), limit)
+	}
+	if !utf8.ValidString(text) || strings.ContainsFunc(text, func(r rune) bool { return !unicode.IsPrint(r) }) {
+		return fmt.Errorf("%w: %s %q: use printable characters in one line", kind, what, text)
+	}
+	return nil
+}
+
+// CheckTags returns a kind of error for tags that are more than a limit, too long, empty or unprintable.
+func CheckTags(kind error, tags []string, limit int) error {
+	if len(tags) > limit {
+		return fmt.Errorf("%w: %d tags: use %d at most", kind, len(tags), limit)
+	}
+	for _, t := range tags {
+		if t == "" || strings.ContainsAny(t, ", ") {
+			return fmt.Errorf("%w: tag %q: use a word without spaces and commas, as team or team=web", kind, t)
+		}
+		if err := CheckText(kind, "tag", t, MaxMetadataTag); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
 // Check returns an ErrMetadata for values that are out of bounds.
 func (l Metadata) Check() error {
-	text := func(what, s string, limit int) error {
-		if len(s) > limit {
-			return fmt.Errorf("%w: %s of %d bytes: use %d at most", ErrMetadata, what, len(s), limit)
-		}
-		if !utf8.ValidString(s) || strings.ContainsFunc(s, func(r rune) bool { return !unicode.IsPrint(r) }) {
-			return fmt.Errorf("%w: %s %q: use printable characters in one line", ErrMetadata, what, s)
-		}
-		return nil
-	}
 	for _, err := range []error{l.EffectiveClass().Check(), l.Keep.Check(), l.Persist.Check()} {
 		if err != nil {
 			return fmt.Errorf("%w: %w", ErrMetadata, err)
 		}
 	}
-	if err := errors.Join(text("owner", l.Owner, MaxMetadataOwner), text("purpose", l.Purpose, MaxMetadataPurpose)); err != nil {
+	if err := errors.Join(CheckText(ErrMetadata, "owner", l.Owner, MaxMetadataOwner), CheckText(ErrMetadata, "purpose", l.Purpose, MaxMetadataPurpose)); err != nil {
 		return err
 	}
-	if len(l.Tags) > MaxMetadataTags {
-		return fmt.Errorf("%w: %d tags: use %d at most", ErrMetadata, len(l.Tags), MaxMetadataTags)
-	}
-	for _, t := range l.Tags {
-		if t == "" || strings.ContainsAny(t, ", ") {
-			return fmt.Errorf("%w: tag %q: use a word without spaces and commas, as team or team=web", ErrMetadata, t)
-		}
-		if err := text("tag", t, MaxMetadataTag); err != nil {
-			return err
-		}
+	if err := CheckTags(ErrMetadata, l.Tags, MaxMetadataTags); err != nil {
+		return err
 	}
 	if err := errors.Join(l.Wake.check(), l.Rotate.Check()); err != nil {
 		return err

@@ -149,7 +149,7 @@ func (vm guarded) addresses() []netip.Addr {
 
 // packet handles a packet that came to the waker. It does not keep p.
 func (g *packetWaker) packet(ctx context.Context, p []byte) {
-	dst, ok := packetTo(p)
+	_, dst, ok := packetEnds(p)
 	if !ok {
 		return
 	}
@@ -219,7 +219,7 @@ func (g *packetWaker) opens(r *resting, p []byte, now time.Time) bool {
 	m := refmodel.New(vm.policy, netpolicy.Identity{Address4: vm.address4, Address6: vm.address6}, env)
 	f := refmodel.Frame{Direction: netpolicy.Ingress, Bytes: frame(p)}
 	// A packet with such a source came by that VM's own device: see link.GuardWaker.
-	if src, ok := packetFrom(p); ok && (g.agents.Contains(src) || g.agents6.Contains(src)) {
+	if src, _, ok := packetEnds(p); ok && (g.agents.Contains(src) || g.agents6.Contains(src)) {
 		f.By = src
 	}
 	return m.Opens(f)
@@ -269,26 +269,15 @@ func (g *packetWaker) bring(ctx context.Context, name string, addr netip.Addr, r
 	}
 }
 
-// packetTo returns the destination of an IP packet.
-func packetTo(p []byte) (netip.Addr, bool) {
+// packetEnds returns the source that an IP packet claims, and its destination.
+func packetEnds(p []byte) (src, dst netip.Addr, ok bool) {
 	switch {
 	case len(p) >= 20 && p[0]>>4 == 4:
-		return netip.AddrFrom4([4]byte(p[16:20])), true
+		return netip.AddrFrom4([4]byte(p[12:16])), netip.AddrFrom4([4]byte(p[16:20])), true
 	case len(p) >= 40 && p[0]>>4 == 6:
-		return netip.AddrFrom16([16]byte(p[24:40])), true
+		return netip.AddrFrom16([16]byte(p[8:24])), netip.AddrFrom16([16]byte(p[24:40])), true
 	}
-	return netip.Addr{}, false
-}
-
-// packetFrom returns the source that an IP packet claims.
-func packetFrom(p []byte) (netip.Addr, bool) {
-	switch {
-	case len(p) >= 20 && p[0]>>4 == 4:
-		return netip.AddrFrom4([4]byte(p[12:16])), true
-	case len(p) >= 40 && p[0]>>4 == 6:
-		return netip.AddrFrom16([16]byte(p[8:24])), true
-	}
-	return netip.Addr{}, false
+	return src, dst, false
 }
 
 // frame returns an IP packet as a frame from the gateway to a guest.

@@ -282,7 +282,7 @@ func TestWakerDevice_has_packets_that_no_device_of_a_VM_takes(t *testing.T) {
 		buf := make([]byte, 2000)
 		n, err := d.file.Read(buf)
 		must(err)
-		a, ok := packetTo(buf[:n])
+		_, a, ok := packetEnds(buf[:n])
 		if !ok || string(buf[n-4:n]) != "ping" {
 			t.Fatalf("%x", buf[:n])
 		}
@@ -482,7 +482,7 @@ func TestAttack_forged_source_wakes_a_VM(t *testing.T) {
 		}
 		must(err)
 		if got := binary.BigEndian.Uint16(buf[n-18:]); got != want {
-			src, _ := packetFrom(buf[:n])
+			src, _, _ := packetEnds(buf[:n])
 			t.Errorf("a packet from %v to port %d has come, want that to %d", src, got, want)
 		}
 	}

@@ -105,17 +105,3 @@ func (s *Standby) Resume(_ context.Context, m *agentpb.ResumeRequest) (*agentpb.
 func (s *Standby) hooksState() (waiting, present bool) {
 	return s.hooks.waiting.Load(), s.hookWatch == nil || s.hookWatch.present.Load()
 }
-
-// SetClock implements agentpb.AgentService.
-func (s *Standby) SetClock(_ context.Context, m *agentpb.SetClockRequest) (*agentpb.Empty, error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return &agentpb.Empty{}, s.config.Machine.SetClock(m.WallNanos)
-}
-
-// AddEntropy implements agentpb.AgentService.
-func (s *Standby) AddEntropy(_ context.Context, m *agentpb.AddEntropyRequest) (*agentpb.Empty, error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return &agentpb.Empty{}, s.config.Machine.AddEntropy(m.Entropy)
-}

@@ -100,37 +100,39 @@ func fail(op, name string, err error) error {
 
 // call sends a request and decodes the answer into out.
 func (c *Client) call(ctx context.Context, op, name, method, path string, body, out any) error {
-	return fail(op, name, c.ask(ctx, method, path, body, out))
+	_, err := c.ask(ctx, method, path, body, out)
+	return fail(op, name, err)
 }
 
-func (c *Client) ask(ctx context.Context, method, path string, body, out any) error {
+// ask also returns the status of the answer.
+func (c *Client) ask(ctx context.Context, method, path string, body, out any) (status int, err error) {
 	resp, err := c.Do(ctx, method, path, body)
 	if err != nil {
-		return err
+		return 0, err
 	}
 	defer resp.Body.Close()
 	text, err := io.ReadAll(io.LimitReader(resp.Body, maxAnswer+1))
 	if err != nil {
-		return fmt.Errorf("reading the server's answer: %w", err)
+		return 0, fmt.Errorf("reading the server's answer: %w", err)
 	}
 	if len(text) > maxAnswer {
-		return fmt.Errorf("the server's answer has more than %d bytes", maxAnswer)
+		return 0, fmt.Errorf("the server's answer has more than %d bytes", maxAnswer)
 	}
 	if resp.StatusCode/100 != 2 && (resp.StatusCode != http.StatusServiceUnavailable || !bytes.HasPrefix(text, []byte(`{"ok"`))) {
 		var e wire.ErrorDoc
 		if err := json.Unmarshal(text, &e); err != nil || e.Error.Message == "" {
-			return fmt.Errorf("the server answered %s: is it drowse that serves there?", resp.Status)
+			return 0, fmt.Errorf("the server answered %s: is it drowse that serves there?", resp.Status)
 		}
-		return e.Error.Err()
+		return 0, e.Error.Err()
 	}
 	if raw, ok := out.(*[]byte); ok {
 		*raw = text
-		return nil
+		return resp.StatusCode, nil
 	}
 	if err := json.Unmarshal(text, out); err != nil {
-		return fmt.Errorf("reading the server's answer: %w", err)
+		return 0, fmt.Errorf("reading the server's answer: %w", err)
 	}
-	return nil
+	return resp.StatusCode, nil
 }
 
 func one(name string) string { return "/v1/sandboxes/" + url.PathEscape(name) }
@@ -155,21 +157,8 @@ func (c *Client) Create(ctx context.Context, r records.Request) (s records.Sandb
 
 // GetOrCreate is sandbox.Host.GetOrCreate.
 func (c *Client) GetOrCreate(ctx context.Context, r records.Request) (s records.Sandbox, created bool, err error) {
-	resp, err := c.Do(ctx, http.MethodPost, "/v1/sandboxes", wire.Create{Spec: r.Spec, Metadata: r.Metadata, GetOrCreate: true})
-	if err != nil {
-		return s, false, fail("get or create", r.Spec.Name, err)
-	}
-	defer resp.Body.Close()
-	text, err := io.ReadAll(io.LimitReader(resp.Body, maxAnswer))
-	if err == nil && resp.StatusCode/100 != 2 {
-		var e wire.ErrorDoc
-		if err = json.Unmarshal(text, &e); err == nil {
-			err = e.Error.Err()
-		}
-	} else if err == nil {
-		err = json.Unmarshal(text, &s)
-	}
-	return s, err == nil && resp.StatusCode == http.StatusCreated, fail("get or create", r.Spec.Name, err)
+	status, err := c.ask(ctx, http.MethodPost, "/v1/sandboxes", wire.Create{Spec: r.Spec, Metadata: r.Metadata, GetOrCreate: true}, &s)
+	return s, status == http.StatusCreated, fail("get or create", r.Spec.Name, err)
 }
 
 // Get is fleet.Fleet.Get.
