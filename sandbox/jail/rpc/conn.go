@@ -266,7 +266,8 @@ func (c *Conn) newMessage(k kind, method string, body any, files []*os.File) (*m
 		}
 		switch {
 		case len(m.body) > c.o.MaxMessage:
-			return fmt.Errorf("call %s: its body has %d bytes, and the limit is %d: split it, or pass a file", method, len(m.body), c.o.MaxMessage)
+			return fmt.Errorf("call %s: its body has %d bytes, and the limit is %d: split it, or pass a file",
+				method, len(m.body), c.o.MaxMessage)
 		case len(files) > c.o.MaxFiles:
 			return fmt.Errorf("call %s: it has %d files, and the limit is %d", method, len(files), c.o.MaxFiles)
 		}

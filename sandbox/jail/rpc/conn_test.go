@@ -49,7 +49,8 @@ func TestCall_takes_an_argument_and_files_and_returns_a_reply_and_files(t *testi
 
 func TestMessages_have_up_to_the_limit(t *testing.T) {
 	keeper, _ := pair(t, Options{}, Options{Handler: echo})
-	for _, n := range []int{0, packetSize - headerSize - 2 - len("echo"), packetSize - headerSize - 1 - len("echo"), 3 * packetSize, 1<<20 - 2} {
+	const packet = packetSize - headerSize - len(`echo""`) // one that is full
+	for _, n := range []int{0, packet, packet + 1, 3 * packetSize, 1<<20 - len(`""`)} {
 		text, reply := strings.Repeat("x", n), ""
 		if _, err := keeper.Call(t.Context(), "echo", text, &reply); err != nil || reply != text {
 			t.Errorf("%d bytes: got %d (%v)", n, len(reply), err)
@@ -59,7 +60,7 @@ func TestMessages_have_up_to_the_limit(t *testing.T) {
 
 func TestCall_refuses_what_exceeds_a_limit_and_the_connection_stays(t *testing.T) {
 	sameFDs(t)
-	long := func(_ context.Context, method string, _ []byte, files []*os.File) (any, []*os.File, error) {
+	long := func(_ context.Context, method string, _ []byte, files osFiles) (any, osFiles, error) {
 		closeAll(files)
 		switch method {
 		case "long":
@@ -87,7 +88,8 @@ func TestCall_refuses_what_exceeds_a_limit_and_the_connection_stays(t *testing.T
 		{"long", nil, nil, "limit is 1048576"},
 		{"files", nil, nil, "limit is 2"},
 	} {
-		if _, err := keeper.Call(t.Context(), c.method, c.arg, nil, c.files...); err == nil || !strings.Contains(err.Error(), c.want) {
+		_, err := keeper.Call(t.Context(), c.method, c.arg, nil, c.files...)
+		if err == nil || !strings.Contains(err.Error(), c.want) {
 			t.Errorf("%.10q: %v, want %q", c.method, err, c.want)
 		}
 	}
@@ -103,24 +105,26 @@ func TestFiles_that_are_closed_fail_only_their_call(t *testing.T) {
 		f.Close()
 		return f
 	}
-	keeper, _ := pair(t, Options{}, Options{Handler: func(_ context.Context, _ string, _ []byte, files []*os.File) (any, []*os.File, error) {
-		closeAll(files)
-		return nil, []*os.File{closed()}, nil
-	}})
+	keeper, _ := pair(t, Options{}, Options{
+		Handler: func(_ context.Context, _ string, _ []byte, files osFiles) (any, osFiles, error) {
+			closeAll(files)
+			return nil, []*os.File{closed()}, nil
+		}})
 	if _, err := keeper.Call(t.Context(), "a", nil, nil, temp(t, ""), closed()); !errors.Is(err, os.ErrClosed) {
 		t.Error(err)
 	}
-	if _, err := keeper.Call(t.Context(), "a", nil, nil); err == nil || !strings.Contains(err.Error(), "file already closed") {
+	_, err := keeper.Call(t.Context(), "a", nil, nil)
+	if err == nil || !strings.Contains(err.Error(), "file already closed") {
 		t.Error(err)
 	}
 }
 
 func TestErrors_keep_their_identity(t *testing.T) {
 	mine, other := errors.New("mine"), errors.New("other")
-	var fail error
+	var fail atomic.Pointer[error]
 	sent := map[string]error{"mine": mine, "other": other}
 	keeper, _ := pair(t, Options{Sentinels: sent}, Options{Sentinels: sent,
-		Handler: func(context.Context, string, []byte, []*os.File) (any, []*os.File, error) { return nil, nil, fail }})
+		Handler: func(context.Context, string, []byte, osFiles) (any, osFiles, error) { return nil, nil, *fail.Load() }})
 	_, notExist := os.Open("/does/not/exist")
 	for _, c := range []struct {
 		err, is error
@@ -137,7 +141,7 @@ func TestErrors_keep_their_identity(t *testing.T) {
 		{errors.New(strings.Repeat("<", 5000)), nil, strings.Repeat("<", 4093) + "..."},
 		{errors.New(""), nil, "the peer failed and does not say why"},
 	} {
-		fail = c.err
+		fail.Store(&c.err)
 		_, err := keeper.Call(t.Context(), "fail", nil, nil)
 		if err == nil || err.Error() != c.text {
 			t.Errorf("%.100v, want %.100q", err, c.text)
@@ -152,10 +156,11 @@ func TestErrors_keep_their_identity(t *testing.T) {
 
 func TestErrors_of_a_hostile_peer_are_bounded(t *testing.T) {
 	s := newSentinels(nil)
+	long := strings.Repeat("x", 1<<20)
 	for body, want := range map[string]string{
-		`{"text":"` + strings.Repeat("x", 1<<20) + `"}`:                                 strings.Repeat("x", maxErrorText-3) + "...",
-		`{"text":"a","errno":-1,"codes":["nothing"]}`:                                   "a",
-		`{"text":"a","errno":99999}`:                                                    "a",
+		`{"text":"` + long + `"}`:                     long[:maxErrorText-3] + "...",
+		`{"text":"a","errno":-1,"codes":["nothing"]}`: "a",
+		`{"text":"a","errno":99999}`:                  "a",
 		`{"text":"a","codes":[` + strings.Repeat(`"context.Canceled",`, 1000) + `"x"]}`: "a",
 		`}`: "the peer failed, and its error cannot be read: invalid character '}' looking for beginning of value",
 	} {
@@ -172,12 +177,13 @@ func TestErrors_of_a_hostile_peer_are_bounded(t *testing.T) {
 
 func TestCancellation_reaches_the_handler_and_Call_returns_at_once(t *testing.T) {
 	serving, cancelled := make(chan bool), make(chan error)
-	keeper, _ := pair(t, Options{}, Options{Handler: func(ctx context.Context, _ string, _ []byte, _ []*os.File) (any, []*os.File, error) {
-		serving <- true
-		<-ctx.Done()
-		cancelled <- ctx.Err()
-		return nil, []*os.File{temp(t, "")}, nil
-	}})
+	keeper, _ := pair(t, Options{}, Options{
+		Handler: func(ctx context.Context, _ string, _ []byte, _ osFiles) (any, osFiles, error) {
+			serving <- true
+			<-ctx.Done()
+			cancelled <- ctx.Err()
+			return nil, []*os.File{temp(t, "")}, nil
+		}})
 	ctx, cancel := context.WithCancel(t.Context())
 	go func() { <-serving; cancel() }()
 	if _, err := keeper.Call(ctx, "wait", nil, nil); !errors.Is(err, context.Canceled) {
@@ -193,7 +199,7 @@ func TestCancellation_reaches_the_handler_and_Call_returns_at_once(t *testing.T)
 }
 
 func TestHandlers_call_back(t *testing.T) {
-	handler := func(ctx context.Context, _ string, body []byte, _ []*os.File) (any, []*os.File, error) {
+	handler := func(ctx context.Context, _ string, body []byte, _ osFiles) (any, osFiles, error) {
 		n := len(body) - len(`""`)
 		if n == 0 {
 			return "", nil, nil
@@ -211,7 +217,7 @@ func TestHandlers_call_back(t *testing.T) {
 
 func TestCalls_beyond_the_limit_wait(t *testing.T) {
 	var now, most atomic.Int32
-	o := Options{MaxCalls: 4, Handler: func(context.Context, string, []byte, []*os.File) (any, []*os.File, error) {
+	o := Options{MaxCalls: 4, Handler: func(context.Context, string, []byte, osFiles) (any, osFiles, error) {
 		n := now.Add(1)
 		for m := most.Load(); n > m && !most.CompareAndSwap(m, n); m = most.Load() {
 		}
@@ -243,15 +249,16 @@ func TestPosts_are_served_in_order_and_are_bounded(t *testing.T) {
 	begun, goOn := make(chan bool, 1), make(chan bool)
 	o := Options{MaxCalls: 4}
 	served := make(chan bool, 5)
-	keeper, child := pair(t, Options{MaxCalls: 4, Handler: func(_ context.Context, _ string, body []byte, _ []*os.File) (any, []*os.File, error) {
-		if len(got) == 0 {
-			begun <- true
-			<-goOn
-		}
-		got = append(got, string(body))
-		served <- true
-		return nil, []*os.File{temp(t, "")}, errors.New("nobody hears of it")
-	}}, o)
+	keeper, child := pair(t, Options{MaxCalls: 4,
+		Handler: func(_ context.Context, _ string, body []byte, _ osFiles) (any, osFiles, error) {
+			if len(got) == 0 {
+				begun <- true
+				<-goOn
+			}
+			got = append(got, string(body))
+			served <- true
+			return nil, []*os.File{temp(t, "")}, errors.New("nobody hears of it")
+		}}, o)
 	for i := range 4 {
 		if err := child.Post("log", i); err != nil {
 			t.Fatal(err)
@@ -281,16 +288,13 @@ func TestPosts_are_served_in_order_and_are_bounded(t *testing.T) {
 
 func TestReplies_before_the_end_arrive(t *testing.T) {
 	for range 50 {
-		var child *Conn
 		ready, end := make(chan bool), make(chan bool)
-		keeper, child := pair(t, Options{}, Options{Handler: func(ctx context.Context, method string, _ []byte, _ []*os.File) (any, []*os.File, error) {
-			if method == "last" {
+		keeper, child := pair(t, Options{}, Options{
+			Handler: func(context.Context, string, []byte, osFiles) (any, osFiles, error) {
 				close(ready)
 				<-end
-			}
-			return "bye", nil, nil
-		}})
-		_ = child
+				return "bye", nil, nil
+			}})
 		var wg sync.WaitGroup
 		wg.Go(func() {
 			var reply string
@@ -316,7 +320,7 @@ func TestClose_ends_calls_and_handlers_of_both_ends(t *testing.T) {
 	sameFDs(t)
 	serving := make(chan bool)
 	var ended atomic.Int32
-	o := Options{Handler: func(ctx context.Context, _ string, _ []byte, files []*os.File) (any, []*os.File, error) {
+	o := Options{Handler: func(ctx context.Context, _ string, _ []byte, files osFiles) (any, osFiles, error) {
 		serving <- true
 		<-ctx.Done()
 		ended.Add(1)
@@ -358,7 +362,8 @@ func TestNew_refuses_what_is_no_socket_and_closes_it(t *testing.T) {
 func TestCall_without_a_handler_fails(t *testing.T) {
 	sameFDs(t)
 	keeper, _ := pair(t, Options{}, Options{})
-	if _, err := keeper.Call(t.Context(), "a", nil, nil, temp(t, "")); err == nil || !strings.Contains(err.Error(), "serves no calls") {
+	_, err := keeper.Call(t.Context(), "a", nil, nil, temp(t, ""))
+	if err == nil || !strings.Contains(err.Error(), "serves no calls") {
 		t.Error(err)
 	}
 }
@@ -445,7 +450,10 @@ func BenchmarkCall(b *testing.B) {
 		name  string
 		conn  func(testing.TB) *Conn
 		files bool
-	}{{"process/file", process, true}, {"process/plain", process, false}, {"here/file", inProcess, true}, {"here/plain", inProcess, false}} {
+	}{
+		{"process/file", process, true}, {"process/plain", process, false},
+		{"here/file", inProcess, true}, {"here/plain", inProcess, false},
+	} {
 		b.Run(bb.name, func(b *testing.B) {
 			keeper := bb.conn(b)
 			var files []*os.File

@@ -24,9 +24,11 @@ func seeds(f *testing.F) {
 		return out
 	}
 	long := make([]byte, packetSize)
-	f.Add(join(packet(kindCall, 1, "a", 0, 4, "null"), packet(kindPost, 2, "b", 0, 2, "{}"), packet(kindCancel, 1, "", 0, 0, "")))
+	f.Add(join(packet(kindCall, 1, "a", 0, 4, "null"), packet(kindPost, 2, "b", 0, 2, "{}"),
+		packet(kindCancel, 1, "", 0, 0, "")))
 	f.Add(join(packet(kindReply, 1, "", 0, 4, "null"), packet(kindError, 2, "", 0, 2, "{}")))
-	f.Add(join(packet(kindCall, 1, "a", 0, packetSize, string(long[:packetSize-headerSize-1])), packet(kindRest, 1, "", 0, packetSize, string(long[:17]))))
+	f.Add(join(packet(kindCall, 1, "a", 0, packetSize, string(long[:packetSize-headerSize-1])),
+		packet(kindRest, 1, "", 0, packetSize, string(long[:17]))))
 	f.Add(join(packet(kindError, 1, "", 0, 45, `{"text":"x","errno":2,"codes":["a","b","c"]}`)))
 	f.Add([]byte("\xff\xff\xff"))
 }
@@ -53,7 +55,8 @@ func FuzzAssembler(f *testing.F) {
 				if err := s.decode(m.body); len(err.Error()) == 0 || len(err.Error()) > maxErrorText+200 {
 					t.Fatalf("an error has %d bytes", len(err.Error()))
 				}
-			case len(m.body) > a.maxMessage, len(m.method) > maxMethod, (m.kind == kindCall || m.kind == kindPost) != validMethod(m.method):
+			case len(m.body) > a.maxMessage, len(m.method) > maxMethod,
+				(m.kind == kindCall || m.kind == kindPost) != validMethod(m.method):
 				t.Fatalf("a message of kind %d has %d bytes and the method %q", m.kind, len(m.body), m.method)
 			}
 		}

@@ -10,6 +10,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
+type osFiles = []*os.File
+
 // pair makes a keeper and a child that follow the rules.
 func pair(t testing.TB, keeper, child Options) (*Conn, *Conn) {
 	t.Helper()

@@ -20,6 +20,11 @@ func TestMessages_that_break_a_rule_end_the_connection_and_leave_no_descriptor(t
 		packet []byte
 		files  int
 	}
+	begun := sent{packet(kindCall, 1, "a", 1, 64<<10, full[:packetSize-headerSize-1]), 1}
+	tooLong := packet(kindCall, 1, "a", 1, 64<<10+1, full[:packetSize-headerSize-1])
+	noSuchName := append(packet(kindCall, 1, "", 0, 0, "")[:1], bytes.Repeat([]byte{9}, headerSize-1)...)
+	call, post := packet(kindCall, 1, "a", 1, 0, ""), packet(kindPost, 1, "a", 0, 0, "")
+	withFile, shorter := packet(kindRest, 1, "", 1, 64<<10, full[:17]), packet(kindRest, 1, "", 0, 64<<10-1, full[:16])
 	for name, c := range map[string]struct {
 		packets []sent
 		want    error
@@ -27,7 +32,7 @@ func TestMessages_that_break_a_rule_end_the_connection_and_leave_no_descriptor(t
 		"no header":                            {[]sent{{[]byte("x"), 1}}, ErrProtocol},
 		"garbage":                              {[]sent{{bytes.Repeat([]byte{0xa5}, 1000), 1}}, ErrProtocol},
 		"a packet that is too long":            {[]sent{{bytes.Repeat([]byte{1}, packetSize+1), 1}}, ErrProtocol},
-		"a message that is too long":           {[]sent{{packet(kindCall, 1, "a", 1, 64<<10+1, full[:packetSize-headerSize-1]), 1}}, ErrProtocol},
+		"a message that is too long":           {[]sent{{tooLong, 1}}, ErrProtocol},
 		"too many files":                       {[]sent{{packet(kindCall, 1, "a", 3, 0, ""), 3}}, ErrProtocol},
 		"so many files that some are lost":     {[]sent{{packet(kindCall, 1, "a", 100, 0, ""), 100}}, ErrProtocol},
 		"fewer files than it says":             {[]sent{{packet(kindCall, 1, "a", 2, 0, ""), 1}}, ErrProtocol},
@@ -36,18 +41,18 @@ func TestMessages_that_break_a_rule_end_the_connection_and_leave_no_descriptor(t
 		"a rest of nothing":                    {[]sent{{packet(kindRest, 1, "", 0, 0, ""), 0}}, ErrProtocol},
 		"a name that is none":                  {[]sent{{packet(kindCall, 1, "a\n", 1, 0, ""), 1}}, ErrProtocol},
 		"no name":                              {[]sent{{packet(kindCall, 1, "", 1, 0, ""), 1}}, ErrProtocol},
-		"a name beyond the packet":             {[]sent{{append(packet(kindCall, 1, "", 0, 0, "")[:1], bytes.Repeat([]byte{9}, 15)...), 0}}, ErrProtocol},
+		"a name beyond the packet":             {[]sent{{noSuchName, 0}}, ErrProtocol},
 		"less of a body than it says":          {[]sent{{packet(kindCall, 1, "a", 1, 10, "x"), 1}}, ErrProtocol},
 		"more of a body than it says":          {[]sent{{packet(kindCall, 1, "a", 1, 1, "xx"), 1}}, ErrProtocol},
 		"a post with a file":                   {[]sent{{packet(kindPost, 1, "a", 1, 0, ""), 1}}, ErrProtocol},
 		"an error with a file":                 {[]sent{{packet(kindError, 1, "", 1, 0, ""), 1}}, ErrProtocol},
 		"a cancellation with a body":           {[]sent{{packet(kindCancel, 1, "", 0, 1, "x"), 0}}, ErrProtocol},
 		"an answer to nothing":                 {[]sent{{packet(kindReply, 1, "", 1, 0, ""), 1}}, ErrProtocol},
-		"an id twice":                          {[]sent{{packet(kindCall, 1, "a", 1, 0, ""), 1}, {packet(kindPost, 1, "a", 0, 0, ""), 0}}, ErrProtocol},
-		"a message inside of one":              {[]sent{{packet(kindCall, 1, "a", 1, 64<<10, full[:packetSize-headerSize-1]), 1}, {packet(kindCall, 2, "a", 1, 0, ""), 1}}, ErrProtocol},
-		"a rest with a file":                   {[]sent{{packet(kindCall, 1, "a", 1, 64<<10, full[:packetSize-headerSize-1]), 1}, {packet(kindRest, 1, "", 1, 64<<10, full[:17]), 1}}, ErrProtocol},
-		"a rest of another length":             {[]sent{{packet(kindCall, 1, "a", 1, 64<<10, full[:packetSize-headerSize-1]), 1}, {packet(kindRest, 1, "", 0, 64<<10-1, full[:16]), 0}}, ErrProtocol},
-		"an end in the middle":                 {[]sent{{packet(kindCall, 1, "a", 1, 64<<10, full[:packetSize-headerSize-1]), 1}}, ErrPeerClosed},
+		"an id twice":                          {[]sent{{call, 1}, {post, 0}}, ErrProtocol},
+		"a message inside of one":              {[]sent{begun, {packet(kindCall, 2, "a", 1, 0, ""), 1}}, ErrProtocol},
+		"a rest with a file":                   {[]sent{begun, {withFile, 1}}, ErrProtocol},
+		"a rest of another length":             {[]sent{begun, {shorter, 0}}, ErrProtocol},
+		"an end in the middle":                 {[]sent{begun}, ErrPeerClosed},
 		"an end":                               {nil, ErrPeerClosed},
 		"a cancellation of nothing and an end": {[]sent{{packet(kindCancel, 1, "", 0, 0, ""), 0}}, ErrPeerClosed},
 		"an empty packet":                      {[]sent{{nil, 0}}, ErrPeerClosed},
@@ -56,10 +61,11 @@ func TestMessages_that_break_a_rule_end_the_connection_and_leave_no_descriptor(t
 			sameFDs(t)
 			file := temp(t, "")
 			defer file.Close()
-			keeper, peer := against(t, Options{MaxMessage: 64 << 10, MaxFiles: 2, Handler: func(ctx context.Context, _ string, _ []byte, files []*os.File) (any, []*os.File, error) {
-				<-ctx.Done()
-				return nil, files, nil
-			}}, stall)
+			keeper, peer := against(t, Options{MaxMessage: 64 << 10, MaxFiles: 2,
+				Handler: func(ctx context.Context, _ string, _ []byte, files osFiles) (any, osFiles, error) {
+					<-ctx.Done()
+					return nil, files, nil
+				}}, stall)
 			for _, p := range c.packets {
 				fds := make([]int, p.files)
 				for i := range fds {
@@ -85,7 +91,7 @@ func TestMessages_that_break_a_rule_end_the_connection_and_leave_no_descriptor(t
 
 func TestPeer_that_never_reads_loses_its_connection(t *testing.T) {
 	sameFDs(t)
-	keeper, peer := against(t, Options{MaxCalls: 8}, 50*time.Millisecond)
+	keeper, _ := against(t, Options{MaxCalls: 8}, 50*time.Millisecond)
 	long := strings.Repeat("x", 500_000)
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
@@ -100,15 +106,13 @@ func TestPeer_that_never_reads_loses_its_connection(t *testing.T) {
 			}
 		})
 	}
-	// The last waits for the first to be given up.
-	for range 4 {
+	for range 4 { // they return although the socket is full
 		if err := keeper.Post("a", long); err != nil && !errors.Is(err, ErrStalled) {
 			t.Error(err)
 		}
 	}
 	wg.Wait()
 	<-keeper.Done()
-	_ = peer
 }
 
 func TestContext_ends_a_call_whose_message_has_not_been_sent(t *testing.T) {
@@ -118,7 +122,8 @@ func TestContext_ends_a_call_whose_message_has_not_been_sent(t *testing.T) {
 	var wg sync.WaitGroup
 	for range 3 {
 		wg.Go(func() {
-			if _, err := keeper.Call(ctx, "a", strings.Repeat("x", 1_000_000), nil, temp(t, "")); !errors.Is(err, context.Canceled) {
+			_, err := keeper.Call(ctx, "a", strings.Repeat("x", 1_000_000), nil, temp(t, ""))
+			if !errors.Is(err, context.Canceled) {
 				t.Error(err)
 			}
 		})
@@ -215,11 +220,12 @@ func TestReplies_that_cannot_be_read_fail_the_call(t *testing.T) {
 func TestPeer_that_floods_with_calls_loses_its_connection(t *testing.T) {
 	sameFDs(t)
 	var most atomic.Int32
-	keeper, peer := against(t, Options{MaxCalls: 5, Handler: func(ctx context.Context, _ string, _ []byte, files []*os.File) (any, []*os.File, error) {
-		most.Add(1)
-		<-ctx.Done()
-		return nil, files, nil
-	}}, stall)
+	keeper, peer := against(t, Options{MaxCalls: 5,
+		Handler: func(ctx context.Context, _ string, _ []byte, files osFiles) (any, osFiles, error) {
+			most.Add(1)
+			<-ctx.Done()
+			return nil, files, nil
+		}}, stall)
 	file := temp(t, "")
 	defer file.Close()
 	for i := range uint64(1_000_000) {
@@ -237,14 +243,15 @@ func TestPeer_that_floods_with_calls_loses_its_connection(t *testing.T) {
 	}
 }
 
-// The peer stays within MaxCalls as far as it can tell, but reads no answer. So answers fill the socket, then the queue.
+// The peer stays within MaxCalls as far as it can tell, but reads no answer. So these fill the socket, then the queue.
 func TestPeer_that_reads_no_answers_has_few_of_them_kept(t *testing.T) {
 	sameFDs(t)
 	const calls = 5
 	long := strings.Repeat("x", 50_000)
-	keeper, peer := against(t, Options{MaxCalls: calls, Handler: func(context.Context, string, []byte, []*os.File) (any, []*os.File, error) {
-		return long, []*os.File{temp(t, "")}, nil
-	}}, stall)
+	keeper, peer := against(t, Options{MaxCalls: calls,
+		Handler: func(context.Context, string, []byte, osFiles) (any, osFiles, error) {
+			return long, []*os.File{temp(t, "")}, nil
+		}}, stall)
 	for i := range uint64(1_000) {
 		if err := peer.send(packet(kindCall, i, "a", 0, 0, "")); err != nil {
 			break
@@ -265,11 +272,12 @@ func TestPeer_that_reads_no_answers_has_few_of_them_kept(t *testing.T) {
 // Replies get through while all calls of the peer are in progress, and while it floods with cancellations.
 func TestReplies_get_through_while_the_peer_is_busy(t *testing.T) {
 	begun := make(chan bool)
-	keeper, peer := against(t, Options{MaxCalls: 2, Handler: func(ctx context.Context, _ string, _ []byte, _ []*os.File) (any, []*os.File, error) {
-		begun <- true
-		<-ctx.Done()
-		return nil, nil, nil
-	}}, stall)
+	keeper, peer := against(t, Options{MaxCalls: 2,
+		Handler: func(ctx context.Context, _ string, _ []byte, _ osFiles) (any, osFiles, error) {
+			begun <- true
+			<-ctx.Done()
+			return nil, nil, nil
+		}}, stall)
 	for i := range uint64(2) {
 		if err := peer.send(packet(kindCall, i, "a", 0, 0, "")); err != nil {
 			t.Fatal(err)
