@@ -223,7 +223,7 @@ func (c *Conn) Call(ctx context.Context, method string, arg, reply any, files ..
 	if reply != nil {
 		if err := json.Unmarshal(a.m.body, reply); err != nil {
 			a.m.closeFiles()
-			return nil, fmt.Errorf("call %s: read the reply: %w", method, err)
+			return nil, fmt.Errorf("call %s: read the reply: %s", method, printable(err.Error())) // it quotes the reply
 		}
 	}
 	return a.m.files, nil

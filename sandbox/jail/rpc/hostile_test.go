@@ -199,12 +199,12 @@ func TestReplies_that_cannot_be_read_fail_the_call(t *testing.T) {
 	keeper, peer := against(t, Options{}, stall)
 	file := temp(t, "")
 	defer file.Close()
-	for i, body := range []string{"", "{", `"text"`, strings.Repeat("[", 20_000)} {
+	for i, body := range []string{"", "{", `"text"`, strings.Repeat("[", 20_000), strings.Repeat("1", 50_000)} {
 		var wg sync.WaitGroup
 		wg.Go(func() {
 			var n int
-			if _, err := keeper.Call(t.Context(), "a", nil, &n); err == nil {
-				t.Errorf("%.10q is a number", body)
+			if _, err := keeper.Call(t.Context(), "a", nil, &n); err == nil || len(err.Error()) > 5000 {
+				t.Errorf("%.10q: %.100v", body, err)
 			}
 		})
 		if _, err := unix.Read(peer.fd, make([]byte, 1000)); err != nil {
