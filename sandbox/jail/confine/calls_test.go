@@ -12,7 +12,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/drowse-vm/drowse/sandbox/jail/confine/i386"
+	"github.com/drowse-vm/drowse/internal/test/i386"
 )
 
 // lastCall is above all numbers of system calls.

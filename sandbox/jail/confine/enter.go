@@ -8,6 +8,7 @@ import (
 	"os/signal"
 	"strconv"
 	"syscall"
+	"time"
 
 	"github.com/landlock-lsm/go-landlock/landlock"
 	ll "github.com/landlock-lsm/go-landlock/landlock/syscall"
@@ -76,6 +77,7 @@ func enter() (a assignment, err error) {
 	if err := os.Unsetenv(assignmentEnv); err != nil {
 		return a, err
 	}
+	_ = time.Now().Local().String() // reads the host's time zone, which a log needs later
 	if abi, _ := ll.LandlockGetABIVersion(); a.Shares && abi < shareABI {
 		return a, fmt.Errorf("the kernel has Landlock's ABI %d, and shares need %d (Linux 6.2), or '..' would lead out of them: update the kernel, or have no shares", abi, shareABI)
 	}

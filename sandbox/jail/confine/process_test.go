@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log"
 	"net"
 	"os"
 	"os/exec"
@@ -62,12 +63,20 @@ func init() {
 		<-done
 		fmt.Println("it has gone on")
 	}
+	roles["share"] = func([]string) {
+		confined()
+		if err := share(firstFile); err != nil {
+			fatal(err)
+		}
+		fmt.Println("done")
+	}
 	roles["log"] = func([]string) {
 		confined()
 		fmt.Println("parent", unix.Getppid())
 	}
 	roles["work"] = func([]string) {
 		confined()
+		log.Println("with the host's time zone, without opening its file")
 		if err := work(); err != nil {
 			fatal(err)
 		}
@@ -197,6 +206,67 @@ func work() error {
 		}
 	}
 	wg.Wait()
+	return nil
+}
+
+// share does in a shared directory what devices/fs does.
+func share(dir int) error {
+	how := unix.OpenHow{Flags: unix.O_PATH | unix.O_NOFOLLOW | unix.O_CLOEXEC,
+		Resolve: unix.RESOLVE_BENEATH | unix.RESOLVE_NO_SYMLINKS | unix.RESOLVE_NO_MAGICLINKS | unix.RESOLVE_NO_XDEV}
+	var st unix.Statx_t
+	var sf unix.Statfs_t
+	fd, err := unix.Openat(dir, "new", unix.O_CREAT|unix.O_EXCL|unix.O_NOFOLLOW|unix.O_CLOEXEC|unix.O_RDWR, 0o600)
+	if err != nil {
+		return fmt.Errorf("create: %w", err)
+	}
+	if _, err := unix.Pwritev2(fd, [][]byte{[]byte("text")}, 0, 0); err != nil {
+		return fmt.Errorf("write: %w", err)
+	}
+	path, err := unix.Openat2(dir, "new", &how)
+	if err != nil {
+		return fmt.Errorf("find: %w", err)
+	}
+	proc := "/proc/self/fd/" + strconv.Itoa(path)
+	again, err := unix.Open(proc, unix.O_RDWR|unix.O_CLOEXEC|unix.O_NOCTTY|unix.O_NONBLOCK, 0)
+	if err != nil {
+		return fmt.Errorf("open again: %w", err)
+	}
+	list, err := unix.Open("/proc/self/fd/"+strconv.Itoa(dir), unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return fmt.Errorf("open the directory again: %w", err)
+	}
+	b := make([]byte, 4096)
+	if n, err := unix.Getdents(list, b); err != nil || n == 0 {
+		return fmt.Errorf("list: %d, %w", n, err)
+	}
+	for what, err := range map[string]error{
+		"statx":    unix.Statx(path, "", unix.AT_EMPTY_PATH|unix.AT_NO_AUTOMOUNT, unix.STATX_BASIC_STATS|unix.STATX_BTIME, &st),
+		"chmod":    unix.Chmod(proc, 0o640),
+		"truncate": unix.Ftruncate(again, 2),
+		"times":    unix.UtimesNanoAt(path, "", []unix.Timespec{{Sec: 1}, {Sec: 2}}, unix.AT_EMPTY_PATH),
+		"statfs":   unix.Fstatfs(path, &sf),
+		"mkdir":    unix.Mkdirat(dir, "d", 0o700),
+		"symlink":  unix.Symlinkat("to", dir, "l"),
+		"chown":    unix.Fchownat(path, "", -1, -1, unix.AT_EMPTY_PATH|unix.AT_SYMLINK_NOFOLLOW),
+	} {
+		if err != nil {
+			return fmt.Errorf("%s: %w", what, err)
+		}
+	}
+	if n, err := unix.Readlinkat(dir, "l", b); err != nil || string(b[:n]) != "to" {
+		return fmt.Errorf("readlink: %q, %w", b[:n], err)
+	}
+	if err := unix.Renameat2(dir, "new", dir, "d/new", 0); err != nil {
+		return fmt.Errorf("rename into another directory: %w", err)
+	}
+	for _, gone := range []struct {
+		name string
+		flag int
+	}{{"d/new", 0}, {"l", 0}, {"d", unix.AT_REMOVEDIR}} {
+		if err := unix.Unlinkat(dir, gone.name, gone.flag); err != nil {
+			return fmt.Errorf("remove %s: %w", gone.name, err)
+		}
+	}
 	return nil
 }
 
@@ -352,6 +422,27 @@ func TestLocked_process_does_its_work(t *testing.T) {
 		t.Error(err)
 	}
 	go func() { _, _ = io.Copy(io.Discard, ours) }()
+	if out, err := wait(); err != nil || !strings.HasSuffix(out, "done\n") {
+		t.Errorf("%v, %s", err, out)
+	}
+}
+
+func TestLocked_process_serves_a_share(t *testing.T) {
+	confinable(t)
+	dir, err := os.MkdirTemp("", "confine-share")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer os.RemoveAll(dir)
+	if err := os.Chmod(dir, 0o777); err != nil {
+		t.Fatal(err)
+	}
+	f, err := os.Open(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	_, wait := start(t, Profile{Program: self("share"), Files: []*os.File{f}, Shares: true})
 	if out, err := wait(); err != nil || out != "done\n" {
 		t.Errorf("%v, %s", err, out)
 	}
@@ -385,7 +476,7 @@ func TestLock_is_for_threads_that_were_there_before(t *testing.T) {
 func TestLogOnly_refuses_nothing(t *testing.T) {
 	confinable(t)
 	_, wait := start(t, Profile{Program: self("log"), LogOnly: true})
-	if out, err := wait(); err != nil || out != "parent 0\n" {
+	if out, err := wait(); err != nil || !strings.HasPrefix(out, "parent 0\n") {
 		t.Errorf("%v, %s", err, out)
 	}
 }
