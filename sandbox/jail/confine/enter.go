@@ -77,6 +77,9 @@ func enter() (a assignment, err error) {
 	if err := os.Unsetenv(assignmentEnv); err != nil {
 		return a, err
 	}
+	if err := a.await(); err != nil {
+		return a, err
+	}
 	_ = time.Now().Local().String() // reads the host's time zone, which a log needs later
 	if abi, _ := ll.LandlockGetABIVersion(); a.Shares && abi < shareABI {
 		return a, fmt.Errorf("the kernel has Landlock's ABI %d, and shares need %d (Linux 6.2), or '..' would lead out of them: update the kernel, or have no shares", abi, shareABI)
@@ -96,6 +99,21 @@ func enter() (a assignment, err error) {
 		}
 	}
 	return a, nil
+}
+
+// await returns when the keeper has moved this process to its cgroup: threads from before would not count there.
+func (a *assignment) await() error {
+	for {
+		switch n, err := unix.Read(a.Life, make([]byte, 1)); {
+		case errors.Is(err, unix.EINTR):
+		case err != nil:
+			return os.NewSyscallError("read", err)
+		case n == 0:
+			return ErrOrphan
+		default:
+			return nil
+		}
+	}
 }
 
 func (a *assignment) limit() error {
@@ -122,7 +140,7 @@ func (a *assignment) changeRoot() error {
 	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""); err != nil {
 		return os.NewSyscallError("mount(MS_PRIVATE)", err)
 	}
-	if err := unix.Mount("drowse", emptyRoot, "tmpfs", safe, "mode=0555,size=4096,nr_inodes=4"); err != nil {
+	if err := unix.Mount("drowse", emptyRoot, "tmpfs", safe, "mode=0755,size=4096,nr_inodes=4"); err != nil {
 		return os.NewSyscallError("mount(tmpfs)", err)
 	}
 	if a.Shares {
@@ -152,11 +170,17 @@ func (a *assignment) changeRoot() error {
 
 func (a *assignment) dropRights() error {
 	for c := uintptr(0); ; c++ {
-		_, _, errno := syscall.AllThreadsSyscall6(unix.SYS_PRCTL, unix.PR_CAPBSET_DROP, c, 0, 0, 0, 0)
-		if errno == unix.EINVAL && c > 0 {
+		has, err := unix.PrctlRetInt(unix.PR_CAPBSET_READ, c, 0, 0, 0)
+		if errors.Is(err, unix.EINVAL) {
 			break // beyond the last capability
 		}
-		if errno != 0 {
+		if err != nil {
+			return os.NewSyscallError("prctl(PR_CAPBSET_READ)", err)
+		}
+		if has == 0 {
+			continue
+		}
+		if _, _, errno := syscall.AllThreadsSyscall6(unix.SYS_PRCTL, unix.PR_CAPBSET_DROP, c, 0, 0, 0, 0); errno != 0 {
 			return os.NewSyscallError("prctl(PR_CAPBSET_DROP)", errno)
 		}
 	}

@@ -92,7 +92,7 @@ func allowed(pid int, shares bool) []group {
 		}},
 		{name: "Events", calls: []call{
 			one(unix.SYS_EVENTFD2, "eventfd2"), one(unix.SYS_EPOLL_CREATE1, "epoll_create1"), one(unix.SYS_EPOLL_CTL, "epoll_ctl"),
-			one(unix.SYS_EPOLL_WAIT, "epoll_wait"), one(unix.SYS_EPOLL_PWAIT, "epoll_pwait"), one(unix.SYS_POLL, "poll"),
+			one(unix.SYS_EPOLL_WAIT, "epoll_wait"), one(unix.SYS_EPOLL_PWAIT, "epoll_pwait"), one(unix.SYS_PPOLL, "ppoll"),
 		}},
 		{name: "Unix sockets, connected by the keeper or to itself", calls: []call{
 			one(unix.SYS_SOCKETPAIR, "socketpair", among(0, value{unix.AF_UNIX, "AF_UNIX"}), check{arg: 1, is: []value{

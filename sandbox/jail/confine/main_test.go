@@ -31,6 +31,7 @@ func TestMain(m *testing.M) {
 		panic(err)
 	}
 	idDir = dir
+	firstID += NumIDs * (1 + os.Getpid()%1000) // not those of VMs, nor of another run of the tests
 	code := m.Run()
 	if err := goleak.Find(); code == 0 && err != nil {
 		fmt.Fprintln(os.Stderr, err)

@@ -9,6 +9,7 @@ import (
 	"os"
 	"os/exec"
 	"runtime"
+	"slices"
 	"strconv"
 	"sync"
 	"syscall"
@@ -143,13 +144,15 @@ func Start(ctx context.Context, p Profile) (_ *Process, err error) {
 }
 
 // run starts the child and waits for it on a thread of its own: a child gets SIGKILL at the end of the thread that
-// started it (prctl(2), PR_SET_PDEATHSIG), and Go may end another.
+// started it (prctl(2), PR_SET_PDEATHSIG), and Go may end another. That thread is never used again.
 func (c *Process) run() error {
 	started := make(chan error)
 	go func() {
 		runtime.LockOSThread()
-		defer runtime.UnlockOSThread()
-		err := c.cmd.Start()
+		err := boundCapabilities()
+		if err == nil {
+			err = c.cmd.Start()
+		}
 		started <- err
 		if err != nil {
 			return
@@ -161,10 +164,31 @@ func (c *Process) run() error {
 		c.cmd = nil
 		return err
 	}
-	if err := c.cgroup.add(c.cmd.Process.Pid); !errors.Is(err, unix.ESRCH) { // Wait says why it has ended so soon
+	// Wait says why if it has ended so soon.
+	if err := c.cgroup.add(c.cmd.Process.Pid); err != nil && !errors.Is(err, unix.ESRCH) {
 		return err
 	}
-	return nil
+	_, err := c.life.Write([]byte{1}) // Enter waits for it
+	return err
+}
+
+// enterCapabilities are what Enter needs.
+var enterCapabilities = []uintptr{unix.CAP_SETUID, unix.CAP_SETGID, unix.CAP_SETPCAP, unix.CAP_SYS_ADMIN}
+
+// boundCapabilities leaves the programs that this thread starts what Enter needs. Enter would take long to drop them all.
+func boundCapabilities() error {
+	for c := uintptr(0); ; c++ {
+		if slices.Contains(enterCapabilities, c) {
+			continue
+		}
+		err := unix.Prctl(unix.PR_CAPBSET_DROP, c, 0, 0, 0)
+		if errors.Is(err, unix.EINVAL) {
+			return nil // beyond the last capability
+		}
+		if err != nil {
+			return os.NewSyscallError("prctl(PR_CAPBSET_DROP)", err)
+		}
+	}
 }
 
 func verdict(err error) error {

@@ -102,7 +102,7 @@ func init() {
 				select {}
 			}()
 		}
-		time.Sleep(time.Hour)
+		time.Sleep(10 * time.Second)
 	}
 	roles["write"] = func([]string) {
 		confined()
@@ -122,7 +122,11 @@ func init() {
 	}
 	// A keeper has an idle child until it is killed.
 	roles["keeper"] = func(args []string) {
-		idDir = args[0]
+		n, err := strconv.Atoi(args[1])
+		if err != nil {
+			fatal(err)
+		}
+		idDir, firstID = args[0], n
 		r, _, err := os.Pipe()
 		if err != nil {
 			fatal(err)
@@ -377,6 +381,30 @@ func TestEnter_takes_everything_from_all_threads(t *testing.T) {
 	}
 }
 
+func TestStart_leaves_the_keeper_its_capabilities(t *testing.T) {
+	confinable(t)
+	bound := func() string {
+		text, err := exec.Command("cat", "/proc/self/status").Output()
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, after, _ := strings.Cut(string(text), "CapBnd:")
+		return strings.Fields(after)[0]
+	}
+	before := bound()
+	for range 5 {
+		c, _ := idle(t, Profile{})
+		if err := c.Close(); err != nil {
+			t.Error(err)
+		}
+		for range 3 {
+			if now := bound(); now != before {
+				t.Fatalf("a program of the keeper has %s, before it was %s", now, before)
+			}
+		}
+	}
+}
+
 func TestEnter_needs_Start_and_no_cgo(t *testing.T) {
 	out, err := run("idle")
 	if err == nil || !strings.Contains(out, ErrNotStarted.Error()) && !strings.Contains(out, ErrCgo.Error()) {
@@ -516,8 +544,15 @@ func checkNothingLeft(t *testing.T) {
 		if parent == "" {
 			continue
 		}
-		if left, err := filepath.Glob(filepath.Join(parent, "drowse-[0-9]*")); err != nil || len(left) > 0 {
-			t.Errorf("cgroups left: %v, %v", left, err)
+		all, err := filepath.Glob(filepath.Join(parent, "drowse-*"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, dir := range all {
+			n, _ := strconv.Atoi(strings.TrimPrefix(filepath.Base(dir), "drowse-"))
+			if n >= firstID && n < firstID+NumIDs {
+				t.Errorf("cgroup left: %s", dir)
+			}
 		}
 	}
 }
@@ -552,7 +587,7 @@ func TestClose_leaves_nothing_of_a_child_that_ended_or_was_killed_or_runs(t *tes
 // killedKeeper starts a keeper with a child, kills it, and waits until the child has ended.
 func killedKeeper(t *testing.T) (cgroups []string) {
 	t.Helper()
-	cmd := exec.Command("/proc/self/exe", "confined", "keeper", idDir)
+	cmd := exec.Command("/proc/self/exe", "confined", "keeper", idDir, strconv.Itoa(firstID))
 	r, w, err := os.Pipe()
 	if err != nil {
 		t.Fatal(err)

@@ -24,6 +24,9 @@ const (
 // idDir has a lock file for each id in use. It must belong to this host and this boot.
 var idDir = "/run/drowse/uids"
 
+// firstID is FirstID. Tests have ids of their own.
+var firstID = FirstID
+
 // ErrNoID means that all ids are taken.
 var ErrNoID = errors.New("all user ids of confined processes are taken")
 
@@ -44,7 +47,7 @@ func takeID(name string) (*id, error) {
 	h := fnv.New32a()
 	_, _ = h.Write([]byte(name)) // never fails
 	for i := range uint32(NumIDs) {
-		d, err := lockID(FirstID+int((h.Sum32()+i)%NumIDs), os.O_CREATE)
+		d, err := lockID(firstID+int((h.Sum32()+i)%NumIDs), os.O_CREATE)
 		if errors.Is(err, osfile.ErrLocked) {
 			continue
 		}
@@ -86,7 +89,7 @@ func Sweep() error {
 	var errs []error
 	for _, e := range entries {
 		n, err := strconv.Atoi(e.Name())
-		if err != nil || n < FirstID || n >= FirstID+NumIDs {
+		if err != nil || n < firstID || n >= firstID+NumIDs {
 			continue // not of this package
 		}
 		switch d, err := lockID(n, 0); {
