@@ -225,7 +225,8 @@ func (g *cgroup) limit(l, old Limits) error {
 		}
 		err := put(filepath.Join(g.dir[c], file), text)
 		if errors.Is(err, fs.ErrNotExist) || errors.Is(err, fs.ErrPermission) {
-			return fmt.Errorf("%w: %w: have the controller %s enabled (systemd: Delegate=yes), or set no limit", ErrNoCgroup, err, controllerNames[c])
+			return fmt.Errorf("%w: %w: have the controller %s enabled (systemd: Delegate=yes), or set no limit",
+				ErrNoCgroup, err, controllerNames[c])
 		}
 		return err
 	}
@@ -239,10 +240,12 @@ func (g *cgroup) limit(l, old Limits) error {
 		quota1, quota2 = strconv.FormatInt(quota, 10), fmt.Sprintf("%d %d", quota, cpuPeriod)
 	}
 	return errors.Join(
-		set(memory, l.MemoryBytes != old.MemoryBytes, "memory.limit_in_bytes", orMax(l.MemoryBytes, "-1"), "memory.max", orMax(l.MemoryBytes, "max")),
+		set(memory, l.MemoryBytes != old.MemoryBytes, "memory.limit_in_bytes", orMax(l.MemoryBytes, "-1"),
+			"memory.max", orMax(l.MemoryBytes, "max")),
 		set(pids, l.Pids != old.Pids, "pids.max", orMax(l.Pids, "max"), "pids.max", orMax(l.Pids, "max")),
 		// In version 1, 1024 is usual.
-		set(cpu, l.CPUWeight != old.CPUWeight, "cpu.shares", strconv.FormatUint(max(2, weight*1024/100), 10), "cpu.weight", strconv.FormatUint(weight, 10)),
+		set(cpu, l.CPUWeight != old.CPUWeight, "cpu.shares", strconv.FormatUint(max(2, weight*1024/100), 10),
+			"cpu.weight", strconv.FormatUint(weight, 10)),
 		set(cpu, l.CPUMax != old.CPUMax, "cpu.cfs_quota_us", quota1, "cpu.max", quota2),
 	)
 }

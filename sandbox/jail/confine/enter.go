@@ -49,8 +49,8 @@ const hostname = "drowse"
 const emptyRoot = "/proc"
 
 // shareRights are what a child may do below a shared directory. Linux has all of them since 6.2.
-const shareRights = ll.AccessFSReadFile | ll.AccessFSReadDir | ll.AccessFSWriteFile | ll.AccessFSTruncate | ll.AccessFSRefer |
-	ll.AccessFSRemoveDir | ll.AccessFSRemoveFile | ll.AccessFSMakeDir | ll.AccessFSMakeReg | ll.AccessFSMakeSym
+const shareRights = ll.AccessFSReadFile | ll.AccessFSReadDir | ll.AccessFSWriteFile | ll.AccessFSTruncate |
+	ll.AccessFSRefer | ll.AccessFSRemoveDir | ll.AccessFSRemoveFile | ll.AccessFSMakeDir | ll.AccessFSMakeReg | ll.AccessFSMakeSym
 
 const shareABI = 3
 
@@ -82,7 +82,8 @@ func enter() (a assignment, err error) {
 	}
 	_ = time.Now().Local().String() // reads the host's time zone, which a log needs later
 	if abi, _ := ll.LandlockGetABIVersion(); a.Shares && abi < shareABI {
-		return a, fmt.Errorf("the kernel has Landlock's ABI %d, and shares need %d (Linux 6.2), or '..' would lead out of them: update the kernel, or have no shares", abi, shareABI)
+		return a, fmt.Errorf("the kernel has Landlock's ABI %d, and shares need %d (Linux 6.2), "+
+			"or '..' would lead out of them: update the kernel, or have no shares", abi, shareABI)
 	}
 	for _, step := range []struct {
 		what string

@@ -45,7 +45,8 @@ func among(arg int, values ...value) check { return check{arg: arg, is: values} 
 func zero(arg int) check { return among(arg, value{0, "0"}) }
 
 // threadFlags are those of clone(2) by which Go makes a thread (runtime/os_linux.go, cloneFlags).
-const threadFlags = unix.CLONE_VM | unix.CLONE_FS | unix.CLONE_FILES | unix.CLONE_SIGHAND | unix.CLONE_SYSVSEM | unix.CLONE_THREAD
+const threadFlags = unix.CLONE_VM | unix.CLONE_FS | unix.CLONE_FILES | unix.CLONE_SIGHAND |
+	unix.CLONE_SYSVSEM | unix.CLONE_THREAD
 
 // noExec allows protections of memory of which PROT_EXEC (4) is none.
 var noExec = check{arg: 2, max: unix.PROT_READ | unix.PROT_WRITE, reason: "no PROT_EXEC"}
@@ -59,53 +60,70 @@ func allowed(pid int, shares bool) []group {
 		{name: "Threads", calls: []call{
 			one(unix.SYS_FUTEX, "futex", among(1, value{128, "WAIT_PRIVATE"}, value{129, "WAKE_PRIVATE"})),
 			one(unix.SYS_TGKILL, "tgkill", self),
-			one(unix.SYS_CLONE, "clone", check{arg: 0, is: []value{{threadFlags, ""}, {threadFlags | unix.CLONE_SETTLS, ""}}, reason: "a thread of Go"}),
+			one(unix.SYS_CLONE, "clone", check{arg: 0, is: []value{{threadFlags, ""}, {threadFlags | unix.CLONE_SETTLS, ""}},
+				reason: "a thread of Go"}),
 			one(unix.SYS_SETPRIORITY, "setpriority", among(0, value{unix.PRIO_PROCESS, "PRIO_PROCESS"})),
 			one(unix.SYS_GETPID, "getpid"), one(unix.SYS_GETTID, "gettid"), one(unix.SYS_SCHED_YIELD, "sched_yield"),
 			one(unix.SYS_SCHED_GETAFFINITY, "sched_getaffinity"), one(unix.SYS_NANOSLEEP, "nanosleep"),
 			one(unix.SYS_RT_SIGACTION, "rt_sigaction"), one(unix.SYS_RT_SIGPROCMASK, "rt_sigprocmask"),
 			one(unix.SYS_RT_SIGRETURN, "rt_sigreturn"), one(unix.SYS_SIGALTSTACK, "sigaltstack"),
-			one(unix.SYS_RESTART_SYSCALL, "restart_syscall"), one(unix.SYS_EXIT, "exit"), one(unix.SYS_EXIT_GROUP, "exit_group"),
+			one(unix.SYS_RESTART_SYSCALL, "restart_syscall"), one(unix.SYS_EXIT, "exit"),
+			one(unix.SYS_EXIT_GROUP, "exit_group"),
 		}},
 		{name: "Memory", calls: []call{
 			one(unix.SYS_MMAP, "mmap", noExec), one(unix.SYS_MPROTECT, "mprotect", noExec),
 			one(unix.SYS_MADVISE, "madvise", among(2, value{unix.MADV_DONTNEED, "DONTNEED"}, value{unix.MADV_FREE, "FREE"},
-				value{unix.MADV_WILLNEED, "WILLNEED"}, value{unix.MADV_DONTFORK, "DONTFORK"}, value{unix.MADV_DONTDUMP, "DONTDUMP"},
-				value{unix.MADV_HUGEPAGE, "HUGEPAGE"}, value{unix.MADV_NOHUGEPAGE, "NOHUGEPAGE"}, value{unix.MADV_COLLAPSE, "COLLAPSE"},
+				value{unix.MADV_WILLNEED, "WILLNEED"}, value{unix.MADV_DONTFORK, "DONTFORK"},
+				value{unix.MADV_DONTDUMP, "DONTDUMP"},
+				value{unix.MADV_HUGEPAGE, "HUGEPAGE"}, value{unix.MADV_NOHUGEPAGE, "NOHUGEPAGE"},
+				value{unix.MADV_COLLAPSE, "COLLAPSE"},
 				value{unix.MADV_POPULATE_READ, "POPULATE_READ"}, value{unix.MADV_POPULATE_WRITE, "POPULATE_WRITE"})),
 			one(unix.SYS_MEMFD_CREATE, "memfd_create", among(1,
 				value{unix.MFD_CLOEXEC | unix.MFD_ALLOW_SEALING, "CLOEXEC|ALLOW_SEALING"},
 				value{unix.MFD_CLOEXEC | unix.MFD_ALLOW_SEALING | unix.MFD_NOEXEC_SEAL, "CLOEXEC|ALLOW_SEALING|NOEXEC_SEAL"})),
-			one(unix.SYS_MUNMAP, "munmap"), one(unix.SYS_MINCORE, "mincore"), one(unix.SYS_MSYNC, "msync"), one(unix.SYS_MLOCK, "mlock"),
+			one(unix.SYS_MUNMAP, "munmap"), one(unix.SYS_MINCORE, "mincore"), one(unix.SYS_MSYNC, "msync"),
+			one(unix.SYS_MLOCK, "mlock"),
 			one(unix.SYS_MUNLOCK, "munlock"),
 		}},
 		{name: "Open files", calls: []call{
-			one(unix.SYS_FCNTL, "fcntl", among(1, value{unix.F_DUPFD_CLOEXEC, "F_DUPFD_CLOEXEC"}, value{unix.F_GETFD, "F_GETFD"},
+			one(unix.SYS_FCNTL, "fcntl", among(1, value{unix.F_DUPFD_CLOEXEC, "F_DUPFD_CLOEXEC"},
+				value{unix.F_GETFD, "F_GETFD"},
 				value{unix.F_SETFD, "F_SETFD"}, value{unix.F_GETFL, "F_GETFL"}, value{unix.F_SETFL, "F_SETFL"},
 				value{unix.F_ADD_SEALS, "F_ADD_SEALS"}, value{unix.F_GET_SEALS, "F_GET_SEALS"})),
-			one(unix.SYS_READ, "read"), one(unix.SYS_WRITE, "write"), one(unix.SYS_READV, "readv"), one(unix.SYS_WRITEV, "writev"),
-			one(unix.SYS_PREAD64, "pread64"), one(unix.SYS_PWRITE64, "pwrite64"), one(unix.SYS_PREADV, "preadv"), one(unix.SYS_PWRITEV, "pwritev"),
-			one(unix.SYS_PREADV2, "preadv2"), one(unix.SYS_PWRITEV2, "pwritev2"), one(unix.SYS_LSEEK, "lseek"), one(unix.SYS_CLOSE, "close"),
-			one(unix.SYS_FSTAT, "fstat"), one(unix.SYS_FSTATFS, "fstatfs"), one(unix.SYS_FTRUNCATE, "ftruncate"), one(unix.SYS_FALLOCATE, "fallocate"),
-			one(unix.SYS_FSYNC, "fsync"), one(unix.SYS_FDATASYNC, "fdatasync"), one(unix.SYS_COPY_FILE_RANGE, "copy_file_range"),
+			one(unix.SYS_READ, "read"), one(unix.SYS_WRITE, "write"), one(unix.SYS_READV, "readv"),
+			one(unix.SYS_WRITEV, "writev"),
+			one(unix.SYS_PREAD64, "pread64"), one(unix.SYS_PWRITE64, "pwrite64"), one(unix.SYS_PREADV, "preadv"),
+			one(unix.SYS_PWRITEV, "pwritev"),
+			one(unix.SYS_PREADV2, "preadv2"), one(unix.SYS_PWRITEV2, "pwritev2"), one(unix.SYS_LSEEK, "lseek"),
+			one(unix.SYS_CLOSE, "close"),
+			one(unix.SYS_FSTAT, "fstat"), one(unix.SYS_FSTATFS, "fstatfs"), one(unix.SYS_FTRUNCATE, "ftruncate"),
+			one(unix.SYS_FALLOCATE, "fallocate"),
+			one(unix.SYS_FSYNC, "fsync"), one(unix.SYS_FDATASYNC, "fdatasync"),
+			one(unix.SYS_COPY_FILE_RANGE, "copy_file_range"),
 			one(unix.SYS_FLOCK, "flock"),
 		}},
 		{name: "Events", calls: []call{
-			one(unix.SYS_EVENTFD2, "eventfd2"), one(unix.SYS_EPOLL_CREATE1, "epoll_create1"), one(unix.SYS_EPOLL_CTL, "epoll_ctl"),
+			one(unix.SYS_EVENTFD2, "eventfd2"), one(unix.SYS_EPOLL_CREATE1, "epoll_create1"),
+			one(unix.SYS_EPOLL_CTL, "epoll_ctl"),
 			one(unix.SYS_EPOLL_WAIT, "epoll_wait"), one(unix.SYS_EPOLL_PWAIT, "epoll_pwait"), one(unix.SYS_PPOLL, "ppoll"),
 		}},
 		{name: "Unix sockets, connected by the keeper or to itself", calls: []call{
 			one(unix.SYS_SOCKETPAIR, "socketpair", among(0, value{unix.AF_UNIX, "AF_UNIX"}), check{arg: 1, is: []value{
-				{unix.SOCK_STREAM | unix.SOCK_CLOEXEC, ""}, {unix.SOCK_STREAM | unix.SOCK_CLOEXEC | unix.SOCK_NONBLOCK, ""}}, reason: "SOCK_STREAM"}, zero(2)),
+				{unix.SOCK_STREAM | unix.SOCK_CLOEXEC, ""},
+				{unix.SOCK_STREAM | unix.SOCK_CLOEXEC | unix.SOCK_NONBLOCK, ""},
+			}, reason: "SOCK_STREAM"}, zero(2)),
 			one(unix.SYS_SENDTO, "sendto", check{arg: 4, is: []value{{0, ""}}, reason: "no address"}),
 			one(unix.SYS_GETSOCKOPT, "getsockopt", among(1, value{unix.SOL_SOCKET, "SOL_SOCKET"})),
 			one(unix.SYS_SETSOCKOPT, "setsockopt", among(1, value{unix.SOL_SOCKET, "SOL_SOCKET"}),
 				among(2, value{unix.SO_SNDBUF, "SO_SNDBUF"}, value{unix.SO_RCVBUF, "SO_RCVBUF"})),
-			one(unix.SYS_RECVFROM, "recvfrom"), one(unix.SYS_SENDMSG, "sendmsg"), one(unix.SYS_RECVMSG, "recvmsg"), one(unix.SYS_ACCEPT4, "accept4"),
-			one(unix.SYS_SHUTDOWN, "shutdown"), one(unix.SYS_GETSOCKNAME, "getsockname"), one(unix.SYS_GETPEERNAME, "getpeername"),
+			one(unix.SYS_RECVFROM, "recvfrom"), one(unix.SYS_SENDMSG, "sendmsg"), one(unix.SYS_RECVMSG, "recvmsg"),
+			one(unix.SYS_ACCEPT4, "accept4"),
+			one(unix.SYS_SHUTDOWN, "shutdown"), one(unix.SYS_GETSOCKNAME, "getsockname"),
+			one(unix.SYS_GETPEERNAME, "getpeername"),
 		}},
 		{name: "Clocks, figures, random numbers", calls: []call{
-			one(unix.SYS_CLOCK_GETTIME, "clock_gettime"), one(unix.SYS_GETTIMEOFDAY, "gettimeofday"), one(unix.SYS_GETRANDOM, "getrandom"),
+			one(unix.SYS_CLOCK_GETTIME, "clock_gettime"), one(unix.SYS_GETTIMEOFDAY, "gettimeofday"),
+			one(unix.SYS_GETRANDOM, "getrandom"),
 			one(unix.SYS_GETRUSAGE, "getrusage"), one(unix.SYS_SYSINFO, "sysinfo"), one(unix.SYS_UNAME, "uname"),
 		}},
 		{name: "Answered with ENOSYS", errno: unix.ENOSYS, calls: []call{
@@ -115,9 +133,12 @@ func allowed(pid int, shares bool) []group {
 	}
 	if shares {
 		groups = append(groups, group{name: "With shares only: files below passed directories", calls: []call{
-			one(unix.SYS_OPENAT, "openat"), one(unix.SYS_OPENAT2, "openat2"), one(unix.SYS_STATX, "statx"), one(unix.SYS_NEWFSTATAT, "newfstatat"),
-			one(unix.SYS_GETDENTS64, "getdents64"), one(unix.SYS_READLINKAT, "readlinkat"), one(unix.SYS_SYMLINKAT, "symlinkat"),
-			one(unix.SYS_MKDIRAT, "mkdirat"), one(unix.SYS_UNLINKAT, "unlinkat"), one(unix.SYS_RENAMEAT2, "renameat2"), one(unix.SYS_LINKAT, "linkat"),
+			one(unix.SYS_OPENAT, "openat"), one(unix.SYS_OPENAT2, "openat2"), one(unix.SYS_STATX, "statx"),
+			one(unix.SYS_NEWFSTATAT, "newfstatat"),
+			one(unix.SYS_GETDENTS64, "getdents64"), one(unix.SYS_READLINKAT, "readlinkat"),
+			one(unix.SYS_SYMLINKAT, "symlinkat"),
+			one(unix.SYS_MKDIRAT, "mkdirat"), one(unix.SYS_UNLINKAT, "unlinkat"), one(unix.SYS_RENAMEAT2, "renameat2"),
+			one(unix.SYS_LINKAT, "linkat"),
 			one(unix.SYS_UTIMENSAT, "utimensat"), one(unix.SYS_FCHOWNAT, "fchownat"),
 			one(unix.SYS_FCHMOD, "fchmod", check{arg: 1, max: 0o1777, reason: "no setuid, no setgid"}),
 			one(unix.SYS_FCHMODAT, "fchmodat", check{arg: 2, max: 0o1777, reason: "no setuid, no setgid"}),
@@ -161,14 +182,17 @@ func assemble(groups []group, refuse uint32) ([]bpf.RawInstruction, error) {
 			calls = append(calls, answered{c, answer})
 		}
 	}
-	slices.SortStableFunc(calls, func(a, b answered) int { return cmp.Compare(min(1, len(b.checks)), min(1, len(a.checks))) })
+	slices.SortStableFunc(calls, func(a, b answered) int {
+		return cmp.Compare(min(1, len(b.checks)), min(1, len(a.checks)))
+	})
 	for _, c := range calls {
 		var body []bpf.Instruction
 		for _, k := range c.checks {
 			body = append(body, k.assemble(refused)...)
 		}
 		body = append(body, bpf.RetConstant{Val: c.answer})
-		program = append(program, bpf.JumpIf{Cond: bpf.JumpEqual, Val: uint32(c.nr), SkipTrue: 1}, bpf.Jump{Skip: uint32(len(body))})
+		program = append(program, bpf.JumpIf{Cond: bpf.JumpEqual, Val: uint32(c.nr), SkipTrue: 1},
+			bpf.Jump{Skip: uint32(len(body))})
 		program = append(program, body...)
 	}
 	return bpf.Assemble(append(program, refused))

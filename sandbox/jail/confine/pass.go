@@ -17,11 +17,14 @@ var ErrMayNotPass = errors.New("may not be given to a confined process")
 var devices = []string{"/dev/kvm", "/dev/userfaultfd", "/dev/null", "/dev/zero", "/dev/urandom"}
 
 // anonymous are the kinds of files without a name that a child may have, as /proc/self/fd calls them.
-var anonymous = []string{"[eventfd]", "[timerfd]", "[userfaultfd]", "kvm-vm", "kvm-vcpu", "kvm-vm-stats", "kvm-vcpu-stats"}
+var anonymous = []string{"[eventfd]", "[timerfd]", "[userfaultfd]",
+	"kvm-vm", "kvm-vcpu", "kvm-vm-stats", "kvm-vcpu-stats"}
 
 // kernelFiles are file systems whose files lead to the kernel or to other processes.
-var kernelFiles = []int64{unix.PROC_SUPER_MAGIC, unix.SYSFS_MAGIC, unix.CGROUP_SUPER_MAGIC, unix.CGROUP2_SUPER_MAGIC, unix.DEBUGFS_MAGIC,
-	unix.TRACEFS_MAGIC, unix.SECURITYFS_MAGIC, unix.BPF_FS_MAGIC, unix.NSFS_MAGIC, unix.PID_FS_MAGIC, unix.EFIVARFS_MAGIC, unix.SELINUX_MAGIC}
+var kernelFiles = []int64{unix.PROC_SUPER_MAGIC, unix.SYSFS_MAGIC, unix.CGROUP_SUPER_MAGIC, unix.CGROUP2_SUPER_MAGIC,
+	unix.DEBUGFS_MAGIC,
+	unix.TRACEFS_MAGIC, unix.SECURITYFS_MAGIC, unix.BPF_FS_MAGIC, unix.NSFS_MAGIC,
+	unix.PID_FS_MAGIC, unix.EFIVARFS_MAGIC, unix.SELINUX_MAGIC}
 
 // MayPass checks that a descriptor may be handed to a child: a regular file, an image in memory, a pipe, a Unix
 // socket, a TAP device, one of KVM or userfaultfd, an eventfd. It fails with ErrMayNotPass for all others, and for
@@ -125,6 +128,7 @@ func judge(fd int, shares bool) error {
 // The keeper must open the child's.
 func isPagemap(fd, flags int) bool {
 	name, err := os.Readlink(fmt.Sprintf("/proc/self/fd/%d", fd))
-	return err == nil && flags&unix.O_ACCMODE == unix.O_RDONLY && strings.HasPrefix(name, "/proc/") && strings.HasSuffix(name, "/pagemap") &&
+	return err == nil && flags&unix.O_ACCMODE == unix.O_RDONLY && strings.HasPrefix(name, "/proc/") &&
+		strings.HasSuffix(name, "/pagemap") &&
 		strings.Count(name, "/") == 3
 }

@@ -47,7 +47,8 @@ func Probe() Support {
 	for _, c := range []struct {
 		n    uint
 		name string
-	}{{unix.CAP_SETUID, "CAP_SETUID"}, {unix.CAP_SETGID, "CAP_SETGID"}, {unix.CAP_SETPCAP, "CAP_SETPCAP"}, {unix.CAP_SYS_ADMIN, "CAP_SYS_ADMIN"}} {
+	}{{unix.CAP_SETUID, "CAP_SETUID"}, {unix.CAP_SETGID, "CAP_SETGID"}, {unix.CAP_SETPCAP, "CAP_SETPCAP"},
+		{unix.CAP_SYS_ADMIN, "CAP_SYS_ADMIN"}} {
 		if caps[c.n/32].Effective&(1<<(c.n%32)) == 0 {
 			lacks = append(lacks, c.name)
 		}
@@ -101,7 +102,8 @@ func Probe() Support {
 		case err != nil:
 			add(name, false, false, err.Error())
 		case h.parent[c] == "":
-			add(name, false, false, "no hierarchy has that controller: mount cgroup2, or have systemd delegate it (Delegate=yes)")
+			add(name, false, false,
+				"no hierarchy has that controller: mount cgroup2, or have systemd delegate it (Delegate=yes)")
 		case h.v2[c]:
 			add(name, true, false, "version 2, below "+h.parent[c])
 		default:

@@ -114,7 +114,8 @@ func Start(ctx context.Context, p Profile) (_ *Process, err error) {
 	}
 	defer read.Close()
 	c.life = write
-	a, err := json.Marshal(assignment{ID: c.id.n, Life: firstFile + len(p.Files), Files: len(p.Files), Shares: p.Shares, LogOnly: p.LogOnly,
+	a, err := json.Marshal(assignment{ID: c.id.n, Life: firstFile + len(p.Files), Files: len(p.Files),
+		Shares: p.Shares, LogOnly: p.LogOnly,
 		FileBytes: p.Limits.FileBytes, OpenFiles: p.Limits.OpenFiles})
 	if err != nil {
 		return nil, err
@@ -126,9 +127,10 @@ func Start(ctx context.Context, p Profile) (_ *Process, err error) {
 		Dir:        "/",
 		ExtraFiles: append(append([]*os.File(nil), p.Files...), read),
 		SysProcAttr: &syscall.SysProcAttr{
-			Cloneflags: unix.CLONE_NEWNS | unix.CLONE_NEWPID | unix.CLONE_NEWIPC | unix.CLONE_NEWUTS | unix.CLONE_NEWNET | unix.CLONE_NEWCGROUP,
-			Setsid:     true, // without a terminal
-			Pdeathsig:  unix.SIGKILL,
+			Cloneflags: unix.CLONE_NEWNS | unix.CLONE_NEWPID | unix.CLONE_NEWIPC | unix.CLONE_NEWUTS |
+				unix.CLONE_NEWNET | unix.CLONE_NEWCGROUP,
+			Setsid:    true, // without a terminal
+			Pdeathsig: unix.SIGKILL,
 		},
 	}
 	if p.Limits.CPUMax > 0 { // as Go would do it
@@ -175,7 +177,8 @@ func (c *Process) run() error {
 // enterCapabilities are what Enter needs.
 var enterCapabilities = []uintptr{unix.CAP_SETUID, unix.CAP_SETGID, unix.CAP_SETPCAP, unix.CAP_SYS_ADMIN}
 
-// boundCapabilities leaves the programs that this thread starts what Enter needs. Enter would take long to drop them all.
+// boundCapabilities leaves the programs that this thread starts what Enter needs. Enter would take long to drop the
+// others from all threads.
 func boundCapabilities() error {
 	for c := uintptr(0); ; c++ {
 		if slices.Contains(enterCapabilities, c) {

@@ -57,7 +57,8 @@ func takeID(name string) (*id, error) {
 }
 
 func lockID(n, flag int) (*id, error) {
-	f, err := osfile.TryOpenLocked(filepath.Join(idDir, strconv.Itoa(n)), os.O_RDWR|flag|unix.O_NOFOLLOW, 0o600, osfile.Exclusive)
+	path := filepath.Join(idDir, strconv.Itoa(n))
+	f, err := osfile.TryOpenLocked(path, os.O_RDWR|flag|unix.O_NOFOLLOW, 0o600, osfile.Exclusive)
 	if err != nil {
 		return nil, fmt.Errorf("taking the user id %d: %w", n, err)
 	}
