@@ -50,7 +50,8 @@ const emptyRoot = "/proc"
 
 // shareRights are what a child may do below a shared directory. Linux has all of them since 6.2.
 const shareRights = ll.AccessFSReadFile | ll.AccessFSReadDir | ll.AccessFSWriteFile | ll.AccessFSTruncate |
-	ll.AccessFSRefer | ll.AccessFSRemoveDir | ll.AccessFSRemoveFile | ll.AccessFSMakeDir | ll.AccessFSMakeReg | ll.AccessFSMakeSym
+	ll.AccessFSRefer | ll.AccessFSRemoveDir | ll.AccessFSRemoveFile | ll.AccessFSMakeDir |
+	ll.AccessFSMakeReg | ll.AccessFSMakeSym
 
 const shareABI = 3
 
