@@ -14,6 +14,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/pool"
+	"github.com/drowse-vm/drowse/sandbox/procstat"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -196,16 +197,26 @@ func (e Env) wakeAtOnce(ctx context.Context, names []string, before map[int]time
 	return wakes, errors.Join(errs...)
 }
 
-// cpuTime returns the user and system time of a process, over all its threads, ended ones included. The clock's
-// number is that of clock_getcpuclockid(3): the complement of the process id, and CPUCLOCK_SCHED, 2
+// cpuTime returns the user and system time of a process and its children, over all their threads, ended ones included.
+// The clock's number is that of clock_getcpuclockid(3): the complement of the process id, and CPUCLOCK_SCHED, 2
 // (include/linux/posix-timers.h).
-func cpuTime(pid int) (time.Duration, error) {
+func cpuTime(pid int) (sum time.Duration, err error) {
 	const sched = 2
-	var ts unix.Timespec
-	if err := unix.ClockGettime(int32(^pid<<3|sched), &ts); err != nil {
+	pids, err := procstat.PIDs(pid)
+	if err != nil {
 		return 0, fmt.Errorf("asking for the processor time of process %d: %w", pid, err)
 	}
-	return time.Duration(ts.Nano()), nil
+	for _, p := range pids {
+		var ts unix.Timespec
+		if err := unix.ClockGettime(int32(^p<<3|sched), &ts); err != nil {
+			if p != pid {
+				continue // it has ended
+			}
+			return 0, fmt.Errorf("asking for the processor time of process %d: %w", pid, err)
+		}
+		sum += time.Duration(ts.Nano())
+	}
+	return sum, nil
 }
 
 // concurrent is what the rounds with one number of VMs measured.

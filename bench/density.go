@@ -55,7 +55,7 @@ func Density(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 		}
 		total := int64(0)
 		for _, pid := range pids {
-			m, err := memoryOf(pid)
+			m, err := memoryOfOne(pid)
 			if err != nil {
 				return nil, err
 			}

@@ -11,6 +11,7 @@ import (
 
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/control"
+	"github.com/drowse-vm/drowse/sandbox/procstat"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -140,7 +141,7 @@ func ForkDensity(ctx context.Context, e Env, o Options) (rows []Row, err error) 
 	return []Row{row}, nil
 }
 
-// memory is the memory of a process, in bytes.
+// memory is the memory of processes, in bytes.
 type memory struct {
 	private, pss int64
 	// guest is the part of private between the first and the last mapping of the image. That is the guest's RAM,
@@ -148,8 +149,27 @@ type memory struct {
 	guest int64
 }
 
-// memoryOf reads smaps_rollup and smaps of a process (proc_pid_smaps(5)).
-func memoryOf(pid int) (m memory, err error) {
+// memoryOf adds up the memory of a process and its children.
+func memoryOf(pid int) (sum memory, err error) {
+	pids, err := procstat.PIDs(pid)
+	if err != nil {
+		return sum, fmt.Errorf("asking for the memory of a process: %w", err)
+	}
+	for _, p := range pids {
+		m, err := memoryOfOne(p)
+		if p != pid && procstat.Ended(err) {
+			continue
+		}
+		if err != nil {
+			return sum, err
+		}
+		sum.private, sum.pss, sum.guest = sum.private+m.private, sum.pss+m.pss, sum.guest+m.guest
+	}
+	return sum, nil
+}
+
+// memoryOfOne reads smaps_rollup and smaps of a process (proc_pid_smaps(5)).
+func memoryOfOne(pid int) (m memory, err error) {
 	all, err := smaps(fmt.Sprintf("/proc/%d/smaps_rollup", pid))
 	if err != nil {
 		return m, err

@@ -29,7 +29,13 @@ const (
 
 // SelfPath returns the path of the host's socket for a guest's requests. path is the Unix socket of the vsock
 // device.
-func SelfPath(path string) string { return path + "_" + strconv.Itoa(agentpb.SelfPort) }
+func SelfPath(path string) string { return HostPath(path, agentpb.SelfPort) }
+
+// HostPath returns the path of the host's socket for the guest's connections to a port of the host. path is the Unix
+// socket of the vsock device.
+func HostPath(path string, port uint32) string {
+	return path + "_" + strconv.FormatUint(uint64(port), 10)
+}
 
 const (
 	// selfTimeout bounds reading a request, writing an answer, and waiting until the guest has read it.

@@ -13,10 +13,6 @@ func TestMain(m *testing.M) {
 		guesttest.EndWithTest()
 		os.Exit(lifeProcess(os.Args[2], os.Args[3]))
 	}
-	if len(os.Args) == 2 && os.Args[1] == jailArg {
-		guesttest.EndWithTest()
-		os.Exit(jailProcess())
-	}
 	guesttest.Process.HostHooks = []hosthooks.Func{{Name: "notes", Run: noteInProcess}}
 	guesttest.Main(m)
 }

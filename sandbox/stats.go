@@ -3,18 +3,15 @@ package sandbox
 import (
 	"bufio"
 	"context"
-	"errors"
 	"fmt"
-	"io/fs"
 	"os"
 	"strconv"
 	"strings"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox/control"
+	"github.com/drowse-vm/drowse/sandbox/procstat"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -31,13 +28,14 @@ func (b *Sandbox) Stats(ctx context.Context) (Stats, error) {
 	}
 	out := Stats{Name: name, Time: time.Now().UTC()}
 	out.Host, err = processStats(info.PID)
-	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ESRCH) {
+	if procstat.Ended(err) {
 		return Stats{}, fmt.Errorf("%w: %s: its process has just ended", ErrNotRunning, name)
 	}
 	if err != nil {
 		return Stats{}, fmt.Errorf("measuring the process of VM %s: %w", name, err)
 	}
 	out.Host.Faults, out.Host.MiBTouched, out.Host.Hung = info.Faults, info.MiBTouched, info.Hung
+	out.Host.Confined = info.Confined
 	if info.Hung {
 		out.Problem = "the guest hangs: " + info.Problem
 		return out, nil
@@ -65,33 +63,22 @@ func (s *Host) guestStats(ctx context.Context, name string) (guest.Stats, error)
 	return c.Stats(ctx)
 }
 
-// processStats reads proc_pid_stat(5) and the sum of proc_pid_smaps(5).
+// processStats adds up proc_pid_stat(5) and proc_pid_smaps(5) of a VM's processes.
 func processStats(pid int) (spec.HostStats, error) {
 	h := spec.HostStats{PID: pid}
-	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	u, err := procstat.Of(pid)
 	if err != nil {
 		return h, err
 	}
-	// The fields after the name, which is in parentheses and may contain parentheses.
-	text := string(stat)
-	f := strings.Fields(text[strings.LastIndexByte(text, ')')+1:])
-	const state, user, system, start = 3, 14, 15, 22 // numbers of fields
-	if len(f) <= start-state {
-		return h, fmt.Errorf("/proc/%d/stat has %d fields", pid, len(f))
+	h.CPUUserMs, h.CPUSystemMs = control.Milliseconds(u.User), control.Milliseconds(u.System)
+	h.AwakeMs = control.Milliseconds(u.Age)
+	for _, p := range u.PIDs {
+		err := addMemory(&h, fmt.Sprintf("/proc/%d/smaps_rollup", p))
+		if err != nil && (p == pid || !procstat.Ended(err)) {
+			return h, err
+		}
 	}
-	const tickMs = 10 // of USER_HZ
-	ticks := func(field int) float64 {
-		n, _ := strconv.ParseUint(f[field-state], 10, 64)
-		return float64(n) * tickMs
-	}
-	h.CPUUserMs, h.CPUSystemMs = ticks(user), ticks(system)
-	var up unix.Timespec
-	if err := unix.ClockGettime(unix.CLOCK_BOOTTIME, &up); err != nil {
-		return h, err
-	}
-	h.AwakeMs = max(control.Milliseconds(time.Duration(up.Nano()))-ticks(start), 0)
-	err = addMemory(&h, fmt.Sprintf("/proc/%d/smaps_rollup", pid))
-	return h, err
+	return h, nil
 }
 
 // addMemory sums up the lines "Private_Dirty:  12 kB".

@@ -33,6 +33,15 @@ const (
 	Stopped ExitReason = "stopped"
 )
 
+// Known reports whether it is one of the above.
+func (r ExitReason) Known() bool {
+	switch r {
+	case PoweredOff, Rebooted, TripleFault, Panicked, InternalError, HostError, Stopped:
+		return true
+	}
+	return false
+}
+
 // Exit is the end of a machine.
 type Exit struct {
 	Reason ExitReason

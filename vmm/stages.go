@@ -120,3 +120,12 @@ func (s *Stages) Durations() map[Stage]time.Duration {
 	}
 	return out
 }
+
+// ByName returns Durations by the names of the steps.
+func (s *Stages) ByName() map[string]time.Duration {
+	out := make(map[string]time.Duration, stageCount)
+	for stage, d := range s.Durations() {
+		out[stage.String()] = d
+	}
+	return out
+}

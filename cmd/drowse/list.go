@@ -106,14 +106,16 @@ The JSON document is one page; pass its "next" to --after for the next page.`,
 
 // vmRow is a sandbox in `drowse ps -o json`.
 type vmRow struct {
-	Name    string      `json:"name"`
-	Phase   state.Phase `json:"phase"`
-	Image   string      `json:"image"`
-	VCPUs   int         `json:"vcpus"`
-	Memory  int         `json:"memory_mib"`
-	PID     int         `json:"pid,omitempty"`
-	Created time.Time   `json:"created"`
-	Note    string      `json:"note,omitempty"`
+	Name   string      `json:"name"`
+	Phase  state.Phase `json:"phase"`
+	Image  string      `json:"image"`
+	VCPUs  int         `json:"vcpus"`
+	Memory int         `json:"memory_mib"`
+	PID    int         `json:"pid,omitempty"`
+	// Confined says of one with a process whether its guest is in a confined one.
+	Confined bool      `json:"confined,omitempty"`
+	Created  time.Time `json:"created"`
+	Note     string    `json:"note,omitempty"`
 	// Parent is the VM that it was forked from. Generation counts the forks back to a VM that is not a fork.
 	Parent     string `json:"parent,omitempty"`
 	Generation int    `json:"generation,omitempty"`
@@ -141,7 +143,8 @@ func (a *app) psCommand() *cobra.Command {
 				if err == nil && (all || r.Phase != state.Stopped) {
 					rows = append(rows, vmRow{
 						Name: b.Name, Phase: r.Phase, Image: b.Image, VCPUs: b.VCPUs, Memory: b.Memory, PID: r.PID, Created: b.Created,
-						Note: vmNote(cmd.Context(), s, r), Parent: b.Parent, Generation: b.Generation,
+						Confined: b.Confined,
+						Note:     vmNote(cmd.Context(), s, r), Parent: b.Parent, Generation: b.Generation,
 					})
 				}
 			}

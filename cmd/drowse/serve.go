@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
 	"time"
 
 	"github.com/coreos/go-systemd/v22/daemon"
@@ -12,6 +13,8 @@ import (
 
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api"
+	"github.com/drowse-vm/drowse/sandbox/control"
+	"github.com/drowse-vm/drowse/sandbox/jail/confine"
 	"github.com/drowse-vm/drowse/sandbox/metrics"
 	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/supervisor"
@@ -23,6 +26,7 @@ const defaultPool = 2
 func (a *app) serveCommand() *cobra.Command {
 	var (
 		processes, conns int
+		confined         bool
 		web              apiFlags
 		exit             exitFlags
 		hooks            webhookFlags
@@ -57,6 +61,9 @@ connections that it carries end. With --on-exit sleep it puts all VMs to sleep f
 			if err := errors.Join(web.check(), exit.check()); err != nil {
 				return err
 			}
+			if err := requireJail(confined); err != nil {
+				return err
+			}
 			webhooks, err := hooks.hooks()
 			if err != nil {
 				return err
@@ -67,10 +74,35 @@ connections that it carries end. With --on-exit sleep it puts all VMs to sleep f
 	}
 	cmd.Flags().IntVar(&processes, "pool", defaultPool, "processes to keep ready, each with some 17 MiB of memory; 0 is none")
 	cmd.Flags().IntVar(&conns, "max-connections", supervisor.DefaultMaxConns, "simultaneous connections, or UDP senders, of one port")
+	cmd.Flags().BoolVar(&confined, "require-jail", false,
+		"start no VM whose process cannot be confined; by default, such a VM runs unconfined, and its log says so")
 	web.add(cmd)
 	exit.add(cmd)
 	hooks.add(cmd)
 	return cmd
+}
+
+// requireJail has VMs started by this process fail if they cannot be confined, and says so now if none can.
+func requireJail(flag bool) error {
+	if !flag && os.Getenv(control.RequireJailEnv) == "" {
+		return nil
+	}
+	if err := lacking(confine.Probe()); err != nil {
+		return err
+	}
+	return os.Setenv(control.RequireJailEnv, "1")
+}
+
+func lacking(s confine.Support) error {
+	var errs []error
+	for _, w := range s.Missing(true) {
+		errs = append(errs, fmt.Errorf("VMs cannot be confined: %s is missing: %s", w.Name, w.Detail))
+	}
+	if errs == nil {
+		return nil
+	}
+	return errors.Join(append(errs,
+		fmt.Errorf("add what is missing, or serve without --require-jail and %s", control.RequireJailEnv))...)
 }
 
 // serve supervises and answers until ctx ends.

@@ -8,7 +8,6 @@ import (
 	"io"
 	"os"
 	"slices"
-	"strconv"
 	"strings"
 	"sync"
 	"time"
@@ -18,6 +17,7 @@ import (
 
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
+	"github.com/drowse-vm/drowse/sandbox/procstat"
 	"github.com/drowse-vm/drowse/sandbox/records"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
@@ -45,9 +45,9 @@ type topRow struct {
 	Status records.Status `json:"status"`
 	Owner  string         `json:"owner,omitempty"`
 	PID    int            `json:"pid"`
-	// CPU is the processor time of the process in processors: 1 is one fully used processor.
+	// CPU is the processor time of its processes in processors: 1 is one fully used processor.
 	CPU float64 `json:"cpu"`
-	// Memory is the resident memory of the process in bytes, shared memory included.
+	// Memory is the resident memory of its processes in bytes, shared memory included.
 	Memory int64 `json:"memory_bytes"`
 	// In and Out are the bytes per second that the policy let pass to and from the guest. Denied is the packets
 	// per second that it did not let pass.
@@ -250,28 +250,10 @@ func (t *topper) one(ctx context.Context, s records.Sandbox) (u topUse, ok bool)
 	return u, true
 }
 
-// processUse reads the use of a process from /proc (proc(5)).
+// processUse reads the use of a VM's processes.
 func processUse(pid int) (cpu time.Duration, memory int64, err error) {
-	dir := "/proc/" + strconv.Itoa(pid)
-	stat, err := os.ReadFile(dir + "/stat")
-	if err != nil {
-		return 0, 0, err
-	}
-	// The second field, the program's name, may contain any character. No later field has a parenthesis.
-	_, rest, ok := strings.Cut(string(stat[max(0, strings.LastIndexByte(string(stat), ')')):]), " ")
-	f := strings.Fields(rest)
-	const utime, stime, rss, fields = 11, 12, 21, 22 // counted from the field after the name
-	if !ok || len(f) < fields {
-		return 0, 0, fmt.Errorf("reading %s/stat: it has %d fields", dir, len(f))
-	}
-	var n [3]int64
-	for i, at := range []int{utime, stime, rss} {
-		if n[i], err = strconv.ParseInt(f[at], 10, 64); err != nil {
-			return 0, 0, fmt.Errorf("reading %s/stat: %w", dir, err)
-		}
-	}
-	const tick = time.Second / 100 // USER_HZ, the same on all x86-64
-	return time.Duration(n[0]+n[1]) * tick, n[2] * int64(os.Getpagesize()), nil
+	u, err := procstat.Of(pid)
+	return u.User + u.System, u.Resident, err
 }
 
 // write prints the first rows of a topDoc.

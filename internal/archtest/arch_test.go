@@ -66,11 +66,18 @@ var rules = []rule{
 	// VMs in memory, which replace the VM below the process.
 	{"sandbox/sandboxtest", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/spec", "sandbox/process", "sandbox/instance", "sandbox/network", "vmm", "devices/net", "devices/secrets", "devices/vsock", "snapshot", "snapshot/pager", "netpolicy", "rootfs/disk", "rootfs/image", "rootfs/image/fstree", "rootfs/kernel", "guest", "guest/agentpb", "guest/fakeguest"}},
 	// The process of a VM, its launcher, and the protocol between the two.
-	{"sandbox/process", []string{"sandbox/control", "sandbox/limits", "sandbox/instance", "sandbox/network", "sandbox/spec", "sandbox/state/...", "sandbox/lifetime", "sandbox/events", "sandbox/hosthooks", "vmm/...", "devices/net", "devices/secrets", "devices/vsock", "snapshot", "snapshot/pager", "netpolicy", "netpolicy/hostnet", "netpolicy/proxy", "rootfs/...", "guest", "guest/audit", "internal/osfile", "guest/report"}},
+	{"sandbox/procstat", nil},
+	{"sandbox/process", []string{"sandbox/control", "sandbox/jail", "sandbox/jail/confine", "sandbox/procstat", "sandbox/limits", "sandbox/instance", "sandbox/network", "sandbox/spec", "sandbox/state/...", "sandbox/lifetime", "sandbox/events", "sandbox/hosthooks", "vmm/...", "devices/net", "devices/secrets", "devices/vsock", "snapshot", "snapshot/pager", "netpolicy", "netpolicy/hostnet", "netpolicy/proxy", "rootfs/...", "guest", "guest/audit", "internal/osfile", "guest/report"}},
 	{"sandbox/pool", []string{"sandbox/control", "sandbox/instance", "sandbox/spec", "sandbox/state/...", "sandbox/events", "netpolicy/hostnet", "netpolicy/proxy", "rootfs/image", "guest", "internal/osfile"}},
 	{"sandbox/control", []string{"sandbox/spec", "sandbox/state/...", "sandbox/lifetime", "sandbox/events", "vmm", "vmm/kvm", "vmm/boot", "snapshot", "netpolicy", "netpolicy/link", "netpolicy/hostnet", "netpolicy/proxy", "rootfs/...", "guest"}},
-	{"sandbox/state/...", []string{"sandbox/state", "sandbox/spec", "sandbox/instance", "sandbox/lifetime", "sandbox/events", "sandbox/hosthooks", "vmm", "vmm/guestmem", "snapshot", "snapshot/pagecache", "netpolicy", "netpolicy/link", "netpolicy/hostnet", "netpolicy/proxy", "rootfs/...", "guest", "guest/audit", "internal/osfile", "guest/report"}},
+	{"sandbox/state/...", []string{"sandbox/state", "sandbox/jail/confine", "sandbox/spec", "sandbox/instance", "sandbox/lifetime", "sandbox/events", "sandbox/hosthooks", "vmm", "vmm/guestmem", "snapshot", "snapshot/pagecache", "netpolicy", "netpolicy/link", "netpolicy/hostnet", "netpolicy/proxy", "rootfs/...", "guest", "guest/audit", "internal/osfile", "guest/report"}},
 	{"sandbox/limits", []string{"vmm", "internal/osfile"}},
+	// A hostile guest may hold the other end.
+	{"sandbox/jail/rpc", nil},
+	// Confinement knows no VMs.
+	{"sandbox/jail/confine", []string{"internal/osfile"}},
+	// One VM in a confined process, and the process. control: errors keep their identity on the way.
+	{"sandbox/jail", []string{"sandbox/jail/...", "sandbox/instance", "sandbox/spec", "sandbox/control", "vmm", "devices/net/tap", "devices/secrets", "snapshot", "snapshot/pager", "snapshot/pagecache", "rootfs/disk", "rootfs/volume", "guest", "internal/osfile"}},
 	{"sandbox/events", []string{"internal/osfile"}},
 	{"sandbox/hosthooks", []string{"sandbox/events", "sandbox/spec", "guest/report"}},
 	{"sandbox/...", []string{"vmm/...", "devices/...", "snapshot", "snapshot/freepages", "snapshot/pagecache", "snapshot/pager", "netpolicy", "netpolicy/link", "netpolicy/proxy", "netpolicy/hostnet", "rootfs/...", "guest", "guest/audit", "internal/osfile"}},
@@ -114,7 +121,7 @@ var rules = []rule{
 	{"guest/agent/...", []string{"guest/..."}},
 	{"guest/...", []string{"guest/...", "internal/osfile"}},
 
-	{"internal/doctor", []string{"vmm", "vmm/kvm", "vmm/boot", "snapshot/pager", "rootfs/...", "sandbox/hosthooks"}},
+	{"internal/doctor", []string{"sandbox/jail/confine", "vmm", "vmm/kvm", "vmm/boot", "snapshot/pager", "rootfs/...", "sandbox/hosthooks"}},
 	// Packages that only tests import.
 	{"internal/test/devicetest", []string{"devices", "devices/virtq", "devices/mmio", "vmm/guestmem"}},
 	{"internal/test/guesttest/...", []string{"sandbox/...", "vmm/...", "devices/...", "snapshot/...", "rootfs/...", "guest", "internal/test/hwkvm/..."}},

@@ -7,6 +7,8 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
+
+	"github.com/drowse-vm/drowse/sandbox/jail/confine"
 )
 
 // Options says what to examine.
@@ -30,6 +32,7 @@ func Examine(ctx context.Context, o Options) (Report, error) {
 		{"memory", h.memory},
 		{"system", h.system},
 		{"network", h.network},
+		{"jail", func(g *group) { jail(g, confine.Probe()) }},
 		{"state", func(g *group) { h.state(g, o.StateDir) }},
 		{"tools", h.tools},
 		{"stores", func(g *group) { stores(g, o) }},

@@ -10,6 +10,8 @@ import (
 	"testing"
 
 	"go.uber.org/goleak"
+
+	"github.com/drowse-vm/drowse/sandbox/jail/confine"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -89,13 +91,33 @@ func TestExamine_this_host_leaves_nothing_behind(t *testing.T) {
 			t.Errorf("check %s has more than a line: %q", c.Name, c.Detail+c.Consequence)
 		}
 	}
-	for _, name := range []string{"kvm", "userfaultfd", "memory", "cgroup", "tun", "bpf", "tcx", "bpffs", "space", "punch_hole", "reflink", "mkfs_ext4", "mmdebstrap", "kernel_build", "agent", "kernels", "images"} {
+	for _, name := range []string{"kvm", "userfaultfd", "memory", "cgroup", "tun", "bpf", "tcx", "bpffs", "seccomp", "landlock", "cgroup_memory", "space", "punch_hole", "reflink", "mkfs_ext4", "mmdebstrap", "kernel_build", "agent", "kernels", "images"} {
 		if !names[name] {
 			t.Errorf("no check %s", name)
 		}
 	}
 	if _, err := json.Marshal(r); err != nil {
 		t.Error(err)
+	}
+}
+
+func TestJail_says_what_is_weaker_without_a_wall(t *testing.T) {
+	walls := confine.Probe()
+	for i := range walls {
+		walls[i].Present = false
+	}
+	var g group
+	jail(&g, walls)
+	if len(g.checks) != len(walls) || len(walls) == 0 {
+		t.Fatalf("%d checks of %d walls", len(g.checks), len(walls))
+	}
+	for i, c := range g.checks {
+		if c.Status != Missing || c.Consequence == "" || c.Required || strings.ContainsAny(c.Name, " :") {
+			t.Errorf("without %s: %+v", walls[i].Name, c)
+		}
+		if strings.Contains(c.Consequence, "unconfined") != walls[i].Required {
+			t.Errorf("without %s, which is required: %t, it says %q", walls[i].Name, walls[i].Required, c.Consequence)
+		}
 	}
 }
 

@@ -70,6 +70,8 @@ const (
 // Volume is an attached volume: a disk for a block device. Its methods may be called concurrently; Close must be
 // the last.
 type Volume struct {
+	// begun, if not nil, notes in place of the record that the volume is written to: see Of.
+	begun    func() error
 	fs       osfile.FS
 	dir      string
 	data     osfile.File
@@ -246,6 +248,13 @@ func (v *Volume) begin() error {
 	if v.written.Load() {
 		return nil
 	}
+	if v.begun != nil {
+		if err := v.begun(); err != nil {
+			return fmt.Errorf("noting that volume %s is written to: %w", v.rec.Name, err)
+		}
+		v.written.Store(true)
+		return nil
+	}
 	next := v.rec
 	next.Generation++
 	next.Settled = nil
@@ -256,6 +265,21 @@ func (v *Volume) begin() error {
 	v.written.Store(true)
 	return nil
 }
+
+// Of returns the volume whose record and open data file another process has, which has attached it. begun has that
+// process call Written. Only Record, Check, Rearm and the methods of a disk work.
+func Of(r Record, data *os.File, readOnly bool, begun func() error) *Volume {
+	return &Volume{data: osfile.NewFile(data), rec: r, size: r.Size, readOnly: readOnly, begun: begun}
+}
+
+// File returns the open data file, which stays the volume's.
+func (v *Volume) File() *os.File { return v.data.OS() }
+
+// Written makes the record say that the volume is being written to. Each write does so by itself.
+func (v *Volume) Written() error { return v.begin() }
+
+// Rearm has the next write call begun again: the volume may have been settled. There must be no write meanwhile.
+func (v *Volume) Rearm() { v.written.Store(false) }
 
 // Settle makes all writes durable and records, durably, that the content belongs to a snapshot. There must be no
 // write meanwhile. The first later write removes that record before it takes effect.

@@ -104,6 +104,17 @@ var codes = slices.Concat([]errorCode{
 	{"no-space", unix.EDQUOT},
 })
 
+// Sentinels returns the errors that keep their identity on the way, by their codes.
+func Sentinels() map[string]error {
+	out := make(map[string]error, len(codes))
+	for _, c := range codes {
+		if _, there := out[c.Code]; !there {
+			out[c.Code] = c.Err
+		}
+	}
+	return out
+}
+
 // ReportError returns the report of an error.
 func ReportError(err error) *ErrorReport {
 	for _, c := range codes {

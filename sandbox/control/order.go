@@ -30,6 +30,14 @@ func HasReader(pipe *os.File) bool {
 // decompresses what it needs, and writes nothing below pages/ of the store.
 const NoPageCacheEnv = "DROWSE_NO_PAGE_CACHE"
 
+// NoJailEnv, set to any value, makes VMs run in a process that is not confined. It is for finding the cause of a
+// failure: a guest that takes such a process over has all rights on the host.
+const NoJailEnv = "DROWSE_NO_JAIL"
+
+// RequireJailEnv, set to any value, makes VMs fail to start that cannot be confined. Without it they start unconfined
+// on hosts that lack what that needs, and their log says so. It wins over NoJailEnv.
+const RequireJailEnv = "DROWSE_REQUIRE_JAIL"
+
 // The words on the SOCK_SEQPACKET socket between a pool and one of its processes. The process sends PoolReady
 // once. It gets an order, as JSON with files: its log, the pipe for its Report, and the image of a fork or the
 // socket of a hold, if there is one. It sends PoolTaken before it acts on the order.

@@ -50,6 +50,8 @@ func Take(r *spec.SleepResult, s state.SleepRecord) {
 type Info struct {
 	Report
 	PID int `json:"pid"`
+	// Confined reports that the guest is in a confined process, a child of PID.
+	Confined bool `json:"confined"`
 	// Hung reports that the guest loops with interrupts off.
 	Hung bool `json:"hung"`
 	// Problem says more about that.

@@ -28,6 +28,7 @@ func describe(r *state.Record, l spec.Metadata, unreadable error) records.Sandbo
 		Hooks: string(r.Spec.Hooks.Policy), IdleSeconds: r.Spec.Idle.SleepSeconds,
 		Created: r.Created, Expires: l.Expires, Keep: l.Keep, NextWake: l.Wake.At, Persist: l.Persist.Clone(),
 		ForkPoint: r.Parent, Snapshot: r.Snapshot, Problem: r.Problem, Status: status(r),
+		Confined: r.PID != 0 && r.Confined,
 	}
 	if s.Tags == nil {
 		s.Tags = []string{}

@@ -6,7 +6,6 @@ import (
 	"net"
 	"time"
 
-	"github.com/drowse-vm/drowse/devices/fs"
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/snapshot/pagecache"
@@ -20,7 +19,7 @@ import (
 func PrepareJail() error {
 	disk.OpenAhead()
 	pagecache.OpenAhead()
-	err := errors.Join(vmm.OpenAhead(), snapshot.OpenAhead(), pager.OpenAhead(), fs.OpenAhead(), libraryAhead())
+	err := errors.Join(vmm.OpenAhead(), snapshot.OpenAhead(), pager.OpenAhead(), libraryAhead())
 	if err != nil {
 		return fmt.Errorf("preparing a process that can open no files: %w", err)
 	}

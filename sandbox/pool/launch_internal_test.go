@@ -16,7 +16,7 @@ func TestAttack_process_of_a_VM_has_the_secrets_of_its_callers_environment(t *te
 	for name, value := range map[string]string{
 		"OTEL_EXPORTER_OTLP_HEADERS": "authorization=hunter2", "OTEL_SERVICE_NAME": "hunter2", "TRACEPARENT": "hunter2", "TRACESTATE": "hunter2", "BAGGAGE": "hunter2",
 		"AWS_SECRET_ACCESS_KEY": "hunter2", "HOME": "hunter2", "DROWSE_TOKEN": "hunter2",
-		control.GoMaxProcsEnv: "7",
+		control.GoMaxProcsEnv: "7", control.RequireJailEnv: "8",
 	} {
 		t.Setenv(name, value)
 	}
@@ -33,7 +33,8 @@ func TestAttack_process_of_a_VM_has_the_secrets_of_its_callers_environment(t *te
 	check := func(t *testing.T) {
 		t.Helper()
 		text, err := os.ReadFile(said)
-		if err != nil || !strings.Contains(string(text), control.GoMaxProcsEnv+"=7") || strings.Contains(string(text), "hunter2") {
+		if err != nil || !strings.Contains(string(text), control.GoMaxProcsEnv+"=7") ||
+			!strings.Contains(string(text), control.RequireJailEnv+"=8") || strings.Contains(string(text), "hunter2") {
 			t.Errorf("its environment is (%v)\n%s", err, text)
 		}
 		if err := os.Remove(said); err != nil {

@@ -166,7 +166,7 @@ func (p *process) uses() uses {
 	} else {
 		u.busy = true
 	}
-	u.cpu = processCPU()
+	u.cpu = p.usedCPU()
 	if n := p.net; n != nil {
 		u.packet, u.quiet = n.LastPacket()
 	}

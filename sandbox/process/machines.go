@@ -37,7 +37,7 @@ type VM interface {
 	Machine() Machine
 	// Secrets are those that the guest reads.
 	Secrets() Secrets
-	Disk() *disk.Disk
+	Disk() Disk
 	Parts() instance.Parts
 	Agent(context.Context) (*guest.Client, error)
 
@@ -62,9 +62,23 @@ type VM interface {
 	Continue() error
 	Caches() bool
 	MissedPages() []uint64
+	// CPU is the processor time that the VM has used in other processes than this one.
+	CPU() time.Duration
+	// Confined reports that the guest is in a confined process.
+	Confined() bool
 
 	CloseToo(io.Closer)
 	Close() error
+}
+
+// Disk is the writable disk of a VM: see disk.Disk.
+type Disk interface {
+	Flush() error
+	Size() int64
+	// Data is how many bytes of the top layer have data.
+	Data() int64
+	Stack() disk.Stack
+	Substitute(layers []string, by string) error
 }
 
 // Machine is the machine of a VM: see vmm.Machine.
@@ -74,7 +88,8 @@ type Machine interface {
 	Fail(error)
 	Health() vmm.Health
 	Facts() vmm.HostFacts
-	Stages() *vmm.Stages
+	// Stages are the durations of the steps that it has gone through, by their names: see vmm.Stage.
+	Stages() map[string]time.Duration
 }
 
 // Secrets are the values of a VM's secrets: see secrets.Store.
@@ -147,7 +162,18 @@ func (kvmMachines) Network(c network.Config) (Network, error) {
 // kvmVM adapts an Instance to VM.
 type kvmVM struct{ *instance.Instance }
 
-func (v kvmVM) Machine() Machine { return v.Instance.Machine() }
+func (v kvmVM) Machine() Machine { return kvmMachine{v.Instance.Machine()} }
+
+func (v kvmVM) Disk() Disk { return v.Instance.Disk() }
+
+// CPU is nothing: the VM is in this process.
+func (v kvmVM) CPU() time.Duration { return 0 }
+
+func (v kvmVM) Confined() bool { return false }
+
+type kvmMachine struct{ *vmm.Machine }
+
+func (m kvmMachine) Stages() map[string]time.Duration { return m.Machine.Stages().ByName() }
 
 func (v kvmVM) Secrets() Secrets { return v.Instance.Machine().Secrets() }
 

@@ -53,6 +53,7 @@ type notedVM struct {
 	more []io.Closer
 }
 
+func (v *notedVM) Confined() bool       { return false }
 func (v *notedVM) CloseToo(c io.Closer) { v.more = append(v.more, c) }
 func (v *notedVM) Close() error {
 	v.m.closed = append(v.m.closed, "VM")

@@ -5,6 +5,7 @@ import (
 	"os"
 	"strconv"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -64,19 +65,34 @@ const maxUrgent = 2 * time.Second
 // (proc_pid_autogroup(5)).
 const autogroup = "/proc/self/autogroup"
 
-// setNice sets the priorities of all threads and of the session.
+// confined is the id of the VM's confined process, which has a session of its own; 0 for none.
+var confined atomic.Int64
+
+// hasConfined says which process is confined, and gives it the priority of this one.
+func hasConfined(pid int) {
+	u := &urgency
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	confined.Store(int64(pid))
+	if u.reasons > 0 {
+		niceConfined(urgentNice, urgentNice)
+	} else if before, err := unix.Getpriority(unix.PRIO_PROCESS, 0); err == nil {
+		_ = unix.Setpriority(unix.PRIO_PGRP, pid, 20-before) // it may have begun in an urgent time
+	}
+}
+
+// setNice sets the priorities of all threads and of the session, also of the confined process.
 func setNice(nice, session int) {
 	_ = os.WriteFile(autogroup, []byte(strconv.Itoa(session)), 0)
-	// New threads inherit the priority of the thread that makes them.
-	for range 2 {
-		threads, err := os.ReadDir("/proc/self/task")
-		if err != nil {
-			return
-		}
-		for _, t := range threads {
-			if tid, err := strconv.Atoi(t.Name()); err == nil {
-				_ = unix.Setpriority(unix.PRIO_PROCESS, tid, nice)
-			}
-		}
+	_ = unix.Setpriority(unix.PRIO_PGRP, 0, nice) // each thread of each process in the group
+	niceConfined(nice, session)
+}
+
+func niceConfined(nice, session int) {
+	pid := int(confined.Load())
+	if pid == 0 {
+		return
 	}
+	_ = os.WriteFile(fmt.Sprintf("/proc/%d/autogroup", pid), []byte(strconv.Itoa(session)), 0)
+	_ = unix.Setpriority(unix.PRIO_PGRP, pid, nice)
 }

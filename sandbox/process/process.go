@@ -41,12 +41,12 @@ type process struct {
 	prioritize func() (calm func())
 	machines   Machines
 	in         VM
-	from       string  // the directory of the snapshot that the VM came from, or empty
 	net        Network // nil without one
 	// identity is that of the VM's proxy, and hidden has the secrets that it puts into requests, which the guest never
 	// gets.
 	identity func() (*proxy.Identity, error)
 	hidden   secrets.Store
+	from     string // the directory of the snapshot that the VM came from, or empty
 
 	// op is held by operations on the whole VM, and guards the fields below.
 	op     sync.Mutex
@@ -337,6 +337,8 @@ func (p *process) start(ctx context.Context, o ServeOptions) (err error) {
 	r.Disk, r.Base = p.store.Relative(st), ""
 	r.Phase, r.PID, r.Maker, r.Exit, r.Problem = state.Starting, cmp.Or(o.PID, os.Getpid()), 0, nil, ""
 	r.Awake = time.Now().UTC()
+	m, jailed := p.machines.(jailedMachines)
+	r.Confined = jailed && m.likely()
 	// A second wake from the same snapshot goes back in time.
 	again := o.Snapshot != "" && r.Resumed == o.Snapshot
 	r.Resumed = o.Snapshot
@@ -407,7 +409,7 @@ func (p *process) start(ctx context.Context, o ServeOptions) (err error) {
 	if o.Wanted != nil && !o.Wanted() {
 		return fmt.Errorf("starting %s: %w", r.Spec.Name, control.ErrCanceled)
 	}
-	r.Phase = state.Running
+	r.Phase, r.Confined = state.Running, p.in.Confined()
 	// After a loss of power, a VM that was starting counts as one that was running.
 	if done, err := ahead.Commit(r); err != nil {
 		return err
@@ -535,8 +537,8 @@ func (p *process) sealed(st disk.Stack) error {
 func (p *process) report() control.Report {
 	entry, ready := p.in.Timing()
 	rep := control.Report{Name: p.r.Spec.Name, Begun: p.in.Begun().UTC().Round(0), Stages: map[string]float64{}, Hooks: p.in.WakeFailures()}
-	for stage, d := range p.in.Machine().Stages().Durations() {
-		rep.Stages[stage.String()] = control.Milliseconds(d)
+	for stage, d := range p.in.Machine().Stages() {
+		rep.Stages[stage] = control.Milliseconds(d)
 	}
 	if f, restored := p.in.Faults(); restored || p.in.Parts().RAM != nil {
 		rep.Stages["resume_entry"], rep.Stages["resume_ready"] = control.Milliseconds(entry), control.Milliseconds(ready)
@@ -601,13 +603,16 @@ const answerTime = 5 * time.Second
 func (p *process) sleepRecord(res spec.SleepResult) state.SleepRecord {
 	s := state.SleepRecord{
 		Snapshot: res.Snapshot, Awake: p.r.Awake, Asleep: time.Now().UTC(),
-		Raw: res.BytesRaw, Stored: res.BytesStored, Shared: res.BytesShared, CPUSeconds: max(processCPU()-p.cpuBefore, 0).Seconds(),
+		Raw: res.BytesRaw, Stored: res.BytesStored, Shared: res.BytesShared, CPUSeconds: max(p.usedCPU()-p.cpuBefore, 0).Seconds(),
 	}
 	if n := p.net; n != nil {
 		s.NetworkIn, s.NetworkOut = n.Bytes()
 	}
 	return s
 }
+
+// usedCPU returns the processor time that the VM's processes have used.
+func (p *process) usedCPU() time.Duration { return processCPU() + p.in.CPU() }
 
 // processCPU returns the processor time that this process has used.
 func processCPU() time.Duration {
@@ -820,7 +825,10 @@ func (p *process) end() { p.endOnce.Do(func() { close(p.ended) }) }
 
 func (p *process) info() control.Info {
 	h := p.in.Machine().Health()
-	i := control.Info{Report: p.report(), PID: os.Getpid(), Hung: h.Hung, Problem: h.Detail, Falling: p.falling.Load()}
+	i := control.Info{
+		Report: p.report(), PID: os.Getpid(), Confined: p.in.Confined(),
+		Hung: h.Hung, Problem: h.Detail, Falling: p.falling.Load(),
+	}
 	if full := p.in.SpaceProblem(); full != "" {
 		i.NoSpace, i.Problem = true, full
 	}

@@ -22,6 +22,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/hosthooks"
 	"github.com/drowse-vm/drowse/sandbox/instance"
+	"github.com/drowse-vm/drowse/sandbox/jail"
 	"github.com/drowse-vm/drowse/sandbox/network"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
@@ -78,7 +79,10 @@ type ProcessOptions struct {
 
 // ServeProcessWith is ServeProcess with options. All processes of the program must use the same ones, because a
 // process that stands by may become that of any VM.
-func ServeProcessWith(ctx context.Context, args []string, o ProcessOptions) error {
+func ServeProcessWith(ctx context.Context, args []string, o ProcessOptions) (err error) {
+	if len(args) == 1 && args[0] == jail.Argument {
+		return jail.Main()
+	}
 	terminated, stop := signal.NotifyContext(context.Background(), unix.SIGTERM)
 	defer stop()
 	PrepareProcess()
@@ -110,19 +114,31 @@ func ServeProcessWith(ctx context.Context, args []string, o ProcessOptions) erro
 		return err
 	}
 	s = s.WithHostHooks(o.HostHooks...)
+	program := os.Args[1 : len(os.Args)-len(args)]
 	if standby {
-		return standBy(ctx, terminated, s, shape)
+		return standBy(ctx, terminated, s, program, shape)
 	}
+	ahead, err := makeJail(program, nil)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, ahead.Close()) }()
 	files := []*os.File{os.NewFile(control.ReportFD, "report")}
 	if ord.Third() {
 		files = append(files, os.NewFile(control.ThirdFD, "fork or hold"))
 	}
-	return obey(ctx, terminated, s, ord, files, nil, nil)
+	return obey(ctx, terminated, s, ord, files, madeAhead{jail: ahead})
+}
+
+// madeAhead is what was made for a VM before its order.
+type madeAhead struct {
+	jail *jailAhead
+	vm   *instance.Prebuilt // in this process, if nothing is confined
+	link *network.Prebuilt
 }
 
 // obey carries out an order. The VM goes to sleep when terminated ends. The first of files is for the report.
-func obey(ctx, terminated context.Context, s *state.Store, ord control.Order, files []*os.File,
-	prebuilt *instance.Prebuilt, link *network.Prebuilt) error {
+func obey(ctx, terminated context.Context, s *state.Store, ord control.Order, files []*os.File, ahead madeAhead) error {
 	report := files[0]
 	var fork, hold *os.File
 	switch {
@@ -144,9 +160,13 @@ func obey(ctx, terminated context.Context, s *state.Store, ord control.Order, fi
 		ready = func() { calm(); collect() }
 		defer ready()
 	}
+	var machines Machines
+	if ahead.jail != nil {
+		machines = jailedMachines{ahead: ahead.jail, log: out}
+	}
 	return Serve(ctx, s, ord.Name, ServeOptions{
-		Snapshot: ord.Snapshot, NewIdentity: ord.NewIdentity, Fork: fork, Prebuilt: prebuilt, Link: link, Log: log,
-		Cause: ord.Cause, prioritize: prioritize, WakeLock: hold, terminated: terminated,
+		Snapshot: ord.Snapshot, NewIdentity: ord.NewIdentity, Fork: fork, Prebuilt: ahead.vm, Link: ahead.link, Log: log,
+		Cause: ord.Cause, Machines: machines, prioritize: prioritize, WakeLock: hold, terminated: terminated,
 		Wanted: func() bool { return control.HasReader(report) },
 		Report: func(r control.Report) {
 			if err := json.NewEncoder(report).Encode(r); err != nil {
@@ -160,21 +180,30 @@ func obey(ctx, terminated context.Context, s *state.Store, ord control.Order, fi
 
 // standBy prepares for a VM, says so, and waits for the order. Without an order it returns when the other end of
 // the socket is closed, or terminated ends.
-func standBy(ctx, terminated context.Context, s *state.Store, shape spec.Shape) (err error) {
-	prebuilt, err := instance.NewPrebuilt(shape, instance.PrebuiltOptions{NoDirtyLog: noDirtyLog()})
-	if err != nil {
+func standBy(ctx, terminated context.Context, s *state.Store, program []string, shape spec.Shape) (err error) {
+	var ahead madeAhead
+	if ahead.jail, err = makeJail(program, &shape); err != nil {
 		return err
 	}
-	defer func() { err = errors.Join(err, prebuilt.Close()) }()
-	var link *network.Prebuilt
+	defer func() { err = errors.Join(err, ahead.jail.Close()) }()
 	if shape.Network {
-		link = network.NewPrebuilt()
-		defer func() { err = errors.Join(err, link.Close()) }()
+		ahead.link = network.NewPrebuilt()
+		defer func() { err = errors.Join(err, ahead.link.Close()) }()
 	}
 	// Do now what a restore would otherwise do for the first time.
 	_, _ = kernel.List(s.KernelDir())
 	_ = warmUp()                                            // if it fails, so does the wake, which reports why
 	_ = snapshot.PrepareDecoders(pager.DefaultHandlers + 1) // likewise; one more for the working set
+	confined, err := ahead.jail.wait()
+	if err != nil {
+		return err
+	}
+	if !confined {
+		if ahead.vm, err = instance.NewPrebuilt(shape, instance.PrebuiltOptions{NoDirtyLog: noDirtyLog()}); err != nil {
+			return err
+		}
+		defer func() { err = errors.Join(err, ahead.vm.Close()) }()
+	}
 	prioritize()()
 	PauseGC()()
 	runtime.GC()
@@ -204,5 +233,5 @@ func standBy(ctx, terminated context.Context, s *state.Store, shape spec.Shape) 
 		return fmt.Errorf("opening the log of VM %s: %w", ord.Name, err)
 	}
 	files[0].Close()
-	return obey(ctx, terminated, s, ord, files[1:], prebuilt, link)
+	return obey(ctx, terminated, s, ord, files[1:], ahead)
 }

@@ -58,7 +58,7 @@ func TestHoldSet_that_do_not_go_are_not_waited_for_long(t *testing.T) {
 func TestOrder_of_a_fork_has_no_hold(t *testing.T) {
 	t.Parallel()
 	s := statetest.TempStore(t)
-	if err := obey(t.Context(), t.Context(), s, control.Order{Name: "a", Fork: true, WakeLock: true}, []*os.File{nil, nil}, nil, nil); err == nil {
+	if err := obey(t.Context(), t.Context(), s, control.Order{Name: "a", Fork: true, WakeLock: true}, []*os.File{nil, nil}, madeAhead{}); err == nil {
 		t.Error("it was obeyed")
 	}
 	var ord control.Order

@@ -49,6 +49,8 @@ type Sandbox struct {
 	// Tags are the tags of the metadata and of the network policy, sorted and unique.
 	Tags   []string `json:"tags"`
 	Status Status   `json:"status"`
+	// Confined reports that its guest runs in a confined process.
+	Confined bool `json:"confined,omitempty"`
 	// Problem is one line on why it failed, or which part of it is lost.
 	Problem string `json:"problem,omitempty"`
 

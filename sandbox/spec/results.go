@@ -143,18 +143,20 @@ type Stats struct {
 	Problem string        `json:"problem,omitempty"`
 }
 
-// HostStats are those of a VM's process, since it began: at the VM's last boot, wake or fork, or earlier if it
-// came from a Pool. Sizes are in bytes.
+// HostStats are those of a VM's process and of its children, of which one holds the guest if it is confined. They
+// count since the process began: at the VM's last boot, wake or fork, or earlier if it came from a Pool. Sizes are in
+// bytes.
 type HostStats struct {
 	PID int `json:"pid"`
+	// Confined reports that the guest is in a confined process.
+	Confined bool `json:"confined"`
 	// AwakeMs is the age of the process.
 	AwakeMs float64 `json:"awake_ms"`
-	// CPUUserMs and CPUSystemMs are its processor time, with that of its vCPUs, in steps of 10: fields 14 and 15
-	// of proc_pid_stat(5).
+	// CPUUserMs and CPUSystemMs are their processor time, with that of the vCPUs, in steps of 10: proc_pid_stat(5).
 	CPUUserMs   float64 `json:"cpu_user_ms"`
 	CPUSystemMs float64 `json:"cpu_system_ms"`
-	// MemoryPrivate is RAM of this process alone, with the guest's. MemoryShared is RAM that it shares with other
-	// processes, such as pages that forks share. MemorySwapped is in the swap: proc_pid_smaps(5).
+	// MemoryPrivate is RAM that one process has alone, with the guest's. MemoryShared is RAM that processes share, such
+	// as pages of forks, for each process. MemorySwapped is in the swap: proc_pid_smaps(5).
 	MemoryPrivate uint64 `json:"memory_private"`
 	MemoryShared  uint64 `json:"memory_shared"`
 	MemorySwapped uint64 `json:"memory_swapped"`

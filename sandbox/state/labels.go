@@ -21,7 +21,7 @@ const (
 // Labels returns the labels of a snapshot of a VM.
 func (r *Record) Labels(kind string) (map[string]string, error) {
 	bare := *r
-	bare.Spec.Policy, bare.Secrets, bare.Sleeps = nil, nil, nil
+	bare.Spec.Policy, bare.Secrets, bare.Sleeps, bare.Confined = nil, nil, nil, false
 	bare.Resumed, bare.Previous, bare.Left, bare.Former, bare.NextName, bare.Rotated = "", "", "", "", "", time.Time{}
 	record, err := json.Marshal(&bare)
 	if err != nil {

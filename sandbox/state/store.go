@@ -248,6 +248,8 @@ type Record struct {
 	Phase   Phase     `json:"phase"`
 	// PID is the VM's own process, which holds the record's lock; 0 if there is none.
 	PID int `json:"pid,omitempty"`
+	// Confined reports that the process has, or had last, the guest in a confined child.
+	Confined bool `json:"confined,omitempty"`
 	// Maker is the process that makes the VM, until the VM has its own. It belongs to another program and must
 	// never be killed.
 	Maker int `json:"maker,omitempty"`
@@ -530,6 +532,7 @@ func (s *Store) Tidy(r *Record) error {
 		r.Problem += "; Sandbox.Start boots it again with its disk as it is"
 	}
 	r.Phase, r.PID, r.Maker = Crashed, 0, 0
+	s.awaitChild(r)
 	if err := s.adoptLayers(r); err != nil {
 		r.Problem += "; its disk cannot be read: " + err.Error()
 	}
@@ -545,6 +548,23 @@ func (s *Store) Tidy(r *Record) error {
 	// The lock is held, and the record now says it, so the event is written once.
 	s.Tell(s.Event(events.WithCause(context.Background(), events.Killed), r, events.Crashed))
 	return nil
+}
+
+// childTime is how long the confined process of a killed VM may take to end.
+const childTime = 10 * time.Second
+
+// awaitChild waits until nobody writes to the disk of a VM whose process was killed. The kernel kills its confined
+// process as well, but a moment after the VM's lock is free.
+func (s *Store) awaitChild(r *Record) {
+	ctx, cancel := context.WithTimeout(context.Background(), childTime)
+	defer cancel()
+	files, _ := filepath.Glob(filepath.Join(s.LayerDir(), r.ID+"-*")) // the pattern is well-formed
+	for _, path := range files {
+		// Only who writes has the exclusive lock. What goes wrong here shows when the disk is opened.
+		if f, err := osfile.OpenLocked(ctx, path, os.O_RDONLY, 0, osfile.Shared); err == nil {
+			f.Close()
+		}
+	}
 }
 
 // adoptLayers adds to a VM's disk the layers that its process began after it last saved the record. The process

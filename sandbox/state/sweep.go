@@ -115,7 +115,7 @@ func (s *Store) SweepExcept(ctx context.Context, now Exempt) (freed spec.Freed, 
 	if err := s.sweepRemoved(); err != nil {
 		freed.Problems = append(freed.Problems, err.Error()) // not an error of the sweep
 	}
-	errs = append(errs, ctx.Err(), SweepNetworks())
+	errs = append(errs, ctx.Err(), SweepNetworks(), sweepConfined())
 	return freed, errors.Join(errs...)
 }
 

@@ -176,6 +176,30 @@ func checkName(name string) error {
 	return nil
 }
 
+// Of returns the device whose wire another process has passed, and takes the file over. It has no name, and Up does
+// not work.
+func Of(f *os.File) (*Device, error) {
+	d := &Device{fd: -1}
+	rc, err := f.SyscallConn()
+	if err != nil {
+		return nil, fmt.Errorf("taking over a TAP device: %w", err)
+	}
+	cerr := rc.Control(func(fd uintptr) { d.fd, err = unix.FcntlInt(fd, unix.F_DUPFD_CLOEXEC, 0) })
+	if err = errors.Join(err, cerr, f.Close()); err != nil {
+		return nil, fmt.Errorf("taking over a TAP device: %w", err)
+	}
+	return d, nil
+}
+
+// File returns another descriptor of the wire. The interface stays while either is open.
+func (d *Device) File() (*os.File, error) {
+	fd, err := unix.FcntlInt(uintptr(d.fd), unix.F_DUPFD_CLOEXEC, 0)
+	if err != nil {
+		return nil, fmt.Errorf("copying the wire of TAP device %q: %w", d.name, err)
+	}
+	return os.NewFile(uintptr(fd), d.name), nil
+}
+
 // Name returns the interface's name.
 func (d *Device) Name() string { return d.name }
 

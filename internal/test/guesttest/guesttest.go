@@ -9,6 +9,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -18,6 +19,7 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/control"
+	"github.com/drowse-vm/drowse/sandbox/jail"
 	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/process"
 	"github.com/drowse-vm/drowse/sandbox/spec"
@@ -38,7 +40,9 @@ const ImageTag = "debian-python"
 // it.
 func Main(m *testing.M) {
 	if len(os.Args) > 2 && os.Args[1] == vmmArg {
-		endWith(os.Args[2])
+		if !slices.Contains(os.Args, jail.Argument) { // that one ends with its keeper
+			endWith(os.Args[2])
+		}
 		os.Exit(serve(os.Args[3:]))
 	}
 	EndWithTest()

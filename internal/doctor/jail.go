@@ -1,0 +1,28 @@
+package doctor
+
+import (
+	"strings"
+
+	"github.com/drowse-vm/drowse/sandbox/jail/confine"
+)
+
+// withoutWall says what is weaker without a wall that is not required.
+var withoutWall = map[string]string{
+	"Landlock":       "a second wall less against opening files; sandboxes with shares do not start",
+	"cgroup: memory": "a guest that breaks out can use up the host's memory",
+	"cgroup: pids":   "a guest that breaks out can use up the host's threads",
+	"cgroup: cpu":    "processors cannot be limited or shared out by weight",
+}
+
+// jail checks what confines the processes of VMs.
+func jail(g *group, walls confine.Support) {
+	names := strings.NewReplacer(": ", "_", " ", "_")
+	for _, w := range walls {
+		weaker := withoutWall[w.Name]
+		if w.Required {
+			weaker = "sandboxes run unconfined, or not at all with `drowse serve --require-jail`: a guest that breaks out " +
+				"has all rights of its sandbox's process"
+		}
+		g.add(strings.ToLower(names.Replace(w.Name)), unless(!w.Present, Missing), oneLine(w.Detail), weaker)
+	}
+}

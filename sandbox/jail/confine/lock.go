@@ -1,0 +1,46 @@
+package confine
+
+import (
+	"errors"
+	"fmt"
+	"os"
+
+	"golang.org/x/sys/unix"
+)
+
+// LockOptions are those of Lock.
+type LockOptions struct {
+	// Shares adds the calls that serve shared directories.
+	Shares bool
+	// LogOnly has the kernel log what the filter would refuse, and do it. It is for finding what a child needs.
+	LogOnly bool
+}
+
+// Lock leaves all threads of this process, and those to come, the system calls of docs/JAIL.md. Any other kills the
+// process by SIGSYS. It is the child's last preparation, after Enter.
+func Lock(o LockOptions) error {
+	refuse := uint32(unix.SECCOMP_RET_KILL_PROCESS)
+	if o.LogOnly {
+		refuse = unix.SECCOMP_RET_LOG
+	}
+	return lock(o.Shares, refuse)
+}
+
+func lock(shares bool, refuse uint32) error {
+	program, err := assemble(allowed(os.Getpid(), shares), refuse)
+	if err != nil {
+		return fmt.Errorf("making the filter of system calls: %w", err)
+	}
+	if err := unix.Prctl(unix.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0); err != nil {
+		return fmt.Errorf("locking system calls: %w", os.NewSyscallError("prctl(PR_SET_NO_NEW_PRIVS)", err))
+	}
+	switch thread, err := loadFilter(program); {
+	case errors.Is(err, unix.ENOSYS), errors.Is(err, unix.EINVAL):
+		return fmt.Errorf("locking system calls: seccomp: %w: the host needs a kernel with CONFIG_SECCOMP_FILTER", err)
+	case err != nil:
+		return fmt.Errorf("locking system calls: %w", os.NewSyscallError("seccomp", err))
+	case thread != 0:
+		return fmt.Errorf("locking system calls: thread %d has another filter: call Lock once", thread)
+	}
+	return nil
+}

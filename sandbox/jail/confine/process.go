@@ -1,0 +1,283 @@
+package confine
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"math"
+	"os"
+	"os/exec"
+	"runtime"
+	"slices"
+	"strconv"
+	"sync"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+)
+
+// firstFile is the descriptor of the first of a profile's files in the child.
+const firstFile = 3
+
+// A Profile says what to start, and confined how.
+type Profile struct {
+	// Program is a path and the arguments behind it. /proc/self/exe is the keeper's program.
+	Program []string
+	// Files are the child's from descriptor 3 on. MayPass has to allow each.
+	Files []*os.File
+	// Output is the child's stdout and stderr: where it says why it crashed. Nil is /dev/null.
+	Output *os.File
+	// Name is for people, and usually leads to the same user id.
+	Name   string
+	Limits Limits
+	// Shares allows directories among Files, below which the child may open, make and remove files.
+	Shares bool
+	// LogOnly has the kernel log what Lock would refuse, and do it. It is for finding what a child needs.
+	LogOnly bool
+}
+
+// goDebug is the child's GODEBUG. Names of the heap's mappings would need prctl(2), and the runtime would keep files of
+// the host's cgroups open.
+const goDebug = "decoratemappings=0,containermaxprocs=0,updatemaxprocs=0"
+
+// ErrRefused means that the child made a system call that Lock does not leave it, and was killed.
+var ErrRefused = errors.New("a system call was refused")
+
+// A Process is a confined child.
+type Process struct {
+	id     *id
+	cgroup *cgroup
+	cmd    *exec.Cmd
+	shares bool
+	life   *os.File // kept open: its end tells the child that the keeper has ended
+	done   chan struct{}
+	err    error // of Wait, after done
+
+	mu     sync.Mutex // guards limits and closed
+	limits Limits
+	closed bool
+}
+
+// Start starts a child with a user id and a cgroup of its own in new namespaces of mounts, processes, IPC, host name,
+// network and cgroups. It is confined once it has called Enter and Lock. It is killed if the keeper ends. ctx is for
+// the start alone. The caller must Close the Process, and may close the profile's files.
+func Start(ctx context.Context, p Profile) (_ *Process, err error) {
+	defer func() {
+		if err != nil {
+			err = fmt.Errorf("starting the confined process %q: %w", p.Name, err)
+		}
+	}()
+	switch {
+	case len(p.Program) == 0:
+		return nil, errors.New("the profile has no program")
+	case os.Geteuid() != 0:
+		return nil, errors.New("only root can give a process a user id and namespaces: run as root")
+	}
+	for i, f := range p.Files {
+		if err := mayPass(f, p.Shares); err != nil {
+			return nil, fmt.Errorf("file %d: %w", i, err)
+		}
+	}
+	if err := context.Cause(ctx); err != nil {
+		return nil, err
+	}
+	c := &Process{shares: p.Shares, done: make(chan struct{}), limits: p.Limits}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, c.free())
+		}
+	}()
+	if c.id, err = takeID(p.Name); err != nil {
+		return nil, err
+	}
+	if err := c.id.tidy(); err != nil {
+		return nil, err
+	}
+	g, err := planCgroup(c.id.n)
+	if err != nil {
+		return nil, err
+	}
+	// A note before the directories are made: a killed keeper leaves none that nobody knows.
+	if err := c.id.note(g.dirs()); err != nil {
+		return nil, err
+	}
+	c.cgroup = g
+	if err := g.make(); err != nil {
+		return nil, err
+	}
+	if err := g.limit(p.Limits, Limits{}); err != nil {
+		return nil, err
+	}
+	read, write, err := os.Pipe()
+	if err != nil {
+		return nil, err
+	}
+	defer read.Close()
+	c.life = write
+	a, err := json.Marshal(assignment{ID: c.id.n, Life: firstFile + len(p.Files), Files: len(p.Files),
+		Shares: p.Shares, LogOnly: p.LogOnly,
+		FileBytes: p.Limits.FileBytes, OpenFiles: p.Limits.OpenFiles})
+	if err != nil {
+		return nil, err
+	}
+	c.cmd = &exec.Cmd{
+		Path:       p.Program[0],
+		Args:       p.Program,
+		Env:        []string{"GODEBUG=" + goDebug, assignmentEnv + "=" + string(a)},
+		Dir:        "/",
+		ExtraFiles: append(append([]*os.File(nil), p.Files...), read),
+		SysProcAttr: &syscall.SysProcAttr{
+			Cloneflags: unix.CLONE_NEWNS | unix.CLONE_NEWPID | unix.CLONE_NEWIPC | unix.CLONE_NEWUTS |
+				unix.CLONE_NEWNET | unix.CLONE_NEWCGROUP,
+			Setsid:    true, // without a terminal
+			Pdeathsig: unix.SIGKILL,
+		},
+	}
+	if p.Limits.CPUMax > 0 { // as Go would do it
+		c.cmd.Env = append(c.cmd.Env, "GOMAXPROCS="+strconv.Itoa(max(2, int(math.Ceil(p.Limits.CPUMax)))))
+	}
+	if p.Output != nil {
+		c.cmd.Stdout, c.cmd.Stderr = p.Output, p.Output
+	}
+	if err := c.run(); err != nil {
+		return nil, err
+	}
+	return c, nil
+}
+
+// run starts the child and waits for it on a thread of its own: a child gets SIGKILL at the end of the thread that
+// started it (prctl(2), PR_SET_PDEATHSIG), and Go may end another. That thread is never used again.
+func (c *Process) run() error {
+	started := make(chan error)
+	go func() {
+		runtime.LockOSThread()
+		err := boundCapabilities(c.shares)
+		if err == nil {
+			err = c.cmd.Start()
+		}
+		started <- err
+		if err != nil {
+			return
+		}
+		c.err = verdict(c.cmd.Wait())
+		close(c.done)
+	}()
+	if err := <-started; err != nil {
+		c.cmd = nil
+		return err
+	}
+	// Wait says why if it has ended so soon.
+	if err := c.cgroup.add(c.cmd.Process.Pid); err != nil && !errors.Is(err, unix.ESRCH) {
+		return err
+	}
+	_, err := c.life.Write([]byte{1}) // Enter waits for it
+	return err
+}
+
+// enterCapabilities are what Enter needs.
+var enterCapabilities = []uintptr{unix.CAP_SETUID, unix.CAP_SETGID, unix.CAP_SETPCAP, unix.CAP_SYS_ADMIN}
+
+// shareCapabilities are what a child with shares keeps: its guest's root acts on files of any owner. They reach no
+// further than what OpenTree has returned.
+var shareCapabilities = []uintptr{unix.CAP_CHOWN, unix.CAP_DAC_OVERRIDE, unix.CAP_FOWNER}
+
+// boundCapabilities leaves the programs that this thread starts what Enter needs, and shares. Enter would take long to
+// drop the others from all threads.
+func boundCapabilities(shares bool) error {
+	for c := uintptr(0); ; c++ {
+		if slices.Contains(enterCapabilities, c) || shares && slices.Contains(shareCapabilities, c) {
+			continue
+		}
+		err := unix.Prctl(unix.PR_CAPBSET_DROP, c, 0, 0, 0)
+		if errors.Is(err, unix.EINVAL) {
+			return nil // beyond the last capability
+		}
+		if err != nil {
+			return os.NewSyscallError("prctl(PR_CAPBSET_DROP)", err)
+		}
+	}
+}
+
+func verdict(err error) error {
+	var exit *exec.ExitError
+	if errors.As(err, &exit) {
+		if ws, ok := exit.Sys().(syscall.WaitStatus); ok && ws.Signaled() && ws.Signal() == unix.SIGSYS {
+			return fmt.Errorf("%w: %w: the kernel's log has its number (type=1326)", ErrRefused, err)
+		}
+	}
+	return err
+}
+
+// PID returns the child's process id, as the keeper sees it.
+func (c *Process) PID() int { return c.cmd.Process.Pid }
+
+// UID returns the child's user and group id.
+func (c *Process) UID() int { return c.id.n }
+
+// Done is closed when the child has ended.
+func (c *Process) Done() <-chan struct{} { return c.done }
+
+// Wait returns when the child has ended: nil for exit status 0, ErrRefused if it made a system call that it may not
+// make, else an *exec.ExitError. It may be called often.
+func (c *Process) Wait() error {
+	<-c.done
+	return c.err
+}
+
+// Kill kills the child. It does not wait.
+func (c *Process) Kill() error {
+	if err := c.cmd.Process.Kill(); err != nil && !errors.Is(err, os.ErrProcessDone) {
+		return fmt.Errorf("killing a confined process: %w", err)
+	}
+	return nil
+}
+
+// Stats reads the counters of the child's cgroup. They stay after its end, until Close.
+func (c *Process) Stats() (Stats, error) { return c.cgroup.stats() }
+
+// SetLimits changes the limits of memory, processors and threads.
+func (c *Process) SetLimits(l Limits) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	l.FileBytes, l.OpenFiles = c.limits.FileBytes, c.limits.OpenFiles
+	if err := c.cgroup.limit(l, c.limits); err != nil {
+		return fmt.Errorf("limiting a confined process: %w", err)
+	}
+	c.limits = l
+	return nil
+}
+
+// Close kills the child if it runs, waits for its end and frees its user id and cgroup.
+func (c *Process) Close() error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.closed {
+		return nil
+	}
+	c.closed = true
+	return c.free()
+}
+
+// free undoes what Start has done so far.
+func (c *Process) free() error {
+	var errs []error
+	if c.cmd != nil {
+		errs = append(errs, c.Kill())
+		<-c.done
+	}
+	if c.life != nil {
+		errs = append(errs, c.life.Close())
+	}
+	if c.cgroup != nil {
+		errs = append(errs, c.cgroup.remove())
+	}
+	if c.id != nil {
+		// If a cgroup is left, the file goes on naming it.
+		if err := errors.Join(errs...); err != nil {
+			return errors.Join(err, c.id.file.Close())
+		}
+		errs = append(errs, c.id.release())
+	}
+	return errors.Join(errs...)
+}

@@ -1,0 +1,280 @@
+package process
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"os"
+	"strings"
+	"sync/atomic"
+	"time"
+
+	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/internal/osfile"
+	"github.com/drowse-vm/drowse/sandbox/control"
+	"github.com/drowse-vm/drowse/sandbox/instance"
+	"github.com/drowse-vm/drowse/sandbox/jail"
+	"github.com/drowse-vm/drowse/sandbox/jail/confine"
+	"github.com/drowse-vm/drowse/sandbox/procstat"
+	"github.com/drowse-vm/drowse/sandbox/spec"
+)
+
+// jailAhead is a confined process in the making. A nil jailAhead has none: VMs then run in this process.
+type jailAhead struct {
+	config jail.Config
+	output *jailOutput
+	made   chan struct{} // closed when one of the following is set
+	jail   *jail.Jail
+	lacks  string // what this host lacks, so that VMs run in this process
+	err    error
+}
+
+// makeJail starts a confined process in the background, and has it prepare for a shape if that is not nil. program is
+// what leads to ServeProcess in this program.
+func makeJail(program []string, shape *spec.Shape) (*jailAhead, error) {
+	if os.Getenv(control.NoJailEnv) != "" && !jailRequired() {
+		return nil, nil
+	}
+	out, err := newJailOutput()
+	if err != nil {
+		return nil, err
+	}
+	c := jail.Config{Program: program, Shape: shape, NoDirtyLog: noDirtyLog(), Output: out.w}
+	a := &jailAhead{config: c, output: out, made: make(chan struct{})}
+	go func() {
+		defer close(a.made)
+		a.jail, a.lacks, a.err = newJail(context.Background(), a.config)
+	}()
+	return a, nil
+}
+
+func jailRequired() bool { return os.Getenv(control.RequireJailEnv) != "" }
+
+// newJail starts a confined process, or says what this host lacks for that.
+func newJail(ctx context.Context, c jail.Config) (j *jail.Jail, lacks string, err error) {
+	j, err = jail.New(ctx, c)
+	if err == nil {
+		hasConfined(j.PID())
+		return j, "", nil
+	}
+	lacks, err = unconfinable(err, confine.Probe(), jailRequired())
+	return nil, lacks, err
+}
+
+// unconfinable judges a confined process that did not start. Only a wall that is known to be missing is a reason to do
+// without: another failure may pass, or be what somebody wants.
+func unconfinable(err error, s confine.Support, required bool) (lacks string, _ error) {
+	var walls []string
+	for _, w := range s.Missing(true) {
+		walls = append(walls, w.Name+" ("+w.Detail+")")
+	}
+	lacks = strings.Join(walls, ", ")
+	switch {
+	case lacks == "":
+		return "", fmt.Errorf("%w: `drowse doctor` shows what this host has; with %s=1 VMs run unconfined",
+			err, control.NoJailEnv)
+	case required:
+		return "", fmt.Errorf("%w: this host lacks %s, and %s is set: add what is missing, or unset it",
+			err, lacks, control.RequireJailEnv)
+	}
+	return lacks, nil
+}
+
+// wait waits until the process is ready. It is not if this host cannot confine.
+func (a *jailAhead) wait() (ready bool, err error) {
+	if a == nil {
+		return false, nil
+	}
+	<-a.made
+	return a.jail != nil, a.err
+}
+
+// take returns the confined process for a VM, whose log is out; nil if this host cannot confine.
+func (a *jailAhead) take(ctx context.Context, s spec.VM, out io.Writer, log *slog.Logger) (*jail.Jail, error) {
+	if out != nil {
+		a.output.to.Store(&out)
+	}
+	if _, err := a.wait(); err != nil {
+		return nil, err
+	}
+	j, lacks := a.jail, a.lacks
+	a.jail = nil
+	var err error
+	if j != nil && len(s.Shares) > 0 {
+		// Only a process that was started for shares may open files.
+		if err := j.Close(); err != nil {
+			return nil, err
+		}
+		c := a.config
+		c.Shape, c.Shares = nil, s.Shares
+		if j, lacks, err = newJail(ctx, c); err != nil {
+			return nil, err
+		}
+	}
+	if j == nil {
+		log.Warn("this VM is not confined: a guest that breaks out has all rights of this process",
+			"lacking", lacks, "remedy", "see `drowse doctor`; "+control.RequireJailEnv+"=1 refuses such VMs")
+		return nil, nil
+	}
+	err = j.SetLimits(jailLimits(s))
+	if errors.Is(err, confine.ErrNoCgroup) {
+		log.Warn("what this VM's confined process uses of the host is not limited", "cause", err)
+		err = nil
+	}
+	if err != nil {
+		return nil, errors.Join(err, j.Close())
+	}
+	return j, nil
+}
+
+// Close ends a process that was not taken.
+func (a *jailAhead) Close() error {
+	if a == nil {
+		return nil
+	}
+	<-a.made
+	var err error
+	if a.jail != nil {
+		err = a.jail.Close()
+		a.jail = nil
+	}
+	return errors.Join(err, a.output.close())
+}
+
+// What a confined process may use beside memory of its guest.
+const (
+	jailMemory  = 256 << 20 // bytes: Go's heap, KVM's tables, decoders, what is written
+	jailThreads = 512
+)
+
+// jailLimits returns what the confined process of a VM may use of the host: RAM, once more what a snapshot of a running
+// guest may have to copy of it, and jailMemory. Each fork adds RAM: see jail.VM.Capture.
+func jailLimits(s spec.VM) confine.Limits {
+	return confine.Limits{MemoryBytes: 2*int64(s.Memory()) + jailMemory, Pids: jailThreads}
+}
+
+// jailOutput passes what a confined process says to the log of its VM, which is bounded.
+type jailOutput struct {
+	r, w *os.File
+	to   atomic.Pointer[io.Writer]
+	done chan struct{}
+}
+
+func newJailOutput() (*jailOutput, error) {
+	r, w, err := os.Pipe()
+	if err != nil {
+		return nil, fmt.Errorf("making the log of a confined process: %w", err)
+	}
+	o := &jailOutput{r: r, w: w, done: make(chan struct{})}
+	var out io.Writer = os.Stderr
+	o.to.Store(&out)
+	go o.copy()
+	return o, nil
+}
+
+// copy writes line by line: the log counts messages.
+func (o *jailOutput) copy() {
+	defer close(o.done)
+	lines := bufio.NewReaderSize(o.r, maxLogLine)
+	for {
+		line, err := lines.ReadSlice('\n')
+		if errors.Is(err, bufio.ErrBufferFull) {
+			err = nil
+		}
+		if len(line) > 0 {
+			_, _ = (*o.to.Load()).Write(line) // there is nobody to tell
+		}
+		if err != nil {
+			return
+		}
+	}
+}
+
+func (o *jailOutput) close() error {
+	err := o.w.Close()
+	select {
+	case <-o.done:
+	case <-time.After(answerTime): // something still has the other end
+	}
+	err = errors.Join(err, o.r.Close())
+	<-o.done
+	return err
+}
+
+// jailedMachines makes VMs in a confined process each, or in this one if this host cannot confine.
+type jailedMachines struct {
+	kvmMachines
+	ahead *jailAhead
+	log   io.Writer
+}
+
+// likely reports whether the VM will be confined, as far as is known yet.
+func (m jailedMachines) likely() bool {
+	select {
+	case <-m.ahead.made:
+		return m.ahead.jail != nil
+	default:
+		return true
+	}
+}
+
+func (m jailedMachines) Start(ctx context.Context, p instance.Parts, snapshot string, o instance.RestoreOptions) (VM, error) {
+	j, err := m.ahead.take(ctx, p.Spec, m.log, p.Log)
+	if err != nil {
+		return nil, err
+	}
+	if j == nil {
+		return m.kvmMachines.Start(ctx, p, snapshot, o)
+	}
+	l, err := osfile.ListenUnix(p.Socket)
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("listening for connections to the guest: %w", err), j.Close())
+	}
+	// Closing it removes the socket.
+	p.Listener, err = listenerFile(l)
+	if err != nil {
+		return nil, errors.Join(err, l.Close(), j.Close())
+	}
+	v, err := j.Start(ctx, p, snapshot, o)
+	p.Listener.Close()
+	if err != nil {
+		return nil, errors.Join(err, l.Close())
+	}
+	v.CloseToo(l)
+	return jailedVM{v}, nil
+}
+
+func listenerFile(l interface{}) (*os.File, error) {
+	f, ok := l.(interface{ File() (*os.File, error) })
+	if !ok {
+		return nil, errors.New("a listener without a descriptor")
+	}
+	return f.File()
+}
+
+// jailedVM adapts a jail.VM to VM.
+type jailedVM struct{ *jail.VM }
+
+func (v jailedVM) Machine() Machine { return v.VM }
+func (v jailedVM) Secrets() Secrets { return v.VM }
+func (v jailedVM) Disk() Disk       { return v.VM }
+func (v jailedVM) Confined() bool   { return true }
+
+// CPU is by /proc, and coarse, on hosts without the cgroup that counts it.
+func (v jailedVM) CPU() time.Duration {
+	if used := v.VM.CPU(); used > 0 {
+		return used
+	}
+	u, err := procstat.Of(v.PID())
+	if err != nil {
+		return 0
+	}
+	return u.User + u.System
+}
+
+func (v jailedVM) RunHooksBefore(ctx context.Context, e guest.HookEvent, over spec.HookPolicy) (Hooks, error) {
+	return v.VM.RunHooksBefore(ctx, e, over)
+}
