@@ -45,29 +45,52 @@ func (d *Device) Dial(ctx context.Context, port uint32) (net.Conn, error) {
 }
 
 func (d *Device) dial(ctx context.Context, port uint32) (net.Conn, error) {
-	if port == anyPort {
-		return nil, unix.EADDRNOTAVAIL
-	}
 	pair, err := socketPair()
 	if err != nil {
 		return nil, err
 	}
-	wait := &dial{port: port, fd: pair[0], result: make(chan error, 1)}
-	if err = d.inbox.dial(wait); err != nil {
-		unix.Close(pair[0])
-	} else {
-		select {
-		case err = <-wait.result:
-		case <-ctx.Done():
-			d.inbox.giveUp(wait)
-			err = ctx.Err()
-		}
-	}
-	if err != nil {
+	if err := d.join(ctx, port, pair[0]); err != nil {
 		unix.Close(pair[1])
 		return nil, err
 	}
 	return socketConn(pair[1])
+}
+
+// DialOn is Dial for a connected Unix socket whose other end the caller, or another process, has. The device takes a
+// duplicate of f.
+func (d *Device) DialOn(ctx context.Context, port uint32, f *os.File) error {
+	fd, err := unix.FcntlInt(f.Fd(), unix.F_DUPFD_CLOEXEC, 0)
+	if err == nil {
+		if err = unix.SetNonblock(fd, true); err != nil {
+			unix.Close(fd)
+		} else {
+			err = d.join(ctx, port, fd)
+		}
+	}
+	if err != nil {
+		return fmt.Errorf("connecting to vsock port %d of the guest: %w", port, err)
+	}
+	return nil
+}
+
+// join connects a socket, which it takes, with a port of the guest.
+func (d *Device) join(ctx context.Context, port uint32, fd int) error {
+	if port == anyPort {
+		unix.Close(fd)
+		return unix.EADDRNOTAVAIL
+	}
+	wait := &dial{port: port, fd: fd, result: make(chan error, 1)}
+	if err := d.inbox.dial(wait); err != nil {
+		unix.Close(fd)
+		return err
+	}
+	select {
+	case err := <-wait.result:
+		return err
+	case <-ctx.Done():
+		d.inbox.giveUp(wait)
+		return ctx.Err()
+	}
 }
 
 // Listen accepts the guest's connections to a port of the host. It comes before Config.Connect and Config.Path. The

@@ -630,6 +630,11 @@ func (in *Instance) Dial(ctx context.Context, port uint32) (net.Conn, error) {
 	return guest.RecordedDialer(in.parts.Socket, in.vsock.Dial)(ctx, port)
 }
 
+// DialOn connects a Unix socket, whose other end somebody else has, to a vsock port of the guest.
+func (in *Instance) DialOn(ctx context.Context, port uint32, f *os.File) error {
+	return in.vsock.DialOn(ctx, port, f)
+}
+
 // Parts returns the pieces that the VM was made of.
 func (in *Instance) Parts() Parts { return in.parts }
 

@@ -161,11 +161,12 @@ func (c *child) serve(ctx context.Context, method string, body []byte, files []*
 	case callInfo:
 		return c.info(in), nil, nil
 	case callDial:
-		var port uint32
-		if err := json.Unmarshal(body, &port); err != nil {
-			return nil, nil, err
-		}
-		return c.dial(ctx, in, port)
+		return handle(body, func(port uint32) (any, error) {
+			if len(files) != 1 {
+				return nil, errNoFile
+			}
+			return nil, in.DialOn(ctx, port, files[0])
+		})
 	case callFail:
 		return handle(body, func(text string) (any, error) { in.Machine().Fail(errors.New(text)); return nil, nil })
 	case callHooksBefore:
@@ -396,24 +397,6 @@ func (c *child) info(in *instance.Instance) info {
 	i.Faults = faults{f.ReadFaults.Load(), f.WriteFaults.Load(), f.Ensured.Load(), f.Prefetched.Load(),
 		f.PagesCopied.Load(), f.Frames.Load(), f.FramesCached.Load()}
 	return i
-}
-
-// dial connects to a port of the guest.
-func (c *child) dial(ctx context.Context, in *instance.Instance, port uint32) (any, []*os.File, error) {
-	conn, err := in.Dial(ctx, port)
-	if err != nil {
-		return nil, nil, err
-	}
-	defer conn.Close()
-	fc, ok := conn.(interface{ File() (*os.File, error) })
-	if !ok {
-		return nil, nil, errors.New("a connection to the guest without a descriptor")
-	}
-	f, err := fc.File()
-	if err != nil {
-		return nil, nil, err
-	}
-	return nil, []*os.File{f}, nil
 }
 
 // connect asks the keeper for a connection to a port of the host, for the guest.

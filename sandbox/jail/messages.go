@@ -18,7 +18,7 @@ const (
 	callPass        = "pass"         // []string with as many descriptors -> nothing
 	callStart       = "start"        // startOrder -> started
 	callInfo        = "info"         // nothing -> info
-	callDial        = "dial"         // port -> nothing, with a descriptor
+	callDial        = "dial"         // port, with a descriptor -> nothing
 	callFail        = "fail"         // text -> nothing
 	callHooksBefore = "hooks-before" // hooksOrder -> hooked
 	callHooksAfter  = "hooks-after"  // nothing -> hooked
