@@ -126,6 +126,8 @@ func (in *Instance) update(ctx context.Context, offered <-chan handover.Answer, 
 		}
 		in.machine.Handover().Release()
 	}
+	// The vsock device of a machine that was restored with its agent standing by starts then.
+	in.machine.EndQuiet()
 	c, err := in.Agent(ctx)
 	if err != nil {
 		return guest.Resumed{}, in.Explain(ctx, fmt.Errorf("reaching the agent of the restored guest: %w", err))
