@@ -29,6 +29,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/instance"
+	"github.com/drowse-vm/drowse/sandbox/limits"
 	"github.com/drowse-vm/drowse/sandbox/network"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
@@ -268,13 +269,21 @@ func cancelUnwanted(wanted func() bool, settled <-chan struct{}, cancel context.
 	}
 }
 
-// admit waits for room in the host's memory.
+// admit waits until the limits of the VM's owner allow it, and for room in the host's memory.
 func (p *process) admit(ctx context.Context, o ServeOptions) (release func() error, err error) {
-	release, err = p.machines.Admit(ctx, p.store.Dir(), p.r.Spec.MemoryMiB, o.Snapshot != "" && p.r.Phase == state.Asleep)
-	if err != nil {
-		return nil, fmt.Errorf("starting %s: %w", p.r.Spec.Name, err)
+	name, dir, mib, wake := p.r.Spec.Name, p.store.Dir(), p.r.Spec.MemoryMiB, o.Snapshot != "" && p.r.Phase == state.Asleep
+	if err := p.store.AdmitDisk(ctx, name); err != nil {
+		return nil, fmt.Errorf("starting %s: %w", name, err)
 	}
-	return release, nil
+	owned, err := limits.AdmitOwner(ctx, dir, p.store.Owner(name), mib, wake)
+	if err != nil {
+		return nil, fmt.Errorf("starting %s: %w", name, err)
+	}
+	release, err = p.machines.Admit(ctx, dir, mib, wake)
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("starting %s: %w", name, err), owned())
+	}
+	return func() error { return errors.Join(release(), owned()) }, nil
 }
 
 // stillMeant refuses an order that is outdated: meanwhile the VM was woken or booted, and slept or ended again.
