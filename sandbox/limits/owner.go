@@ -1,6 +1,7 @@
 package limits
 
 import (
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
@@ -10,6 +11,7 @@ import (
 	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"strings"
 	"time"
 
 	"github.com/drowse-vm/drowse/sandbox/spec"
@@ -37,6 +39,20 @@ func (o Owner) validate(whose string) error {
 		}
 	}
 	return nil
+}
+
+// String returns the limits in one line.
+func (o Owner) String() string {
+	var all []string
+	for _, f := range []struct {
+		n    int
+		what string
+	}{{o.Sandboxes, "sandboxes"}, {o.Awake, "awake"}, {o.AwakeMiB, "MiB awake"}, {o.DiskMiB, "MiB of disk"}} {
+		if f.n > 0 {
+			all = append(all, fmt.Sprintf("%d %s", f.n, f.what))
+		}
+	}
+	return cmp.Or(strings.Join(all, ", "), "no limit")
 }
 
 // OwnerUse is what the sandboxes of an owner use.
@@ -104,8 +120,8 @@ func AdmitOwner(ctx context.Context, dir, owner string, mib int, wake bool) (rel
 	if err := l.admit(ctx, may, mib, wake, time.Duration(limits.MemoryWaitSeconds)*time.Second); err != nil {
 		if errors.Is(err, spec.ErrQuota) {
 			n, used, uerr := l.slots()
-			err = errors.Join(fmt.Errorf("%w: %s has %d awake with %d MiB, this one has %d MiB, and %s is the limit, and none slept or ended within %d s: put some to sleep, or raise the limit with Limits.Write",
-				spec.ErrQuota, ownerName(owner), n, used, mib, may.awake(), limits.MemoryWaitSeconds), uerr)
+			err = errors.Join(fmt.Errorf("%w: %s has %d awake with %d MiB, this one has %d MiB, and the limit is %s, and none slept or ended within %d s: put some to sleep, or raise the limit with Limits.Write",
+				spec.ErrQuota, ownerName(owner), n, used, mib, Owner{Awake: may.Awake, AwakeMiB: may.AwakeMiB}, limits.MemoryWaitSeconds), uerr)
 		} else {
 			err = fmt.Errorf("counting awake sandboxes of %s: %w", ownerName(owner), err)
 		}
@@ -119,17 +135,6 @@ func ownerName(owner string) string {
 		return "sandboxes without an owner"
 	}
 	return fmt.Sprintf("owner %q", owner)
-}
-
-// awake returns the limits of awake VMs as text.
-func (o Owner) awake() string {
-	switch {
-	case o.AwakeMiB == 0:
-		return fmt.Sprintf("%d awake", o.Awake)
-	case o.Awake == 0:
-		return fmt.Sprintf("%d MiB", o.AwakeMiB)
-	}
-	return fmt.Sprintf("%d awake with %d MiB", o.Awake, o.AwakeMiB)
 }
 
 // admit takes a slot. It fails with spec.ErrQuota if there is none in time.
