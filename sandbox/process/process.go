@@ -279,11 +279,11 @@ func (p *process) admit(ctx context.Context, o ServeOptions) (release func() err
 	if err != nil {
 		return nil, fmt.Errorf("starting %s: %w", name, err)
 	}
-	release, err = p.machines.Admit(ctx, dir, mib, wake)
+	memory, err := p.machines.Admit(ctx, dir, mib, wake)
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("starting %s: %w", name, err), owned())
 	}
-	return func() error { return errors.Join(release(), owned()) }, nil
+	return func() error { return errors.Join(memory(), owned()) }, nil
 }
 
 // stillMeant refuses an order that is outdated: meanwhile the VM was woken or booted, and slept or ended again.
