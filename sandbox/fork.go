@@ -86,7 +86,7 @@ func (b *Sandbox) Fork(ctx context.Context, o ForkOptions) (res control.ForkResu
 	if r.Phase != state.Running && r.Phase != state.Asleep {
 		return res, fmt.Errorf("%w: %s is %s: only a VM that runs or sleeps can be forked", ErrNotRunning, name, r.Phase)
 	}
-	if err := s.State.AdmitDisk(ctx, name); err != nil {
+	if err := s.State.AdmitDisk(ctx, s.State.Owner(name)); err != nil {
 		return res, fmt.Errorf("forking %s: %w", name, err)
 	}
 	// The lock keeps what the children need until their records exist.

@@ -22,9 +22,9 @@ func (a *app) limitsCommand() *cobra.Command {
 		Long: `Show how much of the host all awake sandboxes together may use, or set it with flags. A start
 that finds no room waits, and fails if none becomes free in time.
 
-The flags --sandboxes, --awake, --awake-mib and --disk-mib limit the sandboxes of --owner, else those of each
-owner without limits of its own; 0 is no limit. An owner that is named has none of the limits of the others.
---owner "" means sandboxes without an owner. With --owner, the command also shows what that owner uses.`,
+--sandboxes, --awake, --awake-mib and --disk-mib limit the sandboxes of --owner, else those of each
+owner without limits of its own; 0 is no limit. An owner with limits of its own has none of those.
+--owner "" means sandboxes without an owner. With --owner, the command shows what that owner uses.`,
 		Example: "  drowse limits --sandboxes 20 --awake 5\n  drowse limits --owner alice --awake-mib 16384 --disk-mib 100000",
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			s, err := a.store()

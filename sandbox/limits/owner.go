@@ -78,6 +78,9 @@ const (
 
 	ledgerSlot = int64(1) << 24 // bytes of a slot: no VM has as many MiB
 
+	// ledgerPatience is how long a start waits at least: others hold the ledger for moments, while they count.
+	ledgerPatience = 100 * time.Millisecond
+
 	// ledgerCreate is held while the owner's sandboxes are counted and one is made.
 	ledgerCreate = ledgerMemory + 3
 )
@@ -142,7 +145,7 @@ func (l *ledger) admit(ctx context.Context, may Owner, mib int, wake bool, patie
 	if may.Awake == 0 && may.AwakeMiB == 0 {
 		return l.await(ctx, func() (bool, error) { return l.takeSlot(mib) })
 	}
-	ctx, cancel := context.WithTimeoutCause(ctx, patience, spec.ErrQuota)
+	ctx, cancel := context.WithTimeoutCause(ctx, max(patience, ledgerPatience), spec.ErrQuota)
 	defer cancel()
 	queue := ledgerBoots
 	if wake {

@@ -272,10 +272,11 @@ func cancelUnwanted(wanted func() bool, settled <-chan struct{}, cancel context.
 // admit waits until the limits of the VM's owner allow it, and for room in the host's memory.
 func (p *process) admit(ctx context.Context, o ServeOptions) (release func() error, err error) {
 	name, dir, mib, wake := p.r.Spec.Name, p.store.Dir(), p.r.Spec.MemoryMiB, o.Snapshot != "" && p.r.Phase == state.Asleep
-	if err := p.store.AdmitDisk(ctx, name); err != nil {
+	owner := p.store.Owner(name)
+	if err := p.store.AdmitDisk(ctx, owner); err != nil {
 		return nil, fmt.Errorf("starting %s: %w", name, err)
 	}
-	owned, err := limits.AdmitOwner(ctx, dir, p.store.Owner(name), mib, wake)
+	owned, err := limits.AdmitOwner(ctx, dir, owner, mib, wake)
 	if err != nil {
 		return nil, fmt.Errorf("starting %s: %w", name, err)
 	}

@@ -208,13 +208,13 @@ func TestAdmitDisk_counts_layers_and_snapshots_for_who_wrote_or_needs_them(t *te
 		t.Errorf("x has %d MiB and y %d, want 5 and 0", x, y)
 	}
 	limited(t, s, limits.Owner{DiskMiB: 5}, nil)
-	for name, want := range map[string]error{"a": spec.ErrQuota, "b": nil, "c": spec.ErrQuota} {
-		if err := s.AdmitDisk(t.Context(), name); !errors.Is(err, want) {
-			t.Errorf("%s: %v, want %v", name, err, want)
+	for owner, want := range map[string]error{"x": spec.ErrQuota, "y": nil, "z": nil} {
+		if err := s.AdmitDisk(t.Context(), owner); !errors.Is(err, want) {
+			t.Errorf("%s: %v, want %v", owner, err, want)
 		}
 	}
 	limited(t, s, limits.Owner{DiskMiB: 6}, nil)
-	if err := s.AdmitDisk(t.Context(), "a"); err != nil {
+	if err := s.AdmitDisk(t.Context(), "x"); err != nil {
 		t.Error(err)
 	}
 	// What a removed one wrote belongs to who needs it, or remains its owner's.

@@ -139,9 +139,9 @@ func (s *Store) Owner(name string) string {
 	return m.Owner
 }
 
-// AdmitDisk fails with spec.ErrQuota if the sandboxes of a VM's owner take as much disk as they may: see OwnerUse.
-func (s *Store) AdmitDisk(ctx context.Context, name string) error {
-	owner := s.Owner(name)
+// AdmitDisk fails with spec.ErrQuota if the sandboxes of an owner take as much disk as they may: see OwnerUse. With a
+// limit, it looks at each record, manifest and layer of the store.
+func (s *Store) AdmitDisk(ctx context.Context, owner string) error {
 	return limits.CheckDisk(s.dir, owner, func() (int64, error) { return s.ownerDisk(ctx, owner) })
 }
 
