@@ -103,9 +103,9 @@ func openOwner(dir, owner string) (*ledger, error) {
 }
 
 // AdmitOwner waits until an owner may have one more VM of mib MiB awake, and counts it until release is called or
-// this process has ended. VMs without limits are counted too, for limits that come later. Waiters queue, wakes before
-// boots, as in AdmitMemory. AdmitOwner fails with spec.ErrQuota if no other VM of the owner sleeps or ends within
-// MemoryWaitSeconds, or if the VM is larger than the limit.
+// this process has ended. VMs without limits are counted too, for limits that come later. Waiters queue as in
+// AdmitMemory, and only behind VMs of the same owner. AdmitOwner fails with spec.ErrQuota if no other VM of the owner
+// sleeps or ends within MemoryWaitSeconds, or if the VM is larger than the limit.
 func AdmitOwner(ctx context.Context, dir, owner string, mib int, wake bool) (release func() error, err error) {
 	limits, err := Read(dir)
 	if err != nil {
