@@ -22,8 +22,8 @@ func (a *app) limitsCommand() *cobra.Command {
 		Long: `Show how much of the host all awake sandboxes together may use, or set it with flags. A start
 that finds no room waits, and fails if none becomes free in time.
 
---sandboxes, --awake, --awake-mib and --disk-mib limit the sandboxes of --owner, else those of each
-owner without limits of its own; 0 is no limit. An owner with limits of its own has none of those.
+--sandboxes, --awake, --awake-mib, --disk-mib and --egress-mib limit the sandboxes of --owner, else
+those of each owner without limits of its own. 0 is no limit. Nothing is inherited from the others.
 --owner "" means sandboxes without an owner. With --owner, the command shows what that owner uses.`,
 		Example: "  drowse limits --sandboxes 20 --awake 5\n  drowse limits --owner alice --awake-mib 16384 --disk-mib 100000",
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -52,6 +52,7 @@ owner without limits of its own; 0 is no limit. An owner with limits of its own 
 				"awake":             func() { own.Awake = o.Awake },
 				"awake-mib":         func() { own.AwakeMiB = o.AwakeMiB },
 				"disk-mib":          func() { own.DiskMiB = o.DiskMiB },
+				"egress-mib":        func() { own.EgressMiBPerDay = o.EgressMiBPerDay },
 			} {
 				if cmd.Flags().Changed(flag) {
 					set = true
@@ -97,8 +98,8 @@ owner without limits of its own; 0 is no limit. An owner with limits of its own 
 					now.MemoryOvercommit, now.WakeReservePercent, now.MemoryWaitSeconds, said.Awake, said.Capacity)
 				if named {
 					may, use := now.Of(owner), said.Use
-					fmt.Fprintf(w, "owner              %q\nits sandboxes      %s\nits awake          %s\nits awake RAM      %s MiB\nits disk           %s MiB\n",
-						owner, ofLimit(use.Sandboxes, may.Sandboxes), ofLimit(use.Awake, may.Awake), ofLimit(use.AwakeMiB, may.AwakeMiB), ofLimit(use.DiskMiB, may.DiskMiB))
+					fmt.Fprintf(w, "owner              %q\nits sandboxes      %s\nits awake          %s\nits awake RAM      %s MiB\nits disk           %s MiB\nit has sent today  %s MiB\n",
+						owner, ofLimit(use.Sandboxes, may.Sandboxes), ofLimit(use.Awake, may.Awake), ofLimit(use.AwakeMiB, may.AwakeMiB), ofLimit(use.DiskMiB, may.DiskMiB), ofLimit(use.EgressMiB, may.EgressMiBPerDay))
 					return
 				}
 				if now.DefaultOwner != (limits.Owner{}) {
@@ -120,6 +121,7 @@ owner without limits of its own; 0 is no limit. An owner with limits of its own 
 	f.IntVar(&o.Awake, "awake", 0, "how many of them may be awake")
 	f.IntVar(&o.AwakeMiB, "awake-mib", 0, "how much RAM these may have together, in MiB")
 	f.IntVar(&o.DiskMiB, "disk-mib", 0, "how much disk their layers and snapshots may take, in MiB")
+	f.IntVar(&o.EgressMiBPerDay, "egress-mib", 0, "how much they may send to the network in a day (UTC), in MiB")
 	return cmd
 }
 

@@ -17,9 +17,9 @@ func TestLimits_of_owners_are_set_shown_and_removed(t *testing.T) {
 	}
 	run("--sandboxes 20 --awake 5")
 	run("--owner= --awake 1")
-	run("--owner a --disk-mib 100 --awake-mib 2048")
+	run("--owner a --disk-mib 100 --awake-mib 2048 --egress-mib 7")
 	run("--owner a --awake-mib 1024") // leaves the disk
-	for _, line := range []string{"each owner         20 sandboxes, 5 awake", `owner ""           1 awake`, `owner "a"          1024 MiB awake, 100 MiB of disk`} {
+	for _, line := range []string{"each owner         20 sandboxes, 5 awake", `owner ""           1 awake`, `owner "a"          1024 MiB awake, 100 MiB of disk, 7 MiB sent a day`} {
 		if got := run(""); !strings.Contains(got, line+"\n") {
 			t.Errorf("no %q in\n%s", line, got)
 		}

@@ -27,13 +27,16 @@ type Owner struct {
 	// DiskMiB is what their layers and snapshots may take on disk before they are refused more: see
 	// state.Store.AdmitDisk. Sandboxes that are awake may write beyond it, and sleep.
 	DiskMiB int `json:"disk_mib,omitempty"`
+	// EgressMiBPerDay is what their guests may send to the network in a day, UTC. Beyond it, the networks of all of
+	// them deny everything until the day is over. VMs count once a minute, and what they sent since is not refused.
+	EgressMiBPerDay int `json:"egress_mib_per_day,omitempty"`
 }
 
 // MaxOwnerLimit bounds each field of Owner.
 const MaxOwnerLimit = 1 << 30
 
 func (o Owner) validate(whose string) error {
-	for what, n := range map[string]int{"sandboxes": o.Sandboxes, "awake": o.Awake, "awake_mib": o.AwakeMiB, "disk_mib": o.DiskMiB} {
+	for what, n := range map[string]int{"sandboxes": o.Sandboxes, "awake": o.Awake, "awake_mib": o.AwakeMiB, "disk_mib": o.DiskMiB, "egress_mib_per_day": o.EgressMiBPerDay} {
 		if n < 0 || n > MaxOwnerLimit {
 			return fmt.Errorf("%w: %s of %s is %d: 0 (no limit) to %d", ErrLimits, what, whose, n, MaxOwnerLimit)
 		}
@@ -47,7 +50,7 @@ func (o Owner) String() string {
 	for _, f := range []struct {
 		n    int
 		what string
-	}{{o.Sandboxes, "sandboxes"}, {o.Awake, "awake"}, {o.AwakeMiB, "MiB awake"}, {o.DiskMiB, "MiB of disk"}} {
+	}{{o.Sandboxes, "sandboxes"}, {o.Awake, "awake"}, {o.AwakeMiB, "MiB awake"}, {o.DiskMiB, "MiB of disk"}, {o.EgressMiBPerDay, "MiB sent a day"}} {
 		if f.n > 0 {
 			all = append(all, fmt.Sprintf("%d %s", f.n, f.what))
 		}
@@ -61,6 +64,7 @@ type OwnerUse struct {
 	Awake     int `json:"awake"`
 	AwakeMiB  int `json:"awake_mib"`
 	DiskMiB   int `json:"disk_mib"`
+	EgressMiB int `json:"egress_mib"` // today
 }
 
 // Of returns the limits of an owner; "" is that of sandboxes without one.

@@ -53,6 +53,10 @@ type process struct {
 	op     sync.Mutex
 	r      *state.Record
 	asleep bool // the record says so, and the instance is closed
+	// sentAll says that the VM's owner has sent as much as it may, so its network denies everything. counted is how
+	// many bytes of the VM are in its owner's sum.
+	sentAll bool
+	counted uint64
 	// replaced is the file of the previous record, open until the report: see state.AheadRecord.
 	replaced *os.File
 	// ended is closed when the process must end.
@@ -229,6 +233,9 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 	}
 	if sleeps {
 		p.background.Go(func() { p.sleepWhenIdle(lasting) })
+	}
+	if p.net != nil {
+		p.background.Go(func() { p.meterEgress(lasting) })
 	}
 	if o.terminated != nil {
 		p.background.Go(func() { p.sleepOnTerminate(lasting, o.terminated) })
@@ -438,10 +445,21 @@ func (p *process) connect(o ServeOptions) (err error) {
 		return nil
 	}
 	r.NetworkID = o.Link.ID()
+	why := limits.AddEgress(p.store.Dir(), p.store.Owner(r.Spec.Name), time.Now(), 0)
+	if p.sentAll = errors.Is(why, spec.ErrQuota); why != nil && !p.sentAll {
+		return why
+	}
+	policy := r.Spec.Policy
+	if p.sentAll {
+		policy = nil
+	}
 	p.net, err = p.machines.Network(network.Config{
-		Name: r.Spec.Name, ID: r.ID, IPv6: r.Spec.IPv6, Policy: r.Spec.Policy, Tags: r.Spec.Tags,
+		Name: r.Spec.Name, ID: r.ID, IPv6: r.Spec.IPv6, Policy: policy, Tags: r.Spec.Tags,
 		Identity: p.identity, Secrets: &p.hidden, Prebuilt: o.Link, Log: p.log,
 	})
+	if err == nil && p.sentAll {
+		p.deniedEgress(why)
+	}
 	return err
 }
 
@@ -452,6 +470,7 @@ func (p *process) close() error {
 		errs = append(errs, p.in.Close())
 	}
 	if p.net != nil {
+		_, _ = p.countEgress(time.Now())
 		errs = append(errs, p.net.Close())
 	}
 	return errors.Join(append(errs, p.hidden.Close())...)

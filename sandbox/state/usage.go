@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 	"strings"
 	"syscall"
+	"time"
 
 	"github.com/drowse-vm/drowse/sandbox/limits"
 )
@@ -161,8 +162,9 @@ func (s *Store) OwnerUse(ctx context.Context, owner string) (u limits.OwnerUse, 
 		return u, err
 	}
 	disk, err = s.ownerDisk(ctx, owner)
-	u.AwakeMiB, u.DiskMiB = int(mib), int(disk>>20)
-	return u, err
+	sent, serr := limits.OwnerEgress(s.dir, owner, time.Now())
+	u.AwakeMiB, u.DiskMiB, u.EgressMiB = int(mib), int(disk>>20), int(sent>>20)
+	return u, errors.Join(err, serr)
 }
 
 // ownerCount returns how many VMs with a record an owner has.
