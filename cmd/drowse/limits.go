@@ -23,7 +23,7 @@ func (a *app) limitsCommand() *cobra.Command {
 that finds no room waits, and fails if none becomes free in time.
 
 --sandboxes, --awake, --awake-mib, --disk-mib and --egress-mib limit the sandboxes of --owner, else
-those of each owner without limits of its own. 0 is no limit. Nothing is inherited from the others.
+those of each owner without limits of its own; who has some of its own has no others. 0 is no limit.
 --owner "" means sandboxes without an owner. With --owner, the command shows what that owner uses.`,
 		Example: "  drowse limits --sandboxes 20 --awake 5\n  drowse limits --owner alice --awake-mib 16384 --disk-mib 100000",
 		RunE: func(cmd *cobra.Command, _ []string) error {

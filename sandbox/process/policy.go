@@ -83,16 +83,13 @@ func (p *process) limitEgress(now time.Time) {
 		return
 	}
 	if p.sentAll = all; all {
-		p.deniedEgress(err)
+		p.net.Warn(deniedFor(err))
 	} else {
 		p.log.Info("the VM's owner may send again")
 	}
 }
 
-func (p *process) deniedEgress(why error) {
-	p.log.Warn("the network denies everything", "error", why)
-	p.net.Warn("it denies everything for the rest of the day: " + why.Error())
-}
+func deniedFor(why error) string { return "all is denied for the rest of the day: " + why.Error() }
 
 // countEgress adds what the VM has sent since it was called last to its owner's day, and reports whether the owner has
 // sent as much as it may, and why. If that is unknown, it is as before. p.op must be held, or the VM not have started.

@@ -458,7 +458,7 @@ func (p *process) connect(o ServeOptions) (err error) {
 		Identity: p.identity, Secrets: &p.hidden, Prebuilt: o.Link, Log: p.log,
 	})
 	if err == nil && p.sentAll {
-		p.deniedEgress(why)
+		p.net.Warn(deniedFor(why))
 	}
 	return err
 }
