@@ -707,6 +707,9 @@ func (b *Sandbox) Snapshot(ctx context.Context, o SnapshotOptions) (res spec.Sle
 	if err := o.Hooks.Validate(); err != nil {
 		return res, err
 	}
+	if err := s.State.AdmitDisk(ctx, s.State.Owner(name)); err != nil {
+		return res, fmt.Errorf("making a snapshot of %s: %w", name, err)
+	}
 	err = control.Do(ctx, s.State, name, "snapshot", o, &res)
 	return res, err
 }

@@ -86,6 +86,9 @@ func (b *Sandbox) Fork(ctx context.Context, o ForkOptions) (res control.ForkResu
 	if r.Phase != state.Running && r.Phase != state.Asleep {
 		return res, fmt.Errorf("%w: %s is %s: only a VM that runs or sleeps can be forked", ErrNotRunning, name, r.Phase)
 	}
+	if err := s.State.AdmitDisk(ctx, s.State.Owner(name)); err != nil {
+		return res, fmt.Errorf("forking %s: %w", name, err)
+	}
 	// The lock keeps what the children need until their records exist.
 	unlock, err := s.State.Share(ctx)
 	if err != nil {

@@ -89,6 +89,8 @@ func TestWrong_command_lines(t *testing.T) {
 		{"restore 0123 --in x --name y", exitUsage, "[in name]"},
 		{"limits --memory-overcommit 0", exitUsage, "0.1 to 1000"},
 		{"limits --wake-reserve 91", exitUsage, "0 to 90"},
+		{"limits --unset", exitUsage, "with --owner"},
+		{"limits --owner a --awake -1", exitUsage, "0 (no limit) to"},
 		{"prune extra", exitUsage, "drowse prune --help"},
 		{"run x --sleep-after soon", exitUsage, `"soon" is no duration`},
 		{"run x --sleep-after 1500ms", exitUsage, "whole seconds"},

@@ -76,6 +76,7 @@ var sentinels = map[string]answered{
 	"spec.ErrHostHooks":          {spec.ErrHostHooks, "host-hooks", 409, ""},
 	"spec.ErrPromote":            {spec.ErrPromote, "promote", 409, ""},
 	"spec.ErrDrop":               {spec.ErrDrop, "drop", 409, ""},
+	"spec.ErrQuota":              {spec.ErrQuota, "owner-limit", 429, ""},
 	"spec.ErrPersistLimit":       {spec.ErrPersistLimit, "persist-limit", 409, ""},
 	"spec.ErrSecrets":            {spec.ErrSecrets, "secrets", 409, ""},
 	"spec.ErrShare":              {spec.ErrShare, "share-unusable", 409, ""},

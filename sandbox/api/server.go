@@ -367,7 +367,7 @@ var statuses = byCode(map[int][]records.Code{
 	},
 	http.StatusRequestEntityTooLarge: {wire.CodeTooLarge},
 	http.StatusUnsupportedMediaType:  {wire.CodeMediaType},
-	http.StatusTooManyRequests:       {wire.CodeTooMany},
+	http.StatusTooManyRequests:       {wire.CodeTooMany, "owner-limit"},
 	// Errors of the guest.
 	http.StatusBadGateway: {"guest-lost", "guest-protocol", "guest-limit", "guest-unsafe", "guest-failed"},
 	// The host or the guest has no room or no means at present.

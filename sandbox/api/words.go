@@ -12,6 +12,7 @@ var requests = records.NewWords([][2]string{
 	{`Fleet\.Update of "([^"]+)" with [\w.]+`, "PATCH /v1/sandboxes/$1"},
 	{`(Host|Fleet)\.List\b`, "GET /v1/sandboxes"},
 	{`Fleet\.Prune\b`, "POST /v1/prune"},
+	{`Limits\.Write\b`, "`drowse limits` on the host"},
 	{`Store\.Snapshots\b`, "GET /v1/snapshots"},
 	{`image\.List\b`, "GET /v1/images"},
 	{`Store\.ConsoleLog\b`, "GET /v1/sandboxes/NAME/console"},

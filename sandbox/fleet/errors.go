@@ -28,6 +28,7 @@ var remedies = map[records.Code]string{
 	"no-kvm":             "see `drowse doctor`",
 	"no-permission":      "run as root",
 	"host-memory":        "put others to sleep, or give it less memory",
+	"owner-limit":        "put to sleep or remove some of the owner's sandboxes or snapshots, or raise the limit with Limits.Write",
 	"snapshot-not-found": "list what there is, with Store.Snapshots",
 	"snapshot-in-use":    "let the sandbox sleep again, or remove it",
 	"foreign-snapshot":   "make a sandbox of its own from it, with Host.Clone",

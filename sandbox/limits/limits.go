@@ -1,5 +1,5 @@
-// Package limits sets what the awake VMs of a store may use of the host together, and enforces it. That needs no
-// permanent process.
+// Package limits sets what the awake VMs of a store may use of the host together, and what the sandboxes of one owner
+// may use, and enforces it. That needs no permanent process.
 package limits
 
 import (
@@ -13,7 +13,8 @@ import (
 	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
-// Limits are what the awake VMs of a store may use of the host together. New limits apply to later starts.
+// Limits are what the awake VMs of a store may use of the host together, and the sandboxes of each owner. New limits
+// apply to later starts and creations; what runs already is left alone.
 type Limits struct {
 	// MemoryOvercommit is the ratio of the RAM of all awake VMs to the host's memory. It may exceed 1, since few
 	// guests use all of their RAM. At least MinOvercommit.
@@ -22,6 +23,10 @@ type Limits struct {
 	WakeReservePercent int `json:"wake_reserve_percent"`
 	// MemoryWaitSeconds is how long a start waits for other VMs to end or sleep before it fails.
 	MemoryWaitSeconds int `json:"memory_wait_seconds"`
+	// Owners are limits by the owner in the sandboxes' metadata; "" is that of sandboxes without one. DefaultOwner
+	// are those of each owner that is not named. An owner that is named has nothing of DefaultOwner.
+	Owners       map[string]Owner `json:"owners,omitempty"`
+	DefaultOwner Owner            `json:"default_owner,omitzero"`
 }
 
 // Bounds of Limits.
@@ -81,5 +86,10 @@ func (l Limits) validate() error {
 	case l.MemoryWaitSeconds < 0 || l.MemoryWaitSeconds > MaxMemoryWaitSeconds:
 		return fmt.Errorf("%w: %d s of waiting for memory: 0 to %d", ErrLimits, l.MemoryWaitSeconds, MaxMemoryWaitSeconds)
 	}
-	return nil
+	for owner, o := range l.Owners {
+		if err := o.validate(ownerName(owner)); err != nil {
+			return err
+		}
+	}
+	return l.DefaultOwner.validate("default_owner")
 }

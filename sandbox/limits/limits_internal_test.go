@@ -6,6 +6,7 @@ import (
 	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"reflect"
 	"strings"
 	"sync"
 	"testing"
@@ -158,7 +159,7 @@ func TestAdmitMemory_many_at_once_never_have_more_than_there_is(t *testing.T) {
 
 func TestLimits_that_cannot_be_are_refused_and_those_of_a_file_said(t *testing.T) {
 	dir := t.TempDir()
-	if l, err := Read(dir); err != nil || l != Default {
+	if l, err := Read(dir); err != nil || !reflect.DeepEqual(l, Default) {
 		t.Errorf("a new store has %+v, %v", l, err)
 	}
 	for _, l := range []Limits{

@@ -57,7 +57,7 @@ func AdmitMemory(ctx context.Context, dir string, mib int, wake bool) (release f
 	if int64(mib) > capacity {
 		return nil, fmt.Errorf("%w: all that awake VMs may have is %d MiB: give the VM less, or raise the limit with Limits.Write", vmm.ErrHostMemory, capacity)
 	}
-	l, err := openLedger(dir)
+	l, err := openLedger(filepath.Join(dir, memoryLedger))
 	if err != nil {
 		return nil, err
 	}
@@ -91,7 +91,7 @@ func AwakeMemory(dir string) (used, capacity int64, err error) {
 	if capacity, err = limits.memory(); err != nil {
 		return 0, 0, err
 	}
-	l, err := openLedger(dir)
+	l, err := openLedger(filepath.Join(dir, memoryLedger))
 	if err != nil {
 		return 0, 0, err
 	}
@@ -113,8 +113,8 @@ func (l Limits) memory() (int64, error) {
 	return int64(float64(total>>20) * l.MemoryOvercommit), err
 }
 
-func openLedger(dir string) (*ledger, error) {
-	f, err := os.OpenFile(filepath.Join(dir, memoryLedger), os.O_RDWR|os.O_CREATE, 0o600)
+func openLedger(path string) (*ledger, error) {
+	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o600)
 	if err != nil {
 		return nil, err
 	}

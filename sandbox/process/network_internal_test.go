@@ -44,6 +44,7 @@ type notedNetwork struct {
 }
 
 func (n *notedNetwork) TAP() virtionet.Backend     { return nil }
+func (n *notedNetwork) Bytes() (in, out uint64)    { return 0, 0 }
 func (n *notedNetwork) Wait(context.Context) error { return nil }
 func (n *notedNetwork) Close() error               { n.m.closed = append(n.m.closed, "network"); return nil }
 

@@ -2,12 +2,15 @@ package process
 
 import (
 	"bytes"
+	"context"
 	"encoding/json"
 	"errors"
 	"net/http"
+	"time"
 
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox/control"
+	"github.com/drowse-vm/drowse/sandbox/limits"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -27,7 +30,9 @@ func (p *process) setPolicy(policy *netpolicy.Policy) (spec.PolicyResult, error)
 	if err := p.save(func() error { p.r.Spec.Policy = policy; return nil }); err != nil {
 		return spec.PolicyResult{}, err
 	}
-	if err := n.SetPolicy(policy); err != nil {
+	if p.sentAll {
+		p.log.Info("the policy will be in force when the VM's owner may send again")
+	} else if err := n.SetPolicy(policy); err != nil {
 		p.r.Spec.Policy = old
 		return spec.PolicyResult{}, errors.Join(err, p.store.Save(p.r))
 	}
@@ -40,6 +45,66 @@ func (p *process) setPolicy(policy *netpolicy.Policy) (spec.PolicyResult, error)
 		}
 	}
 	return spec.PolicyResult{Name: p.r.Spec.Name, Live: true, Network: n.Info()}, nil
+}
+
+// egressPoll is how often a VM adds what it has sent to its owner's day.
+const egressPoll = time.Minute
+
+// meterEgress keeps the VM within what its owner may send, until ctx ends.
+func (p *process) meterEgress(ctx context.Context) {
+	for tick := time.NewTicker(egressPoll); ; {
+		select {
+		case <-ctx.Done():
+			tick.Stop()
+			return
+		case <-tick.C:
+			p.op.Lock()
+			if p.alive() == nil {
+				p.limitEgress(time.Now())
+			}
+			p.op.Unlock()
+		}
+	}
+}
+
+// limitEgress denies everything when the VM's owner has sent as much as it may, and puts the policy in force again on
+// the next day, or when the limit is raised. If that fails, it tries again at the next look. p.op must be held.
+func (p *process) limitEgress(now time.Time) {
+	all, err := p.countEgress(now)
+	if all == p.sentAll {
+		return
+	}
+	policy := p.r.Spec.Policy
+	if all || policy == nil {
+		policy = &netpolicy.Policy{}
+	}
+	if serr := p.net.SetPolicy(policy); serr != nil {
+		p.log.Error("changing the policy for the limit of the VM's owner", "error", serr)
+		return
+	}
+	if p.sentAll = all; all {
+		p.net.Warn(deniedFor(err))
+	} else {
+		p.log.Info("the VM's owner may send again")
+	}
+}
+
+func deniedFor(why error) string { return "all is denied for the rest of the day: " + why.Error() }
+
+// countEgress adds what the VM has sent since it was called last to its owner's day, and reports whether the owner has
+// sent as much as it may, and why. If that is unknown, it is as before. p.op must be held, or the VM not have started.
+func (p *process) countEgress(now time.Time) (all bool, why error) {
+	_, out := p.net.Bytes()
+	err := limits.AddEgress(p.store.Dir(), p.store.Owner(p.r.Spec.Name), now, out-min(p.counted, out))
+	switch {
+	case errors.Is(err, spec.ErrQuota):
+		all, why = true, err
+	case err != nil:
+		p.log.Warn("the limit of what the VM's owner may send", "error", err)
+		return p.sentAll, nil
+	}
+	p.counted = max(p.counted, out)
+	return all, why
 }
 
 func (p *process) networkStats() (st spec.NetworkStats, err error) {

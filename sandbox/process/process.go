@@ -29,6 +29,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/instance"
+	"github.com/drowse-vm/drowse/sandbox/limits"
 	"github.com/drowse-vm/drowse/sandbox/network"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
@@ -52,6 +53,10 @@ type process struct {
 	op     sync.Mutex
 	r      *state.Record
 	asleep bool // the record says so, and the instance is closed
+	// sentAll says that the VM's owner has sent as much as it may, so its network denies everything. counted is how
+	// many bytes of the VM are in its owner's sum.
+	sentAll bool
+	counted uint64
 	// replaced is the file of the previous record, open until the report: see state.AheadRecord.
 	replaced *os.File
 	// ended is closed when the process must end.
@@ -229,6 +234,9 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 	if sleeps {
 		p.background.Go(func() { p.sleepWhenIdle(lasting) })
 	}
+	if p.net != nil {
+		p.background.Go(func() { p.meterEgress(lasting) })
+	}
 	if o.terminated != nil {
 		p.background.Go(func() { p.sleepOnTerminate(lasting, o.terminated) })
 	}
@@ -268,13 +276,22 @@ func cancelUnwanted(wanted func() bool, settled <-chan struct{}, cancel context.
 	}
 }
 
-// admit waits for room in the host's memory.
+// admit waits until the limits of the VM's owner allow it, and for room in the host's memory.
 func (p *process) admit(ctx context.Context, o ServeOptions) (release func() error, err error) {
-	release, err = p.machines.Admit(ctx, p.store.Dir(), p.r.Spec.MemoryMiB, o.Snapshot != "" && p.r.Phase == state.Asleep)
-	if err != nil {
-		return nil, fmt.Errorf("starting %s: %w", p.r.Spec.Name, err)
+	name, dir, mib, wake := p.r.Spec.Name, p.store.Dir(), p.r.Spec.MemoryMiB, o.Snapshot != "" && p.r.Phase == state.Asleep
+	owner := p.store.Owner(name)
+	if err := p.store.AdmitDisk(ctx, owner); err != nil {
+		return nil, fmt.Errorf("starting %s: %w", name, err)
 	}
-	return release, nil
+	owned, err := limits.AdmitOwner(ctx, dir, owner, mib, wake)
+	if err != nil {
+		return nil, fmt.Errorf("starting %s: %w", name, err)
+	}
+	memory, err := p.machines.Admit(ctx, dir, mib, wake)
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("starting %s: %w", name, err), owned())
+	}
+	return func() error { return errors.Join(memory(), owned()) }, nil
 }
 
 // stillMeant refuses an order that is outdated: meanwhile the VM was woken or booted, and slept or ended again.
@@ -428,10 +445,21 @@ func (p *process) connect(o ServeOptions) (err error) {
 		return nil
 	}
 	r.NetworkID = o.Link.ID()
+	why := limits.AddEgress(p.store.Dir(), p.store.Owner(r.Spec.Name), time.Now(), 0)
+	if p.sentAll = errors.Is(why, spec.ErrQuota); why != nil && !p.sentAll {
+		return why
+	}
+	policy := r.Spec.Policy
+	if p.sentAll {
+		policy = nil
+	}
 	p.net, err = p.machines.Network(network.Config{
-		Name: r.Spec.Name, ID: r.ID, IPv6: r.Spec.IPv6, Policy: r.Spec.Policy, Tags: r.Spec.Tags,
+		Name: r.Spec.Name, ID: r.ID, IPv6: r.Spec.IPv6, Policy: policy, Tags: r.Spec.Tags,
 		Identity: p.identity, Secrets: &p.hidden, Prebuilt: o.Link, Log: p.log,
 	})
+	if err == nil && p.sentAll {
+		p.net.Warn(deniedFor(why))
+	}
 	return err
 }
 
@@ -442,6 +470,7 @@ func (p *process) close() error {
 		errs = append(errs, p.in.Close())
 	}
 	if p.net != nil {
+		_, _ = p.countEgress(time.Now())
 		errs = append(errs, p.net.Close())
 	}
 	return errors.Join(append(errs, p.hidden.Close())...)

@@ -76,6 +76,9 @@ var (
 	ErrPersistLimit = errors.New("the disk has more data than may persist")
 )
 
+// ErrQuota means that the sandboxes of an owner use as much as they may: see package limits.
+var ErrQuota = errors.New("the owner's limit is reached")
+
 // Errors that a caller may want to tell apart.
 var (
 	ErrNotFound   = errors.New("no such VM")
@@ -112,4 +115,5 @@ var ErrorCodes = []struct {
 	{"secrets", ErrSecrets},
 	{"disk-only", ErrDiskOnly},
 	{"share-unusable", ErrShare},
+	{"owner-limit", ErrQuota},
 }

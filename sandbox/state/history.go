@@ -94,16 +94,20 @@ func (s *Store) Removed(nameOrID string) (*Removed, error) {
 	if i < 0 {
 		return nil, fmt.Errorf("%w: %.64q, and no history of a removed one", spec.ErrNotFound, nameOrID)
 	}
-	data, err := os.ReadFile(all[i].path)
+	return all[i].read()
+}
+
+func (h history) read() (*Removed, error) {
+	data, err := os.ReadFile(h.path)
 	if err != nil {
-		return nil, fmt.Errorf("reading the history of %s, which was removed: %w", all[i].name, err)
+		return nil, fmt.Errorf("reading the history of %s, which was removed: %w", h.name, err)
 	}
 	gone := &Removed{}
 	if err = json.Unmarshal(data, gone); err == nil && (gone.Version != removedVersion || gone.Record == nil) {
 		err = fmt.Errorf("version %d, this build reads %d", gone.Version, removedVersion)
 	}
 	if err != nil {
-		return nil, fmt.Errorf("reading the history %s: %w: %w: it was written by another version, or is damaged", all[i].path, spec.ErrRecord, err)
+		return nil, fmt.Errorf("reading the history %s: %w: %w: it was written by another version, or is damaged", h.path, spec.ErrRecord, err)
 	}
 	return gone, nil
 }

@@ -148,6 +148,13 @@ func (s *Store) setMetadata(ctx context.Context, name string, change func(*spec.
 	if err := l.Check(); err != nil {
 		return spec.Metadata{}, err
 	}
+	if l.Owner != before.Owner {
+		release, err := s.admitOwned(l.Owner)
+		if err != nil {
+			return spec.Metadata{}, fmt.Errorf("changing the owner of %s: %w", name, err)
+		}
+		defer func() { _ = release() }()
+	}
 	err = writeMetadata(root, l)
 	if errors.Is(err, fs.ErrNotExist) {
 		return spec.Metadata{}, fmt.Errorf("changing the metadata of %s: %w: it has just been removed", name, spec.ErrNotFound)

@@ -10,6 +10,7 @@ import (
 
 	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/limits"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -33,6 +34,12 @@ func (s *Store) Rename(ctx context.Context, name, to string) error {
 		return fmt.Errorf("renaming VM %s: %w", name, err)
 	}
 	defer func() { _ = unlock() }()
+	// So could a count of its owner's VMs.
+	release, err := limits.AdmitSandbox(s.dir, s.Owner(name), func() (int, error) { return 0, nil })
+	if err != nil {
+		return fmt.Errorf("renaming VM %s: %w", name, err)
+	}
+	defer func() { _ = release() }()
 	running := fmt.Errorf("%w: %s: put it to sleep or stop it before it gets another name", spec.ErrRunning, name)
 	r, l, err := s.atRest(ctx, name, running)
 	if errors.Is(err, spec.ErrNotFound) {

@@ -724,28 +724,44 @@ func (s *Store) lockWithin(ctx context.Context, name string, patience time.Durat
 // Release releases the lock.
 func (l *VMLock) Release() { l.f.Close() }
 
-// Create makes the directory and record of a new VM, whose name must be free. The caller holds the returned lock.
+// Create makes the directory and record of a new VM, whose name must be free. The caller holds the returned lock. If
+// its owner has as many VMs as allowed, the error is spec.ErrQuota.
 func (s *Store) Create(r *Record) (*VMLock, error) {
-	dir := s.VMDir(r.Spec.Name)
-	if err := os.Mkdir(dir, 0o700); err != nil {
-		if !errors.Is(err, fs.ErrExist) {
-			return nil, fmt.Errorf("making VM %s: %w", r.Spec.Name, err)
+	dir, owner := s.VMDir(r.Spec.Name), ""
+	if r.metadata != nil {
+		owner = r.metadata.Owner
+	}
+	// A killed `drowse run` leaves a directory without a record.
+	taken := func() error {
+		if _, err := os.Stat(s.RecordPath(r.Spec.Name)); err != nil {
+			return nil
 		}
-		// A killed `drowse run` leaves a directory without a record.
-		if _, err := os.Stat(filepath.Join(dir, "vm.json")); err == nil {
-			return nil, fmt.Errorf("%w: %s: choose another, or remove it with Sandbox(%q).Delete", spec.ErrExists, r.Spec.Name, r.Spec.Name)
-		}
+		return fmt.Errorf("%w: %s: choose another, or remove it with Sandbox(%q).Delete", spec.ErrExists, r.Spec.Name, r.Spec.Name)
+	}
+	if err := taken(); err != nil {
+		return nil, err
+	}
+	release, err := s.admitOwned(owner)
+	if err != nil {
+		return nil, fmt.Errorf("making VM %s: %w", r.Spec.Name, err)
+	}
+	defer func() { _ = release() }()
+	if err := os.Mkdir(dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
+		return nil, fmt.Errorf("making VM %s: %w", r.Spec.Name, err)
 	}
 	l, err := s.Lock(r.Spec.Name)
 	if errors.Is(err, spec.ErrRunning) {
+		if err := taken(); err != nil {
+			return nil, err
+		}
 		return nil, fmt.Errorf("%w: %s: it is being made at this moment", spec.ErrExists, r.Spec.Name)
 	}
 	if err != nil {
 		return nil, err
 	}
-	if _, err := os.Stat(filepath.Join(dir, "vm.json")); err == nil {
+	if err := taken(); err != nil {
 		l.Release()
-		return nil, fmt.Errorf("%w: %s: choose another, or remove it with Sandbox(%q).Delete", spec.ErrExists, r.Spec.Name, r.Spec.Name)
+		return nil, err
 	}
 	// The record comes last: without one the directory can be used again.
 	if err = errors.Join(s.beginAudit(r), s.beginMetadata(r)); err == nil {

@@ -7,7 +7,11 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"strings"
 	"syscall"
+	"time"
+
+	"github.com/drowse-vm/drowse/sandbox/limits"
 )
 
 // diskBlock is the unit of st_blocks, in bytes (stat(2)).
@@ -125,4 +129,143 @@ func (c counter) add(path string, sum *int64) error {
 		*sum += st.Blocks * diskBlock
 		return nil
 	})
+}
+
+// Owner returns the owner that a VM counts for: that of its metadata. One whose metadata cannot be read has none.
+func (s *Store) Owner(name string) string {
+	m, err := s.Metadata(name)
+	if err != nil {
+		return ""
+	}
+	return m.Owner
+}
+
+// AdmitDisk fails with spec.ErrQuota if the sandboxes of an owner take as much disk as they may: see OwnerUse. With a
+// limit, it looks at each record, manifest and layer of the store.
+func (s *Store) AdmitDisk(ctx context.Context, owner string) error {
+	return limits.CheckDisk(s.dir, owner, func() (int64, error) { return s.ownerDisk(ctx, owner) })
+}
+
+// admitOwned counts one more VM for an owner until release is called, after the VM's files say whose it is.
+func (s *Store) admitOwned(owner string) (release func() error, err error) {
+	return limits.AdmitSandbox(s.dir, owner, func() (int, error) { return s.ownerCount(owner) })
+}
+
+// OwnerUse returns what the sandboxes of an owner use. On disk they have the layers and snapshots that they wrote.
+// What a removed sandbox wrote counts for those owners whose sandboxes need it, or else for its own.
+func (s *Store) OwnerUse(ctx context.Context, owner string) (u limits.OwnerUse, err error) {
+	var mib, disk int64
+	if u.Sandboxes, err = s.ownerCount(owner); err != nil {
+		return u, err
+	}
+	if u.Awake, mib, err = limits.OwnerAwake(s.dir, owner); err != nil {
+		return u, err
+	}
+	disk, err = s.ownerDisk(ctx, owner)
+	sent, serr := limits.OwnerEgress(s.dir, owner, time.Now())
+	u.AwakeMiB, u.DiskMiB, u.EgressMiB = int(mib), int(disk>>20), int(sent>>20)
+	return u, errors.Join(err, serr)
+}
+
+// ownerCount returns how many VMs with a record an owner has.
+func (s *Store) ownerCount(owner string) (n int, err error) {
+	entries, err := os.ReadDir(filepath.Join(s.dir, "vms"))
+	if err != nil {
+		return 0, fmt.Errorf("listing VMs: %w", err)
+	}
+	for _, e := range entries {
+		if _, err := os.Stat(s.RecordPath(e.Name())); err == nil && s.Owner(e.Name()) == owner {
+			n++
+		}
+	}
+	return n, nil
+}
+
+// ownerDisk returns how many bytes count for an owner. Unreadable records and snapshots count nothing.
+func (s *Store) ownerDisk(ctx context.Context, owner string) (sum int64, err error) {
+	// List what there is first, then its users, as Usage does.
+	have := manifests{}
+	if _, _, err := s.readManifests(ctx, have); err != nil {
+		return 0, err
+	}
+	layers, err := os.ReadDir(s.LayerDir())
+	if err != nil {
+		return 0, err
+	}
+	whose, err := s.readOwners()
+	if err != nil {
+		return 0, err
+	}
+	c := counter{ctx: ctx, seen: map[inode]bool{}}
+	var errs []error
+	for _, e := range layers {
+		if id, _, _ := strings.Cut(e.Name(), "-"); id != templateOwner && whose.has(owner, id, e.Name()) {
+			errs = append(errs, c.add(filepath.Join(s.LayerDir(), e.Name()), &sum))
+		}
+	}
+	for id, m := range have {
+		if whose.has(owner, m.Labels[labelOwner], id) {
+			errs = append(errs, c.add(s.SnapshotDir(id), &sum))
+		}
+	}
+	return sum, errors.Join(errs...)
+}
+
+// owners say whose layers and snapshots are.
+type owners struct {
+	of      map[string]string          // by the ids of VMs
+	needs   map[string]map[string]bool // owners, by the layers and snapshots that their VMs need
+	removed map[string]history         // by the ids of removed VMs
+	former  map[string]string          // owners of removed VMs whose history was read, by id
+}
+
+func (s *Store) readOwners() (*owners, error) {
+	entries, err := os.ReadDir(filepath.Join(s.dir, "vms"))
+	if err != nil {
+		return nil, fmt.Errorf("listing VMs: %w", err)
+	}
+	o := &owners{map[string]string{}, map[string]map[string]bool{}, map[string]history{}, map[string]string{}}
+	for _, e := range entries {
+		r, err := s.Load(e.Name())
+		if err != nil {
+			continue
+		}
+		owner := s.Owner(e.Name())
+		o.of[r.ID] = owner
+		for _, name := range append([]string{r.Snapshot, r.Previous, r.Base, r.Left}, r.Disk.Layers...) {
+			if o.needs[name] == nil {
+				o.needs[name] = map[string]bool{}
+			}
+			o.needs[name][owner] = true
+		}
+	}
+	gone, err := s.histories()
+	for _, h := range gone {
+		o.removed[h.id] = h
+	}
+	return o, err
+}
+
+// has reports whether the layer or snapshot of a name, which the VM of an id wrote, counts for an owner.
+func (o *owners) has(owner, id, name string) bool {
+	if now, there := o.of[id]; there {
+		return now == owner
+	}
+	if need := o.needs[name]; need != nil {
+		return need[owner]
+	}
+	h, known := o.removed[id]
+	if !known {
+		return false
+	}
+	former, read := o.former[id]
+	if !read {
+		gone, err := h.read()
+		if err != nil {
+			return false
+		}
+		former = gone.Metadata.Owner
+		o.former[id] = former
+	}
+	return former == owner
 }
