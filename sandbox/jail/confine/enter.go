@@ -125,6 +125,9 @@ func (a *assignment) limit() error {
 		files = defaultOpenFiles
 	}
 	limits := map[int]uint64{unix.RLIMIT_CORE: 0, unix.RLIMIT_MSGQUEUE: 0, unix.RLIMIT_NOFILE: files}
+	if a.User {
+		limits[unix.RLIMIT_NPROC] = userThreads
+	}
 	if a.FileBytes > 0 {
 		limits[unix.RLIMIT_FSIZE] = a.FileBytes
 		signal.Ignore(unix.SIGXFSZ) // so that a write beyond it fails with EFBIG

@@ -57,7 +57,7 @@ func Probe() Support {
 	case os.Geteuid() != 0:
 		add("own user id", false, false, fmt.Sprintf("only root can give one: it keeps user id %d", os.Geteuid()))
 		if err := probeUser(); err != nil {
-			add("user namespace", false, true, fmt.Sprintf("%v: have the host allow them to users "+
+			add("user namespace", false, true, fmt.Sprintf("none can be made: %v: have the host allow them to users "+
 				"(kernel.unprivileged_userns_clone, user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns), "+
 				"or run as root", err))
 		} else {

@@ -94,9 +94,13 @@ func init() {
 		}
 		fmt.Println("ate", len(b))
 	}
-	roles["threads"] = func([]string) {
+	roles["threads"] = func(args []string) {
 		confined()
-		for range 50 {
+		n, err := strconv.Atoi(args[0])
+		if err != nil {
+			fatal(err)
+		}
+		for range n {
 			go func() {
 				runtime.LockOSThread()
 				select {}
@@ -705,7 +709,7 @@ func TestLimits_hold_a_child(t *testing.T) {
 	if s, err := c.Stats(); err != nil || s.OutOfMemory == 0 || s.CPU == 0 {
 		t.Errorf("counters %+v, %v", s, err)
 	}
-	_, wait = start(t, Profile{Program: self("threads"), Limits: Limits{Pids: 12}})
+	_, wait = start(t, Profile{Program: self("threads", "50"), Limits: Limits{Pids: 12}})
 	if out, err := wait(); err == nil || !strings.Contains(out, "failed to create new OS thread") {
 		t.Errorf("it has got more threads than its limit: %v, %s", err, out)
 	}

@@ -3,6 +3,7 @@ package confine
 import (
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -41,8 +42,16 @@ func probeUser() error {
 	if errors.Is(err, unix.ENOTDIR) {
 		return nil
 	}
+	var path *fs.PathError
+	if errors.As(err, &path) {
+		err = path.Err
+	}
 	return err
 }
+
+// userThreads is a limit on threads for hosts where a user has no cgroup: in a namespace of users of its own,
+// RLIMIT_NPROC counts the child alone (Linux 5.14).
+const userThreads = 1024
 
 // userCgroups begins the names of cgroups whose keepers are not root: behind it are user, keeper and a number.
 const userCgroups = "drowse-u"

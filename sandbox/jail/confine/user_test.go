@@ -178,3 +178,14 @@ func TestUser_namespace_that_is_forbidden_is_a_missing_wall(t *testing.T) {
 		}
 	}
 }
+
+func TestUser_has_a_limit_of_threads_also_without_a_cgroup(t *testing.T) {
+	confinable(t)
+	if !asUser() {
+		return // the round of a user has this test
+	}
+	_, wait := start(t, Profile{Program: self("threads", strconv.Itoa(userThreads))})
+	if out, err := wait(); err == nil || !strings.Contains(out, "failed to create new OS thread") {
+		t.Errorf("it has got more threads than its limit: %v, %s", err, out)
+	}
+}
