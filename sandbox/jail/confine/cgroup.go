@@ -59,8 +59,9 @@ type hierarchies struct {
 	v2     [numControllers]bool
 }
 
-// findHierarchies finds the cgroups of this process, where it may make others. Children get cgroups below these, so that what limits a keeper
-// limits its children. In version 2, where a cgroup with processes has no children with controllers, they are beside.
+// findHierarchies finds the cgroups of this process, where it may make others. Children get cgroups below these, so
+// that what limits a keeper limits its children. In version 2, where a cgroup with processes has no children with
+// controllers, they are beside.
 func findHierarchies() (h hierarchies, err error) {
 	own := map[string]string{} // path of this process by controller; of version 2 by ""
 	if err := lines("/proc/self/cgroup", func(line string) {

@@ -65,8 +65,9 @@ type Process struct {
 }
 
 // Start starts a child with a user id and a cgroup of its own in new namespaces of mounts, processes, IPC, host name,
-// network and cgroups. If the keeper is not root, the child has a namespace of users instead of a user id. It is confined once it has called Enter and Lock. It is killed if the keeper ends. ctx is for
-// the start alone. The caller must Close the Process, and may close the profile's files.
+// network and cgroups. If the keeper is not root, the child has a namespace of users instead of a user id. It is
+// confined once it has called Enter and Lock. It is killed if the keeper ends. ctx is for the start alone. The caller
+// must Close the Process, and may close the profile's files.
 func Start(ctx context.Context, p Profile) (_ *Process, err error) {
 	defer func() {
 		if err != nil {
