@@ -59,8 +59,10 @@ func TestUser_without_root_has_confined_sandboxes(t *testing.T) {
 	if _, err := e.Store.State.Sweep(t.Context()); err != nil {
 		t.Error(err)
 	}
-	if left := files(t, e.Store); left != nil {
-		t.Errorf("left: %v", left)
+	for _, file := range files(t, e.Store) {
+		if !strings.Contains(file, "ext4") { // an empty file system, for later VMs
+			t.Errorf("left: %s", file)
+		}
 	}
 }
 
