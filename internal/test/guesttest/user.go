@@ -71,7 +71,7 @@ func AsUser(t *testing.T) bool {
 		StateEnv + "=" + os.Getenv(StateEnv), AgentEnv + "=" + filepath.Join(dir, "agent"),
 		processEnv + "=" + strconv.Itoa(os.Getpid()),
 	}
-	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: unix.CLONE_NEWNS, Pdeathsig: unix.SIGKILL}
+	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: unix.CLONE_NEWNS}
 	out, err := cmd.CombinedOutput()
 	t.Logf("as user %d:\n%s", User, out)
 	if err != nil {
