@@ -8,6 +8,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strconv"
+	"strings"
 	"syscall"
 	"testing"
 
@@ -73,7 +74,8 @@ func AsUser(t *testing.T) bool {
 	}
 	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: unix.CLONE_NEWNS}
 	out, err := cmd.CombinedOutput()
-	t.Logf("as user %d:\n%s", User, out)
+	// As reports of this test's own, its lines would confuse.
+	t.Logf("as user %d:\n%s", User, strings.ReplaceAll(string(out), "--- ", ""))
 	if err != nil {
 		t.Error(err)
 	}
