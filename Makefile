@@ -121,7 +121,7 @@ test-attacks: test-state $(REPORT)
 	@scripts/deps test
 	@$(GO_TEST) -json -count 1 $(TEST_FLAGS) -run '^TestAttack' $$(grep -rl --include='*_test.go' --exclude-dir=.cache '^func TestAttack' . | xargs -n 1 dirname | sort -u) | $(REPORT)
 
-# test-jail tries all system calls and some 160 escapes in a confined process, as root. The last line has the figures.
+# test-jail tries all system calls and some 160 escapes in a confined process, as root and as a user. The last line has the figures.
 .PHONY: test-jail
 test-jail: check-go
 	@$(GO_TEST) -c -o bin/confine.test ./sandbox/jail/confine

@@ -101,6 +101,9 @@ func readiness(s *sandbox.Host) []api.Check {
 		}},
 		{Name: "store", Do: func(context.Context) error { return writable(s.State.Dir()) }},
 		{Name: "bpffs", Do: func(context.Context) error {
+			if !mayHaveNetworks() {
+				return nil // no VM needs it
+			}
 			var st unix.Statfs_t
 			if err := unix.Statfs(bpffs, &st); err != nil {
 				return fmt.Errorf("%s: %w", bpffs, err)
@@ -112,6 +115,14 @@ func readiness(s *sandbox.Host) []api.Check {
 			return nil
 		}},
 	}
+}
+
+// mayHaveNetworks reports whether this process may make TAP devices.
+func mayHaveNetworks() bool {
+	head := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
+	var caps [2]unix.CapUserData
+	err := unix.Capget(&head, &caps[0])
+	return err != nil || caps[0].Effective&(1<<unix.CAP_NET_ADMIN) != 0
 }
 
 // roundTime is how long one round of the supervisor may take before it counts as stuck. It makes a round twice a

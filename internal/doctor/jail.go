@@ -8,6 +8,7 @@ import (
 
 // withoutWall says what is weaker without a wall that is not required.
 var withoutWall = map[string]string{
+	"own user id":    "a guest that breaks out has the user id of its owner, in a user namespace",
 	"Landlock":       "a second wall less against opening files; sandboxes with shares do not start",
 	"cgroup: memory": "a guest that breaks out can use up the host's memory",
 	"cgroup: pids":   "a guest that breaks out can use up the host's threads",

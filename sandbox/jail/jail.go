@@ -69,6 +69,10 @@ func New(ctx context.Context, c Config) (j *Jail, err error) {
 	}
 	j = &Jail{limits: c.Limits}
 	files := []*os.File{its}
+	if len(c.Shares) > 0 && os.Geteuid() != 0 {
+		_ = closeAll([]*os.File{mine, its})
+		return nil, fmt.Errorf("%w: %w", spec.ErrShare, confine.ErrUserShares)
+	}
 	for _, sh := range c.Shares {
 		tree, dir, err := confine.OpenTree(sh.Source)
 		if err != nil {
@@ -125,7 +129,10 @@ func (j *Jail) allow(more int64) error {
 	if l.MemoryBytes > 0 {
 		l.MemoryBytes += more
 	}
-	return j.SetLimits(l)
+	if err := j.SetLimits(l); !errors.Is(err, confine.ErrNoCgroup) {
+		return err
+	}
+	return nil // it was never limited
 }
 
 // Close kills the process, and frees what it had of the host. It may be called more than once.

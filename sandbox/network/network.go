@@ -109,7 +109,7 @@ func New(c Config) (*Network, error) {
 	if made != nil {
 		n.agent, n.tap, ahead = made.id, made.tap, made.link
 	} else if n.tap, err = tap.Create(tap.Config{Name: hostnet.InterfaceName(c.ID), Down: true}); err != nil {
-		return nil, fmt.Errorf("setting up the VM's network: %w", err)
+		return nil, fmt.Errorf("setting up the VM's network: %w", withoutRoot(err))
 	}
 	n.ctx, n.cancel = context.WithCancel(context.Background())
 	begin := time.Now()
@@ -119,6 +119,15 @@ func New(c Config) (*Network, error) {
 		n.took = time.Since(begin)
 	})
 	return n, nil
+}
+
+// withoutRoot adds to an error why a network needs root.
+func withoutRoot(err error) error {
+	if !errors.Is(err, os.ErrPermission) {
+		return err
+	}
+	return fmt.Errorf("%w: only root may add a TAP device to the host and judge its packets by eBPF; "+
+		"the network %q needs no root", err, spec.NetworkNone)
 }
 
 // setUp puts the policy on the device and brings it up.

@@ -121,7 +121,7 @@ func (a *jailAhead) take(ctx context.Context, s spec.VM, out io.Writer, log *slo
 	}
 	err = j.SetLimits(jailLimits(s))
 	if errors.Is(err, confine.ErrNoCgroup) {
-		log.Warn("what this VM's confined process uses of the host is not limited", "cause", err)
+		log.Warn("what this VM's confined process uses of the host is not limited", "cause", err, "remedy", "see `drowse doctor`")
 		err = nil
 	}
 	if err != nil {

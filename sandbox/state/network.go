@@ -10,7 +10,6 @@ import (
 
 	"github.com/drowse-vm/drowse/netpolicy/hostnet"
 	"github.com/drowse-vm/drowse/netpolicy/link"
-	"github.com/drowse-vm/drowse/sandbox/jail/confine"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -29,15 +28,6 @@ func removeLeftNetwork(r *Record) error {
 		return fmt.Errorf("tidying up the network of VM %s: %w", r.Spec.Name, err)
 	}
 	return nil
-}
-
-// sweepConfined removes what killed VM processes of any store have left of their confined children: ids and cgroups.
-// Only root makes them.
-func sweepConfined() error {
-	if os.Geteuid() != 0 {
-		return nil
-	}
-	return confine.Sweep()
 }
 
 // SweepNetworks removes leftovers of killed VM processes of any store: files of addresses, and pins with names

@@ -12,6 +12,7 @@ import (
 
 	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/rootfs/disk"
+	"github.com/drowse-vm/drowse/sandbox/jail/confine"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/snapshot"
@@ -115,7 +116,7 @@ func (s *Store) SweepExcept(ctx context.Context, now Exempt) (freed spec.Freed, 
 	if err := s.sweepRemoved(); err != nil {
 		freed.Problems = append(freed.Problems, err.Error()) // not an error of the sweep
 	}
-	errs = append(errs, ctx.Err(), SweepNetworks(), sweepConfined())
+	errs = append(errs, ctx.Err(), SweepNetworks(), confine.Sweep())
 	return freed, errors.Join(errs...)
 }
 

@@ -46,6 +46,10 @@ func Main(m *testing.M) {
 		os.Exit(serve(os.Args[3:]))
 	}
 	EndWithTest()
+	if err := becomeUser(); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
 	os.Setenv(processEnv, strconv.Itoa(os.Getpid()))
 	code := m.Run()
 	for _, dir := range append(bootedDirs, agentDir) {
@@ -104,8 +108,8 @@ func New(t testing.TB) *Env {
 		// In CI as well: tests that are skipped there run on an emulated KVM, see .ci/run and testreport.
 		t.Skipf("this host cannot run VMs: %v", err)
 	}
-	if os.Geteuid() != 0 {
-		missing("running VMs needs root")
+	if uid := os.Geteuid(); uid != 0 && uid != User {
+		missing("running VMs of tests needs root")
 	}
 	// The path must be short: it contains Unix sockets.
 	dir, err := os.MkdirTemp("", "dt")

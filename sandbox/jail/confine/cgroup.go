@@ -59,8 +59,9 @@ type hierarchies struct {
 	v2     [numControllers]bool
 }
 
-// findHierarchies finds the cgroups of this process. Children get cgroups below these, so that what limits a keeper
-// limits its children. In version 2, where a cgroup with processes has no children with controllers, they are beside.
+// findHierarchies finds the cgroups of this process, where it may make others. Children get cgroups below these, so
+// that what limits a keeper limits its children. In version 2, where a cgroup with processes has no children with
+// controllers, they are beside.
 func findHierarchies() (h hierarchies, err error) {
 	own := map[string]string{} // path of this process by controller; of version 2 by ""
 	if err := lines("/proc/self/cgroup", func(line string) {
@@ -89,8 +90,9 @@ func findHierarchies() (h hierarchies, err error) {
 		switch g[0] {
 		case "cgroup":
 			for i, name := range controllerNames {
-				if path, ok := own[name]; ok && slices.Contains(strings.Split(g[2], ","), name) {
-					h.parent[i], h.v2[i] = below(path), false
+				path, ok := own[name]
+				if dir := below(path); ok && slices.Contains(strings.Split(g[2], ","), name) && writable(dir) {
+					h.parent[i], h.v2[i] = dir, false
 				}
 			}
 		case "cgroup2":
@@ -102,7 +104,8 @@ func findHierarchies() (h hierarchies, err error) {
 				path = filepath.Dir(path)
 			}
 			dir := below(path)
-			if dir == "" {
+			// The child comes from beside its cgroup: cgroups(7), "Delegation containment rules".
+			if !writable(dir) || !writable(filepath.Join(dir, "cgroup.procs")) {
 				return
 			}
 			have, err := os.ReadFile(filepath.Join(dir, "cgroup.controllers"))
@@ -121,6 +124,8 @@ func findHierarchies() (h hierarchies, err error) {
 	})
 	return h, err
 }
+
+func writable(path string) bool { return path != "" && unix.Access(path, unix.W_OK) == nil }
 
 func lines(path string, each func(string)) error {
 	f, err := os.Open(path)
@@ -141,8 +146,8 @@ type cgroup struct {
 	v2  [numControllers]bool
 }
 
-// planCgroup names the cgroup of the child with an id, without making it.
-func planCgroup(n int) (*cgroup, error) {
+// planCgroup names the cgroup of a child, without making it.
+func planCgroup(name string) (*cgroup, error) {
 	h, err := findHierarchies()
 	if err != nil {
 		return nil, fmt.Errorf("finding cgroups: %w", err)
@@ -150,7 +155,7 @@ func planCgroup(n int) (*cgroup, error) {
 	g := &cgroup{v2: h.v2}
 	for i, parent := range h.parent {
 		if parent != "" {
-			g.dir[i] = filepath.Join(parent, "drowse-"+strconv.Itoa(n))
+			g.dir[i] = filepath.Join(parent, "drowse-"+name)
 		}
 	}
 	return g, nil

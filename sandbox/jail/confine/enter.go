@@ -27,7 +27,8 @@ var (
 
 // An assignment is what Start tells Enter, in the environment.
 type assignment struct {
-	ID        int    `json:"id"`   // user and group
+	ID        int    `json:"id"`   // user, and group unless User
+	User      bool   `json:"user"` // the keeper is not root: ID and the group stay
 	Life      int    `json:"life"` // the read end of a pipe of which the keeper has the other
 	Files     int    `json:"files"`
 	Shares    bool   `json:"shares,omitempty"`
@@ -124,6 +125,9 @@ func (a *assignment) limit() error {
 		files = defaultOpenFiles
 	}
 	limits := map[int]uint64{unix.RLIMIT_CORE: 0, unix.RLIMIT_MSGQUEUE: 0, unix.RLIMIT_NOFILE: files}
+	if a.User {
+		limits[unix.RLIMIT_NPROC] = userThreads
+	}
 	if a.FileBytes > 0 {
 		limits[unix.RLIMIT_FSIZE] = a.FileBytes
 		signal.Ignore(unix.SIGXFSZ) // so that a write beyond it fails with EFBIG
@@ -193,19 +197,25 @@ func (a *assignment) dropRights() error {
 			return err
 		}
 	}
+	if !a.User {
+		if err := a.becomeID(); err != nil {
+			return err
+		}
+	}
+	if err := setCapabilities(kept); err != nil {
+		return os.NewSyscallError("capset", err)
+	}
+	return prctlAll("PR_SET_NO_NEW_PRIVS", unix.PR_SET_NO_NEW_PRIVS, 1)
+}
+
+func (a *assignment) becomeID() error {
 	if err := syscall.Setgroups(nil); err != nil {
 		return os.NewSyscallError("setgroups", err)
 	}
 	if err := syscall.Setresgid(a.ID, a.ID, a.ID); err != nil {
 		return os.NewSyscallError("setresgid", err)
 	}
-	if err := syscall.Setresuid(a.ID, a.ID, a.ID); err != nil {
-		return os.NewSyscallError("setresuid", err)
-	}
-	if err := setCapabilities(kept); err != nil {
-		return os.NewSyscallError("capset", err)
-	}
-	return prctlAll("PR_SET_NO_NEW_PRIVS", unix.PR_SET_NO_NEW_PRIVS, 1)
+	return os.NewSyscallError("setresuid", syscall.Setresuid(a.ID, a.ID, a.ID))
 }
 
 // tie makes the child end with the keeper, and unreadable for others. The change of the user id has undone both.

@@ -23,6 +23,8 @@ type escape struct {
 	try  func() error
 	// filterOnly means that only the filter refuses it. The others are tried without it as well.
 	filterOnly bool
+	// ownersOnly means the same for the child of a user, which owns what it was passed.
+	ownersOnly bool
 	// shares means that the child has shares, and the directory.
 	shares bool
 	// inside means that it may succeed, and then acts inside the share: ".." at its root is the root.
@@ -284,12 +286,12 @@ func escapes() []escape {
 		{name: "swapon", try: call1(unix.SYS_SWAPON, s("/none"), n(0))},
 		{name: "acct", try: call1(unix.SYS_ACCT, s("/none"))},
 		// Passed files.
-		{name: "make a passed file setuid", try: call1(unix.SYS_FCHMOD, n(passedFile), n(0o4755))},
+		{name: "make a passed file setuid", try: call1(unix.SYS_FCHMOD, n(passedFile), n(0o4755)), ownersOnly: true},
 		{name: "give a passed file away", try: call1(unix.SYS_FCHOWN, n(passedFile), n(1), n(1))},
 		{name: "set an attribute of a passed file", try: call1(unix.SYS_FSETXATTR, n(passedFile), s("trusted.x"), s("y"), n(1), n(0))},
 		{name: "have signals of a passed socket sent", try: call1(unix.SYS_FCNTL, n(passedSocket), n(unix.F_SETOWN), keeper)},
-		{name: "lease a passed file", try: call1(unix.SYS_FCNTL, n(passedFile), n(unix.F_SETLEASE), n(unix.F_WRLCK))},
-		{name: "set flags of a passed file", try: call1(unix.SYS_IOCTL, n(passedFile), n(0x40086602), page)},
+		{name: "lease a passed file", try: call1(unix.SYS_FCNTL, n(passedFile), n(unix.F_SETLEASE), n(unix.F_WRLCK)), ownersOnly: true},
+		{name: "set flags of a passed file", try: call1(unix.SYS_IOCTL, n(passedFile), n(0x40086602), page), ownersOnly: true},
 		{name: "execute a passed file", try: call1(unix.SYS_EXECVEAT, n(passedFile), s(""), page, page, n(unix.AT_EMPTY_PATH))},
 		{name: "map a passed file executable", try: executable(passedFile, unix.MAP_PRIVATE), filterOnly: true},
 		{name: "link a passed file", try: call1(unix.SYS_LINKAT, n(passedFile), s(""), n(cwd), s("/x"), n(unix.AT_EMPTY_PATH))},

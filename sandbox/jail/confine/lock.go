@@ -31,8 +31,9 @@ func lock(shares bool, refuse uint32) error {
 	if err != nil {
 		return fmt.Errorf("making the filter of system calls: %w", err)
 	}
-	if err := unix.Prctl(unix.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0); err != nil {
-		return fmt.Errorf("locking system calls: %w", os.NewSyscallError("prctl(PR_SET_NO_NEW_PRIVS)", err))
+	// For all threads, because Go may make the next call in another one.
+	if err := prctlAll("PR_SET_NO_NEW_PRIVS", unix.PR_SET_NO_NEW_PRIVS, 1); err != nil {
+		return fmt.Errorf("locking system calls: %w", err)
 	}
 	switch thread, err := loadFilter(program); {
 	case errors.Is(err, unix.ENOSYS), errors.Is(err, unix.EINVAL):

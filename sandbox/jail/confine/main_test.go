@@ -32,6 +32,9 @@ func TestMain(m *testing.M) {
 	}
 	idDir = dir
 	firstID += NumIDs * (1 + os.Getpid()%1000) // not those of VMs, nor of another run of the tests
+	if asUser() {
+		limitedRound()
+	}
 	code := m.Run()
 	if err := goleak.Find(); code == 0 && err != nil {
 		fmt.Fprintln(os.Stderr, err)

@@ -21,9 +21,10 @@ func writePage() string {
 
 A guest that takes over the process which holds it has that process's descriptors and these system calls. Any other call
 kills the process (SIGSYS), and so does each call by the ABIs of i386 and x32. One filter holds for all threads. Behind
-it are a user id of its own without capabilities; namespaces of mounts, processes, IPC, host name, network and cgroups;
-an empty, read-only root directory; a cgroup; and Landlock, which allows nothing. `+"`make test-jail`"+` tries all calls and
-`+"more than 150 escapes, each with the filter and, where that alone does not refuse it, without.\n\n"+`
+it are a user id of its own (without root: a user namespace) without capabilities; namespaces of mounts, processes, IPC,
+host name, network and cgroups; an empty, read-only root directory; a cgroup; and Landlock, which allows nothing.
+`+"`make test-jail` tries all calls and more than 150 escapes, as root and as a user, each with the filter and, where that\n"+`alone does not refuse it, without.
+
 | for | calls | with checked arguments |
 |---|---|---|
 `)

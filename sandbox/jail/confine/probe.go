@@ -55,7 +55,14 @@ func Probe() Support {
 	}
 	switch {
 	case os.Geteuid() != 0:
-		add("own user id", false, true, "run as root")
+		add("own user id", false, false, fmt.Sprintf("only root can give one: it keeps user id %d", os.Geteuid()))
+		if err := probeUser(); err != nil {
+			add("user namespace", false, true, fmt.Sprintf("none can be made: %v: have the host allow them to users "+
+				"(kernel.unprivileged_userns_clone, user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns), "+
+				"or run as root", err))
+		} else {
+			add("user namespace", true, true, "without rights outside, and with no user but its own")
+		}
 	case len(lacks) > 0:
 		add("own user id", false, true, "root lacks "+strings.Join(lacks, ", "))
 	default:
@@ -103,7 +110,7 @@ func Probe() Support {
 			add(name, false, false, err.Error())
 		case h.parent[c] == "":
 			add(name, false, false,
-				"no hierarchy has that controller: mount cgroup2, or have systemd delegate it (Delegate=yes)")
+				"no hierarchy in which this process may make cgroups has it: mount cgroup2, or have systemd delegate it (Delegate=yes)")
 		case h.v2[c]:
 			add(name, true, false, "version 2, below "+h.parent[c])
 		default:

@@ -41,12 +41,17 @@ type Profile struct {
 // the host's cgroups open.
 const goDebug = "decoratemappings=0,containermaxprocs=0,updatemaxprocs=0"
 
+// ErrUserShares means that a keeper that is not root cannot give its child shares.
+var ErrUserShares = errors.New("shared directories need root, which makes each a mount of its own: run as root, " +
+	"or copy the files")
+
 // ErrRefused means that the child made a system call that Lock does not leave it, and was killed.
 var ErrRefused = errors.New("a system call was refused")
 
 // A Process is a confined child.
 type Process struct {
-	id     *id
+	uid    int
+	id     *id // nil if the child has the keeper's user id
 	cgroup *cgroup
 	cmd    *exec.Cmd
 	shares bool
@@ -60,8 +65,9 @@ type Process struct {
 }
 
 // Start starts a child with a user id and a cgroup of its own in new namespaces of mounts, processes, IPC, host name,
-// network and cgroups. It is confined once it has called Enter and Lock. It is killed if the keeper ends. ctx is for
-// the start alone. The caller must Close the Process, and may close the profile's files.
+// network and cgroups. If the keeper is not root, the child has a namespace of users instead of a user id. It is
+// confined once it has called Enter and Lock. It is killed if the keeper ends. ctx is for the start alone. The caller
+// must Close the Process, and may close the profile's files.
 func Start(ctx context.Context, p Profile) (_ *Process, err error) {
 	defer func() {
 		if err != nil {
@@ -71,8 +77,8 @@ func Start(ctx context.Context, p Profile) (_ *Process, err error) {
 	switch {
 	case len(p.Program) == 0:
 		return nil, errors.New("the profile has no program")
-	case os.Geteuid() != 0:
-		return nil, errors.New("only root can give a process a user id and namespaces: run as root")
+	case p.Shares && os.Geteuid() != 0:
+		return nil, ErrUserShares
 	}
 	for i, f := range p.Files {
 		if err := mayPass(f, p.Shares); err != nil {
@@ -88,25 +94,7 @@ func Start(ctx context.Context, p Profile) (_ *Process, err error) {
 			err = errors.Join(err, c.free())
 		}
 	}()
-	if c.id, err = takeID(p.Name); err != nil {
-		return nil, err
-	}
-	if err := c.id.tidy(); err != nil {
-		return nil, err
-	}
-	g, err := planCgroup(c.id.n)
-	if err != nil {
-		return nil, err
-	}
-	// A note before the directories are made: a killed keeper leaves none that nobody knows.
-	if err := c.id.note(g.dirs()); err != nil {
-		return nil, err
-	}
-	c.cgroup = g
-	if err := g.make(); err != nil {
-		return nil, err
-	}
-	if err := g.limit(p.Limits, Limits{}); err != nil {
+	if err := c.prepare(p); err != nil {
 		return nil, err
 	}
 	read, write, err := os.Pipe()
@@ -115,7 +103,7 @@ func Start(ctx context.Context, p Profile) (_ *Process, err error) {
 	}
 	defer read.Close()
 	c.life = write
-	a, err := json.Marshal(assignment{ID: c.id.n, Life: firstFile + len(p.Files), Files: len(p.Files),
+	a, err := json.Marshal(assignment{ID: c.uid, User: c.id == nil, Life: firstFile + len(p.Files), Files: len(p.Files),
 		Shares: p.Shares, LogOnly: p.LogOnly,
 		FileBytes: p.Limits.FileBytes, OpenFiles: p.Limits.OpenFiles})
 	if err != nil {
@@ -134,6 +122,9 @@ func Start(ctx context.Context, p Profile) (_ *Process, err error) {
 			Pdeathsig: unix.SIGKILL,
 		},
 	}
+	if c.id == nil {
+		enterAsUser(c.cmd.SysProcAttr)
+	}
 	if p.Limits.CPUMax > 0 { // as Go would do it
 		c.cmd.Env = append(c.cmd.Env, "GOMAXPROCS="+strconv.Itoa(max(2, int(math.Ceil(p.Limits.CPUMax)))))
 	}
@@ -146,13 +137,46 @@ func Start(ctx context.Context, p Profile) (_ *Process, err error) {
 	return c, nil
 }
 
+// prepare takes a user id, and makes the cgroup.
+func (c *Process) prepare(p Profile) (err error) {
+	c.uid = os.Geteuid()
+	name := userCgroup()
+	if c.uid == 0 {
+		if c.id, err = takeID(p.Name); err != nil {
+			return err
+		}
+		if err := c.id.tidy(); err != nil {
+			return err
+		}
+		c.uid, name = c.id.n, strconv.Itoa(c.id.n)
+	}
+	g, err := planCgroup(name)
+	if err != nil {
+		return err
+	}
+	if c.id != nil {
+		// A note before the directories are made: a killed keeper leaves none that nobody knows.
+		if err := c.id.note(g.dirs()); err != nil {
+			return err
+		}
+	}
+	c.cgroup = g
+	if err := g.make(); err != nil {
+		return err
+	}
+	return g.limit(p.Limits, Limits{})
+}
+
 // run starts the child and waits for it on a thread of its own: a child gets SIGKILL at the end of the thread that
 // started it (prctl(2), PR_SET_PDEATHSIG), and Go may end another. That thread is never used again.
 func (c *Process) run() error {
 	started := make(chan error)
 	go func() {
 		runtime.LockOSThread()
-		err := boundCapabilities(c.shares)
+		var err error
+		if c.id != nil { // a user has no right to
+			err = boundCapabilities(c.shares)
+		}
 		if err == nil {
 			err = c.cmd.Start()
 		}
@@ -212,8 +236,8 @@ func verdict(err error) error {
 // PID returns the child's process id, as the keeper sees it.
 func (c *Process) PID() int { return c.cmd.Process.Pid }
 
-// UID returns the child's user and group id.
-func (c *Process) UID() int { return c.id.n }
+// UID returns the child's user id: one of its own, or that of a keeper that is not root.
+func (c *Process) UID() int { return c.uid }
 
 // Done is closed when the child has ended.
 func (c *Process) Done() <-chan struct{} { return c.done }

@@ -78,8 +78,12 @@ func (d *id) tidy() error {
 	return errors.Join(errs...)
 }
 
-// Sweep removes what killed keepers have left: ids and cgroups. A Start that takes the same id does it too.
+// Sweep removes what killed keepers have left: ids and cgroups. A Start that takes the same id does it too. For another
+// user than root, it removes cgroups of that user's keepers.
 func Sweep() error {
+	if os.Geteuid() != 0 {
+		return sweepUser()
+	}
 	entries, err := os.ReadDir(idDir)
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil
