@@ -9,6 +9,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/drowse-vm/drowse/sandbox/jail"
 	"github.com/drowse-vm/drowse/sandbox/spec"
@@ -26,26 +27,10 @@ func jailCycles(t *testing.T) int {
 	return n
 }
 
-// leftovers are what a confined process has of the host: user ids, cgroups, mounts, and this process's descriptors,
-// threads not counted.
+// leftovers are what confined processes may leave in this one. Those of other tests come and go meanwhile.
 func leftovers(t *testing.T) map[string]int {
 	t.Helper()
 	n := map[string]int{}
-	ids, err := filepath.Glob("/run/drowse/uids/*")
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, id := range ids {
-		if st, err := os.Stat(id); err == nil && st.Size() > 0 { // a free one is empty, or gone
-			n["user ids"]++
-		}
-	}
-	_ = filepath.WalkDir("/sys/fs/cgroup", func(path string, d fs.DirEntry, err error) error {
-		if err == nil && d.IsDir() && strings.HasPrefix(d.Name(), "drowse-") {
-			n["cgroups"]++
-		}
-		return nil // groups of others come and go
-	})
 	mounts, err := os.ReadFile("/proc/self/mountinfo")
 	if err != nil {
 		t.Fatal(err)
@@ -67,6 +52,34 @@ func leftovers(t *testing.T) map[string]int {
 	return n
 }
 
+// cgroupsOf returns the names of the cgroups that a process has to itself.
+func cgroupsOf(t *testing.T, pid int) (names []string) {
+	t.Helper()
+	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/cgroup", pid))
+	if err != nil {
+		t.Error(err)
+	}
+	for line := range strings.Lines(string(text)) {
+		if name := filepath.Base(strings.TrimSpace(line)); strings.HasPrefix(name, "drowse-") {
+			names = append(names, name)
+		}
+	}
+	return names
+}
+
+// empty returns the cgroups of these names that have no process. Another confined process may have taken a user id.
+func empty(names map[string]bool) (left []string) {
+	_ = filepath.WalkDir("/sys/fs/cgroup", func(path string, d fs.DirEntry, err error) error {
+		if err == nil && d.IsDir() && names[d.Name()] {
+			if procs, err := os.ReadFile(filepath.Join(path, "cgroup.procs")); err == nil && len(procs) == 0 {
+				left = append(left, path)
+			}
+		}
+		return nil // groups of others come and go
+	})
+	return left
+}
+
 func TestConfined_processes_come_and_go_and_leave_nothing(t *testing.T) {
 	confinedChild(t) // opens what stays open
 	shape := spec.Shape{MemoryMiB: 64, VCPUs: 1}
@@ -74,6 +87,8 @@ func TestConfined_processes_come_and_go_and_leave_nothing(t *testing.T) {
 	before := leftovers(t)
 	const atOnce = 4
 	var wg sync.WaitGroup
+	var mu sync.Mutex // guards cgroups
+	cgroups := map[string]bool{}
 	cycles := jailCycles(t)
 	for worker := range atOnce {
 		wg.Go(func() {
@@ -90,6 +105,11 @@ func TestConfined_processes_come_and_go_and_leave_nothing(t *testing.T) {
 					t.Error(lacks, err)
 					return
 				}
+				mu.Lock()
+				for _, name := range cgroupsOf(t, j.PID()) {
+					cgroups[name] = true
+				}
+				mu.Unlock()
 				if err := j.Close(); err != nil {
 					t.Error(err)
 					return
@@ -101,6 +121,17 @@ func TestConfined_processes_come_and_go_and_leave_nothing(t *testing.T) {
 		})
 	}
 	wg.Wait()
+	left := empty(cgroups)
+	for range 100 { // one that was just made has no process yet
+		if len(left) == 0 {
+			break
+		}
+		time.Sleep(10 * time.Millisecond)
+		left = empty(cgroups)
+	}
+	if len(cgroups) == 0 || len(left) > 0 {
+		t.Errorf("%d of %d cgroups are left: %.3q", len(left), len(cgroups), left)
+	}
 	for what, n := range leftovers(t) {
 		if n != before[what] {
 			t.Errorf("%d %s after %d confined processes, %d before", n, what, cycles, before[what])
