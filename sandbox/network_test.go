@@ -22,6 +22,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/pool"
+	"github.com/drowse-vm/drowse/sandbox/jail"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
@@ -79,7 +80,10 @@ func heldTAPs(t *testing.T, e *guesttest.Env) (mine, nobodys []string) {
 		if _, after, ok := strings.Cut(string(text), "\niff:\t"); ok {
 			tap, _, _ := strings.Cut(after, "\n")
 			args, _ := os.ReadFile(filepath.Join(filepath.Dir(filepath.Dir(path)), "cmdline"))
-			holders[tap] = string(args)
+			// The confined process of a VM has the device as well, and does not say of which store it is.
+			if holders[tap] == "" || !strings.Contains(string(args), "\x00"+jail.Argument+"\x00") {
+				holders[tap] = string(args)
+			}
 		}
 	}
 	for _, i := range all {
