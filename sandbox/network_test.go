@@ -21,8 +21,8 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/link"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/control"
-	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/jail"
+	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
