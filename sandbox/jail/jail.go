@@ -32,6 +32,8 @@ type Config struct {
 	NoDirtyLog bool
 	// Output gets the standard error of the process; it must be bounded.
 	Output *os.File
+	// Started, if not nil, is called when the process runs its program, or cannot.
+	Started func()
 }
 
 // Jail is a confined process that waits for its VM. Start or Close ends the wait.
@@ -86,6 +88,9 @@ func New(ctx context.Context, c Config) (j *Jail, err error) {
 		Program: append(append([]string{"/proc/self/exe"}, c.Program...), Argument), Files: files, Output: c.Output,
 		Limits: c.Limits, Shares: len(c.Shares) > 0, LogOnly: c.LogOnly,
 	})
+	if c.Started != nil {
+		c.Started()
+	}
 	_ = closeAll(files)
 	if err != nil {
 		_ = closeAll(append(j.trees, mine))

@@ -9,6 +9,7 @@ import (
 	"log/slog"
 	"os"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -26,10 +27,13 @@ import (
 type jailAhead struct {
 	config jail.Config
 	output *jailOutput
-	made   chan struct{} // closed when one of the following is set
-	jail   *jail.Jail
-	lacks  string // what this host lacks, so that VMs run in this process
-	err    error
+	// started is closed when the process runs its program. Until then it shares this process's descriptors, and with
+	// them locks of files that this process has closed.
+	started chan struct{}
+	made    chan struct{} // closed when one of the following is set
+	jail    *jail.Jail
+	lacks   string // what this host lacks, so that VMs run in this process
+	err     error
 }
 
 // makeJail starts a confined process in the background, and has it prepare for a shape if that is not nil. program is
@@ -43,12 +47,23 @@ func makeJail(program []string, shape *spec.Shape) (*jailAhead, error) {
 		return nil, err
 	}
 	c := jail.Config{Program: program, Shape: shape, NoDirtyLog: noDirtyLog(), Output: out.w}
-	a := &jailAhead{config: c, output: out, made: make(chan struct{})}
+	a := &jailAhead{config: c, output: out, started: make(chan struct{}), made: make(chan struct{})}
+	started := sync.OnceFunc(func() { close(a.started) })
 	go func() {
 		defer close(a.made)
-		a.jail, a.lacks, a.err = newJail(context.Background(), a.config)
+		defer started()
+		c := a.config
+		c.Started = started
+		a.jail, a.lacks, a.err = newJail(context.Background(), c)
 	}()
 	return a, nil
+}
+
+// awaitStart waits until this process may lock files and let go of them again.
+func (a *jailAhead) awaitStart() {
+	if a != nil {
+		<-a.started
+	}
 }
 
 func jailRequired() bool { return os.Getenv(control.RequireJailEnv) != "" }

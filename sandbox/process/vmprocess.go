@@ -160,6 +160,7 @@ func obey(ctx, terminated context.Context, s *state.Store, ord control.Order, fi
 		ready = func() { calm(); collect() }
 		defer ready()
 	}
+	ahead.jail.awaitStart()
 	var machines Machines
 	if ahead.jail != nil {
 		machines = jailedMachines{ahead: ahead.jail, log: out}
