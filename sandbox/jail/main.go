@@ -349,7 +349,7 @@ func (c *child) start(ctx context.Context, o startOrder) (any, error) {
 	entry, ready := in.Timing()
 	_, restored := in.Faults()
 	return started{
-		EntryAfter: entry, ReadyAfter: ready, Stages: in.Machine().Stages().ByName(), Facts: in.Machine().Facts(),
+		EntryAfter: entry, ReadyAfter: ready, Took: time.Since(in.Begun()), Stages: in.Machine().Stages().ByName(), Facts: in.Machine().Facts(),
 		Failures: in.WakeFailures(), Restored: restored, Caches: in.Caches(), DiskSize: in.Disk().Size(), Info: c.info(in),
 	}, nil
 }

@@ -105,15 +105,17 @@ type volumeOrder struct {
 // started describes a VM that runs.
 type started struct {
 	// EntryAfter and ReadyAfter count from the order to start.
-	EntryAfter time.Duration            `json:"entry"`
-	ReadyAfter time.Duration            `json:"ready"`
-	Stages     map[string]time.Duration `json:"stages"`
-	Facts      vmm.HostFacts            `json:"facts"`
-	Failures   []guest.HookFailure      `json:"failures,omitempty"`
-	Restored   bool                     `json:"restored,omitempty"`
-	Caches     bool                     `json:"caches,omitempty"`
-	DiskSize   int64                    `json:"disk_size"`
-	Info       info                     `json:"info"`
+	EntryAfter time.Duration `json:"entry"`
+	ReadyAfter time.Duration `json:"ready"`
+	// Took is the time from the order to this answer.
+	Took     time.Duration            `json:"took"`
+	Stages   map[string]time.Duration `json:"stages"`
+	Facts    vmm.HostFacts            `json:"facts"`
+	Failures []guest.HookFailure      `json:"failures,omitempty"`
+	Restored bool                     `json:"restored,omitempty"`
+	Caches   bool                     `json:"caches,omitempty"`
+	DiskSize int64                    `json:"disk_size"`
+	Info     info                     `json:"info"`
 }
 
 // maxStages is how many stages of a start the keeper takes over.

@@ -136,6 +136,10 @@ func (j *Jail) Start(ctx context.Context, p instance.Parts, dir string, o instan
 		return nil, v.Explain(ctx, err)
 	}
 	v.started.bound()
+	// The caller's time begins here: with opening and passing what the VM is made of.
+	before := max(time.Since(v.begun)-max(v.started.Took, 0), 0)
+	v.started.EntryAfter = timeBy(v.started.EntryAfter + before)
+	v.started.ReadyAfter = timeBy(v.started.ReadyAfter + before)
 	v.last = v.started.Info
 	return v, nil
 }
