@@ -21,6 +21,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/jail/confine"
+	"github.com/drowse-vm/drowse/sandbox/jail/rpc"
 	"github.com/drowse-vm/drowse/snapshot"
 )
 
@@ -464,7 +465,7 @@ func (c *capture) draftManifest() (*os.File, error) {
 		return nil, fmt.Errorf("making room for a manifest: %w", err)
 	}
 	c.draft = os.NewFile(uintptr(fd), snapshot.ManifestName)
-	return dup(c.draft)
+	return rpc.Dup(c.draft)
 }
 
 // commit writes the manifest if it is what the keeper has ordered, and gives the snapshot its name. There is one
@@ -554,20 +555,4 @@ func peerIsSelf(c *net.UnixConn) (own bool) {
 		own = err == nil && int(cred.Pid) == os.Getpid()
 	})
 	return own
-}
-
-// dup returns another descriptor of a file.
-func dup(f *os.File) (*os.File, error) {
-	rc, err := f.SyscallConn()
-	if err != nil {
-		return nil, err
-	}
-	fd, derr := -1, error(nil)
-	if err := rc.Control(func(old uintptr) { fd, derr = unix.FcntlInt(old, unix.F_DUPFD_CLOEXEC, 0) }); err != nil {
-		return nil, err
-	}
-	if derr != nil {
-		return nil, fmt.Errorf("copying a descriptor: %w", derr)
-	}
-	return os.NewFile(uintptr(fd), f.Name()), nil
 }

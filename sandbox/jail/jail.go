@@ -76,7 +76,7 @@ func New(ctx context.Context, c Config) (j *Jail, err error) {
 		return nil, fmt.Errorf("%w: %w", spec.ErrShare, confine.ErrUserShares)
 	}
 	for _, sh := range c.Shares {
-		tree, dir, err := confine.OpenTree(sh.Source)
+		tree, dir, err := confine.OpenTree(sh.Source, sh.Writable)
 		if err != nil {
 			_ = closeAll(append(append(files, mine), j.trees...))
 			return nil, fmt.Errorf("%w for %s in the guest: %w: put the directory there; its content is not part of a snapshot",

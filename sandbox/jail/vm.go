@@ -24,6 +24,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/jail/confine"
+	"github.com/drowse-vm/drowse/sandbox/jail/rpc"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/snapshot/pagecache"
@@ -768,14 +769,14 @@ func (v *VM) order(p instance.Parts, dir string, o instance.RestoreOptions) (
 		}
 	}
 	if p.RAM != nil {
-		f, err := dup(p.RAM)
+		f, err := rpc.Dup(p.RAM)
 		if err != nil {
 			return fail(err)
 		}
 		add(passRAM, f)
 	}
 	if p.Listener != nil {
-		f, err := dup(p.Listener)
+		f, err := rpc.Dup(p.Listener)
 		if err != nil {
 			return fail(err)
 		}
@@ -794,7 +795,7 @@ func (v *VM) order(p instance.Parts, dir string, o instance.RestoreOptions) (
 	}
 	for i, vol := range p.Volumes {
 		s.Volumes = append(s.Volumes, volumeOrder{vol.Record(), vol.ReadOnly()})
-		f, err := dup(vol.File())
+		f, err := rpc.Dup(vol.File())
 		if err != nil {
 			return fail(err)
 		}

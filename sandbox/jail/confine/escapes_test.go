@@ -60,7 +60,7 @@ func TestAttack_escapes_are_refused_by_the_filter_and_by_the_walls_behind_it(t *
 	}
 	var shareDir *os.File
 	if !asUser() {
-		tree, d, err := OpenTree(share)
+		tree, d, err := OpenTree(share, true)
 		if err != nil {
 			t.Fatal(err)
 		}
