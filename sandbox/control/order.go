@@ -14,16 +14,26 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// HasReader reports whether the pipe that this process writes to still has a reader.
+// HasReader reports whether the pipe that this process writes to still has a reader. Of a pipe that this process has
+// closed it reports true. It may be called while the pipe is being closed.
 func HasReader(pipe *os.File) bool {
-	fds := []unix.PollFd{{Fd: int32(pipe.Fd())}}
-	for {
-		_, err := unix.Poll(fds, 0)
-		if errors.Is(err, unix.EINTR) {
-			continue
-		}
-		return err != nil || fds[0].Revents&unix.POLLERR == 0
+	reader := true
+	conn, err := pipe.SyscallConn()
+	if err != nil {
+		return reader
 	}
+	_ = conn.Control(func(fd uintptr) { // fails if it is closed
+		fds := []unix.PollFd{{Fd: int32(fd)}}
+		for {
+			_, err := unix.Poll(fds, 0)
+			if errors.Is(err, unix.EINTR) {
+				continue
+			}
+			reader = err != nil || fds[0].Revents&unix.POLLERR == 0
+			return
+		}
+	})
+	return reader
 }
 
 // NoPageCacheEnv, set to any value, makes wakes run without the cache of decompressed pages. Each wake then

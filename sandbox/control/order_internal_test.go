@@ -26,3 +26,23 @@ func TestHasReader_of_a_pipe(t *testing.T) {
 		t.Error("without a reader: it has one")
 	}
 }
+
+func TestHasReader_of_a_pipe_that_is_being_closed(t *testing.T) {
+	t.Parallel()
+	r, w, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.Close()
+	closed := make(chan struct{})
+	go func() { defer close(closed); w.Close() }()
+	for range 100 {
+		if !HasReader(w) {
+			t.Fatal("it has a reader, and none is seen")
+		}
+	}
+	<-closed
+	if !HasReader(w) {
+		t.Error("closed: it has no reader")
+	}
+}
