@@ -115,11 +115,14 @@ func TestAttack_sleep_fails_although_the_vm_sleeps(t *testing.T) {
 	}
 }
 
-func TestAttack_each_sleep_reads_all_snapshots_of_the_store(t *testing.T) {
+func TestAttack_each_sleep_reads_all_snapshots_and_records_of_the_store(t *testing.T) {
 	s, _, old := falling(t, false)
-	// A pipe in place of a manifest blocks its readers.
+	// A pipe in place of a file blocks its readers.
 	id := spec.NewID()
-	if err := errors.Join(os.Mkdir(s.State.SnapshotDir(id), 0o700), unix.Mkfifo(filepath.Join(s.State.SnapshotDir(id), snapshot.ManifestName), 0o600)); err != nil {
+	if err := errors.Join(
+		os.Mkdir(s.State.SnapshotDir(id), 0o700), unix.Mkfifo(filepath.Join(s.State.SnapshotDir(id), snapshot.ManifestName), 0o600),
+		os.Mkdir(s.State.VMDir("other"), 0o700), unix.Mkfifo(s.State.RecordPath("other"), 0o600),
+	); err != nil {
 		t.Fatal(err)
 	}
 	done := make(chan error, 1)
@@ -133,7 +136,7 @@ func TestAttack_each_sleep_reads_all_snapshots_of_the_store(t *testing.T) {
 			t.Fatal(err)
 		}
 	case <-time.After(30 * time.Second):
-		t.Fatal("the sleep reads a snapshot that is none of its VM's")
+		t.Fatal("the sleep reads what is none of its VM's")
 	}
 	if s.State.IsThere(old) {
 		t.Error("the sleep before is still there")
@@ -141,18 +144,26 @@ func TestAttack_each_sleep_reads_all_snapshots_of_the_store(t *testing.T) {
 }
 
 func TestAttack_sleep_deletes_what_somebody_still_comes_back_from(t *testing.T) {
+	clone := func(t *testing.T, s *Host, old string) {
+		t.Helper()
+		c := &state.Record{Version: state.RecordVersion, ID: spec.NewID(), Spec: Spec{Name: "c"}, Phase: state.Asleep, Snapshot: old, Parent: old}
+		l, err := s.State.Create(c)
+		if err != nil {
+			t.Fatal(err)
+		}
+		l.Release()
+	}
 	for name, keep := range map[string]func(t *testing.T, s *Host, old string){
-		"a clone": func(t *testing.T, s *Host, old string) {
-			c := &state.Record{Version: state.RecordVersion, ID: spec.NewID(), Spec: Spec{Name: "c"}, Phase: state.Asleep, Snapshot: old, Parent: old}
-			l, err := s.State.Create(c)
-			if err != nil {
+		"a clone": clone,
+		"a clone whose record cannot be read": func(t *testing.T, s *Host, old string) {
+			clone(t, s, old)
+			if err := os.WriteFile(s.State.RecordPath("c"), []byte(`{"snapshot":"`+old+`",`), 0o600); err != nil {
 				t.Fatal(err)
 			}
-			l.Release()
 		},
-		"a clone whose record cannot be read": func(t *testing.T, s *Host, old string) {
-			withMetadata(t, s, "c", state.Asleep, nil)
-			if err := os.WriteFile(s.State.RecordPath("c"), []byte(`{"snapshot":"`+old+`",`), 0o600); err != nil {
+		"a clone in a store of an older version": func(t *testing.T, s *Host, old string) {
+			clone(t, s, old)
+			if err := os.RemoveAll(filepath.Join(s.State.Dir(), "lent")); err != nil {
 				t.Fatal(err)
 			}
 		},

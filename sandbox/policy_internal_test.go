@@ -17,6 +17,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/process"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
+	"github.com/drowse-vm/drowse/sandbox/state/statetest"
 )
 
 func parsePolicy(t *testing.T, text string) *netpolicy.Policy {
@@ -45,7 +46,7 @@ func TestPolicyLabels_give_the_policy_back_or_an_error(t *testing.T) {
 		"small": parsePolicy(t, "rules: [{direction: egress, verdict: allow, groups: [public], protocols: [tcp], ports: [443]}]"),
 	} {
 		r := &state.Record{ID: "x", Spec: Spec{Name: "a", Network: spec.NetworkTAP, Policy: p, Tags: []string{"db"}}}
-		labels, err := r.Labels(state.KindNamed)
+		labels, err := statetest.TempStore(t).Labels(r, state.KindSleep)
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -9,6 +9,7 @@ import (
 
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
+	"github.com/drowse-vm/drowse/sandbox/state/statetest"
 )
 
 func TestServices_that_are_not_possible_are_refused(t *testing.T) {
@@ -66,7 +67,7 @@ func TestSecretNames(t *testing.T) {
 // A clone gets its record from its snapshot.
 func TestRecord_in_a_snapshot_has_services_and_no_secrets(t *testing.T) {
 	r := &state.Record{Spec: Spec{Name: "a", Services: []spec.Service{{Name: "web", Argv: []string{"x"}}}}, Secrets: []spec.SecretFile{{Name: "token"}}}
-	labels, err := r.Labels(state.KindSleep)
+	labels, err := statetest.TempStore(t).Labels(r, state.KindSleep)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -28,7 +28,7 @@ func (p *process) diskSnapshot(ctx context.Context, note string, over spec.HookP
 	limits := instance.HookLimits(p.r.Spec.Hooks, policy)
 	limits.Skip = policy == spec.HooksSkip
 	id := spec.NewID()
-	labels, err := p.r.Labels(state.KindDisk)
+	labels, err := p.store.Labels(p.r, state.KindDisk)
 	if err != nil {
 		return res, err
 	}

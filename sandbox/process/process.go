@@ -654,7 +654,7 @@ func processCPU() time.Duration {
 
 func (p *process) capture(ctx context.Context, kind, note string, more ...func(*instance.CaptureOptions)) (*instance.Capture, spec.SleepResult, error) {
 	id := spec.NewID()
-	labels, err := p.r.Labels(kind)
+	labels, err := p.store.Labels(p.r, kind)
 	if err != nil {
 		return nil, spec.SleepResult{}, err
 	}
@@ -796,8 +796,7 @@ func (p *process) fallAsleep(snapshot string, st disk.Stack, slept state.SleepRe
 	return p.save(func() error {
 		p.r.Phase, p.r.PID, p.r.Snapshot, p.r.Previous = state.Asleep, 0, snapshot, ""
 		p.r.Disk = p.store.Relative(st)
-		p.r.Sleeps = append(slices.Clone(p.r.Sleeps[max(len(p.r.Sleeps)-state.MaxSleeps+1, 0):]), slept)
-		return nil
+		return p.store.AddSleep(p.r, slept)
 	})
 }
 

@@ -189,7 +189,7 @@ func TestAttack_guest_takes_more_snapshots_of_itself_than_it_may(t *testing.T) {
 	// take makes what a served request leaves. See process.capture.
 	take := func(r *state.Record, note string) string {
 		t.Helper()
-		labels, err := r.Labels(state.KindNamed)
+		labels, err := s.Labels(r, state.KindNamed)
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -75,11 +75,9 @@ type Pruned struct {
 
 // Add adds what else was deleted.
 func (p *Pruned) Add(f spec.Freed) {
-	p.Freed.Snapshots += f.Snapshots
-	p.Layers += f.Layers
-	p.CacheFiles += f.CacheFiles
-	p.Bytes += f.Bytes
 	p.Problems = append(p.Problems, f.Problems...)
+	f.Problems = nil
+	p.Freed.Add(f)
 }
 
 // Code tells errors apart for callers. Codes may be added; their meaning never changes.

@@ -43,6 +43,12 @@ type Freed struct {
 	Problems []string `json:"problems,omitempty"`
 }
 
+// Add adds what something else has freed.
+func (f *Freed) Add(more Freed) {
+	f.Snapshots, f.Layers, f.CacheFiles, f.Bytes = f.Snapshots+more.Snapshots, f.Layers+more.Layers, f.CacheFiles+more.CacheFiles, f.Bytes+more.Bytes
+	f.Problems = append(f.Problems, more.Problems...)
+}
+
 // Promoted is a part of a VM that was copied to the host.
 type Promoted = report.Promoted
 

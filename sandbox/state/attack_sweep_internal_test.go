@@ -21,7 +21,7 @@ import (
 // diskSnapshotOf makes a snapshot without memory that has the disk of a VM.
 func diskSnapshotOf(t *testing.T, s *Store, r *Record, kind string) string {
 	t.Helper()
-	labels, err := r.Labels(kind)
+	labels, err := s.Labels(r, kind)
 	if err != nil {
 		t.Fatal(err)
 	}

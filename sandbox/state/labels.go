@@ -18,8 +18,8 @@ const (
 	policyPiece = 48 << 10 // bytes
 )
 
-// Labels returns the labels of a snapshot of a VM.
-func (r *Record) Labels(kind string) (map[string]string, error) {
+// labels returns the labels of a snapshot of a VM.
+func (r *Record) labels(kind string) (map[string]string, error) {
 	bare := *r
 	bare.Spec.Policy, bare.Secrets, bare.Sleeps, bare.Confined = nil, nil, nil, false
 	bare.Resumed, bare.Previous, bare.Left, bare.Former, bare.NextName, bare.Rotated = "", "", "", "", "", time.Time{}

@@ -54,7 +54,7 @@ func withMetadata(t *testing.T, s *Store, name string, phase Phase, l *spec.Meta
 // snapshotOf makes a snapshot of a VM, without memory.
 func snapshotOf(t *testing.T, s *Store, r *Record, kind string, at time.Time) string {
 	t.Helper()
-	labels, err := r.Labels(kind)
+	labels, err := s.Labels(r, kind)
 	if err != nil {
 		t.Fatal(err)
 	}

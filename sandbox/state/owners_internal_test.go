@@ -193,7 +193,7 @@ func TestAdmitDisk_counts_layers_and_snapshots_for_who_wrote_or_needs_them(t *te
 			t.Fatal(err)
 		}
 	}
-	labels, err := c.Labels(KindNamed)
+	labels, err := s.Labels(c, KindNamed)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -15,6 +16,7 @@ import (
 	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/snapshot"
 )
 
 // RestoreTo takes a VM back to one of its own snapshots, in which it then sleeps, with the memory, disk and services of
@@ -129,7 +131,7 @@ func (s *Store) TagSnapshot(prefix string, tags []string) (spec.SnapshotInfo, er
 	}
 	if len(tags) == 0 {
 		err = s.unkeep(id)
-	} else if err = s.keep(id); err == nil {
+	} else if err = errors.Join(s.lendOwner(m), s.keep(id)); err == nil {
 		var data []byte
 		if data, err = json.Marshal(keptDoc{1, slices.Compact(slices.Sorted(slices.Values(tags)))}); err == nil {
 			err = osfile.WriteFileIn(s.FS, s.keptPath(id), append(data, '\n'), 0o600)
@@ -139,6 +141,11 @@ func (s *Store) TagSnapshot(prefix string, tags []string) (spec.SnapshotInfo, er
 		return spec.SnapshotInfo{}, fmt.Errorf("tagging snapshot %s: %w", id, err)
 	}
 	return s.snapshotInfo(m), nil
+}
+
+// lendOwner is for a snapshot that sweeps keep from now on, whatever the record of its VM says.
+func (s *Store) lendOwner(m *snapshot.Manifest) error {
+	return s.lend(borrowed("", SnapshotStack(m).Layers)...)
 }
 
 // snapshotTags returns the tags of a snapshot. A file that cannot be read still keeps the snapshot.

@@ -57,7 +57,7 @@ func (s *Store) Abandon(ctx context.Context, r *Record, to *snapshot.Manifest) (
 		}
 		note += "; it is damaged"
 	}
-	labels, err := r.Labels(KindAbandoned)
+	labels, err := s.Labels(r, KindAbandoned)
 	if err != nil {
 		return fail(err)
 	}

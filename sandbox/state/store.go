@@ -174,12 +174,21 @@ func OpenStore(dir string) (*Store, error) {
 	if err != nil {
 		return nil, fmt.Errorf("opening the state directory: %w", err)
 	}
-	for _, d := range []string{dir, filepath.Join(dir, "vms"), filepath.Join(dir, "layers"), filepath.Join(dir, "snapshots")} {
-		if err := os.MkdirAll(d, 0o700); err != nil {
-			return nil, fmt.Errorf("opening the state directory: %w: name another with --state or $DROWSE_STATE", err)
+	s := &Store{dir: dir, FS: osfile.OS, Grace: graceTime}
+	err, empty := os.MkdirAll(dir, 0o700), true
+	for _, d := range []string{"vms", "layers", "snapshots"} {
+		merr := os.Mkdir(filepath.Join(dir, d), 0o700)
+		if empty = empty && merr == nil; !errors.Is(merr, fs.ErrExist) {
+			err = errors.Join(err, merr)
 		}
 	}
-	return &Store{dir: dir, FS: osfile.OS, Grace: graceTime}, nil
+	if err == nil && empty {
+		err = s.lend(lentComplete)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("opening the state directory: %w: name another with --state or $DROWSE_STATE", err)
+	}
+	return s, nil
 }
 
 // Dir returns the store's directory.
@@ -441,6 +450,9 @@ func (s *Store) SaveOver(r *Record, top string) error {
 // SaveBy writes a record to its file by write.
 func (s *Store) SaveBy(write func(path string, data []byte) error, r *Record) error {
 	data, err := EncodeRecord(r)
+	if err == nil {
+		err = s.lend(borrowed(r.ID, r.Disk.Layers)...)
+	}
 	if err == nil {
 		err = write(s.RecordPath(r.Spec.Name), data)
 	}
@@ -764,7 +776,7 @@ func (s *Store) Create(r *Record) (*VMLock, error) {
 		return nil, err
 	}
 	// The record comes last: without one the directory can be used again.
-	if err = errors.Join(s.beginAudit(r), s.beginMetadata(r)); err == nil {
+	if err = errors.Join(s.lend(r.named()...), s.beginAudit(r), s.beginMetadata(r)); err == nil {
 		err = s.Save(r)
 	}
 	if err == nil {
@@ -900,7 +912,9 @@ func (s *Store) removeFiles(ctx context.Context, name string) (freed spec.Freed,
 	defer l.Release()
 	var now Exempt
 	var problems []string
+	var removed *Record
 	if r, err := s.Load(name); err == nil {
+		removed = r
 		now.of(r)
 		// For a process that was killed after the record said that the VM sleeps.
 		if err := removeLeftNetwork(r); err != nil {
@@ -934,7 +948,14 @@ func (s *Store) removeFiles(ctx context.Context, name string) (freed spec.Freed,
 		return freed, true, fmt.Errorf("removing VM %s: %w", name, err)
 	}
 	l.Release() // the holder of a VM's lock must not wait for the store's
-	freed, err = s.SweepExcept(ctx, now)
+	if removed != nil {
+		err = s.removeOwn(ctx, removed, &freed)
+	}
+	if err == nil && s.sweepDue() {
+		var more spec.Freed
+		more, err = s.SweepExcept(ctx, now)
+		freed.Add(more)
+	}
 	freed.Bytes += own
 	freed.Problems = append(problems, freed.Problems...)
 	if err != nil {

@@ -279,7 +279,7 @@ func (im *importing) Adopt(m *snapshot.Manifest) error {
 		m.Host = map[string]string{instance.FactsKey: m.Host[instance.FactsKey]}
 	}
 	im.kept = true
-	return im.store.keep(m.ID)
+	return errors.Join(im.store.lend(borrowed("", st.Layers)...), im.store.keep(m.ID))
 }
 
 // adoptSystem finds the disk that the guest has its agent from.

@@ -152,7 +152,7 @@ func (h *host) Record(name string, layers ...string) *Record {
 // Snapshot writes a snapshot of a VM, as its process would. change, if not nil, first changes its spec.
 func (h *host) Snapshot(r *Record, kind string, change func(*snapshot.Spec)) string {
 	h.t.Helper()
-	labels, err := r.Labels(kind)
+	labels, err := h.Labels(r, kind)
 	if err != nil {
 		h.t.Fatal(err)
 	}
@@ -544,7 +544,7 @@ func TestAttack_import_succeeds_only_if_a_restore_has_all_that_it_needs(t *testi
 		bare.Boot.SystemDisk = ""
 		// Older versions exported this: the record names the disk, but the stream does not have it.
 		id := s.Snapshot(&bare, KindNamed, func(sp *snapshot.Spec) {
-			labels, err := r.Labels(KindNamed)
+			labels, err := s.Labels(r, KindNamed)
 			if err != nil {
 				t.Fatal(err)
 			}

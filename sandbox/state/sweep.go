@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/drowse-vm/drowse/internal/osfile"
@@ -66,7 +67,13 @@ const sweepPatience = 5 * time.Second
 
 // SweepExcept is Sweep that does not spare what has just been given up.
 func (s *Store) SweepExcept(ctx context.Context, now Exempt) (freed spec.Freed, err error) {
+	var m *mark
+	have := manifests{}
+	begin := time.Now()
 	defer func() {
+		if m != nil {
+			s.swept(lastSweep{Nanoseconds: time.Since(begin).Nanoseconds(), Looked: len(m.records) + len(have)})
+		}
 		if err != nil {
 			err = fmt.Errorf("tidying up: %w", err)
 		}
@@ -75,11 +82,9 @@ func (s *Store) SweepExcept(ctx context.Context, now Exempt) (freed spec.Freed, 
 		return freed, err
 	}
 	// Most manifests do not change, so read them before others have to wait.
-	have := manifests{}
 	if _, _, err := s.readManifests(ctx, have); err != nil {
 		return freed, err
 	}
-	var m *mark
 	free := func() {}
 	err = s.alone(ctx, func() error {
 		var err error
@@ -152,6 +157,9 @@ func (s *Store) takeAway(ctx context.Context, have manifests, now Exempt, freed 
 		return nil, free, err
 	}
 	if err := s.markSnapshots(ctx, m, have); err != nil {
+		return nil, free, err
+	}
+	if err := s.settleLent(m, have); err != nil {
 		return nil, free, err
 	}
 	gone := map[string]bool{}
@@ -244,8 +252,8 @@ func (s *Store) cacheFiles(m *snapshot.Manifest) (names []string) {
 }
 
 // SweepSlept deletes those sleeps of a VM that has just slept which its metadata does not keep: usually the
-// previous one. It reads only these, and the bytes of all records, in case another VM comes back from one of them.
-// It leaves a VM that has been woken meanwhile alone.
+// previous one. It reads only these; where another VM may come back from one of them (see lend), the bytes of all
+// records as well. It leaves a VM that has been woken meanwhile alone.
 func (s *Store) SweepSlept(ctx context.Context, name string) error {
 	var layers []string
 	pages := map[string]bool{}
@@ -259,13 +267,20 @@ func (s *Store) SweepSlept(ctx context.Context, name string) error {
 		if len(old) == 0 {
 			return nil
 		}
-		needed, err := s.idsInRecords(ctx, r)
-		if err != nil {
-			return err
-		}
+		known := s.lent(lentComplete)
+		needed := sync.OnceValues(func() (map[string]bool, error) { return s.idsInRecords(ctx, r) })
 		for _, man := range old {
-			if needed[man.ID] || s.kept(man.ID) {
+			if s.kept(man.ID) {
 				continue
+			}
+			if !known || s.lent(man.ID) {
+				ids, err := needed()
+				if err != nil {
+					return err
+				}
+				if ids[man.ID] {
+					continue
+				}
 			}
 			names := s.cacheFiles(man)
 			remove, err := snapshot.Discard(s.SnapshotDir(man.ID))
@@ -290,7 +305,11 @@ func (s *Store) SweepSlept(ctx context.Context, name string) error {
 		for _, name := range s.cacheFiles(last) {
 			delete(pages, name)
 		}
-		return nil
+		if known && !s.lent(r.ID) {
+			err = s.removeJoined(r, layers)
+			layers = nil
+		}
+		return err
 	})
 	free()
 	if errors.Is(err, ErrStoreBusy) {
@@ -303,11 +322,37 @@ func (s *Store) SweepSlept(ctx context.Context, name string) error {
 		// If another snapshot has some of these pages, its next wake does without them.
 		err = errors.Join(err, pagecache.New(s.PageCacheDir()).Forget(pages))
 	}
-	if err == nil && len(layers) > 0 {
+	if err == nil && len(layers) > 0 && s.sweepDue() {
 		// Layers were joined while it ran, which happens once in many sleeps.
 		_, err = s.SweepExcept(ctx, Exempt{layers: layers})
 	}
 	return err
+}
+
+// removeJoined deletes those layers of a sleeping VM that only deleted sleeps of it have named.
+func (s *Store) removeJoined(r *Record, layers []string) error {
+	if len(layers) == 0 {
+		return nil
+	}
+	needed := r.Disk.Layers
+	for _, id := range r.ownSnapshots() {
+		man, err := snapshot.ReadManifest(s.SnapshotDir(id))
+		if errors.Is(err, snapshot.ErrNotFound) {
+			continue
+		}
+		if err != nil {
+			return err
+		}
+		needed = append(slices.Clip(needed), SnapshotStack(man).Layers...)
+	}
+	var errs []error
+	for _, l := range layers {
+		if owner, _, _ := strings.Cut(l, "-"); owner == r.ID && !slices.Contains(needed, l) {
+			_, err := s.removeLayer(&mark{}, owner, filepath.Join(s.LayerDir(), l))
+			errs = append(errs, err)
+		}
+	}
+	return errors.Join(errs...)
 }
 
 // oldSleeps returns those of a VM's last sleeps that exist, but that neither its metadata keeps nor the VM needs.

@@ -316,8 +316,24 @@ func (c *Cache) Sweep(keep map[string]bool) (files int, bytes int64, err error) 
 
 // Forget removes the cache files with these names. It does nothing while a writer holds the lock.
 func (c *Cache) Forget(names map[string]bool) error {
-	_, _, err := c.sweep(func(name string) bool { return !names[name] })
-	return err
+	if len(names) == 0 {
+		return nil
+	}
+	lock, err := osfile.TryOpenLocked(c.dir, os.O_RDONLY, 0, osfile.Exclusive)
+	switch {
+	case errors.Is(err, os.ErrNotExist), errors.Is(err, osfile.ErrLocked):
+		return nil // a sweep finds them
+	case err != nil:
+		return fmt.Errorf("forgetting pages in %s: %w", c.dir, err)
+	}
+	defer lock.Close()
+	var errs []error
+	for name := range names {
+		if err := os.Remove(c.path(name)); !errors.Is(err, os.ErrNotExist) {
+			errs = append(errs, err)
+		}
+	}
+	return errors.Join(errs...)
 }
 
 func (c *Cache) sweep(keep func(name string) bool) (files int, bytes int64, err error) {

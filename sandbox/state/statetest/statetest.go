@@ -110,7 +110,7 @@ func WithMetadata(t *testing.T, s *state.Store, name string, phase state.Phase, 
 // SnapshotOf makes a snapshot of a VM, without memory.
 func SnapshotOf(t *testing.T, s *state.Store, r *state.Record, kind string, at time.Time) string {
 	t.Helper()
-	labels, err := r.Labels(kind)
+	labels, err := s.Labels(r, kind)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -165,7 +165,7 @@ func SleepingVM(t *testing.T, s *state.Store, name string, layers int) *state.Re
 // DiskSnapshotOf makes a snapshot without memory that has the disk of a VM.
 func DiskSnapshotOf(t *testing.T, s *state.Store, r *state.Record, kind string) string {
 	t.Helper()
-	labels, err := r.Labels(kind)
+	labels, err := s.Labels(r, kind)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -303,7 +303,7 @@ func (h *Host) Record(name string, layers ...string) *state.Record {
 // Snapshot writes a snapshot of a VM, as its process would. change, if not nil, changes its description first.
 func (h *Host) Snapshot(r *state.Record, kind string, change func(*snapshot.Spec)) string {
 	h.t.Helper()
-	labels, err := r.Labels(kind)
+	labels, err := h.Labels(r, kind)
 	if err != nil {
 		h.t.Fatal(err)
 	}
