@@ -49,6 +49,8 @@ type channel struct {
 	rpc    *ttrpc.Client
 	agent  agentpb.AgentClient
 	nextID uint32 // stream id of the next call; ttrpc counts in twos
+	made   time.Time
+	ended  atomic.Bool // the guest's side has closed it
 }
 
 // Dial connects to the agent. It does not wait for a guest that is starting: see WaitReady.
@@ -91,8 +93,9 @@ func (c *Client) connect(ctx context.Context) (*channel, error) {
 		c.trail.Store(v.trail)
 	}
 	fc := &frameConn{Conn: conn}
-	rpc := ttrpc.NewClient(fc)
-	ch := &channel{conn: fc, rpc: rpc, agent: agentpb.NewAgentClient(rpc), nextID: 1}
+	ch := &channel{conn: fc, nextID: 1, made: time.Now()}
+	ch.rpc = ttrpc.NewClient(fc, ttrpc.WithOnClose(func() { ch.ended.Store(true) }))
+	ch.agent = agentpb.NewAgentClient(ch.rpc)
 	c.mu.Lock()
 	closed := c.closing.Err() != nil
 	if !closed {
@@ -126,6 +129,26 @@ func (c *Client) take(ctx context.Context) (ch *channel, used bool, err error) {
 	}
 	ch, err = c.connect(ctx)
 	return ch, false, err
+}
+
+// freshFor is how long after it was made a connection counts as new.
+const freshFor = 10 * time.Second
+
+// takeNew returns a connection for a call that must not be repeated: that of Dial, if it is new and unused, or another.
+// A kept one may be dead, as all are after the guest has slept. That of Dial would cost the guest as much again.
+func (c *Client) takeNew(ctx context.Context) (*channel, error) {
+	c.mu.Lock()
+	i := slices.IndexFunc(c.idle, func(ch *channel) bool {
+		return ch.nextID == 1 && !ch.ended.Load() && time.Since(ch.made) < freshFor
+	})
+	if i >= 0 {
+		ch := c.idle[i]
+		c.idle = slices.Delete(c.idle, i, i+1)
+		c.mu.Unlock()
+		return ch, nil
+	}
+	c.mu.Unlock()
+	return c.connect(ctx)
 }
 
 // release keeps a connection, whose call is over, for the next call.
@@ -169,9 +192,9 @@ func call[Req, Resp any](ctx context.Context, c *Client, op string, f method[Req
 	}
 }
 
-// callOnce makes a call that must not be repeated. It uses a new connection, since a kept one may be dead.
+// callOnce makes a call that must not be repeated.
 func callOnce[Req, Resp any](ctx context.Context, c *Client, op string, f method[Req, Resp], req Req) (resp Resp, err error) {
-	ch, err := c.connect(ctx)
+	ch, err := c.takeNew(ctx)
 	if err != nil {
 		return resp, err
 	}
@@ -221,7 +244,7 @@ type messages[Req, Resp any] interface {
 
 // begin opens a stream and sends its first message.
 func begin[Req, Resp any, S messages[Req, Resp]](ctx context.Context, c *Client, op string, f func(agentpb.AgentClient, context.Context) (S, error), first *Req) (*stream[Req, Resp], error) {
-	ch, err := c.connect(ctx)
+	ch, err := c.takeNew(ctx)
 	if err != nil {
 		return nil, err
 	}

@@ -657,6 +657,38 @@ func TestClient_calls_go_on_after_every_connection_was_cut(t *testing.T) {
 	}
 }
 
+func TestExec_after_Dial_needs_one_connection_and_another_if_that_was_cut(t *testing.T) {
+	v := startVM(t)
+	var dialed atomic.Int32
+	unix := guest.UnixDialer(v.path)
+	for name, cut := range map[string]bool{"at once": false, "after a cut": true} {
+		dialed.Store(0)
+		c, err := guest.Dial(t.Context(), func(ctx context.Context, port uint32) (net.Conn, error) {
+			dialed.Add(1)
+			return unix(ctx, port)
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		want := int32(1)
+		if cut {
+			v.reset()
+			eventually(t, "the client sees the cut", func() bool { return guest.Cut(c) })
+			want = 2
+		}
+		if _, err := c.Exec(t.Context(), sh("true")); err != nil {
+			t.Errorf("%s: %v", name, err)
+		}
+		if n := dialed.Load(); n != want {
+			t.Errorf("%s: %d connections, want %d", name, n, want)
+		}
+		if _, err := c.Exec(t.Context(), sh("true")); err != nil || dialed.Load() != want+1 {
+			t.Errorf("%s: a second command has %d connections (%v), want one of its own", name, dialed.Load(), err)
+		}
+		c.Close()
+	}
+}
+
 func TestAttach_a_shell_survives_the_loss_of_its_connection(t *testing.T) {
 	v := startVM(t)
 	c := v.dial(t)
