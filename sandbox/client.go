@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -33,11 +34,15 @@ type CreateOptions struct {
 	Metadata *spec.Metadata
 	// Disk is the id, or the start of the id, of a snapshot from whose disk the sandbox boots; empty is a new disk.
 	Disk string
+	// NoTemplate boots the sandbox, whether there is a template for it or not.
+	NoTemplate bool
 	// Report, if not nil, gets the report of the start.
 	Report *control.Report
 }
 
-// Create makes a sandbox and boots it. It returns when the agent in the guest answers. If the VM does not come up,
+// Create makes a sandbox: from a template (MakeTemplate), or it boots. Inspect and the event of its creation say which,
+// and the sandbox is the same. A boot only asks for the template: MakeTemplates makes it, and drowse serve calls that.
+// Create returns when the agent in the guest answers. If the VM does not come up,
 // Create removes it, and the error has its logs. If the name is taken, it returns ErrExists.
 func (s *Host) Create(ctx context.Context, want Spec, o CreateOptions) (b *Sandbox, err error) {
 	if o.Report == nil {
@@ -61,7 +66,7 @@ func (s *Host) Create(ctx context.Context, want Spec, o CreateOptions) (b *Sandb
 	if r.Boot, err = s.resolve(ctx, want); err != nil {
 		return nil, err
 	}
-	return s.launchNew(ctx, r, "", nil, o.Report)
+	return s.launchCreated(ctx, r, o)
 }
 
 // setFirstMetadata gives a new sandbox its metadata; nil is none.
@@ -328,12 +333,17 @@ func (s *Host) discardMemory(ctx context.Context, name string) error {
 
 // unreadable adds to the error of a wake what the caller can do if the memory is unreadable: boot from the disk.
 func unreadable(name string, err error) error {
-	for _, e := range []error{snapshot.ErrCorrupt, snapshot.ErrIncomplete, snapshot.ErrNotFound, snapshot.ErrVersion, snapshot.ErrForeign, vmm.ErrForeign} {
-		if errors.Is(err, e) {
-			return fmt.Errorf("%w; its disk does not depend on its memory: Sandbox(%q).Start with DiscardMemory boots it without what was in memory alone", err, name)
-		}
+	if unusable(err) {
+		return fmt.Errorf("%w; its disk does not depend on its memory: Sandbox(%q).Start with DiscardMemory boots it without what was in memory alone", err, name)
 	}
 	return err
+}
+
+// unusable reports whether an error means that this host can never restore a snapshot.
+func unusable(err error) bool {
+	return slices.ContainsFunc([]error{
+		snapshot.ErrCorrupt, snapshot.ErrIncomplete, snapshot.ErrNotFound, snapshot.ErrVersion, snapshot.ErrForeign, vmm.ErrForeign,
+	}, func(e error) bool { return errors.Is(err, e) })
 }
 
 // Wake brings a VM back from its last sleep, for its owner; code that wakes a VM for a use calls BringUp. If the

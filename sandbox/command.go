@@ -1,7 +1,6 @@
 package sandbox
 
 import (
-	"errors"
 	"fmt"
 	"slices"
 
@@ -25,31 +24,15 @@ func (b *Sandbox) Command(cmd guest.Cmd) (guest.Cmd, error) {
 	return withConfig(cmd, c), nil
 }
 
-// ErrNoEntrypoint means that an image has nothing to run.
-var ErrNoEntrypoint = errors.New("the image says no entrypoint and no command")
-
-// MainArgv returns what an image starts, as container runtimes do: its entrypoint with args, or with its own
-// command if args is empty. It returns ErrNoEntrypoint if that is nothing.
-func MainArgv(c image.RunConfig, args []string) ([]string, error) {
-	if len(args) == 0 {
-		args = c.Cmd
-	}
-	argv := slices.Concat(c.Entrypoint, args)
-	if len(argv) == 0 {
-		return nil, fmt.Errorf("%w: say what to run", ErrNoEntrypoint)
-	}
-	return argv, nil
-}
-
 // Entrypoint is Command with the image's entrypoint: cmd.Argv has its arguments; if empty, they are the image's
-// own command. It returns ErrNoEntrypoint if there is nothing to run.
+// own command. It returns image.ErrNoEntrypoint if there is nothing to run.
 func (b *Sandbox) Entrypoint(cmd guest.Cmd) (guest.Cmd, error) {
 	s, name := b.host, b.name
 	c, err := s.runConfigOf(name)
 	if err != nil {
 		return cmd, err
 	}
-	if cmd.Argv, err = MainArgv(c, cmd.Argv); err != nil {
+	if cmd.Argv, err = c.Argv(cmd.Argv); err != nil {
 		return cmd, fmt.Errorf("VM %s: %w", name, err)
 	}
 	return withConfig(cmd, c), nil

@@ -91,8 +91,8 @@ func TestMainArgv_is_entrypoint_and_arguments(t *testing.T) {
 		"nothing":                       {nil, nil, nil, nil},
 	} {
 		t.Run(name, func(t *testing.T) {
-			got, err := MainArgv(image.RunConfig{Entrypoint: tt.entrypoint, Cmd: tt.cmd}, tt.args)
-			if (tt.want == nil) != errors.Is(err, ErrNoEntrypoint) || !slices.Equal(got, tt.want) {
+			got, err := image.RunConfig{Entrypoint: tt.entrypoint, Cmd: tt.cmd}.Argv(tt.args)
+			if (tt.want == nil) != errors.Is(err, image.ErrNoEntrypoint) || !slices.Equal(got, tt.want) {
 				t.Errorf("got %q (%v)", got, err)
 			}
 		})

@@ -76,7 +76,12 @@ func (a *app) printSandboxEvent(e events.Event) error {
 	add("was", d.From)
 	add("fork of", d.Parent)
 	add("children", strings.Join(d.Children, ","))
-	add("snapshot", d.Snapshot)
+	if d.Template {
+		add("template", d.Snapshot)
+	} else {
+		add("snapshot", d.Snapshot)
+	}
+	add("booted because", d.Booted)
 	if d.Bytes > 0 {
 		add("bytes", bytesText(d.Bytes))
 	}

@@ -79,7 +79,7 @@ func (m *mainFlags) check(s *sandbox.Host, ref string) error {
 	if err != nil {
 		return err
 	}
-	_, err = sandbox.MainArgv(img.RunConfig, m.cmd.Argv)
+	_, err = img.RunConfig.Argv(m.cmd.Argv)
 	return err
 }
 

@@ -70,7 +70,8 @@ var rules = []rule{
 	{"sandbox/process", []string{"sandbox/control", "sandbox/jail", "sandbox/jail/confine", "sandbox/procstat", "sandbox/limits", "sandbox/instance", "sandbox/network", "sandbox/spec", "sandbox/state/...", "sandbox/lifetime", "sandbox/events", "sandbox/hosthooks", "vmm/...", "devices/net", "devices/secrets", "devices/vsock", "snapshot", "snapshot/pager", "netpolicy", "netpolicy/hostnet", "netpolicy/proxy", "rootfs/...", "guest", "guest/audit", "internal/osfile", "guest/report"}},
 	{"sandbox/pool", []string{"sandbox/control", "sandbox/instance", "sandbox/spec", "sandbox/state/...", "sandbox/events", "netpolicy/hostnet", "netpolicy/proxy", "rootfs/image", "guest", "internal/osfile"}},
 	{"sandbox/control", []string{"sandbox/spec", "sandbox/state/...", "sandbox/lifetime", "sandbox/events", "vmm", "vmm/kvm", "vmm/boot", "snapshot", "netpolicy", "netpolicy/link", "netpolicy/hostnet", "netpolicy/proxy", "rootfs/...", "guest"}},
-	{"sandbox/state/...", []string{"sandbox/state", "sandbox/limits", "sandbox/jail/confine", "sandbox/spec", "sandbox/instance", "sandbox/lifetime", "sandbox/events", "sandbox/hosthooks", "vmm", "vmm/guestmem", "snapshot", "snapshot/pagecache", "netpolicy", "netpolicy/link", "netpolicy/hostnet", "netpolicy/proxy", "rootfs/...", "guest", "guest/audit", "internal/osfile", "guest/report"}},
+	{"sandbox/template", []string{"sandbox/spec", "internal/osfile"}},
+	{"sandbox/state/...", []string{"sandbox/state", "sandbox/template", "sandbox/limits", "sandbox/jail/confine", "sandbox/spec", "sandbox/instance", "sandbox/lifetime", "sandbox/events", "sandbox/hosthooks", "vmm", "vmm/guestmem", "snapshot", "snapshot/pagecache", "netpolicy", "netpolicy/link", "netpolicy/hostnet", "netpolicy/proxy", "rootfs/...", "guest", "guest/audit", "internal/osfile", "guest/report"}},
 	{"sandbox/limits", []string{"sandbox/spec", "vmm", "internal/osfile"}},
 	// A hostile guest may hold the other end.
 	{"sandbox/jail/rpc", nil},

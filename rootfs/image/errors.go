@@ -30,6 +30,8 @@ var (
 
 	// ErrDigest: the content does not match its digest, or has another length.
 	ErrDigest = errors.New("content does not have its digest")
+	// ErrNoEntrypoint: an image has nothing to run.
+	ErrNoEntrypoint = errors.New("the image says no entrypoint and no command")
 	// ErrBadManifest: an image's manifest, index or configuration is damaged, exceeds a limit, or is of a kind that
 	// this package does not build from (artifacts, encrypted and foreign layers, schema 1).
 	ErrBadManifest = errors.New("bad image manifest")

@@ -33,6 +33,19 @@ type RunConfig struct {
 	ExposedPorts []string          `json:"exposed_ports,omitempty"`
 }
 
+// Argv returns what an image starts, as container runtimes do: its entrypoint with args, or with its own command if
+// args is empty. It returns ErrNoEntrypoint if that is nothing.
+func (c RunConfig) Argv(args []string) ([]string, error) {
+	if len(args) == 0 {
+		args = c.Cmd
+	}
+	argv := slices.Concat(c.Entrypoint, args)
+	if len(argv) == 0 {
+		return nil, fmt.Errorf("%w: say what to run", ErrNoEntrypoint)
+	}
+	return argv, nil
+}
+
 // empty reports whether no field is set.
 func (c RunConfig) empty() bool {
 	return len(c.Entrypoint)+len(c.Cmd)+len(c.Env)+len(c.Labels)+len(c.ExposedPorts) == 0 && c.User == "" && c.Workdir == "" && c.StopSignal == ""

@@ -83,7 +83,7 @@ var sentinels = map[string]answered{
 	"spec.ErrDiskOnly":           {spec.ErrDiskOnly, "disk-only", 409, ""},
 	"spec.ErrForeignSnapshot":    {spec.ErrForeignSnapshot, "foreign-snapshot", 409, ""},
 	"spec.ErrSnapshotInUse":      {spec.ErrSnapshotInUse, "snapshot-in-use", 409, ""},
-	"sandbox.ErrNoEntrypoint":    never("a request that runs a command says which"),
+	"image.ErrNoEntrypoint":      never("a request that runs a command says which"),
 	"state.ErrImport":            never("the API imports nothing"),
 	"control.ErrCanceled":        never("who would get it does not wait any more"),
 	"control.ErrForkEnded":       never("a fork says by its result that its snapshot is not on disk"),

@@ -173,6 +173,8 @@ type Order struct {
 	Snapshot string `json:"snapshot,omitempty"`
 	// NewIdentity gives the guest a new identity, whatever its disk and memory had before.
 	NewIdentity bool `json:"new_identity,omitempty"`
+	// Template says that Snapshot is a template: the VM then gets what a VM gets after its boot.
+	Template bool `json:"template,omitempty"`
 	// Fork reports that the VM is made from an image.
 	Fork bool `json:"fork,omitempty"`
 	// WakeLock reports that the caller holds the VM awake through one end of a socket. Forks never have it.

@@ -127,6 +127,9 @@ type Event struct {
 // Details say more for some types; docs/reference/events.md says which.
 type Details struct {
 	Snapshot string `json:"snapshot,omitempty"`
+	// Template says that Snapshot is a template. If a new VM has booted, Booted says why.
+	Template bool   `json:"template,omitempty"`
+	Booted   string `json:"booted,omitempty"`
 	// Bytes is the size of the snapshot on disk, or what a removal freed.
 	Bytes int64 `json:"bytes,omitempty"`
 	// Milliseconds is the duration; for a sleep or a snapshot, how long the guest stood still.
@@ -166,7 +169,7 @@ const (
 func (e *Event) bound() {
 	for _, s := range []*string{
 		(*string)(&e.Type), &e.Sandbox, &e.SandboxID, &e.Owner, (*string)(&e.Cause), &e.Details.Snapshot, &e.Details.From, &e.Details.Parent,
-		&e.Details.Reason, &e.Details.Hook, &e.Details.Event, &e.Details.Problem, &e.Details.Path,
+		&e.Details.Booted, &e.Details.Reason, &e.Details.Hook, &e.Details.Event, &e.Details.Problem, &e.Details.Path,
 	} {
 		*s = clip(*s, maxText)
 	}

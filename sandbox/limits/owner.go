@@ -69,6 +69,9 @@ type OwnerUse struct {
 
 // Of returns the limits of an owner; "" is that of sandboxes without one.
 func (l Limits) Of(owner string) Owner {
+	if owner == spec.TemplateOwner {
+		return Owner{} // what all share counts for nobody
+	}
 	if o, named := l.Owners[owner]; named {
 		return o
 	}

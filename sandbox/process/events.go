@@ -55,6 +55,7 @@ func (p *process) begun(making bool, o ServeOptions) (events.Type, events.Detail
 	}
 	switch {
 	case making:
+		d.Template, d.Booted = p.r.Template != "", p.r.Booted
 		if p.r.Fork != nil {
 			d.Parent = p.r.Fork.Parent
 		}

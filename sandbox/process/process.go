@@ -87,6 +87,8 @@ type ServeOptions struct {
 	Snapshot string
 	// NewIdentity gives the guest its own identity, whatever its disk and memory were before.
 	NewIdentity bool
+	// Template says that Snapshot is a template: once restored, the VM is one that has booted.
+	Template bool
 	// Fork, if not nil, is the image of a child. Serve closes it.
 	Fork *os.File
 	// Prebuilt and Link, if not nil, may have a part of the VM and its network that were made ahead. Serve closes what
@@ -411,13 +413,17 @@ func (p *process) start(ctx context.Context, o ServeOptions) (err error) {
 		return errors.Join(err, console.Close())
 	}
 	p.in.CloseToo(console)
-	if from == "" {
+	switch {
+	case from == "" || o.Template:
 		if err := p.booted(ctx, o); err != nil {
 			return err
 		}
-	}
-	if o.Snapshot != "" || o.Fork != nil {
+	default:
 		p.trustProxy(ctx)
+	}
+	if o.Template {
+		// It comes back from its own sleeps alone. The first of them builds on the template, even if that is removed.
+		r.Snapshot, r.Resumed, r.Base = "", "", o.Snapshot
 	}
 	if err := saved(); err != nil {
 		return err
@@ -476,9 +482,9 @@ func (p *process) close() error {
 	return errors.Join(append(errs, p.hidden.Close())...)
 }
 
-// booted prepares a guest that has booted for use.
+// booted prepares a guest that has booted, or comes from a template, for use.
 func (p *process) booted(ctx context.Context, o ServeOptions) error {
-	if o.NewIdentity {
+	if o.NewIdentity && !o.Template { // a restore has done it
 		if err := p.in.NewIdentity(ctx); err != nil {
 			return err
 		}

@@ -166,7 +166,7 @@ func obey(ctx, terminated context.Context, s *state.Store, ord control.Order, fi
 		machines = jailedMachines{ahead: ahead.jail, log: out}
 	}
 	return Serve(ctx, s, ord.Name, ServeOptions{
-		Snapshot: ord.Snapshot, NewIdentity: ord.NewIdentity, Fork: fork, Prebuilt: ahead.vm, Link: ahead.link, Log: log,
+		Snapshot: ord.Snapshot, NewIdentity: ord.NewIdentity, Template: ord.Template, Fork: fork, Prebuilt: ahead.vm, Link: ahead.link, Log: log,
 		Cause: ord.Cause, Machines: machines, prioritize: prioritize, WakeLock: hold, terminated: terminated,
 		Wanted: func() bool { return control.HasReader(report) },
 		Report: func(r control.Report) {

@@ -198,7 +198,7 @@ func (v *VMs) serve(ctx context.Context, p *proc, s *state.Store, pid int, ord c
 	defer control.CloseAll(files) // those that are closed already stay closed
 	report := files[1]
 	o := process.ServeOptions{
-		Snapshot: ord.Snapshot, NewIdentity: ord.NewIdentity, Cause: ord.Cause, Log: log, Machines: machines{v, p}, PID: pid,
+		Snapshot: ord.Snapshot, NewIdentity: ord.NewIdentity, Template: ord.Template, Cause: ord.Cause, Log: log, Machines: machines{v, p}, PID: pid,
 		Wanted: func() bool { return control.HasReader(report) },
 	}
 	switch {

@@ -41,6 +41,9 @@ type Metadata struct {
 	Asked Asked `json:"asked,omitzero"`
 }
 
+// TemplateOwner owns the VMs that boot for templates, while these are made. It has no limits.
+const TemplateOwner = "drowse template"
+
 // Limits of a Metadata.
 const (
 	MaxMetadataOwner   = 128

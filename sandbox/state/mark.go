@@ -15,6 +15,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/template"
 	"github.com/drowse-vm/drowse/snapshot"
 )
 
@@ -74,7 +75,24 @@ func (s *Store) markRecords(ctx context.Context) (*mark, error) {
 			m.add(s, r, running)
 		}
 	}
-	return m, nil
+	return m, m.addTemplates(s.Templates())
+}
+
+// addTemplates marks the snapshots of templates.
+func (m *mark) addTemplates(d template.Dir) error {
+	list, bad, err := d.List()
+	for _, e := range list {
+		if e.Ready() {
+			m.snapshots[e.Snapshot] = fmt.Sprintf("is template %.12s: remove that instead", e.Key)
+		}
+	}
+	for _, key := range bad {
+		m.guess([]string{d.File(key)})
+	}
+	if len(bad) > 0 {
+		m.problems, err = append(m.problems, fmt.Errorf("%w: what it may need is kept", err)), nil
+	}
+	return err
 }
 
 // loadStill reads a record under its lock, or reports that the VM's process may change it.

@@ -13,6 +13,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/template"
 	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
@@ -319,4 +320,18 @@ func (s *Store) SnapshotDir(id string) string { return filepath.Join(s.dir, "sna
 func (s *Store) IsThere(id string) bool {
 	m, err := s.Manifest(id)
 	return err == nil && m.ID == id
+}
+
+// RemoveTemplates removes templates, and the snapshots of those that no running VM builds on. VMs that were made from
+// them keep what they need.
+func (s *Store) RemoveTemplates(ctx context.Context, list ...template.Entry) error {
+	var gone Exempt
+	for _, e := range list {
+		if err := s.Templates().Remove(e.Key); err != nil {
+			return err
+		}
+		gone.Snapshots = append(gone.Snapshots, e.Snapshot)
+	}
+	_, err := s.SweepExcept(ctx, gone)
+	return err
 }

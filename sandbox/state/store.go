@@ -24,6 +24,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/hosthooks"
 	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/template"
 	"github.com/drowse-vm/drowse/snapshot"
 )
 
@@ -75,7 +76,7 @@ func (s *Store) Manifest(id string) (*snapshot.Manifest, error) {
 
 // Creating reports whether a VM is being made: it has not come up yet, and has never slept.
 func (r *Record) Creating() bool {
-	return r.Phase == Starting && len(r.Sleeps) == 0 && (r.Snapshot == "" || r.Snapshot == r.Parent)
+	return r.Phase == Starting && len(r.Sleeps) == 0 && (r.Snapshot == "" || r.Snapshot == r.Parent || r.Snapshot == r.Template)
 }
 
 // SleptAfter reports whether a VM has slept since an earlier look at its record.
@@ -157,6 +158,7 @@ func (r *Record) Inherit(from *Record) {
 //	events/        what became of VMs: package events
 //	hooks.d/       the operator's, for what becomes of VMs: package hosthooks
 //	volumes/NAME/          volumes: package volume
+//	templates/             which snapshots stand for a boot: package template
 //	pages/                 pages of snapshots that were woken before: package pagecache
 //	images/, kernels/, downloads/, cache/   of packages image, kernel and others
 type Store struct {
@@ -209,6 +211,9 @@ func (s *Store) PageCacheDir() string { return filepath.Join(s.dir, "pages") }
 
 // oldPageCacheDir is the former place of those pages. They are parts of guests' memory, so they must not stay behind.
 func (s *Store) oldPageCacheDir() string { return filepath.Join(s.CacheDir(), "pages") }
+
+// Templates returns the store's templates.
+func (s *Store) Templates() template.Dir { return template.In(s.dir) }
 
 // VMDir returns a VM's own directory.
 func (s *Store) VMDir(name string) string { return filepath.Join(s.dir, "vms", name) }
@@ -282,6 +287,9 @@ type Record struct {
 	Problem string `json:"problem,omitempty"`
 	// Parent is the snapshot that the VM was made from, if any.
 	Parent string `json:"parent,omitempty"`
+	// Template is the snapshot of the template that the VM was made from. If it has booted instead, Booted says why.
+	Template string `json:"template,omitempty"`
+	Booted   string `json:"booted,omitempty"`
 	// Fork says which VM this one is a fork of, if any.
 	Fork *Origin `json:"fork,omitempty"`
 	// Base is the snapshot of a fork that the next snapshot of this VM builds on, while its process lives.

@@ -311,7 +311,7 @@ func TestAttack_import_decides_about_every_field_of_a_record(t *testing.T) {
 	}{
 		{reflect.TypeFor[Record](), func(r *Record) any { return *r }, map[string]string{
 			"Version": kept, "Spec": kept, "Boot": kept,
-			"ID": dropped, "Created": dropped, "Phase": dropped, "PID": dropped, "Confined": dropped,
+			"ID": dropped, "Created": dropped, "Template": dropped, "Booted": dropped, "Phase": dropped, "PID": dropped, "Confined": dropped,
 			"Maker": dropped, "Disk": dropped, "NextLayer": dropped,
 			"Snapshot": dropped, "NetworkID": dropped, "Exit": dropped, "Problem": dropped, "Parent": dropped, "Fork": dropped, "Base": dropped,
 			"Lineage": dropped, "TrustedCA": dropped, "Secrets": dropped, "Resumed": dropped, "Previous": dropped, "Left": dropped, "Rotated": dropped, "Awake": dropped,
