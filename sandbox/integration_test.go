@@ -757,3 +757,83 @@ func TestWith_clones_of_one_snapshot(t *testing.T) {
 		}
 	})
 }
+
+// Two sandboxes of one template are as two that have booted.
+func TestCreate_from_a_template_gives_each_guest_its_own_identity(t *testing.T) {
+	t.Parallel()
+	e := guesttest.New(t)
+	host := e.Store.With(e.Launcher)
+	given := spec.Service{Name: "given", Argv: []string{"/bin/sleep", "1000000"}, Env: []string{"SAID=to one"}}
+	create := func(name string, o sandbox.CreateOptions, services ...spec.Service) (id []string, took time.Duration) {
+		t.Helper()
+		want := sandbox.Spec{Name: name, Image: guesttest.ImageTag, MemoryMiB: 128, Services: services}
+		begun := time.Now()
+		if _, err := host.Create(t.Context(), want, o); err != nil {
+			t.Fatal(err)
+		}
+		if got := e.Do(name, "/bin/echo", "first"); got != "first" {
+			t.Errorf("the first command of %s says %q", name, got)
+		}
+		return identity(e, name), time.Since(begun)
+	}
+	_, booted := create("booted", sandbox.CreateOptions{})
+	begun := time.Now()
+	if made, err := host.MakeTemplates(t.Context()); err != nil || len(made) != 1 {
+		t.Fatalf("%d templates (%v), want 1", len(made), err)
+	}
+	t.Logf("making the template took %v", time.Since(begun))
+	var seen [][]string
+	for _, name := range []string{"one", "two"} {
+		var services []spec.Service
+		if name == "one" {
+			services = append(services, given)
+		}
+		id, took := create(name, sandbox.CreateOptions{}, services...)
+		t.Logf("to the end of the first command: %v by a boot, %v from the template: %.2f of it", booted, took, took.Seconds()/booted.Seconds())
+		r, err := e.Store.State.Get(name)
+		if err != nil || r.Template == "" {
+			t.Fatalf("%s has booted because %q (%v)", name, r.Booted, err)
+		}
+		if id[2] != name {
+			t.Errorf("the host name of %s is %q", name, id[2])
+		}
+		machine := e.Read(name, "/etc/machine-id")
+		if len(machine) != 32 {
+			t.Errorf("the machine id of %s is %q", name, machine)
+		}
+		if got := e.Read(name, "/proc/cmdline"); !strings.Contains(got, "drowse.hostname=template") {
+			t.Errorf("the command line is %q: the boot was somebody's", got)
+		}
+		seen = append(seen, append(id, machine))
+	}
+	for i, a := range seen[0] {
+		if a == seen[1][i] {
+			t.Errorf("both have %q", a)
+		}
+	}
+	service(e, "one", "given", "running")
+	pid := e.Sh("one", "pidof sleep")
+	if got := e.Sh("one", "tr '\\0' '\\n' </proc/"+pid+"/environ | grep SAID"); got != "SAID=to one" {
+		t.Errorf("the service has %q", got)
+	}
+	if got := e.Sh("two", "pidof sleep || echo none"); got != "none" {
+		t.Errorf("a service of one runs in two, as %s", got)
+	}
+	// Its template removed, it sleeps and wakes.
+	list, _, err := e.Store.State.Templates().List()
+	if err == nil {
+		err = e.Store.State.RemoveTemplates(t.Context(), list...)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	e.Write("one", "kept", "/root/file", "/run/file")
+	e.Sleep("one")
+	e.Wake("one")
+	if got := e.Read("one", "/root/file", "/run/file"); got != "kept\nkept" {
+		t.Errorf("after a sleep it has %q", got)
+	}
+	if again := identity(e, "one"); again[1] != seen[0][1] {
+		t.Errorf("its boot id was %s and is %s", seen[0][1], again[1])
+	}
+}

@@ -98,7 +98,7 @@ type builtOfSteps struct {
 }
 
 // buildSteps builds an image from a build file.
-func (a *app) buildSteps(cmd *cobra.Command, f *stepFlags, from builder.Options) error {
+func (a *app) buildSteps(cmd *cobra.Command, f *stepFlags, from builder.Options, templates func(*image.Image) error) error {
 	if from.Tag == "" {
 		return usageError{errors.New("an image of steps needs a name: use --tag")}
 	}
@@ -137,6 +137,9 @@ func (a *app) buildSteps(cmd *cobra.Command, f *stepFlags, from builder.Options)
 	case errors.Is(err, drowsefile.ErrSyntax), errors.Is(err, image.ErrInvalidOption), errors.Is(err, image.ErrUnsupportedSource):
 		return usageError{err}
 	case err != nil:
+		return err
+	}
+	if err := templates(res.Image); err != nil {
 		return err
 	}
 	out := builtOfSteps{imageInfo: infoOf(res.Image)}

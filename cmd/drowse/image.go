@@ -67,6 +67,7 @@ func (a *app) imageBuildCommand() *cobra.Command {
 		o      builder.Options
 		maxMiB int
 		steps  stepFlags
+		ahead  bool
 	)
 	cmd := &cobra.Command{
 		Use: "build --from SOURCE | --file FILE --tag NAME", Annotations: makesState,
@@ -110,8 +111,12 @@ unless --net and --policy give it one. Their output goes to stderr. Steps are ca
 				return usageError{fmt.Errorf("--max-size %d: use 1 to %d MiB", maxMiB, maxImageMiB)}
 			}
 			o.MaxBytes = int64(maxMiB) << 20
+			templates := func(*image.Image) error { return nil }
+			if ahead {
+				templates = func(img *image.Image) error { return a.makeTemplateOf(cmd.Context(), img) }
+			}
 			if steps.file != "" {
-				return a.buildSteps(cmd, &steps, o)
+				return a.buildSteps(cmd, &steps, o, templates)
 			}
 			s, err := a.images()
 			if err != nil {
@@ -125,6 +130,9 @@ unless --net and --policy give it one. Their output goes to stderr. Steps are ca
 				return usageError{err}
 			}
 			if err != nil {
+				return err
+			}
+			if err := templates(img); err != nil {
 				return err
 			}
 			return a.print(infoOf(img), func(w io.Writer) { fmt.Fprintln(w, strings.Join(img.Tags, " "), img.ShortID()) })
@@ -143,6 +151,7 @@ unless --net and --policy give it one. Their output goes to stderr. Steps are ca
 	f.BoolVar(&o.PlainHTTP, "plain-http", false, "talk to the registry without TLS")
 	f.IntVar(&o.MaxFiles, "max-files", builder.DefaultMaxFiles, "refuse archives with more entries; each takes up to 2 KiB of memory")
 	f.IntVar(&maxMiB, "max-size", builder.DefaultMaxBytes>>20, "refuse sources with more MiB of files")
+	f.BoolVar(&ahead, "template", false, "make the template for VMs of the default size too (see \"drowse template\")")
 	f.BoolVar(&o.InstallDeps, "install-deps", false, "install missing build tools with apt-get")
 	return cmd
 }

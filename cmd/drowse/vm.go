@@ -23,17 +23,18 @@ const bootTimeout = 5 * time.Minute
 
 func (a *app) runCommand() *cobra.Command {
 	var (
-		want     sandbox.Spec
-		config   string
-		fromDisk string
-		volumes  []string
-		shares   []string
-		secrets  []string
-		policy   string
-		limit    time.Duration
-		main     mainFlags
-		label    metadataFlags
-		tags     []string
+		want       sandbox.Spec
+		config     string
+		fromDisk   string
+		noTemplate bool
+		volumes    []string
+		shares     []string
+		secrets    []string
+		policy     string
+		limit      time.Duration
+		main       mainFlags
+		label      metadataFlags
+		tags       []string
 	)
 	cmd := &cobra.Command{
 		Use: "run [flags] [IMAGE] [-- COMMAND [ARG...]]", Annotations: makesState,
@@ -106,9 +107,10 @@ this, and "drowse serve" every minute.`,
 					}
 				}
 				var rep control.Report
-				if _, err := s.Create(ctx, full, sandbox.CreateOptions{Metadata: own, Disk: fromDisk, Report: &rep}); err != nil {
+				if _, err := s.Create(ctx, full, sandbox.CreateOptions{Metadata: own, Disk: fromDisk, NoTemplate: noTemplate, Report: &rep}); err != nil {
 					return err
 				}
+				a.makeTemplatesLater(s, rep.Name)
 				if err := handIn(ctx, s, list, rep.Name); err != nil || !main.wanted() {
 					return errors.Join(err, a.printReport(rep))
 				}
@@ -140,6 +142,7 @@ this, and "drowse serve" every minute.`,
 	f.StringArrayVar(&volumes, "volume", nil, "NAME:/PATH[:ro]: mount a volume; repeatable")
 	f.StringArrayVar(&shares, "share", nil, "HOSTDIR:/PATH[:rw]: mount a directory of the host, read-only by default; repeatable")
 	f.StringVar(&fromDisk, "from-disk", "", "boot from a copy of the disk of this snapshot, with its image")
+	f.BoolVar(&noTemplate, "no-template", false, "boot, even if there is a template (see \"drowse template\")")
 	f.StringVar(&config, "config", "", "JSON file that describes the VM, - for stdin")
 	f.DurationVar(&limit, "timeout", bootTimeout, "give up after this time")
 	return cmd

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/sandbox/fleet"
+	"github.com/drowse-vm/drowse/sandbox/template"
 )
 
 const (
@@ -77,4 +78,52 @@ func (k *keeper) once(ctx context.Context, now time.Time) error {
 		log.Warn("old events stay", "error", err)
 	}
 	return nil
+}
+
+// What sandboxes ask for is looked for every templateDelay: whoever has just made one uses it now.
+// Those that are used no more are removed every templatePrune.
+const (
+	templateDelay = 2 * time.Second
+	templatePrune = time.Hour
+)
+
+// makeTemplates makes the templates that sandboxes ask for, until ctx ends. The channel is closed when it has ended.
+func (v *supervisor) makeTemplates(ctx context.Context) <-chan struct{} {
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		tick := time.NewTicker(templateDelay)
+		defer tick.Stop()
+		all := v.host.State.Templates()
+		var changed, looked, pruned time.Time
+		for {
+			select {
+			case <-ctx.Done():
+				return
+			case now := <-tick.C:
+				if now.Sub(pruned) >= templatePrune {
+					pruned = now
+					if _, err := v.host.PruneTemplates(ctx); err != nil && ctx.Err() == nil {
+						v.log.Warn("looking for templates that are used no more", "error", err)
+					}
+				}
+				// Nothing is read while nothing has changed, except to try again.
+				is := all.Changed()
+				if is.Equal(changed) && now.Sub(looked) < template.RetryAfter {
+					continue
+				}
+				if changed, looked = is, now; !all.AnyDue(now) {
+					continue
+				}
+			}
+			made, err := v.host.MakeTemplates(ctx)
+			for _, e := range made {
+				v.log.Info("made a template", "template", e.Key[:12], "image", e.Spec.Image)
+			}
+			if err != nil && ctx.Err() == nil {
+				v.log.Warn("making a template", "error", err)
+			}
+		}
+	}()
+	return done
 }

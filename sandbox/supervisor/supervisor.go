@@ -176,6 +176,11 @@ func Run(ctx context.Context, s *sandbox.Host, l pool.Launcher, o Options) (err 
 		cancel(nil)
 		<-timing
 	}()
+	templates := v.makeTemplates(ctx)
+	defer func() {
+		cancel(nil)
+		<-templates
+	}()
 	if o.PruneEvery >= 0 {
 		keeper := v.keep(ctx)
 		defer func() {

@@ -225,6 +225,12 @@ func (d Dir) List() (list []Entry, bad []string, err error) {
 	return list, bad, errors.Join(errs...)
 }
 
+// AnyDue reports whether a template is to be made now.
+func (d Dir) AnyDue(now time.Time) bool {
+	list, _, _ := d.List()
+	return slices.ContainsFunc(list, func(e Entry) bool { return e.Due(now) })
+}
+
 // Changed returns when entries were last added, replaced or removed.
 func (d Dir) Changed() time.Time {
 	st, err := os.Stat(d.path)
