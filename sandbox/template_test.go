@@ -75,7 +75,7 @@ func TestTemplate_has_nothing_of_those_who_asked_for_it(t *testing.T) {
 	const secret = "callers-data"
 	h := (&sandboxtest.VMs{}).Host(t)
 	full := sandbox.Spec{
-		Name: secret + "-name", Hostname: secret + "-host", Network: spec.NetworkTAP, Tags: []string{secret + "-tag"},
+		Name: secret + "-name", DiskMiB: spec.MinDiskMiB, Hostname: secret + "-host", Network: spec.NetworkTAP, Tags: []string{secret + "-tag"},
 		Policy:   &netpolicy.Policy{},
 		Services: []spec.Service{{Name: "web", Argv: []string{"/bin/" + secret}, Env: []string{"KEY=" + secret}}},
 		Idle:     spec.Idle{SleepSeconds: 77}, Hooks: spec.Hooks{Policy: spec.HooksIgnore}, Self: spec.Self{Allow: []string{"sleep"}},
@@ -115,7 +115,7 @@ func TestTemplate_has_nothing_of_those_who_asked_for_it(t *testing.T) {
 		}
 	}
 	// Another caller with the same key gets all that he asks for, and nothing of the first.
-	other := sandbox.Spec{Name: "other", Network: spec.NetworkTAP}
+	other := sandbox.Spec{Name: "other", DiskMiB: spec.MinDiskMiB, Network: spec.NetworkTAP}
 	r := made(t, h, other, sandbox.CreateOptions{})
 	if r.Template != list[0].Snapshot || r.Spec.Hostname != "other" || r.Spec.Policy != nil || len(r.Spec.Services)+len(r.Spec.Tags)+len(r.Spec.Self.Allow) > 0 || r.Spec.Idle != (spec.Idle{}) {
 		t.Errorf("the other's record is %+v", r)
