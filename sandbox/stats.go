@@ -36,6 +36,7 @@ func (b *Sandbox) Stats(ctx context.Context) (Stats, error) {
 	}
 	out.Host.Faults, out.Host.MiBTouched, out.Host.Hung = info.Faults, info.MiBTouched, info.Hung
 	out.Host.Confined = info.Confined
+	out.Host.CPUThrottledMs, out.Host.DiskRead, out.Host.DiskWritten = info.Cgroup.ThrottledMs, info.Cgroup.Read, info.Cgroup.Written
 	if info.Hung {
 		out.Problem = "the guest hangs: " + info.Problem
 		return out, nil

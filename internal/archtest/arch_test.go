@@ -71,7 +71,7 @@ var rules = []rule{
 	{"sandbox/pool", []string{"sandbox/control", "sandbox/instance", "sandbox/spec", "sandbox/state/...", "sandbox/events", "netpolicy/hostnet", "netpolicy/proxy", "rootfs/image", "guest", "internal/osfile"}},
 	{"sandbox/control", []string{"sandbox/spec", "sandbox/state/...", "sandbox/lifetime", "sandbox/events", "vmm", "vmm/kvm", "vmm/boot", "snapshot", "netpolicy", "netpolicy/link", "netpolicy/hostnet", "netpolicy/proxy", "rootfs/...", "guest"}},
 	{"sandbox/state/...", []string{"sandbox/state", "sandbox/limits", "sandbox/jail/confine", "sandbox/spec", "sandbox/instance", "sandbox/lifetime", "sandbox/events", "sandbox/hosthooks", "vmm", "vmm/guestmem", "snapshot", "snapshot/pagecache", "netpolicy", "netpolicy/link", "netpolicy/hostnet", "netpolicy/proxy", "rootfs/...", "guest", "guest/audit", "internal/osfile", "guest/report"}},
-	{"sandbox/limits", []string{"sandbox/spec", "vmm", "internal/osfile"}},
+	{"sandbox/limits", []string{"sandbox/spec", "sandbox/lifetime", "vmm", "internal/osfile"}},
 	// A hostile guest may hold the other end.
 	{"sandbox/jail/rpc", nil},
 	// Confinement knows no VMs.

@@ -41,7 +41,8 @@ const socketFD = 3
 func Main() error {
 	// The keeper decides when the VM ends. A terminal or a host that shuts down signals both.
 	signal.Ignore(syscall.SIGHUP, syscall.SIGINT, syscall.SIGTERM)
-	c := &child{log: slog.New(slog.NewTextHandler(os.Stderr, nil)), ended: make(chan struct{})}
+	c := &child{log: slog.New(slog.NewTextHandler(os.Stderr, nil)), ended: make(chan struct{}),
+		connects: make(chan struct{}, maxConnects)}
 	c.fs.ask = c.askFile
 	defer c.fs.close()
 	conn, err := rpc.New(os.NewFile(socketFD, "keeper"), options(c.serve))
@@ -71,13 +72,15 @@ func options(h rpc.Handler) rpc.Options {
 
 // child is the state of the confined process.
 type child struct {
-	log     *slog.Logger
-	conn    atomic.Pointer[rpc.Conn]
-	once    sync.Once
-	ready   chan struct{}
-	fs      passedFS
-	ended   chan struct{}
-	endOnce sync.Once
+	log   *slog.Logger
+	conn  atomic.Pointer[rpc.Conn]
+	once  sync.Once
+	ready chan struct{}
+	fs    passedFS
+	ended chan struct{}
+	// connects has an element for each connection of the guest that the keeper is asked for.
+	connects chan struct{}
+	endOnce  sync.Once
 
 	mu       sync.Mutex // guards what follows
 	prebuilt *instance.Prebuilt
@@ -404,6 +407,13 @@ func (c *child) connect(port uint32, done func(fd int, own bool, err error)) {
 	go func() {
 		ctx, cancel := context.WithTimeout(context.Background(), connectTimeout)
 		defer cancel()
+		select {
+		case c.connects <- struct{}{}:
+			defer func() { <-c.connects }()
+		case <-ctx.Done():
+			done(-1, false, ctx.Err())
+			return
+		}
 		var own bool
 		files, err := c.keeper().Call(ctx, callConnect, port, &own)
 		if err == nil && len(files) != 1 {
@@ -421,6 +431,10 @@ func (c *child) connect(port uint32, done func(fd int, own bool, err error)) {
 }
 
 const connectTimeout = 10 * time.Second
+
+// maxConnects leaves calls for all else while the guest opens many connections. More of them wait, and the device bounds
+// their number.
+const maxConnects = maxCalls / 2
 
 func (c *child) hooksBefore(ctx context.Context, in *instance.Instance, o hooksOrder) (any, error) {
 	h, err := in.RunHooksBefore(ctx, o.Event, o.Over)

@@ -51,6 +51,7 @@ type VM struct {
 	times  times
 	orders atomic.Uint64 // numbers of captures and seals
 	dials  chan struct{} // an element for each Dial under way
+	pace   *pace         // of what the process asks for
 
 	done    chan struct{} // closed when the machine has ended
 	endOnce sync.Once
@@ -77,7 +78,7 @@ type VM struct {
 
 func newVM(j *Jail) *VM {
 	return &VM{jail: j, done: make(chan struct{}), log: slog.New(slog.DiscardHandler), times: usualTimes,
-		dials: make(chan struct{}, maxDials)}
+		dials: make(chan struct{}, maxDials), pace: newPace(callBurst, callsPerSecond)}
 }
 
 // times are how long the keeper waits for its confined process.
@@ -333,6 +334,15 @@ func (v *VM) CPU() time.Duration {
 	return st.CPU
 }
 
+// Cgroup returns the counters of the process's cgroup.
+func (v *VM) Cgroup() control.Cgroup {
+	st, err := v.jail.proc.Stats()
+	if err != nil {
+		return control.Cgroup{}
+	}
+	return control.Cgroup{ThrottledMs: control.Milliseconds(st.CPUThrottled), Read: st.ReadBytes, Written: st.WrittenBytes}
+}
+
 // PID returns the id of the confined process.
 func (v *VM) PID() int { return v.jail.PID() }
 
@@ -527,6 +537,7 @@ func (v *VM) Substitute(layers []string, by string) error {
 		return fmt.Errorf("substitute layers: %w: the disk has others", disk.ErrMissingParent)
 	}
 	v.stack.Layers = slices.Replace(slices.Clone(v.stack.Layers), i, i+len(layers), by)
+	v.grants.forget(layers)
 	return nil
 }
 
@@ -687,10 +698,11 @@ func copyConsole(to io.Writer) (c *console, w *os.File, err error) {
 	c = &console{r, make(chan struct{})}
 	go func() {
 		defer close(c.done)
-		buf := make([]byte, 4<<10)
+		buf, pace := make([]byte, 4<<10), newPace(consoleBurst, consoleRate)
 		for {
 			n, err := r.Read(buf)
 			if n > 0 {
+				pace.wait(float64(n))
 				_, _ = to.Write(buf[:n]) // a console that cannot be written is lost, and the guest runs on
 			}
 			if err != nil {
@@ -815,6 +827,7 @@ func (v *VM) order(p instance.Parts, dir string, o instance.RestoreOptions) (
 func (v *VM) serve(ctx context.Context, method string, body []byte, files []*os.File) (
 	reply any, out []*os.File, err error) {
 	defer closeAll(files)
+	v.pace.wait(1)
 	if !v.serving.Load() {
 		return nil, nil, errRefused
 	}

@@ -10,6 +10,7 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/rootfs/disk"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/limits"
 	"github.com/drowse-vm/drowse/sandbox/network"
@@ -66,6 +67,8 @@ type VM interface {
 	CPU() time.Duration
 	// Confined reports that the guest is in a confined process.
 	Confined() bool
+	// Cgroup returns counters of that process.
+	Cgroup() control.Cgroup
 
 	CloseToo(io.Closer)
 	Close() error
@@ -170,6 +173,8 @@ func (v kvmVM) Disk() Disk { return v.Instance.Disk() }
 func (v kvmVM) CPU() time.Duration { return 0 }
 
 func (v kvmVM) Confined() bool { return false }
+
+func (v kvmVM) Cgroup() control.Cgroup { return control.Cgroup{} }
 
 type kvmMachine struct{ *vmm.Machine }
 

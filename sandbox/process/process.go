@@ -856,6 +856,7 @@ func (p *process) info() control.Info {
 	i := control.Info{
 		Report: p.report(), PID: os.Getpid(), Confined: p.in.Confined(),
 		Hung: h.Hung, Problem: h.Detail, Falling: p.falling.Load(),
+		Cgroup: p.in.Cgroup(),
 	}
 	if full := p.in.SpaceProblem(); full != "" {
 		i.NoSpace, i.Problem = true, full

@@ -22,6 +22,7 @@ import (
 	"github.com/drowse-vm/drowse/guest/agentpb"
 	"github.com/drowse-vm/drowse/guest/fakeguest"
 	"github.com/drowse-vm/drowse/rootfs/disk"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/process"
 	"github.com/drowse-vm/drowse/sandbox/spec"
@@ -293,6 +294,7 @@ func (v *vm) Secrets() process.Secrets         { return v.secrets }
 func (v *vm) Stages() map[string]time.Duration { return nil }
 func (v *vm) CPU() time.Duration               { return 0 }
 func (v *vm) Confined() bool                   { return false }
+func (v *vm) Cgroup() control.Cgroup           { return control.Cgroup{} }
 func (v *vm) Disk() process.Disk               { return v.disk }
 func (v *vm) Parts() instance.Parts            { return v.parts }
 func (v *vm) Begun() time.Time                 { return v.begun }

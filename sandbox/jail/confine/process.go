@@ -202,8 +202,8 @@ func (c *Process) run() error {
 	return err
 }
 
-// limitResource sets a limit of the child by prlimit(2); 0 leaves the host's, and so does a keeper that may not: raising
-// one needs CAP_SYS_RESOURCE, and so does changing it once the child has its own user id.
+// limitResource sets a limit of the child by prlimit(2); 0 leaves the host's, and so does a keeper that may not:
+// raising one needs CAP_SYS_RESOURCE, and so does changing it once the child has its own user id.
 func (c *Process) limitResource(which int, n uint64) error {
 	if n == 0 {
 		return nil
@@ -276,7 +276,7 @@ func (c *Process) Kill() error {
 // Stats reads the counters of the child's cgroup. They stay after its end, until Close.
 func (c *Process) Stats() (Stats, error) { return c.cgroup.stats() }
 
-// SetLimits changes the limits of memory, processors, threads, block devices, and, if it is not 0, FileBytes.
+// SetLimits changes the limits of memory, processors, threads and block devices, and FileBytes if it is not 0.
 func (c *Process) SetLimits(l Limits) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
