@@ -144,7 +144,7 @@ var testsOf = map[string][]string{
 	// One test names every exported error and its answer.
 	"sandbox/api": {"guest/audit", "netpolicy/flow", "netpolicy/hostnet", "netpolicy/link", "rootfs/...", "sandbox/state/statetest", "snapshot", "vmm/..."},
 	// The tests check that it keeps what package fleet promises.
-	"sandbox/sandboxtest": {"sandbox/fleet/...", "sandbox/limits"},
+	"sandbox/sandboxtest": {"sandbox/fleet/...", "sandbox/limits", "sandbox/lifetime"},
 	"sandbox/fleet":       {"guest"},
 	// The tests compare policies with the reference model, and test their parts together.
 	"netpolicy/link":      {"netpolicy/refmodel/...", "netpolicy/hostnet", "netpolicy/resolver"},

@@ -219,6 +219,8 @@ func (c *child) serve(ctx context.Context, method string, body []byte, files []*
 		return handle(body, func(o sealOrder) (any, error) { return c.sealFrozen(ctx, in, o), nil })
 	case callGiveUp:
 		return handle(body, func(number uint64) (any, error) { c.abandon(number); return nil, nil })
+	case callRoom:
+		return handle(body, func(more int64) (any, error) { return nil, in.SetDiskRoom(more) })
 	case callFlush:
 		return nil, nil, in.Disk().Flush()
 	case callData:
@@ -333,6 +335,9 @@ func (c *child) start(ctx context.Context, o startOrder) (any, error) {
 			return s.Name, s.Offset, err == nil && s.Known
 		}
 	}
+	if p.DiskRoom = o.DiskRoom; p.DiskRoom > 0 {
+		p.QuotaReached = func() { c.post(postQuota, none{}) }
+	}
 	if o.Services {
 		p.ServiceEvent = func(e guest.ServiceEvent) { c.post(postService, e) }
 	}
@@ -432,7 +437,7 @@ func (c *child) connect(port uint32, done func(fd int, own bool, err error)) {
 
 const connectTimeout = 10 * time.Second
 
-// maxConnects leaves calls for all else while the guest opens many connections. More of them wait, and the device bounds
+// maxConnects leaves calls for all else while the guest opens many connections. More of them wait; the device bounds
 // their number.
 const maxConnects = maxCalls / 2
 

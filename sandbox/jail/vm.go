@@ -631,6 +631,9 @@ func (v *VM) SealFrozen(ctx context.Context, newTop string, l guest.HookLimits, 
 // Continue lets a captured VM run on.
 func (v *VM) Continue() error { return v.callSoon(callContinue, none{}, nil) }
 
+// SetDiskRoom is that of instance.Instance.
+func (v *VM) SetDiskRoom(more int64) error { return v.callSoon(callRoom, more, nil) }
+
 // MissedPages is that of instance.Instance.
 func (v *VM) MissedPages() (missed []uint64) {
 	if err := v.callSoon(callMissed, none{}, &missed); err != nil {
@@ -729,7 +732,7 @@ func (v *VM) order(p instance.Parts, dir string, o instance.RestoreOptions) (
 	s startOrder, names []string, files []*os.File, err error) {
 	s = startOrder{
 		Spec: p.Spec, Kernel: p.Kernel, Initramfs: p.Initramfs, SystemDisk: p.SystemDisk, Cmdline: p.Cmdline,
-		Image: p.Image, Disk: p.Disk, VM: p.VM, Secrets: p.Secrets, PageCache: p.PageCache, NoDirtyLog: p.NoDirtyLog,
+		Image: p.Image, Disk: p.Disk, VM: p.VM, DiskRoom: p.DiskRoom, Secrets: p.Secrets, PageCache: p.PageCache, NoDirtyLog: p.NoDirtyLog,
 		Symbols: p.Symbolize != nil, Services: p.ServiceEvent != nil, Fork: p.RAM != nil, Snapshot: dir, Options: o,
 	}
 	add := func(name string, f *os.File) { names, files = append(names, name), append(files, f) }
@@ -882,6 +885,11 @@ func (v *VM) serve(ctx context.Context, method string, body []byte, files []*os.
 			}
 			return nil, nil
 		})
+	case postQuota:
+		if v.parts.QuotaReached != nil {
+			v.parts.QuotaReached()
+		}
+		return nil, nil, nil
 	case postEnded:
 		return handle(body, func(e ended) (any, error) { v.machineEnded(e); return nil, nil })
 	case postCalm:

@@ -6,6 +6,7 @@ import (
 	"strings"
 
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // Sandbox limits what one sandbox may use of the host. A field of 0 is no limit. All but DiskMiB are those of the
@@ -72,4 +73,34 @@ func (l Limits) OfClass(class lifetime.Class) Sandbox {
 		return s
 	}
 	return l.DefaultSandbox
+}
+
+// DiskQuota returns the disk quota of a VM of a class in bytes; 0 is none.
+func (l Limits) DiskQuota(v spec.VM, class lifetime.Class) int64 {
+	mib := l.OfClass(class).DiskMiB
+	if mib == 0 || v.DiskQuotaMiB > 0 && v.DiskQuotaMiB < mib {
+		mib = v.DiskQuotaMiB
+	}
+	return int64(mib) << 20
+}
+
+// FitDisk gives a new VM of a class in a store a disk that fits into its disk quota, or fails with spec.ErrQuota.
+func FitDisk(dir string, v spec.VM, class lifetime.Class) (spec.VM, error) {
+	all, err := Read(dir)
+	if err != nil {
+		return v, err
+	}
+	quota := int(all.DiskQuota(v, class) >> 20)
+	if quota == v.DiskQuotaMiB {
+		return v, nil // its spec has it, and will be checked
+	}
+	sized := v
+	sized.MemoryMiB = cmp.Or(v.MemoryMiB, spec.DefaultMemoryMiB)
+	most := sized.MaxDisk(quota)
+	if v.DiskMiB > most || most < spec.MinDiskMiB {
+		return v, fmt.Errorf("%w: each sandbox of its class may make the host store %d MiB: with %d MiB of memory its disk may have %d, and it has %d at least: ask for less, or raise the limit with Limits.Write",
+			spec.ErrQuota, quota, sized.MemoryMiB, max(most, 0), max(v.DiskMiB, spec.MinDiskMiB))
+	}
+	v.DiskMiB = cmp.Or(v.DiskMiB, min(most, spec.DefaultDiskMiB))
+	return v, nil
 }

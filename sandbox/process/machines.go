@@ -52,6 +52,8 @@ type VM interface {
 	WhileRunning(context.Context) (context.Context, context.CancelFunc)
 	Explain(context.Context, error) error
 	KeepRunning() (release func())
+	// SetDiskRoom lets the disk of a VM with Parts.DiskRoom take so many bytes more of the host than now.
+	SetDiskRoom(more int64) error
 	RunHooksBefore(context.Context, guest.HookEvent, spec.HookPolicy) (Hooks, error)
 	NewIdentity(context.Context) error
 	ServeSecrets(context.Context) error
