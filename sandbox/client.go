@@ -20,6 +20,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/volume"
 	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/limits"
 	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
@@ -47,6 +48,13 @@ func (s *Host) Create(ctx context.Context, want Spec, o CreateOptions) (b *Sandb
 	defer func() { ended(control.Operation{Report: *o.Report, Err: err}) }()
 	if o.Disk != "" {
 		return s.createFromDisk(ctx, want, o)
+	}
+	class := lifetime.Workspace
+	if o.Metadata != nil {
+		class = o.Metadata.EffectiveClass()
+	}
+	if want, err = limits.FitDisk(s.State.Dir(), want, class); err != nil {
+		return nil, err
 	}
 	if want, err = s.State.Complete(want); err != nil {
 		return nil, err

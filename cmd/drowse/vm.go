@@ -124,6 +124,7 @@ this, and "drowse serve" every minute.`,
 	f.IntVar(&want.VCPUs, "vcpus", 0, fmt.Sprintf("number of CPUs, 1 to 8 (default %d)", spec.DefaultVCPUs))
 	f.IntVar(&want.MemoryMiB, "memory", 0, fmt.Sprintf("RAM in MiB, 64 to 16384 (default %d)", spec.DefaultMemoryMiB))
 	f.IntVar(&want.DiskMiB, "disk", 0, fmt.Sprintf("size of the writable disk in MiB (default %d)", spec.DefaultDiskMiB))
+	f.IntVar(&want.DiskQuotaMiB, "disk-quota", 0, "most that the VM may make the host store, in MiB: disk, snapshots, logs")
 	f.StringVar(&want.Hostname, "hostname", "", "host name in the guest (default: the VM's name)")
 	f.StringVar(&want.Network, "net", "", "network: none, or tap, behind a policy (default none)")
 	f.BoolVar(&want.IPv6, "ipv6", false, "with --net tap: IPv6 as well")
@@ -166,6 +167,7 @@ func readConfig(path string, cmd *cobra.Command, flags sandbox.Spec, args []stri
 			{"kernel", func() { want.Kernel = flags.Kernel }},
 			{"vcpus", func() { want.VCPUs = flags.VCPUs }},
 			{"memory", func() { want.MemoryMiB = flags.MemoryMiB }},
+			{"disk-quota", func() { want.DiskQuotaMiB = flags.DiskQuotaMiB }},
 			{"disk", func() { want.DiskMiB = flags.DiskMiB }},
 			{"hostname", func() { want.Hostname = flags.Hostname }},
 			{"net", func() { want.Network = flags.Network }},

@@ -71,7 +71,7 @@ var rules = []rule{
 	{"sandbox/pool", []string{"sandbox/control", "sandbox/instance", "sandbox/spec", "sandbox/state/...", "sandbox/events", "netpolicy/hostnet", "netpolicy/proxy", "rootfs/image", "guest", "internal/osfile"}},
 	{"sandbox/control", []string{"sandbox/spec", "sandbox/state/...", "sandbox/lifetime", "sandbox/events", "vmm", "vmm/kvm", "vmm/boot", "snapshot", "netpolicy", "netpolicy/link", "netpolicy/hostnet", "netpolicy/proxy", "rootfs/...", "guest"}},
 	{"sandbox/state/...", []string{"sandbox/state", "sandbox/limits", "sandbox/jail/confine", "sandbox/spec", "sandbox/instance", "sandbox/lifetime", "sandbox/events", "sandbox/hosthooks", "vmm", "vmm/guestmem", "snapshot", "snapshot/pagecache", "netpolicy", "netpolicy/link", "netpolicy/hostnet", "netpolicy/proxy", "rootfs/...", "guest", "guest/audit", "internal/osfile", "guest/report"}},
-	{"sandbox/limits", []string{"sandbox/spec", "vmm", "internal/osfile"}},
+	{"sandbox/limits", []string{"sandbox/spec", "sandbox/lifetime", "vmm", "internal/osfile"}},
 	// A hostile guest may hold the other end.
 	{"sandbox/jail/rpc", nil},
 	// Confinement knows no VMs.
@@ -144,7 +144,7 @@ var testsOf = map[string][]string{
 	// One test names every exported error and its answer.
 	"sandbox/api": {"guest/audit", "netpolicy/flow", "netpolicy/hostnet", "netpolicy/link", "rootfs/...", "sandbox/state/statetest", "snapshot", "vmm/..."},
 	// The tests check that it keeps what package fleet promises.
-	"sandbox/sandboxtest": {"sandbox/fleet/...", "sandbox/limits"},
+	"sandbox/sandboxtest": {"sandbox/fleet/...", "sandbox/limits", "sandbox/lifetime"},
 	"sandbox/fleet":       {"guest"},
 	// The tests compare policies with the reference model, and test their parts together.
 	"netpolicy/link":      {"netpolicy/refmodel/...", "netpolicy/hostnet", "netpolicy/resolver"},

@@ -206,7 +206,7 @@ func TestVM_that_cannot_be_confined_says_so_in_its_log(t *testing.T) {
 		t.Error("it is likely to be confined, it says")
 	}
 	var said bytes.Buffer
-	j, err := a.take(t.Context(), spec.VM{}, nil, slog.New(slog.NewTextHandler(&said, nil)))
+	j, err := a.take(t.Context(), spec.VM{}, confine.Limits{}, nil, slog.New(slog.NewTextHandler(&said, nil)))
 	if j != nil || err != nil || !strings.Contains(said.String(), "run as root") ||
 		!strings.Contains(said.String(), "level=WARN") {
 		t.Errorf("%v, %v, %s", j, err, &said)

@@ -163,7 +163,7 @@ func obey(ctx, terminated context.Context, s *state.Store, ord control.Order, fi
 	ahead.jail.awaitStart()
 	var machines Machines
 	if ahead.jail != nil {
-		machines = jailedMachines{ahead: ahead.jail, log: out}
+		machines = jailedMachines{ahead: ahead.jail, store: s, log: out}
 	}
 	return Serve(ctx, s, ord.Name, ServeOptions{
 		Snapshot: ord.Snapshot, NewIdentity: ord.NewIdentity, Fork: fork, Prebuilt: ahead.vm, Link: ahead.link, Log: log,

@@ -128,9 +128,9 @@ func (a *assignment) limit() error {
 	if a.User {
 		limits[unix.RLIMIT_NPROC] = userThreads
 	}
+	signal.Ignore(unix.SIGXFSZ) // so that a write beyond FileBytes, which may be set later, fails with EFBIG
 	if a.FileBytes > 0 {
 		limits[unix.RLIMIT_FSIZE] = a.FileBytes
-		signal.Ignore(unix.SIGXFSZ) // so that a write beyond it fails with EFBIG
 	}
 	for which, n := range limits {
 		if err := syscall.Setrlimit(which, &syscall.Rlimit{Cur: n, Max: n}); err != nil {

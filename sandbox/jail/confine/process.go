@@ -195,8 +195,24 @@ func (c *Process) run() error {
 	if err := c.cgroup.add(c.cmd.Process.Pid); err != nil && !errors.Is(err, unix.ESRCH) {
 		return err
 	}
+	if err := c.limitResource(unix.RLIMIT_MEMLOCK, c.limits.LockedBytes); err != nil {
+		return err
+	}
 	_, err := c.life.Write([]byte{1}) // Enter waits for it
 	return err
+}
+
+// limitResource sets a limit of the child by prlimit(2); 0 leaves the host's, and so does a keeper that may not:
+// raising one needs CAP_SYS_RESOURCE, and so does changing it once the child has its own user id.
+func (c *Process) limitResource(which int, n uint64) error {
+	if n == 0 {
+		return nil
+	}
+	err := unix.Prlimit(c.cmd.Process.Pid, which, &unix.Rlimit{Cur: n, Max: n}, nil)
+	if errors.Is(err, unix.ESRCH) || errors.Is(err, unix.EPERM) {
+		return nil
+	}
+	return os.NewSyscallError("prlimit("+strconv.Itoa(which)+")", err)
 }
 
 // enterCapabilities are what Enter needs.
@@ -260,11 +276,16 @@ func (c *Process) Kill() error {
 // Stats reads the counters of the child's cgroup. They stay after its end, until Close.
 func (c *Process) Stats() (Stats, error) { return c.cgroup.stats() }
 
-// SetLimits changes the limits of memory, processors and threads.
+// SetLimits changes the limits of memory, processors, threads and block devices, and FileBytes if it is not 0.
 func (c *Process) SetLimits(l Limits) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	l.FileBytes, l.OpenFiles = c.limits.FileBytes, c.limits.OpenFiles
+	l.OpenFiles, l.LockedBytes = c.limits.OpenFiles, c.limits.LockedBytes
+	if l.FileBytes == 0 {
+		l.FileBytes = c.limits.FileBytes
+	} else if err := c.limitResource(unix.RLIMIT_FSIZE, l.FileBytes); err != nil {
+		return fmt.Errorf("limiting a confined process: %w", err)
+	}
 	if err := c.cgroup.limit(l, c.limits); err != nil {
 		return fmt.Errorf("limiting a confined process: %w", err)
 	}
