@@ -50,11 +50,13 @@ func init() {
 // permits is what the list means, in plain Go.
 func permits(groups []group, nr uintptr, args [6]uint64) bool {
 	for _, g := range groups {
+		found := false // alternatives are in one group
 	calls:
 		for _, c := range g.calls {
 			if c.nr != nr {
 				continue
 			}
+			found = true
 			for _, k := range c.checks {
 				a := args[k.arg]
 				if k.is == nil && a > uint64(k.max) || k.is != nil && !slices.ContainsFunc(k.is, func(v value) bool { return v.n == a }) {
@@ -62,6 +64,9 @@ func permits(groups []group, nr uintptr, args [6]uint64) bool {
 				}
 			}
 			return g.errno == 0
+		}
+		if found {
+			return false
 		}
 	}
 	return false

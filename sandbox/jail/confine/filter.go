@@ -23,7 +23,8 @@ type check struct {
 	reason string // what the page says of it instead of the values
 }
 
-// A call is a system call that a child may make if all checks hold. Others with the same number are alternatives.
+// A call is a system call that a child may make if all checks hold. Others behind it with
+// the same number are alternatives.
 type call struct {
 	nr     uintptr
 	name   string
