@@ -141,6 +141,7 @@ type Server struct {
 	transport *http.Transport
 	inner     *http.Server // for connections whose TLS ends here
 	policy    atomic.Pointer[netpolicy.Policy]
+	identity  atomic.Pointer[Identity]
 	handlers  sync.WaitGroup
 	serving   sync.WaitGroup
 
@@ -174,6 +175,7 @@ func New(cfg Config) *Server {
 	}
 	s.base, s.cancel = context.WithCancel(context.Background())
 	s.policy.Store(&netpolicy.Policy{})
+	s.identity.Store(cfg.Identity)
 	s.transport = s.newTransport()
 	s.inner = s.server(s.serveEnded)
 	return s
@@ -194,6 +196,9 @@ func (s *Server) Stats() netpolicy.ProxyStats {
 		Refused: s.refused.Load(), Busy: s.busy.Load(), Cut: s.cuts.Load(),
 	}
 }
+
+// SetIdentity replaces the identity by one of the same authority.
+func (s *Server) SetIdentity(id *Identity) { s.identity.Store(id) }
 
 // SetPolicy replaces the policy, and cuts connections that the new one does not open. Call it after Link.Swap.
 func (s *Server) SetPolicy(p *netpolicy.Policy) {

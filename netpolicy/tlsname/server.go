@@ -183,7 +183,7 @@ func (s *Server) Serve(ctx context.Context, ln Listener) error {
 			return nil
 		}
 		if err != nil {
-			if passing(err) {
+			if Passing(err) {
 				// For example, the process has too many open files: new connections wait.
 				select {
 				case <-ctx.Done():
@@ -205,7 +205,8 @@ func (s *Server) Serve(ctx context.Context, ln Listener) error {
 	}
 }
 
-func passing(err error) bool {
+// Passing reports whether an error of a listener passes, so that it may go on.
+func Passing(err error) bool {
 	return errors.Is(err, unix.EMFILE) || errors.Is(err, unix.ENFILE) || errors.Is(err, unix.ENOBUFS) || errors.Is(err, unix.ENOMEM) ||
 		errors.Is(err, unix.ECONNABORTED)
 }
