@@ -77,8 +77,8 @@ func NewIdentity(key []byte, lineage string) (*Identity, error) {
 	return id, nil
 }
 
-// Delegate is what the proxy of one endpoint needs of its Identity, without the host's key, from which the identities of
-// all endpoints derive.
+// Delegate is what the proxy of one endpoint needs of its Identity, without the host's key, from which the
+// identities of all endpoints derive.
 type Delegate struct {
 	Signer       []byte            `json:"signer"` // the authority's private key
 	Root         []byte            `json:"root"`   // its certificate, as DER

@@ -40,10 +40,12 @@ const (
 )
 
 // keeper is the half of a network that has rights: it accepts, connects, asks name servers and pins addresses. It reads
-// nothing of what a guest says, but has it read by the network process, which it starts when the first packet comes that
-// needs it. That process may be in the hands of the guest: each of its calls is judged by the policy in force.
+// nothing of what a guest says, but has it read by the network process, which it starts when the first packet comes
+// that needs it. That process may be in the hands of the guest: each of its calls is judged by the policy in force.
 type keeper struct {
 	n *Network
+	// dial is tlsname.Dial, except in tests.
+	dial func(context.Context, netip.AddrPort) (*net.TCPConn, error)
 
 	mu      sync.Mutex // guards what follows; held while a process starts
 	running *running   // nil if there is none
@@ -85,7 +87,7 @@ type checked struct {
 }
 
 func newKeeper(n *Network) *keeper {
-	return &keeper{n: n, flows: map[uint64]*checked{}, awaited: map[string]bool{}}
+	return &keeper{n: n, dial: tlsname.Dial, flows: map[uint64]*checked{}, awaited: map[string]bool{}}
 }
 
 var errNone = errors.New("the VM's network process is not there")
@@ -456,7 +458,7 @@ func (k *keeper) serve(ctx context.Context, method string, body []byte, files []
 				return nil, errRefused
 			}
 			k.n.flows.Named(f, a.Name)
-			c, err = tlsname.Dial(ctx, f.Peer)
+			c, err = k.dial(ctx, f.Peer)
 			return nil, err
 		})
 		return handOver(c, err)
@@ -475,7 +477,7 @@ func (k *keeper) serve(ctx context.Context, method string, body []byte, files []
 			if !k.dialled.take(limit.PerSecond, cmp.Or(limit.Burst, max(limit.PerSecond/10, 32))) {
 				return nil, errBusy
 			}
-			c, err = tlsname.Dial(ctx, a.Peer)
+			c, err = k.dial(ctx, a.Peer)
 			return nil, err
 		})
 		return handOver(c, err)

@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"net/netip"
 	"os"
@@ -171,7 +172,7 @@ func (w *worker) prepare(o prepareOrder) (err error) {
 		func() error { return w.tls.Serve(w.ctx, tls) },
 	} {
 		w.wg.Go(func() {
-			if err := serve(); err != nil {
+			if err := serve(); err != nil && !errors.Is(err, io.EOF) { // which is the keeper's end
 				fmt.Fprintln(os.Stderr, "the network process:", err)
 			}
 		})
@@ -435,7 +436,7 @@ func (a *arrivals) Close() error {
 // Addr implements net.Listener.
 func (a *arrivals) Addr() net.Addr { return &net.TCPAddr{} }
 
-// queries are the datagrams of a socket that the keeper has. On the way, the guest's address and port are ahead of each.
+// queries are the datagrams of a socket that the keeper has. On the way, each has the guest's address and port ahead.
 type queries struct{ f *os.File }
 
 // queryHeader is an IPv4 address and a port.

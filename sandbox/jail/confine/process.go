@@ -33,7 +33,7 @@ type Profile struct {
 	Limits Limits
 	// Shares allows directories among Files, below which the child may open, make and remove files.
 	Shares bool
-	// Network makes it the network process of a VM: it has TCP connections, each passed by the keeper, in place of a guest.
+	// Network makes it the network process of a VM, which has TCP connections, each passed by the keeper, and no guest.
 	Network bool
 	// LogOnly has the kernel log what Lock would refuse, and do it. It is for finding what a child needs.
 	LogOnly bool
