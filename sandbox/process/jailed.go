@@ -285,7 +285,7 @@ func (m jailedMachines) Network(c network.Config) (Network, error) {
 			return proc, nil
 		}
 		lacks, err := unconfinable(err, confine.Probe(), jailRequired())
-		if err == nil {
+		if err == nil && c.Log != nil {
 			c.Log.Warn("the parsers of this VM's network are not confined", "lacking", lacks, "remedy", "see `drowse doctor`")
 		}
 		return nil, err
