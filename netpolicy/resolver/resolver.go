@@ -27,9 +27,10 @@ const (
 	MaxPin = 24 * time.Hour
 	// DefaultRate is how many queries a second a policy allows that does not say.
 	DefaultRate = 50
+	// MaxAddresses is how many of an answer the guest gets.
+	MaxAddresses = 16
 
 	maxChain       = 8    // CNAMEs
-	maxAddresses   = 16   // of an answer
 	maxLabels      = 16   // of a name
 	maxAtOnce      = 64   // queries
 	maxConnections = 16   // over TCP
@@ -204,7 +205,7 @@ func (r *Resolver) hand(q *dns.Msg, name string, qtype uint16, in *dns.Msg, spec
 			r.rebound.Add(1)
 			continue
 		}
-		if left == maxAddresses {
+		if left == MaxAddresses {
 			continue
 		}
 		left++

@@ -55,7 +55,8 @@ type keeper struct {
 
 	current atomic.Pointer[inForce]
 	// asked and dialled bound what the process has the keeper do, in its own limits.
-	asked, dialled bucket
+	asked, pinned, dialled bucket
+	failed                 atomic.Uint64 // checked connections that were not passed
 
 	flowsMu sync.Mutex // guards what follows
 	flows   map[uint64]*checked
@@ -231,6 +232,7 @@ func (k *keeper) setPolicy(p *inForce) {
 
 // stats returns the counts of the process; zeros if there is none.
 func (k *keeper) stats() (c counts) {
+	defer func() { c.TLS.Failed += k.failed.Load() }()
 	k.mu.Lock()
 	r := k.running
 	k.mu.Unlock()
@@ -320,6 +322,9 @@ func (k *keeper) accept(ctx context.Context, ln *net.TCPListener, kind string) e
 			return fmt.Errorf("accepting connections of the guest: %w", err)
 		}
 		if err := k.pass(ctx, c, kind); err != nil {
+			if kind == arrivesTLS {
+				k.failed.Add(1)
+			}
 			reset(c)
 		}
 	}
@@ -421,7 +426,7 @@ func (k *keeper) serve(ctx context.Context, method string, body []byte, files []
 				return nil, errRefused
 			}
 			// A query asks each server at most twice.
-			per := uint64(cmp.Or(p.DNS.QueriesPerSecond, resolver.DefaultRate)) * uint64(2*len(p.DNS.Upstreams))
+			per := queriesOf(p) * uint64(2*len(p.DNS.Upstreams))
 			if !k.asked.take(per, 2*per) {
 				return nil, errBusy
 			}
@@ -431,6 +436,9 @@ func (k *keeper) serve(ctx context.Context, method string, body []byte, files []
 		return handle(body, func(a pin) (any, error) {
 			if !asks(p, a.Name) || !a.Address.IsValid() || !now.spec.Public(a.Address.Unmap()) {
 				return nil, errRefused
+			}
+			if per := queriesOf(p) * resolver.MaxAddresses; !k.pinned.take(per, 2*per) {
+				return nil, errBusy
 			}
 			return nil, k.n.link.Pin(a.Name, a.Address, min(max(a.TTL, resolver.MinPin), resolver.MaxPin))
 		})
@@ -499,6 +507,11 @@ func (k *keeper) serve(ctx context.Context, method string, body []byte, files []
 // asks reports whether a policy resolves a name.
 func asks(p *netpolicy.Policy, name string) bool {
 	return p.DNS != nil && len(name) <= 253 && p.HasName(name)
+}
+
+// queriesOf returns how many queries a second a policy with a resolver allows.
+func queriesOf(p *netpolicy.Policy) uint64 {
+	return uint64(cmp.Or(p.DNS.QueriesPerSecond, resolver.DefaultRate))
 }
 
 func (k *keeper) opens(p *netpolicy.Policy, a opening) (rule string, ok bool) {
@@ -575,11 +588,12 @@ func (k *keeper) tellProxied(p *netpolicy.Policy, e proxy.Event) error {
 		err != nil || !known || e.Status < 0 || e.Status > 999 {
 		return errRefused
 	}
-	if !slices.ContainsFunc(p.Rules, func(r netpolicy.Rule) bool { return r.Name == e.Rule }) {
-		e.Rule = "" // unnamed, or of a policy before
-		if e.Peer.IsValid() {
-			e.Rule, _ = k.n.link.Opens(e.Peer, "")
+	if e.Rule = ""; e.Peer.IsValid() {
+		rule, ok := k.n.link.Opens(e.Peer, "")
+		if !ok && netpolicy.ValidName(e.Host) {
+			rule, _ = k.n.link.Opens(e.Peer, e.Host)
 		}
+		e.Rule = rule
 	}
 	k.flowsMu.Lock()
 	suppressed, ok := k.proxied.Take()
