@@ -62,7 +62,7 @@ var rules = []rule{
 	// A single VM in this process.
 	{"sandbox/instance", []string{"sandbox/spec", "vmm/...", "devices/...", "snapshot", "snapshot/freepages", "snapshot/pagecache", "snapshot/pager", "netpolicy", "rootfs/...", "guest", "internal/osfile"}},
 	// The host's end of its link. It knows no VM: the two meet in the TAP device.
-	{"sandbox/network", []string{"sandbox/spec", "devices/net", "devices/net/tap", "netpolicy", "netpolicy/link", "netpolicy/flow", "netpolicy/resolver", "netpolicy/tlsname", "netpolicy/proxy", "netpolicy/hostnet"}},
+	{"sandbox/network", []string{"sandbox/spec", "sandbox/jail/confine", "sandbox/jail/rpc", "devices/net", "devices/net/tap", "netpolicy", "netpolicy/link", "netpolicy/flow", "netpolicy/resolver", "netpolicy/tlsname", "netpolicy/proxy", "netpolicy/hostnet"}},
 	// VMs in memory, which replace the VM below the process.
 	{"sandbox/sandboxtest", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/spec", "sandbox/process", "sandbox/instance", "sandbox/network", "vmm", "devices/net", "devices/secrets", "devices/vsock", "snapshot", "snapshot/pager", "netpolicy", "rootfs/disk", "rootfs/image", "rootfs/image/fstree", "rootfs/kernel", "guest", "guest/agentpb", "guest/fakeguest"}},
 	// The process of a VM, its launcher, and the protocol between the two.

@@ -21,6 +21,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/jail"
 	"github.com/drowse-vm/drowse/sandbox/jail/confine"
 	"github.com/drowse-vm/drowse/sandbox/limits"
+	"github.com/drowse-vm/drowse/sandbox/network"
 	"github.com/drowse-vm/drowse/sandbox/procstat"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
@@ -331,6 +332,36 @@ func (m jailedMachines) Start(ctx context.Context, p instance.Parts, snapshot st
 	}
 	v.CloseToo(socket)
 	return jailedVM{v}, nil
+}
+
+// networkMemory and networkThreads bound the network process: buffers of all its connections, and Go's own.
+const (
+	networkMemory  = 128 << 20
+	networkThreads = 128
+)
+
+// Network makes a network whose network process is confined, unless this host cannot confine.
+func (m jailedMachines) Network(c network.Config) (Network, error) {
+	c.Start = func(ctx context.Context, files []*os.File) (network.Process, error) {
+		p := confine.Profile{
+			Program: append(append([]string{"/proc/self/exe"}, m.ahead.config.Program...), network.Argument), Files: files,
+			Output: m.ahead.output.w, Network: true, Limits: confine.Limits{MemoryBytes: networkMemory, Pids: networkThreads},
+		}
+		proc, err := confine.Start(ctx, p)
+		if errors.Is(err, confine.ErrNoCgroup) {
+			p.Limits = confine.Limits{} // take has said so
+			proc, err = confine.Start(ctx, p)
+		}
+		if err == nil {
+			return proc, nil
+		}
+		lacks, err := unconfinable(err, confine.Probe(), jailRequired())
+		if err == nil && c.Log != nil {
+			c.Log.Warn("the parsers of this VM's network are not confined", "lacking", lacks, "remedy", "see `drowse doctor`")
+		}
+		return nil, err
+	}
+	return m.kvmMachines.Network(c)
 }
 
 func listenerFile(l interface{}) (*os.File, error) {

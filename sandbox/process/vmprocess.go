@@ -80,8 +80,11 @@ type ProcessOptions struct {
 // ServeProcessWith is ServeProcess with options. All processes of the program must use the same ones, because a
 // process that stands by may become that of any VM.
 func ServeProcessWith(ctx context.Context, args []string, o ProcessOptions) (err error) {
-	if len(args) == 1 && args[0] == jail.Argument {
+	switch {
+	case len(args) == 1 && args[0] == jail.Argument:
 		return jail.Main()
+	case len(args) == 1 && args[0] == network.Argument:
+		return network.Main()
 	}
 	terminated, stop := signal.NotifyContext(context.Background(), unix.SIGTERM)
 	defer stop()

@@ -32,6 +32,7 @@ type assignment struct {
 	Life      int    `json:"life"` // the read end of a pipe of which the keeper has the other
 	Files     int    `json:"files"`
 	Shares    bool   `json:"shares,omitempty"`
+	Network   bool   `json:"network,omitempty"`
 	LogOnly   bool   `json:"log_only,omitempty"`
 	FileBytes uint64 `json:"file_bytes,omitempty"`
 	OpenFiles uint64 `json:"open_files,omitempty"`
@@ -66,7 +67,7 @@ func Enter() (LockOptions, error) {
 	if err != nil {
 		return LockOptions{}, fmt.Errorf("confining this process: %w", err)
 	}
-	return LockOptions{Shares: a.Shares, LogOnly: a.LogOnly}, nil
+	return LockOptions{Shares: a.Shares, Network: a.Network, LogOnly: a.LogOnly}, nil
 }
 
 func enter() (a assignment, err error) {

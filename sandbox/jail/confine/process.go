@@ -33,6 +33,8 @@ type Profile struct {
 	Limits Limits
 	// Shares allows directories among Files, below which the child may open, make and remove files.
 	Shares bool
+	// Network makes it the network process of a VM, which has TCP connections, each passed by the keeper, and no guest.
+	Network bool
 	// LogOnly has the kernel log what Lock would refuse, and do it. It is for finding what a child needs.
 	LogOnly bool
 }
@@ -77,6 +79,8 @@ func Start(ctx context.Context, p Profile) (_ *Process, err error) {
 	switch {
 	case len(p.Program) == 0:
 		return nil, errors.New("the profile has no program")
+	case p.Shares && p.Network:
+		return nil, errors.New("a network process has no shares")
 	case p.Shares && os.Geteuid() != 0:
 		return nil, ErrUserShares
 	}
@@ -104,7 +108,7 @@ func Start(ctx context.Context, p Profile) (_ *Process, err error) {
 	defer read.Close()
 	c.life = write
 	a, err := json.Marshal(assignment{ID: c.uid, User: c.id == nil, Life: firstFile + len(p.Files), Files: len(p.Files),
-		Shares: p.Shares, LogOnly: p.LogOnly,
+		Shares: p.Shares, Network: p.Network, LogOnly: p.LogOnly,
 		FileBytes: p.Limits.FileBytes, OpenFiles: p.Limits.OpenFiles})
 	if err != nil {
 		return nil, err
