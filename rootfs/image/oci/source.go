@@ -26,7 +26,8 @@ type Source struct {
 	io.Closer
 }
 
-// OpenRegistry opens an image of a registry. For images of docker.io it asks docker's mirrors first. pause waits between attempts of a request; nil uses the clock.
+// OpenRegistry opens an image of a registry. For images of docker.io it asks docker's mirrors first. pause waits
+// between attempts of a request; nil uses the clock.
 func OpenRegistry(ctx context.Context, ref string, plainHTTP bool, want Platform, pause func(context.Context, time.Duration) error) (*Source, error) {
 	for _, m := range mirrors(ref) {
 		// A mirror that fails, for whatever reason, is as good as none: the registry itself has the last word.
