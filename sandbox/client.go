@@ -751,7 +751,7 @@ func (b *Sandbox) Stop(ctx context.Context) error {
 		err = c.Shutdown(ctx, guest.Shutdown{})
 		c.Close()
 		if err != nil {
-			return fmt.Errorf("shutting down VM %s: %w: stop it with --kill", b.name, err)
+			return fmt.Errorf("shutting down VM %s: %w: end it by Sandbox(%q).Kill", b.name, err, b.name)
 		}
 		return nil
 	})

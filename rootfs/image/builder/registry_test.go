@@ -142,7 +142,7 @@ func TestRegistry_image_is_that_of_its_layout(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if img.ID != want.ID || img.Manifest != digest || !slices.Equal(img.Tags, []string{"me/app:v1"}) {
+	if img.ID != want.ID || img.Manifest != digest || !slices.Equal(img.Tags, []string{h.host() + "/me/app:v1"}) {
 		t.Errorf("got %s %s %v, want %s %s", img.ID, img.Manifest, img.Tags, want.ID, digest)
 	}
 	if wantStages := []string{image.StageResolve, image.StageDownload, image.StageRead, image.StageWrite, image.StageHash, image.StagePublish}; !slices.Equal(stages, wantStages) {
