@@ -56,7 +56,7 @@ var rules = []rule{
 	{"sandbox/api/web", nil},
 	{"sandbox/api", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/spec", "sandbox/fleet/...", "sandbox/records", "sandbox/lifetime", "sandbox/events", "netpolicy", "rootfs/image", "guest", "internal/osfile", "guest/report"}},
 	// What carries connections from outside knows sandboxes, and no VM.
-	{"sandbox/gateway", []string{"sandbox", "sandbox/state", "sandbox/spec", "sandbox/events", "sandbox/fleet", "guest"}},
+	{"sandbox/gateway", []string{"sandbox", "sandbox/state", "sandbox/spec", "sandbox/events", "sandbox/fleet", "guest", "guest/agentpb"}},
 	{"sandbox/lifetime", nil},
 	{"sandbox/build", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/spec", "rootfs/image/...", "guest", "internal/osfile"}},
 	// The description of a VM, also for clients on other systems.

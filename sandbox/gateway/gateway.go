@@ -38,7 +38,7 @@ type Options struct {
 // Limits bound what a Gateway holds. A WebSocket or a raw connection counts as a request until it ends.
 type Limits struct {
 	// Requests bounds the requests of all sandboxes, and RequestsOf those of one. Further ones are refused with
-	// ErrBusy. The agent of a guest serves 768 connections.
+	// ErrBusy. The agent of a guest serves 768 connections, of which some are pooled.
 	Requests, RequestsOf int
 	// Waiting bounds the requests that wait for sandboxes to wake, and WaitingOf those for one sandbox. The body of
 	// a waiting request stays with its client, except for what the buffers of its connection take.
@@ -51,7 +51,7 @@ type Limits struct {
 }
 
 // DefaultLimits are those that are zero in Options.
-var DefaultLimits = Limits{Requests: 16384, RequestsOf: 1024, Waiting: 1024, WaitingOf: 128, WakeTime: time.Minute, Linger: 250 * time.Millisecond}
+var DefaultLimits = Limits{Requests: 16384, RequestsOf: 700, Waiting: 1024, WaitingOf: 128, WakeTime: time.Minute, Linger: 250 * time.Millisecond}
 
 // maxResponseHeader bounds the header of an answer of a guest's server with all interim responses, in bytes.
 const maxResponseHeader = 64 << 10
@@ -79,8 +79,25 @@ type Gateway struct {
 	requestsOf, waitingOf map[string]int // by id
 	waiting               int
 	closed                bool
+	refused               uint64
 	said                  time.Time // when an error was last logged
 	all                   sync.WaitGroup
+}
+
+// Stats are a Gateway's counters.
+type Stats struct {
+	// Open and Waiting are the requests that are open now, and of them, those that wait for sandboxes to wake.
+	// Sessions are the sandboxes that are held for requests, or have idle streams.
+	Open, Waiting, Sessions int
+	// Refused is how many requests never reached a guest's server.
+	Refused uint64
+}
+
+// Stats returns the counters.
+func (g *Gateway) Stats() Stats {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return Stats{Open: g.requests, Waiting: g.waiting, Sessions: len(g.live), Refused: g.refused}
 }
 
 // ErrBusy means that a limit is reached, or that the host has no room to wake a sandbox.
@@ -264,8 +281,11 @@ func (g *Gateway) refuse(w http.ResponseWriter, r *http.Request, f *Refusal) {
 // logEvery is how often an error of the host is logged: strangers must not be able to fill the log.
 const logEvery = time.Second
 
-// report logs a refusal that the host must know of.
+// report counts a refusal, and logs one that the host must know of.
 func (g *Gateway) report(f *Refusal) {
+	g.mu.Lock()
+	g.refused++
+	g.mu.Unlock()
 	if f.Status < http.StatusInternalServerError || errors.Is(f.Err, context.Canceled) ||
 		errors.Is(f.Err, sandbox.ErrNotFound) || errors.Is(f.Err, ErrClosedPort) || errors.Is(f.Err, ErrAsleep) {
 		return

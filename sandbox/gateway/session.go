@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/guest/agentpb"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/events"
 )
@@ -265,6 +266,9 @@ func (s *session) connect(ctx context.Context, port uint16) (*conn, error) {
 		} else {
 			return nil, fmt.Errorf("%w: %w", ErrClosedPort, err)
 		}
+	}
+	if refused, ok := errors.AsType[*guest.ForwardError](err); ok && refused.Code == agentpb.CodeLimit {
+		err = fmt.Errorf("%w: %w", ErrBusy, err)
 	}
 	if err != nil {
 		return nil, err
