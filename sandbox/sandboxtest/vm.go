@@ -134,6 +134,11 @@ func (v *vm) start(ctx context.Context, dir string, o instance.RestoreOptions) (
 	}
 	v.guest = fakeguest.New(files)
 	v.guest.Commands, v.guest.Changed = v.vms.Commands, v.writeDisk
+	if dial := v.vms.Dial; dial != nil {
+		v.guest.Dial = func(ctx context.Context, network, address string) (net.Conn, error) {
+			return dial(ctx, v.parts.Spec.Name, network, address)
+		}
+	}
 	v.guest.Shutdown = func(reboot bool) {
 		x := vmm.Exit{Reason: vmm.PoweredOff, VCPU: -1}
 		if reboot {
@@ -155,7 +160,7 @@ func (v *vm) start(ctx context.Context, dir string, o instance.RestoreOptions) (
 	if err != nil {
 		return fmt.Errorf("opening the guest's socket: %w", err)
 	}
-	v.ports = fakeguest.Listen(l, agentpb.AgentPort)
+	v.ports = fakeguest.Listen(l, agentpb.AgentPort, agentpb.ForwardPort)
 	go func() { _ = v.guest.Serve(v.ports) }() // ends with the ports
 	v.ready = time.Since(v.begun)
 	return ctx.Err()
