@@ -160,7 +160,7 @@ func (a *app) root() *cobra.Command {
 		a.portForwardCommand(), a.sshCommand(), a.sshConfigCommand(), a.sshProxyCommand(), a.psCommand(), a.lsCommand(), a.topCommand(), a.historyCommand(), a.eventsCommand(), a.inspectCommand(), a.logsCommand(), a.auditCommand(), a.statsCommand(),
 		a.startCommand(), a.stopCommand(), a.sleepCommand(), a.wakeCommand(), a.promoteCommand(), a.renameCommand(), a.updateCommand(), a.rmCommand(),
 		a.snapshotCommand(), a.restoreCommand(), a.forkCommand(), a.pruneCommand(), a.volumeCommand(),
-		a.limitsCommand(), a.policyCommand(), a.netCommand(), a.secretCommand(), a.serviceCommand(), a.serveCommand(), a.tokenCommand(), a.benchCommand(), a.demoCommand(),
+		a.limitsCommand(), a.policyCommand(), a.netCommand(), a.secretCommand(), a.serviceCommand(), a.serveCommand(), a.tokenCommand(), a.gatewayCommand(), a.benchCommand(), a.demoCommand(),
 	)
 	usageArgs(root)
 	return root
