@@ -160,6 +160,9 @@ func TestGateway_many_WebSockets(t *testing.T) {
 		c.Close()
 	}
 	until(t, "all have left", func() bool { return w.gate.Stats().Open == 0 && w.gate.Stats().Sessions == 0 })
+	for i := range boxes {
+		w.sleep(fmt.Sprintf("ws%d", i)) // as at the beginning
+	}
 	until(t, "descriptors are closed", func() bool { return fds() <= files+20 })
 }
 
