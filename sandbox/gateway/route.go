@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"regexp"
 	"strconv"
 	"strings"
 
@@ -45,6 +46,11 @@ type Names struct {
 	// Domain is a domain name in lower case, such as "sandboxes.example.com".
 	Domain string
 }
+
+var domainRE = regexp.MustCompile(`^([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?\.)*[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$`)
+
+// ValidDomain reports whether a domain can be that of Names: host names below it must have 253 bytes at most.
+func ValidDomain(domain string) bool { return len(domain) <= 200 && domainRE.MatchString(domain) }
 
 // Resolve implements Resolver.
 func (n Names) Resolve(r *http.Request) (Route, error) {

@@ -55,6 +55,9 @@ func TestMain(m *testing.M) {
 
 func confinable(t *testing.T) {
 	t.Helper()
+	if _, err := os.Stat("/dev/kvm"); err != nil {
+		t.Skipf("a confined process of a VM has it open: %v", err)
+	}
 	if missing := confine.Probe().Missing(true); len(missing) > 0 {
 		t.Skipf("this needs %s: %s", missing[0].Name, missing[0].Detail)
 	}

@@ -229,7 +229,7 @@ func TestPruneBlobs_removes_what_no_image_names(t *testing.T) {
 	if f, err := oci.PruneBlobs(s); err != nil || len(f.Names) != 0 || blobs() != 4 {
 		t.Errorf("with both images: %+v (%v)", f, err)
 	}
-	if _, err := s.Remove(t.Context(), "b", nil); err != nil {
+	if _, err := s.Remove(t.Context(), h.host()+"/b", nil); err != nil {
 		t.Fatal(err)
 	}
 	busy, err := s.Lock(t.Context(), "blobs", osfile.Shared)
