@@ -37,6 +37,8 @@ type Cmd struct {
 	Detach      bool
 	ID          string
 	OutputLimit int
+	// NoStdin gives a detached process without a Pty an empty stdin. Otherwise its stdin is open until a session ends it.
+	NoStdin bool
 	// Login runs the user's login shell: as one that reads its profile if Argv is empty, else with -c and the single
 	// element of Argv. Without Dir the shell starts in the user's home directory, if that exists.
 	Login bool
@@ -165,7 +167,7 @@ func (c *Client) Start(ctx context.Context, cmd Cmd) (*Session, error) {
 		Argv: cmd.Argv, Env: cmd.Env, ReplaceEnv: cmd.ReplaceEnv, Cwd: cmd.Dir, User: cmd.User,
 		TimeoutNanos: int64(cmd.Timeout), Detach: cmd.Detach, Id: cmd.ID,
 		OutputLimit: uint32(min(max(cmd.OutputLimit, 0), agentpb.MaxOutputLimit)),
-		NoStdin:     cmd.Stdin == nil && cmd.Pty == nil && !cmd.Detach,
+		NoStdin:     cmd.Stdin == nil && cmd.Pty == nil && (!cmd.Detach || cmd.NoStdin),
 		Login:       cmd.Login, Subsystem: cmd.Subsystem, Changes: cmd.Changes,
 	}
 	if cmd.Pty != nil {

@@ -21,6 +21,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/volume"
 	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/limits"
 	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
@@ -34,15 +35,15 @@ type CreateOptions struct {
 	Metadata *spec.Metadata
 	// Disk is the id, or the start of the id, of a snapshot from whose disk the sandbox boots; empty is a new disk.
 	Disk string
-	// NoTemplate boots the sandbox, whether there is a template for it or not.
-	NoTemplate bool
+	// Template starts the sandbox from a template if there is one for it. Otherwise it boots, and asks for the template.
+	Template bool
 	// Report, if not nil, gets the report of the start.
 	Report *control.Report
 }
 
-// Create makes a sandbox: from a template (MakeTemplate), or it boots. Inspect and the event of its creation say which,
-// and the sandbox is the same. A boot only asks for the template: MakeTemplates makes it, and drowse serve calls that.
-// Create returns when the agent in the guest answers. If the VM does not come up,
+// Create makes a sandbox. It boots, or starts from a template (MakeTemplate) if o says so. Inspect and the event of its
+// creation say which, and the sandbox is the same. MakeTemplates makes what has been asked for, and drowse serve calls
+// that. Create returns when the agent in the guest answers. If the VM does not come up,
 // Create removes it, and the error has its logs. If the name is taken, it returns ErrExists.
 func (s *Host) Create(ctx context.Context, want Spec, o CreateOptions) (b *Sandbox, err error) {
 	if o.Report == nil {
@@ -52,6 +53,13 @@ func (s *Host) Create(ctx context.Context, want Spec, o CreateOptions) (b *Sandb
 	defer func() { ended(control.Operation{Report: *o.Report, Err: err}) }()
 	if o.Disk != "" {
 		return s.createFromDisk(ctx, want, o)
+	}
+	class := lifetime.Workspace
+	if o.Metadata != nil {
+		class = o.Metadata.EffectiveClass()
+	}
+	if want, err = limits.FitDisk(s.State.Dir(), want, class); err != nil {
+		return nil, err
 	}
 	if want, err = s.State.Complete(want); err != nil {
 		return nil, err
@@ -753,7 +761,7 @@ func (b *Sandbox) Stop(ctx context.Context) error {
 		err = c.Shutdown(ctx, guest.Shutdown{})
 		c.Close()
 		if err != nil {
-			return fmt.Errorf("shutting down VM %s: %w: stop it with --kill", b.name, err)
+			return fmt.Errorf("shutting down VM %s: %w: end it by Sandbox(%q).Kill", b.name, err, b.name)
 		}
 		return nil
 	})

@@ -788,7 +788,7 @@ func TestCreate_from_a_template_gives_each_guest_its_own_identity(t *testing.T) 
 		if name == "one" {
 			services = append(services, given)
 		}
-		id, took := create(name, sandbox.CreateOptions{}, services...)
+		id, took := create(name, sandbox.CreateOptions{Template: true}, services...)
 		t.Logf("to the end of the first command: %v by a boot, %v from the template: %.2f of it", booted, took, took.Seconds()/booted.Seconds())
 		r, err := e.Store.State.Get(name)
 		if err != nil || r.Template == "" {

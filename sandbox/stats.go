@@ -11,6 +11,7 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox/control"
+	"github.com/drowse-vm/drowse/sandbox/limits"
 	"github.com/drowse-vm/drowse/sandbox/procstat"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
@@ -36,6 +37,14 @@ func (b *Sandbox) Stats(ctx context.Context) (Stats, error) {
 	}
 	out.Host.Faults, out.Host.MiBTouched, out.Host.Hung = info.Faults, info.MiBTouched, info.Hung
 	out.Host.Confined = info.Confined
+	out.Host.CPUThrottledMs, out.Host.DiskRead, out.Host.DiskWritten = info.Cgroup.ThrottledMs, info.Cgroup.Read, info.Cgroup.Written
+	if r, err := s.State.Load(name); err == nil {
+		// A figure that is missing does not keep the others back.
+		all, _ := limits.Read(s.State.Dir())
+		m, _ := s.State.Metadata(name)
+		used, _ := s.State.DiskUse(ctx, r)
+		out.Host.DiskQuota, out.Host.DiskUsed = all.DiskQuota(r.Spec, m.EffectiveClass()), used.Bytes
+	}
 	if info.Hung {
 		out.Problem = "the guest hangs: " + info.Problem
 		return out, nil

@@ -22,8 +22,8 @@ import (
 
 // launchCreated starts a new VM from the template of its key. Without a usable one it boots, and wants one.
 func (s *Host) launchCreated(ctx context.Context, r *state.Record, o CreateOptions) (*Sandbox, error) {
-	if o.NoTemplate {
-		r.Booted = "no template was to be used"
+	if !o.Template {
+		r.Booted = "no template was asked for"
 		return s.launchNew(ctx, r, "", nil, o.Report)
 	}
 	if r.Booted = template.Unsuited(r.Spec); r.Booted != "" {
@@ -210,7 +210,7 @@ func (s *Host) makeTemplate(ctx context.Context, e template.Entry) (_ template.E
 	}
 	want := e.Spec
 	want.Name = templateVM + e.Key[:8]
-	o := CreateOptions{NoTemplate: true, Metadata: &spec.Metadata{Owner: spec.TemplateOwner, Purpose: "boots for template " + e.Key[:12]}}
+	o := CreateOptions{Metadata: &spec.Metadata{Owner: spec.TemplateOwner, Purpose: "boots for template " + e.Key[:12]}}
 	b, err := s.Create(ctx, want, o)
 	if err != nil {
 		return e, err

@@ -57,9 +57,9 @@ func TestRun_with_bad_input_is_one_line_and_leaves_nothing(t *testing.T) {
 		want int
 		says string
 	}{
-		{"missing kernel", []string{"--kernel", filepath.Join(status, "none")}, exitFailed, "no such file"},
-		{"kernel that is no ELF file", []string{"--kernel", file("kernel", "#!/bin/sh\n")}, exitFailed, "vmlinux"},
-		{"kernel that is cut off", []string{"--kernel", file("vmlinux", string(kernel[:len(kernel)/2]))}, exitFailed, "vmlinux"},
+		{"missing kernel", []string{"--kernel", filepath.Join(status, "none")}, exitExec, "no such file"},
+		{"kernel that is no ELF file", []string{"--kernel", file("kernel", "#!/bin/sh\n")}, exitExec, "vmlinux"},
+		{"kernel that is cut off", []string{"--kernel", file("vmlinux", string(kernel[:len(kernel)/2]))}, exitExec, "vmlinux"},
 		{"unknown field in the config", []string{"--config", file("vm.json", `{"name":"x","cpus":2}`)}, exitUsage, `"cpus"`},
 		{"config that is no JSON", []string{"--config", file("vm.json", `name: x`)}, exitUsage, "config"},
 		{"more memory than a VM can have", []string{"--memory", "16385"}, exitUsage, "64 to 16384"},
@@ -69,7 +69,7 @@ func TestRun_with_bad_input_is_one_line_and_leaves_nothing(t *testing.T) {
 		{"a tag that is none", []string{"--net", "tap", "--config", file("tags.json", `{"tags":["db"]}`), "--tag", "a b"}, exitUsage, "a b"},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
-			code, stdout, stderr := drowse(t, status, append([]string{"run", guesttest.ImageTag}, tt.args...)...)
+			code, stdout, stderr := drowse(t, status, slices.Concat([]string{"run", "-d"}, tt.args, []string{guesttest.ImageTag})...)
 			if code != tt.want || stdout != "" {
 				t.Errorf("exit status %d, want %d; stdout %q", code, tt.want, stdout)
 			}
@@ -106,9 +106,9 @@ func TestRun_with_bad_input_is_one_line_and_leaves_nothing(t *testing.T) {
 		if err := os.Truncate(path, fi.Size()-4096); err != nil {
 			t.Fatal(err)
 		}
-		code, stdout, stderr := drowse(t, own, "run", guesttest.ImageTag)
-		if code != exitFailed || stdout != "" {
-			t.Errorf("exit status %d, want %d; stdout %q", code, exitFailed, stdout)
+		code, stdout, stderr := drowse(t, own, "run", "-d", guesttest.ImageTag)
+		if code != exitExec || stdout != "" {
+			t.Errorf("exit status %d, want %d; stdout %q", code, exitExec, stdout)
 		}
 		oneLine(t, stderr, "remove it and build it again")
 		leavesNothing(t, own)
@@ -124,9 +124,9 @@ func TestRun_with_bad_input_is_one_line_and_leaves_nothing(t *testing.T) {
 		if err := os.WriteFile(path, []byte(record), 0o600); err != nil {
 			t.Fatal(err)
 		}
-		code, stdout, stderr := drowse(t, status, "run", guesttest.ImageTag, "--name", "taken")
-		if code != exitFailed || stdout != "" {
-			t.Errorf("exit status %d, want %d; stdout %q", code, exitFailed, stdout)
+		code, stdout, stderr := drowse(t, status, "run", "-d", "--name", "taken", guesttest.ImageTag)
+		if code != exitExec || stdout != "" {
+			t.Errorf("exit status %d, want %d; stdout %q", code, exitExec, stdout)
 		}
 		oneLine(t, stderr, "drowse rm taken")
 		if r, err := e.Store.State.Get("taken"); err != nil || r.Phase != state.Stopped {
@@ -172,7 +172,7 @@ func evalSymlinks(t *testing.T, path string) string {
 func TestAttack_misspelt_state_directory_is_made_and_nothing_said(t *testing.T) {
 	for _, args := range []string{
 		"ps", "ls", "top --once", "history a", "events", "inspect a", "logs a", "audit a", "stats a", "diff a", "watch a /x", "exec a true", "cp a:/x y", "cp x a:/y",
-		"ssh a", "ssh-config", "port-forward a 80:80", "start a", "stop a", "sleep a", "wake a", "promote a", "rename a b", "update a --owner b", "rm a", "restore s", "fork a",
+		"ssh a", "ssh-config", "port-forward a 80:80", "start a", "stop a", "sleep a", "wake a", "attach a", "port a", "kill a", "df", "info", "images", "rmi i", "promote a", "rename a b", "update a --owner b", "rm a", "restore s", "fork a",
 		"prune", "snapshot ls", "snapshot tree", "snapshot inspect s", "snapshot create a", "snapshot rm s", "snapshot export s", "snapshot compact s",
 		"image ls", "image inspect i", "image rm i", "image export i -", "image prune", "kernel ls", "kernel inspect built", "volume ls", "volume inspect v", "volume rm v",
 		"volume resize v 1", "policy show a", "policy flows a", "secret ls a", "secret rm a s", "service ls a", "service logs a s", "service rm a s", "token ls", "token rm t",

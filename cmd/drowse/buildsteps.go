@@ -22,14 +22,15 @@ import (
 
 // stepFlags are the flags of an image build that go with --file.
 type stepFlags struct {
-	file, context, policy string
-	args                  []string
-	vm                    sandbox.Spec
+	file, context string
+	args          []string
+	vm            sandbox.Spec
+	net           netFlags
 }
 
 // onlyWithFile are the flags that need --file, and neverWithFile those that exclude it.
 var (
-	onlyWithFile  = []string{"context", "build-arg", "memory", "vcpus", "disk", "kernel", "cmdline", "net", "policy"}
+	onlyWithFile  = []string{"context", "build-arg", "memory", "vcpus", "disk", "kernel", "cmdline", "net", "allow", "policy"}
 	neverWithFile = []string{"from", "include"}
 )
 
@@ -38,13 +39,12 @@ func (f *stepFlags) add(cmd *cobra.Command) {
 	fl.StringVarP(&f.file, "file", "f", "", "build file with the steps, - for stdin")
 	fl.StringVar(&f.context, "context", "", "with --file: source directory of COPY and ADD (default: the directory of the file)")
 	fl.StringArrayVar(&f.args, "build-arg", nil, "with --file: NAME=VALUE of an ARG, or NAME to take the value from the environment; repeatable")
-	fl.IntVar(&f.vm.MemoryMiB, "memory", 0, "with --file: RAM of the build VM, in MiB (default 512)")
+	fl.VarP((*mebibytes)(&f.vm.MemoryMiB), "memory", "m", "with --file: RAM of the build VM, such as 2g; a number alone is MiB (default 512)")
 	fl.IntVar(&f.vm.VCPUs, "vcpus", 0, fmt.Sprintf("with --file: CPUs of the build VM (default %d)", spec.DefaultVCPUs))
-	fl.IntVar(&f.vm.DiskMiB, "disk", 0, fmt.Sprintf("with --file: disk size of the build VM, in MiB (default %d)", spec.DefaultDiskMiB))
+	fl.Var((*mebibytes)(&f.vm.DiskMiB), "disk", fmt.Sprintf("with --file: disk size of the build VM, such as 20g; a number alone is MiB (default %d)", spec.DefaultDiskMiB))
 	fl.StringVar(&f.vm.Kernel, "kernel", "", "with --file: kernel of the build VM, as for run")
 	fl.StringVar(&f.vm.Cmdline, "cmdline", "", "with --file: additional kernel parameters")
-	fl.StringVar(&f.vm.Network, "net", "", "with --file: network of the build VM: none, or tap, behind a policy (default none)")
-	policyFlag(cmd, &f.policy, "everything is denied")
+	f.net.add(cmd, "with --file: ", "everything is denied")
 }
 
 // check refuses flags that exclude each other.
@@ -108,7 +108,7 @@ func (a *app) buildSteps(cmd *cobra.Command, f *stepFlags, from builder.Options,
 	if o.Args, err = buildArgs(f.args); err != nil {
 		return err
 	}
-	if o.VM.Policy, err = policyFrom(f.policy); err != nil {
+	if o.VM.Policy, o.VM.Network, err = f.net.read(); err != nil {
 		return err
 	}
 	if o.File, o.Context, err = f.readFile(cmd.Context()); err != nil {

@@ -87,7 +87,7 @@ func followed(follow bool, err error) error {
 
 // group makes a command that only has subcommands.
 func group(cmd *cobra.Command, of ...*cobra.Command) *cobra.Command {
-	cmd.Args = cobra.NoArgs // otherwise cobra shows help for an unknown command
+	cmd.Args = unknownVerb // otherwise cobra shows help for an unknown command
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error { return cmd.Help() }
 	cmd.AddCommand(of...)
 	return cmd

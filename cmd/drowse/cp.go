@@ -34,7 +34,7 @@ A file gets its name only when it is complete. If a copy is interrupted, the par
 and --resume continues it after both ends have compared what is there by SHA-256. If the VM
 falls asleep during a copy and wakes within --retry, the command continues by itself. It does
 not wake the VM for that.`,
-		Args: cobra.ExactArgs(2),
+		Args: cobra.ExactArgs(2), ValidArgsFunction: a.completePath,
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			src, dst := splitVM(args[0]), splitVM(args[1])
 			if (src.vm == "") == (dst.vm == "") {

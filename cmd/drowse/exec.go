@@ -6,14 +6,11 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"os/signal"
 	"slices"
 	"strings"
-	"syscall"
 	"time"
 
 	"github.com/spf13/cobra"
-	"golang.org/x/term"
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/guest/audit"
@@ -57,7 +54,7 @@ func (e *execFlags) add(cmd *cobra.Command, of string) {
 	f := cmd.Flags()
 	f.BoolVarP(&e.interA, "interactive", "i", false, "connect stdin to the command")
 	f.BoolVarP(&e.tty, "tty", "t", false, "run the command in a terminal")
-	f.StringArrayVarP(&e.cmd.Env, "env", "e", nil, "set a variable"+of+", KEY=VALUE")
+	f.StringArrayVarP(&e.cmd.Env, "env", "e", nil, "set a variable"+of+": KEY=VALUE, or KEY for the value that it has here")
 	f.StringVarP(&e.cmd.Dir, "workdir", "w", "", "working directory"+of+" (default: the image's, else /)")
 	f.StringVarP(&e.cmd.User, "user", "u", "", "user"+of+", or user:group (default: the image's, else root)")
 	f.BoolVar(&e.noConfig, "no-image-config", false, "ignore user, working directory and variables of the VM's image")
@@ -78,6 +75,8 @@ func (a *app) execCommand() *cobra.Command {
 		e       execFlags
 		secrets []string
 		envFile string
+		detach  bool
+		keysAre string
 	)
 	cmd := &cobra.Command{
 		Use:   "exec [flags] NAME COMMAND [ARG...]",
@@ -96,6 +95,9 @@ minimal environment.`,
 			if c.Argv = afterDashes(args[1:]); len(c.Argv) == 0 {
 				return usageError{errors.New("no command: see `drowse exec --help`")}
 			}
+			if detach && (len(secrets) > 0 || c.Changes) {
+				return usageError{errors.New("--detach does not go with --secret and --changes, which end with the command")}
+			}
 			stdins := 0
 			for _, is := range []bool{e.interA, envFile == "-", slices.ContainsFunc(secrets, func(s string) bool { return strings.HasSuffix(s, "=-") })} {
 				if is {
@@ -110,11 +112,13 @@ minimal environment.`,
 				return err
 			}
 			defer wipeSecrets(list)
-			vars, err := readEnv(envFile, os.Stdin)
+			if c.Env, err = variables(envFile, c.Env, os.Stdin); err != nil {
+				return err
+			}
+			keys, err := parseDetachKeys(keysAre)
 			if err != nil {
 				return err
 			}
-			c.Env = append(vars, c.Env...) // the last value of a name wins
 			client, err := a.awake(cmd.Context(), s, args[0])
 			if err != nil {
 				return err
@@ -128,17 +132,72 @@ minimal environment.`,
 			if c, err = e.complete(s.Sandbox(args[0]), c); err != nil {
 				return err
 			}
-			return a.execute(cmd.Context(), client, c, &e, func(doc execDoc) any { return doc })
+			if detach {
+				return a.startDetached(cmd.Context(), client, args[0], c, &e)
+			}
+			return a.execute(cmd.Context(), client, c, &e, keys, func(doc execDoc) any { return doc })
 		}),
 	}
 	f := cmd.Flags()
 	f.SetInterspersed(false)
 	e.add(cmd, "")
+	f.BoolVarP(&detach, "detach", "d", false, "do not wait for the command, and print the name of its process, for \"drowse attach\"")
+	detachKeysFlag(cmd, &keysAre)
 	f.StringVar(&envFile, "env-file", "", "set variables from a file with lines KEY=VALUE, - for stdin; -e overrides them")
 	f.BoolVar(&e.cmd.Changes, "changes", false, "record in the audit trail which paths of the disk change meanwhile; see \"drowse audit --changes\"")
 	f.DurationVar(&e.cmd.Timeout, "timeout", 0, "kill the command after this time")
 	secretFlag(cmd, &secrets, " for the duration of the command, as a file in "+guest.SecretsDir)
 	return cmd
+}
+
+// startDetached starts a command and leaves it.
+func (a *app) startDetached(ctx context.Context, client *guest.Client, name string, c guest.Cmd, e *execFlags) error {
+	c.Detach, c.NoStdin = true, !e.interA
+	id, err := startAndLeave(ctx, client, c, e)
+	return a.answer(map[string]string{"name": name, "process": id}, err, func(w io.Writer) { fmt.Fprintln(w, id) })
+}
+
+// startAndLeave starts a detached command, and returns the name of its process.
+func startAndLeave(ctx context.Context, client *guest.Client, c guest.Cmd, e *execFlags) (id string, err error) {
+	if e.tty {
+		c.Pty = &guest.Pty{Size: guest.Size{Rows: 24, Cols: 80}} // until someone attaches
+	}
+	p, err := client.Start(ctx, c)
+	if err != nil {
+		return "", err
+	}
+	if p.PID() == 0 { // the command did not start
+		st, err := p.Wait()
+		if st != nil && st.NotStarted != "" {
+			return "", errors.New(st.NotStarted)
+		}
+		return "", err
+	}
+	return p.ID(), p.Close()
+}
+
+// variables returns those of a file and, after them, since the last value of a name wins, those of flags. A name
+// alone takes the value that it has in this process, and is left out if it has none.
+func variables(file string, flags []string, stdin io.Reader) ([]string, error) {
+	vars, err := readEnv(file, stdin)
+	if err != nil {
+		return nil, err
+	}
+	for _, kv := range flags {
+		key, _, ok := strings.Cut(kv, "=")
+		if key == "" {
+			return nil, usageError{fmt.Errorf("--env %q: use KEY=VALUE, or KEY", kv)}
+		}
+		if !ok {
+			value, set := os.LookupEnv(key)
+			if !set {
+				continue
+			}
+			kv = key + "=" + value
+		}
+		vars = append(vars, kv)
+	}
+	return vars, nil
 }
 
 // readEnv reads variables from a file, one in each line. It skips empty lines and those that begin with #.
@@ -158,8 +217,16 @@ func readEnv(path string, stdin io.Reader) (vars []string, err error) {
 		if strings.TrimSpace(line) == "" || strings.HasPrefix(line, "#") {
 			continue
 		}
-		if key, _, ok := strings.Cut(line, "="); !ok || key == "" || strings.ContainsAny(key, " \t") {
+		key, _, ok := strings.Cut(line, "=")
+		if key == "" || strings.ContainsAny(key, " \t") {
 			return nil, usageError{fmt.Errorf("line %d of the variables is not KEY=VALUE", i+1)}
+		}
+		if !ok {
+			value, set := os.LookupEnv(key)
+			if !set {
+				continue
+			}
+			line = key + "=" + value
 		}
 		vars = append(vars, line)
 	}
@@ -199,7 +266,7 @@ type execDoc struct {
 }
 
 // execute runs a command at this terminal. In JSON mode it prints what document makes of the result.
-func (a *app) execute(ctx context.Context, client *guest.Client, c guest.Cmd, e *execFlags, document func(execDoc) any) error {
+func (a *app) execute(ctx context.Context, client *guest.Client, c guest.Cmd, e *execFlags, keys []byte, document func(execDoc) any) error {
 	if a.json() {
 		var stdout, stderr limited
 		c.Stdout, c.Stderr = &stdout, &stderr
@@ -215,16 +282,10 @@ func (a *app) execute(ctx context.Context, client *guest.Client, c guest.Cmd, e 
 		}
 		return execResult(st, err)
 	}
-	c.Stdout, c.Stderr = raw(a.stdout), raw(a.stderr)
-	if e.interA {
-		c.Stdin = os.Stdin
-	}
-	restore, err := a.terminal(e.tty, &c)
-	if err != nil {
-		return err
-	}
-	st, err := client.Exec(ctx, c)
-	restore()
+	st, err := a.atTerminal(ctx, e.tty, e.interA, keys, func(ctx context.Context, streams guest.IO, pty *guest.Pty) (*guest.Session, error) {
+		c.IO, c.Pty = streams, pty
+		return client.Start(ctx, c)
+	})
 	if st != nil && st.NotStarted != "" {
 		fmt.Fprintln(a.stderr, "drowse: "+st.NotStarted)
 	}
@@ -244,45 +305,4 @@ func (l *limited) Write(p []byte) (int, error) {
 		return len(p), nil
 	}
 	return l.Builder.Write(p)
-}
-
-// terminal puts the local terminal into raw mode and passes on its size, if the command gets a terminal. The
-// returned function undoes it.
-func (a *app) terminal(tty bool, c *guest.Cmd) (restore func(), err error) {
-	if !tty {
-		return func() {}, nil
-	}
-	in, out := int(os.Stdin.Fd()), int(os.Stdout.Fd())
-	c.Pty = &guest.Pty{Term: os.Getenv("TERM")}
-	if cols, rows, err := term.GetSize(out); err == nil {
-		c.Pty.Size = guest.Size{Rows: rows, Cols: cols}
-	}
-	if !term.IsTerminal(in) {
-		return func() {}, nil
-	}
-	old, err := term.MakeRaw(in)
-	if err != nil {
-		return nil, fmt.Errorf("setting the terminal up: %w", err)
-	}
-	sizes := make(chan guest.Size)
-	c.Resize = sizes
-	winch := make(chan os.Signal, 1)
-	signal.Notify(winch, syscall.SIGWINCH)
-	done := make(chan struct{})
-	go func() {
-		for range winch {
-			if cols, rows, err := term.GetSize(out); err == nil {
-				select {
-				case sizes <- guest.Size{Rows: rows, Cols: cols}:
-				case <-done:
-				}
-			}
-		}
-	}()
-	return func() {
-		signal.Stop(winch) // no further signals come
-		close(winch)
-		close(done)
-		_ = term.Restore(in, old)
-	}, nil
 }

@@ -14,7 +14,7 @@ import (
 
 func (a *app) forkCommand() *cobra.Command {
 	var o sandbox.ForkOptions
-	var policy string
+	var net netFlags
 	var secrets []string
 	limit := bootTimeout
 	cmd := &cobra.Command{
@@ -31,7 +31,7 @@ names of the children.`,
 			if o.Count < 1 || o.Count > sandbox.MaxForks {
 				return usageError{fmt.Errorf("--count must be 1 to %d", sandbox.MaxForks)}
 			}
-			p, err := policyFrom(policy)
+			p, err := net.over()
 			if err != nil {
 				return err
 			}
@@ -61,7 +61,7 @@ names of the children.`,
 	f.IntVar(&o.Count, "count", 1, fmt.Sprintf("number of children, up to %d", sandbox.MaxForks))
 	f.StringVar(&o.Name, "name", "", "name of the child, or the prefix of the names of several (default: random)")
 	f.BoolVar(&o.Early, "early", false, "do not wait until the snapshot of the children is on disk")
-	policyFlag(cmd, &policy, "that of the VM")
+	net.add(cmd, "", "that of the VM")
 	secretFlag(cmd, &secrets, " to each child; children do not get those of the VM")
 	f.DurationVar(&limit, "timeout", limit, "give up after this time")
 	return cmd

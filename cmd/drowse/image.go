@@ -24,7 +24,7 @@ import (
 func (a *app) imageCommand() *cobra.Command {
 	return group(&cobra.Command{
 		Use: "image", Short: "Build, list, inspect, export and remove root file systems",
-	}, a.imageBuildCommand(), a.imageListCommand(), a.imageInspectCommand(), a.imageExportCommand(), a.imageRemoveCommand(), a.imagePruneCommand())
+	}, a.imageBuildCommand(), a.imageListCommand(), a.imageInspectCommand(), a.imageExportCommand(), a.pullCommand(), a.imageRemoveCommand(), a.imagePruneCommand())
 }
 
 // imageInfo is an image as JSON: its record, its path, and whether a build found it in the cache.
@@ -166,10 +166,17 @@ func (a *app) images() (*image.Store, error) {
 }
 
 func (a *app) imageListCommand() *cobra.Command {
-	return &cobra.Command{
+	var quiet bool
+	cmd := &cobra.Command{
 		Use: "ls", Short: "List images", Args: cobra.NoArgs,
 		RunE: a.onImages(func(_ *cobra.Command, _ []string, s *image.Store) error {
 			list, listErr := s.List()
+			if quiet && !a.json() {
+				for _, i := range list {
+					fmt.Fprintln(a.stdout, i.ShortID())
+				}
+				return listErr
+			}
 			var infos []imageInfo
 			for _, i := range list {
 				infos = append(infos, infoOf(i))
@@ -179,6 +186,8 @@ func (a *app) imageListCommand() *cobra.Command {
 			}))
 		}),
 	}
+	cmd.Flags().BoolVarP(&quiet, "quiet", "q", false, "only ids, one a line")
+	return cmd
 }
 
 func (a *app) imageRemoveCommand() *cobra.Command {

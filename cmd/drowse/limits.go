@@ -9,23 +9,28 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/limits"
 )
 
 func (a *app) limitsCommand() *cobra.Command {
 	var l limits.Limits
 	var o limits.Owner
-	var owner string
+	var each limits.Sandbox
+	var owner, class string
 	var unset bool
 	cmd := &cobra.Command{
-		Use: "limits", Short: "Show or set how much of the host all awake sandboxes, and those of each owner, may use", Args: cobra.NoArgs,
+		Use: "limits", Short: "Show or set how much of the host all awake sandboxes, those of each owner, and each one may use", Args: cobra.NoArgs,
 		Long: `Show how much of the host all awake sandboxes together may use, or set it with flags. A start
 that finds no room waits, and fails if none becomes free in time.
 
 --sandboxes, --awake, --awake-mib, --disk-mib and --egress-mib limit the sandboxes of --owner, else
 those of each owner without limits of its own; who has some of its own has no others. 0 is no limit.
---owner "" means sandboxes without an owner. With --owner, the command shows what that owner uses.`,
-		Example: "  drowse limits --sandboxes 20 --awake 5\n  drowse limits --owner alice --awake-mib 16384 --disk-mib 100000",
+--owner "" means sandboxes without an owner. With --owner, the command shows what that owner uses.
+
+--disk-quota, --cpus, --cpu-weight, --io-mib, --io-ops and --io-weight limit each sandbox of
+--class, else of each class without limits of its own. They hold from its next start on.`,
+		Example: "  drowse limits --sandboxes 20 --awake 5\n  drowse limits --owner alice --awake-mib 16384 --disk-mib 100000\n  drowse limits --class ephemeral --disk-quota 4096 --cpus 2",
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			s, err := a.store()
 			if err != nil {
@@ -36,10 +41,15 @@ those of each owner without limits of its own; who has some of its own has no ot
 				return err
 			}
 			named := cmd.Flags().Changed("owner")
-			if unset && !named {
-				return usageError{errors.New("--unset removes the limits of one owner: name it with --owner")}
+			ofClass := cmd.Flags().Changed("class")
+			if unset && named == ofClass {
+				return usageError{errors.New("--unset removes the limits of one owner or class: name it with --owner or --class")}
 			}
-			set := unset
+			set, setOwn, setEach := unset, false, false
+			one := now.DefaultSandbox
+			if ofClass {
+				one = now.OfClass(lifetime.Class(class))
+			}
 			own := now.DefaultOwner
 			if named {
 				own = now.Owners[owner]
@@ -48,11 +58,17 @@ those of each owner without limits of its own; who has some of its own has no ot
 				"memory-overcommit": func() { now.MemoryOvercommit = l.MemoryOvercommit },
 				"wake-reserve":      func() { now.WakeReservePercent = l.WakeReservePercent },
 				"memory-wait":       func() { now.MemoryWaitSeconds = l.MemoryWaitSeconds },
-				"sandboxes":         func() { own.Sandboxes = o.Sandboxes },
-				"awake":             func() { own.Awake = o.Awake },
-				"awake-mib":         func() { own.AwakeMiB = o.AwakeMiB },
-				"disk-mib":          func() { own.DiskMiB = o.DiskMiB },
-				"egress-mib":        func() { own.EgressMiBPerDay = o.EgressMiBPerDay },
+				"sandboxes":         func() { own.Sandboxes, setOwn = o.Sandboxes, true },
+				"awake":             func() { own.Awake, setOwn = o.Awake, true },
+				"awake-mib":         func() { own.AwakeMiB, setOwn = o.AwakeMiB, true },
+				"disk-mib":          func() { own.DiskMiB, setOwn = o.DiskMiB, true },
+				"egress-mib":        func() { own.EgressMiBPerDay, setOwn = o.EgressMiBPerDay, true },
+				"disk-quota":        func() { one.DiskMiB, setEach = each.DiskMiB, true },
+				"cpus":              func() { one.CPUs, setEach = each.CPUs, true },
+				"cpu-weight":        func() { one.CPUWeight, setEach = each.CPUWeight, true },
+				"io-mib":            func() { one.IOMiBPerSecond, setEach = each.IOMiBPerSecond, true },
+				"io-ops":            func() { one.IOPerSecond, setEach = each.IOPerSecond, true },
+				"io-weight":         func() { one.IOWeight, setEach = each.IOWeight, true },
 			} {
 				if cmd.Flags().Changed(flag) {
 					set = true
@@ -61,14 +77,28 @@ those of each owner without limits of its own; who has some of its own has no ot
 			}
 			switch {
 			case unset:
-				delete(now.Owners, owner)
+				if named {
+					delete(now.Owners, owner)
+				} else {
+					delete(now.Classes, lifetime.Class(class))
+				}
 			case !named:
 				now.DefaultOwner = own
-			case set:
+			case setOwn:
 				if now.Owners == nil {
 					now.Owners = map[string]limits.Owner{}
 				}
 				now.Owners[owner] = own
+			}
+			switch {
+			case !setEach:
+			case !ofClass:
+				now.DefaultSandbox = one
+			default:
+				if now.Classes == nil {
+					now.Classes = map[lifetime.Class]limits.Sandbox{}
+				}
+				now.Classes[lifetime.Class(class)] = one
 			}
 			if set {
 				if err := now.Write(s.State.Dir()); errors.Is(err, limits.ErrLimits) {
@@ -108,6 +138,12 @@ those of each owner without limits of its own; who has some of its own has no ot
 				for _, name := range slices.Sorted(maps.Keys(now.Owners)) {
 					fmt.Fprintf(w, "owner %-12q %s\n", name, now.Owners[name])
 				}
+				if now.DefaultSandbox != (limits.Sandbox{}) {
+					fmt.Fprintf(w, "each sandbox       %s\n", now.DefaultSandbox)
+				}
+				for _, class := range slices.Sorted(maps.Keys(now.Classes)) {
+					fmt.Fprintf(w, "each %-13s %s\n", class, now.Classes[class])
+				}
 			})
 		},
 	}
@@ -116,7 +152,14 @@ those of each owner without limits of its own; who has some of its own has no ot
 	f.IntVar(&l.WakeReservePercent, "wake-reserve", d.WakeReservePercent, "percent of that reserved for wakes")
 	f.IntVar(&l.MemoryWaitSeconds, "memory-wait", d.MemoryWaitSeconds, "seconds that a start waits for free memory, or for its owner's limits")
 	f.StringVar(&owner, "owner", "", "show and set the limits of this owner")
-	f.BoolVar(&unset, "unset", false, "remove the owner's own limits: those of all others hold again")
+	f.BoolVar(&unset, "unset", false, "remove the limits of that owner or class: those of all others hold again")
+	f.StringVar(&class, "class", "", "set the limits of each sandbox of this class: ephemeral, resumable, workspace")
+	f.IntVar(&each.DiskMiB, "disk-quota", 0, "how much a sandbox may make the host store, in MiB")
+	f.Float64Var(&each.CPUs, "cpus", 0, "how many processors a sandbox may use")
+	f.IntVar(&each.CPUWeight, "cpu-weight", 0, "its share of busy processors, 1 to 10000 (usually 100)")
+	f.IntVar(&each.IOMiBPerSecond, "io-mib", 0, "how much it may read from the state directory's disk in a second, and write, in MiB")
+	f.IntVar(&each.IOPerSecond, "io-ops", 0, "how many reads it may do in a second, and writes")
+	f.IntVar(&each.IOWeight, "io-weight", 0, "its share of a busy disk, 1 to 1000 (usually 100)")
 	f.IntVar(&o.Sandboxes, "sandboxes", 0, "how many sandboxes an owner may have")
 	f.IntVar(&o.Awake, "awake", 0, "how many of them may be awake")
 	f.IntVar(&o.AwakeMiB, "awake-mib", 0, "how much RAM these may have together, in MiB")

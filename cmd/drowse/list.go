@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"slices"
 	"strings"
 	"time"
 
@@ -122,10 +123,18 @@ type vmRow struct {
 }
 
 func (a *app) psCommand() *cobra.Command {
-	var all bool
+	var all, quiet, untrimmed bool
+	var filters []string
 	cmd := &cobra.Command{
 		Use: "ps", Short: "List VMs with their processes and memory", Args: cobra.NoArgs,
+		Long: `List VMs that run or sleep; with --all also stopped and crashed ones. --filter is name=TEXT (a part
+of the name), status=PHASE, ancestor=IMAGE or label=TAG. Several filters of a key are alternatives,
+and all keys must match. "drowse ls" lists by owner and class, in pages.`,
 		RunE: a.onHost(func(cmd *cobra.Command, _ []string, s *sandbox.Host) error {
+			match, err := psFilter(filters)
+			if err != nil {
+				return err
+			}
 			list, err := a.listed(cmd.Context(), records.Filter{}, true)
 			if err != nil {
 				return err
@@ -140,13 +149,22 @@ func (a *app) psCommand() *cobra.Command {
 				if err != nil && !errors.Is(err, sandbox.ErrNotFound) {
 					errs = append(errs, err)
 				}
-				if err == nil && (all || r.Phase != state.Stopped) {
-					rows = append(rows, vmRow{
+				if err == nil && (all || r.Phase != state.Stopped || len(filters) > 0) && match(r.Phase, b) {
+					row := vmRow{
 						Name: b.Name, Phase: r.Phase, Image: b.Image, VCPUs: b.VCPUs, Memory: b.Memory, PID: r.PID, Created: b.Created,
-						Confined: b.Confined,
-						Note:     vmNote(cmd.Context(), s, r), Parent: b.Parent, Generation: b.Generation,
-					})
+						Confined: b.Confined, Parent: b.Parent, Generation: b.Generation,
+					}
+					if !quiet {
+						row.Note = vmNote(cmd.Context(), s, r)
+					}
+					rows = append(rows, row)
 				}
+			}
+			if quiet && !a.json() {
+				for _, r := range rows {
+					fmt.Fprintln(a.stdout, r.Name)
+				}
+				return errors.Join(errs...)
 			}
 			err = answerList(a, rows, nil, "NAME\tPHASE\tIMAGE\tVCPUS\tMEMORY\tCREATED\tNOTE", func(r vmRow) []any {
 				return []any{r.Name, r.Phase, r.Image, r.VCPUs, fmt.Sprintf("%d MiB", r.Memory), r.Created.Local().Format(dayMinute), said(r.Note)}
@@ -154,8 +172,39 @@ func (a *app) psCommand() *cobra.Command {
 			return errors.Join(append(errs, err)...)
 		}),
 	}
-	cmd.Flags().BoolVarP(&all, "all", "a", false, "include stopped VMs")
+	f := cmd.Flags()
+	f.BoolVarP(&all, "all", "a", false, "include stopped VMs")
+	f.BoolVarP(&quiet, "quiet", "q", false, "only names, one a line")
+	f.StringArrayVarP(&filters, "filter", "f", nil, "KEY=VALUE, see above; repeatable")
+	f.BoolVar(&untrimmed, "no-trunc", false, "")
+	_ = f.MarkHidden("no-trunc") // docker's: nothing is cut anyway
 	return cmd
+}
+
+// psFilter returns what the filters of "ps" let through.
+func psFilter(filters []string) (func(state.Phase, records.Sandbox) bool, error) {
+	by := map[string][]string{}
+	for _, f := range filters {
+		key, value, ok := strings.Cut(f, "=")
+		if !ok || !slices.Contains([]string{"name", "status", "ancestor", "label"}, key) {
+			return nil, usageError{fmt.Errorf("--filter %q: use name=TEXT, status=PHASE, ancestor=IMAGE or label=TAG", f)}
+		}
+		phases := []string{string(state.Starting), string(state.Running), string(state.Asleep), string(state.Stopped), string(state.Crashed)}
+		if key == "status" && !slices.Contains(phases, value) {
+			hint := map[string]string{"exited": ", of which stopped is docker's exited", "paused": ", of which asleep is like docker's paused"}[value]
+			return nil, usageError{fmt.Errorf("--filter %q: use one of %s%s", f, strings.Join(phases, ", "), hint)}
+		}
+		by[key] = append(by[key], value)
+	}
+	any := func(key string, is func(value string) bool) bool {
+		return len(by[key]) == 0 || slices.ContainsFunc(by[key], is)
+	}
+	return func(p state.Phase, b records.Sandbox) bool {
+		return any("name", func(v string) bool { return strings.Contains(b.Name, v) }) &&
+			any("status", func(v string) bool { return string(p) == v }) &&
+			any("ancestor", func(v string) bool { return b.Image == v || strings.TrimSuffix(b.Image, ":latest") == v }) &&
+			any("label", func(v string) bool { return slices.Contains(b.Tags, v) })
+	}, nil
 }
 
 // vmNote explains a VM's state. It asks the process of a running VM.

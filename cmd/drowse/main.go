@@ -77,6 +77,9 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 	defer endScreen(a.stdout)
 	root := a.root()
 	root.SetArgs(args)
+	if word, ok := unknownWord(root, args); ok {
+		root.SetArgs([]string{word})
+	}
 	root.SetOut(a.stdout)
 	root.SetErr(a.stderr)
 	cmd, err := root.ExecuteContextC(events.WithCause(ctx, events.CLI))
@@ -88,13 +91,19 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 	case errors.As(err, &status):
 		return int(status)
 	}
-	fmt.Fprintln(stderr, "drowse: "+said(err.Error()))
 	var usage usageError
-	if errors.As(err, &usage) || errors.Is(err, sandbox.ErrSpec) || errors.Is(err, spec.ErrMetadata) {
-		return exitUsage
-	}
 	var ex execError
-	if cmd != nil && cmd.Name() == "exec" || errors.As(err, &ex) {
+	wrong := errors.As(err, &usage) || errors.Is(err, sandbox.ErrSpec) || errors.Is(err, spec.ErrMetadata)
+	message := said(err.Error() + a.suggest(cmd, err))
+	if a.json() || a.log == nil && wantsJSON(args) { // without a log, the command line was not read to its end
+		_ = json.NewEncoder(stderr).Encode(describe(err, message, wrong))
+	} else {
+		fmt.Fprintln(stderr, "drowse: "+message)
+	}
+	switch {
+	case wrong:
+		return exitUsage
+	case cmd != nil && slices.Contains([]string{"exec", "run", "attach"}, cmd.Name()), errors.As(err, &ex):
 		return exitExec
 	}
 	return exitFailed
@@ -131,7 +140,7 @@ func (a *app) root() *cobra.Command {
 		SilenceUsage:  true,
 		SilenceErrors: true,
 		Version:       version(),
-		Args:          cobra.NoArgs,
+		Args:          unknownVerb,
 		RunE:          func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 		PersistentPreRunE: func(cmd *cobra.Command, _ []string) error {
 			if formats := outputFormats(cmd); !slices.Contains(formats, a.output) {
@@ -149,18 +158,21 @@ func (a *app) root() *cobra.Command {
 			return nil
 		},
 	}
-	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return usageError{err} })
+	root.SetFlagErrorFunc(func(cmd *cobra.Command, err error) error { return usageError{unknownFlag(cmd, err)} })
 	f := root.PersistentFlags()
 	f.StringVar(&a.state, "state", state, "directory for VMs, images, kernels and snapshots ($DROWSE_STATE)")
 	f.StringVarP(&a.output, "output", "o", "text", "format of stdout: text, or json (one document)")
-	f.BoolVarP(&a.verbose, "verbose", "v", false, "log more to stderr")
+	f.BoolVar(&a.verbose, "verbose", false, "log more to stderr")
 	root.AddCommand(
 		a.doctorCommand(), a.kernelCommand(), a.imageCommand(),
-		a.runCommand(), a.execCommand(), a.cpCommand(), a.watchCommand(), a.diffCommand(),
-		a.portForwardCommand(), a.sshCommand(), a.sshConfigCommand(), a.sshProxyCommand(), a.psCommand(), a.lsCommand(), a.topCommand(), a.historyCommand(), a.eventsCommand(), a.inspectCommand(), a.logsCommand(), a.auditCommand(), a.statsCommand(),
-		a.startCommand(), a.stopCommand(), a.sleepCommand(), a.wakeCommand(), a.promoteCommand(), a.renameCommand(), a.updateCommand(), a.rmCommand(),
+		a.imagesCommand(), a.pullCommand(), a.rmiCommand(),
+		a.runCommand(), a.execCommand(), a.attachCommand(), a.cpCommand(), a.watchCommand(), a.diffCommand(),
+		a.portForwardCommand(), a.sshCommand(), a.sshConfigCommand(), a.sshProxyCommand(), a.portCommand(),
+		a.psCommand(), a.lsCommand(), a.topCommand(), a.historyCommand(), a.eventsCommand(), a.inspectCommand(), a.logsCommand(), a.auditCommand(), a.statsCommand(),
+		a.versionCommand(), a.infoCommand(), a.dfCommand(),
+		a.startCommand(), a.stopCommand(), a.killCommand(), a.sleepCommand(), a.wakeCommand(), a.promoteCommand(), a.renameCommand(), a.updateCommand(), a.rmCommand(),
 		a.snapshotCommand(), a.restoreCommand(), a.forkCommand(), a.pruneCommand(), a.volumeCommand(), a.templateCommand(),
-		a.limitsCommand(), a.policyCommand(), a.netCommand(), a.secretCommand(), a.serviceCommand(), a.serveCommand(), a.tokenCommand(), a.benchCommand(), a.demoCommand(),
+		a.limitsCommand(), a.policyCommand(), a.netCommand(), a.secretCommand(), a.serviceCommand(), a.serveCommand(), a.tokenCommand(), a.gatewayCommand(), a.benchCommand(), a.demoCommand(),
 	)
 	usageArgs(root)
 	return root
@@ -192,8 +204,15 @@ func (a *app) store() (*sandbox.Host, error) {
 	if _, err := os.Stat(a.state); errors.Is(err, fs.ErrNotExist) && !a.mayMake {
 		return nil, fmt.Errorf("there is no state directory %s: name yours with --state or $DROWSE_STATE; `drowse run`, `kernel build` and `image build` make a new one", a.state)
 	}
-	return sandbox.Open(a.state)
+	h, err := sandbox.Open(a.state)
+	if err == nil && processes != nil {
+		h = h.With(pool.Launcher{Agent: agentPath(), Processes: processes})
+	}
+	return h, err
 }
+
+// processes are the VMs of tests without /dev/kvm; nil for real ones.
+var processes pool.Processes
 
 // formatAnnotation names an additional output format of a command.
 const formatAnnotation = "format"
@@ -245,6 +264,9 @@ func (a *app) launcher() (pool.Launcher, error) {
 	agent := agentPath()
 	if _, err := os.Stat(agent); err != nil {
 		return pool.Launcher{}, fmt.Errorf("finding the guest's agent: %w: build it with `make build`, put it beside drowse, or name it in $DROWSE_AGENT", err)
+	}
+	if processes != nil {
+		return pool.Launcher{Agent: agent, Processes: processes}, nil
 	}
 	vmm, err := vmmCommand()
 	return pool.Launcher{Command: vmm, Agent: agent, Supervised: true}, err

@@ -145,8 +145,8 @@ func TestPolicyCommands_of_vms_that_are_not_there_or_files_that_are_wrong(t *tes
 		{"policy events none --follow", exitFailed, "no such VM"},
 		{"policy flows none --follow", exitFailed, "no such VM"},
 		{"policy flows", exitUsage, "accepts 1 arg"},
-		{"run x --net tap --policy " + bad, exitUsage, "ruels"},
-		{"run x --policy " + good, exitUsage, "no network"},
+		{"run --policy " + bad + " x", exitUsage, "ruels"},
+		{"run --net none --policy " + good + " x", exitUsage, "--net none does not go with"},
 		{"restore 0123 --policy " + bad, exitUsage, "ruels"},
 		{"fork none --policy " + bad, exitUsage, "ruels"},
 	} {

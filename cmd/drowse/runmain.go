@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -17,10 +18,15 @@ import (
 // mainFlags say what to run in a VM once it has booted.
 type mainFlags struct {
 	execFlags
-	entrypoint, detach, remove bool
+	entrypoint     string
+	own            bool // the flag --entrypoint was given: the image's is not used, nor its command
+	detach, remove bool
+	bootOnly       bool // nothing to run is no error
+	envFile        string
+	detachKeys     string
 }
 
-// mainID is the name of a detached command of "run" in its guest.
+// mainID is the name in its guest of the command of "run".
 const mainID = "main"
 
 // execError is a failure of drowse in a command whose exit status is otherwise the guest command's.
@@ -30,63 +36,64 @@ func (e execError) Unwrap() error { return e.error }
 
 func (m *mainFlags) add(cmd *cobra.Command) {
 	f := cmd.Flags()
-	f.BoolVar(&m.entrypoint, "entrypoint", false, "run the image's entrypoint with COMMAND, or the image's own command, as its arguments")
-	f.BoolVarP(&m.detach, "detach", "d", false, "do not wait for the command; it runs on as the process \""+mainID+"\"")
+	f.StringVar(&m.entrypoint, "entrypoint", "", "run this instead of the image's entrypoint, with COMMAND as its arguments; \"\" runs COMMAND alone")
+	f.BoolVarP(&m.detach, "detach", "d", false, "do not wait for the command, and print the VM's name; it runs on as the process \""+mainID+"\"")
 	f.BoolVar(&m.remove, "rm", false, "remove the VM when the command ends")
+	f.StringVar(&m.envFile, "env-file", "", "set variables of the command from a file with lines KEY=VALUE, - for stdin; -e overrides them")
 	m.execFlags.add(cmd, " of the command")
+	detachKeysFlag(cmd, &m.detachKeys)
 }
 
-// wanted reports whether to run a command.
-func (m *mainFlags) wanted() bool { return m.entrypoint || len(m.cmd.Argv) > 0 }
-
-// take splits the arguments of "run": the command follows --.
-func (m *mainFlags) take(cmd *cobra.Command, args []string) ([]string, error) {
-	if dash := cmd.ArgsLenAtDash(); dash >= 0 {
-		args, m.cmd.Argv = args[:dash], args[dash:]
-		if len(m.cmd.Argv) == 0 && !m.entrypoint {
-			return nil, usageError{errors.New("no command stands behind --")}
-		}
+// take takes the arguments of "run": the image, unless a disk takes its place, and after it the command.
+func (m *mainFlags) take(cmd *cobra.Command, args []string, disk bool) (img []string, err error) {
+	m.own = cmd.Flags().Changed("entrypoint")
+	if len(args) > 0 && !disk {
+		img, args = args[:1], args[1:]
 	}
-	if len(args) > 1 {
-		return nil, usageError{fmt.Errorf("%d images are named: write -- before a command, as in `drowse run %s -- %s`", len(args), args[0], args[1])}
-	}
-	if !m.wanted() {
-		for _, name := range []string{"detach", "rm", "interactive", "tty", "env", "workdir", "user", "no-image-config"} {
-			if cmd.Flags().Changed(name) {
-				return nil, usageError{fmt.Errorf("--%s goes with a command: write it behind --, or use --entrypoint", name)}
-			}
-		}
-	}
+	m.cmd.Argv = afterDashes(args)
+	m.bootOnly = m.detach || disk
 	switch {
-	case m.detach && (m.interA || m.tty || m.remove):
-		return nil, usageError{errors.New("--detach does not go with --interactive, --tty and --rm")}
-	case m.entrypoint && m.noConfig:
-		return nil, usageError{errors.New("--entrypoint does not go with --no-image-config")}
+	case m.detach && m.remove:
+		return nil, usageError{errors.New("--rm does not go with --detach, which nobody waits for: give the VM an end by --class ephemeral --ttl TIME, or remove it by `drowse rm -f`")}
+	case m.own && m.noConfig:
+		return nil, usageError{errors.New("--entrypoint does not go with --no-image-config: give the whole command")}
 	}
-	return args, nil
+	return img, nil
 }
 
-// check finds out before the boot whether an image has nothing to run.
-func (m *mainFlags) check(s *sandbox.Host, ref string) error {
-	if !m.entrypoint || ref == "" {
-		return nil
+// argv returns what to run. It is empty if there is nothing, and the VM need only boot.
+func (m *mainFlags) argv(img *image.Image) ([]string, error) {
+	c := image.RunConfig{}
+	if img != nil && !m.noConfig {
+		c = img.RunConfig
 	}
-	images, err := image.OpenStore(s.State.ImageDir())
-	if err != nil {
-		return err
+	if m.own {
+		c.Cmd, c.Entrypoint = nil, nil
+		if m.entrypoint != "" {
+			c.Entrypoint = []string{m.entrypoint}
+		}
 	}
-	img, err := images.Find(ref)
-	if err != nil {
-		return err
+	if len(c.Entrypoint) == 0 && len(m.cmd.Argv) > 0 && strings.HasPrefix(m.cmd.Argv[0], "-") {
+		return nil, usageError{fmt.Errorf("%s stands behind the image, and so is the command: flags of drowse stand before the image", m.cmd.Argv[0])}
 	}
-	_, err = img.RunConfig.Argv(m.cmd.Argv)
-	return err
+	argv, err := c.Argv(m.cmd.Argv)
+	switch {
+	case err == nil:
+		return argv, nil
+	case m.bootOnly:
+		return nil, nil
+	}
+	return nil, usageError{fmt.Errorf("%w, as in `drowse run -it IMAGE sh`; -d only boots the VM", image.ErrNoEntrypoint)}
 }
 
 // runMain runs the command in a VM that has booted.
-func (a *app) runMain(ctx context.Context, s *sandbox.Host, rep control.Report, m *mainFlags) (err error) {
+func (a *app) runMain(ctx context.Context, s *sandbox.Host, rep control.Report, m *mainFlags, argv []string) (err error) {
+	left := false // the user has detached from the command
 	if m.remove {
 		defer func() {
+			if left {
+				return
+			}
 			rmCtx, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Minute)
 			defer cancel()
 			if rerr := s.Sandbox(rep.Name).Delete(rmCtx, sandbox.DeleteOptions{Force: true}); rerr != nil {
@@ -100,26 +107,34 @@ func (a *app) runMain(ctx context.Context, s *sandbox.Host, rep control.Report, 
 	}
 	defer client.Close()
 	c := m.cmd
-	if m.entrypoint {
-		c, err = s.Sandbox(rep.Name).Entrypoint(c)
-	} else {
-		c, err = m.complete(s.Sandbox(rep.Name), c)
-	}
-	if err != nil {
+	c.Argv = argv
+	if c, err = m.complete(s.Sandbox(rep.Name), c); err != nil {
 		return execError{err}
 	}
+	c.NoStdin = !m.interA
 	if m.detach {
-		return a.startMain(ctx, client, c, rep)
+		c.Detach, c.ID = true, mainID
+		return a.startMain(ctx, client, c, rep, &m.execFlags)
 	}
 	a.warnHooks(rep.Name, rep.Hooks)
 	a.warnNetwork(rep.Name, rep.Network)
-	err = a.execute(ctx, client, c, &m.execFlags, func(doc execDoc) any {
+	keys, err := parseDetachKeys(m.detachKeys)
+	if err != nil {
+		return err
+	}
+	if !a.json() {
+		c.Detach, c.ID = true, mainID // it can be left, and attached to
+	}
+	err = a.execute(ctx, client, c, &m.execFlags, keys, func(doc execDoc) any {
 		return struct {
 			control.Report
 			Command execDoc `json:"command"`
 		}{rep, doc}
 	})
-	if !m.remove && !a.json() {
+	if errors.Is(err, errLeft) {
+		left, err = true, nil
+	}
+	if (!m.remove || left) && !a.json() {
 		fmt.Fprintf(a.stderr, "drowse: VM %s goes on\n", rep.Name)
 	}
 	var status statusError
@@ -129,22 +144,66 @@ func (a *app) runMain(ctx context.Context, s *sandbox.Host, rep control.Report, 
 	return err
 }
 
-// startMain starts the command and detaches it.
-func (a *app) startMain(ctx context.Context, client *guest.Client, c guest.Cmd, rep control.Report) error {
-	c.Detach, c.ID = true, mainID
-	p, err := client.Start(ctx, c)
-	if err != nil {
-		return execError{err}
-	}
-	if p.PID() == 0 { // the command did not start
-		st, err := p.Wait()
-		if st != nil && st.NotStarted != "" {
-			return execError{fmt.Errorf("starting the command in VM %s, which goes on: %s", rep.Name, st.NotStarted)}
-		}
-		return execError{err}
-	}
-	if err := p.Close(); err != nil {
-		return execError{err}
+// startMain starts the command and leaves it.
+func (a *app) startMain(ctx context.Context, client *guest.Client, c guest.Cmd, rep control.Report, e *execFlags) error {
+	if _, err := startAndLeave(ctx, client, c, e); err != nil {
+		return execError{fmt.Errorf("starting the command in VM %s, which goes on: %w", rep.Name, err)}
 	}
 	return a.printReport(rep)
+}
+
+func (a *app) attachCommand() *cobra.Command {
+	var keysText string
+	cmd := &cobra.Command{
+		Use: "attach NAME [PROCESS]", Short: "Attach this terminal to the command of \"run\", or another detached process",
+		Long: `Attach stdin and stdout to the process "` + mainID + `", which "drowse run" has started, or to another
+detached one. Its newest 256 KiB of output come first. Whoever was attached before is not any
+more. The exit status is that of the process. A sleeping VM is woken.
+
+Ctrl-P Ctrl-Q (--detach-keys) leaves it running.`,
+		Args: cobra.RangeArgs(1, 2), ValidArgsFunction: a.completeVM,
+		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
+			keys, err := parseDetachKeys(keysText)
+			if err != nil {
+				return err
+			}
+			client, err := a.awake(cmd.Context(), s, args[0])
+			if err != nil {
+				return err
+			}
+			defer client.Close()
+			id := mainID
+			if len(args) == 2 {
+				id = args[1]
+			}
+			procs, err := client.List(cmd.Context())
+			if err != nil {
+				return err
+			}
+			tty, there := false, false
+			var others []string
+			for _, p := range procs {
+				if p.ID == id {
+					there, tty = true, p.Pty
+				}
+				others = append(others, p.ID)
+			}
+			if !there {
+				is := "it has none"
+				if len(others) > 0 {
+					is = "it has " + strings.Join(others, ", ")
+				}
+				return fmt.Errorf("VM %s has no process %s: %s; `drowse run -d` and `drowse exec -d` start them", args[0], id, is)
+			}
+			st, err := a.atTerminal(cmd.Context(), tty, true, keys, func(ctx context.Context, streams guest.IO, _ *guest.Pty) (*guest.Session, error) {
+				return client.Attach(ctx, id, 0, streams)
+			})
+			if errors.Is(err, errLeft) {
+				return nil
+			}
+			return execResult(st, err)
+		}),
+	}
+	detachKeysFlag(cmd, &keysText)
+	return cmd
 }

@@ -55,7 +55,7 @@ CMD ["one", "two"]
 		t.Fatal(stderr)
 	}
 
-	code, stdout, stderr := drowse(t, state, "run", "--entrypoint", "--detach", "--name", "web", "-e", "WHO=world", "app", "--", "three")
+	code, stdout, stderr := drowse(t, state, "run", "--detach", "--name", "web", "-e", "WHO=world", "app", "three")
 	if code != 0 || stdout != "web\n" {
 		t.Fatalf("detached: exit status %d, stdout %q, stderr %q", code, stdout, stderr)
 	}
@@ -72,7 +72,7 @@ CMD ["one", "two"]
 		t.Errorf("the processes are %+v (%v)", procs, err)
 	}
 
-	code, stdout, stderr = drowse(t, state, "run", "--rm", "--name", "once", "-u", "root", "app", "--", "sh", "-c", "echo $GREETING $(id -un) $PWD; exit 3")
+	code, stdout, stderr = drowse(t, state, "run", "--rm", "--name", "once", "-u", "root", "--entrypoint", "sh", "app", "-c", "echo $GREETING $(id -un) $PWD; exit 3")
 	if code != 3 || stdout != "hello root /srv/app\n" || strings.Contains(stderr, "goes on") {
 		t.Errorf("a command: exit status %d, stdout %q, stderr %q", code, stdout, stderr)
 	}

@@ -266,7 +266,7 @@ after each such time does.`,
 	f.BoolVar(&never, "no-expiry", false, "let the sandbox never expire")
 	f.BoolVar(&reset, "reset", false, "first clear class, owner, purpose, tags, expiry and retention, even if they cannot be read")
 	f.IntVar(&vcpus, "vcpus", 0, "number of CPUs, 1 to 8")
-	f.IntVar(&memory, "memory", 0, "RAM in MiB, 64 to 16384")
+	f.VarP((*mebibytes)(&memory), "memory", "m", "RAM, 64m to 16g; a number alone is MiB")
 	f.StringVar(&hooks, "hooks", "", "hooks in the guest, and on the host before a sleep: require, ignore or skip")
 	policyFlag(cmd, &policy, "as it is")
 	idleFlags(cmd, &idle, "as it is")

@@ -194,8 +194,16 @@ func (a *app) wakeFor(ctx context.Context, s *sandbox.Host, name string) error {
 
 // launchingWith calls do with a launching host, the secrets that words describe, and a time limit.
 func (a *app) launchingWith(ctx context.Context, words []string, limit time.Duration, do func(context.Context, *sandbox.Host, []spec.Secret) error) error {
+	return a.launchingFor(ctx, words, limit, func(context.Context, *sandbox.Host) error { return nil }, do)
+}
+
+// launchingFor is launchingWith after something else that has no such limit.
+func (a *app) launchingFor(ctx context.Context, words []string, limit time.Duration, first func(context.Context, *sandbox.Host) error, do func(context.Context, *sandbox.Host, []spec.Secret) error) error {
 	s, err := a.launching(ctx)
 	if err != nil {
+		return err
+	}
+	if err := first(ctx, s); err != nil {
 		return err
 	}
 	list, err := readSecrets(words, os.Stdin)

@@ -69,7 +69,7 @@ func TestReadEnv(t *testing.T) {
 	if err != nil || strings.Join(got, "|") != "A=1|B=x = y|C=" {
 		t.Errorf("got %q, %v", got, err)
 	}
-	for _, text := range []string{"A", "=x", "A B=x"} {
+	for _, text := range []string{"A B", "=x", "A B=x"} {
 		var usage usageError
 		if _, err := readEnv("-", strings.NewReader("X=1\n"+text)); !errors.As(err, &usage) || !strings.Contains(err.Error(), "line 2") {
 			t.Errorf("%q: got %v, want a usage error for line 2", text, err)

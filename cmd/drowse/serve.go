@@ -28,6 +28,7 @@ func (a *app) serveCommand() *cobra.Command {
 		processes, conns int
 		confined         bool
 		web              apiFlags
+		gate             gatewayFlags
 		exit             exitFlags
 		hooks            webhookFlags
 	)
@@ -46,6 +47,8 @@ connections that it carries end. With --on-exit sleep it puts all VMs to sleep f
 - serves the HTTP API on the Unix socket ` + "`api.sock`" + ` of the state directory, to root and its own
   user, and with --listen over TCP, to callers with a token (docs/guides/api.md), with a web page
   (docs/guides/web.md);
+- with --gateway, carries HTTP, WebSocket, gRPC and TLS connections to ports in sandboxes, and wakes
+  them (docs/guides/access.md);
 - sends traces to the collector of OTEL_EXPORTER_OTLP_ENDPOINT (docs/guides/monitoring.md).`,
 		RunE: a.onHost(func(cmd *cobra.Command, _ []string, s *sandbox.Host) error {
 			l, err := a.launcher()
@@ -58,7 +61,7 @@ connections that it carries end. With --on-exit sleep it puts all VMs to sleep f
 			if conns < 1 {
 				return usageError{fmt.Errorf("%d connections at once: use 1 or more", conns)}
 			}
-			if err := errors.Join(web.check(), exit.check()); err != nil {
+			if err := errors.Join(web.check(), gate.check(), exit.check()); err != nil {
 				return err
 			}
 			if err := requireJail(confined); err != nil {
@@ -69,7 +72,7 @@ connections that it carries end. With --on-exit sleep it puts all VMs to sleep f
 				return err
 			}
 			o := supervisor.Options{Pool: processes, MaxConns: conns, Webhooks: webhooks, Log: a.log}
-			return a.serve(cmd.Context(), s, l, o, &web, &exit)
+			return a.serve(cmd.Context(), s, l, o, &web, &gate, &exit)
 		}),
 	}
 	cmd.Flags().IntVar(&processes, "pool", defaultPool, "processes to keep ready, each with some 17 MiB of memory; 0 is none")
@@ -77,6 +80,7 @@ connections that it carries end. With --on-exit sleep it puts all VMs to sleep f
 	cmd.Flags().BoolVar(&confined, "require-jail", false,
 		"start no VM whose process cannot be confined; by default, such a VM runs unconfined, and its log says so")
 	web.add(cmd)
+	gate.add(cmd)
 	exit.add(cmd)
 	hooks.add(cmd)
 	return cmd
@@ -106,7 +110,7 @@ func lacking(s confine.Support) error {
 }
 
 // serve supervises and answers until ctx ends.
-func (a *app) serve(ctx context.Context, s *sandbox.Host, l pool.Launcher, o supervisor.Options, web *apiFlags, exit *exitFlags) error {
+func (a *app) serve(ctx context.Context, s *sandbox.Host, l pool.Launcher, o supervisor.Options, web *apiFlags, gate *gatewayFlags, exit *exitFlags) error {
 	listeners, err := web.listeners(s)
 	if err != nil {
 		return err
@@ -125,6 +129,10 @@ func (a *app) serve(ctx context.Context, s *sandbox.Host, l pool.Launcher, o sup
 	if spans != nil {
 		s = s.WithObservers(spans.Observe)
 	}
+	carry, err := gate.open(a, s)
+	if err != nil {
+		return err
+	}
 	works := goesRound(o.Counters, time.Now())
 	server := api.New(api.Options{
 		Host: s, Version: version(), Tokens: tokensOf(web.tokens, s), Hosts: web.hosts, Live: []api.Check{works}, Ready: readiness(s), Log: a.log,
@@ -140,6 +148,9 @@ func (a *app) serve(ctx context.Context, s *sandbox.Host, l pool.Launcher, o sup
 			a.log.Info("answering", "at", l.Addr().String())
 		}
 		group.Go(func() error { return server.Serve(run, listeners...) })
+	}
+	if carry != nil {
+		group.Go(func() error { return carry(run) })
 	}
 	group.Go(func() error { return a.watchdog(run, works) })
 	a.notify(daemon.SdNotifyReady)

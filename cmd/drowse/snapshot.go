@@ -199,9 +199,10 @@ imports everything.`,
 
 func (a *app) restoreCommand() *cobra.Command {
 	var (
-		name, policy, into string
-		idle               spec.Idle
-		cmd                *cobra.Command
+		name, into string
+		net        netFlags
+		idle       spec.Idle
+		cmd        *cobra.Command
 	)
 	cmd = a.vmCommand("restore", "Make a new VM from a snapshot, as a clone with an identity of its own",
 		func(ctx context.Context, s *sandbox.Host, id string) (rep control.Report, err error) {
@@ -211,7 +212,7 @@ func (a *app) restoreCommand() *cobra.Command {
 				}
 				return s.Sandbox(into).Wake(ctx)
 			}
-			p, err := policyFrom(policy)
+			p, err := net.over()
 			if err != nil {
 				return control.Report{}, err
 			}
@@ -222,13 +223,13 @@ func (a *app) restoreCommand() *cobra.Command {
 			_, err = s.Clone(ctx, id, c)
 			return rep, err
 		})
-	cmd.Use = "restore SNAPSHOT"
-	cmd.ValidArgsFunction = nil
+	cmd.Use, cmd.Args = "restore SNAPSHOT", cobra.ExactArgs(1)
+	cmd.ValidArgsFunction = a.firstArg(a.completeSnapshot)
 	cmd.Flags().StringVar(&name, "name", "", "name of the new VM (default: random)")
 	cmd.Flags().StringVar(&into, "in", "", "do not make a new VM: take this one back to its snapshot and wake it; it must not run")
-	policyFlag(cmd, &policy, "that of the snapshot")
+	net.add(cmd, "", "that of the snapshot")
 	idleFlags(cmd, &idle, "as for the VM of the snapshot")
-	for _, flag := range []string{"name", "policy", "sleep-after", "idle-cpu"} {
+	for _, flag := range []string{"name", "policy", "net", "allow", "sleep-after", "idle-cpu"} {
 		cmd.MarkFlagsMutuallyExclusive("in", flag)
 	}
 	return cmd

@@ -49,6 +49,14 @@ func writeVMStats(w io.Writer, st sandbox.Stats) {
 	h := st.Host
 	fmt.Fprintf(w, "process  pid %d, for %s, processor %s user and %s system\n", h.PID, took(h.AwakeMs), took(h.CPUUserMs), took(h.CPUSystemMs))
 	fmt.Fprintf(w, "         memory %s private, %s shared, %s swapped\n", sizeText(h.MemoryPrivate), sizeText(h.MemoryShared), sizeText(h.MemorySwapped))
+	fmt.Fprintf(w, "         stored on the host %s", bytesText(h.DiskUsed))
+	if h.DiskQuota > 0 {
+		fmt.Fprintf(w, " of %s", bytesText(h.DiskQuota))
+	}
+	fmt.Fprintln(w)
+	if h.CPUThrottledMs > 0 || h.DiskRead > 0 || h.DiskWritten > 0 {
+		fmt.Fprintf(w, "         held up %s by its limit of processors, disk %s read and %s written\n", took(h.CPUThrottledMs), bytesText(h.DiskRead), bytesText(h.DiskWritten))
+	}
 	if h.Faults > 0 || h.MiBTouched > 0 {
 		fmt.Fprintf(w, "         since it came back: %d page faults, %.1f MiB loaded\n", h.Faults, h.MiBTouched)
 	}

@@ -41,8 +41,9 @@ while no "drowse serve" ran fires once when one runs again. "drowse ls" shows th
 		if err != nil {
 			return err
 		}
-		s, err := f.Update(cmd.Context(), args[0], records.Changes{Wake: &t})
-		return a.answer(s, err, func(w io.Writer) {
+		return each(a, args, "vms", func(name string) (records.Sandbox, error) {
+			return f.Update(cmd.Context(), name, records.Changes{Wake: &t})
+		}, func(w io.Writer, s records.Sandbox) {
 			if s.NextWake.IsZero() {
 				fmt.Fprintf(w, "%s is woken by no timer\n", s.Name)
 				return

@@ -1,17 +1,22 @@
 package main
 
 import (
+	"cmp"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"os"
+	"slices"
 	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
 
 	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
@@ -23,63 +28,89 @@ const bootTimeout = 5 * time.Minute
 
 func (a *app) runCommand() *cobra.Command {
 	var (
-		want       sandbox.Spec
-		config     string
-		fromDisk   string
-		noTemplate bool
-		volumes    []string
-		shares     []string
-		secrets    []string
-		policy     string
-		limit      time.Duration
-		main       mainFlags
-		label      metadataFlags
-		tags       []string
+		want     sandbox.Spec
+		config   string
+		fromDisk string
+		template bool
+		mounts   []string
+		shares   []string
+		secrets  []string
+		ports    []string
+		net      netFlags
+		pull     pullFlags
+		limit    time.Duration
+		main     mainFlags
+		label    metadataFlags
+		tags     []string
 	)
 	cmd := &cobra.Command{
-		Use: "run [flags] [IMAGE] [-- COMMAND [ARG...]]", Annotations: makesState,
+		Use: "run [flags] IMAGE [COMMAND [ARG...]]", Annotations: makesState,
 		Short: "Make a VM from an image, boot it, and run a command in it",
-		Long: `Make a VM from an image and boot it. It runs in its own process, which outlives this command. The
-command prints the VM's name.
+		Long: `Make a VM from an image, boot it, and run a command in it, as "docker run" does: flags stand before
+IMAGE, and all that follows IMAGE is the command. An image that is missing is pulled.
 
-COMMAND runs in the VM once it is up, with user, working directory and variables of the image
-unless flags set them. Its exit status is that of drowse, as with "drowse exec". The VM runs on
-unless --rm is given. --entrypoint runs the image's entrypoint, with COMMAND as its arguments.
---detach does not wait for the command.
+Without COMMAND it is the image's own; an entrypoint of the image gets COMMAND as its arguments.
+The exit status is that of the command, as with "drowse exec". With --detach the VM's name is
+printed and the command runs on, see "drowse attach"; an image that says nothing to run then only
+boots. Unlike a container, the VM outlives its command, unless --rm is given, and variables,
+user and directory are those of the command alone.
+
+A VM has no network but by --net open, --allow, --policy and --publish. What stands in none of
+them is denied, in both directions.
 
 A config file (--config) is a JSON object with the fields name, image, kernel, vcpus,
 memory_mib, disk_mib, hostname, network, ipv6, policy, tags, cmdline, no_acpi, hooks, idle,
 volumes, shares, services. Flags override it.
 
-With --net tap the VM has a network behind its policy (--policy). Without a policy everything is
-denied, in both directions.
-
 The class decides what happens at the end. An ephemeral VM is removed with everything about it
 when it ends or expires (--ttl). A resumable VM is put to sleep when it expires, and removed a day
 later (--keep expired=TIME). A workspace is put to sleep and never removed. "drowse prune" does
 this, and "drowse serve" every minute.`,
-		Example: `  drowse run app --name a
-  drowse run app --class resumable --owner build --ttl 12h --sleep-after 10m --keep last=5
-  drowse run --rm app -- python3 -c 'print(1)'
-  drowse run --entrypoint --detach --name web nginx`,
-		Args: cobra.ArbitraryArgs,
+		Example: `  drowse run -it --rm python:3.12 bash
+  drowse run -d --name web -p 8080:80 nginx
+  drowse run --rm --allow pypi.org -v ./work:/work -w /work python:3.12 python3 build.py
+  drowse run -d --class resumable --owner build --ttl 12h --sleep-after 10m --keep last=5 app`,
+		Args: cobra.ArbitraryArgs, ValidArgsFunction: a.firstArg(a.completeImage),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			args, err := main.take(cmd, args)
+			args, err := main.take(cmd, args, fromDisk != "")
 			if err != nil {
 				return err
 			}
-			if want.Volumes, err = parsed(volumes, spec.ParseVolumeMount); err != nil {
+			if err := pull.check(); err != nil {
 				return err
 			}
-			if want.Shares, err = parsed(shares, spec.ParseShare); err != nil {
+			if want.Volumes, want.Shares, err = parseMounts(mounts); err != nil {
 				return err
 			}
-			if want.Policy, err = policyFrom(policy); err != nil {
+			more, err := parsed(shares, spec.ParseShare)
+			if err != nil {
+				return err
+			}
+			want.Shares = append(want.Shares, more...)
+			published, err := parsed(ports, parsePublish)
+			if err != nil {
+				return usageError{err}
+			}
+			if want.Policy, want.Network, err = net.read(); err != nil {
 				return err
 			}
 			full, err := readConfig(config, cmd, want, args)
 			if err != nil {
 				return err
+			}
+			if len(published) > 0 {
+				if full.Network == spec.NetworkNone {
+					return usageError{errors.New("--publish needs a network: leave out --net none")}
+				}
+				p := netpolicy.Policy{}
+				if full.Policy != nil {
+					p = *full.Policy
+				}
+				p.Publish = slices.Concat(p.Publish, published)
+				full.Policy, full.Network = &p, spec.NetworkTAP
+			}
+			if full.Image == "" && fromDisk == "" {
+				return usageError{errors.New("no image is named: see `drowse run --help`")}
 			}
 			// Tags count only in a policy, which needs a network.
 			if full.Network == spec.NetworkTAP {
@@ -100,36 +131,76 @@ this, and "drowse serve" every minute.`,
 				}
 				own = &l
 			}
-			return a.launchingWith(cmd.Context(), secrets, limit, func(ctx context.Context, s *sandbox.Host, list []spec.Secret) error {
-				if fromDisk == "" {
-					if err := main.check(s, full.Image); err != nil {
-						return err
-					}
-				}
-				var rep control.Report
-				if _, err := s.Create(ctx, full, sandbox.CreateOptions{Metadata: own, Disk: fromDisk, NoTemplate: noTemplate, Report: &rep}); err != nil {
+			if err := checkSpec(full); err != nil {
+				return err
+			}
+			vars, err := variables(main.envFile, main.cmd.Env, os.Stdin)
+			if err != nil {
+				return err
+			}
+			main.cmd.Env = vars
+			var argv []string
+			return a.launchingFor(cmd.Context(), secrets, limit, func(ctx context.Context, s *sandbox.Host) error {
+				if err := s.State.FindVolumes(full.Volumes); err != nil {
 					return err
 				}
-				a.makeTemplatesLater(s, rep.Name)
-				if err := handIn(ctx, s, list, rep.Name); err != nil || !main.wanted() {
+				var img *image.Image // stays nil with a disk, whose image has its own record
+				if fromDisk == "" {
+					if img, err = pull.image(ctx, a, s, full.Image); err != nil {
+						return err
+					}
+					full.Image = cmp.Or(firstOf(img.Tags), img.ID)
+				}
+				if argv, err = main.argv(img); err != nil {
+					return err
+				}
+				if full.Name == "" {
+					full.Name, err = newName(s)
+				}
+				return err
+			}, func(ctx context.Context, s *sandbox.Host, list []spec.Secret) error {
+				var rep control.Report
+				stage := func(error) {}
+				if hasWidth(a.stderr) {
+					p := a.newProgress("run")
+					p.report(stageBoot, 0, 0)
+					stage = p.finish
+				}
+				_, err := s.Create(ctx, full, sandbox.CreateOptions{Metadata: own, Disk: fromDisk, Template: template, Report: &rep})
+				stage(err)
+				if err != nil {
+					return err
+				}
+				if template {
+					a.makeTemplatesLater(s, rep.Name)
+				}
+				if len(published) > 0 && !a.json() {
+					fmt.Fprintf(a.stderr, "drowse: published ports are served by `drowse serve`\n")
+				}
+				if err := handIn(ctx, s, list, rep.Name); err != nil || len(argv) == 0 {
 					return errors.Join(err, a.printReport(rep))
 				}
-				return a.runMain(cmd.Context(), s, rep, &main)
+				return a.runMain(cmd.Context(), s, rep, &main, argv)
 			})
 		},
 	}
 	secretFlag(cmd, &secrets, " once it runs (see \"drowse secret\")")
-	main.add(cmd)
 	f := cmd.Flags()
-	f.StringVar(&want.Name, "name", "", "name of the VM (default: random)")
+	f.SetInterspersed(false)
+	f.SetNormalizeFunc(dockerNames)
+	f.Bool("help", false, "help for run") // without -h, which is docker's for --hostname
+	main.add(cmd)
+	pull.add(cmd)
+	f.StringVar(&want.Name, "name", "", "name of the VM (default: made up)")
 	f.StringVar(&want.Kernel, "kernel", "", "built, debian, an id of \"drowse kernel ls\", or a path")
-	f.IntVar(&want.VCPUs, "vcpus", 0, fmt.Sprintf("number of CPUs, 1 to 8 (default %d)", spec.DefaultVCPUs))
-	f.IntVar(&want.MemoryMiB, "memory", 0, fmt.Sprintf("RAM in MiB, 64 to 16384 (default %d)", spec.DefaultMemoryMiB))
-	f.IntVar(&want.DiskMiB, "disk", 0, fmt.Sprintf("size of the writable disk in MiB (default %d)", spec.DefaultDiskMiB))
-	f.StringVar(&want.Hostname, "hostname", "", "host name in the guest (default: the VM's name)")
-	f.StringVar(&want.Network, "net", "", "network: none, or tap, behind a policy (default none)")
-	f.BoolVar(&want.IPv6, "ipv6", false, "with --net tap: IPv6 as well")
-	policyFlag(cmd, &policy, "everything is denied")
+	f.Var((*cpus)(&want.VCPUs), "vcpus", fmt.Sprintf("number of CPUs, 1 to 8; also --cpus (default %d)", spec.DefaultVCPUs))
+	f.VarP((*mebibytes)(&want.MemoryMiB), "memory", "m", fmt.Sprintf("RAM, 64m to 16g; a number alone is MiB (default %d)", spec.DefaultMemoryMiB))
+	f.Var((*mebibytes)(&want.DiskMiB), "disk", fmt.Sprintf("size of the writable disk, such as 20g; a number alone is MiB (default %d)", spec.DefaultDiskMiB))
+	f.IntVar(&want.DiskQuotaMiB, "disk-quota", 0, "most that the VM may make the host store, in MiB: disk, snapshots, logs")
+	f.StringVarP(&want.Hostname, "hostname", "h", "", "host name in the guest (default: the VM's name)")
+	net.add(cmd, "", "everything is denied")
+	f.StringArrayVarP(&ports, "publish", "p", nil, "[ADDRESS:]PORT:GUESTPORT[/udp]: have \"drowse serve\" listen on the host, on all addresses by default; repeatable")
+	f.BoolVar(&want.IPv6, "ipv6", false, "with a network: IPv6 as well")
 	label.add(cmd, "let it expire after this time, such as 12h or 7d (default: never)")
 	f.StringArrayVar(&tags, "tag", nil, "tag, to find it by; with a network, also for policies of other VMs (agents); repeatable")
 	f.StringVar(&want.Cmdline, "cmdline", "", "additional kernel parameters")
@@ -139,12 +210,13 @@ this, and "drowse serve" every minute.`,
 	f.BoolVar(&want.NoACPI, "no-acpi", false, "describe devices on the kernel's command line, for kernels without ACPI")
 	idleFlags(cmd, &want.Idle, "never")
 	f.StringSliceVar(&want.Self.Allow, "allow-self", nil, "what its programs may ask the host to do with it: "+strings.Join([]string{guest.SelfSleep, guest.SelfSnapshot, guest.SelfHold, guest.SelfWake, guest.SelfExtend}, ", ")+"=TIME (in total, such as 24h), "+guest.SelfFork+"=N (simultaneous children; default: nothing)")
-	f.StringArrayVar(&volumes, "volume", nil, "NAME:/PATH[:ro]: mount a volume; repeatable")
+	f.StringArrayVarP(&mounts, "volume", "v", nil, "NAME:/PATH[:ro]: mount a volume, or HOSTDIR:/PATH[:ro] a directory of the host, which begins with / or .; repeatable")
 	f.StringArrayVar(&shares, "share", nil, "HOSTDIR:/PATH[:rw]: mount a directory of the host, read-only by default; repeatable")
 	f.StringVar(&fromDisk, "from-disk", "", "boot from a copy of the disk of this snapshot, with its image")
-	f.BoolVar(&noTemplate, "no-template", false, "boot, even if there is a template (see \"drowse template\")")
+	f.BoolVar(&template, "template", false, "start from a template of the first boot, if there is one, else have one made (see \"drowse template\")")
 	f.StringVar(&config, "config", "", "JSON file that describes the VM, - for stdin")
-	f.DurationVar(&limit, "timeout", bootTimeout, "give up after this time")
+	f.DurationVar(&limit, "timeout", bootTimeout, "give up if the VM is not up after this time; a pull has its own")
+	a.completeFlags(cmd)
 	return cmd
 }
 
@@ -169,25 +241,29 @@ func readConfig(path string, cmd *cobra.Command, flags sandbox.Spec, args []stri
 			{"kernel", func() { want.Kernel = flags.Kernel }},
 			{"vcpus", func() { want.VCPUs = flags.VCPUs }},
 			{"memory", func() { want.MemoryMiB = flags.MemoryMiB }},
+			{"disk-quota", func() { want.DiskQuotaMiB = flags.DiskQuotaMiB }},
 			{"disk", func() { want.DiskMiB = flags.DiskMiB }},
 			{"hostname", func() { want.Hostname = flags.Hostname }},
-			{"net", func() { want.Network = flags.Network }},
 			{"ipv6", func() { want.IPv6 = flags.IPv6 }},
-			{"policy", func() { want.Policy = flags.Policy }},
 			{"cmdline", func() { want.Cmdline = flags.Cmdline }},
 			{"hooks", func() { want.Hooks.Policy = flags.Hooks.Policy }},
 			{"hook-timeout", func() { want.Hooks.TimeoutSeconds = flags.Hooks.TimeoutSeconds }},
 			{"hooks-timeout", func() { want.Hooks.AllSeconds = flags.Hooks.AllSeconds }},
 			{"sleep-after", func() { want.Idle.SleepSeconds = flags.Idle.SleepSeconds }},
 			{"idle-cpu", func() { want.Idle.CPUPercent = flags.Idle.CPUPercent }},
-			{"volume", func() { want.Volumes = flags.Volumes }},
-			{"share", func() { want.Shares = flags.Shares }},
+
 			{"allow-self", func() { want.Self.Allow = flags.Self.Allow }},
 			{"no-acpi", func() { want.NoACPI = flags.NoACPI }},
 		} {
 			if set(o.flag) {
 				o.copy()
 			}
+		}
+		if set("volume") || set("share") {
+			want.Volumes, want.Shares = flags.Volumes, flags.Shares
+		}
+		if flags.Network != "" {
+			want.Network, want.Policy = flags.Network, flags.Policy
 		}
 	}
 	if len(args) > 0 {
@@ -202,19 +278,23 @@ func (a *app) printReport(rep control.Report) error {
 	return a.print(rep, func(w io.Writer) { fmt.Fprintln(w, rep.Name) })
 }
 
-// vmCommand returns a command on one VM that prints a report.
+// vmCommand returns a command on VMs that prints a report for each.
 func (a *app) vmCommand(use, short string, do func(context.Context, *sandbox.Host, string) (control.Report, error)) *cobra.Command {
 	limit := bootTimeout
 	var secrets []string
 	cmd := &cobra.Command{
-		Use: use + " NAME", Short: short, Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
+		Use: use + " NAME...", Short: short, Args: cobra.MinimumNArgs(1), ValidArgsFunction: a.completeVM,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			return a.launchingWith(cmd.Context(), secrets, limit, func(ctx context.Context, s *sandbox.Host, list []spec.Secret) error {
-				rep, err := do(ctx, s, args[0])
-				if err != nil {
-					return err
-				}
-				return errors.Join(handIn(ctx, s, list, rep.Name), a.printReport(rep))
+				return each(a, args, "vms", func(name string) (control.Report, error) {
+					rep, err := do(ctx, s, name)
+					if err != nil {
+						return rep, err
+					}
+					a.warnHooks(rep.Name, rep.Hooks)
+					a.warnNetwork(rep.Name, rep.Network)
+					return rep, handIn(ctx, s, list, rep.Name)
+				}, func(w io.Writer, rep control.Report) { fmt.Fprintln(w, rep.Name) })
 			})
 		},
 	}
@@ -225,7 +305,7 @@ func (a *app) vmCommand(use, short string, do func(context.Context, *sandbox.Hos
 
 func (a *app) startCommand() *cobra.Command {
 	var o sandbox.StartOptions
-	cmd := a.vmCommand("start", "Boot a stopped or crashed VM with its disk as it is",
+	cmd := a.vmCommand("start", "Boot stopped or crashed VMs with their disks as they are",
 		func(ctx context.Context, s *sandbox.Host, name string) (control.Report, error) {
 			rep, err := s.Sandbox(name).Start(ctx, o)
 			if err == nil && o.DiscardMemory {
@@ -238,12 +318,44 @@ func (a *app) startCommand() *cobra.Command {
 }
 
 func (a *app) wakeCommand() *cobra.Command {
-	cmd := a.vmCommand("wake", "Wake a sleeping VM, now or by a timer",
+	cmd := a.vmCommand("wake", "Wake sleeping VMs, now or by a timer",
 		func(ctx context.Context, s *sandbox.Host, name string) (control.Report, error) {
 			return s.Sandbox(name).Wake(ctx)
 		})
 	a.timed(cmd)
+	var all bool
+	cmd.Use = "wake NAME... | --all"
+	cmd.Args = func(_ *cobra.Command, args []string) error { return namesOrAll(all, args) }
+	cmd.Flags().BoolVar(&all, "all", false, "all sleeping VMs")
+	named := cmd.RunE
+	cmd.RunE = func(cmd *cobra.Command, args []string) error {
+		if !all {
+			return named(cmd, args)
+		}
+		s, err := a.store()
+		if err != nil {
+			return err
+		}
+		records, err := s.State.List()
+		for _, r := range records {
+			if r.Phase == state.Asleep {
+				args = append(args, r.Spec.Name)
+			}
+		}
+		if err != nil || len(args) == 0 {
+			return err
+		}
+		return named(cmd, args)
+	}
 	return cmd
+}
+
+// namesOrAll checks that a command has either names or --all.
+func namesOrAll(all bool, names []string) error {
+	if all == (len(names) > 0) {
+		return errors.New("name a VM, or give --all")
+	}
+	return nil
 }
 
 func (a *app) sleepCommand() *cobra.Command {
@@ -253,11 +365,9 @@ func (a *app) sleepCommand() *cobra.Command {
 		limit time.Duration
 	)
 	cmd := &cobra.Command{
-		Use: "sleep NAME | --all", Short: "Put a VM to sleep: write it to disk and end its process", Args: cobra.MaximumNArgs(1), ValidArgsFunction: a.completeVM,
+		Use: "sleep NAME... | --all", Short: "Put VMs to sleep: write them to disk and end their processes", ValidArgsFunction: a.completeVM,
+		Args: func(_ *cobra.Command, args []string) error { return namesOrAll(all, args) },
 		RunE: func(cmd *cobra.Command, args []string) error {
-			if all == (len(args) == 1) {
-				return usageError{errors.New("name a VM, or give --all")}
-			}
 			s, err := a.store()
 			if err != nil {
 				return err
@@ -275,17 +385,18 @@ func (a *app) sleepCommand() *cobra.Command {
 			if all {
 				return a.sleepAll(ctx, s, o)
 			}
-			res, err := s.Sandbox(args[0]).Sleep(ctx, o)
-			if err != nil {
-				return err
-			}
-			a.warnHooks(res.Name, res.Hooks)
-			a.warnHostHooks(res.Name, res.HostHooks)
-			a.warnPersisted(res.Name, res.Persist)
-			if res.Problem != "" {
-				a.log.Warn("the VM sleeps, and not all could be done after that", "vm", res.Name, "problem", res.Problem)
-			}
-			return a.print(res, func(w io.Writer) {
+			return each(a, args, "vms", func(name string) (res spec.SleepResult, err error) {
+				if res, err = s.Sandbox(name).Sleep(ctx, o); err != nil {
+					return res, err
+				}
+				a.warnHooks(res.Name, res.Hooks)
+				a.warnHostHooks(res.Name, res.HostHooks)
+				a.warnPersisted(res.Name, res.Persist)
+				if res.Problem != "" {
+					a.log.Warn("the VM sleeps, and not all could be done after that", "vm", res.Name, "problem", res.Problem)
+				}
+				return res, nil
+			}, func(w io.Writer, res spec.SleepResult) {
 				printPersisted(w, res.Persist)
 				fmt.Fprintf(w, "%s asleep in snapshot %s (%s of memory in %s)\n", res.Name, res.Snapshot, bytesText(int64(res.BytesRaw)), bytesText(res.BytesStored))
 			})
@@ -312,30 +423,22 @@ func (a *app) sleepAll(ctx context.Context, h *sandbox.Host, o sandbox.SleepOpti
 }
 
 func (a *app) stopCommand() *cobra.Command {
-	var (
-		kill  bool
-		limit = 30 * time.Second
-	)
+	limit := 30 * time.Second
 	cmd := &cobra.Command{
-		Use: "stop NAME", Short: "Shut a VM down", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
+		Use: "stop NAME...", Short: "Shut VMs down", Args: cobra.MinimumNArgs(1), ValidArgsFunction: a.completeVM,
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
-			ctx, cancel := context.WithTimeout(cmd.Context(), limit)
-			defer cancel()
-			stop := s.Sandbox(args[0]).Stop
-			if kill {
-				stop = s.Sandbox(args[0]).Kill
-			}
-			if err := stop(ctx); err != nil {
+			return each(a, args, "vms", func(name string) (map[string]string, error) {
+				ctx, cancel := context.WithTimeout(cmd.Context(), limit)
+				defer cancel()
+				err := s.Sandbox(name).Stop(ctx)
 				if errors.Is(err, context.DeadlineExceeded) {
-					return fmt.Errorf("%s has not shut down within %v: give it longer with --timeout, or use --kill", args[0], limit)
+					err = fmt.Errorf("%s has not shut down within %v: give it longer with --timeout, or use `drowse kill %s`", name, limit, name)
 				}
-				return err
-			}
-			return a.print(map[string]string{"name": args[0], "phase": string(state.Stopped)}, func(w io.Writer) { fmt.Fprintln(w, args[0]) })
+				return map[string]string{"name": name, "phase": string(state.Stopped)}, err
+			}, func(w io.Writer, v map[string]string) { fmt.Fprintln(w, v["name"]) })
 		}),
 	}
-	cmd.Flags().BoolVar(&kill, "kill", false, "end the VM at once, as if its power were cut")
-	cmd.Flags().DurationVar(&limit, "timeout", limit, "time limit")
+	cmd.Flags().DurationVar(&limit, "timeout", limit, "time limit for each")
 	return cmd
 }
 
@@ -360,44 +463,28 @@ func (a *app) rmCommand() *cobra.Command {
 
 func (a *app) inspectCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "inspect NAME", Short: "Show a VM, as JSON", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
+		Use: "inspect NAME...", Short: "Show VMs, as JSON: an object, or a list of several", Args: cobra.MinimumNArgs(1), ValidArgsFunction: a.completeVM,
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
-			v, err := s.Sandbox(args[0]).Inspect(cmd.Context())
-			if err != nil {
-				return err
-			}
-			_, err = fmt.Fprintf(a.stdout, "%s\n", v)
-			return err
-		}),
-	}
-}
-
-func (a *app) logsCommand() *cobra.Command {
-	var process, asIs bool
-	cmd := &cobra.Command{
-		Use: "logs NAME", Short: "Print the console output of a VM", Long: logsRaw("Print the console output of a VM."), Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
-		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
-			if _, err := s.State.Get(args[0]); err != nil {
-				return err
-			}
-			paths := []string{s.State.ConsoleLog(args[0]) + ".1", s.State.ConsoleLog(args[0])}
-			if process {
-				paths = []string{s.State.ProcessLog(args[0]) + ".1", s.State.ProcessLog(args[0])}
-			}
-			var text []byte
-			for _, p := range paths {
-				data, err := os.ReadFile(p)
-				if err != nil && !errors.Is(err, os.ErrNotExist) {
-					return fmt.Errorf("reading the log: %w", err)
+			var list []json.RawMessage
+			var errs []error
+			for _, name := range args {
+				v, err := s.Sandbox(name).Inspect(cmd.Context())
+				if err != nil {
+					errs = append(errs, err)
+					continue
 				}
-				text = append(text, data...)
+				list = append(list, v)
 			}
-			return a.print(map[string]string{"name": args[0], "log": string(text)}, func(io.Writer) { _, _ = a.logTo(asIs).Write(text) })
+			switch {
+			case len(args) > 1:
+				errs = append(errs, printJSON(a.stdout, some(list)))
+			case len(list) > 0:
+				_, err := fmt.Fprintf(a.stdout, "%s\n", list[0])
+				errs = append(errs, err)
+			}
+			return errors.Join(errs...)
 		}),
 	}
-	cmd.Flags().BoolVar(&process, "vmm", false, "print the log of the VM's process instead")
-	rawFlag(cmd, &asIs)
-	return cmd
 }
 
 func (a *app) completeVM(*cobra.Command, []string, string) ([]string, cobra.ShellCompDirective) {

@@ -107,10 +107,11 @@ more. If anything is killed meanwhile, the volume has its old or its new size.`,
 
 func (a *app) volumeRemoveCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "rm NAME", Short: "Delete a volume that no VM uses", Args: cobra.ExactArgs(1),
+		Use: "rm NAME...", Short: "Delete volumes that no VM uses", Args: cobra.MinimumNArgs(1), ValidArgsFunction: a.completeVolume,
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
-			err := s.State.RemoveVolume(cmd.Context(), args[0])
-			return a.answer(map[string]string{"removed": args[0]}, err, func(w io.Writer) { fmt.Fprintln(w, args[0]) })
+			return each(a, args, "volumes", func(name string) (map[string]string, error) {
+				return map[string]string{"removed": name}, s.State.RemoveVolume(cmd.Context(), name)
+			}, func(w io.Writer, v map[string]string) { fmt.Fprintln(w, v["removed"]) })
 		}),
 	}
 }

@@ -6,6 +6,7 @@ import "github.com/drowse-vm/drowse/sandbox/records"
 var commands = records.NewWords([][2]string{
 	{`Sandbox\("([^"]+)"\)\.Start with DiscardMemory`, "`drowse start --discard-memory $1`"},
 	{`Sandbox\("([^"]+)"\)\.Start\b`, "`drowse start $1`"},
+	{`Sandbox\("([^"]+)"\)\.Kill\b`, "`drowse kill $1`"},
 	{`Sandbox\("([^"]+)"\)\.Wake\b`, "`drowse wake $1`"},
 	{`Sandbox\("([^"]+)"\)\.Delete\b`, "`drowse rm $1`"},
 	{`Sandbox\("([^"]+)"\)\.Snapshot\b`, "`drowse snapshot $1`"},

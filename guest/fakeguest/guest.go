@@ -7,6 +7,7 @@ import (
 	"io"
 	"io/fs"
 	"maps"
+	"net"
 	"path"
 	"strconv"
 	"strings"
@@ -31,6 +32,8 @@ type Guest struct {
 	Commands map[string]Command
 	// Changed, if not nil, is called with all files after each change. The change fails with its error.
 	Changed func(fstest.MapFS) error
+	// Dial, if not nil, connects to what listens in the guest, for guest.Client.Dial. By default nothing listens.
+	Dial func(ctx context.Context, network, address string) (net.Conn, error)
 	// Shutdown, if not nil, is called when the host asks the guest to shut down.
 	Shutdown func(reboot bool)
 
@@ -64,6 +67,11 @@ func (g *Guest) Serve(p *Ports) error {
 	}
 	agentpb.RegisterAgentService(server, agent{g: g})
 	defer server.Close()
+	if l := p.ports[agentpb.ForwardPort]; l != nil {
+		var forwards sync.WaitGroup
+		forwards.Go(func() { g.serveForward(l) })
+		defer forwards.Wait()
+	}
 	return server.Serve(context.Background(), p.Port(agentpb.AgentPort))
 }
 

@@ -28,6 +28,8 @@ type Checked struct {
 	// is none.
 	Opened  uint64
 	NameSet uint32
+	// Ref is for those who pass a flow on: what the other side calls it by. The zero value has none.
+	Ref uint64
 
 	key   key
 	alias key // the key by which the host knows it

@@ -116,7 +116,7 @@ func (s *Server) inject(x *exchange, r *http.Request) *http.Response {
 		if !i.Meets(x.target.Host, x.target.Port) {
 			continue
 		}
-		placeholder, err := s.cfg.Identity.Placeholder(i.Secret)
+		placeholder, err := s.identity.Load().Placeholder(i.Secret)
 		if err != nil {
 			return x.refusal(http.StatusInternalServerError, err.Error())
 		}

@@ -53,7 +53,7 @@ func newBackend(f *testing.F) *backend {
 		return w.srv.reach(ctx, t, true)
 	}
 	w.srv.transport.DisableKeepAlives = true // so that an input's connections end with it
-	w.srv.cfg.Dial = func(ctx context.Context, peer netip.AddrPort) (*net.TCPConn, error) {
+	w.srv.cfg.Dial = func(ctx context.Context, peer netip.AddrPort, _ string) (*net.TCPConn, error) {
 		b.mu.Lock()
 		defer b.mu.Unlock()
 		var d net.Dialer

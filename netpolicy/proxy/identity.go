@@ -38,6 +38,8 @@ type Identity struct {
 	lineage string
 	root    *x509.Certificate
 	signer  *ecdsa.PrivateKey
+	// placeholders are those of a Delegate, which has no key.
+	placeholders map[string]string
 
 	mu     sync.Mutex // guards leaves
 	leaves map[string]*tls.Certificate
@@ -71,6 +73,41 @@ func NewIdentity(key []byte, lineage string) (*Identity, error) {
 	}
 	if err != nil {
 		return nil, fmt.Errorf("making a proxy's authority: %w", err)
+	}
+	return id, nil
+}
+
+// Delegate is what the proxy of one endpoint needs of its Identity, without the host's key, from which the
+// identities of all endpoints derive.
+type Delegate struct {
+	Signer       []byte            `json:"signer"` // the authority's private key
+	Root         []byte            `json:"root"`   // its certificate, as DER
+	Placeholders map[string]string `json:"placeholders,omitempty"`
+}
+
+// Delegate returns what a proxy needs that puts these secrets into requests.
+func (id *Identity) Delegate(secrets ...string) (d Delegate, err error) {
+	d = Delegate{Root: id.root.Raw, Placeholders: map[string]string{}}
+	if d.Signer, err = id.signer.Bytes(); err != nil {
+		return d, fmt.Errorf("delegating the authority of a proxy: %w", err)
+	}
+	for _, s := range secrets {
+		if d.Placeholders[s], err = id.Placeholder(s); err != nil {
+			return d, err
+		}
+	}
+	return d, nil
+}
+
+// Identity returns an identity that knows the delegate's placeholders only.
+func (d Delegate) Identity() (*Identity, error) {
+	id := &Identity{placeholders: d.Placeholders, leaves: map[string]*tls.Certificate{}}
+	var err error
+	if id.signer, err = ecdsa.ParseRawPrivateKey(elliptic.P256(), d.Signer); err == nil {
+		id.root, err = x509.ParseCertificate(d.Root)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("reading the authority of a proxy: %w", err)
 	}
 	return id, nil
 }
@@ -111,6 +148,12 @@ func (id *Identity) Fingerprint() string {
 
 // Placeholder returns what the endpoint has in place of a secret.
 func (id *Identity) Placeholder(secret string) (string, error) {
+	if id.key == nil {
+		if text, ok := id.placeholders[secret]; ok {
+			return text, nil
+		}
+		return "", fmt.Errorf("the proxy was not told the placeholder of %s", secret)
+	}
 	b, err := id.derive("placeholder "+secret, 16)
 	if err != nil {
 		return "", err

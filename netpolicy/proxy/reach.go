@@ -72,10 +72,11 @@ func (s *Server) reach(ctx context.Context, t Target, secure bool) (*peerConn, e
 	tried := 0
 	for _, a := range addresses {
 		c := &peerConn{s: s, target: t, peer: netip.AddrPortFrom(a, t.Port)}
+		name := ""
 		var ok bool
 		if c.rule, ok = s.cfg.Rules.Opens(c.peer, ""); !ok && secure && !t.Address.IsValid() {
 			c.rule, ok = s.cfg.Rules.Opens(c.peer, t.Host)
-			c.checked = ok
+			c.checked, name = ok, t.Host
 		}
 		if !ok {
 			denied = &peerError{c.peer, c.rule, errDenied}
@@ -87,7 +88,7 @@ func (s *Server) reach(ctx context.Context, t Target, secure bool) (*peerConn, e
 		}
 		tried++
 		var err error
-		if c.TCPConn, err = s.cfg.Dial(ctx, c.peer); err != nil {
+		if c.TCPConn, err = s.cfg.Dial(ctx, c.peer, name); err != nil {
 			failed = &peerError{c.peer, c.rule, err}
 			continue
 		}

@@ -186,7 +186,7 @@ func (s *Server) end(g *guestConn, t Target, early []byte) bool {
 				s.report(Event{Reason: netpolicy.ReasonTLSName, Host: t.Host, Port: t.Port})
 				return nil, fmt.Errorf("this tunnel is for %s", t.Host)
 			}
-			return s.cfg.Identity.certificate(t.Host, time.Now())
+			return s.identity.Load().certificate(t.Host, time.Now())
 		},
 	}
 	c := tls.Server(&replay{g, io.MultiReader(bytes.NewReader(early), g)}, cfg)

@@ -124,8 +124,8 @@ type Config struct {
 	Secrets  Secrets
 	// Roots are the authorities for hosts' certificates; nil means the host's own.
 	Roots *x509.CertPool
-	// Dial connects to a peer; nil is tlsname.Dial.
-	Dial func(ctx context.Context, peer netip.AddrPort) (*net.TCPConn, error)
+	// Dial connects to a peer that Rules open, with that name; nil is tlsname.Dial.
+	Dial func(ctx context.Context, peer netip.AddrPort, name string) (*net.TCPConn, error)
 	// Event receives events. The server calls it from several goroutines. Nil discards events.
 	Event func(Event)
 
@@ -141,6 +141,7 @@ type Server struct {
 	transport *http.Transport
 	inner     *http.Server // for connections whose TLS ends here
 	policy    atomic.Pointer[netpolicy.Policy]
+	identity  atomic.Pointer[Identity]
 	handlers  sync.WaitGroup
 	serving   sync.WaitGroup
 
@@ -162,7 +163,9 @@ func New(cfg Config) *Server {
 	cfg.heldTimeout = cmp.Or(cfg.heldTimeout, HeldTimeout)
 	cfg.sweepInterval = cmp.Or(cfg.sweepInterval, sweepInterval)
 	if cfg.Dial == nil {
-		cfg.Dial = tlsname.Dial
+		cfg.Dial = func(ctx context.Context, peer netip.AddrPort, _ string) (*net.TCPConn, error) {
+			return tlsname.Dial(ctx, peer)
+		}
 	}
 	if cfg.Event == nil {
 		cfg.Event = func(Event) {}
@@ -172,6 +175,7 @@ func New(cfg Config) *Server {
 	}
 	s.base, s.cancel = context.WithCancel(context.Background())
 	s.policy.Store(&netpolicy.Policy{})
+	s.identity.Store(cfg.Identity)
 	s.transport = s.newTransport()
 	s.inner = s.server(s.serveEnded)
 	return s
@@ -192,6 +196,9 @@ func (s *Server) Stats() netpolicy.ProxyStats {
 		Refused: s.refused.Load(), Busy: s.busy.Load(), Cut: s.cuts.Load(),
 	}
 }
+
+// SetIdentity replaces the identity by one of the same authority.
+func (s *Server) SetIdentity(id *Identity) { s.identity.Store(id) }
 
 // SetPolicy replaces the policy, and cuts connections that the new one does not open. Call it after Link.Swap.
 func (s *Server) SetPolicy(p *netpolicy.Policy) {
@@ -237,7 +244,7 @@ func meets(p *netpolicy.Policy, t Target) bool {
 }
 
 // Serve answers requests until the context ends. Then it closes everything, and returns nil. It may be called once.
-func (s *Server) Serve(ctx context.Context, ln *net.TCPListener) error {
+func (s *Server) Serve(ctx context.Context, ln tlsname.Listener) error {
 	defer s.cancel()
 	outer := s.server(s.serveProxy)
 	stop := context.AfterFunc(ctx, func() {
@@ -325,9 +332,12 @@ func (s *Server) within(h http.HandlerFunc) http.Handler {
 
 // listener admits connections of the endpoint.
 type listener struct {
-	*net.TCPListener
+	tlsname.Listener
 	s *Server
 }
+
+// Addr implements [net.Listener].
+func (l *listener) Addr() net.Addr { return &net.TCPAddr{} }
 
 // Accept implements [net.Listener].
 func (l *listener) Accept() (net.Conn, error) {

@@ -123,7 +123,7 @@ func (w *world) exchange(_ context.Context, m *dns.Msg, _ netip.AddrPort) (*dns.
 	return a, nil
 }
 
-func (w *world) dial(ctx context.Context, peer netip.AddrPort) (*net.TCPConn, error) {
+func (w *world) dial(ctx context.Context, peer netip.AddrPort, _ string) (*net.TCPConn, error) {
 	w.mu.Lock()
 	to := w.routes[peer.String()]
 	w.mu.Unlock()

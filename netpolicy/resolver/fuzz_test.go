@@ -105,7 +105,7 @@ func FuzzAnswer(f *testing.F) {
 		if st := r.Stats(); st.Answered+st.Refused+st.Failed != 1 {
 			t.Fatalf("%+v for one query", st)
 		}
-		if len(pins.names) > maxAddresses {
+		if len(pins.names) > MaxAddresses {
 			t.Fatalf("%d addresses are pinned", len(pins.names))
 		}
 		for i, n := range pins.names {

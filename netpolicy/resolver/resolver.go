@@ -25,14 +25,16 @@ const (
 	// MinPin and MaxPin bound how long an address stays pinned. The guest never gets a time to live above MaxPin.
 	MinPin = 30 * time.Second
 	MaxPin = 24 * time.Hour
+	// DefaultRate is how many queries a second a policy allows that does not say.
+	DefaultRate = 50
+	// MaxAddresses is how many of an answer the guest gets.
+	MaxAddresses = 16
 
 	maxChain       = 8    // CNAMEs
-	maxAddresses   = 16   // of an answer
 	maxLabels      = 16   // of a name
 	maxAtOnce      = 64   // queries
 	maxConnections = 16   // over TCP
 	maxUDP         = 1232 // bytes of a message, as is usual (DNS flag day 2020)
-	defaultRate    = 50   // queries per second
 	askTimeout     = 3 * time.Second
 )
 
@@ -110,7 +112,7 @@ func (r *Resolver) admit() (*netpolicy.Policy, *netpolicy.Spec, bool) {
 	if r.policy == nil || r.spec == nil || r.policy.DNS == nil {
 		return nil, nil, true
 	}
-	rate := float64(cmp.Or(r.policy.DNS.QueriesPerSecond, defaultRate))
+	rate := float64(cmp.Or(r.policy.DNS.QueriesPerSecond, DefaultRate))
 	now := r.cfg.Now()
 	if r.filled.IsZero() {
 		r.tokens = 2 * rate
@@ -203,7 +205,7 @@ func (r *Resolver) hand(q *dns.Msg, name string, qtype uint16, in *dns.Msg, spec
 			r.rebound.Add(1)
 			continue
 		}
-		if left == maxAddresses {
+		if left == MaxAddresses {
 			continue
 		}
 		left++

@@ -57,8 +57,8 @@ type Refusal struct {
 // Config configures a server.
 type Config struct {
 	Flows Flows
-	// Dial connects to a peer; nil is Dial.
-	Dial func(ctx context.Context, peer netip.AddrPort) (*net.TCPConn, error)
+	// Dial connects to the peer of a flow, whose client has asked for a name that the rules open; nil is Dial.
+	Dial func(ctx context.Context, c flow.Checked, name string) (*net.TCPConn, error)
 	// Refused gets connections that are reset, and Named the names of the others. The server calls them from
 	// several goroutines. Nil discards them.
 	Refused func(Refusal)
@@ -90,7 +90,7 @@ type connection struct {
 // New makes a server without connections.
 func New(cfg Config) *Server {
 	if cfg.Dial == nil {
-		cfg.Dial = Dial
+		cfg.Dial = func(ctx context.Context, c flow.Checked, _ string) (*net.TCPConn, error) { return Dial(ctx, c.Peer) }
 	}
 	if cfg.Refused == nil {
 		cfg.Refused = func(Refusal) {}
@@ -158,9 +158,15 @@ func Dial(ctx context.Context, peer netip.AddrPort) (*net.TCPConn, error) {
 	return c.(*net.TCPConn), nil
 }
 
+// Listener is where connections of the endpoint come from: a *net.TCPListener, or one that gets them passed.
+type Listener interface {
+	AcceptTCP() (*net.TCPConn, error)
+	Close() error
+}
+
 // Serve checks connections until the context ends. Then it resets all, closes the listener and returns nil. It may
 // be called once.
-func (s *Server) Serve(ctx context.Context, ln *net.TCPListener) error {
+func (s *Server) Serve(ctx context.Context, ln Listener) error {
 	ctx, cancel := context.WithCancel(ctx)
 	var wg sync.WaitGroup
 	defer wg.Wait()
@@ -177,7 +183,7 @@ func (s *Server) Serve(ctx context.Context, ln *net.TCPListener) error {
 			return nil
 		}
 		if err != nil {
-			if passing(err) {
+			if Passing(err) {
 				// For example, the process has too many open files: new connections wait.
 				select {
 				case <-ctx.Done():
@@ -199,7 +205,8 @@ func (s *Server) Serve(ctx context.Context, ln *net.TCPListener) error {
 	}
 }
 
-func passing(err error) bool {
+// Passing reports whether an error of a listener passes, so that it may go on.
+func Passing(err error) bool {
 	return errors.Is(err, unix.EMFILE) || errors.Is(err, unix.ENFILE) || errors.Is(err, unix.ENOBUFS) || errors.Is(err, unix.ENOMEM) ||
 		errors.Is(err, unix.ECONNABORTED)
 }
@@ -360,7 +367,7 @@ func (s *Server) serve(ctx context.Context, x *connection) {
 		return
 	}
 	s.cfg.Named(x.flow, name)
-	peer, err := s.cfg.Dial(ctx, x.flow.Peer)
+	peer, err := s.cfg.Dial(ctx, x.flow, name)
 	if err != nil {
 		s.end(stop, x.guest)
 		s.count(func(st *netpolicy.TLSStats) { st.Failed++ })

@@ -154,9 +154,9 @@ func (l *lab) start(helloTimeout time.Duration) {
 	must(t, err)
 	l.server = tlsname.New(tlsname.Config{
 		Flows: l.link, HelloTimeout: helloTimeout,
-		Dial: func(ctx context.Context, peer netip.AddrPort) (c *net.TCPConn, err error) {
+		Dial: func(ctx context.Context, f flow.Checked, _ string) (c *net.TCPConn, err error) {
 			l.dialed.Add(1)
-			l.away(l.host, func() { c, err = tlsname.Dial(ctx, peer) })
+			l.away(l.host, func() { c, err = tlsname.Dial(ctx, f.Peer) })
 			return c, err
 		},
 		Refused: func(r tlsname.Refusal) {

@@ -136,6 +136,21 @@ func (d *Disk) Statfs() (st unix.Statfs_t, err error) {
 	return st, ioError("look for space", os.NewSyscallError("fstatfs", err))
 }
 
+// Allocated returns what the files of the layers take on the host, in bytes: st_blocks of stat(2).
+func (d *Disk) Allocated() (sum int64, err error) {
+	for _, l := range d.all() {
+		var st unix.Stat_t
+		for err = unix.EINTR; errors.Is(err, unix.EINTR); {
+			err = unix.Fstat(int(l.os.Fd()), &st)
+		}
+		if err != nil {
+			return 0, ioError("look at what it takes", os.NewSyscallError("fstat", err))
+		}
+		sum += st.Blocks * 512
+	}
+	return sum, nil
+}
+
 // ReadOnly reports whether the disk refuses writes.
 func (d *Disk) ReadOnly() bool { return d.readOnly }
 

@@ -329,7 +329,7 @@ func (b *build) boot(ctx context.Context) error {
 	if b.o.Progress != nil {
 		b.o.Progress(StageBoot, 0, 0)
 	}
-	if _, err := b.s.Create(ctx, b.vmSpec(b.vm, img.ID), sandbox.CreateOptions{NoTemplate: true}); err != nil {
+	if _, err := b.s.Create(ctx, b.vmSpec(b.vm, img.ID), sandbox.CreateOptions{}); err != nil {
 		return err
 	}
 	b.result.Boots++

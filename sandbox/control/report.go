@@ -61,6 +61,15 @@ type Info struct {
 	NoSpace bool `json:"no_space,omitempty"`
 	// Falling reports that the VM is being put to sleep.
 	Falling bool `json:"falling,omitempty"`
+	// Cgroup has counters of the confined process.
+	Cgroup Cgroup `json:"cgroup,omitzero"`
+}
+
+// Cgroup are counters of the cgroup of a VM's confined process: 0 without the controller.
+type Cgroup struct {
+	ThrottledMs float64 `json:"throttled_ms,omitempty"`
+	Read        int64   `json:"read,omitempty"`
+	Written     int64   `json:"written,omitempty"`
 }
 
 // TagsResult says what SetTags did.

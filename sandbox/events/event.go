@@ -75,9 +75,10 @@ const (
 	Expiry     Cause = "expiry"
 	Killed     Cause = "killed"   // its process was killed, or told to end
 	Rotation   Cause = "rotation" // it starts afresh from a good snapshot
+	Quota      Cause = "quota"    // its disk quota is used up
 )
 
-var causes = []Cause{CLI, API, Library, Guest, Idle, Packet, Connection, Timer, Expiry, Killed, Rotation}
+var causes = []Cause{CLI, API, Library, Guest, Idle, Packet, Connection, Timer, Expiry, Killed, Rotation, Quota}
 
 // ErrInvalid means that a request for events is invalid.
 var ErrInvalid = errors.New("invalid request for events")

@@ -80,6 +80,10 @@ type Parts struct {
 	Secrets []spec.SecretFile
 	// ServiceEvent, if not nil, is called with each report of the guest on its services, one at a time.
 	ServiceEvent func(guest.ServiceEvent)
+	// DiskRoom is how many bytes the disk may take of the host from now on; 0 is no limit. See Instance.SetDiskRoom.
+	// QuotaReached, if not nil, is called when a write of the guest waits for that reason. It must not block.
+	DiskRoom     int64
+	QuotaReached func()
 	// Prebuilt, if not nil, may have a part of the VM that was made ahead.
 	Prebuilt *Prebuilt
 	// PageCache is a directory with pages of snapshots that were restored before, written by KeepPages; empty for
@@ -200,7 +204,15 @@ func (in *Instance) assemble(net netStart) (err error) {
 		return fmt.Errorf("opening the VM's disk: %w", err)
 	}
 	in.space.space = newSpace(filepath.Dir(p.Disk.Top()), in.disk.Statfs, int64(in.mem.Size()))
-	add(DeviceDisk, blk.New(in.disk, in.writable(DeviceDisk, "drowse-"+DeviceDisk)))
+	options := in.writable(DeviceDisk, "drowse-"+DeviceDisk)
+	if p.DiskRoom > 0 {
+		in.space.quota = &quota{allocated: in.disk.Allocated}
+		if err = in.space.quota.set(p.DiskRoom); err != nil {
+			return err
+		}
+		options.Space = in.takeDisk
+	}
+	add(DeviceDisk, blk.New(in.disk, options))
 	vs, err := vsock.New(in.mem, vsock.Config{CID: guestCID, Path: p.Socket, Listener: p.Listener, Connect: p.Connect})
 	if err != nil {
 		return err

@@ -8,6 +8,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/devices/blk"
 )
 
 // A full disk of the host must not become the guest's problem: its file systems take an I/O error for a broken
@@ -72,6 +74,83 @@ func (s *space) take(n int64) error {
 	return nil
 }
 
+// quota limits how much the VM's disk may take of the host. It is safe for concurrent use. A nil quota is none.
+type quota struct {
+	// allocated returns what the disk takes: disk.Disk.Allocated.
+	allocated func() (int64, error)
+
+	mu    sync.Mutex // guards what follows
+	limit int64      // of allocated
+	grant int64      // bytes that may be written before the next look
+	short int64      // bytes of the last write that was refused
+}
+
+// quotaStep is how many bytes may be written at most before a look at what the disk takes. The tables of its layers
+// come on top, and are counted at that look.
+const quotaStep = 16 << 20
+
+// set lets the disk take so many bytes more than now.
+func (q *quota) set(more int64) error {
+	now, err := q.allocated()
+	if err != nil {
+		return err
+	}
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	q.limit, q.grant = now+more, 0
+	return nil
+}
+
+// take fails with EDQUOT if n bytes are more than the disk may still take. Blocks that were discarded count no more.
+func (q *quota) take(n int64) error {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if q.grant -= n; q.grant >= 0 {
+		return nil
+	}
+	q.grant = 0
+	now, err := q.allocated()
+	if err != nil {
+		return err
+	}
+	spare := q.limit - now
+	if q.short = 0; spare < n {
+		q.short = n
+		return fmt.Errorf("writing %d bytes to the disk: %w", n, unix.EDQUOT)
+	}
+	q.grant = min(spare-n, quotaStep)
+	return nil
+}
+
+// room reports whether a write that waits can be done.
+func (q *quota) room() bool {
+	if q == nil {
+		return true
+	}
+	now, err := q.allocated()
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return err == nil && q.limit-now >= max(q.short, blk.MaxRequest)
+}
+
+// takeDisk is blk.Options.Space of the VM's own disk.
+func (in *Instance) takeDisk(n int64) error {
+	if q := in.space.quota; q != nil {
+		if err := q.take(n); err != nil {
+			return err
+		}
+	}
+	return in.space.take(n)
+}
+
+// SetDiskRoom lets the disk of a VM with a quota take so many bytes more of the host than now.
+func (in *Instance) SetDiskRoom(more int64) error {
+	if in.space.quota == nil {
+		return nil
+	}
+	return in.space.quota.set(more)
+}
+
 // wait implements blk.Options.OnFull.
 func (s *space) wait(error) {
 	select {
@@ -86,14 +165,18 @@ func (s *space) room() bool {
 	return err == nil && spare >= roomToGoOn
 }
 
+// quotaProblem is the problem that a VM reports while its guest waits because of its disk quota.
+const quotaProblem = "paused: its disk quota is used up, and it goes to sleep: remove snapshots of it, or raise the quota"
+
 // fullProblem is the problem that a VM reports while its guest waits for space.
 const fullProblem = "paused: the host's file system is full: make room below the state directory, and it goes on by itself"
 
 // spaceWait handles the writes of an instance that wait for space.
 type spaceWait struct {
 	*space
-	done chan struct{} // closed when the goroutine of awaitSpace has ended
-	end  context.CancelFunc
+	quota *quota        // nil for none
+	done  chan struct{} // closed when the goroutine of awaitSpace has ended
+	end   context.CancelFunc
 
 	mu       sync.Mutex // guards what follows
 	waiting  bool       // a write waits
@@ -131,10 +214,13 @@ func (in *Instance) waitForSpace(ctx context.Context) {
 	w := &in.space
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	if !w.waiting {
+	over := !w.quota.room()
+	if !w.waiting && !over {
 		in.log.Warn("a write of the guest waits: the host's file system is full", "directory", w.dir)
 	}
-	w.waiting = true
+	if w.waiting = true; over && in.parts.QuotaReached != nil {
+		in.parts.QuotaReached()
+	}
 	if w.users == 0 && !w.starting && !w.paused {
 		w.paused = in.machine.Pause(ctx) == nil // one that has ended has nothing to pause
 	}
@@ -146,7 +232,7 @@ func (in *Instance) lookForSpace(ctx context.Context) (again bool) {
 	w := &in.space
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	room := w.room()
+	room := w.room() && w.quota.room()
 	if w.users > 0 || w.starting && !room {
 		return true
 	}
@@ -188,6 +274,9 @@ func (in *Instance) SpaceProblem() string {
 	in.space.mu.Lock()
 	defer in.space.mu.Unlock()
 	if in.space.waiting {
+		if !in.space.quota.room() {
+			return quotaProblem
+		}
 		return fullProblem
 	}
 	return ""

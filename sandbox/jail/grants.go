@@ -64,6 +64,15 @@ func (g *grants) read(name string) {
 	g.reads[filepath.Clean(name)] = true
 }
 
+// forget takes back what read has given. So the names are not more than the disk has layers.
+func (g *grants) forget(names []string) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	for _, name := range names {
+		delete(g.reads, filepath.Clean(name))
+	}
+}
+
 // leave lets the process remove a layer that the disk does not use.
 func (g *grants) leave(layer string) {
 	g.mu.Lock()

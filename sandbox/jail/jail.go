@@ -10,6 +10,7 @@ import (
 	"time"
 	"unicode"
 
+	"github.com/drowse-vm/drowse/devices/secrets"
 	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/jail/confine"
 	"github.com/drowse-vm/drowse/sandbox/jail/rpc"
@@ -84,9 +85,11 @@ func New(ctx context.Context, c Config) (j *Jail, err error) {
 		}
 		j.trees, files = append(j.trees, tree), append(files, dir)
 	}
+	limits := c.Limits
+	limits.LockedBytes = secretBytes
 	proc, err := confine.Start(ctx, confine.Profile{
 		Program: append(append([]string{"/proc/self/exe"}, c.Program...), Argument), Files: files, Output: c.Output,
-		Limits: c.Limits, Shares: len(c.Shares) > 0, LogOnly: c.LogOnly,
+		Limits: limits, Shares: len(c.Shares) > 0, LogOnly: c.LogOnly,
 	})
 	if c.Started != nil {
 		c.Started()
@@ -108,6 +111,9 @@ func New(ctx context.Context, c Config) (j *Jail, err error) {
 	}
 	return j, nil
 }
+
+// secretBytes is what the process may lock in memory: as many secrets as a VM may have, each as large as it may be.
+const secretBytes = secrets.MaxSecrets * secrets.MaxValue
 
 // prepareTimeout is how long a confined process may take to start. It takes some 20 ms, and more on a busy host.
 const prepareTimeout = time.Minute

@@ -41,7 +41,8 @@ const socketFD = 3
 func Main() error {
 	// The keeper decides when the VM ends. A terminal or a host that shuts down signals both.
 	signal.Ignore(syscall.SIGHUP, syscall.SIGINT, syscall.SIGTERM)
-	c := &child{log: slog.New(slog.NewTextHandler(os.Stderr, nil)), ended: make(chan struct{})}
+	c := &child{log: slog.New(slog.NewTextHandler(os.Stderr, nil)), ended: make(chan struct{}),
+		connects: make(chan struct{}, maxConnects)}
 	c.fs.ask = c.askFile
 	defer c.fs.close()
 	conn, err := rpc.New(os.NewFile(socketFD, "keeper"), options(c.serve))
@@ -71,13 +72,15 @@ func options(h rpc.Handler) rpc.Options {
 
 // child is the state of the confined process.
 type child struct {
-	log     *slog.Logger
-	conn    atomic.Pointer[rpc.Conn]
-	once    sync.Once
-	ready   chan struct{}
-	fs      passedFS
-	ended   chan struct{}
-	endOnce sync.Once
+	log   *slog.Logger
+	conn  atomic.Pointer[rpc.Conn]
+	once  sync.Once
+	ready chan struct{}
+	fs    passedFS
+	ended chan struct{}
+	// connects has an element for each connection of the guest that the keeper is asked for.
+	connects chan struct{}
+	endOnce  sync.Once
 
 	mu       sync.Mutex // guards what follows
 	prebuilt *instance.Prebuilt
@@ -216,6 +219,8 @@ func (c *child) serve(ctx context.Context, method string, body []byte, files []*
 		return handle(body, func(o sealOrder) (any, error) { return c.sealFrozen(ctx, in, o), nil })
 	case callGiveUp:
 		return handle(body, func(number uint64) (any, error) { c.abandon(number); return nil, nil })
+	case callRoom:
+		return handle(body, func(more int64) (any, error) { return nil, in.SetDiskRoom(more) })
 	case callFlush:
 		return nil, nil, in.Disk().Flush()
 	case callData:
@@ -330,6 +335,9 @@ func (c *child) start(ctx context.Context, o startOrder) (any, error) {
 			return s.Name, s.Offset, err == nil && s.Known
 		}
 	}
+	if p.DiskRoom = o.DiskRoom; p.DiskRoom > 0 {
+		p.QuotaReached = func() { c.post(postQuota, none{}) }
+	}
 	if o.Services {
 		p.ServiceEvent = func(e guest.ServiceEvent) { c.post(postService, e) }
 	}
@@ -404,6 +412,13 @@ func (c *child) connect(port uint32, done func(fd int, own bool, err error)) {
 	go func() {
 		ctx, cancel := context.WithTimeout(context.Background(), connectTimeout)
 		defer cancel()
+		select {
+		case c.connects <- struct{}{}:
+			defer func() { <-c.connects }()
+		case <-ctx.Done():
+			done(-1, false, ctx.Err())
+			return
+		}
 		var own bool
 		files, err := c.keeper().Call(ctx, callConnect, port, &own)
 		if err == nil && len(files) != 1 {
@@ -421,6 +436,10 @@ func (c *child) connect(port uint32, done func(fd int, own bool, err error)) {
 }
 
 const connectTimeout = 10 * time.Second
+
+// maxConnects leaves calls for all else while the guest opens many connections. More of them wait; the device bounds
+// their number.
+const maxConnects = maxCalls / 2
 
 func (c *child) hooksBefore(ctx context.Context, in *instance.Instance, o hooksOrder) (any, error) {
 	h, err := in.RunHooksBefore(ctx, o.Event, o.Over)

@@ -36,6 +36,7 @@ const (
 	callFlush       = "flush"         // nothing -> nothing
 	callData        = "data"          // nothing -> bytes
 	callSubstitute  = "substitute"    // substitution -> nothing
+	callRoom        = "disk-room"     // bytes -> nothing
 	callContinue    = "continue"      // nothing -> nothing
 	callMissed      = "missed"        // nothing -> []uint64
 	callClose       = "close"         // nothing -> nothing
@@ -55,6 +56,7 @@ const (
 	callLinkReady  = "link-ready" // nothing -> nothing, when the policy is in force
 	postCalm       = "calm"
 	postService    = "service" // guest.ServiceEvent
+	postQuota      = "quota"   // nothing
 	postEnded      = "ended"   // ended
 )
 
@@ -87,6 +89,7 @@ type startOrder struct {
 	Disk       disk.Stack              `json:"disk"`
 	Volumes    []volumeOrder           `json:"volumes,omitempty"`
 	VM         string                  `json:"vm"`
+	DiskRoom   int64                   `json:"disk_room,omitempty"`
 	Secrets    []spec.SecretFile       `json:"secrets,omitempty"`
 	PageCache  string                  `json:"page_cache,omitempty"`
 	NoDirtyLog bool                    `json:"no_dirty_log,omitempty"`

@@ -51,6 +51,7 @@ type VM struct {
 	times  times
 	orders atomic.Uint64 // numbers of captures and seals
 	dials  chan struct{} // an element for each Dial under way
+	pace   *pace         // of what the process asks for
 
 	done    chan struct{} // closed when the machine has ended
 	endOnce sync.Once
@@ -77,7 +78,7 @@ type VM struct {
 
 func newVM(j *Jail) *VM {
 	return &VM{jail: j, done: make(chan struct{}), log: slog.New(slog.DiscardHandler), times: usualTimes,
-		dials: make(chan struct{}, maxDials)}
+		dials: make(chan struct{}, maxDials), pace: newPace(callBurst, callsPerSecond)}
 }
 
 // times are how long the keeper waits for its confined process.
@@ -333,6 +334,15 @@ func (v *VM) CPU() time.Duration {
 	return st.CPU
 }
 
+// Cgroup returns the counters of the process's cgroup.
+func (v *VM) Cgroup() control.Cgroup {
+	st, err := v.jail.proc.Stats()
+	if err != nil {
+		return control.Cgroup{}
+	}
+	return control.Cgroup{ThrottledMs: control.Milliseconds(st.CPUThrottled), Read: st.ReadBytes, Written: st.WrittenBytes}
+}
+
 // PID returns the id of the confined process.
 func (v *VM) PID() int { return v.jail.PID() }
 
@@ -527,6 +537,7 @@ func (v *VM) Substitute(layers []string, by string) error {
 		return fmt.Errorf("substitute layers: %w: the disk has others", disk.ErrMissingParent)
 	}
 	v.stack.Layers = slices.Replace(slices.Clone(v.stack.Layers), i, i+len(layers), by)
+	v.grants.forget(layers)
 	return nil
 }
 
@@ -620,6 +631,9 @@ func (v *VM) SealFrozen(ctx context.Context, newTop string, l guest.HookLimits, 
 // Continue lets a captured VM run on.
 func (v *VM) Continue() error { return v.callSoon(callContinue, none{}, nil) }
 
+// SetDiskRoom is that of instance.Instance.
+func (v *VM) SetDiskRoom(more int64) error { return v.callSoon(callRoom, more, nil) }
+
 // MissedPages is that of instance.Instance.
 func (v *VM) MissedPages() (missed []uint64) {
 	if err := v.callSoon(callMissed, none{}, &missed); err != nil {
@@ -687,10 +701,11 @@ func copyConsole(to io.Writer) (c *console, w *os.File, err error) {
 	c = &console{r, make(chan struct{})}
 	go func() {
 		defer close(c.done)
-		buf := make([]byte, 4<<10)
+		buf, pace := make([]byte, 4<<10), newPace(consoleBurst, consoleRate)
 		for {
 			n, err := r.Read(buf)
 			if n > 0 {
+				pace.wait(float64(n))
 				_, _ = to.Write(buf[:n]) // a console that cannot be written is lost, and the guest runs on
 			}
 			if err != nil {
@@ -717,7 +732,7 @@ func (v *VM) order(p instance.Parts, dir string, o instance.RestoreOptions) (
 	s startOrder, names []string, files []*os.File, err error) {
 	s = startOrder{
 		Spec: p.Spec, Kernel: p.Kernel, Initramfs: p.Initramfs, SystemDisk: p.SystemDisk, Cmdline: p.Cmdline,
-		Image: p.Image, Disk: p.Disk, VM: p.VM, Secrets: p.Secrets, PageCache: p.PageCache, NoDirtyLog: p.NoDirtyLog,
+		Image: p.Image, Disk: p.Disk, VM: p.VM, DiskRoom: p.DiskRoom, Secrets: p.Secrets, PageCache: p.PageCache, NoDirtyLog: p.NoDirtyLog,
 		Symbols: p.Symbolize != nil, Services: p.ServiceEvent != nil, Fork: p.RAM != nil, Snapshot: dir, Options: o,
 	}
 	add := func(name string, f *os.File) { names, files = append(names, name), append(files, f) }
@@ -815,6 +830,7 @@ func (v *VM) order(p instance.Parts, dir string, o instance.RestoreOptions) (
 func (v *VM) serve(ctx context.Context, method string, body []byte, files []*os.File) (
 	reply any, out []*os.File, err error) {
 	defer closeAll(files)
+	v.pace.wait(1)
 	if !v.serving.Load() {
 		return nil, nil, errRefused
 	}
@@ -869,6 +885,11 @@ func (v *VM) serve(ctx context.Context, method string, body []byte, files []*os.
 			}
 			return nil, nil
 		})
+	case postQuota:
+		if v.parts.QuotaReached != nil {
+			v.parts.QuotaReached()
+		}
+		return nil, nil, nil
 	case postEnded:
 		return handle(body, func(e ended) (any, error) { v.machineEnded(e); return nil, nil })
 	case postCalm:

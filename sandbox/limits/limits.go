@@ -11,6 +11,7 @@ import (
 	"path/filepath"
 
 	"github.com/drowse-vm/drowse/internal/osfile"
+	"github.com/drowse-vm/drowse/sandbox/lifetime"
 )
 
 // Limits are what the awake VMs of a store may use of the host together, and the sandboxes of each owner. New limits
@@ -27,6 +28,9 @@ type Limits struct {
 	// are those of each owner that is not named. An owner that is named has nothing of DefaultOwner.
 	Owners       map[string]Owner `json:"owners,omitempty"`
 	DefaultOwner Owner            `json:"default_owner,omitzero"`
+	// Classes limit each sandbox of a class. DefaultSandbox limits each one of the other classes.
+	Classes        map[lifetime.Class]Sandbox `json:"classes,omitempty"`
+	DefaultSandbox Sandbox                    `json:"default_sandbox,omitzero"`
 }
 
 // Bounds of Limits.
@@ -91,5 +95,13 @@ func (l Limits) validate() error {
 			return err
 		}
 	}
-	return l.DefaultOwner.validate("default_owner")
+	for class, s := range l.Classes {
+		if err := class.Check(); err != nil {
+			return fmt.Errorf("%w: %w", ErrLimits, err)
+		}
+		if err := s.validate("class " + string(class)); err != nil {
+			return err
+		}
+	}
+	return errors.Join(l.DefaultOwner.validate("default_owner"), l.DefaultSandbox.validate("default_sandbox"))
 }

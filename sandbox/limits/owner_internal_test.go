@@ -12,6 +12,7 @@ import (
 	"sync/atomic"
 	"testing"
 
+	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -68,6 +69,35 @@ func uses(t *testing.T, dir, owner string, n int, mib int64) {
 	t.Helper()
 	if gotN, gotMiB, err := OwnerAwake(dir, owner); err != nil || gotN != n || gotMiB != mib {
 		t.Errorf("%q: %d awake with %d MiB (%v), want %d with %d", owner, gotN, gotMiB, err, n, mib)
+	}
+}
+
+func TestOfClass_falls_back_to_the_limits_of_each_sandbox(t *testing.T) {
+	l := Default
+	l.DefaultSandbox = Sandbox{DiskMiB: 100, CPUs: 0.5}
+	l.Classes = map[lifetime.Class]Sandbox{lifetime.Workspace: {CPUWeight: 7}}
+	dir := t.TempDir()
+	if err := l.Write(dir); err != nil {
+		t.Fatal(err)
+	}
+	l, err := Read(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for class, want := range map[lifetime.Class]string{"": "7 CPU weight", lifetime.Workspace: "7 CPU weight", lifetime.Ephemeral: "100 MiB of disk, 0.5 CPUs"} {
+		if got := l.OfClass(class).String(); got != want {
+			t.Errorf("class %q has %s, want %s", class, got, want)
+		}
+	}
+	for what, bad := range map[string]Limits{
+		"a class that there is not": {MemoryOvercommit: 1, Classes: map[lifetime.Class]Sandbox{"x": {}}},
+		"too few processors":        {MemoryOvercommit: 1, DefaultSandbox: Sandbox{CPUs: 0.001}},
+		"a negative quota":          {MemoryOvercommit: 1, DefaultSandbox: Sandbox{DiskMiB: -1}},
+		"too much weight":           {MemoryOvercommit: 1, Classes: map[lifetime.Class]Sandbox{lifetime.Ephemeral: {IOWeight: MaxIOWeight + 1}}},
+	} {
+		if err := bad.Write(dir); !errors.Is(err, ErrLimits) {
+			t.Errorf("%s: %v", what, err)
+		}
 	}
 }
 

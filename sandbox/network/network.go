@@ -1,6 +1,7 @@
 package network
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -10,6 +11,7 @@ import (
 	"os"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/vishvananda/netlink"
@@ -40,6 +42,9 @@ type Config struct {
 	// requests. Only a policy with a proxy needs them. Identity may be called repeatedly.
 	Identity func() (*proxy.Identity, error)
 	Secrets  proxy.Secrets
+	// Start starts the network process, whose program calls Main, confined and with these files, which stay the
+	// caller's. It returns nil, as a nil Start does, if the work is to be done in this process.
+	Start func(context.Context, []*os.File) (Process, error)
 	// Prebuilt, if not nil, may have a link that was made ahead.
 	Prebuilt *Prebuilt
 	// Log gets the log records; nil discards them.
@@ -56,7 +61,8 @@ type Network struct {
 	address *hostnet.Address
 	own6    netip.Addr // not valid without IPv6
 	tap     *tap.Device
-	dns     *resolver.Resolver
+	keeper  *keeper
+	queries atomic.Pointer[net.PacketConn] // the socket of the guest's queries, once it listens
 	config  Config
 	events  *eventLog
 	flows   *flow.Log // nil until the policy is on the device
@@ -76,11 +82,9 @@ type Network struct {
 	host    []netip.Addr
 	onLink  []netip.Prefix // where the host has neighbours
 	history []installed
-	stopDNS func()          // nil while the resolver does not listen
-	tls     *tlsname.Server // nil until a policy has names to check
-	tlsPort uint16          // where tls listens
-	// proxy and stopProxy are nil while the policy has no proxy.
-	proxy     *proxy.Server
+	stopDNS func() // nil while the resolver does not listen
+	tlsPort uint16 // where names are checked; 0 until a policy has names to check
+	// stopProxy is nil while the policy has no proxy.
 	stopProxy func()
 	warnings  []string
 	closed    bool
@@ -112,6 +116,7 @@ func New(c Config) (*Network, error) {
 		return nil, fmt.Errorf("setting up the VM's network: %w", withoutRoot(err))
 	}
 	n.ctx, n.cancel = context.WithCancel(context.Background())
+	n.keeper = newKeeper(n)
 	begin := time.Now()
 	n.wg.Go(func() {
 		defer close(n.attached)
@@ -188,16 +193,51 @@ func (n *Network) compile(p *netpolicy.Policy, host []netip.Addr, onLink []netip
 		n.log.Error(why)
 		p, host = &netpolicy.Policy{}, nil
 	}
-	return netpolicy.Compile(p, netpolicy.Identity{Address4: n.address.Addr(), Address6: n.own6},
-		netpolicy.Environment{Host: host, OnLink: onLink, Endpoints: []netip.Prefix{n.agents, n.agents6}, TLSPort: n.tlsPort})
+	return netpolicy.Compile(p, n.identity(), n.environment(host, onLink))
+}
+
+func (n *Network) identity() netpolicy.Identity {
+	return netpolicy.Identity{Address4: n.address.Addr(), Address6: n.own6}
+}
+
+func (n *Network) environment(host []netip.Addr, onLink []netip.Prefix) netpolicy.Environment {
+	return netpolicy.Environment{Host: host, OnLink: onLink, Endpoints: []netip.Prefix{n.agents, n.agents6}, TLSPort: n.tlsPort}
+}
+
+// inForce returns what the keeper and the network process need of a policy.
+func (n *Network) inForce(p *netpolicy.Policy, spec *netpolicy.Spec, host []netip.Addr, onLink []netip.Prefix) (*inForce, error) {
+	if _, is := tooManyAddresses(host); is {
+		p, host = &netpolicy.Policy{}, nil
+	}
+	o := policyOrder{Policy: p, Identity: n.identity(), Environment: n.environment(host, onLink)}
+	if p.ProxyOn() {
+		if n.config.Identity == nil {
+			return nil, errNoIdentity
+		}
+		id, err := n.config.Identity()
+		if err != nil {
+			return nil, err
+		}
+		var names []string
+		for _, i := range p.Proxy.Inject {
+			names = append(names, i.Secret)
+		}
+		d, err := id.Delegate(names...)
+		if err != nil {
+			return nil, err
+		}
+		o.Proxy = &d
+	}
+	return &inForce{o, spec}, nil
 }
 
 // attach puts the policy on the device and brings it up. ln is the listener that checks names, if the policy has
 // names to check.
 func (n *Network) attach(ahead *link.Reserved, spec *netpolicy.Spec, ln *net.TCPListener) (err error) {
+	serves := false
 	if ln != nil {
 		defer func() {
-			if err != nil && n.tls == nil {
+			if err != nil && !serves {
 				err = errors.Join(err, ln.Close())
 			}
 		}()
@@ -207,14 +247,17 @@ func (n *Network) attach(ahead *link.Reserved, spec *netpolicy.Spec, ln *net.TCP
 		return err
 	}
 	n.history = []installed{{spec, begin, begin}}
-	n.dns = resolver.New(resolver.Config{Pinner: n.link})
 	if n.flows, err = n.link.FlowLog(spec.Identity()); err != nil {
 		return err
 	}
+	f, err := n.inForce(n.policy, spec, n.host, n.onLink)
+	if err != nil {
+		return err
+	}
+	n.keeper.setPolicy(f)
 	if ln != nil {
-		n.mu.Lock()
+		serves = true
 		n.serveTLS(ln)
-		n.mu.Unlock()
 	}
 	n.settle6()
 	n.wg.Go(func() {
@@ -235,12 +278,8 @@ func (n *Network) attach(ahead *link.Reserved, spec *netpolicy.Spec, ln *net.TCP
 	if err := n.listenDNS(); err != nil {
 		return err
 	}
-	n.dns.SetPolicy(n.policy, spec)
 	if err := n.listenProxy(); err != nil {
 		return err
-	}
-	if n.proxy != nil {
-		n.proxy.SetPolicy(n.policy)
 	}
 	n.lookOutside()
 	n.wg.Go(n.watchHost)
@@ -303,6 +342,7 @@ func (n *Network) Close() error {
 	n.policy = &netpolicy.Policy{}
 	n.stopUnused()
 	n.mu.Unlock()
+	n.keeper.close()
 	n.wg.Wait()
 	if n.flows != nil {
 		n.flows.Drain(drainFlows)
@@ -348,14 +388,13 @@ func (n *Network) SetPolicy(p *netpolicy.Policy) error {
 		err = n.listenProxy()
 	}
 	if err == nil {
-		err = n.install(spec)
+		err = n.install(spec, n.host, n.onLink)
 	}
 	if err != nil {
 		n.policy = old
 		n.stopUnused()
 		return err
 	}
-	n.dns.SetPolicy(p, spec)
 	n.stopUnused()
 	n.lookOutside()
 	return nil
@@ -365,7 +404,7 @@ func (n *Network) SetPolicy(p *netpolicy.Policy) error {
 func (n *Network) stopUnused() {
 	if !n.policy.ProxyOn() && n.stopProxy != nil {
 		n.stopProxy()
-		n.proxy, n.stopProxy = nil, nil
+		n.stopProxy = nil
 	}
 	if n.policy.DNS == nil && n.stopDNS != nil {
 		n.stopDNS()
@@ -383,18 +422,16 @@ type installed struct {
 // maxHistory is how many policies are kept to name the rules of late events.
 const maxHistory = 4
 
-func (n *Network) install(spec *netpolicy.Spec) error {
-	from := uptime()
-	err := n.link.Swap(spec)
+func (n *Network) install(spec *netpolicy.Spec, host []netip.Addr, onLink []netip.Prefix) error {
+	f, err := n.inForce(n.policy, spec, host, onLink)
 	if err != nil {
 		return err
 	}
-	if n.tls != nil {
-		n.tls.Recheck()
+	from := uptime()
+	if err := n.link.Swap(spec); err != nil {
+		return err
 	}
-	if n.proxy != nil {
-		n.proxy.SetPolicy(n.policy)
-	}
+	n.keeper.setPolicy(f)
 	n.history = append(n.history, installed{spec, from, uptime()})
 	n.history = n.history[max(0, len(n.history)-maxHistory):]
 	return nil
@@ -424,7 +461,18 @@ func (n *Network) listenDNS() error {
 	if err != nil {
 		return fmt.Errorf("%w: is there a name server of the host's on all addresses?", err)
 	}
-	n.stopDNS = n.serve("the VM's resolver has failed: names are not found any more", func(ctx context.Context) error { return n.dns.Serve(ctx, pc, ln) })
+	n.stopDNS = n.serve("the VM's resolver has failed: names are not found any more", func(ctx context.Context) error {
+		ctx, cancel := context.WithCancel(ctx)
+		defer cancel()
+		ended := make(chan error, 1)
+		go func() {
+			defer cancel()
+			ended <- n.keeper.accept(ctx, ln.(*net.TCPListener), arrivesDNS)
+		}()
+		err := n.keeper.relayQueries(ctx, pc)
+		cancel()
+		return errors.Join(err, <-ended)
+	})
 	return nil
 }
 
@@ -462,12 +510,11 @@ func (n *Network) listenTLS(p *netpolicy.Policy) (*net.TCPListener, error) {
 	return ln, nil
 }
 
-// serveTLS checks names from now on. If it fails, no socket listens, and the kernel resets connections that must
+// serveTLS has names checked from now on. If it fails, no socket listens, and the kernel resets connections that must
 // be checked.
 func (n *Network) serveTLS(ln *net.TCPListener) {
-	n.tls = tlsname.New(tlsname.Config{Flows: n.link, Named: n.flows.Named, Refused: n.refused})
 	n.wg.Go(func() {
-		if err := n.tls.Serve(n.ctx, ln); err != nil {
+		if err := n.keeper.accept(n.ctx, ln, arrivesTLS); err != nil {
 			n.log.Error("connections whose names are checked are refused", "error", err)
 		}
 	})
@@ -628,11 +675,10 @@ func (n *Network) refresh() error {
 	if err != nil {
 		return err
 	}
-	if err := n.install(spec); err != nil {
+	if err := n.install(spec, host, onLink); err != nil {
 		return err
 	}
 	n.host, n.onLink = host, onLink
-	n.dns.SetPolicy(n.policy, spec)
 	if why, is := tooManyAddresses(host); is && !slices.Contains(n.warnings, why) {
 		n.warnings = append(n.warnings, why)
 	}
@@ -641,18 +687,15 @@ func (n *Network) refresh() error {
 
 // Stats returns the counts of the network since its beginning.
 func (n *Network) Stats() (st spec.NetworkStats, err error) {
-	st = spec.NetworkStats{Name: n.config.Name, NetworkInfo: *n.Info(), DNS: n.dns.Stats()}
+	c := n.keeper.stats()
+	st = spec.NetworkStats{Name: n.config.Name, NetworkInfo: *n.Info(), DNS: c.DNS, TLS: c.TLS}
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	if n.closed {
 		return st, fmt.Errorf("%w: %s: its guest has ended", spec.ErrNotRunning, st.Name)
 	}
-	if n.tls != nil {
-		st.TLS = n.tls.Stats()
-	}
-	if n.proxy != nil {
-		ps := n.proxy.Stats()
-		st.Proxy = &ps
+	if n.policy.ProxyOn() {
+		st.Proxy = cmp.Or(c.Proxy, &netpolicy.ProxyStats{})
 	}
 	var errs [3]error
 	st.Egress, errs[0] = n.link.Usage(netpolicy.Egress)

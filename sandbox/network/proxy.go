@@ -10,31 +10,24 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
+var errNoIdentity = fmt.Errorf("%w: the policy has a proxy, and there is no identity for one", spec.ErrInvalid)
+
 // listenProxy starts the proxy if the policy has one. The lock must be held.
 func (n *Network) listenProxy() error {
-	if !n.policy.ProxyOn() || n.proxy != nil {
+	if !n.policy.ProxyOn() || n.stopProxy != nil {
 		return nil
 	}
 	if n.config.Identity == nil {
-		return fmt.Errorf("%w: the policy has a proxy, and there is no identity for one", spec.ErrInvalid)
+		return errNoIdentity
 	}
-	id, err := n.config.Identity()
-	if err != nil {
-		return err
-	}
-	roots, err := proxy.Roots()
-	if err != nil {
+	if _, err := proxy.ExtraRoots(); err != nil {
 		return err
 	}
 	ln, err := proxy.Listen(n.ctx, n.tap.Name())
 	if err != nil {
 		return fmt.Errorf("%w: is there a server of the host's on port %d of all addresses?", err, netpolicy.ProxyPort)
 	}
-	server := proxy.New(proxy.Config{
-		Identity: id, Rules: n.link, Names: n.dns, Secrets: n.config.Secrets, Roots: roots, Event: n.proxied,
-	})
-	n.proxy = server
-	n.stopProxy = n.serve("the VM's proxy has failed", func(ctx context.Context) error { return server.Serve(ctx, ln) })
+	n.stopProxy = n.serve("the VM's proxy has failed", func(ctx context.Context) error { return n.keeper.accept(ctx, ln, arrivesProxy) })
 	return nil
 }
 

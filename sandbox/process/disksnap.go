@@ -36,6 +36,17 @@ func (p *process) diskSnapshot(ctx context.Context, note string, over spec.HookP
 	if err != nil {
 		return res, err
 	}
+	settle, err := p.beginCapture(ctx, true)
+	if err != nil {
+		return res, err
+	}
+	defer func() {
+		if err != nil {
+			settle("")
+		} else {
+			settle(p.store.SnapshotDir(id))
+		}
+	}()
 	st, frozen, failures, err := p.in.SealFrozen(ctx, newTop, limits, p.sealed)
 	res = spec.SleepResult{Name: p.r.Spec.Name, Snapshot: id, Hooks: failures, Stages: map[string]float64{"frozen": control.Milliseconds(frozen)}}
 	if err != nil {

@@ -8,6 +8,7 @@ import (
 	"io"
 	"log/slog"
 	"os"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -19,8 +20,11 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/jail"
 	"github.com/drowse-vm/drowse/sandbox/jail/confine"
+	"github.com/drowse-vm/drowse/sandbox/limits"
+	"github.com/drowse-vm/drowse/sandbox/network"
 	"github.com/drowse-vm/drowse/sandbox/procstat"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // jailAhead is a confined process in the making. A nil jailAhead has none: VMs then run in this process.
@@ -108,7 +112,7 @@ func (a *jailAhead) wait() (ready bool, err error) {
 }
 
 // take returns the confined process for a VM, whose log is out; nil if this host cannot confine.
-func (a *jailAhead) take(ctx context.Context, s spec.VM, out io.Writer, log *slog.Logger) (*jail.Jail, error) {
+func (a *jailAhead) take(ctx context.Context, s spec.VM, l confine.Limits, out io.Writer, log *slog.Logger) (*jail.Jail, error) {
 	if out != nil {
 		a.output.to.Store(&out)
 	}
@@ -134,7 +138,7 @@ func (a *jailAhead) take(ctx context.Context, s spec.VM, out io.Writer, log *slo
 			"lacking", lacks, "remedy", "see `drowse doctor`; "+control.RequireJailEnv+"=1 refuses such VMs")
 		return nil, nil
 	}
-	err = j.SetLimits(jailLimits(s))
+	err = j.SetLimits(l)
 	if errors.Is(err, confine.ErrNoCgroup) {
 		log.Warn("what this VM's confined process uses of the host is not limited", "cause", err, "remedy", "see `drowse doctor`")
 		err = nil
@@ -163,12 +167,53 @@ func (a *jailAhead) Close() error {
 const (
 	jailMemory  = 256 << 20 // bytes: Go's heap, KVM's tables, decoders, what is written
 	jailThreads = 512
+	diskIndex   = 512 // for each MiB of the disk: rootfs/disk keeps where each block is
+)
+
+// Lengths of files that a confined process writes: at most a disk, RAM or volume, with some more for what describes it.
+const (
+	jailFiles     = 2 // times the largest of these
+	jailFilesMore = 256 << 20
 )
 
 // jailLimits returns what the confined process of a VM may use of the host: RAM, once more what a snapshot of a running
 // guest may have to copy of it, and jailMemory. Each fork adds RAM: see jail.VM.Capture.
-func jailLimits(s spec.VM) confine.Limits {
-	return confine.Limits{MemoryBytes: 2*int64(s.Memory()) + jailMemory, Pids: jailThreads}
+func jailLimits(s spec.VM, volumes int64, each limits.Sandbox, device string) confine.Limits {
+	l := confine.Limits{
+		MemoryBytes: 2*int64(s.Memory()) + jailMemory + int64(s.DiskMiB)*diskIndex, Pids: jailThreads,
+		CPUWeight: uint64(each.CPUWeight), CPUMax: each.CPUs, IOWeight: uint64(each.IOWeight),
+	}
+	if device != "" {
+		bytes, ops := uint64(each.IOMiBPerSecond)<<20, uint64(each.IOPerSecond)
+		l.IO = confine.IOMax{Device: device, ReadBytes: bytes, WriteBytes: bytes, ReadOps: ops, WriteOps: ops}
+	}
+	if !slices.ContainsFunc(s.Shares, func(sh spec.Share) bool { return sh.Writable }) {
+		l.FileBytes = uint64(jailFiles*max(int64(s.DiskMiB)<<20, int64(s.Memory()), volumes) + jailFilesMore)
+	}
+	return l
+}
+
+// limits returns what the confined process of a VM may use of the host.
+func (m jailedMachines) limits(p instance.Parts) (confine.Limits, error) {
+	all, err := limits.Read(m.store.Dir())
+	if err != nil {
+		return confine.Limits{}, err
+	}
+	// Metadata that cannot be read keeps no VM from running, and has the usual class.
+	meta, _ := m.store.Metadata(p.Spec.Name)
+	each, device := all.OfClass(meta.EffectiveClass()), ""
+	if each.IOMiBPerSecond > 0 || each.IOPerSecond > 0 {
+		if device, err = confine.DeviceOf(m.store.LayerDir()); errors.Is(err, confine.ErrNoDevice) {
+			p.Log.Warn("this VM's disk I/O is not limited", "cause", err)
+		} else if err != nil {
+			return confine.Limits{}, fmt.Errorf("limiting disk I/O: %w", err)
+		}
+	}
+	volumes := int64(0)
+	for _, v := range p.Volumes {
+		volumes = max(volumes, v.Size())
+	}
+	return jailLimits(p.Spec, volumes, each, device), nil
 }
 
 // jailOutput passes what a confined process says to the log of its VM, which is bounded.
@@ -193,18 +238,40 @@ func newJailOutput() (*jailOutput, error) {
 // copy writes line by line: the log counts messages.
 func (o *jailOutput) copy() {
 	defer close(o.done)
-	lines := bufio.NewReaderSize(o.r, maxLogLine)
+	lines, pace := bufio.NewReaderSize(o.r, maxLogLine), newLogPace()
 	for {
 		line, err := lines.ReadSlice('\n')
 		if errors.Is(err, bufio.ErrBufferFull) {
 			err = nil
 		}
 		if len(line) > 0 {
+			pace(len(line))
 			_, _ = (*o.to.Load()).Write(line) // there is nobody to tell
 		}
 		if err != nil {
 			return
 		}
+	}
+}
+
+// The log leaves out what is too much. So that reading that is no work either, a process that writes more than logFlood
+// bytes within logSpan waits.
+const (
+	logFlood = 8 << 20
+	logSpan  = time.Second
+)
+
+// newLogPace returns what is called with the length of each line, and sleeps if it was too much.
+func newLogPace() func(n int) {
+	since, sum := time.Now(), 0
+	return func(n int) {
+		if spent := time.Since(since); spent >= logSpan {
+			since, sum = time.Now(), 0
+		} else if sum > logFlood {
+			time.Sleep(logSpan - spent)
+			since, sum = time.Now(), 0
+		}
+		sum += n
 	}
 }
 
@@ -223,6 +290,7 @@ func (o *jailOutput) close() error {
 type jailedMachines struct {
 	kvmMachines
 	ahead *jailAhead
+	store *state.Store
 	log   io.Writer
 }
 
@@ -237,29 +305,63 @@ func (m jailedMachines) likely() bool {
 }
 
 func (m jailedMachines) Start(ctx context.Context, p instance.Parts, snapshot string, o instance.RestoreOptions) (VM, error) {
-	j, err := m.ahead.take(ctx, p.Spec, m.log, p.Log)
+	l, err := m.limits(p)
+	if err != nil {
+		return nil, err
+	}
+	j, err := m.ahead.take(ctx, p.Spec, l, m.log, p.Log)
 	if err != nil {
 		return nil, err
 	}
 	if j == nil {
 		return m.kvmMachines.Start(ctx, p, snapshot, o)
 	}
-	l, err := osfile.ListenUnix(p.Socket)
+	socket, err := osfile.ListenUnix(p.Socket)
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("listening for connections to the guest: %w", err), j.Close())
 	}
 	// Closing it removes the socket.
-	p.Listener, err = listenerFile(l)
+	p.Listener, err = listenerFile(socket)
 	if err != nil {
-		return nil, errors.Join(err, l.Close(), j.Close())
+		return nil, errors.Join(err, socket.Close(), j.Close())
 	}
 	v, err := j.Start(ctx, p, snapshot, o)
 	p.Listener.Close()
 	if err != nil {
-		return nil, errors.Join(err, l.Close())
+		return nil, errors.Join(err, socket.Close())
 	}
-	v.CloseToo(l)
+	v.CloseToo(socket)
 	return jailedVM{v}, nil
+}
+
+// networkMemory and networkThreads bound the network process: buffers of all its connections, and Go's own.
+const (
+	networkMemory  = 128 << 20
+	networkThreads = 128
+)
+
+// Network makes a network whose network process is confined, unless this host cannot confine.
+func (m jailedMachines) Network(c network.Config) (Network, error) {
+	c.Start = func(ctx context.Context, files []*os.File) (network.Process, error) {
+		p := confine.Profile{
+			Program: append(append([]string{"/proc/self/exe"}, m.ahead.config.Program...), network.Argument), Files: files,
+			Output: m.ahead.output.w, Network: true, Limits: confine.Limits{MemoryBytes: networkMemory, Pids: networkThreads},
+		}
+		proc, err := confine.Start(ctx, p)
+		if errors.Is(err, confine.ErrNoCgroup) {
+			p.Limits = confine.Limits{} // take has said so
+			proc, err = confine.Start(ctx, p)
+		}
+		if err == nil {
+			return proc, nil
+		}
+		lacks, err := unconfinable(err, confine.Probe(), jailRequired())
+		if err == nil && c.Log != nil {
+			c.Log.Warn("the parsers of this VM's network are not confined", "lacking", lacks, "remedy", "see `drowse doctor`")
+		}
+		return nil, err
+	}
+	return m.kvmMachines.Network(c)
 }
 
 func listenerFile(l interface{}) (*os.File, error) {

@@ -55,6 +55,9 @@ func TestMain(m *testing.M) {
 
 func confinable(t *testing.T) {
 	t.Helper()
+	if _, err := os.Stat("/dev/kvm"); err != nil {
+		t.Skipf("a confined process of a VM has it open: %v", err)
+	}
 	if missing := confine.Probe().Missing(true); len(missing) > 0 {
 		t.Skipf("this needs %s: %s", missing[0].Name, missing[0].Detail)
 	}
@@ -206,7 +209,7 @@ func TestVM_that_cannot_be_confined_says_so_in_its_log(t *testing.T) {
 		t.Error("it is likely to be confined, it says")
 	}
 	var said bytes.Buffer
-	j, err := a.take(t.Context(), spec.VM{}, nil, slog.New(slog.NewTextHandler(&said, nil)))
+	j, err := a.take(t.Context(), spec.VM{}, confine.Limits{}, nil, slog.New(slog.NewTextHandler(&said, nil)))
 	if j != nil || err != nil || !strings.Contains(said.String(), "run as root") ||
 		!strings.Contains(said.String(), "level=WARN") {
 		t.Errorf("%v, %v, %s", j, err, &said)

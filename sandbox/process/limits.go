@@ -1,10 +1,18 @@
 package process
 
 import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"sync/atomic"
 	"time"
 
 	"github.com/drowse-vm/drowse/devices/secrets"
+	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/limits"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/vmm"
 	"github.com/drowse-vm/drowse/vmm/boot"
 	"github.com/drowse-vm/drowse/vmm/guestmem"
@@ -41,4 +49,263 @@ func (a *allowance) take(now time.Time, burst int, every time.Duration) bool {
 	}
 	a.left--
 	return true
+}
+
+// A disk quota must never reach the guest as an I/O error, and never keep its VM from sleeping. So
+//   - what a guest can write is bounded by the size of its disk, which is less than the quota: its own file system is
+//     full first, and programs get ENOSPC;
+//   - snapshots and forks, which make the guest's later writes cost more, are refused if they could use up the room
+//     for the next sleep, which is always reserved;
+//   - if the quota is used up all the same, since snapshots have most of it or it was lowered, the VM goes to sleep,
+//     and does not wake before there is room;
+//   - layers hold what others above them have replaced. A VM that lacks room wakes if joining them gives some: the
+//     room for that is reserved too. Its next sleep frees them.
+
+// quotaRoom is the least that the disk of a VM may take when it starts or a snapshot was taken, in bytes.
+const quotaRoom = spec.QuotaRoomMiB << 20
+
+// quota is the disk quota of a VM. The zero value is none. p.op guards all but reached.
+type quota struct {
+	limit int64 // bytes; 0 is none
+	sleep int64 // reserved for the next sleep
+	join  int64 // reserved for joining layers
+	// joining reports that there is no room but what joining layers will free, and joined that this was tried.
+	joining, joined bool
+	// used is the most that the VM can have on disk without the layers that it has written to since it started, and
+	// counted has those layers that are in it. The real use is less if others have removed something.
+	used    int64
+	counted map[string]bool
+	reached atomic.Bool // somebody sees to it
+}
+
+// admitDisk finds the quota of a VM that starts, and refuses one that has no room.
+func (p *process) admitDisk(ctx context.Context) (err error) {
+	var use state.DiskUse
+	q := &p.quota
+	if err := p.readQuota(); err != nil || q.limit == 0 {
+		return err
+	}
+	q.sleep, q.join = int64(p.r.Spec.SleepReserve())<<20, int64(p.r.Spec.DiskMiB)<<20+quotaRoom
+	q.used = p.r.DiskUsed
+	if q.used == 0 || p.room() < quotaRoom {
+		if use, err = p.store.DiskUse(ctx, p.r); err != nil {
+			return err
+		}
+		q.used = use.Bytes
+	}
+	if p.room() >= quotaRoom {
+		return nil
+	}
+	// In what is reserved for it, joining layers must fit beside the least that the guest writes, and be worth it.
+	_, sum, err := p.looseRun(use.Loose)
+	if err != nil {
+		return err
+	}
+	joined := min(sum, int64(p.r.Spec.DiskMiB)<<20)
+	if sum-joined < quotaRoom || p.room()+q.join < joined+quotaRoom {
+		return fmt.Errorf("starting %s: %w", p.r.Spec.Name, p.overQuota())
+	}
+	q.joining = true
+	return nil
+}
+
+// readQuota reads the limits.
+func (p *process) readQuota() error {
+	all, err := limits.Read(p.store.Dir())
+	m, _ := p.store.Metadata(p.r.Spec.Name) // if it cannot be read, the VM counts for the usual class
+	p.quota.limit = all.DiskQuota(p.r.Spec, m.EffectiveClass())
+	return err
+}
+
+// looseRun returns the neighbours in the VM's disk that take most and can be joined, and what they take, in bytes.
+func (p *process) looseRun(loose map[string]bool) (run []string, sum int64, err error) {
+	st, err := p.store.Absolute(p.r.Disk)
+	if err != nil {
+		return nil, 0, err
+	}
+	var now []string
+	var size int64
+	for i, path := range st.Layers {
+		// The top of a VM that runs is written to.
+		if !loose[p.r.Disk.Layers[i]] || p.in != nil && path == st.Top() {
+			now, size = nil, 0
+			continue
+		}
+		n, _ := state.DiskUsage(path)
+		if now, size = append(now, path), size+n; len(now) > 1 && size > sum {
+			run, sum = slices.Clone(now), size
+		}
+	}
+	return run, sum, nil
+}
+
+// room returns how many bytes the VM may make the host store, without what is reserved.
+func (p *process) room() int64 { return p.quota.limit - p.quota.used - p.quota.sleep - p.quota.join }
+
+func (p *process) overQuota() error {
+	q := &p.quota
+	return fmt.Errorf("%w: of a disk quota of %d MiB it has used %d, and %d are kept for its next sleep and for joining layers: remove snapshots of it, or raise the quota",
+		spec.ErrQuota, q.limit>>20, q.used>>20, (q.sleep+q.join)>>20)
+}
+
+// startQuota notes which layers are counted when the VM has started.
+func (p *process) startQuota() {
+	if p.quota.limit == 0 {
+		return
+	}
+	p.quota.counted = map[string]bool{}
+	for _, l := range p.in.Disk().Stack().Layers {
+		p.quota.counted[l] = true
+	}
+	// What it writes to its top layer is counted when that is sealed.
+	delete(p.quota.counted, p.in.Disk().Stack().Top())
+}
+
+// countDisk counts layers that were sealed, and the snapshot in a directory if that is not empty.
+func (p *process) countDisk(dir string) (top int64) {
+	q := &p.quota
+	layers := p.in.Disk().Stack()
+	for _, l := range layers.Layers {
+		if !q.counted[l] && l != layers.Top() {
+			n, _ := state.DiskUsage(l)
+			q.used, q.counted[l] = q.used+n, true
+		}
+	}
+	if dir != "" {
+		// Other files in it are links to what is counted.
+		_, n := state.DiskUsage(dir)
+		q.used += n
+	}
+	top, _ = state.DiskUsage(layers.Top())
+	return top
+}
+
+// beginCapture keeps room for a snapshot of a VM that runs on. settle gives the disk what is left, and counts the
+// snapshot in a directory if that exists. Both do nothing without a quota.
+func (p *process) beginCapture(ctx context.Context, live bool) (settle func(dir string), err error) {
+	if p.quota.limit == 0 {
+		return func(string) {}, nil
+	}
+	top := p.countDisk("")
+	if !live {
+		return func(string) {}, nil
+	}
+	left := func() int64 { return p.room() - top - p.quota.sleep }
+	if left() < quotaRoom {
+		use, err := p.store.DiskUse(ctx, p.r) // with the top layer
+		if err != nil {
+			return nil, err
+		}
+		p.quota.used = use.Bytes - top
+	}
+	if left() < quotaRoom {
+		return nil, p.overQuota()
+	}
+	if err := p.in.SetDiskRoom(left()); err != nil {
+		return nil, err
+	}
+	return func(dir string) {
+		top := p.countDisk(dir)
+		if err := p.in.SetDiskRoom(max(p.room()-top, 0)); err != nil {
+			p.log.Warn("telling the VM what its disk may take", "error", err)
+		}
+	}, nil
+}
+
+// maySquash reports whether layers of these sizes may be joined: snapshots keep them, so the joined one comes on top.
+func (p *process) maySquash(sizes []int64) bool {
+	if p.quota.limit == 0 {
+		return true
+	}
+	left := p.room() - p.countDisk("") - quotaRoom
+	for _, n := range sizes {
+		left -= n
+	}
+	return left >= 0
+}
+
+// settleSquash counts a layer that was joined of others, which count until others have removed them.
+func (p *process) settleSquash() {
+	if p.quota.limit == 0 {
+		return
+	}
+	top := p.countDisk("") // with joined, which is in the stack
+	least := int64(0)
+	if p.quota.joining { // out of what is reserved for that
+		least = quotaRoom
+	}
+	if err := p.in.SetDiskRoom(max(p.room()-top, least)); err != nil {
+		p.log.Warn("telling the VM what its disk may take", "error", err)
+	}
+}
+
+// quotaRetry is how long a VM waits until it tries again to sleep because of its quota.
+const quotaRetry = 30 * time.Second
+
+// quotaReached sees to a guest whose write waits: it goes on if there is room, since snapshots were removed or the
+// limit raised. Otherwise the VM goes to sleep.
+func (p *process) quotaReached() {
+	if !p.quota.reached.CompareAndSwap(false, true) {
+		return
+	}
+	p.background.Go(func() {
+		defer p.quota.reached.Store(false)
+		for p.lasting.Err() == nil {
+			again, err := p.makeRoom()
+			if err != nil && p.lasting.Err() == nil {
+				p.log.Warn("its disk quota is used up, and it cannot sleep", "error", err, "again_after", quotaRetry)
+			}
+			if !again {
+				return
+			}
+			select {
+			case <-p.lasting.Done():
+			case <-p.in.Machine().Done():
+				return
+			case <-time.After(quotaRetry):
+			}
+		}
+	})
+}
+
+// makeRoom gives the disk more room, or puts the VM to sleep. It reports whether that must be tried again.
+func (p *process) makeRoom() (again bool, err error) {
+	more, err := p.lookForRoom()
+	if more || err != nil {
+		return err != nil, err
+	}
+	res, err := p.sleep(events.WithCause(p.lasting, events.Quota), spec.HooksSkip, nil)
+	switch {
+	case errors.Is(err, spec.ErrNotRunning):
+		return false, nil
+	case err != nil:
+		return true, err
+	}
+	p.log.Warn("gone to sleep, since its disk quota is used up", "snapshot", res.Snapshot, "bytes", res.BytesStored)
+	p.end()
+	return false, nil
+}
+
+func (p *process) lookForRoom() (more bool, err error) {
+	p.op.Lock()
+	defer p.op.Unlock()
+	if p.alive() != nil {
+		return false, nil
+	}
+	if err := p.readQuota(); err != nil {
+		return false, err
+	}
+	if p.quota.limit == 0 { // taken away
+		return true, p.in.SetDiskRoom(spec.MaxDiskMiB << 20)
+	}
+	use, err := p.store.DiskUse(p.lasting, p.r)
+	if err != nil {
+		return false, err
+	}
+	top := p.countDisk("")
+	p.quota.used = use.Bytes - top
+	if left := p.room() - top; left >= quotaRoom {
+		return true, p.in.SetDiskRoom(left)
+	}
+	return false, nil
 }

@@ -10,6 +10,7 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/rootfs/disk"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/limits"
 	"github.com/drowse-vm/drowse/sandbox/network"
@@ -51,6 +52,8 @@ type VM interface {
 	WhileRunning(context.Context) (context.Context, context.CancelFunc)
 	Explain(context.Context, error) error
 	KeepRunning() (release func())
+	// SetDiskRoom lets the disk of a VM with Parts.DiskRoom take so many bytes more of the host than now.
+	SetDiskRoom(more int64) error
 	RunHooksBefore(context.Context, guest.HookEvent, spec.HookPolicy) (Hooks, error)
 	NewIdentity(context.Context) error
 	ServeSecrets(context.Context) error
@@ -66,6 +69,8 @@ type VM interface {
 	CPU() time.Duration
 	// Confined reports that the guest is in a confined process.
 	Confined() bool
+	// Cgroup returns counters of that process.
+	Cgroup() control.Cgroup
 
 	CloseToo(io.Closer)
 	Close() error
@@ -170,6 +175,8 @@ func (v kvmVM) Disk() Disk { return v.Instance.Disk() }
 func (v kvmVM) CPU() time.Duration { return 0 }
 
 func (v kvmVM) Confined() bool { return false }
+
+func (v kvmVM) Cgroup() control.Cgroup { return control.Cgroup{} }
 
 type kvmMachine struct{ *vmm.Machine }
 

@@ -53,6 +53,7 @@ type process struct {
 	op     sync.Mutex
 	r      *state.Record
 	asleep bool // the record says so, and the instance is closed
+	quota  quota
 	// sentAll says that the VM's owner has sent as much as it may, so its network denies everything. counted is how
 	// many bytes of the VM are in its owner's sum.
 	sentAll bool
@@ -243,7 +244,7 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 		p.background.Go(func() { p.sleepOnTerminate(lasting, o.terminated) })
 	}
 	// Leave a VM that has just come back alone, unless its stack is far too long.
-	if long {
+	if long || p.quota.joining {
 		p.shortenDisk()
 	}
 	p.keepPages()
@@ -284,6 +285,9 @@ func (p *process) admit(ctx context.Context, o ServeOptions) (release func() err
 	owner := p.store.Owner(name)
 	if err := p.store.AdmitDisk(ctx, owner); err != nil {
 		return nil, fmt.Errorf("starting %s: %w", name, err)
+	}
+	if err := p.admitDisk(ctx); err != nil {
+		return nil, err
 	}
 	owned, err := limits.AdmitOwner(ctx, dir, owner, mib, wake)
 	if err != nil {
@@ -355,6 +359,7 @@ func (p *process) start(ctx context.Context, o ServeOptions) (err error) {
 	}
 	r.Disk, r.Base = p.store.Relative(st), ""
 	r.Phase, r.PID, r.Maker, r.Exit, r.Problem = state.Starting, cmp.Or(o.PID, os.Getpid()), 0, nil, ""
+	r.DiskUsed = 0
 	r.Awake = time.Now().UTC()
 	m, jailed := p.machines.(jailedMachines)
 	r.Confined = jailed && m.likely()
@@ -391,6 +396,9 @@ func (p *process) start(ctx context.Context, o ServeOptions) (err error) {
 	parts := Parts(p.store, r, st)
 	parts.Console, parts.Log, parts.Prebuilt = console, p.log, o.Prebuilt
 	parts.ServiceEvent = p.serviceEvents()
+	if p.quota.limit > 0 {
+		parts.DiskRoom, parts.QuotaReached = max(p.room(), quotaRoom), p.quotaReached
+	}
 	if p.net != nil {
 		parts.TAP, parts.LinkReady = p.net.TAP(), p.net.Wait
 	}
@@ -413,6 +421,7 @@ func (p *process) start(ctx context.Context, o ServeOptions) (err error) {
 		return errors.Join(err, console.Close())
 	}
 	p.in.CloseToo(console)
+	p.startQuota()
 	switch {
 	case from == "" || o.Template:
 		if err := p.booted(ctx, o); err != nil {
@@ -674,6 +683,10 @@ func (p *process) capture(ctx context.Context, kind, note string, more ...func(*
 	if err != nil {
 		return nil, spec.SleepResult{}, err
 	}
+	settle, err := p.beginCapture(ctx, kind != state.KindSleep)
+	if err != nil {
+		return nil, spec.SleepResult{}, err
+	}
 	o := instance.CaptureOptions{
 		Dir: p.store.SnapshotDir(id), ID: id, Live: kind != state.KindSleep, NewTop: newTop, Labels: labels,
 		Image: p.r.Boot.ImageID, Kernel: p.r.Boot.KernelID, Prioritize: p.prioritize,
@@ -685,8 +698,10 @@ func (p *process) capture(ctx context.Context, kind, note string, more ...func(*
 	}
 	c, err := p.in.Capture(ctx, o)
 	if err != nil {
+		settle("")
 		return nil, spec.SleepResult{}, err
 	}
+	settle(o.Dir)
 	res := spec.SleepResult{
 		Name: p.r.Spec.Name, Snapshot: o.ID, BytesRaw: c.Raw, BytesStored: c.Stored,
 		BytesShared: c.Shared, PagesChanged: c.Changed, PagesFree: c.Free,
@@ -799,7 +814,13 @@ func (p *process) sleep(ctx context.Context, policy spec.HookPolicy, still func(
 
 // fallAsleep records that the VM sleeps in a snapshot. If that fails, the record is as before.
 func (p *process) fallAsleep(snapshot string, st disk.Stack, slept state.SleepRecord) error {
+	used := int64(0)
+	if p.quota.limit > 0 {
+		p.countDisk(p.store.SnapshotDir(snapshot))
+		used = p.quota.used
+	}
 	return p.save(func() error {
+		p.r.DiskUsed = used
 		p.r.Phase, p.r.PID, p.r.Snapshot, p.r.Previous = state.Asleep, 0, snapshot, ""
 		p.r.Disk = p.store.Relative(st)
 		return p.store.AddSleep(p.r, slept)
@@ -862,6 +883,7 @@ func (p *process) info() control.Info {
 	i := control.Info{
 		Report: p.report(), PID: os.Getpid(), Confined: p.in.Confined(),
 		Hung: h.Hung, Problem: h.Detail, Falling: p.falling.Load(),
+		Cgroup: p.in.Cgroup(),
 	}
 	if full := p.in.SpaceProblem(); full != "" {
 		i.NoSpace, i.Problem = true, full

@@ -56,6 +56,7 @@ func (p *process) squash(ctx context.Context) (again bool, err error) {
 	if err := p.in.Disk().Substitute(layers, path); err != nil {
 		return false, errors.Join(err, os.Remove(path))
 	}
+	p.settleSquash()
 	st := p.in.Disk().Stack()
 	p.r.Disk = p.store.Relative(st)
 	if err := p.store.Save(p.r); err != nil {
@@ -73,6 +74,20 @@ func (p *process) chooseLayers() (layers []string, path string, err error) {
 		return nil, "", nil
 	}
 	all := p.in.Disk().Stack().Layers
+	if p.quota.joining && !p.quota.joined {
+		p.quota.joined = true
+		use, err := p.store.DiskUse(p.lasting, p.r)
+		if err == nil {
+			layers, _, err = p.looseRun(use.Loose)
+		}
+		if err != nil || len(layers) == 0 {
+			return nil, "", err
+		}
+		if path, err = p.newLayer(); err != nil {
+			return nil, "", err
+		}
+		return layers, path, p.store.Save(p.r)
+	}
 	if len(all) <= maxStack {
 		return nil, "", nil
 	}
@@ -83,6 +98,9 @@ func (p *process) chooseLayers() (layers []string, path string, err error) {
 		sizes[i], _ = state.DiskUsage(l)
 	}
 	first := state.Lightest(sizes, squashSpan)
+	if !p.maySquash(sizes[first : first+squashSpan]) {
+		return nil, "", nil
+	}
 	if path, err = p.newLayer(); err != nil {
 		return nil, "", err
 	}

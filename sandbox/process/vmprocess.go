@@ -80,8 +80,11 @@ type ProcessOptions struct {
 // ServeProcessWith is ServeProcess with options. All processes of the program must use the same ones, because a
 // process that stands by may become that of any VM.
 func ServeProcessWith(ctx context.Context, args []string, o ProcessOptions) (err error) {
-	if len(args) == 1 && args[0] == jail.Argument {
+	switch {
+	case len(args) == 1 && args[0] == jail.Argument:
 		return jail.Main()
+	case len(args) == 1 && args[0] == network.Argument:
+		return network.Main()
 	}
 	terminated, stop := signal.NotifyContext(context.Background(), unix.SIGTERM)
 	defer stop()
@@ -163,7 +166,7 @@ func obey(ctx, terminated context.Context, s *state.Store, ord control.Order, fi
 	ahead.jail.awaitStart()
 	var machines Machines
 	if ahead.jail != nil {
-		machines = jailedMachines{ahead: ahead.jail, log: out}
+		machines = jailedMachines{ahead: ahead.jail, store: s, log: out}
 	}
 	return Serve(ctx, s, ord.Name, ServeOptions{
 		Snapshot: ord.Snapshot, NewIdentity: ord.NewIdentity, Template: ord.Template, Fork: fork, Prebuilt: ahead.vm, Link: ahead.link, Log: log,

@@ -12,6 +12,7 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing/fstest"
 	"time"
 
@@ -22,6 +23,7 @@ import (
 	"github.com/drowse-vm/drowse/guest/agentpb"
 	"github.com/drowse-vm/drowse/guest/fakeguest"
 	"github.com/drowse-vm/drowse/rootfs/disk"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/process"
 	"github.com/drowse-vm/drowse/sandbox/spec"
@@ -80,7 +82,8 @@ type vm struct {
 	ready    time.Duration
 	restored bool
 	closers  []io.Closer
-	goOn     func() // resumes a captured guest, if not nil
+	goOn     func()       // resumes a captured guest, if not nil
+	room     atomic.Int64 // what the disk may take of the host: see SetDiskRoom
 	close    func() error
 
 	once  sync.Once
@@ -117,6 +120,11 @@ func (v *vm) start(ctx context.Context, dir string, o instance.RestoreOptions) (
 	if v.disk, err = disk.Open(v.parts.Disk, disk.Options{}); err != nil {
 		return fmt.Errorf("opening the VM's disk: %w", err)
 	}
+	if v.parts.DiskRoom > 0 {
+		if err := v.SetDiskRoom(v.parts.DiskRoom); err != nil {
+			return err
+		}
+	}
 	files, err := v.readDisk()
 	if err != nil {
 		return fmt.Errorf("reading the VM's disk: %w", err)
@@ -126,6 +134,11 @@ func (v *vm) start(ctx context.Context, dir string, o instance.RestoreOptions) (
 	}
 	v.guest = fakeguest.New(files)
 	v.guest.Commands, v.guest.Changed = v.vms.Commands, v.writeDisk
+	if dial := v.vms.Dial; dial != nil {
+		v.guest.Dial = func(ctx context.Context, network, address string) (net.Conn, error) {
+			return dial(ctx, v.parts.Spec.Name, network, address)
+		}
+	}
 	v.guest.Shutdown = func(reboot bool) {
 		x := vmm.Exit{Reason: vmm.PoweredOff, VCPU: -1}
 		if reboot {
@@ -147,7 +160,7 @@ func (v *vm) start(ctx context.Context, dir string, o instance.RestoreOptions) (
 	if err != nil {
 		return fmt.Errorf("opening the guest's socket: %w", err)
 	}
-	v.ports = fakeguest.Listen(l, agentpb.AgentPort)
+	v.ports = fakeguest.Listen(l, agentpb.AgentPort, agentpb.ForwardPort)
 	go func() { _ = v.guest.Serve(v.ports) }() // ends with the ports
 	v.ready = time.Since(v.begun)
 	return ctx.Err()
@@ -251,6 +264,12 @@ func (v *vm) writeDisk(files fstest.MapFS) error {
 	if blocks*disk.BlockSize > v.disk.Size() {
 		return unix.ENOSPC
 	}
+	if v.parts.DiskRoom > 0 {
+		if taken, err := v.disk.Allocated(); err != nil || taken+blocks*disk.BlockSize > v.room.Load() {
+			v.parts.QuotaReached()
+			return errors.Join(err, unix.EDQUOT)
+		}
+	}
 	whole := binary.LittleEndian.AppendUint64(make([]byte, 0, blocks*disk.BlockSize), uint64(len(data)))
 	whole = append(whole, data...)
 	_, err = v.disk.WriteAt(whole[:cap(whole)][:blocks*disk.BlockSize], 0)
@@ -293,6 +312,7 @@ func (v *vm) Secrets() process.Secrets         { return v.secrets }
 func (v *vm) Stages() map[string]time.Duration { return nil }
 func (v *vm) CPU() time.Duration               { return 0 }
 func (v *vm) Confined() bool                   { return false }
+func (v *vm) Cgroup() control.Cgroup           { return control.Cgroup{} }
 func (v *vm) Disk() process.Disk               { return v.disk }
 func (v *vm) Parts() instance.Parts            { return v.parts }
 func (v *vm) Begun() time.Time                 { return v.begun }
@@ -303,6 +323,13 @@ func (v *vm) Caches() bool                     { return false }
 func (v *vm) MissedPages() []uint64            { return nil }
 func (v *vm) ListenServices() error            { return nil }
 func (v *vm) CloseToo(c io.Closer)             { v.closers = append(v.closers, c) }
+
+// SetDiskRoom implements process.VM. A write beyond it fails here, and waits in a real VM.
+func (v *vm) SetDiskRoom(more int64) error {
+	taken, err := v.disk.Allocated()
+	v.room.Store(taken + more)
+	return err
+}
 
 // WakeFailures implements process.VM. There are no hooks.
 func (v *vm) WakeFailures() []guest.HookFailure { return nil }

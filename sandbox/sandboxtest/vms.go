@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io/fs"
 	"log/slog"
+	"net"
 	"os"
 	"path/filepath"
 	"slices"
@@ -42,6 +43,10 @@ type VMs struct {
 	Fail func(op, name string) error
 	// Flows, if not nil, returns the flows of a VM with a network.
 	Flows func(name string) []netpolicy.FlowRecord
+
+	// Dial, if not nil, connects to what listens in the guest of a VM, for sandbox.Sandbox.Dial. By default nothing
+	// listens. A connection ends with the VM.
+	Dial func(ctx context.Context, name, network, address string) (net.Conn, error)
 
 	mu  sync.Mutex // guards all
 	all []*proc    // by number

@@ -35,6 +35,8 @@ type Metadata struct {
 	Rotate Rotation `json:"rotate,omitzero"`
 	// Persist says what does not persist over the sandbox's sleeps.
 	Persist lifetime.Persist `json:"persist,omitzero"`
+	// Gateway says whom the gateway lets in; the zero value, only requests with the sandbox's token.
+	Gateway Gateway `json:"gateway,omitzero"`
 	// ExpiryTold is the time of expiry for which an event was written: Store.TellExpired.
 	ExpiryTold time.Time `json:"expiry_told,omitzero"`
 	// Asked is the part of Expires and Wake that the guest has asked for itself: Self.
@@ -67,17 +69,17 @@ func (l Metadata) EffectiveClass() lifetime.Class {
 	return l.Class
 }
 
-// ForChild returns the metadata of a fork, without what belongs to the parent alone: its timer, its rotation and
-// the wake and fork that its guest asked for. An expiry that the guest put off counts for the child as well.
+// ForChild returns the metadata of a fork, without what belongs to the parent alone: its timer, its rotation, its open
+// ports, and the wake and fork that its guest asked for. An expiry that the guest put off counts for the child as well.
 func (l Metadata) ForChild() Metadata {
 	l.Wake, l.Rotate, l.Asked.Wake, l.Asked.Fork = Timer{}, Rotation{}, time.Time{}, AskedFork{}
-	l.Tags, l.Persist = slices.Clone(l.Tags), l.Persist.Clone()
+	l.Tags, l.Persist, l.Gateway = slices.Clone(l.Tags), l.Persist.Clone(), l.Gateway.forChild()
 	return l
 }
 
 // Empty reports whether the metadata is that of a VM without any.
 func (l Metadata) Empty() bool {
-	return l.Class == "" && l.Owner == "" && l.Purpose == "" && len(l.Tags) == 0 && l.Expires.IsZero() && l.Keep == lifetime.Keep{} && l.Wake == Timer{} && l.Rotate == Rotation{} && l.Persist.Empty()
+	return l.Class == "" && l.Owner == "" && l.Purpose == "" && len(l.Tags) == 0 && l.Expires.IsZero() && l.Keep == lifetime.Keep{} && l.Wake == Timer{} && l.Rotate == Rotation{} && l.Persist.Empty() && l.Gateway.Empty()
 }
 
 // CheckText returns a kind of error for a text that is too long, or that could mislead a terminal or a log.
@@ -120,7 +122,7 @@ func (l Metadata) Check() error {
 	if err := CheckTags(ErrMetadata, l.Tags, MaxMetadataTags); err != nil {
 		return err
 	}
-	if err := errors.Join(l.Wake.check(), l.Rotate.Check()); err != nil {
+	if err := errors.Join(l.Wake.check(), l.Rotate.Check(), l.Gateway.check()); err != nil {
 		return err
 	}
 	if y := l.Expires.Year(); !l.Expires.IsZero() && (y < 1970 || y > 2200) {

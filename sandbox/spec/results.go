@@ -166,6 +166,14 @@ type HostStats struct {
 	MemoryPrivate uint64 `json:"memory_private"`
 	MemoryShared  uint64 `json:"memory_shared"`
 	MemorySwapped uint64 `json:"memory_swapped"`
+	// CPUThrottledMs is how long its limit of processors has held the guest up. DiskRead and DiskWritten are bytes from
+	// and to the host's block devices. They are counters of the confined process's cgroup: 0 without one.
+	CPUThrottledMs float64 `json:"cpu_throttled_ms"`
+	DiskRead       int64   `json:"disk_read"`
+	DiskWritten    int64   `json:"disk_written"`
+	// DiskUsed is what the VM has made the host store, in bytes, as its disk quota counts; DiskQuota is that, 0 for none.
+	DiskUsed  int64 `json:"disk_used"`
+	DiskQuota int64 `json:"disk_quota"`
 	// Faults and MiBTouched belong to a VM that came back from a snapshot: how often its guest waited for RAM, and
 	// how much RAM was loaded. 0 after a boot.
 	Faults     uint64  `json:"faults"`

@@ -30,6 +30,9 @@ type VM struct {
 	// DiskMiB is the size of the writable disk. The disk takes only as much space as was written to it. Default:
 	// 8192.
 	DiskMiB int `json:"disk_mib,omitempty"`
+	// DiskQuotaMiB is the most that the VM may make the host store: layers of its disk, memory and disks of its
+	// snapshots, logs. At least MinDiskQuota. Default: no quota. With one, the default of DiskMiB is MaxDisk.
+	DiskQuotaMiB int `json:"disk_quota_mib,omitempty"`
 	// Hostname is the host name inside the guest. Default: the name.
 	Hostname string `json:"hostname,omitempty"`
 	// Network is "none" or "tap". With "tap" the VM gets a link to the host, behind its Policy. Default: "none".
@@ -120,6 +123,9 @@ func (s VM) WithDefaults() (VM, error) {
 	}
 	def(&s.VCPUs, DefaultVCPUs)
 	def(&s.MemoryMiB, DefaultMemoryMiB)
+	if s.DiskQuotaMiB > 0 {
+		def(&s.DiskMiB, min(DefaultDiskMiB, s.MaxDisk(s.DiskQuotaMiB)))
+	}
 	def(&s.DiskMiB, DefaultDiskMiB)
 	if s.Hostname == "" {
 		s.Hostname = s.Name
@@ -141,6 +147,9 @@ func (s VM) WithDefaults() (VM, error) {
 		return bad("a disk of %d MiB: use %d to %d", s.DiskMiB, MinDiskMiB, MaxDiskMiB)
 	case s.Network != NetworkNone && s.Network != NetworkTAP:
 		return bad("network %q: use %q or %q", s.Network, NetworkNone, NetworkTAP)
+	}
+	if err := s.checkDiskQuota(); err != nil {
+		return s, err
 	}
 	if s.IPv6 && s.Network != NetworkTAP {
 		return bad("it has IPv6 and no network: add the network %q", NetworkTAP)
@@ -173,6 +182,40 @@ func (s VM) WithDefaults() (VM, error) {
 		return s, err
 	}
 	return s, nil
+}
+
+// sleepSlackMiB is what a sleep may take beside RAM: manifest, index, tables of the layers, logs.
+const sleepSlackMiB = 48
+
+// SleepReserve is what a disk quota keeps free for the VM's next sleep, in MiB: a VM that cannot sleep is worse than
+// one that may write less. It has RAM that does not compress.
+func (s VM) SleepReserve() int { return s.MemoryMiB + s.MemoryMiB/32 + sleepSlackMiB }
+
+// QuotaRoomMiB is the least that the disk of a VM with a disk quota may take when it starts, in MiB.
+const QuotaRoomMiB = 64
+
+// MaxDisk returns how large the writable disk may be with a disk quota, in MiB. The quota has the disk three times: as
+// of the last sleep, what the guest has written since, and once more while the layers of both are joined; and RAM
+// twice, as of the last sleep and the next. So a VM without other snapshots never uses its quota up: its guest's own
+// file system is full first.
+func (s VM) MaxDisk(quotaMiB int) int { return (quotaMiB - 2*s.SleepReserve() - QuotaRoomMiB) / 3 }
+
+// MinDiskQuota returns the least disk quota in MiB.
+func (s VM) MinDiskQuota() int { return s.quotaOf(MinDiskMiB) }
+
+func (s VM) quotaOf(disk int) int { return 3*disk + 2*s.SleepReserve() + QuotaRoomMiB }
+
+func (s VM) checkDiskQuota() error {
+	switch {
+	case s.DiskQuotaMiB == 0:
+		return nil
+	case s.DiskQuotaMiB < 0 || s.DiskQuotaMiB > 4*MaxDiskMiB:
+		return fmt.Errorf("%w: a disk quota of %d MiB: use %d to %d", ErrInvalid, s.DiskQuotaMiB, s.MinDiskQuota(), 4*MaxDiskMiB)
+	case s.DiskMiB > s.MaxDisk(s.DiskQuotaMiB):
+		return fmt.Errorf("%w: a disk of %d MiB and a quota of %d: with %d MiB of memory the disk may have %d, and the quota must be %d at least",
+			ErrInvalid, s.DiskMiB, s.DiskQuotaMiB, s.MemoryMiB, max(s.MaxDisk(s.DiskQuotaMiB), 0), s.quotaOf(max(s.DiskMiB, MinDiskMiB)))
+	}
+	return nil
 }
 
 // Memory returns the size of its RAM in bytes.

@@ -22,6 +22,7 @@ const (
 func (r *Record) labels(kind string) (map[string]string, error) {
 	bare := *r
 	bare.Spec.Policy, bare.Secrets, bare.Sleeps, bare.Confined = nil, nil, nil, false
+	bare.DiskUsed = 0
 	bare.Resumed, bare.Previous, bare.Left, bare.Former, bare.NextName, bare.Rotated = "", "", "", "", "", time.Time{}
 	record, err := json.Marshal(&bare)
 	if err != nil {

@@ -1,7 +1,10 @@
 package state
 
 import (
+	"crypto/hkdf"
 	"crypto/rand"
+	"crypto/sha256"
+	"encoding/base64"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -12,7 +15,8 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// ProxyKeyFile has the secret from which the authorities and placeholders of all VMs of the store are derived.
+// ProxyKeyFile has the secret from which the authorities, placeholders and gateway tokens of all VMs of the store are
+// derived.
 const ProxyKeyFile = "proxy.key"
 
 // ProxyKey returns the store's key, and makes it if it does not exist.
@@ -52,4 +56,25 @@ func (s *Store) ProxyIdentity(r *Record) (*proxy.Identity, error) {
 		return nil, err
 	}
 	return proxy.NewIdentity(key, r.MemoryOf())
+}
+
+// gatewayPrefix begins tokens of the gateway, so that a leaked token is recognized.
+const gatewayPrefix = "drowsegw_"
+
+// GatewayToken returns the token that lets requests in to a sandbox through the gateway, which has metadata w. It is
+// derived from the store's key, so it is stored nowhere, and a fork or an imported copy has another.
+func (s *Store) GatewayToken(name string, w spec.Gateway) (string, error) {
+	r, err := s.Load(name)
+	if err != nil {
+		return "", err
+	}
+	key, err := s.ProxyKey()
+	if err != nil {
+		return "", err
+	}
+	b, err := hkdf.Key(sha256.New, key, []byte(r.ID), fmt.Sprintf("drowse gateway 1 token %d", w.Tokens), sha256.Size)
+	if err != nil {
+		return "", fmt.Errorf("deriving the token of %s: %w", name, err)
+	}
+	return gatewayPrefix + base64.RawURLEncoding.EncodeToString(b), nil
 }

@@ -308,6 +308,9 @@ type Record struct {
 	Left string `json:"left,omitempty"`
 	// Rotated is the time of its Rotation at which the VM last began anew.
 	Rotated time.Time `json:"rotated,omitzero"`
+	// DiskUsed is the most that it can have made the host store when it fell asleep, in bytes, as its disk quota counts;
+	// 0 if that is not known.
+	DiskUsed int64 `json:"disk_used,omitempty"`
 	// Awake is when its process last began. Sleeps are its last sleeps, the newest last.
 	Awake  time.Time     `json:"awake,omitzero"`
 	Sleeps []SleepRecord `json:"sleeps,omitempty"`

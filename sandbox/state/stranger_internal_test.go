@@ -314,11 +314,11 @@ func TestAttack_import_decides_about_every_field_of_a_record(t *testing.T) {
 			"ID": dropped, "Created": dropped, "Template": dropped, "Booted": dropped, "Phase": dropped, "PID": dropped, "Confined": dropped,
 			"Maker": dropped, "Disk": dropped, "NextLayer": dropped,
 			"Snapshot": dropped, "NetworkID": dropped, "Exit": dropped, "Problem": dropped, "Parent": dropped, "Fork": dropped, "Base": dropped,
-			"Lineage": dropped, "TrustedCA": dropped, "Secrets": dropped, "Resumed": dropped, "Previous": dropped, "Left": dropped, "Rotated": dropped, "Awake": dropped,
+			"Lineage": dropped, "TrustedCA": dropped, "Secrets": dropped, "Resumed": dropped, "Previous": dropped, "Left": dropped, "Rotated": dropped, "DiskUsed": dropped, "Awake": dropped,
 			"Sleeps": dropped, "Former": dropped, "NextName": dropped, "metadata": dropped,
 		}},
 		{reflect.TypeFor[spec.VM](), func(r *Record) any { return r.Spec }, map[string]string{
-			"Name": kept, "Hostname": kept, "VCPUs": kept, "MemoryMiB": kept, "DiskMiB": kept, "Network": kept, "Image": replaced,
+			"Name": kept, "Hostname": kept, "VCPUs": kept, "MemoryMiB": kept, "DiskMiB": kept, "DiskQuotaMiB": dropped, "Network": kept, "Image": replaced,
 			"Kernel": dropped, "IPv6": dropped, "Policy": dropped, "Tags": dropped, "Cmdline": dropped, "NoACPI": dropped, "Hooks": dropped,
 			"Idle": dropped, "Volumes": dropped, "Shares": dropped, "Services": dropped, "Self": dropped,
 		}},

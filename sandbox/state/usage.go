@@ -5,13 +5,16 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"maps"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"time"
 
 	"github.com/drowse-vm/drowse/sandbox/limits"
+	"github.com/drowse-vm/drowse/snapshot"
 )
 
 // diskBlock is the unit of st_blocks, in bytes (stat(2)).
@@ -131,12 +134,68 @@ func (c counter) add(path string, sum *int64) error {
 	})
 }
 
+// DiskUse is what a VM has made the host store.
+type DiskUse struct {
+	// Bytes are those of the layers and snapshots that it wrote, if they are still there, and of its directory with
+	// logs and audit trail. Memory that its snapshots share with those of another VM, of which it is a fork, is the
+	// other's as long as that has it.
+	Bytes int64
+	// Loose are the layers that it wrote and nobody else needs, nor a snapshot but the one that it slept in
+	// last: when they are joined, its next sleep frees them.
+	Loose map[string]bool
+}
+
+// DiskUse looks at each record, each manifest and each layer's name of the store.
+func (s *Store) DiskUse(ctx context.Context, r *Record) (u DiskUse, err error) {
+	have, layers, err := s.written(ctx)
+	records, rerr := s.List()
+	if err := errors.Join(err, rerr); err != nil {
+		return u, fmt.Errorf("adding up what %s has on disk: %w", r.Spec.Name, err)
+	}
+	c := counter{ctx: ctx, seen: map[inode]bool{}}
+	u.Loose = map[string]bool{}
+	var errs []error
+	for _, e := range layers {
+		// A new layer is called .ID-n.tmp until it is complete.
+		if id, _, _ := strings.Cut(strings.TrimPrefix(e.Name(), "."), "-"); id == r.ID {
+			errs = append(errs, c.add(filepath.Join(s.LayerDir(), e.Name()), &u.Bytes))
+			u.Loose[e.Name()] = true
+		}
+	}
+	need := func(layers []string) {
+		maps.DeleteFunc(u.Loose, func(l string, _ bool) bool { return slices.Contains(layers, l) })
+	}
+	for _, other := range records {
+		if other.ID != r.ID {
+			need(other.Disk.Layers)
+		}
+	}
+	for id, m := range have {
+		for _, d := range m.Disks {
+			if id != r.Snapshot {
+				need(d.Layers)
+			}
+		}
+		if m.Labels[labelOwner] == r.ID {
+			continue
+		}
+		// What others made counts for them.
+		var st syscall.Stat_t
+		if syscall.Stat(filepath.Join(s.SnapshotDir(id), snapshot.MemoryName), &st) == nil {
+			c.seen[inode{st.Dev, st.Ino}] = true
+		}
+	}
+	for id, m := range have {
+		if m.Labels[labelOwner] == r.ID {
+			errs = append(errs, c.add(s.SnapshotDir(id), &u.Bytes))
+		}
+	}
+	return u, errors.Join(append(errs, c.add(s.VMDir(r.Spec.Name), &u.Bytes))...)
+}
+
 // Owner returns the owner that a VM counts for: that of its metadata. One whose metadata cannot be read has none.
 func (s *Store) Owner(name string) string {
-	m, err := s.Metadata(name)
-	if err != nil {
-		return ""
-	}
+	m, _ := s.Metadata(name)
 	return m.Owner
 }
 
@@ -181,19 +240,20 @@ func (s *Store) ownerCount(owner string) (n int, err error) {
 	return n, nil
 }
 
+// written lists snapshots, those whose manifests can be read, and layers.
+func (s *Store) written(ctx context.Context) (manifests, []fs.DirEntry, error) {
+	have := manifests{}
+	_, _, err := s.readManifests(ctx, have)
+	layers, lerr := os.ReadDir(s.LayerDir())
+	return have, layers, errors.Join(err, lerr)
+}
+
 // ownerDisk returns how many bytes count for an owner. Unreadable records and snapshots count nothing.
 func (s *Store) ownerDisk(ctx context.Context, owner string) (sum int64, err error) {
 	// List what there is first, then its users, as Usage does.
-	have := manifests{}
-	if _, _, err := s.readManifests(ctx, have); err != nil {
-		return 0, err
-	}
-	layers, err := os.ReadDir(s.LayerDir())
-	if err != nil {
-		return 0, err
-	}
-	whose, err := s.readOwners()
-	if err != nil {
+	have, layers, err := s.written(ctx)
+	whose, werr := s.readOwners()
+	if err := errors.Join(err, werr); err != nil {
 		return 0, err
 	}
 	c := counter{ctx: ctx, seen: map[inode]bool{}}

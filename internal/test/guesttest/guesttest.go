@@ -9,7 +9,6 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -20,6 +19,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/jail"
+	"github.com/drowse-vm/drowse/sandbox/network"
 	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/process"
 	"github.com/drowse-vm/drowse/sandbox/spec"
@@ -40,7 +40,7 @@ const ImageTag = "debian-python"
 // it.
 func Main(m *testing.M) {
 	if len(os.Args) > 2 && os.Args[1] == vmmArg {
-		if !slices.Contains(os.Args, jail.Argument) { // that one ends with its keeper
+		if last := os.Args[len(os.Args)-1]; last != jail.Argument && last != network.Argument { // they end with their keeper
 			endWith(os.Args[2])
 		}
 		os.Exit(serve(os.Args[3:]))

@@ -142,7 +142,7 @@ func TestRegistry_image_is_that_of_its_layout(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if img.ID != want.ID || img.Manifest != digest || !slices.Equal(img.Tags, []string{"me/app:v1"}) {
+	if img.ID != want.ID || img.Manifest != digest || !slices.Equal(img.Tags, []string{h.host() + "/me/app:v1"}) {
 		t.Errorf("got %s %s %v, want %s %s", img.ID, img.Manifest, img.Tags, want.ID, digest)
 	}
 	if wantStages := []string{image.StageResolve, image.StageDownload, image.StageRead, image.StageWrite, image.StageHash, image.StagePublish}; !slices.Equal(stages, wantStages) {
@@ -229,7 +229,7 @@ func TestPruneBlobs_removes_what_no_image_names(t *testing.T) {
 	if f, err := oci.PruneBlobs(s); err != nil || len(f.Names) != 0 || blobs() != 4 {
 		t.Errorf("with both images: %+v (%v)", f, err)
 	}
-	if _, err := s.Remove(t.Context(), "b", nil); err != nil {
+	if _, err := s.Remove(t.Context(), h.host()+"/b", nil); err != nil {
 		t.Fatal(err)
 	}
 	busy, err := s.Lock(t.Context(), "blobs", osfile.Shared)

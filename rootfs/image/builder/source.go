@@ -135,13 +135,13 @@ var (
 
 // defaultTag derives the tag of an image from its source: "debian:latest" without packages, else
 // "debian-PACKAGE:latest" with the first package that the caller named, without its version digits (python3 gives
-// debian-python:latest); "dir-NAME:latest" for a directory; repository and tag for a registry's image; for a file
+// debian-python:latest); "dir-NAME:latest" for a directory; oci.LocalTag for a registry's image; for a file
 // its name, and the requested name in it if that can be a version.
 func defaultTag(s Source, include []string) string {
 	name, first, version := "debian", "", "latest"
 	switch s.Kind {
 	case KindRegistry:
-		if tag, err := image.NormalizeTag(oci.ShortName(s.Ref)); err == nil {
+		if tag, err := oci.LocalTag(s.Ref); err == nil {
 			return tag
 		}
 		name = "image"

@@ -89,12 +89,12 @@ func manyPackages() string {
 }
 
 func TestTags(t *testing.T) {
-	for in, want := range map[string]string{"a": "a:latest", "me/my-image:V1.0_x": "me/my-image:V1.0_x"} {
+	for in, want := range map[string]string{"a": "a:latest", "ghcr.io/me/app": "ghcr.io/me/app:latest", "localhost:5000/app:v1": "localhost:5000/app:v1", "h:1/a": "h:1/a:latest", "me/my-image:V1.0_x": "me/my-image:V1.0_x"} {
 		if got, err := image.NormalizeTag(in); err != nil || got != want {
 			t.Errorf("%q: got %q (%v), want %q", in, got, err, want)
 		}
 	}
-	for _, in := range []string{"", ":v", "a:", "A", "a b", "a//b", "../a", "a:-v", "a:b:c", strings.Repeat("a", 300)} {
+	for _, in := range []string{"", ":v", "a:", "A", "a b", "a//b", "../a", "a:-v", "a:b:c", "h:x/a", "h:/a", "h:1/", strings.Repeat("a", 300)} {
 		if got, err := image.NormalizeTag(in); !errors.Is(err, image.ErrInvalidOption) {
 			t.Errorf("%q: got %q (%v), want ErrInvalidOption", in, got, err)
 		}
@@ -117,8 +117,10 @@ func TestTags(t *testing.T) {
 		{"docker-archive:/x/all.tar:me/app:v1", nil, "me/app:v1"},
 		{"docker-archive:-", nil, "image:latest"},
 		{"docker://debian:bookworm", nil, "debian:bookworm"},
-		{"docker://ghcr.io/me/app", nil, "me/app:latest"},
-		{"docker://ghcr.io/me/app@sha256:" + strings.Repeat("0a", 32), nil, "me/app:latest"},
+		{"docker://docker.io/library/debian", nil, "debian:latest"},
+		{"docker://ghcr.io/me/app", nil, "ghcr.io/me/app:latest"},
+		{"docker://localhost:5000/app:v1", nil, "localhost:5000/app:v1"},
+		{"docker://ghcr.io/me/app@sha256:" + strings.Repeat("0a", 32), nil, "ghcr.io/me/app:sha256-" + strings.Repeat("0a", 32)},
 	} {
 		s, err := ParseSource(c.from)
 		if err != nil {

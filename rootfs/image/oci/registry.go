@@ -74,18 +74,23 @@ func FullName(ref string) (string, error) {
 	return r.Name(), nil
 }
 
-// ShortName returns the repository of a reference, without its registry and docker's "library/", and its tag,
-// which is "latest" if the reference has a digest.
-func ShortName(ref string) string {
+// LocalTag returns the tag that an image of a registry has in an image store: the reference with its version, without
+// what docker adds to short names. So python, docker.io/library/python and python:latest are python:latest, and
+// ghcr.io/me/app:v1 stays as it is. A digest becomes a version: python:sha256-0123...
+func LocalTag(ref string) (string, error) {
 	r, err := parseReference(ref, false)
 	if err != nil {
-		return ""
+		return "", err
 	}
-	version := "latest"
-	if t, ok := r.(name.Tag); ok {
-		version = t.TagStr()
+	repository := r.Context().RegistryStr() + "/" + r.Context().RepositoryStr()
+	if r.Context().RegistryStr() == name.DefaultRegistry {
+		repository = strings.TrimPrefix(r.Context().RepositoryStr(), "library/")
 	}
-	return strings.TrimPrefix(r.Context().RepositoryStr(), "library/") + ":" + version
+	version := r.Identifier()
+	if d, ok := r.(name.Digest); ok {
+		version = strings.ReplaceAll(d.DigestStr(), ":", "-")
+	}
+	return image.NormalizeTag(repository + ":" + version)
 }
 
 // newRegistry prepares access to a reference. Credentials come from docker's configuration ($DOCKER_CONFIG,

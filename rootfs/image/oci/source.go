@@ -26,8 +26,21 @@ type Source struct {
 	io.Closer
 }
 
-// OpenRegistry opens an image of a registry. pause waits between attempts of a request; nil uses the clock.
+// OpenRegistry opens an image of a registry. For images of docker.io it asks docker's mirrors first. pause waits
+// between attempts of a request; nil uses the clock.
 func OpenRegistry(ctx context.Context, ref string, plainHTTP bool, want Platform, pause func(context.Context, time.Duration) error) (*Source, error) {
+	for _, m := range mirrors(ref) {
+		// A mirror that fails, for whatever reason, is as good as none: the registry itself has the last word.
+		if src, err := openRegistry(ctx, m.ref, plainHTTP || m.plainHTTP, want, pause); err == nil {
+			return src, nil
+		} else if ctx.Err() != nil {
+			return nil, err
+		}
+	}
+	return openRegistry(ctx, ref, plainHTTP, want, pause)
+}
+
+func openRegistry(ctx context.Context, ref string, plainHTTP bool, want Platform, pause func(context.Context, time.Duration) error) (*Source, error) {
 	r, err := newRegistry(ref, plainHTTP, pause)
 	if err != nil {
 		return nil, err

@@ -2,6 +2,7 @@ package confine
 
 import (
 	"bufio"
+	"cmp"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -22,8 +23,20 @@ type Limits struct {
 	Pids        int64   // processes and threads
 	CPUWeight   uint64  // 1 to 10000; what does not say has 100
 	CPUMax      float64 // processors
-	FileBytes   uint64  // length of a file that the child writes; set by Start only
-	OpenFiles   uint64  // descriptors; set by Start only
+	IOWeight    uint64  // 1 to 1000; what does not say has 100
+	IO          IOMax
+	FileBytes   uint64 // length of a file that the child writes
+	OpenFiles   uint64 // descriptors; set by Start only
+	LockedBytes uint64 // memory that it may lock (mlock(2)); set by Start only, and 0 is the host's limit
+}
+
+// IOMax bounds what a child transfers from and to one block device, per second. Zero is no limit. In version 1 of
+// cgroups it holds for reads, and for writes that bypass the page cache or are synced: the host's kernel writes the
+// rest back on its own account.
+type IOMax struct {
+	Device                string // "major:minor": see DeviceOf
+	ReadBytes, WriteBytes uint64
+	ReadOps, WriteOps     uint64
 }
 
 // Stats are counters of a child. A field is zero if its controller is missing.
@@ -33,6 +46,8 @@ type Stats struct {
 	CPU          time.Duration
 	CPUThrottled time.Duration // how long CPUMax has held it up
 	OutOfMemory  int64         // kills for lack of memory
+	ReadBytes    int64         // from block devices
+	WrittenBytes int64         // to block devices; in version 1 without what the host's kernel has written back
 }
 
 // ErrNoCgroup means that this host does not have the controller that a limit needs.
@@ -45,10 +60,14 @@ const (
 	pids
 	cpu
 	cpuacct // of version 1 only; in version 2, cpu counts
+	blockIO // called io in version 2
 	numControllers
 )
 
-var controllerNames = [numControllers]string{"memory", "pids", "cpu", "cpuacct"}
+var controllerNames = [numControllers]string{"memory", "pids", "cpu", "cpuacct", "blkio"}
+
+// ioName is the name of blockIO in version 2.
+const ioName = "io"
 
 // cpuPeriod is the period of CPUMax in microseconds, which is the kernel's default.
 const cpuPeriod = 100000
@@ -113,6 +132,9 @@ func findHierarchies() (h hierarchies, err error) {
 				return
 			}
 			for i, name := range controllerNames {
+				if controller(i) == blockIO {
+					name = ioName
+				}
 				if slices.Contains(strings.Fields(string(have)), name) {
 					h.parent[i], h.v2[i] = dir, true
 				}
@@ -172,6 +194,9 @@ func (g *cgroup) make() error {
 	for i, name := range controllerNames {
 		if g.dir[i] == "" || !g.v2[i] || controller(i) == cpuacct {
 			continue
+		}
+		if controller(i) == blockIO {
+			name = ioName
 		}
 		// An error means that systemd or another process decides. Then the controller may be on, or its files are missing.
 		_ = put(filepath.Join(filepath.Dir(g.dir[i]), "cgroup.subtree_control"), "+"+name)
@@ -252,7 +277,77 @@ func (g *cgroup) limit(l, old Limits) error {
 		set(cpu, l.CPUWeight != old.CPUWeight, "cpu.shares", strconv.FormatUint(max(2, weight*1024/100), 10),
 			"cpu.weight", strconv.FormatUint(weight, 10)),
 		set(cpu, l.CPUMax != old.CPUMax, "cpu.cfs_quota_us", quota1, "cpu.max", quota2),
+		g.limitIO(l, old, set),
 	)
+}
+
+// limitIO sets the limits of block devices.
+func (g *cgroup) limitIO(l, old Limits, set func(c controller, changed bool, file1, text1, file2, text2 string) error) error {
+	weight := cmp.Or(l.IOWeight, 100)
+	file2 := "io.weight"
+	if g.dir[blockIO] != "" && unix.Access(filepath.Join(g.dir[blockIO], file2), unix.F_OK) != nil {
+		file2 = "io.bfq.weight" // without iocost, BFQ does it
+	}
+	text := strconv.FormatUint(weight, 10)
+	errs := []error{set(blockIO, weight != cmp.Or(old.IOWeight, 100), "blkio.bfq.weight", text, file2, "default "+text)}
+	was := old.IO
+	if was.Device != l.IO.Device { // the files keep a line for each device
+		if was.Device != "" {
+			errs = append(errs, g.limitDevice(IOMax{Device: was.Device}, was, set))
+		}
+		was = IOMax{}
+	}
+	if l.IO.Device != "" {
+		errs = append(errs, g.limitDevice(l.IO, was, set))
+	}
+	return errors.Join(errs...)
+}
+
+// limitDevice sets the limits of one block device. old are those before.
+func (g *cgroup) limitDevice(m, old IOMax, set func(c controller, changed bool, file1, text1, file2, text2 string) error) error {
+	var errs []error
+	for _, f := range []struct {
+		n, old     uint64
+		file1, key string
+	}{
+		{m.ReadBytes, old.ReadBytes, "read_bps", "rbps"}, {m.WriteBytes, old.WriteBytes, "write_bps", "wbps"},
+		{m.ReadOps, old.ReadOps, "read_iops", "riops"}, {m.WriteOps, old.WriteOps, "write_iops", "wiops"},
+	} {
+		most := "max"
+		if f.n > 0 {
+			most = strconv.FormatUint(f.n, 10)
+		}
+		errs = append(errs, set(blockIO, f.n != f.old, "blkio.throttle."+f.file1+"_device",
+			m.Device+" "+strconv.FormatUint(f.n, 10), "io.max", m.Device+" "+f.key+"="+most))
+	}
+	return errors.Join(errs...)
+}
+
+// ErrNoDevice means that a file system does not lie on one block device.
+var ErrNoDevice = errors.New("the file system has no block device of its own")
+
+// DeviceOf returns the block device that has a file, as IOMax wants it: the whole disk of a partition. It fails with
+// ErrNoDevice for file systems such as overlay, tmpfs and Btrfs.
+func DeviceOf(path string) (string, error) {
+	var st unix.Stat_t
+	if err := unix.Stat(path, &st); err != nil {
+		return "", &os.PathError{Op: "stat", Path: path, Err: err}
+	}
+	dev := fmt.Sprintf("%d:%d", unix.Major(st.Dev), unix.Minor(st.Dev))
+	sys := "/sys/dev/block/" + dev
+	if _, err := os.Stat(sys); unix.Major(st.Dev) == 0 || err != nil {
+		return "", fmt.Errorf("%s: %w", path, ErrNoDevice)
+	}
+	if _, err := os.Stat(sys + "/partition"); err != nil {
+		return dev, nil
+	}
+	// The directory of a partition is in that of its disk. The kernel limits disks alone.
+	disk, err := filepath.EvalSymlinks(sys)
+	if err != nil {
+		return "", err
+	}
+	text, err := os.ReadFile(filepath.Join(filepath.Dir(disk), "dev"))
+	return strings.TrimSpace(string(text)), err
 }
 
 func (g *cgroup) stats() (s Stats, err error) {
@@ -288,10 +383,37 @@ func (g *cgroup) stats() (s Stats, err error) {
 		s.CPU = time.Duration(number(cpuacct, "cpuacct.usage", "", "", ""))
 		s.CPUThrottled = time.Duration(number(cpu, "cpu.stat", "throttled_time", "", ""))
 	}
+	if dir := g.dir[blockIO]; dir != "" {
+		file := "blkio.throttle.io_service_bytes_recursive"
+		if g.v2[blockIO] {
+			file = "io.stat"
+		}
+		if rerr := lines(filepath.Join(dir, file), s.addIO); rerr != nil && !errors.Is(rerr, fs.ErrNotExist) {
+			err = errors.Join(err, rerr)
+		}
+	}
 	if err != nil {
 		err = fmt.Errorf("reading the counters of a cgroup: %w", err)
 	}
 	return s, err
+}
+
+// addIO adds a line of blkio.throttle.io_service_bytes ("8:0 Read 4096"), or of io.stat ("8:0 rbytes=4096 wbytes=0").
+func (s *Stats) addIO(line string) {
+	f := strings.Fields(line)
+	if len(f) == 3 && (f[1] == "Read" || f[1] == "Write") {
+		f = []string{f[0], map[string]string{"Read": "rbytes=", "Write": "wbytes="}[f[1]] + f[2]}
+	}
+	for _, word := range f {
+		key, value, _ := strings.Cut(word, "=")
+		n, _ := strconv.ParseInt(value, 10, 64)
+		switch key {
+		case "rbytes":
+			s.ReadBytes += n
+		case "wbytes":
+			s.WrittenBytes += n
+		}
+	}
 }
 
 func (g *cgroup) remove() error {

@@ -32,6 +32,7 @@ type assignment struct {
 	Life      int    `json:"life"` // the read end of a pipe of which the keeper has the other
 	Files     int    `json:"files"`
 	Shares    bool   `json:"shares,omitempty"`
+	Network   bool   `json:"network,omitempty"`
 	LogOnly   bool   `json:"log_only,omitempty"`
 	FileBytes uint64 `json:"file_bytes,omitempty"`
 	OpenFiles uint64 `json:"open_files,omitempty"`
@@ -66,7 +67,7 @@ func Enter() (LockOptions, error) {
 	if err != nil {
 		return LockOptions{}, fmt.Errorf("confining this process: %w", err)
 	}
-	return LockOptions{Shares: a.Shares, LogOnly: a.LogOnly}, nil
+	return LockOptions{Shares: a.Shares, Network: a.Network, LogOnly: a.LogOnly}, nil
 }
 
 func enter() (a assignment, err error) {
@@ -128,9 +129,9 @@ func (a *assignment) limit() error {
 	if a.User {
 		limits[unix.RLIMIT_NPROC] = userThreads
 	}
+	signal.Ignore(unix.SIGXFSZ) // so that a write beyond FileBytes, which may be set later, fails with EFBIG
 	if a.FileBytes > 0 {
 		limits[unix.RLIMIT_FSIZE] = a.FileBytes
-		signal.Ignore(unix.SIGXFSZ) // so that a write beyond it fails with EFBIG
 	}
 	for which, n := range limits {
 		if err := syscall.Setrlimit(which, &syscall.Rlimit{Cur: n, Max: n}); err != nil {

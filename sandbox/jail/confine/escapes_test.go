@@ -23,7 +23,7 @@ func init() {
 		}
 		keeperPID = uintptr(pid)
 		e := escapes()[i]
-		if o := entered(); args[1] == "filter" {
+		if o := entered(); args[1] != "inner" {
 			if err := Lock(o); err != nil {
 				fatal(err)
 			}
@@ -92,6 +92,9 @@ func TestAttack_escapes_are_refused_by_the_filter_and_by_the_walls_behind_it(t *
 			continue
 		}
 		work <- try{i, "filter"}
+		if !e.shares {
+			work <- try{i, "network"}
+		}
 		if !e.filterOnly && !(e.ownersOnly && asUser()) {
 			work <- try{i, "inner"}
 		}
@@ -121,7 +124,8 @@ func attempt(t *testing.T, i int, e escape, wall string, share *os.File) {
 	ours, theirs := os.NewFile(uintptr(pair[0]), "ours"), os.NewFile(uintptr(pair[1]), "theirs")
 	defer ours.Close()
 	defer theirs.Close()
-	p := Profile{Program: self("escape", strconv.Itoa(i), wall, strconv.Itoa(os.Getpid())), Files: []*os.File{file, theirs}, Shares: e.shares, Name: e.name + wall}
+	p := Profile{Program: self("escape", strconv.Itoa(i), wall, strconv.Itoa(os.Getpid())), Files: []*os.File{file, theirs}, Shares: e.shares, Name: e.name + wall,
+		Network: wall == "network"}
 	if e.shares {
 		p.Files = append(p.Files, share)
 	}
@@ -130,7 +134,7 @@ func attempt(t *testing.T, i int, e escape, wall string, share *os.File) {
 	tried.Add(1)
 	out = strings.TrimSpace(out)
 	switch {
-	case err == nil && strings.HasPrefix(out, "refused:"), wall == "filter" && out == "" && errors.Is(err, ErrRefused):
+	case err == nil && strings.HasPrefix(out, "refused:"), wall != "inner" && out == "" && errors.Is(err, ErrRefused):
 		refused.Add(1)
 	case out == "gained" && e.inside:
 		refused.Add(1) // the caller looks whether it has led out

@@ -23,7 +23,8 @@ type check struct {
 	reason string // what the page says of it instead of the values
 }
 
-// A call is a system call that a child may make if all checks hold.
+// A call is a system call that a child may make if all checks hold. Others behind it with
+// the same number are alternatives.
 type call struct {
 	nr     uintptr
 	name   string
@@ -51,25 +52,81 @@ const threadFlags = unix.CLONE_VM | unix.CLONE_FS | unix.CLONE_FILES | unix.CLON
 // noExec allows protections of memory of which PROT_EXEC (4) is none.
 var noExec = check{arg: 2, max: unix.PROT_READ | unix.PROT_WRITE, reason: "no PROT_EXEC"}
 
+// threads are the calls by which the child with this id has threads, and clocks those that tell time and the like.
+func threads(pid int) group {
+	self := among(0, value{uint64(pid), "itself"})
+	return group{name: "Threads", calls: []call{
+		one(unix.SYS_FUTEX, "futex", among(1, value{128, "WAIT_PRIVATE"}, value{129, "WAKE_PRIVATE"})),
+		one(unix.SYS_TGKILL, "tgkill", self),
+		one(unix.SYS_CLONE, "clone", check{arg: 0, is: []value{{threadFlags, ""}, {threadFlags | unix.CLONE_SETTLS, ""}},
+			reason: "a thread of Go"}),
+		one(unix.SYS_SETPRIORITY, "setpriority", among(0, value{unix.PRIO_PROCESS, "PRIO_PROCESS"})),
+		one(unix.SYS_GETPID, "getpid"), one(unix.SYS_GETTID, "gettid"), one(unix.SYS_SCHED_YIELD, "sched_yield"),
+		one(unix.SYS_SCHED_GETAFFINITY, "sched_getaffinity"), one(unix.SYS_NANOSLEEP, "nanosleep"),
+		one(unix.SYS_RT_SIGACTION, "rt_sigaction"), one(unix.SYS_RT_SIGPROCMASK, "rt_sigprocmask"),
+		one(unix.SYS_RT_SIGRETURN, "rt_sigreturn"), one(unix.SYS_SIGALTSTACK, "sigaltstack"),
+		one(unix.SYS_RESTART_SYSCALL, "restart_syscall"), one(unix.SYS_EXIT, "exit"),
+		one(unix.SYS_EXIT_GROUP, "exit_group"),
+	}}
+}
+
+var clocks = group{name: "Clocks, figures, random numbers", calls: []call{
+	one(unix.SYS_CLOCK_GETTIME, "clock_gettime"), one(unix.SYS_GETTIMEOFDAY, "gettimeofday"),
+	one(unix.SYS_GETRANDOM, "getrandom"),
+	one(unix.SYS_GETRUSAGE, "getrusage"), one(unix.SYS_SYSINFO, "sysinfo"), one(unix.SYS_UNAME, "uname"),
+}}
+
+// networkCalls returns the groups of calls of a network process. It can make no socket and no connection: a
+// MSG_FASTOPEN, which no flag below has, would make one.
+func networkCalls(pid int) []group {
+	const quiet = unix.MSG_DONTWAIT | unix.MSG_NOSIGNAL
+	tcp, sol := among(1, value{unix.IPPROTO_TCP, "IPPROTO_TCP"}), among(1, value{unix.SOL_SOCKET, "SOL_SOCKET"})
+	return []group{
+		threads(pid),
+		{name: "Memory", calls: []call{
+			one(unix.SYS_MMAP, "mmap", noExec), one(unix.SYS_MPROTECT, "mprotect", noExec),
+			one(unix.SYS_MADVISE, "madvise", among(2, value{unix.MADV_DONTNEED, "DONTNEED"}, value{unix.MADV_FREE, "FREE"},
+				value{unix.MADV_HUGEPAGE, "HUGEPAGE"}, value{unix.MADV_NOHUGEPAGE, "NOHUGEPAGE"},
+				value{unix.MADV_COLLAPSE, "COLLAPSE"})),
+			one(unix.SYS_MUNMAP, "munmap"),
+		}},
+		{name: "Connections, each passed by the keeper", calls: []call{
+			one(unix.SYS_FCNTL, "fcntl", among(1, value{unix.F_DUPFD_CLOEXEC, "F_DUPFD_CLOEXEC"},
+				value{unix.F_GETFD, "F_GETFD"}, value{unix.F_SETFD, "F_SETFD"},
+				value{unix.F_GETFL, "F_GETFL"}, value{unix.F_SETFL, "F_SETFL"})),
+			one(unix.SYS_SENDMSG, "sendmsg", among(2, value{0, "0"}, value{quiet, "DONTWAIT|NOSIGNAL"})),
+			one(unix.SYS_GETSOCKOPT, "getsockopt", sol),
+			one(unix.SYS_GETSOCKOPT, "getsockopt", tcp, among(2, value{unix.TCP_INFO, "TCP_INFO"})),
+			one(unix.SYS_SETSOCKOPT, "setsockopt", sol, among(2, value{unix.SO_LINGER, "SO_LINGER"},
+				value{unix.SO_KEEPALIVE, "SO_KEEPALIVE"})),
+			one(unix.SYS_SETSOCKOPT, "setsockopt", tcp, among(2, value{unix.TCP_NODELAY, "TCP_NODELAY"},
+				value{unix.TCP_KEEPIDLE, "TCP_KEEPIDLE"}, value{unix.TCP_KEEPINTVL, "TCP_KEEPINTVL"},
+				value{unix.TCP_KEEPCNT, "TCP_KEEPCNT"})),
+			one(unix.SYS_READ, "read"), one(unix.SYS_WRITE, "write"), one(unix.SYS_WRITEV, "writev"),
+			one(unix.SYS_CLOSE, "close"), one(unix.SYS_FSTAT, "fstat"), one(unix.SYS_RECVMSG, "recvmsg"),
+			one(unix.SYS_SHUTDOWN, "shutdown"), one(unix.SYS_GETSOCKNAME, "getsockname"),
+			one(unix.SYS_GETPEERNAME, "getpeername"),
+		}},
+		{name: "Events", calls: []call{
+			one(unix.SYS_EVENTFD2, "eventfd2"), one(unix.SYS_EPOLL_CREATE1, "epoll_create1"),
+			one(unix.SYS_EPOLL_CTL, "epoll_ctl"), one(unix.SYS_EPOLL_PWAIT, "epoll_pwait"),
+		}},
+		clocks,
+		{name: "Answered with ENOSYS", errno: unix.ENOSYS, calls: []call{
+			one(unix.SYS_SENDFILE, "sendfile"), one(unix.SYS_SPLICE, "splice"), one(unix.SYS_PIPE2, "pipe2"),
+		}},
+	}
+}
+
 // allowed returns the groups of calls that a child may make. Its own id is pid. Calls that need a check come first:
 // the kernel does not run the filter for the others (Linux 5.11).
-func allowed(pid int, shares bool) []group {
-	self := among(0, value{uint64(pid), "itself"})
+func allowed(pid int, o LockOptions) []group {
+	if o.Network {
+		return networkCalls(pid)
+	}
 	groups := []group{
 		{name: "Guest: KVM, userfaultfd, TAP", calls: []call{one(unix.SYS_IOCTL, "ioctl", among(1, ioctls...))}},
-		{name: "Threads", calls: []call{
-			one(unix.SYS_FUTEX, "futex", among(1, value{128, "WAIT_PRIVATE"}, value{129, "WAKE_PRIVATE"})),
-			one(unix.SYS_TGKILL, "tgkill", self),
-			one(unix.SYS_CLONE, "clone", check{arg: 0, is: []value{{threadFlags, ""}, {threadFlags | unix.CLONE_SETTLS, ""}},
-				reason: "a thread of Go"}),
-			one(unix.SYS_SETPRIORITY, "setpriority", among(0, value{unix.PRIO_PROCESS, "PRIO_PROCESS"})),
-			one(unix.SYS_GETPID, "getpid"), one(unix.SYS_GETTID, "gettid"), one(unix.SYS_SCHED_YIELD, "sched_yield"),
-			one(unix.SYS_SCHED_GETAFFINITY, "sched_getaffinity"), one(unix.SYS_NANOSLEEP, "nanosleep"),
-			one(unix.SYS_RT_SIGACTION, "rt_sigaction"), one(unix.SYS_RT_SIGPROCMASK, "rt_sigprocmask"),
-			one(unix.SYS_RT_SIGRETURN, "rt_sigreturn"), one(unix.SYS_SIGALTSTACK, "sigaltstack"),
-			one(unix.SYS_RESTART_SYSCALL, "restart_syscall"), one(unix.SYS_EXIT, "exit"),
-			one(unix.SYS_EXIT_GROUP, "exit_group"),
-		}},
+		threads(pid),
 		{name: "Memory", calls: []call{
 			one(unix.SYS_MMAP, "mmap", noExec), one(unix.SYS_MPROTECT, "mprotect", noExec),
 			one(unix.SYS_MADVISE, "madvise", among(2, value{unix.MADV_DONTNEED, "DONTNEED"}, value{unix.MADV_FREE, "FREE"},
@@ -123,17 +180,13 @@ func allowed(pid int, shares bool) []group {
 			one(unix.SYS_SHUTDOWN, "shutdown"), one(unix.SYS_GETSOCKNAME, "getsockname"),
 			one(unix.SYS_GETPEERNAME, "getpeername"),
 		}},
-		{name: "Clocks, figures, random numbers", calls: []call{
-			one(unix.SYS_CLOCK_GETTIME, "clock_gettime"), one(unix.SYS_GETTIMEOFDAY, "gettimeofday"),
-			one(unix.SYS_GETRANDOM, "getrandom"),
-			one(unix.SYS_GETRUSAGE, "getrusage"), one(unix.SYS_SYSINFO, "sysinfo"), one(unix.SYS_UNAME, "uname"),
-		}},
+		clocks,
 		{name: "Answered with ENOSYS", errno: unix.ENOSYS, calls: []call{
 			// Copies of package io fall back to read and write.
 			one(unix.SYS_SENDFILE, "sendfile"), one(unix.SYS_SPLICE, "splice"),
 		}},
 	}
-	if shares {
+	if o.Shares {
 		groups = append(groups, group{name: "With shares only: files below passed directories", calls: []call{
 			one(unix.SYS_OPENAT, "openat"), one(unix.SYS_OPENAT2, "openat2"), one(unix.SYS_STATX, "statx"),
 			one(unix.SYS_NEWFSTATAT, "newfstatat"),
@@ -187,12 +240,21 @@ func assemble(groups []group, refuse uint32) ([]bpf.RawInstruction, error) {
 	slices.SortStableFunc(calls, func(a, b answered) int {
 		return cmp.Compare(min(1, len(b.checks)), min(1, len(a.checks)))
 	})
-	for _, c := range calls {
+	for i := 0; i < len(calls); {
+		c := calls[i]
 		var body []bpf.Instruction
-		for _, k := range c.checks {
-			body = append(body, k.assemble(refused)...)
+		for ; i < len(calls) && calls[i].nr == c.nr; i++ {
+			at := len(body)
+			for _, k := range calls[i].checks {
+				body = append(body, k.assemble(refused)...)
+			}
+			body = append(body, bpf.RetConstant{Val: calls[i].answer})
+			for j := at; j < len(body) && i+1 < len(calls) && calls[i+1].nr == c.nr; j++ {
+				if body[j] == bpf.Instruction(refused) { // go on with the alternative
+					body[j] = bpf.Jump{Skip: uint32(len(body) - j - 1)}
+				}
+			}
 		}
-		body = append(body, bpf.RetConstant{Val: c.answer})
 		program = append(program, bpf.JumpIf{Cond: bpf.JumpEqual, Val: uint32(c.nr), SkipTrue: 1},
 			bpf.Jump{Skip: uint32(len(body))})
 		program = append(program, body...)

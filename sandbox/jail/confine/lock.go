@@ -12,6 +12,8 @@ import (
 type LockOptions struct {
 	// Shares adds the calls that serve shared directories.
 	Shares bool
+	// Network leaves the calls of a network process instead.
+	Network bool
 	// LogOnly has the kernel log what the filter would refuse, and do it. It is for finding what a child needs.
 	LogOnly bool
 }
@@ -23,11 +25,11 @@ func Lock(o LockOptions) error {
 	if o.LogOnly {
 		refuse = unix.SECCOMP_RET_LOG
 	}
-	return lock(o.Shares, refuse)
+	return lock(o, refuse)
 }
 
-func lock(shares bool, refuse uint32) error {
-	program, err := assemble(allowed(os.Getpid(), shares), refuse)
+func lock(o LockOptions, refuse uint32) error {
+	program, err := assemble(allowed(os.Getpid(), o), refuse)
 	if err != nil {
 		return fmt.Errorf("making the filter of system calls: %w", err)
 	}

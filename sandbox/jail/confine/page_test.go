@@ -28,25 +28,35 @@ host name, network and cgroups; an empty, read-only root directory; a cgroup; an
 | for | calls | with checked arguments |
 |---|---|---|
 `)
-	for _, g := range allowed(1, true) {
-		var plain, checked []string
-		for _, c := range g.calls {
-			if len(c.checks) == 0 {
-				plain = append(plain, c.name)
-				continue
+	table := func(o LockOptions) {
+		for _, g := range allowed(1, o) {
+			var plain, checked []string
+			for _, c := range g.calls {
+				if len(c.checks) == 0 {
+					plain = append(plain, c.name)
+					continue
+				}
+				if c.name == "ioctl" {
+					checked = append(checked, fmt.Sprintf("ioctl: the %d requests below", len(ioctls)))
+					continue
+				}
+				var checks []string
+				for _, k := range c.checks {
+					checks = append(checks, k.String())
+				}
+				checked = append(checked, c.name+": "+strings.Join(checks, ", "))
 			}
-			if c.name == "ioctl" {
-				checked = append(checked, fmt.Sprintf("ioctl: the %d requests below", len(ioctls)))
-				continue
-			}
-			var checks []string
-			for _, k := range c.checks {
-				checks = append(checks, k.String())
-			}
-			checked = append(checked, c.name+": "+strings.Join(checks, ", "))
+			fmt.Fprintf(&b, "| %s | %s | %s |\n", g.name, strings.Join(plain, " "), strings.Join(checked, "; "))
 		}
-		fmt.Fprintf(&b, "| %s | %s | %s |\n", g.name, strings.Join(plain, " "), strings.Join(checked, "; "))
 	}
+	table(LockOptions{Shares: true})
+	fmt.Fprint(&b, `
+A guest that takes over its VM's network process, which has no guest memory, has connections of its VM and these calls:
+
+| for | calls | with checked arguments |
+|---|---|---|
+`)
+	table(LockOptions{Network: true})
 	fmt.Fprint(&b, "\nRequests of ioctl:\n\n")
 	line := ""
 	for i, r := range ioctls {

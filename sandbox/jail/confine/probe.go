@@ -103,7 +103,7 @@ func Probe() Support {
 	}
 
 	h, err := findHierarchies()
-	for _, c := range []controller{memory, pids, cpu} {
+	for _, c := range []controller{memory, pids, cpu, blockIO} {
 		name := "cgroup: " + controllerNames[c]
 		switch {
 		case err != nil:

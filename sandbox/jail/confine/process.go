@@ -33,6 +33,8 @@ type Profile struct {
 	Limits Limits
 	// Shares allows directories among Files, below which the child may open, make and remove files.
 	Shares bool
+	// Network makes it the network process of a VM, which has TCP connections, each passed by the keeper, and no guest.
+	Network bool
 	// LogOnly has the kernel log what Lock would refuse, and do it. It is for finding what a child needs.
 	LogOnly bool
 }
@@ -77,6 +79,8 @@ func Start(ctx context.Context, p Profile) (_ *Process, err error) {
 	switch {
 	case len(p.Program) == 0:
 		return nil, errors.New("the profile has no program")
+	case p.Shares && p.Network:
+		return nil, errors.New("a network process has no shares")
 	case p.Shares && os.Geteuid() != 0:
 		return nil, ErrUserShares
 	}
@@ -104,7 +108,7 @@ func Start(ctx context.Context, p Profile) (_ *Process, err error) {
 	defer read.Close()
 	c.life = write
 	a, err := json.Marshal(assignment{ID: c.uid, User: c.id == nil, Life: firstFile + len(p.Files), Files: len(p.Files),
-		Shares: p.Shares, LogOnly: p.LogOnly,
+		Shares: p.Shares, Network: p.Network, LogOnly: p.LogOnly,
 		FileBytes: p.Limits.FileBytes, OpenFiles: p.Limits.OpenFiles})
 	if err != nil {
 		return nil, err
@@ -195,8 +199,24 @@ func (c *Process) run() error {
 	if err := c.cgroup.add(c.cmd.Process.Pid); err != nil && !errors.Is(err, unix.ESRCH) {
 		return err
 	}
+	if err := c.limitResource(unix.RLIMIT_MEMLOCK, c.limits.LockedBytes); err != nil {
+		return err
+	}
 	_, err := c.life.Write([]byte{1}) // Enter waits for it
 	return err
+}
+
+// limitResource sets a limit of the child by prlimit(2); 0 leaves the host's, and so does a keeper that may not:
+// raising one needs CAP_SYS_RESOURCE, and so does changing it once the child has its own user id.
+func (c *Process) limitResource(which int, n uint64) error {
+	if n == 0 {
+		return nil
+	}
+	err := unix.Prlimit(c.cmd.Process.Pid, which, &unix.Rlimit{Cur: n, Max: n}, nil)
+	if errors.Is(err, unix.ESRCH) || errors.Is(err, unix.EPERM) {
+		return nil
+	}
+	return os.NewSyscallError("prlimit("+strconv.Itoa(which)+")", err)
 }
 
 // enterCapabilities are what Enter needs.
@@ -260,11 +280,16 @@ func (c *Process) Kill() error {
 // Stats reads the counters of the child's cgroup. They stay after its end, until Close.
 func (c *Process) Stats() (Stats, error) { return c.cgroup.stats() }
 
-// SetLimits changes the limits of memory, processors and threads.
+// SetLimits changes the limits of memory, processors, threads and block devices, and FileBytes if it is not 0.
 func (c *Process) SetLimits(l Limits) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	l.FileBytes, l.OpenFiles = c.limits.FileBytes, c.limits.OpenFiles
+	l.OpenFiles, l.LockedBytes = c.limits.OpenFiles, c.limits.LockedBytes
+	if l.FileBytes == 0 {
+		l.FileBytes = c.limits.FileBytes
+	} else if err := c.limitResource(unix.RLIMIT_FSIZE, l.FileBytes); err != nil {
+		return fmt.Errorf("limiting a confined process: %w", err)
+	}
 	if err := c.cgroup.limit(l, c.limits); err != nil {
 		return fmt.Errorf("limiting a confined process: %w", err)
 	}

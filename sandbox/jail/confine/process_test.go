@@ -750,8 +750,84 @@ func TestSetLimits_changes_those_of_the_cgroup(t *testing.T) {
 	}
 }
 
+func TestSetLimits_of_block_devices(t *testing.T) {
+	confinable(t)
+	limitable(t, blockIO)
+	dev, err := DeviceOf("/")
+	if err != nil {
+		t.Skip(err)
+	}
+	c, stop := idle(t, Profile{})
+	lines := func(file string) string {
+		text, err := os.ReadFile(filepath.Join(c.cgroup.dir[blockIO], file))
+		if err != nil {
+			t.Error(err)
+		}
+		return strings.TrimSpace(string(text))
+	}
+	set := func(l Limits) {
+		t.Helper()
+		if err := c.SetLimits(l); err != nil {
+			t.Fatal(err)
+		}
+	}
+	check := func(read1, ops1, all2 string) {
+		t.Helper()
+		if c.cgroup.v2[blockIO] {
+			if got := lines("io.max"); got != all2 {
+				t.Errorf("io.max is %q, want %q", got, all2)
+			}
+		} else if r, o := lines("blkio.throttle.read_bps_device"), lines("blkio.throttle.write_iops_device"); r != read1 || o != ops1 {
+			t.Errorf("limits are %q and %q, want %q and %q", r, o, read1, ops1)
+		}
+	}
+	set(Limits{IO: IOMax{Device: dev, ReadBytes: 1 << 20, WriteOps: 50}})
+	check(dev+" 1048576", dev+" 50", dev+" rbps=1048576 wbps=max riops=max wiops=50")
+	set(Limits{IO: IOMax{Device: dev, ReadBytes: 2 << 20}})
+	check(dev+" 2097152", "", dev+" rbps=2097152 wbps=max riops=max wiops=max")
+	set(Limits{})
+	check("", "", "")
+	if _, err := stop(); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestStats_of_block_devices_are_read_in_both_versions(t *testing.T) {
+	for name, text := range map[string]string{
+		"version 1": "8:0 Read 4096\n8:0 Write 100\n8:0 Sync 4196\n8:16 Read 4\n8:16 Total 4\nTotal 4200",
+		"version 2": "8:0 rbytes=4096 wbytes=100 rios=1 wios=1 dbytes=7 dios=1\n8:16 rbytes=4 wbytes=0",
+	} {
+		var s Stats
+		for line := range strings.SplitSeq(text, "\n") {
+			s.addIO(line)
+		}
+		if s.ReadBytes != 4100 || s.WrittenBytes != 100 {
+			t.Errorf("%s: %+v", name, s)
+		}
+	}
+}
+
+func TestLimits_of_a_running_child_hold_for_files_and_locked_memory(t *testing.T) {
+	confinable(t)
+	c, stop := idle(t, Profile{Limits: Limits{LockedBytes: 5 << 20}})
+	if err := c.SetLimits(Limits{FileBytes: 3 << 20}); err != nil {
+		t.Fatal(err)
+	}
+	for which, want := range map[int]uint64{unix.RLIMIT_MEMLOCK: 5 << 20, unix.RLIMIT_FSIZE: 3 << 20} {
+		var got unix.Rlimit
+		if err := unix.Prlimit(c.PID(), which, nil, &got); errors.Is(err, unix.EPERM) {
+			t.Log("this test may not look at limits of others: that needs CAP_SYS_RESOURCE")
+		} else if err != nil || got.Cur != want || got.Max != want {
+			t.Errorf("limit %d is %+v, %v, want %d", which, got, err, want)
+		}
+	}
+	if _, err := stop(); err != nil {
+		t.Error(err)
+	}
+}
+
 func TestLimits_without_a_controller_are_an_error(t *testing.T) {
-	for _, l := range []Limits{{MemoryBytes: 1}, {Pids: 1}, {CPUWeight: 1}, {CPUMax: 1}} {
+	for _, l := range []Limits{{MemoryBytes: 1}, {Pids: 1}, {CPUWeight: 1}, {CPUMax: 1}, {IOWeight: 1}, {IO: IOMax{Device: "8:0", ReadOps: 1}}} {
 		if err := (&cgroup{}).limit(l, Limits{}); !errors.Is(err, ErrNoCgroup) {
 			t.Errorf("%+v: %v", l, err)
 		}

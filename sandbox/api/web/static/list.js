@@ -121,7 +121,7 @@ export function listView(root, first) {
     problems.replaceChildren(data.problems.length ? h('span', null, `The list may lack something: ${data.problems.slice(0, 3).join('; ')}`) : '');
     fill(rows.slice((page - 1) * ROWS, page * ROWS));
     empty.hidden = rows.length > 0;
-    empty.textContent = all.length ? 'No sandbox is like that.' : 'There are no sandboxes. drowse run IMAGE --name NAME makes one.';
+    empty.textContent = all.length ? 'No sandbox is like that.' : 'There are no sandboxes. drowse run -d --name NAME IMAGE makes one.';
     turn(page, pages);
   }
 

@@ -1,0 +1,86 @@
+package gateway
+
+import (
+	"context"
+	"crypto/subtle"
+	"errors"
+	"fmt"
+	"net/http"
+	"slices"
+
+	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/spec"
+)
+
+// Grant lets a request in.
+type Grant struct {
+	// Wake also lets it in if the sandbox sleeps: it is woken. Without Wake, the request fails with ErrAsleep.
+	Wake bool
+	// Host is the Host of the request that the guest sees, in which "${PORT}" stands for the port. Empty is the
+	// client's.
+	Host string
+	// IdleStreams lets the sandbox sleep although the request is open, if it carries nothing: see
+	// spec.Gateway.IdleStreams.
+	IdleStreams bool
+	// GuestTLS passes a raw connection on as it is, and TLS ends in the guest.
+	GuestTLS bool
+	// Hide are header fields that the guest must not see, besides HeaderToken, HeaderSandbox and HeaderPort.
+	Hide []string
+}
+
+// Authorizer lets requests in. It is called from many goroutines, once for each request, before anything is done
+// for it. header is nil for a raw connection, which has none. The error is ErrNoToken, ErrToken, sandbox.ErrNotFound,
+// or another; what wraps none of these is an error of the host.
+type Authorizer interface {
+	Authorize(ctx context.Context, to Route, header http.Header) (Grant, error)
+}
+
+var (
+	// ErrNoToken means that a request needs a token and has none.
+	ErrNoToken = errors.New("the request needs the sandbox's token")
+	// ErrToken means that the token of a request is not the sandbox's.
+	ErrToken = errors.New("the token is not the sandbox's")
+	// ErrAsleep means that the sandbox does not run, and that the request may not wake it.
+	ErrAsleep = errors.New("the sandbox does not run")
+)
+
+// Owners is the Authorizer by what the owner of a sandbox has set: spec.Metadata.Gateway.
+type Owners struct{ Host *sandbox.Host }
+
+// Authorize implements Authorizer.
+func (o Owners) Authorize(_ context.Context, to Route, header http.Header) (Grant, error) {
+	m, err := o.Host.State.Metadata(to.Sandbox)
+	if err != nil {
+		return Grant{}, err
+	}
+	w := m.Gateway
+	grant := Grant{Wake: true, Host: w.Host, IdleStreams: w.IdleStreams, GuestTLS: slices.Contains(w.GuestTLS, to.Port)}
+	if w.Opens(to.Port) {
+		return grant, nil
+	}
+	shown := header.Values(HeaderToken)
+	if len(shown) == 0 {
+		return Grant{}, ErrNoToken
+	}
+	want, err := o.Host.State.GatewayToken(to.Sandbox, w)
+	if err != nil {
+		return Grant{}, err
+	}
+	if len(shown) != 1 || subtle.ConstantTimeCompare([]byte(shown[0]), []byte(want)) != 1 {
+		return Grant{}, ErrToken
+	}
+	return grant, nil
+}
+
+// PublicName reports whether anyone may connect to a port of an existing sandbox. Certificates are only requested
+// for such ports: their number is bounded, and so is what strangers can cost.
+func PublicName(h *sandbox.Host, to Route) error {
+	m, err := h.State.Metadata(to.Sandbox)
+	if err != nil {
+		return err
+	}
+	if !slices.Contains(m.Gateway.PublicPorts, to.Port) {
+		return fmt.Errorf("%w: port %d of %s is not in its list of public ports", spec.ErrMetadata, to.Port, to.Sandbox)
+	}
+	return nil
+}

@@ -1,0 +1,214 @@
+package gateway_test
+
+import (
+	"context"
+	"crypto/tls"
+	"flag"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"runtime"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/health/grpc_health_v1"
+	"google.golang.org/grpc/status"
+
+	"github.com/drowse-vm/drowse/sandbox/gateway"
+	"github.com/drowse-vm/drowse/sandbox/spec"
+)
+
+// health is a gRPC service with a call, a stream, and errors in trailers.
+type health struct {
+	grpc_health_v1.UnimplementedHealthServer
+}
+
+// Check implements the service.
+func (health) Check(_ context.Context, r *grpc_health_v1.HealthCheckRequest) (*grpc_health_v1.HealthCheckResponse, error) {
+	if r.Service == "missing" {
+		return nil, status.Error(codes.NotFound, "as told")
+	}
+	return &grpc_health_v1.HealthCheckResponse{Status: grpc_health_v1.HealthCheckResponse_SERVING}, nil
+}
+
+// Watch implements the service.
+func (health) Watch(_ *grpc_health_v1.HealthCheckRequest, s grpc_health_v1.Health_WatchServer) error {
+	for i := range 3 {
+		if err := s.Send(&grpc_health_v1.HealthCheckResponse{Status: grpc_health_v1.HealthCheckResponse_ServingStatus(i)}); err != nil {
+			return err
+		}
+	}
+	return status.Error(codes.Aborted, "the end")
+}
+
+func TestGateway_gRPC_passes_with_and_without_TLS(t *testing.T) {
+	for name, encrypted := range map[string]bool{"h2c": false, "TLS": true} {
+		t.Run(name, func(t *testing.T) {
+			cert, key, pool := certificate(t, t.TempDir(), 1, "*."+domain)
+			w := begin(t, func(_ *gateway.Options, l *gateway.Listeners) {
+				if !encrypted {
+					return
+				}
+				var err error
+				if l.TLS, err = gateway.Certificates(cert, key, nil); err != nil {
+					t.Fatal(err)
+				}
+			})
+			w.create("g", nil, spec.Idle{})
+			l := listen(t)
+			s := grpc.NewServer()
+			grpc_health_v1.RegisterHealthServer(s, health{})
+			go func() { _ = s.Serve(l) }()
+			t.Cleanup(s.Stop)
+			w.listens("g", "127.0.0.1:50051", l.Addr().String())
+			w.sleep("g")
+			creds := insecure.NewCredentials()
+			if encrypted {
+				creds = credentials.NewTLS(&tls.Config{RootCAs: pool})
+			}
+			c, err := grpc.NewClient("passthrough:///50051-g."+domain, grpc.WithTransportCredentials(creds),
+				grpc.WithContextDialer(func(ctx context.Context, _ string) (net.Conn, error) {
+					return new(net.Dialer).DialContext(ctx, "tcp", w.addr)
+				}))
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer c.Close()
+			h := grpc_health_v1.NewHealthClient(c)
+			if a, err := h.Check(t.Context(), &grpc_health_v1.HealthCheckRequest{}); err != nil || a.Status != grpc_health_v1.HealthCheckResponse_SERVING {
+				t.Error(a, err)
+			}
+			if _, err := h.Check(t.Context(), &grpc_health_v1.HealthCheckRequest{Service: "missing"}); status.Code(err) != codes.NotFound {
+				t.Error(err)
+			}
+			stream, err := h.Watch(t.Context(), &grpc_health_v1.HealthCheckRequest{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			n := 0
+			for ; err == nil; n++ {
+				_, err = stream.Recv()
+			}
+			if n != 4 || status.Code(err) != codes.Aborted {
+				t.Error(n, err)
+			}
+		})
+	}
+}
+
+var many = flag.Int("websockets", 200, "how many WebSockets to open at once")
+
+func TestGateway_many_WebSockets(t *testing.T) {
+	const ofOne = 500
+	w := begin(t, func(_ *gateway.Options, l *gateway.Listeners) { l.ConnsOf = *many + 10 })
+	boxes := (*many + ofOne - 1) / ofOne
+	for i := range boxes {
+		name := fmt.Sprintf("ws%d", i)
+		w.create(name, nil, spec.Idle{})
+		w.serves(name, 80, echoes)
+		w.sleep(name)
+	}
+	stack := func() (heap, stacks uint64) {
+		runtime.GC()
+		var m runtime.MemStats
+		runtime.ReadMemStats(&m)
+		return m.HeapAlloc, m.StackInuse
+	}
+	fds := func() int {
+		list, err := os.ReadDir("/proc/self/fd")
+		if err != nil {
+			t.Fatal(err)
+		}
+		return len(list)
+	}
+	heap, stacks := stack()
+	files, routines := fds(), runtime.NumGoroutine()
+	conns := make([]net.Conn, *many)
+	var all sync.WaitGroup
+	room := make(chan struct{}, 64)
+	for i := range conns {
+		all.Go(func() {
+			room <- struct{}{}
+			defer func() { <-room }()
+			c, r := w.upgrade(fmt.Sprintf("80-ws%d.%s", i%boxes, domain))
+			if _, err := io.WriteString(c, "x\n"); err != nil {
+				t.Error(err)
+			}
+			if line, err := r.ReadString('\n'); line != "x\n" {
+				t.Error(line, err)
+			}
+			conns[i] = c
+		})
+	}
+	all.Wait()
+	heap2, stacks2 := stack()
+	n := uint64(*many)
+	t.Logf("%d WebSockets to %d sandboxes, with clients, gateway, guests and their servers in one process: %d bytes of heap, %d of stacks, %.1f descriptors, %.1f goroutines each",
+		n, boxes, (heap2-heap)/n, (max(stacks2, stacks)-stacks)/n, float64(fds()-files)/float64(n), float64(runtime.NumGoroutine()-routines)/float64(n))
+	if got := w.gate.Stats(); got.Open != *many || got.Sessions != boxes {
+		t.Errorf("%+v", got)
+	}
+	for _, c := range conns {
+		c.Close()
+	}
+	until(t, "all have left", func() bool { return w.gate.Stats().Open == 0 && w.gate.Stats().Sessions == 0 })
+	for i := range boxes {
+		w.sleep(fmt.Sprintf("ws%d", i)) // as at the beginning
+	}
+	until(t, "descriptors are closed", func() bool { return fds() <= files+20 })
+}
+
+// BenchmarkGateway compares requests through the gateway with requests to the guest's server by Sandbox.Dial without
+// it, on a VM in memory: it shows what the gateway adds, and says nothing of a VM. "asleep" is with a wake.
+func BenchmarkGateway(b *testing.B) {
+	w := begin(b, nil)
+	box := w.create("a", nil, spec.Idle{})
+	w.serves("a", 80, func(rw http.ResponseWriter, _ *http.Request) { fmt.Fprint(rw, "x") })
+	ask := func(b *testing.B, c *http.Client, host string) {
+		a, err := c.Get("http://" + host + "/")
+		if err != nil || a.StatusCode != 200 {
+			b.Fatal(a, err)
+		}
+		_, _ = io.Copy(io.Discard, a.Body)
+		a.Body.Close()
+	}
+	direct := &http.Client{Transport: &http.Transport{DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+		return box.Dial(ctx, "tcp", "127.0.0.1:80")
+	}}}
+	defer direct.CloseIdleConnections()
+	through := w.client(nil)
+	run := func(name string, before func(), do func(b *testing.B)) {
+		b.Run(name, func(b *testing.B) {
+			var took []time.Duration
+			for b.Loop() {
+				if before != nil {
+					b.StopTimer()
+					before()
+					b.StartTimer()
+				}
+				begun := time.Now()
+				do(b)
+				took = append(took, time.Since(begun))
+			}
+			slices.Sort(took)
+			b.ReportMetric(float64(took[len(took)/2].Microseconds()), "p50-µs")
+			b.ReportMetric(float64(took[len(took)*99/100].Microseconds()), "p99-µs")
+		})
+	}
+	asleep := func() {
+		direct.CloseIdleConnections()
+		w.sleep("a")
+	}
+	run("awake/direct", nil, func(b *testing.B) { ask(b, direct, "a") })
+	run("awake/gateway", nil, func(b *testing.B) { ask(b, through, "80-a."+domain) })
+	run("asleep/direct", asleep, func(b *testing.B) { ask(b, direct, "a") })
+	run("asleep/gateway", asleep, func(b *testing.B) { ask(b, through, "80-a."+domain) })
+}

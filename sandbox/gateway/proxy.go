@@ -1,0 +1,150 @@
+package gateway
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/http/httptrace"
+	"net/http/httputil"
+	"net/textproto"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+
+	"github.com/drowse-vm/drowse/guest"
+)
+
+// proxies is the reverse proxy of a gateway.
+type proxies struct {
+	g *Gateway
+	p httputil.ReverseProxy
+}
+
+// keyCarry is the context key of the carry of a request.
+type keyCarry struct{}
+
+// carry is a request on its way.
+type carry struct {
+	u  *use
+	to Route
+}
+
+func newProxies(g *Gateway) *proxies {
+	x := &proxies{g: g}
+	x.p = httputil.ReverseProxy{
+		Rewrite: rewrite, Transport: x, ModifyResponse: x.answer, ErrorHandler: x.failed, BufferPool: buffers{},
+		// A guest's answers, and clients that go away, do not fill the log.
+		ErrorLog: slog.NewLogLogger(g.log.Handler(), slog.LevelDebug),
+	}
+	return x
+}
+
+// serve carries a request, and returns when it has ended.
+func (x *proxies) serve(w http.ResponseWriter, r *http.Request, u *use, to Route) {
+	ctx, cancel := context.WithCancelCause(context.WithValue(r.Context(), keyCarry{}, &carry{u, to}))
+	defer cancel(nil)
+	stop := context.AfterFunc(u.s.ctx, func() { cancel(context.Cause(u.s.ctx)) })
+	defer stop()
+	x.p.ServeHTTP(w, r.WithContext(bounded1xx(ctx)))
+}
+
+// maxInterim is how many interim responses (1xx) an answer may have.
+const maxInterim = 16
+
+var errInterim = fmt.Errorf("%w: it sends more than %d interim responses", ErrBadServer, maxInterim)
+
+// bounded1xx bounds interim responses. The transport does not, since the reverse proxy passes them on.
+func bounded1xx(ctx context.Context) context.Context {
+	n := 0
+	return httptrace.WithClientTrace(ctx, &httptrace.ClientTrace{Got1xxResponse: func(int, textproto.MIMEHeader) error {
+		if n++; n > maxInterim {
+			return errInterim
+		}
+		return nil
+	}})
+}
+
+// rewrite makes the request that the guest sees. The reverse proxy has removed what is between two hops, and the
+// client's Forwarded and X-Forwarded-For, -Host and -Proto.
+func rewrite(p *httputil.ProxyRequest) {
+	c := p.In.Context().Value(keyCarry{}).(*carry)
+	h := p.Out.Header
+	for name := range h {
+		if strings.HasPrefix(name, "X-Forwarded-") || name == "X-Real-Ip" {
+			delete(h, name)
+		}
+	}
+	for _, name := range append([]string{HeaderSandbox, HeaderPort, HeaderToken}, c.u.grant.Hide...) {
+		h.Del(name)
+	}
+	if up := h.Get("Upgrade"); up != "" && !strings.EqualFold(up, "websocket") {
+		// Requests behind an upgrade to HTTP/2 would pass by all this.
+		h.Del("Upgrade")
+		h.Del("Connection")
+	}
+	h.Del("Http2-Settings")
+	p.SetXForwarded()
+	port := strconv.Itoa(int(c.to.Port))
+	p.Out.URL.Scheme, p.Out.URL.Host = "http", net.JoinHostPort("127.0.0.1", port)
+	p.Out.URL.RawQuery = p.In.URL.RawQuery // as it is: the gateway does not read it
+	p.Out.Host = p.In.Host
+	if c.u.grant.Host != "" {
+		p.Out.Host = strings.ReplaceAll(c.u.grant.Host, "${PORT}", port)
+	}
+}
+
+// RoundTrip implements http.RoundTripper: by the session of the request. gRPC goes by HTTP/2, the rest by HTTP/1.1,
+// which all servers speak.
+func (x *proxies) RoundTrip(r *http.Request) (*http.Response, error) {
+	s := r.Context().Value(keyCarry{}).(*carry).u.s
+	if strings.HasPrefix(r.Header.Get("Content-Type"), "application/grpc") && r.ProtoMajor == 2 {
+		return s.h2.RoundTrip(r)
+	}
+	return s.h1.RoundTrip(r)
+}
+
+// answer notes the header of the guest's answer.
+func (x *proxies) answer(r *http.Response) error {
+	if r.StatusCode == http.StatusSwitchingProtocols && r.Request.Header.Get("Upgrade") == "" {
+		return fmt.Errorf("%w: it switches protocols unasked", ErrBadServer)
+	}
+	r.Request.Context().Value(keyCarry{}).(*carry).u.stream()
+	return nil
+}
+
+// failed answers a request whose server gave no answer.
+func (x *proxies) failed(w http.ResponseWriter, r *http.Request, err error) {
+	c := r.Context().Value(keyCarry{}).(*carry)
+	if cause := context.Cause(r.Context()); cause != nil {
+		err = cause
+	}
+	x.g.refuse(w, r, refusal(c.to, ofServer(err)))
+}
+
+// ofServer returns the error of a server's answer.
+func ofServer(err error) error {
+	switch {
+	case errors.Is(err, ErrClosedPort), errors.Is(err, ErrBadServer), errors.Is(err, ErrBusy), errors.Is(err, context.Canceled),
+		errors.Is(err, context.DeadlineExceeded), errors.Is(err, syscall.ETIMEDOUT):
+		return err
+	}
+	var fe *guest.ForwardError
+	if errors.As(err, &fe) {
+		return err
+	}
+	return fmt.Errorf("%w: %w", ErrBadServer, err)
+}
+
+// buffers are the buffers of copies: httputil.BufferPool.
+type buffers struct{}
+
+const bufferSize = 32 << 10
+
+var pool = sync.Pool{New: func() any { return new([bufferSize]byte) }}
+
+func (buffers) Get() []byte  { return pool.Get().(*[bufferSize]byte)[:] }
+func (buffers) Put(b []byte) { pool.Put((*[bufferSize]byte)(b)) }

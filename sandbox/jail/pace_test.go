@@ -1,0 +1,124 @@
+package jail
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"os"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/rootfs/disk"
+	"github.com/drowse-vm/drowse/sandbox/instance"
+	"github.com/drowse-vm/drowse/sandbox/jail/rpc"
+)
+
+// slow gives a pace a clock that only its own waits move.
+func (p *pace) slow() (slept *time.Duration) {
+	slept = new(time.Duration)
+	begin := time.Now()
+	p.now = func() time.Time { return begin.Add(*slept) }
+	p.sleep = func(d time.Duration) { *slept += d }
+	return slept
+}
+
+func TestAttack_process_that_asks_without_end_takes_the_processors_of_its_keeper(t *testing.T) {
+	j, _ := cell(t)
+	slept := j.vm.pace.slow()
+	for range 3*callBurst + callsPerSecond*7 {
+		if _, _, err := j.vm.serve(t.Context(), callFile, json.RawMessage(`{}`), nil); !errors.Is(err, unix.EACCES) {
+			t.Fatal(err)
+		}
+	}
+	if want := (2*callBurst/callsPerSecond + 7) * time.Second; *slept < want-time.Second || *slept > want+time.Second {
+		t.Errorf("it has waited for %v, want %v", *slept, want)
+	}
+}
+
+func TestPace_lets_a_burst_pass_and_recovers(t *testing.T) {
+	p := newPace(10, 2)
+	slept := p.slow()
+	p.wait(10)
+	if *slept != 0 {
+		t.Errorf("the burst has waited for %v", *slept)
+	}
+	p.wait(4)
+	if *slept != 2*time.Second {
+		t.Errorf("4 more have waited for %v, want 2 s", *slept)
+	}
+	*slept += time.Hour
+	before := *slept
+	if p.wait(10); *slept != before {
+		t.Errorf("after an hour, a burst has waited for %v", *slept-before)
+	}
+}
+
+func TestNames_that_a_process_may_read_are_no_more_than_its_disk_has_layers(t *testing.T) {
+	g := newGrants(instance.Parts{Image: "/image", Disk: disk.Stack{Layers: []string{"/l/1", "/l/2"}}}, "")
+	for range 1000 {
+		g.read("/l/3")
+		g.forget([]string{"/l/2", "/l/3"})
+		g.read("/l/2")
+	}
+	if len(g.reads) != 3 || !g.mayRead("/image") || !g.mayRead("/l/2") || g.mayRead("/l/3") {
+		t.Errorf("it may read %v", g.reads)
+	}
+}
+
+// talk returns a confined process, in this one, and its keeper, who hears of each call and refuses it.
+func talk(t *testing.T, hear func(method string)) (*rpc.Conn, *child) {
+	t.Helper()
+	mine, its, err := rpc.Pair()
+	if err != nil {
+		t.Fatal(err)
+	}
+	keeper, err := rpc.New(mine, options(func(_ context.Context, method string, _ []byte, files []*os.File) (any, []*os.File, error) {
+		hear(method)
+		return nil, nil, errors.Join(errRefused, closeAll(files))
+	}))
+	if err != nil {
+		t.Fatal(err)
+	}
+	c := &child{ended: make(chan struct{}), connects: make(chan struct{}, maxConnects)}
+	conn, err := rpc.New(its, options(nil))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { conn.Close() })
+	c.conn.Store(conn)
+	close(c.connected())
+	return keeper, c
+}
+
+func TestAttack_connections_of_a_guest_keep_its_process_from_asking_for_files(t *testing.T) {
+	asked := make(chan string, 5*maxCalls)
+	hold := make(chan struct{})
+	keeper, c := talk(t, func(method string) {
+		asked <- method
+		if method == callConnect {
+			<-hold
+		}
+	})
+	defer keeper.Close()
+	done := make(chan error, 4*maxCalls)
+	for range 4 * maxCalls {
+		c.connect(guest.ReadyPort, func(_ int, _ bool, err error) { done <- err })
+	}
+	for range maxConnects {
+		<-asked
+	}
+	// The others wait, and a file does not.
+	if _, _, err := c.askFile(fileOrder{Op: fileStat, Name: "/x"}); err == nil {
+		t.Error("no keeper has refused")
+	}
+	if method := <-asked; method != callFile {
+		t.Errorf("asked for %s", method)
+	}
+	close(hold)
+	for range 4 * maxCalls {
+		<-done
+	}
+}

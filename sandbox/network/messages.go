@@ -1,0 +1,107 @@
+package network
+
+import (
+	"net/netip"
+	"time"
+
+	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/netpolicy/flow"
+	"github.com/drowse-vm/drowse/netpolicy/proxy"
+	"github.com/drowse-vm/drowse/sandbox/jail/rpc"
+)
+
+// Calls of the keeper to the network process.
+const (
+	callPrepare    = "prepare"    // prepareOrder -> nothing: it has confined itself
+	callPolicy     = "policy"     // policyOrder -> nothing: connections that it does not open are cut
+	callConnection = "connection" // arrival, with a descriptor -> nothing
+	callStats      = "stats"      // nothing -> counts
+	postSecret     = "secret-set" // name: a secret that was asked for may be there
+)
+
+// Calls of the network process to the keeper, which judges each.
+const (
+	callAsk       = "ask"        // resolver.Question -> bytes
+	callPin       = "pin"        // pin -> nothing
+	callOpensName = "opens-name" // named -> bool
+	callLives     = "lives"      // number of a flow -> bool
+	callDialName  = "dial-name"  // named -> nothing, with a descriptor
+	callOpens     = "opens"      // opening -> opened
+	callDial      = "dial"       // opening -> nothing, with a descriptor
+	callSecret    = "secret"     // name -> secretValue
+	callRefused   = "refused"    // refusal -> nothing
+	callProxied   = "proxied"    // proxy.Event -> nothing
+)
+
+// maxCalls is how many calls may be in progress: each connection may wait for its peer.
+const maxCalls = 1024
+
+func options(h rpc.Handler) rpc.Options { return rpc.Options{Handler: h, MaxCalls: maxCalls} }
+
+type prepareOrder struct {
+	Confined bool        `json:"confined,omitempty"`
+	Roots    []byte      `json:"roots,omitempty"` // proxy.ExtraRoots
+	Policy   policyOrder `json:"policy"`
+}
+
+// policyOrder is a policy with what it is compiled for.
+type policyOrder struct {
+	Policy      *netpolicy.Policy     `json:"policy"`
+	Identity    netpolicy.Identity    `json:"identity"`
+	Environment netpolicy.Environment `json:"environment"`
+	Proxy       *proxy.Delegate       `json:"proxy,omitempty"`
+}
+
+// Kinds of arrivals.
+const (
+	arrivesDNS   = "dns"
+	arrivesTLS   = "tls"
+	arrivesProxy = "proxy"
+)
+
+// arrival is a connection of the guest. Flow is that of a checked one, and Port the port by which the host knows it.
+type arrival struct {
+	Kind string       `json:"kind"`
+	Flow flow.Checked `json:"flow"`
+	Port uint16       `json:"port,omitempty"`
+}
+
+type pin struct {
+	Name    string        `json:"name"`
+	Address netip.Addr    `json:"address"`
+	TTL     time.Duration `json:"ttl"`
+}
+
+type named struct {
+	Flow uint64 `json:"flow"`
+	Name string `json:"name"`
+}
+
+type opening struct {
+	Peer netip.AddrPort `json:"peer"`
+	Name string         `json:"name,omitempty"`
+}
+
+type opened struct {
+	Rule string `json:"rule"`
+	OK   bool   `json:"ok"`
+}
+
+type secretValue struct {
+	Value string `json:"value,omitempty"`
+	OK    bool   `json:"ok"`
+}
+
+type refusal struct {
+	Flow   uint64           `json:"flow"`
+	Reason netpolicy.Reason `json:"reason"`
+	Name   string           `json:"name,omitempty"`
+}
+
+type counts struct {
+	DNS   netpolicy.ResolverStats `json:"dns"`
+	TLS   netpolicy.TLSStats      `json:"tls"`
+	Proxy *netpolicy.ProxyStats   `json:"proxy,omitempty"`
+}
+
+type none struct{}
