@@ -238,7 +238,7 @@ func (s *Host) makeTemplate(ctx context.Context, e template.Entry) (_ template.E
 	}
 	all := s.State.Templates()
 	e.Snapshot, e.Created, e.Problem, e.Tried = slept.Snapshot, time.Now().UTC(), "", time.Time{}
-	if err := all.Put(e); err != nil {
+	if err := s.State.PutTemplate(ctx, e); err != nil {
 		return e, err
 	}
 	_, err = all.Trim() // the snapshots go with the sweep that follows

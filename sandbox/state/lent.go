@@ -144,7 +144,7 @@ func (m *mark) lent(s *Store, have manifests) (ids []string) {
 	sleeps := map[string]string{} // by snapshot: the VM whose record has it
 	for _, r := range m.records {
 		for _, id := range r.ownSnapshots() {
-			if man := have[id]; man != nil && man.Labels[labelOwner] == r.ID && man.Labels[labelKind] == KindSleep && !s.kept(id) {
+			if man := have[id]; man != nil && man.Labels[labelOwner] == r.ID && man.Labels[labelKind] == KindSleep && !m.templates[id] && !s.kept(id) {
 				sleeps[id] = r.ID
 			}
 		}
@@ -156,6 +156,9 @@ func (m *mark) lent(s *Store, have manifests) (ids []string) {
 				ids = append(ids, id)
 			}
 		}
+	}
+	for id := range m.templates {
+		ids = append(ids, id)
 	}
 	for id, man := range have {
 		ids = append(ids, borrowed(sleeps[id], SnapshotStack(man).Layers)...)

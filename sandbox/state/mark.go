@@ -29,6 +29,8 @@ type mark struct {
 	layers holders
 	// snapshots are the ids that a record or metadata names, with the reason.
 	snapshots map[string]string
+	// templates are those of templates.
+	templates map[string]bool
 	// bases are the snapshots that the next snapshot of a running VM builds on.
 	bases map[string]bool
 	// running are the ids of VMs with a process. The process makes and deletes their files itself.
@@ -56,7 +58,7 @@ func (s *Store) markAll(ctx context.Context, have manifests) (*mark, error) {
 
 // markRecords reads records and metadata.
 func (s *Store) markRecords(ctx context.Context) (*mark, error) {
-	m := &mark{layers: holders{}, snapshots: map[string]string{}, bases: map[string]bool{}, running: map[string]bool{}, unclear: map[string]bool{}}
+	m := &mark{layers: holders{}, snapshots: map[string]string{}, templates: map[string]bool{}, bases: map[string]bool{}, running: map[string]bool{}, unclear: map[string]bool{}}
 	entries, err := os.ReadDir(filepath.Join(s.dir, "vms"))
 	if err != nil {
 		return nil, fmt.Errorf("listing VMs: %w", err)
@@ -83,6 +85,7 @@ func (m *mark) addTemplates(d template.Dir) error {
 	list, bad, err := d.List()
 	for _, e := range list {
 		if e.Ready() {
+			m.templates[e.Snapshot] = true
 			m.snapshots[e.Snapshot] = fmt.Sprintf("is template %.12s: remove that instead", e.Key)
 		}
 	}

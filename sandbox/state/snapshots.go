@@ -322,6 +322,23 @@ func (s *Store) IsThere(id string) bool {
 	return err == nil && m.ID == id
 }
 
+// PutTemplate writes the entry of a template, whose snapshot is that of a sleep. From then on it outlives its VM.
+func (s *Store) PutTemplate(ctx context.Context, e template.Entry) error {
+	unlock, err := s.Share(ctx)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = unlock() }()
+	m, err := s.Manifest(e.Snapshot)
+	if err != nil {
+		return err
+	}
+	if err := errors.Join(s.lend(e.Snapshot), s.lendOwner(m)); err != nil {
+		return err
+	}
+	return s.Templates().Put(e)
+}
+
 // RemoveTemplates removes templates, and the snapshots of those that no running VM builds on. VMs that were made from
 // them keep what they need.
 func (s *Store) RemoveTemplates(ctx context.Context, list ...template.Entry) error {
