@@ -13,6 +13,8 @@ var withoutWall = map[string]string{
 	"cgroup: memory": "a guest that breaks out can use up the host's memory",
 	"cgroup: pids":   "a guest that breaks out can use up the host's threads",
 	"cgroup: cpu":    "processors cannot be limited or shared out by weight",
+	"cgroup: io":     "disk I/O cannot be limited or shared out by weight",
+	"cgroup: blkio":  "disk I/O cannot be limited or shared out by weight",
 }
 
 // jail checks what confines the processes of VMs.
