@@ -7,10 +7,12 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/spec"
@@ -210,15 +212,20 @@ func TestMain(m *testing.M) {
 	if dir == "" {
 		os.Exit(m.Run())
 	}
-	_, err := AdmitOwner(context.Background(), dir, "a", 10, true)
+	awake, err := AdmitOwner(context.Background(), dir, "a", 10, true)
+	var one func() error
 	if err == nil {
-		_, err = AdmitSandbox(dir, "a", func() (int, error) { return 0, nil })
+		one, err = AdmitSandbox(dir, "a", func() (int, error) { return 0, nil })
 	}
 	if err != nil {
 		panic(err)
 	}
 	os.Stdout.WriteString("held\n")
-	select {}
+	for {
+		time.Sleep(time.Hour) // it is killed
+		runtime.KeepAlive(awake)
+		runtime.KeepAlive(one)
+	}
 }
 
 func TestAdmitOwner_what_a_killed_process_held_comes_back(t *testing.T) {
