@@ -20,9 +20,10 @@ func TestBare_decides_about_every_field_of_a_VM(t *testing.T) {
 	does := map[string]string{
 		"Image": key, "Kernel": key, "VCPUs": key, "MemoryMiB": key, "DiskMiB": key, "Network": key, "IPv6": key, "Cmdline": key, "NoACPI": key,
 		"Name": applied, "Hostname": applied, // by the host, and by the agent in a new identity
-		"Policy": applied, "Tags": applied, "Hooks": applied, "Idle": applied, "Self": applied, "DiskQuotaMiB": applied, // by the host
-		"Services": applied, // started after the boot
-		"Volumes":  boots, "Shares": boots,
+		"Policy": applied, "Tags": applied, "Hooks": applied, "Idle": applied, "Self": applied, // by the host
+		"DiskQuotaMiB": applied,
+		"Services":     applied, // started after the boot
+		"Volumes":      boots, "Shares": boots,
 	}
 	of := reflect.TypeFor[spec.VM]()
 	plain := key2(t, spec.VM{})
