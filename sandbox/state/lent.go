@@ -24,8 +24,9 @@ import (
 //	lent/VM        something besides the record of this VM, and the sleeps in it, has named layers of its disk
 //	lent/SNAPSHOT  something besides the record of the VM that slept in it has named this snapshot
 //
-// Such a file is durable before the name is, and stays until a sweep finds neither VM nor snapshot. So a sleep and a
-// removal look at their own VM only, however many there are. lent/complete says that this holds for all that the store
+// Such a file is durable before the name is. That of a VM stays as long as the VM, and then until nothing names its
+// layers; that of a snapshot, until nothing else names it. So a sleep and a removal look at their own VM only, however
+// many there are. lent/complete says that this holds for all that the store
 // has; a store of an older version gets it from its first sweep.
 
 const lentComplete = "complete"
@@ -129,10 +130,13 @@ func (s *Store) settleLent(m *mark, have manifests) error {
 	for _, id := range lent {
 		needed[id] = true
 	}
+	// The process of a VM may be making a snapshot, and may have started since the records were read.
+	for _, r := range m.records {
+		needed[r.ID] = true
+	}
 	var errs []error
 	for _, e := range entries {
-		// The process of a VM may be making a snapshot.
-		if id := e.Name(); !needed[id] && !m.running[id] {
+		if id := e.Name(); !needed[id] {
 			errs = append(errs, s.FS.Remove(s.lentPath(id)))
 		}
 	}
@@ -182,6 +186,9 @@ func (s *Store) AddSleep(r *Record, slept SleepRecord) error {
 	return nil
 }
 
+// maxOwnLayers bounds how many names of layers a removal tries.
+const maxOwnLayers = 1 << 16
+
 // removeOwn deletes the sleeps of a VM that has just been removed, and its layers, as far as only this VM can need
 // them. It reads nothing of other VMs. What it leaves is for a sweep.
 func (s *Store) removeOwn(ctx context.Context, r *Record, freed *spec.Freed) error {
@@ -208,7 +215,7 @@ func (s *Store) removeOwn(ctx context.Context, r *Record, freed *spec.Freed) err
 			free = func() { before(); _ = remove() }
 			freed.Snapshots, freed.Bytes = freed.Snapshots+1, freed.Bytes+n
 		}
-		if s.lent(r.ID) {
+		if s.lent(r.ID) || r.NextLayer > maxOwnLayers {
 			return nil
 		}
 		for n := 1; ; n++ {

@@ -149,7 +149,25 @@ func TestSweep_notes_what_is_lent_and_forgets_it(t *testing.T) {
 	if err := s.remove(t.Context(), "c", false); err != nil {
 		t.Fatal(err)
 	}
-	want("without the clone", lentComplete)
+	want("without the clone", lentComplete, a.ID)
+	if err := s.remove(t.Context(), "a", false); err != nil {
+		t.Fatal(err)
+	}
+	want("without both", lentComplete)
+}
+
+// A VM is woken while a sweep reads records, and its process is about to make a snapshot.
+func TestAttack_sweep_forgets_what_a_VM_lends_meanwhile(t *testing.T) {
+	s := tempStore(t)
+	a := sleepingVM(t, s, "a", 2)
+	sweepThatWaits(t, s, "b", func() {
+		if _, err := s.Labels(a, KindNamed); err != nil {
+			t.Fatal(err)
+		}
+	})
+	if !s.lent(a.ID) {
+		t.Error("the note is gone, and with it the snapshot's layers when the VM is removed")
+	}
 }
 
 func TestSweep_that_cannot_read_all_does_not_say_that_all_is_noted(t *testing.T) {
