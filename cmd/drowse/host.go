@@ -103,9 +103,9 @@ type usageRow struct {
 func (a *app) dfCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "df", Short: "Show what uses the disk, by kind, and what can be reclaimed", Args: cobra.NoArgs,
-		Long: `Show what uses the disk, by kind. What can be reclaimed are snapshots that "drowse prune" would
-delete, cached pages, images that no VM or snapshot needs, downloads of images, and volumes that no
-VM uses. A file that two kinds share counts once.`,
+		Long: `Show what uses the disk, by kind. What can be reclaimed are sleeps that no metadata keeps, images
+that no VM or snapshot needs, downloads of images, and volumes that no VM uses. A file that two
+kinds share counts once.`,
 		RunE: a.onHost(func(cmd *cobra.Command, _ []string, s *sandbox.Host) error {
 			u, err := s.State.Usage(cmd.Context())
 			if err != nil {
@@ -126,7 +126,7 @@ VM uses. A file that two kinds share counts once.`,
 				{"kernels", kernels, 0, ""},
 				{"disks", u.Layers, 0, ""},
 				{"sleeps", u.Snapshots, min(plan.Bytes, u.Snapshots), "drowse prune"},
-				{"snapshots", u.Kept, max(0, plan.Bytes-u.Snapshots), "drowse prune"},
+				{"snapshots", u.Kept, 0, ""},
 				{"pages", u.Pages, 0, ""},
 				{"volumes", u.Volumes, idle, "drowse volume rm"},
 			}
@@ -181,10 +181,9 @@ func unusedVolumes(s *sandbox.Host) (bytes int64, err error) {
 
 // portRow is a published port.
 type portRow struct {
-	Port     string `json:"port"` // of the guest, with its protocol
-	Listen   string `json:"listen"`
-	VM       string `json:"vm"`
-	protocol string
+	Port   string `json:"port"` // of the guest, with its protocol
+	Listen string `json:"listen"`
+	VM     string `json:"vm"`
 }
 
 func (a *app) portCommand() *cobra.Command {
@@ -200,7 +199,7 @@ func (a *app) portCommand() *cobra.Command {
 			var rows []portRow
 			if r.Spec.Policy != nil {
 				for _, p := range r.Spec.Policy.Publish {
-					row := portRow{Port: fmt.Sprintf("%d/%s", p.Port, p.Protocol), Listen: p.Listen.String(), VM: args[0], protocol: string(p.Protocol)}
+					row := portRow{Port: fmt.Sprintf("%d/%s", p.Port, p.Protocol), Listen: p.Listen.String(), VM: args[0]}
 					if len(args) < 2 || args[1] == row.Port || args[1]+"/tcp" == row.Port {
 						rows = append(rows, row)
 					}
@@ -222,7 +221,7 @@ func (a *app) portCommand() *cobra.Command {
 	}
 }
 
-// signals are the names that `drowse kill -s` knows: those of signal(7).
+// parseSignal returns a signal by its number or its name in signal(7).
 func parseSignal(s string) (int, error) {
 	n := 0
 	if _, err := fmt.Sscanf(s, "%d", &n); err == nil && fmt.Sprint(n) == s {
