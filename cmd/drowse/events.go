@@ -110,6 +110,15 @@ func eventsOver(j *events.Journal) http.Handler {
 		api.Fail(w, err)
 	})
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if owner := api.CallerOf(r.Context()).Owner; owner != "" {
+			q := r.URL.Query()
+			if q.Has("owner") && q.Get("owner") != owner {
+				api.Fail(w, fmt.Errorf("%w: owner: the token is for sandboxes of %s", sandbox.ErrSpec, owner))
+				return
+			}
+			q.Set("owner", owner)
+			r.URL.RawQuery = q.Encode()
+		}
 		// A follower ends with the server.
 		ctx, cancel := context.WithCancel(r.Context())
 		defer cancel()

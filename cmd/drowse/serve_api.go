@@ -14,6 +14,7 @@ import (
 
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api"
+	"github.com/drowse-vm/drowse/sandbox/api/tokens"
 	"github.com/drowse-vm/drowse/sandbox/supervisor"
 )
 
@@ -29,7 +30,7 @@ func (f *apiFlags) add(cmd *cobra.Command) {
 	fl := cmd.Flags()
 	fl.BoolVar(&f.off, "no-api", false, "do not serve the HTTP API, not even on "+api.SocketFile+" in the state directory")
 	fl.StringVar(&f.tcp.Address, "listen", "", "also serve the HTTP API on this HOST:PORT, to callers with a token")
-	fl.StringVar(&f.tokens, "token-file", "", "file with tokens (default "+api.TokensFile+" in the state directory; see \"drowse token\")")
+	fl.StringVar(&f.tokens, "token-file", "", "file with tokens (default "+tokens.File+" in the state directory; see \"drowse token\")")
 	fl.StringVar(&f.tcp.Cert, "tls-cert", "", "certificate for --listen, PEM")
 	fl.StringVar(&f.tcp.Key, "tls-key", "", "key of the certificate, PEM")
 	fl.BoolVar(&f.tcp.Plain, "no-tls", false, "allow --listen without TLS on an address that others reach, because something else encrypts")
@@ -47,11 +48,11 @@ func (f *apiFlags) check() error {
 }
 
 // tokensOf returns the tokens in a file, or those of the state directory.
-func tokensOf(path string, s *sandbox.Host) api.Tokens {
+func tokensOf(path string, s *sandbox.Host) *tokens.Store {
 	if path == "" {
-		path = filepath.Join(s.State.Dir(), api.TokensFile)
+		path = filepath.Join(s.State.Dir(), tokens.File)
 	}
-	return api.Tokens{Path: path}
+	return tokens.Open(path)
 }
 
 // listeners returns the listeners of the API.
@@ -78,7 +79,7 @@ func (f *apiFlags) listeners(s *sandbox.Host) (out []net.Listener, err error) {
 	}
 	if f.tcp.Address != "" {
 		l, err := f.tcp.Listen(tokensOf(f.tokens, s))
-		if errors.Is(err, api.ErrListen) || errors.Is(err, api.ErrTokens) {
+		if errors.Is(err, api.ErrListen) || errors.Is(err, tokens.ErrTokens) {
 			err = usageError{err}
 		}
 		if err != nil {

@@ -19,6 +19,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api"
 	"github.com/drowse-vm/drowse/sandbox/api/client"
+	"github.com/drowse-vm/drowse/sandbox/api/tokens"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/records"
 	"github.com/drowse-vm/drowse/sandbox/sandboxtest"
@@ -174,17 +175,24 @@ func TestToken_is_printed_once_and_kept_as_a_hash(t *testing.T) {
 	if code != 0 || !strings.HasPrefix(token, "drowse_") {
 		t.Fatalf("%d, %s", code, token)
 	}
-	if got, ok, err := (api.Tokens{Path: filepath.Join(state, api.TokensFile)}).Find(strings.TrimSpace(token)); err != nil || !ok || got.Scope != api.ScopeRead {
-		t.Errorf("it is %+v, %v, %v", got, ok, err)
+	if got, err := tokens.Open(filepath.Join(state, tokens.File)).Find(strings.TrimSpace(token)); err != nil || got.Scopes.String() != "read" {
+		t.Errorf("it is %+v, %v", got, err)
 	}
-	if _, text := drowse("ls"); strings.Contains(text, strings.TrimSpace(token)) || !strings.Contains(text, "ci    read") {
+	if _, text := drowse("ls"); strings.Contains(text, strings.TrimSpace(token)) || !strings.Contains(text, "ci    read   -") {
 		t.Errorf("the list says %s", text)
 	}
 	if code, text := drowse("rm", "ci"); code != 0 {
 		t.Errorf("%d, %s", code, text)
 	}
-	if code, text := drowse("create", "x", "--scope", "admin"); code != exitFailed {
+	if code, text := drowse("create", "x", "--scope", "all"); code != exitUsage {
 		t.Errorf("another scope: %d, %s", code, text)
+	}
+	if code, text := drowse("create", "x", "--scope", "admin", "--owner", "o"); code != exitFailed {
+		t.Errorf("an owner with the scope admin: %d, %s", code, text)
+	}
+	drowse("create", "y", "--scope", "create,exec", "--owner", "an owner", "--expires", "30d", "--rate", "7")
+	if _, text := drowse("ls"); !strings.Contains(text, "exec,create  an owner") || !strings.Contains(text, "7/s") {
+		t.Errorf("the list says %s", text)
 	}
 }
 

@@ -54,6 +54,8 @@ var rules = []rule{
 	// The page is files. Its tests serve it with an API.
 	{"sandbox/api/web/browsertest", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/spec", "sandbox/api/...", "sandbox/fleet/...", "sandbox/records", "netpolicy", "rootfs/image", "guest"}},
 	{"sandbox/api/web", nil},
+	// Tokens are also those of other listeners.
+	{"sandbox/api/tokens", []string{"internal/osfile"}},
 	{"sandbox/api", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/spec", "sandbox/fleet/...", "sandbox/records", "sandbox/lifetime", "sandbox/events", "netpolicy", "rootfs/image", "guest", "internal/osfile", "guest/report"}},
 	// What carries connections from outside knows sandboxes, and no VM.
 	{"sandbox/gateway", []string{"sandbox", "sandbox/state", "sandbox/spec", "sandbox/events", "sandbox/fleet", "guest", "guest/agentpb"}},

@@ -27,6 +27,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api"
 	"github.com/drowse-vm/drowse/sandbox/api/client"
+	"github.com/drowse-vm/drowse/sandbox/api/tokens"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
 	"github.com/drowse-vm/drowse/sandbox/fleet/fleettest"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
@@ -120,7 +121,7 @@ func serve(t *testing.T, change ...func(*api.Options)) *served {
 	t.Helper()
 	dir := t.TempDir()
 	s := &served{vms: newMachines(t), path: filepath.Join(dir, api.SocketFile)}
-	o := api.Options{Host: s.vms.host, Version: "test", Tokens: api.Tokens{Path: filepath.Join(dir, api.TokensFile)}}
+	o := api.Options{Host: s.vms.host, Version: "test", Tokens: tokens.Open(filepath.Join(dir, tokens.File))}
 	for _, c := range change {
 		c(&o)
 	}

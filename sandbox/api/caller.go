@@ -5,6 +5,7 @@ import (
 	"crypto/tls"
 	"errors"
 	"fmt"
+	"log/slog"
 	"net"
 	"net/http"
 	"net/netip"
@@ -12,8 +13,13 @@ import (
 	"os"
 	"slices"
 	"strings"
+	"sync"
+	"time"
+
+	"golang.org/x/time/rate"
 
 	"github.com/drowse-vm/drowse/internal/osfile"
+	"github.com/drowse-vm/drowse/sandbox/api/tokens"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
 )
 
@@ -55,21 +61,76 @@ func (s *Server) caller(r *http.Request) (Caller, error) {
 		case p.uid != 0 && int64(p.uid) != int64(os.Geteuid()):
 			return Caller{}, own(wire.CodeForbidden, "ask as root", "user %d may not use this socket", p.uid)
 		}
-		return Caller{Name: fmt.Sprintf("uid %d", p.uid), Scope: ScopeWrite, Local: true}, nil
+		return Caller{Name: fmt.Sprintf("uid %d", p.uid), Scopes: tokens.All(), Local: true}, nil
 	}
-	kind, shown, _ := strings.Cut(r.Header.Get("Authorization"), " ")
-	if !strings.EqualFold(kind, "Bearer") || shown == "" {
-		return Caller{}, refused(Caller{}, ScopeRead)
-	}
-	t, ok, err := s.o.Tokens.Find(strings.TrimSpace(shown))
-	if err != nil {
+	t, wait, err := s.o.Tokens.Admit(shown(r))
+	switch {
+	case errors.Is(err, tokens.ErrUnknown):
+		return Caller{}, own(wire.CodeUnauthorized, showToken, "the request has no token that is known")
+	case errors.Is(err, tokens.ErrExpired):
+		return Caller{Name: t.Name}, own(wire.CodeUnauthorized, showToken, "the token %s has expired", t.Name)
+	case errors.Is(err, tokens.ErrRate):
+		return Caller{Name: t.Name}, own(wire.CodeTooMany, "ask less often: see Retry-After", "%w", tooOften{t, wait})
+	case err != nil:
 		s.log.Error("nobody is let in over TCP", "error", err)
 		return Caller{}, own(wire.CodeForbidden, "see the log of `drowse serve`", "the server cannot read its tokens")
 	}
-	if !ok {
-		return Caller{}, refused(Caller{}, ScopeRead)
+	return Caller{Name: t.Name, Scopes: t.Scopes, Owner: t.Owner, token: t}, nil
+}
+
+const showToken = "show a token of `drowse token create` as \"Authorization: Bearer TOKEN\""
+
+// tooOften is the error of a request beyond a token's rate.
+type tooOften struct {
+	of   tokens.Token
+	wait time.Duration
+}
+
+func (t tooOften) Error() string {
+	return fmt.Sprintf("%s has %d requests a second", t.of.Name, t.of.Rate)
+}
+
+// shown returns the token that a request shows.
+func shown(r *http.Request) string {
+	kind, text, _ := strings.Cut(r.Header.Get("Authorization"), " ")
+	if !strings.EqualFold(kind, "Bearer") {
+		return ""
 	}
-	return Caller{Name: t.Name, Scope: t.Scope}, nil
+	return strings.TrimSpace(text)
+}
+
+// refusals bounds the lines that the log gets for refused requests.
+type refusals struct {
+	mu   sync.Mutex // guards what follows
+	rate *rate.Limiter
+	left int // refusals without a line since the last one
+}
+
+// Refusals in the log: at once, and each second afterwards.
+const (
+	refusalBurst = 20
+	refusalRate  = 1
+)
+
+// log logs a refusal, or counts it for the next line.
+func (f *refusals) log(to *slog.Logger, r *http.Request, name string, err error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.rate == nil {
+		f.rate = rate.NewLimiter(refusalRate, refusalBurst)
+	}
+	if !f.rate.Allow() {
+		f.left++
+		return
+	}
+	to.Warn("refused over HTTP", "by", name, "from", r.RemoteAddr, "method", r.Method, "path", cut(r.URL.Path), "error", err, "not_logged", f.left)
+	f.left = 0
+}
+
+// cut returns the beginning of a text that a stranger has sent.
+func cut(text string) string {
+	const most = 200
+	return fmt.Sprintf("%.*s", most, text)
 }
 
 var errOrigin = errors.New("the request comes from a page of another origin")

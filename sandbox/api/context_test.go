@@ -9,18 +9,19 @@ import (
 
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api"
+	"github.com/drowse-vm/drowse/sandbox/api/tokens"
 )
 
 func TestContext_of_a_request_is_made_by_its_header_once_its_caller_is_known(t *testing.T) {
-	tokens := api.Tokens{Path: filepath.Join(t.TempDir(), api.TokensFile)}
-	token, err := tokens.Create("reader", api.ScopeRead)
+	known := tokens.Open(filepath.Join(t.TempDir(), tokens.File))
+	token, err := known.Create(tokens.Token{Name: "reader", Scopes: tokens.Scopes{tokens.ScopeRead}})
 	if err != nil {
 		t.Fatal(err)
 	}
 	type key struct{}
 	made, seen := 0, ""
 	s := api.New(api.Options{
-		Host: &sandbox.Host{}, Tokens: tokens,
+		Host: &sandbox.Host{}, Tokens: known,
 		Context: func(ctx context.Context, h http.Header) context.Context {
 			made++
 			return context.WithValue(ctx, key{}, h.Get("Traceparent"))

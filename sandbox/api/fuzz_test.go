@@ -15,6 +15,7 @@ import (
 
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api"
+	"github.com/drowse-vm/drowse/sandbox/api/tokens"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
 	"github.com/drowse-vm/drowse/sandbox/sandboxtest"
 	"github.com/drowse-vm/drowse/sandbox/spec"
@@ -35,8 +36,8 @@ func FuzzRequests(f *testing.F) {
 		}
 	}
 	slices.Sort(paths)
-	tokens := api.Tokens{Path: filepath.Join(f.TempDir(), api.TokensFile)}
-	token, err := tokens.Create("writer", api.ScopeWrite)
+	known := tokens.Open(filepath.Join(f.TempDir(), tokens.File))
+	token, err := known.Create(tokens.Token{Name: "writer", Scopes: tokens.All()})
 	if err != nil {
 		f.Fatal(err)
 	}
@@ -57,7 +58,7 @@ func FuzzRequests(f *testing.F) {
 		if len(body) > 16<<10 || len(name) > 256 || len(query) > 1024 {
 			return
 		}
-		s := api.New(api.Options{Host: m.host, Tokens: tokens})
+		s := api.New(api.Options{Host: m.host, Tokens: known})
 		onlyOne(t, m.host)
 		before := stateOf(t, m.host)
 		method, pattern, _ := strings.Cut(paths[int(path)%len(paths)], " ")

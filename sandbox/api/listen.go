@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/internal/osfile"
+	"github.com/drowse-vm/drowse/sandbox/api/tokens"
 )
 
 // SocketFile is the name of the Unix socket in a state directory.
@@ -47,13 +48,13 @@ type TCP struct {
 
 // Listen listens on TCP, with TLS if there is a certificate. It refuses to listen if no token exists, and without
 // TLS at an address that other hosts reach.
-func (t TCP) Listen(tokens Tokens) (net.Listener, error) {
-	all, err := tokens.Read()
+func (t TCP) Listen(known *tokens.Store) (net.Listener, error) {
+	all, err := known.Read()
 	if err != nil {
 		return nil, err
 	}
 	if len(all) == 0 {
-		return nil, fmt.Errorf("%w: there is no token in %s, and nobody could be let in over TCP: make one with `drowse token create`", ErrListen, tokens.Path)
+		return nil, fmt.Errorf("%w: there is no token in %s, and nobody could be let in over TCP: make one with `drowse token create`", ErrListen, known.Path())
 	}
 	host, _, err := net.SplitHostPort(t.Address)
 	if err != nil {

@@ -28,6 +28,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api"
 	"github.com/drowse-vm/drowse/sandbox/api/client"
+	"github.com/drowse-vm/drowse/sandbox/api/tokens"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
@@ -70,15 +71,15 @@ func certificate(t *testing.T) (cert, key string, pool *x509.CertPool) {
 }
 
 func TestTCP_is_refused_without_tokens_and_without_TLS_where_others_reach_it(t *testing.T) {
-	none := api.Tokens{Path: filepath.Join(t.TempDir(), "none")}
-	some := api.Tokens{Path: filepath.Join(t.TempDir(), "some")}
-	if _, err := some.Create("a", api.ScopeRead); err != nil {
+	none := tokens.Open(filepath.Join(t.TempDir(), "none"))
+	some := tokens.Open(filepath.Join(t.TempDir(), "some"))
+	if _, err := some.Create(tokens.Token{Name: "a", Scopes: tokens.Scopes{tokens.ScopeRead}}); err != nil {
 		t.Fatal(err)
 	}
 	cert, key, _ := certificate(t)
 	for name, tc := range map[string]struct {
 		tcp    api.TCP
-		tokens api.Tokens
+		tokens *tokens.Store
 		ok     bool
 	}{
 		"loopback without tokens":             {api.TCP{Address: "127.0.0.1:0"}, none, false},
@@ -121,17 +122,17 @@ func TestUnixSocket_refuses_another_user(t *testing.T) {
 func TestTCP_callers_may_do_what_their_tokens_say_until_these_are_taken_away(t *testing.T) {
 	s := serve(t)
 	s.made(t, "a")
-	tokens := api.Tokens{Path: filepath.Join(filepath.Dir(s.path), api.TokensFile)}
-	read, err := tokens.Create("reader", api.ScopeRead)
+	known := tokens.Open(filepath.Join(filepath.Dir(s.path), tokens.File))
+	read, err := known.Create(tokens.Token{Name: "reader", Scopes: tokens.Scopes{tokens.ScopeRead}})
 	if err != nil {
 		t.Fatal(err)
 	}
-	write, err := tokens.Create("writer", api.ScopeWrite)
+	write, err := known.Create(tokens.Token{Name: "writer", Scopes: tokens.All()})
 	if err != nil {
 		t.Fatal(err)
 	}
 	cert, key, pool := certificate(t)
-	l, err := api.TCP{Address: "127.0.0.1:0", Cert: cert, Key: key}.Listen(tokens)
+	l, err := api.TCP{Address: "127.0.0.1:0", Cert: cert, Key: key}.Listen(known)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -141,7 +142,7 @@ func TestTCP_callers_may_do_what_their_tokens_say_until_these_are_taken_away(t *
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error, 1)
 	// A Server can serve only once.
-	tcp := api.New(api.Options{Host: s.vms.host, Tokens: tokens, Ready: []api.Check{{Name: "kvm", Do: func(context.Context) error { return errors.New("a secret path") }}}})
+	tcp := api.New(api.Options{Host: s.vms.host, Tokens: known, Ready: []api.Check{{Name: "kvm", Do: func(context.Context) error { return errors.New("a secret path") }}}})
 	go func() { done <- tcp.Serve(ctx, l) }()
 	defer func() {
 		cancel()
@@ -191,7 +192,7 @@ func TestTCP_callers_may_do_what_their_tokens_say_until_these_are_taken_away(t *
 	if _, err := as(write).Update(ctx, "a", records.Changes{Persist: &persist}); fleet.CodeOf(err) != "invalid" {
 		t.Errorf("a directory of the host is promoted to over TCP: %v", err)
 	}
-	if err := tokens.Remove("writer"); err != nil {
+	if err := known.Remove("writer"); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := as(write).List(ctx, records.Filter{}); fleet.CodeOf(err) != wire.CodeUnauthorized {
@@ -214,70 +215,11 @@ func TestTCP_callers_may_do_what_their_tokens_say_until_these_are_taken_away(t *
 			t.Errorf("asked for as %s: %s", host, resp.Status)
 		}
 	}
-	if err := os.Chmod(tokens.Path, 0o644); err != nil {
+	if err := os.Chmod(known.Path(), 0o644); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := as(read).List(ctx, records.Filter{}); fleet.CodeOf(err) != wire.CodeForbidden {
 		t.Errorf("with a file that others read: %v", err)
-	}
-}
-
-func TestTokens_are_read_strictly(t *testing.T) {
-	sum := strings.Repeat("ab", sha256.Size)
-	for name, tc := range map[string]struct {
-		text string
-		n    int
-		ok   bool
-	}{
-		"empty":             {"", 0, true},
-		"comments":          {"# a\n\n  # b\n", 0, true},
-		"two":               {"a " + sum + " read\nb " + sum + " write\n", 2, true},
-		"no end of line":    {"a " + sum + " read", 1, true},
-		"no scope":          {"a " + sum, 0, false},
-		"a field too many":  {"a " + sum + " read x", 0, false},
-		"another scope":     {"a " + sum + " admin", 0, false},
-		"a short hash":      {"a abcd read", 0, false},
-		"no hash":           {"a " + strings.Repeat("zz", sha256.Size) + " read", 0, false},
-		"a name twice":      {"a " + sum + " read\na " + sum + " write", 0, false},
-		"a name with slash": {"a/b " + sum + " read", 0, false},
-		"too large":         {strings.Repeat("#\n", 200<<10), 0, false},
-	} {
-		path := filepath.Join(t.TempDir(), "tokens")
-		if err := os.WriteFile(path, []byte(tc.text), 0o600); err != nil {
-			t.Fatal(err)
-		}
-		got, err := api.Tokens{Path: path}.Read()
-		if (err == nil) != tc.ok || len(got) != tc.n || err != nil && !errors.Is(err, api.ErrTokens) {
-			t.Errorf("%s: %d tokens, %v", name, len(got), err)
-		}
-	}
-}
-
-func TestTokens_the_file_has_hashes_and_is_its_owners_alone(t *testing.T) {
-	f := api.Tokens{Path: filepath.Join(t.TempDir(), "tokens")}
-	token, err := f.Create("a", api.ScopeWrite)
-	if err != nil {
-		t.Fatal(err)
-	}
-	text, err := os.ReadFile(f.Path)
-	if err != nil || strings.Contains(string(text), token) || string(text) != fmt.Sprintf("a %x write\n", sha256.Sum256([]byte(token))) {
-		t.Errorf("it says %q, %v", text, err)
-	}
-	if st, err := os.Stat(f.Path); err != nil || st.Mode().Perm() != 0o600 {
-		t.Errorf("it is %v, %v", st.Mode(), err)
-	}
-	if _, err := f.Create("a", api.ScopeRead); !errors.Is(err, api.ErrTokens) {
-		t.Errorf("a name twice: %v", err)
-	}
-	if err := f.Remove("b"); !errors.Is(err, api.ErrTokens) {
-		t.Errorf("one that is not there: %v", err)
-	}
-	link := filepath.Join(t.TempDir(), "link")
-	if err := os.Symlink(f.Path, link); err != nil {
-		t.Fatal(err)
-	}
-	if _, err := (api.Tokens{Path: link}).Read(); !errors.Is(err, api.ErrTokens) {
-		t.Errorf("a symbolic link: %v", err)
 	}
 }
 
@@ -326,36 +268,4 @@ func TestServe_ends_with_its_context_while_a_stream_goes_on(t *testing.T) {
 	<-begun
 	s.end()
 	<-done
-}
-
-func TestTokens_one_more_than_there_may_be_is_refused(t *testing.T) {
-	tokens := api.Tokens{Path: filepath.Join(t.TempDir(), api.TokensFile)}
-	line := func(i int) string { return fmt.Sprintf("t%d %x read\n", i, sha256.Sum256([]byte(fmt.Sprint(i)))) }
-	var file strings.Builder
-	for i := range api.MaxTokens - 1 {
-		file.WriteString(line(i))
-	}
-	write := func() {
-		t.Helper()
-		if err := os.WriteFile(tokens.Path, []byte(file.String()), 0o600); err != nil {
-			t.Fatal(err)
-		}
-	}
-	write()
-	if _, err := tokens.Create("last", api.ScopeRead); err != nil {
-		t.Fatalf("token %d: %v", api.MaxTokens, err)
-	}
-	if _, err := tokens.Create("one-more", api.ScopeRead); !errors.Is(err, api.ErrTokens) {
-		t.Errorf("token %d: %v, want ErrTokens", api.MaxTokens+1, err)
-	}
-	if all, err := tokens.Read(); err != nil || len(all) != api.MaxTokens {
-		t.Errorf("%d tokens, %v", len(all), err)
-	}
-	for i := range 2 {
-		file.WriteString(line(api.MaxTokens + i))
-	}
-	write()
-	if _, err := tokens.Read(); !errors.Is(err, api.ErrTokens) {
-		t.Errorf("a file with one more: %v, want ErrTokens", err)
-	}
 }

@@ -10,6 +10,7 @@ import (
 	"testing"
 
 	"github.com/drowse-vm/drowse/sandbox/api"
+	"github.com/drowse-vm/drowse/sandbox/api/tokens"
 	"github.com/drowse-vm/drowse/sandbox/records"
 )
 
@@ -19,16 +20,16 @@ func TestAttack_dns_rebinding_of_a_forwarded_socket(t *testing.T) {
 	const evil, named = "evil.example:7070", "box.example"
 	s := serve(t, func(o *api.Options) { o.Hosts = []string{named} })
 	s.made(t, "a")
-	tokens := api.Tokens{Path: filepath.Join(filepath.Dir(s.path), api.TokensFile)}
-	token, err := tokens.Create("writer", api.ScopeWrite)
+	known := tokens.Open(filepath.Join(filepath.Dir(s.path), tokens.File))
+	token, err := known.Create(tokens.Token{Name: "writer", Scopes: tokens.All()})
 	if err != nil {
 		t.Fatal(err)
 	}
-	l, err := api.TCP{Address: "127.0.0.1:0"}.Listen(tokens)
+	l, err := api.TCP{Address: "127.0.0.1:0"}.Listen(known)
 	if err != nil {
 		t.Fatal(err)
 	}
-	tcp := &served{vms: s.vms, server: api.New(api.Options{Host: s.vms.host, Tokens: tokens, Hosts: []string{named}})}
+	tcp := &served{vms: s.vms, server: api.New(api.Options{Host: s.vms.host, Tokens: known, Hosts: []string{named}})}
 	tcp.run(t, l)
 	const unix, both = 1, 3 // bits of the listeners that answer
 	rows := map[string]struct {

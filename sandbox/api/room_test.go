@@ -20,6 +20,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api"
 	"github.com/drowse-vm/drowse/sandbox/api/client"
+	"github.com/drowse-vm/drowse/sandbox/api/tokens"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/records"
@@ -28,8 +29,8 @@ import (
 // overTCP serves the VMs of s over TCP as well. as makes a token of a name and returns a client with it.
 func overTCP(t *testing.T, s *served, o api.Options) (address string, as func(name string) *client.Client) {
 	t.Helper()
-	o.Host, o.Tokens = s.vms.host, api.Tokens{Path: filepath.Join(filepath.Dir(s.path), api.TokensFile)}
-	if _, err := o.Tokens.Create("first", api.ScopeRead); err != nil {
+	o.Host, o.Tokens = s.vms.host, tokens.Open(filepath.Join(filepath.Dir(s.path), tokens.File))
+	if _, err := o.Tokens.Create(tokens.Token{Name: "first", Scopes: tokens.Scopes{tokens.ScopeRead}}); err != nil {
 		t.Fatal(err) // Listen requires a token
 	}
 	l, err := api.TCP{Address: "127.0.0.1:0"}.Listen(o.Tokens)
@@ -41,7 +42,7 @@ func overTCP(t *testing.T, s *served, o api.Options) (address string, as func(na
 	tr := &http.Transport{}
 	t.Cleanup(tr.CloseIdleConnections)
 	return l.Addr().String(), func(name string) *client.Client {
-		token, err := o.Tokens.Create(name, api.ScopeWrite)
+		token, err := o.Tokens.Create(tokens.Token{Name: name, Scopes: tokens.All()})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -304,7 +305,7 @@ func TestRequests_beyond_the_bound_of_their_kind_are_refused(t *testing.T) {
 		mount api.Mount
 	}{
 		{"reads", api.MaxReads, api.Mount{Scope: api.ScopeRead}},
-		{"changes", api.MaxChanges, api.Mount{Scope: api.ScopeWrite}},
+		{"changes", api.MaxChanges, api.Mount{Scope: api.ScopeCreate}},
 		{"streams", api.MaxStreams, api.Mount{Scope: api.ScopeRead, Long: true}},
 		{"without a token", api.MaxOpen, api.Mount{Scope: api.ScopeNone}},
 	} {
@@ -315,11 +316,11 @@ func TestRequests_beyond_the_bound_of_their_kind_are_refused(t *testing.T) {
 				begun <- struct{}{}
 				<-end
 			})
-			o := api.Options{Host: &sandbox.Host{}, Tokens: api.Tokens{Path: filepath.Join(t.TempDir(), api.TokensFile)}, Mounts: []api.Mount{x.mount}}
-			var tokens [3]string
-			for i := range tokens {
+			o := api.Options{Host: &sandbox.Host{}, Tokens: tokens.Open(filepath.Join(t.TempDir(), tokens.File)), Mounts: []api.Mount{x.mount}}
+			var secrets [3]string
+			for i := range secrets {
 				var err error
-				if tokens[i], err = o.Tokens.Create(fmt.Sprint("caller", i), api.ScopeWrite); err != nil {
+				if secrets[i], err = o.Tokens.Create(tokens.Token{Name: fmt.Sprint("caller", i), Scopes: tokens.All()}); err != nil {
 					t.Fatal(err)
 				}
 			}
@@ -327,7 +328,7 @@ func TestRequests_beyond_the_bound_of_their_kind_are_refused(t *testing.T) {
 			get := func(caller int) *httptest.ResponseRecorder {
 				r := httptest.NewRequest(http.MethodGet, "http://localhost/hold", nil)
 				r.RemoteAddr = fmt.Sprintf("192.0.2.%d:4000", caller) // identifies callers without a token
-				r.Header.Set("Authorization", "Bearer "+tokens[caller])
+				r.Header.Set("Authorization", "Bearer "+secrets[caller])
 				w := httptest.NewRecorder()
 				server.ServeHTTP(w, r)
 				return w

@@ -46,6 +46,8 @@ type route struct {
 	needsBody, rawBody bool
 	// created adds 201 as a status of success, and unready adds 503 with the same answer.
 	created, unready bool
+	allOwners        bool          // it concerns sandboxes of all owners
+	checksOwner      bool          // serve itself checks whose sandbox {name} is
 	limit            time.Duration // of a request, if it differs from its scope's
 	room             roomKind      // if it differs from its scope's
 	serve            func(*Server, *request) (status int, answer any, err error)
@@ -78,12 +80,14 @@ func (rt route) body() any {
 // request is a request to a route.
 type request struct {
 	*http.Request
-	body any
-	op   string
-	w    http.ResponseWriter
+	body   any
+	op     string
+	w      http.ResponseWriter
+	server *Server
 }
 
-func (r *request) name() string { return r.PathValue("name") }
+func (r *request) name() string   { return r.PathValue("name") }
+func (r *request) caller() Caller { return CallerOf(r.Context()) }
 
 // ok returns the answer of most routes.
 func ok[T any](v T, err error) (int, any, error) { return http.StatusOK, v, err }
@@ -116,41 +120,50 @@ func routes() []route {
 			},
 			serve: onFleet(list),
 		},
-		{method: post, path: "/v1/sandboxes", scope: ScopeWrite, op: "create", says: "Make a sandbox and boot it.", takes: wire.Create{}, gives: records.Sandbox{}, needsBody: true, created: true, serve: create},
+		{method: post, path: "/v1/sandboxes", scope: ScopeCreate, op: "create", says: "Make a sandbox and boot it.", takes: wire.Create{}, gives: records.Sandbox{}, needsBody: true, created: true, serve: create},
 		{method: get, path: onOne, scope: ScopeRead, op: "get", says: "Say what is known of a sandbox.", gives: records.Sandbox{}, serve: onFleet(func(ctx context.Context, f *fleet.Fleet, r *request) (records.Sandbox, error) {
 			return f.Get(ctx, r.name())
 		})},
-		{method: http.MethodPatch, path: onOne, scope: ScopeWrite, op: "update", says: "Change a sandbox: what is not there is left as it is.", takes: wire.Changes{}, gives: records.Sandbox{}, needsBody: true, serve: onFleet(func(ctx context.Context, f *fleet.Fleet, r *request) (records.Sandbox, error) {
+		{method: http.MethodPatch, path: onOne, scope: ScopeCreate, op: "update", says: "Change a sandbox: what is not there is left as it is.", takes: wire.Changes{}, gives: records.Sandbox{}, needsBody: true, serve: func(s *Server, r *request) (int, any, error) {
 			c, err := r.body.(*wire.Changes).Fleet()
 			if err == nil {
-				err = mayPromote(r, c.Persist)
+				err = errors.Join(mayPromote(r, c.Persist), s.ownChanges(r.Context(), r.caller(), &c))
 			}
 			if err != nil {
-				return records.Sandbox{}, err
+				return 0, nil, err
 			}
-			return f.Update(ctx, r.name(), c)
-		})},
-		{method: http.MethodDelete, path: onOne, scope: ScopeWrite, op: "delete", says: "Remove a sandbox, also one that runs. One that is not there is left alone.", gives: spec.Freed{}, serve: onSandbox(func(ctx context.Context, b *sandbox.Sandbox, _ *request) (freed spec.Freed, err error) {
+			return ok(s.fleet.Update(r.Context(), r.name(), c))
+		}},
+		{method: http.MethodDelete, path: onOne, scope: ScopeCreate, op: "delete", says: "Remove a sandbox, also one that runs. One that is not there is left alone.", gives: spec.Freed{}, serve: onSandbox(func(ctx context.Context, b *sandbox.Sandbox, _ *request) (freed spec.Freed, err error) {
 			if err = b.Delete(ctx, sandbox.DeleteOptions{Force: true, Freed: &freed}); errors.Is(err, sandbox.ErrNotFound) {
 				err = nil
 			}
 			return freed, err
 		})},
 	}, lifecycle(), reading(), []route{
-		{method: get, path: "/v1/snapshots", scope: ScopeRead, op: "list snapshots", says: "List all snapshots.", gives: wire.Snapshots{}, serve: func(s *Server, _ *request) (int, any, error) {
-			return ok(s.snapshots(func(spec.SnapshotInfo) bool { return true }))
+		{method: get, path: "/v1/snapshots", scope: ScopeRead, op: "list snapshots", says: "List all snapshots.", gives: wire.Snapshots{}, serve: func(s *Server, r *request) (int, any, error) {
+			return ok(s.snapshots(r.Context(), r.caller(), func(spec.SnapshotInfo) bool { return true }))
 		}},
-		{method: post, path: "/v1/snapshots/{id}/tags", scope: ScopeWrite, op: "tag snapshot", says: "Give a snapshot tags, in place of those that it has. While it has any, nothing prunes it.", takes: wire.Tags{}, gives: spec.SnapshotInfo{}, needsBody: true, serve: func(s *Server, r *request) (int, any, error) {
-			return ok(s.o.Host.State.TagSnapshot(r.PathValue("id"), r.body.(*wire.Tags).Tags))
+		{method: post, path: "/v1/snapshots/{id}/tags", scope: ScopeCreate, op: "tag snapshot", says: "Give a snapshot tags, in place of those that it has. While it has any, nothing prunes it.", takes: wire.Tags{}, gives: spec.SnapshotInfo{}, needsBody: true, serve: func(s *Server, r *request) (int, any, error) {
+			id, err := s.reachesSnapshot(r.Context(), r.caller(), r.PathValue("id"))
+			if err != nil {
+				return 0, nil, err
+			}
+			return ok(s.o.Host.State.TagSnapshot(id, r.body.(*wire.Tags).Tags))
 		}},
-		{method: http.MethodDelete, path: "/v1/snapshots/{id}", scope: ScopeWrite, op: "remove snapshot", says: "Remove a snapshot that nothing needs.", gives: wire.Empty{}, serve: func(s *Server, r *request) (int, any, error) {
-			return ok(wire.Empty{}, s.o.Host.State.RemoveSnapshot(r.Context(), r.PathValue("id")))
+		{method: http.MethodDelete, path: "/v1/snapshots/{id}", scope: ScopeCreate, op: "remove snapshot", says: "Remove a snapshot that nothing needs.", gives: wire.Empty{}, serve: func(s *Server, r *request) (int, any, error) {
+			id, err := s.reachesSnapshot(r.Context(), r.caller(), r.PathValue("id"))
+			if err == nil {
+				err = s.o.Host.State.RemoveSnapshot(r.Context(), id)
+			}
+			return ok(wire.Empty{}, err)
 		}},
 		{method: get, path: "/v1/images", scope: ScopeRead, op: "list images", says: "List images.", gives: imageList{}, serve: images},
 		{method: get, path: "/v1/version", scope: ScopeRead, op: "version", says: "Say what serves, and what the caller may do.", gives: wire.Is{}, serve: func(s *Server, r *request) (int, any, error) {
-			return ok(wire.Is{Version: s.o.Version, API: wire.Version, Scope: string(CallerOf(r.Context()).Scope)}, nil)
+			c := CallerOf(r.Context())
+			return ok(wire.Is{Version: s.o.Version, API: wire.Version, Scope: mayWrite(c.Scopes), Scopes: c.Scopes.Words(), Owner: c.Owner}, nil)
 		}},
-		{method: post, path: "/v1/prune", scope: ScopeWrite, op: "prune", says: "Do what metadata say is to be done by now, or say what that would be.", takes: wire.Prune{}, gives: records.Pruned{}, serve: onFleet(func(ctx context.Context, f *fleet.Fleet, r *request) (records.Pruned, error) {
+		{method: post, path: "/v1/prune", scope: ScopeAdmin, op: "prune", says: "Do what metadata say is to be done by now, or say what that would be.", takes: wire.Prune{}, gives: records.Pruned{}, serve: onFleet(func(ctx context.Context, f *fleet.Fleet, r *request) (records.Pruned, error) {
 			return f.Prune(ctx, r.body.(*wire.Prune).DryRun)
 		})},
 		{method: get, path: "/v1/openapi.json", op: "describe", says: "This description.", gives: map[string]any{}, serve: func(*Server, *request) (int, any, error) {
@@ -170,7 +183,7 @@ func lifecycle() []route {
 	// act returns a route that does something with a sandbox and answers with its new record.
 	act := func(verb, says string, takes any, do func(ctx context.Context, b *sandbox.Sandbox, r *request) error) route {
 		return route{
-			method: http.MethodPost, path: onOne + "/" + verb, scope: ScopeWrite, op: verb, says: says, takes: takes, gives: records.Sandbox{}, needsBody: takes != any(wire.Empty{}),
+			method: http.MethodPost, path: onOne + "/" + verb, scope: ScopeCreate, op: verb, says: says, takes: takes, gives: records.Sandbox{}, needsBody: takes != any(wire.Empty{}),
 			serve: func(s *Server, r *request) (int, any, error) {
 				if err := do(r.Context(), s.o.Host.Sandbox(r.name()), r); err != nil {
 					return 0, nil, err
@@ -189,24 +202,24 @@ func lifecycle() []route {
 			return err
 		}),
 		{
-			method: http.MethodPost, path: onOne + "/sleep", scope: ScopeWrite, op: "sleep", says: "Put a sandbox to sleep. Of one that sleeps it says what its last sleep has done.",
+			method: http.MethodPost, path: onOne + "/sleep", scope: ScopeCreate, op: "sleep", says: "Put a sandbox to sleep. Of one that sleeps it says what its last sleep has done.",
 			takes: wire.Sleep{}, gives: spec.SleepResult{}, serve: onSandbox(func(ctx context.Context, b *sandbox.Sandbox, r *request) (spec.SleepResult, error) {
 				return b.Sleep(ctx, sandbox.SleepOptions{Hooks: r.body.(*wire.Sleep).Hooks})
 			}),
 		},
 		{
-			method: http.MethodPost, path: onOne + "/stop", scope: ScopeWrite, op: "stop", says: "Shut a sandbox down. One that does not run is left alone.",
+			method: http.MethodPost, path: onOne + "/stop", scope: ScopeCreate, op: "stop", says: "Shut a sandbox down. One that does not run is left alone.",
 			takes: wire.Stop{}, gives: records.Sandbox{}, serve: stop,
 		},
 		{
-			method: http.MethodPost, path: onOne + "/snapshot", scope: ScopeWrite, op: "snapshot", says: "Write a running sandbox to a snapshot that stays until it is removed.",
+			method: http.MethodPost, path: onOne + "/snapshot", scope: ScopeCreate, op: "snapshot", says: "Write a running sandbox to a snapshot that stays until it is removed.",
 			takes: wire.Snapshot{}, gives: spec.SleepResult{}, serve: onSandbox(func(ctx context.Context, b *sandbox.Sandbox, r *request) (spec.SleepResult, error) {
 				o := r.body.(*wire.Snapshot)
 				return b.Snapshot(ctx, sandbox.SnapshotOptions{Note: o.Note, Hooks: o.Hooks, DiskOnly: o.DiskOnly})
 			}),
 		},
 		{
-			method: http.MethodPost, path: onOne + "/promote", scope: ScopeWrite, op: "promote", says: "Copy what is to be promoted of a running sandbox to the host now.",
+			method: http.MethodPost, path: onOne + "/promote", scope: ScopeCreate, op: "promote", says: "Copy what is to be promoted of a running sandbox to the host now.",
 			takes: wire.Empty{}, gives: wire.Promoted{}, limit: control.PromoteTime + writeTime,
 			serve: onSandbox(func(ctx context.Context, b *sandbox.Sandbox, _ *request) (wire.Promoted, error) {
 				copies, err := b.Promote(ctx)
@@ -217,10 +230,14 @@ func lifecycle() []route {
 			}),
 		},
 		act("restore", "Take a sandbox that does not run back to one of its snapshots, in which it sleeps then.", wire.Restore{}, func(ctx context.Context, b *sandbox.Sandbox, r *request) error {
-			return b.Rewind(ctx, r.body.(*wire.Restore).Snapshot)
+			id, err := r.server.reachesSnapshot(ctx, r.caller(), r.body.(*wire.Restore).Snapshot)
+			if err != nil {
+				return err
+			}
+			return b.Rewind(ctx, id)
 		}),
 		{
-			method: http.MethodPost, path: onOne + "/fork", scope: ScopeWrite, op: "fork", says: "Make children of a sandbox. Those of the same names that are there already are returned as they are.",
+			method: http.MethodPost, path: onOne + "/fork", scope: ScopeCreate, op: "fork", says: "Make children of a sandbox. Those of the same names that are there already are returned as they are.",
 			takes: wire.Fork{}, gives: wire.Forked{}, needsBody: true, serve: onFleet(func(ctx context.Context, f *fleet.Fleet, r *request) (wire.Forked, error) {
 				var children []records.Child
 				for _, c := range r.body.(*wire.Fork).Children {
@@ -231,7 +248,7 @@ func lifecycle() []route {
 			}),
 		},
 		{
-			method: http.MethodPost, path: onOne + "/rename", scope: ScopeWrite, op: "rename", says: "Give a sandbox that does not run another name.",
+			method: http.MethodPost, path: onOne + "/rename", scope: ScopeCreate, op: "rename", says: "Give a sandbox that does not run another name.",
 			takes: wire.Rename{}, gives: records.Sandbox{}, needsBody: true, serve: func(s *Server, r *request) (int, any, error) {
 				to := r.body.(*wire.Rename).To
 				if err := s.o.Host.State.Rename(r.Context(), r.name(), to); err != nil {
@@ -241,7 +258,7 @@ func lifecycle() []route {
 			},
 		},
 		{
-			method: http.MethodPost, path: onOne + "/extend", scope: ScopeWrite, op: "extend", says: "Let a sandbox last until a time at least.",
+			method: http.MethodPost, path: onOne + "/extend", scope: ScopeCreate, op: "extend", says: "Let a sandbox last until a time at least.",
 			takes: wire.Extend{}, gives: records.Sandbox{}, needsBody: true, serve: onFleet(func(ctx context.Context, f *fleet.Fleet, r *request) (records.Sandbox, error) {
 				until := r.body.(*wire.Extend).Until
 				if until.IsZero() {
@@ -251,7 +268,7 @@ func lifecycle() []route {
 			}),
 		},
 		{
-			method: http.MethodPost, path: onOne + "/exec", scope: ScopeWrite, op: "exec", says: "Run a command in a sandbox, and wake it first if it sleeps. A command that fails is no error.",
+			method: http.MethodPost, path: onOne + "/exec", scope: ScopeExec, op: "exec", says: "Run a command in a sandbox, and wake it first if it sleeps. A command that fails is no error.",
 			takes: wire.Exec{}, gives: wire.Executed{}, needsBody: true, limit: wire.MaxExecSeconds*time.Second + writeTime, room: roomExecs,
 			serve: onSandbox(func(ctx context.Context, b *sandbox.Sandbox, r *request) (wire.Executed, error) {
 				return execute(ctx, b, r.body.(*wire.Exec))
@@ -265,7 +282,7 @@ func reading() []route {
 	get := http.MethodGet
 	return []route{
 		{
-			method: get, path: onOne + "/history", scope: ScopeRead, op: "history", says: "Say what was run in a sandbox and when it slept, the newest first. One that was removed can be named as well.", gives: wire.History{},
+			method: get, path: onOne + "/history", scope: ScopeRead, op: "history", says: "Say what was run in a sandbox and when it slept, the newest first. One that was removed can be named as well.", checksOwner: true, gives: wire.History{},
 			query: []param{{name: "limit", says: "at most so many commands, and so many sleeps", integer: true}, {name: "before", says: "only what was before this time (RFC 3339)"}},
 			serve: onFleet(func(ctx context.Context, f *fleet.Fleet, r *request) (wire.History, error) {
 				var span records.Span
@@ -280,6 +297,9 @@ func reading() []route {
 					}
 				}
 				h, err := f.History(ctx, r.name(), span)
+				if mine := r.caller().Owner; mine != "" && (err != nil || h.Sandbox.Owner != mine) {
+					return wire.History{}, noSandbox(r.name())
+				}
 				if h.Runs == nil {
 					h.Runs = []records.Run{}
 				}
@@ -294,7 +314,7 @@ func reading() []route {
 			if err != nil {
 				return 0, nil, err
 			}
-			return ok(s.snapshots(func(i spec.SnapshotInfo) bool { return i.Owner == is.ID }))
+			return ok(s.snapshots(r.Context(), r.caller(), func(i spec.SnapshotInfo) bool { return i.Owner == is.ID }))
 		}},
 		{method: get, path: onOne + "/stats", scope: ScopeRead, op: "stats", says: "Say what a running sandbox uses. One that sleeps is not woken.", gives: sandbox.Stats{}, serve: onSandbox(func(ctx context.Context, b *sandbox.Sandbox, _ *request) (sandbox.Stats, error) {
 			return b.Stats(ctx)
@@ -302,7 +322,7 @@ func reading() []route {
 		{method: get, path: onOne + "/policy", scope: ScopeRead, op: "policy", says: "Give the network policy of a sandbox.", gives: netpolicy.Policy{}, serve: onSandbox(func(_ context.Context, b *sandbox.Sandbox, _ *request) (*netpolicy.Policy, error) {
 			return b.Policy()
 		})},
-		{method: http.MethodPut, path: onOne + "/policy", scope: ScopeWrite, op: "set policy", says: "Replace the network policy of a sandbox. If it runs, the new one is in force when this is answered.", takes: netpolicy.Policy{}, gives: spec.PolicyResult{}, needsBody: true, rawBody: true, serve: onSandbox(func(ctx context.Context, b *sandbox.Sandbox, r *request) (spec.PolicyResult, error) {
+		{method: http.MethodPut, path: onOne + "/policy", scope: ScopeCreate, op: "set policy", says: "Replace the network policy of a sandbox. If it runs, the new one is in force when this is answered.", takes: netpolicy.Policy{}, gives: spec.PolicyResult{}, needsBody: true, rawBody: true, serve: onSandbox(func(ctx context.Context, b *sandbox.Sandbox, r *request) (spec.PolicyResult, error) {
 			p, err := netpolicy.Parse(r.body.([]byte))
 			if err != nil {
 				return spec.PolicyResult{}, err
@@ -348,11 +368,22 @@ func filterOf(r *request) (f records.Filter, err error) {
 		}
 	}
 	limit, err := r.number("limit", records.DefaultPage, 1, records.MaxPage)
-	f = records.Filter{Owner: q.Get("owner"), Class: lifetime.Class(q.Get("class")), Tags: q["tag"], After: q.Get("after"), Limit: int(limit)}
+	owner := q.Get("owner")
+	if mine := r.caller().Owner; mine != "" {
+		if q.Has("owner") && owner != mine {
+			return f, notOwnerList(mine)
+		}
+		owner = mine
+	}
+	f = records.Filter{Owner: owner, Class: lifetime.Class(q.Get("class")), Tags: q["tag"], After: q.Get("after"), Limit: int(limit)}
 	for _, s := range q["status"] {
 		f.Statuses = append(f.Statuses, records.Status(s))
 	}
 	return f, err
+}
+
+func notOwnerList(mine string) error {
+	return own(wire.CodeForbidden, "leave the owner out", "the token is for sandboxes of %s", mine)
 }
 
 func list(ctx context.Context, f *fleet.Fleet, r *request) (wire.List, error) {
@@ -363,6 +394,9 @@ func list(ctx context.Context, f *fleet.Fleet, r *request) (wire.List, error) {
 	l, err := f.List(ctx, filter)
 	if l.Sandboxes == nil {
 		l.Sandboxes = []records.Sandbox{}
+	}
+	if r.caller().Owner != "" {
+		l.Problems = nil // of sandboxes whose owner cannot be read
 	}
 	return wire.List{Version: 1, List: l}, err
 }
@@ -377,7 +411,7 @@ func create(s *Server, r *request) (int, any, error) {
 		// The same holds for the files of a directory, to read and to write.
 		return 0, nil, fmt.Errorf("%w: shared directories of the host: ask by the Unix socket", sandbox.ErrSpec)
 	}
-	if err := mayPromote(r, &b.Metadata.Persist); err != nil {
+	if err := errors.Join(mayPromote(r, &b.Metadata.Persist), s.ownSpec(r.caller(), &b.Spec, &b.Metadata)); err != nil {
 		return 0, nil, err
 	}
 	var (
@@ -396,6 +430,9 @@ func create(s *Server, r *request) (int, any, error) {
 	}
 	row, err := s.fleet.Get(r.Context(), is.Name())
 	if !made {
+		if s.reaches(r.caller(), is.Name()) != nil {
+			return 0, nil, fmt.Errorf("%w: %s", sandbox.ErrExists, is.Name())
+		}
 		return ok(row, err)
 	}
 	return http.StatusCreated, row, err
@@ -428,17 +465,6 @@ func stop(s *Server, r *request) (int, any, error) {
 		return 0, nil, err
 	}
 	return ok(s.fleet.Get(r.Context(), r.name()))
-}
-
-func (s *Server) snapshots(want func(spec.SnapshotInfo) bool) (wire.Snapshots, error) {
-	all, err := s.o.Host.State.Snapshots()
-	out := wire.Snapshots{Version: 1, Snapshots: []spec.SnapshotInfo{}}
-	for _, i := range all {
-		if want(i) {
-			out.Snapshots = append(out.Snapshots, i)
-		}
-	}
-	return out, err
 }
 
 // imageList is wire.Images with the complete records of images.
@@ -509,7 +535,7 @@ func (s *Server) health(r *request, checks []Check) (int, any, error) {
 	case <-r.Context().Done():
 		return 0, nil, r.Context().Err()
 	}
-	if !CallerOf(r.Context()).Scope.allows(ScopeRead) {
+	if !CallerOf(r.Context()).Scopes.Has(ScopeRead) {
 		out.Checks = slices.Clone(out.Checks) // other callers share them
 		for i := range out.Checks {
 			out.Checks[i].Problem = ""

@@ -9,12 +9,14 @@ import (
 	"log/slog"
 	"mime"
 	"net/http"
+	"strconv"
 	"strings"
 	"time"
 
 	"golang.org/x/sync/singleflight"
 
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/api/tokens"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
 	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/events"
@@ -22,6 +24,27 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/records"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
+
+// The scopes of callers and routes: see package tokens.
+const (
+	ScopeNone   = tokens.ScopeNone
+	ScopeRead   = tokens.ScopeRead
+	ScopeExec   = tokens.ScopeExec
+	ScopeFiles  = tokens.ScopeFiles
+	ScopeCreate = tokens.ScopeCreate
+	ScopeAdmin  = tokens.ScopeAdmin
+)
+
+// Scope is a right of a caller.
+type Scope = tokens.Scope
+
+// mayWrite returns "read" for a caller who may only read, else "write".
+func mayWrite(s tokens.Scopes) string {
+	if len(s) == 1 && s[0] == ScopeRead {
+		return string(ScopeRead)
+	}
+	return "write"
+}
 
 // Time limits of a request.
 const (
@@ -38,7 +61,7 @@ type Options struct {
 	// Version is the program's.
 	Version string
 	// Tokens are those of callers that do not use the Unix socket.
-	Tokens Tokens
+	Tokens *tokens.Store
 	// Hosts are the server's names that callers may use, beside addresses and localhost. The server refuses any
 	// other Host.
 	Hosts []string
@@ -64,7 +87,9 @@ type Mount struct {
 	// Pattern is a pattern of http.ServeMux.
 	Pattern string
 	Scope   Scope
-	Handler http.Handler
+	// AllOwners means that the handler does not keep owners apart: callers with an owner are refused.
+	AllOwners bool
+	Handler   http.Handler
 	// Long means that it runs until its client ends it. MaxStreams of such requests run at once.
 	Long bool
 }
@@ -77,16 +102,24 @@ type Server struct {
 	mux      *http.ServeMux
 	checking singleflight.Group // of checks of health, by path
 	draining chan struct{}      // closed when the server must end
+	refusals refusals
 }
 
 // New returns a Server.
 func New(o Options) *Server {
 	s := &Server{o: o, fleet: fleet.New(o.Host, fleet.Options{}), log: o.Log, mux: http.NewServeMux(), draining: make(chan struct{})}
+	if s.o.Tokens == nil {
+		s.o.Tokens = tokens.Open("") // no file, no token
+	}
 	if s.log == nil {
 		s.log = slog.New(slog.DiscardHandler)
 	}
 	open, execs, streams := newRoom("requests without a token", MaxOpen), newRoom("commands", MaxExecs), newRoom("streams", MaxStreams)
-	byScope := map[Scope]*room{ScopeNone: open, ScopeRead: newRoom("requests that read", MaxReads), ScopeWrite: newRoom("changes", MaxChanges)}
+	changes := newRoom("changes", MaxChanges)
+	byScope := map[Scope]*room{ScopeNone: open, ScopeRead: newRoom("requests that read", MaxReads)}
+	for _, scope := range []Scope{ScopeExec, ScopeFiles, ScopeCreate, ScopeAdmin} {
+		byScope[scope] = changes
+	}
 	for _, r := range routes() {
 		in := byScope[r.scope]
 		switch r.room {
@@ -95,14 +128,14 @@ func New(o Options) *Server {
 		case roomExecs:
 			in = execs
 		}
-		s.mux.Handle(r.method+" "+r.path, s.bounded(r.scope, in, s.answer(r)))
+		s.mux.Handle(r.method+" "+r.path, s.bounded(r.scope, r.allOwners, in, s.answer(r)))
 	}
 	for _, m := range o.Mounts {
 		in := byScope[m.Scope]
 		if m.Long {
 			in = streams
 		}
-		s.mux.Handle(m.Pattern, s.bounded(m.Scope, in, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		s.mux.Handle(m.Pattern, s.bounded(m.Scope, m.AllOwners, in, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 			unread(w, r)
 			m.Handler.ServeHTTP(w, r)
 		})))
@@ -126,10 +159,13 @@ func Draining(ctx context.Context) <-chan struct{} {
 // Caller is the sender of a request.
 type Caller struct {
 	// Name is that of the token, or "uid N" of a peer of the Unix socket; empty for an unknown caller.
-	Name  string
-	Scope Scope
+	Name   string
+	Scopes tokens.Scopes
+	// Owner, if not empty, is whose sandboxes the caller reaches; it does not learn of others.
+	Owner string
 	// Local reports whether the caller is a peer of the Unix socket.
 	Local bool
+	token tokens.Token // unless Local
 }
 
 // CallerOf returns the caller of a request that a Mount gets.
@@ -176,13 +212,22 @@ func (s *Server) methodsOf(r *http.Request) (out []string) {
 }
 
 // bounded passes on a request whose caller has the scope want, if in has room; a nil room has no bound.
-func (s *Server) bounded(want Scope, in *room, next http.Handler) http.Handler {
+func (s *Server) bounded(want Scope, allOwners bool, in *room, next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		c, err := s.caller(r)
-		if err == nil && !c.Scope.allows(want) {
-			err = refused(c, want)
+		switch {
+		case err != nil:
+		case !c.Scopes.Has(want):
+			err = own(wire.CodeForbidden, "use a token with the scope "+string(want), "%s may only %s", c.Name, c.Scopes)
+		case allOwners && c.Owner != "":
+			err = own(wire.CodeForbidden, "use a token without an owner", "%s is for sandboxes of one owner", c.Name)
 		}
 		if err != nil && want != ScopeNone {
+			s.refusals.log(s.log, r, c.Name, err)
+			var late tooOften
+			if errors.As(err, &late) {
+				w.Header().Set("Retry-After", strconv.Itoa(int(late.wait/time.Second)+1))
+			}
 			if fleet.CodeOf(err) == wire.CodeUnauthorized {
 				w.Header().Set("WWW-Authenticate", `Bearer realm="drowse"`)
 			}
@@ -216,18 +261,11 @@ func (s *Server) bounded(want Scope, in *room, next http.Handler) http.Handler {
 	})
 }
 
-func refused(c Caller, want Scope) error {
-	if c.Name == "" {
-		return own(wire.CodeUnauthorized, "show a token of `drowse token create` as \"Authorization: Bearer TOKEN\"", "the request has no token that is known")
-	}
-	return own(wire.CodeForbidden, "use a token of scope "+string(want), "%s may only %s", c.Name, c.Scope)
-}
-
 // answer returns the handler of a route of this package.
 func (s *Server) answer(rt route) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		limit := readTime
-		if rt.scope == ScopeWrite {
+		if rt.scope != ScopeRead && rt.scope != ScopeNone {
 			limit = writeTime
 		}
 		if rt.limit > 0 {
@@ -252,8 +290,14 @@ func (s *Server) answer(rt route) http.Handler {
 		ctx, cancel := context.WithTimeout(r.Context(), limit)
 		defer cancel()
 		begin := time.Now()
-		status, doc, err := rt.serve(s, &request{Request: r.WithContext(ctx), body: body, op: rt.op, w: w})
-		if rt.scope == ScopeWrite {
+		if name := r.PathValue("name"); name != "" && !rt.checksOwner {
+			if err := s.reaches(CallerOf(r.Context()), name); err != nil {
+				s.fail(w, r, fleet.Fail(rt.op, name, err))
+				return
+			}
+		}
+		status, doc, err := rt.serve(s, &request{Request: r.WithContext(ctx), body: body, op: rt.op, w: w, server: s})
+		if rt.scope != ScopeRead && rt.scope != ScopeNone {
 			s.log.Info("asked over HTTP", "by", CallerOf(r.Context()).Name, "op", rt.op, "sandbox", r.PathValue("name"),
 				"took_ms", time.Since(begin).Milliseconds(), "error", err)
 		}

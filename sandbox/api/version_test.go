@@ -9,14 +9,15 @@ import (
 
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api"
+	"github.com/drowse-vm/drowse/sandbox/api/tokens"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
 )
 
 func TestVersion_says_what_the_caller_may_do(t *testing.T) {
-	tokens := api.Tokens{Path: filepath.Join(t.TempDir(), api.TokensFile)}
-	server := api.New(api.Options{Host: &sandbox.Host{}, Tokens: tokens, Version: "test"})
-	for _, scope := range []api.Scope{api.ScopeRead, api.ScopeWrite} {
-		token, err := tokens.Create("a-"+string(scope), scope)
+	known := tokens.Open(filepath.Join(t.TempDir(), tokens.File))
+	server := api.New(api.Options{Host: &sandbox.Host{}, Tokens: known, Version: "test"})
+	for scope, scopes := range map[string]tokens.Scopes{"read": {tokens.ScopeRead}, "write": tokens.All()} {
+		token, err := known.Create(tokens.Token{Name: "a-" + scope, Scopes: scopes})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -25,7 +26,7 @@ func TestVersion_says_what_the_caller_may_do(t *testing.T) {
 		w := httptest.NewRecorder()
 		server.ServeHTTP(w, r)
 		var is wire.Is
-		if err := json.Unmarshal(w.Body.Bytes(), &is); err != nil || is.Scope != string(scope) {
+		if err := json.Unmarshal(w.Body.Bytes(), &is); err != nil || is.Scope != scope || len(is.Scopes) != len(scopes) {
 			t.Errorf("a token of scope %s is told %s (%v)", scope, w.Body, err)
 		}
 	}

@@ -333,8 +333,11 @@ type Is struct {
 	// Version is the program's version, and API that of the paths.
 	Version string `json:"version"`
 	API     int    `json:"api"`
-	// Scope is the caller's scope: read or write.
-	Scope string `json:"scope"`
+	// Scope is "read" if the caller may only read, else "write". Scopes are all that it has.
+	Scope  string   `json:"scope"`
+	Scopes []string `json:"scopes"`
+	// Owner is whose sandboxes the caller reaches; empty is all.
+	Owner string `json:"owner,omitempty"`
 }
 
 // Health is GET /healthz and /readyz. The status of the answer is 200, or 503 if a check has failed.

@@ -19,6 +19,7 @@ import (
 	"github.com/drowse-vm/drowse/internal/test/guesttest"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api"
+	"github.com/drowse-vm/drowse/sandbox/api/tokens"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
@@ -43,7 +44,7 @@ func TestPage_of_drowse_serve_with_a_guest(t *testing.T) {
 	at := free.Addr().String()
 	free.Close()
 	h := &host{events: true, url: "http://" + at}
-	if h.writes, err = (api.Tokens{Path: filepath.Join(e.Store.State.Dir(), api.TokensFile)}).Create("writer", api.ScopeWrite); err != nil {
+	if h.writes, err = tokens.Open(filepath.Join(e.Store.State.Dir(), tokens.File)).Create(tokens.Token{Name: "writer", Scopes: tokens.All()}); err != nil {
 		t.Fatal(err)
 	}
 	serve := exec.Command(program, "--state", e.Store.State.Dir(), "serve", "--pool", "1", "--listen", at)

@@ -26,6 +26,7 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api"
+	"github.com/drowse-vm/drowse/sandbox/api/tokens"
 	"github.com/drowse-vm/drowse/sandbox/api/web"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
@@ -44,7 +45,7 @@ const patience = 90 * time.Second
 type host struct {
 	vms sandboxtest.VMs
 	fleettest.Sandboxes
-	tokens api.Tokens
+	tokens *tokens.Store
 	writes string // a token
 	page   http.Handler
 	flows  []netpolicy.FlowRecord
@@ -109,12 +110,12 @@ func (h *host) print(s string) {
 
 func newHost(t *testing.T) *host {
 	t.Helper()
-	h := &host{tokens: api.Tokens{Path: filepath.Join(t.TempDir(), api.TokensFile)}}
+	h := &host{tokens: tokens.Open(filepath.Join(t.TempDir(), tokens.File))}
 	h.vms.Commands = map[string]fakeguest.Command{"python3": func(context.Context, *fakeguest.Process) int { return 0 }}
 	h.vms.Fail = h.started
 	h.Sandboxes = fleettest.Of(h.vms.Host(t), fleet.Options{})
 	var err error
-	if h.writes, err = h.tokens.Create("writer", api.ScopeWrite); err != nil {
+	if h.writes, err = h.tokens.Create(tokens.Token{Name: "writer", Scopes: tokens.All()}); err != nil {
 		t.Fatal(err)
 	}
 	if h.page, err = web.Handler(); err != nil {
@@ -857,7 +858,7 @@ func testConsole(t *testing.T, b *chromium.Browser) {
 func testTokens(t *testing.T, b *chromium.Browser) {
 	h := newHost(t)
 	someSandboxes(t, h)
-	reads, err := h.tokens.Create("reader", api.ScopeRead)
+	reads, err := h.tokens.Create(tokens.Token{Name: "reader", Scopes: tokens.Scopes{tokens.ScopeRead}})
 	if err != nil {
 		t.Fatal(err)
 	}

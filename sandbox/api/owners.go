@@ -1,0 +1,136 @@
+package api
+
+import (
+	"context"
+	"fmt"
+
+	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/api/wire"
+	"github.com/drowse-vm/drowse/sandbox/records"
+	"github.com/drowse-vm/drowse/sandbox/spec"
+)
+
+// A caller with an owner reaches that owner's sandboxes, and what belongs to them. Whatever else there is, is
+// answered as if it were not there.
+
+// reaches returns sandbox.ErrNotFound if a sandbox is not the caller's.
+func (s *Server) reaches(c Caller, name string) error {
+	if c.Owner == "" {
+		return nil
+	}
+	if m, err := s.o.Host.State.Metadata(name); err == nil && m.Owner == c.Owner {
+		return nil
+	}
+	return noSandbox(name)
+}
+
+// noSandbox is the same error for one that is not there and one of another owner.
+func noSandbox(name string) error {
+	return fmt.Errorf("%w: %.64q: see Host.List", sandbox.ErrNotFound, name)
+}
+
+// reachesSnapshot returns the whole id of a snapshot, or an error if it is not of a sandbox of the caller's.
+func (s *Server) reachesSnapshot(ctx context.Context, c Caller, prefix string) (string, error) {
+	id, err := s.o.Host.State.FindSnapshot(prefix)
+	if c.Owner == "" || prefix == "" {
+		return id, err
+	}
+	missing := own("snapshot-not-found", "list what there is, with GET /v1/snapshots", "snapshot %.64q is not there", prefix)
+	if err != nil {
+		return "", missing
+	}
+	all, err := s.snapshots(ctx, c, func(i spec.SnapshotInfo) bool { return i.ID == id })
+	if err != nil {
+		return "", err
+	}
+	if len(all.Snapshots) == 0 {
+		return "", missing
+	}
+	return id, nil
+}
+
+// snapshots lists those of the caller that are wanted.
+func (s *Server) snapshots(ctx context.Context, c Caller, want func(spec.SnapshotInfo) bool) (wire.Snapshots, error) {
+	all, err := s.o.Host.State.Snapshots()
+	out := wire.Snapshots{Version: 1, Snapshots: []spec.SnapshotInfo{}}
+	if err != nil {
+		return out, err
+	}
+	owned := func(string) bool { return true }
+	if c.Owner != "" {
+		if owned, err = s.ownedIDs(ctx, c.Owner); err != nil {
+			return out, err
+		}
+	}
+	for _, i := range all {
+		if want(i) && owned(i.Owner) {
+			out.Snapshots = append(out.Snapshots, i)
+		}
+	}
+	return out, nil
+}
+
+// ownedIDs returns a function that says whether a sandbox, which may be gone, is or was the owner's.
+func (s *Server) ownedIDs(ctx context.Context, owner string) (func(id string) bool, error) {
+	l, err := s.fleet.List(ctx, records.Filter{Limit: records.MaxPage})
+	if err != nil {
+		return nil, err
+	}
+	known := map[string]bool{}
+	for {
+		for _, b := range l.Sandboxes {
+			known[b.ID] = b.Owner == owner
+		}
+		if l.Next == "" {
+			break
+		}
+		if l, err = s.fleet.List(ctx, records.Filter{Limit: records.MaxPage, After: l.Next}); err != nil {
+			return nil, err
+		}
+	}
+	return func(id string) bool {
+		if is, ok := known[id]; ok || id == "" {
+			return is
+		}
+		gone, err := s.o.Host.State.Removed(id)
+		known[id] = err == nil && gone.Record.ID == id && gone.Metadata.Owner == owner
+		return known[id]
+	}, nil
+}
+
+// ownSpec checks what a caller with an owner asks of a sandbox, and sets the sandbox's owner.
+func (s *Server) ownSpec(c Caller, want *spec.VM, m *spec.Metadata) error {
+	if c.Owner == "" {
+		return nil
+	}
+	if m.Owner == "" {
+		m.Owner = c.Owner
+	}
+	switch {
+	case m.Owner != c.Owner:
+		return notOwner(c)
+	case len(want.Volumes) > 0:
+		return own(wire.CodeForbidden, "use a token without an owner", "volumes belong to the host, and %s is for sandboxes of one owner", c.Name)
+	}
+	return nil
+}
+
+func notOwner(c Caller) error {
+	return own(wire.CodeForbidden, "leave the owner out", "%s is for sandboxes of one owner, and cannot give them another", c.Name)
+}
+
+// ownChanges checks the changes that a caller with an owner asks for.
+func (s *Server) ownChanges(ctx context.Context, c Caller, ch *records.Changes) error {
+	if c.Owner == "" {
+		return nil
+	}
+	if ch.Owner != nil && *ch.Owner != c.Owner {
+		return notOwner(c)
+	}
+	ch.Owner = &c.Owner // also after a reset
+	if ch.Rotate != nil && ch.Rotate.To != "" {
+		_, err := s.reachesSnapshot(ctx, c, ch.Rotate.To)
+		return err
+	}
+	return nil
+}
