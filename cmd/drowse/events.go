@@ -1,17 +1,13 @@
 package main
 
 import (
-	"context"
-	"errors"
 	"fmt"
-	"net/http"
 	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
 
 	"github.com/drowse-vm/drowse/sandbox"
-	"github.com/drowse-vm/drowse/sandbox/api"
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 )
@@ -99,38 +95,6 @@ func (a *app) printSandboxEvent(e events.Event) error {
 		words = append(words, fmt.Sprintf("events after %d were deleted before they were read", d.After))
 	}
 	return a.line(e, printable(strings.ReplaceAll(strings.Join(words, "  "), "\n", " ")))
-}
-
-// eventsOver answers GET /v1/events.
-func eventsOver(j *events.Journal) http.Handler {
-	h := events.Handler(j, func(w http.ResponseWriter, err error) {
-		if errors.Is(err, events.ErrInvalid) {
-			err = fmt.Errorf("%w: %w", sandbox.ErrSpec, err)
-		}
-		api.Fail(w, err)
-	})
-	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if owner := api.CallerOf(r.Context()).Owner; owner != "" {
-			q := r.URL.Query()
-			if q.Has("owner") && q.Get("owner") != owner {
-				api.Fail(w, fmt.Errorf("%w: owner: the token is for sandboxes of %s", sandbox.ErrSpec, owner))
-				return
-			}
-			q.Set("owner", owner)
-			r.URL.RawQuery = q.Encode()
-		}
-		// A follower ends with the server.
-		ctx, cancel := context.WithCancel(r.Context())
-		defer cancel()
-		go func() {
-			select {
-			case <-api.Draining(ctx):
-				cancel()
-			case <-ctx.Done():
-			}
-		}()
-		h.ServeHTTP(w, r.WithContext(ctx))
-	})
 }
 
 // webhookFlags say where "drowse serve" sends events.

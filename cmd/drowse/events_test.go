@@ -2,8 +2,6 @@ package main
 
 import (
 	"bytes"
-	"net/http"
-	"net/http/httptest"
 	"os"
 	"path/filepath"
 	"strings"
@@ -106,24 +104,5 @@ func TestTimerFlags(t *testing.T) {
 				t.Fatalf("%+v, %v", got, err)
 			}
 		})
-	}
-}
-
-func TestEvents_over_HTTP_say_what_is_wrong_as_the_API_does(t *testing.T) {
-	j := events.Open(t.TempDir(), events.Options{})
-	e, err := j.Append(events.Event{Type: events.Woken, Sandbox: "a"})
-	if err != nil {
-		t.Fatal(err)
-	}
-	get := func(query string) *httptest.ResponseRecorder {
-		w := httptest.NewRecorder()
-		eventsOver(j).ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/v1/events"+query, nil))
-		return w
-	}
-	if w := get("?since=never"); w.Code != http.StatusBadRequest || !strings.Contains(w.Body.String(), `"code":"invalid"`) {
-		t.Fatalf("%d %s", w.Code, w.Body)
-	}
-	if w := get(""); w.Code != http.StatusOK || !strings.Contains(w.Body.String(), e.ID) {
-		t.Fatalf("%d %s", w.Code, w.Body)
 	}
 }

@@ -136,8 +136,7 @@ func (a *app) serve(ctx context.Context, s *sandbox.Host, l pool.Launcher, o sup
 	works := goesRound(o.Counters, time.Now())
 	server := api.New(api.Options{
 		Host: s, Version: version(), Tokens: tokensOf(web.tokens, s), Hosts: web.hosts, Live: []api.Check{works}, Ready: readiness(s), Log: a.log,
-		Mounts: append(mounts, api.Mount{Pattern: "GET /metrics", Scope: api.ScopeRead, AllOwners: true, Handler: figures.Handler()},
-			api.Mount{Pattern: "GET /v1/events", Scope: api.ScopeRead, Handler: eventsOver(s.State.Events()), Long: true}),
+		Mounts:  append(mounts, api.Mount{Pattern: "GET /metrics", Scope: api.ScopeRead, AllOwners: true, Handler: figures.Handler()}),
 		Context: traceContext(spans),
 	})
 	a.log.Info("serving", "state", s.State.Dir(), "pool", o.Pool)

@@ -9,6 +9,8 @@ import (
 	"strconv"
 	"strings"
 	"time"
+
+	"github.com/drowse-vm/drowse/guest/agentpb"
 )
 
 // Command is a program of a guest; it returns the exit code. When ctx ends it is killed, and must return soon.
@@ -22,6 +24,9 @@ type Process struct {
 	Stdin          io.Reader
 	Stdout, Stderr io.Writer
 	Guest          *Guest
+	// TTY is the size of its terminal; nil without one. Resized gets later sizes, the last of them.
+	TTY     *agentpb.WindowSize
+	Resized <-chan *agentpb.WindowSize
 }
 
 // fail reports an error on standard error.

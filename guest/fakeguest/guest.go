@@ -12,6 +12,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing/fstest"
 	"time"
@@ -37,10 +38,15 @@ type Guest struct {
 	// Shutdown, if not nil, is called when the host asks the guest to shut down.
 	Shutdown func(reboot bool)
 
-	mu    sync.Mutex // guards files; their contents are replaced, never changed
-	files fstest.MapFS
-	ids   int
-	begun time.Time
+	mu        sync.Mutex // guards what follows; contents of files are replaced, never changed
+	files     fstest.MapFS
+	bell      chan struct{} // closed by the next change of files; nil if nobody waits for it
+	ids       int
+	processes map[string]*detached
+	services  map[string]*service
+	over      bool
+	running   sync.WaitGroup // detached processes
+	begun     time.Time
 }
 
 // New makes a guest with the given files, by paths without the first slash. It adds the usual directories.
@@ -66,6 +72,7 @@ func (g *Guest) Serve(p *Ports) error {
 		return fmt.Errorf("serving a guest in memory: %w", err)
 	}
 	agentpb.RegisterAgentService(server, agent{g: g})
+	defer g.end()
 	defer server.Close()
 	if l := p.ports[agentpb.ForwardPort]; l != nil {
 		var forwards sync.WaitGroup
@@ -144,6 +151,10 @@ func (g *Guest) change(f func(fstest.MapFS) error) error {
 	if err := f(g.files); err != nil {
 		return err
 	}
+	if g.bell != nil {
+		close(g.bell)
+		g.bell = nil
+	}
 	if g.Changed != nil {
 		return g.Changed(g.files)
 	}
@@ -192,7 +203,7 @@ func interceptor(ctx context.Context, u ttrpc.Unmarshaler, info *ttrpc.UnaryServ
 	_, name, _ := strings.Cut(strings.TrimPrefix(info.FullMethod, "/"), "/")
 	switch name {
 	case "Ping", "Resume", "Stats", "Hooks", "Freeze", "Thaw", "List", "Stat", "ReadDir", "Mkdir", "Remove", "Rename",
-		"Shutdown", "Secrets", "Drop":
+		"Shutdown", "Secrets", "Drop", "Kill", "SetService", "StopService", "ListServices", "WaitService", "ServiceLog", "Changes":
 		answer, err = method(ctx, u)
 		return answer, toStatus(err)
 	}
@@ -259,20 +270,11 @@ func (agent) Thaw(context.Context, *agentpb.ThawRequest) (*agentpb.ThawResponse,
 	return &agentpb.ThawResponse{}, nil
 }
 
-func (agent) List(context.Context, *agentpb.ListRequest) (*agentpb.ListResponse, error) {
-	return &agentpb.ListResponse{}, nil
-}
-
 func (a agent) Shutdown(_ context.Context, m *agentpb.ShutdownRequest) (*agentpb.Empty, error) {
 	if a.g.Shutdown != nil {
 		a.g.Shutdown(m.Reboot)
 	}
 	return &agentpb.Empty{}, nil
-}
-
-// Watch implements agentpb.AgentService.
-func (agent) Watch(context.Context, agentpb.Agent_WatchServer) error {
-	return status.Error(codes.Unimplemented, "a guest in memory watches no files")
 }
 
 // Exec implements agentpb.AgentService.
@@ -281,9 +283,16 @@ func (a agent) Exec(ctx context.Context, stream agentpb.Agent_ExecServer) error 
 	if err != nil {
 		return err
 	}
+	if to := first.GetAttach(); to != nil {
+		p, err := a.g.find(to.Id)
+		if err != nil {
+			return err
+		}
+		return p.attach(ctx, stream, to.Offset)
+	}
 	m := first.GetStart()
 	if m == nil {
-		return status.Error(codes.NotFound, "a guest in memory has no commands to attach to")
+		return status.Error(codes.InvalidArgument, "neither a start nor an attach")
 	}
 	argv := m.Argv
 	if m.Login {
@@ -308,6 +317,17 @@ func (a agent) Exec(ctx context.Context, stream agentpb.Agent_ExecServer) error 
 	if m.Id == "" {
 		m.Id = strconv.Itoa(id)
 	}
+	env := m.Env
+	if !m.ReplaceEnv {
+		env = append([]string{"PATH=/bin", "HOME=/root"}, env...)
+	}
+	if m.Detach {
+		p, err := a.g.startDetached(m, id, argv, env, run)
+		if err != nil {
+			return err
+		}
+		return p.attach(ctx, stream, 0)
+	}
 	started := &agentpb.ExecStarted{Id: m.Id, Pid: int32(100 + id), Pty: m.Pty != nil}
 	if err := stream.Send(&agentpb.ExecResponse{Msg: &agentpb.ExecResponse_Started{Started: started}}); err != nil {
 		return err
@@ -319,7 +339,7 @@ func (a agent) Exec(ctx context.Context, stream agentpb.Agent_ExecServer) error 
 		ctx, stop = context.WithTimeout(ctx, time.Duration(m.TimeoutNanos))
 		defer stop()
 	}
-	s := &session{stream: stream}
+	s := &session{stream: stream, sizes: make(chan *agentpb.WindowSize, 1)}
 	s.Pipe = flow.NewPipe(ctx, ctx, s.send, func(n uint64) error {
 		return stream.Send(&agentpb.ExecResponse{Msg: &agentpb.ExecResponse_Ack{Ack: n}})
 	})
@@ -327,25 +347,12 @@ func (a agent) Exec(ctx context.Context, stream agentpb.Agent_ExecServer) error 
 		s.End()
 	}
 	go func() { cancel(s.receive(m.NoStdin)) }()
-	env := m.Env
-	if !m.ReplaceEnv {
-		env = append([]string{"PATH=/bin", "HOME=/root"}, env...)
-	}
 	begin := time.Now()
 	code := run(ctx, &Process{
-		Args: argv, Env: env, Dir: m.Cwd, User: m.User, Guest: a.g,
-		Stdin: s, Stdout: output{s, false}, Stderr: output{s, true},
+		Args: argv, Env: env, Dir: m.Cwd, User: m.User, Guest: a.g, TTY: m.Pty.GetSize(), Resized: s.sizes,
+		Stdin: s, Stdout: output{s, false}, Stderr: output{s, m.Pty == nil},
 	})
-	// The command's elapsed time counts as processor time.
-	e := &agentpb.ExecExit{Code: int32(code), UserNanos: int64(time.Since(begin))}
-	var sig signalled
-	switch cause := context.Cause(ctx); {
-	case errors.As(cause, &sig):
-		e.Code, e.Signal = 128+int32(sig), int32(sig)
-	case errors.Is(cause, context.DeadlineExceeded):
-		e.Code, e.Signal, e.TimedOut = 128+int32(syscall.SIGKILL), int32(syscall.SIGKILL), true
-	}
-	return exit(e)
+	return exit(exitOf(ctx, code, begin))
 }
 
 // signalled is the cause of a command's end: the host sent it a signal.
@@ -357,6 +364,9 @@ func (s signalled) Error() string { return fmt.Sprintf("signal %d", int32(s)) }
 type session struct {
 	stream agentpb.Agent_ExecServer
 	*flow.Pipe
+	closed atomic.Bool           // by the host
+	signal func(signalled) error // nil: the signal ends the command
+	sizes  chan *agentpb.WindowSize
 
 	mu     sync.Mutex // held while output is sent; guards what follows
 	stderr bool
@@ -377,11 +387,22 @@ func (s *session) receive(closed bool) error {
 			}
 		case *agentpb.ExecRequest_StdinClose:
 			if !closed {
+				s.closed.Store(true)
 				s.End()
 				closed = true
 			}
 		case *agentpb.ExecRequest_Signal:
-			return signalled(m.Signal)
+			if s.signal == nil {
+				return signalled(m.Signal)
+			}
+			if err := s.signal(signalled(m.Signal)); err != nil {
+				return err
+			}
+		case *agentpb.ExecRequest_Resize:
+			select {
+			case s.sizes <- m.Resize:
+			default: // nobody looks, or there is no terminal
+			}
 		case *agentpb.ExecRequest_Ack:
 			if err := s.Ack(m.Ack); err != nil {
 				return err

@@ -94,7 +94,7 @@ func (t tooOften) Error() string {
 func shown(r *http.Request) string {
 	kind, text, _ := strings.Cut(r.Header.Get("Authorization"), " ")
 	if !strings.EqualFold(kind, "Bearer") {
-		return ""
+		return bearerOf(r)
 	}
 	return strings.TrimSpace(text)
 }

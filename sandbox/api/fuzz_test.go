@@ -2,6 +2,7 @@ package api_test
 
 import (
 	"bytes"
+	"context"
 	"encoding/json"
 	"fmt"
 	"net/http"
@@ -9,9 +10,11 @@ import (
 	"net/url"
 	"path/filepath"
 	"reflect"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api"
@@ -62,9 +65,15 @@ func FuzzRequests(f *testing.F) {
 		onlyOne(t, m.host)
 		before := stateOf(t, m.host)
 		method, pattern, _ := strings.Cut(paths[int(path)%len(paths)], " ")
-		where := strings.NewReplacer("{name}", url.PathEscape(name), "{id}", url.PathEscape(name)).Replace(pattern)
-		req := httptest.NewRequestWithContext(t.Context(), method, "http://localhost/", bytes.NewReader(body))
-		req.URL = &url.URL{Path: strings.NewReplacer("{name}", name, "{id}", name).Replace(pattern), RawPath: where, RawQuery: query}
+		where := inPath.ReplaceAllLiteralString(pattern, url.PathEscape(name))
+		ctx := t.Context()
+		if streams(method, pattern) {
+			var cancel context.CancelFunc
+			ctx, cancel = context.WithTimeout(ctx, 50*time.Millisecond)
+			defer cancel()
+		}
+		req := httptest.NewRequestWithContext(ctx, method, "http://localhost/", bytes.NewReader(body))
+		req.URL = &url.URL{Path: inPath.ReplaceAllLiteralString(pattern, name), RawPath: where, RawQuery: query}
 		req.Header.Set("Content-Type", "application/json")
 		req.Header.Set("Authorization", "Bearer "+token)
 		w := httptest.NewRecorder()
@@ -92,6 +101,18 @@ func FuzzRequests(f *testing.F) {
 			}
 		}
 	})
+}
+
+// inPath are the parameters of a path.
+var inPath = regexp.MustCompile(`\{[a-z]+\}`)
+
+// streams reports whether an answer may go on.
+func streams(method, pattern string) bool {
+	d, err := theDescription()
+	if err != nil {
+		return false
+	}
+	return d.Paths[pattern][strings.ToLower(method)].Responses["200"].Content["application/x-ndjson"].Schema != nil || strings.HasSuffix(pattern, "/log")
 }
 
 // onlyOne leaves a host with one sandbox "a", which is new and runs.

@@ -24,8 +24,8 @@ const SocketFile = "api.sock"
 
 // Bounds of connections.
 const (
-	maxConns      = 1024 // at once, of one listener: more than all kinds of requests
-	maxConnsOfOne = 512  // of one address, by TCP
+	maxConns      = 3072 // at once, of one listener: more than all kinds of requests
+	maxConnsOfOne = 1280 // of one address, by TCP
 	maxHeader     = 32 << 10
 	headerTime    = 10 * time.Second
 	idleTime      = 2 * time.Minute
@@ -157,12 +157,22 @@ func (s *Server) Serve(ctx context.Context, listeners ...net.Listener) error {
 		left--
 	}
 	close(s.draining)
+	s.endAll()
 	end, stop := context.WithTimeout(context.WithoutCancel(ctx), drainTime)
 	defer stop()
 	if serr := h.Shutdown(end); serr != nil {
 		// Their contexts end.
 		cancel()
 		err = errors.Join(err, h.Close())
+	}
+	// It does not know of WebSockets. They have been told to end, and their connections end with cancel.
+	gone := make(chan struct{})
+	go func() { s.streams.Wait(); close(gone) }()
+	select {
+	case <-gone:
+	case <-end.Done():
+		cancel()
+		<-gone
 	}
 	for range left {
 		err = errors.Join(err, <-ended)

@@ -20,6 +20,9 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
+	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/records"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 var update = flag.Bool("update", false, "write openapi.json")
@@ -33,12 +36,72 @@ func schemasOf() map[reflect.Type]*jsonschema.Schema {
 		reflect.TypeFor[netip.AddrPort]():         text("an IP address and a port"),
 		reflect.TypeFor[netpolicy.Reason]():       text("why a packet passed or did not"),
 		reflect.TypeFor[[]byte]():                 text("base64"),
-		reflect.TypeFor[netpolicy.Policy]():       {Type: "object", Description: "a network policy: `drowse policy schema` prints its schema, and docs/guides/policy.md describes it"},
+		reflect.TypeFor[netpolicy.Policy]():       {Type: "object", Description: thePolicy},
+		reflect.TypeFor[records.Status]():         enum(records.Statuses...),
+		reflect.TypeFor[lifetime.Class]():         enum(append([]lifetime.Class{""}, lifetime.Classes...)...),
+		reflect.TypeFor[spec.HookPolicy]():        enum("", spec.HooksRequire, spec.HooksIgnore, spec.HooksSkip),
+		reflect.TypeFor[netpolicy.Direction]():    enum("", netpolicy.Egress, netpolicy.Ingress),
+		reflect.TypeFor[netpolicy.Verdict]():      enum("", netpolicy.Allow, netpolicy.Deny),
 		reflect.TypeFor[guest.Stats]():            {Type: "object", Description: "what the guest says of its use, with the fields of the Go type guest.Stats"},
 		reflect.TypeFor[netpolicy.FlowRecord]():   {Type: "object", Description: "a flow, or what was lost of them: docs/reference/network.md"},
 		reflect.TypeFor[netpolicy.PortRange]():    text("a port, or two with a hyphen"),
 		reflect.TypeFor[netpolicy.CheckedPorts](): text("ports, or none"),
 	}
+}
+
+// thePolicy marks a policy, whose schema is netpolicy.Schema.
+const thePolicy = "a network policy: docs/guides/policy.md describes it"
+
+func enum[T ~string](values ...T) *jsonschema.Schema {
+	s := &jsonschema.Schema{Type: "string"}
+	for _, v := range values {
+		s.Enum = append(s.Enum, string(v))
+	}
+	return s
+}
+
+// enums are fields of package wire whose values are fixed, by schema and field.
+var enums = map[string][]string{
+	"FileInfo.kind": wire.FileKinds, "FileEventLine.event": wire.FileEvents, "Operation.state": wire.OperationStates,
+	"DiffLine.op": {"added", "changed", "removed"}, "Is.scope": {"read", "write"},
+	"Control.type": {
+		wire.ControlStart, wire.ControlResize, wire.ControlSignal, wire.ControlEOF, wire.ControlAck, wire.ControlDetach, wire.ControlStarted, wire.ControlExit, wire.ControlError,
+	},
+}
+
+// policySchema returns the schema of policies with its definitions in their places.
+func policySchema(t *testing.T) object {
+	var whole object
+	if err := json.Unmarshal(netpolicy.Schema(), &whole); err != nil {
+		t.Fatal(err)
+	}
+	defs, _ := whole["$defs"].(object)
+	for _, key := range []string{"$defs", "$id", "$schema"} {
+		delete(whole, key)
+	}
+	var in func(v any) any
+	in = func(v any) any {
+		switch v := v.(type) {
+		case object:
+			if ref, ok := v["$ref"].(string); ok {
+				return in(defs[strings.TrimPrefix(ref, "#/$defs/")])
+			}
+			out := object{}
+			for key, one := range v {
+				out[key] = in(one)
+			}
+			return out
+		case []any:
+			out := make([]any, len(v))
+			for i, one := range v {
+				out[i] = in(one)
+			}
+			return out
+		}
+		return v
+	}
+	is, _ := in(whole).(object)
+	return is
 }
 
 // forAnswers allows additional fields.
@@ -90,6 +153,18 @@ func describe(t *testing.T) []byte {
 				t.Fatal(err)
 			}
 			everywhere(schema, change)
+			if schema["description"] == thePolicy {
+				schema = policySchema(t)
+			}
+			properties, _ := schema["properties"].(object)
+			for field, is := range properties {
+				if values := enums[name+"."+field]; values != nil {
+					is.(object)["enum"] = values
+				}
+				if is.(object)["description"] == thePolicy {
+					properties[field] = object{"$ref": "#/components/schemas/PolicyRequest"}
+				}
+			}
 			schemas[name] = schema
 		}
 		return object{"$ref": "#/components/schemas/" + name}
@@ -112,10 +187,24 @@ func describe(t *testing.T) []byte {
 			if q.integer {
 				schema = object{"type": "integer"}
 			}
+			if q.enum != nil {
+				schema["enum"] = q.enum
+			}
 			if q.many {
 				schema = object{"type": "array", "items": schema}
 			}
-			params = append(params, object{"name": q.name, "in": "query", "description": q.says, "schema": schema})
+			is := object{"name": q.name, "in": "query", "description": q.says, "schema": schema}
+			if q.required {
+				is["required"] = true
+			}
+			params = append(params, is)
+		}
+		headers := rt.headers
+		if rt.idempotent {
+			headers = append(headers, param{name: "Idempotency-Key", says: "at most 255 bytes: within 24 h, the caller's same request with the same key gets the same answer, and another gets 422"})
+		}
+		for _, h := range headers {
+			params = append(params, object{"name": h.name, "in": "header", "description": h.says, "schema": object{"type": "string"}})
 		}
 		if params != nil {
 			op["parameters"] = params
@@ -123,20 +212,45 @@ func describe(t *testing.T) []byte {
 		if rt.takes != nil {
 			op["requestBody"] = object{"required": rt.needsBody, "content": content("application/json", ref(rt.takes, forBodies, "Request"))}
 		}
+		if rt.takesKind != "" {
+			op["requestBody"] = object{"required": true, "content": content(rt.takesKind, object{"type": "string", "format": "binary"})}
+		}
 		answer := object{"description": "done"}
-		if rt.kind != "" {
+		if rt.etag {
+			answer["headers"] = object{"ETag": object{"description": "its version, for If-Match", "schema": object{"type": "string"}}}
+		}
+		if rt.socket != nil {
+			op["responses"] = object{
+				"101":     object{"description": "a WebSocket of subprotocol " + wire.StreamProtocol + ": binary messages are data, text messages the schema Control"},
+				"default": failed,
+			}
+			op["x-websocket"] = object{"subprotocol": wire.StreamProtocol, "text": ref(wire.Control{}, forAnswers, "")}
+		} else if rt.lines != nil {
+			line := ref(rt.lines, forAnswers, "Line")
+			answer["content"] = object{"application/x-ndjson": object{"schema": line}, "text/event-stream": object{"schema": line}}
+			answer["description"] = "a JSON object a line, or an event each; an empty line or comment every 15 s without one"
+		} else if rt.kind != "" {
 			answer["content"] = content(rt.kind, object{"type": "string", "format": "binary"})
 		} else {
 			answer["content"] = content("application/json", ref(rt.gives, forAnswers, ""))
 		}
 		responses := object{"200": answer, "default": failed}
+		if rt.accepted {
+			responses = object{"202": answer, "default": failed}
+		}
+		if rt.partial {
+			responses["206"] = answer
+			responses["304"] = object{"description": "the ETag is the same"}
+		}
 		if rt.created {
 			responses["201"] = answer
 		}
 		if rt.unready {
 			responses["503"] = answer
 		}
-		op["responses"] = responses
+		if rt.socket == nil {
+			op["responses"] = responses
+		}
 		switch rt.scope {
 		case ScopeNone:
 			op["security"] = []object{}

@@ -16,8 +16,11 @@ const (
 	MaxReads   = 128 // reads
 	MaxChanges = 128 // changes
 	MaxExecs   = 256 // commands in sandboxes, which may take an hour
-	MaxStreams = 64  // mounted handlers that run long
 	MaxOpen    = 64  // requests without a token
+	// MaxStreams are answers that go on, such as events; MaxTransfers files and trees; MaxSockets WebSockets.
+	MaxStreams   = 512
+	MaxTransfers = 128
+	MaxSockets   = 2048
 )
 
 // room bounds the requests of one kind.

@@ -17,6 +17,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
 	"github.com/drowse-vm/drowse/sandbox/control"
+	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/records"
@@ -41,25 +42,45 @@ type route struct {
 	query    []param
 	// takes and gives are the types of the bodies of request and answer, for the description and for reading; nil
 	// means no body. kind is the answer's media type if it is not JSON.
-	takes, gives       any
-	kind               string
+	takes, gives any
+	kind         string
+	// takesKind is the media type of an upload; lines is the type of the lines of an answer that goes on.
+	takesKind string
+	lines     any
+	// partial adds 206 and 304 as statuses of success.
+	partial bool
+	headers []param
+	etag    bool // the answer has an ETag
+	// socket serves a WebSocket.
+	socket func(*request, *socket) (last *wire.Control, err error)
+	// raw writes the answer by itself.
+	raw func(*Server, http.ResponseWriter, *http.Request)
+	// idempotent means that Idempotency-Key counts.
+	idempotent         bool
+	noLimit            bool // it may take as long as its client likes
 	needsBody, rawBody bool
 	// created adds 201 as a status of success, and unready adds 503 with the same answer.
-	created, unready bool
-	allOwners        bool          // it concerns sandboxes of all owners
-	checksOwner      bool          // serve itself checks whose sandbox {name} is
-	limit            time.Duration // of a request, if it differs from its scope's
-	room             roomKind      // if it differs from its scope's
-	serve            func(*Server, *request) (status int, answer any, err error)
+	created, unready, accepted bool
+	allOwners                  bool          // it concerns sandboxes of all owners
+	checksOwner                bool          // serve itself checks whose sandbox {name} is
+	limit                      time.Duration // of a request, if it differs from its scope's
+	room                       roomKind      // if it differs from its scope's
+	serve                      func(*Server, *request) (status int, answer any, err error)
 }
+
+// ifMatch is the header of what can be edited by several.
+var ifMatch = []param{{name: "If-Match", says: "only if it still has this ETag; else 412"}}
 
 // roomKind says with which other routes a route shares its bound of simultaneous requests.
 type roomKind int
 
 const (
-	roomOfScope roomKind = iota
-	roomExecs            // with other commands
-	roomNone             // no bound
+	roomOfScope   roomKind = iota
+	roomExecs              // with other commands
+	roomStreams            // with other answers that go on
+	roomTransfers          // with other files and trees
+	roomSockets            // with other WebSockets
+	roomNone               // no bound
 )
 
 // param is a parameter of a query.
@@ -67,6 +88,8 @@ type param struct {
 	name, says string
 	integer    bool
 	many       bool
+	required   bool
+	enum       []string
 }
 
 // body returns a new value for the body, or nil.
@@ -120,11 +143,15 @@ func routes() []route {
 			},
 			serve: onFleet(list),
 		},
-		{method: post, path: "/v1/sandboxes", scope: ScopeCreate, op: "create", says: "Make a sandbox and boot it.", takes: wire.Create{}, gives: records.Sandbox{}, needsBody: true, created: true, serve: create},
-		{method: get, path: onOne, scope: ScopeRead, op: "get", says: "Say what is known of a sandbox.", gives: records.Sandbox{}, serve: onFleet(func(ctx context.Context, f *fleet.Fleet, r *request) (records.Sandbox, error) {
-			return f.Get(ctx, r.name())
+		{method: post, path: "/v1/sandboxes", scope: ScopeCreate, op: "create", says: "Make a sandbox and boot it.", takes: wire.Create{}, gives: records.Sandbox{}, needsBody: true, created: true, idempotent: true, serve: create},
+		{method: get, path: onOne, scope: ScopeRead, op: "get", says: "Say what is known of a sandbox.", gives: records.Sandbox{}, etag: true, serve: onFleet(func(ctx context.Context, f *fleet.Fleet, r *request) (records.Sandbox, error) {
+			row, err := f.Get(ctx, r.name())
+			if err == nil {
+				r.w.Header().Set("ETag", r.server.editTag(row))
+			}
+			return row, err
 		})},
-		{method: http.MethodPatch, path: onOne, scope: ScopeCreate, op: "update", says: "Change a sandbox: what is not there is left as it is.", takes: wire.Changes{}, gives: records.Sandbox{}, needsBody: true, serve: func(s *Server, r *request) (int, any, error) {
+		{method: http.MethodPatch, path: onOne, scope: ScopeCreate, op: "update", says: "Change a sandbox: what is not there is left as it is.", etag: true, headers: ifMatch, takes: wire.Changes{}, gives: records.Sandbox{}, needsBody: true, serve: func(s *Server, r *request) (int, any, error) {
 			c, err := r.body.(*wire.Changes).Fleet()
 			if err == nil {
 				err = errors.Join(mayPromote(r, c.Persist), s.ownChanges(r.Context(), r.caller(), &c))
@@ -132,7 +159,18 @@ func routes() []route {
 			if err != nil {
 				return 0, nil, err
 			}
-			return ok(s.fleet.Update(r.Context(), r.name(), c))
+			var row records.Sandbox
+			err = s.edit(r, func() (string, error) {
+				row, err := s.fleet.Get(r.Context(), r.name())
+				return s.editTag(row), err
+			}, func() (err error) {
+				row, err = s.fleet.Update(r.Context(), r.name(), c)
+				return err
+			})
+			if err == nil {
+				r.w.Header().Set("ETag", s.editTag(row))
+			}
+			return ok(row, err)
 		}},
 		{method: http.MethodDelete, path: onOne, scope: ScopeCreate, op: "delete", says: "Remove a sandbox, also one that runs. One that is not there is left alone.", gives: spec.Freed{}, serve: onSandbox(func(ctx context.Context, b *sandbox.Sandbox, _ *request) (freed spec.Freed, err error) {
 			if err = b.Delete(ctx, sandbox.DeleteOptions{Force: true, Freed: &freed}); errors.Is(err, sandbox.ErrNotFound) {
@@ -140,7 +178,7 @@ func routes() []route {
 			}
 			return freed, err
 		})},
-	}, lifecycle(), reading(), []route{
+	}, lifecycle(), reading(), streamRoutes(), fileRoutes(), resourceRoutes(), hostRoutes(), operationRoutes(), []route{
 		{method: get, path: "/v1/snapshots", scope: ScopeRead, op: "list snapshots", says: "List all snapshots.", gives: wire.Snapshots{}, serve: func(s *Server, r *request) (int, any, error) {
 			return ok(s.snapshots(r.Context(), r.caller(), func(spec.SnapshotInfo) bool { return true }))
 		}},
@@ -166,6 +204,13 @@ func routes() []route {
 		{method: post, path: "/v1/prune", scope: ScopeAdmin, op: "prune", says: "Do what metadata say is to be done by now, or say what that would be.", takes: wire.Prune{}, gives: records.Pruned{}, serve: onFleet(func(ctx context.Context, f *fleet.Fleet, r *request) (records.Pruned, error) {
 			return f.Prune(ctx, r.body.(*wire.Prune).DryRun)
 		})},
+		{
+			method: get, path: "/v1/events", scope: ScopeRead, op: "events", says: "Give events of sandboxes, the oldest first, a line each: docs/guides/events.md.", lines: events.Event{}, room: roomStreams, raw: followEvents,
+			query: []param{
+				{name: "since", says: "only those after this cursor, or now"}, {name: "follow", says: "1 goes on"}, {name: "type", says: "only those of this type, such as sandbox.woken or policy.*; may be given several times", many: true},
+				{name: "sandbox", says: "only those of this sandbox, by name or id"}, {name: "owner", says: "only those of sandboxes of this owner"}, {name: "tag", says: "only those of sandboxes with this tag; may be given several times", many: true},
+			},
+		},
 		{method: get, path: "/v1/openapi.json", op: "describe", says: "This description.", gives: map[string]any{}, serve: func(*Server, *request) (int, any, error) {
 			return http.StatusOK, rawText{"application/json", openAPI}, nil
 		}},
@@ -212,7 +257,7 @@ func lifecycle() []route {
 			takes: wire.Stop{}, gives: records.Sandbox{}, serve: stop,
 		},
 		{
-			method: http.MethodPost, path: onOne + "/snapshot", scope: ScopeCreate, op: "snapshot", says: "Write a running sandbox to a snapshot that stays until it is removed.",
+			method: http.MethodPost, path: onOne + "/snapshot", scope: ScopeCreate, op: "snapshot", says: "Write a running sandbox to a snapshot that stays until it is removed.", idempotent: true,
 			takes: wire.Snapshot{}, gives: spec.SleepResult{}, serve: onSandbox(func(ctx context.Context, b *sandbox.Sandbox, r *request) (spec.SleepResult, error) {
 				o := r.body.(*wire.Snapshot)
 				return b.Snapshot(ctx, sandbox.SnapshotOptions{Note: o.Note, Hooks: o.Hooks, DiskOnly: o.DiskOnly})
@@ -237,7 +282,7 @@ func lifecycle() []route {
 			return b.Rewind(ctx, id)
 		}),
 		{
-			method: http.MethodPost, path: onOne + "/fork", scope: ScopeCreate, op: "fork", says: "Make children of a sandbox. Those of the same names that are there already are returned as they are.",
+			method: http.MethodPost, path: onOne + "/fork", scope: ScopeCreate, op: "fork", says: "Make children of a sandbox. Those of the same names that are there already are returned as they are.", idempotent: true,
 			takes: wire.Fork{}, gives: wire.Forked{}, needsBody: true, serve: onFleet(func(ctx context.Context, f *fleet.Fleet, r *request) (wire.Forked, error) {
 				var children []records.Child
 				for _, c := range r.body.(*wire.Fork).Children {
@@ -319,17 +364,34 @@ func reading() []route {
 		{method: get, path: onOne + "/stats", scope: ScopeRead, op: "stats", says: "Say what a running sandbox uses. One that sleeps is not woken.", gives: sandbox.Stats{}, serve: onSandbox(func(ctx context.Context, b *sandbox.Sandbox, _ *request) (sandbox.Stats, error) {
 			return b.Stats(ctx)
 		})},
-		{method: get, path: onOne + "/policy", scope: ScopeRead, op: "policy", says: "Give the network policy of a sandbox.", gives: netpolicy.Policy{}, serve: onSandbox(func(_ context.Context, b *sandbox.Sandbox, _ *request) (*netpolicy.Policy, error) {
-			return b.Policy()
+		{method: get, path: onOne + "/policy", scope: ScopeRead, op: "policy", says: "Give the network policy of a sandbox.", gives: netpolicy.Policy{}, etag: true, serve: onSandbox(func(_ context.Context, b *sandbox.Sandbox, r *request) (*netpolicy.Policy, error) {
+			p, err := b.Policy()
+			if err == nil {
+				r.w.Header().Set("ETag", tagOf(p))
+			}
+			return p, err
 		})},
-		{method: http.MethodPut, path: onOne + "/policy", scope: ScopeCreate, op: "set policy", says: "Replace the network policy of a sandbox. If it runs, the new one is in force when this is answered.", takes: netpolicy.Policy{}, gives: spec.PolicyResult{}, needsBody: true, rawBody: true, serve: onSandbox(func(ctx context.Context, b *sandbox.Sandbox, r *request) (spec.PolicyResult, error) {
+		{method: http.MethodPut, path: onOne + "/policy", scope: ScopeCreate, op: "set policy", says: "Replace the network policy of a sandbox. If it runs, the new one is in force when this is answered.", takes: netpolicy.Policy{}, gives: spec.PolicyResult{}, headers: ifMatch, needsBody: true, rawBody: true, serve: onSandbox(func(ctx context.Context, b *sandbox.Sandbox, r *request) (spec.PolicyResult, error) {
 			p, err := netpolicy.Parse(r.body.([]byte))
 			if err != nil {
 				return spec.PolicyResult{}, err
 			}
-			return b.SetPolicy(ctx, p)
+			var res spec.PolicyResult
+			err = r.server.edit(r, func() (string, error) {
+				p, err := b.Policy()
+				return tagOf(p), err
+			}, func() (err error) {
+				res, err = b.SetPolicy(ctx, p)
+				return err
+			})
+			return res, err
 		})},
 		{method: get, path: onOne + "/flows", scope: ScopeRead, op: "flows", says: "List flows of a running sandbox, open ones and the last that have ended or were denied.", gives: wire.Flows{}, serve: onSandbox(flows)},
+		{method: get, path: onOne + "/flows/follow", scope: ScopeRead, op: "flows", says: "Give flows of a running sandbox as they open, end or are denied, a line each.", lines: netpolicy.FlowRecord{}, room: roomStreams, noLimit: true, serve: func(s *Server, r *request) (int, any, error) {
+			return s.follow(r, func(ctx context.Context, give func(any) error) error {
+				return s.o.Host.Sandbox(r.name()).NetworkFlows(ctx, true, func(f netpolicy.FlowRecord) error { return give(f) })
+			})
+		}},
 		{
 			method: get, path: onOne + "/console", scope: ScopeRead, op: "console", says: "Give the end of what a sandbox has written to its serial port.", kind: "application/octet-stream",
 			query: []param{{name: "tail", says: "at most so many bytes", integer: true}},
@@ -344,6 +406,30 @@ func reading() []route {
 			},
 		},
 	}
+}
+
+// followEvents answers with events.
+func followEvents(s *Server, w http.ResponseWriter, r *http.Request) {
+	c := CallerOf(r.Context())
+	if c.Owner != "" {
+		q := r.URL.Query()
+		if q.Has("owner") && q.Get("owner") != c.Owner {
+			s.fail(w, r, fleet.Fail("events", "", notOwnerList(c.Owner)))
+			return
+		}
+		q.Set("owner", c.Owner)
+		r.URL.RawQuery = q.Encode()
+	}
+	// A follower ends with the server, and with its token.
+	ctx, cancel := context.WithCancelCause(r.Context())
+	defer cancel(nil)
+	defer s.watch(c, cancel)()
+	events.Handler(s.o.Host.State.Events(), func(w http.ResponseWriter, err error) {
+		if errors.Is(err, events.ErrInvalid) {
+			err = fmt.Errorf("%w: %w", sandbox.ErrSpec, err)
+		}
+		s.fail(w, r, fleet.Fail("events", "", err))
+	}).ServeHTTP(w, r.WithContext(ctx))
 }
 
 // number returns an integer parameter of the query.
@@ -420,6 +506,11 @@ func create(s *Server, r *request) (int, any, error) {
 		err  error
 		o    = sandbox.CreateOptions{Metadata: &b.Metadata}
 	)
+	if b.Disk != "" {
+		if o.Disk, err = s.reachesSnapshot(r.Context(), r.caller(), b.Disk); err != nil {
+			return 0, nil, err
+		}
+	}
 	if b.GetOrCreate {
 		is, made, err = s.o.Host.GetOrCreate(r.Context(), b.Spec, o)
 	} else {

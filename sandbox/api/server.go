@@ -9,12 +9,15 @@ import (
 	"log/slog"
 	"mime"
 	"net/http"
+	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"time"
 
 	"golang.org/x/sync/singleflight"
 
+	"github.com/drowse-vm/drowse/guest/audit"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api/tokens"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
@@ -103,6 +106,11 @@ type Server struct {
 	checking singleflight.Group // of checks of health, by path
 	draining chan struct{}      // closed when the server must end
 	refusals refusals
+	ops      operations
+	keys     keys
+	edits    [64]sync.Mutex // held while an edit with If-Match is made, by the hash of the name
+	watched  watched        // what runs long
+	streams  sync.WaitGroup // WebSockets
 }
 
 // New returns a Server.
@@ -120,13 +128,23 @@ func New(o Options) *Server {
 	for _, scope := range []Scope{ScopeExec, ScopeFiles, ScopeCreate, ScopeAdmin} {
 		byScope[scope] = changes
 	}
+	transfers, sockets := newRoom("transfers", MaxTransfers), newRoom("WebSockets", MaxSockets)
 	for _, r := range routes() {
+		if slices.ContainsFunc(o.Mounts, func(m Mount) bool { return m.Pattern == r.method+" "+r.path }) {
+			continue // it takes the place of the route
+		}
 		in := byScope[r.scope]
 		switch r.room {
 		case roomNone:
 			in = nil
 		case roomExecs:
 			in = execs
+		case roomStreams:
+			in = streams
+		case roomTransfers:
+			in = transfers
+		case roomSockets:
+			in = sockets
 		}
 		s.mux.Handle(r.method+" "+r.path, s.bounded(r.scope, r.allOwners, in, s.answer(r)))
 	}
@@ -254,6 +272,9 @@ func (s *Server) bounded(want Scope, allOwners bool, in *room, next http.Handler
 		ctx := context.WithValue(r.Context(), keyCaller, c)
 		ctx = context.WithValue(ctx, keyDraining, s.draining)
 		ctx = events.WithCause(ctx, events.API)
+		if c.Name != "" {
+			ctx = audit.WithVia(ctx, "api:"+c.Name)
+		}
 		if s.o.Context != nil {
 			ctx = s.o.Context(ctx, r.Header)
 		}
@@ -264,6 +285,27 @@ func (s *Server) bounded(want Scope, allOwners bool, in *room, next http.Handler
 // answer returns the handler of a route of this package.
 func (s *Server) answer(rt route) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if name := r.PathValue("name"); name != "" && !rt.checksOwner {
+			if err := s.reaches(CallerOf(r.Context()), name); err != nil {
+				s.refuse(w, r, fleet.Fail(rt.op, name, err))
+				return
+			}
+		}
+		if id := r.PathValue("id"); id != "" && CallerOf(r.Context()).Owner != "" {
+			if _, err := s.reachesSnapshot(r.Context(), CallerOf(r.Context()), id); err != nil {
+				s.refuse(w, r, fleet.Fail(rt.op, "", err))
+				return
+			}
+		}
+		if rt.raw != nil {
+			unread(w, r)
+			rt.raw(s, w, r)
+			return
+		}
+		if rt.socket != nil {
+			s.serveSocket(rt, w, r)
+			return
+		}
 		limit := readTime
 		if rt.scope != ScopeRead && rt.scope != ScopeNone {
 			limit = writeTime
@@ -272,38 +314,61 @@ func (s *Server) answer(rt route) http.Handler {
 			limit = rt.limit
 		}
 		out := http.NewResponseController(w)
-		// Test writers may lack deadlines.
-		_ = out.SetReadDeadline(time.Now().Add(bodyTime))
-		r.Body = http.MaxBytesReader(w, r.Body, wire.MaxBody)
-		if rt.scope == ScopeNone {
-			// Nor by a body that never arrives.
-			unread(w, r)
-			r.Body = http.NoBody
+		var body any
+		var err error
+		if rt.takesKind == "" {
+			// Test writers may lack deadlines.
+			_ = out.SetReadDeadline(time.Now().Add(bodyTime))
+			r.Body = http.MaxBytesReader(w, r.Body, wire.MaxBody)
+			if rt.scope == ScopeNone {
+				// Nor by a body that never arrives.
+				unread(w, r)
+				r.Body = http.NoBody
+			}
+			body, err = readBody(r, rt)
+		} else {
+			err = checkUpload(r, rt)
 		}
-		body, err := readBody(r, rt)
 		if err != nil {
-			s.fail(w, r, fleet.Fail(rt.op, r.PathValue("name"), err))
+			s.refuse(w, r, fleet.Fail(rt.op, r.PathValue("name"), err))
 			return
 		}
 		// A long operation ends when its client goes, not by this deadline.
 		_ = out.SetReadDeadline(time.Time{})
 		ctx, cancel := context.WithTimeout(r.Context(), limit)
+		if rt.noLimit {
+			ctx, cancel = context.WithCancel(r.Context())
+		}
 		defer cancel()
 		begin := time.Now()
-		if name := r.PathValue("name"); name != "" && !rt.checksOwner {
-			if err := s.reaches(CallerOf(r.Context()), name); err != nil {
-				s.fail(w, r, fleet.Fail(rt.op, name, err))
-				return
-			}
+		req := &request{Request: r.WithContext(ctx), body: body, op: rt.op, w: w, server: s}
+		do := func() (int, any, error) { return rt.serve(s, req) }
+		var status int
+		var doc any
+		if rt.idempotent {
+			status, doc, err = s.once(req, do)
+		} else {
+			status, doc, err = do()
 		}
-		status, doc, err := rt.serve(s, &request{Request: r.WithContext(ctx), body: body, op: rt.op, w: w, server: s})
+		err = asked(err)
 		if rt.scope != ScopeRead && rt.scope != ScopeNone {
 			s.log.Info("asked over HTTP", "by", CallerOf(r.Context()).Name, "op", rt.op, "sandbox", r.PathValue("name"),
 				"took_ms", time.Since(begin).Milliseconds(), "error", err)
 		}
 		_ = out.SetWriteDeadline(time.Now().Add(sendTime))
 		if err != nil {
+			if rt.takesKind != "" {
+				unread(w, r) // some of the body may not have been read
+			}
 			s.fail(w, r, fleet.Fail(rt.op, r.PathValue("name"), err))
+			return
+		}
+		switch doc := doc.(type) {
+		case nothing:
+			w.WriteHeader(status)
+			return
+		case *streamed:
+			s.stream(w, r, rt.op, status, doc)
 			return
 		}
 		if text, ok := doc.(rawText); ok {
@@ -320,6 +385,15 @@ func (s *Server) answer(rt route) http.Handler {
 type rawText struct {
 	kind  string
 	bytes []byte
+}
+
+// checkUpload refuses uploads of another kind. A foreign page cannot make a browser send these without asking first.
+func checkUpload(r *http.Request, rt route) error {
+	kind, _, err := mime.ParseMediaType(r.Header.Get("Content-Type"))
+	if err != nil || kind != rt.takesKind {
+		return own(wire.CodeMediaType, "send "+rt.takesKind, "the body is %.64q", r.Header.Get("Content-Type"))
+	}
+	return nil
 }
 
 // readBody reads the body of a request into a value of the route's type; nil if the route takes no body.
@@ -395,7 +469,7 @@ func own(code records.Code, remedy, format string, args ...any) error {
 // statuses are the HTTP statuses of error codes. Codes that are missing are the host's fault, and get 500.
 var statuses = byCode(map[int][]records.Code{
 	http.StatusBadRequest: {
-		"invalid", "metadata", "policy", "not-a-kernel", "no-room", "image-ambiguous", "guest-invalid",
+		"invalid", "import", "metadata", "policy", "not-a-kernel", "no-room", "image-ambiguous", "guest-invalid",
 	},
 	http.StatusUnauthorized: {wire.CodeUnauthorized},
 	http.StatusForbidden:    {wire.CodeForbidden},
@@ -406,12 +480,16 @@ var statuses = byCode(map[int][]records.Code{
 	// The state does not allow it.
 	http.StatusConflict: {
 		"exists", "running", "not-running", "expired", "crashed", "ended", "stopped", "hooks", "host-hooks", "promote", "drop", "persist-limit", "secrets",
-		"snapshot-in-use", "snapshot-foreign", "foreign-snapshot", "foreign", "version", "disk-only", "disk-in-use", "disk-version",
+		"snapshot-in-use", "image-in-use", "snapshot-foreign", "foreign-snapshot", "foreign", "version", "disk-only", "disk-in-use", "disk-version",
 		"kernel-feature", "volume-in-use", "volume-stale", "volume-dirty", "volume-read-only", "share-unusable", "not-frozen", "network-busy", "guest-too-old",
 	},
-	http.StatusRequestEntityTooLarge: {wire.CodeTooLarge},
-	http.StatusUnsupportedMediaType:  {wire.CodeMediaType},
-	http.StatusTooManyRequests:       {wire.CodeTooMany, "owner-limit"},
+	http.StatusPreconditionFailed:           {wire.CodePrecondition},
+	http.StatusRequestedRangeNotSatisfiable: {wire.CodeRange},
+	http.StatusUpgradeRequired:              {wire.CodeUpgrade},
+	http.StatusUnprocessableEntity:          {wire.CodeKeyUsed},
+	http.StatusRequestEntityTooLarge:        {wire.CodeTooLarge},
+	http.StatusUnsupportedMediaType:         {wire.CodeMediaType},
+	http.StatusTooManyRequests:              {wire.CodeTooMany, "owner-limit"},
 	// Errors of the guest.
 	http.StatusBadGateway: {"guest-lost", "guest-protocol", "guest-limit", "guest-unsafe", "guest-failed"},
 	// The host or the guest has no room or no means at present.

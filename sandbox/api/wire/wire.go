@@ -49,6 +49,10 @@ const (
 	CodeTooLarge     records.Code = "too-large"    // the body has more than MaxBody bytes
 	CodeMediaType    records.Code = "media-type"   // the body is not application/json
 	CodeBusy         records.Code = "busy"         // too many requests at once
+	CodePrecondition records.Code = "precondition" // If-Match or If-None-Match does not hold
+	CodeRange        records.Code = "range"        // the file has no such part
+	CodeUpgrade      records.Code = "upgrade"      // the path is a WebSocket
+	CodeKeyUsed      records.Code = "key-used"     // another request had this Idempotency-Key
 	CodeTooMany      records.Code = "too-many"     // too many requests of this caller at once
 )
 
@@ -119,6 +123,8 @@ type History struct {
 type Create struct {
 	Spec     spec.VM       `json:"spec"`
 	Metadata spec.Metadata `json:"metadata,omitzero"`
+	// Disk is the id, or its beginning, of a snapshot from whose disk it boots.
+	Disk string `json:"disk,omitempty"`
 	// GetOrCreate returns the sandbox of that name unchanged if it exists.
 	GetOrCreate bool `json:"get_or_create,omitempty"`
 }

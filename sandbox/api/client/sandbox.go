@@ -1,0 +1,462 @@
+package client
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"net/url"
+	"strconv"
+	"strings"
+
+	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/sandbox/api/wire"
+	"github.com/drowse-vm/drowse/sandbox/records"
+	"github.com/drowse-vm/drowse/sandbox/spec"
+)
+
+// Sandbox is a handle of a sandbox, as sandbox.Sandbox is in-process. It holds nothing: the sandbox need not exist.
+type Sandbox struct {
+	c    *Client
+	name string
+}
+
+// Sandbox returns the handle of the sandbox with that name.
+func (c *Client) Sandbox(name string) *Sandbox { return &Sandbox{c, name} }
+
+// Name returns the sandbox's name.
+func (b *Sandbox) Name() string { return b.name }
+
+func (b *Sandbox) path(rest string) string { return one(b.name) + rest }
+
+// ask sends a request about the sandbox.
+func ask[T any](ctx context.Context, b *Sandbox, op, method, path string, body any) (out T, err error) {
+	err = b.c.call(ctx, op, b.name, method, b.path(path), body, &out)
+	return out, err
+}
+
+// Processes lists what was started in a running sandbox.
+func (b *Sandbox) Processes(ctx context.Context) ([]wire.Process, error) {
+	l, err := ask[wire.Processes](ctx, b, "list processes", http.MethodGet, "/processes", nil)
+	return l.Processes, err
+}
+
+// StartProcess starts a process that goes on by itself: see Attach.
+func (b *Sandbox) StartProcess(ctx context.Context, e wire.ExecStart) (wire.Started, error) {
+	return ask[wire.Started](ctx, b, "start process", http.MethodPost, "/processes", e)
+}
+
+// Signal sends a signal to a process and its group.
+func (b *Sandbox) Signal(ctx context.Context, process string, signal int) error {
+	_, err := ask[wire.Empty](ctx, b, "signal", http.MethodPost, "/processes/"+url.PathEscape(process)+"/signal", wire.Signal{Signal: signal})
+	return err
+}
+
+// RemoveProcess kills a process if it runs, and forgets it.
+func (b *Sandbox) RemoveProcess(ctx context.Context, process string) error {
+	_, err := ask[wire.Empty](ctx, b, "remove process", http.MethodDelete, "/processes/"+url.PathEscape(process), nil)
+	return err
+}
+
+// SetSecret gives a running sandbox a secret.
+func (b *Sandbox) SetSecret(ctx context.Context, s spec.Secret) error {
+	m := wire.SetSecret{Value: s.Value, Mode: s.Mode, UID: s.UID, GID: s.GID, Proxy: s.Proxy, Transient: s.Transient}
+	_, err := ask[wire.Empty](ctx, b, "set secret", http.MethodPut, "/secrets/"+url.PathEscape(s.Name), m)
+	return err
+}
+
+// RemoveSecret takes a secret away.
+func (b *Sandbox) RemoveSecret(ctx context.Context, name string) error {
+	_, err := ask[wire.Empty](ctx, b, "remove secret", http.MethodDelete, "/secrets/"+url.PathEscape(name), nil)
+	return err
+}
+
+// Secrets lists secrets, without values.
+func (b *Sandbox) Secrets(ctx context.Context) ([]spec.SecretState, error) {
+	l, err := ask[wire.Secrets](ctx, b, "list secrets", http.MethodGet, "/secrets", nil)
+	return l.Secrets, err
+}
+
+// SetService adds or replaces a service.
+func (b *Sandbox) SetService(ctx context.Context, s spec.Service) (wire.Service, error) {
+	return ask[wire.Service](ctx, b, "set service", http.MethodPut, "/services/"+url.PathEscape(s.Name), s)
+}
+
+// RemoveService stops and removes a service.
+func (b *Sandbox) RemoveService(ctx context.Context, name string) error {
+	_, err := ask[wire.Empty](ctx, b, "remove service", http.MethodDelete, "/services/"+url.PathEscape(name), nil)
+	return err
+}
+
+// Services lists services.
+func (b *Sandbox) Services(ctx context.Context) ([]wire.Service, error) {
+	l, err := ask[wire.Services](ctx, b, "list services", http.MethodGet, "/services", nil)
+	return l.Services, err
+}
+
+// StartService starts a service; with restart, in any case.
+func (b *Sandbox) StartService(ctx context.Context, name string, restart bool) (wire.Service, error) {
+	verb := "start"
+	if restart {
+		verb = "restart"
+	}
+	return ask[wire.Service](ctx, b, verb+" service", http.MethodPost, "/services/"+url.PathEscape(name)+"/"+verb, nil)
+}
+
+// StopService stops a service until it is started or the sandbox boots.
+func (b *Sandbox) StopService(ctx context.Context, name string) (wire.Service, error) {
+	return ask[wire.Service](ctx, b, "stop service", http.MethodPost, "/services/"+url.PathEscape(name)+"/stop", nil)
+}
+
+// WaitService waits until a service is ready, 10 min at most.
+func (b *Sandbox) WaitService(ctx context.Context, name string) (wire.Service, error) {
+	return ask[wire.Service](ctx, b, "wait for service", http.MethodGet, "/services/"+url.PathEscape(name)+"/wait?timeout_seconds=600", nil)
+}
+
+// ServiceLog writes the newest output of a service to w, and with follow what comes, until ctx ends.
+func (b *Sandbox) ServiceLog(ctx context.Context, name string, w io.Writer, follow bool) error {
+	path := "/services/" + url.PathEscape(name) + "/log"
+	if follow {
+		path += "?follow=1"
+	}
+	_, err := b.download(ctx, "service log", path, nil, w)
+	return err
+}
+
+// Audit calls f for what was done in the sandbox through its agent: an object as `drowse audit -o json` prints.
+func (b *Sandbox) Audit(ctx context.Context, follow bool, f func(json.RawMessage) error) error {
+	return lines(ctx, b, "audit", "/audit?follow="+strconv.FormatBool(follow), f)
+}
+
+// Diff calls f for each path that differs between the sandbox's disk and its image, and at last with End.
+func (b *Sandbox) Diff(ctx context.Context, limit int, f func(wire.Diff) error) error {
+	return lines(ctx, b, "diff", "/diff?limit="+strconv.Itoa(limit), f)
+}
+
+// Network says what the network has passed and denied.
+func (b *Sandbox) Network(ctx context.Context) (spec.NetworkStats, error) {
+	return ask[spec.NetworkStats](ctx, b, "network", http.MethodGet, "/network", nil)
+}
+
+// FollowFlows calls f for flows as they open, end or are denied, until ctx ends.
+func (b *Sandbox) FollowFlows(ctx context.Context, f func(netpolicy.FlowRecord) error) error {
+	return lines(ctx, b, "flows", "/flows/follow", f)
+}
+
+// Inspect returns the whole record.
+func (b *Sandbox) Inspect(ctx context.Context) (json.RawMessage, error) {
+	return ask[json.RawMessage](ctx, b, "inspect", http.MethodGet, "/inspect", nil)
+}
+
+// maxLine bounds a line of a stream, in bytes.
+const maxLine = 4 << 20
+
+// lines calls f for each line of an answer that goes on.
+func lines[T any](ctx context.Context, b *Sandbox, op, path string, f func(T) error) error {
+	resp, err := b.open(ctx, op, http.MethodGet, path, nil, nil)
+	if err != nil {
+		return err
+	}
+	defer resp.Body.Close()
+	in := bufio.NewScanner(resp.Body)
+	in.Buffer(nil, maxLine)
+	for in.Scan() {
+		if len(in.Bytes()) == 0 {
+			continue
+		}
+		var v T
+		if err := json.Unmarshal(in.Bytes(), &v); err != nil {
+			return fail(op, b.name, fmt.Errorf("reading the server's answer: %w", err))
+		}
+		if err := f(v); err != nil {
+			return err
+		}
+	}
+	return fail(op, b.name, in.Err())
+}
+
+// open sends a request whose answer the caller reads, and must close.
+func (b *Sandbox) open(ctx context.Context, op, method, path string, header http.Header, body io.Reader) (*http.Response, error) {
+	resp, err := b.c.send(ctx, method, b.path(path), header, body)
+	if err == nil && resp.StatusCode/100 != 2 {
+		err = errorOf(resp)
+		resp.Body.Close()
+	}
+	if err != nil {
+		return nil, fail(op, b.name, err)
+	}
+	return resp, nil
+}
+
+// errorOf returns the error in an answer.
+func errorOf(resp *http.Response) error {
+	var e wire.ErrorDoc
+	const most = 1 << 20
+	text, err := io.ReadAll(io.LimitReader(resp.Body, most))
+	if err != nil || json.Unmarshal(text, &e) != nil || e.Error.Message == "" {
+		return fmt.Errorf("the server answered %s: is it drowse that serves there?", resp.Status)
+	}
+	return e.Error.Err()
+}
+
+// download writes the body of an answer to w.
+func (b *Sandbox) download(ctx context.Context, op, path string, header http.Header, w io.Writer) (int64, error) {
+	resp, err := b.open(ctx, op, http.MethodGet, path, header, nil)
+	if err != nil {
+		return 0, err
+	}
+	defer resp.Body.Close()
+	n, err := io.Copy(w, resp.Body)
+	return n, fail(op, b.name, err)
+}
+
+// Files are the files of a sandbox. Operations on them wake it. Its methods may be called from any goroutine.
+type Files struct{ b *Sandbox }
+
+// Files returns the sandbox's files.
+func (b *Sandbox) Files() Files { return Files{b} }
+
+func at(path string, more ...string) string {
+	q := url.Values{"path": {path}}
+	for i := 0; i+1 < len(more); i += 2 {
+		if more[i+1] != "" {
+			q.Set(more[i], more[i+1])
+		}
+	}
+	return "?" + q.Encode()
+}
+
+// Stat describes a file, or the target of a symbolic link.
+func (f Files) Stat(ctx context.Context, path string) (wire.FileInfo, error) {
+	return ask[wire.FileInfo](ctx, f.b, "stat file", http.MethodGet, "/files/stat"+at(path), nil)
+}
+
+// Lstat describes a file, or a symbolic link itself.
+func (f Files) Lstat(ctx context.Context, path string) (wire.FileInfo, error) {
+	return ask[wire.FileInfo](ctx, f.b, "stat file", http.MethodGet, "/files/stat"+at(path, "link", "1"), nil)
+}
+
+// ReadDir lists a directory.
+func (f Files) ReadDir(ctx context.Context, dir string) ([]wire.FileInfo, error) {
+	l, err := ask[wire.Directory](ctx, f.b, "list files", http.MethodGet, "/files/list"+at(dir), nil)
+	return l.Entries, err
+}
+
+// ReadFile writes the content of a file to w. The guest decides how much it sends: bound w.
+func (f Files) ReadFile(ctx context.Context, path string, w io.Writer) (int64, error) {
+	return f.b.download(ctx, "read file", "/files"+at(path), nil, w)
+}
+
+// ReadPart is ReadFile of length bytes from an offset on, or fewer at the end.
+func (f Files) ReadPart(ctx context.Context, path string, w io.Writer, offset, length int64) (int64, error) {
+	h := http.Header{"Range": {fmt.Sprintf("bytes=%d-%d", offset, offset+length-1)}}
+	return f.b.download(ctx, "read file", "/files"+at(path), h, w)
+}
+
+// WriteOptions say how WriteFile writes. The zero value replaces the file, or makes one with mode 0644.
+type WriteOptions struct {
+	Mode    string // octal digits
+	Parents bool   // make missing directories
+	Append  bool
+	Create  bool   // only make a new file
+	IfMatch string // only replace the file with this FileInfo.ETag
+	UID     int
+	GID     int
+}
+
+// WriteFile writes a file from r, of any length. Its readers see the old file or the whole new one, unless Append.
+func (f Files) WriteFile(ctx context.Context, path string, r io.Reader, o WriteOptions) (out wire.FileInfo, err error) {
+	h := http.Header{"Content-Type": {"application/octet-stream"}}
+	if o.Create {
+		h.Set("If-None-Match", "*")
+	}
+	if o.IfMatch != "" {
+		h.Set("If-Match", o.IfMatch)
+	}
+	word := map[bool]string{true: "1"}
+	q := at(path, "mode", o.Mode, "parents", word[o.Parents], "append", word[o.Append])
+	if o.UID != 0 || o.GID != 0 {
+		q += fmt.Sprintf("&uid=%d&gid=%d", o.UID, o.GID)
+	}
+	return upload[wire.FileInfo](ctx, f.b, "write file", "/files"+q, h, r)
+}
+
+func upload[T any](ctx context.Context, b *Sandbox, op, path string, h http.Header, r io.Reader) (out T, err error) {
+	resp, err := b.open(ctx, op, http.MethodPut, path, h, r)
+	if err != nil {
+		return out, err
+	}
+	defer resp.Body.Close()
+	return out, fail(op, b.name, json.NewDecoder(io.LimitReader(resp.Body, maxAnswer)).Decode(&out))
+}
+
+// Mkdir makes a directory; mode is octal digits, and "" is 0755.
+func (f Files) Mkdir(ctx context.Context, path, mode string, parents bool) error {
+	_, err := ask[wire.Empty](ctx, f.b, "make directory", http.MethodPost, "/files/mkdir", wire.Mkdir{Path: path, Mode: mode, Parents: parents})
+	return err
+}
+
+// Remove removes a file, an empty directory, or with recursive a tree.
+func (f Files) Remove(ctx context.Context, path string, recursive bool) error {
+	_, err := ask[wire.Empty](ctx, f.b, "remove file", http.MethodDelete, "/files"+at(path, "recursive", map[bool]string{true: "1"}[recursive]), nil)
+	return err
+}
+
+// Rename moves a file or a tree.
+func (f Files) Rename(ctx context.Context, from, to string) error {
+	_, err := ask[wire.Empty](ctx, f.b, "move file", http.MethodPost, "/files/move", wire.Move{From: from, To: to})
+	return err
+}
+
+// Download writes a file or tree to w as a tar stream. The guest has written it: extract it with care.
+func (f Files) Download(ctx context.Context, path string, w io.Writer) (int64, error) {
+	return f.b.download(ctx, "download tree", "/files/tree"+at(path), nil, w)
+}
+
+// Upload makes what a tar stream has below a directory, and the directory if it is missing.
+func (f Files) Upload(ctx context.Context, dir string, r io.Reader) (int64, error) {
+	m, err := upload[wire.Moved](ctx, f.b, "upload tree", "/files/tree"+at(dir), http.Header{"Content-Type": {"application/x-tar"}}, r)
+	return m.Bytes, err
+}
+
+// Watch calls f for changes of files and directories, until ctx ends or f fails. The first event is "ready".
+func (f Files) Watch(ctx context.Context, paths []string, recursive bool, give func(wire.FileEvent) error) error {
+	q := url.Values{"path": paths}
+	if recursive {
+		q.Set("recursive", "1")
+	}
+	return lines(ctx, f.b, "watch files", "/files/watch?"+q.Encode(), give)
+}
+
+// Clone makes a sandbox from a snapshot: sandbox.Host.Clone.
+func (c *Client) Clone(ctx context.Context, snapshot string, m wire.Clone) (s records.Sandbox, err error) {
+	err = c.call(ctx, "clone", m.Name, http.MethodPost, "/v1/snapshots/"+url.PathEscape(snapshot)+"/clone", m, &s)
+	return s, err
+}
+
+// ExportSnapshot writes a snapshot to w for ImportSnapshot.
+func (c *Client) ExportSnapshot(ctx context.Context, snapshot string, w io.Writer) (int64, error) {
+	resp, err := c.send(ctx, http.MethodGet, "/v1/snapshots/"+url.PathEscape(snapshot)+"/export", nil, nil)
+	return copied(resp, err, "export snapshot", w)
+}
+
+func copied(resp *http.Response, err error, op string, w io.Writer) (n int64, _ error) {
+	if err == nil {
+		defer resp.Body.Close()
+		if resp.StatusCode != http.StatusOK {
+			return 0, fail(op, "", errorOf(resp))
+		}
+		n, err = io.Copy(w, resp.Body)
+	}
+	return n, fail(op, "", err)
+}
+
+// ImportSnapshot makes a snapshot of what ExportSnapshot has written.
+func (c *Client) ImportSnapshot(ctx context.Context, r io.Reader) (out wire.Imported, err error) {
+	err = c.post(ctx, "import snapshot", "/v1/snapshots/import", r, &out)
+	return out, err
+}
+
+// post uploads bytes.
+func (c *Client) post(ctx context.Context, op, path string, r io.Reader, out any) error {
+	resp, err := c.send(ctx, http.MethodPost, path, http.Header{"Content-Type": {"application/octet-stream"}}, r)
+	if err == nil {
+		defer resp.Body.Close()
+		if resp.StatusCode/100 != 2 {
+			err = errorOf(resp)
+		} else {
+			err = json.NewDecoder(io.LimitReader(resp.Body, maxAnswer)).Decode(out)
+		}
+	}
+	return fail(op, "", err)
+}
+
+// Volumes lists volumes.
+func (c *Client) Volumes(ctx context.Context) ([]wire.Volume, error) {
+	l, err := get[wire.Volumes](ctx, c, "list volumes", "", "/v1/volumes")
+	return l.Volumes, err
+}
+
+// CreateVolume makes a volume.
+func (c *Client) CreateVolume(ctx context.Context, m wire.MakeVolume) (v wire.Volume, err error) {
+	err = c.call(ctx, "create volume", "", http.MethodPost, "/v1/volumes", m, &v)
+	return v, err
+}
+
+// ResizeVolume enlarges a volume.
+func (c *Client) ResizeVolume(ctx context.Context, name string, sizeMiB int64) (v wire.Volume, err error) {
+	err = c.call(ctx, "resize volume", "", http.MethodPost, "/v1/volumes/"+url.PathEscape(name)+"/resize", wire.ResizeVolume{SizeMiB: sizeMiB}, &v)
+	return v, err
+}
+
+// RemoveVolume removes a volume that no sandbox names.
+func (c *Client) RemoveVolume(ctx context.Context, name string) error {
+	return c.call(ctx, "remove volume", "", http.MethodDelete, "/v1/volumes/"+url.PathEscape(name), nil, &wire.Empty{})
+}
+
+// PullImage begins to make an image from a registry or of Debian packages: see Operation.
+func (c *Client) PullImage(ctx context.Context, m wire.Pull) (o wire.Operation, err error) {
+	err = c.call(ctx, "pull image", "", http.MethodPost, "/v1/images/pull", m, &o)
+	return o, err
+}
+
+// ImportImage makes an image of a stream; format is docker-archive, oci-archive or tar.
+func (c *Client) ImportImage(ctx context.Context, format, tag string, r io.Reader) (i wire.Image, err error) {
+	err = c.post(ctx, "import image", "/v1/images/import?"+url.Values{"format": {format}, "tag": {tag}}.Encode(), r, &i)
+	return i, err
+}
+
+// ExportImage writes an image to w; format is erofs, tar or oci-archive.
+func (c *Client) ExportImage(ctx context.Context, ref, format string, w io.Writer) (int64, error) {
+	resp, err := c.send(ctx, http.MethodGet, "/v1/images/"+url.PathEscape(ref)+"/export?format="+url.QueryEscape(format), nil, nil)
+	return copied(resp, err, "export image", w)
+}
+
+// RemoveImage removes an image that nothing needs, or one of its tags.
+func (c *Client) RemoveImage(ctx context.Context, ref string) (r wire.ImageRemoved, err error) {
+	err = c.call(ctx, "remove image", "", http.MethodDelete, "/v1/images/"+url.PathEscape(ref), nil, &r)
+	return r, err
+}
+
+// Operations lists what goes on after its request.
+func (c *Client) Operations(ctx context.Context) ([]wire.Operation, error) {
+	l, err := get[wire.Operations](ctx, c, "list operations", "", "/v1/operations")
+	return l.Operations, err
+}
+
+// Operation says how far an operation is.
+func (c *Client) Operation(ctx context.Context, id string) (wire.Operation, error) {
+	return get[wire.Operation](ctx, c, "get operation", "", "/v1/operations/"+url.PathEscape(id))
+}
+
+// CancelOperation cancels an operation.
+func (c *Client) CancelOperation(ctx context.Context, id string) (o wire.Operation, err error) {
+	err = c.call(ctx, "cancel operation", "", http.MethodDelete, "/v1/operations/"+url.PathEscape(id), nil, &o)
+	return o, err
+}
+
+// send sends a request with a body that is read as it goes.
+func (c *Client) send(ctx context.Context, method, path string, header http.Header, body io.Reader) (*http.Response, error) {
+	if body != nil { // its length is not known, whatever its type
+		body = struct{ io.Reader }{body}
+	}
+	req, err := http.NewRequestWithContext(ctx, method, c.base+path, body)
+	if err != nil {
+		return nil, err
+	}
+	for key, values := range header {
+		req.Header[key] = values
+	}
+	if c.token != "" {
+		req.Header.Set("Authorization", "Bearer "+c.token)
+	}
+	resp, err := c.http.Do(req)
+	var ue *url.Error
+	if errors.As(err, &ue) {
+		err = fmt.Errorf("asking the server at %s: %w", strings.TrimSuffix(c.base, "/"), ue.Err)
+	}
+	return resp, err
+}

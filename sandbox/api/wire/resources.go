@@ -1,0 +1,153 @@
+package wire
+
+import (
+	"time"
+
+	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/sandbox/spec"
+)
+
+// SetSecret is PUT /v1/sandboxes/NAME/secrets/SECRET. No answer, log or audit trail has the value.
+type SetSecret struct {
+	// Value is base64, and at most 64 KiB.
+	Value []byte `json:"value"`
+	Mode  uint16 `json:"mode,omitempty"`
+	UID   uint32 `json:"uid,omitempty"`
+	GID   uint32 `json:"gid,omitempty"`
+	// Proxy keeps it from the guest: the proxy puts it into requests.
+	Proxy bool `json:"proxy,omitempty"`
+	// Transient means that the sandbox does not wait for it after a wake.
+	Transient bool `json:"transient,omitempty"`
+}
+
+// Secrets is GET /v1/sandboxes/NAME/secrets.
+type Secrets struct {
+	Secrets []spec.SecretState `json:"secrets"`
+}
+
+// Service is a service with its state: what `drowse service ls -o json` has of one.
+type Service struct {
+	spec.Service
+	// State is one of ServiceStates, or empty for a sandbox that does not run.
+	State    string     `json:"state,omitempty"`
+	PID      int        `json:"pid,omitempty"`
+	Restarts uint64     `json:"restarts"`
+	Started  *time.Time `json:"started,omitempty"`
+	// ExitCode, as a shell gives it, and Ended belong to the last run that ended.
+	ExitCode *int       `json:"exit_code,omitempty"`
+	Ended    *time.Time `json:"ended,omitempty"`
+	Problem  string     `json:"problem,omitempty"`
+	// Ready reports that it runs and that its check has passed since its start, at ReadyAt.
+	Ready         bool       `json:"ready"`
+	ReadyAt       *time.Time `json:"ready_at,omitempty"`
+	CheckProblem  string     `json:"check_problem,omitempty"`
+	CheckRestarts uint64     `json:"check_restarts,omitempty"`
+}
+
+// Services is GET /v1/sandboxes/NAME/services.
+type Services struct {
+	Services []Service `json:"services"`
+}
+
+// SetService is PUT /v1/sandboxes/NAME/services/SERVICE: a spec.Service without its name.
+type SetService = spec.Service
+
+// Volume is a disk that outlives the sandboxes that use it.
+type Volume struct {
+	Name      string    `json:"name"`
+	ID        string    `json:"id"`
+	SizeBytes int64     `json:"size_bytes"`
+	Allocated int64     `json:"allocated_bytes"` // of the host's disk
+	Created   time.Time `json:"created"`
+	UsedBy    []string  `json:"used_by"` // names of sandboxes
+}
+
+// Volumes is GET /v1/volumes.
+type Volumes struct {
+	Volumes []Volume `json:"volumes"`
+}
+
+// MakeVolume is POST /v1/volumes.
+type MakeVolume struct {
+	Name    string `json:"name"`
+	SizeMiB int64  `json:"size_mib"`
+}
+
+// ResizeVolume is POST /v1/volumes/VOLUME/resize: volumes grow, and do not shrink.
+type ResizeVolume struct {
+	SizeMiB int64 `json:"size_mib"`
+}
+
+// Clone is POST /v1/snapshots/ID/clone: a new sandbox with the memory, processes and files of a snapshot.
+type Clone struct {
+	Name     string            `json:"name,omitempty"`
+	Metadata spec.Metadata     `json:"metadata,omitzero"`
+	Idle     *spec.Idle        `json:"idle,omitempty"`
+	Policy   *netpolicy.Policy `json:"policy,omitempty"` // the snapshot's by default
+}
+
+// Imported is the answer to POST /v1/snapshots/import. Dropped names what the stream said and the host does not take
+// from a stranger.
+type Imported struct {
+	spec.SnapshotInfo
+	Dropped []string `json:"dropped"`
+}
+
+// Pull is POST /v1/images/pull.
+type Pull struct {
+	// From is docker://REFERENCE or debian:SUITE.
+	From string `json:"from"`
+	Tag  string `json:"tag,omitempty"`
+	// Include are additional Debian packages.
+	Include  []string `json:"include,omitempty"`
+	Platform string   `json:"platform,omitempty"` // OS/ARCH
+	NoCache  bool     `json:"no_cache,omitempty"`
+}
+
+// ImageRemoved is the answer to DELETE /v1/images/REF.
+type ImageRemoved struct {
+	ID       string   `json:"id"`
+	Untagged []string `json:"untagged"`
+	Deleted  bool     `json:"deleted"` // it had no other tag
+}
+
+// Operation is work that goes on after its request. The server keeps it in memory, the last 100 of all callers.
+type Operation struct {
+	ID    string `json:"id"`
+	Kind  string `json:"kind"`
+	State string `json:"state"`
+	// Stage, Done and Total are its progress, in bytes where the stage has any; Total is 0 if it is not known.
+	Stage string     `json:"stage,omitempty"`
+	Done  int64      `json:"done"`
+	Total int64      `json:"total"`
+	Begun time.Time  `json:"begun"`
+	Ended *time.Time `json:"ended,omitempty"`
+	// Image is the id of the image that it has made.
+	Image string `json:"image,omitempty"`
+	Error *Error `json:"error,omitempty"`
+}
+
+// OperationStates are the values of Operation.State.
+var OperationStates = []string{"running", "done", "failed", "canceled"}
+
+// Operations is GET /v1/operations.
+type Operations struct {
+	Operations []Operation `json:"operations"`
+}
+
+// Diff is a line of GET /v1/sandboxes/NAME/diff: a path that differs from the image, or the end of the list.
+type Diff struct {
+	// Op is added, changed or removed.
+	Op   string `json:"op,omitempty"`
+	Path string `json:"path,omitempty"`
+	Kind string `json:"kind,omitempty"`
+	Mode string `json:"mode,omitempty"`
+	UID  uint32 `json:"uid"`
+	GID  uint32 `json:"gid"`
+	Size int64  `json:"size"`
+	From string `json:"from,omitempty"` // of a directory that was moved
+	// End is set on the last line alone: More says that there are more, Partial what is not known.
+	End     bool   `json:"end,omitempty"`
+	More    bool   `json:"more,omitempty"`
+	Partial string `json:"partial,omitempty"`
+}
