@@ -95,7 +95,10 @@ func (b *inbox) Read(p []byte) (n int, err error) {
 	}
 	b.held, b.consumed = b.held-n, b.consumed+uint64(n)
 	if n == 0 {
-		err = io.EOF
+		// The end of the stream is not the end of stdin: a process that outlives the stream must not take it for that.
+		if err = io.EOF; b.over {
+			err = net.ErrClosed
+		}
 	}
 	b.changed.Broadcast()
 	b.mu.Unlock()
@@ -294,9 +297,9 @@ func (v *conversation) run(s *guest.Session, stdin bool) (*wire.Control, error) 
 		err := v.listen(s, stdin)
 		heard <- err
 		// Output that the client does not take must not hold up the end.
-		v.in.close()
 		v.out.close()
 		_ = s.Close()
+		v.in.close()
 	}()
 	st, err := s.Wait()
 	v.in.close()
