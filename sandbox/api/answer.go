@@ -32,6 +32,7 @@ type streamed struct {
 type streamWriter struct {
 	w      http.ResponseWriter
 	out    *http.ResponseController
+	ctx    context.Context
 	status int
 	flush  bool
 	begun  bool
@@ -47,6 +48,9 @@ func (s *streamWriter) begin() {
 func (s *streamWriter) Write(p []byte) (int, error) {
 	s.begin()
 	_ = s.out.SetWriteDeadline(time.Now().Add(sendTime)) // test writers may lack deadlines
+	if err := s.ctx.Err(); err != nil {                  // after the deadline, which interrupt sets after this
+		return 0, context.Cause(s.ctx)
+	}
 	n, err := s.w.Write(p)
 	if err == nil && s.flush {
 		if ferr := s.out.Flush(); ferr != nil && !errors.Is(ferr, http.ErrNotSupported) {
@@ -59,7 +63,7 @@ func (s *streamWriter) Write(p []byte) (int, error) {
 // stream writes a streamed answer.
 func (s *Server) stream(w http.ResponseWriter, r *http.Request, op string, status int, doc *streamed) {
 	w.Header().Set("Content-Type", doc.kind)
-	out := &streamWriter{w: w, out: http.NewResponseController(w), status: status, flush: doc.flush}
+	out := &streamWriter{w: w, out: http.NewResponseController(w), ctx: r.Context(), status: status, flush: doc.flush}
 	if doc.flush {
 		w.Header().Set("X-Accel-Buffering", "no") // proxies pass lines on
 	}
@@ -71,7 +75,7 @@ func (s *Server) stream(w http.ResponseWriter, r *http.Request, op string, statu
 		for _, name := range []string{"Content-Length", "Content-Range", "ETag", "Last-Modified", "Accept-Ranges"} {
 			w.Header().Del(name)
 		}
-		s.fail(w, r, fleet.Fail(op, r.PathValue("name"), err))
+		s.fail(w, r, fleet.Fail(op, r.PathValue("name"), asked(err)))
 	case doc.flush:
 		// Lines are whole by themselves.
 		s.log.Debug("a stream over HTTP has ended", "op", op, "error", err)
@@ -155,6 +159,7 @@ func (s *Server) follow(r *request, f func(ctx context.Context, give func(any) e
 type uploaded struct {
 	r   io.Reader
 	out *http.ResponseController
+	ctx context.Context
 }
 
 // bodyPause is how long a client may send nothing of an upload.
@@ -162,6 +167,9 @@ const bodyPause = 2 * time.Minute
 
 func (u uploaded) Read(p []byte) (int, error) {
 	_ = u.out.SetReadDeadline(time.Now().Add(bodyPause)) // test writers may lack deadlines
+	if u.ctx.Err() != nil {                              // after the deadline, which interrupt sets after this
+		return 0, context.Cause(u.ctx)
+	}
 	n, err := u.r.Read(p)
 	if err != nil && !errors.Is(err, io.EOF) {
 		err = fmt.Errorf("%w: reading the body: %w", sandbox.ErrSpec, err)
@@ -171,7 +179,7 @@ func (u uploaded) Read(p []byte) (int, error) {
 
 // upload returns the body of a request that is read as it comes.
 func (r *request) upload() io.Reader {
-	return uploaded{r.Body, http.NewResponseController(r.w)}
+	return uploaded{r.Body, http.NewResponseController(r.w), r.Context()}
 }
 
 // serveSocket serves a route of WebSockets.
@@ -198,7 +206,7 @@ func (s *Server) serveSocket(rt route, w http.ResponseWriter, r *http.Request) {
 	begin := time.Now()
 	last, err := rt.socket(req, c)
 	if err != nil {
-		err = fleet.Fail(rt.op, req.name(), err)
+		err = fleet.Fail(rt.op, req.name(), asked(err))
 	}
 	s.log.Info("stream over HTTP", "by", req.caller().Name, "op", rt.op, "sandbox", req.name(), "took_ms", time.Since(begin).Milliseconds(), "error", err)
 	c.end(last, err)

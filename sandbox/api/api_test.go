@@ -182,19 +182,35 @@ func (d describedTransport) RoundTrip(r *http.Request) (*http.Response, error) {
 
 // description is the part of an OpenAPI document that the tests use.
 type description struct {
-	OpenAPI string `json:"openapi"`
-	Paths   map[string]map[string]struct {
-		Responses map[string]struct {
-			Ref     string `json:"$ref"`
-			Content map[string]struct {
-				Schema *jsonschema.Schema `json:"schema"`
-			} `json:"content"`
-		} `json:"responses"`
-	} `json:"paths"`
+	OpenAPI    string                          `json:"openapi"`
+	Paths      map[string]map[string]operation `json:"paths"`
 	Components struct {
 		Schemas   map[string]*jsonschema.Schema `json:"schemas"`
 		Responses map[string]json.RawMessage    `json:"responses"`
 	} `json:"components"`
+}
+
+// operation is a method of a path.
+type operation struct {
+	Parameters []struct {
+		Name, In string
+		Required bool
+		Schema   *jsonschema.Schema
+		Example  any
+	}
+	RequestBody struct {
+		Required bool
+		Content  map[string]mediaType
+	}
+	Responses map[string]struct {
+		Ref     string `json:"$ref"`
+		Content map[string]mediaType
+	}
+}
+
+type mediaType struct {
+	Schema  *jsonschema.Schema
+	Example json.RawMessage
 }
 
 var theDescription = sync.OnceValues(func() (d description, err error) {

@@ -20,18 +20,29 @@ const (
 	maxKey       = 255 // bytes
 	maxKeys      = 4096
 	maxKeysOfOne = 1024
+	maxKeysHeld  = 64 << 20 // bytes of answers
 )
 
 // keys are the answers to requests with an Idempotency-Key that have succeeded, or are under way. A request with the
 // same key of the same caller gets the same answer. A failed one is forgotten, so that it can be tried again. They
 // are lost with the server.
 type keys struct {
-	mu  sync.Mutex // guards what follows
-	all map[keyOf]*answered
-	of  map[string]int
+	mu   sync.Mutex // guards what follows
+	all  map[keyOf]*answered
+	of   map[caller]int
+	held int // bytes of all answers
 }
 
-type keyOf struct{ caller, key string }
+type keyOf struct {
+	caller caller
+	key    string
+}
+
+// caller is a Caller over time: a later token of the same name is another.
+type caller struct {
+	name, owner string
+	hash        [sha256.Size]byte
+}
 
 type answered struct {
 	what [sha256.Size]byte // method, path and body
@@ -56,19 +67,22 @@ func (s *Server) once(r *request, do func() (int, any, error)) (int, any, error)
 		return 0, nil, err
 	}
 	what := sha256.Sum256(bytes.Join([][]byte{[]byte(r.Method), []byte(r.URL.RequestURI()), text}, []byte{0}))
-	name := keyOf{r.caller().Name, key}
+	name := keyOf{caller{r.caller().Name, r.caller().Owner, r.caller().token.Hash}, key}
 	for {
 		a, mine, err := s.keys.take(name, what)
 		if err != nil {
 			return 0, nil, err
 		}
 		if mine {
-			status, doc, err := do()
 			var out []byte
+			known, code := false, 0
+			defer func() { s.keys.end(name, a, known, code, out) }() // also after a panic
+			status, doc, err := do()
+			code = status
 			if err == nil {
 				out, err = json.Marshal(doc)
 			}
-			s.keys.end(name, a, err == nil && len(out) <= wire.MaxBody, status, out)
+			known = err == nil && len(out) <= wire.MaxBody
 			return status, doc, err
 		}
 		select {
@@ -88,7 +102,7 @@ func (k *keys) take(name keyOf, what [sha256.Size]byte) (a *answered, mine bool,
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	if k.all == nil {
-		k.all, k.of = map[keyOf]*answered{}, map[string]int{}
+		k.all, k.of = map[keyOf]*answered{}, map[caller]int{}
 	}
 	if a = k.all[name]; a != nil && time.Since(a.at) < keyTime {
 		if a.what != what {
@@ -115,14 +129,15 @@ func (k *keys) take(name keyOf, what [sha256.Size]byte) (a *answered, mine bool,
 }
 
 func (k *keys) drop(name keyOf) {
+	k.held -= len(k.all[name].doc)
 	delete(k.all, name)
 	if k.of[name.caller]--; k.of[name.caller] == 0 {
 		delete(k.of, name.caller)
 	}
 }
 
-// evict drops the oldest answer of those that may go.
-func (k *keys) evict(may func(keyOf) bool) {
+// evict drops the oldest answer of those that may go, and reports whether there was one.
+func (k *keys) evict(may func(keyOf) bool) bool {
 	var oldest keyOf
 	var found *answered
 	for name, a := range k.all {
@@ -133,14 +148,20 @@ func (k *keys) evict(may func(keyOf) bool) {
 	if found != nil {
 		k.drop(oldest)
 	}
+	return found != nil
 }
 
 // end sets the answer of a key, or forgets it.
 func (k *keys) end(name keyOf, a *answered, ok bool, status int, doc []byte) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	a.ok, a.code, a.doc = ok, status, doc
-	if !ok {
+	a.ok, a.code = ok, status
+	if ok {
+		a.doc = doc
+		k.held += len(doc)
+		for k.held > maxKeysHeld && k.evict(func(n keyOf) bool { return n != name }) {
+		}
+	} else {
 		k.drop(name)
 	}
 	close(a.done)

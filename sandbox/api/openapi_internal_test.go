@@ -130,6 +130,43 @@ func everywhere(v any, change func(object)) {
 
 type object = map[string]any
 
+// examples are those of parameters of paths and queries, and of the bodies of operations. A test sends them.
+var examples = object{
+	"{name}": "web", "{process}": "job", "{port}": "8080", "{secret}": "key", "{service}": "main", "{id}": anID, "{ref}": "test", "{volume}": "data", "{operation}": "ABCDEFGHIJKLMNOPQRSTUVWXYZ",
+	"path": "/etc/hostname", "limit": 100, "tail": 4096, "mode": "0644", "offset": 0, "window": 1 << 20, "timeout_seconds": 60, "before": "2030-01-01T00:00:00Z", "uid": 1000, "gid": 1000,
+	"format": "tar", "tag": "site", "follow": "1",
+	"Range": "bytes=0-1", "If-None-Match": "*", "If-Match": "*", "Idempotency-Key": "2f1a6e",
+	"GET /v1/sandboxes/{name}/files/list?path":             "/etc",
+	"PUT /v1/sandboxes/{name}/files/tree?path":             "/srv",
+	"GET /v1/images/{ref}/export?format":                   "erofs",
+	"POST /v1/sandboxes":                                   object{"spec": object{"name": "api", "image": "test", "memory_mib": 256}, "metadata": object{"class": "resumable", "purpose": "a server"}},
+	"PATCH /v1/sandboxes/{name}":                           object{"purpose": "a server", "tags": []string{"site"}},
+	"POST /v1/sandboxes/{name}/sleep":                      object{"hooks": "skip"},
+	"POST /v1/sandboxes/{name}/stop":                       object{"timeout_seconds": 30},
+	"POST /v1/sandboxes/{name}/snapshot":                   object{"note": "before the update"},
+	"POST /v1/sandboxes/{name}/restore":                    object{"snapshot": anID},
+	"POST /v1/sandboxes/{name}/fork":                       object{"children": []object{{"name": "child", "tags": []string{"try"}}}},
+	"POST /v1/sandboxes/{name}/rename":                     object{"to": "other"},
+	"POST /v1/sandboxes/{name}/extend":                     object{"until": "2100-01-01T00:00:00Z"},
+	"POST /v1/sandboxes/{name}/exec":                       object{"command": []string{"true"}, "timeout_seconds": 10},
+	"PUT /v1/sandboxes/{name}/policy":                      object{"version": 1, "rules": []object{}},
+	"POST /v1/sandboxes/{name}/processes":                  object{"command": []string{"true"}, "process": "once"},
+	"POST /v1/sandboxes/{name}/processes/{process}/signal": object{"signal": 15},
+	"POST /v1/sandboxes/{name}/files/mkdir":                object{"path": "/srv/data", "parents": true},
+	"POST /v1/sandboxes/{name}/files/move":                 object{"from": "/etc/hostname", "to": "/etc/name"},
+	"PUT /v1/sandboxes/{name}/secrets/{secret}":            object{"value": "aHVudGVyMg=="},
+	"PUT /v1/sandboxes/{name}/services/{service}":          object{"argv": []string{"run"}},
+	"POST /v1/snapshots/{id}/clone":                        object{"name": "copy"},
+	"POST /v1/snapshots/{id}/tags":                         object{"tags": []string{"golden"}},
+	"POST /v1/images/pull":                                 object{"from": "docker://debian:13-slim", "tag": "debian"},
+	"POST /v1/volumes":                                     object{"name": "cache", "size_mib": 64},
+	"POST /v1/volumes/{volume}/resize":                     object{"size_mib": 128},
+	"POST /v1/prune":                                       object{"dry_run": true},
+}
+
+// anID stands for a snapshot.
+const anID = "0123456789abcdef0123456789abcdef"
+
 // describe makes the description from the routes.
 func describe(t *testing.T) []byte {
 	schemas := object{}
@@ -180,7 +217,7 @@ func describe(t *testing.T) []byte {
 		op := object{"summary": rt.says, "operationId": strings.ToLower(rt.method) + regexp.MustCompile(`[^a-z]+`).ReplaceAllString(strings.TrimPrefix(rt.path, "/v1"), "_")}
 		var params []object
 		for _, m := range inPath.FindAllStringSubmatch(rt.path, -1) {
-			params = append(params, object{"name": m[1], "in": "path", "required": true, "schema": object{"type": "string"}})
+			params = append(params, object{"name": m[1], "in": "path", "required": true, "schema": object{"type": "string"}, "example": examples["{"+m[1]+"}"]})
 		}
 		for _, q := range rt.query {
 			schema := object{"type": "string"}
@@ -197,6 +234,11 @@ func describe(t *testing.T) []byte {
 			if q.required {
 				is["required"] = true
 			}
+			if e := examples[rt.method+" "+rt.path+"?"+q.name]; e != nil {
+				is["example"] = e
+			} else if e := examples[q.name]; e != nil {
+				is["example"] = e
+			}
 			params = append(params, is)
 		}
 		headers := rt.headers
@@ -204,13 +246,21 @@ func describe(t *testing.T) []byte {
 			headers = append(headers, param{name: "Idempotency-Key", says: "at most 255 bytes: within 24 h, the caller's same request with the same key gets the same answer, and another gets 422"})
 		}
 		for _, h := range headers {
-			params = append(params, object{"name": h.name, "in": "header", "description": h.says, "schema": object{"type": "string"}})
+			is := object{"name": h.name, "in": "header", "description": h.says, "schema": object{"type": "string"}}
+			if e := examples[h.name]; e != nil {
+				is["example"] = e
+			}
+			params = append(params, is)
 		}
 		if params != nil {
 			op["parameters"] = params
 		}
 		if rt.takes != nil {
-			op["requestBody"] = object{"required": rt.needsBody, "content": content("application/json", ref(rt.takes, forBodies, "Request"))}
+			body := object{"schema": ref(rt.takes, forBodies, "Request")}
+			if e := examples[rt.method+" "+rt.path]; e != nil {
+				body["example"] = e
+			}
+			op["requestBody"] = object{"required": rt.needsBody, "content": object{"application/json": body}}
 		}
 		if rt.takesKind != "" {
 			op["requestBody"] = object{"required": true, "content": content(rt.takesKind, object{"type": "string", "format": "binary"})}

@@ -111,6 +111,9 @@ func (s *Server) ownSpec(c Caller, want *spec.VM, m *spec.Metadata) error {
 		return notOwner(c)
 	case len(want.Volumes) > 0:
 		return own(wire.CodeForbidden, "use a token without an owner", "volumes belong to the host, and %s is for sandboxes of one owner", c.Name)
+	case len(want.Tags) > 0:
+		// Policies of other owners' sandboxes may let in what has a tag.
+		return own(wire.CodeForbidden, "use a token without an owner", "tags of network policies belong to the host, and %s is for sandboxes of one owner", c.Name)
 	}
 	return nil
 }

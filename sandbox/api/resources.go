@@ -9,7 +9,10 @@ import (
 	"net/http"
 	"slices"
 	"strings"
+	"syscall"
 	"time"
+
+	"google.golang.org/grpc/codes"
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/guest/audit"
@@ -18,11 +21,14 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image/oci"
 	"github.com/drowse-vm/drowse/rootfs/volume"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/api/tokens"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
 	"github.com/drowse-vm/drowse/sandbox/control"
+	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/records"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
+	"github.com/drowse-vm/drowse/snapshot"
 )
 
 // resourceRoutes returns the routes of what belongs to a sandbox.
@@ -208,10 +214,10 @@ func diffLines(s *Server, r *request) (int, any, error) {
 // hostRoutes returns the routes of what sandboxes share.
 func hostRoutes() []route {
 	get, post, del := http.MethodGet, http.MethodPost, http.MethodDelete
-	const snapshot, volume, img = "/v1/snapshots/{id}", "/v1/volumes/{volume}", "/v1/images/{ref}"
+	const shot, vol, img = "/v1/snapshots/{id}", "/v1/volumes/{volume}", "/v1/images/{ref}"
 	const binary = "application/octet-stream"
 	return []route{
-		{method: get, path: snapshot, scope: ScopeRead, op: "get snapshot", says: "Say what is known of a snapshot.", gives: spec.SnapshotInfo{}, serve: func(s *Server, r *request) (int, any, error) {
+		{method: get, path: shot, scope: ScopeRead, op: "get snapshot", says: "Say what is known of a snapshot.", gives: spec.SnapshotInfo{}, serve: func(s *Server, r *request) (int, any, error) {
 			id, err := s.reachesSnapshot(r.Context(), r.caller(), r.PathValue("id"))
 			if err != nil {
 				return 0, nil, err
@@ -222,8 +228,8 @@ func hostRoutes() []route {
 			}
 			return ok(d.SnapshotInfo, nil)
 		}},
-		{method: post, path: snapshot + "/clone", scope: ScopeCreate, op: "clone", says: "Make a sandbox from a snapshot, with its memory, processes and files, and an identity of its own.", takes: wire.Clone{}, gives: records.Sandbox{}, created: true, idempotent: true, serve: cloneSnapshot},
-		{method: get, path: snapshot + "/export", scope: ScopeCreate, op: "export snapshot", says: "Give a snapshot as one stream for an import on another host. It has the memory of the sandbox, and not its image.", kind: binary, room: roomTransfers, noLimit: true, serve: func(s *Server, r *request) (int, any, error) {
+		{method: post, path: shot + "/clone", scope: ScopeCreate, op: "clone", says: "Make a sandbox from a snapshot, with its memory, processes and files, and an identity of its own.", takes: wire.Clone{}, gives: records.Sandbox{}, created: true, idempotent: true, serve: cloneSnapshot},
+		{method: get, path: shot + "/export", scope: ScopeCreate, op: "export snapshot", says: "Give a snapshot as one stream for an import on another host. It has the memory of the sandbox, and not its image.", kind: binary, room: roomTransfers, noLimit: true, serve: func(s *Server, r *request) (int, any, error) {
 			id, err := s.reachesSnapshot(r.Context(), r.caller(), r.PathValue("id"))
 			if err != nil {
 				return 0, nil, err
@@ -234,8 +240,11 @@ func hostRoutes() []route {
 		}},
 		{method: post, path: "/v1/snapshots/import", scope: ScopeAdmin, op: "import snapshot", says: "Make a snapshot of what an export has given. Its author is a stranger: docs/guides/snapshots.md.", takesKind: binary, gives: wire.Imported{}, room: roomTransfers, noLimit: true, serve: func(s *Server, r *request) (int, any, error) {
 			res, err := s.o.Host.State.ImportSnapshot(r.Context(), r.upload(), state.ImportOptions{})
-			if errors.Is(err, state.ErrImport) {
-				err = fmt.Errorf("%w: %w", sandbox.ErrSpec, err)
+			for _, theirs := range []error{state.ErrImport, snapshot.ErrIncomplete, snapshot.ErrCorrupt, snapshot.ErrVersion} {
+				if errors.Is(err, theirs) { // it is about what was sent, not about the host's snapshots
+					err = own("import", "send what an export has given, whole", "%w", err)
+					break
+				}
 			}
 			return ok(wire.Imported{SnapshotInfo: res.SnapshotInfo, Dropped: res.Dropped}, err)
 		}},
@@ -262,10 +271,10 @@ func hostRoutes() []route {
 			v, err := s.volume(m.Name)
 			return http.StatusCreated, v, err
 		}},
-		{method: get, path: volume, scope: ScopeRead, allOwners: true, op: "get volume", says: "Say what is known of a volume.", gives: wire.Volume{}, serve: func(s *Server, r *request) (int, any, error) {
+		{method: get, path: vol, scope: ScopeRead, allOwners: true, op: "get volume", says: "Say what is known of a volume.", gives: wire.Volume{}, serve: func(s *Server, r *request) (int, any, error) {
 			return ok(s.volume(r.PathValue("volume")))
 		}},
-		{method: post, path: volume + "/resize", scope: ScopeAdmin, op: "resize volume", says: "Enlarge a volume that nothing uses.", takes: wire.ResizeVolume{}, needsBody: true, gives: wire.Volume{}, serve: func(s *Server, r *request) (int, any, error) {
+		{method: post, path: vol + "/resize", scope: ScopeAdmin, op: "resize volume", says: "Enlarge a volume that nothing uses.", takes: wire.ResizeVolume{}, needsBody: true, gives: wire.Volume{}, serve: func(s *Server, r *request) (int, any, error) {
 			size, err := bytesOf(r.body.(*wire.ResizeVolume).SizeMiB)
 			if err == nil {
 				_, err = s.o.Host.State.ResizeVolume(r.Context(), r.PathValue("volume"), size)
@@ -275,7 +284,7 @@ func hostRoutes() []route {
 			}
 			return ok(s.volume(r.PathValue("volume")))
 		}},
-		{method: del, path: volume, scope: ScopeAdmin, op: "remove volume", says: "Remove a volume that no sandbox names.", gives: wire.Empty{}, serve: func(s *Server, r *request) (int, any, error) {
+		{method: del, path: vol, scope: ScopeAdmin, op: "remove volume", says: "Remove a volume that no sandbox names.", gives: wire.Empty{}, serve: func(s *Server, r *request) (int, any, error) {
 			return ok(wire.Empty{}, s.o.Host.State.RemoveVolume(r.Context(), r.PathValue("volume")))
 		}},
 		{method: post, path: "/v1/images/pull", scope: ScopeAdmin, op: "pull image", says: "Make an image from a registry or of Debian packages, as an operation.", takes: wire.Pull{}, needsBody: true, gives: wire.Operation{}, accepted: true, idempotent: true, serve: pullImage},
@@ -327,6 +336,11 @@ func cloneSnapshot(s *Server, r *request) (int, any, error) {
 	if err != nil {
 		return 0, nil, err
 	}
+	done, err := s.makes(r.Context(), m.Metadata.Owner, m.Name)
+	if err != nil {
+		return 0, nil, err
+	}
+	defer done()
 	b, err := s.o.Host.Clone(r.Context(), id, sandbox.CloneOptions{Name: m.Name, Policy: m.Policy, Idle: m.Idle, Metadata: &m.Metadata})
 	if err != nil {
 		return 0, nil, err
@@ -347,12 +361,44 @@ func asked(err error) error {
 	switch {
 	case errors.Is(err, volume.ErrExists):
 		return fmt.Errorf("%w: %w", sandbox.ErrExists, err)
+	case errors.Is(err, tokens.ErrUnknown), errors.Is(err, tokens.ErrExpired):
+		return own(wire.CodeUnauthorized, showToken, "%w", err)
 	case errors.Is(err, volume.ErrNoSpace):
 		return own("no-space", "free space", "%w", err)
 	case errors.Is(err, state.ErrStoreBusy):
 		return own(wire.CodeBusy, "try again in a second", "%w", err)
 	}
+	if remote, ok := errors.AsType[*guest.RemoteError](err); ok && fleet.CodeOf(err) == "guest-failed" {
+		if code := guestCodes[remote.Code]; code != "" {
+			return own(code, guestRemedies[code], "%w", err)
+		}
+	}
+	_, refused := errors.AsType[*guest.ForwardError](err)
+	if (refused || errors.Is(err, syscall.ECONNRESET)) && fleet.CodeOf(err) == records.CodeOther {
+		return own(codeGuestRefused, guestRemedies[codeGuestRefused], "%w", err)
+	}
 	return err
+}
+
+// Codes of a guest's answers about its files, processes and ports. They are not those of the API's own things.
+const (
+	codeGuestMissing records.Code = "guest-not-found"
+	codeGuestExists  records.Code = "guest-exists"
+	codeGuestDenied  records.Code = "guest-denied"
+	codeGuestRefused records.Code = "guest-refused"
+)
+
+var guestCodes = map[codes.Code]records.Code{
+	codes.NotFound: codeGuestMissing, codes.AlreadyExists: codeGuestExists, codes.PermissionDenied: codeGuestDenied,
+	codes.FailedPrecondition: codeGuestRefused, codes.Aborted: codeGuestRefused, codes.OutOfRange: codeGuestRefused,
+	codes.DeadlineExceeded: records.CodeTimeout, codes.Canceled: records.CodeCanceled,
+}
+
+var guestRemedies = map[records.Code]string{
+	codeGuestMissing: "see what the sandbox has, with /files/list or /processes",
+	codeGuestExists:  "use another name, or remove what is there",
+	codeGuestDenied:  "see the permissions in the sandbox",
+	codeGuestRefused: "see the cause: it is the state of the file, process or port in the sandbox",
 }
 
 func pullImage(s *Server, r *request) (int, any, error) {

@@ -167,6 +167,9 @@ func routes() []route {
 				row, err = s.fleet.Update(r.Context(), r.name(), c)
 				return err
 			})
+			if err == nil && c.Owner != nil {
+				s.names.end(r.name(), row.Owner)
+			}
 			if err == nil {
 				r.w.Header().Set("ETag", s.editTag(row))
 			}
@@ -288,7 +291,21 @@ func lifecycle() []route {
 				for _, c := range r.body.(*wire.Fork).Children {
 					children = append(children, records.Child{Name: c.Name, Tags: c.Tags})
 				}
+				names := make([]string, len(children))
+				for i, c := range children {
+					names[i] = c.Name
+				}
+				done, err := r.server.makes(ctx, r.server.o.Host.State.Owner(r.name()), names...)
+				if err != nil {
+					return wire.Forked{}, err
+				}
+				defer done()
 				made, err := f.Fork(ctx, r.name(), children)
+				for _, one := range made {
+					if mine := r.caller().Owner; mine != "" && one.Owner != mine { // it was given to another
+						return wire.Forked{}, fmt.Errorf("%w: %.64q", sandbox.ErrExists, one.Name)
+					}
+				}
 				return wire.Forked{Sandboxes: made}, err
 			}),
 		},
@@ -296,6 +313,11 @@ func lifecycle() []route {
 			method: http.MethodPost, path: onOne + "/rename", scope: ScopeCreate, op: "rename", says: "Give a sandbox that does not run another name.",
 			takes: wire.Rename{}, gives: records.Sandbox{}, needsBody: true, serve: func(s *Server, r *request) (int, any, error) {
 				to := r.body.(*wire.Rename).To
+				done, err := s.makes(r.Context(), s.o.Host.State.Owner(r.name()), to)
+				if err != nil {
+					return 0, nil, err
+				}
+				defer done()
 				if err := s.o.Host.State.Rename(r.Context(), r.name(), to); err != nil {
 					return 0, nil, err
 				}
@@ -511,6 +533,11 @@ func create(s *Server, r *request) (int, any, error) {
 			return 0, nil, err
 		}
 	}
+	done, err := s.makes(r.Context(), b.Metadata.Owner, b.Spec.Name)
+	if err != nil {
+		return 0, nil, err
+	}
+	defer done()
 	if b.GetOrCreate {
 		is, made, err = s.o.Host.GetOrCreate(r.Context(), b.Spec, o)
 	} else {

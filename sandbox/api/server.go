@@ -9,6 +9,7 @@ import (
 	"log/slog"
 	"mime"
 	"net/http"
+	"path"
 	"slices"
 	"strconv"
 	"strings"
@@ -109,6 +110,7 @@ type Server struct {
 	ops      operations
 	keys     keys
 	edits    [64]sync.Mutex // held while an edit with If-Match is made, by the hash of the name
+	names    names
 	watched  watched        // what runs long
 	streams  sync.WaitGroup // WebSockets
 }
@@ -202,6 +204,11 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	if err := s.checkOrigin(r); err != nil {
 		s.refuse(w, r, err)
+		return
+	}
+	if clean := path.Clean("/" + r.URL.Path); clean != r.URL.Path && clean+"/" != r.URL.Path {
+		// The mux would redirect to another path.
+		s.refuse(w, r, own(wire.CodeNoRoute, "encode the slashes and dots of names", "%.200q is no clean path", r.URL.Path))
 		return
 	}
 	if _, pattern := s.mux.Handler(r); pattern != "" {
@@ -303,6 +310,12 @@ func (s *Server) answer(rt route) http.Handler {
 			return
 		}
 		if rt.socket != nil {
+			r, done, err := s.use(w, r, r.PathValue("name"))
+			if err != nil {
+				s.refuse(w, r, fleet.Fail(rt.op, r.PathValue("name"), err))
+				return
+			}
+			defer done()
 			s.serveSocket(rt, w, r)
 			return
 		}
@@ -335,9 +348,25 @@ func (s *Server) answer(rt route) http.Handler {
 		}
 		// A long operation ends when its client goes, not by this deadline.
 		_ = out.SetReadDeadline(time.Time{})
+		if name := r.PathValue("name"); name != "" && !rt.checksOwner {
+			// Again, and from here on: the body may have come late.
+			used, done, err := s.use(w, r, name)
+			if err != nil {
+				s.refuse(w, r, fleet.Fail(rt.op, name, err))
+				return
+			}
+			defer done()
+			r = used
+		}
 		ctx, cancel := context.WithTimeout(r.Context(), limit)
 		if rt.noLimit {
-			ctx, cancel = context.WithCancel(r.Context())
+			ends, end := context.WithCancelCause(r.Context())
+			ctx, cancel = ends, func() { end(nil) }
+			defer s.watch(CallerOf(ctx), func(cause error) {
+				if !errors.Is(cause, errEnding) { // a server that ends gives it time
+					interrupt(w, end, cause)
+				}
+			})()
 		}
 		defer cancel()
 		begin := time.Now()
@@ -349,6 +378,9 @@ func (s *Server) answer(rt route) http.Handler {
 			status, doc, err = s.once(req, do)
 		} else {
 			status, doc, err = do()
+		}
+		if err != nil && errors.Is(context.Cause(ctx), errGone) {
+			err = noSandbox(r.PathValue("name"))
 		}
 		err = asked(err)
 		if rt.scope != ScopeRead && rt.scope != ScopeNone {
@@ -368,7 +400,7 @@ func (s *Server) answer(rt route) http.Handler {
 			w.WriteHeader(status)
 			return
 		case *streamed:
-			s.stream(w, r, rt.op, status, doc)
+			s.stream(w, req.Request, rt.op, status, doc)
 			return
 		}
 		if text, ok := doc.(rawText); ok {
@@ -474,7 +506,7 @@ var statuses = byCode(map[int][]records.Code{
 	http.StatusUnauthorized: {wire.CodeUnauthorized},
 	http.StatusForbidden:    {wire.CodeForbidden},
 	http.StatusNotFound: {
-		"not-found", "snapshot-not-found", "volume-not-found", "image-not-found", "kernel-not-found", wire.CodeNoRoute,
+		"not-found", "snapshot-not-found", "volume-not-found", "image-not-found", "kernel-not-found", wire.CodeNoRoute, codeGuestMissing,
 	},
 	http.StatusMethodNotAllowed: {wire.CodeMethod},
 	// The state does not allow it.
@@ -482,6 +514,7 @@ var statuses = byCode(map[int][]records.Code{
 		"exists", "running", "not-running", "expired", "crashed", "ended", "stopped", "hooks", "host-hooks", "promote", "drop", "persist-limit", "secrets",
 		"snapshot-in-use", "image-in-use", "snapshot-foreign", "foreign-snapshot", "foreign", "version", "disk-only", "disk-in-use", "disk-version",
 		"kernel-feature", "volume-in-use", "volume-stale", "volume-dirty", "volume-read-only", "share-unusable", "not-frozen", "network-busy", "guest-too-old",
+		codeGuestExists, codeGuestDenied, codeGuestRefused,
 	},
 	http.StatusPreconditionFailed:           {wire.CodePrecondition},
 	http.StatusRequestedRangeNotSatisfiable: {wire.CodeRange},

@@ -565,7 +565,12 @@ func portStream(r *request, c *socket) (*wire.Control, error) {
 	if err := c.send(wire.Control{Type: wire.ControlEOF}); err != nil {
 		return nil, err
 	}
-	return nil, <-in
+	select {
+	case err := <-in:
+		return nil, err
+	case <-c.ctx.Done():
+		return nil, context.Cause(c.ctx)
+	}
 }
 
 // toPort writes the client's messages to a connection until the client sends the end, or closes.

@@ -277,7 +277,7 @@ func TestStream_a_process_outlives_its_stream_and_is_attached_to_from_an_offset(
 	}
 	second := s.dial(t, "/v1/sandboxes/a/processes/job/attach?offset=0")
 	second.started()
-	if m, _, _ := c.control(); m.Type != wire.ControlError || m.Error.Code != "guest-failed" {
+	if m, _, _ := c.control(); m.Type != wire.ControlError || m.Error.Code != "guest-refused" {
 		t.Errorf("one whose place was taken is told %+v %+v", m, m.Error)
 	}
 	second.say(wire.Control{Type: wire.ControlEOF})

@@ -128,9 +128,11 @@ func (c *socket) later() {
 		if c.writing.Load() == 0 {
 			ctx, cancel := context.WithTimeout(c.ctx, pongTime)
 			defer cancel()
-			// Without a pong it may be that the client's messages wait for the command. The network notices a dead
-			// client.
-			_ = c.Ping(ctx)
+			// Without a pong it may be that the client's messages wait for the command. A write that fails shows that
+			// the client is gone, also then.
+			if err := c.Ping(ctx); err != nil && ctx.Err() == nil {
+				c.cancel(err)
+			}
 		}
 		if c.ctx.Err() == nil {
 			c.later()

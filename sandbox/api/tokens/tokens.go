@@ -16,6 +16,7 @@ import (
 	"net/url"
 	"os"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -270,14 +271,15 @@ func (f *Store) Admit(shown string) (t Token, wait time.Duration, err error) {
 	return t, 0, nil
 }
 
-// Valid returns ErrUnknown or ErrExpired if a token that was found before is so now: for what runs long.
+// Valid returns ErrUnknown if a token that was found before is gone or has other rights now, and ErrExpired if it has
+// expired: for what runs long.
 func (f *Store) Valid(was Token) error {
 	all, err := f.Read()
 	if err != nil {
 		return err
 	}
 	for _, t := range all {
-		if t.Name == was.Name && t.Hash == was.Hash {
+		if t.Name == was.Name && t.Hash == was.Hash && t.Owner == was.Owner && slices.Equal(t.Scopes, was.Scopes) {
 			if t.expired(time.Now()) {
 				return ErrExpired
 			}
