@@ -28,7 +28,6 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/records"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
-	"github.com/drowse-vm/drowse/snapshot"
 )
 
 // resourceRoutes returns the routes of what belongs to a sandbox.
@@ -240,11 +239,10 @@ func hostRoutes() []route {
 		}},
 		{method: post, path: "/v1/snapshots/import", scope: ScopeAdmin, op: "import snapshot", says: "Make a snapshot of what an export has given. Its author is a stranger: docs/guides/snapshots.md.", takesKind: binary, gives: wire.Imported{}, room: roomTransfers, noLimit: true, serve: func(s *Server, r *request) (int, any, error) {
 			res, err := s.o.Host.State.ImportSnapshot(r.Context(), r.upload(), state.ImportOptions{})
-			for _, theirs := range []error{state.ErrImport, snapshot.ErrIncomplete, snapshot.ErrCorrupt, snapshot.ErrVersion} {
-				if errors.Is(err, theirs) { // it is about what was sent, not about the host's snapshots
-					err = own("import", "send what an export has given, whole", "%w", err)
-					break
-				}
+			switch fleet.CodeOf(err) {
+			case "import", "incomplete", "corrupt", "version":
+				// It is about what was sent, not about the host's snapshots.
+				err = own("import", "send what an export has given, whole", "%w", err)
 			}
 			return ok(wire.Imported{SnapshotInfo: res.SnapshotInfo, Dropped: res.Dropped}, err)
 		}},
