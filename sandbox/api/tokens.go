@@ -14,11 +14,11 @@ import (
 	"io"
 	"io/fs"
 	"os"
-	"regexp"
 	"strings"
 
 	"golang.org/x/sys/unix"
 
+	"github.com/drowse-vm/drowse/internal/lazyregexp"
 	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
@@ -50,7 +50,7 @@ const (
 // tokenPrefix begins tokens, so that a leaked token is recognized.
 const tokenPrefix = "drowse_"
 
-var tokenNameRE = regexp.MustCompile(`^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$`)
+var tokenNameRE = lazyregexp.New(`^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$`)
 
 // ErrTokens means that a file with tokens cannot be used.
 var ErrTokens = errors.New("the file with tokens cannot be used")
