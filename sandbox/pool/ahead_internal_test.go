@@ -5,6 +5,7 @@ import (
 	"context"
 	"os"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"testing"
 
@@ -13,7 +14,16 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
+// severalCPUs skips a test on a host where Ahead has no processor for another process.
+func severalCPUs(t *testing.T) {
+	t.Helper()
+	if runtime.NumCPU() < 2 {
+		t.Skip("with one processor nothing is made ahead")
+	}
+}
+
 func TestAhead_gives_each_VM_one_process_and_ends_the_others(t *testing.T) {
+	severalCPUs(t)
 	s, err := state.OpenStore(t.TempDir())
 	if err != nil {
 		t.Fatal(err)
@@ -53,6 +63,7 @@ func TestAhead_gives_each_VM_one_process_and_ends_the_others(t *testing.T) {
 }
 
 func TestAhead_takes_what_a_pool_has(t *testing.T) {
+	severalCPUs(t)
 	s, err := state.OpenStore(t.TempDir())
 	if err != nil {
 		t.Fatal(err)
