@@ -20,8 +20,8 @@ type ahead struct {
 }
 
 // Ahead gets processes for n VMs of a shape that will be started soon, while their starter does something else first:
-// those that a pool of l has, and new ones, at most one for each processor that the starter leaves. The Launcher that it
-// returns gives them to the next VMs. done ends those that are left, and returns when they have ended.
+// those that a pool of l has, and new ones, at most one for each processor that the starter leaves. The Launcher that
+// it returns gives them to the next VMs. done ends those that are left, and returns when they have ended.
 func Ahead(ctx context.Context, s *state.Store, l Launcher, shape spec.Shape, n int) (with Launcher, done func()) {
 	if n = min(n, runtime.NumCPU()-1); n < 1 || l.Processes != nil || len(l.Command) == 0 {
 		return l, func() {}
