@@ -15,6 +15,7 @@ import (
 	"github.com/google/jsonschema-go/jsonschema"
 
 	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -101,6 +102,15 @@ func (s *Server) policy(allow []string, from *netpolicy.Policy) (*netpolicy.Poli
 	return p, p.Validate()
 }
 
+// policyOf returns the policy of a sandbox, and nil if that has no network.
+func (s *Server) policyOf(b *sandbox.Sandbox) (*netpolicy.Policy, error) {
+	r, err := s.o.Host.State.Get(b.Name())
+	if err != nil || r.Spec.Network != spec.NetworkTAP {
+		return nil, err
+	}
+	return b.Policy()
+}
+
 func (s *Server) addNetwork() {
 	add(s, tool{
 		name: "get_policy", title: "Show the network policy", readOnly: true, idempotent: true, limit: useTime, edit: named,
@@ -110,15 +120,15 @@ func (s *Server) addNetwork() {
 		if err != nil {
 			return out, err
 		}
-		p, err := b.Policy()
+		p, err := s.policyOf(b)
 		if err != nil {
 			return out, err
 		}
-		r, err := s.o.Host.State.Get(in.Sandbox)
-		if err != nil {
-			return out, err
+		out = policyOut{Sandbox: in.Sandbox, Network: p != nil, Default: verdict(""), Rules: []rule{}}
+		if p == nil {
+			return out, nil
 		}
-		out = policyOut{Sandbox: in.Sandbox, Network: r.Spec.Network == spec.NetworkTAP, Default: verdict(p.Default.Egress), Rules: []rule{}}
+		out.Default = verdict(p.Default.Egress)
 		for _, r := range p.Rules {
 			out.Rules = append(out.Rules, rule{r.Name, string(r.Direction), verdict(r.Verdict)})
 		}
@@ -151,19 +161,15 @@ func (s *Server) setPolicy(ctx context.Context, _ *call, in setPolicyIn) (out se
 	if err != nil {
 		return out, err
 	}
-	r, err := s.o.Host.State.Get(in.Sandbox)
+	was, err := s.policyOf(b)
 	if err != nil {
 		return out, err
 	}
-	if r.Spec.Network != spec.NetworkTAP {
+	if was == nil {
 		if len(in.Allow) == 0 {
 			return setPolicyOut{Sandbox: in.Sandbox, Allow: []string{}}, nil // it reaches nothing already
 		}
 		return out, fmt.Errorf("sandbox %s was made without a network: make another with create_sandbox and allow", in.Sandbox)
-	}
-	was, err := b.Policy()
-	if err != nil {
-		return out, err
 	}
 	p, err := s.policy(in.Allow, was)
 	if err != nil {
@@ -195,9 +201,12 @@ func (s *Server) ports(ctx context.Context, _ *call, in one) (out portsOut, err 
 		}
 		ports = append(ports, listening(table.String())...)
 	}
-	p, err := b.Policy()
+	p, err := s.policyOf(b)
 	if err != nil {
 		return out, err
+	}
+	if p == nil {
+		p = &netpolicy.Policy{}
 	}
 	for _, pub := range p.Publish {
 		if pub.Protocol != netpolicy.TCP {

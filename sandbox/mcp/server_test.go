@@ -357,6 +357,12 @@ func TestModel_reaches_nothing_beyond_its_options(t *testing.T) {
 	}
 	c.refused("set_policy", args{"sandbox": "mine", "allow": []string{"pypi.org"}})
 	c.must("set_policy", args{"sandbox": "mine", "allow": []string{}})
+	if out := c.must("get_policy", args{"sandbox": "mine"}); out["network"] != false || out["default"] != "deny" {
+		t.Errorf("get_policy says %v", out)
+	}
+	if out := c.must("list_ports", args{"sandbox": "mine"}); len(out["ports"].([]any)) > 0 {
+		t.Errorf("list_ports says %v", out)
+	}
 	// Not more than there may be, by forks neither.
 	c.refused("create_sandbox", args{"name": "mine"}, "already")
 	c.refused("fork_sandbox", args{"sandbox": "mine", "count": 4}, "delete_sandbox")
