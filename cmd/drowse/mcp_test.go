@@ -15,7 +15,10 @@ import (
 
 	sdk "github.com/modelcontextprotocol/go-sdk/mcp"
 
+	"github.com/drowse-vm/drowse/internal/test/guesttest"
+	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/mcp"
 	"github.com/drowse-vm/drowse/sandbox/sandboxtest"
 )
 
@@ -164,7 +167,7 @@ func TestMCP_serves_the_npm_client_unmodified(t *testing.T) {
 	node, err := exec.LookPath("node")
 	dir := os.Getenv(npmEnv)
 	if err != nil || dir == "" {
-		t.Skipf("it needs node, and %s=DIR after `npm install --prefix DIR @modelcontextprotocol/sdk@1.32.2`", npmEnv)
+		t.Skipf("it needs node, and a directory in $%s: use `make test-mcp`", npmEnv)
 	}
 	cmd, _ := mcpServer(t)
 	script := filepath.Join(t.TempDir(), "mcp.mjs")
@@ -178,5 +181,58 @@ func TestMCP_serves_the_npm_client_unmodified(t *testing.T) {
 	out, err := exec.CommandContext(t.Context(), node, append([]string{script}, cmd.Args...)...).CombinedOutput()
 	if err != nil || string(out) != "ok\n" {
 		t.Error(fmt.Errorf("%w: %s", err, out))
+	}
+}
+
+func TestMCP_tools_work_in_a_guest(t *testing.T) {
+	e := guesttest.New(t)
+	h := e.Store.With(e.Launcher)
+	s, err := mcp.New(mcp.Options{
+		Host: h, Owner: "mcp", Images: []string{guesttest.ImageTag}, Sandboxes: 2, VCPUs: 1, MemoryMiB: 256, DiskMiB: 512, Policy: modelPolicy,
+		Image: func(ctx context.Context, name string, _ func(string, int64, int64)) (*image.Image, error) {
+			return (&pullFlags{when: pullNever}).image(ctx, nil, h, name)
+		},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ours, theirs := sdk.NewInMemoryTransports()
+	served := make(chan error)
+	go func() { served <- s.ServeTransport(context.Background(), ours) }()
+	session, err := sdk.NewClient(&sdk.Implementation{Name: "test"}, nil).Connect(t.Context(), theirs, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	has := func(tool string, args map[string]any, words ...string) {
+		t.Helper()
+		res, err := session.CallTool(t.Context(), &sdk.CallToolParams{Name: tool, Arguments: args})
+		if err != nil {
+			t.Fatalf("%s: %v", tool, err)
+		}
+		text := res.Content[0].(*sdk.TextContent).Text
+		for _, w := range words {
+			if res.IsError || !strings.Contains(text, w) {
+				t.Errorf("%s %v says no %q: %s", tool, args, w, text)
+			}
+		}
+	}
+	sh := func(script string) map[string]any {
+		return map[string]any{"sandbox": "a", "command": []string{"sh", "-c", script}, "timeout_seconds": 120}
+	}
+	has("create_sandbox", map[string]any{"name": "a", "command": []string{"id", "-u"}}, `"stdout":"0\n"`)
+	// What a command leaves running goes on, also over a sleep.
+	has("exec", sh(`perl -MIO::Socket::INET -e '$s = IO::Socket::INET->new(Listen => 1, LocalAddr => "127.0.0.1:8080") or die; open(F, ">/tmp/up"); close(F); sleep 9999' >/tmp/log 2>&1 &
+		while ! test -e /tmp/up; do sleep 0.1; done`), `"exit_code":0`)
+	has("list_ports", map[string]any{"sandbox": "a"}, `{"port":8080,"address":"127.0.0.1"}`)
+	has("write_file", map[string]any{"sandbox": "a", "path": "/work/x/run", "content": "#!/bin/sh\necho ran\n", "executable": true}, `"bytes":19`)
+	has("sleep_sandbox", map[string]any{"sandbox": "a"}, "asleep")
+	has("exec", map[string]any{"sandbox": "a", "command": []string{"/work/x/run"}}, `"stdout":"ran\n"`)
+	has("list_ports", map[string]any{"sandbox": "a"}, `"port":8080`)
+	has("fork_sandbox", map[string]any{"sandbox": "a"}, "box-")
+	has("exec", sh("yes | head -c 1000000"), `"truncated":true`, `"stdout_bytes":1000000`)
+	has("delete_sandbox", map[string]any{"sandbox": "a"}, `"deleted":"a"`)
+	_ = session.Close()
+	if err := <-served; err != nil {
+		t.Error(err)
 	}
 }

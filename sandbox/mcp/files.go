@@ -25,6 +25,7 @@ const (
 	maxRead     = 256 << 10
 	maxWrite    = 1 << 20
 	maxEntries  = 1000
+	maxLink     = 256 // of a link's target in a list
 )
 
 // Encodings of content.
@@ -102,6 +103,9 @@ func entryOf(i guest.FileInfo) entry {
 	// The guest chooses names and times.
 	if y := i.ModTime.Year(); y < 0 || y > 9999 {
 		i.ModTime = time.Time{}
+	}
+	if len(i.Link) > maxLink {
+		i.Link = i.Link[:maxLink] + "..."
 	}
 	return entry{strings.ToValidUTF8(i.Name, "\uFFFD"), kind, i.Size, fmt.Sprintf("%04o", i.Mode.Perm()), i.ModTime, strings.ToValidUTF8(i.Link, "\uFFFD")}
 }

@@ -29,7 +29,7 @@ const (
 	defaultMemoryMiB = 512
 )
 
-// named is the argument of most tools.
+// one is the argument of most tools.
 type one struct {
 	Sandbox string `json:"sandbox" jsonschema:"name of the sandbox"`
 }
