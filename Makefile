@@ -50,8 +50,8 @@ DROWSE := bin/drowse --state $(STATE)
 REPORT := bin/testreport
 # Tests that may be skipped where $CI is set, for reasons that lie in themselves: inputs
 # of fuzzing that are too long to be of use, and a guest that writes more than an interpreted kernel can: .ci/run has it
-# in test-hard.
-MAY_SKIP ?= devices/vsock\.FuzzPackets/|sandbox\.TestAttack_full_host_disk_pauses
+# in test-hard. test-mcp has the package of npm that another needs.
+MAY_SKIP ?= devices/vsock\.FuzzPackets/|sandbox\.TestAttack_full_host_disk_pauses|cmd/drowse\.TestMCP_serves_the_npm_client
 
 # For the demo, and for tests that have a guest.
 export DROWSE_STATE = $(STATE)
@@ -183,6 +183,12 @@ test-workloads-hard: workloads-state
 test-browser: test-state $(REPORT)
 	@scripts/deps browser
 	@DROWSE_TEST_PROGRAM=$(CURDIR)/bin/drowse $(GO_TEST) -json -count 1 -tags browser -timeout 20m ./sandbox/api/web/... | $(REPORT)
+
+# test-mcp has the protocol's npm package talk to drowse mcp. It needs node, npm and their registry.
+.PHONY: test-mcp
+test-mcp:
+	@npm install --silent --no-save --prefix .cache/mcp @modelcontextprotocol/sdk@1.32.2
+	@DROWSE_TEST_NPM=$(CURDIR)/.cache/mcp go test -count 1 -run TestMCP ./cmd/drowse
 
 # agent-proofs shows what takes too long for each run of the tests: copies of 1 GiB that are cut and resumed, a
 # command that prints as much, and a copy into a guest that a sleep cuts. It takes some minutes.
