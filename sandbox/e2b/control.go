@@ -133,7 +133,7 @@ func (s *Server) serveControl(w http.ResponseWriter, r *http.Request) {
 		s.answerError(w, r, fail(http.StatusNotFound, "there is no such route"))
 		return
 	}
-	s.mux.ServeHTTP(w, r.WithContext(ctx))
+	s.mux.ServeHTTP(w, r.WithContext(context.WithValue(ctx, keyScope, key.Scope)))
 }
 
 // key returns the key of a request.
@@ -336,19 +336,19 @@ func (s *Server) extend(ctx context.Context, id string, timeout time.Duration) (
 	})
 }
 
-// resume brings a paused sandbox up for a time.
-func (s *Server) resume(ctx context.Context, b *box, timeout time.Duration) error {
+// resume brings a paused sandbox up for a time. With reboot, what was in its memory is discarded.
+func (s *Server) resume(ctx context.Context, b *box, timeout time.Duration, reboot bool) error {
 	done, err := s.starting()
 	if err != nil {
 		return err
 	}
 	defer done()
-	set := func(c lifetime.Class) error {
+	set := func(c lifetime.Class, fresh bool) error {
 		_, err := s.host.State.SetMetadata(ctx, b.Name(), func(l *spec.Metadata, unreadable error) error {
 			if l.E2B == nil {
 				return fmt.Errorf("%w: %s", sandbox.ErrNotFound, b.Name())
 			}
-			if until := expiry(time.Now(), timeout); l.Expires.Before(until) {
+			if until := expiry(time.Now(), timeout); fresh || l.Expires.Before(until) {
 				l.Expires = until
 			}
 			l.Class = c
@@ -357,11 +357,11 @@ func (s *Server) resume(ctx context.Context, b *box, timeout time.Duration) erro
 		return err
 	}
 	// Whatever fails, it stays: only a running sandbox is removed at the end of its time.
-	if err := set(lifetime.Workspace); err != nil {
+	if err := set(lifetime.Workspace, true); err != nil {
 		return err
 	}
-	if b.record.Phase == state.Stopped {
-		_, err = b.Start(ctx, sandbox.StartOptions{})
+	if reboot || b.record.Phase == state.Stopped {
+		_, err = b.Start(ctx, sandbox.StartOptions{DiscardMemory: reboot})
 		if errors.Is(err, sandbox.ErrRunning) {
 			err = nil // another request was first
 		}
@@ -372,7 +372,7 @@ func (s *Server) resume(ctx context.Context, b *box, timeout time.Duration) erro
 		return err
 	}
 	s.log.Info("resumed", "sandbox", b.Name())
-	return set(class(b.meta.E2B))
+	return set(class(b.meta.E2B), false)
 }
 
 // connectBody is the body of a connection.
@@ -393,18 +393,11 @@ func (s *Server) connect(w http.ResponseWriter, r *http.Request, b *box) (int, a
 		return 0, nil, err
 	}
 	status := http.StatusOK
-	switch {
-	case !b.paused():
+	if b.paused() {
+		status = http.StatusCreated
+		err = s.resume(r.Context(), b, timeout, body.Memory != nil && !*body.Memory && b.record.Phase == state.Asleep)
+	} else {
 		_, err = s.extend(r.Context(), b.Name(), timeout)
-	case body.Memory != nil && !*body.Memory && b.record.Phase != state.Stopped:
-		status = http.StatusCreated
-		// What was in memory is discarded, as the client wishes.
-		if _, err = b.Start(r.Context(), sandbox.StartOptions{DiscardMemory: true}); err == nil {
-			err = s.resume(r.Context(), b, timeout)
-		}
-	default:
-		status = http.StatusCreated
-		err = s.resume(r.Context(), b, timeout)
 	}
 	if err != nil {
 		return 0, nil, err
@@ -443,11 +436,10 @@ func (s *Server) pause(w http.ResponseWriter, r *http.Request, b *box) (int, any
 	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(r.Context()), controlTime)
 	defer cancel()
-	var before spec.Metadata
-	// A paused sandbox does not expire.
+	var before lifetime.Class
+	// A paused sandbox stays. Its time is over when it is resumed, which sets another one.
 	if _, err := s.host.State.SetMetadata(ctx, b.Name(), func(l *spec.Metadata, unreadable error) error {
-		before = *l
-		l.Class, l.Expires = lifetime.Workspace, time.Time{}
+		before, l.Class = l.Class, lifetime.Workspace
 		return unreadable
 	}); err != nil {
 		return 0, nil, err
@@ -460,7 +452,7 @@ func (s *Server) pause(w http.ResponseWriter, r *http.Request, b *box) (int, any
 	}
 	if err != nil {
 		_, again := s.host.State.SetMetadata(ctx, b.Name(), func(l *spec.Metadata, unreadable error) error {
-			l.Class, l.Expires = before.Class, before.Expires
+			l.Class = before
 			return unreadable
 		})
 		return 0, nil, errors.Join(err, again)
@@ -645,7 +637,7 @@ func (b *box) listed() listed {
 	if b.paused() {
 		l.State = statePaused
 	}
-	if l.EndAt.IsZero() {
+	if b.paused() || l.EndAt.IsZero() {
 		l.EndAt = l.StartedAt
 		if n := len(b.record.Sleeps); n > 0 {
 			l.EndAt = b.record.Sleeps[n-1].Asleep
@@ -657,7 +649,7 @@ func (b *box) listed() listed {
 // detailed is a sandbox in full.
 type detailed struct {
 	listed
-	EnvdToken string        `json:"envdAccessToken"`
+	EnvdToken string        `json:"envdAccessToken,omitempty"` // not for keys that may only read
 	Domain    *string       `json:"domain"`
 	Internet  bool          `json:"allowInternetAccess"`
 	Network   networkOut    `json:"network"`
@@ -676,10 +668,13 @@ type lifecycleBody struct {
 	OnTimeout string `json:"onTimeout"`
 }
 
-func (s *Server) detail(_ http.ResponseWriter, _ *http.Request, b *box) (int, any, error) {
-	t, err := token(s.host.State, b.record, useEnvd)
-	if err != nil {
-		return 0, nil, err
+func (s *Server) detail(_ http.ResponseWriter, r *http.Request, b *box) (int, any, error) {
+	t := ""
+	if r.Context().Value(keyScope) == api.ScopeWrite {
+		var err error
+		if t, err = token(s.host.State, b.record, useEnvd); err != nil {
+			return 0, nil, err
+		}
 	}
 	n := b.meta.E2B.Network
 	out := detailed{

@@ -50,6 +50,7 @@ type contextKey int
 const (
 	keyBox contextKey = iota
 	keyUser
+	keyScope // of the control plane: the api.Scope of the key
 )
 
 // boxOf returns the sandbox of a request that was let in.
@@ -67,7 +68,7 @@ func (s *Server) serveSandbox(w http.ResponseWriter, r *http.Request, to gateway
 		s.gate.ServeHTTP(w, r)
 		return
 	}
-	leave, ok := s.enter(to.Sandbox)
+	leave, ok := s.enter(to.Sandbox, maxOfOne)
 	if !ok {
 		unread(w, r)
 		w.Header().Set("Retry-After", "1")
@@ -78,11 +79,11 @@ func (s *Server) serveSandbox(w http.ResponseWriter, r *http.Request, to gateway
 	s.serveEnvd(w, r, to.Sandbox)
 }
 
-// enter counts a request to a sandbox, until leave.
-func (s *Server) enter(id string) (leave func(), ok bool) {
+// enter counts a request to a sandbox, or one of a kind, until leave.
+func (s *Server) enter(id string, limit int) (leave func(), ok bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.closed || s.requests >= maxRequests || s.of[id] >= maxOfOne {
+	if s.closed || s.requests >= maxRequests || s.of[id] >= limit {
 		return nil, false
 	}
 	s.requests++
@@ -135,6 +136,7 @@ func (s *Server) serveEnvd(w http.ResponseWriter, r *http.Request, id string) {
 	}
 	shown := r.Header.Values(headerEnvd)
 	ok := len(shown) == 1 && same(shown[0], want)
+	withToken := ok
 	if !ok && len(shown) == 0 && r.URL.Path == "/files" {
 		operation := map[string]string{http.MethodGet: "read", http.MethodHead: "read", http.MethodPost: "write"}[r.Method]
 		ok = operation != "" && signed(r, operation, want, time.Now())
@@ -150,7 +152,7 @@ func (s *Server) serveEnvd(w http.ResponseWriter, r *http.Request, id string) {
 			notRunning(w, id)
 			return
 		}
-		if err := s.resume(r.Context(), b, time.Duration(b.meta.E2B.Timeout)*time.Second); err != nil {
+		if err := s.resume(r.Context(), b, time.Duration(b.meta.E2B.Timeout)*time.Second, false); err != nil {
 			unread(w, r)
 			if e := asAPI(err, id); e.Code == http.StatusTooManyRequests {
 				e.write(w)
@@ -167,7 +169,8 @@ func (s *Server) serveEnvd(w http.ResponseWriter, r *http.Request, id string) {
 	}
 	ctx := context.WithValue(r.Context(), keyBox, b)
 	user := r.URL.Query().Get("username")
-	if name, ok := basicUser(r.Header.Get("Authorization")); ok && user == "" {
+	// A signature is for one user, also if it is the default one.
+	if name, ok := basicUser(r.Header.Get("Authorization")); ok && user == "" && withToken {
 		user = name
 	}
 	if kind := r.Header.Get("Content-Type"); !strings.HasPrefix(r.URL.Path, "/files") && !strings.HasPrefix(kind, "application/connect+") && !strings.HasPrefix(kind, "application/grpc") {

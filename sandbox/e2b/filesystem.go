@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io/fs"
 	"path"
+	"time"
 
 	"connectrpc.com/connect"
 	"google.golang.org/protobuf/types/known/timestamppb"
@@ -179,10 +180,24 @@ const (
 	maxDepth   = 128
 	maxEntries = 1 << 16
 	maxNames   = 16 << 20 // bytes of paths
+	listWait   = 10 * time.Millisecond
 )
 
 // ListDir implements filesystem.FilesystemHandler.
 func (f files) ListDir(ctx context.Context, m *filesystem.ListDirRequest) (*filesystem.ListDirResponse, error) {
+	for {
+		if leave, ok := f.enter(boxOf(ctx).Name()+"/list", maxListsOf); ok {
+			defer leave()
+			break
+		}
+		select {
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		case <-f.life.Done():
+			return nil, errServerEnds
+		case <-time.After(listWait):
+		}
+	}
 	c, name, err := f.at(ctx, m.GetPath())
 	if err != nil {
 		return nil, err

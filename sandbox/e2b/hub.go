@@ -46,8 +46,11 @@ type hub struct {
 // lingerTime is how long a hub waits for the next user: inputs that it has been given reach the agent meanwhile.
 const lingerTime = 2 * time.Second
 
-// subDepth is how many events a follower may be behind: of 32 KiB at most, so some 2 MiB of a follower.
-const subDepth = 64
+// subDepth is how many events a follower may be behind: of 32 KiB at most, so 512 KiB of a process.
+const subDepth = 16
+
+// slowTime is for how long a follower that does not read may stall others.
+const slowTime = 10 * time.Second
 
 // maxHubs bounds the processes that are followed at once.
 const maxHubs = 8192
@@ -226,8 +229,8 @@ type output struct {
 	stderr bool
 }
 
-// Write hands output to all followers. A single one that is slow stalls the process, as a full pipe does. If there
-// are others, it is left behind.
+// Write hands output to all followers. A slow one stalls the process, as a full pipe does. One that does not read at
+// all is left behind once there are others: it may be the broken connection of a client that has come back.
 func (o output) Write(p []byte) (int, error) {
 	data := &process.ProcessEvent_DataEvent{}
 	b := append([]byte(nil), p...)
@@ -251,26 +254,37 @@ func (h *hub) tell(e *process.ProcessEvent) {
 	}
 	h.mu.Unlock()
 	for _, f := range subs {
-		if len(subs) == 1 {
-			select {
-			case f.events <- e:
-			case <-f.gone:
-			case <-f.slow:
-			case <-h.s.life.Done():
-			}
-			continue
-		}
 		select {
 		case f.events <- e:
 		case <-f.gone:
 		default:
-			h.mu.Lock()
-			if h.subs[f] {
-				delete(h.subs, f)
-				close(f.slow)
-			}
-			h.mu.Unlock()
+			h.await(f, e)
 		}
+	}
+}
+
+// await waits until a follower has room for an event.
+func (h *hub) await(f *sub, e *process.ProcessEvent) {
+	tick := time.NewTicker(h.s.slow / 10)
+	defer tick.Stop()
+	for left := 10; ; {
+		select {
+		case f.events <- e:
+			return
+		case <-f.gone:
+			return
+		case <-h.s.life.Done():
+			return
+		case <-tick.C:
+		}
+		h.mu.Lock()
+		if left--; left <= 0 && len(h.subs) > 1 && h.subs[f] {
+			delete(h.subs, f)
+			close(f.slow)
+			h.mu.Unlock()
+			return
+		}
+		h.mu.Unlock()
 	}
 }
 

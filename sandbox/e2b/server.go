@@ -63,6 +63,7 @@ const (
 	maxStarts    = 32   // creations, resumes, forks and snapshots at once
 	maxRequests  = 8192 // requests to sandboxes at once
 	maxOfOne     = 512  // of them, to one sandbox
+	maxListsOf   = 4    // of them, that list directories, of one sandbox
 	maxStreams   = 256  // of one HTTP/2 connection
 	headerTime   = 10 * time.Second
 	idleTime     = 10 * time.Minute // E2B's clients keep connections
@@ -83,6 +84,7 @@ type Server struct {
 	envd  *http.ServeMux // the protocol in a sandbox
 	slots chan struct{}  // of the control plane
 	start chan struct{}
+	slow  time.Duration // slowTime
 
 	life context.Context // ends with Close
 	end  context.CancelFunc
@@ -120,7 +122,7 @@ func New(o Options) (*Server, error) {
 	}
 	s := &Server{
 		o: o, host: o.Host, log: o.Log, mux: http.NewServeMux(), envd: http.NewServeMux(),
-		slots: make(chan struct{}, maxControl), start: make(chan struct{}, maxStarts),
+		slots: make(chan struct{}, maxControl), start: make(chan struct{}, maxStarts), slow: slowTime,
 		hubs: map[hubKey]*hub{}, watchers: map[string]*watcher{}, of: map[string]int{}, usage: map[string]cpuSample{},
 	}
 	s.life, s.end = context.WithCancel(context.Background())
@@ -306,7 +308,7 @@ func (s *Server) Authorize(ctx context.Context, to gateway.Route, header http.He
 		if !b.meta.E2B.Resume {
 			return gateway.Grant{}, gateway.ErrAsleep
 		}
-		if err := s.resume(ctx, b, time.Duration(b.meta.E2B.Timeout)*time.Second); err != nil {
+		if err := s.resume(ctx, b, time.Duration(b.meta.E2B.Timeout)*time.Second, false); err != nil {
 			return gateway.Grant{}, err
 		}
 	}

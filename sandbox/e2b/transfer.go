@@ -200,7 +200,11 @@ func (s *Server) download(w http.ResponseWriter, r *http.Request) {
 	defer func() { _ = out.s.c.SetWriteDeadline(time.Time{}) }()
 	// Files of /proc have no size, and content.
 	if fi.Size == 0 {
-		_, _ = c.ReadFile(r.Context(), name, out, 0, 0)
+		if n, err := c.ReadFile(r.Context(), name, out, 0, 0); err != nil && n == 0 {
+			s.answerFile(w, r, err)
+		} else if err != nil {
+			panic(http.ErrAbortHandler) // the client must see that the file is not whole
+		}
 		return
 	}
 	f := &content{ctx: r.Context(), c: c.Client, name: name, size: fi.Size}

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"connectrpc.com/connect"
+	"google.golang.org/protobuf/proto"
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox/e2b/e2bpb/filesystem"
@@ -145,6 +146,7 @@ type watcher struct {
 
 	mu     sync.Mutex // guards what follows
 	events []*filesystem.FilesystemEvent
+	bytes  int // of events
 	err    error
 	asked  time.Time
 }
@@ -154,6 +156,7 @@ const (
 	maxWatchers      = 1024 // of all sandboxes
 	maxWatchersOf    = 64   // of one
 	maxWatcherEvents = 4096 // that wait
+	maxWatcherBytes  = 1 << 20
 	watcherTime      = 10 * time.Minute
 )
 
@@ -185,7 +188,7 @@ func (f files) CreateWatcher(ctx context.Context, m *filesystem.CreateWatcherReq
 		}, func(e *filesystem.FilesystemEvent) error {
 			w.mu.Lock()
 			defer w.mu.Unlock()
-			if len(w.events) == maxWatcherEvents {
+			if w.bytes += proto.Size(e); len(w.events) == maxWatcherEvents || w.bytes > maxWatcherBytes {
 				return connect.NewError(connect.CodeDataLoss, errors.New("more events than are kept came between two requests"))
 			}
 			w.events = append(w.events, e)
@@ -236,14 +239,13 @@ func (f files) GetWatcherEvents(ctx context.Context, m *filesystem.GetWatcherEve
 		return nil, errNoWatcher
 	}
 	w.mu.Lock()
-	defer w.mu.Unlock()
-	w.asked = time.Now()
-	if len(w.events) == 0 && w.err != nil {
+	out, err := &filesystem.GetWatcherEventsResponse{Events: w.events}, w.err
+	w.asked, w.events, w.bytes = time.Now(), nil, 0
+	w.mu.Unlock()
+	if len(out.Events) == 0 && err != nil {
 		f.removeWatcher(m.GetWatcherId(), w.box)
-		return nil, w.err
+		return nil, err
 	}
-	out := &filesystem.GetWatcherEventsResponse{Events: w.events}
-	w.events = nil
 	return out, nil
 }
 

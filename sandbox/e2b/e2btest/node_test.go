@@ -26,10 +26,17 @@ func TestNode_the_unmodified_package_e2b(t *testing.T) {
 		t.Skip("its npm packages are not installed: make test-e2b")
 	}
 	g := newGuests(t)
-	var order []string
+	var order []string // of groups: those of the newest package, which comes first
 	matrix := map[string]map[string]row{}
 	for _, sdk := range sdks {
+		matrix[sdk.version] = map[string]row{}
+	}
+	// They wait for more than they compute.
+	t.Cleanup(func() { report(order, matrix) })
+	for i, sdk := range sdks {
+		rows := matrix[sdk.version]
 		t.Run(sdk.version, func(t *testing.T) {
+			t.Parallel()
 			w := beginWith(t, g, sdk.byHost, nil)
 			cmd := exec.CommandContext(t.Context(), "node", "--import", "./lookup.mjs", "run.mjs", sdk.pkg, os.Getenv("E2B_ONLY"))
 			cmd.Dir = "node"
@@ -42,19 +49,19 @@ func TestNode_the_unmodified_package_e2b(t *testing.T) {
 			if err != nil {
 				t.Fatalf("node: %v", err)
 			}
-			rows := map[string]row{}
-			matrix[sdk.version] = rows
 			for lines := bufio.NewScanner(bytes.NewReader(out)); lines.Scan(); {
 				var c struct {
 					Group, Name, Failed string
+					Ms                  int
 					Passed, Skipped     bool
 				}
 				if err := json.Unmarshal(lines.Bytes(), &c); err != nil {
 					t.Errorf("%s: %v", lines.Text(), err)
 					continue
 				}
+				t.Logf("%6d ms %s: %s", c.Ms, c.Group, c.Name)
 				r, known := rows[c.Group]
-				if !known && len(matrix) == 1 {
+				if !known && i == 0 {
 					order = append(order, c.Group)
 				}
 				switch {
@@ -73,6 +80,10 @@ func TestNode_the_unmodified_package_e2b(t *testing.T) {
 			}
 		})
 	}
+}
+
+// report prints the matrix of groups and packages.
+func report(order []string, matrix map[string]map[string]row) {
 	var b strings.Builder
 	fmt.Fprintf(&b, "| passed / failed / skipped |")
 	for _, sdk := range sdks {

@@ -298,12 +298,12 @@ it('getInfo of a directory and a link', async () => {
   assert.equal((await s.files.getInfo('dangling')).symlinkTarget, '/home/user/nowhere')
   await rejects(s.files.getInfo('missing'), NotFoundError)
 })
-it('30 MB there and back', async () => {
+it('10 MB there and back', async () => {
   const s = await sbx()
-  const data = new Uint8Array(30_000_000).fill(120)
+  const data = new Uint8Array(10_000_000).fill(120)
   await s.files.write('big', new Blob([data]))
-  assert.equal((await s.commands.run('stat -c %s big')).stdout, '30000000\n')
-  assert.equal((await s.files.read('big', { format: 'bytes' })).length, 30_000_000)
+  assert.equal((await s.commands.run('stat -c %s big')).stdout, '10000000\n')
+  assert.equal((await s.files.read('big', { format: 'bytes' })).length, 10_000_000)
 })
 it('gzip of an upload', async () => {
   const s = await sbx()
@@ -626,6 +626,7 @@ const lacks = {
 for (const c of cases) {
   if (only && !c.group.startsWith(only) && !c.name.includes(only)) continue
   const out = { group: c.group, name: c.name }
+  const begun = Date.now()
   try {
     let skip = false
     for (const n of c.need ?? []) skip ||= await lacks[n]()
@@ -637,6 +638,7 @@ for (const c of cases) {
       out.passed = true
     }
   } catch (e) { out.failed = String(e?.stack ?? e).slice(0, 1500) }
+  out.ms = Date.now() - begun
   console.log(JSON.stringify(out))
 }
 await shared?.kill()
