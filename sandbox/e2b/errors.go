@@ -13,6 +13,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // apiError is an error as clients of the control plane see it.
@@ -67,8 +68,10 @@ func asAPI(err error, id string) *apiError {
 		return &apiError{Code: http.StatusBadRequest, Message: err.Error(), cause: err}
 	case errors.Is(err, sandbox.ErrExists), errors.Is(err, sandbox.ErrRunning), errors.Is(err, sandbox.ErrNotRunning), errors.Is(err, spec.ErrExpired):
 		return &apiError{Code: http.StatusConflict, Message: "the sandbox is not in a state for this", cause: err}
-	case busy[code]:
+	case busy[code], errors.Is(err, state.ErrStoreBusy):
 		return &apiError{Code: http.StatusTooManyRequests, Message: "the host has no room for it now", Kind: "sandbox_capacity_unavailable", cause: err}
+	case errors.Is(err, spec.ErrSnapshotInUse):
+		return &apiError{Code: http.StatusConflict, Message: "a sandbox of the snapshot comes back from it: remove the sandbox first", cause: err}
 	case errors.Is(err, context.DeadlineExceeded), errors.Is(err, context.Canceled):
 		return &apiError{Code: http.StatusGatewayTimeout, Message: "it took too long", cause: err}
 	}

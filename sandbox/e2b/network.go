@@ -133,7 +133,7 @@ func policy(n spec.E2BNetwork, dns *netpolicy.DNS) *netpolicy.Policy {
 		deny.Name = "denyOut"
 		p.Rules = append(p.Rules, all(deny, netpolicy.Reject))
 	}
-	if !n.NoInternet {
+	if !deniesAll(n) { // 0.0.0.0/0 is meant to be all, also over IPv6
 		p.Rules = append(p.Rules, all(netpolicy.Rule{Name: "internet", Groups: []netpolicy.Group{netpolicy.Public}}, netpolicy.Allow))
 	}
 	if !deniesAll(n) || named {

@@ -54,48 +54,55 @@ func text(s string) string { return strings.ToValidUTF8(s, "\uFFFD") }
 
 // readAccounts reads the users of a guest. A guest without the files has root.
 func readAccounts(ctx context.Context, c *guest.Client) (accounts, error) {
-	a := accounts{byName: map[string]account{"root": {"root", 0, 0, "/root"}}, users: map[int]string{0: "root"}, groups: map[int]string{0: "root"}}
-	lines := func(file string, f func([]string)) error {
+	a := newAccounts()
+	for file, add := range map[string]func(string){"/etc/passwd": a.addUsers, "/etc/group": a.addGroups} {
 		b := boundedBuffer{left: maxAccounts}
 		if _, err := c.ReadFile(ctx, file, &b, 0, 0); err != nil && !errors.Is(err, fs.ErrNotExist) {
-			return err
+			return a, err
 		}
-		for line := range strings.Lines(text(b.String())) {
-			f(strings.Split(strings.TrimSuffix(line, "\n"), ":"))
-		}
-		return nil
+		add(text(b.String()))
 	}
-	if err := lines("/etc/passwd", func(f []string) {
-		if len(f) < 6 {
-			return
+	return a, nil
+}
+
+func newAccounts() accounts {
+	return accounts{byName: map[string]account{"root": {"root", 0, 0, "/root"}}, users: map[int]string{0: "root"}, groups: map[int]string{0: "root"}}
+}
+
+// addUsers adds the users of a passwd(5). Lines that are none are left out.
+func (a accounts) addUsers(passwd string) {
+	for line := range strings.Lines(passwd) {
+		f := strings.Split(strings.TrimSuffix(line, "\n"), ":")
+		if len(f) < 6 || f[0] == "" {
+			continue
 		}
-		uid, err := strconv.ParseUint(f[2], 10, 32)
-		gid, err2 := strconv.ParseUint(f[3], 10, 32)
-		if err != nil || err2 != nil || f[0] == "" {
-			return
+		uid, err := strconv.ParseUint(f[2], 10, 31)
+		gid, err2 := strconv.ParseUint(f[3], 10, 31)
+		if err != nil || err2 != nil {
+			continue
 		}
 		home := f[5]
 		if !path.IsAbs(home) {
 			home = "/"
 		}
 		a.byName[f[0]] = account{f[0], int(uid), int(gid), path.Clean(home)}
-		if uid == 0 && f[0] != "root" {
-			return
-		}
 		if a.users[int(uid)] == "" {
 			a.users[int(uid)] = f[0]
 		}
-	}); err != nil {
-		return a, err
 	}
-	return a, lines("/etc/group", func(f []string) {
+}
+
+// addGroups adds the groups of a group(5).
+func (a accounts) addGroups(group string) {
+	for line := range strings.Lines(group) {
+		f := strings.Split(strings.TrimSuffix(line, "\n"), ":")
 		if len(f) < 3 {
-			return
+			continue
 		}
-		if gid, err := strconv.ParseUint(f[2], 10, 32); err == nil && a.groups[int(gid)] == "" {
+		if gid, err := strconv.ParseUint(f[2], 10, 31); err == nil && a.groups[int(gid)] == "" {
 			a.groups[int(gid)] = f[0]
 		}
-	})
+	}
 }
 
 // find returns the user of a request.

@@ -51,6 +51,11 @@ func (w *world) ask(method, path string, body any, header ...string) answer {
 			req.Header.Del(header[i])
 		}
 	}
+	return w.do(req)
+}
+
+func (w *world) do(req *http.Request) answer {
+	w.t.Helper()
 	resp, err := http.DefaultTransport.RoundTrip(req)
 	if err != nil {
 		w.t.Fatal(err)

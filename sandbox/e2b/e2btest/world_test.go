@@ -12,6 +12,7 @@ import (
 	"log/slog"
 	"math/big"
 	"net"
+	"net/http"
 	"os"
 	"path/filepath"
 	"testing"
@@ -32,6 +33,7 @@ type world struct {
 	server *e2b.Server
 	url    string // of the server
 	port   string
+	tokens api.Tokens
 	key    string // that may write
 	tls    *tls.Config
 	ca     string // file with its certificate
@@ -53,9 +55,9 @@ func beginWith(t testing.TB, g *guests, secure bool, change func(*e2b.Options)) 
 		w.vms.Guests = g.start
 	}
 	w.host = w.vms.Host(t)
-	tokens := api.Tokens{Path: filepath.Join(t.TempDir(), "tokens")}
+	w.tokens = api.Tokens{Path: filepath.Join(t.TempDir(), "tokens")}
 	var err error
-	if w.key, err = tokens.CreateE2B("test", api.ScopeWrite); err != nil {
+	if w.key, err = w.tokens.CreateE2B("test", api.ScopeWrite); err != nil {
 		t.Fatal(err)
 	}
 	l, err := net.Listen("tcp", "127.0.0.1:0")
@@ -74,7 +76,7 @@ func beginWith(t testing.TB, g *guests, secure bool, change func(*e2b.Options)) 
 	}
 	log := slog.New(slog.NewTextHandler(out, &slog.HandlerOptions{Level: slog.LevelInfo}))
 	o := e2b.Options{
-		Host: w.host, Tokens: tokens, Domain: domain + ":" + w.port, Templates: map[string]string{"base": sandboxtest.Image}, Network: true, Log: log,
+		Host: w.host, Tokens: w.tokens, Domain: domain + ":" + w.port, Templates: map[string]string{"base": sandboxtest.Image}, Network: true, Log: log,
 		Spec: sandbox.Spec{DiskMiB: 64},
 	}
 	if change != nil {
@@ -102,6 +104,32 @@ func beginWith(t testing.TB, g *guests, secure bool, change func(*e2b.Options)) 
 		}
 	})
 	return w
+}
+
+// pause pauses a sandbox, and returns the snapshot that it sleeps in.
+func (w *world) pause(m made) string {
+	w.t.Helper()
+	if a := w.ask("POST", "/sandboxes/"+m.SandboxID+"/pause", nil); a.status != http.StatusNoContent {
+		w.t.Fatal(a)
+	}
+	r, err := w.host.State.Get(m.SandboxID)
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	return r.Snapshot
+}
+
+// cloneAs are options of a sandbox that is not one of the wire.
+func cloneAs(name string) sandbox.CloneOptions { return sandbox.CloneOptions{Name: name} }
+
+// until waits for a condition.
+func (w *world) until(what string, ok func() bool) {
+	w.t.Helper()
+	for end := time.Now().Add(time.Minute); !ok(); time.Sleep(20 * time.Millisecond) {
+		if time.Now().After(end) {
+			w.t.Fatal("not in time: ", what)
+		}
+	}
 }
 
 // certificate returns a certificate of the domain and this machine, and a file with it.
