@@ -12,12 +12,14 @@ import (
 	"go.uber.org/goleak"
 
 	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/internal/test/guesttest"
 	"github.com/drowse-vm/drowse/netpolicy"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { guesttest.Main(m) }
 
 func newHub(t *testing.T) *hub {
+	t.Cleanup(func() { goleak.VerifyNone(t) })
 	s := &Server{life: t.Context(), slow: 20 * time.Millisecond, hubs: map[hubKey]*hub{}}
 	return &hub{s: s, subs: map[*sub]bool{}, inputs: make(chan struct{}, 1), ready: make(chan struct{})}
 }
