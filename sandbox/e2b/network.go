@@ -3,9 +3,9 @@ package e2b
 import (
 	"encoding/json"
 	"net/netip"
-	"regexp"
 	"strings"
 
+	"github.com/drowse-vm/drowse/internal/lazyregexp"
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
@@ -23,7 +23,7 @@ type networkBody struct {
 	InternetAccess *bool           `json:"allow_internet_access"`
 }
 
-var nameRE = regexp.MustCompile(`^(\*\.)?([A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9])?\.)+[A-Za-z]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?$`)
+var nameRE = lazyregexp.New(`^(\*\.)?([A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9])?\.)+[A-Za-z]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?$`)
 
 // prefixOf reads an address or a prefix.
 func prefixOf(text string) (netip.Prefix, bool) {

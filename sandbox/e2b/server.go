@@ -8,7 +8,6 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
-	"regexp"
 	"strconv"
 	"strings"
 	"sync"
@@ -16,6 +15,7 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
+	"github.com/drowse-vm/drowse/internal/lazyregexp"
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api"
@@ -198,7 +198,7 @@ const (
 )
 
 // idRE is the form of ids. They are names of sandboxes, and parts of host names before which a hyphen stands.
-var idRE = regexp.MustCompile(`^[a-z0-9]{1,40}$`)
+var idRE = lazyregexp.New(`^[a-z0-9]{1,40}$`)
 
 // ServeHTTP implements http.Handler: requests that name a sandbox go there, and all others to the control plane.
 func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {

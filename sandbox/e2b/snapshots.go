@@ -4,11 +4,11 @@ import (
 	"cmp"
 	"context"
 	"net/http"
-	"regexp"
 	"slices"
 	"strings"
 	"time"
 
+	"github.com/drowse-vm/drowse/internal/lazyregexp"
 	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/spec"
@@ -24,8 +24,8 @@ const (
 const snapshotSuffix = ":default"
 
 var (
-	snapshotRE     = regexp.MustCompile(`^[0-9a-f-]{16,64}$`)
-	snapshotNameRE = regexp.MustCompile(`^[a-z0-9][a-z0-9_-]{0,53}$`)
+	snapshotRE     = lazyregexp.New(`^[0-9a-f-]{16,64}$`)
+	snapshotNameRE = lazyregexp.New(`^[a-z0-9][a-z0-9_-]{0,53}$`)
 )
 
 // snapshotBody is a snapshot as clients see it.
