@@ -417,7 +417,8 @@ func (s *Server) kill(_ http.ResponseWriter, r *http.Request, b *box) (int, any,
 	// Whoever has begun it wants it done, also if he leaves.
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(r.Context()), controlTime)
 	defer cancel()
-	if err := b.Delete(ctx, sandbox.DeleteOptions{Force: true}); err != nil {
+	// Whoever looks for what has expired may remove it as well, once it has ended.
+	if err := b.Delete(ctx, sandbox.DeleteOptions{Force: true}); err != nil && !errors.Is(err, sandbox.ErrNotFound) {
 		return 0, nil, err
 	}
 	s.log.Info("removed", "sandbox", b.Name())

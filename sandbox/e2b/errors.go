@@ -8,6 +8,7 @@ import (
 	"net/http"
 	"strconv"
 
+	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/sandbox"
@@ -66,7 +67,8 @@ func asAPI(err error, id string) *apiError {
 		return &apiError{Code: http.StatusNotFound, Message: "the template was not found", cause: err}
 	case errors.Is(err, sandbox.ErrSpec), errors.Is(err, netpolicy.ErrPolicy), errors.Is(err, spec.ErrMetadata):
 		return &apiError{Code: http.StatusBadRequest, Message: err.Error(), cause: err}
-	case errors.Is(err, sandbox.ErrExists), errors.Is(err, sandbox.ErrRunning), errors.Is(err, sandbox.ErrNotRunning), errors.Is(err, spec.ErrExpired):
+	case errors.Is(err, sandbox.ErrExists), errors.Is(err, sandbox.ErrRunning), errors.Is(err, sandbox.ErrNotRunning), errors.Is(err, spec.ErrExpired),
+		errors.Is(err, guest.ErrUnavailable), errors.Is(err, guest.ErrConnectionLost):
 		return &apiError{Code: http.StatusConflict, Message: "the sandbox is not in a state for this", cause: err}
 	case busy[code], errors.Is(err, state.ErrStoreBusy):
 		return &apiError{Code: http.StatusTooManyRequests, Message: "the host has no room for it now", Kind: "sandbox_capacity_unavailable", cause: err}

@@ -3,11 +3,13 @@ package e2b
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net/http"
 	"strconv"
 	"strings"
 	"time"
 
+	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/guest/audit"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/spec"
@@ -42,7 +44,7 @@ func (s *Server) measure(ctx context.Context, b *box) (*metric, error) {
 		return nil, err
 	}
 	if st.Guest == nil {
-		return nil, errors.New(st.Problem)
+		return nil, fmt.Errorf("%w: %s", guest.ErrUnavailable, st.Problem)
 	}
 	g := st.Guest
 	m := &metric{Timestamp: st.Time, Unix: st.Time.Unix(), CPUs: g.CPUs, MemTotal: g.Memory.Total, MemCache: g.Memory.Cached + g.Memory.Buffers}
