@@ -190,6 +190,16 @@ test-mcp:
 	@npm install --silent --no-save --prefix .cache/mcp @modelcontextprotocol/sdk@1.32.2
 	@DROWSE_TEST_NPM=$(CURDIR)/.cache/mcp go test -count 1 -run TestMCP ./cmd/drowse
 
+# test-e2b has three versions of the unmodified npm package e2b use a server of their wire, whose guests are agents in namespaces: it needs root,
+# and a Node of 20 or later with npm. The last lines are passed, failed and skipped cases by group. Some: make test-e2b E2B_ONLY=files.
+.PHONY: test-e2b
+test-e2b: check-go
+	@if ! command -v node >/dev/null || ! command -v npm >/dev/null || (($$(node -p 'process.versions.node.split(".")[0]') < 20)); then \
+		echo "test-e2b is skipped: there is no Node of 20 or later with npm" >&2; exit 0; \
+	fi; \
+	npm --prefix sandbox/e2b/e2btest/node ci --ignore-scripts --no-audit --no-fund >&2; \
+	cd sandbox/e2b/e2btest; E2B_ONLY='$(E2B_ONLY)' $(GO_TEST) -count 1 -parallel 3 -timeout 10m -tags e2bnode -run TestNode
+
 # agent-proofs shows what takes too long for each run of the tests: copies of 1 GiB that are cut and resumed, a
 # command that prints as much, and a copy into a guest that a sleep cuts. It takes some minutes.
 .PHONY: agent-proofs

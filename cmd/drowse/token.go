@@ -11,6 +11,7 @@ import (
 
 func (a *app) tokenCommand() *cobra.Command {
 	var file, scope string
+	var e2b bool
 	onTokens := func(do func(_ *cobra.Command, args []string, t api.Tokens) error) runE {
 		return opened(func() (api.Tokens, error) {
 			s, err := a.store()
@@ -25,11 +26,16 @@ func (a *app) tokenCommand() *cobra.Command {
 		Long: `Create a token and print it. drowse keeps only its hash. The token gives access to the HTTP API
 over TCP: to read, or with --scope write to do everything, which includes root in the sandboxes.`,
 		RunE: onTokens(func(_ *cobra.Command, args []string, t api.Tokens) error {
-			token, err := t.Create(args[0], api.Scope(scope))
+			make := t.Create
+			if e2b {
+				make = t.CreateE2B
+			}
+			token, err := make(args[0], api.Scope(scope))
 			return a.answer(map[string]string{"name": args[0], "scope": scope, "token": token}, err, func(w io.Writer) { fmt.Fprintln(w, token) })
 		}),
 	}
 	create.Flags().StringVar(&scope, "scope", string(api.ScopeRead), "what the token allows: read or write")
+	create.Flags().BoolVar(&e2b, "e2b", false, "make it in the form of a key that E2B's clients take (docs/guides/e2b.md)")
 	cmd := group(&cobra.Command{Use: "token", Short: "Manage tokens of the HTTP API"},
 		create,
 		&cobra.Command{

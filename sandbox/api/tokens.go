@@ -50,6 +50,9 @@ const (
 // tokenPrefix begins tokens, so that a leaked token is recognized.
 const tokenPrefix = "drowse_"
 
+// e2bPrefix begins keys that E2B's clients accept.
+const e2bPrefix = "e2b_"
+
 var tokenNameRE = lazyregexp.New(`^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$`)
 
 // ErrTokens means that a file with tokens cannot be used.
@@ -154,15 +157,25 @@ func (f Tokens) Find(shown string) (t Token, ok bool, err error) {
 
 // Create makes a token and adds it to the file. It returns the secret, which the file stores only as a hash.
 func (f Tokens) Create(name string, scope Scope) (token string, err error) {
+	var b [32]byte
+	_, _ = rand.Read(b[:]) // never fails
+	return f.create(name, scope, tokenPrefix+base64.RawURLEncoding.EncodeToString(b[:]))
+}
+
+// CreateE2B is Create for a token of the form that E2B's clients want of a key. It is as good as any other.
+func (f Tokens) CreateE2B(name string, scope Scope) (token string, err error) {
+	var b [32]byte
+	_, _ = rand.Read(b[:]) // never fails
+	return f.create(name, scope, e2bPrefix+hex.EncodeToString(b[:]))
+}
+
+func (f Tokens) create(name string, scope Scope, token string) (string, error) {
 	if !tokenNameRE.MatchString(name) {
 		return "", fmt.Errorf("%w: name %q: use letters, digits, dots, underscores and hyphens, 64 at most", ErrTokens, name)
 	}
 	if scope != ScopeRead && scope != ScopeWrite {
 		return "", fmt.Errorf("%w: scope %q: use %s or %s", ErrTokens, scope, ScopeRead, ScopeWrite)
 	}
-	var b [32]byte
-	_, _ = rand.Read(b[:]) // never fails
-	token = tokenPrefix + base64.RawURLEncoding.EncodeToString(b[:])
 	return token, f.change(func(all []Token) ([]Token, error) {
 		for _, t := range all {
 			if t.Name == name {
