@@ -50,8 +50,8 @@ DROWSE := bin/drowse --state $(STATE)
 REPORT := bin/testreport
 # Tests that may be skipped where $CI is set, for reasons that lie in themselves: inputs
 # of fuzzing that are too long to be of use, and a guest that writes more than an interpreted kernel can: .ci/run has it
-# in test-hard.
-MAY_SKIP ?= devices/vsock\.FuzzPackets/|sandbox\.TestAttack_full_host_disk_pauses
+# in test-hard. test-mcp has the package of npm that another needs.
+MAY_SKIP ?= devices/vsock\.FuzzPackets/|sandbox\.TestAttack_full_host_disk_pauses|cmd/drowse\.TestMCP_serves_the_npm_client
 
 # For the demo, and for tests that have a guest.
 export DROWSE_STATE = $(STATE)
@@ -183,6 +183,24 @@ test-workloads-hard: workloads-state
 test-browser: test-state $(REPORT)
 	@scripts/deps browser
 	@DROWSE_TEST_PROGRAM=$(CURDIR)/bin/drowse $(GO_TEST) -json -count 1 -tags browser -timeout 20m ./sandbox/api/web/... | $(REPORT)
+
+# test-mcp has the protocol's npm package talk to drowse mcp. It needs node, npm and their registry.
+.PHONY: test-mcp
+test-mcp:
+	@npm install --silent --no-save --prefix .cache/mcp @modelcontextprotocol/sdk@1.32.2
+	@DROWSE_TEST_NPM=$(CURDIR)/.cache/mcp go test -count 1 -run TestMCP ./cmd/drowse
+
+# test-e2b has three versions of the unmodified npm package e2b use a server of their wire, whose guests are agents in namespaces: it needs root,
+# and a Node of 20 or later with npm. The last lines are passed, failed and skipped cases by group. Some: make test-e2b E2B_ONLY=files.
+.PHONY: test-e2b
+test-e2b: check-go
+	@if ! command -v node >/dev/null || ! command -v npm >/dev/null || (($$(node -p 'process.versions.node.split(".")[0]') < 20)); then \
+		echo "test-e2b is skipped: there is no Node of 20 or later with npm" >&2; exit 0; \
+	fi; \
+	if ! npm --prefix sandbox/e2b/e2btest/node ci --ignore-scripts --no-audit --no-fund >&2; then \
+		echo "test-e2b is skipped: its packages cannot be had" >&2; exit 0; \
+	fi; \
+	cd sandbox/e2b/e2btest; E2B_ONLY='$(E2B_ONLY)' $(GO_TEST) -count 1 -parallel 3 -timeout 10m -tags e2bnode -run TestNode
 
 # agent-proofs shows what takes too long for each run of the tests: copies of 1 GiB that are cut and resumed, a
 # command that prints as much, and a copy into a guest that a sleep cuts. It takes some minutes.

@@ -57,7 +57,7 @@ func only(t *testing.T, path string, seen *int) audit.Entry {
 // commands and files.
 func TestRecord_every_method_of_a_client_was_thought_of(t *testing.T) {
 	classes := map[string][]string{
-		"recorded":                     {"Exec", "Start", "Attach", "Kill", "Forget", "ReadFile", "WriteFile", "CopyIn", "CopyOut", "Mkdir", "Remove", "Rename", "Symlink", "Dial", "Listen", "SetService", "StopService", "CopyOutTo", "Promote", "Drop"},
+		"recorded":                     {"Exec", "Start", "Attach", "Kill", "Forget", "ReadFile", "WriteFile", "CopyIn", "CopyOut", "Mkdir", "MkdirFor", "Remove", "Rename", "Symlink", "Dial", "Listen", "SetService", "StopService", "CopyOutTo", "Promote", "Drop", "PackTree", "UnpackTree"},
 		"names and sizes only":         {"Stat", "Lstat", "ReadDir", "Readlink", "List", "Services", "Watch", "Changes", "WaitService", "Look"},
 		"what a service has printed":   {"ServiceLog"},
 		"the machine, not its content": {"Ping", "Resume", "Handover", "Shutdown", "Hooks", "Freeze", "Thaw", "Stats", "ServeSecrets", "Close"},
@@ -179,6 +179,9 @@ func TestRecord_files(t *testing.T) {
 		want audit.Action
 	}{
 		{"mkdir", func() error { return c.Mkdir(t.Context(), dir+"/d", 0, false) }, audit.Action{Kind: audit.KindMkdir, Path: dir + "/d"}},
+		{"mkdir for an owner", func() error {
+			return c.MkdirFor(t.Context(), dir+"/e/f", guest.Owner{UID: os.Getuid(), GID: os.Getgid()})
+		}, audit.Action{Kind: audit.KindMkdir, Path: dir + "/e/f"}},
 		{"write", func() error {
 			return c.WriteFile(t.Context(), dir+"/d/f", strings.NewReader("12345"), guest.WriteOptions{})
 		}, audit.Action{Kind: audit.KindWrite, Path: dir + "/d/f"}},

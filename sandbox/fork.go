@@ -14,6 +14,7 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/volume"
 	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
@@ -226,6 +227,10 @@ func (f *forker) sleeping(ctx context.Context) error {
 
 // running asks the VM's process for an image, and makes children of it.
 func (f *forker) running(ctx context.Context) error {
+	// The children's processes start while the VM's memory is copied.
+	launcher, done := pool.Ahead(ctx, f.store.State, f.store.launcher, f.specs[0].Shape(), len(f.specs))
+	defer done()
+	host := f.store.With(launcher)
 	id := spec.NewID()
 	c, err := control.DialFork(ctx, f.store.State, f.parent.Spec.Name, id, f.note())
 	if err != nil {
@@ -250,7 +255,7 @@ func (f *forker) running(ctx context.Context) error {
 		if err := r.SetMetadata(f.labels[want.Name]); err != nil {
 			return control.Report{}, err
 		}
-		return f.store.launchNewWith(ctx, r, control.Order{Name: want.Name, NewIdentity: true, Fork: true}, nil, c.Image)
+		return host.launchNewWith(ctx, r, control.Order{Name: want.Name, NewIdentity: true, Fork: true}, nil, c.Image)
 	})
 	if err == nil && f.early {
 		return nil

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"html/template"
 	"io"
+	"sync"
 
 	_ "embed"
 )
@@ -11,7 +12,10 @@ import (
 //go:embed page.html.tmpl
 var source string
 
-var templ = template.Must(template.New("page").Funcs(template.FuncMap{"figure": optional}).Parse(source))
+// templ is parsed when it is used: this package is part of every start of the command line.
+var templ = sync.OnceValue(func() *template.Template {
+	return template.Must(template.New("page").Funcs(template.FuncMap{"figure": optional}).Parse(source))
+})
 
 func optional(v *float64) string {
 	if v == nil {
@@ -64,7 +68,7 @@ func (p *Page) HTML(w io.Writer) error {
 		add(a.title, "", p.against(rows, a.param, a.unit))
 	}
 	add("Stages", "Medians of what a number is made of. Some run side by side, so they need not add up to the whole.", p.stages(rows))
-	err := templ.Execute(w, map[string]any{
+	err := templ().Execute(w, map[string]any{
 		"Reports": p.reports, "Sections": sections, "Rows": p.rows, "Notes": notes,
 		"Bounds": p.bounds(rows), "Instruction": nanosecondsText(softCosts.instruction),
 		"Fault": nanosecondsText(softCosts.fault), "Shadow": nanosecondsText(softCosts.shadow),

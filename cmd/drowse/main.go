@@ -172,7 +172,7 @@ func (a *app) root() *cobra.Command {
 		a.versionCommand(), a.infoCommand(), a.dfCommand(),
 		a.startCommand(), a.stopCommand(), a.killCommand(), a.sleepCommand(), a.wakeCommand(), a.promoteCommand(), a.renameCommand(), a.updateCommand(), a.rmCommand(),
 		a.snapshotCommand(), a.restoreCommand(), a.forkCommand(), a.pruneCommand(), a.volumeCommand(), a.templateCommand(),
-		a.limitsCommand(), a.policyCommand(), a.netCommand(), a.secretCommand(), a.serviceCommand(), a.serveCommand(), a.tokenCommand(), a.gatewayCommand(), a.benchCommand(), a.demoCommand(),
+		a.limitsCommand(), a.policyCommand(), a.netCommand(), a.secretCommand(), a.serviceCommand(), a.serveCommand(), a.tokenCommand(), a.gatewayCommand(), a.mcpCommand(), a.benchCommand(), a.demoCommand(),
 	)
 	usageArgs(root)
 	return root

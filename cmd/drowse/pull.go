@@ -25,6 +25,8 @@ const (
 type pullFlags struct {
 	when      string
 	plainHTTP bool
+	// tell, if not nil, is also called with the progress.
+	tell func(stage string, done, total int64)
 }
 
 func (p *pullFlags) add(cmd *cobra.Command) {
@@ -72,24 +74,30 @@ func (p *pullFlags) image(ctx context.Context, a *app, s *sandbox.Host, ref stri
 			return nil, err // no registry can have it
 		}
 		fmt.Fprintf(a.stderr, "drowse: there is no image %s here: pulling it\n", printable(ref))
-		img, perr := a.pull(ctx, images, ref, p.plainHTTP)
+		img, perr := a.pull(ctx, images, ref, *p)
 		if perr != nil {
 			return nil, fmt.Errorf("%w; pulling it: %w", err, perr)
 		}
 		return img, nil
 	}
-	return a.pull(ctx, images, ref, p.plainHTTP)
+	return a.pull(ctx, images, ref, *p)
 }
 
 // pull makes an image of a registry's.
-func (a *app) pull(ctx context.Context, s *image.Store, ref string, plainHTTP bool) (*image.Image, error) {
+func (a *app) pull(ctx context.Context, s *image.Store, ref string, how pullFlags) (*image.Image, error) {
 	tag, err := oci.LocalTag(ref)
 	if err != nil {
 		return nil, usageError{fmt.Errorf("image %q: %w: name one as python:3.12 or ghcr.io/me/app:v1", ref, err)}
 	}
 	p := a.newProgress("pull")
+	report := func(stage string, done, total int64) {
+		p.report(stage, done, total)
+		if how.tell != nil {
+			how.tell(stage, done, total)
+		}
+	}
 	img, err := builder.Build(ctx, builder.Options{
-		From: string(builder.KindRegistry) + "://" + ref, Tag: tag, PlainHTTP: plainHTTP, Store: s, Progress: p.report, Log: p.toolLog(a),
+		From: string(builder.KindRegistry) + "://" + ref, Tag: tag, PlainHTTP: how.plainHTTP, Store: s, Progress: report, Log: p.toolLog(a),
 	})
 	p.finish(err)
 	return img, err
@@ -109,7 +117,7 @@ $DOCKER_CONFIG or ~/.docker/config.json and its helpers, and the "registry-mirro
 		Args: cobra.MinimumNArgs(1),
 		RunE: a.onImages(func(cmd *cobra.Command, args []string, s *image.Store) error {
 			return each(a, args, "pulled", func(ref string) (imageInfo, error) {
-				img, err := a.pull(cmd.Context(), s, ref, p.plainHTTP)
+				img, err := a.pull(cmd.Context(), s, ref, p)
 				if err != nil {
 					return imageInfo{}, err
 				}

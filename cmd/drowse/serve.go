@@ -29,6 +29,7 @@ func (a *app) serveCommand() *cobra.Command {
 		confined         bool
 		web              apiFlags
 		gate             gatewayFlags
+		wire             e2bFlags
 		exit             exitFlags
 		hooks            webhookFlags
 	)
@@ -61,7 +62,7 @@ connections that it carries end. With --on-exit sleep it puts all VMs to sleep f
 			if conns < 1 {
 				return usageError{fmt.Errorf("%d connections at once: use 1 or more", conns)}
 			}
-			if err := errors.Join(web.check(), gate.check(), exit.check()); err != nil {
+			if err := errors.Join(web.check(), gate.check(), wire.check(), exit.check()); err != nil {
 				return err
 			}
 			if err := requireJail(confined); err != nil {
@@ -72,7 +73,7 @@ connections that it carries end. With --on-exit sleep it puts all VMs to sleep f
 				return err
 			}
 			o := supervisor.Options{Pool: processes, MaxConns: conns, Webhooks: webhooks, Log: a.log}
-			return a.serve(cmd.Context(), s, l, o, &web, &gate, &exit)
+			return a.serve(cmd.Context(), s, l, o, &web, &gate, &wire, &exit)
 		}),
 	}
 	cmd.Flags().IntVar(&processes, "pool", defaultPool, "processes to keep ready, each with some 17 MiB of memory; 0 is none")
@@ -81,6 +82,7 @@ connections that it carries end. With --on-exit sleep it puts all VMs to sleep f
 		"start no VM whose process cannot be confined; by default, such a VM runs unconfined, and its log says so")
 	web.add(cmd)
 	gate.add(cmd)
+	wire.add(cmd)
 	exit.add(cmd)
 	hooks.add(cmd)
 	return cmd
@@ -110,7 +112,7 @@ func lacking(s confine.Support) error {
 }
 
 // serve supervises and answers until ctx ends.
-func (a *app) serve(ctx context.Context, s *sandbox.Host, l pool.Launcher, o supervisor.Options, web *apiFlags, gate *gatewayFlags, exit *exitFlags) error {
+func (a *app) serve(ctx context.Context, s *sandbox.Host, l pool.Launcher, o supervisor.Options, web *apiFlags, gate *gatewayFlags, wire *e2bFlags, exit *exitFlags) error {
 	listeners, err := web.listeners(s)
 	if err != nil {
 		return err
@@ -133,6 +135,10 @@ func (a *app) serve(ctx context.Context, s *sandbox.Host, l pool.Launcher, o sup
 	if err != nil {
 		return err
 	}
+	clients, err := wire.open(a, s, web, &o)
+	if err != nil {
+		return err
+	}
 	works := goesRound(o.Counters, time.Now())
 	server := api.New(api.Options{
 		Host: s, Version: version(), Tokens: tokensOf(web.tokens, s), Hosts: web.hosts, Live: []api.Check{works}, Ready: readiness(s), Log: a.log,
@@ -150,6 +156,9 @@ func (a *app) serve(ctx context.Context, s *sandbox.Host, l pool.Launcher, o sup
 	}
 	if carry != nil {
 		group.Go(func() error { return carry(run) })
+	}
+	if clients != nil {
+		group.Go(func() error { return clients(run) })
 	}
 	group.Go(func() error { return a.watchdog(run, works) })
 	a.notify(daemon.SdNotifyReady)

@@ -30,6 +30,7 @@ func (a *app) tokenCommand() *cobra.Command {
 	var (
 		file, scope, lasts string
 		want               tokens.Token
+		e2b                bool
 	)
 	onTokens := func(do func(_ *cobra.Command, args []string, t *tokens.Store) error) runE {
 		return opened(func() (*tokens.Store, error) {
@@ -63,7 +64,11 @@ With --owner the token reaches only that owner's sandboxes, and makes only such.
 				}
 				want.Expires = time.Now().Add(d).UTC().Truncate(time.Second)
 			}
-			token, err := t.Create(want)
+			make := t.Create
+			if e2b {
+				make = t.CreateE2B
+			}
+			token, err := make(want)
 			row := rowOfToken(want)
 			row.Token = token
 			return a.answer(row, err, func(w io.Writer) { fmt.Fprintln(w, token) })
@@ -73,6 +78,7 @@ With --owner the token reaches only that owner's sandboxes, and makes only such.
 	f.StringVar(&scope, "scope", string(tokens.ScopeRead), "what the token allows, with commas, or write for all")
 	f.StringVar(&want.Owner, "owner", "", "reach only sandboxes of this owner")
 	f.StringVar(&lasts, "expires", "", "end after this time, such as 12h or 30d (default: never)")
+	f.BoolVar(&e2b, "e2b", false, "make it in the form of a key that E2B's clients take (docs/guides/e2b.md)")
 	f.IntVar(&want.Rate, "rate", 0, "requests a second; 0: no limit")
 	cmd := group(&cobra.Command{Use: "token", Short: "Manage tokens of the HTTP API"},
 		create,

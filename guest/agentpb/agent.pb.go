@@ -3023,6 +3023,7 @@ type MkdirRequest struct {
 	Path          string                 `protobuf:"bytes,1,opt,name=path,proto3" json:"path,omitempty"`
 	Mode          uint32                 `protobuf:"varint,2,opt,name=mode,proto3" json:"mode,omitempty"` // permission bits; 0 is 0755
 	Parents       bool                   `protobuf:"varint,3,opt,name=parents,proto3" json:"parents,omitempty"`
+	Owner         *Owner                 `protobuf:"bytes,4,opt,name=owner,proto3" json:"owner,omitempty"` // of each directory that is made; absent is root
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -3076,6 +3077,13 @@ func (x *MkdirRequest) GetParents() bool {
 		return x.Parents
 	}
 	return false
+}
+
+func (x *MkdirRequest) GetOwner() *Owner {
+	if x != nil {
+		return x.Owner
+	}
+	return nil
 }
 
 type RemoveRequest struct {
@@ -5712,11 +5720,12 @@ const file_agent_proto_rawDesc = "" +
 	"\x05after\x18\x02 \x01(\tR\x05after\"Z\n" +
 	"\x0fReadDirResponse\x123\n" +
 	"\aentries\x18\x01 \x03(\v2\x19.drowse.guest.v1.FileInfoR\aentries\x12\x12\n" +
-	"\x04more\x18\x02 \x01(\bR\x04more\"P\n" +
+	"\x04more\x18\x02 \x01(\bR\x04more\"~\n" +
 	"\fMkdirRequest\x12\x12\n" +
 	"\x04path\x18\x01 \x01(\tR\x04path\x12\x12\n" +
 	"\x04mode\x18\x02 \x01(\rR\x04mode\x12\x18\n" +
-	"\aparents\x18\x03 \x01(\bR\aparents\"A\n" +
+	"\aparents\x18\x03 \x01(\bR\aparents\x12,\n" +
+	"\x05owner\x18\x04 \x01(\v2\x16.drowse.guest.v1.OwnerR\x05owner\"A\n" +
 	"\rRemoveRequest\x12\x12\n" +
 	"\x04path\x18\x01 \x01(\tR\x04path\x12\x1c\n" +
 	"\trecursive\x18\x02 \x01(\bR\trecursive\"3\n" +
@@ -6041,86 +6050,87 @@ var file_agent_proto_depIdxs = []int32{
 	35, // 19: drowse.guest.v1.ListResponse.processes:type_name -> drowse.guest.v1.Process
 	29, // 20: drowse.guest.v1.Process.exit:type_name -> drowse.guest.v1.ExecExit
 	37, // 21: drowse.guest.v1.ReadDirResponse.entries:type_name -> drowse.guest.v1.FileInfo
-	48, // 22: drowse.guest.v1.TransferRequest.read:type_name -> drowse.guest.v1.ReadFile
-	49, // 23: drowse.guest.v1.TransferRequest.write:type_name -> drowse.guest.v1.WriteFile
-	51, // 24: drowse.guest.v1.TransferRequest.pack:type_name -> drowse.guest.v1.Pack
-	52, // 25: drowse.guest.v1.TransferRequest.unpack:type_name -> drowse.guest.v1.Unpack
-	0,  // 26: drowse.guest.v1.TransferRequest.end:type_name -> drowse.guest.v1.Empty
-	51, // 27: drowse.guest.v1.TransferRequest.resume_pack:type_name -> drowse.guest.v1.Pack
-	52, // 28: drowse.guest.v1.TransferRequest.resume_unpack:type_name -> drowse.guest.v1.Unpack
-	50, // 29: drowse.guest.v1.WriteFile.owner:type_name -> drowse.guest.v1.Owner
-	50, // 30: drowse.guest.v1.Unpack.owner:type_name -> drowse.guest.v1.Owner
-	37, // 31: drowse.guest.v1.TransferResponse.info:type_name -> drowse.guest.v1.FileInfo
-	54, // 32: drowse.guest.v1.TransferResponse.done:type_name -> drowse.guest.v1.TransferDone
-	58, // 33: drowse.guest.v1.Service.check:type_name -> drowse.guest.v1.Check
-	57, // 34: drowse.guest.v1.SetServiceRequest.service:type_name -> drowse.guest.v1.Service
-	63, // 35: drowse.guest.v1.ListServicesResponse.services:type_name -> drowse.guest.v1.ServiceState
-	29, // 36: drowse.guest.v1.ServiceState.exit:type_name -> drowse.guest.v1.ExecExit
-	68, // 37: drowse.guest.v1.DropRequest.paths:type_name -> drowse.guest.v1.DropPath
-	70, // 38: drowse.guest.v1.DropResponse.paths:type_name -> drowse.guest.v1.DroppedPath
-	72, // 39: drowse.guest.v1.WatchRequest.start:type_name -> drowse.guest.v1.WatchStart
-	74, // 40: drowse.guest.v1.WatchResponse.events:type_name -> drowse.guest.v1.WatchEvent
-	1,  // 41: drowse.guest.v1.Agent.Ping:input_type -> drowse.guest.v1.PingRequest
-	10, // 42: drowse.guest.v1.Agent.Resume:input_type -> drowse.guest.v1.ResumeRequest
-	19, // 43: drowse.guest.v1.Agent.Handover:input_type -> drowse.guest.v1.HandoverRequest
-	3,  // 44: drowse.guest.v1.Agent.Stats:input_type -> drowse.guest.v1.StatsRequest
-	12, // 45: drowse.guest.v1.Agent.Hooks:input_type -> drowse.guest.v1.HooksRequest
-	15, // 46: drowse.guest.v1.Agent.Freeze:input_type -> drowse.guest.v1.FreezeRequest
-	17, // 47: drowse.guest.v1.Agent.Thaw:input_type -> drowse.guest.v1.ThawRequest
-	21, // 48: drowse.guest.v1.Agent.Exec:input_type -> drowse.guest.v1.ExecRequest
-	33, // 49: drowse.guest.v1.Agent.List:input_type -> drowse.guest.v1.ListRequest
-	36, // 50: drowse.guest.v1.Agent.Kill:input_type -> drowse.guest.v1.KillRequest
-	38, // 51: drowse.guest.v1.Agent.Stat:input_type -> drowse.guest.v1.StatRequest
-	39, // 52: drowse.guest.v1.Agent.ReadDir:input_type -> drowse.guest.v1.ReadDirRequest
-	41, // 53: drowse.guest.v1.Agent.Mkdir:input_type -> drowse.guest.v1.MkdirRequest
-	42, // 54: drowse.guest.v1.Agent.Remove:input_type -> drowse.guest.v1.RemoveRequest
-	43, // 55: drowse.guest.v1.Agent.Rename:input_type -> drowse.guest.v1.RenameRequest
-	44, // 56: drowse.guest.v1.Agent.Symlink:input_type -> drowse.guest.v1.SymlinkRequest
-	45, // 57: drowse.guest.v1.Agent.Readlink:input_type -> drowse.guest.v1.ReadlinkRequest
-	47, // 58: drowse.guest.v1.Agent.Transfer:input_type -> drowse.guest.v1.TransferRequest
-	55, // 59: drowse.guest.v1.Agent.Shutdown:input_type -> drowse.guest.v1.ShutdownRequest
-	56, // 60: drowse.guest.v1.Agent.Secrets:input_type -> drowse.guest.v1.SecretsRequest
-	59, // 61: drowse.guest.v1.Agent.SetService:input_type -> drowse.guest.v1.SetServiceRequest
-	60, // 62: drowse.guest.v1.Agent.StopService:input_type -> drowse.guest.v1.StopServiceRequest
-	61, // 63: drowse.guest.v1.Agent.ListServices:input_type -> drowse.guest.v1.ListServicesRequest
-	65, // 64: drowse.guest.v1.Agent.ServiceLog:input_type -> drowse.guest.v1.ServiceLogRequest
-	30, // 65: drowse.guest.v1.Agent.Changes:input_type -> drowse.guest.v1.ChangesRequest
-	64, // 66: drowse.guest.v1.Agent.WaitService:input_type -> drowse.guest.v1.WaitServiceRequest
-	67, // 67: drowse.guest.v1.Agent.Drop:input_type -> drowse.guest.v1.DropRequest
-	71, // 68: drowse.guest.v1.Agent.Watch:input_type -> drowse.guest.v1.WatchRequest
-	2,  // 69: drowse.guest.v1.Agent.Ping:output_type -> drowse.guest.v1.PingResponse
-	11, // 70: drowse.guest.v1.Agent.Resume:output_type -> drowse.guest.v1.ResumeResponse
-	20, // 71: drowse.guest.v1.Agent.Handover:output_type -> drowse.guest.v1.HandoverResponse
-	4,  // 72: drowse.guest.v1.Agent.Stats:output_type -> drowse.guest.v1.StatsResponse
-	13, // 73: drowse.guest.v1.Agent.Hooks:output_type -> drowse.guest.v1.HooksResponse
-	16, // 74: drowse.guest.v1.Agent.Freeze:output_type -> drowse.guest.v1.FreezeResponse
-	18, // 75: drowse.guest.v1.Agent.Thaw:output_type -> drowse.guest.v1.ThawResponse
-	26, // 76: drowse.guest.v1.Agent.Exec:output_type -> drowse.guest.v1.ExecResponse
-	34, // 77: drowse.guest.v1.Agent.List:output_type -> drowse.guest.v1.ListResponse
-	0,  // 78: drowse.guest.v1.Agent.Kill:output_type -> drowse.guest.v1.Empty
-	37, // 79: drowse.guest.v1.Agent.Stat:output_type -> drowse.guest.v1.FileInfo
-	40, // 80: drowse.guest.v1.Agent.ReadDir:output_type -> drowse.guest.v1.ReadDirResponse
-	0,  // 81: drowse.guest.v1.Agent.Mkdir:output_type -> drowse.guest.v1.Empty
-	0,  // 82: drowse.guest.v1.Agent.Remove:output_type -> drowse.guest.v1.Empty
-	0,  // 83: drowse.guest.v1.Agent.Rename:output_type -> drowse.guest.v1.Empty
-	0,  // 84: drowse.guest.v1.Agent.Symlink:output_type -> drowse.guest.v1.Empty
-	46, // 85: drowse.guest.v1.Agent.Readlink:output_type -> drowse.guest.v1.ReadlinkResponse
-	53, // 86: drowse.guest.v1.Agent.Transfer:output_type -> drowse.guest.v1.TransferResponse
-	0,  // 87: drowse.guest.v1.Agent.Shutdown:output_type -> drowse.guest.v1.Empty
-	0,  // 88: drowse.guest.v1.Agent.Secrets:output_type -> drowse.guest.v1.Empty
-	63, // 89: drowse.guest.v1.Agent.SetService:output_type -> drowse.guest.v1.ServiceState
-	63, // 90: drowse.guest.v1.Agent.StopService:output_type -> drowse.guest.v1.ServiceState
-	62, // 91: drowse.guest.v1.Agent.ListServices:output_type -> drowse.guest.v1.ListServicesResponse
-	66, // 92: drowse.guest.v1.Agent.ServiceLog:output_type -> drowse.guest.v1.ServiceLogResponse
-	31, // 93: drowse.guest.v1.Agent.Changes:output_type -> drowse.guest.v1.DiskChanges
-	63, // 94: drowse.guest.v1.Agent.WaitService:output_type -> drowse.guest.v1.ServiceState
-	69, // 95: drowse.guest.v1.Agent.Drop:output_type -> drowse.guest.v1.DropResponse
-	73, // 96: drowse.guest.v1.Agent.Watch:output_type -> drowse.guest.v1.WatchResponse
-	69, // [69:97] is the sub-list for method output_type
-	41, // [41:69] is the sub-list for method input_type
-	41, // [41:41] is the sub-list for extension type_name
-	41, // [41:41] is the sub-list for extension extendee
-	0,  // [0:41] is the sub-list for field type_name
+	50, // 22: drowse.guest.v1.MkdirRequest.owner:type_name -> drowse.guest.v1.Owner
+	48, // 23: drowse.guest.v1.TransferRequest.read:type_name -> drowse.guest.v1.ReadFile
+	49, // 24: drowse.guest.v1.TransferRequest.write:type_name -> drowse.guest.v1.WriteFile
+	51, // 25: drowse.guest.v1.TransferRequest.pack:type_name -> drowse.guest.v1.Pack
+	52, // 26: drowse.guest.v1.TransferRequest.unpack:type_name -> drowse.guest.v1.Unpack
+	0,  // 27: drowse.guest.v1.TransferRequest.end:type_name -> drowse.guest.v1.Empty
+	51, // 28: drowse.guest.v1.TransferRequest.resume_pack:type_name -> drowse.guest.v1.Pack
+	52, // 29: drowse.guest.v1.TransferRequest.resume_unpack:type_name -> drowse.guest.v1.Unpack
+	50, // 30: drowse.guest.v1.WriteFile.owner:type_name -> drowse.guest.v1.Owner
+	50, // 31: drowse.guest.v1.Unpack.owner:type_name -> drowse.guest.v1.Owner
+	37, // 32: drowse.guest.v1.TransferResponse.info:type_name -> drowse.guest.v1.FileInfo
+	54, // 33: drowse.guest.v1.TransferResponse.done:type_name -> drowse.guest.v1.TransferDone
+	58, // 34: drowse.guest.v1.Service.check:type_name -> drowse.guest.v1.Check
+	57, // 35: drowse.guest.v1.SetServiceRequest.service:type_name -> drowse.guest.v1.Service
+	63, // 36: drowse.guest.v1.ListServicesResponse.services:type_name -> drowse.guest.v1.ServiceState
+	29, // 37: drowse.guest.v1.ServiceState.exit:type_name -> drowse.guest.v1.ExecExit
+	68, // 38: drowse.guest.v1.DropRequest.paths:type_name -> drowse.guest.v1.DropPath
+	70, // 39: drowse.guest.v1.DropResponse.paths:type_name -> drowse.guest.v1.DroppedPath
+	72, // 40: drowse.guest.v1.WatchRequest.start:type_name -> drowse.guest.v1.WatchStart
+	74, // 41: drowse.guest.v1.WatchResponse.events:type_name -> drowse.guest.v1.WatchEvent
+	1,  // 42: drowse.guest.v1.Agent.Ping:input_type -> drowse.guest.v1.PingRequest
+	10, // 43: drowse.guest.v1.Agent.Resume:input_type -> drowse.guest.v1.ResumeRequest
+	19, // 44: drowse.guest.v1.Agent.Handover:input_type -> drowse.guest.v1.HandoverRequest
+	3,  // 45: drowse.guest.v1.Agent.Stats:input_type -> drowse.guest.v1.StatsRequest
+	12, // 46: drowse.guest.v1.Agent.Hooks:input_type -> drowse.guest.v1.HooksRequest
+	15, // 47: drowse.guest.v1.Agent.Freeze:input_type -> drowse.guest.v1.FreezeRequest
+	17, // 48: drowse.guest.v1.Agent.Thaw:input_type -> drowse.guest.v1.ThawRequest
+	21, // 49: drowse.guest.v1.Agent.Exec:input_type -> drowse.guest.v1.ExecRequest
+	33, // 50: drowse.guest.v1.Agent.List:input_type -> drowse.guest.v1.ListRequest
+	36, // 51: drowse.guest.v1.Agent.Kill:input_type -> drowse.guest.v1.KillRequest
+	38, // 52: drowse.guest.v1.Agent.Stat:input_type -> drowse.guest.v1.StatRequest
+	39, // 53: drowse.guest.v1.Agent.ReadDir:input_type -> drowse.guest.v1.ReadDirRequest
+	41, // 54: drowse.guest.v1.Agent.Mkdir:input_type -> drowse.guest.v1.MkdirRequest
+	42, // 55: drowse.guest.v1.Agent.Remove:input_type -> drowse.guest.v1.RemoveRequest
+	43, // 56: drowse.guest.v1.Agent.Rename:input_type -> drowse.guest.v1.RenameRequest
+	44, // 57: drowse.guest.v1.Agent.Symlink:input_type -> drowse.guest.v1.SymlinkRequest
+	45, // 58: drowse.guest.v1.Agent.Readlink:input_type -> drowse.guest.v1.ReadlinkRequest
+	47, // 59: drowse.guest.v1.Agent.Transfer:input_type -> drowse.guest.v1.TransferRequest
+	55, // 60: drowse.guest.v1.Agent.Shutdown:input_type -> drowse.guest.v1.ShutdownRequest
+	56, // 61: drowse.guest.v1.Agent.Secrets:input_type -> drowse.guest.v1.SecretsRequest
+	59, // 62: drowse.guest.v1.Agent.SetService:input_type -> drowse.guest.v1.SetServiceRequest
+	60, // 63: drowse.guest.v1.Agent.StopService:input_type -> drowse.guest.v1.StopServiceRequest
+	61, // 64: drowse.guest.v1.Agent.ListServices:input_type -> drowse.guest.v1.ListServicesRequest
+	65, // 65: drowse.guest.v1.Agent.ServiceLog:input_type -> drowse.guest.v1.ServiceLogRequest
+	30, // 66: drowse.guest.v1.Agent.Changes:input_type -> drowse.guest.v1.ChangesRequest
+	64, // 67: drowse.guest.v1.Agent.WaitService:input_type -> drowse.guest.v1.WaitServiceRequest
+	67, // 68: drowse.guest.v1.Agent.Drop:input_type -> drowse.guest.v1.DropRequest
+	71, // 69: drowse.guest.v1.Agent.Watch:input_type -> drowse.guest.v1.WatchRequest
+	2,  // 70: drowse.guest.v1.Agent.Ping:output_type -> drowse.guest.v1.PingResponse
+	11, // 71: drowse.guest.v1.Agent.Resume:output_type -> drowse.guest.v1.ResumeResponse
+	20, // 72: drowse.guest.v1.Agent.Handover:output_type -> drowse.guest.v1.HandoverResponse
+	4,  // 73: drowse.guest.v1.Agent.Stats:output_type -> drowse.guest.v1.StatsResponse
+	13, // 74: drowse.guest.v1.Agent.Hooks:output_type -> drowse.guest.v1.HooksResponse
+	16, // 75: drowse.guest.v1.Agent.Freeze:output_type -> drowse.guest.v1.FreezeResponse
+	18, // 76: drowse.guest.v1.Agent.Thaw:output_type -> drowse.guest.v1.ThawResponse
+	26, // 77: drowse.guest.v1.Agent.Exec:output_type -> drowse.guest.v1.ExecResponse
+	34, // 78: drowse.guest.v1.Agent.List:output_type -> drowse.guest.v1.ListResponse
+	0,  // 79: drowse.guest.v1.Agent.Kill:output_type -> drowse.guest.v1.Empty
+	37, // 80: drowse.guest.v1.Agent.Stat:output_type -> drowse.guest.v1.FileInfo
+	40, // 81: drowse.guest.v1.Agent.ReadDir:output_type -> drowse.guest.v1.ReadDirResponse
+	0,  // 82: drowse.guest.v1.Agent.Mkdir:output_type -> drowse.guest.v1.Empty
+	0,  // 83: drowse.guest.v1.Agent.Remove:output_type -> drowse.guest.v1.Empty
+	0,  // 84: drowse.guest.v1.Agent.Rename:output_type -> drowse.guest.v1.Empty
+	0,  // 85: drowse.guest.v1.Agent.Symlink:output_type -> drowse.guest.v1.Empty
+	46, // 86: drowse.guest.v1.Agent.Readlink:output_type -> drowse.guest.v1.ReadlinkResponse
+	53, // 87: drowse.guest.v1.Agent.Transfer:output_type -> drowse.guest.v1.TransferResponse
+	0,  // 88: drowse.guest.v1.Agent.Shutdown:output_type -> drowse.guest.v1.Empty
+	0,  // 89: drowse.guest.v1.Agent.Secrets:output_type -> drowse.guest.v1.Empty
+	63, // 90: drowse.guest.v1.Agent.SetService:output_type -> drowse.guest.v1.ServiceState
+	63, // 91: drowse.guest.v1.Agent.StopService:output_type -> drowse.guest.v1.ServiceState
+	62, // 92: drowse.guest.v1.Agent.ListServices:output_type -> drowse.guest.v1.ListServicesResponse
+	66, // 93: drowse.guest.v1.Agent.ServiceLog:output_type -> drowse.guest.v1.ServiceLogResponse
+	31, // 94: drowse.guest.v1.Agent.Changes:output_type -> drowse.guest.v1.DiskChanges
+	63, // 95: drowse.guest.v1.Agent.WaitService:output_type -> drowse.guest.v1.ServiceState
+	69, // 96: drowse.guest.v1.Agent.Drop:output_type -> drowse.guest.v1.DropResponse
+	73, // 97: drowse.guest.v1.Agent.Watch:output_type -> drowse.guest.v1.WatchResponse
+	70, // [70:98] is the sub-list for method output_type
+	42, // [42:70] is the sub-list for method input_type
+	42, // [42:42] is the sub-list for extension type_name
+	42, // [42:42] is the sub-list for extension extendee
+	0,  // [0:42] is the sub-list for field type_name
 }
 
 func init() { file_agent_proto_init() }

@@ -4,11 +4,11 @@ import (
 	"errors"
 	"fmt"
 	"net"
-	"regexp"
 	"strconv"
 	"strings"
 
 	"github.com/drowse-vm/drowse/guest/agentpb"
+	"github.com/drowse-vm/drowse/internal/lazyregexp"
 )
 
 // ErrSpec says that the text of a forward is malformed.
@@ -64,7 +64,7 @@ func Parse(s string) (Spec, error) {
 const hostPart = `(\[[^\]]*\]|[^:\[\]]+)`
 
 // form is what parse reads: the path, or the host and the port of either side.
-var form = regexp.MustCompile(`^(?:unix:([^:]*)|(?:` + hostPart + `:)??(\d+)):(?:unix:([^:]*)|(?:` + hostPart + `:)?(\d+))$`)
+var form = lazyregexp.New(`^(?:unix:([^:]*)|(?:` + hostPart + `:)??(\d+)):(?:unix:([^:]*)|(?:` + hostPart + `:)?(\d+))$`)
 
 func parse(s string) (spec Spec, err error) {
 	m := form.FindStringSubmatch(s)

@@ -25,6 +25,9 @@ type rule struct {
 	may []string
 }
 
+// forAll is what every package may import.
+const forAll = "internal/lazyregexp"
+
 // The first of the rules whose "of" matches a package applies. A package that matches no rule may import nothing
 // of this module.
 //
@@ -59,6 +62,12 @@ var rules = []rule{
 	{"sandbox/api", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/spec", "sandbox/fleet/...", "sandbox/records", "sandbox/lifetime", "sandbox/events", "sandbox/build", "netpolicy", "rootfs/image/...", "rootfs/volume", "guest", "guest/audit", "internal/osfile", "guest/report"}},
 	// What carries connections from outside knows sandboxes, and no VM.
 	{"sandbox/gateway", []string{"sandbox", "sandbox/state", "sandbox/spec", "sandbox/events", "sandbox/fleet", "guest", "guest/agentpb"}},
+	// A language model's tools are verbs of sandboxes.
+	{"sandbox/mcp", []string{"sandbox", "sandbox/state", "sandbox/spec", "sandbox/fleet", "sandbox/records", "netpolicy", "rootfs/image", "guest"}},
+	// What clients of E2B know ends at the host. It shares the tokens of the API.
+	{"sandbox/e2b/e2bpb/...", nil},
+	{"sandbox/e2b/e2btest", []string{"sandbox", "sandbox/api/tokens", "sandbox/e2b/...", "sandbox/pool", "sandbox/sandboxtest", "sandbox/spec", "sandbox/state", "sandbox/supervisor", "guest", "guest/agent", "guest/agentpb"}},
+	{"sandbox/e2b", []string{"sandbox", "sandbox/api/tokens", "sandbox/gateway", "sandbox/state", "sandbox/spec", "sandbox/fleet", "sandbox/lifetime", "netpolicy", "rootfs/image", "guest", "guest/audit"}},
 	{"sandbox/lifetime", nil},
 	{"sandbox/build", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/spec", "rootfs/image/...", "guest", "internal/osfile"}},
 	// The description of a VM, also for clients on other systems.
@@ -169,7 +178,7 @@ func matches(pattern, pkg string) bool {
 }
 
 func allowed(pkg, imported string, test bool) bool {
-	if imported == pkg || strings.HasPrefix(imported, pkg+"/") {
+	if imported == pkg || strings.HasPrefix(imported, pkg+"/") || imported == forAll {
 		return true
 	}
 	is := func(pattern string) bool { return matches(pattern, imported) }
@@ -315,7 +324,7 @@ func TestProgram_of_a_VM_has_no_more_than_a_VM_needs(t *testing.T) {
 		t.Fatal("the program does not lead to a VM: is this looking at it?")
 	}
 	for _, unwanted := range []string{
-		"bench", "cmd/drowse", "rootfs/image/builder", "rootfs/image/debian", "rootfs/image/drowsefile", "rootfs/image/layers", "rootfs/image/oci", "sandbox/api", "sandbox/build", "sandbox/fleet", "sandbox/gateway", "sandbox/metrics", "sandbox/records", "sandbox/supervisor", "sandbox/traces",
+		"bench", "cmd/drowse", "rootfs/image/builder", "rootfs/image/debian", "rootfs/image/drowsefile", "rootfs/image/layers", "rootfs/image/oci", "sandbox/api", "sandbox/build", "sandbox/e2b", "sandbox/fleet", "sandbox/gateway", "sandbox/mcp", "sandbox/metrics", "sandbox/records", "sandbox/supervisor", "sandbox/traces",
 		"github.com/google/go-containerregistry", "github.com/spf13/cobra", "github.com/prometheus", "go.opentelemetry.io", "html/template", "testing",
 	} {
 		for name, by := range from {
@@ -344,6 +353,24 @@ func TestNo_package_and_no_dependency_is_a_database(t *testing.T) {
 	}
 }
 
+// A process starts for each VM and each command. It must not compile expressions that it does not use.
+func TestRegular_expressions_are_compiled_when_they_are_used(t *testing.T) {
+	for _, s := range sources(t) {
+		for _, d := range s.file.Decls {
+			v, ok := d.(*ast.GenDecl)
+			if !ok || s.isTest() || strings.HasPrefix(s.path, "internal/") {
+				continue
+			}
+			ast.Inspect(v, func(n ast.Node) bool {
+				if sel, ok := n.(*ast.SelectorExpr); ok && sel.Sel.Name == "MustCompile" {
+					t.Errorf("%s compiles an expression when a program starts: use %s", s.path, forAll)
+				}
+				return true
+			})
+		}
+	}
+}
+
 // Programs on other systems use the HTTP API through the client. It must compile for these systems, and must
 // import only documents and nothing of a VMM.
 func TestClient_of_the_API_is_for_all_systems(t *testing.T) {
@@ -352,7 +379,7 @@ func TestClient_of_the_API_is_for_all_systems(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	documents := []string{"netpolicy", "guest/report", "guest/agentpb", "sandbox/lifetime", "sandbox/spec", "sandbox/records", "sandbox/api/wire", "sandbox/api/client"}
+	documents := []string{forAll, "netpolicy", "guest/report", "guest/agentpb", "sandbox/lifetime", "sandbox/spec", "sandbox/records", "sandbox/api/wire", "sandbox/api/client"}
 	for _, name := range strings.Fields(string(out)) {
 		if own, ok := strings.CutPrefix(name, module+"/"); ok && !slices.Contains(documents, own) {
 			t.Errorf("it links %s", own)

@@ -10,7 +10,6 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
-	"regexp"
 	"time"
 
 	"github.com/cilium/ebpf"
@@ -18,6 +17,7 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
+	"github.com/drowse-vm/drowse/internal/lazyregexp"
 	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/netpolicy/flow"
@@ -39,7 +39,7 @@ const DefaultRoot = bpffs + "/drowse"
 const bpffs = "/sys/fs/bpf"
 
 // endpointName has no dot: the BPF file system allows none.
-var endpointName = regexp.MustCompile(`^[a-zA-Z0-9][a-zA-Z0-9_-]{0,62}$`)
+var endpointName = lazyregexp.New(`^[a-zA-Z0-9][a-zA-Z0-9_-]{0,62}$`)
 
 // Config assigns an interface to an endpoint.
 type Config struct {

@@ -12,13 +12,13 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
-	"regexp"
 	"slices"
 	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
 
+	"github.com/drowse-vm/drowse/internal/lazyregexp"
 	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/rootfs/image/erofs"
 	"github.com/drowse-vm/drowse/rootfs/image/fstree"
@@ -45,7 +45,7 @@ const (
 	maxRecordBytes = 16 << 20
 )
 
-var idRE = regexp.MustCompile(`^[0-9a-f]{64}$`)
+var idRE = lazyregexp.New(`^[0-9a-f]{64}$`)
 
 // Package is an installed Debian package.
 type Package struct {

@@ -2,13 +2,14 @@ package image
 
 import (
 	"fmt"
-	"regexp"
 	"strings"
+
+	"github.com/drowse-vm/drowse/internal/lazyregexp"
 )
 
 var (
-	tagNameRE    = regexp.MustCompile(`^[a-z0-9]+([._-]+[a-z0-9]+)*(:[0-9]{1,5}/[a-z0-9]+([._-]+[a-z0-9]+)*)?(/[a-z0-9]+([._-]+[a-z0-9]+)*)*$`)
-	tagVersionRE = regexp.MustCompile(`^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$`)
+	tagNameRE    = lazyregexp.New(`^[a-z0-9]+([._-]+[a-z0-9]+)*(:[0-9]{1,5}/[a-z0-9]+([._-]+[a-z0-9]+)*)?(/[a-z0-9]+([._-]+[a-z0-9]+)*)*$`)
+	tagVersionRE = lazyregexp.New(`^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$`)
 )
 
 // MaxTagName bounds the name of a tag, in bytes.

@@ -7,12 +7,12 @@ import (
 	"io"
 	"os"
 	"path/filepath"
-	"regexp"
 	"strconv"
 	"strings"
 	"sync"
 	"time"
 
+	"github.com/drowse-vm/drowse/internal/lazyregexp"
 	"github.com/drowse-vm/drowse/rootfs/internal/artifact"
 )
 
@@ -105,9 +105,9 @@ func parseStanza(text string) (aptPackage, error) {
 
 // The patterns follow Debian Policy 5.6.1 and 5.6.12.
 var (
-	packageName    = regexp.MustCompile(`^[a-z0-9][a-z0-9+.-]+$`)
-	packageVersion = regexp.MustCompile(`^[0-9][A-Za-z0-9.+:~-]*$`)
-	sha256Hex      = regexp.MustCompile(`^[0-9a-f]{64}$`)
+	packageName    = lazyregexp.New(`^[a-z0-9][a-z0-9+.-]+$`)
+	packageVersion = lazyregexp.New(`^[0-9][A-Za-z0-9.+:~-]*$`)
+	sha256Hex      = lazyregexp.New(`^[0-9a-f]{64}$`)
 )
 
 // download puts the package's .deb into the cache, unless it is there already, and checks its SHA-256 against

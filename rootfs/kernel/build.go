@@ -11,13 +11,13 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"regexp"
 	"runtime"
 	"slices"
 	"strconv"
 	"strings"
 	"time"
 
+	"github.com/drowse-vm/drowse/internal/lazyregexp"
 	"github.com/drowse-vm/drowse/rootfs/internal/artifact"
 )
 
@@ -495,7 +495,7 @@ func (b *builder) configure(ctx context.Context, tree string) error {
 }
 
 // compileStep matches make's line for a file that is compiled, assembled or archived.
-var compileStep = regexp.MustCompile(`^  (CC|AS|AR|LD|HOSTCC|GEN|UPD) `)
+var compileStep = lazyregexp.New(`^  (CC|AS|AR|LD|HOSTCC|GEN|UPD) `)
 
 func (b *builder) compile(ctx context.Context, tree string) error {
 	var done int64
@@ -519,7 +519,7 @@ func (b *builder) compile(ctx context.Context, tree string) error {
 }
 
 // release matches a kernel's release. It becomes part of a file name.
-var release = regexp.MustCompile(`^[0-9]+\.[0-9A-Za-z.+~-]{1,63}$`)
+var release = lazyregexp.New(`^[0-9]+\.[0-9A-Za-z.+~-]{1,63}$`)
 
 // collect moves the results out of the tree and publishes them.
 func (b *builder) collect(ctx context.Context, tree string, inputs map[string]string, hash string) (*Kernel, error) {

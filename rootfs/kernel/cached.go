@@ -3,8 +3,9 @@ package kernel
 import (
 	"context"
 	"maps"
-	"regexp"
 	"strings"
+
+	"github.com/drowse-vm/drowse/internal/lazyregexp"
 )
 
 // cached returns the newest kernel of this recipe with these patches and options, from this cache or else the
@@ -50,7 +51,7 @@ func (b *builder) cached(ctx context.Context) (*Kernel, error) {
 }
 
 // cloudKernel matches the name of a package that cloudPackage depends on.
-var cloudKernel = regexp.MustCompile(`^linux-image-[0-9][^ ]*-cloud-amd64 `)
+var cloudKernel = lazyregexp.New(`^linux-image-[0-9][^ ]*-cloud-amd64 `)
 
 // cachedCloud returns the newest of Debian's cloud kernels in the cache that loads these modules, or nil.
 func cachedCloud(cacheDir, modules string) (*Kernel, error) {

@@ -7,11 +7,11 @@ import (
 	"io"
 	"os"
 	"path/filepath"
-	"regexp"
 	"runtime"
 	"slices"
 	"strings"
 
+	"github.com/drowse-vm/drowse/internal/lazyregexp"
 	"github.com/drowse-vm/drowse/rootfs/internal/artifact"
 )
 
@@ -46,7 +46,7 @@ type FetchOptions struct {
 }
 
 // realKernel matches the name of a package that holds a kernel, not only a dependency on one.
-var realKernel = regexp.MustCompile(`^linux-image-[0-9]`)
+var realKernel = lazyregexp.New(`^linux-image-[0-9]`)
 
 // Fetch returns Debian's stock kernel for virtual machines, unmodified, from the cache if it is there;
 // FetchOptions.Update chooses the version. Apt downloads it, and Fetch compares it with the hash in apt's signed

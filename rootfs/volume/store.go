@@ -9,12 +9,12 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
-	"regexp"
 	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
 
+	"github.com/drowse-vm/drowse/internal/lazyregexp"
 	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/rootfs/disk"
 )
@@ -22,7 +22,7 @@ import (
 // NamePattern is the pattern of a volume's name.
 const NamePattern = `^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$`
 
-var nameRE = regexp.MustCompile(NamePattern)
+var nameRE = lazyregexp.New(NamePattern)
 
 func checkName(name string) error {
 	if !nameRE.MatchString(name) {

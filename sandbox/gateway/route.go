@@ -4,10 +4,10 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
-	"regexp"
 	"strconv"
 	"strings"
 
+	"github.com/drowse-vm/drowse/internal/lazyregexp"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -47,7 +47,7 @@ type Names struct {
 	Domain string
 }
 
-var domainRE = regexp.MustCompile(`^([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?\.)*[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$`)
+var domainRE = lazyregexp.New(`^([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?\.)*[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$`)
 
 // ValidDomain reports whether a domain can be that of Names: host names below it must have 253 bytes at most.
 func ValidDomain(domain string) bool { return len(domain) <= 200 && domainRE.MatchString(domain) }

@@ -69,7 +69,7 @@ func (g *Gateway) Serve(ctx context.Context, l Listeners) error {
 		})
 	}
 	if l.HTTP != nil {
-		in := bound(l.HTTP, l.ConnsOf)
+		in := Bound(l.HTTP, l.ConnsOf)
 		if l.TLS != nil {
 			c := l.TLS.Clone()
 			c.NextProtos = append([]string{"h2", "http/1.1"}, c.NextProtos...)
@@ -78,7 +78,7 @@ func (g *Gateway) Serve(ctx context.Context, l Listeners) error {
 		serve(func() error { return h.Serve(in) })
 	}
 	if l.Raw != nil {
-		serve(func() error { return g.serveRaw(ctx, bound(l.Raw, l.ConnsOf), l.TLS) })
+		serve(func() error { return g.serveRaw(ctx, Bound(l.Raw, l.ConnsOf), l.TLS) })
 	}
 	var err error
 	select {
@@ -106,7 +106,8 @@ type boundedListener struct {
 	of map[netip.Addr]int
 }
 
-func bound(l net.Listener, ofOne int) net.Listener {
+// Bound bounds the connections of a listener: 20,000, and ofOne of one address; 0 is half of all.
+func Bound(l net.Listener, ofOne int) net.Listener {
 	if ofOne <= 0 {
 		ofOne = maxConns / 2
 	}

@@ -796,12 +796,14 @@ func (in *Instance) Capture(ctx context.Context, o CaptureOptions) (c *Capture, 
 	if !o.Live {
 		calm()
 	}
-	running := false
+	running, still := false, begin
+	var pause time.Duration
 	resume := func() error {
 		running = true
 		defer calm()
 		in.machine.Handover().Release()
 		err := in.machine.Resume()
+		pause = time.Since(still)
 		if err == nil && o.Resumed != nil {
 			o.Resumed()
 		}
@@ -876,8 +878,9 @@ func (in *Instance) Capture(ctx context.Context, o CaptureOptions) (c *Capture, 
 			return nil, err
 		}
 	}
-	c.Pause = time.Since(begin)
-	paused := begin
+	if c.Pause = pause; frozen == nil {
+		c.Pause = time.Since(still)
+	}
 	begin = time.Now()
 	if err := in.disk.Flush(); err != nil {
 		return nil, fmt.Errorf("flushing the disk: %w", err)
@@ -937,7 +940,7 @@ func (in *Instance) Capture(ctx context.Context, o CaptureOptions) (c *Capture, 
 		if err := resume(); err != nil {
 			return nil, err
 		}
-		c.Pause = time.Since(paused)
+		c.Pause = pause
 	}
 	return c, nil
 }

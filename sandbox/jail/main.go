@@ -241,10 +241,6 @@ const lastAnswer = 50 * time.Millisecond
 
 // prepare confines this process, and makes what it can of the VM before.
 func (c *child) prepare(o prepareOrder) error {
-	const procs = 16 // see process.PrepareProcess
-	if os.Getenv("GOMAXPROCS") == "" && runtime.GOMAXPROCS(0) < procs {
-		runtime.GOMAXPROCS(procs)
-	}
 	if err := instance.PrepareJail(); err != nil {
 		return err
 	}
@@ -257,6 +253,11 @@ func (c *child) prepare(o prepareOrder) error {
 	}
 	if err := confine.Lock(walls); err != nil {
 		return err
+	}
+	// Only now: Enter makes each call on all threads, and more processors have more of them.
+	const procs = 16 // see process.PrepareProcess
+	if os.Getenv("GOMAXPROCS") == "" && runtime.GOMAXPROCS(0) < procs {
+		runtime.GOMAXPROCS(procs)
 	}
 	if o.Shape == nil {
 		return nil

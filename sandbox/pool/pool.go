@@ -95,6 +95,7 @@ type standby struct {
 	pid   int
 	shape spec.Shape
 	what  program
+	own   bool // of no pool, but made for whoever takes it
 }
 
 // New starts a pool, which begins to make processes. Close ends it.
@@ -331,33 +332,38 @@ func (p *Pool) put(s *standby, err error) {
 	}
 }
 
-// make starts a process for VMs of a shape and waits until it is ready for an order.
+// make makes a process for the pool.
 func (p *Pool) make(ctx context.Context, shape spec.Shape) (*standby, error) {
+	return makeStandby(ctx, p.store, p.launcher, shape, p.gone)
+}
+
+// makeStandby starts a process for VMs of a shape and waits until it is ready for an order. gone is called when it has
+// ended.
+func makeStandby(ctx context.Context, store *state.Store, l Launcher, shape spec.Shape, gone func(*standby)) (*standby, error) {
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
-		return nil, fmt.Errorf("making a process for the pool: %w", err)
+		return nil, fmt.Errorf("making a process ahead: %w", err)
 	}
 	theirs := os.NewFile(uintptr(fds[1]), "pool")
 	defer theirs.Close()
 	conn, err := control.FileConn(os.NewFile(uintptr(fds[0]), "pool"))
 	if err != nil {
-		return nil, fmt.Errorf("making a process for the pool: %w", err)
+		return nil, fmt.Errorf("making a process ahead: %w", err)
 	}
-	l := p.launcher
 	what, err := programOf(l)
 	if err != nil {
 		conn.Close()
-		return nil, fmt.Errorf("making a process for the pool: %w", err)
+		return nil, fmt.Errorf("making a process ahead: %w", err)
 	}
 	s := &standby{conn: conn, said: &control.Tail{}, shape: shape, what: what}
-	cmd := exec.Command(l.Command[0], append(append([]string(nil), l.Command[1:]...), control.StandbyArgs(p.store.Dir(), shape)...)...)
+	cmd := exec.Command(l.Command[0], append(append([]string(nil), l.Command[1:]...), control.StandbyArgs(store.Dir(), shape)...)...)
 	cmd.Env = vmEnvironment()
 	cmd.Stdout, cmd.Stderr = s.said, s.said
 	cmd.ExtraFiles = []*os.File{theirs} // poolFD
-	child, err := startChild(cmd, func() { p.gone(s) })
+	child, err := startChild(cmd, func() { gone(s) })
 	if err != nil {
 		conn.Close()
-		return nil, fmt.Errorf("making a process for the pool: %w", err)
+		return nil, fmt.Errorf("making a process ahead: %w", err)
 	}
 	theirs.Close()
 	s.Process, s.pid = child, child.proc.Pid
@@ -370,7 +376,7 @@ func (p *Pool) make(ctx context.Context, shape spec.Shape) (*standby, error) {
 	}
 	if err != nil {
 		s.end()
-		return nil, fmt.Errorf("making a process for the pool: %w: %s", err, s.said.Last())
+		return nil, fmt.Errorf("making a process ahead: %w: %s", err, s.said.Last())
 	}
 	return s, nil
 }

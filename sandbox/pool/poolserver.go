@@ -206,6 +206,9 @@ func checkPeer(c *net.UnixConn) error {
 // standbys returns the source of processes that were started ahead, for the start of one VM. The start lasts until
 // done is called. from returns nil when no process is ready.
 func standbys(s *state.Store, l Launcher) (from func(spec.Shape) *standby, done func()) {
+	if l.ahead != nil {
+		return l.ahead.standbys(s, l)
+	}
 	if l.Pool != nil {
 		l.Pool.starts()
 		return l.Pool.pop, l.Pool.started

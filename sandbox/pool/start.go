@@ -56,6 +56,8 @@ type Launcher struct {
 	// Secrets, if not nil, returns the secrets that a woken or booted VM waits for: see Sandbox.SetSecrets. It may
 	// be called from several goroutines.
 	Secrets func(ctx context.Context, vm string, awaited []spec.SecretFile) ([]spec.Secret, error)
+
+	ahead *ahead // see Ahead
 }
 
 // Start starts a VM's process and waits for its report. It does not supply the secrets that the VM then waits for.
@@ -78,7 +80,7 @@ func Start(ctx context.Context, s *state.Store, l Launcher, shape spec.Shape, or
 			again := (errors.Is(err, spec.ErrCrashed) || errors.Is(err, errNoOrder)) && !ready.took()
 			ready.close()
 			if !again {
-				rep.Pooled = true
+				rep.Pooled = !ready.own
 				return rep, err
 			}
 		}

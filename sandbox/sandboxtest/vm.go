@@ -74,6 +74,7 @@ type vm struct {
 	parts    instance.Parts
 	vms      *VMs
 	guest    *fakeguest.Guest
+	outside  Guest // instead of it, if VMs.Guests is set
 	ports    *fakeguest.Ports
 	disk     *disk.Disk
 	secrets  *secrets.Device
@@ -161,9 +162,54 @@ func (v *vm) start(ctx context.Context, dir string, o instance.RestoreOptions) (
 		return fmt.Errorf("opening the guest's socket: %w", err)
 	}
 	v.ports = fakeguest.Listen(l, agentpb.AgentPort, agentpb.ForwardPort)
-	go func() { _ = v.guest.Serve(v.ports) }() // ends with the ports
+	if v.vms.Guests != nil {
+		from := ""
+		if v.restored {
+			from = filepath.Base(dir)
+		}
+		if v.outside, err = v.vms.Guests(v.parts.Spec.Name, from, v.parts.RAM != nil || o.NewIdentity); err != nil {
+			return fmt.Errorf("starting the guest: %w", err)
+		}
+		go v.carry(agentpb.AgentPort)
+		go v.carry(agentpb.ForwardPort)
+		go v.await()
+	} else {
+		go func() { _ = v.guest.Serve(v.ports) }() // ends with the ports
+	}
 	v.ready = time.Since(v.begun)
 	return ctx.Err()
+}
+
+// carry carries the connections of a port to the guest outside, until the port is closed.
+func (v *vm) carry(port int) {
+	for l := v.ports.Port(port); ; {
+		c, err := l.Accept()
+		if err != nil {
+			return
+		}
+		go func() {
+			defer c.Close()
+			to, err := v.outside.Dial(port)
+			if err != nil {
+				return
+			}
+			defer to.Close()
+			go func() {
+				_, _ = io.Copy(to, c)
+				_ = to.Close() // a broken connection of the host's ends that of the agent
+			}()
+			_, _ = io.Copy(c, to)
+		}()
+	}
+}
+
+// await ends the VM when its guest outside has ended.
+func (v *vm) await() {
+	select {
+	case <-v.outside.Done():
+		v.end(vmm.Exit{Reason: vmm.PoweredOff, VCPU: -1}, nil)
+	case <-v.ended:
+	}
 }
 
 // forkImage is the content of a fork's image.
@@ -422,6 +468,11 @@ func (v *vm) Capture(ctx context.Context, o instance.CaptureOptions) (c *instanc
 	if err != nil {
 		return nil, err
 	}
+	if v.outside != nil {
+		if err := v.outside.Capture(o.ID, o.Live); err != nil {
+			return nil, fmt.Errorf("capturing the guest: %w", err)
+		}
+	}
 	c = &instance.Capture{ID: o.ID, Dir: o.Dir, Disk: v.disk.Stack(), Raw: uint64(len(memory)), Changed: 1, Shareable: 1}
 	if _, err := v.disk.Seal(ctx, o.NewTop); err != nil {
 		return nil, fmt.Errorf("sealing the disk: %w", err)
@@ -496,6 +547,9 @@ func (v *vm) closeOnce() error {
 	var errs []error
 	if v.ports != nil {
 		errs = append(errs, v.ports.Close())
+	}
+	if v.outside != nil {
+		errs = append(errs, v.outside.Close())
 	}
 	for _, c := range v.closers {
 		errs = append(errs, c.Close())

@@ -48,8 +48,24 @@ type VMs struct {
 	// listens. A connection ends with the VM.
 	Dial func(ctx context.Context, name, network, address string) (net.Conn, error)
 
+	// Guests, if not nil, starts what answers for the guest of a VM instead of package fakeguest. from is the id of
+	// the snapshot or fork that the guest is to be like, empty for a boot, and copy says that it becomes another VM.
+	Guests func(name, from string, copy bool) (Guest, error)
+
 	mu  sync.Mutex // guards all
 	all []*proc    // by number
+}
+
+// Guest stands in for the guest of a VM: see VMs.Guests.
+type Guest interface {
+	// Dial connects to a port of the agent.
+	Dial(port int) (net.Conn, error)
+	// Capture keeps the guest as it is under an id. Unless live is set, it stands still from then on, and Close
+	// follows.
+	Capture(id string, live bool) error
+	// Done is closed when the guest has ended by itself.
+	Done() <-chan struct{}
+	Close() error
 }
 
 // Open opens or makes the directory of a host with these VMs: see Launcher.

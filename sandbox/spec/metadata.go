@@ -37,6 +37,8 @@ type Metadata struct {
 	Persist lifetime.Persist `json:"persist,omitzero"`
 	// Gateway says whom the gateway lets in; the zero value, only requests with the sandbox's token.
 	Gateway Gateway `json:"gateway,omitzero"`
+	// E2B is set in sandboxes of clients of E2B's wire.
+	E2B *E2B `json:"e2b,omitempty"`
 	// ExpiryTold is the time of expiry for which an event was written: Store.TellExpired.
 	ExpiryTold time.Time `json:"expiry_told,omitzero"`
 	// Asked is the part of Expires and Wake that the guest has asked for itself: Self.
@@ -73,13 +75,14 @@ func (l Metadata) EffectiveClass() lifetime.Class {
 // ports, and the wake and fork that its guest asked for. An expiry that the guest put off counts for the child as well.
 func (l Metadata) ForChild() Metadata {
 	l.Wake, l.Rotate, l.Asked.Wake, l.Asked.Fork = Timer{}, Rotation{}, time.Time{}, AskedFork{}
+	l.E2B = nil // its clients know the forks that they make
 	l.Tags, l.Persist, l.Gateway = slices.Clone(l.Tags), l.Persist.Clone(), l.Gateway.forChild()
 	return l
 }
 
 // Empty reports whether the metadata is that of a VM without any.
 func (l Metadata) Empty() bool {
-	return l.Class == "" && l.Owner == "" && l.Purpose == "" && len(l.Tags) == 0 && l.Expires.IsZero() && l.Keep == lifetime.Keep{} && l.Wake == Timer{} && l.Rotate == Rotation{} && l.Persist.Empty() && l.Gateway.Empty()
+	return l.Class == "" && l.Owner == "" && l.Purpose == "" && len(l.Tags) == 0 && l.Expires.IsZero() && l.Keep == lifetime.Keep{} && l.Wake == Timer{} && l.Rotate == Rotation{} && l.Persist.Empty() && l.Gateway.Empty() && l.E2B == nil
 }
 
 // CheckText returns a kind of error for a text that is too long, or that could mislead a terminal or a log.
@@ -122,7 +125,7 @@ func (l Metadata) Check() error {
 	if err := CheckTags(ErrMetadata, l.Tags, MaxMetadataTags); err != nil {
 		return err
 	}
-	if err := errors.Join(l.Wake.check(), l.Rotate.Check(), l.Gateway.check()); err != nil {
+	if err := errors.Join(l.Wake.check(), l.Rotate.Check(), l.Gateway.check(), l.E2B.check()); err != nil {
 		return err
 	}
 	if y := l.Expires.Year(); !l.Expires.IsZero() && (y < 1970 || y > 2200) {

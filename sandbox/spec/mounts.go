@@ -3,8 +3,9 @@ package spec
 import (
 	"fmt"
 	"path/filepath"
-	"regexp"
 	"strings"
+
+	"github.com/drowse-vm/drowse/internal/lazyregexp"
 )
 
 // Share is a directory of the host that is mounted in a VM.
@@ -94,7 +95,7 @@ const (
 	maxVolumePath = 100
 )
 
-var volumePathRE = regexp.MustCompile(`^(/[A-Za-z0-9_][A-Za-z0-9._-]*)+$`)
+var volumePathRE = lazyregexp.New(`^(/[A-Za-z0-9_][A-Za-z0-9._-]*)+$`)
 
 // systemDirs are mounted already, or would hide what the guest needs to come up.
 var systemDirs = []string{"/dev", "/proc", "/sys", "/run", "/etc", "/usr", "/bin", "/sbin", "/lib", "/lib64", "/tmp"}

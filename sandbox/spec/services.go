@@ -7,11 +7,11 @@ import (
 	"net"
 	"net/url"
 	"path/filepath"
-	"regexp"
 	"slices"
 	"strings"
 
 	"github.com/drowse-vm/drowse/guest/agentpb"
+	"github.com/drowse-vm/drowse/internal/lazyregexp"
 )
 
 // Service is a program that the VM's agent keeps running. The agent starts it whenever the VM boots. A sleep
@@ -116,7 +116,7 @@ const (
 	MaxServicesBytes = 16 << 10
 )
 
-var serviceRE = regexp.MustCompile(`^[a-z0-9][a-z0-9._-]{0,62}$`)
+var serviceRE = lazyregexp.New(`^[a-z0-9][a-z0-9._-]{0,62}$`)
 
 // Validate returns an ErrInvalid that says what is wrong with the service.
 func (s *Service) Validate() error {

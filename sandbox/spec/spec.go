@@ -7,9 +7,9 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"regexp"
 	"strings"
 
+	"github.com/drowse-vm/drowse/internal/lazyregexp"
 	"github.com/drowse-vm/drowse/netpolicy"
 )
 
@@ -89,7 +89,7 @@ const (
 // path.
 const NamePattern = `^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$`
 
-var nameRE = regexp.MustCompile(NamePattern)
+var nameRE = lazyregexp.New(NamePattern)
 
 // ValidName reports whether name can be the name of a VM.
 func ValidName(name string) bool { return nameRE.MatchString(name) }

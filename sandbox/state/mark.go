@@ -7,11 +7,11 @@ import (
 	"io"
 	"os"
 	"path/filepath"
-	"regexp"
 	"slices"
 	"strings"
 	"time"
 
+	"github.com/drowse-vm/drowse/internal/lazyregexp"
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/spec"
@@ -226,7 +226,7 @@ func vmFiles(dir string) (paths []string) {
 }
 
 // anID matches an id of a VM or a snapshot. A longer match is a hash of something else.
-var anID = regexp.MustCompile(`[0-9a-f]{32,}`)
+var anID = lazyregexp.New(`[0-9a-f]{32,}`)
 
 // guess marks the ids in unreadable files.
 func (m *mark) guess(paths []string) {
@@ -244,9 +244,9 @@ func idsIn(path string) (ids []string) {
 	}
 	defer f.Close()
 	data, _ := io.ReadAll(io.LimitReader(f, maxGuess))
-	for _, run := range anID.FindAll(data, -1) {
+	for _, run := range anID.FindAllString(string(data), -1) {
 		if len(run) == len(spec.NewID()) {
-			ids = append(ids, string(run))
+			ids = append(ids, run)
 		}
 	}
 	return ids

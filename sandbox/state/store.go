@@ -9,7 +9,6 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
-	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -18,6 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/internal/lazyregexp"
 	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/sandbox/events"
@@ -118,7 +118,7 @@ func (s *Store) adoptFork(r *Record) {
 }
 
 // IDPattern matches ids of VMs and snapshots.
-var IDPattern = regexp.MustCompile(`^[0-9a-f]{32}$`)
+var IDPattern = lazyregexp.New(`^[0-9a-f]{32}$`)
 
 // PoolSocket returns the socket of the process that serves a pool.
 func (s *Store) PoolSocket() string { return filepath.Join(s.Dir(), "pool.sock") }

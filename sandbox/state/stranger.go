@@ -14,10 +14,10 @@ import (
 	"os"
 	"path/filepath"
 	"reflect"
-	"regexp"
 	"slices"
 	"strings"
 
+	"github.com/drowse-vm/drowse/internal/lazyregexp"
 	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/rootfs/image"
@@ -32,7 +32,7 @@ import (
 
 // layerName matches the names of disk layers in all stores: by the VM that wrote them, by their content if they
 // were imported, or as empty file systems.
-var layerName = regexp.MustCompile(`^([0-9a-f]{32}-[0-9]{1,9}|sha256-[0-9a-f]{64}|ext4-[0-9]{1,3}-[0-9]{1,16}-[0-9a-f]{16}\.layer)$`)
+var layerName = lazyregexp.New(`^([0-9a-f]{32}-[0-9]{1,9}|sha256-[0-9a-f]{64}|ext4-[0-9]{1,3}-[0-9]{1,16}-[0-9a-f]{16}\.layer)$`)
 
 // contentPrefix begins the names of files that are named by the SHA-256 of what was sent. Only an import makes
 // such names, so a stranger cannot choose the name of a file that a VM of this store has, or will make.

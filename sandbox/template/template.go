@@ -18,7 +18,6 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
-	"regexp"
 	"runtime"
 	"slices"
 	"strings"
@@ -26,6 +25,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/drowse-vm/drowse/internal/lazyregexp"
 	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
@@ -168,7 +168,7 @@ func In(store string) Dir { return Dir{filepath.Join(store, "templates")} }
 
 const suffix = ".json"
 
-var keyPattern = regexp.MustCompile(`^[0-9a-f]{64}$`)
+var keyPattern = lazyregexp.New(`^[0-9a-f]{64}$`)
 
 // File returns the file of an entry.
 func (d Dir) File(key string) string { return filepath.Join(d.path, key+suffix) }

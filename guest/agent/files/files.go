@@ -131,11 +131,29 @@ func (f *Files) Mkdir(_ context.Context, m *agentpb.MkdirRequest) (*agentpb.Empt
 	if mode == 0 {
 		mode = defaultDirMode
 	}
-	mkdir := os.Mkdir
-	if m.Parents {
-		mkdir = os.MkdirAll
+	return f.change(func() error { return mkdir(filepath.Clean(m.Path), mode, m.Parents, m.Owner) }, m.Path)
+}
+
+// mkdir makes a directory for an owner, who owns each directory that is made.
+func mkdir(path string, mode os.FileMode, parents bool, owner *agentpb.Owner) error {
+	err := os.Mkdir(path, mode)
+	if parents && os.IsNotExist(err) && path != "/" {
+		if err := mkdir(filepath.Dir(path), mode, true, owner); err != nil {
+			return err
+		}
+		err = os.Mkdir(path, mode)
 	}
-	return f.change(func() error { return mkdir(m.Path, mode) }, m.Path)
+	if parents && os.IsExist(err) {
+		// As os.MkdirAll: a directory that is there is well.
+		if st, serr := os.Stat(path); serr == nil && st.IsDir() {
+			return nil
+		}
+		return &os.PathError{Op: "mkdir", Path: path, Err: unix.ENOTDIR}
+	}
+	if err != nil || owner == nil {
+		return err
+	}
+	return os.Lchown(path, int(owner.Uid), int(owner.Gid))
 }
 
 // Remove implements agentpb.AgentService.

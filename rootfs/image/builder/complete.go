@@ -3,9 +3,9 @@ package builder
 import (
 	"fmt"
 	"io/fs"
-	"regexp"
 	"strings"
 
+	"github.com/drowse-vm/drowse/internal/lazyregexp"
 	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/rootfs/image/fstree"
 	"github.com/drowse-vm/drowse/rootfs/internal/artifact"
@@ -50,7 +50,7 @@ const (
 	maxInstalledText = 1 << 20  // bytes of their names, versions and architectures
 )
 
-var archRE = regexp.MustCompile(`^[a-z0-9][a-z0-9-]{0,31}$`)
+var archRE = lazyregexp.New(`^[a-z0-9][a-z0-9-]{0,31}$`)
 
 // describePackages takes the list of installed packages and the architecture from the tree's dpkg database, if it
 // has one.

@@ -3,9 +3,9 @@ package builder
 import (
 	"fmt"
 	"path/filepath"
-	"regexp"
 	"strings"
 
+	"github.com/drowse-vm/drowse/internal/lazyregexp"
 	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/rootfs/image/fstree"
 	"github.com/drowse-vm/drowse/rootfs/image/layers"
@@ -66,7 +66,7 @@ func (s Source) String() string {
 const supportedSources = `supported are "debian:SUITE" (such as debian:bookworm), "dir:PATH", "tar:FILE", "oci:PATH[:NAME]", ` +
 	`"oci-archive:FILE[:NAME]", "docker-archive:FILE[:NAME]" and "docker://REFERENCE"`
 
-var suiteRE = regexp.MustCompile(`^[a-z][a-z0-9-]{0,63}$`)
+var suiteRE = lazyregexp.New(`^[a-z][a-z0-9-]{0,63}$`)
 
 // ParseSource reads a --from string: "debian:SUITE", "dir:PATH", "tar:FILE", "oci:PATH[:NAME]",
 // "oci-archive:FILE[:NAME]", "docker-archive:FILE[:NAME]", where "@DIGEST" may take the place of ":NAME", or
@@ -129,8 +129,8 @@ func ParseSource(from string) (Source, error) {
 }
 
 var (
-	notTagNameRE  = regexp.MustCompile(`[^a-z0-9]+`)
-	trailingVerRE = regexp.MustCompile(`[0-9.]+$`)
+	notTagNameRE  = lazyregexp.New(`[^a-z0-9]+`)
+	trailingVerRE = lazyregexp.New(`[0-9.]+$`)
 )
 
 // defaultTag derives the tag of an image from its source: "debian:latest" without packages, else

@@ -9,7 +9,6 @@ import (
 	"os/exec"
 	"path"
 	"path/filepath"
-	"regexp"
 	"runtime"
 	"slices"
 	"strings"
@@ -17,6 +16,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/drowse-vm/drowse/internal/lazyregexp"
 	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/rootfs/image/fstree"
 	"github.com/drowse-vm/drowse/rootfs/internal/artifact"
@@ -418,7 +418,7 @@ func debianTrim(t *fstree.Tree, noDocs bool) {
 
 // packageRE follows Debian policy 5.6.1 (Package), with an optional architecture, and an optional version or suite
 // as in apt-get.
-var packageRE = regexp.MustCompile(`^[a-z0-9][a-z0-9+.-]+(:[a-z0-9-]+)?(=[A-Za-z0-9.+:~-]+|/[a-z][a-z0-9-]*)?$`)
+var packageRE = lazyregexp.New(`^[a-z0-9][a-z0-9+.-]+(:[a-z0-9-]+)?(=[A-Za-z0-9.+:~-]+|/[a-z][a-z0-9-]*)?$`)
 
 // maxPackages bounds the list of packages of one spec.
 const maxPackages = 1000

@@ -4,10 +4,11 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"regexp"
 	"slices"
 	"strings"
 	"unicode/utf8"
+
+	"github.com/drowse-vm/drowse/internal/lazyregexp"
 )
 
 // Limits of a file.
@@ -144,10 +145,10 @@ type parser struct {
 }
 
 var (
-	instructionRE = regexp.MustCompile(`^[A-Za-z]+$`)
-	flagRE        = regexp.MustCompile(`^--([a-z][a-z-]*)(=(.*))?$`)
-	directiveRE   = regexp.MustCompile(`^#\s*escape\s*=\s*(\S*)\s*$`)
-	heredocRE     = regexp.MustCompile(`^[0-9]*<<(-?)(?:"([A-Za-z_][A-Za-z0-9_.-]*)"|'([A-Za-z_][A-Za-z0-9_.-]*)'|([A-Za-z_][A-Za-z0-9_.-]*))$`)
+	instructionRE = lazyregexp.New(`^[A-Za-z]+$`)
+	flagRE        = lazyregexp.New(`^--([a-z][a-z-]*)(=(.*))?$`)
+	directiveRE   = lazyregexp.New(`^#\s*escape\s*=\s*(\S*)\s*$`)
+	heredocRE     = lazyregexp.New(`^[0-9]*<<(-?)(?:"([A-Za-z_][A-Za-z0-9_.-]*)"|'([A-Za-z_][A-Za-z0-9_.-]*)'|([A-Za-z_][A-Za-z0-9_.-]*))$`)
 )
 
 // next reads an instruction with all its lines; nil at the end.

@@ -5,11 +5,11 @@ import (
 	"fmt"
 	"maps"
 	"path"
-	"regexp"
 	"slices"
 	"strconv"
 	"strings"
 
+	"github.com/drowse-vm/drowse/internal/lazyregexp"
 	"github.com/drowse-vm/drowse/rootfs/image"
 )
 
@@ -176,10 +176,10 @@ func (b *builder) bound(i *Instruction, n int) error {
 }
 
 var (
-	variableRE = regexp.MustCompile(`^[A-Za-z_][A-Za-z0-9_.-]*$`)
-	argRE      = regexp.MustCompile(`^[A-Za-z_][A-Za-z0-9_]*$`)
-	signalRE   = regexp.MustCompile(`^(SIG[A-Z0-9+-]{2,12}|[1-9][0-9]?)$`)
-	portRE     = regexp.MustCompile(`^([0-9]{1,5})(?:-([0-9]{1,5}))?(?:/(tcp|udp|sctp))?$`)
+	variableRE = lazyregexp.New(`^[A-Za-z_][A-Za-z0-9_.-]*$`)
+	argRE      = lazyregexp.New(`^[A-Za-z_][A-Za-z0-9_]*$`)
+	signalRE   = lazyregexp.New(`^(SIG[A-Z0-9+-]{2,12}|[1-9][0-9]?)$`)
+	portRE     = lazyregexp.New(`^([0-9]{1,5})(?:-([0-9]{1,5}))?(?:/(tcp|udp|sctp))?$`)
 )
 
 // setEnv replaces or adds a variable.

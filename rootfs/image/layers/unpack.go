@@ -11,13 +11,13 @@ import (
 	"fmt"
 	"hash"
 	"io"
-	"regexp"
 	"strings"
 
 	"github.com/klauspost/compress/gzip"
 	"github.com/klauspost/compress/zstd"
 	"github.com/mikelolasagasti/xz"
 
+	"github.com/drowse-vm/drowse/internal/lazyregexp"
 	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/rootfs/internal/artifact"
 )
@@ -127,7 +127,7 @@ func (u *Unpacked) Close() error {
 }
 
 // digestRE matches the digests that the OCI image specification registers.
-var digestRE = regexp.MustCompile(`^(sha256:[0-9a-f]{64}|sha512:[0-9a-f]{128})$`)
+var digestRE = lazyregexp.New(`^(sha256:[0-9a-f]{64}|sha512:[0-9a-f]{128})$`)
 
 // IsDigest reports whether s is a digest that can be checked.
 func IsDigest(s string) bool { return digestRE.MatchString(s) }

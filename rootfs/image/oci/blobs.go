@@ -7,9 +7,9 @@ import (
 	"io"
 	"os"
 	"path/filepath"
-	"regexp"
 	"strings"
 
+	"github.com/drowse-vm/drowse/internal/lazyregexp"
 	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/rootfs/image/layers"
@@ -18,7 +18,7 @@ import (
 // blobsDir holds layers as a registry sent them, each under its digest, shared by images.
 const blobsDir = "blobs"
 
-var blobRE = regexp.MustCompile(`^(sha256-[0-9a-f]{64}|sha512-[0-9a-f]{128})$`)
+var blobRE = lazyregexp.New(`^(sha256-[0-9a-f]{64}|sha512-[0-9a-f]{128})$`)
 
 // blobFile returns the file name of a blob.
 func blobFile(digest string) string { return strings.ReplaceAll(digest, ":", "-") }

@@ -15,7 +15,6 @@ import (
 	"io/fs"
 	"net/url"
 	"os"
-	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -26,6 +25,7 @@ import (
 	"golang.org/x/sys/unix"
 	"golang.org/x/time/rate"
 
+	"github.com/drowse-vm/drowse/internal/lazyregexp"
 	"github.com/drowse-vm/drowse/internal/osfile"
 )
 
@@ -44,7 +44,10 @@ const (
 // tokenPrefix begins tokens, so that a leaked token is recognized.
 const tokenPrefix = "drowse_"
 
-var tokenNameRE = regexp.MustCompile(`^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$`)
+// e2bPrefix begins keys that E2B's clients accept.
+const e2bPrefix = "e2b_"
+
+var tokenNameRE = lazyregexp.New(`^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$`)
 
 // Errors of tokens.
 var (
@@ -292,15 +295,25 @@ func (f *Store) Valid(was Token) error {
 // Create makes a token like t, except for its hash, and adds it to the file. It returns the secret, which the file
 // stores only as a hash.
 func (f *Store) Create(t Token) (secret string, err error) {
+	var b [32]byte
+	_, _ = rand.Read(b[:]) // never fails
+	return f.create(t, tokenPrefix+base64.RawURLEncoding.EncodeToString(b[:]))
+}
+
+// CreateE2B is Create for a token of the form that E2B's clients want of a key. It is as good as any other.
+func (f *Store) CreateE2B(t Token) (secret string, err error) {
+	var b [32]byte
+	_, _ = rand.Read(b[:]) // never fails
+	return f.create(t, e2bPrefix+hex.EncodeToString(b[:]))
+}
+
+func (f *Store) create(t Token, secret string) (string, error) {
 	if wrong := t.check(); wrong != "" {
 		return "", fmt.Errorf("%w: token %q: %s", ErrTokens, t.Name, wrong)
 	}
 	if t.expired(time.Now()) {
 		return "", fmt.Errorf("%w: token %q would have expired at %s", ErrTokens, t.Name, t.Expires.Format(time.RFC3339))
 	}
-	var b [32]byte
-	_, _ = rand.Read(b[:]) // never fails
-	secret = tokenPrefix + base64.RawURLEncoding.EncodeToString(b[:])
 	t.Hash = sha256.Sum256([]byte(secret))
 	return secret, f.change(func(all []Token) ([]Token, error) {
 		for _, have := range all {

@@ -1,0 +1,837 @@
+package e2b
+
+import (
+	"cmp"
+	"context"
+	"crypto/rand"
+	"encoding/base64"
+	"errors"
+	"fmt"
+	"net/http"
+	"net/url"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/drowse-vm/drowse/rootfs/image"
+	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/api/tokens"
+	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
+)
+
+// Timeouts of sandboxes whose creators name none, in seconds.
+const (
+	defaultTimeout    = 300
+	oldDefaultTimeout = 15 // of the paths before /v2
+)
+
+// handler answers a request of the control plane. A nil body is no content.
+type handler func(w http.ResponseWriter, r *http.Request) (status int, body any, err error)
+
+// routes sets up the control plane.
+func (s *Server) routes() {
+	for pattern, h := range map[string]handler{
+		"POST /sandboxes":                    s.created(oldDefaultTimeout),
+		"POST /v2/sandboxes":                 s.created(defaultTimeout),
+		"POST /sandboxes/{id}/connect":       s.onBox(s.connect),
+		"POST /v2/sandboxes/{id}/connect":    s.onBox(s.connect),
+		"POST /sandboxes/{id}/resume":        s.onBox(s.resumeOld),
+		"GET /sandboxes":                     s.list,
+		"GET /v2/sandboxes":                  s.list,
+		"GET /sandboxes/{id}":                s.onBox(s.detail),
+		"DELETE /sandboxes/{id}":             s.onBox(s.kill),
+		"POST /sandboxes/{id}/pause":         s.onBox(s.pause),
+		"POST /sandboxes/{id}/fork":          s.onBox(s.fork),
+		"POST /sandboxes/{id}/timeout":       s.onBox(s.timeout),
+		"POST /sandboxes/{id}/refreshes":     s.onBox(s.refresh),
+		"PUT /sandboxes/{id}/network":        s.onBox(s.setNetwork),
+		"GET /sandboxes/{id}/metrics":        s.onBox(s.metricsOf),
+		"GET /sandboxes/metrics":             s.metricsOfAll,
+		"GET /sandboxes/{id}/logs":           s.onBox(s.logs),
+		"GET /v2/sandboxes/{id}/logs":        s.onBox(s.logs),
+		"POST /sandboxes/{id}/snapshots":     s.onBox(s.snapshot),
+		"GET /snapshots":                     s.snapshots,
+		"DELETE /templates/{id}":             s.removeTemplate,
+		"GET /templates":                     s.templates,
+		"GET /templates/aliases/{id}":        s.alias,
+		"POST /v3/templates":                 noTemplates,
+		"POST /v2/templates":                 noTemplates,
+		"POST /templates":                    noTemplates,
+		"GET /templates/{id}/files/{hash}":   noTemplates,
+		"POST /v2/templates/{id}/builds/{b}": noTemplates,
+		"GET /volumes":                       noVolumes, "POST /volumes": noVolumes,
+		"GET /secrets": noSecrets, "POST /secrets": noSecrets,
+	} {
+		s.mux.HandleFunc(pattern, func(w http.ResponseWriter, r *http.Request) {
+			status, body, err := h(w, r)
+			switch {
+			case err != nil:
+				s.answerError(w, r, err)
+			case body == nil:
+				w.WriteHeader(status)
+			default:
+				writeJSON(w, status, body)
+			}
+		})
+	}
+}
+
+// answerError answers with an error, and logs one of the host.
+func (s *Server) answerError(w http.ResponseWriter, r *http.Request, err error) {
+	e := asAPI(err, r.PathValue("id"))
+	if e.Code >= http.StatusInternalServerError && r.Context().Err() == nil {
+		id := r.PathValue("id")
+		if !idRE.MatchString(id) {
+			id = ""
+		}
+		s.report(r.Pattern, id, cmp.Or(e.cause, error(e)))
+	}
+	unread(w, r)
+	e.write(w)
+}
+
+func noTemplates(http.ResponseWriter, *http.Request) (int, any, error) {
+	return 0, nil, fail(http.StatusNotImplemented, "templates are images of the host: build one with `drowse image build`, and use its name as the template")
+}
+
+func noVolumes(http.ResponseWriter, *http.Request) (int, any, error) {
+	return 0, nil, fail(http.StatusNotImplemented, "volumes are not supported on this wire: use drowse's own API")
+}
+
+func noSecrets(http.ResponseWriter, *http.Request) (int, any, error) {
+	return 0, nil, fail(http.StatusNotImplemented, "secrets are not supported on this wire: use drowse's own API")
+}
+
+// serveControl serves the control plane to callers with a key.
+func (s *Server) serveControl(w http.ResponseWriter, r *http.Request) {
+	if r.URL.Path == "/health" && r.Method == http.MethodGet {
+		w.WriteHeader(http.StatusNoContent)
+		return
+	}
+	key, err := s.key(r)
+	if err != nil {
+		s.answerError(w, r, err)
+		return
+	}
+	if !key.Scopes.Has(tokens.ScopeRead) || r.Method != http.MethodGet && !mayAct(key) {
+		s.answerError(w, r, fail(http.StatusForbidden, "the key does not allow it: make one with `drowse token create --e2b --scope read,exec,files,create`"))
+		return
+	}
+	select {
+	case s.slots <- struct{}{}:
+	default:
+		s.answerError(w, r, fail(http.StatusTooManyRequests, "%d requests are under way", maxControl))
+		return
+	}
+	defer func() { <-s.slots }()
+	ctx, cancel := context.WithTimeout(r.Context(), controlTime)
+	defer cancel()
+	if _, pattern := s.mux.Handler(r); pattern == "" {
+		s.answerError(w, r, fail(http.StatusNotFound, "there is no such route"))
+		return
+	}
+	s.mux.ServeHTTP(w, r.WithContext(context.WithValue(ctx, keyToken, key)))
+}
+
+// mayAct reports whether a key allows more than to look. Whoever makes or resumes a sandbox gets its token, which is
+// for commands and files.
+func mayAct(key tokens.Token) bool {
+	return key.Scopes.Has(tokens.ScopeCreate) && key.Scopes.Has(tokens.ScopeExec) && key.Scopes.Has(tokens.ScopeFiles)
+}
+
+// keyOf returns the key of a request to the control plane.
+func keyOf(ctx context.Context) tokens.Token { return ctx.Value(keyToken).(tokens.Token) }
+
+// key returns the key of a request.
+func (s *Server) key(r *http.Request) (tokens.Token, error) {
+	shown := r.Header.Values("X-API-KEY")
+	for _, a := range r.Header.Values("Authorization") {
+		if t, ok := strings.CutPrefix(a, "Bearer "); ok {
+			shown = append(shown, t)
+		}
+	}
+	if len(shown) == 0 {
+		return tokens.Token{}, fail(http.StatusUnauthorized, "a key is missing: send it as X-API-KEY")
+	}
+	for _, other := range shown[1:] {
+		if other != shown[0] {
+			return tokens.Token{}, fail(http.StatusUnauthorized, "the request has two keys")
+		}
+	}
+	t, wait, err := s.o.Tokens.Admit(shown[0])
+	switch {
+	case errors.Is(err, tokens.ErrExpired), errors.Is(err, tokens.ErrUnknown):
+		return t, fail(http.StatusUnauthorized, "the key is not valid")
+	case errors.Is(err, tokens.ErrRate):
+		return t, fail(http.StatusTooManyRequests, "the key is used too often: try again in %v", wait.Round(time.Millisecond))
+	}
+	return t, err
+}
+
+// starting lets few requests start VMs at once. The caller calls the function in the end.
+func (s *Server) starting() (func(), error) {
+	select {
+	case s.start <- struct{}{}:
+		return func() { <-s.start }, nil
+	default:
+		e := fail(http.StatusTooManyRequests, "%d sandboxes are being started", maxStarts)
+		e.Kind = "sandbox_capacity_unavailable"
+		return nil, e
+	}
+}
+
+// onBox is a handler for the sandbox of the path.
+func (s *Server) onBox(h func(w http.ResponseWriter, r *http.Request, b *box) (int, any, error)) handler {
+	return func(w http.ResponseWriter, r *http.Request) (int, any, error) {
+		b, err := s.findOf(r.Context(), r.PathValue("id"))
+		if err != nil {
+			return 0, nil, err
+		}
+		return h(w, r, b)
+	}
+}
+
+// findOf is find for the key of a request. A sandbox of another owner does not exist for it.
+func (s *Server) findOf(ctx context.Context, id string) (*box, error) {
+	b, err := s.find(id)
+	if err == nil && !b.isOf(keyOf(ctx)) {
+		return nil, fmt.Errorf("%w: %s is not of the key's owner", sandbox.ErrNotFound, id)
+	}
+	return b, err
+}
+
+func (b *box) isOf(key tokens.Token) bool { return key.Owner == "" || b.meta.Owner == key.Owner }
+
+// sandboxBody is a sandbox that a client is about to use.
+type sandboxBody struct {
+	TemplateID   string  `json:"templateID"`
+	SandboxID    string  `json:"sandboxID"`
+	ClientID     string  `json:"clientID"`
+	EnvdVersion  string  `json:"envdVersion"`
+	EnvdToken    string  `json:"envdAccessToken"`
+	TrafficToken *string `json:"trafficAccessToken"`
+	Domain       *string `json:"domain"`
+}
+
+// clientID has no meaning any more, and clients want one.
+const clientID = "drowse"
+
+func (s *Server) domain() *string {
+	if s.o.Domain == "" {
+		return nil
+	}
+	return &s.o.Domain
+}
+
+func (s *Server) body(name string) (*sandboxBody, error) {
+	b, err := s.find(name)
+	if err != nil {
+		return nil, err
+	}
+	out := &sandboxBody{TemplateID: b.meta.E2B.Template, SandboxID: name, ClientID: clientID, EnvdVersion: EnvdVersion, Domain: s.domain()}
+	if out.EnvdToken, err = token(s.host.State, b.record, useEnvd); err != nil {
+		return nil, err
+	}
+	if b.meta.E2B.Network.Private {
+		t, err := token(s.host.State, b.record, useTraffic)
+		if err != nil {
+			return nil, err
+		}
+		out.TrafficToken = &t
+	}
+	return out, nil
+}
+
+// newID returns an id of E2B's form.
+func newID() string { return "i" + strings.ToLower(rand.Text()[:19]) }
+
+// class returns the class of a running sandbox.
+func class(e *spec.E2B) lifetime.Class {
+	if e.Pause {
+		return lifetime.Workspace
+	}
+	return lifetime.Ephemeral
+}
+
+// created returns the handler that creates sandboxes.
+func (s *Server) created(otherwise int64) handler {
+	return func(w http.ResponseWriter, r *http.Request) (int, any, error) {
+		var body createBody
+		if err := read(w, r, &body); err != nil {
+			return 0, nil, err
+		}
+		if err := body.check(); err != nil {
+			return 0, nil, err
+		}
+		timeout, err := seconds(body.Timeout, otherwise)
+		if err != nil {
+			return 0, nil, err
+		}
+		e := &spec.E2B{
+			Template: body.TemplateID, Metadata: body.Metadata, EnvVars: body.EnvVars, Timeout: int64(timeout / time.Second),
+			Pause: body.AutoPause, Resume: body.AutoResume != nil && body.AutoResume.Enabled,
+		}
+		n := body.Network
+		if n == nil {
+			n = &networkBody{}
+		}
+		if e.Network, err = n.network(body.Internet); err != nil {
+			return 0, nil, err
+		}
+		asked := body.Internet != nil && *body.Internet || body.Network != nil && !e.Network.NoInternet
+		if !s.o.Network && asked {
+			return 0, nil, refused("network", "sandboxes of this host have none")
+		}
+		done, err := s.starting()
+		if err != nil {
+			return 0, nil, err
+		}
+		defer done()
+		id := newID()
+		m := &spec.Metadata{Owner: keyOf(r.Context()).Owner, Class: class(e), Expires: expiry(time.Now(), timeout), E2B: e}
+		if err := s.make(r.Context(), id, m); err != nil {
+			return 0, nil, err
+		}
+		// The sandbox's time begins when it can be used.
+		if _, err := s.extend(r.Context(), id, timeout); err != nil {
+			return 0, nil, err
+		}
+		out, err := s.body(id)
+		s.log.Info("created", "sandbox", id, "template", e.Template)
+		return http.StatusCreated, out, err
+	}
+}
+
+// make makes a sandbox of a template: a snapshot, or an image.
+func (s *Server) make(ctx context.Context, id string, m *spec.Metadata) error {
+	p := policy(m.E2B.Network, s.o.DNS)
+	snap, err := s.findSnapshot(m.Owner, m.E2B.Template)
+	if err != nil {
+		return err
+	}
+	if snap != "" {
+		if !s.o.Network {
+			p = nil
+		}
+		_, err := s.host.Clone(ctx, snap, sandbox.CloneOptions{Name: id, Policy: p, Metadata: m, Idle: &spec.Idle{}})
+		return err
+	}
+	want := s.o.Spec
+	want.Name, want.Hostname = id, ""
+	if want.Image, err = s.image(m.E2B.Template); err != nil {
+		return err
+	}
+	want.Network, want.Policy = spec.NetworkNone, nil
+	if s.o.Network {
+		want.Network, want.Policy = spec.NetworkTAP, p
+	}
+	_, err = s.host.Create(ctx, want, sandbox.CreateOptions{Metadata: m})
+	return err
+}
+
+// image returns the image of a template.
+func (s *Server) image(template string) (string, error) {
+	name := cmp.Or(s.o.Templates[template], template)
+	images, err := image.OpenStore(s.host.State.ImageDir())
+	if err != nil {
+		return "", err
+	}
+	if _, err := images.Find(name); err != nil {
+		if errors.Is(err, image.ErrNotFound) || errors.Is(err, image.ErrAmbiguous) {
+			return "", &apiError{Code: http.StatusNotFound, Message: "the template was not found: it is neither an image of the host nor a snapshot", cause: err}
+		}
+		return "", fail(http.StatusBadRequest, "the template's name is not that of an image")
+	}
+	return name, nil
+}
+
+// extend makes a sandbox last at least for a time from now on.
+func (s *Server) extend(ctx context.Context, id string, timeout time.Duration) (spec.Metadata, error) {
+	return s.host.State.SetMetadata(ctx, id, func(l *spec.Metadata, unreadable error) error {
+		if until := expiry(time.Now(), timeout); l.Expires.Before(until) {
+			l.Expires = until
+		}
+		return unreadable
+	})
+}
+
+// resume brings a paused sandbox up for a time. With reboot, what was in its memory is discarded.
+func (s *Server) resume(ctx context.Context, b *box, timeout time.Duration, reboot bool) error {
+	done, err := s.starting()
+	if err != nil {
+		return err
+	}
+	defer done()
+	set := func(c lifetime.Class, fresh bool) error {
+		_, err := s.host.State.SetMetadata(ctx, b.Name(), func(l *spec.Metadata, unreadable error) error {
+			if l.E2B == nil {
+				return fmt.Errorf("%w: %s", sandbox.ErrNotFound, b.Name())
+			}
+			if until := expiry(time.Now(), timeout); fresh || l.Expires.Before(until) {
+				l.Expires = until
+			}
+			l.Class = c
+			return unreadable
+		})
+		return err
+	}
+	// Whatever fails, it stays: only a running sandbox is removed at the end of its time.
+	if err := set(lifetime.Workspace, true); err != nil {
+		return err
+	}
+	if reboot || b.record.Phase == state.Stopped {
+		_, err = b.Start(ctx, sandbox.StartOptions{DiscardMemory: reboot})
+		if errors.Is(err, sandbox.ErrRunning) {
+			err = nil // another request was first
+		}
+	} else {
+		_, err = b.BringUp(ctx)
+	}
+	if err != nil {
+		return err
+	}
+	s.log.Info("resumed", "sandbox", b.Name())
+	return set(class(b.meta.E2B), false)
+}
+
+// connectBody is the body of a connection.
+type connectBody struct {
+	Timeout *int64 `json:"timeout"`
+	Memory  *bool  `json:"memory"`
+	// AutoPause is of the older form.
+	AutoPause *bool `json:"autoPause"`
+}
+
+func (s *Server) connect(w http.ResponseWriter, r *http.Request, b *box) (int, any, error) {
+	var body connectBody
+	if err := read(w, r, &body); err != nil {
+		return 0, nil, err
+	}
+	timeout, err := seconds(body.Timeout, defaultTimeout)
+	if err != nil {
+		return 0, nil, err
+	}
+	status := http.StatusOK
+	if b.paused() {
+		status = http.StatusCreated
+		err = s.resume(r.Context(), b, timeout, body.Memory != nil && !*body.Memory && b.record.Phase == state.Asleep)
+	} else {
+		_, err = s.extend(r.Context(), b.Name(), timeout)
+	}
+	if err != nil {
+		return 0, nil, err
+	}
+	out, err := s.body(b.Name())
+	return status, out, err
+}
+
+func (s *Server) resumeOld(w http.ResponseWriter, r *http.Request, b *box) (int, any, error) {
+	if !b.paused() {
+		return 0, nil, fail(http.StatusConflict, "the sandbox runs")
+	}
+	return s.connect(w, r, b)
+}
+
+func (s *Server) kill(_ http.ResponseWriter, r *http.Request, b *box) (int, any, error) {
+	// Whoever has begun it wants it done, also if he leaves.
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(r.Context()), controlTime)
+	defer cancel()
+	// Whoever looks for what has expired may remove it as well, once it has ended.
+	if err := b.Delete(ctx, sandbox.DeleteOptions{Force: true}); err != nil && !errors.Is(err, sandbox.ErrNotFound) {
+		return 0, nil, err
+	}
+	s.log.Info("removed", "sandbox", b.Name())
+	return http.StatusNoContent, nil, nil
+}
+
+func (s *Server) pause(w http.ResponseWriter, r *http.Request, b *box) (int, any, error) {
+	var body struct {
+		Memory *bool `json:"memory"`
+	}
+	if err := read(w, r, &body); err != nil {
+		return 0, nil, err
+	}
+	if b.paused() {
+		return 0, nil, fail(http.StatusConflict, "the sandbox is paused already")
+	}
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(r.Context()), controlTime)
+	defer cancel()
+	var before lifetime.Class
+	// A paused sandbox stays. Its time is over when it is resumed, which sets another one.
+	if _, err := s.host.State.SetMetadata(ctx, b.Name(), func(l *spec.Metadata, unreadable error) error {
+		before, l.Class = l.Class, lifetime.Workspace
+		return unreadable
+	}); err != nil {
+		return 0, nil, err
+	}
+	var err error
+	if body.Memory != nil && !*body.Memory {
+		err = b.Stop(ctx)
+	} else {
+		_, err = b.Sleep(ctx, sandbox.SleepOptions{})
+	}
+	if err != nil {
+		_, again := s.host.State.SetMetadata(ctx, b.Name(), func(l *spec.Metadata, unreadable error) error {
+			l.Class = before
+			return unreadable
+		})
+		return 0, nil, errors.Join(err, again)
+	}
+	s.log.Info("paused", "sandbox", b.Name())
+	return http.StatusNoContent, nil, nil
+}
+
+// forked is a child, or why there is none.
+type forked struct {
+	Sandbox *sandboxBody `json:"sandbox,omitempty"`
+	Error   *apiError    `json:"error,omitempty"`
+}
+
+// maxForks is the most children of one request.
+const maxForks = 100
+
+func (s *Server) fork(w http.ResponseWriter, r *http.Request, b *box) (int, any, error) {
+	var body struct {
+		Timeout *int64 `json:"timeout"`
+		Count   *int   `json:"count"`
+	}
+	if err := read(w, r, &body); err != nil {
+		return 0, nil, err
+	}
+	timeout, err := seconds(body.Timeout, oldDefaultTimeout)
+	if err != nil {
+		return 0, nil, err
+	}
+	count := 1
+	if body.Count != nil {
+		count = *body.Count
+	}
+	if count < 1 || count > maxForks {
+		return 0, nil, fail(http.StatusBadRequest, "count %d: use 1 to %d", count, maxForks)
+	}
+	done, err := s.starting()
+	if err != nil {
+		return 0, nil, err
+	}
+	defer done()
+	var out []forked
+	for first := true; len(out) < count; first = false {
+		e := b.meta.E2B.Clone()
+		e.Timeout = int64(timeout / time.Second)
+		var children []sandbox.ForkChild
+		for range min(count-len(out), sandbox.MaxForks) {
+			m := &spec.Metadata{Owner: b.meta.Owner, Class: class(e), Expires: expiry(time.Now(), timeout), E2B: e.Clone()}
+			children = append(children, sandbox.ForkChild{Name: newID(), Metadata: m})
+		}
+		_, err := b.Fork(r.Context(), sandbox.ForkOptions{Children: children})
+		if err != nil && first {
+			return 0, nil, err
+		}
+		for _, c := range children {
+			f := forked{}
+			if err == nil {
+				if _, err := s.extend(r.Context(), c.Name, timeout); err != nil {
+					f.Error = asAPI(err, c.Name)
+				} else if f.Sandbox, err = s.body(c.Name); err != nil {
+					f.Error = asAPI(err, c.Name)
+				}
+			} else {
+				f.Error = asAPI(err, b.Name())
+			}
+			out = append(out, f)
+		}
+	}
+	s.log.Info("forked", "sandbox", b.Name(), "children", len(out))
+	return http.StatusCreated, out, nil
+}
+
+func (s *Server) timeout(w http.ResponseWriter, r *http.Request, b *box) (int, any, error) {
+	var body struct {
+		Timeout *int64 `json:"timeout"`
+	}
+	if err := read(w, r, &body); err != nil {
+		return 0, nil, err
+	}
+	if body.Timeout == nil {
+		return 0, nil, fail(http.StatusBadRequest, "timeout is missing")
+	}
+	timeout, err := seconds(body.Timeout, 0)
+	if err != nil {
+		return 0, nil, err
+	}
+	if b.paused() {
+		return 0, nil, fail(http.StatusNotFound, "sandbox %s is paused", b.Name())
+	}
+	_, err = s.host.State.SetMetadata(r.Context(), b.Name(), func(l *spec.Metadata, unreadable error) error {
+		l.Expires = expiry(time.Now(), timeout)
+		if l.E2B != nil {
+			e := l.E2B.Clone()
+			e.Timeout = int64(timeout / time.Second)
+			l.E2B = e
+		}
+		return unreadable
+	})
+	return http.StatusNoContent, nil, err
+}
+
+// maxRefresh is the longest time of a refresh, in seconds.
+const maxRefresh = 3600
+
+func (s *Server) refresh(w http.ResponseWriter, r *http.Request, b *box) (int, any, error) {
+	var body struct {
+		Duration *int64 `json:"duration"`
+	}
+	if err := read(w, r, &body); err != nil {
+		return 0, nil, err
+	}
+	timeout, err := seconds(body.Duration, oldDefaultTimeout)
+	if err != nil {
+		return 0, nil, err
+	}
+	if timeout > maxRefresh*time.Second {
+		return 0, nil, fail(http.StatusBadRequest, "duration: use at most %d s", maxRefresh)
+	}
+	if b.paused() {
+		return 0, nil, fail(http.StatusNotFound, "sandbox %s is paused", b.Name())
+	}
+	_, err = s.extend(r.Context(), b.Name(), timeout)
+	return http.StatusNoContent, nil, err
+}
+
+func (s *Server) setNetwork(w http.ResponseWriter, r *http.Request, b *box) (int, any, error) {
+	var body networkBody
+	if err := read(w, r, &body); err != nil {
+		return 0, nil, err
+	}
+	n, err := body.network(nil)
+	if err != nil {
+		return 0, nil, err
+	}
+	if b.paused() {
+		return 0, nil, fail(http.StatusConflict, "the sandbox is paused")
+	}
+	if b.record.Spec.Network != spec.NetworkTAP {
+		return 0, nil, refused("network", "the sandbox has none")
+	}
+	if _, err := b.SetPolicy(r.Context(), policy(n, s.o.DNS)); err != nil {
+		return 0, nil, err
+	}
+	_, err = s.host.State.SetMetadata(r.Context(), b.Name(), func(l *spec.Metadata, unreadable error) error {
+		if l.E2B == nil {
+			return fmt.Errorf("%w: %s", sandbox.ErrNotFound, b.Name())
+		}
+		e := l.E2B.Clone()
+		n.Private, n.Host = e.Network.Private, e.Network.Host
+		e.Network, l.E2B = n, e
+		return unreadable
+	})
+	return http.StatusNoContent, nil, err
+}
+
+// listed is a sandbox in a list.
+type listed struct {
+	TemplateID  string            `json:"templateID"`
+	SandboxID   string            `json:"sandboxID"`
+	ClientID    string            `json:"clientID"`
+	StartedAt   time.Time         `json:"startedAt"`
+	EndAt       time.Time         `json:"endAt"`
+	CPUCount    int               `json:"cpuCount"`
+	MemoryMB    int               `json:"memoryMB"`
+	DiskSizeMB  int               `json:"diskSizeMB"`
+	State       string            `json:"state"`
+	EnvdVersion string            `json:"envdVersion"`
+	Metadata    map[string]string `json:"metadata,omitempty"`
+}
+
+const (
+	stateRunning = "running"
+	statePaused  = "paused"
+)
+
+func (b *box) listed() listed {
+	l := listed{
+		TemplateID: b.meta.E2B.Template, SandboxID: b.Name(), ClientID: clientID, StartedAt: b.record.Created, EndAt: b.meta.Expires,
+		CPUCount: b.record.Spec.VCPUs, MemoryMB: b.record.Spec.MemoryMiB, DiskSizeMB: b.record.Spec.DiskMiB,
+		State: stateRunning, EnvdVersion: EnvdVersion, Metadata: b.meta.E2B.Metadata,
+	}
+	if b.paused() {
+		l.State = statePaused
+	}
+	if b.paused() || l.EndAt.IsZero() {
+		l.EndAt = l.StartedAt
+		if n := len(b.record.Sleeps); n > 0 {
+			l.EndAt = b.record.Sleeps[n-1].Asleep
+		}
+	}
+	return l
+}
+
+// detailed is a sandbox in full.
+type detailed struct {
+	listed
+	EnvdToken string        `json:"envdAccessToken,omitempty"` // not for keys that may only read
+	Domain    *string       `json:"domain"`
+	Internet  bool          `json:"allowInternetAccess"`
+	Network   networkOut    `json:"network"`
+	Lifecycle lifecycleBody `json:"lifecycle"`
+}
+
+type networkOut struct {
+	AllowOut []string `json:"allowOut,omitempty"`
+	DenyOut  []string `json:"denyOut,omitempty"`
+	Public   bool     `json:"allowPublicTraffic"`
+	Host     string   `json:"maskRequestHost,omitempty"`
+}
+
+type lifecycleBody struct {
+	Resume    bool   `json:"autoResume"`
+	OnTimeout string `json:"onTimeout"`
+}
+
+func (s *Server) detail(_ http.ResponseWriter, r *http.Request, b *box) (int, any, error) {
+	t := ""
+	if mayAct(keyOf(r.Context())) {
+		var err error
+		if t, err = token(s.host.State, b.record, useEnvd); err != nil {
+			return 0, nil, err
+		}
+	}
+	n := b.meta.E2B.Network
+	out := detailed{
+		listed: b.listed(), EnvdToken: t, Domain: s.domain(), Internet: !n.NoInternet && b.record.Spec.Network == spec.NetworkTAP,
+		Network: networkOut{n.AllowOut, n.DenyOut, !n.Private, n.Host}, Lifecycle: lifecycleBody{b.meta.E2B.Resume, "kill"},
+	}
+	if b.meta.E2B.Pause {
+		out.Lifecycle.OnTimeout = "pause"
+	}
+	return http.StatusOK, out, nil
+}
+
+// boxes returns the sandboxes of this wire that a key reaches.
+func (s *Server) boxes(key tokens.Token) ([]*box, error) {
+	// A record that cannot be read is reported elsewhere, and hides only itself.
+	records, err := s.host.State.List()
+	if len(records) == 0 && err != nil {
+		return nil, err
+	}
+	var out []*box
+	now := time.Now()
+	for _, r := range records {
+		if !idRE.MatchString(r.Spec.Name) || r.Creating() {
+			continue
+		}
+		m, err := s.host.State.Metadata(r.Spec.Name)
+		if err != nil || m.E2B == nil {
+			continue
+		}
+		if b := (&box{s.host.Sandbox(r.Spec.Name), r, m}); b.isOf(key) && !b.gone(now) {
+			out = append(out, b)
+		}
+	}
+	return out, nil
+}
+
+// Bounds of a page.
+const maxPage = 100
+
+// page returns the elements of a page of a sorted list, and sets the header with the next one. key returns the
+// position of an element.
+func page[T any](w http.ResponseWriter, q url.Values, all []T, key func(T) string) ([]T, error) {
+	limit := maxPage
+	if text := q.Get("limit"); text != "" {
+		n, err := strconv.Atoi(text)
+		if err != nil || n < 1 {
+			return nil, fail(http.StatusBadRequest, "limit: use 1 to %d", maxPage)
+		}
+		limit = min(n, maxPage)
+	}
+	if text := q.Get("nextToken"); text != "" {
+		after, err := base64.RawURLEncoding.DecodeString(text)
+		if err != nil {
+			return nil, fail(http.StatusBadRequest, "nextToken is not one")
+		}
+		i := slices.IndexFunc(all, func(t T) bool { return key(t) > string(after) })
+		if i < 0 {
+			return []T{}, nil
+		}
+		all = all[i:]
+	}
+	if len(all) > limit {
+		all = all[:limit]
+		w.Header().Set("X-Next-Token", base64.RawURLEncoding.EncodeToString([]byte(key(all[limit-1]))))
+	}
+	return all, nil
+}
+
+// position orders by time, the newest first.
+func position(at time.Time, id string) string {
+	return fmt.Sprintf("%020d %s", uint64(1<<63-1)-uint64(at.UnixNano()), id)
+}
+
+// unescaped decodes a value of a filter once more: clients encode it twice.
+func unescaped(v string) string {
+	if out, err := url.PathUnescape(v); err == nil {
+		return out
+	}
+	return v
+}
+
+func (s *Server) list(w http.ResponseWriter, r *http.Request) (int, any, error) {
+	q := r.URL.Query()
+	want, err := url.ParseQuery(q.Get("metadata"))
+	if err != nil {
+		return 0, nil, fail(http.StatusBadRequest, "metadata: use KEY=VALUE&KEY=VALUE, encoded as a query")
+	}
+	states := strings.FieldsFunc(strings.Join(q["state"], ","), func(r rune) bool { return r == ',' })
+	if strings.HasPrefix(r.URL.Path, "/sandboxes") {
+		states = []string{stateRunning} // the older route knows no others
+	}
+	for _, st := range states {
+		if st != stateRunning && st != statePaused {
+			return 0, nil, fail(http.StatusBadRequest, "state: use running and paused")
+		}
+	}
+	var after time.Time
+	if text := q.Get("startedAfter"); text != "" {
+		if after, err = time.Parse(time.RFC3339, text); err != nil {
+			return 0, nil, fail(http.StatusBadRequest, "startedAfter: use a time of RFC 3339")
+		}
+	}
+	order := q.Get("order")
+	if order != "" && order != "asc" && order != "desc" {
+		return 0, nil, fail(http.StatusBadRequest, "order: use asc or desc")
+	}
+	all, err := s.boxes(keyOf(r.Context()))
+	if err != nil {
+		return 0, nil, err
+	}
+	rows, running := []listed{}, 0
+	for _, b := range all {
+		l := b.listed()
+		if l.State == stateRunning {
+			running++
+		}
+		ok := (len(states) == 0 || slices.Contains(states, l.State)) && (after.IsZero() || l.StartedAt.After(after))
+		if t := q.Get("template"); t != "" {
+			ok = ok && l.TemplateID == t
+		}
+		for k, v := range want {
+			have, there := l.Metadata[k]
+			ok = ok && there && (have == v[0] || have == unescaped(v[0]))
+		}
+		if ok {
+			rows = append(rows, l)
+		}
+	}
+	key := func(l listed) string { return position(l.StartedAt, l.SandboxID) }
+	if order == "asc" {
+		key = func(l listed) string { return fmt.Sprintf("%020d %s", l.StartedAt.UnixNano(), l.SandboxID) }
+	}
+	slices.SortFunc(rows, func(a, b listed) int { return cmp.Compare(key(a), key(b)) })
+	w.Header().Set("X-Total-Running", strconv.Itoa(running))
+	rows, err = page(w, q, rows, key)
+	return http.StatusOK, rows, err
+}

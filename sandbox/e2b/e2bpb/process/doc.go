@@ -1,0 +1,2 @@
+// Package process has the generated code of the service process.Process.
+package process
