@@ -190,6 +190,13 @@ test-mcp:
 	@npm install --silent --no-save --prefix .cache/mcp @modelcontextprotocol/sdk@1.32.2
 	@DROWSE_TEST_NPM=$(CURDIR)/.cache/mcp go test -count 1 -run TestMCP ./cmd/drowse
 
+# test-api sends the HTTP API requests made from its document: `make test-api REQUESTS=100000 SEED=7`.
+REQUESTS ?= 20000
+SEED ?= 1
+.PHONY: test-api
+test-api: check-go
+	cd sandbox/api && $(GO_TEST) -v -count 1 -timeout 60m -run 'TestOpenAPI|TestRights' . -args -requests $(REQUESTS) -seed $(SEED)
+
 # test-e2b has three versions of the unmodified npm package e2b use a server of their wire, whose guests are agents in namespaces: it needs root,
 # and a Node of 20 or later with npm. The last lines are passed, failed and skipped cases by group. Some: make test-e2b E2B_ONLY=files.
 .PHONY: test-e2b

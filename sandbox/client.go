@@ -722,7 +722,7 @@ func (b *Sandbox) Snapshot(ctx context.Context, o SnapshotOptions) (res spec.Sle
 	s, name := b.host, b.name
 	ctx, ended := s.begin(ctx, control.OpSnapshot, name)
 	defer func() { ended(control.Operation{Saved: res, Err: err}) }()
-	if err := o.Hooks.Validate(); err != nil {
+	if err := errors.Join(o.Hooks.Validate(), spec.CheckNote(o.Note)); err != nil {
 		return res, err
 	}
 	if err := s.State.AdmitDisk(ctx, s.State.Owner(name)); err != nil {

@@ -91,7 +91,7 @@ var sentinels = map[string]answered{
 	"state.ErrNothingToTell":     never("a change of metadata ends with it that is none"),
 	"state.ErrStoreBusy":         never("it waits for a sweep, which ends; a request that gives up says how long it waited"),
 	"spec.ErrServed":             never("one pool is served, before requests are answered"),
-	"control.ErrServiceNotReady": never("the API waits for no service"),
+	"control.ErrServiceNotReady": never("waiting for a service has another code for it"),
 	"state.ErrNoForker":          never(asks),
 	"state.ErrOwnersTimer":       never(asks),
 	"state.ErrExtension":         never(asks),

@@ -361,6 +361,8 @@ func asked(err error) error {
 		return fmt.Errorf("%w: %w", sandbox.ErrExists, err)
 	case errors.Is(err, tokens.ErrUnknown), errors.Is(err, tokens.ErrExpired):
 		return own(wire.CodeUnauthorized, showToken, "%w", err)
+	case errors.Is(err, control.ErrServiceNotReady):
+		return own(codeGuestRefused, "see the service's log", "%w", err)
 	case errors.Is(err, volume.ErrNoSpace):
 		return own("no-space", "free space", "%w", err)
 	case errors.Is(err, state.ErrStoreBusy):

@@ -15,6 +15,7 @@ import (
 	"strings"
 	"sync"
 	"time"
+	"unicode/utf8"
 
 	"golang.org/x/sync/singleflight"
 
@@ -292,6 +293,10 @@ func (s *Server) bounded(want Scope, allOwners bool, in *room, next http.Handler
 // answer returns the handler of a route of this package.
 func (s *Server) answer(rt route) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if !utf8.ValidString(r.URL.Path) { // JSON and messages to guests cannot carry it
+			s.refuse(w, r, fleet.Fail(rt.op, "", own("invalid", "use UTF-8", "the path of the request is not UTF-8")))
+			return
+		}
 		if name := r.PathValue("name"); name != "" && !rt.checksOwner {
 			if err := s.reaches(CallerOf(r.Context()), name); err != nil {
 				s.refuse(w, r, fleet.Fail(rt.op, name, err))

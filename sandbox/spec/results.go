@@ -1,7 +1,11 @@
 package spec
 
 import (
+	"fmt"
+	"strings"
 	"time"
+	"unicode"
+	"unicode/utf8"
 
 	"github.com/drowse-vm/drowse/guest/report"
 )
@@ -126,6 +130,17 @@ func (r *SleepResult) Note(err error) {
 type SleepOptions struct {
 	// Hooks overrides the policy in the VM's Spec.
 	Hooks HookPolicy `json:"hooks,omitempty"`
+}
+
+// MaxNote bounds the note of a snapshot, in bytes.
+const MaxNote = 64 << 10
+
+// CheckNote returns ErrInvalid for a note that a snapshot cannot have: one with characters that cannot be printed.
+func CheckNote(note string) error {
+	if len(note) > MaxNote || strings.ContainsFunc(note, func(r rune) bool { return !unicode.IsPrint(r) || r == utf8.RuneError }) {
+		return fmt.Errorf("%w: the note of a snapshot: use at most %d bytes of printable characters", ErrInvalid, MaxNote)
+	}
+	return nil
 }
 
 // SnapshotOptions describe a snapshot of a running VM.
