@@ -91,7 +91,7 @@ func TestExamine_this_host_leaves_nothing_behind(t *testing.T) {
 			t.Errorf("check %s has more than a line: %q", c.Name, c.Detail+c.Consequence)
 		}
 	}
-	for _, name := range []string{"kvm", "userfaultfd", "memory", "cgroup", "tun", "bpf", "tcx", "bpffs", "seccomp", "landlock", "cgroup_memory", "space", "punch_hole", "reflink", "mkfs_ext4", "mmdebstrap", "kernel_build", "agent", "kernels", "images"} {
+	for _, name := range []string{"kvm", "userfaultfd", "memory", "cgroup", "tun", "bpf", "tcx", "bpffs", "seccomp", "landlock", "cgroup_memory", "network_process", "space", "punch_hole", "reflink", "mkfs_ext4", "mmdebstrap", "kernel_build", "agent", "kernels", "images"} {
 		if !names[name] {
 			t.Errorf("no check %s", name)
 		}

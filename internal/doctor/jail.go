@@ -1,9 +1,13 @@
 package doctor
 
 import (
+	"context"
+	"errors"
+	"io/fs"
 	"strings"
 
 	"github.com/drowse-vm/drowse/sandbox/jail/confine"
+	"github.com/drowse-vm/drowse/sandbox/network"
 )
 
 // withoutWall says what is weaker without a wall that is not required.
@@ -27,5 +31,20 @@ func jail(g *group, walls confine.Support) {
 				"has all rights of its sandbox's process"
 		}
 		g.add(strings.ToLower(names.Replace(w.Name)), unless(!w.Present, Missing), oneLine(w.Detail), weaker)
+	}
+}
+
+// networkProcess confines one, since it has a list of system calls of its own.
+func networkProcess(ctx context.Context, g *group, vmm string) {
+	const name = "network_process"
+	err := network.Probe(ctx, vmm)
+	switch {
+	case err == nil:
+		g.add(name, OK, "was confined, and has answered", "")
+	case errors.Is(err, fs.ErrNotExist):
+		g.add(name, Unknown, oneLine(err.Error()), "sandboxes do not start")
+	default:
+		g.add(name, Missing, oneLine(err.Error()), "without a required wall, the sandbox's own process reads DNS, names in TLS and "+
+			"requests, or not at all with `drowse serve --require-jail`; else names are not found, and connections refused")
 	}
 }

@@ -107,6 +107,7 @@ func asked(_ context.Context, name string) (spec.NetworkStats, error) {
 	}
 	return spec.NetworkStats{
 		Name: "another", DNS: netpolicy.ResolverStats{Refused: 3}, TLS: netpolicy.TLSStats{Passed: 4},
+		Process:  spec.NetworkProcess{Starts: 3, Refused: 1, Failed: 2, CPUSeconds: 0.25},
 		Counters: []netpolicy.Counter{{Direction: netpolicy.Egress, Verdict: netpolicy.Deny, Reason: netpolicy.ReasonDefault, Count: netpolicy.Count{Packets: 7, Bytes: 420}}},
 	}, nil
 }
@@ -130,6 +131,8 @@ func TestMetrics_of_networks_are_those_of_VMs_that_run_and_have_one(t *testing.T
 		`drowse_network_packets_total{direction="egress",reason="default",sandbox="web",verdict="deny"} 7`,
 		`drowse_network_bytes_total{direction="egress",reason="default",sandbox="web",verdict="deny"} 420`,
 		`drowse_network_dns_queries_total{outcome="refused",sandbox="web"} 3`, `drowse_network_tls_connections_total{outcome="passed",sandbox="web"} 4`,
+		`drowse_network_process_starts_total{sandbox="web"} 3`, `drowse_network_process_ends_total{reason="refused",sandbox="web"} 1`,
+		`drowse_network_process_ends_total{reason="failed",sandbox="web"} 2`, `drowse_network_process_cpu_seconds_total{sandbox="web"} 0.25`,
 		`drowse_network_sandboxes_left_out 1`,
 	} {
 		if !strings.Contains(text, want) {

@@ -22,7 +22,6 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/jail/confine"
 	"github.com/drowse-vm/drowse/sandbox/limits"
 	"github.com/drowse-vm/drowse/sandbox/network"
-	"github.com/drowse-vm/drowse/sandbox/procstat"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
@@ -379,18 +378,6 @@ func (v jailedVM) Machine() Machine { return v.VM }
 func (v jailedVM) Secrets() Secrets { return v.VM }
 func (v jailedVM) Disk() Disk       { return v.VM }
 func (v jailedVM) Confined() bool   { return true }
-
-// CPU is by /proc, and coarse, on hosts without the cgroup that counts it.
-func (v jailedVM) CPU() time.Duration {
-	if used := v.VM.CPU(); used > 0 {
-		return used
-	}
-	u, err := procstat.Of(v.PID())
-	if err != nil {
-		return 0
-	}
-	return u.User + u.System
-}
 
 func (v jailedVM) RunHooksBefore(ctx context.Context, e guest.HookEvent, over spec.HookPolicy) (Hooks, error) {
 	return v.VM.RunHooksBefore(ctx, e, over)

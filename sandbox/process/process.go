@@ -656,7 +656,13 @@ func (p *process) sleepRecord(res spec.SleepResult) state.SleepRecord {
 }
 
 // usedCPU returns the processor time that the VM's processes have used.
-func (p *process) usedCPU() time.Duration { return processCPU() + p.in.CPU() }
+func (p *process) usedCPU() time.Duration {
+	used := processCPU() + p.in.CPU()
+	if p.net != nil {
+		used += p.net.CPU()
+	}
+	return used
+}
 
 // processCPU returns the processor time that this process has used.
 func processCPU() time.Duration {
