@@ -166,7 +166,10 @@ func (w *weighed) usage(context.Context) (state.Usage, error) {
 func TestMetrics_of_the_disk_are_read_once_a_minute_at_most_and_stay_when_they_cannot_be(t *testing.T) {
 	now := time.Unix(1000, 0)
 	store := &weighed{}
-	d := &disk{ask: store.usage, now: func() time.Time { return now }}
+	quotas := func(context.Context) ([]state.QuotaUse, error) {
+		return []state.QuotaUse{{Name: "a", Quota: 700, Used: 30}}, nil
+	}
+	d := &disk{ask: store.usage, quotas: quotas, now: func() time.Time { return now }}
 	registry := prometheus.NewRegistry()
 	registry.MustRegister(d)
 	scrape := func(want string) {
@@ -175,6 +178,13 @@ func TestMetrics_of_the_disk_are_read_once_a_minute_at_most_and_stay_when_they_c
 			t.Error(err)
 		}
 	}
+	defer func() {
+		const want = "# HELP drowse_sandbox_disk_used_bytes What a sandbox with a disk quota has made the host store, as that counts.\n" +
+			"# TYPE drowse_sandbox_disk_used_bytes gauge\ndrowse_sandbox_disk_used_bytes{sandbox=\"a\"} 30\n"
+		if err := testutil.GatherAndCompare(registry, strings.NewReader(want), "drowse_sandbox_disk_used_bytes"); err != nil {
+			t.Error(err)
+		}
+	}()
 	figures := func(volumes string) string {
 		const help = "# HELP drowse_store_bytes What the store takes on disk: layers of disks, snapshots that sandboxes come back from, others that are kept, images, decompressed pages, volumes.\n# TYPE drowse_store_bytes gauge\n"
 		return help + `drowse_store_bytes{kind="images"} 4

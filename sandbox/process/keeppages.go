@@ -1,6 +1,7 @@
 package process
 
 import (
+	"path/filepath"
 	"time"
 
 	"github.com/drowse-vm/drowse/sandbox/instance"
@@ -16,15 +17,44 @@ func (p *process) keepPages() {
 	if !p.in.Caches() {
 		return
 	}
+	id := p.r.ID
 	p.background.Go(func() {
 		select {
 		case <-p.lasting.Done():
 			return
 		case <-time.After(keepDelay):
 		}
-		err := instance.KeepPages(p.lasting, p.store.PageCacheDir(), p.from, p.in.MissedPages())
+		err := p.addPages(id, p.in.MissedPages())
 		if err != nil && p.lasting.Err() == nil {
 			p.log.Info("the next wake will decompress what this one has", "cause", err)
 		}
+	})
+}
+
+// addPages adds pages to the cache, within the disk quotas of the VMs that they count for: this one, or the one that
+// has written the memory that this one came back from. Only a VM itself knows what its quota has left.
+func (p *process) addPages(id string, missed []uint64) error {
+	if len(missed) == 0 {
+		return nil
+	}
+	uses, err := p.store.PageUses(id, filepath.Base(p.from))
+	if err != nil {
+		return err
+	}
+	left, settle, ok := p.beginPages()
+	if !ok {
+		return nil
+	}
+	wrote := int64(0)
+	defer func() { settle(wrote) }()
+	return instance.KeepPages(p.lasting, p.store.PageCacheDir(), p.from, missed, func(file string, n int64) bool {
+		u, known := uses[file]
+		if !known || u.Others || u.Own && n > left-wrote {
+			return false
+		}
+		if u.Own {
+			wrote += n
+		}
+		return true
 	})
 }

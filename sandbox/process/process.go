@@ -823,7 +823,7 @@ func (p *process) fallAsleep(snapshot string, st disk.Stack, slept state.SleepRe
 	used := int64(0)
 	if p.quota.limit > 0 {
 		p.countDisk(p.store.SnapshotDir(snapshot))
-		used = p.quota.used
+		used = p.quota.used + p.quota.pages
 	}
 	return p.save(func() error {
 		p.r.DiskUsed = used
@@ -944,6 +944,7 @@ func (p *process) control() *http.Server {
 		}
 		return p.setPolicy(policy)
 	})
+	take(mux, control.OrderPromote, control.MaxOrder, func(ctx context.Context, _ struct{}) (any, error) { return p.promoteNow(ctx) })
 	take(mux, "tags", control.MaxOrder, func(_ context.Context, c spec.TagChange) (any, error) { return p.setTags(c) })
 	take(mux, "secrets", control.MaxSecretsBody, func(ctx context.Context, list []spec.Secret) (any, error) {
 		defer func() {
