@@ -891,6 +891,9 @@ func (p *process) info() control.Info {
 		Hung: h.Hung, Problem: h.Detail, Falling: p.falling.Load(),
 		Cgroup: p.in.Cgroup(),
 	}
+	if v, ok := p.in.(interface{ SeccompLog() bool }); ok {
+		i.SeccompLog = v.SeccompLog()
+	}
 	if full := p.in.SpaceProblem(); full != "" {
 		i.NoSpace, i.Problem = true, full
 	}
