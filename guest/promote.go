@@ -55,8 +55,8 @@ type Promoted = report.Promoted
 // result for the items, in the same order; Promote skips absent and empty ones. It syncs all copies before it names
 // the first: each Dir/NAME/TIME is whole or not there, even after a crash or a power loss. The guest may be hostile,
 // and decides only the content: no devices, no links out of the tree, no setuid bits, nothing that others may write
-// to, no more than MaxPromoteBytes and MaxPromoteEntries. The copies take at most room bytes of the host's disk, or fail
-// with ErrLimit.
+// to, no more than MaxPromoteBytes and MaxPromoteEntries. The copies take at most room bytes of the host's disk, or
+// fail with ErrLimit.
 func (c *Client) Promote(ctx context.Context, name string, items []Promotion, seen []Seen, room int64) (copies []Promoted, err error) {
 	stages := map[string]*stage{}
 	var order []*stage

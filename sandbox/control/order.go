@@ -49,8 +49,8 @@ const NoJailEnv = "DROWSE_NO_JAIL"
 const RequireJailEnv = "DROWSE_REQUIRE_JAIL"
 
 // SeccompEnv, set to SeccompLog, has the kernel log the system calls that confined processes may not make (type=1326),
-// and do them. It is for developing the filter: such VMs do not count as confined. Any other value is an error, and so is
-// SeccompLog with RequireJailEnv.
+// and do them. It is for developing the filter: such VMs do not count as confined. Any other value is an error, and so
+// is SeccompLog with RequireJailEnv.
 const (
 	SeccompEnv = "DROWSE_SECCOMP"
 	SeccompLog = "log"

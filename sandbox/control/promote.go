@@ -27,7 +27,8 @@ const (
 // OrderPromote has the process of a VM with a disk quota promote now: it answers with the copies.
 const OrderPromote = "promote"
 
-// Promote copies what must be promoted, into at most room bytes of the host's disk: see guest.Client.Promote. It also returns the state that directories to drop had before, by path.
+// Promote copies what must be promoted, into at most room bytes of the host's disk: see guest.Client.Promote. It also
+// returns the state that directories to drop had before, by path.
 func Promote(ctx context.Context, c *guest.Client, name string, persist lifetime.Persist, room int64) ([]spec.Promoted, map[string]guest.Seen, error) {
 	if len(persist.Promote) == 0 {
 		return nil, nil, nil

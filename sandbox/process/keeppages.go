@@ -1,6 +1,7 @@
 package process
 
 import (
+	"math"
 	"path/filepath"
 	"time"
 
@@ -17,14 +18,16 @@ func (p *process) keepPages() {
 	if !p.in.Caches() {
 		return
 	}
-	id := p.r.ID
 	p.background.Go(func() {
 		select {
 		case <-p.lasting.Done():
 			return
 		case <-time.After(keepDelay):
 		}
-		err := p.addPages(id, p.in.MissedPages())
+		p.op.Lock()
+		id, limited := p.r.ID, p.quota.limit > 0
+		p.op.Unlock()
+		err := p.addPages(id, limited, p.in.MissedPages())
 		if err != nil && p.lasting.Err() == nil {
 			p.log.Info("the next wake will decompress what this one has", "cause", err)
 		}
@@ -33,7 +36,7 @@ func (p *process) keepPages() {
 
 // addPages adds pages to the cache, within the disk quotas of the VMs that they count for: this one, or the one that
 // has written the memory that this one came back from. Only a VM itself knows what its quota has left.
-func (p *process) addPages(id string, missed []uint64) error {
+func (p *process) addPages(id string, limited bool, missed []uint64) error {
 	if len(missed) == 0 {
 		return nil
 	}
@@ -41,12 +44,15 @@ func (p *process) addPages(id string, missed []uint64) error {
 	if err != nil {
 		return err
 	}
-	left, settle, ok := p.beginPages()
-	if !ok {
-		return nil
+	left, wrote := int64(math.MaxInt64), int64(0)
+	if limited {
+		room, settle, ok := p.beginPages()
+		if !ok {
+			return nil
+		}
+		left = room
+		defer func() { settle(wrote) }()
 	}
-	wrote := int64(0)
-	defer func() { settle(wrote) }()
 	return instance.KeepPages(p.lasting, p.store.PageCacheDir(), p.from, missed, func(file string, n int64) bool {
 		u, known := uses[file]
 		if !known || u.Others || u.Own && n > left-wrote {

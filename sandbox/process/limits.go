@@ -249,18 +249,18 @@ func (p *process) beginPromotion(ctx context.Context, persist lifetime.Persist) 
 	}, nil
 }
 
-// beginPages keeps room for decompressed pages, which are the first that is given up. settle counts what was written. It
-// is not ok while something else goes on, or if there is no room to spare.
+// beginPages keeps room for decompressed pages, which are the first that is given up. settle counts what was written.
+// It is not ok while something else goes on, or if there is no room to spare.
 func (p *process) beginPages() (left int64, settle func(wrote int64), ok bool) {
-	if p.quota.limit == 0 {
-		return math.MaxInt64, func(int64) {}, true
-	}
 	if !p.op.TryLock() {
 		return 0, nil, false
 	}
 	defer p.op.Unlock()
+	if p.alive() != nil {
+		return 0, nil, false
+	}
 	// Half of what is left: the guest's disk goes on taking the rest.
-	if left = (p.room() - p.countDisk("") - quotaRoom) / 2; p.alive() != nil || left <= 0 {
+	if left = (p.room() - p.countDisk("") - quotaRoom) / 2; left <= 0 {
 		return 0, nil, false
 	}
 	p.quota.pages = left
