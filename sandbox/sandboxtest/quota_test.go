@@ -199,7 +199,7 @@ func TestQuota_holds_for_promotions_and_decompressed_pages_which_are_given_up_fi
 		t.Errorf("the host stores %d, and before the pages it was %d", n, before)
 	}
 	// So do promotions, of the large and of the small, until there is no room for another.
-	write("/root/x", 1, 48<<20)
+	write("/root/x", 1, 24<<20)
 	for i := range uint64(100) {
 		write("/root/"+strconv.Itoa(int(i)), i, 1)
 	}
