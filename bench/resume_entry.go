@@ -289,7 +289,7 @@ func (v *sleeper) restore(ctx context.Context, dir string, way variant, counts b
 	kvm, _ := in.Machine().KVMStats()
 	// For the next restore that uses the pages, if there is one.
 	if missed := in.MissedPages(); len(missed) > 0 {
-		if err := instance.KeepPages(ctx, p.PageCache, v.snap, missed); err != nil {
+		if err := instance.KeepPages(ctx, p.PageCache, v.snap, missed, nil); err != nil {
 			return errors.Join(err, in.Close())
 		}
 	}

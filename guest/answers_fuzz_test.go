@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"io"
+	"math"
 	"net"
 	"os"
 	"slices"
@@ -123,7 +124,7 @@ var asks = []asked{
 	{"copy out", true, &agentpb.TransferResponse{Msg: &agentpb.TransferResponse_Data{Data: linkThroughLink("x")}}, copyOut(false)},
 	{"copy out, resumed", true, &agentpb.TransferResponse{Msg: &agentpb.TransferResponse_Data{Data: []byte("A\x00\x00\x00\x01x")}}, copyOut(true)},
 	{"promote", true, &agentpb.TransferResponse{Msg: &agentpb.TransferResponse_Data{Data: linkThroughLink("x")}}, func(ctx context.Context, c *guest.Client, dir string) (any, error) {
-		got, err := c.Promote(ctx, "copy", []guest.Promotion{{Path: "/x", Dir: dir}}, []guest.Seen{{State: guest.DropDirectory}})
+		got, err := c.Promote(ctx, "copy", []guest.Promotion{{Path: "/x", Dir: dir}}, []guest.Seen{{State: guest.DropDirectory}}, math.MaxInt64)
 		return got, err
 	}},
 }

@@ -230,6 +230,8 @@ const DefaultCopyBytes = treetar.DefaultBytes
 type CopyOptions struct {
 	MaxBytes   int64 // 0: DefaultCopyBytes
 	MaxEntries int64 // 0: 1048576
+	// EntryBytes is what CopyOut counts of MaxBytes for each entry, besides its content.
+	EntryBytes int64
 	// Owner owns everything that CopyIn creates in the guest; nil is root. CopyOut ignores it: its files belong to
 	// the caller.
 	Owner *Owner
@@ -445,7 +447,7 @@ func (c *Client) copyOut(ctx context.Context, src string, root *os.Root, name, m
 	}
 	defer t.close()
 	to := treetar.Options{
-		Limits:    treetar.Limits{Bytes: o.MaxBytes, Entries: o.MaxEntries},
+		Limits:    treetar.Limits{Bytes: o.MaxBytes, Entries: o.MaxEntries, Entry: o.EntryBytes},
 		KeepLinks: o.KeepLinks, OwnerWrites: o.OwnerWrites, Rename: name, Marker: marker,
 	}
 	t.received = o.tell(&received)

@@ -24,6 +24,9 @@ const (
 	// MaxPromoteBytes and MaxPromoteEntries bound what one call of Promote copies, for all paths together.
 	MaxPromoteBytes   = 16 << 30
 	MaxPromoteEntries = 1 << 18
+	// promoteEntry is the most that an entry takes on disk besides its content: the rest of its last block, and a block of
+	// its directory.
+	promoteEntry = 8192
 	// MaxPromoteCopies is the most copies in a directory NAME. Promote refuses to add one more.
 	MaxPromoteCopies = 1000
 	// maxPromoteTries bounds how often to retry with a name that is already taken or removed.
@@ -52,8 +55,9 @@ type Promoted = report.Promoted
 // result for the items, in the same order; Promote skips absent and empty ones. It syncs all copies before it names
 // the first: each Dir/NAME/TIME is whole or not there, even after a crash or a power loss. The guest may be hostile,
 // and decides only the content: no devices, no links out of the tree, no setuid bits, nothing that others may write
-// to, no more than MaxPromoteBytes and MaxPromoteEntries.
-func (c *Client) Promote(ctx context.Context, name string, items []Promotion, seen []Seen) (copies []Promoted, err error) {
+// to, no more than MaxPromoteBytes and MaxPromoteEntries. The copies take at most room bytes of the host's disk, or
+// fail with ErrLimit.
+func (c *Client) Promote(ctx context.Context, name string, items []Promotion, seen []Seen, room int64) (copies []Promoted, err error) {
 	stages := map[string]*stage{}
 	var order []*stage
 	defer func() {
@@ -62,6 +66,7 @@ func (c *Client) Promote(ctx context.Context, name string, items []Promotion, se
 		}
 	}()
 	bytes, entries := int64(MaxPromoteBytes), int64(MaxPromoteEntries)
+	room -= room / 128 // where a file system keeps the places of large files
 	var of []*stage
 	for i, item := range items {
 		switch seen[i].State {
@@ -78,14 +83,21 @@ func (c *Client) Promote(ctx context.Context, name string, items []Promotion, se
 			}
 			stages[item.Dir], order = s, append(order, s)
 		}
-		if bytes <= 0 || entries <= 0 {
-			return nil, fmt.Errorf("guest: promote %s: %w: more than %d bytes or %d entries", item.Path, ErrLimit, int64(MaxPromoteBytes), MaxPromoteEntries)
+		room -= int64(1+strings.Count(item.Path, "/")) * promoteEntry // the directories that lead to it
+		if bytes <= 0 || entries <= 0 || room <= 0 {
+			return nil, fmt.Errorf("guest: promote %s: %w: more than %d bytes or %d entries, or than there is room for", item.Path, ErrLimit,
+				int64(MaxPromoteBytes), MaxPromoteEntries)
 		}
-		res, err := s.copy(ctx, c, item.Path, CopyOptions{MaxBytes: bytes, MaxEntries: entries, OwnerWrites: true})
+		o := CopyOptions{MaxBytes: bytes, MaxEntries: entries, OwnerWrites: true}
+		if room < bytes+entries*promoteEntry {
+			o.MaxBytes, o.EntryBytes = min(bytes, room), promoteEntry
+		}
+		res, err := s.copy(ctx, c, item.Path, o)
 		if err != nil {
 			return nil, fmt.Errorf("guest: promote %s to %s: %w", item.Path, item.Dir, err)
 		}
 		bytes, entries = bytes-res.Bytes, entries-res.Entries
+		room -= res.Bytes + res.Entries*promoteEntry
 		of = append(of, s)
 		copies = append(copies, Promoted{
 			Path: item.Path, Entries: res.Entries, Bytes: res.Bytes, Skipped: res.Skipped, SkippedCount: res.SkippedCount,

@@ -5,6 +5,7 @@ import (
 	"bytes"
 	"errors"
 	"io/fs"
+	"math"
 	"os"
 	"path/filepath"
 	"slices"
@@ -28,7 +29,7 @@ func promote(t *testing.T, c *guest.Client, items ...guest.Promotion) ([]guest.P
 	if err != nil {
 		t.Fatal(err)
 	}
-	return c.Promote(t.Context(), "vm", items, seen)
+	return c.Promote(t.Context(), "vm", items, seen, math.MaxInt64)
 }
 
 // names returns the names below a directory.
@@ -230,7 +231,7 @@ func TestPromote_of_a_hostile_guest_makes_nothing_outside_and_no_half_copy(t *te
 				t.Fatal(err)
 			}
 			c := hostileGuest(t, data(&agentpb.TransferResponse{Msg: &agentpb.TransferResponse_Data{Data: sent}}), done)
-			got, err := c.Promote(t.Context(), "vm", []guest.Promotion{{Path: "/work/out", Dir: host}}, []guest.Seen{{State: guest.DropDirectory}})
+			got, err := c.Promote(t.Context(), "vm", []guest.Promotion{{Path: "/work/out", Dir: host}}, []guest.Seen{{State: guest.DropDirectory}}, math.MaxInt64)
 			if err == nil {
 				// Promote may keep the part that is allowed.
 				t.Logf("promoted %+v", got)
@@ -253,7 +254,7 @@ func TestAttack_promotion_makes_a_link_that_leads_out_of_its_tree(t *testing.T) 
 	c := hostileGuest(t,
 		data(&agentpb.TransferResponse{Msg: &agentpb.TransferResponse_Data{Data: linkThroughLink("out")}}),
 		data(&agentpb.TransferResponse{Msg: &agentpb.TransferResponse_Done{Done: &agentpb.TransferDone{}}}))
-	got, err := c.Promote(t.Context(), "vm", []guest.Promotion{{Path: "/work/out", Dir: host}}, []guest.Seen{{State: guest.DropDirectory}})
+	got, err := c.Promote(t.Context(), "vm", []guest.Promotion{{Path: "/work/out", Dir: host}}, []guest.Seen{{State: guest.DropDirectory}}, math.MaxInt64)
 	if !errors.Is(err, guest.ErrUnsafe) {
 		t.Errorf("promoted %+v, %v; want ErrUnsafe", got, err)
 	}
@@ -274,7 +275,7 @@ func TestAttack_promotion_goes_through_a_link_that_another_one_has_made(t *testi
 	c := hostileGuest(t, sent(&tar.Header{Name: "work", Typeflag: tar.TypeDir, Mode: 0o755}, &tar.Header{Name: "work/kept", Typeflag: tar.TypeDir, Mode: 0o755},
 		&tar.Header{Name: "work/kept/out", Typeflag: tar.TypeReg}, &tar.Header{Name: "work/a", Typeflag: tar.TypeSymlink, Linkname: "kept"})...)
 	items := []guest.Promotion{{Path: "/work", Dir: host}, {Path: "/work/a/out", Dir: host}}
-	got, err := c.Promote(t.Context(), "vm", items, []guest.Seen{{State: guest.DropDirectory}, {State: guest.DropDirectory}})
+	got, err := c.Promote(t.Context(), "vm", items, []guest.Seen{{State: guest.DropDirectory}, {State: guest.DropDirectory}}, math.MaxInt64)
 	if !errors.Is(err, guest.ErrNotPromotable) {
 		t.Errorf("promoted %+v, %v; want ErrNotPromotable", got, err)
 	}

@@ -3,9 +3,11 @@ package sandbox
 import (
 	"context"
 	"fmt"
+	"math"
 
 	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/limits"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -24,12 +26,24 @@ func (b *Sandbox) Promote(ctx context.Context) ([]spec.Promoted, error) {
 	if err != nil {
 		return nil, err
 	}
+	all, err := limits.Read(s.State.Dir())
+	if err != nil {
+		return nil, err
+	}
+	if all.DiskQuota(r.Spec, l.EffectiveClass()) > 0 {
+		var copies []spec.Promoted
+		err := control.Do(ctx, s.State, name, control.OrderPromote, struct{}{}, &copies)
+		if err != nil {
+			err = fmt.Errorf("promoting of %s: %w", name, err)
+		}
+		return copies, err
+	}
 	c, err := b.Agent(ctx)
 	if err != nil {
 		return nil, fmt.Errorf("promoting of %s: %w", name, err)
 	}
 	defer c.Close()
-	copies, _, err := control.Promote(ctx, c, name, l.Persist)
+	copies, _, err := control.Promote(ctx, c, name, l.Persist, math.MaxInt64)
 	if err != nil {
 		return nil, fmt.Errorf("promoting of %s: %w", name, err)
 	}

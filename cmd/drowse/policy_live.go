@@ -295,6 +295,9 @@ func writeStats(w io.Writer, st spec.NetworkStats) {
 	if c := st.TLS; c != (netpolicy.TLSStats{}) {
 		fmt.Fprintf(w, "TLS names: %d connections passed, %d refused, %d cut, %d failed, %d open\n", c.Passed, c.Refused, c.Cut, c.Failed, c.Open)
 	}
+	if p := st.Process; p.Starts > 0 {
+		fmt.Fprintf(w, "network process: %d started, %d killed for a forbidden system call, %d failed, %.2f s of processor time\n", p.Starts, p.Refused, p.Failed, p.CPUSeconds)
+	}
 	table(w, "DIRECTION\tVERDICT\tREASON\tPACKETS\tBYTES", st.Counters, func(c netpolicy.Counter) []any {
 		return []any{c.Direction, c.Verdict, c.Reason, c.Packets, c.Bytes}
 	})

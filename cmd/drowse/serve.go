@@ -93,6 +93,9 @@ func requireJail(flag bool) error {
 	if !flag && os.Getenv(control.RequireJailEnv) == "" {
 		return nil
 	}
+	if how := os.Getenv(control.SeccompEnv); how != "" {
+		return fmt.Errorf("%s=%s confines no VM: unset it, or serve without --require-jail and %s", control.SeccompEnv, how, control.RequireJailEnv)
+	}
 	if err := lacking(confine.Probe()); err != nil {
 		return err
 	}

@@ -135,7 +135,7 @@ var rules = []rule{
 	{"guest/agent/...", []string{"guest/..."}},
 	{"guest/...", []string{"guest/...", "internal/osfile"}},
 
-	{"internal/doctor", []string{"sandbox/jail/confine", "vmm", "vmm/kvm", "vmm/boot", "snapshot/pager", "rootfs/...", "sandbox/hosthooks"}},
+	{"internal/doctor", []string{"sandbox/jail/confine", "sandbox/network", "vmm", "vmm/kvm", "vmm/boot", "snapshot/pager", "rootfs/...", "sandbox/hosthooks"}},
 	// Packages that only tests import.
 	{"internal/test/devicetest", []string{"devices", "devices/virtq", "devices/mmio", "vmm/guestmem"}},
 	{"internal/test/guesttest/...", []string{"sandbox/...", "vmm/...", "devices/...", "snapshot/...", "rootfs/...", "guest", "internal/test/hwkvm/..."}},

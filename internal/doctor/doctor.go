@@ -32,7 +32,7 @@ func Examine(ctx context.Context, o Options) (Report, error) {
 		{"memory", h.memory},
 		{"system", h.system},
 		{"network", h.network},
-		{"jail", func(g *group) { jail(g, confine.Probe()) }},
+		{"jail", func(g *group) { jail(g, confine.Probe()); networkProcess(ctx, g, o.VMM) }},
 		{"state", func(g *group) { h.state(g, o.StateDir) }},
 		{"tools", h.tools},
 		{"stores", func(g *group) { stores(g, o) }},

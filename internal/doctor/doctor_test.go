@@ -91,7 +91,7 @@ func TestExamine_this_host_leaves_nothing_behind(t *testing.T) {
 			t.Errorf("check %s has more than a line: %q", c.Name, c.Detail+c.Consequence)
 		}
 	}
-	for _, name := range []string{"kvm", "userfaultfd", "memory", "cgroup", "tun", "bpf", "tcx", "bpffs", "seccomp", "landlock", "cgroup_memory", "space", "punch_hole", "reflink", "mkfs_ext4", "mmdebstrap", "kernel_build", "agent", "kernels", "images"} {
+	for _, name := range []string{"kvm", "userfaultfd", "memory", "cgroup", "tun", "bpf", "tcx", "bpffs", "seccomp", "landlock", "cgroup_memory", "network_process", "space", "punch_hole", "reflink", "mkfs_ext4", "mmdebstrap", "kernel_build", "agent", "kernels", "images"} {
 		if !names[name] {
 			t.Errorf("no check %s", name)
 		}
@@ -108,6 +108,10 @@ func TestJail_says_what_is_weaker_without_a_wall(t *testing.T) {
 	}
 	var g group
 	jail(&g, walls)
+	if g.checks[0].Name != "seccomp_filter" || g.checks[0].Status != OK {
+		t.Errorf("%+v", g.checks[0])
+	}
+	g.checks = g.checks[1:]
 	if len(g.checks) != len(walls) || len(walls) == 0 {
 		t.Fatalf("%d checks of %d walls", len(g.checks), len(walls))
 	}
@@ -118,6 +122,15 @@ func TestJail_says_what_is_weaker_without_a_wall(t *testing.T) {
 		if strings.Contains(c.Consequence, "unconfined") != walls[i].Required {
 			t.Errorf("without %s, which is required: %t, it says %q", walls[i].Name, walls[i].Required, c.Consequence)
 		}
+	}
+}
+
+func TestJail_says_that_the_filter_only_logs(t *testing.T) {
+	t.Setenv(seccompEnv, "log")
+	var g group
+	jail(&g, nil)
+	if c := g.checks[0]; c.Status != Degraded || !strings.Contains(c.Consequence, "not confined") {
+		t.Errorf("%+v", c)
 	}
 }
 

@@ -48,6 +48,14 @@ const NoJailEnv = "DROWSE_NO_JAIL"
 // on hosts that lack what that needs, and their log says so. It wins over NoJailEnv.
 const RequireJailEnv = "DROWSE_REQUIRE_JAIL"
 
+// SeccompEnv, set to SeccompLog, has the kernel log the system calls that confined processes may not make (type=1326),
+// and do them. It is for developing the filter: such VMs do not count as confined. Any other value is an error, and so
+// is SeccompLog with RequireJailEnv.
+const (
+	SeccompEnv = "DROWSE_SECCOMP"
+	SeccompLog = "log"
+)
+
 // The words on the SOCK_SEQPACKET socket between a pool and one of its processes. The process sends PoolReady
 // once. It gets an order, as JSON with files: its log, the pipe for its Report, and the image of a fork or the
 // socket of a hold, if there is one. It sends PoolTaken before it acts on the order.

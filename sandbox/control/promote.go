@@ -24,8 +24,12 @@ const (
 	TrimWorth = 64 << 20
 )
 
-// Promote copies what must be promoted. It also returns the state that directories to drop had before, by path.
-func Promote(ctx context.Context, c *guest.Client, name string, persist lifetime.Persist) ([]spec.Promoted, map[string]guest.Seen, error) {
+// OrderPromote has the process of a VM with a disk quota promote now: it answers with the copies.
+const OrderPromote = "promote"
+
+// Promote copies what must be promoted, into at most room bytes of the host's disk: see guest.Client.Promote. It also
+// returns the state that directories to drop had before, by path.
+func Promote(ctx context.Context, c *guest.Client, name string, persist lifetime.Persist, room int64) ([]spec.Promoted, map[string]guest.Seen, error) {
 	if len(persist.Promote) == 0 {
 		return nil, nil, nil
 	}
@@ -50,7 +54,7 @@ func Promote(ctx context.Context, c *guest.Client, name string, persist lifetime
 	for i, p := range paths {
 		seen[p] = looked[i]
 	}
-	copies, err := c.Promote(ctx, name, items, looked[:len(items)])
+	copies, err := c.Promote(ctx, name, items, looked[:len(items)], room)
 	if err != nil {
 		if errors.Is(ctx.Err(), context.DeadlineExceeded) {
 			err = errors.Join(context.Cause(ctx), err)

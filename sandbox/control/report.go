@@ -52,6 +52,8 @@ type Info struct {
 	PID int `json:"pid"`
 	// Confined reports that the guest is in a confined process, a child of PID.
 	Confined bool `json:"confined"`
+	// SeccompLog reports that it is, and that its forbidden system calls are only logged: see SeccompEnv.
+	SeccompLog bool `json:"seccomp_log,omitempty"`
 	// Hung reports that the guest loops with interrupts off.
 	Hung bool `json:"hung"`
 	// Problem says more about that.

@@ -561,7 +561,7 @@ func (h *history) wake(i *instant) *testMachine {
 func (h *history) keepPages(in *Instance) {
 	h.t.Helper()
 	if in.Caches() {
-		err := KeepPages(h.t.Context(), in.parts.PageCache, in.snap.Dir(), in.MissedPages())
+		err := KeepPages(h.t.Context(), in.parts.PageCache, in.snap.Dir(), in.MissedPages(), nil)
 		if !errors.Is(err, snapshot.ErrNotFound) { // it may have been removed
 			h.must(err)
 		}
@@ -956,7 +956,7 @@ func (h *history) compare(i *instant, all bool) {
 			st := cached.Stats()
 			h.saw.cachedFrames += int(st.Hits)
 			h.saw.damagedFrames += int(st.Damaged)
-			h.must(pagecache.New(h.file("pages")).Add(h.t.Context(), i.dir, cached.Missed()))
+			h.must(pagecache.New(h.file("pages")).Add(h.t.Context(), i.dir, cached.Missed(), nil))
 		}()
 		o.Cache = cached
 	}

@@ -24,14 +24,14 @@ func (in *Instance) MissedPages() []uint64 {
 
 // KeepPages adds missed pages of a snapshot to a cache, for the next restore of this snapshot or of a relative of it.
 // It decompresses them at low priority. missed need not be trusted: what is written comes from the snapshot. After an
-// error the next restore only takes longer.
-func KeepPages(ctx context.Context, cacheDir, snapshotDir string, missed []uint64) error {
+// error the next restore only takes longer. may is that of pagecache.Cache.Add.
+func KeepPages(ctx context.Context, cacheDir, snapshotDir string, missed []uint64, may func(memoryFile string, bytes int64) bool) error {
 	done := make(chan error, 1)
 	go func() {
 		// The goroutine does not unlock the thread, so the thread and its priority end with it.
 		runtime.LockOSThread()
 		_ = unix.Setpriority(unix.PRIO_PROCESS, unix.Gettid(), keepNice)
-		done <- pagecache.New(cacheDir).Add(ctx, snapshotDir, missed)
+		done <- pagecache.New(cacheDir).Add(ctx, snapshotDir, missed, may)
 	}()
 	return <-done
 }

@@ -55,6 +55,7 @@ type confined interface {
 	Done() <-chan struct{}
 	Wait() error
 	Stats() (confine.Stats, error)
+	CPU() time.Duration
 	SetLimits(confine.Limits) error
 	Close() error
 }

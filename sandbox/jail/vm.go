@@ -326,13 +326,7 @@ func (v *VM) Faults() (*pager.Stats, bool) {
 }
 
 // CPU returns the processor time that the confined process has used.
-func (v *VM) CPU() time.Duration {
-	st, err := v.jail.proc.Stats()
-	if err != nil {
-		return 0
-	}
-	return st.CPU
-}
+func (v *VM) CPU() time.Duration { return v.jail.proc.CPU() }
 
 // Cgroup returns the counters of the process's cgroup.
 func (v *VM) Cgroup() control.Cgroup {

@@ -20,23 +20,29 @@ const (
 	// weighTime bounds one measurement. A longer one leaves the figures unchanged, and drowse_store_bytes_readable
 	// reports that.
 	weighTime = 10 * time.Second
+	// maxQuotas is the most sandboxes with a disk quota that have figures.
+	maxQuotas = 10_000
 )
 
 var (
 	storeBytesDesc = prometheus.NewDesc("drowse_store_bytes",
 		"What the store takes on disk: layers of disks, snapshots that sandboxes come back from, others that are kept, images, decompressed pages, volumes.",
 		[]string{"kind"}, nil)
+	quotaDesc     = prometheus.NewDesc("drowse_sandbox_disk_quota_bytes", "The disk quota of a sandbox that has one.", []string{"sandbox"}, nil)
+	quotaUsedDesc = prometheus.NewDesc("drowse_sandbox_disk_used_bytes", "What a sandbox with a disk quota has made the host store, as that counts.", []string{"sandbox"}, nil)
 	storeReadDesc = prometheus.NewDesc("drowse_store_bytes_readable", "1 if drowse_store_bytes is of the last look, and 0 if that failed and it is of an earlier one.", nil, nil)
 )
 
 // disk holds the figures of what a store takes, as of the last measurement.
 type disk struct {
-	ask func(ctx context.Context) (state.Usage, error)
-	now func() time.Time
+	ask    func(ctx context.Context) (state.Usage, error)
+	quotas func(ctx context.Context) ([]state.QuotaUse, error)
+	now    func() time.Time
 
 	mu     sync.Mutex // guards what follows, and is held during a measurement
 	next   time.Time
 	usage  state.Usage
+	used   []state.QuotaUse
 	known  bool
 	failed bool
 }
@@ -44,6 +50,8 @@ type disk struct {
 func (*disk) Describe(ch chan<- *prometheus.Desc) {
 	ch <- storeBytesDesc
 	ch <- storeReadDesc
+	ch <- quotaDesc
+	ch <- quotaUsedDesc
 }
 
 func (d *disk) Collect(ch chan<- prometheus.Metric) {
@@ -62,6 +70,10 @@ func (d *disk) Collect(ch chan<- prometheus.Metric) {
 	if !d.known {
 		return
 	}
+	for _, u := range d.used {
+		ch <- prometheus.MustNewConstMetric(quotaDesc, prometheus.GaugeValue, float64(u.Quota), u.Name)
+		ch <- prometheus.MustNewConstMetric(quotaUsedDesc, prometheus.GaugeValue, float64(u.Used), u.Name)
+	}
 	for kind, n := range map[string]int64{
 		"layers": d.usage.Layers, "snapshots": d.usage.Snapshots, "kept": d.usage.Kept, "images": d.usage.Images, "pages": d.usage.Pages, "volumes": d.usage.Volumes,
 	} {
@@ -74,8 +86,13 @@ func (d *disk) look() {
 	ctx, cancel := context.WithTimeout(context.Background(), weighTime)
 	defer cancel()
 	u, err := d.ask(ctx)
+	var used []state.QuotaUse
+	if err == nil {
+		used, err = d.quotas(ctx)
+	}
 	if d.failed = err != nil; !d.failed {
-		d.usage, d.known = u, true
+		used = used[:min(len(used), maxQuotas)]
+		d.usage, d.used, d.known = u, used, true
 	}
 }
 

@@ -73,7 +73,7 @@ func New(h *sandbox.Host, counters *supervisor.Counters, version string) *Metric
 		count("drowse_packet_waker_packets_dropped_total", "Packets to sandboxes that sleep which were let go.", counters.Dropped.Load),
 		collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}),
 	)
-	m.registry.MustRegister(pool{counters}, &disk{ask: h.State.Usage, now: time.Now}, &network{list: h.State.List, ask: func(ctx context.Context, name string) (spec.NetworkStats, error) {
+	m.registry.MustRegister(pool{counters}, &disk{ask: h.State.Usage, quotas: h.State.QuotaUses, now: time.Now}, &network{list: h.State.List, ask: func(ctx context.Context, name string) (spec.NetworkStats, error) {
 		return h.Sandbox(name).NetworkStats(ctx)
 	}})
 	return m

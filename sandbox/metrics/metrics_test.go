@@ -107,6 +107,7 @@ func asked(_ context.Context, name string) (spec.NetworkStats, error) {
 	}
 	return spec.NetworkStats{
 		Name: "another", DNS: netpolicy.ResolverStats{Refused: 3}, TLS: netpolicy.TLSStats{Passed: 4},
+		Process:  spec.NetworkProcess{Starts: 3, Refused: 1, Failed: 2, CPUSeconds: 0.25},
 		Counters: []netpolicy.Counter{{Direction: netpolicy.Egress, Verdict: netpolicy.Deny, Reason: netpolicy.ReasonDefault, Count: netpolicy.Count{Packets: 7, Bytes: 420}}},
 	}, nil
 }
@@ -130,6 +131,8 @@ func TestMetrics_of_networks_are_those_of_VMs_that_run_and_have_one(t *testing.T
 		`drowse_network_packets_total{direction="egress",reason="default",sandbox="web",verdict="deny"} 7`,
 		`drowse_network_bytes_total{direction="egress",reason="default",sandbox="web",verdict="deny"} 420`,
 		`drowse_network_dns_queries_total{outcome="refused",sandbox="web"} 3`, `drowse_network_tls_connections_total{outcome="passed",sandbox="web"} 4`,
+		`drowse_network_process_starts_total{sandbox="web"} 3`, `drowse_network_process_ends_total{reason="refused",sandbox="web"} 1`,
+		`drowse_network_process_ends_total{reason="failed",sandbox="web"} 2`, `drowse_network_process_cpu_seconds_total{sandbox="web"} 0.25`,
 		`drowse_network_sandboxes_left_out 1`,
 	} {
 		if !strings.Contains(text, want) {
@@ -163,7 +166,10 @@ func (w *weighed) usage(context.Context) (state.Usage, error) {
 func TestMetrics_of_the_disk_are_read_once_a_minute_at_most_and_stay_when_they_cannot_be(t *testing.T) {
 	now := time.Unix(1000, 0)
 	store := &weighed{}
-	d := &disk{ask: store.usage, now: func() time.Time { return now }}
+	quotas := func(context.Context) ([]state.QuotaUse, error) {
+		return []state.QuotaUse{{Name: "a", Quota: 700, Used: 30}}, nil
+	}
+	d := &disk{ask: store.usage, quotas: quotas, now: func() time.Time { return now }}
 	registry := prometheus.NewRegistry()
 	registry.MustRegister(d)
 	scrape := func(want string) {
@@ -172,6 +178,13 @@ func TestMetrics_of_the_disk_are_read_once_a_minute_at_most_and_stay_when_they_c
 			t.Error(err)
 		}
 	}
+	defer func() {
+		const want = "# HELP drowse_sandbox_disk_used_bytes What a sandbox with a disk quota has made the host store, as that counts.\n" +
+			"# TYPE drowse_sandbox_disk_used_bytes gauge\ndrowse_sandbox_disk_used_bytes{sandbox=\"a\"} 30\n"
+		if err := testutil.GatherAndCompare(registry, strings.NewReader(want), "drowse_sandbox_disk_used_bytes"); err != nil {
+			t.Error(err)
+		}
+	}()
 	figures := func(volumes string) string {
 		const help = "# HELP drowse_store_bytes What the store takes on disk: layers of disks, snapshots that sandboxes come back from, others that are kept, images, decompressed pages, volumes.\n# TYPE drowse_store_bytes gauge\n"
 		return help + `drowse_store_bytes{kind="images"} 4

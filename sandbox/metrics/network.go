@@ -33,6 +33,13 @@ var (
 		"Queries to the resolver of a running sandbox since its last wake, by what became of them.", []string{"sandbox", "outcome"}, nil)
 	tlsDesc = prometheus.NewDesc("drowse_network_tls_connections_total",
 		"Connections of a running sandbox whose names were checked since its last wake, by what became of them.", []string{"sandbox", "outcome"}, nil)
+	startsDesc = prometheus.NewDesc("drowse_network_process_starts_total",
+		"Starts of the network process of a running sandbox since its last wake: the first comes with the first query or connection.", []string{"sandbox"}, nil)
+	endsDesc = prometheus.NewDesc("drowse_network_process_ends_total",
+		"Network processes of a running sandbox that have ended untold since its last wake: refused were killed for a system call outside their list.",
+		[]string{"sandbox", "reason"}, nil)
+	processCPUDesc = prometheus.NewDesc("drowse_network_process_cpu_seconds_total",
+		"Processor time of the network processes of a running sandbox since its last wake.", []string{"sandbox"}, nil)
 	leftOutDesc = prometheus.NewDesc("drowse_network_sandboxes_left_out",
 		"Running sandboxes with a network of which there are no figures: they did not answer, or there are too many.", nil, nil)
 )
@@ -49,7 +56,7 @@ type network struct {
 }
 
 func (*network) Describe(ch chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{packetsDesc, bytesDesc, dnsDesc, tlsDesc, leftOutDesc} {
+	for _, d := range []*prometheus.Desc{packetsDesc, bytesDesc, dnsDesc, tlsDesc, startsDesc, endsDesc, processCPUDesc, leftOutDesc} {
 		ch <- d
 	}
 }
@@ -79,6 +86,10 @@ func (n *network) Collect(ch chan<- prometheus.Metric) {
 		for outcome, v := range map[string]uint64{"passed": s.TLS.Passed, "refused": s.TLS.Refused, "cut": s.TLS.Cut, "failed": s.TLS.Failed} {
 			count(tlsDesc, v, s.Name, outcome)
 		}
+		count(startsDesc, s.Process.Starts, s.Name)
+		count(endsDesc, s.Process.Refused, s.Name, "refused")
+		count(endsDesc, s.Process.Failed, s.Name, "failed")
+		ch <- prometheus.MustNewConstMetric(processCPUDesc, prometheus.CounterValue, s.Process.CPUSeconds, s.Name)
 	}
 	ch <- prometheus.MustNewConstMetric(leftOutDesc, prometheus.GaugeValue, float64(n.leftOut))
 }

@@ -24,10 +24,13 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy/tlsname"
 	"github.com/drowse-vm/drowse/sandbox/jail/confine"
 	"github.com/drowse-vm/drowse/sandbox/jail/rpc"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // A Process is a confined network process: a *confine.Process.
 type Process interface {
+	// CPU is the processor time that it has used, also after its end.
+	CPU() time.Duration
 	Wait() error
 	Close() error
 }
@@ -54,6 +57,7 @@ type keeper struct {
 	closed  bool
 
 	current atomic.Pointer[inForce]
+	usage   usage
 	// asked and dialled bound what the process has the keeper do, in its own limits.
 	asked, pinned, dialled bucket
 	failed                 atomic.Uint64 // checked connections that were not passed
@@ -64,6 +68,51 @@ type keeper struct {
 	refused tlsname.EventLimit
 	proxied tlsname.EventLimit
 	awaited map[string]bool // secrets whose coming is waited for
+}
+
+// usage counts the network processes of a VM, one after the other. Asking never waits for one that starts.
+type usage struct {
+	mu    sync.Mutex // guards what follows
+	proc  Process    // nil if there is none, or it is this process
+	total spec.NetworkProcess
+	cpu   time.Duration // of those that have ended
+}
+
+// begins notes a process that starts; nil is this one.
+func (u *usage) begins(p Process) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	u.proc = p
+	u.total.Starts++
+}
+
+// ends notes the end of the process, with its verdict unless it was told to end.
+func (u *usage) ends(told bool, verdict error) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	if u.proc != nil {
+		u.cpu += u.proc.CPU()
+		u.proc = nil
+	}
+	switch {
+	case told:
+	case errors.Is(verdict, confine.ErrRefused):
+		u.total.Refused++
+	default:
+		u.total.Failed++
+	}
+}
+
+func (u *usage) get() (spec.NetworkProcess, time.Duration) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	cpu := u.cpu
+	if u.proc != nil {
+		cpu += u.proc.CPU()
+	}
+	out := u.total
+	out.CPUSeconds = cpu.Seconds()
+	return out, cpu
 }
 
 // inForce is the policy that the link has.
@@ -114,6 +163,7 @@ func (k *keeper) get() (*running, error) {
 		return nil, err
 	}
 	k.running = r
+	k.usage.begins(r.proc)
 	r.wg.Go(func() { k.relayAnswers(r) })
 	k.n.wg.Go(func() { k.watch(r) })
 	return r, nil
@@ -189,6 +239,7 @@ func (k *keeper) watch(r *running) {
 	if r.proc != nil {
 		err = cmp.Or(r.proc.Wait(), err)
 	}
+	k.usage.ends(k.closed, err)
 	k.flowsMu.Lock()
 	clear(k.flows)
 	k.flowsMu.Unlock()

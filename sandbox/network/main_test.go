@@ -8,7 +8,14 @@ import (
 	"go.uber.org/goleak"
 )
 
+// asKeeper is what the test's program is started as to be killed.
+const asKeeper = "keeper"
+
 func TestMain(m *testing.M) {
+	if len(os.Args) == 2 && os.Args[1] == asKeeper {
+		fmt.Fprintln(os.Stderr, keepUntilKilled())
+		os.Exit(1)
+	}
 	if len(os.Args) == 2 && os.Args[1] == Argument {
 		if err := Main(); err != nil {
 			fmt.Fprintln(os.Stderr, err)

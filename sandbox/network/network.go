@@ -689,6 +689,7 @@ func (n *Network) refresh() error {
 func (n *Network) Stats() (st spec.NetworkStats, err error) {
 	c := n.keeper.stats()
 	st = spec.NetworkStats{Name: n.config.Name, NetworkInfo: *n.Info(), DNS: c.DNS, TLS: c.TLS}
+	st.Process, _ = n.keeper.usage.get()
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	if n.closed {
@@ -705,6 +706,12 @@ func (n *Network) Stats() (st spec.NetworkStats, err error) {
 		st.Counters = []netpolicy.Counter{}
 	}
 	return st, errors.Join(errs[:]...)
+}
+
+// CPU returns the processor time that the VM's network processes have used, except in this process.
+func (n *Network) CPU() time.Duration {
+	_, used := n.keeper.usage.get()
+	return used
 }
 
 // Bytes returns how many bytes the policy has let pass to the guest and from it; zeros if that is unknown.

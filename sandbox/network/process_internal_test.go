@@ -19,6 +19,7 @@ import (
 	"net/netip"
 	"net/url"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"sync"
@@ -202,6 +203,10 @@ func TestProcess_starts_with_the_first_query_and_another_follows_one_that_is_kil
 		t.Errorf("%+v, %v", st, err)
 	}
 	first := s.all()[0]
+	used := n.CPU()
+	if st, err := n.Stats(); err != nil || st.Process.Starts != 1 || st.Process.Failed+st.Process.Refused != 0 || used <= 0 || st.Process.CPUSeconds < used.Seconds() {
+		t.Errorf("%+v, %v, and %v of CPU time", st.Process, err, used)
+	}
 	if err := unix.Kill(first.PID(), unix.SIGKILL); err != nil {
 		t.Fatal(err)
 	}
@@ -215,6 +220,129 @@ func TestProcess_starts_with_the_first_query_and_another_follows_one_that_is_kil
 	if a := query(t, n, "www.example.com.", 20); a == nil || len(s.all()) != 2 {
 		t.Errorf("after the pause: %v, %d processes", a, len(s.all()))
 	}
+	both := first.CPU() + s.all()[1].CPU()
+	if st, err := n.Stats(); err != nil || st.Process.Starts != 2 || st.Process.Failed != 1 || n.CPU() < both || both <= used {
+		t.Errorf("%+v, %v, and %v of CPU time, of both %v, before %v", st.Process, err, n.CPU(), both, used)
+	}
+}
+
+// refusedProcess is one that the filter kills: a signal from outside would meet Go's handler.
+type refusedProcess struct{ *confine.Process }
+
+func (p refusedProcess) Wait() error {
+	return fmt.Errorf("%w: %w", confine.ErrRefused, p.Process.Wait())
+}
+
+func TestProcess_that_makes_a_forbidden_system_call_is_counted_and_has_no_successor(t *testing.T) {
+	confinable(t)
+	at, _ := nameServer(t)
+	s := &starter{}
+	n := newNetwork(t, at, func(ctx context.Context, files []*os.File) (Process, error) {
+		p, err := s.start(ctx, files)
+		if err != nil {
+			return nil, err
+		}
+		return refusedProcess{p.(*confine.Process)}, nil
+	})
+	r, err := n.keeper.get()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := s.all()[0].Kill(); err != nil {
+		t.Fatal(err)
+	}
+	<-r.conn.Done()
+	// watch clears the process last.
+	for barred := false; !barred; time.Sleep(time.Millisecond) {
+		n.keeper.mu.Lock()
+		barred = n.keeper.barred != nil
+		n.keeper.mu.Unlock()
+	}
+	if st, err := n.Stats(); err != nil || st.Process.Starts != 1 || st.Process.Refused != 1 || st.Process.Failed != 0 {
+		t.Errorf("%+v, %v", st.Process, err)
+	}
+	if _, err := n.keeper.get(); !errors.Is(err, confine.ErrRefused) || len(s.all()) != 1 {
+		t.Errorf("%v, %d processes", err, len(s.all()))
+	}
+}
+
+func TestProbe_confines_a_process_and_says_why_one_is_not(t *testing.T) {
+	confinable(t)
+	if err := Probe(t.Context(), "/proc/self/exe"); err != nil {
+		t.Error(err)
+	}
+	if err := Probe(t.Context(), "/bin/true"); err == nil {
+		t.Error("a program that ends at once was confined")
+	}
+	if err := Probe(t.Context(), "/nowhere"); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("a program that is not there: %v", err)
+	}
+}
+
+func TestKilled_keeper_takes_its_network_process_along(t *testing.T) {
+	confinable(t)
+	if os.Geteuid() != 0 {
+		t.Skip("makes TAP devices: needs root")
+	}
+	cmd := exec.Command("/proc/self/exe", asKeeper)
+	cmd.Stderr = os.Stderr
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	var pid int
+	var tap string
+	_, err = fmt.Fscan(out, &pid, &tap)
+	process, oerr := unix.PidfdOpen(pid, 0) // it is not our child
+	text, rerr := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid))
+	_, ierr := net.InterfaceByName(tap)
+	kerr := cmd.Process.Kill()
+	_ = cmd.Wait()
+	if err := errors.Join(err, oerr, rerr, ierr, kerr); err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(process)
+	if !strings.HasSuffix(strings.TrimRight(string(text), "\x00"), Argument) {
+		t.Errorf("%d is %q", pid, text)
+	}
+	// A pidfd becomes readable when its process ends.
+	for {
+		n, err := unix.Poll([]unix.PollFd{{Fd: int32(process), Events: unix.POLLIN}}, int(time.Minute/time.Millisecond))
+		if errors.Is(err, unix.EINTR) {
+			continue
+		}
+		if n != 1 || err != nil {
+			_ = unix.Kill(pid, unix.SIGKILL)
+			t.Errorf("the network process %d has outlived its keeper, %v", pid, err)
+		}
+		break
+	}
+	if _, err := net.InterfaceByName(tap); err == nil {
+		t.Errorf("the device %s is left", tap)
+	}
+	if err := confine.Sweep(); err != nil {
+		t.Error(err)
+	}
+}
+
+// keepUntilKilled makes a network with a network process, and prints that one's id and the TAP device.
+func keepUntilKilled() error {
+	s := &starter{}
+	n, err := New(Config{Name: "a", Start: s.start})
+	if err != nil {
+		return err
+	}
+	if err := n.Wait(context.Background()); err != nil {
+		return err
+	}
+	if _, err := n.keeper.get(); err != nil {
+		return err
+	}
+	fmt.Println(s.all()[0].PID(), n.TAP().(interface{ Name() string }).Name())
+	select {}
 }
 
 func TestProcess_follows_the_policy_and_goes_with_the_network(t *testing.T) {
@@ -371,8 +499,9 @@ func TestProcess_is_the_proxy_with_secrets_and_the_relay_of_tunnels(t *testing.T
 // taken is a network process in the hands of its guest.
 type taken struct{ done chan struct{} }
 
-func (taken) Wait() error  { return nil }
-func (taken) Close() error { return nil }
+func (taken) CPU() time.Duration { return 0 }
+func (taken) Wait() error        { return nil }
+func (taken) Close() error       { return nil }
 
 func TestAttack_network_process_in_the_hands_of_its_guest_gains_nothing_that_its_policy_does_not_open(t *testing.T) {
 	at, asked := nameServer(t)

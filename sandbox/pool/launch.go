@@ -150,7 +150,7 @@ func (f foreign) Wait(atMost time.Duration) bool {
 var (
 	vmVariables = []string{
 		hostnet.RangeEnv, hostnet.Range6Env, proxy.RootsEnv, instance.NoDirtyLogEnv, control.NoPageCacheEnv, control.GoMaxProcsEnv, control.NoJailEnv,
-		control.RequireJailEnv,
+		control.RequireJailEnv, control.SeccompEnv,
 	}
 	otherVariables = []string{"PATH", "TMPDIR", "TZ", "SSL_CERT_FILE", "SSL_CERT_DIR", "GODEBUG", "GOGC", "GOMEMLIMIT", "GOTRACEBACK"}
 )

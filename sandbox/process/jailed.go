@@ -22,7 +22,6 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/jail/confine"
 	"github.com/drowse-vm/drowse/sandbox/limits"
 	"github.com/drowse-vm/drowse/sandbox/network"
-	"github.com/drowse-vm/drowse/sandbox/procstat"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
@@ -46,11 +45,15 @@ func makeJail(program []string, shape *spec.Shape) (*jailAhead, error) {
 	if os.Getenv(control.NoJailEnv) != "" && !jailRequired() {
 		return nil, nil
 	}
+	logOnly, err := seccompLog()
+	if err != nil {
+		return nil, err
+	}
 	out, err := newJailOutput()
 	if err != nil {
 		return nil, err
 	}
-	c := jail.Config{Program: program, Shape: shape, NoDirtyLog: noDirtyLog(), Output: out.w}
+	c := jail.Config{LogOnly: logOnly, Program: program, Shape: shape, NoDirtyLog: noDirtyLog(), Output: out.w}
 	a := &jailAhead{config: c, output: out, started: make(chan struct{}), made: make(chan struct{})}
 	started := sync.OnceFunc(func() { close(a.started) })
 	go func() {
@@ -71,6 +74,19 @@ func (a *jailAhead) awaitStart() {
 }
 
 func jailRequired() bool { return os.Getenv(control.RequireJailEnv) != "" }
+
+// seccompLog reports whether forbidden system calls are only logged.
+func seccompLog() (bool, error) {
+	switch how := os.Getenv(control.SeccompEnv); {
+	case how == "":
+		return false, nil
+	case how != control.SeccompLog:
+		return false, fmt.Errorf("%s is %q: set it to %q or not at all", control.SeccompEnv, how, control.SeccompLog)
+	case jailRequired():
+		return false, fmt.Errorf("%s=%s confines no VM, and %s is set: unset one of them", control.SeccompEnv, how, control.RequireJailEnv)
+	}
+	return true, nil
+}
 
 // newJail starts a confined process, or says what this host lacks for that.
 func newJail(ctx context.Context, c jail.Config) (j *jail.Jail, lacks string, err error) {
@@ -137,6 +153,10 @@ func (a *jailAhead) take(ctx context.Context, s spec.VM, l confine.Limits, out i
 		log.Warn("this VM is not confined: a guest that breaks out has all rights of this process",
 			"lacking", lacks, "remedy", "see `drowse doctor`; "+control.RequireJailEnv+"=1 refuses such VMs")
 		return nil, nil
+	}
+	if a.config.LogOnly {
+		log.Warn("this VM's forbidden system calls are logged by the kernel (type=1326) and done: it is not confined",
+			"cause", control.SeccompEnv+"="+control.SeccompLog)
 	}
 	err = j.SetLimits(l)
 	if errors.Is(err, confine.ErrNoCgroup) {
@@ -298,9 +318,9 @@ type jailedMachines struct {
 func (m jailedMachines) likely() bool {
 	select {
 	case <-m.ahead.made:
-		return m.ahead.jail != nil
+		return m.ahead.jail != nil && !m.ahead.config.LogOnly
 	default:
-		return true
+		return !m.ahead.config.LogOnly
 	}
 }
 
@@ -331,7 +351,7 @@ func (m jailedMachines) Start(ctx context.Context, p instance.Parts, snapshot st
 		return nil, errors.Join(err, socket.Close())
 	}
 	v.CloseToo(socket)
-	return jailedVM{v}, nil
+	return jailedVM{v, m.ahead.config.LogOnly}, nil
 }
 
 // networkMemory and networkThreads bound the network process: buffers of all its connections, and Go's own.
@@ -345,7 +365,7 @@ func (m jailedMachines) Network(c network.Config) (Network, error) {
 	c.Start = func(ctx context.Context, files []*os.File) (network.Process, error) {
 		p := confine.Profile{
 			Program: append(append([]string{"/proc/self/exe"}, m.ahead.config.Program...), network.Argument), Files: files,
-			Output: m.ahead.output.w, Network: true, Limits: confine.Limits{MemoryBytes: networkMemory, Pids: networkThreads},
+			Output: m.ahead.output.w, Network: true, LogOnly: m.ahead.config.LogOnly, Limits: confine.Limits{MemoryBytes: networkMemory, Pids: networkThreads},
 		}
 		proc, err := confine.Start(ctx, p)
 		if errors.Is(err, confine.ErrNoCgroup) {
@@ -373,24 +393,16 @@ func listenerFile(l interface{}) (*os.File, error) {
 }
 
 // jailedVM adapts a jail.VM to VM.
-type jailedVM struct{ *jail.VM }
+type jailedVM struct {
+	*jail.VM
+	logOnly bool // its forbidden system calls
+}
 
 func (v jailedVM) Machine() Machine { return v.VM }
 func (v jailedVM) Secrets() Secrets { return v.VM }
 func (v jailedVM) Disk() Disk       { return v.VM }
-func (v jailedVM) Confined() bool   { return true }
-
-// CPU is by /proc, and coarse, on hosts without the cgroup that counts it.
-func (v jailedVM) CPU() time.Duration {
-	if used := v.VM.CPU(); used > 0 {
-		return used
-	}
-	u, err := procstat.Of(v.PID())
-	if err != nil {
-		return 0
-	}
-	return u.User + u.System
-}
+func (v jailedVM) Confined() bool   { return !v.logOnly }
+func (v jailedVM) SeccompLog() bool { return v.logOnly }
 
 func (v jailedVM) RunHooksBefore(ctx context.Context, e guest.HookEvent, over spec.HookPolicy) (Hooks, error) {
 	return v.VM.RunHooksBefore(ctx, e, over)

@@ -236,6 +236,43 @@ func TestRequired_jail_wins_over_no_jail(t *testing.T) {
 	}
 }
 
+func TestSeccomp_that_only_logs_is_said_everywhere_and_no_required_jail(t *testing.T) {
+	t.Setenv(control.SeccompEnv, "kill")
+	if _, err := makeJail([]string{asProcess}, nil); err == nil || !strings.Contains(err.Error(), control.SeccompEnv) {
+		t.Errorf("another value: %v", err)
+	}
+	t.Setenv(control.SeccompEnv, control.SeccompLog)
+	t.Setenv(control.RequireJailEnv, "1")
+	if _, err := makeJail([]string{asProcess}, nil); err == nil || !strings.Contains(err.Error(), control.RequireJailEnv) {
+		t.Errorf("with a required jail: %v", err)
+	}
+	if v := (jailedVM{logOnly: true}); v.Confined() || !v.SeccompLog() {
+		t.Error("such a VM counts as confined")
+	}
+	confinable(t)
+	t.Setenv(control.RequireJailEnv, "")
+	a, err := makeJail([]string{asProcess}, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer confined.Store(0)
+	defer a.Close()
+	if (jailedMachines{ahead: a}).likely() {
+		t.Error("it is likely to be confined, it says")
+	}
+	var said bytes.Buffer
+	j, err := a.take(t.Context(), spec.VM{}, confine.Limits{}, nil, slog.New(slog.NewTextHandler(&said, nil)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := j.Close(); err != nil {
+		t.Error(err)
+	}
+	if !strings.Contains(said.String(), "not confined") || !strings.Contains(said.String(), "level=WARN") {
+		t.Errorf("the log says %s", &said)
+	}
+}
+
 func BenchmarkNewJail(b *testing.B) {
 	if missing := confine.Probe().Missing(true); len(missing) > 0 {
 		b.Skip(missing[0].Name)

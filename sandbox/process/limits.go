@@ -4,12 +4,15 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"slices"
+	"strings"
 	"sync/atomic"
 	"time"
 
 	"github.com/drowse-vm/drowse/devices/secrets"
 	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/limits"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
@@ -69,6 +72,7 @@ type quota struct {
 	limit int64 // bytes; 0 is none
 	sleep int64 // reserved for the next sleep
 	join  int64 // reserved for joining layers
+	pages int64 // reserved for decompressed pages that are being written
 	// joining reports that there is no room but what joining layers will free, and joined that this was tried.
 	joining, joined bool
 	// used is the most that the VM can have on disk without the layers that it has written to since it started, and
@@ -88,13 +92,15 @@ func (p *process) admitDisk(ctx context.Context) (err error) {
 	q.sleep, q.join = int64(p.r.Spec.SleepReserve())<<20, int64(p.r.Spec.DiskMiB)<<20+quotaRoom
 	q.used = p.r.DiskUsed
 	if q.used == 0 || p.room() < quotaRoom {
-		if use, err = p.store.DiskUse(ctx, p.r); err != nil {
+		if err := p.measure(ctx, 0, quotaRoom); err != nil {
 			return err
 		}
-		q.used = use.Bytes
 	}
 	if p.room() >= quotaRoom {
 		return nil
+	}
+	if use, err = p.store.DiskUse(ctx, p.r); err != nil {
+		return err
 	}
 	// In what is reserved for it, joining layers must fit beside the least that the guest writes, and be worth it.
 	_, sum, err := p.looseRun(use.Loose)
@@ -140,11 +146,13 @@ func (p *process) looseRun(loose map[string]bool) (run []string, sum int64, err 
 }
 
 // room returns how many bytes the VM may make the host store, without what is reserved.
-func (p *process) room() int64 { return p.quota.limit - p.quota.used - p.quota.sleep - p.quota.join }
+func (p *process) room() int64 {
+	return p.quota.limit - p.quota.used - p.quota.sleep - p.quota.join - p.quota.pages
+}
 
 func (p *process) overQuota() error {
 	q := &p.quota
-	return fmt.Errorf("%w: of a disk quota of %d MiB it has used %d, and %d are kept for its next sleep and for joining layers: remove snapshots of it, or raise the quota",
+	return fmt.Errorf("%w: of a disk quota of %d MiB it has used %d, and %d are kept for its next sleep and for joining layers: remove snapshots or promoted copies of it, or raise the quota",
 		spec.ErrQuota, q.limit>>20, q.used>>20, (q.sleep+q.join)>>20)
 }
 
@@ -192,11 +200,9 @@ func (p *process) beginCapture(ctx context.Context, live bool) (settle func(dir 
 	}
 	left := func() int64 { return p.room() - top - p.quota.sleep }
 	if left() < quotaRoom {
-		use, err := p.store.DiskUse(ctx, p.r) // with the top layer
-		if err != nil {
+		if err := p.measure(ctx, top, p.quota.sleep+quotaRoom); err != nil {
 			return nil, err
 		}
-		p.quota.used = use.Bytes - top
 	}
 	if left() < quotaRoom {
 		return nil, p.overQuota()
@@ -205,11 +211,97 @@ func (p *process) beginCapture(ctx context.Context, live bool) (settle func(dir 
 		return nil, err
 	}
 	return func(dir string) {
-		top := p.countDisk(dir)
-		if err := p.in.SetDiskRoom(max(p.room()-top, 0)); err != nil {
-			p.log.Warn("telling the VM what its disk may take", "error", err)
-		}
+		p.countDisk(dir)
+		p.giveRoom(0)
 	}, nil
+}
+
+// beginPromotion returns how many bytes of the host's disk promotions may take, and leaves the guest's disk the least
+// meanwhile. settle counts them, and gives the disk what is left.
+func (p *process) beginPromotion(ctx context.Context, persist lifetime.Persist) (room int64, settle func(context.Context, []spec.Promoted, error), err error) {
+	if p.quota.limit == 0 || len(persist.Promote) == 0 {
+		return math.MaxInt64, func(context.Context, []spec.Promoted, error) {}, nil
+	}
+	top := p.countDisk("")
+	// Look in any case: others remove copies, and how much these will take is not known.
+	if err := p.measure(ctx, top, quotaRoom+1); err != nil {
+		return 0, nil, err
+	}
+	if room = p.room() - top - quotaRoom; room <= 0 {
+		return 0, nil, p.overQuota()
+	}
+	if err := p.in.SetDiskRoom(quotaRoom); err != nil {
+		return 0, nil, err
+	}
+	return room, func(ctx context.Context, copies []spec.Promoted, err error) {
+		if err == nil {
+			seen := map[string]bool{}
+			for _, c := range copies {
+				if dir := strings.TrimSuffix(c.At, c.Path); !seen[dir] {
+					n, _ := state.DiskUsage(dir)
+					p.quota.used, seen[dir] = p.quota.used+n, true
+				}
+			}
+		} else if p.measure(ctx, p.countDisk(""), 0) != nil { // a part of them may be there
+			p.quota.used += room
+		}
+		p.giveRoom(0)
+	}, nil
+}
+
+// beginPages keeps room for decompressed pages, which are the first that is given up. settle counts what was written.
+// It is not ok while something else goes on, or if there is no room to spare.
+func (p *process) beginPages() (left int64, settle func(wrote int64), ok bool) {
+	if !p.op.TryLock() {
+		return 0, nil, false
+	}
+	defer p.op.Unlock()
+	if p.alive() != nil {
+		return 0, nil, false
+	}
+	// Half of what is left: the guest's disk goes on taking the rest.
+	if left = (p.room() - p.countDisk("") - quotaRoom) / 2; left <= 0 {
+		return 0, nil, false
+	}
+	p.quota.pages = left
+	p.giveRoom(0)
+	return left, func(wrote int64) {
+		if p.op.TryLock() { // else a sleep has counted all
+			defer p.op.Unlock()
+			p.quota.used, p.quota.pages = p.quota.used+wrote, 0
+			if p.alive() == nil {
+				p.giveRoom(0)
+			}
+		}
+	}, true
+}
+
+// measure looks at what the VM has on disk. top is what its top layer takes, which does not count. If there is less
+// room than needed, the VM gives up decompressed pages.
+func (p *process) measure(ctx context.Context, top, need int64) error {
+	use, err := p.store.DiskUse(ctx, p.r)
+	if err != nil {
+		return err
+	}
+	p.quota.used = use.Bytes - top
+	if p.room()-top >= need || use.PageBytes == 0 {
+		return nil
+	}
+	if err := p.store.ForgetPages(use.Pages); err != nil {
+		p.log.Warn("giving up decompressed pages for room in its disk quota", "error", err)
+	}
+	if use, err = p.store.DiskUse(ctx, p.r); err == nil {
+		p.quota.used = use.Bytes - top
+	}
+	return err
+}
+
+// giveRoom gives the guest's disk what is left, and least in any case.
+func (p *process) giveRoom(least int64) {
+	top := p.countDisk("")
+	if err := p.in.SetDiskRoom(max(p.room()-top, least)); err != nil {
+		p.log.Warn("telling the VM what its disk may take", "error", err)
+	}
 }
 
 // maySquash reports whether layers of these sizes may be joined: snapshots keep them, so the joined one comes on top.
@@ -229,14 +321,11 @@ func (p *process) settleSquash() {
 	if p.quota.limit == 0 {
 		return
 	}
-	top := p.countDisk("") // with joined, which is in the stack
 	least := int64(0)
 	if p.quota.joining { // out of what is reserved for that
 		least = quotaRoom
 	}
-	if err := p.in.SetDiskRoom(max(p.room()-top, least)); err != nil {
-		p.log.Warn("telling the VM what its disk may take", "error", err)
-	}
+	p.giveRoom(least) // the joined one is in the stack
 }
 
 // quotaRetry is how long a VM waits until it tries again to sleep because of its quota.
@@ -298,12 +387,10 @@ func (p *process) lookForRoom() (more bool, err error) {
 	if p.quota.limit == 0 { // taken away
 		return true, p.in.SetDiskRoom(spec.MaxDiskMiB << 20)
 	}
-	use, err := p.store.DiskUse(p.lasting, p.r)
-	if err != nil {
+	top := p.countDisk("")
+	if err := p.measure(p.lasting, top, quotaRoom); err != nil {
 		return false, err
 	}
-	top := p.countDisk("")
-	p.quota.used = use.Bytes - top
 	if left := p.room() - top; left >= quotaRoom {
 		return true, p.in.SetDiskRoom(left)
 	}

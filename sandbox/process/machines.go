@@ -111,6 +111,8 @@ type Network interface {
 	Info() *spec.NetworkInfo
 	Stats() (spec.NetworkStats, error)
 	Bytes() (in, out uint64)
+	// CPU is the processor time that the network has used in other processes than this one.
+	CPU() time.Duration
 	LastPacket() (ever bool, ago time.Duration)
 	SetPolicy(*netpolicy.Policy) error
 	SetTags([]string) error

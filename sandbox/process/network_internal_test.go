@@ -45,6 +45,7 @@ type notedNetwork struct {
 
 func (n *notedNetwork) TAP() virtionet.Backend     { return nil }
 func (n *notedNetwork) Bytes() (in, out uint64)    { return 0, 0 }
+func (n *notedNetwork) CPU() time.Duration         { return 2 * time.Hour }
 func (n *notedNetwork) Wait(context.Context) error { return nil }
 func (n *notedNetwork) Close() error               { n.m.closed = append(n.m.closed, "network"); return nil }
 
@@ -54,6 +55,7 @@ type notedVM struct {
 	more []io.Closer
 }
 
+func (v *notedVM) CPU() time.Duration   { return 3 * time.Hour }
 func (v *notedVM) Confined() bool       { return false }
 func (v *notedVM) CloseToo(c io.Closer) { v.more = append(v.more, c) }
 func (v *notedVM) Close() error {
@@ -62,6 +64,18 @@ func (v *notedVM) Close() error {
 		_ = c.Close()
 	}
 	return nil
+}
+
+func TestUsed_processor_time_is_that_of_the_keeper_its_guest_and_its_network(t *testing.T) {
+	m := &linkMachines{}
+	p := &process{in: &notedVM{m: m}}
+	if used := p.usedCPU(); used < 3*time.Hour || used > 4*time.Hour {
+		t.Errorf("without a network: %v", used)
+	}
+	p.net = &notedNetwork{m: m}
+	if used := p.usedCPU(); used < 5*time.Hour || used > 6*time.Hour {
+		t.Errorf("with one: %v", used)
+	}
 }
 
 func TestStart_that_fails_closes_the_VM_and_then_its_network(t *testing.T) {

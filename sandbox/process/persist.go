@@ -66,7 +66,7 @@ func (sh *shedding) ask(ctx context.Context) error {
 	}
 	// Close it before the guest is paused, so that the saved state has no connection.
 	defer c.Close()
-	copies, seen, err := control.Promote(ctx, c, sh.p.r.Spec.Name, sh.spec)
+	copies, seen, err := sh.p.promote(ctx, c, sh.spec)
 	sh.out.Promoted = copies
 	drops := sh.spec.Drop
 	if err != nil {
@@ -80,6 +80,46 @@ func (sh *shedding) ask(ctx context.Context) error {
 		return sh.failed(err)
 	}
 	return nil
+}
+
+// promote is control.Promote within the disk quota. p.op must be held.
+func (p *process) promote(ctx context.Context, c *guest.Client, persist lifetime.Persist) (copies []spec.Promoted, seen map[string]guest.Seen, err error) {
+	room, settle, err := p.beginPromotion(ctx, persist)
+	if err != nil {
+		return nil, nil, fmt.Errorf("%w: %w", spec.ErrPromote, err)
+	}
+	copies, seen, err = control.Promote(ctx, c, p.r.Spec.Name, persist, room)
+	if errors.Is(err, guest.ErrLimit) && p.quota.limit > 0 {
+		err = fmt.Errorf("%w: %w", err, p.overQuota())
+	}
+	settle(ctx, copies, err)
+	return copies, seen, err
+}
+
+// promoteNow implements Promote in the VM's process, which knows the room that its disk quota has left.
+func (p *process) promoteNow(ctx context.Context) ([]spec.Promoted, error) {
+	end, err := p.begin()
+	if err != nil {
+		return nil, err
+	}
+	defer end()
+	l, err := p.store.Metadata(p.r.Spec.Name)
+	if err != nil {
+		return nil, err
+	}
+	if err := p.store.EnsureAudit(p.r.Spec.Name); err != nil {
+		return nil, err
+	}
+	c, err := p.in.Agent(ctx)
+	if err != nil {
+		return nil, err
+	}
+	defer c.Close()
+	copies, _, err := p.promote(ctx, c, l.Persist)
+	for _, m := range copies {
+		p.tell(ctx, events.Promoted, control.PromotedDetails(m))
+	}
+	return copies, err
 }
 
 // failed records err and returns nil if hooks' failures are ignored; otherwise it returns err.

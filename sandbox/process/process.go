@@ -656,7 +656,13 @@ func (p *process) sleepRecord(res spec.SleepResult) state.SleepRecord {
 }
 
 // usedCPU returns the processor time that the VM's processes have used.
-func (p *process) usedCPU() time.Duration { return processCPU() + p.in.CPU() }
+func (p *process) usedCPU() time.Duration {
+	used := processCPU() + p.in.CPU()
+	if p.net != nil {
+		used += p.net.CPU()
+	}
+	return used
+}
 
 // processCPU returns the processor time that this process has used.
 func processCPU() time.Duration {
@@ -817,7 +823,7 @@ func (p *process) fallAsleep(snapshot string, st disk.Stack, slept state.SleepRe
 	used := int64(0)
 	if p.quota.limit > 0 {
 		p.countDisk(p.store.SnapshotDir(snapshot))
-		used = p.quota.used
+		used = p.quota.used + p.quota.pages
 	}
 	return p.save(func() error {
 		p.r.DiskUsed = used
@@ -885,6 +891,9 @@ func (p *process) info() control.Info {
 		Hung: h.Hung, Problem: h.Detail, Falling: p.falling.Load(),
 		Cgroup: p.in.Cgroup(),
 	}
+	if v, ok := p.in.(interface{ SeccompLog() bool }); ok {
+		i.SeccompLog = v.SeccompLog()
+	}
 	if full := p.in.SpaceProblem(); full != "" {
 		i.NoSpace, i.Problem = true, full
 	}
@@ -938,6 +947,7 @@ func (p *process) control() *http.Server {
 		}
 		return p.setPolicy(policy)
 	})
+	take(mux, control.OrderPromote, control.MaxOrder, func(ctx context.Context, _ struct{}) (any, error) { return p.promoteNow(ctx) })
 	take(mux, "tags", control.MaxOrder, func(_ context.Context, c spec.TagChange) (any, error) { return p.setTags(c) })
 	take(mux, "secrets", control.MaxSecretsBody, func(ctx context.Context, list []spec.Secret) (any, error) {
 		defer func() {

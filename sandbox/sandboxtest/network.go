@@ -74,6 +74,7 @@ func (n *link) TAP() virtionet.Backend                     { return nil }
 func (n *link) Wait(context.Context) error                 { return nil }
 func (n *link) Bytes() (in, out uint64)                    { return 0, 0 }
 func (n *link) LastPacket() (ever bool, ago time.Duration) { return false, 0 }
+func (n *link) CPU() time.Duration                         { return 0 }
 func (n *link) SetTags([]string) error                     { return nil }
 func (n *link) SetUp() time.Duration                       { return 0 }
 func (n *link) Done() <-chan struct{}                      { return n.ended }

@@ -4,7 +4,10 @@ import (
 	"bytes"
 	"errors"
 	"math/rand/v2"
+	"os"
 	"path/filepath"
+	"strconv"
+	"strings"
 	"testing"
 	"time"
 
@@ -132,6 +135,110 @@ func TestQuota_holds_for_all_that_a_sandbox_stores_and_it_can_always_sleep(t *te
 	if err != nil || st.Host.DiskQuota != quota<<20 || st.Host.DiskUsed > stored()+1<<20 || st.Host.DiskUsed < 24<<20 {
 		t.Errorf("it has stored %d, and its stats are %+v, %v", stored(), st.Host, err)
 	}
+}
+
+func TestQuota_holds_for_promotions_and_decompressed_pages_which_are_given_up_first(t *testing.T) {
+	const quota, pages = 700, 2048 // MiB, and pages of memory
+	h := (&sandboxtest.VMs{Pages: pages}).Host(t)
+	to := t.TempDir()
+	s := sandbox.Spec{Name: "a", Image: sandboxtest.Image, MemoryMiB: 64, DiskQuotaMiB: quota}
+	m := &spec.Metadata{Persist: lifetime.Persist{Promote: []lifetime.Promotion{{Path: "/root", To: to}}}}
+	if _, err := h.Create(t.Context(), s, sandbox.CreateOptions{Metadata: m}); err != nil {
+		t.Fatal(err)
+	}
+	b := h.Sandbox("a")
+	stored := func() (n int64) {
+		t.Helper()
+		for _, dir := range []string{h.State.LayerDir(), filepath.Join(h.State.Dir(), "snapshots"), h.State.VMDir("a"), h.State.PageCacheDir(), to} {
+			all, _ := state.DiskUsage(dir)
+			n += all
+		}
+		if n > quota<<20 {
+			t.Fatalf("the host stores %d MiB, and the quota is %d", n>>20, quota)
+		}
+		return n
+	}
+	cached := func() bool {
+		files, _ := filepath.Glob(filepath.Join(h.State.PageCacheDir(), "[0-9a-f]*")) // not those that are being written
+		return len(files) > 0
+	}
+	counts := func() {
+		t.Helper()
+		r := want(t, h, "a", state.Running)
+		u, err := h.State.DiskUse(t.Context(), r)
+		if n := stored(); err != nil || u.Bytes > n || u.Bytes < n-1<<20 {
+			t.Errorf("the host stores %d, and %d count, %v", n, u.Bytes, err)
+		}
+		if all, err := h.State.QuotaUses(t.Context()); err != nil || len(all) != 1 || all[0] != (state.QuotaUse{Name: "a", Quota: quota << 20, Used: u.Bytes}) {
+			t.Errorf("the figures are %+v, %v", all, err)
+		}
+	}
+	write := func(name string, seed uint64, n int) {
+		t.Helper()
+		if err := client(t, b).WriteFile(t.Context(), name, bytes.NewReader(noise(seed, n)), guest.WriteOptions{}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	// Decompressed pages count.
+	if _, err := b.Sleep(t.Context(), spec.SleepOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	before := stored()
+	if _, err := b.Wake(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	for !cached() {
+		select {
+		case <-t.Context().Done():
+			t.Fatal("no page is kept")
+		case <-time.After(10 * time.Millisecond):
+		}
+	}
+	counts()
+	if n := stored(); n < before+pages*4096 {
+		t.Errorf("the host stores %d, and before the pages it was %d", n, before)
+	}
+	// So do promotions, of the large and of the small, until there is no room for another.
+	write("/root/x", 1, 24<<20)
+	for i := range uint64(100) {
+		write("/root/"+strconv.Itoa(int(i)), i, 1)
+	}
+	var refused error
+	copies := 0
+	for refused == nil && copies < 30 {
+		_, refused = b.Promote(t.Context())
+		counts()
+		copies++
+	}
+	overQuota := func(err error) bool {
+		return errors.Is(err, spec.ErrPromote) && strings.Contains(err.Error(), "disk quota")
+	}
+	if !overQuota(refused) || copies < 3 {
+		t.Fatalf("%d promotions, then %v; want some, and then that the quota is used up", copies, refused)
+	}
+	if _, err := b.Snapshot(t.Context(), spec.SnapshotOptions{}); !errors.Is(err, spec.ErrQuota) || cached() {
+		t.Errorf("a snapshot: %v; and decompressed pages are kept: %t", err, cached())
+	}
+	if _, err := b.Sleep(t.Context(), spec.SleepOptions{}); !overQuota(err) {
+		t.Errorf("a sleep that cannot promote: %v", err)
+	}
+	counts()
+	if _, err := b.Sleep(t.Context(), spec.SleepOptions{Hooks: spec.HooksSkip}); err != nil {
+		t.Fatal("it cannot sleep without: ", err)
+	}
+	stored()
+	// Taking copies away gives room.
+	if err := os.RemoveAll(filepath.Join(to, "a")); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := b.Wake(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	res, err := b.Sleep(t.Context(), spec.SleepOptions{})
+	if err != nil || res.Persist == nil || len(res.Persist.Promoted) != 1 {
+		t.Errorf("with room again: %+v, %v", res.Persist, err)
+	}
+	stored()
 }
 
 func awaitPhase(t *testing.T, h *sandbox.Host, name string, phase state.Phase) {

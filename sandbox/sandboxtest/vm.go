@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math/rand/v2"
 	"net"
 	"os"
 	"path/filepath"
@@ -27,7 +28,6 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/process"
 	"github.com/drowse-vm/drowse/sandbox/spec"
-	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/snapshot/pager"
 	"github.com/drowse-vm/drowse/vmm"
@@ -365,8 +365,7 @@ func (v *vm) Begun() time.Time                 { return v.begun }
 func (v *vm) Faults() (*pager.Stats, bool)     { return &pager.Stats{}, v.restored }
 func (v *vm) SpaceProblem() string             { return "" }
 func (v *vm) KeepRunning() (release func())    { return func() {} }
-func (v *vm) Caches() bool                     { return false }
-func (v *vm) MissedPages() []uint64            { return nil }
+func (v *vm) Caches() bool                     { return v.restored && v.vms.Pages > 0 }
 func (v *vm) ListenServices() error            { return nil }
 func (v *vm) CloseToo(c io.Closer)             { v.closers = append(v.closers, c) }
 
@@ -506,7 +505,7 @@ func (v *vm) Capture(ctx context.Context, o instance.CaptureOptions) (c *instanc
 		Disks:    []snapshot.Disk{{Name: instance.DeviceDisk, Size: uint64(v.disk.Size()), Layers: o.Names(c.Disk)}},
 		Host:     map[string]string{instance.FactsKey: string(facts)},
 		Payloads: []snapshot.Payload{{Name: "memory", Kind: memoryKind, Version: memoryVersion, Data: memory}},
-		Memory:   state.NoMemory{},
+		Memory:   noise(v.vms.Pages),
 	})
 	if err != nil {
 		return nil, err
@@ -514,6 +513,39 @@ func (v *vm) Capture(ctx context.Context, o instance.CaptureOptions) (c *instanc
 	c.Save, c.Manifest, c.Stored = time.Since(begin), info.Manifest, info.SizeBytes
 	v.goOn = resume
 	return c, nil
+}
+
+// noise is the RAM of a snapshot: so many pages that do not compress.
+type noise int
+
+// Slots implements snapshot.MemorySource.
+func (n noise) Slots() []snapshot.Slot {
+	const pageSize = 4096
+	return []snapshot.Slot{{Size: uint64(max(n, 1)) * pageSize}}
+}
+
+// NextData implements snapshot.MemorySource.
+func (n noise) NextData(page uint64) (first, end uint64, err error) {
+	return page, max(page, uint64(n)), nil
+}
+
+// ReadPages implements snapshot.MemorySource.
+func (n noise) ReadPages(page uint64, p []byte) error {
+	clear(p)
+	if n > 0 {
+		_, _ = rand.NewChaCha8([32]byte{byte(page), byte(page >> 8)}).Read(p) // it never fails
+	}
+	return nil
+}
+
+// MissedPages implements process.VM.
+func (v *vm) MissedPages() (missed []uint64) {
+	if v.Caches() {
+		for page := range v.vms.Pages {
+			missed = append(missed, uint64(page))
+		}
+	}
+	return missed
 }
 
 // give calls f with a file that has the image.

@@ -44,6 +44,10 @@ type VMs struct {
 	// Flows, if not nil, returns the flows of a VM with a network.
 	Flows func(name string) []netpolicy.FlowRecord
 
+	// Pages are pages of noise in the memory of each snapshot. A VM that comes back from one has missed all of them in the
+	// cache of decompressed pages. By default there are none.
+	Pages int
+
 	// Dial, if not nil, connects to what listens in the guest of a VM, for sandbox.Sandbox.Dial. By default nothing
 	// listens. A connection ends with the VM.
 	Dial func(ctx context.Context, name, network, address string) (net.Conn, error)

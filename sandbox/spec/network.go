@@ -70,4 +70,16 @@ type NetworkStats struct {
 	TLS netpolicy.TLSStats `json:"tls"`
 	// Proxy counts requests to the VM's proxy, by outcome; nil without a proxy.
 	Proxy *netpolicy.ProxyStats `json:"proxy,omitempty"`
+	// Process counts what became of the process that reads the guest's queries, hellos and requests.
+	Process NetworkProcess `json:"process"`
+}
+
+// NetworkProcess counts the network processes of a VM since its last wake, one after the other. The first starts with
+// the first query or connection that needs it.
+type NetworkProcess struct {
+	Starts  uint64 `json:"starts"`
+	Refused uint64 `json:"refused"` // killed for a system call outside their list
+	Failed  uint64 `json:"failed"`  // ended in another way without being told to
+	// CPUSeconds is their processor time: 0 on a host that cannot confine, where the VM's own process does the work.
+	CPUSeconds float64 `json:"cpu_seconds"`
 }

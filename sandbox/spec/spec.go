@@ -31,7 +31,8 @@ type VM struct {
 	// 8192.
 	DiskMiB int `json:"disk_mib,omitempty"`
 	// DiskQuotaMiB is the most that the VM may make the host store: layers of its disk, memory and disks of its
-	// snapshots, logs. At least MinDiskQuota. Default: no quota. With one, the default of DiskMiB is MaxDisk.
+	// snapshots, decompressed pages, logs, promotions; not what it writes to shares. At least MinDiskQuota. Default: no
+	// quota. With one, the default of DiskMiB is MaxDisk.
 	DiskQuotaMiB int `json:"disk_quota_mib,omitempty"`
 	// Hostname is the host name inside the guest. Default: the name.
 	Hostname string `json:"hostname,omitempty"`

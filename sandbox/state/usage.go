@@ -15,6 +15,7 @@ import (
 
 	"github.com/drowse-vm/drowse/sandbox/limits"
 	"github.com/drowse-vm/drowse/snapshot"
+	"github.com/drowse-vm/drowse/snapshot/pagecache"
 )
 
 // diskBlock is the unit of st_blocks, in bytes (stat(2)).
@@ -136,13 +137,18 @@ func (c counter) add(path string, sum *int64) error {
 
 // DiskUse is what a VM has made the host store.
 type DiskUse struct {
-	// Bytes are those of the layers and snapshots that it wrote, if they are still there, and of its directory with
-	// logs and audit trail. Memory that its snapshots share with those of another VM, of which it is a fork, is the
+	// Bytes are those of the layers and snapshots that it wrote, if they are still there, of decompressed pages of these,
+	// of its directory with logs and audit trail, and of its directories below those that its metadata has it promote
+	// to. Memory that its snapshots share with those of another VM, of which it is a fork, is the
 	// other's as long as that has it.
 	Bytes int64
 	// Loose are the layers that it wrote and nobody else needs, nor a snapshot but the one that it slept in
 	// last: when they are joined, its next sleep frees them.
 	Loose map[string]bool
+	// Pages are the names of the files of decompressed pages among them, and PageBytes what they take. They can be made
+	// again.
+	Pages     map[string]bool
+	PageBytes int64
 }
 
 // DiskUse looks at each record, each manifest and each layer's name of the store.
@@ -152,8 +158,41 @@ func (s *Store) DiskUse(ctx context.Context, r *Record) (u DiskUse, err error) {
 	if err := errors.Join(err, rerr); err != nil {
 		return u, fmt.Errorf("adding up what %s has on disk: %w", r.Spec.Name, err)
 	}
+	return s.diskUse(ctx, r, have, layers, records)
+}
+
+// QuotaUse is what a VM with a disk quota has made the host store, in bytes.
+type QuotaUse struct {
+	Name        string
+	Quota, Used int64
+}
+
+// QuotaUses returns it for all VMs that have a disk quota, in the order of List.
+func (s *Store) QuotaUses(ctx context.Context) (all []QuotaUse, err error) {
+	l, err := limits.Read(s.dir)
+	have, layers, werr := s.written(ctx)
+	records, rerr := s.List()
+	if err := errors.Join(err, werr, rerr); err != nil {
+		return nil, fmt.Errorf("adding up what VMs have on disk: %w", err)
+	}
+	for _, r := range records {
+		m, _ := s.Metadata(r.Spec.Name)
+		quota := l.DiskQuota(r.Spec, m.EffectiveClass())
+		if quota == 0 {
+			continue
+		}
+		u, err := s.diskUse(ctx, r, have, layers, records)
+		if err != nil {
+			return nil, fmt.Errorf("adding up what %s has on disk: %w", r.Spec.Name, err)
+		}
+		all = append(all, QuotaUse{r.Spec.Name, quota, u.Bytes})
+	}
+	return all, nil
+}
+
+func (s *Store) diskUse(ctx context.Context, r *Record, have manifests, layers []fs.DirEntry, records []*Record) (u DiskUse, err error) {
 	c := counter{ctx: ctx, seen: map[inode]bool{}}
-	u.Loose = map[string]bool{}
+	u.Loose, u.Pages = map[string]bool{}, map[string]bool{}
 	var errs []error
 	for _, e := range layers {
 		// A new layer is called .ID-n.tmp until it is complete.
@@ -187,10 +226,119 @@ func (s *Store) DiskUse(ctx context.Context, r *Record) (u DiskUse, err error) {
 	}
 	for id, m := range have {
 		if m.Labels[labelOwner] == r.ID {
+			s.addPages(c, m, &u)
 			errs = append(errs, c.add(s.SnapshotDir(id), &u.Bytes))
 		}
 	}
+	u.Bytes += u.PageBytes
+	m, _ := s.Metadata(r.Spec.Name) // if it cannot be read, the VM promotes nothing
+	var to []string
+	for _, p := range m.Persist.Promote {
+		if !slices.Contains(to, p.To) {
+			to = append(to, p.To)
+			errs = append(errs, c.add(filepath.Join(p.To, r.Spec.Name), &u.Bytes))
+		}
+	}
 	return u, errors.Join(append(errs, c.add(s.VMDir(r.Spec.Name), &u.Bytes))...)
+}
+
+// addPages adds the decompressed pages of those memory files of a snapshot that c has not seen in one of another VM.
+func (s *Store) addPages(c counter, m *snapshot.Manifest, u *DiskUse) {
+	for _, f := range m.Memory.Files {
+		path := filepath.Join(s.SnapshotDir(m.ID), f.Name)
+		var st, cached syscall.Stat_t
+		if syscall.Stat(path, &st) != nil || c.seen[inode{st.Dev, st.Ino}] {
+			continue
+		}
+		name, err := pagecache.NameOf(path)
+		if err != nil || u.Pages[name] || syscall.Stat(filepath.Join(s.PageCacheDir(), name), &cached) != nil {
+			continue
+		}
+		u.Pages[name] = true
+		u.PageBytes += cached.Blocks * diskBlock
+	}
+}
+
+// ForgetPages deletes files of decompressed pages: see DiskUse.Pages.
+func (s *Store) ForgetPages(names map[string]bool) error {
+	return pagecache.New(s.PageCacheDir()).Forget(names)
+}
+
+// A PageUse says for whom decompressed pages of a memory file count: see DiskUse.
+type PageUse struct {
+	Own    bool // for the VM that asks
+	Others bool // for others, which have a disk quota
+}
+
+// PageUses returns it for each memory file, by name, of a snapshot that the VM of an id came back from.
+func (s *Store) PageUses(vm, id string) (map[string]PageUse, error) {
+	m, err := snapshot.ReadManifest(s.SnapshotDir(id))
+	if err != nil {
+		return nil, err
+	}
+	out := map[string]PageUse{}
+	shared := map[inode]string{}
+	for _, f := range m.Memory.Files {
+		var st syscall.Stat_t
+		path := filepath.Join(s.SnapshotDir(id), f.Name)
+		if err := syscall.Stat(path, &st); err != nil {
+			return nil, &os.PathError{Op: "stat", Path: path, Err: err}
+		}
+		if f.Name == snapshot.MemoryName || st.Nlink == 1 {
+			out[f.Name] = s.pageUse(vm, m)
+		} else {
+			shared[inode{st.Dev, st.Ino}] = f.Name
+		}
+	}
+	if len(shared) == 0 {
+		return out, nil
+	}
+	// A file counts for the VM whose snapshot wrote it, which has it as MemoryName, or else for all that have it.
+	all, err := filepath.Glob(filepath.Join(s.dir, "snapshots", "*", snapshot.MemoryName+"*"))
+	if err != nil {
+		return nil, err
+	}
+	written := map[string]bool{}
+	for _, path := range all {
+		var st syscall.Stat_t
+		if syscall.Stat(path, &st) != nil {
+			continue
+		}
+		name, is := shared[inode{st.Dev, st.Ino}]
+		if !is || written[name] {
+			continue
+		}
+		of, err := snapshot.ReadManifest(filepath.Dir(path))
+		if err != nil {
+			continue
+		}
+		u := s.pageUse(vm, of)
+		if written[name] = filepath.Base(path) == snapshot.MemoryName; !written[name] {
+			u = PageUse{u.Own || out[name].Own, u.Others || out[name].Others}
+		}
+		out[name] = u
+	}
+	return out, nil
+}
+
+// pageUse returns for whom the pages of a snapshot count.
+func (s *Store) pageUse(vm string, m *snapshot.Manifest) PageUse {
+	id := m.Labels[labelOwner]
+	if id == vm {
+		return PageUse{Own: true}
+	}
+	other, err := s.Load(m.Sandbox)
+	if err != nil || other.ID != id { // removed, or renamed
+		all, _ := s.List()
+		at := slices.IndexFunc(all, func(o *Record) bool { return o.ID == id })
+		if at < 0 {
+			return PageUse{}
+		}
+		other = all[at]
+	}
+	l, err := limits.Read(s.dir)
+	meta, _ := s.Metadata(other.Spec.Name)
+	return PageUse{Others: err != nil || l.DiskQuota(other.Spec, meta.EffectiveClass()) > 0}
 }
 
 // Owner returns the owner that a VM counts for: that of its metadata. One whose metadata cannot be read has none.

@@ -36,14 +36,19 @@ const (
 // The memory file that a delta itself has written is most often read only once, because the VM keeps running and
 // sleeps again. For such a file Add first only makes an empty cache file, and adds its frames when some are
 // missing a second time.
-func (c *Cache) Add(ctx context.Context, dir string, missed []uint64) error {
-	if err := c.add(ctx, dir, missed[:min(len(missed), MaxMissed)]); err != nil {
+//
+// may, if not nil, is asked whether there is room on disk for so many bytes of pages of a memory file, by its name.
+func (c *Cache) Add(ctx context.Context, dir string, missed []uint64, may func(memoryFile string, bytes int64) bool) error {
+	if may == nil {
+		may = func(string, int64) bool { return true }
+	}
+	if err := c.add(ctx, dir, missed[:min(len(missed), MaxMissed)], may); err != nil {
 		return fmt.Errorf("keeping decompressed pages in %s: %w", c.dir, err)
 	}
 	return nil
 }
 
-func (c *Cache) add(ctx context.Context, dir string, missed []uint64) error {
+func (c *Cache) add(ctx context.Context, dir string, missed []uint64, may func(string, int64) bool) error {
 	s, err := snapshot.Open(dir)
 	if err != nil {
 		return err
@@ -82,7 +87,8 @@ func (c *Cache) add(ctx context.Context, dir string, missed []uint64) error {
 			return err
 		}
 		if of := frames[mf.Number]; len(of) > 0 {
-			errs = append(errs, c.addTo(ctx, s, ids[i], of, i == own && s.Manifest().Base != ""))
+			errs = append(errs, c.addTo(ctx, s, ids[i], of, i == own && s.Manifest().Base != "",
+				func(n int64) bool { return may(mf.Name, n) }))
 		}
 	}
 	return errors.Join(append(errs, c.evict())...)
@@ -119,7 +125,7 @@ type source struct {
 
 // addTo rewrites the cache file of a memory file with frames and with its present entries.
 func (c *Cache) addTo(ctx context.Context, s *snapshot.Snapshot, id identity, frames []snapshot.Frame,
-	noteFirst bool) error {
+	noteFirst bool, may func(int64) bool) error {
 	before, err := openFile(osfile.OS, c.path(id.name()), id, c.boot(), false)
 	if err == nil {
 		defer before.f.Close()
@@ -143,6 +149,10 @@ func (c *Cache) addTo(ctx context.Context, s *snapshot.Snapshot, id identity, fr
 	}
 	if free := st.Bavail * uint64(st.Bsize); free < size+c.minFree {
 		return fmt.Errorf("%d MiB would leave less than %d MiB to others: %w", size>>20, c.minFree>>20, unix.ENOSPC)
+	}
+	const block = 4096 // the rest of the last one, and one where the file system keeps the others' places
+	if !may(contentAt(len(sources)) + int64(size) + 2*block) {
+		return nil
 	}
 	return c.write(ctx, s, id, before, sources)
 }

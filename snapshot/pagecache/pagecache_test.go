@@ -165,7 +165,7 @@ func wake(t testing.TB, c *Cache, s *snapshot.Snapshot) (hits int) {
 	r := c.Open(osfile.OS, s)
 	defer r.Close()
 	hits = look(t, r, s)
-	if err := c.Add(t.Context(), s.Dir(), r.Missed()); err != nil {
+	if err := c.Add(t.Context(), s.Dir(), r.Missed(), nil); err != nil {
 		t.Fatal(err)
 	}
 	return hits
@@ -414,7 +414,7 @@ func TestMany_writers_at_once_leave_whole_files(t *testing.T) {
 					r.Read(f.page, f.Frame, buf)
 				}
 			}
-			if err := c.Add(t.Context(), all[i%4].Dir(), r.Missed()); err != nil {
+			if err := c.Add(t.Context(), all[i%4].Dir(), r.Missed(), nil); err != nil {
 				t.Error(err)
 			}
 		})
@@ -444,13 +444,38 @@ func TestWithout_room_nothing_is_kept(t *testing.T) {
 	r := c.Open(osfile.OS, s)
 	defer r.Close()
 	look(t, r, s)
-	if err := c.Add(t.Context(), s.Dir(), r.Missed()); !errors.Is(err, unix.ENOSPC) {
+	if err := c.Add(t.Context(), s.Dir(), r.Missed(), nil); !errors.Is(err, unix.ENOSPC) {
 		t.Errorf("got %v, want ENOSPC", err)
 	}
 	if got := lookOnce(t, c, s); got != 0 {
 		t.Errorf("%d frames were kept", got)
 	}
 	noTemps(t, c)
+}
+
+func TestAdd_keeps_no_pages_that_may_not_be_kept_and_asks_for_all_that_it_takes(t *testing.T) {
+	c, s := newCache(t), full(t, 1, 64)
+	r := c.Open(osfile.OS, s)
+	defer r.Close()
+	look(t, r, s)
+	missed := r.Missed()
+	var asked int64
+	answer := false
+	may := func(_ string, n int64) bool { asked = n; return answer }
+	if err := c.Add(t.Context(), s.Dir(), missed, may); err != nil || asked == 0 {
+		t.Errorf("asked for %d, %v", asked, err)
+	}
+	if got, err := filepath.Glob(filepath.Join(c.dir, "*")); err != nil || len(got) > 0 {
+		t.Errorf("there are %v, %v", got, err)
+	}
+	answer = true
+	if err := c.Add(t.Context(), s.Dir(), missed, may); err != nil {
+		t.Fatal(err)
+	}
+	all, err := c.list()
+	if err != nil || len(all) != 1 || all[0].size > asked {
+		t.Errorf("asked for %d, and there are %+v, %v", asked, all, err)
+	}
 }
 
 // The file system becomes full in the middle of a file.
@@ -482,7 +507,7 @@ func TestA_file_that_cannot_be_written_leaves_the_others(t *testing.T) {
 	r := c.Open(osfile.OS, more)
 	defer r.Close()
 	look(t, r, more)
-	if err := c.Add(t.Context(), more.Dir(), r.Missed()); !errors.Is(err, unix.ENOSPC) {
+	if err := c.Add(t.Context(), more.Dir(), r.Missed(), nil); !errors.Is(err, unix.ENOSPC) {
 		t.Errorf("got %v, want ENOSPC", err)
 	}
 	noTemps(t, c)
@@ -582,7 +607,7 @@ func TestAdd_ends_with_its_context(t *testing.T) {
 	look(t, r, s)
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error, 1)
-	go func() { done <- c.Add(ctx, s.Dir(), r.Missed()) }()
+	go func() { done <- c.Add(ctx, s.Dir(), r.Missed(), nil) }()
 	cancel()
 	if err := <-done; !errors.Is(err, context.Canceled) {
 		t.Errorf("got %v, want that it was told to end", err)
@@ -597,7 +622,7 @@ func TestAdd_of_a_snapshot_that_is_gone_changes_nothing(t *testing.T) {
 	if err := os.RemoveAll(s.Dir()); err != nil {
 		t.Fatal(err)
 	}
-	if err := c.Add(t.Context(), s.Dir(), r.Missed()); !errors.Is(err, snapshot.ErrNotFound) {
+	if err := c.Add(t.Context(), s.Dir(), r.Missed(), nil); !errors.Is(err, snapshot.ErrNotFound) {
 		t.Errorf("got %v, want ErrNotFound", err)
 	}
 }
@@ -702,13 +727,13 @@ func TestAdd_takes_any_list_of_pages(t *testing.T) {
 	for range MaxMissed {
 		missed = append(missed, 40)
 	}
-	if err := c.Add(t.Context(), s.Dir(), missed); err != nil {
+	if err := c.Add(t.Context(), s.Dir(), missed, nil); err != nil {
 		t.Fatal(err)
 	}
 	if got := lookOnce(t, c, s); got != 2 {
 		t.Errorf("%d frames are there, 2 were missed", got)
 	}
-	if err := c.Add(t.Context(), s.Dir(), nil); err != nil {
+	if err := c.Add(t.Context(), s.Dir(), nil, nil); err != nil {
 		t.Error(err)
 	}
 }

@@ -488,18 +488,20 @@ func TestAttack_names_of_an_archive_make_more_directories_than_it_may_have_entri
 	if err := tw.Close(); err != nil {
 		t.Fatal(err)
 	}
-	dir := t.TempDir()
-	root, err := os.OpenRoot(dir)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer root.Close()
 	const most = 300
-	if _, err := Unpack(t.Context(), &b, root, Options{Limits: Limits{Entries: most}}); !errors.Is(err, ErrLimit) {
-		t.Errorf("got %v, want ErrLimit", err)
-	}
-	files := 0
-	if err := filepath.WalkDir(dir, func(string, fs.DirEntry, error) error { files++; return nil }); err != nil || files > most+1 {
-		t.Errorf("%d files were made (%v), of at most %d", files, err, most)
+	for what, l := range map[string]Limits{"entries": {Entries: most}, "bytes that each takes": {Bytes: most << 13, Entry: 1 << 13}} {
+		dir := t.TempDir()
+		root, err := os.OpenRoot(dir)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer root.Close()
+		if _, err := Unpack(t.Context(), bytes.NewReader(b.Bytes()), root, Options{Limits: l}); !errors.Is(err, ErrLimit) {
+			t.Errorf("%s: got %v, want ErrLimit", what, err)
+		}
+		files := 0
+		if err := filepath.WalkDir(dir, func(string, fs.DirEntry, error) error { files++; return nil }); err != nil || files > most+1 {
+			t.Errorf("%s: %d files were made (%v), of at most %d", what, files, err, most)
+		}
 	}
 }

@@ -26,6 +26,7 @@ import (
 type Limits struct {
 	Bytes   int64 // content of all files
 	Entries int64
+	Entry   int64 // bytes that Unpack counts for each entry, besides its content; 0 by default
 	Names   int64 // bytes of the names and targets of directories and links, which Unpack keeps until the end
 }
 
@@ -226,8 +227,16 @@ func (u *unpacker) count() error {
 	if u.res.Entries++; u.res.Entries > u.o.Entries {
 		return fmt.Errorf("%w: more than %d entries", ErrLimit, u.o.Entries)
 	}
+	if u.left() < 0 {
+		return u.tooLarge()
+	}
 	return u.ctx.Err()
 }
+
+// left returns how many bytes of content may still come.
+func (u *unpacker) left() int64 { return u.o.Bytes - u.res.Bytes - u.res.Entries*u.o.Entry }
+
+func (u *unpacker) tooLarge() error { return fmt.Errorf("%w: more than %d bytes", ErrLimit, u.o.Bytes) }
 
 // close gives up the tree, and the files of a batch that no entry has used.
 func (u *unpacker) close() {
@@ -493,8 +502,8 @@ func (u *unpacker) file(name string, h *tar.Header, r io.Reader) error {
 		u.res.Kept += offset
 	}
 	var s *spot
-	if h.Size < 0 || h.Size > u.o.Bytes-u.res.Bytes {
-		err = fmt.Errorf("%w: more than %d bytes", ErrLimit, u.o.Bytes)
+	if h.Size < 0 || h.Size > u.left() {
+		err = u.tooLarge()
 	} else {
 		s, _, err = u.vacate(name)
 	}

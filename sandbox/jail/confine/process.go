@@ -13,6 +13,7 @@ import (
 	"strconv"
 	"sync"
 	"syscall"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -279,6 +280,31 @@ func (c *Process) Kill() error {
 
 // Stats reads the counters of the child's cgroup. They stay after its end, until Close.
 func (c *Process) Stats() (Stats, error) { return c.cgroup.stats() }
+
+// CPU returns the processor time that the child has used, until now or its end.
+func (c *Process) CPU() time.Duration {
+	// The clock of a process (clock_getcpuclockid(3)) needs no cgroup, and is gone when the child was waited for.
+	const sched = 2 // CPUCLOCK_SCHED of the kernel: all threads, also those that have ended
+	clock := int32(^c.cmd.Process.Pid)<<3 | sched
+	var used unix.Timespec
+	if err := unix.ClockGettime(clock, &used); err == nil && !c.ended() {
+		return time.Duration(used.Nano())
+	}
+	<-c.done
+	if s := c.cmd.ProcessState; s != nil {
+		return s.UserTime() + s.SystemTime()
+	}
+	return 0
+}
+
+func (c *Process) ended() bool {
+	select {
+	case <-c.done:
+		return true
+	default:
+		return false
+	}
+}
 
 // SetLimits changes the limits of memory, processors, threads and block devices, and FileBytes if it is not 0.
 func (c *Process) SetLimits(l Limits) error {

@@ -389,6 +389,20 @@ func TestEnter_takes_everything_from_all_threads(t *testing.T) {
 	}
 }
 
+func TestCPU_of_a_child_is_known_until_its_end_and_after_it(t *testing.T) {
+	confinable(t)
+	c, _ := idle(t, Profile{})
+	during := c.CPU()
+	if err := c.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	<-c.Done()
+	// The times of wait4(2) may have steps of a tick.
+	if after := c.CPU(); during <= 0 || after < during-10*time.Millisecond || after == 0 {
+		t.Errorf("%v, and after its end %v", during, after)
+	}
+}
+
 func TestStart_leaves_the_keeper_its_capabilities(t *testing.T) {
 	confinable(t)
 	bound := func() string {
