@@ -290,7 +290,11 @@ func (c *Process) CPU() time.Duration {
 	if err := unix.ClockGettime(clock, &used); err == nil && !c.ended() {
 		return time.Duration(used.Nano())
 	}
-	<-c.done
+	select {
+	case <-c.done:
+	case <-time.After(time.Second): // it was waited for, or the kernel has no such clock
+		return 0
+	}
 	if s := c.cmd.ProcessState; s != nil {
 		return s.UserTime() + s.SystemTime()
 	}
