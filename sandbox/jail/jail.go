@@ -56,6 +56,7 @@ type confined interface {
 	Wait() error
 	Stats() (confine.Stats, error)
 	CPU() time.Duration
+	Urgent(bool)
 	SetLimits(confine.Limits) error
 	Close() error
 }
@@ -128,6 +129,9 @@ func shareSources(shares []spec.Share) (out []string) {
 
 // PID returns the process id.
 func (j *Jail) PID() int { return j.proc.PID() }
+
+// Urgent gives the process a larger share of the processors while it is on.
+func (j *Jail) Urgent(on bool) { j.proc.Urgent(on) }
 
 // SetLimits replaces the limits of the process: what is made ahead does not know its VM.
 func (j *Jail) SetLimits(l confine.Limits) error {

@@ -65,6 +65,7 @@ func (h *hostile) killed() bool {
 func (h *hostile) PID() int                       { return 1 << 22 }
 func (h *hostile) Done() <-chan struct{}          { return h.done }
 func (h *hostile) CPU() time.Duration             { return 0 }
+func (h *hostile) Urgent(bool)                    {}
 func (h *hostile) Wait() error                    { <-h.done; return errors.New("killed") }
 func (h *hostile) Stats() (confine.Stats, error)  { return confine.Stats{}, nil }
 func (h *hostile) SetLimits(confine.Limits) error { return nil }

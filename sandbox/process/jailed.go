@@ -92,7 +92,7 @@ func seccompLog() (bool, error) {
 func newJail(ctx context.Context, c jail.Config) (j *jail.Jail, lacks string, err error) {
 	j, err = jail.New(ctx, c)
 	if err == nil {
-		hasConfined(j.PID())
+		hasConfined(j)
 		return j, "", nil
 	}
 	lacks, err = unconfinable(err, confine.Probe(), jailRequired())

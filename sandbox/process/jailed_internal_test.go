@@ -63,6 +63,12 @@ func confinable(t *testing.T) {
 	}
 }
 
+func forgetConfined() {
+	urgency.mu.Lock()
+	defer urgency.mu.Unlock()
+	urgency.confined = nil
+}
+
 // confinedChild starts a confined process without a VM.
 func confinedChild(t *testing.T) *jail.Jail {
 	t.Helper()
@@ -72,7 +78,7 @@ func confinedChild(t *testing.T) *jail.Jail {
 		t.Fatal(lacks, err)
 	}
 	t.Cleanup(func() {
-		confined.Store(0)
+		forgetConfined()
 		if err := j.Close(); err != nil {
 			t.Error(err)
 		}
@@ -227,7 +233,7 @@ func TestRequired_jail_wins_over_no_jail(t *testing.T) {
 	if a == nil || err != nil {
 		t.Fatalf("no jail, %v", err)
 	}
-	defer confined.Store(0)
+	defer forgetConfined()
 	if ready, err := a.wait(); !ready || err != nil {
 		t.Errorf("ready: %t, %v", ready, err)
 	}
@@ -255,7 +261,7 @@ func TestSeccomp_that_only_logs_is_said_everywhere_and_no_required_jail(t *testi
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer confined.Store(0)
+	defer forgetConfined()
 	defer a.Close()
 	if (jailedMachines{ahead: a}).likely() {
 		t.Error("it is likely to be confined, it says")

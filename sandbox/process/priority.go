@@ -5,10 +5,11 @@ import (
 	"os"
 	"strconv"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/sandbox/jail"
 )
 
 // urgentNice is the nice value of a VM's process until its guest is ready. It gives the process nine times the
@@ -20,6 +21,11 @@ var urgency struct {
 	mu            sync.Mutex
 	reasons       int
 	nice, session int // without any reason
+	// confined is the VM's confined process, which has a session and a cgroup of its own; nil without one.
+	confined interface {
+		PID() int
+		Urgent(bool)
+	}
 }
 
 // prioritize puts this process before others until calm is called, which may be called more than once. A client waits
@@ -41,14 +47,14 @@ func prioritize() (calm func()) {
 			var number int
 			_, _ = fmt.Sscanf(string(text), "/autogroup-%d nice %d", &number, &u.session)
 		}
-		setNice(urgentNice, urgentNice)
+		setNice(urgentNice, urgentNice, true)
 	}
 	u.reasons++
 	undo := sync.OnceFunc(func() {
 		u.mu.Lock()
 		defer u.mu.Unlock()
 		if u.reasons--; u.reasons == 0 {
-			setNice(u.nice, u.session)
+			setNice(u.nice, u.session, false)
 		}
 	})
 	limit := time.AfterFunc(maxUrgent, undo)
@@ -65,34 +71,32 @@ const maxUrgent = 2 * time.Second
 // (proc_pid_autogroup(5)).
 const autogroup = "/proc/self/autogroup"
 
-// confined is the id of the VM's confined process, which has a session of its own; 0 for none.
-var confined atomic.Int64
-
 // hasConfined says which process is confined, and gives it the priority of this one.
-func hasConfined(pid int) {
+func hasConfined(j *jail.Jail) {
 	u := &urgency
 	u.mu.Lock()
 	defer u.mu.Unlock()
-	confined.Store(int64(pid))
+	u.confined = j
 	if u.reasons > 0 {
-		niceConfined(urgentNice, urgentNice)
+		niceConfined(urgentNice, urgentNice, true)
 	} else if before, err := unix.Getpriority(unix.PRIO_PROCESS, 0); err == nil {
-		_ = unix.Setpriority(unix.PRIO_PGRP, pid, 20-before) // it may have begun in an urgent time
+		_ = unix.Setpriority(unix.PRIO_PGRP, j.PID(), 20-before) // it may have begun in an urgent time
 	}
 }
 
-// setNice sets the priorities of all threads and of the session, also of the confined process.
-func setNice(nice, session int) {
+// setNice sets the priorities of all threads and of the session, also of the confined process. urgency.mu is held.
+func setNice(nice, session int, urgent bool) {
 	_ = os.WriteFile(autogroup, []byte(strconv.Itoa(session)), 0)
 	_ = unix.Setpriority(unix.PRIO_PGRP, 0, nice) // each thread of each process in the group
-	niceConfined(nice, session)
+	niceConfined(nice, session, urgent)
 }
 
-func niceConfined(nice, session int) {
-	pid := int(confined.Load())
-	if pid == 0 {
+func niceConfined(nice, session int, urgent bool) {
+	if urgency.confined == nil {
 		return
 	}
+	pid := urgency.confined.PID()
+	urgency.confined.Urgent(urgent)
 	_ = os.WriteFile(fmt.Sprintf("/proc/%d/autogroup", pid), []byte(strconv.Itoa(session)), 0)
 	_ = unix.Setpriority(unix.PRIO_PGRP, pid, nice)
 }

@@ -281,6 +281,27 @@ func (g *cgroup) limit(l, old Limits) error {
 	)
 }
 
+// urgentShare is what nice -10 is worth among processes (sched(7)).
+const urgentShare = 9
+
+// maxWeight is the largest cpu.weight.
+const maxWeight = 10000
+
+// urge sets a larger weight than the usual one, and share the usual one, which is 100 if 0. A host without the
+// controller has no shares.
+func (g *cgroup) urge(weight uint64) { g.share(min(cmp.Or(weight, 100)*urgentShare, maxWeight)) }
+
+func (g *cgroup) share(weight uint64) {
+	if g.dir[cpu] == "" {
+		return
+	}
+	file, n := "cpu.shares", max(2, cmp.Or(weight, 100)*1024/100)
+	if g.v2[cpu] {
+		file, n = "cpu.weight", cmp.Or(weight, 100)
+	}
+	_ = put(filepath.Join(g.dir[cpu], file), strconv.FormatUint(n, 10)) // the file is missing if systemd decides so
+}
+
 // limitIO sets the limits of block devices.
 func (g *cgroup) limitIO(l, old Limits, set func(c controller, changed bool, file1, text1, file2, text2 string) error) error {
 	weight := cmp.Or(l.IOWeight, 100)

@@ -68,7 +68,7 @@ func TestAttack_escapes_are_refused_by_the_filter_and_by_the_walls_behind_it(t *
 		defer d.Close()
 		shareDir = d
 	}
-	l, err := net.Listen("unix", "@"+keeperSocket[1:])
+	l, err := net.Listen("unix", "@"+keeperSocket(uintptr(os.Getpid()))[1:])
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -2,6 +2,7 @@ package confine
 
 import (
 	"errors"
+	"fmt"
 	"runtime"
 	"strings"
 	"syscall"
@@ -246,7 +247,8 @@ var keeperPID uintptr
 
 func keeper() uintptr { return keeperPID }
 
-const keeperSocket = "\x00drowse-confine-test"
+// keeperSocket is the name of an abstract socket of the keeper with this process id.
+func keeperSocket(pid uintptr) string { return fmt.Sprintf("\x00drowse-confine-test-%d", pid) }
 
 func escapes() []escape {
 	all := []escape{
@@ -385,7 +387,7 @@ func escapes() []escape {
 		{name: "vsock", try: socket(unix.AF_VSOCK, unix.SOCK_STREAM, 0), filterOnly: true},
 		{name: "crypto socket", try: socket(unix.AF_ALG, unix.SOCK_SEQPACKET, 0), filterOnly: true},
 		{name: "Unix socket by path", try: connect("/run/drowse-confine-test\x00", unix.AF_UNIX, unix.SOCK_STREAM)},
-		{name: "abstract Unix socket", try: connect(keeperSocket, unix.AF_UNIX, unix.SOCK_STREAM)},
+		{name: "abstract Unix socket", try: connect(keeperSocket(keeperPID), unix.AF_UNIX, unix.SOCK_STREAM)},
 		{name: "send to another address", try: sendAway},
 		{name: "pair of internet sockets", try: call1(unix.SYS_SOCKETPAIR, n(unix.AF_INET), n(unix.SOCK_STREAM), n(0), page)},
 		{name: "datagram Unix sockets", try: call1(unix.SYS_SOCKETPAIR, n(unix.AF_UNIX), n(unix.SOCK_DGRAM), n(0), page), filterOnly: true},

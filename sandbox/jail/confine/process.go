@@ -62,8 +62,9 @@ type Process struct {
 	done   chan struct{}
 	err    error // of Wait, after done
 
-	mu     sync.Mutex // guards limits and closed
+	mu     sync.Mutex // guards limits, urgent and closed
 	limits Limits
+	urgent bool
 	closed bool
 }
 
@@ -324,7 +325,25 @@ func (c *Process) SetLimits(l Limits) error {
 		return fmt.Errorf("limiting a confined process: %w", err)
 	}
 	c.limits = l
+	if c.urgent { // limit has set what is usual
+		c.cgroup.urge(l.CPUWeight)
+	}
 	return nil
+}
+
+// Urgent multiplies the child's share of the processors while it is on. Between cgroups, nice values do not count. It
+// does nothing where Limits.CPUWeight has no effect.
+func (c *Process) Urgent(on bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.closed || on == c.urgent {
+		return
+	}
+	if c.urgent = on; on {
+		c.cgroup.urge(c.limits.CPUWeight)
+	} else {
+		c.cgroup.share(c.limits.CPUWeight)
+	}
 }
 
 // Close kills the child if it runs, waits for its end and frees its user id and cgroup.

@@ -750,6 +750,15 @@ func TestSetLimits_changes_those_of_the_cgroup(t *testing.T) {
 	check(pids, "pids.max", "77", "pids.max", "77")
 	check(cpu, "cpu.shares", "2048", "cpu.weight", "200")
 	check(cpu, "cpu.cfs_quota_us", "50000", "cpu.max", "50000 100000")
+	c.Urgent(true)
+	check(cpu, "cpu.shares", "18432", "cpu.weight", "1800")
+	if err := c.SetLimits(Limits{CPUWeight: 300}); err != nil {
+		t.Fatal(err)
+	}
+	check(cpu, "cpu.shares", "27648", "cpu.weight", "2700")
+	c.Urgent(false)
+	c.Urgent(false)
+	check(cpu, "cpu.shares", "3072", "cpu.weight", "300")
 	if err := c.SetLimits(Limits{}); err != nil {
 		t.Fatal(err)
 	}
