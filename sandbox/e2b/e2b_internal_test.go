@@ -19,7 +19,8 @@ import (
 func TestMain(m *testing.M) { guesttest.Main(m) }
 
 func newHub(t *testing.T) *hub {
-	t.Cleanup(func() { goleak.VerifyNone(t) })
+	before := goleak.IgnoreCurrent()
+	t.Cleanup(func() { goleak.VerifyNone(t, before) })
 	s := &Server{life: t.Context(), slow: 20 * time.Millisecond, hubs: map[hubKey]*hub{}}
 	return &hub{s: s, subs: map[*sub]bool{}, inputs: make(chan struct{}, 1), ready: make(chan struct{})}
 }
