@@ -132,8 +132,13 @@ func (osFS) Lock(name string) (io.Closer, error) {
 	if err != nil {
 		return nil, err
 	}
-	return f, nil
+	return unlocker{f}, nil
 }
+
+// unlocker is a locked file whose Close unlocks it.
+type unlocker struct{ f *os.File }
+
+func (u unlocker) Close() error { return errors.Join(Unlock(u.f), u.f.Close()) }
 
 func (osFS) Free(name string) (uint64, error) {
 	var st unix.Statfs_t

@@ -53,6 +53,22 @@ func TryLock(f *os.File, mode LockMode) error {
 	return err
 }
 
+// Unlock releases the lock of an open file for all that share it. Closing is not always enough: a child process has a
+// copy of each descriptor from fork(2) until execve(2), and with the copy the lock, so that the next TryLock would
+// fail for as long as that.
+func Unlock(f *os.File) error {
+	c, err := f.SyscallConn()
+	if err != nil {
+		return err
+	}
+	var uerr error
+	err = c.Control(func(fd uintptr) { uerr = unix.Flock(int(fd), unix.LOCK_UN) })
+	if err == nil && uerr != nil {
+		err = &fs.PathError{Op: "unlock", Path: f.Name(), Err: uerr}
+	}
+	return err
+}
+
 // Lock is TryLock that waits until ctx ends, and then returns its cause. It tries at least once.
 func Lock(ctx context.Context, f *os.File, mode LockMode) error {
 	for begin := time.Now(); ; {

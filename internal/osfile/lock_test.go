@@ -61,6 +61,28 @@ func TestLock_belongs_to_the_open_file_and_not_to_a_descriptor(t *testing.T) {
 	}
 }
 
+func TestUnlock_releases_what_a_copy_of_the_descriptor_would_hold(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "lock")
+	f := open(t, path)
+	if err := TryLock(f, Exclusive); err != nil {
+		t.Fatal(err)
+	}
+	fd, err := unix.FcntlInt(f.Fd(), unix.F_DUPFD_CLOEXEC, 0) // as a child between fork and execve has it
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(fd)
+	if err := errors.Join(Unlock(f), f.Close()); err != nil {
+		t.Fatal(err)
+	}
+	if err := TryLock(open(t, path), Exclusive); err != nil {
+		t.Error(err)
+	}
+	if err := Unlock(f); err == nil {
+		t.Error("a closed file was unlocked")
+	}
+}
+
 func TestLock_tries_once_and_waits_until_the_context_ends(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "lock")
 	f, waits := open(t, path), open(t, path)

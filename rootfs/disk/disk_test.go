@@ -442,6 +442,17 @@ func TestForks_share_sealed_layers_and_do_not_see_each_other(t *testing.T) {
 	wantErr(t, err, ErrInUse)
 }
 
+// A child of this process has copies of the descriptors until it calls execve(2).
+func TestClose_unlocks_layers_that_a_starting_child_has_copies_of(t *testing.T) {
+	s, _ := mustCreate(t, 4*mib)
+	d := mustOpen(t, s)
+	copied, err := unix.FcntlInt((*d.layers.Load())[0].os.Fd(), unix.F_DUPFD_CLOEXEC, 0)
+	must(t, err)
+	defer unix.Close(copied)
+	must(t, d.Close())
+	must(t, mustOpen(t, s).Close())
+}
+
 func TestTop_is_locked_against_a_second_writer_and_merges_against_readers(t *testing.T) {
 	s, dir := mustCreate(t, 4*mib)
 	d := mustOpen(t, s)

@@ -175,7 +175,9 @@ func (e env) create(path string, h header, durable bool) (l *layer, err error) {
 	return l, nil
 }
 
-func (l *layer) close() error { return ioError("close "+l.path, l.f.Close()) }
+func (l *layer) close() error {
+	return errors.Join(ioError("unlock "+l.path, osfile.Unlock(l.os)), ioError("close "+l.path, l.f.Close()))
+}
 
 // pendingCounts reports whether pending blocks of the map hold what was written. They do if this boot wrote them,
 // so that their data was in its page cache, and no sync has lost it.

@@ -304,7 +304,7 @@ func (v *Volume) Settle(as Settled) error {
 }
 
 // Close detaches the volume. It does not make unflushed writes durable.
-func (v *Volume) Close() error { return v.data.Close() }
+func (v *Volume) Close() error { return errors.Join(osfile.Unlock(v.data.OS()), v.data.Close()) }
 
 // Size returns the size of the disk in bytes.
 func (v *Volume) Size() int64 { return v.size }

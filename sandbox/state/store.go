@@ -745,7 +745,10 @@ func (s *Store) lockWithin(ctx context.Context, name string, patience time.Durat
 }
 
 // Release releases the lock.
-func (l *VMLock) Release() { l.f.Close() }
+func (l *VMLock) Release() {
+	_ = osfile.Unlock(l.f) // closing unlocks too, unless a child of this process is about to execve(2)
+	l.f.Close()
+}
 
 // Create makes the directory and record of a new VM, whose name must be free. The caller holds the returned lock. If
 // its owner has as many VMs as allowed, the error is spec.ErrQuota.

@@ -8,7 +8,6 @@ import (
 	"crypto/tls"
 	"crypto/x509"
 	"encoding/pem"
-	"io"
 	"log/slog"
 	"math/big"
 	"net"
@@ -70,11 +69,8 @@ func beginWith(t testing.TB, g *guests, secure bool, change func(*e2b.Options)) 
 		w.url = "https://" + l.Addr().String()
 	}
 	_, w.port, _ = net.SplitHostPort(l.Addr().String())
-	out := io.Discard
-	if testing.Verbose() {
-		out = os.Stderr
-	}
-	log := slog.New(slog.NewTextHandler(out, &slog.HandlerOptions{Level: slog.LevelInfo}))
+	// What the server logged is the reason of an error 500, which its clients do not see.
+	log := slog.New(slog.NewTextHandler(t.Output(), &slog.HandlerOptions{Level: slog.LevelInfo}))
 	o := e2b.Options{
 		Host: w.host, Tokens: w.tokens, Domain: domain + ":" + w.port, Templates: map[string]string{"base": sandboxtest.Image}, Network: true, Log: log,
 		Spec: sandbox.Spec{DiskMiB: 64},
