@@ -93,6 +93,9 @@ var rules = []rule{
 	// One VM in a confined process, and the process. control: errors keep their identity on the way.
 	{"sandbox/jail", []string{"sandbox/jail/...", "sandbox/instance", "sandbox/spec", "sandbox/control", "vmm", "devices/net/tap", "devices/secrets", "snapshot", "snapshot/pager", "snapshot/pagecache", "rootfs/disk", "rootfs/volume", "guest", "internal/osfile"}},
 	{"sandbox/events", []string{"internal/osfile"}},
+	// Stores that hosts share know nothing of what is in them.
+	{"sandbox/blob", []string{"internal/osfile"}},
+	{"sandbox/blob/...", []string{"sandbox/blob"}},
 	{"sandbox/hosthooks", []string{"sandbox/events", "sandbox/spec", "guest/report"}},
 	{"sandbox/...", []string{"vmm/...", "devices/...", "snapshot", "snapshot/freepages", "snapshot/pagecache", "snapshot/pager", "netpolicy", "netpolicy/link", "netpolicy/proxy", "netpolicy/hostnet", "rootfs/...", "guest", "guest/audit", "internal/osfile"}},
 
