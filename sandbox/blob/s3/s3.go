@@ -5,8 +5,10 @@ package s3
 import (
 	"bytes"
 	"context"
+	"crypto/sha256"
 	"crypto/tls"
 	"crypto/x509"
+	"encoding/hex"
 	"errors"
 	"fmt"
 	"io"
@@ -190,20 +192,23 @@ func (s *Store) Put(ctx context.Context, key string, body []byte) error {
 	return fail(ctx, "putting", key, err, blob.ErrExists)
 }
 
-// conflictTries is how often a write is tried that has met another one: the server refuses both then.
-const conflictTries = 8
+// tries is how often a request is made whose connection breaks, or a write that the server refuses because it has met
+// another one. The library repeats what a server cannot do now.
+const tries = 8
 
 func (s *Store) put(ctx context.Context, key string, body []byte, o minio.PutObjectOptions) (etag string, err error) {
 	ctx, cancel := bound(ctx, len(body))
 	defer cancel()
 	o.ContentType = "application/octet-stream"
-	for try := range conflictTries {
+	// With the whole body's hash there is no body of signed pieces, which some servers get wrong.
+	sum := sha256.Sum256(body)
+	for try := range tries {
 		var info minio.UploadInfo
-		info, err = s.core.PutObject(ctx, s.bucket, s.prefix+key, bytes.NewReader(body), int64(len(body)), "", "", o)
+		info, err = s.core.PutObject(ctx, s.bucket, s.prefix+key, bytes.NewReader(body), int64(len(body)), "", hex.EncodeToString(sum[:]), o)
 		if err == nil {
 			return info.ETag, nil
 		}
-		if minio.ToErrorResponse(err).StatusCode != http.StatusConflict || !pause(ctx, try) {
+		if code := minio.ToErrorResponse(err).StatusCode; code != http.StatusConflict && code != 0 || !pause(ctx, try) {
 			break
 		}
 	}
@@ -260,8 +265,9 @@ func (s *Store) ReadAt(ctx context.Context, key string, p []byte, off int64) err
 
 // again repeats a read whose answer broke off.
 func (s *Store) again(ctx context.Context, read func() error) (err error) {
-	for try := range conflictTries {
-		if err = read(); !errors.Is(err, errBroken) || !pause(ctx, try) {
+	for try := range tries {
+		err = read()
+		if transport := new(url.Error); err == nil || !errors.Is(err, errBroken) && !errors.As(err, &transport) || !pause(ctx, try) {
 			break
 		}
 	}
