@@ -70,12 +70,17 @@ type Placement interface {
 	Abort() error
 }
 
+// SentFile describes a file of a snapshot that is sent elsewhere.
+type SentFile struct {
+	// Extra is true for the caller's files.
+	Extra bool   `json:"extra"`
+	Name  string `json:"name"`
+	Size  int64  `json:"size"` // bytes
+}
+
 // exportEntry describes one file in the stream.
 type exportEntry struct {
-	// Extra is true for the caller's files.
-	Extra  bool   `json:"extra"`
-	Name   string `json:"name"`
-	Size   int64  `json:"size"`
+	SentFile
 	SHA256 string `json:"sha256"`
 }
 
@@ -108,6 +113,38 @@ func Export(ctx context.Context, w io.Writer, dir string, extra []ExtraFile) err
 	return nil
 }
 
+// Send calls put for each file of the snapshot in dir, and then for the extra files, in the order of Source.Files. A
+// reader that ends before the file's size has an incomplete file. Send fails like Export, or with the error of put.
+func Send(ctx context.Context, dir string, extra []ExtraFile, put func(f SentFile, r io.Reader) error) error {
+	s, err := Open(dir)
+	if err != nil {
+		return err
+	}
+	defer s.Close()
+	files, err := s.exports(extra)
+	if err != nil {
+		return fmt.Errorf("sending snapshot %s: %w", dir, err)
+	}
+	for i := range files {
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		if err := files[i].send(put); err != nil {
+			return fmt.Errorf("sending snapshot %s: %s: %w", dir, files[i].Name, err)
+		}
+	}
+	return nil
+}
+
+func (f *exported) send(put func(SentFile, io.Reader) error) (err error) {
+	r, err := f.open()
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, r.Close()) }()
+	return put(f.SentFile, io.LimitReader(r, f.Size))
+}
+
 // exported is a file to be sent.
 type exported struct {
 	exportEntry
@@ -121,11 +158,11 @@ func (s *Snapshot) exports(extra []ExtraFile) ([]exported, error) {
 	if err != nil {
 		return nil, err
 	}
-	out := []exported{{exportEntry{Name: ManifestName, Size: int64(len(body))}, func() (io.ReadCloser, error) {
+	out := []exported{{sentEntry(false, ManifestName, int64(len(body))), func() (io.ReadCloser, error) {
 		return io.NopCloser(bytes.NewReader(body)), nil
 	}}}
 	for i, mf := range s.manifest.Memory.Files {
-		out = append(out, exported{exportEntry{Name: mf.Name, Size: mf.Size}, func() (io.ReadCloser, error) {
+		out = append(out, exported{sentEntry(false, mf.Name, mf.Size), func() (io.ReadCloser, error) {
 			return io.NopCloser(io.NewSectionReader(s.files[i], 0, mf.Size)), nil
 		}})
 	}
@@ -141,9 +178,13 @@ func (s *Snapshot) exports(extra []ExtraFile) ([]exported, error) {
 			return nil, fmt.Errorf("two extra files have the name %q: %w", e.Name, ErrSpec)
 		}
 		seen[e.Name] = true
-		out = append(out, exported{exportEntry{Extra: true, Name: e.Name, Size: e.Size}, e.Open})
+		out = append(out, exported{sentEntry(true, e.Name, e.Size), e.Open})
 	}
 	return out, nil
+}
+
+func sentEntry(extra bool, name string, size int64) exportEntry {
+	return exportEntry{SentFile: SentFile{Extra: extra, Name: name, Size: size}}
 }
 
 func checkExtra(name string, size int64) error {
@@ -245,11 +286,33 @@ type Imported struct {
 //
 // The memory files get new ids, because the maker of the stream has chosen those in it.
 func Import(ctx context.Context, r io.Reader, parent string, place Placer) (*Imported, error) {
-	in, err := importTo(ctx, r, filepath.Clean(parent), place, osfile.OS)
-	if err != nil {
-		return nil, writeError(fmt.Sprintf("importing a snapshot to %s", parent), err)
+	return imported(parent)(importTo(ctx, r, filepath.Clean(parent), place, osfile.OS))
+}
+
+// Source is where the files of a snapshot come from that has been sent.
+type Source interface {
+	// Files returns the manifest, then the memory files in its order, then at most MaxExtraFiles extra files, no two
+	// of one name.
+	Files() []SentFile
+	// Copy writes the content of file i to w, which is exactly of the stated size and checked against a hash. Receive
+	// calls it once for each file, in their order.
+	Copy(ctx context.Context, i int, w io.Writer) error
+	// End says whether all was as it must be.
+	End() error
+}
+
+// Receive is Import from a Source.
+func Receive(ctx context.Context, src Source, parent string, place Placer) (*Imported, error) {
+	return imported(parent)(receive(ctx, src, filepath.Clean(parent), place, osfile.OS))
+}
+
+func imported(parent string) func(*Imported, error) (*Imported, error) {
+	return func(in *Imported, err error) (*Imported, error) {
+		if err != nil {
+			return nil, writeError(fmt.Sprintf("importing a snapshot to %s", parent), err)
+		}
+		return in, nil
 	}
-	return in, nil
 }
 
 // importer reads the stream.
@@ -258,6 +321,20 @@ type importer struct {
 	at    int64
 	whole hash.Hash
 	buf   []byte
+	files []exportEntry
+}
+
+// Files implements Source.
+func (im *importer) Files() (out []SentFile) {
+	for _, e := range im.files {
+		out = append(out, e.SentFile)
+	}
+	return out
+}
+
+// Copy implements Source.
+func (im *importer) Copy(ctx context.Context, i int, w io.Writer) error {
+	return im.file(ctx, im.files[i], w)
 }
 
 // read fills p and adds it to the hash of the whole stream.
@@ -318,31 +395,38 @@ func decodeExportTable(doc []byte) (*exportTable, error) {
 	if again, err := t.encode(); err != nil || !bytes.Equal(again, doc) {
 		return nil, errors.New("the table is not in canonical form")
 	}
-	snapshot, extra := 0, map[string]bool{}
 	for _, e := range t.Files {
 		sum, err := hex.DecodeString(e.SHA256)
 		if err != nil || len(sum) != sha256.Size || strings.ToLower(e.SHA256) != e.SHA256 {
 			return nil, fmt.Errorf("file %.80q has no SHA-256", e.Name)
 		}
+	}
+	return t, nil
+}
+
+// checkSent checks the list of files of a snapshot. It returns how many are not extra files.
+func checkSent(files []SentFile) (own int, err error) {
+	extra := map[string]bool{}
+	for _, e := range files {
 		if err := checkExtra(e.Name, e.Size); err != nil {
-			return nil, err
+			return 0, err
 		}
 		switch {
 		case e.Extra && extra[e.Name], !e.Extra && len(extra) > 0:
-			return nil, fmt.Errorf("file %.80q is there twice or out of order", e.Name)
+			return 0, fmt.Errorf("file %.80q is there twice or out of order", e.Name)
 		case e.Extra:
 			extra[e.Name] = true
 		default:
-			snapshot++
+			own++
 		}
 	}
-	if snapshot < 2 || snapshot > 1+MaxFiles || len(extra) > MaxExtraFiles || t.Files[0].Name != ManifestName {
-		return nil, fmt.Errorf("%d files of the snapshot and %d extra files cannot be", snapshot, len(extra))
+	if own < 2 || own > 1+MaxFiles || len(extra) > MaxExtraFiles || files[0].Name != ManifestName {
+		return 0, fmt.Errorf("%d files of the snapshot and %d extra files cannot be", own, len(extra))
 	}
-	if m := t.Files[0]; m.Size < manifestHeader+manifestSum || m.Size > manifestHeader+MaxManifestJSON+MaxStateBytes+manifestSum {
-		return nil, fmt.Errorf("a manifest of %d bytes cannot be", m.Size)
+	if m := files[0]; m.Size < manifestHeader+manifestSum || m.Size > manifestHeader+MaxManifestJSON+MaxStateBytes+manifestSum {
+		return 0, fmt.Errorf("a manifest of %d bytes cannot be", m.Size)
 	}
-	return t, nil
+	return own, nil
 }
 
 // file copies the next file of the stream.
@@ -396,8 +480,8 @@ func (h *newHeader) Write(p []byte) (int, error) {
 	return fileHeader + n, err
 }
 
-// end reads and checks the trailer.
-func (im *importer) end() error {
+// End implements Source: it reads and checks the trailer.
+func (im *importer) End() error {
 	began := im.at
 	mark := make([]byte, len(exportEnd))
 	if err := im.read(mark); err != nil {
@@ -415,21 +499,27 @@ func (im *importer) end() error {
 }
 
 func importTo(ctx context.Context, r io.Reader, parent string, place Placer, fsys osfile.FS) (in *Imported, err error) {
-	w := &writer{fs: fsys}
 	im := &importer{r: r, whole: sha256.New(), buf: make([]byte, exportBuffer)}
 	t, err := im.table()
 	if err != nil {
 		return nil, err
 	}
-	own := 0
-	for own < len(t.Files) && !t.Files[own].Extra {
-		own++
+	im.files = t.Files
+	return receive(ctx, im, parent, place, fsys)
+}
+
+func receive(ctx context.Context, src Source, parent string, place Placer, fsys osfile.FS) (in *Imported, err error) {
+	w := &writer{fs: fsys}
+	files := src.Files()
+	own, err := checkSent(files)
+	if err != nil {
+		return nil, corrupt(exportName, exportHeader, "%v", err)
 	}
-	if own < len(t.Files) && place == nil {
-		return nil, fmt.Errorf("%d extra files, and nowhere to put them: %w", len(t.Files)-own, ErrSpec)
+	if own < len(files) && place == nil {
+		return nil, fmt.Errorf("%d extra files, and nowhere to put them: %w", len(files)-own, ErrSpec)
 	}
 	var body bytes.Buffer
-	if err := im.file(ctx, t.Files[0], &body); err != nil {
+	if err := src.Copy(ctx, 0, &body); err != nil {
 		return nil, err
 	}
 	m, payloads, err := decodeManifest(body.Bytes())
@@ -441,7 +531,7 @@ func importTo(ctx context.Context, r io.Reader, parent string, place Placer, fsy
 		return nil, corrupt(exportName, exportHeader, "%d memory files, the manifest has %d", own-1, len(m.Memory.Files))
 	}
 	for i, f := range m.Memory.Files {
-		if e := t.Files[1+i]; e.Name != f.Name || e.Size != f.Size {
+		if e := files[1+i]; e.Name != f.Name || e.Size != f.Size {
 			return nil, corrupt(exportName, exportHeader, "the table has %s of %d bytes, the manifest %s of %d", e.Name, e.Size, f.Name, f.Size)
 		}
 		need += uint64(f.Size)
@@ -479,28 +569,28 @@ func importTo(ctx context.Context, r io.Reader, parent string, place Placer, fsy
 		_, err := w.writeFile(filepath.Join(temp, name), func(f io.Writer) (int64, error) { return 0, write(f) })
 		return err
 	}
-	for i, e := range t.Files[1:own] {
+	for i := range own - 1 {
 		mf := &m.Memory.Files[i]
 		h := &newHeader{of: *mf, id: randomID()}
 		mf.ID = hex.EncodeToString(h.id[:])
 		if i < own-2 { // the last is the snapshot's own, whose name does not depend on its id
 			mf.Name = linkName(mf.ID)
 		}
-		if err := put(mf.Name, func(f io.Writer) error { h.w = f; return im.file(ctx, e, h) }); err != nil {
+		if err := put(mf.Name, func(f io.Writer) error { h.w = f; return src.Copy(ctx, 1+i, h) }); err != nil {
 			return nil, err
 		}
 	}
-	for _, e := range t.Files[own:] {
+	for i, e := range files[own:] {
 		p, err := place.Place(e.Name, e.Size)
 		if err != nil {
 			return nil, fmt.Errorf("extra file %q: %w", e.Name, err)
 		}
 		placed = append(placed, p)
-		if err := im.file(ctx, e, p); err != nil {
+		if err := src.Copy(ctx, own+i, p); err != nil {
 			return nil, fmt.Errorf("extra file %q: %w", e.Name, err)
 		}
 	}
-	if err := im.end(); err != nil {
+	if err := src.End(); err != nil {
 		return nil, err
 	}
 	if ctx.Err() != nil {
@@ -508,7 +598,7 @@ func importTo(ctx context.Context, r io.Reader, parent string, place Placer, fsy
 	}
 	for i, p := range placed {
 		if err := p.Commit(); err != nil {
-			return nil, fmt.Errorf("extra file %q: %w", t.Files[own+i].Name, err)
+			return nil, fmt.Errorf("extra file %q: %w", files[own+i].Name, err)
 		}
 	}
 	if place != nil {

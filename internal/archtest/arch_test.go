@@ -94,6 +94,7 @@ var rules = []rule{
 	{"sandbox/jail", []string{"sandbox/jail/...", "sandbox/instance", "sandbox/spec", "sandbox/control", "vmm", "devices/net/tap", "devices/secrets", "snapshot", "snapshot/pager", "snapshot/pagecache", "rootfs/disk", "rootfs/volume", "guest", "internal/osfile"}},
 	{"sandbox/events", []string{"internal/osfile"}},
 	// Stores that hosts share know nothing of what is in them.
+	{"sandbox/archive", []string{"sandbox/blob", "snapshot"}},
 	{"sandbox/blob", []string{"internal/osfile"}},
 	{"sandbox/blob/...", []string{"sandbox/blob"}},
 	{"sandbox/hosthooks", []string{"sandbox/events", "sandbox/spec", "guest/report"}},

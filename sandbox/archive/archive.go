@@ -1,0 +1,375 @@
+package archive
+
+import (
+	"bytes"
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/drowse-vm/drowse/internal/lazyregexp"
+	"github.com/drowse-vm/drowse/sandbox/blob"
+	"github.com/drowse-vm/drowse/snapshot"
+)
+
+const (
+	manifestVersion = 1
+	maxManifest     = 4 << 20 // bytes
+	dataPrefix      = "data/"
+	// maxPut is how long a put may take. Sweep leaves alone what has changed within the last minSweep.
+	maxPut   = 12 * time.Hour
+	minSweep = 2 * maxPut
+	// cleanTime is how long a failed put spends on removing what it has put.
+	cleanTime = 30 * time.Second
+)
+
+var (
+	// ErrNotFound means that the archive does not have it.
+	ErrNotFound = errors.New("the archive does not have it")
+	// ErrExists means that the archive has it already.
+	ErrExists = errors.New("the archive has it already")
+	// ErrSlow means that a put took longer than 12 hours: Sweep might remove it before it is whole.
+	ErrSlow = errors.New("it took too long")
+)
+
+// Kind is what an archive keeps.
+type Kind string
+
+// Snapshots and images have ids of their own, which are the same in all stores: an image's is its SHA-256.
+const (
+	Snapshots Kind = "snapshots"
+	Images    Kind = "images"
+)
+
+// Info is what a list says of an entry of an archive.
+type Info struct {
+	ID string `json:"id"`
+	// Name is the sandbox of a snapshot.
+	Name string `json:"name"`
+	// Image is the image that a snapshot needs, which is an entry of its own.
+	Image string `json:"image,omitempty"`
+	// Created is when the snapshot or image was made, Put when it was put here, by the clocks of the hosts that did so.
+	Created time.Time `json:"created"`
+	Put     time.Time `json:"put"`
+	Size    int64     `json:"size"`   // bytes of its files
+	Stored  int64     `json:"stored"` // bytes in the store
+}
+
+// manifest is the object that makes an entry.
+type manifest struct {
+	Version int `json:"version"`
+	Info
+	// Data begins the keys of its files. No other entry has it.
+	Data  string      `json:"data"`
+	Files []entryFile `json:"files"`
+}
+
+type entryFile struct {
+	snapshot.SentFile
+	Index string `json:"index"` // SHA-256 of its index
+}
+
+// Archive is an archive in a store of objects. Its methods may be called from several goroutines and hosts.
+type Archive struct{ store blob.Store }
+
+// Open returns the archive in a store. It reads nothing.
+func Open(store blob.Store) *Archive { return &Archive{store} }
+
+var idRE = lazyregexp.New(`^[0-9a-f]{32}([0-9a-f]{32})?$`)
+
+func (k Kind) key(id string) (string, error) {
+	if !idRE.MatchString(id) {
+		return "", fmt.Errorf("%w: %.80q is no id", ErrNotFound, id)
+	}
+	return string(k) + "/" + id, nil
+}
+
+// Put puts an entry: send calls put for each of its files. It is there, whole and durable, when Put returns nil, and
+// not there otherwise, unless the error is ErrExists. i.Put, i.Size and i.Stored are set by Put.
+func (a *Archive) Put(ctx context.Context, kind Kind, i Info, send func(put func(f snapshot.SentFile, r io.Reader) error) error) (Info, error) {
+	fail := func(err error) (Info, error) {
+		return Info{}, fmt.Errorf("putting %.12s into the archive: %w", i.ID, err)
+	}
+	key, err := kind.key(i.ID)
+	if err != nil {
+		return fail(err)
+	}
+	if _, err := a.manifest(ctx, kind, i.ID); !errors.Is(err, ErrNotFound) {
+		if err == nil {
+			err = ErrExists
+		}
+		return fail(err)
+	}
+	begin := time.Now()
+	i.Put, i.Size, i.Stored = begin.UTC().Truncate(time.Second), 0, 0
+	m := manifest{Version: manifestVersion, Info: i, Data: dataOf(kind, i.ID) + rand.Text()}
+	err = send(func(f snapshot.SentFile, r io.Reader) error {
+		ref, stored, err := put(ctx, a.store, m.file(len(m.Files)), r, f.Size)
+		if err != nil {
+			return err
+		}
+		m.Files = append(m.Files, entryFile{f, ref.Index})
+		m.Size, m.Stored = m.Size+f.Size, m.Stored+stored
+		return nil
+	})
+	if err == nil && time.Since(begin) > maxPut {
+		err = ErrSlow
+	}
+	if err == nil {
+		err = a.commit(ctx, key, &m)
+	}
+	if err == nil && time.Since(begin) > maxPut { // the process, or the network, stood still
+		err = errors.Join(ErrSlow, a.store.Delete(ctx, key))
+	}
+	if err != nil {
+		clean, cancel := context.WithTimeout(context.WithoutCancel(ctx), cleanTime)
+		defer cancel()
+		// What it does not get to is the next Sweep's. It is not removed if the manifest may be there all the same.
+		if have, merr := a.manifest(clean, kind, i.ID); errors.Is(merr, ErrNotFound) && ctx.Err() == nil || merr == nil && have.Data != m.Data {
+			_ = a.removeData(clean, m.Data)
+		}
+		return fail(err)
+	}
+	return m.Info, nil
+}
+
+// dataOf begins the keys of the files of an entry, of all attempts to put it.
+func dataOf(kind Kind, id string) string { return dataPrefix + string(kind) + "-" + id + "-" }
+
+func (m *manifest) file(n int) string { return fmt.Sprintf("%s/%d", m.Data, n) }
+
+// commit puts the manifest.
+func (a *Archive) commit(ctx context.Context, key string, m *manifest) error {
+	doc, err := json.Marshal(m)
+	if err != nil {
+		return err
+	}
+	if len(doc) > maxManifest {
+		return fmt.Errorf("its manifest would have %d bytes, and %d are allowed", len(doc), maxManifest)
+	}
+	err = a.store.Put(ctx, key, doc)
+	if errors.Is(err, blob.ErrExists) {
+		// A store may refuse what it has itself put.
+		if have, _, lerr := a.store.Load(ctx, key, maxManifest); lerr == nil && bytes.Equal(have, doc) {
+			return nil
+		}
+		err = ErrExists
+	}
+	return err
+}
+
+// manifest reads the manifest of an entry. What is in it was checked.
+func (a *Archive) manifest(ctx context.Context, kind Kind, id string) (*manifest, error) {
+	key, err := kind.key(id)
+	if err != nil {
+		return nil, err
+	}
+	doc, _, err := a.store.Load(ctx, key, maxManifest)
+	if errors.Is(err, blob.ErrNotFound) {
+		return nil, fmt.Errorf("%w: %s", ErrNotFound, id)
+	}
+	if err != nil {
+		return nil, err
+	}
+	m, err := decodeManifest(doc)
+	if err == nil && (m.ID != id || !strings.HasPrefix(m.Data, dataOf(kind, id))) {
+		err = fmt.Errorf("it is of %.80q in %.200q", m.ID, m.Data)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("%w: the manifest of %s: %w", ErrCorrupt, id, err)
+	}
+	return m, nil
+}
+
+// maxFiles is more than a snapshot has.
+const maxFiles = 1 + snapshot.MaxFiles + snapshot.MaxExtraFiles
+
+func decodeManifest(doc []byte) (*manifest, error) {
+	var m manifest
+	d := json.NewDecoder(bytes.NewReader(doc))
+	d.DisallowUnknownFields()
+	if err := d.Decode(&m); err != nil {
+		var v struct{ Version int }
+		if json.Unmarshal(doc, &v) == nil && v.Version > manifestVersion {
+			err = fmt.Errorf("it has version %d, this program reads %d: use the one that wrote it", v.Version, manifestVersion)
+		}
+		return nil, err
+	}
+	switch {
+	case m.Version != manifestVersion:
+		return nil, fmt.Errorf("it has version %d, this program reads %d: use the one that wrote it", m.Version, manifestVersion)
+	case d.More():
+		return nil, errors.New("there is more after it")
+	case !strings.HasPrefix(m.Data, dataPrefix) || strings.Count(m.Data, "/") != 1 || blob.CheckKey(m.Data) != nil:
+		return nil, fmt.Errorf("its files are in %.80q", m.Data)
+	case len(m.Files) > maxFiles:
+		return nil, fmt.Errorf("it has %d files", len(m.Files))
+	}
+	for _, f := range m.Files {
+		if sum, err := hex.DecodeString(f.Index); err != nil || len(sum) != 32 || f.Size < 0 || f.Size > maxFile {
+			return nil, fmt.Errorf("its file %.80q has no hash or an impossible size", f.Name)
+		}
+	}
+	return &m, nil
+}
+
+// Entry is an entry that is read. It implements snapshot.Source.
+type Entry struct {
+	Info
+	a *Archive
+	m *manifest
+}
+
+// Get opens an entry. The error is ErrNotFound if there is none.
+func (a *Archive) Get(ctx context.Context, kind Kind, id string) (*Entry, error) {
+	m, err := a.manifest(ctx, kind, id)
+	if err != nil {
+		return nil, err
+	}
+	return &Entry{Info: m.Info, a: a, m: m}, nil
+}
+
+// Files implements snapshot.Source.
+func (e *Entry) Files() (out []snapshot.SentFile) {
+	for _, f := range e.m.Files {
+		out = append(out, f.SentFile)
+	}
+	return out
+}
+
+// Copy implements snapshot.Source.
+func (e *Entry) Copy(ctx context.Context, i int, w io.Writer) error {
+	f := e.m.Files[i]
+	err := get(ctx, e.a.store, fileRef{Key: e.m.file(i), Size: f.Size, Index: f.Index}, w)
+	if errors.Is(err, blob.ErrNotFound) {
+		err = fmt.Errorf("%w: it has been removed meanwhile, or a part of it is lost (%w)", ErrNotFound, err)
+	}
+	if err != nil {
+		return fmt.Errorf("getting %.80q of %.12s from the archive: %w", f.Name, e.ID, err)
+	}
+	return nil
+}
+
+// End implements snapshot.Source.
+func (*Entry) End() error { return nil }
+
+// List returns the entries of a kind, the newest first, and an error for each that cannot be read. The newest may be
+// missing for a while in a store whose lists are late.
+func (a *Archive) List(ctx context.Context, kind Kind) (out []Info, err error) {
+	var ids []string
+	if err := a.store.List(ctx, string(kind)+"/", func(i blob.Info) error {
+		if id := strings.TrimPrefix(i.Key, string(kind)+"/"); idRE.MatchString(id) {
+			ids = append(ids, id)
+		}
+		return nil
+	}); err != nil {
+		return nil, err
+	}
+	var errs []error
+	for _, id := range ids {
+		switch m, err := a.manifest(ctx, kind, id); {
+		case err == nil:
+			out = append(out, m.Info)
+		case !errors.Is(err, ErrNotFound):
+			errs = append(errs, err)
+		}
+		if ctx.Err() != nil {
+			return nil, context.Cause(ctx)
+		}
+	}
+	slices.SortFunc(out, func(a, b Info) int {
+		if c := b.Created.Compare(a.Created); c != 0 {
+			return c
+		}
+		return strings.Compare(a.ID, b.ID)
+	})
+	return out, errors.Join(errs...)
+}
+
+// Remove removes an entry. It is gone when its manifest is; an error after that leaves objects to Sweep.
+func (a *Archive) Remove(ctx context.Context, kind Kind, id string) error {
+	m, err := a.manifest(ctx, kind, id)
+	if err != nil {
+		return err
+	}
+	if err := a.store.Delete(ctx, string(kind)+"/"+id); err != nil {
+		return err
+	}
+	return a.removeData(ctx, m.Data)
+}
+
+// removeData removes the objects of an attempt to put an entry.
+func (a *Archive) removeData(ctx context.Context, data string) error {
+	var keys []string
+	if err := a.store.List(ctx, data+"/", func(i blob.Info) error {
+		keys = append(keys, i.Key)
+		return nil
+	}); err != nil {
+		return err
+	}
+	for _, key := range keys {
+		if err := a.store.Delete(ctx, key); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// Swept is what Sweep has removed.
+type Swept struct {
+	Objects int   `json:"objects"`
+	Bytes   int64 `json:"bytes"`
+}
+
+// Sweep removes the objects of puts that were cut. It trusts no list: it removes what it finds only after it has read
+// that no manifest names it, and nothing that has changed in the last 24 hours, since a put ends before that.
+func (a *Archive) Sweep(ctx context.Context) (out Swept, err error) { return a.sweep(ctx, time.Now()) }
+
+func (a *Archive) sweep(ctx context.Context, now time.Time) (out Swept, err error) {
+	type attempt struct {
+		objects []blob.Info
+		changed time.Time
+	}
+	found := map[string]*attempt{}
+	if err := a.store.List(ctx, dataPrefix, func(i blob.Info) error {
+		name, _, _ := strings.Cut(strings.TrimPrefix(i.Key, dataPrefix), "/")
+		at := found[name]
+		if at == nil {
+			at = &attempt{}
+			found[name] = at
+		}
+		at.objects = append(at.objects, i)
+		if i.Changed.After(at.changed) {
+			at.changed = i.Changed
+		}
+		return nil
+	}); err != nil {
+		return out, err
+	}
+	for name, at := range found {
+		parts := strings.Split(name, "-") // kind, id, random
+		if len(parts) != 3 || now.Sub(at.changed) < minSweep {
+			continue
+		}
+		m, err := a.manifest(ctx, Kind(parts[0]), parts[1])
+		if err == nil && m.Data == dataPrefix+name {
+			continue
+		}
+		if err != nil && !errors.Is(err, ErrNotFound) {
+			return out, err // it may name them
+		}
+		for _, o := range at.objects {
+			if err := a.store.Delete(ctx, o.Key); err != nil {
+				return out, err
+			}
+			out.Objects, out.Bytes = out.Objects+1, out.Bytes+o.Size
+		}
+	}
+	return out, nil
+}
