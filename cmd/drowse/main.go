@@ -171,7 +171,7 @@ func (a *app) root() *cobra.Command {
 		a.psCommand(), a.lsCommand(), a.topCommand(), a.historyCommand(), a.eventsCommand(), a.inspectCommand(), a.logsCommand(), a.auditCommand(), a.statsCommand(),
 		a.versionCommand(), a.infoCommand(), a.dfCommand(),
 		a.startCommand(), a.stopCommand(), a.killCommand(), a.sleepCommand(), a.wakeCommand(), a.promoteCommand(), a.renameCommand(), a.updateCommand(), a.rmCommand(),
-		a.snapshotCommand(), a.restoreCommand(), a.forkCommand(), a.pruneCommand(), a.volumeCommand(), a.templateCommand(),
+		a.snapshotCommand(), a.archiveCommand(), a.restoreCommand(), a.forkCommand(), a.pruneCommand(), a.volumeCommand(), a.templateCommand(),
 		a.limitsCommand(), a.policyCommand(), a.netCommand(), a.secretCommand(), a.serviceCommand(), a.serveCommand(), a.tokenCommand(), a.gatewayCommand(), a.mcpCommand(), a.benchCommand(), a.demoCommand(),
 	)
 	usageArgs(root)

@@ -185,16 +185,21 @@ imports everything.`,
 			}
 			defer in.Close()
 			info, err := s.State.ImportSnapshot(cmd.Context(), bufio.NewReaderSize(in, 1<<20), o)
-			return a.answer(info, err, func(w io.Writer) {
-				fmt.Fprintln(w, info.ID)
-				if len(info.Dropped) > 0 {
-					fmt.Fprintf(a.stderr, "not taken over from the file: %s (--trust takes all)\n", strings.Join(info.Dropped, ", "))
-				}
-			})
+			return a.imported(info, err)
 		}),
 	}
 	cmd.Flags().BoolVar(&o.Trust, "trust", false, "also import policy, tags, grants, kernel and everything else about the VM")
 	return cmd
+}
+
+// imported tells of a snapshot that came from elsewhere.
+func (a *app) imported(res state.ImportResult, err error) error {
+	return a.answer(res, err, func(w io.Writer) {
+		fmt.Fprintln(w, res.ID)
+		if len(res.Dropped) > 0 {
+			fmt.Fprintf(a.stderr, "not taken over from it: %s (--trust takes all)\n", strings.Join(res.Dropped, ", "))
+		}
+	})
 }
 
 func (a *app) restoreCommand() *cobra.Command {

@@ -94,9 +94,9 @@ var rules = []rule{
 	{"sandbox/jail", []string{"sandbox/jail/...", "sandbox/instance", "sandbox/spec", "sandbox/control", "vmm", "devices/net/tap", "devices/secrets", "snapshot", "snapshot/pager", "snapshot/pagecache", "rootfs/disk", "rootfs/volume", "guest", "internal/osfile"}},
 	{"sandbox/events", []string{"internal/osfile"}},
 	// Stores that hosts share know nothing of what is in them.
-	{"sandbox/archive", []string{"sandbox/blob", "snapshot"}},
+	{"sandbox/archive", []string{"sandbox/blob", "sandbox/state", "snapshot", "rootfs/image", "rootfs/image/sparse"}},
 	{"sandbox/blob", []string{"internal/osfile"}},
-	{"sandbox/blob/...", []string{"sandbox/blob"}},
+	{"sandbox/blob/...", []string{"sandbox/blob", "sandbox/blob/blobtest"}},
 	{"sandbox/hosthooks", []string{"sandbox/events", "sandbox/spec", "guest/report"}},
 	{"sandbox/...", []string{"vmm/...", "devices/...", "snapshot", "snapshot/freepages", "snapshot/pagecache", "snapshot/pager", "netpolicy", "netpolicy/link", "netpolicy/proxy", "netpolicy/hostnet", "rootfs/...", "guest", "guest/audit", "internal/osfile"}},
 
@@ -164,6 +164,7 @@ var testsOf = map[string][]string{
 	// The tests check that it keeps what package fleet promises.
 	"sandbox/sandboxtest": {"sandbox/fleet/...", "sandbox/limits", "sandbox/lifetime"},
 	"sandbox/fleet":       {"guest"},
+	"sandbox/archive":     {"sandbox", "sandbox/blob/s3", "sandbox/instance", "sandbox/spec", "netpolicy", "guest"},
 	// The tests compare policies with the reference model, and test their parts together.
 	"netpolicy/link":      {"netpolicy/refmodel/...", "netpolicy/hostnet", "netpolicy/resolver"},
 	"netpolicy/resolver":  {"netpolicy/link"},

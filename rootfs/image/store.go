@@ -445,6 +445,54 @@ func (s *Store) Publish(ctx context.Context, img *Image, tag string) error {
 	return s.untagOthers(img, tag)
 }
 
+// Receive takes in an image of another store: its record, of which it keeps no tags, and its file, which content
+// writes to w. It fails with ErrCorrupt unless the file has the SHA-256 that is its id. An image that is there stays.
+func (s *Store) Receive(ctx context.Context, record []byte, content func(w io.Writer) error) (img *Image, err error) {
+	img = new(Image)
+	if len(record) >= maxRecordBytes {
+		return nil, fmt.Errorf("receive an image: %w: a record of %d bytes", ErrCorrupt, len(record))
+	}
+	if err := json.Unmarshal(record, img); err != nil {
+		return nil, fmt.Errorf("receive an image: %w: its record: %w", ErrCorrupt, err)
+	}
+	if img.Version < 1 || img.Version > RecordVersion {
+		return nil, fmt.Errorf("receive an image: %w: its record has version %d, known are 1 to %d", ErrCorrupt, img.Version, RecordVersion)
+	}
+	if have, err := s.ByID(img.ID); err == nil && checkFile(have) == nil {
+		return have, nil
+	}
+	temp, err := s.NewTemp(ctx, "receive-")
+	if err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, temp.Remove()) }()
+	img.dir, img.Passing = filepath.Join(temp.Dir, "image"), false
+	if err := os.Mkdir(img.dir, 0o755); err != nil {
+		return nil, err
+	}
+	f, err := os.OpenFile(img.Path(), os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o444)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = f.Close() }() // synced already, so Close hides no error
+	h := sha256.New()
+	w := sparse.NewWriter(f)
+	err = content(io.MultiWriter(h, w))
+	if err = errors.Join(err, w.Finish()); err == nil {
+		err = f.Sync()
+	}
+	if err != nil {
+		return nil, fmt.Errorf("receive image %.12s: %w", img.ID, err)
+	}
+	if got := hex.EncodeToString(h.Sum(nil)); got != img.ID {
+		return nil, fmt.Errorf("receive image %.12s: %w: the SHA-256 of its file is %.12s", img.ID, ErrCorrupt, got)
+	}
+	if err := checkFile(img); err != nil {
+		return nil, fmt.Errorf("receive image %s: %w", img.ShortID(), err)
+	}
+	return img, s.Publish(ctx, img, "")
+}
+
 // Removal is the result of Remove.
 type Removal struct {
 	ID       string

@@ -25,29 +25,45 @@ const systemFile = "system.erofs"
 // layers of its disk, and the disk with the agent that its guest runs from. It does not include the VM's image:
 // the stream names that by the SHA-256 of its content.
 func (s *Store) ExportSnapshot(ctx context.Context, prefix string, w io.Writer) error {
-	id, err := s.FindSnapshot(prefix)
+	id, files, err := s.extraFiles(ctx, prefix)
 	if err != nil {
 		return err
+	}
+	return snapshot.Export(ctx, w, s.SnapshotDir(id), files)
+}
+
+// SendSnapshot calls put with each file of what ExportSnapshot writes, for ReceiveSnapshot. See snapshot.Send.
+func (s *Store) SendSnapshot(ctx context.Context, prefix string, put func(f snapshot.SentFile, r io.Reader) error) error {
+	id, files, err := s.extraFiles(ctx, prefix)
+	if err != nil {
+		return err
+	}
+	return snapshot.Send(ctx, s.SnapshotDir(id), files, put)
+}
+
+// extraFiles returns what goes with a snapshot that is exported.
+func (s *Store) extraFiles(ctx context.Context, prefix string) (id string, files []snapshot.ExtraFile, err error) {
+	if id, err = s.FindSnapshot(prefix); err != nil {
+		return "", nil, err
 	}
 	m, err := s.Manifest(id)
 	if err != nil {
-		return err
+		return "", nil, err
 	}
 	st, err := s.Absolute(SnapshotStack(m))
 	if err != nil {
-		return err
+		return "", nil, err
 	}
 	if err := disk.Verify(st); err != nil {
-		return fmt.Errorf("exporting snapshot %s: its disk: %w", id, err)
+		return "", nil, fmt.Errorf("exporting snapshot %s: its disk: %w", id, err)
 	}
-	var files []snapshot.ExtraFile
 	for _, path := range st.Layers {
 		n, err := disk.PackedSize(path)
 		if errors.Is(err, fs.ErrNotExist) {
 			continue // joined with the one above, which says so; disk.Verify has the last word
 		}
 		if err != nil {
-			return fmt.Errorf("exporting snapshot %s: %w", id, err)
+			return "", nil, fmt.Errorf("exporting snapshot %s: %w", id, err)
 		}
 		files = append(files, snapshot.ExtraFile{Name: filepath.Base(path), Size: n, Open: func() (io.ReadCloser, error) {
 			r, w := io.Pipe()
@@ -57,16 +73,16 @@ func (s *Store) ExportSnapshot(ctx context.Context, prefix string, w io.Writer) 
 	}
 	system, err := s.systemDiskOf(m)
 	if err != nil {
-		return fmt.Errorf("exporting snapshot %s: %w", id, err)
+		return "", nil, fmt.Errorf("exporting snapshot %s: %w", id, err)
 	}
 	if system != "" {
 		fi, err := os.Stat(system)
 		if err != nil {
-			return fmt.Errorf("exporting snapshot %s: the disk that its guest has started from: %w", id, err)
+			return "", nil, fmt.Errorf("exporting snapshot %s: the disk that its guest has started from: %w", id, err)
 		}
 		files = append(files, snapshot.ExtraFile{Name: systemFile, Size: fi.Size(), Open: func() (io.ReadCloser, error) { return os.Open(system) }})
 	}
-	return snapshot.Export(ctx, w, s.SnapshotDir(id), files)
+	return id, files, nil
 }
 
 // systemDiskOf returns the path of the disk with the agent that the guest of a snapshot uses; empty if it has none.
@@ -110,6 +126,17 @@ type ImportResult struct {
 // vmm.ErrForeign, image.ErrNotFound, kernel.ErrNotFound or ErrImport, and says what to do. Then, or if the stream
 // is damaged, no snapshot is left.
 func (s *Store) ImportSnapshot(ctx context.Context, r io.Reader, o ImportOptions) (res ImportResult, err error) {
+	return s.takeIn(ctx, o, func(dir string, im *importing) (*snapshot.Imported, error) { return snapshot.Import(ctx, r, dir, im) })
+}
+
+// ReceiveSnapshot is ImportSnapshot from another source than a stream.
+func (s *Store) ReceiveSnapshot(ctx context.Context, src snapshot.Source, o ImportOptions) (res ImportResult, err error) {
+	return s.takeIn(ctx, o, func(dir string, im *importing) (*snapshot.Imported, error) {
+		return snapshot.Receive(ctx, src, dir, im)
+	})
+}
+
+func (s *Store) takeIn(ctx context.Context, o ImportOptions, take func(dir string, im *importing) (*snapshot.Imported, error)) (res ImportResult, err error) {
 	// The lock keeps the imported files, which nothing names until all are there.
 	unlock, err := s.Share(ctx)
 	if err != nil {
@@ -117,7 +144,7 @@ func (s *Store) ImportSnapshot(ctx context.Context, r io.Reader, o ImportOptions
 	}
 	defer func() { err = errors.Join(err, unlock()) }()
 	im := &importing{ctx: ctx, store: s, trust: o.Trust, layers: map[string]string{}}
-	in, err := snapshot.Import(ctx, r, filepath.Join(s.dir, "snapshots"), im)
+	in, err := take(filepath.Join(s.dir, "snapshots"), im)
 	if err != nil {
 		// The next sweep deletes the layers.
 		if im.kept {

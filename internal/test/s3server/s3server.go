@@ -1,5 +1,5 @@
-// Package s3server starts a real S3 server, versitygw on a directory, for tests, and stands between it and its clients as
-// a bad network does.
+// Package s3server starts a real S3 server, versitygw on a directory, for tests, and stands between it and its clients
+// as a bad network does.
 package s3server
 
 import (
