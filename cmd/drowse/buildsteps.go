@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -17,12 +18,14 @@ import (
 	"github.com/drowse-vm/drowse/rootfs/image/drowsefile"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/build"
+	"github.com/drowse-vm/drowse/sandbox/e2b/interpreter"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // stepFlags are the flags of an image build that go with --file.
 type stepFlags struct {
 	file, context string
+	recipe        string
 	args          []string
 	vm            sandbox.Spec
 	net           netFlags
@@ -37,6 +40,7 @@ var (
 func (f *stepFlags) add(cmd *cobra.Command) {
 	fl := cmd.Flags()
 	fl.StringVarP(&f.file, "file", "f", "", "build file with the steps, - for stdin")
+	fl.StringVar(&f.recipe, "recipe", "", "build an image that drowse has the steps of: "+interpreter.Tag)
 	fl.StringVar(&f.context, "context", "", "with --file: source directory of COPY and ADD (default: the directory of the file)")
 	fl.StringArrayVar(&f.args, "build-arg", nil, "with --file: NAME=VALUE of an ARG, or NAME to take the value from the environment; repeatable")
 	fl.VarP((*mebibytes)(&f.vm.MemoryMiB), "memory", "m", "with --file: RAM of the build VM, such as 2g; a number alone is MiB (default 512)")
@@ -47,10 +51,40 @@ func (f *stepFlags) add(cmd *cobra.Command) {
 	f.net.add(cmd, "with --file: ", "everything is denied")
 }
 
+// useRecipe writes the files of the recipe to a temporary directory, which done removes, and has them built from.
+func (f *stepFlags) useRecipe(cmd *cobra.Command, o *builder.Options) (done func() error, err error) {
+	done = func() error { return nil }
+	if f.recipe == "" {
+		return done, nil
+	}
+	if f.recipe != interpreter.Tag {
+		return done, usageError{fmt.Errorf("--recipe %q: there is only %s", f.recipe, interpreter.Tag)}
+	}
+	for _, name := range []string{"file", "from", "context"} {
+		if cmd.Flags().Changed(name) {
+			return done, usageError{fmt.Errorf("--%s does not go with --recipe", name)}
+		}
+	}
+	dir, err := os.MkdirTemp("", "drowse-recipe")
+	if err != nil {
+		return done, err
+	}
+	done = func() error { return os.RemoveAll(dir) }
+	if err := interpreter.Write(dir); err != nil {
+		return done, fmt.Errorf("writing the recipe: %w", err)
+	}
+	f.file, o.Tag = filepath.Join(dir, interpreter.BuildFile), cmp.Or(o.Tag, interpreter.Tag)
+	o.Include = append([]string{interpreter.Packages}, o.Include...)
+	return done, nil
+}
+
 // check refuses flags that exclude each other.
 func (f *stepFlags) check(cmd *cobra.Command) error {
 	wrong, why := onlyWithFile, "goes with --file only"
-	if f.file != "" {
+	switch {
+	case f.recipe != "":
+		wrong = nil
+	case f.file != "":
 		wrong, why = neverWithFile, "does not go with --file: the build file says it with FROM"
 	}
 	for _, name := range wrong {

@@ -70,7 +70,7 @@ func (a *app) imageBuildCommand() *cobra.Command {
 		ahead  bool
 	)
 	cmd := &cobra.Command{
-		Use: "build --from SOURCE | --file FILE --tag NAME", Annotations: makesState,
+		Use: "build --from SOURCE | --file FILE --tag NAME | --recipe NAME", Annotations: makesState,
 		Short: "Make an image from Debian packages, a container image, a tar file, a directory or steps",
 		Long: `Make an image from Debian packages, a container image, a tar file, a directory, or the steps of
 a build file. SOURCE is one of
@@ -93,15 +93,24 @@ With --file, FILE has steps in the syntax of a Dockerfile: FROM (an image of
 "drowse image ls", a SOURCE, or scratch), RUN, COPY, ADD, ENV, ARG, WORKDIR, USER,
 ENTRYPOINT, CMD, LABEL, EXPOSE, STOPSIGNAL. Commands run in a temporary VM, without a network
 unless --net and --policy give it one. Their output goes to stderr. Steps are cached, unless
---no-cache is given. docs/guides/images.md has the details.`,
+--no-cache is given. docs/guides/images.md has the details.
+
+With --recipe code-interpreter, drowse has the steps: Debian with ipykernel, numpy, pandas,
+matplotlib, and a server for E2B's code interpreter (docs/guides/e2b.md). --include adds packages.`,
 		Example: `  drowse image build --from debian:bookworm --include python3,git --tag dev
   drowse image build --from docker://ghcr.io/me/app:v1
   docker save app | drowse image build --from docker-archive:- --tag app
   drowse image build --file Drowsefile --tag app
-  drowse image build --file Drowsefile --tag app --net tap --policy pypi.yaml`,
+  drowse image build --file Drowsefile --tag app --net tap --policy pypi.yaml
+  drowse image build --recipe code-interpreter`,
 		Args: cobra.NoArgs,
-		RunE: func(cmd *cobra.Command, _ []string) error {
+		RunE: func(cmd *cobra.Command, _ []string) (err error) {
 			if err := steps.check(cmd); err != nil {
+				return err
+			}
+			done, err := steps.useRecipe(cmd, &o)
+			defer func() { err = errors.Join(err, done()) }()
+			if err != nil {
 				return err
 			}
 			if o.From == "" && steps.file == "" {

@@ -66,6 +66,7 @@ var rules = []rule{
 	{"sandbox/mcp", []string{"sandbox", "sandbox/state", "sandbox/spec", "sandbox/fleet", "sandbox/records", "netpolicy", "rootfs/image", "guest"}},
 	// What clients of E2B know ends at the host. It shares the tokens of the API.
 	{"sandbox/e2b/e2bpb/...", nil},
+	{"sandbox/e2b/interpreter", nil},
 	{"sandbox/e2b/e2btest", []string{"sandbox", "sandbox/api/tokens", "sandbox/e2b/...", "sandbox/pool", "sandbox/sandboxtest", "sandbox/spec", "sandbox/state", "sandbox/supervisor", "guest", "guest/agent", "guest/agentpb"}},
 	{"sandbox/e2b", []string{"sandbox", "sandbox/api/tokens", "sandbox/gateway", "sandbox/state", "sandbox/spec", "sandbox/fleet", "sandbox/lifetime", "netpolicy", "rootfs/image", "guest", "guest/audit"}},
 	{"sandbox/lifetime", nil},
