@@ -206,6 +206,7 @@ test-api: check-go
 
 # test-e2b has three versions of the unmodified npm package e2b use a server of their wire, whose guests are agents in namespaces: it needs root,
 # and a Node of 20 or later with npm. The last lines are passed, failed and skipped cases by group. Some: make test-e2b E2B_ONLY=files.
+# Its code interpreter is skipped without Debian's ipykernel: scripts/deps interpreter.
 .PHONY: test-e2b
 test-e2b: check-go
 	@if ! command -v node >/dev/null || ! command -v npm >/dev/null || (($$(node -p 'process.versions.node.split(".")[0]') < 20)); then \

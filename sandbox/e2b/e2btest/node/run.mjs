@@ -616,7 +616,87 @@ it('a private one wants the traffic token', () => alone({ network: { allowPublic
   await until('the server', async () => (await get(s, 8000, '/', { 'e2b-traffic-access-token': s.trafficAccessToken })).status === 200)
 }), ['network'])
 
+on('code interpreter')
+// The unmodified @e2b/code-interpreter shares the package e2b. DROWSE_INTERPRETER is the server for the guest.
+const source = process.env.DROWSE_INTERPRETER
+const served = f => async () => {
+  const ci = await import('@e2b/code-interpreter')
+  const s = await ci.Sandbox.create(template, { timeoutMs: 300_000 })
+  try {
+    await s.files.write('interpreter.py', source)
+    await s.commands.run('exec /usr/bin/python3 interpreter.py', { background: true, timeoutMs: 0 })
+    await until('the kernel', async () => (await get(s, 49999, '/health')).status === 200, 80_000)
+    return await f(s)
+  } finally { await s.kill().catch(() => {}) }
+}
+const code = (name, f) => it(name, served(f), ['interpreter'])
+code('state, output and results', async s => {
+  await s.runCode('x = 41')
+  const r = await s.runCode('import sys; print("ä漢😀"); print("err", file=sys.stderr); x + 1')
+  assert.deepEqual([r.logs.stdout.join(''), r.logs.stderr.join(''), r.text, r.error, r.executionCount], ['ä漢😀\n', 'err\n', '42', undefined, 2])
+  assert.equal((await s.runCode('import os; os.getcwd()')).text, '/home/user')
+  const rich = await s.runCode('from IPython.display import *; display(HTML("<b>"), Markdown("*m*"), Latex("$x$"), JSON({"a": 1})); Image(data=b"\\x89PNG\\r\\n\\x1a\\n0000", format="png")')
+  assert.deepEqual(rich.results.map(x => x.formats().join()), ['html', 'markdown', 'latex', 'json', 'png'])
+  assert.deepEqual(rich.results.map(x => x.isMainResult), [false, false, false, false, true])
+  assert.deepEqual(rich.results[3].json, { a: 1 })
+})
+code('errors leave the state', async s => {
+  const bad = await s.runCode('y = 1\nx ==')
+  assert.equal(bad.error.name, 'SyntaxError')
+  const zero = await s.runCode('y = 2; 1 / 0')
+  assert.deepEqual([zero.error.name, zero.error.value], ['ZeroDivisionError', 'division by zero'])
+  assert.match(zero.error.traceback, /1 \/ 0|ZeroDivisionError/)
+  assert.equal((await s.runCode('y')).text, '2')
+  assert.equal((await s.runCode('import os; os._exit(3)')).error.name, 'KernelDied')
+  assert.equal((await s.runCode('y')).error.name, 'NameError')
+})
+code('variables of an execution', async s => {
+  const get = 'import os; os.environ.get("A_B")'
+  assert.equal((await s.runCode(get, { envs: { A_B: 'it"s' } })).text, 'it"s')
+  assert.equal((await s.runCode(get)).text, undefined)
+})
+code('1 MiB of output', async s => {
+  const r = await s.runCode('print("ä" * (1 << 19)); print("x" * (1 << 20))')
+  assert.equal(r.logs.stdout.join(''), 'ä'.repeat(1 << 19) + '\n' + 'x'.repeat(1 << 20) + '\n')
+})
+code('output without end, and code that is too long', async s => {
+  await s.runCode('x = 5')
+  assert.equal((await s.runCode('while True: print("y" * 100000)')).error.name, 'OutputTooLarge')
+  await assert.rejects(s.runCode('#' + 'x'.repeat(1 << 20)), /413/)
+  await assert.rejects(s.runCode('1', { language: 'r' }), /400/)
+  assert.equal((await s.runCode('x')).text, '5')
+})
+code('an endless loop and a client that leaves', async s => {
+  await s.runCode('x = 5')
+  await rejects(s.runCode('while True: pass', { timeoutMs: 1500 }), TimeoutError)
+  // It was interrupted, not ended: the next waits for it.
+  assert.equal((await s.runCode('x')).text, '5')
+})
+code('contexts', async s => {
+  const [a, b] = await Promise.all([s.createCodeContext({ cwd: '/tmp' }), s.createCodeContext()])
+  assert.deepEqual([a.cwd, a.language, b.cwd], ['/tmp', 'python', '/home/user'])
+  assert.deepEqual((await s.listCodeContexts()).map(c => c.id).sort(), [a.id, b.id, 'default'].sort())
+  // Both at once: each waits for the other's file.
+  const meet = (mine, other) => `import os, time\nopen("/tmp/${mine}", "w").close()\nwhile not os.path.exists("/tmp/${other}"): time.sleep(.05)\nv = "${mine}"\nv`
+  const r = await Promise.all([s.runCode(meet('a', 'b'), { context: a }), s.runCode(meet('b', 'a'), { context: b })])
+  assert.deepEqual(r.map(x => x.text), ['a', 'b'])
+  assert.deepEqual((await Promise.all([s.runCode('v', { context: a }), s.runCode('v', { context: b })])).map(x => x.text), ['a', 'b'])
+  await s.restartCodeContext(a)
+  assert.equal((await s.runCode('v', { context: a })).error.name, 'NameError')
+  await s.removeCodeContext(b)
+  await rejects(s.runCode('v', { context: b }), NotFoundError)
+  await rejects(s.removeCodeContext(b), NotFoundError)
+  await assert.rejects(s.createCodeContext({ cwd: '/not/there' }), /400/)
+})
+code('state over pause and resume', async s => {
+  await s.runCode('x = 42')
+  await s.pause()
+  const c = await s.connect()
+  assert.equal((await c.runCode('x')).text, '42')
+})
+
 const lacks = {
+  interpreter: async () => pkg !== 'e2b' || !source,
   'commands.closeStdin': async () => !(await sbx()).commands.closeStdin,
   'pty.connect': async () => !(await sbx()).pty.connect,
   'files.octet': async () => !(await sbx()).fork, // came before fork
