@@ -28,7 +28,8 @@ MAX_CONTEXTS = 16
 MAX_EXECUTIONS = 64  # that run or wait, in all contexts
 MAX_ENV = 256  # variables of an execution
 START_TIME = 120  # seconds: a kernel on a slow machine
-GRACE = 30  # seconds from an interrupt to the restart of a kernel that ignores it
+INTERRUPTS = (2, 8, 20)  # seconds to wait after each; then a kernel that ignores them is restarted
+GRACE = 30  # seconds for what takes none of its own
 DEFAULT = "default"
 
 FIELDS = {
@@ -157,9 +158,10 @@ class Context:
             try:
                 parts = await self.kc.iopub_channel.socket.recv_multipart()
                 x = self.current
-                if sum(map(len, parts)) > MAX_OUTPUT:  # not even looked at: that would take seconds
-                    if x:
-                        x.overflow()
+                size = sum(map(len, parts))
+                if size > MAX_OUTPUT and x:
+                    x.overflow()
+                if size > (64 << 10 if x is None or x.over else MAX_OUTPUT):  # reading what is dropped takes seconds
                     continue
                 msg = self.kc.session.deserialize(self.kc.session.feed_identities(parts)[1])
                 if x and msg["parent_header"].get("msg_id") == x.msg_id:
@@ -225,10 +227,11 @@ class Context:
         try:
             await asyncio.wait({answer, early}, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
-                end = time.monotonic() + GRACE
-                while not answer.done() and time.monotonic() < end and await self.alive():
-                    await self.km.interrupt_kernel()
-                    await asyncio.wait({answer}, timeout=1)
+                # Again for code that catches the first; later and later, for a kernel that is busy with its end.
+                for wait in INTERRUPTS:
+                    if not answer.done() and await self.alive():
+                        await self.km.interrupt_kernel()
+                        await asyncio.wait({answer}, timeout=wait)
                 if not answer.done():
                     raise Died()
             content = await answer
