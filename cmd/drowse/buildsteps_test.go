@@ -1,13 +1,20 @@
 package main
 
 import (
+	"errors"
 	"os"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
 
+	"github.com/spf13/cobra"
+
 	"github.com/drowse-vm/drowse/rootfs/image"
+	"github.com/drowse-vm/drowse/rootfs/image/builder"
+	"github.com/drowse-vm/drowse/rootfs/image/drowsefile"
+	"github.com/drowse-vm/drowse/sandbox/e2b/interpreter"
 )
 
 func TestFlags_that_do_not_go_together_are_usage_errors(t *testing.T) {
@@ -29,6 +36,10 @@ func TestFlags_that_do_not_go_together_are_usage_errors(t *testing.T) {
 		"argument without a name":       {[]string{"image", "build", "--file", file, "--tag", "t", "--build-arg", "=x"}, "use NAME=VALUE"},
 		"argument of no variable":       {[]string{"image", "build", "--file", file, "--tag", "t", "--build-arg", "NOT_THERE_AT_ALL"}, "no such variable"},
 		"instruction that is not known": {[]string{"image", "build", "--file", file, "--tag", "t"}, "line 2: VOLUME: this instruction is not supported"},
+		"recipe that is not there":      {[]string{"image", "build", "--recipe", "pie"}, "there is only code-interpreter"},
+		"recipe and steps":              {[]string{"image", "build", "--recipe", "code-interpreter", "--file", file}, "--file does not go with --recipe"},
+		"recipe and a source":           {[]string{"image", "build", "--recipe", "code-interpreter", "--from", "dir:/"}, "--from does not go with --recipe"},
+		"recipe and a directory":        {[]string{"image", "build", "--recipe", "code-interpreter", "--context", "."}, "--context does not go with --recipe"},
 		"run detached and removed":      {[]string{"run", "--rm", "-d", "a", "sh"}, "--rm does not go with --detach"},
 		"run of an entrypoint alone":    {[]string{"run", "--entrypoint", "sh", "--no-image-config", "a"}, "does not go with --no-image-config"},
 		"run of nothing":                {[]string{"run"}, "no image is named"},
@@ -39,6 +50,37 @@ func TestFlags_that_do_not_go_together_are_usage_errors(t *testing.T) {
 				t.Errorf("exit status %d, stdout %q, stderr %q; want %d and %q", code, stdout, stderr, exitUsage, tt.want)
 			}
 		})
+	}
+}
+
+func TestRecipe_is_a_build_file_and_all_that_it_copies(t *testing.T) {
+	f := stepFlags{recipe: interpreter.Tag}
+	o := builder.Options{Include: []string{"jq"}}
+	done, err := f.useRecipe(&cobra.Command{}, &o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	text, err := os.ReadFile(f.file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	parsed, err := drowsefile.Parse(string(text))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(parsed.Instructions) < 3 || o.Tag != interpreter.Tag || !slices.Equal(o.Include, []string{interpreter.Packages, "jq"}) {
+		t.Errorf("%+v, %+v", parsed, o)
+	}
+	for _, m := range regexp.MustCompile(`(?m)^COPY .*?([^ ]+) /`).FindAllStringSubmatch(string(text), -1) {
+		if st, err := os.Stat(filepath.Join(filepath.Dir(f.file), m[1])); err != nil || st.Size() == 0 {
+			t.Errorf("%s: %v", m[1], err)
+		}
+	}
+	if err := done(); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := os.Stat(f.file); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("it is left: %v", err)
 	}
 }
 

@@ -30,7 +30,7 @@ func (f *e2bFlags) add(cmd *cobra.Command) {
 	fl := cmd.Flags()
 	fl.StringVar(&f.listen, "e2b", "", "serve E2B's SDKs on this HOST:PORT, to callers with a key (docs/guides/e2b.md)")
 	fl.StringVar(&f.domain, "e2b-domain", "", "domain of the hosts {port}-{sandbox}.DOMAIN that --e2b serves, with :PORT unless it is 443")
-	fl.StringArrayVar(&f.templates, "e2b-template", nil, "NAME=IMAGE of a template; other templates are images by their own names; repeatable")
+	fl.StringArrayVar(&f.templates, "e2b-template", nil, "NAME=IMAGE or NAME=snapshot:ID of a template, for all keys; other templates are images by their own names; repeatable")
 	fl.StringVar(&f.cert, "e2b-cert", "", "certificate for --e2b, also of *.DOMAIN, PEM; read again when it changes")
 	fl.StringVar(&f.key, "e2b-key", "", "key of --e2b-cert, PEM")
 	fl.BoolVar(&f.plain, "e2b-no-tls", false, "allow --e2b without TLS on an address that others reach, because something else encrypts")
@@ -49,7 +49,7 @@ func (f *e2bFlags) check() error {
 	}
 	for _, t := range f.templates {
 		if name, image, ok := strings.Cut(t, "="); !ok || name == "" || image == "" {
-			return usageError{fmt.Errorf("--e2b-template %q: use NAME=IMAGE", t)}
+			return usageError{fmt.Errorf("--e2b-template %q: use NAME=IMAGE or NAME=snapshot:ID", t)}
 		}
 	}
 	return nil

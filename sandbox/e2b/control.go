@@ -308,7 +308,7 @@ func (s *Server) created(otherwise int64) handler {
 // make makes a sandbox of a template: a snapshot, or an image.
 func (s *Server) make(ctx context.Context, id string, m *spec.Metadata) error {
 	p := policy(m.E2B.Network, s.o.DNS)
-	snap, err := s.findSnapshot(m.Owner, m.E2B.Template)
+	snap, err := s.template(m.Owner, m.E2B.Template)
 	if err != nil {
 		return err
 	}

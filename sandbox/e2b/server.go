@@ -41,7 +41,8 @@ type Options struct {
 	// Domain is that of the host names {port}-{sandboxID}.{domain} of ports in sandboxes, with ":port" if need be.
 	// Empty leaves clients to E2B_DOMAIN, and sandboxes are reached by header only.
 	Domain string
-	// Templates are images by the names of templates. Other templates are looked up in the image store.
+	// Templates are images, and snapshots as SnapshotPrefix with an id or the beginning of one, by the names of
+	// templates. All keys make sandboxes of them. Other templates are looked up among a key's snapshots and in the image store.
 	Templates map[string]string
 	// Spec has size and kernel of new sandboxes; zero fields are Defaults.
 	Spec sandbox.Spec

@@ -86,6 +86,27 @@ func (s *Server) findSnapshot(owner, template string) (string, error) {
 	return "", nil
 }
 
+// SnapshotPrefix begins the name of a snapshot in Options.Templates.
+const SnapshotPrefix = "snapshot:"
+
+// template returns the id of the snapshot that a key of an owner makes sandboxes of by a template's name, or "". The
+// host's own templates are everybody's, and no one's own snapshot takes the name of one.
+func (s *Server) template(owner, name string) (string, error) {
+	shared, ok := s.o.Templates[name]
+	if !ok {
+		return s.findSnapshot(owner, name)
+	}
+	ref, ok := strings.CutPrefix(shared, SnapshotPrefix)
+	if !ok {
+		return "", nil // an image
+	}
+	id, err := s.host.State.FindSnapshot(ref)
+	if err != nil {
+		return "", &apiError{Code: http.StatusNotFound, Message: "the template was not found: its snapshot is not on the host", cause: err}
+	}
+	return id, nil
+}
+
 func (s *Server) snapshot(w http.ResponseWriter, r *http.Request, b *box) (int, any, error) {
 	var body struct {
 		Name string `json:"name"`
@@ -203,7 +224,7 @@ func (s *Server) templates(http.ResponseWriter, *http.Request) (int, any, error)
 // alias says whether there is a template of a name.
 func (s *Server) alias(_ http.ResponseWriter, r *http.Request) (int, any, error) {
 	name := r.PathValue("id")
-	id, err := s.findSnapshot(keyOf(r.Context()).Owner, name)
+	id, err := s.template(keyOf(r.Context()).Owner, name)
 	if err != nil {
 		return 0, nil, err
 	}

@@ -136,6 +136,54 @@ func TestKeys_of_an_owner_reach_that_owners_sandboxes_alone(t *testing.T) {
 	}
 }
 
+func TestTemplates_of_the_host_are_for_all_keys_and_removed_by_none(t *testing.T) {
+	var templates map[string]string
+	w := begin(t, nil, func(o *e2b.Options) { templates = o.Templates })
+	key, err := w.tokens.CreateE2B(tokens.Token{Name: "ann", Scopes: tokens.Scopes{tokens.ScopeRead, tokens.ScopeExec, tokens.ScopeFiles, tokens.ScopeCreate}, Owner: "ann"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var m made
+	if a := w.ask("POST", "/v2/sandboxes", map[string]any{"templateID": "base"}); json.Unmarshal([]byte(a.body), &m) != nil || a.status != http.StatusCreated {
+		t.Fatal(a)
+	}
+	var snap struct{ SnapshotID string }
+	if a := w.ask("POST", "/sandboxes/"+m.SandboxID+"/snapshots", map[string]any{"name": "warm"}); json.Unmarshal([]byte(a.body), &snap) != nil || snap.SnapshotID == "" {
+		t.Fatal(a)
+	}
+	create := func(template string) answer {
+		return w.ask("POST", "/v2/sandboxes", map[string]any{"templateID": template}, "X-API-KEY", key)
+	}
+	if a := create("warm"); a.status != http.StatusNotFound {
+		t.Errorf("before it is shared: %v", a)
+	}
+	id := strings.TrimSuffix(snap.SnapshotID, ":default")
+	templates["shared"], templates["lost"] = e2b.SnapshotPrefix+id[:12], e2b.SnapshotPrefix+strings.Repeat("0", 32)
+	if a := create("shared"); a.status != http.StatusCreated || json.Unmarshal([]byte(a.body), &m) != nil {
+		t.Errorf("shared: %v", a)
+	} else if md, err := w.host.State.Metadata(m.SandboxID); err != nil || md.Owner != "ann" {
+		t.Errorf("the owner is %q, %v", md.Owner, err)
+	}
+	if a := create("lost"); a.status != http.StatusNotFound {
+		t.Errorf("a snapshot that is not there: %v", a)
+	}
+	for _, name := range []string{"shared", snap.SnapshotID, id} {
+		if a := w.ask("DELETE", "/templates/"+name, nil, "X-API-KEY", key); a.status != http.StatusNotFound {
+			t.Errorf("removing %s: %v", name, a)
+		}
+	}
+	// A snapshot of the name of one of the host's templates does not take its place.
+	if a := w.ask("POST", "/sandboxes/"+m.SandboxID+"/snapshots", map[string]any{"name": "base"}, "X-API-KEY", key); a.status >= 300 {
+		t.Fatal(a)
+	}
+	if a := create("base"); json.Unmarshal([]byte(a.body), &m) != nil || a.status != http.StatusCreated {
+		t.Fatal(a)
+	}
+	if r, err := w.host.State.Get(m.SandboxID); err != nil || r.Parent != "" {
+		t.Errorf("base became a snapshot: %+v, %v", r, err)
+	}
+}
+
 func TestKeys_that_have_expired_or_are_used_too_often_are_refused(t *testing.T) {
 	w := begin(t, nil, nil)
 	key, err := w.tokens.CreateE2B(tokens.Token{Name: "slow", Scopes: tokens.All(), Rate: 1})
