@@ -42,7 +42,8 @@ type Options struct {
 	// Empty leaves clients to E2B_DOMAIN, and sandboxes are reached by header only.
 	Domain string
 	// Templates are images, and snapshots as SnapshotPrefix with an id or the beginning of one, by the names of
-	// templates. All keys make sandboxes of them. Other templates are looked up among a key's snapshots and in the image store.
+	// templates. All keys make sandboxes of them. Other templates are looked up among a key's snapshots and in the
+	// image store.
 	Templates map[string]string
 	// Spec has size and kernel of new sandboxes; zero fields are Defaults.
 	Spec sandbox.Spec
