@@ -1,0 +1,636 @@
+"""The client. _client_sync.py is made from _client_async.py: see generate.py."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import os
+import secrets as random
+import ssl
+import tarfile
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from typing import Any, List, TypeVar, cast
+from urllib.parse import quote, urlencode
+
+from . import types
+from ._aio import in_thread, sleep
+from ._http_async import AsyncHTTP, AsyncResponse
+from ._process_async import AsyncPort, AsyncProcess
+from ._results import Completed, Exit, Lineage, Versioned
+from ._tar import tar_of
+from .errors import CommandFailed, NotFound
+
+T = TypeVar("T")
+NEW: Any = object()
+METADATA = ("class", "owner", "purpose", "tags", "expires", "keep", "persist", "rotate", "wake", "gateway")
+
+
+def segment(text: str) -> str:
+    return quote(text, safe="")
+
+
+def query(**values: Any) -> str:
+    pairs = []
+    for name, value in values.items():
+        for one in value if isinstance(value, (list, tuple)) else [value]:
+            if one is not None and one is not False and one != "":
+                pairs.append((name, "1" if one is True else str(one)))
+    return "?" + urlencode(pairs) if pairs else ""
+
+
+def key_of(key: Any) -> dict[str, str]:
+    if key is None:
+        return {}
+    return {"Idempotency-Key": random.token_hex(16) if key is NEW else key}
+
+
+def environment(env: dict[str, str] | None) -> List[str] | None:
+    return [f"{k}={v}" for k, v in env.items()] if env else None
+
+
+def body_of(data: Any) -> Any:
+    if isinstance(data, str):
+        return data.encode()
+    return bytes(data) if isinstance(data, (bytearray, memoryview)) else data
+
+
+class AsyncDrowse:
+    """A client of one server. It may be shared by tasks, and by threads in its synchronous form.
+
+    `url` is http://, https:// or unix:///path/of/api.sock, by default DROWSE_URL; `token` is by default DROWSE_TOKEN.
+    `timeout` in seconds bounds each call until its answer begins; calls have a `timeout` of their own. `retries` are
+    further tries of what may be repeated: reads, and creations, whose idempotency key makes that one of them counts.
+    `gateway` is the domain of the server's gateway, for `Sandbox.url`.
+    """
+
+    def __init__(
+        self, url: str | None = None, token: str | None = None, *, timeout: float | None = 600.0, retries: int = 2,
+        tls: ssl.SSLContext | None = None, gateway: str | None = None,
+    ) -> None:
+        url = url or os.environ.get("DROWSE_URL", "")
+        if not url:
+            raise ValueError("there is no url: give one, or set DROWSE_URL")
+        token = os.environ.get("DROWSE_TOKEN", "") if token is None else token
+        self.gateway = gateway or os.environ.get("DROWSE_GATEWAY", "")
+        self.http = AsyncHTTP(url, token, timeout, retries, tls)
+        self.snapshots = AsyncSnapshots(self)
+        self.images = AsyncImages(self)
+        self.volumes = AsyncVolumes(self)
+        self.operations = AsyncOperations(self)
+
+    async def __aenter__(self) -> AsyncDrowse:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        self.http.close()
+
+    async def call(
+        self, method: str, path: str, body: Any = None, *, headers: dict[str, str] | None = None, timeout: float | None = None,
+        etag: bool = False,
+    ) -> Any:
+        """Send a request with JSON, and return the JSON of its answer: for requests that have no method here."""
+        h = dict(headers or {})
+        data = None
+        if body is not None:
+            h["Content-Type"], data = "application/json", json.dumps(body).encode()
+        retry = method in ("GET", "PUT", "DELETE") or "Idempotency-Key" in h
+        answer = await self.http.request(method, path, headers=h, body=data, timeout=timeout, retry=retry)
+        text = await answer.document()
+        doc = json.loads(text) if text else None
+        return Versioned(doc, answer.headers.get("etag", "")) if etag else doc
+
+    async def version(self) -> types.Is:
+        return cast(types.Is, await self.call("GET", "/v1/version"))
+
+    async def create(
+        self, image: str = "", *, name: str = "", policy: types.Policy | None = None, get_or_create: bool = False,
+        idempotency_key: str | None = NEW, timeout: float | None = None, **more: Any,
+    ) -> AsyncSandbox:
+        """Make a sandbox and boot it.
+
+        Further arguments are fields of the API: those of the spec, such as memory_mib, vcpus, network, idle and
+        volumes; those of the metadata, such as class_, tags, owner and expires; and disk. A template that fits is used.
+        """
+        spec: dict[str, Any] = {}
+        metadata: dict[str, Any] = {}
+        doc: dict[str, Any] = {"spec": spec}
+        if image:
+            spec["image"] = image
+        if name:
+            spec["name"] = name
+        if policy is not None:
+            spec["policy"] = policy
+            spec["network"] = "tap"
+        for given, value in more.items():
+            field = given.rstrip("_")
+            (metadata if field in METADATA else doc if field == "disk" else spec)[field] = value
+        if metadata:
+            doc["metadata"] = metadata
+        if get_or_create:
+            doc["get_or_create"] = True
+        made = await self.call("POST", "/v1/sandboxes", doc, headers=key_of(idempotency_key), timeout=timeout)
+        return AsyncSandbox(self, made["name"], made)
+
+    def sandbox(self, name: str) -> AsyncSandbox:
+        """Return a handle of a sandbox, without asking whether it exists."""
+        return AsyncSandbox(self, name)
+
+    async def get(self, name: str) -> AsyncSandbox:
+        """Return a handle of a sandbox that exists."""
+        b = AsyncSandbox(self, name)
+        await b.refresh()
+        return b
+
+    async def list(
+        self, *, owner: str = "", tag: Any = None, class_: str = "", status: Any = None, page: int = 100,
+    ) -> AsyncIterator[AsyncSandbox]:
+        """Yield sandboxes in the order of their names; tag and status may be lists."""
+        after = ""
+        while True:
+            doc = await self.call("GET", "/v1/sandboxes" + query(owner=owner, tag=tag, status=status, limit=page, after=after, **{"class": class_}))
+            for one in doc["sandboxes"] or []:
+                yield AsyncSandbox(self, one["name"], one)
+            after = doc.get("next", "")
+            if not after:
+                return
+
+    async def events(
+        self, *, since: int | str | None = None, follow: bool = True, type: Any = None, sandbox: str = "", owner: str = "",
+        tag: str = "",
+    ) -> AsyncIterator[types.EventLine]:
+        """Yield events; "now" or a cursor says from where. After a broken connection, go on with the last cursor."""
+        path = "/v1/events" + query(since=since, follow=follow, type=type, sandbox=sandbox, owner=owner, tag=tag)
+        answer = await self.http.request("GET", path, timeout=math.inf, retry=True)
+        try:
+            async for line in answer.lines():
+                yield line
+        finally:
+            answer.close()
+
+
+class AsyncSandbox:
+    """A handle of a sandbox. What works inside it wakes it first."""
+
+    def __init__(self, client: AsyncDrowse, name: str, info: types.Sandbox | None = None) -> None:
+        self.client, self.name, self.info = client, name, info
+        self._path = "/v1/sandboxes/" + segment(name)
+        self.files = AsyncFiles(self)
+        self.processes = AsyncProcesses(self)
+        self.secrets = AsyncSecrets(self)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r}>"
+
+    async def _call(self, method: str, path: str = "", body: Any = None, **more: Any) -> Any:
+        return await self.client.call(method, self._path + path, body, **more)
+
+    async def refresh(self) -> types.Sandbox:
+        """Read what is known of it, also into `info`. It does not wake it."""
+        self.info = cast(types.Sandbox, await self._call("GET"))
+        return self.info
+
+    async def update(self, *, if_match: str | None = None, **changes: Any) -> types.Sandbox:
+        """Change fields of the API's PATCH, such as tags, class_, idle, memory_mib; only if it still has the ETag if_match."""
+        body = {k.rstrip("_"): v for k, v in changes.items()}
+        self.info = cast(types.Sandbox, await self._call("PATCH", "", body, headers={"If-Match": if_match} if if_match else None))
+        return self.info
+
+    async def delete(self) -> types.Freed:
+        """Remove it, running or not. Removing what is not there succeeds."""
+        return cast(types.Freed, await self._call("DELETE"))
+
+    async def sleep(self, *, hooks: str = "", timeout: float | None = None) -> types.SleepResult:
+        return cast(types.SleepResult, await self._call("POST", "/sleep", {"hooks": hooks}, timeout=timeout))
+
+    async def wake(self, *, timeout: float | None = None) -> types.Sandbox:
+        self.info = cast(types.Sandbox, await self._call("POST", "/wake", {}, timeout=timeout))
+        return self.info
+
+    async def start(self, *, timeout: float | None = None) -> types.Sandbox:
+        """Bring it up: wake it, or boot it if it has stopped."""
+        self.info = cast(types.Sandbox, await self._call("POST", "/start", {}, timeout=timeout))
+        return self.info
+
+    async def stop(self, *, kill: bool = False, timeout_seconds: int = 30) -> types.Sandbox:
+        """Shut it down. Its memory is lost, its disk stays."""
+        self.info = cast(types.Sandbox, await self._call("POST", "/stop", {"kill": kill, "timeout_seconds": timeout_seconds}))
+        return self.info
+
+    async def extend(self, until: str) -> types.Sandbox:
+        """Let it expire later; until is a time of RFC 3339."""
+        self.info = cast(types.Sandbox, await self._call("POST", "/extend", {"until": until}))
+        return self.info
+
+    async def rename(self, to: str) -> None:
+        self.info = cast(types.Sandbox, await self._call("POST", "/rename", {"to": to}))
+        self.__init__(self.client, to, self.info)  # type: ignore[misc]
+
+    async def fork(
+        self, n: int = 1, *, names: List[str] | None = None, tags: List[str] | None = None, idempotency_key: str | None = NEW,
+        timeout: float | None = None,
+    ) -> List[AsyncSandbox]:
+        """Make n children that go on from this moment, each with the processes and files of their parent."""
+        children: List[dict[str, Any]] = [{"name": name} for name in names] if names else [{} for _ in range(n)]
+        if tags:
+            for c in children:
+                c["tags"] = tags
+        doc = await self._call("POST", "/fork", {"children": children}, headers=key_of(idempotency_key), timeout=timeout)
+        return [AsyncSandbox(self.client, one["name"], one) for one in doc["sandboxes"]]
+
+    async def snapshot(
+        self, note: str = "", *, disk_only: bool = False, idempotency_key: str | None = NEW, timeout: float | None = None,
+    ) -> types.SleepResult:
+        """Write a snapshot: its id is "snapshot" of the result."""
+        body: dict[str, Any] = {"note": note, "disk_only": disk_only}
+        return cast(types.SleepResult, await self._call("POST", "/snapshot", body, headers=key_of(idempotency_key), timeout=timeout))
+
+    async def list_snapshots(self) -> List[types.SnapshotInfo]:
+        return (await self._call("GET", "/snapshots"))["snapshots"] or []
+
+    async def rewind(self, snapshot: str, *, timeout: float | None = None) -> types.Sandbox:
+        """Go back to one of its snapshots."""
+        self.info = cast(types.Sandbox, await self._call("POST", "/restore", {"snapshot": snapshot}, timeout=timeout))
+        return self.info
+
+    async def lineage(self) -> Lineage:
+        """Say which of its relatives exist."""
+        me = await self.refresh()
+        by_id: dict[str, types.Sandbox] = {}
+        children = []
+        async for b in self.client.list():
+            assert b.info is not None
+            by_id[b.info["id"]] = b.info
+            if b.info.get("parent_id") == me["id"]:
+                children.append(b.name)
+        ancestors: List[str] = []
+        at = by_id.get(me.get("parent_id", ""))
+        while at is not None and at["name"] not in ancestors:
+            ancestors.append(at["name"])
+            at = by_id.get(at.get("parent_id", ""))
+        return Lineage(ancestors, children)
+
+    async def policy(self) -> Versioned[types.Policy]:
+        """Return its network policy, with the ETag for set_policy."""
+        return cast("Versioned[types.Policy]", await self._call("GET", "/policy", etag=True))
+
+    async def set_policy(self, policy: types.Policy, *, if_match: str | None = None) -> types.PolicyResult:
+        """Replace its network policy; only if the present one still has the ETag if_match, else PreconditionFailed."""
+        return cast(types.PolicyResult, await self._call("PUT", "/policy", policy, headers={"If-Match": if_match} if if_match else None))
+
+    async def stats(self) -> types.Stats:
+        return cast(types.Stats, await self._call("GET", "/stats"))
+
+    async def run(
+        self, command: List[str] | str, *, stdin: bytes | str = b"", user: str = "", cwd: str = "", env: dict[str, str] | None = None,
+        timeout_seconds: int = 60, check: bool = False, timeout: float | None = None,
+    ) -> Completed:
+        """Run a command to its end, a string by sh -c, and keep the first MiB of each stream.
+
+        After timeout_seconds, at most 3600, it is killed. With check, another exit code than 0 raises CommandFailed.
+        """
+        body = {"command": argv(command), "user": user, "cwd": cwd, "env": environment(env), "timeout_seconds": timeout_seconds}
+        if stdin:
+            body["stdin"] = base64.b64encode(body_of(stdin)).decode()
+        doc = await self._call("POST", "/exec", body, timeout=timeout_seconds + 120 if timeout is None else timeout)
+        end = Exit(doc["exit_code"], doc.get("signal", 0), doc.get("timed_out", False), doc.get("not_started", ""))
+        out = Completed(end, base64.b64decode(doc["stdout"]), base64.b64decode(doc["stderr"]), doc.get("truncated", False))
+        if check and end.code != 0:
+            raise CommandFailed(f"{command!r} ended with {end.code}: {end.not_started or out.stderr[-500:].decode(errors='replace')}", out)
+        return out
+
+    async def exec(
+        self, command: List[str] | str, *, stdin: bool = False, tty: tuple[int, int] | None = None, user: str = "", cwd: str = "",
+        env: dict[str, str] | None = None, timeout_seconds: int = 0, detach: bool = False, process: str = "",
+    ) -> AsyncProcess:
+        """Start a command, a string by sh -c, with streams.
+
+        stdin says that it is written to. tty is the rows and columns of a terminal. A detached process outlives the
+        stream; process is its name.
+        """
+        first: dict[str, Any] = {"command": argv(command), "user": user, "cwd": cwd, "env": environment(env), "stdin": stdin, "timeout_seconds": timeout_seconds}
+        if tty is not None:
+            first["tty"] = {"rows": tty[0], "cols": tty[1]}
+        if detach:
+            first["detach"] = True
+            first["process"] = process
+        p = AsyncProcess(await self.client.http.websocket(self._path + "/exec"))
+        await p._begin({k: v for k, v in first.items() if v})
+        return p
+
+    async def terminal(self, command: List[str] | str = ("sh", "-l"), *, rows: int = 24, cols: int = 80, **more: Any) -> AsyncProcess:  # type: ignore[assignment]
+        """Start a command with a terminal, by default a shell."""
+        return await self.exec(command, tty=(rows, cols), **more)
+
+    def url(self, port: int, scheme: str = "https") -> str:
+        """Return the address of a port behind the server's gateway."""
+        if not self.client.gateway:
+            raise ValueError("the gateway's domain is not known: give `gateway`, or set DROWSE_GATEWAY")
+        return f"{scheme}://{port}-{self.name}.{self.client.gateway}"
+
+    async def connect(self, port: int) -> AsyncPort:
+        """Connect to a TCP port, through the API."""
+        p = AsyncPort(await self.client.http.websocket(f"{self._path}/ports/{int(port)}"))
+        await p._begin()
+        return p
+
+
+def argv(command: Any) -> List[str]:
+    return ["sh", "-c", command] if isinstance(command, str) else [str(word) for word in command]
+
+
+class AsyncProcesses:
+    """What was started in a sandbox, and is not forgotten."""
+
+    def __init__(self, sandbox: AsyncSandbox) -> None:
+        self._sandbox = sandbox
+
+    async def list(self) -> List[types.ProcessesProcessesItem]:
+        """It does not wake the sandbox, which must run."""
+        return (await self._sandbox._call("GET", "/processes"))["processes"] or []
+
+    async def start(
+        self, command: List[str] | str, *, process: str = "", user: str = "", cwd: str = "", env: dict[str, str] | None = None,
+        output_kib: int = 0, timeout_seconds: int = 0, idempotency_key: str | None = NEW,
+    ) -> str:
+        """Start a process that goes on by itself, and return its name."""
+        body = {"command": argv(command), "process": process, "user": user, "cwd": cwd, "env": environment(env), "output_kib": output_kib, "timeout_seconds": timeout_seconds}
+        body = {k: v for k, v in body.items() if v}
+        return str((await self._sandbox._call("POST", "/processes", body, headers=key_of(idempotency_key)))["process"])
+
+    async def attach(self, process: str, *, offset: int = 0) -> AsyncProcess:
+        """Connect to a detached process, in the place of any other stream; output from offset on, as far as it is kept."""
+        path = f"{self._sandbox._path}/processes/{segment(process)}/attach?offset={int(offset)}&window={256 << 10}"
+        p = AsyncProcess(await self._sandbox.client.http.websocket(path))
+        await p._begin(None)
+        return p
+
+    async def signal(self, process: str, number: int) -> None:
+        await self._sandbox._call("POST", f"/processes/{segment(process)}/signal", {"signal": int(number)})
+
+    async def remove(self, process: str) -> None:
+        """Kill it if it runs, and forget it."""
+        await self._sandbox._call("DELETE", f"/processes/{segment(process)}")
+
+
+class AsyncFiles:
+    """The files of a sandbox. Paths are absolute."""
+
+    def __init__(self, sandbox: AsyncSandbox) -> None:
+        self._sandbox = sandbox
+
+    async def _request(self, method: str, path: str, **more: Any) -> AsyncResponse:
+        return await self._sandbox.client.http.request(method, self._sandbox._path + "/files" + path, **more)
+
+    async def read(self, path: str, *, most: int = 64 << 20) -> bytes:
+        """Return a file's content, of at most `most` bytes: use stream for more."""
+        answer = await self._request("GET", query(path=path), retry=True)
+        return await answer.document(most)
+
+    async def stream(self, path: str, *, offset: int = 0, length: int | None = None) -> AsyncIterator[bytes]:
+        """Yield a file's content, or a part of it, as it comes."""
+        headers = {}
+        if offset or length is not None:
+            if length == 0:
+                return
+            headers["Range"] = f"bytes={offset}-{'' if length is None else offset + length - 1}"
+        answer = await self._request("GET", query(path=path), headers=headers, retry=True)
+        try:
+            while piece := await answer.read():
+                yield piece
+        finally:
+            answer.close()
+
+    async def write(
+        self, path: str, data: Any, *, mode: str = "", parents: bool = False, append: bool = False, uid: int | None = None,
+        gid: int | None = None, if_match: str | None = None, if_none_match: str | None = None,
+    ) -> types.FileInfo:
+        """Write a file: text, bytes, an open file, or an iterable of bytes. mode is octal digits.
+
+        With if_match, only if the file has that ETag; with if_none_match="*", only if there is none.
+        """
+        headers = {"Content-Type": "application/octet-stream"}
+        if if_match:
+            headers["If-Match"] = if_match
+        if if_none_match:
+            headers["If-None-Match"] = if_none_match
+        where = query(path=path, mode=mode, parents=parents, append=append, uid=uid, gid=gid)
+        answer = await self._request("PUT", where, headers=headers, body=body_of(data), retry=not append and not if_match and not if_none_match)
+        return cast(types.FileInfo, json.loads(await answer.document()))
+
+    async def stat(self, path: str, *, link: bool = False) -> types.FileInfo:
+        """Describe a file; with link, a symbolic link itself."""
+        return cast(types.FileInfo, await self._sandbox._call("GET", "/files/stat" + query(path=path, link=link)))
+
+    async def exists(self, path: str) -> bool:
+        try:
+            await self.stat(path)
+        except NotFound as e:
+            if e.code != "guest-not-found":
+                raise
+            return False
+        return True
+
+    async def list(self, path: str) -> List[types.FileInfo]:
+        return (await self._sandbox._call("GET", "/files/list" + query(path=path)))["entries"] or []
+
+    async def mkdir(self, path: str, *, mode: str = "", parents: bool = False) -> None:
+        await self._sandbox._call("POST", "/files/mkdir", {"path": path, "mode": mode, "parents": parents})
+
+    async def move(self, source: str, to: str) -> None:
+        await self._sandbox._call("POST", "/files/move", {"from": source, "to": to})
+
+    async def remove(self, path: str, *, recursive: bool = False) -> None:
+        await self._sandbox._call("DELETE", "/files" + query(path=path, recursive=recursive))
+
+    async def download_tree(self, path: str) -> AsyncIterator[bytes]:
+        """Yield a tar archive of a directory as it comes."""
+        answer = await self._request("GET", "/tree" + query(path=path))
+        try:
+            while piece := await answer.read():
+                yield piece
+        finally:
+            answer.close()
+
+    async def upload_tree(self, path: str, tar: Any, *, uid: int | None = None, gid: int | None = None) -> int:
+        """Unpack a tar archive, which is bytes, an open file or an iterable of bytes; return its size."""
+        headers = {"Content-Type": "application/x-tar"}
+        answer = await self._request("PUT", "/tree" + query(path=path, uid=uid, gid=gid), headers=headers, body=body_of(tar))
+        return int(json.loads(await answer.document())["bytes"])
+
+    async def download(self, path: str, to: str) -> None:
+        """Copy a directory to a local one, below which all of it stays. It needs as much temporary space."""
+        with tempfile.TemporaryFile() as spool:
+            async for piece in self.download_tree(path):
+                await in_thread(spool.write, piece)
+            spool.seek(0)
+            with tarfile.open(fileobj=spool, mode="r:") as archive:
+                await in_thread(extract, archive, to)
+
+    async def upload(self, source: str, path: str) -> int:
+        """Copy a local directory into one of the sandbox."""
+        return await self.upload_tree(path, tar_of(source))
+
+    async def watch(self, path: str, *, recursive: bool = False, keep_awake: bool = False) -> AsyncIterator[types.FileEventLine]:
+        """Yield what happens to files below a directory; the first event is "ready"."""
+        answer = await self._request("GET", "/watch" + query(path=path, recursive=recursive, keep_awake=keep_awake), timeout=math.inf)
+        try:
+            async for line in answer.lines():
+                yield line
+        finally:
+            answer.close()
+
+
+def extract(archive: tarfile.TarFile, to: str) -> None:
+    archive.extractall(to, filter="data")
+
+
+class AsyncSecrets:
+    """The secrets of a sandbox. Values are never given back."""
+
+    def __init__(self, sandbox: AsyncSandbox) -> None:
+        self._sandbox = sandbox
+
+    async def list(self) -> List[types.SecretsSecretsItem]:
+        return (await self._sandbox._call("GET", "/secrets"))["secrets"] or []
+
+    async def set(self, name: str, value: bytes | str, **more: Any) -> None:
+        """Set a secret; further arguments are mode, uid, gid, proxy and transient."""
+        await self._sandbox._call("PUT", "/secrets/" + segment(name), {"value": base64.b64encode(body_of(value)).decode(), **more})
+
+    async def remove(self, name: str) -> None:
+        await self._sandbox._call("DELETE", "/secrets/" + segment(name))
+
+
+class AsyncSnapshots:
+    """The snapshots of all sandboxes."""
+
+    def __init__(self, client: AsyncDrowse) -> None:
+        self._client = client
+
+    async def list(self) -> List[types.SnapshotInfo]:
+        return (await self._client.call("GET", "/v1/snapshots"))["snapshots"] or []
+
+    async def get(self, id: str) -> types.SnapshotInfo:
+        return cast(types.SnapshotInfo, await self._client.call("GET", "/v1/snapshots/" + segment(id)))
+
+    async def remove(self, id: str) -> None:
+        await self._client.call("DELETE", "/v1/snapshots/" + segment(id))
+
+    async def tag(self, id: str, tags: List[str]) -> types.SnapshotInfo:
+        """Replace its tags."""
+        return cast(types.SnapshotInfo, await self._client.call("POST", f"/v1/snapshots/{segment(id)}/tags", {"tags": tags}))
+
+    async def clone(
+        self, id: str, *, name: str = "", policy: types.Policy | None = None, idle: Any = None, metadata: dict[str, Any] | None = None,
+        idempotency_key: str | None = NEW, timeout: float | None = None,
+    ) -> AsyncSandbox:
+        """Make a sandbox that goes on from a snapshot."""
+        body: dict[str, Any] = {k: v for k, v in {"name": name, "idle": idle, "metadata": metadata}.items() if v}
+        if policy is not None:
+            body["policy"] = policy
+        made = await self._client.call("POST", f"/v1/snapshots/{segment(id)}/clone", body, headers=key_of(idempotency_key), timeout=timeout)
+        return AsyncSandbox(self._client, made["name"], made)
+
+    async def export(self, id: str) -> AsyncIterator[bytes]:
+        """Yield a file that import_ reads on another host."""
+        answer = await self._client.http.request("GET", f"/v1/snapshots/{segment(id)}/export")
+        try:
+            while piece := await answer.read():
+                yield piece
+        finally:
+            answer.close()
+
+    async def import_(self, data: Any) -> types.Imported:
+        headers = {"Content-Type": "application/octet-stream"}
+        answer = await self._client.http.request("POST", "/v1/snapshots/import", headers=headers, body=body_of(data))
+        return cast(types.Imported, json.loads(await answer.document()))
+
+
+class AsyncImages:
+    """The images of the host."""
+
+    def __init__(self, client: AsyncDrowse) -> None:
+        self._client = client
+
+    async def list(self) -> List[types.Image]:
+        return (await self._client.call("GET", "/v1/images"))["images"] or []
+
+    async def get(self, ref: str) -> types.Image:
+        return cast(types.Image, await self._client.call("GET", "/v1/images/" + segment(ref)))
+
+    async def remove(self, ref: str) -> types.ImageRemoved:
+        return cast(types.ImageRemoved, await self._client.call("DELETE", "/v1/images/" + segment(ref)))
+
+    async def pull(self, source: str, *, tag: str = "", platform: str = "", idempotency_key: str | None = NEW) -> types.Operation:
+        """Begin to get an image, docker://REFERENCE or debian:SUITE: operations.wait waits for its end."""
+        body = {k: v for k, v in {"from": source, "tag": tag, "platform": platform}.items() if v}
+        return cast(types.Operation, await self._client.call("POST", "/v1/images/pull", body, headers=key_of(idempotency_key)))
+
+    async def import_(self, data: Any, *, tag: str, format: str = "oci-archive") -> types.Image:
+        headers = {"Content-Type": "application/octet-stream"}
+        answer = await self._client.http.request("POST", "/v1/images/import" + query(format=format, tag=tag), headers=headers, body=body_of(data))
+        return cast(types.Image, json.loads(await answer.document()))
+
+    async def export(self, ref: str, *, format: str = "") -> AsyncIterator[bytes]:
+        answer = await self._client.http.request("GET", f"/v1/images/{segment(ref)}/export" + query(format=format))
+        try:
+            while piece := await answer.read():
+                yield piece
+        finally:
+            answer.close()
+
+
+class AsyncVolumes:
+    """Disks that outlive their sandboxes."""
+
+    def __init__(self, client: AsyncDrowse) -> None:
+        self._client = client
+
+    async def list(self) -> List[types.Volume]:
+        return (await self._client.call("GET", "/v1/volumes"))["volumes"] or []
+
+    async def get(self, name: str) -> types.Volume:
+        return cast(types.Volume, await self._client.call("GET", "/v1/volumes/" + segment(name)))
+
+    async def create(self, name: str, size_mib: int, *, idempotency_key: str | None = NEW) -> types.Volume:
+        return cast(types.Volume, await self._client.call("POST", "/v1/volumes", {"name": name, "size_mib": size_mib}, headers=key_of(idempotency_key)))
+
+    async def resize(self, name: str, size_mib: int) -> types.Volume:
+        return cast(types.Volume, await self._client.call("POST", f"/v1/volumes/{segment(name)}/resize", {"size_mib": size_mib}))
+
+    async def remove(self, name: str) -> None:
+        await self._client.call("DELETE", "/v1/volumes/" + segment(name))
+
+
+class AsyncOperations:
+    """What goes on after its request, such as a pull."""
+
+    def __init__(self, client: AsyncDrowse) -> None:
+        self._client = client
+
+    async def list(self) -> List[types.Operation]:
+        return (await self._client.call("GET", "/v1/operations"))["operations"] or []
+
+    async def get(self, id: str) -> types.Operation:
+        return cast(types.Operation, await self._client.call("GET", "/v1/operations/" + segment(id)))
+
+    async def cancel(self, id: str) -> types.Operation:
+        return cast(types.Operation, await self._client.call("DELETE", "/v1/operations/" + segment(id)))
+
+    async def wait(self, id: str, progress: Callable[[types.Operation], object] | None = None) -> types.Operation:
+        """Wait until it has ended, which may be a failure: see "state" and "error". progress gets each change."""
+        pause, last = 0.05, None
+        while True:
+            is_ = await self.get(id)
+            if progress is not None and is_ != last:
+                progress(is_)
+            if is_["state"] != "running":
+                return is_
+            last = is_
+            await sleep(pause)
+            pause = min(1.0, pause * 1.5)

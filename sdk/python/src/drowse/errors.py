@@ -1,0 +1,111 @@
+"""Errors of the client."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class DrowseError(Exception):
+    """The root of all errors of this package."""
+
+
+class ConnectionFailed(DrowseError, ConnectionError):
+    """The server cannot be reached, or the connection broke. What was asked for may have been done."""
+
+
+class DeadlineExceeded(DrowseError, TimeoutError):
+    """The call's own timeout is over. What was asked for may have been done."""
+
+
+class StreamLost(ConnectionFailed):
+    """The stream of a process ended before the process. A detached one goes on: attach with `offset`."""
+
+    def __init__(self, message: str, offset: int) -> None:
+        super().__init__(message)
+        self.offset = offset
+
+
+class CommandFailed(DrowseError):
+    """A command ended other than with exit code 0, and the caller asked for an error then."""
+
+    def __init__(self, message: str, result: Any) -> None:
+        super().__init__(message)
+        self.result = result
+
+
+class APIError(DrowseError):
+    """An error that the server answered with.
+
+    `code` is for programs, `remedy` says what to do. `status` is the HTTP status; of an error in a stream, 0.
+    """
+
+    def __init__(self, status: int, error: dict[str, Any], retry_after: float | None = None) -> None:
+        self.status = status
+        self.code: str = error.get("code", "error")
+        self.message: str = error.get("message", "")
+        self.remedy: str = error.get("remedy", "")
+        self.op: str = error.get("op", "")
+        self.sandbox: str = error.get("sandbox", "")
+        self.retry_after = retry_after
+        """Seconds to wait before another try, if the server says so."""
+        text = self.message or self.code
+        super().__init__(f"{text} ({self.remedy})" if self.remedy else text)
+
+
+class InvalidRequest(APIError):
+    """400: the request is wrong."""
+
+
+class Unauthorized(APIError):
+    """401: no token, or one that is unknown or expired."""
+
+
+class Forbidden(APIError):
+    """403: the token lacks the right."""
+
+
+class NotFound(APIError):
+    """404: there is no such sandbox, file, snapshot, image or volume, or it is another owner's."""
+
+
+class Conflict(APIError):
+    """409: the state does not allow it, or the name is taken."""
+
+
+class PreconditionFailed(APIError):
+    """412: it has changed since it was read."""
+
+
+class KeyReused(APIError):
+    """422: another request had this idempotency key."""
+
+
+class TooManyRequests(APIError):
+    """429: too many requests, or the owner's limit is reached."""
+
+
+class ServerError(APIError):
+    """5xx: the host or the guest has failed, or has no room at present."""
+
+
+_classes = {
+    400: InvalidRequest, 401: Unauthorized, 403: Forbidden, 404: NotFound, 409: Conflict, 412: PreconditionFailed,
+    422: KeyReused, 429: TooManyRequests,
+}
+
+# Codes of errors in streams, which have no status. Others count as the server's.
+_codes = {
+    "invalid": InvalidRequest, "guest-invalid": InvalidRequest, "unauthorized": Unauthorized, "forbidden": Forbidden,
+    "not-found": NotFound, "guest-not-found": NotFound, "exists": Conflict, "running": Conflict, "not-running": Conflict, "stopped": Conflict,
+    "expired": Conflict, "crashed": Conflict, "ended": Conflict, "guest-exists": Conflict, "guest-denied": Conflict,
+    "guest-refused": Conflict, "too-many": TooManyRequests, "owner-limit": TooManyRequests,
+}
+
+
+def error_of(status: int, error: dict[str, Any], retry_after: float | None = None) -> APIError:
+    """Return the error for an answer."""
+    if status:
+        kind = _classes.get(status, ServerError if status >= 500 else APIError)
+    else:
+        kind = _codes.get(error.get("code", ""), ServerError)
+    return kind(status, error, retry_after)
