@@ -204,6 +204,19 @@ SEED ?= 1
 test-api: check-go
 	cd sandbox/api && $(GO_TEST) -v -count 1 -timeout 60m -run 'TestOpenAPI|TestRights' . -args -requests $(REQUESTS) -seed $(SEED)
 
+# test-sdk tests the clients of the HTTP API in Python and TypeScript against a server of it, whose guests are in memory. `go test ./sdk/sdktest
+# -run Types -update` makes their types from the API's document.
+.PHONY: test-sdk
+test-sdk: check-go
+	@set --; \
+	if python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then set -- "$$@" Python; else echo "Python is skipped: there is no python3 of 3.11 or later" >&2; fi; \
+	if ! command -v node >/dev/null || ! command -v npm >/dev/null || (($$(node -p 'process.versions.node.split(".")[0]') < 20)); then \
+		echo "TypeScript is skipped: there is no Node of 20 or later with npm" >&2; \
+	elif ! npm --prefix sdk/typescript ci --ignore-scripts --no-audit --no-fund >&2; then \
+		echo "TypeScript is skipped: its packages cannot be had" >&2; \
+	else (cd sdk/typescript && npx tsc -p src && npx tsc -p test); set -- "$$@" TypeScript; fi; \
+	$(GO_TEST) -count 1 -timeout 10m -tags sdk -v -run "Types|$$(IFS='|'; echo "$$*")" ./sdk/sdktest
+
 # test-e2b has three versions of the unmodified npm package e2b use a server of their wire, whose guests are agents in namespaces: it needs root,
 # and a Node of 20 or later with npm. The last lines are passed, failed and skipped cases by group. Some: make test-e2b E2B_ONLY=files.
 # Its code interpreter is skipped without Debian's ipykernel: scripts/deps interpreter.

@@ -60,9 +60,10 @@ func enum[T ~string](values ...T) *jsonschema.Schema {
 	return s
 }
 
-// enums are fields of package wire whose values are fixed, by schema and field.
+// enums are fields of package wire whose values are fixed, by schema and field, and field of that one's items.
 var enums = map[string][]string{
 	"FileInfo.kind": wire.FileKinds, "FileEventLine.event": wire.FileEvents, "Operation.state": wire.OperationStates,
+	"Directory.entries.kind": wire.FileKinds, "Operations.operations.state": wire.OperationStates,
 	"DiffLine.op": {"added", "changed", "removed"}, "Is.scope": {"read", "write"},
 	"Control.type": {
 		wire.ControlStart, wire.ControlResize, wire.ControlSignal, wire.ControlEOF, wire.ControlAck, wire.ControlDetach, wire.ControlStarted, wire.ControlExit, wire.ControlError,
@@ -197,6 +198,13 @@ func describe(t *testing.T) []byte {
 			for field, is := range properties {
 				if values := enums[name+"."+field]; values != nil {
 					is.(object)["enum"] = values
+				}
+				items, _ := is.(object)["items"].(object)
+				of, _ := items["properties"].(object)
+				for sub, one := range of {
+					if values := enums[name+"."+field+"."+sub]; values != nil {
+						one.(object)["enum"] = values
+					}
 				}
 				if is.(object)["description"] == thePolicy {
 					properties[field] = object{"$ref": "#/components/schemas/PolicyRequest"}

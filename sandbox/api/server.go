@@ -517,7 +517,7 @@ var statuses = byCode(map[int][]records.Code{
 	// The state does not allow it.
 	http.StatusConflict: {
 		"exists", "running", "not-running", "expired", "crashed", "ended", "stopped", "hooks", "host-hooks", "promote", "drop", "persist-limit", "secrets",
-		"snapshot-in-use", "image-in-use", "snapshot-foreign", "foreign-snapshot", "foreign", "version", "disk-only", "disk-in-use", "disk-version",
+		"snapshot-exists", "snapshot-in-use", "image-in-use", "snapshot-foreign", "foreign-snapshot", "foreign", "version", "disk-only", "disk-in-use", "disk-version",
 		"kernel-feature", "volume-in-use", "volume-stale", "volume-dirty", "volume-read-only", "share-unusable", "not-frozen", "network-busy", "guest-too-old",
 		codeGuestExists, codeGuestDenied, codeGuestRefused,
 	},

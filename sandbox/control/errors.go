@@ -51,6 +51,7 @@ var codes = slices.Concat([]errorCode{
 	{"corrupt", snapshot.ErrCorrupt},
 	{"incomplete", snapshot.ErrIncomplete},
 	{"snapshot-not-found", snapshot.ErrNotFound},
+	{"snapshot-exists", snapshot.ErrExists},
 	{"version", snapshot.ErrVersion},
 	{"foreign", vmm.ErrForeign},
 	{"disk-in-use", disk.ErrInUse},

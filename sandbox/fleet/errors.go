@@ -30,6 +30,7 @@ var remedies = map[records.Code]string{
 	"host-memory":        "put others to sleep, or give it less memory",
 	"owner-limit":        "put to sleep or remove some of the owner's sandboxes or snapshots, or raise the limit with Limits.Write",
 	"snapshot-not-found": "list what there is, with Store.Snapshots",
+	"snapshot-exists":    "use the one that is there, or remove it first",
 	"snapshot-in-use":    "let the sandbox sleep again, or remove it",
 	"foreign-snapshot":   "make a sandbox of its own from it, with Host.Clone",
 	"corrupt":            "go back to an earlier snapshot, or boot it with its disk as it is",

@@ -293,7 +293,7 @@ export class Sandbox {
   }
 
   /** Replaces its network policy; only if the present one still has the ETag ifMatch, else PreconditionFailed. */
-  setPolicy(policy: types.Policy, o: CallOptions & { ifMatch?: string } = {}) {
+  setPolicy(policy: NonNullable<types.Policy>, o: CallOptions & { ifMatch?: string } = {}) {
     return this.client.call<types.PolicyResult>("PUT", this.path + "/policy", policy, { ...o, headers: o.ifMatch ? { "If-Match": o.ifMatch } : {} });
   }
 

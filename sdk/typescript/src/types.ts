@@ -65,6 +65,21 @@ export type CloneRequest = {
       wake?: string;
     };
     class?: "" | "ephemeral" | "resumable" | "workspace";
+    e2b?: {
+      env_vars?: Record<string, string>;
+      metadata?: Record<string, string>;
+      network?: {
+        allow_out?: Array<string> | null;
+        deny_out?: Array<string> | null;
+        host?: string;
+        no_internet?: boolean;
+        private?: boolean;
+      };
+      pause?: boolean;
+      resume?: boolean;
+      template?: string;
+      timeout_seconds?: number;
+    } | null;
     expires?: string;
     expiry_told?: string;
     gateway?: {
@@ -173,6 +188,21 @@ export type CreateRequest = {
       wake?: string;
     };
     class?: "" | "ephemeral" | "resumable" | "workspace";
+    e2b?: {
+      env_vars?: Record<string, string>;
+      metadata?: Record<string, string>;
+      network?: {
+        allow_out?: Array<string> | null;
+        deny_out?: Array<string> | null;
+        host?: string;
+        no_internet?: boolean;
+        private?: boolean;
+      };
+      pause?: boolean;
+      resume?: boolean;
+      template?: string;
+      timeout_seconds?: number;
+    } | null;
     expires?: string;
     expiry_told?: string;
     gateway?: {
@@ -266,17 +296,7 @@ export type DiffLine = {
 };
 
 export type Directory = {
-  entries: Array<{
-    etag?: string;
-    gid: number;
-    kind: string;
-    link?: string;
-    mode: string;
-    modified: string;
-    name: string;
-    size: number;
-    uid: number;
-  }> | null;
+  entries: Array<FileInfo> | null;
 };
 
 export type Empty = Record<string, never>;
@@ -688,6 +708,12 @@ export type NetworkStats = {
     idle: number;
   };
   name: string;
+  process: {
+    cpu_seconds: number;
+    failed: number;
+    refused: number;
+    starts: number;
+  };
   proxy?: {
     busy: number;
     cut: number;
@@ -742,36 +768,7 @@ export type Operation = {
 };
 
 export type Operations = {
-  operations: Array<{
-    begun: string;
-    done: number;
-    ended?: string | null;
-    error?: {
-      code: string;
-      hooks?: Array<{
-        event: string;
-        name: string;
-        output?: string;
-        problem: string;
-      }> | null;
-      host_hooks?: Array<{
-        event: string;
-        name: string;
-        output?: string;
-        problem: string;
-      }> | null;
-      message: string;
-      op?: string;
-      remedy?: string;
-      sandbox?: string;
-    } | null;
-    id: string;
-    image?: string;
-    kind: string;
-    stage?: string;
-    state: string;
-    total: number;
-  }> | null;
+  operations: Array<Operation> | null;
 };
 
 export type Policy = {

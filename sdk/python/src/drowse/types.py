@@ -91,6 +91,24 @@ CloneRequestMetadataAsked = TypedDict("CloneRequestMetadataAsked", {
     "wake": NotRequired["str"],
 })
 
+CloneRequestMetadataE2bNetwork = TypedDict("CloneRequestMetadataE2bNetwork", {
+    "allow_out": NotRequired["list[str] | None"],
+    "deny_out": NotRequired["list[str] | None"],
+    "host": NotRequired["str"],
+    "no_internet": NotRequired["bool"],
+    "private": NotRequired["bool"],
+})
+
+CloneRequestMetadataE2b = TypedDict("CloneRequestMetadataE2b", {
+    "env_vars": NotRequired["dict[str, Any]"],
+    "metadata": NotRequired["dict[str, Any]"],
+    "network": NotRequired["CloneRequestMetadataE2bNetwork"],
+    "pause": NotRequired["bool"],
+    "resume": NotRequired["bool"],
+    "template": NotRequired["str"],
+    "timeout_seconds": NotRequired["int"],
+})
+
 CloneRequestMetadataGateway = TypedDict("CloneRequestMetadataGateway", {
     "all_public": NotRequired["bool"],
     "guest_tls": NotRequired["list[int] | None"],
@@ -131,6 +149,7 @@ CloneRequestMetadataWake = TypedDict("CloneRequestMetadataWake", {
 CloneRequestMetadata = TypedDict("CloneRequestMetadata", {
     "asked": NotRequired["CloneRequestMetadataAsked"],
     "class": NotRequired['Literal["", "ephemeral", "resumable", "workspace"]'],
+    "e2b": NotRequired["CloneRequestMetadataE2b | None"],
     "expires": NotRequired["str"],
     "expiry_told": NotRequired["str"],
     "gateway": NotRequired["CloneRequestMetadataGateway"],
@@ -226,6 +245,24 @@ CreateRequestMetadataAsked = TypedDict("CreateRequestMetadataAsked", {
     "wake": NotRequired["str"],
 })
 
+CreateRequestMetadataE2bNetwork = TypedDict("CreateRequestMetadataE2bNetwork", {
+    "allow_out": NotRequired["list[str] | None"],
+    "deny_out": NotRequired["list[str] | None"],
+    "host": NotRequired["str"],
+    "no_internet": NotRequired["bool"],
+    "private": NotRequired["bool"],
+})
+
+CreateRequestMetadataE2b = TypedDict("CreateRequestMetadataE2b", {
+    "env_vars": NotRequired["dict[str, Any]"],
+    "metadata": NotRequired["dict[str, Any]"],
+    "network": NotRequired["CreateRequestMetadataE2bNetwork"],
+    "pause": NotRequired["bool"],
+    "resume": NotRequired["bool"],
+    "template": NotRequired["str"],
+    "timeout_seconds": NotRequired["int"],
+})
+
 CreateRequestMetadataGateway = TypedDict("CreateRequestMetadataGateway", {
     "all_public": NotRequired["bool"],
     "guest_tls": NotRequired["list[int] | None"],
@@ -266,6 +303,7 @@ CreateRequestMetadataWake = TypedDict("CreateRequestMetadataWake", {
 CreateRequestMetadata = TypedDict("CreateRequestMetadata", {
     "asked": NotRequired["CreateRequestMetadataAsked"],
     "class": NotRequired['Literal["", "ephemeral", "resumable", "workspace"]'],
+    "e2b": NotRequired["CreateRequestMetadataE2b | None"],
     "expires": NotRequired["str"],
     "expiry_told": NotRequired["str"],
     "gateway": NotRequired["CreateRequestMetadataGateway"],
@@ -349,20 +387,8 @@ DiffLine = TypedDict("DiffLine", {
     "uid": "int",
 })
 
-DirectoryEntriesItem = TypedDict("DirectoryEntriesItem", {
-    "etag": NotRequired["str"],
-    "gid": "int",
-    "kind": "str",
-    "link": NotRequired["str"],
-    "mode": "str",
-    "modified": "str",
-    "name": "str",
-    "size": "int",
-    "uid": "int",
-})
-
 Directory = TypedDict("Directory", {
-    "entries": "list[DirectoryEntriesItem] | None",
+    "entries": "list[FileInfo] | None",
 })
 
 EntryLineBy = TypedDict("EntryLineBy", {
@@ -789,6 +815,13 @@ NetworkStatsIngress = TypedDict("NetworkStatsIngress", {
     "idle": "int",
 })
 
+NetworkStatsProcess = TypedDict("NetworkStatsProcess", {
+    "cpu_seconds": "float",
+    "failed": "int",
+    "refused": "int",
+    "starts": "int",
+})
+
 NetworkStatsProxy = TypedDict("NetworkStatsProxy", {
     "busy": "int",
     "cut": "int",
@@ -815,6 +848,7 @@ NetworkStats = TypedDict("NetworkStats", {
     "egress": "NetworkStatsEgress",
     "ingress": "NetworkStatsIngress",
     "name": "str",
+    "process": "NetworkStatsProcess",
     "proxy": NotRequired["NetworkStatsProxy | None"],
     "tap": "str",
     "tls": "NetworkStatsTls",
@@ -858,45 +892,8 @@ Operation = TypedDict("Operation", {
     "total": "int",
 })
 
-OperationsOperationsItemErrorHooksItem = TypedDict("OperationsOperationsItemErrorHooksItem", {
-    "event": "str",
-    "name": "str",
-    "output": NotRequired["str"],
-    "problem": "str",
-})
-
-OperationsOperationsItemErrorHostHooksItem = TypedDict("OperationsOperationsItemErrorHostHooksItem", {
-    "event": "str",
-    "name": "str",
-    "output": NotRequired["str"],
-    "problem": "str",
-})
-
-OperationsOperationsItemError = TypedDict("OperationsOperationsItemError", {
-    "code": "str",
-    "hooks": NotRequired["list[OperationsOperationsItemErrorHooksItem] | None"],
-    "host_hooks": NotRequired["list[OperationsOperationsItemErrorHostHooksItem] | None"],
-    "message": "str",
-    "op": NotRequired["str"],
-    "remedy": NotRequired["str"],
-    "sandbox": NotRequired["str"],
-})
-
-OperationsOperationsItem = TypedDict("OperationsOperationsItem", {
-    "begun": "str",
-    "done": "int",
-    "ended": NotRequired["str | None"],
-    "error": NotRequired["OperationsOperationsItemError | None"],
-    "id": "str",
-    "image": NotRequired["str"],
-    "kind": "str",
-    "stage": NotRequired["str"],
-    "state": "str",
-    "total": "int",
-})
-
 Operations = TypedDict("Operations", {
-    "operations": "list[OperationsOperationsItem] | None",
+    "operations": "list[Operation] | None",
 })
 
 PolicyDefault = TypedDict("PolicyDefault", {
