@@ -194,14 +194,13 @@ func TestDocumented_features_are_those_that_are_known(t *testing.T) {
 		if i >= len(doc) {
 			break
 		}
-		options := "`" + strings.ReplaceAll(w.options, " ", "` `") + "`"
-		if got := doc[i]; got.name != w.name || got.purpose != w.purpose || got.options != options {
-			t.Errorf("row %d is %+v, want | `%s` | %s | | | %s |", i, got, w.name, w.purpose, options)
+		if got := doc[i]; got.name != w.name || got.purpose != w.purpose {
+			t.Errorf("row %d is %+v, want | `%s` | %s | | |", i, got, w.name, w.purpose)
 		}
 	}
 }
 
-type documentedFeature struct{ name, purpose, built, debian, options string }
+type documentedFeature struct{ name, purpose, built, debian string }
 
 func documented(t *testing.T) (out []documentedFeature) {
 	t.Helper()
@@ -220,13 +219,13 @@ func documented(t *testing.T) (out []documentedFeature) {
 			inTable = false
 		default:
 			cells := strings.Split(strings.Trim(line, "|"), "|")
-			if len(cells) != 5 {
+			if len(cells) != 4 {
 				t.Fatalf("a row of %d cells: %s", len(cells), line)
 			}
 			for i := range cells {
 				cells[i] = strings.TrimSpace(cells[i])
 			}
-			out = append(out, documentedFeature{strings.Trim(cells[0], "`"), cells[1], cells[2], cells[3], cells[4]})
+			out = append(out, documentedFeature{strings.Trim(cells[0], "`"), cells[1], cells[2], cells[3]})
 		}
 	}
 	return out
