@@ -62,6 +62,9 @@ type keeper struct {
 	asked, pinned, dialled bucket
 	failed                 atomic.Uint64 // checked connections that were not passed
 
+	countsMu sync.Mutex // guards what follows
+	ended    counts     // of the processes that have ended, as they were last seen
+
 	flowsMu sync.Mutex // guards what follows
 	flows   map[uint64]*checked
 	lastRef uint64
@@ -127,7 +130,8 @@ type running struct {
 	conn    *rpc.Conn
 	queries *os.File
 	wg      sync.WaitGroup
-	last    counts
+	seen    counts // guarded by the keeper's countsMu, and over
+	over    bool
 }
 
 // checked is a flow whose name the process checks.
@@ -240,6 +244,9 @@ func (k *keeper) watch(r *running) {
 		err = cmp.Or(r.proc.Wait(), err)
 	}
 	k.usage.ends(k.closed, err)
+	k.countsMu.Lock()
+	k.ended, r.over = k.ended.plus(r.seen).nowOpen(counts{}), true
+	k.countsMu.Unlock()
 	k.flowsMu.Lock()
 	clear(k.flows)
 	k.flowsMu.Unlock()
@@ -281,18 +288,28 @@ func (k *keeper) setPolicy(p *inForce) {
 	}
 }
 
-// stats returns the counts of the process; zeros if there is none.
+// stats returns the counts of all processes. Of one that has ended, those since stats was called last are not known.
 func (k *keeper) stats() (c counts) {
-	defer func() { c.TLS.Failed += k.failed.Load() }()
 	k.mu.Lock()
 	r := k.running
 	k.mu.Unlock()
-	if r == nil {
-		return c
+	var now counts
+	err := errNone
+	if r != nil {
+		ctx, cancel := context.WithTimeout(k.n.ctx, answerTimeout)
+		defer cancel()
+		_, err = r.conn.Call(ctx, callStats, none{}, &now)
 	}
-	ctx, cancel := context.WithTimeout(k.n.ctx, answerTimeout)
-	defer cancel()
-	_, _ = r.conn.Call(ctx, callStats, none{}, &c) // it has just ended
+	k.countsMu.Lock()
+	defer k.countsMu.Unlock()
+	c = k.ended
+	if r != nil && !r.over {
+		if err == nil {
+			r.seen = now
+		}
+		c = c.plus(r.seen)
+	}
+	c.TLS.Failed += k.failed.Load()
 	return c
 }
 

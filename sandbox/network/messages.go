@@ -104,4 +104,49 @@ type counts struct {
 	Proxy *netpolicy.ProxyStats   `json:"proxy,omitempty"`
 }
 
+// plus returns the sum of the counts, with what is open in b.
+func (c counts) plus(b counts) counts {
+	c.DNS.Answered += b.DNS.Answered
+	c.DNS.Refused += b.DNS.Refused
+	c.DNS.Rebound += b.DNS.Rebound
+	c.DNS.Dropped += b.DNS.Dropped
+	c.DNS.Failed += b.DNS.Failed
+	c.TLS.Passed += b.TLS.Passed
+	c.TLS.Refused += b.TLS.Refused
+	c.TLS.Cut += b.TLS.Cut
+	c.TLS.Failed += b.TLS.Failed
+	if c.Proxy == nil && b.Proxy == nil {
+		return c.nowOpen(b)
+	}
+	var p, q netpolicy.ProxyStats
+	if c.Proxy != nil {
+		p = *c.Proxy
+	}
+	if b.Proxy != nil {
+		q = *b.Proxy
+	}
+	p.Requests += q.Requests
+	p.Tunnels += q.Tunnels
+	p.Injected += q.Injected
+	p.Refused += q.Refused
+	p.Busy += q.Busy
+	p.Cut += q.Cut
+	c.Proxy = &p
+	return c.nowOpen(b)
+}
+
+// nowOpen returns the counts with what is open in b.
+func (c counts) nowOpen(b counts) counts {
+	c.TLS.Open = b.TLS.Open
+	if c.Proxy != nil {
+		p := *c.Proxy
+		p.Open = 0
+		if b.Proxy != nil {
+			p.Open = b.Proxy.Open
+		}
+		c.Proxy = &p
+	}
+	return c
+}
+
 type none struct{}

@@ -202,6 +202,10 @@ func TestProcess_starts_with_the_first_query_and_another_follows_one_that_is_kil
 	if st, err := n.Stats(); err != nil || st.DNS.Answered == 0 || st.DNS.Refused == 0 || st.Proxy == nil {
 		t.Errorf("%+v, %v", st, err)
 	}
+	seen, err := n.Stats()
+	if err != nil {
+		t.Fatal(err)
+	}
 	first := s.all()[0]
 	used := n.CPU()
 	if st, err := n.Stats(); err != nil || st.Process.Starts != 1 || st.Process.Failed+st.Process.Refused != 0 || used <= 0 || st.Process.CPUSeconds < used.Seconds() {
@@ -219,6 +223,9 @@ func TestProcess_starts_with_the_first_query_and_another_follows_one_that_is_kil
 	n.keeper.mu.Unlock()
 	if a := query(t, n, "www.example.com.", 20); a == nil || len(s.all()) != 2 {
 		t.Errorf("after the pause: %v, %d processes", a, len(s.all()))
+	}
+	if st, err := n.Stats(); err != nil || st.DNS.Answered <= seen.DNS.Answered || st.DNS.Refused != seen.DNS.Refused {
+		t.Errorf("the counts are %+v after %+v, %v: they begin anew with the process", st.DNS, seen.DNS, err)
 	}
 	both := first.CPU() + s.all()[1].CPU()
 	if st, err := n.Stats(); err != nil || st.Process.Starts != 2 || st.Process.Failed != 1 || n.CPU() < both || both <= used {
