@@ -14,6 +14,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -35,7 +36,37 @@ const (
 	userID   = 1000
 )
 
+// unitRights are those of contrib/systemd/drowse-net.service.
+var unitRights = []int{unix.CAP_NET_ADMIN, unix.CAP_BPF, unix.CAP_PERFMON, unix.CAP_NET_BIND_SERVICE}
+
+// keepUnitRights starts this program again with those rights alone.
+func keepUnitRights() error {
+	if os.Getenv("DROWSE_TEST_RIGHTS") != "" {
+		return nil
+	}
+	runtime.LockOSThread()
+	for c := range unix.CAP_LAST_CAP + 1 {
+		if !slices.Contains(unitRights, c) {
+			if err := unix.Prctl(unix.PR_CAPBSET_DROP, uintptr(c), 0, 0, 0); err != nil && !errors.Is(err, unix.EINVAL) {
+				return err
+			}
+		}
+	}
+	if err := unix.Prctl(unix.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0); err != nil {
+		return err
+	}
+	return unix.Exec("/proc/self/exe", os.Args, append(os.Environ(), "DROWSE_TEST_RIGHTS=few"))
+}
+
 func helpUntilKilled(socket string) error {
+	if err := keepUnitRights(); err != nil {
+		return err
+	}
+	head := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
+	var caps [2]unix.CapUserData
+	if err := unix.Capget(&head, &caps[0]); err != nil || caps[0].Effective&(1<<unix.CAP_SYS_ADMIN|1<<unix.CAP_DAC_OVERRIDE|1<<unix.CAP_SETUID) != 0 {
+		return fmt.Errorf("it has the rights %#x: %w", caps, err)
+	}
 	ln, err := net.ListenUnix("unixpacket", &net.UnixAddr{Name: socket, Net: "unixpacket"})
 	if err != nil {
 		return err
@@ -243,6 +274,9 @@ func ownNamespace(t *testing.T) (socket string) {
 	t.Helper()
 	if os.Geteuid() != 0 {
 		t.Skip("makes TAP devices: needs root")
+	}
+	if err := link.Preload(""); err != nil { // which mounts the BPF file system, as systemd does
+		t.Fatal(err)
 	}
 	runtime.LockOSThread() // for good: the thread ends with the test
 	if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
