@@ -220,7 +220,7 @@ func begin(t *testing.T, socket string, uid uint32, args ...string) *child {
 	t.Helper()
 	c := &child{t: t, cmd: exec.Command("/proc/self/exe", args...)}
 	c.cmd.Stderr, c.cmd.Dir = os.Stderr, "/"
-	c.cmd.Env = append(os.Environ(), HelperEnv+"="+socket)
+	c.cmd.Env = append(os.Environ(), hostnet.HelperEnv+"="+socket)
 	c.cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: uid, Gid: uid}}
 	var err error
 	if c.in, err = c.cmd.StdinPipe(); err != nil {

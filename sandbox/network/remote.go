@@ -17,16 +17,14 @@ import (
 	"github.com/drowse-vm/drowse/devices/net/tap"
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/netpolicy/flow"
+	"github.com/drowse-vm/drowse/netpolicy/hostnet"
 	"github.com/drowse-vm/drowse/netpolicy/link"
 	"github.com/drowse-vm/drowse/sandbox/jail/rpc"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// HelperSocket is where a Helper listens, and HelperEnv the variable that names another place.
-const (
-	HelperSocket = "/run/drowse-net.sock"
-	HelperEnv    = "DROWSE_NET_SOCKET"
-)
+// HelperSocket is where a Helper listens, unless hostnet.HelperEnv names another place.
+const HelperSocket = "/run/drowse-net.sock"
 
 // ErrNoHelper means that this process lacks the rights for a network, and that no helper lends them.
 var ErrNoHelper = errors.New("only root may add a TAP device to the host and judge its packets by eBPF")
@@ -101,7 +99,7 @@ func (s *stream) end() error {
 
 // borrow has a helper make a TAP device.
 func borrow(n *Network) (_ *remote, _ *tap.Device, err error) {
-	path := cmp.Or(os.Getenv(HelperEnv), HelperSocket)
+	path := cmp.Or(os.Getenv(hostnet.HelperEnv), HelperSocket)
 	f, err := dialHelper(path)
 	if err != nil {
 		return nil, nil, fmt.Errorf("%w; its helper does not answer: %w: have the administrator start it (`drowse net helper --help`) "+
