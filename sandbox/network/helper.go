@@ -535,7 +535,9 @@ func (l *lent) listen(body []byte) (_ any, files []*os.File, err error) {
 		if err != nil {
 			return nil, nil, err
 		}
+		l.n.mu.Lock()
 		l.n.tlsPort = uint16(ln.Addr().(*net.TCPAddr).Port)
+		l.n.mu.Unlock()
 		open = append(open, ln)
 	case arrivesProxy:
 		ln, err := l.n.openTCP(kind)
