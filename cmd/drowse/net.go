@@ -20,7 +20,7 @@ func (a *app) netCommand() *cobra.Command {
 		Long: `Set up how packets of VMs leave this host. What a VM may reach is in its policy, see "drowse
 policy". VMs have addresses in 10.200.0.0/16 ($DROWSE_AGENT_RANGE) and fd64:726f:7773:2::/64
 ($DROWSE_AGENT_RANGE6).`,
-	}, a.netSetupCommand(), a.netStatusCommand(), a.netRemoveCommand())
+	}, a.netSetupCommand(), a.netStatusCommand(), a.netRemoveCommand(), a.netHelperCommand())
 }
 
 func (a *app) netSetupCommand() *cobra.Command {

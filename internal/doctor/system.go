@@ -138,7 +138,7 @@ func (h host) system(g *group) {
 		g.add("root", OK, "this process is root", "")
 	} else {
 		g.add("root", Degraded, fmt.Sprintf("user id %d", os.Geteuid()),
-			"images from Debian packages, networks, shares and --install-deps need root; VMs need only access to /dev/kvm and userfaultfd")
+			"images from Debian packages, shares and --install-deps need root, networks root or `drowse net helper`; VMs need only access to /dev/kvm and userfaultfd")
 	}
 	h.cgroup(g)
 	h.clock(g)

@@ -24,6 +24,9 @@ const RangeEnv = "DROWSE_AGENT_RANGE"
 // Range6Env is the variable with the range of endpoints' IPv6 addresses, such as fd64:726f:7773:2::/64.
 const Range6Env = "DROWSE_AGENT_RANGE6"
 
+// HelperEnv is the variable with the socket of the helper that makes networks for users without root.
+const HelperEnv = "DROWSE_NET_SOCKET"
+
 // DefaultDir is the directory of address locks. It must belong to this host and this boot.
 const DefaultDir = "/run/drowse/addresses"
 

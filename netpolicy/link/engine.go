@@ -34,6 +34,9 @@ const maxNameSets = 2048
 // maxPinNames is how many names of one address are pinned at once.
 const maxPinNames = 64
 
+// maxAllNames is how many names all addresses of an endpoint are pinned for at once.
+const maxAllNames = 4 * maxPins
+
 // engine is the state of one endpoint, in its own maps, and its own programs, which call those of the host.
 // Without a table they deny everything.
 type engine struct {
@@ -360,12 +363,30 @@ func (e *engine) pin(name string, a netip.Addr, until uint64) error {
 		names = map[string]uint64{}
 		e.names[a] = names
 	}
-	if _, ok := names[name]; !ok && len(names) >= maxPinNames {
-		makeRoom(names)
+	if _, ok := names[name]; !ok {
+		if len(names) >= maxPinNames {
+			makeRoom(names)
+		}
+		if e.allNames() >= maxAllNames {
+			e.expire()
+		}
+		if e.allNames() >= maxAllNames {
+			return fmt.Errorf("pinning %v: %w (%d names)", a, ErrPinsFull, maxAllNames)
+		}
+		if e.names[a] == nil { // it has expired
+			e.names[a] = names
+		}
 	}
 	names[name] = max(names[name], until)
 	e.history.AddName(name, a)
 	return e.writePin(e.spec, a, names)
+}
+
+func (e *engine) allNames() (n int) {
+	for _, names := range e.names {
+		n += len(names)
+	}
+	return n
 }
 
 // makeRoom forgets the expired names of an address, or, if there are none, the name that expires first. So a guest

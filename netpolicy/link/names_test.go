@@ -2,14 +2,41 @@ package link_test
 
 import (
 	"context"
+	"errors"
+	"fmt"
 	"net/netip"
 	"testing"
+	"time"
 
 	"github.com/miekg/dns"
 
 	. "github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/netpolicy/link"
 	"github.com/drowse-vm/drowse/netpolicy/resolver"
 )
+
+// Names take memory of the process that pins them, which may serve many endpoints.
+func TestPin_more_names_than_an_endpoint_may_have_are_refused(t *testing.T) {
+	ownNamespace(t)
+	newTAP(t, "tap0")
+	l, _ := attach(t, "tap0", `dns: {upstreams: ["192.0.2.53:53"]}`)
+	const each, most = 64, 4 * 4096
+	a := netip.MustParseAddr("93.184.0.1")
+	for i := range most {
+		if i%each == 0 {
+			a = a.Next()
+		}
+		if err := l.Pin(fmt.Sprintf("n%d.example.com", i), a, time.Hour); err != nil {
+			t.Fatalf("name %d: %v", i, err)
+		}
+	}
+	if err := l.Pin("more.example.com", a.Next(), time.Hour); !errors.Is(err, link.ErrPinsFull) {
+		t.Errorf("one more: %v", err)
+	}
+	if err := l.Pin("n0.example.com", netip.MustParseAddr("93.184.0.2"), time.Hour); err != nil {
+		t.Errorf("one that is there: %v", err)
+	}
+}
 
 // The guest looks up a name over its TAP device. It can then reach the returned address, which it could not reach
 // before.

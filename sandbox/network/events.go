@@ -147,5 +147,5 @@ func (n *Network) guestAddress(e netpolicy.Event) netip.Addr {
 	if e.EtherType == etherIPv6 && n.own6.IsValid() {
 		return n.own6
 	}
-	return n.address.Addr()
+	return n.address
 }

@@ -17,10 +17,11 @@ func TestAttack_host_with_too_many_addresses_opens_nothing(t *testing.T) {
 		Protocols: []netpolicy.Protocol{netpolicy.TCP}, Ports: []netpolicy.PortRange{netpolicy.AnyPort},
 	}}}
 	var err error
-	if n.address, err = hostnet.Take(t.TempDir(), n.agents, "a"); err != nil {
+	if n.lock, err = hostnet.Take(t.TempDir(), n.agents, "a"); err != nil {
 		t.Fatal(err)
 	}
-	defer n.address.Release()
+	defer n.lock.Release()
+	n.address = n.lock.Addr()
 	var host []netip.Addr
 	for a := netip.MustParseAddr("198.51.0.0"); len(host) < netpolicy.MaxHostAddresses; a = a.Next() {
 		host = append(host, a)

@@ -344,7 +344,7 @@ func (k *keeper) relayQueries(ctx context.Context, pc net.PacketConn) error {
 
 func (k *keeper) isGuest(a netip.Addr) bool {
 	a = a.Unmap()
-	return a == k.n.address.Addr() || a == netpolicy.TheWire.Guest4
+	return a == k.n.address || a == netpolicy.TheWire.Guest4
 }
 
 func (k *keeper) queriesAt(pc net.PacketConn) {
@@ -449,8 +449,10 @@ func (k *keeper) register(c *flow.Checked) error {
 			return errors.New("too many checked connections at once")
 		}
 	}
-	k.lastRef++
-	c.Ref = k.lastRef
+	if c.Ref == 0 { // else the link has given it one
+		k.lastRef++
+		c.Ref = k.lastRef
+	}
 	k.flows[c.Ref] = &checked{flow: *c}
 	return nil
 }

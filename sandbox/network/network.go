@@ -19,7 +19,6 @@ import (
 	virtionet "github.com/drowse-vm/drowse/devices/net"
 	"github.com/drowse-vm/drowse/devices/net/tap"
 	"github.com/drowse-vm/drowse/netpolicy"
-	"github.com/drowse-vm/drowse/netpolicy/flow"
 	"github.com/drowse-vm/drowse/netpolicy/hostnet"
 	"github.com/drowse-vm/drowse/netpolicy/link"
 	"github.com/drowse-vm/drowse/netpolicy/proxy"
@@ -58,19 +57,27 @@ type Network struct {
 	agent   string       // the name of its pins: the VM's id, or the prebuilt network's
 	agents  netip.Prefix // and agents6 are the ranges of all VMs of the host
 	agents6 netip.Prefix
-	address *hostnet.Address
-	own6    netip.Addr // not valid without IPv6
+	address netip.Addr
+	lock    *hostnet.Address // of the address; nil if this process does not hold it
+	own6    netip.Addr       // not valid without IPv6
 	tap     *tap.Device
 	keeper  *keeper
 	queries atomic.Pointer[net.PacketConn] // the socket of the guest's queries, once it listens
 	config  Config
 	events  *eventLog
-	flows   *flow.Log // nil until the policy is on the device
+	flows   flowLog // nil until the policy is on the device
+	// remote has the rights that this process lacks; nil if it has them itself. maximum is what an administrator
+	// denies its users, before their policies.
+	remote  *remote
+	maximum []netpolicy.Rule
+	// lent is set in a helper: the other half of this network is in a user's process.
+	lent bool
+	root string // of pins; empty is link.DefaultRoot
 
 	// attached is closed when the policy is on the device, or err says why not.
 	attached chan struct{}
 	err      error
-	link     *link.Link
+	link     policed
 	took     time.Duration // from the beginning until attached
 
 	cancel context.CancelFunc
@@ -112,8 +119,12 @@ func New(c Config) (*Network, error) {
 	}
 	if made != nil {
 		n.agent, n.tap, ahead = made.id, made.tap, made.link
-	} else if n.tap, err = tap.Create(tap.Config{Name: hostnet.InterfaceName(c.ID), Down: true}); err != nil {
-		return nil, fmt.Errorf("setting up the VM's network: %w", withoutRoot(err))
+	} else if n.tap, err = tap.Create(tap.Config{Name: hostnet.InterfaceName(c.ID), Down: true}); errors.Is(err, os.ErrPermission) {
+		if n.remote, n.tap, err = borrow(n); err != nil {
+			return nil, fmt.Errorf("setting up the VM's network: %w", err)
+		}
+	} else if err != nil {
+		return nil, fmt.Errorf("setting up the VM's network: %w", err)
 	}
 	n.ctx, n.cancel = context.WithCancel(context.Background())
 	n.keeper = newKeeper(n)
@@ -124,15 +135,6 @@ func New(c Config) (*Network, error) {
 		n.took = time.Since(begin)
 	})
 	return n, nil
-}
-
-// withoutRoot adds to an error why a network needs root.
-func withoutRoot(err error) error {
-	if !errors.Is(err, os.ErrPermission) {
-		return err
-	}
-	return fmt.Errorf("%w: only root may add a TAP device to the host and judge its packets by eBPF; "+
-		"the network %q needs no root", err, spec.NetworkNone)
 }
 
 // setUp puts the policy on the device and brings it up.
@@ -150,24 +152,14 @@ func (n *Network) setUp(ahead *link.Reserved) error {
 // prepare takes an address and compiles the policy for this host. ln is the listener that checks names, if the policy
 // has names to check.
 func (n *Network) prepare() (_ *netpolicy.Spec, ln *net.TCPListener, err error) {
-	if n.agents, err = hostnet.Range(); err != nil {
+	take := n.takeAddress
+	if n.remote != nil {
+		take = n.remote.takeAddress
+	}
+	if err := take(); err != nil {
 		return nil, nil, err
 	}
-	if n.agents6, err = hostnet.Range6(); err != nil {
-		return nil, nil, err
-	}
-	if n.address, err = hostnet.Take("", n.agents, n.config.ID); err != nil {
-		return nil, nil, err
-	}
-	if n.config.IPv6 {
-		if n.own6, err = hostnet.Address6(n.agents6, n.address.Addr()); err != nil {
-			return nil, nil, err
-		}
-	}
-	if n.host, err = netpolicy.HostAddresses(); err != nil {
-		return nil, nil, err
-	}
-	if n.onLink, err = hostnet.OnLink(); err != nil {
+	if err := n.lookAtHost(); err != nil {
 		return nil, nil, err
 	}
 	if ln, err = n.listenTLS(n.policy); err != nil {
@@ -178,6 +170,33 @@ func (n *Network) prepare() (_ *netpolicy.Spec, ln *net.TCPListener, err error) 
 		err = errors.Join(err, ln.Close())
 	}
 	return spec, ln, err
+}
+
+// takeAddress takes an address in the host's range of endpoints.
+func (n *Network) takeAddress() (err error) {
+	if n.agents, err = hostnet.Range(); err != nil {
+		return err
+	}
+	if n.agents6, err = hostnet.Range6(); err != nil {
+		return err
+	}
+	if n.lock, err = hostnet.Take("", n.agents, n.config.ID); err != nil {
+		return err
+	}
+	n.address = n.lock.Addr()
+	if n.config.IPv6 {
+		n.own6, err = hostnet.Address6(n.agents6, n.address)
+	}
+	return err
+}
+
+// lookAtHost notes the addresses of the host and of its neighbours.
+func (n *Network) lookAtHost() (err error) {
+	if n.host, err = netpolicy.HostAddresses(); err != nil {
+		return err
+	}
+	n.onLink, err = hostnet.OnLink()
+	return err
 }
 
 // tooManyAddresses reports whether a host has more addresses than a policy can know.
@@ -193,11 +212,16 @@ func (n *Network) compile(p *netpolicy.Policy, host []netip.Addr, onLink []netip
 		n.log.Error(why)
 		p, host = &netpolicy.Policy{}, nil
 	}
+	if len(n.maximum) > 0 {
+		within := *p
+		within.Rules = slices.Concat(n.maximum, p.Rules)
+		p = &within
+	}
 	return netpolicy.Compile(p, n.identity(), n.environment(host, onLink))
 }
 
 func (n *Network) identity() netpolicy.Identity {
-	return netpolicy.Identity{Address4: n.address.Addr(), Address6: n.own6}
+	return netpolicy.Identity{Address4: n.address, Address6: n.own6}
 }
 
 func (n *Network) environment(host []netip.Addr, onLink []netip.Prefix) netpolicy.Environment {
@@ -247,7 +271,7 @@ func (n *Network) attach(ahead *link.Reserved, spec *netpolicy.Spec, ln *net.TCP
 		return err
 	}
 	n.history = []installed{{spec, begin, begin}}
-	if n.flows, err = n.link.FlowLog(spec.Identity()); err != nil {
+	if n.flows, err = n.logFlows(spec.Identity()); err != nil {
 		return err
 	}
 	f, err := n.inForce(n.policy, spec, n.host, n.onLink)
@@ -283,12 +307,31 @@ func (n *Network) attach(ahead *link.Reserved, spec *netpolicy.Spec, ln *net.TCP
 	}
 	n.lookOutside()
 	n.wg.Go(n.watchHost)
-	n.log.Info("network", "tap", n.tap.Name(), "address", n.address.Addr())
+	n.log.Info("network", "tap", n.tapName(), "address", n.address)
 	return nil
 }
 
+// logFlows starts the log of the endpoint's flows.
+func (n *Network) logFlows(id netpolicy.Identity) (flowLog, error) {
+	l, ok := n.link.(*link.Link)
+	if !ok {
+		return n.remote, nil
+	}
+	g, err := l.FlowLog(id)
+	if err != nil {
+		return nil, err
+	}
+	return g, nil
+}
+
 // enforce puts the policy on the device.
-func (n *Network) enforce(ahead *link.Reserved, spec *netpolicy.Spec) (*link.Link, error) {
+func (n *Network) enforce(ahead *link.Reserved, spec *netpolicy.Spec) (policed, error) {
+	if n.remote != nil {
+		if err := n.remote.attach(n.policy, n.config.Tags); err != nil {
+			return nil, err
+		}
+		return n.remote, nil
+	}
 	if ahead != nil {
 		link, err := ahead.Attach(n.config.Tags, spec)
 		if err == nil {
@@ -297,12 +340,19 @@ func (n *Network) enforce(ahead *link.Reserved, spec *netpolicy.Spec) (*link.Lin
 		// It has stood idle for long, and a sweep may have removed it.
 		n.log.Warn("the network that was made ahead is of no use: another is made", "error", err)
 	}
-	return link.Attach(link.Config{Endpoint: n.agent, Interface: n.tap.Name(), Tags: n.config.Tags}, spec)
+	l, err := link.Attach(link.Config{Endpoint: n.agent, Interface: n.tapName(), Root: n.root, Tags: n.config.Tags}, spec)
+	if err != nil {
+		return nil, err
+	}
+	return l, nil
 }
 
 // settle6 silences the host's own IPv6 packets on a device that is not up yet: the policy would only deny and
 // report them. The policy holds without this.
 func (n *Network) settle6() {
+	if n.remote != nil {
+		return // the helper does it
+	}
 	settings := map[string]string{"disable_ipv6": "1"}
 	if n.own6.IsValid() {
 		// addr_gen_mode 1: no link-local address (IN6_ADDR_GEN_MODE_NONE). Only the guest asks for the other end's
@@ -310,8 +360,15 @@ func (n *Network) settle6() {
 		settings = map[string]string{"addr_gen_mode": "1", "accept_ra": "0", "autoconf": "0", "dad_transmits": "0", "accept_dad": "0", "router_solicitations": "0"}
 	}
 	for name, value := range settings {
-		_ = os.WriteFile("/proc/sys/net/ipv6/conf/"+n.tap.Name()+"/"+name, []byte(value+"\n"), 0o644)
+		_ = os.WriteFile("/proc/sys/net/ipv6/conf/"+n.tapName()+"/"+name, []byte(value+"\n"), 0o644)
 	}
+}
+
+func (n *Network) tapName() string {
+	if n.remote != nil {
+		return n.remote.name
+	}
+	return n.tap.Name()
 }
 
 // TAP returns the TAP device as the backend of the guest's device. The network closes it.
@@ -352,8 +409,11 @@ func (n *Network) Close() error {
 		errs = append(errs, n.link.Remove())
 	}
 	errs = append(errs, n.tap.Close())
-	if n.address != nil {
-		errs = append(errs, n.address.Release())
+	if n.lock != nil {
+		errs = append(errs, n.lock.Release())
+	}
+	if n.remote != nil {
+		errs = append(errs, n.remote.close())
 	}
 	return errors.Join(errs...)
 }
@@ -362,7 +422,7 @@ func (n *Network) Close() error {
 func (n *Network) Info() *spec.NetworkInfo {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	return &spec.NetworkInfo{TAP: n.tap.Name(), Address: n.address.Addr(), Address6: n.own6, Warnings: slices.Clone(n.warnings)}
+	return &spec.NetworkInfo{TAP: n.tapName(), Address: n.address, Address6: n.own6, Warnings: slices.Clone(n.warnings)}
 }
 
 // SetPolicy replaces the policy while packets pass. If it fails, the old policy stays in force.
@@ -423,15 +483,24 @@ type installed struct {
 const maxHistory = 4
 
 func (n *Network) install(spec *netpolicy.Spec, host []netip.Addr, onLink []netip.Prefix) error {
-	f, err := n.inForce(n.policy, spec, host, onLink)
-	if err != nil {
-		return err
+	var f *inForce
+	if !n.lent {
+		var err error
+		if f, err = n.inForce(n.policy, spec, host, onLink); err != nil {
+			return err
+		}
 	}
 	from := uptime()
-	if err := n.link.Swap(spec); err != nil {
+	swap := n.link.Swap
+	if n.remote != nil {
+		swap = func(*netpolicy.Spec) error { return n.remote.swap(n.policy) }
+	}
+	if err := swap(spec); err != nil {
 		return err
 	}
-	n.keeper.setPolicy(f)
+	if f != nil {
+		n.keeper.setPolicy(f)
+	}
 	n.history = append(n.history, installed{spec, from, uptime()})
 	n.history = n.history[max(0, len(n.history)-maxHistory):]
 	return nil
@@ -457,7 +526,7 @@ func (n *Network) listenDNS() error {
 	if n.policy.DNS == nil || n.stopDNS != nil {
 		return nil
 	}
-	pc, ln, err := resolver.Listen(n.ctx, n.tap.Name())
+	pc, ln, err := n.openDNS()
 	if err != nil {
 		return fmt.Errorf("%w: is there a name server of the host's on all addresses?", err)
 	}
@@ -467,13 +536,36 @@ func (n *Network) listenDNS() error {
 		ended := make(chan error, 1)
 		go func() {
 			defer cancel()
-			ended <- n.keeper.accept(ctx, ln.(*net.TCPListener), arrivesDNS)
+			ended <- n.keeper.accept(ctx, ln, arrivesDNS)
 		}()
 		err := n.keeper.relayQueries(ctx, pc)
 		cancel()
 		return errors.Join(err, <-ended)
 	})
 	return nil
+}
+
+// openDNS opens the sockets of the resolver.
+func (n *Network) openDNS() (net.PacketConn, *net.TCPListener, error) {
+	if n.remote != nil {
+		return n.remote.openDNS()
+	}
+	pc, ln, err := resolver.Listen(n.ctx, n.tapName())
+	if err != nil {
+		return nil, nil, err
+	}
+	return pc, ln.(*net.TCPListener), nil
+}
+
+// openTCP opens the socket of the check of names or of the proxy.
+func (n *Network) openTCP(kind string) (*net.TCPListener, error) {
+	switch {
+	case n.remote != nil:
+		return n.remote.openTCP(kind)
+	case kind == arrivesProxy:
+		return proxy.Listen(n.ctx, n.tapName())
+	}
+	return tlsname.Listen(n.ctx, n.tapName())
 }
 
 // serve runs do in the background until the network ends or stop is called. stop waits for it.
@@ -498,7 +590,7 @@ func (n *Network) listenTLS(p *netpolicy.Policy) (*net.TCPListener, error) {
 	if n.tlsPort != 0 || !p.ChecksNames() {
 		return nil, nil
 	}
-	ln, err := tlsname.Listen(n.ctx, n.tap.Name())
+	ln, err := n.openTCP(arrivesTLS)
 	if err != nil {
 		return nil, err
 	}
@@ -527,6 +619,12 @@ func (n *Network) lookOutside() {
 	if why, is := tooManyAddresses(n.host); is {
 		warn(why)
 	}
+	if n.remote != nil {
+		for _, text := range n.remote.warnings() {
+			warn(text)
+		}
+		return
+	}
 	outside, others := opensOutside(n.policy), opensAgents(n.policy)
 	if !outside && !others && !opensHost(n.policy) {
 		return
@@ -544,7 +642,7 @@ func (n *Network) lookOutside() {
 			warn("packets to a VM that has just ended can leave the host: " + err.Error())
 		}
 	}
-	for i, own := range []netip.Addr{n.address.Addr(), n.own6} {
+	for i, own := range []netip.Addr{n.address, n.own6} {
 		if !own.IsValid() {
 			continue
 		}

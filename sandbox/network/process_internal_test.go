@@ -539,7 +539,7 @@ func TestAttack_network_process_in_the_hands_of_its_guest_gains_nothing_that_its
 		"pin a name of no rule":              {callPin, pin{"evil.example.com", public.Addr(), time.Hour}},
 		"pin the host":                       {callPin, pin{"www.example.com", here.Addr(), time.Hour}},
 		"pin the gateway":                    {callPin, pin{"www.example.com", netpolicy.TheWire.Gateway4, time.Hour}},
-		"pin another VM":                     {callPin, pin{"www.example.com", n.address.Addr().Next(), time.Hour}},
+		"pin another VM":                     {callPin, pin{"www.example.com", n.address.Next(), time.Hour}},
 		"pin a private address":              {callPin, pin{"www.example.com", netip.MustParseAddr("192.168.7.7"), time.Hour}},
 		"pin the metadata service":           {callPin, pin{"www.example.com", netip.MustParseAddr("169.254.169.254"), time.Hour}},
 		"pin a private address as IPv6":      {callPin, pin{"www.example.com", netip.MustParseAddr("::ffff:10.0.0.1"), time.Hour}},
@@ -592,7 +592,7 @@ func TestAttack_network_process_in_the_hands_of_its_guest_gains_nothing_that_its
 	if r == nil {
 		t.Fatal("it has ended")
 	}
-	if n.keeper.isGuest(netip.MustParseAddr("127.0.0.1")) || n.keeper.isGuest(netpolicy.TheWire.Gateway4) || !n.keeper.isGuest(n.address.Addr()) {
+	if n.keeper.isGuest(netip.MustParseAddr("127.0.0.1")) || n.keeper.isGuest(netpolicy.TheWire.Gateway4) || !n.keeper.isGuest(n.address) {
 		t.Error("answers go to others than the guest")
 	}
 }

@@ -23,7 +23,7 @@ func (n *Network) listenProxy() error {
 	if _, err := proxy.ExtraRoots(); err != nil {
 		return err
 	}
-	ln, err := proxy.Listen(n.ctx, n.tap.Name())
+	ln, err := n.openTCP(arrivesProxy)
 	if err != nil {
 		return fmt.Errorf("%w: is there a server of the host's on port %d of all addresses?", err, netpolicy.ProxyPort)
 	}
@@ -35,7 +35,7 @@ func (n *Network) listenProxy() error {
 func (n *Network) proxied(e proxy.Event) {
 	ev := spec.NetEvent{
 		Time: time.Now().UTC(), Direction: netpolicy.Egress, Verdict: netpolicy.Reject, Reason: e.Reason, Rule: e.Rule, Protocol: "tcp",
-		PeerPort: e.Port, Guest: n.address.Addr(), Host: e.Host, Secret: e.Secret, Status: e.Status, Suppressed: e.Suppressed,
+		PeerPort: e.Port, Guest: n.address, Host: e.Host, Secret: e.Secret, Status: e.Status, Suppressed: e.Suppressed,
 	}
 	if e.Sent {
 		ev.Verdict = netpolicy.Allow

@@ -149,7 +149,7 @@ func (f foreign) Wait(atMost time.Duration) bool {
 // it and the Go runtime read. More, such as keys for a cloud, would be in reach of a guest that breaks out.
 var (
 	vmVariables = []string{
-		hostnet.RangeEnv, hostnet.Range6Env, proxy.RootsEnv, instance.NoDirtyLogEnv, control.NoPageCacheEnv, control.GoMaxProcsEnv, control.NoJailEnv,
+		hostnet.RangeEnv, hostnet.Range6Env, hostnet.HelperEnv, proxy.RootsEnv, instance.NoDirtyLogEnv, control.NoPageCacheEnv, control.GoMaxProcsEnv, control.NoJailEnv,
 		control.RequireJailEnv, control.SeccompEnv,
 	}
 	otherVariables = []string{"PATH", "TMPDIR", "TZ", "SSL_CERT_FILE", "SSL_CERT_DIR", "GODEBUG", "GOGC", "GOMEMLIMIT", "GOTRACEBACK"}

@@ -21,6 +21,9 @@ const User = 0x70fffff8
 // userEnv names the directory of a test that runs as User, until it does.
 const userEnv = "DROWSE_TEST_AS_USER"
 
+// helperEnv is hostnet.HelperEnv.
+const helperEnv = "DROWSE_NET_SOCKET"
+
 // AsUser runs the calling test once more, in a process of User, who has copies of the images and kernels and may open
 // /dev/kvm and /dev/userfaultfd. In that process AsUser returns true. Then the rest of the test is for that process.
 func AsUser(t *testing.T) bool {
@@ -71,6 +74,7 @@ func AsUser(t *testing.T) bool {
 		userEnv + "=" + dir, "PATH=" + os.Getenv("PATH"), "TMPDIR=" + filepath.Join(dir, "tmp"), "CI=" + os.Getenv("CI"),
 		StateEnv + "=" + os.Getenv(StateEnv), AgentEnv + "=" + filepath.Join(dir, "agent"),
 		processEnv + "=" + strconv.Itoa(os.Getpid()),
+		helperEnv + "=" + os.Getenv(helperEnv),
 	}
 	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: unix.CLONE_NEWNS}
 	out, err := cmd.CombinedOutput()
