@@ -6,6 +6,7 @@ import { createServer, type Server } from "node:http";
 import type { AddressInfo } from "node:net";
 import { after, afterEach, describe, it } from "node:test";
 import * as drowse from "drowse";
+import { WebSocket as Packaged } from "ws";
 import { Drowse, type CreateOptions, type Sandbox } from "drowse";
 
 const env = (name: string) => process.env[name] ?? "";
@@ -123,6 +124,15 @@ describe("the client", { skip: env("DROWSE_URL") ? false : "there is no server: 
     const over = await a.exec(["true"], { stdin: true });
     await over.wait();
     await assert.rejects(over.write("x"), drowse.DrowseError);
+  });
+
+  it("streams with the WebSocket of a package", async () => {
+    await make({ name: "w" });
+    const box = new Drowse({ url: env("DROWSE_URL"), WebSocket: Packaged }).sandbox("w");
+    const data = new Uint8Array(randomBytes(1 << 20));
+    const out = await (await box.exec(["cat"], { stdin: true })).communicate(data);
+    assert.ok(Buffer.from(data).equals(out.stdout));
+    await assert.rejects(new Drowse({ url: env("DROWSE_URL"), token: "wrong", WebSocket: Packaged }).sandbox("w").exec(["cat"]), drowse.Unauthorized);
   });
 
   it("stalls a command whose output nobody takes, and kills one that is left", async () => {
