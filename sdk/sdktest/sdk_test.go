@@ -15,6 +15,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"strings"
 	"sync"
 	"testing"
@@ -175,8 +176,18 @@ func run(t *testing.T, dir, name string, args ...string) {
 	if err != nil {
 		t.Fatalf("%s %v: %v\n%s", name, args, err, out)
 	}
-	t.Logf("%s", out)
+	var counts []string
+	for _, m := range counted.FindAllSubmatch(out, -1) {
+		counts = append(counts, string(m[1]))
+	}
+	if len(counts) == 0 {
+		t.Fatalf("it does not say how many tests it ran:\n%s", out)
+	}
+	fmt.Printf("%s: %s\n", name, strings.Join(counts, ", "))
 }
+
+// counted is what Python's unittest and Node's runner say at their end.
+var counted = regexp.MustCompile(`(?m)^(?:# )?(Ran \d+ tests.*|OK.*|(?:pass|fail|cancelled|skipped) \d+)$`)
 
 func TestPython_does_all_that_its_methods_say(t *testing.T) {
 	if exec.Command("python3", "-c", "import sys; sys.exit(sys.version_info < (3, 11))").Run() != nil {

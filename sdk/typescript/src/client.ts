@@ -1,6 +1,6 @@
-import { CommandFailed, ConnectionFailed, DrowseError, NotFound } from "./errors.js";
-import { HTTP, lines, wait, type Body, type CallOptions, type RequestOptions, type SocketClass } from "./http.js";
-import { Port, Process, completed, windowBytes, type Completed, type Exit } from "./process.js";
+import { CommandFailed, ConnectionFailed, DrowseError, NotFound, ProtocolError, items, textOf } from "./errors.js";
+import { HTTP, lines, whole, wait, type Body, type CallOptions, type RequestOptions, type SocketClass } from "./http.js";
+import { Port, Process, completed, exitOf, windowBytes, type Completed } from "./process.js";
 import type * as types from "./types.js";
 
 type Spec = NonNullable<types.CreateRequest["spec"]>;
@@ -98,7 +98,13 @@ function toBase64(data: string | Uint8Array): string {
   return btoa(text);
 }
 
-const fromBase64 = (text: string) => Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
+function fromBase64(text: string): Uint8Array {
+  try {
+    return Uint8Array.from(atob(textOf(text)), (c) => c.charCodeAt(0));
+  } catch (e) {
+    throw e instanceof DrowseError ? e : new ProtocolError("the answer's output is not base64");
+  }
+}
 
 function startOf(command: Command, o: ExecOptions): types.ExecStartRequest {
   return given({
@@ -152,7 +158,7 @@ export class Drowse {
     }
     if (what.policy && !what.network) spec["network"] = "tap";
     const made = await this.call<types.Sandbox>("POST", "/v1/sandboxes", doc, { ...o, headers: key(o) });
-    return new Sandbox(this, made.name, made);
+    return new Sandbox(this, textOf(made.name), made);
   }
 
   /** Returns a handle of a sandbox, without asking whether it exists. */
@@ -172,7 +178,7 @@ export class Drowse {
     const { page, ...rest } = filter;
     for (let after = ""; ; ) {
       const doc = await this.call<types.List>("GET", "/v1/sandboxes" + query({ ...rest, limit: page ?? 100, after }), undefined, o);
-      for (const one of doc.sandboxes ?? []) yield new Sandbox(this, one.name, one);
+      for (const one of items(doc.sandboxes)) yield new Sandbox(this, textOf(one.name), one);
       if (!doc.next) return;
       after = doc.next;
     }
@@ -257,7 +263,7 @@ export class Sandbox {
   async fork(children: number | Array<{ name?: string; tags?: string[] }> = 1, o: Keyed = {}): Promise<Sandbox[]> {
     const list = typeof children === "number" ? Array.from({ length: children }, () => ({})) : children;
     const doc = await this.client.call<types.Forked>("POST", this.path + "/fork", { children: list }, { ...o, headers: key(o) });
-    return (doc.sandboxes ?? []).map((one) => new Sandbox(this.client, one.name, one));
+    return items(doc.sandboxes).map((one) => new Sandbox(this.client, textOf(one.name), one));
   }
 
   /** Writes a snapshot: its id is `snapshot` of the result. */
@@ -266,7 +272,7 @@ export class Sandbox {
   }
 
   async listSnapshots(o?: CallOptions): Promise<types.SnapshotInfo[]> {
-    return (await this.client.call<types.Snapshots>("GET", this.path + "/snapshots", undefined, o)).snapshots ?? [];
+    return items((await this.client.call<types.Snapshots>("GET", this.path + "/snapshots", undefined, o)).snapshots);
   }
 
   /** Goes back to one of its snapshots. */
@@ -308,7 +314,7 @@ export class Sandbox {
       command: argv(command), user: o.user, cwd: o.cwd, env: environment(o.env), timeout_seconds: seconds, stdin: o.stdin && toBase64(o.stdin),
     });
     const doc = await this.client.call<types.Executed>("POST", this.path + "/exec", body, { signal: o.signal, timeoutMs: o.timeoutMs ?? (seconds + 120) * 1000 });
-    const exit: Exit = { code: doc.exit_code, signal: doc.signal ?? 0, timedOut: doc.timed_out ?? false, notStarted: doc.not_started ?? "" };
+    const exit = exitOf(doc);
     const out = completed(exit, fromBase64(doc.stdout), fromBase64(doc.stderr), doc.truncated ?? false);
     if (o.check && exit.code !== 0) {
       throw new CommandFailed(`${JSON.stringify(command)} ended with ${exit.code}: ${exit.notStarted || new TextDecoder().decode(out.stderr.subarray(-500))}`, out);
@@ -344,7 +350,7 @@ export class Processes {
 
   /** It does not wake the sandbox, which must run. */
   async list(o?: CallOptions) {
-    return (await this.box.client.call<types.Processes>("GET", this.box.path + "/processes", undefined, o)).processes ?? [];
+    return items((await this.box.client.call<types.Processes>("GET", this.box.path + "/processes", undefined, o)).processes);
   }
 
   /** Starts a process that goes on by itself, and returns its name. */
@@ -381,26 +387,12 @@ export class Files {
   async read(path: string, o: CallOptions & { most?: number } = {}): Promise<Uint8Array> {
     const most = o.most ?? 64 << 20;
     const answer = await this.box.client.http.request("GET", this.where(query({ path })), { ...o, retry: true });
-    const reader = answer.body!.getReader();
-    const parts: Uint8Array[] = [];
-    let n = 0;
     try {
-      for (let next = await reader.read(); !next.done; next = await reader.read()) {
-        parts.push(next.value);
-        if ((n += next.value.length) > most) throw new DrowseError(`the file has more than ${most} bytes: read it as a stream`);
-      }
+      return await whole(answer, most);
     } catch (e) {
-      await reader.cancel().catch(() => {});
       if (o.signal?.aborted) throw o.signal.reason;
       throw e instanceof DrowseError ? e : new ConnectionFailed("the file was cut", { cause: e });
     }
-    const out = new Uint8Array(n);
-    for (let at = 0; parts.length; ) {
-      const part = parts.shift()!;
-      out.set(part, at);
-      at += part.length;
-    }
-    return out;
   }
 
   /** Returns a file's content as text. */
@@ -440,7 +432,7 @@ export class Files {
   }
 
   async list(path: string, o?: CallOptions): Promise<types.FileInfo[]> {
-    return (await this.box.client.call<types.Directory>("GET", this.where("/list" + query({ path })), undefined, o)).entries ?? [];
+    return items((await this.box.client.call<types.Directory>("GET", this.where("/list" + query({ path })), undefined, o)).entries);
   }
 
   async mkdir(path: string, o: CallOptions & { mode?: string; parents?: boolean } = {}): Promise<void> {
@@ -478,7 +470,7 @@ export class Secrets {
   constructor(private readonly box: Sandbox) {}
 
   async list(o?: CallOptions) {
-    return (await this.box.client.call<types.Secrets>("GET", this.box.path + "/secrets", undefined, o)).secrets ?? [];
+    return items((await this.box.client.call<types.Secrets>("GET", this.box.path + "/secrets", undefined, o)).secrets);
   }
 
   async set(name: string, value: string | Uint8Array, how: Omit<types.SetSecretRequest, "value"> = {}, o?: CallOptions): Promise<void> {
@@ -495,7 +487,7 @@ export class Snapshots {
   constructor(private readonly client: Drowse) {}
 
   async list(o?: CallOptions): Promise<types.SnapshotInfo[]> {
-    return (await this.client.call<types.Snapshots>("GET", "/v1/snapshots", undefined, o)).snapshots ?? [];
+    return items((await this.client.call<types.Snapshots>("GET", "/v1/snapshots", undefined, o)).snapshots);
   }
 
   get(id: string, o?: CallOptions) {
@@ -514,7 +506,7 @@ export class Snapshots {
   /** Makes a sandbox that goes on from a snapshot. */
   async clone(id: string, what: types.CloneRequest = {}, o: Keyed = {}): Promise<Sandbox> {
     const made = await this.client.call<types.Sandbox>("POST", `/v1/snapshots/${seg(id)}/clone`, what, { ...o, headers: key(o) });
-    return new Sandbox(this.client, made.name, made);
+    return new Sandbox(this.client, textOf(made.name), made);
   }
 
   /** Returns a file that import reads on another host. */
@@ -532,7 +524,7 @@ export class Images {
   constructor(private readonly client: Drowse) {}
 
   async list(o?: CallOptions): Promise<types.Image[]> {
-    return (await this.client.call<types.ImageList>("GET", "/v1/images", undefined, o)).images ?? [];
+    return items((await this.client.call<types.ImageList>("GET", "/v1/images", undefined, o)).images);
   }
 
   get(ref: string, o?: CallOptions) {
@@ -562,7 +554,7 @@ export class Volumes {
   constructor(private readonly client: Drowse) {}
 
   async list(o?: CallOptions): Promise<types.Volume[]> {
-    return (await this.client.call<types.Volumes>("GET", "/v1/volumes", undefined, o)).volumes ?? [];
+    return items((await this.client.call<types.Volumes>("GET", "/v1/volumes", undefined, o)).volumes);
   }
 
   get(name: string, o?: CallOptions) {
@@ -587,7 +579,7 @@ export class Operations {
   constructor(private readonly client: Drowse) {}
 
   async list(o?: CallOptions): Promise<types.Operation[]> {
-    return (await this.client.call<types.Operations>("GET", "/v1/operations", undefined, o)).operations ?? [];
+    return items((await this.client.call<types.Operations>("GET", "/v1/operations", undefined, o)).operations);
   }
 
   get(id: string, o?: CallOptions) {

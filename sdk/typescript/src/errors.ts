@@ -14,6 +14,9 @@ export class ConnectionFailed extends DrowseError {}
 /** The call's timeout is over. What was asked for may have been done. */
 export class DeadlineExceeded extends DrowseError {}
 
+/** The answer is none of this API's: the address is another server's, or of another version. */
+export class ProtocolError extends DrowseError {}
+
 /** The stream of a process ended before the process. A detached one goes on: attach with `offset`. */
 export class StreamLost extends ConnectionFailed {
   constructor(message: string, readonly offset: number) {
@@ -37,13 +40,14 @@ export class APIError extends DrowseError {
   readonly remedy: string;
   readonly op: string;
   readonly sandbox: string;
-  constructor(readonly status: number, error: ErrorDocument["error"], readonly retryAfter?: number) {
-    const text = error.message || error.code;
-    super(error.remedy ? `${text} (${error.remedy})` : text);
-    this.code = error.code;
-    this.remedy = error.remedy ?? "";
-    this.op = error.op ?? "";
-    this.sandbox = error.sandbox ?? "";
+  constructor(readonly status: number, error: Partial<ErrorDocument["error"]>, readonly retryAfter?: number) {
+    const is = (value: unknown) => (typeof value === "string" ? value : "");
+    const text = is(error.message) || is(error.code) || "error", remedy = is(error.remedy);
+    super(remedy ? `${text} (${remedy})` : text);
+    this.code = is(error.code) || "error";
+    this.remedy = remedy;
+    this.op = is(error.op);
+    this.sandbox = is(error.sandbox);
   }
 }
 
@@ -66,7 +70,7 @@ export class TooManyRequests extends APIError {}
 /** 5xx: the host or the guest has failed, or has no room at present. */
 export class ServerError extends APIError {}
 
-type Kind = new (status: number, error: ErrorDocument["error"], retryAfter?: number) => APIError;
+type Kind = new (status: number, error: Partial<ErrorDocument["error"]>, retryAfter?: number) => APIError;
 
 const byStatus: Record<number, Kind> = {
   400: InvalidRequest, 401: Unauthorized, 403: Forbidden, 404: NotFound, 409: Conflict, 412: PreconditionFailed, 422: KeyReused,
@@ -82,7 +86,42 @@ const byCode: Record<string, Kind> = {
 };
 
 /** Returns the error for an answer, whose status is 0 in a stream. */
-export function errorOf(status: number, error: ErrorDocument["error"], retryAfter?: number): APIError {
-  const kind = status ? byStatus[status] ?? (status >= 500 ? ServerError : APIError) : byCode[error.code] ?? ServerError;
+export function errorOf(status: number, said: unknown, retryAfter?: number): APIError {
+  const error: Partial<ErrorDocument["error"]> = isObject(said) ? said : { message: status ? `HTTP status ${status}` : "error" };
+  const kind = status ? byStatus[status] ?? (status >= 500 ? ServerError : APIError) : byCode[String(error.code)] ?? ServerError;
   return new kind(status, error, retryAfter);
+}
+
+const isObject = (value: unknown): value is Record<string, unknown> => typeof value === "object" && value !== null && !Array.isArray(value);
+
+/** Returns the JSON object that a text is. */
+export function objectOf<T extends object>(text: string): T {
+  let value: unknown;
+  try {
+    value = JSON.parse(text);
+  } catch {
+    // It is said below.
+  }
+  if (!isObject(value)) throw new ProtocolError(`the answer is no JSON object: ${JSON.stringify(text.slice(0, 80))}`);
+  return value as T;
+}
+
+/** Returns the objects of a list in an answer; null is an empty one. */
+export function items<T extends object>(list: T[] | null | undefined): T[] {
+  if (list === null) return [];
+  if (!Array.isArray(list) || !list.every(isObject)) throw new ProtocolError("the answer has no list of objects where one should be");
+  return list;
+}
+
+/** Returns a text of an answer that must be there. */
+export function textOf(value: unknown): string {
+  if (typeof value !== "string") throw new ProtocolError("the answer has no text where one should be");
+  return value;
+}
+
+/** Returns a number of an answer, or what stands for none. */
+export function numberOf(value: unknown, none?: number): number {
+  const n = value ?? none;
+  if (typeof n !== "number") throw new ProtocolError("the answer has no number where one should be");
+  return n;
 }

@@ -1,4 +1,4 @@
-import { ConnectionFailed, DeadlineExceeded, DrowseError, errorOf } from "./errors.js";
+import { ConnectionFailed, DeadlineExceeded, DrowseError, ProtocolError, errorOf, objectOf } from "./errors.js";
 
 /** What can be sent as a body. Browsers send a stream only over HTTP/2, and not all do: use a Blob there. */
 export type Body = string | Uint8Array | Blob | ReadableStream<Uint8Array> | AsyncIterable<Uint8Array> | Iterable<Uint8Array>;
@@ -31,7 +31,10 @@ export interface Socket {
 export type SocketClass = new (url: string, protocols: string[]) => Socket;
 
 const longestPause = 5; // seconds that the server may ask to wait before a retry
-const maxLine = 64 << 20;
+const maxLine = 16 << 20; // characters
+const maxDocument = 64 << 20;
+const maxError = 1 << 20;
+const maxWaiting = 64 << 20; // bytes of messages that nobody has taken
 
 export interface HTTPOptions {
   url: string;
@@ -54,8 +57,8 @@ export class HTTP {
   /** Sends a request, and returns its answer's JSON, and its ETag. */
   async json<T>(method: string, path: string, o: RequestOptions = {}): Promise<{ value: T; etag: string }> {
     return this.tried(method, path, o, async (answer) => {
-      const text = await answer.text();
-      return { value: (text ? JSON.parse(text) : undefined) as T, etag: answer.headers.get("etag") ?? "" };
+      const text = new TextDecoder().decode(await whole(answer, maxDocument));
+      return { value: (text ? objectOf(text) : {}) as T, etag: answer.headers.get("etag") ?? "" };
     });
   }
 
@@ -95,18 +98,18 @@ export class HTTP {
       }
       const answer = await this.o.fetch(this.o.url + path, init);
       if (answer.status < 400) return await take(answer);
-      const text = await answer.text();
-      let error = { code: "error", message: `HTTP status ${answer.status}` };
+      const text = new TextDecoder().decode(await whole(answer, maxError));
+      let error: unknown;
       try {
-        error = JSON.parse(text).error ?? error;
+        error = objectOf<{ error?: unknown }>(text).error;
       } catch {
         // It is not from the server itself.
       }
       const after = answer.headers.get("retry-after");
-      throw errorOf(answer.status, error, after && /^\d+$/.test(after) ? Number(after) : undefined);
+      throw errorOf(answer.status, error, after && /^\d{1,9}$/.test(after) ? Number(after) : undefined);
     } catch (e) {
       if (end.signal.aborted) throw end.signal.reason;
-      if (e instanceof DrowseError || e instanceof SyntaxError) throw e;
+      if (e instanceof DrowseError) throw e;
       throw new ConnectionFailed(`${method} ${path}: ${(e as Error).message}`, { cause: e });
     } finally {
       clearTimeout(timer);
@@ -146,6 +149,7 @@ export class HTTP {
 export class Messages {
   readonly opened: Promise<void>;
   private waiting: Array<string | Uint8Array> = [];
+  private held = 0; // bytes
   private error: unknown;
   private over = false;
   private wake: Array<() => void> = [];
@@ -161,7 +165,10 @@ export class Messages {
     this.opened.catch(() => {});
     ws.onmessage = (m) => {
       if (this.over) return;
-      this.waiting.push(typeof m.data === "string" ? m.data : new Uint8Array(m.data as ArrayBuffer));
+      const message = typeof m.data === "string" ? m.data : new Uint8Array(m.data as ArrayBuffer);
+      this.held += message.length + 64; // what keeps it costs memory too
+      if (this.held > maxWaiting) return this.fail(new ProtocolError(`more than ${maxWaiting} bytes wait to be read`));
+      this.waiting.push(message);
       this.changed();
     };
     ws.onclose = ws.onerror = () => this.end();
@@ -192,7 +199,9 @@ export class Messages {
   /** Takes the next message if one is there. */
   take(): string | Uint8Array | undefined {
     if (this.error !== undefined) throw this.error;
-    return this.waiting.shift();
+    const message = this.waiting.shift();
+    if (message !== undefined) this.held -= message.length + 64;
+    return message;
   }
 
   /** Whether the connection has ended, and all messages are taken. */
@@ -218,6 +227,33 @@ export class Messages {
     this.ws.onclose = this.ws.onerror = () => {};
     this.ws.close();
   }
+}
+
+/** Returns the whole body of an answer, of at most `most` bytes. */
+export async function whole(answer: Response, most: number): Promise<Uint8Array> {
+  const parts: Uint8Array[] = [];
+  let n = 0;
+  const reader = answer.body?.getReader();
+  try {
+    for (let next = await reader?.read(); next && !next.done; next = await reader?.read()) {
+      parts.push(next.value);
+      if ((n += next.value.length) > most) throw new DrowseError(`the answer has more than ${most} bytes: read it as a stream`);
+    }
+  } catch (e) {
+    await reader?.cancel().catch(() => {});
+    throw e;
+  }
+  return join(parts);
+}
+
+export function join(parts: Uint8Array[]): Uint8Array {
+  const out = new Uint8Array(parts.reduce((n, p) => n + p.length, 0));
+  let at = 0;
+  for (const p of parts) {
+    out.set(p, at);
+    at += p.length;
+  }
+  return out;
 }
 
 function bodyOf(body: Body): string | Uint8Array | Blob | ReadableStream<Uint8Array> {
@@ -252,7 +288,7 @@ export async function wait(ms: number, signal: AbortSignal | undefined): Promise
 }
 
 /** Yields the objects of an answer that is lines of JSON, without the empty lines that keep it open. */
-export async function* lines<T>(open: (signal: AbortSignal) => Promise<Response>, signal: AbortSignal | undefined): AsyncGenerator<T, void, void> {
+export async function* lines<T extends object>(open: (signal: AbortSignal) => Promise<Response>, signal: AbortSignal | undefined): AsyncGenerator<T, void, void> {
   const stop = new AbortController();
   const reader = (await open(signal ? AbortSignal.any([signal, stop.signal]) : stop.signal)).body!.getReader();
   try {
@@ -268,8 +304,8 @@ export async function* lines<T>(open: (signal: AbortSignal) => Promise<Response>
       if (next.done) return;
       const all = (rest + text.decode(next.value, { stream: true })).split("\n");
       rest = all.pop()!;
-      if (rest.length > maxLine) throw new DrowseError("a line of the answer is too long");
-      for (const line of all) if (line.trim()) yield JSON.parse(line) as T;
+      if (rest.length > maxLine) throw new ProtocolError("a line of the answer is too long");
+      for (const line of all) if (line.trim()) yield objectOf<T>(line);
     }
   } finally {
     stop.abort();

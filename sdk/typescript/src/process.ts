@@ -1,5 +1,5 @@
-import { APIError, ConnectionFailed, DrowseError, StreamLost, errorOf } from "./errors.js";
-import type { HTTP, CallOptions, Messages } from "./http.js";
+import { APIError, ConnectionFailed, DrowseError, ProtocolError, StreamLost, errorOf, numberOf, objectOf } from "./errors.js";
+import { join, type CallOptions, type HTTP, type Messages } from "./http.js";
 import type { Control, ExecStartRequest } from "./types.js";
 
 /** Bytes of output that wait here at most, and of stdin that the server has not passed on. */
@@ -18,6 +18,10 @@ export interface Exit {
   signal: number;
   timedOut: boolean;
   notStarted: string;
+}
+
+export function exitOf(e: Partial<NonNullable<Control["exit"]>> | null | undefined): Exit {
+  return { code: numberOf(e?.exit_code), signal: numberOf(e?.signal, 0), timedOut: Boolean(e?.timed_out), notStarted: String(e?.not_started ?? "") };
 }
 
 /** A command that has ended, and its output. */
@@ -52,6 +56,7 @@ export class Process implements AsyncIterable<Output> {
   private told = 0;
   private sent = 0;
   private acked = 0;
+  private held = 0;
   private error: unknown;
 
   private constructor(private readonly m: Messages) {}
@@ -78,23 +83,25 @@ export class Process implements AsyncIterable<Output> {
     try {
       for (let m = this.m.take(); m !== undefined; m = this.m.take()) {
         if (typeof m !== "string") {
-          if (m.length > 0) this.waiting.push({ stream: m[0] === 2 ? "stderr" : "stdout", data: m.subarray(1) });
+          if (m.length < 2) continue;
+          if ((this.held += m.length - 1) > windowBytes + chunk) throw new ProtocolError("the server sends more output than was asked for");
+          this.waiting.push({ stream: m[0] === 2 ? "stderr" : "stdout", data: m.subarray(1) });
           continue;
         }
-        const c = JSON.parse(m) as Control;
+        const c = objectOf<Control>(m);
         if (c.type === "started") {
-          this.id = c.process ?? "";
-          this.pid = c.pid ?? 0;
-          this.offset = c.offset ?? 0;
-        } else if (c.type === "ack") this.acked = c.bytes ?? 0;
-        else if (c.type === "exit" && c.exit) {
-          const e = c.exit;
-          this.exit = { code: e.exit_code, signal: e.signal ?? 0, timedOut: e.timed_out ?? false, notStarted: e.not_started ?? "" };
-        } else if (c.type === "error" && c.error) this.error = errorOf(0, c.error);
+          this.id = String(c.process ?? "");
+          this.pid = numberOf(c.pid);
+          this.offset = numberOf(c.offset, 0);
+          if (this.pid <= 0) throw new ProtocolError("the process has no number");
+        } else if (c.type === "ack") this.acked = numberOf(c.bytes, 0);
+        else if (c.type === "exit") this.exit = exitOf(c.exit);
+        else if (c.type === "error") this.error ??= errorOf(0, c.error);
       }
       if (this.m.ended && !this.exit) this.error ??= new StreamLost("the stream ended before its process", this.offset);
     } catch (e) {
       this.error ??= e;
+      this.m.close();
     }
   }
 
@@ -114,6 +121,7 @@ export class Process implements AsyncIterable<Output> {
     const out = await this.until(() => this.waiting.shift() ?? (this.exit ? null : undefined));
     if (out === null) return undefined;
     this.taken += out.data.length;
+    this.held -= out.data.length;
     this.offset += out.data.length;
     if (this.taken - this.told >= windowBytes / 2 && !this.exit) {
       this.told = this.taken;
@@ -220,7 +228,7 @@ export class Process implements AsyncIterable<Output> {
   }
 }
 
-/** A connection to a TCP port of a sandbox. Messages that are not read wait in memory: the protocol has no window. */
+/** A connection to a TCP port of a sandbox. Bytes that are not read wait in memory, for the protocol has no window: beyond 64 MiB it fails. */
 export class Port implements AsyncIterable<Uint8Array> {
   private ended = false;
   private constructor(private readonly m: Messages) {}
@@ -247,8 +255,8 @@ export class Port implements AsyncIterable<Uint8Array> {
   }
 
   private control(text: string): string {
-    const c = JSON.parse(text) as Control;
-    if (c.type === "error" && c.error) throw errorOf(0, c.error);
+    const c = objectOf<Control>(text);
+    if (c.type === "error") throw errorOf(0, c.error);
     return c.type;
   }
 
@@ -279,14 +287,4 @@ export class Port implements AsyncIterable<Uint8Array> {
   close() {
     this.m.close();
   }
-}
-
-function join(parts: Uint8Array[]): Uint8Array {
-  const out = new Uint8Array(parts.reduce((n, p) => n + p.length, 0));
-  let at = 0;
-  for (const p of parts) {
-    out.set(p, at);
-    at += p.length;
-  }
-  return out;
 }

@@ -6,6 +6,7 @@ import { createServer, type Server } from "node:http";
 import type { AddressInfo } from "node:net";
 import { after, afterEach, describe, it } from "node:test";
 import * as drowse from "drowse";
+import { WebSocket as Packaged } from "ws";
 import { Drowse, type CreateOptions, type Sandbox } from "drowse";
 
 const env = (name: string) => process.env[name] ?? "";
@@ -123,6 +124,15 @@ describe("the client", { skip: env("DROWSE_URL") ? false : "there is no server: 
     const over = await a.exec(["true"], { stdin: true });
     await over.wait();
     await assert.rejects(over.write("x"), drowse.DrowseError);
+  });
+
+  it("streams with the WebSocket of a package", async () => {
+    await make({ name: "w" });
+    const box = new Drowse({ url: env("DROWSE_URL"), WebSocket: Packaged }).sandbox("w");
+    const data = new Uint8Array(randomBytes(1 << 20));
+    const out = await (await box.exec(["cat"], { stdin: true })).communicate(data);
+    assert.ok(Buffer.from(data).equals(out.stdout));
+    await assert.rejects(new Drowse({ url: env("DROWSE_URL"), token: "wrong", WebSocket: Packaged }).sandbox("w").exec(["cat"]), drowse.Unauthorized);
   });
 
   it("stalls a command whose output nobody takes, and kills one that is left", async () => {
@@ -323,9 +333,12 @@ describe("a server that is not as it should be", () => {
   });
 
   it("is an error of a kind, whatever it answers", async () => {
-    for (const [status, body] of [[500, "<html>"], [200, "no JSON"], [404, '{"error":null}'], [503, ""]] as const) {
+    for (const [status, body] of [
+      [500, "<html>"], [200, "no JSON"], [200, "[]"], [200, "{}"], [200, '{"name":1}'], [200, "[".repeat(500_000)], [404, '{"error":null}'],
+      [404, '{"error":"gone"}'], [500, '{"error":{"code":[]}}'], [503, ""], [500, "x".repeat(4 << 20)],
+    ] as const) {
       const c = await serve((_, w) => w.writeHead(status).end(body));
-      await assert.rejects(c.version(), (e: Error) => e instanceof drowse.DrowseError || e instanceof SyntaxError);
+      await assert.rejects(c.create({}), drowse.DrowseError, body.slice(0, 20));
     }
     const cut = await serve((_, w) => {
       w.writeHead(200, { "Content-Length": "100" });
@@ -339,6 +352,58 @@ describe("a server that is not as it should be", () => {
     const waiting = assert.rejects(silent.version({ signal: stop.signal }), /mine/);
     stop.abort(new Error("mine"));
     await waiting;
+  });
+});
+
+/** A WebSocket whose other end sends what it is told to. */
+class Told {
+  binaryType = "";
+  readyState = 1;
+  sent = 0;
+  onopen: (() => void) | null = null;
+  onmessage: ((e: { data: unknown }) => void) | null = null;
+  onclose: (() => void) | null = null;
+  onerror: (() => void) | null = null;
+  static messages: Array<string | Uint8Array> = [];
+  static last: Told;
+  constructor() {
+    Told.last = this;
+    setTimeout(() => {
+      this.onopen?.();
+      for (const m of Told.messages) this.onmessage?.({ data: typeof m === "string" ? m : m.slice().buffer });
+    });
+  }
+  send() {
+    this.sent++;
+  }
+  close() {
+    this.readyState = 3;
+  }
+}
+
+describe("a stream that is not as it should be", () => {
+  const box = new Drowse({ url: "http://127.0.0.1:1", WebSocket: Told }).sandbox("x");
+  const started = '{"type":"started","pid":7}';
+  for (const [name, messages] of Object.entries({
+    "no JSON": [started, "<"], "a list": [started, "[]"], "null": [started, "null"], "a process without a number": ['{"type":"started"}'],
+    "an exit without a code": [started, '{"type":"exit","exit":{}}'], "no exit": [started, '{"type":"exit","exit":null}'],
+    "an error that is a text": [started, '{"type":"error","error":"x"}'], "an ack that is a text": [started, '{"type":"ack","bytes":"x"}'],
+    "more output than the window": [started, ...Array<Uint8Array>(100).fill(new Uint8Array(32 << 10).fill(1))],
+  })) {
+    it(`is an error of the package: ${name}`, async () => {
+      Told.messages = messages;
+      const stop = new AbortController();
+      await assert.rejects(async () => (await box.exec(["y"], { signal: stop.signal })).communicate(new Uint8Array(1 << 20)), drowse.DrowseError);
+      assert.equal(Told.last.readyState, 3, "it is closed");
+    });
+  }
+
+  it("does not fill the memory from a port that nobody reads", async () => {
+    Told.messages = [started, ...Array<Uint8Array>(3000).fill(new Uint8Array(32 << 10))];
+    await assert.rejects(async () => {
+      for await (const _ of await box.connect(80));
+    }, drowse.ProtocolError);
+    assert.equal(Told.last.readyState, 3);
   });
 });
 

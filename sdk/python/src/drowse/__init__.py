@@ -11,11 +11,11 @@ from ._process_sync import Port, Process
 from ._results import Completed, Exit, Lineage, Output, Versioned
 from .errors import (
     APIError, CommandFailed, Conflict, ConnectionFailed, DeadlineExceeded, DrowseError, Forbidden, InvalidRequest, KeyReused, NotFound,
-    PreconditionFailed, ServerError, StreamLost, TooManyRequests, Unauthorized,
+    PreconditionFailed, ProtocolError, ServerError, StreamLost, TooManyRequests, Unauthorized,
 )
 
 __all__ = [
     "APIError", "AsyncDrowse", "AsyncPort", "AsyncProcess", "AsyncSandbox", "CommandFailed", "Completed", "Conflict", "ConnectionFailed",
     "DeadlineExceeded", "Drowse", "DrowseError", "Exit", "Forbidden", "InvalidRequest", "KeyReused", "Lineage", "NotFound", "Output", "Port",
-    "PreconditionFailed", "Process", "Sandbox", "ServerError", "StreamLost", "TooManyRequests", "Unauthorized", "Versioned", "types",
+    "PreconditionFailed", "Process", "ProtocolError", "Sandbox", "ServerError", "StreamLost", "TooManyRequests", "Unauthorized", "Versioned", "types",
 ]

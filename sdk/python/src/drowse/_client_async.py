@@ -18,9 +18,9 @@ from . import types
 from ._aio import in_thread, sleep
 from ._http_async import AsyncHTTP, AsyncResponse
 from ._process_async import AsyncPort, AsyncProcess
-from ._results import Completed, Exit, Lineage, Versioned
+from ._results import Completed, Lineage, Versioned, exit_of
 from ._tar import tar_of
-from .errors import CommandFailed, NotFound
+from .errors import CommandFailed, NotFound, ProtocolError, field, items, object_of
 
 T = TypeVar("T")
 NEW: Any = object()
@@ -101,7 +101,7 @@ class AsyncDrowse:
         retry = method in ("GET", "PUT", "DELETE") or "Idempotency-Key" in h
         answer = await self.http.request(method, path, headers=h, body=data, timeout=timeout, retry=retry)
         text = await answer.document()
-        doc = json.loads(text) if text else None
+        doc = object_of(text) if text else {}
         return Versioned(doc, answer.headers.get("etag", "")) if etag else doc
 
     async def version(self) -> types.Is:
@@ -127,14 +127,14 @@ class AsyncDrowse:
             spec["policy"] = policy
             spec["network"] = "tap"
         for given, value in more.items():
-            field = given.rstrip("_")
-            (metadata if field in METADATA else doc if field == "disk" else spec)[field] = value
+            to = given.rstrip("_")
+            (metadata if to in METADATA else doc if to == "disk" else spec)[to] = value
         if metadata:
             doc["metadata"] = metadata
         if get_or_create:
             doc["get_or_create"] = True
         made = await self.call("POST", "/v1/sandboxes", doc, headers=key_of(idempotency_key), timeout=timeout)
-        return AsyncSandbox(self, made["name"], made)
+        return AsyncSandbox(self, field(made, "name"), made)
 
     def sandbox(self, name: str) -> AsyncSandbox:
         """Return a handle of a sandbox, without asking whether it exists."""
@@ -153,8 +153,8 @@ class AsyncDrowse:
         after = ""
         while True:
             doc = await self.call("GET", "/v1/sandboxes" + query(owner=owner, tag=tag, status=status, limit=page, after=after, **{"class": class_}))
-            for one in doc["sandboxes"] or []:
-                yield AsyncSandbox(self, one["name"], one)
+            for one in items(doc, "sandboxes"):
+                yield AsyncSandbox(self, field(one, "name"), one)
             after = doc.get("next", "")
             if not after:
                 return
@@ -240,7 +240,7 @@ class AsyncSandbox:
             for c in children:
                 c["tags"] = tags
         doc = await self._call("POST", "/fork", {"children": children}, headers=key_of(idempotency_key), timeout=timeout)
-        return [AsyncSandbox(self.client, one["name"], one) for one in doc["sandboxes"]]
+        return [AsyncSandbox(self.client, field(one, "name"), one) for one in items(doc, "sandboxes")]
 
     async def snapshot(
         self, note: str = "", *, disk_only: bool = False, idempotency_key: str | None = NEW, timeout: float | None = None,
@@ -250,7 +250,7 @@ class AsyncSandbox:
         return cast(types.SleepResult, await self._call("POST", "/snapshot", body, headers=key_of(idempotency_key), timeout=timeout))
 
     async def list_snapshots(self) -> List[types.SnapshotInfo]:
-        return (await self._call("GET", "/snapshots"))["snapshots"] or []
+        return items(await self._call("GET", "/snapshots"), "snapshots")
 
     async def rewind(self, snapshot: str, *, timeout: float | None = None) -> types.Sandbox:
         """Go back to one of its snapshots."""
@@ -297,8 +297,12 @@ class AsyncSandbox:
         if stdin:
             body["stdin"] = base64.b64encode(body_of(stdin)).decode()
         doc = await self._call("POST", "/exec", body, timeout=timeout_seconds + 120 if timeout is None else timeout)
-        end = Exit(doc["exit_code"], doc.get("signal", 0), doc.get("timed_out", False), doc.get("not_started", ""))
-        out = Completed(end, base64.b64decode(doc["stdout"]), base64.b64decode(doc["stderr"]), doc.get("truncated", False))
+        end = exit_of(doc)
+        try:
+            stdout, stderr = (base64.b64decode(field(doc, name), validate=True) for name in ("stdout", "stderr"))
+        except ValueError:
+            raise ProtocolError("the answer's output is not base64") from None
+        out = Completed(end, stdout, stderr, bool(doc.get("truncated")))
         if check and end.code != 0:
             raise CommandFailed(f"{command!r} ended with {end.code}: {end.not_started or out.stderr[-500:].decode(errors='replace')}", out)
         return out
@@ -351,7 +355,7 @@ class AsyncProcesses:
 
     async def list(self) -> List[types.ProcessesProcessesItem]:
         """It does not wake the sandbox, which must run."""
-        return (await self._sandbox._call("GET", "/processes"))["processes"] or []
+        return items(await self._sandbox._call("GET", "/processes"), "processes")
 
     async def start(
         self, command: List[str] | str, *, process: str = "", user: str = "", cwd: str = "", env: dict[str, str] | None = None,
@@ -360,7 +364,7 @@ class AsyncProcesses:
         """Start a process that goes on by itself, and return its name."""
         body = {"command": argv(command), "process": process, "user": user, "cwd": cwd, "env": environment(env), "output_kib": output_kib, "timeout_seconds": timeout_seconds}
         body = {k: v for k, v in body.items() if v}
-        return str((await self._sandbox._call("POST", "/processes", body, headers=key_of(idempotency_key)))["process"])
+        return str(field(await self._sandbox._call("POST", "/processes", body, headers=key_of(idempotency_key)), "process"))
 
     async def attach(self, process: str, *, offset: int = 0) -> AsyncProcess:
         """Connect to a detached process, in the place of any other stream; output from offset on, as far as it is kept."""
@@ -420,7 +424,7 @@ class AsyncFiles:
             headers["If-None-Match"] = if_none_match
         where = query(path=path, mode=mode, parents=parents, append=append, uid=uid, gid=gid)
         answer = await self._request("PUT", where, headers=headers, body=body_of(data), retry=not append and not if_match and not if_none_match)
-        return cast(types.FileInfo, json.loads(await answer.document()))
+        return cast(types.FileInfo, object_of(await answer.document()))
 
     async def stat(self, path: str, *, link: bool = False) -> types.FileInfo:
         """Describe a file; with link, a symbolic link itself."""
@@ -436,7 +440,7 @@ class AsyncFiles:
         return True
 
     async def list(self, path: str) -> List[types.FileInfo]:
-        return (await self._sandbox._call("GET", "/files/list" + query(path=path)))["entries"] or []
+        return items(await self._sandbox._call("GET", "/files/list" + query(path=path)), "entries")
 
     async def mkdir(self, path: str, *, mode: str = "", parents: bool = False) -> None:
         await self._sandbox._call("POST", "/files/mkdir", {"path": path, "mode": mode, "parents": parents})
@@ -460,7 +464,7 @@ class AsyncFiles:
         """Unpack a tar archive, which is bytes, an open file or an iterable of bytes; return its size."""
         headers = {"Content-Type": "application/x-tar"}
         answer = await self._request("PUT", "/tree" + query(path=path, uid=uid, gid=gid), headers=headers, body=body_of(tar))
-        return int(json.loads(await answer.document())["bytes"])
+        return int(field(object_of(await answer.document()), "bytes", int))
 
     async def download(self, path: str, to: str) -> None:
         """Copy a directory to a local one, below which all of it stays. It needs as much temporary space."""
@@ -496,7 +500,7 @@ class AsyncSecrets:
         self._sandbox = sandbox
 
     async def list(self) -> List[types.SecretsSecretsItem]:
-        return (await self._sandbox._call("GET", "/secrets"))["secrets"] or []
+        return items(await self._sandbox._call("GET", "/secrets"), "secrets")
 
     async def set(self, name: str, value: bytes | str, **more: Any) -> None:
         """Set a secret; further arguments are mode, uid, gid, proxy and transient."""
@@ -513,7 +517,7 @@ class AsyncSnapshots:
         self._client = client
 
     async def list(self) -> List[types.SnapshotInfo]:
-        return (await self._client.call("GET", "/v1/snapshots"))["snapshots"] or []
+        return items(await self._client.call("GET", "/v1/snapshots"), "snapshots")
 
     async def get(self, id: str) -> types.SnapshotInfo:
         return cast(types.SnapshotInfo, await self._client.call("GET", "/v1/snapshots/" + segment(id)))
@@ -534,7 +538,7 @@ class AsyncSnapshots:
         if policy is not None:
             body["policy"] = policy
         made = await self._client.call("POST", f"/v1/snapshots/{segment(id)}/clone", body, headers=key_of(idempotency_key), timeout=timeout)
-        return AsyncSandbox(self._client, made["name"], made)
+        return AsyncSandbox(self._client, field(made, "name"), made)
 
     async def export(self, id: str) -> AsyncIterator[bytes]:
         """Yield a file that import_ reads on another host."""
@@ -548,7 +552,7 @@ class AsyncSnapshots:
     async def import_(self, data: Any) -> types.Imported:
         headers = {"Content-Type": "application/octet-stream"}
         answer = await self._client.http.request("POST", "/v1/snapshots/import", headers=headers, body=body_of(data))
-        return cast(types.Imported, json.loads(await answer.document()))
+        return cast(types.Imported, object_of(await answer.document()))
 
 
 class AsyncImages:
@@ -558,7 +562,7 @@ class AsyncImages:
         self._client = client
 
     async def list(self) -> List[types.Image]:
-        return (await self._client.call("GET", "/v1/images"))["images"] or []
+        return items(await self._client.call("GET", "/v1/images"), "images")
 
     async def get(self, ref: str) -> types.Image:
         return cast(types.Image, await self._client.call("GET", "/v1/images/" + segment(ref)))
@@ -574,7 +578,7 @@ class AsyncImages:
     async def import_(self, data: Any, *, tag: str, format: str = "oci-archive") -> types.Image:
         headers = {"Content-Type": "application/octet-stream"}
         answer = await self._client.http.request("POST", "/v1/images/import" + query(format=format, tag=tag), headers=headers, body=body_of(data))
-        return cast(types.Image, json.loads(await answer.document()))
+        return cast(types.Image, object_of(await answer.document()))
 
     async def export(self, ref: str, *, format: str = "") -> AsyncIterator[bytes]:
         answer = await self._client.http.request("GET", f"/v1/images/{segment(ref)}/export" + query(format=format))
@@ -592,7 +596,7 @@ class AsyncVolumes:
         self._client = client
 
     async def list(self) -> List[types.Volume]:
-        return (await self._client.call("GET", "/v1/volumes"))["volumes"] or []
+        return items(await self._client.call("GET", "/v1/volumes"), "volumes")
 
     async def get(self, name: str) -> types.Volume:
         return cast(types.Volume, await self._client.call("GET", "/v1/volumes/" + segment(name)))
@@ -614,7 +618,7 @@ class AsyncOperations:
         self._client = client
 
     async def list(self) -> List[types.Operation]:
-        return (await self._client.call("GET", "/v1/operations"))["operations"] or []
+        return items(await self._client.call("GET", "/v1/operations"), "operations")
 
     async def get(self, id: str) -> types.Operation:
         return cast(types.Operation, await self._client.call("GET", "/v1/operations/" + segment(id)))

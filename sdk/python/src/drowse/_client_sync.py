@@ -19,9 +19,9 @@ from . import types
 from ._sio import in_thread, sleep
 from ._http_sync import HTTP, Response
 from ._process_sync import Port, Process
-from ._results import Completed, Exit, Lineage, Versioned
+from ._results import Completed, Lineage, Versioned, exit_of
 from ._tar import tar_of
-from .errors import CommandFailed, NotFound
+from .errors import CommandFailed, NotFound, ProtocolError, field, items, object_of
 
 T = TypeVar("T")
 NEW: Any = object()
@@ -102,7 +102,7 @@ class Drowse:
         retry = method in ("GET", "PUT", "DELETE") or "Idempotency-Key" in h
         answer = self.http.request(method, path, headers=h, body=data, timeout=timeout, retry=retry)
         text = answer.document()
-        doc = json.loads(text) if text else None
+        doc = object_of(text) if text else {}
         return Versioned(doc, answer.headers.get("etag", "")) if etag else doc
 
     def version(self) -> types.Is:
@@ -128,14 +128,14 @@ class Drowse:
             spec["policy"] = policy
             spec["network"] = "tap"
         for given, value in more.items():
-            field = given.rstrip("_")
-            (metadata if field in METADATA else doc if field == "disk" else spec)[field] = value
+            to = given.rstrip("_")
+            (metadata if to in METADATA else doc if to == "disk" else spec)[to] = value
         if metadata:
             doc["metadata"] = metadata
         if get_or_create:
             doc["get_or_create"] = True
         made = self.call("POST", "/v1/sandboxes", doc, headers=key_of(idempotency_key), timeout=timeout)
-        return Sandbox(self, made["name"], made)
+        return Sandbox(self, field(made, "name"), made)
 
     def sandbox(self, name: str) -> Sandbox:
         """Return a handle of a sandbox, without asking whether it exists."""
@@ -154,8 +154,8 @@ class Drowse:
         after = ""
         while True:
             doc = self.call("GET", "/v1/sandboxes" + query(owner=owner, tag=tag, status=status, limit=page, after=after, **{"class": class_}))
-            for one in doc["sandboxes"] or []:
-                yield Sandbox(self, one["name"], one)
+            for one in items(doc, "sandboxes"):
+                yield Sandbox(self, field(one, "name"), one)
             after = doc.get("next", "")
             if not after:
                 return
@@ -241,7 +241,7 @@ class Sandbox:
             for c in children:
                 c["tags"] = tags
         doc = self._call("POST", "/fork", {"children": children}, headers=key_of(idempotency_key), timeout=timeout)
-        return [Sandbox(self.client, one["name"], one) for one in doc["sandboxes"]]
+        return [Sandbox(self.client, field(one, "name"), one) for one in items(doc, "sandboxes")]
 
     def snapshot(
         self, note: str = "", *, disk_only: bool = False, idempotency_key: str | None = NEW, timeout: float | None = None,
@@ -251,7 +251,7 @@ class Sandbox:
         return cast(types.SleepResult, self._call("POST", "/snapshot", body, headers=key_of(idempotency_key), timeout=timeout))
 
     def list_snapshots(self) -> List[types.SnapshotInfo]:
-        return (self._call("GET", "/snapshots"))["snapshots"] or []
+        return items(self._call("GET", "/snapshots"), "snapshots")
 
     def rewind(self, snapshot: str, *, timeout: float | None = None) -> types.Sandbox:
         """Go back to one of its snapshots."""
@@ -298,8 +298,12 @@ class Sandbox:
         if stdin:
             body["stdin"] = base64.b64encode(body_of(stdin)).decode()
         doc = self._call("POST", "/exec", body, timeout=timeout_seconds + 120 if timeout is None else timeout)
-        end = Exit(doc["exit_code"], doc.get("signal", 0), doc.get("timed_out", False), doc.get("not_started", ""))
-        out = Completed(end, base64.b64decode(doc["stdout"]), base64.b64decode(doc["stderr"]), doc.get("truncated", False))
+        end = exit_of(doc)
+        try:
+            stdout, stderr = (base64.b64decode(field(doc, name), validate=True) for name in ("stdout", "stderr"))
+        except ValueError:
+            raise ProtocolError("the answer's output is not base64") from None
+        out = Completed(end, stdout, stderr, bool(doc.get("truncated")))
         if check and end.code != 0:
             raise CommandFailed(f"{command!r} ended with {end.code}: {end.not_started or out.stderr[-500:].decode(errors='replace')}", out)
         return out
@@ -352,7 +356,7 @@ class Processes:
 
     def list(self) -> List[types.ProcessesProcessesItem]:
         """It does not wake the sandbox, which must run."""
-        return (self._sandbox._call("GET", "/processes"))["processes"] or []
+        return items(self._sandbox._call("GET", "/processes"), "processes")
 
     def start(
         self, command: List[str] | str, *, process: str = "", user: str = "", cwd: str = "", env: dict[str, str] | None = None,
@@ -361,7 +365,7 @@ class Processes:
         """Start a process that goes on by itself, and return its name."""
         body = {"command": argv(command), "process": process, "user": user, "cwd": cwd, "env": environment(env), "output_kib": output_kib, "timeout_seconds": timeout_seconds}
         body = {k: v for k, v in body.items() if v}
-        return str((self._sandbox._call("POST", "/processes", body, headers=key_of(idempotency_key)))["process"])
+        return str(field(self._sandbox._call("POST", "/processes", body, headers=key_of(idempotency_key)), "process"))
 
     def attach(self, process: str, *, offset: int = 0) -> Process:
         """Connect to a detached process, in the place of any other stream; output from offset on, as far as it is kept."""
@@ -421,7 +425,7 @@ class Files:
             headers["If-None-Match"] = if_none_match
         where = query(path=path, mode=mode, parents=parents, append=append, uid=uid, gid=gid)
         answer = self._request("PUT", where, headers=headers, body=body_of(data), retry=not append and not if_match and not if_none_match)
-        return cast(types.FileInfo, json.loads(answer.document()))
+        return cast(types.FileInfo, object_of(answer.document()))
 
     def stat(self, path: str, *, link: bool = False) -> types.FileInfo:
         """Describe a file; with link, a symbolic link itself."""
@@ -437,7 +441,7 @@ class Files:
         return True
 
     def list(self, path: str) -> List[types.FileInfo]:
-        return (self._sandbox._call("GET", "/files/list" + query(path=path)))["entries"] or []
+        return items(self._sandbox._call("GET", "/files/list" + query(path=path)), "entries")
 
     def mkdir(self, path: str, *, mode: str = "", parents: bool = False) -> None:
         self._sandbox._call("POST", "/files/mkdir", {"path": path, "mode": mode, "parents": parents})
@@ -461,7 +465,7 @@ class Files:
         """Unpack a tar archive, which is bytes, an open file or an iterable of bytes; return its size."""
         headers = {"Content-Type": "application/x-tar"}
         answer = self._request("PUT", "/tree" + query(path=path, uid=uid, gid=gid), headers=headers, body=body_of(tar))
-        return int(json.loads(answer.document())["bytes"])
+        return int(field(object_of(answer.document()), "bytes", int))
 
     def download(self, path: str, to: str) -> None:
         """Copy a directory to a local one, below which all of it stays. It needs as much temporary space."""
@@ -497,7 +501,7 @@ class Secrets:
         self._sandbox = sandbox
 
     def list(self) -> List[types.SecretsSecretsItem]:
-        return (self._sandbox._call("GET", "/secrets"))["secrets"] or []
+        return items(self._sandbox._call("GET", "/secrets"), "secrets")
 
     def set(self, name: str, value: bytes | str, **more: Any) -> None:
         """Set a secret; further arguments are mode, uid, gid, proxy and transient."""
@@ -514,7 +518,7 @@ class Snapshots:
         self._client = client
 
     def list(self) -> List[types.SnapshotInfo]:
-        return (self._client.call("GET", "/v1/snapshots"))["snapshots"] or []
+        return items(self._client.call("GET", "/v1/snapshots"), "snapshots")
 
     def get(self, id: str) -> types.SnapshotInfo:
         return cast(types.SnapshotInfo, self._client.call("GET", "/v1/snapshots/" + segment(id)))
@@ -535,7 +539,7 @@ class Snapshots:
         if policy is not None:
             body["policy"] = policy
         made = self._client.call("POST", f"/v1/snapshots/{segment(id)}/clone", body, headers=key_of(idempotency_key), timeout=timeout)
-        return Sandbox(self._client, made["name"], made)
+        return Sandbox(self._client, field(made, "name"), made)
 
     def export(self, id: str) -> Iterator[bytes]:
         """Yield a file that import_ reads on another host."""
@@ -549,7 +553,7 @@ class Snapshots:
     def import_(self, data: Any) -> types.Imported:
         headers = {"Content-Type": "application/octet-stream"}
         answer = self._client.http.request("POST", "/v1/snapshots/import", headers=headers, body=body_of(data))
-        return cast(types.Imported, json.loads(answer.document()))
+        return cast(types.Imported, object_of(answer.document()))
 
 
 class Images:
@@ -559,7 +563,7 @@ class Images:
         self._client = client
 
     def list(self) -> List[types.Image]:
-        return (self._client.call("GET", "/v1/images"))["images"] or []
+        return items(self._client.call("GET", "/v1/images"), "images")
 
     def get(self, ref: str) -> types.Image:
         return cast(types.Image, self._client.call("GET", "/v1/images/" + segment(ref)))
@@ -575,7 +579,7 @@ class Images:
     def import_(self, data: Any, *, tag: str, format: str = "oci-archive") -> types.Image:
         headers = {"Content-Type": "application/octet-stream"}
         answer = self._client.http.request("POST", "/v1/images/import" + query(format=format, tag=tag), headers=headers, body=body_of(data))
-        return cast(types.Image, json.loads(answer.document()))
+        return cast(types.Image, object_of(answer.document()))
 
     def export(self, ref: str, *, format: str = "") -> Iterator[bytes]:
         answer = self._client.http.request("GET", f"/v1/images/{segment(ref)}/export" + query(format=format))
@@ -593,7 +597,7 @@ class Volumes:
         self._client = client
 
     def list(self) -> List[types.Volume]:
-        return (self._client.call("GET", "/v1/volumes"))["volumes"] or []
+        return items(self._client.call("GET", "/v1/volumes"), "volumes")
 
     def get(self, name: str) -> types.Volume:
         return cast(types.Volume, self._client.call("GET", "/v1/volumes/" + segment(name)))
@@ -615,7 +619,7 @@ class Operations:
         self._client = client
 
     def list(self) -> List[types.Operation]:
-        return (self._client.call("GET", "/v1/operations"))["operations"] or []
+        return items(self._client.call("GET", "/v1/operations"), "operations")
 
     def get(self, id: str) -> types.Operation:
         return cast(types.Operation, self._client.call("GET", "/v1/operations/" + segment(id)))

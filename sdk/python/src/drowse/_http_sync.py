@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import math
 import os
+import re
 import secrets
 import ssl
 import struct
@@ -17,14 +17,23 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ._sio import Stream, pieces, sleep
-from .errors import APIError, ConnectionFailed, DeadlineExceeded, DrowseError, error_of
+from .errors import APIError, ConnectionFailed, DeadlineExceeded, DrowseError, ProtocolError, error_of, object_of
 
 MAX_HEADER = 64 << 10
 MAX_MESSAGE = 1 << 20
 MAX_DOCUMENT = 64 << 20
+MAX_LINE = 16 << 20
+MAX_ERROR = 1 << 20
 KEPT = 8  # connections that wait for their next request
 KEPT_FOR = 30.0  # seconds
 LONGEST_PAUSE = 5.0  # seconds that the server may ask to wait before a retry
+
+
+def number(text: str, base: int = 10) -> int:
+    """Return a length, which has digits alone."""
+    if not re.fullmatch("[0-9A-Fa-f]{1,15}" if base == 16 else "[0-9]{1,18}", text):
+        raise ConnectionFailed("the server does not speak HTTP/1.1")
+    return int(text, base)
 
 
 class Response:
@@ -35,7 +44,7 @@ class Response:
         self._http, self._stream, self._buf = http, stream, bytearray(rest)
         self._chunked = headers.get("transfer-encoding", "").lower() == "chunked"
         length = headers.get("content-length")
-        self._left: int | None = 0 if bodiless else None if self._chunked or length is None else int(length)
+        self._left: int | None = 0 if bodiless else None if self._chunked or length is None else number(length)
         self._keeps = headers.get("connection", "").lower() != "close" and (self._chunked or self._left is not None)
         self._over = bodiless
 
@@ -58,7 +67,7 @@ class Response:
             if self._chunked and not self._left:
                 if self._left == 0:
                     self._line()  # after a chunk
-                self._left = int((self._line()).split(b";")[0], 16)
+                self._left = number((self._line()).split(b";")[0].decode("latin-1").strip(), 16)
                 if self._left == 0:
                     while self._line():
                         pass
@@ -102,14 +111,16 @@ class Response:
         rest = bytearray()
         try:
             while piece := self.read():
-                rest += piece
-                *whole, last = bytes(rest).split(b"\n")
-                rest = bytearray(last)
-                if len(rest) > MAX_DOCUMENT:
-                    raise DrowseError("a line of the answer is too long")
+                *whole, last = piece.split(b"\n")
+                if whole:
+                    whole[0] = bytes(rest) + whole[0]
+                    rest.clear()
+                rest += last
+                if len(rest) > MAX_LINE:
+                    raise ProtocolError("a line of the answer is too long")
                 for line in whole:
                     if line.strip():
-                        yield json.loads(line)
+                        yield object_of(line)
         finally:
             self.close()
 
@@ -232,32 +243,36 @@ class HTTP:
                     raise
                 # The server may have answered before the end of the body.
             answer = self._head(stream, method)
-            if answer.status < 400:
+            if answer.status < 300:
                 stream.deadline = None if answer.headers.get("content-type") != "application/json" else deadline
                 done = True
                 return answer
-            text = answer.document()
+            if answer.status < 400:
+                raise ProtocolError(f"the server answers with HTTP status {answer.status}")
+            text = answer.document(MAX_ERROR)
             done = True
         finally:
             if not done:
                 stream.close()
         try:
-            error = json.loads(text)["error"]
-        except (ValueError, KeyError, TypeError):
-            error = {"message": f"HTTP status {answer.status}"}
+            error = object_of(text).get("error")
+        except ProtocolError:
+            error = None  # it is from something before the server
         after = answer.headers.get("retry-after", "")
-        raise error_of(answer.status, error, float(after) if after.isdigit() else None)
+        raise error_of(answer.status, error, float(after) if re.fullmatch("[0-9]{1,9}", after) else None)
 
     def _head(self, stream: Stream, method: str) -> Response:
         buf = bytearray()
         while (end := buf.find(b"\r\n\r\n")) < 0:
             data = stream.read()
-            if not data or len(buf) > MAX_HEADER:
+            if not data:
                 raise ConnectionFailed("the connection ended before the answer")
+            if len(buf) > MAX_HEADER:
+                raise ProtocolError("the answer has too long a header")
             buf += data
         first, *lines = bytes(buf[:end]).decode("latin-1").split("\r\n")
         words = first.split(" ", 2)
-        if len(words) < 2 or not words[0].startswith("HTTP/1.") or not words[1].isdigit():
+        if len(words) < 2 or not words[0].startswith("HTTP/1.") or not re.fullmatch("[0-9]{3}", words[1]):
             raise ConnectionFailed("the server does not speak HTTP/1.1")
         headers = {}
         for line in lines:
@@ -338,6 +353,9 @@ class WebSocket:
                 self._buf += data
                 continue
             kind, final, data = frame
+            # RFC 6455, section 5.4 and 5.5: messages do not mix, and control frames are whole and short.
+            if kind >= CLOSE and (not final or len(data) > 125) or kind < CLOSE and (kind == 0) != (self._kind != 0):
+                raise ConnectionFailed("the server breaks the rules of WebSockets")
             if kind == PING:
                 self.send(PONG, data)
             elif kind == CLOSE:
@@ -346,9 +364,11 @@ class WebSocket:
                 self._kind = kind or self._kind
                 self._parts += data
                 if final:
-                    out = bytes(self._parts)
-                    self._parts = bytearray()
-                    return self._kind, out
+                    out, of = bytes(self._parts), self._kind
+                    self._parts, self._kind = bytearray(), 0
+                    return of, out
+            else:
+                raise ConnectionFailed("the server breaks the rules of WebSockets")
 
     def close(self) -> None:
         self._stream.close()

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 from ._aio import Condition, pieces
 from ._http_async import BINARY, CLOSE, TEXT, AsyncWebSocket
-from .errors import ConnectionFailed, DrowseError, StreamLost, error_of
-from ._results import Completed, Exit, Output
+from .errors import ConnectionFailed, DrowseError, ProtocolError, StreamLost, error_of, field, object_of
+from ._results import Completed, Exit, Output, exit_of
 
 WINDOW = 256 << 10  # bytes of output that wait here at most, and of stdin that the server has not passed on
 CHUNK = 32 << 10
@@ -27,7 +27,7 @@ class AsyncProcess:
     def __init__(self, ws: AsyncWebSocket) -> None:
         self._ws, self._turn, self._receiving = ws, Condition(), False
         self._waiting: deque[Output] = deque()
-        self._taken = self._told = self._sent = self._acked = 0
+        self._taken = self._told = self._sent = self._acked = self._held = 0
         self._error: Exception | None = None
         self.id = ""
         self.pid = 0
@@ -61,19 +61,33 @@ class AsyncProcess:
             if self.exit is None and self._error is None:
                 self._error = StreamLost("the stream ended before its process", self.offset)
         elif kind == BINARY:
-            if data:
+            if len(data) > 1:
+                self._held += len(data) - 1
+                if self._held > WINDOW + CHUNK:
+                    raise self._broken(ProtocolError("the server sends more output than was asked for"))
                 self._waiting.append(Output("stderr" if data[0] == 2 else "stdout", data[1:]))
         else:
-            m = json.loads(data)
-            if m["type"] == "started":
-                self.id, self.pid, self.offset = m.get("process", ""), m["pid"], m.get("offset", 0)
-            elif m["type"] == "ack":
-                self._acked = m.get("bytes", 0)
-            elif m["type"] == "exit":
-                e = m["exit"]
-                self.exit = Exit(e["exit_code"], e.get("signal", 0), e.get("timed_out", False), e.get("not_started", ""), e.get("cpu_ms", 0.0))
-            elif m["type"] == "error":
-                self._error = error_of(0, m["error"])
+            try:
+                self._control(object_of(data))
+            except ProtocolError as e:
+                raise self._broken(e) from None
+
+    def _broken(self, e: ProtocolError) -> ProtocolError:
+        self._error = self._error or e
+        self._ws.close()
+        return e
+
+    def _control(self, m: dict[str, Any]) -> None:
+        if m.get("type") == "started":
+            self.pid, self.id, self.offset = field(m, "pid", int), str(m.get("process") or ""), field({"offset": 0, **m}, "offset", int)
+            if self.pid <= 0:
+                raise ProtocolError("the process has no number")
+        elif m.get("type") == "ack":
+            self._acked = field({"bytes": 0, **m}, "bytes", int)
+        elif m.get("type") == "exit":
+            self.exit = exit_of(field(m, "exit", dict))
+        elif m.get("type") == "error":
+            self._error = error_of(0, m.get("error"))
 
     def __aiter__(self) -> AsyncProcess:
         return self
@@ -102,6 +116,7 @@ class AsyncProcess:
                 return None if self.exit is None else (None, False)
             out = self._waiting.popleft()
             self._taken += len(out.data)
+            self._held -= len(out.data)
             self.offset += len(out.data)
             tell = self._taken - self._told >= WINDOW // 2 and self.exit is None
             if tell:
@@ -175,6 +190,7 @@ class AsyncProcess:
             while self._waiting:
                 o = self._waiting.popleft()
                 self._taken += len(o.data)
+                self._held -= len(o.data)
                 self.offset += len(o.data)
                 out[o.stream] += o.data
             if len(out["stdout"]) + len(out["stderr"]) > limit:
@@ -231,10 +247,10 @@ class AsyncPort:
         self._ended = False
 
     async def _control(self, data: bytes) -> str:
-        m = json.loads(data)
-        if m["type"] == "error":
-            raise error_of(0, m["error"])
-        return str(m["type"])
+        m = object_of(data)
+        if m.get("type") == "error":
+            raise error_of(0, m.get("error"))
+        return str(m.get("type"))
 
     async def _begin(self) -> None:
         try:

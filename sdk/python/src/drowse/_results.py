@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
+
+from .errors import field
 
 T = TypeVar("T")
 
@@ -25,6 +27,13 @@ class Exit:
     timed_out: bool = False
     not_started: str = ""
     cpu_ms: float = 0.0
+
+
+def exit_of(doc: dict[str, Any]) -> Exit:
+    return Exit(
+        field(doc, "exit_code", int), field({"signal": 0, **doc}, "signal", int), bool(doc.get("timed_out")), str(doc.get("not_started") or ""),
+        float(field({"cpu_ms": 0, **doc}, "cpu_ms", (int, float))),
+    )
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from typing import Any, List
 
 
 class DrowseError(Exception):
@@ -15,6 +16,10 @@ class ConnectionFailed(DrowseError, ConnectionError):
 
 class DeadlineExceeded(DrowseError, TimeoutError):
     """The call's own timeout is over. What was asked for may have been done."""
+
+
+class ProtocolError(DrowseError):
+    """The answer is none of this API's: the address is another server's, or of another version."""
 
 
 class StreamLost(ConnectionFailed):
@@ -41,11 +46,12 @@ class APIError(DrowseError):
 
     def __init__(self, status: int, error: dict[str, Any], retry_after: float | None = None) -> None:
         self.status = status
-        self.code: str = error.get("code", "error")
-        self.message: str = error.get("message", "")
-        self.remedy: str = error.get("remedy", "")
-        self.op: str = error.get("op", "")
-        self.sandbox: str = error.get("sandbox", "")
+        def text_of(name: str) -> str:
+            value = error.get(name)
+            return value if isinstance(value, str) else ""
+
+        self.code = text_of("code") or "error"
+        self.message, self.remedy, self.op, self.sandbox = map(text_of, ("message", "remedy", "op", "sandbox"))
         self.retry_after = retry_after
         """Seconds to wait before another try, if the server says so."""
         text = self.message or self.code
@@ -102,10 +108,37 @@ _codes = {
 }
 
 
-def error_of(status: int, error: dict[str, Any], retry_after: float | None = None) -> APIError:
+def object_of(text: bytes) -> dict[str, Any]:
+    """Return the JSON object that a text is."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ProtocolError(f"the answer is no JSON: {text[:80]!r}") from None
+    return field({"": value}, "", dict)
+
+
+def field(doc: dict[str, Any], name: str, kind: Any = str) -> Any:
+    """Return a field of an answer that must be there."""
+    value = doc.get(name)
+    if not isinstance(value, kind):
+        raise ProtocolError(f"the answer has no {name!r} as it should be: {str(doc)[:80]}")
+    return value
+
+
+def items(doc: dict[str, Any], name: str) -> List[Any]:
+    """Return the objects of a list in an answer; null is an empty one."""
+    value = field(doc, name, (list, type(None))) or []
+    if not all(isinstance(one, dict) for one in value):
+        raise ProtocolError(f"the answer has other things than objects in {name!r}")
+    return value
+
+
+def error_of(status: int, error: Any, retry_after: float | None = None) -> APIError:
     """Return the error for an answer."""
+    if not isinstance(error, dict):
+        error = {"message": f"HTTP status {status}" if status else ""}
     if status:
         kind = _classes.get(status, ServerError if status >= 500 else APIError)
     else:
-        kind = _codes.get(error.get("code", ""), ServerError)
+        kind = _codes.get(str(error.get("code")), ServerError)
     return kind(status, error, retry_after)
