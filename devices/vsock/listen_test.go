@@ -163,6 +163,7 @@ func TestListener_that_the_owner_holds_is_served_and_left_alone(t *testing.T) {
 	must(t, err)
 	early, err := net.Dial("unix", path)
 	must(t, err)
+	defer early.Close() // at any time, if it were left to the garbage collector
 	early.Write([]byte("CONNECT 5\n"))
 	mem := newMemory(t)
 	dev, err := New(mem, Config{CID: testCID, Path: path, Listener: f})
