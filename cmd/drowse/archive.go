@@ -39,7 +39,7 @@ what was written; it does not encrypt.`,
 	cmd.PersistentFlags().StringVar(&in, "in", os.Getenv(archiveVariable), "`ARCHIVE`: s3://BUCKET/PREFIX or a directory")
 	opened := func(do func(cmd *cobra.Command, args []string, ar *archive.Archive) error) runE {
 		return func(cmd *cobra.Command, args []string) error {
-			ar, done, err := openArchive(in)
+			ar, done, err := openArchive(in, cmd.Name() == "push")
 			if err != nil {
 				return err
 			}
@@ -136,7 +136,8 @@ func copied(p *progress) archive.Progress {
 	return func(n int64) { p.report(stageCopy, done.Add(n), 0) }
 }
 
-func openArchive(in string) (ar *archive.Archive, done func(), err error) {
+// openArchive opens an archive. A directory that is missing is made, or is an error: a misspelt one would look empty.
+func openArchive(in string, mayMake bool) (ar *archive.Archive, done func(), err error) {
 	switch {
 	case in == "":
 		return nil, nil, usageError{fmt.Errorf("which archive: name it with --in, or in %s", archiveVariable)}
@@ -152,6 +153,9 @@ func openArchive(in string) (ar *archive.Archive, done func(), err error) {
 		return archive.Open(s), s.Close, nil
 	case strings.Contains(in, "://"):
 		return nil, nil, usageError{errors.New("an archive is s3://BUCKET/PREFIX or a directory")}
+	}
+	if _, err := os.Stat(in); err != nil && !mayMake {
+		return nil, nil, fmt.Errorf("there is no archive: %w: push makes one", err)
 	}
 	d, err := blob.OpenDir(in)
 	if err != nil {

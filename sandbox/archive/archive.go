@@ -91,7 +91,7 @@ func (k Kind) key(id string) (string, error) {
 }
 
 // Put puts an entry: send calls put for each of its files. It is there, whole and durable, when Put returns nil, and
-// not there otherwise, unless the error is ErrExists. i.Put, i.Size and i.Stored are set by Put.
+// not there in part otherwise: after an error of the store, ask whether it is. Put sets i.Put, i.Size and i.Stored.
 func (a *Archive) Put(ctx context.Context, kind Kind, i Info, send func(put func(f snapshot.SentFile, r io.Reader) error) error) (Info, error) {
 	fail := func(err error) (Info, error) {
 		return Info{}, fmt.Errorf("putting %.12s into the archive: %w", i.ID, err)
@@ -121,22 +121,22 @@ func (a *Archive) Put(ctx context.Context, kind Kind, i Info, send func(put func
 	if err == nil && time.Since(begin) > maxPut {
 		err = ErrSlow
 	}
-	if err == nil {
+	began := err == nil
+	if began {
 		err = a.commit(ctx, key, &m)
 	}
-	if err == nil && time.Since(begin) > maxPut { // the process, or the network, stood still
+	switch {
+	case err == nil && time.Since(begin) > maxPut: // the process, or the network, stood still
 		err = errors.Join(ErrSlow, a.store.Delete(ctx, key))
-	}
-	if err != nil {
+	case err == nil:
+		return m.Info, nil
+	case !began, errors.Is(err, ErrExists):
 		clean, cancel := context.WithTimeout(context.WithoutCancel(ctx), cleanTime)
 		defer cancel()
-		// What it does not get to is the next Sweep's. It is not removed if the manifest may be there all the same.
-		if have, merr := a.manifest(clean, kind, i.ID); errors.Is(merr, ErrNotFound) && ctx.Err() == nil || merr == nil && have.Data != m.Data {
-			_ = a.removeData(clean, m.Data)
-		}
-		return fail(err)
+		_ = a.removeData(clean, m.Data) // what it does not get to is the next Sweep's
 	}
-	return m.Info, nil
+	// After another error of commit the manifest may be there, or may still come: Sweep decides.
+	return fail(err)
 }
 
 // dataOf begins the keys of the files of an entry, of all attempts to put it.
@@ -156,10 +156,14 @@ func (a *Archive) commit(ctx context.Context, key string, m *manifest) error {
 	err = a.store.Put(ctx, key, doc)
 	if errors.Is(err, blob.ErrExists) {
 		// A store may refuse what it has itself put.
-		if have, _, lerr := a.store.Load(ctx, key, maxManifest); lerr == nil && bytes.Equal(have, doc) {
-			return nil
+		have, _, lerr := a.store.Load(ctx, key, maxManifest)
+		switch {
+		case lerr != nil:
+			return fmt.Errorf("looking whose manifest is there: %w", lerr)
+		case !bytes.Equal(have, doc):
+			return ErrExists
 		}
-		err = ErrExists
+		return nil
 	}
 	return err
 }

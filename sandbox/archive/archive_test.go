@@ -278,6 +278,37 @@ func TestPut_is_whole_or_nothing_wherever_the_store_fails(t *testing.T) {
 	}
 }
 
+// late puts manifests when it is told to, after it has said that they failed.
+type late struct {
+	blob.Store
+	then func() error
+}
+
+func (l *late) Put(ctx context.Context, key string, body []byte) error {
+	if !strings.HasPrefix(key, string(Snapshots)) {
+		return l.Store.Put(ctx, key, body)
+	}
+	l.then = func() error { return l.Store.Put(context.WithoutCancel(ctx), key, body) }
+	return errDown
+}
+
+func TestPut_keeps_the_files_of_a_manifest_that_may_still_come(t *testing.T) {
+	s := newStore(t)
+	l := &late{Store: s}
+	want := files{"a": content(1, 3*frameSize)}
+	if _, err := Open(l).Put(t.Context(), Snapshots, Info{ID: id1}, want.send); !errors.Is(err, errDown) {
+		t.Fatal(err)
+	}
+	if err := l.then(); err != nil {
+		t.Fatal(err)
+	}
+	got, err := getAll(t.Context(), Open(s), id1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	wantAll(t, got, want)
+}
+
 func TestSweep_leaves_what_is_young_or_named(t *testing.T) {
 	s := newStore(t)
 	a := Open(s)

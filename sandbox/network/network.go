@@ -192,11 +192,19 @@ func (n *Network) takeAddress() (err error) {
 
 // lookAtHost notes the addresses of the host and of its neighbours.
 func (n *Network) lookAtHost() (err error) {
-	if n.host, err = netpolicy.HostAddresses(); err != nil {
-		return err
-	}
-	n.onLink, err = hostnet.OnLink()
+	n.host, n.onLink, err = hostNow()
 	return err
+}
+
+// hostNow returns the addresses of the host, sorted, and of its neighbours. The lists do not change any more: the
+// policy in force and the order to the network process have them too.
+func hostNow() (host []netip.Addr, onLink []netip.Prefix, err error) {
+	if host, err = netpolicy.HostAddresses(); err != nil {
+		return nil, nil, err
+	}
+	slices.SortFunc(host, netip.Addr.Compare)
+	onLink, err = hostnet.OnLink()
+	return host, onLink, err
 }
 
 // tooManyAddresses reports whether a host has more addresses than a policy can know.
@@ -754,18 +762,12 @@ func (n *Network) watchHost() {
 
 // refresh reinstalls the policy if the host's addresses, or the ranges of its neighbours, have changed.
 func (n *Network) refresh() error {
-	host, err := netpolicy.HostAddresses()
+	host, onLink, err := hostNow()
 	if err != nil {
 		return err
 	}
-	onLink, err := hostnet.OnLink()
-	if err != nil {
-		return err
-	}
-	slices.SortFunc(host, netip.Addr.Compare)
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	slices.SortFunc(n.host, netip.Addr.Compare)
 	if slices.Equal(host, n.host) && slices.Equal(onLink, n.onLink) {
 		return nil
 	}

@@ -21,6 +21,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -230,6 +231,26 @@ func TestProcess_starts_with_the_first_query_and_another_follows_one_that_is_kil
 	both := first.CPU() + s.all()[1].CPU()
 	if st, err := n.Stats(); err != nil || st.Process.Starts != 2 || st.Process.Failed != 1 || n.CPU() < both || both <= used {
 		t.Errorf("%+v, %v, and %v of CPU time, of both %v, before %v", st.Process, err, n.CPU(), both, used)
+	}
+}
+
+// A network process that starts is sent the list while the host's addresses are looked at.
+func TestRefresh_changes_no_list_that_the_policy_in_force_has(t *testing.T) {
+	at, _ := nameServer(t)
+	n := newNetwork(t, at, nil)
+	n.mu.Lock()
+	slices.Reverse(n.host) // nobody else has it before the first query
+	shared := n.host
+	before := slices.Clone(shared)
+	n.mu.Unlock()
+	if len(before) < 2 {
+		t.Fatalf("a host with the addresses %v shows nothing", before)
+	}
+	if err := n.refresh(); err != nil {
+		t.Fatal(err)
+	}
+	if !slices.Equal(shared, before) {
+		t.Errorf("%v became %v", before, shared)
 	}
 }
 
