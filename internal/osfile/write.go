@@ -59,9 +59,14 @@ func WriteTemp(fsys FS, path string, data []byte, perm fs.FileMode) (temp string
 	})
 }
 
+// TempPath returns a new temporary name in the directory of path.
+func TempPath(path string) string {
+	return filepath.Join(filepath.Dir(path), TempPrefix+rand.Text()[:16])
+}
+
 func writeTemp(fsys FS, path string, perm fs.FileMode, write func(File) error) (temp string, err error) {
 	const private = 0o600
-	temp = filepath.Join(filepath.Dir(path), TempPrefix+rand.Text()[:16])
+	temp = TempPath(path)
 	f, err := fsys.OpenFile(temp, os.O_RDWR|os.O_CREATE|os.O_EXCL, private)
 	if err != nil {
 		return "", err

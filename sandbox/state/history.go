@@ -227,20 +227,23 @@ func (s *Store) sweepRemoved() (err error) {
 			errs = append(errs, do(e.Name(), filepath.Join(dir, e.Name())))
 		}
 	}
-	in(s.removedDir(), func(name, path string) error {
-		if !strings.HasPrefix(name, osfile.TempPrefix) || s.young(path) {
-			return nil
-		}
-		return os.RemoveAll(path)
-	})
+	in(s.removedDir(), s.removeTemp)
 	in(s.dir, func(name, path string) error {
 		if name != "records.lock" && name != "records.db" && !strings.HasPrefix(name, "records.db-") && !strings.HasPrefix(name, "records.db.") {
 			return nil
 		}
 		return os.RemoveAll(path)
 	})
+	in(filepath.Join(s.dir, "vms"), s.removeTemp)
 	in(filepath.Join(s.dir, "vms"), func(name, _ string) error { return s.removeUnrecorded(name) })
 	return errors.Join(errs...)
+}
+
+func (s *Store) removeTemp(name, path string) error {
+	if !strings.HasPrefix(name, osfile.TempPrefix) || s.young(path) {
+		return nil
+	}
+	return os.RemoveAll(path)
 }
 
 // removeUnrecorded deletes the directory of a VM that has no record: its removal, or the command that made it, was
@@ -261,5 +264,5 @@ func (s *Store) removeUnrecorded(name string) error {
 	if !gone() {
 		return nil
 	}
-	return os.RemoveAll(s.VMDir(name))
+	return s.removeVMDir(name)
 }

@@ -732,6 +732,9 @@ const lockPatience = 300 * time.Millisecond
 // removePatience is how long a removal waits for the lock of a VM: its process may be exiting, and others look at it.
 const removePatience = 30 * time.Second
 
+// createPatience is how long Create waits for the lock of a name without a record.
+const createPatience = 5 * time.Second
+
 // LockSoon is Lock that waits for up to lockPatience.
 func (s *Store) LockSoon(ctx context.Context, name string) (*VMLock, error) {
 	return s.lockWithin(ctx, name, lockPatience)
@@ -772,15 +775,22 @@ func (s *Store) Create(r *Record) (*VMLock, error) {
 		return nil, fmt.Errorf("making VM %s: %w", r.Spec.Name, err)
 	}
 	defer func() { _ = release() }()
-	if err := os.Mkdir(dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
-		return nil, fmt.Errorf("making VM %s: %w", r.Spec.Name, err)
-	}
-	l, err := s.Lock(r.Spec.Name)
-	if errors.Is(err, spec.ErrRunning) {
+	var l *VMLock
+	for begin := time.Now(); ; time.Sleep(time.Millisecond) {
+		if err := os.Mkdir(dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
+			return nil, fmt.Errorf("making VM %s: %w", r.Spec.Name, err)
+		}
+		// Meanwhile a removal or a sweep may have a directory without a record, and deletes it.
+		l, err = s.Lock(r.Spec.Name)
+		if !errors.Is(err, spec.ErrRunning) && !errors.Is(err, spec.ErrNotFound) {
+			break
+		}
 		if err := taken(); err != nil {
 			return nil, err
 		}
-		return nil, fmt.Errorf("%w: %s: it is being made at this moment", spec.ErrExists, r.Spec.Name)
+		if time.Since(begin) > createPatience {
+			return nil, fmt.Errorf("%w: %s: it is being made or removed at this moment", spec.ErrExists, r.Spec.Name)
+		}
 	}
 	if err != nil {
 		return nil, err
@@ -877,7 +887,7 @@ func (s *Store) RemoveNew(ctx context.Context, r *Record) error {
 			return err
 		}
 	}
-	errs := []error{os.RemoveAll(s.VMDir(r.Spec.Name))}
+	errs := []error{s.removeVMDir(r.Spec.Name)}
 	for n := 1; n <= last+1; n++ { // one more: a layer is made before it is counted on disk
 		if err := os.Remove(filepath.Join(s.LayerDir(), fmt.Sprintf("%s-%d", r.ID, n))); !errors.Is(err, fs.ErrNotExist) {
 			errs = append(errs, err)
@@ -915,6 +925,20 @@ func (s *Store) Remove(ctx context.Context, name string, force bool) (spec.Freed
 	return freed, err
 }
 
+// removeVMDir deletes the directory of a VM, whose lock the caller holds. The name is free at once: a VM that is made
+// meanwhile has a directory of its own, from which nothing is deleted.
+func (s *Store) removeVMDir(name string) error {
+	dir := s.VMDir(name)
+	temp := osfile.TempPath(dir)
+	switch err := os.Rename(dir, temp); {
+	case errors.Is(err, fs.ErrNotExist):
+		return nil
+	case err != nil: // a full disk
+		return os.RemoveAll(dir)
+	}
+	return os.RemoveAll(temp)
+}
+
 // removeFiles deletes a VM that is not running, and what only it needed. It returns what it has freed, and whether
 // the VM is gone. The VM may be gone with an error: what only it needed is deleted afterwards, and the next sweep
 // deletes the rest.
@@ -950,7 +974,7 @@ func (s *Store) removeFiles(ctx context.Context, name string) (freed spec.Freed,
 		err = osfile.SyncDir(s.VMDir(name))
 	}
 	if err == nil {
-		err = os.RemoveAll(s.VMDir(name))
+		err = s.removeVMDir(name)
 	}
 	if err != nil {
 		// Without its record it is no longer a VM, whatever else of it remains.
