@@ -32,7 +32,7 @@ func (e Env) bootSpec(ctx context.Context, spec sandbox.Spec) (control.Report, e
 	e.say("booting a guest of %d MiB", spec.MemoryMiB)
 	spec.Image, spec.Kernel = e.Image, e.Kernel
 	var rep control.Report
-	_, err := e.Store.With(e.Launcher).Create(ctx, spec, sandbox.CreateOptions{Report: &rep})
+	_, err := e.Store.With(e.Launcher).Create(ctx, spec, sandbox.CreateOptions{Boot: true, Report: &rep})
 	return rep, err
 }
 

@@ -52,6 +52,13 @@ type Options struct {
 	// beyond their own needs. A quarter of each page is random.
 	UsedPercent int
 
+	// Ways and ToRun are how callers run what, out of the lists Ways and ExecCommands. Create also measures
+	// sandboxes that are made for it, with Template from a template once there is one. Serve runs a "drowse serve" of
+	// each build meanwhile. Beside is the program of another build, and BesideState its state directory.
+	Ways, ToRun             []string
+	Create, Template, Serve bool
+	Beside, BesideState     string
+
 	// Rules are the numbers of rules of a policy, 1 to MaxRules. Packets is how many packets a run judges. The
 	// run's value is their average.
 	Rules   []int

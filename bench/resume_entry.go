@@ -24,6 +24,8 @@ type Env struct {
 	Launcher pool.Launcher
 	Image    string
 	Kernel   string // as in sandbox.Spec
+	// Program is the path of drowse itself.
+	Program string
 	// PeerGuest is the path of drowse-peer-guest, which the guests of other monitors run.
 	PeerGuest string
 	// Progress, if not nil, receives messages about the progress.

@@ -35,16 +35,16 @@ type CreateOptions struct {
 	Metadata *spec.Metadata
 	// Disk is the id, or the start of the id, of a snapshot from whose disk the sandbox boots; empty is a new disk.
 	Disk string
-	// Template starts the sandbox from a template if there is one for it. Otherwise it boots, and asks for the template.
-	Template bool
+	// Boot boots the sandbox even if there is a template for it.
+	Boot bool
 	// Report, if not nil, gets the report of the start.
 	Report *control.Report
 }
 
-// Create makes a sandbox. It boots, or starts from a template (MakeTemplate) if o says so. Inspect and the event of its
-// creation say which, and the sandbox is the same. MakeTemplates makes what has been asked for, and drowse serve calls
-// that. Create returns when the agent in the guest answers. If the VM does not come up,
-// Create removes it, and the error has its logs. If the name is taken, it returns ErrExists.
+// Create makes a sandbox. It starts from a template of its first boot if there is one. Otherwise it boots, and asks for
+// the template, which MakeTemplates makes; drowse serve calls that. Inspect and the event of its creation say which,
+// and the sandbox is the same. Create returns when the agent in the guest answers. If the VM does not come up, Create
+// removes it, and the error has its logs. If the name is taken, it returns ErrExists.
 func (s *Host) Create(ctx context.Context, want Spec, o CreateOptions) (b *Sandbox, err error) {
 	if o.Report == nil {
 		o.Report = &control.Report{}

@@ -776,7 +776,7 @@ func TestCreate_from_a_template_gives_each_guest_its_own_identity(t *testing.T) 
 		}
 		return identity(e, name), time.Since(begun)
 	}
-	_, booted := create("booted", sandbox.CreateOptions{Template: true})
+	_, booted := create("booted", sandbox.CreateOptions{})
 	begun := time.Now()
 	if made, err := host.MakeTemplates(t.Context()); err != nil || len(made) != 1 {
 		t.Fatalf("%d templates (%v), want 1", len(made), err)
@@ -788,7 +788,7 @@ func TestCreate_from_a_template_gives_each_guest_its_own_identity(t *testing.T) 
 		if name == "one" {
 			services = append(services, given)
 		}
-		id, took := create(name, sandbox.CreateOptions{Template: true}, services...)
+		id, took := create(name, sandbox.CreateOptions{}, services...)
 		t.Logf("to the end of the first command: %v by a boot, %v from the template: %.2f of it", booted, took, took.Seconds()/booted.Seconds())
 		r, err := e.Store.State.Get(name)
 		if err != nil || r.Template == "" {

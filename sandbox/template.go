@@ -22,11 +22,10 @@ import (
 
 // launchCreated starts a new VM from the template of its key. Without a usable one it boots, and wants one.
 func (s *Host) launchCreated(ctx context.Context, r *state.Record, o CreateOptions) (*Sandbox, error) {
-	if !o.Template {
-		r.Booted = "no template was asked for"
-		return s.launchNew(ctx, r, "", nil, o.Report)
+	if r.Booted = template.Unsuited(r.Spec); r.Booted == "" && (o.Boot || os.Getenv(control.NoTemplateEnv) != "") {
+		r.Booted = "a boot was asked for"
 	}
-	if r.Booted = template.Unsuited(r.Spec); r.Booted != "" {
+	if r.Booted != "" {
 		return s.launchNew(ctx, r, "", nil, o.Report)
 	}
 	key, err := s.templateKey(r.Spec, r.Boot)
@@ -210,7 +209,7 @@ func (s *Host) makeTemplate(ctx context.Context, e template.Entry) (_ template.E
 	}
 	want := e.Spec
 	want.Name = templateVM + e.Key[:8]
-	o := CreateOptions{Metadata: &spec.Metadata{Owner: spec.TemplateOwner, Purpose: "boots for template " + e.Key[:12]}}
+	o := CreateOptions{Boot: true, Metadata: &spec.Metadata{Owner: spec.TemplateOwner, Purpose: "boots for template " + e.Key[:12]}}
 	b, err := s.Create(ctx, want, o)
 	if err != nil {
 		return e, err

@@ -15,6 +15,7 @@ import (
 
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/limits"
 	"github.com/drowse-vm/drowse/sandbox/sandboxtest"
 	"github.com/drowse-vm/drowse/sandbox/spec"
@@ -48,21 +49,26 @@ func makeWanted(t *testing.T, h *sandbox.Host, want int) {
 
 func TestCreate_boots_once_and_then_starts_from_the_template(t *testing.T) {
 	h := (&sandboxtest.VMs{}).Host(t)
-	if r := made(t, h, sandbox.Spec{}, sandbox.CreateOptions{Template: true}); r.Template != "" || r.Booted != "there was no template for it" {
+	if r := made(t, h, sandbox.Spec{}, sandbox.CreateOptions{}); r.Template != "" || r.Booted != "there was no template for it" {
 		t.Errorf("the first is from template %q, or has booted because %q", r.Template, r.Booted)
 	}
-	if r := made(t, h, sandbox.Spec{}, sandbox.CreateOptions{Template: true}); r.Booted != "its template was not made yet" {
+	if r := made(t, h, sandbox.Spec{}, sandbox.CreateOptions{}); r.Booted != "its template was not made yet" {
 		t.Errorf("the second has booted because %q", r.Booted)
 	}
 	makeWanted(t, h, 1)
 	makeWanted(t, h, 0)
-	r := made(t, h, sandbox.Spec{Name: "third"}, sandbox.CreateOptions{Template: true})
+	r := made(t, h, sandbox.Spec{Name: "third"}, sandbox.CreateOptions{})
 	if r.Template == "" || r.Booted != "" || r.Snapshot != "" || r.Parent != "" || r.Lineage != "" || r.Base != r.Template {
 		t.Errorf("the third has the record %+v", r)
 	}
-	if r := made(t, h, sandbox.Spec{}, sandbox.CreateOptions{}); r.Template != "" || r.Booted == "" {
-		t.Errorf("with no Template it is from template %q, or has booted because %q", r.Template, r.Booted)
+	if r := made(t, h, sandbox.Spec{}, sandbox.CreateOptions{Boot: true}); r.Template != "" || r.Booted != "a boot was asked for" {
+		t.Errorf("with Boot it is from template %q, or has booted because %q", r.Template, r.Booted)
 	}
+	t.Setenv(control.NoTemplateEnv, "1")
+	if r := made(t, h, sandbox.Spec{}, sandbox.CreateOptions{}); r.Template != "" || r.Booted != "a boot was asked for" {
+		t.Errorf("with %s it is from template %q, or has booted because %q", control.NoTemplateEnv, r.Template, r.Booted)
+	}
+	t.Setenv(control.NoTemplateEnv, "")
 	if _, err := h.Sandbox("third").Wake(t.Context()); err != nil {
 		t.Error(err)
 	}
@@ -80,7 +86,7 @@ func TestTemplate_has_nothing_of_those_who_asked_for_it(t *testing.T) {
 		Services: []spec.Service{{Name: "web", Argv: []string{"/bin/" + secret}, Env: []string{"KEY=" + secret}}},
 		Idle:     spec.Idle{SleepSeconds: 77}, Hooks: spec.Hooks{Policy: spec.HooksIgnore}, Self: spec.Self{Allow: []string{"sleep"}},
 	}
-	made(t, h, full, sandbox.CreateOptions{Template: true, Metadata: &spec.Metadata{Owner: secret + "-owner", Purpose: secret}})
+	made(t, h, full, sandbox.CreateOptions{Metadata: &spec.Metadata{Owner: secret + "-owner", Purpose: secret}})
 	makeWanted(t, h, 1)
 	list, _, err := h.State.Templates().List()
 	if err != nil || len(list) != 1 || list[0].Spec.Hostname != template.Hostname {
@@ -116,7 +122,7 @@ func TestTemplate_has_nothing_of_those_who_asked_for_it(t *testing.T) {
 	}
 	// Another caller with the same key gets all that he asks for, and nothing of the first.
 	other := sandbox.Spec{Name: "other", DiskMiB: spec.MinDiskMiB, Network: spec.NetworkTAP}
-	r := made(t, h, other, sandbox.CreateOptions{Template: true})
+	r := made(t, h, other, sandbox.CreateOptions{})
 	if r.Template != list[0].Snapshot || r.Spec.Hostname != "other" || r.Spec.Policy != nil || len(r.Spec.Services)+len(r.Spec.Tags)+len(r.Spec.Self.Allow) > 0 || r.Spec.Idle != (spec.Idle{}) {
 		t.Errorf("the other's record is %+v", r)
 	}
@@ -125,7 +131,7 @@ func TestTemplate_has_nothing_of_those_who_asked_for_it(t *testing.T) {
 	}
 	// And so does the first one.
 	full.Name, full.Hostname, full.Policy = "again", "", nil
-	r = made(t, h, full, sandbox.CreateOptions{Template: true, Metadata: &spec.Metadata{Owner: "me"}})
+	r = made(t, h, full, sandbox.CreateOptions{Metadata: &spec.Metadata{Owner: "me"}})
 	if r.Template == "" || len(r.Spec.Services) != 1 || r.Spec.Idle.SleepSeconds != 77 || h.State.Owner("again") != "me" {
 		t.Errorf("its record is %+v", r)
 	}
@@ -155,12 +161,12 @@ func TestCreate_boots_when_its_template_does_not_fit(t *testing.T) {
 	}
 	h := v.Host(t)
 	dir := t.TempDir()
-	made(t, h, sandbox.Spec{}, sandbox.CreateOptions{Template: true})
+	made(t, h, sandbox.Spec{}, sandbox.CreateOptions{})
 	makeWanted(t, h, 1)
 	kernels := filepath.Join(h.State.KernelDir(), "kernels", "built-test", "vmlinux")
 	boots := func(what string, want sandbox.Spec, why string) {
 		t.Helper()
-		if r := made(t, h, want, sandbox.CreateOptions{Template: true}); r.Template != "" || !strings.Contains(r.Booted, why) {
+		if r := made(t, h, want, sandbox.CreateOptions{}); r.Template != "" || !strings.Contains(r.Booted, why) {
 			t.Errorf("%s: from template %q, or has booted because %q, want %q", what, r.Template, r.Booted, why)
 		}
 	}
@@ -179,7 +185,7 @@ func TestCreate_boots_when_its_template_does_not_fit(t *testing.T) {
 	fails.Store(&full)
 	boots("for a moment", sandbox.Spec{}, "no space left")
 	fails.Store(nil)
-	if r := made(t, h, sandbox.Spec{}, sandbox.CreateOptions{Template: true}); r.Template == "" {
+	if r := made(t, h, sandbox.Spec{}, sandbox.CreateOptions{}); r.Template == "" {
 		t.Errorf("once there is space: it has booted because %q", r.Booted)
 	}
 	if err := os.Rename(kernels, kernels+".old"); err != nil {
@@ -207,7 +213,7 @@ func TestTemplates_that_fail_leave_nothing_and_no_creation_fails(t *testing.T) {
 	}
 	h := v.Host(t)
 	h.State.Grace = 0
-	made(t, h, sandbox.Spec{}, sandbox.CreateOptions{Template: true})
+	made(t, h, sandbox.Spec{}, sandbox.CreateOptions{})
 	if _, err := h.MakeTemplates(t.Context()); err == nil || !strings.Contains(err.Error(), "no space left") {
 		t.Errorf("with a full disk: %v", err)
 	}
@@ -217,7 +223,7 @@ func TestTemplates_that_fail_leave_nothing_and_no_creation_fails(t *testing.T) {
 	if snaps, err := os.ReadDir(filepath.Join(h.State.Dir(), "snapshots")); err != nil || len(snaps) != 0 {
 		t.Errorf("it has left %d snapshots (%v)", len(snaps), err)
 	}
-	if r := made(t, h, sandbox.Spec{}, sandbox.CreateOptions{Template: true}); !strings.Contains(r.Booted, "no space left") {
+	if r := made(t, h, sandbox.Spec{}, sandbox.CreateOptions{}); !strings.Contains(r.Booted, "no space left") {
 		t.Errorf("it has booted because %q", r.Booted)
 	}
 	makeWanted(t, h, 0) // not before RetryAfter
@@ -248,7 +254,7 @@ func TestTemplate_stays_until_it_is_removed_and_its_VMs_stay_after_that(t *testi
 	if err != nil {
 		t.Fatal(err)
 	}
-	made(t, h, sandbox.Spec{Name: "a"}, sandbox.CreateOptions{Template: true})
+	made(t, h, sandbox.Spec{Name: "a"}, sandbox.CreateOptions{})
 	if _, err := h.State.Sweep(t.Context()); err != nil {
 		t.Error(err)
 	}
@@ -298,7 +304,7 @@ func TestTemplate_is_made_once_by_several_makers_and_counts_for_nobody(t *testin
 	if err := l.Write(h.State.Dir()); err != nil {
 		t.Fatal(err)
 	}
-	made(t, h, sandbox.Spec{Name: "a"}, sandbox.CreateOptions{Template: true})
+	made(t, h, sandbox.Spec{Name: "a"}, sandbox.CreateOptions{})
 	var all sync.WaitGroup
 	for range 4 {
 		all.Go(func() {
@@ -314,10 +320,10 @@ func TestTemplate_is_made_once_by_several_makers_and_counts_for_nobody(t *testin
 	if err := h.Sandbox("a").Delete(t.Context(), sandbox.DeleteOptions{Force: true}); err != nil {
 		t.Fatal(err)
 	}
-	if r := made(t, h, sandbox.Spec{Name: "b"}, sandbox.CreateOptions{Template: true}); r.Template == "" {
+	if r := made(t, h, sandbox.Spec{Name: "b"}, sandbox.CreateOptions{}); r.Template == "" {
 		t.Errorf("it has booted because %q", r.Booted)
 	}
-	if _, err := h.Create(t.Context(), sandbox.Spec{Image: "test"}, sandbox.CreateOptions{Template: true}); !errors.Is(err, spec.ErrQuota) {
+	if _, err := h.Create(t.Context(), sandbox.Spec{Image: "test"}, sandbox.CreateOptions{}); !errors.Is(err, spec.ErrQuota) {
 		t.Errorf("one too many: %v", err)
 	}
 }
@@ -335,7 +341,7 @@ func TestCreate_of_200_by_8_clients_from_one_template(t *testing.T) {
 		all.Go(func() {
 			for i := range each {
 				name := fmt.Sprintf("c%d-%d", c, i)
-				if _, err := h.Create(t.Context(), sandbox.Spec{Name: name, Image: "test"}, sandbox.CreateOptions{Template: true}); err != nil {
+				if _, err := h.Create(t.Context(), sandbox.Spec{Name: name, Image: "test"}, sandbox.CreateOptions{}); err != nil {
 					t.Error(err)
 					return
 				}

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"os"
 	"path/filepath"
 	"slices"
 	"strconv"
@@ -225,6 +226,9 @@ func (m *benches) prepare(guests bool) (err error) {
 		return err
 	}
 	if m.env.Launcher, err = m.app.launcher(); err != nil {
+		return err
+	}
+	if m.env.Program, err = os.Executable(); err != nil {
 		return err
 	}
 	m.env.PeerGuest = filepath.Join(filepath.Dir(m.env.Launcher.Command[0]), "drowse-peer-guest")

@@ -45,6 +45,8 @@ func (m *benches) suite() {
 	b.depth("each VM")
 	b.sizes(512)
 
+	m.exec()
+
 	b = m.add("sleep sleep_bytes", "From the call that puts a VM to sleep until its process is gone, and what is written",
 		4, "runs=3 warmup=0 memory=256 dirty=0,1", bench.Sleeps)
 	b.runs(20, "sleeps for each size and amount", 2, "sleeps")
@@ -143,6 +145,31 @@ func (m *benches) resumeReady(poolHelp string) {
 	b.checked(func() error {
 		if len(b.Peers) > 0 && b.PeerUsedMiB > slices.Min(b.MemoryMiB)/2 {
 			return errors.New("--peer-used must be at most half of --memory")
+		}
+		return nil
+	})
+}
+
+func (m *benches) exec() {
+	b := m.add("exec create_exec exec_asleep exec_awake", "From a caller's command to its output, in a sandbox that is new, sleeps, or is awake",
+		15, "runs=1 warmup=0 memory=256 by=cli,go commands=true", bench.Execs)
+	b.runs(20, "runs of each command by each way", 1, "runs")
+	b.size(spec.DefaultMemoryMiB, "RAM in MiB")
+	b.words(&b.Ways, "by", bench.Ways, bench.Ways, "how the caller runs it: "+strings.Join(bench.Ways, ", "))
+	b.words(&b.ToRun, "commands", bench.ExecCommands, bench.ExecCommands, "what: "+strings.Join(bench.ExecCommands, ", "))
+	b.duration(&b.Settle, "settle", 500*time.Millisecond, 0, 0, "how long a sandbox sleeps before")
+	f := b.Flags()
+	f.BoolVar(&b.Create, "create", true, "also measure new sandboxes")
+	f.BoolVar(&b.Template, "template", true, "start new sandboxes from a template, once there is one")
+	f.BoolVar(&b.Serve, "serve", true, "run a \"drowse serve\" meanwhile")
+	f.StringVar(&b.Beside, "beside", "", "program of another build of drowse to measure in turn, by its command line")
+	f.StringVar(&b.BesideState, "beside-state", "", "its state directory")
+	b.checked(func() error {
+		switch {
+		case !b.Serve && slices.Contains(b.Ways, "http"):
+			return errors.New("--by http needs --serve")
+		case (b.Beside == "") != (b.BesideState == ""):
+			return errors.New("--beside needs --beside-state, and the reverse")
 		}
 		return nil
 	})

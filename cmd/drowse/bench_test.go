@@ -80,7 +80,7 @@ func TestBenchAll_quick_has_valid_options_for_each(t *testing.T) {
 		}
 	}
 	// All benchmarks, and three commands that are none.
-	if got := len((&app{}).benchCommand().Commands()); got != len(names)+3 || len(names) != 20 {
+	if got := len((&app{}).benchCommand().Commands()); got != len(names)+3 || len(names) != 21 {
 		t.Errorf("bench has %d commands, and there are %d benchmarks", got, len(names))
 	}
 }

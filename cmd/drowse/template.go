@@ -26,9 +26,9 @@ func (a *app) templateCommand() *cobra.Command {
 	return group(&cobra.Command{
 		Use: "template", Short: "Manage templates: first boots, from which new VMs start",
 		Long: `Manage templates. A template is the memory and the disk of a VM that has booted and done nothing
-else. With "run --template" a new VM of the same image, kernel, RAM, vCPUs, disk size, network and
-kernel parameters starts from it instead of booting. If there is none it boots and asks for one,
-which "drowse serve" then makes, or a process that "drowse run" leaves behind.`,
+else. A new VM of the same image, kernel, RAM, vCPUs, disk size, network and kernel parameters
+starts from it instead of booting. If there is none it boots and asks for one, which "drowse serve"
+then makes, or a process that "drowse run" leaves behind.`,
 	}, a.templateMakeCommand(), a.templateListCommand(), a.templateRemoveCommand(), a.templatePruneCommand())
 }
 

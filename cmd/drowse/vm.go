@@ -31,7 +31,7 @@ func (a *app) runCommand() *cobra.Command {
 		want     sandbox.Spec
 		config   string
 		fromDisk string
-		template bool
+		boot     bool
 		mounts   []string
 		shares   []string
 		secrets  []string
@@ -166,14 +166,12 @@ this, and "drowse serve" every minute.`,
 					p.report(stageBoot, 0, 0)
 					stage = p.finish
 				}
-				_, err := s.Create(ctx, full, sandbox.CreateOptions{Metadata: own, Disk: fromDisk, Template: template, Report: &rep})
+				_, err := s.Create(ctx, full, sandbox.CreateOptions{Metadata: own, Disk: fromDisk, Boot: boot, Report: &rep})
 				stage(err)
 				if err != nil {
 					return err
 				}
-				if template {
-					a.makeTemplatesLater(s, rep.Name)
-				}
+				a.makeTemplatesLater(s, rep.Name)
 				if len(published) > 0 && !a.json() {
 					fmt.Fprintf(a.stderr, "drowse: published ports are served by `drowse serve`\n")
 				}
@@ -213,7 +211,7 @@ this, and "drowse serve" every minute.`,
 	f.StringArrayVarP(&mounts, "volume", "v", nil, "NAME:/PATH[:ro]: mount a volume, or HOSTDIR:/PATH[:ro] a directory of the host, which begins with / or .; repeatable")
 	f.StringArrayVar(&shares, "share", nil, "HOSTDIR:/PATH[:rw]: mount a directory of the host, read-only by default; repeatable")
 	f.StringVar(&fromDisk, "from-disk", "", "boot from a copy of the disk of this snapshot, with its image")
-	f.BoolVar(&template, "template", false, "start from a template of the first boot, if there is one, else have one made (see \"drowse template\")")
+	f.BoolVar(&boot, "no-template", false, "boot, even if there is a template of an earlier boot (see \"drowse template\")")
 	f.StringVar(&config, "config", "", "JSON file that describes the VM, - for stdin")
 	f.DurationVar(&limit, "timeout", bootTimeout, "give up if the VM is not up after this time; a pull has its own")
 	a.completeFlags(cmd)

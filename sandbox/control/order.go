@@ -40,6 +40,9 @@ func HasReader(pipe *os.File) bool {
 // decompresses what it needs, and writes nothing below pages/ of the store.
 const NoPageCacheEnv = "DROWSE_NO_PAGE_CACHE"
 
+// NoTemplateEnv, if not empty, has every new VM boot, although there may be a template for it.
+const NoTemplateEnv = "DROWSE_NO_TEMPLATE"
+
 // NoJailEnv, set to any value, makes VMs run in a process that is not confined. It is for finding the cause of a
 // failure: a guest that takes such a process over has all rights on the host.
 const NoJailEnv = "DROWSE_NO_JAIL"

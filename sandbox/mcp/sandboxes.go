@@ -63,7 +63,6 @@ type createIn struct {
 	VCPUs     int      `json:"vcpus,omitempty" jsonschema:"number of CPUs; absent is 1"`
 	MemoryMiB int      `json:"memory_mib,omitempty" jsonschema:"RAM in MiB; absent is 512, or the maximum if that is less"`
 	Allow     []string `json:"allow,omitempty" jsonschema:"network destinations that it may reach; absent or empty is none"`
-	Template  bool     `json:"template,omitempty" jsonschema:"start from the template of an earlier boot of such a sandbox if there is one, which is faster; otherwise have one made for the next"`
 	Command   []string `json:"command,omitempty" jsonschema:"a command to run in it at once, as exec does with its defaults"`
 }
 
@@ -234,14 +233,14 @@ func (s *Server) create(ctx context.Context, c *call, in createIn) (out createOu
 		want.Image = img.Tags[0]
 	}
 	c.say("boot")
-	b, err := s.o.Host.Create(ctx, want, sandbox.CreateOptions{Metadata: &spec.Metadata{Owner: s.o.Owner, Purpose: "made by a model, through drowse mcp"}, Template: in.Template})
+	b, err := s.o.Host.Create(ctx, want, sandbox.CreateOptions{Metadata: &spec.Metadata{Owner: s.o.Owner, Purpose: "made by a model, through drowse mcp"}})
 	if errors.Is(err, sandbox.ErrExists) {
 		return out, fmt.Errorf("the name %s is taken: use another, or none", want.Name)
 	}
 	if err != nil {
 		return out, err
 	}
-	if in.Template && s.o.Booted != nil {
+	if s.o.Booted != nil {
 		s.o.Booted(want.Name)
 	}
 	if out.box, err = s.get(ctx, b.Name()); err != nil {

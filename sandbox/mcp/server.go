@@ -64,7 +64,7 @@ type Options struct {
 	VCPUs, MemoryMiB, DiskMiB int
 	// Sleep is after how long an idle sandbox sleeps by itself; whole seconds, 0 is never.
 	Sleep time.Duration
-	// Booted, if not nil, is called after a sandbox that asked for a template was made.
+	// Booted, if not nil, is called after a sandbox was made.
 	Booted func(name string)
 	// Version is that of the program.
 	Version string
