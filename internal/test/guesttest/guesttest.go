@@ -209,7 +209,7 @@ func (e *Env) Run(spec sandbox.Spec) control.Report {
 	}
 	begin := time.Now()
 	var rep control.Report
-	if _, err := e.Store.With(e.Launcher).Create(e.T.Context(), spec, sandbox.CreateOptions{Report: &rep}); err != nil {
+	if _, err := e.Store.With(e.Launcher).Create(e.T.Context(), spec, sandbox.CreateOptions{Boot: true, Report: &rep}); err != nil {
 		e.T.Fatal(err)
 	}
 	e.T.Logf("booted %s in %v", rep.Name, time.Since(begin).Round(time.Millisecond))
