@@ -248,6 +248,7 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 		p.shortenDisk()
 	}
 	p.keepPages()
+	p.background.Go(func() { instance.ReleaseHeap(p.lasting.Done()) })
 	return p.wait(ctx)
 }
 

@@ -196,13 +196,13 @@ func standBy(ctx, terminated context.Context, s *state.Store, program []string, 
 	}
 	// Do now what a restore would otherwise do for the first time.
 	_, _ = kernel.List(s.KernelDir())
-	_ = warmUp()                                            // if it fails, so does the wake, which reports why
-	_ = snapshot.PrepareDecoders(pager.DefaultHandlers + 1) // likewise; one more for the working set
+	_ = warmUp() // if it fails, so does the wake, which reports why
 	confined, err := ahead.jail.wait()
 	if err != nil {
 		return err
 	}
 	if !confined {
+		_ = snapshot.PrepareDecoders(pager.DefaultHandlers + 1) // likewise; one more for the working set
 		if ahead.vm, err = instance.NewPrebuilt(shape, instance.PrebuiltOptions{NoDirtyLog: noDirtyLog()}); err != nil {
 			return err
 		}
