@@ -53,10 +53,23 @@ type channel struct {
 	ended  atomic.Bool // the guest's side has closed it
 }
 
-// Dial connects to the agent. It does not wait for a guest that is starting: see WaitReady.
-func Dial(ctx context.Context, dial Dialer) (*Client, error) {
+// New returns a client of the guest with this vsock socket that connects when it is used first. Otherwise it is as one
+// of Dial with UnixDialer.
+func New(path string) *Client {
+	c := newClient(UnixDialer(path))
+	c.trail.Store(trailBeside(path))
+	return c
+}
+
+func newClient(dial Dialer) *Client {
 	c := &Client{dial: dial, open: make(map[*channel]struct{})}
 	c.closing, c.end = context.WithCancel(context.Background())
+	return c
+}
+
+// Dial connects to the agent. It does not wait for a guest that is starting: see WaitReady.
+func Dial(ctx context.Context, dial Dialer) (*Client, error) {
+	c := newClient(dial)
 	ch, err := c.connect(ctx)
 	if err != nil {
 		return nil, err

@@ -1,6 +1,7 @@
 package guest_test
 
 import (
+	"bufio"
 	"bytes"
 	"cmp"
 	"context"
@@ -11,6 +12,7 @@ import (
 	"os"
 	"path/filepath"
 	"reflect"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -456,4 +458,49 @@ func ended(t *testing.T) context.Context {
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	return ctx
+}
+
+func TestNew_client_connects_for_what_is_asked_alone_and_records_it(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "vsock.sock")
+	if err := audit.Ensure(t.Context(), audit.Path(path), audit.Head{VM: "0123", Name: "vm"}); err != nil {
+		t.Fatal(err)
+	}
+	l, err := net.Listen("unix", path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	asked := make(chan string, 4)
+	go func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				close(asked)
+				return
+			}
+			line, _ := bufio.NewReader(c).ReadString('\n')
+			asked <- line
+			c.Close()
+		}
+	}()
+	c := guest.New(path)
+	if _, err := c.Dial(t.Context(), "tcp", "127.0.0.1:80"); !errors.Is(err, guest.ErrUnavailable) {
+		t.Errorf("got %v, want ErrUnavailable", err)
+	}
+	if _, err := c.Ping(t.Context()); !errors.Is(err, guest.ErrUnavailable) {
+		t.Errorf("got %v, want ErrUnavailable", err)
+	}
+	c.Close()
+	l.Close()
+	var got []string
+	for line := range asked {
+		got = append(got, line)
+	}
+	if want := []string{"CONNECT 1025\n", "CONNECT 1024\n"}; !slices.Equal(got, want) {
+		t.Errorf("it asked for %q, want %q", got, want)
+	}
+	seen := 0
+	if e := only(t, audit.Path(path), &seen); e.Kind != audit.KindForward || e.Address != "127.0.0.1:80" || e.Outcome.Error == "" {
+		t.Errorf("recorded %+v", e)
+	}
 }

@@ -735,18 +735,22 @@ func (b *Sandbox) Snapshot(ctx context.Context, o SnapshotOptions) (res spec.Sle
 // Agent connects to the agent of a running VM. Close the client when done. The audit trail records what the client
 // does: see state.Store.Audit.
 func (b *Sandbox) Agent(ctx context.Context) (*guest.Client, error) {
-	s, name := b.host, b.name
-	r, err := s.State.Get(name)
-	if err != nil {
+	if err := b.running(); err != nil {
 		return nil, err
+	}
+	return guest.Dial(ctx, guest.UnixDialer(b.host.State.VsockPath(b.name)))
+}
+
+// running returns ErrNotRunning if the VM does not run. Otherwise its audit trail is there.
+func (b *Sandbox) running() error {
+	r, err := b.host.State.Get(b.name)
+	if err != nil {
+		return err
 	}
 	if r.Phase != state.Running {
-		return nil, fmt.Errorf("%w: %s is %s", ErrNotRunning, name, r.Phase)
+		return fmt.Errorf("%w: %s is %s", ErrNotRunning, b.name, r.Phase)
 	}
-	if err := s.State.EnsureAudit(name); err != nil {
-		return nil, err
-	}
-	return guest.Dial(ctx, guest.UnixDialer(s.State.VsockPath(name)))
+	return b.host.State.EnsureAudit(b.name)
 }
 
 // Stop has a VM shut itself down before ctx ends. It leaves a VM that does not run alone.

@@ -65,7 +65,15 @@ func (b *Sandbox) Files() guest.Files { return guest.FilesBy(b.Connect) }
 // Dial connects to an address as the guest sees it, such as "tcp" and "127.0.0.1:8080", and wakes a VM that
 // sleeps. The caller only has to close the connection.
 func (b *Sandbox) Dial(ctx context.Context, network, address string) (net.Conn, error) {
-	c, err := b.Connect(ctx)
+	c, err := inUse(b, func() (*guest.Client, error) {
+		if err := b.running(); err != nil {
+			return nil, err
+		}
+		return guest.New(b.host.State.VsockPath(b.name)), nil
+	}, func() (*guest.Client, error) {
+		_, err := b.BringUp(ctx)
+		return nil, err
+	})
 	if err != nil {
 		return nil, err
 	}
