@@ -606,10 +606,10 @@ func (s *Host) cloneRecord(ctx context.Context, id, name string) (*state.Record,
 // launchWith starts the process of a VM with an order, and with the order's files besides the one for the report.
 // It waits for the report.
 func (s *Host) launchWith(ctx context.Context, shape spec.Shape, ord control.Order, files ...*os.File) (rep control.Report, err error) {
-	if rep, err = pool.Start(ctx, s.State, s.launcher, shape, ord, files...); err != nil {
-		return rep, err
+	if rep, err = pool.Start(ctx, s.State, s.launcher, shape, ord, files...); err == nil {
+		s.handIn(ctx, &rep)
 	}
-	return rep, s.handIn(ctx, ord.Name)
+	return rep, err
 }
 
 // Info asks a running VM for its state.

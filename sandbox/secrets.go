@@ -2,12 +2,17 @@ package sandbox
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"log/slog"
 	"slices"
+	"strings"
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/guest/audit"
 	"github.com/drowse-vm/drowse/sandbox/control"
+	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
@@ -16,6 +21,10 @@ import (
 // Values replace those of the same names. The VM's process keeps them in locked memory, and they are gone with it:
 // after a sleep, stop or crash they must be set again. Until then programs that open the files wait, for a minute
 // at most. No fork or clone has them. The audit trail records each by its name.
+//
+// A secret with a source (From) and a nil Value has the value that Launcher.Secrets returns, now and at each later
+// wake and boot. The record keeps the name of the source. A VM that does not run gets it when it does, if all of
+// list are such.
 //
 // If the VM does not run, SetSecrets returns ErrNotRunning: wake it first. A failure changes nothing except values
 // of secrets that existed before.
@@ -33,12 +42,93 @@ func (b *Sandbox) SetSecrets(ctx context.Context, list ...spec.Secret) error {
 	if err != nil {
 		return err
 	}
-	if r.Phase != state.Running {
+	later := !slices.ContainsFunc(list, func(l spec.Secret) bool { return !control.Referred(&l) || l.Transient })
+	if r.Phase != state.Running && !later {
 		return fmt.Errorf("%w: %s is %s: secrets are in the memory of a VM's process: wake or start it first", ErrNotRunning, name, r.Phase)
 	}
+	values, err := s.resolved(ctx, name, list)
+	if err != nil {
+		return err
+	}
+	defer func() {
+		for i := range values {
+			if control.Referred(&list[i]) {
+				clear(values[i].Value)
+			}
+		}
+	}()
+	set := func() error {
+		now := slices.DeleteFunc(slices.Clone(values), func(l spec.Secret) bool { return control.Referred(&l) })
+		if len(now) == 0 {
+			return nil
+		}
+		return control.Do(ctx, s.State, name, "secrets", now, nil)
+	}
 	return s.recordSecrets(ctx, name, audit.KindSecretSet, secretNames(list), func() error {
-		return control.Do(ctx, s.State, name, "secrets", list, nil)
+		if !later {
+			return set()
+		}
+		_, err := b.change(ctx, "setting secrets of", set, func(r *state.Record) error { return awaitSecrets(r, list) })
+		return err
 	})
+}
+
+// resolved returns secrets with the values of their sources.
+func (s *Host) resolved(ctx context.Context, name string, list []spec.Secret) ([]spec.Secret, error) {
+	out := slices.Clone(list)
+	var want []spec.SecretFile
+	for i := range list {
+		if control.Referred(&list[i]) {
+			want = append(want, list[i].SecretFile)
+		}
+	}
+	if len(want) == 0 {
+		return out, nil
+	}
+	if s.launcher.Secrets == nil {
+		return nil, fmt.Errorf("%w: this program knows no sources of secrets: set Launcher.Secrets", spec.ErrSecrets)
+	}
+	ctx, cancel := context.WithTimeout(ctx, pool.SecretsTime)
+	defer cancel()
+	got, err := s.launcher.Secrets(ctx, name, slices.Clone(want))
+	for i := range out {
+		if !control.Referred(&list[i]) || err != nil {
+			continue
+		}
+		j := slices.IndexFunc(got, func(g spec.Secret) bool { return g.Name == list[i].Name })
+		if j < 0 {
+			err = fmt.Errorf("%w: source %s has no value for %s", spec.ErrSecrets, list[i].From, list[i].Name)
+			break
+		}
+		out[i].Value = got[j].Value
+	}
+	if err != nil {
+		for _, g := range got {
+			clear(g.Value)
+		}
+		return nil, err
+	}
+	return out, nil
+}
+
+// awaitSecrets makes a VM without a process wait for secrets that have sources.
+func awaitSecrets(r *state.Record, list []spec.Secret) error {
+	there := make([]spec.SecretState, len(r.Secrets))
+	for i, f := range r.Secrets {
+		there[i].SecretFile = f
+	}
+	kept := slices.Clone(r.Secrets)
+	for _, l := range list {
+		if err := control.ForProxy(&l, r.Spec.Policy, there); err != nil {
+			return err
+		}
+		kept = append(slices.DeleteFunc(kept, func(f spec.SecretFile) bool { return f.Name == l.Name }), l.SecretFile)
+	}
+	if len(kept) > spec.MaxSecrets {
+		return fmt.Errorf("%w: a VM has %d at most: take some away (Sandbox.RemoveSecrets)", spec.ErrSecrets, spec.MaxSecrets)
+	}
+	r.Secrets = kept
+	return nil
 }
 
 func secretNames(list []spec.Secret) []string {
@@ -61,7 +151,8 @@ func (b *Sandbox) RemoveSecrets(ctx context.Context, names ...string) error {
 	})
 }
 
-// Secrets lists the secrets of a VM. If the VM does not run, they are those that it will wait for.
+// Secrets lists the secrets of a VM, in the order of their names. If the VM does not run, they are those that it will
+// wait for.
 func (b *Sandbox) Secrets(ctx context.Context) ([]spec.SecretState, error) {
 	s, name := b.host, b.name
 	r, err := s.State.Get(name)
@@ -76,6 +167,7 @@ func (b *Sandbox) Secrets(ctx context.Context) ([]spec.SecretState, error) {
 	for _, f := range r.Secrets {
 		out = append(out, spec.SecretState{SecretFile: f, Kept: true})
 	}
+	slices.SortFunc(out, func(a, b spec.SecretState) int { return strings.Compare(a.Name, b.Name) })
 	return out, nil
 }
 
@@ -116,21 +208,56 @@ func dropSecrets(r *state.Record, names []string) error {
 	return nil
 }
 
-// handIn asks the launcher's owner for the secrets that a VM waits for after its start or wake, and sets them.
-func (s *Host) handIn(ctx context.Context, name string) error {
-	if s.launcher.Secrets == nil {
-		return nil
+// handIn asks the launcher's owner for the secrets that a VM waits for after its start or wake, and sets them. The VM
+// is not held up by one that has no value: its programs wait for that secret, and others do not need it. So a failure
+// is an event, and stands in the report. If the caller goes away, others may already use the VM, so handIn goes on.
+func (s *Host) handIn(ctx context.Context, rep *control.Report) {
+	if s.launcher.Secrets == nil || len(rep.Awaited) == 0 {
+		return
 	}
-	r, err := s.State.Load(name)
-	if err != nil || len(r.Secrets) == 0 {
-		return err
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), pool.SecretsTime)
+	defer cancel()
+	list, err := s.launcher.Secrets(ctx, rep.Name, slices.Clone(rep.Awaited))
+	defer func() {
+		for _, l := range list {
+			clear(l.Value)
+		}
+	}()
+	// The guest serves its secrets before the first of them has a value, so that programs find the file and wait.
+	for _, f := range rep.Awaited {
+		if err != nil && f.From != "" && !slices.ContainsFunc(list, func(l spec.Secret) bool { return l.Name == f.Name }) {
+			list = append(list, spec.Secret{SecretFile: f})
+		}
 	}
-	list, err := s.launcher.Secrets(ctx, name, slices.Clone(r.Secrets))
+	set := func(list ...spec.Secret) error {
+		return s.recordSecrets(ctx, rep.Name, audit.KindSecretSet, valued(list), func() error {
+			return control.Do(ctx, s.State, rep.Name, "secrets", list, nil)
+		})
+	}
+	if len(list) > 0 && set(list...) != nil {
+		// One that the VM cannot have must not keep back the others.
+		for _, l := range list {
+			err = errors.Join(err, set(l))
+		}
+	}
 	if err == nil {
-		err = s.Sandbox(name).SetSecrets(ctx, list...)
+		return
 	}
-	if err != nil {
-		return fmt.Errorf("handing in the secrets of %s, which runs, and whose programs wait for them: %w", name, err)
+	rep.SecretsProblem = err.Error()
+	slog.Warn("secrets have no value, and programs wait for them", "sandbox", rep.Name, "error", err)
+	if r, lerr := s.State.Load(rep.Name); lerr == nil {
+		e := s.State.Event(ctx, r, events.SecretsFailed)
+		e.Details.Problem = rep.SecretsProblem
+		s.State.Tell(e)
 	}
-	return nil
+}
+
+// valued returns the names of the secrets that have values.
+func valued(list []spec.Secret) (names []string) {
+	for _, l := range list {
+		if !control.Referred(&l) {
+			names = append(names, l.Name)
+		}
+	}
+	return names
 }

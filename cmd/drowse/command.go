@@ -74,6 +74,7 @@ func (a *app) launching(ctx context.Context) (*sandbox.Host, error) {
 	if err != nil {
 		return nil, err
 	}
+	l.Secrets = a.secretsFrom(h, false)
 	return a.traced(ctx, h.With(l))
 }
 

@@ -205,10 +205,15 @@ func (a *app) store() (*sandbox.Host, error) {
 		return nil, fmt.Errorf("there is no state directory %s: name yours with --state or $DROWSE_STATE; `drowse run`, `kernel build` and `image build` make a new one", a.state)
 	}
 	h, err := sandbox.Open(a.state)
-	if err == nil && processes != nil {
-		h = h.With(pool.Launcher{Agent: agentPath(), Processes: processes})
+	if err != nil {
+		return nil, err
 	}
-	return h, err
+	// This is no launcher of VMs, but knows the values of secrets.
+	l := pool.Launcher{Secrets: a.secretsFrom(h, false)}
+	if processes != nil {
+		l.Agent, l.Processes = agentPath(), processes
+	}
+	return h.With(l), nil
 }
 
 // processes are the VMs of tests without /dev/kvm; nil for real ones.

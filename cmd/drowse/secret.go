@@ -28,8 +28,9 @@ the proxy of the network policy puts into requests there are no files: programs 
 placeholder in a variable of that name (docs/guides/proxy.md).
 
 Secrets are gone when the VM falls asleep or stops. After that, programs that open the files wait
-until the secrets are set again, for a minute at most. docs/guides/secrets.md has the details.`,
-	}, a.secretSetCommand(), a.secretListCommand(), a.secretRemoveCommand())
+until the secrets are set again, for a minute at most. Those with a source ("drowse secret source")
+are set at each wake and boot. docs/guides/secrets.md has the details.`,
+	}, a.secretSetCommand(), a.secretListCommand(), a.secretRemoveCommand(), a.secretSourceCommand())
 }
 
 func (a *app) secretSetCommand() *cobra.Command {
@@ -40,7 +41,7 @@ func (a *app) secretSetCommand() *cobra.Command {
 		proxy    bool
 	)
 	cmd := &cobra.Command{
-		Use: "set NAME SECRET=@FILE|SECRET=-...", Short: "Give secrets to a VM; a sleeping one is woken",
+		Use: "set NAME SECRET=@FILE|SECRET=-|SECRET=from:SOURCE...", Short: "Give secrets to a VM; a sleeping one is woken, unless all have sources",
 		Args: cobra.MinimumNArgs(2), ValidArgsFunction: a.completeVM,
 		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
 			m, err := strconv.ParseUint(mode, 8, 16)
@@ -58,8 +59,10 @@ func (a *app) secretSetCommand() *cobra.Command {
 					list[i].Mode, list[i].UID, list[i].GID = uint16(m), uid, gid
 				}
 			}
-			if err := a.wakeFor(cmd.Context(), s, args[0]); err != nil {
-				return err
+			if slices.ContainsFunc(list, func(l spec.Secret) bool { return l.From == "" || once }) {
+				if err := a.wakeFor(cmd.Context(), s, args[0]); err != nil {
+					return err
+				}
 			}
 			err = s.Sandbox(args[0]).SetSecrets(cmd.Context(), list...)
 			return a.answer(map[string]any{"name": args[0], "set": secretNames(list)}, err, func(io.Writer) {})
@@ -87,6 +90,9 @@ func (a *app) secretListCommand() *cobra.Command {
 				if l.Kept {
 					after = "awaited"
 				}
+				if l.From != "" {
+					after = "from " + l.From
+				}
 				mode, owner := fmt.Sprintf("%04o", cmp.Or(l.Mode, spec.DefaultSecretMode)), fmt.Sprintf("%d:%d", l.UID, l.GID)
 				if l.Proxy {
 					mode, owner = "proxy", "-"
@@ -109,11 +115,11 @@ func (a *app) secretRemoveCommand() *cobra.Command {
 
 // secretFlag adds --secret to a command.
 func secretFlag(cmd *cobra.Command, to *[]string, more string) {
-	cmd.Flags().StringArrayVar(to, "secret", nil, "NAME=@FILE, or NAME=- for stdin: give a secret"+more+"; repeatable")
+	cmd.Flags().StringArrayVar(to, "secret", nil, "NAME=@FILE, NAME=- for stdin, or NAME=from:SOURCE: give a secret"+more+"; repeatable")
 }
 
-// readSecrets reads NAME=@FILE and NAME=-. A value cannot stand on the command line, which every user of the host
-// can see.
+// readSecrets reads NAME=@FILE, NAME=- and NAME=from:SOURCE. A value cannot stand on the command line, which every user
+// of the host can see.
 func readSecrets(words []string, stdin io.Reader) (list []spec.Secret, err error) {
 	defer func() {
 		if err != nil {
@@ -124,9 +130,10 @@ func readSecrets(words []string, stdin io.Reader) (list []spec.Secret, err error
 	for _, w := range words {
 		name, from, ok := strings.Cut(w, "=")
 		path, file := strings.CutPrefix(from, "@")
+		source, referred := strings.CutPrefix(from, "from:")
 		switch {
-		case !ok || from != "-" && (!file || path == ""):
-			return list, usageError{fmt.Errorf("secret %s: give it as NAME=@FILE, or NAME=- for stdin, and not by its value, which others could see", name)}
+		case !ok || from != "-" && (!file || path == "") && (!referred || source == ""):
+			return list, usageError{fmt.Errorf("secret %s: give it as NAME=@FILE, NAME=- for stdin, or NAME=from:SOURCE, and not by its value, which others could see", name)}
 		case seen[name]:
 			return list, usageError{fmt.Errorf("secret %s is given twice", name)}
 		case from == "-" && seen["-"]:
@@ -136,6 +143,10 @@ func readSecrets(words []string, stdin io.Reader) (list []spec.Secret, err error
 			return list, usageError{err}
 		}
 		seen[name] = true
+		if referred {
+			list = append(list, spec.Secret{SecretFile: spec.SecretFile{Name: name, From: source}})
+			continue
+		}
 		in := stdin
 		if from == "-" {
 			seen["-"] = true
@@ -245,7 +256,9 @@ func give(ctx context.Context, b *sandbox.Sandbox, list []spec.Secret, transient
 func asTheyAre(list []spec.Secret, there []spec.SecretState, transient bool) (out []spec.Secret, others []string) {
 	for _, l := range list {
 		if i := slices.IndexFunc(there, func(t spec.SecretState) bool { return t.Name == l.Name }); i >= 0 {
+			from := cmp.Or(l.From, there[i].From)
 			l.SecretFile, l.Transient = there[i].SecretFile, !there[i].Kept
+			l.From = from
 		} else {
 			l.Transient = transient
 			others = append(others, l.Name)

@@ -56,6 +56,7 @@ connections that it carries end. With --on-exit sleep it puts all VMs to sleep f
 			if err != nil {
 				return err
 			}
+			l.Secrets = a.secretsFrom(s, true)
 			if processes < 0 || processes > pool.MaxSize {
 				return usageError{fmt.Errorf("a pool of %d processes: use 0 to %d", processes, pool.MaxSize)}
 			}
@@ -144,7 +145,7 @@ func (a *app) serve(ctx context.Context, s *sandbox.Host, l pool.Launcher, o sup
 	}
 	works := goesRound(o.Counters, time.Now())
 	server := api.New(api.Options{
-		Host: s, Version: version(), Tokens: tokensOf(web.tokens, s), Hosts: web.hosts, Live: []api.Check{works}, Ready: readiness(s), Log: a.log,
+		Host: s, Version: version(), Tokens: tokensOf(web.tokens, s), Sources: a.sources(s), Hosts: web.hosts, Live: []api.Check{works}, Ready: readiness(s), Log: a.log,
 		Mounts:  append(mounts, api.Mount{Pattern: "GET /metrics", Scope: api.ScopeRead, AllOwners: true, Handler: figures.Handler()}),
 		Context: traceContext(spans),
 	})

@@ -60,7 +60,7 @@ var rules = []rule{
 	{"sandbox/api/web", nil},
 	// Tokens are also those of other listeners.
 	{"sandbox/api/tokens", []string{"internal/osfile"}},
-	{"sandbox/api", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/spec", "sandbox/fleet/...", "sandbox/records", "sandbox/lifetime", "sandbox/events", "sandbox/build", "netpolicy", "rootfs/image/...", "rootfs/volume", "guest", "guest/audit", "internal/osfile", "guest/report"}},
+	{"sandbox/api", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/sources", "sandbox/spec", "sandbox/fleet/...", "sandbox/records", "sandbox/lifetime", "sandbox/events", "sandbox/build", "netpolicy", "rootfs/image/...", "rootfs/volume", "guest", "guest/audit", "internal/osfile", "guest/report"}},
 	// What carries connections from outside knows sandboxes, and no VM.
 	{"sandbox/gateway", []string{"sandbox", "sandbox/state", "sandbox/spec", "sandbox/events", "sandbox/fleet", "guest", "guest/agentpb"}},
 	// A language model's tools are verbs of sandboxes.
@@ -71,6 +71,8 @@ var rules = []rule{
 	{"sandbox/e2b/e2btest", []string{"sandbox", "sandbox/api/tokens", "sandbox/e2b/...", "sandbox/pool", "sandbox/sandboxtest", "sandbox/spec", "sandbox/state", "sandbox/supervisor", "guest", "guest/agent", "guest/agentpb"}},
 	{"sandbox/e2b", []string{"sandbox", "sandbox/api/tokens", "sandbox/gateway", "sandbox/state", "sandbox/spec", "sandbox/fleet", "sandbox/lifetime", "netpolicy", "rootfs/image", "guest", "guest/audit"}},
 	{"sandbox/lifetime", nil},
+	// Where secrets come from, which only the host knows.
+	{"sandbox/sources", []string{"sandbox/spec", "internal/osfile"}},
 	{"sandbox/build", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/spec", "rootfs/image/...", "guest", "internal/osfile"}},
 	// The description of a VM, also for clients on other systems.
 	{"sandbox/spec", []string{"netpolicy", "guest/agentpb", "guest/report", "sandbox/lifetime"}},
@@ -164,7 +166,7 @@ var testsOf = map[string][]string{
 	// One test names every exported error and its answer.
 	"sandbox/api": {"guest/audit", "netpolicy/flow", "netpolicy/hostnet", "netpolicy/link", "rootfs/...", "sandbox/state/statetest", "snapshot", "vmm/..."},
 	// The tests check that it keeps what package fleet promises.
-	"sandbox/sandboxtest": {"sandbox/fleet/...", "sandbox/limits", "sandbox/lifetime"},
+	"sandbox/sandboxtest": {"sandbox/fleet/...", "sandbox/limits", "sandbox/lifetime", "sandbox/events"},
 	"sandbox/fleet":       {"guest"},
 	"sandbox/archive":     {"sandbox", "sandbox/blob/s3", "sandbox/instance", "sandbox/spec", "netpolicy", "guest"},
 	// The tests compare policies with the reference model, and test their parts together.

@@ -78,6 +78,7 @@ var rights = map[string]struct {
 	"GET /v1/sandboxes/{name}/network":                     {tokens.ScopeRead, "sandbox"},
 	"GET /v1/sandboxes/{name}/network/events":              {tokens.ScopeRead, "sandbox"},
 	"GET /v1/sandboxes/{name}/inspect":                     {tokens.ScopeRead, "sandbox"},
+	"GET /v1/secret-sources":                               {tokens.ScopeRead, "mine"},
 	"GET /v1/sandboxes/{name}/secrets":                     {tokens.ScopeRead, "sandbox"},
 	"PUT /v1/sandboxes/{name}/secrets/{secret}":            {tokens.ScopeCreate, "sandbox"},
 	"DELETE /v1/sandboxes/{name}/secrets/{secret}":         {tokens.ScopeCreate, "sandbox"},

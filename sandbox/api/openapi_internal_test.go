@@ -63,7 +63,7 @@ func enum[T ~string](values ...T) *jsonschema.Schema {
 // enums are fields of package wire whose values are fixed, by schema and field, and field of that one's items.
 var enums = map[string][]string{
 	"FileInfo.kind": wire.FileKinds, "FileEventLine.event": wire.FileEvents, "Operation.state": wire.OperationStates,
-	"Directory.entries.kind": wire.FileKinds, "Operations.operations.state": wire.OperationStates,
+	"Directory.entries.kind": wire.FileKinds, "Operations.operations.state": wire.OperationStates, "SecretSources.sources.kind": wire.SecretSourceKinds,
 	"DiffLine.op": {"added", "changed", "removed"}, "Is.scope": {"read", "write"},
 	"Control.type": {
 		wire.ControlStart, wire.ControlResize, wire.ControlSignal, wire.ControlEOF, wire.ControlAck, wire.ControlDetach, wire.ControlStarted, wire.ControlExit, wire.ControlError,

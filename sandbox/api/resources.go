@@ -57,13 +57,7 @@ func resourceRoutes() []route {
 			}
 			return wire.Secrets{Secrets: list}, err
 		})},
-		{method: put, path: secrets + "/{secret}", scope: ScopeCreate, op: "set secret", says: "Give a running sandbox a secret, in the place of one of that name.", takes: wire.SetSecret{}, needsBody: true, gives: wire.Empty{}, serve: onSandbox(func(ctx context.Context, b *sandbox.Sandbox, r *request) (wire.Empty, error) {
-			m := r.body.(*wire.SetSecret)
-			defer clear(m.Value)
-			return wire.Empty{}, b.SetSecrets(ctx, spec.Secret{
-				SecretFile: spec.SecretFile{Name: r.PathValue("secret"), Mode: m.Mode, UID: m.UID, GID: m.GID, Proxy: m.Proxy}, Value: m.Value, Transient: m.Transient,
-			})
-		})},
+		{method: put, path: secrets + "/{secret}", scope: ScopeCreate, op: "set secret", says: "Give a running sandbox a secret, in the place of one of that name. One that comes from a source of the host may be set of a sandbox that sleeps.", takes: wire.SetSecret{}, needsBody: true, gives: wire.Empty{}, serve: onSandbox(setSecret)},
 		{method: del, path: secrets + "/{secret}", scope: ScopeCreate, op: "remove secret", says: "Take a secret away.", gives: wire.Empty{}, serve: onSandbox(func(ctx context.Context, b *sandbox.Sandbox, r *request) (wire.Empty, error) {
 			return wire.Empty{}, b.RemoveSecrets(ctx, r.PathValue("secret"))
 		})},
@@ -137,6 +131,43 @@ func resourceRoutes() []route {
 			return http.StatusOK, rawText{"application/json", text}, err
 		}},
 	}
+}
+
+// setSecret serves a secret with its value, or with the source of it.
+func setSecret(ctx context.Context, b *sandbox.Sandbox, r *request) (wire.Empty, error) {
+	m := r.body.(*wire.SetSecret)
+	defer clear(m.Value)
+	if (m.Value == nil) == (m.From == "") {
+		return wire.Empty{}, fmt.Errorf("%w: give a value, or from with the name of a source", sandbox.ErrSpec)
+	}
+	return wire.Empty{}, b.SetSecrets(ctx, spec.Secret{
+		SecretFile: spec.SecretFile{Name: r.PathValue("secret"), Mode: m.Mode, UID: m.UID, GID: m.GID, Proxy: m.Proxy, From: m.From}, Value: m.Value, Transient: m.Transient,
+	})
+}
+
+// secretSources lists the sources that the caller's sandboxes may have.
+func secretSources(s *Server, r *request) (int, any, error) {
+	out := wire.SecretSources{Sources: []wire.SecretSource{}}
+	if s.o.Sources == nil {
+		return ok(out, nil)
+	}
+	all, err := s.o.Sources.Read()
+	if err != nil {
+		s.log.Error("secrets have no sources", "error", err)
+		return 0, nil, fmt.Errorf("%w: the sources cannot be read: see the log", spec.ErrSecrets)
+	}
+	mine := r.caller().Owner
+	for _, one := range all {
+		if !one.For(mine) {
+			continue
+		}
+		is := wire.SecretSource{Name: one.Name, Kind: one.Kind()}
+		if mine == "" {
+			is.Owners, is.AllOwners = one.Owners, one.AllOwners
+		}
+		out.Sources = append(out.Sources, is)
+	}
+	return ok(out, nil)
 }
 
 // waitTime is how long a client may wait for a service.
@@ -216,6 +247,7 @@ func hostRoutes() []route {
 	const shot, vol, img = "/v1/snapshots/{id}", "/v1/volumes/{volume}", "/v1/images/{ref}"
 	const binary = "application/octet-stream"
 	return []route{
+		{method: get, path: "/v1/secret-sources", scope: ScopeRead, op: "list secret sources", says: "List the sources that secrets of the caller's sandboxes may come from, without their values.", gives: wire.SecretSources{}, serve: secretSources},
 		{method: get, path: shot, scope: ScopeRead, op: "get snapshot", says: "Say what is known of a snapshot.", gives: spec.SnapshotInfo{}, serve: func(s *Server, r *request) (int, any, error) {
 			id, err := s.reachesSnapshot(r.Context(), r.caller(), r.PathValue("id"))
 			if err != nil {

@@ -27,6 +27,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/records"
+	"github.com/drowse-vm/drowse/sandbox/sources"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -67,6 +68,8 @@ type Options struct {
 	Version string
 	// Tokens are those of callers that do not use the Unix socket.
 	Tokens *tokens.Store
+	// Sources are where secrets may come from; nil is none. The Launcher of Host gets their values.
+	Sources *sources.Store
 	// Hosts are the server's names that callers may use, beside addresses and localhost. The server refuses any
 	// other Host.
 	Hosts []string

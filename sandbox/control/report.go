@@ -35,6 +35,11 @@ type Report struct {
 	Hooks []guest.HookFailure `json:"hooks,omitempty"`
 	// Network is nil if the VM has none.
 	Network *spec.NetworkInfo `json:"network,omitempty"`
+	// Awaited are the secrets that the VM waits for from its start on. Info has none.
+	Awaited []spec.SecretFile `json:"awaited,omitempty"`
+	// SecretsProblem is why secrets have no values after a wake or boot: programs that read them wait. Only the caller
+	// who started the VM gets it.
+	SecretsProblem string `json:"secrets_problem,omitempty"`
 }
 
 // Milliseconds returns d in milliseconds, with the microseconds as a fraction.

@@ -15,6 +15,11 @@ func CheckSecret(s *spec.Secret) error {
 	if err := spec.CheckSecretName(s.Name); err != nil {
 		return err
 	}
+	if s.From != "" {
+		if err := spec.CheckSecretName(s.From); err != nil {
+			return fmt.Errorf("the source of %s: %w", s.Name, err)
+		}
+	}
 	if s.Mode > 0o777 {
 		return fmt.Errorf("%w: %s: mode %#o: use 0 to 0777", spec.ErrSecrets, s.Name, s.Mode)
 	}
@@ -27,11 +32,17 @@ func CheckSecret(s *spec.Secret) error {
 	if s.Mode != 0 || s.UID != 0 || s.GID != 0 {
 		return fmt.Errorf("%w: %s is for the proxy: it has no mode and owner", spec.ErrSecrets, s.Name)
 	}
+	if Referred(s) {
+		return nil
+	}
 	if err := proxy.CheckSecret(oneLine(s.Value)); err != nil {
 		return fmt.Errorf("%w: %s: %w", spec.ErrSecrets, s.Name, err)
 	}
 	return nil
 }
+
+// Referred reports whether a secret is a reference to its source alone.
+func Referred(s *spec.Secret) bool { return s.From != "" && s.Value == nil }
 
 // oneLine returns a value without its line end: files have one, headers cannot.
 func oneLine(value []byte) []byte {
@@ -50,7 +61,7 @@ func ForProxy(s *spec.Secret, policy *netpolicy.Policy, there []spec.SecretState
 		s.Proxy = there[i].Proxy
 	}
 	if s.Proxy {
-		s.Mode, s.UID, s.GID, s.Value = 0, 0, 0, oneLine(s.Value)
+		s.Mode, s.UID, s.GID, s.Value = 0, 0, 0, oneLine(s.Value) // nil stays nil
 	}
 	return CheckSecret(s)
 }

@@ -38,6 +38,9 @@ const (
 	// PersistFailed: a promotion or a drop failed, or it has more data than may persist.
 	PersistFailed Type = "sandbox.persist_failed"
 
+	// SecretsFailed: after a wake or a boot, secrets have no value.
+	SecretsFailed Type = "sandbox.secrets_failed"
+
 	HostHookFailed Type = "sandbox.host_hook_failed"
 
 	PolicyChanged Type = "policy.changed"
@@ -56,7 +59,7 @@ const (
 // Types are all types that a reader may get.
 var Types = []Type{
 	Created, Started, Woken, Slept, Snapshotted, Forked, Restored, Renamed, Updated, Extended, Expired, Removed, Stopped, Crashed,
-	HookFailed, HostHookFailed, TimerFired, Promoted, PersistFailed, PolicyChanged, Imported, Lost,
+	HookFailed, HostHookFailed, TimerFired, Promoted, PersistFailed, SecretsFailed, PolicyChanged, Imported, Lost,
 }
 
 // Cause is the person or program on whose behalf something happened, or the reason for it.

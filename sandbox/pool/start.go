@@ -53,12 +53,18 @@ type Launcher struct {
 	Supervised bool
 	// Processes, if not nil, replaces Command, Pool and Supervised.
 	Processes Processes
-	// Secrets, if not nil, returns the secrets that a woken or booted VM waits for: see Sandbox.SetSecrets. It may
-	// be called from several goroutines.
+	// Secrets, if not nil, returns the secrets that a woken or booted VM waits for, and those that Sandbox.SetSecrets
+	// gets with a source and without a value. A user of the API may have chosen the source: Secrets must check that
+	// the VM may have it. With an error it may return some of the secrets. One with a source and a nil Value is in the VM
+	// already. The VM runs on without the others: see control.Report. Secrets may be called from several goroutines,
+	// and has SecretsTime.
 	Secrets func(ctx context.Context, vm string, awaited []spec.SecretFile) ([]spec.Secret, error)
 
 	ahead *ahead // see Ahead
 }
+
+// SecretsTime is how long Launcher.Secrets may take.
+const SecretsTime = 30 * time.Second
 
 // Start starts a VM's process and waits for its report. It does not supply the secrets that the VM then waits for.
 func Start(ctx context.Context, s *state.Store, l Launcher, shape spec.Shape, ord control.Order, files ...*os.File) (rep control.Report, err error) {

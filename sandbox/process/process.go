@@ -220,7 +220,9 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 			return errors.Join(err, p.close())
 		}
 	}
-	o.Report(p.report())
+	rep := p.report()
+	rep.Awaited = slices.Clone(p.r.Secrets)
+	o.Report(rep)
 	p.letGo()
 	begun, details := p.begun(before.Maker != 0, o)
 	if begun == events.Started && before.Phase == state.Crashed {
@@ -505,7 +507,11 @@ func (p *process) booted(ctx context.Context, o ServeOptions) error {
 	if forGuest(p.r.Secrets) {
 		// Before the services, which may need them.
 		if err := p.in.ServeSecrets(ctx); err != nil {
-			return err
+			if slices.ContainsFunc(p.r.Secrets, func(f spec.SecretFile) bool { return !f.Proxy && f.From == "" }) {
+				return err
+			}
+			// Nobody has seen that this guest can have secrets. It can be told that it cannot: see handIn of package sandbox.
+			p.log.Error("the guest serves no secrets", "error", err)
 		}
 	}
 	if len(p.r.Spec.Services) > 0 {

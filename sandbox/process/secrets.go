@@ -59,12 +59,18 @@ func (p *process) setSecrets(ctx context.Context, list []spec.Secret) (err error
 			return err
 		}
 		if !known[l.Name] {
+			if control.Referred(l) {
+				return fmt.Errorf("%w: %s has no value", spec.ErrSecrets, l.Name)
+			}
 			if len(known) >= spec.MaxSecrets {
 				return fmt.Errorf("%w: a VM has %d at most: take some away (Sandbox.RemoveSecrets)", spec.ErrSecrets,
 					spec.MaxSecrets)
 			}
 			known[l.Name] = true
 			added = append(added, l.SecretFile)
+		}
+		if control.Referred(l) {
+			continue // it has no value yet, and the VM waits for it since its start
 		}
 		if err := p.secretsOf(l.Proxy).Set(instance.DeviceSecret(l.SecretFile), l.Value); err != nil {
 			return fmt.Errorf("%w: %w", spec.ErrSecrets, err)
@@ -131,10 +137,11 @@ func (p *process) secretStates() []spec.SecretState {
 			if !proxy {
 				f = spec.SecretFile{Name: s.Name, Mode: s.Mode, UID: s.UID, GID: s.GID}
 			}
-			out = append(out, spec.SecretState{
-				SecretFile: f, Present: s.Present, Size: s.Size,
-				Kept: slices.ContainsFunc(p.r.Secrets, func(f spec.SecretFile) bool { return f.Name == s.Name }),
-			})
+			i := slices.IndexFunc(p.r.Secrets, func(f spec.SecretFile) bool { return f.Name == s.Name })
+			if i >= 0 {
+				f.From = p.r.Secrets[i].From
+			}
+			out = append(out, spec.SecretState{SecretFile: f, Present: s.Present, Size: s.Size, Kept: i >= 0})
 		}
 	}
 	slices.SortFunc(out, func(a, b spec.SecretState) int { return strings.Compare(a.Name, b.Name) })

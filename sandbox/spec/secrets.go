@@ -27,12 +27,15 @@ type SecretFile struct {
 	// Proxy reports that the guest does not get the secret. The VM's proxy puts it into requests, as the network
 	// policy says. Secrets that the policy names there are always so, and stay so. Mode, UID and GID are 0 then.
 	Proxy bool `json:"proxy,omitempty"`
+	// From is the name of the source from which the value comes at each wake and boot; empty means that somebody hands
+	// it in. Only the host knows what the source is.
+	From string `json:"from,omitempty"`
 }
 
 // Secret is a secret with its value. Only the memory of the VM's process has the value.
 type Secret struct {
 	SecretFile
-	// Value is at most MaxSecret bytes.
+	// Value is at most MaxSecret bytes. With From, nil means that of the source.
 	Value []byte `json:"value"`
 	// Transient means that the VM does not wait for it after a wake or boot: its name is forgotten with its value.
 	// The VM's record keeps the names of all other secrets.

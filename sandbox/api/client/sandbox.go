@@ -61,9 +61,12 @@ func (b *Sandbox) RemoveProcess(ctx context.Context, process string) error {
 	return err
 }
 
-// SetSecret gives a running sandbox a secret.
+// SetSecret gives a running sandbox a secret, or any sandbox one that comes from a source of the host (From).
 func (b *Sandbox) SetSecret(ctx context.Context, s spec.Secret) error {
-	m := wire.SetSecret{Value: s.Value, Mode: s.Mode, UID: s.UID, GID: s.GID, Proxy: s.Proxy, Transient: s.Transient}
+	if s.From == "" && s.Value == nil {
+		s.Value = []byte{}
+	}
+	m := wire.SetSecret{Value: s.Value, From: s.From, Mode: s.Mode, UID: s.UID, GID: s.GID, Proxy: s.Proxy, Transient: s.Transient}
 	_, err := ask[wire.Empty](ctx, b, "set secret", http.MethodPut, "/secrets/"+url.PathEscape(s.Name), m)
 	return err
 }
@@ -78,6 +81,12 @@ func (b *Sandbox) RemoveSecret(ctx context.Context, name string) error {
 func (b *Sandbox) Secrets(ctx context.Context) ([]spec.SecretState, error) {
 	l, err := ask[wire.Secrets](ctx, b, "list secrets", http.MethodGet, "/secrets", nil)
 	return l.Secrets, err
+}
+
+// SecretSources lists where secrets of the caller's sandboxes may come from.
+func (c *Client) SecretSources(ctx context.Context) ([]wire.SecretSource, error) {
+	l, err := get[wire.SecretSources](ctx, c, "list secret sources", "", "/v1/secret-sources")
+	return l.Sources, err
 }
 
 // SetService adds or replaces a service.

@@ -10,10 +10,12 @@ import (
 // SetSecret is PUT /v1/sandboxes/NAME/secrets/SECRET. No answer, log or audit trail has the value.
 type SetSecret struct {
 	// Value is base64, and at most 64 KiB.
-	Value []byte `json:"value"`
-	Mode  uint16 `json:"mode,omitempty"`
-	UID   uint32 `json:"uid,omitempty"`
-	GID   uint32 `json:"gid,omitempty"`
+	Value []byte `json:"value,omitzero"`
+	// From, in the place of Value, is the name of one of SecretSources: the value comes from there at each wake.
+	From string `json:"from,omitempty"`
+	Mode uint16 `json:"mode,omitempty"`
+	UID  uint32 `json:"uid,omitempty"`
+	GID  uint32 `json:"gid,omitempty"`
 	// Proxy keeps it from the guest: the proxy puts it into requests.
 	Proxy bool `json:"proxy,omitempty"`
 	// Transient means that the sandbox does not wait for it after a wake.
@@ -24,6 +26,25 @@ type SetSecret struct {
 type Secrets struct {
 	Secrets []spec.SecretState `json:"secrets"`
 }
+
+// SecretSources is GET /v1/secret-sources.
+type SecretSources struct {
+	Sources []SecretSource `json:"sources"`
+}
+
+// SecretSource is where the operator of the host lets secrets come from.
+type SecretSource struct {
+	Name string `json:"name"`
+	// Kind is one of SecretSourceKinds.
+	Kind string `json:"kind"`
+	// Owners own the sandboxes that may have it, beside those without an owner; with AllOwners all may. A caller with an
+	// owner gets neither.
+	Owners    []string `json:"owners,omitempty"`
+	AllOwners bool     `json:"all_owners,omitempty"`
+}
+
+// SecretSourceKinds are the values of SecretSource.Kind.
+var SecretSourceKinds = []string{"file", "command", "env", "credential"}
 
 // Service is a service with its state: what `drowse service ls -o json` has of one.
 type Service struct {

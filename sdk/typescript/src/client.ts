@@ -473,8 +473,9 @@ export class Secrets {
     return items((await this.box.client.call<types.Secrets>("GET", this.box.path + "/secrets", undefined, o)).secrets);
   }
 
-  async set(name: string, value: string | Uint8Array, how: Omit<types.SetSecretRequest, "value"> = {}, o?: CallOptions): Promise<void> {
-    await this.box.client.call("PUT", `${this.box.path}/secrets/${seg(name)}`, { ...how, value: toBase64(value) }, o);
+  /** Set a secret to a value, or without one to that of a source of the host: how.from. */
+  async set(name: string, value: string | Uint8Array | undefined, how: Omit<types.SetSecretRequest, "value"> = {}, o?: CallOptions): Promise<void> {
+    await this.box.client.call("PUT", `${this.box.path}/secrets/${seg(name)}`, value === undefined ? how : { ...how, value: toBase64(value) }, o);
   }
 
   async remove(name: string, o?: CallOptions): Promise<void> {

@@ -1077,8 +1077,18 @@ export type Sandbox = {
   vcpus: number;
 };
 
+export type SecretSources = {
+  sources: Array<{
+    all_owners?: boolean;
+    kind: "file" | "command" | "env" | "credential";
+    name: string;
+    owners?: Array<string> | null;
+  }> | null;
+};
+
 export type Secrets = {
   secrets: Array<{
+    from?: string;
     gid?: number;
     kept: boolean;
     mode?: number;
@@ -1158,6 +1168,7 @@ export type Services = {
 };
 
 export type SetSecretRequest = {
+  from?: string;
   gid?: number;
   mode?: number;
   proxy?: boolean;

@@ -502,9 +502,13 @@ class AsyncSecrets:
     async def list(self) -> List[types.SecretsSecretsItem]:
         return items(await self._sandbox._call("GET", "/secrets"), "secrets")
 
-    async def set(self, name: str, value: bytes | str, **more: Any) -> None:
-        """Set a secret; further arguments are mode, uid, gid, proxy and transient."""
-        await self._sandbox._call("PUT", "/secrets/" + segment(name), {"value": base64.b64encode(body_of(value)).decode(), **more})
+    async def set(self, name: str, value: bytes | str | None = None, *, source: str | None = None, **more: Any) -> None:
+        """Set a secret to a value, or to that of a source of the host; further arguments are mode, uid, gid, proxy and transient."""
+        if value is not None:
+            more["value"] = base64.b64encode(body_of(value)).decode()
+        if source is not None:
+            more["from"] = source
+        await self._sandbox._call("PUT", "/secrets/" + segment(name), more)
 
     async def remove(self, name: str) -> None:
         await self._sandbox._call("DELETE", "/secrets/" + segment(name))

@@ -503,9 +503,13 @@ class Secrets:
     def list(self) -> List[types.SecretsSecretsItem]:
         return items(self._sandbox._call("GET", "/secrets"), "secrets")
 
-    def set(self, name: str, value: bytes | str, **more: Any) -> None:
-        """Set a secret; further arguments are mode, uid, gid, proxy and transient."""
-        self._sandbox._call("PUT", "/secrets/" + segment(name), {"value": base64.b64encode(body_of(value)).decode(), **more})
+    def set(self, name: str, value: bytes | str | None = None, *, source: str | None = None, **more: Any) -> None:
+        """Set a secret to a value, or to that of a source of the host; further arguments are mode, uid, gid, proxy and transient."""
+        if value is not None:
+            more["value"] = base64.b64encode(body_of(value)).decode()
+        if source is not None:
+            more["from"] = source
+        self._sandbox._call("PUT", "/secrets/" + segment(name), more)
 
     def remove(self, name: str) -> None:
         self._sandbox._call("DELETE", "/secrets/" + segment(name))

@@ -1266,7 +1266,19 @@ Sandbox = TypedDict("Sandbox", {
     "vcpus": "int",
 })
 
+SecretSourcesSourcesItem = TypedDict("SecretSourcesSourcesItem", {
+    "all_owners": NotRequired["bool"],
+    "kind": 'Literal["file", "command", "env", "credential"]',
+    "name": "str",
+    "owners": NotRequired["list[str] | None"],
+})
+
+SecretSources = TypedDict("SecretSources", {
+    "sources": "list[SecretSourcesSourcesItem] | None",
+})
+
 SecretsSecretsItem = TypedDict("SecretsSecretsItem", {
+    "from": NotRequired["str"],
     "gid": NotRequired["int"],
     "kept": "bool",
     "mode": NotRequired["int"],
@@ -1353,6 +1365,7 @@ Services = TypedDict("Services", {
 })
 
 SetSecretRequest = TypedDict("SetSecretRequest", {
+    "from": NotRequired["str"],
     "gid": NotRequired["int"],
     "mode": NotRequired["int"],
     "proxy": NotRequired["bool"],
