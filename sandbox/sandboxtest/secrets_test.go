@@ -178,6 +178,7 @@ func TestSecrets_come_although_the_caller_of_the_wake_goes_away(t *testing.T) {
 		t.Fatal(err)
 	}
 	ctx, cancel = context.WithCancel(t.Context())
+	defer cancel()
 	if _, err := b.Wake(ctx); err != nil {
 		t.Fatal(err)
 	}
