@@ -34,7 +34,7 @@ func (a *app) benchCommand() *cobra.Command {
 	for _, b := range m.all {
 		cmd.AddCommand(b.Command)
 	}
-	cmd.AddCommand(m.everything(), a.benchReport(), a.benchAttach())
+	cmd.AddCommand(m.everything(), a.benchCompare(), a.benchReport(), a.benchAttach())
 	return cmd
 }
 

@@ -79,8 +79,8 @@ func TestBenchAll_quick_has_valid_options_for_each(t *testing.T) {
 			t.Error(err)
 		}
 	}
-	// All benchmarks, and three commands that are none.
-	if got := len((&app{}).benchCommand().Commands()); got != len(names)+3 || len(names) != 21 {
+	// All benchmarks, and four commands that are none.
+	if got := len((&app{}).benchCommand().Commands()); got != len(names)+4 || len(names) != 21 {
 		t.Errorf("bench has %d commands, and there are %d benchmarks", got, len(names))
 	}
 }
