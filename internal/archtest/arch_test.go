@@ -60,7 +60,7 @@ var rules = []rule{
 	{"sandbox/api/web", nil},
 	// Tokens are also those of other listeners.
 	{"sandbox/api/tokens", []string{"internal/osfile"}},
-	{"sandbox/api", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/sources", "sandbox/spec", "sandbox/fleet/...", "sandbox/records", "sandbox/lifetime", "sandbox/events", "sandbox/build", "netpolicy", "rootfs/image/...", "rootfs/volume", "guest", "guest/audit", "internal/osfile", "guest/report"}},
+	{"sandbox/api", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/sources", "sandbox/spec", "sandbox/template", "sandbox/fleet/...", "sandbox/records", "sandbox/lifetime", "sandbox/events", "sandbox/build", "netpolicy", "rootfs/image/...", "rootfs/volume", "guest", "guest/audit", "internal/osfile", "guest/report"}},
 	// What carries connections from outside knows sandboxes, and no VM.
 	{"sandbox/gateway", []string{"sandbox", "sandbox/state", "sandbox/spec", "sandbox/events", "sandbox/fleet", "guest", "guest/agentpb"}},
 	// A language model's tools are verbs of sandboxes.

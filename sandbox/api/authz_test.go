@@ -78,6 +78,11 @@ var rights = map[string]struct {
 	"GET /v1/sandboxes/{name}/network":                     {tokens.ScopeRead, "sandbox"},
 	"GET /v1/sandboxes/{name}/network/events":              {tokens.ScopeRead, "sandbox"},
 	"GET /v1/sandboxes/{name}/inspect":                     {tokens.ScopeRead, "sandbox"},
+	"GET /v1/sandboxes/{name}/gateway":                     {tokens.ScopeExec, "sandbox"},
+	"GET /v1/templates":                                    {tokens.ScopeRead, "host"},
+	"POST /v1/templates":                                   {tokens.ScopeAdmin, "host"},
+	"GET /v1/templates/{template}":                         {tokens.ScopeRead, "host"},
+	"DELETE /v1/templates/{template}":                      {tokens.ScopeAdmin, "host"},
 	"GET /v1/secret-sources":                               {tokens.ScopeRead, "mine"},
 	"GET /v1/sandboxes/{name}/secrets":                     {tokens.ScopeRead, "sandbox"},
 	"PUT /v1/sandboxes/{name}/secrets/{secret}":            {tokens.ScopeCreate, "sandbox"},
@@ -179,7 +184,7 @@ func TestRights_of_every_route_are_those_of_the_table(t *testing.T) {
 		}
 		method, pattern, _ := strings.Cut(route, " ")
 		ask := func(token string) int {
-			where := strings.NewReplacer("{name}", "theirs", "{id}", shot.Snapshot, "{process}", "1", "{port}", "80", "{secret}", "s", "{service}", "s", "{ref}", "none", "{volume}", "none", "{operation}", "none").Replace(pattern)
+			where := strings.NewReplacer("{name}", "theirs", "{id}", shot.Snapshot, "{process}", "1", "{port}", "80", "{secret}", "s", "{service}", "s", "{ref}", "none", "{volume}", "none", "{operation}", "none", "{template}", "none").Replace(pattern)
 			r := httptest.NewRequestWithContext(t.Context(), method, "http://localhost"+where, nil)
 			if token != "" {
 				r.Header.Set("Authorization", "Bearer "+token)

@@ -191,6 +191,7 @@ func TestOpenAPI_every_operation_succeeds_when_its_example_is_sent(t *testing.T)
 	// What stands for itself in the examples, and is not in the world.
 	other := map[string]int{
 		"GET /v1/operations/{operation}": 404, "DELETE /v1/operations/{operation}": 404,
+		"GET /v1/templates/{template}": 404, "DELETE /v1/templates/{template}": 404,
 		"POST /v1/snapshots/import": 400, "POST /v1/images/import": 400,
 		"POST /v1/sandboxes/{name}/restore": 409, // it runs
 		"POST /v1/sandboxes/{name}/rename":  409,

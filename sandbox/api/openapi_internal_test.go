@@ -64,6 +64,7 @@ func enum[T ~string](values ...T) *jsonschema.Schema {
 var enums = map[string][]string{
 	"FileInfo.kind": wire.FileKinds, "FileEventLine.event": wire.FileEvents, "Operation.state": wire.OperationStates,
 	"Directory.entries.kind": wire.FileKinds, "Operations.operations.state": wire.OperationStates, "SecretSources.sources.kind": wire.SecretSourceKinds,
+	"Template.state": wire.TemplateStates, "Templates.templates.state": wire.TemplateStates,
 	"DiffLine.op": {"added", "changed", "removed"}, "Is.scope": {"read", "write"},
 	"Control.type": {
 		wire.ControlStart, wire.ControlResize, wire.ControlSignal, wire.ControlEOF, wire.ControlAck, wire.ControlDetach, wire.ControlStarted, wire.ControlExit, wire.ControlError,
@@ -133,7 +134,7 @@ type object = map[string]any
 
 // examples are those of parameters of paths and queries, and of the bodies of operations. A test sends them.
 var examples = object{
-	"{name}": "web", "{process}": "job", "{port}": "8080", "{secret}": "key", "{service}": "main", "{id}": anID, "{ref}": "test", "{volume}": "data", "{operation}": "ABCDEFGHIJKLMNOPQRSTUVWXYZ",
+	"{name}": "web", "{process}": "job", "{port}": "8080", "{secret}": "key", "{service}": "main", "{id}": anID, "{ref}": "test", "{volume}": "data", "{operation}": "ABCDEFGHIJKLMNOPQRSTUVWXYZ", "{template}": "0123abcd",
 	"path": "/etc/hostname", "limit": 100, "tail": 4096, "mode": "0644", "offset": 0, "window": 1 << 20, "timeout_seconds": 60, "before": "2030-01-01T00:00:00Z", "uid": 1000, "gid": 1000,
 	"format": "tar", "tag": "site", "follow": "1",
 	"Range": "bytes=0-1", "If-None-Match": "*", "If-Match": "*", "Idempotency-Key": "2f1a6e",
@@ -162,6 +163,7 @@ var examples = object{
 	"POST /v1/images/pull":                                 object{"from": "docker://debian:13-slim", "tag": "debian"},
 	"POST /v1/volumes":                                     object{"name": "cache", "size_mib": 64},
 	"POST /v1/volumes/{volume}/resize":                     object{"size_mib": 128},
+	"POST /v1/templates":                                   object{"image": "test", "memory_mib": 256},
 	"POST /v1/prune":                                       object{"dry_run": true},
 }
 

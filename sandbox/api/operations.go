@@ -33,8 +33,8 @@ type operation struct {
 
 var errCanceled = errors.New("the operation was canceled")
 
-// begin runs do, and returns what is known of it.
-func (s *Server) begin(r *request, kind string, do func(ctx context.Context, progress func(stage string, done, total int64)) (image string, err error)) (wire.Operation, error) {
+// begin runs do, and returns what is known of it. do returns what it has made in the fields for that.
+func (s *Server) begin(r *request, kind string, do func(ctx context.Context, progress func(stage string, done, total int64)) (made wire.Operation, err error)) (wire.Operation, error) {
 	o := &operation{by: r.caller().Name}
 	o.ID, o.Kind, o.State, o.Begun = rand.Text(), kind, "running", time.Now().UTC()
 	ctx := context.WithoutCancel(r.Context())
@@ -60,7 +60,7 @@ func (s *Server) begin(r *request, kind string, do func(ctx context.Context, pro
 	s.streams.Go(func() {
 		defer o.cancel(nil)
 		defer forget()
-		image, err := do(ctx, func(stage string, done, total int64) {
+		made, err := do(ctx, func(stage string, done, total int64) {
 			s.ops.mu.Lock()
 			defer s.ops.mu.Unlock()
 			o.Stage, o.Done, o.Total = stage, done, total
@@ -68,7 +68,7 @@ func (s *Server) begin(r *request, kind string, do func(ctx context.Context, pro
 		s.ops.mu.Lock()
 		defer s.ops.mu.Unlock()
 		end := time.Now().UTC()
-		o.Ended, o.State, o.Image = &end, "done", image
+		o.Ended, o.State, o.Image, o.Template = &end, "done", made.Image, made.Template
 		if err != nil {
 			o.State = "failed"
 			if errors.Is(context.Cause(ctx), errCanceled) {

@@ -111,6 +111,19 @@ func resourceRoutes() []route {
 			method: get, path: onOne + "/diff", scope: ScopeFiles, op: "diff", says: "List what differs between the disk of a sandbox and its image, a line each. A sandbox that sleeps is woken.", lines: wire.Diff{}, room: roomTransfers, noLimit: true,
 			query: []param{{name: "limit", says: "at most so many paths; 100000 by default", integer: true}}, serve: diffLines,
 		},
+		{method: get, path: onOne + "/gateway", scope: ScopeExec, op: "gateway", says: "Say whom the gateway lets in to the ports of a sandbox, and give the token. PATCH of the sandbox changes both.", gives: wire.GatewayAccess{}, serve: func(s *Server, r *request) (int, any, error) {
+			// A sandbox without metadata has the zero value, and one that is not there has none.
+			if _, err := s.o.Host.State.Get(r.name()); err != nil {
+				return 0, nil, err
+			}
+			m, err := s.o.Host.State.Metadata(r.name())
+			if err != nil {
+				return 0, nil, err
+			}
+			out := wire.GatewayAccess{Gateway: wire.GatewayOf(m.Gateway)}
+			out.Token, err = s.o.Host.State.GatewayToken(r.name(), m.Gateway)
+			return ok(out, err)
+		}},
 		{method: get, path: onOne + "/network", scope: ScopeRead, op: "network", says: "Say what the network of a running sandbox has passed and denied.", gives: spec.NetworkStats{}, serve: onSandbox(func(ctx context.Context, b *sandbox.Sandbox, _ *request) (spec.NetworkStats, error) {
 			return b.NetworkStats(ctx)
 		})},
@@ -448,14 +461,14 @@ func pullImage(s *Server, r *request) (int, any, error) {
 	if err != nil {
 		return 0, nil, err
 	}
-	op, err := s.begin(r, "pull image", func(ctx context.Context, progress func(string, int64, int64)) (string, error) {
+	op, err := s.begin(r, "pull image", func(ctx context.Context, progress func(string, int64, int64)) (wire.Operation, error) {
 		img, err := builder.Build(ctx, builder.Options{
 			Store: store, From: m.From, Tag: m.Tag, Include: m.Include, Platform: m.Platform, NoCache: m.NoCache, Progress: progress,
 		})
 		if err != nil {
-			return "", asked(err)
+			return wire.Operation{}, asked(err)
 		}
-		return img.ID, nil
+		return wire.Operation{Image: img.ID}, nil
 	})
 	return http.StatusAccepted, op, err
 }

@@ -181,7 +181,7 @@ func routes() []route {
 			}
 			return freed, err
 		})},
-	}, lifecycle(), reading(), streamRoutes(), fileRoutes(), resourceRoutes(), hostRoutes(), operationRoutes(), []route{
+	}, lifecycle(), reading(), streamRoutes(), fileRoutes(), resourceRoutes(), hostRoutes(), templateRoutes(), operationRoutes(), []route{
 		{method: get, path: "/v1/snapshots", scope: ScopeRead, op: "list snapshots", says: "List all snapshots.", gives: wire.Snapshots{}, serve: func(s *Server, r *request) (int, any, error) {
 			return ok(s.snapshots(r.Context(), r.caller(), func(spec.SnapshotInfo) bool { return true }))
 		}},
@@ -511,9 +511,8 @@ func list(ctx context.Context, f *fleet.Fleet, r *request) (wire.List, error) {
 
 func create(s *Server, r *request) (int, any, error) {
 	b := r.body.(*wire.Create)
-	if strings.Contains(b.Spec.Kernel, "/") && !CallerOf(r.Context()).Local {
-		// The path would be a file of the host, which a token gives no right to read.
-		return 0, nil, fmt.Errorf("%w: a kernel by its path: name one of the cache, or ask by the Unix socket", sandbox.ErrSpec)
+	if err := mayBoot(r, b.Spec.Kernel); err != nil {
+		return 0, nil, err
 	}
 	if len(b.Spec.Shares) > 0 && !CallerOf(r.Context()).Local {
 		// The same holds for the files of a directory, to read and to write.
@@ -526,7 +525,7 @@ func create(s *Server, r *request) (int, any, error) {
 		is   *sandbox.Sandbox
 		made = true
 		err  error
-		o    = sandbox.CreateOptions{Metadata: &b.Metadata}
+		o    = sandbox.CreateOptions{Metadata: &b.Metadata, Boot: b.Boot}
 	)
 	if b.Disk != "" {
 		if o.Disk, err = s.reachesSnapshot(r.Context(), r.caller(), b.Disk); err != nil {
@@ -554,6 +553,14 @@ func create(s *Server, r *request) (int, any, error) {
 		return ok(row, err)
 	}
 	return http.StatusCreated, row, err
+}
+
+// mayBoot refuses kernels by their paths to callers without a right to the host's files.
+func mayBoot(r *request, kernel string) error {
+	if !strings.Contains(kernel, "/") || r.caller().Local {
+		return nil
+	}
+	return fmt.Errorf("%w: a kernel by its path: name one of the cache, or ask by the Unix socket", sandbox.ErrSpec)
 }
 
 // mayPromote refuses directories of the host to callers without a right to its files.

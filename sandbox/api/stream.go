@@ -381,7 +381,7 @@ func execStream(r *request, c *socket) (*wire.Control, error) {
 	kind, text, err := c.Read(first)
 	cancel()
 	if err != nil {
-		return nil, err
+		return nil, heard(err)
 	}
 	m, err := readControl(text)
 	if err == nil && (kind != websocket.MessageText || m.Type != wire.ControlStart || m.ExecStart == nil) {
@@ -531,13 +531,10 @@ func portStream(r *request, c *socket) (*wire.Control, error) {
 	if err := c.send(wire.Control{Type: wire.ControlStarted}); err != nil {
 		return nil, err
 	}
-	in := make(chan error, 1)
+	in, eof := make(chan error, 1), make(chan struct{})
 	go func() {
-		err := c.toPort(conn)
-		if err != nil {
-			_ = conn.Close()
-		}
-		in <- err
+		in <- c.toPort(conn, eof)
+		_ = conn.Close() // now, so that the reader below finds the cause
 	}()
 	buf := make([]byte, wire.MaxChunk)
 	for {
@@ -552,10 +549,7 @@ func portStream(r *request, c *socket) (*wire.Control, error) {
 		}
 		if err != nil {
 			select {
-			case herr := <-in:
-				if herr != nil {
-					return nil, herr
-				}
+			case err = <-in:
 			default:
 			}
 			return nil, err
@@ -566,6 +560,8 @@ func portStream(r *request, c *socket) (*wire.Control, error) {
 		return nil, err
 	}
 	select {
+	case <-eof:
+		return nil, nil
 	case err := <-in:
 		return nil, err
 	case <-c.ctx.Done():
@@ -573,9 +569,11 @@ func portStream(r *request, c *socket) (*wire.Control, error) {
 	}
 }
 
-// toPort writes the client's messages to a connection until the client sends the end, or closes.
-func (c *socket) toPort(conn net.Conn) error {
+// toPort writes the client's messages to a connection, and closes eof when the client has sent their end. It goes on
+// until the client closes, which it would not see otherwise, or breaks a rule.
+func (c *socket) toPort(conn net.Conn, eof chan<- struct{}) error {
 	var buf []byte
+	over := false
 	for {
 		text, data, err := c.receive(buf)
 		if err != nil {
@@ -583,6 +581,9 @@ func (c *socket) toPort(conn net.Conn) error {
 		}
 		if cap(data) <= 64<<10 {
 			buf = data
+		}
+		if over {
+			return fmt.Errorf("%w: a message after the end", errProtocol)
 		}
 		if !text {
 			if _, err := conn.Write(data); err != nil {
@@ -598,9 +599,12 @@ func (c *socket) toPort(conn net.Conn) error {
 			return fmt.Errorf("%w: a control of type %.64q", errProtocol, m.Type)
 		}
 		if half, ok := conn.(interface{ CloseWrite() error }); ok {
-			return half.CloseWrite()
+			if err := half.CloseWrite(); err != nil {
+				return err
+			}
 		}
-		return nil
+		over = true
+		close(eof)
 	}
 }
 

@@ -173,11 +173,19 @@ const none = -1
 func (c *socket) receive(buf []byte) (text bool, _ []byte, err error) {
 	kind, r, err := c.Reader(c.conn)
 	if err != nil {
-		return false, buf, err
+		return false, buf, heard(err)
 	}
 	b := bytes.NewBuffer(buf[:0])
 	_, err = b.ReadFrom(r)
-	return kind == websocket.MessageText, b.Bytes(), err
+	return kind == websocket.MessageText, b.Bytes(), heard(err)
+}
+
+// heard returns the error of a read, which is the client's: it has sent what is no message, or ended without a close.
+func heard(err error) error {
+	if err == nil || websocket.CloseStatus(err) != -1 {
+		return err
+	}
+	return fmt.Errorf("%w: %w", errProtocol, err)
 }
 
 // readControl reads a text message.

@@ -137,8 +137,15 @@ func (f *Fleet) update(ctx context.Context, name string, c records.Changes) (rec
 		if unreadable != nil && !c.Reset {
 			return unreadable
 		}
+		tokens := l.Gateway.Tokens // no token that was replaced may be valid again
 		if c.Reset {
 			*l = spec.Metadata{}
+		}
+		if c.Gateway != nil {
+			l.Gateway = *c.Gateway
+		}
+		if l.Gateway.Tokens = tokens; c.NewGatewayToken {
+			l.Gateway.Tokens++
 		}
 		set(&l.Class, c.Class)
 		set(&l.Owner, c.Owner)

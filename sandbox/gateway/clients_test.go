@@ -1,6 +1,8 @@
 package gateway_test
 
 import (
+	"bufio"
+	"bytes"
 	"context"
 	"crypto/tls"
 	"flag"
@@ -11,7 +13,9 @@ import (
 	"os"
 	"runtime"
 	"slices"
+	"strconv"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -104,10 +108,13 @@ func TestGateway_gRPC_passes_with_and_without_TLS(t *testing.T) {
 	}
 }
 
-var many = flag.Int("websockets", 200, "how many WebSockets to open at once")
+var many = flag.Int("websockets", 500, "how many WebSockets to open at once")
 
-func TestGateway_many_WebSockets(t *testing.T) {
-	const ofOne = 500
+// mostOfOne bounds the memory of a WebSocket with its client, the gateway, the guest and its server, in bytes.
+const mostOfOne = 384 << 10
+
+func TestGateway_many_WebSockets_cost_little_and_slow_readers_stall_themselves_alone(t *testing.T) {
+	const ofOne, slow, flood = 500, 4, 32 << 20
 	w := begin(t, func(_ *gateway.Options, l *gateway.Listeners) { l.ConnsOf = *many + 10 })
 	boxes := (*many + ofOne - 1) / ofOne
 	for i := range boxes {
@@ -116,6 +123,23 @@ func TestGateway_many_WebSockets(t *testing.T) {
 		w.serves(name, 80, echoes)
 		w.sleep(name)
 	}
+	var written [slow]atomic.Int64
+	w.serves("ws0", 81, func(rw http.ResponseWriter, r *http.Request) {
+		i, _ := strconv.Atoi(r.URL.Query().Get("i"))
+		c, _, err := http.NewResponseController(rw).Hijack()
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		defer c.Close()
+		_, _ = io.WriteString(c, "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n")
+		for written[i].Load() < flood {
+			n, err := c.Write(bytes.Repeat([]byte{byte('a' + i)}, 64<<10))
+			if written[i].Add(int64(n)); err != nil {
+				return
+			}
+		}
+	})
 	stack := func() (heap, stacks uint64) {
 		runtime.GC()
 		var m runtime.MemStats
@@ -155,6 +179,71 @@ func TestGateway_many_WebSockets(t *testing.T) {
 		n, boxes, (heap2-heap)/n, (max(stacks2, stacks)-stacks)/n, float64(fds()-files)/float64(n), float64(runtime.NumGoroutine()-routines)/float64(n))
 	if got := w.gate.Stats(); got.Open != *many || got.Sessions != boxes {
 		t.Errorf("%+v", got)
+	}
+	if each := (heap2 - min(heap, heap2) + max(stacks2, stacks) - stacks) / n; each > mostOfOne {
+		t.Errorf("a WebSocket has %d bytes, want at most %d", each, mostOfOne)
+	}
+
+	// Some clients of one of the sandboxes do not read what it sends.
+	var stalled [slow]*bufio.Reader
+	for i := range stalled {
+		c, r := w.say(fmt.Sprintf("GET /?i=%d HTTP/1.1\r\nHost: 81-ws0.%s\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n", i, domain))
+		if a, err := http.ReadResponse(r, nil); err != nil || a.StatusCode != http.StatusSwitchingProtocols {
+			t.Fatal(a, err)
+		}
+		stalled[i], conns = r, append(conns, c)
+	}
+	for i := range written {
+		// Nothing tells that a write waits. Its server writes 64 KiB at a time, so it has gone on a hundred times if not.
+		last := int64(-1)
+		until(t, "a writer waits for its reader", func() bool {
+			was := last
+			last = written[i].Load()
+			time.Sleep(20 * time.Millisecond)
+			return last > 0 && last == was
+		})
+		if last >= flood {
+			t.Errorf("%d bytes lie between a server and a client that does not read", last)
+		}
+	}
+	heap3, _ := stack()
+	if each := (heap3 - min(heap2, heap3)) / slow; each > 1<<20 {
+		t.Errorf("a client that does not read has %d bytes of heap", each)
+	}
+	for i, c := range conns[:*many] {
+		all.Go(func() {
+			room <- struct{}{}
+			defer func() { <-room }()
+			for range 3 {
+				want, got := fmt.Sprintf("again %d\n", i), make([]byte, len(fmt.Sprintf("again %d\n", i)))
+				if _, err := io.WriteString(c, want); err != nil {
+					t.Error(err)
+				}
+				if _, err := io.ReadFull(c, got); err != nil || string(got) != want {
+					t.Errorf("%q, %v, want %q", got, err, want)
+				}
+			}
+		})
+	}
+	all.Wait()
+	for i, r := range stalled {
+		if written[i].Load() >= flood {
+			t.Errorf("client %d has not stalled", i)
+		}
+		n := 0
+		buf := make([]byte, 64<<10)
+		for {
+			m, err := r.Read(buf)
+			if bytes.Count(buf[:m], []byte{byte('a' + i)}) != m {
+				t.Fatalf("client %d has bytes of others", i)
+			}
+			if n += m; err != nil {
+				break
+			}
+		}
+		if n != flood {
+			t.Errorf("client %d has %d bytes, want %d", i, n, flood)
+		}
 	}
 	for _, c := range conns {
 		c.Close()

@@ -643,3 +643,72 @@ func FuzzCall(f *testing.F) {
 		}
 	})
 }
+
+// FuzzServe reads any bytes as a client's lines: it ends with them, does not wait for tools, and answers in lines that
+// are JSON-RPC, of bounded length.
+func FuzzServe(f *testing.F) {
+	v, _ := newVMs()
+	o := options(v.Host(f))
+	connect(f, o, nil).must("create_sandbox", args{"name": "a"})
+	const hello = `{"jsonrpc":"2.0","id":1,"method":"initialize","params":{"protocolVersion":"2025-06-18","capabilities":{},"clientInfo":{"name":"x","version":"1"}}}` + "\n" +
+		`{"jsonrpc":"2.0","method":"notifications/initialized"}` + "\n"
+	call := func(tool, arguments string) string {
+		return `{"jsonrpc":"2.0","id":2,"method":"tools/call","params":{"name":"` + tool + `","arguments":` + arguments + `,"_meta":{"progressToken":"p"}}}` + "\n"
+	}
+	for _, seed := range []string{
+		hello + `{"jsonrpc":"2.0","id":2,"method":"tools/list"}` + "\n", hello + call("exec", `{"sandbox":"a","command":["echo","x"]}`), hello + call("exec", `{"sandbox":"a","command":["hang"]}`),
+		hello + call("exec", `{"sandbox":"a","command":["flood"]}`) + `{"jsonrpc":"2.0","method":"notifications/cancelled","params":{"requestId":2}}` + "\n",
+		hello + call("none", `{}`), hello + call("read_file", `[]`), hello + "[" + strings.TrimSpace(call("list_sandboxes", `{}`)) + "]\n", `{"jsonrpc":"2.0","id":{},"method":"ping"}` + "\n",
+		"{}\n", "null\n", "\x00\n", "", hello + hello, `{"jsonrpc":"2.0","id":1,"result":{}}` + "\n", strings.Repeat("[", 20_000) + "\n",
+	} {
+		f.Add([]byte(seed))
+	}
+	f.Fuzz(func(t *testing.T, input []byte) {
+		if len(input) > 64<<10 {
+			return
+		}
+		s, err := mcp.New(o)
+		if err != nil {
+			t.Fatal(err)
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
+		defer cancel()
+		var out lockedBuffer
+		err = s.Serve(ctx, strings.NewReader(string(input)), &out)
+		if ctx.Err() != nil {
+			t.Fatalf("it has not ended with its client: %q", input)
+		}
+		if err != nil && (err.Error() == "" || len(err.Error()) > 1<<10+2*len(input)) {
+			t.Errorf("ends with %v", err)
+		}
+		answers := out.String()
+		// A call has an answer of at most 256 KiB: 64 KiB of output, twice, in JSON.
+		if most := 2<<20 + (len(input)/64)*(256<<10); len(answers) > most {
+			t.Errorf("%d bytes are the answer to %d", len(answers), len(input))
+		}
+		for line := range strings.Lines(answers) {
+			var m struct{ JSONRPC string }
+			if err := json.Unmarshal([]byte(line), &m); err != nil || m.JSONRPC != "2.0" {
+				t.Errorf("line %.200q: %v", line, err)
+			}
+		}
+	})
+}
+
+// lockedBuffer is a buffer that several goroutines write to.
+type lockedBuffer struct {
+	mu sync.Mutex
+	b  strings.Builder
+}
+
+func (l *lockedBuffer) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.b.Write(p)
+}
+
+func (l *lockedBuffer) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.b.String()
+}

@@ -11,6 +11,8 @@ import (
 type Request struct {
 	Spec     spec.VM
 	Metadata spec.Metadata
+	// Boot boots it even if there is a template for it: sandbox.CreateOptions.
+	Boot bool
 }
 
 // Child asks for a fork.
@@ -36,6 +38,9 @@ type Changes struct {
 	Rotate *spec.Rotation
 	// Persist says what does not persist over its sleeps. It replaces all that was set before.
 	Persist *lifetime.Persist
+	// Gateway replaces whom the gateway lets in, but for the count of tokens. NewGatewayToken invalidates the token.
+	Gateway         *spec.Gateway
+	NewGatewayToken bool
 	// Reset begins with empty metadata, for metadata that cannot be read.
 	Reset bool
 	Spec  spec.Changes

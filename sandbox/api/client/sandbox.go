@@ -83,6 +83,11 @@ func (b *Sandbox) Secrets(ctx context.Context) ([]spec.SecretState, error) {
 	return l.Secrets, err
 }
 
+// Gateway says whom the gateway lets in, with the token. Fleet.Update changes both.
+func (b *Sandbox) Gateway(ctx context.Context) (wire.GatewayAccess, error) {
+	return ask[wire.GatewayAccess](ctx, b, "gateway", http.MethodGet, "/gateway", nil)
+}
+
 // SecretSources lists where secrets of the caller's sandboxes may come from.
 func (c *Client) SecretSources(ctx context.Context) ([]wire.SecretSource, error) {
 	l, err := get[wire.SecretSources](ctx, c, "list secret sources", "", "/v1/secret-sources")
@@ -404,6 +409,23 @@ func (c *Client) ResizeVolume(ctx context.Context, name string, sizeMiB int64) (
 // RemoveVolume removes a volume that no sandbox names.
 func (c *Client) RemoveVolume(ctx context.Context, name string) error {
 	return c.call(ctx, "remove volume", "", http.MethodDelete, "/v1/volumes/"+url.PathEscape(name), nil, &wire.Empty{})
+}
+
+// Templates lists templates, and those that sandboxes have asked for.
+func (c *Client) Templates(ctx context.Context) ([]wire.Template, error) {
+	l, err := get[wire.Templates](ctx, c, "list templates", "", "/v1/templates")
+	return l.Templates, err
+}
+
+// MakeTemplate begins to make a template: see Operation.
+func (c *Client) MakeTemplate(ctx context.Context, t wire.TemplateSpec) (o wire.Operation, err error) {
+	err = c.call(ctx, "make template", "", http.MethodPost, "/v1/templates", t, &o)
+	return o, err
+}
+
+// RemoveTemplate removes a template, by its key or the beginning of it.
+func (c *Client) RemoveTemplate(ctx context.Context, key string) error {
+	return c.call(ctx, "remove template", "", http.MethodDelete, "/v1/templates/"+url.PathEscape(key), nil, &wire.Empty{})
 }
 
 // PullImage begins to make an image from a registry or of Debian packages: see Operation.

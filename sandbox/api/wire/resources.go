@@ -132,6 +132,49 @@ type ImageRemoved struct {
 	Deleted  bool     `json:"deleted"` // it had no other tag
 }
 
+// TemplateSpec is what a template is for: the fields of spec.VM that a boot depends on.
+type TemplateSpec struct {
+	Image     string `json:"image"`
+	Kernel    string `json:"kernel,omitempty"`
+	VCPUs     int    `json:"vcpus,omitempty"`
+	MemoryMiB int    `json:"memory_mib,omitempty"`
+	DiskMiB   int    `json:"disk_mib,omitempty"`
+	Network   string `json:"network,omitempty"`
+	IPv6      bool   `json:"ipv6,omitempty"`
+	Cmdline   string `json:"cmdline,omitempty"`
+	NoACPI    bool   `json:"no_acpi,omitempty"`
+}
+
+// VM returns the spec of a VM that starts from the template.
+func (t TemplateSpec) VM() spec.VM {
+	return spec.VM{
+		Image: t.Image, Kernel: t.Kernel, VCPUs: t.VCPUs, MemoryMiB: t.MemoryMiB, DiskMiB: t.DiskMiB, Network: t.Network, IPv6: t.IPv6, Cmdline: t.Cmdline, NoACPI: t.NoACPI,
+	}
+}
+
+// Template is a first boot from which sandboxes start.
+type Template struct {
+	Key string `json:"key"`
+	TemplateSpec
+	// State is one of TemplateStates. A sandbox has asked for one that is wanted; Problem is why one could not be made.
+	State    string     `json:"state"`
+	Problem  string     `json:"problem,omitempty"`
+	Snapshot string     `json:"snapshot,omitempty"`
+	Stored   int64      `json:"stored_bytes"`
+	Created  *time.Time `json:"created,omitempty"`
+	Used     time.Time  `json:"used"`
+}
+
+// TemplateStates are the values of Template.State.
+var TemplateStates = []string{"ready", "wanted", "failed"}
+
+// Templates is GET /v1/templates.
+type Templates struct {
+	Templates []Template `json:"templates"`
+	// Problems are unreadable templates.
+	Problems []string `json:"problems,omitempty"`
+}
+
 // Operation is work that goes on after its request. The server keeps it in memory, the last 100 of all callers.
 type Operation struct {
 	ID    string `json:"id"`
@@ -143,9 +186,10 @@ type Operation struct {
 	Total int64      `json:"total"`
 	Begun time.Time  `json:"begun"`
 	Ended *time.Time `json:"ended,omitempty"`
-	// Image is the id of the image that it has made.
-	Image string `json:"image,omitempty"`
-	Error *Error `json:"error,omitempty"`
+	// Image is the id of the image that it has made, Template the key of the template.
+	Image    string `json:"image,omitempty"`
+	Template string `json:"template,omitempty"`
+	Error    *Error `json:"error,omitempty"`
 }
 
 // OperationStates are the values of Operation.State.

@@ -127,6 +127,8 @@ type Create struct {
 	Disk string `json:"disk,omitempty"`
 	// GetOrCreate returns the sandbox of that name unchanged if it exists.
 	GetOrCreate bool `json:"get_or_create,omitempty"`
+	// Boot boots it even if there is a template for it.
+	Boot bool `json:"boot,omitempty"`
 }
 
 // Changes is PATCH /v1/sandboxes/NAME: records.Changes. A missing field stays unchanged.
@@ -148,7 +150,10 @@ type Changes struct {
 	NoRotate bool           `json:"no_rotate,omitempty"`
 	// Persist says what does not persist over its sleeps. It replaces all that was set before.
 	Persist *lifetime.Persist `json:"persist,omitempty"`
-	Reset   bool              `json:"reset,omitempty"`
+	// Gateway replaces whom the gateway lets in. NewGatewayToken invalidates the token that it wants.
+	Gateway         *Gateway `json:"gateway,omitempty"`
+	NewGatewayToken bool     `json:"new_gateway_token,omitempty"`
+	Reset           bool     `json:"reset,omitempty"`
 
 	Idle      *spec.Idle        `json:"idle,omitempty"`
 	Hooks     *spec.Hooks       `json:"hooks,omitempty"`
@@ -157,10 +162,32 @@ type Changes struct {
 	Policy    *netpolicy.Policy `json:"policy,omitempty"`
 }
 
+// Gateway is a spec.Gateway without the count of its tokens.
+type Gateway struct {
+	PublicPorts []uint16 `json:"public_ports,omitempty"`
+	AllPublic   bool     `json:"all_public,omitempty"`
+	GuestTLS    []uint16 `json:"guest_tls,omitempty"`
+	Host        string   `json:"host,omitempty"`
+	IdleStreams bool     `json:"idle_streams,omitempty"`
+}
+
+// GatewayOf returns the settings of a gateway.
+func GatewayOf(g spec.Gateway) Gateway {
+	return Gateway{PublicPorts: g.PublicPorts, AllPublic: g.AllPublic, GuestTLS: g.GuestTLS, Host: g.Host, IdleStreams: g.IdleStreams}
+}
+
+// GatewayAccess is GET /v1/sandboxes/NAME/gateway.
+type GatewayAccess struct {
+	Gateway
+	// Token lets requests in to ports that are not public.
+	Token string `json:"token"`
+}
+
 // ChangesOf returns changes in the form for sending.
 func ChangesOf(c records.Changes) Changes {
 	out := Changes{
-		Class: c.Class, Owner: c.Owner, Purpose: c.Purpose, Tags: c.Tags, Expires: c.Expires, Keep: c.Keep, Wake: c.Wake, Rotate: c.Rotate, Persist: c.Persist, Reset: c.Reset,
+		NewGatewayToken: c.NewGatewayToken,
+		Class:           c.Class, Owner: c.Owner, Purpose: c.Purpose, Tags: c.Tags, Expires: c.Expires, Keep: c.Keep, Wake: c.Wake, Rotate: c.Rotate, Persist: c.Persist, Reset: c.Reset,
 		Idle: c.Spec.Idle, Hooks: c.Spec.Hooks, VCPUs: c.Spec.VCPUs, MemoryMiB: c.Spec.MemoryMiB, Policy: c.Spec.Policy,
 	}
 	if c.Expires != nil && c.Expires.IsZero() {
@@ -172,14 +199,22 @@ func ChangesOf(c records.Changes) Changes {
 	if c.Rotate != nil && *c.Rotate == (spec.Rotation{}) {
 		out.Rotate, out.NoRotate = nil, true
 	}
+	if c.Gateway != nil {
+		g := GatewayOf(*c.Gateway)
+		out.Gateway = &g
+	}
 	return out
 }
 
 // Fleet returns the changes in the form that a Fleet takes.
 func (c Changes) Fleet() (records.Changes, error) {
 	out := records.Changes{
-		Class: c.Class, Owner: c.Owner, Purpose: c.Purpose, Tags: c.Tags, Expires: c.Expires, Keep: c.Keep, Wake: c.Wake, Rotate: c.Rotate, Persist: c.Persist, Reset: c.Reset,
+		NewGatewayToken: c.NewGatewayToken,
+		Class:           c.Class, Owner: c.Owner, Purpose: c.Purpose, Tags: c.Tags, Expires: c.Expires, Keep: c.Keep, Wake: c.Wake, Rotate: c.Rotate, Persist: c.Persist, Reset: c.Reset,
 		Spec: spec.Changes{Idle: c.Idle, Hooks: c.Hooks, VCPUs: c.VCPUs, MemoryMiB: c.MemoryMiB, Policy: c.Policy},
+	}
+	if g := c.Gateway; g != nil {
+		out.Gateway = &spec.Gateway{PublicPorts: g.PublicPorts, AllPublic: g.AllPublic, GuestTLS: g.GuestTLS, Host: g.Host, IdleStreams: g.IdleStreams}
 	}
 	if c.NoExpiry {
 		if c.Expires != nil {

@@ -29,7 +29,7 @@ func (s Sandboxes) row(ctx context.Context, op, name string, err error) (records
 
 // Create makes a sandbox: sandbox.Host.Create.
 func (s Sandboxes) Create(ctx context.Context, r records.Request) (records.Sandbox, error) {
-	b, err := s.Host.Create(ctx, r.Spec, sandbox.CreateOptions{Metadata: &r.Metadata})
+	b, err := s.Host.Create(ctx, r.Spec, sandbox.CreateOptions{Metadata: &r.Metadata, Boot: r.Boot})
 	if err != nil {
 		return records.Sandbox{}, fleet.Fail("create", r.Spec.Name, err)
 	}
@@ -38,7 +38,7 @@ func (s Sandboxes) Create(ctx context.Context, r records.Request) (records.Sandb
 
 // GetOrCreate implements Fleet.
 func (s Sandboxes) GetOrCreate(ctx context.Context, r records.Request) (is records.Sandbox, created bool, err error) {
-	_, created, err = s.Host.GetOrCreate(ctx, r.Spec, sandbox.CreateOptions{Metadata: &r.Metadata})
+	_, created, err = s.Host.GetOrCreate(ctx, r.Spec, sandbox.CreateOptions{Metadata: &r.Metadata, Boot: r.Boot})
 	is, err = s.row(ctx, "get or create", r.Spec.Name, err)
 	return is, created, err
 }

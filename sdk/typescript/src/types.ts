@@ -3,6 +3,13 @@
 export type ChangesRequest = {
   class?: "" | "ephemeral" | "resumable" | "workspace" | null;
   expires?: string | null;
+  gateway?: {
+    all_public?: boolean;
+    guest_tls?: Array<number> | null;
+    host?: string;
+    idle_streams?: boolean;
+    public_ports?: Array<number> | null;
+  } | null;
   hooks?: {
     all_seconds?: number;
     policy?: "" | "require" | "ignore" | "skip";
@@ -18,6 +25,7 @@ export type ChangesRequest = {
     last?: number;
   } | null;
   memory_mib?: number | null;
+  new_gateway_token?: boolean;
   no_expiry?: boolean;
   no_rotate?: boolean;
   no_wake?: boolean;
@@ -172,6 +180,7 @@ export type Control = {
 };
 
 export type CreateRequest = {
+  boot?: boolean;
   disk?: string;
   get_or_create?: boolean;
   metadata?: {
@@ -504,6 +513,15 @@ export type Freed = {
   snapshots: number;
 };
 
+export type GatewayAccess = {
+  all_public?: boolean;
+  guest_tls?: Array<number> | null;
+  host?: string;
+  idle_streams?: boolean;
+  public_ports?: Array<number> | null;
+  token: string;
+};
+
 export type Health = {
   checks: Array<{
     name: string;
@@ -764,6 +782,7 @@ export type Operation = {
   kind: string;
   stage?: string;
   state: "running" | "done" | "failed" | "canceled";
+  template?: string;
   total: number;
 };
 
@@ -1302,6 +1321,42 @@ export type StopRequest = {
 
 export type TagsRequest = {
   tags?: Array<string> | null;
+};
+
+export type Template = {
+  cmdline?: string;
+  created?: string | null;
+  disk_mib?: number;
+  image: string;
+  ipv6?: boolean;
+  kernel?: string;
+  key: string;
+  memory_mib?: number;
+  network?: string;
+  no_acpi?: boolean;
+  problem?: string;
+  snapshot?: string;
+  state: "ready" | "wanted" | "failed";
+  stored_bytes: number;
+  used: string;
+  vcpus?: number;
+};
+
+export type TemplateSpecRequest = {
+  cmdline?: string;
+  disk_mib?: number;
+  image?: string;
+  ipv6?: boolean;
+  kernel?: string;
+  memory_mib?: number;
+  network?: string;
+  no_acpi?: boolean;
+  vcpus?: number;
+};
+
+export type Templates = {
+  problems?: Array<string> | null;
+  templates: Array<Template> | null;
 };
 
 export type Volume = {

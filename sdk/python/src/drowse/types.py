@@ -11,6 +11,14 @@ FlowRecordLine = dict[str, Any]
 
 Object = dict[str, Any]
 
+ChangesRequestGateway = TypedDict("ChangesRequestGateway", {
+    "all_public": NotRequired["bool"],
+    "guest_tls": NotRequired["list[int] | None"],
+    "host": NotRequired["str"],
+    "idle_streams": NotRequired["bool"],
+    "public_ports": NotRequired["list[int] | None"],
+})
+
 ChangesRequestHooks = TypedDict("ChangesRequestHooks", {
     "all_seconds": NotRequired["int"],
     "policy": NotRequired['Literal["", "require", "ignore", "skip"]'],
@@ -53,10 +61,12 @@ ChangesRequestWake = TypedDict("ChangesRequestWake", {
 ChangesRequest = TypedDict("ChangesRequest", {
     "class": NotRequired['Literal["", "ephemeral", "resumable", "workspace"] | None'],
     "expires": NotRequired["str | None"],
+    "gateway": NotRequired["ChangesRequestGateway | None"],
     "hooks": NotRequired["ChangesRequestHooks | None"],
     "idle": NotRequired["ChangesRequestIdle | None"],
     "keep": NotRequired["ChangesRequestKeep | None"],
     "memory_mib": NotRequired["int | None"],
+    "new_gateway_token": NotRequired["bool"],
     "no_expiry": NotRequired["bool"],
     "no_rotate": NotRequired["bool"],
     "no_wake": NotRequired["bool"],
@@ -367,6 +377,7 @@ CreateRequestSpec = TypedDict("CreateRequestSpec", {
 })
 
 CreateRequest = TypedDict("CreateRequest", {
+    "boot": NotRequired["bool"],
     "disk": NotRequired["str"],
     "get_or_create": NotRequired["bool"],
     "metadata": NotRequired["CreateRequestMetadata"],
@@ -603,6 +614,15 @@ Freed = TypedDict("Freed", {
     "layers": "int",
     "problems": NotRequired["list[str] | None"],
     "snapshots": "int",
+})
+
+GatewayAccess = TypedDict("GatewayAccess", {
+    "all_public": NotRequired["bool"],
+    "guest_tls": NotRequired["list[int] | None"],
+    "host": NotRequired["str"],
+    "idle_streams": NotRequired["bool"],
+    "public_ports": NotRequired["list[int] | None"],
+    "token": "str",
 })
 
 HealthChecksItem = TypedDict("HealthChecksItem", {
@@ -889,6 +909,7 @@ Operation = TypedDict("Operation", {
     "kind": "str",
     "stage": NotRequired["str"],
     "state": 'Literal["running", "done", "failed", "canceled"]',
+    "template": NotRequired["str"],
     "total": "int",
 })
 
@@ -1509,6 +1530,42 @@ StopRequest = TypedDict("StopRequest", {
 
 TagsRequest = TypedDict("TagsRequest", {
     "tags": NotRequired["list[str] | None"],
+})
+
+Template = TypedDict("Template", {
+    "cmdline": NotRequired["str"],
+    "created": NotRequired["str | None"],
+    "disk_mib": NotRequired["int"],
+    "image": "str",
+    "ipv6": NotRequired["bool"],
+    "kernel": NotRequired["str"],
+    "key": "str",
+    "memory_mib": NotRequired["int"],
+    "network": NotRequired["str"],
+    "no_acpi": NotRequired["bool"],
+    "problem": NotRequired["str"],
+    "snapshot": NotRequired["str"],
+    "state": 'Literal["ready", "wanted", "failed"]',
+    "stored_bytes": "int",
+    "used": "str",
+    "vcpus": NotRequired["int"],
+})
+
+TemplateSpecRequest = TypedDict("TemplateSpecRequest", {
+    "cmdline": NotRequired["str"],
+    "disk_mib": NotRequired["int"],
+    "image": NotRequired["str"],
+    "ipv6": NotRequired["bool"],
+    "kernel": NotRequired["str"],
+    "memory_mib": NotRequired["int"],
+    "network": NotRequired["str"],
+    "no_acpi": NotRequired["bool"],
+    "vcpus": NotRequired["int"],
+})
+
+Templates = TypedDict("Templates", {
+    "problems": NotRequired["list[str] | None"],
+    "templates": "list[Template] | None",
 })
 
 Volume = TypedDict("Volume", {
