@@ -11,6 +11,8 @@ import (
 type Request struct {
 	Spec     spec.VM
 	Metadata spec.Metadata
+	// Disk is the id, or its beginning, of a snapshot from whose disk it boots; empty is none.
+	Disk string
 }
 
 // Child asks for a fork.

@@ -1038,6 +1038,7 @@ export type Sandbox = {
   confined?: boolean;
   created: string;
   disk_mib: number;
+  exit?: string;
   expires?: string;
   fork_point?: string;
   generation?: number;
