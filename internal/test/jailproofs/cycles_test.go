@@ -35,7 +35,7 @@ func cycle(ctx context.Context, e *guesttest.Env, want sandbox.Spec, i int) erro
 	h := e.Store.With(e.Launcher)
 	want.Name = fmt.Sprintf("c%d", i)
 	boots := i%*bootEvery == *bootEvery-1
-	box, err := h.Create(ctx, want, sandbox.CreateOptions{Template: !boots})
+	box, err := h.Create(ctx, want, sandbox.CreateOptions{Boot: boots})
 	if err != nil {
 		return fmt.Errorf("create: %w", err)
 	}
