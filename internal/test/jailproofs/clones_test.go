@@ -158,7 +158,7 @@ func TestClones_and_forks_of_one_VM_share_no_random_number_and_no_identity(t *te
 				if err := oneClone(t.Context(), host, r, snap, fmt.Sprintf("clone-%d", i), first); err != nil {
 					t.Errorf("clone %d: %v", i, err)
 				}
-				if n := done.Add(1); n%50 == 0 {
+				if n := done.Add(1); n%int64(max(1, *clones/20)) == 0 {
 					t.Logf("%d clones after %v", n, time.Since(begin).Round(time.Second))
 				}
 			}
