@@ -83,8 +83,8 @@ func (s *Standby) Handover(context.Context, *agentpb.HandoverRequest) (*agentpb.
 	}
 }
 
-// update brings the machine up to date. Time 0, which is that of asOf, leaves the clock; no entropy adds none. The caller
-// holds s.mu.
+// update brings the machine up to date. Time 0, which is that of asOf, leaves the clock; no entropy adds none. The
+// caller holds s.mu.
 func (s *Standby) update(wallNanos int64, asOf time.Time, entropy []byte, newIdentity bool, hostname string) error {
 	s.config.Woken()
 	// The clock comes first: the host's time is already a moment old.

@@ -31,8 +31,8 @@ var (
 	looks     = flag.Int("cycles-looks", 5, "how often what the host has is counted meanwhile")
 )
 
-// cycle is the life of one sandbox and its child, confined. How they end depends on i. One that fails removes what there
-// is: nothing of it may be left, either.
+// cycle is the life of one sandbox and its child, confined. How they end depends on i. One that fails removes what
+// there is: nothing of it may be left, either.
 func cycle(ctx context.Context, e *guesttest.Env, want sandbox.Spec, i int) (err error) {
 	h := e.Store.With(e.Launcher)
 	want.Name = fmt.Sprintf("c%d", i)
