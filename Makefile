@@ -256,6 +256,19 @@ life-proofs: test-state
 	@$(GO_TEST) -count 1 -timeout 2h -v -run TestMany_sleeps ./sandbox -cycles 200
 	@$(GO_TEST) -tags workloads -count 1 -timeout 3h -v -run TestLife_of_many_sandboxes ./sandbox $(LIFE)
 
+# jail-proofs has 10,000 confined sandboxes come and go, and counts what they leave on their host; compares what 1,000 clones of one guest say; and has
+# a guest sleep for 30 days. jail-floods has one guest flood its host, and times its neighbour. All on a KVM of the hardware kind, a machine of its own
+# that is emulated if need be: a day there. Less: make jail-proofs JAIL='-cycles 100 -clones 100'; make jail-floods FLOODS='-flood-kinds disk'.
+JAIL ?= -cycles 10000 -clones 1000 -days 30
+FLOODS ?= -flood-rounds 20 -flood-execs 20
+.PHONY: jail-proofs jail-floods
+jail-proofs jail-floods: test-state
+	@scripts/deps hard
+	@$(GO_BUILD) -o bin/hwkvm ./internal/test/hwkvm/cmd/hwkvm
+	@bin/hwkvm --prepare
+	@DROWSE_TEST_PROGRAM=$(CURDIR)/bin/drowse $(GO_TEST) -tags workloads -count 1 -timeout 48h -v -exec "$(CURDIR)/bin/hwkvm --" \
+		./internal/test/jailproofs $(if $(filter jail-floods,$@),-run TestFloods $(FLOODS),-run 'TestCycles|TestClones|TestDays' $(JAIL))
+
 # example runs the program in examples/embed.
 .PHONY: example
 example: test-state

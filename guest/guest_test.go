@@ -38,6 +38,7 @@ func TestMain(m *testing.M) {
 type fakeMachine struct {
 	mu      sync.Mutex
 	wall    int64
+	asOf    time.Time
 	entropy []byte
 	host    string
 	power   chan bool
@@ -85,10 +86,10 @@ func (m *fakeMachine) isFrozen() bool {
 	return m.frozen > 0
 }
 
-func (m *fakeMachine) SetClock(ns int64) error {
+func (m *fakeMachine) SetClock(ns int64, asOf time.Time) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	m.wall = ns
+	m.wall, m.asOf = ns, asOf
 	return nil
 }
 

@@ -76,12 +76,16 @@ func TestHandover_of_a_restored_guest_brings_it_up_to_date(t *testing.T) {
 	}
 	v := startVM(t)
 	done := handOver(t, v)
-	answer := v.ports.device.Resume(func() []byte { return message })
+	var made time.Time
+	answer := v.ports.device.Resume(func() []byte { made = time.Now(); return message })
 	if a := <-answer; a == handover.Failed {
 		t.Error("the agent says that it has failed")
 	}
 	if err := <-done; err != nil {
 		t.Fatal(err)
+	}
+	if v.machine.asOf.IsZero() || v.machine.asOf.After(made) {
+		t.Errorf("the message was made at %v, and the agent takes it for one of %v: what it does meanwhile makes the clock late", made, v.machine.asOf)
 	}
 	if v.machine.wall != r.Wall.UnixNano() || !bytes.Equal(v.machine.entropy, r.Entropy) || v.machine.host != "clone" {
 		t.Errorf("the machine got %+v", v.machine)

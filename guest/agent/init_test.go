@@ -214,7 +214,7 @@ func initIdentity(fail func(error) int) int {
 	if err := k.AddEntropy(make([]byte, 31)); err == nil {
 		return fail(fmt.Errorf("31 bytes of entropy were taken"))
 	}
-	if err := k.SetClock(-1); err == nil {
+	if err := k.SetClock(-1, time.Now()); err == nil {
 		return fail(fmt.Errorf("a time before 1970 was taken"))
 	}
 	fmt.Println("identity ok")
@@ -237,7 +237,7 @@ func TestServer_a_panic_in_a_method_is_an_error_and_the_agent_lives(t *testing.T
 
 type panicMachine struct{ machine.Kernel }
 
-func (panicMachine) SetClock(int64) error { panic("no clock") }
+func (panicMachine) SetClock(int64, time.Time) error { panic("no clock") }
 
 func (panicMachine) AddEntropy([]byte) error { return nil }
 

@@ -156,6 +156,7 @@ var rules = []rule{
 	// It takes the place of a VM's process, with every device.
 	{"internal/test/hostileguest", []string{"vmm/...", "devices/...", "rootfs/disk"}},
 	{"internal/test/workloads", []string{"sandbox/...", "netpolicy", "guest", "guest/forward"}},
+	{"internal/test/jailproofs", []string{"sandbox/...", "netpolicy", "guest", "devices/net/tap"}},
 }
 
 // forTests is what all tests may import in addition.

@@ -18,6 +18,12 @@ const (
 	answerLimit  = 30 * time.Second // to bring a restored guest up to date
 )
 
+// How long a conversation that sets the guest's clock may take, and how often it is repeated if it took longer.
+const (
+	clockLate  = 500 * time.Millisecond
+	clockAgain = 3
+)
+
 // standBy has the agent stand by for a capture. release lets it go on, and must be called.
 func (in *Instance) standBy(ctx context.Context) (release func()) {
 	if in.machine.Health().Hung {
@@ -139,6 +145,11 @@ func (in *Instance) update(ctx context.Context, offered <-chan handover.Answer, 
 		}
 	}
 	res, err := c.Resume(ctx, what)
+	// A clock that is set by a conversation is late by a part of that.
+	for n := 0; err == nil && !what.Wall.IsZero() && time.Since(what.Wall) > clockLate && n < clockAgain; n++ {
+		what = guest.Resume{Wall: time.Now()}
+		_, err = c.Resume(ctx, what)
+	}
 	if err != nil {
 		return res, in.Explain(ctx, fmt.Errorf("bringing the restored guest up to date: %w", err))
 	}

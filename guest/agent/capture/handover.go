@@ -7,6 +7,7 @@ import (
 	"os"
 	"runtime"
 	"runtime/debug"
+	"time"
 
 	"github.com/drowse-vm/drowse/guest/agentpb"
 )
@@ -53,11 +54,12 @@ func (s *Standby) Handover(context.Context, *agentpb.HandoverRequest) (*agentpb.
 	case agentpb.StatusGoOn:
 		return &agentpb.HandoverResponse{}, nil
 	case agentpb.StatusResumed:
+		asOf := time.Now() // the host's time is that of the next instruction
 		p.Message(&s.handover.raw)
 		m := &s.handover.message
 		err := m.Decode(&s.handover.raw)
 		if err == nil {
-			err = s.update(m.WallNanos, m.Entropy[:], m.NewIdentity, m.Hostname)
+			err = s.update(m.WallNanos, asOf, m.Entropy[:], m.NewIdentity, m.Hostname)
 		}
 		clear(s.handover.raw[:])
 		clear(m.Entropy[:])
@@ -81,12 +83,13 @@ func (s *Standby) Handover(context.Context, *agentpb.HandoverRequest) (*agentpb.
 	}
 }
 
-// update brings the machine up to date. Time 0 leaves the clock, no entropy adds none. The caller holds s.mu.
-func (s *Standby) update(wallNanos int64, entropy []byte, newIdentity bool, hostname string) error {
+// update brings the machine up to date. Time 0, which is that of asOf, leaves the clock; no entropy adds none. The
+// caller holds s.mu.
+func (s *Standby) update(wallNanos int64, asOf time.Time, entropy []byte, newIdentity bool, hostname string) error {
 	s.config.Woken()
 	// The clock comes first: the host's time is already a moment old.
 	if wallNanos != 0 {
-		if err := s.config.Machine.SetClock(wallNanos); err != nil {
+		if err := s.config.Machine.SetClock(wallNanos, asOf); err != nil {
 			return err
 		}
 	}

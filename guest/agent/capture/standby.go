@@ -4,6 +4,7 @@ import (
 	"context"
 	"os"
 	"sync"
+	"time"
 
 	"github.com/drowse-vm/drowse/guest/agent/machine"
 	"github.com/drowse-vm/drowse/guest/agent/proc"
@@ -81,8 +82,9 @@ func (s *Standby) Close() {
 
 // Resume implements agentpb.AgentService. It is the wake path.
 func (s *Standby) Resume(_ context.Context, m *agentpb.ResumeRequest) (*agentpb.ResumeResponse, error) {
+	asOf := time.Now() // when the request came
 	s.mu.Lock()
-	err := s.update(m.WallNanos, m.Entropy, m.NewIdentity, m.Hostname)
+	err := s.update(m.WallNanos, asOf, m.Entropy, m.NewIdentity, m.Hostname)
 	id := s.bootID
 	s.mu.Unlock()
 	if err != nil {

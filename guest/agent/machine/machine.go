@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"syscall"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -17,9 +18,9 @@ import (
 
 // Machine is what the agent can change about the machine as a whole.
 type Machine interface {
-	// SetClock sets CLOCK_REALTIME to the given Unix time in nanoseconds. It may leave a clock that is right to
-	// within a millisecond.
-	SetClock(wallNanos int64) error
+	// SetClock sets CLOCK_REALTIME by what it had to be at asOf, which has a monotonic reading: a Unix time in
+	// nanoseconds. It may leave a clock that is right to within a millisecond.
+	SetClock(wallNanos int64, asOf time.Time) error
 	// AddEntropy mixes 32 to 512 bytes into the kernel's random number
 	// generator, credits them in full and reseeds it.
 	AddEntropy(p []byte) error
@@ -66,18 +67,43 @@ const (
 // cost the kernel thousands of instructions: the kernel then checks all timers.
 const clockSlack = time.Millisecond
 
+// The pages that setting the clock needs may come from the snapshot only now: on a busy host this can take seconds, by
+// which the clock is then behind. If it is by more than clockMissed, SetClock sets it again, at most clockSets times.
+const (
+	clockMissed = 10 * time.Millisecond
+	clockSets   = 3
+)
+
 // SetClock implements Machine.
-func (k *Kernel) SetClock(wallNanos int64) error {
+func (k *Kernel) SetClock(wallNanos int64, asOf time.Time) error {
 	if wallNanos <= 0 {
 		return fmt.Errorf("set the clock to %d ns: %w", wallNanos, unix.EINVAL)
 	}
-	if time.Duration(wallNanos-time.Now().UnixNano()).Abs() < clockSlack {
-		return nil
-	}
-	if errno := rawClockSettime(wallNanos/nanosPerSec, wallNanos%nanosPerSec); errno != 0 {
+	errno := setClock(wallNanos, func() (int64, time.Duration) {
+		now := time.Now()
+		return now.UnixNano(), now.Sub(asOf) // by CLOCK_MONOTONIC
+	}, rawClockSettime)
+	if errno != 0 {
 		return fmt.Errorf("set the clock: %w", errno)
 	}
 	return nil
+}
+
+// setClock is SetClock for a clock that set sets. now says what it is, and how long ago it had to be wallNanos.
+func setClock(wallNanos int64, now func() (is int64, ago time.Duration), set func(sec, nsec int64) syscall.Errno) syscall.Errno {
+	slack := clockSlack
+	for range clockSets {
+		is, ago := now()
+		want := wallNanos + int64(ago)
+		if time.Duration(want-is).Abs() < slack {
+			return 0
+		}
+		if errno := set(want/nanosPerSec, want%nanosPerSec); errno != 0 {
+			return errno
+		}
+		slack = clockMissed
+	}
+	return 0
 }
 
 // Prepare opens what AddEntropy needs, so that the wake path does not have to.

@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/guest/agent"
@@ -24,7 +25,7 @@ type Guest struct {
 // machine is a machine that cannot be changed.
 type machine struct{}
 
-func (machine) SetClock(int64) error               { return nil }
+func (machine) SetClock(int64, time.Time) error    { return nil }
 func (machine) AddEntropy([]byte) error            { return nil }
 func (machine) NewIdentity(string) (string, error) { return "", nil }
 func (machine) Power(bool) error                   { return nil }

@@ -275,7 +275,7 @@ func beGuest(dir string) error {
 // machine is a machine whose power is that of the process.
 type machine struct{}
 
-func (machine) SetClock(int64) error               { return nil }
+func (machine) SetClock(int64, time.Time) error    { return nil }
 func (machine) AddEntropy([]byte) error            { return nil }
 func (machine) NewIdentity(string) (string, error) { return "", nil }
 func (machine) Power(bool) error                   { os.Exit(0); return nil }

@@ -1,0 +1,7 @@
+// Package jailproofs are tests of what confined VMs leave on their host, of the identity of many clones, of time over
+// long sleeps, and of what one guest can do to another by flooding its host.
+//
+// They take as long as they are told to, so they have the build tag workloads: `make jail-proofs` and
+// `make jail-floods` run them in full on a KVM of the hardware kind, which is emulated if need be. They look at the
+// whole host and set its clock, so they run only there: see internal/test/hwkvm.
+package jailproofs
