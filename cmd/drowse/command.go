@@ -8,14 +8,13 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"slices"
+	"strings"
 	"text/tabwriter"
 	"time"
+	"unicode"
 
 	"github.com/spf13/cobra"
-
-	"github.com/drowse-vm/drowse/rootfs/image"
-	"github.com/drowse-vm/drowse/sandbox"
-	"github.com/drowse-vm/drowse/sandbox/fleet"
 )
 
 // runE is the function of a cobra command.
@@ -32,27 +31,9 @@ func opened[T any](open func() (T, error), do func(*cobra.Command, []string, T) 
 	}
 }
 
-// onHost, onImages and onFleet return commands on the state directory's host, images and sandboxes.
-func (a *app) onHost(do func(*cobra.Command, []string, *sandbox.Host) error) runE {
-	return opened(a.store, do)
-}
-
-// onAwake returns a command on the VM that its first argument names. The command wakes a sleeping VM first.
-func (a *app) onAwake(do func(*cobra.Command, []string, *sandbox.Sandbox) error) runE {
-	return a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
-		if err := a.wakeFor(cmd.Context(), s, args[0]); err != nil {
-			return err
-		}
-		return do(cmd, args, s.Sandbox(args[0]))
-	})
-}
-
-func (a *app) onImages(do func(*cobra.Command, []string, *image.Store) error) runE {
-	return opened(a.images, do)
-}
-
-func (a *app) onFleet(do func(*cobra.Command, []string, *fleet.Fleet) error) runE {
-	return opened(a.fleet, do)
+// there returns a command on the place of the VMs.
+func (a *app) there(do func(*cobra.Command, []string, place) error) runE {
+	return opened(a.place, do)
 }
 
 // completions opens something and returns the words to which a shell can complete.
@@ -61,21 +42,11 @@ func completions[T any](open func() (T, error), words func(T) []string) ([]strin
 	if err != nil {
 		return nil, cobra.ShellCompDirectiveError
 	}
-	return words(v), cobra.ShellCompDirectiveNoFileComp
-}
-
-// launching returns the host with a launcher of VMs and with tracing.
-func (a *app) launching(ctx context.Context) (*sandbox.Host, error) {
-	h, err := a.store()
-	if err != nil {
-		return nil, err
-	}
-	l, err := a.launcher()
-	if err != nil {
-		return nil, err
-	}
-	l.Secrets = a.secretsFrom(h, false)
-	return a.traced(ctx, h.With(l))
+	// A shell shows them as they are, and a server may have sent them.
+	list := slices.DeleteFunc(words(v), func(w string) bool {
+		return strings.ContainsFunc(w, func(r rune) bool { return r != '\t' && !unicode.IsPrint(r) })
+	})
+	return list[:min(len(list), maxListed)], cobra.ShellCompDirectiveNoFileComp
 }
 
 // followed returns the error of a command. With follow, an interrupt is a normal end.
@@ -118,17 +89,6 @@ func (a *app) answer(v any, err error, text func(w io.Writer)) error {
 		return err
 	}
 	return a.print(v, text)
-}
-
-// showCommand returns a command that prints what its argument names as JSON.
-func (a *app) showCommand(use, short string, read func(s *sandbox.Host, name string) (any, error)) *cobra.Command {
-	return &cobra.Command{
-		Use: use, Short: short, Args: cobra.ExactArgs(1),
-		RunE: a.onHost(func(_ *cobra.Command, args []string, s *sandbox.Host) error {
-			v, err := read(s, args[0])
-			return a.answer(v, err, func(w io.Writer) { _ = printJSON(w, v) })
-		}),
-	}
 }
 
 // removeAll removes what each word names, and prints what it has removed.
@@ -240,4 +200,41 @@ func parsed[T any](words []string, parse func(string) (T, error)) (all []T, err 
 		all = append(all, v)
 	}
 	return all, nil
+}
+
+// each does something to all that words name, and prints the results: several as one JSON document with the name done.
+// It goes on after an error.
+func each[T any](a *app, words []string, done string, do func(word string) (T, error), text func(io.Writer, T)) error {
+	results, errs := []T{}, []error{}
+	for _, w := range words {
+		v, err := do(w)
+		if err != nil {
+			errs = append(errs, err)
+			continue
+		}
+		if results = append(results, v); !a.json() {
+			text(a.stdout, v)
+		}
+	}
+	switch {
+	case !a.json():
+	case len(words) > 1:
+		errs = append(errs, printJSON(a.stdout, map[string]any{done: results}))
+	case len(results) > 0:
+		errs = append(errs, printJSON(a.stdout, results[0]))
+	}
+	return errors.Join(errs...)
+}
+
+// bytesText formats a size for people.
+func bytesText(n int64) string {
+	switch {
+	case n >= 1<<30:
+		return fmt.Sprintf("%.1f GiB", float64(n)/(1<<30))
+	case n >= 1<<20:
+		return fmt.Sprintf("%.1f MiB", float64(n)/(1<<20))
+	case n >= 1<<10:
+		return fmt.Sprintf("%.1f KiB", float64(n)/(1<<10))
+	}
+	return fmt.Sprintf("%d B", n)
 }

@@ -1,7 +1,6 @@
 package main
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -11,19 +10,32 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
-
-	"github.com/drowse-vm/drowse/guest"
-	"github.com/drowse-vm/drowse/sandbox"
 )
 
-// maxCuts bounds how often one command continues a copy whose connection was lost.
-const maxCuts = 64
+// copyOptions say how to copy.
+type copyOptions struct {
+	resume bool
+	retry  time.Duration
+	total  int64 // about how many bytes there are; 0 if that is unknown
+}
+
+// copying shows the progress of a copy on a terminal.
+func (a *app) copying(total int64) (moved func(bytes int64), done func(error)) {
+	if !hasWidth(a.stderr) {
+		return nil, func(error) {}
+	}
+	p := a.newProgress("cp")
+	return func(n int64) {
+		if total > 0 {
+			p.report(stageCopy, n, max(total, n))
+		} else {
+			p.report(stageCopy, n, 0)
+		}
+	}, p.finish
+}
 
 func (a *app) cpCommand() *cobra.Command {
-	var (
-		o     guest.CopyOptions
-		retry time.Duration
-	)
+	var o copyOptions
 	cmd := &cobra.Command{
 		Use:   "cp [flags] SRC DST",
 		Short: "Copy files and directories between the host and a VM",
@@ -35,47 +47,24 @@ and --resume continues it after both ends have compared what is there by SHA-256
 falls asleep during a copy and wakes within --retry, the command continues by itself. It does
 not wake the VM for that.`,
 		Args: cobra.ExactArgs(2), ValidArgsFunction: a.completePath,
-		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
+		RunE: a.there(func(cmd *cobra.Command, args []string, p place) error {
 			src, dst := splitVM(args[0]), splitVM(args[1])
 			if (src.vm == "") == (dst.vm == "") {
 				return usageError{errors.New("exactly one of SRC and DST must be NAME:PATH")}
 			}
-			if retry < 0 {
-				return usageError{fmt.Errorf("--retry %v is negative", retry)}
+			if o.retry < 0 {
+				return usageError{fmt.Errorf("--retry %v is negative", o.retry)}
 			}
-			done := func(error) {}
-			if hasWidth(a.stderr) {
-				p := a.newProgress("cp")
-				total := int64(0)
-				if src.vm == "" {
-					total = treeSize(src.path)
-				}
-				o.Progress, done = func(n int64) { p.report(stageCopy, n, max(total, n)) }, p.finish
-				if total == 0 {
-					o.Progress = func(n int64) { p.report(stageCopy, n, 0) }
-				}
+			if src.vm == "" {
+				o.total = treeSize(src.path)
 			}
-			left := int64(guest.DefaultCopyBytes) // of all tries: a hostile guest cuts them one after the other
-			res, err := a.copyOn(cmd.Context(), s, src.vm+dst.vm, retry, func(c *guest.Client, again bool) (res guest.CopyResult, err error) {
-				o.Resume, o.MaxBytes = o.Resume || again, max(left, 1)
-				defer func() { left -= res.Bytes }()
-				if src.vm == "" {
-					res, err = c.CopyIn(cmd.Context(), src.path, dst.path, o)
-				} else {
-					res, err = c.CopyOut(cmd.Context(), src.path, dst.path, o)
-				}
-				if res.At != "" { // a further try continues the same copy
-					dst.path, o.Exact = res.At, true
-				}
-				return res, err
-			})
-			done(err)
+			res, err := p.cp(cmd.Context(), src, dst, o)
 			return a.answer(res, err, func(io.Writer) {})
 		}),
 	}
 	f := cmd.Flags()
-	f.BoolVar(&o.Resume, "resume", false, "continue an interrupted copy: compare what is there and copy the rest")
-	f.DurationVar(&retry, "retry", time.Minute, "how long to wait for the VM to be awake again after an interruption; 0 gives up at once")
+	f.BoolVar(&o.resume, "resume", false, "continue an interrupted copy: compare what is there and copy the rest")
+	f.DurationVar(&o.retry, "retry", time.Minute, "how long to wait for the VM to be awake again after an interruption; 0 gives up at once")
 	return cmd
 }
 
@@ -94,48 +83,6 @@ func treeSize(path string) (total int64) {
 		return nil
 	})
 	return total
-}
-
-// copyOn copies. If the connection is lost, it continues once the VM is awake again within the time of retry.
-func (a *app) copyOn(ctx context.Context, s *sandbox.Host, vm string, retry time.Duration, do func(c *guest.Client, again bool) (guest.CopyResult, error)) (guest.CopyResult, error) {
-	c, err := a.awake(ctx, s, vm)
-	if err != nil {
-		return guest.CopyResult{}, err
-	}
-	for cuts := 0; ; cuts++ {
-		res, err := do(c, cuts > 0)
-		c.Close()
-		lost := errors.Is(err, guest.ErrConnectionLost) || errors.Is(err, guest.ErrUnavailable)
-		if err == nil || ctx.Err() != nil || !lost {
-			return res, err
-		}
-		if c = nil; retry > 0 && cuts < maxCuts {
-			a.log.Info("the copy was cut, and goes on when the VM is awake", "error", err, "within", retry)
-			c = awakeWithin(ctx, s, vm, retry)
-		}
-		if c == nil {
-			return res, fmt.Errorf("%w: what was copied is kept: go on with the same command and --resume", err)
-		}
-	}
-}
-
-// awakeWithin connects to the VM if it is awake within some time. Otherwise it returns nil.
-func awakeWithin(ctx context.Context, s *sandbox.Host, vm string, within time.Duration) *guest.Client {
-	ctx, cancel := context.WithTimeout(ctx, within)
-	defer cancel()
-	for {
-		if err := s.Sandbox(vm).AwaitAwake(ctx); err != nil {
-			return nil
-		}
-		if c, err := s.Sandbox(vm).Agent(ctx); err == nil {
-			return c
-		}
-		select {
-		case <-time.After(wakePoll): // the VM has just gone to sleep, or will answer soon
-		case <-ctx.Done():
-			return nil
-		}
-	}
 }
 
 type vmPath struct{ vm, path string }

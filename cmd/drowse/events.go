@@ -7,56 +7,54 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 )
 
+// eventOptions say which events to print.
+type eventOptions struct {
+	since  string // a cursor, "now", or "" for all
+	follow bool
+	filter events.Filter
+}
+
 func (a *app) eventsCommand() *cobra.Command {
 	var (
-		follow bool
-		since  string
-		o      events.ReadOptions
+		since string
+		o     eventOptions
 	)
 	cmd := &cobra.Command{
 		Use: "events", Short: "Show the events of sandboxes: created, woken, put to sleep, removed and more", Args: cobra.NoArgs,
 		Long: `Show the events of sandboxes, the oldest first: created, woken, put to sleep, forked, removed and
 so on, each with its cause. --follow continues until it is interrupted. With -o json each event
 is one line; --since takes its "cursor". drowse keeps 16 MiB and 30 days of events at most.`,
-		RunE: a.onHost(func(cmd *cobra.Command, _ []string, s *sandbox.Host) error {
-			j := s.State.Events()
+		RunE: a.there(func(cmd *cobra.Command, _ []string, p place) error {
 			var from time.Time
-			var err error
 			if d, derr := lifetime.ParseDuration(since); derr == nil && since != "" && strings.ContainsAny(since, "smhd") {
 				from = time.Now().Add(-d)
 			} else if t, terr := time.Parse(time.RFC3339Nano, since); terr == nil {
 				from = t
-			} else if o.Since, err = j.ParseCursor(since); err != nil {
-				return usageError{fmt.Errorf("--since: %w, a time as 2026-11-22T13:25:42Z, or one ago as 10m", err)}
+			} else {
+				o.since = since
 			}
-			if err := o.Filter.Check(); err != nil {
+			if err := o.filter.Check(); err != nil {
 				return usageError{err}
 			}
-			give := func(e events.Event) error {
+			return followed(o.follow, p.events(cmd.Context(), o, func(e events.Event) error {
 				if e.Time.Before(from) {
 					return nil
 				}
 				return a.printSandboxEvent(e)
-			}
-			if !follow {
-				_, err = j.Read(cmd.Context(), o, give)
-				return err
-			}
-			return followed(true, j.Follow(cmd.Context(), o, give))
+			}))
 		}),
 	}
 	f := cmd.Flags()
-	f.BoolVarP(&follow, "follow", "f", false, "print new events as they happen")
+	f.BoolVarP(&o.follow, "follow", "f", false, "print new events as they happen")
 	f.StringVar(&since, "since", "", "only events after this cursor, time, \"now\", or this long ago, such as 10m")
-	f.StringSliceVar(&o.Filter.Types, "type", nil, "only events of these types, such as sandbox.woken or policy.*")
-	f.StringVar(&o.Filter.Sandbox, "sandbox", "", "only events of the sandbox with this name or id")
-	f.StringVar(&o.Filter.Owner, "owner", "", "only events of sandboxes of this owner")
-	f.StringArrayVar(&o.Filter.Tags, "tag", nil, "only events of sandboxes with this tag; repeatable")
+	f.StringSliceVar(&o.filter.Types, "type", nil, "only events of these types, such as sandbox.woken or policy.*")
+	f.StringVar(&o.filter.Sandbox, "sandbox", "", "only events of the sandbox with this name or id")
+	f.StringVar(&o.filter.Owner, "owner", "", "only events of sandboxes of this owner")
+	f.StringArrayVar(&o.filter.Tags, "tag", nil, "only events of sandboxes with this tag; repeatable")
 	return cmd
 }
 
@@ -95,36 +93,4 @@ func (a *app) printSandboxEvent(e events.Event) error {
 		words = append(words, fmt.Sprintf("events after %d were deleted before they were read", d.After))
 	}
 	return a.line(e, printable(strings.ReplaceAll(strings.Join(words, "  "), "\n", " ")))
-}
-
-// webhookFlags say where "drowse serve" sends events.
-type webhookFlags struct{ url, secretFile, file string }
-
-func (w *webhookFlags) add(cmd *cobra.Command) {
-	f := cmd.Flags()
-	f.StringVar(&w.url, "webhook", "", "send events to this address (see \"drowse events\")")
-	f.StringVar(&w.secretFile, "webhook-secret-file", "", "file with the secret that signs deliveries to --webhook; only its owner may have access to it")
-	cmd.MarkFlagsRequiredTogether("webhook", "webhook-secret-file")
-	f.StringVar(&w.file, "webhooks", "", "JSON file with more webhooks: [{\"url\":..., \"secret_file\":..., \"types\":[...], \"owner\":...}]")
-}
-
-func (w *webhookFlags) hooks() (out []events.Webhook, err error) {
-	if w.file != "" {
-		if out, err = events.ReadWebhooks(w.file); err != nil {
-			return nil, err
-		}
-	}
-	if w.url != "" {
-		secret, err := events.ReadSecret(w.secretFile)
-		if err != nil {
-			return nil, err
-		}
-		out = append(out, events.Webhook{URL: w.url, Secret: secret})
-	}
-	for _, h := range out {
-		if err := h.Check(); err != nil {
-			return nil, usageError{err}
-		}
-	}
-	return out, nil
 }

@@ -12,41 +12,55 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/drowse-vm/drowse/guest"
-	"github.com/drowse-vm/drowse/guest/audit"
-	"github.com/drowse-vm/drowse/sandbox"
-	"github.com/drowse-vm/drowse/sandbox/state"
+	"github.com/drowse-vm/drowse/sandbox/api/wire"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
-
-// awake connects to the agent of a VM. It wakes a sleeping VM first.
-func (a *app) awake(ctx context.Context, s *sandbox.Host, name string) (*guest.Client, error) {
-	c, err := s.Sandbox(name).Agent(ctx)
-	if !errors.Is(err, sandbox.ErrNotRunning) {
-		return c, err
-	}
-	r, gerr := s.State.Get(name)
-	if gerr != nil {
-		return nil, gerr
-	}
-	if r.Phase != state.Asleep && r.Phase != state.Starting && r.Phase != state.Running {
-		return nil, fmt.Errorf("%w: %s", err, r.Problem)
-	}
-	if s, err = a.launching(ctx); err != nil {
-		return nil, err
-	}
-	// BringUp, and not Wake: a VM that crashes at this moment must keep its disk.
-	rep, err := s.Sandbox(name).BringUp(ctx)
-	if err != nil {
-		return nil, err
-	}
-	a.warnHooks(name, rep.Hooks)
-	return s.Sandbox(name).Agent(ctx)
-}
 
 // execFlags say how to run a command in a guest.
 type execFlags struct {
-	cmd                   guest.Cmd
-	tty, interA, noConfig bool
+	cmd         command
+	tty, interA bool
+}
+
+// command is what runs in a guest. Its TTY and Stdin are set when it starts.
+type command struct {
+	wire.ExecStart
+	timeout  time.Duration // 0 is none
+	changes  bool          // record what changes on the disk
+	noConfig bool          // without user, directory and variables of the image
+}
+
+// streams are those of a command.
+type streams struct {
+	stdin          io.Reader // nil is an empty stdin
+	stdout, stderr io.Writer
+}
+
+// exit is the end of a command. changes is for JSON.
+type exit struct {
+	wire.ExitStatus
+	changes any
+}
+
+// session is a stream of a process in a guest. Any goroutine may call its methods.
+type session interface {
+	ID() string
+	PID() int // 0 if it could not be started
+	Done() <-chan struct{}
+	Signal(int) error
+	resize(rows, cols int) error
+	// Close leaves a detached process, and kills any other.
+	Close() error
+	// wait waits for the process's end. A status other than 0 is no error.
+	wait() (*exit, error)
+}
+
+// inGuest runs commands in a VM that is awake.
+type inGuest interface {
+	start(context.Context, command, streams) (session, error)
+	attach(ctx context.Context, process string, s streams) (session, error)
+	processes(context.Context) ([]wire.Process, error)
+	Close() error
 }
 
 // add adds the flags. of names what else has a user and a working directory.
@@ -55,19 +69,9 @@ func (e *execFlags) add(cmd *cobra.Command, of string) {
 	f.BoolVarP(&e.interA, "interactive", "i", false, "connect stdin to the command")
 	f.BoolVarP(&e.tty, "tty", "t", false, "run the command in a terminal")
 	f.StringArrayVarP(&e.cmd.Env, "env", "e", nil, "set a variable"+of+": KEY=VALUE, or KEY for the value that it has here")
-	f.StringVarP(&e.cmd.Dir, "workdir", "w", "", "working directory"+of+" (default: the image's, else /)")
+	f.StringVarP(&e.cmd.Cwd, "workdir", "w", "", "working directory"+of+" (default: the image's, else /)")
 	f.StringVarP(&e.cmd.User, "user", "u", "", "user"+of+", or user:group (default: the image's, else root)")
-	f.BoolVar(&e.noConfig, "no-image-config", false, "ignore user, working directory and variables of the VM's image")
-}
-
-// complete completes a command from the VM's image. With --no-config it adds only the variables of the VM's proxy.
-func (e *execFlags) complete(b *sandbox.Sandbox, c guest.Cmd) (guest.Cmd, error) {
-	if !e.noConfig {
-		return b.Command(c)
-	}
-	env, err := b.ProxyEnvironment()
-	c.Env = slices.Concat(env, c.Env)
-	return c, err
+	f.BoolVar(&e.cmd.noConfig, "no-image-config", false, "ignore user, working directory and variables of the VM's image")
 }
 
 func (a *app) execCommand() *cobra.Command {
@@ -90,12 +94,12 @@ User, working directory and variables come from the VM's image unless flags set 
 of Debian packages or of a directory has none of these: commands run as root in / with a
 minimal environment.`,
 		Args: cobra.MinimumNArgs(2), ValidArgsFunction: a.completeVM,
-		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
+		RunE: a.there(func(cmd *cobra.Command, args []string, p place) error {
 			c := e.cmd
-			if c.Argv = afterDashes(args[1:]); len(c.Argv) == 0 {
+			if c.Command = afterDashes(args[1:]); len(c.Command) == 0 {
 				return usageError{errors.New("no command: see `drowse exec --help`")}
 			}
-			if detach && (len(secrets) > 0 || c.Changes) {
+			if detach && (len(secrets) > 0 || c.changes) {
 				return usageError{errors.New("--detach does not go with --secret and --changes, which end with the command")}
 			}
 			stdins := 0
@@ -119,23 +123,20 @@ minimal environment.`,
 			if err != nil {
 				return err
 			}
-			client, err := a.awake(cmd.Context(), s, args[0])
+			g, err := p.guest(cmd.Context(), args[0])
 			if err != nil {
 				return err
 			}
-			defer client.Close()
-			back, err := lendSecrets(cmd.Context(), s, args[0], list)
+			defer g.Close()
+			back, err := lendSecrets(cmd.Context(), p, args[0], list)
 			if err != nil {
 				return err
 			}
 			defer back()
-			if c, err = e.complete(s.Sandbox(args[0]), c); err != nil {
-				return err
-			}
 			if detach {
-				return a.startDetached(cmd.Context(), client, args[0], c, &e)
+				return a.startDetached(cmd.Context(), g, args[0], c, &e)
 			}
-			return a.execute(cmd.Context(), client, c, &e, keys, func(doc execDoc) any { return doc })
+			return a.execute(cmd.Context(), g, c, &e, keys, func(doc execDoc) any { return doc })
 		}),
 	}
 	f := cmd.Flags()
@@ -144,36 +145,37 @@ minimal environment.`,
 	f.BoolVarP(&detach, "detach", "d", false, "do not wait for the command, and print the name of its process, for \"drowse attach\"")
 	detachKeysFlag(cmd, &keysAre)
 	f.StringVar(&envFile, "env-file", "", "set variables from a file with lines KEY=VALUE, - for stdin; -e overrides them")
-	f.BoolVar(&e.cmd.Changes, "changes", false, "record in the audit trail which paths of the disk change meanwhile; see \"drowse audit --changes\"")
-	f.DurationVar(&e.cmd.Timeout, "timeout", 0, "kill the command after this time")
-	secretFlag(cmd, &secrets, " for the duration of the command, as a file in "+guest.SecretsDir)
+	f.BoolVar(&e.cmd.changes, "changes", false, "record in the audit trail which paths of the disk change meanwhile; see \"drowse audit --changes\"")
+	f.DurationVar(&e.cmd.timeout, "timeout", 0, "kill the command after this time")
+	secretFlag(cmd, &secrets, " for the duration of the command, as a file in "+spec.SecretsDir)
 	return cmd
 }
 
 // startDetached starts a command and leaves it.
-func (a *app) startDetached(ctx context.Context, client *guest.Client, name string, c guest.Cmd, e *execFlags) error {
-	c.Detach, c.NoStdin = true, !e.interA
-	id, err := startAndLeave(ctx, client, c, e)
+func (a *app) startDetached(ctx context.Context, g inGuest, name string, c command, e *execFlags) error {
+	c.Detach = true
+	id, err := startAndLeave(ctx, g, c, e)
 	return a.answer(map[string]string{"name": name, "process": id}, err, func(w io.Writer) { fmt.Fprintln(w, id) })
 }
 
 // startAndLeave starts a detached command, and returns the name of its process.
-func startAndLeave(ctx context.Context, client *guest.Client, c guest.Cmd, e *execFlags) (id string, err error) {
+func startAndLeave(ctx context.Context, g inGuest, c command, e *execFlags) (id string, err error) {
+	c.Stdin = e.interA
 	if e.tty {
-		c.Pty = &guest.Pty{Size: guest.Size{Rows: 24, Cols: 80}} // until someone attaches
+		c.TTY = &wire.TTY{Rows: 24, Cols: 80} // until someone attaches
 	}
-	p, err := client.Start(ctx, c)
+	s, err := g.start(ctx, c, streams{})
 	if err != nil {
 		return "", err
 	}
-	if p.PID() == 0 { // the command did not start
-		st, err := p.Wait()
+	if s.PID() == 0 { // the command did not start
+		st, err := s.wait()
 		if st != nil && st.NotStarted != "" {
 			return "", errors.New(st.NotStarted)
 		}
 		return "", err
 	}
-	return p.ID(), p.Close()
+	return s.ID(), s.Close()
 }
 
 // variables returns those of a file and, after them, since the last value of a name wins, those of flags. A name
@@ -237,17 +239,16 @@ func readEnv(path string, stdin io.Reader) (vars []string, err error) {
 const maxEnvFile = 1 << 20
 
 // execResult turns the end of a command into that of drowse.
-func execResult(st *guest.ExitStatus, err error) error {
-	var exit *guest.ExitError
+func execResult(st *exit, err error) error {
 	switch {
-	case err == nil:
-		return nil
-	case st == nil || !errors.As(err, &exit):
+	case err != nil:
 		return err
 	case st.TimedOut:
 		return statusError(exitTimeout)
+	case st.ExitCode != 0:
+		return statusError(st.ExitCode)
 	}
-	return statusError(st.Code)
+	return nil
 }
 
 // maxExecJSON bounds the output in one JSON document.
@@ -255,36 +256,39 @@ const maxExecJSON = 16 << 20
 
 // execDoc is the result of a command as JSON.
 type execDoc struct {
-	ExitCode  int            `json:"exit_code"`
-	Signal    int            `json:"signal,omitempty"`
-	TimedOut  bool           `json:"timed_out,omitempty"`
-	Stdout    string         `json:"stdout"`
-	Stderr    string         `json:"stderr"`
-	Truncated bool           `json:"truncated,omitempty"`
-	Ms        float64        `json:"elapsed_ms"`
-	Changes   *audit.Changes `json:"changes,omitempty"`
+	ExitCode  int     `json:"exit_code"`
+	Signal    int     `json:"signal,omitempty"`
+	TimedOut  bool    `json:"timed_out,omitempty"`
+	Stdout    string  `json:"stdout"`
+	Stderr    string  `json:"stderr"`
+	Truncated bool    `json:"truncated,omitempty"`
+	Ms        float64 `json:"elapsed_ms"`
+	Changes   any     `json:"changes,omitempty"`
 }
 
 // execute runs a command at this terminal. In JSON mode it prints what document makes of the result.
-func (a *app) execute(ctx context.Context, client *guest.Client, c guest.Cmd, e *execFlags, keys []byte, document func(execDoc) any) error {
+func (a *app) execute(ctx context.Context, g inGuest, c command, e *execFlags, keys []byte, document func(execDoc) any) error {
 	if a.json() {
 		var stdout, stderr limited
-		c.Stdout, c.Stderr = &stdout, &stderr
 		begin := time.Now()
-		st, err := client.Exec(ctx, c)
+		s, err := g.start(ctx, c, streams{stdout: &stdout, stderr: &stderr})
+		if err != nil {
+			return err
+		}
+		st, err := s.wait()
 		if st == nil {
 			return err
 		}
 		took := float64(time.Since(begin).Microseconds()) / 1000
-		doc := execDoc{st.Code, st.Signal, st.TimedOut, stdout.String(), stderr.String(), stdout.cut || stderr.cut, took, st.Changes}
+		doc := execDoc{st.ExitCode, st.Signal, st.TimedOut, stdout.String(), stderr.String(), stdout.cut || stderr.cut, took, st.changes}
 		if err := printJSON(a.stdout, document(doc)); err != nil {
 			return err
 		}
 		return execResult(st, err)
 	}
-	st, err := a.atTerminal(ctx, e.tty, e.interA, keys, func(ctx context.Context, streams guest.IO, pty *guest.Pty) (*guest.Session, error) {
-		c.IO, c.Pty = streams, pty
-		return client.Start(ctx, c)
+	st, err := a.atTerminal(ctx, e.tty, e.interA, keys, func(ctx context.Context, io streams, tty *wire.TTY) (session, error) {
+		c.TTY, c.Stdin = tty, io.stdin != nil
+		return g.start(ctx, c, io)
 	})
 	if st != nil && st.NotStarted != "" {
 		fmt.Fprintln(a.stderr, "drowse: "+st.NotStarted)
@@ -305,4 +309,12 @@ func (l *limited) Write(p []byte) (int, error) {
 		return len(p), nil
 	}
 	return l.Builder.Write(p)
+}
+
+// afterDashes returns words without a leading --.
+func afterDashes(args []string) []string {
+	if len(args) > 0 && args[0] == "--" {
+		return args[1:]
+	}
+	return args
 }

@@ -8,12 +8,14 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
+// maxForks is sandbox.MaxForks, the most children of a fork.
+const maxForks = 64
+
 func (a *app) forkCommand() *cobra.Command {
-	var o sandbox.ForkOptions
+	var o forkOptions
 	var net netFlags
 	var secrets []string
 	limit := bootTimeout
@@ -28,39 +30,39 @@ share its memory until they write to it. A sleeping VM goes on sleeping. The com
 names of the children.`,
 		Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
 		RunE: func(cmd *cobra.Command, args []string) error {
-			if o.Count < 1 || o.Count > sandbox.MaxForks {
-				return usageError{fmt.Errorf("--count must be 1 to %d", sandbox.MaxForks)}
+			if o.count < 1 || o.count > maxForks {
+				return usageError{fmt.Errorf("--count must be 1 to %d", maxForks)}
 			}
 			p, err := net.over()
 			if err != nil {
 				return err
 			}
-			o.Policy = p
-			return a.launchingWith(cmd.Context(), secrets, limit, func(ctx context.Context, s *sandbox.Host, list []spec.Secret) error {
-				res, err := s.Sandbox(args[0]).Fork(ctx, o)
+			o.policy = p
+			return a.launchingWith(cmd.Context(), secrets, limit, func(ctx context.Context, p place, list []spec.Secret) error {
+				res, err := p.fork(ctx, args[0], o)
 				if err != nil {
 					return err
 				}
-				if res.Problem != "" {
-					a.log.Warn("the children run, and cannot be brought back if they are killed", "cause", res.Problem)
+				if res.problem != "" {
+					a.log.Warn("the children run, and cannot be brought back if they are killed", "cause", res.problem)
 				}
 				var names []string
-				for _, c := range res.Children {
-					a.warnNetwork(c.Name, c.Network)
-					names = append(names, c.Name)
+				for _, c := range res.children {
+					a.warnNetwork(c.name, c.network)
+					names = append(names, c.name)
 				}
-				return errors.Join(handIn(ctx, s, list, names...), a.print(res, func(w io.Writer) {
-					for _, c := range res.Children {
-						fmt.Fprintln(w, c.Name)
+				return errors.Join(handIn(ctx, p, list, names...), a.print(res.doc, func(w io.Writer) {
+					for _, name := range names {
+						fmt.Fprintln(w, name)
 					}
 				}))
 			})
 		},
 	}
 	f := cmd.Flags()
-	f.IntVar(&o.Count, "count", 1, fmt.Sprintf("number of children, up to %d", sandbox.MaxForks))
-	f.StringVar(&o.Name, "name", "", "name of the child, or the prefix of the names of several (default: random)")
-	f.BoolVar(&o.Early, "early", false, "do not wait until the snapshot of the children is on disk")
+	f.IntVar(&o.count, "count", 1, fmt.Sprintf("number of children, up to %d", maxForks))
+	f.StringVar(&o.name, "name", "", "name of the child, or the prefix of the names of several (default: random)")
+	f.BoolVar(&o.early, "early", false, "do not wait until the snapshot of the children is on disk")
 	net.add(cmd, "", "that of the VM")
 	secretFlag(cmd, &secrets, " to each child; children do not get those of the VM")
 	f.DurationVar(&limit, "timeout", limit, "give up after this time")

@@ -5,29 +5,34 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"net"
 	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
 	"golang.org/x/sync/errgroup"
 
-	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/guest/forward"
-	"github.com/drowse-vm/drowse/sandbox"
-	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// maxForwards bounds the forwards of one command.
-const maxForwards = 64
+// maxForwards bounds the forwards of one command. forwardConns and forwardIdle are defaults: of connections at once,
+// and of how long a sender of datagrams has its socket.
+const (
+	maxForwards  = 64
+	forwardConns = 256
+	forwardIdle  = time.Minute
+)
+
+// forwardOptions say what to forward.
+type forwardOptions struct {
+	specs   []forward.Spec
+	reverse bool
+	conns   int
+	idle    time.Duration
+}
 
 func (a *app) portForwardCommand() *cobra.Command {
-	var (
-		reverse bool
-		udp     bool
-		conns   int
-		idle    time.Duration
-	)
+	var o forwardOptions
+	var udp bool
 	cmd := &cobra.Command{
 		Use:   "port-forward [--reverse] NAME [udp:][BIND:]PORT:[HOST:]PORT...",
 		Short: "Forward ports between the host and a VM",
@@ -40,7 +45,7 @@ carries UDP: each sender has a socket in the VM until nothing comes for --udp-id
 A connection wakes a sleeping VM. Open connections are reset when the VM falls asleep. With
 --reverse, the VM listens again as soon as something else wakes it.`,
 		Args: cobra.MinimumNArgs(2), ValidArgsFunction: a.completeVM,
-		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
+		RunE: a.there(func(cmd *cobra.Command, args []string, p place) error {
 			var specs []forward.Spec
 			for _, arg := range args[1:] {
 				if udp && !strings.HasPrefix(arg, "udp:") {
@@ -50,36 +55,32 @@ A connection wakes a sleeping VM. Open connections are reset when the VM falls a
 				if err != nil {
 					return usageError{err}
 				}
-				if reverse && spec.Listen.Network == "udp" {
+				if o.reverse && spec.Listen.Network == "udp" {
 					return usageError{errors.New("UDP is carried from the host into a VM only")}
 				}
 				specs = append(specs, spec)
 			}
-			if idle < time.Second {
+			if o.idle < time.Second {
 				return usageError{errors.New("--udp-idle must be at least 1s")}
 			}
 			if len(specs) > maxForwards {
 				return usageError{fmt.Errorf("%d forwards, at most %d", len(specs), maxForwards)}
 			}
-			if conns < 1 {
+			if o.conns < 1 {
 				return usageError{errors.New("--max-connections must be at least 1")}
 			}
-			if _, err := s.State.Get(args[0]); err != nil {
+			if _, err := p.Get(cmd.Context(), args[0]); err != nil {
 				return err
 			}
-			d := a.newAgentAccess(s, args[0])
-			defer d.close()
-			if reverse {
-				return a.reverseForwards(cmd.Context(), d, specs, conns)
-			}
-			return a.forwards(cmd.Context(), d, specs, conns, idle)
+			o.specs = specs
+			return p.forward(cmd.Context(), args[0], o)
 		}),
 	}
 	f := cmd.Flags()
-	f.BoolVarP(&reverse, "reverse", "R", false, "listen in the VM and connect from the host")
+	f.BoolVarP(&o.reverse, "reverse", "R", false, "listen in the VM and connect from the host")
 	f.BoolVarP(&udp, "udp", "u", false, "forward UDP")
-	f.DurationVar(&idle, "udp-idle", forward.DefaultSessionIdle, "how long a UDP sender keeps its socket in the VM without a datagram")
-	f.IntVar(&conns, "max-connections", forward.DefaultMaxConns, "simultaneous connections of each forward; more have to wait")
+	f.DurationVar(&o.idle, "udp-idle", forwardIdle, "how long a UDP sender keeps its socket in the VM without a datagram")
+	f.IntVar(&o.conns, "max-connections", forwardConns, "simultaneous connections of each forward; more have to wait")
 	return cmd
 }
 
@@ -116,127 +117,4 @@ func (a *app) carry(ctx context.Context, specs []forward.Spec, all []serving) er
 		group.Go(func() error { return serve(run) })
 	}
 	return group.Wait()
-}
-
-// forwards listens on the host.
-func (a *app) forwards(ctx context.Context, d *agentAccess, specs []forward.Spec, conns int, idle time.Duration) error {
-	dial := func(ctx context.Context, at forward.Address) (conn *guest.Conn, err error) {
-		err = d.use(ctx, func(c *guest.Client) error {
-			var err error
-			conn, err = c.Dial(ctx, at.Network, at.Address)
-			return err
-		})
-		return conn, err
-	}
-	var all []serving
-	for i := range specs {
-		at, to := &specs[i].Listen, specs[i].Dial
-		if at.Network == "udp" {
-			var lc net.ListenConfig
-			c, err := lc.ListenPacket(ctx, "udp", at.Address)
-			if err != nil {
-				return err
-			}
-			defer c.Close()
-			at.Address = c.LocalAddr().String()
-			f := &forward.Datagrams{
-				Conn: c, MaxSessions: min(conns, forward.DefaultMaxSessions), Idle: idle, Failed: a.forwardFailed,
-				Dial: func(ctx context.Context) (*guest.Conn, error) { return dial(ctx, to) },
-			}
-			all = append(all, f.Serve)
-			continue
-		}
-		l, err := forward.Listen(ctx, *at)
-		if err != nil {
-			return err
-		}
-		defer l.Close()
-		at.Address = l.Addr().String()
-		f := &forward.Forward{
-			MaxConns: conns, Failed: a.forwardFailed, Accept: l.Accept,
-			Dial: func(ctx context.Context) (net.Conn, error) { return dial(ctx, to) },
-		}
-		all = append(all, func(ctx context.Context) error {
-			defer context.AfterFunc(ctx, func() { l.Close() })()
-			return f.Serve(ctx)
-		})
-	}
-	return a.carry(ctx, specs, all)
-}
-
-// reverseForwards listens in the guest.
-func (a *app) reverseForwards(ctx context.Context, d *agentAccess, specs []forward.Spec, conns int) error {
-	var all []serving
-	for i := range specs {
-		at, to := specs[i].Listen, specs[i].Dial
-		l, err := listenInGuest(ctx, d, at)
-		if err != nil {
-			return err
-		}
-		defer l.Close()
-		specs[i].Listen.Address = l.Addr().String()
-		at = specs[i].Listen
-		all = append(all, func(ctx context.Context) error {
-			for l := l; ; {
-				stop := context.AfterFunc(ctx, func() { l.Close() })
-				f := &forward.Forward{
-					MaxConns: conns, Failed: a.forwardFailed, Accept: l.Accept,
-					Dial: func(ctx context.Context) (net.Conn, error) { return forward.Dial(ctx, to) },
-				}
-				err := f.Serve(ctx)
-				stop()
-				l.Close()
-				if ctx.Err() != nil || !errors.Is(err, guest.ErrConnectionLost) && !errors.Is(err, guest.ErrUnavailable) {
-					return err
-				}
-				// The VM sleeps, or the agent is new. A listener without a connection must not wake the VM.
-				if l, err = a.listenAgain(ctx, d, at); err != nil {
-					if ctx.Err() != nil {
-						return nil
-					}
-					return err
-				}
-			}
-		})
-	}
-	return a.carry(ctx, specs, all)
-}
-
-func listenInGuest(ctx context.Context, d *agentAccess, at forward.Address) (l *guest.Listener, err error) {
-	err = d.use(ctx, func(c *guest.Client) error {
-		var err error
-		l, err = c.Listen(ctx, at.Network, at.Address)
-		return err
-	})
-	return l, err
-}
-
-// wakePoll is how often commands look at a VM that sleeps.
-const wakePoll = 500 * time.Millisecond
-
-// listenAgain waits until the VM runs, and listens in it.
-func (a *app) listenAgain(ctx context.Context, d *agentAccess, at forward.Address) (*guest.Listener, error) {
-	tick := time.NewTicker(wakePoll)
-	defer tick.Stop()
-	for {
-		r, err := d.get()
-		if err != nil {
-			return nil, err
-		}
-		if r.Phase == state.Running {
-			c, err := d.open(ctx)
-			if err == nil {
-				var l *guest.Listener
-				if l, err = c.Listen(ctx, at.Network, at.Address); err == nil {
-					return l, nil
-				}
-			}
-			a.log.Debug("listening in the VM again", "error", err)
-		}
-		select {
-		case <-tick.C:
-		case <-ctx.Done():
-			return nil, ctx.Err()
-		}
-	}
 }

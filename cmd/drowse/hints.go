@@ -9,9 +9,8 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
-	"github.com/drowse-vm/drowse/rootfs/image"
-	"github.com/drowse-vm/drowse/sandbox"
-	"github.com/drowse-vm/drowse/sandbox/control"
+	"github.com/drowse-vm/drowse/sandbox/records"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // otherVerbs says of commands that drowse does not have, as docker's, what to use instead.
@@ -20,7 +19,6 @@ var otherVerbs = map[string]string{
 	"commit":    "use `drowse snapshot NAME`, which has the memory too, and `drowse restore`",
 	"compose":   "use `drowse run` for each VM, and tags (`drowse policy`) for what may reach what",
 	"container": "leave the word out: `drowse ls`, `drowse inspect NAME`, `drowse prune`",
-	"context":   "use --state DIR or $DROWSE_STATE",
 	"create":    "use `drowse run -d`, which boots at once; `drowse sleep` costs only disk",
 	"export":    "use `drowse snapshot export`, or `drowse cp NAME:/ DIR`",
 	"import":    "use `drowse image build --from tar:FILE --tag NAME`",
@@ -142,16 +140,16 @@ func (a *app) suggest(cmd *cobra.Command, err error) string {
 	switch {
 	case cmd == nil:
 		return ""
-	case errors.Is(err, sandbox.ErrNotFound):
-		if s, serr := a.store(); serr == nil {
-			records, _ := s.State.List()
-			for _, r := range records {
-				all = append(all, r.Spec.Name)
+	case errors.Is(err, spec.ErrNotFound):
+		if p, perr := a.place(); perr == nil {
+			list, _ := allOf(cmd.Context(), p, records.Filter{})
+			for _, b := range list.Sandboxes {
+				all = append(all, b.Name)
 			}
 		}
-	case errors.Is(err, image.ErrNotFound):
-		if s, serr := a.images(); serr == nil {
-			list, _ := s.List()
+	case isMissingImage(err):
+		if p, perr := a.place(); perr == nil {
+			list, _ := p.images(cmd.Context())
 			for _, i := range list {
 				for _, t := range i.Tags {
 					all = append(all, t, strings.TrimSuffix(t, ":latest"))
@@ -242,7 +240,7 @@ const codeUsage = "usage"
 
 // describe makes the document of an error. The remedy is what the message ends with, if that says what to do.
 func describe(err error, message string, usage bool) (d errorDoc) {
-	d.Error.Code, d.Error.Message = control.ErrorCode(err), message
+	d.Error.Code, d.Error.Message = errorCode(err), message
 	switch {
 	case usage:
 		d.Error.Code = codeUsage

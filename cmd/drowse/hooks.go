@@ -3,7 +3,6 @@ package main
 import (
 	"github.com/spf13/cobra"
 
-	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/guest/report"
 )
 
@@ -13,7 +12,7 @@ func hooksFlag(cmd *cobra.Command, hooks *string) {
 }
 
 // warnHooks logs each hook in the guest that failed.
-func (a *app) warnHooks(vm string, failures []guest.HookFailure) {
+func (a *app) warnHooks(vm string, failures []report.HookFailure) {
 	for _, f := range failures {
 		a.log.Warn("hook in the guest failed", "vm", vm, "hook", f.Name, "event", string(f.Event), "problem", f.Problem, "output", f.Output)
 	}

@@ -6,18 +6,13 @@ import (
 	"io"
 	"maps"
 	"os"
-	"path/filepath"
 	"runtime"
 	"slices"
 	"strings"
 
 	"github.com/spf13/cobra"
-	"golang.org/x/sys/unix"
 
-	"github.com/drowse-vm/drowse/rootfs/image"
-	"github.com/drowse-vm/drowse/sandbox"
-	"github.com/drowse-vm/drowse/sandbox/fleet"
-	"github.com/drowse-vm/drowse/sandbox/state"
+	"github.com/drowse-vm/drowse/sandbox/records"
 )
 
 // versionDoc says what this program was built from.
@@ -28,11 +23,15 @@ type versionDoc struct {
 	Arch    string `json:"arch"`
 }
 
+func thisVersion() versionDoc {
+	return versionDoc{version(), runtime.Version(), runtime.GOOS, runtime.GOARCH}
+}
+
 func (a *app) versionCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "version", Short: "Show the version of drowse", Args: cobra.NoArgs,
 		RunE: func(*cobra.Command, []string) error {
-			v := versionDoc{version(), runtime.Version(), runtime.GOOS, runtime.GOARCH}
+			v := thisVersion()
 			return a.print(v, func(w io.Writer) { fmt.Fprintf(w, "drowse %s, %s, %s/%s\n", v.Version, v.Go, v.OS, v.Arch) })
 		},
 	}
@@ -41,14 +40,17 @@ func (a *app) versionCommand() *cobra.Command {
 // infoDoc is `drowse info -o json`.
 type infoDoc struct {
 	versionDoc
-	State     string         `json:"state"`
-	Kernel    string         `json:"host_kernel"`
-	CPUs      int            `json:"cpus"`
-	VMs       map[string]int `json:"vms"` // by phase
-	MemoryMiB int            `json:"memory_mib"`
-	Images    int            `json:"images"`
-	Snapshots int            `json:"snapshots"`
-	Volumes   int            `json:"volumes"`
+	// Server and its version, or State, Kernel and CPUs of this host.
+	Server        string         `json:"server,omitempty"`
+	ServerVersion string         `json:"server_version,omitempty"`
+	State         string         `json:"state,omitempty"`
+	Kernel        string         `json:"host_kernel,omitempty"`
+	CPUs          int            `json:"cpus,omitempty"`
+	VMs           map[string]int `json:"vms"` // by status
+	MemoryMiB     int            `json:"memory_mib"`
+	Images        int            `json:"images"`
+	Snapshots     int            `json:"snapshots"`
+	Volumes       int            `json:"volumes"`
 }
 
 func (a *app) infoCommand() *cobra.Command {
@@ -56,127 +58,36 @@ func (a *app) infoCommand() *cobra.Command {
 		Use: "info", Short: "Show the host and what is on it", Args: cobra.NoArgs,
 		Long: `Show the host and what is on it. "drowse doctor" checks whether VMs can run, and "drowse df" shows
 the use of the disk.`,
-		RunE: a.onHost(func(_ *cobra.Command, _ []string, s *sandbox.Host) error {
-			i := infoDoc{versionDoc: versionDoc{version(), runtime.Version(), runtime.GOOS, runtime.GOARCH}, State: s.State.Dir(), CPUs: runtime.NumCPU(), VMs: map[string]int{}}
-			var u unix.Utsname
-			if unix.Uname(&u) == nil {
-				i.Kernel = unix.ByteSliceToString(u.Release[:])
-			}
-			records, err := s.State.List()
-			for _, r := range records {
-				i.VMs[string(r.Phase)]++
-				if r.Phase == state.Running {
-					i.MemoryMiB += r.Spec.MemoryMiB
-				}
-			}
-			images, ierr := image.OpenStore(s.State.ImageDir())
-			if ierr == nil {
-				var list []*image.Image
-				list, ierr = images.List()
-				i.Images = len(list)
-			}
-			snapshots, serr := s.State.Snapshots()
-			volumes, verr := s.State.Volumes().List()
-			i.Snapshots, i.Volumes = len(snapshots), len(volumes)
-			return errors.Join(err, ierr, serr, verr, a.print(i, func(w io.Writer) {
+		RunE: a.there(func(cmd *cobra.Command, _ []string, p place) error {
+			i, err := p.info(cmd.Context())
+			return errors.Join(err, a.print(i, func(w io.Writer) {
 				t := columns(w)
 				defer t.Flush()
-				var phases []string
+				var words []string
 				for _, p := range slices.Sorted(maps.Keys(i.VMs)) {
-					phases = append(phases, fmt.Sprintf("%d %s", i.VMs[p], p))
+					words = append(words, fmt.Sprintf("%d %s", i.VMs[p], p))
 				}
-				fmt.Fprintf(t, "drowse\t%s\nhost\tLinux %s, %s, %d CPUs\nstate\t%s\n", i.Version, i.Kernel, i.Arch, i.CPUs, i.State)
-				fmt.Fprintf(t, "VMs\t%s\nmemory of running VMs\t%d MiB\nimages\t%d\nsnapshots\t%d\nvolumes\t%d\n", dash(strings.Join(phases, ", ")), i.MemoryMiB, i.Images, i.Snapshots, i.Volumes)
+				fmt.Fprintf(t, "drowse\t%s\n", i.Version)
+				if i.Server != "" {
+					fmt.Fprintf(t, "server\t%s, %s\n", i.Server, i.ServerVersion)
+				} else {
+					fmt.Fprintf(t, "host\tLinux %s, %s, %d CPUs\nstate\t%s\n", i.Kernel, i.Arch, i.CPUs, i.State)
+				}
+				fmt.Fprintf(t, "VMs\t%s\nmemory of running VMs\t%d MiB\nimages\t%d\nsnapshots\t%d\nvolumes\t%d\n", dash(strings.Join(words, ", ")), i.MemoryMiB, i.Images, i.Snapshots, i.Volumes)
 			}))
 		}),
 	}
 }
 
-// usageRow is what one kind of things takes on disk.
-type usageRow struct {
-	Kind        string `json:"kind"`
-	Bytes       int64  `json:"bytes"`
-	Reclaimable int64  `json:"reclaimable_bytes"`
-	By          string `json:"reclaimed_by,omitempty"`
-}
-
-func (a *app) dfCommand() *cobra.Command {
-	return &cobra.Command{
-		Use: "df", Short: "Show what uses the disk, by kind, and what can be reclaimed", Args: cobra.NoArgs,
-		Long: `Show what uses the disk, by kind. What can be reclaimed are sleeps that no metadata keeps, images
-that no VM or snapshot needs, downloads of images, and volumes that no VM uses. A file that two
-kinds share counts once.`,
-		RunE: a.onHost(func(cmd *cobra.Command, _ []string, s *sandbox.Host) error {
-			u, err := s.State.Usage(cmd.Context())
-			if err != nil {
-				return err
-			}
-			var errs []error
-			plan, err := fleet.New(s, fleet.Options{}).Prune(cmd.Context(), true)
-			errs = append(errs, err)
-			free, err := unusedImages(s)
-			errs = append(errs, err)
-			idle, err := unusedVolumes(s)
-			errs = append(errs, err)
-			blobs, _ := state.DiskUsage(filepath.Join(s.State.Dir(), "blobs"))
-			kernels, _ := state.DiskUsage(filepath.Join(s.State.Dir(), "kernels"))
-			rows := []usageRow{
-				{"images", u.Images, min(free, u.Images), "drowse rmi"},
-				{"downloads", blobs, blobs, "drowse image prune"},
-				{"kernels", kernels, 0, ""},
-				{"disks", u.Layers, 0, ""},
-				{"sleeps", u.Snapshots, min(plan.Bytes, u.Snapshots), "drowse prune"},
-				{"snapshots", u.Kept, 0, ""},
-				{"pages", u.Pages, 0, ""},
-				{"volumes", u.Volumes, idle, "drowse volume rm"},
-			}
-			for i := range rows {
-				if rows[i].Reclaimable == 0 {
-					rows[i].By = ""
-				}
-			}
-			errs = append(errs, answerList(a, rows, nil, "KIND\tSIZE\tRECLAIMABLE\tBY", func(r usageRow) []any {
-				return []any{r.Kind, bytesText(r.Bytes), bytesText(r.Reclaimable), dash(r.By)}
-			}))
-			return errors.Join(errs...)
-		}),
-	}
-}
-
-// unusedImages returns the bytes on disk of images that no VM and no snapshot needs.
-func unusedImages(s *sandbox.Host) (bytes int64, err error) {
-	images, err := image.OpenStore(s.State.ImageDir())
-	if err != nil {
-		return 0, err
-	}
-	list, err := images.List()
-	for _, i := range list {
-		users, uerr := s.State.ImageUsers(i.ID)
-		if uerr != nil {
-			return bytes, errors.Join(err, uerr)
-		}
-		if len(users) == 0 {
-			_, own := state.DiskUsage(filepath.Dir(i.Path()))
-			bytes += own
+// counted adds the VMs of a place to what is known of it.
+func (i *infoDoc) counted(list records.List) {
+	i.VMs = map[string]int{}
+	for _, b := range list.Sandboxes {
+		i.VMs[string(b.Status)]++
+		if b.Status == records.Running {
+			i.MemoryMiB += b.Memory
 		}
 	}
-	return bytes, err
-}
-
-// unusedVolumes returns the bytes on disk of volumes that no VM uses.
-func unusedVolumes(s *sandbox.Host) (bytes int64, err error) {
-	list, err := s.State.Volumes().List()
-	for _, v := range list {
-		i, ierr := s.State.InspectVolume(v.Name)
-		if ierr != nil {
-			err = errors.Join(err, ierr)
-			continue
-		}
-		if len(i.UsedBy) == 0 {
-			bytes += i.Allocated
-		}
-	}
-	return bytes, err
 }
 
 // portRow is a published port.
@@ -191,14 +102,18 @@ func (a *app) portCommand() *cobra.Command {
 		Use: "port NAME [PORT[/PROTOCOL]]", Short: "List the published ports of a VM", Args: cobra.RangeArgs(1, 2), ValidArgsFunction: a.firstArg(a.completeVM),
 		Long: `List the ports of a VM that "drowse serve" publishes, as "run --publish" or its network policy says.
 "drowse port-forward" carries others.`,
-		RunE: a.onHost(func(_ *cobra.Command, args []string, s *sandbox.Host) error {
-			r, err := s.State.Get(args[0])
+		RunE: a.there(func(cmd *cobra.Command, args []string, p place) error {
+			b, err := p.Get(cmd.Context(), args[0])
 			if err != nil {
 				return err
 			}
 			var rows []portRow
-			if r.Spec.Policy != nil {
-				for _, p := range r.Spec.Policy.Publish {
+			if b.Policy != "" {
+				policy, err := p.Policy(cmd.Context(), args[0])
+				if err != nil {
+					return err
+				}
+				for _, p := range policy.Publish {
 					row := portRow{Port: fmt.Sprintf("%d/%s", p.Port, p.Protocol), Listen: p.Listen.String(), VM: args[0]}
 					if len(args) < 2 || args[1] == row.Port || args[1]+"/tcp" == row.Port {
 						rows = append(rows, row)
@@ -221,59 +136,10 @@ func (a *app) portCommand() *cobra.Command {
 	}
 }
 
-// parseSignal returns a signal by its number or its name in signal(7).
-func parseSignal(s string) (int, error) {
-	n := 0
-	if _, err := fmt.Sscanf(s, "%d", &n); err == nil && fmt.Sprint(n) == s {
-		if n < 1 || n > 64 {
-			return 0, usageError{fmt.Errorf("--signal %s: use 1 to 64", s)}
-		}
-		return n, nil
-	}
-	name := "SIG" + strings.TrimPrefix(strings.ToUpper(s), "SIG")
-	if sig := unix.SignalNum(name); sig != 0 {
-		return int(sig), nil
-	}
-	return 0, usageError{fmt.Errorf("--signal %q: use one such as TERM, HUP or 9", s)}
-}
-
-func (a *app) killCommand() *cobra.Command {
-	signal := "KILL"
-	cmd := &cobra.Command{
-		Use: "kill NAME...", Short: "End VMs at once, as if their power were cut, or send a signal to their command", Args: cobra.MinimumNArgs(1), ValidArgsFunction: a.completeVM,
-		Long: `End VMs at once, as if their power were cut: what was not written to their disks is lost. With
---signal, the command that "drowse run" has started gets the signal, and the VM runs on.`,
-		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
-			number, err := parseSignal(signal)
-			if err != nil {
-				return err
-			}
-			return each(a, args, "killed", func(name string) (map[string]string, error) {
-				out := map[string]string{"name": name}
-				if number == int(unix.SIGKILL) {
-					out["phase"] = string(state.Stopped)
-					return out, s.Sandbox(name).Kill(cmd.Context())
-				}
-				client, err := s.Sandbox(name).Agent(cmd.Context()) // a sleeping VM sleeps on
-				if err != nil {
-					return nil, err
-				}
-				defer client.Close()
-				if err := client.Kill(cmd.Context(), mainID, number); err != nil {
-					return nil, fmt.Errorf("sending a signal to the command of VM %s: %w: `drowse exec %s kill` reaches other processes", name, err, name)
-				}
-				return out, nil
-			}, func(w io.Writer, v map[string]string) { fmt.Fprintln(w, v["name"]) })
-		}),
-	}
-	cmd.Flags().StringVarP(&signal, "signal", "s", signal, "signal for the command, such as TERM or 15; KILL ends the VM")
-	return cmd
-}
-
 // complete* are the words to which a shell completes.
-func (a *app) completeSnapshot(*cobra.Command, []string, string) ([]string, cobra.ShellCompDirective) {
-	return completions(a.store, func(s *sandbox.Host) (ids []string) {
-		list, _ := s.State.Snapshots()
+func (a *app) completeSnapshot(cmd *cobra.Command, _ []string, _ string) ([]string, cobra.ShellCompDirective) {
+	return completions(a.place, func(p place) (ids []string) {
+		list, _ := p.snapshots(cmd.Context())
 		for _, i := range list {
 			ids = append(ids, i.ID+"\t"+printable(strings.TrimSpace(i.VM+" "+i.Note)))
 		}
@@ -281,12 +147,9 @@ func (a *app) completeSnapshot(*cobra.Command, []string, string) ([]string, cobr
 	})
 }
 
-func (a *app) completeVolume(*cobra.Command, []string, string) ([]string, cobra.ShellCompDirective) {
-	return completions(a.store, func(s *sandbox.Host) (names []string) {
-		list, _ := s.State.Volumes().List()
-		for _, v := range list {
-			names = append(names, v.Name)
-		}
+func (a *app) completeVolume(cmd *cobra.Command, _ []string, _ string) ([]string, cobra.ShellCompDirective) {
+	return completions(a.place, func(p place) []string {
+		names, _ := p.volumes(cmd.Context())
 		return names
 	})
 }

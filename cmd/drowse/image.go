@@ -1,197 +1,56 @@
 package main
 
 import (
-	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
-	"maps"
-	"os"
-	"slices"
 	"strings"
+	"time"
 
 	"github.com/spf13/cobra"
-	"golang.org/x/sys/unix"
 
-	"github.com/drowse-vm/drowse/internal/osfile"
-	"github.com/drowse-vm/drowse/rootfs/image"
-	"github.com/drowse-vm/drowse/rootfs/image/builder"
-	"github.com/drowse-vm/drowse/rootfs/image/oci"
-	"github.com/drowse-vm/drowse/sandbox"
-	"github.com/drowse-vm/drowse/sandbox/build"
+	"github.com/drowse-vm/drowse/sandbox/api/wire"
 )
 
 func (a *app) imageCommand() *cobra.Command {
 	return group(&cobra.Command{
 		Use: "image", Short: "Build, list, inspect, export and remove root file systems",
-	}, a.imageBuildCommand(), a.imageListCommand(), a.imageInspectCommand(), a.imageExportCommand(), a.pullCommand(), a.imageRemoveCommand(), a.imagePruneCommand())
+	}, append(a.imageVerbs(), a.imageListCommand(), a.pullCommand(), a.imageRemoveCommand())...)
 }
 
-// imageInfo is an image as JSON: its record, its path, and whether a build found it in the cache.
-type imageInfo struct {
-	*image.Image
-	Path   string `json:"path"`
-	Cached bool   `json:"cached"` // build: it existed already
+// imageRow is an image in a list.
+type imageRow struct {
+	ID              string
+	Tags            []string
+	Source          string
+	Packages        int
+	Size            int64
+	Created         time.Time
+	Entrypoint, Cmd []string
+	name            string // for people
+	doc             any    // for JSON
 }
 
-func infoOf(i *image.Image) imageInfo { return imageInfo{i, i.Path(), i.Cached} }
+// MarshalJSON returns the whole record.
+func (i imageRow) MarshalJSON() ([]byte, error) { return json.Marshal(i.doc) }
 
-// maxImageMiB is the most that an EROFS with 32-bit block numbers can hold.
-const maxImageMiB = 16 << 20
-
-// patientReader waits for input until the context ends. A read in progress cannot be cancelled.
-type patientReader struct {
-	ctx context.Context
-	f   *os.File
-}
-
-func (r *patientReader) Read(p []byte) (int, error) {
-	const look = 200 // milliseconds between looks at the context
-	for {
-		if err := context.Cause(r.ctx); err != nil {
-			return 0, err
-		}
-		n, err := unix.Poll([]unix.PollFd{{Fd: int32(r.f.Fd()), Events: unix.POLLIN}}, look)
-		switch {
-		case errors.Is(err, unix.EINTR):
-		case err != nil:
-			return 0, fmt.Errorf("waiting for input: %w", err)
-		case n > 0:
-			return r.f.Read(p)
-		}
-	}
-}
-
-func (a *app) imageBuildCommand() *cobra.Command {
-	var (
-		o      builder.Options
-		maxMiB int
-		steps  stepFlags
-		ahead  bool
-	)
-	cmd := &cobra.Command{
-		Use: "build --from SOURCE | --file FILE --tag NAME | --recipe NAME", Annotations: makesState,
-		Short: "Make an image from Debian packages, a container image, a tar file, a directory or steps",
-		Long: `Make an image from Debian packages, a container image, a tar file, a directory, or the steps of
-a build file. SOURCE is one of
-
-  debian:SUITE                 a minimal Debian, such as debian:bookworm, with the packages
-                               of --include
-  docker://REFERENCE           an image in a registry, with docker's credentials
-  docker-archive:FILE[:NAME]   a file of docker save
-  oci:PATH[:NAME]              a directory with an OCI image layout
-  oci-archive:FILE[:NAME]      a tar archive of such a directory
-  tar:FILE                     a tar archive of a whole root file system
-  dir:PATH                     a directory tree of this host
-
-FILE may be compressed; - is stdin. :NAME or @DIGEST chooses one of several images.
-
-An image of the same Debian source is reused up to --max-age. A container image is built again
-when it has changed.
-
-With --file, FILE has steps in the syntax of a Dockerfile: FROM (an image of
-"drowse image ls", a SOURCE, or scratch), RUN, COPY, ADD, ENV, ARG, WORKDIR, USER,
-ENTRYPOINT, CMD, LABEL, EXPOSE, STOPSIGNAL. Commands run in a temporary VM, without a network
-unless --net and --policy give it one. Their output goes to stderr. Steps are cached, unless
---no-cache is given. docs/guides/images.md has the details.
-
-With --recipe code-interpreter, drowse has the steps: Debian with ipykernel, numpy, pandas,
-matplotlib, and a server for E2B's code interpreter (docs/guides/e2b.md). --include adds packages.`,
-		Example: `  drowse image build --from debian:bookworm --include python3,git --tag dev
-  drowse image build --from docker://ghcr.io/me/app:v1
-  docker save app | drowse image build --from docker-archive:- --tag app
-  drowse image build --file Drowsefile --tag app
-  drowse image build --file Drowsefile --tag app --net tap --policy pypi.yaml
-  drowse image build --recipe code-interpreter`,
-		Args: cobra.NoArgs,
-		RunE: func(cmd *cobra.Command, _ []string) (err error) {
-			if err := steps.check(cmd); err != nil {
-				return err
-			}
-			done, err := steps.useRecipe(cmd, &o)
-			defer func() { err = errors.Join(err, done()) }()
-			if err != nil {
-				return err
-			}
-			if o.From == "" && steps.file == "" {
-				return usageError{errors.New("no source given: use --from debian:SUITE, docker://REFERENCE or another that `drowse image build --help` lists, or --file")}
-			}
-			if maxMiB < 1 || maxMiB > maxImageMiB {
-				return usageError{fmt.Errorf("--max-size %d: use 1 to %d MiB", maxMiB, maxImageMiB)}
-			}
-			o.MaxBytes = int64(maxMiB) << 20
-			templates := func(*image.Image) error { return nil }
-			if ahead {
-				templates = func(img *image.Image) error { return a.makeTemplateOf(cmd.Context(), img) }
-			}
-			if steps.file != "" {
-				return a.buildSteps(cmd, &steps, o, templates)
-			}
-			s, err := a.images()
-			if err != nil {
-				return err
-			}
-			p := a.newProgress("image build")
-			o.Store, o.Progress, o.Log, o.Stdin = s, p.report, p.toolLog(a), &patientReader{cmd.Context(), os.Stdin}
-			img, err := builder.Build(cmd.Context(), o)
-			p.finish(err)
-			if errors.Is(err, image.ErrInvalidOption) || errors.Is(err, image.ErrUnsupportedSource) {
-				return usageError{err}
-			}
-			if err != nil {
-				return err
-			}
-			if err := templates(img); err != nil {
-				return err
-			}
-			return a.print(infoOf(img), func(w io.Writer) { fmt.Fprintln(w, strings.Join(img.Tags, " "), img.ShortID()) })
-		},
-	}
-	steps.add(cmd)
-	f := cmd.Flags()
-	f.StringVar(&o.From, "from", "", "source of the image, see above")
-	f.StringSliceVar(&o.Include, "include", nil, "additional Debian packages, separated by commas; repeatable")
-	f.StringVarP(&o.Tag, "tag", "t", "", "NAME or NAME:VERSION (default: derived from the source, such as debian-python:latest)")
-	f.BoolVar(&o.NoCache, "no-cache", false, "build again even if there is an image")
-	f.DurationVar(&o.MaxAge, "max-age", builder.DefaultMaxAge, "reuse an image of the same source up to this age")
-	f.BoolVar(&o.NoDocs, "no-docs", false, "omit documentation, manual and info pages")
-	f.StringArrayVar(&o.Mirrors, "mirror", nil, "Debian archive, or sources.list line, to use instead of the host's; repeatable")
-	f.StringVar(&o.Platform, "platform", "", "OS/ARCH of a multi-platform container image (default: linux and this host's architecture)")
-	f.BoolVar(&o.PlainHTTP, "plain-http", false, "talk to the registry without TLS")
-	f.IntVar(&o.MaxFiles, "max-files", builder.DefaultMaxFiles, "refuse archives with more entries; each takes up to 2 KiB of memory")
-	f.IntVar(&maxMiB, "max-size", builder.DefaultMaxBytes>>20, "refuse sources with more MiB of files")
-	f.BoolVar(&ahead, "template", false, "make the template for VMs of the default size too (see \"drowse template\")")
-	f.BoolVar(&o.InstallDeps, "install-deps", false, "install missing build tools with apt-get")
-	return cmd
-}
-
-// images opens the image store of the state directory.
-func (a *app) images() (*image.Store, error) {
-	s, err := a.store()
-	if err != nil {
-		return nil, err
-	}
-	return image.OpenStore(s.State.ImageDir())
-}
+// shortID is how much of an image's id lists have.
+func (i imageRow) shortID() string { return i.ID[:min(len(i.ID), 12)] }
 
 func (a *app) imageListCommand() *cobra.Command {
 	var quiet bool
 	cmd := &cobra.Command{
 		Use: "ls", Short: "List images", Args: cobra.NoArgs,
-		RunE: a.onImages(func(_ *cobra.Command, _ []string, s *image.Store) error {
-			list, listErr := s.List()
+		RunE: a.there(func(cmd *cobra.Command, _ []string, p place) error {
+			list, listErr := p.images(cmd.Context())
 			if quiet && !a.json() {
 				for _, i := range list {
-					fmt.Fprintln(a.stdout, i.ShortID())
+					fmt.Fprintln(a.stdout, i.shortID())
 				}
 				return listErr
 			}
-			var infos []imageInfo
-			for _, i := range list {
-				infos = append(infos, infoOf(i))
-			}
-			return errors.Join(listErr, answerList(a, infos, nil, "TAGS\tID\tSOURCE\tPACKAGES\tSIZE\tCREATED", func(i imageInfo) []any {
-				return []any{dash(strings.Join(i.Tags, ",")), i.ShortID(), i.Source, len(i.Packages), bytesText(i.Size), i.Created.Local().Format(dayMinute)}
+			return errors.Join(listErr, answerList(a, list, nil, "TAGS\tID\tSOURCE\tPACKAGES\tSIZE\tCREATED", func(i imageRow) []any {
+				return []any{dash(strings.Join(i.Tags, ",")), i.shortID(), i.Source, i.Packages, bytesText(i.Size), i.Created.Local().Format(dayMinute)}
 			}))
 		}),
 	}
@@ -206,216 +65,22 @@ func (a *app) imageRemoveCommand() *cobra.Command {
 		Long: `Remove images that no VM or snapshot needs. REF is a tag, an id, or the beginning of an id. If
 the image has other tags, only the given tag is removed.`,
 		Args: cobra.MinimumNArgs(1), ValidArgsFunction: a.completeImage,
-		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
-			images, err := image.OpenStore(s.State.ImageDir())
-			if err != nil {
-				return err
-			}
+		RunE: a.there(func(cmd *cobra.Command, args []string, p place) error {
 			type row struct {
-				Ref      string   `json:"ref"`
-				ID       string   `json:"id"`
-				Untagged []string `json:"untagged"`
-				Deleted  bool     `json:"deleted"`
+				Ref string `json:"ref"`
+				wire.ImageRemoved
 			}
 			return removeAll(a, args, func(ref string) (row, error) {
-				r, err := removeImage(cmd.Context(), s, images, ref)
-				return row{ref, r.ID, some(r.Untagged), r.Deleted}, err
+				r, err := p.removeImage(cmd.Context(), ref)
+				return row{ref, r}, err
 			})
 		}),
 	}
 }
 
-func (a *app) imageInspectCommand() *cobra.Command {
-	return &cobra.Command{
-		Use: "inspect REF", Short: "Show an image: source, layers, digests, configuration",
-		Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeImage,
-		RunE: a.onImages(func(_ *cobra.Command, args []string, s *image.Store) error {
-			img, err := s.Find(args[0])
-			if err != nil {
-				return err
-			}
-			return a.print(infoOf(img), func(w io.Writer) { printImage(w, img) })
-		}),
-	}
-}
-
-// printImage prints an image for people. It quotes text of other authors.
-func printImage(w io.Writer, i *image.Image) {
-	t := columns(w)
-	row := func(name, format string, args ...any) { fmt.Fprintf(t, name+"\t"+format+"\n", args...) }
-	list := func(name string, items []string) {
-		for _, s := range items {
-			row(name, "%q", s)
-			name = ""
-		}
-	}
-	known := func(name, format, value string) {
-		if value != "" {
-			row(name, format, value)
-		}
-	}
-	row("id", "%s", i.ID)
-	row("tags", "%s", strings.Join(i.Tags, " "))
-	row("source", "%s", i.Source)
-	row("created", "%s", i.Created.Local().Format(dayMinute))
-	row("architecture", "%q", i.Architecture)
-	row("size", "%s (%s of files)", bytesText(i.Size), bytesText(i.Content))
-	row("inodes", "%d", i.Inodes)
-	row("packages", "%d", len(i.Packages))
-	known("manifest", "%s", i.Manifest)
-	known("configuration", "%s", i.Config)
-	name := "layers"
-	for _, l := range i.Layers {
-		digest, size := l.Digest, "size not said"
-		if digest == "" {
-			digest = l.DiffID
-		}
-		if l.Size >= 0 {
-			size = bytesText(l.Size)
-		}
-		row(name, "%s (%s)", digest, size)
-		name = ""
-	}
-	list("entrypoint", i.Entrypoint)
-	list("cmd", i.Cmd)
-	list("env", i.Env)
-	known("user", "%q", i.User)
-	known("working directory", "%q", i.Workdir)
-	known("stop signal", "%q", i.StopSignal)
-	if len(i.ExposedPorts) > 0 {
-		row("ports", "%q", i.ExposedPorts)
-	}
-	known("base", "%s", i.Base)
-	name = "labels"
-	for _, k := range slices.Sorted(maps.Keys(i.Labels)) {
-		row(name, "%q = %q", k, i.Labels[k])
-		name = ""
-	}
-	t.Flush()
-}
-
-func (a *app) imageExportCommand() *cobra.Command {
-	var format string
-	cmd := &cobra.Command{
-		Use: "export REF FILE", Short: "Export an image to a file or stdout",
-		Long: `Export an image to a file; - is stdout. The formats are
-
-  erofs         the image as it is (the default)
-  tar           its files as a tar archive
-  oci-archive   an OCI container image of one layer with its configuration, which
-                docker load reads as well
-
-The same image gives the same bytes.`,
-		Args: cobra.ExactArgs(2), ValidArgsFunction: a.completeImage,
-		RunE: a.onImages(func(cmd *cobra.Command, args []string, s *image.Store) error {
-			if args[1] == "-" && a.json() {
-				return usageError{errors.New("stdout cannot have both the image and a JSON document: name a file")}
-			}
-			img, err := s.Find(args[0])
-			if err != nil {
-				return err
-			}
-			p := a.newProgress("image export")
-			write := func(w io.Writer) error {
-				return oci.Export(cmd.Context(), s, img, oci.Format(format), w, func(done, total int64) { p.report(image.StageWrite, done, total) })
-			}
-			if args[1] == "-" {
-				err = write(a.stdout)
-			} else {
-				err = osfile.Replace(args[1], 0o644, func(f *os.File) error { return write(f) })
-			}
-			p.finish(err)
-			if errors.Is(err, image.ErrInvalidOption) {
-				return usageError{err}
-			}
-			if err != nil || args[1] == "-" {
-				return err
-			}
-			st, err := os.Stat(args[1])
-			if err != nil {
-				return err
-			}
-			out := struct {
-				ID     string `json:"id"`
-				Format string `json:"format"`
-				File   string `json:"file"`
-				Size   int64  `json:"size"`
-			}{img.ID, format, args[1], st.Size()}
-			return a.print(out, func(w io.Writer) { fmt.Fprintf(w, "%s %s\n", args[1], bytesText(st.Size())) })
-		}),
-	}
-	cmd.Flags().StringVar(&format, "format", string(oci.FormatEROFS), "erofs, tar or oci-archive")
-	return cmd
-}
-
-func (a *app) imagePruneCommand() *cobra.Command {
-	return &cobra.Command{
-		Use: "prune", Short: "Remove downloads and cached build steps that no image needs, and remains of killed builds",
-		Args: cobra.NoArgs,
-		RunE: a.onHost(func(cmd *cobra.Command, _ []string, vms *sandbox.Host) error {
-			if err := build.Sweep(cmd.Context(), vms); err != nil {
-				return err
-			}
-			s, err := a.images()
-			if err != nil {
-				return err
-			}
-			n, err := s.Prune(cmd.Context())
-			if err != nil {
-				return err
-			}
-			freed, err := oci.PruneBlobs(s)
-			if err != nil {
-				return err
-			}
-			steps, err := builder.PruneSteps(cmd.Context(), s, func(id string) bool {
-				users, err := vms.State.ImageUsers(id)
-				return err != nil || len(users) > 0
-			})
-			if err != nil {
-				return err
-			}
-			if freed.Busy {
-				fmt.Fprintln(a.stderr, "drowse: a build from a registry is under way: no layer was removed")
-			}
-			if steps.Busy {
-				fmt.Fprintln(a.stderr, "drowse: a build of steps is under way: no result of a step was removed")
-			}
-			out := struct {
-				Builds int   `json:"builds"`
-				Layers int   `json:"layers"`
-				Steps  int   `json:"steps"`
-				Bytes  int64 `json:"bytes"`
-				Busy   bool  `json:"busy"`
-			}{n, len(freed.Names), len(steps.Names), freed.Bytes + steps.Bytes, freed.Busy || steps.Busy}
-			return a.print(out, func(w io.Writer) {
-				fmt.Fprintf(w, "%d layers, %d results of steps (%s) and %d unfinished builds removed\n", out.Layers, out.Steps, bytesText(out.Bytes), out.Builds)
-			})
-		}),
-	}
-}
-
-func removeImage(ctx context.Context, s *sandbox.Host, images *image.Store, ref string) (image.Removal, error) {
-	var (
-		users []string
-		uerr  error
-	)
-	r, err := images.Remove(ctx, ref, func(id string) bool {
-		users, uerr = s.State.ImageUsers(id)
-		return uerr != nil || len(users) > 0
-	})
-	switch {
-	case uerr != nil:
-		return r, fmt.Errorf("removing image %s: %w", ref, uerr)
-	case errors.Is(err, image.ErrInUse):
-		return r, fmt.Errorf("%w: %s", err, strings.Join(users, ", "))
-	}
-	return r, err
-}
-
-func (a *app) completeImage(*cobra.Command, []string, string) ([]string, cobra.ShellCompDirective) {
-	return completions(a.images, func(s *image.Store) (names []string) {
-		list, _ := s.List() // only the readable ones
+func (a *app) completeImage(cmd *cobra.Command, _ []string, _ string) ([]string, cobra.ShellCompDirective) {
+	return completions(a.place, func(p place) (names []string) {
+		list, _ := p.images(cmd.Context()) // only the readable ones
 		for _, i := range list {
 			names = append(names, i.Tags...)
 		}

@@ -12,26 +12,38 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/records"
-	"github.com/drowse-vm/drowse/sandbox/state"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // listed returns the sandboxes of one page or of all pages.
 func (a *app) listed(ctx context.Context, f records.Filter, all bool) (list records.List, err error) {
-	fl, err := a.fleet()
+	p, err := a.place()
 	if err != nil {
 		return list, err
 	}
 	if all {
-		f.Limit = records.MaxPage
+		return allOf(ctx, p, f)
 	}
-	list, err = fl.List(ctx, f)
-	for all && err == nil && list.Next != "" {
+	return p.List(ctx, f)
+}
+
+// maxListed bounds how many sandboxes a list may have: a server could go on for ever.
+const maxListed = 100_000
+
+// allOf returns the sandboxes of all pages.
+func allOf(ctx context.Context, p place, f records.Filter) (list records.List, err error) {
+	f.Limit = records.MaxPage
+	list, err = p.List(ctx, f)
+	for err == nil && list.Next != "" {
+		if list.Next <= f.After || len(list.Sandboxes) > maxListed {
+			return list, fmt.Errorf("the list of VMs does not end: after %d there is %.64q again", len(list.Sandboxes), list.Next)
+		}
 		f.After = list.Next
 		var page records.List
-		if page, err = fl.List(ctx, f); err == nil {
+		if page, err = p.List(ctx, f); err == nil {
 			list.Sandboxes = append(list.Sandboxes, page.Sandboxes...)
+			list.Problems = append(list.Problems, page.Problems...)
 			list.Next = page.Next
 		}
 	}
@@ -107,12 +119,12 @@ The JSON document is one page; pass its "next" to --after for the next page.`,
 
 // vmRow is a sandbox in `drowse ps -o json`.
 type vmRow struct {
-	Name   string      `json:"name"`
-	Phase  state.Phase `json:"phase"`
-	Image  string      `json:"image"`
-	VCPUs  int         `json:"vcpus"`
-	Memory int         `json:"memory_mib"`
-	PID    int         `json:"pid,omitempty"`
+	Name   string         `json:"name"`
+	Status records.Status `json:"status"`
+	Image  string         `json:"image"`
+	VCPUs  int            `json:"vcpus"`
+	Memory int            `json:"memory_mib"`
+	PID    int            `json:"pid,omitempty"` // not from a server
 	// Confined says of one with a process whether its guest is in a confined one.
 	Confined bool      `json:"confined,omitempty"`
 	Created  time.Time `json:"created"`
@@ -127,15 +139,15 @@ func (a *app) psCommand() *cobra.Command {
 	var filters []string
 	cmd := &cobra.Command{
 		Use: "ps", Short: "List VMs with their processes and memory", Args: cobra.NoArgs,
-		Long: `List VMs that run or sleep; with --all also stopped and crashed ones. --filter is name=TEXT (a part
-of the name), status=PHASE, ancestor=IMAGE or label=TAG. Several filters of a key are alternatives,
-and all keys must match. "drowse ls" lists by owner and class, in pages.`,
-		RunE: a.onHost(func(cmd *cobra.Command, _ []string, s *sandbox.Host) error {
+		Long: `List VMs that run or sleep; with --all also stopped ones. --filter is name=TEXT (a part of the
+name), status=STATUS, ancestor=IMAGE or label=TAG. Several filters of a key are alternatives, and
+all keys must match. "drowse ls" lists by owner and class, in pages.`,
+		RunE: a.there(func(cmd *cobra.Command, _ []string, p place) error {
 			match, err := psFilter(filters)
 			if err != nil {
 				return err
 			}
-			list, err := a.listed(cmd.Context(), records.Filter{}, true)
+			list, err := allOf(cmd.Context(), p, records.Filter{})
 			if err != nil {
 				return err
 			}
@@ -145,20 +157,22 @@ and all keys must match. "drowse ls" lists by owner and class, in pages.`,
 			}
 			var rows []vmRow
 			for _, b := range list.Sandboxes {
-				r, err := s.State.Get(b.Name)
-				if err != nil && !errors.Is(err, sandbox.ErrNotFound) {
-					errs = append(errs, err)
+				if !all && b.Status == records.Stopped && len(filters) == 0 || !match(b) {
+					continue
 				}
-				if err == nil && (all || r.Phase != state.Stopped || len(filters) > 0) && match(r.Phase, b) {
-					row := vmRow{
-						Name: b.Name, Phase: r.Phase, Image: b.Image, VCPUs: b.VCPUs, Memory: b.Memory, PID: r.PID, Created: b.Created,
-						Confined: b.Confined, Parent: b.Parent, Generation: b.Generation,
-					}
-					if !quiet {
-						row.Note = vmNote(cmd.Context(), s, r)
-					}
-					rows = append(rows, row)
+				row := vmRow{
+					Name: b.Name, Status: b.Status, Image: b.Image, VCPUs: b.VCPUs, Memory: b.Memory, Created: b.Created,
+					Confined: b.Confined, Parent: b.Parent, Generation: b.Generation,
 				}
+				if !quiet {
+					if row.PID, row.Note, err = p.note(cmd.Context(), b); errors.Is(err, spec.ErrNotFound) {
+						continue // it was removed meanwhile
+					} else if err != nil {
+						errs = append(errs, err)
+						continue
+					}
+				}
+				rows = append(rows, row)
 			}
 			if quiet && !a.json() {
 				for _, r := range rows {
@@ -166,8 +180,8 @@ and all keys must match. "drowse ls" lists by owner and class, in pages.`,
 				}
 				return errors.Join(errs...)
 			}
-			err = answerList(a, rows, nil, "NAME\tPHASE\tIMAGE\tVCPUS\tMEMORY\tCREATED\tNOTE", func(r vmRow) []any {
-				return []any{r.Name, r.Phase, r.Image, r.VCPUs, fmt.Sprintf("%d MiB", r.Memory), r.Created.Local().Format(dayMinute), said(r.Note)}
+			err = answerList(a, rows, nil, "NAME\tSTATUS\tIMAGE\tVCPUS\tMEMORY\tCREATED\tNOTE", func(r vmRow) []any {
+				return []any{r.Name, r.Status, r.Image, r.VCPUs, fmt.Sprintf("%d MiB", r.Memory), r.Created.Local().Format(dayMinute), said(r.Note)}
 			})
 			return errors.Join(append(errs, err)...)
 		}),
@@ -182,48 +196,32 @@ and all keys must match. "drowse ls" lists by owner and class, in pages.`,
 }
 
 // psFilter returns what the filters of "ps" let through.
-func psFilter(filters []string) (func(state.Phase, records.Sandbox) bool, error) {
+func psFilter(filters []string) (func(records.Sandbox) bool, error) {
 	by := map[string][]string{}
 	for _, f := range filters {
 		key, value, ok := strings.Cut(f, "=")
 		if !ok || !slices.Contains([]string{"name", "status", "ancestor", "label"}, key) {
-			return nil, usageError{fmt.Errorf("--filter %q: use name=TEXT, status=PHASE, ancestor=IMAGE or label=TAG", f)}
+			return nil, usageError{fmt.Errorf("--filter %q: use name=TEXT, status=STATUS, ancestor=IMAGE or label=TAG", f)}
 		}
-		phases := []string{string(state.Starting), string(state.Running), string(state.Asleep), string(state.Stopped), string(state.Crashed)}
-		if key == "status" && !slices.Contains(phases, value) {
+		if key == "status" && !slices.Contains(records.Statuses, records.Status(value)) {
 			hint := map[string]string{"exited": ", of which stopped is docker's exited", "paused": ", of which asleep is like docker's paused"}[value]
-			return nil, usageError{fmt.Errorf("--filter %q: use one of %s%s", f, strings.Join(phases, ", "), hint)}
+			var words []string
+			for _, s := range records.Statuses {
+				if s != records.Failed { // of old
+					words = append(words, string(s))
+				}
+			}
+			return nil, usageError{fmt.Errorf("--filter %q: use one of %s%s", f, strings.Join(words, ", "), hint)}
 		}
 		by[key] = append(by[key], value)
 	}
 	any := func(key string, is func(value string) bool) bool {
 		return len(by[key]) == 0 || slices.ContainsFunc(by[key], is)
 	}
-	return func(p state.Phase, b records.Sandbox) bool {
+	return func(b records.Sandbox) bool {
 		return any("name", func(v string) bool { return strings.Contains(b.Name, v) }) &&
-			any("status", func(v string) bool { return string(p) == v }) &&
+			any("status", func(v string) bool { return string(b.Status) == v }) &&
 			any("ancestor", func(v string) bool { return b.Image == v || strings.TrimSuffix(b.Image, ":latest") == v }) &&
 			any("label", func(v string) bool { return slices.Contains(b.Tags, v) })
 	}, nil
-}
-
-// vmNote explains a VM's state. It asks the process of a running VM.
-func vmNote(ctx context.Context, s *sandbox.Host, r *state.Record) string {
-	if r.Exit != nil {
-		return r.Exit.Reason
-	}
-	if r.Phase != state.Running {
-		return r.Problem
-	}
-	ctx, cancel := context.WithTimeout(ctx, 2*time.Second)
-	defer cancel()
-	switch info, err := s.Sandbox(r.Spec.Name).Info(ctx); {
-	case err != nil:
-		return err.Error()
-	case info.Hung:
-		return "hung: " + info.Problem
-	case info.NoSpace:
-		return info.Problem
-	}
-	return r.Problem
 }

@@ -2,21 +2,18 @@ package main
 
 import (
 	"bytes"
-	"context"
 	"errors"
 	"fmt"
-	"io"
-	"os"
-	"time"
 
 	"github.com/spf13/cobra"
-
-	"github.com/drowse-vm/drowse/sandbox"
-	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// logPoll is how often a followed log is looked at.
-const logPoll = 200 * time.Millisecond
+// logOptions say what to print of a log.
+type logOptions struct {
+	lines   int // only so many at the end; negative is all
+	process bool
+	follow  bool
+}
 
 func (a *app) logsCommand() *cobra.Command {
 	var process, asIs, follow bool
@@ -27,35 +24,24 @@ func (a *app) logsCommand() *cobra.Command {
 of the command of "drowse run -d" is in "drowse attach", and that of a service in "drowse service
 logs". No VM is woken. With --follow the command ends when the VM stops; it waits while it sleeps.`),
 		Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
-		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
-			lines := -1
+		RunE: a.there(func(cmd *cobra.Command, args []string, p place) error {
+			o := logOptions{lines: -1, process: process, follow: follow}
 			if tail != "all" {
-				if _, err := fmt.Sscanf(tail, "%d", &lines); err != nil || lines < 0 || fmt.Sprint(lines) != tail {
+				if _, err := fmt.Sscanf(tail, "%d", &o.lines); err != nil || o.lines < 0 || fmt.Sprint(o.lines) != tail {
 					return usageError{fmt.Errorf("--tail %q: use a number of lines, or all", tail)}
 				}
 			}
 			if follow && a.json() {
 				return usageError{errors.New("--follow has no end, and so no JSON document: leave out -o json")}
 			}
-			if _, err := s.State.Get(args[0]); err != nil {
+			if !a.json() {
+				return followed(follow, p.log(cmd.Context(), args[0], o, a.logTo(asIs)))
+			}
+			var text bytes.Buffer
+			if err := p.log(cmd.Context(), args[0], o, &text); err != nil {
 				return err
 			}
-			path := s.State.ConsoleLog(args[0])
-			if process {
-				path = s.State.ProcessLog(args[0])
-			}
-			text, at, err := readLog(path)
-			if err != nil {
-				return err
-			}
-			text = lastLines(text, lines)
-			if err := a.print(map[string]string{"name": args[0], "log": string(text)}, func(io.Writer) { _, _ = a.logTo(asIs).Write(text) }); err != nil || !follow {
-				return err
-			}
-			return followed(true, followLog(cmd.Context(), path, at, a.logTo(asIs), func() bool {
-				r, err := s.State.Get(args[0])
-				return err != nil || r.Phase == state.Stopped || r.Phase == state.Crashed
-			}))
+			return printJSON(a.stdout, map[string]string{"name": args[0], "log": text.String()})
 		}),
 	}
 	f := cmd.Flags()
@@ -64,18 +50,6 @@ logs". No VM is woken. With --follow the command ends when the VM stops; it wait
 	f.StringVarP(&tail, "tail", "n", tail, "only this many lines at the end")
 	rawFlag(cmd, &asIs)
 	return cmd
-}
-
-// readLog reads a log with the part that was put away before it, and returns how many bytes of the file itself it read.
-func readLog(path string) (text []byte, at int64, err error) {
-	for _, p := range []string{path + ".1", path} {
-		data, err := os.ReadFile(p)
-		if err != nil && !errors.Is(err, os.ErrNotExist) {
-			return nil, 0, fmt.Errorf("reading the log: %w", err)
-		}
-		text, at = append(text, data...), int64(len(data))
-	}
-	return text, at, nil
 }
 
 // lastLines returns the last n lines, or all if n is negative.
@@ -97,40 +71,4 @@ func lastLines(text []byte, n int) []byte {
 		}
 	}
 	return nil
-}
-
-// followLog writes what is added to a log after a number of bytes, until it ends and nothing more comes.
-func followLog(ctx context.Context, path string, at int64, w io.Writer, ended func() bool) error {
-	var is os.FileInfo
-	for {
-		last := ended() // before the read: what it wrote before its end is read
-		f, err := os.Open(path)
-		if err != nil && !errors.Is(err, os.ErrNotExist) {
-			return fmt.Errorf("reading the log: %w", err)
-		}
-		if err == nil {
-			now, err := f.Stat()
-			if err == nil {
-				if is != nil && !os.SameFile(is, now) || now.Size() < at {
-					at = 0 // it was put away, and this is a new one
-				}
-				is = now
-				var n int64
-				n, err = io.Copy(w, io.NewSectionReader(f, at, now.Size()-at))
-				at += n
-			}
-			f.Close()
-			if err != nil {
-				return fmt.Errorf("reading the log: %w", err)
-			}
-		}
-		if last {
-			return nil
-		}
-		select {
-		case <-time.After(logPoll):
-		case <-ctx.Done():
-			return ctx.Err()
-		}
-	}
 }

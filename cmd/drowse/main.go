@@ -7,11 +7,9 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"io/fs"
 	"log/slog"
 	"os"
 	"os/signal"
-	"path/filepath"
 	"slices"
 	"strings"
 	"syscall"
@@ -19,14 +17,10 @@ import (
 
 	"github.com/containerd/log"
 	"github.com/spf13/cobra"
-	sdktrace "go.opentelemetry.io/otel/sdk/trace"
 	"golang.org/x/term"
 
-	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/events"
-	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/spec"
-	"github.com/drowse-vm/drowse/sandbox/traces"
 )
 
 // Exit statuses besides those of a command that exec passes on.
@@ -53,9 +47,14 @@ type app struct {
 	stdout  io.Writer // like stderr: a screen if it is a terminal; raw gets the terminal
 	stderr  io.Writer
 	log     *slog.Logger
-	// provider and spans are nil until app.traces makes them.
-	provider *sdktrace.TracerProvider
-	spans    *traces.Traces
+	tracing
+	// host are the flags of where the VMs are; at is what they and the environment say, once it is resolved.
+	host       hostFlags
+	stateGiven bool
+	resolved   bool
+	at         *server // nil is this host
+	atErr      error
+	far        *farHost // nil until it is used
 	// mayMake lets the command make the state directory: see makesState.
 	mayMake bool
 }
@@ -75,7 +74,13 @@ func main() {
 func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 	a := &app{stdout: onScreen(stdout), stderr: onScreen(stderr)}
 	defer endScreen(a.stdout)
+	defer a.closePlace()
 	root := a.root()
+	args, err := a.host.take(args)
+	if err != nil {
+		fmt.Fprintln(stderr, "drowse: "+said(err.Error()))
+		return exitUsage
+	}
 	root.SetArgs(args)
 	if word, ok := unknownWord(root, args); ok {
 		root.SetArgs([]string{word})
@@ -93,8 +98,8 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 	}
 	var usage usageError
 	var ex execError
-	wrong := errors.As(err, &usage) || errors.Is(err, sandbox.ErrSpec) || errors.Is(err, spec.ErrMetadata)
-	message := said(err.Error() + a.suggest(cmd, err))
+	wrong := errors.As(err, &usage) || errors.Is(err, spec.ErrInvalid) || errors.Is(err, spec.ErrMetadata)
+	message := said(a.fromServer(err, err.Error()) + a.suggest(cmd, err))
 	if a.json() || a.log == nil && wantsJSON(args) { // without a log, the command line was not read to its end
 		_ = json.NewEncoder(stderr).Encode(describe(err, message, wrong))
 	} else {
@@ -150,6 +155,10 @@ func (a *app) root() *cobra.Command {
 				return usageError{fmt.Errorf("%w: see `%s --help`", err, cmd.CommandPath())}
 			}
 			_, a.mayMake = cmd.Annotations[stateAnnotation]
+			a.stateGiven = cmd.Flags().Changed("state")
+			if err := a.checkPlace(cmd); err != nil {
+				return err
+			}
 			level := slog.LevelInfo
 			if a.verbose {
 				level = slog.LevelDebug
@@ -163,19 +172,23 @@ func (a *app) root() *cobra.Command {
 	f.StringVar(&a.state, "state", state, "directory for VMs, images, kernels and snapshots ($DROWSE_STATE)")
 	f.StringVarP(&a.output, "output", "o", "text", "format of stdout: text, or json (one document)")
 	f.BoolVar(&a.verbose, "verbose", false, "log more to stderr")
-	root.AddCommand(
-		a.doctorCommand(), a.kernelCommand(), a.imageCommand(),
-		a.imagesCommand(), a.pullCommand(), a.rmiCommand(),
-		a.runCommand(), a.execCommand(), a.attachCommand(), a.cpCommand(), a.watchCommand(), a.diffCommand(),
-		a.portForwardCommand(), a.sshCommand(), a.sshConfigCommand(), a.sshProxyCommand(), a.portCommand(),
-		a.psCommand(), a.lsCommand(), a.topCommand(), a.historyCommand(), a.eventsCommand(), a.inspectCommand(), a.logsCommand(), a.auditCommand(), a.statsCommand(),
-		a.versionCommand(), a.infoCommand(), a.dfCommand(),
-		a.startCommand(), a.stopCommand(), a.killCommand(), a.sleepCommand(), a.wakeCommand(), a.promoteCommand(), a.renameCommand(), a.updateCommand(), a.rmCommand(),
-		a.snapshotCommand(), a.archiveCommand(), a.restoreCommand(), a.forkCommand(), a.pruneCommand(), a.volumeCommand(), a.templateCommand(),
-		a.limitsCommand(), a.policyCommand(), a.netCommand(), a.secretCommand(), a.serviceCommand(), a.serveCommand(), a.tokenCommand(), a.gatewayCommand(), a.mcpCommand(), a.benchCommand(), a.demoCommand(),
-	)
+	a.host.add(root)
+	root.AddCommand(a.verbs()...)
+	root.AddCommand(a.hostVerbs()...)
 	usageArgs(root)
 	return root
+}
+
+// verbs returns the commands that work here and with --host.
+func (a *app) verbs() []*cobra.Command {
+	return []*cobra.Command{
+		a.imagesCommand(), a.pullCommand(), a.rmiCommand(), a.imageCommand(),
+		a.runCommand(), a.execCommand(), a.attachCommand(), a.cpCommand(), a.portForwardCommand(), a.portCommand(),
+		a.psCommand(), a.lsCommand(), a.historyCommand(), a.eventsCommand(), a.inspectCommand(), a.logsCommand(), a.statsCommand(),
+		a.versionCommand(), a.infoCommand(), a.contextCommand(),
+		a.startCommand(), a.stopCommand(), a.killCommand(), a.sleepCommand(), a.wakeCommand(), a.promoteCommand(), a.renameCommand(), a.updateCommand(), a.rmCommand(),
+		a.snapshotCommand(), a.restoreCommand(), a.forkCommand(), a.pruneCommand(), a.policyCommand(), a.secretCommand(),
+	}
 }
 
 // usageArgs turns wrong arguments of all commands into usage errors.
@@ -197,27 +210,6 @@ const stateAnnotation = "state"
 
 // makesState annotates commands that may make the state directory, because they put something new into it.
 var makesState = map[string]string{stateAnnotation: "made"}
-
-// store opens the store of the state directory. Only commands with makesState may make one. Any other would find
-// it empty, and leave an empty directory behind a misspelt name.
-func (a *app) store() (*sandbox.Host, error) {
-	if _, err := os.Stat(a.state); errors.Is(err, fs.ErrNotExist) && !a.mayMake {
-		return nil, fmt.Errorf("there is no state directory %s: name yours with --state or $DROWSE_STATE; `drowse run`, `kernel build` and `image build` make a new one", a.state)
-	}
-	h, err := sandbox.Open(a.state)
-	if err != nil {
-		return nil, err
-	}
-	// This is no launcher of VMs, but knows the values of secrets.
-	l := pool.Launcher{Secrets: a.secretsFrom(h, false)}
-	if processes != nil {
-		l.Agent, l.Processes = agentPath(), processes
-	}
-	return h.With(l), nil
-}
-
-// processes are the VMs of tests without /dev/kvm; nil for real ones.
-var processes pool.Processes
 
 // formatAnnotation names an additional output format of a command.
 const formatAnnotation = "format"
@@ -246,47 +238,6 @@ func printJSON(w io.Writer, v any) error {
 	e := json.NewEncoder(w)
 	e.SetIndent("", "  ")
 	return e.Encode(v)
-}
-
-// agentName and vmmName are the files of the guest's agent and of the program of a VM's process. They lie beside
-// this program.
-const (
-	agentName = "drowse-agent"
-	vmmName   = "drowse-vmm"
-)
-
-// vmmCommand returns the program of a VM's process. Tests are one program and replace it.
-var vmmCommand = func() ([]string, error) {
-	vmm := beside(vmmName)
-	if _, err := os.Stat(vmm); err != nil {
-		return nil, fmt.Errorf("finding the program of a VM's process: %w: build it with `make build`, and put it beside drowse", err)
-	}
-	return []string{vmm}, nil
-}
-
-// launcher returns the launcher of VM processes.
-func (a *app) launcher() (pool.Launcher, error) {
-	agent := agentPath()
-	if _, err := os.Stat(agent); err != nil {
-		return pool.Launcher{}, fmt.Errorf("finding the guest's agent: %w: build it with `make build`, put it beside drowse, or name it in $DROWSE_AGENT", err)
-	}
-	if processes != nil {
-		return pool.Launcher{Agent: agent, Processes: processes}, nil
-	}
-	vmm, err := vmmCommand()
-	return pool.Launcher{Command: vmm, Agent: agent, Supervised: true}, err
-}
-
-// agentPath returns the path of the guest's agent.
-func agentPath() string { return cmp.Or(os.Getenv("DROWSE_AGENT"), beside(agentName)) }
-
-// beside returns the path of a file beside this program, or the bare name if the program's own path is unknown.
-func beside(name string) string {
-	self, err := os.Executable()
-	if err != nil {
-		return name
-	}
-	return filepath.Join(filepath.Dir(self), name)
 }
 
 func isTerminal(w io.Writer) bool {

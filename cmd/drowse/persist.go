@@ -1,7 +1,7 @@
 package main
 
 import (
-	"errors"
+	"context"
 	"fmt"
 	"io"
 	"math"
@@ -11,7 +11,6 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/spec"
@@ -109,8 +108,8 @@ func (a *app) promoteCommand() *cobra.Command {
 		Long: `Copy the files and directories of --promote ("drowse run", "drowse update") to HOSTDIR/NAME/TIME
 now, as before each sleep. A copy is complete or absent. Nothing is dropped. The sandbox must
 run; a sleeping one was promoted before it fell asleep.`,
-		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
-			copies, err := s.Sandbox(args[0]).Promote(cmd.Context())
+		RunE: a.there(func(cmd *cobra.Command, args []string, p place) error {
+			copies, err := p.Promote(cmd.Context(), args[0])
 			return a.answer(wire.Promoted{Promoted: some(copies)}, err, func(w io.Writer) { printPromoted(w, copies) })
 		}),
 	}
@@ -151,15 +150,13 @@ func (a *app) warnPersisted(vm string, p *spec.Persisted) {
 	}
 }
 
-// persistOf returns the settings in a sandbox's metadata.
-func (a *app) persistOf(name string) (lifetime.Persist, error) {
-	s, err := a.store()
+// persistOf returns the settings in a sandbox's metadata. Those of unreadable ones are empty: the command that changes
+// them reports the error.
+func (a *app) persistOf(ctx context.Context, name string) (lifetime.Persist, error) {
+	p, err := a.place()
 	if err != nil {
 		return lifetime.Persist{}, err
 	}
-	l, err := s.State.Metadata(name)
-	if errors.Is(err, spec.ErrMetadata) {
-		return lifetime.Persist{}, nil // unreadable metadata: the command that changes it reports the error
-	}
-	return l.Persist, err
+	b, err := p.Get(ctx, name)
+	return b.Persist, err
 }

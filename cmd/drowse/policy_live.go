@@ -3,7 +3,6 @@ package main
 import (
 	"bytes"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -14,7 +13,6 @@ import (
 	"go.yaml.in/yaml/v3"
 
 	"github.com/drowse-vm/drowse/netpolicy"
-	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -40,14 +38,14 @@ func (a *app) policySetCommand() *cobra.Command {
 		Long: `Replace the network policy of a VM permanently. FILE may be - for stdin. If the VM runs, the new
 policy is in force when the command returns, and cuts flows that it would not open. No packet
 passes without a policy meanwhile. A VM that does not run starts with it.`,
-		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
+		RunE: a.there(func(cmd *cobra.Command, args []string, at place) error {
 			p, err := readPolicy(args[1])
 			if err != nil {
 				return err
 			}
 			ctx, cancel := context.WithTimeout(cmd.Context(), policyTimeout)
 			defer cancel()
-			res, err := s.Sandbox(args[0]).SetPolicy(ctx, p)
+			res, err := at.SetPolicy(ctx, args[0], p)
 			if err != nil {
 				return err
 			}
@@ -63,27 +61,6 @@ passes without a policy meanwhile. A VM that does not run starts with it.`,
 	}
 }
 
-func (a *app) policyTagCommand() *cobra.Command {
-	var add, remove []string
-	cmd := &cobra.Command{
-		Use: "tag NAME", Short: "Change the tags of a VM", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
-		Long: `Add or remove tags of a VM permanently, and print its tags. Policies of other VMs (agents) name it
-by them. If the VM runs, the tags are in force when the command returns, and cut flows that
-policies of others no longer open. A VM that does not run starts with them. It is no error to
-add a tag twice, or to remove one that is not there.`,
-		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
-			ctx, cancel := context.WithTimeout(cmd.Context(), policyTimeout)
-			defer cancel()
-			res, err := s.Sandbox(args[0]).SetTags(ctx, add, remove)
-			return a.answer(res, err, func(w io.Writer) { fmt.Fprintln(w, strings.Join(res.Tags, " ")) })
-		}),
-	}
-	cmd.Flags().StringArrayVar(&add, "add", nil, "tag to add; repeatable")
-	cmd.Flags().StringArrayVar(&remove, "remove", nil, "tag to remove; repeatable")
-	cmd.MarkFlagsOneRequired("add", "remove")
-	return cmd
-}
-
 // warnNetwork warns of what a policy allows but the host does not do.
 func (a *app) warnNetwork(name string, n *spec.NetworkInfo) {
 	if n == nil {
@@ -97,8 +74,8 @@ func (a *app) warnNetwork(name string, n *spec.NetworkInfo) {
 func (a *app) policyShowCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "show NAME", Short: "Print the network policy of a VM", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
-		RunE: a.onHost(func(_ *cobra.Command, args []string, s *sandbox.Host) error {
-			p, err := s.Sandbox(args[0]).Policy()
+		RunE: a.there(func(cmd *cobra.Command, args []string, at place) error {
+			p, err := at.Policy(cmd.Context(), args[0])
 			if err != nil {
 				return err
 			}
@@ -159,12 +136,12 @@ func (a *app) policyDiffCommand() *cobra.Command {
 		Use: "diff NAME FILE", Short: "Compare the network policy of a VM with a file", Args: cobra.ExactArgs(2), ValidArgsFunction: a.completeVM,
 		Long: `Compare the network policy of a VM with a file (- for stdin). Lines that "policy set" would remove
 begin with -, lines that it would add with +.`,
-		RunE: a.onHost(func(_ *cobra.Command, args []string, s *sandbox.Host) error {
+		RunE: a.there(func(cmd *cobra.Command, args []string, at place) error {
 			p, err := readPolicy(args[1])
 			if err != nil {
 				return err
 			}
-			now, err := s.Sandbox(args[0]).Policy()
+			now, err := at.Policy(cmd.Context(), args[0])
 			if err != nil {
 				return err
 			}
@@ -259,61 +236,4 @@ func diffLines(a, b []string) []string {
 		out = append(out, "  "+l)
 	}
 	return out
-}
-
-func (a *app) policyStatsCommand() *cobra.Command {
-	return &cobra.Command{
-		Use: "stats NAME", Short: "Show what passed between a running VM and the network, and what did not", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
-		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
-			st, err := s.Sandbox(args[0]).NetworkStats(cmd.Context())
-			return a.answer(st, err, func(w io.Writer) { writeStats(w, st) })
-		}),
-	}
-}
-
-func writeStats(w io.Writer, st spec.NetworkStats) {
-	addresses := st.Address.String()
-	if st.Address6.IsValid() {
-		addresses += " and " + st.Address6.String()
-	}
-	fmt.Fprintf(w, "%s has the address %s, on %s\n", st.Name, addresses, st.TAP)
-	for _, u := range []struct {
-		what string
-		netpolicy.Usage
-	}{{"sent", st.Egress}, {"received", st.Ingress}} {
-		last := "never"
-		if u.Idle >= 0 {
-			last = u.Idle.Round(time.Millisecond).String() + " ago"
-		}
-		fmt.Fprintf(w, "%s %s, last %s\n", u.what, bytesText(int64(u.Bytes)), last)
-	}
-	d := st.DNS
-	fmt.Fprintf(w, "names: %d answered, %d refused, %d addresses left out, %d failed, %d dropped\n", d.Answered, d.Refused, d.Rebound, d.Failed, d.Dropped)
-	if c := st.Proxy; c != nil {
-		fmt.Fprintf(w, "proxy: %d requests, %d tunnels, %d with a secret, %d refused, %d connections too many, %d cut, %d open\n", c.Requests, c.Tunnels, c.Injected, c.Refused, c.Busy, c.Cut, c.Open)
-	}
-	if c := st.TLS; c != (netpolicy.TLSStats{}) {
-		fmt.Fprintf(w, "TLS names: %d connections passed, %d refused, %d cut, %d failed, %d open\n", c.Passed, c.Refused, c.Cut, c.Failed, c.Open)
-	}
-	if p := st.Process; p.Starts > 0 {
-		fmt.Fprintf(w, "network process: %d started, %d killed for a forbidden system call, %d failed, %.2f s of processor time\n", p.Starts, p.Refused, p.Failed, p.CPUSeconds)
-	}
-	table(w, "DIRECTION\tVERDICT\tREASON\tPACKETS\tBYTES", st.Counters, func(c netpolicy.Counter) []any {
-		return []any{c.Direction, c.Verdict, c.Reason, c.Packets, c.Bytes}
-	})
-}
-
-func (a *app) policyEventsCommand() *cobra.Command {
-	var follow bool
-	cmd := &cobra.Command{
-		Use: "events NAME", Short: "Print packets of a running VM that were not let through", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
-		Long: `Print the last 1024 packets from and to a running VM that were not let through, as one line of
-JSON each, whatever -o says. With --follow, print new ones until the VM sleeps or ends.`,
-		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
-			e := json.NewEncoder(a.stdout)
-			return followed(follow, s.Sandbox(args[0]).NetworkEvents(cmd.Context(), follow, func(ev spec.NetEvent) error { return e.Encode(ev) }))
-		}),
-	}
-	cmd.Flags().BoolVarP(&follow, "follow", "f", false, "print new packets as they come")
-	return cmd
 }

@@ -10,9 +10,6 @@ import (
 	"github.com/vbauerster/mpb/v8"
 	"github.com/vbauerster/mpb/v8/decor"
 	"golang.org/x/term"
-
-	"github.com/drowse-vm/drowse/rootfs/image"
-	"github.com/drowse-vm/drowse/sandbox/build"
 )
 
 // progress shows the stages of long work on stderr: as bars on a terminal, and otherwise as one line for each
@@ -32,7 +29,7 @@ type progress struct {
 // stageCopy is the stage of a copy. inBytes are the stages that count bytes.
 const stageCopy = "copy"
 
-var inBytes = []string{image.StageDownload, image.StageRead, image.StageWrite, image.StageHash, build.StageCapture, stageCopy}
+var inBytes = []string{"download", "read", "write", "hash", "capture", stageCopy}
 
 // newProgress begins to show progress. The caller must call finish.
 func (a *app) newProgress(what string) *progress {

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"math/rand/v2"
@@ -11,7 +12,6 @@ import (
 	"github.com/spf13/pflag"
 
 	"github.com/drowse-vm/drowse/netpolicy"
-	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -168,7 +168,7 @@ func parsePublish(word string) (p netpolicy.Published, err error) {
 }
 
 // checkSpec finds mistakes before anything is pulled or made.
-func checkSpec(s sandbox.Spec) error {
+func checkSpec(s spec.VM) error {
 	if s.Name == "" {
 		s.Name = "x"
 	}
@@ -190,14 +190,14 @@ var (
 )
 
 // newName makes up a name that no VM has.
-func newName(s *sandbox.Host) (string, error) {
+func newName(ctx context.Context, p place) (string, error) {
 	for try := range 64 {
 		name := nameHow[rand.IntN(len(nameHow))] + "-" + nameWho[rand.IntN(len(nameWho))]
 		if try >= 16 { // most are taken
 			name += "-" + strconv.Itoa(rand.IntN(10_000))
 		}
-		switch _, err := s.State.Load(name); {
-		case errors.Is(err, sandbox.ErrNotFound):
+		switch _, err := p.Get(ctx, name); {
+		case errors.Is(err, spec.ErrNotFound):
 			return name, nil
 		case err != nil && try == 63:
 			return "", err

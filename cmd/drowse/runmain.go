@@ -4,15 +4,13 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
 
-	"github.com/drowse-vm/drowse/guest"
-	"github.com/drowse-vm/drowse/rootfs/image"
-	"github.com/drowse-vm/drowse/sandbox"
-	"github.com/drowse-vm/drowse/sandbox/control"
+	"github.com/drowse-vm/drowse/sandbox/api/wire"
 )
 
 // mainFlags say what to run in a VM once it has booted.
@@ -50,44 +48,48 @@ func (m *mainFlags) take(cmd *cobra.Command, args []string, disk bool) (img []st
 	if len(args) > 0 && !disk {
 		img, args = args[:1], args[1:]
 	}
-	m.cmd.Argv = afterDashes(args)
+	m.cmd.Command = afterDashes(args)
 	m.bootOnly = m.detach || disk
 	switch {
 	case m.detach && m.remove:
 		return nil, usageError{errors.New("--rm does not go with --detach, which nobody waits for: give the VM an end by --class ephemeral --ttl TIME, or remove it by `drowse rm -f`")}
-	case m.own && m.noConfig:
+	case m.own && m.cmd.noConfig:
 		return nil, usageError{errors.New("--entrypoint does not go with --no-image-config: give the whole command")}
 	}
 	return img, nil
 }
 
-// argv returns what to run. It is empty if there is nothing, and the VM need only boot.
-func (m *mainFlags) argv(img *image.Image) ([]string, error) {
-	c := image.RunConfig{}
-	if img != nil && !m.noConfig {
-		c = img.RunConfig
+// errNoEntrypoint means that an image says nothing to run.
+var errNoEntrypoint = errors.New("the image says no entrypoint and no command: say what to run")
+
+// argv returns what to run with the entrypoint and the command of an image. It is empty if there is nothing, and the VM
+// need only boot.
+func (m *mainFlags) argv(entrypoint, cmd []string) ([]string, error) {
+	if m.cmd.noConfig {
+		entrypoint, cmd = nil, nil
 	}
 	if m.own {
-		c.Cmd, c.Entrypoint = nil, nil
+		entrypoint, cmd = nil, nil
 		if m.entrypoint != "" {
-			c.Entrypoint = []string{m.entrypoint}
+			entrypoint = []string{m.entrypoint}
 		}
 	}
-	if len(c.Entrypoint) == 0 && len(m.cmd.Argv) > 0 && strings.HasPrefix(m.cmd.Argv[0], "-") {
-		return nil, usageError{fmt.Errorf("%s stands behind the image, and so is the command: flags of drowse stand before the image", m.cmd.Argv[0])}
+	args := m.cmd.Command
+	if len(entrypoint) == 0 && len(args) > 0 && strings.HasPrefix(args[0], "-") {
+		return nil, usageError{fmt.Errorf("%s stands behind the image, and so is the command: flags of drowse stand before the image", args[0])}
 	}
-	argv, err := c.Argv(m.cmd.Argv)
-	switch {
-	case err == nil:
+	if len(args) == 0 {
+		args = cmd
+	}
+	argv := slices.Concat(entrypoint, args)
+	if len(argv) > 0 || m.bootOnly {
 		return argv, nil
-	case m.bootOnly:
-		return nil, nil
 	}
-	return nil, usageError{fmt.Errorf("%w, as in `drowse run -it IMAGE sh`; -d only boots the VM", image.ErrNoEntrypoint)}
+	return nil, usageError{fmt.Errorf("%w, as in `drowse run -it IMAGE sh`; -d only boots the VM", errNoEntrypoint)}
 }
 
 // runMain runs the command in a VM that has booted.
-func (a *app) runMain(ctx context.Context, s *sandbox.Host, rep control.Report, m *mainFlags, argv []string) (err error) {
+func (a *app) runMain(ctx context.Context, p place, up cameUp, m *mainFlags, argv []string) (err error) {
 	left := false // the user has detached from the command
 	if m.remove {
 		defer func() {
@@ -96,46 +98,36 @@ func (a *app) runMain(ctx context.Context, s *sandbox.Host, rep control.Report, 
 			}
 			rmCtx, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Minute)
 			defer cancel()
-			if rerr := s.Sandbox(rep.Name).Delete(rmCtx, sandbox.DeleteOptions{Force: true}); rerr != nil {
+			if _, rerr := p.remove(rmCtx, up.name, true); rerr != nil {
 				err = errors.Join(err, execError{rerr})
 			}
 		}()
 	}
-	client, err := s.Sandbox(rep.Name).Agent(ctx)
+	g, err := p.guest(ctx, up.name)
 	if err != nil {
 		return execError{err}
 	}
-	defer client.Close()
+	defer g.Close()
 	c := m.cmd
-	c.Argv = argv
-	if c, err = m.complete(s.Sandbox(rep.Name), c); err != nil {
-		return execError{err}
-	}
-	c.NoStdin = !m.interA
+	c.Command = argv
 	if m.detach {
-		c.Detach, c.ID = true, mainID
-		return a.startMain(ctx, client, c, rep, &m.execFlags)
+		c.Detach, c.Process = true, mainID
+		return a.startMain(ctx, g, c, up, &m.execFlags)
 	}
-	a.warnHooks(rep.Name, rep.Hooks)
-	a.warnNetwork(rep.Name, rep.Network)
+	a.warnUp(up)
 	keys, err := parseDetachKeys(m.detachKeys)
 	if err != nil {
 		return err
 	}
 	if !a.json() {
-		c.Detach, c.ID = true, mainID // it can be left, and attached to
+		c.Detach, c.Process = true, mainID // it can be left, and attached to
 	}
-	err = a.execute(ctx, client, c, &m.execFlags, keys, func(doc execDoc) any {
-		return struct {
-			control.Report
-			Command execDoc `json:"command"`
-		}{rep, doc}
-	})
+	err = a.execute(ctx, g, c, &m.execFlags, keys, up.with)
 	if errors.Is(err, errLeft) {
 		left, err = true, nil
 	}
 	if (!m.remove || left) && !a.json() {
-		fmt.Fprintf(a.stderr, "drowse: VM %s goes on\n", rep.Name)
+		fmt.Fprintf(a.stderr, "drowse: VM %s goes on\n", up.name)
 	}
 	var status statusError
 	if err != nil && !errors.As(err, &status) {
@@ -145,11 +137,11 @@ func (a *app) runMain(ctx context.Context, s *sandbox.Host, rep control.Report, 
 }
 
 // startMain starts the command and leaves it.
-func (a *app) startMain(ctx context.Context, client *guest.Client, c guest.Cmd, rep control.Report, e *execFlags) error {
-	if _, err := startAndLeave(ctx, client, c, e); err != nil {
-		return execError{fmt.Errorf("starting the command in VM %s, which goes on: %w", rep.Name, err)}
+func (a *app) startMain(ctx context.Context, g inGuest, c command, up cameUp, e *execFlags) error {
+	if _, err := startAndLeave(ctx, g, c, e); err != nil {
+		return execError{fmt.Errorf("starting the command in VM %s, which goes on: %w", up.name, err)}
 	}
-	return a.printReport(rep)
+	return a.printUp(up)
 }
 
 func (a *app) attachCommand() *cobra.Command {
@@ -162,31 +154,31 @@ more. The exit status is that of the process. A sleeping VM is woken.
 
 Ctrl-P Ctrl-Q (--detach-keys) leaves it running.`,
 		Args: cobra.RangeArgs(1, 2), ValidArgsFunction: a.completeVM,
-		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
+		RunE: a.there(func(cmd *cobra.Command, args []string, p place) error {
 			keys, err := parseDetachKeys(keysText)
 			if err != nil {
 				return err
 			}
-			client, err := a.awake(cmd.Context(), s, args[0])
+			g, err := p.guest(cmd.Context(), args[0])
 			if err != nil {
 				return err
 			}
-			defer client.Close()
+			defer g.Close()
 			id := mainID
 			if len(args) == 2 {
 				id = args[1]
 			}
-			procs, err := client.List(cmd.Context())
+			procs, err := g.processes(cmd.Context())
 			if err != nil {
 				return err
 			}
 			tty, there := false, false
 			var others []string
 			for _, p := range procs {
-				if p.ID == id {
-					there, tty = true, p.Pty
+				if p.Process == id {
+					there, tty = true, p.TTY
 				}
-				others = append(others, p.ID)
+				others = append(others, p.Process)
 			}
 			if !there {
 				is := "it has none"
@@ -195,8 +187,8 @@ Ctrl-P Ctrl-Q (--detach-keys) leaves it running.`,
 				}
 				return fmt.Errorf("VM %s has no process %s: %s; `drowse run -d` and `drowse exec -d` start them", args[0], id, is)
 			}
-			st, err := a.atTerminal(cmd.Context(), tty, true, keys, func(ctx context.Context, streams guest.IO, _ *guest.Pty) (*guest.Session, error) {
-				return client.Attach(ctx, id, 0, streams)
+			st, err := a.atTerminal(cmd.Context(), tty, true, keys, func(ctx context.Context, io streams, _ *wire.TTY) (session, error) {
+				return g.attach(ctx, id, io)
 			})
 			if errors.Is(err, errLeft) {
 				return nil

@@ -9,21 +9,10 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/drowse-vm/drowse/sandbox"
-	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/records"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
-
-// fleet opens the sandboxes of the state directory.
-func (a *app) fleet() (*fleet.Fleet, error) {
-	s, err := a.store()
-	if err != nil {
-		return nil, err
-	}
-	return fleet.New(s, fleet.Options{}), nil
-}
 
 // metadataFlags say who owns a sandbox, what it is for, and how long it lasts.
 type metadataFlags struct {
@@ -105,11 +94,11 @@ or id.`,
 			if span.Limit < 1 || span.Limit > records.MaxPage {
 				return usageError{fmt.Errorf("--limit %d: use 1 to %d", span.Limit, records.MaxPage)}
 			}
-			fl, err := a.fleet()
+			p, err := a.place()
 			if err != nil {
 				return err
 			}
-			h, err := fl.History(cmd.Context(), args[0], span)
+			h, err := p.History(cmd.Context(), args[0], span)
 			if err != nil {
 				return err
 			}
@@ -160,15 +149,8 @@ func printHistory(w io.Writer, h records.History) {
 func (a *app) renameCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "rename NAME NEWNAME", Short: "Rename a sandbox that does not run", Args: cobra.ExactArgs(2), ValidArgsFunction: a.completeVM,
-		RunE: a.onFleet(func(cmd *cobra.Command, args []string, fl *fleet.Fleet) error {
-			s, err := a.store()
-			if err != nil {
-				return err
-			}
-			if err := s.State.Rename(cmd.Context(), args[0], args[1]); err != nil {
-				return err
-			}
-			row, err := fl.Get(cmd.Context(), args[1])
+		RunE: a.there(func(cmd *cobra.Command, args []string, p place) error {
+			row, err := p.Rename(cmd.Context(), args[0], args[1])
 			return a.answer(row, err, func(w io.Writer) { fmt.Fprintln(w, row.Name) })
 		}),
 	}
@@ -210,7 +192,7 @@ after each such time does.`,
 			c.Expires = ifSet(set("ttl") || never, &want.Expires)
 			c.Keep = ifSet(set("keep"), &want.Keep)
 			if l.persist.given(cmd) {
-				before, err := a.persistOf(args[0])
+				before, err := a.persistOf(cmd.Context(), args[0])
 				if err != nil {
 					return err
 				}
@@ -223,21 +205,17 @@ after each such time does.`,
 			if c.Spec.Policy, err = policyFrom(policy); err != nil {
 				return err
 			}
-			fl, err := a.fleet()
+			p, err := a.place()
 			if err != nil {
 				return err
 			}
 			if set("sleep-after") || set("idle-cpu") || set("hooks") {
-				s, err := a.store()
-				if err != nil {
-					return err
-				}
-				r, err := s.State.Get(args[0])
+				wasIdle, wasHooks, err := p.idle(cmd.Context(), args[0])
 				if err != nil {
 					return err
 				}
 				if set("sleep-after") || set("idle-cpu") {
-					is := r.Spec.Idle
+					is := wasIdle
 					if set("sleep-after") {
 						is.SleepSeconds = idle.SleepSeconds
 					}
@@ -247,14 +225,14 @@ after each such time does.`,
 					c.Spec.Idle = &is
 				}
 				if set("hooks") {
-					is := r.Spec.Hooks
+					is := wasHooks
 					is.Policy = spec.HookPolicy(hooks)
 					c.Spec.Hooks = &is
 				}
 			}
 			c.Spec.VCPUs = ifSet(set("vcpus"), &vcpus)
 			c.Spec.MemoryMiB = ifSet(set("memory"), &memory)
-			s, err := fl.Update(cmd.Context(), args[0], c)
+			s, err := p.Update(cmd.Context(), args[0], c)
 			return a.answer(s, err, func(w io.Writer) { fmt.Fprintln(w, s.Name) })
 		},
 	}
@@ -284,11 +262,11 @@ func (a *app) pruneCommand() *cobra.Command {
 delete sleeps, disk layers and cached pages that nothing needs. Snapshots of "drowse snapshot"
 and those with tags stay. "drowse serve" does this every minute.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			fl, err := a.fleet()
+			at, err := a.place()
 			if err != nil {
 				return err
 			}
-			p, err := fl.Prune(cmd.Context(), dry)
+			p, err := at.Prune(cmd.Context(), dry)
 			if err != nil {
 				return err
 			}
@@ -336,8 +314,8 @@ func printPruned(w io.Writer, p records.Pruned) {
 func (a *app) snapshotTagCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "tag ID [TAG...]", Short: "Set the tags of a snapshot; nothing prunes one with tags", Args: cobra.MinimumNArgs(1),
-		RunE: a.onHost(func(_ *cobra.Command, args []string, s *sandbox.Host) error {
-			info, err := s.State.TagSnapshot(args[0], args[1:])
+		RunE: a.there(func(cmd *cobra.Command, args []string, p place) error {
+			info, err := p.TagSnapshot(cmd.Context(), args[0], args[1:])
 			return a.answer(info, err, func(w io.Writer) { fmt.Fprintln(w, info.ID, strings.Join(info.Tags, " ")) })
 		}),
 	}

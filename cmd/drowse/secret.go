@@ -10,19 +10,16 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"time"
 
 	"github.com/spf13/cobra"
 
-	"github.com/drowse-vm/drowse/guest"
-	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 func (a *app) secretCommand() *cobra.Command {
 	return group(&cobra.Command{
 		Use: "secret", Short: "Give a VM secrets that are in none of its snapshots",
-		Long: `Give a VM secrets. Programs in it find them as files in ` + guest.SecretsDir + `. The values are only in
+		Long: `Give a VM secrets. Programs in it find them as files in ` + spec.SecretsDir + `. The values are only in
 the memory of the VM's process: not in its record, on its disk or in a snapshot. For secrets that
 the proxy of the network policy puts into requests there are no files: programs have a
 placeholder in a variable of that name (docs/guides/proxy.md).
@@ -30,7 +27,7 @@ placeholder in a variable of that name (docs/guides/proxy.md).
 Secrets are gone when the VM falls asleep or stops. After that, programs that open the files wait
 until the secrets are set again, for a minute at most. Those with a source ("drowse secret source")
 are set at each wake and boot. docs/guides/secrets.md has the details.`,
-	}, a.secretSetCommand(), a.secretListCommand(), a.secretRemoveCommand(), a.secretSourceCommand())
+	}, append(a.secretVerbs(), a.secretSetCommand(), a.secretListCommand(), a.secretRemoveCommand())...)
 }
 
 func (a *app) secretSetCommand() *cobra.Command {
@@ -43,7 +40,7 @@ func (a *app) secretSetCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "set NAME SECRET=@FILE|SECRET=-|SECRET=from:SOURCE...", Short: "Give secrets to a VM; a sleeping one is woken, unless all have sources",
 		Args: cobra.MinimumNArgs(2), ValidArgsFunction: a.completeVM,
-		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
+		RunE: a.there(func(cmd *cobra.Command, args []string, p place) error {
 			m, err := strconv.ParseUint(mode, 8, 16)
 			if err != nil || m == 0 || m > 0o777 {
 				return usageError{fmt.Errorf("--mode %q: use permissions in octal, 0001 to 0777", mode)}
@@ -60,11 +57,11 @@ func (a *app) secretSetCommand() *cobra.Command {
 				}
 			}
 			if slices.ContainsFunc(list, func(l spec.Secret) bool { return l.From == "" || once }) {
-				if err := a.wakeFor(cmd.Context(), s, args[0]); err != nil {
+				if err := wakeFor(cmd.Context(), p, args[0]); err != nil {
 					return err
 				}
 			}
-			err = s.Sandbox(args[0]).SetSecrets(cmd.Context(), list...)
+			err = p.setSecrets(cmd.Context(), args[0], list)
 			return a.answer(map[string]any{"name": args[0], "set": secretNames(list)}, err, func(io.Writer) {})
 		}),
 	}
@@ -80,8 +77,8 @@ func (a *app) secretSetCommand() *cobra.Command {
 func (a *app) secretListCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "ls NAME", Short: "List the secrets of a VM, without values", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
-		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
-			list, err := s.Sandbox(args[0]).Secrets(cmd.Context())
+		RunE: a.there(func(cmd *cobra.Command, args []string, p place) error {
+			list, err := p.secrets(cmd.Context(), args[0])
 			return answerList(a, list, err, "SECRET\tVALUE\tMODE\tOWNER\tAFTER A WAKE", func(l spec.SecretState) []any {
 				value, after := "awaited", "gone"
 				if l.Present {
@@ -106,8 +103,8 @@ func (a *app) secretListCommand() *cobra.Command {
 func (a *app) secretRemoveCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "rm NAME SECRET...", Short: "Remove secrets from a VM", Args: cobra.MinimumNArgs(2), ValidArgsFunction: a.completeVM,
-		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
-			err := s.Sandbox(args[0]).RemoveSecrets(cmd.Context(), args[1:]...)
+		RunE: a.there(func(cmd *cobra.Command, args []string, p place) error {
+			err := p.removeSecrets(cmd.Context(), args[0], args[1:]...)
 			return a.answer(map[string]any{"name": args[0], "removed": args[1:]}, err, func(io.Writer) {})
 		}),
 	}
@@ -195,42 +192,18 @@ func secretNames(list []spec.Secret) []string {
 }
 
 // wakeFor wakes a sleeping VM.
-func (a *app) wakeFor(ctx context.Context, s *sandbox.Host, name string) error {
-	c, err := a.awake(ctx, s, name)
+func wakeFor(ctx context.Context, p place, name string) error {
+	g, err := p.guest(ctx, name)
 	if err != nil {
 		return err
 	}
-	return c.Close()
-}
-
-// launchingWith calls do with a launching host, the secrets that words describe, and a time limit.
-func (a *app) launchingWith(ctx context.Context, words []string, limit time.Duration, do func(context.Context, *sandbox.Host, []spec.Secret) error) error {
-	return a.launchingFor(ctx, words, limit, func(context.Context, *sandbox.Host) error { return nil }, do)
-}
-
-// launchingFor is launchingWith after something else that has no such limit.
-func (a *app) launchingFor(ctx context.Context, words []string, limit time.Duration, first func(context.Context, *sandbox.Host) error, do func(context.Context, *sandbox.Host, []spec.Secret) error) error {
-	s, err := a.launching(ctx)
-	if err != nil {
-		return err
-	}
-	if err := first(ctx, s); err != nil {
-		return err
-	}
-	list, err := readSecrets(words, os.Stdin)
-	if err != nil {
-		return err
-	}
-	defer wipeSecrets(list)
-	ctx, cancel := context.WithTimeout(ctx, limit)
-	defer cancel()
-	return do(ctx, s, list)
+	return g.Close()
 }
 
 // handIn gives secrets to running VMs.
-func handIn(ctx context.Context, s *sandbox.Host, list []spec.Secret, names ...string) error {
+func handIn(ctx context.Context, p place, list []spec.Secret, names ...string) error {
 	for _, name := range names {
-		if _, err := give(ctx, s.Sandbox(name), list, false); err != nil {
+		if _, err := give(ctx, p, name, list, false); err != nil {
 			return err
 		}
 	}
@@ -239,16 +212,16 @@ func handIn(ctx context.Context, s *sandbox.Host, list []spec.Secret, names ...s
 
 // give gives secrets to a running VM. Secrets that the VM has or awaits keep everything but their value. The
 // others are transient or not, as the caller says. give returns their names.
-func give(ctx context.Context, b *sandbox.Sandbox, list []spec.Secret, transient bool) (others []string, err error) {
+func give(ctx context.Context, p place, name string, list []spec.Secret, transient bool) (others []string, err error) {
 	if len(list) == 0 {
 		return nil, nil
 	}
-	there, err := b.Secrets(ctx)
+	there, err := p.secrets(ctx, name)
 	if err != nil {
 		return nil, err
 	}
 	own, others := asTheyAre(list, there, transient)
-	return others, b.SetSecrets(ctx, own...)
+	return others, p.setSecrets(ctx, name, own)
 }
 
 // asTheyAre gives each secret the file and lifetime of the existing one of its name. The others are transient or
@@ -270,12 +243,12 @@ func asTheyAre(list []spec.Secret, there []spec.SecretState, transient bool) (ou
 
 // lendSecrets gives secrets to a running VM while a command runs. Secrets that the VM already has get the new
 // value, and stay.
-func lendSecrets(ctx context.Context, s *sandbox.Host, name string, list []spec.Secret) (back func(), err error) {
-	lent, err := give(ctx, s.Sandbox(name), list, true)
+func lendSecrets(ctx context.Context, p place, name string, list []spec.Secret) (back func(), err error) {
+	lent, err := give(ctx, p, name, list, true)
 	return func() {
 		for _, n := range lent {
 			// One by one: a secret may have gone with a sleep meanwhile, or its VM may have ended.
-			_ = s.Sandbox(name).RemoveSecrets(context.WithoutCancel(ctx), n)
+			_ = p.removeSecrets(context.WithoutCancel(ctx), name, n)
 		}
 	}, err
 }

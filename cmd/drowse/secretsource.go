@@ -1,3 +1,5 @@
+//go:build linux
+
 package main
 
 import (
@@ -55,6 +57,9 @@ type sourceRow struct {
 	Owners []string `json:"owners"`
 	All    bool     `json:"all_owners,omitempty"`
 }
+
+// secretVerbs are the commands on secrets that need the host.
+func (a *app) secretVerbs() []*cobra.Command { return []*cobra.Command{a.secretSourceCommand()} }
 
 func (a *app) secretSourceCommand() *cobra.Command {
 	var (

@@ -1,3 +1,5 @@
+//go:build linux
+
 package main
 
 import (
@@ -154,7 +156,7 @@ func TestSleep_of_all_names_those_that_run_on(t *testing.T) {
 	}
 	var out bytes.Buffer
 	a := &app{stdout: &out, stderr: io.Discard, log: slog.New(slog.DiscardHandler), output: "json"}
-	err := a.sleepAll(t.Context(), h, sandbox.SleepOptions{})
+	err := a.sleepAll(t.Context(), &local{a: a, h: h}, sandbox.SleepOptions{})
 	var got map[string][]string
 	if jerr := json.Unmarshal(out.Bytes(), &got); jerr != nil || err == nil || !strings.Contains(err.Error(), "1 of 2 VMs were not put to sleep and run on: c") {
 		t.Errorf("%v, %v: %s", jerr, err, &out)

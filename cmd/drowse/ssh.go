@@ -1,3 +1,5 @@
+//go:build linux
+
 package main
 
 import (
@@ -126,13 +128,6 @@ server. For scp, sftp, rsync and options of ssh, see ssh-config.`,
 	f.SetInterspersed(false)
 	f.StringVarP(&user, "user", "l", "", "user in the VM (default root)")
 	return cmd
-}
-
-func afterDashes(args []string) []string {
-	if len(args) > 0 && args[0] == "--" {
-		return args[1:]
-	}
-	return args
 }
 
 func (a *app) sshConfigCommand() *cobra.Command {

@@ -7,8 +7,8 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/drowse-vm/drowse/guest"
-	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/guest/report"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 func (a *app) statsCommand() *cobra.Command {
@@ -17,8 +17,8 @@ func (a *app) statsCommand() *cobra.Command {
 		Long: `Show what a running VM uses, as guest and host count it, since the guest booted or the VM's
 process began. drowse measures once, now; nothing in the guest runs for it before or after. A
 sleeping VM is not woken.`,
-		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
-			st, err := s.Sandbox(args[0]).Stats(cmd.Context())
+		RunE: a.there(func(cmd *cobra.Command, args []string, p place) error {
+			st, err := p.Stats(cmd.Context(), args[0])
 			if err != nil {
 				return err
 			}
@@ -39,13 +39,13 @@ func took(ms float64) string {
 	return d.Round(10 * time.Millisecond).String()
 }
 
-// sizeText formats a size that comes from a guest.
+// sizeText formats a size that comes from a report.
 func sizeText(n uint64) string {
 	const most = 1<<63 - 1
 	return bytesText(int64(min(n, most)))
 }
 
-func writeVMStats(w io.Writer, st sandbox.Stats) {
+func writeVMStats(w io.Writer, st spec.Stats) {
 	h := st.Host
 	fmt.Fprintf(w, "process  pid %d, for %s, processor %s user and %s system\n", h.PID, took(h.AwakeMs), took(h.CPUUserMs), took(h.CPUSystemMs))
 	fmt.Fprintf(w, "         memory %s private, %s shared, %s swapped\n", sizeText(h.MemoryPrivate), sizeText(h.MemoryShared), sizeText(h.MemorySwapped))
@@ -65,7 +65,7 @@ func writeVMStats(w io.Writer, st sandbox.Stats) {
 	}
 }
 
-func writeGuestStats(w io.Writer, g *guest.Stats) {
+func writeGuestStats(w io.Writer, g *report.Stats) {
 	c, m := g.CPU, g.Memory
 	fmt.Fprintf(w, "guest    up %s, %d CPUs, load %.2f %.2f %.2f\n", took(g.UptimeMs), g.CPUs, g.Load1, g.Load5, g.Load15)
 	fmt.Fprintf(w, "         %d tasks, %d running, %d made since boot, %d killed for want of memory\n", g.Tasks, g.TasksRunning, g.Forks, g.OOMKills)
@@ -73,13 +73,13 @@ func writeGuestStats(w io.Writer, g *guest.Stats) {
 		took(c.User), took(c.System), took(c.Idle), took(c.IOWait), took(c.IRQ), took(c.Steal))
 	fmt.Fprintf(w, "         memory %s, %s available, %s free, %s cached, %d major faults\n",
 		sizeText(m.Total), sizeText(m.Available), sizeText(m.Free), sizeText(m.Cached), g.MajorFaults)
-	tableIfAny(w, "FILE SYSTEM\tTYPE\tSIZE\tUSED\tAVAILABLE\tINODES FREE", g.FileSystems, func(f guest.FileSystem) []any {
+	tableIfAny(w, "FILE SYSTEM\tTYPE\tSIZE\tUSED\tAVAILABLE\tINODES FREE", g.FileSystems, func(f report.FileSystem) []any {
 		return []any{f.Path, f.Type, sizeText(f.Size), sizeText(f.Size - min(f.Free, f.Size)), sizeText(f.Available), f.InodesFree}
 	})
-	tableIfAny(w, "DISK\tREADS\tREAD\tWRITES\tWRITTEN", g.Disks, func(d guest.Disk) []any {
+	tableIfAny(w, "DISK\tREADS\tREAD\tWRITES\tWRITTEN", g.Disks, func(d report.Disk) []any {
 		return []any{d.Name, d.Reads, sizeText(d.ReadBytes), d.Writes, sizeText(d.WrittenBytes)}
 	})
-	tableIfAny(w, "INTERFACE\tRECEIVED\tPACKETS\tERRORS\tDROPPED\tSENT\tPACKETS\tERRORS\tDROPPED", g.Interfaces, func(i guest.Interface) []any {
+	tableIfAny(w, "INTERFACE\tRECEIVED\tPACKETS\tERRORS\tDROPPED\tSENT\tPACKETS\tERRORS\tDROPPED", g.Interfaces, func(i report.Interface) []any {
 		return []any{
 			i.Name, sizeText(i.ReceivedBytes), i.ReceivedPackets, i.ReceivedErrors, i.ReceivedDropped,
 			sizeText(i.SentBytes), i.SentPackets, i.SentErrors, i.SentDropped,

@@ -14,7 +14,7 @@ import (
 	"github.com/spf13/cobra"
 	"golang.org/x/term"
 
-	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/sandbox/api/wire"
 )
 
 // errLeft means that the user has detached from a command, which runs on.
@@ -25,18 +25,18 @@ const patience = 2
 
 // atTerminal runs a session with the streams of this process, and with its terminal if tty is set. It returns errLeft
 // if the user types keys. Signals go to the command; a terminal in raw mode sends Ctrl-C and Ctrl-\ as bytes.
-func (a *app) atTerminal(ctx context.Context, tty, stdin bool, keys []byte, start func(context.Context, guest.IO, *guest.Pty) (*guest.Session, error)) (*guest.ExitStatus, error) {
-	streams := guest.IO{Stdout: raw(a.stdout), Stderr: raw(a.stderr)}
+func (a *app) atTerminal(ctx context.Context, tty, stdin bool, keys []byte, start func(context.Context, streams, *wire.TTY) (session, error)) (*exit, error) {
+	io := streams{stdout: raw(a.stdout), stderr: raw(a.stderr)}
 	left := make(chan struct{})
 	done := make(chan struct{})
 	defer close(done)
 	if stdin {
-		streams.Stdin = os.Stdin
+		io.stdin = os.Stdin
 		if tty && len(keys) > 0 {
-			streams.Stdin = &keyReader{r: os.Stdin, keys: keys, left: left, done: done}
+			io.stdin = &keyReader{r: os.Stdin, keys: keys, left: left, done: done}
 		}
 	}
-	pty, restore, err := terminal(tty, &streams)
+	size, sizes, restore, err := terminal(tty)
 	if err != nil {
 		return nil, err
 	}
@@ -48,7 +48,7 @@ func (a *app) atTerminal(ctx context.Context, tty, stdin bool, keys []byte, star
 	own, cancel := context.WithCancelCause(context.WithoutCancel(ctx))
 	defer cancel(nil)
 	untilStarted := context.AfterFunc(ctx, func() { cancel(context.Cause(ctx)) })
-	s, err := start(own, streams, pty)
+	s, err := start(own, io, size)
 	if err != nil {
 		return nil, err
 	}
@@ -63,8 +63,12 @@ func (a *app) atTerminal(ctx context.Context, tty, stdin bool, keys []byte, star
 			if got == 0 {
 				cancel(context.Cause(ctx))
 			}
+		case size := <-sizes:
+			if s.resize(size.Rows, size.Cols) != nil {
+				sizes = nil // it has ended
+			}
 		case <-s.Done():
-			return s.Wait()
+			return s.wait()
 		case <-left:
 			return nil, errors.Join(errLeft, s.Close())
 		case sig := <-signals:
@@ -76,44 +80,48 @@ func (a *app) atTerminal(ctx context.Context, tty, stdin bool, keys []byte, star
 	}
 }
 
-// terminal puts the local terminal into raw mode and passes on its size, if the command gets a terminal. The
-// returned function undoes it.
-func terminal(tty bool, streams *guest.IO) (pty *guest.Pty, restore func(), err error) {
+// terminal returns the size of the local terminal, if the command gets a terminal, and its later sizes. It puts it into
+// raw mode, which restore undoes.
+func terminal(tty bool) (first *wire.TTY, sizes <-chan wire.TTY, restore func(), err error) {
 	if !tty {
-		return nil, func() {}, nil
+		return nil, nil, func() {}, nil
 	}
 	in, out := int(os.Stdin.Fd()), int(os.Stdout.Fd())
-	pty = &guest.Pty{Term: os.Getenv("TERM")}
+	first = &wire.TTY{Term: os.Getenv("TERM")}
 	if cols, rows, err := term.GetSize(out); err == nil {
-		pty.Size = guest.Size{Rows: rows, Cols: cols}
+		first.Rows, first.Cols = rows, cols
 	}
 	if !term.IsTerminal(in) {
-		return pty, func() {}, nil
+		return first, nil, func() {}, nil
 	}
 	old, err := term.MakeRaw(in)
 	if err != nil {
-		return nil, nil, fmt.Errorf("setting the terminal up: %w", err)
+		return nil, nil, nil, fmt.Errorf("setting the terminal up: %w", err)
 	}
-	sizes := make(chan guest.Size)
-	streams.Resize = sizes
-	winch := make(chan os.Signal, 1)
-	signal.Notify(winch, syscall.SIGWINCH)
-	winch <- syscall.SIGWINCH // a process that is attached to has another size
-	done := make(chan struct{})
+	coloured := drawn(os.Stdout)
+	to, done := make(chan wire.TTY), make(chan struct{})
+	changed, stop := resizes()
 	go func() {
-		for range winch {
-			if cols, rows, err := term.GetSize(out); err == nil {
+		defer stop()
+		for last := (wire.TTY{}); ; { // a process that is attached to has another size
+			if cols, rows, err := term.GetSize(out); err == nil && (wire.TTY{Rows: rows, Cols: cols}) != last {
+				last = wire.TTY{Rows: rows, Cols: cols}
 				select {
-				case sizes <- guest.Size{Rows: rows, Cols: cols}:
+				case to <- last:
 				case <-done:
+					return
 				}
+			}
+			select {
+			case <-changed:
+			case <-done:
+				return
 			}
 		}
 	}()
-	return pty, func() {
-		signal.Stop(winch) // no further signals come
-		close(winch)
+	return first, to, func() {
 		close(done)
+		coloured()
 		_ = term.Restore(in, old)
 	}, nil
 }

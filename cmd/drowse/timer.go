@@ -37,12 +37,12 @@ while no "drowse serve" ran fires once when one runs again. "drowse ls" shows th
 		if cmd.Flags().Changed("secret") || cmd.Flags().Changed("timeout") {
 			return usageError{errors.New("a timer has neither --secret nor --timeout")}
 		}
-		f, err := a.fleet()
+		p, err := a.place()
 		if err != nil {
 			return err
 		}
 		return each(a, args, "vms", func(name string) (records.Sandbox, error) {
-			return f.Update(cmd.Context(), name, records.Changes{Wake: &t})
+			return p.Update(cmd.Context(), name, records.Changes{Wake: &t})
 		}, func(w io.Writer, s records.Sandbox) {
 			if s.NextWake.IsZero() {
 				fmt.Fprintf(w, "%s is woken by no timer\n", s.Name)

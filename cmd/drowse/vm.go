@@ -1,7 +1,7 @@
 package main
 
 import (
-	"cmp"
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -14,21 +14,17 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/netpolicy"
-	"github.com/drowse-vm/drowse/rootfs/image"
-	"github.com/drowse-vm/drowse/sandbox"
-	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
+	"github.com/drowse-vm/drowse/sandbox/records"
 	"github.com/drowse-vm/drowse/sandbox/spec"
-	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 const bootTimeout = 5 * time.Minute
 
 func (a *app) runCommand() *cobra.Command {
 	var (
-		want     sandbox.Spec
+		want     spec.VM
 		config   string
 		fromDisk string
 		boot     bool
@@ -139,47 +135,11 @@ this, and "drowse serve" every minute.`,
 				return err
 			}
 			main.cmd.Env = vars
-			var argv []string
-			return a.launchingFor(cmd.Context(), secrets, limit, func(ctx context.Context, s *sandbox.Host) error {
-				if err := s.State.FindVolumes(full.Volumes); err != nil {
-					return err
-				}
-				var img *image.Image // stays nil with a disk, whose image has its own record
-				if fromDisk == "" {
-					if img, err = pull.image(ctx, a, s, full.Image); err != nil {
-						return err
-					}
-					full.Image = cmp.Or(firstOf(img.Tags), img.ID)
-				}
-				if argv, err = main.argv(img); err != nil {
-					return err
-				}
-				if full.Name == "" {
-					full.Name, err = newName(s)
-				}
+			p, err := a.place()
+			if err != nil {
 				return err
-			}, func(ctx context.Context, s *sandbox.Host, list []spec.Secret) error {
-				var rep control.Report
-				stage := func(error) {}
-				if hasWidth(a.stderr) {
-					p := a.newProgress("run")
-					p.report(stageBoot, 0, 0)
-					stage = p.finish
-				}
-				_, err := s.Create(ctx, full, sandbox.CreateOptions{Metadata: own, Disk: fromDisk, Boot: boot, Report: &rep})
-				stage(err)
-				if err != nil {
-					return err
-				}
-				a.makeTemplatesLater(s, rep.Name)
-				if len(published) > 0 && !a.json() {
-					fmt.Fprintf(a.stderr, "drowse: published ports are served by `drowse serve`\n")
-				}
-				if err := handIn(ctx, s, list, rep.Name); err != nil || len(argv) == 0 {
-					return errors.Join(err, a.printReport(rep))
-				}
-				return a.runMain(cmd.Context(), s, rep, &main, argv)
-			})
+			}
+			return p.run(cmd.Context(), &runRequest{spec: full, metadata: own, disk: fromDisk, boot: boot, pull: pull, secrets: secrets, limit: limit, main: &main, published: len(published) > 0})
 		},
 	}
 	secretFlag(cmd, &secrets, " once it runs (see \"drowse secret\")")
@@ -207,7 +167,7 @@ this, and "drowse serve" every minute.`,
 	f.IntVar(&want.Hooks.AllSeconds, "hooks-timeout", 0, fmt.Sprintf("time limit of all hooks of one event, in seconds (default %d)", spec.DefaultAllSeconds))
 	f.BoolVar(&want.NoACPI, "no-acpi", false, "describe devices on the kernel's command line, for kernels without ACPI")
 	idleFlags(cmd, &want.Idle, "never")
-	f.StringSliceVar(&want.Self.Allow, "allow-self", nil, "what its programs may ask the host to do with it: "+strings.Join([]string{guest.SelfSleep, guest.SelfSnapshot, guest.SelfHold, guest.SelfWake, guest.SelfExtend}, ", ")+"=TIME (in total, such as 24h), "+guest.SelfFork+"=N (simultaneous children; default: nothing)")
+	f.StringSliceVar(&want.Self.Allow, "allow-self", nil, "what its programs may ask the host to do with it: "+strings.Join([]string{spec.SelfSleep, spec.SelfSnapshot, spec.SelfHold, spec.SelfWake, spec.SelfExtend}, ", ")+"=TIME (in total, such as 24h), "+spec.SelfFork+"=N (simultaneous children; default: nothing)")
 	f.StringArrayVarP(&mounts, "volume", "v", nil, "NAME:/PATH[:ro]: mount a volume, or HOSTDIR:/PATH[:ro] a directory of the host, which begins with / or .; repeatable")
 	f.StringArrayVar(&shares, "share", nil, "HOSTDIR:/PATH[:rw]: mount a directory of the host, read-only by default; repeatable")
 	f.StringVar(&fromDisk, "from-disk", "", "boot from a copy of the disk of this snapshot, with its image")
@@ -218,8 +178,21 @@ this, and "drowse serve" every minute.`,
 	return cmd
 }
 
+// runRequest is what "run" shall make and run.
+type runRequest struct {
+	spec      spec.VM
+	metadata  *spec.Metadata // nil is the default
+	disk      string         // a snapshot to boot from the disk of
+	boot      bool           // without a template
+	pull      pullFlags
+	secrets   []string
+	limit     time.Duration
+	main      *mainFlags
+	published bool
+}
+
 // readConfig merges a config file with the given flags.
-func readConfig(path string, cmd *cobra.Command, flags sandbox.Spec, args []string) (sandbox.Spec, error) {
+func readConfig(path string, cmd *cobra.Command, flags spec.VM, args []string) (spec.VM, error) {
 	want := flags
 	if path != "" {
 		in, err := input(path, os.Stdin)
@@ -270,29 +243,52 @@ func readConfig(path string, cmd *cobra.Command, flags sandbox.Spec, args []stri
 	return want, nil
 }
 
-func (a *app) printReport(rep control.Report) error {
-	a.warnHooks(rep.Name, rep.Hooks)
-	a.warnNetwork(rep.Name, rep.Network)
-	return a.print(rep, func(w io.Writer) { fmt.Fprintln(w, rep.Name) })
+// warnUp warns of what did not succeed although the VM runs.
+func (a *app) warnUp(up cameUp) {
+	a.warnHooks(up.name, up.hooks)
+	a.warnNetwork(up.name, up.network)
+}
+
+func (a *app) printUp(up cameUp) error {
+	a.warnUp(up)
+	return a.print(up, func(w io.Writer) { fmt.Fprintln(w, up.name) })
+}
+
+// launchingWith calls do with a place that can start VMs, the secrets that words describe, and a time limit.
+func (a *app) launchingWith(ctx context.Context, words []string, limit time.Duration, do func(context.Context, place, []spec.Secret) error) error {
+	p, err := a.place()
+	if err != nil {
+		return err
+	}
+	if err := p.ready(ctx); err != nil {
+		return err
+	}
+	list, err := readSecrets(words, os.Stdin)
+	if err != nil {
+		return err
+	}
+	defer wipeSecrets(list)
+	ctx, cancel := context.WithTimeout(ctx, limit)
+	defer cancel()
+	return do(ctx, p, list)
 }
 
 // vmCommand returns a command on VMs that prints a report for each.
-func (a *app) vmCommand(use, short string, do func(context.Context, *sandbox.Host, string) (control.Report, error)) *cobra.Command {
+func (a *app) vmCommand(use, short string, do func(context.Context, place, string) (cameUp, error)) *cobra.Command {
 	limit := bootTimeout
 	var secrets []string
 	cmd := &cobra.Command{
 		Use: use + " NAME...", Short: short, Args: cobra.MinimumNArgs(1), ValidArgsFunction: a.completeVM,
 		RunE: func(cmd *cobra.Command, args []string) error {
-			return a.launchingWith(cmd.Context(), secrets, limit, func(ctx context.Context, s *sandbox.Host, list []spec.Secret) error {
-				return each(a, args, "vms", func(name string) (control.Report, error) {
-					rep, err := do(ctx, s, name)
+			return a.launchingWith(cmd.Context(), secrets, limit, func(ctx context.Context, p place, list []spec.Secret) error {
+				return each(a, args, "vms", func(name string) (cameUp, error) {
+					up, err := do(ctx, p, name)
 					if err != nil {
-						return rep, err
+						return up, err
 					}
-					a.warnHooks(rep.Name, rep.Hooks)
-					a.warnNetwork(rep.Name, rep.Network)
-					return rep, handIn(ctx, s, list, rep.Name)
-				}, func(w io.Writer, rep control.Report) { fmt.Fprintln(w, rep.Name) })
+					a.warnUp(up)
+					return up, handIn(ctx, p, list, up.name)
+				}, func(w io.Writer, up cameUp) { fmt.Fprintln(w, up.name) })
 			})
 		},
 	}
@@ -302,24 +298,15 @@ func (a *app) vmCommand(use, short string, do func(context.Context, *sandbox.Hos
 }
 
 func (a *app) startCommand() *cobra.Command {
-	var o sandbox.StartOptions
+	var discard bool
 	cmd := a.vmCommand("start", "Boot stopped or crashed VMs with their disks as they are",
-		func(ctx context.Context, s *sandbox.Host, name string) (control.Report, error) {
-			rep, err := s.Sandbox(name).Start(ctx, o)
-			if err == nil && o.DiscardMemory {
-				a.log.Warn("the memory of its last sleep is given up: it has booted from the disk that it slept with", "vm", name)
-			}
-			return rep, err
-		})
-	cmd.Flags().BoolVar(&o.DiscardMemory, "discard-memory", false, "also boot a sleeping VM, from the disk that it slept with; its memory is lost")
+		func(ctx context.Context, p place, name string) (cameUp, error) { return p.start(ctx, name, discard) })
+	cmd.Flags().BoolVar(&discard, "discard-memory", false, "also boot a sleeping VM, from the disk that it slept with; its memory is lost")
 	return cmd
 }
 
 func (a *app) wakeCommand() *cobra.Command {
-	cmd := a.vmCommand("wake", "Wake sleeping VMs, now or by a timer",
-		func(ctx context.Context, s *sandbox.Host, name string) (control.Report, error) {
-			return s.Sandbox(name).Wake(ctx)
-		})
+	cmd := a.vmCommand("wake", "Wake sleeping VMs, now or by a timer", func(ctx context.Context, p place, name string) (cameUp, error) { return p.wake(ctx, name) })
 	a.timed(cmd)
 	var all bool
 	cmd.Use = "wake NAME... | --all"
@@ -330,15 +317,9 @@ func (a *app) wakeCommand() *cobra.Command {
 		if !all {
 			return named(cmd, args)
 		}
-		s, err := a.store()
-		if err != nil {
-			return err
-		}
-		records, err := s.State.List()
-		for _, r := range records {
-			if r.Phase == state.Asleep {
-				args = append(args, r.Spec.Name)
-			}
+		list, err := a.listed(cmd.Context(), records.Filter{Statuses: []records.Status{records.Asleep}}, true)
+		for _, b := range list.Sandboxes {
+			args = append(args, b.Name)
 		}
 		if err != nil || len(args) == 0 {
 			return err
@@ -366,25 +347,22 @@ func (a *app) sleepCommand() *cobra.Command {
 		Use: "sleep NAME... | --all", Short: "Put VMs to sleep: write them to disk and end their processes", ValidArgsFunction: a.completeVM,
 		Args: func(_ *cobra.Command, args []string) error { return namesOrAll(all, args) },
 		RunE: func(cmd *cobra.Command, args []string) error {
-			s, err := a.store()
+			p, err := a.place()
 			if err != nil {
 				return err
 			}
 			ctx := cmd.Context()
-			if s, err = a.traced(ctx, s); err != nil {
-				return err
-			}
 			if limit > 0 {
 				var cancel context.CancelFunc
 				ctx, cancel = context.WithTimeout(ctx, limit)
 				defer cancel()
 			}
-			o := sandbox.SleepOptions{Hooks: spec.HookPolicy(hooks)}
+			o := spec.SleepOptions{Hooks: spec.HookPolicy(hooks)}
 			if all {
-				return a.sleepAll(ctx, s, o)
+				return a.sleepAll(ctx, p, o)
 			}
 			return each(a, args, "vms", func(name string) (res spec.SleepResult, err error) {
-				if res, err = s.Sandbox(name).Sleep(ctx, o); err != nil {
+				if res, err = p.Sleep(ctx, name, o); err != nil {
 					return res, err
 				}
 				a.warnHooks(res.Name, res.Hooks)
@@ -407,9 +385,12 @@ func (a *app) sleepCommand() *cobra.Command {
 }
 
 // sleepAll puts all running VMs to sleep.
-func (a *app) sleepAll(ctx context.Context, h *sandbox.Host, o sandbox.SleepOptions) error {
-	asleep, awake := sleepAll(ctx, a.log, h, o)
-	err := a.print(map[string][]string{"asleep": asleep, "awake": awake}, func(w io.Writer) {
+func (a *app) sleepAll(ctx context.Context, p place, o spec.SleepOptions) error {
+	asleep, awake, err := p.sleepAll(ctx, o)
+	if err != nil {
+		return err
+	}
+	err = a.print(map[string][]string{"asleep": asleep, "awake": awake}, func(w io.Writer) {
 		for _, name := range asleep {
 			fmt.Fprintln(w, name)
 		}
@@ -420,34 +401,85 @@ func (a *app) sleepAll(ctx context.Context, h *sandbox.Host, o sandbox.SleepOpti
 	return err
 }
 
+// ended is a VM that does not run any more, in JSON.
+type ended struct {
+	Name   string         `json:"name"`
+	Status records.Status `json:"status"`
+}
+
 func (a *app) stopCommand() *cobra.Command {
 	limit := 30 * time.Second
 	cmd := &cobra.Command{
 		Use: "stop NAME...", Short: "Shut VMs down", Args: cobra.MinimumNArgs(1), ValidArgsFunction: a.completeVM,
-		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
-			return each(a, args, "vms", func(name string) (map[string]string, error) {
-				ctx, cancel := context.WithTimeout(cmd.Context(), limit)
-				defer cancel()
-				err := s.Sandbox(name).Stop(ctx)
+		RunE: a.there(func(cmd *cobra.Command, args []string, p place) error {
+			return each(a, args, "vms", func(name string) (ended, error) {
+				err := p.stop(cmd.Context(), name, limit)
 				if errors.Is(err, context.DeadlineExceeded) {
 					err = fmt.Errorf("%s has not shut down within %v: give it longer with --timeout, or use `drowse kill %s`", name, limit, name)
 				}
-				return map[string]string{"name": name, "phase": string(state.Stopped)}, err
-			}, func(w io.Writer, v map[string]string) { fmt.Fprintln(w, v["name"]) })
+				return ended{name, records.Stopped}, err
+			}, func(w io.Writer, e ended) { fmt.Fprintln(w, e.Name) })
 		}),
 	}
 	cmd.Flags().DurationVar(&limit, "timeout", limit, "time limit for each")
 	return cmd
 }
 
+func (a *app) killCommand() *cobra.Command {
+	signal := "KILL"
+	cmd := &cobra.Command{
+		Use: "kill NAME...", Short: "End VMs at once, as if their power were cut, or send a signal to their command", Args: cobra.MinimumNArgs(1), ValidArgsFunction: a.completeVM,
+		Long: `End VMs at once, as if their power were cut: what was not written to their disks is lost. With
+--signal, the command that "drowse run" has started gets the signal, and the VM runs on.`,
+		RunE: a.there(func(cmd *cobra.Command, args []string, p place) error {
+			number, err := parseSignal(signal)
+			if err != nil {
+				return err
+			}
+			return each(a, args, "killed", func(name string) (ended, error) {
+				if number == sigKill {
+					return ended{name, records.Stopped}, p.kill(cmd.Context(), name)
+				}
+				return ended{name, records.Running}, p.signal(cmd.Context(), name, mainID, number)
+			}, func(w io.Writer, e ended) { fmt.Fprintln(w, e.Name) })
+		}),
+	}
+	cmd.Flags().StringVarP(&signal, "signal", "s", signal, "signal for the command, such as TERM or 15; KILL ends the VM")
+	return cmd
+}
+
+// signalError is an error of the command's signal.
+func signalError(vm string, err error) error {
+	return fmt.Errorf("sending a signal to the command of VM %s: %w: `drowse exec %s kill` reaches other processes", vm, err, vm)
+}
+
+// signals are the names of signal(7) on the guest's Linux, without SIG: this system may number them otherwise.
+var signals = strings.Fields("HUP INT QUIT ILL TRAP ABRT BUS FPE KILL USR1 SEGV USR2 PIPE ALRM TERM STKFLT CHLD CONT STOP TSTP TTIN TTOU URG XCPU XFSZ VTALRM PROF WINCH IO PWR SYS")
+
+const sigKill = 9
+
+// parseSignal returns a signal by its number or its name in signal(7).
+func parseSignal(s string) (int, error) {
+	n := 0
+	if _, err := fmt.Sscanf(s, "%d", &n); err == nil && fmt.Sprint(n) == s {
+		if n < 1 || n > 64 {
+			return 0, usageError{fmt.Errorf("--signal %s: use 1 to 64", s)}
+		}
+		return n, nil
+	}
+	if i := slices.Index(signals, strings.TrimPrefix(strings.ToUpper(s), "SIG")); i >= 0 {
+		return i + 1, nil
+	}
+	return 0, usageError{fmt.Errorf("--signal %q: use one such as TERM, HUP or 9", s)}
+}
+
 func (a *app) rmCommand() *cobra.Command {
 	var force bool
 	cmd := &cobra.Command{
 		Use: "rm NAME...", Short: "Delete VMs with their disks", Args: cobra.MinimumNArgs(1), ValidArgsFunction: a.completeVM,
-		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
+		RunE: a.there(func(cmd *cobra.Command, args []string, p place) error {
 			return removeAll(a, args, func(name string) (string, error) {
-				var freed spec.Freed
-				err := s.Sandbox(name).Delete(cmd.Context(), sandbox.DeleteOptions{Force: force, Freed: &freed})
+				freed, err := p.remove(cmd.Context(), name, force)
 				for _, p := range freed.Problems {
 					a.log.Warn("removed, but not all could be done", "name", name, "cause", printable(p))
 				}
@@ -462,11 +494,11 @@ func (a *app) rmCommand() *cobra.Command {
 func (a *app) inspectCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "inspect NAME...", Short: "Show VMs, as JSON: an object, or a list of several", Args: cobra.MinimumNArgs(1), ValidArgsFunction: a.completeVM,
-		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
+		RunE: a.there(func(cmd *cobra.Command, args []string, p place) error {
 			var list []json.RawMessage
 			var errs []error
 			for _, name := range args {
-				v, err := s.Sandbox(name).Inspect(cmd.Context())
+				v, err := p.inspect(cmd.Context(), name)
 				if err != nil {
 					errs = append(errs, err)
 					continue
@@ -477,7 +509,7 @@ func (a *app) inspectCommand() *cobra.Command {
 			case len(args) > 1:
 				errs = append(errs, printJSON(a.stdout, some(list)))
 			case len(list) > 0:
-				_, err := fmt.Fprintf(a.stdout, "%s\n", list[0])
+				_, err := fmt.Fprintf(a.stdout, "%s\n", bytes.TrimRight(list[0], "\n"))
 				errs = append(errs, err)
 			}
 			return errors.Join(errs...)
@@ -485,25 +517,12 @@ func (a *app) inspectCommand() *cobra.Command {
 	}
 }
 
-func (a *app) completeVM(*cobra.Command, []string, string) ([]string, cobra.ShellCompDirective) {
-	return completions(a.store, func(s *sandbox.Host) (names []string) {
-		records, _ := s.State.List() // only the readable ones
-		for _, r := range records {
-			names = append(names, r.Spec.Name+"\t"+string(r.Phase))
+func (a *app) completeVM(cmd *cobra.Command, _ []string, _ string) ([]string, cobra.ShellCompDirective) {
+	return completions(a.place, func(p place) (names []string) {
+		list, _ := allOf(cmd.Context(), p, records.Filter{}) // only the readable ones
+		for _, b := range list.Sandboxes {
+			names = append(names, b.Name+"\t"+string(b.Status))
 		}
 		return names
 	})
-}
-
-// bytesText formats a size for people.
-func bytesText(n int64) string {
-	switch {
-	case n >= 1<<30:
-		return fmt.Sprintf("%.1f GiB", float64(n)/(1<<30))
-	case n >= 1<<20:
-		return fmt.Sprintf("%.1f MiB", float64(n)/(1<<20))
-	case n >= 1<<10:
-		return fmt.Sprintf("%.1f KiB", float64(n)/(1<<10))
-	}
-	return fmt.Sprintf("%d B", n)
 }

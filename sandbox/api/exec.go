@@ -6,39 +6,44 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"os"
+	"net/http"
 	"time"
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// console returns the end of a VM's serial output: at most n bytes.
-func console(h *sandbox.Host, name string, n int64) ([]byte, error) {
-	if _, err := h.Get(name); err != nil {
-		return nil, err
+// console gives the last n bytes of the console of a sandbox. The guest has written it: browsers must not interpret it.
+func console(s *Server, r *request, n int64, follow bool) (int, any, error) {
+	store, name := s.o.Host.State, r.name()
+	if _, err := store.Get(name); err != nil {
+		return 0, nil, err
 	}
-	f, err := os.Open(h.State.ConsoleLog(name))
-	if errors.Is(err, os.ErrNotExist) {
-		return nil, nil // the VM has written nothing yet
-	}
+	path := store.ConsoleLog(name)
+	text, at, err := state.ReadLog(path)
 	if err != nil {
-		return nil, fmt.Errorf("reading the console of %s: %w", name, err)
+		return 0, nil, fmt.Errorf("the console of %s: %w", name, err)
 	}
-	defer f.Close()
-	size, err := f.Seek(0, io.SeekEnd)
-	if err == nil {
-		_, err = f.Seek(max(0, size-n), io.SeekStart)
+	text = text[max(0, int64(len(text))-n):]
+	const kind = "application/octet-stream"
+	if !follow {
+		return http.StatusOK, rawText{kind, text}, nil
 	}
-	if err != nil {
-		return nil, fmt.Errorf("reading the console of %s: %w", name, err)
-	}
-	text, err := io.ReadAll(io.LimitReader(f, n))
-	if err != nil {
-		return nil, fmt.Errorf("reading the console of %s: %w", name, err)
-	}
-	return text, nil
+	return http.StatusOK, &streamed{kind: kind, flush: true, write: func(w io.Writer) error {
+		ctx, cancel := context.WithCancelCause(r.Context())
+		defer cancel(nil)
+		defer s.watch(r.caller(), cancel)()
+		if _, err := w.Write(text); err != nil {
+			return err
+		}
+		err := store.FollowLog(ctx, name, path, at, w)
+		if ctx.Err() != nil {
+			return nil
+		}
+		return err
+	}}, nil
 }
 
 // limited keeps the first wire.MaxOutput bytes.

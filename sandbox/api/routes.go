@@ -415,16 +415,18 @@ func reading() []route {
 			})
 		}},
 		{
-			method: get, path: onOne + "/console", scope: ScopeRead, op: "console", says: "Give the end of what a sandbox has written to its serial port.", kind: "application/octet-stream",
-			query: []param{{name: "tail", says: "at most so many bytes", integer: true}},
+			method: get, path: onOne + "/console", scope: ScopeRead, op: "console", says: "Give the end of what a sandbox has written to its serial port, and with follow what comes, until it stops.", kind: "application/octet-stream", room: roomStreams, noLimit: true,
+			query: []param{{name: "tail", says: "at most so many bytes", integer: true}, {name: "follow", says: "1 goes on"}},
 			serve: func(s *Server, r *request) (int, any, error) {
 				n, err := r.number("tail", wire.DefaultTail, 1, wire.MaxTail)
 				if err != nil {
 					return 0, nil, err
 				}
-				text, err := console(s.o.Host, r.name(), n)
-				// The guest has written it: browsers must not interpret it.
-				return http.StatusOK, rawText{"application/octet-stream", text}, err
+				follow, err := r.flag("follow")
+				if err != nil {
+					return 0, nil, err
+				}
+				return console(s, r, n, follow)
 			},
 		},
 	}

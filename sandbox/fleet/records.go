@@ -33,6 +33,9 @@ func describe(r *state.Record, l spec.Metadata, unreadable error) records.Sandbo
 	if s.Tags == nil {
 		s.Tags = []string{}
 	}
+	if r.Exit != nil {
+		s.Exit = r.Exit.Reason
+	}
 	if r.Fork != nil {
 		s.Parent, s.ParentID, s.Generation = r.Fork.Parent, r.Fork.ParentID, r.Fork.Generation
 	}

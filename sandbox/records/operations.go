@@ -13,6 +13,8 @@ type Request struct {
 	Metadata spec.Metadata
 	// Boot boots it even if there is a template for it: sandbox.CreateOptions.
 	Boot bool
+	// Disk is the id, or its beginning, of a snapshot from whose disk it boots; empty is none.
+	Disk string
 }
 
 // Child asks for a fork.

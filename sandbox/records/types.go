@@ -53,6 +53,8 @@ type Sandbox struct {
 	Confined bool `json:"confined,omitempty"`
 	// Problem is one line on why it failed, or which part of it is lost.
 	Problem string `json:"problem,omitempty"`
+	// Exit is how its guest has ended, if it is stopped.
+	Exit string `json:"exit,omitempty"`
 
 	Image   string `json:"image"`
 	ImageID string `json:"image_id,omitempty"`

@@ -3,7 +3,12 @@ package spec
 import (
 	"fmt"
 	"strings"
+
+	"github.com/drowse-vm/drowse/guest/agentpb"
 )
+
+// SecretsDir is the directory in a guest where programs find its secrets.
+const SecretsDir = agentpb.SecretsDir
 
 // Bounds of the secrets of one VM.
 const (
@@ -15,7 +20,7 @@ const (
 // DefaultSecretMode lets every user in the VM read a secret: the VM is the boundary.
 const DefaultSecretMode = 0o444
 
-// SecretFile describes a secret in the guest: a file in guest.SecretsDir, unless the secret is one of the proxy's.
+// SecretFile describes a secret in the guest: a file in SecretsDir, unless the secret is one of the proxy's.
 type SecretFile struct {
 	// Name is 1 to 64 letters, digits, '.', '_' and '-', and does not begin with '.'.
 	Name string `json:"name"`

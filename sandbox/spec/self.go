@@ -69,6 +69,16 @@ func (s Self) Extension() time.Duration {
 	return d
 }
 
+// The words of Self.Allow.
+const (
+	SelfSleep    = agentpb.SelfSleep
+	SelfSnapshot = agentpb.SelfSnapshot
+	SelfHold     = agentpb.SelfHold
+	SelfWake     = agentpb.SelfWake
+	SelfExtend   = agentpb.SelfExtend
+	SelfFork     = agentpb.SelfFork
+)
+
 // MaxSelfForks is how many children at once a guest may be allowed to ask for.
 const MaxSelfForks = 64
 

@@ -151,13 +151,13 @@ func get[T any](ctx context.Context, c *Client, op, name, path string) (out T, e
 
 // Create is sandbox.Host.Create.
 func (c *Client) Create(ctx context.Context, r records.Request) (s records.Sandbox, err error) {
-	err = c.call(ctx, "create", r.Spec.Name, http.MethodPost, "/v1/sandboxes", wire.Create{Spec: r.Spec, Metadata: r.Metadata, Boot: r.Boot}, &s)
+	err = c.call(ctx, "create", r.Spec.Name, http.MethodPost, "/v1/sandboxes", wire.Create{Spec: r.Spec, Metadata: r.Metadata, Disk: r.Disk, Boot: r.Boot}, &s)
 	return s, err
 }
 
 // GetOrCreate is sandbox.Host.GetOrCreate.
 func (c *Client) GetOrCreate(ctx context.Context, r records.Request) (s records.Sandbox, created bool, err error) {
-	status, err := c.ask(ctx, http.MethodPost, "/v1/sandboxes", wire.Create{Spec: r.Spec, Metadata: r.Metadata, GetOrCreate: true, Boot: r.Boot}, &s)
+	status, err := c.ask(ctx, http.MethodPost, "/v1/sandboxes", wire.Create{Spec: r.Spec, Metadata: r.Metadata, Disk: r.Disk, Boot: r.Boot, GetOrCreate: true}, &s)
 	return s, status == http.StatusCreated, fail("get or create", r.Spec.Name, err)
 }
 
@@ -311,6 +311,18 @@ func (c *Client) Console(ctx context.Context, name string, n int) ([]byte, error
 	return get[[]byte](ctx, c, "console", name, one(name)+"/console?tail="+strconv.Itoa(n))
 }
 
+// FollowConsole writes the last n bytes of a sandbox's serial output to w, and what comes, until it stops or ctx ends.
+func (c *Client) FollowConsole(ctx context.Context, name string, n int, w io.Writer) error {
+	_, err := c.Sandbox(name).download(ctx, "console", "/console?follow=1&tail="+strconv.Itoa(n), nil, w)
+	return err
+}
+
+// Events calls f for each event, as a JSON object: docs/guides/events.md. q is the query of GET /v1/events.
+func (c *Client) Events(ctx context.Context, q url.Values, f func(json.RawMessage) error) error {
+	resp, err := c.send(ctx, http.MethodGet, "/v1/events?"+q.Encode(), nil, nil)
+	return eachLine(resp, err, "events", "", f)
+}
+
 // Snapshots lists the snapshots of a sandbox, or all snapshots if the name is empty.
 func (c *Client) Snapshots(ctx context.Context, name string) ([]spec.SnapshotInfo, error) {
 	path := "/v1/snapshots"
@@ -338,6 +350,16 @@ func (c *Client) RemoveSnapshot(ctx context.Context, snapshot string) error {
 // Images lists images.
 func (c *Client) Images(ctx context.Context) (wire.Images, error) {
 	return get[wire.Images](ctx, c, "list images", "", "/v1/images")
+}
+
+// ImageRecords lists images with their whole records, as `drowse image ls -o json`.
+func (c *Client) ImageRecords(ctx context.Context) (records []json.RawMessage, problems []string, err error) {
+	var l struct {
+		Images   []json.RawMessage `json:"images"`
+		Problems []string          `json:"problems"`
+	}
+	err = c.call(ctx, "list images", "", http.MethodGet, "/v1/images", nil, &l)
+	return l.Images, l.Problems, err
 }
 
 // Prune is fleet.Fleet.Prune.

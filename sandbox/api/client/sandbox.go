@@ -171,10 +171,18 @@ const maxLine = 4 << 20
 // lines calls f for each line of an answer that goes on.
 func lines[T any](ctx context.Context, b *Sandbox, op, path string, f func(T) error) error {
 	resp, err := b.open(ctx, op, http.MethodGet, path, nil, nil)
+	return eachLine(resp, err, op, b.name, f)
+}
+
+// eachLine calls f for each line of an answer, and closes it.
+func eachLine[T any](resp *http.Response, err error, op, name string, f func(T) error) error {
 	if err != nil {
-		return err
+		return fail(op, name, err)
 	}
 	defer resp.Body.Close()
+	if resp.StatusCode/100 != 2 {
+		return fail(op, name, errorOf(resp))
+	}
 	in := bufio.NewScanner(resp.Body)
 	in.Buffer(nil, maxLine)
 	for in.Scan() {
@@ -183,13 +191,13 @@ func lines[T any](ctx context.Context, b *Sandbox, op, path string, f func(T) er
 		}
 		var v T
 		if err := json.Unmarshal(in.Bytes(), &v); err != nil {
-			return fail(op, b.name, fmt.Errorf("reading the server's answer: %w", err))
+			return fail(op, name, fmt.Errorf("reading the server's answer: %w", err))
 		}
 		if err := f(v); err != nil {
 			return err
 		}
 	}
-	return fail(op, b.name, in.Err())
+	return fail(op, name, in.Err())
 }
 
 // open sends a request whose answer the caller reads, and must close.

@@ -1057,6 +1057,7 @@ export type Sandbox = {
   confined?: boolean;
   created: string;
   disk_mib: number;
+  exit?: string;
   expires?: string;
   fork_point?: string;
   generation?: number;

@@ -1259,6 +1259,7 @@ Sandbox = TypedDict("Sandbox", {
     "confined": NotRequired["bool"],
     "created": "str",
     "disk_mib": "int",
+    "exit": NotRequired["str"],
     "expires": NotRequired["str"],
     "fork_point": NotRequired["str"],
     "generation": NotRequired["int"],

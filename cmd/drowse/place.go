@@ -1,0 +1,102 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"io"
+	"time"
+
+	"github.com/drowse-vm/drowse/guest/report"
+	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/sandbox/api/wire"
+	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/records"
+	"github.com/drowse-vm/drowse/sandbox/spec"
+)
+
+// place is where the VMs are: the state directory of this host (type local), or a server (type farHost). Commands that
+// work in both call it alone, so that their output is the same. Exported methods are those of client.Client.
+type place interface {
+	List(context.Context, records.Filter) (records.List, error)
+	Get(ctx context.Context, name string) (records.Sandbox, error)
+	History(ctx context.Context, name string, span records.Span) (records.History, error)
+	Update(ctx context.Context, name string, c records.Changes) (records.Sandbox, error)
+	Rename(ctx context.Context, name, to string) (records.Sandbox, error)
+	Prune(ctx context.Context, dryRun bool) (records.Pruned, error)
+	Sleep(ctx context.Context, name string, o spec.SleepOptions) (spec.SleepResult, error)
+	Snapshot(ctx context.Context, name string, o spec.SnapshotOptions) (spec.SleepResult, error)
+	Promote(ctx context.Context, name string) ([]spec.Promoted, error)
+	Stats(ctx context.Context, name string) (spec.Stats, error)
+	Policy(ctx context.Context, name string) (*netpolicy.Policy, error)
+	SetPolicy(ctx context.Context, name string, p *netpolicy.Policy) (spec.PolicyResult, error)
+	TagSnapshot(ctx context.Context, snapshot string, tags []string) (spec.SnapshotInfo, error)
+	RemoveSnapshot(ctx context.Context, snapshot string) error
+
+	// ready fails where VMs could not be started.
+	ready(context.Context) error
+	// note explains the state of a VM; pid is its process, where that is known.
+	note(context.Context, records.Sandbox) (pid int, note string, err error)
+	inspect(ctx context.Context, name string) (json.RawMessage, error)
+	idle(ctx context.Context, name string) (spec.Idle, spec.Hooks, error)
+	run(context.Context, *runRequest) error
+	start(ctx context.Context, name string, discardMemory bool) (cameUp, error)
+	wake(ctx context.Context, name string) (cameUp, error)
+	clone(ctx context.Context, snapshot string, o cloneOptions) (cameUp, error)
+	// rewind takes a VM back to its snapshot, and wakes it.
+	rewind(ctx context.Context, name, snapshot string) (cameUp, error)
+	fork(ctx context.Context, name string, o forkOptions) (forked, error)
+	sleepAll(context.Context, spec.SleepOptions) (asleep, awake []string, err error)
+	stop(ctx context.Context, name string, limit time.Duration) error
+	kill(ctx context.Context, name string) error
+	// signal sends a signal to a process of a VM, which is not woken.
+	signal(ctx context.Context, name, process string, signal int) error
+	remove(ctx context.Context, name string, force bool) (spec.Freed, error)
+	snapshots(context.Context) ([]spec.SnapshotInfo, error)
+	images(context.Context) ([]imageRow, error)
+	pull(ctx context.Context, ref string, how pullFlags) (imageRow, error)
+	removeImage(ctx context.Context, ref string) (wire.ImageRemoved, error)
+	// log writes the console of a VM: its last lines, or all if lines is negative.
+	log(ctx context.Context, name string, o logOptions, w io.Writer) error
+	events(ctx context.Context, o eventOptions, give func(events.Event) error) error
+	secrets(ctx context.Context, name string) ([]spec.SecretState, error)
+	setSecrets(ctx context.Context, name string, list []spec.Secret) error
+	removeSecrets(ctx context.Context, name string, secrets ...string) error
+	// guest connects to a VM, and wakes it first.
+	guest(ctx context.Context, name string) (inGuest, error)
+	cp(ctx context.Context, src, dst vmPath, o copyOptions) (any, error)
+	forward(ctx context.Context, name string, o forwardOptions) error
+	volumes(context.Context) (names []string, err error)
+	info(context.Context) (infoDoc, error)
+}
+
+// cameUp says of a VM that it runs.
+type cameUp struct {
+	name    string
+	hooks   []report.HookFailure
+	network *spec.NetworkInfo
+	doc     any                             // for JSON
+	with    func(command execDoc) (doc any) // the same, with the result of a command
+}
+
+// MarshalJSON returns the document.
+func (c cameUp) MarshalJSON() ([]byte, error) { return json.Marshal(c.doc) }
+
+type cloneOptions struct {
+	name   string
+	policy *netpolicy.Policy
+	idle   *spec.Idle
+}
+
+type forkOptions struct {
+	count  int
+	name   string
+	early  bool
+	policy *netpolicy.Policy
+}
+
+// forked is what a fork has made.
+type forked struct {
+	children []cameUp
+	problem  string
+	doc      any
+}
