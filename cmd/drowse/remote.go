@@ -250,8 +250,13 @@ func farUp(b records.Sandbox, err error) (cameUp, error) {
 
 func (r *farHost) start(ctx context.Context, name string, _ bool) (cameUp, error) {
 	b, err := r.Get(ctx, name)
-	if err == nil && b.Status == records.Asleep { // a server would wake it
-		return cameUp{}, fmt.Errorf("VM %s is asleep: use `drowse wake %s`", name, name)
+	switch { // a server leaves one alone that runs, and wakes one that sleeps
+	case err != nil:
+		return cameUp{}, err
+	case b.Status == records.Asleep:
+		return cameUp{}, fmt.Errorf("%w: %s is asleep: wake it with `drowse wake %s`", spec.ErrNotRunning, name, name)
+	case b.Status.Live():
+		return cameUp{}, fmt.Errorf("%w: %s", spec.ErrRunning, name)
 	}
 	return farUp(r.Start(ctx, name))
 }
@@ -346,7 +351,7 @@ func (r *farHost) remove(ctx context.Context, name string, force bool) (spec.Fre
 		return spec.Freed{}, err
 	}
 	if err == nil && b.Status.Live() && !force {
-		return spec.Freed{}, fmt.Errorf("%w: %s: use `drowse stop %s`, or --force", spec.ErrRunning, name, name)
+		return spec.Freed{}, fmt.Errorf("%w: %s: put it to sleep, stop it, or use --force", spec.ErrRunning, name)
 	}
 	return r.Delete(ctx, name)
 }
