@@ -12,6 +12,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/drowse-vm/drowse/sandbox/api/wire"
 	"github.com/drowse-vm/drowse/sandbox/records"
 )
 
@@ -21,18 +22,35 @@ type versionDoc struct {
 	Go      string `json:"go"`
 	OS      string `json:"os"`
 	Arch    string `json:"arch"`
+	// Server and its version, if one is asked.
+	Server        string `json:"server,omitempty"`
+	ServerVersion string `json:"server_version,omitempty"`
 }
 
 func thisVersion() versionDoc {
-	return versionDoc{version(), runtime.Version(), runtime.GOOS, runtime.GOARCH}
+	return versionDoc{Version: version(), Go: runtime.Version(), OS: runtime.GOOS, Arch: runtime.GOARCH}
 }
 
 func (a *app) versionCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "version", Short: "Show the version of drowse", Args: cobra.NoArgs,
-		RunE: func(*cobra.Command, []string) error {
+		RunE: func(cmd *cobra.Command, _ []string) error {
 			v := thisVersion()
-			return a.print(v, func(w io.Writer) { fmt.Fprintf(w, "drowse %s, %s, %s/%s\n", v.Version, v.Go, v.OS, v.Arch) })
+			at, err := a.server()
+			if err == nil && at != nil {
+				v.Server = at.String()
+				var is wire.Is
+				c := at.client()
+				defer c.Close()
+				is, err = c.Version(cmd.Context())
+				v.ServerVersion = is.Version
+			}
+			return errors.Join(a.print(v, func(w io.Writer) {
+				fmt.Fprintf(w, "drowse %s, %s, %s/%s\n", v.Version, v.Go, v.OS, v.Arch)
+				if v.ServerVersion != "" {
+					fmt.Fprintf(w, "server %s, %s\n", v.ServerVersion, v.Server)
+				}
+			}), err)
 		},
 	}
 }
@@ -40,17 +58,15 @@ func (a *app) versionCommand() *cobra.Command {
 // infoDoc is `drowse info -o json`.
 type infoDoc struct {
 	versionDoc
-	// Server and its version, or State, Kernel and CPUs of this host.
-	Server        string         `json:"server,omitempty"`
-	ServerVersion string         `json:"server_version,omitempty"`
-	State         string         `json:"state,omitempty"`
-	Kernel        string         `json:"host_kernel,omitempty"`
-	CPUs          int            `json:"cpus,omitempty"`
-	VMs           map[string]int `json:"vms"` // by status
-	MemoryMiB     int            `json:"memory_mib"`
-	Images        int            `json:"images"`
-	Snapshots     int            `json:"snapshots"`
-	Volumes       int            `json:"volumes"`
+	// State, Kernel and CPUs are of this host, if no server is asked.
+	State     string         `json:"state,omitempty"`
+	Kernel    string         `json:"host_kernel,omitempty"`
+	CPUs      int            `json:"cpus,omitempty"`
+	VMs       map[string]int `json:"vms"` // by status
+	MemoryMiB int            `json:"memory_mib"`
+	Images    int            `json:"images"`
+	Snapshots int            `json:"snapshots"`
+	Volumes   int            `json:"volumes"`
 }
 
 func (a *app) infoCommand() *cobra.Command {

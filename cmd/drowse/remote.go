@@ -115,7 +115,7 @@ var hostWork = map[string]string{
 // hostFlagsOf says the same of flags.
 var hostFlagsOf = map[string]map[string]string{
 	"exec":         {"changes": "the HTTP API has no changes", "no-image-config": "a server adds the image's"},
-	"run":          {"no-template": "a server decides", "no-image-config": "a server adds the image's", "plain-http": "a server talks to registries with TLS"},
+	"run":          {"no-image-config": "a server adds the image's", "plain-http": "a server talks to registries with TLS"},
 	"pull":         {"plain-http": "a server talks to registries with TLS"},
 	"image pull":   {"plain-http": "a server talks to registries with TLS"},
 	"start":        {"discard-memory": "the HTTP API does not give memory up"},
@@ -538,7 +538,8 @@ func (r *farHost) volumes(ctx context.Context) (names []string, err error) {
 }
 
 func (r *farHost) info(ctx context.Context) (infoDoc, error) {
-	i := infoDoc{versionDoc: thisVersion(), Server: r.server.String()}
+	i := infoDoc{versionDoc: thisVersion()}
+	i.Server = r.server.String()
 	is, err := r.Version(ctx)
 	if err != nil {
 		return i, err
@@ -599,7 +600,7 @@ func (r *farHost) run(ctx context.Context, q *runRequest) error {
 	defer wipeSecrets(list)
 	limited, cancel := context.WithTimeout(ctx, q.limit)
 	defer cancel()
-	req := records.Request{Spec: full, Disk: q.disk}
+	req := records.Request{Spec: full, Disk: q.disk, Boot: q.boot}
 	if q.metadata != nil {
 		req.Metadata = *q.metadata
 	}
@@ -627,11 +628,17 @@ func (g *farGuest) Close() error { return nil }
 
 func (g *farGuest) start(ctx context.Context, c command, s streams) (session, error) {
 	c.TimeoutSeconds = int(math.Ceil(c.timeout.Seconds()))
-	return farSessionOf(g.Sandbox.Start(ctx, client.Cmd{ExecStart: c.ExecStart, IO: client.IO{Stdin: s.stdin, Stdout: s.stdout, Stderr: s.stderr}}))
+	noStdin := c.Detach && c.TTY == nil && !c.Stdin
+	out, err := g.Sandbox.Start(ctx, client.Cmd{ExecStart: c.ExecStart, IO: client.IO{Stdin: s.stdin, Stdout: s.stdout, Stderr: s.stderr}})
+	if err == nil && noStdin && out.PID() != 0 {
+		_ = out.CloseStdin() // it fails only if the session is over
+	}
+	return farSessionOf(out, err, c.Detach)
 }
 
 func (g *farGuest) attach(ctx context.Context, process string, s streams) (session, error) {
-	return farSessionOf(g.Sandbox.Attach(ctx, process, 0, client.IO{Stdin: s.stdin, Stdout: s.stdout, Stderr: s.stderr}))
+	out, err := g.Sandbox.Attach(ctx, process, 0, client.IO{Stdin: s.stdin, Stdout: s.stdout, Stderr: s.stderr})
+	return farSessionOf(out, err, true)
 }
 
 func (g *farGuest) processes(ctx context.Context) ([]wire.Process, error) {
@@ -646,13 +653,28 @@ func (g *farGuest) processes(ctx context.Context) ([]wire.Process, error) {
 }
 
 // farSession is a session through a server.
-type farSession struct{ *client.Session }
+type farSession struct {
+	*client.Session
+	detached bool // the process goes on without it
+}
 
-func farSessionOf(s *client.Session, err error) (session, error) {
+func farSessionOf(s *client.Session, err error, detached bool) (session, error) {
 	if err != nil {
 		return nil, err
 	}
-	return farSession{s}, nil
+	return farSession{s, detached}, nil
+}
+
+// leaveTime is how long a server may take to say that a session is over.
+const leaveTime = 2 * time.Second
+
+// Close leaves a detached process in words, so that all that was sent before arrives.
+func (s farSession) Close() error {
+	if s.detached {
+		defer time.AfterFunc(leaveTime, func() { _ = s.Session.Close() }).Stop()
+		_ = s.Detach()
+	}
+	return s.Session.Close()
 }
 
 func (s farSession) resize(rows, cols int) error {

@@ -111,7 +111,7 @@ func TestRemote_commands_say_what_local_ones_say(t *testing.T) {
 		"ps", "ls", "images", "image ls -q", "snapshot ls", "events -o json --since now", "version --bogus",
 		// run
 		"run -d --name a test", "run -d --name a test", "run --name b test echo hi there", "run --rm test exit3", "run --rm test both", "run --rm test nothing",
-		"run --rm -e A=1 -w /srv -u dev test env", "run --rm -i test cat", "run -d --name main test cat", "run --rm test -x", "run --rm nosuch",
+		"run --rm -e A=1 -w /srv -u dev test env", "run --rm -i test cat", "run -d --rm test", "run -d --name quiet test echo", "attach quiet", "attach quiet none", "rm -f quiet", "run -d --name main test cat", "run --rm test -x", "run --rm nosuch",
 		"run --rm --pull never nosuch", "run -d --name n --policy " + policy + " test", "run --rm --vcpus 99 test true", "run -d --name Bad test",
 		"run -d --name p --net open -p 127.0.0.1:8080:80 test",
 		// exec

@@ -151,13 +151,13 @@ func get[T any](ctx context.Context, c *Client, op, name, path string) (out T, e
 
 // Create is sandbox.Host.Create.
 func (c *Client) Create(ctx context.Context, r records.Request) (s records.Sandbox, err error) {
-	err = c.call(ctx, "create", r.Spec.Name, http.MethodPost, "/v1/sandboxes", wire.Create{Spec: r.Spec, Metadata: r.Metadata, Boot: r.Boot, Disk: r.Disk}, &s)
+	err = c.call(ctx, "create", r.Spec.Name, http.MethodPost, "/v1/sandboxes", wire.Create{Spec: r.Spec, Metadata: r.Metadata, Disk: r.Disk, Boot: r.Boot}, &s)
 	return s, err
 }
 
 // GetOrCreate is sandbox.Host.GetOrCreate.
 func (c *Client) GetOrCreate(ctx context.Context, r records.Request) (s records.Sandbox, created bool, err error) {
-	status, err := c.ask(ctx, http.MethodPost, "/v1/sandboxes", wire.Create{Spec: r.Spec, Metadata: r.Metadata, Boot: r.Boot, Disk: r.Disk, GetOrCreate: true}, &s)
+	status, err := c.ask(ctx, http.MethodPost, "/v1/sandboxes", wire.Create{Spec: r.Spec, Metadata: r.Metadata, Disk: r.Disk, Boot: r.Boot, GetOrCreate: true}, &s)
 	return s, status == http.StatusCreated, fail("get or create", r.Spec.Name, err)
 }
 

@@ -211,6 +211,9 @@ func (s *Session) Signal(signal int) error {
 	return s.say(wire.Control{Type: wire.ControlSignal, Signal: signal})
 }
 
+// CloseStdin ends the process's stdin, of a session without IO.Stdin: that of a detached process is open otherwise.
+func (s *Session) CloseStdin() error { return s.say(wire.Control{Type: wire.ControlEOF}) }
+
 // Resize sets the size of the terminal.
 func (s *Session) Resize(size wire.TTY) error {
 	return s.say(wire.Control{Type: wire.ControlResize, Rows: size.Rows, Cols: size.Cols})
