@@ -101,6 +101,7 @@ var rules = []rule{
 	{"sandbox/archive", []string{"sandbox/blob", "sandbox/state", "snapshot", "rootfs/image", "rootfs/image/sparse"}},
 	{"sandbox/blob", []string{"internal/osfile"}},
 	{"sandbox/blob/...", []string{"sandbox/blob", "sandbox/blob/blobtest"}},
+	{"sandbox/archive/ledger", []string{"sandbox/blob"}},
 	{"sandbox/hosthooks", []string{"sandbox/events", "sandbox/spec", "guest/report"}},
 	{"sandbox/...", []string{"vmm/...", "devices/...", "snapshot", "snapshot/freepages", "snapshot/pagecache", "snapshot/pager", "netpolicy", "netpolicy/link", "netpolicy/proxy", "netpolicy/hostnet", "rootfs/...", "guest", "guest/audit", "internal/osfile"}},
 
