@@ -27,3 +27,6 @@ func DecodeFamily(body []byte) (*Family, error) { return decodeFamily(body) }
 
 // DecodeHost reads a host's record.
 func DecodeHost(body []byte) error { _, err := decodeHost(body); return err }
+
+// Lend notes a loan.
+func Lend(f *Family, snapshot, id, to string) { f.lend(snapshot, id, to) }

@@ -3,6 +3,9 @@ package ledger_test
 import (
 	"context"
 	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -184,5 +187,172 @@ func TestA_lent_snapshot_stays_until_the_borrower_is_deleted(t *testing.T) {
 		if f, err := l.Family(t.Context(), id); err != nil || !f.Deleted || len(f.Snapshots)+len(f.Loans) > 0 {
 			t.Errorf("%s is no tombstone: %+v, %v", id, f, err)
 		}
+	}
+}
+
+func TestMany_hosts_of_a_directory_run_a_sandbox_one_at_a_time(t *testing.T) {
+	const hosts, rounds = 4, 10
+	dir := t.TempDir()
+	var running, pushed atomic.Int32
+	var all sync.WaitGroup
+	for h := range hosts {
+		l, store := open(t, dir)
+		s := join(t, l, fmt.Sprintf("h%d", h))
+		all.Go(func() {
+			for round := 0; round < rounds; {
+				c, err := s.Claim(t.Context(), "box")
+				var held *ledger.HeldError
+				if errors.As(err, &held) {
+					time.Sleep(time.Millisecond)
+					continue
+				}
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				if running.Add(1) != 1 {
+					t.Error("it runs twice")
+				}
+				if c.Head() != "" {
+					if want := fmt.Sprintf("s%d", pushed.Load()); c.Head() != want {
+						t.Errorf("the head is %s, not %s", c.Head(), want)
+					}
+					_ = l.Remove(t.Context(), "box", fmt.Sprintf("s%d", pushed.Load()-1))
+				}
+				id := fmt.Sprintf("s%d", pushed.Add(1))
+				upload := id + ".u"
+				err = c.Intend(t.Context(), id, ledger.Needs{Fresh: []string{upload}})
+				err = errors.Join(err, store.Put(t.Context(), "uploads/box/"+upload, nil))
+				running.Add(-1)
+				if err := errors.Join(err, c.Commit(t.Context(), id, true), l.Collect(t.Context(), "box", deletes(store))); err != nil {
+					t.Error(err)
+					return
+				}
+				round++
+			}
+		})
+	}
+	all.Wait()
+	l, store := open(t, dir)
+	must(t, l.Collect(t.Context(), "box", deletes(store)))
+	f, err := l.Family(t.Context(), "box")
+	must(t, err)
+	if f.Fence != hosts*rounds || len(f.Snapshots) != 2 || f.Head != fmt.Sprintf("s%d", hosts*rounds) {
+		t.Errorf("%+v", f)
+	}
+	for id, s := range f.Snapshots {
+		if !there(t, store, "box/"+s.Uploads[0]) {
+			t.Errorf("the upload of %s is missing", id)
+		}
+	}
+}
+
+// late is a store that does one swap of a family when its caller has given up.
+type late struct {
+	blob.Store
+	armed atomic.Bool
+	done  chan struct{}
+}
+
+func (s *late) Swap(ctx context.Context, key string, old blob.Version, body []byte) (blob.Version, error) {
+	if key != "families/box" || !s.armed.CompareAndSwap(true, false) {
+		return s.Store.Swap(ctx, key, old, body)
+	}
+	<-ctx.Done()
+	_, err := s.Store.Swap(context.WithoutCancel(ctx), key, old, body)
+	close(s.done)
+	return "", errors.Join(ctx.Err(), err)
+}
+
+func TestA_claim_that_comes_after_its_caller_gave_up_is_released(t *testing.T) {
+	dir := t.TempDir()
+	_, store := open(t, dir)
+	slow := &late{Store: store, done: make(chan struct{})}
+	l, err := ledger.Open(slow, ledger.Options{TTL: time.Second})
+	must(t, err)
+	a := join(t, l, "a")
+	slow.armed.Store(true)
+	ctx, cancel := context.WithCancel(t.Context())
+	time.AfterFunc(50*time.Millisecond, cancel)
+	if _, err := a.Claim(ctx, "box"); !errors.Is(err, context.Canceled) {
+		t.Fatal(err)
+	}
+	<-slow.done
+	l2, _ := open(t, dir)
+	b := join(t, l2, "b")
+	for {
+		var held *ledger.HeldError
+		_, err := b.Claim(t.Context(), "box")
+		if !errors.As(err, &held) {
+			must(t, err)
+			break
+		}
+		must(t, a.Err()) // alive, and so it is for it to release
+		time.Sleep(10 * time.Millisecond)
+	}
+}
+
+func TestA_host_name_is_for_one_process(t *testing.T) {
+	dir := t.TempDir()
+	l, _ := open(t, dir)
+	a := join(t, l, "a")
+	l2, _ := open(t, dir)
+	_, err := l2.Join(t.Context(), "a", "another")
+	want(t, "a second process", err, ledger.ErrHostInUse)
+	must(t, a.Err())
+	ledger.Kill(a)
+	b, err := l2.Join(t.Context(), "a", a.Incarnation())
+	must(t, err)
+	must(t, b.Leave(t.Context()))
+	want(t, "after leaving", b.Err(), ledger.ErrLost)
+	c, err := l.Join(t.Context(), "a", "")
+	must(t, err)
+	must(t, c.Leave(t.Context()))
+}
+
+func TestA_snapshot_that_too_many_borrow_is_lent_for_good(t *testing.T) {
+	l, store := open(t, t.TempDir())
+	s := join(t, l, "a")
+	c := claim(t, s, "box")
+	push(t, store, c, "s1", ledger.Needs{Fresh: []string{"u1"}}, false)
+	f, err := l.Family(t.Context(), "box")
+	must(t, err)
+	s1 := f.Snapshots["s1"]
+	s1.Lent = map[string]string{}
+	for i := range ledger.MaxLoans - 1 {
+		s1.Lent[fmt.Sprintf("l%d", i)] = "fork"
+	}
+	f.Snapshots["s1"] = s1
+	ledger.Lend(f, "s1", "last", "fork")
+	if n := len(f.Snapshots["s1"].Lent); n != ledger.MaxLoans || f.Snapshots["s1"].LentForGood {
+		t.Fatal(n, "loans")
+	}
+	ledger.Lend(f, "s1", "l", "fork")
+	if s := f.Snapshots["s1"]; len(s.Lent) > 0 || !s.LentForGood {
+		t.Fatal(len(s.Lent), "loans")
+	}
+}
+
+func TestA_full_family_takes_no_snapshots_and_can_be_claimed_and_deleted(t *testing.T) {
+	l, _ := open(t, t.TempDir())
+	s := join(t, l, "a")
+	c := claim(t, s, "box")
+	var err error
+	for i := 0; err == nil; i++ {
+		n := ledger.Needs{}
+		for u := range 2000 {
+			n.Fresh = append(n.Fresh, fmt.Sprintf("%0200d.%d.%d", 0, i, u))
+		}
+		err = c.Intend(t.Context(), fmt.Sprintf("s%d", i), n)
+	}
+	want(t, "one too many", err, ledger.ErrFull)
+	must(t, c.Release(t.Context()))
+	c = claim(t, s, "box")
+	must(t, c.Delete(t.Context()))
+	must(t, l.Collect(t.Context(), "box", func(context.Context, string, string) error { return nil }))
+	f, err := l.Family(t.Context(), "box")
+	must(t, err)
+	if len(f.Snapshots) > 0 {
+		t.Error(len(f.Snapshots), "snapshots are left")
 	}
 }

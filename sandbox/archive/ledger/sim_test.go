@@ -32,8 +32,8 @@ const (
 	simTTL      = 10 * time.Second
 	simHosts    = 3
 	simWorkers  = 2 // of each host
-	simFamilies = 5
-	simChaos    = 40 * simTTL
+	simFamilies = 4
+	simChaos    = 15 * simTTL
 	simCalm     = 12 * simTTL
 )
 
@@ -114,6 +114,7 @@ type simHost struct {
 	p        *proc
 	index    int
 	cut      time.Duration // from the network until then
+	leaky    bool          // not quite cut
 	slow     time.Duration // answers take long until then
 	procsUp  []*proc       // more than one if two have the same name
 	procs    int
@@ -254,7 +255,9 @@ func (w *world) route(c *call) {
 		fate = 99
 	}
 	if c.p.h.cut > w.now {
-		fate = w.rng.IntN(6)
+		if fate = 0; c.p.h.leaky {
+			fate = w.rng.IntN(6) // now and then it hears, and is not heard
+		}
 	}
 	failed := result{err: errNetwork}
 	switch {
@@ -446,7 +449,8 @@ func (w *world) gremlin() {
 		case 0:
 			h.p.paused = max(h.p.paused, w.now+w.upTo(3*simTTL))
 		case 1:
-			h.cut = max(h.cut, w.now+w.upTo(2*simTTL))
+			h.cut = max(h.cut, w.now+simTTL+w.upTo(simTTL))
+			h.leaky = w.rng.IntN(3) == 0
 		case 2:
 			if !h.p.dead {
 				w.kill(h.p)
@@ -456,7 +460,7 @@ func (w *world) gremlin() {
 			h.slow = w.now + w.upTo(2*simTTL)
 			w.at(h.slow, func() {
 				if !w.calm {
-					h.cut = max(h.cut, w.now+3*simTTL)
+					h.cut, h.leaky = max(h.cut, w.now+3*simTTL), false
 				}
 			})
 		case 4:
@@ -479,7 +483,7 @@ func (w *world) beginCalm() {
 	began := w.now
 	w.at(w.now+simCalm, func() {
 		for i, at := range w.claimed {
-			if at < began {
+			if at < began && !w.wild {
 				w.fail("nobody could claim %s in the %v after the faults had ended", w.names[i], simCalm)
 			}
 		}
@@ -710,6 +714,7 @@ func (k *worker) work(ctx context.Context) {
 	var c *ledger.Claim
 	var err error
 	var held *ledger.HeldError
+	keen := k.rng.IntN(3) == 0 // to see the holder's last sign of life as soon as it is there
 	for try := k.rng.IntN(6); ; try-- {
 		short, cancel := k.impatient(ctx)
 		c, err = k.s.Claim(short, family)
@@ -718,6 +723,10 @@ func (k *worker) work(ctx context.Context) {
 			break
 		}
 		// As soon as ever possible.
+		if keen && held.Wait > simTTL/2 && k.rng.IntN(60) > 0 {
+			held.Wait = min(held.Wait, simTTL/20)
+			try++
+		}
 		_ = k.p.Sleep(ctx, held.Wait)
 		held = nil
 		if k.rng.IntN(8) == 0 {
@@ -762,7 +771,7 @@ func (k *worker) work(ctx context.Context) {
 			_ = k.l.Collect(ctx, family, k.p.del)
 		}
 	}
-	if k.rng.IntN(3) == 0 {
+	if k.rng.IntN(2) == 0 {
 		k.sleep(ctx, 4*simTTL)
 	}
 	k.setRunning(c, false)
