@@ -24,9 +24,9 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/blob"
 )
 
-// The simulation runs the package's own code for several hosts. One goroutine at a time runs: each call of the store and
-// each sleep waits for the world, which has the time, draws what the network does with each, and checks after each step
-// what must always hold. A seed repeats it.
+// The simulation runs the package's own code for several hosts. One goroutine at a time runs: each call of the store
+// and each sleep waits for the world, which has the time, draws what the network does with each, and checks after each
+// step what must always hold. A seed repeats it.
 
 const (
 	simTTL      = 10 * time.Second
@@ -100,6 +100,7 @@ type world struct {
 
 	objects  map[string][]byte
 	families map[string]*ledger.Family
+	deleted  map[string]bool
 	orphans  map[string]bool // put after their upload was given up
 	hosts    [simHosts]*simHost
 	calm     bool
@@ -300,6 +301,7 @@ func (w *world) apply(c *call) result {
 		w.putUpload(c.key)
 	case "delete":
 		delete(w.objects, c.key)
+		w.deleted[c.key] = true
 		w.check()
 	case "swap":
 		if ok != (c.old != "") || ok && versionOf(was) != c.old {
@@ -318,7 +320,7 @@ func (w *world) putUpload(key string) {
 	family, upload, _ := strings.Cut(strings.TrimPrefix(key, "uploads/"), "/")
 	if f := w.families[family]; f != nil {
 		for _, s := range f.Snapshots {
-			if slices.Contains(s.Uploads, upload) {
+			if slices.Contains(s.Uploads, upload) && !w.deleted[key] {
 				return
 			}
 		}
@@ -520,7 +522,7 @@ func (w *world) run(steps int) {
 func simulate(t *testing.T, seed uint64, steps int) *world {
 	w := &world{
 		seed: seed, wild: seed%4 == 3, rng: rand.New(rand.NewPCG(seed, 1)), runs: map[string][]running{}, acked: map[string]int{},
-		objects: map[string][]byte{}, families: map[string]*ledger.Family{}, orphans: map[string]bool{}, stats: map[string]int{},
+		objects: map[string][]byte{}, families: map[string]*ledger.Family{}, orphans: map[string]bool{}, deleted: map[string]bool{}, stats: map[string]int{},
 	}
 	synctest.Test(t, func(*testing.T) {
 		for i := range w.names {
