@@ -91,7 +91,7 @@ func (c *Claim) claim(ctx context.Context) (loose, error) {
 }
 
 // tidy releases claims that nobody has. Without it a sandbox whose claim came late would be held by a host that lives
-// and knows nothing of it.
+// and knows nothing of it. If the claim was to make the family, it makes an empty one.
 func (s *Session) tidy(ctx context.Context) {
 	s.mu.Lock()
 	families := sortedKeys(s.loose)
@@ -223,9 +223,13 @@ func (c *Claim) Intend(ctx context.Context, snapshot string, n Needs) error {
 		if len(condemned.Uploads)+len(condemned.Loans) > 0 {
 			return false, &condemned
 		}
+		fresh := map[string]bool{}
+		for _, u := range n.Fresh {
+			fresh[u] = true
+		}
 		for _, s := range f.Snapshots {
-			for _, u := range n.Fresh {
-				if slices.Contains(s.Uploads, u) {
+			for _, u := range s.Uploads {
+				if fresh[u] {
 					return false, fmt.Errorf("%w: the upload %s is not fresh", ErrSnapshot, u)
 				}
 			}

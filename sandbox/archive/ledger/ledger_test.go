@@ -146,6 +146,7 @@ func TestUploads_are_deleted_when_no_snapshot_needs_them(t *testing.T) {
 	push(t, store, c, "s2", ledger.Needs{Fresh: []string{"u3"}, Reused: []string{"u2"}}, false)
 	want(t, "the head", l.Remove(t.Context(), "box", "s2"), ledger.ErrSnapshot)
 	must(t, l.Remove(t.Context(), "box", "s1"))
+	want(t, "a fresh one that is there", c.Intend(t.Context(), "s3", ledger.Needs{Fresh: []string{"u3"}}), ledger.ErrSnapshot)
 	refused := func(uploads ...string) {
 		t.Helper()
 		var condemned *ledger.CondemnedError
