@@ -485,7 +485,11 @@ func (w *world) gremlin() {
 			}
 		}
 	}
-	w.at(w.now+w.upTo(simTTL), w.gremlin)
+	next := w.now + w.upTo(simTTL)
+	if w.narrow {
+		next += 2*simTTL + w.upTo(3*simTTL) // so that it has claimed something
+	}
+	w.at(next, w.gremlin)
 }
 
 func (w *world) beginCalm() {
