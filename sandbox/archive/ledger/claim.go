@@ -15,6 +15,7 @@ type Claim struct {
 	family string
 	name   string // Holder.Claim
 	fence  uint64
+	since  uint64
 	head   string
 
 	mu     sync.Mutex
@@ -26,6 +27,16 @@ type Claim struct {
 // Claim claims a sandbox, and makes its family if there is none. It returns a HeldError if another host has it that may
 // be alive, and ErrDeleted.
 func (s *Session) Claim(ctx context.Context, family string) (*Claim, error) {
+	return s.claim(ctx, family, false)
+}
+
+// Create is Claim of a sandbox that is to be new: there is none of its name, or it is deleted, or it has no head and no
+// host. Otherwise it returns ErrExists, or a HeldError.
+func (s *Session) Create(ctx context.Context, family string) (*Claim, error) {
+	return s.claim(ctx, family, true)
+}
+
+func (s *Session) claim(ctx context.Context, family string, create bool) (*Claim, error) {
 	if err := s.Err(); err != nil {
 		return nil, err
 	}
@@ -37,7 +48,7 @@ func (s *Session) Claim(ctx context.Context, family string) (*Claim, error) {
 		return nil, &HeldError{Family: family, Host: s.host}
 	}
 	c := &Claim{s: s, family: family, name: s.l.id(), intended: map[string]bool{}}
-	left, err := c.claim(ctx)
+	left, err := c.claim(ctx, create)
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if err == nil {
@@ -55,17 +66,19 @@ func (s *Session) Claim(ctx context.Context, family string) (*Claim, error) {
 }
 
 // claim returns what may still become of a claim that fails.
-func (c *Claim) claim(ctx context.Context) (loose, error) {
+func (c *Claim) claim(ctx context.Context, create bool) (loose, error) {
 	left := loose{claim: c.name}
 	f, err := c.s.l.update(ctx, change{
 		family: c.family,
 		make: func(f *Family) (bool, error) {
 			h := f.Holder
 			switch {
-			case f.Deleted:
-				return false, ErrDeleted
 			case h != nil && h.Claim == c.name:
 				return false, nil // an answer was lost
+			case f.Deleted && !create:
+				return false, ErrDeleted
+			case create && f.Head != "":
+				return false, ErrExists
 			case h != nil && h.Incarnation != c.s.incarnation:
 				wait, err := c.s.l.end(ctx, h.Host, h.Incarnation)
 				if err != nil {
@@ -77,7 +90,12 @@ func (c *Claim) claim(ctx context.Context) (loose, error) {
 			}
 			// One of our own is of a claim that nobody has: see Session.held.
 			f.Fence++
-			f.Holder = &Holder{Host: c.s.host, Incarnation: c.s.incarnation, Claim: c.name}
+			f.Deleted = false
+			since := f.Fence
+			if h != nil && h.Incarnation == c.s.incarnation {
+				since = h.Since
+			}
+			f.Holder = &Holder{Host: c.s.host, Incarnation: c.s.incarnation, Claim: c.name, Since: since}
 			return true, nil
 		},
 		may:  c.s.Err,
@@ -86,7 +104,7 @@ func (c *Claim) claim(ctx context.Context) (loose, error) {
 	if err != nil {
 		return left, err
 	}
-	c.fence, c.head = f.Fence, f.Head
+	c.fence, c.since, c.head = f.Fence, f.Holder.Since, f.Head
 	return loose{}, nil
 }
 
@@ -137,6 +155,9 @@ func (c *Claim) Head() string { return c.head }
 
 // Fence returns the number of the claim, which is above those of all claims before it.
 func (c *Claim) Fence() uint64 { return c.fence }
+
+// Follows reports whether nobody else has held the sandbox between a claim of this host, by its fence, and this one.
+func (c *Claim) Follows(fence uint64) bool { return fence > 0 && fence+1 >= c.since }
 
 // Err returns ErrLost or ErrReleased if the claim has ended. Whoever acts for the sandbox outside of the ledger asks it
 // directly before.

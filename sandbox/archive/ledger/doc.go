@@ -24,7 +24,8 @@
 // bytes are uploaded after that. Commit keeps it. An intent lives as long as the claim that made it.
 //
 // No object is ever deleted or has a content twice, since a counter grows with each change: a request that the network
-// repeats, or keeps for an hour, finds another version and fails. A deleted family stays as a tombstone.
+// repeats, or keeps for an hour, finds another version and fails. A deleted family stays as a tombstone, until a new
+// sandbox gets the name.
 //
 // # Why nothing is deleted too early
 //

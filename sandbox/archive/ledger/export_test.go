@@ -30,3 +30,9 @@ func DecodeHost(body []byte) error { _, err := decodeHost(body); return err }
 
 // Lend notes a loan.
 func Lend(f *Family, snapshot, id, to string) { f.lend(snapshot, id, to) }
+
+// Holds and Waits are the times of a holder and of a contender.
+func Holds(ttl time.Duration) time.Duration { return holds(ttl) }
+
+// Waits is for how long a contender sees no sign of life.
+func Waits(ttl time.Duration) time.Duration { return waits(ttl) }

@@ -52,7 +52,7 @@ type Family struct {
 	Version int `json:"version"`
 	// Counter grows with each change, so that no content comes twice.
 	Counter uint64 `json:"counter"`
-	// Deleted means that nothing of it is needed, and that it cannot come back.
+	// Deleted means that nothing of it is needed. Only Session.Create makes a sandbox of that name again.
 	Deleted bool `json:"deleted,omitempty"`
 	// Fence is the number of the last claim. It only grows.
 	Fence uint64 `json:"fence"`
@@ -69,6 +69,8 @@ type Holder struct {
 	Incarnation string `json:"incarnation"`
 	// Claim is a random name. A caller whose answer was lost knows by it that the claim is his.
 	Claim string `json:"claim"`
+	// Since is the fence of the first of the incarnation's claims since another held the sandbox, or nobody.
+	Since uint64 `json:"since"`
 }
 
 // Snapshot is what a ledger knows of a snapshot.
@@ -261,6 +263,9 @@ func (f *Family) check() error {
 	if h := f.Holder; h != nil {
 		if err := errors.Join(checkName("host", h.Host), checkName("incarnation", h.Incarnation), checkName("claim", h.Claim)); err != nil {
 			return err
+		}
+		if h.Since == 0 || h.Since > f.Fence {
+			return invalid("a claim since %d, and there were %d", h.Since, f.Fence)
 		}
 	}
 	if f.Deleted && (f.Head != "" || f.Holder != nil) {

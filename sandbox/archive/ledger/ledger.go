@@ -18,8 +18,10 @@ var (
 	ErrLost = errors.New("the session of this host with the ledger is lost")
 	// ErrReleased means that a claim was given up, or that another host has taken it.
 	ErrReleased = errors.New("the claim on the sandbox has ended")
-	// ErrDeleted means that a family is deleted. It does not come back.
+	// ErrDeleted means that a family is deleted.
 	ErrDeleted = errors.New("the sandbox is deleted")
+	// ErrExists means that there is a sandbox of the name.
+	ErrExists = errors.New("the ledger has a sandbox of that name")
 	// ErrNotFound means that there is no such family.
 	ErrNotFound = errors.New("the ledger has no such sandbox")
 	// ErrSnapshot means that a snapshot is not in the state that a call needs, or not there.

@@ -64,9 +64,10 @@ type loose struct {
 }
 
 // Join begins a session of a host. The name is the host's own: if a session of that name is alive, Join waits whether
-// it still is after its time to live, and returns ErrHostInUse if so. It need not wait for the session with the
-// incarnation formerly: the caller knows, by a lock of his own, that its process has ended and that nothing runs which
-// that session has claimed. An empty one means that he does not.
+// it still is after its time to live, and returns ErrHostInUse if so. It goes on with the session of the incarnation
+// formerly, unless that has ended: the caller knows, by a lock of his own, that nobody else uses it. Then what it has
+// claimed may run on, and the caller claims all of that anew, and releases what he does not need. An empty one means
+// that there is none.
 func (l *Ledger) Join(ctx context.Context, name, formerly string) (*Session, error) {
 	if err := checkName("host", name); err != nil {
 		return nil, err
@@ -95,7 +96,13 @@ func (s *Session) join(ctx context.Context, formerly string) error {
 		if errors.As(err, &record) {
 			return err
 		}
-		if err == nil && v != "" && !h.Ended && h.Incarnation != s.incarnation && (h.Incarnation != formerly || formerly == "") {
+		if err == nil && v != "" && !h.Ended && h.Incarnation == formerly {
+			s.incarnation = formerly
+		}
+		if err == nil && s.incarnation == formerly && (h.Ended || h.Incarnation != formerly) {
+			s.incarnation = s.l.id() // it has ended meanwhile
+		}
+		if err == nil && v != "" && !h.Ended && h.Incarnation != s.incarnation {
 			if alive != "" && alive != v {
 				return ErrHostInUse
 			}
@@ -131,6 +138,13 @@ func (s *Session) Host() string { return s.host }
 
 // Incarnation returns the session's name, for Join.
 func (s *Session) Incarnation() string { return s.incarnation }
+
+// Deadline returns until when the session lasts, if it is not renewed, by the ledger's clock.
+func (s *Session) Deadline() time.Duration {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.deadline
+}
 
 // Lost is closed when the session is over. Everything that it has claimed must then stop, if it has not, before another
 // tenth of the time to live is over.

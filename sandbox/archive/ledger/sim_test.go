@@ -100,11 +100,14 @@ type world struct {
 
 	objects  map[string][]byte
 	families map[string]*ledger.Family
-	deleted  map[string]bool
-	orphans  map[string]bool // put after their upload was given up
-	hosts    [simHosts]*simHost
-	calm     bool
-	calms    int
+	// holders has the host of each claim, by family and fence. before is the last snapshot of a family's last life.
+	holders map[string]map[uint64]string
+	before  map[string]int
+	deleted map[string]bool
+	orphans map[string]bool // put after their upload was given up
+	hosts   [simHosts]*simHost
+	calm    bool
+	calms   int
 	// wild means that clocks are so wrong that a sandbox may run twice. All else must hold.
 	wild bool
 	// narrow means that clocks are as wrong as they may be, and networks worse.
@@ -122,6 +125,8 @@ type simHost struct {
 	procsUp  []*proc       // more than one if two have the same name
 	procs    int
 	formerly string
+	// fences is what the host has claimed, as it knows.
+	fences map[string]uint64
 }
 
 // A proc is a process of a host.
@@ -355,8 +360,13 @@ func (w *world) changed(id string, body []byte) {
 			w.fail("%s: the head %q is not kept", id, f.Head)
 		case ordinal(f.Head) < ordinal(old.Head) && !f.Deleted:
 			w.fail("%s: the head %q after %q", id, f.Head, old.Head)
-		case old.Deleted && !f.Deleted:
+		case old.Deleted && !f.Deleted && (f.Holder == nil || f.Head != "" || f.Fence <= old.Fence):
 			w.fail("%s: it has come back", id)
+		case old.Deleted && !f.Deleted:
+			w.mu.Lock()
+			w.acked[id], w.before[id] = 0, w.snapshot
+			w.stats["revived"]++
+			w.mu.Unlock()
 		}
 		if f.Holder != nil && (old.Holder == nil || *old.Holder != *f.Holder) && f.Fence <= old.Fence {
 			w.fail("%s: a claim has not made the fence grow", id)
@@ -371,7 +381,30 @@ func (w *world) changed(id string, body []byte) {
 		w.fail("%s: the head is %q, and %d was committed", id, f.Head, w.acked[id])
 	}
 	w.families[id] = f
+	if f.Holder != nil {
+		if w.holders[id] == nil {
+			w.holders[id] = map[uint64]string{}
+		}
+		w.holders[id][f.Fence] = f.Holder.Host
+	}
 	w.check()
+}
+
+// follows checks what a claim says of whether others were in between.
+func (w *world) follows(h *simHost, c *ledger.Claim) {
+	w.mu.Lock()
+	last := h.fences[c.Family()]
+	h.fences[c.Family()] = c.Fence()
+	w.mu.Unlock()
+	if !c.Follows(last) {
+		w.count("interrupted")
+		return
+	}
+	for fence := last + 1; fence < c.Fence(); fence++ {
+		if other := w.holders[c.Family()][fence]; other != h.name {
+			w.fail("%s: the claim %d of %s follows %d, and %s had %d", c.Family(), c.Fence(), h.name, last, other, fence)
+		}
+	}
 }
 
 // check checks that nothing is missing that a kept snapshot needs.
@@ -537,6 +570,7 @@ func (w *world) run(steps int) {
 func simulate(t *testing.T, seed uint64, steps int) *world {
 	w := &world{
 		seed: seed, wild: seed%4 == 3, narrow: seed%4 == 1, rng: rand.New(rand.NewPCG(seed, 1)), runs: map[string][]running{}, acked: map[string]int{},
+		holders: map[string]map[uint64]string{}, before: map[string]int{},
 		objects: map[string][]byte{}, families: map[string]*ledger.Family{}, orphans: map[string]bool{}, deleted: map[string]bool{}, stats: map[string]int{},
 	}
 	synctest.Test(t, func(*testing.T) {
@@ -544,7 +578,7 @@ func simulate(t *testing.T, seed uint64, steps int) *world {
 			w.names[i] = fmt.Sprintf("f%d-0", i)
 		}
 		for i := range w.hosts {
-			w.hosts[i] = &simHost{name: fmt.Sprintf("h%d", i), index: i}
+			w.hosts[i] = &simHost{name: fmt.Sprintf("h%d", i), index: i, fences: map[string]uint64{}}
 			w.start(w.hosts[i])
 		}
 		w.at(simTTL, w.gremlin)
@@ -654,8 +688,13 @@ func (p *proc) main(formerly string, seed uint64) {
 			continue
 		}
 		p.w.count("sessions")
+		goesOn := s.Incarnation() == formerly
 		formerly = s.Incarnation()
 		p.h.formerly = formerly
+		if goesOn {
+			p.w.count("sessions gone on with")
+			p.settle(context.WithValue(ctx, labelKey{}, "settle"), l, s)
+		}
 		var workers sync.WaitGroup
 		for i := range simWorkers {
 			seed += 2
@@ -669,6 +708,28 @@ func (p *proc) main(formerly string, seed uint64) {
 		}
 		workers.Wait()
 		ledger.Kill(s)
+	}
+}
+
+// settle gives up what a session holds that another process has begun.
+func (p *proc) settle(ctx context.Context, l *ledger.Ledger, s *ledger.Session) {
+	p.w.mu.Lock()
+	families := slices.Sorted(maps.Keys(p.w.families))
+	p.w.mu.Unlock()
+	for _, id := range families {
+		for s.Err() == nil && !p.dead {
+			f, err := l.Family(ctx, id)
+			if err == nil && (f.Holder == nil || f.Holder.Incarnation != s.Incarnation()) {
+				break
+			}
+			c, err := s.Claim(ctx, id)
+			if err == nil {
+				p.w.follows(p.h, c)
+				_ = c.Release(ctx) // or the session tries on
+				break
+			}
+			_ = p.Sleep(ctx, time.Second)
+		}
 	}
 }
 
@@ -734,7 +795,9 @@ func (k *worker) work(ctx context.Context) {
 	keen := k.rng.IntN(3) == 0 // to see the holder's last sign of life as soon as it is there
 	for try := k.rng.IntN(6); ; try-- {
 		short, cancel := k.impatient(ctx)
-		c, err = k.s.Claim(short, family)
+		if c, err = k.s.Claim(short, family); errors.Is(err, ledger.ErrDeleted) && k.rng.IntN(2) == 0 {
+			c, err = k.s.Create(short, family)
+		}
 		cancel()
 		if !errors.As(err, &held) || held.Wait <= 0 || try <= 0 || k.s.Err() != nil {
 			break
@@ -769,6 +832,7 @@ func (k *worker) work(ctx context.Context) {
 		return
 	}
 	w.count("claims")
+	w.follows(k.p.h, c)
 	w.mu.Lock()
 	w.claimed[i] = w.now
 	w.mu.Unlock()
@@ -890,7 +954,9 @@ func (k *worker) push(ctx context.Context, c *ledger.Claim, release bool) bool {
 		if err == nil {
 			w.count("commits")
 			w.mu.Lock()
-			w.acked[c.Family()] = max(w.acked[c.Family()], ordinal(id))
+			if n := ordinal(id); n > w.before[c.Family()] {
+				w.acked[c.Family()] = max(w.acked[c.Family()], n)
+			}
 			w.mu.Unlock()
 			return true
 		}
@@ -958,7 +1024,7 @@ func TestSim_hosts_that_fail_lose_no_sandbox_and_run_none_twice(t *testing.T) {
 		done += simSteps
 	}
 	t.Log(stats)
-	for _, what := range []string{"claims", "claims failed", "held", "commits", "deletes", "loans", "condemned", "removes", "sessions"} {
+	for _, what := range []string{"claims", "claims failed", "held", "commits", "deletes", "loans", "condemned", "removes", "sessions", "sessions gone on with", "revived", "interrupted"} {
 		if stats[what] == 0 && steps >= 100_000 {
 			t.Errorf("the simulation has no %s", what)
 		}
