@@ -28,7 +28,7 @@ func open(t *testing.T, dir string) (*ledger.Ledger, blob.Store) {
 	t.Helper()
 	store, err := blob.OpenDir(dir)
 	must(t, err)
-	l, err := ledger.Open(store, ledger.Options{TTL: time.Second})
+	l, err := ledger.Open(store, ledger.Options{TTL: ttl})
 	must(t, err)
 	return l, store
 }
@@ -103,40 +103,39 @@ func TestA_sandbox_moves_to_another_host_when_it_is_released(t *testing.T) {
 }
 
 func TestA_dead_hosts_sandbox_is_claimed_after_its_time_to_live(t *testing.T) {
-	dir := t.TempDir()
-	l, store := open(t, dir)
-
-	a, err := l.Join(t.Context(), "a", "")
-	must(t, err)
-	c := claim(t, a, "box")
-	push(t, store, c, "s1", ledger.Needs{Fresh: []string{"u1"}}, false)
-	must(t, c.Intend(t.Context(), "s2", ledger.Needs{Fresh: []string{"u2"}, Reused: []string{"u1"}}))
-	ledger.Kill(a)
-	l2, _ := open(t, dir)
-	b := join(t, l2, "b")
-	for {
-		var held *ledger.HeldError
-		d, err := b.Claim(t.Context(), "box")
-		if errors.As(err, &held) {
-			if a.Err() == nil && held.Wait <= 0 {
-				t.Fatal("no time to wait for a living host")
-			}
-			time.Sleep(held.Wait)
-			continue
-		}
+	timed(t, func(t *testing.T, open func() *ledger.Ledger, store *store) {
+		a, err := open().Join(t.Context(), "a", "")
 		must(t, err)
-		want(t, "the dead host's session", a.Err(), ledger.ErrLost)
-		if d.Head() != "s1" {
-			t.Errorf("the head is %q", d.Head())
+		c := claim(t, a, "box")
+		push(t, store, c, "s1", ledger.Needs{Fresh: []string{"u1"}}, false)
+		must(t, c.Intend(t.Context(), "s2", ledger.Needs{Fresh: []string{"u2"}, Reused: []string{"u1"}}))
+		ledger.Kill(a)
+		l2 := open()
+		b := join(t, l2, "b")
+		for {
+			var held *ledger.HeldError
+			d, err := b.Claim(t.Context(), "box")
+			if errors.As(err, &held) {
+				if a.Err() == nil && held.Wait <= 0 {
+					t.Fatal("no time to wait for a living host")
+				}
+				time.Sleep(held.Wait)
+				continue
+			}
+			must(t, err)
+			want(t, "the dead host's session", a.Err(), ledger.ErrLost)
+			if d.Head() != "s1" {
+				t.Errorf("the head is %q", d.Head())
+			}
+			break
 		}
-		break
-	}
-	must(t, l2.Collect(t.Context(), "box", deletes(store)))
-	f, err := l2.Family(t.Context(), "box")
-	must(t, err)
-	if len(f.Snapshots) != 1 || !there(t, store, "box/u1") {
-		t.Errorf("%+v", f)
-	}
+		must(t, l2.Collect(t.Context(), "box", deletes(store)))
+		f, err := l2.Family(t.Context(), "box")
+		must(t, err)
+		if len(f.Snapshots) != 1 || !there(t, store, "box/u1") {
+			t.Errorf("%+v", f)
+		}
+	})
 }
 
 func TestUploads_are_deleted_when_no_snapshot_needs_them(t *testing.T) {
@@ -266,49 +265,51 @@ func (s *late) Swap(ctx context.Context, key string, old blob.Version, body []by
 }
 
 func TestA_claim_that_comes_after_its_caller_gave_up_is_released(t *testing.T) {
-	dir := t.TempDir()
-	_, store := open(t, dir)
-	slow := &late{Store: store, done: make(chan struct{})}
-	l, err := ledger.Open(slow, ledger.Options{TTL: time.Second})
-	must(t, err)
-	a := join(t, l, "a")
-	slow.armed.Store(true)
-	ctx, cancel := context.WithCancel(t.Context())
-	time.AfterFunc(50*time.Millisecond, cancel)
-	if _, err := a.Claim(ctx, "box"); !errors.Is(err, context.Canceled) {
-		t.Fatal(err)
-	}
-	<-slow.done
-	l2, _ := open(t, dir)
-	b := join(t, l2, "b")
-	for {
-		var held *ledger.HeldError
-		_, err := b.Claim(t.Context(), "box")
-		if !errors.As(err, &held) {
-			must(t, err)
-			break
+	timed(t, func(t *testing.T, open func() *ledger.Ledger, store *store) {
+		slow := &late{Store: store, done: make(chan struct{})}
+		l, err := ledger.Open(slow, ledger.Options{TTL: ttl, Clock: bubble{time.Now()}})
+		must(t, err)
+		a := join(t, l, "a")
+		slow.armed.Store(true)
+		ctx, cancel := context.WithCancel(t.Context())
+		time.AfterFunc(50*time.Millisecond, cancel)
+		if _, err := a.Claim(ctx, "box"); !errors.Is(err, context.Canceled) {
+			t.Fatal(err)
 		}
-		must(t, a.Err()) // alive, and so it is for it to release
-		time.Sleep(10 * time.Millisecond)
-	}
+		<-slow.done
+		b := join(t, open(), "b")
+		for {
+			var held *ledger.HeldError
+			_, err := b.Claim(t.Context(), "box")
+			if !errors.As(err, &held) {
+				must(t, err)
+				break
+			}
+			must(t, a.Err()) // alive, and so it is for it to release
+			time.Sleep(10 * time.Millisecond)
+		}
+	})
 }
 
 func TestA_host_name_is_for_one_process(t *testing.T) {
-	dir := t.TempDir()
-	l, _ := open(t, dir)
-	a := join(t, l, "a")
-	l2, _ := open(t, dir)
-	_, err := l2.Join(t.Context(), "a", "another")
-	want(t, "a second process", err, ledger.ErrHostInUse)
-	must(t, a.Err())
-	ledger.Kill(a)
-	b, err := l2.Join(t.Context(), "a", a.Incarnation())
-	must(t, err)
-	must(t, b.Leave(t.Context()))
-	want(t, "after leaving", b.Err(), ledger.ErrLost)
-	c, err := l.Join(t.Context(), "a", "")
-	must(t, err)
-	must(t, c.Leave(t.Context()))
+	timed(t, func(t *testing.T, open func() *ledger.Ledger, _ *store) {
+		l, l2 := open(), open()
+		a := join(t, l, "a")
+		_, err := l2.Join(t.Context(), "a", "another")
+		want(t, "a second process", err, ledger.ErrHostInUse)
+		must(t, a.Err())
+		ledger.Kill(a)
+		b, err := l2.Join(t.Context(), "a", a.Incarnation())
+		must(t, err)
+		must(t, b.Leave(t.Context()))
+		want(t, "after leaving", b.Err(), ledger.ErrLost)
+		c, err := l.Join(t.Context(), "a", a.Incarnation())
+		must(t, err)
+		if c.Incarnation() == a.Incarnation() {
+			t.Error("it goes on with a session that was left")
+		}
+		must(t, c.Leave(t.Context()))
+	})
 }
 
 func TestA_snapshot_that_too_many_borrow_is_lent_for_good(t *testing.T) {
