@@ -150,6 +150,11 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 	if err := p.stillMeant(o); err != nil {
 		return err
 	}
+	ctx, low, unlease, err := p.leased(ctx)
+	if err != nil {
+		return p.notStarted(err)
+	}
+	defer unlease()
 	// The caller kills a process whose report it does not want, and with it the memory of a VM that is awake by then.
 	// So a start that nobody waits for fails by itself, and the VM sleeps on.
 	wanted, cancel := context.WithCancelCause(ctx)
@@ -243,7 +248,10 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 		p.background.Go(func() { p.meterEgress(lasting) })
 	}
 	if o.terminated != nil {
-		p.background.Go(func() { p.sleepOnTerminate(lasting, o.terminated) })
+		p.background.Go(func() { p.sleepOnTerminate(lasting, o.terminated, "its process was told to end", toldHooks) })
+	}
+	if low != nil {
+		p.background.Go(func() { p.sleepOnTerminate(lasting, low, "its host loses its claim on it", leaseHooks) })
 	}
 	// Leave a VM that has just come back alone, unless its stack is far too long.
 	if long || p.quota.joining {

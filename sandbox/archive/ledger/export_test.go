@@ -3,10 +3,7 @@ package ledger
 import "time"
 
 // Kill ends what a session does in the background, as the death of its process would.
-func Kill(s *Session) {
-	s.cancel()
-	s.wait.Wait()
-}
+func Kill(s *Session) { s.Close() }
 
 // Replace makes what is random reproducible.
 func Replace(l *Ledger, id func() string) {

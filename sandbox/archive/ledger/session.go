@@ -228,14 +228,19 @@ func (s *Session) renew(ctx context.Context) bool {
 	return false
 }
 
+// Close stops renewing the session, which lasts until its deadline. A later process may go on with it: see Join.
+func (s *Session) Close() {
+	s.cancel()
+	s.wait.Wait()
+}
+
 // Leave ends the session, so that nobody has to wait for its end. What it has claimed must have stopped before. If it
 // fails the session is over nevertheless, and others wait until they see that.
 func (s *Session) Leave(ctx context.Context) error {
 	s.mu.Lock()
 	s.lose()
 	s.mu.Unlock()
-	s.cancel()
-	s.wait.Wait()
+	s.Close()
 	var err error
 	for failed := 0; ; {
 		s.counter++

@@ -181,6 +181,15 @@ func TestHost_that_comes_back_goes_on_with_its_session_unless_that_was_ended(t *
 		}
 		want(t, "the former process's claim", c.Commit(t.Context(), "s", true), ledger.ErrReleased)
 		ledger.Kill(a2)
+		a2, err = open().Join(t.Context(), "a", a.Incarnation())
+		must(t, err)
+		if d = claim(t, a2, "box"); !d.Follows(c.Fence()) {
+			t.Error("a claim of the same session was in between, and counts as another's")
+		}
+		ledger.Kill(a2)
+		if _, err := b.Claim(t.Context(), "box"); !errors.As(err, &held) {
+			t.Fatal(err)
+		}
 		time.Sleep(ledger.Waits(ttl))
 		e := claim(t, b, "box")
 		a3 := join(t, open(), "a")
@@ -235,5 +244,71 @@ func TestRenewal_whose_answer_is_lost_does_not_prolong_the_session(t *testing.T)
 			t.Error("it is not renewed when answers come again")
 		}
 		must(t, s.Err())
+	})
+}
+
+func TestClaim_is_not_sent_when_the_session_has_ended_meanwhile(t *testing.T) {
+	timed(t, func(t *testing.T, open func() *ledger.Ledger, st *store) {
+		l := open()
+		s := join(t, l, "a")
+		st.set(2*ttl, nil) // the load takes longer than the session
+		_, err := s.Claim(t.Context(), "box")
+		want(t, "the claim", err, ledger.ErrLost)
+		st.set(0, nil)
+		_, err = l.Family(t.Context(), "box")
+		want(t, "its sandbox", err, ledger.ErrNotFound)
+	})
+}
+
+func TestHost_whose_record_is_missing_is_waited_for_as_long_as_any(t *testing.T) {
+	timed(t, func(t *testing.T, open func() *ledger.Ledger, st *store) {
+		a, err := open().Join(t.Context(), "a", "")
+		must(t, err)
+		claim(t, a, "box")
+		ledger.Kill(a)
+		must(t, st.Delete(t.Context(), "hosts/a"))
+		b := join(t, open(), "b")
+		var held *ledger.HeldError
+		if _, err := b.Claim(t.Context(), "box"); !errors.As(err, &held) || held.Wait != ledger.Waits(time.Hour) {
+			t.Errorf("%+v, %v", held, err)
+		}
+	})
+}
+
+// once is a store whose next swap of a host fails, after something else has happened.
+type once struct {
+	*store
+	first func()
+}
+
+func (s *once) Swap(ctx context.Context, key string, old blob.Version, body []byte) (blob.Version, error) {
+	if do := s.first; do != nil {
+		s.first = nil
+		do()
+		return "", errors.New("the network has failed")
+	}
+	return s.store.Swap(ctx, key, old, body)
+}
+
+func TestSession_that_was_ended_while_a_host_came_back_does_not_go_on(t *testing.T) {
+	timed(t, func(t *testing.T, open func() *ledger.Ledger, st *store) {
+		a, err := open().Join(t.Context(), "a", "")
+		must(t, err)
+		claim(t, a, "box")
+		ledger.Kill(a)
+		b := join(t, open(), "b")
+		var held *ledger.HeldError
+		if _, err := b.Claim(t.Context(), "box"); !errors.As(err, &held) {
+			t.Fatal(err)
+		}
+		time.Sleep(held.Wait)
+		l, err := ledger.Open(&once{st, func() { claim(t, b, "box") }}, ledger.Options{TTL: ttl, Clock: bubble{time.Now()}})
+		must(t, err)
+		again, err := l.Join(t.Context(), "a", a.Incarnation())
+		must(t, err)
+		defer ledger.Kill(again)
+		if again.Incarnation() == a.Incarnation() {
+			t.Error("it goes on with a session that another host has ended")
+		}
 	})
 }
