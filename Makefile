@@ -195,12 +195,13 @@ test-mcp:
 	@npm install --silent --no-save --prefix .cache/mcp @modelcontextprotocol/sdk@1.32.2
 	@DROWSE_TEST_NPM=$(CURDIR)/.cache/mcp go test -count 1 -run TestMCP ./cmd/drowse
 
-# test-scale tests stores of objects, and archives in them, on a real S3 server behind a bad network.
+# test-scale tests stores of objects, archives and hosts that share sandboxes in them, on a real S3 server behind a bad network. Hosts are
+# killed KILLS times, on a directory and on the server.
 VERSITYGW ?= v1.8.0
 .PHONY: test-scale
 test-scale: check-go
 	@GOBIN=$(CURDIR)/.cache/bin go install github.com/versity/versitygw/cmd/versitygw@$(VERSITYGW)
-	DROWSE_TEST_VERSITYGW=$(CURDIR)/.cache/bin/versitygw CGO_ENABLED=0 $(GO_TEST) -count 1 -timeout 10m -tags versitygw -v -run 'TestStore_|behind_a_network' ./sandbox/blob/s3 ./sandbox/archive
+	DROWSE_TEST_VERSITYGW=$(CURDIR)/.cache/bin/versitygw DROWSE_TEST_CLUSTER_KILLS=$(or $(KILLS),200) CGO_ENABLED=0 $(GO_TEST) -count 1 -timeout 60m -tags versitygw -v -run 'TestStore_|behind_a_network|TestCrash' ./sandbox/blob/s3 ./sandbox/archive ./sandbox/cluster
 
 # test-api sends the HTTP API requests made from its document: `make test-api REQUESTS=100000 SEED=7`.
 REQUESTS ?= 20000

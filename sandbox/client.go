@@ -588,6 +588,9 @@ func (s *Host) Clone(ctx context.Context, snapshotID string, o CloneOptions) (b 
 // disk and services are those of that time; the policy stays. The caller can undo this: see state.Store.RestoreTo.
 // If the sandbox runs, Rewind returns ErrRunning.
 func (b *Sandbox) Rewind(ctx context.Context, snapshotID string) error {
+	if err := b.host.claim(ctx, b.name); err != nil {
+		return err
+	}
 	_, err := b.host.State.RestoreTo(ctx, b.name, snapshotID)
 	return err
 }
@@ -651,6 +654,20 @@ func (b *Sandbox) Info(ctx context.Context) (info control.Info, err error) {
 // deleting the previous sleep, are in the result's Problem, and the next sweep handles them.
 func (b *Sandbox) Sleep(ctx context.Context, o SleepOptions) (res spec.SleepResult, err error) {
 	s, name := b.host, b.name
+	if o.Durable {
+		if s.Cluster == nil {
+			return res, fmt.Errorf("%w: putting %s to sleep durably: this host is in no cluster: run `drowse serve --cluster` here", spec.ErrInvalid, name)
+		}
+		if r, err := s.State.Get(name); err != nil || r.Phase != state.Asleep {
+			o.Durable = false
+			if res, err = b.Sleep(ctx, o); err != nil {
+				return res, err
+			}
+		} else {
+			res = lastSleep(r)
+		}
+		return res, s.Cluster.Publish(ctx, name)
+	}
 	ctx, ended := s.begin(ctx, control.OpSleep, name)
 	defer func() { ended(control.Operation{Saved: res, Err: err}) }()
 	if err := o.Hooks.Validate(); err != nil {

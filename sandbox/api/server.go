@@ -301,7 +301,11 @@ func (s *Server) answer(rt route) http.Handler {
 			return
 		}
 		if name := r.PathValue("name"); name != "" && !rt.checksOwner {
-			if err := s.reaches(CallerOf(r.Context()), name); err != nil {
+			err := s.claim(r.Context(), rt, name)
+			if err == nil {
+				err = s.reaches(CallerOf(r.Context()), name)
+			}
+			if err != nil {
 				s.refuse(w, r, fleet.Fail(rt.op, name, err))
 				return
 			}

@@ -318,7 +318,7 @@ func (n *Node) look(ctx context.Context) error {
 					seen[name] = stamp
 				default:
 					n.log.Warn("publishing a sandbox", "sandbox", name, "error", err)
-					if errors.Is(err, spec.ErrInvalid) || errors.Is(err, spec.ErrExists) {
+					if errors.Is(err, spec.ErrInvalid) || errors.Is(err, spec.ErrExists) || errors.Is(err, spec.ErrElsewhere) {
 						seen[name] = stamp // until something changes
 					} else {
 						retry[name] = time.Now().Add(min(retryAfter, n.o.TTL))
@@ -397,6 +397,19 @@ func (n *Node) settle(ctx context.Context, name string) error {
 		err = nil
 	}
 	return err
+}
+
+// PublishAll publishes the shared sandboxes that sleep, before a host ends.
+func (n *Node) PublishAll(ctx context.Context) error {
+	due, err := n.due(map[string]string{})
+	errs := []error{err}
+	for name := range due {
+		if ctx.Err() != nil {
+			return errors.Join(append(errs, context.Cause(ctx))...)
+		}
+		errs = append(errs, n.settle(ctx, name))
+	}
+	return errors.Join(errs...)
 }
 
 // forget gives up what this host may hold of a sandbox that it does not have.

@@ -67,6 +67,12 @@ func (n *Node) isWanted(name string) bool {
 
 // known returns sandbox.ErrNotFound if the cluster has no sandbox of that name, and what may says of one that it has.
 func (n *Node) known(ctx context.Context, name string, may func(spec.Metadata) error) error {
+	select {
+	case n.pulls <- struct{}{}:
+		defer func() { <-n.pulls }()
+	case <-ctx.Done():
+		return fmt.Errorf("looking for %s: %w", name, context.Cause(ctx))
+	}
 	f, err := n.ledger.Family(ctx, name)
 	if errors.Is(err, ledger.ErrNotFound) || err == nil && (f.Deleted || f.Head == "") {
 		return fmt.Errorf("%w: %s: neither this host nor its cluster has it", sandbox.ErrNotFound, name)

@@ -26,7 +26,13 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) {
+	if os.Getenv(childState) != "" {
+		child()
+		return
+	}
+	goleak.VerifyTestMain(m)
+}
 
 func must(t testing.TB, err error) {
 	t.Helper()

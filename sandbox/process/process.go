@@ -616,7 +616,7 @@ func (p *process) report() control.Report {
 func (p *process) wait(ctx context.Context) error {
 	select {
 	case <-ctx.Done():
-		p.log.Info("told to stop")
+		p.log.Info("told to stop", "why", context.Cause(ctx))
 		p.ends(events.Killed)
 		p.in.Machine().Fail(control.ErrStopped)
 	case <-p.in.Machine().Done():
@@ -639,6 +639,13 @@ func (p *process) wait(ctx context.Context) error {
 		return err
 	}
 	err = p.close()
+	if errors.Is(context.Cause(ctx), spec.ErrUnclaimed) {
+		// Whatever uses it next boots it with its disk, if no other host has claimed it.
+		p.r.Phase, p.r.PID, p.r.Problem = state.Crashed, 0, context.Cause(ctx).Error()
+		err = errors.Join(err, p.store.Save(p.r))
+		p.tellAs(events.Killed, events.Crashed, events.Details{Problem: p.r.Problem})
+		return err
+	}
 	p.r.Phase, p.r.PID = state.Stopped, 0
 	p.r.Exit = &state.ExitRecord{Reason: string(x.Reason), Detail: x.Detail, Time: time.Now().UTC()}
 	if err = errors.Join(err, p.store.Save(p.r)); err != nil {

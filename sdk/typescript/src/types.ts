@@ -1202,6 +1202,7 @@ export type SignalRequest = {
 };
 
 export type SleepRequest = {
+  durable?: boolean;
   hooks?: "" | "require" | "ignore" | "skip";
 };
 

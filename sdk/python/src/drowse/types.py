@@ -1400,6 +1400,7 @@ SignalRequest = TypedDict("SignalRequest", {
 })
 
 SleepRequest = TypedDict("SleepRequest", {
+    "durable": NotRequired["bool"],
     "hooks": NotRequired['Literal["", "require", "ignore", "skip"]'],
 })
 
