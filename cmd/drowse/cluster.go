@@ -44,8 +44,8 @@ func (f *clusterFlags) check() error {
 
 var notInHostName = regexp.MustCompile(`[^A-Za-z0-9._-]+`)
 
-// join makes a host one of its cluster. run is the node's life: nil without a cluster. It goes on until leave is called,
-// which first publishes what sleeps.
+// join makes a host one of its cluster. run is the node's life: nil without a cluster. It goes on until leave is
+// called, which first publishes what sleeps.
 func (f *clusterFlags) join(ctx context.Context, a *app, h *sandbox.Host) (joined *sandbox.Host, run func() error, leave func(), err error) {
 	if f.in == "" {
 		return h, nil, func() {}, nil
@@ -61,6 +61,7 @@ func (f *clusterFlags) join(ctx context.Context, a *app, h *sandbox.Host) (joine
 	if err != nil {
 		return nil, nil, nil, err
 	}
+	a.log.Info("joining the cluster: after a boot it takes half a minute", "host", name)
 	n, err := cluster.Join(ctx, h, cluster.Options{Store: store, Name: name, All: f.all, Log: a.log})
 	if err != nil {
 		done()

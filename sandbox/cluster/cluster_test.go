@@ -2,10 +2,13 @@ package cluster_test
 
 import (
 	"errors"
+	"os"
+	"path/filepath"
 	"testing"
 	"time"
 
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/archive/ledger"
 	"github.com/drowse-vm/drowse/sandbox/cluster"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
@@ -160,6 +163,28 @@ func TestSandbox_that_cannot_be_shared_is_refused(t *testing.T) {
 	b.counts("box", "1") // it is b's own
 	_, err = cluster.Join(t.Context(), a.bare, cluster.Options{Store: store, Name: "c"})
 	want(t, "a second node", err, spec.ErrServed)
+	a.stop()
+	_, err = cluster.Join(t.Context(), a.bare, cluster.Options{Store: dir(t), Name: "a"})
+	want(t, "another cluster", err, spec.ErrInvalid)
+}
+
+// A copy of a state directory must not run what the original runs.
+func TestCopy_of_a_hosts_directory_does_not_take_its_session(t *testing.T) {
+	store := dir(t)
+	a := newHost(t, "a", store, cluster.Options{TTL: 5 * time.Second})
+	a.create("box")
+	a.sleep("box")
+	a.counts("box", "1")
+	other := newHost(t, "b", store, cluster.Options{})
+	other.stop()
+	for _, file := range []string{"cluster/node.json", "cluster/claims/box.json"} {
+		text, err := os.ReadFile(filepath.Join(a.State.Dir(), file))
+		must(t, err)
+		must(t, os.WriteFile(filepath.Join(other.State.Dir(), file), text, 0o600))
+	}
+	_, err := cluster.Join(t.Context(), other.bare, cluster.Options{Store: store, Name: "a", TTL: 5 * time.Second})
+	want(t, "the copy", err, ledger.ErrHostInUse)
+	a.counts("box", "2")
 }
 
 // A policy that was changed while a sandbox slept is in force wherever it wakes once that is published.

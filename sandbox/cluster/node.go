@@ -11,6 +11,7 @@ package cluster
 
 import (
 	"context"
+	"crypto/rand"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -159,22 +160,51 @@ func (n *Node) join(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if was.Name != n.o.Name {
-		if was.Session = ""; was.Name != "" {
-			n.log.Warn("this host had another name: what it has claimed under that is free when its session has ended", "name", was.Name)
-		}
+	id, err := n.id(ctx)
+	if err != nil {
+		return fmt.Errorf("joining the cluster: %w", err)
+	}
+	if was.Cluster != "" && was.Cluster != id {
+		return fmt.Errorf("%w: joining the cluster: this host has shared sandboxes in another store: use that one, or another state directory", spec.ErrInvalid)
+	}
+	place := n.dir.Place()
+	if was.Name != n.o.Name || was.Place != place || place == "" {
+		// After a boot nothing runs, and a copy of the directory must not take the session of the one that it was made of.
+		was.Session = ""
 	}
 	s, err := n.ledger.Join(ctx, n.o.Name, was.Session)
 	if err != nil {
 		return fmt.Errorf("joining the cluster: %w", err)
 	}
-	if err := n.dir.SetNode(lease.Node{Name: n.o.Name, Session: s.Incarnation()}); err != nil {
+	if err := n.dir.SetNode(lease.Node{Name: n.o.Name, Session: s.Incarnation(), Place: place, Cluster: id}); err != nil {
 		return errors.Join(err, s.Leave(ctx))
 	}
 	n.mu.Lock()
 	n.session, n.claims = s, map[string]*ledger.Claim{}
 	n.mu.Unlock()
 	return n.extend(s)
+}
+
+// idKey is the object that tells a cluster's store from others.
+const idKey = "cluster"
+
+// id returns the id of the cluster, which its first host gives it.
+func (n *Node) id(ctx context.Context) (string, error) {
+	const tries, size = 3, 26
+	for try := 1; ; try++ {
+		id, _, err := n.store.Load(ctx, idKey, size)
+		if errors.Is(err, blob.ErrNotFound) {
+			fresh := rand.Text()
+			if _, err = n.store.Swap(ctx, idKey, "", []byte(fresh)); err == nil {
+				return fresh, nil
+			}
+		} else if err == nil {
+			return string(id), nil
+		}
+		if try == tries || ctx.Err() != nil {
+			return "", err
+		}
+	}
 }
 
 // extend writes the lease, which never goes back.

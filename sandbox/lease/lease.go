@@ -218,6 +218,20 @@ type Node struct {
 	Version int    `json:"version"`
 	Name    string `json:"name"`
 	Session string `json:"session"`
+	// Place is Dir.Place of whoever had the session: a copy of the directory does not go on with it.
+	Place string `json:"place"`
+	// Cluster is the id of the store where the host has shared its sandboxes.
+	Cluster string `json:"cluster"`
+}
+
+// Place names the directory on this boot of its host. It is empty if that cannot be known.
+func (d Dir) Place() string {
+	var st unix.Stat_t
+	boot := Boot()
+	if err := unix.Stat(string(d), &st); err != nil || boot == "" {
+		return ""
+	}
+	return fmt.Sprintf("%s %d %d", boot, st.Dev, st.Ino)
 }
 
 // Node returns who the host was; the zero value if it has never been one of a cluster.
