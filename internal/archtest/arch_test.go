@@ -172,7 +172,7 @@ var testsOf = map[string][]string{
 	// The tests check that it keeps what package fleet promises.
 	"sandbox/sandboxtest": {"sandbox/fleet/...", "sandbox/limits", "sandbox/lifetime", "sandbox/events"},
 	"sandbox/fleet":       {"guest"},
-	"sandbox/cluster":     {"sandbox/blob/s3", "sandbox/instance", "netpolicy", "guest"},
+	"sandbox/cluster":     {"sandbox/blob/s3", "sandbox/fleet", "sandbox/instance", "netpolicy", "guest"},
 	"sandbox/archive":     {"sandbox", "sandbox/blob/s3", "sandbox/instance", "sandbox/spec", "netpolicy", "guest"},
 	// The tests compare policies with the reference model, and test their parts together.
 	"netpolicy/link":      {"netpolicy/refmodel/...", "netpolicy/hostnet", "netpolicy/resolver"},

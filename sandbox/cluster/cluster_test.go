@@ -10,6 +10,8 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/archive/ledger"
 	"github.com/drowse-vm/drowse/sandbox/cluster"
+	"github.com/drowse-vm/drowse/sandbox/fleet"
+	"github.com/drowse-vm/drowse/sandbox/lease"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
@@ -200,4 +202,56 @@ func TestChange_of_a_sleeping_sandbox_is_published(t *testing.T) {
 	if m, err := b.State.Metadata("box"); err != nil || m.Purpose != "changed" {
 		t.Errorf("%+v, %v", m, err)
 	}
+}
+
+func TestSandbox_that_cannot_sleep_is_stopped_when_its_hosts_lease_ends(t *testing.T) {
+	store := dir(t)
+	o := cluster.Options{TTL: 4 * time.Second}
+	a, b := newHost(t, "a", store, o), newHost(t, "b", store, o)
+	a.create("box")
+	a.sleep("box")
+	a.counts("box", "1")
+	a.noSleep.Store(true)
+	a.stop()
+	l, err := lease.In(a.State.Dir()).Lease()
+	must(t, err)
+	eventually(t, "it is stopped", func() bool { return a.phase("box") == state.Crashed })
+	if lease.Now() < l.Until {
+		t.Error("it was stopped before its lease ended")
+	}
+	eventually(t, "b wakes it", func() bool { n, err := b.count("box"); return err == nil && n == "1" })
+}
+
+func TestSandbox_of_which_a_caller_may_know_nothing_stays_where_it_is(t *testing.T) {
+	store := dir(t)
+	a, b := newHost(t, "a", store, cluster.Options{}), newHost(t, "b", store, cluster.Options{})
+	a.create("box")
+	a.sleep("box")
+	no := errors.New("not his")
+	want(t, "the claim", b.node.Claim(t.Context(), "box", func(spec.Metadata) error { return no }), no)
+	if names, err := lease.In(b.State.Dir()).Names(); err != nil || len(names) > 0 || b.phase("box") != "" {
+		t.Errorf("b has %q, %v", names, err)
+	}
+	a.counts("box", "1")
+}
+
+// What a host knows of a sandbox that has gone on elsewhere must not end it.
+func TestSandbox_that_lasts_longer_by_another_host_is_not_removed_as_expired(t *testing.T) {
+	store := dir(t)
+	a, b := newHost(t, "a", store, cluster.Options{}), newHost(t, "b", store, cluster.Options{})
+	lasts := func(h *host, d time.Duration) {
+		t.Helper()
+		_, err := h.State.SetMetadata(t.Context(), "box", func(m *spec.Metadata, _ error) error { m.Expires = time.Now().Add(d); return nil })
+		must(t, err)
+	}
+	a.create("box")
+	a.sleep("box")
+	lasts(a, -time.Second)
+	must(t, a.node.Publish(t.Context(), "box"))
+	must(t, b.node.Claim(t.Context(), "box", nil))
+	lasts(b, time.Hour)
+	must(t, b.node.Publish(t.Context(), "box"))
+	_, err := fleet.New(a.Host, fleet.Options{}).Prune(t.Context(), false)
+	must(t, err)
+	b.counts("box", "1")
 }

@@ -375,15 +375,20 @@ func (n *Node) due(seen map[string]string) (due map[string]string, err error) {
 	due = map[string]string{}
 	stamps, err := n.state.FileStamps()
 	names, err2 := n.dir.Names()
+	shared := make(map[string]bool, len(names))
 	for _, name := range names {
+		shared[name] = true
 		if _, here := stamps[name]; !here {
 			due[name] = ""
 		}
 	}
 	for name, stamp := range stamps {
+		if !shared[name] && !n.o.All {
+			continue
+		}
 		c, err := n.dir.Claim(name)
 		switch {
-		case err != nil || c == nil && !n.o.All:
+		case err != nil:
 			continue
 		case c != nil && (c.Claiming || c.Held):
 		case stamp != "" && seen[name] == stamp:

@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -58,8 +59,9 @@ type host struct {
 	o     cluster.Options
 
 	*sandbox.Host
-	node *cluster.Node
-	stop func() // ends the node, as SIGTERM does
+	node    *cluster.Node
+	noSleep atomic.Bool // captures fail
+	stop    func()      // ends the node, as SIGTERM does
 }
 
 var commands = map[string]fakeguest.Command{
@@ -75,7 +77,13 @@ var commands = map[string]fakeguest.Command{
 
 func newHost(t testing.TB, name string, store blob.Store, o cluster.Options) *host {
 	t.Helper()
-	h := &host{t: t, name: name, vms: &sandboxtest.VMs{Commands: commands}, store: store, o: o}
+	h := &host{t: t, name: name, store: store, o: o}
+	h.vms = &sandboxtest.VMs{Commands: commands, Fail: func(op, _ string) error {
+		if op == "capture" && h.noSleep.Load() {
+			return errors.New("it cannot sleep")
+		}
+		return nil
+	}}
 	h.bare = h.vms.Host(t)
 	facts(t, h)
 	h.join()

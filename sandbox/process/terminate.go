@@ -3,6 +3,7 @@ package process
 import (
 	"context"
 	"errors"
+	"fmt"
 	"time"
 
 	"github.com/drowse-vm/drowse/sandbox/control"
@@ -83,12 +84,19 @@ func (p *process) leased(ctx context.Context) (leased, low context.Context, rele
 		look := min(leaseLook, ttl/50)
 		for until := lease.Now() + left; ; {
 			if now := lease.Now(); now >= until-ttl/3 {
-				if left, _, _, err = dir.Left(name); err != nil {
+				left, _, _, err := dir.Left(name)
+				switch {
+				case err == nil:
+					until = now + left
+				case now >= until && !errors.Is(err, spec.ErrUnclaimed):
+					err = fmt.Errorf("%w: %w", spec.ErrUnclaimed, err)
+					fallthrough
+				case errors.Is(err, spec.ErrUnclaimed):
 					p.log.Error("this host has no claim on it any more", "error", err)
 					end(err)
 					return
-				}
-				if until = now + left; left < ttl/3 {
+				} // or it cannot be read now
+				if until-now < ttl/3 {
 					warn()
 				}
 			}
