@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -28,6 +29,7 @@ type store struct {
 	mu    sync.Mutex
 	takes time.Duration
 	lost  error // what swaps return although they are done
+	down  atomic.Bool
 }
 
 func (s *store) set(takes time.Duration, lost error) {
@@ -52,6 +54,9 @@ func (s *store) Load(_ context.Context, key string, limit int64) (b []byte, v bl
 }
 
 func (s *store) Swap(_ context.Context, key string, old blob.Version, body []byte) (v blob.Version, err error) {
+	if s.down.Load() {
+		return "", errors.New("the store is down")
+	}
 	if lost := s.call(func() { v, err = s.Store.Swap(context.Background(), key, old, body) }); lost != nil {
 		return "", lost
 	}
@@ -311,4 +316,41 @@ func TestSession_that_was_ended_while_a_host_came_back_does_not_go_on(t *testing
 			t.Error("it goes on with a session that another host has ended")
 		}
 	})
+}
+
+func TestIntent_of_an_earlier_claim_is_not_committed(t *testing.T) {
+	l, _ := open(t, t.TempDir())
+	s := join(t, l, "a")
+	c := claim(t, s, "box")
+	must(t, c.Intend(t.Context(), "s1", ledger.Needs{Fresh: []string{"u1"}}))
+	must(t, c.Release(t.Context()))
+	want(t, "the commit", claim(t, s, "box").Commit(t.Context(), "s1", false), ledger.ErrSnapshot)
+}
+
+func TestRelease_that_fails_is_done_by_the_session(t *testing.T) {
+	timed(t, func(t *testing.T, open func() *ledger.Ledger, st *store) {
+		c := claim(t, join(t, open(), "a"), "box")
+		b := join(t, open(), "b")
+		st.down.Store(true)
+		if err := c.Release(t.Context()); err == nil {
+			t.Fatal("it did not fail")
+		}
+		st.down.Store(false)
+		time.Sleep(ttl)
+		claim(t, b, "box")
+	})
+}
+
+func TestFamily_has_another_counter_after_each_change(t *testing.T) {
+	l, _ := open(t, t.TempDir())
+	s := join(t, l, "a")
+	for i := range uint64(3) {
+		c := claim(t, s, "box")
+		f, err := l.Family(t.Context(), "box")
+		must(t, err)
+		if f.Counter != 2*i+1 {
+			t.Errorf("%d after %d changes", f.Counter, 2*i+1)
+		}
+		must(t, c.Release(t.Context()))
+	}
 }
