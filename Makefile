@@ -115,6 +115,11 @@ test-unit: check-go $(REPORT)
 	@unset CI DROWSE_TEST_STATE DROWSE_TEST_KERNEL_CACHE DROWSE_TEST_DEBIAN; \
 	$(GO_TEST) -json -short -p 4 -timeout 10m ./... | $(REPORT)
 
+# scale-sim simulates hosts that fail, with the ledger's own code, for many steps. SEED is that of the first 5,000.
+.PHONY: scale-sim
+scale-sim: check-go
+	DROWSE_SIM_STEPS=$(or $(STEPS),10000000) DROWSE_SIM_SEED=$(or $(SEED),1) $(GO_TEST) -count 1 -timeout 3h -v -run TestSim ./sandbox/archive/ledger
+
 # test-attacks runs the tests alone that do what an attacker would do, and says of each what came of it. `make test` runs and lists them as well.
 .PHONY: test-attacks
 test-attacks: test-state $(REPORT)
@@ -190,12 +195,13 @@ test-mcp:
 	@npm install --silent --no-save --prefix .cache/mcp @modelcontextprotocol/sdk@1.32.2
 	@DROWSE_TEST_NPM=$(CURDIR)/.cache/mcp go test -count 1 -run TestMCP ./cmd/drowse
 
-# test-scale tests stores of objects, and archives in them, on a real S3 server behind a bad network.
+# test-scale tests stores of objects, archives and hosts that share sandboxes in them, on a real S3 server behind a bad network. Hosts are
+# killed KILLS times, on a directory and on the server.
 VERSITYGW ?= v1.8.0
 .PHONY: test-scale
 test-scale: check-go
 	@GOBIN=$(CURDIR)/.cache/bin go install github.com/versity/versitygw/cmd/versitygw@$(VERSITYGW)
-	DROWSE_TEST_VERSITYGW=$(CURDIR)/.cache/bin/versitygw CGO_ENABLED=0 $(GO_TEST) -count 1 -timeout 10m -tags versitygw -v -run 'TestStore_|behind_a_network' ./sandbox/blob/s3 ./sandbox/archive
+	DROWSE_TEST_VERSITYGW=$(CURDIR)/.cache/bin/versitygw DROWSE_TEST_CLUSTER_KILLS=$(or $(KILLS),200) CGO_ENABLED=0 $(GO_TEST) -count 1 -timeout 60m -tags versitygw -v -run 'TestStore_|behind_a_network|TestCrash' ./sandbox/blob/s3 ./sandbox/archive ./sandbox/cluster
 
 # test-api sends the HTTP API requests made from its document: `make test-api REQUESTS=100000 SEED=7`.
 REQUESTS ?= 20000

@@ -17,6 +17,9 @@ const changePoll = 5 * time.Millisecond
 // change makes a lasting change to a VM. live has its process do that, if there is one; otherwise stored changes its
 // record. If the VM is just falling asleep, waking or ending, change tries again. It returns the previous record.
 func (b *Sandbox) change(ctx context.Context, doing string, live func() error, stored func(*state.Record) error) (*state.Record, error) {
+	if err := b.host.claim(ctx, b.name); err != nil {
+		return nil, err
+	}
 	for {
 		r, err := b.host.State.Get(b.name)
 		if err != nil {

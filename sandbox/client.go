@@ -1,6 +1,7 @@
 package sandbox
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -267,6 +268,9 @@ func (b *Sandbox) Start(ctx context.Context, o StartOptions) (rep control.Report
 	}
 	ctx, ended := s.begin(ctx, control.OpStart, name)
 	defer func() { ended(control.Operation{Report: rep, Err: err}) }()
+	if err := s.claim(ctx, name); err != nil {
+		return control.Report{}, err
+	}
 	if o.DiscardMemory {
 		if err := s.discardMemory(ctx, name); err != nil {
 			return control.Report{}, err
@@ -295,6 +299,9 @@ func (b *Sandbox) Start(ctx context.Context, o StartOptions) (rep control.Report
 
 // startAwake implements Start with Awake.
 func (b *Sandbox) startAwake(ctx context.Context) (rep control.Report, err error) {
+	if err := b.host.fetch(ctx, b.name); err != nil {
+		return rep, err
+	}
 	for {
 		r, err := b.host.State.Get(b.name)
 		if err != nil {
@@ -377,8 +384,18 @@ func (b *Sandbox) BringUp(ctx context.Context) (control.Report, error) {
 func (s *Host) wake(ctx context.Context, name string, hold *os.File, back bool) (rep control.Report, err error) {
 	ctx, ended := s.begin(ctx, control.OpWake, name)
 	defer func() { ended(control.Operation{Report: rep, Err: err}) }()
-	for {
+	if err := s.claim(ctx, name); err != nil {
+		return rep, err
+	}
+	for tries := 0; ; tries++ {
 		rep, err = s.wakeOnce(ctx, name, hold, back)
+		if errors.Is(err, spec.ErrUnclaimed) && s.Cluster != nil && tries < wakeTries {
+			// It was given up just now, since it slept.
+			if err := errors.Join(rest(ctx, unclaimedRest), s.claim(ctx, name)); err != nil {
+				return rep, err
+			}
+			continue
+		}
 		if !errors.Is(err, state.ErrBetween) {
 			return rep, err
 		}
@@ -387,6 +404,9 @@ func (s *Host) wake(ctx context.Context, name string, hold *os.File, back bool) 
 		}
 	}
 }
+
+// unclaimedRest is how long a wake waits that has met a sandbox as it was given up.
+const unclaimedRest = 50 * time.Millisecond
 
 func (s *Host) wakeOnce(ctx context.Context, name string, hold *os.File, back bool) (control.Report, error) {
 	r, err := s.State.Get(name)
@@ -518,6 +538,9 @@ type CloneOptions struct {
 	Metadata *spec.Metadata
 	// Report, if not nil, gets the report of the start.
 	Report *control.Report
+	// Moved, if not nil, is the sandbox that sleeps in the snapshot on another host: state.Record.Portable. Then Clone
+	// makes that sandbox itself, with Metadata, and leaves it asleep.
+	Moved *state.Record
 }
 
 // Clone makes a new sandbox from a snapshot. It has the memory, processes and files of the snapshot's VM, but its
@@ -538,6 +561,9 @@ func (s *Host) Clone(ctx context.Context, snapshotID string, o CloneOptions) (b 
 	id, err := s.State.FindSnapshot(snapshotID)
 	if err != nil {
 		return nil, err
+	}
+	if o.Moved != nil {
+		return s.Sandbox(o.Moved.Spec.Name), s.adopt(ctx, o.Moved, *cmp.Or(o.Metadata, &spec.Metadata{}), id)
 	}
 	r, err := s.cloneRecord(ctx, id, o.Name)
 	if err != nil {
@@ -562,6 +588,9 @@ func (s *Host) Clone(ctx context.Context, snapshotID string, o CloneOptions) (b 
 // disk and services are those of that time; the policy stays. The caller can undo this: see state.Store.RestoreTo.
 // If the sandbox runs, Rewind returns ErrRunning.
 func (b *Sandbox) Rewind(ctx context.Context, snapshotID string) error {
+	if err := b.host.claim(ctx, b.name); err != nil {
+		return err
+	}
 	_, err := b.host.State.RestoreTo(ctx, b.name, snapshotID)
 	return err
 }
@@ -625,6 +654,20 @@ func (b *Sandbox) Info(ctx context.Context) (info control.Info, err error) {
 // deleting the previous sleep, are in the result's Problem, and the next sweep handles them.
 func (b *Sandbox) Sleep(ctx context.Context, o SleepOptions) (res spec.SleepResult, err error) {
 	s, name := b.host, b.name
+	if o.Durable {
+		if s.Cluster == nil {
+			return res, fmt.Errorf("%w: putting %s to sleep durably: this host is in no cluster: run `drowse serve --cluster` here", spec.ErrInvalid, name)
+		}
+		if r, err := s.State.Get(name); err != nil || r.Phase != state.Asleep {
+			o.Durable = false
+			if res, err = b.Sleep(ctx, o); err != nil {
+				return res, err
+			}
+		} else {
+			res = lastSleep(r)
+		}
+		return res, s.Cluster.Publish(ctx, name)
+	}
 	ctx, ended := s.begin(ctx, control.OpSleep, name)
 	defer func() { ended(control.Operation{Saved: res, Err: err}) }()
 	if err := o.Hooks.Validate(); err != nil {
@@ -881,7 +924,7 @@ type DeleteOptions struct {
 func (b *Sandbox) Delete(ctx context.Context, o DeleteOptions) error {
 	if o.Force {
 		switch r, err := b.host.State.Get(b.name); {
-		case errors.Is(err, spec.ErrRecord):
+		case errors.Is(err, spec.ErrRecord), b.host.elsewhere(err):
 		case err != nil:
 			return err
 		case r.Phase == state.Running || r.Phase == state.Starting:
@@ -890,7 +933,10 @@ func (b *Sandbox) Delete(ctx context.Context, o DeleteOptions) error {
 			}
 		}
 	}
-	freed, err := b.host.State.Remove(ctx, b.name, o.Force)
+	shared, freed, err := b.host.unshare(ctx, b.name)
+	if !shared && err == nil {
+		freed, err = b.host.State.Remove(ctx, b.name, o.Force)
+	}
 	if o.Freed != nil {
 		*o.Freed = freed
 	}

@@ -8,6 +8,7 @@ import (
 
 	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/hosthooks"
+	"github.com/drowse-vm/drowse/sandbox/lease"
 	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
@@ -16,7 +17,11 @@ import (
 // at once. Any goroutine may call its methods and those of its sandboxes.
 type Host struct {
 	// State is the stored state: records, metadata, snapshots, volumes, events.
-	State     *state.Store
+	State *state.Store
+	// Cluster, if not nil, is this host among others with which it shares sandboxes: cluster.Node. It must not change
+	// once the host is in use.
+	Cluster lease.Cluster
+
 	launcher  pool.Launcher
 	observers []control.Observer
 }

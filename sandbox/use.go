@@ -27,7 +27,7 @@ func (b *Sandbox) Connect(ctx context.Context) (*guest.Client, error) {
 func inUse[T any](b *Sandbox, use, wake func() (*T, error)) (*T, error) {
 	for range wakeTries {
 		v, err := use()
-		if !errors.Is(err, ErrNotRunning) {
+		if !errors.Is(err, ErrNotRunning) && !b.host.elsewhere(err) {
 			return v, err
 		}
 		if v, err = wake(); v != nil || err != nil {

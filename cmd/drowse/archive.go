@@ -140,9 +140,19 @@ func copied(p *progress) archive.Progress {
 
 // openArchive opens an archive. A directory that is missing is made, or is an error: a misspelt one would look empty.
 func openArchive(in string, mayMake bool) (ar *archive.Archive, done func(), err error) {
-	switch {
-	case in == "":
+	if in == "" {
 		return nil, nil, usageError{fmt.Errorf("which archive: name it with --in, or in %s", archiveVariable)}
+	}
+	store, done, err := openBlobs(in, mayMake)
+	if err != nil {
+		return nil, nil, err
+	}
+	return archive.Open(store), done, nil
+}
+
+// openBlobs opens a store of objects.
+func openBlobs(in string, mayMake bool) (store blob.Store, done func(), err error) {
+	switch {
 	case strings.HasPrefix(in, "s3://"):
 		o, err := s3.Parse(in)
 		if err != nil {
@@ -152,7 +162,7 @@ func openArchive(in string, mayMake bool) (ar *archive.Archive, done func(), err
 		if err != nil {
 			return nil, nil, err
 		}
-		return archive.Open(s), s.Close, nil
+		return s, s.Close, nil
 	case strings.Contains(in, "://"):
 		return nil, nil, usageError{errors.New("an archive is s3://BUCKET/PREFIX or a directory")}
 	}
@@ -163,5 +173,5 @@ func openArchive(in string, mayMake bool) (ar *archive.Archive, done func(), err
 	if err != nil {
 		return nil, nil, err
 	}
-	return archive.Open(d), func() {}, nil
+	return d, func() {}, nil
 }

@@ -17,6 +17,12 @@ import (
 // awake connects to the agent of a VM. It wakes a sleeping VM first.
 func (a *app) awake(ctx context.Context, s *sandbox.Host, name string) (*guest.Client, error) {
 	c, err := s.Sandbox(name).Agent(ctx)
+	if s.Cluster != nil && errors.Is(err, sandbox.ErrNotFound) {
+		if err := s.Cluster.Claim(ctx, name, nil); err != nil {
+			return nil, err
+		}
+		c, err = s.Sandbox(name).Agent(ctx)
+	}
 	if !errors.Is(err, sandbox.ErrNotRunning) {
 		return c, err
 	}

@@ -34,6 +34,7 @@ func (a *app) serveCommand() *cobra.Command {
 		wire             e2bFlags
 		exit             exitFlags
 		hooks            webhookFlags
+		others           clusterFlags
 	)
 	cmd := &cobra.Command{
 		Use: "serve", Annotations: makesState, Short: "Run the supervisor: activation, timers, expiry, HTTP API, webhooks", Args: cobra.NoArgs,
@@ -52,6 +53,8 @@ connections that it carries end. With --on-exit sleep it puts all VMs to sleep f
   (docs/guides/web.md);
 - with --gateway, carries HTTP, WebSocket, gRPC and TLS connections to ports in sandboxes, and wakes
   them (docs/guides/access.md);
+- with --cluster, shares sandboxes with other hosts, each of which can wake what sleeps in the store
+  (docs/guides/snapshots.md);
 - sends traces to the collector of OTEL_EXPORTER_OTLP_ENDPOINT (docs/guides/monitoring.md).`,
 		RunE: a.onHost(func(cmd *cobra.Command, _ []string, s *sandbox.Host) error {
 			l, err := a.launcher()
@@ -65,7 +68,7 @@ connections that it carries end. With --on-exit sleep it puts all VMs to sleep f
 			if conns < 1 {
 				return usageError{fmt.Errorf("%d connections at once: use 1 or more", conns)}
 			}
-			if err := errors.Join(web.check(), gate.check(), wire.check(), exit.check()); err != nil {
+			if err := errors.Join(web.check(), gate.check(), wire.check(), exit.check(), others.check()); err != nil {
 				return err
 			}
 			if err := requireJail(confined); err != nil {
@@ -76,7 +79,7 @@ connections that it carries end. With --on-exit sleep it puts all VMs to sleep f
 				return err
 			}
 			o := supervisor.Options{Pool: processes, MaxConns: conns, Webhooks: webhooks, Log: a.log}
-			return a.serve(cmd.Context(), s, l, o, &web, &gate, &wire, &exit)
+			return a.serve(cmd.Context(), s, l, o, &web, &gate, &wire, &exit, &others)
 		}),
 	}
 	cmd.Flags().IntVar(&processes, "pool", defaultPool, "processes to keep ready, each with some 17 MiB of memory; 0 is none")
@@ -88,6 +91,7 @@ connections that it carries end. With --on-exit sleep it puts all VMs to sleep f
 	wire.add(cmd)
 	exit.add(cmd)
 	hooks.add(cmd)
+	others.add(cmd)
 	return cmd
 }
 
@@ -118,7 +122,7 @@ func lacking(s confine.Support) error {
 }
 
 // serve supervises and answers until ctx ends.
-func (a *app) serve(ctx context.Context, s *sandbox.Host, l pool.Launcher, o supervisor.Options, web *apiFlags, gate *gatewayFlags, wire *e2bFlags, exit *exitFlags) error {
+func (a *app) serve(ctx context.Context, s *sandbox.Host, l pool.Launcher, o supervisor.Options, web *apiFlags, gate *gatewayFlags, wire *e2bFlags, exit *exitFlags, others *clusterFlags) (err error) {
 	listeners, err := web.listeners(s)
 	if err != nil {
 		return err
@@ -136,6 +140,18 @@ func (a *app) serve(ctx context.Context, s *sandbox.Host, l pool.Launcher, o sup
 	s = s.With(l).WithObservers(figures.Observe)
 	if spans != nil {
 		s = s.WithObservers(spans.Observe)
+	}
+	s, node, leave, err := others.join(ctx, a, s)
+	if err != nil {
+		return err
+	}
+	if node != nil {
+		ended := make(chan error, 1)
+		go func() { ended <- node() }()
+		defer func() {
+			leave()
+			err = errors.Join(err, <-ended)
+		}()
 	}
 	carry, err := gate.open(a, s)
 	if err != nil {

@@ -43,6 +43,7 @@ func (a *app) store() (*sandbox.Host, error) {
 	if processes != nil {
 		l.Agent, l.Processes = agentPath(), processes
 	}
+	h.Cluster = clusterOf(h.State.Dir())
 	return h.With(l), nil
 }
 

@@ -339,9 +339,10 @@ func namesOrAll(all bool, names []string) error {
 
 func (a *app) sleepCommand() *cobra.Command {
 	var (
-		hooks string
-		all   bool
-		limit time.Duration
+		hooks   string
+		all     bool
+		limit   time.Duration
+		durable bool
 	)
 	cmd := &cobra.Command{
 		Use: "sleep NAME... | --all", Short: "Put VMs to sleep: write them to disk and end their processes", ValidArgsFunction: a.completeVM,
@@ -357,7 +358,7 @@ func (a *app) sleepCommand() *cobra.Command {
 				ctx, cancel = context.WithTimeout(ctx, limit)
 				defer cancel()
 			}
-			o := spec.SleepOptions{Hooks: spec.HookPolicy(hooks)}
+			o := spec.SleepOptions{Hooks: spec.HookPolicy(hooks), Durable: durable}
 			if all {
 				return a.sleepAll(ctx, p, o)
 			}
@@ -379,6 +380,7 @@ func (a *app) sleepCommand() *cobra.Command {
 		},
 	}
 	hooksFlag(cmd, &hooks)
+	cmd.Flags().BoolVar(&durable, "durable", false, "also share them with the hosts of the cluster (\"drowse serve --cluster\"), and wait until these can wake them")
 	cmd.Flags().BoolVar(&all, "all", false, "all running VMs, as before a shutdown of the host")
 	cmd.Flags().DurationVar(&limit, "timeout", 0, "give up after this time; a VM that is not asleep by then runs on")
 	return cmd

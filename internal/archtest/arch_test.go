@@ -84,11 +84,11 @@ var rules = []rule{
 	{"sandbox/sandboxtest", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/spec", "sandbox/process", "sandbox/instance", "sandbox/network", "vmm", "devices/net", "devices/secrets", "devices/vsock", "snapshot", "snapshot/pager", "netpolicy", "rootfs/disk", "rootfs/image", "rootfs/image/fstree", "rootfs/kernel", "guest", "guest/agentpb", "guest/fakeguest"}},
 	// The process of a VM, its launcher, and the protocol between the two.
 	{"sandbox/procstat", nil},
-	{"sandbox/process", []string{"sandbox/control", "sandbox/jail", "sandbox/jail/confine", "sandbox/procstat", "sandbox/limits", "sandbox/instance", "sandbox/network", "sandbox/spec", "sandbox/state/...", "sandbox/lifetime", "sandbox/events", "sandbox/hosthooks", "vmm/...", "devices/net", "devices/secrets", "devices/vsock", "snapshot", "snapshot/pager", "netpolicy", "netpolicy/hostnet", "netpolicy/proxy", "rootfs/...", "guest", "guest/audit", "internal/osfile", "guest/report"}},
+	{"sandbox/process", []string{"sandbox/control", "sandbox/jail", "sandbox/jail/confine", "sandbox/procstat", "sandbox/limits", "sandbox/instance", "sandbox/lease", "sandbox/network", "sandbox/spec", "sandbox/state/...", "sandbox/lifetime", "sandbox/events", "sandbox/hosthooks", "vmm/...", "devices/net", "devices/secrets", "devices/vsock", "snapshot", "snapshot/pager", "netpolicy", "netpolicy/hostnet", "netpolicy/proxy", "rootfs/...", "guest", "guest/audit", "internal/osfile", "guest/report"}},
 	{"sandbox/pool", []string{"sandbox/control", "sandbox/instance", "sandbox/spec", "sandbox/state/...", "sandbox/events", "netpolicy/hostnet", "netpolicy/proxy", "rootfs/image", "guest", "internal/osfile"}},
 	{"sandbox/control", []string{"sandbox/spec", "sandbox/state/...", "sandbox/lifetime", "sandbox/events", "vmm", "vmm/kvm", "vmm/boot", "snapshot", "netpolicy", "netpolicy/link", "netpolicy/hostnet", "netpolicy/proxy", "rootfs/...", "guest"}},
 	{"sandbox/template", []string{"sandbox/spec", "internal/osfile"}},
-	{"sandbox/state/...", []string{"sandbox/state", "sandbox/template", "sandbox/limits", "sandbox/jail/confine", "sandbox/spec", "sandbox/instance", "sandbox/lifetime", "sandbox/events", "sandbox/hosthooks", "vmm", "vmm/guestmem", "snapshot", "snapshot/pagecache", "netpolicy", "netpolicy/link", "netpolicy/hostnet", "netpolicy/proxy", "rootfs/...", "guest", "guest/audit", "internal/osfile", "guest/report"}},
+	{"sandbox/state/...", []string{"sandbox/state", "sandbox/lease", "sandbox/template", "sandbox/limits", "sandbox/jail/confine", "sandbox/spec", "sandbox/instance", "sandbox/lifetime", "sandbox/events", "sandbox/hosthooks", "vmm", "vmm/guestmem", "snapshot", "snapshot/pagecache", "netpolicy", "netpolicy/link", "netpolicy/hostnet", "netpolicy/proxy", "rootfs/...", "guest", "guest/audit", "internal/osfile", "guest/report"}},
 	{"sandbox/limits", []string{"sandbox/spec", "sandbox/lifetime", "vmm", "internal/osfile"}},
 	// A hostile guest may hold the other end.
 	{"sandbox/jail/rpc", nil},
@@ -101,6 +101,10 @@ var rules = []rule{
 	{"sandbox/archive", []string{"sandbox/blob", "sandbox/state", "snapshot", "rootfs/image", "rootfs/image/sparse"}},
 	{"sandbox/blob", []string{"internal/osfile"}},
 	{"sandbox/blob/...", []string{"sandbox/blob", "sandbox/blob/blobtest"}},
+	{"sandbox/archive/ledger", []string{"sandbox/blob"}},
+	// A host's part among others that share sandboxes. The process of a VM only knows the lease.
+	{"sandbox/cluster", []string{"sandbox", "sandbox/archive/...", "sandbox/blob", "sandbox/lease", "sandbox/spec", "sandbox/state", "snapshot", "internal/osfile"}},
+	{"sandbox/lease", []string{"sandbox/spec", "internal/osfile"}},
 	{"sandbox/hosthooks", []string{"sandbox/events", "sandbox/spec", "guest/report"}},
 	{"sandbox/...", []string{"vmm/...", "devices/...", "snapshot", "snapshot/freepages", "snapshot/pagecache", "snapshot/pager", "netpolicy", "netpolicy/link", "netpolicy/proxy", "netpolicy/hostnet", "rootfs/...", "guest", "guest/audit", "internal/osfile"}},
 
@@ -169,6 +173,7 @@ var testsOf = map[string][]string{
 	// The tests check that it keeps what package fleet promises.
 	"sandbox/sandboxtest": {"sandbox/fleet/...", "sandbox/limits", "sandbox/lifetime", "sandbox/events"},
 	"sandbox/fleet":       {"guest"},
+	"sandbox/cluster":     {"sandbox/blob/s3", "sandbox/fleet", "sandbox/instance", "netpolicy", "guest"},
 	"sandbox/archive":     {"sandbox", "sandbox/blob/s3", "sandbox/instance", "sandbox/spec", "netpolicy", "guest"},
 	// The tests compare policies with the reference model, and test their parts together.
 	"netpolicy/link":      {"netpolicy/refmodel/...", "netpolicy/hostnet", "netpolicy/resolver"},

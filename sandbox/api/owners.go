@@ -2,7 +2,9 @@ package api
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"net/http"
 
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
@@ -22,6 +24,26 @@ func (s *Server) reaches(c Caller, name string) error {
 		return nil
 	}
 	return noSandbox(name)
+}
+
+// claim gets a sandbox from the cluster before a request that is not for reading alone: what it changes elsewhere would
+// be lost.
+func (s *Server) claim(ctx context.Context, rt route, name string) error {
+	h, c := s.o.Host, CallerOf(ctx)
+	if h.Cluster == nil || rt.scope == ScopeRead || rt.method == http.MethodDelete && rt.path == onOne {
+		return nil
+	}
+	if _, err := h.State.Load(name); !errors.Is(err, sandbox.ErrNotFound) {
+		if err := s.reaches(c, name); err != nil {
+			return err
+		}
+	}
+	return h.Cluster.Claim(ctx, name, func(m spec.Metadata) error {
+		if c.Owner != "" && m.Owner != c.Owner {
+			return noSandbox(name)
+		}
+		return nil
+	})
 }
 
 // noSandbox is the same error for one that is not there and one of another owner.

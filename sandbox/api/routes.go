@@ -252,7 +252,8 @@ func lifecycle() []route {
 		{
 			method: http.MethodPost, path: onOne + "/sleep", scope: ScopeCreate, op: "sleep", says: "Put a sandbox to sleep. Of one that sleeps it says what its last sleep has done.",
 			takes: wire.Sleep{}, gives: spec.SleepResult{}, serve: onSandbox(func(ctx context.Context, b *sandbox.Sandbox, r *request) (spec.SleepResult, error) {
-				return b.Sleep(ctx, sandbox.SleepOptions{Hooks: r.body.(*wire.Sleep).Hooks})
+				o := r.body.(*wire.Sleep)
+				return b.Sleep(ctx, sandbox.SleepOptions{Hooks: o.Hooks, Durable: o.Durable})
 			}),
 		},
 		{

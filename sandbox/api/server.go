@@ -301,7 +301,11 @@ func (s *Server) answer(rt route) http.Handler {
 			return
 		}
 		if name := r.PathValue("name"); name != "" && !rt.checksOwner {
-			if err := s.reaches(CallerOf(r.Context()), name); err != nil {
+			err := s.claim(r.Context(), rt, name)
+			if err == nil {
+				err = s.reaches(CallerOf(r.Context()), name)
+			}
+			if err != nil {
 				s.refuse(w, r, fleet.Fail(rt.op, name, err))
 				return
 			}
@@ -521,7 +525,7 @@ var statuses = byCode(map[int][]records.Code{
 	http.StatusConflict: {
 		"exists", "running", "not-running", "expired", "crashed", "ended", "stopped", "hooks", "host-hooks", "promote", "drop", "persist-limit", "secrets",
 		"snapshot-exists", "snapshot-in-use", "image-in-use", "snapshot-foreign", "foreign-snapshot", "foreign", "version", "disk-only", "disk-in-use", "disk-version",
-		"kernel-feature", "volume-in-use", "volume-stale", "volume-dirty", "volume-read-only", "share-unusable", "not-frozen", "network-busy", "guest-too-old",
+		"kernel-feature", "volume-in-use", "volume-stale", "volume-dirty", "volume-read-only", "share-unusable", "elsewhere", "unclaimed", "not-frozen", "network-busy", "guest-too-old",
 		codeGuestExists, codeGuestDenied, codeGuestRefused,
 	},
 	http.StatusPreconditionFailed:           {wire.CodePrecondition},

@@ -188,7 +188,7 @@ func put(ctx context.Context, store blob.Store, key string, r io.Reader, size in
 		return ref, 0, err
 	}
 	doc := p.x.encode()
-	if err := store.Put(ctx, key+"/index", doc); err != nil {
+	if err := putOwn(ctx, store, key+"/index", doc); err != nil {
 		return ref, 0, err
 	}
 	sum := sha256.Sum256(doc)
@@ -253,7 +253,16 @@ func (p *packer) flush() {
 	}
 	body, key := p.pack, fmt.Sprintf("%s/%d", p.key, len(p.x.packs))
 	p.x.packs, p.pack = append(p.x.packs, uint32(len(body))), nil
-	p.puts.Go(func() error { return p.store.Put(p.ctx, key, body) })
+	p.puts.Go(func() error { return putOwn(p.ctx, p.store, key, body) })
+}
+
+// putOwn puts an object under a key that only this attempt to put an entry has: one that is there is its own, which a
+// store has that has repeated the request.
+func putOwn(ctx context.Context, store blob.Store, key string, body []byte) error {
+	if err := store.Put(ctx, key, body); !errors.Is(err, blob.ErrExists) {
+		return err
+	}
+	return nil
 }
 
 // open reads the index of a file.

@@ -29,6 +29,8 @@ var remedies = map[records.Code]string{
 	"no-permission":      "run as root",
 	"host-memory":        "put others to sleep, or give it less memory",
 	"owner-limit":        "put to sleep or remove some of the owner's sandboxes or snapshots, or raise the limit with Limits.Write",
+	"elsewhere":          "ask that host, or put it to sleep there",
+	"unclaimed":          "ask `drowse serve --cluster` for it",
 	"snapshot-not-found": "list what there is, with Store.Snapshots",
 	"snapshot-exists":    "use the one that is there, or remove it first",
 	"snapshot-in-use":    "let the sandbox sleep again, or remove it",

@@ -125,6 +125,11 @@ func (f *Fleet) Update(ctx context.Context, name string, c records.Changes) (rec
 }
 
 func (f *Fleet) update(ctx context.Context, name string, c records.Changes) (records.Sandbox, error) {
+	if cl := f.host.Cluster; cl != nil {
+		if err := cl.Claim(ctx, name, nil); err != nil {
+			return records.Sandbox{}, err
+		}
+	}
 	r, err := f.state.Get(name)
 	if err != nil {
 		return records.Sandbox{}, err

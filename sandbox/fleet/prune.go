@@ -166,6 +166,14 @@ var (
 // expire removes a sandbox if that is still due. It holds the lock of the metadata: a caller that extends the
 // sandbox does so before, and it stays, or finds it gone.
 func (f *Fleet) expire(ctx context.Context, step lifetime.Step) (freed spec.Freed, err error) {
+	if cl := f.host.Cluster; cl != nil {
+		// Another host may have it, and may have let it last longer.
+		if err := cl.Claim(ctx, step.Name, nil); errors.Is(err, spec.ErrElsewhere) || errors.Is(err, sandbox.ErrNotFound) {
+			return freed, nil
+		} else if err != nil {
+			return freed, err
+		}
+	}
 	_, err = f.state.SetMetadata(ctx, step.Name, func(l *spec.Metadata, unreadable error) error {
 		r, err := f.state.Get(step.Name)
 		if err != nil {

@@ -72,6 +72,14 @@ func (o Owners) Authorize(_ context.Context, to Route, header http.Header) (Gran
 	return grant, nil
 }
 
+// openTo lets a request get a sandbox from another host whose port is open without a token: tokens are a host's own.
+func (to Route) openTo(m spec.Metadata) error {
+	if !m.Gateway.Opens(to.Port) {
+		return fmt.Errorf("%w: %s", sandbox.ErrNotFound, to.Sandbox)
+	}
+	return nil
+}
+
 // PublicName reports whether anyone may connect to a port of an existing sandbox. Certificates are only requested
 // for such ports: their number is bounded, and so is what strangers can cost.
 func PublicName(h *sandbox.Host, to Route) error {

@@ -307,6 +307,11 @@ func (g *Gateway) enter(ctx context.Context, to Route, header http.Header) (*use
 	for range enterTries {
 		// Names may pass to other sandboxes: the one that is reached must be the one that was judged.
 		before, err := g.host.State.Load(to.Sandbox)
+		if cl := g.host.Cluster; cl != nil && errors.Is(err, sandbox.ErrNotFound) {
+			if err = cl.Claim(ctx, to.Sandbox, to.openTo); err == nil {
+				before, err = g.host.State.Load(to.Sandbox)
+			}
+		}
 		if err != nil {
 			return nil, err
 		}

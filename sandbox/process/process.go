@@ -150,6 +150,11 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 	if err := p.stillMeant(o); err != nil {
 		return err
 	}
+	ctx, low, unlease, err := p.leased(ctx)
+	if err != nil {
+		return p.notStarted(err)
+	}
+	defer unlease()
 	// The caller kills a process whose report it does not want, and with it the memory of a VM that is awake by then.
 	// So a start that nobody waits for fails by itself, and the VM sleeps on.
 	wanted, cancel := context.WithCancelCause(ctx)
@@ -243,7 +248,10 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 		p.background.Go(func() { p.meterEgress(lasting) })
 	}
 	if o.terminated != nil {
-		p.background.Go(func() { p.sleepOnTerminate(lasting, o.terminated) })
+		p.background.Go(func() { p.sleepOnTerminate(lasting, o.terminated, "its process was told to end", toldHooks) })
+	}
+	if low != nil {
+		p.background.Go(func() { p.sleepOnTerminate(lasting, low, "its host loses its claim on it", leaseHooks) })
 	}
 	// Leave a VM that has just come back alone, unless its stack is far too long.
 	if long || p.quota.joining {
@@ -608,7 +616,7 @@ func (p *process) report() control.Report {
 func (p *process) wait(ctx context.Context) error {
 	select {
 	case <-ctx.Done():
-		p.log.Info("told to stop")
+		p.log.Info("told to stop", "why", context.Cause(ctx))
 		p.ends(events.Killed)
 		p.in.Machine().Fail(control.ErrStopped)
 	case <-p.in.Machine().Done():
@@ -631,6 +639,13 @@ func (p *process) wait(ctx context.Context) error {
 		return err
 	}
 	err = p.close()
+	if errors.Is(context.Cause(ctx), spec.ErrUnclaimed) {
+		// Whatever uses it next boots it with its disk, if no other host has claimed it.
+		p.r.Phase, p.r.PID, p.r.Problem = state.Crashed, 0, context.Cause(ctx).Error()
+		err = errors.Join(err, p.store.Save(p.r))
+		p.tellAs(events.Killed, events.Crashed, events.Details{Problem: p.r.Problem})
+		return err
+	}
 	p.r.Phase, p.r.PID = state.Stopped, 0
 	p.r.Exit = &state.ExitRecord{Reason: string(x.Reason), Detail: x.Detail, Time: time.Now().UTC()}
 	if err = errors.Join(err, p.store.Save(p.r)); err != nil {

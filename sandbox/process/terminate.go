@@ -3,10 +3,12 @@ package process
 import (
 	"context"
 	"errors"
+	"fmt"
 	"time"
 
 	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/lease"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
@@ -17,16 +19,16 @@ import (
 const toldHooks = 20 * time.Second
 
 // sleepOnTerminate puts the VM to sleep when its process gets SIGTERM, as when the host shuts down or the session
-// in which the VM was started ends. Hooks that refuse or take too long do not keep the VM awake, because it would
-// be killed. An ephemeral VM ends.
-func (p *process) sleepOnTerminate(ctx, terminated context.Context) {
+// in which the VM was started ends, or before the lease of a shared sandbox does. Hooks that refuse or take longer than
+// patience do not keep the VM awake, because it would be killed. An ephemeral VM ends.
+func (p *process) sleepOnTerminate(ctx, terminated context.Context, why string, patience time.Duration) {
 	select {
 	case <-ctx.Done():
 		return
 	case <-terminated.Done():
 	}
 	if l, err := p.store.Metadata(p.r.Spec.Name); err == nil && l.Class == lifetime.Ephemeral {
-		p.log.Info("told to end")
+		p.log.Info("told to end", "why", why)
 		p.ends(events.Killed)
 		p.in.Machine().Fail(control.ErrStopped)
 		return
@@ -35,21 +37,79 @@ func (p *process) sleepOnTerminate(ctx, terminated context.Context) {
 	p.holders.dismiss(control.DismissTime)
 	hooked, cancel := context.WithCancel(ctx)
 	defer cancel()
-	late := time.AfterFunc(toldHooks, cancel)
+	late := time.AfterFunc(patience, cancel)
 	res, err := p.sleep(hooked, "", func() error {
 		late.Stop()
 		return hooked.Err()
 	})
 	late.Stop()
 	if err != nil && !errors.Is(err, spec.ErrNotRunning) {
-		p.log.Warn("told to end, and not asleep yet: going to sleep without hooks", "error", err)
+		p.log.Warn("not asleep yet: going to sleep without hooks", "why", why, "error", err)
 		res, err = p.sleep(ctx, spec.HooksSkip, nil)
 	}
 	switch {
 	case err == nil:
-		p.log.Info("gone to sleep, since its process was told to end", "snapshot", res.Snapshot, "bytes", res.BytesStored)
+		p.log.Info("gone to sleep", "why", why, "snapshot", res.Snapshot, "bytes", res.BytesStored)
 		p.end()
 	case !errors.Is(err, spec.ErrNotRunning):
-		p.log.Error("told to end, and cannot sleep: what it has in memory is lost if it is killed", "error", err)
+		p.log.Error("it cannot sleep: what it has in memory is lost if it is killed", "why", why, "error", err)
 	}
+}
+
+const (
+	// leaseHooks is how long hooks may delay the sleep of a sandbox whose lease ends.
+	leaseHooks = 2 * time.Second
+	// leaseLook bounds the time between two looks at the clock. Go's timers stand still while a host is suspended.
+	leaseLook = time.Second
+)
+
+// leased refuses to start a sandbox that other hosts share and this one has not claimed. Otherwise it returns a context
+// that ends when the lease does, and one, nil for a sandbox that is not shared, that ends in time to sleep before:
+// when less than a third of the lease's time is left, since its node renews it three times in that. The VM's lock must
+// be held.
+func (p *process) leased(ctx context.Context) (leased, low context.Context, release func(), err error) {
+	dir, name := lease.In(p.store.Dir()), p.r.Spec.Name
+	left, ttl, shared, err := dir.Left(name)
+	if err != nil {
+		return nil, nil, nil, err
+	}
+	if !shared {
+		return ctx, nil, func() {}, nil
+	}
+	leased, end := context.WithCancelCause(ctx)
+	low, warn := context.WithCancel(leased)
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		look := min(leaseLook, ttl/50)
+		for until := lease.Now() + left; ; {
+			if now := lease.Now(); now >= until-ttl/3 {
+				left, _, _, err := dir.Left(name)
+				switch {
+				case err == nil:
+					until = now + left
+				case now >= until && !errors.Is(err, spec.ErrUnclaimed):
+					err = fmt.Errorf("%w: %w", spec.ErrUnclaimed, err)
+					fallthrough
+				case errors.Is(err, spec.ErrUnclaimed):
+					p.log.Error("this host has no claim on it any more", "error", err)
+					end(err)
+					return
+				} // or it cannot be read now
+				if until-now < ttl/3 {
+					warn()
+				}
+			}
+			select {
+			case <-leased.Done():
+				return
+			case <-time.After(look):
+			}
+		}
+	}()
+	return leased, low, func() {
+		end(nil)
+		warn()
+		<-done
+	}, nil
 }

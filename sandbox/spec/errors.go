@@ -79,6 +79,14 @@ var (
 // ErrQuota means that the sandboxes of an owner use as much as they may: see package limits.
 var ErrQuota = errors.New("the owner's limit is reached")
 
+// Errors of sandboxes that hosts share: package cluster.
+var (
+	// ErrElsewhere means that another host has the sandbox, and lives.
+	ErrElsewhere = errors.New("the sandbox is on another host")
+	// ErrUnclaimed means that a sandbox is shared with other hosts, and that this one may not run it.
+	ErrUnclaimed = errors.New("the sandbox is shared with other hosts, and this one has no claim on it: run `drowse serve --cluster` here")
+)
+
 // Errors that a caller may want to tell apart.
 var (
 	ErrNotFound   = errors.New("no such VM")
@@ -116,4 +124,6 @@ var ErrorCodes = []struct {
 	{"disk-only", ErrDiskOnly},
 	{"share-unusable", ErrShare},
 	{"owner-limit", ErrQuota},
+	{"elsewhere", ErrElsewhere},
+	{"unclaimed", ErrUnclaimed},
 }

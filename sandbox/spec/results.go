@@ -130,6 +130,9 @@ func (r *SleepResult) Note(err error) {
 type SleepOptions struct {
 	// Hooks overrides the policy in the VM's Spec.
 	Hooks HookPolicy `json:"hooks,omitempty"`
+	// Durable also shares the sandbox with the hosts of this host's cluster, and waits until they can wake it. If that
+	// fails it sleeps here alone.
+	Durable bool `json:"durable,omitempty"`
 }
 
 // MaxNote bounds the note of a snapshot, in bytes.

@@ -10,6 +10,7 @@ import (
 
 	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/sandbox/events"
+	"github.com/drowse-vm/drowse/sandbox/lease"
 	"github.com/drowse-vm/drowse/sandbox/limits"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
@@ -23,6 +24,9 @@ func (s *Store) Rename(ctx context.Context, name, to string) error {
 	}
 	if err := s.CheckPaths(to); err != nil {
 		return err
+	}
+	if shared := lease.In(s.dir); shared.Shared(name) || shared.Shared(to) {
+		return fmt.Errorf("%w: renaming VM %s to %s: hosts that share a sandbox know it by its name: clone it", spec.ErrInvalid, name, to)
 	}
 	if name == to {
 		_, err := s.Get(name)

@@ -45,6 +45,14 @@ type launchedVMs struct {
 func (v launchedVMs) FileStamps() (map[string]string, error) { return v.stamps.get() }
 
 func (v launchedVMs) wake(ctx context.Context, name string) error {
+	if c := v.host.Cluster; c != nil {
+		if err := c.Claim(ctx, name, nil); err != nil {
+			return err
+		}
+		if m, err := v.Metadata(name); err == nil && !m.Wake.Due(time.Now()) {
+			return nil // another host has woken it
+		}
+	}
 	_, err := v.host.Sandbox(name).BringUp(ctx)
 	return err
 }
@@ -196,7 +204,7 @@ func (t *timers) fire(ctx context.Context, name string, timer spec.Timer) {
 
 // final reports whether another try to wake is pointless.
 func final(err error) bool {
-	for _, e := range []error{spec.ErrExpired, sandbox.ErrNotRunning, sandbox.ErrNotFound} {
+	for _, e := range []error{spec.ErrExpired, spec.ErrElsewhere, sandbox.ErrNotRunning, sandbox.ErrNotFound} {
 		if errors.Is(err, e) {
 			return true
 		}

@@ -211,7 +211,7 @@ func (c *Client) Wake(ctx context.Context, name string) (records.Sandbox, error)
 
 // Sleep is sandbox.Sandbox.Sleep.
 func (c *Client) Sleep(ctx context.Context, name string, o spec.SleepOptions) (spec.SleepResult, error) {
-	return act[spec.SleepResult](ctx, c, "sleep", name, wire.Sleep{Hooks: o.Hooks})
+	return act[spec.SleepResult](ctx, c, "sleep", name, wire.Sleep{Hooks: o.Hooks, Durable: o.Durable})
 }
 
 // Stop is sandbox.Sandbox.Stop; the zero value of o allows 30 s.

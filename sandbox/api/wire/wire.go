@@ -244,6 +244,8 @@ func (c Changes) Fleet() (records.Changes, error) {
 // Sleep is POST /v1/sandboxes/NAME/sleep.
 type Sleep struct {
 	Hooks spec.HookPolicy `json:"hooks,omitempty"`
+	// Durable also shares the sandbox with the other hosts of the server's cluster, and waits until they can wake it.
+	Durable bool `json:"durable,omitempty"`
 }
 
 // Stop is POST /v1/sandboxes/NAME/stop.

@@ -1203,6 +1203,7 @@ export type SignalRequest = {
 };
 
 export type SleepRequest = {
+  durable?: boolean;
   hooks?: "" | "require" | "ignore" | "skip";
 };
 

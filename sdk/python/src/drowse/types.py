@@ -1401,6 +1401,7 @@ SignalRequest = TypedDict("SignalRequest", {
 })
 
 SleepRequest = TypedDict("SleepRequest", {
+    "durable": NotRequired["bool"],
     "hooks": NotRequired['Literal["", "require", "ignore", "skip"]'],
 })
 

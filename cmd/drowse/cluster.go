@@ -1,0 +1,153 @@
+//go:build linux
+
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"net"
+	"os"
+	"path/filepath"
+	"regexp"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/api"
+	"github.com/drowse-vm/drowse/sandbox/api/client"
+	"github.com/drowse-vm/drowse/sandbox/cluster"
+	"github.com/drowse-vm/drowse/sandbox/lease"
+	"github.com/drowse-vm/drowse/sandbox/records"
+	"github.com/drowse-vm/drowse/sandbox/spec"
+)
+
+// clusterFlags say which hosts a server shares sandboxes with.
+type clusterFlags struct {
+	in, name string
+	all      bool
+}
+
+func (f *clusterFlags) add(cmd *cobra.Command) {
+	fl := cmd.Flags()
+	fl.StringVar(&f.in, "cluster", "", "share sandboxes with the other hosts that meet in this `STORE`: s3://BUCKET/PREFIX (see \"drowse archive\"), or a directory for tests on one machine")
+	fl.StringVar(&f.name, "cluster-host", "", "`NAME` of this host among them (default its host name)")
+	fl.BoolVar(&f.all, "cluster-all", false, "share each sandbox when it falls asleep; by default those that \"drowse sleep --durable\" names")
+}
+
+func (f *clusterFlags) check() error {
+	if f.in == "" && (f.name != "" || f.all) {
+		return usageError{errors.New("--cluster-host and --cluster-all go with --cluster")}
+	}
+	return nil
+}
+
+var notInHostName = regexp.MustCompile(`[^A-Za-z0-9._-]+`)
+
+// join makes a host one of its cluster. run is the node's life: nil without a cluster. It goes on until leave is
+// called, which first publishes what sleeps.
+func (f *clusterFlags) join(ctx context.Context, a *app, h *sandbox.Host) (joined *sandbox.Host, run func() error, leave func(), err error) {
+	if f.in == "" {
+		return h, nil, func() {}, nil
+	}
+	name := f.name
+	if name == "" {
+		if name, err = os.Hostname(); err != nil {
+			return nil, nil, nil, err
+		}
+		name = notInHostName.ReplaceAllString(name, "-")
+	}
+	store, done, err := openBlobs(f.in, true)
+	if err != nil {
+		return nil, nil, nil, err
+	}
+	a.log.Info("joining the cluster: after a boot it takes half a minute", "host", name)
+	n, err := cluster.Join(ctx, h, cluster.Options{Store: store, Name: name, All: f.all, Log: a.log})
+	if err != nil {
+		done()
+		return nil, nil, nil, err
+	}
+	a.log.Info("joined the cluster", "host", name)
+	with := *h
+	with.Cluster = n
+	life, end := context.WithCancel(context.WithoutCancel(ctx))
+	run = func() error {
+		defer done()
+		return n.Run(life)
+	}
+	return &with, run, func() {
+		published, cancel := context.WithTimeout(life, publishTime)
+		defer cancel()
+		if err := n.PublishAll(published); err != nil {
+			a.log.Warn("not all sandboxes that sleep are published: the next server of this host does that", "error", err)
+		}
+		end()
+	}, nil
+}
+
+// publishTime is how long a server that ends goes on publishing.
+const publishTime = 30 * time.Second
+
+// asked is a host's cluster for commands: they ask the server for what needs its session.
+type asked struct{ state string }
+
+// clusterOf returns the cluster of a state directory; nil if the host has never been in one.
+func clusterOf(state string) lease.Cluster {
+	if _, err := os.Stat(string(lease.In(state))); err != nil {
+		return nil
+	}
+	return asked{state}
+}
+
+func (c asked) server(name string, do func(s *client.Client) error) error {
+	s := client.Unix(filepath.Join(c.state, api.SocketFile))
+	defer s.Close()
+	err := do(s)
+	var no *net.OpError
+	if errors.As(err, &no) && no.Op == "dial" {
+		return fmt.Errorf("%w: %s: no server answers", spec.ErrUnclaimed, name)
+	}
+	return err
+}
+
+// Claim implements lease.Cluster. A change of nothing has the server claim a sandbox, and leaves it asleep.
+func (c asked) Claim(ctx context.Context, name string, _ func(spec.Metadata) error) error {
+	dir := lease.In(c.state)
+	here := true
+	if _, err := os.Stat(filepath.Join(c.state, "vms", name, "vm.json")); errors.Is(err, fs.ErrNotExist) {
+		here = false
+	}
+	if _, _, _, err := dir.Left(name); here && err == nil {
+		return nil // it is this host's alone, or claimed
+	}
+	err := c.server(name, func(s *client.Client) error {
+		_, err := s.Update(ctx, name, records.Changes{})
+		return err
+	})
+	if !here && errors.Is(err, spec.ErrUnclaimed) {
+		return fmt.Errorf("%w: %s: see Host.List; no server answers that could get it from the cluster", spec.ErrNotFound, name)
+	}
+	return err
+}
+
+// Publish implements lease.Cluster.
+func (c asked) Publish(ctx context.Context, name string) error {
+	return c.server(name, func(s *client.Client) error {
+		_, err := s.Sleep(ctx, name, spec.SleepOptions{Durable: true})
+		return err
+	})
+}
+
+// Delete implements lease.Cluster.
+func (c asked) Delete(ctx context.Context, name string) (shared bool, freed spec.Freed, err error) {
+	if _, err := os.Stat(filepath.Join(c.state, "vms", name)); err == nil && !lease.In(c.state).Shared(name) {
+		return false, freed, nil
+	}
+	err = c.server(name, func(s *client.Client) error {
+		freed, err = s.Delete(ctx, name)
+		return err
+	})
+	return true, freed, err
+}

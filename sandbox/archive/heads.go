@@ -1,0 +1,105 @@
+package archive
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"slices"
+
+	"github.com/drowse-vm/drowse/sandbox/blob"
+	"github.com/drowse-vm/drowse/sandbox/state"
+	"github.com/drowse-vm/drowse/snapshot"
+)
+
+// Heads are snapshots in which sandboxes sleep that several hosts share. A ledger says which they are. Each has an id
+// of its own, besides the snapshot's: what was put twice is there twice.
+const Heads Kind = "heads"
+
+const (
+	// docFile is a file of a head: what else is to be known of its sandbox.
+	docFile = "sandbox.json"
+	maxDoc  = 1 << 20
+)
+
+// PushHead puts the snapshot snap of a store, the image i.Image, if that is missing, and a document about its sandbox.
+func (a *Archive) PushHead(ctx context.Context, s *state.Store, i Info, snap string, doc []byte) (Info, error) {
+	if len(doc) > maxDoc {
+		return i, fmt.Errorf("what is known of %s has %d bytes, and %d are allowed", i.Name, len(doc), maxDoc)
+	}
+	if err := a.pushImage(ctx, s, i.Image, nil); err != nil {
+		return i, err
+	}
+	return a.Put(ctx, Heads, i, func(put func(snapshot.SentFile, io.Reader) error) error {
+		if err := put(snapshot.SentFile{Name: docFile, Size: int64(len(doc))}, bytes.NewReader(doc)); err != nil {
+			return err
+		}
+		return s.SendSnapshot(ctx, snap, func(f snapshot.SentFile, r io.Reader) error { return put(f, r) })
+	})
+}
+
+// Head is a head that is read.
+type Head struct {
+	e   *Entry
+	Doc []byte
+}
+
+// Head opens a head. The error is ErrNotFound if there is none.
+func (a *Archive) Head(ctx context.Context, id string) (*Head, error) {
+	e, err := a.Get(ctx, Heads, id)
+	if err != nil {
+		return nil, err
+	}
+	i := slices.IndexFunc(e.Files(), named(docFile))
+	if i != 0 || e.Files()[0].Size > maxDoc {
+		return nil, fmt.Errorf("%w: head %.12s has no %s", ErrCorrupt, id, docFile)
+	}
+	var doc bytes.Buffer
+	if err := e.Copy(ctx, 0, &doc); err != nil {
+		return nil, err
+	}
+	return &Head{e, doc.Bytes()}, nil
+}
+
+// Pull makes the head's snapshot in a store, and its image if the store lacks that. The hosts that share sandboxes
+// trust each other with all that a snapshot says.
+func (h *Head) Pull(ctx context.Context, s *state.Store) (state.ImportResult, error) {
+	if err := h.e.a.pullImage(ctx, s, h.e.Image, nil); err != nil {
+		return state.ImportResult{}, err
+	}
+	return s.ReceiveSnapshot(ctx, behindDoc{h.e}, state.ImportOptions{Trust: true})
+}
+
+// behindDoc is a head without its document.
+type behindDoc struct{ *Entry }
+
+func (b behindDoc) Files() []snapshot.SentFile { return b.Entry.Files()[1:] }
+
+func (b behindDoc) Copy(ctx context.Context, i int, w io.Writer) error {
+	return b.Entry.Copy(ctx, i+1, w)
+}
+
+// RemoveHead removes a head, also one that is not or only partly there. Sweep removes what still comes.
+func (a *Archive) RemoveHead(ctx context.Context, id string) error {
+	err := a.Remove(ctx, Heads, id)
+	if !errors.Is(err, ErrNotFound) {
+		return err
+	}
+	if _, err := Heads.key(id); err != nil {
+		return err
+	}
+	var keys []string
+	if err := a.store.List(ctx, dataOf(Heads, id), func(i blob.Info) error {
+		keys = append(keys, i.Key)
+		return nil
+	}); err != nil {
+		return err
+	}
+	for _, key := range keys {
+		if err := a.store.Delete(ctx, key); err != nil {
+			return err
+		}
+	}
+	return nil
+}

@@ -1,0 +1,242 @@
+package ledger
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/json"
+	"errors"
+	"fmt"
+	mathrand "math/rand/v2"
+	"sync"
+	"time"
+
+	"github.com/drowse-vm/drowse/sandbox/blob"
+)
+
+var (
+	// ErrLost means that a session has ended: what it has claimed must not run, and may run elsewhere.
+	ErrLost = errors.New("the session of this host with the ledger is lost")
+	// ErrReleased means that a claim was given up, or that another host has taken it.
+	ErrReleased = errors.New("the claim on the sandbox has ended")
+	// ErrDeleted means that a family is deleted.
+	ErrDeleted = errors.New("the sandbox is deleted")
+	// ErrExists means that there is a sandbox of the name.
+	ErrExists = errors.New("the ledger has a sandbox of that name")
+	// ErrNotFound means that there is no such family.
+	ErrNotFound = errors.New("the ledger has no such sandbox")
+	// ErrSnapshot means that a snapshot is not in the state that a call needs, or not there.
+	ErrSnapshot = errors.New("the ledger has no such snapshot, or not in this state")
+	// ErrFull means that the record of a family has no room.
+	ErrFull = errors.New("the sandbox's record in the ledger is full")
+	// ErrHostInUse means that another process has a session of the host's name.
+	ErrHostInUse = errors.New("another process uses the host's name")
+	// ErrName means that a name or key is not valid.
+	ErrName = errors.New("not a valid name")
+	// ErrVersion means that an object has a format that this program does not know.
+	ErrVersion = errors.New("made by another version of drowse")
+	// ErrDepth means that too many deleted families wait for each other. The error names one to collect first.
+	ErrDepth = errors.New("too many deleted sandboxes borrow from each other")
+)
+
+// HeldError means that another host has a sandbox, and may be alive.
+type HeldError struct {
+	Family, Host string
+	// Wait is when to try again: a host that has given no sign of life until then is dead. A host that lives is to be
+	// asked for the sandbox. 0 means that a claim of the same session has it.
+	Wait time.Duration
+}
+
+func (e *HeldError) Error() string {
+	return fmt.Sprintf("the sandbox %s is held by the host %s", e.Family, e.Host)
+}
+
+// CondemnedError means that uploads or loans that were to be used again are not needed by anything that is kept, so
+// that they may be gone. They have to be uploaded anew under other keys, or borrowed anew.
+type CondemnedError struct{ Uploads, Loans []string }
+
+func (e *CondemnedError) Error() string {
+	return fmt.Sprintf("%d uploads and %d loans may be gone already: upload them anew", len(e.Uploads), len(e.Loans))
+}
+
+// Options are those of Open. The zero value is right for production.
+type Options struct {
+	// TTL is how long others wait for a sign of life of this host before they take its sandboxes; 0 is 30 s. It is
+	// from 1 s to 1 h. Hosts may have different ones.
+	TTL time.Duration
+	// Clock is this host's; nil is the system's.
+	Clock Clock
+}
+
+// DefaultTTL is that of Options.
+const DefaultTTL = 30 * time.Second
+
+// Ledger is a ledger in a store of objects. Its methods, and those of its sessions and claims, may be called from
+// several goroutines.
+//
+// Their contexts bound them. A call repeats what failed a few times, and looks what became of it. If a method returns
+// an error that is none of this package's, it may yet have done, or do later, what it was to do: it can be called
+// again.
+type Ledger struct {
+	store blob.Store
+	clock Clock
+	ttl   time.Duration
+
+	// Simulations replace these.
+	id     func() string
+	jitter func(time.Duration) time.Duration
+
+	mu   sync.Mutex
+	seen map[string]sight // by the name of the host
+}
+
+// Open returns the ledger in a store. It does nothing yet.
+func Open(store blob.Store, o Options) (*Ledger, error) {
+	if o.TTL == 0 {
+		o.TTL = DefaultTTL
+	}
+	if o.TTL < minTTL || o.TTL > maxTTL {
+		return nil, fmt.Errorf("%w: a time to live of %v: it is from %v to %v", errContent, o.TTL, minTTL, maxTTL)
+	}
+	if o.Clock == nil {
+		o.Clock = boottime{}
+	}
+	return &Ledger{
+		store: store, clock: o.Clock, ttl: o.TTL.Truncate(time.Millisecond), seen: map[string]sight{},
+		id:     rand.Text,
+		jitter: func(d time.Duration) time.Duration { return d/2 + mathrand.N(d/2+1) },
+	}, nil
+}
+
+const (
+	storeTries  = 5   // how often a call of the store that fails is repeated
+	changeTries = 200 // how often a change is made anew because others were faster
+)
+
+func familyKey(id string) string { return "families/" + id }
+func hostKey(name string) string { return "hosts/" + name }
+
+// Family returns what the ledger knows of a sandbox.
+func (l *Ledger) Family(ctx context.Context, id string) (*Family, error) {
+	f, v, err := l.load(ctx, id)
+	if err == nil && v == "" {
+		err = fmt.Errorf("sandbox %s: %w", id, ErrNotFound)
+	}
+	return f, err
+}
+
+// load returns a family. An empty version means that there is none yet.
+func (l *Ledger) load(ctx context.Context, id string) (*Family, blob.Version, error) {
+	if err := checkName("sandbox", id); err != nil {
+		return nil, "", err
+	}
+	body, v, err := l.store.Load(ctx, familyKey(id), MaxFamily)
+	if errors.Is(err, blob.ErrNotFound) {
+		return &Family{Version: version}, "", nil
+	}
+	if err != nil {
+		return nil, "", err
+	}
+	f, err := decodeFamily(body)
+	if err != nil {
+		return nil, "", &recordError{fmt.Errorf("the record of the sandbox %s in the ledger: %w", id, err)}
+	}
+	return f, v, nil
+}
+
+func (l *Ledger) loadHost(ctx context.Context, name string) (host, blob.Version, error) {
+	body, v, err := l.store.Load(ctx, hostKey(name), maxHost)
+	if err != nil {
+		return host{}, "", err
+	}
+	h, err := decodeHost(body)
+	if err != nil {
+		err = &recordError{fmt.Errorf("the record of the host %s in the ledger: %w", name, err)}
+	}
+	return h, v, err
+}
+
+// recordError is an error that does not pass if one tries again.
+type recordError struct{ error }
+
+func (e *recordError) Unwrap() error { return e.error }
+
+func (l *Ledger) swapHost(ctx context.Context, name string, old blob.Version, h host) (blob.Version, error) {
+	body, err := json.Marshal(h)
+	if err != nil {
+		return "", err
+	}
+	return l.store.Swap(ctx, hostKey(name), old, body)
+}
+
+// A change is one of a family by comparison.
+type change struct {
+	family string
+	// limit is the most bytes that the family may then have; 0 is MaxFamily.
+	limit int
+	// make changes the family, or reports that there is nothing to change: also because an earlier try of the same
+	// change was made, though its answer was lost. It may look at the context's end for nothing else than calls.
+	make func(f *Family) (changed bool, err error)
+	// may is called directly before a change is sent; nil is always.
+	may func() error
+	// sent is called before a change is sent; it may be nil.
+	sent func()
+}
+
+// update makes a change. It returns the family as it is then.
+func (l *Ledger) update(ctx context.Context, c change) (*Family, error) {
+	limit := c.limit
+	if limit == 0 {
+		limit = MaxFamily
+	}
+	for failed, lost := 0, 0; ; {
+		f, v, err := l.load(ctx, c.family)
+		var record *recordError
+		switch {
+		case errors.As(err, &record), errors.Is(err, ErrName):
+			return nil, err
+		case err == nil:
+			changed, err := c.make(f)
+			if err != nil {
+				return nil, err
+			}
+			if !changed {
+				return f, nil
+			}
+			f.Counter++
+			body, err := f.encode(limit)
+			if err != nil {
+				return nil, fmt.Errorf("sandbox %s: %w", c.family, err)
+			}
+			if c.may != nil {
+				if err := c.may(); err != nil {
+					return nil, err
+				}
+			}
+			if c.sent != nil {
+				c.sent()
+			}
+			if _, err = l.store.Swap(ctx, familyKey(c.family), v, body); err == nil {
+				return f, nil
+			}
+			if errors.Is(err, blob.ErrChanged) {
+				if lost++; lost < changeTries && l.pause(ctx, min(lost, storeTries)) {
+					continue
+				}
+				return nil, fmt.Errorf("sandbox %s: %d other changes were faster: %w", c.family, lost, err)
+			}
+			if failed++; failed >= storeTries || !l.pause(ctx, failed) {
+				return nil, err
+			}
+		default:
+			if failed++; failed >= storeTries || !l.pause(ctx, failed) {
+				return nil, err
+			}
+		}
+	}
+}
+
+// pause waits before the next try. It reports false if ctx has ended.
+func (l *Ledger) pause(ctx context.Context, try int) bool {
+	const first = 10 * time.Millisecond
+	return l.clock.Sleep(ctx, l.jitter(first<<try)) == nil
+}

@@ -1,0 +1,360 @@
+package ledger_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+
+	"github.com/drowse-vm/drowse/sandbox/archive/ledger"
+	"github.com/drowse-vm/drowse/sandbox/blob"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+func must(t *testing.T, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+func open(t *testing.T, dir string) (*ledger.Ledger, blob.Store) {
+	t.Helper()
+	store, err := blob.OpenDir(dir)
+	must(t, err)
+	l, err := ledger.Open(store, ledger.Options{TTL: ttl})
+	must(t, err)
+	return l, store
+}
+
+func join(t *testing.T, l *ledger.Ledger, host string) *ledger.Session {
+	t.Helper()
+	s, err := l.Join(t.Context(), host, "")
+	must(t, err)
+	t.Cleanup(func() { _ = s.Leave(context.WithoutCancel(t.Context())) })
+	return s
+}
+
+func want(t *testing.T, what string, err, wanted error) {
+	t.Helper()
+	if !errors.Is(err, wanted) {
+		t.Errorf("%s: got %v, want %v", what, err, wanted)
+	}
+}
+
+// deletes deletes the objects of uploads: see upload.
+func deletes(store blob.Store) func(context.Context, string, string) error {
+	return func(ctx context.Context, family, upload string) error {
+		return store.Delete(ctx, "uploads/"+family+"/"+upload)
+	}
+}
+
+func claim(t *testing.T, s *ledger.Session, family string) *ledger.Claim {
+	t.Helper()
+	c, err := s.Claim(t.Context(), family)
+	must(t, err)
+	return c
+}
+
+// push uploads and commits a snapshot.
+func push(t *testing.T, store blob.Store, c *ledger.Claim, snapshot string, n ledger.Needs, release bool) {
+	t.Helper()
+	must(t, c.Intend(t.Context(), snapshot, n))
+	for _, u := range n.Fresh {
+		must(t, store.Put(t.Context(), "uploads/"+c.Family()+"/"+u, []byte(u)))
+	}
+	must(t, c.Commit(t.Context(), snapshot, release))
+}
+
+func there(t *testing.T, store blob.Store, upload string) bool {
+	t.Helper()
+	_, _, err := store.Load(t.Context(), "uploads/"+upload, 1000)
+	if err != nil && !errors.Is(err, blob.ErrNotFound) {
+		t.Fatal(err)
+	}
+	return err == nil
+}
+
+func TestA_sandbox_moves_to_another_host_when_it_is_released(t *testing.T) {
+	dir := t.TempDir()
+	l, store := open(t, dir)
+	l2, _ := open(t, dir)
+	a, b := join(t, l, "a"), join(t, l2, "b")
+	c := claim(t, a, "box")
+	var held *ledger.HeldError
+	if _, err := b.Claim(t.Context(), "box"); !errors.As(err, &held) || held.Host != "a" || held.Wait <= 0 {
+		t.Error("another host:", err)
+	}
+	if _, err := a.Claim(t.Context(), "box"); !errors.As(err, &held) || held.Host != "a" || held.Wait != 0 {
+		t.Error("the same host again:", err)
+	}
+	push(t, store, c, "s1", ledger.Needs{Fresh: []string{"u1", "u2"}}, true)
+	want(t, "a commit after the release", c.Commit(t.Context(), "s1", false), ledger.ErrReleased)
+	d := claim(t, b, "box")
+	if d.Head() != "s1" || d.Fence() != 2 {
+		t.Errorf("head %q, fence %d", d.Head(), d.Fence())
+	}
+}
+
+func TestA_dead_hosts_sandbox_is_claimed_after_its_time_to_live(t *testing.T) {
+	timed(t, func(t *testing.T, open func() *ledger.Ledger, store *store) {
+		a, err := open().Join(t.Context(), "a", "")
+		must(t, err)
+		c := claim(t, a, "box")
+		push(t, store, c, "s1", ledger.Needs{Fresh: []string{"u1"}}, false)
+		must(t, c.Intend(t.Context(), "s2", ledger.Needs{Fresh: []string{"u2"}, Reused: []string{"u1"}}))
+		ledger.Kill(a)
+		l2 := open()
+		b := join(t, l2, "b")
+		for {
+			var held *ledger.HeldError
+			d, err := b.Claim(t.Context(), "box")
+			if errors.As(err, &held) {
+				if a.Err() == nil && held.Wait <= 0 {
+					t.Fatal("no time to wait for a living host")
+				}
+				time.Sleep(held.Wait)
+				continue
+			}
+			must(t, err)
+			want(t, "the dead host's session", a.Err(), ledger.ErrLost)
+			if d.Head() != "s1" {
+				t.Errorf("the head is %q", d.Head())
+			}
+			break
+		}
+		must(t, l2.Collect(t.Context(), "box", deletes(store)))
+		f, err := l2.Family(t.Context(), "box")
+		must(t, err)
+		if len(f.Snapshots) != 1 || !there(t, store, "box/u1") {
+			t.Errorf("%+v", f)
+		}
+	})
+}
+
+func TestUploads_are_deleted_when_no_snapshot_needs_them(t *testing.T) {
+	l, store := open(t, t.TempDir())
+	c := claim(t, join(t, l, "a"), "box")
+	push(t, store, c, "s1", ledger.Needs{Fresh: []string{"u1", "u2"}}, false)
+	push(t, store, c, "s2", ledger.Needs{Fresh: []string{"u3"}, Reused: []string{"u2"}}, false)
+	want(t, "the head", l.Remove(t.Context(), "box", "s2"), ledger.ErrSnapshot)
+	must(t, l.Remove(t.Context(), "box", "s1"))
+	want(t, "a fresh one that is there", c.Intend(t.Context(), "s3", ledger.Needs{Fresh: []string{"u3"}}), ledger.ErrSnapshot)
+	refused := func(uploads ...string) {
+		t.Helper()
+		var condemned *ledger.CondemnedError
+		if err := c.Intend(t.Context(), "s3", ledger.Needs{Reused: uploads}); !errors.As(err, &condemned) || len(condemned.Uploads) != 1 || condemned.Uploads[0] != "u1" {
+			t.Error("an upload of a removed snapshot:", err)
+		}
+	}
+	refused("u1", "u2")
+	must(t, l.Collect(t.Context(), "box", deletes(store)))
+	refused("u1", "u2") // nothing says any more that it was there
+	if there(t, store, "box/u1") || !there(t, store, "box/u2") || !there(t, store, "box/u3") {
+		t.Error("deleted too much or too little")
+	}
+}
+
+func TestA_lent_snapshot_stays_until_the_borrower_is_deleted(t *testing.T) {
+	l, store := open(t, t.TempDir())
+	s := join(t, l, "a")
+	c, b := claim(t, s, "box"), claim(t, s, "fork")
+	push(t, store, c, "s1", ledger.Needs{Fresh: []string{"u1"}}, false)
+	loan, err := b.Borrow(t.Context(), "box", "s1")
+	must(t, err)
+	_, err = b.Borrow(t.Context(), "box", "s0")
+	want(t, "a loan of what is not there", err, ledger.ErrSnapshot)
+	push(t, store, b, "f1", ledger.Needs{Loans: []string{loan}}, false)
+	must(t, c.Delete(t.Context()))
+	must(t, l.Collect(t.Context(), "box", deletes(store)))
+	if !there(t, store, "box/u1") {
+		t.Fatal("a lent upload was deleted")
+	}
+	_, err = s.Claim(t.Context(), "box")
+	want(t, "a claim of a deleted sandbox", err, ledger.ErrDeleted)
+	must(t, b.Delete(t.Context()))
+	must(t, l.Collect(t.Context(), "fork", deletes(store)))
+	if there(t, store, "box/u1") {
+		t.Error("an upload of two deleted sandboxes is there")
+	}
+	for _, id := range []string{"box", "fork"} {
+		if f, err := l.Family(t.Context(), id); err != nil || !f.Deleted || len(f.Snapshots)+len(f.Loans) > 0 {
+			t.Errorf("%s is no tombstone: %+v, %v", id, f, err)
+		}
+	}
+}
+
+func TestMany_hosts_of_a_directory_run_a_sandbox_one_at_a_time(t *testing.T) {
+	const hosts, rounds = 4, 10
+	dir := t.TempDir()
+	var running, pushed atomic.Int32
+	var all sync.WaitGroup
+	for h := range hosts {
+		l, store := open(t, dir)
+		s := join(t, l, fmt.Sprintf("h%d", h))
+		all.Go(func() {
+			for round := 0; round < rounds; {
+				c, err := s.Claim(t.Context(), "box")
+				var held *ledger.HeldError
+				if errors.As(err, &held) {
+					time.Sleep(time.Millisecond)
+					continue
+				}
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				if running.Add(1) != 1 {
+					t.Error("it runs twice")
+				}
+				if c.Head() != "" {
+					if want := fmt.Sprintf("s%d", pushed.Load()); c.Head() != want {
+						t.Errorf("the head is %s, not %s", c.Head(), want)
+					}
+					_ = l.Remove(t.Context(), "box", fmt.Sprintf("s%d", pushed.Load()-1))
+				}
+				id := fmt.Sprintf("s%d", pushed.Add(1))
+				upload := id + ".u"
+				err = c.Intend(t.Context(), id, ledger.Needs{Fresh: []string{upload}})
+				err = errors.Join(err, store.Put(t.Context(), "uploads/box/"+upload, nil))
+				running.Add(-1)
+				if err := errors.Join(err, c.Commit(t.Context(), id, true), l.Collect(t.Context(), "box", deletes(store))); err != nil {
+					t.Error(err)
+					return
+				}
+				round++
+			}
+		})
+	}
+	all.Wait()
+	l, store := open(t, dir)
+	must(t, l.Collect(t.Context(), "box", deletes(store)))
+	f, err := l.Family(t.Context(), "box")
+	must(t, err)
+	if f.Fence != hosts*rounds || len(f.Snapshots) != 2 || f.Head != fmt.Sprintf("s%d", hosts*rounds) {
+		t.Errorf("%+v", f)
+	}
+	for id, s := range f.Snapshots {
+		if !there(t, store, "box/"+s.Uploads[0]) {
+			t.Errorf("the upload of %s is missing", id)
+		}
+	}
+}
+
+// late is a store that does one swap of a family when its caller has given up.
+type late struct {
+	blob.Store
+	armed atomic.Bool
+	done  chan struct{}
+}
+
+func (s *late) Swap(ctx context.Context, key string, old blob.Version, body []byte) (blob.Version, error) {
+	if key != "families/box" || !s.armed.CompareAndSwap(true, false) {
+		return s.Store.Swap(ctx, key, old, body)
+	}
+	<-ctx.Done()
+	_, err := s.Store.Swap(context.WithoutCancel(ctx), key, old, body)
+	close(s.done)
+	return "", errors.Join(ctx.Err(), err)
+}
+
+func TestA_claim_that_comes_after_its_caller_gave_up_is_released(t *testing.T) {
+	timed(t, func(t *testing.T, open func() *ledger.Ledger, store *store) {
+		slow := &late{Store: store, done: make(chan struct{})}
+		l, err := ledger.Open(slow, ledger.Options{TTL: ttl, Clock: bubble{time.Now()}})
+		must(t, err)
+		a := join(t, l, "a")
+		slow.armed.Store(true)
+		ctx, cancel := context.WithCancel(t.Context())
+		time.AfterFunc(50*time.Millisecond, cancel)
+		if _, err := a.Claim(ctx, "box"); !errors.Is(err, context.Canceled) {
+			t.Fatal(err)
+		}
+		<-slow.done
+		b := join(t, open(), "b")
+		for {
+			var held *ledger.HeldError
+			_, err := b.Claim(t.Context(), "box")
+			if !errors.As(err, &held) {
+				must(t, err)
+				break
+			}
+			must(t, a.Err()) // alive, and so it is for it to release
+			time.Sleep(10 * time.Millisecond)
+		}
+	})
+}
+
+func TestA_host_name_is_for_one_process(t *testing.T) {
+	timed(t, func(t *testing.T, open func() *ledger.Ledger, _ *store) {
+		l, l2 := open(), open()
+		a := join(t, l, "a")
+		_, err := l2.Join(t.Context(), "a", "another")
+		want(t, "a second process", err, ledger.ErrHostInUse)
+		must(t, a.Err())
+		ledger.Kill(a)
+		b, err := l2.Join(t.Context(), "a", a.Incarnation())
+		must(t, err)
+		must(t, b.Leave(t.Context()))
+		want(t, "after leaving", b.Err(), ledger.ErrLost)
+		c, err := l.Join(t.Context(), "a", a.Incarnation())
+		must(t, err)
+		if c.Incarnation() == a.Incarnation() {
+			t.Error("it goes on with a session that was left")
+		}
+		must(t, c.Leave(t.Context()))
+	})
+}
+
+func TestA_snapshot_that_too_many_borrow_is_lent_for_good(t *testing.T) {
+	l, store := open(t, t.TempDir())
+	s := join(t, l, "a")
+	c := claim(t, s, "box")
+	push(t, store, c, "s1", ledger.Needs{Fresh: []string{"u1"}}, false)
+	f, err := l.Family(t.Context(), "box")
+	must(t, err)
+	s1 := f.Snapshots["s1"]
+	s1.Lent = map[string]string{}
+	for i := range ledger.MaxLoans - 1 {
+		s1.Lent[fmt.Sprintf("l%d", i)] = "fork"
+	}
+	f.Snapshots["s1"] = s1
+	ledger.Lend(f, "s1", "last", "fork")
+	if n := len(f.Snapshots["s1"].Lent); n != ledger.MaxLoans || f.Snapshots["s1"].LentForGood {
+		t.Fatal(n, "loans")
+	}
+	ledger.Lend(f, "s1", "l", "fork")
+	if s := f.Snapshots["s1"]; len(s.Lent) > 0 || !s.LentForGood {
+		t.Fatal(len(s.Lent), "loans")
+	}
+}
+
+func TestA_full_family_takes_no_snapshots_and_can_be_claimed_and_deleted(t *testing.T) {
+	l, _ := open(t, t.TempDir())
+	s := join(t, l, "a")
+	c := claim(t, s, "box")
+	var err error
+	for i := 0; err == nil; i++ {
+		n := ledger.Needs{}
+		for u := range 2000 {
+			n.Fresh = append(n.Fresh, fmt.Sprintf("%0200d.%d.%d", 0, i, u))
+		}
+		err = c.Intend(t.Context(), fmt.Sprintf("s%d", i), n)
+	}
+	want(t, "one too many", err, ledger.ErrFull)
+	must(t, c.Release(t.Context()))
+	c = claim(t, s, "box")
+	must(t, c.Delete(t.Context()))
+	must(t, l.Collect(t.Context(), "box", func(context.Context, string, string) error { return nil }))
+	f, err := l.Family(t.Context(), "box")
+	must(t, err)
+	if len(f.Snapshots) > 0 {
+		t.Error(len(f.Snapshots), "snapshots are left")
+	}
+}

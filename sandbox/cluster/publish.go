@@ -1,0 +1,321 @@
+package cluster
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/archive"
+	"github.com/drowse-vm/drowse/sandbox/archive/ledger"
+	"github.com/drowse-vm/drowse/sandbox/lease"
+	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
+)
+
+// Claim implements lease.Cluster.
+func (n *Node) Claim(ctx context.Context, name string, may func(spec.Metadata) error) error {
+	r, err := n.state.Get(name)
+	if err == nil && (!n.dir.Shared(name) || r.Phase == state.Running || r.Phase == state.Starting) {
+		return nil
+	}
+	if err != nil && !errors.Is(err, sandbox.ErrNotFound) {
+		return nil //nolint:nilerr // what uses it says that
+	}
+	n.want(name)
+	unlock, err := n.names.lock(ctx, name)
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	c, err := n.dir.Claim(name)
+	if err != nil {
+		return err
+	}
+	if _, err := n.state.Load(name); c == nil && err == nil {
+		return nil
+	} else if c == nil {
+		if err := n.known(ctx, name, may); err != nil {
+			return err
+		}
+	}
+	if _, err = n.hold(ctx, name, holdOptions{may: may}); err != nil {
+		return err
+	}
+	n.want(name)
+	return n.extend(n.current()) // the claim was made under it, and renew may be late
+}
+
+func (n *Node) want(name string) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	for other, at := range n.wanted {
+		if time.Since(at) > wantedTime {
+			delete(n.wanted, other)
+		}
+	}
+	n.wanted[name] = time.Now()
+}
+
+func (n *Node) isWanted(name string) bool {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return time.Since(n.wanted[name]) < wantedTime
+}
+
+// known returns sandbox.ErrNotFound if the cluster has no sandbox of that name, and what may says of one that it has.
+func (n *Node) known(ctx context.Context, name string, may func(spec.Metadata) error) error {
+	select {
+	case n.pulls <- struct{}{}:
+		defer func() { <-n.pulls }()
+	case <-ctx.Done():
+		return fmt.Errorf("looking for %s: %w", name, context.Cause(ctx))
+	}
+	f, err := n.ledger.Family(ctx, name)
+	if errors.Is(err, ledger.ErrNotFound) || err == nil && (f.Deleted || f.Head == "") {
+		return fmt.Errorf("%w: %s: neither this host nor its cluster has it", sandbox.ErrNotFound, name)
+	}
+	if err != nil || may == nil {
+		return err
+	}
+	h, err := n.archive.Head(ctx, f.Head)
+	if err != nil {
+		return err
+	}
+	d, err := decodeDoc(h.Doc, name)
+	if err != nil {
+		return err
+	}
+	return may(d.Metadata)
+}
+
+// Publish implements lease.Cluster.
+func (n *Node) Publish(ctx context.Context, name string) error {
+	unlock, err := n.publishing.lock(ctx, name)
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	if err := n.publish(ctx, name); err != nil {
+		return fmt.Errorf("publishing %s: %w", name, err)
+	}
+	return nil
+}
+
+func (n *Node) publish(ctx context.Context, name string) error {
+	unlock, err := n.names.lock(ctx, name)
+	if err != nil {
+		return err
+	}
+	unlock = sync.OnceFunc(unlock)
+	defer func() { unlock() }()
+	r, err := n.state.Get(name)
+	if err == nil {
+		err = n.unfit(r)
+	}
+	if err != nil {
+		return err
+	}
+	if r.Phase != state.Asleep {
+		return fmt.Errorf("%w: it is %s, and only what sleeps is published", sandbox.ErrRunning, r.Phase)
+	}
+	doc, sum, err := n.doc(r)
+	if err != nil {
+		return err
+	}
+	if c, err := n.dir.Claim(name); err != nil || c != nil && !c.Held && !c.Claiming && isHead(c, r, sum) {
+		return err
+	}
+	claim, err := n.hold(ctx, name, holdOptions{here: true})
+	if errors.Is(err, errNotNeeded) {
+		err = fmt.Errorf("%w: it has gone on on another host, and what this one has is not published: its next use here sets that aside", spec.ErrElsewhere)
+	}
+	if err != nil {
+		return err
+	}
+	c, err := n.dir.Claim(name)
+	if err != nil {
+		return err
+	}
+	if isHead(c, r, sum) {
+		return n.giveUp(ctx, name, claim)
+	}
+	// Each attempt has an id of its own, so that none meets what is left of another.
+	head := spec.NewID()
+	if err := claim.Intend(ctx, head, ledger.Needs{Fresh: []string{head}}); err != nil {
+		return err
+	}
+	unlock() // it may be woken meanwhile
+	begun := time.Now()
+	info, err := n.push(ctx, r, head, doc)
+	if err != nil {
+		// The snapshot may be gone, since the sandbox has slept again.
+		n.discard(name, head)
+		return err
+	}
+	relock, err := n.names.lock(ctx, name)
+	if err != nil {
+		return err
+	}
+	unlock = relock
+	if n.claimed(name) != claim {
+		return fmt.Errorf("%w: %s: it was lost meanwhile", spec.ErrUnclaimed, name)
+	}
+	commit := func(release bool) error {
+		now, err := n.dir.Claim(name)
+		if err != nil {
+			return err
+		}
+		if now == nil {
+			now = &lease.Claim{}
+		}
+		if now.Head, now.Snapshot, now.Sum = head, r.Snapshot, sum; release {
+			now.Held, now.Claiming = false, true
+		}
+		if err := n.dir.SetClaim(name, now); err != nil {
+			return err
+		}
+		if err := claim.Commit(ctx, head, release); err != nil || !release {
+			return err
+		}
+		n.setClaimed(name, nil)
+		now.Claiming = false
+		return n.dir.SetClaim(name, now)
+	}
+	err = n.rested(ctx, name, func(now *state.Record) error {
+		if now == nil || now.Phase != state.Asleep || now.Snapshot != r.Snapshot {
+			return sandbox.ErrRunning
+		}
+		if _, again, err := n.doc(now); err != nil || again != sum {
+			return errors.Join(err, sandbox.ErrRunning)
+		}
+		return commit(true)
+	})
+	if errors.Is(err, sandbox.ErrRunning) {
+		if err := commit(false); err != nil {
+			return err
+		}
+		err = fmt.Errorf("%w: %s was woken or changed meanwhile, and is published as it was before", sandbox.ErrRunning, name)
+	}
+	if err == nil {
+		n.log.Info("published", "sandbox", name, "snapshot", r.Snapshot, "bytes", info.Stored, "ms", time.Since(begun).Milliseconds())
+	}
+	n.collectSoon(name)
+	return err
+}
+
+// isHead reports whether a sandbox that sleeps is as it was last published or pulled.
+func isHead(c *lease.Claim, r *state.Record, sum string) bool {
+	return c.Head != "" && c.Snapshot == r.Snapshot && c.Sum == sum
+}
+
+func (n *Node) push(ctx context.Context, r *state.Record, head string, doc []byte) (archive.Info, error) {
+	m, err := n.state.Manifest(r.Snapshot)
+	if err != nil {
+		return archive.Info{}, err
+	}
+	i := archive.Info{ID: head, Name: r.Spec.Name, Image: m.Image, Created: time.Unix(0, m.CreatedUnixNano).UTC()}
+	return n.archive.PushHead(ctx, n.state, i, r.Snapshot, doc)
+}
+
+// discard gives up an attempt to publish.
+func (n *Node) discard(name, head string) {
+	n.background.Go(func() {
+		err := n.ledger.Remove(n.life, name, head)
+		if err == nil {
+			err = n.collect(n.life, name)
+		}
+		if err != nil {
+			n.log.Warn("what is left of a publication stays until its claim ends", "sandbox", name, "error", err)
+		}
+	})
+}
+
+// collectTime bounds the removal of what a sandbox does not need any more. What it does not get to, the next one does.
+const collectTime = 5 * time.Minute
+
+// collectSoon removes the heads that a sandbox had before, in the background.
+func (n *Node) collectSoon(name string) {
+	n.background.Go(func() {
+		ctx, cancel := context.WithTimeout(n.life, collectTime)
+		defer cancel()
+		if err := n.collect(ctx, name); err != nil {
+			n.log.Warn("removing what a sandbox slept in before", "sandbox", name, "error", err)
+		}
+	})
+}
+
+func (n *Node) collect(ctx context.Context, name string) error {
+	f, err := n.ledger.Family(ctx, name)
+	if err != nil {
+		return err
+	}
+	for id, s := range f.Snapshots {
+		// Intents end with their claims.
+		if id != f.Head && s.State == ledger.Kept {
+			if err := n.ledger.Remove(ctx, name, id); err != nil && !errors.Is(err, ledger.ErrSnapshot) {
+				return err
+			}
+		}
+	}
+	return n.ledger.Collect(ctx, name, func(ctx context.Context, _, upload string) error { return n.archive.RemoveHead(ctx, upload) })
+}
+
+// Delete implements lease.Cluster.
+func (n *Node) Delete(ctx context.Context, name string) (shared bool, freed spec.Freed, err error) {
+	unlock, err := n.names.lock(ctx, name)
+	if err != nil {
+		return false, freed, err
+	}
+	defer unlock()
+	was, err := n.dir.Claim(name)
+	if err != nil {
+		return true, freed, err
+	}
+	r, rerr := n.state.Get(name)
+	switch {
+	case was == nil && !errors.Is(rerr, sandbox.ErrNotFound):
+		return false, freed, nil
+	case was == nil:
+		if err := n.known(ctx, name, nil); err != nil {
+			return true, freed, err
+		}
+	case rerr == nil && (r.Phase == state.Running || r.Phase == state.Starting):
+		return true, freed, fmt.Errorf("%w: %s: put it to sleep, stop it, or use --force", sandbox.ErrRunning, name)
+	}
+	fail := func(err error) (bool, spec.Freed, error) {
+		return true, freed, fmt.Errorf("removing %s: %w", name, err)
+	}
+	now := lease.Claim{}
+	if was != nil {
+		now = *was
+	}
+	now.Claiming = true
+	if err := n.dir.SetClaim(name, &now); err != nil {
+		return fail(err)
+	}
+	claim := n.claimed(name)
+	if claim == nil {
+		claim, err = n.current().Claim(ctx, name)
+	}
+	switch {
+	case err == nil:
+		n.setClaimed(name, claim)
+		if err := claim.Delete(ctx); err != nil {
+			return fail(err)
+		}
+		n.setClaimed(name, nil)
+	case errors.Is(err, ledger.ErrDeleted):
+	default:
+		return fail(n.refused(ctx, name, was, err))
+	}
+	n.collectSoon(name)
+	if rerr == nil || errors.Is(rerr, spec.ErrRecord) {
+		if freed, err = n.state.Remove(ctx, name, true); err != nil && !errors.Is(err, sandbox.ErrNotFound) {
+			return fail(err)
+		}
+	}
+	return true, freed, n.dir.SetClaim(name, nil)
+}
