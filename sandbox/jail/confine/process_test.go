@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"flag"
 	"fmt"
 	"io"
 	"log"
@@ -581,30 +582,86 @@ func checkNothingLeft(t *testing.T) {
 	}
 }
 
+var rounds = flag.Int("rounds", 1, "how often children end, are killed and are closed")
+
+// held is what this process has, and the mounts and namespaces that it sees.
+func held(t *testing.T) map[string]int {
+	t.Helper()
+	n := map[string]int{"goroutines": runtime.NumGoroutine()}
+	fds, err := os.ReadDir("/proc/self/fd")
+	if err != nil {
+		t.Fatal(err)
+	}
+	n["descriptors"] = len(fds)
+	mounts, err := os.ReadFile("/proc/self/mountinfo")
+	if err != nil {
+		t.Fatal(err)
+	}
+	n["mounts"] = bytes.Count(mounts, []byte("\n"))
+	links, err := filepath.Glob("/proc/self/task/*/ns/*")
+	if err != nil {
+		t.Fatal(err)
+	}
+	spaces := map[string]bool{}
+	for _, l := range links {
+		if to, err := os.Readlink(l); err == nil { // a thread that has ended has none
+			spaces[to] = true
+		}
+	}
+	n["namespaces"] = len(spaces)
+	return n
+}
+
 func TestClose_leaves_nothing_of_a_child_that_ended_or_was_killed_or_runs(t *testing.T) {
 	confinable(t)
-	for _, how := range []string{"ended", "killed", "runs"} {
-		c, stop := idle(t, Profile{Name: how})
-		switch how {
-		case "ended":
-			if _, err := stop(); err != nil {
+	round := func(t *testing.T) {
+		for _, how := range []string{"ended", "killed", "runs"} {
+			c, stop := idle(t, Profile{Name: how})
+			switch how {
+			case "ended":
+				if _, err := stop(); err != nil {
+					t.Error(err)
+				}
+			case "killed":
+				if err := unix.Kill(c.PID(), unix.SIGKILL); err != nil {
+					t.Error(err)
+				}
+				if err := c.Wait(); err == nil || errors.Is(err, ErrRefused) {
+					t.Errorf("Wait returns %v", err)
+				}
+			}
+			if err := c.Close(); err != nil {
 				t.Error(err)
 			}
-		case "killed":
-			if err := unix.Kill(c.PID(), unix.SIGKILL); err != nil {
-				t.Error(err)
+			if err := unix.Kill(c.PID(), 0); !errors.Is(err, unix.ESRCH) {
+				t.Errorf("%s: the process is still there: %v", how, err)
 			}
-			if err := c.Wait(); err == nil || errors.Is(err, ErrRefused) {
-				t.Errorf("Wait returns %v", err)
+			checkNothingLeft(t)
+		}
+	}
+	t.Run("first", round)
+	before := held(t)
+	for range *rounds {
+		if !t.Run("round", round) {
+			t.FailNow()
+		}
+	}
+	// Goroutines that end by themselves may take a moment.
+	for end := time.Now().Add(10 * time.Second); ; time.Sleep(10 * time.Millisecond) {
+		now := held(t)
+		more := ""
+		for what, n := range now {
+			if n > before[what] {
+				more += fmt.Sprintf(" %s: %d, %d before;", what, n, before[what])
 			}
 		}
-		if err := c.Close(); err != nil {
-			t.Error(err)
+		if more == "" {
+			t.Logf("%d children have left nothing: %v", 3**rounds, now)
+			return
 		}
-		if err := unix.Kill(c.PID(), 0); !errors.Is(err, unix.ESRCH) {
-			t.Errorf("%s: the process is still there: %v", how, err)
+		if time.Now().After(end) {
+			t.Fatalf("%d children have left%s", 3**rounds, more)
 		}
-		checkNothingLeft(t)
 	}
 }
 
