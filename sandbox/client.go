@@ -26,6 +26,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
+	"github.com/drowse-vm/drowse/sandbox/template"
 	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/vmm"
 )
@@ -38,6 +39,8 @@ type CreateOptions struct {
 	Disk string
 	// Boot boots the sandbox even if there is a template for it.
 	Boot bool
+	// from, if not nil, is a template that is not finished: the sandbox is made from it.
+	from *template.Entry
 	// Report, if not nil, gets the report of the start.
 	Report *control.Report
 }

@@ -10,6 +10,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/netpolicy/hostnet"
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/sandbox/control"
@@ -22,6 +23,9 @@ import (
 
 // launchCreated starts a new VM from the template of its key. Without a usable one it boots, and wants one.
 func (s *Host) launchCreated(ctx context.Context, r *state.Record, o CreateOptions) (*Sandbox, error) {
+	if o.from != nil {
+		return s.launchFrom(ctx, r, *o.from, o)
+	}
 	if r.Booted = template.Unsuited(r.Spec); r.Booted == "" && (o.Boot || os.Getenv(control.NoTemplateEnv) != "") {
 		r.Booted = "a boot was asked for"
 	}
@@ -201,31 +205,30 @@ func (s *Host) keyOf(ctx context.Context, bare Spec) (string, error) {
 	return s.templateKey(bare, boot)
 }
 
-// makeTemplate boots a VM, has it sleep twice, so that its last sleep knows what a restore needs first, and makes that
-// sleep a template. The lock of templates must be held.
+// makeTemplate boots a VM, and makes another one of it as a caller's is made of a template. That one's sleep becomes the
+// template: it knows which pages a new VM and its first command need. The lock of templates must be held.
 func (s *Host) makeTemplate(ctx context.Context, e template.Entry) (_ template.Entry, err error) {
 	if err := s.removeLeft(ctx); err != nil {
 		return e, err
 	}
-	want := e.Spec
-	want.Name = templateVM + e.Key[:8]
-	o := CreateOptions{Boot: true, Metadata: &spec.Metadata{Owner: spec.TemplateOwner, Purpose: "boots for template " + e.Key[:12]}}
-	b, err := s.Create(ctx, want, o)
-	if err != nil {
-		return e, err
-	}
 	defer func() { err = errors.Join(err, s.removeLeft(context.WithoutCancel(ctx))) }()
-	// Hooks of the image are for what happens to a user's VM.
-	quiet := SleepOptions{Hooks: spec.HooksSkip}
-	if _, err := b.Sleep(ctx, quiet); err != nil {
-		return e, err
-	}
-	if _, err := b.Wake(ctx); err != nil {
-		return e, err
-	}
-	slept, err := b.Sleep(ctx, quiet)
-	if err != nil {
-		return e, err
+	want, name := e.Spec, templateVM+e.Key[:8]
+	o := CreateOptions{Boot: true, Metadata: &spec.Metadata{Owner: spec.TemplateOwner, Purpose: "boots for template " + e.Key[:12]}}
+	for _, want.Name = range []string{name + "-boot", name} {
+		b, err := s.Create(ctx, want, o)
+		if err == nil {
+			err = b.rehearse(ctx)
+		}
+		if err != nil {
+			return e, err
+		}
+		// Hooks of the image are for what happens to a user's VM.
+		slept, err := b.Sleep(ctx, SleepOptions{Hooks: spec.HooksSkip})
+		if err != nil {
+			return e, err
+		}
+		e.Snapshot = slept.Snapshot
+		o.Boot, o.from = false, &template.Entry{Key: e.Key, Spec: e.Spec, Snapshot: slept.Snapshot}
 	}
 	// Its files may have been replaced while it booted.
 	r, err := s.State.Get(want.Name)
@@ -236,12 +239,29 @@ func (s *Host) makeTemplate(ctx context.Context, e template.Entry) (_ template.E
 		return e, errors.Join(fmt.Errorf("what it boots was replaced meanwhile: make it again"), err)
 	}
 	all := s.State.Templates()
-	e.Snapshot, e.Created, e.Problem, e.Tried = slept.Snapshot, time.Now().UTC(), "", time.Time{}
+	e.Created, e.Problem, e.Tried = time.Now().UTC(), "", time.Time{}
 	if err := s.State.PutTemplate(ctx, e); err != nil {
 		return e, err
 	}
 	_, err = all.Trim() // the snapshots go with the sweep that follows
 	return e, err
+}
+
+// rehearsal bounds what rehearse waits for, in the guest's time.
+const rehearsal = 10 * time.Second
+
+// rehearse runs a command that does nothing, so that nobody's first command pays for what the guest does once: reading
+// the shell and its libraries, and the agent's own preparations. An image without a shell has less to read.
+func (b *Sandbox) rehearse(ctx context.Context) error {
+	c, err := b.Agent(ctx)
+	if err != nil {
+		return err
+	}
+	_, err = c.Exec(ctx, guest.Cmd{Argv: []string{"/bin/sh", "-c", ":"}, Timeout: rehearsal})
+	if errors.As(err, new(*guest.ExitError)) {
+		err = nil
+	}
+	return errors.Join(err, c.Close())
 }
 
 // templateVM begins the names of VMs that boot for templates.

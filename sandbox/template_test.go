@@ -2,6 +2,8 @@ package sandbox_test
 
 import (
 	"bytes"
+	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -13,6 +15,7 @@ import (
 	"syscall"
 	"testing"
 
+	"github.com/drowse-vm/drowse/guest/fakeguest"
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/control"
@@ -74,6 +77,33 @@ func TestCreate_boots_once_and_then_starts_from_the_template(t *testing.T) {
 	}
 	if err := h.Sandbox("third").Kill(t.Context()); err != nil {
 		t.Error(err)
+	}
+}
+
+// What a guest does once, and the pages that a first command needs, are the template's.
+func TestTemplate_is_of_a_VM_that_was_made_from_another_and_has_run_a_shell(t *testing.T) {
+	runs := 0 // an image's shell may fail
+	v := &sandboxtest.VMs{Commands: map[string]fakeguest.Command{"sh": func(context.Context, *fakeguest.Process) int { runs++; return 3 }}}
+	h := v.Host(t)
+	made(t, h, sandbox.Spec{}, sandbox.CreateOptions{})
+	if runs != 0 {
+		t.Errorf("a sandbox that has booted has run %d shells", runs)
+	}
+	makeWanted(t, h, 1)
+	r := made(t, h, sandbox.Spec{}, sandbox.CreateOptions{})
+	if runs != 2 {
+		t.Errorf("for a template %d shells have run, want 2", runs)
+	}
+	m, err := h.State.Manifest(r.Template)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var of state.Record
+	if err := json.Unmarshal([]byte(m.Labels[state.LabelRecord]), &of); err != nil {
+		t.Fatal(err)
+	}
+	if of.Base == "" || of.Booted != "" {
+		t.Errorf("the template is of a VM with base %q that has booted because %q", of.Base, of.Booted)
 	}
 }
 

@@ -27,10 +27,10 @@ import (
 func (a *app) templateCommand() *cobra.Command {
 	return group(&cobra.Command{
 		Use: "template", Short: "Manage templates: first boots, from which new VMs start",
-		Long: `Manage templates. A template is the memory and the disk of a VM that has booted and done nothing
-else. A new VM of the same image, kernel, RAM, vCPUs, disk size, network and kernel parameters
-starts from it instead of booting. If there is none it boots and asks for one, which "drowse serve"
-then makes, or a process that "drowse run" leaves behind.`,
+		Long: `Manage templates. A template is the memory and the disk of a VM that has booted, and run
+/bin/sh -c : once. A new VM of the same image, kernel, RAM, vCPUs, disk size, network and kernel
+parameters starts from it instead of booting. If there is none it boots and asks for one, which
+"drowse serve" then makes, or a process that "drowse run" leaves behind.`,
 	}, a.templateMakeCommand(), a.templateListCommand(), a.templateRemoveCommand(), a.templatePruneCommand())
 }
 

@@ -1,5 +1,5 @@
-// Package template keeps which snapshots stand for a boot. A template is the snapshot of a VM that has booted and done
-// nothing else. A VM of the same key is restored from it instead of booting.
+// Package template keeps which snapshots stand for a boot. A template is the snapshot of a VM that has booted, and run
+// a shell that does nothing. A VM of the same key is restored from it instead of booting.
 //
 // An entry is a file, DIR/templates/KEY.json. One without a snapshot is wanted. A snapshot that no entry names is no
 // template: whoever makes one writes the entry last.
