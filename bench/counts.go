@@ -18,14 +18,23 @@ import (
 
 // The counts of a row. Unlike times, they hardly depend on what else the machine does.
 const (
-	countCalls    = "syscalls" // system calls of the host's processes
-	countSyncs    = "syncs"    // those of them that wait for the disk: see syncCalls
+	countCalls    = "syscalls" // system calls of the host's processes, without waits
+	countWaits    = "waits"    // those with which threads wait for each other: more if it takes longer, see waitCalls
+	countSyncs    = "syncs"    // those among syscalls that wait for the disk: see syncCalls
 	countExits    = "exits"    // exits of guests to KVM
 	countEmulated = "emulated" // instructions of guests that KVM has interpreted
 )
 
 // CountNames are the names of counts, in the order of columns.
-var CountNames = []string{countCalls, countSyncs, countExits, countEmulated}
+var CountNames = []string{countCalls, countWaits, countSyncs, countExits, countEmulated}
+
+// Where the kernel's programs count.
+const callsAt, waitsAt, syncsAt, exitsAt, emulatedAt = 0, 1, 2, 3, 4
+
+// waitCalls are those of Go's scheduler (package runtime): how many a program makes is a matter of time.
+var waitCalls = []int32{
+	unix.SYS_FUTEX, unix.SYS_NANOSLEEP, unix.SYS_EPOLL_PWAIT, unix.SYS_SCHED_YIELD, unix.SYS_TGKILL, unix.SYS_GETPID, unix.SYS_RT_SIGRETURN,
+}
 
 var syncCalls = []int32{unix.SYS_FSYNC, unix.SYS_FDATASYNC, unix.SYS_SYNC_FILE_RANGE, unix.SYS_SYNCFS}
 
@@ -36,7 +45,8 @@ const maxCounted = 1 << 16
 // followed.
 const (
 	countSize  = 8
-	ofProcess  = 4 * countSize
+	places     = 8 // a power of two
+	ofProcess  = places * countSize
 	ofOthers   = ofProcess
 	lostAt     = 2 * ofProcess
 	countsSize = lostAt + countSize
@@ -66,7 +76,7 @@ type counter struct {
 
 // tally is what has been counted at some time, or between two times.
 type tally struct {
-	process [2][4]uint64 // of this process, and of the others
+	process [2][places]uint64 // of this process, and of the others
 	// timed means that the time of the run counts.
 	timed bool
 }
@@ -108,12 +118,12 @@ func (c *counter) start() (err error) {
 	if err := c.attach("sys_enter", c.countCalls()); err != nil {
 		return err
 	}
-	if err := c.attach("kvm_exit", c.count(nil, 2)); err != nil {
+	if err := c.attach("kvm_exit", c.count(nil, exitsAt)); err != nil {
 		c.missing[countExits] = err.Error()
 	}
 	// The second argument of kvm_emulate_insn says that KVM could not.
 	done := asm.Instructions{asm.LoadMem(asm.R1, asm.R6, 8, asm.DWord), asm.And.Imm(asm.R1, 0xff), asm.JNE.Imm(asm.R1, 0, "exit")}
-	if c.emulated, err = c.load("kvm_emulate_insn", c.count(done, 3)); err == nil && !c.interpreted {
+	if c.emulated, err = c.load("kvm_emulate_insn", c.count(done, emulatedAt)); err == nil && !c.interpreted {
 		err = c.emulate(true)
 	}
 	if err != nil {
@@ -242,13 +252,18 @@ func (c *counter) count(condition asm.Instructions, at int16) asm.Instructions {
 
 // countCalls counts system calls: the second argument of sys_enter is the number.
 func (c *counter) countCalls() asm.Instructions {
-	insns := slices.Concat(c.group(), addOne(0), asm.Instructions{asm.LoadMem(asm.R2, asm.R6, 8, asm.DWord)})
+	insns := append(c.group(), asm.LoadMem(asm.R2, asm.R6, 8, asm.DWord))
+	for _, nr := range waitCalls {
+		insns = append(insns, asm.JEq.Imm(asm.R2, nr, "wait"))
+	}
+	insns = append(insns, addOne(callsAt)...)
 	for _, nr := range syncCalls {
 		insns = append(insns, asm.JEq.Imm(asm.R2, nr, "sync"))
 	}
-	sync := addOne(1)
-	sync[0] = sync[0].WithSymbol("sync")
-	return slices.Concat(insns, asm.Instructions{asm.Ja.Label("exit")}, sync, exit)
+	sync, wait := addOne(syncsAt), addOne(waitsAt)
+	sync[0], wait[0] = sync[0].WithSymbol("sync"), wait[0].WithSymbol("wait")
+	end := asm.Instructions{asm.Ja.Label("exit")}
+	return slices.Concat(insns, end, sync, end, wait, exit)
 }
 
 // follow enters the children of processes that are followed. The second argument of sched_process_fork is the new

@@ -139,7 +139,7 @@ func TestReport_counts_that_are_missing_are_no_zeros_and_have_a_reason(t *testin
 		}
 	}
 	for name, want := range map[string]string{
-		"name": "unit syscalls syncs exits emulated MiB", "counted": "ms 412 0 - - 0.0", "uncounted": "ms - - - - 0.0", "without": "ms - - - - 0.0",
+		"name": "unit syscalls waits syncs exits emulated MiB", "counted": "ms 412 - 0 - - 0.0", "uncounted": "ms - - - - - 0.0", "without": "ms - - - - - 0.0",
 	} {
 		if !strings.Contains(lines[name], want) {
 			t.Errorf("%s: %q, want %q", name, lines[name], want)
@@ -168,7 +168,7 @@ func TestReport_counts_that_are_missing_are_no_zeros_and_have_a_reason(t *testin
 	if err := errors.Join(p.Add("file", strings.NewReader(string(doc))), p.HTML(&out)); err != nil {
 		t.Fatal(err)
 	}
-	for _, want := range []string{`<td class="n">412</td><td class="n">0</td><td class="n">–</td><td class="n">–</td>`, "not counted: no permission"} {
+	for _, want := range []string{`<td class="n">412</td><td class="n">–</td><td class="n">0</td><td class="n">–</td><td class="n">–</td>`, "not counted: no permission"} {
 		if !strings.Contains(out.String(), want) {
 			t.Errorf("the page has no %q", want)
 		}
