@@ -56,7 +56,7 @@ const (
 // ask of KVM. Programs at the kernel's tracepoints count. They follow processes from parent to child, so it does not
 // matter whether a process is still a child of this one.
 //
-// A system call takes about 0.1 µs more meanwhile, an exit less: figures get worse by that, never better. The
+// Meanwhile a system call and an exit take up to a microsecond more: figures get worse by that, never better. The
 // exception is a KVM that interprets the guest's kernel: there each instruction would. On such a host instructions are
 // counted in the runs that do not count for anything else.
 type counter struct {

@@ -52,8 +52,8 @@ const serveTime = time.Minute
 //   - exec_asleep: a command in a sandbox that sleeps.
 //   - exec_awake: the same command again, at once.
 //
-// Stage end is when the call has returned. Counts are those of the whole call, by the command line and over HTTP without
-// the caller's own. All ways and commands are measured in turn. With o.Serve a "drowse serve"
+// Stage end is when the call has returned. Counts are those of the whole call, by the command line and over HTTP
+// without the caller's own. All ways and commands are measured in turn. With o.Serve a "drowse serve"
 // runs meanwhile, as on a host in use, and answers the calls over HTTP. o.Beside is another build of drowse, which is
 // measured in turn as well, by command line alone. It has its own "drowse serve" and state directory, o.BesideState,
 // with the image in it. The parameter build tells the two apart.

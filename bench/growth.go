@@ -51,8 +51,8 @@ const (
 //
 //   - growth, by op: Sandbox.Wake, then Exec of /bin/true, then Sleep; the first page of a list by a process that has
 //     not listed before; a sweep that finds nothing to delete; Delete of one of the others.
-//   - growth_slope, by op: the figure of the largest store by that of the smallest in the same round, of the time and of
-//     counts. One is added to both counts, so that none becoming some is growth.
+//   - growth_slope, by op: the figure of the largest store by that of the smallest in the same round, of the time and
+//     of counts. One is added to both counts, so that none becoming some is growth.
 //
 // Each size has a store of its own, with the images and kernels of e.Store, and all are measured in turn, so that other
 // load on the machine affects all alike. The others are made by the code that makes real ones, without waiting for the
