@@ -54,7 +54,17 @@ func TestCounter_system_calls_of_a_child_are_counted_exactly(t *testing.T) {
 				s := fmt.Sprintf(script, copies(t, blocks, sync...))
 				return shell(t, c, strings.ReplaceAll(s, "$0", filepath.Join(t.TempDir(), "orphan"))).process[1]
 			}
-			a, b := run(few), run(many)
+			// Where the kernel puts a program decides about a call or so of its start: the least of several runs has none.
+			least := func(blocks int) (n [places]uint64) {
+				n = run(blocks)
+				for range 6 {
+					if again := run(blocks); again[callsAt] < n[callsAt] {
+						n = again
+					}
+				}
+				return n
+			}
+			a, b := least(few), least(many)
 			// The shell that waits for an orphan looks a changing number of times.
 			if got := b[callsAt] - a[callsAt]; name != "orphan" && got != 2*(many-few) || b[callsAt] < 2*many {
 				t.Errorf("%d blocks more take %d system calls, want %d", many-few, got, 2*(many-few))

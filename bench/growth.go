@@ -60,7 +60,8 @@ const (
 func Growth(ctx context.Context, e Env, o Options) ([]Row, error) {
 	return e.growth(ctx, o, func(dir string) (*sandbox.Host, error) {
 		for _, d := range []string{"images", "kernels", "cache"} {
-			if err := os.Symlink(filepath.Join(e.Store.State.Dir(), d), filepath.Join(dir, d)); err != nil {
+			of := filepath.Join(e.Store.State.Dir(), d) // a new store has no cache yet
+			if err := errors.Join(os.MkdirAll(of, 0o755), os.Symlink(of, filepath.Join(dir, d))); err != nil {
 				return nil, err
 			}
 		}
