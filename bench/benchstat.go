@@ -33,7 +33,7 @@ var outcomes = []string{"packets", "total_ms", "measured_kib", "pause_ms", "read
 // Benchstat writes the runs of all rows in the format of Go's benchmarks (go.dev/design/14313-benchmark-format),
 // which benchstat compares. Each run is a line with its value to three digits, in ascending order. Of more than
 // MaxSamples runs it writes that many, at even distances of rank. Parameters are in the name. Comments have what
-// differs between compared runs, such as the commit.
+// differs between compared runs, such as the commit. The median counts of a row are a line of their own.
 func (r Report) Benchstat(w io.Writer) error {
 	b := bufio.NewWriter(w)
 	fmt.Fprintf(b, "# commit %s, Linux %s, %d CPUs, %d MiB, load %.2f, %s\n", oneLine(r.Commit), oneLine(r.Machine.Kernel),
@@ -54,6 +54,13 @@ func (r Report) Benchstat(w io.Writer) error {
 		}
 		for _, v := range row.samples() {
 			fmt.Fprintf(b, "%s 1 %s %s\n", name, strconv.FormatFloat(v*unit.scale, 'g', -1, 64), unit.name)
+		}
+		if len(row.Counts) > 0 {
+			fmt.Fprintf(b, "%s 1", name)
+			for _, count := range slices.Sorted(maps.Keys(row.Counts)) {
+				fmt.Fprintf(b, " %.0f %s/op", row.Counts[count], statWord(count))
+			}
+			fmt.Fprintln(b)
 		}
 	}
 	return b.Flush()

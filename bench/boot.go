@@ -27,19 +27,24 @@ func Boots(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 			shapes, all[shape{mib, n}] = append(shapes, shape{mib, n}), newSeries(inMs)
 		}
 	}
+	c := counting()
+	defer c.close()
 	for i := range o.Warmup + o.N {
 		for k, s := range shapes {
 			e.say("boot: run %d of %d, %d vCPUs", i, o.Warmup+o.N, s.vcpus)
 			name := vmName(i, k)
+			counts := c.begin(i >= o.Warmup)
 			begin := time.Now()
 			report, err := e.bootSpec(ctx, sandbox.Spec{Name: name, MemoryMiB: s.mib, VCPUs: s.vcpus})
 			took := time.Since(begin)
+			counts = c.since(counts)
 			if err != nil {
 				return nil, err
 			}
 			if err := e.remove(ctx, name); err != nil {
 				return nil, err
 			}
+			all[s].counted(c, counts, true)
 			if i < o.Warmup {
 				continue
 			}

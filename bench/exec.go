@@ -52,7 +52,8 @@ const serveTime = time.Minute
 //   - exec_asleep: a command in a sandbox that sleeps.
 //   - exec_awake: the same command again, at once.
 //
-// Stage end is when the call has returned. All ways and commands are measured in turn. With o.Serve a "drowse serve"
+// Stage end is when the call has returned. Counts are those of the whole call, by the command line and over HTTP
+// without the caller's own. All ways and commands are measured in turn. With o.Serve a "drowse serve"
 // runs meanwhile, as on a host in use, and answers the calls over HTTP. o.Beside is another build of drowse, which is
 // measured in turn as well, by command line alone. It has its own "drowse serve" and state directory, o.BesideState,
 // with the image in it. The parameter build tells the two apart.
@@ -61,7 +62,8 @@ func Execs(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 	if o.Beside != "" {
 		builds = append(builds, &build{name: "beside", program: o.Beside, state: o.BesideState, ways: []string{wayCLI}})
 	}
-	m := execs{Env: e, o: o, series: map[string]*series{}}
+	m := execs{Env: e, o: o, series: map[string]*series{}, counter: counting()}
+	defer m.counter.close()
 	defer func() {
 		for _, b := range builds {
 			err = errors.Join(err, m.leave(ctx, b))
@@ -101,9 +103,10 @@ type build struct {
 
 type execs struct {
 	Env
-	o      Options
-	rows   []Row // names and parameters, in order
-	series map[string]*series
+	o       Options
+	rows    []Row // names and parameters, in order
+	series  map[string]*series
+	counter *counter
 }
 
 // call is how a caller runs a command. out gets its output.
@@ -250,9 +253,11 @@ func (m *execs) measure(ctx context.Context, row string, b *build, way, command 
 	defer cancel()
 	c := execCommands[command]
 	out := &watcher{want: []byte(c.out), seen: make(chan struct{})}
+	counts := m.counter.begin(i >= m.o.Warmup)
 	begin := time.Now()
 	err := do(ctx, c.argv, out)
 	end := time.Now()
+	counts = m.counter.since(counts)
 	if err != nil {
 		return err
 	}
@@ -277,6 +282,7 @@ func (m *execs) measure(ctx context.Context, row string, b *build, way, command 
 		m.series[key] = newSeries(inMs)
 		m.rows = append(m.rows, Row{Name: row, Params: params})
 	}
+	m.series[key].counted(m.counter, counts, way == wayGo)
 	if i < m.o.Warmup {
 		return nil
 	}

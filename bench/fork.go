@@ -51,6 +51,8 @@ func Forks(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 
 func (e Env) forks(ctx context.Context, o Options, mib, used int) (rows []Row, err error) {
 	name := vmName(mib)
+	c := counting()
+	defer c.close()
 	if err := e.boot(ctx, name, mib); err != nil {
 		return nil, err
 	}
@@ -66,10 +68,12 @@ func (e Env) forks(ctx context.Context, o Options, mib, used int) (rows []Row, e
 	pause, ready := newSeries(inMs), newSeries(inMs)
 	for i := range o.Warmup + o.N {
 		e.say("fork: %d MiB in use, run %d of %d", used, i, o.Warmup+o.N)
+		counts := c.begin(i >= o.Warmup)
 		res, err := e.Store.With(e.Launcher).Sandbox(name).Fork(ctx, sandbox.ForkOptions{Count: o.Count, Name: fmt.Sprintf("%s-f%d", name, i)})
 		if err != nil {
 			return nil, err
 		}
+		ready.counted(c, c.since(counts), true)
 		if err := e.removeChildren(ctx, res); err != nil {
 			return nil, err
 		}

@@ -23,6 +23,9 @@ type Options struct {
 	Count int
 	// Asleep is how many VMs there are. Awake is how many of them wake, up to Asleep and MaxAtOnce.
 	Asleep, Awake int
+	// Sandboxes are numbers of other sandboxes in a store, which have Snapshots kept sleeps each.
+	Sandboxes []int
+	Snapshots int
 	// AtOnce are how many VMs wake at once in a round. StayAwake is how long they stay awake before they sleep
 	// again. After three seconds they have kept the pages that they had to decompress.
 	AtOnce    []int

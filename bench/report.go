@@ -43,6 +43,10 @@ type Row struct {
 	Stages map[string]float64 `json:"stages"`
 	// Faults are the medians for one run, by kind.
 	Faults map[string]float64 `json:"faults"`
+	// Counts are the medians of what the kernel has counted in one run, by the names CountNames. Uncounted says why one
+	// of them is missing. Both are nil in rows that count nothing.
+	Counts    map[string]float64 `json:"counts,omitempty"`
+	Uncounted map[string]string  `json:"uncounted,omitempty"`
 	// MiBTouched is the median of the guest memory that one run touched.
 	MiBTouched float64 `json:"mib_touched"`
 	// StateMiB is the guest's memory in the state that it resumes from: pages that are not all zeros.
@@ -173,15 +177,35 @@ func (r Report) Text(w io.Writer) {
 	fmt.Fprintf(w, "%s, %d CPUs, %d MiB, Linux %s, %s KVM, load %.1f, commit %s\n\n",
 		r.Machine.CPU, r.Machine.CPUs, r.Machine.MemoryMiB, r.Machine.Kernel, r.Machine.KVM, r.Machine.Load, r.Commit)
 	t := tabwriter.NewWriter(w, 0, 8, 2, ' ', tabwriter.AlignRight)
-	fmt.Fprintln(t, "name\tparameters\tn\tp50\tp90\tp99\tunit\tMiB touched\tgoal\t")
+	counts := slices.ContainsFunc(r.Rows, func(row Row) bool { return row.Counts != nil || row.Uncounted != nil })
+	fmt.Fprint(t, "name\tparameters\tn\tp50\tp90\tp99\tunit\t")
+	if counts {
+		fmt.Fprint(t, strings.Join(CountNames, "\t")+"\t")
+	}
+	fmt.Fprintln(t, "MiB touched\tgoal\t")
 	for _, row := range r.Rows {
 		if row.Skipped != "" {
-			fmt.Fprintf(t, "%s\t%s\t-\t-\t-\t-\t%s\t-\t-\t\n", row.Name, sorted(row.Params), row.Unit)
-			continue
+			fmt.Fprintf(t, "%s\t%s\t-\t-\t-\t-\t%s\t", row.Name, sorted(row.Params), row.Unit)
+		} else {
+			fmt.Fprintf(t, "%s\t%s\t%d\t%.3f\t%.3f\t%.3f\t%s\t", row.Name, sorted(row.Params), row.N, row.P50, row.P90, row.P99, row.Unit)
 		}
-		fmt.Fprintf(t, "%s\t%s\t%d\t%.3f\t%.3f\t%.3f\t%s\t%.1f\t%s\t\n", row.Name, sorted(row.Params), row.N, row.P50, row.P90, row.P99, row.Unit, row.MiBTouched, row.Goal)
+		for _, name := range CountNames {
+			if n, ok := row.Counts[name]; ok {
+				fmt.Fprintf(t, "%.0f\t", n)
+			} else if counts {
+				fmt.Fprint(t, "-\t")
+			}
+		}
+		if row.Skipped != "" {
+			fmt.Fprint(t, "-\t-\t\n")
+		} else {
+			fmt.Fprintf(t, "%.1f\t%s\t\n", row.MiBTouched, row.Goal)
+		}
 	}
 	t.Flush()
+	for _, why := range r.uncounted() {
+		fmt.Fprintln(w, "\n"+why)
+	}
 	for _, row := range r.Rows {
 		if row.Skipped != "" {
 			fmt.Fprintf(w, "\n%s %s: not measured: %s\n", row.Name, sorted(row.Params), strings.ReplaceAll(row.Skipped, "\n", "; "))
@@ -193,6 +217,23 @@ func (r Report) Text(w io.Writer) {
 			}
 		}
 	}
+}
+
+// uncounted says which counts are missing in which rows, and why: a line for each reason.
+func (r Report) uncounted() (lines []string) {
+	rows := map[string][]string{}
+	for _, row := range r.Rows {
+		for _, name := range slices.Sorted(maps.Keys(row.Uncounted)) {
+			why := fmt.Sprintf("%s not counted: %s", name, oneLine(row.Uncounted[name]))
+			if !slices.Contains(rows[why], row.Name) {
+				rows[why] = append(rows[why], row.Name)
+			}
+		}
+	}
+	for _, why := range slices.Sorted(maps.Keys(rows)) {
+		lines = append(lines, strings.Join(rows[why], ", ")+": "+why)
+	}
+	return lines
 }
 
 func sorted(params map[string]any) string {
@@ -236,7 +277,10 @@ type series struct {
 	stages map[string]*hdrhistogram.Histogram
 	faults map[string]*hdrhistogram.Histogram
 	pages  *hdrhistogram.Histogram
-	err    error
+	// counts are those of each run, and uncounted why some are missing.
+	counts    map[string][]float64
+	uncounted map[string]string
+	err       error
 }
 
 // Bounds of recorded values: 1 to 10^12, nanoseconds or counts, to three digits.
@@ -245,7 +289,7 @@ func histogram() *hdrhistogram.Histogram { return hdrhistogram.New(1, 1_000_000_
 func newSeries(u unit) *series {
 	return &series{
 		unit: u, total: histogram(), pages: histogram(),
-		stages: map[string]*hdrhistogram.Histogram{}, faults: map[string]*hdrhistogram.Histogram{},
+		stages: map[string]*hdrhistogram.Histogram{}, faults: map[string]*hdrhistogram.Histogram{}, counts: map[string][]float64{},
 	}
 }
 
@@ -299,6 +343,7 @@ func (s *series) row(name string, params map[string]any) Row {
 		Name: name, Params: params, Unit: s.name, N: h.TotalCount(), P50: q(50), P90: q(90), P99: q(99), Histogram: buckets(h, s.scale),
 		Stages: medians(s.stages, s.scale), Faults: medians(s.faults, 1), MiBTouched: float64(s.pages.ValueAtQuantile(50)) / pagesPerMiB, err: s.err,
 	}
+	r.Counts, r.Uncounted = s.medianCounts()
 	if k := rankOfMedian(r.N); k > 0 {
 		n := float64(r.N)
 		r.P50Low, r.P50High = q(100*float64(k)/n), q(100*float64(r.N+1-k)/n)

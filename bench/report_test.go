@@ -2,6 +2,7 @@ package bench
 
 import (
 	"encoding/json"
+	"errors"
 	"math"
 	"math/rand/v2"
 	"slices"
@@ -119,5 +120,57 @@ func TestReport_goes_to_text_and_page(t *testing.T) {
 	}
 	if strings.Contains(out.String(), "left out") {
 		t.Error("the page leaves out what a report has")
+	}
+}
+
+func TestReport_counts_that_are_missing_are_no_zeros_and_have_a_reason(t *testing.T) {
+	r := NewReport([]Row{
+		{Name: "counted", Unit: "ms", N: 9, P50: 5, Counts: map[string]float64{countCalls: 412, countSyncs: 0}, Uncounted: map[string]string{countExits: "no\nKVM", countEmulated: "no\nKVM"}},
+		{Name: "uncounted", Unit: "ms", N: 9, P50: 5, Uncounted: map[string]string{countCalls: "no permission"}},
+		{Name: "without", Unit: "ms", N: 9, P50: 5},
+		{Name: "skipped", Unit: "ms", Skipped: "why"},
+	})
+	var text, stat strings.Builder
+	r.Text(&text)
+	lines := map[string]string{}
+	for line := range strings.Lines(text.String()) {
+		if f := strings.Fields(line); len(f) > 1 {
+			lines[f[0]] = strings.Join(f, " ")
+		}
+	}
+	for name, want := range map[string]string{
+		"name": "unit syscalls waits syncs exits emulated MiB", "counted": "ms 412 - 0 - - 0.0", "uncounted": "ms - - - - - 0.0", "without": "ms - - - - - 0.0",
+	} {
+		if !strings.Contains(lines[name], want) {
+			t.Errorf("%s: %q, want %q", name, lines[name], want)
+		}
+	}
+	for _, want := range []string{"counted: exits not counted: no KVM\n", "counted: emulated not counted: no KVM\n", "uncounted: syscalls not counted: no permission\n"} {
+		if !strings.Contains(text.String(), want) {
+			t.Errorf("no %q in %s", want, text.String())
+		}
+	}
+	if err := r.Benchstat(&stat); err != nil {
+		t.Fatal(err)
+	}
+	if want := "BenchmarkCounted 1 0 syncs/op 412 syscalls/op\n"; !strings.Contains(stat.String(), want) || strings.Count(stat.String(), "syscalls") != 1 {
+		t.Errorf("not once %q in %s", want, stat.String())
+	}
+	doc, err := json.Marshal(r)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if n := strings.Count(string(doc), `"counts"`); n != 1 {
+		t.Errorf("%d rows have counts: %s", n, doc)
+	}
+	var p page.Page
+	var out strings.Builder
+	if err := errors.Join(p.Add("file", strings.NewReader(string(doc))), p.HTML(&out)); err != nil {
+		t.Fatal(err)
+	}
+	for _, want := range []string{`<td class="n">412</td><td class="n">–</td><td class="n">0</td><td class="n">–</td><td class="n">–</td>`, "not counted: no permission"} {
+		if !strings.Contains(out.String(), want) {
+			t.Errorf("the page has no %q", want)
+		}
 	}
 }

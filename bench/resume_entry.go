@@ -40,12 +40,13 @@ func (e Env) say(format string, args ...any) {
 
 // sleeper is a sleeping VM, to restore again and again.
 type sleeper struct {
-	record *state.Record
-	parts  instance.Parts
-	snap   string
-	series map[variant]*series
-	last   time.Duration // the figure of the last restore
-	state  uint64        // RAM in the snapshot that is not zero, in pages
+	record  *state.Record
+	parts   instance.Parts
+	snap    string
+	series  map[variant]*series
+	last    time.Duration // the figure of the last restore
+	state   uint64        // RAM in the snapshot that is not zero, in pages
+	counter *counter      // nil counts nothing
 }
 
 // ResumeEntry measures the time from the call that restores a VM from a snapshot on disk to its first KVM_RUN.
@@ -94,6 +95,8 @@ type then func(context.Context, *instance.Instance) (done time.Time, stages map[
 // measure calls sleep for a sleeper of each size, and restores these in turn.
 func (r resumes) measure(ctx context.Context, e Env, sleep func(context.Context, int) (*sleeper, error)) (rows []Row, err error) {
 	var vms []*sleeper
+	c := counting()
+	defer c.close()
 	defer func() {
 		for _, v := range vms {
 			err = errors.Join(err, e.remove(ctx, v.record.Spec.Name))
@@ -102,6 +105,7 @@ func (r resumes) measure(ctx context.Context, e Env, sleep func(context.Context,
 	for _, mib := range r.sizes {
 		v, err := sleep(ctx, mib)
 		if v != nil {
+			v.counter = c
 			vms = append(vms, v)
 		}
 		if err != nil {
@@ -270,6 +274,7 @@ func (v *sleeper) restore(ctx context.Context, dir string, way variant, counts b
 	runtime.GC()
 	resume := process.PauseGC()
 	defer resume()
+	tallied := v.counter.begin(counts)
 	begin := time.Now()
 	in, err := instance.Restore(ctx, p, v.snap, o)
 	if err != nil {
@@ -284,6 +289,7 @@ func (v *sleeper) restore(ctx context.Context, dir string, way variant, counts b
 		}
 		whole = done.Sub(begin)
 	}
+	s.counted(v.counter, v.counter.since(tallied), true)
 	entry, ready := in.Timing()
 	stages := in.Machine().Stages().Durations()
 	faults, _ := in.Faults()

@@ -60,6 +60,8 @@ const touchTime = time.Minute
 //     that the guest faults in to answer.
 func WakeTouch(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 	name := vmName()
+	c := counting()
+	defer c.close()
 	at, err := freePort()
 	if err != nil {
 		return nil, err
@@ -95,7 +97,7 @@ func WakeTouch(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 		stop()
 		err = errors.Join(err, <-ended)
 	}()
-	w := wakeTouch{Env: e, o: o, name: name, at: at, touched: touched}
+	w := wakeTouch{Env: e, o: o, name: name, at: at, touched: touched, counter: c}
 	if err := w.ready(ctx); err != nil {
 		return nil, err
 	}
@@ -138,6 +140,7 @@ type wakeTouch struct {
 	at      netip.AddrPort
 	own     netip.Addr
 	touched chan supervisor.Activation
+	counter *counter
 }
 
 // freePort returns a port of the host that is free now.
@@ -225,7 +228,7 @@ func finish(c *net.TCPConn) error {
 }
 
 // once puts the VM to sleep, touches it, and touches it again.
-func (w *wakeTouch) once(ctx context.Context, by string, counts bool, t *touches) error {
+func (w *wakeTouch) once(ctx context.Context, by string, timed bool, t *touches) error {
 	if _, err := w.Store.Sandbox(w.name).Sleep(ctx, sandbox.SleepOptions{}); err != nil {
 		return err
 	}
@@ -233,10 +236,12 @@ func (w *wakeTouch) once(ctx context.Context, by string, counts bool, t *touches
 		return err
 	}
 	w.drain()
+	counts := w.counter.begin(timed)
 	begin, end, err := w.exchange(ctx, by)
 	if err != nil {
 		return err
 	}
+	t.touch.counted(w.counter, w.counter.since(counts), true)
 	var touch supervisor.Activation
 	select {
 	case touch = <-w.touched:
@@ -255,9 +260,14 @@ func (w *wakeTouch) once(ctx context.Context, by string, counts bool, t *touches
 		return errors.New("the VM's process does not say how long it took to wake")
 	}
 	resume := time.Duration(ready * perMs)
+	counts = w.counter.begin(timed)
 	again, answered, err := w.exchange(ctx, by)
-	if err != nil || !counts {
+	if err != nil {
 		return err
+	}
+	t.awake.counted(w.counter, w.counter.since(counts), true)
+	if !timed {
+		return nil
 	}
 	total, awake := end.Sub(begin), answered.Sub(again)
 	come, around, deliver := touch.Came.Sub(begin), touch.Awake.Sub(touch.Came)-resume, touch.Delivered.Sub(touch.Awake)

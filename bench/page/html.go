@@ -33,6 +33,7 @@ type section struct {
 // axes are the parameters over which charts are drawn.
 var axes = []struct{ param, title, unit string }{
 	{"memory_mib", "By size of RAM", "MiB of RAM"},
+	{"sandboxes", "By sandboxes in the store", "other sandboxes"},
 	{"depth", "By depth of the chain", "deltas between the snapshot and a full one"},
 	{"dirty_mib", "By memory changed", "MiB changed before each snapshot"},
 	{"used_mib", "By memory in use", "MiB in use by a program in the guest"},

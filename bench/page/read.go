@@ -70,9 +70,20 @@ type row struct {
 	Name, Unit, Skipped                     string
 	Params                                  []fact // by name
 	N, P50, P90, P99, Low, High, MiB, State *float64
-	Stages, Faults                          []named
+	Stages, Faults, Counts                  []named
+	Uncounted                               []fact // what is missing of the counts, and why
 	Goal                                    *goal
 	histogram                               [][2]float64
+}
+
+// Count returns the median of a count, or nil.
+func (r row) Count(name string) *float64 {
+	for _, c := range r.Counts {
+		if c.Name == name {
+			return c.Ref()
+		}
+	}
+	return nil
 }
 
 // goal is the goal of a row: some of its limits, and the report's verdict.
@@ -160,6 +171,7 @@ func (p *Page) row(where string, report int, fields map[string]json.RawMessage) 
 		N:      number("n"), P50: number("p50"), P90: number("p90"), P99: number("p99"),
 		Low: number("p50_low"), High: number("p50_high"), MiB: number("mib_touched"), State: number("state_mib"),
 		Stages: p.numbers(where, "stages", fields["stages"]), Faults: p.numbers(where, "faults", fields["faults"]),
+		Counts: p.numbers(where, "counts", fields["counts"]), Uncounted: p.facts(where+", uncounted", fields["uncounted"]),
 		histogram: p.histogram(where, fields["histogram"]),
 	}
 	if r.Name == "" {

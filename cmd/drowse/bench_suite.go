@@ -13,6 +13,7 @@ import (
 	"github.com/drowse-vm/drowse/bench"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // maxBenchAgents bounds the agents of a benchmark. maxBlk bounds the size of its file and of its requests.
@@ -83,6 +84,12 @@ func (m *benches) suite() {
 	b.size(spec.DefaultMemoryMiB, "RAM in MiB")
 
 	m.density()
+
+	b = m.add("growth growth_slope", "What one sandbox takes in stores with more and more others that sleep", 15, "runs=2 warmup=0 memory=256 sandboxes=16,20 snapshots=4", bench.Growth)
+	b.runs(20, "rounds", 2, "rounds")
+	b.size(spec.DefaultMemoryMiB, "RAM in MiB")
+	b.numbers(&b.Sandboxes, "sandboxes", []int{10, 1000, 10_000}, 1, bench.MaxSandboxes, "numbers of other sandboxes in a store")
+	b.number(&b.Snapshots, "snapshots", 10, 1, state.MaxSleeps, "snapshots of each of them")
 
 	b = m.add("concurrent_resume", "How long VMs take that are woken at once, and what processors they need for it",
 		8, "runs=2 warmup=0 at-once=1,2 memory=256", bench.ConcurrentResume)

@@ -243,10 +243,10 @@ func (s *Store) removeOwn(ctx context.Context, r *Record, freed *spec.Freed) err
 }
 
 // sweepShare is which part of the time at most goes into sweeps that nobody has asked for, since one looks at all VMs
-// and snapshots. With up to fewToSweep of them none is put off.
+// and snapshots. With up to FewToSweep of them none is put off.
 const (
 	sweepShare = 20
-	fewToSweep = 64
+	FewToSweep = 64
 )
 
 // lastSweep is the content of the file swept, whose time is that of its end.
@@ -269,7 +269,7 @@ func (s *Store) sweepDue() bool {
 	text, err := osfile.ReadPrivate(s.sweptPath(), 1<<10)
 	st, serr := os.Stat(s.sweptPath())
 	var last lastSweep
-	if errors.Join(err, serr) != nil || json.Unmarshal(text, &last) != nil || last.Looked <= fewToSweep || !s.lent(lentComplete) {
+	if errors.Join(err, serr) != nil || json.Unmarshal(text, &last) != nil || last.Looked <= FewToSweep || !s.lent(lentComplete) {
 		return true
 	}
 	since := time.Since(st.ModTime())

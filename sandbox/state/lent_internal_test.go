@@ -14,7 +14,7 @@ import (
 )
 
 // notDue makes the store put off sweeps that nobody asks for.
-func notDue(s *Store) { s.swept(lastSweep{int64(time.Hour), fewToSweep + 1}) }
+func notDue(s *Store) { s.swept(lastSweep{int64(time.Hour), FewToSweep + 1}) }
 
 func TestRemove_reads_nothing_of_other_VMs_while_no_sweep_is_due(t *testing.T) {
 	s := tempStore(t)
