@@ -8,7 +8,6 @@ import (
 	"flag"
 	"fmt"
 	"io"
-	"net"
 	"net/http"
 	"os"
 	"os/exec"
@@ -24,6 +23,7 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/internal/test/guesttest"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/api/client"
 	"github.com/drowse-vm/drowse/sandbox/limits"
 	"github.com/drowse-vm/drowse/sandbox/procstat"
 	"github.com/drowse-vm/drowse/sandbox/spec"
@@ -218,20 +218,15 @@ func boundsOf(t *testing.T, e *guesttest.Env, vm string) (b bounds) {
 	return b
 }
 
-// serve starts drowse serve for a store, and returns the URL of its health.
-func serve(t *testing.T, e *guesttest.Env) (health string) {
+// serve starts drowse serve for a store, and returns the socket at which it answers.
+func serve(t *testing.T, e *guesttest.Env) (socket string) {
 	t.Helper()
 	program := os.Getenv(programEnv)
 	if program == "" {
 		t.Skipf("$%s names no drowse program: use `make jail-floods`", programEnv)
 	}
-	free, err := net.Listen("tcp4", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	at := free.Addr().String()
-	free.Close()
-	cmd := exec.Command(program, "--state", e.Store.State.Dir(), "serve", "--pool", "0", "--listen", at)
+	socket = filepath.Join(e.Store.State.Dir(), "api.sock")
+	cmd := exec.Command(program, "--state", e.Store.State.Dir(), "serve", "--pool", "0")
 	cmd.Stdout, cmd.Stderr = os.Stderr, os.Stderr
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
@@ -244,10 +239,10 @@ func serve(t *testing.T, e *guesttest.Env) (health string) {
 			t.Errorf("drowse serve: %v", err)
 		}
 	})
-	health = "http://" + at + "/healthz"
 	for end := time.Now().Add(patience); ; time.Sleep(100 * time.Millisecond) {
-		if _, err = asked(t.Context(), health); err == nil {
-			return health
+		_, err := asked(t.Context(), socket)
+		if err == nil {
+			return socket
 		}
 		if time.Now().After(end) {
 			t.Fatalf("drowse serve does not answer: %v", err)
@@ -255,24 +250,21 @@ func serve(t *testing.T, e *guesttest.Env) (health string) {
 	}
 }
 
-// asked returns how long an answer has taken, on a connection of its own.
-func asked(ctx context.Context, url string) (time.Duration, error) {
+// asked returns how long the answer to /healthz has taken, on a connection of its own.
+func asked(ctx context.Context, socket string) (time.Duration, error) {
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
-	if err != nil {
-		return 0, err
-	}
-	req.Close = true
 	begin := time.Now()
-	resp, err := http.DefaultClient.Do(req)
+	c := client.Unix(socket)
+	defer c.Close()
+	resp, err := c.Do(ctx, http.MethodGet, "/healthz", nil)
 	if err != nil {
 		return 0, err
 	}
 	_, err = io.Copy(io.Discard, resp.Body)
 	resp.Body.Close()
 	if err == nil && resp.StatusCode != http.StatusOK {
-		err = fmt.Errorf("GET %s: %s", url, resp.Status)
+		err = fmt.Errorf("GET /healthz: %s", resp.Status)
 	}
 	return time.Since(begin), err
 }
