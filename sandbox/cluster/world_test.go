@@ -17,6 +17,7 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/guest/fakeguest"
+	"github.com/drowse-vm/drowse/internal/test/guesttest"
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/blob"
@@ -32,7 +33,16 @@ func TestMain(m *testing.M) {
 		child()
 		return
 	}
-	goleak.VerifyTestMain(m)
+	guesttest.MainOf(func() int {
+		code := m.Run()
+		if code == 0 {
+			if err := goleak.Find(); err != nil {
+				fmt.Fprintln(os.Stderr, err)
+				code = 1
+			}
+		}
+		return code
+	})
 }
 
 func must(t testing.TB, err error) {
@@ -86,8 +96,14 @@ func newHost(t testing.TB, name string, store blob.Store, o cluster.Options) *ho
 	}}
 	h.bare = h.vms.Host(t)
 	facts(t, h)
+	return h.begin()
+}
+
+// begin joins, until the test ends.
+func (h *host) begin() *host {
+	h.t.Helper()
 	h.join()
-	t.Cleanup(func() {
+	h.t.Cleanup(func() {
 		if h.stop != nil {
 			h.stop()
 		}

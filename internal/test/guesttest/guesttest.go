@@ -38,7 +38,10 @@ const ImageTag = "debian-python"
 
 // Main runs the tests, or the process of a VM if the test binary was started as one. A package's TestMain calls
 // it.
-func Main(m *testing.M) {
+func Main(m *testing.M) { MainOf(m.Run) }
+
+// MainOf is Main for a package that runs its tests by run.
+func MainOf(run func() (code int)) {
 	if len(os.Args) > 2 && os.Args[1] == vmmArg {
 		if last := os.Args[len(os.Args)-1]; last != jail.Argument && last != network.Argument { // they end with their keeper
 			endWith(os.Args[2])
@@ -51,7 +54,7 @@ func Main(m *testing.M) {
 		os.Exit(1)
 	}
 	os.Setenv(processEnv, strconv.Itoa(os.Getpid()))
-	code := m.Run()
+	code := run()
 	for _, dir := range append(bootedDirs, agentDir) {
 		if dir != "" {
 			os.RemoveAll(dir)
