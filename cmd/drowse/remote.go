@@ -592,11 +592,8 @@ func (g *farGuest) Close() error { return nil }
 
 func (g *farGuest) start(ctx context.Context, c command, s streams) (session, error) {
 	c.TimeoutSeconds = int(math.Ceil(c.timeout.Seconds()))
-	noStdin := c.Detach && c.TTY == nil && !c.Stdin
+	c.NoStdin = c.Detach && c.TTY == nil && !c.Stdin
 	out, err := g.Sandbox.Start(ctx, client.Cmd{ExecStart: c.ExecStart, IO: client.IO{Stdin: s.stdin, Stdout: s.stdout, Stderr: s.stderr}})
-	if err == nil && noStdin && out.PID() != 0 {
-		_ = out.CloseStdin() // it fails only if the session is over
-	}
 	return farSessionOf(out, err, c.Detach)
 }
 

@@ -425,7 +425,7 @@ func asked(err error) error {
 	}
 	switch {
 	case errors.Is(err, volume.ErrExists):
-		return fmt.Errorf("%w: %w", sandbox.ErrExists, err)
+		return own("exists", "choose another name, or remove it", "%w", err) // not a sandbox, as ErrExists says
 	case errors.Is(err, tokens.ErrUnknown), errors.Is(err, tokens.ErrExpired):
 		return own(wire.CodeUnauthorized, showToken, "%w", err)
 	case errors.Is(err, control.ErrServiceNotReady):

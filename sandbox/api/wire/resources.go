@@ -233,9 +233,9 @@ type Diff struct {
 	// Before is kind and mode in the image, of a changed path, if they differ.
 	Before string `json:"before,omitempty"`
 	UID    uint32 `json:"uid"`
-	GID  uint32 `json:"gid"`
-	Size int64  `json:"size"`
-	From string `json:"from,omitempty"` // of a directory that was moved
+	GID    uint32 `json:"gid"`
+	Size   int64  `json:"size"`
+	From   string `json:"from,omitempty"` // of a directory that was moved
 	// End is set on the last line alone: More says that there are more, Partial what is not known.
 	End     bool   `json:"end,omitempty"`
 	More    bool   `json:"more,omitempty"`
