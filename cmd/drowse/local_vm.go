@@ -157,3 +157,6 @@ func octal(m fs.FileMode) string {
 	}
 	return fmt.Sprintf("%04o", p)
 }
+
+// serviceRunning is the agent's.
+var _ = map[bool]struct{}{false: {}, serviceRunning == guest.ServiceRunning: {}}

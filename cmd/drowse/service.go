@@ -11,11 +11,13 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/drowse-vm/drowse/guest/agentpb"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
 	"github.com/drowse-vm/drowse/sandbox/records"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
+
+// serviceRunning is the state of a service that runs, ready or not: guest.ServiceRunning.
+const serviceRunning = "running"
 
 func (a *app) serviceCommand() *cobra.Command {
 	type order = func(handle, context.Context, string) (wire.Service, error)
@@ -99,7 +101,7 @@ flags set them.`,
 	f.StringVarP(&want.Dir, "workdir", "w", "", "working directory (default: the image's, else /)")
 	f.StringVarP(&want.User, "user", "u", "", "user, or user:group (default: the image's, else root)")
 	f.BoolVar(&noConfig, "no-image-config", false, "take no user, working directory and variables from the VM's image")
-	f.StringVar(&want.Restart, "restart", agentpb.RestartAlways, "when to restart it: always, on-failure or never")
+	f.StringVar(&want.Restart, "restart", "always", "when to restart it: always, on-failure or never")
 	f.IntVar(&want.BackoffSeconds, "backoff", 1, "seconds before the first restart in a row; doubles with each")
 	f.IntVar(&want.MaxBackoffSeconds, "max-backoff", 60, "maximum of these seconds; a run of this length ends the row")
 	f.IntVar(&want.MaxRestarts, "max-restarts", spec.DefaultMaxRestarts, "restarts in a row before it counts as failed; -1: no limit")
@@ -124,21 +126,21 @@ func readinessOf(ready string, c spec.ServiceCheck, spec *spec.Service) error {
 	}
 	kind, what, _ := strings.Cut(ready, ":")
 	switch kind {
-	case agentpb.CheckTCP:
+	case "tcp":
 		if _, err := strconv.ParseUint(what, 10, 16); err == nil {
 			what = "127.0.0.1:" + what
 		}
 		c.TCP = what
-	case agentpb.CheckHTTP:
+	case "http":
 		if strings.HasPrefix(what, "//") { // ready itself is the URL
 			what = ready
 		}
 		c.HTTP = what
-	case agentpb.CheckUnix:
+	case "unix":
 		c.Unix = what
-	case agentpb.CheckFile:
+	case "file":
 		c.File = what
-	case agentpb.CheckExec:
+	case "exec":
 		c.Exec = []string{"/bin/sh", "-c", what}
 	default:
 		return fmt.Errorf("--ready %q: use tcp:PORT, http:URL, unix:PATH, file:PATH or exec:COMMAND", ready)
@@ -177,7 +179,7 @@ func serviceLine(l wire.Service) string {
 		if l.ReadyAt != nil {
 			line += " since " + l.ReadyAt.Local().Format(time.DateTime)
 		}
-	} else if l.State == agentpb.ServiceRunning {
+	} else if l.State == serviceRunning {
 		line += ", not ready"
 	}
 	if l.CheckRestarts > 0 {
@@ -228,7 +230,7 @@ func (a *app) serviceListCommand() *cobra.Command {
 				switch {
 				case l.Ready:
 					ready = yes
-				case l.State == agentpb.ServiceRunning:
+				case l.State == serviceRunning:
 					ready = no
 				}
 				if l.PID != 0 {
