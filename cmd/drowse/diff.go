@@ -46,6 +46,9 @@ and file systems in memory (/proc, /run, /dev/shm) are not included.`,
 			if limit < 1 || limit > maxDiffLimit {
 				return usageError{fmt.Errorf("--limit %d: use 1 to %d", limit, maxDiffLimit)}
 			}
+			if err := p.awake(cmd.Context(), args[0]); err != nil {
+				return err
+			}
 			paths, end := 0, wire.Diff{}
 			err := p.vm(args[0]).Diff(cmd.Context(), limit, func(d wire.Diff) error {
 				if d.End {

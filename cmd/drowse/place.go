@@ -98,7 +98,6 @@ type handle interface {
 	// WaitService also returns what is known of a service that does not become ready.
 	WaitService(ctx context.Context, service string) (wire.Service, error)
 	ServiceLog(ctx context.Context, service string, w io.Writer, follow bool) error
-	// Diff wakes the VM.
 	Diff(ctx context.Context, limit int, f func(wire.Diff) error) error
 	Network(context.Context) (spec.NetworkStats, error)
 	NetworkEvents(ctx context.Context, follow bool, f func(spec.NetEvent) error) error

@@ -159,30 +159,30 @@ func (r *farHost) templates(ctx context.Context) (out []templateInfo, err error)
 }
 
 func (r *farHost) makeTemplate(ctx context.Context, of *wire.TemplateSpec) (out []templateDoc, err error) {
-	var specs []wire.TemplateSpec
+	var wanted []wire.Template
 	if of != nil {
-		specs = append(specs, *of)
-	} else {
-		list, err := r.Templates(ctx)
-		if err != nil {
-			return nil, err
-		}
-		for _, t := range list {
-			if t.State == "wanted" {
-				specs = append(specs, t.TemplateSpec)
-			}
-		}
+		wanted = append(wanted, wire.Template{TemplateSpec: *of, State: "wanted"})
+	} else if wanted, err = r.Templates(ctx); err != nil {
+		return nil, err
 	}
 	keys := map[string]bool{}
-	for _, s := range specs {
-		o, err := r.MakeTemplate(ctx, s)
+	var errs []error
+	for _, t := range wanted {
+		if t.State != "wanted" {
+			continue
+		}
+		o, err := r.MakeTemplate(ctx, t.TemplateSpec)
 		if err == nil {
 			o, err = r.await(ctx, o, nil)
 		}
-		if err != nil {
+		var e *records.Error
+		if t.Key != "" && errors.As(err, &e) && (e.Code == "image-not-found" || e.Code == "kernel-not-found") {
+			err = r.RemoveTemplate(ctx, t.Key) // no VM starts like this any more
+		}
+		if ctx.Err() != nil {
 			return nil, err
 		}
-		keys[o.Template] = true
+		errs, keys[o.Template] = append(errs, err), true
 	}
 	list, err := r.templates(ctx)
 	for _, t := range list {
@@ -190,7 +190,7 @@ func (r *farHost) makeTemplate(ctx context.Context, of *wire.TemplateSpec) (out 
 			out = append(out, t.templateDoc)
 		}
 	}
-	return out, err
+	return out, errors.Join(append(errs, err)...)
 }
 
 func (r *farHost) removeTemplate(ctx context.Context, word string) (key string, err error) {
