@@ -14,6 +14,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/api/wire"
 	"github.com/drowse-vm/drowse/sandbox/archive"
 	"github.com/drowse-vm/drowse/sandbox/blob"
 	"github.com/drowse-vm/drowse/sandbox/blob/s3"
@@ -124,7 +125,7 @@ snapshot import".`,
 				p := a.newProgress("archive pull")
 				res, err := ar.Pull(cmd.Context(), s.State, args[0], o, copied(p))
 				p.finish(err)
-				return a.imported(res, err)
+				return a.imported(wire.Imported(res), err)
 			})(cmd, args)
 		}),
 	}

@@ -1,5 +1,3 @@
-//go:build linux
-
 package main
 
 import (
@@ -16,8 +14,13 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/drowse-vm/drowse/guest/audit"
-	"github.com/drowse-vm/drowse/sandbox"
 )
+
+// auditOptions say what to read of a trail.
+type auditOptions struct {
+	since  time.Time // zero is all
+	follow bool
+}
 
 func (a *app) auditCommand() *cobra.Command {
 	var (
@@ -37,17 +40,17 @@ it proves.
 
 --follow prints each entry as it begins and again as it ends, until the VM is removed. With
 -o json each entry is one line.`,
-		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
-			o := audit.ReadOptions{Follow: follow}
+		RunE: a.there(func(cmd *cobra.Command, args []string, p place) error {
+			o := auditOptions{follow: follow}
 			var err error
-			if o.Since, err = sinceTime(since, time.Now()); err != nil {
+			if o.since, err = sinceTime(since, time.Now()); err != nil {
 				return usageError{err}
 			}
 			if follow {
-				return a.followAudit(cmd.Context(), s, args[0], o, paths)
+				return a.followAudit(cmd.Context(), p.vm(args[0]), o, paths)
 			}
 			entries := []audit.Entry{}
-			is, err := s.State.Audit(cmd.Context(), args[0], o, func(e audit.Entry) error {
+			is, err := p.vm(args[0]).audit(cmd.Context(), o, func(e audit.Entry) error {
 				entries = append(entries, e)
 				return nil
 			})
@@ -92,8 +95,8 @@ it proves.
 	return cmd
 }
 
-func (a *app) followAudit(ctx context.Context, s *sandbox.Host, name string, o audit.ReadOptions, paths bool) error {
-	_, err := s.State.Audit(ctx, name, o, func(e audit.Entry) error {
+func (a *app) followAudit(ctx context.Context, b handle, o auditOptions, paths bool) error {
+	_, err := b.audit(ctx, o, func(e audit.Entry) error {
 		text := auditRow(e) + "\n"
 		if paths {
 			text += auditChanges(e)
@@ -275,4 +278,15 @@ func auditWord(s string) string {
 		return strconv.Quote(s)
 	}
 	return shellQuote(s)
+}
+
+// shellQuote quotes a word for a POSIX shell if necessary.
+func shellQuote(s string) string {
+	plain := func(r rune) bool {
+		return r >= 'a' && r <= 'z' || r >= 'A' && r <= 'Z' || r >= '0' && r <= '9' || strings.ContainsRune("/._-+=:@,", r)
+	}
+	if s != "" && strings.IndexFunc(s, func(r rune) bool { return !plain(r) }) < 0 {
+		return s
+	}
+	return "'" + strings.ReplaceAll(s, "'", `'\''`) + "'"
 }

@@ -155,9 +155,6 @@ func (b *benchmark) words(to *[]string, name string, values, list []string, help
 	})
 }
 
-// Values of a flag that takes no, yes, or both.
-const no, yes = "no", "yes"
-
 // noYes is a flag that takes no, yes, or both.
 func (b *benchmark) noYes(to *[]bool, name, help string, values ...string) {
 	var given []string

@@ -36,6 +36,17 @@ func (a *app) there(do func(*cobra.Command, []string, place) error) runE {
 	return opened(a.place, do)
 }
 
+// showCommand returns a command that prints what its argument names as JSON.
+func showCommand(a *app, use, short string, read func(ctx context.Context, p place, name string) (any, error)) *cobra.Command {
+	return &cobra.Command{
+		Use: use, Short: short, Args: cobra.ExactArgs(1),
+		RunE: a.there(func(cmd *cobra.Command, args []string, p place) error {
+			v, err := read(cmd.Context(), p, args[0])
+			return a.answer(v, err, func(w io.Writer) { _ = printJSON(w, v) })
+		}),
+	}
+}
+
 // completions opens something and returns the words to which a shell can complete.
 func completions[T any](open func() (T, error), words func(T) []string) ([]string, cobra.ShellCompDirective) {
 	v, err := open()
@@ -64,6 +75,8 @@ func group(cmd *cobra.Command, of ...*cobra.Command) *cobra.Command {
 	cmd.AddCommand(of...)
 	return cmd
 }
+
+const no, yes = "no", "yes"
 
 // changed reports whether any of the flags was given.
 func changed(cmd *cobra.Command, flags ...string) bool {

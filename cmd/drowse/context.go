@@ -92,8 +92,7 @@ func readContexts() (c contexts, err error) {
 	return c, nil
 }
 
-// write replaces the user's contexts: after a crash the file is the old or the new one. Package osfile, which does so
-// elsewhere, is for Linux.
+// write replaces the user's contexts.
 func (c contexts) write() (err error) {
 	defer func() {
 		if err != nil {
@@ -111,14 +110,26 @@ func (c contexts) write() (err error) {
 	if err := os.MkdirAll(filepath.Dir(path), 0o700); err != nil {
 		return err
 	}
+	return replaceFile(path, 0o600, func(f *os.File) error {
+		_, err := f.Write(append(text, '\n'))
+		return err
+	})
+}
+
+// replaceFile writes a file, which has its name only when it is complete: after a crash it is the old or the new one.
+// Package osfile, which does so elsewhere, is for Linux.
+func replaceFile(path string, perm os.FileMode, write func(*os.File) error) error {
 	temp := filepath.Join(filepath.Dir(path), ".tmp-"+rand.Text()[:16])
-	f, err := os.OpenFile(temp, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
+	f, err := os.OpenFile(temp, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {
 		return err
 	}
-	_, err = f.Write(append(text, '\n'))
+	err = write(f)
 	if err == nil {
 		err = f.Sync()
+	}
+	if err == nil && runtime.GOOS != "windows" {
+		err = f.Chmod(perm)
 	}
 	if err = errors.Join(err, f.Close()); err == nil {
 		err = os.Rename(temp, path)

@@ -94,6 +94,7 @@ func TestDocker_command_lines_do_what_they_do_there_or_say_what_to_do(t *testing
 		{"run --rm test nothing", 127, "", "nothing"},
 		{"run --rm test both", 0, "out\n", "err\n"},
 		{"run --rm -i test cat", 0, "", ""},
+		{"run --rm test cat", 0, "", ""},
 		{"run --rm -- test echo x", 0, "x\n", ""},
 		{"run --rm test -- echo x", 0, "x\n", ""},
 		{"run -d --name a test", 0, "a\n", ""},
@@ -341,24 +342,7 @@ func TestRun_pulls_a_missing_image_with_docker_s_credentials(t *testing.T) {
 	}))
 	defer server.Close()
 	at := strings.TrimPrefix(server.URL, "http://")
-	f, err := empty.Image.ConfigFile()
-	if err != nil {
-		t.Fatal(err)
-	}
-	f = f.DeepCopy()
-	f.OS, f.Architecture = "linux", runtime.GOARCH
-	f.Config.Cmd, f.Config.Env = []string{"env"}, []string{"OF=image"}
-	file, err := mutate.ConfigFile(empty.Image, f)
-	if err != nil {
-		t.Fatal(err)
-	}
-	ref, err := name.ParseReference(at + "/me/app:v1")
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := remote.Write(ref, file, remote.WithTransport(marked{})); err != nil {
-		t.Fatal(err)
-	}
+	push(t, at+"/me/app:v1")
 	code, stdout, stderr := drowse(t, dir, "run", "--rm", at+"/me/app:v1")
 	if code != exitExec || stdout != "" || !strings.Contains(stderr, "docker login") {
 		t.Fatalf("without credentials: exit status %d, stdout %q, stderr %q", code, stdout, stderr)
@@ -384,6 +368,29 @@ func TestRun_pulls_a_missing_image_with_docker_s_credentials(t *testing.T) {
 	}
 	if code, stdout, stderr = drowse(t, dir, "rmi", at+"/me/app:v1"); code != 0 {
 		t.Errorf("rmi: exit status %d, %q %q", code, stdout, stderr)
+	}
+}
+
+// push writes an image to a registry of this machine. Its command is env.
+func push(t *testing.T, to string) {
+	t.Helper()
+	f, err := empty.Image.ConfigFile()
+	if err != nil {
+		t.Fatal(err)
+	}
+	f = f.DeepCopy()
+	f.OS, f.Architecture = "linux", runtime.GOARCH
+	f.Config.Cmd, f.Config.Env = []string{"env"}, []string{"OF=image"}
+	file, err := mutate.ConfigFile(empty.Image, f)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ref, err := name.ParseReference(to)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := remote.Write(ref, file, remote.WithTransport(marked{})); err != nil {
+		t.Fatal(err)
 	}
 }
 

@@ -164,8 +164,11 @@ func (a *app) completeSnapshot(cmd *cobra.Command, _ []string, _ string) ([]stri
 }
 
 func (a *app) completeVolume(cmd *cobra.Command, _ []string, _ string) ([]string, cobra.ShellCompDirective) {
-	return completions(a.place, func(p place) []string {
-		names, _ := p.volumes(cmd.Context())
+	return completions(a.place, func(p place) (names []string) {
+		list, _ := p.volumes(cmd.Context()) // only the readable ones
+		for _, v := range list {
+			names = append(names, v.Name)
+		}
 		return names
 	})
 }

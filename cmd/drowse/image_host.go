@@ -7,15 +7,12 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"maps"
 	"os"
-	"slices"
 	"strings"
 
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
-	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/rootfs/image/builder"
 	"github.com/drowse-vm/drowse/rootfs/image/oci"
@@ -25,7 +22,7 @@ import (
 
 // imageVerbs are the commands on images that need their files.
 func (a *app) imageVerbs() []*cobra.Command {
-	return []*cobra.Command{a.imageBuildCommand(), a.imageInspectCommand(), a.imageExportCommand(), a.imagePruneCommand()}
+	return []*cobra.Command{a.imageBuildCommand(), a.imagePruneCommand()}
 }
 
 // imageInfo is an image as JSON: its record, its path, and whether a build found it in the cache.
@@ -163,129 +160,6 @@ matplotlib, and a server for E2B's code interpreter (docs/guides/e2b.md). --incl
 	f.IntVar(&maxMiB, "max-size", builder.DefaultMaxBytes>>20, "refuse sources with more MiB of files")
 	f.BoolVar(&ahead, "template", false, "make the template for VMs of the default size too (see \"drowse template\")")
 	f.BoolVar(&o.InstallDeps, "install-deps", false, "install missing build tools with apt-get")
-	return cmd
-}
-
-func (a *app) imageInspectCommand() *cobra.Command {
-	return &cobra.Command{
-		Use: "inspect REF", Short: "Show an image: source, layers, digests, configuration",
-		Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeImage,
-		RunE: a.onImages(func(_ *cobra.Command, args []string, s *image.Store) error {
-			img, err := s.Find(args[0])
-			if err != nil {
-				return err
-			}
-			return a.print(infoOf(img), func(w io.Writer) { printImage(w, img) })
-		}),
-	}
-}
-
-// printImage prints an image for people. It quotes text of other authors.
-func printImage(w io.Writer, i *image.Image) {
-	t := columns(w)
-	row := func(name, format string, args ...any) { fmt.Fprintf(t, name+"\t"+format+"\n", args...) }
-	list := func(name string, items []string) {
-		for _, s := range items {
-			row(name, "%q", s)
-			name = ""
-		}
-	}
-	known := func(name, format, value string) {
-		if value != "" {
-			row(name, format, value)
-		}
-	}
-	row("id", "%s", i.ID)
-	row("tags", "%s", strings.Join(i.Tags, " "))
-	row("source", "%s", i.Source)
-	row("created", "%s", i.Created.Local().Format(dayMinute))
-	row("architecture", "%q", i.Architecture)
-	row("size", "%s (%s of files)", bytesText(i.Size), bytesText(i.Content))
-	row("inodes", "%d", i.Inodes)
-	row("packages", "%d", len(i.Packages))
-	known("manifest", "%s", i.Manifest)
-	known("configuration", "%s", i.Config)
-	name := "layers"
-	for _, l := range i.Layers {
-		digest, size := l.Digest, "size not said"
-		if digest == "" {
-			digest = l.DiffID
-		}
-		if l.Size >= 0 {
-			size = bytesText(l.Size)
-		}
-		row(name, "%s (%s)", digest, size)
-		name = ""
-	}
-	list("entrypoint", i.Entrypoint)
-	list("cmd", i.Cmd)
-	list("env", i.Env)
-	known("user", "%q", i.User)
-	known("working directory", "%q", i.Workdir)
-	known("stop signal", "%q", i.StopSignal)
-	if len(i.ExposedPorts) > 0 {
-		row("ports", "%q", i.ExposedPorts)
-	}
-	known("base", "%s", i.Base)
-	name = "labels"
-	for _, k := range slices.Sorted(maps.Keys(i.Labels)) {
-		row(name, "%q = %q", k, i.Labels[k])
-		name = ""
-	}
-	t.Flush()
-}
-
-func (a *app) imageExportCommand() *cobra.Command {
-	var format string
-	cmd := &cobra.Command{
-		Use: "export REF FILE", Short: "Export an image to a file or stdout",
-		Long: `Export an image to a file; - is stdout. The formats are
-
-  erofs         the image as it is (the default)
-  tar           its files as a tar archive
-  oci-archive   an OCI container image of one layer with its configuration, which
-                docker load reads as well
-
-The same image gives the same bytes.`,
-		Args: cobra.ExactArgs(2), ValidArgsFunction: a.completeImage,
-		RunE: a.onImages(func(cmd *cobra.Command, args []string, s *image.Store) error {
-			if args[1] == "-" && a.json() {
-				return usageError{errors.New("stdout cannot have both the image and a JSON document: name a file")}
-			}
-			img, err := s.Find(args[0])
-			if err != nil {
-				return err
-			}
-			p := a.newProgress("image export")
-			write := func(w io.Writer) error {
-				return oci.Export(cmd.Context(), s, img, oci.Format(format), w, func(done, total int64) { p.report(image.StageWrite, done, total) })
-			}
-			if args[1] == "-" {
-				err = write(a.stdout)
-			} else {
-				err = osfile.Replace(args[1], 0o644, func(f *os.File) error { return write(f) })
-			}
-			p.finish(err)
-			if errors.Is(err, image.ErrInvalidOption) {
-				return usageError{err}
-			}
-			if err != nil || args[1] == "-" {
-				return err
-			}
-			st, err := os.Stat(args[1])
-			if err != nil {
-				return err
-			}
-			out := struct {
-				ID     string `json:"id"`
-				Format string `json:"format"`
-				File   string `json:"file"`
-				Size   int64  `json:"size"`
-			}{img.ID, format, args[1], st.Size()}
-			return a.print(out, func(w io.Writer) { fmt.Fprintf(w, "%s %s\n", args[1], bytesText(st.Size())) })
-		}),
-	}
-	cmd.Flags().StringVar(&format, "format", string(oci.FormatEROFS), "erofs, tar or oci-archive")
 	return cmd
 }
 

@@ -311,14 +311,6 @@ func (l *local) events(ctx context.Context, o eventOptions, give func(events.Eve
 	return err
 }
 
-func (l *local) volumes(context.Context) (names []string, err error) {
-	list, err := l.h.State.Volumes().List()
-	for _, v := range list {
-		names = append(names, v.Name)
-	}
-	return names, err
-}
-
 func (l *local) info(ctx context.Context) (infoDoc, error) {
 	s := l.h.State
 	i := infoDoc{versionDoc: thisVersion(), State: s.Dir(), CPUs: runtime.NumCPU()}

@@ -188,6 +188,7 @@ func (a *app) verbs() []*cobra.Command {
 		a.versionCommand(), a.infoCommand(), a.contextCommand(),
 		a.startCommand(), a.stopCommand(), a.killCommand(), a.sleepCommand(), a.wakeCommand(), a.promoteCommand(), a.renameCommand(), a.updateCommand(), a.rmCommand(),
 		a.snapshotCommand(), a.restoreCommand(), a.forkCommand(), a.pruneCommand(), a.policyCommand(), a.secretCommand(),
+		a.serviceCommand(), a.volumeCommand(), a.templateCommand(), a.auditCommand(), a.diffCommand(), a.watchCommand(),
 	}
 }
 

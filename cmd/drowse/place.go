@@ -6,6 +6,7 @@ import (
 	"io"
 	"time"
 
+	"github.com/drowse-vm/drowse/guest/audit"
 	"github.com/drowse-vm/drowse/guest/report"
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
@@ -65,8 +66,44 @@ type place interface {
 	guest(ctx context.Context, name string) (inGuest, error)
 	cp(ctx context.Context, src, dst vmPath, o copyOptions) (any, error)
 	forward(ctx context.Context, name string, o forwardOptions) error
-	volumes(context.Context) (names []string, err error)
+	volumes(context.Context) ([]volumeInfo, error)
+	volume(ctx context.Context, name string) (volumeInfo, error)
+	createVolume(ctx context.Context, name string, mib int64) (volumeDoc, error)
+	resizeVolume(ctx context.Context, name string, mib int64) (volumeDoc, error)
+	RemoveVolume(ctx context.Context, name string) error
+	templates(context.Context) ([]templateInfo, error)
+	// makeTemplate makes the template of a VM, or without one those that VMs have asked for.
+	makeTemplate(context.Context, *wire.TemplateSpec) ([]templateDoc, error)
+	// removeTemplate returns the key of the template that a word names.
+	removeTemplate(ctx context.Context, word string) (key string, err error)
+	inspectSnapshot(ctx context.Context, id string) (any, error)
+	exportSnapshot(ctx context.Context, id string, w io.Writer) error
+	importSnapshot(ctx context.Context, r io.Reader, trust bool) (wire.Imported, error)
+	image(ctx context.Context, ref string) (json.RawMessage, error)
+	// exportImage tells moved of its progress, if that is known.
+	exportImage(ctx context.Context, ref, format string, w io.Writer, moved func(done, total int64)) (id string, err error)
 	info(context.Context) (infoDoc, error)
+	// awake wakes a VM that sleeps.
+	awake(ctx context.Context, name string) error
+	vm(name string) handle
+}
+
+// handle is a VM by its name, which need not exist. Exported methods are those of client.Sandbox.
+type handle interface {
+	Services(context.Context) ([]wire.Service, error)
+	SetService(context.Context, wire.SetService) (wire.Service, error)
+	RemoveService(ctx context.Context, service string) error
+	StartService(ctx context.Context, service string, restart bool) (wire.Service, error)
+	StopService(ctx context.Context, service string) (wire.Service, error)
+	// WaitService also returns what is known of a service that does not become ready.
+	WaitService(ctx context.Context, service string) (wire.Service, error)
+	ServiceLog(ctx context.Context, service string, w io.Writer, follow bool) error
+	Diff(ctx context.Context, limit int, f func(wire.Diff) error) error
+	Network(context.Context) (spec.NetworkStats, error)
+	NetworkEvents(ctx context.Context, follow bool, f func(spec.NetEvent) error) error
+	flows(ctx context.Context, follow bool, f func(netpolicy.FlowRecord) error) error
+	audit(context.Context, auditOptions, func(audit.Entry) error) (audit.Trailer, error)
+	watch(context.Context, watchOptions, func(wire.FileEvent) error) error
 }
 
 // cameUp says of a VM that it runs.

@@ -13,7 +13,7 @@ func (a *app) policyCommand() *cobra.Command {
 	return group(&cobra.Command{
 		Use:   "policy",
 		Short: "Check, explain, set and watch the network policies of VMs",
-	}, append(a.policyVerbs(), a.policySchemaCommand(), a.policySetCommand(), a.policyShowCommand(), a.policyDiffCommand())...)
+	}, append(a.policyVerbs(), a.policySchemaCommand(), a.policySetCommand(), a.policyShowCommand(), a.policyDiffCommand(), a.policyStatsCommand(), a.policyEventsCommand(), a.policyFlowsCommand())...)
 }
 
 // readPolicy reads a policy file, or stdin for "-". An invalid policy is a usage error.

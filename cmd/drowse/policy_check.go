@@ -21,7 +21,7 @@ import (
 
 // policyVerbs are the commands on policies that need the host.
 func (a *app) policyVerbs() []*cobra.Command {
-	return []*cobra.Command{a.policyCheckCommand(), a.policyExplainCommand(), a.policyTagCommand(), a.policyStatsCommand(), a.policyEventsCommand(), a.policyFlowsCommand()}
+	return []*cobra.Command{a.policyCheckCommand(), a.policyExplainCommand(), a.policyTagCommand()}
 }
 
 // surroundings are the flags that describe the agent of a policy and its network.

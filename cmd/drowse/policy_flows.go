@@ -1,5 +1,3 @@
-//go:build linux
-
 package main
 
 import (
@@ -14,7 +12,6 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/drowse-vm/drowse/netpolicy"
-	"github.com/drowse-vm/drowse/sandbox"
 )
 
 func (a *app) policyFlowsCommand() *cobra.Command {
@@ -24,9 +21,9 @@ func (a *app) policyFlowsCommand() *cobra.Command {
 		Long: `Print the recent flows of a running VM: ended, denied and open ones. With --follow, print ended and
 denied flows as they come, until the VM sleeps or ends, which ends all flows; open ones are not
 printed. With -o json each flow is one line.`,
-		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
+		RunE: a.there(func(cmd *cobra.Command, args []string, p place) error {
 			return a.printFlows(follow, func(each func(netpolicy.FlowRecord) error) error {
-				return s.Sandbox(args[0]).NetworkFlows(cmd.Context(), follow, each)
+				return p.vm(args[0]).flows(cmd.Context(), follow, each)
 			})
 		}),
 	}

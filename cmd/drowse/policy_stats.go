@@ -1,48 +1,22 @@
-//go:build linux
-
 package main
 
 import (
-	"context"
 	"encoding/json"
 	"fmt"
 	"io"
-	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
 
 	"github.com/drowse-vm/drowse/netpolicy"
-	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
-
-func (a *app) policyTagCommand() *cobra.Command {
-	var add, remove []string
-	cmd := &cobra.Command{
-		Use: "tag NAME", Short: "Change the tags of a VM", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
-		Long: `Add or remove tags of a VM permanently, and print its tags. Policies of other VMs (agents) name it
-by them. If the VM runs, the tags are in force when the command returns, and cut flows that
-policies of others no longer open. A VM that does not run starts with them. It is no error to
-add a tag twice, or to remove one that is not there.`,
-		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
-			ctx, cancel := context.WithTimeout(cmd.Context(), policyTimeout)
-			defer cancel()
-			res, err := s.Sandbox(args[0]).SetTags(ctx, add, remove)
-			return a.answer(res, err, func(w io.Writer) { fmt.Fprintln(w, strings.Join(res.Tags, " ")) })
-		}),
-	}
-	cmd.Flags().StringArrayVar(&add, "add", nil, "tag to add; repeatable")
-	cmd.Flags().StringArrayVar(&remove, "remove", nil, "tag to remove; repeatable")
-	cmd.MarkFlagsOneRequired("add", "remove")
-	return cmd
-}
 
 func (a *app) policyStatsCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "stats NAME", Short: "Show what passed between a running VM and the network, and what did not", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
-		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
-			st, err := s.Sandbox(args[0]).NetworkStats(cmd.Context())
+		RunE: a.there(func(cmd *cobra.Command, args []string, p place) error {
+			st, err := p.vm(args[0]).Network(cmd.Context())
 			return a.answer(st, err, func(w io.Writer) { writeStats(w, st) })
 		}),
 	}
@@ -86,9 +60,9 @@ func (a *app) policyEventsCommand() *cobra.Command {
 		Use: "events NAME", Short: "Print packets of a running VM that were not let through", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
 		Long: `Print the last 1024 packets from and to a running VM that were not let through, as one line of
 JSON each, whatever -o says. With --follow, print new ones until the VM sleeps or ends.`,
-		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
+		RunE: a.there(func(cmd *cobra.Command, args []string, p place) error {
 			e := json.NewEncoder(a.stdout)
-			return followed(follow, s.Sandbox(args[0]).NetworkEvents(cmd.Context(), follow, func(ev spec.NetEvent) error { return e.Encode(ev) }))
+			return followed(follow, p.vm(args[0]).NetworkEvents(cmd.Context(), follow, func(ev spec.NetEvent) error { return e.Encode(ev) }))
 		}),
 	}
 	cmd.Flags().BoolVarP(&follow, "follow", "f", false, "print new packets as they come")

@@ -81,48 +81,42 @@ func (a *app) closePlace() {
 // hostWork says of commands that need the host of the VMs why that is so. Names of subcommands begin with their
 // group's.
 var hostWork = map[string]string{
-	"archive":  "it moves files of the host's state directory",
-	"audit":    "this version reads the trail from the host's files",
-	"bench":    "it measures the host",
-	"demo":     "it shows the host",
-	"df":       "it looks at the host's files",
-	"diff":     "this version compares disks on the host",
-	"doctor":   "it checks the host's devices and programs",
-	"gateway":  "it changes the host's gateway",
-	"kernel":   "kernels are files of the host",
-	"limits":   "limits are the host's administrator's",
-	"mcp":      "it starts VMs by itself: let your client start it on the host, as by ssh",
-	"net":      "it changes the host's network",
-	"serve":    "it is the server",
-	"service":  "this version manages services on the host",
-	"ssh":      "it needs the host's sockets: `drowse exec -it NAME bash` opens a shell",
-	"template": "templates are files of the host",
-	"token":    "tokens are the host's administrator's",
-	"top":      "it reads the host's processes: `drowse stats NAME` works here",
-	"volume":   "this version manages volumes on the host",
-	"watch":    "this version watches files on the host",
+	"archive": "it moves files of the host's state directory",
+	"bench":   "it measures the host",
+	"demo":    "it shows the host",
+	"df":      "it looks at the host's files",
+	"doctor":  "it checks the host's devices and programs",
+	"gateway": "it changes the host's gateway",
+	"kernel":  "kernels are files of the host",
+	"limits":  "limits are the host's administrator's",
+	"mcp":     "it starts VMs by itself: let your client start it on the host, as by ssh",
+	"net":     "it changes the host's network",
+	"serve":   "it is the server",
+	"ssh":     "it needs the host's sockets: `drowse exec -it NAME bash` opens a shell",
+	"token":   "tokens are the host's administrator's",
+	"top":     "it reads the host's processes: `drowse stats NAME` works here",
 
 	"ssh-config": "it needs the host's sockets", "ssh-proxy": "it needs the host's sockets",
-	"image build": "it reads files and builds on the host: `drowse pull NAME` takes an image from a registry", "image inspect": "`drowse image ls -o json` has the record",
-	"image export": "it writes a file of the host", "image prune": "it removes files of the host",
-	"snapshot inspect": "`drowse snapshot ls -o json` has most of it", "snapshot compact": "it rewrites files of the host", "snapshot verify": "it reads files of the host",
-	"snapshot export": "this version writes them on the host", "snapshot import": "this version reads them on the host",
+	"image build":      "it reads files and builds on the host: `drowse pull NAME` takes an image from a registry",
+	"image prune":      "it removes files of the host",
+	"snapshot compact": "it rewrites files of the host", "snapshot verify": "it reads files of the host",
 	"secret source": "sources are the host's files, programs and variables",
 	"policy check":  "it compiles for the host", "policy explain": "it compiles for the host", "policy tag": "the HTTP API cannot do it",
-	"policy stats": "this version asks the host", "policy events": "this version asks the host", "policy flows": "this version asks the host",
+	"template prune": "it compares them with the host's files: `drowse template rm` removes one",
 }
 
 // hostFlagsOf says the same of flags.
 var hostFlagsOf = map[string]map[string]string{
-	"exec":         {"changes": "the HTTP API has no changes", "no-image-config": "a server adds the image's"},
-	"run":          {"no-image-config": "a server adds the image's", "plain-http": "a server talks to registries with TLS"},
-	"pull":         {"plain-http": "a server talks to registries with TLS"},
-	"image pull":   {"plain-http": "a server talks to registries with TLS"},
-	"start":        {"discard-memory": "the HTTP API does not give memory up"},
-	"fork":         {"early": "a server waits", "policy": "children have the policy of the VM; use `drowse policy set`", "net": "children have the network of the VM", "allow": "children have the policy of the VM; use `drowse policy set`"},
-	"logs":         {"vmm": "it is a file of the host"},
-	"cp":           {"resume": "the HTTP API begins anew"},
-	"port-forward": {"reverse": "the HTTP API connects into VMs only", "udp": "the HTTP API carries TCP only"},
+	"exec":            {"changes": "the HTTP API has no changes", "no-image-config": "a server adds the image's"},
+	"run":             {"no-image-config": "a server adds the image's", "plain-http": "a server talks to registries with TLS"},
+	"pull":            {"plain-http": "a server talks to registries with TLS"},
+	"image pull":      {"plain-http": "a server talks to registries with TLS"},
+	"start":           {"discard-memory": "the HTTP API does not give memory up"},
+	"fork":            {"early": "a server waits", "policy": "children have the policy of the VM; use `drowse policy set`", "net": "children have the network of the VM", "allow": "children have the policy of the VM; use `drowse policy set`"},
+	"snapshot import": {"trust": "a server does not take policy, tags and grants from a client"},
+	"logs":            {"vmm": "it is a file of the host"},
+	"cp":              {"resume": "the HTTP API begins anew"},
+	"port-forward":    {"reverse": "the HTTP API connects into VMs only", "udp": "the HTTP API carries TCP only"},
 }
 
 // checkPlace refuses a command, or a flag of it, that the server cannot do.
@@ -434,29 +428,7 @@ func (r *farHost) pull(ctx context.Context, ref string, _ pullFlags) (imageRow, 
 		return imageRow{}, err
 	}
 	p := r.a.newProgress("pull")
-	for o.State == "running" {
-		if o.Stage != "" {
-			p.report(o.Stage, o.Done, o.Total)
-		}
-		select {
-		case <-time.After(operationPoll):
-		case <-ctx.Done():
-			late, cancel := context.WithTimeout(context.WithoutCancel(ctx), 10*time.Second)
-			_, _ = r.CancelOperation(late, o.ID)
-			cancel()
-			p.finish(ctx.Err())
-			return imageRow{}, ctx.Err()
-		}
-		if o, err = r.Operation(ctx, o.ID); err != nil {
-			p.finish(err)
-			return imageRow{}, err
-		}
-	}
-	if o.Error != nil {
-		err = o.Error.Err()
-	} else if o.State != "done" {
-		err = fmt.Errorf("the pull of %s was ended by the server: %.64s", ref, o.State)
-	}
+	o, err = r.await(ctx, o, p)
 	p.finish(err)
 	if err != nil {
 		return imageRow{}, err
@@ -527,14 +499,6 @@ func (r *farHost) removeSecrets(ctx context.Context, name string, secrets ...str
 		}
 	}
 	return nil
-}
-
-func (r *farHost) volumes(ctx context.Context) (names []string, err error) {
-	list, err := r.Volumes(ctx)
-	for _, v := range list {
-		names = append(names, v.Name)
-	}
-	return names, err
 }
 
 func (r *farHost) info(ctx context.Context) (infoDoc, error) {
@@ -628,11 +592,8 @@ func (g *farGuest) Close() error { return nil }
 
 func (g *farGuest) start(ctx context.Context, c command, s streams) (session, error) {
 	c.TimeoutSeconds = int(math.Ceil(c.timeout.Seconds()))
-	noStdin := c.Detach && c.TTY == nil && !c.Stdin
+	c.NoStdin = c.Detach && c.TTY == nil && !c.Stdin
 	out, err := g.Sandbox.Start(ctx, client.Cmd{ExecStart: c.ExecStart, IO: client.IO{Stdin: s.stdin, Stdout: s.stdout, Stderr: s.stderr}})
-	if err == nil && noStdin && out.PID() != 0 {
-		_ = out.CloseStdin() // it fails only if the session is over
-	}
 	return farSessionOf(out, err, c.Detach)
 }
 

@@ -57,7 +57,7 @@ func (a *app) secretSetCommand() *cobra.Command {
 				}
 			}
 			if slices.ContainsFunc(list, func(l spec.Secret) bool { return l.From == "" || once }) {
-				if err := wakeFor(cmd.Context(), p, args[0]); err != nil {
+				if err := p.awake(cmd.Context(), args[0]); err != nil {
 					return err
 				}
 			}
@@ -189,15 +189,6 @@ func secretNames(list []spec.Secret) []string {
 		names = append(names, l.Name)
 	}
 	return names
-}
-
-// wakeFor wakes a sleeping VM.
-func wakeFor(ctx context.Context, p place, name string) error {
-	g, err := p.guest(ctx, name)
-	if err != nil {
-		return err
-	}
-	return g.Close()
 }
 
 // handIn gives secrets to running VMs.

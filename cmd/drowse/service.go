@@ -1,5 +1,3 @@
-//go:build linux
-
 package main
 
 import (
@@ -13,26 +11,27 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/drowse-vm/drowse/guest"
-	"github.com/drowse-vm/drowse/sandbox"
-	"github.com/drowse-vm/drowse/sandbox/control"
+	"github.com/drowse-vm/drowse/sandbox/api/wire"
+	"github.com/drowse-vm/drowse/sandbox/records"
 	"github.com/drowse-vm/drowse/sandbox/spec"
-	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
+// serviceRunning is the state of a service that runs, ready or not: guest.ServiceRunning.
+const serviceRunning = "running"
+
 func (a *app) serviceCommand() *cobra.Command {
-	type order = func(*sandbox.Sandbox, context.Context, string) (control.ServiceStatus, error)
+	type order = func(handle, context.Context, string) (wire.Service, error)
 	do := func(use, short string, f order) *cobra.Command {
 		return &cobra.Command{
 			Use: use + " NAME SERVICE", Short: short, Args: cobra.ExactArgs(2), ValidArgsFunction: a.completeVM,
-			RunE: a.onAwake(func(cmd *cobra.Command, args []string, b *sandbox.Sandbox) error {
+			RunE: a.onAwake(func(cmd *cobra.Command, args []string, b handle) error {
 				st, err := f(b, cmd.Context(), args[1])
 				return a.answer(st, err, func(w io.Writer) { fmt.Fprintln(w, st.Name, st.State) })
 			}),
 		}
 	}
 	start := func(again bool) order {
-		return func(b *sandbox.Sandbox, ctx context.Context, name string) (control.ServiceStatus, error) {
+		return func(b handle, ctx context.Context, name string) (wire.Service, error) {
 			return b.StartService(ctx, name, again)
 		}
 	}
@@ -44,18 +43,28 @@ end. They sleep and wake with the VM. See docs/guides/services.md.`,
 		a.serviceSetCommand(), a.serviceListCommand(),
 		do("start", "Start a service", start(false)),
 		do("restart", "Restart a service", start(true)),
-		do("stop", "Stop a service until it is started again or the VM boots", (*sandbox.Sandbox).StopService),
+		do("stop", "Stop a service until it is started again or the VM boots", handle.StopService),
 		a.serviceRemoveCommand(), a.serviceLogsCommand(), a.serviceStatusCommand(), a.serviceWaitCommand(),
 	)
 }
 
+// onAwake returns a command on the VM that its first argument names. The command wakes a sleeping VM first.
+func (a *app) onAwake(do func(*cobra.Command, []string, handle) error) runE {
+	return a.there(func(cmd *cobra.Command, args []string, p place) error {
+		if err := p.awake(cmd.Context(), args[0]); err != nil {
+			return err
+		}
+		return do(cmd, args, p.vm(args[0]))
+	})
+}
+
 // wakeAsleep wakes a sleeping VM, and leaves a stopped one alone.
-func (a *app) wakeAsleep(ctx context.Context, s *sandbox.Host, name string) error {
-	r, err := s.State.Get(name)
-	if err != nil || r.Phase != state.Asleep {
+func wakeAsleep(ctx context.Context, p place, name string) error {
+	b, err := p.Get(ctx, name)
+	if err != nil || b.Status != records.Asleep {
 		return err
 	}
-	return a.wakeFor(ctx, s, name)
+	return p.awake(ctx, name)
 }
 
 func (a *app) serviceSetCommand() *cobra.Command {
@@ -71,7 +80,7 @@ func (a *app) serviceSetCommand() *cobra.Command {
 boot of a stopped one. User, working directory and variables come from the VM's image unless
 flags set them.`,
 		Args: cobra.MinimumNArgs(3), ValidArgsFunction: a.completeVM,
-		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
+		RunE: a.there(func(cmd *cobra.Command, args []string, p place) error {
 			want.Name, want.Argv = args[1], afterDashes(args[2:])
 			if err := readinessOf(ready, check, &want); err != nil {
 				return usageError{err}
@@ -79,17 +88,10 @@ flags set them.`,
 			if len(want.Argv) == 0 {
 				return usageError{errors.New("no command: see `drowse service set --help`")}
 			}
-			if !noConfig {
-				c, err := s.Sandbox(args[0]).Command(guest.Cmd{Env: want.Env, Dir: want.Dir, User: want.User})
-				if err != nil {
-					return err
-				}
-				want.Env, want.Dir, want.User = c.Env, c.Dir, c.User
-			}
-			if err := a.wakeAsleep(cmd.Context(), s, args[0]); err != nil {
+			if err := wakeAsleep(cmd.Context(), p, args[0]); err != nil {
 				return err
 			}
-			st, err := s.Sandbox(args[0]).SetService(cmd.Context(), want)
+			st, err := p.vm(args[0]).SetService(cmd.Context(), wire.SetService{Service: want, ImageConfig: !noConfig})
 			return a.answer(st, err, func(w io.Writer) { fmt.Fprintln(w, strings.TrimSpace(st.Name+" "+st.State)) })
 		}),
 	}
@@ -99,7 +101,7 @@ flags set them.`,
 	f.StringVarP(&want.Dir, "workdir", "w", "", "working directory (default: the image's, else /)")
 	f.StringVarP(&want.User, "user", "u", "", "user, or user:group (default: the image's, else root)")
 	f.BoolVar(&noConfig, "no-image-config", false, "take no user, working directory and variables from the VM's image")
-	f.StringVar(&want.Restart, "restart", guest.RestartAlways, "when to restart it: always, on-failure or never")
+	f.StringVar(&want.Restart, "restart", "always", "when to restart it: always, on-failure or never")
 	f.IntVar(&want.BackoffSeconds, "backoff", 1, "seconds before the first restart in a row; doubles with each")
 	f.IntVar(&want.MaxBackoffSeconds, "max-backoff", 60, "maximum of these seconds; a run of this length ends the row")
 	f.IntVar(&want.MaxRestarts, "max-restarts", spec.DefaultMaxRestarts, "restarts in a row before it counts as failed; -1: no limit")
@@ -124,21 +126,21 @@ func readinessOf(ready string, c spec.ServiceCheck, spec *spec.Service) error {
 	}
 	kind, what, _ := strings.Cut(ready, ":")
 	switch kind {
-	case guest.CheckTCP:
+	case "tcp":
 		if _, err := strconv.ParseUint(what, 10, 16); err == nil {
 			what = "127.0.0.1:" + what
 		}
 		c.TCP = what
-	case guest.CheckHTTP:
+	case "http":
 		if strings.HasPrefix(what, "//") { // ready itself is the URL
 			what = ready
 		}
 		c.HTTP = what
-	case guest.CheckUnix:
+	case "unix":
 		c.Unix = what
-	case guest.CheckFile:
+	case "file":
 		c.File = what
-	case guest.CheckExec:
+	case "exec":
 		c.Exec = []string{"/bin/sh", "-c", what}
 	default:
 		return fmt.Errorf("--ready %q: use tcp:PORT, http:URL, unix:PATH, file:PATH or exec:COMMAND", ready)
@@ -154,8 +156,8 @@ func readinessOf(ready string, c spec.ServiceCheck, spec *spec.Service) error {
 func (a *app) serviceStatusCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "status NAME SERVICE", Short: "Show the status of a service; a sleeping VM is not woken", Args: cobra.ExactArgs(2), ValidArgsFunction: a.completeVM,
-		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
-			list, err := s.Sandbox(args[0]).Services(cmd.Context())
+		RunE: a.there(func(cmd *cobra.Command, args []string, p place) error {
+			list, err := p.vm(args[0]).Services(cmd.Context())
 			if err != nil {
 				return err
 			}
@@ -164,20 +166,20 @@ func (a *app) serviceStatusCommand() *cobra.Command {
 					return a.print(l, func(w io.Writer) { fmt.Fprintln(w, serviceLine(l)) })
 				}
 			}
-			return fmt.Errorf("%w: %s has no service %q: see `drowse service ls %s`", sandbox.ErrNotFound, args[0], args[1], args[0])
+			return fmt.Errorf("%w: %s has no service %q: see `drowse service ls %s`", spec.ErrNotFound, args[0], args[1], args[0])
 		}),
 	}
 }
 
 // serviceLine returns the state of a service as one line.
-func serviceLine(l control.ServiceStatus) string {
+func serviceLine(l wire.Service) string {
 	line := l.Name + " " + l.State
 	if l.Ready {
 		line += ", ready"
 		if l.ReadyAt != nil {
 			line += " since " + l.ReadyAt.Local().Format(time.DateTime)
 		}
-	} else if l.State == guest.ServiceRunning {
+	} else if l.State == serviceRunning {
 		line += ", not ready"
 	}
 	if l.CheckRestarts > 0 {
@@ -198,7 +200,7 @@ func (a *app) serviceWaitCommand() *cobra.Command {
 		Long: `Wait until a service is ready: its check has passed since its start, or, without a check, it runs.
 The command fails at once for a service that has stopped, ended or failed. A sleeping VM is
 woken and stays awake meanwhile.`,
-		RunE: a.onAwake(func(cmd *cobra.Command, args []string, b *sandbox.Sandbox) error {
+		RunE: a.onAwake(func(cmd *cobra.Command, args []string, b handle) error {
 			ctx, cancel := cmd.Context(), func() {}
 			if limit > 0 {
 				ctx, cancel = context.WithTimeout(ctx, limit)
@@ -221,14 +223,14 @@ woken and stays awake meanwhile.`,
 func (a *app) serviceListCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "ls NAME", Short: "List the services of a VM; a sleeping one is not woken", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
-		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
-			list, err := s.Sandbox(args[0]).Services(cmd.Context())
-			return answerList(a, list, err, "SERVICE\tSTATE\tREADY\tPID\tRESTARTS\tSTARTED\tLAST EXIT\tCOMMAND", func(l control.ServiceStatus) []any {
+		RunE: a.there(func(cmd *cobra.Command, args []string, p place) error {
+			list, err := p.vm(args[0]).Services(cmd.Context())
+			return answerList(a, list, err, "SERVICE\tSTATE\tREADY\tPID\tRESTARTS\tSTARTED\tLAST EXIT\tCOMMAND", func(l wire.Service) []any {
 				ready, pid, started, exit := "-", "-", "-", "-"
 				switch {
 				case l.Ready:
 					ready = yes
-				case l.State == guest.ServiceRunning:
+				case l.State == serviceRunning:
 					ready = no
 				}
 				if l.PID != 0 {
@@ -256,12 +258,12 @@ func (a *app) serviceListCommand() *cobra.Command {
 func (a *app) serviceRemoveCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "rm NAME SERVICE...", Short: "Stop and remove services of a VM", Args: cobra.MinimumNArgs(2), ValidArgsFunction: a.completeVM,
-		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
-			if err := a.wakeAsleep(cmd.Context(), s, args[0]); err != nil {
+		RunE: a.there(func(cmd *cobra.Command, args []string, p place) error {
+			if err := wakeAsleep(cmd.Context(), p, args[0]); err != nil {
 				return err
 			}
 			for _, name := range args[1:] {
-				if err := s.Sandbox(args[0]).RemoveService(cmd.Context(), name); err != nil {
+				if err := p.vm(args[0]).RemoveService(cmd.Context(), name); err != nil {
 					return err
 				}
 			}
@@ -274,7 +276,7 @@ func (a *app) serviceLogsCommand() *cobra.Command {
 	var follow, asIs bool
 	cmd := &cobra.Command{
 		Use: "logs NAME SERVICE", Short: "Print the output of a service", Long: logsRaw("Print the output of a service."), Args: cobra.ExactArgs(2), ValidArgsFunction: a.completeVM,
-		RunE: a.onAwake(func(cmd *cobra.Command, args []string, b *sandbox.Sandbox) error {
+		RunE: a.onAwake(func(cmd *cobra.Command, args []string, b handle) error {
 			if !a.json() {
 				return followed(follow, b.ServiceLog(cmd.Context(), args[1], a.logTo(asIs), follow))
 			}

@@ -1,13 +1,18 @@
 package main
 
 import (
+	"bufio"
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"io"
+	"os"
+	"strings"
 
 	"github.com/spf13/cobra"
 
+	"github.com/drowse-vm/drowse/sandbox/api/wire"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -29,7 +34,8 @@ func (a *app) snapshotCommand() *cobra.Command {
 			}),
 		},
 		a.snapshotTreeCommand(),
-		a.snapshotTagCommand(), a.pruneCommand(),
+		a.snapshotTagCommand(), a.pruneCommand(), a.snapshotExportCommand(), a.snapshotImportCommand(),
+		showCommand(a, "inspect ID", "Show a snapshot, as JSON", func(ctx context.Context, p place, id string) (any, error) { return p.inspectSnapshot(ctx, id) }),
 		snapshotVerb(a, a.place, "rm", "Delete a snapshot", "removed", func(ctx context.Context, p place, id string) error { return p.RemoveSnapshot(ctx, id) }),
 	)
 	cmd.AddCommand(a.snapshotVerbs()...)
@@ -151,4 +157,61 @@ func (a *app) restoreCommand() *cobra.Command {
 		cmd.MarkFlagsMutuallyExclusive("in", flag)
 	}
 	return cmd
+}
+
+func (a *app) snapshotExportCommand() *cobra.Command {
+	var to string
+	cmd := &cobra.Command{
+		Use: "export ID", Short: "Export a snapshot with its disk to one file", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeSnapshot,
+		Long: `Export a snapshot with its disk to one file (--to) or to stdout. "drowse snapshot import" reads it
+in any store that has the VM's image: the file has the image's id, the SHA-256 of its content,
+but not the image.`,
+		RunE: a.there(func(cmd *cobra.Command, args []string, p place) error {
+			if to == "-" {
+				if isTerminal(a.stdout) {
+					return usageError{errors.New("a snapshot is not for a terminal: name a file with --to, or use a pipe")}
+				}
+				return p.exportSnapshot(cmd.Context(), args[0], a.stdout)
+			}
+			// The file appears under its name only when it is complete.
+			err := replaceFile(to, 0o600, func(f *os.File) error { return p.exportSnapshot(cmd.Context(), args[0], f) })
+			return a.answer(map[string]string{"snapshot": args[0], "file": to}, err, func(w io.Writer) { fmt.Fprintln(w, to) })
+		}),
+	}
+	cmd.Flags().StringVar(&to, "to", "-", "output file, - for stdout")
+	return cmd
+}
+
+func (a *app) snapshotImportCommand() *cobra.Command {
+	var trust bool
+	cmd := &cobra.Command{
+		Use: "import FILE", Annotations: makesState, Short: "Import a snapshot from a file of \"snapshot export\", - for stdin", Args: cobra.ExactArgs(1),
+		Long: `Import a snapshot from a file of "snapshot export", - for stdin.
+
+drowse does not trust the file. It imports memory, disk and devices, and nothing else. It drops
+network policy, tags, grants, hooks, services, the kernel's path and the like, and reports what
+it dropped. VMs made from the snapshot have no policy: set one with "restore --policy". --trust
+imports everything.`,
+		RunE: a.there(func(cmd *cobra.Command, args []string, p place) error {
+			in, err := input(args[0], os.Stdin)
+			if err != nil {
+				return fmt.Errorf("importing a snapshot: %w", err)
+			}
+			defer in.Close()
+			info, err := p.importSnapshot(cmd.Context(), bufio.NewReaderSize(in, 1<<20), trust)
+			return a.imported(info, err)
+		}),
+	}
+	cmd.Flags().BoolVar(&trust, "trust", false, "also import policy, tags, grants, kernel and everything else about the VM")
+	return cmd
+}
+
+// imported tells of a snapshot that came from elsewhere.
+func (a *app) imported(res wire.Imported, err error) error {
+	return a.answer(res, err, func(w io.Writer) {
+		fmt.Fprintln(w, res.ID)
+		if len(res.Dropped) > 0 {
+			fmt.Fprintf(a.stderr, "not taken over from it: %s (--trust takes all)\n", strings.Join(res.Dropped, ", "))
+		}
+	})
 }

@@ -80,17 +80,6 @@ func proxyCommand(self, state, name, agent string) string {
 	return c
 }
 
-// shellQuote quotes a word for a POSIX shell if necessary.
-func shellQuote(s string) string {
-	plain := func(r rune) bool {
-		return r >= 'a' && r <= 'z' || r >= 'A' && r <= 'Z' || r >= '0' && r <= '9' || strings.ContainsRune("/._-+=:@,", r)
-	}
-	if s != "" && strings.IndexFunc(s, func(r rune) bool { return !plain(r) }) < 0 {
-		return s
-	}
-	return "'" + strings.ReplaceAll(s, "'", `'\''`) + "'"
-}
-
 func (a *app) sshCommand() *cobra.Command {
 	var user string
 	cmd := &cobra.Command{

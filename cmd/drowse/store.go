@@ -7,7 +7,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"io/fs"
 	"os"
 	"path/filepath"
@@ -91,23 +90,9 @@ func beside(name string) string {
 	return filepath.Join(filepath.Dir(self), name)
 }
 
-// onHost, onImages and onFleet return commands on the state directory's host, images and sandboxes.
+// onHost and onFleet return commands on the state directory's host and sandboxes.
 func (a *app) onHost(do func(*cobra.Command, []string, *sandbox.Host) error) runE {
 	return opened(a.store, do)
-}
-
-// onAwake returns a command on the VM that its first argument names. The command wakes a sleeping VM first.
-func (a *app) onAwake(do func(*cobra.Command, []string, *sandbox.Sandbox) error) runE {
-	return a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
-		if err := a.wakeFor(cmd.Context(), s, args[0]); err != nil {
-			return err
-		}
-		return do(cmd, args, s.Sandbox(args[0]))
-	})
-}
-
-func (a *app) onImages(do func(*cobra.Command, []string, *image.Store) error) runE {
-	return opened(a.images, do)
 }
 
 func (a *app) onFleet(do func(*cobra.Command, []string, *fleet.Fleet) error) runE {
@@ -128,17 +113,6 @@ func (a *app) launching(ctx context.Context) (*sandbox.Host, error) {
 	return a.traced(ctx, h.With(l))
 }
 
-// showCommand returns a command that prints what its argument names as JSON.
-func (a *app) showCommand(use, short string, read func(s *sandbox.Host, name string) (any, error)) *cobra.Command {
-	return &cobra.Command{
-		Use: use, Short: short, Args: cobra.ExactArgs(1),
-		RunE: a.onHost(func(_ *cobra.Command, args []string, s *sandbox.Host) error {
-			v, err := read(s, args[0])
-			return a.answer(v, err, func(w io.Writer) { _ = printJSON(w, v) })
-		}),
-	}
-}
-
 // fleet opens the sandboxes of the state directory.
 func (a *app) fleet() (*fleet.Fleet, error) {
 	s, err := a.store()
@@ -155,13 +129,4 @@ func (a *app) images() (*image.Store, error) {
 		return nil, err
 	}
 	return image.OpenStore(s.State.ImageDir())
-}
-
-// wakeFor wakes a sleeping VM.
-func (a *app) wakeFor(ctx context.Context, s *sandbox.Host, name string) error {
-	c, err := a.awake(ctx, s, name)
-	if err != nil {
-		return err
-	}
-	return c.Close()
 }

@@ -46,7 +46,10 @@ func openPair(t *testing.T) (user, program *os.File) {
 }
 
 func TestRun_at_a_terminal_passes_keys_and_leaves_at_ctrl_p_ctrl_q(t *testing.T) {
+	noContexts(t)
 	dir, h, vms := inMemory(t)
+	at, token := serveTCP(t, h)
+	t.Setenv("DROWSE_TOKEN", token)
 	vms.Commands["keys"] = func(_ context.Context, p *fakeguest.Process) int {
 		fmt.Fprint(p.Stdout, "ready>")
 		b := make([]byte, 1)
@@ -65,9 +68,12 @@ func TestRun_at_a_terminal_passes_keys_and_leaves_at_ctrl_p_ctrl_q(t *testing.T)
 		want       int
 		shows      []string
 		left       bool // the VM goes on
+		where      []string
 	}{
-		{"one", "a\x03\x1c\x10bx", 7, []string{"<97>", "<3>", "<28>", "<16>", "<98>", "<120>"}, false},
-		{"two", "a\x10\x11", 0, nil, true},
+		{"one", "a\x03\x1c\x10bx", 7, []string{"<97>", "<3>", "<28>", "<16>", "<98>", "<120>"}, false, []string{"--state", dir}},
+		{"two", "a\x10\x11", 0, nil, true, []string{"--state", dir}},
+		{"three", "a\x03\x1c\x10bx", 7, []string{"<97>", "<3>", "<28>", "<16>", "<98>", "<120>"}, false, []string{"--host", at}},
+		{"four", "a\x10\x11", 0, nil, true, []string{"--host", at}},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			user, program := openPair(t)
@@ -97,7 +103,7 @@ func TestRun_at_a_terminal_passes_keys_and_leaves_at_ctrl_p_ctrl_q(t *testing.T)
 					mu.Unlock()
 				}
 			}()
-			code := run(t.Context(), []string{"--state", dir, "run", "-it", "--rm", "--name", tt.name, "test", "keys"}, program, program)
+			code := run(t.Context(), append(tt.where, "run", "-it", "--rm", "--name", tt.name, "test", "keys"), program, program)
 			if code != tt.want {
 				t.Errorf("exit status %d, want %d", code, tt.want)
 			}

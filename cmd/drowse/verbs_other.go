@@ -51,6 +51,7 @@ func (a *app) imageVerbs() []*cobra.Command    { return a.elsewhere("image") }
 func (a *app) snapshotVerbs() []*cobra.Command { return a.elsewhere("snapshot") }
 func (a *app) secretVerbs() []*cobra.Command   { return a.elsewhere("secret") }
 func (a *app) policyVerbs() []*cobra.Command   { return a.elsewhere("policy") }
+func (a *app) templateVerbs() []*cobra.Command { return a.elsewhere("template") }
 
 func isMissingImage(error) bool { return false }
 

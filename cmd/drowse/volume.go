@@ -1,20 +1,35 @@
-//go:build linux
-
 package main
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io"
 	"strconv"
 	"strings"
+	"time"
 
 	"github.com/spf13/cobra"
 
-	"github.com/drowse-vm/drowse/rootfs/volume"
-	"github.com/drowse-vm/drowse/sandbox"
-	"github.com/drowse-vm/drowse/sandbox/state"
+	"github.com/drowse-vm/drowse/sandbox/api/wire"
 )
+
+// volumeDoc is a volume as JSON, and volumeInfo one with what uses it.
+type volumeDoc struct {
+	Version    int                 `json:"version"`
+	ID         string              `json:"id"`
+	Name       string              `json:"name"`
+	Size       int64               `json:"size"`
+	Created    time.Time           `json:"created"`
+	Generation uint64              `json:"generation"`
+	Settled    *wire.VolumeSettled `json:"settled,omitempty"`
+}
+
+type volumeInfo struct {
+	volumeDoc
+	Allocated int64             `json:"allocated_bytes"`
+	UsedBy    []wire.VolumeUser `json:"used_by"`
+}
 
 const defaultVolumeMiB = 1024
 
@@ -28,7 +43,7 @@ VM keeps its volumes.
 No snapshot has the content of a volume. A woken VM finds its volumes as it left them. A snapshot
 of a VM that could write to a volume cannot be cloned.`,
 	}, a.volumeCreateCommand(), a.volumeListCommand(),
-		a.showCommand("inspect NAME", "Show a volume, as JSON", func(s *sandbox.Host, name string) (any, error) { return s.State.InspectVolume(name) }),
+		a.volumeInspectCommand(),
 		a.volumeResizeCommand(), a.volumeRemoveCommand())
 }
 
@@ -36,53 +51,39 @@ func (a *app) volumeCreateCommand() *cobra.Command {
 	size := int64(defaultVolumeMiB)
 	cmd := &cobra.Command{
 		Use: "create NAME", Annotations: makesState, Short: "Make a volume with an empty ext4 file system", Args: cobra.ExactArgs(1),
-		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
-			r, err := s.State.Volumes().Create(cmd.Context(), args[0], volumeBytes(size))
-			return a.answerVolume(r, err)
+		RunE: a.there(func(cmd *cobra.Command, args []string, p place) error {
+			v, err := p.createVolume(cmd.Context(), args[0], size)
+			return a.answerVolume(v, err)
 		}),
 	}
 	cmd.Flags().Int64Var(&size, "size", size, "size in MiB; it occupies what is written to it")
 	return cmd
 }
 
-// volumeBytes returns a size in bytes, or 0 for an impossible one, which is refused later.
-func volumeBytes(mib int64) int64 {
-	if mib < 0 || mib > volume.MaxSize>>20 {
-		return 0
-	}
-	return mib << 20
+// answerVolume prints a new or changed volume.
+func (a *app) answerVolume(v volumeDoc, err error) error {
+	return a.answer(v, err, func(w io.Writer) { fmt.Fprintln(w, v.Name) })
 }
 
-// answerVolume prints a new or changed volume.
-func (a *app) answerVolume(r *volume.Record, err error) error {
-	if errors.Is(err, volume.ErrName) || errors.Is(err, volume.ErrSize) {
-		err = usageError{err}
-	}
-	return a.answer(r, err, func(w io.Writer) { fmt.Fprintln(w, r.Name) })
+func (a *app) volumeInspectCommand() *cobra.Command {
+	cmd := showCommand(a, "inspect NAME", "Show a volume, as JSON", func(ctx context.Context, p place, name string) (any, error) { return p.volume(ctx, name) })
+	cmd.ValidArgsFunction = a.completeVolume
+	return cmd
 }
 
 func (a *app) volumeListCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "ls", Short: "List volumes", Args: cobra.NoArgs,
-		RunE: a.onHost(func(_ *cobra.Command, _ []string, s *sandbox.Host) error {
-			records, listErr := s.State.Volumes().List()
-			var list []*state.VolumeInfo
-			for _, r := range records {
-				i, err := s.State.InspectVolume(r.Name)
-				if err != nil {
-					listErr = errors.Join(listErr, err)
-					continue
-				}
-				list = append(list, i)
-			}
-			return errors.Join(listErr, answerList(a, list, nil, "NAME\tSIZE\tSTORED\tCREATED\tVMS", func(i *state.VolumeInfo) []any {
+		RunE: a.there(func(cmd *cobra.Command, _ []string, p place) error {
+			list, err := p.volumes(cmd.Context())
+			return errors.Join(err, answerList(a, list, nil, "NAME\tSIZE\tSTORED\tCREATED\tVMS", func(i volumeInfo) []any {
 				return []any{i.Name, bytesText(i.Size), bytesText(i.Allocated), i.Created.Local().Format(dayMinute), volumeUsers(i)}
 			}))
 		}),
 	}
 }
 
-func volumeUsers(i *state.VolumeInfo) string {
+func volumeUsers(i volumeInfo) string {
 	var users []string
 	for _, u := range i.UsedBy {
 		users = append(users, fmt.Sprintf("%s (%s)", u.VM, u.Phase))
@@ -92,17 +93,17 @@ func volumeUsers(i *state.VolumeInfo) string {
 
 func (a *app) volumeResizeCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "resize NAME SIZE", Short: "Enlarge a volume that no running or sleeping VM uses", Args: cobra.ExactArgs(2),
+		Use: "resize NAME SIZE", Short: "Enlarge a volume that no running or sleeping VM uses", Args: cobra.ExactArgs(2), ValidArgsFunction: a.firstArg(a.completeVolume),
 		Long: `Enlarge a volume and its file system to SIZE, in MiB. Volumes do not shrink. No running or sleeping
 VM may use the volume. drowse works on a copy, so there must be room for the volume's data once
 more. If anything is killed meanwhile, the volume has its old or its new size.`,
-		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
+		RunE: a.there(func(cmd *cobra.Command, args []string, p place) error {
 			mib, err := strconv.ParseInt(args[1], 10, 64)
 			if err != nil {
 				return usageError{fmt.Errorf("size %q: use a number of MiB", args[1])}
 			}
-			r, err := s.State.ResizeVolume(cmd.Context(), args[0], volumeBytes(mib))
-			return a.answerVolume(r, err)
+			v, err := p.resizeVolume(cmd.Context(), args[0], mib)
+			return a.answerVolume(v, err)
 		}),
 	}
 }
@@ -110,9 +111,9 @@ more. If anything is killed meanwhile, the volume has its old or its new size.`,
 func (a *app) volumeRemoveCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "rm NAME...", Short: "Delete volumes that no VM uses", Args: cobra.MinimumNArgs(1), ValidArgsFunction: a.completeVolume,
-		RunE: a.onHost(func(cmd *cobra.Command, args []string, s *sandbox.Host) error {
+		RunE: a.there(func(cmd *cobra.Command, args []string, p place) error {
 			return each(a, args, "volumes", func(name string) (map[string]string, error) {
-				return map[string]string{"removed": name}, s.State.RemoveVolume(cmd.Context(), name)
+				return map[string]string{"removed": name}, p.RemoveVolume(cmd.Context(), name)
 			}, func(w io.Writer, v map[string]string) { fmt.Fprintln(w, v["removed"]) })
 		}),
 	}

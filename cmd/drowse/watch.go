@@ -1,31 +1,25 @@
-//go:build linux
-
 package main
 
 import (
 	"fmt"
 	"path"
 	"strconv"
-	"time"
 
 	"github.com/spf13/cobra"
 
-	"github.com/drowse-vm/drowse/guest"
-	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/api/wire"
 )
 
-// watchDoc is an event as JSON.
-type watchDoc struct {
-	Time    time.Time `json:"time"`
-	Event   string    `json:"event"`
-	Path    string    `json:"path,omitempty"`
-	From    string    `json:"from,omitempty"`
-	Dir     bool      `json:"dir,omitempty"`
-	Problem string    `json:"problem,omitempty"`
+// watchOptions say what to watch, and how.
+type watchOptions struct {
+	paths     []string
+	recursive bool
+	use       bool   // the VM does not go to sleep by itself
+	ready     func() // all later changes will be told
 }
 
 func (a *app) watchCommand() *cobra.Command {
-	var o sandbox.WatchOptions
+	var o watchOptions
 	cmd := &cobra.Command{
 		Use:   "watch NAME PATH...",
 		Short: "Report changes of files in a VM as they happen",
@@ -43,10 +37,10 @@ Watching does not count as use of the VM, which may fall asleep, unless --keep-a
 			}
 			return nil
 		}),
-		RunE: a.onAwake(func(cmd *cobra.Command, args []string, b *sandbox.Sandbox) error {
-			o.Paths = args[1:]
-			o.Ready = func() { a.log.Debug("watching", "vm", args[0]) }
-			err := b.Watch(cmd.Context(), o, a.printEvent)
+		RunE: a.onAwake(func(cmd *cobra.Command, args []string, b handle) error {
+			o.paths = args[1:]
+			o.ready = func() { a.log.Debug("watching", "vm", args[0]) }
+			err := b.watch(cmd.Context(), o, a.printEvent)
 			if cmd.Context().Err() != nil {
 				return nil // the normal end is an interrupt
 			}
@@ -54,13 +48,13 @@ Watching does not count as use of the VM, which may fall asleep, unless --keep-a
 		}),
 	}
 	f := cmd.Flags()
-	f.BoolVarP(&o.Recursive, "recursive", "r", false, "also watch subdirectories on the same file system")
-	f.BoolVar(&o.Use, "keep-awake", false, "count as use of the VM, so that it stays awake")
+	f.BoolVarP(&o.recursive, "recursive", "r", false, "also watch subdirectories on the same file system")
+	f.BoolVar(&o.use, "keep-awake", false, "count as use of the VM, so that it stays awake")
 	return cmd
 }
 
 // printEvent prints one event on a line of its own.
-func (a *app) printEvent(e guest.WatchEvent) error {
+func (a *app) printEvent(e wire.FileEvent) error {
 	name := func(p string) string {
 		if printable(p) != p || path.Clean(p) != p {
 			return strconv.Quote(p)
@@ -70,7 +64,7 @@ func (a *app) printEvent(e guest.WatchEvent) error {
 		}
 		return p
 	}
-	line := e.Time.Local().Format("15:04:05.000") + "  " + fmt.Sprintf("%-10s", e.Kind)
+	line := e.Time.Local().Format("15:04:05.000") + "  " + fmt.Sprintf("%-10s", printable(e.Event))
 	if e.From != "" {
 		line += "  " + name(e.From) + " ->"
 	}
@@ -80,5 +74,5 @@ func (a *app) printEvent(e guest.WatchEvent) error {
 	if e.Problem != "" {
 		line += "  " + printable(e.Problem)
 	}
-	return a.line(watchDoc{Time: e.Time.UTC(), Event: e.Kind, Path: e.Path, From: e.From, Dir: e.Dir, Problem: e.Problem}, line)
+	return a.line(e, line)
 }

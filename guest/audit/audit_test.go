@@ -1,3 +1,5 @@
+//go:build linux
+
 package audit_test
 
 import (

@@ -1,3 +1,5 @@
+//go:build linux
+
 package audit
 
 // OpenSized is Open with another size for the files.

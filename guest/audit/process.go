@@ -1,3 +1,5 @@
+//go:build linux
+
 package audit
 
 import (
@@ -8,27 +10,6 @@ import (
 	"strings"
 	"sync"
 )
-
-// Process is the process that asked for an action, as it and the kernel of its host describe it: the user of package
-// guest.
-type Process struct {
-	PID int `json:"pid"`
-	// UID and GID are the effective ids.
-	UID int `json:"uid"`
-	GID int `json:"gid"`
-	// LoginUID is the user who logged in to the session, regardless of su or sudo since; nil if the host does not
-	// record it (proc_pid_loginuid(5)).
-	LoginUID *uint32 `json:"login_uid,omitempty"`
-	// Comm is the name of the program, at most 15 bytes.
-	Comm string `json:"comm"`
-	// PPID and Parent are the id and name of the parent process.
-	PPID   int    `json:"ppid"`
-	Parent string `json:"parent,omitempty"`
-	// Start is when the process started, in clock ticks since the host's boot, and Boot the id of that boot. They
-	// tell the process apart from others with the same PID.
-	Start uint64 `json:"start"`
-	Boot  string `json:"boot"`
-}
 
 // self returns this process. It is computed once, since the parent may end.
 var self = sync.OnceValue(func() Process {

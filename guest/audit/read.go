@@ -1,3 +1,5 @@
+//go:build linux
+
 package audit
 
 import (
@@ -11,35 +13,6 @@ import (
 	"slices"
 	"time"
 )
-
-// Status says what is known about an action.
-type Status string
-
-// The values of Status.
-const (
-	// Running: it has not ended, and the process that began it still runs.
-	Running Status = "running"
-	Ended   Status = "ended"
-	// Unknown: the process that began it is gone and did not record how it ended.
-	Unknown Status = "unknown"
-	// Damaged: a line cannot be read. The entry has no other field.
-	Damaged Status = "damaged"
-)
-
-// Entry is one action of a trail.
-type Entry struct {
-	ID     string `json:"id,omitempty"`
-	Status Status `json:"status"`
-	// Begin and End are by the host's clock; zero if unknown.
-	Begin time.Time `json:"begin,omitzero"`
-	End   time.Time `json:"end,omitzero"`
-	// Elapsed is in milliseconds, by the monotonic clock.
-	Elapsed float64 `json:"elapsed_ms,omitempty"`
-	Action
-	// By is the process that asked for the action.
-	By      *Process `json:"by,omitempty"`
-	Outcome *Outcome `json:"outcome,omitempty"`
-}
 
 // since reports whether the action may have been under way at t or later.
 func (e Entry) since(t time.Time) bool {
@@ -67,13 +40,6 @@ const (
 	// maxOpen bounds the actions without an end that Read remembers while it follows a trail.
 	maxOpen = 1 << 16
 )
-
-// Trailer describes a trail.
-type Trailer struct {
-	Head
-	// First is the number of the oldest file that is left. Older files, and what they recorded, are gone.
-	First int `json:"first_part"`
-}
 
 // Read calls f for the actions of the trail at a path, in the order in which they began. With Follow it calls f
 // again for each that ends later. An error of f ends the reading, and Read returns it. Its other errors are ErrNone

@@ -1,3 +1,5 @@
+//go:build linux
+
 package audit
 
 import (
@@ -19,12 +21,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/internal/osfile"
-)
-
-// Bounds of a trail on disk: the size of a file in bytes, and the number of older files beside the current one.
-const (
-	MaxFile   = 16 << 20
-	KeptFiles = 3
 )
 
 // Errors that callers can tell apart.

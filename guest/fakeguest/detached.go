@@ -72,6 +72,9 @@ func (g *Guest) startDetached(m *agentpb.ExecStart, id int, argv, env []string, 
 	}
 	p.m = &agentpb.Process{Id: m.Id, Pid: int32(100 + id), Argv: argv, Detached: true, Pty: m.Pty != nil, StartedNanos: time.Now().UnixNano()}
 	p.stdin, p.toStdin = io.Pipe()
+	if m.NoStdin {
+		_ = p.toStdin.Close() // the process reads its end, whoever attaches
+	}
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if g.over || g.processes[m.Id] != nil {

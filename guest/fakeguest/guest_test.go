@@ -96,6 +96,17 @@ func TestCommand_that_is_cut_or_sent_a_signal_is_killed(t *testing.T) {
 	}
 }
 
+func TestDetached_process_without_stdin_reads_its_end(t *testing.T) {
+	path, _ := serve(t, fakeguest.New(nil))
+	s, err := dial(t, guest.UnixDialer(path)).Start(t.Context(), guest.Cmd{Argv: []string{"cat"}, Detach: true, NoStdin: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if st, err := s.Wait(); err != nil || st.Code != 0 {
+		t.Errorf("cat has ended with %+v, %v", st, err)
+	}
+}
+
 func TestGuest_refuses_what_cannot_be(t *testing.T) {
 	g := fakeguest.New(fstest.MapFS{"etc/motd": {Data: []byte("hello")}})
 	full := false

@@ -70,11 +70,19 @@ func resourceRoutes() []route {
 			return out, err
 		})},
 		{method: put, path: services + "/{service}", scope: ScopeCreate, op: "set service", says: "Add or replace a service. A running sandbox starts it.", takes: wire.SetService{}, needsBody: true, gives: wire.Service{}, serve: onSandbox(func(ctx context.Context, b *sandbox.Sandbox, r *request) (wire.Service, error) {
-			want := *r.body.(*wire.SetService)
+			m := r.body.(*wire.SetService)
+			want := m.Service
 			if name := r.PathValue("service"); want.Name == "" {
 				want.Name = name
 			} else if want.Name != name {
 				return wire.Service{}, fmt.Errorf("%w: the service is called %.64q in the path and %.64q in the body", sandbox.ErrSpec, name, want.Name)
+			}
+			if m.ImageConfig {
+				c, err := b.Command(guest.Cmd{Env: want.Env, Dir: want.Dir, User: want.User})
+				if err != nil {
+					return wire.Service{}, err
+				}
+				want.Env, want.Dir, want.User = c.Env, c.Dir, c.User
 			}
 			st, err := b.SetService(ctx, want)
 			return serviceOf(st), err
@@ -105,7 +113,7 @@ func resourceRoutes() []route {
 		},
 		{
 			method: get, path: onOne + "/audit", scope: ScopeRead, op: "audit", says: "Give what was done in a sandbox through its agent, a line each, the oldest first.", lines: audit.Entry{}, room: roomStreams, noLimit: true,
-			query: []param{{name: "since", says: "only what was under way at this time (RFC 3339) or later"}, {name: "follow", says: "1 goes on"}}, serve: auditLines,
+			query: []param{{name: "since", says: "only what was under way at this time (RFC 3339) or later"}, {name: "follow", says: "1 goes on"}, {name: "trailer", says: "1 adds a last line with what is known of the trail, unless follow is set"}}, serve: auditLines,
 		},
 		{
 			method: get, path: onOne + "/diff", scope: ScopeFiles, op: "diff", says: "List what differs between the disk of a sandbox and its image, a line each. A sandbox that sleeps is woken.", lines: wire.Diff{}, room: roomTransfers, noLimit: true,
@@ -221,10 +229,17 @@ func auditLines(s *Server, r *request) (int, any, error) {
 	if err != nil {
 		return 0, nil, err
 	}
+	trailer, err := r.flag("trailer")
+	if err != nil {
+		return 0, nil, err
+	}
 	o.Follow = follow
 	return s.follow(r, func(ctx context.Context, give func(any) error) error {
-		_, err := s.o.Host.State.Audit(ctx, r.name(), o, func(e audit.Entry) error { return give(e) })
-		return err
+		is, err := s.o.Host.State.Audit(ctx, r.name(), o, func(e audit.Entry) error { return give(e) })
+		if err != nil || follow || !trailer {
+			return err
+		}
+		return give(map[string]audit.Trailer{"trailer": is})
 	})
 }
 
@@ -242,6 +257,9 @@ func diffLines(s *Server, r *request) (int, any, error) {
 		defer c.Close()
 		end, err := c.Changes(ctx, int(limit), func(ch guest.Change) error {
 			d := wire.Diff{Op: string(ch.Op), Path: audit.PathText(ch.Path), Kind: kindOfFile(ch.Mode), Mode: octalMode(ch.Mode), UID: ch.UID, GID: ch.GID, Size: ch.Size}
+			if ch.Op == guest.PathChanged && ch.Before != ch.Mode {
+				d.Before = kindOfFile(ch.Before) + " " + octalMode(ch.Before)
+			}
 			if ch.From != "" {
 				d.From = audit.PathText(ch.From)
 			}
@@ -363,9 +381,13 @@ func (s *Server) volume(name string) (wire.Volume, error) {
 	if i == nil {
 		return wire.Volume{}, err
 	}
-	v := wire.Volume{Name: i.Name, ID: i.ID, SizeBytes: i.Size, Allocated: i.Allocated, Created: i.Created, UsedBy: []string{}}
+	v := wire.Volume{Name: i.Name, ID: i.ID, SizeBytes: i.Size, Allocated: i.Allocated, Created: i.Created, UsedBy: []string{}, Users: []wire.VolumeUser{}, Generation: i.Generation}
 	for _, u := range i.UsedBy {
 		v.UsedBy = append(v.UsedBy, u.VM)
+		v.Users = append(v.Users, wire.VolumeUser{VM: u.VM, Phase: string(u.Phase), Path: u.Path, ReadOnly: u.ReadOnly})
+	}
+	if i.Settled != nil {
+		v.Settled = &wire.VolumeSettled{Snapshot: i.Settled.Snapshot, VM: i.Settled.VM}
 	}
 	return v, err
 }
@@ -403,7 +425,7 @@ func asked(err error) error {
 	}
 	switch {
 	case errors.Is(err, volume.ErrExists):
-		return fmt.Errorf("%w: %w", sandbox.ErrExists, err)
+		return own("exists", "choose another name, or remove it", "%w", err) // not a sandbox, as ErrExists says
 	case errors.Is(err, tokens.ErrUnknown), errors.Is(err, tokens.ErrExpired):
 		return own(wire.CodeUnauthorized, showToken, "%w", err)
 	case errors.Is(err, control.ErrServiceNotReady):

@@ -346,12 +346,14 @@ func cmdOf(e *wire.ExecStart) (cmd guest.Cmd, err error) {
 		return bad("output_kib %d: use 1 to %d", e.OutputKiB, maxKiB)
 	case !e.Detach && (e.Process != "" || e.OutputKiB != 0):
 		return bad("process and output_kib go with detach")
+	case e.NoStdin && (!e.Detach || e.Stdin || e.TTY != nil):
+		return bad("no_stdin goes with detach, and not with stdin or tty")
 	case len(e.Process) > 64:
 		return bad("a process's name of %d bytes: use 64 at most", len(e.Process))
 	}
 	cmd = guest.Cmd{
 		Argv: e.Command, User: e.User, Dir: e.Cwd, Env: e.Env, Timeout: time.Duration(e.TimeoutSeconds) * time.Second,
-		Detach: e.Detach, ID: e.Process, OutputLimit: e.OutputKiB << 10,
+		Detach: e.Detach, ID: e.Process, OutputLimit: e.OutputKiB << 10, NoStdin: e.NoStdin,
 	}
 	if t := e.TTY; t != nil {
 		if t.Rows < 0 || t.Rows > maxSize || t.Cols < 0 || t.Cols > maxSize {
@@ -407,7 +409,7 @@ func execStream(r *request, c *socket) (*wire.Control, error) {
 	if cmd, err = r.server.o.Host.Sandbox(r.name()).Command(cmd); err != nil {
 		return nil, err
 	}
-	stdin := m.Stdin || m.TTY != nil || m.Detach
+	stdin := m.Stdin || m.TTY != nil || m.Detach && !m.NoStdin
 	cmd.IO, v.detach = v.streams(stdin), cmd.Detach
 	s, err := g.Start(c.ctx, cmd)
 	if err != nil {

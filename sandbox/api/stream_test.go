@@ -329,6 +329,7 @@ func TestStream_breaking_its_rules_ends_it_alone(t *testing.T) {
 		"two documents":             {true, text(`{"type":"start","command":["run"]} {}`), websocket.StatusPolicyViolation},
 		"a small window":            {true, text(`{"type":"start","command":["run"],"window":1}`), websocket.StatusPolicyViolation},
 		"a process without detach":  {true, text(`{"type":"start","command":["run"],"process":"x"}`), websocket.StatusPolicyViolation},
+		"no stdin, and attached":    {true, text(`{"type":"start","command":["run"],"no_stdin":true}`), websocket.StatusPolicyViolation},
 		"a large terminal":          {true, text(`{"type":"start","command":["run"],"tty":{"rows":65536}}`), websocket.StatusPolicyViolation},
 		"a second start":            {false, text(`{"type":"start","command":["run"]}`), websocket.StatusPolicyViolation},
 		"an unknown control":        {false, text(`{"type":"dance"}`), websocket.StatusPolicyViolation},

@@ -333,6 +333,11 @@ func (c *Client) Snapshots(ctx context.Context, name string) ([]spec.SnapshotInf
 	return l.Snapshots, err
 }
 
+// SnapshotInfo says what is known of a snapshot.
+func (c *Client) SnapshotInfo(ctx context.Context, snapshot string) (spec.SnapshotInfo, error) {
+	return get[spec.SnapshotInfo](ctx, c, "get snapshot", "", "/v1/snapshots/"+url.PathEscape(snapshot))
+}
+
 // TagSnapshot is state.Store.TagSnapshot.
 func (c *Client) TagSnapshot(ctx context.Context, snapshot string, tags []string) (i spec.SnapshotInfo, err error) {
 	if tags == nil {
@@ -360,6 +365,11 @@ func (c *Client) ImageRecords(ctx context.Context) (records []json.RawMessage, p
 	}
 	err = c.call(ctx, "list images", "", http.MethodGet, "/v1/images", nil, &l)
 	return l.Images, l.Problems, err
+}
+
+// ImageRecord returns the whole record of an image, by a tag, its id or the beginning of that.
+func (c *Client) ImageRecord(ctx context.Context, ref string) (json.RawMessage, error) {
+	return get[json.RawMessage](ctx, c, "get image", "", "/v1/images/"+url.PathEscape(ref))
 }
 
 // Prune is fleet.Fleet.Prune.

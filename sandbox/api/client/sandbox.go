@@ -11,6 +11,7 @@ import (
 	"net/url"
 	"strconv"
 	"strings"
+	"time"
 
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
@@ -95,7 +96,7 @@ func (c *Client) SecretSources(ctx context.Context) ([]wire.SecretSource, error)
 }
 
 // SetService adds or replaces a service.
-func (b *Sandbox) SetService(ctx context.Context, s spec.Service) (wire.Service, error) {
+func (b *Sandbox) SetService(ctx context.Context, s wire.SetService) (wire.Service, error) {
 	return ask[wire.Service](ctx, b, "set service", http.MethodPut, "/services/"+url.PathEscape(s.Name), s)
 }
 
@@ -140,9 +141,25 @@ func (b *Sandbox) ServiceLog(ctx context.Context, name string, w io.Writer, foll
 	return err
 }
 
+// AuditOptions say what to read of an audit trail. The zero value is all of it.
+type AuditOptions struct {
+	Since   time.Time // leaves out what had ended before
+	Follow  bool      // goes on with what comes
+	Trailer bool      // adds, without Follow, a last object whose field "trailer" has what is known of the trail
+}
+
 // Audit calls f for what was done in the sandbox through its agent: an object as `drowse audit -o json` prints.
-func (b *Sandbox) Audit(ctx context.Context, follow bool, f func(json.RawMessage) error) error {
-	return lines(ctx, b, "audit", "/audit?follow="+strconv.FormatBool(follow), f)
+func (b *Sandbox) Audit(ctx context.Context, o AuditOptions, f func(json.RawMessage) error) error {
+	q := url.Values{}
+	if !o.Since.IsZero() {
+		q.Set("since", o.Since.Format(time.RFC3339Nano))
+	}
+	for name, set := range map[string]bool{"follow": o.Follow, "trailer": o.Trailer} {
+		if set {
+			q.Set(name, "1")
+		}
+	}
+	return lines(ctx, b, "audit", "/audit?"+q.Encode(), f)
 }
 
 // Diff calls f for each path that differs between the sandbox's disk and its image, and at last with End.
@@ -153,6 +170,15 @@ func (b *Sandbox) Diff(ctx context.Context, limit int, f func(wire.Diff) error) 
 // Network says what the network has passed and denied.
 func (b *Sandbox) Network(ctx context.Context) (spec.NetworkStats, error) {
 	return ask[spec.NetworkStats](ctx, b, "network", http.MethodGet, "/network", nil)
+}
+
+// NetworkEvents calls f for the last packets that were denied, and with follow for those that come, until ctx ends.
+func (b *Sandbox) NetworkEvents(ctx context.Context, follow bool, f func(spec.NetEvent) error) error {
+	path := "/network/events"
+	if follow {
+		path += "?follow=1"
+	}
+	return lines(ctx, b, "network events", path, f)
 }
 
 // FollowFlows calls f for flows as they open, end or are denied, until ctx ends.
@@ -344,11 +370,19 @@ func (f Files) Upload(ctx context.Context, dir string, r io.Reader) (int64, erro
 	return m.Bytes, err
 }
 
-// Watch calls f for changes of files and directories, until ctx ends or f fails. The first event is "ready".
-func (f Files) Watch(ctx context.Context, paths []string, recursive bool, give func(wire.FileEvent) error) error {
+// WatchOptions say how Watch watches.
+type WatchOptions struct {
+	Recursive bool // also what is below the paths
+	KeepAwake bool // count as use of the sandbox
+}
+
+// Watch calls give for changes of files and directories, until ctx ends or give fails. The first event is "ready".
+func (f Files) Watch(ctx context.Context, paths []string, o WatchOptions, give func(wire.FileEvent) error) error {
 	q := url.Values{"path": paths}
-	if recursive {
-		q.Set("recursive", "1")
+	for name, set := range map[string]bool{"recursive": o.Recursive, "keep_awake": o.KeepAwake} {
+		if set {
+			q.Set(name, "1")
+		}
 	}
 	return lines(ctx, f.b, "watch files", "/files/watch?"+q.Encode(), give)
 }
@@ -402,6 +436,11 @@ func (c *Client) Volumes(ctx context.Context) ([]wire.Volume, error) {
 	return l.Volumes, err
 }
 
+// Volume says what is known of a volume.
+func (c *Client) Volume(ctx context.Context, name string) (wire.Volume, error) {
+	return get[wire.Volume](ctx, c, "get volume", "", "/v1/volumes/"+url.PathEscape(name))
+}
+
 // CreateVolume makes a volume.
 func (c *Client) CreateVolume(ctx context.Context, m wire.MakeVolume) (v wire.Volume, err error) {
 	err = c.call(ctx, "create volume", "", http.MethodPost, "/v1/volumes", m, &v)
@@ -423,6 +462,11 @@ func (c *Client) RemoveVolume(ctx context.Context, name string) error {
 func (c *Client) Templates(ctx context.Context) ([]wire.Template, error) {
 	l, err := get[wire.Templates](ctx, c, "list templates", "", "/v1/templates")
 	return l.Templates, err
+}
+
+// Template returns a template by its key or the beginning of it.
+func (c *Client) Template(ctx context.Context, key string) (wire.Template, error) {
+	return get[wire.Template](ctx, c, "get template", "", "/v1/templates/"+url.PathEscape(key))
 }
 
 // MakeTemplate begins to make a template: see Operation.

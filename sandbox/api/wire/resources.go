@@ -71,7 +71,11 @@ type Services struct {
 }
 
 // SetService is PUT /v1/sandboxes/NAME/services/SERVICE: a spec.Service without its name.
-type SetService = spec.Service
+type SetService struct {
+	spec.Service
+	// ImageConfig takes the user, directory and variables that are not given from the sandbox's image, as for a command.
+	ImageConfig bool `json:"image_config,omitempty"`
+}
 
 // Volume is a disk that outlives the sandboxes that use it.
 type Volume struct {
@@ -81,6 +85,25 @@ type Volume struct {
 	Allocated int64     `json:"allocated_bytes"` // of the host's disk
 	Created   time.Time `json:"created"`
 	UsedBy    []string  `json:"used_by"` // names of sandboxes
+	// Users says more of them.
+	Users []VolumeUser `json:"users"`
+	// Generation changes with the content. Settled is the sleep whose memory belongs to the content, if one does.
+	Generation uint64         `json:"generation"`
+	Settled    *VolumeSettled `json:"settled,omitempty"`
+}
+
+// VolumeUser is a sandbox that names a volume.
+type VolumeUser struct {
+	VM       string `json:"vm"`
+	Phase    string `json:"phase"`
+	Path     string `json:"path"`
+	ReadOnly bool   `json:"read_only"`
+}
+
+// VolumeSettled names a snapshot and the sandbox that sleeps in it.
+type VolumeSettled struct {
+	Snapshot string `json:"snapshot"`
+	VM       string `json:"vm"`
 }
 
 // Volumes is GET /v1/volumes.
@@ -207,10 +230,12 @@ type Diff struct {
 	Path string `json:"path,omitempty"`
 	Kind string `json:"kind,omitempty"`
 	Mode string `json:"mode,omitempty"`
-	UID  uint32 `json:"uid"`
-	GID  uint32 `json:"gid"`
-	Size int64  `json:"size"`
-	From string `json:"from,omitempty"` // of a directory that was moved
+	// Before is kind and mode in the image, of a changed path, if they differ.
+	Before string `json:"before,omitempty"`
+	UID    uint32 `json:"uid"`
+	GID    uint32 `json:"gid"`
+	Size   int64  `json:"size"`
+	From   string `json:"from,omitempty"` // of a directory that was moved
 	// End is set on the last line alone: More says that there are more, Partial what is not known.
 	End     bool   `json:"end,omitempty"`
 	More    bool   `json:"more,omitempty"`

@@ -73,6 +73,8 @@ type ExecStart struct {
 	TTY *TTY `json:"tty,omitempty"`
 	// Stdin says that the client sends stdin. Otherwise it is empty, except for a terminal or a detached process.
 	Stdin bool `json:"stdin,omitempty"`
+	// NoStdin gives a detached process without a terminal an empty stdin, also for those that attach.
+	NoStdin bool `json:"no_stdin,omitempty"`
 	// TimeoutSeconds is after how long it is killed, in the sandbox's time, which stands still in its sleep; 0 is
 	// never.
 	TimeoutSeconds int `json:"timeout_seconds,omitempty"`

@@ -161,6 +161,7 @@ export type Control = {
     signal?: number;
     timed_out?: boolean;
   } | null;
+  no_stdin?: boolean;
   offset?: number;
   output_kib?: number;
   pid?: number;
@@ -274,7 +275,31 @@ export type CreateRequest = {
     self?: {
       allow?: Array<string> | null;
     };
-    services?: Array<ServiceRequest> | null;
+    services?: Array<{
+      argv?: Array<string> | null;
+      backoff_seconds?: number;
+      check?: {
+        alive_failures?: number;
+        exec?: Array<string> | null;
+        file?: string;
+        http?: string;
+        interval_seconds?: number;
+        start_seconds?: number;
+        tcp?: string;
+        timeout_seconds?: number;
+        unix?: string;
+      } | null;
+      dir?: string;
+      env?: Array<string> | null;
+      log_kib?: number;
+      max_backoff_seconds?: number;
+      max_restarts?: number;
+      name?: string;
+      restart?: string;
+      stop_seconds?: number;
+      stop_signal?: number;
+      user?: string;
+    }> | null;
     shares?: Array<{
       path?: string;
       source?: string;
@@ -291,6 +316,7 @@ export type CreateRequest = {
 };
 
 export type DiffLine = {
+  before?: string;
   end?: boolean;
   from?: string;
   gid: number;
@@ -436,6 +462,7 @@ export type ExecStartRequest = {
   cwd?: string;
   detach?: boolean;
   env?: Array<string> | null;
+  no_stdin?: boolean;
   output_kib?: number;
   process?: string;
   stdin?: boolean;
@@ -1157,7 +1184,22 @@ export type Service = {
   user?: string;
 };
 
-export type ServiceRequest = {
+export type Services = {
+  services: Array<Service> | null;
+};
+
+export type SetSecretRequest = {
+  from?: string;
+  gid?: number;
+  mode?: number;
+  proxy?: boolean;
+  transient?: boolean;
+  uid?: number;
+  /** base64 */
+  value?: string;
+};
+
+export type SetServiceRequest = {
   argv?: Array<string> | null;
   backoff_seconds?: number;
   check?: {
@@ -1173,6 +1215,7 @@ export type ServiceRequest = {
   } | null;
   dir?: string;
   env?: Array<string> | null;
+  image_config?: boolean;
   log_kib?: number;
   max_backoff_seconds?: number;
   max_restarts?: number;
@@ -1181,21 +1224,6 @@ export type ServiceRequest = {
   stop_seconds?: number;
   stop_signal?: number;
   user?: string;
-};
-
-export type Services = {
-  services: Array<Service> | null;
-};
-
-export type SetSecretRequest = {
-  from?: string;
-  gid?: number;
-  mode?: number;
-  proxy?: boolean;
-  transient?: boolean;
-  uid?: number;
-  /** base64 */
-  value?: string;
 };
 
 export type SignalRequest = {
@@ -1364,10 +1392,21 @@ export type Templates = {
 export type Volume = {
   allocated_bytes: number;
   created: string;
+  generation: number;
   id: string;
   name: string;
+  settled?: {
+    snapshot: string;
+    vm: string;
+  } | null;
   size_bytes: number;
   used_by: Array<string> | null;
+  users: Array<{
+    path: string;
+    phase: string;
+    read_only: boolean;
+    vm: string;
+  }> | null;
 };
 
 export type Volumes = {

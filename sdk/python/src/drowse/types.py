@@ -226,6 +226,7 @@ Control = TypedDict("Control", {
     "env": NotRequired["list[str] | None"],
     "error": NotRequired["ControlError | None"],
     "exit": NotRequired["ControlExit | None"],
+    "no_stdin": NotRequired["bool"],
     "offset": NotRequired["int"],
     "output_kib": NotRequired["int"],
     "pid": NotRequired["int"],
@@ -341,6 +342,34 @@ CreateRequestSpecSelf = TypedDict("CreateRequestSpecSelf", {
     "allow": NotRequired["list[str] | None"],
 })
 
+CreateRequestSpecServicesItemCheck = TypedDict("CreateRequestSpecServicesItemCheck", {
+    "alive_failures": NotRequired["int"],
+    "exec": NotRequired["list[str] | None"],
+    "file": NotRequired["str"],
+    "http": NotRequired["str"],
+    "interval_seconds": NotRequired["int"],
+    "start_seconds": NotRequired["int"],
+    "tcp": NotRequired["str"],
+    "timeout_seconds": NotRequired["int"],
+    "unix": NotRequired["str"],
+})
+
+CreateRequestSpecServicesItem = TypedDict("CreateRequestSpecServicesItem", {
+    "argv": NotRequired["list[str] | None"],
+    "backoff_seconds": NotRequired["int"],
+    "check": NotRequired["CreateRequestSpecServicesItemCheck | None"],
+    "dir": NotRequired["str"],
+    "env": NotRequired["list[str] | None"],
+    "log_kib": NotRequired["int"],
+    "max_backoff_seconds": NotRequired["int"],
+    "max_restarts": NotRequired["int"],
+    "name": NotRequired["str"],
+    "restart": NotRequired["str"],
+    "stop_seconds": NotRequired["int"],
+    "stop_signal": NotRequired["int"],
+    "user": NotRequired["str"],
+})
+
 CreateRequestSpecSharesItem = TypedDict("CreateRequestSpecSharesItem", {
     "path": NotRequired["str"],
     "source": NotRequired["str"],
@@ -369,7 +398,7 @@ CreateRequestSpec = TypedDict("CreateRequestSpec", {
     "no_acpi": NotRequired["bool"],
     "policy": NotRequired["dict[str, Any] | None"],
     "self": NotRequired["CreateRequestSpecSelf"],
-    "services": NotRequired["list[ServiceRequest] | None"],
+    "services": NotRequired["list[CreateRequestSpecServicesItem] | None"],
     "shares": NotRequired["list[CreateRequestSpecSharesItem] | None"],
     "tags": NotRequired["list[str] | None"],
     "vcpus": NotRequired["int"],
@@ -385,6 +414,7 @@ CreateRequest = TypedDict("CreateRequest", {
 })
 
 DiffLine = TypedDict("DiffLine", {
+    "before": NotRequired["str"],
     "end": NotRequired["bool"],
     "from": NotRequired["str"],
     "gid": "int",
@@ -545,6 +575,7 @@ ExecStartRequest = TypedDict("ExecStartRequest", {
     "cwd": NotRequired["str"],
     "detach": NotRequired["bool"],
     "env": NotRequired["list[str] | None"],
+    "no_stdin": NotRequired["bool"],
     "output_kib": NotRequired["int"],
     "process": NotRequired["str"],
     "stdin": NotRequired["bool"],
@@ -1354,34 +1385,6 @@ Service = TypedDict("Service", {
     "user": NotRequired["str"],
 })
 
-ServiceRequestCheck = TypedDict("ServiceRequestCheck", {
-    "alive_failures": NotRequired["int"],
-    "exec": NotRequired["list[str] | None"],
-    "file": NotRequired["str"],
-    "http": NotRequired["str"],
-    "interval_seconds": NotRequired["int"],
-    "start_seconds": NotRequired["int"],
-    "tcp": NotRequired["str"],
-    "timeout_seconds": NotRequired["int"],
-    "unix": NotRequired["str"],
-})
-
-ServiceRequest = TypedDict("ServiceRequest", {
-    "argv": NotRequired["list[str] | None"],
-    "backoff_seconds": NotRequired["int"],
-    "check": NotRequired["ServiceRequestCheck | None"],
-    "dir": NotRequired["str"],
-    "env": NotRequired["list[str] | None"],
-    "log_kib": NotRequired["int"],
-    "max_backoff_seconds": NotRequired["int"],
-    "max_restarts": NotRequired["int"],
-    "name": NotRequired["str"],
-    "restart": NotRequired["str"],
-    "stop_seconds": NotRequired["int"],
-    "stop_signal": NotRequired["int"],
-    "user": NotRequired["str"],
-})
-
 Services = TypedDict("Services", {
     "services": "list[Service] | None",
 })
@@ -1394,6 +1397,35 @@ SetSecretRequest = TypedDict("SetSecretRequest", {
     "transient": NotRequired["bool"],
     "uid": NotRequired["int"],
     "value": NotRequired["str"],
+})
+
+SetServiceRequestCheck = TypedDict("SetServiceRequestCheck", {
+    "alive_failures": NotRequired["int"],
+    "exec": NotRequired["list[str] | None"],
+    "file": NotRequired["str"],
+    "http": NotRequired["str"],
+    "interval_seconds": NotRequired["int"],
+    "start_seconds": NotRequired["int"],
+    "tcp": NotRequired["str"],
+    "timeout_seconds": NotRequired["int"],
+    "unix": NotRequired["str"],
+})
+
+SetServiceRequest = TypedDict("SetServiceRequest", {
+    "argv": NotRequired["list[str] | None"],
+    "backoff_seconds": NotRequired["int"],
+    "check": NotRequired["SetServiceRequestCheck | None"],
+    "dir": NotRequired["str"],
+    "env": NotRequired["list[str] | None"],
+    "image_config": NotRequired["bool"],
+    "log_kib": NotRequired["int"],
+    "max_backoff_seconds": NotRequired["int"],
+    "max_restarts": NotRequired["int"],
+    "name": NotRequired["str"],
+    "restart": NotRequired["str"],
+    "stop_seconds": NotRequired["int"],
+    "stop_signal": NotRequired["int"],
+    "user": NotRequired["str"],
 })
 
 SignalRequest = TypedDict("SignalRequest", {
@@ -1570,13 +1602,28 @@ Templates = TypedDict("Templates", {
     "templates": "list[Template] | None",
 })
 
+VolumeSettled = TypedDict("VolumeSettled", {
+    "snapshot": "str",
+    "vm": "str",
+})
+
+VolumeUsersItem = TypedDict("VolumeUsersItem", {
+    "path": "str",
+    "phase": "str",
+    "read_only": "bool",
+    "vm": "str",
+})
+
 Volume = TypedDict("Volume", {
     "allocated_bytes": "int",
     "created": "str",
+    "generation": "int",
     "id": "str",
     "name": "str",
+    "settled": NotRequired["VolumeSettled | None"],
     "size_bytes": "int",
     "used_by": "list[str] | None",
+    "users": "list[VolumeUsersItem] | None",
 })
 
 Volumes = TypedDict("Volumes", {
