@@ -39,7 +39,7 @@ import (
 var shots = flag.String("shots", "", "write screenshots into this directory")
 
 // patience is how long a test waits for a page. Results do not depend on it.
-const patience = 90 * time.Second
+const patience = 10 * time.Minute
 
 // host serves the API and the page on VMs in memory. It adds answers that these do not give.
 type host struct {

@@ -23,9 +23,10 @@ const about = [
   ['purpose', (e) => /\bpurpose\b/.test(e.message)],
 ];
 
-// fieldOf is the field that an error is about, of those that there are.
+// fieldOf is the field that an error is about, or empty. What the error quotes is not the API's word.
 export function fieldOf(error) {
-  return about.find(([, is]) => is({ code: error.code ?? '', message: error.message ?? '' }))?.[0] ?? '';
+  const message = (error.message ?? '').replace(/"(?:[^"\\]|\\.)*"/g, '""');
+  return about.find(([, is]) => is({ code: error.code ?? '', message }))?.[0] ?? '';
 }
 
 // newKey is an Idempotency-Key. randomUUID is not there without TLS.
