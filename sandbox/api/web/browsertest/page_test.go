@@ -39,7 +39,7 @@ import (
 var shots = flag.String("shots", "", "write screenshots into this directory")
 
 // patience is how long a test waits for a page. Results do not depend on it.
-const patience = 10 * time.Minute
+const patience = 2 * time.Minute
 
 // host serves the API and the page on VMs in memory. It adds answers that these do not give.
 type host struct {
@@ -241,7 +241,7 @@ func open(t *testing.T, b *chromium.Browser, h *host, hash string, width, height
 // openWith opens a tab, with a token unless that is empty.
 func openWith(t *testing.T, b *chromium.Browser, h *host, token, hash string, width, height int) *tab {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	ctx, cancel := context.WithCancel(t.Context())
 	t.Cleanup(cancel)
 	p, err := b.NewPage(ctx, width, height)
 	if err != nil {
@@ -299,7 +299,12 @@ func (b *tab) must(err error) {
 
 func (b *tab) wait(expression string) {
 	b.t.Helper()
-	b.must(b.Wait(b.ctx, expression))
+	ctx, cancel := context.WithTimeout(b.ctx, patience)
+	defer cancel()
+	if err := b.Wait(ctx, expression); err != nil {
+		b.shot("failed")
+		b.t.Fatal(err)
+	}
 }
 
 func quote(s string) string {

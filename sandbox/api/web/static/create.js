@@ -72,7 +72,7 @@ export function createView(root, first) {
     h('fieldset', null, h('legend', null, 'What it is'),
       row('image', 'Image or template', image, 'A template is a first boot that is kept: sandboxes of its shape start from it.', 'wide-field'),
       row('name', 'Name', plain({ maxlength: 64 }), 'Empty for one by chance'),
-      row('purpose', 'Purpose', plain({}))),
+      row('purpose', 'Purpose', plain({}), null, 'two')),
     h('fieldset', null, h('legend', null, 'Size'),
       row('vcpus', 'CPUs', amount({ min: 1, placeholder: '1' })),
       row('memory', 'Memory in MiB', amount({ min: 1, placeholder: '256' })),
@@ -127,7 +127,7 @@ export function createView(root, first) {
 
   // complain says what is wrong at the field that it is about, and goes there.
   function complain(name, error) {
-    const words = [h('bdi', null, error.message), error.remedy ? [' ', h('bdi', null, `What to do: ${error.remedy}.`)] : null, error.code ? [' (', code(error.code), ')'] : null].flat(2).filter(Boolean);
+    const words = [h('bdi', null, error.message), error.remedy ? ['. What to do: ', h('bdi', null, error.remedy)] : null, error.code ? [' (', code(error.code), ')'] : null].flat(2).filter(Boolean);
     const f = fields.get(name);
     if (!f || f.box.hidden) {
       wrong.replaceChildren(h('p', null, words));

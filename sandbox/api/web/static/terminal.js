@@ -115,7 +115,7 @@ export function terminalPanel(root, name) {
       return false;
     }
     if (e.ctrlKey && !e.altKey && e.key.toLowerCase() === 'v' && e.shiftKey) return false;
-    return !(e.ctrlKey && !e.altKey && e.key.toLowerCase() === 'c' && (e.shiftKey || term.hasSelection()) && term.hasSelection());
+    return !(e.ctrlKey && !e.altKey && e.key.toLowerCase() === 'c' && term.hasSelection());
   }
 
   async function visit(to) {
