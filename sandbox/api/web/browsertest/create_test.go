@@ -134,7 +134,8 @@ func testCreateErrors(t *testing.T, b *chromium.Browser) {
 		{"disk", "1", "use 64 to"},
 		{"tags", "two words", "use a word without spaces"},
 		{"idle", "999999", "sleep after"},
-		{"expires", "99999999", "expires in the year"},
+		{"expires", "9999999", "expires in the year"},
+		{"expires", "99999999", "parsing time"},
 		{"purpose", strings.Repeat("x", 2000), "use 1024 at most"},
 		{"owner", strings.Repeat("x", 200), "use 128 at most"},
 	} {

@@ -160,7 +160,7 @@ func shell(ctx context.Context, p *fakeguest.Process) int {
 	}()
 	size := p.TTY
 	say("$ ")
-	line := ""
+	var line []byte
 	for {
 		select {
 		case <-ctx.Done():
@@ -171,13 +171,13 @@ func shell(ctx context.Context, p *fakeguest.Process) int {
 			case !ok:
 				return 0
 			case c != '\r':
-				line += string(c)
-				say(string(c))
+				line = append(line, c)
+				_, _ = p.Stdout.Write([]byte{c})
 				continue
 			}
 			say("\r\n")
-			word, rest, _ := strings.Cut(line, " ")
-			line = ""
+			word, rest, _ := strings.Cut(string(line), " ")
+			line = nil
 			switch word {
 			case "exit":
 				return 3

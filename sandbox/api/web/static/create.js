@@ -17,7 +17,7 @@ const about = [
   ['disk', (e) => /\ba disk of\b|spec\.disk_mib/.test(e.message)],
   ['network', (e) => /\bnetwork "/.test(e.message) || e.code.startsWith('network-')],
   ['idle', (e) => /\bsleep after\b|sleep_seconds/.test(e.message)],
-  ['expires', (e) => /\bexpires\b/.test(e.message)],
+  ['expires', (e) => /\bexpires\b|\bparsing time\b/.test(e.message)],
   ['tags', (e) => /\btags?\b/.test(e.message)],
   ['owner', (e) => e.code === 'owner-limit' || /\bowner\b|sandboxes of\b/.test(e.message)],
   ['purpose', (e) => /\bpurpose\b/.test(e.message)],

@@ -3,7 +3,7 @@ import { h, text, notice, ask, off, isOff } from './dom.js';
 import { at, get, work, session, lacks } from './api.js';
 import { relative, visible } from './format.js';
 import { Stream } from './stream.js';
-import { styledDocument } from './styles.js';
+import { styleByScript } from './styles.js';
 
 // What begins a name of a process that a page has started.
 const MARK = 'page-';
@@ -76,11 +76,12 @@ export function terminalPanel(root, name) {
   async function begin() {
     const [{ Terminal }, { FitAddon }] = await Promise.all([import('./vendor/xterm.mjs'), import('./vendor/addon-fit.mjs')]);
     if (stopped) return false;
+    styleByScript();
     term?.dispose();
     title.replaceChildren();
     box.hidden = false;
     term = new Terminal({
-      documentOverride: styledDocument(), cols: 80, rows: 24, fontSize: 13, fontFamily: 'ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace', theme, scrollback: SCROLLBACK, cursorBlink: false,
+      cols: 80, rows: 24, fontSize: 13, fontFamily: 'ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace', theme, scrollback: SCROLLBACK, cursorBlink: false,
       screenReaderMode: reader.checked,
       // A link that a program has made says one thing and may lead to another.
       linkHandler: { activate: (_, to) => visit(to) },
