@@ -11,7 +11,7 @@ const about = [
   ['name', (e) => e.code === 'exists' || /\bname "/.test(e.message)],
   ['image', (e) => /^image-/.test(e.code) || /\bno image\b|\bimage\b.*\bnot\b/.test(e.message)],
   ['resolvers', (e) => /upstream/.test(e.message)],
-  ['policy', (e) => e.code === 'policy' || /\bpolicy\b/.test(e.message)],
+  ['policy', (e) => e.code === 'policy' || /\bpolicy\b|\bline \d+:/.test(e.message)],
   ['vcpus', (e) => /\bvCPUs\b|spec\.vcpus/.test(e.message)],
   ['memory', (e) => e.code === 'host-memory' || /MiB of memory: use|spec\.memory_mib/.test(e.message)],
   ['disk', (e) => /\ba disk of\b|spec\.disk_mib/.test(e.message)],
