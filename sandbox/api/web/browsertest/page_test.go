@@ -9,6 +9,7 @@ import (
 	"flag"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"net/netip"
@@ -59,7 +60,17 @@ type host struct {
 	fails   error // the error of wakes, if not nil
 	// between, if not nil, may answer a request in the place of next.
 	between func(w http.ResponseWriter, r *http.Request, next http.Handler)
-	server  *httptest.Server
+	sockets []net.Conn // of WebSockets
+}
+
+// cut ends all WebSockets as a network does that fails.
+func (h *host) cut() {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for _, c := range h.sockets {
+		_ = c.Close() // it may have ended
+	}
+	h.sockets = nil
 }
 
 // meanwhile sets what stands between the page and the server from now on.
@@ -163,7 +174,7 @@ func (h *host) serve(t *testing.T) {
 		w.Header().Set("Content-Type", "application/octet-stream")
 		_, _ = io.WriteString(w, text) // the client may have left
 	})
-	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	s := httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		h.mu.Lock()
 		between := h.between
 		h.mu.Unlock()
@@ -173,8 +184,16 @@ func (h *host) serve(t *testing.T) {
 		}
 		between(w, r, mux)
 	}))
-	h.server = s
+	s.Config.ConnState = func(c net.Conn, state http.ConnState) {
+		if state == http.StateHijacked {
+			h.mu.Lock()
+			defer h.mu.Unlock()
+			h.sockets = append(h.sockets, c)
+		}
+	}
+	s.Start()
 	t.Cleanup(func() {
+		h.cut()
 		s.CloseClientConnections()
 		s.Close()
 	})

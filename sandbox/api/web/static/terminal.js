@@ -200,10 +200,10 @@ export function terminalPanel(root, name) {
       if (was) work('DELETE', at(name, 'processes', encodeURIComponent(was))).catch(() => {}); // it is forgotten with the sandbox at the latest
       return;
     }
-    if (barred) return failed({ message: 'The server would let you in, but no WebSocket reaches it.', remedy: 'let what lies between pass WebSockets on, or use drowse exec' });
+    if (barred) return failed({ message: 'The server would let you in, but no WebSocket reaches it', remedy: 'let what lies between pass WebSockets on, or use drowse exec' });
     if (error?.code === 'guest-not-found') return over('What ran in this terminal has ended.');
     if (error && !(process !== '' && lost.has(error.code))) return failed(error);
-    if (process === '') return failed({ message: 'The connection was cut before the program began.' });
+    if (process === '') return failed({ message: 'The connection was cut before the program began' });
     say('The connection was cut.');
     timer = setTimeout(reattach, AGAIN[Math.min(tries, AGAIN.length - 1)]);
   }
@@ -241,7 +241,7 @@ export function terminalPanel(root, name) {
   function failed(e) {
     again.hidden = process === '';
     again.textContent = 'Try again';
-    say(h('span', { className: 'problem' }, text(e.message)), e.remedy ? [' What to do: ', text(e.remedy), '.'] : null, e.code ? ` (${e.code})` : null);
+    say(h('span', { className: 'problem' }, text(e.message)), e.remedy ? ['. What to do: ', text(e.remedy), '.'] : null, e.code ? ` (${e.code})` : null);
     if (!term || process === '') box.hidden = true;
     draw();
   }
