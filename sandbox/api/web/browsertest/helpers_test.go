@@ -109,6 +109,7 @@ func (k *keepers) start(_, from string, copied bool) (sandboxtest.Guest, error) 
 	g := fakeguest.New(nil)
 	g.Commands = k.commands
 	out := &keeper{of: k, path: path, ports: fakeguest.Listen(l, agentpb.AgentPort, agentpb.ForwardPort), done: make(chan struct{})}
+	g.Shutdown = func(bool) { close(out.done) }
 	served := make(chan error, 1)
 	go func() { served <- g.Serve(out.ports) }()
 	k.t.Cleanup(func() {

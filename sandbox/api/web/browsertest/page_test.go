@@ -339,7 +339,12 @@ func (b *tab) sees(text string) {
 
 func (b *tab) click(selector string) {
 	b.t.Helper()
-	b.must(b.Click(b.ctx, selector))
+	ctx, cancel := context.WithTimeout(b.ctx, patience)
+	defer cancel()
+	if err := b.Click(ctx, selector); err != nil {
+		b.shot("failed")
+		b.t.Fatal(err)
+	}
 }
 
 func (b *tab) press(key string) {
