@@ -60,7 +60,7 @@ func (b *tab) chooses(selector string, paths ...string) {
 
 func (b *tab) entries(want ...string) {
 	b.t.Helper()
-	b.wait(`JSON.stringify([...document.querySelectorAll('#entries tbody tr')].map((r) => r.cells[0].querySelector('bdi').textContent)) === ` + quote(string(mustJSON(append([]string{}, want...)))))
+	b.wait(`JSON.stringify([...document.querySelectorAll('#entries tbody tr')].map((r) => r.cells[0].querySelector('bdi').textContent)) === JSON.stringify(` + string(mustJSON(append([]string{}, want...))) + `)`)
 }
 
 // does opens the dialog of a file's actions and chooses one.
@@ -127,7 +127,7 @@ func testFiles(t *testing.T, b *chromium.Browser) {
 	// Downloads: in parts into a file of the reader, and where a page may not do that, by the browser.
 	p.must(p.Eval(p.ctx, `window.showSaveFilePicker = async (o) => { window.suggested = o.suggestedName; return (await navigator.storage.getDirectory()).getFileHandle('saved', {create: true}) }`, nil))
 	p.does("big.bin", "download")
-	p.sees("done, 16.0 MiB")
+	p.wait(`[...document.querySelectorAll('#transfers li')].some((l) => l.innerText.includes('Download of big.bin') && l.innerText.includes('done, 16.0 MiB'))`)
 	p.wait(`window.suggested === 'big.bin'`)
 	if n := p.str(`(async () => { const f = await (await (await navigator.storage.getDirectory()).getFileHandle('saved')).getFile(); const t = await f.text(); return f.size + ' ' + t.slice(-16) })()`); n != "16777216 0123456789abcdef" {
 		t.Errorf("the file has %s", n)
@@ -255,7 +255,7 @@ func testFilesFail(t *testing.T, b *chromium.Browser) {
 	})
 	p.must(p.Eval(p.ctx, `window.showSaveFilePicker = async () => (await navigator.storage.getDirectory()).getFileHandle('part', {create: true})`, nil))
 	p.does("big.bin", "download")
-	p.wait(`document.querySelector('#transfers').innerText.includes('failed') && document.querySelector('#notices').innerText.includes('Download of big.bin')`)
+	p.wait(`document.querySelector('#transfers').innerText.includes('failed') && document.querySelector('#notices').innerText.includes('Download of big.bin: it ended before all was there')`)
 	if n := p.str(`(async () => String((await (await (await navigator.storage.getDirectory()).getFileHandle('part')).getFile()).size))()`); n != "0" {
 		t.Errorf("a part of %s bytes is taken for the whole", n)
 	}

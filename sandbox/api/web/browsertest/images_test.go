@@ -22,6 +22,7 @@ func testImages(t *testing.T, b *chromium.Browser) {
 	p := open(t, b, h, "#/images", 1280, 800)
 	p.sees("test:latest")
 	p.sees("ready")
+	p.wait(`document.querySelector('#templates tbody td').textContent === 'test:latest'`)
 	p.both("images")
 	// What sandboxes need is not removed, and the error says so.
 	p.expected = append(p.expected, "/v1/images/")

@@ -72,7 +72,7 @@ func testPolicyEdit(t *testing.T, b *chromium.Browser) {
 	}
 	p.click("#policy-save")
 	p.sees("It was changed meanwhile.")
-	if diff := p.str(`[...document.querySelectorAll('.diff .added, .diff .taken')].map((e) => e.textContent.replace(/ +/g, ' ')).join('|')`); !strings.Contains(diff, "+ 8443") || !strings.Contains(diff, "- 443") || strings.Contains(diff, "mine") {
+	if diff := p.str(`[...document.querySelectorAll('.diff .added, .diff .taken')].map((e) => e.textContent.replace(/ +/g, ' ')).join('|')`); !strings.Contains(diff, `+ "8443"`) || !strings.Contains(diff, `- "443"`) || strings.Contains(diff, "mine") {
 		t.Errorf("the difference is %q", diff)
 	}
 	p.wait(`document.activeElement.id === 'policy-theirs' && document.querySelector('#policy-text').value.includes('"mine"')`)
@@ -142,6 +142,7 @@ func testPolicySuggestions(t *testing.T, b *chromium.Browser) {
 	}
 	p.press("Enter")
 	p.sees("Saved. It holds from now on.")
+	p.wait(`[...document.querySelectorAll('.suggestions button')].map((b) => b.textContent).join() === 'Added,Added,Allow'`)
 	is, err := h.Host.Sandbox("a").Policy()
 	if err != nil {
 		t.Fatal(err)

@@ -217,7 +217,7 @@ export function createView(root, first) {
     image.replaceChildren(
       h('option', { value: '' }, names.length ? 'Choose one' : 'There are no images'),
       names.length ? group('Images', names.map(([t, i]) => h('option', { value: `image ${t}` }, `${t.length > 60 ? t.slice(0, 12) : t}, ${bytes(i.content)}`))) : '',
-      templates.length ? group('Templates', templates.map((t) => h('option', { value: `template ${t.key}` }, `${t.image}, ${t.vcpus || 1} CPUs, ${t.memory_mib || 256} MiB, ${t.network === 'tap' ? 'network' : 'no network'}`))) : '');
+      templates.length ? group('Templates', templates.map((t) => h('option', { value: `template ${t.key}` }, `${names.find(([, i]) => i.id === t.image)?.[0] ?? t.image.slice(0, 40)}, ${t.vcpus || 1} CPUs, ${t.memory_mib || 256} MiB, ${t.network === 'tap' ? 'network' : 'no network'}`))) : '');
     const want = asked.template ? `template ${asked.template}` : asked.image ? `image ${asked.image}` : names.length === 1 ? `image ${names[0][0]}` : '';
     if ([...image.options].some((o) => o.value === want)) image.value = want;
     chosen();

@@ -38,7 +38,7 @@ export function filesPanel(root, name, first) {
   };
   const up = button('upload', 'Upload…', () => picker.click());
   const make = button('mkdir', 'New directory…', mkdir);
-  const tree = button('download-tree', 'Download all', () => download({ name: base(dir), kind: 'dir' }, dir));
+  const tree = button('download-tree', 'Download as tar', () => download({ name: base(dir), kind: 'dir' }, dir));
   const refresh = button('refresh', 'Refresh', list);
   const why = h('p', { id: 'files-why', className: 'hint', hidden: true });
   const done = h('p', { id: 'files-done', className: 'summary', role: 'status' });
@@ -194,7 +194,8 @@ export function filesPanel(root, name, first) {
       return true;
     }, (e) => {
       over(abort.signal.aborted ? 'canceled' : 'failed');
-      if (!abort.signal.aborted) notice(label, e);
+      // The browser has no words for a connection that ends in the middle.
+      if (!abort.signal.aborted) notice(label, e instanceof TypeError ? new Failure(0, { code: 'unreachable', message: 'it ended before all was there', remedy: 'see whether `drowse serve` and the sandbox run, and try again' }) : e);
       return false;
     });
   }

@@ -9,7 +9,8 @@ const EVERY = 15_000;
 
 export function imagesView(root) {
   const why = h('p', { id: 'why', className: 'hint', hidden: true });
-  const done = h('p', { id: 'done', role: 'status' });
+  const done = h('p', { id: 'images-done', className: 'summary', role: 'status' });
+  const names = new Map(); // of images by their ids
   const images = h('section', { id: 'images', 'aria-label': 'Images' });
   const templates = h('section', { id: 'templates', 'aria-label': 'Templates' });
   root.replaceChildren(h('h1', { tabIndex: -1 }, 'Images and templates'), why, done, h('h2', null, 'Images'), images, h('h2', null, 'Templates'), templates);
@@ -39,7 +40,15 @@ export function imagesView(root) {
   const problems = (doc) => (doc.problems?.length ? h('p', { className: 'problem' }, `The list may lack something: ${doc.problems.slice(0, 3).join('; ')}`) : null);
   const from = (query, label) => (lacks('create') ? null : h('a', { className: 'button small', href: `#/new?${new URLSearchParams(query)}`, 'aria-label': `New sandbox from ${label}` }, 'Use'));
 
-  const a = polled(images, 'Images', EVERY, (signal) => get('/v1/images', signal), (doc) => [
+  const nameOf = (t) => names.get(t.image) ?? (/^[0-9a-f]{64}$/.test(t.image) ? short(t.image) : t.image);
+
+  let b2 = null;
+  const a = polled(images, 'Images', EVERY, async (signal) => {
+    const doc = await get('/v1/images', signal);
+    for (const i of doc.images ?? []) if (i.tags?.length) names.set(i.id, i.tags[0]);
+    b2?.redraw();
+    return doc;
+  }, (doc) => [
     problems(doc),
     h('p', { className: 'summary' }, count(doc.images?.length ?? 0, 'image')),
     doc.images?.length ? table('Images', [
@@ -56,18 +65,18 @@ export function imagesView(root) {
       } },
     ], doc.images) : h('p', { className: 'empty' }, 'There are no images. drowse image pull or image build makes one.'),
   ]);
-  const b2 = polled(templates, 'Templates', EVERY, (signal) => get('/v1/templates', signal), (doc) => [
+  b2 = polled(templates, 'Templates', EVERY, (signal) => get('/v1/templates', signal), (doc) => [
     problems(doc),
     h('p', { className: 'summary' }, count(doc.templates?.length ?? 0, 'template')),
     doc.templates?.length ? table('Templates', [
-      { name: 'Of image', cell: (t) => text(t.image) },
-      { name: 'State', cell: (t) => [h('span', { className: t.state === 'failed' ? 'bad' : null }, t.state), t.problem ? [' ', h('span', { className: 'problem' }, text(t.problem))] : null] },
+      { name: 'Of image', cell: (t) => text(nameOf(t)) },
+      { name: 'State', cell: (t) => [h('span', { className: t.state === 'failed' ? 'bad nowrap' : 'nowrap' }, t.state), t.problem ? [' ', h('span', { className: 'problem' }, text(t.problem))] : null] },
       { name: 'Size', className: 'wide', cell: (t) => `${count(t.vcpus || 1, 'CPU')}, ${bytes((t.memory_mib || 256) * 1048576)}` },
       { name: 'Network', className: 'wider', cell: (t) => text(t.network, 'none') },
       { name: 'Stored', className: 'number wide', cell: (t) => bytes(t.stored_bytes) },
       { name: 'Used', className: 'number wide', cell: (t) => time(t.used) },
-      { name: 'Actions', className: 'row-actions', cell: (t) => [t.state === 'ready' ? from({ template: t.key }, `the template of ${t.image}`) : null,
-        remover(`the template of ${t.image}`, 'the template', `/v1/templates/${encodeURIComponent(t.key)}`, 'Sandboxes that were made from it stay. The next of its shape boots.')] },
+      { name: 'Actions', className: 'row-actions', cell: (t) => [t.state === 'ready' ? from({ template: t.key }, `the template of ${nameOf(t)}`) : null,
+        remover(`the template of ${nameOf(t)}`, 'the template', `/v1/templates/${encodeURIComponent(t.key)}`, 'Sandboxes that were made from it stay. The next of its shape boots.')] },
     ], doc.templates) : h('p', { className: 'empty' }, 'There are no templates. The first sandbox of a shape makes one.'),
   ]);
 

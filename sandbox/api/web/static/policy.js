@@ -1,7 +1,7 @@
 // The network policy of a sandbox: what holds, its text to edit, and what was denied as rules to add.
 import { h, text, code, table, notice, off, isOff } from './dom.js';
 import { at, listOf, work, tagged, watch, session, lacks } from './api.js';
-import { count } from './format.js';
+import { count, visible } from './format.js';
 
 // EVERY is how often flows are read, in milliseconds, and MAX_SUGGESTIONS how many are shown.
 const EVERY = 5000;
@@ -16,7 +16,10 @@ export function compact(v) {
   return Object.fromEntries(Object.entries(v).map(([k, x]) => [k, compact(x)]).filter(([, x]) => x !== null && x !== '' && !(Array.isArray(x) && x.length === 0) && !(typeof x === 'object' && !Array.isArray(x) && Object.keys(x).length === 0)));
 }
 
-const written = (policy) => JSON.stringify({ version: 1, rules: [], ...compact(policy) }, null, 2);
+// json is the text of a policy. What could hide or reorder what is next to it is escaped as JSON allows.
+const json = (v) => JSON.stringify(v, null, 2).replace(/[\u007f-\u009f\u00ad\u0600-\u0605\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]/g, (c) => `\\u${c.charCodeAt(0).toString(16).padStart(4, '0')}`);
+
+const written = (policy) => json({ version: 1, rules: [], ...compact(policy) });
 
 // difference is the lines of two texts: [' ', both], ['-', the first], ['+', the second].
 export function difference(a, b) {
@@ -37,6 +40,13 @@ export function difference(a, b) {
     else out.push(['+', y[j++]]);
   }
   return out;
+}
+
+// near leaves of a difference what is within a few lines of a change, and an ellipsis for the rest.
+const NEAR = 3;
+function near(lines) {
+  const keep = lines.map((_, i) => lines.slice(Math.max(0, i - NEAR), i + NEAR + 1).some(([sign]) => sign !== ' '));
+  return lines.flatMap((l, i) => (keep[i] ? [l] : i === 0 || keep[i - 1] ? [[' ', '…']] : []));
 }
 
 // openable are the reasons of denials that a rule changes: others are of the floor, of limits, or of malformed packets.
@@ -61,7 +71,7 @@ export function suggestions(flows) {
     if (name) rule.names = [name];
     else rule.cidrs = [`${f.peer}/${String(f.peer).includes(':') ? 128 : 32}`];
     rule.protocols = [protocol];
-    if (protocol !== 'icmp') rule.ports = [f.peer_port];
+    if (protocol !== 'icmp') rule.ports = [String(f.peer_port)]; // as the server writes it
     by.set(label, { label, rule, times: 1, last: f.last });
   }
   return [...by.values()].sort((a, b) => b.times - a.times || (a.label < b.label ? -1 : 1));
@@ -194,7 +204,7 @@ export function policyPanel(root, name) {
     } }, 'Save mine in its place');
     const drop = h('button', { type: 'button', id: 'policy-theirs', onclick: () => { take(theirs); area.focus(); } }, 'Take theirs');
     conflict.hidden = false;
-    const lines = difference(held.text, theirs.text);
+    const lines = near(difference(held.text, theirs.text));
     conflict.replaceChildren(h('p', { role: 'alert' }, h('strong', null, 'It was changed meanwhile.'), ' Nothing is saved. This is what differs from what you began with:'),
       h('pre', { className: 'diff', tabIndex: 0, 'aria-label': 'What was changed' }, lines.map(([sign, line]) => h('span', { className: sign === '+' ? 'added' : sign === '-' ? 'taken' : 'both' }, `${sign} ${line}`)).flatMap((e) => [e, document.createTextNode('\n')])),
       h('p', { className: 'actions' }, drop, over));
@@ -219,9 +229,9 @@ export function policyPanel(root, name) {
     } catch (e) {
       return complain({ message: `The text is no JSON, so no rule can be added: ${e.message}` });
     }
-    area.value = JSON.stringify(policy, null, 2);
+    area.value = json(policy);
     complain(null);
-    done.textContent = `Added to the text: ${rule.name}. Save puts it in force.`;
+    done.textContent = `Added to the text: ${visible(rule.name)}. Save puts it in force.`;
     draw();
   }
 
