@@ -543,6 +543,13 @@ func testList(t *testing.T, b *chromium.Browser) {
 func testPolling(t *testing.T, b *chromium.Browser) {
 	h := newHost(t)
 	someSandboxes(t, h)
+	h.meanwhile(func(w http.ResponseWriter, r *http.Request, next http.Handler) {
+		if r.URL.Path == "/v1/events" {
+			http.NotFound(w, r)
+			return
+		}
+		next.ServeHTTP(w, r)
+	})
 	h.serve(t)
 	p := open(t, b, h, "", 1280, 720)
 	p.wait(`document.querySelector('#link').textContent === 'polling'`)

@@ -11,6 +11,7 @@ export function h(tag, attributes, ...children) {
     if (value === null || value === undefined || value === false) continue;
     if (name.startsWith('on')) e.addEventListener(name.slice(2), value);
     else if (name === 'title') e.title = visible(value);
+    else if (name === 'aria-label') e.setAttribute(name, visible(value));
     else if (properties.has(name)) e[name] = value;
     else e.setAttribute(name, value === true ? '' : String(value));
   }
