@@ -358,7 +358,7 @@ func describeHost(s *Server, r *request) (int, any, error) {
 		out.Resolvers = []netip.AddrPort{}
 	}
 	var err error
-	if out.Capacity, err = s.o.Host.Capacity(); err != nil {
+	if out.Capacity, err = s.o.Host.State.Capacity(); err != nil {
 		return 0, nil, err
 	}
 	for after := ""; ; {

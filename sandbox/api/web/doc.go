@@ -1,5 +1,5 @@
-// Package web is the page of `drowse serve`, for people: it makes sandboxes, and shows them with their terminals, files,
-// policies, lineage, snapshots, history, flows and consoles, images, templates and the host.
+// Package web is the page of `drowse serve`, for people: it makes sandboxes, and shows them with their terminals,
+// files, policies, lineage, snapshots, history, flows and consoles, images, templates and the host.
 //
 // It is static: HTML, CSS and ES modules in source form, embedded, with nothing from other hosts. It uses the HTTP
 // API of the same origin, with the same tokens: the page has no rights of its own. Texts that guests, files and

@@ -14,7 +14,6 @@ import (
 	"testing"
 
 	"github.com/drowse-vm/drowse/guest"
-	"github.com/drowse-vm/drowse/guest/agentpb"
 	"github.com/drowse-vm/drowse/guest/fakeguest"
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox"
@@ -74,6 +73,9 @@ func (h *host) runNet(t *testing.T, name string, p *netpolicy.Policy) {
 	}
 }
 
+// Ports of the agent: docs/ARCHITECTURE.md.
+const agentPort, forwardPort = 1024, 1025
+
 // keepers are guests whose processes outlive sleeps, as those of VMs do: VMs.Guests.
 type keepers struct {
 	t        *testing.T
@@ -108,7 +110,7 @@ func (k *keepers) start(_, from string, copied bool) (sandboxtest.Guest, error) 
 	}
 	g := fakeguest.New(nil)
 	g.Commands = k.commands
-	out := &keeper{of: k, path: path, ports: fakeguest.Listen(l, agentpb.AgentPort, agentpb.ForwardPort), done: make(chan struct{})}
+	out := &keeper{of: k, path: path, ports: fakeguest.Listen(l, agentPort, forwardPort), done: make(chan struct{})}
 	g.Shutdown = func(bool) { close(out.done) }
 	served := make(chan error, 1)
 	go func() { served <- g.Serve(out.ports) }()

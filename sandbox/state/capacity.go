@@ -1,4 +1,4 @@
-package sandbox
+package state
 
 import (
 	"fmt"
@@ -12,13 +12,12 @@ import (
 )
 
 // Capacity measures what the host has for its VMs.
-func (s *Host) Capacity() (c spec.Capacity, err error) {
+func (s *Store) Capacity() (c spec.Capacity, err error) {
 	defer func() {
 		if err != nil {
 			err = fmt.Errorf("measuring the host: %w", err)
 		}
 	}()
-	dir := s.State.Dir()
 	total, err := vmm.HostMemory()
 	if err != nil {
 		return c, err
@@ -30,14 +29,14 @@ func (s *Host) Capacity() (c spec.Capacity, err error) {
 	if c.MemoryAvailable == math.MaxInt64 {
 		c.MemoryAvailable = 0
 	}
-	used, most, err := limits.AwakeMemory(dir)
+	used, most, err := limits.AwakeMemory(s.dir)
 	if err != nil {
 		return c, err
 	}
 	c.AwakeMemory, c.AwakeMemoryMost = used<<20, most<<20
 	var st unix.Statfs_t
-	if err := unix.Statfs(dir, &st); err != nil {
-		return c, fmt.Errorf("statfs %s: %w", dir, err)
+	if err := unix.Statfs(s.dir, &st); err != nil {
+		return c, fmt.Errorf("statfs %s: %w", s.dir, err)
 	}
 	c.DiskTotal, c.DiskFree = int64(st.Blocks)*int64(st.Bsize), int64(st.Bavail)*int64(st.Bsize)
 	return c, nil
