@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/netip"
 	"os"
 	"time"
 
@@ -162,8 +163,12 @@ func (a *app) serve(ctx context.Context, s *sandbox.Host, l pool.Launcher, o sup
 		return err
 	}
 	works := goesRound(o.Counters, time.Now())
+	var resolvers []netip.AddrPort
+	if dns, err := hostDNS(); err == nil { // without it, clients name servers themselves
+		resolvers = dns.Upstreams
+	}
 	server := api.New(api.Options{
-		Host: s, Version: version(), Tokens: tokensOf(web.tokens, s), Sources: a.sources(s), Hosts: web.hosts, Live: []api.Check{works}, Ready: readiness(s), Log: a.log,
+		Host: s, Version: version(), Tokens: tokensOf(web.tokens, s), Sources: a.sources(s), Hosts: web.hosts, Live: []api.Check{works}, Ready: readiness(s), Log: a.log, Resolvers: resolvers,
 		Mounts:  append(mounts, api.Mount{Pattern: "GET /metrics", Scope: api.ScopeRead, AllOwners: true, Handler: figures.Handler()}),
 		Context: traceContext(spans),
 	})

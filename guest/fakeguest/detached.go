@@ -24,6 +24,7 @@ type detached struct {
 	cancel  context.CancelCauseFunc
 	stdin   *io.PipeReader
 	toStdin *io.PipeWriter
+	sizes   chan *agentpb.WindowSize
 
 	mu      sync.Mutex // guards what follows
 	changed chan struct{}
@@ -66,7 +67,7 @@ func (k kept) Write(b []byte) (int, error) {
 // startDetached runs a command that outlives its connection.
 func (g *Guest) startDetached(m *agentpb.ExecStart, id int, argv, env []string, run Command) (*detached, error) {
 	ctx, cancel := context.WithCancelCause(context.Background())
-	p := &detached{limit: uint64(m.OutputLimit), cancel: cancel, changed: make(chan struct{})}
+	p := &detached{limit: uint64(m.OutputLimit), cancel: cancel, changed: make(chan struct{}), sizes: make(chan *agentpb.WindowSize, 1)}
 	if p.limit == 0 {
 		p.limit = 256 << 10
 	}
@@ -93,7 +94,7 @@ func (g *Guest) startDetached(m *agentpb.ExecStart, id int, argv, env []string, 
 			defer stop()
 		}
 		begin := time.Now()
-		code := run(ctx, &Process{Args: argv, Env: env, Dir: m.Cwd, User: m.User, Guest: g, TTY: m.Pty.GetSize(), Stdin: p.stdin, Stdout: kept{p, false}, Stderr: kept{p, m.Pty == nil}})
+		code := run(ctx, &Process{Args: argv, Env: env, Dir: m.Cwd, User: m.User, Guest: g, TTY: m.Pty.GetSize(), Resized: p.sizes, Stdin: p.stdin, Stdout: kept{p, false}, Stderr: kept{p, m.Pty == nil}})
 		p.mu.Lock()
 		defer p.mu.Unlock()
 		p.exit = exitOf(ctx, code, begin)
@@ -150,7 +151,7 @@ func (p *detached) attach(ctx context.Context, stream agentpb.Agent_ExecServer, 
 	if err := stream.Send(&agentpb.ExecResponse{Msg: &agentpb.ExecResponse_Started{Started: started}}); err != nil {
 		return err
 	}
-	s := &session{stream: stream, offset: offset, signal: func(sig signalled) error { p.cancel(sig); return nil }}
+	s := &session{stream: stream, offset: offset, sizes: p.sizes, signal: func(sig signalled) error { p.cancel(sig); return nil }}
 	s.Pipe = flow.NewPipe(ctx, ctx, s.send, func(n uint64) error {
 		return stream.Send(&agentpb.ExecResponse{Msg: &agentpb.ExecResponse_Ack{Ack: n}})
 	})

@@ -79,6 +79,7 @@ var rights = map[string]struct {
 	"GET /v1/sandboxes/{name}/network/events":              {tokens.ScopeRead, "sandbox"},
 	"GET /v1/sandboxes/{name}/inspect":                     {tokens.ScopeRead, "sandbox"},
 	"GET /v1/sandboxes/{name}/gateway":                     {tokens.ScopeExec, "sandbox"},
+	"GET /v1/host":                                         {tokens.ScopeRead, "host"},
 	"GET /v1/templates":                                    {tokens.ScopeRead, "host"},
 	"POST /v1/templates":                                   {tokens.ScopeAdmin, "host"},
 	"GET /v1/templates/{template}":                         {tokens.ScopeRead, "host"},

@@ -7,6 +7,7 @@ import (
 	"io"
 	"io/fs"
 	"net/http"
+	"net/netip"
 	"slices"
 	"strings"
 	"syscall"
@@ -278,6 +279,7 @@ func hostRoutes() []route {
 	const shot, vol, img = "/v1/snapshots/{id}", "/v1/volumes/{volume}", "/v1/images/{ref}"
 	const binary = "application/octet-stream"
 	return []route{
+		{method: get, path: "/v1/host", scope: ScopeRead, allOwners: true, op: "describe host", says: "Say what the host has for its sandboxes, and how many there are by status.", gives: wire.Host{}, serve: describeHost},
 		{method: get, path: "/v1/secret-sources", scope: ScopeRead, op: "list secret sources", says: "List the sources that secrets of the caller's sandboxes may come from, without their values.", gives: wire.SecretSources{}, serve: secretSources},
 		{method: get, path: shot, scope: ScopeRead, op: "get snapshot", says: "Say what is known of a snapshot.", gives: spec.SnapshotInfo{}, serve: func(s *Server, r *request) (int, any, error) {
 			id, err := s.reachesSnapshot(r.Context(), r.caller(), r.PathValue("id"))
@@ -365,6 +367,30 @@ func hostRoutes() []route {
 			query: []param{{name: "format", says: "erofs by default", enum: []string{"erofs", "tar", "oci-archive"}}}, serve: exportImage,
 		},
 		{method: del, path: img, scope: ScopeAdmin, op: "remove image", says: "Remove an image that nothing needs, or one of its tags.", gives: wire.ImageRemoved{}, serve: removeImage},
+	}
+}
+
+func describeHost(s *Server, r *request) (int, any, error) {
+	out := wire.Host{Sandboxes: map[records.Status]int{}, Resolvers: s.o.Resolvers}
+	if out.Resolvers == nil {
+		out.Resolvers = []netip.AddrPort{}
+	}
+	var err error
+	if out.Capacity, err = s.o.Host.State.Capacity(); err != nil {
+		return 0, nil, err
+	}
+	for after := ""; ; {
+		page, err := s.fleet.List(r.Context(), records.Filter{After: after, Limit: records.MaxPage})
+		if err != nil {
+			return 0, nil, err
+		}
+		for _, one := range page.Sandboxes {
+			out.Sandboxes[one.Status]++
+		}
+		out.Problems = append(out.Problems, page.Problems...)
+		if after = page.Next; after == "" {
+			return ok(out, nil)
+		}
 	}
 }
 

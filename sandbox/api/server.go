@@ -9,6 +9,7 @@ import (
 	"log/slog"
 	"mime"
 	"net/http"
+	"net/netip"
 	"path"
 	"slices"
 	"strconv"
@@ -70,6 +71,8 @@ type Options struct {
 	Tokens *tokens.Store
 	// Sources are where secrets may come from; nil is none. The Launcher of Host gets their values.
 	Sources *sources.Store
+	// Resolvers are the host's name servers, which clients that write policies are told.
+	Resolvers []netip.AddrPort
 	// Hosts are the server's names that callers may use, beside addresses and localhost. The server refuses any
 	// other Host.
 	Hosts []string

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"math"
 	"os"
 	"path/filepath"
 	"strconv"
@@ -140,7 +141,7 @@ func (l *ledger) await(ctx context.Context, try func() (bool, error)) error {
 
 // take locks n free bytes below capacity, wherever they are, or none. The host must have memory available as well.
 func (l *ledger) take(n, capacity int64) (ok bool, err error) {
-	if enough, err := memoryAvailable(); err != nil || !enough {
+	if free, err := AvailableMemory(); err != nil || free < memoryFloor {
 		return false, err
 	}
 	if ok, err := l.lock(ledgerTake, 1); err != nil || !ok {
@@ -214,21 +215,23 @@ func (l *ledger) control(cmd int, lock *unix.Flock_t) error {
 // that keeps the host from killing processes for memory.
 const memoryFloor = 128 << 20
 
-// memoryAvailable reports whether the host has that much (proc_meminfo(5)).
-func memoryAvailable() (bool, error) {
+// AvailableMemory returns how many bytes of memory programs can have without swapping (MemAvailable, proc_meminfo(5));
+// math.MaxInt64 if the kernel does not say.
+func AvailableMemory() (int64, error) {
 	f, err := os.Open("/proc/meminfo")
 	if err != nil {
-		return false, err
+		return 0, err
 	}
 	defer f.Close()
-	for lines := bufio.NewScanner(f); lines.Scan(); {
+	lines := bufio.NewScanner(f)
+	for lines.Scan() {
 		if v, ok := strings.CutPrefix(lines.Text(), "MemAvailable:"); ok {
-			kib, err := strconv.ParseUint(strings.TrimSuffix(strings.TrimSpace(v), " kB"), 10, 64)
+			kib, err := strconv.ParseInt(strings.TrimSuffix(strings.TrimSpace(v), " kB"), 10, 53)
 			if err != nil {
-				return false, fmt.Errorf("reading /proc/meminfo: %w", err)
+				return 0, fmt.Errorf("reading /proc/meminfo: %w", err)
 			}
-			return kib<<10 >= memoryFloor, nil
+			return kib << 10, nil
 		}
 	}
-	return true, nil // a kernel before 3.14
+	return math.MaxInt64, lines.Err() // a kernel before 3.14
 }

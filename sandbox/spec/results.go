@@ -87,6 +87,20 @@ type PolicyResult struct {
 	Network *NetworkInfo `json:"network,omitempty"`
 }
 
+// Capacity says what a host has for its VMs, in bytes.
+type Capacity struct {
+	// MemoryTotal is the host's memory. MemoryAvailable is what programs can still have of it; absent if the kernel
+	// does not say.
+	MemoryTotal     int64 `json:"memory_total_bytes"`
+	MemoryAvailable int64 `json:"memory_available_bytes,omitempty"`
+	// AwakeMemory is the RAM of awake VMs, and AwakeMemoryMost what they may have together.
+	AwakeMemory     int64 `json:"awake_memory_bytes"`
+	AwakeMemoryMost int64 `json:"awake_memory_most_bytes"`
+	// DiskTotal and DiskFree are of the file system with the host's files.
+	DiskTotal int64 `json:"disk_total_bytes"`
+	DiskFree  int64 `json:"disk_free_bytes"`
+}
+
 // SleepResult says what a sleep did.
 type SleepResult struct {
 	Name        string `json:"name"`

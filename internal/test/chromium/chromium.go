@@ -438,21 +438,48 @@ func (p *Page) Click(ctx context.Context, selector string) error {
 }
 
 // keys are codes of keys: https://www.w3.org/TR/uievents-code/ and the legacy ones of Windows.
-var keys = map[string]int{"Enter": 13, "Escape": 27, "Tab": 9, "ArrowUp": 38, "ArrowDown": 40, "ArrowLeft": 37, "ArrowRight": 39, "Home": 36, "End": 35}
+var keys = map[string]int{"Enter": 13, "Escape": 27, "Tab": 9, "ArrowUp": 38, "ArrowDown": 40, "ArrowLeft": 37, "ArrowRight": 39, "Home": 36, "End": 35, "F6": 117, "Space": 32}
 
-// Press presses a key, by its name in keys.
+// Press presses a key, by its name in keys, after "Shift+" with Shift.
 func (p *Page) Press(ctx context.Context, key string) error {
+	key, shift := strings.CutPrefix(key, "Shift+")
 	code, ok := keys[key]
 	if !ok {
 		return fmt.Errorf("pressing %s: use another key, or add it to keys", key)
 	}
 	for _, kind := range []string{"keyDown", "keyUp"} {
 		params := map[string]any{"type": kind, "key": key, "code": key, "windowsVirtualKeyCode": code}
-		if key == "Enter" && kind == "keyDown" {
+		if shift {
+			const bit = 8
+			params["modifiers"] = bit
+		}
+		switch {
+		case key == "Space":
+			params["key"] = " "
+			if kind == "keyDown" {
+				params["text"] = " "
+			}
+		case key == "Enter" && kind == "keyDown":
 			params["text"] = "\r"
 		}
 		if err := p.Call(ctx, "Input.dispatchKeyEvent", params, nil); err != nil {
 			return err
+		}
+	}
+	return nil
+}
+
+// Keys presses the keys of a text, one after the other.
+func (p *Page) Keys(ctx context.Context, text string) error {
+	for _, c := range text {
+		for _, kind := range []string{"keyDown", "keyUp"} {
+			params := map[string]any{"type": kind, "key": string(c)}
+			if kind == "keyDown" {
+				params["text"] = string(c)
+			}
+			if err := p.Call(ctx, "Input.dispatchKeyEvent", params, nil); err != nil {
+				return err
+			}
 		}
 	}
 	return nil

@@ -21,7 +21,8 @@ const Prefix = "/ui/"
 
 // Policy is the Content-Security-Policy of the page. Scripts, styles, images and requests come from its own origin
 // alone. The page may not be in a frame and sends no form. Texts cannot become markup or scripts: trusted types
-// are required, and none exist. Source: https://www.w3.org/TR/CSP3/ and https://www.w3.org/TR/trusted-types/.
+// are required, and none exist. The terminal's styles are set by script (static/styles.js), so that style-src needs no
+// 'unsafe-inline'. Source: https://www.w3.org/TR/CSP3/ and https://www.w3.org/TR/trusted-types/.
 const Policy = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; " +
 	"base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
 
@@ -46,6 +47,8 @@ var types = map[string]string{
 	".html": "text/html; charset=utf-8",
 	".css":  "text/css; charset=utf-8",
 	".js":   "text/javascript; charset=utf-8",
+	".mjs":  "text/javascript; charset=utf-8",
+	".txt":  "text/plain; charset=utf-8",
 	".svg":  "image/svg+xml",
 }
 

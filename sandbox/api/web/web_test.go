@@ -1,8 +1,11 @@
 package web
 
 import (
+	"crypto/sha256"
+	"fmt"
 	"io"
 	"io/fs"
+	"maps"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -10,6 +13,7 @@ import (
 	"path"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"testing"
 
@@ -46,6 +50,10 @@ func TestAnswers(t *testing.T) {
 		"the page by its name":                   {"GET", "/ui/index.html", 200, "text/html; charset=utf-8", ""},
 		"a module is JavaScript":                 {"GET", "/ui/app.js", 200, "text/javascript; charset=utf-8", ""},
 		"a style sheet is CSS":                   {"GET", "/ui/style.css", 200, "text/css; charset=utf-8", ""},
+		"a module of others is JavaScript":       {"GET", "/ui/vendor/xterm.mjs", 200, "text/javascript; charset=utf-8", ""},
+		"their licence is text":                  {"GET", "/ui/vendor/xterm-LICENSE.txt", 200, "text/plain; charset=utf-8", ""},
+		"a directory of others is not listed":    {"GET", "/ui/vendor/", 404, "text/plain; charset=utf-8", ""},
+		"sums are no part of the page":           {"GET", "/ui/vendor.sum", 404, "text/plain; charset=utf-8", ""},
 		"an icon is SVG":                         {"GET", "/ui/icon.svg", 200, "image/svg+xml", ""},
 		"HEAD has the same headers":              {"HEAD", "/ui/app.js", 200, "text/javascript; charset=utf-8", ""},
 		"the root leads to the page":             {"GET", "/", 302, "", "/ui/"},
@@ -106,10 +114,16 @@ func TestFile_that_a_browser_has_is_not_sent_again(t *testing.T) {
 	}
 }
 
-// each calls f with each file of the page.
+// vendor has files of others: TestVendored_files_are_those_of_the_sums.
+const vendor = "static/vendor"
+
+// each calls f with each file of the page that is ours.
 func each(t *testing.T, f func(name, text string)) {
 	t.Helper()
 	err := fs.WalkDir(static, "static", func(name string, d fs.DirEntry, err error) error {
+		if name == vendor {
+			return fs.SkipDir
+		}
 		if err != nil || d.IsDir() {
 			return err
 		}
@@ -149,21 +163,51 @@ func TestScripts_make_no_markup_and_no_code_of_texts(t *testing.T) {
 }
 
 func TestScripts_import_only_files_that_are_there(t *testing.T) {
-	imported := regexp.MustCompile(`(?m)^\s*(?:import|export)\b[^;]*?from\s+'([^']+)'|\bimport\(`)
+	imported := regexp.MustCompile(`(?m)^\s*(?:import|export)\b[^;]*?from\s+'([^']+)'|\bimport\((?:'([^']+)'\))?`)
 	each(t, func(name, text string) {
 		if path.Ext(name) != ".js" {
 			return
 		}
 		for _, m := range imported.FindAllStringSubmatch(text, -1) {
-			if !strings.HasPrefix(m[1], "./") {
-				t.Errorf("%s imports %q: import a file beside it", name, m[1])
+			from := m[1] + m[2]
+			if !strings.HasPrefix(from, "./") {
+				t.Errorf("%s imports %q: import a file beside it, by its name", name, from)
 				continue
 			}
-			if _, err := fs.Stat(static, path.Join(path.Dir(name), m[1])); err != nil {
-				t.Errorf("%s imports %s: %v", name, m[1], err)
+			if _, err := fs.Stat(static, path.Join(path.Dir(name), from)); err != nil {
+				t.Errorf("%s imports %s: %v", name, from, err)
 			}
 		}
 	})
+}
+
+func TestVendored_files_are_those_of_the_sums(t *testing.T) {
+	sums, err := os.ReadFile("vendor.sum")
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := map[string]string{}
+	for line := range strings.Lines(string(sums)) {
+		sum, name, _ := strings.Cut(strings.TrimSpace(line), "  ")
+		want[name] = sum
+	}
+	entries, err := fs.ReadDir(static, vendor)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, e := range entries {
+		text, err := static.ReadFile(path.Join(vendor, e.Name()))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if sum := fmt.Sprintf("%x", sha256.Sum256(text)); sum != want[e.Name()] {
+			t.Errorf("%s has the sum %s, want %q: run scripts/vendor-xterm", e.Name(), sum, want[e.Name()])
+		}
+		delete(want, e.Name())
+	}
+	if len(want) > 0 {
+		t.Errorf("%v are missing: run scripts/vendor-xterm", slices.Collect(maps.Keys(want)))
+	}
 }
 
 func TestPage_has_nothing_inline_and_names_files_that_are_there(t *testing.T) {
@@ -226,16 +270,19 @@ func TestScriptsParse(t *testing.T) {
 }
 
 func TestEach_file_of_the_folder_is_served(t *testing.T) {
-	entries, err := os.ReadDir("static")
+	err := filepath.WalkDir("static", func(name string, d fs.DirEntry, err error) error {
+		if err != nil || d.IsDir() {
+			return err
+		}
+		res := ask(t, "GET", Prefix+strings.TrimPrefix(filepath.ToSlash(name), "static/"), nil)
+		got, _ := io.ReadAll(res.Body)
+		want, err := os.ReadFile(name)
+		if err != nil || res.StatusCode != http.StatusOK || string(got) != string(want) {
+			t.Errorf("%s: %d, %d bytes of %d, %v", name, res.StatusCode, len(got), len(want), err)
+		}
+		return nil
+	})
 	if err != nil {
 		t.Fatal(err)
-	}
-	for _, e := range entries {
-		res := ask(t, "GET", Prefix+e.Name(), nil)
-		got, _ := io.ReadAll(res.Body)
-		want, err := os.ReadFile(filepath.Join("static", e.Name()))
-		if err != nil || res.StatusCode != http.StatusOK || string(got) != string(want) {
-			t.Errorf("%s: %d, %d bytes of %d, %v", e.Name(), res.StatusCode, len(got), len(want), err)
-		}
 	}
 }

@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/netip"
 	"time"
 
 	"github.com/drowse-vm/drowse/guest/report"
@@ -381,6 +382,16 @@ type Is struct {
 	Scopes []string `json:"scopes"`
 	// Owner is whose sandboxes the caller reaches; empty is all.
 	Owner string `json:"owner,omitempty"`
+}
+
+// Host is GET /v1/host.
+type Host struct {
+	spec.Capacity
+	// Sandboxes counts them by status. Problems say why some are missing.
+	Sandboxes map[records.Status]int `json:"sandboxes"`
+	Problems  []string               `json:"problems,omitempty"`
+	// Resolvers are the host's name servers, for the dns of policies.
+	Resolvers []netip.AddrPort `json:"resolvers"`
 }
 
 // Health is GET /healthz and /readyz. The status of the answer is 200, or 503 if a check has failed.

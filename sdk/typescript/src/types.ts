@@ -588,6 +588,18 @@ export type History = {
   version: number;
 };
 
+export type Host = {
+  awake_memory_bytes: number;
+  awake_memory_most_bytes: number;
+  disk_free_bytes: number;
+  disk_total_bytes: number;
+  memory_available_bytes?: number;
+  memory_total_bytes: number;
+  problems?: Array<string> | null;
+  resolvers: Array<string> | null;
+  sandboxes: Record<string, unknown>;
+};
+
 export type Image = {
   architecture: string;
   base?: string;

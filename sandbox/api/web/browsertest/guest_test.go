@@ -18,7 +18,6 @@ import (
 	"github.com/drowse-vm/drowse/internal/test/chromium"
 	"github.com/drowse-vm/drowse/internal/test/guesttest"
 	"github.com/drowse-vm/drowse/sandbox"
-	"github.com/drowse-vm/drowse/sandbox/api"
 	"github.com/drowse-vm/drowse/sandbox/api/tokens"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )

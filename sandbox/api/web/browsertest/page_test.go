@@ -9,6 +9,7 @@ import (
 	"flag"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"net/netip"
@@ -39,7 +40,7 @@ import (
 var shots = flag.String("shots", "", "write screenshots into this directory")
 
 // patience is how long a test waits for a page. Results do not depend on it.
-const patience = 90 * time.Second
+const patience = 2 * time.Minute
 
 // host serves the API and the page on VMs in memory. It adds answers that these do not give.
 type host struct {
@@ -57,6 +58,26 @@ type host struct {
 	console string
 	wakes   int
 	fails   error // the error of wakes, if not nil
+	// between, if not nil, may answer a request in the place of next.
+	between func(w http.ResponseWriter, r *http.Request, next http.Handler)
+	sockets []net.Conn // of WebSockets
+}
+
+// cut ends all WebSockets as a network does that fails.
+func (h *host) cut() {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for _, c := range h.sockets {
+		_ = c.Close() // it may have ended
+	}
+	h.sockets = nil
+}
+
+// meanwhile sets what stands between the page and the server from now on.
+func (h *host) meanwhile(f func(w http.ResponseWriter, r *http.Request, next http.Handler)) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.between = f
 }
 
 // started is the VMs.Fail function: it counts wakes, and fails them if h.fails is set.
@@ -128,7 +149,7 @@ func newHost(t *testing.T) *host {
 func (h *host) serve(t *testing.T) {
 	t.Helper()
 	o := api.Options{
-		Host: h.Host, Tokens: h.tokens, Version: "test",
+		Host: h.Host, Tokens: h.tokens, Version: "test", Resolvers: []netip.AddrPort{netip.MustParseAddrPort("192.0.2.53:53")},
 		Mounts: []api.Mount{{Pattern: "GET /{$}", Handler: h.page}, {Pattern: "GET " + web.Prefix, Handler: h.page}},
 	}
 	if h.events {
@@ -153,8 +174,26 @@ func (h *host) serve(t *testing.T) {
 		w.Header().Set("Content-Type", "application/octet-stream")
 		_, _ = io.WriteString(w, text) // the client may have left
 	})
-	s := httptest.NewServer(mux)
+	s := httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		h.mu.Lock()
+		between := h.between
+		h.mu.Unlock()
+		if between == nil {
+			mux.ServeHTTP(w, r)
+			return
+		}
+		between(w, r, mux)
+	}))
+	s.Config.ConnState = func(c net.Conn, state http.ConnState) {
+		if state == http.StateHijacked {
+			h.mu.Lock()
+			defer h.mu.Unlock()
+			h.sockets = append(h.sockets, c)
+		}
+	}
+	s.Start()
 	t.Cleanup(func() {
+		h.cut()
 		s.CloseClientConnections()
 		s.Close()
 	})
@@ -221,7 +260,7 @@ func open(t *testing.T, b *chromium.Browser, h *host, hash string, width, height
 // openWith opens a tab, with a token unless that is empty.
 func openWith(t *testing.T, b *chromium.Browser, h *host, token, hash string, width, height int) *tab {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	ctx, cancel := context.WithCancel(t.Context())
 	t.Cleanup(cancel)
 	p, err := b.NewPage(ctx, width, height)
 	if err != nil {
@@ -279,7 +318,12 @@ func (b *tab) must(err error) {
 
 func (b *tab) wait(expression string) {
 	b.t.Helper()
-	b.must(b.Wait(b.ctx, expression))
+	ctx, cancel := context.WithTimeout(b.ctx, patience)
+	defer cancel()
+	if err := b.Wait(ctx, expression); err != nil {
+		b.shot("failed")
+		b.t.Fatal(err)
+	}
 }
 
 func quote(s string) string {
@@ -295,7 +339,12 @@ func (b *tab) sees(text string) {
 
 func (b *tab) click(selector string) {
 	b.t.Helper()
-	b.must(b.Click(b.ctx, selector))
+	ctx, cancel := context.WithTimeout(b.ctx, patience)
+	defer cancel()
+	if err := b.Click(ctx, selector); err != nil {
+		b.shot("failed")
+		b.t.Fatal(err)
+	}
 }
 
 func (b *tab) press(key string) {
@@ -403,6 +452,21 @@ func TestPage_in_a_browser(t *testing.T) {
 		{"back leads back", testBack},
 		{"narrow screens need no sideways scrolling", testNarrow},
 		{"a hidden tab asks for nothing", testHidden},
+		{"create by mouse, twice clicked, makes one", testCreate},
+		{"create by keys alone on a narrow screen", testCreateByKeys},
+		{"create shows errors at their fields", testCreateErrors},
+		{"terminal by mouse", testTerminal},
+		{"terminal by keys alone on a narrow screen", testTerminalByKeys},
+		{"terminal goes on after a cut and a sleep", testTerminalOutlives},
+		{"terminal says why it is refused", testTerminalRefused},
+		{"files by mouse", testFiles},
+		{"files by keys alone on a narrow screen", testFilesByKeys},
+		{"files fail in the middle and say so", testFilesFail},
+		{"policy is edited, and not over another's", testPolicyEdit},
+		{"policy takes what was denied by keys alone", testPolicySuggestions},
+		{"images, templates and the host", testImages},
+		{"narrower tokens see why controls are off", testScopes},
+		{"hostile names do nothing in the new views", testHostileViews},
 	} {
 		t.Run(c.name, func(t *testing.T) { c.test(t, b) })
 	}
@@ -479,6 +543,13 @@ func testList(t *testing.T, b *chromium.Browser) {
 func testPolling(t *testing.T, b *chromium.Browser) {
 	h := newHost(t)
 	someSandboxes(t, h)
+	h.meanwhile(func(w http.ResponseWriter, r *http.Request, next http.Handler) {
+		if r.URL.Path == "/v1/events" {
+			http.NotFound(w, r)
+			return
+		}
+		next.ServeHTTP(w, r)
+	})
 	h.serve(t)
 	p := open(t, b, h, "", 1280, 720)
 	p.wait(`document.querySelector('#link').textContent === 'polling'`)
@@ -873,7 +944,9 @@ func testTokens(t *testing.T, b *chromium.Browser) {
 	p.must(p.Type(p.ctx, reads))
 	p.press("Enter")
 	p.wait(`document.querySelector('.heading [data-status=running]')`)
-	p.wait(`document.querySelector('.actions').hidden && !document.querySelector('#scope').hidden`)
+	p.wait(`document.querySelectorAll('.actions [data-op][aria-disabled=true]').length === 8 && document.querySelector('#scope').textContent === 'read only'`)
+	p.sees("This token has no scope “create”: it may only read.")
+	p.click("[data-op=sleep]")
 	p.shot("read-only")
 	if kept := p.str(`sessionStorage.getItem('drowse-token') + localStorage.length + document.cookie`); kept != reads+"0" {
 		t.Errorf("the tab keeps %q", kept)
@@ -881,12 +954,12 @@ func testTokens(t *testing.T, b *chromium.Browser) {
 	// A reload keeps the token, and the address does not contain it.
 	p.must(p.Open(p.ctx, h.url+"/ui/?again#/sandbox/build"))
 	p.wait(`document.querySelector('.heading [data-status=running]') && !document.querySelector('dialog').open`)
-	p.wait(`document.querySelector('.actions').hidden`)
+	p.wait(`document.querySelector('[data-op=sleep]').getAttribute('aria-disabled') === 'true'`)
 	p.click("#token")
 	p.wait(`document.querySelector('dialog').open && document.activeElement.id === 'field-token'`)
 	p.must(p.Type(p.ctx, h.writes))
 	p.press("Enter")
-	p.wait(`document.querySelector('.heading [data-status=running]') && !document.querySelector('.actions').hidden && document.querySelector('#scope').hidden`)
+	p.wait(`document.querySelector('.heading [data-status=running]') && document.querySelector('[data-op=sleep]').getAttribute('aria-disabled') === 'false' && document.querySelector('#scope').hidden`)
 	p.click("[data-op=sleep]")
 	p.wait(`document.querySelector('.heading [data-status=asleep]')`)
 	// An answer to one question must not answer another that comes up while it is open.

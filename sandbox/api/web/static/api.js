@@ -14,7 +14,8 @@ const KEY = 'drowse-token';
 let unkept = ''; // the token, where the browser keeps nothing
 
 export const session = new EventTarget();
-session.scope = 'write';
+session.scopes = null; // what the token may do, as soon as that is known
+session.owner = '';
 session.link = 'connecting';
 
 function changed() {
@@ -46,10 +47,10 @@ function setLink(state) {
   changed();
 }
 
-function setScope(scope) {
-  if (session.scope === scope) return;
-  session.scope = scope;
-  changed();
+// lacks is why a control that needs a scope is off, or empty. What is not known yet is tried.
+export function lacks(scope) {
+  if (session.scopes === null || session.scopes.includes(scope)) return '';
+  return `This token has no scope “${scope}”: it may only ${session.scopes.join(', ')}.`;
 }
 
 // Failure is an error that the API has given, or that kept it from being reached.
@@ -79,17 +80,17 @@ function askToken(wrong) {
   return asking;
 }
 
-async function send(method, path, { body, signal, accept = 'application/json', limit } = {}) {
+export async function send(method, path, { body, signal, accept = 'application/json', limit, headers: more } = {}) {
   for (;;) {
     const used = token();
-    const headers = { Accept: accept };
+    const headers = { Accept: accept, ...more };
     if (used) headers.Authorization = `Bearer ${used}`;
     if (body !== undefined) headers['Content-Type'] = 'application/json';
     const signals = [signal, limit && AbortSignal.timeout(limit)].filter(Boolean);
     let res;
     try {
       res = await fetch(path, {
-        method, headers, body: body === undefined ? undefined : JSON.stringify(body), signal: signals.length ? AbortSignal.any(signals) : undefined,
+        method, headers, body: body === undefined || typeof body === 'string' ? body : JSON.stringify(body), signal: signals.length ? AbortSignal.any(signals) : undefined,
         cache: 'no-store', credentials: 'omit', redirect: 'error', referrerPolicy: 'no-referrer',
       });
     } catch (e) {
@@ -108,17 +109,20 @@ async function send(method, path, { body, signal, accept = 'application/json', l
       // Somebody may have given another one since this was sent.
       if (token() !== used || await askToken(used !== '')) continue;
     }
-    if (res.status === 403 && method !== 'GET') setScope('read');
     throw error;
   }
 }
 
 async function failure(res) {
+  return failureOf(res.status, await res.text().catch(() => ''));
+}
+
+// failureOf is the error in the text of an answer.
+export function failureOf(status, text) {
   try {
-    const doc = await res.json();
-    return new Failure(res.status, doc.error);
+    return new Failure(status, JSON.parse(text).error);
   } catch {
-    return new Failure(res.status, { message: `the server answered ${res.status} ${res.statusText}` });
+    return new Failure(status);
   }
 }
 
@@ -128,13 +132,20 @@ export async function get(path, signal) {
   return (await send('GET', path, { signal, limit: READ_TIME })).json();
 }
 
+// tagged reads what several may edit, with the entity tag that a change of it names.
+export async function tagged(path, signal) {
+  const res = await send('GET', path, { signal, limit: READ_TIME });
+  return { doc: await res.json(), etag: res.headers.get('ETag') ?? '' };
+}
+
 export async function bytesOf(path, signal) {
   const res = await send('GET', path, { signal, limit: READ_TIME, accept: 'text/plain, application/octet-stream' });
   return new Uint8Array(await res.arrayBuffer());
 }
 
-export async function work(method, path, body) {
-  const res = await send(method, path, { body, limit: WORK_TIME });
+// work changes something. A body that is a text is sent as it is.
+export async function work(method, path, body, headers) {
+  const res = await send(method, path, { body, limit: WORK_TIME, headers });
   const text = await res.text();
   return text ? JSON.parse(text) : null;
 }
@@ -173,7 +184,9 @@ export async function sandboxes(filter, signal) {
 // whoAmI learns what the token may do, where the server says so.
 export async function whoAmI(signal) {
   const doc = await get('/v1/version', signal);
-  setScope(doc.scope === 'read' ? 'read' : 'write');
+  session.scopes = doc.scopes ?? null;
+  session.owner = doc.owner ?? '';
+  changed();
   return doc;
 }
 

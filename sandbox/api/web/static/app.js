@@ -5,8 +5,11 @@ import { listView } from './list.js';
 import { sandboxView } from './sandbox.js';
 import { lineageView } from './lineage.js';
 import { snapshotsView } from './snapshots.js';
+import { createView } from './create.js';
+import { imagesView } from './images.js';
+import { hostView } from './host.js';
 
-const views = { list: listView, sandbox: sandboxView, lineage: lineageView, snapshots: snapshotsView };
+const views = { list: listView, sandbox: sandboxView, lineage: lineageView, snapshots: snapshotsView, new: createView, images: imagesView, host: hostView };
 
 const main = document.getElementById('main');
 let view = null;
@@ -23,9 +26,8 @@ function route() {
     }
   });
   const q = Object.fromEntries(new URLSearchParams(query));
-  if (parts[0] === 'sandbox' && parts[1]) return { view: 'sandbox', key: `sandbox ${parts[1]}`, name: parts[1], tab: parts[2] ?? 'overview' };
-  if (parts[0] === 'lineage') return { ...q, view: 'lineage', key: 'lineage' };
-  if (parts[0] === 'snapshots') return { ...q, view: 'snapshots', key: 'snapshots' };
+  if (parts[0] === 'sandbox' && parts[1]) return { ...q, view: 'sandbox', key: `sandbox ${parts[1]}`, name: parts[1], tab: parts[2] ?? 'overview' };
+  if (['lineage', 'snapshots', 'new', 'images', 'host'].includes(parts[0])) return { ...q, view: parts[0], key: parts[0] };
   return { ...q, view: 'list', key: 'list' };
 }
 
@@ -65,6 +67,9 @@ forget.addEventListener('click', () => {
   location.reload();
 });
 
+// ALL_SCOPES is how many there are: read, exec, files, create, admin.
+const ALL_SCOPES = 5;
+
 const words = { live: 'live', polling: 'polling', offline: 'no connection', connecting: 'connecting' };
 function frame() {
   const link = document.getElementById('link');
@@ -72,7 +77,10 @@ function frame() {
     link.dataset.link = session.link;
     link.textContent = words[session.link];
   }
-  document.getElementById('scope').hidden = session.scope !== 'read';
+  const scope = document.getElementById('scope');
+  const some = session.scopes !== null && session.scopes.length < ALL_SCOPES;
+  scope.hidden = !some;
+  if (some) scope.textContent = session.scopes.length === 1 && session.scopes[0] === 'read' ? 'read only' : `only ${session.scopes.join(', ')}`;
   forget.hidden = token() === '';
 }
 session.addEventListener('change', frame);

@@ -11,6 +11,7 @@ export function h(tag, attributes, ...children) {
     if (value === null || value === undefined || value === false) continue;
     if (name.startsWith('on')) e.addEventListener(name.slice(2), value);
     else if (name === 'title') e.title = visible(value);
+    else if (name === 'aria-label') e.setAttribute(name, visible(value));
     else if (properties.has(name)) e[name] = value;
     else e.setAttribute(name, value === true ? '' : String(value));
   }
@@ -115,13 +116,29 @@ function show({ title, body, fields = [], action, danger = false }) {
     dialog.replaceChildren(form);
     dialog.returnValue = '';
     dialog.addEventListener('close', () => {
-      const values = dialog.returnValue === 'yes' ? Object.fromEntries([...form.elements].filter((f) => f.name).map((f) => [f.name, f.type === 'checkbox' ? f.checked : f.value])) : null;
+      const values = dialog.returnValue === 'yes' ? Object.fromEntries([...form.elements].filter((f) => f.name && (f.type !== 'radio' || f.checked)).map((f) => [f.name, f.type === 'checkbox' ? f.checked : f.value])) : null;
       dialog.replaceChildren();
       done(values);
     }, { once: true });
     dialog.showModal();
-    (fields.length > 0 ? form.querySelector('input') : danger ? cancel : form.querySelector('[type=submit]')).focus();
+    (form.querySelector('input, select') ?? (danger ? cancel : form.querySelector('[type=submit]'))).focus();
   });
+}
+
+// off turns a control off for a reason, or on. It keeps the focus, and says the reason.
+export function off(control, reason) {
+  control.setAttribute('aria-disabled', String(reason !== ''));
+  control.title = reason;
+}
+
+// isOff says whether a control was turned off: its listener does nothing then.
+export const isOff = (control) => control.getAttribute('aria-disabled') === 'true';
+
+// choice is a field whose value is one of [value, label].
+export function choice(name, label, options, value, hint) {
+  const id = `field-${name}`;
+  return h('p', { className: 'field' }, h('label', { htmlFor: id }, label),
+    h('select', { id, name }, options.map(([v, words]) => h('option', { value: v, selected: v === value }, words))), hint ? h('small', null, hint) : null);
 }
 
 export function field(name, label, attributes, hint) {

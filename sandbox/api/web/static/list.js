@@ -52,7 +52,7 @@ export function listView(root, first) {
   const empty = h('p', { className: 'empty', hidden: true });
 
   root.replaceChildren(
-    h('h1', { tabIndex: -1 }, 'Sandboxes'),
+    h('div', { className: 'heading' }, h('h1', { tabIndex: -1 }, 'Sandboxes'), h('a', { id: 'new', className: 'button primary', href: '#/new' }, 'New sandbox')),
     h('form', { className: 'filters', role: 'search', onsubmit: (e) => e.preventDefault() },
       h('p', null, h('label', { htmlFor: 'filter-q' }, 'Search'), q),
       Object.entries(selects).map(([name, e]) => h('p', null, h('label', { htmlFor: `filter-${name}` }, name[0].toUpperCase() + name.slice(1)), e)),
@@ -121,7 +121,7 @@ export function listView(root, first) {
     problems.replaceChildren(data.problems.length ? h('span', null, `The list may lack something: ${data.problems.slice(0, 3).join('; ')}`) : '');
     fill(rows.slice((page - 1) * ROWS, page * ROWS));
     empty.hidden = rows.length > 0;
-    empty.textContent = all.length ? 'No sandbox is like that.' : 'There are no sandboxes. drowse run -d --name NAME IMAGE makes one.';
+    empty.textContent = all.length ? 'No sandbox is like that.' : 'There are no sandboxes.';
     turn(page, pages);
   }
 

@@ -1,8 +1,12 @@
 // One sandbox: what is known of it, what can be done with it, and what it has done.
 import { h, time, at as moment, status, tags, text, code, short, sandboxLink, table, facts, notice, clearNotices, ask, field } from './dom.js';
-import { at, get, work, listOf, bytesOf, watch, session } from './api.js';
+import { at, get, work, listOf, bytesOf, watch, session, lacks } from './api.js';
 import { bytes, span, terminal, count, exact } from './format.js';
+import { polled } from './polled.js';
 import { snapshotTable } from './snapshots.js';
+import { terminalPanel } from './terminal.js';
+import { filesPanel } from './files.js';
+import { policyPanel } from './policy.js';
 
 // MAX_FORKS is sandbox.MaxForks.
 const MAX_FORKS = 64;
@@ -21,7 +25,9 @@ const HISTORY = 10_000;
 // namePattern is sandbox.NamePattern, as patterns of inputs are written.
 const namePattern = '[a-z0-9]([a-z0-9\\-]{0,38}[a-z0-9])?';
 
-const tabs = { overview: 'Overview', snapshots: 'Snapshots', history: 'History', flows: 'Flows', console: 'Console', stats: 'Stats' };
+const tabs = {
+  overview: 'Overview', terminal: 'Terminal', files: 'Files', policy: 'Policy', flows: 'Flows', snapshots: 'Snapshots', history: 'History', console: 'Console', stats: 'Stats',
+};
 
 // actions are what the buttons do. ask returns the body of the request, or null if it is given up.
 const actions = [
@@ -83,24 +89,29 @@ export function sandboxView(root, first) {
   const problem = h('p', { className: 'problem', hidden: true });
   const done = h('p', { id: 'done', role: 'status' });
   const buttons = new Map(actions.map((a) => [a.op, h('button', { type: 'button', className: a.danger ? 'danger' : null, 'data-op': a.op, onclick: () => run(a) }, a.label)]));
-  const bar = h('div', { className: 'actions', role: 'group', 'aria-label': 'Actions' }, [...buttons.values()]);
+  const why = h('p', { id: 'why', className: 'hint', hidden: true });
+  const bar = h('div', { className: 'actions', role: 'group', 'aria-label': 'Actions', 'aria-describedby': 'why' }, [...buttons.values()]);
   const links = new Map(Object.entries(tabs).map(([key, label]) => [key, h('a', { href: `#/sandbox/${encodeURIComponent(name)}${key === 'overview' ? '' : `/${key}`}` }, label)]));
   const body = h('section', { id: 'panel' });
   root.replaceChildren(
-    h('div', { className: 'heading' }, title, state), problem, bar, done,
+    h('div', { className: 'heading' }, title, state), problem, bar, why, done,
     h('nav', { className: 'tabs', 'aria-label': 'Of this sandbox' }, [...links.values()]), body);
 
   function draw() {
     state.replaceChildren(status(gone ? 'removed' : s?.status ?? 'unknown'));
     problem.hidden = !s?.problem;
     problem.replaceChildren(s?.problem ? text(s.problem) : '');
-    bar.hidden = gone || session.scope === 'read';
+    bar.hidden = gone;
+    const reason = lacks('create');
+    why.hidden = gone || reason === '';
+    if (why.textContent !== reason) why.textContent = reason;
     for (const a of actions) {
       const b = buttons.get(a.op);
-      const off = !s || busy !== '' || a.when !== null && !a.when.includes(s.status);
+      const off = !s || busy !== '' || reason !== '' || a.when !== null && !a.when.includes(s.status);
       b.hidden = Boolean(a.has) && !(s && a.has(s));
       // A button that has just been pressed keeps the focus: it says that it is off, and does nothing.
       b.setAttribute('aria-disabled', String(off));
+      b.title = reason;
       if (busy === a.op) b.setAttribute('aria-busy', 'true');
       else b.removeAttribute('aria-busy');
     }
@@ -156,7 +167,10 @@ export function sandboxView(root, first) {
 
   function update(next) {
     const want = Object.hasOwn(panels, next.tab) ? next.tab : 'overview';
-    if (want === tab) return;
+    if (want === tab) {
+      panel?.update?.(next);
+      return;
+    }
     tab = want;
     for (const [key, a] of links) {
       if (key === tab) a.setAttribute('aria-current', 'page');
@@ -165,7 +179,7 @@ export function sandboxView(root, first) {
     panel?.stop?.();
     body.replaceChildren();
     body.setAttribute('aria-label', tabs[tab]);
-    panel = panels[tab](body, name);
+    panel = panels[tab](body, name, next);
     draw();
   }
   update(first);
@@ -180,8 +194,8 @@ export function sandboxView(root, first) {
   };
 }
 
-// Each panel draws into root and returns {sandbox(s, gone), again(), stop()}.
-const panels = { overview, snapshots, history, flows, console: consolePanel, stats };
+// Each panel draws into root and returns {sandbox(s, gone), update(route), again(), stop()}.
+const panels = { overview, terminal: terminalPanel, files: filesPanel, policy: policyPanel, flows, snapshots, history, console: consolePanel, stats };
 
 function overview(root) {
   let drawn = '';
@@ -214,33 +228,6 @@ function overview(root) {
       ]));
     },
   };
-}
-
-// polled draws what it fetches when that has changed.
-function polled(root, what, every, fetch, draw) {
-  const box = h('div', null, h('p', { role: 'status' }, 'Loading…'));
-  root.append(box);
-  let last = '';
-  let value = null;
-  const redraw = () => value !== null && box.replaceChildren(...[draw(value)].flat(Infinity).filter(Boolean));
-  const w = watch(async (signal) => {
-    let next;
-    try {
-      next = await fetch(signal);
-    } catch (e) {
-      if (signal.aborted) throw e;
-      last = '';
-      value = null;
-      box.replaceChildren(h('p', { className: 'problem' }, text(e.message), e.remedy ? ['. ', text(e.remedy)] : null, e.code ? [' (', code(e.code), ')'] : null));
-      throw e;
-    }
-    const key = JSON.stringify(next);
-    if (key === last) return;
-    last = key;
-    value = next;
-    redraw();
-  }, { every });
-  return { redraw, again: () => w.soon(), stop: () => w.stop() };
 }
 
 function snapshots(root, name) {

@@ -701,6 +701,18 @@ History = TypedDict("History", {
     "version": "int",
 })
 
+Host = TypedDict("Host", {
+    "awake_memory_bytes": "int",
+    "awake_memory_most_bytes": "int",
+    "disk_free_bytes": "int",
+    "disk_total_bytes": "int",
+    "memory_available_bytes": NotRequired["int"],
+    "memory_total_bytes": "int",
+    "problems": NotRequired["list[str] | None"],
+    "resolvers": "list[str] | None",
+    "sandboxes": "dict[str, Any]",
+})
+
 ImageLayersItem = TypedDict("ImageLayersItem", {
     "diff_id": "str",
     "digest": NotRequired["str"],
