@@ -11,9 +11,11 @@ const EVERY = 5000;
 function gauge(label, used, most, words, warn = 0.9) {
   const id = `gauge-${label.replaceAll(' ', '-').toLowerCase()}`;
   const part = most > 0 ? used / most : 0;
-  const e = h('meter', { id, min: 0, max: 1, high: warn, optimum: 0 });
-  e.value = Math.min(1, part);
-  return h('div', { className: 'gauge' }, h('label', { htmlFor: id }, label), e, h('p', null, words, part >= warn ? h('strong', { className: 'bad' }, ' Little is left.') : null));
+  const bar = h('div', { className: part >= warn ? 'bar full' : 'bar' });
+  bar.style.width = `${Math.min(1, part) * 100}%`;
+  return h('div', { className: 'gauge' }, h('p', { id, className: 'label' }, label),
+    h('div', { role: 'meter', 'aria-labelledby': id, 'aria-valuemin': 0, 'aria-valuemax': 100, 'aria-valuenow': Math.round(Math.min(1, part) * 100), 'aria-valuetext': words }, bar),
+    h('p', null, words, part >= warn ? h('strong', { className: 'bad' }, ' Little is left.') : null));
 }
 
 export function hostView(root) {
