@@ -34,9 +34,10 @@ func TestMain(m *testing.M) {
 		return
 	}
 	guesttest.MainOf(func() int {
+		before := goleak.IgnoreCurrent()
 		code := m.Run()
 		if code == 0 {
-			if err := goleak.Find(); err != nil {
+			if err := goleak.Find(before); err != nil {
 				fmt.Fprintln(os.Stderr, err)
 				code = 1
 			}

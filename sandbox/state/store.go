@@ -936,8 +936,17 @@ func (s *Store) removeVMDir(name string) error {
 	case err != nil: // a full disk
 		return os.RemoveAll(dir)
 	}
-	return os.RemoveAll(temp)
+	// Others who have just found it under its name may still put a lock into it, each one.
+	var err error
+	for range removeTries {
+		if err = os.RemoveAll(temp); !errors.Is(err, unix.ENOTEMPTY) {
+			break
+		}
+	}
+	return err
 }
+
+const removeTries = 100
 
 // removeFiles deletes a VM that is not running, and what only it needed. It returns what it has freed, and whether
 // the VM is gone. The VM may be gone with an error: what only it needed is deleted afterwards, and the next sweep
