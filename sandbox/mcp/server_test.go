@@ -687,8 +687,15 @@ func FuzzServe(f *testing.F) {
 			t.Errorf("%d bytes are the answer to %d", len(answers), len(input))
 		}
 		for line := range strings.Lines(answers) {
-			var m struct{ JSONRPC string }
-			if err := json.Unmarshal([]byte(line), &m); err != nil || m.JSONRPC != "2.0" {
+			type message struct{ JSONRPC string }
+			all := make([]message, 1)
+			var err error
+			if strings.HasPrefix(line, "[") { // to a batch
+				err = json.Unmarshal([]byte(line), &all)
+			} else {
+				err = json.Unmarshal([]byte(line), &all[0])
+			}
+			if err != nil || len(all) == 0 || slices.ContainsFunc(all, func(m message) bool { return m.JSONRPC != "2.0" }) {
 				t.Errorf("line %.200q: %v", line, err)
 			}
 		}
