@@ -10,6 +10,7 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/guest/audit"
+	"github.com/drowse-vm/drowse/sandbox/api"
 )
 
 func TestDiff_lines_have_what_differs_and_nothing_that_drives_a_terminal(t *testing.T) {
@@ -21,10 +22,10 @@ func TestDiff_lines_have_what_differs_and_nothing_that_drives_a_terminal(t *test
 		{guest.Change{Op: guest.PathChanged, Path: "/d", Mode: 0o700 | fs.ModeDir, Before: 0o755 | fs.ModeSymlink}, "~  dir      0700      0:0               -  /d  (was symlink 0755)", `{"op":"changed","path":"/d","kind":"dir","mode":"0700","before":"symlink 0755","uid":0,"gid":0}`},
 		{guest.Change{Op: guest.PathRemoved, Path: "/x\x1b[2J\n\xff", Mode: 0o644}, `-  file     0644      0:0             0 B  "/x\x1b[2J\n\xff"`, `{"op":"removed","path":"\"/x\\x1b[2J\\n\\xff\"","kind":"file","mode":"0644","uid":0,"gid":0,"size":0}`},
 	} {
-		if got := diffText(diffOf(c.ch)); got != c.text {
+		if got := diffText(api.DiffOf(c.ch)); got != c.text {
 			t.Errorf("got  %q\nwant %q", got, c.text)
 		}
-		if got, err := json.Marshal(diffLine(diffOf(c.ch))); err != nil || string(got) != c.json {
+		if got, err := json.Marshal(diffLine(api.DiffOf(c.ch))); err != nil || string(got) != c.json {
 			t.Errorf("got  %s\nwant %s (%v)", got, c.json, err)
 		}
 	}

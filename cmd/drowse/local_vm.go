@@ -4,14 +4,13 @@ package main
 
 import (
 	"context"
-	"fmt"
 	"io"
-	"io/fs"
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/guest/audit"
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/api"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
 	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/spec"
@@ -104,59 +103,12 @@ func (v localVM) Diff(ctx context.Context, limit int, f func(wire.Diff) error) e
 		return err
 	}
 	defer c.Close()
-	end, err := c.Changes(ctx, limit, func(ch guest.Change) error { return f(diffOf(ch)) })
+	end, err := c.Changes(ctx, limit, func(ch guest.Change) error { return f(api.DiffOf(ch)) })
 	if err != nil {
 		return err
 	}
 	return f(wire.Diff{End: true, More: end.More, Partial: end.Partial})
 }
 
-// diffOf describes a change.
-func diffOf(ch guest.Change) wire.Diff {
-	d := wire.Diff{Op: string(ch.Op), Path: audit.PathText(ch.Path), Kind: kindOf(ch.Mode), Mode: octal(ch.Mode), UID: ch.UID, GID: ch.GID, Size: ch.Size}
-	if ch.Op == guest.PathChanged && ch.Before != ch.Mode {
-		d.Before = kindOf(ch.Before) + " " + octal(ch.Before)
-	}
-	if ch.From != "" {
-		d.From = audit.PathText(ch.From)
-	}
-	return d
-}
-
-// kindOf returns the kind of a file in a word.
-func kindOf(m fs.FileMode) string {
-	switch m.Type() {
-	case 0:
-		return "file"
-	case fs.ModeDir:
-		return "dir"
-	case fs.ModeSymlink:
-		return "symlink"
-	case fs.ModeNamedPipe:
-		return "fifo"
-	case fs.ModeSocket:
-		return "socket"
-	case fs.ModeDevice:
-		return "block"
-	case fs.ModeDevice | fs.ModeCharDevice:
-		return "char"
-	}
-	return "other"
-}
-
-// octal returns the permissions, with setuid, setgid and sticky where chmod(1) has them.
-func octal(m fs.FileMode) string {
-	p := uint32(m.Perm())
-	for _, b := range []struct {
-		m fs.FileMode
-		p uint32
-	}{{fs.ModeSetuid, 0o4000}, {fs.ModeSetgid, 0o2000}, {fs.ModeSticky, 0o1000}} {
-		if m&b.m != 0 {
-			p |= b.p
-		}
-	}
-	return fmt.Sprintf("%04o", p)
-}
-
-// serviceRunning is the agent's.
+// This does not compile unless serviceRunning is the agent's word: a map literal has no key twice.
 var _ = map[bool]struct{}{false: {}, serviceRunning == guest.ServiceRunning: {}}

@@ -257,20 +257,25 @@ func diffLines(s *Server, r *request) (int, any, error) {
 	return s.follow(r, func(ctx context.Context, give func(any) error) error {
 		defer c.Close()
 		end, err := c.Changes(ctx, int(limit), func(ch guest.Change) error {
-			d := wire.Diff{Op: string(ch.Op), Path: audit.PathText(ch.Path), Kind: kindOfFile(ch.Mode), Mode: octalMode(ch.Mode), UID: ch.UID, GID: ch.GID, Size: ch.Size}
-			if ch.Op == guest.PathChanged && ch.Before != ch.Mode {
-				d.Before = kindOfFile(ch.Before) + " " + octalMode(ch.Before)
-			}
-			if ch.From != "" {
-				d.From = audit.PathText(ch.From)
-			}
-			return give(d)
+			return give(DiffOf(ch))
 		})
 		if err != nil {
 			return err
 		}
 		return give(wire.Diff{End: true, More: end.More, Partial: end.Partial})
 	})
+}
+
+// DiffOf returns a path that differs as the API and the command line print it.
+func DiffOf(ch guest.Change) wire.Diff {
+	d := wire.Diff{Op: string(ch.Op), Path: audit.PathText(ch.Path), Kind: kindOfFile(ch.Mode), Mode: octalMode(ch.Mode), UID: ch.UID, GID: ch.GID, Size: ch.Size}
+	if ch.Op == guest.PathChanged && ch.Before != ch.Mode {
+		d.Before = kindOfFile(ch.Before) + " " + octalMode(ch.Before)
+	}
+	if ch.From != "" {
+		d.From = audit.PathText(ch.From)
+	}
+	return d
 }
 
 // hostRoutes returns the routes of what sandboxes share.

@@ -946,6 +946,7 @@ func (s *Store) removeVMDir(name string) error {
 	return err
 }
 
+// removeTries bounds how often: each one who puts in a lock found the directory before it was renamed.
 const removeTries = 100
 
 // removeFiles deletes a VM that is not running, and what only it needed. It returns what it has freed, and whether
