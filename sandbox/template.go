@@ -205,8 +205,9 @@ func (s *Host) keyOf(ctx context.Context, bare Spec) (string, error) {
 	return s.templateKey(bare, boot)
 }
 
-// makeTemplate boots a VM, and makes another one of it as a caller's is made of a template. The sleep of that one
-// becomes the template: it knows which pages a new VM and its first command need. The lock of templates must be held.
+// makeTemplate boots a VM and, from its sleep, makes a second one, just as a caller's VM is made from a template. The
+// sleep of the second becomes the template: it knows which pages a new VM and its first command need. The caller holds
+// the lock of templates.
 func (s *Host) makeTemplate(ctx context.Context, e template.Entry) (_ template.Entry, err error) {
 	if err := s.removeLeft(ctx); err != nil {
 		return e, err
