@@ -2,10 +2,10 @@ package sandbox
 
 import (
 	"os"
-	"path/filepath"
 	"testing"
 	"time"
 
+	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
@@ -73,46 +73,59 @@ func TestWakeHeld(t *testing.T) {
 	}
 }
 
-func TestAheadRecord_takes_the_place_of_the_file_if_it_is_still_true(t *testing.T) {
+func TestSaveRunning_writes_the_record_only_if_more_than_its_phase_has_changed(t *testing.T) {
 	t.Parallel()
 	for name, tc := range map[string]struct {
 		change func(*state.Record)
-		done   bool
+		want   state.Phase
 	}{
-		"the same":               {func(r *state.Record) { r.Phase = state.Running }, true},
-		"something else as well": {func(r *state.Record) { r.Phase, r.Problem = state.Running, "x" }, false},
+		"the phase":              {func(r *state.Record) {}, state.Starting},
+		"something else as well": {func(r *state.Record) { r.TrustedCA = "x" }, state.Running},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			s := sleeper(t, "a")
+			l, err := s.State.Lock("a")
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer l.Release()
 			r, err := s.State.Load("a")
 			if err != nil {
 				t.Fatal(err)
 			}
-			ready := *r
-			ready.Phase = state.Running
-			a, err := s.State.Ahead(&ready)
+			r.Phase, r.PID = state.Starting, os.Getpid()
+			if err := s.State.SaveOver(r, ""); err != nil {
+				t.Fatal(err)
+			}
+			starting := *r
+			r.Phase = state.Running
+			tc.change(r)
+			if err := s.State.SaveRunning(r, starting); err != nil {
+				t.Fatal(err)
+			}
+			if there, err := s.State.Load("a"); err != nil || there.Phase != tc.want || there.TrustedCA != r.TrustedCA {
+				t.Errorf("in the file: %+v, %v, want %s", there, err, tc.want)
+			}
+			// Others see that it runs when its process listens.
+			if there, err := s.State.Get("a"); err != nil || there.Phase != tc.want {
+				t.Errorf("before it listens: %+v, %v, want %s", there, err, tc.want)
+			}
+			listener, err := osfile.ListenUnix(s.State.ControlSocket("a"))
 			if err != nil {
 				t.Fatal(err)
 			}
-			if there, err := s.State.Load("a"); err != nil || there.Phase != state.Asleep {
-				t.Fatalf("before it is committed: %+v, %v", there, err)
+			defer listener.Close()
+			if there, err := s.State.Get("a"); err != nil || there.Phase != state.Running {
+				t.Errorf("when it listens: %+v, %v", there, err)
 			}
-			tc.change(r)
-			done, err := a.Commit(r)
-			if err != nil || done != tc.done {
-				t.Fatalf("%v, %v, want %v", done, err, tc.done)
+			if err := s.State.RemoveSockets("a"); err != nil {
+				t.Fatal(err)
 			}
-			a.Discard()
-			want := state.Asleep
-			if tc.done {
-				want = state.Running
-			}
-			if there, err := s.State.Load("a"); err != nil || there.Phase != want {
-				t.Errorf("%+v, %v, want %s", there, err, want)
-			}
-			if left, err := filepath.Glob(filepath.Join(s.State.VMDir("a"), ".tmp-*")); err != nil || len(left) > 0 {
-				t.Errorf("left: %q, %v", left, err)
+			// Killed, or after a loss of power.
+			l.Release()
+			if there, err := s.State.Get("a"); err != nil || there.Phase != state.Crashed {
+				t.Errorf("when it has ended: %+v, %v", there, err)
 			}
 		})
 	}

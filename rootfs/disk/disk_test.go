@@ -763,3 +763,55 @@ func TestA_disk_makes_its_layers_in_its_file_system(t *testing.T) {
 		wantBytes(t, d, int64(i)*BlockSize, fillBlock(byte(1+i), BlockSize))
 	}
 }
+
+func TestUnused_is_a_top_that_no_disk_has_written_to(t *testing.T) {
+	t.Parallel()
+	const size = 64 * BlockSize
+	for name, tc := range map[string]struct {
+		use  func(*testing.T, *Disk)
+		size int64
+		want bool
+	}{
+		"new":                     {want: true},
+		"opened":                  {use: func(t *testing.T, d *Disk) {}, want: true},
+		"opened and flushed":      {use: func(t *testing.T, d *Disk) { must(t, d.Flush()) }, want: true},
+		"written":                 {use: func(t *testing.T, d *Disk) { _, err := d.WriteAt(fillBlock(7, BlockSize), 0); must(t, err) }},
+		"written at the very end": {use: func(t *testing.T, d *Disk) { _, err := d.WriteAt(fillBlock(7, 512), size-512); must(t, err) }},
+		"zeroed":                  {use: func(t *testing.T, d *Disk) { must(t, d.WriteZeroes(0, BlockSize, true)) }},
+		"larger":                  {size: 2 * size},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			lower, dir := mustCreate(t, size)
+			d := mustOpen(t, lower)
+			_, err := d.WriteAt(fillBlock(1, BlockSize), 0)
+			must(t, err)
+			_, err = d.Seal(t.Context(), filepath.Join(dir, "other"))
+			must(t, err)
+			must(t, d.Flush())
+			must(t, d.Close())
+			path := filepath.Join(dir, "top")
+			st, err := Fork(path, lower, tc.size)
+			must(t, err)
+			if tc.use != nil {
+				top := mustOpen(t, st)
+				if _, err := Unused(path, lower); !errors.Is(err, ErrInUse) {
+					t.Errorf("while it is open: %v, want ErrInUse", err)
+				}
+				tc.use(t, top)
+				must(t, top.Close())
+			}
+			if got, err := Unused(path, lower); got != tc.want || err != nil {
+				t.Errorf("%v, %v, want %v", got, err, tc.want)
+			}
+			for what, of := range map[string]Stack{"itself": st, "what is below": {Layers: []string{filepath.Join(dir, "other")}}} {
+				if got, err := Unused(path, of); got || err != nil {
+					t.Errorf("above %s: %v, %v", what, got, err)
+				}
+			}
+			if got, err := Unused(path+"none", lower); got || err != nil {
+				t.Errorf("a layer that is missing: %v, %v", got, err)
+			}
+		})
+	}
+}

@@ -52,22 +52,41 @@ func Inspect(path string) (LayerInfo, error) {
 // Continues reports whether the parent of the layer in the file path is the uppermost layer of s. It also returns
 // false if there is no such file, or one that never became durable: then none of its data did either.
 func Continues(path string, s Stack) (bool, error) {
-	e := hostEnv()
-	var ids [2]header
-	for i, p := range []string{path, s.Top()} {
-		l, err := e.openLayer(p, os.O_RDONLY, osfile.Shared)
-		if i == 0 && (errors.Is(err, ErrCorrupt) || errors.Is(err, ErrTruncated) || errors.Is(err, ErrMissingParent)) {
+	return hostEnv().above(path, s, func(*layer, header) (bool, error) { return true, nil })
+}
+
+// Unused reports whether the layer in the file path is a new top over s to which no disk has written: using it is like
+// using one that [Fork] makes, but it is durable if it was. An error means that it is not known.
+func Unused(path string, s Stack) (bool, error) {
+	return hostEnv().above(path, s, func(l *layer, below header) (bool, error) {
+		if l.hdr.state != StateOpen || l.hdr.size != below.size {
 			return false, nil
 		}
-		if err != nil {
-			return false, err
-		}
-		ids[i] = l.hdr
-		if err := l.close(); err != nil {
-			return false, err
-		}
+		written := false
+		err := l.mapRuns(func(run) { written = true }) // it leaves out absent blocks
+		return !written, err
+	})
+}
+
+// above returns what is says of the layer in the file path, if its parent is the uppermost layer of s.
+func (e env) above(path string, s Stack, is func(l *layer, below header) (bool, error)) (ok bool, err error) {
+	l, err := e.openLayer(path, os.O_RDONLY, osfile.Shared)
+	if errors.Is(err, ErrCorrupt) || errors.Is(err, ErrTruncated) || errors.Is(err, ErrMissingParent) {
+		return false, nil
 	}
-	return ids[0].parent == ids[1].id, nil
+	if err != nil {
+		return false, err
+	}
+	defer func() { err = errors.Join(err, l.close()) }()
+	below, err := e.openLayer(s.Top(), os.O_RDONLY, osfile.Shared)
+	if err != nil {
+		return false, err
+	}
+	h := below.hdr
+	if err := below.close(); err != nil || l.hdr.parent != h.id {
+		return false, err
+	}
+	return is(l, h)
 }
 
 // Sync makes a layer's file and its name durable. A durably recorded stack must name only durable layers.

@@ -58,8 +58,6 @@ type process struct {
 	// many bytes of the VM are in its owner's sum.
 	sentAll bool
 	counted uint64
-	// replaced is the file of the previous record, open until the report: see state.AheadRecord.
-	replaced *os.File
 	// ended is closed when the process must end.
 	ended   chan struct{}
 	endOnce sync.Once
@@ -194,7 +192,6 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 		}
 		return errors.Join(err, p.store.Save(p.r))
 	}
-	defer p.letGo()
 	lasting, stop := context.WithCancel(ctx)
 	p.lasting = lasting
 	p.events = p.store.NewEventWriter(p.log)
@@ -228,7 +225,6 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 	rep := p.report()
 	rep.Awaited = slices.Clone(p.r.Secrets)
 	o.Report(rep)
-	p.letGo()
 	begun, details := p.begun(before.Maker != 0, o)
 	if begun == events.Started && before.Phase == state.Crashed {
 		details.Problem = "its process was killed before: it has booted with its disk as it was, and what was in memory is lost"
@@ -330,14 +326,6 @@ func (p *process) stillMeant(o ServeOptions) error {
 	return nil
 }
 
-// letGo closes the file of the previous record.
-func (p *process) letGo() {
-	if p.replaced != nil {
-		p.replaced.Close()
-		p.replaced = nil
-	}
-}
-
 // start boots or restores the guest.
 func (p *process) start(ctx context.Context, o ServeOptions) (err error) {
 	r := p.r
@@ -359,11 +347,17 @@ func (p *process) start(ctx context.Context, o ServeOptions) (err error) {
 	if err != nil {
 		return err
 	}
-	if o.Snapshot != "" || o.Fork != nil {
+	fresh := "" // the layer that the record's write must make durable
+	switch unused, ok := p.unusedTop(st); {
+	case ok:
+		st = unused
+	case o.Snapshot != "" || o.Fork != nil:
 		// The layers that a snapshot needs are sealed, and other VMs may use them.
 		st, err = p.newTop(ctx, st)
-	} else {
+		fresh = st.Top()
+	default:
 		st, err = p.writable(ctx, st)
+		fresh = st.Top()
 	}
 	if err != nil {
 		return err
@@ -380,26 +374,15 @@ func (p *process) start(ctx context.Context, o ServeOptions) (err error) {
 	// A wake does not wait for the disk. Until the record says that the VM is awake, its lock does. After a loss
 	// of power the VM is asleep, as of the snapshot that it comes back from anyway. The caller gets its answer
 	// when the record is safe.
-	begun, ahead := make(chan error, 1), &state.AheadRecord{}
+	begun, starting := make(chan error, 1), *r
 	if waking {
-		starting, ready := *r, *r
-		ready.Phase = state.Running
-		go func() {
-			err := p.store.SaveOver(&starting, st.Top())
-			if err == nil {
-				ahead, err = p.store.Ahead(&ready)
-			}
-			begun <- err
-		}()
+		go func() { begun <- p.store.SaveOver(&starting, fresh) }()
 	} else {
-		begun <- p.store.SaveOver(r, st.Top())
+		begun <- p.store.SaveOver(r, fresh)
 	}
 	saved := sync.OnceValue(func() error { return <-begun })
 	// No other write to the record's file may come before this one.
-	defer func() {
-		_ = saved()
-		ahead.Discard()
-	}()
+	defer func() { _ = saved() }()
 	console, err := newRing(p.store.ConsoleLog(r.Spec.Name), maxConsoleLog)
 	if err != nil {
 		return err
@@ -453,14 +436,7 @@ func (p *process) start(ctx context.Context, o ServeOptions) (err error) {
 		return fmt.Errorf("starting %s: %w", r.Spec.Name, control.ErrCanceled)
 	}
 	r.Phase, r.Confined = state.Running, p.in.Confined()
-	// After a loss of power, a VM that was starting counts as one that was running.
-	if done, err := ahead.Commit(r); err != nil {
-		return err
-	} else if done {
-		p.replaced, ahead.Before = ahead.Before, nil
-		return nil
-	}
-	return p.store.SaveBy(p.store.ReplaceFile, r)
+	return p.store.SaveRunning(r, starting)
 }
 
 // connect begins to make the VM's network, if it has one.
@@ -561,6 +537,23 @@ func (p *process) writable(ctx context.Context, st disk.Stack) (disk.Stack, erro
 		}
 	}
 	return p.newTop(ctx, st)
+}
+
+// unusedTop returns the disk of a sleeping VM with the layer above it that its sleep has left for this wake. It is
+// durable, so the wake makes none and waits for none.
+func (p *process) unusedTop(lower disk.Stack) (st disk.Stack, ok bool) {
+	if p.r.Phase != state.Asleep || p.r.NextLayer == 0 || len(lower.Layers) == 0 {
+		return lower, false
+	}
+	path := filepath.Join(p.store.LayerDir(), p.r.LastLayer())
+	// A wake that has failed may have written to it.
+	if unused, err := disk.Unused(path, lower); err != nil || !unused {
+		if err != nil && !errors.Is(err, os.ErrNotExist) {
+			p.log.Info("not using the layer that the last sleep has left", "cause", err)
+		}
+		return lower, false
+	}
+	return lower.With(path), true
 }
 
 // newTop makes the layer that the guest will write to: above the existing layers, or as a fresh file system.
@@ -820,21 +813,17 @@ func (p *process) sleep(ctx context.Context, policy spec.HookPolicy, still func(
 		return res, errors.Join(err, p.in.Continue())
 	}
 	// From here on the snapshot counts.
-	top := p.r.Disk.Layers[len(p.r.Disk.Layers)-1]
 	slept := p.sleepRecord(res)
 	control.Take(&res, slept)
 	if err := p.fallAsleep(c.ID, c.Disk, slept); err != nil {
 		return res, errors.Join(err, p.in.Continue())
 	}
+	// The layer that the guest would have written to next is empty, and waits for its wake: see unusedTop.
 	p.asleep = true
 	p.tell(ctx, events.Slept, events.Details{Snapshot: c.ID, Bytes: res.BytesStored, Milliseconds: res.Stages["pause"]})
 	p.tellHooks(ctx, res.Hooks)
 	if err := p.close(); err != nil {
 		p.log.Warn("closing the VM after its sleep", "error", err)
-	}
-	// The layer that the guest would have written to next is empty.
-	if err := os.Remove(filepath.Join(p.store.LayerDir(), top)); err != nil {
-		p.log.Warn("removing an empty layer", "error", err)
 	}
 	res.Stages["hooks"], res.Stages["sleep"] = control.Milliseconds(hooked), control.Milliseconds(time.Since(begin))
 	return res, nil

@@ -120,6 +120,9 @@ func (m *mark) add(s *Store, r *Record, running bool) {
 	name := r.Spec.Name
 	m.records = append(m.records, r)
 	m.layers.add(r.Disk.Layers, "VM "+name)
+	if r.Phase == Asleep {
+		m.layers.add([]string{r.LastLayer()}, "VM "+name)
+	}
 	last := s.lasts(r)
 	last.Running = running || last.Running && r.making()
 	m.lasting = append(m.lasting, last)

@@ -52,6 +52,7 @@ func (r *Record) GoBack(m *snapshot.Manifest) {
 		r.Spec.VCPUs, r.Spec.MemoryMiB = then.Spec.VCPUs, then.Spec.MemoryMiB
 	}
 	r.Phase, r.PID, r.Problem, r.Exit = Asleep, 0, "", nil
+	r.NextLayer++ // its last layer belongs to the disk that it leaves: see LastLayer
 }
 
 // SnapshotStack returns the writable disk in a snapshot.
@@ -374,62 +375,6 @@ func (s *Store) ReplaceFile(path string, data []byte) error {
 	return nil
 }
 
-// AheadRecord is a record that is written durably before it is true. Commit then puts it in its file's place
-// without waiting for the disk. The zero value is no record.
-type AheadRecord struct {
-	path, temp string
-	data       []byte
-	// Before is the file that it replaces. While it is open, the kernel need not free its blocks on the disk,
-	// which takes longer than the rest of a rename.
-	Before *os.File
-}
-
-// Ahead writes a record beside its file. The caller must discard the result, also after an error.
-func (s *Store) Ahead(r *Record) (*AheadRecord, error) {
-	data, err := EncodeRecord(r)
-	a := &AheadRecord{path: s.RecordPath(r.Spec.Name), data: data}
-	if err == nil {
-		a.temp, err = osfile.WriteTemp(s.FS, a.path, a.data, 0o600)
-	}
-	if err == nil {
-		a.Before, err = os.Open(a.path)
-	}
-	if err != nil {
-		return a, fmt.Errorf("saving VM %s: %w", r.Spec.Name, err)
-	}
-	return a, nil
-}
-
-// Commit puts the record in its file's place if r is the record that was written.
-func (a *AheadRecord) Commit(r *Record) (done bool, err error) {
-	if a.temp == "" {
-		return false, nil
-	}
-	data, err := EncodeRecord(r)
-	if err == nil && !bytes.Equal(data, a.data) {
-		return false, nil
-	}
-	if err == nil {
-		err = os.Rename(a.temp, a.path)
-	}
-	if err != nil {
-		return false, fmt.Errorf("saving VM %s: %w", r.Spec.Name, err)
-	}
-	a.temp = ""
-	return true, nil
-}
-
-// Discard removes what was not committed, and closes the previous file. RemoveSockets removes what a killed
-// process leaves.
-func (a *AheadRecord) Discard() {
-	if a.Before != nil {
-		a.Before.Close()
-	}
-	if a.temp != "" {
-		_ = os.Remove(a.temp)
-	}
-}
-
 // EncodeRecord returns the text of a record.
 func EncodeRecord(r *Record) ([]byte, error) {
 	data, err := json.MarshalIndent(r, "", "  ")
@@ -441,11 +386,15 @@ func (s *Store) Save(r *Record) error {
 	return s.SaveBy(func(path string, data []byte) error { return osfile.WriteFileIn(s.FS, path, data, 0o600) }, r)
 }
 
-// SaveOver is Save for a record that names a disk layer at path top, which may not be durable yet. It makes the
-// layer durable before the record. It writes both at once, since a wake may wait for it.
+// SaveOver is Save for a record that names a disk layer at path top, which is not durable yet; empty is none. It makes
+// the layer durable before the record. It writes both at once, since a wake may wait for it.
 func (s *Store) SaveOver(r *Record, top string) error {
 	synced := make(chan error, 1)
-	go func() { synced <- disk.Sync(top) }()
+	if top == "" {
+		synced <- nil
+	} else {
+		go func() { synced <- disk.Sync(top) }()
+	}
 	return s.SaveBy(func(path string, data []byte) error {
 		temp, err := osfile.WriteTemp(s.FS, path, data, 0o600)
 		if serr := <-synced; err == nil && serr != nil {
@@ -456,6 +405,18 @@ func (s *Store) SaveOver(r *Record, top string) error {
 		}
 		return err
 	}, r)
+}
+
+// SaveRunning records that a VM runs whose record in its file is starting. If only the phase differs it writes nothing:
+// see Get. Otherwise the file may be the previous one after a loss of power, when both say the same of the VM.
+func (s *Store) SaveRunning(r *Record, starting Record) error {
+	starting.Phase = r.Phase
+	before, berr := EncodeRecord(&starting)
+	now, err := EncodeRecord(r)
+	if err = errors.Join(berr, err); err != nil || bytes.Equal(before, now) {
+		return err
+	}
+	return s.SaveBy(s.ReplaceFile, r)
 }
 
 // SaveBy writes a record to its file by write.
@@ -505,7 +466,8 @@ func DecodeRecord(data []byte) (*Record, error) {
 	return r, d.Decode(r)
 }
 
-// Get returns a VM's record. It first cleans up after a killed process.
+// Get returns a VM's record. It first cleans up after a killed process. A VM that is starting by its file runs if its
+// process answers: a wake does not write its record twice.
 func (s *Store) Get(name string) (*Record, error) {
 	r, err := s.Load(name)
 	if err != nil {
@@ -516,6 +478,10 @@ func (s *Store) Get(name string) (*Record, error) {
 	}
 	l, err := s.Lock(name)
 	if errors.Is(err, spec.ErrRunning) {
+		// Its process has removed the socket of an earlier one before it saved this record.
+		if _, err := os.Lstat(s.ControlSocket(name)); err == nil {
+			r.Phase = Running
+		}
 		return r, nil
 	}
 	if err != nil {
@@ -816,8 +782,12 @@ func (s *Store) Create(r *Record) (*VMLock, error) {
 // NewLayer returns the name of the VM's next layer and counts it in the record. The caller must save that.
 func (r *Record) NewLayer() string {
 	r.NextLayer++
-	return fmt.Sprintf("%s-%d", r.ID, r.NextLayer)
+	return r.LastLayer()
 }
+
+// LastLayer returns the name that NewLayer returned last. While a VM sleeps, that layer is empty, lies above its disk,
+// and waits for its wake, unless something has removed it.
+func (r *Record) LastLayer() string { return fmt.Sprintf("%s-%d", r.ID, r.NextLayer) }
 
 // Absolute turns the names of layers in a record or snapshot into paths. It refuses a name that leads out of the
 // store, because a snapshot may come from elsewhere.
