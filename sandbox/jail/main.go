@@ -266,7 +266,7 @@ func (c *child) prepare(o prepareOrder) error {
 	if err != nil {
 		return err
 	}
-	_ = snapshot.PrepareDecoders(pager.DefaultHandlers + 1) // a failure shows at the wake
+	_, _ = WarmUp(), snapshot.PrepareDecoders(pager.DefaultHandlers+1) // a failure shows at the wake
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.prebuilt = prebuilt

@@ -1,10 +1,13 @@
 package jail
 
 import (
+	"encoding/json"
+	"errors"
 	"time"
 
 	"github.com/drowse-vm/drowse/devices/secrets"
 	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/rootfs/volume"
 	"github.com/drowse-vm/drowse/sandbox/instance"
@@ -293,4 +296,32 @@ type symbol struct {
 	Name   string `json:"name"`
 	Offset uint64 `json:"offset"`
 	Known  bool   `json:"known"`
+}
+
+// WarmUp does, with made-up data, what a process does for the first time when a VM starts: package json analyzes the
+// types of messages. Both ends call it before there is a VM.
+func WarmUp() error {
+	now := time.Now().UTC()
+	policy := &netpolicy.Policy{Rules: []netpolicy.Rule{{Direction: netpolicy.Egress, Verdict: netpolicy.Allow}}}
+	return errors.Join(
+		exchange([]string{passTAP}),
+		exchange(startOrder{
+			Spec:    spec.VM{Name: "warm-up", Network: spec.NetworkTAP, Policy: policy, Idle: spec.Idle{SleepSeconds: 1}},
+			Disk:    disk.Stack{Layers: []string{"a"}},
+			Volumes: []volumeOrder{{}}, Secrets: []spec.SecretFile{{}},
+		}),
+		exchange(started{Stages: map[string]time.Duration{"resume_ready": 1}, Failures: []guest.HookFailure{{}}}),
+		exchange(fileOrder{Op: fileOpen, Name: "a"}),
+		exchange(fileInfo{ModTime: now}),
+	)
+}
+
+// exchange encodes a message and decodes it.
+func exchange[T any](m T) error {
+	body, err := json.Marshal(m)
+	if err != nil {
+		return err
+	}
+	var read T
+	return json.Unmarshal(body, &read)
 }

@@ -11,6 +11,7 @@ import (
 
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox/control"
+	"github.com/drowse-vm/drowse/sandbox/jail"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
@@ -49,5 +50,5 @@ func warmUp() error {
 		return err
 	}
 	report := control.Report{Name: "warm-up", Begun: now, Stages: map[string]float64{"resume_ready": 1}, Network: &spec.NetworkInfo{Address: netpolicy.TheWire.Guest4}}
-	return json.NewEncoder(io.Discard).Encode(report)
+	return errors.Join(json.NewEncoder(io.Discard).Encode(report), jail.WarmUp())
 }

@@ -131,8 +131,12 @@ type chunk struct {
 	mu sync.Mutex
 	// known is true once leaf has been read. leaf is nil if all pages are zeros. mu guards both. They do not
 	// change once known is set.
-	known   bool
-	leaf    *snapshot.Leaf
+	known bool
+	leaf  *snapshot.Leaf
+	// ahead is 1 + the frame that Prefetch decompresses without mu, and 0 if there is none. came is signalled when
+	// that has ended.
+	ahead   int
+	came    sync.Cond
 	present [words]atomic.Uint64
 	zeroed  [words]atomic.Uint64
 }
@@ -152,6 +156,16 @@ func (c *chunk) setPresent(first, n int) {
 	for i := first; i < first+n; i++ {
 		w, m := bit(i)
 		c.present[w].Or(m)
+	}
+}
+
+// await waits while Prefetch decompresses the frame of page i: to do the same beside it would take longer. c.mu is held.
+func (c *chunk) await(i int) {
+	for c.ahead > 0 {
+		if f, _, ok := c.leaf.Page(i); !ok || f+1 != c.ahead {
+			return
+		}
+		c.came.Wait()
 	}
 }
 
@@ -448,6 +462,7 @@ func (p *Pager) chunk(n uint64) *chunk {
 		return c
 	}
 	c := new(chunk)
+	c.came.L = &c.mu
 	if !p.isRegistered(n) {
 		// The kernel fills these with zeros itself.
 		c.known = true
@@ -525,6 +540,7 @@ func (p *Pager) ensurePage(page uint64) error {
 	i := int(page % chunkPages)
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	c.await(i)
 	if c.isPresent(i) {
 		return nil
 	}

@@ -986,3 +986,71 @@ func TestA_source_does_not_ask_a_cache(t *testing.T) {
 		t.Errorf("the cache was asked %d times", n)
 	}
 }
+
+// heldFrames is a cache without frames, whose first question waits until it is released.
+type heldFrames struct {
+	asked, release chan struct{}
+	later          atomic.Bool
+}
+
+func (h *heldFrames) Read(uint64, *snapshot.Frame, []byte) ([]byte, bool) {
+	if !h.later.Swap(true) {
+		close(h.asked)
+		<-h.release
+	}
+	return nil, false
+}
+
+func TestA_fault_waits_for_the_frame_that_is_being_loaded_ahead(t *testing.T) {
+	const page = 100
+	s := openSnapshot(t, makeSnapshot(t, 64<<20, smallRAM))
+	leaf, err := s.Memory().Leaf(0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	frame, _, _ := leaf.Page(page)
+	other := uint64(page)
+	for f, stored := frame, true; f == frame || !stored; f, _, stored = leaf.Page(int(other)) {
+		other++
+	}
+	cache := &heldFrames{asked: make(chan struct{}), release: make(chan struct{})}
+	p, mem := newPagerFor(t, s, Options{Cache: cache, WorkingSet: []uint64{page}})
+	p.Start()
+	loaded := make(chan struct{})
+	go func() {
+		defer close(loaded)
+		p.LoadWorkingSet()
+	}()
+	<-cache.asked
+	// Another frame of the chunk does not wait.
+	got, want := make([]byte, pageSize), make([]byte, pageSize)
+	read := func(page uint64) error { return mem.Read(gpaOf(t, mem, page), got) }
+	if err := read(other); err != nil {
+		t.Fatal(err)
+	}
+	if expect(smallRAM, other, want); !bytes.Equal(got, want) {
+		t.Errorf("page %d is wrong", other)
+	}
+	touched := make(chan error, 1)
+	o := newToucher(t)
+	go func() { touched <- o.read(mem, gpaOf(t, mem, page), got) }()
+	for p.Stats().ReadFaults.Load() == 0 { // then a handler has the fault
+		time.Sleep(time.Millisecond)
+	}
+	select {
+	case err := <-touched:
+		t.Fatalf("the page came before its frame: %v", err)
+	case <-time.After(20 * time.Millisecond):
+	}
+	close(cache.release)
+	if err := <-touched; err != nil {
+		t.Fatal(err)
+	}
+	<-loaded
+	if expect(smallRAM, page, want); !bytes.Equal(got, want) {
+		t.Errorf("page %d is wrong", page)
+	}
+	if n := p.Stats().Frames.Load(); n != 2 {
+		t.Errorf("%d frames were decompressed, want one each of both", n)
+	}
+}

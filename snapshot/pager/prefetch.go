@@ -27,7 +27,7 @@ func (p *Pager) Prefetch(ctx context.Context, pages []uint64) error {
 		if err := p.usable(ctx); err != nil {
 			return err
 		}
-		if err := p.prefetch(page, w); err != nil {
+		if err := p.prefetch(page, w, true); err != nil {
 			return p.fail(err)
 		}
 	}
@@ -46,9 +46,9 @@ func (p *Pager) usable(ctx context.Context) error {
 }
 
 // prefetch loads the frame of a page before any thread waits for it. It decompresses without the chunk's mutex, so
-// that a fault in the same chunk waits only for the copying. If the fault is for the same frame, prefetch's work
-// is wasted.
-func (p *Pager) prefetch(page uint64, w *worker) error {
+// that a fault in the same chunk waits only for the copying. With claim, a fault for the same frame waits for it as
+// well. Without, the fault is not held up by a thread of low priority, and prefetch's work is wasted.
+func (p *Pager) prefetch(page uint64, w *worker, claim bool) error {
 	c := p.chunk(page / chunkPages)
 	i := int(page % chunkPages)
 	if !c.missing(i) {
@@ -56,9 +56,8 @@ func (p *Pager) prefetch(page uint64, w *worker) error {
 	}
 	c.mu.Lock()
 	leaf, err := p.leafOf(c, page/chunkPages)
-	missing := c.missing(i) // the last holder of the mutex may have loaded it
-	c.mu.Unlock()
-	if err != nil || !missing {
+	if err != nil || !c.missing(i) { // the last holder of the mutex may have loaded it
+		c.mu.Unlock()
 		return err
 	}
 	var raw []byte
@@ -66,13 +65,22 @@ func (p *Pager) prefetch(page uint64, w *worker) error {
 	if leaf != nil {
 		frame, _, stored = leaf.Page(i)
 	}
+	if claim = claim && stored && c.ahead == 0; claim {
+		c.ahead = frame + 1
+	}
+	c.mu.Unlock()
 	if stored {
-		if raw, err = p.readFrame(page, leaf.Frame(frame), w); err != nil {
-			return err
-		}
+		raw, err = p.readFrame(page, leaf.Frame(frame), w)
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	if claim {
+		c.ahead = 0
+		c.came.Broadcast()
+	}
+	if err != nil {
+		return err
+	}
 	if p.Err() != nil || !c.missing(i) {
 		return nil
 	}
@@ -130,7 +138,7 @@ func (p *Pager) load(ctx context.Context) error {
 			if err := p.usable(ctx); err != nil {
 				return err
 			}
-			if err := p.prefetch(n*chunkPages+uint64(i), w); err != nil {
+			if err := p.prefetch(n*chunkPages+uint64(i), w, false); err != nil {
 				return p.fail(err)
 			}
 		}

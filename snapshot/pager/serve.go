@@ -80,6 +80,7 @@ func (p *Pager) resolve(page uint64, w *worker) error {
 	i := int(page % chunkPages)
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	c.await(i)
 	switch {
 	case c.isPresent(i):
 		// Another fill was faster, and has woken all waiting threads.
