@@ -41,7 +41,7 @@ const socketFD = 3
 func Main() error {
 	// The keeper decides when the VM ends. A terminal or a host that shuts down signals both.
 	signal.Ignore(syscall.SIGHUP, syscall.SIGINT, syscall.SIGTERM)
-	c := &child{log: slog.New(slog.NewTextHandler(os.Stderr, nil)), ended: make(chan struct{}),
+	c := &child{percent: -1, log: slog.New(slog.NewTextHandler(os.Stderr, nil)), ended: make(chan struct{}),
 		connects: make(chan struct{}, maxConnects)}
 	c.fs.ask = c.askFile
 	defer c.fs.close()
@@ -84,7 +84,7 @@ type child struct {
 
 	mu       sync.Mutex // guards what follows
 	prebuilt *instance.Prebuilt
-	dirtyLog bool
+	percent  int // GOGC of a child that has prepared, else -1
 	in       *instance.Instance
 	volumes  []*volume.Volume
 	hooks    hookRun
@@ -271,6 +271,8 @@ func (c *child) prepare(o prepareOrder) error {
 	defer c.mu.Unlock()
 	c.prebuilt = prebuilt
 	runtime.GC()
+	// Without a goal for the heap, the runtime keeps what is free of it: to get it back takes a wake's time.
+	c.percent = debug.SetGCPercent(-1)
 	return nil
 }
 
@@ -283,15 +285,19 @@ func (c *child) instance() (*instance.Instance, error) {
 	return c.in, nil
 }
 
+// gcPause is how long after a start the garbage collector stays off.
+const gcPause = 100 * time.Millisecond
+
 // start makes the VM of what was passed.
 func (c *child) start(ctx context.Context, o startOrder) (any, error) {
-	if percent := debug.SetGCPercent(-1); percent >= 0 {
-		defer debug.SetGCPercent(percent)
-	}
+	percent := debug.SetGCPercent(-1)
 	c.mu.Lock()
+	percent = max(percent, c.percent)
 	prebuilt := c.prebuilt
 	c.prebuilt = nil
 	c.mu.Unlock()
+	// Not before the keeper has the answer.
+	defer time.AfterFunc(gcPause, func() { debug.SetGCPercent(percent) })
 	p := instance.Parts{
 		Spec: o.Spec, Kernel: o.Kernel, Initramfs: o.Initramfs, SystemDisk: o.SystemDisk, Cmdline: o.Cmdline, Image: o.Image,
 		Disk: o.Disk, VM: o.VM, Secrets: o.Secrets, PageCache: o.PageCache, NoDirtyLog: o.NoDirtyLog, Prebuilt: prebuilt,

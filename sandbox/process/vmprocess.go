@@ -211,6 +211,8 @@ func standBy(ctx, terminated context.Context, s *state.Store, program []string, 
 	prioritize()()
 	PauseGC()()
 	runtime.GC()
+	// Without a goal for the heap, the runtime keeps what is free of it: to get it back takes a wake's time.
+	percent := debug.SetGCPercent(-1)
 	conn, err := control.FileConn(os.NewFile(control.PoolFD, "pool"))
 	if err != nil {
 		return err
@@ -233,6 +235,7 @@ func standBy(ctx, terminated context.Context, s *state.Store, program []string, 
 		return fmt.Errorf("standing by for a VM: %w", err)
 	}
 	conn.Close()
+	debug.SetGCPercent(percent)
 	if err := standardFiles(files[0]); err != nil {
 		return fmt.Errorf("opening the log of VM %s: %w", ord.Name, err)
 	}
