@@ -69,7 +69,7 @@ connections that it carries end. With --on-exit sleep it puts all VMs to sleep f
 			if conns < 1 {
 				return usageError{fmt.Errorf("%d connections at once: use 1 or more", conns)}
 			}
-			if err := errors.Join(web.check(), gate.check(), wire.check(), exit.check(), others.check()); err != nil {
+			if err := errors.Join(web.check(&wire), gate.check(), wire.check(), exit.check(), others.check()); err != nil {
 				return err
 			}
 			if err := requireJail(confined); err != nil {
@@ -124,7 +124,11 @@ func lacking(s confine.Support) error {
 
 // serve supervises and answers until ctx ends.
 func (a *app) serve(ctx context.Context, s *sandbox.Host, l pool.Launcher, o supervisor.Options, web *apiFlags, gate *gatewayFlags, wire *e2bFlags, exit *exitFlags, others *clusterFlags) (err error) {
-	listeners, err := web.listeners(s)
+	if web.tcp.Identities, err = web.identities(a); err != nil {
+		return err
+	}
+	defer web.tcp.Identities.Close()
+	listeners, err := web.listeners(a, s)
 	if err != nil {
 		return err
 	}
@@ -168,7 +172,7 @@ func (a *app) serve(ctx context.Context, s *sandbox.Host, l pool.Launcher, o sup
 		resolvers = dns.Upstreams
 	}
 	server := api.New(api.Options{
-		Host: s, Version: version(), Tokens: tokensOf(web.tokens, s), Sources: a.sources(s), Hosts: web.hosts, Live: []api.Check{works}, Ready: readiness(s), Log: a.log, Resolvers: resolvers,
+		Host: s, Version: version(), Tokens: tokensOf(web.tokens, s), Identities: web.tcp.Identities, Sources: a.sources(s), Hosts: web.hosts, Live: []api.Check{works}, Ready: readiness(s), Log: a.log, Resolvers: resolvers,
 		Mounts:  append(mounts, api.Mount{Pattern: "GET /metrics", Scope: api.ScopeRead, AllOwners: true, Handler: figures.Handler()}),
 		Context: traceContext(spans),
 	})

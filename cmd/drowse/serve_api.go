@@ -16,16 +16,18 @@ import (
 
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api"
+	"github.com/drowse-vm/drowse/sandbox/api/identity"
 	"github.com/drowse-vm/drowse/sandbox/api/tokens"
+	"github.com/drowse-vm/drowse/sandbox/gateway"
 	"github.com/drowse-vm/drowse/sandbox/supervisor"
 )
 
 // apiFlags say how to serve the API.
 type apiFlags struct {
-	off    bool
-	tcp    api.TCP
-	tokens string
-	hosts  []string
+	off                              bool
+	tcp                              api.TCP
+	tokens, cert, key, ids, clientCA string
+	hosts                            []string
 }
 
 func (f *apiFlags) add(cmd *cobra.Command) {
@@ -33,15 +35,26 @@ func (f *apiFlags) add(cmd *cobra.Command) {
 	fl.BoolVar(&f.off, "no-api", false, "do not serve the HTTP API, not even on "+api.SocketFile+" in the state directory")
 	fl.StringVar(&f.tcp.Address, "listen", "", "also serve the HTTP API on this HOST:PORT, to callers with a token")
 	fl.StringVar(&f.tokens, "token-file", "", "file with tokens (default "+tokens.File+" in the state directory; see \"drowse token\")")
-	fl.StringVar(&f.tcp.Cert, "tls-cert", "", "certificate for --listen, PEM")
-	fl.StringVar(&f.tcp.Key, "tls-key", "", "key of the certificate, PEM")
+	fl.StringVar(&f.cert, "tls-cert", "", "certificate for --listen, PEM; read again when it changes")
+	fl.StringVar(&f.key, "tls-key", "", "key of the certificate, PEM")
 	fl.BoolVar(&f.tcp.Plain, "no-tls", false, "allow --listen without TLS on an address that others reach, because something else encrypts")
+	fl.StringVar(&f.ids, "identities", "", "file with OpenID Connect issuers, and what their and certificates' identities may do (docs/guides/api.md)")
+	fl.StringVar(&f.clientCA, "client-ca", "", "authorities of client certificates, PEM, for --listen with TLS; read again when it changes")
 	fl.StringArrayVar(&f.hosts, "host", nil, "host name of this server, besides addresses and localhost; repeatable")
 }
 
-func (f *apiFlags) check() error {
-	if f.tcp.Address == "" && (f.tcp.Cert != "" || f.tcp.Key != "" || f.tcp.Plain || f.tokens != "") {
+func (f *apiFlags) check(wire *e2bFlags) error {
+	if f.tcp.Address == "" && (f.cert != "" || f.key != "" || f.tcp.Plain || f.tokens != "") {
 		return usageError{errors.New("--token-file, --tls-cert, --tls-key and --no-tls go with --listen")}
+	}
+	if (f.cert == "") != (f.key == "") {
+		return usageError{errors.New("--tls-cert goes with --tls-key")}
+	}
+	if f.ids != "" && f.tcp.Address == "" && wire.listen == "" {
+		return usageError{errors.New("--identities goes with --listen or --e2b")}
+	}
+	if f.clientCA != "" && (f.ids == "" || f.cert == "") {
+		return usageError{errors.New("--client-ca goes with --identities, which says what certificates may do, and with --tls-cert")}
 	}
 	if f.off && (f.tcp.Address != "" || len(f.hosts) > 0) {
 		return usageError{errors.New("--listen and --host do not go with --no-api")}
@@ -57,8 +70,20 @@ func tokensOf(path string, s *sandbox.Host) *tokens.Store {
 	return tokens.Open(path)
 }
 
+// identities returns the callers for whom others vouch; nil if there is no file of them.
+func (f *apiFlags) identities(a *app) (*identity.Store, error) {
+	if f.ids == "" {
+		return nil, nil
+	}
+	s, err := identity.Open(identity.Options{File: f.ids, ClientCA: f.clientCA, Log: a.log})
+	if err != nil {
+		return nil, usageError{err}
+	}
+	return s, nil
+}
+
 // listeners returns the listeners of the API.
-func (f *apiFlags) listeners(s *sandbox.Host) (out []net.Listener, err error) {
+func (f *apiFlags) listeners(a *app, s *sandbox.Host) (out []net.Listener, err error) {
 	defer func() {
 		if err != nil {
 			for _, l := range out {
@@ -80,6 +105,11 @@ func (f *apiFlags) listeners(s *sandbox.Host) (out []net.Listener, err error) {
 		out = append(out, l)
 	}
 	if f.tcp.Address != "" {
+		if f.cert != "" {
+			if f.tcp.TLS, err = gateway.Certificates(f.cert, f.key, a.log); err != nil {
+				return out, usageError{err}
+			}
+		}
 		l, err := f.tcp.Listen(tokensOf(f.tokens, s))
 		if errors.Is(err, api.ErrListen) || errors.Is(err, tokens.ErrTokens) {
 			err = usageError{err}

@@ -65,7 +65,7 @@ func (f *e2bFlags) open(a *app, s *sandbox.Host, web *apiFlags, o *supervisor.Op
 	tokens := tokensOf(web.tokens, s)
 	if all, err := tokens.Read(); err != nil {
 		return nil, err
-	} else if len(all) == 0 {
+	} else if len(all) == 0 && web.tcp.Identities == nil {
 		return nil, usageError{errors.New("nobody could use --e2b: make a key with `drowse token create --e2b --scope write NAME`")}
 	}
 	servers, err := hostDNS()
@@ -73,7 +73,7 @@ func (f *e2bFlags) open(a *app, s *sandbox.Host, web *apiFlags, o *supervisor.Op
 		a.log.Warn("sandboxes of E2B's clients cannot resolve names", "cause", err)
 	}
 	options := e2b.Options{
-		Host: s, Tokens: tokens, Domain: f.domain, Templates: map[string]string{}, Network: mayHaveNetworks(), DNS: servers, Log: a.log,
+		Host: s, Tokens: tokens, Identities: web.tcp.Identities, Domain: f.domain, Templates: map[string]string{}, Network: mayHaveNetworks(), DNS: servers, Log: a.log,
 	}
 	for _, t := range f.templates {
 		name, image, _ := strings.Cut(t, "=")

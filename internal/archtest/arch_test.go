@@ -60,6 +60,7 @@ var rules = []rule{
 	{"sandbox/api/web", nil},
 	// Tokens are also those of other listeners.
 	{"sandbox/api/tokens", []string{"internal/osfile"}},
+	{"sandbox/api/identity", []string{"sandbox/api/tokens"}},
 	{"sandbox/api", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/sources", "sandbox/spec", "sandbox/template", "sandbox/fleet/...", "sandbox/records", "sandbox/lifetime", "sandbox/events", "sandbox/build", "netpolicy", "rootfs/image/...", "rootfs/volume", "guest", "guest/audit", "internal/osfile", "guest/report"}},
 	// What carries connections from outside knows sandboxes, and no VM.
 	{"sandbox/gateway", []string{"sandbox", "sandbox/state", "sandbox/spec", "sandbox/events", "sandbox/fleet", "guest", "guest/agentpb"}},
@@ -69,7 +70,7 @@ var rules = []rule{
 	{"sandbox/e2b/e2bpb/...", nil},
 	{"sandbox/e2b/interpreter", nil},
 	{"sandbox/e2b/e2btest", []string{"sandbox", "sandbox/api/tokens", "sandbox/e2b/...", "sandbox/pool", "sandbox/sandboxtest", "sandbox/spec", "sandbox/state", "sandbox/supervisor", "guest", "guest/agent", "guest/agentpb"}},
-	{"sandbox/e2b", []string{"sandbox", "sandbox/api/tokens", "sandbox/gateway", "sandbox/state", "sandbox/spec", "sandbox/fleet", "sandbox/lifetime", "netpolicy", "rootfs/image", "guest", "guest/audit"}},
+	{"sandbox/e2b", []string{"sandbox", "sandbox/api/identity", "sandbox/api/tokens", "sandbox/gateway", "sandbox/state", "sandbox/spec", "sandbox/fleet", "sandbox/lifetime", "netpolicy", "rootfs/image", "guest", "guest/audit"}},
 	{"sandbox/lifetime", nil},
 	// Where secrets come from, which only the host knows.
 	{"sandbox/sources", []string{"sandbox/spec", "internal/osfile"}},

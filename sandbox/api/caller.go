@@ -19,6 +19,7 @@ import (
 	"golang.org/x/time/rate"
 
 	"github.com/drowse-vm/drowse/internal/osfile"
+	"github.com/drowse-vm/drowse/sandbox/api/identity"
 	"github.com/drowse-vm/drowse/sandbox/api/tokens"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
 )
@@ -63,32 +64,50 @@ func (s *Server) caller(r *http.Request) (Caller, error) {
 		}
 		return Caller{Name: fmt.Sprintf("uid %d", p.uid), Scopes: tokens.All(), Local: true}, nil
 	}
-	t, wait, err := s.o.Tokens.Admit(shown(r))
+	id, wait, err := s.admit(r)
+	known := Caller{Name: id.Name}
 	switch {
-	case errors.Is(err, tokens.ErrUnknown):
+	case err == tokens.ErrUnknown: //nolint:errorlint // without a cause
 		return Caller{}, own(wire.CodeUnauthorized, showToken, "the request has no token that is known")
+	case errors.Is(err, tokens.ErrUnknown):
+		return Caller{}, own(wire.CodeUnauthorized, showToken, "%w", err)
+	case err == tokens.ErrExpired: //nolint:errorlint // without a cause
+		return known, own(wire.CodeUnauthorized, showToken, "the token %s has expired", id.Name)
 	case errors.Is(err, tokens.ErrExpired):
-		return Caller{Name: t.Name}, own(wire.CodeUnauthorized, showToken, "the token %s has expired", t.Name)
+		return known, own(wire.CodeUnauthorized, showToken, "%w", err)
+	case errors.Is(err, identity.ErrUnmapped):
+		return known, own(wire.CodeForbidden, "have a rule for it added to the file of `drowse serve --identities`", "%w", err)
+	case errors.Is(err, identity.ErrIssuer):
+		return Caller{}, own(wire.CodeIssuer, "try again: see Retry-After", "%w", later{err, identity.RetryAfter})
 	case errors.Is(err, tokens.ErrRate):
-		return Caller{Name: t.Name}, own(wire.CodeTooMany, "ask less often: see Retry-After", "%w", tooOften{t, wait})
+		err = later{fmt.Errorf("%s has %d requests a second", id.Name, id.Rate), wait}
+		return known, own(wire.CodeTooMany, "ask less often: see Retry-After", "%w", err)
 	case err != nil:
 		s.log.Error("nobody is let in over TCP", "error", err)
-		return Caller{}, own(wire.CodeForbidden, "see the log of `drowse serve`", "the server cannot read its tokens")
+		return Caller{}, own(wire.CodeForbidden, "see the log of `drowse serve`", "the server cannot read its tokens or identities")
 	}
-	return Caller{Name: t.Name, Scopes: t.Scopes, Owner: t.Owner, token: t}, nil
+	return Caller{Name: id.Name, Scopes: id.Scopes, Owner: id.Owner, is: id}, nil
 }
 
-const showToken = "show a token of `drowse token create` as \"Authorization: Bearer TOKEN\""
+// admit admits the sender of a request over TCP. If it shows a token, that decides, whatever its certificate is: a bad
+// token beside a good certificate is refused.
+func (s *Server) admit(r *http.Request) (identity.Identity, time.Duration, error) {
+	text := shown(r)
+	if text == "" && len(r.Header.Values("Authorization")) == 0 && r.TLS != nil && len(r.TLS.PeerCertificates) > 0 {
+		return s.o.Identities.AdmitCertificate(r.TLS)
+	}
+	return s.o.Identities.Admit(r.Context(), s.o.Tokens, text)
+}
 
-// tooOften is the error of a request beyond a token's rate.
-type tooOften struct {
-	of   tokens.Token
+const showToken = "show a token of `drowse token create` or of a known issuer as \"Authorization: Bearer TOKEN\""
+
+// later is an error of a request that may be repeated after a while.
+type later struct {
+	error
 	wait time.Duration
 }
 
-func (t tooOften) Error() string {
-	return fmt.Sprintf("%s has %d requests a second", t.of.Name, t.of.Rate)
-}
+func (l later) Unwrap() error { return l.error }
 
 // shown returns the token that a request shows.
 func shown(r *http.Request) string {

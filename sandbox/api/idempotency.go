@@ -67,7 +67,7 @@ func (s *Server) once(r *request, do func() (int, any, error)) (int, any, error)
 		return 0, nil, err
 	}
 	what := sha256.Sum256(bytes.Join([][]byte{[]byte(r.Method), []byte(r.URL.RequestURI()), text}, []byte{0}))
-	name := keyOf{caller{r.caller().Name, r.caller().Owner, r.caller().token.Hash}, key}
+	name := keyOf{caller{r.caller().Name, r.caller().Owner, r.caller().is.Hash}, key}
 	for {
 		a, mine, err := s.keys.take(name, what)
 		if err != nil {

@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/internal/osfile"
+	"github.com/drowse-vm/drowse/sandbox/api/identity"
 	"github.com/drowse-vm/drowse/sandbox/api/tokens"
 )
 
@@ -40,20 +41,22 @@ var ErrListen = errors.New("the API cannot be served like that")
 type TCP struct {
 	// Address is HOST:PORT. An empty host is refused: use 0.0.0.0 or [::] for all addresses.
 	Address string
-	// Cert and Key are PEM files; both or none.
-	Cert, Key string
+	// TLS, if not nil, has the server's certificates.
+	TLS *tls.Config
+	// Identities are callers besides those with tokens, and have client certificates asked for; nil is none.
+	Identities *identity.Store
 	// Plain allows a non-loopback address without TLS, for a server behind something else that encrypts.
 	Plain bool
 }
 
-// Listen listens on TCP, with TLS if there is a certificate. It refuses to listen if no token exists, and without
-// TLS at an address that other hosts reach.
+// Listen listens on TCP, with TLS if it is configured. It refuses to listen if there are neither tokens nor Identities,
+// and without TLS at an address that other hosts reach.
 func (t TCP) Listen(known *tokens.Store) (net.Listener, error) {
 	all, err := known.Read()
 	if err != nil {
 		return nil, err
 	}
-	if len(all) == 0 {
+	if len(all) == 0 && t.Identities == nil {
 		return nil, fmt.Errorf("%w: there is no token in %s, and nobody could be let in over TCP: make one with `drowse token create`", ErrListen, known.Path())
 	}
 	host, _, err := net.SplitHostPort(t.Address)
@@ -63,16 +66,11 @@ func (t TCP) Listen(known *tokens.Store) (net.Listener, error) {
 	if host == "" {
 		return nil, fmt.Errorf("%w: address %q: name the host's address, or 0.0.0.0 or [::] for all", ErrListen, t.Address)
 	}
-	if (t.Cert == "") != (t.Key == "") {
-		return nil, fmt.Errorf("%w: TLS wants both a certificate and its key", ErrListen)
-	}
-	var config *tls.Config
-	if t.Cert != "" {
-		pair, err := tls.LoadX509KeyPair(t.Cert, t.Key)
-		if err != nil {
-			return nil, fmt.Errorf("%w: the certificate: %w", ErrListen, err)
-		}
-		config = &tls.Config{Certificates: []tls.Certificate{pair}, MinVersion: tls.VersionTLS12, NextProtos: []string{"h2", "http/1.1"}}
+	config := t.TLS
+	if config != nil {
+		config = config.Clone()
+		config.MinVersion, config.NextProtos = max(config.MinVersion, tls.VersionTLS12), []string{"h2", "http/1.1"}
+		config = t.Identities.TLS(config)
 	}
 	l, err := net.Listen("tcp", t.Address)
 	if err != nil {

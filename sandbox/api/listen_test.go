@@ -10,7 +10,6 @@ import (
 	"crypto/tls"
 	"crypto/x509"
 	"crypto/x509/pkix"
-	"encoding/pem"
 	"errors"
 	"fmt"
 	"io"
@@ -38,8 +37,8 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state/statetest"
 )
 
-// certificate makes a self-signed certificate for localhost.
-func certificate(t *testing.T) (cert, key string, pool *x509.CertPool) {
+// serverTLS makes a self-signed certificate for localhost.
+func serverTLS(t *testing.T) (*tls.Config, *x509.CertPool) {
 	t.Helper()
 	private, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
@@ -53,21 +52,13 @@ func certificate(t *testing.T) (cert, key string, pool *x509.CertPool) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	keyDER, err := x509.MarshalECPrivateKey(private)
+	parsed, err := x509.ParseCertificate(der)
 	if err != nil {
 		t.Fatal(err)
 	}
-	dir := t.TempDir()
-	cert, key = filepath.Join(dir, "cert.pem"), filepath.Join(dir, "key.pem")
-	certPEM := pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der})
-	for path, text := range map[string][]byte{cert: certPEM, key: pem.EncodeToMemory(&pem.Block{Type: "EC PRIVATE KEY", Bytes: keyDER})} {
-		if err := os.WriteFile(path, text, 0o600); err != nil {
-			t.Fatal(err)
-		}
-	}
-	pool = x509.NewCertPool()
-	pool.AppendCertsFromPEM(certPEM)
-	return cert, key, pool
+	pool := x509.NewCertPool()
+	pool.AddCert(parsed)
+	return &tls.Config{Certificates: []tls.Certificate{{Certificate: [][]byte{der}, PrivateKey: private}}}, pool
 }
 
 func TestTCP_is_refused_without_tokens_and_without_TLS_where_others_reach_it(t *testing.T) {
@@ -76,7 +67,7 @@ func TestTCP_is_refused_without_tokens_and_without_TLS_where_others_reach_it(t *
 	if _, err := some.Create(tokens.Token{Name: "a", Scopes: tokens.Scopes{tokens.ScopeRead}}); err != nil {
 		t.Fatal(err)
 	}
-	cert, key, _ := certificate(t)
+	config, _ := serverTLS(t)
 	for name, tc := range map[string]struct {
 		tcp    api.TCP
 		tokens *tokens.Store
@@ -87,9 +78,8 @@ func TestTCP_is_refused_without_tokens_and_without_TLS_where_others_reach_it(t *
 		"all addresses":                       {api.TCP{Address: "0.0.0.0:0"}, some, false},
 		"all addresses by no host":            {api.TCP{Address: ":0"}, some, false},
 		"all addresses, said to be encrypted": {api.TCP{Address: "0.0.0.0:0", Plain: true}, some, true},
-		"all addresses with TLS":              {api.TCP{Address: "0.0.0.0:0", Cert: cert, Key: key}, some, true},
-		"TLS without tokens":                  {api.TCP{Address: "127.0.0.1:0", Cert: cert, Key: key}, none, false},
-		"a certificate without its key":       {api.TCP{Address: "127.0.0.1:0", Cert: cert}, some, false},
+		"all addresses with TLS":              {api.TCP{Address: "0.0.0.0:0", TLS: config}, some, true},
+		"TLS without tokens":                  {api.TCP{Address: "127.0.0.1:0", TLS: config}, none, false},
 		"no port":                             {api.TCP{Address: "127.0.0.1"}, some, false},
 	} {
 		l, err := tc.tcp.Listen(tc.tokens)
@@ -131,8 +121,8 @@ func TestTCP_callers_may_do_what_their_tokens_say_until_these_are_taken_away(t *
 	if err != nil {
 		t.Fatal(err)
 	}
-	cert, key, pool := certificate(t)
-	l, err := api.TCP{Address: "127.0.0.1:0", Cert: cert, Key: key}.Listen(known)
+	config, pool := serverTLS(t)
+	l, err := api.TCP{Address: "127.0.0.1:0", TLS: config}.Listen(known)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -22,6 +22,7 @@ import (
 
 	"github.com/drowse-vm/drowse/guest/audit"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/api/identity"
 	"github.com/drowse-vm/drowse/sandbox/api/tokens"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
 	"github.com/drowse-vm/drowse/sandbox/control"
@@ -67,8 +68,10 @@ type Options struct {
 	Host *sandbox.Host
 	// Version is the program's.
 	Version string
-	// Tokens are those of callers that do not use the Unix socket.
-	Tokens *tokens.Store
+	// Tokens are those of callers that do not use the Unix socket. Identities are such callers for whom others vouch; nil
+	// is none.
+	Tokens     *tokens.Store
+	Identities *identity.Store
 	// Sources are where secrets may come from; nil is none. The Launcher of Host gets their values.
 	Sources *sources.Store
 	// Resolvers are the host's name servers, which clients that write policies are told.
@@ -185,14 +188,14 @@ func Draining(ctx context.Context) <-chan struct{} {
 
 // Caller is the sender of a request.
 type Caller struct {
-	// Name is that of the token, or "uid N" of a peer of the Unix socket; empty for an unknown caller.
+	// Name is that of the token or identity, or "uid N" of a peer of the Unix socket; empty for an unknown caller.
 	Name   string
 	Scopes tokens.Scopes
 	// Owner, if not empty, is whose sandboxes the caller reaches; it does not learn of others.
 	Owner string
 	// Local reports whether the caller is a peer of the Unix socket.
 	Local bool
-	token tokens.Token // unless Local
+	is    identity.Identity // unless Local
 }
 
 // CallerOf returns the caller of a request that a Mount gets.
@@ -256,8 +259,7 @@ func (s *Server) bounded(want Scope, allOwners bool, in *room, next http.Handler
 		}
 		if err != nil && want != ScopeNone {
 			s.refusals.log(s.log, r, c.Name, err)
-			var late tooOften
-			if errors.As(err, &late) {
+			if late, ok := errors.AsType[later](err); ok {
 				w.Header().Set("Retry-After", strconv.Itoa(int(late.wait/time.Second)+1))
 			}
 			if fleet.CodeOf(err) == wire.CodeUnauthorized {
@@ -543,7 +545,7 @@ var statuses = byCode(map[int][]records.Code{
 	// The host or the guest has no room or no means at present.
 	http.StatusServiceUnavailable: {
 		"host-memory", "addresses-full", "address-range", "network-full", "network-nat", "network-pins", "policy-kernel", "no-kvm", "no-permission", "guest-full", "guest-unavailable",
-		records.CodeCanceled, wire.CodeBusy,
+		records.CodeCanceled, wire.CodeBusy, wire.CodeIssuer,
 	},
 	http.StatusGatewayTimeout:      {records.CodeTimeout},
 	http.StatusInsufficientStorage: {"no-space", "disk-no-space"},

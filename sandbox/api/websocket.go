@@ -3,6 +3,7 @@ package api
 import (
 	"bytes"
 	"context"
+	"crypto/sha256"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -272,15 +273,21 @@ func (s *Server) watch(c Caller, end context.CancelCauseFunc) (forget func()) {
 func (s *Server) look() {
 	s.watched.mu.Lock()
 	defer s.watched.mu.Unlock()
-	valid := map[string]error{}
+	type admitted struct { // tokens of one name may end at different times
+		name    string
+		hash    [sha256.Size]byte
+		expires time.Time
+	}
+	valid := map[admitted]error{}
 	for w := range s.watched.all {
 		if w.caller.Local {
 			continue
 		}
-		err, ok := valid[w.caller.Name]
+		by := admitted{w.caller.Name, w.caller.is.Hash, w.caller.is.Expires}
+		err, ok := valid[by]
 		if !ok {
-			err = s.o.Tokens.Valid(w.caller.token)
-			valid[w.caller.Name] = err
+			err = s.o.Identities.Valid(s.o.Tokens, w.caller.is)
+			valid[by] = err
 		}
 		if errors.Is(err, tokens.ErrUnknown) || errors.Is(err, tokens.ErrExpired) {
 			w.end(err)

@@ -16,6 +16,7 @@ import (
 
 	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/api/identity"
 	"github.com/drowse-vm/drowse/sandbox/api/tokens"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/spec"
@@ -161,14 +162,18 @@ func (s *Server) key(r *http.Request) (tokens.Token, error) {
 			return tokens.Token{}, fail(http.StatusUnauthorized, "the request has two keys")
 		}
 	}
-	t, wait, err := s.o.Tokens.Admit(shown[0])
+	id, wait, err := s.o.Identities.Admit(r.Context(), s.o.Tokens, shown[0])
 	switch {
 	case errors.Is(err, tokens.ErrExpired), errors.Is(err, tokens.ErrUnknown):
-		return t, fail(http.StatusUnauthorized, "the key is not valid")
+		return id.Token, fail(http.StatusUnauthorized, "the key is not valid: %v", err)
+	case errors.Is(err, identity.ErrUnmapped):
+		return id.Token, fail(http.StatusForbidden, "%v", err)
+	case errors.Is(err, identity.ErrIssuer):
+		return id.Token, fail(http.StatusServiceUnavailable, "%v: try again in %v", err, identity.RetryAfter)
 	case errors.Is(err, tokens.ErrRate):
-		return t, fail(http.StatusTooManyRequests, "the key is used too often: try again in %v", wait.Round(time.Millisecond))
+		return id.Token, fail(http.StatusTooManyRequests, "the key is used too often: try again in %v", wait.Round(time.Millisecond))
 	}
-	return t, err
+	return id.Token, err
 }
 
 // starting lets few requests start VMs at once. The caller calls the function in the end.

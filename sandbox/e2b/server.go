@@ -18,6 +18,7 @@ import (
 	"github.com/drowse-vm/drowse/internal/lazyregexp"
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/api/identity"
 	"github.com/drowse-vm/drowse/sandbox/api/tokens"
 	"github.com/drowse-vm/drowse/sandbox/gateway"
 	"github.com/drowse-vm/drowse/sandbox/spec"
@@ -38,6 +39,8 @@ type Options struct {
 	// Tokens are the keys. One with the scope read may look; to do anything it needs exec, files and create as well. One
 	// with an owner reaches that owner's sandboxes.
 	Tokens *tokens.Store
+	// Identities have keys that an issuer signs; nil is none.
+	Identities *identity.Store
 	// Domain is that of the host names {port}-{sandboxID}.{domain} of ports in sandboxes, with ":port" if need be.
 	// Empty leaves clients to E2B_DOMAIN, and sandboxes are reached by header only.
 	Domain string

@@ -47,7 +47,7 @@ func (c *certFiles) get(*tls.ClientHelloInfo) (*tls.Certificate, error) {
 	if now := c.now(); now.Sub(c.checked) >= CheckEvery {
 		c.checked = now
 		if err := c.reread(); err != nil {
-			c.log.Warn("the old certificate of the gateway stays in use", "error", err)
+			c.log.Warn("the old certificate stays in use", "file", c.cert, "error", err)
 		}
 	}
 	return c.pair, nil

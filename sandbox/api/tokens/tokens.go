@@ -97,6 +97,14 @@ func (t *Token) check() string {
 	return ""
 }
 
+// Check returns what is wrong with the token beside its hash.
+func (t Token) Check() error {
+	if wrong := t.check(); wrong != "" {
+		return errors.New(wrong)
+	}
+	return nil
+}
+
 // line returns the token as a line of the file.
 func (t *Token) line() string {
 	out := fmt.Sprintf("%s %x %s", t.Name, t.Hash, t.Scopes)

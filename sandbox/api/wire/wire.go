@@ -55,6 +55,7 @@ const (
 	CodeUpgrade      records.Code = "upgrade"      // the path is a WebSocket
 	CodeKeyUsed      records.Code = "key-used"     // another request had this Idempotency-Key
 	CodeTooMany      records.Code = "too-many"     // too many requests of this caller at once
+	CodeIssuer       records.Code = "issuer"       // the issuer of the token does not answer
 )
 
 // ErrorDoc is the answer to a failed request.
