@@ -263,6 +263,13 @@ func (a *Authority) sign(is, by *x509.Certificate, public crypto.PublicKey, key 
 	return out
 }
 
+// Under issues a client's certificate by one that is no authority.
+func Under(tb testing.TB, by tls.Certificate, is *x509.Certificate) tls.Certificate {
+	tb.Helper()
+	a := &Authority{tb: tb, cert: by.Leaf, key: by.PrivateKey.(crypto.Signer), over: by.Certificate} //nolint:forcetypeassert // of issue
+	return a.Client(is)
+}
+
 // Pool returns the authority as a pool of roots.
 func (a *Authority) Pool() *x509.CertPool {
 	pool := x509.NewCertPool()

@@ -54,7 +54,7 @@ func (a *authorities) read(path string) error {
 // pool returns the authorities as they are now. The caller holds mu.
 func (s *Store) pool() *x509.CertPool {
 	a := &s.cas
-	if now := s.now(); now.Sub(a.checked) >= checkEvery {
+	if now := s.now(); now.Sub(a.checked).Abs() >= checkEvery {
 		a.checked = now
 		info, err := os.Stat(s.o.ClientCA)
 		if err == nil && !a.seen.sameAs(info) {

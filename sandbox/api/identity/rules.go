@@ -81,7 +81,7 @@ type pattern struct {
 
 // UnmarshalYAML reads a pattern.
 func (p *pattern) UnmarshalYAML(n *yaml.Node) error {
-	if n.Kind != yaml.ScalarNode || n.ShortTag() == "!!null" || n.Value == "" {
+	if n.Kind != yaml.ScalarNode {
 		return fmt.Errorf("line %d: a pattern is a text", n.Line)
 	}
 	var err error
@@ -206,6 +206,11 @@ func (r *rule) check() (err error) {
 	for _, given := range []bool{r.Owner != "", r.OwnerFrom != "", r.AllOwners} {
 		if given {
 			owners++
+		}
+	}
+	for claim, p := range r.Match {
+		if p.text == "" { // also a null, which no method reads
+			return fmt.Errorf("the pattern for %q is empty", claim)
 		}
 	}
 	switch {
