@@ -2,6 +2,7 @@ package api_test
 
 import (
 	"fmt"
+	"maps"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -12,9 +13,14 @@ import (
 	"time"
 
 	"crypto/sha256"
+	"crypto/tls"
+	"crypto/x509"
+	"crypto/x509/pkix"
 
+	"github.com/drowse-vm/drowse/internal/test/vouch"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api"
+	"github.com/drowse-vm/drowse/sandbox/api/identity"
 	"github.com/drowse-vm/drowse/sandbox/api/tokens"
 	"github.com/drowse-vm/drowse/sandbox/sandboxtest"
 	"github.com/drowse-vm/drowse/sandbox/spec"
@@ -168,15 +174,18 @@ func TestRights_of_every_route_are_those_of_the_table(t *testing.T) {
 		}
 		return out
 	}
-	wrong := map[tokens.Scope]string{}
-	for _, s := range tokens.All() {
-		wrong[s] = token("all-but-"+string(s), "", some(s))
+	all, ours := vouched(t, some)
+	all["token"] = shows{
+		"none": func(*http.Request) {}, "unknown": bearer("drowse_unknown"), "expired": bearer("expired-secret"),
+		"other": bearer(token("ours", "us", some(tokens.ScopeAdmin))),
 	}
-	ours := token("ours", "us", some(tokens.ScopeAdmin))
-	server := api.New(api.Options{Host: m.host, Tokens: known})
+	for _, s := range tokens.All() {
+		all["token"]["but "+string(s)] = bearer(token("all-but-"+string(s), "", some(s)))
+	}
+	server := api.New(api.Options{Host: m.host, Tokens: known, Identities: ours})
 	before := stateOf(t, m.host)
 	var table strings.Builder
-	fmt.Fprintf(&table, "%-58s %-7s %5s %7s %7s %5s %6s\n", "route", "scope", "none", "unknown", "expired", "wrong", "other")
+	fmt.Fprintf(&table, "%-58s %-7s %-11s %5s %7s %7s %8s %5s %6s\n", "route", "scope", "by", "none", "unknown", "expired", "unmapped", "wrong", "other")
 	for _, route := range described {
 		want, ok := rights[route]
 		if !ok {
@@ -184,44 +193,136 @@ func TestRights_of_every_route_are_those_of_the_table(t *testing.T) {
 			continue
 		}
 		method, pattern, _ := strings.Cut(route, " ")
-		ask := func(token string) int {
-			where := strings.NewReplacer("{name}", "theirs", "{id}", shot.Snapshot, "{process}", "1", "{port}", "80", "{secret}", "s", "{service}", "s", "{ref}", "none", "{volume}", "none", "{operation}", "none", "{template}", "none").Replace(pattern)
-			r := httptest.NewRequestWithContext(t.Context(), method, "http://localhost"+where, nil)
-			if token != "" {
-				r.Header.Set("Authorization", "Bearer "+token)
-			}
-			w := httptest.NewRecorder()
-			server.ServeHTTP(w, r)
-			return w.Code
-		}
-		none, unknown, late := ask(""), ask("drowse_unknown"), ask("expired-secret")
-		wrongScope, other := 0, 0
-		if want.scope == tokens.ScopeNone {
-			if none/100 == 4 || unknown/100 == 4 || late/100 == 4 {
-				t.Errorf("%s is for everybody, and answers %d, %d and %d", route, none, unknown, late)
-			}
-		} else {
-			wrongScope = ask(wrong[want.scope])
-			if none != 401 || unknown != 401 || late != 401 || wrongScope != 403 {
-				t.Errorf("%s answers %d without a token, %d to an unknown one, %d to an expired one, %d to a wrong scope", route, none, unknown, late, wrongScope)
-			}
-			other = ask(ours)
-			switch want.of {
-			case "sandbox", "snapshot":
-				if other != 404 {
-					t.Errorf("%s answers %d to another owner's token, want 404", route, other)
+		for _, by := range slices.Sorted(maps.Keys(all)) {
+			ask := func(how string) int {
+				show := all[by][how]
+				if show == nil {
+					return 0
 				}
-			case "host":
-				if other != 403 {
-					t.Errorf("%s answers %d to a token with an owner, want 403", route, other)
+				where := strings.NewReplacer("{name}", "theirs", "{id}", shot.Snapshot, "{process}", "1", "{port}", "80", "{secret}", "s", "{service}", "s", "{ref}", "none", "{volume}", "none", "{operation}", "none", "{template}", "none").Replace(pattern)
+				r := httptest.NewRequestWithContext(t.Context(), method, "http://localhost"+where, nil)
+				show(r)
+				w := httptest.NewRecorder()
+				server.ServeHTTP(w, r)
+				return w.Code
+			}
+			none, unknown, late, unmapped := ask("none"), ask("unknown"), ask("expired"), ask("unmapped")
+			wrongScope, other := 0, 0
+			if want.scope == tokens.ScopeNone {
+				if none/100 == 4 || unknown/100 == 4 || late/100 == 4 || unmapped/100 == 4 {
+					t.Errorf("%s is for everybody, and answers %d, %d, %d and %d by %s", route, none, unknown, late, unmapped, by)
+				}
+			} else {
+				wrongScope = ask("but " + string(want.scope))
+				if none != 401 || unknown != 401 || late != 401 || wrongScope != 403 || by != "token" && unmapped != 403 {
+					t.Errorf("%s by %s answers %d without anything, %d to an unknown one, %d to an expired one, %d to one without a rule, %d to a wrong scope", route, by, none, unknown, late, unmapped, wrongScope)
+				}
+				other = ask("other")
+				switch want.of {
+				case "sandbox", "snapshot":
+					if other != 404 {
+						t.Errorf("%s by %s answers %d to another owner, want 404", route, by, other)
+					}
+				case "host":
+					if other != 403 {
+						t.Errorf("%s by %s answers %d to a caller with an owner, want 403", route, by, other)
+					}
 				}
 			}
+			fmt.Fprintf(&table, "%-58s %-7s %-11s %5d %7d %7d %8d %5d %6d\n", route, want.scope, by, none, unknown, late, unmapped, wrongScope, other)
 		}
-		fmt.Fprintf(&table, "%-58s %-7s %5d %7d %7d %5d %6d\n", route, want.scope, none, unknown, late, wrongScope, other)
 	}
 	t.Log("\n" + table.String())
 	if after := stateOf(t, m.host); after != before {
 		t.Errorf("sandboxes were\n%s\nand are\n%s", before, after)
+	}
+}
+
+// shows are ways in which a caller shows who it is, by what is to come of it.
+type shows map[string]func(*http.Request)
+
+func bearer(text string) func(*http.Request) {
+	return func(r *http.Request) { r.Header.Set("Authorization", "Bearer "+text) }
+}
+
+// vouched returns callers for whom an issuer and an authority of certificates vouch, and those who let them in.
+func vouched(t *testing.T, but func(tokens.Scope) tokens.Scopes) (map[string]shows, *identity.Store) {
+	t.Helper()
+	issuer, ca := vouch.NewIssuer(t), vouch.NewAuthority(t)
+	rules := func(claim string) (out string) {
+		for _, s := range tokens.All() {
+			out += fmt.Sprintf("  - {match: {%s: 'but %s'}, all_owners: true, scopes: '%s'}\n", claim, s, but(s))
+		}
+		return out + fmt.Sprintf("  - {match: {%s: other}, owner: us, scopes: '%s'}\n  - {match: {%s: expired}, all_owners: true, scopes: write}\n", claim, but(tokens.ScopeAdmin), claim)
+	}
+	file := filepath.Join(t.TempDir(), "identities.yaml")
+	text := fmt.Sprintf("issuers:\n- name: idp\n  url: %s\n  audience: drowse\n  ca: %s\n  rules:\n%scertificates:\n  rules:\n%s", issuer.URL, issuer.CA, rules("sub"), rules("cn"))
+	if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	ids, err := identity.Open(identity.Options{File: file, ClientCA: ca.File})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(ids.Close)
+	cert := func(by *vouch.Authority, name string, until time.Duration) func(*http.Request) {
+		is := by.Client(&x509.Certificate{Subject: pkix.Name{CommonName: name}, NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(until)})
+		return func(r *http.Request) { r.TLS = &tls.ConnectionState{PeerCertificates: []*x509.Certificate{is.Leaf}} }
+	}
+	past := map[string]any{"exp": time.Now().Add(-time.Minute).Unix()}
+	foreign := vouch.NewIssuer(t)
+	jwt := shows{
+		"none": bearer(""), "unknown": bearer(foreign.Token("expired", map[string]any{"iss": issuer.URL})), "expired": bearer(issuer.Token("expired", past)),
+		"unmapped": bearer(issuer.Token("nobody", nil)), "other": bearer(issuer.Token("other", nil)),
+	}
+	certs := shows{
+		"none": func(r *http.Request) { r.TLS = &tls.ConnectionState{} }, "unknown": cert(vouch.NewAuthority(t), "expired", time.Hour), "expired": cert(ca, "expired", -time.Minute),
+		"unmapped": cert(ca, "nobody", time.Hour), "other": cert(ca, "other", time.Hour),
+	}
+	for _, s := range tokens.All() {
+		name := "but " + string(s)
+		jwt[name], certs[name] = bearer(issuer.Token(name, nil)), cert(ca, name, time.Hour)
+	}
+	return map[string]shows{"jwt": jwt, "certificate": certs}, ids
+}
+
+func TestToken_beside_a_certificate_decides_alone(t *testing.T) {
+	all, ids := vouched(t, func(tokens.Scope) tokens.Scopes { return tokens.Scopes{tokens.ScopeRead, tokens.ScopeExec} })
+	known := tokens.Open(filepath.Join(t.TempDir(), tokens.File))
+	secret, err := known.Create(tokens.Token{Name: "static", Scopes: tokens.Scopes{tokens.ScopeRead}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	server := api.New(api.Options{Host: &sandbox.Host{}, Tokens: known, Identities: ids})
+	good, bad := all["certificate"]["other"], all["certificate"]["unknown"]
+	basic := func(r *http.Request) { r.SetBasicAuth("a", "b") }
+	for name, tc := range map[string]struct {
+		show []func(*http.Request)
+		code int
+		says string
+	}{
+		"a certificate alone":                      {[]func(*http.Request){good}, 200, `"owner":"us"`},
+		"a token beside it":                        {[]func(*http.Request){good, bearer(secret)}, 200, `"scopes":["read"]}`},
+		"a token of an issuer beside it":           {[]func(*http.Request){good, all["jwt"]["but admin"]}, 200, `"scopes":["read","exec"]}`},
+		"an unknown token beside it":               {[]func(*http.Request){good, bearer("drowse_x")}, 401, "no token that is known"},
+		"an expired token beside it":               {[]func(*http.Request){good, all["jwt"]["expired"]}, 401, "has expired at"},
+		"an unmapped token beside it":              {[]func(*http.Request){good, all["jwt"]["unmapped"]}, 403, "idp:nobody may do nothing here"},
+		"an empty token beside it":                 {[]func(*http.Request){good, bearer("")}, 401, "no token"},
+		"another way to say who it is":             {[]func(*http.Request){good, basic}, 401, "no token"},
+		"a bad certificate alone":                  {[]func(*http.Request){bad}, 401, "the client certificate is refused"},
+		"a bad certificate, which need not be one": {[]func(*http.Request){bad, bearer(secret)}, 200, `"scopes":["read"]}`},
+		"an expired certificate":                   {[]func(*http.Request){all["certificate"]["expired"]}, 401, "the client certificate has expired"},
+		"a certificate that no rule knows":         {[]func(*http.Request){all["certificate"]["unmapped"]}, 403, "cert:cn:nobody may do nothing here"},
+	} {
+		r := httptest.NewRequest(http.MethodGet, "https://localhost/v1/version", nil)
+		for _, show := range tc.show {
+			show(r)
+		}
+		w := httptest.NewRecorder()
+		server.ServeHTTP(w, r)
+		if w.Code != tc.code || !strings.Contains(w.Body.String(), tc.says) {
+			t.Errorf("%s: %d %s, want %d with %s", name, w.Code, w.Body, tc.code, tc.says)
+		}
 	}
 }
 
