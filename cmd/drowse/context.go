@@ -3,12 +3,14 @@ package main
 import (
 	"cmp"
 	"crypto/rand"
+	"crypto/tls"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"io/fs"
 	"maps"
+	"net/http"
 	"net/netip"
 	"net/url"
 	"os"
@@ -29,6 +31,76 @@ type serverContext struct {
 	URL          string `json:"url"`
 	Token        string `json:"token,omitempty"`
 	InsecureHTTP bool   `json:"insecure_http,omitempty"`
+	credentials
+}
+
+// credentials are files that are read again when they are used: tokens and certificates of short life are replaced.
+type credentials struct {
+	TokenFile  string `json:"token_file,omitempty"`
+	ClientCert string `json:"client_cert,omitempty"`
+	ClientKey  string `json:"client_key,omitempty"`
+}
+
+// check checks credentials beside a token, whose sources have these names.
+func (c *credentials) check(token string, names [4]string) error {
+	switch {
+	case token != "" && c.TokenFile != "":
+		return usageError{fmt.Errorf("%s does not go with %s", names[0], names[1])}
+	case (c.ClientCert == "") != (c.ClientKey == ""):
+		return usageError{fmt.Errorf("%s goes with %s", names[2], names[3])}
+	}
+	return nil
+}
+
+// token reads the token.
+func (c *credentials) token() (string, error) {
+	f, err := os.Open(c.TokenFile)
+	if err != nil {
+		return "", fmt.Errorf("the token: %w", err)
+	}
+	defer f.Close()
+	text, err := io.ReadAll(io.LimitReader(f, maxToken+1))
+	if err != nil {
+		return "", fmt.Errorf("the token: %w", err)
+	}
+	token := strings.TrimSpace(string(text))
+	if !isToken(token) || len(text) > maxToken {
+		return "", fmt.Errorf("%s has no token", c.TokenFile)
+	}
+	return token, nil
+}
+
+// isToken reports whether a text can be sent as a token.
+func isToken(text string) bool {
+	return text != "" && len(text) <= maxToken && !strings.ContainsFunc(text, func(r rune) bool { return r <= ' ' || r > '~' })
+}
+
+// certificate reads the client certificate.
+func (c *credentials) certificate(*tls.CertificateRequestInfo) (*tls.Certificate, error) {
+	pair, err := tls.LoadX509KeyPair(c.ClientCert, c.ClientKey)
+	if err != nil {
+		return nil, fmt.Errorf("the client certificate: %w", err)
+	}
+	return &pair, nil
+}
+
+// withToken sends the token of a file with each request.
+type withToken struct {
+	*http.Transport
+	of credentials
+}
+
+func (w withToken) RoundTrip(r *http.Request) (*http.Response, error) {
+	token, err := w.of.token()
+	if err != nil {
+		if r.Body != nil {
+			r.Body.Close()
+		}
+		return nil, err
+	}
+	r = r.Clone(r.Context())
+	r.Header.Set("Authorization", "Bearer "+token)
+	return w.Transport.RoundTrip(r)
 }
 
 // contexts is the file of a user's contexts.
@@ -40,7 +112,7 @@ type contexts struct {
 // maxContexts bounds the file, in bytes, and maxToken a token.
 const (
 	maxContexts = 1 << 20
-	maxToken    = 4 << 10
+	maxToken    = 16 << 10
 )
 
 var contextName = regexp.MustCompile(`^[a-z0-9][a-z0-9._-]{0,62}$`)
@@ -204,7 +276,7 @@ const (
 // add adds the flags to the help and to completion; take reads them.
 func (h *hostFlags) add(root *cobra.Command) {
 	f := root.Flags()
-	f.String(hostFlag, "", "URL or context of a \"drowse serve\" to work with, or \""+localName+"\"; stands before the command ($DROWSE_HOST, with the token $DROWSE_TOKEN)")
+	f.String(hostFlag, "", "URL or context of a \"drowse serve\" to work with, or \""+localName+"\"; stands before the command ($DROWSE_HOST, with $DROWSE_TOKEN or $DROWSE_TOKEN_FILE)")
 	f.Bool(insecureFlag, false, "with --host: allow http to other machines")
 	_ = root.RegisterFlagCompletionFunc(hostFlag, func(*cobra.Command, []string, string) ([]string, cobra.ShellCompDirective) {
 		c, _ := readContexts()
@@ -252,6 +324,7 @@ type server struct {
 	url   *url.URL
 	token string
 	name  string // of its context, or ""
+	credentials
 }
 
 // server returns the server to work with, or nil for the state directory of this host. In this order count --host,
@@ -290,23 +363,27 @@ func (a *app) resolve() (*server, error) {
 		if err != nil {
 			return nil, usageError{err}
 		}
-		s.name, s.token, insecure, where = where, c.Token, insecure || c.InsecureHTTP, c.URL
+		s.name, s.token, s.credentials, insecure, where = where, c.Token, c.credentials, insecure || c.InsecureHTTP, c.URL
 	}
 	var err error
 	if s.url, err = parseServer(where, insecure); err != nil {
 		return nil, err
 	}
-	// $DROWSE_TOKEN is for $DROWSE_HOST, or for what --host names if that is not set. It goes nowhere else.
-	if token := os.Getenv("DROWSE_TOKEN"); token != "" && s.name == "" {
+	// $DROWSE_TOKEN and its like are for $DROWSE_HOST, or for what --host names if that is not set. They go nowhere else.
+	if s.name == "" {
 		mine := env == "" || a.host.host == ""
 		if u, err := url.Parse(env); !mine && err == nil {
 			mine = origin(u) == origin(s.url)
 		}
 		if mine {
-			s.token = token
+			s.token = os.Getenv("DROWSE_TOKEN")
+			s.credentials = credentials{os.Getenv("DROWSE_TOKEN_FILE"), os.Getenv("DROWSE_CLIENT_CERT"), os.Getenv("DROWSE_CLIENT_KEY")}
+			if err := s.check(s.token, [4]string{"$DROWSE_TOKEN", "$DROWSE_TOKEN_FILE", "$DROWSE_CLIENT_CERT", "$DROWSE_CLIENT_KEY"}); err != nil {
+				return nil, err
+			}
 		}
 	}
-	if strings.ContainsFunc(s.token, func(r rune) bool { return r <= ' ' || r > '~' }) || len(s.token) > maxToken {
+	if s.token != "" && !isToken(s.token) {
 		return nil, usageError{errors.New("the token has characters that no token has: see `drowse token create`")}
 	}
 	return s, nil
@@ -329,18 +406,20 @@ type contextRow struct {
 	Name    string `json:"name"`
 	URL     string `json:"url"`
 	Token   bool   `json:"token"` // there is one
+	Cert    bool   `json:"client_cert,omitempty"`
 	HTTP    bool   `json:"insecure_http,omitempty"`
 	Current bool   `json:"current"`
 }
 
 func (c contexts) row(name string) contextRow {
 	s := c.Contexts[name]
-	return contextRow{name, s.URL, s.Token != "", s.InsecureHTTP, name == c.Current}
+	return contextRow{name, s.URL, s.Token != "" || s.TokenFile != "", s.ClientCert != "", s.InsecureHTTP, name == c.Current}
 }
 
 func (a *app) contextAddCommand() *cobra.Command {
 	var tokenFile string
 	var insecure, use bool
+	var files credentials
 	cmd := &cobra.Command{
 		Use: "add NAME URL", Short: "Add a context, or replace it", Args: cobra.ExactArgs(2), ValidArgsFunction: cobra.NoFileCompletions,
 		Example: `  drowse context add --token-file token.txt --use prod https://vms.example.com:7300
@@ -357,14 +436,25 @@ func (a *app) contextAddCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			s := serverContext{URL: where, InsecureHTTP: insecure}
+			if err := files.check(tokenFile, [4]string{"--token-file", "--token-from", "--client-cert", "--client-key"}); err != nil {
+				return err
+			}
+			for _, path := range []*string{&files.TokenFile, &files.ClientCert, &files.ClientKey} {
+				if *path == "" {
+					continue
+				}
+				if *path, err = filepath.Abs(*path); err != nil {
+					return err
+				}
+			}
+			s := serverContext{URL: where, InsecureHTTP: insecure, credentials: files}
 			if tokenFile != "" {
 				text, err := readInput("the token", tokenFile, os.Stdin, maxToken)
 				if err != nil {
 					return err
 				}
 				s.Token = strings.TrimSpace(string(text))
-				if s.Token == "" || len(text) > maxToken || strings.ContainsFunc(s.Token, func(r rune) bool { return r <= ' ' || r > '~' }) {
+				if !isToken(s.Token) || len(text) > maxToken {
 					return errors.New("the file has no token: see `drowse token create`")
 				}
 			}
@@ -378,6 +468,9 @@ func (a *app) contextAddCommand() *cobra.Command {
 	}
 	f := cmd.Flags()
 	f.StringVar(&tokenFile, "token-file", "", "file with the token for the server, - for stdin (default: no token)")
+	f.StringVar(&files.TokenFile, "token-from", "", "file with the token, read again for each request")
+	f.StringVar(&files.ClientCert, "client-cert", "", "certificate to show to the server, PEM; read again for each connection")
+	f.StringVar(&files.ClientKey, "client-key", "", "key of the certificate, PEM")
 	f.BoolVar(&insecure, insecureFlag, false, "allow http to other machines")
 	f.BoolVar(&use, "use", false, "work with it from now on")
 	return cmd

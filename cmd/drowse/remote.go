@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"crypto/tls"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -54,7 +55,17 @@ func (s *server) client() *client.Client {
 	}
 	t := http.DefaultTransport.(*http.Transport).Clone() //nolint:forcetypeassert // net/http documents the type
 	t.DisableCompression = true                          // bounds count what arrives
-	return client.New(s.url.String(), s.token, &http.Client{Transport: t, CheckRedirect: s.redirected})
+	if s.ClientCert != "" {
+		if t.TLSClientConfig == nil {
+			t.TLSClientConfig = &tls.Config{}
+		}
+		t.TLSClientConfig.GetClientCertificate = s.certificate
+	}
+	var by http.RoundTripper = t
+	if s.TokenFile != "" {
+		by = withToken{t, s.credentials}
+	}
+	return client.New(s.url.String(), s.token, &http.Client{Transport: by, CheckRedirect: s.redirected})
 }
 
 // maxRedirects bounds redirects within a server.

@@ -39,7 +39,7 @@ func noContexts(t *testing.T) (file string) {
 	t.Helper()
 	dir := t.TempDir()
 	t.Setenv("XDG_CONFIG_HOME", dir)
-	for _, name := range []string{"DROWSE_HOST", "DROWSE_TOKEN", "DROWSE_STATE"} {
+	for _, name := range []string{"DROWSE_HOST", "DROWSE_TOKEN", "DROWSE_TOKEN_FILE", "DROWSE_CLIENT_CERT", "DROWSE_CLIENT_KEY", "DROWSE_STATE"} {
 		t.Setenv(name, "")
 	}
 	return filepath.Join(dir, "drowse", "contexts.json")
