@@ -330,10 +330,13 @@ func describe(t *testing.T) []byte {
 			"title": "drowse", "version": strconv.Itoa(wire.Version), "license": object{"name": "Apache-2.0", "identifier": "Apache-2.0"},
 			"description": "Sandboxes that sleep. Fields are added to answers, and never change their meaning; a field of a request that does not exist is an error.",
 		},
-		"servers":    []object{{"url": "/"}},
-		"security":   []object{{"token": []string{}}, {}},
-		"paths":      paths,
-		"components": object{"schemas": schemas, "securitySchemes": object{"token": object{"type": "http", "scheme": "bearer", "description": "over TCP; the Unix socket asks for none"}}},
+		"servers":  []object{{"url": "/"}},
+		"security": []object{{"token": []string{}}, {"certificate": []string{}}, {}},
+		"paths":    paths,
+		"components": object{"schemas": schemas, "securitySchemes": object{
+			"token":       object{"type": "http", "scheme": "bearer", "description": "over TCP: of the server, or a JSON Web Token of an issuer that it knows; the Unix socket asks for none"},
+			"certificate": object{"type": "mutualTLS", "description": "of an authority that the server knows; a token beside it decides alone"},
+		}},
 	}, "", "  ")
 	if err != nil {
 		t.Fatal(err)
