@@ -59,22 +59,24 @@ type issuer struct {
 // errKey means that an issuer has no key with which a token can have been signed.
 var errKey = errors.New("it is signed with a key that its issuer does not have")
 
-// keysFor returns the keys with which a token may have been signed. It waits for the issuer if none is known, but an
-// unknown key has it asked once in keysPause only.
+// keysFor returns the keys with which a token may have been signed. It waits for the issuer if no such key is known, or
+// the keys are old. Whatever callers show, the issuer is asked once in keysPause. While it does not answer, nobody waits
+// who has a key that is known.
 func (i *issuer) keysFor(ctx context.Context, id, algorithm string) ([]any, error) {
 	i.mu.Lock()
 	defer i.mu.Unlock()
-	keys := i.pick(id, algorithm)
-	if len(keys) > 0 && i.s.now().Sub(i.fetched) < keysLast {
-		if i.s.now().Sub(i.fetched) >= keysFresh {
-			i.refresh() // nobody waits for it
-		}
-		return keys, nil
+	known := i.pick(id, algorithm)
+	old := i.s.now().Sub(i.fetched) >= keysFresh
+	if len(known) > 0 && !old {
+		return known, nil
 	}
-	if running := i.refresh(); running != nil {
-		if i.waiting >= maxWaiting {
-			return nil, fmt.Errorf("%d requests wait for it", maxWaiting)
-		}
+	running := i.refresh()
+	if len(known) > 0 && i.err != nil {
+		running = nil
+	}
+	switch {
+	case running == nil:
+	case i.waiting < maxWaiting:
 		i.waiting++
 		i.mu.Unlock()
 		select {
@@ -86,19 +88,24 @@ func (i *issuer) keysFor(ctx context.Context, id, algorithm string) ([]any, erro
 		if ctx.Err() != nil {
 			return nil, ctx.Err()
 		}
+	case len(known) == 0:
+		return nil, fmt.Errorf("%d requests wait for it", maxWaiting)
 	}
-	switch keys = i.pick(id, algorithm); {
-	case len(keys) > 0 && i.s.now().Sub(i.fetched) < keysLast:
-		return keys, nil
-	case i.err != nil:
+	if known = i.pick(id, algorithm); len(known) > 0 {
+		return known, nil
+	}
+	if i.err != nil {
 		return nil, i.err
 	}
 	return nil, errKey
 }
 
-// pick returns the known keys of an id. A token that names none is of an issuer with one key (OpenID Connect Core 1.0,
+// pick returns the keys of an id, if they are not too old. A token that names none is of an issuer with one key (OpenID Connect Core 1.0,
 // section 10.1).
 func (i *issuer) pick(id, algorithm string) (out []any) {
+	if i.s.now().Sub(i.fetched) >= keysLast {
+		return nil
+	}
 	for _, k := range i.keys {
 		if (id == "" || k.KeyID == id) && (k.Algorithm == "" || k.Algorithm == algorithm) && suits(k.Key, algorithm) {
 			out = append(out, k.Key)
