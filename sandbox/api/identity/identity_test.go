@@ -1,6 +1,7 @@
 package identity
 
 import (
+	"bytes"
 	"context"
 	"crypto/hmac"
 	"crypto/sha256"
@@ -751,4 +752,16 @@ func FuzzToken(f *testing.F) {
 			t.Fatalf("%q is %+v, %v", text, id, err)
 		}
 	})
+}
+
+func TestFile_of_the_guide_is_one(t *testing.T) {
+	text, err := os.ReadFile("../../../docs/guides/api.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, text, _ = bytes.Cut(text, []byte("```yaml\n"))
+	text, _, ok := bytes.Cut(text, []byte("```"))
+	if c, err := parse(text); !ok || err != nil || len(c.Issuers) != 2 || c.Certificates == nil {
+		t.Errorf("%v: %s", err, text)
+	}
 }
