@@ -196,7 +196,8 @@ certificates:
 	if err := os.WriteFile(token, []byte(good[len("Bearer "):]), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if code, out, errs := far(t, base, "exec", "dev", "both"); code != 0 || !strings.Contains(out, "out") { // over a WebSocket
+	// Over a WebSocket.
+	if code, out, errs := far(t, base, "exec", "dev", "both"); code != 0 || !strings.Contains(out, "out") {
 		t.Errorf("a command: %d %s %s", code, out, errs)
 	}
 	t.Setenv("DROWSE_TOKEN", "drowse_x")

@@ -51,7 +51,8 @@ func TestStream_of_an_identity_ends_with_its_own_token_and_with_its_rule(t *test
 	s.vms.set(func() {
 		s.vms.exec = func(ctx context.Context, _ *fakeguest.Process) int { <-ctx.Done(); return 1 }
 	})
-	issuer, ids, write := issued(t, "{match: {sub: x}, all_owners: true, scopes: exec}")
+	const blue = "{match: {sub: x, team: blue}, all_owners: true, scopes: exec}"
+	issuer, ids, write := issued(t, "{match: {sub: x, team: red}, all_owners: true, scopes: exec}, "+blue)
 	address, _ := overTCP(t, s, api.Options{Identities: ids})
 	begin := func(token string) *stream {
 		t.Helper()
@@ -65,19 +66,29 @@ func TestStream_of_an_identity_ends_with_its_own_token_and_with_its_rule(t *test
 		return out
 	}
 	// Of one identity at the same time: each ends with its own token.
-	long := begin(issuer.Token("x", nil))
-	brief := begin(issuer.Token("x", map[string]any{"exp": time.Now().Add(2 * time.Second).Unix()}))
+	until := time.Now().Add(time.Hour).Unix()
+	long := begin(issuer.Token("x", map[string]any{"team": "red", "exp": until}))
+	other := begin(issuer.Token("x", map[string]any{"team": "blue", "exp": until}))
+	brief := begin(issuer.Token("x", map[string]any{"team": "blue", "exp": time.Now().Add(2 * time.Second).Unix()}))
 	if code := brief.closed(); code != websocket.StatusPolicyViolation {
 		t.Errorf("after its token it is closed with %d", code)
 	}
-	ended := make(chan websocket.StatusCode, 1)
+	ended, last := make(chan websocket.StatusCode, 1), make(chan websocket.StatusCode, 1)
 	go func() { ended <- long.closed() }()
+	go func() { last <- other.closed() }()
 	if err := long.Ping(t.Context()); err != nil {
 		t.Errorf("the other one: %v", err)
 	}
-	write("{match: {sub: x}, all_owners: true, scopes: read}")
+	write(blue)
 	if code := <-ended; code != websocket.StatusPolicyViolation {
 		t.Errorf("after its rule it is closed with %d", code)
+	}
+	if err := other.Ping(t.Context()); err != nil {
+		t.Errorf("the one whose rule is still there: %v", err)
+	}
+	write("{match: {sub: x}, all_owners: true, scopes: read}")
+	if code := <-last; code != websocket.StatusPolicyViolation {
+		t.Errorf("after all rules it is closed with %d", code)
 	}
 }
 

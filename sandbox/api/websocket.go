@@ -273,21 +273,16 @@ func (s *Server) watch(c Caller, end context.CancelCauseFunc) (forget func()) {
 func (s *Server) look() {
 	s.watched.mu.Lock()
 	defer s.watched.mu.Unlock()
-	type admitted struct { // tokens of one name may end at different times
-		name    string
-		hash    [sha256.Size]byte
-		expires time.Time
-	}
-	valid := map[admitted]error{}
+	valid := map[[sha256.Size]byte]error{} // by the hash of a token
 	for w := range s.watched.all {
 		if w.caller.Local {
 			continue
 		}
-		by := admitted{w.caller.Name, w.caller.is.Hash, w.caller.is.Expires}
-		err, ok := valid[by]
-		if !ok {
-			err = s.o.Identities.Valid(s.o.Tokens, w.caller.is)
-			valid[by] = err
+		is := w.caller.is
+		err, ok := valid[is.Hash]
+		if !ok || is.Vouched() { // one identity may have been admitted by different tokens
+			err = s.o.Identities.Valid(s.o.Tokens, is)
+			valid[is.Hash] = err
 		}
 		if errors.Is(err, tokens.ErrUnknown) || errors.Is(err, tokens.ErrExpired) {
 			w.end(err)

@@ -137,7 +137,7 @@ func (s *Store) AdmitCertificate(state *tls.ConnectionState) (id Identity, wait 
 	if err != nil {
 		return id, 0, err
 	}
-	id = Identity{Token: tokens.Token{Expires: leaf.NotAfter}, source: CertificateSource, claims: text, chain: state.PeerCertificates}
+	id = Identity{Token: tokens.Token{Expires: leaf.NotAfter}, claims: text, chain: state.PeerCertificates}
 	if err := s.name(&id, c.Certificates, subject, said); err != nil {
 		return id, 0, err
 	}

@@ -118,7 +118,8 @@ func TestToken_gets_what_the_first_rule_that_matches_grants(t *testing.T) {
 		"more parts than the pattern":      {"ci:app:x", more{"env": "prod"}, "", ErrUnmapped},
 		"no part":                          {"ci:", more{"env": "prod"}, "", ErrUnmapped},
 		"something before":                 {"xci:app", more{"env": "prod"}, "", ErrUnmapped},
-		"a line more":                      {"ci:app\n", more{"env": "prod"}, "idp:ci:app%0A ci read,exec", nil}, // the name cannot forge a line
+		// A name cannot forge a line of the log.
+		"a line more":                      {"ci:app\n", more{"env": "prod"}, "idp:ci:app%0A ci read,exec", nil},
 		"a group of several":               {"x", more{"groups": []string{"devs", "admins"}}, "idp:x  read,admin", nil},
 		"a group of similar name":          {"x", more{"groups": []string{"admins2"}}, "", ErrUnmapped},
 		"an object for a group":            {"x", more{"groups": more{"admins": true}}, "", ErrUnmapped},
@@ -508,14 +509,14 @@ func TestKeys_of_a_file_or_another_URL_need_no_discovery(t *testing.T) {
 
 func TestFile_that_changes_counts_at_once_and_a_bad_one_lets_nobody_in(t *testing.T) {
 	w := newWorld(t)
-	text := w.issuer.Token("ci:app", more{"env": "prod"})
-	id, err := w.admit(t, text)
+	token := w.issuer.Token("ci:app", more{"env": "prod"})
+	id, err := w.admit(t, token)
 	if err != nil {
 		t.Fatal(err)
 	}
 	check := func(what string, admits, valid error) {
 		t.Helper()
-		if _, err := w.admit(t, text); !errors.Is(err, admits) || err != nil && admits == nil {
+		if _, err := w.admit(t, token); !errors.Is(err, admits) || err != nil && admits == nil {
 			t.Errorf("%s: %v, want %v", what, err, admits)
 		}
 		if err := w.Valid(w.none, id); !errors.Is(err, valid) || err != nil && valid == nil {
@@ -531,6 +532,16 @@ func TestFile_that_changes_counts_at_once_and_a_bad_one_lets_nobody_in(t *testin
 	check("as it was", nil, nil)
 	w.write(t, "  rules: []\n")
 	check("no rules", ErrUnmapped, tokens.ErrUnknown)
+	w.write(t, "  # of tokens for something else\n"+rules)
+	check("a comment", nil, nil)
+	text, err := os.ReadFile(w.file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(w.file, bytes.Replace(text, []byte("audience: drowse"), []byte("audience: other"), 1), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	check("another audience", tokens.ErrUnknown, tokens.ErrUnknown)
 	if err := os.WriteFile(w.file, []byte("issuers: [\n"), 0o600); err != nil {
 		t.Fatal(err)
 	}

@@ -59,9 +59,9 @@ type issuer struct {
 // errKey means that an issuer has no key with which a token can have been signed.
 var errKey = errors.New("it is signed with a key that its issuer does not have")
 
-// keysFor returns the keys with which a token may have been signed. It waits for the issuer if no such key is known, or
-// the keys are old. Whatever callers show, the issuer is asked once in keysPause. While it does not answer, nobody waits
-// who has a key that is known.
+// keysFor returns the keys with which a token may have been signed. It waits for the issuer if no such key is known,
+// or the keys are old. Whatever callers show, the issuer is asked once in keysPause. While it does not answer, nobody
+// waits who has a key that is known.
 func (i *issuer) keysFor(ctx context.Context, id, algorithm string) ([]any, error) {
 	i.mu.Lock()
 	defer i.mu.Unlock()
@@ -100,8 +100,8 @@ func (i *issuer) keysFor(ctx context.Context, id, algorithm string) ([]any, erro
 	return nil, errKey
 }
 
-// pick returns the keys of an id, if they are not too old. A token that names none is of an issuer with one key (OpenID Connect Core 1.0,
-// section 10.1).
+// pick returns the keys of an id, if they are not too old. A token that names none is of an issuer with one key (OpenID
+// Connect Core 1.0, section 10.1).
 func (i *issuer) pick(id, algorithm string) (out []any) {
 	if i.s.now().Sub(i.fetched) >= keysLast {
 		return nil

@@ -61,12 +61,14 @@ func refuse(kind error, format string, args ...any) error {
 // of its source and its escaped subject, with a colon between them; Hash tells it from others of that name.
 type Identity struct {
 	tokens.Token
-	from   *place              // of its issuer; nil for one of a token file
-	source string              // CertificateSource, or the issuer's name
+	from   origin              // of its source; empty for a token of the file
 	claims []byte              // JSON
 	chain  []*x509.Certificate // that was shown
 	at     time.Time           // when it was admitted
 }
+
+// Vouched reports whether an issuer or an authority vouches for the identity.
+func (i Identity) Vouched() bool { return i.from != origin{} }
 
 // Options configure Open.
 type Options struct {
@@ -219,6 +221,14 @@ func readTrusted(path string) ([]byte, error) {
 	return io.ReadAll(io.LimitReader(f, maxFile+1))
 }
 
+// origin is what a source is apart from its rules.
+type origin struct {
+	place
+	name, audience string
+}
+
+func (s *source) origin() origin { return origin{s.place(), s.Name, s.Audience} }
+
 func (s *source) place() place { return place{s.URL, s.CA, s.Keys} }
 
 // issuer returns the keys of an issuer, which stay while the file names it.
@@ -310,8 +320,7 @@ func (s *Store) verify(ctx context.Context, text string) (id Identity, err error
 	if err != nil {
 		return unknown("%v", err)
 	}
-	place := from.place()
-	id = Identity{Token: tokens.Token{Expires: token.Expiry}, from: &place, source: from.Name, claims: payload}
+	id = Identity{Token: tokens.Token{Expires: token.Expiry}, claims: payload}
 	return id, s.name(&id, from, token.Subject, said)
 }
 
@@ -332,7 +341,7 @@ func (s *Store) name(id *Identity, from *source, subject string, said claims) er
 	}
 	id.Name = from.Name + ":" + escape(subject)
 	id.Hash = sha256.Sum256(fmt.Appendf(nil, "%q %q %q", from.URL, from.Name, subject))
-	id.at = s.now()
+	id.at, id.from = s.now(), from.origin()
 	r, owner, scopes, err := from.grant(said)
 	if err != nil {
 		return refuse(ErrUnmapped, "%s may do nothing here: %v", id.Name, err)
@@ -400,7 +409,7 @@ func (s *Store) spend(id *Identity) (wait time.Duration, err error) {
 // Valid returns tokens.ErrUnknown if what an identity was admitted by is gone or grants other rights now, and
 // tokens.ErrExpired if it has expired: for what runs long, which a rule may let outlive the identity.
 func (s *Store) Valid(known *tokens.Store, id Identity) error {
-	if id.source == "" {
+	if !id.Vouched() {
 		return known.Valid(id.Token)
 	}
 	c, err := s.current()
@@ -408,8 +417,8 @@ func (s *Store) Valid(known *tokens.Store, id Identity) error {
 		return err
 	}
 	from := c.Certificates
-	if id.from != nil {
-		at := slices.IndexFunc(c.Issuers, func(i source) bool { return i.Name == id.source && i.place() == *id.from })
+	if id.chain == nil {
+		at := slices.IndexFunc(c.Issuers, func(i source) bool { return i.origin() == id.from })
 		if from = nil; at >= 0 {
 			from = &c.Issuers[at]
 		}
