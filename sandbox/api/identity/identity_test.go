@@ -112,12 +112,12 @@ func TestToken_gets_what_the_first_rule_that_matches_grants(t *testing.T) {
 		is      string // name, owner and scopes
 		err     error
 	}{
-		"all that a rule wants":            {"ci:app", more{"env": "prod"}, "idp:ci:app ci read,exec", nil},
-		"one claim missing":                {"ci:app", nil, "", ErrUnmapped},
-		"one claim other":                  {"ci:app", more{"env": "prod2"}, "", ErrUnmapped},
-		"more parts than the pattern":      {"ci:app:x", more{"env": "prod"}, "", ErrUnmapped},
-		"no part":                          {"ci:", more{"env": "prod"}, "", ErrUnmapped},
-		"something before":                 {"xci:app", more{"env": "prod"}, "", ErrUnmapped},
+		"all that a rule wants":       {"ci:app", more{"env": "prod"}, "idp:ci:app ci read,exec", nil},
+		"one claim missing":           {"ci:app", nil, "", ErrUnmapped},
+		"one claim other":             {"ci:app", more{"env": "prod2"}, "", ErrUnmapped},
+		"more parts than the pattern": {"ci:app:x", more{"env": "prod"}, "", ErrUnmapped},
+		"no part":                     {"ci:", more{"env": "prod"}, "", ErrUnmapped},
+		"something before":            {"xci:app", more{"env": "prod"}, "", ErrUnmapped},
 		// A name cannot forge a line of the log.
 		"a line more":                      {"ci:app\n", more{"env": "prod"}, "idp:ci:app%0A ci read,exec", nil},
 		"a group of several":               {"x", more{"groups": []string{"devs", "admins"}}, "idp:x  read,admin", nil},
