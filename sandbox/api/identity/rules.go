@@ -99,12 +99,12 @@ func newPattern(text string) (pattern, error) {
 	if !strings.Contains(text, "*") {
 		return p, nil
 	}
-	body, any := strings.CutSuffix(text, "**")
-	if strings.Contains(body, "**") || any && strings.HasSuffix(body, "*") {
+	body, open := strings.CutSuffix(text, "**")
+	if strings.Contains(body, "**") || open && strings.HasSuffix(body, "*") {
 		return p, fmt.Errorf("the pattern %q: use ** at its end only", text)
 	}
 	expr := strings.ReplaceAll(regexp.QuoteMeta(body), `\*`, `[^/:]+`)
-	if any {
+	if open {
 		expr += `.+`
 	}
 	var err error
