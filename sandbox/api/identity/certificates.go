@@ -5,7 +5,6 @@ import (
 	"crypto/tls"
 	"crypto/x509"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"os"
 	"time"
@@ -39,13 +38,13 @@ func (a *authorities) read(path string) error {
 	if err != nil {
 		return fmt.Errorf("%w: the authorities of client certificates: %w", ErrConfig, err)
 	}
-	text, err := readBounded(path, maxDocument)
+	text, err := readTrusted(path, maxDocument)
 	pool := x509.NewCertPool()
 	if err == nil && !pool.AppendCertsFromPEM(text) {
-		err = errors.New("it has no certificate")
+		err = fmt.Errorf("%s has no certificate", path)
 	}
 	if err != nil {
-		return fmt.Errorf("%w: the authorities of client certificates in %s: %w", ErrConfig, path, err)
+		return fmt.Errorf("%w: the authorities of client certificates: %w", ErrConfig, err)
 	}
 	a.seen, a.pool, a.verdicts = stamp{info, time.Now()}, pool, map[[sha256.Size]byte]verdict{}
 	return nil

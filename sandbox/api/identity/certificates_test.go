@@ -160,14 +160,17 @@ func TestCertificate_ends_with_its_time_and_with_its_authority(t *testing.T) {
 
 func TestAuthorities_are_refused_without_rules_or_a_certificate(t *testing.T) {
 	dir := t.TempDir()
-	rules, none, ca := filepath.Join(dir, "rules"), filepath.Join(dir, "none"), vouch.NewAuthority(t).File
+	rules, none, ca, open := filepath.Join(dir, "rules"), filepath.Join(dir, "none"), vouch.NewAuthority(t).File, vouch.NewAuthority(t).File
+	if err := os.Chmod(open, 0o662); err != nil {
+		t.Fatal(err)
+	}
 	for path, text := range map[string]string{rules: certificateRules, none: "issuers: []\n"} {
 		if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
 			t.Fatal(err)
 		}
 	}
 	for name, o := range map[string]Options{
-		"no rules": {File: none, ClientCA: ca}, "no certificate": {File: rules, ClientCA: rules}, "no file": {File: rules, ClientCA: dir + "/missing"}, "no file of rules": {File: dir + "/missing"},
+		"no rules": {File: none, ClientCA: ca}, "no certificate": {File: rules, ClientCA: rules}, "an authority that others write": {File: rules, ClientCA: open}, "no file": {File: rules, ClientCA: dir + "/missing"}, "no file of rules": {File: dir + "/missing"},
 	} {
 		if _, err := Open(o); !errors.Is(err, ErrConfig) {
 			t.Errorf("%s: %v", name, err)

@@ -499,10 +499,17 @@ func TestKeys_of_a_file_or_another_URL_need_no_discovery(t *testing.T) {
 		return false
 	})
 	text := w.issuer.Token("x", more{"groups": "admins"})
-	for _, at := range []string{keys, w.issuer.URL + "/other"} {
+	open := filepath.Join(t.TempDir(), "open.json")
+	if err := os.WriteFile(open, w.issuer.Keys(), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Chmod(open, 0o666); err != nil {
+		t.Fatal(err)
+	}
+	for at, want := range map[string]error{keys: nil, w.issuer.URL + "/other": nil, open: ErrIssuer} {
 		w.write(t, "  keys: "+at+rules)
-		if _, err := w.admit(t, text); err != nil {
-			t.Errorf("%s: %v", at, err)
+		if _, err := w.admit(t, text); !errors.Is(err, want) || err != nil && want == nil {
+			t.Errorf("%s: %v, want %v", at, err, want)
 		}
 	}
 }
@@ -555,6 +562,10 @@ func TestFile_that_changes_counts_at_once_and_a_bad_one_lets_nobody_in(t *testin
 		t.Fatal(err)
 	}
 	check("others may read", nil, nil)
+	if err := os.WriteFile(w.file, bytes.Repeat([]byte("#"), maxFile+1), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	check("a file that is too large", ErrConfig, ErrConfig)
 	if err := os.WriteFile(w.file, nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
@@ -670,7 +681,6 @@ func TestFile_says_what_is_wrong_with_it(t *testing.T) {
 		"a relative authority":  {issuer("ca: ca.pem"), "absolute"},
 		"keys without TLS":      {issuer("keys: 'http://a.example/keys'"), "https"},
 		"certificates, issuer":  {"certificates: {url: 'https://a.example'}", "rules alone"},
-		"too large":             {strings.Repeat("#\n", maxFile), "bytes"},
 	} {
 		_, err := parse([]byte(tc.text))
 		if (err == nil) != (tc.want == "") || err != nil && !strings.Contains(err.Error(), tc.want) {

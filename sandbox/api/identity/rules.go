@@ -123,9 +123,6 @@ var sourceName = lazyregexp.New(`^[a-z0-9][a-z0-9.-]{0,31}$`)
 
 // parse reads the content of a file.
 func parse(text []byte) (*config, error) {
-	if len(text) > maxFile {
-		return nil, fmt.Errorf("it has more than %d bytes", maxFile)
-	}
 	d := yaml.NewDecoder(bytes.NewReader(text))
 	d.KnownFields(true)
 	c := &config{}

@@ -172,10 +172,12 @@ func (s *Store) current() (*config, error) {
 		return s.config, nil
 	}
 	s.seen = stamp{info, time.Now()}
-	text, err := readTrusted(s.o.File)
+	text, err := readTrusted(s.o.File, maxFile)
 	var c *config
 	if err == nil {
-		c, err = parse(text)
+		if c, err = parse(text); err != nil {
+			err = fmt.Errorf("%s: %w", s.o.File, err)
+		}
 	}
 	if err != nil {
 		return nil, s.broken(err)
@@ -191,7 +193,7 @@ func (s *Store) current() (*config, error) {
 
 // broken notes that the file cannot be used. The caller holds mu.
 func (s *Store) broken(err error) error {
-	err = fmt.Errorf("%w: %s: %w", ErrConfig, s.o.File, err)
+	err = fmt.Errorf("%w: %w", ErrConfig, err)
 	if s.config != nil || s.err == nil || s.err.Error() != err.Error() {
 		s.log.Error("no identity is let in", "error", err)
 	}
@@ -199,8 +201,8 @@ func (s *Store) broken(err error) error {
 	return err
 }
 
-// readTrusted reads a file that nobody but its owner may write: who writes it lets anybody in.
-func readTrusted(path string) ([]byte, error) {
+// readTrusted reads a file of a bounded size that nobody but its owner may write: who writes it lets anybody in.
+func readTrusted(path string, most int64) ([]byte, error) {
 	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NONBLOCK, 0)
 	if err != nil {
 		return nil, err
@@ -212,13 +214,17 @@ func readTrusted(path string) ([]byte, error) {
 	}
 	switch {
 	case st.Mode&unix.S_IFMT != unix.S_IFREG:
-		return nil, errors.New("it is not a file")
+		return nil, fmt.Errorf("%s is not a file", path)
 	case st.Mode&0o022 != 0:
-		return nil, errors.New("others may write it: take that away with `chmod go-w`")
+		return nil, fmt.Errorf("others may write %s: take that away with `chmod go-w`", path)
 	case st.Uid != 0 && int(st.Uid) != os.Geteuid():
-		return nil, fmt.Errorf("it belongs to user %d: give it to root", st.Uid)
+		return nil, fmt.Errorf("%s belongs to user %d: give it to root", path, st.Uid)
 	}
-	return io.ReadAll(io.LimitReader(f, maxFile+1))
+	text, err := io.ReadAll(io.LimitReader(f, most+1))
+	if err == nil && int64(len(text)) > most {
+		err = fmt.Errorf("%s has more than %d bytes", path, most)
+	}
+	return text, err
 }
 
 // origin is what a source is apart from its rules.
