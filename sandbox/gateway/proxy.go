@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"net"
 	"net/http"
@@ -112,7 +113,28 @@ func (x *proxies) answer(r *http.Response) error {
 	if r.StatusCode == http.StatusSwitchingProtocols && r.Request.Header.Get("Upgrade") == "" {
 		return fmt.Errorf("%w: it switches protocols unasked", ErrBadServer)
 	}
+	if both, ok := r.Body.(io.ReadWriteCloser); ok {
+		r.Body = tunnel{both}
+	}
 	r.Request.Context().Value(keyCarry{}).(*carry).u.stream()
+	return nil
+}
+
+// tunnel is the body of an upgraded connection. The reverse proxy copies by its methods, which hold little while
+// nothing comes: most WebSockets are idle.
+type tunnel struct{ io.ReadWriteCloser }
+
+// WriteTo implements io.WriterTo.
+func (t tunnel) WriteTo(w io.Writer) (int64, error) { return copyAll(w, t.ReadWriteCloser) }
+
+// ReadFrom implements io.ReaderFrom.
+func (t tunnel) ReadFrom(r io.Reader) (int64, error) { return copyAll(t.ReadWriteCloser, r) }
+
+// CloseWrite ends the direction to the guest.
+func (t tunnel) CloseWrite() error {
+	if half, ok := t.ReadWriteCloser.(interface{ CloseWrite() error }); ok {
+		return half.CloseWrite()
+	}
 	return nil
 }
 
@@ -145,6 +167,40 @@ type buffers struct{}
 const bufferSize = 32 << 10
 
 var pool = sync.Pool{New: func() any { return new([bufferSize]byte) }}
+
+// idleSize is the buffer of a copy that waits, in bytes.
+const idleSize = 2 << 10
+
+// copyAll copies until r ends. It takes one of the buffers only while there is much to copy.
+func copyAll(w io.Writer, r io.Reader) (n int64, err error) {
+	idle := make([]byte, idleSize)
+	buf := idle
+	defer func() {
+		if len(buf) > idleSize {
+			buffers{}.Put(buf)
+		}
+	}()
+	for {
+		m, rerr := r.Read(buf)
+		if m > 0 {
+			k, err := w.Write(buf[:m])
+			if n += int64(k); err != nil {
+				return n, err
+			}
+		}
+		switch {
+		case errors.Is(rerr, io.EOF):
+			return n, nil
+		case rerr != nil:
+			return n, rerr
+		case m == idleSize && len(buf) == idleSize:
+			buf = buffers{}.Get()
+		case m < idleSize && len(buf) > idleSize:
+			buffers{}.Put(buf)
+			buf = idle
+		}
+	}
+}
 
 func (buffers) Get() []byte  { return pool.Get().(*[bufferSize]byte)[:] }
 func (buffers) Put(b []byte) { pool.Put((*[bufferSize]byte)(b)) }
