@@ -176,6 +176,8 @@ func refusal(to Route, err error) *Refusal {
 	switch {
 	case is(ErrRoute):
 		set(http.StatusBadRequest, "The host of the request names no sandbox and port")
+	case is(errBody):
+		set(http.StatusBadRequest, "The body of the request is broken")
 	case is(ErrNoToken):
 		set(http.StatusUnauthorized, "Send the token of the sandbox as "+HeaderToken)
 	case is(ErrToken):
@@ -263,8 +265,11 @@ func (g *Gateway) carried(u *use, to Route, came time.Time) {
 
 // route finds the route of a request that can be carried.
 func (g *Gateway) route(r *http.Request) (Route, error) {
-	if r.Method == http.MethodConnect {
+	switch {
+	case r.Method == http.MethodConnect:
 		return Route{}, fmt.Errorf("%w: CONNECT is not carried", ErrRoute)
+	case r.URL.Opaque != "":
+		return Route{}, fmt.Errorf("%w: its target is neither a path nor a URL with a host", ErrRoute)
 	}
 	return g.o.Resolver.Resolve(r)
 }

@@ -11,9 +11,11 @@ import (
 	"net/http/httptrace"
 	"net/http/httputil"
 	"net/textproto"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 
 	"github.com/drowse-vm/drowse/guest"
@@ -30,8 +32,24 @@ type keyCarry struct{}
 
 // carry is a request on its way.
 type carry struct {
-	u  *use
-	to Route
+	u    *use
+	to   Route
+	body *body
+}
+
+// body is the body of a request, and notes whether the client broke it off.
+type body struct {
+	io.ReadCloser
+	broken atomic.Bool
+}
+
+// Read implements io.Reader.
+func (b *body) Read(p []byte) (int, error) {
+	n, err := b.ReadCloser.Read(p)
+	if err != nil && !errors.Is(err, io.EOF) && !errors.Is(err, http.ErrBodyReadAfterClose) {
+		b.broken.Store(true)
+	}
+	return n, err
 }
 
 func newProxies(g *Gateway) *proxies {
@@ -46,11 +64,16 @@ func newProxies(g *Gateway) *proxies {
 
 // serve carries a request, and returns when it has ended.
 func (x *proxies) serve(w http.ResponseWriter, r *http.Request, u *use, to Route) {
-	ctx, cancel := context.WithCancelCause(context.WithValue(r.Context(), keyCarry{}, &carry{u, to}))
+	c := &carry{u, to, &body{ReadCloser: r.Body}}
+	ctx, cancel := context.WithCancelCause(context.WithValue(r.Context(), keyCarry{}, c))
 	defer cancel(nil)
 	stop := context.AfterFunc(u.s.ctx, func() { cancel(context.Cause(u.s.ctx)) })
 	defer stop()
-	x.p.ServeHTTP(w, r.WithContext(bounded1xx(ctx)))
+	r = r.WithContext(bounded1xx(ctx))
+	if r.Body != http.NoBody {
+		r.Body = c.body
+	}
+	x.p.ServeHTTP(w, r)
 }
 
 // maxInterim is how many interim responses (1xx) an answer may have.
@@ -69,19 +92,29 @@ func bounded1xx(ctx context.Context) context.Context {
 	}})
 }
 
-// rewrite makes the request that the guest sees. The reverse proxy has removed what is between two hops, and the
-// client's Forwarded and X-Forwarded-For, -Host and -Proto.
+// hidden are header fields that the guest must not see, or only as the gateway sets them.
+var hidden = []string{HeaderSandbox, HeaderPort, HeaderToken, "X-Real-Ip", "Forwarded"}
+
+const forwarded = "X-Forwarded-"
+
+// hides reports whether the guest must not see a field of the client. Servers that pass fields on as variables, as CGI
+// and WSGI do, take "_" for "-".
+func (g *Grant) hides(name string) bool {
+	name = strings.ReplaceAll(name, "_", "-")
+	is := func(other string) bool { return strings.EqualFold(name, other) }
+	return is(forwarded+name[min(len(forwarded), len(name)):]) || slices.ContainsFunc(hidden, is) || slices.ContainsFunc(g.Hide, is)
+}
+
+// rewrite makes the request that the guest sees. The reverse proxy has removed what is between two hops.
 func rewrite(p *httputil.ProxyRequest) {
 	c := p.In.Context().Value(keyCarry{}).(*carry)
 	h := p.Out.Header
 	for name := range h {
-		if strings.HasPrefix(name, "X-Forwarded-") || name == "X-Real-Ip" {
+		if c.u.grant.hides(name) {
 			delete(h, name)
 		}
 	}
-	for _, name := range append([]string{HeaderSandbox, HeaderPort, HeaderToken}, c.u.grant.Hide...) {
-		h.Del(name)
-	}
+	p.Out.Trailer = nil // the reverse proxy would announce fields that it does not carry
 	if up := h.Get("Upgrade"); up != "" && !strings.EqualFold(up, "websocket") {
 		// Requests behind an upgrade to HTTP/2 would pass by all this.
 		h.Del("Upgrade")
@@ -138,11 +171,17 @@ func (t tunnel) CloseWrite() error {
 	return nil
 }
 
+// errBody means that a client broke off the body of its request, or sent what is none.
+var errBody = errors.New("the body of the request is broken")
+
 // failed answers a request whose server gave no answer.
 func (x *proxies) failed(w http.ResponseWriter, r *http.Request, err error) {
 	c := r.Context().Value(keyCarry{}).(*carry)
-	if cause := context.Cause(r.Context()); cause != nil {
+	switch cause := context.Cause(r.Context()); {
+	case cause != nil:
 		err = cause
+	case c.body.broken.Load():
+		err = fmt.Errorf("%w: %w", errBody, err)
 	}
 	x.g.refuse(w, r, refusal(c.to, ofServer(err)))
 }
@@ -150,7 +189,7 @@ func (x *proxies) failed(w http.ResponseWriter, r *http.Request, err error) {
 // ofServer returns the error of a server's answer.
 func ofServer(err error) error {
 	switch {
-	case errors.Is(err, ErrClosedPort), errors.Is(err, ErrBadServer), errors.Is(err, ErrBusy), errors.Is(err, context.Canceled),
+	case errors.Is(err, ErrClosedPort), errors.Is(err, ErrBadServer), errors.Is(err, errBody), errors.Is(err, ErrBusy), errors.Is(err, context.Canceled),
 		errors.Is(err, context.DeadlineExceeded), errors.Is(err, syscall.ETIMEDOUT):
 		return err
 	}
