@@ -274,9 +274,288 @@ func TestGateway_smuggling_from_HTTP2_to_HTTP1(t *testing.T) {
 	}
 }
 
-var _ = bufio.NewReader
-var _ context.Context
-var _ tls.Config
-var _ = errors.Is
-var _ sandbox.Spec
-var _ gateway.Route
+// What a server in a guest says reaches its own client as one answer, or as an error; and it holds nothing that its
+// client does not hold as well.
+func TestGateway_survives_servers_that_split_answers_or_never_end_them(t *testing.T) {
+	w := begin(t, nil)
+	w.create("a", nil, spec.Idle{})
+	left := make(chan struct{}, 16) // the gateway has let go of a server that waits
+	for i, s := range []struct {
+		name, says string // before anything else
+		want       string // status, header X-Odd and body; "" is that the client has to leave
+	}{
+		{"a CR in a value", "HTTP/1.1 200 OK\r\nX-Odd: a\rX: b\r\nContent-Length: 2\r\n\r\nok", "502"},
+		{"a NUL in a value", "HTTP/1.1 200 OK\r\nX-Odd: a\x00\r\nContent-Length: 2\r\n\r\nok", "502"},
+		{"a folded line is one", "HTTP/1.1 200 OK\r\nX-Odd: a\r\n b\r\nContent-Length: 2\r\n\r\nok", "200 a b ok"},
+		{"lines that end with LF", "HTTP/1.1 200 OK\nX-Odd: a\nContent-Length: 2\n\nok", "200 a ok"},
+		{"a space before the colon is dropped", "HTTP/1.1 200 OK\r\nX-Odd : 1\r\nTransfer-Encoding : chunked\r\nContent-Length: 2\r\n\r\nok", "200  ok"},
+		{"a length and chunks", "HTTP/1.1 200 OK\r\nContent-Length: 99\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n", "200  ok"},
+		{"another transfer encoding", "HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n", "502"},
+		{"a negative length", "HTTP/1.1 200 OK\r\nContent-Length: -2\r\n\r\nok", "502"},
+		{"no content with content", "HTTP/1.1 204 No Content\r\nContent-Length: 2\r\n\r\nok", "204  "},
+		{"what Connection names", "HTTP/1.1 200 OK\r\nConnection: X-Odd, Content-Length\r\nX-Odd: 1\r\nContent-Length: 2\r\n\r\nok", "200  ok"},
+		{"a chunk too large", "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nfffffffffffffffff\r\nok", "cut"},
+		{"a bad trailer is dropped", "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\nX Odd: 1\r\n\r\n", "200  ok"},
+		{"16 interim answers", strings.Repeat("HTTP/1.1 103 Early Hints\r\n\r\n", 16) + "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok", "200  ok"},
+		{"17 interim answers", strings.Repeat("HTTP/1.1 103 Early Hints\r\n\r\n", 17) + "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok", "502"},
+		{"never", "", ""},
+		{"half a line", "HTTP/1.1 20", ""},
+		{"half a header", "HTTP/1.1 200 OK\r\nX-Odd: 1\r\n", ""},
+	} {
+		port := 1000 + i
+		w.answers("a", port, func(c net.Conn) {
+			r := bufio.NewReader(c)
+			_, _ = http.ReadRequest(r)
+			_, _ = io.WriteString(c, s.says)
+			if s.want == "" {
+				_, _ = r.ReadByte() // until the gateway leaves
+				left <- struct{}{}
+			}
+		})
+		ctx, cancel := context.WithCancel(t.Context())
+		r, err := http.NewRequestWithContext(ctx, "GET", fmt.Sprintf("http://%d-a.%s/", port, domain), nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		c := w.client(nil)
+		if s.want == "" {
+			time.AfterFunc(20*time.Millisecond, cancel)
+			if a, err := c.Do(r); err == nil {
+				t.Errorf("%s: %s", s.name, a.Status)
+			}
+			<-left
+			continue
+		}
+		got := ""
+		if a, err := c.Do(r); err != nil {
+			got = "cut"
+		} else if got = fmt.Sprint(a.StatusCode); a.StatusCode != http.StatusBadGateway {
+			body, err := io.ReadAll(a.Body)
+			for h := range a.Header {
+				if h != "X-Odd" && strings.HasPrefix(h, "X") || strings.HasPrefix(h, "Transfer") {
+					t.Errorf("%s: the client sees %q", s.name, h)
+				}
+			}
+			if got += " " + a.Header.Get("X-Odd") + " "; err != nil || len(a.Trailer) > 0 {
+				body = []byte("cut")
+			}
+			got += string(body)
+			a.Body.Close()
+		}
+		if cancel(); got != s.want {
+			t.Errorf("%s: %q, want %q", s.name, got, s.want)
+		}
+	}
+	until(t, "no request is open", func() bool { return w.gate.Stats().Open == 0 })
+}
+
+// gRPC goes to servers by HTTP/2, which can be as hostile.
+func TestGateway_survives_hostile_servers_of_HTTP2(t *testing.T) {
+	w := begin(t, nil)
+	w.create("a", nil, spec.Idle{})
+	left := make(chan struct{}, 16)
+	for i, s := range []struct {
+		name string
+		do   func(*http2.Framer, func(...string) []byte, uint32) error // again and again, until it fails
+		want string                                                    // "" is that the client has to leave
+	}{
+		{"lines in a value", func(f *http2.Framer, block func(...string) []byte, id uint32) error {
+			return f.WriteHeaders(http2.HeadersFrameParam{StreamID: id, EndHeaders: true, EndStream: true, BlockFragment: block(":status 200", "x-odd a\r\nx: b")})
+		}, "502"},
+		{"no status", func(f *http2.Framer, block func(...string) []byte, id uint32) error {
+			return f.WriteHeaders(http2.HeadersFrameParam{StreamID: id, EndHeaders: true, EndStream: true, BlockFragment: block("x-odd a")})
+		}, "502"},
+		{"a header without end", func(f *http2.Framer, block func(...string) []byte, id uint32) error {
+			err := f.WriteHeaders(http2.HeadersFrameParam{StreamID: id, BlockFragment: block(":status 200")})
+			for err == nil {
+				err = f.WriteContinuation(id, false, block("x-"+strings.Repeat("x", 1000)+" "+strings.Repeat("x", 8000)))
+			}
+			return err
+		}, "502"},
+		{"a flood of 1xx", func(f *http2.Framer, block func(...string) []byte, id uint32) error {
+			return f.WriteHeaders(http2.HeadersFrameParam{StreamID: id, EndHeaders: true, BlockFragment: block(":status 103")})
+		}, "502"},
+		{"another stream", func(f *http2.Framer, _ func(...string) []byte, id uint32) error {
+			return f.WriteData(id+2, true, nil)
+		}, "502"},
+		{"the end of the connection", func(f *http2.Framer, _ func(...string) []byte, id uint32) error {
+			return errors.Join(f.WriteGoAway(id, http2.ErrCodeEnhanceYourCalm, nil), io.EOF)
+		}, "502"},
+		{"never", func(f *http2.Framer, _ func(...string) []byte, _ uint32) error {
+			_, err := f.ReadFrame()
+			return err
+		}, ""},
+	} {
+		port := 1000 + i
+		w.answers("a", port, func(c net.Conn) {
+			x := &h2{t: t, c: c, f: http2.NewFramer(c, c)}
+			x.enc = hpack.NewEncoder(&x.text)
+			if _, err := io.ReadFull(c, make([]byte, len(http2.ClientPreface))); err != nil || x.f.WriteSettings() != nil {
+				return
+			}
+			for {
+				f, err := x.f.ReadFrame()
+				if err != nil {
+					return
+				}
+				if f.Header().Type == http2.FrameHeaders {
+					if s.want == "" {
+						left <- struct{}{}
+					}
+					for s.do(x.f, x.block, f.Header().StreamID) == nil {
+					}
+					if s.want == "" {
+						left <- struct{}{}
+					}
+					return
+				}
+			}
+		})
+		x := w.h2(t)
+		err := x.f.WriteHeaders(http2.HeadersFrameParam{StreamID: 1, EndHeaders: true, EndStream: true, BlockFragment: x.block(
+			":method POST", ":scheme http", ":path /", fmt.Sprintf(":authority %d-a.%s", port, domain), "content-type application/grpc", "te trailers")})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if s.want == "" {
+			<-left // it has the request
+			x.c.Close()
+			<-left
+			continue
+		}
+		if got := x.ended(1); got != s.want {
+			t.Errorf("%s: %s, want %s", s.name, got, s.want)
+		}
+		x.c.Close()
+	}
+	until(t, "no request is open", func() bool { return w.gate.Stats().Open == 0 })
+}
+
+// A kill in the middle is no end: neither does a client take half an answer for a whole one, nor does it wait.
+func TestGateway_a_kill_in_the_middle_of_a_request_or_an_answer_is_told_to_each_client(t *testing.T) {
+	w := begin(t, nil)
+	for _, version := range []string{"HTTP/1.1", "HTTP/2"} {
+		for _, middle := range []string{"request", "server", "wait", "answer", "stream"} {
+			name := strings.ToLower(strings.NewReplacer("/", "", ".", "").Replace(version)) + middle
+			b := w.create(name, nil, spec.Idle{})
+			there := make(chan struct{})
+			w.serves(name, 80, func(rw http.ResponseWriter, r *http.Request) {
+				switch middle {
+				case "request", "server":
+					_, _ = io.ReadFull(r.Body, make([]byte, 5))
+					close(there)
+					if middle == "server" {
+						if c, _, err := http.NewResponseController(rw).Hijack(); err == nil {
+							c.Close() // it breaks off, and the sandbox runs on
+						}
+						return
+					}
+					_, _ = io.Copy(io.Discard, r.Body) // until it is cut
+					return
+				case "answer":
+					rw.Header().Set("Content-Length", "10")
+					fallthrough
+				case "stream":
+					fmt.Fprint(rw, "begun")
+					_ = http.NewResponseController(rw).Flush()
+				}
+				close(there)
+				<-r.Context().Done()
+			})
+			var p http.Protocols
+			p.SetHTTP1(version == "HTTP/1.1")
+			p.SetUnencryptedHTTP2(version != "HTTP/1.1")
+			c := w.client(nil)
+			c.Transport.(*http.Transport).Protocols = &p
+			body, more := io.Pipe() // of which the end never comes
+			r, err := http.NewRequestWithContext(t.Context(), "POST", "http://80-"+name+"."+domain+"/", body)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if middle != "request" && middle != "server" {
+				r.Body = http.NoBody
+			}
+			var killed sync.WaitGroup
+			killed.Go(func() {
+				if r.Body != http.NoBody {
+					_, _ = io.WriteString(more, "begun")
+				}
+				<-there
+				if middle == "wait" || middle == "request" {
+					if err := b.Kill(t.Context()); err != nil {
+						t.Error(err)
+					}
+				}
+			})
+			a, err := c.Do(r)
+			switch {
+			case middle == "answer" || middle == "stream":
+				if err != nil {
+					t.Fatal(version, middle, err)
+				}
+				if _, err := io.ReadFull(a.Body, make([]byte, 5)); err != nil {
+					t.Error(version, middle, err)
+				}
+				if err := b.Kill(t.Context()); err != nil {
+					t.Fatal(err)
+				}
+				if rest, err := io.ReadAll(a.Body); err == nil || len(rest) > 0 {
+					t.Errorf("%s, %s: %q and %v after a kill", version, middle, rest, err)
+				}
+			case err != nil:
+				t.Errorf("%s, %s: %v", version, middle, err)
+			case a.StatusCode != http.StatusBadGateway:
+				t.Errorf("%s, %s: %s", version, middle, a.Status)
+			}
+			if a != nil {
+				a.Body.Close()
+			}
+			more.Close()
+			killed.Wait()
+			until(t, "the request has ended", func() bool { return w.gate.Stats().Open == 0 && w.gate.Stats().Sessions == 0 })
+			if err := b.Delete(t.Context(), sandbox.DeleteOptions{Force: true}); err != nil {
+				t.Error(err)
+			}
+		}
+	}
+}
+
+// One certificate is for all sandboxes: a name that a client shows for TLS opens nothing.
+func TestGateway_the_host_of_each_request_counts_and_not_the_server_name_of_its_connection(t *testing.T) {
+	cert, key, pool := certificate(t, t.TempDir(), 1, "*."+domain)
+	w := begin(t, func(_ *gateway.Options, l *gateway.Listeners) {
+		var err error
+		if l.TLS, err = gateway.Certificates(cert, key, nil); err != nil {
+			t.Fatal(err)
+		}
+	})
+	seen := w.judged()
+	for _, protocol := range []string{"http/1.1", "h2"} {
+		tr := &http.Transport{TLSClientConfig: &tls.Config{RootCAs: pool, ServerName: "80-a." + domain, NextProtos: []string{protocol}}, ForceAttemptHTTP2: protocol == "h2", DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+			return new(net.Dialer).DialContext(ctx, "tcp", w.addr)
+		}}
+		c := &http.Client{Transport: tr}
+		for _, s := range []struct {
+			host   string
+			status int
+		}{{"80-a." + domain, 200}, {"80-closed." + domain, 401}, {"80-a." + domain, 200}, {"81-a." + domain, 502}, {"evil.test", 400}} {
+			r, err := http.NewRequestWithContext(t.Context(), "GET", "https://80-a."+domain+"/", nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			r.Host = s.host
+			a, err := c.Do(r)
+			if err != nil {
+				t.Fatal(protocol, s.host, err)
+			}
+			_, _ = io.Copy(io.Discard, a.Body)
+			if a.Body.Close(); a.StatusCode != s.status {
+				t.Errorf("%s, %s: %s, want %d", protocol, s.host, a.Status, s.status)
+			}
+		}
+		tr.CloseIdleConnections()
+		if got := seen.take(); strings.Count(got, "a GET") != 2 || strings.Contains(got, "closed") {
+			t.Errorf("%s: seen %s", protocol, got)
+		}
+	}
+}

@@ -11,12 +11,14 @@ import (
 	"net/http/httptrace"
 	"net/http/httputil"
 	"net/textproto"
+	"os"
 	"slices"
 	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
 	"syscall"
+	"time"
 
 	"github.com/drowse-vm/drowse/guest"
 )
@@ -35,27 +37,61 @@ type carry struct {
 	u    *use
 	to   Route
 	body *body
+	stop func() bool // nobody waits any more for the end of the connection to the guest; nil without a body
 }
 
-// body is the body of a request, and notes whether the client broke it off.
+// body is the body of a request. The transport reads it until it ends, also when the guest is gone, and a client may
+// wait for an answer before it goes on: interrupt ends such a read.
 type body struct {
 	io.ReadCloser
-	broken atomic.Bool
+	client        *http.ResponseController
+	ended, broken atomic.Bool // it is read; the client broke it off
+
+	mu   sync.Mutex // held to interrupt it; guards over
+	over bool       // its connection may have another request
 }
 
 // Read implements io.Reader.
 func (b *body) Read(p []byte) (int, error) {
 	n, err := b.ReadCloser.Read(p)
-	if err != nil && !errors.Is(err, io.EOF) && !errors.Is(err, http.ErrBodyReadAfterClose) {
+	switch {
+	case errors.Is(err, io.EOF):
+		b.ended.Store(true)
+	case err != nil && !errors.Is(err, http.ErrBodyReadAfterClose) && !errors.Is(err, os.ErrDeadlineExceeded):
 		b.broken.Store(true)
 	}
 	return n, err
 }
 
+func (b *body) interrupt() {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if !b.over && !b.ended.Load() {
+		_ = b.client.SetReadDeadline(time.Unix(1, 0)) // both versions of HTTP can do that
+	}
+}
+
+func (b *body) leave() {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.over = true
+}
+
+// got notes the connection to the guest that a request has.
+func (c *carry) got(i httptrace.GotConnInfo) {
+	if k, ok := i.Conn.(*conn); ok && c.stop != nil {
+		c.stop() // it is tried again
+		c.stop = context.AfterFunc(k.gone, c.body.interrupt)
+	}
+}
+
+// flushTime is how long a part of an answer with a length may wait for more. What has no length does not wait.
+const flushTime = 10 * time.Millisecond
+
 func newProxies(g *Gateway) *proxies {
 	x := &proxies{g: g}
 	x.p = httputil.ReverseProxy{
-		Rewrite: rewrite, Transport: x, ModifyResponse: x.answer, ErrorHandler: x.failed, BufferPool: buffers{},
+		Rewrite: rewrite, Transport: x, ModifyResponse: x.answer, ErrorHandler: x.failed, BufferPool: buffers{}, FlushInterval: flushTime,
 		// A guest's answers, and clients that go away, do not fill the log.
 		ErrorLog: slog.NewLogLogger(g.log.Handler(), slog.LevelDebug),
 	}
@@ -64,14 +100,23 @@ func newProxies(g *Gateway) *proxies {
 
 // serve carries a request, and returns when it has ended.
 func (x *proxies) serve(w http.ResponseWriter, r *http.Request, u *use, to Route) {
-	c := &carry{u, to, &body{ReadCloser: r.Body}}
+	c := &carry{u: u, to: to, body: &body{ReadCloser: r.Body, client: http.NewResponseController(w)}}
 	ctx, cancel := context.WithCancelCause(context.WithValue(r.Context(), keyCarry{}, c))
 	defer cancel(nil)
-	stop := context.AfterFunc(u.s.ctx, func() { cancel(context.Cause(u.s.ctx)) })
+	stop := context.AfterFunc(u.s.ctx, func() {
+		cancel(context.Cause(u.s.ctx))
+		c.body.interrupt()
+	})
 	defer stop()
-	r = r.WithContext(bounded1xx(ctx))
-	if r.Body != http.NoBody {
-		r.Body = c.body
+	r = r.WithContext(c.traced(ctx))
+	if r.Body == http.NoBody {
+		c.body.over = true
+	} else {
+		r.Body, c.stop = c.body, func() bool { return false }
+		defer func() {
+			c.stop()
+			c.body.leave()
+		}()
 	}
 	x.p.ServeHTTP(w, r)
 }
@@ -81,10 +126,10 @@ const maxInterim = 16
 
 var errInterim = fmt.Errorf("%w: it sends more than %d interim responses", ErrBadServer, maxInterim)
 
-// bounded1xx bounds interim responses. The transport does not, since the reverse proxy passes them on.
-func bounded1xx(ctx context.Context) context.Context {
+// traced bounds interim responses. The transport does not, since the reverse proxy passes them on.
+func (c *carry) traced(ctx context.Context) context.Context {
 	n := 0
-	return httptrace.WithClientTrace(ctx, &httptrace.ClientTrace{Got1xxResponse: func(int, textproto.MIMEHeader) error {
+	return httptrace.WithClientTrace(ctx, &httptrace.ClientTrace{GotConn: c.got, Got1xxResponse: func(int, textproto.MIMEHeader) error {
 		if n++; n > maxInterim {
 			return errInterim
 		}

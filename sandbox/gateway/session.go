@@ -274,6 +274,7 @@ func (s *session) connect(ctx context.Context, port uint16) (*conn, error) {
 		return nil, err
 	}
 	k := &conn{Conn: c, s: s}
+	k.gone, k.leave = context.WithCancel(context.Background())
 	if err := s.check(); err != nil {
 		_ = c.Abort()
 		return nil, err
@@ -291,7 +292,9 @@ func (s *session) connect(ctx context.Context, port uint16) (*conn, error) {
 // conn is a connection to the guest.
 type conn struct {
 	*guest.Conn
-	s *session
+	s     *session
+	gone  context.Context // ends with it
+	leave context.CancelFunc
 }
 
 // Read implements net.Conn.
@@ -312,6 +315,7 @@ func (c *conn) Close() error {
 	c.s.mu.Lock()
 	delete(c.s.conns, c)
 	c.s.mu.Unlock()
+	c.leave()
 	return c.Conn.Close()
 }
 
