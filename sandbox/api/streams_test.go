@@ -19,7 +19,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
 )
 
-var streamCount = flag.Int("streams", 50, "how many sandboxes to have a stream each")
+var streamCount = flag.Int("streams", 24, "how many sandboxes to have a stream each")
 
 // used is what this process has and has used.
 type used struct {
