@@ -71,6 +71,9 @@ func (g *Gateway) use(ctx context.Context, id, name string, grant Grant) (*use, 
 	case g.requests >= l.Requests:
 		g.mu.Unlock()
 		return nil, fmt.Errorf("%w: %d requests are open", ErrBusy, l.Requests)
+	case grant.Owner != "" && g.requestsOfOwner[grant.Owner] >= l.RequestsOfOwner:
+		g.mu.Unlock()
+		return nil, fmt.Errorf("%w: %d requests of the owner of %s are open", ErrBusy, l.RequestsOfOwner, name)
 	case g.requestsOf[id] >= l.RequestsOf:
 		g.mu.Unlock()
 		return nil, fmt.Errorf("%w: %d requests of %s are open", ErrBusy, l.RequestsOf, name)
@@ -102,6 +105,9 @@ func (g *Gateway) use(ctx context.Context, id, name string, grant Grant) (*use, 
 	s.open++
 	g.requests++
 	g.requestsOf[id]++
+	if grant.Owner != "" {
+		g.requestsOfOwner[grant.Owner]++
+	}
 	if s.timer != nil {
 		s.timer.Stop()
 	}
@@ -132,9 +138,9 @@ func (g *Gateway) use(ctx context.Context, id, name string, grant Grant) (*use, 
 	return nil, err
 }
 
-func less(of map[string]int, id string) {
-	if of[id]--; of[id] <= 0 {
-		delete(of, id)
+func less(of map[string]int, key string) {
+	if of[key]--; of[key] <= 0 {
+		delete(of, key)
 	}
 }
 
@@ -367,6 +373,9 @@ func (u *use) leave() {
 	defer g.mu.Unlock()
 	g.requests--
 	less(g.requestsOf, s.id)
+	if u.grant.Owner != "" {
+		less(g.requestsOfOwner, u.grant.Owner)
+	}
 	s.open--
 	if u.streamed {
 		s.streams--
