@@ -55,10 +55,11 @@ const (
 
 // Gateway measures a request of HTTP/1.1 to a python3 server in a guest, until its answer has come:
 //
-//   - gateway, by "direct" (Sandbox.Dial), "http" and "https" through a gateway in this process, to the sandbox "asleep"
-//     and "awake". Its connection is "new" or "kept" from the request before. "first" is a new one after the gateway has
-//     let go of the sandbox, as it does in gateway.Limits.Linger. A direct one ends with a sleep, so none is kept then.
-//     Stages are come, until the gateway has the request, hold, until the sandbox is held awake for it, and answer.
+//   - gateway, by "direct" (Sandbox.Dial), "http" and "https" through a gateway in this process, to the sandbox
+//     "asleep" and "awake". Its connection is "new" or "kept" from the request before. "first" is a new one after the
+//     gateway has let go of the sandbox, as it does in gateway.Limits.Linger. A direct one ends with a sleep, so none
+//     is kept then. Stages are come, until the gateway has the request, hold, until the sandbox is held awake for it,
+//     and answer.
 //   - gateway_added: the same less the direct request of the same round, with a connection as like as there is; 0 if it
 //     took less, since the gateway keeps connections to the guest for new clients.
 //
@@ -153,7 +154,8 @@ func (g *gateways) open(ctx context.Context, host *sandbox.Host, by string) erro
 			return err
 		}
 		l.TLS = &tls.Config{Certificates: []tls.Certificate{pair}, MinVersion: tls.VersionTLS13}
-		t.TLSClientConfig = &tls.Config{InsecureSkipVerify: true, NextProtos: []string{"http/1.1"}} // the certificate is this process's own
+		// The certificate is this process's own.
+		t.TLSClientConfig = &tls.Config{InsecureSkipVerify: true, NextProtos: []string{"http/1.1"}}
 		d.url = "https" + d.url[len("http"):]
 	}
 	if l.HTTP, err = net.Listen("tcp", "127.0.0.1:0"); err != nil {

@@ -218,7 +218,8 @@ func TestGateway_many_WebSockets_cost_little_and_slow_readers_stall_themselves_a
 		}
 	}
 	heap3, _ := stack()
-	if each := (heap3 - min(heap2, heap3)) / slow; each > 1<<20 {
+	// A hundredth is what other connections may have come to hold.
+	if each := (heap3 - min(heap2+heap2/100, heap3)) / slow; each > 1<<20 {
 		t.Errorf("a client that does not read has %d bytes of heap", each)
 	}
 	took := make([]time.Duration, *many) // the longest of each
