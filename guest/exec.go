@@ -37,6 +37,11 @@ type Cmd struct {
 	Detach      bool
 	ID          string
 	OutputLimit int
+	// HoldOutput has a detached process wait for a reader when it is OutputLimit bytes ahead, whether a session is
+	// attached or not: nothing is lost in a sleep, or while nobody reads. Up to half of OutputLimit is what sessions
+	// have read, so a client that has lost so much on the way can attach at what it has. Agents of older guests drop the
+	// oldest output: Session.Offset tells.
+	HoldOutput bool
 	// NoStdin gives a detached process without a Pty an empty stdin. Otherwise its stdin is open until a session ends it.
 	NoStdin bool
 	// Login runs the user's login shell: as one that reads its profile if Argv is empty, else with -c and the single
@@ -168,7 +173,7 @@ func (c *Client) Start(ctx context.Context, cmd Cmd) (*Session, error) {
 		TimeoutNanos: int64(cmd.Timeout), Detach: cmd.Detach, Id: cmd.ID,
 		OutputLimit: uint32(min(max(cmd.OutputLimit, 0), agentpb.MaxOutputLimit)),
 		NoStdin:     cmd.Stdin == nil && cmd.Pty == nil && (!cmd.Detach || cmd.NoStdin),
-		Login:       cmd.Login, Subsystem: cmd.Subsystem, Changes: cmd.Changes,
+		Login:       cmd.Login, Subsystem: cmd.Subsystem, Changes: cmd.Changes, HoldOutput: cmd.HoldOutput,
 	}
 	if cmd.Pty != nil {
 		start.Pty = &agentpb.Pty{Term: cmd.Pty.Term, Size: cmd.Pty.Size.message(), Modes: cmd.Pty.Modes}

@@ -106,6 +106,12 @@ func (m *benches) suite() {
 	b.number(&b.Processes, "processes", 1, 0, 0, "processes that the supervisor keeps ready, 0 for none")
 	b.duration(&b.Settle, "settle", 500*time.Millisecond, 0, 0, "how long the VM sleeps before it is touched")
 
+	b = m.add("gateway gateway_added", "From a request through the gateway to its answer, beside the same request without it", 10, "runs=3 warmup=1 memory=256 depth=1", bench.Gateway)
+	b.runs(100, "rounds", 5, "rounds")
+	b.depth("the VM")
+	b.size(512, "RAM in MiB")
+	b.duration(&b.Settle, "settle", 500*time.Millisecond, 0, 0, "how long the VM sleeps before a request")
+
 	b = m.add("vsock_rtt", "From a ping of the agent in a running guest to its answer", 1, "runs=10 warmup=2 memory=256", bench.VsockRTT)
 	b.runs(1000, "pings", 20, "pings")
 	b.size(spec.DefaultMemoryMiB, "RAM in MiB")

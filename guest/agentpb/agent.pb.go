@@ -1653,7 +1653,10 @@ type ExecStart struct {
 	// transfer protocol on stdin and stdout.
 	Subsystem string `protobuf:"bytes,13,opt,name=subsystem,proto3" json:"subsystem,omitempty"`
 	// The exit says what has changed on the disk meanwhile. Not for a process that outlives its connection.
-	Changes       bool `protobuf:"varint,14,opt,name=changes,proto3" json:"changes,omitempty"`
+	Changes bool `protobuf:"varint,14,opt,name=changes,proto3" json:"changes,omitempty"`
+	// A detached process waits for a reader when output_limit bytes are not read, instead of losing the oldest. Half of
+	// them may have been read before: they can be read again.
+	HoldOutput    bool `protobuf:"varint,15,opt,name=hold_output,json=holdOutput,proto3" json:"hold_output,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1782,6 +1785,13 @@ func (x *ExecStart) GetSubsystem() string {
 func (x *ExecStart) GetChanges() bool {
 	if x != nil {
 		return x.Changes
+	}
+	return false
+}
+
+func (x *ExecStart) GetHoldOutput() bool {
+	if x != nil {
+		return x.HoldOutput
 	}
 	return false
 }
@@ -5608,7 +5618,7 @@ const file_agent_proto_rawDesc = "" +
 	"\x06resize\x18\x05 \x01(\v2\x1b.drowse.guest.v1.WindowSizeH\x00R\x06resize\x12\x18\n" +
 	"\x06signal\x18\x06 \x01(\x05H\x00R\x06signal\x12\x12\n" +
 	"\x03ack\x18\a \x01(\x04H\x00R\x03ackB\x05\n" +
-	"\x03msg\"\xf9\x02\n" +
+	"\x03msg\"\x9a\x03\n" +
 	"\tExecStart\x12\x12\n" +
 	"\x04argv\x18\x01 \x03(\tR\x04argv\x12\x10\n" +
 	"\x03env\x18\x02 \x03(\tR\x03env\x12\x1f\n" +
@@ -5625,7 +5635,9 @@ const file_agent_proto_rawDesc = "" +
 	"\bno_stdin\x18\v \x01(\bR\anoStdin\x12\x14\n" +
 	"\x05login\x18\f \x01(\bR\x05login\x12\x1c\n" +
 	"\tsubsystem\x18\r \x01(\tR\tsubsystem\x12\x18\n" +
-	"\achanges\x18\x0e \x01(\bR\achanges\"4\n" +
+	"\achanges\x18\x0e \x01(\bR\achanges\x12\x1f\n" +
+	"\vhold_output\x18\x0f \x01(\bR\n" +
+	"holdOutput\"4\n" +
 	"\n" +
 	"ExecAttach\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x16\n" +

@@ -21,6 +21,8 @@ import (
 type detached struct {
 	m       *agentpb.Process // Exit, OutputStart, OutputEnd and Attached are set when it is asked for
 	limit   uint64
+	hold    bool            // it waits for a reader
+	ctx     context.Context // ends with it
 	cancel  context.CancelCauseFunc
 	stdin   *io.PipeReader
 	toStdin *io.PipeWriter
@@ -31,6 +33,7 @@ type detached struct {
 	parts   []part
 	start   uint64
 	end     uint64
+	next    uint64 // what a reader has not had
 	exit    *agentpb.ExecExit
 	taken   context.CancelCauseFunc // ends the attached session; nil without one
 }
@@ -53,21 +56,39 @@ type kept struct {
 func (k kept) Write(b []byte) (int, error) {
 	k.p.mu.Lock()
 	defer k.p.mu.Unlock()
+	// As in the agent, half of what is held may have been read.
+	for k.p.hold && k.p.end-k.p.next >= k.p.limit/2 {
+		changed := k.p.changed
+		k.p.mu.Unlock()
+		select {
+		case <-changed:
+		case <-k.p.ctx.Done():
+		}
+		k.p.mu.Lock()
+		if err := k.p.ctx.Err(); err != nil {
+			return 0, err
+		}
+	}
 	k.p.parts = append(k.p.parts, part{k.p.end, k.stderr, slices.Clone(b)})
 	k.p.end += uint64(len(b))
-	for len(k.p.parts) > 1 && k.p.end-k.p.parts[1].at >= k.p.limit {
+	for len(k.p.parts) > 1 && k.p.end-k.p.parts[1].at >= k.p.limit && (!k.p.hold || k.p.next-min(k.p.next, k.p.limit/2) >= k.p.parts[1].at) {
 		k.p.parts = k.p.parts[1:]
 	}
 	k.p.start = k.p.parts[0].at
-	close(k.p.changed)
-	k.p.changed = make(chan struct{})
+	k.p.ring()
 	return len(b), nil
+}
+
+// ring tells that something has changed. The caller holds mu.
+func (p *detached) ring() {
+	close(p.changed)
+	p.changed = make(chan struct{})
 }
 
 // startDetached runs a command that outlives its connection.
 func (g *Guest) startDetached(m *agentpb.ExecStart, id int, argv, env []string, run Command) (*detached, error) {
 	ctx, cancel := context.WithCancelCause(context.Background())
-	p := &detached{limit: uint64(m.OutputLimit), cancel: cancel, changed: make(chan struct{}), sizes: make(chan *agentpb.WindowSize, 1)}
+	p := &detached{limit: uint64(m.OutputLimit), hold: m.HoldOutput, ctx: ctx, cancel: cancel, changed: make(chan struct{}), sizes: make(chan *agentpb.WindowSize, 1)}
 	if p.limit == 0 {
 		p.limit = 256 << 10
 	}
@@ -99,8 +120,7 @@ func (g *Guest) startDetached(m *agentpb.ExecStart, id int, argv, env []string, 
 		defer p.mu.Unlock()
 		p.exit = exitOf(ctx, code, begin)
 		_ = p.stdin.Close()
-		close(p.changed)
-		p.changed = make(chan struct{})
+		p.ring()
 	})
 	return p, nil
 }
@@ -139,6 +159,7 @@ func (p *detached) attach(ctx context.Context, stream agentpb.Agent_ExecServer, 
 	}
 	p.taken = cancel
 	offset = min(max(offset, p.start), p.end)
+	p.next = offset
 	p.mu.Unlock()
 	defer func() {
 		p.mu.Lock()
@@ -182,6 +203,10 @@ func (p *detached) attach(ctx context.Context, stream agentpb.Agent_ExecServer, 
 				}
 				return err
 			}
+			p.mu.Lock()
+			p.next = offset
+			p.ring()
+			p.mu.Unlock()
 			continue
 		case exit != nil:
 			return stream.Send(&agentpb.ExecResponse{Msg: &agentpb.ExecResponse_Exit{Exit: exit}})

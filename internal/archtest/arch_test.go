@@ -170,7 +170,7 @@ var forTests = []string{"sandbox/sandboxtest", "guest/fakeguest", "devices/hando
 // testsOf is what the tests of single packages may import in addition to forTests.
 var testsOf = map[string][]string{
 	// One test names every exported error and its answer.
-	"sandbox/api": {"guest/audit", "netpolicy/flow", "netpolicy/hostnet", "netpolicy/link", "rootfs/...", "sandbox/state/statetest", "snapshot", "vmm/..."},
+	"sandbox/api": {"guest/agent", "guest/agentpb", "guest/audit", "netpolicy/flow", "netpolicy/hostnet", "netpolicy/link", "rootfs/...", "sandbox/state/statetest", "snapshot", "vmm/..."},
 	// The tests check that it keeps what package fleet promises.
 	"sandbox/sandboxtest": {"sandbox/fleet/...", "sandbox/limits", "sandbox/lifetime", "sandbox/events"},
 	"sandbox/fleet":       {"guest"},

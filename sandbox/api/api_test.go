@@ -19,7 +19,6 @@ import (
 	"time"
 
 	"github.com/google/jsonschema-go/jsonschema"
-	"go.uber.org/goleak"
 
 	"github.com/drowse-vm/drowse/guest/fakeguest"
 	"github.com/drowse-vm/drowse/guest/report"
@@ -35,8 +34,6 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/sandboxtest"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
-
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 // machines are the VMs of a host in memory. All guests have a command "run".
 type machines struct {

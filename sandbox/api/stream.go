@@ -344,8 +344,8 @@ func cmdOf(e *wire.ExecStart) (cmd guest.Cmd, err error) {
 		return bad("timeout_seconds %d: use 1 or more", e.TimeoutSeconds)
 	case e.OutputKiB < 0 || e.OutputKiB > maxKiB:
 		return bad("output_kib %d: use 1 to %d", e.OutputKiB, maxKiB)
-	case !e.Detach && (e.Process != "" || e.OutputKiB != 0):
-		return bad("process and output_kib go with detach")
+	case !e.Detach && (e.Process != "" || e.OutputKiB != 0 || e.HoldOutput):
+		return bad("process, output_kib and hold_output go with detach")
 	case e.NoStdin && (!e.Detach || e.Stdin || e.TTY != nil):
 		return bad("no_stdin goes with detach, and not with stdin or tty")
 	case len(e.Process) > 64:
@@ -353,7 +353,7 @@ func cmdOf(e *wire.ExecStart) (cmd guest.Cmd, err error) {
 	}
 	cmd = guest.Cmd{
 		Argv: e.Command, User: e.User, Dir: e.Cwd, Env: e.Env, Timeout: time.Duration(e.TimeoutSeconds) * time.Second,
-		Detach: e.Detach, ID: e.Process, OutputLimit: e.OutputKiB << 10, NoStdin: e.NoStdin,
+		Detach: e.Detach, ID: e.Process, OutputLimit: e.OutputKiB << 10, NoStdin: e.NoStdin, HoldOutput: e.HoldOutput,
 	}
 	if t := e.TTY; t != nil {
 		if t.Rows < 0 || t.Rows > maxSize || t.Cols < 0 || t.Cols > maxSize {

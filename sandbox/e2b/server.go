@@ -319,7 +319,7 @@ func (s *Server) Authorize(ctx context.Context, to gateway.Route, header http.He
 		}
 	}
 	return gateway.Grant{
-		Wake: b.meta.E2B.Resume, Host: b.meta.E2B.Network.Host,
+		Wake: b.meta.E2B.Resume, Host: b.meta.E2B.Network.Host, Owner: b.meta.Owner,
 		Hide: []string{headerSandbox, headerPort, headerTraffic, headerEnvd},
 	}, nil
 }

@@ -22,6 +22,8 @@ type Grant struct {
 	// IdleStreams lets the sandbox sleep although the request is open, if it carries nothing: see
 	// spec.Gateway.IdleStreams.
 	IdleStreams bool
+	// Owner is whose requests they are for Limits.RequestsOfOwner; empty is nobody's.
+	Owner string
 	// GuestTLS passes a raw connection on as it is, and TLS ends in the guest.
 	GuestTLS bool
 	// Hide are header fields that the guest must not see, besides HeaderToken, HeaderSandbox and HeaderPort.
@@ -54,7 +56,7 @@ func (o Owners) Authorize(_ context.Context, to Route, header http.Header) (Gran
 		return Grant{}, err
 	}
 	w := m.Gateway
-	grant := Grant{Wake: true, Host: w.Host, IdleStreams: w.IdleStreams, GuestTLS: slices.Contains(w.GuestTLS, to.Port)}
+	grant := Grant{Wake: true, Host: w.Host, Owner: m.Owner, IdleStreams: w.IdleStreams, GuestTLS: slices.Contains(w.GuestTLS, to.Port)}
 	if w.Opens(to.Port) {
 		return grant, nil
 	}

@@ -37,9 +37,10 @@ type Options struct {
 
 // Limits bound what a Gateway holds. A WebSocket or a raw connection counts as a request until it ends.
 type Limits struct {
-	// Requests bounds the requests of all sandboxes, and RequestsOf those of one. Further ones are refused with
-	// ErrBusy. The agent of a guest serves 768 connections, of which some are pooled.
-	Requests, RequestsOf int
+	// Requests bounds the requests of all sandboxes, RequestsOfOwner those of all sandboxes of an owner, by default half
+	// of them, and RequestsOf those of one. Further ones are refused with ErrBusy. The agent of a guest serves 768
+	// connections, of which some are pooled.
+	Requests, RequestsOfOwner, RequestsOf int
 	// Waiting bounds the requests that wait for sandboxes to wake, and WaitingOf those for one sandbox. The body of
 	// a waiting request stays with its client, except for what the buffers of its connection take.
 	Waiting, WaitingOf int
@@ -77,6 +78,7 @@ type Gateway struct {
 	live                  map[*session]struct{}
 	requests              int
 	requestsOf, waitingOf map[string]int // by id
+	requestsOfOwner       map[string]int
 	waiting               int
 	closed                bool
 	refused               uint64
@@ -116,12 +118,13 @@ func New(h *sandbox.Host, o Options) (*Gateway, error) {
 	}
 	l, d := &o.Limits, DefaultLimits
 	l.Requests, l.RequestsOf = cmp.Or(l.Requests, d.Requests), cmp.Or(l.RequestsOf, d.RequestsOf)
+	l.RequestsOfOwner = cmp.Or(l.RequestsOfOwner, max(l.Requests/2, 1))
 	l.Waiting, l.WaitingOf = cmp.Or(l.Waiting, d.Waiting), cmp.Or(l.WaitingOf, d.WaitingOf)
 	l.WakeTime, l.Linger = cmp.Or(l.WakeTime, d.WakeTime), cmp.Or(l.Linger, d.Linger)
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
-	g := &Gateway{host: h, o: o, log: o.Log, sessions: map[string]*session{}, live: map[*session]struct{}{}, requestsOf: map[string]int{}, waitingOf: map[string]int{}}
+	g := &Gateway{host: h, o: o, log: o.Log, sessions: map[string]*session{}, live: map[*session]struct{}{}, requestsOf: map[string]int{}, waitingOf: map[string]int{}, requestsOfOwner: map[string]int{}}
 	g.pages = newProxies(g)
 	return g, nil
 }
@@ -176,6 +179,8 @@ func refusal(to Route, err error) *Refusal {
 	switch {
 	case is(ErrRoute):
 		set(http.StatusBadRequest, "The host of the request names no sandbox and port")
+	case is(errBody):
+		set(http.StatusBadRequest, "The body of the request is broken")
 	case is(ErrNoToken):
 		set(http.StatusUnauthorized, "Send the token of the sandbox as "+HeaderToken)
 	case is(ErrToken):
@@ -263,8 +268,11 @@ func (g *Gateway) carried(u *use, to Route, came time.Time) {
 
 // route finds the route of a request that can be carried.
 func (g *Gateway) route(r *http.Request) (Route, error) {
-	if r.Method == http.MethodConnect {
+	switch {
+	case r.Method == http.MethodConnect:
 		return Route{}, fmt.Errorf("%w: CONNECT is not carried", ErrRoute)
+	case r.URL.Opaque != "":
+		return Route{}, fmt.Errorf("%w: its target is neither a path nor a URL with a host", ErrRoute)
 	}
 	return g.o.Resolver.Resolve(r)
 }

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
 	"strings"
 	"sync"
@@ -280,6 +281,42 @@ func TestGateway_a_kill_cuts_answers_so_that_they_do_not_look_complete(t *testin
 	if a, body := w.get("80-a." + domain); a.StatusCode != 502 || !strings.Contains(body, "not found") {
 		t.Error(a.Status, body)
 	}
+}
+
+func TestGateway_bounds_open_connections_of_a_sandbox_an_owner_and_all(t *testing.T) {
+	w := begin(t, func(o *gateway.Options, _ *gateway.Listeners) {
+		o.Limits = gateway.Limits{Requests: 6, RequestsOfOwner: 4, RequestsOf: 3}
+	})
+	for name, owner := range map[string]string{"a1": "a", "a2": "a", "b1": "b", "c1": ""} {
+		w.createFor(owner, name, &spec.Gateway{AllPublic: true}, spec.Idle{})
+		w.serves(name, 80, echoes)
+	}
+	open := map[string]net.Conn{}
+	for i, s := range []struct {
+		to   string
+		want bool
+	}{
+		{"a1", true}, {"a1", true}, {"a1", true}, {"a1", false}, // a sandbox has all
+		{"a2", true}, {"a2", false}, // its owner has all
+		{"b1", true}, {"c1", true}, {"b1", false}, // the gateway is full
+	} {
+		host := "80-" + s.to + "." + domain
+		if s.want {
+			open[fmt.Sprint(s.to, i)], _ = w.upgrade(host)
+			continue
+		}
+		a, body := w.get(host, "Connection", "Upgrade", "Upgrade", "websocket")
+		if a.StatusCode != http.StatusServiceUnavailable || a.Header.Get("Retry-After") != "1" || !strings.Contains(body, "no room") {
+			t.Errorf("connection %d, to %s: %s %s", i, s.to, a.Status, body)
+		}
+	}
+	open["a10"].Close()
+	until(t, "there is room again", func() bool { return w.gate.Stats().Open == 5 })
+	open["again"], _ = w.upgrade("80-a2." + domain)
+	for _, c := range open {
+		c.Close()
+	}
+	until(t, "all have left", func() bool { return w.gate.Stats().Open == 0 && w.gate.Stats().Sessions == 0 })
 }
 
 func TestGateway_bounds_the_requests_that_wait_for_a_sandbox(t *testing.T) {

@@ -107,10 +107,7 @@ func relay(client net.Conn, guest *conn, breakClient func()) {
 	}
 	var both sync.WaitGroup
 	one := func(to, from net.Conn, end func() error) {
-		b := buffers{}.Get()
-		defer buffers{}.Put(b)
-		_, err := io.CopyBuffer(struct{ io.Writer }{to}, struct{ io.Reader }{from}, b)
-		if err != nil || end() != nil {
+		if _, err := copyAll(to, from); err != nil || end() != nil {
 			broken()
 		}
 	}

@@ -71,6 +71,9 @@ func (g *Gateway) use(ctx context.Context, id, name string, grant Grant) (*use, 
 	case g.requests >= l.Requests:
 		g.mu.Unlock()
 		return nil, fmt.Errorf("%w: %d requests are open", ErrBusy, l.Requests)
+	case grant.Owner != "" && g.requestsOfOwner[grant.Owner] >= l.RequestsOfOwner:
+		g.mu.Unlock()
+		return nil, fmt.Errorf("%w: %d requests of the owner of %s are open", ErrBusy, l.RequestsOfOwner, name)
 	case g.requestsOf[id] >= l.RequestsOf:
 		g.mu.Unlock()
 		return nil, fmt.Errorf("%w: %d requests of %s are open", ErrBusy, l.RequestsOf, name)
@@ -102,6 +105,9 @@ func (g *Gateway) use(ctx context.Context, id, name string, grant Grant) (*use, 
 	s.open++
 	g.requests++
 	g.requestsOf[id]++
+	if grant.Owner != "" {
+		g.requestsOfOwner[grant.Owner]++
+	}
 	if s.timer != nil {
 		s.timer.Stop()
 	}
@@ -132,9 +138,9 @@ func (g *Gateway) use(ctx context.Context, id, name string, grant Grant) (*use, 
 	return nil, err
 }
 
-func less(of map[string]int, id string) {
-	if of[id]--; of[id] <= 0 {
-		delete(of, id)
+func less(of map[string]int, key string) {
+	if of[key]--; of[key] <= 0 {
+		delete(of, key)
 	}
 }
 
@@ -274,6 +280,7 @@ func (s *session) connect(ctx context.Context, port uint16) (*conn, error) {
 		return nil, err
 	}
 	k := &conn{Conn: c, s: s}
+	k.gone, k.leave = context.WithCancel(context.Background())
 	if err := s.check(); err != nil {
 		_ = c.Abort()
 		return nil, err
@@ -291,7 +298,9 @@ func (s *session) connect(ctx context.Context, port uint16) (*conn, error) {
 // conn is a connection to the guest.
 type conn struct {
 	*guest.Conn
-	s *session
+	s     *session
+	gone  context.Context // ends with it
+	leave context.CancelFunc
 }
 
 // Read implements net.Conn.
@@ -312,6 +321,7 @@ func (c *conn) Close() error {
 	c.s.mu.Lock()
 	delete(c.s.conns, c)
 	c.s.mu.Unlock()
+	c.leave()
 	return c.Conn.Close()
 }
 
@@ -363,6 +373,9 @@ func (u *use) leave() {
 	defer g.mu.Unlock()
 	g.requests--
 	less(g.requestsOf, s.id)
+	if u.grant.Owner != "" {
+		less(g.requestsOfOwner, u.grant.Owner)
+	}
 	s.open--
 	if u.streamed {
 		s.streams--

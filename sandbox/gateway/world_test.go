@@ -101,8 +101,14 @@ func (w *world) create(name string, g *spec.Gateway, idle spec.Idle) *sandbox.Sa
 	if g == nil {
 		g = &spec.Gateway{AllPublic: true}
 	}
+	return w.createFor("", name, g, idle)
+}
+
+// createFor is create for an owner.
+func (w *world) createFor(owner, name string, g *spec.Gateway, idle spec.Idle) *sandbox.Sandbox {
+	w.t.Helper()
 	b, err := w.host.Create(w.t.Context(), sandbox.Spec{Name: name, Image: sandboxtest.Image, Idle: idle},
-		sandbox.CreateOptions{Metadata: &spec.Metadata{Gateway: *g}})
+		sandbox.CreateOptions{Metadata: &spec.Metadata{Owner: owner, Gateway: *g}})
 	if err != nil {
 		w.t.Fatal(err)
 	}

@@ -7,7 +7,6 @@ import (
 
 	"github.com/drowse-vm/drowse/devices/secrets"
 	"github.com/drowse-vm/drowse/guest"
-	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/rootfs/volume"
 	"github.com/drowse-vm/drowse/sandbox/instance"
@@ -302,11 +301,10 @@ type symbol struct {
 // types of messages. Both ends call it before there is a VM.
 func WarmUp() error {
 	now := time.Now().UTC()
-	policy := &netpolicy.Policy{Rules: []netpolicy.Rule{{Direction: netpolicy.Egress, Verdict: netpolicy.Allow}}}
 	return errors.Join(
 		exchange([]string{passTAP}),
 		exchange(startOrder{
-			Spec:    spec.VM{Name: "warm-up", Network: spec.NetworkTAP, Policy: policy, Idle: spec.Idle{SleepSeconds: 1}},
+			Spec:    spec.VM{Name: "warm-up", Network: spec.NetworkTAP, Idle: spec.Idle{SleepSeconds: 1}},
 			Disk:    disk.Stack{Layers: []string{"a"}},
 			Volumes: []volumeOrder{{}}, Secrets: []spec.SecretFile{{}},
 		}),

@@ -159,7 +159,8 @@ func (c *chunk) setPresent(first, n int) {
 	}
 }
 
-// await waits while Prefetch decompresses the frame of page i: to do the same beside it would take longer. c.mu is held.
+// await waits while Prefetch decompresses the frame of page i: to do the same beside it would take longer. c.mu is
+// held.
 func (c *chunk) await(i int) {
 	for c.ahead > 0 {
 		if f, _, ok := c.leaf.Page(i); !ok || f+1 != c.ahead {

@@ -14,6 +14,7 @@ import (
 type Output struct {
 	limit int
 	keep  bool // keep what the reader has read until it acknowledges it, for a replay
+	hold  bool // lose nothing: see replayed
 
 	mu     sync.Mutex
 	buf    []byte // a ring: byte of offset o is at index o % len(buf)
@@ -95,22 +96,33 @@ func (o *Output) makeRoom(stderr bool, n int) int {
 	}
 	free := len(o.buf) - int(o.end-o.start)
 	if want := n - free; want > 0 {
-		droppable := o.taken
-		if o.state == kept {
-			droppable = o.end
-		}
-		o.drop(min(o.start+uint64(want), droppable))
+		o.drop(min(o.start+uint64(want), o.droppable()))
 		free = len(o.buf) - int(o.end-o.start)
 	}
 	if len(o.segs) >= maxSegments && o.segs[len(o.segs)-1].stderr != stderr {
 		first := o.segs[0].end
-		if o.state != kept && first > o.taken {
+		if first > o.droppable() {
 			return 0
 		}
 		o.drop(first)
 	}
 	return min(n, free)
 }
+
+// droppable returns the offset before which bytes may be dropped for new ones. Precondition: o.mu is held.
+func (o *Output) droppable() uint64 {
+	switch {
+	case o.state == kept:
+		return o.end
+	case o.hold:
+		return o.taken - min(o.taken, o.replayed())
+	}
+	return o.taken
+}
+
+// replayed is how many acknowledged bytes a held output has for a reader that lost them on the way: what the host has
+// acknowledged may never have reached its client.
+func (o *Output) replayed() uint64 { return uint64(o.limit / 2) }
 
 // grow makes the buffer large enough for n bytes, within the limit.
 // Precondition: o.mu is held.

@@ -11,6 +11,49 @@ import (
 	"testing/synctest"
 )
 
+func TestOutput_that_is_held_waits_without_a_reader_and_has_half_of_its_limit_again(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const limit, all = 10000, 50000
+		o := newOutput(limit, true)
+		o.hold = true
+		var want []byte
+		for i := range all {
+			want = append(want, byte(i), byte(i>>8))
+		}
+		go func() {
+			for p := want; len(p) > 0; p = p[min(len(p), 777):] {
+				o.Write(len(p)%2 == 0, p[:min(len(p), 777)])
+			}
+			o.finish()
+		}()
+		var got []byte
+		for lost := 0; ; lost = (lost + 1777) % (limit / 2) {
+			synctest.Wait() // the writer waits, or has written all
+			if start, end := o.Bounds(); end-start > limit || end < uint64(len(want)) && end-start < limit/2 {
+				t.Fatalf("held from %d to %d", start, end)
+			}
+			got = got[:max(0, len(got)-lost)] // its client has lost so much
+			at, reader := o.attach(uint64(len(got)))
+			if at != uint64(len(got)) {
+				t.Fatalf("attached at %d, want %d", at, len(got))
+			}
+			for range 6 {
+				buf := make([]byte, 999)
+				n, _, _, ended := o.read(reader, buf)
+				if got = append(got, buf[:n]...); ended {
+					if !bytes.Equal(got, want) {
+						t.Errorf("%d bytes, want %d, or others", len(got), len(want))
+					}
+					return
+				}
+				o.took(reader, uint64(len(got)))
+				synctest.Wait()
+			}
+			o.detach(held)
+		}
+	})
+}
+
 func TestOutput_random_writes_and_reads_keep_order_streams_and_bounds(t *testing.T) {
 	for seed := range uint64(50) {
 		r := rand.New(rand.NewPCG(seed, 1))

@@ -174,6 +174,7 @@ func (t *Table) StartWith(m *agentpb.ExecStart, o StartOptions) (*Process, error
 	}
 	if p.out == nil {
 		p.out = newOutput(outputLimit(m), m.Detach)
+		p.out.hold = m.HoldOutput
 	}
 	if err := t.reserve(p, m.Id); err != nil {
 		return nil, err
@@ -226,6 +227,8 @@ func CheckStart(m *agentpb.ExecStart) error {
 		return bad("terminal modes of %d bytes, at most %d", len(m.Pty.Modes), agentpb.MaxTerminalModes)
 	case m.Changes && m.Detach:
 		return bad("changes are told of a command with a connection, not of a detached one")
+	case m.HoldOutput && !m.Detach:
+		return bad("output is held for a detached process alone")
 	case len(m.Id) > agentpb.MaxID:
 		return bad("id of %d bytes, at most %d", len(m.Id), agentpb.MaxID)
 	}

@@ -126,9 +126,12 @@ func (s *session) detach() {
 		return
 	}
 	p.session = nil
-	if p.detach {
+	switch {
+	case p.out.hold && !p.forget:
+		p.out.detach(held)
+	case p.detach:
 		p.out.detach(kept)
-	} else {
+	default:
 		p.out.detach(dropped)
 		select {
 		case <-p.exited:
@@ -339,6 +342,9 @@ func (t *Table) Kill(_ context.Context, m *agentpb.KillRequest) (*agentpb.Empty,
 			}
 			p.mu.Lock()
 			p.forget = true
+			if p.session == nil {
+				p.out.detach(dropped) // it would wait for a reader of held output
+			}
 			p.mu.Unlock()
 		}
 	}

@@ -9,8 +9,12 @@ import (
 	"github.com/drowse-vm/drowse/guest/agent/poll"
 )
 
-// BufferSize is how many bytes the relay moves at a time.
-const BufferSize = 32 << 10
+// BufferSize is how many bytes the relay moves at a time: with a head, 32 KiB, which the allocator does not round up.
+// firstBuffer is the buffer of a reader that has not had much to read.
+const (
+	BufferSize  = 32<<10 - headSize
+	firstBuffer = 4 << 10
+)
 
 // buffers are in use only while there are bytes to move: an idle connection holds none.
 var buffers = sync.Pool{New: func() any { return new(buffer) }}

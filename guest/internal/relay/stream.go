@@ -44,8 +44,10 @@ type Stream struct {
 	readMu sync.Mutex // held by the reader
 	in     parser
 	// raw are bytes that were read from the connection and not yet parsed, data those that were parsed and not yet
-	// returned. Both are parts of buf, which Read allocates; WriteTo uses the pool.
+	// returned. Both are parts of buf, which Read allocates: a small one until full says that it was filled. WriteTo uses
+	// the pool.
 	buf, raw, data []byte
+	full           bool
 
 	writeMu sync.Mutex // held by the writer
 	ended   atomic.Bool
@@ -108,7 +110,7 @@ func (s *Stream) Read(p []byte) (int, error) {
 		return 0, nil
 	}
 	if s.buf == nil {
-		s.buf = make([]byte, headSize+BufferSize)
+		s.buf = make([]byte, firstBuffer)
 	}
 	for len(s.data) == 0 {
 		if len(s.raw) > 0 {
@@ -122,8 +124,11 @@ func (s *Stream) Read(p []byte) (int, error) {
 		if s.in.ended {
 			return 0, io.EOF
 		}
+		if s.full {
+			s.buf, s.full = make([]byte, BufferSize), false
+		}
 		n, err := s.conn.Read(s.buf)
-		s.raw = s.buf[:n]
+		s.raw, s.full = s.buf[:n], n == firstBuffer
 		if n == 0 && err != nil {
 			return 0, s.cut(err)
 		}

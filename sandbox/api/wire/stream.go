@@ -83,6 +83,9 @@ type ExecStart struct {
 	Detach    bool   `json:"detach,omitempty"`
 	Process   string `json:"process,omitempty"`
 	OutputKiB int    `json:"output_kib,omitempty"`
+	// HoldOutput has a detached process wait for a reader when it is OutputKiB ahead, instead of losing its oldest
+	// output. A client whose Window is at most half of OutputKiB then loses nothing, whatever is cut.
+	HoldOutput bool `json:"hold_output,omitempty"`
 	// Window, if not 0, is how much output the server sends beyond what the client has acknowledged by ack: at least
 	// MinWindow bytes. It is for clients that cannot stop reading, such as pages.
 	Window int `json:"window,omitempty"`

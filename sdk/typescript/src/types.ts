@@ -161,6 +161,7 @@ export type Control = {
     signal?: number;
     timed_out?: boolean;
   } | null;
+  hold_output?: boolean;
   no_stdin?: boolean;
   offset?: number;
   output_kib?: number;
@@ -462,6 +463,7 @@ export type ExecStartRequest = {
   cwd?: string;
   detach?: boolean;
   env?: Array<string> | null;
+  hold_output?: boolean;
   no_stdin?: boolean;
   output_kib?: number;
   process?: string;
