@@ -545,7 +545,7 @@ var statuses = byCode(map[int][]records.Code{
 	// The host or the guest has no room or no means at present.
 	http.StatusServiceUnavailable: {
 		"host-memory", "addresses-full", "address-range", "network-full", "network-nat", "network-pins", "policy-kernel", "no-kvm", "no-permission", "guest-full", "guest-unavailable",
-		records.CodeCanceled, wire.CodeBusy, wire.CodeIssuer,
+		"unreachable", records.CodeCanceled, wire.CodeBusy, wire.CodeIssuer,
 	},
 	http.StatusGatewayTimeout:      {records.CodeTimeout},
 	http.StatusInsufficientStorage: {"no-space", "disk-no-space"},
