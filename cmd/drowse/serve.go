@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/http"
 	"net/netip"
 	"os"
 	"time"
@@ -146,18 +147,17 @@ func (a *app) serve(ctx context.Context, s *sandbox.Host, l pool.Launcher, o sup
 	if spans != nil {
 		s = s.WithObservers(spans.Observe)
 	}
-	s, node, leave, err := others.join(ctx, a, s)
+	of, err := others.join(ctx, a, s)
 	if err != nil {
 		return err
 	}
-	if node != nil {
-		ended := make(chan error, 1)
-		go func() { ended <- node() }()
-		defer func() {
-			leave()
-			err = errors.Join(err, <-ended)
-		}()
-	}
+	s = of.host
+	ended := make(chan error, 1)
+	go func() { ended <- of.run() }()
+	defer func() {
+		of.leave()
+		err = errors.Join(err, <-ended)
+	}()
 	carry, err := gate.open(a, s)
 	if err != nil {
 		return err
@@ -174,8 +174,9 @@ func (a *app) serve(ctx context.Context, s *sandbox.Host, l pool.Launcher, o sup
 	server := api.New(api.Options{
 		Host: s, Version: version(), Tokens: tokensOf(web.tokens, s), Identities: web.tcp.Identities, Sources: a.sources(s), Hosts: web.hosts, Live: []api.Check{works}, Ready: readiness(s), Log: a.log, Resolvers: resolvers,
 		Mounts:  append(mounts, api.Mount{Pattern: "GET /metrics", Scope: api.ScopeRead, AllOwners: true, Handler: figures.Handler()}),
-		Context: traceContext(spans),
+		Context: traceContext(spans), Peers: of.peers,
 	})
+	passed := map[string]http.Handler{api.PeerService: server}
 	a.log.Info("serving", "state", s.State.Dir(), "pool", o.Pool)
 	group, run := errgroup.WithContext(ctx)
 	group.Go(func() error { return supervisor.Run(run, s, l, o) })
@@ -185,6 +186,7 @@ func (a *app) serve(ctx context.Context, s *sandbox.Host, l pool.Launcher, o sup
 		}
 		group.Go(func() error { return server.Serve(run, listeners...) })
 	}
+	group.Go(func() error { return of.serve(run, passed) })
 	if carry != nil {
 		group.Go(func() error { return carry(run) })
 	}

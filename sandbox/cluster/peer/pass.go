@@ -110,7 +110,7 @@ func (p *Peers) carry(w http.ResponseWriter, r *http.Request, c *carry) (again b
 		ErrorHandler: func(_ http.ResponseWriter, _ *http.Request, err error) { c.err = err },
 		ErrorLog:     slog.NewLogLogger(p.log.Handler(), slog.LevelDebug), // clients that go away do not fill the log
 	}
-	proxy.ServeHTTP(w, out)
+	proxy.ServeHTTP(continued{w}, out)
 	if c.err == nil {
 		return false, nil
 	}
@@ -140,6 +140,19 @@ func rewrite(o *httputil.ProxyRequest) {
 	o.Out.URL.RawQuery = o.In.URL.RawQuery // as it is
 	o.Out.Host = o.In.Host
 }
+
+// continued keeps the other host's "100 Continue" from the client, who did not ask for it, or gets it from the server.
+type continued struct{ http.ResponseWriter }
+
+// WriteHeader implements http.ResponseWriter.
+func (c continued) WriteHeader(code int) {
+	if code != http.StatusContinue {
+		c.ResponseWriter.WriteHeader(code)
+	}
+}
+
+// Unwrap is for http.ResponseController.
+func (c continued) Unwrap() http.ResponseWriter { return c.ResponseWriter }
 
 // untouched is a body that notes that something was read of it. Its Close leaves the body as it is, for another try.
 type untouched struct {

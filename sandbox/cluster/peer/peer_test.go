@@ -410,6 +410,24 @@ func TestListen_refuses_what_others_cannot_dial(t *testing.T) {
 	}
 }
 
+func TestPass_sends_a_body_on_and_no_interim_answer_that_nobody_has_asked_for(t *testing.T) {
+	b := newBook()
+	serve(t, b, "b", func(w http.ResponseWriter, r *http.Request) {
+		body, _ := io.ReadAll(r.Body)
+		fmt.Fprintf(w, "%d", len(body))
+	})
+	a := serve(t, b, "a", nil)
+	url, _ := front(t, a, alice)
+	c, err := net.Dial("tcp", strings.TrimPrefix(url, "http://"))
+	must(t, err)
+	defer c.Close()
+	fmt.Fprint(c, "POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nhello")
+	line, err := bufio.NewReader(c).ReadString('\n')
+	if err != nil || line != "HTTP/1.1 200 OK\r\n" {
+		t.Errorf("%q, %v", line, err)
+	}
+}
+
 func TestPass_ends_with_its_request(t *testing.T) {
 	b := newBook()
 	began, ended := make(chan struct{}), make(chan struct{})
