@@ -158,11 +158,12 @@ func (a *app) serve(ctx context.Context, s *sandbox.Host, l pool.Launcher, o sup
 		of.leave()
 		err = errors.Join(err, <-ended)
 	}()
-	carry, err := gate.open(a, s)
+	passed := map[string]http.Handler{}
+	carry, err := gate.open(a, of, passed)
 	if err != nil {
 		return err
 	}
-	clients, err := wire.open(a, s, web, &o)
+	clients, err := wire.open(a, of, web, &o, passed)
 	if err != nil {
 		return err
 	}
@@ -176,7 +177,7 @@ func (a *app) serve(ctx context.Context, s *sandbox.Host, l pool.Launcher, o sup
 		Mounts:  append(mounts, api.Mount{Pattern: "GET /metrics", Scope: api.ScopeRead, AllOwners: true, Handler: figures.Handler()}),
 		Context: traceContext(spans), Peers: of.peers,
 	})
-	passed := map[string]http.Handler{api.PeerService: server}
+	passed[api.PeerService] = server
 	a.log.Info("serving", "state", s.State.Dir(), "pool", o.Pool)
 	group, run := errgroup.WithContext(ctx)
 	group.Go(func() error { return supervisor.Run(run, s, l, o) })

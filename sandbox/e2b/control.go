@@ -18,6 +18,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api/identity"
 	"github.com/drowse-vm/drowse/sandbox/api/tokens"
+	"github.com/drowse-vm/drowse/sandbox/cluster/peer"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
@@ -69,6 +70,7 @@ func (s *Server) routes() {
 		s.mux.HandleFunc(pattern, func(w http.ResponseWriter, r *http.Request) {
 			status, body, err := h(w, r)
 			switch {
+			case errors.Is(err, errAnswered):
 			case err != nil:
 				s.answerError(w, r, err)
 			case body == nil:
@@ -148,6 +150,9 @@ func keyOf(ctx context.Context) tokens.Token { return ctx.Value(keyToken).(token
 
 // key returns the key of a request.
 func (s *Server) key(r *http.Request) (tokens.Token, error) {
+	if is := peer.From(r.Context()); is != nil {
+		return s.passedKey(r, is)
+	}
 	shown := r.Header.Values("X-API-KEY")
 	for _, a := range r.Header.Values("Authorization") {
 		if t, ok := strings.CutPrefix(a, "Bearer "); ok {
@@ -191,6 +196,9 @@ func (s *Server) starting() (func(), error) {
 // onBox is a handler for the sandbox of the path.
 func (s *Server) onBox(h func(w http.ResponseWriter, r *http.Request, b *box) (int, any, error)) handler {
 	return func(w http.ResponseWriter, r *http.Request) (int, any, error) {
+		if err := s.locate(w, r, r.PathValue("id")); err != nil {
+			return 0, nil, err
+		}
 		b, err := s.findOf(r.Context(), r.PathValue("id"))
 		if err != nil {
 			return 0, nil, err

@@ -11,6 +11,7 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
+	"io"
 	"math/big"
 	"net"
 	"time"
@@ -75,6 +76,33 @@ func (i *Identity) server() *tls.Config {
 		Certificates: []tls.Certificate{i.cert}, MinVersion: tls.VersionTLS13, NextProtos: []string{"h2", "http/1.1"},
 		ClientAuth: tls.RequireAnyClientCert, SessionTicketsDisabled: true,
 	}
+}
+
+// wholeConn is a connection below TLS whose end is an error. crypto/tls takes an end between two records for the end of
+// the stream, as if the other end had said so; but it may have died.
+type wholeConn struct{ net.Conn }
+
+var errCut = errors.New("the connection was cut")
+
+// Read implements net.Conn.
+func (c wholeConn) Read(b []byte) (int, error) {
+	n, err := c.Conn.Read(b)
+	if errors.Is(err, io.EOF) {
+		err = errCut
+	}
+	return n, err
+}
+
+// wholeListener accepts such connections.
+type wholeListener struct{ net.Listener }
+
+// Accept implements net.Listener.
+func (l wholeListener) Accept() (net.Conn, error) {
+	c, err := l.Listener.Accept()
+	if err != nil {
+		return nil, err
+	}
+	return wholeConn{c}, nil
 }
 
 // ErrListen means that an address cannot be one where other hosts reach this one.

@@ -262,7 +262,7 @@ func (p *Peers) dial(ctx context.Context, to Host, protocol string) (net.Conn, e
 	if err != nil {
 		return fail(err)
 	}
-	t := tls.Client(c, p.o.Identity.client(to.Key, protocol))
+	t := tls.Client(wholeConn{c}, p.o.Identity.client(to.Key, protocol))
 	shake, cancel := context.WithTimeout(ctx, shakeTime)
 	defer cancel()
 	if err := t.HandshakeContext(shake); err != nil {

@@ -399,6 +399,25 @@ func TestDial_opens_a_stream_whose_ends_close_one_after_the_other(t *testing.T) 
 	}
 }
 
+func TestStream_that_is_cut_does_not_end_well(t *testing.T) {
+	b := newBook()
+	serve(t, b, "b", func(w http.ResponseWriter, r *http.Request) {
+		c, err := peer.Accept(w, r)
+		if err != nil {
+			return
+		}
+		fmt.Fprint(c, "a part")
+		_ = c.Abort()
+	})
+	a := serve(t, b, "a", nil)
+	c, err := a.Dial(t.Context(), alice)
+	must(t, err)
+	defer c.Close()
+	if text, err := io.ReadAll(c); err == nil {
+		t.Errorf("%q passes for the whole", text)
+	}
+}
+
 func TestListen_refuses_what_others_cannot_dial(t *testing.T) {
 	for _, at := range []string{"", ":7400", "0.0.0.0:7400", "[::]:7400", "host", "192.0.2.1:1"} {
 		if l, _, err := peer.Listen(at); !errors.Is(err, peer.ErrListen) {

@@ -38,7 +38,7 @@ func (p *Peers) Serve(ctx context.Context, l net.Listener, handlers map[string]h
 	}
 	ended := make(chan error, 1)
 	go func() {
-		err := h.Serve(tls.NewListener(netutil.LimitListener(l, maxConns), p.o.Identity.server()))
+		err := h.Serve(tls.NewListener(wholeListener{netutil.LimitListener(l, maxConns)}, p.o.Identity.server()))
 		if errors.Is(err, http.ErrServerClosed) {
 			err = nil
 		}
@@ -122,9 +122,17 @@ func (p *Peers) admit(r *http.Request) (*Passed, error) {
 	return is, nil
 }
 
+// Conn is a stream of bytes between hosts.
+type Conn interface {
+	net.Conn
+	// CloseWrite ends one direction, and Abort the connection, so that the other end does not take it for a normal end.
+	CloseWrite() error
+	Abort() error
+}
+
 // Dial opens a stream of bytes to the host that has a sandbox, for the service of is. The errors are those of Pass; a
-// nil connection without one means that no other host has the sandbox. The connection has CloseWrite.
-func (p *Peers) Dial(ctx context.Context, is Passed) (c net.Conn, err error) {
+// nil connection without one means that no other host has the sandbox.
+func (p *Peers) Dial(ctx context.Context, is Passed) (c Conn, err error) {
 	last := ""
 	for try := range 2 {
 		host, werr := p.o.Directory.Where(ctx, is.Sandbox, try > 0)
@@ -143,8 +151,9 @@ func (p *Peers) Dial(ctx context.Context, is Passed) (c net.Conn, err error) {
 	return nil, err
 }
 
-func (p *Peers) open(ctx context.Context, is Passed, host string) (c net.Conn, err error) {
+func (p *Peers) open(ctx context.Context, is Passed, host string) (_ Conn, err error) {
 	var to Host
+	var c net.Conn
 	for fresh := range 2 {
 		next, derr := p.o.Directory.Peer(ctx, host, fresh > 0)
 		if derr != nil || next == to {
@@ -161,7 +170,7 @@ func (p *Peers) open(ctx context.Context, is Passed, host string) (c net.Conn, e
 	if err != nil {
 		return nil, err
 	}
-	fail := func(err error) (net.Conn, error) { return nil, errors.Join(err, c.Close()) }
+	fail := func(err error) (Conn, error) { return nil, errors.Join(err, c.Close()) }
 	is.Nonce = nonce()
 	text, err := is.encode()
 	if err != nil {
@@ -199,7 +208,7 @@ func (p *Peers) open(ctx context.Context, is Passed, host string) (c net.Conn, e
 const streamProtocol = "drowse-stream"
 
 // Accept takes a request of Dial, and returns its connection. Before it, NotHere refuses the request.
-func Accept(w http.ResponseWriter, r *http.Request) (net.Conn, error) {
+func Accept(w http.ResponseWriter, r *http.Request) (Conn, error) {
 	if r.Header.Get("Upgrade") != streamProtocol {
 		http.Error(w, "not a stream", http.StatusUpgradeRequired)
 		return nil, errors.New("the request is no stream")
@@ -227,5 +236,13 @@ type stream struct {
 // Read implements net.Conn.
 func (s *stream) Read(b []byte) (int, error) { return s.r.Read(b) }
 
-// CloseWrite ends one direction.
+// Abort implements Conn: without TLS's word that the stream is whole.
+func (s *stream) Abort() error {
+	if t, ok := s.Conn.(*tls.Conn); ok {
+		return t.NetConn().Close()
+	}
+	return s.Conn.Close()
+}
+
+// CloseWrite implements Conn.
 func (s *stream) CloseWrite() error { return s.Conn.(interface{ CloseWrite() error }).CloseWrite() }
