@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io/fs"
 	"log/slog"
+	"maps"
 	"net"
 	"net/http"
 	"os"
@@ -22,6 +23,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/api/client"
 	"github.com/drowse-vm/drowse/sandbox/cluster"
 	"github.com/drowse-vm/drowse/sandbox/cluster/peer"
+	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/lease"
 	"github.com/drowse-vm/drowse/sandbox/records"
 	"github.com/drowse-vm/drowse/sandbox/spec"
@@ -57,7 +59,8 @@ type member struct {
 	at    net.Listener // nil without an address
 	log   *slog.Logger
 	node  *cluster.Node
-	done  func() // closes the store
+	list  fleet.Cluster // nil without a cluster
+	done  func()        // closes the store
 
 	life context.Context
 	end  context.CancelFunc
@@ -108,6 +111,7 @@ func (f *clusterFlags) join(ctx context.Context, a *app, h *sandbox.Host) (m *me
 	with := *h
 	with.Cluster = m.node
 	m.host, m.peers = &with, peer.New(peer.Options{Identity: id, Directory: m.node, Log: a.log})
+	m.list = m.node.Catalog(m.peers)
 	m.life, m.end = context.WithCancel(context.WithoutCancel(ctx))
 	return m, nil
 }
@@ -140,6 +144,7 @@ func (m *member) serve(ctx context.Context, handlers map[string]http.Handler) er
 	if m.at == nil {
 		return nil
 	}
+	maps.Copy(handlers, m.node.PeerHandlers())
 	return m.peers.Serve(ctx, m.at, handlers)
 }
 

@@ -55,8 +55,8 @@ connections that it carries end. With --on-exit sleep it puts all VMs to sleep f
   (docs/guides/web.md);
 - with --gateway, carries HTTP, WebSocket, gRPC and TLS connections to ports in sandboxes, and wakes
   them (docs/guides/access.md);
-- with --cluster, shares sandboxes with other hosts, each of which can wake what sleeps in the store
-  (docs/guides/snapshots.md);
+- with --cluster, shares sandboxes with other hosts, each of which can wake what sleeps in the
+  store; with --cluster-address, each answers for what another one has (docs/guides/snapshots.md);
 - sends traces to the collector of OTEL_EXPORTER_OTLP_ENDPOINT (docs/guides/monitoring.md).`,
 		RunE: a.onHost(func(cmd *cobra.Command, _ []string, s *sandbox.Host) error {
 			l, err := a.launcher()
@@ -175,7 +175,7 @@ func (a *app) serve(ctx context.Context, s *sandbox.Host, l pool.Launcher, o sup
 	server := api.New(api.Options{
 		Host: s, Version: version(), Tokens: tokensOf(web.tokens, s), Identities: web.tcp.Identities, Sources: a.sources(s), Hosts: web.hosts, Live: []api.Check{works}, Ready: readiness(s), Log: a.log, Resolvers: resolvers,
 		Mounts:  append(mounts, api.Mount{Pattern: "GET /metrics", Scope: api.ScopeRead, AllOwners: true, Handler: figures.Handler()}),
-		Context: traceContext(spans), Peers: of.peers,
+		Context: traceContext(spans), Peers: of.peers, Cluster: of.list,
 	})
 	passed[api.PeerService] = server
 	a.log.Info("serving", "state", s.State.Dir(), "pool", o.Pool)

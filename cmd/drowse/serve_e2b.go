@@ -75,7 +75,7 @@ func (f *e2bFlags) open(a *app, of *member, web *apiFlags, o *supervisor.Options
 		a.log.Warn("sandboxes of E2B's clients cannot resolve names", "cause", err)
 	}
 	options := e2b.Options{
-		Host: s, Tokens: tokens, Identities: web.tcp.Identities, Domain: f.domain, Templates: map[string]string{}, Network: mayHaveNetworks(), DNS: servers, Peers: of.peers, Log: a.log,
+		Host: s, Tokens: tokens, Identities: web.tcp.Identities, Domain: f.domain, Templates: map[string]string{}, Network: mayHaveNetworks(), DNS: servers, Peers: of.peers, Cluster: of.list, Log: a.log,
 	}
 	for _, t := range f.templates {
 		name, image, _ := strings.Cut(t, "=")

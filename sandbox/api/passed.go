@@ -32,8 +32,8 @@ func passedCaller(is *peer.Passed) (Caller, error) {
 	}, nil
 }
 
-// passOn passes a request on to the other host that has its sandbox. If it does not report an answer, this host answers:
-// with away, if that is not nil and what this host can do by itself does not go through.
+// passOn passes a request on to the other host that has its sandbox. If it does not report an answer, this host
+// answers: with away, if that is not nil and what this host can do by itself does not go through.
 func (s *Server) passOn(w http.ResponseWriter, r *http.Request, rt route, name string) (answered bool, away error) {
 	p := s.o.Peers
 	if p == nil {
@@ -128,8 +128,8 @@ func (c Caller) mine(name string) func(m spec.Metadata) error {
 	}
 }
 
-// reach lets a request reach a sandbox of its caller's, which this host gets from the cluster if need be. away is why the
-// host that has it could not be asked.
+// reach lets a request reach a sandbox of its caller's, which this host gets from the cluster if need be. away is why
+// the host that has it could not be asked.
 func (s *Server) reach(ctx context.Context, rt route, name string, away error) error {
 	c := CallerOf(ctx)
 	err := s.reached(ctx, c, rt, name, away)

@@ -502,12 +502,12 @@ func list(ctx context.Context, f *fleet.Fleet, r *request) (wire.List, error) {
 	if err != nil {
 		return wire.List{}, err
 	}
-	l, err := f.List(ctx, filter)
+	l, others, err := f.ListAll(ctx, filter)
 	if l.Sandboxes == nil {
 		l.Sandboxes = []records.Sandbox{}
 	}
 	if r.caller().Owner != "" {
-		l.Problems = nil // of sandboxes whose owner cannot be read
+		l.Problems = others // and none of sandboxes whose owner cannot be read
 	}
 	return wire.List{Version: 1, List: l}, err
 }

@@ -87,6 +87,8 @@ type Options struct {
 	// Peers, if not nil, passes requests on to the hosts of a cluster that have their sandboxes. Those that others pass
 	// on come by its Serve, as PeerService.
 	Peers *peer.Peers
+	// Cluster, if not nil, knows the sandboxes of other hosts, which lists then have as well.
+	Cluster fleet.Cluster
 	// Context, if not nil, makes the context of an accepted request from its header.
 	Context func(ctx context.Context, h http.Header) context.Context
 	// Log gets changes and errors of the server; nil discards them.
@@ -131,7 +133,7 @@ type Server struct {
 
 // New returns a Server.
 func New(o Options) *Server {
-	s := &Server{o: o, fleet: fleet.New(o.Host, fleet.Options{}), log: o.Log, mux: http.NewServeMux(), draining: make(chan struct{})}
+	s := &Server{o: o, fleet: fleet.New(o.Host, fleet.Options{Cluster: o.Cluster}), log: o.Log, mux: http.NewServeMux(), draining: make(chan struct{})}
 	if s.o.Tokens == nil {
 		s.o.Tokens = tokens.Open("") // no file, no token
 	}

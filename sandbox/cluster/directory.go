@@ -148,6 +148,15 @@ func (n *Node) family(ctx context.Context, name string) (*ledger.Family, error) 
 	return n.ledger.Family(ctx, name)
 }
 
+// Private implements peer.Directory.
+func (n *Node) Private(name string) bool {
+	if !spec.ValidName(name) || n.dir.Shared(name) {
+		return false
+	}
+	_, err := n.state.Load(name)
+	return !errors.Is(err, sandbox.ErrNotFound)
+}
+
 // Known implements peer.Directory.
 func (n *Node) Known(ctx context.Context, name string, may func(spec.Metadata) error) error {
 	if !spec.ValidName(name) {

@@ -260,7 +260,9 @@ func (n *Node) Run(ctx context.Context) error {
 }
 
 func (n *Node) leave(ctx context.Context) error {
-	n.end()
+	n.mu.Lock()
+	n.end() // nothing begins in the background after it
+	n.mu.Unlock()
 	n.background.Wait()
 	ctx, cancel := context.WithTimeout(ctx, leaveTime)
 	defer cancel()

@@ -145,8 +145,7 @@ func (g *gate) open(name string, w spec.Gateway) {
 	_, err := g.State.SetMetadata(g.t.Context(), name, func(m *spec.Metadata, _ error) error { m.Gateway = w; return nil })
 	must(g.t, err)
 	g.sleep(name)
-	_, err = g.Sandbox(name).Wake(g.t.Context())
-	must(g.t, err)
+	g.wake(name)
 }
 
 func (g *gate) get(host, body string, header ...string) (*http.Response, string) {
@@ -342,7 +341,7 @@ func newE2B(t *testing.T, name string, store blob.Store, guests *servers) *e2bDo
 	d := &e2bDoor{door: newDoor(t, name, store, cluster.Options{})}
 	d.vms.Dial = guests.dial
 	var err error
-	d.wire, err = e2b.New(e2b.Options{Host: d.Host, Tokens: d.tokens, Peers: d.peers, Domain: e2bDomain, Templates: map[string]string{"base": sandboxtest.Image}, Network: true})
+	d.wire, err = e2b.New(e2b.Options{Host: d.Host, Tokens: d.tokens, Peers: d.peers, Cluster: d.node.Catalog(d.peers), Domain: e2bDomain, Templates: map[string]string{"base": sandboxtest.Image}, Network: true})
 	must(t, err)
 	d.passed[e2b.PeerService] = d.wire
 	l := listen(t)
@@ -444,7 +443,22 @@ func TestE2B_of_any_host_answers_for_a_sandbox_that_another_one_runs(t *testing.
 	if a.phase(id) != "" {
 		t.Error("a has it as well")
 	}
+	list := func(key string) (n int) {
+		t.Helper()
+		var rows []struct{ SandboxID, State string }
+		code, text := a.ask("GET", "api."+e2bDomain, "/v2/sandboxes?state=running", "", "X-API-KEY", key)
+		if code != http.StatusOK || json.Unmarshal([]byte(text), &rows) != nil {
+			t.Fatal("list:", code, text)
+		}
+		return len(rows)
+	}
+	if ours, theirs := list(ours), list(theirs); ours != 1 || theirs != 0 {
+		t.Errorf("its owner's list has %d, another's %d", ours, theirs)
+	}
 	pause(a, ours)
+	if code, text := a.ask("GET", "api."+e2bDomain, "/sandboxes/"+id, "", "X-API-KEY", ours); code != http.StatusOK || !strings.Contains(text, `"state":"paused"`) {
+		t.Error("its detail in its sleep:", code, text)
+	}
 	// Nobody has it: whoever is asked resumes it.
 	connect(a, ours, http.StatusCreated)
 	if code, text := a.ask("DELETE", "api."+e2bDomain, "/sandboxes/"+id, "", "X-API-KEY", ours); code != http.StatusNoContent || b.phase(id) != "" {

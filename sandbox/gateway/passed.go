@@ -128,8 +128,11 @@ func (g *Gateway) servePassedRaw(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	defer c.Close()
-	if to, err := g.raw(ctx, c, g.rawTLS.Load()); err != nil && ctx.Err() == nil {
-		reset(c)
+	to, err := g.raw(ctx, c, g.rawTLS.Load())
+	if err != nil {
+		reset(c) // also if the gateway ends
+	}
+	if err != nil && ctx.Err() == nil {
 		g.report(refusal(to, err))
 	}
 }

@@ -38,8 +38,10 @@ func (g *Gateway) serveRaw(ctx context.Context, l net.Listener, config *tls.Conf
 		all.Go(func() {
 			defer c.Close()
 			to, err := g.raw(ctx, c, config)
+			if err != nil {
+				reset(c) // also if the gateway ends
+			}
 			if err != nil && ctx.Err() == nil {
-				reset(c)
 				g.report(refusal(to, err))
 			}
 		})
@@ -81,7 +83,8 @@ func (g *Gateway) raw(ctx context.Context, c net.Conn, config *tls.Config) (Rout
 	defer u.leave()
 	cut := context.AfterFunc(u.s.ctx, cancel)
 	defer cut()
-	var client net.Conn = &begun{Conn: c, first: bytes.NewReader(hello)}
+	opened := &begun{Conn: c, first: bytes.NewReader(hello), shakes: true}
+	var client net.Conn = opened
 	if !u.grant.GuestTLS {
 		if config == nil {
 			return to, fmt.Errorf("%w: the gateway has no certificate, and TLS of the port does not end in the guest", ErrRoute)
@@ -94,6 +97,7 @@ func (g *Gateway) raw(ctx context.Context, c net.Conn, config *tls.Config) (Rout
 		}
 		client = t
 	}
+	opened.shakes = false
 	guest, err := u.s.connect(ctx, to.Port)
 	if err != nil {
 		return to, ofServer(err)
@@ -189,6 +193,17 @@ func (p *peeked) SetWriteDeadline(time.Time) error { return nil }
 type begun struct {
 	net.Conn
 	first *bytes.Reader
+	// shakes means that a handshake is under way. Its end by its context closes the connection, which is no normal end.
+	shakes bool
+}
+
+// Close implements net.Conn.
+func (b *begun) Close() error {
+	if b.shakes {
+		reset(b.Conn)
+		return nil
+	}
+	return b.Conn.Close()
 }
 
 // Read implements net.Conn.

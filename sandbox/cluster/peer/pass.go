@@ -50,6 +50,54 @@ func (p *Peers) Pass(w http.ResponseWriter, r *http.Request, is Passed) (answere
 // ErrUsed means that a part of a request has gone to a host that did not answer: nobody knows what has become of it.
 var ErrUsed = errors.New("what was asked may be done, or not")
 
+// Ask asks a host itself: one of its handlers, which is no service for clients. most is the most bytes of the answer.
+func (p *Peers) Ask(ctx context.Context, host, service string, most int64) ([]byte, error) {
+	var to Host
+	var err error
+	for fresh := range 2 {
+		next, derr := p.o.Directory.Peer(ctx, host, fresh > 0)
+		if derr != nil || next == to {
+			return nil, errors.Join(err, derr)
+		}
+		to = next
+		var text []byte
+		var dial *dialError
+		if text, err = p.ask(ctx, to, service, most); !errors.As(err, &dial) {
+			return text, err
+		}
+	}
+	return nil, err
+}
+
+func (p *Peers) ask(ctx context.Context, to Host, service string, most int64) ([]byte, error) {
+	if err := p.known(to); err != nil {
+		return nil, err
+	}
+	is := Passed{Service: service, Sandbox: service, Nonce: nonce()}
+	text, err := is.encode()
+	if err != nil {
+		return nil, err
+	}
+	r, err := http.NewRequestWithContext(ctx, http.MethodGet, "https://"+to.Key+"/", nil)
+	if err != nil {
+		return nil, err
+	}
+	r.Header.Set(headerPassed, text)
+	a, err := p.h1.RoundTrip(r)
+	if err != nil {
+		return nil, err
+	}
+	defer a.Body.Close()
+	if a.StatusCode != http.StatusOK {
+		return nil, fmt.Errorf("the host %s answers %s", to.Name, a.Status)
+	}
+	body, err := io.ReadAll(io.LimitReader(a.Body, most+1))
+	if err == nil && int64(len(body)) > most {
+		err = fmt.Errorf("the host %s answers with more than %d bytes", to.Name, most)
+	}
+	return body, err
+}
+
 // carry is a request on its way.
 type carry struct {
 	to      Host

@@ -30,6 +30,8 @@ type Directory interface {
 	// Where returns the other host that has a sandbox and can be asked for it; "" if there is none, so that this host is
 	// to do what is to be done. fresh is as above.
 	Where(ctx context.Context, sandbox string, fresh bool) (host string, err error)
+	// Private reports whether this host has a sandbox that it shares with no other.
+	Private(sandbox string) bool
 	// Known asks may about a sandbox as it was last published. It returns spec.ErrNotFound if the cluster has none of the
 	// name, and what may returns.
 	Known(ctx context.Context, sandbox string, may func(spec.Metadata) error) error
@@ -174,8 +176,12 @@ func (p *Peers) Close() {
 // Directory returns that of the options.
 func (p *Peers) Directory() Directory { return p.o.Directory }
 
-// Elsewhere reports whether a request that was passed on to this host must be answered with NotHere.
+// Elsewhere reports whether a request that was passed on to this host must be answered with NotHere: another host has
+// the sandbox, or this one does not share it.
 func (p *Peers) Elsewhere(ctx context.Context, sandbox string) bool {
+	if p.o.Directory.Private(sandbox) {
+		return true
+	}
 	host, err := p.o.Directory.Where(ctx, sandbox, true)
 	return err == nil && host != ""
 }

@@ -61,6 +61,8 @@ func (b *book) Where(_ context.Context, sandbox string, fresh bool) (string, err
 	return b.where[sandbox], nil
 }
 
+func (b *book) Private(string) bool { return false }
+
 func (b *book) Known(context.Context, string, func(spec.Metadata) error) error {
 	return spec.ErrNotFound
 }

@@ -1101,6 +1101,7 @@ export type Sandbox = {
   fork_point?: string;
   generation?: number;
   hooks?: string;
+  host?: string;
   id: string;
   idle_seconds?: number;
   image: string;
