@@ -7,7 +7,10 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"log/slog"
+	"maps"
 	"net"
+	"net/http"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -19,6 +22,8 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/api"
 	"github.com/drowse-vm/drowse/sandbox/api/client"
 	"github.com/drowse-vm/drowse/sandbox/cluster"
+	"github.com/drowse-vm/drowse/sandbox/cluster/peer"
+	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/lease"
 	"github.com/drowse-vm/drowse/sandbox/records"
 	"github.com/drowse-vm/drowse/sandbox/spec"
@@ -26,65 +31,121 @@ import (
 
 // clusterFlags say which hosts a server shares sandboxes with.
 type clusterFlags struct {
-	in, name string
-	all      bool
+	in, name, address string
+	all               bool
 }
 
 func (f *clusterFlags) add(cmd *cobra.Command) {
 	fl := cmd.Flags()
 	fl.StringVar(&f.in, "cluster", "", "share sandboxes with the other hosts that meet in this `STORE`: s3://BUCKET/PREFIX (see \"drowse archive\"), or a directory for tests on one machine")
 	fl.StringVar(&f.name, "cluster-host", "", "`NAME` of this host among them (default its host name)")
+	fl.StringVar(&f.address, "cluster-address", "", "`HOST:PORT` where this host listens for the others, which pass on requests for sandboxes that it has; without it, such requests are refused")
 	fl.BoolVar(&f.all, "cluster-all", false, "share each sandbox when it falls asleep; by default those that \"drowse sleep --durable\" names")
 }
 
 func (f *clusterFlags) check() error {
-	if f.in == "" && (f.name != "" || f.all) {
-		return usageError{errors.New("--cluster-host and --cluster-all go with --cluster")}
+	if f.in == "" && (f.name != "" || f.address != "" || f.all) {
+		return usageError{errors.New("--cluster-host, --cluster-address and --cluster-all go with --cluster")}
 	}
 	return nil
 }
 
 var notInHostName = regexp.MustCompile(`[^A-Za-z0-9._-]+`)
 
-// join makes a host one of its cluster. run is the node's life: nil without a cluster. It goes on until leave is
-// called, which first publishes what sleeps.
-func (f *clusterFlags) join(ctx context.Context, a *app, h *sandbox.Host) (joined *sandbox.Host, run func() error, leave func(), err error) {
+// member is a host's part in its cluster; nothing without one.
+type member struct {
+	host  *sandbox.Host
+	peers *peer.Peers  // nil without a cluster
+	at    net.Listener // nil without an address
+	log   *slog.Logger
+	node  *cluster.Node
+	list  fleet.Cluster // nil without a cluster
+	done  func()        // closes the store
+
+	life context.Context
+	end  context.CancelFunc
+}
+
+// join makes a host one of its cluster. run and leave must follow.
+func (f *clusterFlags) join(ctx context.Context, a *app, h *sandbox.Host) (m *member, err error) {
+	m = &member{host: h, log: a.log}
 	if f.in == "" {
-		return h, nil, func() {}, nil
+		return m, nil
 	}
 	name := f.name
 	if name == "" {
 		if name, err = os.Hostname(); err != nil {
-			return nil, nil, nil, err
+			return nil, err
 		}
 		name = notInHostName.ReplaceAllString(name, "-")
 	}
+	id, err := peer.NewIdentity(name)
+	if err != nil {
+		return nil, err
+	}
 	store, done, err := openBlobs(f.in, true)
 	if err != nil {
-		return nil, nil, nil, err
+		return nil, err
+	}
+	m.done = done
+	defer func() {
+		if err != nil {
+			if m.at != nil {
+				m.at.Close()
+			}
+			done()
+		}
+	}()
+	o := cluster.Options{Store: store, Name: name, All: f.all, Log: a.log}
+	if f.address != "" {
+		if m.at, o.Address, err = peer.Listen(f.address); err != nil {
+			return nil, usageError{err}
+		}
+		o.Key = id.Key()
 	}
 	a.log.Info("joining the cluster: after a boot it takes half a minute", "host", name)
-	n, err := cluster.Join(ctx, h, cluster.Options{Store: store, Name: name, All: f.all, Log: a.log})
-	if err != nil {
-		done()
-		return nil, nil, nil, err
+	if m.node, err = cluster.Join(ctx, h, o); err != nil {
+		return nil, err
 	}
-	a.log.Info("joined the cluster", "host", name)
+	a.log.Info("joined the cluster", "host", name, "address", o.Address)
 	with := *h
-	with.Cluster = n
-	life, end := context.WithCancel(context.WithoutCancel(ctx))
-	run = func() error {
-		defer done()
-		return n.Run(life)
+	with.Cluster = m.node
+	m.host, m.peers = &with, peer.New(peer.Options{Identity: id, Directory: m.node, Log: a.log})
+	m.list = m.node.Catalog(m.peers)
+	m.life, m.end = context.WithCancel(context.WithoutCancel(ctx))
+	return m, nil
+}
+
+// run is the node's life, until leave.
+func (m *member) run() error {
+	if m.node == nil {
+		return nil
 	}
-	return &with, run, func() {
-		published, cancel := context.WithTimeout(life, publishTime)
-		defer cancel()
-		if err := n.PublishAll(published); err != nil {
-			a.log.Warn("not all sandboxes that sleep are published: the next server of this host does that", "error", err)
-		}
-		end()
-	}, nil
+	defer m.done()
+	defer m.peers.Close()
+	return m.node.Run(m.life)
+}
+
+// leave publishes what sleeps, and ends run.
+func (m *member) leave() {
+	if m.node == nil {
+		return
+	}
+	published, cancel := context.WithTimeout(m.life, publishTime)
+	defer cancel()
+	if err := m.node.PublishAll(published); err != nil {
+		m.log.Warn("not all sandboxes that sleep are published: the next server of this host does that", "error", err)
+	}
+	m.end()
+}
+
+// serve serves what other hosts pass on, until ctx ends.
+func (m *member) serve(ctx context.Context, handlers map[string]http.Handler) error {
+	if m.at == nil {
+		return nil
+	}
+	maps.Copy(handlers, m.node.PeerHandlers())
+	return m.peers.Serve(ctx, m.at, handlers)
 }
 
 // publishTime is how long a server that ends goes on publishing.
@@ -102,7 +163,7 @@ func clusterOf(state string) lease.Cluster {
 }
 
 func (c asked) server(name string, do func(s *client.Client) error) error {
-	s := client.Unix(filepath.Join(c.state, api.SocketFile))
+	s := client.Unix(filepath.Join(c.state, api.SocketFile)).Here() // what follows is done here
 	defer s.Close()
 	err := do(s)
 	var no *net.OpError

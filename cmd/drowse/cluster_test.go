@@ -5,6 +5,7 @@ package main
 import (
 	"bytes"
 	"context"
+	"errors"
 	"io"
 	"os"
 	"path/filepath"
@@ -15,9 +16,11 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api"
 	"github.com/drowse-vm/drowse/sandbox/api/client"
+	"github.com/drowse-vm/drowse/sandbox/api/wire"
 	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/records"
 	"github.com/drowse-vm/drowse/sandbox/sandboxtest"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // serveCluster runs `drowse serve --cluster` on a host until the test ends.
@@ -52,7 +55,7 @@ func serveCluster(t *testing.T, vms *sandboxtest.VMs, store, name string) (state
 	var stderr bytes.Buffer
 	ended := make(chan int, 1)
 	go func() {
-		ended <- run(ctx, []string{"--state", state, "serve", "--pool", "0", "--cluster", store, "--cluster-host", name}, io.Discard, &stderr)
+		ended <- run(ctx, []string{"--state", state, "serve", "--pool", "0", "--cluster", store, "--cluster-host", name, "--cluster-address", "127.0.0.1:0"}, io.Discard, &stderr)
 	}()
 	t.Cleanup(func() {
 		cancel()
@@ -111,6 +114,26 @@ func TestCluster_commands_use_a_sandbox_on_either_host(t *testing.T) {
 	says(a, 0, "asleep", "sleep", "--durable", "box")
 	says(b, 0, "", "wake", "box")
 	says(b, 0, "moved", "ls", "-o", "json")
+	// By the API, each host answers for it. Commands of this host do by themselves what is done here.
+	c := client.Unix(filepath.Join(a, api.SocketFile))
+	defer c.Close()
+	done, err := c.Exec(t.Context(), "box", wire.Exec{Command: []string{"cat", "/root/word"}})
+	if err != nil || string(done.Stdout) != "Linux" {
+		t.Errorf("by the API of the other host: %+v, %v", done, err)
+	}
+	for end := time.Now().Add(time.Minute); ; time.Sleep(100 * time.Millisecond) {
+		l, err := c.List(t.Context(), records.Filter{Statuses: []records.Status{records.Running}})
+		if err == nil && len(l.Sandboxes) == 1 && l.Sandboxes[0].Name == "box" && l.Sandboxes[0].Host == "b" {
+			break
+		} else if time.Now().After(end) {
+			t.Fatalf("its list: %+v, %v", l, err)
+		}
+	}
+	if _, err := c.Here().Exec(t.Context(), "box", wire.Exec{Command: []string{"true"}}); !errors.Is(err, spec.ErrElsewhere) {
+		t.Error("asked to answer itself:", err)
+	}
+	says(a, exitExec, "box is on b", "exec", "box", "true")
+	says(a, exitUsage, "--cluster-address", "serve", "--cluster-address", "127.0.0.1:0")
 	says(b, 0, "", "rm", "--force", "box")
 	says(a, exitExec, "no such VM", "exec", "box", "true")
 	says(t.TempDir(), exitUsage, "--cluster", "serve", "--cluster-host", "c")

@@ -10,6 +10,7 @@ import (
 	"log"
 	"log/slog"
 	"maps"
+	"net/http"
 	"path/filepath"
 	"slices"
 
@@ -67,14 +68,15 @@ func (f *gatewayFlags) check() error {
 	return nil
 }
 
-// open opens the gateway; serve serves it until its context ends. Without --gateway, serve is nil.
-func (f *gatewayFlags) open(a *app, s *sandbox.Host) (serve func(context.Context) error, err error) {
+// open opens the gateway; serve serves it until its context ends. passed gets what serves it for other hosts. Without
+// --gateway, serve is nil.
+func (f *gatewayFlags) open(a *app, of *member, passed map[string]http.Handler) (serve func(context.Context) error, err error) {
 	if f.domain == "" {
 		return nil, nil
 	}
 	// A transport of net/http reports a guest's unasked answers there: guests must not fill the log.
 	log.SetOutput(slog.NewLogLogger(a.log.Handler(), slog.LevelDebug).Writer())
-	names := gateway.Names{Domain: f.domain}
+	s, names := of.host, gateway.Names{Domain: f.domain}
 	l := gateway.Listeners{ConnsOf: f.connsOf}
 	defer func() {
 		if err == nil {
@@ -97,10 +99,11 @@ func (f *gatewayFlags) open(a *app, s *sandbox.Host) (serve func(context.Context
 			return nil, err
 		}
 	}
-	g, err := gateway.New(s, gateway.Options{Resolver: names, Log: a.log})
+	g, err := gateway.New(s, gateway.Options{Resolver: names, Peers: of.peers, Log: a.log})
 	if err != nil {
 		return nil, err
 	}
+	maps.Copy(passed, g.PeerHandlers())
 	if f.listen != "" {
 		if l.HTTP, err = gateway.Listen(f.listen, l.TLS != nil, f.plain); err != nil {
 			return nil, err

@@ -92,11 +92,20 @@ The JSON document is one page; pass its "next" to --after for the next page.`,
 				return t.Local().Format(dayMinute)
 			}
 			return a.print(listDoc{1, list}, func(w io.Writer) {
-				table(w, "NAME\tSTATUS\tCLASS\tOWNER\tTAGS\tIMAGE\tMEMORY\tEXPIRES\tWAKES\tNOTE", list.Sandboxes, func(s records.Sandbox) []any {
-					return []any{
+				head := "NAME\tSTATUS\tCLASS\tOWNER\tTAGS\tIMAGE\tMEMORY\tEXPIRES\tWAKES\tNOTE"
+				hosts := slices.ContainsFunc(list.Sandboxes, func(s records.Sandbox) bool { return s.Host != "" })
+				if hosts {
+					head = strings.Replace(head, "STATUS\t", "STATUS\tHOST\t", 1)
+				}
+				table(w, head, list.Sandboxes, func(s records.Sandbox) []any {
+					row := []any{
 						s.Name, s.Status, s.Class, dash(s.Owner), dash(strings.Join(s.Tags, ",")), s.Image, fmt.Sprintf("%d MiB", s.Memory),
 						at(s.Expires), at(s.NextWake), said(cmp.Or(s.Problem, s.Purpose)),
 					}
+					if hosts {
+						row = slices.Insert(row, 2, any(dash(s.Host)))
+					}
+					return row
 				})
 				if list.Next != "" {
 					fmt.Fprintf(a.stderr, "drowse: there are more: --after %s, or --all\n", list.Next)

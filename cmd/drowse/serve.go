@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/http"
 	"net/netip"
 	"os"
 	"time"
@@ -54,8 +55,8 @@ connections that it carries end. With --on-exit sleep it puts all VMs to sleep f
   (docs/guides/web.md);
 - with --gateway, carries HTTP, WebSocket, gRPC and TLS connections to ports in sandboxes, and wakes
   them (docs/guides/access.md);
-- with --cluster, shares sandboxes with other hosts, each of which can wake what sleeps in the store
-  (docs/guides/snapshots.md);
+- with --cluster, shares sandboxes with other hosts, each of which can wake what sleeps in the
+  store; with --cluster-address, each answers for what another one has (docs/guides/snapshots.md);
 - sends traces to the collector of OTEL_EXPORTER_OTLP_ENDPOINT (docs/guides/monitoring.md).`,
 		RunE: a.onHost(func(cmd *cobra.Command, _ []string, s *sandbox.Host) error {
 			l, err := a.launcher()
@@ -146,23 +147,23 @@ func (a *app) serve(ctx context.Context, s *sandbox.Host, l pool.Launcher, o sup
 	if spans != nil {
 		s = s.WithObservers(spans.Observe)
 	}
-	s, node, leave, err := others.join(ctx, a, s)
+	of, err := others.join(ctx, a, s)
 	if err != nil {
 		return err
 	}
-	if node != nil {
-		ended := make(chan error, 1)
-		go func() { ended <- node() }()
-		defer func() {
-			leave()
-			err = errors.Join(err, <-ended)
-		}()
-	}
-	carry, err := gate.open(a, s)
+	s = of.host
+	ended := make(chan error, 1)
+	go func() { ended <- of.run() }()
+	defer func() {
+		of.leave()
+		err = errors.Join(err, <-ended)
+	}()
+	passed := map[string]http.Handler{}
+	carry, err := gate.open(a, of, passed)
 	if err != nil {
 		return err
 	}
-	clients, err := wire.open(a, s, web, &o)
+	clients, err := wire.open(a, of, web, &o, passed)
 	if err != nil {
 		return err
 	}
@@ -174,8 +175,9 @@ func (a *app) serve(ctx context.Context, s *sandbox.Host, l pool.Launcher, o sup
 	server := api.New(api.Options{
 		Host: s, Version: version(), Tokens: tokensOf(web.tokens, s), Identities: web.tcp.Identities, Sources: a.sources(s), Hosts: web.hosts, Live: []api.Check{works}, Ready: readiness(s), Log: a.log, Resolvers: resolvers,
 		Mounts:  append(mounts, api.Mount{Pattern: "GET /metrics", Scope: api.ScopeRead, AllOwners: true, Handler: figures.Handler()}),
-		Context: traceContext(spans),
+		Context: traceContext(spans), Peers: of.peers, Cluster: of.list,
 	})
+	passed[api.PeerService] = server
 	a.log.Info("serving", "state", s.State.Dir(), "pool", o.Pool)
 	group, run := errgroup.WithContext(ctx)
 	group.Go(func() error { return supervisor.Run(run, s, l, o) })
@@ -185,6 +187,7 @@ func (a *app) serve(ctx context.Context, s *sandbox.Host, l pool.Launcher, o sup
 		}
 		group.Go(func() error { return server.Serve(run, listeners...) })
 	}
+	group.Go(func() error { return of.serve(run, passed) })
 	if carry != nil {
 		group.Go(func() error { return carry(run) })
 	}

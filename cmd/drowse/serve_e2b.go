@@ -7,12 +7,12 @@ import (
 	"crypto/tls"
 	"errors"
 	"fmt"
+	"net/http"
 	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
 
-	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/e2b"
 	"github.com/drowse-vm/drowse/sandbox/gateway"
 	"github.com/drowse-vm/drowse/sandbox/supervisor"
@@ -57,8 +57,10 @@ func (f *e2bFlags) check() error {
 	return nil
 }
 
-// open listens for E2B's clients; serve serves them until its context ends. Without --e2b, serve is nil.
-func (f *e2bFlags) open(a *app, s *sandbox.Host, web *apiFlags, o *supervisor.Options) (serve func(context.Context) error, err error) {
+// open listens for E2B's clients; serve serves them until its context ends. passed gets what serves them for other
+// hosts. Without --e2b, serve is nil.
+func (f *e2bFlags) open(a *app, of *member, web *apiFlags, o *supervisor.Options, passed map[string]http.Handler) (serve func(context.Context) error, err error) {
+	s := of.host
 	if f.listen == "" {
 		return nil, nil
 	}
@@ -73,7 +75,7 @@ func (f *e2bFlags) open(a *app, s *sandbox.Host, web *apiFlags, o *supervisor.Op
 		a.log.Warn("sandboxes of E2B's clients cannot resolve names", "cause", err)
 	}
 	options := e2b.Options{
-		Host: s, Tokens: tokens, Identities: web.tcp.Identities, Domain: f.domain, Templates: map[string]string{}, Network: mayHaveNetworks(), DNS: servers, Log: a.log,
+		Host: s, Tokens: tokens, Identities: web.tcp.Identities, Domain: f.domain, Templates: map[string]string{}, Network: mayHaveNetworks(), DNS: servers, Peers: of.peers, Cluster: of.list, Log: a.log,
 	}
 	for _, t := range f.templates {
 		name, image, _ := strings.Cut(t, "=")
@@ -98,5 +100,6 @@ func (f *e2bFlags) open(a *app, s *sandbox.Host, web *apiFlags, o *supervisor.Op
 	}
 	a.log.Info("answering E2B's clients", "at", l.Addr().String(), "tls", c != nil, "domain", f.domain)
 	o.PruneEvery = e2bExpiry
+	passed[e2b.PeerService] = server
 	return func(ctx context.Context) error { return server.Serve(ctx, l, c) }, nil
 }

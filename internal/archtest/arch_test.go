@@ -61,16 +61,16 @@ var rules = []rule{
 	// Tokens are also those of other listeners.
 	{"sandbox/api/tokens", []string{"internal/osfile"}},
 	{"sandbox/api/identity", []string{"sandbox/api/tokens"}},
-	{"sandbox/api", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/sources", "sandbox/spec", "sandbox/template", "sandbox/fleet/...", "sandbox/records", "sandbox/lifetime", "sandbox/events", "sandbox/build", "netpolicy", "rootfs/image/...", "rootfs/volume", "guest", "guest/audit", "internal/osfile", "guest/report"}},
+	{"sandbox/api", []string{"sandbox", "sandbox/cluster/peer", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/sources", "sandbox/spec", "sandbox/template", "sandbox/fleet/...", "sandbox/records", "sandbox/lifetime", "sandbox/events", "sandbox/build", "netpolicy", "rootfs/image/...", "rootfs/volume", "guest", "guest/audit", "internal/osfile", "guest/report"}},
 	// What carries connections from outside knows sandboxes, and no VM.
-	{"sandbox/gateway", []string{"sandbox", "sandbox/state", "sandbox/spec", "sandbox/events", "sandbox/fleet", "guest", "guest/agentpb"}},
+	{"sandbox/gateway", []string{"sandbox", "sandbox/cluster/peer", "sandbox/state", "sandbox/spec", "sandbox/events", "sandbox/fleet", "guest", "guest/agentpb"}},
 	// A language model's tools are verbs of sandboxes.
 	{"sandbox/mcp", []string{"sandbox", "sandbox/state", "sandbox/spec", "sandbox/fleet", "sandbox/records", "netpolicy", "rootfs/image", "guest"}},
 	// What clients of E2B know ends at the host. It shares the tokens of the API.
 	{"sandbox/e2b/e2bpb/...", nil},
 	{"sandbox/e2b/interpreter", nil},
 	{"sandbox/e2b/e2btest", []string{"sandbox", "sandbox/api/tokens", "sandbox/e2b/...", "sandbox/pool", "sandbox/sandboxtest", "sandbox/spec", "sandbox/state", "sandbox/supervisor", "guest", "guest/agent", "guest/agentpb"}},
-	{"sandbox/e2b", []string{"sandbox", "sandbox/api/identity", "sandbox/api/tokens", "sandbox/gateway", "sandbox/state", "sandbox/spec", "sandbox/fleet", "sandbox/lifetime", "netpolicy", "rootfs/image", "guest", "guest/audit"}},
+	{"sandbox/e2b", []string{"sandbox", "sandbox/cluster/peer", "sandbox/api/identity", "sandbox/api/tokens", "sandbox/gateway", "sandbox/state", "sandbox/spec", "sandbox/fleet", "sandbox/lifetime", "netpolicy", "rootfs/image", "guest", "guest/audit"}},
 	{"sandbox/lifetime", nil},
 	// Where secrets come from, which only the host knows.
 	{"sandbox/sources", []string{"sandbox/spec", "internal/osfile"}},
@@ -104,6 +104,8 @@ var rules = []rule{
 	{"sandbox/blob/...", []string{"sandbox/blob", "sandbox/blob/blobtest"}},
 	{"sandbox/archive/ledger", []string{"sandbox/blob"}},
 	// A host's part among others that share sandboxes. The process of a VM only knows the lease.
+	// What hosts say to each other knows no sandboxes, only who asks and whom to ask.
+	{"sandbox/cluster/peer", []string{"sandbox/spec"}},
 	{"sandbox/cluster", []string{"sandbox", "sandbox/archive/...", "sandbox/blob", "sandbox/lease", "sandbox/spec", "sandbox/state", "snapshot", "internal/osfile"}},
 	{"sandbox/lease", []string{"sandbox/spec", "internal/osfile"}},
 	{"sandbox/hosthooks", []string{"sandbox/events", "sandbox/spec", "guest/report"}},
@@ -174,7 +176,8 @@ var testsOf = map[string][]string{
 	// The tests check that it keeps what package fleet promises.
 	"sandbox/sandboxtest": {"sandbox/fleet/...", "sandbox/limits", "sandbox/lifetime", "sandbox/events"},
 	"sandbox/fleet":       {"guest"},
-	"sandbox/cluster":     {"sandbox/blob/s3", "sandbox/fleet", "sandbox/instance", "netpolicy", "guest"},
+	// They ask a host as its clients do.
+	"sandbox/cluster":     {"sandbox/api/...", "sandbox/gateway", "sandbox/e2b", "sandbox/records", "sandbox/blob/s3", "sandbox/fleet", "sandbox/instance", "netpolicy", "guest"},
 	"sandbox/archive":     {"sandbox", "sandbox/blob/s3", "sandbox/instance", "sandbox/spec", "netpolicy", "guest"},
 	// The tests compare policies with the reference model, and test their parts together.
 	"netpolicy/link":      {"netpolicy/refmodel/...", "netpolicy/hostnet", "netpolicy/resolver"},

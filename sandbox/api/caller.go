@@ -22,13 +22,14 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/api/identity"
 	"github.com/drowse-vm/drowse/sandbox/api/tokens"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
+	"github.com/drowse-vm/drowse/sandbox/cluster/peer"
 )
 
 // peerKey is the context key for the peer of a Unix socket.
 type peerKey struct{}
 
-// peer is the process at the other end of a Unix socket.
-type peer struct {
+// socketPeer is the process at the other end of a Unix socket.
+type socketPeer struct {
 	uid uint32
 	err error
 }
@@ -50,12 +51,15 @@ func connContext(ctx context.Context, c net.Conn) context.Context {
 		return ctx
 	}
 	uid, err := osfile.PeerUser(u)
-	return context.WithValue(ctx, peerKey{}, peer{uid, err})
+	return context.WithValue(ctx, peerKey{}, socketPeer{uid, err})
 }
 
 // caller returns the sender of a request. An error says why the sender is not known.
 func (s *Server) caller(r *http.Request) (Caller, error) {
-	if p, ok := r.Context().Value(peerKey{}).(peer); ok {
+	if is := peer.From(r.Context()); is != nil {
+		return passedCaller(is)
+	}
+	if p, ok := r.Context().Value(peerKey{}).(socketPeer); ok {
 		switch {
 		case p.err != nil:
 			return Caller{}, own(wire.CodeForbidden, "", "the kernel does not say who has connected: %w", p.err)
@@ -159,7 +163,10 @@ var errOrigin = errors.New("the request comes from a page of another origin")
 // socket, through a port that ssh forwards to it. And a read of a rebound page has no Origin and, over plain HTTP,
 // no Sec-Fetch header (https://www.w3.org/TR/fetch-metadata/, section 2).
 func (s *Server) checkOrigin(r *http.Request) error {
-	_, local := r.Context().Value(peerKey{}).(peer)
+	if peer.From(r.Context()) != nil {
+		return nil // the first host has
+	}
+	_, local := r.Context().Value(peerKey{}).(socketPeer)
 	// Programs name the Unix socket by any word, such as http://drowse. A word without a dot cannot be a foreign
 	// name that was pointed here.
 	word := local && !fromBrowser(r) && !strings.Contains(r.Host, ".")

@@ -77,6 +77,7 @@ var sentinels = map[string]answered{
 	"spec.ErrPromote":            {spec.ErrPromote, "promote", 409, ""},
 	"spec.ErrDrop":               {spec.ErrDrop, "drop", 409, ""},
 	"spec.ErrQuota":              {spec.ErrQuota, "owner-limit", 429, ""},
+	"spec.ErrUnreachable":        {spec.ErrUnreachable, "unreachable", 503, ""},
 	"spec.ErrElsewhere":          {spec.ErrElsewhere, "elsewhere", 409, ""},
 	"spec.ErrUnclaimed":          {spec.ErrUnclaimed, "unclaimed", 409, ""},
 	"spec.ErrPersistLimit":       {spec.ErrPersistLimit, "persist-limit", 409, ""},

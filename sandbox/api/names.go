@@ -72,7 +72,7 @@ func (s *Server) use(w http.ResponseWriter, r *http.Request, name string) (_ *ht
 		}
 		close(u.over)
 	}
-	if err := s.reaches(c, name); err != nil { // after it is noted: what is made later ends it
+	if err := s.reaches(ctx, c, name); err != nil { // after it is noted: what is made later ends it
 		done()
 		return nil, nil, err
 	}

@@ -16,12 +16,19 @@ import (
 // answered as if it were not there.
 
 // reaches returns sandbox.ErrNotFound if a sandbox is not the caller's.
-func (s *Server) reaches(c Caller, name string) error {
+func (s *Server) reaches(ctx context.Context, c Caller, name string) error {
 	if c.Owner == "" {
 		return nil
 	}
-	if m, err := s.o.Host.State.Metadata(name); err == nil && m.Owner == c.Owner {
+	m, err := s.o.Host.State.Metadata(name)
+	if err == nil && m.Owner == c.Owner {
 		return nil
+	}
+	if _, lerr := s.o.Host.State.Load(name); s.o.Peers != nil && errors.Is(lerr, sandbox.ErrNotFound) {
+		// It may sleep in the store.
+		if err := s.o.Peers.Directory().Known(ctx, name, c.mine(name)); !errors.Is(err, sandbox.ErrNotFound) {
+			return err
+		}
 	}
 	return noSandbox(name)
 }
@@ -34,16 +41,11 @@ func (s *Server) claim(ctx context.Context, rt route, name string) error {
 		return nil
 	}
 	if _, err := h.State.Load(name); !errors.Is(err, sandbox.ErrNotFound) {
-		if err := s.reaches(c, name); err != nil {
+		if err := s.reaches(ctx, c, name); err != nil {
 			return err
 		}
 	}
-	return h.Cluster.Claim(ctx, name, func(m spec.Metadata) error {
-		if c.Owner != "" && m.Owner != c.Owner {
-			return noSandbox(name)
-		}
-		return nil
-	})
+	return h.Cluster.Claim(ctx, name, c.mine(name))
 }
 
 // noSandbox is the same error for one that is not there and one of another owner.

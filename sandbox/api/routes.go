@@ -502,12 +502,12 @@ func list(ctx context.Context, f *fleet.Fleet, r *request) (wire.List, error) {
 	if err != nil {
 		return wire.List{}, err
 	}
-	l, err := f.List(ctx, filter)
+	l, others, err := f.ListAll(ctx, filter)
 	if l.Sandboxes == nil {
 		l.Sandboxes = []records.Sandbox{}
 	}
 	if r.caller().Owner != "" {
-		l.Problems = nil // of sandboxes whose owner cannot be read
+		l.Problems = others // and none of sandboxes whose owner cannot be read
 	}
 	return wire.List{Version: 1, List: l}, err
 }
@@ -535,6 +535,9 @@ func create(s *Server, r *request) (int, any, error) {
 			return 0, nil, err
 		}
 	}
+	if err := s.has(r, b.Spec.Name, b.GetOrCreate); err != nil {
+		return 0, nil, err
+	}
 	done, err := s.makes(r.Context(), b.Metadata.Owner, b.Spec.Name)
 	if err != nil {
 		return 0, nil, err
@@ -550,7 +553,7 @@ func create(s *Server, r *request) (int, any, error) {
 	}
 	row, err := s.fleet.Get(r.Context(), is.Name())
 	if !made {
-		if s.reaches(r.caller(), is.Name()) != nil {
+		if s.reaches(r.Context(), r.caller(), is.Name()) != nil {
 			return 0, nil, fmt.Errorf("%w: %s", sandbox.ErrExists, is.Name())
 		}
 		return ok(row, err)

@@ -25,6 +25,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/api/identity"
 	"github.com/drowse-vm/drowse/sandbox/api/tokens"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
+	"github.com/drowse-vm/drowse/sandbox/cluster/peer"
 	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
@@ -83,6 +84,11 @@ type Options struct {
 	Live, Ready []Check
 	// Mounts are additional handlers.
 	Mounts []Mount
+	// Peers, if not nil, passes requests on to the hosts of a cluster that have their sandboxes. Those that others pass
+	// on come by its Serve, as PeerService.
+	Peers *peer.Peers
+	// Cluster, if not nil, knows the sandboxes of other hosts, which lists then have as well.
+	Cluster fleet.Cluster
 	// Context, if not nil, makes the context of an accepted request from its header.
 	Context func(ctx context.Context, h http.Header) context.Context
 	// Log gets changes and errors of the server; nil discards them.
@@ -127,7 +133,7 @@ type Server struct {
 
 // New returns a Server.
 func New(o Options) *Server {
-	s := &Server{o: o, fleet: fleet.New(o.Host, fleet.Options{}), log: o.Log, mux: http.NewServeMux(), draining: make(chan struct{})}
+	s := &Server{o: o, fleet: fleet.New(o.Host, fleet.Options{Cluster: o.Cluster}), log: o.Log, mux: http.NewServeMux(), draining: make(chan struct{})}
 	if s.o.Tokens == nil {
 		s.o.Tokens = tokens.Open("") // no file, no token
 	}
@@ -196,6 +202,7 @@ type Caller struct {
 	// Local reports whether the caller is a peer of the Unix socket.
 	Local bool
 	is    identity.Identity // unless Local
+	from  string            // the host that asserts it; empty if this one has let it in
 }
 
 // CallerOf returns the caller of a request that a Mount gets.
@@ -256,6 +263,8 @@ func (s *Server) bounded(want Scope, allOwners bool, in *room, next http.Handler
 			err = own(wire.CodeForbidden, "use a token with the scope "+string(want), "%s may only %s", c.Name, c.Scopes)
 		case allOwners && c.Owner != "":
 			err = own(wire.CodeForbidden, "use a token without an owner", "%s is for sandboxes of one owner", c.Name)
+		case c.from != "" && r.PathValue("name") == "":
+			err = own(wire.CodeForbidden, "ask this host itself", "the host %s passes on what is for no sandbox", c.from)
 		}
 		if err != nil && want != ScopeNone {
 			s.refusals.log(s.log, r, c.Name, err)
@@ -305,12 +314,12 @@ func (s *Server) answer(rt route) http.Handler {
 			s.refuse(w, r, fleet.Fail(rt.op, "", own("invalid", "use UTF-8", "the path of the request is not UTF-8")))
 			return
 		}
-		if name := r.PathValue("name"); name != "" && !rt.checksOwner {
-			err := s.claim(r.Context(), rt, name)
-			if err == nil {
-				err = s.reaches(CallerOf(r.Context()), name)
+		if name := r.PathValue("name"); name != "" {
+			answered, away := s.passOn(w, r, rt, name)
+			if answered {
+				return
 			}
-			if err != nil {
+			if err := s.reach(r.Context(), rt, name, away); err != nil {
 				s.refuse(w, r, fleet.Fail(rt.op, name, err))
 				return
 			}
@@ -545,7 +554,7 @@ var statuses = byCode(map[int][]records.Code{
 	// The host or the guest has no room or no means at present.
 	http.StatusServiceUnavailable: {
 		"host-memory", "addresses-full", "address-range", "network-full", "network-nat", "network-pins", "policy-kernel", "no-kvm", "no-permission", "guest-full", "guest-unavailable",
-		records.CodeCanceled, wire.CodeBusy, wire.CodeIssuer,
+		"unreachable", records.CodeCanceled, wire.CodeBusy, wire.CodeIssuer,
 	},
 	http.StatusGatewayTimeout:      {records.CodeTimeout},
 	http.StatusInsufficientStorage: {"no-space", "disk-no-space"},

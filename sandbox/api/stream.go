@@ -371,7 +371,7 @@ func (r *request) agentOf(ctx context.Context) (*guest.Client, error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := r.server.reaches(r.caller(), r.name()); err != nil {
+	if err := r.server.reaches(r.Context(), r.caller(), r.name()); err != nil {
 		return nil, errors.Join(err, c.Close())
 	}
 	return c, nil

@@ -275,7 +275,7 @@ func (s *Server) look() {
 	defer s.watched.mu.Unlock()
 	valid := map[[sha256.Size]byte]error{} // by the hash of a token
 	for w := range s.watched.all {
-		if w.caller.Local {
+		if w.caller.Local || w.caller.from != "" { // the first host looks
 			continue
 		}
 		is := w.caller.is

@@ -38,6 +38,9 @@ type Options struct {
 	Name string
 	// All shares each sandbox of this host when it falls asleep, if it can be shared.
 	All bool
+	// Address and Key are where other hosts reach this one, and what they find there: peer.Listen, peer.Identity. Without
+	// them, others refuse what is asked for a sandbox that this host has.
+	Address, Key string
 	// TTL is after how long without a sign of life others may claim what this host has: see ledger.Options.
 	TTL time.Duration
 	// Log gets what becomes of sandboxes; nil discards it.
@@ -71,6 +74,7 @@ type Node struct {
 	log     *slog.Logger
 	lock    interface{ Close() error }
 	pulls   chan struct{} // maxLooks places
+	reads   chan struct{} // maxReads places
 
 	names, publishing keyed
 
@@ -84,6 +88,8 @@ type Node struct {
 	session *ledger.Session
 	claims  map[string]*ledger.Claim
 	wanted  map[string]time.Time // when a sandbox was last claimed to run
+	peers   known[ledger.Host]
+	places  known[string] // the other hosts that have sandboxes
 }
 
 // keyed is a lock for each name.
@@ -125,7 +131,7 @@ func Join(ctx context.Context, h *sandbox.Host, o Options) (*Node, error) {
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
-	l, err := ledger.Open(o.Store, ledger.Options{TTL: o.TTL})
+	l, err := ledger.Open(o.Store, ledger.Options{TTL: o.TTL, Address: o.Address, Key: o.Key})
 	if err != nil {
 		return nil, err
 	}
@@ -135,6 +141,7 @@ func Join(ctx context.Context, h *sandbox.Host, o Options) (*Node, error) {
 	n := &Node{
 		host: h, state: h.State, store: o.Store, ledger: l, archive: archive.Open(o.Store), dir: lease.In(h.State.Dir()), o: o, log: o.Log,
 		pulls: make(chan struct{}, maxLooks), wanted: map[string]time.Time{},
+		reads: make(chan struct{}, maxReads), peers: known[ledger.Host]{}, places: known[string]{},
 	}
 	if err := n.dir.Make(); err != nil {
 		return nil, err
@@ -253,7 +260,9 @@ func (n *Node) Run(ctx context.Context) error {
 }
 
 func (n *Node) leave(ctx context.Context) error {
-	n.end()
+	n.mu.Lock()
+	n.end() // nothing begins in the background after it
+	n.mu.Unlock()
 	n.background.Wait()
 	ctx, cancel := context.WithTimeout(ctx, leaveTime)
 	defer cancel()

@@ -18,6 +18,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api/identity"
 	"github.com/drowse-vm/drowse/sandbox/api/tokens"
+	"github.com/drowse-vm/drowse/sandbox/cluster/peer"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
@@ -69,6 +70,7 @@ func (s *Server) routes() {
 		s.mux.HandleFunc(pattern, func(w http.ResponseWriter, r *http.Request) {
 			status, body, err := h(w, r)
 			switch {
+			case errors.Is(err, errAnswered):
 			case err != nil:
 				s.answerError(w, r, err)
 			case body == nil:
@@ -148,6 +150,9 @@ func keyOf(ctx context.Context) tokens.Token { return ctx.Value(keyToken).(token
 
 // key returns the key of a request.
 func (s *Server) key(r *http.Request) (tokens.Token, error) {
+	if is := peer.From(r.Context()); is != nil {
+		return s.passedKey(r, is)
+	}
 	shown := r.Header.Values("X-API-KEY")
 	for _, a := range r.Header.Values("Authorization") {
 		if t, ok := strings.CutPrefix(a, "Bearer "); ok {
@@ -191,6 +196,9 @@ func (s *Server) starting() (func(), error) {
 // onBox is a handler for the sandbox of the path.
 func (s *Server) onBox(h func(w http.ResponseWriter, r *http.Request, b *box) (int, any, error)) handler {
 	return func(w http.ResponseWriter, r *http.Request) (int, any, error) {
+		if err := s.locate(w, r, r.PathValue("id")); err != nil {
+			return 0, nil, err
+		}
 		b, err := s.findOf(r.Context(), r.PathValue("id"))
 		if err != nil {
 			return 0, nil, err
@@ -202,6 +210,11 @@ func (s *Server) onBox(h func(w http.ResponseWriter, r *http.Request, b *box) (i
 // findOf is find for the key of a request. A sandbox of another owner does not exist for it.
 func (s *Server) findOf(ctx context.Context, id string) (*box, error) {
 	b, err := s.find(id)
+	if c := s.o.Cluster; c != nil && errors.Is(err, sandbox.ErrNotFound) && idRE.MatchString(id) {
+		if o, oerr := c.Published(ctx, id); oerr == nil && o.Metadata.E2B != nil {
+			b, err = &box{s.host.Sandbox(id), o.Record, o.Metadata}, nil
+		}
+	}
 	if err == nil && !b.isOf(keyOf(ctx)) {
 		return nil, fmt.Errorf("%w: %s is not of the key's owner", sandbox.ErrNotFound, id)
 	}
@@ -716,7 +729,7 @@ func (s *Server) detail(_ http.ResponseWriter, r *http.Request, b *box) (int, an
 }
 
 // boxes returns the sandboxes of this wire that a key reaches.
-func (s *Server) boxes(key tokens.Token) ([]*box, error) {
+func (s *Server) boxes(ctx context.Context, key tokens.Token) ([]*box, error) {
 	// A record that cannot be read is reported elsewhere, and hides only itself.
 	records, err := s.host.State.List()
 	if len(records) == 0 && err != nil {
@@ -724,8 +737,25 @@ func (s *Server) boxes(key tokens.Token) ([]*box, error) {
 	}
 	var out []*box
 	now := time.Now()
+	elsewhere := map[string]bool{}
+	if s.o.Cluster != nil {
+		others := s.o.Cluster.Others(ctx)
+		for _, p := range others.Problems {
+			s.report("list", "", errors.New(p))
+		}
+		for _, o := range others.List {
+			name := o.Record.Spec.Name
+			if others.Held(name) || !idRE.MatchString(name) {
+				continue
+			}
+			elsewhere[name] = true
+			if b := (&box{s.host.Sandbox(name), o.Record, o.Metadata}); o.Metadata.E2B != nil && b.isOf(key) && !b.gone(now) {
+				out = append(out, b)
+			}
+		}
+	}
 	for _, r := range records {
-		if !idRE.MatchString(r.Spec.Name) || r.Creating() {
+		if elsewhere[r.Spec.Name] || !idRE.MatchString(r.Spec.Name) || r.Creating() {
 			continue
 		}
 		m, err := s.host.State.Metadata(r.Spec.Name)
@@ -809,7 +839,7 @@ func (s *Server) list(w http.ResponseWriter, r *http.Request) (int, any, error) 
 	if order != "" && order != "asc" && order != "desc" {
 		return 0, nil, fail(http.StatusBadRequest, "order: use asc or desc")
 	}
-	all, err := s.boxes(keyOf(r.Context()))
+	all, err := s.boxes(r.Context(), keyOf(r.Context()))
 	if err != nil {
 		return 0, nil, err
 	}

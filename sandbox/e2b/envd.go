@@ -15,6 +15,7 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/api/tokens"
 	"github.com/drowse-vm/drowse/sandbox/e2b/e2bpb/filesystem"
 	"github.com/drowse-vm/drowse/sandbox/e2b/e2bpb/process"
 	"github.com/drowse-vm/drowse/sandbox/gateway"
@@ -64,6 +65,22 @@ func userOf(ctx context.Context) string {
 
 // serveSandbox serves a request to a port of a sandbox.
 func (s *Server) serveSandbox(w http.ResponseWriter, r *http.Request, to gateway.Route) {
+	if s.o.Peers != nil {
+		leave, ok := s.enter(to.Sandbox, maxOfOne)
+		answered, away := false, error(nil)
+		if ok {
+			answered, away = s.passOn(w, r, to.Sandbox, tokens.Token{})
+			leave()
+		}
+		if answered {
+			return
+		}
+		if away != nil {
+			unread(w, r)
+			asAPI(away, to.Sandbox).write(w)
+			return
+		}
+	}
 	if to.Port != envdPort {
 		s.gate.ServeHTTP(w, r)
 		return

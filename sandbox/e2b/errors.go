@@ -72,6 +72,8 @@ func asAPI(err error, id string) *apiError {
 		return &apiError{Code: http.StatusConflict, Message: "the sandbox is not in a state for this", cause: err}
 	case busy[code], errors.Is(err, state.ErrStoreBusy):
 		return &apiError{Code: http.StatusTooManyRequests, Message: "the host has no room for it now", Kind: "sandbox_capacity_unavailable", cause: err}
+	case errors.Is(err, spec.ErrUnreachable), errors.Is(err, spec.ErrElsewhere):
+		return &apiError{Code: http.StatusServiceUnavailable, Message: "the host of the sandbox does not answer: try again", cause: err}
 	case errors.Is(err, spec.ErrSnapshotInUse):
 		return &apiError{Code: http.StatusConflict, Message: "a sandbox of the snapshot comes back from it: remove the sandbox first", cause: err}
 	case errors.Is(err, context.DeadlineExceeded), errors.Is(err, context.Canceled):

@@ -20,6 +20,8 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api/identity"
 	"github.com/drowse-vm/drowse/sandbox/api/tokens"
+	"github.com/drowse-vm/drowse/sandbox/cluster/peer"
+	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/gateway"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
@@ -54,6 +56,11 @@ type Options struct {
 	Network bool
 	// DNS is the resolver of sandboxes; nil is one that asks nobody.
 	DNS *netpolicy.DNS
+	// Peers, if not nil, passes requests on to the hosts of a cluster that have their sandboxes. Those that others pass
+	// on come by its Serve, as PeerService.
+	Peers *peer.Peers
+	// Cluster, if not nil, knows the sandboxes of other hosts, which lists then have as well.
+	Cluster fleet.Cluster
 	// Log gets changes, and errors of the host; nil discards them.
 	Log *slog.Logger
 }

@@ -30,6 +30,7 @@ var remedies = map[records.Code]string{
 	"host-memory":        "put others to sleep, or give it less memory",
 	"owner-limit":        "put to sleep or remove some of the owner's sandboxes or snapshots, or raise the limit with Limits.Write",
 	"elsewhere":          "ask that host, or put it to sleep there",
+	"unreachable":        "try again: when its host is dead, another one takes the sandbox within half a minute",
 	"unclaimed":          "ask `drowse serve --cluster` for it",
 	"snapshot-not-found": "list what there is, with Store.Snapshots",
 	"snapshot-exists":    "use the one that is there, or remove it first",

@@ -2,6 +2,7 @@ package fleet
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"sync"
 	"time"
@@ -20,6 +21,7 @@ type Fleet struct {
 	host  *sandbox.Host
 	state *state.Store
 	now   func() time.Time
+	of    Cluster
 
 	mu    sync.Mutex // guards cache, and is held while files are read for it
 	cache map[string]cached
@@ -29,6 +31,15 @@ type Fleet struct {
 type Options struct {
 	// Now is the clock; nil is the host's.
 	Now func() time.Time
+	// Cluster, if not nil, knows the sandboxes of other hosts: for ListAll and Get.
+	Cluster Cluster
+}
+
+// Cluster knows the sandboxes of a cluster that this host does not have: package cluster.
+type Cluster interface {
+	Others(ctx context.Context) state.Others
+	// Published returns a sandbox that sleeps in the store and that no host has, or sandbox.ErrNotFound.
+	Published(ctx context.Context, name string) (state.Other, error)
 }
 
 // New returns a Fleet.
@@ -36,12 +47,19 @@ func New(h *sandbox.Host, o Options) *Fleet {
 	if o.Now == nil {
 		o.Now = time.Now
 	}
-	return &Fleet{host: h, state: h.State, now: o.Now}
+	return &Fleet{host: h, state: h.State, now: o.Now, of: o.Cluster}
 }
 
-// Get returns a sandbox.
-func (f *Fleet) Get(_ context.Context, name string) (records.Sandbox, error) {
+// Get returns a sandbox: of this host, or one that sleeps in the store of its cluster.
+func (f *Fleet) Get(ctx context.Context, name string) (records.Sandbox, error) {
 	s, err := f.get(name)
+	if f.of != nil && errors.Is(err, sandbox.ErrNotFound) {
+		if o, oerr := f.of.Published(ctx, name); oerr == nil {
+			s, err = f.other(o), nil
+		} else if !errors.Is(oerr, sandbox.ErrNotFound) {
+			err = oerr
+		}
+	}
 	return s, fail("get", name, err)
 }
 

@@ -6,6 +6,7 @@ import (
 	"encoding/hex"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"maps"
 	"slices"
 	"strings"
@@ -140,6 +141,62 @@ func (f *Fleet) List(ctx context.Context, filter records.Filter) (records.List, 
 		s.Tags, s.Persist = slices.Clone(s.Tags), s.Persist.Clone()
 	}
 	return out, nil
+}
+
+// ListAll is List of the sandboxes of all hosts of the cluster: see Sandbox.Host. Those that are not shared are only in
+// the lists of their own hosts. problems is what the list lacks of other hosts.
+func (f *Fleet) ListAll(ctx context.Context, filter records.Filter) (l records.List, problems []string, err error) {
+	if f.of == nil {
+		l, err = f.List(ctx, filter)
+		return l, nil, err
+	}
+	if err := filter.Check(); err != nil {
+		return l, nil, fail("list", "", err)
+	}
+	here, unreadable, err := f.rows(ctx)
+	if err != nil {
+		return l, nil, fail("list", "", err)
+	}
+	others := f.of.Others(ctx)
+	all := make(map[string]records.Sandbox, len(here)+len(others.List))
+	for _, s := range here {
+		if others.Held(s.Name) {
+			s.Host = others.Self
+		}
+		all[s.Name] = s
+	}
+	for _, o := range others.List {
+		if name := o.Record.Spec.Name; !others.Held(name) { // it may have come here since
+			all[name] = f.other(o)
+		}
+	}
+	rows := make([]records.Sandbox, 0, len(all))
+	for _, name := range slices.Sorted(maps.Keys(all)) {
+		rows = append(rows, all[name])
+	}
+	l = records.List{Page: records.PageOf(rows, filter), Problems: append(unreadable, others.Problems...)}
+	for i := range l.Sandboxes {
+		s := &l.Sandboxes[i]
+		s.Tags, s.Persist = slices.Clone(s.Tags), s.Persist.Clone()
+	}
+	return l, others.Problems, nil
+}
+
+// other returns the row of a sandbox that this host does not have.
+func (f *Fleet) other(o state.Other) records.Sandbox {
+	s := describe(o.Record, o.Metadata, nil)
+	s.Host = o.Host
+	why := ""
+	switch {
+	case !o.Stale.IsZero():
+		why = fmt.Sprintf("%s does not answer: this is as it was at %s", o.Host, o.Stale.UTC().Format(time.RFC3339))
+	case o.Published:
+		why = fmt.Sprintf("%s has not said how it is: this is as it was last published", o.Host)
+	}
+	if why != "" {
+		s.Problem = strings.TrimPrefix(s.Problem+"; "+why, "; ")
+	}
+	return s.At(f.now())
 }
 
 func lines(err error) []string {

@@ -3,6 +3,7 @@ package gateway
 import (
 	"cmp"
 	"context"
+	"crypto/tls"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -10,10 +11,12 @@ import (
 	"net/http"
 	"strconv"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/cluster/peer"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
@@ -31,6 +34,9 @@ type Options struct {
 	// Carried, if not nil, is called for each request and raw connection that is about to reach its guest's server,
 	// from many goroutines.
 	Carried func(Carried)
+	// Peers, if not nil, passes requests on to the hosts of a cluster that have their sandboxes. Those that others pass
+	// on come by its Serve: PeerHandlers.
+	Peers *peer.Peers
 	// Log gets errors of the host, at most one a second; nil discards them.
 	Log *slog.Logger
 }
@@ -72,6 +78,10 @@ type Gateway struct {
 	o     Options
 	log   *slog.Logger
 	pages *proxies
+
+	life   context.Context // ends with Close
+	end    context.CancelFunc
+	rawTLS atomic.Pointer[tls.Config] // of raw connections, once it serves
 
 	mu                    sync.Mutex          // guards what follows
 	sessions              map[string]*session // by the id of the sandbox's record
@@ -125,6 +135,7 @@ func New(h *sandbox.Host, o Options) (*Gateway, error) {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
 	g := &Gateway{host: h, o: o, log: o.Log, sessions: map[string]*session{}, live: map[*session]struct{}{}, requestsOf: map[string]int{}, waitingOf: map[string]int{}, requestsOfOwner: map[string]int{}}
+	g.life, g.end = context.WithCancel(context.Background())
 	g.pages = newProxies(g)
 	return g, nil
 }
@@ -133,6 +144,7 @@ func New(h *sandbox.Host, o Options) (*Gateway, error) {
 func (g *Gateway) Close() error {
 	g.mu.Lock()
 	g.closed = true
+	g.end()
 	for s := range g.live {
 		s.cut(errClosed)
 	}
@@ -196,6 +208,9 @@ func refusal(to Route, err error) *Refusal {
 	case is(ErrBusy, errAgain):
 		set(http.StatusServiceUnavailable, "There is no room for the request now")
 		f.RetryAfter = 1
+	case is(spec.ErrUnreachable, spec.ErrElsewhere):
+		set(http.StatusServiceUnavailable, "The host of the sandbox does not answer")
+		f.RetryAfter = 5
 	case noRoom(err):
 		set(http.StatusServiceUnavailable, "The host has no room to wake the sandbox now")
 		f.RetryAfter = 5
@@ -250,9 +265,21 @@ func (g *Gateway) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		g.refuse(w, r, refusal(Route{}, err))
 		return
 	}
+	if g.away(r.Context(), to) {
+		peer.NotHere(w, r)
+		return
+	}
+	answered, final, away := g.passOn(w, r, to)
+	if answered {
+		return
+	}
+	if final {
+		g.refuse(w, r, refusal(to, away))
+		return
+	}
 	u, err := g.enter(r.Context(), to, r.Header)
 	if err != nil {
-		g.refuse(w, r, refusal(to, err))
+		g.refuse(w, r, refusal(to, because(err, away)))
 		return
 	}
 	defer u.leave()

@@ -10,6 +10,8 @@ import (
 	"net"
 	"sync"
 	"time"
+
+	"github.com/drowse-vm/drowse/sandbox/cluster/peer"
 )
 
 // serveRaw carries TLS connections by their server names until l is closed or ctx ends.
@@ -19,10 +21,6 @@ func (g *Gateway) serveRaw(ctx context.Context, l net.Listener, config *tls.Conf
 	defer l.Close()
 	var all sync.WaitGroup
 	defer all.Wait()
-	if config != nil {
-		config = config.Clone()
-		config.NextProtos = nil // what the guest's server speaks is not known here
-	}
 	for {
 		c, err := l.Accept()
 		if errors.Is(err, net.ErrClosed) {
@@ -40,8 +38,10 @@ func (g *Gateway) serveRaw(ctx context.Context, l net.Listener, config *tls.Conf
 		all.Go(func() {
 			defer c.Close()
 			to, err := g.raw(ctx, c, config)
+			if err != nil {
+				reset(c) // also if the gateway ends
+			}
 			if err != nil && ctx.Err() == nil {
-				reset(c)
 				g.report(refusal(to, err))
 			}
 		})
@@ -69,14 +69,22 @@ func (g *Gateway) raw(ctx context.Context, c net.Conn, config *tls.Config) (Rout
 	if err := c.SetDeadline(time.Time{}); err != nil {
 		return to, err
 	}
+	if is := peer.From(ctx); is != nil && is.Sandbox != to.Sandbox {
+		return to, fmt.Errorf("%w: it is not the sandbox that the host %s asserts", ErrRoute, is.From)
+	}
+	carried, away := g.passOnRaw(ctx, c, hello, to)
+	if carried {
+		return to, nil
+	}
 	u, err := g.enter(ctx, to, nil)
 	if err != nil {
-		return to, err
+		return to, because(err, away)
 	}
 	defer u.leave()
 	cut := context.AfterFunc(u.s.ctx, cancel)
 	defer cut()
-	var client net.Conn = &begun{Conn: c, first: bytes.NewReader(hello)}
+	opened := &begun{Conn: c, first: bytes.NewReader(hello), shakes: true}
+	var client net.Conn = opened
 	if !u.grant.GuestTLS {
 		if config == nil {
 			return to, fmt.Errorf("%w: the gateway has no certificate, and TLS of the port does not end in the guest", ErrRoute)
@@ -89,6 +97,7 @@ func (g *Gateway) raw(ctx context.Context, c net.Conn, config *tls.Config) (Rout
 		}
 		client = t
 	}
+	opened.shakes = false
 	guest, err := u.s.connect(ctx, to.Port)
 	if err != nil {
 		return to, ofServer(err)
@@ -100,7 +109,7 @@ func (g *Gateway) raw(ctx context.Context, c net.Conn, config *tls.Config) (Rout
 }
 
 // relay carries bytes both ways until both ends have ended. If one breaks, it breaks the other.
-func relay(client net.Conn, guest *conn, breakClient func()) {
+func relay(client net.Conn, guest peer.Conn, breakClient func()) {
 	broken := func() {
 		breakClient()
 		_ = guest.Abort()
@@ -120,10 +129,13 @@ func relay(client net.Conn, guest *conn, breakClient func()) {
 
 // reset ends a connection with an error for its peer, so that the peer does not take it for a normal end.
 func reset(c net.Conn) {
-	if b, ok := c.(*boundedConn); ok {
+	switch b := c.(type) {
+	case *boundedConn:
 		if t, ok := b.Conn.(*net.TCPConn); ok {
 			_ = t.SetLinger(0)
 		}
+	case peer.Conn:
+		_ = b.Abort()
 	}
 	_ = c.Close()
 }
@@ -178,6 +190,17 @@ func (p *peeked) SetWriteDeadline(time.Time) error { return nil }
 type begun struct {
 	net.Conn
 	first *bytes.Reader
+	// shakes means that a handshake is under way. Its end by its context closes the connection, which is no normal end.
+	shakes bool
+}
+
+// Close implements net.Conn.
+func (b *begun) Close() error {
+	if b.shakes {
+		reset(b.Conn)
+		return nil
+	}
+	return b.Conn.Close()
 }
 
 // Read implements net.Conn.

@@ -57,6 +57,11 @@ func (g *Gateway) Serve(ctx context.Context, l Listeners) error {
 		},
 		ErrorLog: slog.NewLogLogger(g.log.Handler(), slog.LevelDebug), // errors of clients do not fill the log
 	}
+	if l.TLS != nil {
+		raw := l.TLS.Clone()
+		raw.NextProtos = nil // what the guest's server speaks is not known here
+		g.rawTLS.Store(raw)
+	}
 	var all sync.WaitGroup
 	ended := make(chan error, 2)
 	serve := func(do func() error) {
@@ -78,7 +83,7 @@ func (g *Gateway) Serve(ctx context.Context, l Listeners) error {
 		serve(func() error { return h.Serve(in) })
 	}
 	if l.Raw != nil {
-		serve(func() error { return g.serveRaw(ctx, Bound(l.Raw, l.ConnsOf), l.TLS) })
+		serve(func() error { return g.serveRaw(ctx, Bound(l.Raw, l.ConnsOf), g.rawTLS.Load()) })
 	}
 	var err error
 	select {

@@ -49,6 +49,9 @@ type Sandbox struct {
 	// Tags are the tags of the metadata and of the network policy, sorted and unique.
 	Tags   []string `json:"tags"`
 	Status Status   `json:"status"`
+	// Host is which host of a cluster has it. It is empty if none has, as it sleeps in the cluster's store, and if it is
+	// not shared.
+	Host string `json:"host,omitempty"`
 	// Confined reports that its guest runs in a confined process.
 	Confined bool `json:"confined,omitempty"`
 	// Problem is one line on why it failed, or which part of it is lost.

@@ -83,6 +83,8 @@ var ErrQuota = errors.New("the owner's limit is reached")
 var (
 	// ErrElsewhere means that another host has the sandbox, and lives.
 	ErrElsewhere = errors.New("the sandbox is on another host")
+	// ErrUnreachable means that another host has the sandbox, and does not answer now.
+	ErrUnreachable = errors.New("the host that has the sandbox does not answer")
 	// ErrUnclaimed means that a sandbox is shared with other hosts, and that this one may not run it.
 	ErrUnclaimed = errors.New("the sandbox is shared with other hosts, and this one has no claim on it: run `drowse serve --cluster` here")
 )
@@ -124,6 +126,7 @@ var ErrorCodes = []struct {
 	{"disk-only", ErrDiskOnly},
 	{"share-unusable", ErrShare},
 	{"owner-limit", ErrQuota},
+	{"unreachable", ErrUnreachable},
 	{"elsewhere", ErrElsewhere},
 	{"unclaimed", ErrUnclaimed},
 }

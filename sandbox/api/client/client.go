@@ -30,7 +30,15 @@ const maxAnswer = 64 << 20
 type Client struct {
 	base  string
 	token string
+	here  bool
 	http  *http.Client
+}
+
+// Here returns the client whose requests the server does not pass on to other hosts of its cluster.
+func (c *Client) Here() *Client {
+	with := *c
+	with.here = true
+	return &with
 }
 
 // New asks the server at a URL, as "https://host:7300", with a token. h is how; nil is http.DefaultClient.
@@ -38,7 +46,7 @@ func New(base, token string, h *http.Client) *Client {
 	if h == nil {
 		h = http.DefaultClient
 	}
-	return &Client{strings.TrimSuffix(base, "/"), token, h}
+	return &Client{base: strings.TrimSuffix(base, "/"), token: token, http: h}
 }
 
 // Unix returns a client of the server at a Unix socket: api.sock in a state directory. Close it when done.
@@ -47,11 +55,21 @@ func Unix(path string) *Client {
 		var d net.Dialer
 		return d.DialContext(ctx, "unix", path)
 	}, IdleConnTimeout: time.Minute}
-	return &Client{"http://drowse", "", &http.Client{Transport: t}}
+	return &Client{base: "http://drowse", http: &http.Client{Transport: t}}
 }
 
 // Close closes idle connections.
 func (c *Client) Close() { c.http.CloseIdleConnections() }
+
+// show says in a header who asks, and which host is to answer.
+func (c *Client) show(h http.Header) {
+	if c.here {
+		h.Set(wire.HeaderHere, "1")
+	}
+	if c.token != "" {
+		h.Set("Authorization", "Bearer "+c.token)
+	}
+}
 
 // Do sends a request and returns its answer, whatever the status. The caller must close its body. path begins with
 // a slash. body is sent as JSON; nil sends none.
@@ -71,9 +89,7 @@ func (c *Client) Do(ctx context.Context, method, path string, body any) (*http.R
 	if body != nil {
 		req.Header.Set("Content-Type", "application/json")
 	}
-	if c.token != "" {
-		req.Header.Set("Authorization", "Bearer "+c.token)
-	}
+	c.show(req.Header)
 	resp, err := c.http.Do(req)
 	var ue *url.Error
 	if errors.As(err, &ue) {

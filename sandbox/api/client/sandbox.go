@@ -533,9 +533,7 @@ func (c *Client) send(ctx context.Context, method, path string, header http.Head
 	for key, values := range header {
 		req.Header[key] = values
 	}
-	if c.token != "" {
-		req.Header.Set("Authorization", "Bearer "+c.token)
-	}
+	c.show(req.Header)
 	resp, err := c.http.Do(req)
 	var ue *url.Error
 	if errors.As(err, &ue) {

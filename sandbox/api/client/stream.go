@@ -109,9 +109,7 @@ func (b *Sandbox) Attach(ctx context.Context, process string, offset uint64, str
 // socket opens a WebSocket.
 func (b *Sandbox) socket(ctx context.Context, op, path string) (*websocket.Conn, error) {
 	h := http.Header{}
-	if b.c.token != "" {
-		h.Set("Authorization", "Bearer "+b.c.token)
-	}
+	b.c.show(h)
 	c, resp, err := websocket.Dial(ctx, "ws"+strings.TrimPrefix(b.c.base+b.path(path), "http"), &websocket.DialOptions{
 		HTTPClient: b.c.http, HTTPHeader: h, Subprotocols: []string{wire.StreamProtocol}, CompressionMode: websocket.CompressionDisabled,
 	})

@@ -6,10 +6,13 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"net"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
+	"github.com/drowse-vm/drowse/internal/lazyregexp"
 	"github.com/drowse-vm/drowse/sandbox/blob"
 )
 
@@ -24,6 +27,10 @@ const (
 	MaxLoans = 10_000
 
 	version = 1
+	// hostVersion is that of the record of a host with an address.
+	hostVersion = 2
+	// maxAddress is the most bytes of an address.
+	maxAddress = 260
 	// maxHost is the most bytes that the record of a host may have.
 	maxHost = 4 << 10
 	// reserve is what calls that make a family grow leave free for those that must be possible in a full one.
@@ -182,6 +189,9 @@ type host struct {
 	TTL     int64  `json:"ttl_ms"`
 	// Ended means that the incarnation never does anything again.
 	Ended bool `json:"ended,omitempty"`
+	// Address and Key are those of Options; both or none.
+	Address string `json:"address,omitempty"`
+	Key     string `json:"key,omitempty"`
 }
 
 func (h host) ttl() time.Duration { return time.Duration(h.TTL) * time.Millisecond }
@@ -193,16 +203,16 @@ func invalid(format string, args ...any) error {
 	return fmt.Errorf("%w: %w", errContent, fmt.Errorf(format, args...))
 }
 
-// decode reads an object that was encoded by encode, and no other bytes.
-func decode[T any](body []byte, v *T, check func() error) error {
+// decode reads an object that was encoded by encode, and no other bytes. newest is the newest version of it.
+func decode[T any](body []byte, v *T, newest int, check func() error) error {
 	var head struct {
 		Version int `json:"version"`
 	}
 	if err := json.Unmarshal(body, &head); err != nil {
 		return invalid("%w", err)
 	}
-	if head.Version != version {
-		return fmt.Errorf("%w: its format is %d, and this is %d", ErrVersion, head.Version, version)
+	if head.Version < version || head.Version > newest {
+		return fmt.Errorf("%w: its format is %d, and this is %d", ErrVersion, head.Version, newest)
 	}
 	d := json.NewDecoder(bytes.NewReader(body))
 	d.DisallowUnknownFields()
@@ -221,7 +231,10 @@ func decode[T any](body []byte, v *T, check func() error) error {
 }
 
 func decodeHost(body []byte) (h host, err error) {
-	err = decode(body, &h, func() error {
+	err = decode(body, &h, hostVersion, func() error {
+		if err := checkAddress(h.Address, h.Key); err != nil || (h.Version == hostVersion) != (h.Address != "") {
+			return invalid("version %d and the address %.300q", h.Version, h.Address)
+		}
 		if h.Counter > maxCount || h.TTL < minTTL.Milliseconds() || h.TTL > maxTTL.Milliseconds() {
 			return invalid("a counter of %d, a time to live of %d ms", h.Counter, h.TTL)
 		}
@@ -232,7 +245,7 @@ func decodeHost(body []byte) (h host, err error) {
 
 func decodeFamily(body []byte) (*Family, error) {
 	f := new(Family)
-	if err := decode(body, f, f.check); err != nil {
+	if err := decode(body, f, version, f.check); err != nil {
 		return nil, err
 	}
 	return f, nil
@@ -244,6 +257,26 @@ func checkName(what, name string) error {
 	}
 	return nil
 }
+
+// checkAddress returns an error unless others can be told an address and a key, or neither.
+func checkAddress(address, key string) error {
+	if address == "" && key == "" {
+		return nil
+	}
+	host, port, err := net.SplitHostPort(address)
+	if n, perr := strconv.ParseUint(port, 10, 16); err != nil || perr != nil || n == 0 || host == "" || len(address) > maxAddress || !addressRE.MatchString(host) {
+		return fmt.Errorf("%w: the address %.300q of a host: use HOST:PORT", ErrName, address)
+	}
+	if !keyRE.MatchString(key) {
+		return fmt.Errorf("%w: the key %.100q of a host: use 64 hex digits", ErrName, key)
+	}
+	return nil
+}
+
+var (
+	addressRE = lazyregexp.New(`^[A-Za-z0-9._:%-]+$`)
+	keyRE     = lazyregexp.New(`^[0-9a-f]{64}$`)
+)
 
 func checkUpload(key string) error {
 	if len(key) > MaxUpload || blob.CheckKey(key) != nil {

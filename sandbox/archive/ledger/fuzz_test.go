@@ -14,6 +14,7 @@ func FuzzRecords(f *testing.F) {
 		`{"version":1,"counter":3,"fence":1,"head":"s1","holder":{"host":"a","incarnation":"i","claim":"c"},"snapshots":{"s1":{"state":"kept","uploads":["u1","u2"],"loans":["l1"],"lent":{"l2":"fork"}},"s2":{"state":"intent","fence":1}},"loans":{"l1":{"family":"box","snapshot":"s","fence":1}}}`,
 		`{"version":1,"counter":9,"deleted":true,"fence":2}`,
 		`{"version":1,"incarnation":"i","counter":7,"ttl_ms":30000,"ended":true}`,
+		`{"version":2,"incarnation":"i","counter":7,"ttl_ms":30000,"address":"a:1","key":"0000000000000000000000000000000000000000000000000000000000000000"}`,
 		`{"version":2}`,
 		`{"version":1,"counter":1,"counter":2,"fence":0}`,
 	} {
@@ -33,6 +34,27 @@ func FuzzRecords(f *testing.F) {
 			t.Error("the head is not kept")
 		}
 	})
+}
+
+func TestRecord_of_a_host_that_is_not_as_written_is_refused(t *testing.T) {
+	const key = `"0000000000000000000000000000000000000000000000000000000000000000"`
+	for name, body := range map[string]string{
+		"an address in version 1":    `{"version":1,"incarnation":"i","counter":7,"ttl_ms":30000,"address":"a:1","key":` + key + `}`,
+		"no address in version 2":    `{"version":2,"incarnation":"i","counter":7,"ttl_ms":30000}`,
+		"an address without a key":   `{"version":2,"incarnation":"i","counter":7,"ttl_ms":30000,"address":"a:1"}`,
+		"an address that is a path":  `{"version":2,"incarnation":"i","counter":7,"ttl_ms":30000,"address":"a/b:1","key":` + key + `}`,
+		"an address without a port":  `{"version":2,"incarnation":"i","counter":7,"ttl_ms":30000,"address":"a","key":` + key + `}`,
+		"a version that is to come":  `{"version":3,"incarnation":"i","counter":7,"ttl_ms":30000,"address":"a:1","key":` + key + `}`,
+		"no version":                 `{"incarnation":"i","counter":7,"ttl_ms":30000}`,
+		"a key that is not a digest": `{"version":2,"incarnation":"i","counter":7,"ttl_ms":30000,"address":"a:1","key":"00"}`,
+	} {
+		if err := ledger.DecodeHost([]byte(body)); err == nil {
+			t.Errorf("%s: it was taken", name)
+		}
+	}
+	if err := ledger.DecodeHost([]byte(`{"version":2,"incarnation":"i","counter":7,"ttl_ms":30000,"address":"[::1]:7400","key":` + key + `}`)); err != nil {
+		t.Error(err)
+	}
 }
 
 func TestRecords_that_are_not_as_written_are_refused(t *testing.T) {

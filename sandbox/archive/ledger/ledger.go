@@ -22,8 +22,8 @@ var (
 	ErrDeleted = errors.New("the sandbox is deleted")
 	// ErrExists means that there is a sandbox of the name.
 	ErrExists = errors.New("the ledger has a sandbox of that name")
-	// ErrNotFound means that there is no such family.
-	ErrNotFound = errors.New("the ledger has no such sandbox")
+	// ErrNotFound means that there is no such family, or host.
+	ErrNotFound = errors.New("the ledger has no record of it")
 	// ErrSnapshot means that a snapshot is not in the state that a call needs, or not there.
 	ErrSnapshot = errors.New("the ledger has no such snapshot, or not in this state")
 	// ErrFull means that the record of a family has no room.
@@ -65,6 +65,10 @@ type Options struct {
 	TTL time.Duration
 	// Clock is this host's; nil is the system's.
 	Clock Clock
+	// Address is where other hosts reach this one, as HOST:PORT, and Key the SHA-256 of the public key that they find
+	// there, in hex. Both are in the records of this host's sessions: see Ledger.Host. Programs from before there were
+	// addresses cannot read such a record.
+	Address, Key string
 }
 
 // DefaultTTL is that of Options.
@@ -80,6 +84,8 @@ type Ledger struct {
 	store blob.Store
 	clock Clock
 	ttl   time.Duration
+	// address and key are this host's.
+	address, key string
 
 	// Simulations replace these.
 	id     func() string
@@ -100,8 +106,11 @@ func Open(store blob.Store, o Options) (*Ledger, error) {
 	if o.Clock == nil {
 		o.Clock = boottime{}
 	}
+	if err := checkAddress(o.Address, o.Key); err != nil {
+		return nil, err
+	}
 	return &Ledger{
-		store: store, clock: o.Clock, ttl: o.TTL.Truncate(time.Millisecond), seen: map[string]sight{},
+		store: store, clock: o.Clock, ttl: o.TTL.Truncate(time.Millisecond), address: o.Address, key: o.Key, seen: map[string]sight{},
 		id:     rand.Text,
 		jitter: func(d time.Duration) time.Duration { return d/2 + mathrand.N(d/2+1) },
 	}, nil
@@ -153,6 +162,34 @@ func (l *Ledger) loadHost(ctx context.Context, name string) (host, blob.Version,
 		err = &recordError{fmt.Errorf("the record of the host %s in the ledger: %w", name, err)}
 	}
 	return h, v, err
+}
+
+// Host is what a ledger knows of a host.
+type Host struct {
+	Incarnation  string
+	Address, Key string // see Options; empty if the host has none
+	// Left is after how long without a sign of life the incarnation can be ended; 0 if it has ended, or can be ended
+	// now.
+	Left time.Duration
+}
+
+// Host returns what the ledger knows of a host, or ErrNotFound.
+func (l *Ledger) Host(ctx context.Context, name string) (Host, error) {
+	if err := checkName("host", name); err != nil {
+		return Host{}, err
+	}
+	h, v, err := l.loadHost(ctx, name)
+	if errors.Is(err, blob.ErrNotFound) {
+		err = fmt.Errorf("host %s: %w", name, ErrNotFound)
+	}
+	if err != nil {
+		return Host{}, err
+	}
+	out := Host{Incarnation: h.Incarnation, Address: h.Address, Key: h.Key}
+	if !h.Ended {
+		out.Left = max(0, l.sight(name, v, waits(h.ttl())))
+	}
+	return out, nil
 }
 
 // recordError is an error that does not pass if one tries again.

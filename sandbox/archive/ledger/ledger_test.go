@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -356,5 +357,35 @@ func TestA_full_family_takes_no_snapshots_and_can_be_claimed_and_deleted(t *test
 	must(t, err)
 	if len(f.Snapshots) > 0 {
 		t.Error(len(f.Snapshots), "snapshots are left")
+	}
+}
+
+func TestHost_is_found_at_its_address_while_its_session_lasts(t *testing.T) {
+	dir, key := t.TempDir(), strings.Repeat("0a", 32)
+	store, err := blob.OpenDir(dir)
+	must(t, err)
+	with, err := ledger.Open(store, ledger.Options{TTL: ttl, Address: "10.0.0.1:7400", Key: key})
+	must(t, err)
+	plain, _ := open(t, dir)
+	if _, err := plain.Host(t.Context(), "a"); !errors.Is(err, ledger.ErrNotFound) {
+		t.Error("before there is one:", err)
+	}
+	a, err := with.Join(t.Context(), "a", "")
+	must(t, err)
+	join(t, plain, "b")
+	if h, err := plain.Host(t.Context(), "a"); err != nil || h.Incarnation != a.Incarnation() || h.Address != "10.0.0.1:7400" || h.Key != key || h.Left <= 0 {
+		t.Errorf("%+v, %v", h, err)
+	}
+	if h, err := with.Host(t.Context(), "b"); err != nil || h.Address != "" || h.Left <= 0 {
+		t.Errorf("one without an address: %+v, %v", h, err)
+	}
+	must(t, a.Leave(t.Context()))
+	if h, err := plain.Host(t.Context(), "a"); err != nil || h.Left != 0 {
+		t.Errorf("one that has left: %+v, %v", h, err)
+	}
+	for _, o := range []ledger.Options{{Address: "10.0.0.1:7400"}, {Key: key}, {Address: "10.0.0.1", Key: key}, {Address: "a b:1", Key: key}, {Address: "a:0", Key: key}, {Address: "a:1", Key: "x"}} {
+		if _, err := ledger.Open(store, o); !errors.Is(err, ledger.ErrName) {
+			t.Errorf("%+v: %v", o, err)
+		}
 	}
 }

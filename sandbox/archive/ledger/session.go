@@ -130,7 +130,14 @@ func (s *Session) join(ctx context.Context, formerly string) error {
 }
 
 func (s *Session) record(ended bool) host {
-	return host{Version: version, Incarnation: s.incarnation, Counter: s.counter, TTL: s.l.ttl.Milliseconds(), Ended: ended}
+	v := version
+	if s.l.address != "" {
+		v = hostVersion
+	}
+	return host{
+		Version: v, Incarnation: s.incarnation, Counter: s.counter, TTL: s.l.ttl.Milliseconds(), Ended: ended,
+		Address: s.l.address, Key: s.l.key,
+	}
 }
 
 // Host returns the host's name.

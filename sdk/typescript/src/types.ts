@@ -1103,6 +1103,7 @@ export type Sandbox = {
   fork_point?: string;
   generation?: number;
   hooks?: string;
+  host?: string;
   id: string;
   idle_seconds?: number;
   image: string;

@@ -1309,6 +1309,7 @@ Sandbox = TypedDict("Sandbox", {
     "fork_point": NotRequired["str"],
     "generation": NotRequired["int"],
     "hooks": NotRequired["str"],
+    "host": NotRequired["str"],
     "id": "str",
     "idle_seconds": NotRequired["int"],
     "image": "str",
