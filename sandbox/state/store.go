@@ -407,8 +407,8 @@ func (s *Store) SaveOver(r *Record, top string) error {
 	}, r)
 }
 
-// SaveRunning records that a VM runs whose record in its file is starting. If only the phase differs it writes nothing:
-// see Get. Otherwise the file may be the previous one after a loss of power, when both say the same of the VM.
+// SaveRunning records that a VM runs. starting is the record in its file. If only the phase differs, SaveRunning writes
+// nothing: see Get. Otherwise it does not wait for the disk: after a loss of power, either record means a crash.
 func (s *Store) SaveRunning(r *Record, starting Record) error {
 	starting.Phase = r.Phase
 	before, berr := EncodeRecord(&starting)
