@@ -58,7 +58,7 @@ const (
 // load on the machine affects all alike. The others are made by the code that makes real ones, without waiting for the
 // disk; they have memory of one page, and share the file of their disks.
 func Growth(ctx context.Context, e Env, o Options) ([]Row, error) {
-	return e.growth(ctx, o, func(dir string) (*sandbox.Host, error) {
+	return e.growth(ctx, o, time.Now, func(dir string) (*sandbox.Host, error) {
 		for _, d := range []string{"images", "kernels", "cache"} {
 			of := filepath.Join(e.Store.State.Dir(), d) // a new store has no cache yet
 			if err := errors.Join(os.MkdirAll(of, 0o755), os.Symlink(of, filepath.Join(dir, d))); err != nil {
@@ -83,7 +83,9 @@ type grown struct {
 	last  map[string]float64 // of the last round, by op and what: see key
 }
 
-func (e Env) growth(ctx context.Context, o Options, open func(dir string) (*sandbox.Host, error)) (rows []Row, err error) {
+func (e Env) growth(
+	ctx context.Context, o Options, now func() time.Time, open func(dir string) (*sandbox.Host, error),
+) (rows []Row, err error) {
 	c := counting()
 	defer c.close()
 	root, err := os.MkdirTemp(e.Store.State.Dir(), "growth-")
@@ -139,9 +141,9 @@ func (e Env) growth(ctx context.Context, o Options, open func(dir string) (*sand
 			g.last = map[string]float64{}
 			for _, op := range growthOps {
 				counts := c.begin(timed)
-				begin := time.Now()
+				begin := now()
 				err := g.do(ctx, op, i)
-				took := time.Since(begin)
+				took := now().Sub(begin)
 				counts = c.since(counts)
 				if err == nil && op == opDelete {
 					err = errors.Join(g.other(ctx, i%g.others), g.settle())

@@ -6,7 +6,9 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/drowse-vm/drowse/guest/fakeguest"
 	"github.com/drowse-vm/drowse/sandbox"
@@ -25,7 +27,7 @@ func growthEnv(t *testing.T) (Env, *sandboxtest.VMs) {
 func TestGrowth_gives_a_row_for_each_operation_and_size_and_the_slopes(t *testing.T) {
 	e, vms := growthEnv(t)
 	o := Options{N: 2, Warmup: 1, MemoryMiB: []int{64}, Sandboxes: []int{24, 16, 24}, Snapshots: 4}
-	rows, err := e.growth(t.Context(), o, vms.Open)
+	rows, err := e.growth(t.Context(), o, time.Now, vms.Open)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -58,8 +60,12 @@ func TestGrowth_gives_a_row_for_each_operation_and_size_and_the_slopes(t *testin
 // What a wake must not depend on: here the VM takes longer with more others.
 func TestGrowth_operation_that_takes_longer_with_more_others_misses_its_goal(t *testing.T) {
 	e, vms := growthEnv(t)
+	// No time passes but by the clock's calls and in the large store's restore: a busy machine adds nothing.
+	var clock atomic.Int64
+	now := func() time.Time { return time.UnixMilli(clock.Add(1)) }
 	large := &sandboxtest.VMs{Commands: vms.Commands, Fail: func(op, _ string) error {
 		if op == "restore" {
+			clock.Add(10)
 			for range 20_000 {
 				if _, err := os.Stat("/"); err != nil {
 					return err
@@ -69,7 +75,7 @@ func TestGrowth_operation_that_takes_longer_with_more_others_misses_its_goal(t *
 		return nil
 	}}
 	t.Cleanup(func() { large.Close() })
-	rows, err := e.growth(t.Context(), Options{N: 1, MemoryMiB: []int{64}, Sandboxes: []int{16, 17}, Snapshots: 4}, func(dir string) (*sandbox.Host, error) {
+	rows, err := e.growth(t.Context(), Options{N: 1, MemoryMiB: []int{64}, Sandboxes: []int{16, 17}, Snapshots: 4}, now, func(dir string) (*sandbox.Host, error) {
 		if filepath.Base(dir) == "17" {
 			return large.Open(dir)
 		}
@@ -99,7 +105,7 @@ func TestGrowth_slope_that_says_nothing_is_not_measured(t *testing.T) {
 		"a store that sweeps": {Options{Sandboxes: []int{1, 2}, Snapshots: 1}, opDelete, "also sweeps"},
 	} {
 		tt.o.N, tt.o.MemoryMiB = 1, []int{64}
-		rows, err := e.growth(t.Context(), tt.o, vms.Open)
+		rows, err := e.growth(t.Context(), tt.o, time.Now, vms.Open)
 		if err != nil {
 			t.Fatal(name, err)
 		}
