@@ -229,6 +229,9 @@ func (c *concurrent) record(wakes []oneWake) {
 		cpu += w.cpu
 		c.wakes.add(int64(w.took))
 		c.wakes.stage("cpu", int64(w.cpu))
+		for name, ms := range w.report.Stages {
+			c.wakes.stage(name, ns(ms))
+		}
 	}
 	last := wakes[len(wakes)-1].took
 	c.wakes.stage("first", int64(wakes[0].took))

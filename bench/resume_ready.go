@@ -91,6 +91,12 @@ func ResumeReady(ctx context.Context, e Env, o Options) ([]Row, error) {
 // sleeperWith boots a VM, starts a program in it, puts it to sleep and wakes it depth times, and puts it to sleep
 // once more.
 func (e Env) sleeperWith(ctx context.Context, mib, depth int, start func(ctx context.Context, name string) error) (*sleeper, error) {
+	return e.sleeperUsed(ctx, mib, depth, start, func(context.Context, string) error { return nil })
+}
+
+// sleeperUsed is sleeperWith for a VM that is used after each wake: a sleep keeps what was touched since the last wake
+// for the next one.
+func (e Env) sleeperUsed(ctx context.Context, mib, depth int, start, use func(ctx context.Context, name string) error) (*sleeper, error) {
 	name := vmName(mib)
 	v := &sleeper{record: &state.Record{Spec: sandbox.Spec{Name: name}}}
 	if err := e.boot(ctx, name, mib); err != nil {
@@ -105,6 +111,9 @@ func (e Env) sleeperWith(ctx context.Context, mib, depth int, start func(ctx con
 			return v, err
 		}
 		if _, err := e.Store.With(e.Launcher).Sandbox(name).Wake(ctx); err != nil {
+			return v, err
+		}
+		if err := use(ctx, name); err != nil {
 			return v, err
 		}
 	}

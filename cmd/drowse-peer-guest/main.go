@@ -1,6 +1,6 @@
-// Command drowse-peer-guest is the first process in guests of the other monitors that drowse is compared with: see
-// `drowse bench resume_ready --peer`. It only answers, and it is small: the peer has to load all memory that it
-// uses.
+// Command drowse-peer-guest is the first process in guests of the other monitors that drowse is compared with, and one
+// of many in drowse's own: see `drowse bench resume_answer --peer`. It only answers, and it is small: the peer has to
+// load all memory that it uses.
 package main
 
 import (
@@ -40,22 +40,24 @@ func main() {
 }
 
 // serve keeps usedMiB of memory in use, writes ready to its port, and then answers each byte with the same byte.
-// With a vsock port it does so for each connection to that port. It returns only with an error. It runs only as
-// PID 1.
+// With a vsock port it does so for each connection to that port. It returns only with an error. Without one it runs
+// only as PID 1.
 //
 // It blocks in read(2) and not in Go's poller, so that an answer costs two system calls.
 func serve(usedMiB int, vsockPort uint32) error {
-	if os.Getpid() != 1 {
-		return errors.New("this is the first process of a guest, and nothing else")
-	}
-	if usedMiB < 0 || usedMiB > 1<<20 {
+	first := os.Getpid() == 1
+	switch {
+	case usedMiB < 0 || usedMiB > 1<<20:
 		return fmt.Errorf("%d MiB cannot be used", usedMiB)
-	}
-	if err := os.MkdirAll("/dev", 0o755); err != nil {
-		return fmt.Errorf("making /dev: %w", err)
-	}
-	if err := unix.Mount("devtmpfs", "/dev", "devtmpfs", 0, ""); err != nil && !errors.Is(err, unix.EBUSY) {
-		return fmt.Errorf("mounting /dev: %w", err)
+	case !first && vsockPort == 0:
+		return errors.New("this is the first process of a guest, or one with --vsock")
+	case first:
+		if err := os.MkdirAll("/dev", 0o755); err != nil {
+			return fmt.Errorf("making /dev: %w", err)
+		}
+		if err := unix.Mount("devtmpfs", "/dev", "devtmpfs", 0, ""); err != nil && !errors.Is(err, unix.EBUSY) {
+			return fmt.Errorf("mounting /dev: %w", err)
+		}
 	}
 	if vsockPort != 0 {
 		memory := fill(usedMiB)

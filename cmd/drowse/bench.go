@@ -190,6 +190,18 @@ func (b *benchmark) depth(of string) {
 	b.number(&b.Depth, "depth", 10, 0, 0, "how often "+of+" has slept and been woken before")
 }
 
+// peers adds the flags for other monitors.
+func (b *benchmark) peers() {
+	b.words(&b.Peers, "peer", nil, bench.Peers, "other monitors to measure in turn with drowse: "+strings.Join(bench.Peers, ", "))
+	b.number(&b.PeerUsedMiB, "peer-used", bench.DefaultPeerUsedMiB, 0, 0, "memory that a process in a peer's guest has in use, in MiB")
+	b.checked(func() error {
+		if len(b.Peers) > 0 && b.PeerUsedMiB > slices.Min(b.MemoryMiB)/2 {
+			return errors.New("--peer-used must be at most half of --memory")
+		}
+		return nil
+	})
+}
+
 // run measures. After an error it also returns the rows measured before.
 func (m *benches) run(ctx context.Context, b *benchmark) ([]bench.Row, error) {
 	rows, err := bench.Run(b.line(), func() ([]bench.Row, error) { return b.measure(ctx, *m.env, b.Options) })

@@ -42,6 +42,13 @@ func (m *benches) suite() {
 
 	m.resumeReady(poolHelp)
 
+	b = m.add("resume_answer", "From the call that restores a VM to the answer of a process that was there",
+		20, "runs=3 warmup=1 memory=256 depth=1", bench.ResumeAnswer)
+	b.runs(100, "runs for each size", 5, "runs")
+	b.depth("each VM")
+	b.sizes(128, 512)
+	b.peers()
+
 	b = m.add("resume_exec", "From the call that restores a VM to the output of a command in a shell that was there",
 		4, "runs=3 warmup=1 memory=256 depth=1", bench.ResumeExec)
 	b.runs(100, "runs for each size", 5, "runs")
@@ -154,15 +161,8 @@ func (m *benches) resumeReady(poolHelp string) {
 	b.words(&b.Caches, "cache", bench.Caches, bench.Caches, "states of the page cache: warm, cold, or both")
 	b.noYes(&b.Pools, "pool", poolHelp, no)
 	b.noYes(&b.PageCaches, "page-cache", "whether a restore finds pages that one before has decompressed: no, yes, or both", no)
-	b.words(&b.Peers, "peer", nil, bench.Peers, "other monitors to measure in turn with drowse: "+strings.Join(bench.Peers, ", "))
 	b.number(&b.UsedPercent, "used-percent", 0, 0, 50, "part of RAM that a program has in use, in all guests, besides what they need without it")
-	b.number(&b.PeerUsedMiB, "peer-used", bench.DefaultPeerUsedMiB, 0, 0, "memory that a process in a peer's guest has in use, in MiB")
-	b.checked(func() error {
-		if len(b.Peers) > 0 && b.PeerUsedMiB > slices.Min(b.MemoryMiB)/2 {
-			return errors.New("--peer-used must be at most half of --memory")
-		}
-		return nil
-	})
+	b.peers()
 }
 
 func (m *benches) exec() {
