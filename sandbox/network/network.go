@@ -14,8 +14,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/vishvananda/netlink"
-
 	virtionet "github.com/drowse-vm/drowse/devices/net"
 	"github.com/drowse-vm/drowse/devices/net/tap"
 	"github.com/drowse-vm/drowse/netpolicy"
@@ -710,54 +708,14 @@ func opensAgents(p *netpolicy.Policy) bool {
 	})
 }
 
-// hostInterval is how often watchHost looks at the host's addresses without a notice from the kernel.
-const hostInterval = 30 * time.Second
-
 // watchHost compiles the policy again when the host gets or loses an address, because only group host opens the
-// host's addresses. It notices ranges that come without an address, like that of a gateway, within hostInterval.
+// host's addresses.
 func (n *Network) watchHost() {
-	updates := make(chan netlink.AddrUpdate, 64)
-	done := make(chan struct{})
-	defer close(done)
-	if err := netlink.AddrSubscribe(updates, done); err != nil {
-		n.log.Warn("changes of the host's addresses are noticed late", "error", err)
-		updates = nil
-	}
-	tick := time.NewTicker(hostInterval)
-	defer tick.Stop()
-	for {
-		// First handle changes from before the subscription.
+	hostnet.Watch(n.ctx, n.log, func() {
 		if err := n.refresh(); err != nil {
 			n.log.Error("the policy does not know the host's addresses", "error", err)
 		}
-	wait:
-		for {
-			select {
-			case <-n.ctx.Done():
-				// Closing done ends the subscription, which then closes updates. Until then it must not block on a
-				// missing reader.
-				if updates != nil {
-					go func() {
-						for range updates {
-						}
-					}()
-				}
-				return
-			case u, ok := <-updates:
-				if !ok {
-					updates = nil
-					continue
-				}
-				a, _ := netip.AddrFromSlice(u.LinkAddress.IP)
-				if a = a.Unmap(); a == netpolicy.TheWire.Gateway4 || a == netpolicy.TheWire.Gateway6 {
-					continue // of another VM, which comes or goes
-				}
-				break wait
-			case <-tick.C:
-				break wait
-			}
-		}
-	}
+	})
 }
 
 // refresh reinstalls the policy if the host's addresses, or the ranges of its neighbours, have changed.

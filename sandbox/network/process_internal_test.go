@@ -234,6 +234,54 @@ func TestProcess_starts_with_the_first_query_and_another_follows_one_that_is_kil
 	}
 }
 
+// The DNS server sets a deadline of two seconds for each read, and reads on after it.
+func TestQuery_after_a_pause_is_answered_by_the_same_process(t *testing.T) {
+	confinable(t)
+	at, _ := nameServer(t)
+	s := &starter{}
+	n := newNetwork(t, at, s.start)
+	for i := range 2 {
+		if i > 0 {
+			time.Sleep(2500 * time.Millisecond)
+		}
+		if a := query(t, n, "www.example.com.", 20); a == nil || a.Rcode != dns.RcodeSuccess || len(s.all()) != 1 {
+			t.Fatalf("query %d: %v, of %d processes", i+1, a, len(s.all()))
+		}
+	}
+}
+
+// A socket that breaks ends the resolver. A process without one would leave the guest without names until its next
+// wake.
+func TestWorker_ends_with_its_first_service(t *testing.T) {
+	mine, its, err := rpc.Pair()
+	if err != nil {
+		t.Fatal(err)
+	}
+	queries, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ended := make(chan error, 1)
+	go func() { ended <- newWorker().run(its, queries[1]) }()
+	conn, err := rpc.New(mine, options(func(context.Context, string, []byte, []*os.File) (any, []*os.File, error) {
+		return nil, nil, errRefused
+	}))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	order := prepareOrder{Policy: policyOrder{Policy: &netpolicy.Policy{}, Identity: netpolicy.Identity{Address4: netpolicy.TheWire.Guest4}}}
+	if _, err := conn.Call(t.Context(), callPrepare, order, nil); err != nil {
+		t.Fatal(err)
+	}
+	if err := unix.Close(queries[0]); err != nil {
+		t.Fatal(err)
+	}
+	if err := <-ended; err != nil {
+		t.Error(err)
+	}
+}
+
 // A network process that starts is sent the list while the host's addresses are looked at.
 func TestRefresh_changes_no_list_that_the_policy_in_force_has(t *testing.T) {
 	at, _ := nameServer(t)

@@ -172,6 +172,8 @@ func (w *worker) prepare(o prepareOrder) (err error) {
 		func() error { return w.tls.Serve(w.ctx, tls) },
 	} {
 		w.wg.Go(func() {
+			// Without one of its services the process is of no use. After its end the keeper starts another.
+			defer w.conn.Close()
 			if err := serve(); err != nil && !errors.Is(err, io.EOF) { // which is the keeper's end
 				fmt.Fprintln(os.Stderr, "the network process:", err)
 			}
@@ -460,7 +462,10 @@ func (q *queries) ReadFrom(p []byte) (int, net.Addr, error) {
 	b := make([]byte, queryHeader+len(p))
 	for {
 		n, err := q.f.Read(b)
-		if err != nil {
+		switch {
+		case errors.Is(err, os.ErrDeadlineExceeded):
+			return 0, nil, os.ErrDeadlineExceeded // a net.Error, after which the resolver reads on
+		case err != nil:
 			return 0, nil, err
 		}
 		if n >= queryHeader {

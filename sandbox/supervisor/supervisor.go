@@ -398,7 +398,9 @@ func (v *supervisor) openPacketWaker(ctx context.Context) error {
 			}
 			return h, info, nil
 		}
+		g.look() // before the first packet
 		v.waker = g
+		v.carried.Go(func() { hostnet.Watch(ctx, v.log, g.look) })
 		v.carried.Go(func() {
 			// Otherwise the first VM that wakes after a start of the host waits for it.
 			if err := link.Preload(""); err != nil {

@@ -40,9 +40,8 @@ type packetWaker struct {
 	mu      sync.Mutex // guards what follows
 	resting map[netip.Addr]*resting
 	byName  map[string]guarded
-	host    []netip.Addr // of the host, as of hostAt
+	host    []netip.Addr // of this host: see look
 	onLink  []netip.Prefix
-	hostAt  time.Time
 	asked   quota // of the model, for packets of all VMs
 
 	bringing sync.WaitGroup
@@ -97,8 +96,6 @@ const (
 	maxJudgedOfOne = maxJudged / 8
 	// restAfter is how long the waker leaves a VM alone that could not be woken.
 	restAfter = 5 * time.Second
-	// hostFor is how long the waker caches the host's addresses.
-	hostFor = time.Second
 )
 
 // guard sets the VMs that packets may wake.
@@ -200,13 +197,6 @@ func (g *packetWaker) opens(r *resting, p []byte, now time.Time) bool {
 	if !r.asked.take(now, maxJudgedOfOne) || !g.asked.take(now, maxJudged) {
 		return false
 	}
-	if now.Sub(g.hostAt) >= hostFor {
-		host, err := netpolicy.HostAddresses()
-		onLink, err2 := hostnet.OnLink()
-		if err == nil && err2 == nil {
-			g.host, g.onLink, g.hostAt = host, onLink, now
-		}
-	}
 	env := netpolicy.Environment{Host: g.host, OnLink: g.onLink, Endpoints: []netip.Prefix{g.agents, g.agents6}}
 	for _, other := range g.byName {
 		if len(other.tags) == 0 || len(env.Peers) > netpolicy.MaxPeers-2 {
@@ -223,6 +213,20 @@ func (g *packetWaker) opens(r *resting, p []byte, now time.Time) bool {
 		f.By = src
 	}
 	return m.Opens(f)
+}
+
+// look notes the addresses of this host and the ranges of its neighbours, which rules of a policy may mean. If they
+// cannot be listed, those known before stay.
+func (g *packetWaker) look() {
+	host, err := netpolicy.HostAddresses()
+	onLink, err2 := hostnet.OnLink()
+	if err = errors.Join(err, err2); err != nil {
+		g.log.Warn("the host's addresses are not known to what judges packets to sleeping VMs", "error", err)
+		return
+	}
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.host, g.onLink = host, onLink
 }
 
 // bring wakes a VM and gives it the packets held for one of its addresses.

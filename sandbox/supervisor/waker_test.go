@@ -80,6 +80,7 @@ func newStage(t *testing.T, policy string) *stage {
 	s := &stage{awake: make(chan struct{}), info: spec.NetworkInfo{TAP: "tap-a", Address: own, Address6: own6}, clock: time.Unix(1e9, 0)}
 	s.packetWaker = &packetWaker{
 		log: slog.New(slog.DiscardHandler), agents: netip.MustParsePrefix("10.200.0.0/16"), agents6: netip.MustParsePrefix("fd64:726f:7773:2::/64"),
+		host: []netip.Addr{netip.MustParseAddr("93.184.216.40")}, onLink: []netip.Prefix{netip.MustParsePrefix("93.184.217.0/24")},
 		resting: map[netip.Addr]*resting{}, now: func() time.Time { return s.clock },
 		wake: func(_ context.Context, name string) (hold, *spec.NetworkInfo, error) {
 			<-s.awake
@@ -129,6 +130,8 @@ func TestWaker_wakes_for_what_the_policy_lets_in_alone(t *testing.T) {
 		"of a VM with the right tag":     {syn("10.200.0.9", "10.200.0.7", 90, opening), "tap-a 0 90"},
 		"of a VM without it":             {syn("10.200.0.10", "10.200.0.7", 90, opening), ""},
 		"another port":                   {syn("93.184.216.34", "10.200.0.7", 22, opening), ""},
+		"from an address of the host":    {syn("93.184.216.40", "10.200.0.7", 80, opening), ""},
+		"from a neighbour of the host":   {syn("93.184.217.9", "10.200.0.7", 80, opening), ""},
 		"not public":                     {syn("192.168.1.1", "10.200.0.7", 80, opening), ""},
 		"of a connection from before":    {syn("93.184.216.34", "10.200.0.7", 80, 16), ""},
 		"for a VM without a policy":      {syn("93.184.216.34", "10.200.0.8", 80, opening), ""},
