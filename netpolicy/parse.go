@@ -83,10 +83,41 @@ func (p *Policy) UnmarshalYAML(n *yaml.Node) error {
 // case-sensitive.
 func (p *Policy) UnmarshalJSON(text []byte) error {
 	*p = Policy{}
+	if q, ok := readOwn(text); ok {
+		*p = q
+		return nil
+	}
 	if !json.Valid(text) {
 		return errors.New("not JSON")
 	}
 	return p.parse(text)
+}
+
+// maxOwn is the longest text that readOwn reads. Shorter ones cannot exceed the limits that checkNode has.
+const maxOwn = MaxCIDRs
+
+// readOwn reads a policy that json.Marshal has written, as records have it: each wake reads one, and the YAML parser
+// takes several times as long. A text that json.Marshal would not write the same way is left to that parser.
+func readOwn(text []byte) (Policy, bool) {
+	type plain Policy // without UnmarshalJSON
+	var q plain
+	if len(text) > maxOwn || json.Unmarshal(text, &q) != nil {
+		return Policy{}, false
+	}
+	var compact bytes.Buffer
+	if err := json.Compact(&compact, text); err != nil {
+		return Policy{}, false
+	}
+	again, err := json.Marshal(q)
+	if err != nil || !bytes.Equal(again, compact.Bytes()) {
+		return Policy{}, false
+	}
+	for _, c := range again {
+		if c < ' ' || c > '~' { // YAML has rules of its own for these
+			return Policy{}, false
+		}
+	}
+	return Policy(q), true
 }
 
 func isNull(n *yaml.Node) bool { return n.Kind == yaml.ScalarNode && n.ShortTag() == "!!null" }

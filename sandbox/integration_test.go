@@ -390,7 +390,7 @@ func TestWith_clones_of_one_snapshot(t *testing.T) {
 		}
 	})
 	sub("a later clone finds pages decompressed, and no damaged one", func(t *testing.T, e *guesttest.Env) {
-		// Each wake stores the pages that it needed, some time after it. The clones above did so too.
+		// Each wake stores the pages that it needed, some time after it, if it is still awake then.
 		pages := filepath.Join(e.Store.State.Dir(), "pages")
 		kept := func() (files []string) {
 			all, err := filepath.Glob(filepath.Join(pages, "*.pages"))
@@ -399,10 +399,16 @@ func TestWith_clones_of_one_snapshot(t *testing.T) {
 			}
 			return all
 		}
+		if _, err := e.Store.With(e.Launcher).Clone(t.Context(), snap, sandbox.CloneOptions{Name: "keeps"}); err != nil {
+			t.Fatal(err)
+		}
 		for end := time.Now().Add(2 * time.Minute); len(kept()) == 0; time.Sleep(100 * time.Millisecond) {
 			if time.Now().After(end) {
 				t.Fatal("no pages were kept")
 			}
+		}
+		if err := e.Store.Sandbox("keeps").Kill(t.Context()); err != nil {
+			t.Fatal(err)
 		}
 		again := func(name string) control.Report {
 			var rep control.Report

@@ -25,12 +25,15 @@ func (b *Sandbox) Connect(ctx context.Context) (*guest.Client, error) {
 // inUse returns the result of use, which needs a running VM. If the VM sleeps, wake wakes it first, and may return
 // the result itself. If the VM was put to sleep in between, inUse tries again.
 func inUse[T any](b *Sandbox, use, wake func() (*T, error)) (*T, error) {
-	for range wakeTries {
-		v, err := use()
-		if !errors.Is(err, ErrNotRunning) && !b.host.elsewhere(err) {
-			return v, err
+	for try := range wakeTries {
+		// A VM that sleeps is told by its socket: use would read its record first, and wake reads it again.
+		if try > 0 || b.host.State.Listens(b.name) {
+			v, err := use()
+			if !errors.Is(err, ErrNotRunning) && !b.host.elsewhere(err) {
+				return v, err
+			}
 		}
-		if v, err = wake(); v != nil || err != nil {
+		if v, err := wake(); v != nil || err != nil {
 			return v, err
 		}
 	}

@@ -47,9 +47,7 @@ func serveCluster(t *testing.T, vms *sandboxtest.VMs, store, name string) (state
 		if err != nil {
 			t.Fatal(err)
 		}
-		facts := m.Host[instance.FactsKey]
-		instance.GoodFacts.Store(&facts)
-		t.Cleanup(func() { instance.GoodFacts.Store(nil) })
+		instance.NoteGoodFacts(m.Host[instance.FactsKey])
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	var stderr bytes.Buffer

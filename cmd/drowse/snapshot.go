@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"slices"
 	"strings"
 
 	"github.com/spf13/cobra"
@@ -24,6 +25,7 @@ func (a *app) snapshotCommand() *cobra.Command {
 			Use: "ls", Short: "List snapshots", Args: cobra.NoArgs,
 			RunE: a.there(func(cmd *cobra.Command, _ []string, p place) error {
 				list, err := p.snapshots(cmd.Context())
+				slices.SortFunc(list, func(x, y spec.SnapshotInfo) int { return cmp.Or(x.Created.Compare(y.Created), cmp.Compare(x.ID, y.ID)) })
 				return answerList(a, list, err, "ID\tVM\tKIND\tCREATED\tRAM\tSTORED\tOWN\tDEPTH\tNOTE", func(i spec.SnapshotInfo) []any {
 					ram := "-"
 					if i.RAM != 0 {

@@ -80,9 +80,7 @@ func takeFacts(t *testing.T, h *sandbox.Host, id string) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	facts, before := m.Host[instance.FactsKey], instance.GoodFacts.Load()
-	instance.GoodFacts.Store(&facts)
-	t.Cleanup(func() { instance.GoodFacts.Store(before) })
+	instance.NoteGoodFacts(m.Host[instance.FactsKey])
 }
 
 func newArchive(t *testing.T) (*archive.Archive, blob.Store) {

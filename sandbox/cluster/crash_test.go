@@ -87,8 +87,7 @@ func child() {
 		}
 	}
 	dir, name := os.Getenv(childState), os.Getenv(childName)
-	facts := os.Getenv(childFacts)
-	instance.GoodFacts.Store(&facts)
+	instance.NoteGoodFacts(os.Getenv(childFacts))
 	vms := &sandboxtest.VMs{Commands: map[string]fakeguest.Command{"count": func(_ context.Context, p *fakeguest.Process) int {
 		// One after the other on all hosts.
 		f, err := osfile.OpenLocked(context.Background(), os.Getenv(childRuns), os.O_APPEND|os.O_RDWR|os.O_CREATE, 0o600, osfile.Exclusive)

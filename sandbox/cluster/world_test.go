@@ -146,8 +146,7 @@ func facts(t testing.TB, h *host) {
 		must(t, err)
 		m, err := h.bare.State.Manifest(res.Snapshot)
 		must(t, err)
-		good := m.Host[instance.FactsKey]
-		instance.GoodFacts.Store(&good)
+		instance.NoteGoodFacts(m.Host[instance.FactsKey])
 		must(t, b.Delete(t.Context(), sandbox.DeleteOptions{}))
 	})
 }

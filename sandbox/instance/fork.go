@@ -198,7 +198,7 @@ func (in *Instance) restoreFork(ctx context.Context, snapshotDir string, o Resto
 	if err != nil {
 		return fmt.Errorf("starting a fork: %w", err)
 	}
-	if err := CheckHost(note.Host); err != nil {
+	if err := in.checkHost(note.Host); err != nil {
 		return fmt.Errorf("starting a fork: %w", err)
 	}
 	m := &snapshot.Manifest{ID: filepath.Base(snapshotDir)}

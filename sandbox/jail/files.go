@@ -23,12 +23,16 @@ type passedFS struct {
 
 	mu     sync.Mutex
 	passed map[string][]*os.File
+	known  map[string]*fileInfo // nil for what does not exist
 }
 
 var _ osfile.FS = (*passedFS)(nil)
 
 // add takes over descriptors under names. A name may have several.
-func (p *passedFS) add(names []string, files []*os.File) {
+func (p *passedFS) add(names []string, files []*os.File) error {
+	if len(names) != len(files) {
+		return errors.Join(errors.New("names and descriptors differ in number"), closeAll(files))
+	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.passed == nil {
@@ -37,6 +41,23 @@ func (p *passedFS) add(names []string, files []*os.File) {
 	for i, n := range names {
 		p.passed[n] = append(p.passed[n], files[i])
 	}
+	return nil
+}
+
+// know spares asking for names once each.
+func (p *passedFS) know(all map[string]*fileInfo) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.known = all
+}
+
+// first returns what is known of a name, at the first look at it.
+func (p *passedFS) first(name string) (i *fileInfo, known bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	i, known = p.known[name]
+	delete(p.known, name)
+	return i, known
 }
 
 // take returns a descriptor that was passed under a name, once; nil if there is none.
@@ -76,6 +97,9 @@ func (p *passedFS) OpenFile(name string, flag int, _ fs.FileMode) (osfile.File, 
 	if flag&os.O_CREATE == 0 {
 		if f := p.take(passName(name, flag)); f != nil {
 			return named(f, name)
+		}
+		if i, known := p.first(name); known && i == nil {
+			return nil, &fs.PathError{Op: "open", Path: name, Err: fs.ErrNotExist}
 		}
 	}
 	_, files, err := p.ask(fileOrder{Op: fileOpen, Name: name, Flags: flag})
@@ -144,7 +168,11 @@ func (p *passedFS) ReadDir(name string) ([]fs.DirEntry, error) {
 }
 
 func (p *passedFS) Stat(name string) (fs.FileInfo, error) {
-	i, files, err := p.ask(fileOrder{Op: fileStat, Name: filepath.Clean(name)})
+	name = filepath.Clean(name)
+	if i, known := p.first(name); known && i != nil {
+		return stat{*i, filepath.Base(name)}, nil
+	}
+	i, files, err := p.ask(fileOrder{Op: fileStat, Name: name})
 	_ = closeAll(files)
 	if err != nil {
 		return nil, &fs.PathError{Op: "stat", Path: name, Err: err}

@@ -120,3 +120,30 @@ func TestStat_of_the_keeper_tells_files_apart(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+func TestPassedFS_what_is_known_is_asked_for_from_the_second_time_on(t *testing.T) {
+	asked := 0
+	p := passedFS{ask: func(fileOrder) (fileInfo, []*os.File, error) {
+		asked++
+		return fileInfo{Size: 2}, nil, fs.ErrPermission
+	}}
+	p.know(map[string]*fileInfo{"/missing": nil, "/dir": {Dir: true, Inode: 7}})
+	if _, err := p.OpenFile("/missing", os.O_RDONLY, 0); !errors.Is(err, fs.ErrNotExist) {
+		t.Error(err)
+	}
+	if i, err := p.Stat("/dir/"); err != nil || !i.IsDir() || i.Name() != "dir" {
+		t.Errorf("%v %v", i, err)
+	}
+	if asked != 0 {
+		t.Errorf("%d times", asked)
+	}
+	if _, err := p.OpenFile("/missing", os.O_RDONLY, 0); !errors.Is(err, fs.ErrPermission) {
+		t.Error(err)
+	}
+	if _, err := p.Stat("/dir"); !errors.Is(err, fs.ErrPermission) {
+		t.Error(err)
+	}
+	if asked != 2 {
+		t.Errorf("%d times", asked)
+	}
+}

@@ -33,7 +33,7 @@ type Config struct {
 	NoDirtyLog bool
 	// Output gets the standard error of the process; it must be bounded.
 	Output *os.File
-	// Started, if not nil, is called when the process runs its program, or cannot.
+	// Started is that of confine.Profile.
 	Started func()
 }
 
@@ -91,11 +91,8 @@ func New(ctx context.Context, c Config) (j *Jail, err error) {
 	limits.LockedBytes = secretBytes
 	proc, err := confine.Start(ctx, confine.Profile{
 		Program: append(append([]string{"/proc/self/exe"}, c.Program...), Argument), Files: files, Output: c.Output,
-		Limits: limits, Shares: len(c.Shares) > 0, LogOnly: c.LogOnly,
+		Limits: limits, Shares: len(c.Shares) > 0, LogOnly: c.LogOnly, Started: c.Started,
 	})
-	if c.Started != nil {
-		c.Started()
-	}
 	_ = closeAll(files)
 	if err != nil {
 		_ = closeAll(append(j.trees, mine))

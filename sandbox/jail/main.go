@@ -136,7 +136,7 @@ type none struct{}
 
 func (c *child) serve(ctx context.Context, method string, body []byte, files []*os.File) (
 	reply any, out []*os.File, err error) {
-	if method != callPass {
+	if method != callPass && method != callStart {
 		defer closeAll(files)
 	}
 	switch method {
@@ -144,14 +144,16 @@ func (c *child) serve(ctx context.Context, method string, body []byte, files []*
 		return handle(body, func(o prepareOrder) (any, error) { return nil, c.prepare(o) })
 	case callPass:
 		return handle(body, func(names []string) (any, error) {
-			if len(names) != len(files) {
-				return nil, errors.Join(errors.New("names and descriptors differ in number"), closeAll(files))
-			}
-			c.fs.add(names, files)
-			return nil, nil
+			return nil, c.fs.add(names, files)
 		})
 	case callStart:
-		return handle(body, func(o startOrder) (any, error) { return c.start(ctx, o) })
+		return handle(body, func(o startOrder) (any, error) {
+			if err := c.fs.add(o.Passed, files); err != nil {
+				return nil, err
+			}
+			c.fs.know(o.Known)
+			return c.start(ctx, o)
+		})
 	case callClose:
 		defer c.endOnce.Do(func() { time.AfterFunc(lastAnswer, func() { close(c.ended) }) })
 		return nil, nil, c.close()
@@ -245,7 +247,9 @@ func (c *child) prepare(o prepareOrder) error {
 		return err
 	}
 	for i, name := range o.Shares {
-		c.fs.add([]string{name}, []*os.File{os.NewFile(uintptr(socketFD+1+i), name)})
+		if err := c.fs.add([]string{name}, []*os.File{os.NewFile(uintptr(socketFD+1+i), name)}); err != nil {
+			return err
+		}
 	}
 	walls, err := confine.Enter()
 	if err != nil {

@@ -17,8 +17,8 @@ import (
 // Calls of the keeper. The child serves each of them.
 const (
 	callPrepare     = "prepare"      // prepareOrder -> nothing: the child has confined itself
-	callPass        = "pass"         // []string with as many descriptors -> nothing
-	callStart       = "start"        // startOrder -> started
+	callPass        = "pass"         // []string with as many descriptors, more than fit a start -> nothing
+	callStart       = "start"        // startOrder with descriptors -> started
 	callInfo        = "info"         // nothing -> info
 	callDial        = "dial"         // port, with a descriptor -> nothing
 	callFail        = "fail"         // text -> nothing
@@ -100,6 +100,10 @@ type startOrder struct {
 	Fork       bool                    `json:"fork,omitempty"`
 	Snapshot   string                  `json:"snapshot,omitempty"`
 	Options    instance.RestoreOptions `json:"options"`
+	// Passed are the names of the descriptors that come with the order.
+	Passed []string `json:"passed"`
+	// Known is what the child would ask for next, by name; nil if there is no such file.
+	Known map[string]*fileInfo `json:"known,omitempty"`
 }
 
 type volumeOrder struct {
@@ -304,8 +308,9 @@ func WarmUp() error {
 	return errors.Join(
 		exchange([]string{passTAP}),
 		exchange(startOrder{
-			Spec:    spec.VM{Name: "warm-up", Network: spec.NetworkTAP, Idle: spec.Idle{SleepSeconds: 1}},
-			Disk:    disk.Stack{Layers: []string{"a"}},
+			Spec:   spec.VM{Name: "warm-up", Network: spec.NetworkTAP, Idle: spec.Idle{SleepSeconds: 1}},
+			Disk:   disk.Stack{Layers: []string{"a"}},
+			Passed: []string{passTAP}, Known: map[string]*fileInfo{"a": {ModTime: now}},
 			Volumes: []volumeOrder{{}}, Secrets: []spec.SecretFile{{}},
 		}),
 		exchange(started{Stages: map[string]time.Duration{"resume_ready": 1}, Failures: []guest.HookFailure{{}}}),

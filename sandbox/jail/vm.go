@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"log/slog"
 	"maps"
 	"net"
@@ -114,7 +115,7 @@ func (j *Jail) Start(ctx context.Context, p instance.Parts, dir string, o instan
 			err = errors.Join(err, v.Close())
 		}
 	}()
-	order, names, files, err := v.order(p, dir, o)
+	order, files, err := v.order(p, dir, o)
 	defer func() { _ = closeAll(files) }()
 	if err != nil {
 		return nil, err
@@ -124,17 +125,17 @@ func (j *Jail) Start(ctx context.Context, p instance.Parts, dir string, o instan
 			return nil, err
 		}
 	}
-	for len(names) > 0 {
-		n := min(len(names), maxFiles)
-		if err := v.call(ctx, callPass, names[:n], nil, files[:n]...); err != nil {
+	for len(files) > maxFiles {
+		if err := v.call(ctx, callPass, order.Passed[:maxFiles], nil, files[:maxFiles]...); err != nil {
 			return nil, err
 		}
-		names, files = names[n:], files[n:]
+		order.Passed, files = order.Passed[maxFiles:], files[maxFiles:]
 	}
 	v.wg.Go(v.watch)
 	ctx, cancel := v.WhileRunning(ctx)
 	defer cancel()
-	if err := v.call(ctx, callStart, order, &v.started); err != nil {
+	err, files = v.call(ctx, callStart, order, &v.started, files...), nil
+	if err != nil {
 		return nil, v.Explain(ctx, err)
 	}
 	v.started.bound()
@@ -313,8 +314,14 @@ func (v *VM) Connections() (open, ever uint64) {
 	return i.Open, i.Ever
 }
 
-func (v *VM) Faults() (*pager.Stats, bool) {
-	f, s := v.info().Faults, &pager.Stats{}
+func (v *VM) Faults() (*pager.Stats, bool) { return v.stats(v.info().Faults) }
+
+// StartFaults are those that came with the answer to the start: the caller waits for the report, and the process, whose
+// guest has much to catch up on, would take a millisecond or two for another answer.
+func (v *VM) StartFaults() (*pager.Stats, bool) { return v.stats(v.started.Info.Faults) }
+
+func (v *VM) stats(f faults) (*pager.Stats, bool) {
+	s := &pager.Stats{}
 	s.ReadFaults.Store(f.Read)
 	s.WriteFaults.Store(f.Write)
 	s.Ensured.Store(f.Ensured)
@@ -723,13 +730,14 @@ func (c *console) close(wait time.Duration) error {
 
 // order returns the order to start, and what is passed with it.
 func (v *VM) order(p instance.Parts, dir string, o instance.RestoreOptions) (
-	s startOrder, names []string, files []*os.File, err error) {
+	s startOrder, files []*os.File, err error) {
 	s = startOrder{
 		Spec: p.Spec, Kernel: p.Kernel, Initramfs: p.Initramfs, SystemDisk: p.SystemDisk, Cmdline: p.Cmdline,
 		Image: p.Image, Disk: p.Disk, VM: p.VM, DiskRoom: p.DiskRoom, Secrets: p.Secrets, PageCache: p.PageCache, NoDirtyLog: p.NoDirtyLog,
 		Symbols: p.Symbolize != nil, Services: p.ServiceEvent != nil, Fork: p.RAM != nil, Snapshot: dir, Options: o,
+		Known: map[string]*fileInfo{},
 	}
-	add := func(name string, f *os.File) { names, files = append(names, name), append(files, f) }
+	add := func(name string, f *os.File) { s.Passed, files = append(s.Passed, name), append(files, f) }
 	open := func(name string, flags int) error {
 		f, err := os.OpenFile(name, flags, 0)
 		if err == nil {
@@ -737,7 +745,7 @@ func (v *VM) order(p instance.Parts, dir string, o instance.RestoreOptions) (
 		}
 		return err
 	}
-	fail := func(err error) (startOrder, []string, []*os.File, error) { return s, names, files, err }
+	fail := func(err error) (startOrder, []*os.File, error) { return s, files, err }
 	paths := []string{p.Image}
 	if p.SystemDisk != "" {
 		paths = append(paths, p.SystemDisk)
@@ -770,11 +778,16 @@ func (v *VM) order(p instance.Parts, dir string, o instance.RestoreOptions) (
 			if name, err := pagecache.Name(f); err == nil {
 				name = filepath.Join(p.PageCache, name)
 				v.grants.read(name)
-				_ = open(name, os.O_RDONLY) // usually there is none
+				if err := open(name, os.O_RDONLY); errors.Is(err, fs.ErrNotExist) {
+					s.Known[name] = nil // the child need not ask
+				}
 			}
 		}
 		if err != nil {
 			return fail(err)
+		}
+		if i, err, _ := statInfo(dir); err == nil {
+			s.Known[filepath.Clean(dir)] = &i
 		}
 	}
 	if p.RAM != nil {
@@ -817,7 +830,7 @@ func (v *VM) order(p instance.Parts, dir string, o instance.RestoreOptions) (
 		}
 		add(passConsole, w)
 	}
-	return s, names, files, nil
+	return s, files, nil
 }
 
 // serve answers the child.

@@ -228,9 +228,9 @@ func (p *Pool) wake() {
 	}
 }
 
-// poolCalm is how long the pool makes nothing after a VM has started. The caller who woke the VM will use it now,
-// and making a process occupies a processor for about that time.
-const poolCalm = 50 * time.Millisecond
+// poolCalm is how long the pool makes nothing after a VM has started. The caller who woke the VM uses it now, and the
+// guest has much to catch up on: making a process would take a processor from it.
+const poolCalm = 250 * time.Millisecond
 
 // How long the pool waits after a failure to make a process.
 const (

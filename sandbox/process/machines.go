@@ -45,6 +45,8 @@ type VM interface {
 	Begun() time.Time
 	Timing() (entry, ready time.Duration)
 	Faults() (stats *pager.Stats, restored bool)
+	// StartFaults are Faults as of the end of the start or later.
+	StartFaults() (stats *pager.Stats, restored bool)
 	Connections() (open, ever uint64)
 	WakeFailures() []guest.HookFailure
 	SpaceProblem() string
@@ -170,6 +172,8 @@ func (kvmMachines) Network(c network.Config) (Network, error) {
 type kvmVM struct{ *instance.Instance }
 
 func (v kvmVM) Machine() Machine { return kvmMachine{v.Instance.Machine()} }
+
+func (v kvmVM) StartFaults() (*pager.Stats, bool) { return v.Faults() }
 
 func (v kvmVM) Disk() Disk { return v.Instance.Disk() }
 

@@ -33,6 +33,17 @@ var urgency struct {
 // first would delay the last, and all of them would delay one that must sleep again. It ends after two seconds in any
 // case. The process must have its own session. Without the right to raise its priority, prioritize does nothing.
 func prioritize() (calm func()) {
+	undo := raise()
+	limit := time.AfterFunc(maxUrgent, undo)
+	return func() {
+		limit.Stop()
+		undo()
+	}
+}
+
+// raise is prioritize without an end of its own, for a process that waits for its order: it uses no processor, and has
+// its priority when the order comes. To set it takes a quarter of a millisecond.
+func raise() (calm func()) {
 	u := &urgency
 	u.mu.Lock()
 	defer u.mu.Unlock()
@@ -50,18 +61,13 @@ func prioritize() (calm func()) {
 		setNice(urgentNice, urgentNice, true)
 	}
 	u.reasons++
-	undo := sync.OnceFunc(func() {
+	return sync.OnceFunc(func() {
 		u.mu.Lock()
 		defer u.mu.Unlock()
 		if u.reasons--; u.reasons == 0 {
 			setNice(u.nice, u.session, false)
 		}
 	})
-	limit := time.AfterFunc(maxUrgent, undo)
-	return func() {
-		limit.Stop()
-		undo()
-	}
 }
 
 // maxUrgent is how long a process may have priority over others, ready or not.
@@ -84,11 +90,12 @@ func hasConfined(j *jail.Jail) {
 	}
 }
 
-// setNice sets the priorities of all threads and of the session, also of the confined process. urgency.mu is held.
+// setNice sets the priorities of all threads and of the session, also of the confined process. That one comes first: a
+// keeper that had lowered itself would wait behind its guest, which has much to catch up on. urgency.mu is held.
 func setNice(nice, session int, urgent bool) {
+	niceConfined(nice, session, urgent)
 	_ = os.WriteFile(autogroup, []byte(strconv.Itoa(session)), 0)
 	_ = unix.Setpriority(unix.PRIO_PGRP, 0, nice) // each thread of each process in the group
-	niceConfined(nice, session, urgent)
 }
 
 func niceConfined(nice, session int, urgent bool) {

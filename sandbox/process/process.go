@@ -518,8 +518,14 @@ func Parts(s *state.Store, r *state.Record, d disk.Stack) instance.Parts {
 	if os.Getenv(control.NoPageCacheEnv) == "" {
 		p.PageCache = s.PageCacheDir()
 	}
-	if k, err := kernel.Open(s.KernelDir(), r.Boot.KernelID); err == nil {
-		p.Symbolize = k.Symbolize
+	// Nobody asks before the guest's kernel fails.
+	find := sync.OnceValues(func() (*kernel.Kernel, error) { return kernel.Open(s.KernelDir(), r.Boot.KernelID) })
+	p.Symbolize = func(addr uint64) (string, uint64, bool) {
+		k, err := find()
+		if err != nil {
+			return "", 0, false
+		}
+		return k.Symbolize(addr)
 	}
 	return p
 }
@@ -592,7 +598,7 @@ func (p *process) report() control.Report {
 	for stage, d := range p.in.Machine().Stages() {
 		rep.Stages[stage] = control.Milliseconds(d)
 	}
-	if f, restored := p.in.Faults(); restored || p.in.Parts().RAM != nil {
+	if f, restored := p.in.StartFaults(); restored || p.in.Parts().RAM != nil {
 		rep.Stages["resume_entry"], rep.Stages["resume_ready"] = control.Milliseconds(entry), control.Milliseconds(ready)
 		rep.Faults, rep.MiBTouched = f.ReadFaults.Load()+f.WriteFaults.Load(), f.MiBTouched()
 		rep.FramesRead, rep.FramesCached = f.Frames.Load(), f.FramesCached.Load()

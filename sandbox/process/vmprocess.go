@@ -18,7 +18,6 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/drowse-vm/drowse/rootfs/kernel"
 	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/hosthooks"
 	"github.com/drowse-vm/drowse/sandbox/instance"
@@ -130,7 +129,7 @@ func ServeProcessWith(ctx context.Context, args []string, o ProcessOptions) (err
 	if ord.Third() {
 		files = append(files, os.NewFile(control.ThirdFD, "fork or hold"))
 	}
-	return obey(ctx, terminated, s, ord, files, madeAhead{jail: ahead})
+	return obey(ctx, terminated, s, ord, files, madeAhead{jail: ahead, calm: func() {}})
 }
 
 // madeAhead is what was made for a VM before its order.
@@ -138,6 +137,7 @@ type madeAhead struct {
 	jail *jailAhead
 	vm   *instance.Prebuilt // in this process, if nothing is confined
 	link *network.Prebuilt
+	calm func() // ends the priority that a process has while it stands by
 }
 
 // obey carries out an order. The VM goes to sleep when terminated ends. The first of files is for the report.
@@ -163,6 +163,7 @@ func obey(ctx, terminated context.Context, s *state.Store, ord control.Order, fi
 		ready = func() { calm(); collect() }
 		defer ready()
 	}
+	ahead.calm()
 	ahead.jail.awaitStart()
 	var machines Machines
 	if ahead.jail != nil {
@@ -195,7 +196,6 @@ func standBy(ctx, terminated context.Context, s *state.Store, program []string, 
 		defer func() { err = errors.Join(err, ahead.link.Close()) }()
 	}
 	// Do now what a restore would otherwise do for the first time.
-	_, _ = kernel.List(s.KernelDir())
 	_ = warmUp() // if it fails, so does the wake, which reports why
 	confined, err := ahead.jail.wait()
 	if err != nil {
@@ -208,7 +208,8 @@ func standBy(ctx, terminated context.Context, s *state.Store, program []string, 
 		}
 		defer func() { err = errors.Join(err, ahead.vm.Close()) }()
 	}
-	prioritize()()
+	ahead.calm = raise()
+	defer ahead.calm()
 	PauseGC()()
 	runtime.GC()
 	// Without a goal for the heap, the runtime keeps what is free of it: to get it back takes a wake's time.

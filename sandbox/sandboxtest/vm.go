@@ -351,23 +351,24 @@ func (v *vm) Fail(err error) {
 	v.end(vmm.Exit{Reason: vmm.HostError, VCPU: -1, Detail: err.Error(), Err: err}, nil)
 }
 
-func (v *vm) Machine() process.Machine         { return v }
-func (v *vm) Health() vmm.Health               { return vmm.Health{} }
-func (v *vm) Facts() vmm.HostFacts             { return vmm.HostFacts{Arch: "sandboxtest"} }
-func (v *vm) Secrets() process.Secrets         { return v.secrets }
-func (v *vm) Stages() map[string]time.Duration { return nil }
-func (v *vm) CPU() time.Duration               { return 0 }
-func (v *vm) Confined() bool                   { return false }
-func (v *vm) Cgroup() control.Cgroup           { return control.Cgroup{} }
-func (v *vm) Disk() process.Disk               { return v.disk }
-func (v *vm) Parts() instance.Parts            { return v.parts }
-func (v *vm) Begun() time.Time                 { return v.begun }
-func (v *vm) Faults() (*pager.Stats, bool)     { return &pager.Stats{}, v.restored }
-func (v *vm) SpaceProblem() string             { return "" }
-func (v *vm) KeepRunning() (release func())    { return func() {} }
-func (v *vm) Caches() bool                     { return v.restored && v.vms.Pages > 0 }
-func (v *vm) ListenServices() error            { return nil }
-func (v *vm) CloseToo(c io.Closer)             { v.closers = append(v.closers, c) }
+func (v *vm) Machine() process.Machine          { return v }
+func (v *vm) Health() vmm.Health                { return vmm.Health{} }
+func (v *vm) Facts() vmm.HostFacts              { return vmm.HostFacts{Arch: "sandboxtest"} }
+func (v *vm) Secrets() process.Secrets          { return v.secrets }
+func (v *vm) Stages() map[string]time.Duration  { return nil }
+func (v *vm) CPU() time.Duration                { return 0 }
+func (v *vm) Confined() bool                    { return false }
+func (v *vm) Cgroup() control.Cgroup            { return control.Cgroup{} }
+func (v *vm) Disk() process.Disk                { return v.disk }
+func (v *vm) Parts() instance.Parts             { return v.parts }
+func (v *vm) Begun() time.Time                  { return v.begun }
+func (v *vm) Faults() (*pager.Stats, bool)      { return &pager.Stats{}, v.restored }
+func (v *vm) StartFaults() (*pager.Stats, bool) { return v.Faults() }
+func (v *vm) SpaceProblem() string              { return "" }
+func (v *vm) KeepRunning() (release func())     { return func() {} }
+func (v *vm) Caches() bool                      { return v.restored && v.vms.Pages > 0 }
+func (v *vm) ListenServices() error             { return nil }
+func (v *vm) CloseToo(c io.Closer)              { v.closers = append(v.closers, c) }
 
 // SetDiskRoom implements process.VM. A write beyond it fails here, and waits in a real VM.
 func (v *vm) SetDiskRoom(more int64) error {

@@ -9,6 +9,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"reflect"
 	"slices"
 	"strconv"
 	"strings"
@@ -230,6 +231,16 @@ func (s *Store) ControlSocket(name string) string {
 	return filepath.Join(s.VMDir(name), "control.sock")
 }
 
+// Listens reports whether there is a control socket of a VM. A VM that sleeps has none, but that of a process that was
+// killed stays.
+func (s *Store) Listens(name string) bool {
+	if !spec.ValidName(name) {
+		return false
+	}
+	_, err := os.Lstat(s.ControlSocket(name))
+	return err == nil
+}
+
 // VsockPath returns the Unix socket that leads to the vsock ports of a VM.
 func (s *Store) VsockPath(name string) string { return filepath.Join(s.VMDir(name), "vsock.sock") }
 
@@ -411,10 +422,8 @@ func (s *Store) SaveOver(r *Record, top string) error {
 // nothing: see Get. Otherwise it does not wait for the disk: after a loss of power, either record means a crash.
 func (s *Store) SaveRunning(r *Record, starting Record) error {
 	starting.Phase = r.Phase
-	before, berr := EncodeRecord(&starting)
-	now, err := EncodeRecord(r)
-	if err = errors.Join(berr, err); err != nil || bytes.Equal(before, now) {
-		return err
+	if reflect.DeepEqual(&starting, r) {
+		return nil
 	}
 	return s.SaveBy(s.ReplaceFile, r)
 }
@@ -479,7 +488,7 @@ func (s *Store) Get(name string) (*Record, error) {
 	l, err := s.Lock(name)
 	if errors.Is(err, spec.ErrRunning) {
 		// Its process has removed the socket of an earlier one before it saved this record.
-		if _, err := os.Lstat(s.ControlSocket(name)); err == nil {
+		if s.Listens(name) {
 			r.Phase = Running
 		}
 		return r, nil

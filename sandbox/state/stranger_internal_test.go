@@ -59,9 +59,7 @@ func newHost(t *testing.T) *host {
 	h.Write(filepath.Join(s.Dir(), agentDisk), "the agent")
 	// The store looks as if a VM had run here.
 	h.facts = "facts of this host"
-	before := instance.GoodFacts.Load()
-	instance.GoodFacts.Store(&h.facts)
-	t.Cleanup(func() { instance.GoodFacts.Store(before) })
+	instance.NoteGoodFacts(h.facts)
 	return h
 }
 

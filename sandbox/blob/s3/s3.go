@@ -263,10 +263,10 @@ func (s *Store) ReadAt(ctx context.Context, key string, p []byte, off int64) err
 	return fail(ctx, "reading", key, s.again(within, func() error { return s.readAt(within, key, p, off) }), nil)
 }
 
-// again repeats a read whose answer broke off.
-func (s *Store) again(ctx context.Context, read func() error) (err error) {
+// again repeats a request whose answer broke off.
+func (s *Store) again(ctx context.Context, request func() error) (err error) {
 	for try := range tries {
-		err = read()
+		err = request()
 		if transport := new(url.Error); err == nil || !errors.Is(err, errBroken) && !errors.As(err, &transport) || !pause(ctx, try) {
 			break
 		}
@@ -280,7 +280,7 @@ var errBroken = errors.New("the answer broke off")
 func (s *Store) readAt(ctx context.Context, key string, p []byte, off int64) error {
 	if len(p) == 0 {
 		_, err := s.core.StatObject(ctx, s.bucket, s.prefix+key, minio.StatObjectOptions{})
-		return err
+		return refusal(err)
 	}
 	var o minio.GetObjectOptions
 	if err := o.SetRange(off, off+int64(len(p))-1); err != nil {
@@ -288,7 +288,7 @@ func (s *Store) readAt(ctx context.Context, key string, p []byte, off int64) err
 	}
 	body, _, header, err := s.core.GetObject(ctx, s.bucket, s.prefix+key, o)
 	if err != nil {
-		return err
+		return refusal(err)
 	}
 	defer body.Close()
 	var first, last, size int64
@@ -307,6 +307,14 @@ func (s *Store) readAt(ctx context.Context, key string, p []byte, off int64) err
 		return fmt.Errorf("%w: %w", errBroken, notEOF(err))
 	}
 	return nil
+}
+
+// refusal returns the error of a request. If what the server said broke off, minio returns the bare error of the read.
+func refusal(err error) error {
+	if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
+		return fmt.Errorf("%w: %w", errBroken, notEOF(err))
+	}
+	return err
 }
 
 // notEOF keeps a broken answer from looking like the end of an object.
@@ -337,7 +345,7 @@ func (s *Store) Load(ctx context.Context, key string, limit int64) (body []byte,
 func (s *Store) load(ctx context.Context, key string, limit int64) ([]byte, blob.Version, error) {
 	r, info, _, err := s.core.GetObject(ctx, s.bucket, s.prefix+key, minio.GetObjectOptions{})
 	if err != nil {
-		return nil, "", err
+		return nil, "", refusal(err)
 	}
 	defer r.Close()
 	if info.Size > limit {
@@ -391,7 +399,9 @@ func (s *Store) Delete(ctx context.Context, key string) error {
 	}
 	within, cancel := bound(ctx, 0)
 	defer cancel()
-	err := fail(ctx, "deleting", key, s.core.RemoveObject(within, s.bucket, s.prefix+key, minio.RemoveObjectOptions{}), nil)
+	err := fail(ctx, "deleting", key, s.again(within, func() error {
+		return refusal(s.core.RemoveObject(within, s.bucket, s.prefix+key, minio.RemoveObjectOptions{}))
+	}), nil)
 	if errors.Is(err, blob.ErrNotFound) {
 		return nil
 	}
@@ -404,7 +414,7 @@ func (s *Store) List(ctx context.Context, prefix string, each func(blob.Info) er
 	defer cancel()
 	for o := range s.core.ListObjectsIter(ctx, s.bucket, minio.ListObjectsOptions{Prefix: s.prefix + prefix, Recursive: true}) {
 		if o.Err != nil {
-			return fail(ctx, "listing", prefix, o.Err, nil)
+			return fail(ctx, "listing", prefix, refusal(o.Err), nil)
 		}
 		key, ok := strings.CutPrefix(o.Key, s.prefix)
 		if !ok || blob.CheckKey(key) != nil {

@@ -48,6 +48,14 @@ func TestParse(t *testing.T) {
 	}
 }
 
+func brokenRefusal(w http.ResponseWriter) {
+	w.Header().Set("Content-Length", "100")
+	w.WriteHeader(http.StatusNotFound)
+	_, _ = io.WriteString(w, "<Error><Code>NoSuchKey")
+	_ = http.NewResponseController(w).Flush()
+	panic(http.ErrAbortHandler)
+}
+
 func TestStore_refuses_answers_that_a_server_should_not_give(t *testing.T) {
 	const etag = `"abc"`
 	for _, tt := range []struct {
@@ -89,6 +97,8 @@ func TestStore_refuses_answers_that_a_server_should_not_give(t *testing.T) {
 			w.WriteHeader(http.StatusNotFound)
 			_, _ = io.WriteString(w, `<Error><Code>NoSuchKey</Code></Error>`)
 		}},
+		{name: "a refusal that breaks off is no end of an object", read: true, want: errBroken, not: io.ErrUnexpectedEOF, answer: brokenRefusal},
+		{name: "a refusal that breaks off says nothing", want: errBroken, not: io.ErrUnexpectedEOF, answer: brokenRefusal},
 		{name: "keys that are refused are no missing object", read: true, not: blob.ErrNotFound, answer: func(w http.ResponseWriter) {
 			w.WriteHeader(http.StatusForbidden)
 		}},

@@ -38,6 +38,9 @@ type Profile struct {
 	Network bool
 	// LogOnly has the kernel log what Lock would refuse, and do it. It is for finding what a child needs.
 	LogOnly bool
+	// Started, if not nil, is called as soon as the child runs its program. From then on it no longer shares the keeper's
+	// descriptors. If the child does not start, Started is not called.
+	Started func()
 }
 
 // goDebug is the child's GODEBUG. Names of the heap's mappings would need prctl(2), and the runtime would keep files of
@@ -137,7 +140,7 @@ func Start(ctx context.Context, p Profile) (_ *Process, err error) {
 	if p.Output != nil {
 		c.cmd.Stdout, c.cmd.Stderr = p.Output, p.Output
 	}
-	if err := c.run(); err != nil {
+	if err := c.run(p.Started); err != nil {
 		return nil, err
 	}
 	return c, nil
@@ -175,7 +178,10 @@ func (c *Process) prepare(p Profile) (err error) {
 
 // run starts the child and waits for it on a thread of its own: a child gets SIGKILL at the end of the thread that
 // started it (prctl(2), PR_SET_PDEATHSIG), and Go may end another. That thread is never used again.
-func (c *Process) run() error {
+func (c *Process) run(running func()) error {
+	var moved sync.WaitGroup
+	moved.Go(c.cgroup.moveNothing)
+	defer moved.Wait()
 	started := make(chan error)
 	go func() {
 		runtime.LockOSThread()
@@ -196,6 +202,9 @@ func (c *Process) run() error {
 	if err := <-started; err != nil {
 		c.cmd = nil
 		return err
+	}
+	if running != nil {
+		running()
 	}
 	// Wait says why if it has ended so soon.
 	if err := c.cgroup.add(c.cmd.Process.Pid); err != nil && !errors.Is(err, unix.ESRCH) {

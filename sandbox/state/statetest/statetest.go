@@ -245,9 +245,7 @@ func NewHost(t *testing.T) *Host {
 	h.Write(filepath.Join(s.Dir(), agentDisk), "the agent")
 	// As if a VM had run here.
 	h.facts = "facts of this host"
-	before := instance.GoodFacts.Load()
-	instance.GoodFacts.Store(&h.facts)
-	t.Cleanup(func() { instance.GoodFacts.Store(before) })
+	instance.NoteGoodFacts(h.facts)
 	return h
 }
 
