@@ -179,7 +179,7 @@ func TestDefaultParams(t *testing.T) {
 	}{
 		{Built, Hardware, usual, nil},
 		{Debian, Hardware, usual, nil},
-		{Built, Soft, usual + " tsc=reliable no_timer_check rodata=off no-kvmapf nf_conntrack.hashsize=512 fault_around_bytes=4096 " + strings.Join(softHostEnv, " "), nil},
+		{Built, Soft, usual + " tsc=reliable clocksource=kvm-clock no_timer_check rodata=off no-kvmapf nf_conntrack.hashsize=512 fault_around_bytes=4096 " + strings.Join(softHostEnv, " "), nil},
 		{Debian, Soft, "", ErrUnsupported},
 		{"other", Hardware, "", ErrUnsupported},
 		{Built, "other", "", ErrUnsupported},
