@@ -192,6 +192,9 @@ func serve(k *machine.Kernel, isInit bool, announce func(version string)) error 
 	if err := k.Prepare(); err != nil {
 		return err
 	}
+	if err := machine.HoldBackMonitor(); err != nil {
+		os.Stderr.WriteString("drowse-agent: " + err.Error() + "\n")
+	}
 	if err := agent.LinkSelf(); err != nil {
 		os.Stderr.WriteString("drowse-agent: " + err.Error() + "\n")
 	}

@@ -2,7 +2,7 @@
 // three I/O ports of one byte.
 //
 // Over vsock a message takes interrupts, wake-ups and a dozen system calls. That is most of the time to wake a
-// guest whose kernel is slow. At these ports the agent stands by in user space (ioperm(2)): it writes
+// guest whose kernel is slow. At these ports the agent stands by in user space (iopl(2)): it writes
 // CommandStandBy and reads the status until that is no longer StatusWait. Meanwhile the VMM takes the capture. In
 // the guest that goes on, the status is then StatusGoOn. In each guest restored from the capture it is
 // StatusResumed. There the agent's instructions are the first to run, its message is a few reads away, and no

@@ -9,8 +9,7 @@ import (
 // The registers of the handover device, through which the agent talks to the VMM. Package devices/handover, the
 // host's side, has the same values.
 const (
-	HandoverPort  = 0x620
-	HandoverPorts = 3
+	HandoverPort = 0x620
 
 	HandoverStatus  = 0
 	HandoverData    = 1
