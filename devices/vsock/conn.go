@@ -31,8 +31,11 @@ type connState uint8
 const (
 	// stateHandshake: a host client has not sent its line yet.
 	stateHandshake connState = iota
-	// stateRequested: the device has sent the guest a request, or will, and has no answer yet.
+	// stateRequested: the device has sent the guest a request, or will, and has no answer yet. Without a socket it is to
+	// be parked.
 	stateRequested
+	// stateParked: the guest has accepted, and no client has come yet: see Device.Park. There is no socket.
+	stateParked
 	// stateConnecting: Config.Connect has not answered a request of the guest yet. There is no socket.
 	stateConnecting
 	// stateOpen: bytes flow.
@@ -60,7 +63,9 @@ type conn struct {
 	fd    int   // -1 before the host's end is connected, and after it was closed
 	state connState
 	key   key
-	own   bool // does not count as use: this process is at the host's end, the client said "idle", or stateConnecting
+	own   bool // does not count as use: this process is at the host's end, the client said "idle", or there is none yet
+	// counted: in engine.open. Only connections without a socket are not.
+	counted bool
 
 	dialed chan<- error // gets the outcome of a Device.Dial that waits; else nil
 

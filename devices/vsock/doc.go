@@ -44,6 +44,11 @@
 // concurrently and would reset a connection made in between. Only if the driver has posted no event buffer does the
 // device reset each connection by a packet of its own.
 //
+// A parked connection (Device.Park) has no host process yet, so it outlives the VM's process, and the first client
+// after a restore need not wait until the guest accepts. As an event would end it too, it is kept only if all other
+// connections end at the same port of the guest: those the device resets by packets. A service whose port is parked
+// must know the end of its streams by their content.
+//
 // Bytes count as received (fwd_cnt) only when a host socket has taken them. So what the guest knows as received is
 // in the socket and stays readable after the VM's process has ended. Bytes beyond that, at most one advertised
 // buffer for each connection, are lost with the connection when the process ends, and the guest's socket fails. If

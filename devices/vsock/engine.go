@@ -81,8 +81,9 @@ type engine struct {
 	slots      []*conn
 	freeSlots  []int32
 	generation int32
-	open       int // slots in use, without those in stateConnecting
-	large      int // connections that advertise largeBuffer
+	open       int   // slots in use by connections that have had a socket
+	parked     *conn // the one for Device.Park, also while the guest has not answered yet; or nil
+	large      int   // connections that advertise largeBuffer
 	spare      [][]byte
 
 	head, tail   *conn // connections that have something for the guest

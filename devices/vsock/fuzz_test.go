@@ -18,14 +18,18 @@ func (e *engine) check() error {
 	if e.loop.Failed() {
 		return nil
 	}
-	open, connecting, large, buffered, keyed, queued := 0, 0, 0, 0, 0, 0
+	open, connecting, parked, large, buffered, keyed, queued := 0, 0, 0, 0, 0, 0, 0
 	for i, c := range e.slots {
 		if c == nil {
 			continue
 		}
-		if c.state == stateConnecting {
+		unclaimed := c.state == stateParked || c.state == stateRequested && e.parked == c
+		switch {
+		case c.state == stateConnecting:
 			connecting++
-		} else {
+		case unclaimed:
+			parked++
+		default:
 			open++
 		}
 		if c.slot != int32(i) {
@@ -52,7 +56,7 @@ func (e *engine) check() error {
 		if c.state == stateClosing && c.deadline == 0 {
 			bad("a closing connection without a time limit")
 		}
-		if (c.fd < 0) != (c.state == stateClosing || c.state == stateConnecting) {
+		if (c.fd < 0) != (c.state == stateClosing || c.state == stateConnecting || unclaimed) {
 			bad("descriptor %d in state %d", c.fd, c.state)
 		}
 	}
@@ -60,7 +64,7 @@ func (e *engine) check() error {
 		bad("%d ports known, %d connections have them", len(e.conns), keyed)
 	}
 	listed := 0
-	for c := e.head; c != nil && listed <= open; c = c.next {
+	for c := e.head; c != nil && listed <= open+parked; c = c.next {
 		listed++
 		if !c.queued || e.slots[c.slot] != c {
 			bad("a connection that is gone is queued")
@@ -77,6 +81,9 @@ func (e *engine) check() error {
 	}
 	if open != e.open || open > MaxConnections || large != e.large || large > largeBuffers {
 		bad("%d open (counted %d), %d large (counted %d)", open, e.open, large, e.large)
+	}
+	if parked > maxParked || (parked == 1) != (e.parked != nil) {
+		bad("%d connections are parked, one of them %p", parked, e.parked)
 	}
 	if e.resetsCount > maxResets {
 		bad("%d resets", e.resetsCount)
@@ -148,8 +155,10 @@ func FuzzPackets(f *testing.F) {
 				n := int(next()) << (action % 16)
 				h.len = uint32(n) + uint32(int8(next())/64)
 				g.send(packet{header: h, payload: make([]byte, min(n, 65536))})
-			case 4: // a host client
-				if c, err := net.Dial("unix", g.path); err == nil {
+			case 4: // a host client, or a connection for one
+				if action >= 128 {
+					must(t, g.dev.Park(5))
+				} else if c, err := net.Dial("unix", g.path); err == nil {
 					fmt.Fprintf(c, "CONNECT 5\n")
 					clients = append(clients, c)
 				}
@@ -216,6 +225,7 @@ func FuzzPackets(f *testing.F) {
 // FuzzImport imports states made by the fuzzer.
 func FuzzImport(f *testing.F) {
 	f.Add((&state{cid: 9, nextPort: firstHostPort, live: []key{{1, 2}}, refused: []key{{3, 4}}}).encode())
+	f.Add((&state{cid: 9, nextPort: firstHostPort, live: []key{{1, 2}}, parked: []parked{{key{1, 3}, 4}}}).encode())
 	mem := newMemory(f)
 	path := filepath.Join(f.TempDir(), "v")
 	d, err := New(mem, Config{CID: testCID, Path: path})

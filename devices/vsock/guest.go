@@ -69,6 +69,11 @@ func (e *engine) packet(r *virtq.Reader) error {
 			e.enqueue(c)
 		}
 	}
+	if c.state == stateParked && h.op != opCreditUpdate && h.op != opCreditRequest && h.op != opReset {
+		// There is nobody whom the guest could tell anything.
+		e.abort(c)
+		return nil
+	}
 	switch h.op {
 	case opData:
 		return e.data(c, r, &h)
@@ -133,8 +138,13 @@ func (e *engine) reach(port uint32) *conn {
 	return e.newConn(fd, stateOpen, own(fd))
 }
 
-// accepted opens a connection that a host client has requested.
+// accepted opens a connection that a host client has requested, or parks it.
 func (e *engine) accepted(c *conn) {
+	if e.parked == c {
+		c.state = stateParked
+		e.setDeadline(c, 0)
+		return
+	}
 	if !e.greet(c) {
 		e.refuse(c)
 		return

@@ -55,8 +55,8 @@ func own(fd int) bool {
 	return err == nil && int(cred.Pid) == unix.Getpid()
 }
 
-// newConn makes a connection that owns fd, or closes fd and returns nil if there are too many. In stateConnecting it
-// has no fd yet. The connection counts as a use unless this process is at its other end.
+// newConn makes a connection that owns fd, or closes fd and returns nil if there are too many. An fd of -1 means that
+// it has none yet. The connection counts as a use unless this process is at its other end.
 func (e *engine) newConn(fd int, s connState, own bool) *conn {
 	if e.open+int(e.inbox.calls.Load()) >= MaxConnections {
 		if fd >= 0 {
@@ -74,7 +74,7 @@ func (e *engine) newConn(fd int, s connState, own bool) *conn {
 	}
 	e.generation++
 	c := &conn{slot: slot, gen: e.generation, fd: fd, state: s, burst: 1, own: own}
-	if s == stateConnecting {
+	if fd < 0 {
 		e.slots[slot] = c
 		return c
 	}
@@ -90,6 +90,7 @@ func (e *engine) newConn(fd int, s connState, own bool) *conn {
 
 // opened counts a connection with a socket.
 func (e *engine) opened(c *conn) {
+	c.counted = true
 	e.open++
 	if !c.own {
 		e.stats.Open.Add(1)
@@ -164,9 +165,8 @@ func (e *engine) drop(c *conn) {
 	if e.slots[c.slot] != c {
 		return
 	}
-	e.slots[c.slot] = nil
-	e.freeSlots = append(e.freeSlots, c.slot)
-	if c.state != stateConnecting {
+	e.vacate(c)
+	if c.counted {
 		e.open--
 	}
 	if c.dialed != nil {
@@ -178,6 +178,15 @@ func (e *engine) drop(c *conn) {
 	}
 	if c.alloc == largeBuffer {
 		e.large--
+	}
+}
+
+// vacate frees the slot.
+func (e *engine) vacate(c *conn) {
+	e.slots[c.slot] = nil
+	e.freeSlots = append(e.freeSlots, c.slot)
+	if e.parked == c {
+		e.parked = nil
 	}
 }
 
@@ -258,7 +267,24 @@ func (e *engine) handshake(c *conn) {
 		e.stats.Uses.Add(^uint64(0))
 	}
 	c.state = stateRequested
-	e.ask(c, port)
+	if !e.takeOver(c, port) {
+		e.ask(c, port)
+	}
+}
+
+// takeOver gives c the guest's end of the parked connection, if that is to the port. It reports whether it was.
+func (e *engine) takeOver(c *conn, port uint32) bool {
+	p := e.parked
+	if p == nil || p.state != stateParked || p.key.guestPort != port {
+		return false
+	}
+	e.unqueue(p)
+	e.vacate(p)
+	c.key, c.say, c.alloc = p.key, p.say, p.alloc
+	c.peerAlloc, c.peerForwarded = p.peerAlloc, p.peerForwarded
+	e.conns[c.key] = c
+	e.accepted(c)
+	return true
 }
 
 // ask requests a connection to a port of the guest.

@@ -187,13 +187,30 @@ func (e *engine) takeIn() {
 			d.fail()
 			continue
 		}
+		if d.park {
+			e.park(d.port)
+			continue
+		}
 		c := e.newConn(d.fd, stateRequested, true)
 		if c == nil {
 			d.result <- errRefused
 			continue
 		}
 		c.dialed = d.result
-		e.ask(c, d.port)
+		if d.fresh || !e.takeOver(c, d.port) {
+			e.ask(c, d.port)
+		}
+	}
+}
+
+// park asks the guest for a connection without a client, unless there is one.
+func (e *engine) park(port uint32) {
+	if e.parked != nil {
+		return
+	}
+	if c := e.newConn(-1, stateRequested, true); c != nil {
+		e.parked = c
+		e.ask(c, port)
 	}
 }
 

@@ -26,30 +26,53 @@ type dial struct {
 	port   uint32
 	fd     int        // the engine's end
 	result chan error // has room for one
+	fresh  bool       // leave the parked connection
+	park   bool       // there is no client yet: neither fd nor result
 }
 
 // fail ends a dial whose socket no engine has.
 func (d *dial) fail() {
-	unix.Close(d.fd)
-	d.result <- errRefused
+	if !d.park {
+		unix.Close(d.fd)
+		d.result <- errRefused
+	}
+}
+
+// Park has the guest accept a connection to the port before a client comes. It does not wait for that. The next client
+// for the port takes it over, at once and without the guest. One is parked at most; a further call does nothing. It
+// outlives the process that the VM is captured in, unless other connections do not: see the package.
+func (d *Device) Park(port uint32) error {
+	if err := d.inbox.dial(&dial{port: port, fd: -1, park: true}); err != nil {
+		return fmt.Errorf("parking a connection to vsock port %d of the guest: %w", port, err)
+	}
+	return nil
 }
 
 // Dial connects to a port of the guest, and returns when a process there has accepted. It does not wait for a driver
 // that is not active. The connection does not count as use: see [Stats].
 func (d *Device) Dial(ctx context.Context, port uint32) (net.Conn, error) {
-	c, err := d.dial(ctx, port)
+	return d.dial(ctx, port, false)
+}
+
+// DialFresh is Dial that leaves the parked connection to others.
+func (d *Device) DialFresh(ctx context.Context, port uint32) (net.Conn, error) {
+	return d.dial(ctx, port, true)
+}
+
+func (d *Device) dial(ctx context.Context, port uint32, fresh bool) (net.Conn, error) {
+	c, err := d.connected(ctx, port, fresh)
 	if err != nil {
 		return nil, fmt.Errorf("connecting to vsock port %d of the guest: %w", port, err)
 	}
 	return c, nil
 }
 
-func (d *Device) dial(ctx context.Context, port uint32) (net.Conn, error) {
+func (d *Device) connected(ctx context.Context, port uint32, fresh bool) (net.Conn, error) {
 	pair, err := socketPair()
 	if err != nil {
 		return nil, err
 	}
-	if err := d.join(ctx, port, pair[0]); err != nil {
+	if err := d.join(ctx, port, pair[0], fresh); err != nil {
 		unix.Close(pair[1])
 		return nil, err
 	}
@@ -64,7 +87,7 @@ func (d *Device) DialOn(ctx context.Context, port uint32, f *os.File) error {
 		if err = unix.SetNonblock(fd, true); err != nil {
 			unix.Close(fd)
 		} else {
-			err = d.join(ctx, port, fd)
+			err = d.join(ctx, port, fd, false)
 		}
 	}
 	if err != nil {
@@ -74,12 +97,12 @@ func (d *Device) DialOn(ctx context.Context, port uint32, f *os.File) error {
 }
 
 // join connects a socket, which it takes, with a port of the guest.
-func (d *Device) join(ctx context.Context, port uint32, fd int) error {
+func (d *Device) join(ctx context.Context, port uint32, fd int, fresh bool) error {
 	if port == anyPort {
 		unix.Close(fd)
 		return unix.EADDRNOTAVAIL
 	}
-	wait := &dial{port: port, fd: fd, result: make(chan error, 1)}
+	wait := &dial{port: port, fd: fd, result: make(chan error, 1), fresh: fresh}
 	if err := d.inbox.dial(wait); err != nil {
 		unix.Close(fd)
 		return err

@@ -3,6 +3,7 @@ package vsock
 import (
 	"encoding/binary"
 	"fmt"
+	"slices"
 
 	"github.com/drowse-vm/drowse/devices"
 )
@@ -10,7 +11,9 @@ import (
 // Kind and version of the saved state.
 const (
 	stateKind    = "virtio-vsock"
-	stateVersion = 1
+	stateVersion = 2
+	// withoutParked is the version that ends before the parked connections.
+	withoutParked = 1
 )
 
 // maxRefused bounds the refused connections of a saved state: queued resets, and connections that the guest waits
@@ -28,6 +31,31 @@ type state struct {
 	// refused are connections with a reset on its way, or for which the guest still waits. On a transport reset
 	// Linux resets only established ones.
 	refused []key
+	// parked are connections that the guest has accepted and nobody has used: see Device.Park.
+	parked []parked
+}
+
+// maxParked bounds the parked connections.
+const maxParked = 1
+
+// parked is a connection on which nothing was sent yet.
+type parked struct {
+	key       key
+	peerAlloc uint32
+}
+
+// keeps reports whether the parked connections outlive a restore. They do if all others end at the ports that these are
+// to. What serves such a port must not take a reset, which looks like a clean end, for one.
+func (s *state) keeps() bool {
+	if s.reset || len(s.parked) == 0 {
+		return false
+	}
+	for _, k := range s.live {
+		if !slices.ContainsFunc(s.parked, func(p parked) bool { return p.key.guestPort == k.guestPort }) {
+			return false
+		}
+	}
+	return true
 }
 
 func (s *state) encode() []byte {
@@ -42,11 +70,21 @@ func (s *state) encode() []byte {
 			e.Uint32(k.hostPort)
 		}
 	}
+	e.Uint32(uint32(len(s.parked)))
+	for _, p := range s.parked {
+		e.Uint32(p.key.guestPort)
+		e.Uint32(p.key.hostPort)
+		e.Uint32(p.peerAlloc)
+	}
 	return e.Data()
 }
 
 func decodeState(p devices.Payload) (*state, error) {
-	d := p.Decode(stateKind, stateVersion)
+	version := uint32(stateVersion)
+	if p.Version == withoutParked {
+		version = withoutParked
+	}
+	d := p.Decode(stateKind, version)
 	s := &state{cid: d.Uint64(), nextPort: d.Uint32(), reset: d.Bool()}
 	if s.cid < MinCID || s.cid > MaxCID {
 		d.Fail("the context ID is out of range")
@@ -67,6 +105,17 @@ func decodeState(p devices.Payload) (*state, error) {
 	}
 	s.live = keys(MaxConnections)
 	s.refused = keys(maxRefused)
+	if version == withoutParked {
+		return s, d.Finish()
+	}
+	n := d.Uint32()
+	if n > maxParked {
+		d.Fail("there are too many parked connections")
+		n = 0
+	}
+	for range n {
+		s.parked = append(s.parked, parked{key: key{guestPort: d.Uint32(), hostPort: d.Uint32()}, peerAlloc: d.Uint32()})
+	}
 	return s, d.Finish()
 }
 
@@ -115,6 +164,7 @@ func (e *engine) export(s *state) {
 		s.reset = s.reset || e.carried.reset
 		s.live = append(s.live, e.carried.live...)
 		s.refused = append(s.refused, e.carried.refused...)
+		s.parked = append(s.parked, e.carried.parked...)
 	}
 	for _, c := range e.slots {
 		switch {
@@ -122,6 +172,8 @@ func (e *engine) export(s *state) {
 		case c.say&sayRequest != 0: // the guest has never heard of it
 		case c.say&sayResponse != 0, c.state == stateConnecting:
 			s.refused = append(s.refused, c.key)
+		case c.state == stateParked:
+			s.parked = append(s.parked, parked{c.key, c.peerAlloc})
 		default:
 			s.live = append(s.live, c.key)
 		}
@@ -138,7 +190,16 @@ func (e *engine) announce() error {
 	s := e.carried
 	e.carried = nil
 	told := false
-	if s.reset || len(s.live) > 0 {
+	if s.keeps() {
+		for _, p := range s.parked {
+			e.keep(p)
+		}
+	} else {
+		for _, p := range s.parked {
+			s.live = append(s.live, p.key)
+		}
+	}
+	if s.reset || len(s.live) > 0 && e.parked == nil {
 		var err error
 		if told, err = e.transportReset(); err != nil {
 			return err
@@ -153,6 +214,15 @@ func (e *engine) announce() error {
 		e.sendReset(k, typeStream)
 	}
 	return nil
+}
+
+// keep makes a parked connection of a snapshot one of this device.
+func (e *engine) keep(p parked) {
+	if c := e.newConn(-1, stateParked, true); c != nil {
+		e.register(c, p.key)
+		c.peerAlloc = p.peerAlloc
+		e.parked = c
+	}
 }
 
 // transportReset puts the event into the event queue, and then holds back all packets until the driver has given

@@ -64,7 +64,12 @@ func (in *Instance) standBy(ctx context.Context) (release func()) {
 }
 
 func (in *Instance) askToStandBy(ctx context.Context) error {
-	c, err := in.Agent(ctx)
+	// The first request after the wake finds a connection that the agent has accepted. The agent accepts it before the
+	// one over which it is asked to stand by.
+	if err := in.vsock.Park(guest.AgentPort); err != nil {
+		return err
+	}
+	c, err := guest.Dial(ctx, guest.RecordedDialer(in.parts.Socket, in.vsock.DialFresh))
 	if err != nil {
 		return err
 	}
