@@ -40,6 +40,8 @@ type sample struct {
 	// taken counts the interrupts that KVM has injected, as far as KVM reports them: only since Linux 5.14, and
 	// without those that the CPU delivers by itself.
 	taken uint64
+	deep  bool     // fill in stack
+	stack []uint64 // see Sample
 	done  chan struct{}
 }
 
@@ -61,6 +63,9 @@ func (c *cpu) checkpoint() bool {
 	if c.sample != nil {
 		if regs, err := c.kvm.Regs(); err == nil {
 			c.sample.rip, c.sample.rflags = regs.RIP, regs.RFLAGS
+			if c.sample.deep {
+				c.sample.stack = c.m.kernelStack(c.kvm, regs.RIP, regs.RSP)
+			}
 		}
 		c.sample.taken, _ = c.kvm.Counter("irq_injections")
 		close(c.sample.done)

@@ -92,7 +92,7 @@ func (m *Machine) watch() {
 				w.looks = 0
 				continue
 			}
-			s := m.look(c)
+			s := m.look(c, false)
 			const interruptFlag = 1 << 9
 			if s == nil || s.rflags&interruptFlag != 0 {
 				w.looks = 0
@@ -112,9 +112,10 @@ func (m *Machine) watch() {
 	}
 }
 
-// look calls a vCPU out of the guest and returns its instruction pointer and flags, or nil when it is not running.
-func (m *Machine) look(c *cpu) *sample {
-	s := &sample{done: make(chan struct{})}
+// look calls a vCPU out of the guest and returns its instruction pointer and flags, or nil when it is not running. If
+// deep is set it also returns words of the kernel's stack.
+func (m *Machine) look(c *cpu, deep bool) *sample {
+	s := &sample{deep: deep, done: make(chan struct{})}
 	g := &m.gate
 	g.mu.Lock()
 	if !g.run || g.stopped || c.parked || c.sample != nil {

@@ -230,7 +230,7 @@ func TestA_guest_that_takes_interrupts_is_not_hung(t *testing.T) {
 		if h := m.Health(); h.Hung {
 			t.Fatalf("reported as hung after %d interrupts: %s", taken, h.Detail)
 		}
-		if s := m.look(m.cpus[0]); s != nil {
+		if s := m.look(m.cpus[0], false); s != nil {
 			taken = s.taken
 		}
 		if time.Now().After(deadline) {

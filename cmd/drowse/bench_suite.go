@@ -57,6 +57,10 @@ func (m *benches) suite() {
 
 	m.exec()
 
+	b = m.add("guest_profile", "What a guest's processor does for a command, by function of its kernel", 2, "runs=1 warmup=0 memory=256", bench.GuestProfile)
+	b.runs(10, "commands", 2, "commands")
+	b.size(spec.DefaultMemoryMiB, "RAM in MiB")
+
 	b = m.add("sleep sleep_bytes", "From the call that puts a VM to sleep until its process is gone, and what is written",
 		4, "runs=3 warmup=0 memory=256 dirty=0,1", bench.Sleeps)
 	b.runs(20, "sleeps for each size and amount", 2, "sleeps")

@@ -9,7 +9,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Only the monitor sleeps by nanosleep(2), and only it sleeps while all processors of the runtime have goroutines to run.
+// Only the monitor sleeps by nanosleep(2), and it does so while goroutines run.
 func TestMonitor_is_the_thread_that_naps_while_a_goroutine_runs(t *testing.T) {
 	tid, err := monitor()
 	if err != nil {
