@@ -218,11 +218,14 @@ func (e *engine) announce() error {
 
 // keep makes a parked connection of a snapshot one of this device.
 func (e *engine) keep(p parked) {
-	if c := e.newConn(-1, stateParked, true); c != nil {
-		e.register(c, p.key)
-		c.peerAlloc = p.peerAlloc
-		e.parked = c
+	c := e.newConn(-1, stateParked, true)
+	if c == nil {
+		e.sendReset(p.key, typeStream)
+		return
 	}
+	e.register(c, p.key)
+	c.peerAlloc = p.peerAlloc
+	e.parked = c
 }
 
 // transportReset puts the event into the event queue, and then holds back all packets until the driver has given
