@@ -31,6 +31,8 @@ var Goals = []Goal{
 	{Name: "resume_ready", Params: map[string]any{"cache": cacheWarm, "peer": nil}, P50: 25, P99: 50},
 	{Name: "resume_ready", Params: map[string]any{"cache": cacheCold, "peer": nil}, P50: 50, P99: 100},
 	{Name: "resume_answer_ratio", Params: map[string]any{"peer": peerQEMU, "peer_process": "counted"}, AtLeast: 3},
+	{Name: "resume_answer_ratio", Params: map[string]any{"peer": peerQEMUShared, "peer_process": "counted"}, AtLeast: 3},
+	{Name: "resume_answer_ratio", Params: map[string]any{"peer": peerQEMUAhead, "peer_process": "counted"}, AtLeast: 3},
 	{Name: "create_exec", Params: map[string]any{"template": true}, P50: 1200},
 	{Name: "exec_asleep", P50: 500},
 	{Name: "exec_awake", P50: 450},

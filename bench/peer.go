@@ -9,10 +9,12 @@ import (
 )
 
 // Peers are the monitors that resume_ready can measure beside drowse.
-var Peers = []string{peerQEMU, peerFirecracker, peerFirecrackerUffd}
+var Peers = []string{peerQEMU, peerQEMUShared, peerQEMUAhead, peerFirecracker, peerFirecrackerUffd}
 
 const (
 	peerQEMU            = "qemu"
+	peerQEMUShared      = "qemu-shared"
+	peerQEMUAhead       = "qemu-ahead"
 	peerFirecracker     = "firecracker"
 	peerFirecrackerUffd = "firecracker-uffd"
 )
@@ -55,7 +57,11 @@ func (e Env) preparePeer(ctx context.Context, name string, mib, usedMiB int) (*b
 	var err error
 	switch name {
 	case peerQEMU:
-		b.peer, err = e.newQEMU(ctx, mib, usedMiB)
+		b.peer, err = e.newQEMU(ctx, mib, usedMiB, qemu{})
+	case peerQEMUShared:
+		b.peer, err = e.newQEMU(ctx, mib, usedMiB, qemu{shared: true})
+	case peerQEMUAhead:
+		b.peer, err = e.newQEMU(ctx, mib, usedMiB, qemu{shared: true, ahead: true})
 	case peerFirecracker, peerFirecrackerUffd:
 		b.peer, err = e.newFirecracker(ctx, mib, usedMiB, name == peerFirecrackerUffd)
 	default:

@@ -11,6 +11,8 @@ import (
 	"strconv"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/vmm"
 )
@@ -36,12 +38,18 @@ func qemuCPUs() []string {
 type qemu struct {
 	peerGuest
 	cpu string
+	// shared: the guest's RAM is a file of its own, which a resume maps and does not read (x-ignore-shared).
+	shared bool
+	// ahead: the process that resumes is started before the time begins. It implies shared.
+	ahead bool
 }
+
+func (q *qemu) ram() string { return filepath.Join(q.dir, "ram") }
 
 func (q *qemu) console() string { return filepath.Join(q.dir, "console") }
 
 // newQEMU boots a guest and migrates it to a file.
-func (e Env) newQEMU(ctx context.Context, mib, usedMiB int) (peer, error) {
+func (e Env) newQEMU(ctx context.Context, mib, usedMiB int, how qemu) (peer, error) {
 	// QEMU saves all pages that are not zeros. Without init_on_free these would include those of the unpacked
 	// initramfs, which a user of QEMU would not have.
 	g, err := e.newPeerGuest(ctx, "QEMU", qemuProgram, mib, usedMiB, " init_on_free=1 rdinit=/init -- --used "+strconv.Itoa(usedMiB))
@@ -51,7 +59,8 @@ func (e Env) newQEMU(ctx context.Context, mib, usedMiB int) (peer, error) {
 	if err != nil {
 		return nil, err
 	}
-	q := &qemu{peerGuest: g}
+	q := &how
+	q.peerGuest = g
 	var tried []error
 	for _, q.cpu = range qemuCPUs() {
 		err := q.save(ctx)
@@ -70,13 +79,19 @@ func (q *qemu) params() map[string]any {
 	return q.with(map[string]any{"peer_machine": qemuMachine, "peer_cpu": q.cpu})
 }
 
-// stateMiB is the size of the file. It holds little but pages that are not all zeros.
+// stateMiB is the size of the file, and of the file of RAM without its holes. They hold little but pages that are not
+// all zeros.
 func (q *qemu) stateMiB() float64 {
-	info, err := os.Stat(q.state())
-	if err != nil {
+	var st unix.Stat_t
+	if err := unix.Stat(q.state(), &st); err != nil {
 		return 0
 	}
-	return float64(info.Size()) / mibBytes
+	size := st.Size
+	if q.shared && unix.Stat(q.ram(), &st) == nil {
+		const block = 512 // stat(2)
+		size += st.Blocks * block
+	}
+	return float64(size) / mibBytes
 }
 
 // qemuRun is a process of QEMU. It counts as talking when it has connected to its first socket. conn is the
@@ -87,11 +102,16 @@ type qemuRun struct {
 	qmp *qmp
 }
 
-// start starts QEMU, from a state if state is not nil, and returns when QEMU talks.
+// start starts QEMU, for a state if state is not nil, and returns when QEMU talks. With shared RAM it then waits for
+// incoming.
 func (q *qemu) start(ctx context.Context, state *os.File) (_ *qemuRun, err error) {
+	machine := qemuMachine
+	if q.shared {
+		machine += ",memory-backend=ram"
+	}
 	p, err := q.process(
 		"-nodefaults", "-no-user-config", "-display", "none", "-no-reboot",
-		"-machine", qemuMachine, "-cpu", q.cpu, "-smp", strconv.Itoa(spec.DefaultVCPUs), "-m", strconv.Itoa(q.mib),
+		"-machine", machine, "-cpu", q.cpu, "-smp", strconv.Itoa(spec.DefaultVCPUs), "-m", strconv.Itoa(q.mib),
 		"-chardev", "file,id=console,path="+q.console(), "-serial", "chardev:console")
 	if err != nil {
 		return nil, err
@@ -115,11 +135,22 @@ func (q *qemu) start(ctx context.Context, state *os.File) (_ *qemuRun, err error
 		r.cmd.Args = append(r.cmd.Args, "-chardev", "socket,id="+name+",path="+path)
 	}
 	r.cmd.Args = append(r.cmd.Args, "-mon", "chardev=qmp,mode=control", "-device", "virtio-serial-device", "-device", "virtserialport,chardev=port,name=drowse")
-	if state != nil {
+	if q.shared {
+		// Who resumes gets pages of its own when it writes.
+		share := "on"
+		if state != nil {
+			share = "off"
+		}
+		r.cmd.Args = append(r.cmd.Args, "-object", fmt.Sprintf("memory-backend-file,id=ram,size=%dM,mem-path=%s,share=%s", q.mib, q.ram(), share))
+	}
+	switch {
+	case state != nil && q.shared:
+		r.cmd.Args = append(r.cmd.Args, "-incoming", "defer")
+	case state != nil:
 		// Neither kernel nor initramfs: both are in the state.
 		r.cmd.ExtraFiles = []*os.File{state}
 		r.cmd.Args = append(r.cmd.Args, "-incoming", "fd:3")
-	} else {
+	default:
 		r.cmd.Args = append(r.cmd.Args, "-kernel", q.kernel, "-initrd", q.initrd, "-append", q.cmdline)
 	}
 	if err := r.peerProcess.start(); err != nil {
@@ -143,8 +174,20 @@ func (q *qemu) start(ctx context.Context, state *os.File) (_ *qemuRun, err error
 		}
 	}
 	r.conn = conns[1]
-	r.qmp, err = newQMP(ctx, conns[0])
-	return r, err
+	if r.qmp, err = newQMP(ctx, conns[0]); err != nil || !q.shared {
+		return r, err
+	}
+	// It has to be set at both ends (docs/devel/migration.rst).
+	ignore := []map[string]any{{"capability": "x-ignore-shared", "state": true}}
+	return r, r.qmp.execute(ctx, "migrate-set-capabilities", map[string]any{"capabilities": ignore}, nil)
+}
+
+// incoming loads the state.
+func (r *qemuRun) incoming(ctx context.Context, state *os.File) error {
+	if err := r.qmp.execute(ctx, "getfd", map[string]any{"fdname": "state"}, nil, int(state.Fd())); err != nil {
+		return err
+	}
+	return r.qmp.execute(ctx, "migrate-incoming", map[string]any{"uri": "fd:state"}, nil)
 }
 
 // accept waits for QEMU to connect, while it runs.
@@ -249,7 +292,16 @@ func (q *qemu) resume(ctx context.Context) (total time.Duration, stages map[stri
 	if err != nil {
 		return 0, nil, err
 	}
-	if err := r.ask(ctx, '!'); err != nil {
+	if q.ahead {
+		r.begin, r.process = time.Now(), 0
+	}
+	if q.shared {
+		err = r.incoming(ctx, state)
+	}
+	if err == nil {
+		err = r.ask(ctx, '!')
+	}
+	if err != nil {
 		return 0, nil, closed(r, err)
 	}
 	now := time.Now()

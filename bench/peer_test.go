@@ -166,7 +166,7 @@ func fakeQEMU(t *testing.T, script string) (e Env, kernel string) {
 
 func TestQEMU_that_ends_at_once_gives_its_words(t *testing.T) {
 	_, kernel := fakeQEMU(t, "echo cannot do that >&2; exit 3")
-	q := &qemu{peerGuest{monitor: "QEMU", dir: t.TempDir(), path: qemuProgram, mib: 256, kernel: kernel}, "host"}
+	q := &qemu{peerGuest: peerGuest{monitor: "QEMU", dir: t.TempDir(), path: qemuProgram, mib: 256, kernel: kernel}, cpu: "host"}
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	defer cancel()
 	err := q.save(ctx)
@@ -178,9 +178,47 @@ func TestQEMU_that_ends_at_once_gives_its_words(t *testing.T) {
 	}
 }
 
+func TestQEMU_has_its_RAM_in_a_file_that_only_the_first_writes(t *testing.T) {
+	_, kernel := fakeQEMU(t, `echo "$@" >&2; exit 3`)
+	state, err := os.Open(os.DevNull)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer state.Close()
+	for name, tt := range map[string]struct {
+		shared bool
+		state  *os.File
+		has    []string
+		not    []string
+	}{
+		"boot":             {false, nil, []string{"-kernel"}, []string{"memory-backend", "-incoming"}},
+		"resume":           {false, state, []string{"-incoming fd:3"}, []string{"memory-backend", "-kernel"}},
+		"boot, shared":     {true, nil, []string{"-kernel", "id=ram,size=256M", "share=on", ",memory-backend=ram -cpu"}, []string{"-incoming"}},
+		"resume of shared": {true, state, []string{"-incoming defer", "id=ram,size=256M", "share=off", ",memory-backend=ram -cpu"}, []string{"-kernel", "share=on"}},
+	} {
+		q := &qemu{peerGuest: peerGuest{monitor: "QEMU", dir: t.TempDir(), path: qemuProgram, mib: 256, kernel: kernel}, cpu: "host", shared: tt.shared}
+		ctx, cancel := context.WithTimeout(t.Context(), patience)
+		_, err := q.start(ctx, tt.state)
+		cancel()
+		if err == nil {
+			t.Fatalf("%s: it has started", name)
+		}
+		for _, word := range tt.has {
+			if !strings.Contains(err.Error(), word) {
+				t.Errorf("%s: no %q in %v", name, word, err)
+			}
+		}
+		for _, word := range tt.not {
+			if strings.Contains(err.Error(), word) {
+				t.Errorf("%s: %q in %v", name, word, err)
+			}
+		}
+	}
+}
+
 func TestQEMU_that_never_talks_is_ended_with_the_context(t *testing.T) {
 	_, kernel := fakeQEMU(t, "exec sleep 1000")
-	q := &qemu{peerGuest{monitor: "QEMU", dir: t.TempDir(), path: qemuProgram, mib: 256, kernel: kernel}, "host"}
+	q := &qemu{peerGuest: peerGuest{monitor: "QEMU", dir: t.TempDir(), path: qemuProgram, mib: 256, kernel: kernel}, cpu: "host"}
 	ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
 	defer cancel()
 	if err := q.save(ctx); !errors.Is(err, os.ErrDeadlineExceeded) {
