@@ -128,7 +128,11 @@ func (w *writer) mayTouch(out *memoryWriter, carried map[uint32]bool) func(conte
 		if !ok && m.ref(int(c)).file < oldest || ok && len(leaf) == 0 {
 			continue
 		}
-		jobs = append(jobs, job{chunk: c, leaf: leaf})
+		j := job{chunk: c, leaf: leaf}
+		if w.hot != nil {
+			chunkOf(w.hot, c, &j.hot)
+		}
+		jobs = append(jobs, j)
 	}
 	return func(_ context.Context, emit func(job) error) error {
 		for _, j := range jobs {
@@ -167,15 +171,15 @@ func (w *writer) link(f osfile.File, oldname, newname string) (bool, error) {
 
 // move carries over what the old leaf has in dropped files. moved has the number of pages still needed of each old
 // frame. move checks and copies a frame unchanged if more than half of it is needed (all of it, if dense). It
-// repacks the needed pages of the others, and those of tiny frames if there are several, because an index entry
-// can be as large as such a frame.
+// repacks the needed pages of the others, and those of tiny compressed frames if there are several, because an index
+// entry can be as large as such a frame.
 func (p *pass) move(u *unit, t *tools, moved [ChunkPages]uint16) error {
 	tiny, limit := 0, FramePages/4
 	if p.w.dense {
 		limit = FramePages - 1
 	}
 	for i := range u.old.frames {
-		if n := int(moved[i]); n > 0 && n <= limit {
+		if n := int(moved[i]); n > 0 && n <= limit && u.old.frames[i].codec != codecRaw {
 			tiny++
 		}
 	}
@@ -190,7 +194,7 @@ func (p *pass) move(u *unit, t *tools, moved [ChunkPages]uint16) error {
 		if p.w.dense {
 			whole = live == f.Pages()
 		}
-		if tiny > 1 && live <= limit {
+		if tiny > 1 && live <= limit && f.codec != codecRaw {
 			whole = false
 		}
 		var err error
@@ -227,7 +231,8 @@ func (u *unit) copyFrame(m *Memory, d *Decoder, i int) error {
 	return nil
 }
 
-// repackFrame packs the pages of an old frame that are still needed into new frames.
+// repackFrame packs the pages of an old frame that are still needed into new frames, without compression if they had
+// none.
 func (u *unit) repackFrame(m *Memory, t *tools, i int) error {
 	raw, err := m.ReadFrame(&u.old.frames[i], t.d)
 	if err != nil {
@@ -235,6 +240,9 @@ func (u *unit) repackFrame(m *Memory, t *tools, i int) error {
 	}
 	for page := range u.old.pages {
 		if frame, slot, ok := u.old.Page(page); ok && frame == i {
+			if u.old.frames[i].codec == codecRaw {
+				u.hot.set(page)
+			}
 			u.pack(t.c, raw[slot*guestmem.PageSize:][:guestmem.PageSize], page)
 		}
 	}

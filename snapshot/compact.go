@@ -105,7 +105,7 @@ func (s *Snapshot) dense(ctx context.Context) (bool, error) {
 			if int(live[i]) < l.frames[i].Pages() {
 				return false, nil
 			}
-			if live[i] < FramePages {
+			if live[i] < FramePages && l.frames[i].codec != codecRaw {
 				small++
 			}
 		}

@@ -29,6 +29,9 @@ const (
 	frameLevel = zstd.SpeedFastest
 )
 
+// MaxHot bounds Spec.Hot: 4 MiB, most of which would otherwise be stored in a third.
+const MaxHot = 1024
+
 // MaxWriters bounds the goroutines that compress. Each holds up to two compressed chunks and a few frames: at most
 // 5 MiB.
 const MaxWriters = 32
@@ -58,6 +61,10 @@ type Spec struct {
 	// Changed must have all pages that may differ from Base, including those that the guest has given back and
 	// that are zeros again.
 	Changed *guestmem.PageSet
+	// Hot are the pages that the guest needs as soon as it is resumed, at most MaxHot; Create ignores further ones and
+	// numbers that are out of range. It packs them into frames without other pages and does not compress these. A delta
+	// packs those of the base anew that are not in such a frame yet.
+	Hot []uint64
 	// Writers is the number of goroutines that compress, at most MaxWriters. 0 means GOMAXPROCS.
 	Writers int
 	// FS, if not nil, replaces the host's file system.
@@ -120,6 +127,8 @@ type writer struct {
 	// base is the snapshot whose index the new one extends, nil for a full snapshot.
 	base     *Snapshot
 	maxFiles int
+	// hot are the pages of Spec.Hot.
+	hot *guestmem.PageSet
 	// dense makes the writer repack frames that are not full, and link no files.
 	dense bool
 }
@@ -226,6 +235,12 @@ func (w *writer) create(ctx context.Context, dir string) (*Info, error) {
 	}
 	if err := w.checkFree(parent, m, w.spec.Payloads); err != nil {
 		return nil, err
+	}
+	w.hot = guestmem.NewPageSet(pagesOf(m.Memory.Slots))
+	for _, page := range w.spec.Hot[:min(len(w.spec.Hot), MaxHot)] {
+		if page < w.hot.Pages() {
+			w.hot.Add(page, page+1)
+		}
 	}
 	info, err := w.build(ctx, parent, m, w.spec.Payloads, func(temp string) (string, error) {
 		if err := w.fs.RenameNew(temp, dir); err != nil {

@@ -249,6 +249,103 @@ func (r *ram) delta(t testing.TB, dir string, base *Snapshot, changed *guestmem.
 	return info
 }
 
+// checkHot checks that hot pages are stored as they are, without others beside them.
+func checkHot(t *testing.T, s *Snapshot, hot ...uint64) {
+	t.Helper()
+	for c := range s.Memory().Chunks() {
+		l, err := s.Memory().Leaf(c)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if l == nil {
+			continue
+		}
+		for i := range ChunkPages {
+			frame, _, ok := l.Page(i)
+			if !ok {
+				continue
+			}
+			page := uint64(c)*ChunkPages + uint64(i)
+			if raw := l.Frame(frame).codec == codecRaw; raw != slices.Contains(hot, page) {
+				t.Errorf("page %d: stored as it is: %v", page, raw)
+			}
+		}
+	}
+}
+
+func TestHot_pages_are_stored_as_they_are_in_frames_of_their_own(t *testing.T) {
+	parent := t.TempDir()
+	r := newRAM(Slot{GPA: 0, Size: 3 * ChunkPages * guestmem.PageSize})
+	for page := range uint64(ChunkPages + 100) {
+		r.pages[page] = bytes.Repeat([]byte{byte(page), byte(page >> 8), 1, 2}, guestmem.PageSize/4)
+	}
+	first := filepath.Join(parent, "first")
+	spec := r.spec()
+	spec.Hot = []uint64{7, 5, 5, ChunkPages, 1200, 1 << 40} // one twice, one of zeros, one out of range
+	if _, err := Create(t.Context(), first, spec); err != nil {
+		t.Fatal(err)
+	}
+	base := open(t, first)
+	checkHot(t, base, 5, 7, ChunkPages)
+
+	// A delta finds hot pages changed, unchanged and hot before, unchanged and compressed before. The guest runs on
+	// meanwhile, so a page that is not among the changed ones must not come from its RAM.
+	next := r.clone()
+	changed := guestmem.NewPageSet(r.total())
+	changed.Add(7, 9)
+	next.pages[7] = bytes.Repeat([]byte("7777"), guestmem.PageSize/4)
+	next.pages[8] = bytes.Repeat([]byte("8888"), guestmem.PageSize/4)
+	spec = next.spec()
+	spec.Base, spec.Changed = base, changed
+	spec.Hot = []uint64{7, 5, 100, ChunkPages + 1}
+	second := filepath.Join(parent, "second")
+	if _, err := Create(t.Context(), second, spec); err != nil {
+		t.Fatal(err)
+	}
+	if err := next.compare(second); err != nil {
+		t.Error(err)
+	}
+	hot := append(spec.Hot, ChunkPages) // that of the first snapshot stays
+	checkHot(t, open(t, second), hot...)
+	for page := range next.read {
+		if page != 7 && page != 8 {
+			t.Errorf("page %d, which has not changed, was read from the guest", page)
+		}
+	}
+	// Nothing changes, and all hot pages are where they should be.
+	third := filepath.Join(parent, "third")
+	spec.Base, spec.Changed, spec.Memory = open(t, second), guestmem.NewPageSet(r.total()), next.clone()
+	info, err := Create(t.Context(), third, spec)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if own := info.Manifest.Memory.Files[len(info.Manifest.Memory.Files)-1]; own.StoredPages != 0 {
+		t.Errorf("%d pages were stored again", own.StoredPages)
+	}
+	// Compaction keeps them.
+	if _, err := Compact(t.Context(), third); err != nil {
+		t.Fatal(err)
+	}
+	checkHot(t, open(t, third), hot...)
+	if err := next.compare(third); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestPages_beyond_the_bound_are_not_hot(t *testing.T) {
+	r := newRAM(Slot{GPA: 0, Size: 4 * ChunkPages * guestmem.PageSize})
+	spec := r.spec()
+	for page := range uint64(MaxHot + 2) {
+		r.pages[page] = bytes.Repeat([]byte{byte(page), 1}, guestmem.PageSize/2)
+		spec.Hot = append(spec.Hot, page)
+	}
+	dir := filepath.Join(t.TempDir(), "a")
+	if _, err := Create(t.Context(), dir, spec); err != nil {
+		t.Fatal(err)
+	}
+	checkHot(t, open(t, dir), spec.Hot[:MaxHot]...)
+}
+
 var chainSeeds = flag.Int("snapshot.chains", 0, "how many random chains of snapshots to write; 0: a number that takes seconds")
 
 // The test makes random chains of deltas with forks, compaction and removal, with one and with two memory slots.
@@ -298,6 +395,11 @@ func runChain(t *testing.T, parent string, seed uint64, depth int) {
 		spec := r.spec()
 		spec.maxFiles = []int{1, 2, 3, 8, deltaFiles}[rnd.IntN(5)]
 		spec.Writers = 1 + rnd.IntN(3)
+		if rnd.IntN(2) == 0 {
+			for range rnd.IntN(200) {
+				spec.Hot = append(spec.Hot, rnd.Uint64N(r.total()+50))
+			}
+		}
 		next := r.clone()
 		changed := guestmem.NewPageSet(r.total())
 		var base *Snapshot

@@ -32,15 +32,20 @@ func newCompressor(level zstd.EncoderLevel) (*compressor, error) {
 // append appends a frame with the pages in raw to dst. The caller sets the file and the offset of the frame.
 func (c *compressor) append(dst, raw []byte) ([]byte, Frame) {
 	at := len(dst)
-	f := Frame{codec: codecZstd, pages: uint8(len(raw) / guestmem.PageSize)}
 	dst = c.enc.EncodeAll(raw, dst)
 	if len(dst)-at >= len(raw) {
-		f.codec = codecRaw
-		dst = append(dst[:at], raw...)
+		return appendRaw(dst[:at], raw)
 	}
-	f.stored = uint32(len(dst) - at)
-	f.crc = checksum(dst[at:])
-	return dst, f
+	return dst, frameOf(codecZstd, raw, dst[at:])
+}
+
+// appendRaw is append without compression.
+func appendRaw(dst, raw []byte) ([]byte, Frame) {
+	return append(dst, raw...), frameOf(codecRaw, raw, raw)
+}
+
+func frameOf(codec uint8, raw, stored []byte) Frame {
+	return Frame{codec: codec, pages: uint8(len(raw) / guestmem.PageSize), stored: uint32(len(stored)), crc: checksum(stored)}
 }
 
 // A Decoder holds the buffers for reading frames, so that reading one allocates nothing. Only one goroutine at a

@@ -259,8 +259,8 @@ func pagesOf(slots []Slot) uint64 {
 }
 
 // chunkOf copies the bits of a chunk out of a set and reports whether any is set.
-func chunkOf(s *guestmem.PageSet, n uint64, bits *[ChunkPages / 64]uint64) bool {
-	*bits = [ChunkPages / 64]uint64{}
+func chunkOf(s *guestmem.PageSet, n uint64, bits *pageBits) bool {
+	*bits = pageBits{}
 	copy(bits[:], s.Words()[n*(ChunkPages/64):])
-	return *bits != [ChunkPages / 64]uint64{}
+	return *bits != pageBits{}
 }

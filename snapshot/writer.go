@@ -18,13 +18,19 @@ import (
 type job struct {
 	chunk uint64
 	// read marks the pages to read from the source. They replace those in the old leaf.
-	read [ChunkPages / 64]uint64
+	read pageBits
+	// hot marks the pages of Spec.Hot.
+	hot pageBits
 	// leaf is the encoded leaf that this snapshot has already made for the chunk; nil if the old leaf is the
 	// base's.
 	leaf []byte
 }
 
-func (j *job) reads(i int) bool { return j.read[i/64]>>(i%64)&1 != 0 }
+// pageBits has a bit for each page of a chunk.
+type pageBits [ChunkPages / 64]uint64
+
+func (b *pageBits) has(i int) bool { return b[i/64]>>(i%64)&1 != 0 }
+func (b *pageBits) set(i int)      { b[i/64] |= 1 << (i % 64) }
 
 // A unit is a job on its way through the writer. Units are reused, so their number bounds the memory.
 type unit struct {
@@ -33,8 +39,8 @@ type unit struct {
 	err  error
 
 	buf  []byte // pages as they come from the source; a leaf before that
-	raw  []byte // pages of the frame being filled
-	at   []int  // and their places in the chunk
+	cold batch
+	warm batch  // of hot pages
 	blob []byte // new frames; their offsets count from its start
 
 	// old is the leaf before, oldFile its file and oldBytes its length. oldFile is 0 if there is none or it is not
@@ -47,6 +53,12 @@ type unit struct {
 	kept int
 	// same is true if the chunk does not change.
 	same bool
+}
+
+// A batch is the pages of a frame that is being filled.
+type batch struct {
+	raw []byte
+	at  []int // their places in the chunk
 }
 
 // readPages is the most pages that a unit reads at once.
@@ -214,7 +226,8 @@ func (p *pass) scan(ctx context.Context, emit func(job) error) error {
 	if p.w.base != nil {
 		for c := range uint64(p.w.base.memory.Chunks()) {
 			j := job{chunk: c}
-			if !chunkOf(p.w.spec.Changed, c, &j.read) {
+			changed, hot := chunkOf(p.w.spec.Changed, c, &j.read), chunkOf(p.w.hot, c, &j.hot)
+			if !changed && !hot {
 				continue
 			}
 			if err := emit(j); err != nil {
@@ -237,6 +250,7 @@ func (p *pass) scan(ctx context.Context, emit func(job) error) error {
 		last := min(end, limit)
 		// Further runs in the same chunk belong to the same job.
 		j := job{chunk: chunk}
+		chunkOf(p.w.hot, chunk, &j.hot)
 		mark(&j.read, first, last)
 		for last < limit {
 			f, e, err := p.nextData(last, pages)
@@ -267,10 +281,9 @@ func (p *pass) nextData(page, pages uint64) (first, end uint64, err error) {
 }
 
 // mark sets the bits of pages [first, end) of a chunk.
-func mark(data *[ChunkPages / 64]uint64, first, end uint64) {
+func mark(data *pageBits, first, end uint64) {
 	for p := first; p < end; p++ {
-		i := p % ChunkPages
-		data[i/64] |= 1 << (i % 64)
+		data.set(int(p % ChunkPages))
 	}
 }
 
@@ -280,29 +293,66 @@ var zeroPage [guestmem.PageSize]byte
 func (p *pass) fill(u *unit, t *tools) error {
 	if u.buf == nil {
 		u.buf = make([]byte, readPages*guestmem.PageSize)
-		u.raw = make([]byte, 0, FramePages*guestmem.PageSize)
-		u.at = make([]int, 0, FramePages)
+		u.cold.raw = make([]byte, 0, FramePages*guestmem.PageSize)
 	}
-	u.blob, u.raw, u.at = u.blob[:0], u.raw[:0], u.at[:0]
+	u.blob = u.blob[:0]
 	u.leaf.frames, u.kept, u.same = u.leaf.frames[:0], 0, false
 	clear(u.leaf.pages[:])
 	if err := p.readOld(u); err != nil {
 		return err
 	}
-	if p.source == nil && !p.touches(u) {
+	heat := p.heat(u)
+	if p.source == nil && !p.touches(u) || p.source != nil && u.read == (pageBits{}) && heat == (pageBits{}) {
 		u.same = true
 		return nil
 	}
-	moved := u.keep(p.carried)
+	moved := u.keep(p.carried, &heat)
 	if p.source != nil {
 		if err := p.readSource(u, t.c); err != nil {
+			return err
+		}
+		if err := p.packHot(u, t, &heat); err != nil {
 			return err
 		}
 	} else if err := p.move(u, t, moved); err != nil {
 		return err
 	}
-	if len(u.at) > 0 {
-		u.flush(t.c)
+	u.flush(t.c, &u.cold)
+	u.flush(t.c, &u.warm)
+	return nil
+}
+
+// heat returns the hot pages that are compressed in a frame of the base and have not changed since.
+func (p *pass) heat(u *unit) (heat pageBits) {
+	if p.source == nil || u.hot == (pageBits{}) {
+		return heat
+	}
+	for i := range u.old.pages {
+		if frame, _, ok := u.old.Page(i); ok && u.hot.has(i) && !u.read.has(i) && u.old.frames[frame].codec != codecRaw {
+			heat.set(i)
+		}
+	}
+	return heat
+}
+
+// packHot packs pages of the base anew. It takes them from there and not from the source, which may have later content
+// of pages that are not in Spec.Changed.
+func (p *pass) packHot(u *unit, t *tools, heat *pageBits) error {
+	done := -1
+	var raw []byte
+	for i := range u.old.pages {
+		frame, slot, ok := u.old.Page(i)
+		if !ok || !heat.has(i) {
+			continue
+		}
+		if frame != done {
+			var err error
+			if raw, err = p.w.base.memory.ReadFrame(&u.old.frames[frame], t.d); err != nil {
+				return fmt.Errorf("base: %w", err)
+			}
+			done = frame
+		}
+		u.pack(t.c, raw[slot*guestmem.PageSize:][:guestmem.PageSize], i)
 	}
 	return nil
 }
@@ -343,13 +393,13 @@ func (p *pass) touches(u *unit) bool {
 	return p.carried[u.oldFile] || slices.ContainsFunc(u.old.frames, func(f Frame) bool { return p.carried[f.file] })
 }
 
-// keep adds the old frames that stay where they are to the new leaf. For each old frame that must move, it returns
-// how many of its pages the chunk still needs.
-func (u *unit) keep(carried map[uint32]bool) (moved [ChunkPages]uint16) {
+// keep adds the old frames that stay where they are to the new leaf, without the pages of heat. For each old frame that
+// must move, it returns how many of its pages the chunk still needs.
+func (u *unit) keep(carried map[uint32]bool, heat *pageBits) (moved [ChunkPages]uint16) {
 	var place [ChunkPages]int // 1 + number of the frame in the new leaf
 	for i := range u.old.pages {
 		frame, slot, ok := u.old.Page(i)
-		if !ok || u.reads(i) {
+		if !ok || u.read.has(i) || heat.has(i) {
 			continue
 		}
 		if carried[u.old.frames[frame].file] {
@@ -370,7 +420,7 @@ func (u *unit) keep(carried map[uint32]bool) (moved [ChunkPages]uint16) {
 func (p *pass) readSource(u *unit, c *compressor) error {
 	for i := 0; i < ChunkPages; {
 		n := 0
-		for n < readPages && i+n < ChunkPages && u.reads(i+n) {
+		for n < readPages && i+n < ChunkPages && u.read.has(i+n) {
 			n++
 		}
 		if n == 0 {
@@ -396,24 +446,35 @@ func (p *pass) readSource(u *unit, c *compressor) error {
 
 // pack adds page i of the chunk to the current frame, and flushes a full one.
 func (u *unit) pack(c *compressor, page []byte, i int) {
-	u.raw = append(u.raw, page...)
-	u.at = append(u.at, i)
-	if len(u.at) == FramePages {
-		u.flush(c)
+	b := &u.cold
+	if u.hot.has(i) {
+		b = &u.warm
+	}
+	b.raw = append(b.raw, page...)
+	b.at = append(b.at, i)
+	if len(b.at) == FramePages {
+		u.flush(c, b)
 	}
 }
 
-// flush makes a frame of the collected pages.
-func (u *unit) flush(c *compressor) {
+// flush makes a frame of the collected pages, if there are any.
+func (u *unit) flush(c *compressor, b *batch) {
+	if len(b.at) == 0 {
+		return
+	}
 	at := int64(len(u.blob))
 	var f Frame
-	u.blob, f = c.append(u.blob, u.raw)
+	if b == &u.warm {
+		u.blob, f = appendRaw(u.blob, b.raw)
+	} else {
+		u.blob, f = c.append(u.blob, b.raw)
+	}
 	f.offset = at
-	for slot, page := range u.at {
+	for slot, page := range b.at {
 		u.leaf.setPage(page, len(u.leaf.frames), slot)
 	}
 	u.leaf.frames = append(u.leaf.frames, f)
-	u.raw, u.at = u.raw[:0], u.at[:0]
+	b.raw, b.at = b.raw[:0], b.at[:0]
 }
 
 // memoryWriter writes units to the file in order.

@@ -506,14 +506,14 @@ func (in *Instance) open(dir string) (states []snapshot.Payload, err error) {
 		return nil, fmt.Errorf("restoring %s: %w", dir, err)
 	}
 	in.base, in.captured = in.snap, true
-	pages, states, err := takeWorkingSet(in.snap.Payloads())
+	known, states, err := takeWorkingSet(in.snap.Payloads())
 	if err != nil {
 		return nil, fmt.Errorf("restoring %s: %w", dir, err)
 	}
 	if states, err = in.takeFreePages(states); err != nil {
 		return nil, fmt.Errorf("restoring %s: %w", dir, err)
 	}
-	opts := pager.Options{OnFailure: in.fail, WorkingSet: pages}
+	opts := pager.Options{OnFailure: in.fail, WorkingSet: known.pages, Hot: known.hot}
 	if in.parts.PageCache != "" {
 		in.cached = pagecache.New(in.parts.PageCache).Open(in.parts.files(), in.snap)
 		opts.Cache = in.cached
@@ -956,8 +956,9 @@ func (in *Instance) Capture(ctx context.Context, o CaptureOptions) (c *Capture, 
 		c.Free = free.Len()
 		spec.Memory = freepages.Without(spec.Memory, free)
 	}
-	if ws, ok := workingSet(first, in.pager); ok {
-		spec.Payloads = append(spec.Payloads, ws)
+	if ws := newWorkingSet(first, in.pager); len(ws.pages) > 0 {
+		spec.Payloads = append(spec.Payloads, ws.payload())
+		spec.Hot = ws.pages[:ws.hot]
 	}
 	info, err := snapshot.Create(ctx, o.Dir, spec)
 	if err != nil {

@@ -9,55 +9,76 @@ import (
 	"github.com/drowse-vm/drowse/snapshot/pager"
 )
 
-// A snapshot stores, among the states of its parts, the pages that restoring a machine takes and the pages that
-// its guest needed first after its last resume. The next resume loads them before they fault. The format is page
-// numbers of 4 bytes, little-endian, in the order in which they were needed.
+// workingSet is the pages that restoring a machine takes and those that its guest needed first after its last resume.
+// A snapshot stores it among the states of its parts, and the next resume loads the pages before they fault. The format
+// is the number of hot pages and the numbers of all pages, 4 bytes each, little-endian, in the order in which they were
+// needed.
+type workingSet struct {
+	pages []uint64
+	hot   int // how many of them, the first ones, were needed before the guest was ready
+}
+
 const (
 	workingSetName    = "working-set"
 	workingSetKind    = "drowse-working-set"
-	workingSetVersion = 1
+	workingSetVersion = 2
+	// withoutHot is the version without the number of hot pages.
+	withoutHot = 1
 )
 
-// workingSet returns the payload with the pages that restoring the machine takes and those that the pager, if any,
-// has recorded; false if there are none.
-func workingSet(first []uint64, p *pager.Pager) (snapshot.Payload, bool) {
+// newWorkingSet returns the pages that restoring the machine takes, which are hot, and those that the pager, if any,
+// has recorded.
+func newWorkingSet(first []uint64, p *pager.Pager) (s workingSet) {
 	var recorded []uint64
+	hot := 0
 	if p != nil {
-		recorded = p.WorkingSet()
+		recorded, hot = p.WorkingSet()
 	}
-	var pages []uint64
 	seen := map[uint64]bool{}
-	for _, page := range slices.Concat(first, recorded) {
-		if !seen[page] && len(pages) < pager.MaxRecordPages {
-			seen[page] = true
-			pages = append(pages, page)
+	for i, page := range slices.Concat(first, recorded) {
+		if seen[page] || len(s.pages) == pager.MaxRecordPages {
+			continue
+		}
+		seen[page] = true
+		s.pages = append(s.pages, page)
+		if i < len(first)+hot && len(s.pages) <= snapshot.MaxHot {
+			s.hot = len(s.pages)
 		}
 	}
-	data := make([]byte, 0, 4*len(pages))
-	for _, page := range pages {
+	return s
+}
+
+// payload returns the working set as a snapshot stores it.
+func (s workingSet) payload() snapshot.Payload {
+	data := make([]byte, 0, 4*(1+len(s.pages)))
+	data = binary.LittleEndian.AppendUint32(data, uint32(s.hot))
+	for _, page := range s.pages {
 		data = binary.LittleEndian.AppendUint32(data, uint32(page))
 	}
-	return snapshot.Payload{Name: workingSetName, Kind: workingSetKind, Version: workingSetVersion, Data: data}, len(data) > 0
+	return snapshot.Payload{Name: workingSetName, Kind: workingSetKind, Version: workingSetVersion, Data: data}
 }
 
 // takeWorkingSet separates the working set from the states of a machine. It is only a hint: another version is
 // ignored, and the pager ignores numbers that make no sense.
-func takeWorkingSet(all []snapshot.Payload) (pages []uint64, states []snapshot.Payload, err error) {
+func takeWorkingSet(all []snapshot.Payload) (s workingSet, states []snapshot.Payload, err error) {
 	for _, p := range all {
 		if p.Kind != workingSetKind {
 			states = append(states, p)
 			continue
 		}
-		if p.Version != workingSetVersion {
+		if p.Version != workingSetVersion && p.Version != withoutHot {
 			continue
 		}
-		if pages != nil || len(p.Data)%4 != 0 || len(p.Data)/4 > pager.MaxRecordPages {
-			return nil, nil, fmt.Errorf("the working set: %w: %d bytes", snapshot.ErrCorrupt, len(p.Data))
+		if s.pages != nil || len(p.Data)%4 != 0 || len(p.Data)/4 > 1+pager.MaxRecordPages {
+			return workingSet{}, nil, fmt.Errorf("the working set: %w: %d bytes", snapshot.ErrCorrupt, len(p.Data))
 		}
-		pages = make([]uint64, 0, len(p.Data)/4)
+		s.pages = make([]uint64, 0, len(p.Data)/4)
 		for b := p.Data; len(b) > 0; b = b[4:] {
-			pages = append(pages, uint64(binary.LittleEndian.Uint32(b)))
+			s.pages = append(s.pages, uint64(binary.LittleEndian.Uint32(b)))
+		}
+		if p.Version == workingSetVersion && len(s.pages) > 0 {
+			s.hot, s.pages = int(min(s.pages[0], snapshot.MaxHot)), s.pages[1:]
 		}
 	}
-	return pages, states, nil
+	return s, states, nil
 }

@@ -61,6 +61,8 @@ type Options struct {
 	// WorkingSet has the pages that LoadWorkingSet loads ahead of the faults, in this order, as WorkingSet of an
 	// earlier pager returned them. The pager ignores numbers that are out of range.
 	WorkingSet []uint64
+	// Hot is how many pages of WorkingSet, the first ones, the guest waited for before Ready.
+	Hot int
 	// Cache, if not nil, is where the pager looks for a frame before it reads the snapshot. It must stay usable
 	// until Close.
 	Cache FrameCache
@@ -554,8 +556,7 @@ func (p *Pager) ensurePage(page uint64) error {
 			c.setPresent(i, 1)
 		}
 	} else {
-		p.record.add(page)
-		err = p.fill(c, page, w)
+		err = p.fill(c, page, p.record.add(page), w)
 	}
 	if err != nil {
 		if p.detached.Load() && errors.Is(err, unix.ENOENT) {
@@ -589,19 +590,22 @@ func (p *Pager) Discarding(gpa guestmem.GPA, n uint64) {
 	}
 }
 
-// fill gives page, and the other missing pages of its frame, their content from the snapshot. c.mu is held, and
-// page is missing.
-func (p *Pager) fill(c *chunk, page uint64, w *worker) error {
+// fill gives page its content from the snapshot, and unless it is to come alone the other missing pages of its frame.
+// c.mu is held, and page is missing.
+func (p *Pager) fill(c *chunk, page uint64, alone bool, w *worker) error {
 	i := int(page % chunkPages)
 	leaf, err := p.leafOf(c, page/chunkPages)
 	if err != nil {
 		return err
 	}
 	if leaf != nil {
-		if frame, _, ok := leaf.Page(i); ok {
+		if frame, slot, ok := leaf.Page(i); ok {
 			raw, err := p.readFrame(page, leaf.Frame(frame), w)
 			if err != nil {
 				return err
+			}
+			if alone {
+				return p.installRun(c, page-uint64(i), i, raw[slot*pageSize:][:pageSize], w)
 			}
 			return p.install(c, page-uint64(i), frame, raw, w)
 		}
@@ -639,14 +643,23 @@ func (p *Pager) install(c *chunk, base uint64, frame int, raw []byte, w *worker)
 			}
 			n++
 		}
-		// Count first, because the waiting threads run again before the system call returns.
-		p.stats.PagesCopied.Add(uint64(n))
-		if err := w.fill.copy(p.hva(base+uint64(i)), raw[slot*pageSize:(slot+n)*pageSize]); err != nil {
+		if err := p.installRun(c, base, i, raw[slot*pageSize:(slot+n)*pageSize], w); err != nil {
 			return err
 		}
-		c.setPresent(i, n)
 		i += n
 	}
+	return nil
+}
+
+// installRun copies neighbouring pages from page i of the chunk on, which begins with page base and holds none of them.
+func (p *Pager) installRun(c *chunk, base uint64, i int, raw []byte, w *worker) error {
+	n := len(raw) / pageSize
+	// Count first, because the waiting threads run again before the system call returns.
+	p.stats.PagesCopied.Add(uint64(n))
+	if err := w.fill.copy(p.hva(base+uint64(i)), raw); err != nil {
+		return err
+	}
+	c.setPresent(i, n)
 	return nil
 }
 

@@ -510,7 +510,7 @@ func TestThe_recorded_working_set_spares_the_next_resume_its_faults(t *testing.T
 	}
 	p, mem := restore(t, dir, Options{})
 	touch(mem)
-	set := p.WorkingSet()
+	set, _ := p.WorkingSet()
 	first := p.Stats()
 	if len(set) == 0 || uint64(len(set)) > first.ReadFaults.Load() {
 		t.Fatalf("%d pages recorded of %d faults", len(set), first.ReadFaults.Load())
@@ -528,13 +528,13 @@ func TestThe_recorded_working_set_spares_the_next_resume_its_faults(t *testing.T
 	}
 	p3, mem3 := restore(t, dir, Options{RecordPages: 5})
 	touch(mem3)
-	if n := len(p3.WorkingSet()); n != 5 {
-		t.Errorf("%d pages recorded, the bound is 5", n)
+	if pages, _ := p3.WorkingSet(); len(pages) != 5 {
+		t.Errorf("%d pages recorded, the bound is 5", len(pages))
 	}
 	p4, mem4 := restore(t, dir, Options{RecordTime: -1})
 	touch(mem4)
-	if n := len(p4.WorkingSet()); n != 0 {
-		t.Errorf("%d pages recorded, want none", n)
+	if pages, _ := p4.WorkingSet(); len(pages) != 0 {
+		t.Errorf("%d pages recorded, want none", len(pages))
 	}
 	// The next list has what was replayed, unless new pages need the room.
 	p5, mem5 := newPagerFor(t, openSnapshot(t, dir), Options{WorkingSet: []uint64{0, 1 << 50, 100, 2990}, RecordPages: 3})
@@ -543,11 +543,11 @@ func TestThe_recorded_working_set_spares_the_next_resume_its_faults(t *testing.T
 			t.Fatal(err)
 		}
 	}
-	if got, want := p5.WorkingSet(), []uint64{0, 2000, 100}; !slices.Equal(got, want) {
-		t.Errorf("working set %v, want %v", got, want)
+	if got, hot := p5.WorkingSet(); hot != 0 || !slices.Equal(got, []uint64{0, 2000, 100}) {
+		t.Errorf("working set %v, %d of them hot", got, hot)
 	}
 	// Pages that were waited for before the guest was ready come first.
-	p6, mem6 := newPagerFor(t, openSnapshot(t, dir), Options{WorkingSet: []uint64{0, 100, 2990}, RecordPages: 5})
+	p6, mem6 := newPagerFor(t, openSnapshot(t, dir), Options{WorkingSet: []uint64{0, 100, 2990}, Hot: 2, RecordPages: 5})
 	for i, page := range []uint64{2000, 100, 1000} {
 		if i == 2 {
 			p6.Ready()
@@ -556,8 +556,36 @@ func TestThe_recorded_working_set_spares_the_next_resume_its_faults(t *testing.T
 			t.Fatal(err)
 		}
 	}
-	if got, want := p6.WorkingSet(), []uint64{2000, 100, 0, 2990, 1000}; !slices.Equal(got, want) {
-		t.Errorf("working set %v, want %v", got, want)
+	if got, hot := p6.WorkingSet(); hot != 3 || !slices.Equal(got, []uint64{2000, 100, 0, 2990, 1000}) {
+		t.Errorf("working set %v, %d of them hot", got, hot)
+	}
+}
+
+// With its frame a page would bring others, and the next resume would not know that the guest needs these.
+func TestA_page_comes_alone_before_Ready_and_with_its_frame_after_it(t *testing.T) {
+	p, mem := newPagerFor(t, openSnapshot(t, makeSnapshot(t, 64<<20, smallRAM)), Options{})
+	for _, step := range []struct {
+		page uint64
+		what string
+		want func(copied uint64) bool
+	}{
+		{2000, "the first page", func(n uint64) bool { return n == 1 }},
+		{2001, "its neighbour", func(n uint64) bool { return n == 1 }},
+		{2002, "another neighbour, after Ready", func(n uint64) bool { return n > 1 }},
+	} {
+		if step.page == 2002 {
+			p.Ready()
+		}
+		before := p.Stats().PagesCopied.Load()
+		if err := mem.Read(guestmem.GPA(step.page*pageSize), make([]byte, 1)); err != nil {
+			t.Fatal(err)
+		}
+		if n := p.Stats().PagesCopied.Load() - before; !step.want(n) {
+			t.Errorf("%s: %d pages copied", step.what, n)
+		}
+	}
+	if pages, hot := p.WorkingSet(); hot != 2 || !slices.Equal(pages, []uint64{2000, 2001, 2002}) {
+		t.Errorf("working set %v, %d of them hot", pages, hot)
 	}
 }
 
@@ -717,6 +745,7 @@ func TestRAM_that_was_in_use_before_is_noticed(t *testing.T) {
 	}
 	defer p.Close()
 	p.Start()
+	p.Ready() // page 1 comes with the rest of its frame
 	if err := mem.Read(pageSize, make([]byte, 1)); !errors.Is(err, ErrNotFresh) {
 		t.Errorf("got %v, want ErrNotFresh", err)
 	}

@@ -31,6 +31,7 @@ type record struct {
 	mu    sync.Mutex
 	pages []uint64 // never grows beyond its capacity
 	first int      // how many of them were recorded before Ready
+	ready bool
 	until time.Time
 }
 
@@ -48,12 +49,16 @@ func (r *record) start(d time.Duration) {
 	r.until = time.Now().Add(d)
 }
 
-func (r *record) add(page uint64) {
+// add records a page, and reports whether it is one of those before Ready. Such a page must be filled alone: with its
+// frame there would be others, and it would not become known which of these the guest needs.
+func (r *record) add(page uint64) (early bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if len(r.pages) < cap(r.pages) && time.Now().Before(r.until) {
-		r.pages = append(r.pages, page)
+	if len(r.pages) == cap(r.pages) || !time.Now().Before(r.until) {
+		return false
 	}
+	r.pages = append(r.pages, page)
+	return !r.ready
 }
 
 // Ready says that the guest has finished what it was woken for. Pages that it waited for until then come first in
@@ -61,15 +66,15 @@ func (r *record) add(page uint64) {
 func (p *Pager) Ready() {
 	p.record.mu.Lock()
 	defer p.record.mu.Unlock()
-	p.record.first = len(p.record.pages)
+	p.record.ready, p.record.first = true, len(p.record.pages)
 }
 
 // WorkingSet returns the pages to load ahead of faults next time, in the order in which they are needed: first
 // those that the guest waited for before Ready, then the pages of Options.WorkingSet that are in range, then those
 // that it waited for later within the recording window. It returns at most Options.RecordPages; Options.WorkingSet
-// gets what the others leave. There is one page for each frame that was needed. WorkingSet may be called at any
-// time, even after Close.
-func (p *Pager) WorkingSet() []uint64 {
+// gets what the others leave. The first hot pages were needed before Ready, now or by Options.Hot: those are all that
+// were, the others one for each frame that was needed. WorkingSet may be called at any time, even after Close.
+func (p *Pager) WorkingSet() (pages []uint64, hot int) {
 	p.record.mu.Lock()
 	defer p.record.mu.Unlock()
 	// The guest may wait for a page before its turn in the list comes.
@@ -79,14 +84,17 @@ func (p *Pager) WorkingSet() []uint64 {
 	}
 	out := make([]uint64, 0, p.opts.RecordPages)
 	out = append(out, p.record.pages[:p.record.first]...)
+	hot = len(out)
 	rest := p.record.pages[p.record.first:]
-	for _, page := range p.opts.WorkingSet {
+	for i, page := range p.opts.WorkingSet {
 		if len(out)+len(rest) >= p.opts.RecordPages {
 			break
 		}
 		if page < p.snap.Pages() && !waited[page] {
-			out = append(out, page)
+			if out = append(out, page); i < p.opts.Hot {
+				hot = len(out)
+			}
 		}
 	}
-	return append(out, rest...)
+	return append(out, rest...), hot
 }
