@@ -62,6 +62,13 @@
 // Close needs no cooperation: pages that are not loaded by then become inaccessible, so a vCPU or a device that
 // was not stopped gets EFAULT, not zeros. After Load has finished, Close leaves ordinary memory behind.
 //
+// # The working set
+//
+// [Pager.WorkingSet] is what the guest waited for, for the next resume to load ahead: [Pager.LoadWorkingSet]. A wake
+// waits for the pages before [Pager.Ready], so these are recorded one by one: until then a fault fills its page alone,
+// and not with the rest of its frame. The snapshot packs them into frames of their own without compression
+// (snapshot.Spec.Hot). Of later pages one for each frame is recorded: the frame comes whole.
+//
 // # Frames that were decompressed before
 //
 // Handlers, Ensure, Prefetch and Load ask Options.Cache for a frame first, and read the snapshot only if the cache
