@@ -15,7 +15,7 @@ import (
 // needed.
 type workingSet struct {
 	pages []uint64
-	hot   int // how many of them, the first ones, were needed before the guest was ready
+	hot   int // how many of them, the first ones, were needed before the guest was ready; 0 if no resume has recorded it
 }
 
 const (
@@ -26,8 +26,7 @@ const (
 	withoutHot = 1
 )
 
-// newWorkingSet returns the pages that restoring the machine takes, which are hot, and those that the pager, if any,
-// has recorded.
+// newWorkingSet returns the pages that restoring the machine takes and those that the pager, if any, has recorded.
 func newWorkingSet(first []uint64, p *pager.Pager) (s workingSet) {
 	var recorded []uint64
 	hot := 0
@@ -41,7 +40,7 @@ func newWorkingSet(first []uint64, p *pager.Pager) (s workingSet) {
 		}
 		seen[page] = true
 		s.pages = append(s.pages, page)
-		if i < len(first)+hot && len(s.pages) <= snapshot.MaxHot {
+		if p != nil && i < len(first)+hot && len(s.pages) <= snapshot.MaxHot {
 			s.hot = len(s.pages)
 		}
 	}

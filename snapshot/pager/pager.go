@@ -61,7 +61,8 @@ type Options struct {
 	// WorkingSet has the pages that LoadWorkingSet loads ahead of the faults, in this order, as WorkingSet of an
 	// earlier pager returned them. The pager ignores numbers that are out of range.
 	WorkingSet []uint64
-	// Hot is how many pages of WorkingSet, the first ones, the guest waited for before Ready.
+	// Hot is how many pages of WorkingSet, the first ones, the guest waited for before Ready. If it is 0, no resume has
+	// recorded yet what the guest needs, and this one does: it fills each page alone until the recording ends.
 	Hot int
 	// Cache, if not nil, is where the pager looks for a frame before it reads the snapshot. It must stay usable
 	// until Close.
@@ -176,6 +177,9 @@ func (c *chunk) await(i int) {
 type worker struct {
 	fill filler
 	dec  *snapshot.Decoder // nil while the worker is not in use
+	// raw has the pages of frame, the last that the worker has read. frame is nil if there is none.
+	frame *snapshot.Frame
+	raw   []byte
 }
 
 // New makes mem the RAM of the snapshot: pages get their content when they are touched. mem must be fresh from
@@ -316,14 +320,29 @@ func (p *Pager) Start() {
 	}
 }
 
-// LoadWorkingSet loads Options.WorkingSet on the calling thread. It returns when that is done, has failed, or the
+// LoadWorkingSet loads Options.WorkingSet, what is not hot at low priority. It returns when that is done, has failed, or the
 // pager is closed. Only the first call has an effect.
 func (p *Pager) LoadWorkingSet() {
 	if len(p.opts.WorkingSet) == 0 || p.loading.Swap(true) {
 		return
 	}
+	pages, hot := p.opts.WorkingSet, min(p.opts.Hot, len(p.opts.WorkingSet))
 	// fail has already reported a failure, and Close needs no report.
-	_ = p.Prefetch(p.ctx, p.opts.WorkingSet)
+	if hot == 0 {
+		_ = p.Prefetch(p.ctx, pages)
+		return
+	}
+	only := guestmem.NewPageSet(p.snap.Pages())
+	for _, page := range pages {
+		if page < only.Pages() {
+			only.Add(page, page+1)
+		}
+	}
+	if err := p.prefetchAll(p.ctx, pages[:hot], true, only); err != nil {
+		return
+	}
+	// From here on the guest's vCPU and its caller come first.
+	_ = atLowPriority(func() error { return p.prefetchAll(p.ctx, pages[hot:], false, only) })
 }
 
 // Err returns why the restore has failed, nil if it has not.
@@ -510,7 +529,7 @@ func (p *Pager) getWorker() (*worker, error) {
 func (p *Pager) putWorker(w *worker) {
 	if w.dec != nil {
 		w.dec.Release()
-		w.dec = nil
+		w.dec, w.frame, w.raw = nil, nil, nil
 	}
 	p.workers.Put(w)
 }
@@ -607,7 +626,7 @@ func (p *Pager) fill(c *chunk, page uint64, alone bool, w *worker) error {
 			if alone {
 				return p.installRun(c, page-uint64(i), i, raw[slot*pageSize:][:pageSize], w)
 			}
-			return p.install(c, page-uint64(i), frame, raw, w)
+			return p.install(c, page-uint64(i), frame, raw, nil, w)
 		}
 	}
 	return p.installZeros(c, page, w)
@@ -615,29 +634,39 @@ func (p *Pager) fill(c *chunk, page uint64, alone bool, w *worker) error {
 
 // readFrame returns the pages of the frame that has a page, from the cache if it has them.
 func (p *Pager) readFrame(page uint64, f *snapshot.Frame, w *worker) ([]byte, error) {
+	if w.frame == f {
+		return w.raw, nil
+	}
+	w.frame = nil
 	if p.opts.Cache != nil {
 		if raw, ok := p.opts.Cache.Read(page, f, w.dec.Buffer()); ok && len(raw) == f.Pages()*pageSize {
 			p.stats.FramesCached.Add(1)
+			w.frame, w.raw = f, raw
 			return raw, nil
 		}
 	}
 	p.stats.Frames.Add(1)
-	return p.snap.ReadFrame(f, w.dec)
+	raw, err := p.snap.ReadFrame(f, w.dec)
+	if err == nil {
+		w.frame, w.raw = f, raw
+	}
+	return raw, err
 }
 
-// install copies the pages of a frame that are still missing into RAM. base is the first page of the chunk. c.mu
-// is held.
-func (p *Pager) install(c *chunk, base uint64, frame int, raw []byte, w *worker) error {
+// install copies the pages of a frame that are still missing into RAM, or those of them that are in only. base is the
+// first page of the chunk. c.mu is held.
+func (p *Pager) install(c *chunk, base uint64, frame int, raw []byte, only *guestmem.PageSet, w *worker) error {
 	end := c.leaf.Frame(frame).Pages()
+	wanted := func(i int) bool { return c.missing(i) && (only == nil || only.Has(base+uint64(i))) }
 	for i := 0; i < chunkPages; {
 		f, slot, ok := c.leaf.Page(i)
-		if !ok || f != frame || !c.missing(i) {
+		if !ok || f != frame || !wanted(i) {
 			i++
 			continue
 		}
 		// Copy pages that are neighbours in RAM and in the frame together.
 		n := 1
-		for i+n < chunkPages && slot+n < end && c.missing(i+n) {
+		for i+n < chunkPages && slot+n < end && wanted(i+n) {
 			if f, s, ok := c.leaf.Page(i + n); !ok || f != frame || s != slot+n {
 				break
 			}

@@ -563,7 +563,7 @@ func TestThe_recorded_working_set_spares_the_next_resume_its_faults(t *testing.T
 
 // With its frame a page would bring others, and the next resume would not know that the guest needs these.
 func TestA_page_comes_alone_before_Ready_and_with_its_frame_after_it(t *testing.T) {
-	p, mem := newPagerFor(t, openSnapshot(t, makeSnapshot(t, 64<<20, smallRAM)), Options{})
+	p, mem := newPagerFor(t, openSnapshot(t, makeSnapshot(t, 64<<20, smallRAM)), Options{WorkingSet: []uint64{100}, Hot: 1})
 	for _, step := range []struct {
 		page uint64
 		what string
@@ -584,8 +584,43 @@ func TestA_page_comes_alone_before_Ready_and_with_its_frame_after_it(t *testing.
 			t.Errorf("%s: %d pages copied", step.what, n)
 		}
 	}
-	if pages, hot := p.WorkingSet(); hot != 2 || !slices.Equal(pages, []uint64{2000, 2001, 2002}) {
+	if pages, hot := p.WorkingSet(); hot != 3 || !slices.Equal(pages, []uint64{2000, 2001, 100, 2002}) {
 		t.Errorf("working set %v, %d of them hot", pages, hot)
+	}
+}
+
+func TestThe_first_resume_fills_each_page_alone_and_the_next_one_loads_only_these(t *testing.T) {
+	dir := makeSnapshot(t, 64<<20, smallRAM)
+	want := []uint64{2000, 2001, 2007, 1000}
+	p, mem := newPagerFor(t, openSnapshot(t, dir), Options{})
+	for i, page := range want {
+		if i == 1 {
+			p.Ready()
+		}
+		if err := mem.Read(guestmem.GPA(page*pageSize), make([]byte, 1)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if n := p.Stats().PagesCopied.Load(); n != 4 {
+		t.Errorf("%d pages copied, want 4", n)
+	}
+	pages, hot := p.WorkingSet()
+	if hot != 1 || !slices.Equal(pages, want) {
+		t.Fatalf("working set %v, %d of them hot", pages, hot)
+	}
+	p2, mem2 := newPagerFor(t, openSnapshot(t, dir), Options{WorkingSet: pages, Hot: hot})
+	p2.LoadWorkingSet()
+	if n := p2.Stats().PagesCopied.Load(); n != 4 {
+		t.Errorf("%d pages loaded ahead, want 4", n)
+	}
+	p2.Ready()
+	for _, page := range append(want, 2002, 3000) {
+		if err := mem2.Read(guestmem.GPA(page*pageSize), make([]byte, 1)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if n := p2.Stats().Ensured.Load(); n != 2 {
+		t.Errorf("%d pages were waited for, want the two that are new", n)
 	}
 }
 
@@ -738,7 +773,7 @@ func TestRAM_that_was_in_use_before_is_noticed(t *testing.T) {
 	if err := mem.Write(0, []byte{9}); err != nil {
 		t.Fatal(err)
 	}
-	p, err := New(mem, s.Memory(), Options{})
+	p, err := New(mem, s.Memory(), Options{Hot: 1})
 	skipWithout(t, err)
 	if err != nil {
 		t.Fatal(err)

@@ -5,12 +5,20 @@ import (
 	"runtime"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
 // Prefetch loads the pages in the list, in its order, and the other pages of their frames. Present pages cost next
 // to nothing. Prefetch ignores numbers out of range. It fails with the context's error, ErrClosed, or the error
 // that ended the restore. It may be called before Start.
 func (p *Pager) Prefetch(ctx context.Context, pages []uint64) error {
+	return p.prefetchAll(ctx, pages, true, nil)
+}
+
+// prefetchAll is Prefetch, but of the frames it loads the pages that are in only, if that is not nil. claim is that of
+// prefetch.
+func (p *Pager) prefetchAll(ctx context.Context, pages []uint64, claim bool, only *guestmem.PageSet) error {
 	if err := p.enter(); err != nil {
 		return err
 	}
@@ -27,7 +35,7 @@ func (p *Pager) Prefetch(ctx context.Context, pages []uint64) error {
 		if err := p.usable(ctx); err != nil {
 			return err
 		}
-		if err := p.prefetch(page, w, true); err != nil {
+		if err := p.prefetch(page, w, claim, only); err != nil {
 			return p.fail(err)
 		}
 	}
@@ -48,7 +56,7 @@ func (p *Pager) usable(ctx context.Context) error {
 // prefetch loads the frame of a page before any thread waits for it. It decompresses without the chunk's mutex, so
 // that a fault in the same chunk waits only for the copying. With claim, a fault for the same frame waits for it as
 // well. Without, the fault is not held up by a thread of low priority, and prefetch's work is wasted.
-func (p *Pager) prefetch(page uint64, w *worker, claim bool) error {
+func (p *Pager) prefetch(page uint64, w *worker, claim bool, only *guestmem.PageSet) error {
 	c := p.chunk(page / chunkPages)
 	i := int(page % chunkPages)
 	if !c.missing(i) {
@@ -86,13 +94,25 @@ func (p *Pager) prefetch(page uint64, w *worker, claim bool) error {
 	}
 	p.stats.Prefetched.Add(1)
 	if stored {
-		return p.install(c, page-uint64(i), frame, raw, w)
+		return p.install(c, page-uint64(i), frame, raw, only, w)
 	}
 	return p.installZeros(c, page, w)
 }
 
-// loadNice is the priority of Load's thread.
-const loadNice = 10
+// lowNice is the nice value of threads whose work nobody waits for.
+const lowNice = 10
+
+// atLowPriority runs f on a thread of low priority.
+func atLowPriority(f func() error) error {
+	errs := make(chan error, 1)
+	go func() {
+		// The goroutine never unlocks the thread, so the thread and its priority end with it.
+		runtime.LockOSThread()
+		_ = unix.Setpriority(unix.PRIO_PROCESS, unix.Gettid(), lowNice)
+		errs <- f()
+	}()
+	return <-errs
+}
 
 // Load loads all of RAM at low priority, and returns when it is done. From then on guest RAM does not need the
 // snapshot, and Close leaves it usable. It fails like Prefetch.
@@ -101,14 +121,7 @@ func (p *Pager) Load(ctx context.Context) error {
 		return err
 	}
 	defer p.leave()
-	errs := make(chan error, 1)
-	go func() {
-		// The goroutine never unlocks the thread, so the thread and its priority end with it.
-		runtime.LockOSThread()
-		_ = unix.Setpriority(unix.PRIO_PROCESS, unix.Gettid(), loadNice)
-		errs <- p.load(ctx)
-	}()
-	return <-errs
+	return atLowPriority(func() error { return p.load(ctx) })
 }
 
 func (p *Pager) load(ctx context.Context) error {
@@ -138,7 +151,7 @@ func (p *Pager) load(ctx context.Context) error {
 			if err := p.usable(ctx); err != nil {
 				return err
 			}
-			if err := p.prefetch(n*chunkPages+uint64(i), w, false); err != nil {
+			if err := p.prefetch(n*chunkPages+uint64(i), w, false, nil); err != nil {
 				return p.fail(err)
 			}
 		}

@@ -32,6 +32,7 @@ type record struct {
 	pages []uint64 // never grows beyond its capacity
 	first int      // how many of them were recorded before Ready
 	ready bool
+	exact bool // pages after Ready come alone as well
 	until time.Time
 }
 
@@ -39,6 +40,7 @@ func (r *record) init(o Options) {
 	if o.RecordTime > 0 {
 		r.pages = make([]uint64, 0, o.RecordPages)
 	}
+	r.exact = o.Hot == 0
 	r.until = time.Now().Add(o.RecordTime)
 }
 
@@ -49,16 +51,16 @@ func (r *record) start(d time.Duration) {
 	r.until = time.Now().Add(d)
 }
 
-// add records a page, and reports whether it is one of those before Ready. Such a page must be filled alone: with its
-// frame there would be others, and it would not become known which of these the guest needs.
-func (r *record) add(page uint64) (early bool) {
+// add records a page, and reports whether to fill it alone: with its frame there would be others, and it would not
+// become known which of these the guest needs.
+func (r *record) add(page uint64) (alone bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if len(r.pages) == cap(r.pages) || !time.Now().Before(r.until) {
 		return false
 	}
 	r.pages = append(r.pages, page)
-	return !r.ready
+	return !r.ready || r.exact
 }
 
 // Ready says that the guest has finished what it was woken for. Pages that it waited for until then come first in
@@ -72,8 +74,8 @@ func (p *Pager) Ready() {
 // WorkingSet returns the pages to load ahead of faults next time, in the order in which they are needed: first
 // those that the guest waited for before Ready, then the pages of Options.WorkingSet that are in range, then those
 // that it waited for later within the recording window. It returns at most Options.RecordPages; Options.WorkingSet
-// gets what the others leave. The first hot pages were needed before Ready, now or by Options.Hot: those are all that
-// were, the others one for each frame that was needed. WorkingSet may be called at any time, even after Close.
+// gets what the others leave. The first hot pages were needed before Ready, now or by Options.Hot. WorkingSet may be
+// called at any time, even after Close.
 func (p *Pager) WorkingSet() (pages []uint64, hot int) {
 	p.record.mu.Lock()
 	defer p.record.mu.Unlock()
