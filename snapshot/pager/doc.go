@@ -67,7 +67,9 @@
 // [Pager.WorkingSet] is what the guest waited for, for the next resume to load ahead: [Pager.LoadWorkingSet]. A wake
 // waits for the pages before [Pager.Ready], so these are recorded one by one: until then a fault fills its page alone,
 // and not with the rest of its frame. The snapshot packs them into frames of their own without compression
-// (snapshot.Spec.Hot). Of later pages one for each frame is recorded: the frame comes whole.
+// (snapshot.Spec.Hot). In the first resume of a VM, which knows no hot pages, later pages come alone too, for
+// Options.RecordTime. Further resumes load what is known ahead, without the other pages of its frames; a page that they
+// wait for after Ready brings its frame, since what is new to a guest is often near.
 //
 // # Frames that were decompressed before
 //
