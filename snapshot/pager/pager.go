@@ -320,8 +320,8 @@ func (p *Pager) Start() {
 	}
 }
 
-// LoadWorkingSet loads Options.WorkingSet, what is not hot at low priority. It returns when that is done, has failed, or the
-// pager is closed. Only the first call has an effect.
+// LoadWorkingSet loads Options.WorkingSet, what is not hot at low priority. It returns when that is done, has failed,
+// or the pager is closed. Only the first call has an effect.
 func (p *Pager) LoadWorkingSet() {
 	if len(p.opts.WorkingSet) == 0 || p.loading.Swap(true) {
 		return
