@@ -42,7 +42,7 @@ func (h *host) number(name, file string) int {
 // A guest goes from host to host with its memory, its processes and its disk, and goes on elsewhere when its host dies.
 func TestGuest_goes_on_where_it_was_on_any_host(t *testing.T) {
 	store := dir(t)
-	const ttl = 20 * time.Second
+	const ttl = 40 * time.Second // a busy machine may take 20 s to publish a snapshot; eventually waits a minute
 	a, b := realHost(t, "a", store, cluster.Options{TTL: ttl}), realHost(t, "b", store, cluster.Options{TTL: ttl})
 	_, err := a.Create(t.Context(), sandbox.Spec{Name: "box", Image: guesttest.ImageTag}, sandbox.CreateOptions{Boot: true})
 	must(t, err)
