@@ -29,7 +29,7 @@ const (
 	frameLevel = zstd.SpeedFastest
 )
 
-// MaxHot bounds Spec.Hot: 4 MiB, most of which would otherwise be stored in a third.
+// MaxHot bounds Spec.Hot. So many pages are 4 MiB; compressed, a Linux guest's would take about a third of that.
 const MaxHot = 1024
 
 // MaxWriters bounds the goroutines that compress. Each holds up to two compressed chunks and a few frames: at most

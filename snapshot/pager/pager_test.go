@@ -589,6 +589,19 @@ func TestA_page_comes_alone_before_Ready_and_with_its_frame_after_it(t *testing.
 	}
 }
 
+func TestNeighbours_that_come_alone_are_decompressed_once(t *testing.T) {
+	p, mem := restore(t, makeSnapshot(t, 64<<20, smallRAM), Options{Handlers: 1})
+	o := newToucher(t)
+	for page := range uint64(2) {
+		if err := o.read(mem, guestmem.GPA((2000+page)*pageSize), make([]byte, 1)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if pages, frames := p.Stats().PagesCopied.Load(), p.Stats().Frames.Load(); pages != 2 || frames != 1 {
+		t.Errorf("%d pages copied of %d frames, want 2 of 1", pages, frames)
+	}
+}
+
 func TestThe_first_resume_fills_each_page_alone_and_the_next_one_loads_only_these(t *testing.T) {
 	dir := makeSnapshot(t, 64<<20, smallRAM)
 	want := []uint64{2000, 2001, 2007, 1000}
