@@ -412,20 +412,53 @@ func (s *Store) Delete(ctx context.Context, key string) error {
 func (s *Store) List(ctx context.Context, prefix string, each func(blob.Info) error) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	for o := range s.core.ListObjectsIter(ctx, s.bucket, minio.ListObjectsOptions{Prefix: s.prefix + prefix, Recursive: true}) {
-		if o.Err != nil {
-			return fail(ctx, "listing", prefix, refusal(o.Err), nil)
-		}
-		key, ok := strings.CutPrefix(o.Key, s.prefix)
-		if !ok || blob.CheckKey(key) != nil {
-			continue // no object of a store
-		}
-		if err := each(blob.Info{Key: key, Size: o.Size, Changed: o.LastModified}); err != nil {
+	after := ""
+	for {
+		var objects []minio.ObjectInfo
+		err := s.again(ctx, func() (err error) {
+			objects, err = s.listPage(ctx, prefix, after)
 			return err
+		})
+		if err == nil && ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		if err != nil {
+			return fail(ctx, "listing", prefix, err, nil)
+		}
+		for _, o := range objects {
+			key, ok := strings.CutPrefix(o.Key, s.prefix)
+			if !ok || blob.CheckKey(key) != nil {
+				continue // no object of a store
+			}
+			if err := each(blob.Info{Key: key, Size: o.Size, Changed: o.LastModified}); err != nil {
+				return err
+			}
+		}
+		if len(objects) < page {
+			return nil
+		}
+		after = objects[page-1].Key
+	}
+}
+
+// page is how many objects a server tells of in one answer. List repeats the request for as many.
+const page = 1000
+
+// listPage returns the first objects whose keys come after one of the server's, or from the first on.
+func (s *Store) listPage(ctx context.Context, prefix, after string) (objects []minio.ObjectInfo, err error) {
+	for o := range s.core.ListObjectsIter(ctx, s.bucket, minio.ListObjectsOptions{Prefix: s.prefix + prefix, Recursive: true, StartAfter: after}) {
+		switch {
+		case o.Err != nil:
+			return nil, refusal(o.Err)
+		case after != "" && o.Key <= after:
+			return nil, errOrder
+		}
+		if objects = append(objects, o); len(objects) == page {
+			break
 		}
 	}
-	if ctx.Err() != nil {
-		return context.Cause(ctx)
-	}
-	return nil
+	return objects, nil
 }
+
+// errOrder means that a server tells of objects again, which would not end.
+var errOrder = errors.New("the server of objects does not list keys in their order: drowse cannot use it")

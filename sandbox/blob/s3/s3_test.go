@@ -2,9 +2,11 @@ package s3
 
 import (
 	"errors"
+	"fmt"
 	"io"
 	"net/http"
 	"net/http/httptest"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -128,5 +130,80 @@ func TestStore_refuses_answers_that_a_server_should_not_give(t *testing.T) {
 				t.Errorf("got %v", err)
 			}
 		})
+	}
+}
+
+// Of 2,500 objects a server tells in three answers, each of which breaks off once, and the connection before it.
+func TestStore_lists_each_object_once_when_answers_break_off(t *testing.T) {
+	const objects = 2500
+	asked := map[string]int{}
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		after, token := r.FormValue("start-after"), r.FormValue("continuation-token")
+		if asked[after+token]++; asked[after+token] == 1 {
+			panic(http.ErrAbortHandler)
+		}
+		first := 0
+		if last := max(after, token); last != "" {
+			first, _ = strconv.Atoi(strings.TrimPrefix(last, "prefix/o/"))
+			first++
+		}
+		var b strings.Builder
+		end := min(first+1000, objects)
+		fmt.Fprintf(&b, "<ListBucketResult><IsTruncated>%v</IsTruncated>", end < objects)
+		for i := first; i < end; i++ {
+			fmt.Fprintf(&b, "<Contents><Key>prefix/o/%04d</Key><Size>%d</Size><LastModified>2026-11-28T10:00:00Z</LastModified></Contents>", i, i)
+		}
+		fmt.Fprintf(&b, "<NextContinuationToken>prefix/o/%04d</NextContinuationToken></ListBucketResult>", end-1)
+		w.Header().Set("Content-Length", strconv.Itoa(b.Len()))
+		if asked[after+token] == 2 {
+			_, _ = io.WriteString(w, b.String()[:b.Len()/2])
+			_ = http.NewResponseController(w).Flush()
+			panic(http.ErrAbortHandler)
+		}
+		_, _ = io.WriteString(w, b.String())
+	}))
+	defer server.Close()
+	s, err := Open(Options{Endpoint: server.URL, Region: "r", Bucket: "bucket", Prefix: "prefix", PathStyle: true, Credentials: credentials.NewStaticV4("k", "s", ""), Tries: 1})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s.Close()
+	n, mine := 0, errors.New("the caller's own")
+	each := func(o blob.Info) error {
+		if want := fmt.Sprintf("o/%04d", n); o.Key != want || o.Size != int64(n) {
+			t.Fatalf("object %d is %+v", n, o)
+		}
+		n++
+		return nil
+	}
+	if err := s.List(t.Context(), "o/", each); err != nil || n != objects {
+		t.Errorf("%d objects, %v", n, err)
+	}
+	n = 0
+	err = s.List(t.Context(), "o/", func(blob.Info) error {
+		n++
+		return fmt.Errorf("%w: %w", errBroken, mine)
+	})
+	if n != 1 || !errors.Is(err, mine) {
+		t.Errorf("a caller that fails was called %d times: %v", n, err)
+	}
+}
+
+func TestStore_gives_up_a_server_that_lists_objects_again(t *testing.T) {
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		_, _ = io.WriteString(w, "<ListBucketResult>")
+		for i := range 1000 {
+			fmt.Fprintf(w, "<Contents><Key>%04d</Key><LastModified>2026-11-28T10:00:00Z</LastModified></Contents>", i)
+		}
+		_, _ = io.WriteString(w, "</ListBucketResult>")
+	}))
+	defer server.Close()
+	s, err := Open(Options{Endpoint: server.URL, Region: "r", Bucket: "bucket", PathStyle: true, Credentials: credentials.NewStaticV4("k", "s", "")})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s.Close()
+	if err := s.List(t.Context(), "", func(blob.Info) error { return nil }); !errors.Is(err, errOrder) {
+		t.Errorf("got %v", err)
 	}
 }
