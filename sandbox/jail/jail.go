@@ -106,6 +106,11 @@ func New(ctx context.Context, c Config) (j *Jail, err error) {
 	defer cancel()
 	order := prepareOrder{Shape: c.Shape, Shares: shareSources(c.Shares), NoDirtyLog: c.NoDirtyLog}
 	if err := j.vm.call(ctx, callPrepare, order, nil); err != nil {
+		select {
+		case <-j.conn.Done():
+			err = errors.Join(err, errors.New(j.verdict()))
+		default:
+		}
 		return nil, errors.Join(err, j.Close())
 	}
 	return j, nil

@@ -220,8 +220,7 @@ func (g *cgroup) make() error {
 
 // moveNothing moves this process to the cgroup that it is in. The first move of a process takes the kernel 10 ms, in
 // which it waits for all processors (percpu_down_write of cgroup_threadgroup_rwsem); another one just after it takes
-// 0.05 ms. The keeper does the first while the child's namespaces are made, so that add is fast. An error loses only
-// that time.
+// 0.05 ms. The keeper begins with the first while the child's namespaces are made. An error loses only that time.
 func (g *cgroup) moveNothing() {
 	if g.own != "" {
 		_ = put(filepath.Join(g.own, "cgroup.procs"), "0")

@@ -80,9 +80,6 @@ func enter() (a assignment, err error) {
 	if err := os.Unsetenv(assignmentEnv); err != nil {
 		return a, err
 	}
-	if err := a.await(); err != nil {
-		return a, err
-	}
 	_ = time.Now().Local().String() // reads the host's time zone, which a log needs later
 	if abi, _ := ll.LandlockGetABIVersion(); a.Shares && abi < shareABI {
 		return a, fmt.Errorf("the kernel has Landlock's ABI %d, and shares need %d (Linux 6.2), "+
@@ -97,6 +94,7 @@ func enter() (a assignment, err error) {
 		{"dropping rights", a.dropRights},
 		{"tying it to the keeper", a.tie},
 		{"restricting it by Landlock", a.restrict},
+		{"waiting for its cgroup", a.await},
 	} {
 		if err := step.do(); err != nil {
 			return a, fmt.Errorf("%s: %w", step.what, err)
@@ -105,7 +103,8 @@ func enter() (a assignment, err error) {
 	return a, nil
 }
 
-// await returns when the keeper has moved this process to its cgroup: threads from before would not count there.
+// await returns when the keeper has moved this process to its cgroup, which takes the kernel of a busy host some 10 ms.
+// Memory from before does not count there, and threads may be more than the limit: work must not begin earlier.
 func (a *assignment) await() error {
 	for {
 		switch n, err := unix.Read(a.Life, make([]byte, 1)); {
@@ -115,7 +114,7 @@ func (a *assignment) await() error {
 		case n == 0:
 			return ErrOrphan
 		default:
-			return nil
+			return os.NewSyscallError("close", unix.Close(a.Life))
 		}
 	}
 }
@@ -228,17 +227,17 @@ func (a *assignment) tie() error {
 		return err
 	}
 	// The keeper may have ended before. Then nobody has the other end.
-	p := []unix.PollFd{{Fd: int32(a.Life), Events: unix.POLLIN}}
+	p := []unix.PollFd{{Fd: int32(a.Life)}} // POLLHUP needs no asking
 	for {
 		switch _, err := unix.Poll(p, 0); {
 		case errors.Is(err, unix.EINTR):
-			continue
 		case err != nil:
 			return os.NewSyscallError("poll", err)
 		case p[0].Revents != 0:
 			return ErrOrphan
+		default:
+			return nil
 		}
-		return os.NewSyscallError("close", unix.Close(a.Life))
 	}
 }
 

@@ -62,6 +62,8 @@ type Process struct {
 	cmd    *exec.Cmd
 	shares bool
 	life   *os.File // kept open: its end tells the child that the keeper has ended
+	joined chan struct{}
+	unable error // to join its cgroup, after joined
 	done   chan struct{}
 	err    error // of Wait, after done
 
@@ -97,7 +99,7 @@ func Start(ctx context.Context, p Profile) (_ *Process, err error) {
 	if err := context.Cause(ctx); err != nil {
 		return nil, err
 	}
-	c := &Process{shares: p.Shares, done: make(chan struct{}), limits: p.Limits}
+	c := &Process{shares: p.Shares, joined: make(chan struct{}), done: make(chan struct{}), limits: p.Limits}
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, c.free())
@@ -179,9 +181,11 @@ func (c *Process) prepare(p Profile) (err error) {
 // run starts the child and waits for it on a thread of its own: a child gets SIGKILL at the end of the thread that
 // started it (prctl(2), PR_SET_PDEATHSIG), and Go may end another. That thread is never used again.
 func (c *Process) run(running func()) error {
-	var moved sync.WaitGroup
-	moved.Go(c.cgroup.moveNothing)
-	defer moved.Wait()
+	moved := make(chan struct{})
+	go func() {
+		defer close(moved)
+		c.cgroup.moveNothing()
+	}()
 	started := make(chan error)
 	go func() {
 		runtime.LockOSThread()
@@ -196,25 +200,37 @@ func (c *Process) run(running func()) error {
 		if err != nil {
 			return
 		}
-		c.err = verdict(c.cmd.Wait())
+		<-c.joined // until it is waited for, no other process has its number
+		c.err = errors.Join(c.unable, verdict(c.cmd.Wait()))
 		close(c.done)
 	}()
 	if err := <-started; err != nil {
+		<-moved
 		c.cmd = nil
 		return err
 	}
 	if running != nil {
 		running()
 	}
+	err := c.limitResource(unix.RLIMIT_MEMLOCK, c.limits.LockedBytes)
+	go func() {
+		defer close(c.joined)
+		<-moved
+		c.unable = c.join()
+	}()
+	return err
+}
+
+// join moves the child to its cgroup, and says so to Enter.
+func (c *Process) join() error {
 	// Wait says why if it has ended so soon.
 	if err := c.cgroup.add(c.cmd.Process.Pid); err != nil && !errors.Is(err, unix.ESRCH) {
-		return err
+		return errors.Join(err, c.Kill())
 	}
-	if err := c.limitResource(unix.RLIMIT_MEMLOCK, c.limits.LockedBytes); err != nil {
-		return err
+	if _, err := c.life.Write([]byte{1}); err != nil && !errors.Is(err, unix.EPIPE) {
+		return errors.Join(err, c.Kill())
 	}
-	_, err := c.life.Write([]byte{1}) // Enter waits for it
-	return err
+	return nil
 }
 
 // limitResource sets a limit of the child by prlimit(2); 0 leaves the host's, and so does a keeper that may not:
