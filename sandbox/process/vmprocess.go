@@ -85,12 +85,6 @@ func ServeProcessWith(ctx context.Context, args []string, o ProcessOptions) (err
 	case len(args) == 1 && args[0] == network.Argument:
 		return network.Main()
 	}
-	terminated, stop := signal.NotifyContext(context.Background(), unix.SIGTERM)
-	defer stop()
-	PrepareProcess()
-	if err := unix.CloseRange(control.ReportFD, math.MaxUint32, unix.CLOSE_RANGE_CLOEXEC); err != nil {
-		return fmt.Errorf("keeping files from programs that the process of a VM starts: %w", err)
-	}
 	var (
 		dir     string
 		standby bool
@@ -111,6 +105,14 @@ func ServeProcessWith(ctx context.Context, args []string, o ProcessOptions) (err
 	if f.NArg() > 0 {
 		return fmt.Errorf("the arguments of a VM's process: %q is one too many", f.Arg(0))
 	}
+	if dir == "" || !standby && ord.Name == "" {
+		return errors.New("the arguments of a VM's process: it has no state directory or no order: drowse starts this program, not a person")
+	}
+	terminated, stop := signal.NotifyContext(context.Background(), unix.SIGTERM)
+	defer stop()
+	if err := unix.CloseRange(control.ReportFD, math.MaxUint32, unix.CLOSE_RANGE_CLOEXEC); err != nil {
+		return fmt.Errorf("keeping files from programs that the process of a VM starts: %w", err)
+	}
 	s, err := state.OpenStore(dir)
 	if err != nil {
 		return err
@@ -118,12 +120,14 @@ func ServeProcessWith(ctx context.Context, args []string, o ProcessOptions) (err
 	s = s.WithHostHooks(o.HostHooks...)
 	program := os.Args[1 : len(os.Args)-len(args)]
 	if standby {
+		PrepareProcess()
 		return standBy(ctx, terminated, s, program, shape)
 	}
 	ahead, err := makeJail(program, nil)
 	if err != nil {
 		return err
 	}
+	PrepareProcess() // while the confined process starts
 	defer func() { err = errors.Join(err, ahead.Close()) }()
 	files := []*os.File{os.NewFile(control.ReportFD, "report")}
 	if ord.Third() {

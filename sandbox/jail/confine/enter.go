@@ -67,7 +67,7 @@ func Enter() (LockOptions, error) {
 	if err != nil {
 		return LockOptions{}, fmt.Errorf("confining this process: %w", err)
 	}
-	return LockOptions{Shares: a.Shares, Network: a.Network, LogOnly: a.LogOnly}, nil
+	return LockOptions{Shares: a.Shares, Network: a.Network, LogOnly: a.LogOnly, life: a.Life}, nil
 }
 
 func enter() (a assignment, err error) {
@@ -94,29 +94,12 @@ func enter() (a assignment, err error) {
 		{"dropping rights", a.dropRights},
 		{"tying it to the keeper", a.tie},
 		{"restricting it by Landlock", a.restrict},
-		{"waiting for its cgroup", a.await},
 	} {
 		if err := step.do(); err != nil {
 			return a, fmt.Errorf("%s: %w", step.what, err)
 		}
 	}
 	return a, nil
-}
-
-// await returns when the keeper has moved this process to its cgroup, which takes the kernel of a busy host some 10 ms.
-// Memory from before does not count there, and threads may be more than the limit: work must not begin earlier.
-func (a *assignment) await() error {
-	for {
-		switch n, err := unix.Read(a.Life, make([]byte, 1)); {
-		case errors.Is(err, unix.EINTR):
-		case err != nil:
-			return os.NewSyscallError("read", err)
-		case n == 0:
-			return ErrOrphan
-		default:
-			return os.NewSyscallError("close", unix.Close(a.Life))
-		}
-	}
 }
 
 func (a *assignment) limit() error {

@@ -221,7 +221,7 @@ func (c *Process) run(running func()) error {
 	return err
 }
 
-// join moves the child to its cgroup, and says so to Enter.
+// join moves the child to its cgroup, and says so to Lock.
 func (c *Process) join() error {
 	// Wait says why if it has ended so soon.
 	if err := c.cgroup.add(c.cmd.Process.Pid); err != nil && !errors.Is(err, unix.ESRCH) {
