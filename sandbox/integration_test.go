@@ -294,6 +294,56 @@ func clone(e *guesttest.Env, snap, name string) {
 	}
 }
 
+// unread is RAM of which nothing is read.
+type unread struct {
+	zeros
+	slots []snapshot.Slot
+}
+
+func (u unread) Slots() []snapshot.Slot { return u.slots }
+
+// otherTSC returns a copy of a snapshot in which the time stamp counter of each vCPU has another value: a host that was
+// restarted since has a smaller one, another host any.
+func otherTSC(t *testing.T, s *state.Store, snap string, tsc uint64) string {
+	t.Helper()
+	from, err := snapshot.Open(s.SnapshotDir(snap))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer from.Close()
+	m, states, changed := from.Manifest(), from.Payloads(), 0
+	for i := range states {
+		if states[i].Kind != "kvm-vcpu" {
+			continue
+		}
+		const msrTSC, entry = 0x10, 16
+		data := bytes.Clone(states[i].Data)
+		for rest := data; len(rest) > 8; { // records: tag, length, data
+			n := binary.LittleEndian.Uint32(rest[4:])
+			record := rest[8 : 8+n]
+			rest = rest[8+n:]
+			for ; n%entry == 0 && len(record) > 0; record = record[entry:] {
+				if binary.LittleEndian.Uint64(record) == msrTSC && binary.LittleEndian.Uint64(record[8:]) > 1<<20 {
+					binary.LittleEndian.PutUint64(record[8:], tsc)
+					changed++
+				}
+			}
+		}
+		states[i].Data = data
+	}
+	if changed != m.VCPUs {
+		t.Fatalf("%d counters of %d vCPUs", changed, m.VCPUs)
+	}
+	id := spec.NewID()
+	if _, err := snapshot.Create(t.Context(), s.SnapshotDir(id), snapshot.Spec{
+		ID: id, Sandbox: m.Sandbox, VCPUs: m.VCPUs, Kernel: m.Kernel, Image: m.Image, Disks: m.Disks, Host: m.Host, Labels: m.Labels,
+		Payloads: states, Memory: unread{slots: from.Memory().Slots()}, Base: from, Changed: guestmem.NewPageSet(from.Memory().Pages()),
+	}); err != nil {
+		t.Fatal(err)
+	}
+	return id
+}
+
 // One boot serves all subtests.
 func TestWith_clones_of_one_snapshot(t *testing.T) {
 	t.Parallel()
@@ -350,6 +400,36 @@ func TestWith_clones_of_one_snapshot(t *testing.T) {
 		until(2)
 		if err := errors.Join(box.Delete(t.Context(), sandbox.DeleteOptions{Force: true}), e.Store.State.RemoveSnapshot(t.Context(), taken.Snapshot)); err != nil {
 			t.Error(err)
+		}
+	})
+	sub("the clocks go on where the host's counter has begun anew or is far ahead", func(t *testing.T, e *guesttest.Env) {
+		const read = "import time; print(time.monotonic_ns(), time.time_ns())"
+		clocks := func(name string) (mono, wall time.Duration) {
+			t.Helper()
+			out := e.Do(name, "python3", "-c", read)
+			if _, err := fmt.Sscan(out, &mono, &wall); err != nil {
+				t.Fatalf("the clocks are %q: %v", out, err)
+			}
+			return mono, wall
+		}
+		clone(e, snap, "usual")
+		usual, _ := clocks("usual")
+		for _, host := range []struct {
+			name string
+			tsc  uint64 // in place of what the guest had
+		}{{"restarted", 1 << 60}, {"ahead", 1}} {
+			begun := time.Now()
+			clone(e, otherTSC(t, e.Store.State, snap, host.tsc), host.name)
+			mono, wall := clocks(host.name)
+			if mono < usual-time.Since(begun) || mono > usual+time.Since(begun)+time.Hour {
+				t.Errorf("%s: the monotonic clock is %v, elsewhere %v", host.name, mono, usual)
+			}
+			if off := wall - time.Duration(time.Now().UnixNano()); off > 0 || off < -time.Since(begun)-time.Second {
+				t.Errorf("%s: the time is off by %v", host.name, off)
+			}
+			if again, _ := clocks(host.name); again < mono {
+				t.Errorf("%s: the monotonic clock goes back from %v to %v", host.name, mono, again)
+			}
 		}
 	})
 	sub("an exported snapshot comes to life in another store", func(t *testing.T, e *guesttest.Env) {
