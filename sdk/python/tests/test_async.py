@@ -70,13 +70,14 @@ class Methods(unittest.IsolatedAsyncioTestCase):
         with self.assertRaises(drowse.Conflict) as e:
             await self.make(name="a")
         self.assertEqual(e.exception.code, "exists")
-        with self.assertRaises(drowse.InvalidRequest):
+        with self.assertRaises(drowse.InvalidRequest) as e:
             await self.make(memory_mib=-1)
+        self.assertEqual(e.exception.field, "spec.memory_mib")
         with self.assertRaises(drowse.InvalidRequest):
             await a.run([])
         with self.assertRaises(drowse.InvalidRequest) as e:
             await a.exec([])
-        self.assertEqual(e.exception.code, "invalid")
+        self.assertEqual((e.exception.code, e.exception.field), ("invalid", "command"))
         async with AsyncDrowse(token=os.environ["TEST_SLOW_TOKEN"], retries=0) as slow:
             with self.assertRaises(drowse.TooManyRequests) as e:
                 for _ in range(10):

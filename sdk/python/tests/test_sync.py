@@ -71,13 +71,14 @@ class Methods(unittest.TestCase):
         with self.assertRaises(drowse.Conflict) as e:
             self.make(name="a")
         self.assertEqual(e.exception.code, "exists")
-        with self.assertRaises(drowse.InvalidRequest):
+        with self.assertRaises(drowse.InvalidRequest) as e:
             self.make(memory_mib=-1)
+        self.assertEqual(e.exception.field, "spec.memory_mib")
         with self.assertRaises(drowse.InvalidRequest):
             a.run([])
         with self.assertRaises(drowse.InvalidRequest) as e:
             a.exec([])
-        self.assertEqual(e.exception.code, "invalid")
+        self.assertEqual((e.exception.code, e.exception.field), ("invalid", "command"))
         with Drowse(token=os.environ["TEST_SLOW_TOKEN"], retries=0) as slow:
             with self.assertRaises(drowse.TooManyRequests) as e:
                 for _ in range(10):

@@ -78,9 +78,9 @@ describe("the client", { skip: env("DROWSE_URL") ? false : "there is no server: 
       await assert.rejects(other.sandbox("a").exec(["true"]), kind);
     }
     await assert.rejects(make({ name: "a" }), (e: drowse.APIError) => e instanceof drowse.Conflict && e.code === "exists");
-    await assert.rejects(make({ memory_mib: -1 }), drowse.InvalidRequest);
+    await assert.rejects(make({ memory_mib: -1 }), (e: drowse.APIError) => e instanceof drowse.InvalidRequest && e.field === "spec.memory_mib");
     await assert.rejects(a.run([]), drowse.InvalidRequest);
-    await assert.rejects(a.exec([]), (e: drowse.APIError) => e instanceof drowse.InvalidRequest && e.code === "invalid");
+    await assert.rejects(a.exec([]), (e: drowse.APIError) => e instanceof drowse.InvalidRequest && e.code === "invalid" && e.field === "command");
     const slow = new Drowse({ token: env("TEST_SLOW_TOKEN"), retries: 0 });
     await assert.rejects(async () => {
       for (let i = 0; i < 10; i++) await slow.version();
