@@ -203,6 +203,13 @@ test-scale: check-go
 	@GOBIN=$(CURDIR)/.cache/bin go install github.com/versity/versitygw/cmd/versitygw@$(VERSITYGW)
 	DROWSE_TEST_VERSITYGW=$(CURDIR)/.cache/bin/versitygw DROWSE_TEST_CLUSTER_KILLS=$(or $(KILLS),200) CGO_ENABLED=0 $(GO_TEST) -count 1 -timeout 60m -tags versitygw -v -run 'TestStore_|behind_a_network|TestCrash' ./sandbox/blob/s3 ./sandbox/archive ./sandbox/cluster
 
+# test-acme has the gateway get and renew certificates from an ACME server, Let's Encrypt's for tests: some two minutes.
+PEBBLE ?= v2.10.3
+.PHONY: test-acme
+test-acme: check-go
+	@GOBIN=$(CURDIR)/.cache/bin go install github.com/letsencrypt/pebble/v2/cmd/pebble@$(PEBBLE)
+	@DROWSE_TEST_PEBBLE=$(CURDIR)/.cache/bin/pebble $(GO_TEST) -count 1 -timeout 10m -tags pebble -v -run TestACME ./sandbox/gateway
+
 # test-api sends the HTTP API requests made from its document: `make test-api REQUESTS=100000 SEED=7`.
 REQUESTS ?= 20000
 SEED ?= 1
