@@ -84,7 +84,7 @@ func (s *Host) Create(ctx context.Context, want Spec, o CreateOptions) (b *Sandb
 // setFirstMetadata gives a new sandbox its metadata; nil is none.
 func setFirstMetadata(r *state.Record, m *spec.Metadata) error {
 	if m != nil && lifetime.Expired(m.Expires, time.Now()) {
-		return fmt.Errorf("%w: it would expire at %s, which is over", spec.ErrMetadata, m.Expires.Format(time.RFC3339))
+		return spec.InField("expires", fmt.Errorf("%w: it would expire at %s, which is over", spec.ErrMetadata, m.Expires.Format(time.RFC3339)))
 	}
 	return r.SetMetadata(m)
 }
@@ -97,7 +97,7 @@ const creationPoll = 20 * time.Millisecond
 // created is false then. GetOrCreate waits for a sandbox that is being made.
 func (s *Host) GetOrCreate(ctx context.Context, want Spec, o CreateOptions) (b *Sandbox, created bool, err error) {
 	if want.Name == "" {
-		return nil, false, fmt.Errorf("%w: no name is given to get the sandbox by", ErrSpec)
+		return nil, false, spec.InField("name", fmt.Errorf("%w: no name is given to get the sandbox by", ErrSpec))
 	}
 	for {
 		r, err := s.State.Get(want.Name)
@@ -673,7 +673,7 @@ func (b *Sandbox) Sleep(ctx context.Context, o SleepOptions) (res spec.SleepResu
 	}
 	ctx, ended := s.begin(ctx, control.OpSleep, name)
 	defer func() { ended(control.Operation{Saved: res, Err: err}) }()
-	if err := o.Hooks.Validate(); err != nil {
+	if err := spec.InField("hooks", o.Hooks.Validate()); err != nil {
 		return res, err
 	}
 	r, err := s.awaitStarted(ctx, name)
@@ -768,7 +768,7 @@ func (b *Sandbox) Snapshot(ctx context.Context, o SnapshotOptions) (res spec.Sle
 	s, name := b.host, b.name
 	ctx, ended := s.begin(ctx, control.OpSnapshot, name)
 	defer func() { ended(control.Operation{Saved: res, Err: err}) }()
-	if err := errors.Join(o.Hooks.Validate(), spec.CheckNote(o.Note)); err != nil {
+	if err := errors.Join(spec.InField("hooks", o.Hooks.Validate()), spec.CheckNote(o.Note)); err != nil {
 		return res, err
 	}
 	if err := s.State.AdmitDisk(ctx, s.State.Owner(name)); err != nil {

@@ -41,7 +41,7 @@ var rules = []rule{
 
 	// Examples import what programs elsewhere import.
 	{"examples/...", []string{"sandbox/...", "netpolicy", "netpolicy/link", "guest"}},
-	{"sdk/...", []string{"sandbox/...", "guest/fakeguest"}},
+	{"sdk/...", []string{"sandbox/...", "guest/fakeguest", "netpolicy"}},
 	{"bench/...", []string{"sandbox/...", "vmm/...", "devices/...", "snapshot/...", "netpolicy/...", "rootfs/...", "guest", "internal/osfile"}},
 	{"sandbox/supervisor", []string{"sandbox", "sandbox/state", "sandbox/template", "sandbox/control", "sandbox/pool", "sandbox/spec", "sandbox/fleet", "sandbox/events", "netpolicy", "netpolicy/link", "netpolicy/hostnet", "netpolicy/refmodel"}},
 	// The lifecycle builds upon VMs. Records and lifetimes know nothing of VMs.

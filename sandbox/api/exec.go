@@ -12,6 +12,7 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
@@ -64,13 +65,13 @@ func (l *limited) Write(p []byte) (int, error) {
 // execute runs a command and keeps its output.
 func execute(ctx context.Context, b *sandbox.Sandbox, e *wire.Exec) (wire.Executed, error) {
 	if len(e.Command) == 0 || e.Command[0] == "" {
-		return wire.Executed{}, fmt.Errorf("%w: there is no command", sandbox.ErrSpec)
+		return wire.Executed{}, spec.InField("command", fmt.Errorf("%w: there is no command", sandbox.ErrSpec))
 	}
 	if len(e.Stdin) > wire.MaxStdin {
-		return wire.Executed{}, fmt.Errorf("%w: stdin of %d bytes: use %d at most, and copy a file for more", sandbox.ErrSpec, len(e.Stdin), wire.MaxStdin)
+		return wire.Executed{}, spec.InField("stdin", fmt.Errorf("%w: stdin of %d bytes: use %d at most, and copy a file for more", sandbox.ErrSpec, len(e.Stdin), wire.MaxStdin))
 	}
 	if e.TimeoutSeconds < 0 || e.TimeoutSeconds > wire.MaxExecSeconds {
-		return wire.Executed{}, fmt.Errorf("%w: timeout_seconds %d: use 1 to %d", sandbox.ErrSpec, e.TimeoutSeconds, wire.MaxExecSeconds)
+		return wire.Executed{}, spec.InField("timeout_seconds", fmt.Errorf("%w: timeout_seconds %d: use 1 to %d", sandbox.ErrSpec, e.TimeoutSeconds, wire.MaxExecSeconds))
 	}
 	limit := time.Duration(e.TimeoutSeconds) * time.Second
 	if limit == 0 {

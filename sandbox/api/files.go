@@ -15,6 +15,7 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // filePath returns the path that a request names: absolute, without zero bytes.
@@ -25,7 +26,7 @@ func (r *request) filePath(key string) (string, error) {
 func checkPath(key, p string) (string, error) {
 	const longest = 4096 // PATH_MAX
 	if !path.IsAbs(p) || strings.ContainsRune(p, 0) || len(p) > longest {
-		return "", fmt.Errorf("%w: %s %.64q: name an absolute path of the sandbox, of %d bytes at most", sandbox.ErrSpec, key, p, longest)
+		return "", spec.InField(key, fmt.Errorf("%w: %s %.64q: name an absolute path of the sandbox, of %d bytes at most", sandbox.ErrSpec, key, p, longest))
 	}
 	return p, nil
 }
@@ -38,7 +39,7 @@ func (r *request) flag(name string) (bool, error) {
 	}
 	is, err := strconv.ParseBool(text)
 	if err != nil {
-		return false, fmt.Errorf("%w: %s=%.64q: use 1 or 0", sandbox.ErrSpec, name, text)
+		return false, spec.InField(name, fmt.Errorf("%w: %s=%.64q: use 1 or 0", sandbox.ErrSpec, name, text))
 	}
 	return is, nil
 }
@@ -50,7 +51,7 @@ func modeOf(text string) (fs.FileMode, error) {
 	}
 	n, err := strconv.ParseUint(text, 8, 32)
 	if err != nil || n == 0 || n > 0o777 {
-		return 0, fmt.Errorf("%w: mode %.64q: use octal digits from 0001 to 0777", sandbox.ErrSpec, text)
+		return 0, spec.InField("mode", fmt.Errorf("%w: mode %.64q: use octal digits from 0001 to 0777", sandbox.ErrSpec, text))
 	}
 	return fs.FileMode(n), nil
 }
@@ -319,7 +320,7 @@ func unpackTree(ctx context.Context, c *guest.Client, r *request) (out wire.Move
 func watchFiles(s *Server, r *request) (int, any, error) {
 	q := r.URL.Query()["path"]
 	if len(q) == 0 || len(q) > maxPaths {
-		return 0, nil, fmt.Errorf("%w: %d paths: give 1 to %d, each as path=", sandbox.ErrSpec, len(q), maxPaths)
+		return 0, nil, spec.InField("path", fmt.Errorf("%w: %d paths: give 1 to %d, each as path=", sandbox.ErrSpec, len(q), maxPaths))
 	}
 	for _, p := range q {
 		if _, err := checkPath("path", p); err != nil {

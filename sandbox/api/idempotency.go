@@ -12,6 +12,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
 	"github.com/drowse-vm/drowse/sandbox/records"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // Bounds of requests with an Idempotency-Key.
@@ -60,7 +61,7 @@ func (s *Server) once(r *request, do func() (int, any, error)) (int, any, error)
 		return do()
 	}
 	if len(key) > maxKey || len(r.Header.Values("Idempotency-Key")) > 1 {
-		return 0, nil, fmt.Errorf("%w: use one Idempotency-Key of %d bytes at most", sandbox.ErrSpec, maxKey)
+		return 0, nil, spec.InField("Idempotency-Key", fmt.Errorf("%w: use one Idempotency-Key of %d bytes at most", sandbox.ErrSpec, maxKey))
 	}
 	text, err := json.Marshal(r.body)
 	if err != nil {

@@ -76,7 +76,7 @@ func resourceRoutes() []route {
 			if name := r.PathValue("service"); want.Name == "" {
 				want.Name = name
 			} else if want.Name != name {
-				return wire.Service{}, fmt.Errorf("%w: the service is called %.64q in the path and %.64q in the body", sandbox.ErrSpec, name, want.Name)
+				return wire.Service{}, spec.InField("name", fmt.Errorf("%w: the service is called %.64q in the path and %.64q in the body", sandbox.ErrSpec, name, want.Name))
 			}
 			if m.ImageConfig {
 				c, err := b.Command(guest.Cmd{Env: want.Env, Dir: want.Dir, User: want.User})
@@ -224,7 +224,7 @@ func auditLines(s *Server, r *request) (int, any, error) {
 	follow, err := r.flag("follow")
 	if text := r.URL.Query().Get("since"); text != "" && err == nil {
 		if o.Since, err = time.Parse(time.RFC3339Nano, text); err != nil {
-			err = fmt.Errorf("%w: since %.64q: use a time as 2026-11-22T13:25:42Z", sandbox.ErrSpec, text)
+			err = spec.InField("since", fmt.Errorf("%w: since %.64q: use a time as 2026-11-22T13:25:42Z", sandbox.ErrSpec, text))
 		}
 	}
 	if err != nil {
@@ -333,7 +333,12 @@ func hostRoutes() []route {
 			if err == nil {
 				_, err = s.o.Host.State.Volumes().Create(r.Context(), m.Name, size)
 			}
-			if err != nil {
+			switch {
+			case errors.Is(err, volume.ErrName):
+				return 0, nil, spec.InField("name", err)
+			case errors.Is(err, volume.ErrSize):
+				return 0, nil, spec.InField("size_mib", err)
+			case err != nil:
 				return 0, nil, err
 			}
 			v, err := s.volume(m.Name)
@@ -402,7 +407,7 @@ func describeHost(s *Server, r *request) (int, any, error) {
 func bytesOf(mib int64) (int64, error) {
 	const most = 1 << 40
 	if mib < 1 || mib > most {
-		return 0, fmt.Errorf("%w: size_mib %d: use 1 or more", sandbox.ErrSpec, mib)
+		return 0, spec.InField("size_mib", fmt.Errorf("%w: size_mib %d: use 1 or more", sandbox.ErrSpec, mib))
 	}
 	return mib << 20, nil
 }
@@ -425,7 +430,7 @@ func (s *Server) volume(name string) (wire.Volume, error) {
 
 func cloneSnapshot(s *Server, r *request) (int, any, error) {
 	m := r.body.(*wire.Clone)
-	if err := errors.Join(mayPromote(r, &m.Metadata.Persist), s.ownSpec(r.caller(), &spec.VM{}, &m.Metadata)); err != nil {
+	if err := errors.Join(spec.InObject("metadata", mayPromote(r, &m.Metadata.Persist)), s.ownSpec(r.caller(), &spec.VM{}, &m.Metadata)); err != nil {
 		return 0, nil, err
 	}
 	id, err := s.reachesSnapshot(r.Context(), r.caller(), r.PathValue("id"))
@@ -438,6 +443,9 @@ func cloneSnapshot(s *Server, r *request) (int, any, error) {
 	}
 	defer done()
 	b, err := s.o.Host.Clone(r.Context(), id, sandbox.CloneOptions{Name: m.Name, Policy: m.Policy, Idle: m.Idle, Metadata: &m.Metadata})
+	if errors.Is(err, spec.ErrMetadata) {
+		err = spec.InObject("metadata", err)
+	}
 	if err != nil {
 		return 0, nil, err
 	}
@@ -503,11 +511,11 @@ func pullImage(s *Server, r *request) (int, any, error) {
 	m := r.body.(*wire.Pull)
 	if !strings.HasPrefix(m.From, "docker://") && !strings.HasPrefix(m.From, "debian:") {
 		// The others are files of the host.
-		return 0, nil, fmt.Errorf("%w: from %.128q: use docker://REFERENCE or debian:SUITE, or import a file", sandbox.ErrSpec, m.From)
+		return 0, nil, spec.InField("from", fmt.Errorf("%w: from %.128q: use docker://REFERENCE or debian:SUITE, or import a file", sandbox.ErrSpec, m.From))
 	}
 	if m.Tag != "" {
 		if _, err := image.NormalizeTag(m.Tag); err != nil {
-			return 0, nil, asked(err)
+			return 0, nil, spec.InField("tag", asked(err))
 		}
 	}
 	store, err := image.OpenStore(s.o.Host.State.ImageDir())
@@ -529,10 +537,10 @@ func pullImage(s *Server, r *request) (int, any, error) {
 func importImage(s *Server, r *request) (int, any, error) {
 	q := r.URL.Query()
 	if f := q.Get("format"); !slices.Contains([]string{"docker-archive", "oci-archive", "tar"}, f) {
-		return 0, nil, fmt.Errorf("%w: format %.64q: use docker-archive, oci-archive or tar", sandbox.ErrSpec, f)
+		return 0, nil, spec.InField("format", fmt.Errorf("%w: format %.64q: use docker-archive, oci-archive or tar", sandbox.ErrSpec, f))
 	}
 	if q.Get("tag") == "" {
-		return 0, nil, fmt.Errorf("%w: there is no tag", sandbox.ErrSpec)
+		return 0, nil, spec.InField("tag", fmt.Errorf("%w: there is no tag", sandbox.ErrSpec))
 	}
 	store, err := image.OpenStore(s.o.Host.State.ImageDir())
 	if err != nil {
@@ -548,7 +556,7 @@ func exportImage(s *Server, r *request) (int, any, error) {
 		format = string(oci.FormatEROFS)
 	}
 	if !slices.Contains([]oci.Format{oci.FormatEROFS, "tar", "oci-archive"}, oci.Format(format)) {
-		return 0, nil, fmt.Errorf("%w: format %.64q: use erofs, tar or oci-archive", sandbox.ErrSpec, format)
+		return 0, nil, spec.InField("format", fmt.Errorf("%w: format %.64q: use erofs, tar or oci-archive", sandbox.ErrSpec, format))
 	}
 	store, err := image.OpenStore(s.o.Host.State.ImageDir())
 	if err != nil {

@@ -281,7 +281,7 @@ func lifecycle() []route {
 		act("restore", "Take a sandbox that does not run back to one of its snapshots, in which it sleeps then.", wire.Restore{}, func(ctx context.Context, b *sandbox.Sandbox, r *request) error {
 			id, err := r.server.reachesSnapshot(ctx, r.caller(), r.body.(*wire.Restore).Snapshot)
 			if err != nil {
-				return err
+				return spec.InField("snapshot", err)
 			}
 			return b.Rewind(ctx, id)
 		}),
@@ -302,6 +302,9 @@ func lifecycle() []route {
 				}
 				defer done()
 				made, err := f.Fork(ctx, r.name(), children)
+				if spec.FieldOf(err) != "children" {
+					err = spec.InObject("children", err)
+				}
 				for _, one := range made {
 					if mine := r.caller().Owner; mine != "" && one.Owner != mine { // it was given to another
 						return wire.Forked{}, fmt.Errorf("%w: %.64q", sandbox.ErrExists, one.Name)
@@ -330,7 +333,7 @@ func lifecycle() []route {
 			takes: wire.Extend{}, gives: records.Sandbox{}, needsBody: true, serve: onFleet(func(ctx context.Context, f *fleet.Fleet, r *request) (records.Sandbox, error) {
 				until := r.body.(*wire.Extend).Until
 				if until.IsZero() {
-					return records.Sandbox{}, fmt.Errorf("%w: there is no until: give a time as 2026-11-22T13:25:42Z", sandbox.ErrSpec)
+					return records.Sandbox{}, spec.InField("until", fmt.Errorf("%w: there is no until: give a time as 2026-11-22T13:25:42Z", sandbox.ErrSpec))
 				}
 				return f.Extend(ctx, r.name(), until)
 			}),
@@ -361,7 +364,7 @@ func reading() []route {
 				span.Limit = int(limit)
 				if text := r.URL.Query().Get("before"); text != "" {
 					if span.Before, err = time.Parse(time.RFC3339Nano, text); err != nil {
-						return wire.History{}, fmt.Errorf("%w: before %q: use a time as 2026-11-22T13:25:42Z", sandbox.ErrSpec, text)
+						return wire.History{}, spec.InField("before", fmt.Errorf("%w: before %q: use a time as 2026-11-22T13:25:42Z", sandbox.ErrSpec, text))
 					}
 				}
 				h, err := f.History(ctx, r.name(), span)
@@ -465,7 +468,7 @@ func (r *request) number(name string, without, least, most int64) (int64, error)
 	}
 	n, err := strconv.ParseInt(text, 10, 64)
 	if err != nil || n < least || n > most {
-		return 0, fmt.Errorf("%w: %s %q: use %d to %d", sandbox.ErrSpec, name, text, least, most)
+		return 0, spec.InField(name, fmt.Errorf("%w: %s %q: use %d to %d", sandbox.ErrSpec, name, text, least, most))
 	}
 	return n, nil
 }
@@ -475,7 +478,7 @@ func filterOf(r *request) (f records.Filter, err error) {
 	q := r.URL.Query()
 	for key := range q {
 		if !slices.Contains([]string{"owner", "tag", "class", "status", "limit", "after"}, key) {
-			return f, fmt.Errorf("%w: there is no parameter %q", sandbox.ErrSpec, key)
+			return f, spec.InField(key, fmt.Errorf("%w: there is no parameter %q", sandbox.ErrSpec, key))
 		}
 	}
 	limit, err := r.number("limit", records.DefaultPage, 1, records.MaxPage)
@@ -515,13 +518,13 @@ func list(ctx context.Context, f *fleet.Fleet, r *request) (wire.List, error) {
 func create(s *Server, r *request) (int, any, error) {
 	b := r.body.(*wire.Create)
 	if err := mayBoot(r, b.Spec.Kernel); err != nil {
-		return 0, nil, err
+		return 0, nil, spec.InObject("spec", err)
 	}
 	if len(b.Spec.Shares) > 0 && !CallerOf(r.Context()).Local {
 		// The same holds for the files of a directory, to read and to write.
-		return 0, nil, fmt.Errorf("%w: shared directories of the host: ask by the Unix socket", sandbox.ErrSpec)
+		return 0, nil, spec.InField("spec.shares", fmt.Errorf("%w: shared directories of the host: ask by the Unix socket", sandbox.ErrSpec))
 	}
-	if err := errors.Join(mayPromote(r, &b.Metadata.Persist), s.ownSpec(r.caller(), &b.Spec, &b.Metadata)); err != nil {
+	if err := errors.Join(spec.InObject("metadata", mayPromote(r, &b.Metadata.Persist)), s.ownSpec(r.caller(), &b.Spec, &b.Metadata)); err != nil {
 		return 0, nil, err
 	}
 	var (
@@ -532,7 +535,7 @@ func create(s *Server, r *request) (int, any, error) {
 	)
 	if b.Disk != "" {
 		if o.Disk, err = s.reachesSnapshot(r.Context(), r.caller(), b.Disk); err != nil {
-			return 0, nil, err
+			return 0, nil, spec.InField("disk", err)
 		}
 	}
 	if err := s.has(r, b.Spec.Name, b.GetOrCreate); err != nil {
@@ -548,8 +551,13 @@ func create(s *Server, r *request) (int, any, error) {
 	} else {
 		is, err = s.o.Host.Create(r.Context(), b.Spec, o)
 	}
-	if err != nil {
-		return 0, nil, err
+	switch {
+	case errors.Is(err, image.ErrNotFound), errors.Is(err, image.ErrAmbiguous):
+		return 0, nil, spec.InField("spec.image", err)
+	case errors.Is(err, spec.ErrMetadata):
+		return 0, nil, spec.InObject("metadata", err)
+	case err != nil:
+		return 0, nil, spec.InObject("spec", err)
 	}
 	row, err := s.fleet.Get(r.Context(), is.Name())
 	if !made {
@@ -566,7 +574,7 @@ func mayBoot(r *request, kernel string) error {
 	if !strings.Contains(kernel, "/") || r.caller().Local {
 		return nil
 	}
-	return fmt.Errorf("%w: a kernel by its path: name one of the cache, or ask by the Unix socket", sandbox.ErrSpec)
+	return spec.InField("kernel", fmt.Errorf("%w: a kernel by its path: name one of the cache, or ask by the Unix socket", sandbox.ErrSpec))
 }
 
 // mayPromote refuses directories of the host to callers without a right to its files.
@@ -574,13 +582,13 @@ func mayPromote(r *request, p *lifetime.Persist) error {
 	if p == nil || len(p.Promote) == 0 || CallerOf(r.Context()).Local {
 		return nil
 	}
-	return fmt.Errorf("%w: directories of the host to promote to: ask by the Unix socket", sandbox.ErrSpec)
+	return spec.InField("persist.promote", fmt.Errorf("%w: directories of the host to promote to: ask by the Unix socket", sandbox.ErrSpec))
 }
 
 func stop(s *Server, r *request) (int, any, error) {
 	b := r.body.(*wire.Stop)
 	if b.TimeoutSeconds < 0 || b.TimeoutSeconds > wire.MaxStopSeconds {
-		return 0, nil, fmt.Errorf("%w: timeout_seconds %d: use 1 to %d", sandbox.ErrSpec, b.TimeoutSeconds, wire.MaxStopSeconds)
+		return 0, nil, spec.InField("timeout_seconds", fmt.Errorf("%w: timeout_seconds %d: use 1 to %d", sandbox.ErrSpec, b.TimeoutSeconds, wire.MaxStopSeconds))
 	}
 	limit := time.Duration(b.TimeoutSeconds) * time.Second
 	if limit == 0 {

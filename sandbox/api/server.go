@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"maps"
 	"mime"
 	"net/http"
 	"net/netip"
@@ -480,12 +481,44 @@ func readBody(r *http.Request, rt route) (any, error) {
 	d := json.NewDecoder(strings.NewReader(string(data)))
 	d.DisallowUnknownFields()
 	if err := d.Decode(into); err != nil {
-		return nil, fmt.Errorf("%w: reading the body: %s", sandbox.ErrSpec, strings.TrimPrefix(err.Error(), "json: "))
+		err = fmt.Errorf("%w: reading the body: %s", sandbox.ErrSpec, strings.TrimPrefix(err.Error(), "json: "))
+		if field := culprit(data, rt.body); field != "" {
+			err = spec.InField(field, err)
+		}
+		return nil, err
 	}
 	if _, err := d.Token(); !errors.Is(err, io.EOF) {
 		return nil, fmt.Errorf("%w: there is more after the JSON object of the body", sandbox.ErrSpec)
 	}
 	return into, nil
+}
+
+// culprit returns the field that prevents a body from being read, by reading each alone; "" if it is none.
+func culprit(data []byte, into func() any) string {
+	const deepest, longest, most = 8, 64, 256 // no description has such levels, names and numbers of fields
+	var path []string
+	before, after := "", ""
+	fails := func(text string) bool {
+		d := json.NewDecoder(strings.NewReader(before + text + after))
+		d.DisallowUnknownFields()
+		return d.Decode(into()) != nil
+	}
+	for range deepest {
+		var fields map[string]json.RawMessage
+		if json.Unmarshal(data, &fields) != nil || len(fields) > most || fails("{}") {
+			break
+		}
+		names := slices.Sorted(maps.Keys(fields))
+		i := slices.IndexFunc(names, func(name string) bool {
+			return len(name) <= longest && fails(fmt.Sprintf("{%q:%s}", name, fields[name]))
+		})
+		if i < 0 {
+			break
+		}
+		path, data = append(path, names[i]), fields[names[i]]
+		before, after = fmt.Sprintf("%s{%q:", before, names[i]), "}"+after
+	}
+	return strings.Join(path, ".")
 }
 
 func (s *Server) write(w http.ResponseWriter, r *http.Request, status int, doc any) {
@@ -580,7 +613,7 @@ func StatusOf(code records.Code) int {
 
 // ErrorOf returns the description of an error.
 func ErrorOf(err error) wire.Error {
-	out := wire.Error{Code: fleet.CodeOf(err), Message: requests.In(err.Error())}
+	out := wire.Error{Code: fleet.CodeOf(err), Message: requests.In(err.Error()), Field: spec.FieldOf(err)}
 	var fe *records.Error
 	if errors.As(err, &fe) {
 		out.Remedy, out.Op, out.Sandbox = requests.In(fe.Remedy), fe.Op, fe.Sandbox

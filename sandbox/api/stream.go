@@ -17,6 +17,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
 	"github.com/drowse-vm/drowse/sandbox/records"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // inbox is what a client has sent for stdin and the command has not read. It has a bound: put waits.
@@ -214,7 +215,7 @@ type conversation struct {
 
 func (c *socket) converse(window int) (*conversation, error) {
 	if window != 0 && window < wire.MinWindow {
-		return nil, fmt.Errorf("%w: a window of %d bytes: use %d or more", sandbox.ErrSpec, window, wire.MinWindow)
+		return nil, spec.InField("window", fmt.Errorf("%w: a window of %d bytes: use %d or more", sandbox.ErrSpec, window, wire.MinWindow))
 	}
 	v := &conversation{c: c, out: newOutbox(window), sizes: make(chan guest.Size, 1)}
 	v.in = newInbox(func(n uint64) {
@@ -333,23 +334,23 @@ func exitOf(st *guest.ExitStatus) *wire.ExitStatus {
 
 // cmdOf returns a command for the guest.
 func cmdOf(e *wire.ExecStart) (cmd guest.Cmd, err error) {
-	bad := func(format string, args ...any) (guest.Cmd, error) {
-		return guest.Cmd{}, fmt.Errorf("%w: %s", sandbox.ErrSpec, fmt.Sprintf(format, args...))
+	bad := func(field, format string, args ...any) (guest.Cmd, error) {
+		return guest.Cmd{}, spec.InField(field, fmt.Errorf("%w: %s", sandbox.ErrSpec, fmt.Sprintf(format, args...)))
 	}
 	const maxKiB, maxSize = 16 << 10, 1<<16 - 1
 	switch {
 	case len(e.Command) == 0 || e.Command[0] == "":
-		return bad("there is no command")
+		return bad("command", "there is no command")
 	case e.TimeoutSeconds < 0 || e.TimeoutSeconds > int(time.Duration(1<<62)/time.Second):
-		return bad("timeout_seconds %d: use 1 or more", e.TimeoutSeconds)
+		return bad("timeout_seconds", "timeout_seconds %d: use 1 or more", e.TimeoutSeconds)
 	case e.OutputKiB < 0 || e.OutputKiB > maxKiB:
-		return bad("output_kib %d: use 1 to %d", e.OutputKiB, maxKiB)
+		return bad("output_kib", "output_kib %d: use 1 to %d", e.OutputKiB, maxKiB)
 	case !e.Detach && (e.Process != "" || e.OutputKiB != 0 || e.HoldOutput):
-		return bad("process, output_kib and hold_output go with detach")
+		return bad("detach", "process, output_kib and hold_output go with detach")
 	case e.NoStdin && (!e.Detach || e.Stdin || e.TTY != nil):
-		return bad("no_stdin goes with detach, and not with stdin or tty")
+		return bad("no_stdin", "no_stdin goes with detach, and not with stdin or tty")
 	case len(e.Process) > 64:
-		return bad("a process's name of %d bytes: use 64 at most", len(e.Process))
+		return bad("process", "a process's name of %d bytes: use 64 at most", len(e.Process))
 	}
 	cmd = guest.Cmd{
 		Argv: e.Command, User: e.User, Dir: e.Cwd, Env: e.Env, Timeout: time.Duration(e.TimeoutSeconds) * time.Second,
@@ -357,7 +358,7 @@ func cmdOf(e *wire.ExecStart) (cmd guest.Cmd, err error) {
 	}
 	if t := e.TTY; t != nil {
 		if t.Rows < 0 || t.Rows > maxSize || t.Cols < 0 || t.Cols > maxSize {
-			return bad("a terminal of %d rows and %d columns: use 0 to %d", t.Rows, t.Cols, maxSize)
+			return bad("tty", "a terminal of %d rows and %d columns: use 0 to %d", t.Rows, t.Cols, maxSize)
 		}
 		cmd.Pty = &guest.Pty{Size: guest.Size{Rows: t.Rows, Cols: t.Cols}, Term: t.Term}
 	}
@@ -485,8 +486,10 @@ func processes(ctx context.Context, b *sandbox.Sandbox, _ *request) (wire.Proces
 // startProcess starts a detached process, and leaves it.
 func startProcess(s *Server, r *request) (int, any, error) {
 	e := r.body.(*wire.ExecStart)
-	if e.Stdin || e.Window != 0 {
-		return 0, nil, fmt.Errorf("%w: stdin and window are for streams", sandbox.ErrSpec)
+	for field, has := range map[string]bool{"stdin": e.Stdin, "window": e.Window != 0} {
+		if has {
+			return 0, nil, spec.InField(field, fmt.Errorf("%w: %s is for streams", sandbox.ErrSpec, field))
+		}
 	}
 	e.Detach = true
 	cmd, err := cmdOf(e)
@@ -516,7 +519,7 @@ func startProcess(s *Server, r *request) (int, any, error) {
 func portStream(r *request, c *socket) (*wire.Control, error) {
 	port, err := strconv.ParseUint(r.PathValue("port"), 10, 16)
 	if err != nil || port == 0 {
-		return nil, fmt.Errorf("%w: port %.64q: use 1 to 65535", sandbox.ErrSpec, r.PathValue("port"))
+		return nil, spec.InField("port", fmt.Errorf("%w: port %.64q: use 1 to 65535", sandbox.ErrSpec, r.PathValue("port")))
 	}
 	g, err := r.agentOf(c.ctx)
 	if err != nil {
@@ -617,7 +620,7 @@ func streamRoutes() []route {
 	signal := func(ctx context.Context, c *guest.Client, r *request) (wire.Empty, error) {
 		n := r.body.(*wire.Signal).Signal
 		if n < 1 || n > maxSignal {
-			return wire.Empty{}, fmt.Errorf("%w: signal %d: use 1 to %d", sandbox.ErrSpec, n, maxSignal)
+			return wire.Empty{}, spec.InField("signal", fmt.Errorf("%w: signal %d: use 1 to %d", sandbox.ErrSpec, n, maxSignal))
 		}
 		return wire.Empty{}, c.Kill(ctx, r.PathValue("process"), n)
 	}

@@ -9,6 +9,7 @@ import (
 
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/sandbox/template"
 )
@@ -76,7 +77,7 @@ func makeTemplate(s *Server, r *request) (int, any, error) {
 		return 0, nil, err
 	}
 	if want.Image == "" {
-		return 0, nil, fmt.Errorf("%w: there is no image", sandbox.ErrSpec)
+		return 0, nil, spec.InField("image", fmt.Errorf("%w: there is no image", sandbox.ErrSpec))
 	}
 	op, err := s.begin(r, "make template", func(ctx context.Context, progress func(string, int64, int64)) (out wire.Operation, err error) {
 		ctx, cancel := context.WithTimeoutCause(ctx, templateTime, fmt.Errorf("it has not booted within %v", time.Duration(templateTime)))

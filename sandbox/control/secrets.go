@@ -13,18 +13,18 @@ import (
 // CheckSecret returns an error that says what is wrong with a secret.
 func CheckSecret(s *spec.Secret) error {
 	if err := spec.CheckSecretName(s.Name); err != nil {
-		return err
+		return spec.InField("secret", err)
 	}
 	if s.From != "" {
 		if err := spec.CheckSecretName(s.From); err != nil {
-			return fmt.Errorf("the source of %s: %w", s.Name, err)
+			return spec.InField("from", fmt.Errorf("the source of %s: %w", s.Name, err))
 		}
 	}
 	if s.Mode > 0o777 {
-		return fmt.Errorf("%w: %s: mode %#o: use 0 to 0777", spec.ErrSecrets, s.Name, s.Mode)
+		return spec.InField("mode", fmt.Errorf("%w: %s: mode %#o: use 0 to 0777", spec.ErrSecrets, s.Name, s.Mode))
 	}
 	if len(s.Value) > spec.MaxSecret {
-		return fmt.Errorf("%w: %s has %d bytes, at most %d are possible", spec.ErrSecrets, s.Name, len(s.Value), spec.MaxSecret)
+		return spec.InField("value", fmt.Errorf("%w: %s has %d bytes, at most %d are possible", spec.ErrSecrets, s.Name, len(s.Value), spec.MaxSecret))
 	}
 	if !s.Proxy {
 		return nil
@@ -36,7 +36,7 @@ func CheckSecret(s *spec.Secret) error {
 		return nil
 	}
 	if err := proxy.CheckSecret(oneLine(s.Value)); err != nil {
-		return fmt.Errorf("%w: %s: %w", spec.ErrSecrets, s.Name, err)
+		return spec.InField("value", fmt.Errorf("%w: %s: %w", spec.ErrSecrets, s.Name, err))
 	}
 	return nil
 }

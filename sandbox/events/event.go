@@ -86,6 +86,15 @@ var causes = []Cause{CLI, API, Library, Guest, Idle, Packet, Connection, Timer, 
 // ErrInvalid means that a request for events is invalid.
 var ErrInvalid = errors.New("invalid request for events")
 
+// inParam is an error that a parameter has caused: package spec reads it by its method.
+type inParam struct {
+	name string
+	error
+}
+
+func (e inParam) FieldName() string { return e.name }
+func (e inParam) Unwrap() error     { return e.error }
+
 // Check returns an error unless c is one of the causes.
 func (c Cause) Check() error {
 	if !slices.Contains(causes, c) {
@@ -211,7 +220,7 @@ type Filter struct {
 func (f Filter) Check() error {
 	for _, want := range f.Types {
 		if !slices.ContainsFunc(Types, func(t Type) bool { return typeMatches(want, t) }) {
-			return fmt.Errorf("%w: there are no events of type %q: use one as %s, or sandbox.*", ErrInvalid, want, Slept)
+			return inParam{"type", fmt.Errorf("%w: there are no events of type %q: use one as %s, or sandbox.*", ErrInvalid, want, Slept)}
 		}
 	}
 	return nil

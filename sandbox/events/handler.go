@@ -88,7 +88,7 @@ func parseQuery(j *Journal, r *http.Request) (o ReadOptions, follow bool, err er
 		switch key {
 		case "since", "follow", "type", "sandbox", "owner", "tag":
 		default:
-			return o, false, fmt.Errorf("%w: there is no %q: use since, follow, type, sandbox, owner and tag", ErrInvalid, key)
+			return o, false, inParam{key, fmt.Errorf("%w: there is no %q: use since, follow, type, sandbox, owner and tag", ErrInvalid, key)}
 		}
 	}
 	since := q.Get("since")
@@ -100,7 +100,7 @@ func parseQuery(j *Journal, r *http.Request) (o ReadOptions, follow bool, err er
 	}
 	if text := q.Get("follow"); text != "" {
 		if follow, err = strconv.ParseBool(text); err != nil {
-			return o, false, fmt.Errorf("%w: follow=%q: use 1 or 0", ErrInvalid, text)
+			return o, false, inParam{"follow", fmt.Errorf("%w: follow=%q: use 1 or 0", ErrInvalid, text)}
 		}
 	}
 	for _, text := range q["type"] {
@@ -120,7 +120,7 @@ func (j *Journal) ParseCursor(text string) (uint64, error) {
 	}
 	n, err := strconv.ParseUint(text, 10, 53)
 	if err != nil {
-		return 0, fmt.Errorf("%w: %q is no cursor: use that of an event, or now", ErrInvalid, text)
+		return 0, inParam{"since", fmt.Errorf("%w: %q is no cursor: use that of an event, or now", ErrInvalid, text)}
 	}
 	return n, nil
 }

@@ -82,7 +82,7 @@ func (f *Fleet) Fork(ctx context.Context, name string, children []records.Child)
 
 func (f *Fleet) fork(ctx context.Context, name string, children []records.Child) ([]records.Sandbox, error) {
 	if len(children) < 1 || len(children) > sandbox.MaxForks {
-		return nil, fmt.Errorf("%w: %d children: use 1 to %d", sandbox.ErrSpec, len(children), sandbox.MaxForks)
+		return nil, spec.InField("children", fmt.Errorf("%w: %d children: use 1 to %d", sandbox.ErrSpec, len(children), sandbox.MaxForks))
 	}
 	parent, err := f.state.Get(name)
 	if err != nil {

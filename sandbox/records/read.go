@@ -27,25 +27,25 @@ type Filter struct {
 // Check returns an error for a filter that is out of bounds.
 func (f Filter) Check() error {
 	if f.Limit < 0 || f.Limit > MaxPage {
-		return fmt.Errorf("%w: a page of %d: use 1 to %d", ErrInvalid, f.Limit, MaxPage)
+		return spec.InField("limit", fmt.Errorf("%w: a page of %d: use 1 to %d", ErrInvalid, f.Limit, MaxPage))
 	}
 	if err := spec.CheckText(ErrInvalid, "owner", f.Owner, MaxOwner); err != nil {
-		return err
+		return spec.InField("owner", err)
 	}
 	if f.Class != "" {
 		if err := f.Class.Check(); err != nil {
-			return fmt.Errorf("%w: %w", ErrInvalid, err)
+			return spec.InField("class", fmt.Errorf("%w: %w", ErrInvalid, err))
 		}
 	}
 	for _, s := range f.Statuses {
 		if !slices.Contains(Statuses, s) {
-			return fmt.Errorf("%w: status %q: use one of %s", ErrInvalid, s, statusList())
+			return spec.InField("status", fmt.Errorf("%w: status %q: use one of %s", ErrInvalid, s, statusList()))
 		}
 	}
 	if len(f.After) > maxName {
-		return fmt.Errorf("%w: a page after a name of %d bytes", ErrInvalid, len(f.After))
+		return spec.InField("after", fmt.Errorf("%w: a page after a name of %d bytes", ErrInvalid, len(f.After)))
 	}
-	return spec.CheckTags(ErrInvalid, f.Tags, MaxTags)
+	return spec.InField("tag", spec.CheckTags(ErrInvalid, f.Tags, MaxTags))
 }
 
 func statusList() string {
@@ -121,7 +121,7 @@ type Span struct {
 // Check returns an error for a span that is out of bounds.
 func (s Span) Check() error {
 	if s.Limit < 0 || s.Limit > MaxPage {
-		return fmt.Errorf("%w: a page of %d: use 1 to %d", ErrInvalid, s.Limit, MaxPage)
+		return spec.InField("limit", fmt.Errorf("%w: a page of %d: use 1 to %d", ErrInvalid, s.Limit, MaxPage))
 	}
 	return nil
 }

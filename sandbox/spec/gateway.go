@@ -46,20 +46,20 @@ func (g Gateway) forChild() Gateway {
 }
 
 func (g Gateway) check() error {
-	for _, list := range [][]uint16{g.PublicPorts, g.GuestTLS} {
+	for field, list := range map[string][]uint16{"public_ports": g.PublicPorts, "guest_tls": g.GuestTLS} {
 		if len(list) > MaxGatewayPorts {
-			return fmt.Errorf("%w: %d ports of the gateway in a list: use at most %d", ErrMetadata, len(list), MaxGatewayPorts)
+			return InField(field, fmt.Errorf("%w: %d ports of the gateway in a list: use at most %d", ErrMetadata, len(list), MaxGatewayPorts))
 		}
 		if slices.Contains(list, 0) {
-			return fmt.Errorf("%w: port 0 of the gateway: use 1 to 65535", ErrMetadata)
+			return InField(field, fmt.Errorf("%w: port 0 of the gateway: use 1 to 65535", ErrMetadata))
 		}
 	}
 	if len(g.Host) > MaxGatewayHost {
-		return fmt.Errorf("%w: the gateway's host has %d bytes: use at most %d", ErrMetadata, len(g.Host), MaxGatewayHost)
+		return InField("host", fmt.Errorf("%w: the gateway's host has %d bytes: use at most %d", ErrMetadata, len(g.Host), MaxGatewayHost))
 	}
 	for _, r := range strings.ReplaceAll(g.Host, "${PORT}", "") {
 		if (r < 'a' || r > 'z') && (r < 'A' || r > 'Z') && (r < '0' || r > '9') && !strings.ContainsRune(".-_:[]", r) {
-			return fmt.Errorf("%w: the gateway's host %q: use a host name or address, with ${PORT} for the port", ErrMetadata, g.Host)
+			return InField("host", fmt.Errorf("%w: the gateway's host %q: use a host name or address, with ${PORT} for the port", ErrMetadata, g.Host))
 		}
 	}
 	return nil

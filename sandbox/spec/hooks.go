@@ -44,12 +44,12 @@ const (
 )
 
 func (h Hooks) check() error {
-	for _, n := range []int{h.TimeoutSeconds, h.AllSeconds} {
+	for field, n := range map[string]int{"timeout_seconds": h.TimeoutSeconds, "all_seconds": h.AllSeconds} {
 		if n < 0 || n > MaxHookSeconds {
-			return fmt.Errorf("%w: %d s for hooks: use 1 to %d", ErrInvalid, n, MaxHookSeconds)
+			return InField(field, fmt.Errorf("%w: %d s for hooks: use 1 to %d", ErrInvalid, n, MaxHookSeconds))
 		}
 	}
-	return h.Policy.Validate()
+	return InField("policy", h.Policy.Validate())
 }
 
 // Effective returns the policy that applies to a request for over.

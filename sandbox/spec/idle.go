@@ -37,10 +37,10 @@ const (
 // Validate returns an ErrInvalid for values that are out of range.
 func (i Idle) Validate() error {
 	if i.SleepSeconds < 0 || i.SleepSeconds > MaxIdleSeconds {
-		return fmt.Errorf("%w: sleep after %d s: use 1 to %d, or 0 for never", ErrInvalid, i.SleepSeconds, MaxIdleSeconds)
+		return InField("sleep_seconds", fmt.Errorf("%w: sleep after %d s: use 1 to %d, or 0 for never", ErrInvalid, i.SleepSeconds, MaxIdleSeconds))
 	}
 	if i.CPUPercent < 0 || i.CPUPercent > 100 {
-		return fmt.Errorf("%w: idle below %d%% of a CPU: use 1 to 100", ErrInvalid, i.CPUPercent)
+		return InField("cpu_percent", fmt.Errorf("%w: idle below %d%% of a CPU: use 1 to 100", ErrInvalid, i.CPUPercent))
 	}
 	return nil
 }

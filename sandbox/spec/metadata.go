@@ -114,24 +114,20 @@ func CheckTags(kind error, tags []string, limit int) error {
 
 // Check returns an ErrMetadata for values that are out of bounds.
 func (l Metadata) Check() error {
-	for _, err := range []error{l.EffectiveClass().Check(), l.Keep.Check(), l.Persist.Check()} {
+	for _, err := range []error{InField("class", l.EffectiveClass().Check()), InField("keep", l.Keep.Check()), InField("persist", l.Persist.Check())} {
 		if err != nil {
 			return fmt.Errorf("%w: %w", ErrMetadata, err)
 		}
 	}
-	if err := errors.Join(CheckText(ErrMetadata, "owner", l.Owner, MaxMetadataOwner), CheckText(ErrMetadata, "purpose", l.Purpose, MaxMetadataPurpose)); err != nil {
-		return err
-	}
-	if err := CheckTags(ErrMetadata, l.Tags, MaxMetadataTags); err != nil {
-		return err
-	}
-	if err := errors.Join(l.Wake.check(), l.Rotate.Check(), l.Gateway.check(), l.E2B.check()); err != nil {
-		return err
-	}
+	var expires error
 	if y := l.Expires.Year(); !l.Expires.IsZero() && (y < 1970 || y > 2200) {
-		return fmt.Errorf("%w: it expires in the year %d: use one before 2200", ErrMetadata, y)
+		expires = fmt.Errorf("%w: it expires in the year %d: use one before 2200", ErrMetadata, y)
 	}
-	return nil
+	return errors.Join(
+		InField("owner", CheckText(ErrMetadata, "owner", l.Owner, MaxMetadataOwner)), InField("purpose", CheckText(ErrMetadata, "purpose", l.Purpose, MaxMetadataPurpose)),
+		InField("tags", CheckTags(ErrMetadata, l.Tags, MaxMetadataTags)), InField("wake", l.Wake.check()), InField("rotate", l.Rotate.Check()),
+		InField("gateway", l.Gateway.check()), InField("e2b", l.E2B.check()), InField("expires", expires),
+	)
 }
 
 // Equal reports whether two metadata are the same.

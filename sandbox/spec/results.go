@@ -155,7 +155,7 @@ const MaxNote = 64 << 10
 // CheckNote returns ErrInvalid for a note that a snapshot cannot have: one with characters that cannot be printed.
 func CheckNote(note string) error {
 	if len(note) > MaxNote || strings.ContainsFunc(note, func(r rune) bool { return !unicode.IsPrint(r) || r == utf8.RuneError }) {
-		return fmt.Errorf("%w: the note of a snapshot: use at most %d bytes of printable characters", ErrInvalid, MaxNote)
+		return InField("note", fmt.Errorf("%w: the note of a snapshot: use at most %d bytes of printable characters", ErrInvalid, MaxNote))
 	}
 	return nil
 }

@@ -120,38 +120,42 @@ var serviceRE = lazyregexp.New(`^[a-z0-9][a-z0-9._-]{0,62}$`)
 
 // Validate returns an ErrInvalid that says what is wrong with the service.
 func (s *Service) Validate() error {
-	bad := func(format string, args ...any) error {
-		return fmt.Errorf("%w: service %s: %s", ErrInvalid, s.Name, fmt.Sprintf(format, args...))
+	bad := func(field, format string, args ...any) error {
+		err := fmt.Errorf("%w: service %s: %s", ErrInvalid, s.Name, fmt.Sprintf(format, args...))
+		if field == "" {
+			return err
+		}
+		return InField(field, err)
 	}
 	within := func(n, low, high int) bool { return n == 0 || n >= low && n <= high }
 	switch {
 	case !serviceRE.MatchString(s.Name):
-		return fmt.Errorf("%w: service %q: use 1 to 63 lower-case letters, digits, '.', '_' and '-'", ErrInvalid, s.Name)
+		return InField("name", fmt.Errorf("%w: service %q: use 1 to 63 lower-case letters, digits, '.', '_' and '-'", ErrInvalid, s.Name))
 	case len(s.Argv) == 0 || s.Argv[0] == "":
-		return bad("it has no command")
+		return bad("argv", "it has no command")
 	case s.Dir != "" && !filepath.IsAbs(s.Dir):
-		return bad("its directory %q is not an absolute path", s.Dir)
+		return bad("dir", "its directory %q is not an absolute path", s.Dir)
 	case s.Restart != "" && s.Restart != agentpb.RestartAlways && s.Restart != agentpb.RestartOnFailure && s.Restart != agentpb.RestartNever:
-		return bad("restart %q: use %q, %q or %q", s.Restart, agentpb.RestartAlways, agentpb.RestartOnFailure, agentpb.RestartNever)
+		return bad("restart", "restart %q: use %q, %q or %q", s.Restart, agentpb.RestartAlways, agentpb.RestartOnFailure, agentpb.RestartNever)
 	case !within(s.BackoffSeconds, 1, 3600) || !within(s.MaxBackoffSeconds, max(1, s.BackoffSeconds), 3600):
-		return bad("a back-off of %d to %d s: use 1 to 3600, the larger one last", s.BackoffSeconds, s.MaxBackoffSeconds)
+		return bad("", "a back-off of %d to %d s: use 1 to 3600, the larger one last", s.BackoffSeconds, s.MaxBackoffSeconds)
 	case s.MaxRestarts < -1 || s.MaxRestarts > 1<<20:
-		return bad("%d restarts: use 1 to %d, or -1 for no limit", s.MaxRestarts, 1<<20)
+		return bad("max_restarts", "%d restarts: use 1 to %d, or -1 for no limit", s.MaxRestarts, 1<<20)
 	case !within(s.StopSignal, 1, 64):
-		return bad("signal %d: use 1 to 64", s.StopSignal)
+		return bad("stop_signal", "signal %d: use 1 to 64", s.StopSignal)
 	case !within(s.StopSeconds, 1, 300):
-		return bad("%d s to stop: use 1 to 300", s.StopSeconds)
+		return bad("stop_seconds", "%d s to stop: use 1 to 300", s.StopSeconds)
 	case !within(s.LogKiB, agentpb.MinServiceLog>>10, agentpb.MaxServiceLog>>10):
-		return bad("a log of %d KiB: use %d to %d", s.LogKiB, agentpb.MinServiceLog>>10, agentpb.MaxServiceLog>>10)
+		return bad("log_kib", "a log of %d KiB: use %d to %d", s.LogKiB, agentpb.MinServiceLog>>10, agentpb.MaxServiceLog>>10)
 	}
 	if s.Check != nil {
 		if wrong := s.Check.check(); wrong != "" {
-			return bad("%s", wrong)
+			return bad("check", "%s", wrong)
 		}
 	}
 	for _, w := range slices.Concat(s.Argv, s.Env, []string{s.User, s.Dir}) {
 		if strings.IndexByte(w, 0) >= 0 {
-			return bad("a word of it has a zero byte")
+			return bad("", "a word of it has a zero byte")
 		}
 	}
 	return nil

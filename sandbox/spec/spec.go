@@ -134,53 +134,42 @@ func (s VM) WithDefaults() (VM, error) {
 	if s.Network == "" {
 		s.Network = NetworkNone
 	}
-	bad := func(format string, args ...any) (VM, error) {
-		return s, fmt.Errorf("%w: %s", ErrInvalid, fmt.Sprintf(format, args...))
+	bad := func(field, format string, args ...any) (VM, error) {
+		return s, InField(field, fmt.Errorf("%w: %s", ErrInvalid, fmt.Sprintf(format, args...)))
 	}
 	switch {
 	case !ValidName(s.Name):
-		return bad("name %q: use 1 to 40 lower-case letters, digits and inner hyphens", s.Name)
+		return bad("name", "name %q: use 1 to 40 lower-case letters, digits and inner hyphens", s.Name)
 	case !ValidName(s.Hostname):
-		return bad("host name %q: use 1 to 40 lower-case letters, digits and inner hyphens", s.Hostname)
+		return bad("hostname", "host name %q: use 1 to 40 lower-case letters, digits and inner hyphens", s.Hostname)
 	case s.Image == "":
-		return bad("no image: name an image of the store, or build one (builder.Build)")
+		return bad("image", "no image: name an image of the store, or build one (builder.Build)")
 	case s.DiskMiB < MinDiskMiB || s.DiskMiB > MaxDiskMiB:
-		return bad("a disk of %d MiB: use %d to %d", s.DiskMiB, MinDiskMiB, MaxDiskMiB)
+		return bad("disk_mib", "a disk of %d MiB: use %d to %d", s.DiskMiB, MinDiskMiB, MaxDiskMiB)
 	case s.Network != NetworkNone && s.Network != NetworkTAP:
-		return bad("network %q: use %q or %q", s.Network, NetworkNone, NetworkTAP)
+		return bad("network", "network %q: use %q or %q", s.Network, NetworkNone, NetworkTAP)
 	}
 	if err := s.checkDiskQuota(); err != nil {
 		return s, err
 	}
 	if s.IPv6 && s.Network != NetworkTAP {
-		return bad("it has IPv6 and no network: add the network %q", NetworkTAP)
+		return bad("ipv6", "it has IPv6 and no network: add the network %q", NetworkTAP)
 	}
 	if err := s.Shape().Validate(); err != nil {
 		return s, err
 	}
-	if err := s.ValidatePolicy(); err != nil {
-		return s, err
-	}
-	if err := s.checkTags(); err != nil {
-		return s, err
-	}
-	if err := s.Hooks.check(); err != nil {
-		return s, err
-	}
-	if err := s.Idle.Validate(); err != nil {
-		return s, err
-	}
-	if err := s.Self.Validate(); err != nil {
-		return s, err
-	}
-	if err := checkMounts(s.Volumes); err != nil {
-		return s, err
-	}
-	if err := ValidateShares(s.Shares, s.Volumes); err != nil {
-		return s, err
-	}
-	if err := ValidateServices(s.Services); err != nil {
-		return s, err
+	for _, part := range []struct {
+		field string
+		check func() error
+	}{
+		{"policy", s.ValidatePolicy}, {"tags", s.checkTags}, {"hooks", s.Hooks.check}, {"idle", s.Idle.Validate}, {"self", s.Self.Validate},
+		{"volumes", func() error { return checkMounts(s.Volumes) }},
+		{"shares", func() error { return ValidateShares(s.Shares, s.Volumes) }},
+		{"services", func() error { return ValidateServices(s.Services) }},
+	} {
+		if err := part.check(); err != nil {
+			return s, InField(part.field, err)
+		}
 	}
 	return s, nil
 }
@@ -211,7 +200,7 @@ func (s VM) checkDiskQuota() error {
 	case s.DiskQuotaMiB == 0:
 		return nil
 	case s.DiskQuotaMiB < 0 || s.DiskQuotaMiB > 4*MaxDiskMiB:
-		return fmt.Errorf("%w: a disk quota of %d MiB: use %d to %d", ErrInvalid, s.DiskQuotaMiB, s.MinDiskQuota(), 4*MaxDiskMiB)
+		return InField("disk_quota_mib", fmt.Errorf("%w: a disk quota of %d MiB: use %d to %d", ErrInvalid, s.DiskQuotaMiB, s.MinDiskQuota(), 4*MaxDiskMiB))
 	case s.DiskMiB > s.MaxDisk(s.DiskQuotaMiB):
 		return fmt.Errorf("%w: a disk of %d MiB and a quota of %d: with %d MiB of memory the disk may have %d, and the quota must be %d at least",
 			ErrInvalid, s.DiskMiB, s.DiskQuotaMiB, s.MemoryMiB, max(s.MaxDisk(s.DiskQuotaMiB), 0), s.quotaOf(max(s.DiskMiB, MinDiskMiB)))
@@ -253,9 +242,9 @@ func (s Shape) Machine() Shape { return Shape{MemoryMiB: s.MemoryMiB, VCPUs: s.V
 func (s Shape) Validate() error {
 	switch {
 	case s.VCPUs < 1 || s.VCPUs > MaxVCPUs:
-		return fmt.Errorf("%w: %d vCPUs: use 1 to %d", ErrInvalid, s.VCPUs, MaxVCPUs)
+		return InField("vcpus", fmt.Errorf("%w: %d vCPUs: use 1 to %d", ErrInvalid, s.VCPUs, MaxVCPUs))
 	case s.MemoryMiB < MinMemoryMiB || s.MemoryMiB > MaxMemoryMiB:
-		return fmt.Errorf("%w: %d MiB of memory: use %d to %d", ErrInvalid, s.MemoryMiB, MinMemoryMiB, MaxMemoryMiB)
+		return InField("memory_mib", fmt.Errorf("%w: %d MiB of memory: use %d to %d", ErrInvalid, s.MemoryMiB, MinMemoryMiB, MaxMemoryMiB))
 	}
 	return nil
 }

@@ -20,7 +20,7 @@ import (
 // After a crash at any instant the VM has one of the two names, and is whole.
 func (s *Store) Rename(ctx context.Context, name, to string) error {
 	if !spec.ValidName(to) {
-		return fmt.Errorf("%w: name %q: use 1 to 40 lower-case letters, digits and inner hyphens", spec.ErrInvalid, to)
+		return spec.InField("to", fmt.Errorf("%w: name %q: use 1 to 40 lower-case letters, digits and inner hyphens", spec.ErrInvalid, to))
 	}
 	if err := s.CheckPaths(to); err != nil {
 		return err

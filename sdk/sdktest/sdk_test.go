@@ -7,10 +7,12 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"net"
 	"net/http"
 	"net/http/httptest"
 	"net/http/httputil"
+	"net/netip"
 	"net/url"
 	"os"
 	"os/exec"
@@ -22,9 +24,12 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/guest/fakeguest"
+	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox/api"
 	"github.com/drowse-vm/drowse/sandbox/api/tokens"
 	"github.com/drowse-vm/drowse/sandbox/sandboxtest"
+	"github.com/drowse-vm/drowse/sandbox/sources"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // commands are programs of the guests.
@@ -91,9 +96,11 @@ var commands = map[string]fakeguest.Command{
 }
 
 // serve starts a server of the API, and returns what a client's tests know of it.
-func serve(t *testing.T) (env []string) {
+func serve(t *testing.T, r *reached) (env []string) {
 	t.Helper()
-	vms := &sandboxtest.VMs{Commands: commands, Dial: func(_ context.Context, _, _, address string) (net.Conn, error) {
+	vms := &sandboxtest.VMs{Commands: commands, Flows: func(string) []netpolicy.FlowRecord {
+		return []netpolicy.FlowRecord{{Type: netpolicy.RecordFlow, FlowInfo: &netpolicy.FlowInfo{Peer: netip.MustParseAddr("192.0.2.1")}}}
+	}, Dial: func(_ context.Context, _, _, address string) (net.Conn, error) {
 		if address != "127.0.0.1:80" {
 			return nil, errors.New("nothing listens")
 		}
@@ -108,6 +115,15 @@ func serve(t *testing.T) (env []string) {
 		return client, nil
 	}}
 	host := vms.Host(t)
+	launcher, err := vms.Launcher(host)
+	if err != nil {
+		t.Fatal(err)
+	}
+	secrets := sources.Open(filepath.Join(host.State.Dir(), sources.File), slog.New(slog.DiscardHandler))
+	launcher.Secrets = func(ctx context.Context, vm string, awaited []spec.SecretFile) ([]spec.Secret, error) {
+		return secrets.Secrets(ctx, host.State.Owner(vm), awaited, nil)
+	}
+	host = host.With(launcher)
 	known := tokens.Open(filepath.Join(t.TempDir(), tokens.File))
 	for name, token := range map[string]tokens.Token{
 		"DROWSE_TOKEN": {Scopes: tokens.All()}, "TEST_READ_TOKEN": {Scopes: tokens.Scopes{api.ScopeRead}},
@@ -120,7 +136,11 @@ func serve(t *testing.T) (env []string) {
 		}
 		env = append(env, name+"="+secret)
 	}
-	server := api.New(api.Options{Host: host, Version: "test", Tokens: known, Log: nil})
+	key := filepath.Join(t.TempDir(), "key")
+	if err := errors.Join(os.WriteFile(key, []byte("the-value"), 0o600), secrets.Add(sources.Source{Name: "ours", File: key, Owners: []string{"us"}})); err != nil {
+		t.Fatal(err)
+	}
+	server := api.New(api.Options{Host: host, Version: "test", Tokens: known, Sources: secrets, Log: nil})
 	ctx, cancel := context.WithCancel(context.Background())
 	l, err := api.TCP{Address: "127.0.0.1:0"}.Listen(known)
 	if err != nil {
@@ -135,7 +155,7 @@ func serve(t *testing.T) (env []string) {
 		}
 	})
 	where := "http://" + l.Addr().String()
-	return append(env, "DROWSE_URL="+where, "TEST_FLAKY_URL="+flaky(t, where))
+	return append(env, "DROWSE_URL="+r.proxy(t, where), "TEST_FLAKY_URL="+flaky(t, where))
 }
 
 // flaky returns the address of a proxy that cuts the connection instead of the first answer to each idempotency key.
@@ -170,8 +190,9 @@ func run(t *testing.T, dir, name string, args ...string) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
 	defer cancel()
+	r := newReached(t)
 	cmd := exec.CommandContext(ctx, name, args...)
-	cmd.Dir, cmd.Env, cmd.WaitDelay = dir, append(os.Environ(), serve(t)...), time.Second
+	cmd.Dir, cmd.Env, cmd.WaitDelay = dir, append(os.Environ(), serve(t, r)...), time.Second
 	out, err := cmd.CombinedOutput()
 	if err != nil {
 		t.Fatalf("%s %v: %v\n%s", name, args, err, out)
@@ -184,6 +205,7 @@ func run(t *testing.T, dir, name string, args ...string) {
 		t.Fatalf("it does not say how many tests it ran:\n%s", out)
 	}
 	fmt.Printf("%s: %s\n", name, strings.Join(counts, ", "))
+	r.check(t)
 }
 
 // counted is what Python's unittest and Node's runner say at their end.

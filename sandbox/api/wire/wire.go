@@ -68,8 +68,10 @@ type Error struct {
 	Code    records.Code `json:"code"`
 	Message string       `json:"message"`
 	Remedy  string       `json:"remedy,omitempty"`
-	Op      string       `json:"op,omitempty"`
-	Sandbox string       `json:"sandbox,omitempty"`
+	// Field is the field of the body, parameter or header that is the cause, if it is a single one: "spec.memory_mib".
+	Field   string `json:"field,omitempty"`
+	Op      string `json:"op,omitempty"`
+	Sandbox string `json:"sandbox,omitempty"`
 	// Hooks are the hooks in the guest that refused, with code "hooks".
 	Hooks []report.HookFailure `json:"hooks,omitempty"`
 	// HostHooks are the hooks on the host that refused, with code "host-hooks".
@@ -93,6 +95,9 @@ func (e Error) Err() error {
 		cause = &spec.HooksError{Failures: e.Hooks}
 	case "host-hooks":
 		cause = &spec.HostHooksError{Failures: e.HostHooks}
+	}
+	if e.Field != "" {
+		cause = &spec.FieldError{Field: e.Field, Err: cause}
 	}
 	return &records.Error{Op: e.Op, Sandbox: e.Sandbox, Code: e.Code, Remedy: e.Remedy, Err: texted{e.Message, cause}}
 }
@@ -220,25 +225,25 @@ func (c Changes) Fleet() (records.Changes, error) {
 	}
 	if c.NoExpiry {
 		if c.Expires != nil {
-			return out, fmt.Errorf("%w: both expires and no_expiry are given: give one of them", spec.ErrInvalid)
+			return out, spec.InField("expires", fmt.Errorf("%w: both expires and no_expiry are given: give one of them", spec.ErrInvalid))
 		}
 		out.Expires = &time.Time{}
 	}
 	switch {
 	case c.NoWake && c.Wake != nil:
-		return out, fmt.Errorf("%w: both wake and no_wake are given: give one of them", spec.ErrInvalid)
+		return out, spec.InField("wake", fmt.Errorf("%w: both wake and no_wake are given: give one of them", spec.ErrInvalid))
 	case c.NoWake:
 		out.Wake = &spec.Timer{}
 	case c.Wake != nil && c.Wake.At.IsZero():
-		return out, fmt.Errorf("%w: wake has no at, the time of the first wake, as 2026-11-22T13:25:42Z: to take a timer away give no_wake", spec.ErrInvalid)
+		return out, spec.InField("wake.at", fmt.Errorf("%w: wake has no at, the time of the first wake, as 2026-11-22T13:25:42Z: to take a timer away give no_wake", spec.ErrInvalid))
 	}
 	switch {
 	case c.NoRotate && c.Rotate != nil:
-		return out, fmt.Errorf("%w: both rotate and no_rotate are given: give one of them", spec.ErrInvalid)
+		return out, spec.InField("rotate", fmt.Errorf("%w: both rotate and no_rotate are given: give one of them", spec.ErrInvalid))
 	case c.NoRotate:
 		out.Rotate = &spec.Rotation{}
 	case c.Rotate != nil && c.Rotate.To == "":
-		return out, fmt.Errorf("%w: rotate has no to, the snapshot to begin anew from: to take a rotation away give no_rotate", spec.ErrInvalid)
+		return out, spec.InField("rotate.to", fmt.Errorf("%w: rotate has no to, the snapshot to begin anew from: to take a rotation away give no_rotate", spec.ErrInvalid))
 	}
 	return out, nil
 }

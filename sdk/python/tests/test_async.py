@@ -70,13 +70,14 @@ class Methods(unittest.IsolatedAsyncioTestCase):
         with self.assertRaises(drowse.Conflict) as e:
             await self.make(name="a")
         self.assertEqual(e.exception.code, "exists")
-        with self.assertRaises(drowse.InvalidRequest):
+        with self.assertRaises(drowse.InvalidRequest) as e:
             await self.make(memory_mib=-1)
+        self.assertEqual(e.exception.field, "spec.memory_mib")
         with self.assertRaises(drowse.InvalidRequest):
             await a.run([])
         with self.assertRaises(drowse.InvalidRequest) as e:
             await a.exec([])
-        self.assertEqual(e.exception.code, "invalid")
+        self.assertEqual((e.exception.code, e.exception.field), ("invalid", "command"))
         async with AsyncDrowse(token=os.environ["TEST_SLOW_TOKEN"], retries=0) as slow:
             with self.assertRaises(drowse.TooManyRequests) as e:
                 for _ in range(10):
@@ -253,8 +254,8 @@ class Methods(unittest.IsolatedAsyncioTestCase):
         await events.aclose()
 
     async def test_sleep_wake_and_the_server_wakes(self) -> None:
-        a = await self.make(name="a")
-        events = self.client.events(since=0, sandbox="a")
+        a = await self.make(name="through")
+        events = self.client.events(since=0, sandbox="through")
         await a.files.write("/kept", "1")
         self.assertTrue((await a.sleep())["snapshot"])
         self.assertEqual((await a.refresh())["status"], "asleep")
@@ -390,6 +391,131 @@ class Methods(unittest.IsolatedAsyncioTestCase):
             a.url(80)
         async with AsyncDrowse(gateway="boxes.example.org") as c:
             self.assertEqual(c.sandbox("a").url(8000), "https://8000-a.boxes.example.org")
+
+    async def test_host_health_and_prune(self) -> None:
+        await self.make(name="a", class_="resumable", owner="them", tags=["y"])
+        made = self.client.events(follow=False, type="sandbox.created", owner="them", tag="y")
+        self.assertEqual({e["sandbox"] async for e in made}, {"a"})
+        self.assertTrue((await self.client.health())["ok"])
+        self.assertTrue((await self.client.ready())["ok"])
+        self.assertEqual((await self.client.host())["sandboxes"], {"running": 1})
+        self.assertEqual(await self.client.secret_sources(), [{"name": "ours", "kind": "file", "owners": ["us"]}])
+        old = await self.make(name="old", class_="ephemeral", owner="us", tags=["x"])
+        self.assertEqual([b.name async for b in self.client.list(owner="us", class_="ephemeral")], ["old"])
+        await old.update(expires="2020-01-01T00:00:00Z")
+        due = await self.client.prune(dry_run=True)
+        self.assertEqual([one["name"] for one in due["remove"]], ["old"])
+        self.assertEqual([b.name async for b in self.client.list()], ["a", "old"])
+        await self.client.prune()
+        self.assertEqual([b.name async for b in self.client.list()], ["a"])
+
+    async def test_templates(self) -> None:
+        templates = self.client.templates
+        op = await self.client.operations.wait((await templates.create("test", memory_mib=128))["id"])
+        self.assertEqual(op["state"], "done", op)
+        made = await templates.get(op["template"])
+        self.assertEqual((made["state"], made["memory_mib"]), ("ready", 128))
+        self.assertEqual([t["key"] for t in await templates.list() if t["state"] == "ready"], [made["key"]])
+        self.assertEqual((await (await self.make(name="a", memory_mib=128)).inspect())["template"], made["snapshot"])
+        self.assertNotIn("template", await (await self.make(name="b", memory_mib=128, boot=True)).inspect())
+        await templates.remove(made["key"])
+        self.assertEqual([t["key"] for t in await templates.list() if t["state"] == "ready"], [])
+
+    async def test_services(self) -> None:
+        a = await self.make()
+        s = a.services
+        self.assertEqual((await s.set("main", ["run", "-"]))["name"], "main")
+        self.assertEqual((await s.wait("main", timeout_seconds=30))["ready"], True)
+        self.assertEqual((await s.stop("main"))["state"], "stopped")
+        self.assertEqual((await s.start("main"))["state"], "running")
+        self.assertEqual((await s.restart("main"))["state"], "running")
+        self.assertEqual([one["argv"] for one in await s.list()], [["run", "-"]])
+        self.assertEqual(b"".join([piece async for piece in s.log("main")]), b"run -\n" * 3)
+        log, follows = b"", s.log("main", follow=True)
+        while log != b"run -\n" * 3:
+            log += await anext(follows)
+        await s.restart("main")
+        self.assertEqual(await anext(follows), b"run -\n")
+        await follows.aclose()
+        await s.remove("main")
+        self.assertEqual(await s.list(), [])
+
+    async def test_network(self) -> None:
+        a = await self.make(policy=DENY)
+        self.assertEqual((await a.network())["name"], a.name)
+        self.assertEqual([e async for e in a.network_events()], [])
+        self.assertEqual([f["peer"] for f in (await a.flows())["flows"]], ["192.0.2.1"])
+        follows = a.follow_flows()
+        self.assertEqual((await anext(follows))["peer"], "192.0.2.1")
+        await follows.aclose()
+        gateway = await a.gateway()
+        await a.update(gateway={"public_ports": [80]}, new_gateway_token=True)
+        now = await a.gateway()
+        self.assertEqual(now["public_ports"], [80])
+        self.assertNotEqual(now["token"], gateway["token"])
+
+    async def test_what_is_known_of_a_sandbox(self) -> None:
+        a = await self.make(name="a")
+        await a.run(["true"])
+        await a.run(["run"])
+        await a.sleep()
+        h = await a.history(limit=1, before="2090-01-01T00:00:00Z")
+        self.assertEqual(([r["command"] for r in h["runs"]], len(h["sleeps"])), ([["run"]], 1))
+        self.assertEqual((await a.inspect())["spec"]["name"], "a")
+        await a.wake()
+        said = [line async for line in a.audit(since="2020-01-01T00:00:00Z", trailer=True)]
+        self.assertEqual([e["argv"] for e in said if e.get("argv")], [["true"], ["run"]], said)
+        self.assertIn("trailer", said[-1])
+        async for line in a.audit(follow=True):
+            self.assertTrue(line["kind"])
+            break
+        self.assertTrue([line async for line in a.diff(limit=10)][-1]["end"])
+        self.assertEqual(b"".join([piece async for piece in a.console(tail=100)]), b"")
+        self.assertEqual(await self.after_stop(a), b"")
+
+    async def after_stop(self, a) -> bytes:
+        console = a.console(follow=True)
+        await a.stop()
+        return b"".join([piece async for piece in console])
+
+    async def test_promote(self) -> None:
+        a = await self.make()
+        with self.assertRaises(drowse.InvalidRequest) as e:  # over TCP nobody may say to which directory of the host
+            await a.promote()
+        self.assertIn("is to be promoted", str(e.exception))
+
+    async def test_parameters(self) -> None:
+        a = await self.make(name="a")
+        f = a.files
+        await f.write("/n", "1", uid=7, gid=8, if_none_match="*")
+        self.assertEqual((await f.stat("/n", link=True))["kind"], "file")
+        await f.mkdir("/t", mode="0700")
+        await f.upload_tree("/t", b"".join([p async for p in f.download_tree("/n")]), uid=7, gid=8)
+        events = f.watch("/t", recursive=True, keep_awake=True)
+        self.assertEqual((await anext(events))["event"], "ready")
+        await events.aclose()
+        row = await self.client.call("GET", "/v1/sandboxes/a", etag=True)
+        self.assertEqual((await a.update(purpose="p", if_match=row.etag))["purpose"], "p")
+        await a.secrets.set("key", "v", uid=7, gid=8, transient=True)
+        await a.secrets.set("of", source="ours", proxy=True)
+        self.assertEqual([(s["name"], s.get("from")) for s in await a.secrets.list()], [("key", None), ("of", "ours")])
+        job = await a.processes.start(["terminal"], tty=(24, 80), user="u", cwd="/", env={"A": "b"}, timeout_seconds=60, output_kib=64)
+        async with await a.processes.attach(job) as p:
+            self.assertEqual((await anext(p)).data, b"24x80 ")
+        async with await a.exec(["flood"], detach=True, output_kib=64, hold_output=True) as p:
+            self.assertEqual(sum([len(o.data) async for o in p]), 32 << 20)  # nothing was lost
+        await a.processes.start(["true"], no_stdin=True, hold_output=True)
+        tap = await self.make(policy=DENY)
+        whole = (await tap.snapshot(hooks="skip"))["snapshot"]
+        c = await self.client.snapshots.clone(whole, policy={"default": {"egress": "allow"}}, idle={"sleep_seconds": 3600}, metadata={"purpose": "copy"})
+        self.assertEqual(((await c.policy()).value["default"]["egress"], c.info["purpose"]), ("allow", "copy"))
+        shot = (await a.snapshot(disk_only=True))["snapshot"]
+        await a.sleep()
+        b = await self.make(name="b", disk=shot)
+        self.assertEqual(await b.files.read("/n"), b"1")
+        op = await self.client.images.pull("debian:bookworm", include=["git"], tag="x", platform="linux/amd64", no_cache=True)
+        await self.client.operations.cancel(op["id"])
+        await b.stop(kill=True)
 
 
 if __name__ == "__main__":

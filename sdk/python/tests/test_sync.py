@@ -71,13 +71,14 @@ class Methods(unittest.TestCase):
         with self.assertRaises(drowse.Conflict) as e:
             self.make(name="a")
         self.assertEqual(e.exception.code, "exists")
-        with self.assertRaises(drowse.InvalidRequest):
+        with self.assertRaises(drowse.InvalidRequest) as e:
             self.make(memory_mib=-1)
+        self.assertEqual(e.exception.field, "spec.memory_mib")
         with self.assertRaises(drowse.InvalidRequest):
             a.run([])
         with self.assertRaises(drowse.InvalidRequest) as e:
             a.exec([])
-        self.assertEqual(e.exception.code, "invalid")
+        self.assertEqual((e.exception.code, e.exception.field), ("invalid", "command"))
         with Drowse(token=os.environ["TEST_SLOW_TOKEN"], retries=0) as slow:
             with self.assertRaises(drowse.TooManyRequests) as e:
                 for _ in range(10):
@@ -254,8 +255,8 @@ class Methods(unittest.TestCase):
         events.close()
 
     def test_sleep_wake_and_the_server_wakes(self) -> None:
-        a = self.make(name="a")
-        events = self.client.events(since=0, sandbox="a")
+        a = self.make(name="through")
+        events = self.client.events(since=0, sandbox="through")
         a.files.write("/kept", "1")
         self.assertTrue((a.sleep())["snapshot"])
         self.assertEqual((a.refresh())["status"], "asleep")
@@ -391,6 +392,131 @@ class Methods(unittest.TestCase):
             a.url(80)
         with Drowse(gateway="boxes.example.org") as c:
             self.assertEqual(c.sandbox("a").url(8000), "https://8000-a.boxes.example.org")
+
+    def test_host_health_and_prune(self) -> None:
+        self.make(name="a", class_="resumable", owner="them", tags=["y"])
+        made = self.client.events(follow=False, type="sandbox.created", owner="them", tag="y")
+        self.assertEqual({e["sandbox"] for e in made}, {"a"})
+        self.assertTrue((self.client.health())["ok"])
+        self.assertTrue((self.client.ready())["ok"])
+        self.assertEqual((self.client.host())["sandboxes"], {"running": 1})
+        self.assertEqual(self.client.secret_sources(), [{"name": "ours", "kind": "file", "owners": ["us"]}])
+        old = self.make(name="old", class_="ephemeral", owner="us", tags=["x"])
+        self.assertEqual([b.name for b in self.client.list(owner="us", class_="ephemeral")], ["old"])
+        old.update(expires="2020-01-01T00:00:00Z")
+        due = self.client.prune(dry_run=True)
+        self.assertEqual([one["name"] for one in due["remove"]], ["old"])
+        self.assertEqual([b.name for b in self.client.list()], ["a", "old"])
+        self.client.prune()
+        self.assertEqual([b.name for b in self.client.list()], ["a"])
+
+    def test_templates(self) -> None:
+        templates = self.client.templates
+        op = self.client.operations.wait((templates.create("test", memory_mib=128))["id"])
+        self.assertEqual(op["state"], "done", op)
+        made = templates.get(op["template"])
+        self.assertEqual((made["state"], made["memory_mib"]), ("ready", 128))
+        self.assertEqual([t["key"] for t in templates.list() if t["state"] == "ready"], [made["key"]])
+        self.assertEqual(((self.make(name="a", memory_mib=128)).inspect())["template"], made["snapshot"])
+        self.assertNotIn("template", (self.make(name="b", memory_mib=128, boot=True)).inspect())
+        templates.remove(made["key"])
+        self.assertEqual([t["key"] for t in templates.list() if t["state"] == "ready"], [])
+
+    def test_services(self) -> None:
+        a = self.make()
+        s = a.services
+        self.assertEqual((s.set("main", ["run", "-"]))["name"], "main")
+        self.assertEqual((s.wait("main", timeout_seconds=30))["ready"], True)
+        self.assertEqual((s.stop("main"))["state"], "stopped")
+        self.assertEqual((s.start("main"))["state"], "running")
+        self.assertEqual((s.restart("main"))["state"], "running")
+        self.assertEqual([one["argv"] for one in s.list()], [["run", "-"]])
+        self.assertEqual(b"".join([piece for piece in s.log("main")]), b"run -\n" * 3)
+        log, follows = b"", s.log("main", follow=True)
+        while log != b"run -\n" * 3:
+            log += next(follows)
+        s.restart("main")
+        self.assertEqual(next(follows), b"run -\n")
+        follows.close()
+        s.remove("main")
+        self.assertEqual(s.list(), [])
+
+    def test_network(self) -> None:
+        a = self.make(policy=DENY)
+        self.assertEqual((a.network())["name"], a.name)
+        self.assertEqual([e for e in a.network_events()], [])
+        self.assertEqual([f["peer"] for f in (a.flows())["flows"]], ["192.0.2.1"])
+        follows = a.follow_flows()
+        self.assertEqual((next(follows))["peer"], "192.0.2.1")
+        follows.close()
+        gateway = a.gateway()
+        a.update(gateway={"public_ports": [80]}, new_gateway_token=True)
+        now = a.gateway()
+        self.assertEqual(now["public_ports"], [80])
+        self.assertNotEqual(now["token"], gateway["token"])
+
+    def test_what_is_known_of_a_sandbox(self) -> None:
+        a = self.make(name="a")
+        a.run(["true"])
+        a.run(["run"])
+        a.sleep()
+        h = a.history(limit=1, before="2090-01-01T00:00:00Z")
+        self.assertEqual(([r["command"] for r in h["runs"]], len(h["sleeps"])), ([["run"]], 1))
+        self.assertEqual((a.inspect())["spec"]["name"], "a")
+        a.wake()
+        said = [line for line in a.audit(since="2020-01-01T00:00:00Z", trailer=True)]
+        self.assertEqual([e["argv"] for e in said if e.get("argv")], [["true"], ["run"]], said)
+        self.assertIn("trailer", said[-1])
+        for line in a.audit(follow=True):
+            self.assertTrue(line["kind"])
+            break
+        self.assertTrue([line for line in a.diff(limit=10)][-1]["end"])
+        self.assertEqual(b"".join([piece for piece in a.console(tail=100)]), b"")
+        self.assertEqual(self.after_stop(a), b"")
+
+    def after_stop(self, a) -> bytes:
+        console = a.console(follow=True)
+        a.stop()
+        return b"".join([piece for piece in console])
+
+    def test_promote(self) -> None:
+        a = self.make()
+        with self.assertRaises(drowse.InvalidRequest) as e:  # over TCP nobody may say to which directory of the host
+            a.promote()
+        self.assertIn("is to be promoted", str(e.exception))
+
+    def test_parameters(self) -> None:
+        a = self.make(name="a")
+        f = a.files
+        f.write("/n", "1", uid=7, gid=8, if_none_match="*")
+        self.assertEqual((f.stat("/n", link=True))["kind"], "file")
+        f.mkdir("/t", mode="0700")
+        f.upload_tree("/t", b"".join([p for p in f.download_tree("/n")]), uid=7, gid=8)
+        events = f.watch("/t", recursive=True, keep_awake=True)
+        self.assertEqual((next(events))["event"], "ready")
+        events.close()
+        row = self.client.call("GET", "/v1/sandboxes/a", etag=True)
+        self.assertEqual((a.update(purpose="p", if_match=row.etag))["purpose"], "p")
+        a.secrets.set("key", "v", uid=7, gid=8, transient=True)
+        a.secrets.set("of", source="ours", proxy=True)
+        self.assertEqual([(s["name"], s.get("from")) for s in a.secrets.list()], [("key", None), ("of", "ours")])
+        job = a.processes.start(["terminal"], tty=(24, 80), user="u", cwd="/", env={"A": "b"}, timeout_seconds=60, output_kib=64)
+        with a.processes.attach(job) as p:
+            self.assertEqual((next(p)).data, b"24x80 ")
+        with a.exec(["flood"], detach=True, output_kib=64, hold_output=True) as p:
+            self.assertEqual(sum([len(o.data) for o in p]), 32 << 20)  # nothing was lost
+        a.processes.start(["true"], no_stdin=True, hold_output=True)
+        tap = self.make(policy=DENY)
+        whole = (tap.snapshot(hooks="skip"))["snapshot"]
+        c = self.client.snapshots.clone(whole, policy={"default": {"egress": "allow"}}, idle={"sleep_seconds": 3600}, metadata={"purpose": "copy"})
+        self.assertEqual(((c.policy()).value["default"]["egress"], c.info["purpose"]), ("allow", "copy"))
+        shot = (a.snapshot(disk_only=True))["snapshot"]
+        a.sleep()
+        b = self.make(name="b", disk=shot)
+        self.assertEqual(b.files.read("/n"), b"1")
+        op = self.client.images.pull("debian:bookworm", include=["git"], tag="x", platform="linux/amd64", no_cache=True)
+        self.client.operations.cancel(op["id"])
+        b.stop(kill=True)
 
 
 if __name__ == "__main__":

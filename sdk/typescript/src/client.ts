@@ -29,10 +29,11 @@ export interface Keyed extends CallOptions {
   idempotencyKey?: string;
 }
 
-/** What to create: fields of the API's spec and metadata. A template that fits is used. */
-export type CreateOptions = Omit<Spec, "policy" | "tags"> & Omit<Metadata, "asked" | "expiry_told"> & { policy?: types.Policy; disk?: string; get_or_create?: boolean };
+/** What to create: fields of the API's spec and metadata. A template that fits is used, unless `boot` is true. */
+export type CreateOptions = Omit<Spec, "policy" | "tags"> & Omit<Metadata, "asked" | "expiry_told"> & { policy?: types.Policy; disk?: string; get_or_create?: boolean; boot?: boolean };
 
 const metadataFields = new Set(["class", "owner", "purpose", "tags", "expires", "keep", "persist", "rotate", "wake", "gateway"]);
+const documentFields = new Set(["disk", "get_or_create", "boot"]);
 
 /** A command: a list of words, or a text for sh -c. */
 export type Command = string | string[];
@@ -52,6 +53,8 @@ export interface ExecOptions extends CallOptions {
   process?: string;
   /** How much of the newest output of a detached process is kept for attach; 256 by default. */
   outputKiB?: number;
+  /** Let a detached process wait instead of losing older output. */
+  holdOutput?: boolean;
 }
 
 export interface RunOptions extends CallOptions {
@@ -109,7 +112,7 @@ function fromBase64(text: string): Uint8Array {
 function startOf(command: Command, o: ExecOptions): types.ExecStartRequest {
   return given({
     command: argv(command), user: o.user, cwd: o.cwd, env: environment(o.env), tty: o.tty, stdin: o.stdin || undefined,
-    timeout_seconds: o.timeoutSeconds, detach: o.detach, process: o.process, output_kib: o.outputKiB,
+    timeout_seconds: o.timeoutSeconds, detach: o.detach, process: o.process, output_kib: o.outputKiB, hold_output: o.holdOutput,
   });
 }
 
@@ -121,6 +124,7 @@ export class Drowse {
   readonly images = new Images(this);
   readonly volumes = new Volumes(this);
   readonly operations = new Operations(this);
+  readonly templates = new Templates(this);
 
   constructor(o: DrowseOptions = {}) {
     const env = (globalThis as { process?: { env?: Record<string, string | undefined> } }).process?.env ?? {};
@@ -150,11 +154,36 @@ export class Drowse {
     return this.call<types.Is>("GET", "/v1/version", undefined, o);
   }
 
+  /** Says what the server's checks found; throws ServerError if one fails. */
+  health(o?: CallOptions) {
+    return this.call<types.Health>("GET", "/healthz", undefined, o);
+  }
+
+  /** Says whether sandboxes can be woken on the host; throws ServerError if not. */
+  ready(o?: CallOptions) {
+    return this.call<types.Health>("GET", "/readyz", undefined, o);
+  }
+
+  /** Says what the host has for its sandboxes, and how many there are by status. */
+  host(o?: CallOptions) {
+    return this.call<types.Host>("GET", "/v1/host", undefined, o);
+  }
+
+  /** Lists where secrets may come from: `from` of Secrets.set. */
+  async secretSources(o?: CallOptions) {
+    return items((await this.call<types.SecretSources>("GET", "/v1/secret-sources", undefined, o)).sources);
+  }
+
+  /** Does what metadata say is to be done by now, or with dryRun says what that would be. */
+  prune(o: CallOptions & { dryRun?: boolean } = {}) {
+    return this.call<types.Pruned>("POST", "/v1/prune", { dry_run: o.dryRun ?? false }, o);
+  }
+
   /** Makes a sandbox and boots it. */
   async create(what: CreateOptions, o: Keyed = {}): Promise<Sandbox> {
     const spec: JSONObject = {}, metadata: JSONObject = {}, doc: JSONObject = { spec, metadata };
     for (const [name, value] of Object.entries(given(what))) {
-      (metadataFields.has(name) ? metadata : name === "disk" || name === "get_or_create" ? doc : spec)[name] = value;
+      (metadataFields.has(name) ? metadata : documentFields.has(name) ? doc : spec)[name] = value;
     }
     if (what.policy && !what.network) spec["network"] = "tap";
     const made = await this.call<types.Sandbox>("POST", "/v1/sandboxes", doc, { ...o, headers: key(o) });
@@ -196,11 +225,13 @@ export class Sandbox {
   readonly files: Files;
   readonly processes: Processes;
   readonly secrets: Secrets;
+  readonly services: Services;
 
   constructor(readonly client: Drowse, private named: string, public info?: types.Sandbox) {
     this.files = new Files(this);
     this.processes = new Processes(this);
     this.secrets = new Secrets(this);
+    this.services = new Services(this);
   }
 
   get name(): string {
@@ -230,8 +261,10 @@ export class Sandbox {
     return this.client.call<types.Freed>("DELETE", this.path, undefined, o);
   }
 
-  sleep(o: CallOptions & { hooks?: types.SleepRequest["hooks"] } = {}) {
-    return this.client.call<types.SleepResult>("POST", this.path + "/sleep", given({ hooks: o.hooks }), o);
+  /** Puts it to sleep; with durable, it waits until the other hosts of its cluster can wake it. */
+  sleep(o: CallOptions & types.SleepRequest = {}) {
+    const { hooks, durable, ...call } = o;
+    return this.client.call<types.SleepResult>("POST", this.path + "/sleep", given({ hooks, durable }), call);
   }
 
   wake(o?: CallOptions) {
@@ -303,6 +336,67 @@ export class Sandbox {
     return this.client.call<types.PolicyResult>("PUT", this.path + "/policy", policy, { ...o, headers: o.ifMatch ? { "If-Match": o.ifMatch } : {} });
   }
 
+  /** Copies what is to be promoted to the host now. */
+  async promote(o?: CallOptions) {
+    return items((await this.client.call<types.Promoted>("POST", this.path + "/promote", {}, o)).promoted);
+  }
+
+  /** Says what was run in it and when it slept, the newest first. */
+  history(o: CallOptions & { limit?: number; before?: Date } = {}) {
+    return this.client.call<types.History>("GET", this.path + "/history" + query({ limit: o.limit, before: o.before?.toISOString() }), undefined, o);
+  }
+
+  /** Returns its whole record. */
+  inspect(o?: CallOptions) {
+    return this.client.call<JSONObject>("GET", this.path + "/inspect", undefined, o);
+  }
+
+  /** Says whom the gateway lets in, and returns the token; update with gateway and new_gateway_token changes both. */
+  gateway(o?: CallOptions) {
+    return this.client.call<types.GatewayAccess>("GET", this.path + "/gateway", undefined, o);
+  }
+
+  /** Says what its network has passed and denied. It must run. */
+  network(o?: CallOptions) {
+    return this.client.call<types.NetworkStats>("GET", this.path + "/network", undefined, o);
+  }
+
+  private lines<T extends object>(path: string, o: { signal?: AbortSignal }): AsyncGenerator<T, void, void> {
+    return lines<T>((signal) => this.client.http.request("GET", this.path + path, { signal, timeoutMs: Infinity }), o.signal);
+  }
+
+  /** Yields the last denied packets, and with follow those to come. It must run. */
+  networkEvents(o: { follow?: boolean; signal?: AbortSignal } = {}) {
+    return this.lines<types.NetEventLine>("/network/events" + query({ follow: o.follow }), o);
+  }
+
+  /** Returns its open flows, and the last that have ended or were denied. It must run. */
+  flows(o?: CallOptions) {
+    return this.client.call<types.Flows>("GET", this.path + "/flows", undefined, o);
+  }
+
+  /** Yields flows as they open, end or are denied. It must run. */
+  followFlows(o: { signal?: AbortSignal } = {}) {
+    return this.lines<types.FlowRecordLine>("/flows/follow", o);
+  }
+
+  /** Yields what was done in it, the oldest first; trailer adds a last line on the trail. */
+  audit(o: { since?: Date; follow?: boolean; trailer?: boolean; signal?: AbortSignal } = {}) {
+    return this.lines<types.EntryLine>("/audit" + query({ since: o.since?.toISOString(), follow: o.follow, trailer: o.trailer }), o);
+  }
+
+  /** Yields the paths that differ between its disk and its image; the last line has `end`. */
+  diff(o: { limit?: number; signal?: AbortSignal } = {}) {
+    return this.lines<types.DiffLine>("/diff" + query({ limit: o.limit }), o);
+  }
+
+  /** Returns the last bytes of its console, and with follow those to come, until it stops. */
+  async console(o: CallOptions & { tail?: number; follow?: boolean } = {}): Promise<ReadableStream<Uint8Array>> {
+    const call = o.follow ? { timeoutMs: Infinity, ...o } : o;
+    return (await this.client.http.request("GET", this.path + "/console" + query({ tail: o.tail, follow: o.follow }), call)).body!;
+  }
+
+  /** Says what it uses. It must run. */
   stats(o?: CallOptions) {
     return this.client.call<types.Stats>("GET", this.path + "/stats", undefined, o);
   }
@@ -353,9 +447,10 @@ export class Processes {
     return items((await this.box.client.call<types.Processes>("GET", this.box.path + "/processes", undefined, o)).processes);
   }
 
-  /** Starts a process that goes on by itself, and returns its name. */
-  async start(command: Command, o: Omit<ExecOptions, "stdin" | "detach"> & Keyed = {}): Promise<string> {
-    return (await this.box.client.call<types.Started>("POST", this.box.path + "/processes", startOf(command, o), { signal: o.signal, timeoutMs: o.timeoutMs, headers: key(o) })).process;
+  /** Starts a process that goes on by itself, and returns its name; attach writes to its stdin, unless noStdin. */
+  async start(command: Command, o: Omit<ExecOptions, "stdin" | "detach"> & Keyed & { noStdin?: boolean } = {}): Promise<string> {
+    const body = { ...startOf(command, o), ...given({ no_stdin: o.noStdin }) };
+    return (await this.box.client.call<types.Started>("POST", this.box.path + "/processes", body, { signal: o.signal, timeoutMs: o.timeoutMs, headers: key(o) })).process;
   }
 
   /** Connects to a detached process, in the place of any other stream; output from offset on, as far as it is kept. */
@@ -483,6 +578,53 @@ export class Secrets {
   }
 }
 
+/** Programs that the agent of a sandbox keeps running. */
+export class Services {
+  constructor(private readonly box: Sandbox) {}
+
+  private path(name: string, verb = "") {
+    return `${this.box.path}/services/${seg(name)}${verb}`;
+  }
+
+  /** It does not wake the sandbox. */
+  async list(o?: CallOptions): Promise<types.Service[]> {
+    return items((await this.box.client.call<types.Services>("GET", this.box.path + "/services", undefined, o)).services);
+  }
+
+  /** Adds or replaces a service. */
+  set(name: string, argv: string[], what: Omit<types.SetServiceRequest, "name" | "argv"> = {}, o?: CallOptions) {
+    return this.box.client.call<types.Service>("PUT", this.path(name), { ...what, argv }, o);
+  }
+
+  async remove(name: string, o?: CallOptions): Promise<void> {
+    await this.box.client.call("DELETE", this.path(name), undefined, o);
+  }
+
+  start(name: string, o?: CallOptions) {
+    return this.box.client.call<types.Service>("POST", this.path(name, "/start"), {}, o);
+  }
+
+  restart(name: string, o?: CallOptions) {
+    return this.box.client.call<types.Service>("POST", this.path(name, "/restart"), {}, o);
+  }
+
+  /** Stops it until it is started, or the sandbox boots. */
+  stop(name: string, o?: CallOptions) {
+    return this.box.client.call<types.Service>("POST", this.path(name, "/stop"), {}, o);
+  }
+
+  /** Waits until it is ready, which keeps the sandbox awake: 60 s by default, 600 s at most. */
+  wait(name: string, o: CallOptions & { timeoutSeconds?: number } = {}) {
+    return this.box.client.call<types.Service>("GET", this.path(name, "/wait") + query({ timeout_seconds: o.timeoutSeconds }), undefined, o);
+  }
+
+  /** Returns its newest output, and with follow what comes. */
+  async log(name: string, o: CallOptions & { follow?: boolean } = {}): Promise<ReadableStream<Uint8Array>> {
+    const call = o.follow ? { timeoutMs: Infinity, ...o } : o;
+    return (await this.box.client.http.request("GET", this.path(name, "/log") + query({ follow: o.follow }), call)).body!;
+  }
+}
+
 /** The snapshots of all sandboxes. */
 export class Snapshots {
   constructor(private readonly client: Drowse) {}
@@ -600,5 +742,28 @@ export class Operations {
       last = JSON.stringify(is);
       await wait(pause, o.signal);
     }
+  }
+}
+
+/** First boots from which sandboxes start. */
+export class Templates {
+  constructor(private readonly client: Drowse) {}
+
+  async list(o?: CallOptions): Promise<types.Template[]> {
+    return items((await this.client.call<types.Templates>("GET", "/v1/templates", undefined, o)).templates);
+  }
+
+  get(key: string, o?: CallOptions) {
+    return this.client.call<types.Template>("GET", "/v1/templates/" + seg(key), undefined, o);
+  }
+
+  /** Begins to boot one: operations.wait waits for its end. */
+  create(what: types.TemplateSpecRequest, o: Keyed = {}) {
+    return this.client.call<types.Operation>("POST", "/v1/templates", what, { ...o, headers: key(o) });
+  }
+
+  /** Removes it. Sandboxes that were made from it stay. */
+  async remove(key: string, o?: CallOptions): Promise<void> {
+    await this.client.call("DELETE", "/v1/templates/" + seg(key), undefined, o);
   }
 }

@@ -32,12 +32,14 @@ export class CommandFailed<R = unknown> extends DrowseError {
 }
 
 /**
- * An error that the server answered with. `code` is for programs, `remedy` says what to do. `status` is the HTTP status;
- * of an error in a stream, 0. `retryAfter` is how many seconds to wait before another try, if the server says so.
+ * An error that the server answered with. `code` is for programs, `remedy` says what to do, `field` is what is wrong in
+ * the request ("spec.memory_mib"), if that is one thing. `status` is the HTTP status; of an error in a stream, 0.
+ * `retryAfter` is how many seconds to wait before another try, if the server says so.
  */
 export class APIError extends DrowseError {
   readonly code: string;
   readonly remedy: string;
+  readonly field: string;
   readonly op: string;
   readonly sandbox: string;
   constructor(readonly status: number, error: Partial<ErrorDocument["error"]>, readonly retryAfter?: number) {
@@ -46,6 +48,7 @@ export class APIError extends DrowseError {
     super(remedy ? `${text} (${remedy})` : text);
     this.code = is(error.code) || "error";
     this.remedy = remedy;
+    this.field = is(error.field);
     this.op = is(error.op);
     this.sandbox = is(error.sandbox);
   }

@@ -137,6 +137,7 @@ export type Control = {
   env?: Array<string> | null;
   error?: {
     code: string;
+    field?: string;
     hooks?: Array<{
       event: string;
       name: string;
@@ -396,6 +397,7 @@ export type EntryLine = {
 export type Error = {
   error: {
     code: string;
+    field?: string;
     hooks?: Array<{
       event: string;
       name: string;
@@ -801,6 +803,7 @@ export type Operation = {
   ended?: string | null;
   error?: {
     code: string;
+    field?: string;
     hooks?: Array<{
       event: string;
       name: string;

@@ -78,9 +78,9 @@ describe("the client", { skip: env("DROWSE_URL") ? false : "there is no server: 
       await assert.rejects(other.sandbox("a").exec(["true"]), kind);
     }
     await assert.rejects(make({ name: "a" }), (e: drowse.APIError) => e instanceof drowse.Conflict && e.code === "exists");
-    await assert.rejects(make({ memory_mib: -1 }), drowse.InvalidRequest);
+    await assert.rejects(make({ memory_mib: -1 }), (e: drowse.APIError) => e instanceof drowse.InvalidRequest && e.field === "spec.memory_mib");
     await assert.rejects(a.run([]), drowse.InvalidRequest);
-    await assert.rejects(a.exec([]), (e: drowse.APIError) => e instanceof drowse.InvalidRequest && e.code === "invalid");
+    await assert.rejects(a.exec([]), (e: drowse.APIError) => e instanceof drowse.InvalidRequest && e.code === "invalid" && e.field === "command");
     const slow = new Drowse({ token: env("TEST_SLOW_TOKEN"), retries: 0 });
     await assert.rejects(async () => {
       for (let i = 0; i < 10; i++) await slow.version();
@@ -227,8 +227,8 @@ describe("the client", { skip: env("DROWSE_URL") ? false : "there is no server: 
   });
 
   it("sleeps, wakes, stops, renames, and follows events", async () => {
-    const a = await make({ name: "a" });
-    const events = client.events({ since: 0, sandbox: "a" });
+    const a = await make({ name: "through" });
+    const events = client.events({ since: 0, sandbox: "through" });
     await a.files.write("/kept", "1");
     assert.ok((await a.sleep()).snapshot);
     assert.deepEqual([(await a.refresh()).status, (await a.wake()).status], ["asleep", "running"]);
@@ -298,6 +298,137 @@ describe("the client", { skip: env("DROWSE_URL") ? false : "there is no server: 
     await assert.rejects(a.connect(81), drowse.APIError);
     assert.throws(() => a.url(80), drowse.DrowseError);
     assert.equal(new Drowse({ gateway: "boxes.example.org" }).sandbox("a").url(8000), "https://8000-a.boxes.example.org");
+  });
+
+  it("describes the host, and prunes", async () => {
+    await make({ name: "a", class: "resumable", owner: "them", tags: ["y"] });
+    const made = await collect(client.events({ follow: false, type: "sandbox.created", owner: "them", tag: "y", since: 0 }));
+    assert.ok(made.some((e) => e.sandbox === "a"));
+    assert.deepEqual([(await client.health()).ok, (await client.ready()).ok], [true, true]);
+    assert.deepEqual((await client.host()).sandboxes, { running: 1 });
+    assert.deepEqual(await client.secretSources(), [{ name: "ours", kind: "file", owners: ["us"] }]);
+    const old = await make({ name: "old", class: "ephemeral", owner: "us" });
+    assert.deepEqual((await collect(client.list({ owner: "us", class: "ephemeral" }))).map((b) => b.name), ["old"]);
+    await old.update({ expires: "2020-01-01T00:00:00Z" });
+    assert.deepEqual((await client.prune({ dryRun: true })).remove!.map((r) => r.name), ["old"]);
+    assert.equal((await collect(client.list())).length, 2);
+    await client.prune();
+    assert.deepEqual((await collect(client.list())).map((b) => b.name), ["a"]);
+  });
+
+  it("makes and removes templates", async () => {
+    const op = await client.operations.wait((await client.templates.create({ image: "test", memory_mib: 128 })).id);
+    assert.equal(op.state, "done", JSON.stringify(op));
+    const made = await client.templates.get(op.template!);
+    assert.deepEqual([made.state, made.memory_mib], ["ready", 128]);
+    const ready = async () => (await client.templates.list()).filter((t) => t.state === "ready").map((t) => t.key);
+    assert.deepEqual(await ready(), [made.key]);
+    assert.equal((await (await make({ name: "a", memory_mib: 128 })).inspect())["template"], made.snapshot);
+    assert.equal((await (await make({ name: "b", memory_mib: 128, boot: true })).inspect())["template"], undefined);
+    await client.templates.remove(made.key);
+    assert.deepEqual(await ready(), []);
+  });
+
+  it("has services", async () => {
+    const s = (await make()).services;
+    assert.equal((await s.set("main", ["run", "-"], { dir: "/" })).name, "main");
+    assert.equal((await s.wait("main", { timeoutSeconds: 30 })).ready, true);
+    assert.equal((await s.stop("main")).state, "stopped");
+    assert.equal((await s.start("main")).state, "running");
+    assert.equal((await s.restart("main")).state, "running");
+    assert.deepEqual((await s.list()).map((one) => one.argv), [["run", "-"]]);
+    assert.equal(text(await all(await s.log("main"))), "run -\n".repeat(3));
+    const follows = (await s.log("main", { follow: true })).getReader();
+    let log = "";
+    while (log !== "run -\n".repeat(3)) log += text((await follows.read()).value);
+    await s.restart("main");
+    assert.equal(text((await follows.read()).value), "run -\n");
+    await follows.cancel();
+    await s.remove("main");
+    assert.deepEqual(await s.list(), []);
+  });
+
+  it("tells of the network, and what was done", async () => {
+    const a = await make({ name: "a", policy: DENY });
+    assert.equal((await a.network()).name, "a");
+    assert.deepEqual(await collect(a.networkEvents()), []);
+    assert.deepEqual((await a.flows()).flows!.map((f) => f["peer"]), ["192.0.2.1"]);
+    for await (const f of a.followFlows()) {
+      assert.equal(f["peer"], "192.0.2.1");
+      break;
+    }
+    const gateway = await a.gateway();
+    await a.update({ gateway: { public_ports: [80] }, new_gateway_token: true });
+    const now = await a.gateway();
+    assert.deepEqual(now.public_ports, [80]);
+    assert.notEqual(now.token, gateway.token);
+    await a.run(["true"]);
+    await a.run(["run"]);
+    await a.sleep({ durable: false });
+    const h = await a.history({ limit: 1, before: new Date("2090-01-01") });
+    assert.deepEqual([h.runs!.map((r) => r.command), h.sleeps!.length], [[["run"]], 1]);
+    assert.equal(((await a.inspect())["spec"] as { name: string }).name, "a");
+    await a.wake();
+    const said = await collect(a.audit({ since: new Date("2020-01-01"), trailer: true }));
+    assert.deepEqual(said.filter((e) => e.argv).map((e) => e.argv), [["true"], ["run"]]);
+    assert.ok("trailer" in said.at(-1)!);
+    for await (const e of a.audit({ follow: true })) {
+      assert.ok(e.kind);
+      break;
+    }
+    assert.equal((await collect(a.diff({ limit: 10 }))).at(-1)!.end, true);
+    assert.equal((await all(await a.console({ tail: 100 }))).length, 0);
+    const console = await a.console({ follow: true });
+    await a.stop({ timeout_seconds: 10 });
+    assert.equal((await all(console)).length, 0);
+    await a.start();
+    await assert.rejects(a.promote(), (e: drowse.APIError) => e instanceof drowse.InvalidRequest && /is to be promoted/.test(e.message));
+  });
+
+  it("passes on parameters", async () => {
+    const a = await make({ name: "a" });
+    const f = a.files;
+    await f.write("/n", "1", { uid: 7, gid: 8, ifNoneMatch: "*" });
+    assert.equal((await f.stat("/n", { link: true })).kind, "file");
+    await f.mkdir("/t", { mode: "0700" });
+    await f.uploadTree("/t", await all(await f.downloadTree("/n")), { uid: 7, gid: 8 });
+    const events = f.watch("/t", { recursive: true, keepAwake: true });
+    assert.equal((await events.next()).value!.event, "ready");
+    await events.return();
+    const { etag } = await client.tagged("GET", a.path);
+    assert.equal((await a.update({ purpose: "p" }, { ifMatch: etag })).purpose, "p");
+    await a.secrets.set("key", "v", { uid: 7, gid: 8, transient: true });
+    await a.secrets.set("of", undefined, { from: "ours", proxy: true });
+    assert.deepEqual((await a.secrets.list()).map((s) => [s.name, s.from]), [["key", undefined], ["of", "ours"]]);
+    const job = await a.processes.start(["terminal"], { tty: { rows: 24, cols: 80 }, user: "u", cwd: "/", env: { A: "b" }, timeoutSeconds: 60, outputKiB: 64 });
+    const p = await a.processes.attach(job);
+    assert.equal(text((await p.read())!.data), "24x80 ");
+    p.detach();
+    let n = 0;
+    for await (const o of await a.exec(["flood"], { detach: true, outputKiB: 64, holdOutput: true })) n += o.data.length;
+    assert.equal(n, 32 << 20); // nothing was lost
+    await a.processes.start(["true"], { noStdin: true, holdOutput: true });
+    const tap = await make({ policy: DENY });
+    const whole = (await tap.snapshot({ hooks: "skip" })).snapshot;
+    const c = await client.snapshots.clone(whole, { policy: { default: { egress: "allow" } }, idle: { sleep_seconds: 3600 }, metadata: { purpose: "copy" } });
+    assert.deepEqual([(await c.policy()).value!.default!.egress, c.info!.purpose], ["allow", "copy"]);
+    const shot = (await a.snapshot({ disk_only: true })).snapshot;
+    await a.sleep();
+    const b = await make({ name: "b", disk: shot });
+    assert.equal(await b.files.readText("/n"), "1");
+    await b.stop({ kill: true });
+    const lone = (await c.snapshot()).snapshot;
+    await c.delete();
+    await client.snapshots.remove(lone);
+    assert.ok(!(await client.snapshots.list()).some((s) => s.id === lone));
+    const op = await client.images.pull("debian:bookworm", { include: ["git"], tag: "x", platform: "linux/amd64", no_cache: true });
+    await client.operations.cancel(op.id);
+    assert.ok((await client.operations.list()).some((o) => o.id === op.id));
+    assert.ok((await client.images.list()).some((i) => i.id));
+    assert.ok((await client.images.get("test")).id);
+    await client.volumes.create("v", 16);
+    assert.equal((await client.volumes.get("v")).name, "v");
+    await client.volumes.remove("v");
   });
 
   it("does what its README says", async () => {

@@ -124,6 +124,40 @@ func testFiles(t *testing.T, b *chromium.Browser) {
 	p.entries("deep", "a.txt", "b.txt", "big.bin", "drop <b>.txt")
 	p.shot("files-uploaded")
 
+	// A directory, and again over what is there.
+	whole := filepath.Join(dir, "tree")
+	for name, text := range map[string]string{"one.txt": "1", "sub/two <i>.txt": "2", "sub/sub/empty": ""} {
+		if err := errors.Join(os.MkdirAll(filepath.Dir(filepath.Join(whole, name)), 0o700), os.WriteFile(filepath.Join(whole, name), []byte(text), 0o600)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	p.expected = append(p.expected, "404") // it looks first
+	p.chooses("#files-tree-picker", whole)
+	p.wait(`[...document.querySelectorAll('#transfers li')].some((l) => l.innerText.includes('Upload of tree/') && l.innerText.includes('done, 3 files, 2 B'))`)
+	for name, text := range map[string]string{"one.txt": "1", "sub/two <i>.txt": "2", "sub/sub/empty": ""} {
+		h.has(t, "a", "/srv/data/tree/"+name, text)
+	}
+	p.entries("deep", "tree", "a.txt", "b.txt", "big.bin", "drop <b>.txt")
+	if err := os.WriteFile(filepath.Join(whole, "one.txt"), []byte("other"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for _, answer := range []string{"", ".danger"} {
+		p.chooses("#files-tree-picker", whole)
+		p.wait(`document.querySelector('dialog').open && document.querySelector('dialog').innerText.includes('Upload into tree?')`)
+		if answer == "" {
+			p.press("Enter") // Cancel has the focus
+			p.sees("left as it was")
+			h.has(t, "a", "/srv/data/tree/one.txt", "1")
+		} else {
+			p.click("dialog button.danger")
+			h.has(t, "a", "/srv/data/tree/one.txt", "other")
+		}
+	}
+	p.shot("files-tree")
+	p.does("tree", "delete")
+	p.click("dialog button.danger")
+	p.entries("deep", "a.txt", "b.txt", "big.bin", "drop <b>.txt")
+
 	// Downloads: in parts into a file of the reader, and where a page may not do that, by the browser.
 	p.must(p.Eval(p.ctx, `window.showSaveFilePicker = async (o) => { window.suggested = o.suggestedName; return (await navigator.storage.getDirectory()).getFileHandle('saved', {create: true}) }`, nil))
 	p.does("big.bin", "download")

@@ -3,8 +3,19 @@
 package browsertest
 
 import (
+	"io"
+	"log"
+	"net/http"
+	"net/http/httptest"
 	"strings"
 	"testing"
+
+	"github.com/google/go-containerregistry/pkg/name"
+	"github.com/google/go-containerregistry/pkg/registry"
+	v1 "github.com/google/go-containerregistry/pkg/v1"
+	"github.com/google/go-containerregistry/pkg/v1/mutate"
+	"github.com/google/go-containerregistry/pkg/v1/random"
+	"github.com/google/go-containerregistry/pkg/v1/remote"
 
 	"github.com/drowse-vm/drowse/internal/test/chromium"
 	"github.com/drowse-vm/drowse/sandbox/api/tokens"
@@ -39,8 +50,37 @@ func testImages(t *testing.T, b *chromium.Browser) {
 	if s, err := h.Get(t.Context(), "from-template"); err != nil || s.Memory != 384 || s.VCPUs != 2 {
 		t.Errorf("%+v, %v", s, err)
 	}
-	// By keys on a narrow screen.
+	p.must(p.Eval(p.ctx, `location.hash = '#/images'`, nil))
+	// From a registry, whose last image never ends, and from none.
+	at := registryOf(t)
+	for _, from := range []string{at + "/app:v1", "127.0.0.1:1/none:x"} {
+		p.click("#pull")
+		p.fill("#field-from", from)
+		p.press("Enter")
+	}
+	p.wait(`[...document.querySelectorAll('#pulls li')].some((l) => l.innerText.includes('app:v1') && l.innerText.includes('done'))`)
+	p.wait(`[...document.querySelectorAll('#pulls li')].some((l) => l.innerText.includes('none:x') && l.innerText.includes('failed'))`)
+	p.wait(`document.querySelector('#notices').innerText.includes('Adding 127.0.0.1:1/none:x')`)
+	p.wait(`[...document.querySelectorAll('#images tbody tr')].some((r) => r.innerText.includes('app:v1'))`)
+	p.both("images-added")
+	p.click("#pull")
+	p.fill("#field-from", at+"/endless:v1")
+	p.fill("#field-include", "git")
+	p.press("Enter")
+	p.wait(`document.querySelector('#notices').innerText.includes('packages go with debian:SUITE')`)
+	p.click("#pull")
+	p.fill("#field-from", at+"/endless:v1")
+	p.press("Enter")
+	p.wait(`[...document.querySelectorAll('#pulls li')].some((l) => l.innerText.includes('endless:v1'))`)
+	// Another page shows it as well, and cancels it.
 	q := open(t, b, h, "#/images", 360, 740)
+	q.wait(`document.querySelectorAll('#pulls li').length === 1`)
+	q.fits("images on their way")
+	q.tabTo("#pulls button")
+	q.press("Enter")
+	q.sees("canceled")
+	p.wait(`[...document.querySelectorAll('#pulls li')].some((l) => l.innerText.includes('endless:v1') && l.innerText.includes('canceled'))`)
+	// By keys on a narrow screen.
 	q.sees("ready")
 	q.fits("images")
 	q.both("images-narrow")
@@ -68,6 +108,42 @@ func testImages(t *testing.T, b *chromium.Browser) {
 	p.both("host")
 	p.click(`.facts a[href="#/?status=asleep"]`)
 	p.lists("notebook")
+}
+
+// registryOf returns the address of a registry with an image app:v1, and with another one that it never gives.
+func registryOf(t *testing.T) string {
+	t.Helper()
+	inner := registry.New(registry.Logger(log.New(io.Discard, "", 0)))
+	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if strings.Contains(r.URL.Path, "/endless/") {
+			<-r.Context().Done()
+			return
+		}
+		inner.ServeHTTP(w, r)
+	}))
+	t.Cleanup(s.Close)
+	at := strings.TrimPrefix(s.URL, "http://")
+	ref, err := name.ParseReference(at + "/app:v1")
+	if err != nil {
+		t.Fatal(err)
+	}
+	img, err := random.Image(1024, 1)
+	var config *v1.ConfigFile
+	if err == nil {
+		config, err = img.ConfigFile()
+	}
+	if err == nil {
+		config = config.DeepCopy()
+		config.OS, config.Architecture = "linux", "amd64"
+		img, err = mutate.ConfigFile(img, config)
+	}
+	if err == nil {
+		err = remote.Write(ref, img)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	return at
 }
 
 func testScopes(t *testing.T, b *chromium.Browser) {
@@ -110,6 +186,7 @@ func testScopes(t *testing.T, b *chromium.Browser) {
 	p.must(p.Eval(p.ctx, `location.hash = '#/images'`, nil))
 	p.sees("test:latest")
 	off("#images button.danger", "admin")
+	off("#pull", "admin")
 	p.click("#images button.danger")
 	p.wait(`!document.querySelector('dialog').open`)
 	p.must(p.Eval(p.ctx, `location.hash = '#/new'`, nil))

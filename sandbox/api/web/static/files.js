@@ -7,6 +7,8 @@ import { bytes, count, exact, visible } from './format.js';
 const MAX_ROWS = 1000;
 // MAX_UPLOADS bounds what is dropped or chosen at once.
 const MAX_UPLOADS = 1000;
+// MAX_TREE bounds the files of a directory.
+const MAX_TREE = 10_000;
 
 const join = (dir, name) => (dir === '/' ? `/${name}` : `${dir}/${name}`);
 const above = (path) => path.slice(0, path.lastIndexOf('/')) || '/';
@@ -32,11 +34,19 @@ export function filesPanel(root, name, first) {
     upload([...picker.files]);
     picker.value = '';
   } });
+  // What it chooses has the paths below the chosen directory.
+  const treePicker = h('input', { type: 'file', id: 'files-tree-picker', className: 'unseen', tabIndex: -1, 'aria-hidden': 'true', multiple: true, webkitdirectory: true, onchange: () => {
+    const files = [...treePicker.files];
+    treePicker.value = '';
+    if (files.length > 0) uploadTree(base(`/${files[0].webkitRelativePath.split('/')[0]}`), files.map((file) => ({ file, path: file.webkitRelativePath })));
+    else notice('Uploading', { message: 'there is no file in the directory' });
+  } });
   const button = (id, label, f) => {
     const b = h('button', { type: 'button', id, onclick: () => isOff(b) || f() }, label);
     return b;
   };
   const up = button('upload', 'Upload…', () => picker.click());
+  const upTree = button('upload-tree', 'Upload directory…', () => treePicker.click());
   const make = button('mkdir', 'New directory…', mkdir);
   const tree = button('download-tree', 'Download as tar', () => download({ name: base(dir), kind: 'dir' }, dir));
   const refresh = button('refresh', 'Refresh', list);
@@ -45,12 +55,12 @@ export function filesPanel(root, name, first) {
   const transfers = h('ul', { id: 'transfers', 'aria-label': 'Transfers' });
   const box = h('div', { id: 'files' });
   root.append(crumbs,
-    h('div', { className: 'filters' }, h('p', null, h('label', { htmlFor: 'files-q' }, 'Find'), filter), h('div', { className: 'actions', role: 'group', 'aria-label': 'Files', 'aria-describedby': 'files-why' }, up, picker, make, tree, refresh)),
+    h('div', { className: 'filters' }, h('p', null, h('label', { htmlFor: 'files-q' }, 'Find'), filter), h('div', { className: 'actions', role: 'group', 'aria-label': 'Files', 'aria-describedby': 'files-why' }, up, picker, upTree, treePicker, make, tree, refresh)),
     why, done, transfers, box);
 
   function bar() {
     const reason = lacks('files');
-    for (const b of [up, make, tree, refresh]) off(b, reason || (entries === null ? 'The directory is not listed.' : ''));
+    for (const b of [up, upTree, make, tree, refresh]) off(b, reason || (entries === null ? 'The directory is not listed.' : ''));
     if (reason === '') off(refresh, dir === '' ? 'No directory is chosen.' : '');
     why.hidden = reason === '';
     why.textContent = reason;
@@ -84,7 +94,7 @@ export function filesPanel(root, name, first) {
     const shown = rows.slice(0, MAX_ROWS);
     box.replaceChildren(
       h('p', { className: 'summary' }, rows.length === entries.length ? count(entries.length, 'entry', 'entries') : `${rows.length.toLocaleString('en')} of ${count(entries.length, 'entry', 'entries')}`,
-        rows.length > MAX_ROWS ? `; the first ${MAX_ROWS.toLocaleString('en')} are shown` : '', '. Files dropped here are uploaded.'),
+        rows.length > MAX_ROWS ? `; the first ${MAX_ROWS.toLocaleString('en')} are shown` : '', '. Files and directories dropped here are uploaded.'),
       shown.length ? h('div', { className: 'scroll', role: 'region', 'aria-label': 'Files', tabIndex: 0 }, h('table', { id: 'entries' },
         h('caption', { className: 'unseen' }, 'Files'),
         h('thead', null, h('tr', null, ['Name', 'Size', 'Modified', 'Mode'].map((c, i) => h('th', { scope: 'col', class: ['', 'number', 'number wide', 'wide'][i] }, c)), h('th', { scope: 'col' }, h('span', { className: 'unseen' }, 'Actions')))),
@@ -235,10 +245,10 @@ export function filesPanel(root, name, first) {
   }
 
   // put sends a file. XMLHttpRequest, and not fetch, tells how far it is; both read the file as they send it.
-  function put(path, file, t, only) {
+  function put(path, file, t, only, parents) {
     return new Promise((ok, no) => {
       const x = new XMLHttpRequest();
-      x.open('PUT', `${at(name, 'files')}?${query(path)}`);
+      x.open('PUT', `${at(name, 'files')}?${query(path, parents ? { parents: 1 } : {})}`);
       if (token()) x.setRequestHeader('Authorization', `Bearer ${token()}`);
       x.setRequestHeader('Content-Type', 'application/octet-stream');
       if (only) x.setRequestHeader('If-None-Match', '*');
@@ -273,6 +283,46 @@ export function filesPanel(root, name, first) {
     }
   }
 
+  // uploadTree sends the files of a directory, {file, path}, as one transfer. What is there already stays, or is replaced.
+  function uploadTree(label, files) {
+    const to = dir;
+    if (files.length > MAX_TREE) return void notice(`Uploading ${label}`, { message: `more than ${MAX_TREE.toLocaleString('en')} files`, remedy: 'use drowse cp' });
+    const total = files.reduce((n, f) => n + f.file.size, 0);
+    last = last.then(async () => {
+      const ok = await transfer(`Upload of ${label}/`, total, async (t) => {
+        let there = null;
+        try {
+          there = await get(`${at(name, 'files', 'stat')}?${query(join(to, label))}`, t.signal);
+        } catch (e) {
+          if (e.code !== 'guest-not-found') throw e;
+        }
+        if (there && !await ask({ title: `Upload into ${label}?`, danger: true, action: 'Upload', body: `There is one of this name already in ${to}. Files of the same names in it are replaced.` })) return 'left as it was';
+        let sent = 0;
+        for (const { file, path } of files) {
+          t.signal.throwIfAborted();
+          await put(join(to, path), file, { signal: t.signal, at: (n) => t.at(sent + n) }, false, true);
+          t.at(sent += file.size);
+        }
+        return `done, ${count(files.length, 'file')}, ${bytes(total)}`;
+      });
+      if (ok && to === dir && !root.contains(document.activeElement?.closest('#entries'))) await list();
+    });
+  }
+
+  // filesOf returns the files below a directory that was dropped. Empty directories in it have none.
+  async function filesOf(entry, found) {
+    const reader = entry.createReader();
+    for (;;) {
+      const some = await new Promise((ok, no) => reader.readEntries(ok, no));
+      if (some.length === 0) return found;
+      for (const e of some) {
+        if (found.length > MAX_TREE) return found;
+        if (e.isDirectory) await filesOf(e, found);
+        else found.push({ file: await new Promise((ok, no) => e.file(ok, no)), path: e.fullPath.slice(1) });
+      }
+    }
+  }
+
   root.addEventListener('dragover', (e) => {
     if (!e.dataTransfer.types.includes('Files')) return;
     e.preventDefault();
@@ -286,11 +336,15 @@ export function filesPanel(root, name, first) {
     e.preventDefault();
     box.classList.remove('drop');
     if (isOff(up)) return;
-    // A directory has no content to send.
-    const items = [...e.dataTransfer.items].filter((i) => i.kind === 'file');
-    const files = items.filter((i) => !i.webkitGetAsEntry?.()?.isDirectory).map((i) => i.getAsFile()).filter(Boolean);
-    if (files.length < items.length) notice('Uploading', { message: 'directories are left out', remedy: 'pack them, or use drowse cp' });
-    upload(files);
+    // They can be asked for until this returns.
+    const items = [...e.dataTransfer.items].filter((i) => i.kind === 'file').map((i) => ({ entry: i.webkitGetAsEntry?.(), file: i.getAsFile() }));
+    upload(items.filter((i) => !i.entry?.isDirectory).map((i) => i.file).filter(Boolean));
+    for (const { entry } of items.filter((i) => i.entry?.isDirectory)) {
+      filesOf(entry, []).then((files) => {
+        if (files.length > 0) uploadTree(entry.name, files);
+        else notice(`Uploading ${entry.name}`, { message: 'there is no file in the directory' });
+      }, (problem) => notice(`Uploading ${entry.name}`, problem));
+    }
   });
 
   function go(path) {

@@ -79,6 +79,7 @@ class AsyncDrowse:
         self.images = AsyncImages(self)
         self.volumes = AsyncVolumes(self)
         self.operations = AsyncOperations(self)
+        self.templates = AsyncTemplates(self)
 
     async def __aenter__(self) -> AsyncDrowse:
         return self
@@ -107,6 +108,26 @@ class AsyncDrowse:
     async def version(self) -> types.Is:
         return cast(types.Is, await self.call("GET", "/v1/version"))
 
+    async def health(self) -> types.Health:
+        """Say what the server's checks found; one that fails raises ServerError."""
+        return cast(types.Health, await self.call("GET", "/healthz"))
+
+    async def ready(self) -> types.Health:
+        """Say whether sandboxes can be woken on the host; if not, it raises ServerError."""
+        return cast(types.Health, await self.call("GET", "/readyz"))
+
+    async def host(self) -> types.Host:
+        """Say what the host has for its sandboxes, and how many there are by status."""
+        return cast(types.Host, await self.call("GET", "/v1/host"))
+
+    async def secret_sources(self) -> List[types.SecretSourcesSourcesItem]:
+        """List where secrets may come from: the argument source of `Sandbox.secrets.set`."""
+        return items(await self.call("GET", "/v1/secret-sources"), "sources")
+
+    async def prune(self, *, dry_run: bool = False) -> types.Pruned:
+        """Do what metadata say is to be done by now, or with dry_run say what that would be."""
+        return cast(types.Pruned, await self.call("POST", "/v1/prune", {"dry_run": dry_run}))
+
     async def create(
         self, image: str = "", *, name: str = "", policy: types.Policy | None = None, get_or_create: bool = False,
         idempotency_key: str | None = NEW, timeout: float | None = None, **more: Any,
@@ -114,7 +135,8 @@ class AsyncDrowse:
         """Make a sandbox and boot it.
 
         Further arguments are fields of the API: those of the spec, such as memory_mib, vcpus, network, idle and
-        volumes; those of the metadata, such as class_, tags, owner and expires; and disk. A template that fits is used.
+        volumes; those of the metadata, such as class_, tags, owner and expires; and disk. A template that fits is used,
+        unless boot is true.
         """
         spec: dict[str, Any] = {}
         metadata: dict[str, Any] = {}
@@ -128,7 +150,7 @@ class AsyncDrowse:
             spec["network"] = "tap"
         for given, value in more.items():
             to = given.rstrip("_")
-            (metadata if to in METADATA else doc if to == "disk" else spec)[to] = value
+            (metadata if to in METADATA else doc if to in ("disk", "boot") else spec)[to] = value
         if metadata:
             doc["metadata"] = metadata
         if get_or_create:
@@ -159,18 +181,31 @@ class AsyncDrowse:
             if not after:
                 return
 
-    async def events(
+    def events(
         self, *, since: int | str | None = None, follow: bool = True, type: Any = None, sandbox: str = "", owner: str = "",
         tag: str = "",
     ) -> AsyncIterator[types.EventLine]:
         """Yield events; "now" or a cursor says from where. After a broken connection, go on with the last cursor."""
         path = "/v1/events" + query(since=since, follow=follow, type=type, sandbox=sandbox, owner=owner, tag=tag)
-        answer = await self.http.request("GET", path, timeout=math.inf, retry=True)
-        try:
-            async for line in answer.lines():
-                yield line
-        finally:
-            answer.close()
+        return lines(self.http, path, retry=True)
+
+
+async def lines(http: AsyncHTTP, path: str, retry: bool = False) -> AsyncIterator[Any]:
+    answer = await http.request("GET", path, timeout=math.inf, retry=retry)
+    try:
+        async for line in answer.lines():
+            yield line
+    finally:
+        answer.close()
+
+
+async def pieces(http: AsyncHTTP, path: str, *, follow: bool = False) -> AsyncIterator[bytes]:
+    answer = await http.request("GET", path, timeout=math.inf if follow else None)
+    try:
+        while piece := await answer.read():
+            yield piece
+    finally:
+        answer.close()
 
 
 class AsyncSandbox:
@@ -182,6 +217,7 @@ class AsyncSandbox:
         self.files = AsyncFiles(self)
         self.processes = AsyncProcesses(self)
         self.secrets = AsyncSecrets(self)
+        self.services = AsyncServices(self)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r}>"
@@ -204,8 +240,10 @@ class AsyncSandbox:
         """Remove it, running or not. Removing what is not there succeeds."""
         return cast(types.Freed, await self._call("DELETE"))
 
-    async def sleep(self, *, hooks: str = "", timeout: float | None = None) -> types.SleepResult:
-        return cast(types.SleepResult, await self._call("POST", "/sleep", {"hooks": hooks}, timeout=timeout))
+    async def sleep(self, *, hooks: str = "", durable: bool = False, timeout: float | None = None) -> types.SleepResult:
+        """Put it to sleep; with durable, wait until the other hosts of its cluster can wake it."""
+        body = {"hooks": hooks, "durable": durable}
+        return cast(types.SleepResult, await self._call("POST", "/sleep", body, timeout=timeout))
 
     async def wake(self, *, timeout: float | None = None) -> types.Sandbox:
         self.info = cast(types.Sandbox, await self._call("POST", "/wake", {}, timeout=timeout))
@@ -243,10 +281,11 @@ class AsyncSandbox:
         return [AsyncSandbox(self.client, field(one, "name"), one) for one in items(doc, "sandboxes")]
 
     async def snapshot(
-        self, note: str = "", *, disk_only: bool = False, idempotency_key: str | None = NEW, timeout: float | None = None,
+        self, note: str = "", *, disk_only: bool = False, hooks: str = "", idempotency_key: str | None = NEW,
+        timeout: float | None = None,
     ) -> types.SleepResult:
         """Write a snapshot: its id is "snapshot" of the result."""
-        body: dict[str, Any] = {"note": note, "disk_only": disk_only}
+        body: dict[str, Any] = {"note": note, "disk_only": disk_only, "hooks": hooks}
         return cast(types.SleepResult, await self._call("POST", "/snapshot", body, headers=key_of(idempotency_key), timeout=timeout))
 
     async def list_snapshots(self) -> List[types.SnapshotInfo]:
@@ -282,8 +321,57 @@ class AsyncSandbox:
         """Replace its network policy; only if the present one still has the ETag if_match, else PreconditionFailed."""
         return cast(types.PolicyResult, await self._call("PUT", "/policy", policy, headers={"If-Match": if_match} if if_match else None))
 
+    async def promote(self, *, timeout: float | None = None) -> List[types.PromotedPromotedItem]:
+        """Copy what is to be promoted to the host now."""
+        return items(await self._call("POST", "/promote", {}, timeout=timeout), "promoted")
+
     async def stats(self) -> types.Stats:
+        """Say what it uses. It must run."""
         return cast(types.Stats, await self._call("GET", "/stats"))
+
+    async def history(self, *, limit: int | None = None, before: str = "") -> types.History:
+        """Say what was run in it and when it slept, the newest first; before is a time of RFC 3339."""
+        return cast(types.History, await self._call("GET", "/history" + query(limit=limit, before=before)))
+
+    async def inspect(self) -> dict[str, Any]:
+        """Return its whole record."""
+        return cast("dict[str, Any]", await self._call("GET", "/inspect"))
+
+    async def gateway(self) -> types.GatewayAccess:
+        """Say whom the gateway lets in, and return the token; update(gateway=…, new_gateway_token=True) changes both."""
+        return cast(types.GatewayAccess, await self._call("GET", "/gateway"))
+
+    async def network(self) -> types.NetworkStats:
+        """Say what its network has passed and denied. It must run."""
+        return cast(types.NetworkStats, await self._call("GET", "/network"))
+
+    def _lines(self, path: str) -> AsyncIterator[Any]:
+        return lines(self.client.http, self._path + path)
+
+    def network_events(self, *, follow: bool = False) -> AsyncIterator[types.NetEventLine]:
+        """Yield the last denied packets, and with follow those to come. It must run."""
+        return self._lines("/network/events" + query(follow=follow))
+
+    async def flows(self) -> types.Flows:
+        """Return its open flows, and the last that have ended or were denied. It must run."""
+        return cast(types.Flows, await self._call("GET", "/flows"))
+
+    def follow_flows(self) -> AsyncIterator[types.FlowRecordLine]:
+        """Yield flows as they open, end or are denied. It must run."""
+        return self._lines("/flows/follow")
+
+    def audit(self, *, since: str = "", follow: bool = False, trailer: bool = False) -> AsyncIterator[types.EntryLine]:
+        """Yield what was done in it, the oldest first; since is a time of RFC 3339, and trailer adds a last line on the trail."""
+        return self._lines("/audit" + query(since=since, follow=follow, trailer=trailer))
+
+    def diff(self, *, limit: int | None = None) -> AsyncIterator[types.DiffLine]:
+        """Yield the paths that differ between its disk and its image; the last line has "end"."""
+        return self._lines("/diff" + query(limit=limit))
+
+    def console(self, *, tail: int | None = None, follow: bool = False) -> AsyncIterator[bytes]:
+        """Yield the last bytes of its console, and with follow those to come, until it stops."""
+        path = self._path + "/console" + query(tail=tail, follow=follow)
+        return pieces(self.client.http, path, follow=follow)
 
     async def run(
         self, command: List[str] | str, *, stdin: bytes | str = b"", user: str = "", cwd: str = "", env: dict[str, str] | None = None,
@@ -309,19 +397,19 @@ class AsyncSandbox:
 
     async def exec(
         self, command: List[str] | str, *, stdin: bool = False, tty: tuple[int, int] | None = None, user: str = "", cwd: str = "",
-        env: dict[str, str] | None = None, timeout_seconds: int = 0, detach: bool = False, process: str = "",
+        env: dict[str, str] | None = None, timeout_seconds: int = 0, detach: bool = False, process: str = "", output_kib: int = 0,
+        hold_output: bool = False,
     ) -> AsyncProcess:
         """Start a command, a string by sh -c, with streams.
 
         stdin says that it is written to. tty is the rows and columns of a terminal. A detached process outlives the
-        stream; process is its name.
+        stream; process is its name, and output_kib how much of its newest output is kept. With hold_output it waits
+        instead of losing older output.
         """
         first: dict[str, Any] = {"command": argv(command), "user": user, "cwd": cwd, "env": environment(env), "stdin": stdin, "timeout_seconds": timeout_seconds}
-        if tty is not None:
-            first["tty"] = {"rows": tty[0], "cols": tty[1]}
+        first["tty"] = terminal_of(tty)
         if detach:
-            first["detach"] = True
-            first["process"] = process
+            first |= {"detach": True, "process": process, "output_kib": output_kib, "hold_output": hold_output}
         p = AsyncProcess(await self.client.http.websocket(self._path + "/exec"))
         await p._begin({k: v for k, v in first.items() if v})
         return p
@@ -347,6 +435,10 @@ def argv(command: Any) -> List[str]:
     return ["sh", "-c", command] if isinstance(command, str) else [str(word) for word in command]
 
 
+def terminal_of(size: tuple[int, int] | None) -> dict[str, int] | None:
+    return None if size is None else {"rows": size[0], "cols": size[1]}
+
+
 class AsyncProcesses:
     """What was started in a sandbox, and is not forgotten."""
 
@@ -359,10 +451,14 @@ class AsyncProcesses:
 
     async def start(
         self, command: List[str] | str, *, process: str = "", user: str = "", cwd: str = "", env: dict[str, str] | None = None,
-        output_kib: int = 0, timeout_seconds: int = 0, idempotency_key: str | None = NEW,
+        tty: tuple[int, int] | None = None, no_stdin: bool = False, output_kib: int = 0, hold_output: bool = False,
+        timeout_seconds: int = 0, idempotency_key: str | None = NEW,
     ) -> str:
-        """Start a process that goes on by itself, and return its name."""
-        body = {"command": argv(command), "process": process, "user": user, "cwd": cwd, "env": environment(env), "output_kib": output_kib, "timeout_seconds": timeout_seconds}
+        """Start a process that goes on by itself, and return its name; attach writes to its stdin, unless no_stdin."""
+        body = {
+            "command": argv(command), "process": process, "user": user, "cwd": cwd, "env": environment(env), "tty": terminal_of(tty),
+            "no_stdin": no_stdin, "output_kib": output_kib, "hold_output": hold_output, "timeout_seconds": timeout_seconds,
+        }
         body = {k: v for k, v in body.items() if v}
         return str(field(await self._sandbox._call("POST", "/processes", body, headers=key_of(idempotency_key)), "process"))
 
@@ -451,14 +547,9 @@ class AsyncFiles:
     async def remove(self, path: str, *, recursive: bool = False) -> None:
         await self._sandbox._call("DELETE", "/files" + query(path=path, recursive=recursive))
 
-    async def download_tree(self, path: str) -> AsyncIterator[bytes]:
+    def download_tree(self, path: str) -> AsyncIterator[bytes]:
         """Yield a tar archive of a directory as it comes."""
-        answer = await self._request("GET", "/tree" + query(path=path))
-        try:
-            while piece := await answer.read():
-                yield piece
-        finally:
-            answer.close()
+        return pieces(self._sandbox.client.http, self._sandbox._path + "/files/tree" + query(path=path))
 
     async def upload_tree(self, path: str, tar: Any, *, uid: int | None = None, gid: int | None = None) -> int:
         """Unpack a tar archive, which is bytes, an open file or an iterable of bytes; return its size."""
@@ -479,14 +570,9 @@ class AsyncFiles:
         """Copy a local directory into one of the sandbox."""
         return await self.upload_tree(path, tar_of(source))
 
-    async def watch(self, path: str, *, recursive: bool = False, keep_awake: bool = False) -> AsyncIterator[types.FileEventLine]:
+    def watch(self, path: str, *, recursive: bool = False, keep_awake: bool = False) -> AsyncIterator[types.FileEventLine]:
         """Yield what happens to files below a directory; the first event is "ready"."""
-        answer = await self._request("GET", "/watch" + query(path=path, recursive=recursive, keep_awake=keep_awake), timeout=math.inf)
-        try:
-            async for line in answer.lines():
-                yield line
-        finally:
-            answer.close()
+        return self._sandbox._lines("/files/watch" + query(path=path, recursive=recursive, keep_awake=keep_awake))
 
 
 def extract(archive: tarfile.TarFile, to: str) -> None:
@@ -512,6 +598,47 @@ class AsyncSecrets:
 
     async def remove(self, name: str) -> None:
         await self._sandbox._call("DELETE", "/secrets/" + segment(name))
+
+
+class AsyncServices:
+    """Programs that the agent of a sandbox keeps running."""
+
+    def __init__(self, sandbox: AsyncSandbox) -> None:
+        self._sandbox = sandbox
+
+    async def list(self) -> List[types.Service]:
+        """It does not wake the sandbox."""
+        return items(await self._sandbox._call("GET", "/services"), "services")
+
+    async def set(self, name: str, argv: List[str], **more: Any) -> types.Service:
+        """Add or replace a service; further arguments are fields of the API, such as env, dir, user and image_config."""
+        return cast(types.Service, await self._sandbox._call("PUT", "/services/" + segment(name), {"argv": argv, **more}))
+
+    async def remove(self, name: str) -> None:
+        await self._sandbox._call("DELETE", "/services/" + segment(name))
+
+    async def _do(self, name: str, verb: str) -> types.Service:
+        return cast(types.Service, await self._sandbox._call("POST", f"/services/{segment(name)}/{verb}", {}))
+
+    async def start(self, name: str) -> types.Service:
+        return await self._do(name, "start")
+
+    async def restart(self, name: str) -> types.Service:
+        return await self._do(name, "restart")
+
+    async def stop(self, name: str) -> types.Service:
+        """Stop it until it is started, or the sandbox boots."""
+        return await self._do(name, "stop")
+
+    async def wait(self, name: str, *, timeout_seconds: int = 60) -> types.Service:
+        """Wait until it is ready, which keeps the sandbox awake: at most 600 s."""
+        path = f"/services/{segment(name)}/wait" + query(timeout_seconds=timeout_seconds)
+        return cast(types.Service, await self._sandbox._call("GET", path, timeout=timeout_seconds + 60))
+
+    def log(self, name: str, *, follow: bool = False) -> AsyncIterator[bytes]:
+        """Yield its newest output, and with follow what comes."""
+        path = f"{self._sandbox._path}/services/{segment(name)}/log" + query(follow=follow)
+        return pieces(self._sandbox.client.http, path, follow=follow)
 
 
 class AsyncSnapshots:
@@ -544,14 +671,9 @@ class AsyncSnapshots:
         made = await self._client.call("POST", f"/v1/snapshots/{segment(id)}/clone", body, headers=key_of(idempotency_key), timeout=timeout)
         return AsyncSandbox(self._client, field(made, "name"), made)
 
-    async def export(self, id: str) -> AsyncIterator[bytes]:
+    def export(self, id: str) -> AsyncIterator[bytes]:
         """Yield a file that import_ reads on another host."""
-        answer = await self._client.http.request("GET", f"/v1/snapshots/{segment(id)}/export")
-        try:
-            while piece := await answer.read():
-                yield piece
-        finally:
-            answer.close()
+        return pieces(self._client.http, f"/v1/snapshots/{segment(id)}/export")
 
     async def import_(self, data: Any) -> types.Imported:
         headers = {"Content-Type": "application/octet-stream"}
@@ -574,9 +696,15 @@ class AsyncImages:
     async def remove(self, ref: str) -> types.ImageRemoved:
         return cast(types.ImageRemoved, await self._client.call("DELETE", "/v1/images/" + segment(ref)))
 
-    async def pull(self, source: str, *, tag: str = "", platform: str = "", idempotency_key: str | None = NEW) -> types.Operation:
-        """Begin to get an image, docker://REFERENCE or debian:SUITE: operations.wait waits for its end."""
-        body = {k: v for k, v in {"from": source, "tag": tag, "platform": platform}.items() if v}
+    async def pull(
+        self, source: str, *, tag: str = "", platform: str = "", include: List[str] | None = None, no_cache: bool = False,
+        idempotency_key: str | None = NEW,
+    ) -> types.Operation:
+        """Begin to get an image, docker://REFERENCE or debian:SUITE: operations.wait waits for its end.
+
+        include are further packages of Debian.
+        """
+        body = {k: v for k, v in {"from": source, "tag": tag, "platform": platform, "include": include, "no_cache": no_cache}.items() if v}
         return cast(types.Operation, await self._client.call("POST", "/v1/images/pull", body, headers=key_of(idempotency_key)))
 
     async def import_(self, data: Any, *, tag: str, format: str = "oci-archive") -> types.Image:
@@ -584,13 +712,8 @@ class AsyncImages:
         answer = await self._client.http.request("POST", "/v1/images/import" + query(format=format, tag=tag), headers=headers, body=body_of(data))
         return cast(types.Image, object_of(await answer.document()))
 
-    async def export(self, ref: str, *, format: str = "") -> AsyncIterator[bytes]:
-        answer = await self._client.http.request("GET", f"/v1/images/{segment(ref)}/export" + query(format=format))
-        try:
-            while piece := await answer.read():
-                yield piece
-        finally:
-            answer.close()
+    def export(self, ref: str, *, format: str = "") -> AsyncIterator[bytes]:
+        return pieces(self._client.http, f"/v1/images/{segment(ref)}/export" + query(format=format))
 
 
 class AsyncVolumes:
@@ -642,3 +765,24 @@ class AsyncOperations:
             last = is_
             await sleep(pause)
             pause = min(1.0, pause * 1.5)
+
+
+class AsyncTemplates:
+    """First boots from which sandboxes start."""
+
+    def __init__(self, client: AsyncDrowse) -> None:
+        self._client = client
+
+    async def list(self) -> List[types.Template]:
+        return items(await self._client.call("GET", "/v1/templates"), "templates")
+
+    async def get(self, key: str) -> types.Template:
+        return cast(types.Template, await self._client.call("GET", "/v1/templates/" + segment(key)))
+
+    async def create(self, image: str, *, idempotency_key: str | None = NEW, **more: Any) -> types.Operation:
+        """Begin to boot one: operations.wait waits for its end. Further arguments are fields of the API, such as memory_mib."""
+        return cast(types.Operation, await self._client.call("POST", "/v1/templates", {"image": image, **more}, headers=key_of(idempotency_key)))
+
+    async def remove(self, key: str) -> None:
+        """Remove it. Sandboxes that were made from it stay."""
+        await self._client.call("DELETE", "/v1/templates/" + segment(key))

@@ -80,6 +80,7 @@ class Drowse:
         self.images = Images(self)
         self.volumes = Volumes(self)
         self.operations = Operations(self)
+        self.templates = Templates(self)
 
     def __enter__(self) -> Drowse:
         return self
@@ -108,6 +109,26 @@ class Drowse:
     def version(self) -> types.Is:
         return cast(types.Is, self.call("GET", "/v1/version"))
 
+    def health(self) -> types.Health:
+        """Say what the server's checks found; one that fails raises ServerError."""
+        return cast(types.Health, self.call("GET", "/healthz"))
+
+    def ready(self) -> types.Health:
+        """Say whether sandboxes can be woken on the host; if not, it raises ServerError."""
+        return cast(types.Health, self.call("GET", "/readyz"))
+
+    def host(self) -> types.Host:
+        """Say what the host has for its sandboxes, and how many there are by status."""
+        return cast(types.Host, self.call("GET", "/v1/host"))
+
+    def secret_sources(self) -> List[types.SecretSourcesSourcesItem]:
+        """List where secrets may come from: the argument source of `Sandbox.secrets.set`."""
+        return items(self.call("GET", "/v1/secret-sources"), "sources")
+
+    def prune(self, *, dry_run: bool = False) -> types.Pruned:
+        """Do what metadata say is to be done by now, or with dry_run say what that would be."""
+        return cast(types.Pruned, self.call("POST", "/v1/prune", {"dry_run": dry_run}))
+
     def create(
         self, image: str = "", *, name: str = "", policy: types.Policy | None = None, get_or_create: bool = False,
         idempotency_key: str | None = NEW, timeout: float | None = None, **more: Any,
@@ -115,7 +136,8 @@ class Drowse:
         """Make a sandbox and boot it.
 
         Further arguments are fields of the API: those of the spec, such as memory_mib, vcpus, network, idle and
-        volumes; those of the metadata, such as class_, tags, owner and expires; and disk. A template that fits is used.
+        volumes; those of the metadata, such as class_, tags, owner and expires; and disk. A template that fits is used,
+        unless boot is true.
         """
         spec: dict[str, Any] = {}
         metadata: dict[str, Any] = {}
@@ -129,7 +151,7 @@ class Drowse:
             spec["network"] = "tap"
         for given, value in more.items():
             to = given.rstrip("_")
-            (metadata if to in METADATA else doc if to == "disk" else spec)[to] = value
+            (metadata if to in METADATA else doc if to in ("disk", "boot") else spec)[to] = value
         if metadata:
             doc["metadata"] = metadata
         if get_or_create:
@@ -166,12 +188,25 @@ class Drowse:
     ) -> Iterator[types.EventLine]:
         """Yield events; "now" or a cursor says from where. After a broken connection, go on with the last cursor."""
         path = "/v1/events" + query(since=since, follow=follow, type=type, sandbox=sandbox, owner=owner, tag=tag)
-        answer = self.http.request("GET", path, timeout=math.inf, retry=True)
-        try:
-            for line in answer.lines():
-                yield line
-        finally:
-            answer.close()
+        return lines(self.http, path, retry=True)
+
+
+def lines(http: HTTP, path: str, retry: bool = False) -> Iterator[Any]:
+    answer = http.request("GET", path, timeout=math.inf, retry=retry)
+    try:
+        for line in answer.lines():
+            yield line
+    finally:
+        answer.close()
+
+
+def pieces(http: HTTP, path: str, *, follow: bool = False) -> Iterator[bytes]:
+    answer = http.request("GET", path, timeout=math.inf if follow else None)
+    try:
+        while piece := answer.read():
+            yield piece
+    finally:
+        answer.close()
 
 
 class Sandbox:
@@ -183,6 +218,7 @@ class Sandbox:
         self.files = Files(self)
         self.processes = Processes(self)
         self.secrets = Secrets(self)
+        self.services = Services(self)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r}>"
@@ -205,8 +241,10 @@ class Sandbox:
         """Remove it, running or not. Removing what is not there succeeds."""
         return cast(types.Freed, self._call("DELETE"))
 
-    def sleep(self, *, hooks: str = "", timeout: float | None = None) -> types.SleepResult:
-        return cast(types.SleepResult, self._call("POST", "/sleep", {"hooks": hooks}, timeout=timeout))
+    def sleep(self, *, hooks: str = "", durable: bool = False, timeout: float | None = None) -> types.SleepResult:
+        """Put it to sleep; with durable, wait until the other hosts of its cluster can wake it."""
+        body = {"hooks": hooks, "durable": durable}
+        return cast(types.SleepResult, self._call("POST", "/sleep", body, timeout=timeout))
 
     def wake(self, *, timeout: float | None = None) -> types.Sandbox:
         self.info = cast(types.Sandbox, self._call("POST", "/wake", {}, timeout=timeout))
@@ -244,10 +282,11 @@ class Sandbox:
         return [Sandbox(self.client, field(one, "name"), one) for one in items(doc, "sandboxes")]
 
     def snapshot(
-        self, note: str = "", *, disk_only: bool = False, idempotency_key: str | None = NEW, timeout: float | None = None,
+        self, note: str = "", *, disk_only: bool = False, hooks: str = "", idempotency_key: str | None = NEW,
+        timeout: float | None = None,
     ) -> types.SleepResult:
         """Write a snapshot: its id is "snapshot" of the result."""
-        body: dict[str, Any] = {"note": note, "disk_only": disk_only}
+        body: dict[str, Any] = {"note": note, "disk_only": disk_only, "hooks": hooks}
         return cast(types.SleepResult, self._call("POST", "/snapshot", body, headers=key_of(idempotency_key), timeout=timeout))
 
     def list_snapshots(self) -> List[types.SnapshotInfo]:
@@ -283,8 +322,57 @@ class Sandbox:
         """Replace its network policy; only if the present one still has the ETag if_match, else PreconditionFailed."""
         return cast(types.PolicyResult, self._call("PUT", "/policy", policy, headers={"If-Match": if_match} if if_match else None))
 
+    def promote(self, *, timeout: float | None = None) -> List[types.PromotedPromotedItem]:
+        """Copy what is to be promoted to the host now."""
+        return items(self._call("POST", "/promote", {}, timeout=timeout), "promoted")
+
     def stats(self) -> types.Stats:
+        """Say what it uses. It must run."""
         return cast(types.Stats, self._call("GET", "/stats"))
+
+    def history(self, *, limit: int | None = None, before: str = "") -> types.History:
+        """Say what was run in it and when it slept, the newest first; before is a time of RFC 3339."""
+        return cast(types.History, self._call("GET", "/history" + query(limit=limit, before=before)))
+
+    def inspect(self) -> dict[str, Any]:
+        """Return its whole record."""
+        return cast("dict[str, Any]", self._call("GET", "/inspect"))
+
+    def gateway(self) -> types.GatewayAccess:
+        """Say whom the gateway lets in, and return the token; update(gateway=…, new_gateway_token=True) changes both."""
+        return cast(types.GatewayAccess, self._call("GET", "/gateway"))
+
+    def network(self) -> types.NetworkStats:
+        """Say what its network has passed and denied. It must run."""
+        return cast(types.NetworkStats, self._call("GET", "/network"))
+
+    def _lines(self, path: str) -> Iterator[Any]:
+        return lines(self.client.http, self._path + path)
+
+    def network_events(self, *, follow: bool = False) -> Iterator[types.NetEventLine]:
+        """Yield the last denied packets, and with follow those to come. It must run."""
+        return self._lines("/network/events" + query(follow=follow))
+
+    def flows(self) -> types.Flows:
+        """Return its open flows, and the last that have ended or were denied. It must run."""
+        return cast(types.Flows, self._call("GET", "/flows"))
+
+    def follow_flows(self) -> Iterator[types.FlowRecordLine]:
+        """Yield flows as they open, end or are denied. It must run."""
+        return self._lines("/flows/follow")
+
+    def audit(self, *, since: str = "", follow: bool = False, trailer: bool = False) -> Iterator[types.EntryLine]:
+        """Yield what was done in it, the oldest first; since is a time of RFC 3339, and trailer adds a last line on the trail."""
+        return self._lines("/audit" + query(since=since, follow=follow, trailer=trailer))
+
+    def diff(self, *, limit: int | None = None) -> Iterator[types.DiffLine]:
+        """Yield the paths that differ between its disk and its image; the last line has "end"."""
+        return self._lines("/diff" + query(limit=limit))
+
+    def console(self, *, tail: int | None = None, follow: bool = False) -> Iterator[bytes]:
+        """Yield the last bytes of its console, and with follow those to come, until it stops."""
+        path = self._path + "/console" + query(tail=tail, follow=follow)
+        return pieces(self.client.http, path, follow=follow)
 
     def run(
         self, command: List[str] | str, *, stdin: bytes | str = b"", user: str = "", cwd: str = "", env: dict[str, str] | None = None,
@@ -310,19 +398,19 @@ class Sandbox:
 
     def exec(
         self, command: List[str] | str, *, stdin: bool = False, tty: tuple[int, int] | None = None, user: str = "", cwd: str = "",
-        env: dict[str, str] | None = None, timeout_seconds: int = 0, detach: bool = False, process: str = "",
+        env: dict[str, str] | None = None, timeout_seconds: int = 0, detach: bool = False, process: str = "", output_kib: int = 0,
+        hold_output: bool = False,
     ) -> Process:
         """Start a command, a string by sh -c, with streams.
 
         stdin says that it is written to. tty is the rows and columns of a terminal. A detached process outlives the
-        stream; process is its name.
+        stream; process is its name, and output_kib how much of its newest output is kept. With hold_output it waits
+        instead of losing older output.
         """
         first: dict[str, Any] = {"command": argv(command), "user": user, "cwd": cwd, "env": environment(env), "stdin": stdin, "timeout_seconds": timeout_seconds}
-        if tty is not None:
-            first["tty"] = {"rows": tty[0], "cols": tty[1]}
+        first["tty"] = terminal_of(tty)
         if detach:
-            first["detach"] = True
-            first["process"] = process
+            first |= {"detach": True, "process": process, "output_kib": output_kib, "hold_output": hold_output}
         p = Process(self.client.http.websocket(self._path + "/exec"))
         p._begin({k: v for k, v in first.items() if v})
         return p
@@ -348,6 +436,10 @@ def argv(command: Any) -> List[str]:
     return ["sh", "-c", command] if isinstance(command, str) else [str(word) for word in command]
 
 
+def terminal_of(size: tuple[int, int] | None) -> dict[str, int] | None:
+    return None if size is None else {"rows": size[0], "cols": size[1]}
+
+
 class Processes:
     """What was started in a sandbox, and is not forgotten."""
 
@@ -360,10 +452,14 @@ class Processes:
 
     def start(
         self, command: List[str] | str, *, process: str = "", user: str = "", cwd: str = "", env: dict[str, str] | None = None,
-        output_kib: int = 0, timeout_seconds: int = 0, idempotency_key: str | None = NEW,
+        tty: tuple[int, int] | None = None, no_stdin: bool = False, output_kib: int = 0, hold_output: bool = False,
+        timeout_seconds: int = 0, idempotency_key: str | None = NEW,
     ) -> str:
-        """Start a process that goes on by itself, and return its name."""
-        body = {"command": argv(command), "process": process, "user": user, "cwd": cwd, "env": environment(env), "output_kib": output_kib, "timeout_seconds": timeout_seconds}
+        """Start a process that goes on by itself, and return its name; attach writes to its stdin, unless no_stdin."""
+        body = {
+            "command": argv(command), "process": process, "user": user, "cwd": cwd, "env": environment(env), "tty": terminal_of(tty),
+            "no_stdin": no_stdin, "output_kib": output_kib, "hold_output": hold_output, "timeout_seconds": timeout_seconds,
+        }
         body = {k: v for k, v in body.items() if v}
         return str(field(self._sandbox._call("POST", "/processes", body, headers=key_of(idempotency_key)), "process"))
 
@@ -454,12 +550,7 @@ class Files:
 
     def download_tree(self, path: str) -> Iterator[bytes]:
         """Yield a tar archive of a directory as it comes."""
-        answer = self._request("GET", "/tree" + query(path=path))
-        try:
-            while piece := answer.read():
-                yield piece
-        finally:
-            answer.close()
+        return pieces(self._sandbox.client.http, self._sandbox._path + "/files/tree" + query(path=path))
 
     def upload_tree(self, path: str, tar: Any, *, uid: int | None = None, gid: int | None = None) -> int:
         """Unpack a tar archive, which is bytes, an open file or an iterable of bytes; return its size."""
@@ -482,12 +573,7 @@ class Files:
 
     def watch(self, path: str, *, recursive: bool = False, keep_awake: bool = False) -> Iterator[types.FileEventLine]:
         """Yield what happens to files below a directory; the first event is "ready"."""
-        answer = self._request("GET", "/watch" + query(path=path, recursive=recursive, keep_awake=keep_awake), timeout=math.inf)
-        try:
-            for line in answer.lines():
-                yield line
-        finally:
-            answer.close()
+        return self._sandbox._lines("/files/watch" + query(path=path, recursive=recursive, keep_awake=keep_awake))
 
 
 def extract(archive: tarfile.TarFile, to: str) -> None:
@@ -513,6 +599,47 @@ class Secrets:
 
     def remove(self, name: str) -> None:
         self._sandbox._call("DELETE", "/secrets/" + segment(name))
+
+
+class Services:
+    """Programs that the agent of a sandbox keeps running."""
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        self._sandbox = sandbox
+
+    def list(self) -> List[types.Service]:
+        """It does not wake the sandbox."""
+        return items(self._sandbox._call("GET", "/services"), "services")
+
+    def set(self, name: str, argv: List[str], **more: Any) -> types.Service:
+        """Add or replace a service; further arguments are fields of the API, such as env, dir, user and image_config."""
+        return cast(types.Service, self._sandbox._call("PUT", "/services/" + segment(name), {"argv": argv, **more}))
+
+    def remove(self, name: str) -> None:
+        self._sandbox._call("DELETE", "/services/" + segment(name))
+
+    def _do(self, name: str, verb: str) -> types.Service:
+        return cast(types.Service, self._sandbox._call("POST", f"/services/{segment(name)}/{verb}", {}))
+
+    def start(self, name: str) -> types.Service:
+        return self._do(name, "start")
+
+    def restart(self, name: str) -> types.Service:
+        return self._do(name, "restart")
+
+    def stop(self, name: str) -> types.Service:
+        """Stop it until it is started, or the sandbox boots."""
+        return self._do(name, "stop")
+
+    def wait(self, name: str, *, timeout_seconds: int = 60) -> types.Service:
+        """Wait until it is ready, which keeps the sandbox awake: at most 600 s."""
+        path = f"/services/{segment(name)}/wait" + query(timeout_seconds=timeout_seconds)
+        return cast(types.Service, self._sandbox._call("GET", path, timeout=timeout_seconds + 60))
+
+    def log(self, name: str, *, follow: bool = False) -> Iterator[bytes]:
+        """Yield its newest output, and with follow what comes."""
+        path = f"{self._sandbox._path}/services/{segment(name)}/log" + query(follow=follow)
+        return pieces(self._sandbox.client.http, path, follow=follow)
 
 
 class Snapshots:
@@ -547,12 +674,7 @@ class Snapshots:
 
     def export(self, id: str) -> Iterator[bytes]:
         """Yield a file that import_ reads on another host."""
-        answer = self._client.http.request("GET", f"/v1/snapshots/{segment(id)}/export")
-        try:
-            while piece := answer.read():
-                yield piece
-        finally:
-            answer.close()
+        return pieces(self._client.http, f"/v1/snapshots/{segment(id)}/export")
 
     def import_(self, data: Any) -> types.Imported:
         headers = {"Content-Type": "application/octet-stream"}
@@ -575,9 +697,15 @@ class Images:
     def remove(self, ref: str) -> types.ImageRemoved:
         return cast(types.ImageRemoved, self._client.call("DELETE", "/v1/images/" + segment(ref)))
 
-    def pull(self, source: str, *, tag: str = "", platform: str = "", idempotency_key: str | None = NEW) -> types.Operation:
-        """Begin to get an image, docker://REFERENCE or debian:SUITE: operations.wait waits for its end."""
-        body = {k: v for k, v in {"from": source, "tag": tag, "platform": platform}.items() if v}
+    def pull(
+        self, source: str, *, tag: str = "", platform: str = "", include: List[str] | None = None, no_cache: bool = False,
+        idempotency_key: str | None = NEW,
+    ) -> types.Operation:
+        """Begin to get an image, docker://REFERENCE or debian:SUITE: operations.wait waits for its end.
+
+        include are further packages of Debian.
+        """
+        body = {k: v for k, v in {"from": source, "tag": tag, "platform": platform, "include": include, "no_cache": no_cache}.items() if v}
         return cast(types.Operation, self._client.call("POST", "/v1/images/pull", body, headers=key_of(idempotency_key)))
 
     def import_(self, data: Any, *, tag: str, format: str = "oci-archive") -> types.Image:
@@ -586,12 +714,7 @@ class Images:
         return cast(types.Image, object_of(answer.document()))
 
     def export(self, ref: str, *, format: str = "") -> Iterator[bytes]:
-        answer = self._client.http.request("GET", f"/v1/images/{segment(ref)}/export" + query(format=format))
-        try:
-            while piece := answer.read():
-                yield piece
-        finally:
-            answer.close()
+        return pieces(self._client.http, f"/v1/images/{segment(ref)}/export" + query(format=format))
 
 
 class Volumes:
@@ -643,3 +766,24 @@ class Operations:
             last = is_
             sleep(pause)
             pause = min(1.0, pause * 1.5)
+
+
+class Templates:
+    """First boots from which sandboxes start."""
+
+    def __init__(self, client: Drowse) -> None:
+        self._client = client
+
+    def list(self) -> List[types.Template]:
+        return items(self._client.call("GET", "/v1/templates"), "templates")
+
+    def get(self, key: str) -> types.Template:
+        return cast(types.Template, self._client.call("GET", "/v1/templates/" + segment(key)))
+
+    def create(self, image: str, *, idempotency_key: str | None = NEW, **more: Any) -> types.Operation:
+        """Begin to boot one: operations.wait waits for its end. Further arguments are fields of the API, such as memory_mib."""
+        return cast(types.Operation, self._client.call("POST", "/v1/templates", {"image": image, **more}, headers=key_of(idempotency_key)))
+
+    def remove(self, key: str) -> None:
+        """Remove it. Sandboxes that were made from it stay."""
+        self._client.call("DELETE", "/v1/templates/" + segment(key))

@@ -41,7 +41,8 @@ class CommandFailed(DrowseError):
 class APIError(DrowseError):
     """An error that the server answered with.
 
-    `code` is for programs, `remedy` says what to do. `status` is the HTTP status; of an error in a stream, 0.
+    `code` is for programs, `remedy` says what to do, `field` is what is wrong in the request ("spec.memory_mib"), if that
+    is one thing. `status` is the HTTP status; of an error in a stream, 0.
     """
 
     def __init__(self, status: int, error: dict[str, Any], retry_after: float | None = None) -> None:
@@ -51,7 +52,7 @@ class APIError(DrowseError):
             return value if isinstance(value, str) else ""
 
         self.code = text_of("code") or "error"
-        self.message, self.remedy, self.op, self.sandbox = map(text_of, ("message", "remedy", "op", "sandbox"))
+        self.message, self.remedy, self.field, self.op, self.sandbox = map(text_of, ("message", "remedy", "field", "op", "sandbox"))
         self.retry_after = retry_after
         """Seconds to wait before another try, if the server says so."""
         text = self.message or self.code

@@ -195,6 +195,7 @@ ControlErrorHostHooksItem = TypedDict("ControlErrorHostHooksItem", {
 
 ControlError = TypedDict("ControlError", {
     "code": "str",
+    "field": NotRequired["str"],
     "hooks": NotRequired["list[ControlErrorHooksItem] | None"],
     "host_hooks": NotRequired["list[ControlErrorHostHooksItem] | None"],
     "message": "str",
@@ -509,6 +510,7 @@ ErrorErrorHostHooksItem = TypedDict("ErrorErrorHostHooksItem", {
 
 ErrorError = TypedDict("ErrorError", {
     "code": "str",
+    "field": NotRequired["str"],
     "hooks": NotRequired["list[ErrorErrorHooksItem] | None"],
     "host_hooks": NotRequired["list[ErrorErrorHostHooksItem] | None"],
     "message": "str",
@@ -936,6 +938,7 @@ OperationErrorHostHooksItem = TypedDict("OperationErrorHostHooksItem", {
 
 OperationError = TypedDict("OperationError", {
     "code": "str",
+    "field": NotRequired["str"],
     "hooks": NotRequired["list[OperationErrorHooksItem] | None"],
     "host_hooks": NotRequired["list[OperationErrorHostHooksItem] | None"],
     "message": "str",
