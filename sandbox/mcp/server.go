@@ -14,6 +14,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"syscall"
 	"time"
 	"unicode"
 
@@ -141,8 +142,8 @@ func (s *Server) ServeTransport(ctx context.Context, t sdk.Transport) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	err := s.mcp.Run(context.WithValue(ctx, serving{}, ctx), t)
-	if errors.Is(err, io.EOF) || ctx.Err() != nil {
-		return nil
+	if gone := errors.Is(err, io.EOF) || errors.Is(err, io.ErrClosedPipe) || errors.Is(err, syscall.EPIPE); gone || ctx.Err() != nil {
+		return nil // also while an answer was being written
 	}
 	if err != nil {
 		return fmt.Errorf("serving the MCP client: %w", err)

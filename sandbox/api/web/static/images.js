@@ -154,11 +154,11 @@ export function imagesView(root) {
     why.hidden = reason === '';
     why.textContent = reason && `${reason} Adding and removing need it.`;
     off(pull, reason);
+    a.redraw();
+    b2.redraw();
     if (asked || session.scopes === null || reason !== '' || session.owner !== '') return;
     asked = true; // for those that were begun before
     get('/v1/operations').then((doc) => doc.operations.filter((o) => o.kind === 'pull image' && o.state === 'running').forEach((o) => show(o)), (e) => notice('Operations', e));
-    a.redraw();
-    b2.redraw();
   }
   session.addEventListener('change', draw);
   draw();
