@@ -44,6 +44,12 @@ func (n *Node) Claim(ctx context.Context, name string, may func(spec.Metadata) e
 	if _, err = n.hold(ctx, name, holdOptions{may: may}); err != nil {
 		return err
 	}
+	if r, err := n.state.Load(name); err == nil && r.Phase != state.Asleep {
+		// To be taken back to a snapshot, it needs all of it.
+		if err := n.awaitWhole(ctx, r.Snapshot); err != nil {
+			return err
+		}
+	}
 	n.want(name)
 	return n.extend(n.current()) // the claim was made under it, and renew may be late
 }
@@ -312,6 +318,11 @@ func (n *Node) Delete(ctx context.Context, name string) (shared bool, freed spec
 		return fail(n.refused(ctx, name, was, err))
 	}
 	n.collectSoon(name)
+	if was != nil {
+		if err := n.dropArrival(was.Snapshot); err != nil {
+			return fail(err)
+		}
+	}
 	if rerr == nil || errors.Is(rerr, spec.ErrRecord) {
 		if freed, err = n.state.Remove(ctx, name, true); err != nil && !errors.Is(err, sandbox.ErrNotFound) {
 			return fail(err)
