@@ -31,6 +31,10 @@ const (
 	urgentAtOnce = 16
 	// readTime is how long the store may take for a piece.
 	readTime = 30 * time.Second
+	// quietTime is how long nobody must have waited before more is read ahead, and maxQuiet for how long that is held up:
+	// a guest that is woken often faults again and again, and each of its reads would wait behind those ahead.
+	quietTime = 40 * time.Millisecond
+	maxQuiet  = time.Second
 	// arrivalRest is how long an arrival waits after an error of the store, and maxRest after many.
 	arrivalRest = 200 * time.Millisecond
 	maxRest     = 10 * time.Second
@@ -42,7 +46,7 @@ type Line struct {
 
 	mu      sync.Mutex // guards what follows
 	waiting int        // urgent reads
-	calm    chan struct{}
+	ended   time.Time  // the last of them
 }
 
 // NewLine returns a Line.
@@ -55,9 +59,7 @@ func (l *Line) take(ctx context.Context, urgent bool) (done func(), err error) {
 	places := l.urgent
 	if urgent {
 		l.mu.Lock()
-		if l.waiting++; l.calm == nil {
-			l.calm = make(chan struct{})
-		}
+		l.waiting++
 		l.mu.Unlock()
 	} else {
 		places = l.ahead
@@ -65,10 +67,8 @@ func (l *Line) take(ctx context.Context, urgent bool) (done func(), err error) {
 	leave := func() {
 		l.mu.Lock()
 		defer l.mu.Unlock()
-		if l.waiting--; l.waiting == 0 {
-			close(l.calm)
-			l.calm = nil
-		}
+		l.waiting--
+		l.ended = time.Now()
 	}
 	select {
 	case places <- struct{}{}:
@@ -81,15 +81,18 @@ func (l *Line) take(ctx context.Context, urgent bool) (done func(), err error) {
 	if urgent {
 		return func() { <-places; leave() }, nil
 	}
-	for {
+	for begun := time.Now(); ; {
 		l.mu.Lock()
-		calm := l.calm
+		wait := quietTime
+		if l.waiting == 0 {
+			wait -= time.Since(l.ended)
+		}
 		l.mu.Unlock()
-		if calm == nil {
+		if wait <= 0 || time.Since(begun) > maxQuiet {
 			return func() { <-places }, nil
 		}
 		select {
-		case <-calm:
+		case <-time.After(wait):
 		case <-ctx.Done():
 			<-places
 			return nil, context.Cause(ctx)
@@ -431,21 +434,16 @@ func (a *Arrival) Open(ctx context.Context) (*snapshot.Snapshot, error) {
 	return snapshot.OpenArriving(osfile.OS, a.Dir, func(name string, off, n int64) error { return a.Ensure(ctx, name, off, n) })
 }
 
-// Load waits until the pages are there, each at once with others: first their index, then what it says.
-func (a *Arrival) Load(ctx context.Context, m *snapshot.Memory, pages []uint64) error {
+// Load waits until the index of all pages is there, which is small, and then until the content of some is. Unless it is
+// urgent, what somebody else waits for goes first.
+func (a *Arrival) Load(ctx context.Context, m *snapshot.Memory, pages []uint64, urgent bool) error {
 	var index, stored []snapshot.Place
-	seen := map[int]bool{}
-	for _, page := range pages {
-		c := int(page / snapshot.ChunkPages)
-		if page >= m.Pages() || seen[c] {
-			continue
-		}
-		seen[c] = true
+	for c := range m.Chunks() {
 		if p, ok := m.LeafPlace(c); ok {
 			index = append(index, p)
 		}
 	}
-	if err := a.ensureAll(ctx, index); err != nil {
+	if err := a.ensureAll(ctx, index, urgent); err != nil {
 		return err
 	}
 	for _, page := range pages {
@@ -460,11 +458,11 @@ func (a *Arrival) Load(ctx context.Context, m *snapshot.Memory, pages []uint64) 
 			stored = append(stored, p)
 		}
 	}
-	return a.ensureAll(ctx, stored)
+	return a.ensureAll(ctx, stored, urgent)
 }
 
 // ensureAll ensures places, neighbours of a file together.
-func (a *Arrival) ensureAll(ctx context.Context, places []snapshot.Place) error {
+func (a *Arrival) ensureAll(ctx context.Context, places []snapshot.Place, urgent bool) error {
 	needs := map[*awaitedFile][]bool{}
 	for _, p := range places {
 		w := a.files[p.File]
@@ -479,6 +477,7 @@ func (a *Arrival) ensureAll(ctx context.Context, places []snapshot.Place) error 
 		}
 	}
 	g, ctx := errgroup.WithContext(ctx)
+	g.SetLimit(urgentAtOnce)
 	for w, need := range needs {
 		for i := 0; i < len(need); i++ {
 			first := i
@@ -486,17 +485,33 @@ func (a *Arrival) ensureAll(ctx context.Context, places []snapshot.Place) error 
 				i++
 			}
 			if end := i; first < end {
-				g.Go(func() error { return a.want(ctx, w, first, end, true) })
+				g.Go(func() error {
+					if urgent {
+						return a.want(ctx, w, first, end, true)
+					}
+					return a.wantInTurn(ctx, w, first, end)
+				})
 			}
 		}
 	}
 	return g.Wait()
 }
 
-// Run reads all that is missing while nobody waits for a part of it. It returns nil when everything is there, and tries
-// again while the store fails.
+// wantInTurn is want of what nobody waits for.
+func (a *Arrival) wantInTurn(ctx context.Context, w *awaitedFile, first, end int) error {
+	// Before it takes frames on: whoever waits for these must not wait for others.
+	done, err := a.line.take(ctx, false)
+	if err != nil {
+		return err
+	}
+	defer done()
+	return a.want(ctx, w, first, end, false)
+}
+
+// Run reads all that is missing while nobody waits for a part of it. It returns nil when everything is there, and
+// tries again while the store fails.
 func (a *Arrival) Run(ctx context.Context) error {
-	g, ctx := errgroup.WithContext(ctx)
+	g, run := errgroup.WithContext(ctx)
 	g.SetLimit(aheadAtOnce)
 	for _, w := range a.order {
 		for first := 0; first < len(w.frames); {
@@ -504,25 +519,10 @@ func (a *Arrival) Run(ctx context.Context) error {
 			for ; end < len(w.frames) && (end == first || size+w.x.frames[end].stored <= aheadSize); end++ {
 				size += w.x.frames[end].stored
 			}
-			if ctx.Err() != nil {
-				break
-			}
 			from := first
-			g.Go(func() error {
-				// Before it has taken frames on: whoever waits for them must not wait for others.
-				done, err := a.line.take(ctx, false)
-				if err != nil {
-					return err
-				}
-				defer done()
-				return a.want(ctx, w, from, end, false)
-			})
+			g.Go(func() error { return a.wantInTurn(run, w, from, end) })
 			first = end
 		}
 	}
-	err := g.Wait()
-	if err == nil && a.left.Load() != 0 {
-		err = fmt.Errorf("%w: %d frames are missing", ErrCorrupt, a.left.Load())
-	}
-	return err
+	return g.Wait()
 }

@@ -213,7 +213,7 @@ func TestArrival_has_what_a_guest_needs_first_with_a_small_part_and_all_in_the_e
 	if !slices.Equal(hot, w.hot) {
 		t.Fatalf("%d hot pages, want %d", len(hot), len(w.hot))
 	}
-	must(t, a.Load(t.Context(), s.Memory(), hot))
+	must(t, a.Load(t.Context(), s.Memory(), hot, true))
 	gets, read := w.store.gets.Load(), w.store.bytes.Load()
 	t.Logf("%d GETs, %d of %d bytes: %.1f %%", gets, read, w.stored, 100*float64(read)/float64(w.stored))
 	if read*100 > w.stored*7 {

@@ -162,7 +162,7 @@ func (n *Node) ahead(ctx context.Context, e *arriving, background *sync.WaitGrou
 	}
 	hot, soon, err := state.HotPages(snap)
 	if err == nil {
-		err = e.a.Load(ctx, snap.Memory(), hot)
+		err = e.a.Load(ctx, snap.Memory(), hot, true)
 	}
 	if err != nil {
 		failed(errors.Join(err, snap.Close()))
@@ -170,7 +170,7 @@ func (n *Node) ahead(ctx context.Context, e *arriving, background *sync.WaitGrou
 	}
 	n.log.Info("the memory that it needs first has arrived", "sandbox", e.name, "pages", len(hot), "missing", e.a.Missing(), "ms", time.Since(begun).Milliseconds())
 	background.Go(func() {
-		if err := errors.Join(e.a.Load(ctx, snap.Memory(), soon), snap.Close()); err != nil {
+		if err := errors.Join(e.a.Load(ctx, snap.Memory(), soon, false), snap.Close()); err != nil {
 			failed(err)
 		}
 	})
@@ -276,7 +276,7 @@ func (n *Node) goOn() error {
 
 // settleArrivals gives arrivals some time to end.
 func (n *Node) settleArrivals(ctx context.Context) {
-	ctx, cancel := context.WithTimeout(ctx, arrivingTime)
+	ctx, cancel := context.WithTimeout(ctx, min(arrivingTime, n.o.TTL/3))
 	defer cancel()
 	n.arrivals.mu.Lock()
 	all := make([]*arriving, 0, len(n.arrivals.all))

@@ -3,12 +3,18 @@ package cluster_test
 import (
 	"context"
 	"errors"
-	"strings"
+	"io"
+	"regexp"
 	"sync"
 	"sync/atomic"
+	"testing"
 	"time"
 
+	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/blob"
+	"github.com/drowse-vm/drowse/sandbox/cluster"
+	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // farStore is a store behind a network: a round trip, a rate that all reads share, and what reads say while it is down.
@@ -22,8 +28,8 @@ type farStore struct {
 	down        atomic.Bool
 	mu          sync.Mutex // guards free
 	free        time.Time
-	// refuse, if not nil, is asked before each read.
-	refuse func(key string) error
+	// refuse has reads of the memory of heads fail.
+	refuse atomic.Bool
 }
 
 var errDown = errors.New("the network is down")
@@ -32,10 +38,8 @@ func (s *farStore) wait(ctx context.Context, key string, n int) error {
 	if s.down.Load() {
 		return errDown
 	}
-	if s.refuse != nil {
-		if err := s.refuse(key); err != nil {
-			return err
-		}
+	if s.refuse.Load() && memoryRE.MatchString(key) {
+		return errDown
 	}
 	s.gets.Add(1)
 	s.bytes.Add(int64(n))
@@ -82,4 +86,95 @@ func (s *farStore) Swap(ctx context.Context, key string, old blob.Version, body 
 	return s.Store.Swap(ctx, key, old, body)
 }
 
-func isMemory(key string) bool { return strings.HasPrefix(key, "data/heads-") }
+// memoryRE matches packs of the memory of a head: behind its document and the manifest.
+var memoryRE = regexp.MustCompile(`^data/heads-[^/]+/2/[0-9]+$`)
+
+// sleeper makes a sandbox that sleeps in the store, whose memory does not get to b.
+func sleeper(t *testing.T, o cluster.Options) (a, b *host, far *farStore, id string) {
+	t.Helper()
+	near := dir(t)
+	far = &farStore{Store: near}
+	a, b = newHost(t, "a", near, o), newHost(t, "b", far, o)
+	a.create("box")
+	a.counts("box", "1")
+	a.sleep("box")
+	r, err := a.State.Get("box")
+	must(t, err)
+	far.refuse.Store(true)
+	must(t, b.node.Claim(t.Context(), "box", nil))
+	if !b.State.IsArriving(r.Snapshot) || b.State.IsThere(r.Snapshot) {
+		t.Fatal("it does not arrive")
+	}
+	if b.phase("box") != state.Asleep {
+		t.Fatalf("it is %q", b.phase("box"))
+	}
+	return a, b, far, r.Snapshot
+}
+
+func TestNode_goes_on_with_memory_that_its_predecessor_has_begun_to_get(t *testing.T) {
+	_, b, far, id := sleeper(t, cluster.Options{TTL: crashTTL})
+	woken := make(chan error, 1)
+	go func() {
+		_, err := b.Sandbox("box").Wake(t.Context())
+		woken <- err
+	}()
+	for range 3 {
+		b.stop()
+		b.join()
+		if !b.State.IsArriving(id) || b.State.IsThere(id) {
+			t.Fatal("it does not arrive any more")
+		}
+	}
+	far.refuse.Store(false)
+	must(t, <-woken)
+	b.counts("box", "2")
+	if !b.State.IsThere(id) || b.State.IsArriving(id) {
+		t.Error("its snapshot is not whole")
+	}
+	must(t, b.State.VerifySnapshot(t.Context(), id))
+	b.sleep("box")
+}
+
+func TestSandbox_that_is_deleted_while_its_memory_arrives_leaves_nothing(t *testing.T) {
+	a, b, far, id := sleeper(t, cluster.Options{})
+	must(t, b.Sandbox("box").Delete(t.Context(), sandbox.DeleteOptions{}))
+	if b.State.IsArriving(id) || b.State.IsThere(id) {
+		t.Error("its memory stays")
+	}
+	far.refuse.Store(false)
+	eventually(t, "the store is empty", func() bool { return objects(t, far, "data/heads-") == 0 })
+	if _, err := a.count("box"); !errors.Is(err, sandbox.ErrNotFound) {
+		t.Errorf("using it: %v", err)
+	}
+}
+
+// What has lost its memory in one place goes on from the store elsewhere.
+func TestHost_that_dies_while_memory_arrives_loses_the_sandbox_to_others(t *testing.T) {
+	a, b, far, id := sleeper(t, cluster.Options{TTL: time.Second})
+	b.stop()
+	eventually(t, "the other host wakes it", func() bool {
+		n, err := a.count("box")
+		return err == nil && n == "2"
+	})
+	a.sleep("box") // what it slept in before is removed
+	b.join()
+	far.refuse.Store(false)
+	b.counts("box", "3")
+	eventually(t, "nothing arrives any more", func() bool { return !b.State.IsArriving(id) })
+	b.sleep("box")
+}
+
+// A snapshot that is on its way is refused by name.
+func TestSnapshot_that_arrives_is_no_snapshot_yet(t *testing.T) {
+	_, b, far, id := sleeper(t, cluster.Options{})
+	_, err := b.Clone(t.Context(), id, sandbox.CloneOptions{Name: "copy"})
+	want(t, "a clone", err, spec.ErrArriving)
+	want(t, "an export", b.State.ExportSnapshot(t.Context(), id, io.Discard), spec.ErrArriving)
+	want(t, "a check", b.State.VerifySnapshot(t.Context(), id), spec.ErrArriving)
+	want(t, "a removal", b.State.RemoveSnapshot(t.Context(), id), spec.ErrArriving)
+	if _, err := b.State.Sweep(t.Context()); err != nil {
+		t.Error("a sweep:", err)
+	}
+	far.refuse.Store(false)
+	b.counts("box", "2")
+}

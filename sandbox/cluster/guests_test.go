@@ -14,7 +14,6 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/blob"
 	"github.com/drowse-vm/drowse/sandbox/cluster"
-	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
@@ -159,6 +158,9 @@ func TestGuest_runs_before_its_memory_has_arrived(t *testing.T) {
 // wakesEnv has the test compare wakes that wait for all memory with those that do not.
 const wakesEnv = "DROWSE_TEST_WAKES"
 
+// noJailEnv is control.NoJailEnv.
+const noJailEnv = "DROWSE_NO_JAIL"
+
 // wake wakes a sandbox, and says what that took.
 func (s *farStore) wake(t *testing.T, h *host, size int64) time.Duration {
 	t.Helper()
@@ -177,9 +179,9 @@ func compareWakes(t *testing.T, far *farStore, size int64, h, back *host, id str
 		kind := "lazy"
 		if i%2 == 1 {
 			kind = "whole"
-			t.Setenv(control.NoJailEnv, "1") // such a VM waits for all of its memory
+			t.Setenv(noJailEnv, "1") // such a VM waits for all of its memory
 		} else {
-			must(t, os.Unsetenv(control.NoJailEnv))
+			must(t, os.Unsetenv(noJailEnv))
 		}
 		t.Log(kind)
 		far.wake(t, h, size)
@@ -192,7 +194,7 @@ func compareWakes(t *testing.T, far *farStore, size int64, h, back *host, id str
 		h.join()
 		eventually(t, "it can be had again", func() bool { return !h.State.IsThere(id) })
 	}
-	must(t, os.Unsetenv(control.NoJailEnv))
+	must(t, os.Unsetenv(noJailEnv))
 }
 
 // hoarder has memory that does not compress, counts, and says what it has when it is asked.

@@ -781,3 +781,66 @@ func TestA_capture_gives_what_the_keeper_knows(t *testing.T) {
 		t.Errorf("%+v", c)
 	}
 }
+
+func TestMemory_that_is_on_its_way_is_asked_for_by_a_hostile_process(t *testing.T) {
+	sameFDs(t)
+	asked := make(chan ensureOrder, 100)
+	block := make(chan struct{})
+	v, h, _ := running(t, nil)
+	call := func(o any) error {
+		files, err := h.conn.Call(t.Context(), callEnsure, o, nil)
+		_ = closeAll(files)
+		return err
+	}
+	if err := call(ensureOrder{"memory", 0, 1}); !errors.Is(err, unix.EACCES) {
+		t.Errorf("a VM whose memory is all there asks for some: %v", err)
+	}
+	v.parts.Arriving = &instance.Arriving{Ensure: func(ctx context.Context, file string, off, n int64) error {
+		asked <- ensureOrder{file, off, n}
+		select {
+		case <-block:
+			return nil
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}}
+	const size = 4 << 20
+	v.arriving, v.times.arrival = map[string]int64{"memory": size}, time.Minute
+	for _, o := range []any{
+		ensureOrder{"", 0, 1}, ensureOrder{"manifest", 0, 1}, ensureOrder{"../memory", 0, 1}, ensureOrder{"memory-" + otherID, 0, 1},
+		ensureOrder{"memory", -1, 1}, ensureOrder{"memory", 0, 0}, ensureOrder{"memory", 0, -1}, ensureOrder{"memory", size, 1},
+		ensureOrder{"memory", size - 1, 2}, ensureOrder{"memory", 0, maxEnsure + 1}, ensureOrder{"memory", math.MaxInt64, maxEnsure},
+		ensureOrder{"memory", math.MinInt64, math.MaxInt64}, json.RawMessage(`{"file":7}`), json.RawMessage(`[]`),
+	} {
+		if err := call(o); err == nil {
+			t.Errorf("%+v was done", o)
+		}
+	}
+	if len(asked) != 0 {
+		t.Errorf("the node was asked for %+v", <-asked)
+	}
+	// Many at once hold up nothing else, and end when the keeper does not wait any longer.
+	var wg sync.WaitGroup
+	for range ensuresAtOnce {
+		wg.Go(func() {
+			if err := call(ensureOrder{"memory", size - maxEnsure, maxEnsure}); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	for range ensuresAtOnce {
+		if o := <-asked; o != (ensureOrder{"memory", size - maxEnsure, maxEnsure}) {
+			t.Errorf("the node was asked for %+v", o)
+		}
+	}
+	if err := v.Arrived(); err != nil {
+		t.Error(err)
+	}
+	close(block)
+	wg.Wait()
+	block = nil
+	v.times.arrival = 10 * time.Millisecond
+	if err := call(ensureOrder{"memory", 0, 1}); err == nil {
+		t.Error("the guest waits for ever")
+	}
+}
