@@ -24,8 +24,8 @@ import (
 )
 
 const (
-	// aheadAtOnce pieces of aheadSize are read at once while nobody waits, and urgentAtOnce for those who do: this bounds
-	// the memory of all arrivals that share a Line.
+	// aheadAtOnce pieces of aheadSize are read at once while nobody waits, and urgentAtOnce of readSize for those who do:
+	// this bounds the memory of all arrivals that share a Line.
 	aheadAtOnce  = 4
 	aheadSize    = 1 << 20
 	urgentAtOnce = 16
@@ -157,7 +157,7 @@ func (h *Head) PullLater(ctx context.Context, s *state.Store, line *Line) (*Arri
 	if err := h.e.readIndexes(ctx); err != nil {
 		return nil, err
 	}
-	in, err := s.ReceiveLater(ctx, behindDoc{h.e}, state.ImportOptions{Trust: true})
+	in, err := s.ReceiveLater(ctx, behindDoc{h.e, s.SystemDisks()}, state.ImportOptions{Trust: true})
 	if err != nil {
 		return nil, err
 	}
@@ -478,13 +478,18 @@ func (a *Arrival) ensureAll(ctx context.Context, places []snapshot.Place, urgent
 	}
 	g, ctx := errgroup.WithContext(ctx)
 	g.SetLimit(urgentAtOnce)
+	atOnce := aheadSize / frameSize
+	if urgent {
+		atOnce = readSize / frameSize
+	}
 	for w, need := range needs {
 		for i := 0; i < len(need); i++ {
 			first := i
-			for need[i] { // the last is false
+			for need[i] && i-first < atOnce { // the last is false
 				i++
 			}
 			if end := i; first < end {
+				i-- // the loop counts on
 				g.Go(func() error {
 					if urgent {
 						return a.want(ctx, w, first, end, true)
@@ -508,8 +513,8 @@ func (a *Arrival) wantInTurn(ctx context.Context, w *awaitedFile, first, end int
 	return a.want(ctx, w, first, end, false)
 }
 
-// Run reads all that is missing while nobody waits for a part of it. It returns nil when everything is there, and
-// tries again while the store fails.
+// Run reads all that is missing while nobody waits for a part of it. It returns nil when everything is there and
+// durable, and tries again while the store fails. Another error than the context's means that the rest never comes.
 func (a *Arrival) Run(ctx context.Context) error {
 	g, run := errgroup.WithContext(ctx)
 	g.SetLimit(aheadAtOnce)
@@ -524,5 +529,14 @@ func (a *Arrival) Run(ctx context.Context) error {
 			first = end
 		}
 	}
-	return g.Wait()
+	if err := g.Wait(); err != nil {
+		return err
+	}
+	for _, w := range a.order {
+		// By these descriptors: others may not be told what went wrong before they were opened.
+		if err := w.f.Sync(); err != nil {
+			return fmt.Errorf("writing memory from the archive: %w", err)
+		}
+	}
+	return nil
 }

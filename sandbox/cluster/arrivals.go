@@ -127,17 +127,25 @@ func (n *Node) finish(ctx context.Context, e *arriving) (err error) {
 	defer soon.Wait()
 	n.ahead(ctx, e, &soon)
 	if err := e.a.Run(ctx); err != nil {
-		if lost(err) {
-			return fmt.Errorf("%w: %w", arrival.ErrLost, err)
+		if ctx.Err() == nil {
+			err = fmt.Errorf("%w: %w", arrival.ErrLost, err)
 		}
 		return err
 	}
 	for {
-		if err := n.state.Arrived(ctx, e.id); err == nil || !rest(ctx, arrivingRetry) {
-			return err
-		}
-		if n.state.IsThere(e.id) { // only the name was not durable at once
+		err := n.state.Arrived(ctx, e.id)
+		switch {
+		case err == nil:
 			return nil
+		case errors.Is(err, state.ErrStoreBusy) && rest(ctx, arrivingRetry):
+		case n.state.IsThere(e.id): // whole, and perhaps not durable: after a power cut it is had again
+			n.log.Warn("making a snapshot durable", "sandbox", e.name, "snapshot", e.id, "error", err)
+			return nil
+		case ctx.Err() != nil:
+			return err
+		default:
+			// What could not be written does not become durable by another try.
+			return fmt.Errorf("%w: %w", arrival.ErrLost, err)
 		}
 	}
 }
@@ -211,20 +219,6 @@ func (n *Node) isHere(id string) bool {
 		return e.lives() || e.err == nil
 	}
 	return n.state.IsThere(id)
-}
-
-// awaitWhole waits for the memory of a snapshot, if that is on its way.
-func (n *Node) awaitWhole(ctx context.Context, id string) error {
-	e := n.arrivals.get(id)
-	if e == nil {
-		return nil
-	}
-	select {
-	case <-e.over:
-		return e.err
-	case <-ctx.Done():
-		return fmt.Errorf("waiting for memory from the cluster: %w", context.Cause(ctx))
-	}
 }
 
 // dropArrival gives up an arrival that nobody needs.

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"io"
 	"regexp"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -21,15 +22,23 @@ import (
 // It counts what is read.
 type farStore struct {
 	blob.Store
-	rtt       time.Duration
-	perSecond float64 // bytes; 0 is no limit
+	rtt time.Duration
 
 	gets, bytes atomic.Int64
 	down        atomic.Bool
-	mu          sync.Mutex // guards free
+	mu          sync.Mutex // guards what follows
+	perSecond   float64    // bytes; 0 is no limit
 	free        time.Time
+	files       map[string]int // bytes of each file of a head
 	// refuse has reads of the memory of heads fail.
 	refuse atomic.Bool
+}
+
+// rate sets how many bytes come in a second; 0 is no limit.
+func (s *farStore) rate(perSecond float64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.perSecond, s.free = perSecond, time.Time{}
 }
 
 var errDown = errors.New("the network is down")
@@ -43,16 +52,21 @@ func (s *farStore) wait(ctx context.Context, key string, n int) error {
 	}
 	s.gets.Add(1)
 	s.bytes.Add(int64(n))
+	s.mu.Lock()
+	if parts := strings.Split(key, "/"); len(parts) == 4 && s.files != nil {
+		s.files[parts[2]] += n
+	}
+	s.mu.Unlock()
 	until := time.Now().Add(s.rtt)
+	s.mu.Lock()
 	if s.perSecond > 0 {
-		s.mu.Lock()
 		if s.free.Before(until) {
 			s.free = until
 		}
 		s.free = s.free.Add(time.Duration(float64(n) / s.perSecond * float64(time.Second)))
 		until = s.free
-		s.mu.Unlock()
 	}
+	s.mu.Unlock()
 	select {
 	case <-time.After(time.Until(until)):
 		return nil
@@ -86,7 +100,7 @@ func (s *farStore) Swap(ctx context.Context, key string, old blob.Version, body 
 	return s.Store.Swap(ctx, key, old, body)
 }
 
-// memoryRE matches packs of the memory of a head: behind its document and the manifest.
+// memoryRE matches packs of the first memory file of a head: behind its document and the manifest.
 var memoryRE = regexp.MustCompile(`^data/heads-[^/]+/2/[0-9]+$`)
 
 // sleeper makes a sandbox that sleeps in the store, whose memory does not get to b.

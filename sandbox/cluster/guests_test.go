@@ -1,6 +1,7 @@
 package cluster_test
 
 import (
+	"errors"
 	"os"
 	"strconv"
 	"strings"
@@ -14,6 +15,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/blob"
 	"github.com/drowse-vm/drowse/sandbox/cluster"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
@@ -122,37 +124,74 @@ func TestGuest_runs_before_its_memory_has_arrived(t *testing.T) {
 	must(t, err)
 	var size int64
 	must(t, near.List(t.Context(), "data/heads-", func(i blob.Info) error { size += i.Size; return nil }))
-	far.rtt, far.perSecond = 20*time.Millisecond, 100e6
+	far.rtt = 20 * time.Millisecond
+	far.rate(100e6)
 	if os.Getenv(wakesEnv) != "" {
 		compareWakes(t, far, size, b, a, r.Snapshot)
 	}
-	far.perSecond = 4e6 // slow enough for what is to come
+	far.rate(4e6) // slow enough for what is to come
 	far.wake(t, b, size)
 	if !b.State.IsArriving(r.Snapshot) || b.State.IsThere(r.Snapshot) {
 		t.Error("all of its memory is there")
 	}
-	far.mu.Lock()
-	far.perSecond, far.free = 0, time.Time{}
-	far.mu.Unlock()
-	// It reads all that it has.
-	b.says("box", "touch /dev/shm/ask; while ! test -e /dev/shm/again; do sleep 0.1; done")
-	if is := b.says("box", "cat /dev/shm/again"); is != sum {
-		t.Errorf("it has %q, and had %q", is, sum)
-	}
+	// Its process is killed meanwhile: it goes back to its sleep, for which all of that must be there.
+	killed, err := b.State.Get("box")
+	must(t, err)
+	must(t, unix.Kill(killed.PID, unix.SIGKILL))
+	eventually(t, "it has crashed", func() bool { return b.phase("box") == state.Crashed })
+	far.rate(0)
+	eventually(t, "it can go back", func() bool {
+		_, err := b.Sandbox("box").Wake(t.Context())
+		if !errors.Is(err, spec.ErrArriving) {
+			must(t, err)
+		}
+		return err == nil
+	})
+	b.still("box", sum, &count)
+	must(t, b.State.VerifySnapshot(t.Context(), r.Snapshot))
+	b.sleep("box")
+	a.still("box", sum, &count)
+	a.sleep("box")
+	// A sleep waits for all of it, while the guest runs on.
+	r, err = a.State.Get("box")
+	must(t, err)
+	far.rate(3e6)
+	far.wake(t, b, size)
+	slept := make(chan error, 1)
+	go func() {
+		_, err := b.Sandbox("box").Sleep(t.Context(), sandbox.SleepOptions{})
+		slept <- err
+	}()
 	if now := b.number("box", "/dev/shm/n"); now < count {
 		t.Errorf("it counts back from %d to %d", count, now)
 	}
-	eventually(t, "its memory has arrived", func() bool { return b.State.IsThere(r.Snapshot) })
-	must(t, b.State.VerifySnapshot(t.Context(), r.Snapshot))
-	count = b.number("box", "/dev/shm/n")
+	select {
+	case err := <-slept:
+		t.Error("it sleeps before its memory is there:", err)
+	default:
+	}
+	if !b.State.IsArriving(r.Snapshot) {
+		t.Error("its memory is all there")
+	}
+	far.rate(0)
+	must(t, <-slept)
+	b.still("box", sum, &count)
 	b.sleep("box")
-	a.says("box", "rm /dev/shm/again; touch /dev/shm/ask; while ! test -e /dev/shm/again; do sleep 0.1; done")
-	if is := a.says("box", "cat /dev/shm/again"); is != sum {
-		t.Errorf("back on the first host it has %q, and had %q", is, sum)
+	a.still("box", sum, &count)
+}
+
+// still checks that a hoarder has what it had, and counts on.
+func (h *host) still(name, sum string, count *int) {
+	h.t.Helper()
+	h.says(name, "rm -f /dev/shm/again; touch /dev/shm/ask; while ! test -e /dev/shm/again; do sleep 0.1; done")
+	if is := h.says(name, "cat /dev/shm/again"); is != sum {
+		h.t.Errorf("on %s it has %q, and had %q", h.name, is, sum)
 	}
-	if now := a.number("box", "/dev/shm/n"); now < count {
-		t.Errorf("it counts back from %d to %d", count, now)
+	now := h.number(name, "/dev/shm/n")
+	if now < *count {
+		h.t.Errorf("on %s it counts back from %d to %d", h.name, *count, now)
 	}
+	*count = now
 }
 
 // wakesEnv has the test compare wakes that wait for all memory with those that do not.
@@ -166,11 +205,17 @@ func (s *farStore) wake(t *testing.T, h *host, size int64) time.Duration {
 	t.Helper()
 	s.gets.Store(0)
 	s.bytes.Store(0)
+	s.mu.Lock()
+	s.files = map[string]int{}
+	s.mu.Unlock()
 	begun := time.Now()
 	rep, err := h.Sandbox("box").Wake(t.Context())
 	must(t, err)
 	took, bytes := time.Since(begun), s.bytes.Load()
 	t.Logf("awake after %v (ready %.0f ms), %d GETs, %d of %d bytes: %.1f %%", took, rep.Stages["resume_ready"], s.gets.Load(), bytes, size, 100*float64(bytes)/float64(size))
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	t.Log("bytes by file, the memory from the third on: ", s.files)
 	return took
 }
 

@@ -44,12 +44,6 @@ func (n *Node) Claim(ctx context.Context, name string, may func(spec.Metadata) e
 	if _, err = n.hold(ctx, name, holdOptions{may: may}); err != nil {
 		return err
 	}
-	if r, err := n.state.Load(name); err == nil && r.Phase != state.Asleep {
-		// To be taken back to a snapshot, it needs all of it.
-		if err := n.awaitWhole(ctx, r.Snapshot); err != nil {
-			return err
-		}
-	}
 	n.want(name)
 	return n.extend(n.current()) // the claim was made under it, and renew may be late
 }

@@ -98,6 +98,12 @@ func (s *Store) ComingManifest(id string) (*snapshot.Manifest, error) {
 	return s.Manifest(id)
 }
 
+// SystemDisks returns the disks with agents that this store has.
+func (s *Store) SystemDisks() []string {
+	paths, _ := filepath.Glob(filepath.Join(s.systemDir(), "*.erofs")) // without special characters in the pattern's end
+	return paths
+}
+
 // HotPages returns the pages of a snapshot's memory that its guest needs to be ready, and further ones that it needs
 // soon.
 func HotPages(snap *snapshot.Snapshot) (hot, soon []uint64, err error) {
