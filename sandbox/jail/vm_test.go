@@ -784,18 +784,9 @@ func TestA_capture_gives_what_the_keeper_knows(t *testing.T) {
 
 func TestMemory_that_is_on_its_way_is_asked_for_by_a_hostile_process(t *testing.T) {
 	sameFDs(t)
-	asked := make(chan ensureOrder, 100)
-	block := make(chan struct{})
-	v, h, _ := running(t, nil)
-	call := func(o any) error {
-		files, err := h.conn.Call(t.Context(), callEnsure, o, nil)
-		_ = closeAll(files)
-		return err
-	}
-	if err := call(ensureOrder{"memory", 0, 1}); !errors.Is(err, unix.EACCES) {
-		t.Errorf("a VM whose memory is all there asks for some: %v", err)
-	}
-	v.parts.Arriving = &instance.Arriving{Ensure: func(ctx context.Context, file string, off, n int64) error {
+	const size = 4 << 20
+	asked, block := make(chan ensureOrder, 100), make(chan struct{})
+	ensure := func(ctx context.Context, file string, off, n int64) error {
 		asked <- ensureOrder{file, off, n}
 		select {
 		case <-block:
@@ -803,9 +794,29 @@ func TestMemory_that_is_on_its_way_is_asked_for_by_a_hostile_process(t *testing.
 		case <-ctx.Done():
 			return ctx.Err()
 		}
-	}}
-	const size = 4 << 20
-	v.arriving, v.times.arrival = map[string]int64{"memory": size}, time.Minute
+	}
+	// begin starts a VM, and returns what its process asks for.
+	begin := func(a *instance.Arriving, patience time.Duration) (*VM, func(o any) error) {
+		s := newStore(t)
+		j, h := cell(t)
+		j.vm.arriving, j.vm.times.arrival = map[string]int64{"memory": size}, patience
+		p := s.parts()
+		p.Arriving = a
+		v, err := j.Start(t.Context(), p, "", instance.RestoreOptions{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { _ = v.Close() })
+		return v, func(o any) error {
+			files, err := h.conn.Call(t.Context(), callEnsure, o, nil)
+			_ = closeAll(files)
+			return err
+		}
+	}
+	if _, call := begin(nil, time.Minute); !errors.Is(call(ensureOrder{"memory", 0, 1}), unix.EACCES) {
+		t.Error("a VM whose memory is all there asks for some")
+	}
+	v, call := begin(&instance.Arriving{Ensure: ensure}, time.Minute)
 	for _, o := range []any{
 		ensureOrder{"", 0, 1}, ensureOrder{"manifest", 0, 1}, ensureOrder{"../memory", 0, 1}, ensureOrder{"memory-" + otherID, 0, 1},
 		ensureOrder{"memory", -1, 1}, ensureOrder{"memory", 0, 0}, ensureOrder{"memory", 0, -1}, ensureOrder{"memory", size, 1},
@@ -819,7 +830,7 @@ func TestMemory_that_is_on_its_way_is_asked_for_by_a_hostile_process(t *testing.
 	if len(asked) != 0 {
 		t.Errorf("the node was asked for %+v", <-asked)
 	}
-	// Many at once hold up nothing else, and end when the keeper does not wait any longer.
+	// Many at once hold up nothing else.
 	var wg sync.WaitGroup
 	for range ensuresAtOnce {
 		wg.Go(func() {
@@ -836,11 +847,10 @@ func TestMemory_that_is_on_its_way_is_asked_for_by_a_hostile_process(t *testing.
 	if err := v.Arrived(); err != nil {
 		t.Error(err)
 	}
+	// A guest does not wait for ever.
+	if _, call := begin(&instance.Arriving{Ensure: ensure}, 10*time.Millisecond); call(ensureOrder{"memory", 0, 1}) == nil {
+		t.Error("it has what is not there")
+	}
 	close(block)
 	wg.Wait()
-	block = nil
-	v.times.arrival = 10 * time.Millisecond
-	if err := call(ensureOrder{"memory", 0, 1}); err == nil {
-		t.Error("the guest waits for ever")
-	}
 }

@@ -10,6 +10,7 @@ import (
 
 	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/sandbox/instance"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/snapshot"
 )
 
@@ -91,11 +92,16 @@ func (s *Store) ComingManifest(id string) (*snapshot.Manifest, error) {
 		if m, err := snapshot.ReadManifest(s.ArrivingDir(id)); err == nil {
 			return m, nil
 		}
-		if m, err := s.Manifest(id); !errors.Is(err, snapshot.ErrNotFound) {
+		if m, err := s.Manifest(id); !errors.Is(err, snapshot.ErrNotFound) && !errors.Is(err, spec.ErrArriving) {
 			return m, err
 		}
 	}
 	return s.Manifest(id)
+}
+
+// arrivingError is why a snapshot whose memory is on its way cannot be used.
+func arrivingError(id string) error {
+	return fmt.Errorf("snapshot %s: %w: try again in a while", id, spec.ErrArriving)
 }
 
 // SystemDisks returns the disks with agents that this store has.

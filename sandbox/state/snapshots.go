@@ -212,7 +212,7 @@ func (s *Store) FindSnapshot(prefix string) (string, error) {
 	switch len(found) {
 	case 0:
 		if IDPattern.MatchString(prefix) && s.IsArriving(prefix) {
-			return "", fmt.Errorf("snapshot %s: %w: try again in a while", prefix, spec.ErrArriving)
+			return "", arrivingError(prefix)
 		}
 		return "", fmt.Errorf("snapshot %q: %w: see Store.Snapshots", prefix, snapshot.ErrNotFound)
 	case 1:
