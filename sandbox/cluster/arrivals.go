@@ -221,6 +221,20 @@ func (n *Node) isHere(id string) bool {
 	return n.state.IsThere(id)
 }
 
+// awaitWhole waits for the memory of a snapshot, if that is on its way.
+func (n *Node) awaitWhole(ctx context.Context, id string) error {
+	e := n.arrivals.get(id)
+	if e == nil {
+		return nil
+	}
+	select {
+	case <-e.over:
+		return e.err
+	case <-ctx.Done():
+		return fmt.Errorf("waiting for memory from the cluster: %w", context.Cause(ctx))
+	}
+}
+
 // dropArrival gives up an arrival that nobody needs.
 func (n *Node) dropArrival(id string) error {
 	e := n.arrivals.get(id)

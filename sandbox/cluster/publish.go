@@ -212,6 +212,9 @@ func isHead(c *lease.Claim, r *state.Record, sum string) bool {
 }
 
 func (n *Node) push(ctx context.Context, r *state.Record, head string, doc []byte) (archive.Info, error) {
+	if err := n.awaitWhole(ctx, r.Snapshot); err != nil {
+		return archive.Info{}, err
+	}
 	m, err := n.state.Manifest(r.Snapshot)
 	if err != nil {
 		return archive.Info{}, err

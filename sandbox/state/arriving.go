@@ -101,7 +101,7 @@ func (s *Store) ComingManifest(id string) (*snapshot.Manifest, error) {
 
 // arrivingError is why a snapshot whose memory is on its way cannot be used.
 func arrivingError(id string) error {
-	return fmt.Errorf("snapshot %s: %w: try again in a while", id, spec.ErrArriving)
+	return fmt.Errorf("snapshot %s: %w", id, spec.ErrArriving)
 }
 
 // SystemDisks returns the disks with agents that this store has.
