@@ -149,7 +149,8 @@ var here = func() *flight {
 	return f
 }()
 
-// PullLater is Pull that does not wait for the memory. The store has no such snapshot before state.Store.Arrived.
+// PullLater gets the head's snapshot without its memory, and its image if the store lacks that. The store has no such
+// snapshot before state.Store.Arrived. The hosts that share sandboxes trust each other with all that a snapshot says.
 func (h *Head) PullLater(ctx context.Context, s *state.Store, line *Line) (*Arrival, error) {
 	if err := h.e.a.pullImage(ctx, s, h.e.Image, nil); err != nil {
 		return nil, err

@@ -64,15 +64,6 @@ func (a *Archive) Head(ctx context.Context, id string) (*Head, error) {
 	return &Head{e, doc.Bytes()}, nil
 }
 
-// Pull makes the head's snapshot in a store, and its image if the store lacks that. The hosts that share sandboxes
-// trust each other with all that a snapshot says.
-func (h *Head) Pull(ctx context.Context, s *state.Store) (state.ImportResult, error) {
-	if err := h.e.a.pullImage(ctx, s, h.e.Image, nil); err != nil {
-		return state.ImportResult{}, err
-	}
-	return s.ReceiveSnapshot(ctx, behindDoc{h.e, nil}, state.ImportOptions{Trust: true})
-}
-
 // behindDoc is a head without its document.
 type behindDoc struct {
 	*Entry
