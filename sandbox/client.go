@@ -542,7 +542,8 @@ type CloneOptions struct {
 	// Report, if not nil, gets the report of the start.
 	Report *control.Report
 	// Moved, if not nil, is the sandbox that sleeps in the snapshot on another host: state.Record.Portable. Then Clone
-	// makes that sandbox itself, with Metadata, and leaves it asleep.
+	// makes that sandbox itself, with Metadata, and leaves it asleep. The snapshot is named by its whole id, and its
+	// memory may be on its way.
 	Moved *state.Record
 }
 
@@ -561,12 +562,12 @@ func (s *Host) Clone(ctx context.Context, snapshotID string, o CloneOptions) (b 
 	}
 	unlock = sync.OnceValue(unlock)
 	defer func() { _ = unlock() }()
+	if o.Moved != nil {
+		return s.Sandbox(o.Moved.Spec.Name), s.adopt(ctx, o.Moved, *cmp.Or(o.Metadata, &spec.Metadata{}), snapshotID)
+	}
 	id, err := s.State.FindSnapshot(snapshotID)
 	if err != nil {
 		return nil, err
-	}
-	if o.Moved != nil {
-		return s.Sandbox(o.Moved.Spec.Name), s.adopt(ctx, o.Moved, *cmp.Or(o.Metadata, &spec.Metadata{}), id)
 	}
 	r, err := s.cloneRecord(ctx, id, o.Name)
 	if err != nil {

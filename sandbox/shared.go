@@ -40,7 +40,7 @@ func (h *Host) elsewhere(err error) bool { return h.Cluster != nil && errors.Is(
 
 // adopt makes a sandbox of a snapshot in which it sleeps on another host: r and m are what that host knows of it.
 func (h *Host) adopt(ctx context.Context, r *state.Record, m spec.Metadata, snapshotID string) error {
-	man, err := h.State.Manifest(snapshotID)
+	man, err := h.State.ComingManifest(snapshotID)
 	if err != nil {
 		return err
 	}

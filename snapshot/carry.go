@@ -94,6 +94,9 @@ func (w *writer) carry(ctx context.Context, out *memoryWriter, dir string) ([]Me
 	if err := p.run(ctx, w.mayTouch(out, carried)); err != nil {
 		return nil, fmt.Errorf("carrying frames over: %w", err)
 	}
+	if err := out.writeHot(); err != nil {
+		return nil, err
+	}
 	out.carried = out.total() - before
 	// The tally follows each leaf as it is replaced, so this check proves that nothing is left behind.
 	for n := range carried {

@@ -1083,3 +1083,63 @@ func TestCompact_leaves_one_file_with_nothing_to_spare(t *testing.T) {
 		t.Errorf("%v is left (%v)", left, err)
 	}
 }
+
+// A host that gets a snapshot from elsewhere reads the pages that its guest needs first with few requests.
+func TestHot_pages_lie_one_behind_the_other(t *testing.T) {
+	for _, dense := range []bool{false, true} {
+		mem := testMemory(t, 64<<20)
+		var hot []uint64
+		for page := uint64(0); page < 16384; page += 3 {
+			p := make([]byte, guestmem.PageSize)
+			fillPage(p, page, page%2 == 0)
+			writePage(t, mem, page, p)
+			if page%51 == 0 {
+				hot = append(hot, page)
+			}
+		}
+		spec := testSpec(t, mem)
+		spec.Hot = hot
+		dir := filepath.Join(t.TempDir(), "s")
+		if _, err := Create(t.Context(), dir, spec); err != nil {
+			t.Fatal(err)
+		}
+		if dense {
+			if _, err := Compact(t.Context(), dir); err != nil {
+				t.Fatal(err)
+			}
+		}
+		s, err := Open(dir)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer s.Close()
+		places := map[Place]bool{}
+		first, end, sum := int64(1<<62), int64(0), int64(0)
+		d, err := NewDecoder()
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer d.Release()
+		got, want := make([]byte, guestmem.PageSize), make([]byte, guestmem.PageSize)
+		for _, page := range hot {
+			p, ok, err := s.Memory().FramePlace(page)
+			if err != nil || !ok {
+				t.Fatalf("page %d: %v, %v", page, ok, err)
+			}
+			if !places[p] {
+				places[p] = true
+				first, end, sum = min(first, p.Off), max(end, p.Off+p.Len), sum+p.Len
+			}
+			fillPage(want, page, page%2 == 0)
+			if err := s.Memory().ReadPage(page, got, d); err != nil || !bytes.Equal(got, want) {
+				t.Fatalf("page %d differs, %v", page, err)
+			}
+		}
+		if !dense && (sum != int64(len(hot))*guestmem.PageSize || end-first != sum) {
+			t.Errorf("%d hot pages have %d bytes from %d to %d", len(hot), sum, first, end)
+		}
+		if err := Verify(t.Context(), dir); err != nil {
+			t.Error(err)
+		}
+	}
+}

@@ -11,6 +11,7 @@ import (
 	"fmt"
 	"hash"
 	"io"
+	"os"
 	"path/filepath"
 	"strings"
 
@@ -303,7 +304,7 @@ type Source interface {
 
 // Receive is Import from a Source.
 func Receive(ctx context.Context, src Source, parent string, place Placer) (*Imported, error) {
-	return imported(parent)(receive(ctx, src, filepath.Clean(parent), place, osfile.OS))
+	return imported(parent)(receive(ctx, src, filepath.Clean(parent), place, osfile.OS, false))
 }
 
 func imported(parent string) func(*Imported, error) (*Imported, error) {
@@ -452,6 +453,22 @@ func (im *importer) file(ctx context.Context, e exportEntry, w io.Writer) error 
 	return nil
 }
 
+// writeHeader makes a memory file that has its size and its header.
+func (w *writer) writeHeader(name string, size int64, id [16]byte) (err error) {
+	f, err := w.fs.OpenFile(name, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, f.Close()) }()
+	if err := f.Truncate(size); err != nil {
+		return err
+	}
+	if _, err := f.WriteAt(encodeFileHeader(id), 0); err != nil {
+		return err
+	}
+	return f.Sync()
+}
+
 // newHeader writes a memory file to w with another header. The first Write must have the whole old header.
 type newHeader struct {
 	w io.Writer
@@ -505,10 +522,11 @@ func importTo(ctx context.Context, r io.Reader, parent string, place Placer, fsy
 		return nil, err
 	}
 	im.files = t.Files
-	return receive(ctx, im, parent, place, fsys)
+	return receive(ctx, im, parent, place, fsys, false)
 }
 
-func receive(ctx context.Context, src Source, parent string, place Placer, fsys osfile.FS) (in *Imported, err error) {
+// receive makes the snapshot. With later, its memory files have only headers.
+func receive(ctx context.Context, src Source, parent string, place Placer, fsys osfile.FS, later bool) (in *Imported, err error) {
 	w := &writer{fs: fsys}
 	files := src.Files()
 	own, err := checkSent(files)
@@ -576,7 +594,12 @@ func receive(ctx context.Context, src Source, parent string, place Placer, fsys 
 		if i < own-2 { // the last is the snapshot's own, whose name does not depend on its id
 			mf.Name = linkName(mf.ID)
 		}
-		if err := put(mf.Name, func(f io.Writer) error { h.w = f; return src.Copy(ctx, 1+i, h) }); err != nil {
+		if later {
+			err = w.writeHeader(filepath.Join(temp, mf.Name), mf.Size, h.id)
+		} else {
+			err = put(mf.Name, func(f io.Writer) error { h.w = f; return src.Copy(ctx, 1+i, h) })
+		}
+		if err != nil {
 			return nil, err
 		}
 	}
@@ -613,12 +636,14 @@ func receive(ctx context.Context, src Source, parent string, place Placer, fsys 
 	if err := put(ManifestName, func(f io.Writer) error { _, err := f.Write(adopted); return err }); err != nil {
 		return nil, err
 	}
-	// The bytes are those that were sent. Open checks that they are a valid snapshot.
-	s, err := OpenIn(fsys, temp)
-	if err != nil {
-		return nil, err
+	if !later {
+		// The bytes are those that were sent. Open checks that they are a valid snapshot.
+		s, err := OpenIn(fsys, temp)
+		if err != nil {
+			return nil, err
+		}
+		s.Close()
 	}
-	s.Close()
 	if err := fsys.SyncDir(temp); err != nil {
 		return nil, err
 	}

@@ -25,6 +25,7 @@ type Snapshot struct {
 	body     []byte // the manifest file
 	memory   *Memory
 	files    []osfile.File // in the order of the manifest
+	ensure   Ensure        // of OpenArriving, else nil
 }
 
 func manifestDigest(body []byte) string {
@@ -186,8 +187,12 @@ func (s *Snapshot) openMemory() error {
 		if err := checkFileHeader(header[:], mf.Name, mf.ID); err != nil {
 			return err
 		}
+		var r io.ReaderAt = f
+		if s.ensure != nil {
+			r = &arrivingFile{f, mf.Name, s.ensure}
+		}
 		files = append(files, memoryFile{
-			r: f, name: mf.Name, number: mf.Number, index: mf.Index, root: mf.Size - s.manifest.rootBytes(),
+			r: r, name: mf.Name, number: mf.Number, index: mf.Index, root: mf.Size - s.manifest.rootBytes(),
 		})
 	}
 	m := newMemoryIndex(l.Slots, files)

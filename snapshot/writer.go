@@ -3,6 +3,7 @@ package snapshot
 import (
 	"bytes"
 	"context"
+	"encoding/binary"
 	"encoding/hex"
 	"fmt"
 	"io"
@@ -42,6 +43,9 @@ type unit struct {
 	cold batch
 	warm batch  // of hot pages
 	blob []byte // new frames; their offsets count from its start
+	// hotBlob has those of hot pages, which numbers in leaf.frames; their offsets count from its start.
+	hotBlob []byte
+	hotAt   []int
 
 	// old is the leaf before, oldFile its file and oldBytes its length. oldFile is 0 if there is none or it is not
 	// written yet.
@@ -91,6 +95,9 @@ func (w *writer) writeMemory(ctx context.Context, f io.Writer, dir string, info 
 		if err := p.run(ctx, p.scan); err != nil {
 			return 0, err
 		}
+	}
+	if err := out.writeHot(); err != nil {
+		return 0, err
 	}
 	var files []MemoryFile
 	if w.base != nil {
@@ -295,7 +302,7 @@ func (p *pass) fill(u *unit, t *tools) error {
 		u.buf = make([]byte, readPages*guestmem.PageSize)
 		u.cold.raw = make([]byte, 0, FramePages*guestmem.PageSize)
 	}
-	u.blob = u.blob[:0]
+	u.blob, u.hotBlob, u.hotAt = u.blob[:0], u.hotBlob[:0], u.hotAt[:0]
 	u.leaf.frames, u.kept, u.same = u.leaf.frames[:0], 0, false
 	clear(u.leaf.pages[:])
 	if err := p.readOld(u); err != nil {
@@ -462,14 +469,17 @@ func (u *unit) flush(c *compressor, b *batch) {
 	if len(b.at) == 0 {
 		return
 	}
-	at := int64(len(u.blob))
+	var at int
 	var f Frame
 	if b == &u.warm {
-		u.blob, f = appendRaw(u.blob, b.raw)
+		at = len(u.hotBlob)
+		u.hotBlob, f = appendRaw(u.hotBlob, b.raw)
+		u.hotAt = append(u.hotAt, len(u.leaf.frames))
 	} else {
+		at = len(u.blob)
 		u.blob, f = c.append(u.blob, b.raw)
 	}
-	f.offset = at
+	f.offset = int64(at)
 	for slot, page := range b.at {
 		u.leaf.setPage(page, len(u.leaf.frames), slot)
 	}
@@ -486,6 +496,10 @@ type memoryWriter struct {
 	// small enough to hold in memory until the frames are written.
 	leaves    map[uint64][]byte
 	leafBytes int64
+	// hot has the frames of hot pages, some MaxHot pages: one behind the other in the file, they are read with few
+	// requests. hotLeaves says which entries of leaves are theirs.
+	hot       []byte
+	hotLeaves []hotEntry
 	// tally counts what the new index refers to, except the new leaves themselves.
 	tally   *tally
 	carried int64
@@ -497,6 +511,23 @@ func (o *memoryWriter) fromBase(m *Manifest) {
 	for _, f := range m.Memory.Files {
 		o.tally.files[f.Number] = &use{f.Pages, f.FrameBytes, f.LeafBytes}
 	}
+}
+
+// A hotEntry is a frame of hot pages in the leaf of a chunk, which is at a place of memoryWriter.hot.
+type hotEntry struct {
+	chunk uint64
+	frame int
+	at    int
+}
+
+// writeHot writes the frames of hot pages.
+func (o *memoryWriter) writeHot() error {
+	for _, h := range o.hotLeaves {
+		binary.LittleEndian.PutUint64(o.leaves[h.chunk][leafHeader+h.frame*frameEntry:], uint64(o.size)+uint64(h.at))
+	}
+	err := o.write(o.hot)
+	o.hot, o.hotLeaves = nil, nil
+	return err
 }
 
 // total returns how long the file would be with the current leaves.
@@ -517,6 +548,10 @@ func (o *memoryWriter) add(u *unit) error {
 		f.offset += o.size
 		f.file = o.number
 	}
+	for _, i := range u.hotAt {
+		o.hotLeaves = append(o.hotLeaves, hotEntry{u.chunk, i, len(o.hot) + int(u.leaf.frames[i].offset-o.size)})
+	}
+	o.hot = append(o.hot, u.hotBlob...)
 	o.tally.remove(&u.old, u.oldFile, u.oldBytes)
 	o.tally.add(&u.leaf, 0, 0)
 	leaf := []byte{}
@@ -525,5 +560,9 @@ func (o *memoryWriter) add(u *unit) error {
 	}
 	o.leafBytes += int64(len(leaf) - len(o.leaves[u.chunk]))
 	o.leaves[u.chunk] = leaf
-	return o.write(u.blob)
+	err := o.write(u.blob)
+	if err == nil && len(o.hot) >= MaxHot*guestmem.PageSize { // a carried file may have more pages that are not compressed
+		err = o.writeHot()
+	}
+	return err
 }

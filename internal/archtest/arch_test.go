@@ -85,7 +85,7 @@ var rules = []rule{
 	{"sandbox/sandboxtest", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/spec", "sandbox/process", "sandbox/instance", "sandbox/network", "vmm", "devices/net", "devices/secrets", "devices/vsock", "snapshot", "snapshot/pager", "netpolicy", "rootfs/disk", "rootfs/image", "rootfs/image/fstree", "rootfs/kernel", "guest", "guest/agentpb", "guest/fakeguest"}},
 	// The process of a VM, its launcher, and the protocol between the two.
 	{"sandbox/procstat", nil},
-	{"sandbox/process", []string{"sandbox/control", "sandbox/jail", "sandbox/jail/confine", "sandbox/procstat", "sandbox/limits", "sandbox/instance", "sandbox/lease", "sandbox/network", "sandbox/spec", "sandbox/state/...", "sandbox/lifetime", "sandbox/events", "sandbox/hosthooks", "vmm/...", "devices/net", "devices/secrets", "devices/vsock", "snapshot", "snapshot/pager", "netpolicy", "netpolicy/hostnet", "netpolicy/proxy", "rootfs/...", "guest", "guest/audit", "internal/osfile", "guest/report"}},
+	{"sandbox/process", []string{"sandbox/control", "sandbox/jail", "sandbox/jail/confine", "sandbox/procstat", "sandbox/limits", "sandbox/arrival", "sandbox/instance", "sandbox/lease", "sandbox/network", "sandbox/spec", "sandbox/state/...", "sandbox/lifetime", "sandbox/events", "sandbox/hosthooks", "vmm/...", "devices/net", "devices/secrets", "devices/vsock", "snapshot", "snapshot/pager", "netpolicy", "netpolicy/hostnet", "netpolicy/proxy", "rootfs/...", "guest", "guest/audit", "internal/osfile", "guest/report"}},
 	{"sandbox/pool", []string{"sandbox/control", "sandbox/instance", "sandbox/spec", "sandbox/state/...", "sandbox/events", "netpolicy/hostnet", "netpolicy/proxy", "rootfs/image", "guest", "internal/osfile"}},
 	{"sandbox/control", []string{"sandbox/spec", "sandbox/state/...", "sandbox/lifetime", "sandbox/events", "vmm", "vmm/kvm", "vmm/boot", "snapshot", "netpolicy", "netpolicy/link", "netpolicy/hostnet", "netpolicy/proxy", "rootfs/...", "guest"}},
 	{"sandbox/template", []string{"sandbox/spec", "internal/osfile"}},
@@ -99,15 +99,16 @@ var rules = []rule{
 	{"sandbox/jail", []string{"sandbox/jail/...", "sandbox/instance", "sandbox/spec", "sandbox/control", "vmm", "devices/net/tap", "devices/secrets", "snapshot", "snapshot/pager", "snapshot/pagecache", "rootfs/disk", "rootfs/volume", "guest", "internal/osfile"}},
 	{"sandbox/events", []string{"internal/osfile"}},
 	// Stores that hosts share know nothing of what is in them.
-	{"sandbox/archive", []string{"sandbox/blob", "sandbox/state", "snapshot", "rootfs/image", "rootfs/image/sparse"}},
+	{"sandbox/archive", []string{"sandbox/blob", "sandbox/state", "snapshot", "rootfs/image", "rootfs/image/sparse", "internal/osfile"}},
 	{"sandbox/blob", []string{"internal/osfile"}},
 	{"sandbox/blob/...", []string{"sandbox/blob", "sandbox/blob/blobtest"}},
 	{"sandbox/archive/ledger", []string{"sandbox/blob"}},
 	// A host's part among others that share sandboxes. The process of a VM only knows the lease.
 	// What hosts say to each other knows no sandboxes, only who asks and whom to ask.
 	{"sandbox/cluster/peer", []string{"sandbox/spec"}},
-	{"sandbox/cluster", []string{"sandbox", "sandbox/archive/...", "sandbox/blob", "sandbox/lease", "sandbox/spec", "sandbox/state", "snapshot", "internal/osfile"}},
+	{"sandbox/cluster", []string{"sandbox", "sandbox/archive/...", "sandbox/arrival", "sandbox/blob", "sandbox/lease", "sandbox/spec", "sandbox/state", "snapshot", "internal/osfile"}},
 	{"sandbox/lease", []string{"sandbox/spec", "internal/osfile"}},
+	{"sandbox/arrival", []string{"internal/osfile"}},
 	{"sandbox/hosthooks", []string{"sandbox/events", "sandbox/spec", "guest/report"}},
 	{"sandbox/...", []string{"vmm/...", "devices/...", "snapshot", "snapshot/freepages", "snapshot/pagecache", "snapshot/pager", "netpolicy", "netpolicy/link", "netpolicy/proxy", "netpolicy/hostnet", "rootfs/...", "guest", "guest/audit", "internal/osfile"}},
 

@@ -13,6 +13,8 @@ import (
 	"strings"
 	"time"
 
+	"golang.org/x/sync/errgroup"
+
 	"github.com/drowse-vm/drowse/internal/lazyregexp"
 	"github.com/drowse-vm/drowse/sandbox/blob"
 	"github.com/drowse-vm/drowse/snapshot"
@@ -25,6 +27,8 @@ const (
 	// maxPut is how long a put may take. Sweep leaves alone what has changed within the last minSweep.
 	maxPut   = 12 * time.Hour
 	minSweep = 2 * maxPut
+	// indexesAtOnce is how many indexes are read at once.
+	indexesAtOnce = 16
 	// cleanTime is how long a failed put spends on removing what it has put.
 	cleanTime = 30 * time.Second
 )
@@ -228,6 +232,8 @@ type Entry struct {
 	Info
 	a *Archive
 	m *manifest
+	// indexes are those of its files, as far as readIndexes has read them.
+	indexes []*index
 }
 
 // Get opens an entry. The error is ErrNotFound if there is none.
@@ -249,14 +255,41 @@ func (e *Entry) Files() (out []snapshot.SentFile) {
 
 // Copy implements snapshot.Source.
 func (e *Entry) Copy(ctx context.Context, i int, w io.Writer) error {
-	f := e.m.Files[i]
-	err := get(ctx, e.a.store, fileRef{Key: e.m.file(i), Size: f.Size, Index: f.Index}, w)
+	f, ref := e.m.Files[i], e.ref(i)
+	var err error
+	if e.indexes != nil {
+		err = e.indexes[i].get(ctx, e.a.store, ref.Key, w)
+	} else {
+		err = get(ctx, e.a.store, ref, w)
+	}
 	if errors.Is(err, blob.ErrNotFound) {
 		err = fmt.Errorf("%w: it has been removed meanwhile, or a part of it is lost (%w)", ErrNotFound, err)
 	}
 	if err != nil {
 		return fmt.Errorf("getting %.80q of %.12s from the archive: %w", f.Name, e.ID, err)
 	}
+	return nil
+}
+
+func (e *Entry) ref(i int) fileRef {
+	return fileRef{Key: e.m.file(i), Size: e.m.Files[i].Size, Index: e.m.Files[i].Index}
+}
+
+// readIndexes reads the indexes of all files, several at once.
+func (e *Entry) readIndexes(ctx context.Context) error {
+	out := make([]*index, len(e.m.Files))
+	g, ctx := errgroup.WithContext(ctx)
+	g.SetLimit(indexesAtOnce)
+	for i := range out {
+		g.Go(func() (err error) {
+			out[i], err = open(ctx, e.a.store, e.ref(i))
+			return err
+		})
+	}
+	if err := g.Wait(); err != nil {
+		return fmt.Errorf("getting %.12s from the archive: %w", e.ID, err)
+	}
+	e.indexes = out
 	return nil
 }
 

@@ -318,6 +318,10 @@ func get(ctx context.Context, store blob.Store, ref fileRef, w io.Writer) error 
 	if err != nil {
 		return err
 	}
+	return x.get(ctx, store, ref.Key, w)
+}
+
+func (x *index) get(ctx context.Context, store blob.Store, key string, w io.Writer) error {
 	ctx, cancel := context.WithCancel(ctx)
 	type result struct {
 		body []byte
@@ -343,7 +347,7 @@ func get(ctx context.Context, store blob.Store, ref fileRef, w io.Writer) error 
 					return
 				}
 				body := make([]byte, p.n)
-				err := store.ReadAt(ctx, fmt.Sprintf("%s/%d", ref.Key, p.pack), body, int64(p.off))
+				err := store.ReadAt(ctx, fmt.Sprintf("%s/%d", key, p.pack), body, int64(p.off))
 				c <- result{body, err}
 			})
 		}
@@ -369,7 +373,7 @@ func get(ctx context.Context, store blob.Store, ref fileRef, w io.Writer) error 
 			b, err := f.decode(d, plain, body, x.plain(i))
 			body = body[f.stored:]
 			if err != nil {
-				return fmt.Errorf("%w: frame %d of %s: %w", ErrCorrupt, i, ref.Key, err)
+				return fmt.Errorf("%w: frame %d of %s: %w", ErrCorrupt, i, key, err)
 			}
 			if _, err := w.Write(b); err != nil {
 				return err

@@ -3,9 +3,11 @@ package archive
 import (
 	"bytes"
 	"context"
+	"crypto/sha256"
 	"errors"
 	"fmt"
 	"io"
+	"os"
 	"slices"
 
 	"github.com/drowse-vm/drowse/sandbox/blob"
@@ -62,22 +64,58 @@ func (a *Archive) Head(ctx context.Context, id string) (*Head, error) {
 	return &Head{e, doc.Bytes()}, nil
 }
 
-// Pull makes the head's snapshot in a store, and its image if the store lacks that. The hosts that share sandboxes
-// trust each other with all that a snapshot says.
-func (h *Head) Pull(ctx context.Context, s *state.Store) (state.ImportResult, error) {
-	if err := h.e.a.pullImage(ctx, s, h.e.Image, nil); err != nil {
-		return state.ImportResult{}, err
-	}
-	return s.ReceiveSnapshot(ctx, behindDoc{h.e}, state.ImportOptions{Trust: true})
-}
-
 // behindDoc is a head without its document.
-type behindDoc struct{ *Entry }
+type behindDoc struct {
+	*Entry
+	// local are files that may have the content of the disk with the agent, which most hosts have.
+	local []string
+}
 
 func (b behindDoc) Files() []snapshot.SentFile { return b.Entry.Files()[1:] }
 
 func (b behindDoc) Copy(ctx context.Context, i int, w io.Writer) error {
+	if f := b.m.Files[i+1]; f.Extra && f.Name == state.SystemFile && b.indexes != nil {
+		for _, path := range b.local {
+			if b.indexes[i+1].same(path, io.Discard) == nil {
+				return b.indexes[i+1].same(path, w)
+			}
+		}
+	}
 	return b.Entry.Copy(ctx, i+1, w)
+}
+
+// same writes a local file to w, as far as it is the one that the index describes.
+func (x *index) same(path string, w io.Writer) error {
+	f, err := os.Open(path)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	if st, err := f.Stat(); err != nil || st.Size() != x.size {
+		return errors.Join(err, errFrame)
+	}
+	b := make([]byte, frameSize)
+	for i := range x.frames {
+		b := b[:x.plain(i)]
+		if _, err := io.ReadFull(f, b); err != nil {
+			return err
+		}
+		if !x.frames[i].is(b) {
+			return errFrame
+		}
+		if _, err := w.Write(b); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// is reports whether these are the plain bytes of a frame.
+func (f *frame) is(plain []byte) bool {
+	if f.stored == 0 {
+		return bytes.Equal(plain, zeroFrame[:len(plain)])
+	}
+	return sha256.Sum256(plain) == f.sum
 }
 
 // RemoveHead removes a head, also one that is not or only partly there. Sweep removes what still comes.

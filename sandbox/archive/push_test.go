@@ -26,7 +26,7 @@ import (
 )
 
 // newHost returns a host whose guests count in a file of their memory.
-func newHost(t *testing.T) *sandbox.Host {
+func newHost(t testing.TB) *sandbox.Host {
 	t.Helper()
 	vms := &sandboxtest.VMs{Commands: map[string]fakeguest.Command{
 		"count": func(_ context.Context, p *fakeguest.Process) int {
@@ -41,7 +41,7 @@ func newHost(t *testing.T) *sandbox.Host {
 	return vms.Host(t)
 }
 
-func count(t *testing.T, b *sandbox.Sandbox) string {
+func count(t testing.TB, b *sandbox.Sandbox) string {
 	t.Helper()
 	c, err := b.Agent(t.Context())
 	if err != nil {
@@ -56,7 +56,7 @@ func count(t *testing.T, b *sandbox.Sandbox) string {
 }
 
 // asleep makes a sandbox that has counted to two and sleeps, and returns its snapshot.
-func asleep(t *testing.T, h *sandbox.Host) string {
+func asleep(t testing.TB, h *sandbox.Host) string {
 	t.Helper()
 	b, err := h.Create(t.Context(), sandbox.Spec{Name: "traveller", Image: sandboxtest.Image, Network: spec.NetworkTAP, Policy: &netpolicy.Policy{}}, sandbox.CreateOptions{})
 	if err != nil {

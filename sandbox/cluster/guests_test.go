@@ -1,6 +1,8 @@
 package cluster_test
 
 import (
+	"errors"
+	"os"
 	"strconv"
 	"strings"
 	"testing"
@@ -13,6 +15,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/blob"
 	"github.com/drowse-vm/drowse/sandbox/cluster"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
@@ -32,6 +35,19 @@ func (h *host) says(name, script string) string {
 	return strings.TrimSpace(out.String())
 }
 
+// starts starts a command in a sandbox, which goes on.
+func (h *host) starts(name string, argv ...string) (pid int) {
+	h.t.Helper()
+	c, err := h.Sandbox(name).Agent(h.t.Context())
+	must(h.t, err)
+	s, err := c.Start(h.t.Context(), guest.Cmd{Argv: argv, Detach: true, NoStdin: true, ID: "lasting"})
+	must(h.t, err)
+	pid = s.PID()
+	must(h.t, s.Close())
+	must(h.t, c.Close())
+	return pid
+}
+
 func (h *host) number(name, file string) int {
 	h.t.Helper()
 	n, err := strconv.Atoi(h.says(name, "cat "+file))
@@ -47,14 +63,9 @@ func TestGuest_goes_on_where_it_was_on_any_host(t *testing.T) {
 	_, err := a.Create(t.Context(), sandbox.Spec{Name: "box", Image: guesttest.ImageTag}, sandbox.CreateOptions{Boot: true})
 	must(t, err)
 	const counter = "while :; do i=$((i+1)); echo $i > /dev/shm/new; mv /dev/shm/new /dev/shm/n; sleep 0.1; done"
-	c, err := a.Sandbox("box").Agent(t.Context())
-	must(t, err)
-	s, err := c.Start(t.Context(), guest.Cmd{Argv: []string{"/bin/sh", "-c", counter}, Detach: true, NoStdin: true, ID: "counter"})
-	must(t, err)
-	must(t, s.Close())
-	must(t, c.Close())
+	pid := a.starts("box", "/bin/sh", "-c", counter)
 	a.says("box", "echo from-a > /root/file; while ! test -e /dev/shm/n; do sleep 0.1; done")
-	boot, pid := a.says("box", "cat /proc/sys/kernel/random/boot_id"), s.PID()
+	boot := a.says("box", "cat /proc/sys/kernel/random/boot_id")
 	here, there := a, b
 	for range 3 {
 		before := here.number("box", "/dev/shm/n")
@@ -91,3 +102,164 @@ func TestGuest_goes_on_where_it_was_on_any_host(t *testing.T) {
 		t.Error("it runs on both hosts")
 	}
 }
+
+// A guest runs while most of its memory is still in the store, and all of it arrives.
+func TestGuest_runs_before_its_memory_has_arrived(t *testing.T) {
+	near := dir(t)
+	far := &farStore{Store: near}
+	const ttl = 2 * time.Minute
+	a, b := realHost(t, "a", near, cluster.Options{TTL: ttl}), realHost(t, "b", far, cluster.Options{TTL: ttl})
+	_, err := a.Create(t.Context(), sandbox.Spec{Name: "box", Image: guesttest.ImageTag, MemoryMiB: 256}, sandbox.CreateOptions{Boot: true})
+	must(t, err)
+	a.starts("box", "python3", "-I", "-S", "-c", hoarder)
+	a.says("box", "while ! test -e /dev/shm/n; do sleep 0.1; done")
+	for range 2 { // the first wake records what the second one needs
+		_, err = a.Sandbox("box").Sleep(t.Context(), sandbox.SleepOptions{})
+		must(t, err)
+		a.says("box", "cat /dev/shm/n")
+	}
+	sum, count := a.says("box", "cat /dev/shm/sum"), a.number("box", "/dev/shm/n")
+	a.sleep("box")
+	r, err := a.State.Get("box")
+	must(t, err)
+	var size int64
+	must(t, near.List(t.Context(), "data/heads-", func(i blob.Info) error { size += i.Size; return nil }))
+	far.rtt = 20 * time.Millisecond
+	far.rate(100e6)
+	if os.Getenv(wakesEnv) != "" {
+		compareWakes(t, far, size, b, a, r.Snapshot)
+	}
+	far.rate(4e6) // slow enough for what is to come
+	far.wake(t, b, size)
+	if !b.State.IsArriving(r.Snapshot) || b.State.IsThere(r.Snapshot) {
+		t.Error("all of its memory is there")
+	}
+	// Its process is killed meanwhile: it goes back to its sleep, for which all of that must be there.
+	killed, err := b.State.Get("box")
+	must(t, err)
+	must(t, unix.Kill(killed.PID, unix.SIGKILL))
+	eventually(t, "it has crashed", func() bool { return b.phase("box") == state.Crashed })
+	far.rate(0)
+	eventually(t, "it can go back", func() bool {
+		_, err := b.Sandbox("box").Wake(t.Context())
+		if !errors.Is(err, spec.ErrArriving) {
+			must(t, err)
+		}
+		return err == nil
+	})
+	b.still("box", sum, &count)
+	must(t, b.State.VerifySnapshot(t.Context(), r.Snapshot))
+	b.sleep("box")
+	a.still("box", sum, &count)
+	a.sleep("box")
+	// A sleep waits for all of it, while the guest runs on.
+	r, err = a.State.Get("box")
+	must(t, err)
+	far.rate(3e6)
+	far.wake(t, b, size)
+	slept := make(chan error, 1)
+	go func() {
+		_, err := b.Sandbox("box").Sleep(t.Context(), sandbox.SleepOptions{})
+		slept <- err
+	}()
+	if now := b.number("box", "/dev/shm/n"); now < count {
+		t.Errorf("it counts back from %d to %d", count, now)
+	}
+	select {
+	case err := <-slept:
+		t.Error("it sleeps before its memory is there:", err)
+	default:
+	}
+	if !b.State.IsArriving(r.Snapshot) {
+		t.Error("its memory is all there")
+	}
+	far.rate(0)
+	must(t, <-slept)
+	b.still("box", sum, &count)
+	b.sleep("box")
+	a.still("box", sum, &count)
+}
+
+// still checks that a hoarder has what it had, and counts on.
+func (h *host) still(name, sum string, count *int) {
+	h.t.Helper()
+	h.says(name, "rm -f /dev/shm/again; touch /dev/shm/ask; while ! test -e /dev/shm/again; do sleep 0.1; done")
+	if is := h.says(name, "cat /dev/shm/again"); is != sum {
+		h.t.Errorf("on %s it has %q, and had %q", h.name, is, sum)
+	}
+	now := h.number(name, "/dev/shm/n")
+	if now < *count {
+		h.t.Errorf("on %s it counts back from %d to %d", h.name, *count, now)
+	}
+	*count = now
+}
+
+// wakesEnv has the test compare wakes that wait for all memory with those that do not.
+const wakesEnv = "DROWSE_TEST_WAKES"
+
+// noJailEnv is control.NoJailEnv.
+const noJailEnv = "DROWSE_NO_JAIL"
+
+// wake wakes a sandbox, and says what that took.
+func (s *farStore) wake(t *testing.T, h *host, size int64) time.Duration {
+	t.Helper()
+	s.gets.Store(0)
+	s.bytes.Store(0)
+	s.mu.Lock()
+	s.files = map[string]int{}
+	s.mu.Unlock()
+	begun := time.Now()
+	rep, err := h.Sandbox("box").Wake(t.Context())
+	must(t, err)
+	took, bytes := time.Since(begun), s.bytes.Load()
+	t.Logf("awake after %v (ready %.0f ms), %d GETs, %d of %d bytes: %.1f %%", took, rep.Stages["resume_ready"], s.gets.Load(), bytes, size, 100*float64(bytes)/float64(size))
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	t.Log("bytes by file, the memory from the third on: ", s.files)
+	return took
+}
+
+func compareWakes(t *testing.T, far *farStore, size int64, h, back *host, id string) {
+	for i := range 6 {
+		kind := "lazy"
+		if i%2 == 1 {
+			kind = "whole"
+			t.Setenv(noJailEnv, "1") // such a VM waits for all of its memory
+		} else {
+			must(t, os.Unsetenv(noJailEnv))
+		}
+		t.Log(kind)
+		far.wake(t, h, size)
+		eventually(t, "its memory has arrived", func() bool { return h.State.IsThere(id) })
+		// As if it had never been here.
+		must(t, h.Sandbox("box").Kill(t.Context()))
+		_, err := h.State.Remove(t.Context(), "box", true)
+		must(t, err)
+		h.stop()
+		h.join()
+		eventually(t, "it can be had again", func() bool { return !h.State.IsThere(id) })
+	}
+	must(t, os.Unsetenv(noJailEnv))
+}
+
+// hoarder has memory that does not compress, counts, and says what it has when it is asked.
+const hoarder = `
+import hashlib, os, time
+d, i = "/dev/shm/", 0
+b = [hashlib.shake_128(b"%d" % k).digest(1 << 20) for k in range(24)]
+def say(name):
+    h = hashlib.sha256()
+    for p in b: h.update(p)
+    put(name, h.hexdigest())
+def put(name, text):
+    with open(d + "new", "w") as f: f.write(text)
+    os.rename(d + "new", d + name)
+say("sum")
+while True:
+    i += 1
+    put("n", str(i))
+    if os.path.exists(d + "ask"):
+        os.remove(d + "ask")
+        say("again")
+    time.sleep(0.2)
+`

@@ -15,7 +15,6 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/lease"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
-	"github.com/drowse-vm/drowse/snapshot"
 )
 
 // headVersion goes up with each incompatible change of headDoc.
@@ -179,6 +178,9 @@ func (n *Node) refused(ctx context.Context, name string, was *lease.Claim, err e
 			if err := n.stop(ctx, name); err != nil {
 				return err
 			}
+			if err := n.dropArrival(was.Snapshot); err != nil {
+				return err
+			}
 			if _, err := n.state.Remove(ctx, name, true); err != nil {
 				return err
 			}
@@ -269,11 +271,13 @@ func (n *Node) bring(ctx context.Context, name string, c *ledger.Claim, now *lea
 	if err != nil && !errors.Is(err, sandbox.ErrNotFound) {
 		return err
 	}
+	// Memory that was on its way may have been lost.
+	here := r != nil && (r.Phase != state.Asleep || r.Snapshot != now.Snapshot || n.isHere(r.Snapshot))
 	switch {
-	case r != nil && c.Follows(now.Fence):
+	case here && c.Follows(now.Fence):
 		// Nobody else has had it since: what is here is what it was last, also if it was never published.
 		return nil
-	case r != nil && r.Phase == state.Asleep && now.Head != "" && now.Head == c.Head() && r.Snapshot == now.Snapshot:
+	case here && r.Phase == state.Asleep && now.Head != "" && now.Head == c.Head() && r.Snapshot == now.Snapshot:
 		if _, sum, err := n.doc(r); err == nil && sum == now.Sum {
 			return nil
 		}
@@ -310,7 +314,7 @@ func (n *Node) pull(ctx context.Context, name string, c *ledger.Claim, now *leas
 		}
 	}
 	if !n.state.IsThere(d.Record.Snapshot) {
-		if _, err := h.Pull(ctx, n.state); err != nil && !errors.Is(err, snapshot.ErrExists) {
+		if err := n.arrive(ctx, name, c.Head(), d.Record.Snapshot, h); err != nil {
 			return fmt.Errorf("getting %s from the cluster: %w", name, err)
 		}
 	}
@@ -324,15 +328,14 @@ func (n *Node) pull(ctx context.Context, name string, c *ledger.Claim, now *leas
 		return err
 	}
 	if r != nil {
-		if err := n.setAside(ctx, r, &was); err != nil {
+		if err := n.setAside(ctx, r, &was, d.Record.Snapshot); err != nil {
 			return err
 		}
 	}
 	if _, err := n.host.Clone(ctx, d.Record.Snapshot, sandbox.CloneOptions{Moved: d.Record, Metadata: &d.Metadata}); err != nil {
 		return fmt.Errorf("getting %s from the cluster: %w", name, err)
 	}
-	// Its record names it now.
-	if _, err := n.state.TagSnapshot(d.Record.Snapshot, nil); err != nil {
+	if err := n.state.Unkeep(ctx, d.Record.Snapshot); err != nil {
 		n.log.Warn("the snapshot of a sandbox of the cluster stays", "sandbox", name, "error", err)
 	}
 	if r, err = n.state.Get(name); err != nil {
@@ -348,11 +351,16 @@ func (n *Node) pull(ctx context.Context, name string, c *ledger.Claim, now *leas
 const setAsideTag = "set-aside"
 
 // setAside removes what is here of a sandbox that has gone on on another host. What nobody else has stays as a
-// snapshot.
-func (n *Node) setAside(ctx context.Context, r *state.Record, was *lease.Claim) error {
+// snapshot. It will sleep in next.
+func (n *Node) setAside(ctx context.Context, r *state.Record, was *lease.Claim, next string) error {
 	name := r.Spec.Name
 	if err := n.stop(ctx, name); err != nil {
 		return err
+	}
+	if r.Snapshot != next {
+		if err := n.dropArrival(r.Snapshot); err != nil {
+			return err
+		}
 	}
 	if r.Snapshot != "" && r.Snapshot != was.Snapshot && n.state.IsThere(r.Snapshot) {
 		if _, err := n.state.TagSnapshot(r.Snapshot, []string{setAsideTag}); err != nil {

@@ -24,6 +24,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/archive"
 	"github.com/drowse-vm/drowse/sandbox/archive/ledger"
+	"github.com/drowse-vm/drowse/sandbox/arrival"
 	"github.com/drowse-vm/drowse/sandbox/blob"
 	"github.com/drowse-vm/drowse/sandbox/lease"
 	"github.com/drowse-vm/drowse/sandbox/spec"
@@ -77,8 +78,9 @@ type Node struct {
 	reads   chan struct{} // maxReads places
 
 	names, publishing keyed
+	arrivals          arrivals
 
-	// background is what life lets run: collects.
+	// background is what life lets run: collects, arrivals.
 	background sync.WaitGroup
 	life       context.Context
 	end        context.CancelFunc
@@ -141,7 +143,8 @@ func Join(ctx context.Context, h *sandbox.Host, o Options) (*Node, error) {
 	n := &Node{
 		host: h, state: h.State, store: o.Store, ledger: l, archive: archive.Open(o.Store), dir: lease.In(h.State.Dir()), o: o, log: o.Log,
 		pulls: make(chan struct{}, maxLooks), wanted: map[string]time.Time{},
-		reads: make(chan struct{}, maxReads), peers: known[ledger.Host]{}, places: known[string]{},
+		arrivals: arrivals{line: archive.NewLine(), all: map[string]*arriving{}},
+		reads:    make(chan struct{}, maxReads), peers: known[ledger.Host]{}, places: known[string]{},
 	}
 	if err := n.dir.Make(); err != nil {
 		return nil, err
@@ -158,6 +161,17 @@ func Join(ctx context.Context, h *sandbox.Host, o Options) (*Node, error) {
 		return nil, errors.Join(err, f.Close())
 	}
 	n.life, n.end = context.WithCancel(context.WithoutCancel(ctx))
+	if err := n.goOn(); err != nil {
+		n.end()
+		n.background.Wait()
+		n.current().Close()
+		return nil, errors.Join(fmt.Errorf("going on to get memory from the cluster: %w", err), f.Close())
+	}
+	n.background.Go(func() {
+		if err := arrival.Serve(n.life, n.state.Dir(), n.answer); err != nil {
+			n.log.Error("no VM can run before all of its memory is here", "error", err)
+		}
+	})
 	return n, nil
 }
 
@@ -260,6 +274,7 @@ func (n *Node) Run(ctx context.Context) error {
 }
 
 func (n *Node) leave(ctx context.Context) error {
+	n.settleArrivals(ctx)
 	n.mu.Lock()
 	n.end() // nothing begins in the background after it
 	n.mu.Unlock()

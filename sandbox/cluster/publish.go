@@ -212,6 +212,9 @@ func isHead(c *lease.Claim, r *state.Record, sum string) bool {
 }
 
 func (n *Node) push(ctx context.Context, r *state.Record, head string, doc []byte) (archive.Info, error) {
+	if err := n.awaitWhole(ctx, r.Snapshot); err != nil {
+		return archive.Info{}, err
+	}
 	m, err := n.state.Manifest(r.Snapshot)
 	if err != nil {
 		return archive.Info{}, err
@@ -312,6 +315,11 @@ func (n *Node) Delete(ctx context.Context, name string) (shared bool, freed spec
 		return fail(n.refused(ctx, name, was, err))
 	}
 	n.collectSoon(name)
+	if was != nil {
+		if err := n.dropArrival(was.Snapshot); err != nil {
+			return fail(err)
+		}
+	}
 	if rerr == nil || errors.Is(rerr, spec.ErrRecord) {
 		if freed, err = n.state.Remove(ctx, name, true); err != nil && !errors.Is(err, sandbox.ErrNotFound) {
 			return fail(err)

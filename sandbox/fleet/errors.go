@@ -32,6 +32,7 @@ var remedies = map[records.Code]string{
 	"elsewhere":          "ask that host, or put it to sleep there",
 	"unreachable":        "try again: when its host is dead, another one takes the sandbox within half a minute",
 	"unclaimed":          "ask `drowse serve --cluster` for it",
+	"arriving":           "try again later; see that `drowse serve --cluster` runs and reaches the store",
 	"snapshot-not-found": "list what there is, with Store.Snapshots",
 	"snapshot-exists":    "use the one that is there, or remove it first",
 	"snapshot-in-use":    "let the sandbox sleep again, or remove it",

@@ -47,6 +47,8 @@ type Parts struct {
 	// NoDirtyLog makes the VM do without KVM's log of changed pages. Each snapshot then has all of RAM, and a running
 	// guest stands still until it is written.
 	NoDirtyLog bool
+	// Arriving, if not nil, is that of the snapshot that Restore restores.
+	Arriving *Arriving
 	// Kernel, and Initramfs or SystemDisk, are what the VM boots. A restore needs only SystemDisk, if the VM was
 	// booted with one.
 	Kernel     string
@@ -125,6 +127,7 @@ type Instance struct {
 	space     spaceWait
 	closers   []io.Closer
 	snap      *snapshot.Snapshot // what the VM was restored from, or nil
+	awaited   *awaited           // of the memory of snap, or nil
 	pager     *pager.Pager
 	// cached has pages of snap; nil without Parts.PageCache.
 	cached *pagecache.Reader
@@ -494,7 +497,13 @@ func (in *Instance) putTogether(net netStart, open func() ([]snapshot.Payload, e
 
 // open opens the snapshot in a directory, starts a pager for RAM, and returns the states of the machine's parts.
 func (in *Instance) open(dir string) (states []snapshot.Payload, err error) {
-	if in.snap, err = snapshot.OpenIn(in.parts.files(), dir); err != nil {
+	if a := in.parts.Arriving; a != nil {
+		in.awaited = newAwaited(a)
+		in.snap, err = snapshot.OpenArriving(in.parts.files(), dir, in.awaited.ensure)
+	} else {
+		in.snap, err = snapshot.OpenIn(in.parts.files(), dir)
+	}
+	if err != nil {
 		return nil, err
 	}
 	m := in.snap.Manifest()
@@ -514,6 +523,10 @@ func (in *Instance) open(dir string) (states []snapshot.Payload, err error) {
 		return nil, fmt.Errorf("restoring %s: %w", dir, err)
 	}
 	opts := pager.Options{OnFailure: in.fail, WorkingSet: known.pages, Hot: known.hot}
+	if in.awaited != nil {
+		in.awaited.know(m)
+		opts.Handlers = arrivingHandlers
+	}
 	if in.parts.PageCache != "" {
 		in.cached = pagecache.New(in.parts.PageCache).Open(in.parts.files(), in.snap)
 		opts.Cache = in.cached
@@ -1024,6 +1037,9 @@ func (in *Instance) Continue() error { return in.machine.Resume() }
 func (in *Instance) Close() error {
 	var errs []error
 	in.endSpaceWait()
+	if in.awaited != nil {
+		in.awaited.end(errClosing) // vCPUs may be waiting for it
+	}
 	// The machine must go first: its vCPUs may be waiting for the pager.
 	if in.machine != nil {
 		errs = append(errs, in.machine.Close())

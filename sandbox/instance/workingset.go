@@ -81,3 +81,10 @@ func takeWorkingSet(all []snapshot.Payload) (s workingSet, states []snapshot.Pay
 	}
 	return s, states, nil
 }
+
+// HotPages returns the pages of a snapshot that its guest needs to be ready, and further ones that it needs soon after.
+func HotPages(all []snapshot.Payload) (hot, soon []uint64, err error) {
+	s, _, err := takeWorkingSet(all)
+	n := min(s.hot, len(s.pages))
+	return s.pages[:n], s.pages[n:], err
+}

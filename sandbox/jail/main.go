@@ -42,7 +42,7 @@ func Main() error {
 	// The keeper decides when the VM ends. A terminal or a host that shuts down signals both.
 	signal.Ignore(syscall.SIGHUP, syscall.SIGINT, syscall.SIGTERM)
 	c := &child{percent: -1, log: slog.New(slog.NewTextHandler(os.Stderr, nil)), ended: make(chan struct{}),
-		connects: make(chan struct{}, maxConnects)}
+		connects: make(chan struct{}, maxConnects), ensures: make(chan struct{}, ensuresAtOnce)}
 	c.fs.ask = c.askFile
 	defer c.fs.close()
 	conn, err := rpc.New(os.NewFile(socketFD, "keeper"), options(c.serve))
@@ -80,7 +80,9 @@ type child struct {
 	ended chan struct{}
 	// connects has an element for each connection of the guest that the keeper is asked for.
 	connects chan struct{}
-	endOnce  sync.Once
+	// ensures has an element for each part of memory that the keeper is asked for.
+	ensures chan struct{}
+	endOnce sync.Once
 
 	mu       sync.Mutex // guards what follows
 	prebuilt *instance.Prebuilt
@@ -234,6 +236,9 @@ func (c *child) serve(ctx context.Context, method string, body []byte, files []*
 		return nil, nil, in.Continue()
 	case callMissed:
 		return in.MissedPages(), nil, nil
+	case callArrived:
+		in.Arrived()
+		return nil, nil, nil
 	}
 	return nil, nil, fmt.Errorf("a call of %q: there is no such", method)
 }
@@ -309,6 +314,9 @@ func (c *child) start(ctx context.Context, o startOrder) (any, error) {
 	}
 	if f := c.fs.take(passConsole); f != nil {
 		p.Console = f
+	}
+	if o.Arriving {
+		p.Arriving, p.PageCache = &instance.Arriving{Ensure: c.ensure}, ""
 	}
 	if o.Fork {
 		if p.RAM = c.fs.take(passRAM); p.RAM == nil {

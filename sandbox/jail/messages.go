@@ -41,6 +41,7 @@ const (
 	callRoom        = "disk-room"     // bytes -> nothing
 	callContinue    = "continue"      // nothing -> nothing
 	callMissed      = "missed"        // nothing -> []uint64
+	callArrived     = "arrived"       // nothing -> nothing
 	callClose       = "close"         // nothing -> nothing
 )
 
@@ -56,6 +57,7 @@ const (
 	callResumed    = "resumed"    // nothing -> nothing
 	callSymbolize  = "symbolize"  // address -> symbol
 	callLinkReady  = "link-ready" // nothing -> nothing, when the policy is in force
+	callEnsure     = "ensure"     // ensureOrder -> nothing, when so much of a memory file is there
 	postCalm       = "calm"
 	postService    = "service" // guest.ServiceEvent
 	postQuota      = "quota"   // nothing
@@ -98,6 +100,7 @@ type startOrder struct {
 	Symbols    bool                    `json:"symbols,omitempty"`
 	Services   bool                    `json:"services,omitempty"`
 	Fork       bool                    `json:"fork,omitempty"`
+	Arriving   bool                    `json:"arriving,omitempty"`
 	Snapshot   string                  `json:"snapshot,omitempty"`
 	Options    instance.RestoreOptions `json:"options"`
 	// Passed are the names of the descriptors that come with the order.
@@ -283,6 +286,13 @@ type fileOrder struct {
 	// To is the second name of a link or rename.
 	To    string `json:"to,omitempty"`
 	Flags int    `json:"flags,omitempty"`
+}
+
+// ensureOrder asks for a part of a memory file of the snapshot that the VM comes from.
+type ensureOrder struct {
+	File string `json:"file"`
+	Off  int64  `json:"off"`
+	Len  int64  `json:"len"` // bytes, at most maxEnsure
 }
 
 type fileInfo struct {

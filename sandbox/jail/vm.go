@@ -41,11 +41,12 @@ type VM struct {
 	log   *slog.Logger
 	begun time.Time
 
-	// Set by Start.
-	parts   instance.Parts
-	grants  *grants
-	started started
-	console *console
+	// Set by Start. arriving has the sizes of memory files that are on their way, by name.
+	parts    instance.Parts
+	arriving map[string]int64
+	grants   *grants
+	started  started
+	console  *console
 	// serving reports that parts and grants are set. Before, all that the process asks is refused.
 	serving atomic.Bool
 
@@ -88,10 +89,12 @@ type times struct {
 	silent time.Duration // until a process that does not answer has failed
 	fail   time.Duration // for a machine to end because of an error
 	flush  time.Duration // for what flushes the disk
+	// arrival is for memory that is on its way.
+	arrival time.Duration
 }
 
 // An answer comes at once, unless the host is very busy.
-var usualTimes = times{soon: 15 * time.Second, silent: 10 * time.Minute, fail: 5 * time.Second, flush: 2 * time.Minute}
+var usualTimes = times{soon: 15 * time.Second, silent: 10 * time.Minute, fail: 5 * time.Second, flush: 2 * time.Minute, arrival: ArrivalTime}
 
 // maxDials leaves calls for all else while a guest does not accept connections.
 const maxDials = maxCalls / 2
@@ -106,7 +109,6 @@ func (j *Jail) Start(ctx context.Context, p instance.Parts, dir string, o instan
 		v.log = p.Log
 	}
 	v.grants = newGrants(p, dir)
-	v.serving.Store(true)
 	for _, vol := range p.Volumes {
 		v.closers = append(v.closers, vol)
 	}
@@ -120,6 +122,7 @@ func (j *Jail) Start(ctx context.Context, p instance.Parts, dir string, o instan
 	if err != nil {
 		return nil, err
 	}
+	v.serving.Store(true)
 	for _, f := range files {
 		if err := confine.MayPass(f); err != nil {
 			return nil, err
@@ -768,10 +771,16 @@ func (v *VM) order(p instance.Parts, dir string, o instance.RestoreOptions) (
 		return fail(err)
 	}
 	if dir != "" && p.RAM == nil {
-		list, err := snapshot.OpenFiles(dir)
+		list, arriving, err := openSnapshot(dir, p.Arriving)
+		at := dir
+		if v.parts.Arriving = arriving; arriving != nil && err == nil {
+			// The process knows it by the name that it will have.
+			s.Arriving, at = true, arriving.Dir
+			v.arriving, err = arrivingFiles(list)
+		}
 		for _, f := range list {
-			add(filepath.Clean(f.Name()), f)
-			if p.PageCache == "" || filepath.Base(f.Name()) == snapshot.ManifestName {
+			add(filepath.Join(dir, filepath.Base(f.Name())), f)
+			if p.PageCache == "" || s.Arriving || filepath.Base(f.Name()) == snapshot.ManifestName {
 				continue
 			}
 			// The cache has pages of all VMs: only the files for these very memory files are passed.
@@ -786,7 +795,7 @@ func (v *VM) order(p instance.Parts, dir string, o instance.RestoreOptions) (
 		if err != nil {
 			return fail(err)
 		}
-		if i, err, _ := statInfo(dir); err == nil {
+		if i, err, _ := statInfo(at); err == nil {
 			s.Known[filepath.Clean(dir)] = &i
 		}
 	}
@@ -869,6 +878,8 @@ func (v *VM) serve(ctx context.Context, method string, body []byte, files []*os.
 			}
 			return nil, v.parts.Volumes[i].Written()
 		})
+	case callEnsure:
+		return handle(body, func(o ensureOrder) (any, error) { return nil, v.ensure(ctx, o) })
 	case callLinkReady:
 		if v.parts.LinkReady == nil {
 			return nil, nil, errRefused

@@ -781,3 +781,76 @@ func TestA_capture_gives_what_the_keeper_knows(t *testing.T) {
 		t.Errorf("%+v", c)
 	}
 }
+
+func TestMemory_that_is_on_its_way_is_asked_for_by_a_hostile_process(t *testing.T) {
+	sameFDs(t)
+	const size = 4 << 20
+	asked, block := make(chan ensureOrder, 100), make(chan struct{})
+	ensure := func(ctx context.Context, file string, off, n int64) error {
+		asked <- ensureOrder{file, off, n}
+		select {
+		case <-block:
+			return nil
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+	// begin starts a VM, and returns what its process asks for.
+	begin := func(a *instance.Arriving, patience time.Duration) (*VM, func(o any) error) {
+		s := newStore(t)
+		j, h := cell(t)
+		j.vm.arriving, j.vm.times.arrival = map[string]int64{"memory": size}, patience
+		p := s.parts()
+		p.Arriving = a
+		v, err := j.Start(t.Context(), p, "", instance.RestoreOptions{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { _ = v.Close() })
+		return v, func(o any) error {
+			files, err := h.conn.Call(t.Context(), callEnsure, o, nil)
+			_ = closeAll(files)
+			return err
+		}
+	}
+	if _, call := begin(nil, time.Minute); !errors.Is(call(ensureOrder{"memory", 0, 1}), unix.EACCES) {
+		t.Error("a VM whose memory is all there asks for some")
+	}
+	v, call := begin(&instance.Arriving{Ensure: ensure}, time.Minute)
+	for _, o := range []any{
+		ensureOrder{"", 0, 1}, ensureOrder{"manifest", 0, 1}, ensureOrder{"../memory", 0, 1}, ensureOrder{"memory-" + otherID, 0, 1},
+		ensureOrder{"memory", -1, 1}, ensureOrder{"memory", 0, 0}, ensureOrder{"memory", 0, -1}, ensureOrder{"memory", size, 1},
+		ensureOrder{"memory", size - 1, 2}, ensureOrder{"memory", 0, maxEnsure + 1}, ensureOrder{"memory", math.MaxInt64, maxEnsure},
+		ensureOrder{"memory", math.MinInt64, math.MaxInt64}, json.RawMessage(`{"file":7}`), json.RawMessage(`[]`),
+	} {
+		if err := call(o); err == nil {
+			t.Errorf("%+v was done", o)
+		}
+	}
+	if len(asked) != 0 {
+		t.Errorf("the node was asked for %+v", <-asked)
+	}
+	// Many at once hold up nothing else.
+	var wg sync.WaitGroup
+	for range ensuresAtOnce {
+		wg.Go(func() {
+			if err := call(ensureOrder{"memory", size - maxEnsure, maxEnsure}); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	for range ensuresAtOnce {
+		if o := <-asked; o != (ensureOrder{"memory", size - maxEnsure, maxEnsure}) {
+			t.Errorf("the node was asked for %+v", o)
+		}
+	}
+	if err := v.Arrived(); err != nil {
+		t.Error(err)
+	}
+	// A guest does not wait for ever.
+	if _, call := begin(&instance.Arriving{Ensure: ensure}, 10*time.Millisecond); call(ensureOrder{"memory", 0, 1}) == nil {
+		t.Error("it has what is not there")
+	}
+	close(block)
+	wg.Wait()
+}

@@ -71,6 +71,9 @@ func (p *process) serveFork(w http.ResponseWriter, req *http.Request) {
 
 // fork makes an image for children and lets the VM run on. Then it writes the snapshot that they come back from.
 func (p *process) fork(ctx context.Context, id, note string, deliver func(*os.File, control.ForkLine) error) (spec.SleepResult, error) {
+	if err := p.whole(ctx); err != nil {
+		return spec.SleepResult{}, err
+	}
 	end, err := p.begin()
 	if err != nil {
 		return spec.SleepResult{}, err

@@ -334,6 +334,12 @@ func (m jailedMachines) Start(ctx context.Context, p instance.Parts, snapshot st
 		return nil, err
 	}
 	if j == nil {
+		if p.Arriving != nil { // only a confined process has somebody to ask
+			if err := p.Arriving.Whole(ctx); err != nil {
+				return nil, err
+			}
+			p.Arriving = nil
+		}
 		return m.kvmMachines.Start(ctx, p, snapshot, o)
 	}
 	socket, err := osfile.ListenUnix(p.Socket)

@@ -33,6 +33,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/network"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
+	"github.com/drowse-vm/drowse/vmm"
 )
 
 // process runs a VM in its own process.
@@ -48,6 +49,7 @@ type process struct {
 	identity func() (*proxy.Identity, error)
 	hidden   secrets.Store
 	from     string // the directory of the snapshot that the VM came from, or empty
+	arriving *arriving
 
 	// op is held by operations on the whole VM, and guards the fields below.
 	op     sync.Mutex
@@ -195,6 +197,7 @@ func (p *process) serve(ctx context.Context, name string, o ServeOptions) (err e
 	lasting, stop := context.WithCancel(ctx)
 	p.lasting = lasting
 	p.events = p.store.NewEventWriter(p.log)
+	p.awaitArrival()
 	// After the background has ended, and before the lock is released.
 	defer func() {
 		stop()
@@ -404,9 +407,15 @@ func (p *process) start(ctx context.Context, o ServeOptions) (err error) {
 	case o.Fork != nil:
 		parts.RAM, from = o.Fork, p.store.SnapshotDir(r.Parent)
 	case o.Snapshot != "":
-		from = p.store.SnapshotDir(o.Snapshot)
+		from, parts.Arriving = p.store.SnapshotDir(o.Snapshot), p.comes(o.Snapshot)
 	}
 	p.from = from
+	if _, jailed := p.machines.(jailedMachines); !jailed && parts.Arriving != nil {
+		if err := parts.Arriving.Whole(ctx); err != nil {
+			return errors.Join(err, console.Close())
+		}
+		parts.Arriving = nil
+	}
 	p.in, err = p.machines.Start(ctx, parts, from, instance.RestoreOptions{NewIdentity: o.NewIdentity, Again: again})
 	if o.Fork != nil {
 		err = errors.Join(err, o.Fork.Close())
@@ -637,10 +646,17 @@ func (p *process) wait(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	problem := ""
+	switch {
+	case errors.Is(context.Cause(ctx), spec.ErrUnclaimed):
+		problem = context.Cause(ctx).Error()
+	case x.Reason == vmm.HostError && ctx.Err() == nil && !errors.Is(x.Err, control.ErrStopped) && p.arrives():
+		problem = x.Detail // it can go back to its sleep, once that is here
+	}
 	err = p.close()
-	if errors.Is(context.Cause(ctx), spec.ErrUnclaimed) {
+	if problem != "" {
 		// Whatever uses it next boots it with its disk, if no other host has claimed it.
-		p.r.Phase, p.r.PID, p.r.Problem = state.Crashed, 0, context.Cause(ctx).Error()
+		p.r.Phase, p.r.PID, p.r.Problem = state.Crashed, 0, problem
 		err = errors.Join(err, p.store.Save(p.r))
 		p.tellAs(events.Killed, events.Crashed, events.Details{Problem: p.r.Problem})
 		return err
@@ -777,6 +793,9 @@ func runsOn(doing string, err *error) {
 // sleep writes the VM to a snapshot and ends the process. still, if not nil, is called when the guest stands
 // still. If anything fails, including still, the VM runs on.
 func (p *process) sleep(ctx context.Context, policy spec.HookPolicy, still func() error) (res spec.SleepResult, err error) {
+	if err := p.whole(ctx); err != nil {
+		return res, err
+	}
 	end, err := p.begin()
 	if err != nil {
 		return res, err
@@ -852,6 +871,9 @@ func (p *process) fallAsleep(snapshot string, st disk.Stack, slept state.SleepRe
 
 // snapshot writes the VM to a snapshot and lets it run on.
 func (p *process) snapshot(ctx context.Context, note string, policy spec.HookPolicy) (res spec.SleepResult, err error) {
+	if err := p.whole(ctx); err != nil {
+		return res, err
+	}
 	end, err := p.begin()
 	if err != nil {
 		return res, err

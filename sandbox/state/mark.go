@@ -161,6 +161,10 @@ func (m *mark) names(id string) (why string, named bool) {
 
 // markSnapshots reads the snapshots that exist now and adds them to have. It removes those that no longer exist.
 func (s *Store) markSnapshots(ctx context.Context, m *mark, have manifests) error {
+	// First: one that arrives meanwhile is in either place.
+	if err := s.markArriving(m); err != nil {
+		return err
+	}
 	there, unread, err := s.readManifests(ctx, have)
 	if err != nil {
 		return err

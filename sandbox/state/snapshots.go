@@ -211,6 +211,9 @@ func (s *Store) FindSnapshot(prefix string) (string, error) {
 	}
 	switch len(found) {
 	case 0:
+		if IDPattern.MatchString(prefix) && s.IsArriving(prefix) {
+			return "", arrivingError(prefix)
+		}
 		return "", fmt.Errorf("snapshot %q: %w: see Store.Snapshots", prefix, snapshot.ErrNotFound)
 	case 1:
 		return found[0], nil

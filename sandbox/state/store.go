@@ -69,6 +69,9 @@ func SnapshotStack(m *snapshot.Manifest) disk.Stack {
 // Manifest returns the manifest of a snapshot.
 func (s *Store) Manifest(id string) (*snapshot.Manifest, error) {
 	snap, err := snapshot.Open(s.SnapshotDir(id))
+	if errors.Is(err, snapshot.ErrNotFound) && s.IsArriving(id) {
+		err = arrivingError(id)
+	}
 	if err != nil {
 		return nil, err
 	}

@@ -209,9 +209,9 @@ func (im *importing) findKernel(sent *Record) error {
 func (im *importing) Place(name string, size int64) (snapshot.Placement, error) {
 	dir := im.store.LayerDir()
 	switch {
-	case name == systemFile && size > maxSystemDisk:
+	case name == SystemFile && size > maxSystemDisk:
 		return nil, fmt.Errorf("a system disk of %d bytes: %w: at most %d are possible", size, snapshot.ErrForeign, maxSystemDisk)
-	case name == systemFile:
+	case name == SystemFile:
 		dir = im.store.systemDir()
 		if err := os.MkdirAll(dir, 0o700); err != nil {
 			return nil, err
@@ -321,7 +321,7 @@ func (p *placedFile) Write(b []byte) (int, error) {
 func (p *placedFile) Commit() (err error) {
 	defer func() { err = errors.Join(err, p.discard()) }()
 	content := contentPrefix + hex.EncodeToString(p.sum.Sum(nil))
-	if p.name == systemFile {
+	if p.name == SystemFile {
 		path := filepath.Join(p.dir, content+".erofs")
 		p.im.system = p.im.store.InStore(path)
 		if err := p.f.Sync(); err != nil {

@@ -195,7 +195,7 @@ func (h *host) forged(id string, layers map[string]string) []byte {
 		}
 		add(name, b.Bytes())
 	}
-	add(systemFile, []byte("the agent"))
+	add(SystemFile, []byte("the agent"))
 	var b bytes.Buffer
 	if err := snapshot.Export(h.t.Context(), &b, h.SnapshotDir(id), files); err != nil {
 		h.t.Fatal(err)

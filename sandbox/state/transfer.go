@@ -18,8 +18,8 @@ import (
 	"github.com/drowse-vm/drowse/snapshot"
 )
 
-// systemFile is the name, in an export, of the disk with the agent that the guest has started from.
-const systemFile = "system.erofs"
+// SystemFile is the name, in an export, of the disk with the agent that the guest has started from.
+const SystemFile = "system.erofs"
 
 // ExportSnapshot writes a snapshot to w as one stream for ImportSnapshot, on this host or another: its memory, the
 // layers of its disk, and the disk with the agent that its guest runs from. It does not include the VM's image:
@@ -80,7 +80,7 @@ func (s *Store) extraFiles(ctx context.Context, prefix string) (id string, files
 		if err != nil {
 			return "", nil, fmt.Errorf("exporting snapshot %s: the disk that its guest has started from: %w", id, err)
 		}
-		files = append(files, snapshot.ExtraFile{Name: systemFile, Size: fi.Size(), Open: func() (io.ReadCloser, error) { return os.Open(system) }})
+		files = append(files, snapshot.ExtraFile{Name: SystemFile, Size: fi.Size(), Open: func() (io.ReadCloser, error) { return os.Open(system) }})
 	}
 	return id, files, nil
 }

@@ -1,0 +1,543 @@
+package archive
+
+import (
+	"bytes"
+	"context"
+	"crypto/sha256"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+
+	"github.com/klauspost/compress/zstd"
+
+	"github.com/drowse-vm/drowse/internal/osfile"
+	"github.com/drowse-vm/drowse/sandbox/blob"
+	"github.com/drowse-vm/drowse/sandbox/state"
+	"github.com/drowse-vm/drowse/snapshot"
+)
+
+const (
+	// aheadAtOnce pieces of aheadSize are read at once while nobody waits, and urgentAtOnce of readSize for those who do:
+	// this bounds the memory of all arrivals that share a Line.
+	aheadAtOnce  = 4
+	aheadSize    = 1 << 20
+	urgentAtOnce = 16
+	// readTime is how long the store may take for a piece.
+	readTime = 30 * time.Second
+	// quietTime is how long nobody must have waited before more is read ahead, and maxQuiet for how long that is held up:
+	// a guest that is woken often faults again and again, and each of its reads would wait behind those ahead.
+	quietTime = 40 * time.Millisecond
+	maxQuiet  = time.Second
+	// arrivalRest is how long an arrival waits after an error of the store, and maxRest after many.
+	arrivalRest = 200 * time.Millisecond
+	maxRest     = 10 * time.Second
+)
+
+// Line is what arrivals of a host read by. What somebody waits for goes first.
+type Line struct {
+	ahead, urgent chan struct{}
+
+	mu      sync.Mutex // guards what follows
+	waiting int        // urgent reads
+	ended   time.Time  // the last of them
+}
+
+// NewLine returns a Line.
+func NewLine() *Line {
+	return &Line{ahead: make(chan struct{}, aheadAtOnce), urgent: make(chan struct{}, urgentAtOnce)}
+}
+
+// take waits for the turn of a read, which done ends.
+func (l *Line) take(ctx context.Context, urgent bool) (done func(), err error) {
+	places := l.urgent
+	if urgent {
+		l.mu.Lock()
+		l.waiting++
+		l.mu.Unlock()
+	} else {
+		places = l.ahead
+	}
+	leave := func() {
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		l.waiting--
+		l.ended = time.Now()
+	}
+	select {
+	case places <- struct{}{}:
+	case <-ctx.Done():
+		if urgent {
+			leave()
+		}
+		return nil, context.Cause(ctx)
+	}
+	if urgent {
+		return func() { <-places; leave() }, nil
+	}
+	for begun := time.Now(); ; {
+		l.mu.Lock()
+		wait := quietTime
+		if l.waiting == 0 {
+			wait -= time.Since(l.ended)
+		}
+		l.mu.Unlock()
+		if wait <= 0 || time.Since(begun) > maxQuiet {
+			return func() { <-places }, nil
+		}
+		select {
+		case <-time.After(wait):
+		case <-ctx.Done():
+			<-places
+			return nil, context.Cause(ctx)
+		}
+	}
+}
+
+// Arrival is the memory of a head on its way to a host, into files that snapshot.ReceiveLater has made. A VM may run on
+// them meanwhile: Ensure waits for a part. Its methods may be called from any goroutine; Close must be the last.
+type Arrival struct {
+	// ID is that of the snapshot, and Dir where it is meanwhile.
+	ID, Dir string
+
+	line  *Line
+	store blob.Store
+	files map[string]*awaitedFile
+	order []*awaitedFile
+	left  atomic.Int64 // frames that are missing
+	ctx   context.Context
+	end   context.CancelFunc
+
+	mu sync.Mutex // guards begins of wg against Close
+	wg sync.WaitGroup
+	// lost is closed when it is known that the rest never comes. Then err says why.
+	lost     chan struct{}
+	loseOnce sync.Once
+	err      error
+}
+
+// awaitedFile is a memory file of which frames are missing.
+type awaitedFile struct {
+	key string
+	x   *index
+	f   *os.File
+	// begins is what is here in place of the first bytes that were sent.
+	begins [snapshot.HeaderBytes]byte
+	// again means that an earlier process may have written frames.
+	again bool
+
+	mu     sync.Mutex // guards frames
+	frames []*flight  // nil for a frame that is missing
+}
+
+// flight is a read of frames that are on their way. It is over when done is closed.
+type flight struct {
+	done chan struct{}
+	err  error
+}
+
+// here is the flight of frames that are there.
+var here = func() *flight {
+	f := &flight{done: make(chan struct{})}
+	close(f.done)
+	return f
+}()
+
+// PullLater gets the head's snapshot without its memory, and its image if the store lacks that. The store has no such
+// snapshot before state.Store.Arrived. The hosts that share sandboxes trust each other with all that a snapshot says.
+func (h *Head) PullLater(ctx context.Context, s *state.Store, line *Line) (*Arrival, error) {
+	if err := h.e.a.pullImage(ctx, s, h.e.Image, nil); err != nil {
+		return nil, err
+	}
+	if err := h.e.readIndexes(ctx); err != nil {
+		return nil, err
+	}
+	in, err := s.ReceiveLater(ctx, behindDoc{h.e, s.SystemDisks()}, state.ImportOptions{Trust: true})
+	if err != nil {
+		return nil, err
+	}
+	return h.arrival(s, line, in.ID, false)
+}
+
+// Resume goes on with what PullLater has begun in an earlier process.
+func (h *Head) Resume(ctx context.Context, s *state.Store, line *Line, id string) (*Arrival, error) {
+	if err := h.e.readIndexes(ctx); err != nil {
+		return nil, err
+	}
+	return h.arrival(s, line, id, true)
+}
+
+func (h *Head) arrival(s *state.Store, line *Line, id string, again bool) (_ *Arrival, err error) {
+	a := &Arrival{ID: id, Dir: s.ArrivingDir(id), line: line, store: h.e.a.store, files: map[string]*awaitedFile{}, lost: make(chan struct{})}
+	a.ctx, a.end = context.WithCancel(context.Background())
+	defer func() {
+		if err != nil {
+			_ = a.Close()
+		}
+	}()
+	m, err := snapshot.ReadManifest(a.Dir)
+	if err != nil {
+		return nil, err
+	}
+	// Behind the document and the manifest.
+	const first = 2
+	if len(h.e.m.Files) < first+len(m.Memory.Files) {
+		return nil, fmt.Errorf("%w: head %.12s has not the memory of snapshot %.12s", ErrCorrupt, h.e.ID, id)
+	}
+	for i, mf := range m.Memory.Files {
+		sent := h.e.m.Files[first+i]
+		if sent.Extra || sent.Size != mf.Size {
+			return nil, fmt.Errorf("%w: head %.12s has not the memory of snapshot %.12s", ErrCorrupt, h.e.ID, id)
+		}
+		w := &awaitedFile{key: h.e.m.file(first + i), x: h.e.indexes[first+i], again: again}
+		if w.f, err = os.OpenFile(filepath.Join(a.Dir, mf.Name), os.O_RDWR, 0); err != nil {
+			return nil, err
+		}
+		a.files[mf.Name], a.order = w, append(a.order, w)
+		if _, err := w.f.ReadAt(w.begins[:], 0); err != nil {
+			return nil, err
+		}
+		w.frames = make([]*flight, len(w.x.frames))
+		for k := range w.frames {
+			if w.x.frames[k].stored == 0 {
+				w.frames[k] = here // holes are zeros
+			} else {
+				a.left.Add(1)
+			}
+		}
+	}
+	return a, nil
+}
+
+// Close ends all reads.
+func (a *Arrival) Close() error {
+	a.mu.Lock()
+	a.end()
+	a.mu.Unlock()
+	a.wg.Wait()
+	var errs []error
+	for _, w := range a.order {
+		errs = append(errs, w.f.Close())
+	}
+	a.order = nil
+	return errors.Join(errs...)
+}
+
+// Lost is closed when it is certain that the memory never comes, and Err says why.
+func (a *Arrival) Lost() <-chan struct{} { return a.lost }
+
+// Err returns why the memory never comes, once Lost is closed.
+func (a *Arrival) Err() error {
+	select {
+	case <-a.lost:
+		return a.err
+	default:
+		return nil
+	}
+}
+
+func (a *Arrival) lose(err error) {
+	a.loseOnce.Do(func() {
+		a.err = err
+		close(a.lost)
+	})
+}
+
+// Missing returns how many frames are missing.
+func (a *Arrival) Missing() int64 { return a.left.Load() }
+
+// Ensure waits until bytes of a memory file are there. It tries again while the store fails.
+func (a *Arrival) Ensure(ctx context.Context, name string, off, n int64) error {
+	w := a.files[name]
+	if w == nil || off < 0 || n < 0 || off > w.x.size || n > w.x.size-off {
+		return fmt.Errorf("%w: %d bytes at %d of %.80q", fs.ErrInvalid, n, off, name)
+	}
+	if n == 0 {
+		return nil
+	}
+	return a.want(ctx, w, int(off/frameSize), int((off+n-1)/frameSize)+1, true)
+}
+
+// want waits until the frames [first, end) are there.
+func (a *Arrival) want(ctx context.Context, w *awaitedFile, first, end int, urgent bool) error {
+	rest := arrivalRest
+	for {
+		var mine []int
+		var waits []*flight
+		fl := &flight{done: make(chan struct{})}
+		w.mu.Lock()
+		for i := first; i < end; i++ {
+			switch at := w.frames[i]; {
+			case at == here:
+			case at == nil:
+				w.frames[i], mine = fl, append(mine, i)
+			case len(waits) == 0 || waits[len(waits)-1] != at:
+				waits = append(waits, at)
+			}
+		}
+		w.mu.Unlock()
+		if len(mine) > 0 {
+			waits = append(waits, fl)
+			a.begin(func() { a.fly(w, fl, mine, urgent) })
+		}
+		if len(waits) == 0 {
+			return nil
+		}
+		var err error
+		for _, f := range waits {
+			select {
+			case <-f.done:
+				err = errors.Join(err, f.err)
+			case <-ctx.Done():
+				return fmt.Errorf("waiting for the store of objects: %w", context.Cause(ctx))
+			case <-a.lost:
+				return a.err
+			}
+		}
+		if err == nil {
+			continue // what others have read may have failed before
+		}
+		if a.Err() != nil {
+			return a.err
+		}
+		select {
+		case <-time.After(rest):
+			rest = min(2*rest, maxRest)
+		case <-ctx.Done():
+			return fmt.Errorf("waiting for the store of objects, which fails (%w): %w", err, context.Cause(ctx))
+		case <-a.lost:
+			return a.err
+		case <-a.ctx.Done():
+			return fmt.Errorf("getting memory from the archive: %w", context.Canceled)
+		}
+	}
+}
+
+// begin runs f in the background, or at once if the arrival is closed, where it fails.
+func (a *Arrival) begin(f func()) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.ctx.Err() != nil {
+		f()
+		return
+	}
+	a.wg.Go(f)
+}
+
+// fly reads frames, and says so.
+func (a *Arrival) fly(w *awaitedFile, fl *flight, frames []int, urgent bool) {
+	fl.err = a.read(w, frames, urgent)
+	after := here
+	if fl.err != nil {
+		after = nil
+		if errors.Is(fl.err, ErrCorrupt) || errors.Is(fl.err, ErrNotFound) {
+			a.lose(fl.err)
+		}
+	} else {
+		a.left.Add(-int64(len(frames)))
+	}
+	w.mu.Lock()
+	for _, i := range frames {
+		w.frames[i] = after
+	}
+	w.mu.Unlock()
+	close(fl.done)
+}
+
+// read reads frames and writes them.
+func (a *Arrival) read(w *awaitedFile, frames []int, urgent bool) error {
+	g, ctx := errgroup.WithContext(a.ctx)
+	for len(frames) > 0 {
+		if w.again && a.isHere(w, frames[0]) {
+			frames = frames[1:]
+			continue
+		}
+		n, size := 1, w.x.frames[frames[0]].stored
+		for ; n < len(frames) && frames[n] == frames[n-1]+1; n++ {
+			f := &w.x.frames[frames[n]]
+			if f.pack != w.x.frames[frames[0]].pack || size+f.stored > readSize {
+				break
+			}
+			size += f.stored
+		}
+		run := frames[:n]
+		frames = frames[n:]
+		g.Go(func() error { return a.readRun(ctx, w, run, size, urgent) })
+	}
+	return g.Wait()
+}
+
+// readRun reads frames that are one behind the other in a pack.
+func (a *Arrival) readRun(ctx context.Context, w *awaitedFile, frames []int, size uint32, urgent bool) error {
+	if ctx.Err() != nil {
+		return context.Cause(ctx)
+	}
+	if urgent { // else Run has a place
+		done, err := a.line.take(ctx, true)
+		if err != nil {
+			return err
+		}
+		defer done()
+	}
+	body := make([]byte, size)
+	at := &w.x.frames[frames[0]]
+	ctx, cancel := context.WithTimeoutCause(ctx, readTime, errSlowStore)
+	defer cancel()
+	err := a.store.ReadAt(ctx, fmt.Sprintf("%s/%d", w.key, at.pack), body, int64(at.off))
+	if errors.Is(err, blob.ErrNotFound) {
+		return fmt.Errorf("getting memory from the archive: %w: it has been removed meanwhile, or a part of it is lost (%w)", ErrNotFound, err)
+	}
+	if err != nil {
+		return fmt.Errorf("getting memory from the archive: %w", err)
+	}
+	d, _ := decoders.Get().(*zstd.Decoder)
+	defer decoders.Put(d)
+	plain := make([]byte, 0, frameSize)
+	for _, i := range frames {
+		f := &w.x.frames[i]
+		b, err := f.decode(d, plain, body, w.x.plain(i))
+		if err != nil {
+			return fmt.Errorf("%w: frame %d of %s: %w", ErrCorrupt, i, w.key, err)
+		}
+		body = body[f.stored:]
+		if i == 0 {
+			copy(b, w.begins[:])
+		}
+		if _, err := w.f.WriteAt(b, int64(i)*frameSize); err != nil {
+			return fmt.Errorf("writing memory from the archive: %w", err)
+		}
+	}
+	return nil
+}
+
+var errSlowStore = fmt.Errorf("the store of objects has not answered within %v", readTime)
+
+// isHere reports whether an earlier process has written a frame. The first one has another header here.
+func (a *Arrival) isHere(w *awaitedFile, i int) bool {
+	if i == 0 {
+		return false
+	}
+	b := make([]byte, w.x.plain(i))
+	if _, err := w.f.ReadAt(b, int64(i)*frameSize); err != nil || bytes.Equal(b, zeroFrame[:len(b)]) {
+		return false
+	}
+	return sha256.Sum256(b) == w.x.frames[i].sum
+}
+
+// Open opens the snapshot as far as it is there: it waits for the root of its index.
+func (a *Arrival) Open(ctx context.Context) (*snapshot.Snapshot, error) {
+	return snapshot.OpenArriving(osfile.OS, a.Dir, func(name string, off, n int64) error { return a.Ensure(ctx, name, off, n) })
+}
+
+// Load waits until the index of all pages is there, which is small, and then until the content of some is. Unless it is
+// urgent, what somebody else waits for goes first.
+func (a *Arrival) Load(ctx context.Context, m *snapshot.Memory, pages []uint64, urgent bool) error {
+	var index, stored []snapshot.Place
+	for c := range m.Chunks() {
+		if p, ok := m.LeafPlace(c); ok {
+			index = append(index, p)
+		}
+	}
+	if err := a.ensureAll(ctx, index, urgent); err != nil {
+		return err
+	}
+	for _, page := range pages {
+		if page >= m.Pages() {
+			continue
+		}
+		p, ok, err := m.FramePlace(page)
+		if err != nil {
+			return err
+		}
+		if ok {
+			stored = append(stored, p)
+		}
+	}
+	return a.ensureAll(ctx, stored, urgent)
+}
+
+// ensureAll ensures places, neighbours of a file together.
+func (a *Arrival) ensureAll(ctx context.Context, places []snapshot.Place, urgent bool) error {
+	needs := map[*awaitedFile][]bool{}
+	for _, p := range places {
+		w := a.files[p.File]
+		if w == nil || p.Len <= 0 || p.Off < 0 || p.Off+p.Len > w.x.size {
+			return fmt.Errorf("%w: %d bytes at %d of %.80q", fs.ErrInvalid, p.Len, p.Off, p.File)
+		}
+		if needs[w] == nil {
+			needs[w] = make([]bool, len(w.frames)+1)
+		}
+		for i := p.Off / frameSize; i*frameSize < p.Off+p.Len; i++ {
+			needs[w][i] = true
+		}
+	}
+	g, ctx := errgroup.WithContext(ctx)
+	g.SetLimit(urgentAtOnce)
+	atOnce := aheadSize / frameSize
+	if urgent {
+		atOnce = readSize / frameSize
+	}
+	for w, need := range needs {
+		for i := 0; i < len(need); i++ {
+			first := i
+			for need[i] && i-first < atOnce { // the last is false
+				i++
+			}
+			if end := i; first < end {
+				i-- // the loop counts on
+				g.Go(func() error {
+					if urgent {
+						return a.want(ctx, w, first, end, true)
+					}
+					return a.wantInTurn(ctx, w, first, end)
+				})
+			}
+		}
+	}
+	return g.Wait()
+}
+
+// wantInTurn is want of what nobody waits for.
+func (a *Arrival) wantInTurn(ctx context.Context, w *awaitedFile, first, end int) error {
+	// Before it takes frames on: whoever waits for these must not wait for others.
+	done, err := a.line.take(ctx, false)
+	if err != nil {
+		return err
+	}
+	defer done()
+	return a.want(ctx, w, first, end, false)
+}
+
+// Run reads all that is missing while nobody waits for a part of it. It returns nil when everything is there and
+// durable, and tries again while the store fails. Another error than the context's means that the rest never comes.
+func (a *Arrival) Run(ctx context.Context) error {
+	g, run := errgroup.WithContext(ctx)
+	g.SetLimit(aheadAtOnce)
+	for _, w := range a.order {
+		for first := 0; first < len(w.frames); {
+			end, size := first, uint32(0)
+			for ; end < len(w.frames) && (end == first || size+w.x.frames[end].stored <= aheadSize); end++ {
+				size += w.x.frames[end].stored
+			}
+			from := first
+			g.Go(func() error { return a.wantInTurn(run, w, from, end) })
+			first = end
+		}
+	}
+	if err := g.Wait(); err != nil {
+		return err
+	}
+	for _, w := range a.order {
+		// By these descriptors: others may not be told what went wrong before they were opened.
+		if err := w.f.Sync(); err != nil {
+			return fmt.Errorf("writing memory from the archive: %w", err)
+		}
+	}
+	return nil
+}

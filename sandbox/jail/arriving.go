@@ -1,0 +1,86 @@
+package jail
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"time"
+
+	"github.com/drowse-vm/drowse/sandbox/instance"
+	"github.com/drowse-vm/drowse/snapshot"
+)
+
+const (
+	// maxEnsure is how much a process may ask for at once, in bytes.
+	maxEnsure = 1 << 20
+	// ensuresAtOnce leaves calls for all else.
+	ensuresAtOnce = maxCalls / 2
+	// ArrivalTime is how long a guest waits for a part of its memory that is on its way. Then it ends.
+	ArrivalTime = time.Minute
+)
+
+// openSnapshot opens the files of the snapshot in dir, or of one that is on its way there. It returns nil in place of
+// a, which may be nil, if that has arrived.
+func openSnapshot(dir string, a *instance.Arriving) (files []*os.File, at *instance.Arriving, err error) {
+	if a != nil {
+		if files, err = snapshot.OpenFiles(a.Dir); err == nil {
+			return files, a, nil
+		}
+		_ = closeAll(files)
+		if !errors.Is(err, fs.ErrNotExist) {
+			return nil, a, err
+		}
+	}
+	files, err = snapshot.OpenFiles(dir)
+	return files, nil, err
+}
+
+// ensure judges what a process asks for of the memory that is on its way.
+func (v *VM) ensure(ctx context.Context, o ensureOrder) error {
+	a := v.parts.Arriving
+	size, known := v.arriving[o.File]
+	if a == nil || !known || o.Off < 0 || o.Len <= 0 || o.Len > maxEnsure || o.Off > size-o.Len {
+		return errRefused
+	}
+	ctx, cancel := context.WithTimeout(ctx, v.times.arrival)
+	defer cancel()
+	return a.Ensure(ctx, o.File, o.Off, o.Len)
+}
+
+// Arrived tells the process that all of its memory is there: it need not ask any more.
+func (v *VM) Arrived() error { return v.callSoon(callArrived, none{}, nil) }
+
+// ensure asks the keeper for a part of a memory file.
+func (c *child) ensure(ctx context.Context, file string, off, n int64) error {
+	// The keeper answers in time.
+	ctx, cancel := context.WithTimeout(ctx, ArrivalTime+fileTimeout)
+	defer cancel()
+	select {
+	case c.ensures <- struct{}{}:
+		defer func() { <-c.ensures }()
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
+	if _, err := c.keeper().Call(ctx, callEnsure, ensureOrder{file, off, n}, nil); err != nil {
+		return fmt.Errorf("memory that is on its way to this host: %w", err)
+	}
+	return nil
+}
+
+// arrivingFiles returns the memory files among those of a snapshot, by name, with their sizes.
+func arrivingFiles(files []*os.File) (map[string]int64, error) {
+	out := map[string]int64{}
+	for _, f := range files {
+		st, err := f.Stat()
+		if err != nil {
+			return nil, err
+		}
+		if name := filepath.Base(f.Name()); name != snapshot.ManifestName {
+			out[name] = st.Size()
+		}
+	}
+	return out, nil
+}

@@ -1,0 +1,88 @@
+package process
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/drowse-vm/drowse/sandbox/arrival"
+	"github.com/drowse-vm/drowse/sandbox/instance"
+	"github.com/drowse-vm/drowse/sandbox/spec"
+)
+
+// wholeTime is how long what needs all of a VM's memory waits for what is on its way.
+const wholeTime = 10 * time.Minute
+
+// arriving is the memory of the snapshot that the VM comes from, while that is on its way.
+type arriving struct {
+	over chan struct{} // closed when it has ended
+	err  error         // why it does not come
+}
+
+// comes returns the memory of a snapshot if that is on its way; nil if it is there.
+func (p *process) comes(id string) *instance.Arriving {
+	if !p.store.IsArriving(id) {
+		return nil
+	}
+	c := arrival.Client{Dir: p.store.Dir(), Snapshot: id}
+	return &instance.Arriving{Dir: p.store.ArrivingDir(id), Ensure: c.Ensure, Whole: c.Whole}
+}
+
+// awaitArrival waits in the background until all of the VM's memory is there. A VM whose memory is lost ends.
+func (p *process) awaitArrival() {
+	a := p.in.Parts().Arriving
+	if a == nil {
+		return
+	}
+	p.arriving = &arriving{over: make(chan struct{})}
+	p.background.Go(func() {
+		defer close(p.arriving.over)
+		ctx, cancel := p.in.WhileRunning(p.lasting)
+		defer cancel()
+		if p.arriving.err = a.Whole(ctx); p.arriving.err == nil {
+			if v, ok := p.in.(interface{ Arrived() error }); ok {
+				if err := v.Arrived(); err != nil {
+					p.log.Info("the VM goes on to ask for its memory", "cause", err)
+				}
+			}
+			return
+		}
+		if errors.Is(p.arriving.err, arrival.ErrLost) {
+			p.in.Machine().Fail(p.arriving.err)
+		}
+	})
+}
+
+// arrives reports whether the VM's memory was not all there yet.
+func (p *process) arrives() bool {
+	if p.arriving == nil {
+		return false
+	}
+	select {
+	case <-p.arriving.over:
+		return p.arriving.err != nil
+	default:
+		return true
+	}
+}
+
+// whole waits until all of the VM's memory is there. It is called before p.op is locked.
+func (p *process) whole(ctx context.Context) error {
+	if p.arriving == nil {
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(ctx, wholeTime)
+	defer cancel()
+	var err error
+	select {
+	case <-p.arriving.over:
+		err = p.arriving.err
+	case <-ctx.Done():
+		err = context.Cause(ctx)
+	}
+	if err != nil {
+		return fmt.Errorf("%w: %s runs on: %w", spec.ErrArriving, p.in.Parts().Spec.Name, err)
+	}
+	return nil
+}
