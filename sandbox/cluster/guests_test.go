@@ -129,7 +129,7 @@ func TestGuest_runs_before_its_memory_has_arrived(t *testing.T) {
 	if os.Getenv(wakesEnv) != "" {
 		compareWakes(t, far, size, b, a, r.Snapshot)
 	}
-	far.rate(4e6) // slow enough for what is to come
+	far.rate(1e6) // slow enough for what is to come, also on a busy machine
 	far.wake(t, b, size)
 	if !b.State.IsArriving(r.Snapshot) || b.State.IsThere(r.Snapshot) {
 		t.Error("all of its memory is there")
@@ -155,7 +155,7 @@ func TestGuest_runs_before_its_memory_has_arrived(t *testing.T) {
 	// A sleep waits for all of it, while the guest runs on.
 	r, err = a.State.Get("box")
 	must(t, err)
-	far.rate(3e6)
+	far.rate(1e6)
 	far.wake(t, b, size)
 	slept := make(chan error, 1)
 	go func() {
