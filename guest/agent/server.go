@@ -162,6 +162,9 @@ func toStatus(err error) error {
 func (s *Server) Serve(ctx context.Context, l net.Listener) error {
 	stop := context.AfterFunc(ctx, s.Close)
 	defer stop()
+	// ttrpc does not see the end of a connection on which it stops to read because it is closed.
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
 	err := s.rpc.Serve(ctx, &trackedListener{Listener: l, s: s})
 	if errors.Is(err, ttrpc.ErrServerClosed) {
 		return nil
