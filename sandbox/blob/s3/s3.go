@@ -41,6 +41,8 @@ type Options struct {
 	// Credentials sign requests. Nil takes them from where Amazon's own programs do: variables AWS_*, ~/.aws, the role of
 	// a Kubernetes service account, of a container or of the machine.
 	Credentials *credentials.Credentials
+	// Upload and Download bound the bodies of all requests of a Store together, in MiB a second; 0 is no bound.
+	Upload, Download int
 	// Tries is how often a request is made that the server cannot answer now; 0 is 10.
 	Tries int
 }
@@ -51,7 +53,7 @@ var ErrURL = errors.New("not a bucket")
 const amazon = "https://s3.amazonaws.com"
 
 // Parse reads options from a URL: s3://BUCKET/PREFIX, with these parameters, all of them optional: endpoint, region,
-// path-style=true, ca. It has no secrets in it.
+// path-style=true, ca, upload-mib and download-mib. It has no secrets in it.
 func Parse(text string) (o Options, err error) {
 	fail := func(format string, args ...any) (Options, error) {
 		return Options{}, fmt.Errorf("%w: %s: write s3://BUCKET/PREFIX?endpoint=URL&region=NAME", ErrURL, fmt.Sprintf(format, args...))
@@ -87,6 +89,17 @@ func Parse(text string) (o Options, err error) {
 			if o.PathStyle, err = strconv.ParseBool(v); err != nil {
 				return fail("path-style is %q", v)
 			}
+		case "upload-mib", "download-mib":
+			const most = 1 << 20
+			mib, err := strconv.Atoi(v)
+			if err != nil || mib < 1 || mib > most {
+				return fail("%s is %q, and may be 1 to %d, in MiB a second", name, v, most)
+			}
+			if name == "upload-mib" {
+				o.Upload = mib
+			} else {
+				o.Download = mib
+			}
 		default:
 			return fail("it has no parameter %q", name)
 		}
@@ -120,6 +133,8 @@ type Store struct {
 	http   *http.Transport
 	bucket string
 	prefix string // with a slash at its end, or empty
+	up     *pace
+	down   *pace
 }
 
 // These bound a call: there may be a network that neither answers nor refuses.
@@ -171,7 +186,7 @@ func Open(o Options) (*Store, error) {
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrURL, err)
 	}
-	s := &Store{core: minio.Core{Client: c}, http: tr, bucket: o.Bucket}
+	s := &Store{core: minio.Core{Client: c}, http: tr, bucket: o.Bucket, up: newPace(o.Upload), down: newPace(o.Download)}
 	if o.Prefix != "" {
 		s.prefix = o.Prefix + "/"
 	}
@@ -197,14 +212,19 @@ func (s *Store) Put(ctx context.Context, key string, body []byte) error {
 const tries = 8
 
 func (s *Store) put(ctx context.Context, key string, body []byte, o minio.PutObjectOptions) (etag string, err error) {
+	if err := s.up.turn(ctx, len(body)); err != nil {
+		return "", err
+	}
 	ctx, cancel := bound(ctx, len(body))
 	defer cancel()
 	o.ContentType = "application/octet-stream"
-	// With the whole body's hash there is no body of signed pieces, which some servers get wrong.
+	// The whole body's hash is signed, and not a hash of each piece, also without TLS: some servers keep what is between
+	// the pieces.
+	o.DisableContentSha256 = true
 	sum := sha256.Sum256(body)
 	for try := range tries {
 		var info minio.UploadInfo
-		info, err = s.core.PutObject(ctx, s.bucket, s.prefix+key, bytes.NewReader(body), int64(len(body)), "", hex.EncodeToString(sum[:]), o)
+		info, err = s.core.PutObject(ctx, s.bucket, s.prefix+key, s.up.reader(ctx, bytes.NewReader(body)), int64(len(body)), "", hex.EncodeToString(sum[:]), o)
 		if err == nil {
 			return info.ETag, nil
 		}
@@ -257,6 +277,9 @@ var errRange = errors.New("the server of objects has sent another range")
 func (s *Store) ReadAt(ctx context.Context, key string, p []byte, off int64) error {
 	if err := blob.CheckRead(key, off); err != nil {
 		return err
+	}
+	if err := s.down.turn(ctx, len(p)); err != nil {
+		return fail(ctx, "reading", key, err, nil)
 	}
 	within, cancel := bound(ctx, len(p))
 	defer cancel()
@@ -334,6 +357,7 @@ func (s *Store) Load(ctx context.Context, key string, limit int64) (body []byte,
 	defer cancel()
 	err = s.again(within, func() error {
 		body, v, err = s.load(within, key, limit)
+		s.down.charge(len(body)) // its size was not known
 		return err
 	})
 	if err != nil {
