@@ -30,11 +30,12 @@ func (a *app) archiveCommand() *cobra.Command {
 		Use: "archive", Short: "Keep snapshots in a bucket of S3 or a directory, for other hosts",
 		Long: `Keep snapshots in an archive, from which any host can have them: a bucket,
 
-    s3://BUCKET/PREFIX?endpoint=https://HOST&region=NAME&path-style=true&ca=FILE&upload-mib=N&download-mib=N
+    s3://BUCKET/PREFIX?endpoint=https://HOST&region=NAME&path-style=true&ca=FILE&upload-mib=N
 
 of Amazon (no endpoint) or of a server with conditional writes, or a directory, which must be of a
-local file system. The last two bound the network, in MiB a second. Keys come from where Amazon's programs take them: AWS_ACCESS_KEY_ID, ~/.aws,
-the role of the machine. Name the archive with --in, or in ` + archiveVariable + `.
+local file system. upload-mib and download-mib bound the network, in MiB a second. Keys come from
+where Amazon's programs take them: AWS_ACCESS_KEY_ID, ~/.aws, the role of the machine. Name the
+archive with --in, or in ` + archiveVariable + `.
 
 Whoever can write to an archive can make snapshots of any content. drowse checks that it reads
 what was written; it does not encrypt.`,

@@ -85,11 +85,11 @@ func Serve(ctx context.Context, dir string, do func(context.Context, Request) er
 }
 
 func serve(ctx context.Context, c net.Conn, do func(context.Context, Request) error) {
+	defer c.Close()
+	stop := context.AfterFunc(ctx, func() { _ = c.SetDeadline(time.Now()) }) // not when the request is over
+	defer stop()
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	defer c.Close()
-	stop := context.AfterFunc(ctx, func() { _ = c.SetDeadline(time.Now()) })
-	defer stop()
 	_ = c.SetDeadline(time.Now().Add(sayTime))
 	var r Request
 	if json.NewDecoder(io.LimitReader(c, maxLine)).Decode(&r) != nil || ctx.Err() != nil {
