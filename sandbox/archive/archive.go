@@ -256,11 +256,9 @@ func (e *Entry) Files() (out []snapshot.SentFile) {
 // Copy implements snapshot.Source.
 func (e *Entry) Copy(ctx context.Context, i int, w io.Writer) error {
 	f, ref := e.m.Files[i], e.ref(i)
-	var err error
-	if e.indexes != nil {
-		err = e.indexes[i].get(ctx, e.a.store, ref.Key, w)
-	} else {
-		err = get(ctx, e.a.store, ref, w)
+	x, err := e.index(ctx, i)
+	if err == nil {
+		err = x.get(ctx, e.a.store, ref.Key, w)
 	}
 	if errors.Is(err, blob.ErrNotFound) {
 		err = fmt.Errorf("%w: it has been removed meanwhile, or a part of it is lost (%w)", ErrNotFound, err)
@@ -273,6 +271,14 @@ func (e *Entry) Copy(ctx context.Context, i int, w io.Writer) error {
 
 func (e *Entry) ref(i int) fileRef {
 	return fileRef{Key: e.m.file(i), Size: e.m.Files[i].Size, Index: e.m.Files[i].Index}
+}
+
+// index returns the index of a file, which readIndexes may have read.
+func (e *Entry) index(ctx context.Context, i int) (*index, error) {
+	if e.indexes != nil {
+		return e.indexes[i], nil
+	}
+	return open(ctx, e.a.store, e.ref(i))
 }
 
 // readIndexes reads the indexes of all files, several at once.

@@ -313,14 +313,6 @@ func (x *index) pieces() (out []piece) {
 }
 
 // get writes a file to w. It reads ahead, and writes nothing that it has not checked.
-func get(ctx context.Context, store blob.Store, ref fileRef, w io.Writer) error {
-	x, err := open(ctx, store, ref)
-	if err != nil {
-		return err
-	}
-	return x.get(ctx, store, ref.Key, w)
-}
-
 func (x *index) get(ctx context.Context, store blob.Store, key string, w io.Writer) error {
 	ctx, cancel := context.WithCancel(ctx)
 	type result struct {

@@ -49,7 +49,7 @@ func (p *pace) turn(ctx context.Context, n int) error {
 	}
 }
 
-// charge counts n bytes that have come without a turn.
+// charge counts n bytes that go without a turn of their own: the turns to come wait for them.
 func (p *pace) charge(n int) {
 	if p == nil {
 		return
@@ -65,7 +65,7 @@ func (p *pace) charge(n int) {
 // pacePiece is how much of a body is sent at once.
 const pacePiece = 64 << 10
 
-// reader returns a reader of a body that begins now. The library seeks its begin to send it again.
+// reader returns a reader of a body that begins now. It seeks as body does, since the library may send it again.
 func (p *pace) reader(ctx context.Context, body io.ReadSeeker) io.ReadSeeker {
 	if p == nil {
 		return body

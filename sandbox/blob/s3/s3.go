@@ -223,6 +223,9 @@ func (s *Store) put(ctx context.Context, key string, body []byte, o minio.PutObj
 	o.DisableContentSha256 = true
 	sum := sha256.Sum256(body)
 	for try := range tries {
+		if try > 0 {
+			s.up.charge(len(body))
+		}
 		var info minio.UploadInfo
 		info, err = s.core.PutObject(ctx, s.bucket, s.prefix+key, s.up.reader(ctx, bytes.NewReader(body)), int64(len(body)), "", hex.EncodeToString(sum[:]), o)
 		if err == nil {
@@ -283,7 +286,14 @@ func (s *Store) ReadAt(ctx context.Context, key string, p []byte, off int64) err
 	}
 	within, cancel := bound(ctx, len(p))
 	defer cancel()
-	return fail(ctx, "reading", key, s.again(within, func() error { return s.readAt(within, key, p, off) }), nil)
+	again := false
+	return fail(ctx, "reading", key, s.again(within, func() error {
+		if again {
+			s.down.charge(len(p))
+		}
+		again = true
+		return s.readAt(within, key, p, off)
+	}), nil)
 }
 
 // again repeats a request whose answer broke off.
