@@ -165,7 +165,7 @@ func (n *Node) refused(ctx context.Context, name string, was *lease.Claim, err e
 	var held *ledger.HeldError
 	switch {
 	case errors.As(err, &held):
-		err = fmt.Errorf("%w: %s is on %s: ask that host, or wait until it sleeps", spec.ErrElsewhere, name, held.Host)
+		err = fmt.Errorf("%w: %s is on %s: ask that host, or put it to sleep there", spec.ErrElsewhere, name, held.Host)
 		if held.Host == n.o.Name {
 			// An earlier session of this host, which nobody has ended yet.
 			err = fmt.Errorf("%w: %s: an earlier session of this host has it: try again in %v", spec.ErrElsewhere, name, held.Wait.Round(time.Second))
