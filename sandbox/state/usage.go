@@ -46,8 +46,8 @@ func DiskUsage(path string) (all, exclusive int64) {
 type Usage struct {
 	// Layers are writable disks of VMs and of snapshots.
 	Layers int64 `json:"layers"`
-	// Snapshots are those that VMs come back from. Kept are all others: named ones, those with tags, and kept
-	// earlier sleeps.
+	// Snapshots are those that VMs come back from, also those whose memory is on its way. Kept are all others: named
+	// ones, those with tags, and kept earlier sleeps.
 	Snapshots int64 `json:"snapshots"`
 	Kept      int64 `json:"kept"`
 	Images    int64 `json:"images"`
@@ -73,7 +73,7 @@ func (s *Store) Usage(ctx context.Context) (u Usage, err error) {
 	for _, r := range records {
 		needed[r.Snapshot], needed[r.Previous], needed[r.Base] = true, true, true
 	}
-	errs := []error{err, c.add(s.LayerDir(), &u.Layers)}
+	errs := []error{err, c.add(s.LayerDir(), &u.Layers), c.add(s.ArrivingDir(""), &u.Snapshots)}
 	for _, of := range []struct {
 		needed bool
 		bytes  *int64
@@ -229,6 +229,9 @@ func (s *Store) diskUse(ctx context.Context, r *Record, have manifests, layers [
 			s.addPages(c, m, &u)
 			errs = append(errs, c.add(s.SnapshotDir(id), &u.Bytes))
 		}
+	}
+	if s.IsArriving(r.Snapshot) {
+		errs = append(errs, c.add(s.ArrivingDir(r.Snapshot), &u.Bytes))
 	}
 	u.Bytes += u.PageBytes
 	m, _ := s.Metadata(r.Spec.Name) // if it cannot be read, the VM promotes nothing

@@ -8,6 +8,7 @@ import (
 	"testing"
 
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/snapshot"
 )
 
 func TestUsage_counts_each_file_once_by_what_it_is_for(t *testing.T) {
@@ -50,6 +51,10 @@ func TestUsage_counts_each_file_once_by_what_it_is_for(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	own, err := s.DiskUse(t.Context(), r)
+	if err != nil {
+		t.Fatal(err)
+	}
 	write(64*kib, "layers", "l")
 	shared := write(128*kib, "snapshots", "used", "memory")
 	write(256*kib, "snapshots", "earlier", "memory")
@@ -85,6 +90,24 @@ func TestUsage_counts_each_file_once_by_what_it_is_for(t *testing.T) {
 	}
 	if u.Images == 0 {
 		t.Error("images: nothing, though there is a file behind the link")
+	}
+	// A snapshot whose memory is on its way counts as it will when all is there.
+	r.Snapshot = "coming"
+	write(32*kib, "arriving", "coming", "memory")
+	write(0, "arriving", "coming", snapshot.ManifestName)
+	after, err := s.Usage(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if n := after.Snapshots - u.Snapshots; n < 32*kib || n > 32*kib+slack {
+		t.Errorf("a snapshot on its way: %d bytes, not some %d", n, 32*kib)
+	}
+	now, err := s.DiskUse(t.Context(), r)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if n := now.Bytes - own.Bytes; n < 32*kib || n > 32*kib+slack {
+		t.Errorf("what a sandbox has whose memory is on its way: %d bytes more, not some %d", n, 32*kib)
 	}
 	ended, cancel := context.WithCancel(t.Context())
 	cancel()
