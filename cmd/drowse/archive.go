@@ -18,6 +18,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/archive"
 	"github.com/drowse-vm/drowse/sandbox/blob"
 	"github.com/drowse-vm/drowse/sandbox/blob/s3"
+	"github.com/drowse-vm/drowse/sandbox/blob/sealed"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
@@ -30,15 +31,19 @@ func (a *app) archiveCommand() *cobra.Command {
 		Use: "archive", Short: "Keep snapshots in a bucket of S3 or a directory, for other hosts",
 		Long: `Keep snapshots in an archive, from which any host can have them: a bucket,
 
-    s3://BUCKET/PREFIX?endpoint=https://HOST&region=NAME&path-style=true&ca=FILE&upload-mib=N
+    s3://BUCKET/PREFIX?endpoint=https://HOST&region=NAME&path-style=true&ca=FILE&keys=FILE
 
 of Amazon (no endpoint) or of a server with conditional writes, or a directory, which must be of a
-local file system. upload-mib and download-mib bound the network, in MiB a second. Keys come from
-where Amazon's programs take them: AWS_ACCESS_KEY_ID, ~/.aws, the role of the machine. Name the
-archive with --in, or in ` + archiveVariable + `.
+local file system. upload-mib=N and download-mib=N bound the network, in MiB a second. Credentials
+come from where Amazon's programs take them: AWS_ACCESS_KEY_ID, ~/.aws, the role of the machine.
+Name the archive with --in, or in ` + archiveVariable + `.
 
-Whoever can write to an archive can make snapshots of any content. drowse checks that it reads
-what was written; it does not encrypt.`,
+keys names a file, of mode 600, with a key of 64 hexadecimal digits ("openssl rand -hex 32") in
+each line. drowse encrypts with the first one, and reads what any of them has encrypted. A key with
+an owner behind it, after a space, is for the sandboxes of that owner that hosts share.
+
+Whoever can write to an archive without keys can make snapshots of any content. With them, nobody
+can, but the server can give back what was there before.`,
 	}
 	cmd.PersistentFlags().StringVar(&in, "in", os.Getenv(archiveVariable), "`ARCHIVE`: s3://BUCKET/PREFIX or a directory")
 	opened := func(do func(cmd *cobra.Command, args []string, ar *archive.Archive) error) runE {
@@ -160,11 +165,20 @@ func openBlobs(in string, mayMake bool) (store blob.Store, done func(), err erro
 		if err != nil {
 			return nil, nil, usageError{err}
 		}
+		var keys *sealed.Keys
+		if o.Keys != "" {
+			if keys, err = sealed.ReadKeys(o.Keys); err != nil {
+				return nil, nil, err
+			}
+		}
 		s, err := s3.Open(o)
 		if err != nil {
 			return nil, nil, err
 		}
-		return s, s.Close, nil
+		if keys == nil {
+			return s, s.Close, nil
+		}
+		return sealed.New(s, keys), s.Close, nil
 	case strings.Contains(in, "://"):
 		return nil, nil, usageError{errors.New("an archive is s3://BUCKET/PREFIX or a directory")}
 	}

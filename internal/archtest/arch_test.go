@@ -178,7 +178,7 @@ var testsOf = map[string][]string{
 	"sandbox/sandboxtest": {"sandbox/fleet/...", "sandbox/limits", "sandbox/lifetime", "sandbox/events"},
 	"sandbox/fleet":       {"guest"},
 	// They ask a host as its clients do.
-	"sandbox/cluster": {"sandbox/api/...", "sandbox/gateway", "sandbox/e2b", "sandbox/records", "sandbox/blob/s3", "sandbox/fleet", "sandbox/instance", "netpolicy", "guest"},
+	"sandbox/cluster": {"sandbox/api/...", "sandbox/gateway", "sandbox/e2b", "sandbox/records", "sandbox/blob/s3", "sandbox/blob/sealed", "sandbox/fleet", "sandbox/instance", "netpolicy", "guest"},
 	"sandbox/archive": {"sandbox", "sandbox/blob/s3", "sandbox/instance", "sandbox/spec", "netpolicy", "guest"},
 	// The tests compare policies with the reference model, and test their parts together.
 	"netpolicy/link":      {"netpolicy/refmodel/...", "netpolicy/hostnet", "netpolicy/resolver"},

@@ -80,10 +80,26 @@ type entryFile struct {
 }
 
 // Archive is an archive in a store of objects. Its methods may be called from several goroutines and hosts.
-type Archive struct{ store blob.Store }
+type Archive struct {
+	store blob.Store
+	// own is where entries are put that are not images: those are everybody's.
+	own blob.Store
+}
 
 // Open returns the archive in a store. It reads nothing.
-func Open(store blob.Store) *Archive { return &Archive{store} }
+func Open(store blob.Store) *Archive { return &Archive{store, store} }
+
+// SealFor returns the same archive. What is put into it, but for images, is sealed for an owner: see blob.SealFor.
+func (a *Archive) SealFor(owner string) *Archive {
+	return &Archive{a.store, blob.SealFor(a.store, owner)}
+}
+
+func (a *Archive) storeOf(kind Kind) blob.Store {
+	if kind == Images {
+		return a.store
+	}
+	return a.own
+}
 
 var idRE = lazyregexp.New(`^[0-9a-f]{32}([0-9a-f]{32})?$`)
 
@@ -114,7 +130,7 @@ func (a *Archive) Put(ctx context.Context, kind Kind, i Info, send func(put func
 	i.Put, i.Size, i.Stored = begin.UTC().Truncate(time.Second), 0, 0
 	m := manifest{Version: manifestVersion, Info: i, Data: dataOf(kind, i.ID) + rand.Text()}
 	err = send(func(f snapshot.SentFile, r io.Reader) error {
-		ref, stored, err := put(ctx, a.store, m.file(len(m.Files)), r, f.Size)
+		ref, stored, err := put(ctx, a.storeOf(kind), m.file(len(m.Files)), r, f.Size)
 		if err != nil {
 			return err
 		}
@@ -127,7 +143,7 @@ func (a *Archive) Put(ctx context.Context, kind Kind, i Info, send func(put func
 	}
 	began := err == nil
 	if began {
-		err = a.commit(ctx, key, &m)
+		err = commit(ctx, a.storeOf(kind), key, &m)
 	}
 	switch {
 	case err == nil && time.Since(begin) > maxPut: // the process, or the network, stood still
@@ -149,7 +165,7 @@ func dataOf(kind Kind, id string) string { return dataPrefix + string(kind) + "-
 func (m *manifest) file(n int) string { return fmt.Sprintf("%s/%d", m.Data, n) }
 
 // commit puts the manifest.
-func (a *Archive) commit(ctx context.Context, key string, m *manifest) error {
+func commit(ctx context.Context, store blob.Store, key string, m *manifest) error {
 	doc, err := json.Marshal(m)
 	if err != nil {
 		return err
@@ -157,10 +173,10 @@ func (a *Archive) commit(ctx context.Context, key string, m *manifest) error {
 	if len(doc) > maxManifest {
 		return fmt.Errorf("its manifest would have %d bytes, and %d are allowed", len(doc), maxManifest)
 	}
-	err = a.store.Put(ctx, key, doc)
+	err = store.Put(ctx, key, doc)
 	if errors.Is(err, blob.ErrExists) {
 		// A store may refuse what it has itself put.
-		have, _, lerr := a.store.Load(ctx, key, maxManifest)
+		have, _, lerr := store.Load(ctx, key, maxManifest)
 		switch {
 		case lerr != nil:
 			return fmt.Errorf("looking whose manifest is there: %w", lerr)

@@ -38,7 +38,7 @@ const (
 )
 
 // ErrCorrupt means that an archive is not what drowse has written.
-var ErrCorrupt = errors.New("the archive is damaged")
+var ErrCorrupt = blob.ErrCorrupt
 
 // fileRef names a file in an archive.
 type fileRef struct {

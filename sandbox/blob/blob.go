@@ -29,6 +29,10 @@ var (
 	// ErrChanged means that the object is not the version that the caller knows. It may be the caller's own: see
 	// Store.Swap.
 	ErrChanged = errors.New("the object in the store has changed")
+	// ErrCorrupt means that the content of the object is not what was put.
+	ErrCorrupt = errors.New("what the store has is damaged")
+	// ErrNoKey means that a Sealer lacks the key to open an object.
+	ErrNoKey = errors.New("what the store has cannot be opened")
 	// ErrKey means that a key or a size is not valid.
 	ErrKey = errors.New("not valid for a store of objects")
 )
@@ -42,7 +46,7 @@ type Version string
 // Info describes an object in a list.
 type Info struct {
 	Key  string
-	Size int64 // bytes
+	Size int64 // bytes in the store
 	// Changed is when it was made or swapped, by the store's clock.
 	Changed time.Time
 }
@@ -71,6 +75,21 @@ type Store interface {
 	// List calls each for the objects whose keys begin with prefix, in no order, and stops at its error. It may omit
 	// objects that have just been made and name some that are gone: nothing may depend upon it.
 	List(ctx context.Context, prefix string, each func(Info) error) error
+}
+
+// Sealer is a Store that encrypts.
+type Sealer interface {
+	Store
+	// SealFor returns a store of the same objects that puts what it puts under a key of the owner, if it has one.
+	SealFor(owner string) Store
+}
+
+// SealFor is that of a Sealer. Other stores seal nothing.
+func SealFor(s Store, owner string) Store {
+	if sealer, ok := s.(Sealer); ok {
+		return sealer.SealFor(owner)
+	}
+	return s
 }
 
 var partRE = lazyregexp.New(`^[A-Za-z0-9_-][A-Za-z0-9._-]*$`)

@@ -20,6 +20,7 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
+	"github.com/drowse-vm/drowse/internal/lazyregexp"
 	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/archive"
@@ -209,9 +210,12 @@ func (n *Node) join(ctx context.Context) error {
 // idKey is the object that tells a cluster's store from others.
 const idKey = "cluster"
 
+// idRE is what rand.Text returns.
+var idRE = lazyregexp.New(`^[A-Z2-7]{26,64}$`)
+
 // id returns the id of the cluster, which its first host gives it.
 func (n *Node) id(ctx context.Context) (string, error) {
-	const tries, size = 3, 26
+	const tries, size = 3, 16 << 10 // more than an id: it may be sealed
 	for try := 1; ; try++ {
 		id, _, err := n.store.Load(ctx, idKey, size)
 		if errors.Is(err, blob.ErrNotFound) {
@@ -220,6 +224,9 @@ func (n *Node) id(ctx context.Context) (string, error) {
 				return fresh, nil
 			}
 		} else if err == nil {
+			if !idRE.MatchString(string(id)) {
+				return "", fmt.Errorf("%w: what tells the store from others cannot be read: is it sealed? name its keys, as the other hosts do", blob.ErrNoKey)
+			}
 			return string(id), nil
 		}
 		if try == tries || ctx.Err() != nil {

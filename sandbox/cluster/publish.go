@@ -219,8 +219,12 @@ func (n *Node) push(ctx context.Context, r *state.Record, head string, doc []byt
 	if err != nil {
 		return archive.Info{}, err
 	}
+	meta, err := n.state.Metadata(r.Spec.Name)
+	if err != nil {
+		return archive.Info{}, err
+	}
 	i := archive.Info{ID: head, Name: r.Spec.Name, Image: m.Image, Created: time.Unix(0, m.CreatedUnixNano).UTC()}
-	return n.archive.PushHead(ctx, n.state, i, r.Snapshot, doc)
+	return n.archive.SealFor(meta.Owner).PushHead(ctx, n.state, i, r.Snapshot, doc)
 }
 
 // discard gives up an attempt to publish.

@@ -21,6 +21,7 @@ import (
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/blob"
+	"github.com/drowse-vm/drowse/sandbox/blob/sealed"
 	"github.com/drowse-vm/drowse/sandbox/cluster"
 	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/sandboxtest"
@@ -185,11 +186,16 @@ func (h *host) sleep(name string) {
 	must(h.t, h.node.Publish(h.t.Context(), name))
 }
 
-func dir(t testing.TB) *blob.Dir {
+// dir returns a store that encrypts.
+func dir(t testing.TB) blob.Store {
 	t.Helper()
 	d, err := blob.OpenDir(t.TempDir())
 	must(t, err)
-	return d
+	file := filepath.Join(t.TempDir(), "keys")
+	must(t, os.WriteFile(file, []byte(strings.Repeat("5e", 32)+"\n"+strings.Repeat("a1", 32)+" alice\n"), 0o600))
+	k, err := sealed.ReadKeys(file)
+	must(t, err)
+	return sealed.New(d, k)
 }
 
 // phase is that of a sandbox on a host.

@@ -38,6 +38,9 @@ type Options struct {
 	PathStyle bool
 	// CA is a file with certificates, PEM, of authorities of the server; empty is the system's.
 	CA string
+	// Keys is a file of keys with which the caller of Open seals what is in the bucket: see package sealed. Open does not
+	// look at it.
+	Keys string
 	// Credentials sign requests. Nil takes them from where Amazon's own programs do: variables AWS_*, ~/.aws, the role of
 	// a Kubernetes service account, of a container or of the machine.
 	Credentials *credentials.Credentials
@@ -53,7 +56,7 @@ var ErrURL = errors.New("not a bucket")
 const amazon = "https://s3.amazonaws.com"
 
 // Parse reads options from a URL: s3://BUCKET/PREFIX, with these parameters, all of them optional: endpoint, region,
-// path-style=true, ca, upload-mib and download-mib. It has no secrets in it.
+// path-style=true, ca, upload-mib, download-mib and keys. It has no secrets in it.
 func Parse(text string) (o Options, err error) {
 	fail := func(format string, args ...any) (Options, error) {
 		return Options{}, fmt.Errorf("%w: %s: write s3://BUCKET/PREFIX?endpoint=URL&region=NAME", ErrURL, fmt.Sprintf(format, args...))
@@ -85,6 +88,11 @@ func Parse(text string) (o Options, err error) {
 			o.Region = v
 		case "ca":
 			o.CA = v
+		case "keys":
+			if v == "" {
+				return fail("keys names no file")
+			}
+			o.Keys = v
 		case "path-style":
 			if o.PathStyle, err = strconv.ParseBool(v); err != nil {
 				return fail("path-style is %q", v)

@@ -25,6 +25,8 @@ func TestParse(t *testing.T) {
 		{name: "all of it", url: "s3://bucket/a/b/?endpoint=http://127.0.0.1:7070&region=eu&path-style=true&ca=/etc/ca.pem",
 			want: Options{Bucket: "bucket", Prefix: "a/b", Endpoint: "http://127.0.0.1:7070", Region: "eu", PathStyle: true, CA: "/etc/ca.pem"}},
 		{name: "bounds of bodies", url: "s3://bucket?upload-mib=20&download-mib=1", want: Options{Bucket: "bucket", Upload: 20, Download: 1}},
+		{name: "keys", url: "s3://bucket?keys=/etc/drowse/keys", want: Options{Bucket: "bucket", Keys: "/etc/drowse/keys"}},
+		{name: "keys without a file", url: "s3://bucket?keys=", bad: true},
 		{name: "no bytes a second", url: "s3://bucket?upload-mib=0", bad: true},
 		{name: "bytes a second of another kind", url: "s3://bucket?download-mib=1e3", bad: true},
 		{name: "no bucket", url: "s3:///a", bad: true},
