@@ -149,6 +149,18 @@ func (d *demo) run(ctx context.Context) error {
 		return err
 	}
 
+	d.say("putting it to sleep and waking it again")
+	if slept, err = d.store.Sandbox(name).Sleep(ctx, sandbox.SleepOptions{}); err != nil {
+		return err
+	}
+	if rep, err = d.store.With(d.launcher).Sandbox(name).Wake(ctx); err != nil {
+		return err
+	}
+	d.result.StagesMs["ready_again"] = rep.Stages["resume_ready"]
+	if err := d.check(ctx, name, before, digest); err != nil {
+		return err
+	}
+
 	d.say("making two more machines from the same snapshot")
 	return d.clones(ctx, slept.Snapshot)
 }
@@ -315,6 +327,7 @@ func (d *demo) text(w io.Writer) {
 		{"resume_entry", "from the call to the guest's first instruction"},
 		{"resume_ready", "to an agent that answers, with clock and random numbers renewed"},
 		{"wake", "the same, with starting a process and telling the caller"},
+		{"ready_again", "resume_ready of a second wake: what the first one needed is read in one piece"},
 	} {
 		if v, ok := r.StagesMs[row.stage]; ok {
 			fmt.Fprintf(t, "%s\t%10.1f ms\t%s\n", row.stage, v, row.meaning)
