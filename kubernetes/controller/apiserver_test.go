@@ -3,6 +3,7 @@
 package controller_test
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -17,6 +18,7 @@ import (
 	policyv1 "k8s.io/api/policy/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/client-go/rest"
 	"k8s.io/utils/ptr"
 	ctrl "sigs.k8s.io/controller-runtime"
@@ -25,6 +27,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/config"
 	"sigs.k8s.io/controller-runtime/pkg/envtest"
 	"sigs.k8s.io/controller-runtime/pkg/metrics/server"
+	"sigs.k8s.io/yaml"
 
 	"github.com/drowse-vm/drowse/kubernetes/agents"
 	"github.com/drowse-vm/drowse/kubernetes/controller"
@@ -59,16 +62,37 @@ func start(t *testing.T, w *world) *apiserver {
 		n.Status = nodeObject(m).Status
 		must(t, a.Status().Update(t.Context(), n))
 	}
+	a.permit()
 	a.others()
 	return a
 }
+
+// permit makes the account of the controllers, with what deploy/rbac.yaml permits it and nothing else.
+func (a *apiserver) permit() {
+	a.t.Helper()
+	must(a.t, a.Create(a.t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: system}}))
+	text, err := os.ReadFile("../deploy/rbac.yaml")
+	must(a.t, err)
+	for doc := range bytes.SplitSeq(text, []byte("\n---\n")) {
+		var o unstructured.Unstructured
+		must(a.t, yaml.Unmarshal(doc, &o.Object))
+		if o.GetKind() != "ClusterRole" && o.GetKind() != "ClusterRoleBinding" {
+			o.SetNamespace(system)
+		}
+		must(a.t, a.Create(a.t.Context(), &o))
+	}
+}
+
+const system = "drowse-system"
 
 // run runs the controllers, until stop is called.
 func (a *apiserver) run() (stop func()) {
 	a.t.Helper()
 	scheme, err := controller.Scheme()
 	must(a.t, err)
-	m, err := ctrl.NewManager(rest.CopyConfig(a.cfg), ctrl.Options{
+	cfg := rest.CopyConfig(a.cfg)
+	cfg.Impersonate.UserName = "system:serviceaccount:" + system + ":drowse-controller"
+	m, err := ctrl.NewManager(cfg, ctrl.Options{
 		Scheme: scheme, Cache: controller.Cache(), Metrics: server.Options{BindAddress: "0"}, HealthProbeBindAddress: "0",
 		Controller: config.Controller{SkipNameValidation: ptr.To(true)}, GracefulShutdownTimeout: ptr.To(time.Minute),
 	})
@@ -439,29 +463,35 @@ func TestKubernetes_warm_claims(t *testing.T) {
 	a.run()
 	a.pool("warm", n)
 	a.full("warm", n)
-	var took []time.Duration
-	for i := range n {
-		name := fmt.Sprint("c", i)
-		w, err := a.Watch(t.Context(), &agents.SandboxClaimList{}, kube.InNamespace(namespace), kube.MatchingFields{"metadata.name": name})
-		must(t, err)
-		begin := time.Now()
-		a.claim(name, "warm")
-		for e := range w.ResultChan() {
-			if c, ok := e.Object.(*agents.SandboxClaim); ok && isTrue(c.Status.Conditions, agents.ConditionReady) {
-				if s := a.sandbox(c.Status.Sandbox.Name); s.Labels[agents.LaunchLabel] == agents.LaunchWarm {
-					took = append(took, time.Since(begin))
-				}
-				break
+	for _, round := range []string{"to a full pool", "one after the other"} {
+		rest := round == "to a full pool"
+		var took []time.Duration
+		for i := range n {
+			if rest {
+				a.full("warm", n)
 			}
+			name := fmt.Sprint("c", len(round), "-", i)
+			w, err := a.Watch(t.Context(), &agents.SandboxClaimList{}, kube.InNamespace(namespace), kube.MatchingFields{"metadata.name": name})
+			must(t, err)
+			begin := time.Now()
+			a.claim(name, "warm")
+			for e := range w.ResultChan() {
+				if c, ok := e.Object.(*agents.SandboxClaim); ok && isTrue(c.Status.Conditions, agents.ConditionReady) {
+					if s := a.sandbox(c.Status.Sandbox.Name); s.Labels[agents.LaunchLabel] == agents.LaunchWarm {
+						took = append(took, time.Since(begin))
+					}
+					break
+				}
+			}
+			w.Stop()
 		}
-		w.Stop()
+		if len(took) < n/2 || rest && len(took) < n {
+			t.Fatalf("%d of %d were warm", len(took), n)
+		}
+		slices.Sort(took)
+		t.Logf("%d claims of warm sandboxes, %s, until Ready: p50 %s, p90 %s, max %s (goal 200ms)", len(took), round, took[len(took)/2].Round(time.Millisecond),
+			took[len(took)*9/10].Round(time.Millisecond), took[len(took)-1].Round(time.Millisecond))
 	}
-	if len(took) < n/2 {
-		t.Fatalf("%d of %d were warm", len(took), n)
-	}
-	slices.Sort(took)
-	t.Logf("claims of %d warm sandboxes, of %d, until Ready: p50 %s, p90 %s, max %s (goal 200ms)", len(took), n, took[len(took)/2].Round(time.Millisecond),
-		took[len(took)*9/10].Round(time.Millisecond), took[len(took)-1].Round(time.Millisecond))
 }
 
 func TestKubernetes_has_many_sandboxes(t *testing.T) {
