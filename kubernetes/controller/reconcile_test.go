@@ -30,7 +30,9 @@ import (
 type desk struct {
 	*world
 	kube.Client
-	s *controller.Sandboxes
+	s      *controller.Sandboxes
+	pools  *controller.Pools
+	claims *controller.Claims
 }
 
 var uids atomic.Int64
@@ -44,6 +46,12 @@ func newDesk(t *testing.T, w *world) *desk {
 		nodes = append(nodes, nodeObject(m))
 	}
 	c := fake.NewClientBuilder().WithScheme(scheme).WithObjects(nodes...).
+		WithIndex(&agents.Sandbox{}, ".metadata.controller", func(o kube.Object) []string {
+			if c := metav1.GetControllerOf(o); c != nil {
+				return []string{string(c.UID)}
+			}
+			return nil
+		}).
 		WithStatusSubresource(&agents.Sandbox{}, &agents.SandboxClaim{}, &agents.SandboxWarmPool{}).
 		WithInterceptorFuncs(interceptor.Funcs{Create: func(ctx context.Context, c kube.WithWatch, o kube.Object, opts ...kube.CreateOption) error {
 			o.SetUID(types.UID(fmt.Sprintf("00000000-0000-4000-8000-%012d", uids.Add(1)))) // as an API server does
@@ -51,7 +59,10 @@ func newDesk(t *testing.T, w *world) *desk {
 		}}).Build()
 	f := w.fleet()
 	f.Nodes = c
-	return &desk{w, c, &controller.Sandboxes{Client: c, Live: c, Fleet: f, Options: controller.Options{Durable: w.store != nil, PauseImage: "pause"}}}
+	return &desk{
+		w, c, &controller.Sandboxes{Client: c, Live: c, Fleet: f, Options: controller.Options{Durable: w.store != nil, PauseImage: "pause"}},
+		&controller.Pools{Client: c}, &controller.Claims{Client: c, Live: c},
+	}
 }
 
 // sandbox reads a Sandbox, and reconcile works on it once.
