@@ -182,7 +182,7 @@ var testsOf = map[string][]string{
 	// They ask a host as its clients do.
 	"sandbox/cluster": {"sandbox/api/...", "sandbox/gateway", "sandbox/e2b", "sandbox/records", "sandbox/blob/s3", "sandbox/fleet", "sandbox/instance", "netpolicy", "guest"},
 	// Its judges are real servers.
-	"kubernetes/controller": {"sandbox", "sandbox/api", "sandbox/api/tokens", "sandbox/blob", "sandbox/cluster/...", "sandbox/instance", "sandbox/state"},
+	"kubernetes/controller": {"sandbox", "sandbox/api", "sandbox/api/tokens", "sandbox/api/wire", "sandbox/blob", "sandbox/cluster/...", "sandbox/instance", "sandbox/state"},
 	"sandbox/archive":       {"sandbox", "sandbox/blob/s3", "sandbox/instance", "sandbox/spec", "netpolicy", "guest"},
 	// The tests compare policies with the reference model, and test their parts together.
 	"netpolicy/link":      {"netpolicy/refmodel/...", "netpolicy/hostnet", "netpolicy/resolver"},

@@ -8,7 +8,10 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"net"
 	"os"
+	"os/exec"
+	"path/filepath"
 	"slices"
 	"sync"
 	"testing"
@@ -17,6 +20,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	policyv1 "k8s.io/api/policy/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/client-go/rest"
@@ -31,6 +35,10 @@ import (
 
 	"github.com/drowse-vm/drowse/kubernetes/agents"
 	"github.com/drowse-vm/drowse/kubernetes/controller"
+	"github.com/drowse-vm/drowse/sandbox/api/client"
+	"github.com/drowse-vm/drowse/sandbox/api/wire"
+	"github.com/drowse-vm/drowse/sandbox/records"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
@@ -86,7 +94,9 @@ func (a *apiserver) permit() {
 const system = "drowse-system"
 
 // run runs the controllers, until stop is called.
-func (a *apiserver) run() (stop func()) {
+func (a *apiserver) run() (stop func()) { return a.runWith(a.fleet()) }
+
+func (a *apiserver) runWith(f *controller.Fleet) (stop func()) {
 	a.t.Helper()
 	scheme, err := controller.Scheme()
 	must(a.t, err)
@@ -98,7 +108,7 @@ func (a *apiserver) run() (stop func()) {
 	})
 	must(a.t, err)
 	ctx, cancel := context.WithCancel(context.Background())
-	must(a.t, controller.Setup(ctx, m, a.fleet(), controller.Options{Durable: a.store != nil, PauseImage: "pause", CheckEvery: 5 * time.Second}))
+	must(a.t, controller.Setup(ctx, m, f, controller.Options{Durable: a.store != nil, PauseImage: "pause", CheckEvery: 5 * time.Second}))
 	done := make(chan error, 1)
 	go func() { done <- m.Start(ctx) }()
 	stop = sync.OnceFunc(func() {
@@ -624,4 +634,86 @@ func TestKubernetes_controller_that_is_killed_leaves_nothing_undone_or_doubled(t
 	errs = append(errs, a.Delete(t.Context(), &agents.SandboxWarmPool{ObjectMeta: metav1.ObjectMeta{Name: "warm", Namespace: namespace}}))
 	must(t, errors.Join(errs...))
 	a.gone()
+}
+
+// The program itself, and a guest. DROWSE_TEST_PROGRAM is the program, DROWSE_TEST_STATE its state directory, with a
+// kernel and the image debian-python.
+func TestKubernetes_suspended_guest_keeps_a_process_and_its_memory(t *testing.T) {
+	program, dir := os.Getenv("DROWSE_TEST_PROGRAM"), os.Getenv("DROWSE_TEST_STATE")
+	if program == "" || dir == "" {
+		t.Skip("make test-kubernetes GUEST=1 has a guest")
+	}
+	w := &world{t: t, nodes: map[string]*machine{"real": {name: "real", address: "127.0.1.9"}}}
+	l, err := net.Listen("tcp", "127.0.1.9:0")
+	must(t, err)
+	w.port = l.Addr().(*net.TCPAddr).Port
+	l.Close()
+	known := filepath.Join(t.TempDir(), "tokens")
+	out, err := exec.Command(program, "token", "create", "controller", "--scope", "read,create,exec", "--token-file", known).Output()
+	must(t, err)
+	w.token = string(bytes.TrimSpace(out))
+	serve := exec.Command(program, "--state", dir, "serve", "--pool", "0", "--listen", l.Addr().String(), "--no-tls", "--token-file", known)
+	serve.Stderr = t.Output()
+	must(t, serve.Start())
+	t.Cleanup(func() {
+		_ = serve.Process.Signal(os.Interrupt)
+		_ = serve.Wait()
+	})
+	f := w.fleet()
+	f.HTTP = nil
+	a := start(t, w)
+	a.runWith(f)
+
+	s := sandboxObject("real")
+	c := &s.Spec.PodTemplate.Spec.Containers[0]
+	c.Image, c.Resources.Requests[corev1.ResourceMemory] = "debian-python", resource.MustParse("256Mi")
+	// What it writes is nowhere but in its memory.
+	c.Command = []string{"sh", "-c", "n=$(cat /proc/sys/kernel/random/uuid); while :; do echo $n >/run/n; sleep 1; done"}
+	must(t, a.Create(t.Context(), s))
+	in := client.New("http://"+l.Addr().String(), w.token, nil)
+	is := func(condition string) func() bool {
+		return func() bool {
+			s = a.sandbox("real")
+			return isTrue(s.Status.Conditions, condition)
+		}
+	}
+	word := func() string {
+		t.Helper()
+		var text string
+		for range 60 {
+			r, err := in.Exec(t.Context(), vmName(s), wire.Exec{Command: []string{"sh", "-c", "cat /run/n && rm /run/n"}})
+			must(t, err)
+			if text = string(r.Stdout); text != "" {
+				return text
+			}
+			time.Sleep(time.Second)
+		}
+		t.Fatal("the process writes nothing")
+		return ""
+	}
+	begin := time.Now()
+	eventually(t, "it runs", is(agents.ConditionReady))
+	t.Logf("a real guest is ready after %s", time.Since(begin).Round(time.Millisecond))
+	first := word()
+	begin = time.Now()
+	a.mode("real", agents.Suspended)
+	eventually(t, "it is suspended", is(agents.ConditionSuspended))
+	t.Logf("it is suspended after %s", time.Since(begin).Round(time.Millisecond))
+	if row, err := in.Get(t.Context(), vmName(s)); err != nil || row.Status != records.Asleep {
+		t.Errorf("%+v, %v", row, err)
+	}
+	begin = time.Now()
+	a.mode("real", agents.Running)
+	eventually(t, "it runs again", is(agents.ConditionReady))
+	t.Logf("it runs again after %s", time.Since(begin).Round(time.Millisecond))
+	_, err = in.Exec(t.Context(), vmName(s), wire.Exec{Command: []string{"rm", "-f", "/run/n"}})
+	must(t, err)
+	if again := word(); again != first {
+		t.Errorf("the process had %q, and has %q", first, again)
+	}
+	must(t, a.Delete(t.Context(), s))
+	eventually(t, "it is removed", func() bool { return a.sandbox("real") == nil })
+	if _, err := in.Get(t.Context(), vmName(s)); !errors.Is(err, spec.ErrNotFound) {
+		t.Errorf("the VM is there still: %v", err)
+	}
 }
