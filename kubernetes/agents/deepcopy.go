@@ -53,6 +53,7 @@ func (s *SandboxClaim) DeepCopy() *SandboxClaim {
 	})
 	c.Spec.AdditionalPodMetadata = s.Spec.AdditionalPodMetadata.DeepCopy()
 	c.Spec.Env = slices.Clone(s.Spec.Env)
+	c.Spec.SafeToEvict = ptr(s.Spec.SafeToEvict, same)
 	c.Status.Conditions = conditions(s.Status.Conditions)
 	return &c
 }

@@ -51,6 +51,8 @@ const (
 	LaunchLabel = "agents.x-k8s.io/launch-type"
 	LaunchWarm  = "warm"
 	LaunchCold  = "cold"
+	// SafeToEvictAnnotation of a pod is what cluster-autoscaler may do with it.
+	SafeToEvictAnnotation = "cluster-autoscaler.kubernetes.io/safe-to-evict"
 	// ClaimLabel of a pod is the UID of the claim whose sandbox it is.
 	ClaimLabel = "agents.x-k8s.io/claim-uid"
 )
@@ -132,6 +134,8 @@ type ClaimSpec struct {
 	Lifecycle             *ClaimLifecycle `json:"lifecycle,omitempty"`
 	AdditionalPodMetadata PodMetadata     `json:"additionalPodMetadata,omitzero"`
 	Env                   []ClaimEnv      `json:"env,omitempty"`
+	// SafeToEvict replaces the pod's annotation of SafeToEvictAnnotation.
+	SafeToEvict *string `json:"safeToEvict,omitempty"`
 }
 
 // ClaimLifecycle is when a claim expires, and what becomes of it then.

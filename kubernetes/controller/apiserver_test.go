@@ -75,20 +75,24 @@ func start(t *testing.T, w *world) *apiserver {
 	return a
 }
 
-// permit makes the account of the controllers, with what deploy/rbac.yaml permits it and nothing else.
+// permit makes what deploy/ has, strictly, and with that the account of the controllers, which has no other rights. The
+// namespace of sandboxes takes only pods that the standard "restricted" allows.
 func (a *apiserver) permit() {
 	a.t.Helper()
-	must(a.t, a.Create(a.t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: system}}))
-	text, err := os.ReadFile("../deploy/rbac.yaml")
-	must(a.t, err)
-	for doc := range bytes.SplitSeq(text, []byte("\n---\n")) {
-		var o unstructured.Unstructured
-		must(a.t, yaml.Unmarshal(doc, &o.Object))
-		if o.GetKind() != "ClusterRole" && o.GetKind() != "ClusterRoleBinding" {
-			o.SetNamespace(system)
+	for _, name := range []string{"namespace", "rbac", "node", "controller"} {
+		text, err := os.ReadFile("../deploy/" + name + ".yaml")
+		must(a.t, err)
+		for doc := range bytes.SplitSeq(text, []byte("\n---\n")) {
+			var o unstructured.Unstructured
+			must(a.t, yaml.Unmarshal(doc, &o.Object))
+			if k := o.GetKind(); k != "ClusterRole" && k != "ClusterRoleBinding" && k != "Namespace" {
+				o.SetNamespace(system)
+			}
+			must(a.t, a.Create(a.t.Context(), &o, kube.FieldValidation(metav1.FieldValidationStrict)))
 		}
-		must(a.t, a.Create(a.t.Context(), &o))
 	}
+	must(a.t, a.Patch(a.t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: namespace}},
+		kube.RawPatch("application/merge-patch+json", []byte(`{"metadata":{"labels":{"pod-security.kubernetes.io/enforce":"restricted"}}}`))))
 }
 
 const system = "drowse-system"

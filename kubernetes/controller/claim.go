@@ -199,6 +199,9 @@ func mark(m *agents.PodMetadata, c *agents.SandboxClaim) {
 	extra := maps.Clone(c.Spec.AdditionalPodMetadata.Annotations)
 	delete(extra, AnnotationSpec) // the template says what a VM is like
 	add(&m.Annotations, extra)
+	if c.Spec.SafeToEvict != nil {
+		m.Annotations[agents.SafeToEvictAnnotation] = *c.Spec.SafeToEvict
+	}
 }
 
 // make makes a sandbox for a claim, of the claim's name.

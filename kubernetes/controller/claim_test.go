@@ -125,6 +125,7 @@ func TestClaim_takes_a_warm_sandbox_or_has_one_made(t *testing.T) {
 	d.pool(1, nil)
 	warm := d.list()[0].Name
 	one := d.claim("one", func(c *agents.SandboxClaim) {
+		c.Spec.SafeToEvict = ptr.To("false")
 		c.Spec.AdditionalPodMetadata = agents.PodMetadata{Labels: map[string]string{"team": "x"}, Annotations: map[string]string{controller.AnnotationSpec: `{"network":"tap"}`}}
 	})
 	two := d.claim("two", nil)
@@ -137,7 +138,7 @@ func TestClaim_takes_a_warm_sandbox_or_has_one_made(t *testing.T) {
 			t.Errorf("%+v", s)
 		}
 		d.reconcile(s.Name)
-		if p := d.pod(s.Name); p == nil || p.Labels[agents.ClaimLabel] != string(c.UID) || p.Labels["team"] != map[string]string{agents.LaunchWarm: "x"}[launch] || p.Annotations[controller.AnnotationSpec] != "" {
+		if p := d.pod(s.Name); p == nil || p.Labels[agents.ClaimLabel] != string(c.UID) || p.Labels["team"] != map[string]string{agents.LaunchWarm: "x"}[launch] || p.Annotations[controller.AnnotationSpec] != "" || (p.Annotations[agents.SafeToEvictAnnotation] == "false") != (c == one) {
 			t.Errorf("its pod is %+v", p)
 		}
 		d.bind(s.Name, "a")

@@ -71,7 +71,10 @@ func (r *Pools) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, e
 	if err := r.List(ctx, &all, kube.InNamespace(p.Namespace), kube.MatchingFields{byController: string(p.UID)}); err != nil {
 		return ctrl.Result{}, err
 	}
-	digest := digestOf(&t)
+	digest, err := digestOf(&t)
+	if err != nil {
+		return ctrl.Result{}, err
+	}
 	var have []*agents.Sandbox
 	for i := range all.Items {
 		s := &all.Items[i]
@@ -97,7 +100,7 @@ func (r *Pools) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, e
 	slices.SortFunc(have, func(a, b *agents.Sandbox) int {
 		return cmp.Or(boolean(warm(b))-boolean(warm(a)), a.CreationTimestamp.Compare(b.CreationTimestamp.Time), cmp.Compare(a.Name, b.Name))
 	})
-	err := r.fit(ctx, &p, &t, digest, have)
+	err = r.fit(ctx, &p, &t, digest, have)
 	was := p.DeepCopy()
 	p.Status = agents.WarmPoolStatus{Replicas: int32(len(have))}
 	for _, s := range have {
@@ -199,13 +202,10 @@ func checkTemplate(t *agents.SandboxTemplate) error {
 	return nil
 }
 
-func digestOf(t *agents.SandboxTemplate) string {
+func digestOf(t *agents.SandboxTemplate) (string, error) {
 	text, err := json.Marshal(t.Spec.PodTemplate)
-	if err != nil {
-		panic(err) // it came as JSON
-	}
 	sum := sha256.Sum256(text)
-	return hex.EncodeToString(sum[:8])
+	return hex.EncodeToString(sum[:8]), err
 }
 
 func cut(s string, n int) string { return s[:min(n, len(s))] }

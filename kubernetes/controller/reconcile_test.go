@@ -500,6 +500,7 @@ func TestPod_template_becomes_the_VM(t *testing.T) {
 	p := &s.Spec.PodTemplate
 	p.Annotations = map[string]string{controller.AnnotationSpec: `{"network":"tap","disk_mib":512,"idle":{"sleep_seconds":600}}`}
 	c := &p.Spec.Containers[0]
+	p.Spec.RestartPolicy = corev1.RestartPolicyOnFailure
 	c.Command, c.Args, c.WorkingDir, c.Env = []string{"sleep"}, []string{"9"}, "/srv", []corev1.EnvVar{{Name: "A", Value: "b"}}
 	c.Resources.Limits = corev1.ResourceList{corev1.ResourceCPU: resource.MustParse("1500m"), corev1.ResourceMemory: resource.MustParse("100Mi")}
 	must(t, d.Create(t.Context(), s))
@@ -514,7 +515,7 @@ func TestPod_template_becomes_the_VM(t *testing.T) {
 	must(t, err)
 	v := r.Spec
 	if v.VCPUs != 2 || v.MemoryMiB != 100 || v.DiskMiB != 512 || v.Network != "tap" || v.Hostname != "box" || len(v.Services) != 1 ||
-		fmt.Sprint(v.Services[0].Argv, v.Services[0].Env)+v.Services[0].Dir != "[sleep 9] [A=b]/srv" {
+		fmt.Sprint(v.Services[0].Argv, v.Services[0].Env)+v.Services[0].Dir+v.Services[0].Restart != "[sleep 9] [A=b]/srvon-failure" {
 		t.Errorf("%+v", v)
 	}
 }

@@ -132,7 +132,7 @@ func request(s *agents.Sandbox) (r records.Request, err error) {
 		r.Spec.MemoryMiB = int((q.Value() + 1<<20 - 1) >> 20)
 	}
 	if argv := slices.Concat(c.Command, c.Args); len(argv) > 0 {
-		run := spec.Service{Name: c.Name, Argv: argv, Dir: c.WorkingDir}
+		run := spec.Service{Name: c.Name, Argv: argv, Dir: c.WorkingDir, Restart: restarts[t.Spec.RestartPolicy]}
 		for _, e := range c.Env {
 			run.Env = append(run.Env, e.Name+"="+e.Value)
 		}
@@ -146,6 +146,9 @@ func request(s *agents.Sandbox) (r records.Request, err error) {
 	}
 	return r, nil
 }
+
+// restarts are what a pod's restartPolicy is for a service.
+var restarts = map[corev1.RestartPolicy]string{corev1.RestartPolicyNever: "never", corev1.RestartPolicyOnFailure: "on-failure"}
 
 // hostname returns a sandbox's name if a host can have it, else none: then it is the VM's.
 func hostname(s *agents.Sandbox) string {
