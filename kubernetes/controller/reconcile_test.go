@@ -3,6 +3,8 @@ package controller_test
 import (
 	"context"
 	"fmt"
+	"io"
+	"net/http"
 	"slices"
 	"strings"
 	"sync/atomic"
@@ -229,7 +231,8 @@ func TestEvicted_pod_waits_until_its_sandbox_sleeps_which_then_wakes_on_the_next
 }
 
 func TestController_that_is_killed_between_two_requests_makes_no_second_VM_and_forgets_none(t *testing.T) {
-	// Each write to the API server in turn is the last one of a controller.
+	// Each write to the API server in turn is what a controller does not come to do any more, and each request to a node
+	// what it does not hear the answer of.
 	for fails := 1; ; fails++ {
 		d := newDesk(t, newWorld(t, true, "a", "b"))
 		left := fails
@@ -269,6 +272,9 @@ func TestController_that_is_killed_between_two_requests_makes_no_second_VM_and_f
 		})
 		first := *d.s
 		first.Client = killed
+		deaf := d.fleet()
+		deaf.Nodes, deaf.HTTP.Transport = d.Client, unheard{deaf.HTTP.Transport, die}
+		first.Fleet = deaf
 		sure := d.s
 		ever := false
 		reconcile := func() {
@@ -294,40 +300,56 @@ func TestController_that_is_killed_between_two_requests_makes_no_second_VM_and_f
 		s := d.sandbox("box")
 		name := vmName(s)
 		if on := d.awake(name); !slices.Equal(on, []string{"a"}) {
-			t.Fatalf("killed at write %d: awake on %v", fails, on)
+			t.Fatalf("killed at %d: awake on %v", fails, on)
 		}
 		must(t, d.Delete(t.Context(), d.pod("box")))
 		settle("b")
 		if on := d.awake(name); !slices.Equal(on, []string{"b"}) {
-			t.Fatalf("killed at write %d: awake on %v after a drain", fails, on)
+			t.Fatalf("killed at %d: awake on %v after a drain", fails, on)
 		}
 		d.ready("box", agents.ReasonReady)
 		d.change("box", func(s *agents.Sandbox) { s.Spec.OperatingMode = agents.Suspended })
 		settle("b")
 		if on := d.awake(name); len(on) > 0 || d.pod("box") != nil || !isTrue(d.sandbox("box").Status.Conditions, agents.ConditionSuspended) {
-			t.Fatalf("killed at write %d: awake on %v, suspended", fails, on)
+			t.Fatalf("killed at %d: awake on %v, suspended", fails, on)
 		}
 		must(t, d.Delete(t.Context(), d.sandbox("box")))
 		for range 3 {
 			reconcile()
 		}
 		if err := d.Get(t.Context(), key("box"), s); err == nil {
-			t.Fatalf("killed at write %d: the object is there still", fails)
+			t.Fatalf("killed at %d: the object is there still", fails)
 		}
 		if n := d.nodes["a"].creations.Load() + d.nodes["b"].creations.Load(); n != 1 {
-			t.Fatalf("killed at write %d: %d VMs were made", fails, n)
+			t.Fatalf("killed at %d: %d VMs were made", fails, n)
 		}
 		for _, m := range d.nodes {
 			l, err := m.host.State.List()
 			if must(t, err); len(l) > 0 {
-				t.Fatalf("killed at write %d: %s has %v", fails, m.name, l)
+				t.Fatalf("killed at %d: %s has %v", fails, m.name, l)
 			}
 		}
 		if !ever {
-			t.Logf("%d writes in a life", fails-1)
+			t.Logf("%d writes and requests in a life", fails-1)
 			return
 		}
 	}
+}
+
+// unheard are requests whose answer is lost when the controller dies.
+type unheard struct {
+	http.RoundTripper
+	die func() error
+}
+
+func (u unheard) RoundTrip(r *http.Request) (*http.Response, error) {
+	resp, err := u.RoundTripper.RoundTrip(r)
+	if dead := u.die(); err == nil && dead != nil {
+		_, _ = io.Copy(io.Discard, resp.Body)
+		resp.Body.Close()
+		return nil, dead
+	}
+	return resp, err
 }
 
 func TestNode_that_does_not_answer_is_a_condition_and_holds_nobody_up(t *testing.T) {
