@@ -330,6 +330,7 @@ $(REPORT): check-go
 lint: check-go
 	@test -z "$$(gofmt -l $$(git ls-files '*.go'))" || { echo "not formatted, run make fmt:" >&2; gofmt -l $$(git ls-files '*.go') >&2; exit 1; }
 	go run $(GOLANGCI) run ./...
+	cd kubernetes && go run $(GOLANGCI) run --build-tags kubernetes ./...
 
 # loc prints the lines of code, comments and tests of each package.
 .PHONY: loc
