@@ -418,6 +418,18 @@ func TestSandbox_whose_VM_is_gone_says_so_and_is_not_replaced_by_an_empty_one(t 
 	d.reconcile("box")
 	d.ready("box", controller.ReasonLost)
 	d.on(s, nil)
+	d.change("box", func(s *agents.Sandbox) { s.Spec.OperatingMode = agents.Suspended })
+	d.reconcile("box")
+	d.reconcile("box")
+	d.ready("box", controller.ReasonLost)
+	if s = d.sandbox("box"); isTrue(s.Status.Conditions, agents.ConditionSuspended) || d.pod("box") != nil {
+		t.Errorf("it is said to sleep: %+v, and has the pod %v", s.Status, d.pod("box"))
+	}
+	must(t, d.Delete(t.Context(), s))
+	d.reconcile("box")
+	if err := d.Get(t.Context(), key("box"), s); err == nil {
+		t.Error("the object is there still")
+	}
 }
 
 func TestSandbox_that_has_crashed_is_started_again(t *testing.T) {
@@ -514,6 +526,28 @@ func TestSandbox_that_wants_what_a_VM_cannot_have_is_refused(t *testing.T) {
 			t.Errorf("%s: %+v", what, s.Status.Conditions)
 		}
 	}
+}
+
+func TestSandbox_whose_template_was_broken_still_sleeps_and_goes(t *testing.T) {
+	d := newDesk(t, newWorld(t, false, "a"))
+	s := d.running("box", "a")
+	d.change("box", func(s *agents.Sandbox) { s.Spec.PodTemplate.Spec.Volumes = []corev1.Volume{{Name: "v"}} })
+	d.reconcile("box")
+	d.ready("box", controller.ReasonUnsupported)
+	d.on(s, map[string]state.Phase{"a": state.Running})
+	must(t, d.Delete(t.Context(), d.pod("box"))) // a drain does not wait for ever
+	d.reconcile("box")
+	d.on(s, map[string]state.Phase{"a": state.Asleep})
+	if d.pod("box") != nil {
+		t.Error("the pod is there still")
+	}
+	d.change("box", func(s *agents.Sandbox) { s.Spec.OperatingMode = agents.Suspended })
+	d.reconcile("box")
+	d.reconcile("box")
+	d.ready("box", agents.ReasonSuspended)
+	must(t, d.Delete(t.Context(), d.sandbox("box")))
+	d.reconcile("box")
+	d.on(s, nil)
 }
 
 func TestPod_template_becomes_the_VM(t *testing.T) {

@@ -155,11 +155,20 @@ func (r *Sandboxes) step(ctx context.Context, s *agents.Sandbox) (after time.Dur
 	case expires && left <= 0:
 		return 0, r.expire(ctx, s, pod, name)
 	}
+	known, suspended := controllerutil.ContainsFinalizer(s, Finalizer), s.Spec.OperatingMode == agents.Suspended
+	// A template that was changed keeps nothing from sleeping.
+	if pod != nil && !suspended && (!pod.DeletionTimestamp.IsZero() || pod.Status.Phase == corev1.PodFailed || pod.Status.Phase == corev1.PodSucceeded) {
+		if err := r.sleep(ctx, s, name); err != nil && !errors.Is(err, spec.ErrNotFound) { // the next start will tell
+			return 0, err
+		}
+		set(s, agents.ConditionReady, false, agents.ReasonNotReady, "the pod is ending, and another one will follow: the VM sleeps meanwhile")
+		return 0, r.release(ctx, pod)
+	}
 	req, err := request(s)
-	if err != nil {
+	if err != nil && !(known && suspended) {
 		return 0, &stop{ReasonUnsupported, err.Error(), 0}
 	}
-	if !controllerutil.ContainsFinalizer(s, Finalizer) || s.Annotations[AnnotationName] != name {
+	if !known || s.Annotations[AnnotationName] != name {
 		if err := r.patch(ctx, s, func() {
 			controllerutil.AddFinalizer(s, Finalizer)
 			metav1.SetMetaDataAnnotation(&s.ObjectMeta, AnnotationName, name)
@@ -167,7 +176,7 @@ func (r *Sandboxes) step(ctx context.Context, s *agents.Sandbox) (after time.Dur
 			return 0, err
 		}
 	}
-	if s.Spec.OperatingMode == agents.Suspended {
+	if suspended {
 		err = r.suspend(ctx, s, pod, name)
 	} else {
 		set(s, agents.ConditionSuspended, false, agents.ReasonNotSuspended, "")
@@ -239,8 +248,14 @@ func (r *Sandboxes) suspend(ctx context.Context, s *agents.Sandbox, pod *corev1.
 		return nil
 	}
 	err := r.sleep(ctx, s, name)
-	if err == nil && pod != nil {
-		err = r.release(ctx, pod)
+	gone := errors.Is(err, spec.ErrNotFound)
+	if gone || err == nil {
+		if err = nil; pod != nil {
+			err = r.release(ctx, pod)
+		}
+		if gone && err == nil {
+			err = lost(s, s.Annotations[AnnotationNode], name)
+		}
 	}
 	var halt *stop
 	switch {
@@ -255,12 +270,18 @@ func (r *Sandboxes) suspend(ctx context.Context, s *agents.Sandbox, pod *corev1.
 		return nil
 	}
 	s.Status.NodeName, s.Status.LabelSelector = "", ""
-	set(s, agents.ConditionSuspended, true, agents.ReasonPodTerminated, "the VM sleeps with its memory, and has no pod")
+	set(s, agents.ConditionSuspended, true, agents.ReasonPodTerminated, "the VM sleeps, and has no pod")
 	set(s, agents.ConditionReady, false, agents.ReasonSuspended, "the sandbox is suspended")
 	return nil
 }
 
-// sleep has a VM sleep where it is. One that is nowhere, or on another node than was thought, is none of this node's.
+// lost says that a VM that was there is not.
+func lost(s *agents.Sandbox, node, name string) error {
+	return &stop{ReasonLost, fmt.Sprintf("node %s knows no VM %s, which was on %s: its memory and disk are lost: delete the Sandbox", node, name, s.Annotations[AnnotationNode]), later}
+}
+
+// sleep has a VM sleep where it is. One that is on another node than was thought is none of this node's. The error is
+// spec.ErrNotFound if it was there and is not.
 func (r *Sandboxes) sleep(ctx context.Context, s *agents.Sandbox, name string) error {
 	node := s.Annotations[AnnotationNode]
 	if node == "" {
@@ -269,7 +290,9 @@ func (r *Sandboxes) sleep(ctx context.Context, s *agents.Sandbox, name string) e
 	o := spec.SleepOptions{Durable: r.Durable}
 	err := r.Fleet.call(ctx, node, r.callTime(), func(ctx context.Context, c *client.Client) error {
 		_, err := c.Here().Sleep(ctx, name, o)
-		if errors.Is(err, spec.ErrNotRunning) || errors.Is(err, spec.ErrCrashed) {
+		if ended := errors.Is(err, spec.ErrNotRunning) || errors.Is(err, spec.ErrCrashed); ended && !r.Durable {
+			return nil // it boots from its disk, here
+		} else if ended {
 			// It has ended by itself: with its disk it can still go elsewhere.
 			if _, err = c.Here().Start(ctx, name); err == nil {
 				_, err = c.Here().Sleep(ctx, name, o)
@@ -277,10 +300,12 @@ func (r *Sandboxes) sleep(ctx context.Context, s *agents.Sandbox, name string) e
 		}
 		return err
 	})
-	switch {
-	case errors.Is(err, spec.ErrNotFound), errors.Is(err, spec.ErrElsewhere), errors.Is(err, errNodeGone):
-		return nil
-	case err == nil:
+	switch started := s.Annotations[AnnotationStarted] != ""; {
+	case started && errors.Is(err, spec.ErrNotFound):
+		return err
+	case started && errors.Is(err, errNodeGone) && !r.Durable:
+		return fmt.Errorf("%w: %w", spec.ErrNotFound, err)
+	case err == nil, errors.Is(err, spec.ErrNotFound), errors.Is(err, spec.ErrElsewhere), errors.Is(err, errNodeGone):
 		return nil
 	}
 	if r.Durable && errors.Is(err, errUnreachable) {
@@ -350,13 +375,6 @@ func (r *Sandboxes) run(ctx context.Context, s *agents.Sandbox, pod *corev1.Pod,
 	}
 	s.Status.LabelSelector = PodLabel + "=" + NodeLabelValue
 	s.Status.NodeName = pod.Spec.NodeName
-	if !pod.DeletionTimestamp.IsZero() || pod.Status.Phase == corev1.PodFailed || pod.Status.Phase == corev1.PodSucceeded {
-		if err := r.sleep(ctx, s, req.Spec.Name); err != nil {
-			return 0, err
-		}
-		set(s, agents.ConditionReady, false, agents.ReasonNotReady, "the pod is ending, and another one will follow: the VM sleeps meanwhile")
-		return 0, r.release(ctx, pod)
-	}
 	if pod.Spec.NodeName == "" {
 		message := "the pod has not been scheduled yet"
 		for _, c := range pod.Status.Conditions {
@@ -436,7 +454,7 @@ func (r *Sandboxes) start(ctx context.Context, s *agents.Sandbox, pod *corev1.Po
 			}
 		}
 		// It has left there, or its node is given up. If not, it must sleep first.
-		if err := r.sleep(ctx, s, name); err != nil {
+		if err := r.sleep(ctx, s, name); err != nil && !errors.Is(err, spec.ErrNotFound) {
 			return err
 		}
 		before := slices.DeleteFunc(append(nodesBefore(s), last), func(n string) bool { return n == node || n == "" })
@@ -464,7 +482,7 @@ func (r *Sandboxes) start(ctx context.Context, s *agents.Sandbox, pod *corev1.Po
 		return err
 	})
 	if made && errors.Is(err, spec.ErrNotFound) {
-		return &stop{ReasonLost, fmt.Sprintf("node %s knows no VM %s, which was on %s: its memory and disk are lost: delete the Sandbox", node, name, last), later}
+		return lost(s, node, name)
 	}
 	if err != nil {
 		return halted(err)
