@@ -203,6 +203,16 @@ test-scale: check-go
 	@GOBIN=$(CURDIR)/.cache/bin go install github.com/versity/versitygw/cmd/versitygw@$(VERSITYGW)
 	DROWSE_TEST_VERSITYGW=$(CURDIR)/.cache/bin/versitygw DROWSE_TEST_CLUSTER_KILLS=$(or $(KILLS),200) CGO_ENABLED=0 $(GO_TEST) -count 1 -timeout 60m -tags versitygw -v -run 'TestStore_|behind_a_network|TestCrash' ./sandbox/blob/s3 ./sandbox/archive ./sandbox/cluster
 
+# test-kubernetes tests the controller on a real API server and its database, built from their modules: ten minutes the first time. The rest of a
+# cluster is the test's, and VMs are in memory. Sandboxes of the test with many: make test-kubernetes SANDBOXES=100. With a guest as well: GUEST=1.
+.PHONY: test-kubernetes
+.cache/bin/etcd .cache/bin/kube-apiserver: .cache/bin/%: kubernetes/controlplane/%/go.mod kubernetes/controlplane/%/main.go
+	cd kubernetes/controlplane/$* && $(GO_BUILD) -ldflags '-s -w' -o $(CURDIR)/$@ .
+
+test-kubernetes: check-go .cache/bin/etcd .cache/bin/kube-apiserver $(if $(GUEST),test-state)
+	cd kubernetes && CGO_ENABLED=0 go vet -tags kubernetes ./... && $(if $(GUEST),DROWSE_TEST_PROGRAM=$(CURDIR)/bin/drowse )KUBEBUILDER_ASSETS=$(CURDIR)/.cache/bin DROWSE_TEST_SANDBOXES=$(or $(SANDBOXES),1000) \
+		$(GO_TEST) -count 1 -timeout 60m -tags kubernetes -v ./...
+
 # test-acme has the gateway get and renew certificates from an ACME server, Let's Encrypt's for tests: some two minutes.
 PEBBLE ?= v2.10.3
 .PHONY: test-acme
@@ -320,6 +330,7 @@ $(REPORT): check-go
 lint: check-go
 	@test -z "$$(gofmt -l $$(git ls-files '*.go'))" || { echo "not formatted, run make fmt:" >&2; gofmt -l $$(git ls-files '*.go') >&2; exit 1; }
 	go run $(GOLANGCI) run ./...
+	cd kubernetes && go run $(GOLANGCI) run --build-tags kubernetes ./...
 
 # loc prints the lines of code, comments and tests of each package.
 .PHONY: loc

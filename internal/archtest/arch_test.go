@@ -42,6 +42,8 @@ var rules = []rule{
 	// Examples import what programs elsewhere import.
 	{"examples/...", []string{"sandbox/...", "netpolicy", "netpolicy/link", "guest"}},
 	{"sdk/...", []string{"sandbox/...", "guest/fakeguest", "netpolicy"}},
+	// The controller of a module of its own is a client of nodes, and links no VMM.
+	{"kubernetes/...", []string{"kubernetes/agents", "kubernetes/controller", "sandbox/api/client", "sandbox/records", "sandbox/spec"}},
 	{"bench/...", []string{"sandbox/...", "vmm/...", "devices/...", "snapshot/...", "netpolicy/...", "rootfs/...", "guest", "internal/osfile"}},
 	{"sandbox/supervisor", []string{"sandbox", "sandbox/state", "sandbox/template", "sandbox/control", "sandbox/pool", "sandbox/spec", "sandbox/fleet", "sandbox/events", "netpolicy", "netpolicy/link", "netpolicy/hostnet", "netpolicy/refmodel"}},
 	// The lifecycle builds upon VMs. Records and lifetimes know nothing of VMs.
@@ -179,7 +181,9 @@ var testsOf = map[string][]string{
 	"sandbox/fleet":       {"guest"},
 	// They ask a host as its clients do.
 	"sandbox/cluster": {"sandbox/api/...", "sandbox/gateway", "sandbox/e2b", "sandbox/records", "sandbox/blob/s3", "sandbox/blob/sealed", "sandbox/fleet", "sandbox/instance", "netpolicy", "guest"},
-	"sandbox/archive": {"sandbox", "sandbox/blob/s3", "sandbox/instance", "sandbox/spec", "netpolicy", "guest"},
+	// Its judges are real servers.
+	"kubernetes/controller": {"sandbox", "sandbox/api", "sandbox/api/tokens", "sandbox/api/wire", "sandbox/blob", "sandbox/cluster/...", "sandbox/instance", "sandbox/state"},
+	"sandbox/archive":       {"sandbox", "sandbox/blob/s3", "sandbox/instance", "sandbox/spec", "netpolicy", "guest"},
 	// The tests compare policies with the reference model, and test their parts together.
 	"netpolicy/link":      {"netpolicy/refmodel/...", "netpolicy/hostnet", "netpolicy/resolver"},
 	"netpolicy/resolver":  {"netpolicy/link"},

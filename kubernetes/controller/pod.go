@@ -1,0 +1,105 @@
+package controller
+
+import (
+	"maps"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/utils/ptr"
+
+	"github.com/drowse-vm/drowse/kubernetes/agents"
+	"github.com/drowse-vm/drowse/sandbox/records"
+)
+
+// reservation returns the pod of a sandbox.
+func (o *Options) reservation(s *agents.Sandbox, r records.Request) *corev1.Pod {
+	t := &s.Spec.PodTemplate
+	labels := maps.Clone(t.Labels)
+	if labels == nil {
+		labels = map[string]string{}
+	}
+	labels[PodLabel] = NodeLabelValue
+	spec := corev1.PodSpec{
+		NodeSelector: maps.Clone(t.Spec.NodeSelector), Affinity: t.Spec.Affinity.DeepCopy(), Tolerations: t.Spec.Tolerations,
+		TopologySpreadConstraints: t.Spec.TopologySpreadConstraints, SchedulerName: t.Spec.SchedulerName, SchedulingGates: t.Spec.SchedulingGates,
+		PriorityClassName: t.Spec.PriorityClassName, PreemptionPolicy: t.Spec.PreemptionPolicy,
+		RestartPolicy: corev1.RestartPolicyAlways, AutomountServiceAccountToken: ptr.To(false), EnableServiceLinks: ptr.To(false),
+		// Nothing runs in it that could end in an orderly way.
+		TerminationGracePeriodSeconds: ptr.To[int64](1),
+		SecurityContext: &corev1.PodSecurityContext{
+			RunAsNonRoot: ptr.To(true), RunAsUser: ptr.To[int64](65535), SeccompProfile: &corev1.SeccompProfile{Type: corev1.SeccompProfileTypeRuntimeDefault},
+		},
+		Containers: []corev1.Container{{
+			Name: "reservation", Image: o.PauseImage, Resources: reserved(t.Spec.Containers[0].Resources, r),
+			SecurityContext: &corev1.SecurityContext{
+				AllowPrivilegeEscalation: ptr.To(false), ReadOnlyRootFilesystem: ptr.To(true), Capabilities: &corev1.Capabilities{Drop: []corev1.Capability{"ALL"}},
+			},
+		}},
+	}
+	if spec.NodeSelector == nil {
+		spec.NodeSelector = map[string]string{}
+	}
+	spec.NodeSelector[NodeLabel] = NodeLabelValue
+	if at := s.Annotations[AnnotationNode]; at != "" {
+		o.near(&spec, at)
+	}
+	return &corev1.Pod{
+		ObjectMeta: metav1.ObjectMeta{
+			Name: s.Name, Namespace: s.Namespace, Labels: labels, Annotations: maps.Clone(t.Annotations), Finalizers: []string{Finalizer},
+			OwnerReferences: []metav1.OwnerReference{*metav1.NewControllerRef(s, agents.Group.WithKind("Sandbox"))},
+		},
+		Spec: spec,
+	}
+}
+
+// reserved returns what the pod requests: what the template says, or else the VM's size, and the memory of its process.
+func reserved(want corev1.ResourceRequirements, r records.Request) corev1.ResourceRequirements {
+	out := *want.DeepCopy()
+	out.Claims = nil
+	if out.Requests == nil {
+		out.Requests = corev1.ResourceList{}
+	}
+	full, _ := r.Spec.WithDefaults() // it was checked
+	for name, size := range map[corev1.ResourceName]*resource.Quantity{
+		corev1.ResourceCPU:    resource.NewQuantity(int64(full.VCPUs), resource.DecimalSI),
+		corev1.ResourceMemory: resource.NewQuantity(int64(full.MemoryMiB)<<20, resource.BinarySI),
+	} {
+		if _, ok := out.Requests[name]; !ok {
+			out.Requests[name] = *size
+		}
+	}
+	for _, list := range []corev1.ResourceList{out.Requests, out.Limits} {
+		if q, ok := list[corev1.ResourceMemory]; ok {
+			q.Add(overhead)
+			list[corev1.ResourceMemory] = q
+		}
+	}
+	return out
+}
+
+// near has a pod bound to the node that has the VM's memory: if possible, where nodes share a store, else at any rate.
+func (o *Options) near(spec *corev1.PodSpec, node string) {
+	here := corev1.NodeSelectorRequirement{Key: metav1.ObjectNameField, Operator: corev1.NodeSelectorOpIn, Values: []string{node}}
+	if spec.Affinity == nil {
+		spec.Affinity = &corev1.Affinity{}
+	}
+	if spec.Affinity.NodeAffinity == nil {
+		spec.Affinity.NodeAffinity = &corev1.NodeAffinity{}
+	}
+	a := spec.Affinity.NodeAffinity
+	if o.Durable {
+		a.PreferredDuringSchedulingIgnoredDuringExecution = append(a.PreferredDuringSchedulingIgnoredDuringExecution,
+			corev1.PreferredSchedulingTerm{Weight: 100, Preference: corev1.NodeSelectorTerm{MatchFields: []corev1.NodeSelectorRequirement{here}}})
+		return
+	}
+	must := a.RequiredDuringSchedulingIgnoredDuringExecution
+	if must == nil {
+		must = &corev1.NodeSelector{NodeSelectorTerms: []corev1.NodeSelectorTerm{{}}}
+		a.RequiredDuringSchedulingIgnoredDuringExecution = must
+	}
+	for i := range must.NodeSelectorTerms { // any of them suffices
+		t := &must.NodeSelectorTerms[i]
+		t.MatchFields = append(t.MatchFields, here)
+	}
+}
