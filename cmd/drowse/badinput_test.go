@@ -174,7 +174,7 @@ func evalSymlinks(t *testing.T, path string) string {
 func TestAttack_misspelt_state_directory_is_made_and_nothing_said(t *testing.T) {
 	for _, args := range []string{
 		"ps", "ls", "top --once", "history a", "events", "inspect a", "logs a", "audit a", "stats a", "diff a", "watch a /x", "exec a true", "cp a:/x y", "cp x a:/y",
-		"ssh a", "ssh-config", "port-forward a 80:80", "start a", "stop a", "sleep a", "wake a", "attach a", "port a", "kill a", "df", "info", "images", "rmi i", "promote a", "rename a b", "update a --owner b", "rm a", "restore s", "fork a",
+		"ssh a", "ssh-config", "port-forward a 80:80", "start a", "stop a", "sleep a", "wake a", "attach a", "port a", "kill a", "df", "info", "images", "rmi i", "migrate a --to b", "promote a", "rename a b", "update a --owner b", "rm a", "restore s", "fork a",
 		"prune", "snapshot ls", "snapshot tree", "snapshot inspect s", "snapshot create a", "snapshot rm s", "snapshot export s", "snapshot compact s",
 		"image ls", "image inspect i", "image rm i", "image export i -", "image prune", "kernel ls", "kernel inspect built", "volume ls", "volume inspect v", "volume rm v",
 		"volume resize v 1", "policy show a", "policy flows a", "secret ls a", "secret rm a s", "service ls a", "service logs a s", "service rm a s", "token ls", "token rm t",

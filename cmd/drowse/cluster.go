@@ -111,6 +111,7 @@ func (f *clusterFlags) join(ctx context.Context, a *app, h *sandbox.Host) (m *me
 	with := *h
 	with.Cluster = m.node
 	m.host, m.peers = &with, peer.New(peer.Options{Identity: id, Directory: m.node, Log: a.log})
+	m.node.Reach(m.peers)
 	m.list = m.node.Catalog(m.peers)
 	m.life, m.end = context.WithCancel(context.WithoutCancel(ctx))
 	return m, nil
@@ -163,7 +164,11 @@ func clusterOf(state string) lease.Cluster {
 }
 
 func (c asked) server(name string, do func(s *client.Client) error) error {
-	s := client.Unix(filepath.Join(c.state, api.SocketFile)).Here() // what follows is done here
+	return c.any(name, func(s *client.Client) error { return do(s.Here()) }) // what follows is done here
+}
+
+func (c asked) any(name string, do func(s *client.Client) error) error {
+	s := client.Unix(filepath.Join(c.state, api.SocketFile))
 	defer s.Close()
 	err := do(s)
 	var no *net.OpError
@@ -199,6 +204,15 @@ func (c asked) Publish(ctx context.Context, name string) error {
 		_, err := s.Sleep(ctx, name, spec.SleepOptions{Durable: true})
 		return err
 	})
+}
+
+// Migrate implements lease.Cluster. The server asks the host that has the sandbox.
+func (c asked) Migrate(ctx context.Context, name string, o spec.MigrateOptions) (res spec.MigrateResult, err error) {
+	err = c.any(name, func(s *client.Client) error {
+		res, err = s.Migrate(ctx, name, o)
+		return err
+	})
+	return res, err
 }
 
 // Delete implements lease.Cluster.

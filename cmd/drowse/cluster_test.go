@@ -131,6 +131,10 @@ func TestCluster_commands_use_a_sandbox_on_either_host(t *testing.T) {
 		t.Error("asked to answer itself:", err)
 	}
 	says(a, exitExec, "box is on b", "exec", "box", "true")
+	says(a, 0, "box runs on a", "migrate", "box", "--to", "a") // b does it
+	says(a, 0, "box runs on b", "migrate", "--all", "--to", "b")
+	says(b, exitFailed, "it is there", "migrate", "box", "--to", "b")
+	says(b, 0, "Linux", "exec", "box", "cat", "/root/word")
 	says(a, exitUsage, "--cluster-address", "serve", "--cluster-address", "127.0.0.1:0")
 	says(b, 0, "", "rm", "--force", "box")
 	says(a, exitExec, "no such VM", "exec", "box", "true")

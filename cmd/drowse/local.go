@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"runtime"
+	"slices"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -19,6 +20,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
+	"github.com/drowse-vm/drowse/sandbox/lease"
 	"github.com/drowse-vm/drowse/sandbox/records"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
@@ -82,6 +84,13 @@ func (l *local) Sleep(ctx context.Context, name string, o spec.SleepOptions) (sp
 		return spec.SleepResult{}, err
 	}
 	return h.Sandbox(name).Sleep(ctx, o)
+}
+
+func (l *local) Migrate(ctx context.Context, name string, o spec.MigrateOptions) (spec.MigrateResult, error) {
+	if l.h.Cluster == nil {
+		return spec.MigrateResult{}, fmt.Errorf("%w: moving %s: this host is in no cluster: run `drowse serve --cluster` here", spec.ErrInvalid, name)
+	}
+	return l.h.Cluster.Migrate(ctx, name, o)
 }
 
 func (l *local) Snapshot(ctx context.Context, name string, o spec.SnapshotOptions) (spec.SleepResult, error) {
@@ -212,6 +221,13 @@ func (l *local) sleepAll(ctx context.Context, o spec.SleepOptions) (asleep, awak
 	}
 	asleep, awake = sleepAll(ctx, l.a.log, h, o)
 	return asleep, awake, nil
+}
+
+func (l *local) evacuees(ctx context.Context) (records.List, error) {
+	list, err := allOf(ctx, l, records.Filter{})
+	shared := lease.In(l.h.State.Dir())
+	list.Sandboxes = slices.DeleteFunc(list.Sandboxes, func(b records.Sandbox) bool { return b.Status == records.Asleep && shared.Shared(b.Name) })
+	return list, err
 }
 
 func (l *local) stop(ctx context.Context, name string, limit time.Duration) error {

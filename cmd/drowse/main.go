@@ -186,7 +186,7 @@ func (a *app) verbs() []*cobra.Command {
 		a.runCommand(), a.execCommand(), a.attachCommand(), a.cpCommand(), a.portForwardCommand(), a.portCommand(),
 		a.psCommand(), a.lsCommand(), a.historyCommand(), a.eventsCommand(), a.inspectCommand(), a.logsCommand(), a.statsCommand(),
 		a.versionCommand(), a.infoCommand(), a.contextCommand(),
-		a.startCommand(), a.stopCommand(), a.killCommand(), a.sleepCommand(), a.wakeCommand(), a.promoteCommand(), a.renameCommand(), a.updateCommand(), a.rmCommand(),
+		a.startCommand(), a.stopCommand(), a.killCommand(), a.sleepCommand(), a.wakeCommand(), a.migrateCommand(), a.promoteCommand(), a.renameCommand(), a.updateCommand(), a.rmCommand(),
 		a.snapshotCommand(), a.restoreCommand(), a.forkCommand(), a.pruneCommand(), a.policyCommand(), a.secretCommand(),
 		a.serviceCommand(), a.volumeCommand(), a.templateCommand(), a.auditCommand(), a.diffCommand(), a.watchCommand(),
 	}

@@ -25,6 +25,7 @@ type place interface {
 	Rename(ctx context.Context, name, to string) (records.Sandbox, error)
 	Prune(ctx context.Context, dryRun bool) (records.Pruned, error)
 	Sleep(ctx context.Context, name string, o spec.SleepOptions) (spec.SleepResult, error)
+	Migrate(ctx context.Context, name string, o spec.MigrateOptions) (spec.MigrateResult, error)
 	Snapshot(ctx context.Context, name string, o spec.SnapshotOptions) (spec.SleepResult, error)
 	Promote(ctx context.Context, name string) ([]spec.Promoted, error)
 	Stats(ctx context.Context, name string) (spec.Stats, error)
@@ -46,6 +47,8 @@ type place interface {
 	// rewind takes a VM back to its snapshot, and wakes it.
 	rewind(ctx context.Context, name, snapshot string) (cameUp, error)
 	fork(ctx context.Context, name string, o forkOptions) (forked, error)
+	// evacuees are the VMs that this host has, without those that already sleep in the store of its cluster.
+	evacuees(context.Context) (records.List, error)
 	sleepAll(context.Context, spec.SleepOptions) (asleep, awake []string, err error)
 	stop(ctx context.Context, name string, limit time.Duration) error
 	kill(ctx context.Context, name string) error

@@ -310,6 +310,10 @@ func (r *farHost) fork(ctx context.Context, name string, o forkOptions) (forked,
 	return out, err
 }
 
+func (*farHost) evacuees(context.Context) (records.List, error) {
+	return records.List{}, usageError{errors.New("--all is for the VMs of the host that it runs on: run it there, or name them")}
+}
+
 func (r *farHost) sleepAll(ctx context.Context, o spec.SleepOptions) (asleep, awake []string, err error) {
 	list, err := allOf(ctx, r, records.Filter{Statuses: []records.Status{records.Creating, records.Running, records.Waiting}})
 	asleep, awake = []string{}, []string{}

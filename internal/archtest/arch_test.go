@@ -108,7 +108,7 @@ var rules = []rule{
 	// A host's part among others that share sandboxes. The process of a VM only knows the lease.
 	// What hosts say to each other knows no sandboxes, only who asks and whom to ask.
 	{"sandbox/cluster/peer", []string{"sandbox/spec"}},
-	{"sandbox/cluster", []string{"sandbox", "sandbox/archive/...", "sandbox/arrival", "sandbox/blob", "sandbox/lease", "sandbox/spec", "sandbox/state", "snapshot", "internal/osfile"}},
+	{"sandbox/cluster", []string{"sandbox", "sandbox/archive/...", "sandbox/arrival", "sandbox/blob", "sandbox/control", "sandbox/lease", "sandbox/lifetime", "sandbox/spec", "sandbox/state", "snapshot", "internal/osfile"}},
 	{"sandbox/lease", []string{"sandbox/spec", "internal/osfile"}},
 	{"sandbox/arrival", []string{"internal/osfile"}},
 	{"sandbox/hosthooks", []string{"sandbox/events", "sandbox/spec", "guest/report"}},

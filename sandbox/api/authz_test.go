@@ -48,6 +48,7 @@ var rights = map[string]struct {
 	"POST /v1/sandboxes/{name}/sleep":                      {tokens.ScopeCreate, "sandbox"},
 	"POST /v1/sandboxes/{name}/stop":                       {tokens.ScopeCreate, "sandbox"},
 	"POST /v1/sandboxes/{name}/snapshot":                   {tokens.ScopeCreate, "sandbox"},
+	"POST /v1/sandboxes/{name}/migrate":                    {tokens.ScopeAdmin, "host"},
 	"POST /v1/sandboxes/{name}/promote":                    {tokens.ScopeCreate, "sandbox"},
 	"POST /v1/sandboxes/{name}/restore":                    {tokens.ScopeCreate, "sandbox"},
 	"POST /v1/sandboxes/{name}/fork":                       {tokens.ScopeCreate, "sandbox"},

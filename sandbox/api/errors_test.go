@@ -81,6 +81,7 @@ var sentinels = map[string]answered{
 	"spec.ErrElsewhere":          {spec.ErrElsewhere, "elsewhere", 409, ""},
 	"spec.ErrUnclaimed":          {spec.ErrUnclaimed, "unclaimed", 409, ""},
 	"spec.ErrArriving":           {spec.ErrArriving, "arriving", 409, ""},
+	"spec.ErrTarget":             {spec.ErrTarget, "target", 409, ""},
 	"spec.ErrPersistLimit":       {spec.ErrPersistLimit, "persist-limit", 409, ""},
 	"spec.ErrSecrets":            {spec.ErrSecrets, "secrets", 409, ""},
 	"spec.ErrShare":              {spec.ErrShare, "share-unusable", 409, ""},

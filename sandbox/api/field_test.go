@@ -174,7 +174,7 @@ func TestErrors_name_the_field_whose_value_is_out_of_bounds(t *testing.T) {
 		{create, meta("gateway", obj("host", "a/b")), "metadata.gateway.host"},
 		{"PATCH " + web, obj("tags", []string{""}), "tags"}, {"PATCH " + web, obj("class", "eternal"), "class"}, {"PATCH " + web, obj("wake", obj()), "wake.at"},
 		{"POST " + web + "/fork", obj("children", []any{}), "children"}, {"POST " + web + "/fork", obj("children", []any{obj("name", "No")}), "children.name"},
-		{"POST " + web + "/rename", obj("to", "No"), "to"}, {"POST " + web + "/extend", obj("until", "0001-01-01T00:00:00Z"), "until"},
+		{"POST " + web + "/migrate", obj("to", ""), "to"}, {"POST " + web + "/rename", obj("to", "No"), "to"}, {"POST " + web + "/extend", obj("until", "0001-01-01T00:00:00Z"), "until"},
 		{"POST " + web + "/stop", obj("timeout_seconds", 9999), "timeout_seconds"}, {"POST " + web + "/snapshot", obj("note", "a\nb"), "note"},
 		{"POST " + web + "/sleep", obj("hooks", "never"), "hooks"}, {"POST " + web + "/snapshot", obj("hooks", "never"), "hooks"},
 		{"POST " + web + "/exec", obj("command", []string{}), "command"}, {"POST " + web + "/exec", obj("command", []string{"x"}, "timeout_seconds", 1<<20), "timeout_seconds"},

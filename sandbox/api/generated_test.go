@@ -197,6 +197,7 @@ func TestOpenAPI_every_operation_succeeds_when_its_example_is_sent(t *testing.T)
 		"POST /v1/snapshots/import": 400, "POST /v1/images/import": 400,
 		"POST /v1/sandboxes/{name}/restore": 409, // it runs
 		"POST /v1/sandboxes/{name}/rename":  409,
+		"POST /v1/sandboxes/{name}/migrate": 400, // the host is in no cluster
 		"POST /v1/sandboxes/{name}/promote": 400, // it has nothing to promote
 		"DELETE /v1/images/{ref}":           409, // web needs it
 		"DELETE /v1/snapshots/{id}":         0,   // in use or not

@@ -148,6 +148,7 @@ var examples = object{
 	"POST /v1/sandboxes/{name}/snapshot":                   object{"note": "before the update"},
 	"POST /v1/sandboxes/{name}/restore":                    object{"snapshot": anID},
 	"POST /v1/sandboxes/{name}/fork":                       object{"children": []object{{"name": "child", "tags": []string{"try"}}}},
+	"POST /v1/sandboxes/{name}/migrate":                    object{"to": "other-host"},
 	"POST /v1/sandboxes/{name}/rename":                     object{"to": "other"},
 	"POST /v1/sandboxes/{name}/extend":                     object{"until": "2100-01-01T00:00:00Z"},
 	"POST /v1/sandboxes/{name}/exec":                       object{"command": []string{"true"}, "timeout_seconds": 10},

@@ -257,6 +257,20 @@ func lifecycle() []route {
 			}),
 		},
 		{
+			method: http.MethodPost, path: onOne + "/migrate", scope: ScopeAdmin, op: "migrate", says: "Move a sandbox to another host of the server's cluster, awake if it is. One that sleeps is only published.",
+			takes: wire.Migrate{}, gives: spec.MigrateResult{}, needsBody: true, limit: migrateTime,
+			serve: func(s *Server, r *request) (int, any, error) {
+				o, c := r.body.(*wire.Migrate), s.o.Host.Cluster
+				switch {
+				case o.To == "":
+					return 0, nil, spec.InField("to", fmt.Errorf("%w: to names no host", spec.ErrInvalid))
+				case c == nil:
+					return 0, nil, fmt.Errorf("%w: this host is in no cluster: run `drowse serve --cluster` here", spec.ErrInvalid)
+				}
+				return ok(c.Migrate(r.Context(), r.name(), spec.MigrateOptions{To: o.To, Hooks: o.Hooks}))
+			},
+		},
+		{
 			method: http.MethodPost, path: onOne + "/stop", scope: ScopeCreate, op: "stop", says: "Shut a sandbox down. One that does not run is left alone.",
 			takes: wire.Stop{}, gives: records.Sandbox{}, serve: stop,
 		},

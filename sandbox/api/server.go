@@ -1,6 +1,7 @@
 package api
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -60,8 +61,10 @@ func mayWrite(s tokens.Scopes) string {
 const (
 	readTime  = time.Minute      // reads
 	writeTime = 10 * time.Minute // starts, saves and removals: a boot with much memory takes minutes on a soft KVM
-	bodyTime  = 30 * time.Second // until the body of a request has arrived
-	sendTime  = 2 * time.Minute  // until the client has taken an answer
+	// migrateTime bounds a move: what goes ahead may be much, and the network slow.
+	migrateTime = time.Hour
+	bodyTime    = 30 * time.Second // until the body of a request has arrived
+	sendTime    = 2 * time.Minute  // until the client has taken an answer
 )
 
 // Options configure New.
@@ -320,7 +323,14 @@ func (s *Server) answer(rt route) http.Handler {
 			if answered {
 				return
 			}
-			if err := s.reach(r.Context(), rt, name, away); err != nil {
+			err := s.reach(r.Context(), rt, name, away)
+			if errors.Is(err, spec.ErrElsewhere) && away == nil { // it has moved meanwhile; nothing of the body was read
+				if answered, away = s.passOn(w, r, rt, name); answered {
+					return
+				}
+				err = cmp.Or(away, err)
+			}
+			if err != nil {
 				s.refuse(w, r, fleet.Fail(rt.op, name, err))
 				return
 			}
@@ -572,7 +582,7 @@ var statuses = byCode(map[int][]records.Code{
 	http.StatusConflict: {
 		"exists", "running", "not-running", "expired", "crashed", "ended", "stopped", "hooks", "host-hooks", "promote", "drop", "persist-limit", "secrets",
 		"snapshot-exists", "snapshot-in-use", "image-in-use", "snapshot-foreign", "foreign-snapshot", "foreign", "version", "disk-only", "disk-in-use", "disk-version",
-		"kernel-feature", "volume-in-use", "volume-stale", "volume-dirty", "volume-read-only", "share-unusable", "elsewhere", "unclaimed", "arriving", "not-frozen", "network-busy", "guest-too-old",
+		"kernel-feature", "volume-in-use", "volume-stale", "volume-dirty", "volume-read-only", "share-unusable", "elsewhere", "unclaimed", "arriving", "target", "not-frozen", "network-busy", "guest-too-old",
 		codeGuestExists, codeGuestDenied, codeGuestRefused,
 	},
 	http.StatusPreconditionFailed:           {wire.CodePrecondition},

@@ -22,8 +22,10 @@ import (
 
 const (
 	manifestVersion = 1
-	maxManifest     = 4 << 20 // bytes
-	dataPrefix      = "data/"
+	// aheadVersion is that of a manifest whose files have numbers of their own.
+	aheadVersion = 2
+	maxManifest  = 4 << 20 // bytes
+	dataPrefix   = "data/"
 	// maxPut is how long a put may take. Sweep leaves alone what has changed within the last minSweep.
 	maxPut   = 12 * time.Hour
 	minSweep = 2 * maxPut
@@ -77,6 +79,8 @@ type manifest struct {
 type entryFile struct {
 	snapshot.SentFile
 	Index string `json:"index"` // SHA-256 of its index
+	// At is its number in Data; 0 is its place among the files.
+	At int `json:"at,omitempty"`
 }
 
 // Archive is an archive in a store of objects. Its methods may be called from several goroutines and hosts.
@@ -127,27 +131,36 @@ func (a *Archive) Put(ctx context.Context, kind Kind, i Info, send func(put func
 		return fail(err)
 	}
 	begin := time.Now()
-	i.Put, i.Size, i.Stored = begin.UTC().Truncate(time.Second), 0, 0
 	m := manifest{Version: manifestVersion, Info: i, Data: dataOf(kind, i.ID) + rand.Text()}
+	m.Put, m.Size, m.Stored = begin.UTC().Truncate(time.Second), 0, 0
 	err = send(func(f snapshot.SentFile, r io.Reader) error {
 		ref, stored, err := put(ctx, a.storeOf(kind), m.file(len(m.Files)), r, f.Size)
 		if err != nil {
 			return err
 		}
-		m.Files = append(m.Files, entryFile{f, ref.Index})
+		m.Files = append(m.Files, entryFile{SentFile: f, Index: ref.Index})
 		m.Size, m.Stored = m.Size+f.Size, m.Stored+stored
 		return nil
 	})
+	out, err := a.finish(ctx, a.storeOf(kind), key, &m, begin, err)
+	if err != nil {
+		return fail(err)
+	}
+	return out, nil
+}
+
+// finish makes the entry whose files were put, unless that has failed.
+func (a *Archive) finish(ctx context.Context, store blob.Store, key string, m *manifest, begin time.Time, err error) (Info, error) {
 	if err == nil && time.Since(begin) > maxPut {
 		err = ErrSlow
 	}
 	began := err == nil
 	if began {
-		err = commit(ctx, a.storeOf(kind), key, &m)
+		err = commit(ctx, store, key, m)
 	}
 	switch {
 	case err == nil && time.Since(begin) > maxPut: // the process, or the network, stood still
-		err = errors.Join(ErrSlow, a.store.Delete(ctx, key))
+		err = errors.Join(ErrSlow, store.Delete(ctx, key))
 	case err == nil:
 		return m.Info, nil
 	case !began, errors.Is(err, ErrExists):
@@ -156,13 +169,19 @@ func (a *Archive) Put(ctx context.Context, kind Kind, i Info, send func(put func
 		_ = a.removeData(clean, m.Data) // what it does not get to is the next Sweep's
 	}
 	// After another error of commit the manifest may be there, or may still come: Sweep decides.
-	return fail(err)
+	return Info{}, err
 }
 
 // dataOf begins the keys of the files of an entry, of all attempts to put it.
 func dataOf(kind Kind, id string) string { return dataPrefix + string(kind) + "-" + id + "-" }
 
-func (m *manifest) file(n int) string { return fmt.Sprintf("%s/%d", m.Data, n) }
+// file returns the key of a file by its place.
+func (m *manifest) file(n int) string {
+	if n < len(m.Files) && m.Files[n].At != 0 {
+		n = m.Files[n].At
+	}
+	return fmt.Sprintf("%s/%d", m.Data, n)
+}
 
 // commit puts the manifest.
 func commit(ctx context.Context, store blob.Store, key string, m *manifest) error {
@@ -211,8 +230,12 @@ func (a *Archive) manifest(ctx context.Context, kind Kind, id string) (*manifest
 	return m, nil
 }
 
-// maxFiles is more than a snapshot has.
-const maxFiles = 1 + snapshot.MaxFiles + snapshot.MaxExtraFiles
+const (
+	// maxFiles is more than a snapshot has.
+	maxFiles = 1 + snapshot.MaxFiles + snapshot.MaxExtraFiles
+	// maxNumber bounds the numbers of files that were put ahead.
+	maxNumber = 16 * maxFiles
+)
 
 func decodeManifest(doc []byte) (*manifest, error) {
 	var m manifest
@@ -220,14 +243,14 @@ func decodeManifest(doc []byte) (*manifest, error) {
 	d.DisallowUnknownFields()
 	if err := d.Decode(&m); err != nil {
 		var v struct{ Version int }
-		if json.Unmarshal(doc, &v) == nil && v.Version > manifestVersion {
-			err = fmt.Errorf("it has version %d, this program reads %d: use the one that wrote it", v.Version, manifestVersion)
+		if json.Unmarshal(doc, &v) == nil && v.Version > aheadVersion {
+			err = fmt.Errorf("it has version %d, this program reads %d: use the one that wrote it", v.Version, aheadVersion)
 		}
 		return nil, err
 	}
 	switch {
-	case m.Version != manifestVersion:
-		return nil, fmt.Errorf("it has version %d, this program reads %d: use the one that wrote it", m.Version, manifestVersion)
+	case m.Version != manifestVersion && m.Version != aheadVersion:
+		return nil, fmt.Errorf("it has version %d, this program reads %d: use the one that wrote it", m.Version, aheadVersion)
 	case d.More():
 		return nil, errors.New("there is more after it")
 	case !strings.HasPrefix(m.Data, dataPrefix) || strings.Count(m.Data, "/") != 1 || blob.CheckKey(m.Data) != nil:
@@ -235,9 +258,15 @@ func decodeManifest(doc []byte) (*manifest, error) {
 	case len(m.Files) > maxFiles:
 		return nil, fmt.Errorf("it has %d files", len(m.Files))
 	}
-	for _, f := range m.Files {
+	keys := map[string]bool{}
+	for i, f := range m.Files {
 		if sum, err := hex.DecodeString(f.Index); err != nil || len(sum) != 32 || f.Size < 0 || f.Size > maxFile {
 			return nil, fmt.Errorf("its file %.80q has no hash or an impossible size", f.Name)
+		}
+		if key := m.file(i); f.At < 0 || f.At > maxNumber || f.At != 0 && m.Version < aheadVersion || keys[key] {
+			return nil, fmt.Errorf("its file %.80q has the impossible number %d", f.Name, f.At)
+		} else {
+			keys[key] = true
 		}
 	}
 	return &m, nil

@@ -466,11 +466,33 @@ func FuzzIndex(f *testing.F) {
 }
 
 func FuzzManifest(f *testing.F) {
-	good, err := json.Marshal(manifest{Version: 1, Info: Info{ID: id1}, Data: dataOf(Snapshots, id1) + "X", Files: []entryFile{{snapshot.SentFile{Name: "a"}, fmt.Sprintf("%x", sha256.Sum256(nil))}}})
+	good, err := json.Marshal(manifest{Version: 1, Info: Info{ID: id1}, Data: dataOf(Snapshots, id1) + "X", Files: []entryFile{{snapshot.SentFile{Name: "a"}, fmt.Sprintf("%x", sha256.Sum256(nil)), 0}}})
 	if err != nil {
 		f.Fatal(err)
 	}
 	f.Add(good)
+	var m manifest
+	if err := json.Unmarshal(good, &m); err != nil {
+		f.Fatal(err)
+	}
+	for version, numbers := range map[int][]int{1: {0, 2}, 2: {0, 1}, 3: {0, 0}} {
+		m.Version, m.Files = version, []entryFile{m.Files[0], m.Files[0]}
+		m.Files[0].At, m.Files[1].At = numbers[0], numbers[1]
+		text, err := json.Marshal(m)
+		if err != nil {
+			f.Fatal(err)
+		}
+		f.Add(text)
+		if _, err := decodeManifest(text); (err == nil) != (version == 2) {
+			f.Errorf("%s: %v", text, err)
+		}
+	}
+	m.Version, m.Files[0].At, m.Files[1].At = 2, 5, 5
+	if text, err := json.Marshal(m); err != nil {
+		f.Fatal(err)
+	} else if _, err := decodeManifest(text); err == nil {
+		f.Error("two files have one key")
+	}
 	f.Add([]byte(`{"version":2}`))
 	f.Fuzz(func(t *testing.T, b []byte) {
 		m, err := decodeManifest(b)

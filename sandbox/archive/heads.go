@@ -27,8 +27,8 @@ const (
 
 // PushHead puts the snapshot snap of a store, the image i.Image, if that is missing, and a document about its sandbox.
 func (a *Archive) PushHead(ctx context.Context, s *state.Store, i Info, snap string, doc []byte) (Info, error) {
-	if len(doc) > maxDoc {
-		return i, fmt.Errorf("what is known of %s has %d bytes, and %d are allowed", i.Name, len(doc), maxDoc)
+	if err := checkDoc(i.Name, doc); err != nil {
+		return i, err
 	}
 	if err := a.pushImage(ctx, s, i.Image, nil); err != nil {
 		return i, err
@@ -39,6 +39,13 @@ func (a *Archive) PushHead(ctx context.Context, s *state.Store, i Info, snap str
 		}
 		return s.SendSnapshot(ctx, snap, func(f snapshot.SentFile, r io.Reader) error { return put(f, r) })
 	})
+}
+
+func checkDoc(name string, doc []byte) error {
+	if len(doc) > maxDoc {
+		return fmt.Errorf("what is known of %s has %d bytes, and %d are allowed", name, len(doc), maxDoc)
+	}
+	return nil
 }
 
 // Head is a head that is read.

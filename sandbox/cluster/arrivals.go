@@ -81,6 +81,7 @@ func (n *Node) begins(e *arriving) {
 		e.err = n.finish(ctx, e)
 		switch {
 		case e.err == nil:
+			n.near.drop(e.head)
 			n.log.Info("its memory has arrived", "sandbox", e.name, "snapshot", e.id, "ms", time.Since(begun).Milliseconds())
 			n.arrivals.mu.Lock()
 			delete(n.arrivals.all, e.id)

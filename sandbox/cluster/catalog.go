@@ -80,9 +80,9 @@ func (n *Node) Catalog(p *peer.Peers) *Catalog {
 	return &Catalog{n: n, peers: p, families: map[string]familyRead{}, heads: map[string]*headDoc{}, said: map[string]said{}}
 }
 
-// PeerHandlers returns the handler that says to other hosts what this one has: for peer.Serve.
+// PeerHandlers returns the handlers of what hosts ask each other: for peer.Serve.
 func (n *Node) PeerHandlers() map[string]http.Handler {
-	return map[string]http.Handler{listService: http.HandlerFunc(n.serveRows)}
+	return map[string]http.Handler{listService: http.HandlerFunc(n.serveRows), moveService: http.HandlerFunc(n.serveMove)}
 }
 
 // serveRows answers with the shared sandboxes that this host has claimed.
@@ -355,7 +355,7 @@ func (c *Catalog) askHosts(ctx context.Context, byHost map[string][]string) (pro
 		group.Go(func() error {
 			ctx, cancel := context.WithTimeout(ctx, hostTime)
 			defer cancel()
-			text, err := c.peers.Ask(ctx, host, listService, maxRows)
+			text, err := c.peers.Ask(ctx, host, listService, nil, maxRows)
 			rows := map[string]row{}
 			if err == nil {
 				err = json.Unmarshal(text, &rows)

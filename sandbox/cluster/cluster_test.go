@@ -235,6 +235,23 @@ func TestSandbox_of_which_a_caller_may_know_nothing_stays_where_it_is(t *testing
 	a.counts("box", "1")
 }
 
+// The host that has changed it has not woken it: what it sleeps in is here as well.
+func TestSandbox_that_was_changed_on_another_host_wakes_from_the_snapshot_that_is_here(t *testing.T) {
+	store := dir(t)
+	a, b := newHost(t, "a", store, cluster.Options{}), newHost(t, "b", store, cluster.Options{})
+	a.create("box")
+	a.counts("box", "1")
+	a.sleep("box")
+	must(t, b.node.Claim(t.Context(), "box", nil))
+	_, err := b.State.SetMetadata(t.Context(), "box", func(m *spec.Metadata, _ error) error { m.Purpose = "changed"; return nil })
+	must(t, err)
+	must(t, b.node.Publish(t.Context(), "box"))
+	a.counts("box", "2")
+	if m, err := a.State.Metadata("box"); err != nil || m.Purpose != "changed" {
+		t.Errorf("%+v, %v", m, err)
+	}
+}
+
 // What a host knows of a sandbox that has gone on elsewhere must not end it.
 func TestSandbox_that_lasts_longer_by_another_host_is_not_removed_as_expired(t *testing.T) {
 	store := dir(t)

@@ -29,6 +29,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/blob"
 	"github.com/drowse-vm/drowse/sandbox/blob/s3"
 	"github.com/drowse-vm/drowse/sandbox/cluster"
+	"github.com/drowse-vm/drowse/sandbox/cluster/peer"
 	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/lease"
 	"github.com/drowse-vm/drowse/sandbox/sandboxtest"
@@ -50,8 +51,8 @@ const (
 
 // An ask is what a child is to do.
 type ask struct {
-	ID       int
-	Op, Name string
+	ID           int
+	Op, Name, To string
 }
 
 type said struct {
@@ -114,8 +115,17 @@ func child() {
 	check(err)
 	bare, err := vms.Open(dir)
 	check(err)
-	n, err := cluster.Join(context.Background(), bare, cluster.Options{Store: store, Name: name, TTL: crashTTL, Log: slog.New(slog.NewTextHandler(os.Stderr, nil))})
+	id, err := peer.NewIdentity(name)
 	check(err)
+	at, address, err := peer.Listen("127.0.0.1:0")
+	check(err)
+	n, err := cluster.Join(context.Background(), bare, cluster.Options{
+		Store: store, Name: name, TTL: crashTTL, Log: slog.New(slog.NewTextHandler(os.Stderr, nil)), Address: address, Key: id.Key(),
+	})
+	check(err)
+	peers := peer.New(peer.Options{Identity: id, Directory: n})
+	n.Reach(peers)
+	go func() { check(peers.Serve(context.Background(), at, n.PeerHandlers())) }()
 	h := *bare
 	h.Cluster = n
 	go func() { check(n.Run(context.Background())) }()
@@ -155,12 +165,16 @@ func do(h *sandbox.Host, n *cluster.Node, vms *sandboxtest.VMs, a ask) (count in
 			return 0, err
 		}
 		return 0, vms.Guest(a.Name).WriteFile("/root/name", []byte(a.Name))
-	case "count", "durably":
+	case "count", "durably", "moves":
 		var out strings.Builder
 		if _, err := b.Exec(ctx, guest.Cmd{Argv: []string{"count"}, IO: guest.IO{Stdout: &out}}); err != nil {
 			return 0, err
 		}
 		if count, err = strconv.Atoi(out.String()); err != nil || a.Op == "count" {
+			return count, err
+		}
+		if a.Op == "moves" {
+			_, err := n.Migrate(ctx, a.Name, spec.MigrateOptions{To: a.To})
 			return count, err
 		}
 		if _, err := b.Sleep(ctx, sandbox.SleepOptions{}); err != nil {
@@ -183,6 +197,7 @@ type crashHost struct {
 	store string
 
 	mu    sync.Mutex
+	other string // where it moves sandboxes
 	cmd   *exec.Cmd
 	in    io.WriteCloser
 	next  int
@@ -248,7 +263,7 @@ func (h *crashHost) do(op, name string) (said, error) {
 	h.next++
 	c := make(chan said, 1)
 	h.waits[h.next] = c
-	line, err := json.Marshal(ask{h.next, op, name})
+	line, err := json.Marshal(ask{h.next, op, name, h.other})
 	if err == nil {
 		_, err = h.in.Write(append(line, '\n'))
 	}
@@ -270,7 +285,8 @@ func (h *crashHost) do(op, name string) (said, error) {
 //
 //   - what was durable is never lost: nobody counts from less;
 //   - none runs twice: no guest counts under a claim after one has under a later claim;
-//   - none is stuck: in the end each host in turn can use each, also one that ran on a host that died and came back.
+//   - none is stuck: in the end each host in turn can use each, also one that ran on a host that died and came back,
+//     and each can move.
 func crashes(t *testing.T, stores [2]string, kills int) {
 	dir, err := os.MkdirTemp("", "cl") // it contains Unix sockets
 	must(t, err)
@@ -282,7 +298,7 @@ func crashes(t *testing.T, stores [2]string, kills int) {
 	must(t, err)
 	var hosts [2]*crashHost
 	for i := range hosts {
-		hosts[i] = &crashHost{t: t, name: fmt.Sprintf("h%d", i), dir: filepath.Join(dir, strconv.Itoa(i)), env: env, store: stores[i], log: log}
+		hosts[i] = &crashHost{t: t, name: fmt.Sprintf("h%d", i), other: fmt.Sprintf("h%d", 1-i), dir: filepath.Join(dir, strconv.Itoa(i)), env: env, store: stores[i], log: log}
 		must(t, os.Mkdir(hosts[i].dir, 0o700))
 		hosts[i].start()
 		t.Cleanup(hosts[i].kill)
@@ -318,7 +334,7 @@ func crashes(t *testing.T, stores [2]string, kills int) {
 		if s.Count > 0 && s.Count <= least {
 			t.Errorf("%s counts to %d on %s, and %d was durable before", box, s.Count, h.name, least)
 		}
-		if op == "durably" {
+		if op != "count" && op != "sleep" {
 			floor[box] = max(floor[box], s.Count)
 		}
 		return nil
@@ -340,14 +356,14 @@ func crashes(t *testing.T, stores [2]string, kills int) {
 						return
 					case <-time.After(time.Duration(rng.IntN(100)) * time.Millisecond):
 					}
-					_ = use(h, []string{"count", "count", "durably", "sleep", "durably"}[rng.IntN(5)], box)
+					_ = use(h, []string{"count", "count", "durably", "sleep", "durably", "moves", "moves"}[rng.IntN(7)], box)
 				}
 			})
 		}
 	}
 	rng := rand.New(rand.NewPCG(1, uint64(kills)))
 	for range kills {
-		time.Sleep(time.Duration(rng.IntN(1000)) * time.Millisecond)
+		time.Sleep(time.Duration(rng.IntN(1000+2000*rng.IntN(2))) * time.Millisecond) // a move takes a second or two
 		h := hosts[rng.IntN(len(hosts))]
 		h.kill()
 		down := time.Duration(rng.IntN(300)) * time.Millisecond
@@ -388,6 +404,15 @@ func crashes(t *testing.T, stores [2]string, kills int) {
 					t.Errorf("%s is stuck: %s cannot use it: %v", box, h.name, err)
 					break
 				}
+			}
+		}
+	}
+	// Nobody dies any more: each can move, from wherever it is.
+	for _, box := range boxes {
+		for end := time.Now().Add(time.Minute); use(hosts[0], "moves", box) != nil && use(hosts[1], "moves", box) != nil; time.Sleep(100 * time.Millisecond) {
+			if time.Now().After(end) {
+				t.Errorf("%s is stuck: neither host can move it", box)
+				break
 			}
 		}
 	}

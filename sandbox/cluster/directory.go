@@ -73,6 +73,9 @@ func (n *Node) hostOf(ctx context.Context, name string, fresh bool) (ledger.Host
 
 // Where implements peer.Directory.
 func (n *Node) Where(ctx context.Context, name string, fresh bool) (string, error) {
+	if err := n.awaitMove(ctx, name); err != nil {
+		return "", err
+	}
 	if !spec.ValidName(name) || n.holds(name) {
 		return "", nil
 	}

@@ -1,6 +1,7 @@
 package cluster_test
 
 import (
+	"context"
 	"errors"
 	"os"
 	"strconv"
@@ -15,6 +16,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/blob"
 	"github.com/drowse-vm/drowse/sandbox/cluster"
+	"github.com/drowse-vm/drowse/sandbox/cluster/peer"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
@@ -263,3 +265,81 @@ while True:
         say("again")
     time.sleep(0.2)
 `
+
+// realDoor is a real host that other hosts reach.
+func realDoor(t *testing.T, name string, store blob.Store) *host {
+	t.Helper()
+	id, err := peer.NewIdentity(name)
+	must(t, err)
+	at, address, err := peer.Listen("127.0.0.1:0")
+	must(t, err)
+	h := realHost(t, name, store, cluster.Options{TTL: 2 * time.Minute, Address: address, Key: id.Key()})
+	peers := peer.New(peer.Options{Identity: id, Directory: h.node})
+	h.node.Reach(peers)
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan error, 1)
+	go func() { done <- peers.Serve(ctx, at, h.node.PeerHandlers()) }()
+	t.Cleanup(func() {
+		cancel()
+		must(t, <-done)
+	})
+	return h
+}
+
+// movesEnv is how often TestGuest_moves moves its guest; 4 by default.
+const movesEnv = "DROWSE_TEST_MOVES"
+
+// A guest moves while its process works: that goes on, and its memory and its disk are what they were.
+func TestGuest_moves_while_it_works(t *testing.T) {
+	store := dir(t)
+	a, b := realDoor(t, "a", store), realDoor(t, "b", store)
+	_, err := a.Create(t.Context(), sandbox.Spec{Name: "box", Image: guesttest.ImageTag, MemoryMiB: 256}, sandbox.CreateOptions{Boot: true})
+	must(t, err)
+	a.starts("box", "python3", "-I", "-S", "-c", worker)
+	a.says("box", `python3 -I -S -c "import hashlib; open('/root/large', 'wb').write(hashlib.shake_128(b'x').digest(8 << 20))"
+		sha256sum /root/large > /root/sum; while ! test -e /dev/shm/n; do sleep 0.1; done`)
+	boot, sum := a.says("box", "cat /proc/sys/kernel/random/boot_id"), a.says("box", "cat /dev/shm/sum")
+	count := 0
+	moves := 4
+	if text := os.Getenv(movesEnv); text != "" {
+		moves, err = strconv.Atoi(text)
+		must(t, err)
+	}
+	from, to := a, b
+	for range moves {
+		from.says("box", "rm -f /dev/shm/gap")
+		res, err := from.node.Migrate(t.Context(), "box", spec.MigrateOptions{To: to.name})
+		must(t, err)
+		gap := to.says("box", "cat /dev/shm/gap")
+		t.Logf("downtime %.0f ms, by its own clock %s ms; stages %v; %d bytes ahead, %d in the pause", res.Downtime, gap, res.Stages, res.BytesAhead, res.BytesPause)
+		to.still("box", sum, &count)
+		if is := to.says("box", "cat /proc/sys/kernel/random/boot_id; sha256sum -c /root/sum"); is != boot+"\n/root/large: OK" {
+			t.Errorf("on %s it says %q", to.name, is)
+		}
+		// Each number that its process has written is on the disk.
+		if is := to.says("box", "awk '$1 != NR { print \"line\", NR, \"is\", $1; exit }' /root/log"); is != "" {
+			t.Errorf("on %s: %s", to.name, is)
+		}
+		if res.BytesPause > res.BytesAhead/2 {
+			t.Errorf("%d bytes were sent while it did not run, and %d before: what had not changed was sent again", res.BytesPause, res.BytesAhead)
+		}
+		if from.phase("box") == state.Running {
+			t.Error("it runs on both hosts")
+		}
+		from, to = to, from
+	}
+}
+
+// worker is a hoarder that also writes what it counts to the disk, and the longest time between two counts.
+var worker = strings.NewReplacer("i += 1\n", `i += 1
+    now = time.time()
+    if not os.path.exists(d + "gap"): gap = 0
+    if i > 1 and now - last > gap:
+        gap = now - last
+        put("gap", "%d" % (gap * 1000))
+    last = now
+    log.write("%d\n" % i)
+    log.flush()
+`, "while True:", `last = gap = 0
+log = open("/root/log", "w")
+while True:`, "sleep(0.2)", "sleep(0.05)").Replace(hoarder)

@@ -313,10 +313,13 @@ func (n *Node) pull(ctx context.Context, name string, c *ledger.Claim, now *leas
 			return err
 		}
 	}
+	kept := false
 	if !n.state.IsThere(d.Record.Snapshot) {
 		if err := n.arrive(ctx, name, c.Head(), d.Record.Snapshot, h); err != nil {
 			return fmt.Errorf("getting %s from the cluster: %w", name, err)
 		}
+	} else if kept, err = n.state.Keep(ctx, d.Record.Snapshot); err != nil { // else it goes with its old record
+		return err
 	}
 	if err := c.Err(); err != nil {
 		return err
@@ -335,7 +338,9 @@ func (n *Node) pull(ctx context.Context, name string, c *ledger.Claim, now *leas
 	if _, err := n.host.Clone(ctx, d.Record.Snapshot, sandbox.CloneOptions{Moved: d.Record, Metadata: &d.Metadata}); err != nil {
 		return fmt.Errorf("getting %s from the cluster: %w", name, err)
 	}
-	if err := n.state.Unkeep(ctx, d.Record.Snapshot); err != nil {
+	if kept {
+		// Somebody has imported or tagged it.
+	} else if err := n.state.Unkeep(ctx, d.Record.Snapshot); err != nil {
 		n.log.Warn("the snapshot of a sandbox of the cluster stays", "sandbox", name, "error", err)
 	}
 	if r, err = n.state.Get(name); err != nil {

@@ -27,6 +27,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/archive/ledger"
 	"github.com/drowse-vm/drowse/sandbox/arrival"
 	"github.com/drowse-vm/drowse/sandbox/blob"
+	"github.com/drowse-vm/drowse/sandbox/cluster/peer"
 	"github.com/drowse-vm/drowse/sandbox/lease"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
@@ -80,6 +81,7 @@ type Node struct {
 
 	names, publishing keyed
 	arrivals          arrivals
+	near              *near
 
 	// background is what life lets run: collects, arrivals.
 	background sync.WaitGroup
@@ -91,6 +93,8 @@ type Node struct {
 	session *ledger.Session
 	claims  map[string]*ledger.Claim
 	wanted  map[string]time.Time // when a sandbox was last claimed to run
+	moves   map[string]*move     // from this host
+	hosts   *peer.Peers          // nil until Reach
 	peers   known[ledger.Host]
 	places  known[string] // the other hosts that have sandboxes
 }
@@ -142,7 +146,7 @@ func Join(ctx context.Context, h *sandbox.Host, o Options) (*Node, error) {
 		o.TTL = ledger.DefaultTTL
 	}
 	n := &Node{
-		host: h, state: h.State, store: o.Store, ledger: l, archive: archive.Open(o.Store), dir: lease.In(h.State.Dir()), o: o, log: o.Log,
+		host: h, state: h.State, store: o.Store, ledger: l, moves: map[string]*move{}, dir: lease.In(h.State.Dir()), o: o, log: o.Log,
 		pulls: make(chan struct{}, maxLooks), wanted: map[string]time.Time{},
 		arrivals: arrivals{line: archive.NewLine(), all: map[string]*arriving{}},
 		reads:    make(chan struct{}, maxReads), peers: known[ledger.Host]{}, places: known[string]{},
@@ -158,7 +162,12 @@ func Join(ctx context.Context, h *sandbox.Host, o Options) (*Node, error) {
 		return nil, err
 	}
 	n.lock = f
-	if err := n.join(ctx); err != nil {
+	n.near, err = openNear(n.dir.Near())
+	if err == nil {
+		n.archive = archive.Open(nearStore{o.Store, n.near})
+		err = n.join(ctx)
+	}
+	if err != nil {
 		return nil, errors.Join(err, f.Close())
 	}
 	n.life, n.end = context.WithCancel(context.WithoutCancel(ctx))
@@ -168,6 +177,13 @@ func Join(ctx context.Context, h *sandbox.Host, o Options) (*Node, error) {
 		n.current().Close()
 		return nil, errors.Join(fmt.Errorf("going on to get memory from the cluster: %w", err), f.Close())
 	}
+	n.background.Go(func() {
+		left, err := n.dir.Ahead() // of moves that an earlier process did not end
+		if err != nil {
+			n.log.Warn("looking for snapshots that were sent ahead", "error", err)
+		}
+		n.removeAhead(left)
+	})
 	n.background.Go(func() {
 		if err := arrival.Serve(n.life, n.state.Dir(), n.answer); err != nil {
 			n.log.Error("no VM can run before all of its memory is here", "error", err)
@@ -390,6 +406,7 @@ func (n *Node) look(ctx context.Context) error {
 				break
 			}
 		}
+		n.near.tidy(time.Now())
 		if time.Since(swept) > sweepEvery {
 			swept = time.Now()
 			if err := n.sweep(ctx, swept); err != nil && ctx.Err() == nil {

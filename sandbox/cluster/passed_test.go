@@ -56,6 +56,7 @@ func newDoor(t testing.TB, name string, store blob.Store, o cluster.Options) *do
 	o.Key = d.id.Key()
 	d.host = newHost(t, name, store, o)
 	d.peers = peer.New(peer.Options{Identity: d.id, Directory: d.node})
+	d.node.Reach(d.peers)
 	d.tokens = tokens.Open(filepath.Join(t.TempDir(), tokens.File))
 	d.api = api.New(api.Options{Host: d.Host, Tokens: d.tokens, Peers: d.peers, Cluster: d.node.Catalog(d.peers)})
 	d.passed = d.node.PeerHandlers()

@@ -17,6 +17,13 @@ import (
 
 // Claim implements lease.Cluster.
 func (n *Node) Claim(ctx context.Context, name string, may func(spec.Metadata) error) error {
+	if err := n.awaitMove(ctx, name); err != nil {
+		return err
+	}
+	return n.claim(ctx, name, may)
+}
+
+func (n *Node) claim(ctx context.Context, name string, may func(spec.Metadata) error) error {
 	r, err := n.state.Get(name)
 	if err == nil && (!n.dir.Shared(name) || r.Phase == state.Running || r.Phase == state.Starting) {
 		return nil
@@ -98,13 +105,27 @@ func (n *Node) Publish(ctx context.Context, name string) error {
 		return err
 	}
 	defer unlock()
-	if err := n.publish(ctx, name); err != nil {
+	return n.publishAs(ctx, name, spec.NewID(), func(ctx context.Context, r *state.Record, i archive.Info, doc []byte) (archive.Info, error) {
+		m, err := n.state.Metadata(name)
+		if err != nil {
+			return i, err
+		}
+		return n.archive.SealFor(m.Owner).PushHead(ctx, n.state, i, r.Snapshot, doc)
+	})
+}
+
+// pusher puts a head, whose information is i.
+type pusher func(ctx context.Context, r *state.Record, i archive.Info, doc []byte) (archive.Info, error)
+
+// publishAs is Publish as a head that has an id which nothing else has. The caller has its lock in n.publishing.
+func (n *Node) publishAs(ctx context.Context, name, head string, push pusher) error {
+	if err := n.publish(ctx, name, head, push); err != nil {
 		return fmt.Errorf("publishing %s: %w", name, err)
 	}
 	return nil
 }
 
-func (n *Node) publish(ctx context.Context, name string) error {
+func (n *Node) publish(ctx context.Context, name, head string, push pusher) error {
 	unlock, err := n.names.lock(ctx, name)
 	if err != nil {
 		return err
@@ -142,14 +163,12 @@ func (n *Node) publish(ctx context.Context, name string) error {
 	if isHead(c, r, sum) {
 		return n.giveUp(ctx, name, claim)
 	}
-	// Each attempt has an id of its own, so that none meets what is left of another.
-	head := spec.NewID()
 	if err := claim.Intend(ctx, head, ledger.Needs{Fresh: []string{head}}); err != nil {
 		return err
 	}
 	unlock() // it may be woken meanwhile
 	begun := time.Now()
-	info, err := n.push(ctx, r, head, doc)
+	info, err := n.push(ctx, r, head, doc, push)
 	if err != nil {
 		// The snapshot may be gone, since the sandbox has slept again.
 		n.discard(name, head)
@@ -211,7 +230,7 @@ func isHead(c *lease.Claim, r *state.Record, sum string) bool {
 	return c.Head != "" && c.Snapshot == r.Snapshot && c.Sum == sum
 }
 
-func (n *Node) push(ctx context.Context, r *state.Record, head string, doc []byte) (archive.Info, error) {
+func (n *Node) push(ctx context.Context, r *state.Record, head string, doc []byte, push pusher) (archive.Info, error) {
 	if err := n.awaitWhole(ctx, r.Snapshot); err != nil {
 		return archive.Info{}, err
 	}
@@ -219,12 +238,8 @@ func (n *Node) push(ctx context.Context, r *state.Record, head string, doc []byt
 	if err != nil {
 		return archive.Info{}, err
 	}
-	meta, err := n.state.Metadata(r.Spec.Name)
-	if err != nil {
-		return archive.Info{}, err
-	}
 	i := archive.Info{ID: head, Name: r.Spec.Name, Image: m.Image, Created: time.Unix(0, m.CreatedUnixNano).UTC()}
-	return n.archive.SealFor(meta.Owner).PushHead(ctx, n.state, i, r.Snapshot, doc)
+	return push(ctx, r, i, doc)
 }
 
 // discard gives up an attempt to publish.
@@ -272,6 +287,9 @@ func (n *Node) collect(ctx context.Context, name string) error {
 
 // Delete implements lease.Cluster.
 func (n *Node) Delete(ctx context.Context, name string) (shared bool, freed spec.Freed, err error) {
+	if err := n.awaitMove(ctx, name); err != nil {
+		return false, freed, err
+	}
 	unlock, err := n.names.lock(ctx, name)
 	if err != nil {
 		return false, freed, err

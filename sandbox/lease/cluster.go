@@ -17,6 +17,10 @@ type Cluster interface {
 	// The errors are spec.ErrInvalid for one that cannot be shared, spec.ErrExists if another one has its name, and
 	// spec.ErrRunning.
 	Publish(ctx context.Context, name string) error
+	// Migrate moves a sandbox from this host to another one, and wakes it there if it runs here. After an error it is on
+	// one of them, or asleep where any host can wake it; until its last step it goes on here. The errors are
+	// spec.ErrTarget, those of Publish, and those of a sleep and a wake.
+	Migrate(ctx context.Context, name string, o spec.MigrateOptions) (spec.MigrateResult, error)
 	// Delete deletes a shared sandbox that does not run here, for all hosts. It reports false for one that is not shared.
 	Delete(ctx context.Context, name string) (shared bool, freed spec.Freed, err error)
 }

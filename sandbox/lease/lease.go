@@ -33,6 +33,8 @@ const (
 //	node.json         the name and the session of the host, which outlive its processes
 //	lease.json        until when the session lasts
 //	claims/NAME.json  a shared sandbox
+//	ahead/ID          a snapshot that was taken for a move to another host, and is removed after it
+//	near/             objects of the store for sandboxes that move here
 //	lock              held by the node, by flock(2)
 type Dir string
 
@@ -169,6 +171,41 @@ func (d Dir) Names() (names []string, err error) {
 		}
 	}
 	return names, err
+}
+
+// Near is the directory of copies of objects.
+func (d Dir) Near() string { return d.path("near") }
+
+// NoteAhead notes a snapshot that was taken for a move, so that it does not stay if the node dies; ForgetAhead that it
+// is gone. Ahead returns those that are noted.
+func (d Dir) NoteAhead(id string) error {
+	if err := os.MkdirAll(d.path("ahead"), 0o700); err != nil {
+		return err
+	}
+	return osfile.WriteFile(d.path("ahead", id), nil, 0o600)
+}
+
+// ForgetAhead is described at NoteAhead.
+func (d Dir) ForgetAhead(id string) error {
+	err := os.Remove(d.path("ahead", id))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	return err
+}
+
+// Ahead is described at NoteAhead.
+func (d Dir) Ahead() (ids []string, err error) {
+	entries, err := os.ReadDir(d.path("ahead"))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	}
+	for _, e := range entries {
+		if !strings.HasPrefix(e.Name(), ".") {
+			ids = append(ids, e.Name())
+		}
+	}
+	return ids, err
 }
 
 // Shared reports whether a sandbox is shared. One of which that cannot be known is.

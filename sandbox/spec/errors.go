@@ -87,6 +87,8 @@ var (
 	ErrUnreachable = errors.New("the host that has the sandbox does not answer")
 	// ErrUnclaimed means that a sandbox is shared with other hosts, and that this one may not run it.
 	ErrUnclaimed = errors.New("the sandbox is shared with other hosts, and this one has no claim on it: run `drowse serve --cluster` here")
+	// ErrTarget means that a sandbox cannot move to the host that was named. It stays where it is.
+	ErrTarget = errors.New("it cannot move to that host")
 	// ErrArriving means that a sandbox's memory is still on its way to this host: what needs all of it must wait.
 	ErrArriving = errors.New("the sandbox's memory is not all here yet")
 )
@@ -132,4 +134,5 @@ var ErrorCodes = []struct {
 	{"elsewhere", ErrElsewhere},
 	{"unclaimed", ErrUnclaimed},
 	{"arriving", ErrArriving},
+	{"target", ErrTarget},
 }

@@ -149,6 +149,36 @@ type SleepOptions struct {
 	Durable bool `json:"durable,omitempty"`
 }
 
+// MigrateOptions say where a sandbox moves.
+type MigrateOptions struct {
+	// To is the name of a host of the cluster.
+	To string `json:"to"`
+	// Hooks overrides the policy in the VM's Spec for the sleep.
+	Hooks HookPolicy `json:"hooks,omitempty"`
+}
+
+// MigrateResult says what a move to another host did.
+type MigrateResult struct {
+	Name string `json:"name"`
+	From string `json:"from"`
+	To   string `json:"to"`
+	// Asleep reports that it slept before: then it sleeps in the cluster's store, and no host has it.
+	Asleep bool `json:"asleep,omitempty"`
+	// Snapshot is the one in which it went from host to host.
+	Snapshot string `json:"snapshot"`
+	// Stages are those before and after the guest was stopped: ahead (it runs); pause (until its process was gone),
+	// publish (until other hosts could have it), wake (until it answered on its new host).
+	Stages map[string]float64 `json:"stages_ms"`
+	// Downtime is from the end of its hooks before the sleep until its agent answered, by the clock of the first host. A
+	// program whose memory is still on its way may go on later.
+	Downtime float64 `json:"downtime_ms"`
+	// BytesAhead and BytesPause are what was put into the store while it ran, and while it did not.
+	BytesAhead int64 `json:"bytes_ahead"`
+	BytesPause int64 `json:"bytes_pause"`
+	// Problem is what failed although it has moved.
+	Problem string `json:"problem,omitempty"`
+}
+
 // MaxNote bounds the note of a snapshot, in bytes.
 const MaxNote = 64 << 10
 

@@ -35,6 +35,24 @@ func (s *Store) ReceiveLater(ctx context.Context, src snapshot.Source, o ImportO
 	})
 }
 
+// Keep keeps a snapshot until Unkeep, although the VM that sleeps in it is removed. was reports that it is kept anyway.
+func (s *Store) Keep(ctx context.Context, id string) (was bool, err error) {
+	unlock, err := s.Share(ctx)
+	if err != nil {
+		return false, err
+	}
+	defer func() { err = errors.Join(err, unlock()) }()
+	m, err := s.Manifest(id)
+	if err != nil {
+		return false, err
+	}
+	was = s.kept(id)
+	if err = s.lendOwner(m); err == nil && !was {
+		err = s.keep(id)
+	}
+	return was, err
+}
+
 // Unkeep lets sweeps delete a snapshot that was received, now that a record names it, once none does.
 func (s *Store) Unkeep(ctx context.Context, id string) error {
 	unlock, err := s.Share(ctx)

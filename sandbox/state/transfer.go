@@ -9,6 +9,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"syscall"
 	"time"
 
 	"github.com/drowse-vm/drowse/internal/osfile"
@@ -83,6 +84,62 @@ func (s *Store) extraFiles(ctx context.Context, prefix string) (id string, files
 		files = append(files, snapshot.ExtraFile{Name: SystemFile, Size: fi.Size(), Open: func() (io.ReadCloser, error) { return os.Open(system) }})
 	}
 	return id, files, nil
+}
+
+// FileMarks tell the contents of a snapshot's files apart: two files of one store with equal marks and sizes have the
+// same content.
+type FileMarks map[string]string
+
+// Of returns the mark of a file that SendSnapshot sends; "" for one that is like no other.
+func (m FileMarks) Of(f snapshot.SentFile) string { return m[markKey(f.Extra, f.Name)] }
+
+func markKey(extra bool, name string) string { return fmt.Sprint(extra, " ", name) }
+
+// FileMarks returns the marks of a snapshot's files as they are now. Memory files never change; a layer of a disk may
+// be joined with others under its name.
+func (s *Store) FileMarks(id string) (FileMarks, error) {
+	m, err := s.Manifest(id)
+	if err != nil {
+		return nil, err
+	}
+	out := FileMarks{}
+	for _, f := range m.Memory.Files {
+		out[markKey(false, f.Name)] = "memory " + f.ID
+	}
+	st, err := s.Absolute(SnapshotStack(m))
+	if err != nil {
+		return nil, err
+	}
+	mark := func(name, path string) error {
+		fi, err := os.Stat(path)
+		if errors.Is(err, fs.ErrNotExist) {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		sys, ok := fi.Sys().(*syscall.Stat_t)
+		if ok {
+			out[markKey(true, name)] = fmt.Sprintf("file %d %d %d %d", sys.Dev, sys.Ino, fi.Size(), fi.ModTime().UnixNano())
+		}
+		return nil
+	}
+	for _, path := range st.Layers {
+		if err := mark(filepath.Base(path), path); err != nil {
+			return nil, err
+		}
+	}
+	system, err := s.systemDiskOf(m)
+	if err == nil && system != "" {
+		err = mark(SystemFile, system)
+	}
+	return out, err
+}
+
+// Admits returns why a snapshot of another host whose word counts could not run here, by its manifest; nil if nothing
+// is known of that.
+func (s *Store) Admits(m *snapshot.Manifest) error {
+	return (&importing{store: s, trust: true, layers: map[string]string{}}).Admit(m)
 }
 
 // systemDiskOf returns the path of the disk with the agent that the guest of a snapshot uses; empty if it has none.

@@ -356,6 +356,24 @@ func (s *Store) AdmitDisk(ctx context.Context, owner string) error {
 	return limits.CheckDisk(s.dir, owner, func() (int64, error) { return s.ownerDisk(ctx, owner) })
 }
 
+// HasRoom waits until the host, and the limits of an owner, allow one more VM of mib MiB to wake, and fails like
+// limits.AdmitMemory, limits.AdmitOwner and AdmitDisk. It keeps no room.
+func (s *Store) HasRoom(ctx context.Context, owner string, mib int) error {
+	release, err := limits.AdmitMemory(ctx, s.dir, mib, true)
+	if err == nil {
+		err = release()
+	}
+	if err == nil {
+		if release, err = limits.AdmitOwner(ctx, s.dir, owner, mib, true); err == nil {
+			err = release()
+		}
+	}
+	if err == nil {
+		err = s.AdmitDisk(ctx, owner)
+	}
+	return err
+}
+
 // admitOwned counts one more VM for an owner until release is called, after the VM's files say whose it is.
 func (s *Store) admitOwned(owner string) (release func() error, err error) {
 	return limits.AdmitSandbox(s.dir, owner, func() (int, error) { return s.ownerCount(owner) })

@@ -37,6 +37,7 @@ var leftOut = map[string]string{
 // refused are operations that the server of the tests cannot do, with the status of its answer.
 var refused = map[string]int{
 	"POST /v1/snapshots/import":         http.StatusConflict,   // the snapshot is of another machine
+	"POST /v1/sandboxes/{name}/migrate": http.StatusBadRequest, // it is in no cluster
 	"POST /v1/sandboxes/{name}/promote": http.StatusBadRequest, // over TCP nobody may say to which directory of the host
 }
 

@@ -230,6 +230,11 @@ func (c *Client) Sleep(ctx context.Context, name string, o spec.SleepOptions) (s
 	return act[spec.SleepResult](ctx, c, "sleep", name, wire.Sleep{Hooks: o.Hooks, Durable: o.Durable})
 }
 
+// Migrate is lease.Cluster.Migrate.
+func (c *Client) Migrate(ctx context.Context, name string, o spec.MigrateOptions) (spec.MigrateResult, error) {
+	return act[spec.MigrateResult](ctx, c, "migrate", name, wire.Migrate{To: o.To, Hooks: o.Hooks})
+}
+
 // Stop is sandbox.Sandbox.Stop; the zero value of o allows 30 s.
 func (c *Client) Stop(ctx context.Context, name string, o wire.Stop) (records.Sandbox, error) {
 	return act[records.Sandbox](ctx, c, "stop", name, o)

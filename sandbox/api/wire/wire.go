@@ -255,6 +255,13 @@ type Sleep struct {
 	Durable bool `json:"durable,omitempty"`
 }
 
+// Migrate is POST /v1/sandboxes/NAME/migrate.
+type Migrate struct {
+	// To is the name of a host of the server's cluster.
+	To    string          `json:"to"`
+	Hooks spec.HookPolicy `json:"hooks,omitempty"`
+}
+
 // Stop is POST /v1/sandboxes/NAME/stop.
 type Stop struct {
 	// Kill ends it at once, like a power cut.

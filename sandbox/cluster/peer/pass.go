@@ -1,6 +1,7 @@
 package peer
 
 import (
+	"bytes"
 	"context"
 	"crypto/tls"
 	"errors"
@@ -50,8 +51,9 @@ func (p *Peers) Pass(w http.ResponseWriter, r *http.Request, is Passed) (answere
 // ErrUsed means that a part of a request has gone to a host that did not answer: nobody knows what has become of it.
 var ErrUsed = errors.New("what was asked may be done, or not")
 
-// Ask asks a host itself: one of its handlers, which is no service for clients. most is the most bytes of the answer.
-func (p *Peers) Ask(ctx context.Context, host, service string, most int64) ([]byte, error) {
+// Ask asks a host itself: one of its handlers, which is no service for clients, by GET, or by POST with a body. most is
+// the most bytes of the answer. An error that wraps ErrUsed says that the host may do what was asked.
+func (p *Peers) Ask(ctx context.Context, host, service string, body []byte, most int64) ([]byte, error) {
 	var to Host
 	var err error
 	for fresh := range 2 {
@@ -62,14 +64,17 @@ func (p *Peers) Ask(ctx context.Context, host, service string, most int64) ([]by
 		to = next
 		var text []byte
 		var dial *dialError
-		if text, err = p.ask(ctx, to, service, most); !errors.As(err, &dial) {
+		if text, err = p.ask(ctx, to, service, body, most); !errors.As(err, &dial) {
+			if err != nil {
+				err = fmt.Errorf("%w: %w", ErrUsed, err)
+			}
 			return text, err
 		}
 	}
 	return nil, err
 }
 
-func (p *Peers) ask(ctx context.Context, to Host, service string, most int64) ([]byte, error) {
+func (p *Peers) ask(ctx context.Context, to Host, service string, body []byte, most int64) ([]byte, error) {
 	if err := p.known(to); err != nil {
 		return nil, err
 	}
@@ -78,7 +83,11 @@ func (p *Peers) ask(ctx context.Context, to Host, service string, most int64) ([
 	if err != nil {
 		return nil, err
 	}
-	r, err := http.NewRequestWithContext(ctx, http.MethodGet, "https://"+to.Key+"/", nil)
+	method := http.MethodGet
+	if body != nil {
+		method = http.MethodPost
+	}
+	r, err := http.NewRequestWithContext(ctx, method, "https://"+to.Key+"/", bytes.NewReader(body))
 	if err != nil {
 		return nil, err
 	}
@@ -91,11 +100,11 @@ func (p *Peers) ask(ctx context.Context, to Host, service string, most int64) ([
 	if a.StatusCode != http.StatusOK {
 		return nil, fmt.Errorf("the host %s answers %s", to.Name, a.Status)
 	}
-	body, err := io.ReadAll(io.LimitReader(a.Body, most+1))
-	if err == nil && int64(len(body)) > most {
+	said, err := io.ReadAll(io.LimitReader(a.Body, most+1))
+	if err == nil && int64(len(said)) > most {
 		err = fmt.Errorf("the host %s answers with more than %d bytes", to.Name, most)
 	}
-	return body, err
+	return said, err
 }
 
 // carry is a request on its way.

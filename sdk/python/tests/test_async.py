@@ -484,6 +484,12 @@ class Methods(unittest.IsolatedAsyncioTestCase):
             await a.promote()
         self.assertIn("is to be promoted", str(e.exception))
 
+    async def test_migrate(self) -> None:
+        a = await self.make()
+        with self.assertRaises(drowse.InvalidRequest) as e:
+            await a.migrate("elsewhere", hooks="skip")
+        self.assertIn("in no cluster", str(e.exception))
+
     async def test_parameters(self) -> None:
         a = await self.make(name="a")
         f = a.files

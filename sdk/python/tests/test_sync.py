@@ -485,6 +485,12 @@ class Methods(unittest.TestCase):
             a.promote()
         self.assertIn("is to be promoted", str(e.exception))
 
+    def test_migrate(self) -> None:
+        a = self.make()
+        with self.assertRaises(drowse.InvalidRequest) as e:
+            a.migrate("elsewhere", hooks="skip")
+        self.assertIn("in no cluster", str(e.exception))
+
     def test_parameters(self) -> None:
         a = self.make(name="a")
         f = a.files

@@ -282,6 +282,12 @@ export class Sandbox {
     return this.changed("POST", "/stop", given({ kill, timeout_seconds }), call);
   }
 
+  /** Moves it to another host of the server's cluster, awake if it is. For tokens with the scope admin. */
+  migrate(to: string, o: CallOptions & { hooks?: string } = {}) {
+    const { hooks, ...call } = o;
+    return this.client.call<types.MigrateResult>("POST", this.path + "/migrate", given({ to, hooks }), call);
+  }
+
   /** Lets it expire later. */
   extend(until: Date, o?: CallOptions) {
     return this.changed("POST", "/extend", { until: until.toISOString() }, o);

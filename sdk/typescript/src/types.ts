@@ -700,6 +700,24 @@ export type MakeVolumeRequest = {
   size_mib?: number;
 };
 
+export type MigrateRequest = {
+  hooks?: "" | "require" | "ignore" | "skip";
+  to?: string;
+};
+
+export type MigrateResult = {
+  asleep?: boolean;
+  bytes_ahead: number;
+  bytes_pause: number;
+  downtime_ms: number;
+  from: string;
+  name: string;
+  problem?: string;
+  snapshot: string;
+  stages_ms: Record<string, number>;
+  to: string;
+};
+
 export type MkdirRequest = {
   mode?: string;
   parents?: boolean;

@@ -382,6 +382,7 @@ describe("the client", { skip: env("DROWSE_URL") ? false : "there is no server: 
     await a.stop({ timeout_seconds: 10 });
     assert.equal((await all(console)).length, 0);
     await a.start();
+    await assert.rejects(a.migrate("elsewhere", { hooks: "skip" }), (e: drowse.APIError) => e instanceof drowse.InvalidRequest && /in no cluster/.test(e.message));
     await assert.rejects(a.promote(), (e: drowse.APIError) => e instanceof drowse.InvalidRequest && /is to be promoted/.test(e.message));
   });
 

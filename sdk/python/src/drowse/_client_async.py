@@ -259,6 +259,10 @@ class AsyncSandbox:
         self.info = cast(types.Sandbox, await self._call("POST", "/stop", {"kill": kill, "timeout_seconds": timeout_seconds}))
         return self.info
 
+    async def migrate(self, to: str, *, hooks: str = "", timeout: float | None = None) -> types.MigrateResult:
+        """Move it to another host of the server's cluster, awake if it is. For tokens with the scope admin."""
+        return cast(types.MigrateResult, await self._call("POST", "/migrate", {"to": to, "hooks": hooks}, timeout=timeout))
+
     async def extend(self, until: str) -> types.Sandbox:
         """Let it expire later; until is a time of RFC 3339."""
         self.info = cast(types.Sandbox, await self._call("POST", "/extend", {"until": until}))

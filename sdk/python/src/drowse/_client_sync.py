@@ -260,6 +260,10 @@ class Sandbox:
         self.info = cast(types.Sandbox, self._call("POST", "/stop", {"kill": kill, "timeout_seconds": timeout_seconds}))
         return self.info
 
+    def migrate(self, to: str, *, hooks: str = "", timeout: float | None = None) -> types.MigrateResult:
+        """Move it to another host of the server's cluster, awake if it is. For tokens with the scope admin."""
+        return cast(types.MigrateResult, self._call("POST", "/migrate", {"to": to, "hooks": hooks}, timeout=timeout))
+
     def extend(self, until: str) -> types.Sandbox:
         """Let it expire later; until is a time of RFC 3339."""
         self.info = cast(types.Sandbox, self._call("POST", "/extend", {"until": until}))

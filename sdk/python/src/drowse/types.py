@@ -819,6 +819,24 @@ MakeVolumeRequest = TypedDict("MakeVolumeRequest", {
     "size_mib": NotRequired["int"],
 })
 
+MigrateRequest = TypedDict("MigrateRequest", {
+    "hooks": NotRequired['Literal["", "require", "ignore", "skip"]'],
+    "to": NotRequired["str"],
+})
+
+MigrateResult = TypedDict("MigrateResult", {
+    "asleep": NotRequired["bool"],
+    "bytes_ahead": "int",
+    "bytes_pause": "int",
+    "downtime_ms": "float",
+    "from": "str",
+    "name": "str",
+    "problem": NotRequired["str"],
+    "snapshot": "str",
+    "stages_ms": "dict[str, Any]",
+    "to": "str",
+})
+
 MkdirRequest = TypedDict("MkdirRequest", {
     "mode": NotRequired["str"],
     "parents": NotRequired["bool"],
