@@ -290,7 +290,7 @@ func (s *Server) created(otherwise int64) handler {
 		}
 		e := &spec.E2B{
 			Template: body.TemplateID, Metadata: body.Metadata, EnvVars: body.EnvVars, Timeout: int64(timeout / time.Second),
-			Pause: body.AutoPause, Resume: body.AutoResume != nil && body.AutoResume.Enabled,
+			Pause: body.AutoPause, DiskOnly: body.AutoPauseMemory != nil && !*body.AutoPauseMemory, Resume: body.AutoResume != nil && body.AutoResume.Enabled,
 		}
 		n := body.Network
 		if n == nil {
@@ -317,6 +317,7 @@ func (s *Server) created(otherwise int64) handler {
 		if _, err := s.extend(r.Context(), id, timeout); err != nil {
 			return 0, nil, err
 		}
+		s.introduceAll(r.Context(), []string{id})
 		out, err := s.body(id)
 		s.log.Info("created", "sandbox", id, "template", e.Template)
 		return http.StatusCreated, out, err
@@ -404,6 +405,8 @@ func (s *Server) resume(ctx context.Context, b *box, timeout time.Duration, rebo
 		_, err = b.Start(ctx, sandbox.StartOptions{DiscardMemory: reboot})
 		if errors.Is(err, sandbox.ErrRunning) {
 			err = nil // another request was first
+		} else if err == nil {
+			s.introduce(ctx, b)
 		}
 	} else {
 		_, err = b.BringUp(ctx)
@@ -548,6 +551,11 @@ func (s *Server) fork(w http.ResponseWriter, r *http.Request, b *box) (int, any,
 		if err != nil && first {
 			return 0, nil, err
 		}
+		var made []string
+		for _, c := range children {
+			made = append(made, c.Name)
+		}
+		s.introduceAll(r.Context(), made)
 		for _, c := range children {
 			f := forked{}
 			if err == nil {

@@ -21,15 +21,15 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/api/identity"
 	"github.com/drowse-vm/drowse/sandbox/api/tokens"
 	"github.com/drowse-vm/drowse/sandbox/cluster/peer"
+	"github.com/drowse-vm/drowse/sandbox/e2b/series"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/gateway"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// EnvdVersion is the version of E2B's protocol in a sandbox whose every feature is served. Version 0.6.2 has metadata
-// of files, which guests' agents do not write.
-const EnvdVersion = "0.6.1"
+// EnvdVersion is the version of E2B's protocol in a sandbox whose every feature is served.
+const EnvdVersion = "0.6.4"
 
 // envdPort is the port of that protocol. No request to it reaches the guest.
 const envdPort = 49983
@@ -99,6 +99,8 @@ type Server struct {
 	start chan struct{}
 	slow  time.Duration // slowTime
 
+	history series.Store // by the ids of records: a sandbox keeps its own while it sleeps
+
 	life context.Context // ends with Close
 	end  context.CancelFunc
 	all  sync.WaitGroup // attached processes and watchers
@@ -110,7 +112,6 @@ type Server struct {
 	requests int
 	of       map[string]int // requests by sandbox
 	said     time.Time      // when an error was last logged
-	usage    map[string]cpuSample
 }
 
 // New returns a Server.
@@ -136,7 +137,7 @@ func New(o Options) (*Server, error) {
 	s := &Server{
 		o: o, host: o.Host, log: o.Log, mux: http.NewServeMux(), envd: http.NewServeMux(),
 		slots: make(chan struct{}, maxControl), start: make(chan struct{}, maxStarts), slow: slowTime,
-		hubs: map[hubKey]*hub{}, watchers: map[string]*watcher{}, of: map[string]int{}, usage: map[string]cpuSample{},
+		hubs: map[hubKey]*hub{}, watchers: map[string]*watcher{}, of: map[string]int{},
 	}
 	s.life, s.end = context.WithCancel(context.Background())
 	var err error
@@ -146,6 +147,7 @@ func New(o Options) (*Server, error) {
 	s.routes()
 	s.envdRoutes()
 	s.all.Go(s.tidy)
+	s.all.Go(s.sample)
 	return s, nil
 }
 
